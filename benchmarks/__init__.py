@@ -1,0 +1,1 @@
+"""Benchmarks: training models, one runner, results as JSON and pictures."""

@@ -1,0 +1,179 @@
+"""The training models of the benchmarks, by name and size.
+
+`build` returns a model and its (inputs, targets); `model(*args)` is the scalar loss, so that a
+whole training step is one graph. Sizes: `small` (few layers, quick to compile), `deep` (more
+layers), both for a small CPU machine, and `gpu` (bf16, for one GPU of 80 GB or more).
+"""
+
+from collections.abc import Callable
+from dataclasses import dataclass, field
+from typing import Any, cast
+
+import torch
+from torch import Tensor, nn
+from torch.utils.checkpoint import checkpoint
+
+from .nets.language import GPT, LSTM, EncoderDecoder, Llama
+from .nets.layers import Network
+from .nets.vision import Mixer, ResNet, UNet, ViT
+
+SIZES = ("small", "deep", "gpu")
+
+
+@dataclass(frozen=True)
+class Config:
+    """How to make one model: its class, its arguments and the batch."""
+
+    network: Callable[..., Network]
+    batch: int
+    arguments: dict[str, Any] = field(default_factory=dict)
+
+
+def _config(network: Callable[..., Network], batch: int, **arguments: Any) -> Config:
+    return Config(network, batch, arguments)
+
+
+MODELS: dict[str, dict[str, Config]] = {
+    "gpt": {
+        "small": _config(GPT, 8, layers=4, width=128, heads=4, length=128, vocabulary=1000),
+        "deep": _config(GPT, 4, layers=24, width=128, heads=4, length=128, vocabulary=1000),
+        "gpu": _config(GPT, 16, layers=24, width=2048, heads=16, length=2048, vocabulary=50304),
+    },
+    "llama": {
+        "small": _config(
+            Llama,
+            8,
+            layers=4,
+            width=128,
+            heads=4,
+            kv_heads=2,
+            hidden=384,
+            length=128,
+            vocabulary=1000,
+        ),
+        "deep": _config(
+            Llama,
+            4,
+            layers=16,
+            width=128,
+            heads=4,
+            kv_heads=2,
+            hidden=384,
+            length=128,
+            vocabulary=1000,
+        ),
+        "gpu": _config(
+            Llama,
+            8,
+            layers=16,
+            width=2048,
+            heads=32,
+            kv_heads=8,
+            hidden=8192,
+            length=4096,
+            vocabulary=32000,
+        ),
+    },
+    "vit": {
+        "small": _config(
+            ViT, 16, layers=4, width=128, heads=4, resolution=64, patch=8, classes=100
+        ),
+        "deep": _config(ViT, 8, layers=20, width=128, heads=4, resolution=64, patch=8, classes=100),
+        "gpu": _config(
+            ViT, 256, layers=24, width=1024, heads=16, resolution=224, patch=16, classes=1000
+        ),
+    },
+    "resnet": {
+        "small": _config(ResNet, 16, blocks=(1, 1, 1, 1), width=16, resolution=128, classes=100),
+        "deep": _config(ResNet, 8, blocks=(3, 4, 6, 3), width=16, resolution=128, classes=100),
+        "gpu": _config(ResNet, 768, blocks=(3, 4, 6, 3), width=64, resolution=224, classes=1000),
+    },
+    "unet": {
+        "small": _config(UNet, 8, levels=3, width=16, resolution=64, classes=8),
+        "deep": _config(UNet, 4, levels=5, width=8, resolution=128, classes=8),
+        "gpu": _config(UNet, 64, levels=4, width=64, resolution=256, classes=21),
+    },
+    "encdec": {
+        "small": _config(
+            EncoderDecoder, 8, layers=2, width=128, heads=4, length=128, vocabulary=1000
+        ),
+        "deep": _config(
+            EncoderDecoder, 4, layers=8, width=128, heads=4, length=128, vocabulary=1000
+        ),
+        "gpu": _config(
+            EncoderDecoder, 64, layers=16, width=1024, heads=16, length=512, vocabulary=32128
+        ),
+    },
+    "mixer": {
+        "small": _config(Mixer, 16, layers=4, width=128, resolution=64, patch=8, classes=100),
+        "deep": _config(Mixer, 8, layers=20, width=128, resolution=64, patch=8, classes=100),
+        "gpu": _config(Mixer, 256, layers=24, width=1024, resolution=224, patch=16, classes=1000),
+    },
+    "lstm": {
+        "small": _config(LSTM, 256, layers=2, width=128, length=16, segment=4, vocabulary=500),
+        "deep": _config(LSTM, 256, layers=2, width=128, length=32, segment=4, vocabulary=500),
+        "gpu": _config(LSTM, 2048, layers=4, width=1024, length=64, segment=8, vocabulary=8192),
+    },
+    "dropout": {
+        "small": _config(
+            GPT, 8, layers=4, width=128, heads=4, length=128, vocabulary=1000, dropout=0.1
+        ),
+        "deep": _config(
+            GPT, 4, layers=16, width=128, heads=4, length=128, vocabulary=1000, dropout=0.1
+        ),
+        "gpu": _config(
+            GPT, 16, layers=24, width=1024, heads=16, length=1024, vocabulary=50304, dropout=0.1
+        ),
+    },
+    "gpt16": {
+        "exact": _config(GPT, 8, layers=16, width=128, heads=4, length=128, vocabulary=1000),
+    },
+    "gpt6": {
+        "exact": _config(GPT, 8, layers=6, width=256, heads=4, length=256, vocabulary=1000),
+    },
+}
+
+
+def find_config(name: str, size: str = "small") -> Config:
+    """The configuration of a model; one made for exact figures has the same in every size."""
+    sizes = MODELS[name]
+    return sizes["exact"] if "exact" in sizes else sizes[size]
+
+
+def build(
+    name: str,
+    size: str = "small",
+    device: str = "cpu",
+    dtype: torch.dtype = torch.float32,
+    seed: int = 0,
+) -> tuple[Network, tuple[Tensor, Tensor]]:
+    """A model in training mode with fixed random weights, and its (inputs, targets)."""
+    config = find_config(name, size)
+    torch.manual_seed(seed)
+    model = config.network(**config.arguments).to(device, dtype).train()
+    inputs, targets = model.sample(config.batch, torch.Generator().manual_seed(seed))
+    inputs = inputs.to(device, dtype) if inputs.is_floating_point() else inputs.to(device)
+    return model, (inputs, targets.to(device))
+
+
+def uses_random_ops(model: nn.Module) -> bool:
+    """Whether a step draws random numbers."""
+    return any(isinstance(module, nn.Dropout) for module in model.modules())
+
+
+class Checkpointed(nn.Module):
+    """A block that keeps only its inputs and runs again in the backward."""
+
+    def __init__(self, block: nn.Module) -> None:
+        super().__init__()
+        self.block = block
+
+    def forward(self, *args: Tensor) -> Tensor:
+        return cast(Tensor, checkpoint(self.block, *args, use_reentrant=False))
+
+
+def with_checkpoint(model: Network) -> Network:
+    """`model` itself, every one of its `checkpoint_blocks` wrapped in torch's checkpoint."""
+    for parent, name in model.checkpoint_blocks():
+        setattr(parent, name, Checkpointed(getattr(parent, name)))
+    return model

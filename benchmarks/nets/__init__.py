@@ -1,0 +1,1 @@
+"""Plain PyTorch networks: every one maps (inputs, targets) to its training loss."""

@@ -1,0 +1,219 @@
+"""A training step of one variant, in this process: compile it, time it, measure it."""
+
+import time
+from collections.abc import Callable, Iterator
+from dataclasses import dataclass, field
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+
+from .models import with_checkpoint
+from .nets.layers import Network
+from .variants import Variant
+
+IMPOSSIBLE_BYTES = 2**20
+WARM_STEPS = 2
+
+
+class Infeasible(Exception):
+    """fxremat refused the budget; `minimum_bytes` is the least it names."""
+
+    def __init__(self, message: str, minimum_bytes: int | None) -> None:
+        super().__init__(message)
+        self.message, self.minimum_bytes = message, minimum_bytes
+
+
+@dataclass(frozen=True)
+class Peak:
+    """Measured bytes of a step: before it, and at most during it."""
+
+    start_bytes: int
+    peak_bytes: int
+
+
+@dataclass
+class Training:
+    """A model, its arguments and the function that maps them to the loss."""
+
+    model: nn.Module
+    arguments: tuple[Any, ...]
+    function: Callable[..., Any]
+    compile_seconds: float = 0.0
+    report: dict[str, Any] | None = None
+    explanation: str = ""
+    device: torch.device = field(init=False)
+
+    def __post_init__(self) -> None:
+        self.device = next(self.model.parameters()).device
+
+    def run(self) -> Tensor:
+        """Forward and backward; the gradients are left behind."""
+        loss: Tensor = self.function(*self.arguments)
+        loss.backward()  # type: ignore[no-untyped-call]
+        return loss.detach()
+
+    def step(self) -> Tensor:
+        """Drop the gradients, then forward and backward."""
+        self.model.zero_grad(set_to_none=True)
+        return self.run()
+
+    def synchronize(self) -> None:
+        """Wait for the device."""
+        if self.device.type == "cuda":
+            torch.cuda.synchronize()
+
+    def time_steps(self, count: int) -> list[float]:
+        """Seconds of `count` steps, after one that is not counted."""
+        self.step()
+        return [self._time_step() for _ in range(count)]
+
+    def _time_step(self) -> float:
+        self.synchronize()
+        start = time.perf_counter()
+        self.step()
+        self.synchronize()
+        return time.perf_counter() - start
+
+    def measure(self) -> Peak:
+        """Peak of one step; call it after the warm-up steps."""
+        from fxremat.measure import measure_peak
+
+        self.model.zero_grad(set_to_none=True)
+        result = measure_peak(self.run, held=(self.model, self.arguments))
+        return Peak(result.start_bytes, result.peak_bytes)
+
+    def gradients(self, seed: int) -> tuple[float, dict[str, Tensor]]:
+        """Loss and gradients of a step under `seed`, on the CPU, by position."""
+        torch.manual_seed(seed)
+        loss = self.step()
+        return loss.item(), collect_gradients(self.model)
+
+    def train(self, optimizer: torch.optim.Optimizer, steps: int) -> Iterator[float]:
+        """The losses of `steps` training steps, one by one."""
+        for _ in range(steps):
+            loss = self.step()
+            optimizer.step()
+            yield loss.item()
+
+
+def collect_gradients(model: nn.Module) -> dict[str, Tensor]:
+    """Copies of the gradients on the CPU; the number of the parameter is the key."""
+    parameters = enumerate(model.parameters())
+    return {str(i): p.grad.detach().cpu().clone() for i, p in parameters if p.grad is not None}
+
+
+def gradient_error(actual: dict[str, Tensor], expected: dict[str, Tensor]) -> float:
+    """Largest difference in any gradient, relative to the largest entry of that gradient.
+
+    A gradient that is zero but for rounding is compared with a thousandth of the largest entry
+    of all gradients instead.
+    """
+    if actual.keys() != expected.keys():
+        return float("inf")
+    floor = 1e-3 * max(gradient.abs().max().item() for gradient in expected.values())
+    errors = (
+        (actual[key].float() - expected[key].float()).abs().max().item()
+        / max(expected[key].abs().max().item(), floor)
+        for key in expected
+    )
+    return max(errors)
+
+
+def prepare(
+    variant: Variant, model: nn.Module, arguments: tuple[Any, ...], budget: int | None = None
+) -> Training:
+    """Compile `model` the variant's way and run the warm-up steps.
+
+    For fxremat, `budget` is the number of bytes, None the least it can do; raises `Infeasible`.
+    """
+    if variant.kind == "fxremat":
+        return _prepare_fxremat(model, arguments, budget)
+    return _warm(Training(model, arguments, _compiled(variant, model)))
+
+
+def _compiled(variant: Variant, model: nn.Module) -> Callable[..., Any]:
+    if variant.kind == "eager":
+        return model
+    if variant.kind == "knob":
+        import torch._functorch.config as functorch_config
+
+        functorch_config.activation_memory_budget = variant.value or 0.0
+    if variant.kind == "checkpoint":
+        assert isinstance(model, Network)
+        model = with_checkpoint(model)
+    return torch.compile(model)
+
+
+def _warm(training: Training) -> Training:
+    """The first step compiles; what it takes beyond a later step is the compile time."""
+    start = time.perf_counter()
+    training.step()
+    training.synchronize()
+    first = time.perf_counter() - start
+    training.compile_seconds = max(0.0, first - min(training.time_steps(WARM_STEPS - 1)))
+    return training
+
+
+def _prepare_fxremat(model: nn.Module, arguments: tuple[Any, ...], budget: int | None) -> Training:
+    if budget is None:
+        budget = find_minimum(model, arguments)
+    try:
+        return compile_fxremat(model, arguments, budget)
+    except Exception as error:
+        infeasible = infeasible_budget(error)
+        if infeasible is None:
+            raise
+        raise infeasible from error
+
+
+def compile_fxremat(model: nn.Module, arguments: tuple[Any, ...], budget: int) -> Training:
+    """Compile `model` with fxremat under `budget` bytes, and warm up."""
+    from fxremat.backend import fxremat  # itself, not its name: works without installation
+    from fxremat.session import reports
+
+    torch._dynamo.reset()
+    function = torch.compile(model, backend=fxremat, options={"memory_budget": budget})
+    training = _warm(Training(model, arguments, function))
+    report = reports()[-1]
+    training.report = report_fields(report)
+    training.explanation = str(report)
+    return training
+
+
+def find_minimum(model: nn.Module, arguments: tuple[Any, ...]) -> int:
+    """The least bytes fxremat names when it is asked for the impossible."""
+    try:
+        compile_fxremat(model, arguments, IMPOSSIBLE_BYTES)
+    except Exception as error:
+        infeasible = infeasible_budget(error)
+        if infeasible is None or infeasible.minimum_bytes is None:
+            raise
+        return infeasible.minimum_bytes
+    return IMPOSSIBLE_BYTES
+
+
+def infeasible_budget(error: BaseException | None) -> Infeasible | None:
+    """The InfeasibleBudget inside an error of torch.compile, if there is one."""
+    from fxremat.errors import InfeasibleBudget
+
+    while error is not None:
+        if isinstance(error, InfeasibleBudget):
+            return Infeasible(str(error), error.minimum_bytes)
+        error = getattr(error, "inner_exception", None) or error.__cause__
+    return None
+
+
+REPORT_FIELDS = (
+    "predicted_peak_bytes",
+    "minimum_peak_bytes",
+    "keep_all_peak_bytes",
+    "budget_bytes",
+    "time_overhead",
+    "seconds",
+)
+
+
+def report_fields(report: object) -> dict[str, Any]:
+    """The plain numbers of a report, for JSON."""
+    return {name: getattr(report, name, None) for name in REPORT_FIELDS}

@@ -1,0 +1,165 @@
+"""Models that others wrote, from Hugging Face's transformers, under several budgets.
+
+    python -m benchmarks.unseen [--models gpt2,t5]
+
+Random weights, small configurations, their own dropout. Needs the package `transformers`, which
+fxremat itself does not.
+"""
+
+import argparse
+import importlib
+import importlib.util
+from collections.abc import Callable, Iterator
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+
+from .rows import format_table
+from .training import Infeasible, Training, gradient_error, prepare
+from .variants import VARIANTS
+
+MIB = 2**20
+BATCH, LENGTH, VOCABULARY, WIDTH, LAYERS, HEADS = 8, 128, 1000, 128, 3, 4
+IMAGE, PATCH = 64, 8
+FRACTIONS = (0.8, 0.6, 0.4)
+SEED = 1
+HEAD = ["model", "budget", "MiB", "measured", "obeyed", "promised", "error", "gradients"]
+
+
+class Loss(nn.Module):
+    """Makes a model of transformers a function of its tensors to its loss."""
+
+    def __init__(self, model: Any, *names: str) -> None:
+        super().__init__()
+        model.loss_function = model.loss_function  # once: choosing it may log, a graph break
+        self.model, self.names = model, names
+
+    def forward(self, *tensors: Tensor) -> Tensor:
+        loss: Tensor = self.model(**dict(zip(self.names, tensors, strict=True))).loss
+        return loss
+
+
+Case = tuple[nn.Module, tuple[Tensor, ...]]
+
+
+def _tokens() -> Tensor:
+    return torch.randint(3, VOCABULARY, (BATCH, LENGTH))
+
+
+def _language_model(model: nn.Module) -> Case:
+    tokens = _tokens()
+    return Loss(model, "input_ids", "labels"), (tokens, tokens)
+
+
+def _gpt2(hf: Any) -> Case:
+    config = hf.GPT2Config(
+        vocab_size=VOCABULARY, n_positions=LENGTH, n_embd=WIDTH, n_layer=LAYERS, n_head=HEADS,
+        use_cache=False, bos_token_id=0, eos_token_id=0,
+    )  # fmt: skip
+    return _language_model(hf.GPT2LMHeadModel(config))
+
+
+def _llama(hf: Any) -> Case:
+    config = hf.LlamaConfig(
+        vocab_size=VOCABULARY, hidden_size=WIDTH, intermediate_size=3 * WIDTH, use_cache=False,
+        num_hidden_layers=LAYERS, num_attention_heads=HEADS, num_key_value_heads=HEADS // 2,
+    )  # fmt: skip
+    return _language_model(hf.LlamaForCausalLM(config))
+
+
+def _bert(hf: Any) -> Case:
+    config = hf.BertConfig(
+        vocab_size=VOCABULARY, hidden_size=WIDTH, intermediate_size=4 * WIDTH,
+        num_hidden_layers=LAYERS, num_attention_heads=HEADS,
+    )  # fmt: skip
+    return _language_model(hf.BertForMaskedLM(config))
+
+
+def _t5(hf: Any) -> Case:
+    config = hf.T5Config(
+        vocab_size=VOCABULARY, d_model=WIDTH, d_kv=WIDTH // HEADS, d_ff=4 * WIDTH,
+        num_layers=LAYERS - 1, num_heads=HEADS, decoder_start_token_id=0, use_cache=False,
+    )  # fmt: skip
+    return _language_model(hf.T5ForConditionalGeneration(config))
+
+
+def _vit(hf: Any) -> Case:
+    config = hf.ViTConfig(
+        hidden_size=WIDTH, num_hidden_layers=LAYERS, num_attention_heads=HEADS, num_labels=10,
+        intermediate_size=4 * WIDTH, image_size=IMAGE, patch_size=PATCH, hidden_dropout_prob=0.1,
+    )  # fmt: skip
+    images = torch.randn(BATCH, 3, IMAGE, IMAGE)
+    model = Loss(hf.ViTForImageClassification(config), "pixel_values", "labels")
+    return model, (images, torch.randint(10, (BATCH,)))
+
+
+MODELS: dict[str, Callable[[Any], Case]] = {
+    "gpt2": _gpt2,
+    "llama": _llama,
+    "bert": _bert,
+    "t5": _t5,
+    "vit": _vit,
+}
+
+
+def make(name: str) -> Case:
+    """A model in training mode, the same at every call."""
+    torch._dynamo.reset()
+    torch.manual_seed(SEED)
+    model, arguments = MODELS[name](importlib.import_module("transformers"))
+    return model.train(), arguments
+
+
+def lines(name: str) -> Iterator[list[str]]:
+    """The table of one model, line by line: compile first."""
+    reference = prepare(VARIANTS["compile"], *make(name))
+    peak = reference.measure().peak_bytes
+    _, expected = reference.gradients(SEED)
+    yield [name, "compile", "", f"{peak / MIB:.1f}", "", "", "", ""]
+    for fraction in FRACTIONS:
+        yield [name, f"{fraction:.0%}", *_cells(name, int(fraction * peak), expected)]
+    yield [name, "minimum", *_cells(name, None, expected)]
+
+
+def _cells(name: str, budget: int | None, expected: dict[str, Tensor]) -> list[str]:
+    try:
+        training = prepare(VARIANTS["fxremat@min"], *make(name), budget)
+    except Infeasible as error:
+        asked = "" if budget is None else f"{budget / MIB:.1f}"
+        least = error.minimum_bytes
+        return [asked, "", f"least {least / MIB:.1f}" if least else "no minimum", "", "", ""]
+    return _figures(training, expected)
+
+
+def _figures(training: Training, expected: dict[str, Tensor]) -> list[str]:
+    measured = training.measure().peak_bytes
+    _, actual = training.gradients(SEED)
+    report: dict[str, Any] = training.report or {}
+    budget, promised = report["budget_bytes"], report["predicted_peak_bytes"]
+    return [
+        f"{budget / MIB:.1f}",
+        f"{measured / MIB:.1f}",
+        "yes" if measured <= budget else "NO",
+        f"{promised / MIB:.1f}",
+        f"{abs(promised - measured) / measured:.2%}",
+        f"{gradient_error(actual, expected):.1e}",
+    ]
+
+
+def main() -> None:
+    """Run and print."""
+    parser = argparse.ArgumentParser("python -m benchmarks.unseen", description=__doc__)
+    parser.formatter_class = argparse.RawDescriptionHelpFormatter
+    parser.add_argument("--models", default=",".join(MODELS))
+    parser.add_argument("--threads", type=int, default=torch.get_num_threads())
+    options = parser.parse_args()
+    if importlib.util.find_spec("transformers") is None:
+        raise SystemExit("this benchmark needs transformers: python -m pip install transformers")
+    torch.set_num_threads(options.threads)
+    for name in options.models.split(","):
+        print("\n" + format_table([HEAD, *lines(name)]), flush=True)
+
+
+if __name__ == "__main__":
+    main()

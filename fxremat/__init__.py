@@ -1,0 +1,40 @@
+"""fxremat: a torch.compile backend that trains within a number of bytes.
+
+    torch.compile(model, backend="fxremat", options={"memory_budget": "8GiB"})
+"""
+
+from fxremat.errors import (
+    FxrematError,
+    InfeasibleBudget,
+    InvalidOption,
+    VerificationFailed,
+)
+from fxremat.version import __version__
+
+__all__ = [
+    "FxrematError",
+    "InfeasibleBudget",
+    "InvalidOption",
+    "VerificationFailed",
+    "__version__",
+    "explain",
+    "list_options",
+    "measure_peak",
+    "reports",
+]
+
+_LAZY = {
+    "explain": "fxremat.report.explain",
+    "list_options": "fxremat.options",
+    "measure_peak": "fxremat.measure",
+    "reports": "fxremat.session",
+}
+
+
+def __getattr__(name: str) -> object:
+    """Public functions that need torch are imported when first used."""
+    if name not in _LAZY:
+        raise AttributeError(f"module 'fxremat' has no attribute {name!r}")
+    from importlib import import_module
+
+    return getattr(import_module(_LAZY[name]), name)

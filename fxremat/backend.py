@@ -1,0 +1,146 @@
+"""``torch.compile(model, backend="fxremat", options={"memory_budget": "8GiB"})``.
+
+The backend is Inductor's own compiler with our partitioner and our ordering pass in its
+configuration; all of Inductor stays. With ``executor="aot_eager"`` the transformed graphs run
+as they are, node by node.
+"""
+
+from __future__ import annotations
+
+import logging
+from collections.abc import Callable, Mapping, Sequence
+from typing import Any
+
+import torch
+from torch import fx
+
+from fxremat import compat, session
+from fxremat.options import Options, disabled, parse_options
+from fxremat.partition import Partitioner
+from fxremat.passes.order import HoldOrder
+from fxremat.pipeline import Request
+from fxremat.report.report import Report
+from fxremat.version import __version__
+
+log = logging.getLogger(__name__)
+
+
+def _device(inputs: Sequence[Any]) -> torch.device:
+    devices = [x.device for x in inputs if isinstance(x, torch.Tensor)]
+    return next((d for d in devices if d.type != "cpu"), torch.device("cpu"))
+
+
+def _input_bytes(inputs: Sequence[Any]) -> int:
+    storages = {compat.storage_key(x): x for x in inputs if isinstance(x, torch.Tensor)}
+    return sum(compat.size_bound(x.untyped_storage().nbytes()) for x in storages.values())
+
+
+def _budget(options: Options, device: torch.device, inputs: Sequence[Any]) -> int | None:
+    """Bytes for this graph: the budget less what the graph cannot see."""
+    if device.type != "cuda":
+        budget, reserve = options.memory_budget, options.reserve or 0
+    else:
+        allocated = torch.cuda.memory_allocated(device)
+        free = torch.cuda.mem_get_info(device)[0]
+        idle = torch.cuda.memory_reserved(device) - allocated
+        unseen = max(0, allocated - _input_bytes(inputs))
+        reserve = unseen if options.reserve is None else options.reserve
+        budget = options.memory_budget or allocated + idle + free
+    return None if budget is None else budget - reserve
+
+
+def _request(options: Options, device: torch.device, inputs: Sequence[Any]) -> Request:
+    return Request(
+        budget_bytes=_budget(options, device, inputs),
+        held_bytes=0,
+        executor=options.executor,
+        solver=options.solver,
+        solver_time_limit=options.solver_time_limit,
+        op_times=options.op_times,
+        verify=options.verify,
+    )
+
+
+def _total_bytes(device: torch.device) -> int | None:
+    if device.type != "cuda":
+        return None
+    return int(torch.cuda.get_device_properties(device).total_memory)
+
+
+def _key(gm: fx.GraphModule, inputs: Sequence[Any], partitioner: Partitioner) -> str:
+    """Names the graph, its inputs and all that a plan depends on."""
+    shapes = [
+        (tuple(map(str, x.shape)), tuple(map(str, x.stride())), str(x.dtype), str(x.device),
+         x.requires_grad)
+        if isinstance(x, torch.Tensor) else str(x)
+        for x in inputs
+    ]  # fmt: skip
+    return session.digest(gm.code, shapes, partitioner.uuid(), torch.__version__)
+
+
+def _compile(
+    gm: fx.GraphModule, inputs: Sequence[Any], options: Options, partitioner: Partitioner,
+    mode: str | None, extra: Mapping[str, Any],
+) -> Callable[..., Any]:  # fmt: skip
+    if options.executor == "aot_eager":
+        return compat.compile_with_aot_eager(gm, inputs, partitioner)
+    user = compat.inductor_patches(mode, options.inductor_options())
+    theirs = user.get(compat.POST_GRAD_PASS, getattr(compat.inductor_config, compat.POST_GRAD_PASS))
+    patches = {
+        **user,
+        "custom_partitioner_fn": partitioner,
+        compat.POST_GRAD_PASS: HoldOrder(__version__, compat.chain_passes(theirs)),
+    }
+    return compat.compile_with_inductor(gm, inputs, patches, **extra)
+
+
+def fxremat(
+    gm: fx.GraphModule,
+    example_inputs: Sequence[Any],
+    *,
+    options: Mapping[str, Any] | None = None,
+    mode: str | None = None,
+    **extra: Any,
+) -> Callable[..., Any]:
+    """Compile one graph for a byte budget; the entry point that torch.compile finds by name.
+
+    Raises `InvalidOption`, `InfeasibleBudget` or `VerificationFailed`; through torch.compile
+    they arrive as ``BackendCompilerFailed.inner_exception``.
+    """
+    device = _device(example_inputs)
+    parsed = parse_options(options, device_total_bytes=_total_bytes(device))
+    if disabled():
+        patches = compat.inductor_patches(mode, parsed.inductor_options())
+        return compat.compile_with_inductor(gm, example_inputs, patches)
+    partitioner = Partitioner(_request(parsed, device, example_inputs), __version__)
+    key = _key(gm, example_inputs, partitioner)
+    current = session.begin()
+    compiled = _compile(gm, example_inputs, parsed, partitioner, mode, {})
+    report = current.report
+    if report is not None:
+        session.store(key, report)
+    else:
+        report = session.load(key, current.graph)
+    if report is not None:
+        session.STATE.reports.append(report)
+        log.info("%s", report.summary())
+    return compiled
+
+
+def plan_only(
+    gm: fx.GraphModule, example_inputs: Sequence[Any], options: Mapping[str, Any]
+) -> tuple[Callable[..., Any], Report | None]:
+    """Plan one graph as `fxremat` would, but run it node by node instead of compiling it."""
+    device = _device(example_inputs)
+    parsed = parse_options(options, device_total_bytes=_total_bytes(device))
+    partitioner = Partitioner(_request(parsed, device, example_inputs), __version__)
+    current = session.begin()
+    if parsed.executor == "aot_eager":
+        compiled = compat.compile_with_aot_eager(gm, example_inputs, partitioner)
+    else:
+        patches = compat.inductor_patches(None, parsed.inductor_options())
+        compiled = compat.trace_as_inductor(gm, example_inputs, patches, partitioner)
+    return compiled, current.report
+
+
+fxremat.reset = session.reset  # type: ignore[attr-defined]

@@ -1,0 +1,260 @@
+"""The problem a solver is given: values, ops in a base order, what is there and what must remain.
+
+Plain data. A *value* is one storage; an *op* is the smallest thing that may run again.
+Sizes are bytes, times are microseconds. The JSON form is ``fxremat-problem/1``.
+"""
+
+from __future__ import annotations
+
+import json
+import math
+from collections.abc import Mapping
+from dataclasses import dataclass
+from functools import cached_property
+from typing import Any, Literal, cast, get_args
+
+FORMAT = "fxremat-problem/1"
+Phase = Literal["forward", "backward", "any"]
+
+
+class InvalidProblem(ValueError):
+    """A problem or plan file is malformed; the message names the field."""
+
+
+@dataclass(frozen=True)
+class Value:
+    """One storage on the device."""
+
+    name: str
+    bytes: int
+
+
+@dataclass(frozen=True)
+class Op:
+    """One unit of work: reads values, writes values, takes time and scratch memory.
+
+    ``inplace`` holds (read, write) pairs: where the read value dies in this very step, the
+    written value takes over its storage, so that the two are not counted side by side. In one
+    step a value is part of one such pair at most; earlier pairs come first.
+    """
+
+    name: str
+    reads: tuple[str, ...]
+    writes: tuple[str, ...]
+    time_us: float
+    workspace_bytes: int = 0
+    phase: Phase = "any"
+    repeatable: bool = True
+    inplace: tuple[tuple[str, str], ...] = ()
+
+
+@dataclass(frozen=True)
+class Problem:
+    """Ops in a base order that is valid, and the values they read and write.
+
+    * every value is written by exactly one op, or is an input or resident;
+    * ``inputs`` are there at the start and are freed after their last read;
+    * ``resident`` values (parameters, buffers, the caller's batch) are there at all times;
+    * ``outputs`` stay from the step that first writes them (inputs: from the start) to the end.
+    """
+
+    name: str
+    values: tuple[Value, ...]
+    ops: tuple[Op, ...]
+    inputs: tuple[str, ...] = ()
+    resident: tuple[str, ...] = ()
+    outputs: tuple[str, ...] = ()
+
+    @cached_property
+    def bytes_of(self) -> dict[str, int]:
+        """Bytes of each value, by name."""
+        return {value.name: value.bytes for value in self.values}
+
+    @cached_property
+    def op_of(self) -> dict[str, Op]:
+        """Each op, by name."""
+        return {op.name: op for op in self.ops}
+
+    @cached_property
+    def writer_of(self) -> dict[str, str]:
+        """Name of the op that writes each value; inputs and resident values have none."""
+        return {value: op.name for op in self.ops for value in op.writes}
+
+    @cached_property
+    def resident_bytes(self) -> int:
+        """Bytes of the resident values together."""
+        return sum(self.bytes_of[name] for name in set(self.resident))
+
+    @cached_property
+    def base_time_us(self) -> float:
+        """Time of running every op once."""
+        return sum(op.time_us for op in self.ops)
+
+    def base_steps(self) -> tuple[str, ...]:
+        """The keep-all schedule: every op once, in base order."""
+        return tuple(op.name for op in self.ops)
+
+
+def _field(row: Mapping[str, Any], key: str, kind: type | tuple[type, ...], where: str) -> Any:
+    if not isinstance(row, Mapping):
+        raise InvalidProblem(f"{where}: expected an object, not {row!r}")
+    if key not in row:
+        raise InvalidProblem(f"{where}: field {key!r} is missing")
+    value = row[key]
+    if not isinstance(value, kind) or (isinstance(value, bool) and kind is not bool):
+        raise InvalidProblem(f"{where}: field {key!r} is {value!r}, of the wrong type")
+    return value
+
+
+def _names(row: Mapping[str, Any], key: str, where: str) -> tuple[str, ...]:
+    names = _field(row, key, list, where)
+    if not all(isinstance(name, str) for name in names):
+        raise InvalidProblem(f"{where}: field {key!r} must be a list of names")
+    return tuple(names)
+
+
+def _pairs(row: Mapping[str, Any], key: str, where: str) -> tuple[tuple[str, str], ...]:
+    pairs = _field(row, key, list, where)
+    for pair in pairs:
+        if not (isinstance(pair, list) and [type(name) for name in pair] == [str, str]):
+            raise InvalidProblem(f"{where}: field {key!r} must be a list of [read, write] pairs")
+    return tuple((read, write) for read, write in pairs)
+
+
+_OP_DEFAULTS = {"workspace_bytes": 0, "phase": "any", "repeatable": True, "inplace": []}
+
+
+def _op_from_json(data: Mapping[str, Any], where: str) -> Op:
+    name = _field(data, "name", str, where)
+    row = {**_OP_DEFAULTS, **data}
+    return Op(
+        name=name,
+        reads=_names(row, "reads", where),
+        writes=_names(row, "writes", where),
+        time_us=float(_field(row, "time_us", (int, float), where)),
+        workspace_bytes=_field(row, "workspace_bytes", int, where),
+        phase=cast(Phase, _field(row, "phase", str, where)),
+        repeatable=_field(row, "repeatable", bool, where),
+        inplace=_pairs(row, "inplace", where),
+    )
+
+
+def _value_from_json(row: Mapping[str, Any], where: str) -> Value:
+    return Value(_field(row, "name", str, where), _field(row, "bytes", int, where))
+
+
+def _check_values(problem: Problem) -> None:
+    sizes = problem.bytes_of
+    if len(sizes) != len(problem.values):
+        raise InvalidProblem("values: a name is used twice")
+    for name, nbytes in sizes.items():
+        if nbytes < 0:
+            raise InvalidProblem(f"values: {name!r} has a negative number of bytes")
+    for key in ("inputs", "resident", "outputs"):
+        for name in getattr(problem, key):
+            if name not in sizes:
+                raise InvalidProblem(f"{key}: unknown value {name!r}")
+
+
+def _check_op(op: Op) -> None:
+    if op.phase not in get_args(Phase):
+        raise InvalidProblem(
+            f"op {op.name!r}: 'phase' is {op.phase!r}, not forward, backward or any"
+        )
+    if not 0 <= op.time_us < math.inf:
+        raise InvalidProblem(f"op {op.name!r}: 'time_us' is {op.time_us}, not zero or more")
+    if op.workspace_bytes < 0:
+        raise InvalidProblem(f"op {op.name!r}: 'workspace_bytes' is negative")
+    for read, write in op.inplace:
+        if read not in op.reads or write not in op.writes:
+            raise InvalidProblem(f"op {op.name!r}: 'inplace' pair {[read, write]} is not its own")
+
+
+def _check_flow(problem: Problem) -> None:
+    there = set(problem.inputs) | set(problem.resident)
+    for op in problem.ops:
+        for name in op.reads:
+            if name not in there:
+                raise InvalidProblem(f"op {op.name!r}: reads {name!r} before it is written")
+        for name in op.writes:
+            if name not in problem.bytes_of:
+                raise InvalidProblem(f"op {op.name!r}: writes unknown value {name!r}")
+            if name in there:
+                raise InvalidProblem(f"op {op.name!r}: {name!r} is written twice, or an input")
+            there.add(name)
+    for name in problem.outputs:
+        if name not in there:
+            raise InvalidProblem(f"outputs: {name!r} is never written")
+
+
+def validate(problem: Problem) -> Problem:
+    """Return ``problem`` if it is well formed, else raise `InvalidProblem`."""
+    if len(problem.op_of) != len(problem.ops):
+        raise InvalidProblem("ops: a name is used twice")
+    _check_values(problem)
+    _check_flow(problem)
+    for op in problem.ops:
+        _check_op(op)
+    return problem
+
+
+def problem_from_json(data: Mapping[str, Any]) -> Problem:
+    """Read a problem; raises `InvalidProblem` naming the field that is wrong."""
+    if _field(data, "format", str, "problem") != FORMAT:
+        raise InvalidProblem(f"field 'format' is {data['format']!r}, expected {FORMAT!r}")
+    values = _field(data, "values", list, "problem")
+    ops = _field(data, "ops", list, "problem")
+    return validate(
+        Problem(
+            name=str(data.get("name", "")),
+            values=tuple(_value_from_json(row, f"values[{i}]") for i, row in enumerate(values)),
+            ops=tuple(_op_from_json(row, f"ops[{i}]") for i, row in enumerate(ops)),
+            inputs=_names(data, "inputs", "problem"),
+            resident=_names(data, "resident", "problem"),
+            outputs=_names(data, "outputs", "problem"),
+        )
+    )
+
+
+def _op_to_json(op: Op) -> dict[str, Any]:
+    row: dict[str, Any] = {
+        "name": op.name,
+        "reads": list(op.reads),
+        "writes": list(op.writes),
+        "time_us": op.time_us,
+        "workspace_bytes": op.workspace_bytes,
+        "phase": op.phase,
+        "repeatable": op.repeatable,
+    }
+    if op.inplace:
+        row["inplace"] = [list(pair) for pair in op.inplace]
+    return row
+
+
+def problem_to_json(problem: Problem) -> dict[str, Any]:
+    """The problem as JSON data in the format ``fxremat-problem/1``.
+
+    ``inplace`` is written only for ops that have such pairs.
+    """
+    return {
+        "format": FORMAT,
+        "name": problem.name,
+        "values": [{"name": v.name, "bytes": v.bytes} for v in problem.values],
+        "ops": [_op_to_json(op) for op in problem.ops],
+        "inputs": list(problem.inputs),
+        "resident": list(problem.resident),
+        "outputs": list(problem.outputs),
+    }
+
+
+def load_problem(path: str) -> Problem:
+    """Read a problem from a JSON file; raises `InvalidProblem` where it is malformed."""
+    with open(path, encoding="utf-8") as file:
+        try:
+            data = json.load(file)
+        except json.JSONDecodeError as error:
+            raise InvalidProblem(f"{path}: not JSON ({error})") from error
+    try:
+        return problem_from_json(data)
+    except InvalidProblem as error:
+        raise InvalidProblem(f"{path}: {error}") from error

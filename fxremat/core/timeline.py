@@ -1,0 +1,125 @@
+"""Replaying a schedule: which values are live at every step, and how many bytes they are.
+
+A value is live from the step that writes it to the last step that reads that copy, both
+included. Writing a value again begins a new copy; later reads are of the new copy. Outputs
+are live from their first write to the end, resident values always. In the step where one copy
+ends and another begins, the op may write the second over the first (`Op.inplace`): the two then
+share their storage in that step.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass
+from functools import cached_property
+
+from fxremat.core.problem import Op, Problem
+
+
+@dataclass(frozen=True)
+class Interval:
+    """One copy of a value: live during steps ``start <= step < stop``."""
+
+    value: str
+    start: int
+    stop: int
+
+
+@dataclass(frozen=True)
+class Timeline:
+    """Bytes live at every step of a schedule."""
+
+    problem: Problem
+    steps: tuple[str, ...]
+    intervals: tuple[Interval, ...]
+    live_bytes: tuple[int, ...]
+
+    @cached_property
+    def peak_bytes(self) -> int:
+        """The largest number of bytes live at a step; the resident bytes if there is no step."""
+        return max(self.live_bytes, default=self.problem.resident_bytes)
+
+    @cached_property
+    def peak_step(self) -> int:
+        """The first step at which the peak is reached."""
+        return self.live_bytes.index(self.peak_bytes) if self.live_bytes else 0
+
+    @cached_property
+    def time_us(self) -> float:
+        """Time of all steps together."""
+        ops = self.problem.op_of
+        return sum(ops[step].time_us for step in self.steps)
+
+    def live_at(self, step: int) -> tuple[str, ...]:
+        """Values live at ``step``, largest first; resident values included."""
+        live = {i.value for i in self.intervals if i.start <= step < i.stop}
+        live |= set(self.problem.resident)
+        sizes = self.problem.bytes_of
+        return tuple(sorted(live, key=lambda name: (-sizes[name], name)))
+
+
+def _copies(problem: Problem, steps: Sequence[str]) -> list[Interval]:
+    """The live interval of every copy of every value that is not resident."""
+    resident, kept = set(problem.resident), set(problem.outputs)
+    ops, end = problem.op_of, len(steps)
+    start: dict[str, int] = {}
+    last: dict[str, int] = {}
+    done: list[Interval] = []
+    for name in problem.inputs:
+        if name not in resident:
+            start[name] = last[name] = 0
+    for step, op_name in enumerate(steps):
+        op = ops[op_name]
+        for name in op.reads:
+            if name in start:
+                last[name] = step
+            elif name not in resident:
+                raise KeyError(f"step {step} ({op_name}) reads {name}, which was never written")
+        for name in op.writes:
+            if name in start:
+                if name in kept:
+                    continue
+                done.append(Interval(name, start[name], last[name] + 1))
+            start[name] = last[name] = step
+    for name, first in start.items():
+        done.append(Interval(name, first, end if name in kept else last[name] + 1))
+    return done
+
+
+def _overtaken_bytes(
+    op: Op, ending: set[str], starting: set[str], sizes: Mapping[str, int]
+) -> int:
+    """Bytes of storage that values beginning in this step take over from values ending in it.
+
+    Pairs are taken in the order in which the op lists them; a value is part of one at most.
+    """
+    saved = 0
+    for read, write in op.inplace:
+        if read in ending and write in starting:
+            ending.remove(read)
+            starting.remove(write)
+            saved += min(sizes[read], sizes[write])
+    return saved
+
+
+def replay(problem: Problem, steps: Sequence[str]) -> Timeline:
+    """The timeline of running ``steps``; raises `KeyError` where a read was never written."""
+    ops, sizes = problem.op_of, problem.bytes_of
+    intervals = _copies(problem, steps)
+    kept = set(problem.outputs)
+    starting: list[set[str]] = [set() for _ in steps]
+    ending: list[set[str]] = [set() for _ in steps]
+    delta = [0] * (len(steps) + 1)
+    for copy in intervals if steps else ():
+        delta[copy.start] += sizes[copy.value]
+        delta[copy.stop] -= sizes[copy.value]
+        starting[copy.start].add(copy.value)
+        if copy.value not in kept:
+            ending[copy.stop - 1].add(copy.value)
+    live, total = [], problem.resident_bytes
+    for step, op_name in enumerate(steps):
+        op = ops[op_name]
+        total += delta[step]
+        overtaken = _overtaken_bytes(op, ending[step], starting[step], sizes)
+        live.append(total + op.workspace_bytes - overtaken)
+    return Timeline(problem, tuple(steps), tuple(intervals), tuple(live))

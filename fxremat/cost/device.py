@@ -1,0 +1,50 @@
+"""What a device can do at best: rates by dtype, memory bandwidth, launch time.
+
+Figures for GPUs are the vendors' dense peak rates; the one for a CPU is a two-core machine's,
+and only its ratio of compute to bandwidth matters for a plan. Plans must be equal on every
+rank and machine, so nothing here is probed at run time.
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+
+import torch
+
+
+@dataclass(frozen=True)
+class DeviceSpec:
+    """Rates of one device: operations per second, bytes per second, microseconds."""
+
+    name: str
+    flops_fp32: float
+    flops_16bit: float
+    bytes_per_s: float
+    launch_us: float
+
+    def flops(self, dtype: torch.dtype) -> float:
+        """Floating-point operations per second at ``dtype``."""
+        return self.flops_16bit if dtype.itemsize <= 2 else self.flops_fp32
+
+
+CPU = DeviceSpec("cpu", 60e9, 60e9, 8e9, 2.0)
+GPUS = (
+    DeviceSpec("H200", 67e12, 990e12, 4.8e12, 4.0),
+    DeviceSpec("H100", 67e12, 990e12, 3.35e12, 4.0),
+    DeviceSpec("A100", 19.5e12, 312e12, 2.0e12, 4.0),
+    DeviceSpec("A10", 31e12, 125e12, 0.6e12, 4.0),
+    DeviceSpec("L4", 30e12, 121e12, 0.3e12, 4.0),
+    DeviceSpec("V100", 15.7e12, 125e12, 0.9e12, 4.0),
+    DeviceSpec("T4", 8.1e12, 65e12, 0.32e12, 4.0),
+    DeviceSpec("4090", 83e12, 165e12, 1.0e12, 4.0),
+    DeviceSpec("3090", 36e12, 71e12, 0.94e12, 4.0),
+)
+OTHER_GPU = DeviceSpec("gpu", 20e12, 160e12, 1.0e12, 4.0)
+
+
+def device_spec(device: torch.device) -> DeviceSpec:
+    """The spec of ``device``, by its name; a middling GPU where the name is not known."""
+    if device.type != "cuda" or not torch.cuda.is_available():
+        return CPU if device.type == "cpu" else OTHER_GPU
+    name = torch.cuda.get_device_name(device)
+    return next((spec for spec in GPUS if spec.name in name), OTHER_GPU)

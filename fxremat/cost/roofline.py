@@ -1,0 +1,74 @@
+"""Time of an op by roofline: the larger of compute and memory traffic, plus a launch.
+
+Williams, Waterman, Patterson: "Roofline: an insightful visual performance model" (2009).
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterable
+from typing import Any
+
+import torch
+from torch import fx
+from torch.utils.flop_counter import flop_registry
+
+from fxremat.cost.device import DeviceSpec
+
+SizeOf = Callable[[Any], int]
+
+
+def _shape(value: Any, size: SizeOf) -> Any:
+    """Shapes as plain integers, the way the flop formulas expect their arguments."""
+    if isinstance(value, torch.Tensor):
+        return torch.Size([size(s) for s in value.shape])
+    if isinstance(value, (list, tuple)):
+        return type(value)(_shape(v, size) for v in value)
+    return value
+
+
+def _attention_flops(query: torch.Size, key: torch.Size, value: torch.Size) -> float:
+    """Two batched matmuls: queries with keys, scores with values."""
+    *batch, length, width = query
+    heads = float(torch.Size(batch).numel())
+    return 2.0 * heads * length * key[-2] * (width + value[-1])
+
+
+def _attention(query: Any, key: Any, value: Any, *_: Any, **__: Any) -> float:
+    return _attention_flops(query, key, value)
+
+
+def _attention_backward(_: Any, query: Any, key: Any, value: Any, *__: Any, **___: Any) -> float:
+    return 2.5 * _attention_flops(query, key, value)  # five matmuls where the forward has two
+
+
+# Fused attention kernels that torch's own table of formulas leaves out.
+_EXTRA_FORMULAS: dict[str, Callable[..., float]] = {
+    "_scaled_dot_product_flash_attention_for_cpu": _attention,
+    "_scaled_dot_product_flash_attention_for_cpu_backward": _attention_backward,
+    "_scaled_dot_product_fused_attention_overrideable": _attention,
+    "_scaled_dot_product_fused_attention_overrideable_backward": _attention_backward,
+}
+
+
+def flops_of(node: fx.Node, size: SizeOf) -> float:
+    """Floating-point operations of one call, 0 for calls that only move memory."""
+    target = node.target
+    packet = target.overloadpacket if isinstance(target, torch._ops.OpOverload) else None
+    formula = flop_registry.get(packet) or _EXTRA_FORMULAS.get(getattr(packet, "__name__", ""))
+    if formula is None or "val" not in node.meta:
+        return 0.0
+    args, kwargs = fx.map_arg((node.args, node.kwargs), lambda n: n.meta.get("val"))
+    args, kwargs = _shape(args, size), {k: _shape(v, size) for k, v in kwargs.items()}
+    try:
+        return float(formula(*args, **kwargs, out_val=_shape(node.meta["val"], size)))
+    except (TypeError, ValueError, AssertionError, RuntimeError, IndexError):
+        return 0.0  # a formula that does not know this overload: traffic alone is counted
+
+
+def roofline_us(
+    nodes: Iterable[fx.Node], traffic_bytes: int, dtype: torch.dtype, spec: DeviceSpec, size: SizeOf
+) -> float:
+    """Microseconds that ``nodes`` take as one kernel which moves ``traffic_bytes``."""
+    flops = sum(flops_of(node, size) for node in nodes)
+    compute_s = flops / spec.flops(dtype)
+    return spec.launch_us + 1e6 * max(compute_s, traffic_bytes / spec.bytes_per_s)

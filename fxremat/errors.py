@@ -1,0 +1,128 @@
+"""Every failure a user can meet: one class each, the message inside, what to do next in it.
+
+Each class keeps what it was made of as attributes, and as ``args``, so that instances can be
+copied and pickled. A malformed problem or plan file is `fxremat.core.problem.InvalidProblem`.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterable
+from difflib import get_close_matches
+
+from fxremat.sizes import format_bytes, round_up_bytes
+
+
+class FxrematError(Exception):
+    """Base of all errors that fxremat raises on purpose."""
+
+
+def _exact(nbytes: int) -> str:
+    return f"{format_bytes(nbytes)} ({nbytes:,} bytes)"
+
+
+def nearest(name: str, choices: Iterable[str]) -> str | None:
+    """The choice that looks most like ``name``, if one does."""
+    by_lower = {choice.lower(): choice for choice in choices}
+    close = get_close_matches(name.lower(), by_lower, n=1)
+    return by_lower[close[0]] if close else None
+
+
+class InfeasibleBudget(FxrematError):
+    """No schedule was found that stays within the budget.
+
+    ``minimum_bytes`` is the smallest peak of any schedule that was found, None if there is none.
+    ``contributors`` are the largest things live at that peak: what and where (module and source
+    line), and bytes; largest first.
+    """
+
+    def __init__(
+        self,
+        budget_bytes: int,
+        minimum_bytes: int | None,
+        contributors: tuple[tuple[str, int], ...] = (),
+    ) -> None:
+        super().__init__(budget_bytes, minimum_bytes, contributors)
+        self.budget_bytes = budget_bytes
+        self.minimum_bytes = minimum_bytes
+        self.contributors = contributors
+
+    def __str__(self) -> str:
+        return "\n".join([self._what(), *self._largest(), self._advice()])
+
+    def _what(self) -> str:
+        budget = f"this graph cannot be trained within {_exact(self.budget_bytes)}"
+        if self.minimum_bytes is None:
+            return f"{budget}; how few bytes would do is not known"
+        return f"{budget}; the least that fxremat can plan is {_exact(self.minimum_bytes)}"
+
+    def _largest(self) -> list[str]:
+        if not self.contributors:
+            return []
+        rows = [f"  {format_bytes(size):>10}  {what}" for what, size in self.contributors]
+        return ["largest at that peak:", *rows]
+
+    def _advice(self) -> str:
+        if self.minimum_bytes is None:
+            budget = "set a larger memory_budget"
+        else:
+            budget = f'set memory_budget="{round_up_bytes(self.minimum_bytes)}" or more'
+        return f"What to do: {budget}, or use a smaller batch or shorter sequences."
+
+
+class InvalidOption(FxrematError, ValueError):
+    """An option has a value that it cannot have.
+
+    ``expected`` completes the sentence "expected ..."; ``choices`` are the values there are, where
+    there are few; ``variable`` is the environment variable that the value came from.
+    """
+
+    def __init__(
+        self,
+        option: str,
+        value: object,
+        expected: str,
+        choices: tuple[str, ...] = (),
+        variable: str | None = None,
+    ) -> None:
+        super().__init__(option, value, expected, choices, variable)
+        self.option = option
+        self.value = value
+        self.expected = expected
+        self.choices = choices
+        self.variable = variable
+
+    def __str__(self) -> str:
+        origin = f" (from {self.variable})" if self.variable else ""
+        text = f"option {self.option!r}{origin} is {self.value!r}; expected {self.expected}"
+        close = nearest(str(self.value), self.choices)
+        return f"{text}; did you mean {close!r}?" if close else text
+
+
+class UnknownOption(InvalidOption):
+    """There is no option of this name; ``choices`` are those there are."""
+
+    def __init__(self, option: str, value: object, choices: tuple[str, ...]) -> None:
+        super().__init__(option, value, "the name of an option", choices)
+        self.args = (option, value, choices)
+
+    def __str__(self) -> str:
+        close = nearest(self.option, self.choices)
+        hint = f"; did you mean {close!r}?" if close else ""
+        return f"there is no option {self.option!r}{hint} (options: {', '.join(self.choices)})"
+
+
+class VerificationFailed(FxrematError):
+    """What fxremat made is not what it promised: a bug of fxremat, caught before it could harm."""
+
+    def __init__(self, check: str, detail: str) -> None:
+        super().__init__(check, detail)
+        self.check = check
+        self.detail = detail
+
+    def __str__(self) -> str:
+        return (
+            f"verification failed: {self.check}: {self.detail}\n"
+            "This is a bug in fxremat; please report it with this message. "
+            "What to do: FXREMAT_DISABLE=1 compiles without fxremat; another solver "
+            "or a larger memory_budget may avoid it."
+        )

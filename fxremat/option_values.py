@@ -1,0 +1,163 @@
+"""Reading the value of an option: from Python, or as text from the environment.
+
+One ``read_`` function per kind of value: it returns the value checked, or raises `InvalidOption`
+saying what was expected. `fxremat.options` says which option is read by which.
+"""
+
+from __future__ import annotations
+
+import math
+import numbers
+import os
+from collections.abc import Iterable, Mapping
+from dataclasses import dataclass
+from typing import Any
+
+from fxremat.errors import InvalidOption
+from fxremat.sizes import MIB, format_bytes, has_unit, parse_bytes
+
+
+@dataclass(frozen=True)
+class Given:
+    """A value somebody gave to an option, and what is needed to judge it."""
+
+    option: str
+    value: object
+    variable: str | None
+    device_total_bytes: int | None
+    solvers: tuple[str, ...] | None
+
+    def refuse(self, expected: str, choices: Iterable[str] = ()) -> InvalidOption:
+        """The error to raise; ``expected`` completes the sentence "expected ..."."""
+        return InvalidOption(self.option, self.value, expected, tuple(choices), self.variable)
+
+
+def machine_memory_bytes() -> int:
+    """Physical memory of this machine."""
+    return os.sysconf("SC_PAGE_SIZE") * os.sysconf("SC_PHYS_PAGES")
+
+
+def _read_percent(given: Given, text: str) -> int:
+    """Bytes of ``"80%"`` of the device; without a device, of this machine's memory."""
+    try:
+        percent = float(text.strip().removesuffix("%"))
+    except ValueError:
+        percent = math.nan
+    if not 0 < percent <= 100:
+        raise given.refuse("a percentage above 0% and up to 100%, such as '80%'")
+    total = given.device_total_bytes
+    return int((machine_memory_bytes() if total is None else total) * percent / 100)
+
+
+def _read_size(given: Given) -> int:
+    value = given.value
+    if isinstance(value, numbers.Integral) and not isinstance(value, bool):
+        return int(value)
+    if not isinstance(value, str):
+        raise given.refuse("a number of bytes (int) or text such as '8GiB' or '80%'")
+    if value.strip().endswith("%"):
+        return _read_percent(given, value)
+    try:
+        return parse_bytes(value)
+    except ValueError as error:
+        raise given.refuse("a size such as '8GiB', '512MiB', '8GB' or '80%'") from error
+
+
+def _refuse_tiny(given: Given, nbytes: int) -> None:
+    """Refuse ``8`` where ``"8GiB"`` was meant; a size that names its unit is believed."""
+    if nbytes >= MIB or (isinstance(given.value, str) and has_unit(given.value)):
+        return
+    unit = "GiB" if nbytes < 1024 else "MiB"
+    raise given.refuse(
+        f"a size in bytes, or one with its unit: {nbytes} is less than 1 MiB; "
+        f"did you mean '{nbytes}{unit}'?"
+    )
+
+
+def read_budget(given: Given) -> int | None:
+    if given.value is None:
+        return None
+    nbytes, total = _read_size(given), given.device_total_bytes
+    if nbytes <= 0:
+        raise given.refuse("more than zero bytes")
+    if not (isinstance(given.value, str) and "%" in given.value):
+        _refuse_tiny(given, nbytes)
+    if total is not None and nbytes > total:
+        raise given.refuse(f"at most what the device has, {format_bytes(total)} ({total} bytes)")
+    return nbytes
+
+
+def read_reserve(given: Given) -> int | None:
+    if given.value is None:
+        return None
+    nbytes = _read_size(given)
+    if nbytes < 0:
+        raise given.refuse("zero bytes or more")
+    return nbytes
+
+
+def read_choice(given: Given, choices: tuple[str, ...]) -> str:
+    if given.value not in choices:
+        raise given.refuse("one of " + ", ".join(map(repr, choices)), choices)
+    return str(given.value)
+
+
+def read_solver(given: Given) -> str:
+    names = given.solvers
+    if names is None:
+        from fxremat.planner import SOLVERS  # lazily: solvers are not needed to read options
+
+        names = tuple(SOLVERS)
+    return read_choice(given, ("auto", *(name for name in names if name != "auto")))
+
+
+def read_seconds(given: Given) -> float | None:
+    value = given.value
+    if value is None:
+        return None
+    if given.variable is not None:
+        value = _float_or_nan(str(value))
+    if isinstance(value, bool) or not isinstance(value, (int, float)):
+        raise given.refuse("a number of seconds")
+    if not 0 < value < math.inf:
+        raise given.refuse("a number of seconds above 0")
+    return float(value)
+
+
+def _float_or_nan(text: str) -> float:
+    try:
+        return float(text)
+    except ValueError:
+        return math.nan
+
+
+_BOOL_OF_TEXT = {
+    **dict.fromkeys(("1", "true", "yes", "on"), True),
+    **dict.fromkeys(("0", "false", "no", "off"), False),
+}
+
+
+def read_bool(given: Given) -> bool:
+    value = given.value
+    if given.variable is not None:
+        value = _BOOL_OF_TEXT.get(str(value).strip().lower())
+        if value is None:
+            raise given.refuse("1 or 0")
+    if not isinstance(value, bool):
+        raise given.refuse("True or False")
+    return value
+
+
+def read_path(given: Given) -> str | None:
+    if given.value is None:
+        return None
+    if not isinstance(given.value, (str, os.PathLike)) or not os.fspath(given.value):
+        raise given.refuse("a path")
+    return str(os.fspath(given.value))
+
+
+def read_inductor(given: Given) -> tuple[tuple[str, Any], ...]:
+    value = given.value
+    if not isinstance(value, Mapping) or not all(isinstance(key, str) for key in value):
+        raise given.refuse("a mapping of Inductor option names to values")
+    return tuple(sorted(value.items(), key=lambda item: item[0]))

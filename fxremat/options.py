@@ -1,0 +1,226 @@
+"""Every option: type, default, environment variable and meaning, each in one place.
+
+An option given to ``torch.compile(..., options={...})`` comes before its environment variable,
+and that before the default. None, where an option allows it, means "as if not set" and also
+hides the environment variable. An empty environment variable counts as not set.
+"""
+
+from __future__ import annotations
+
+import os
+from collections.abc import Callable, Mapping
+from dataclasses import dataclass, field, fields
+from typing import Any, NamedTuple
+
+from fxremat.errors import InvalidOption, UnknownOption
+from fxremat.option_values import (
+    Given,
+    machine_memory_bytes,
+    read_bool,
+    read_budget,
+    read_choice,
+    read_inductor,
+    read_path,
+    read_reserve,
+    read_seconds,
+    read_solver,
+)
+from fxremat.sizes import format_bytes, parse_bytes
+
+__all__ = [
+    "OptionRow",
+    "Options",
+    "disabled",
+    "format_bytes",
+    "list_options",
+    "machine_memory_bytes",
+    "options_table",
+    "parse_bytes",
+    "parse_options",
+]
+
+EXECUTORS = ("inductor", "aot_eager")
+OP_TIMES = ("roofline", "measured")
+DISABLE_VARIABLE = "FXREMAT_DISABLE"
+
+
+def _option(
+    default: object,
+    read: Callable[[Given], object],
+    variable: str | None,
+    kind: str,
+    doc: str,
+    unset: str | None = None,
+    hashed: bool | None = None,
+) -> Any:
+    """A field of `Options`; ``unset`` describes the default where ``repr`` would not."""
+    metadata = {"read": read, "variable": variable, "type": kind, "doc": doc, "unset": unset}
+    return field(default=default, hash=hashed, metadata=metadata)
+
+
+@dataclass(frozen=True)
+class Options:
+    """All options of one compilation, checked. Comparable, hashable and picklable."""
+
+    memory_budget: int | None = _option(
+        None,
+        read_budget,
+        "FXREMAT_MEMORY_BUDGET",
+        "bytes: int, '8GiB', '8GB', '80%' (of the device), or None",
+        "Most bytes allocated on the device at any moment of forward and backward.",
+        unset="CUDA: what is free when compiling; elsewhere: no limit",
+    )
+    reserve: int | None = _option(
+        None,
+        read_reserve,
+        "FXREMAT_RESERVE",
+        "bytes, as memory_budget; may be 0",
+        "Part of the budget held by what the graph does not see, such as optimizer state.",
+        unset="CUDA: what is allocated when compiling and is no input of the graph; elsewhere: 0",
+    )
+    executor: str = _option(
+        "inductor",
+        lambda given: read_choice(given, EXECUTORS),
+        "FXREMAT_EXECUTOR",
+        "'inductor' or 'aot_eager'",
+        "What runs the planned graphs: generated kernels, or eager operators (to debug).",
+    )
+    solver: str = _option(
+        "auto",
+        read_solver,
+        "FXREMAT_SOLVER",
+        "'auto' or the name of a solver",
+        "Who decides what to run again; 'auto' takes the best plan of those that fit the graph.",
+    )
+    solver_time_limit: float | None = _option(
+        None,
+        read_seconds,
+        "FXREMAT_SOLVER_TIME_LIMIT",
+        "seconds or None",
+        "Stop solving after this time. A plan cut short by time may differ from run to run.",
+        unset="each solver's own limits, which count work and not time",
+    )
+    op_times: str = _option(
+        "roofline",
+        lambda given: read_choice(given, OP_TIMES),
+        "FXREMAT_OP_TIMES",
+        "'roofline' or 'measured'",
+        "Where the time of an op comes from: computed from its shapes, or run and measured once.",
+    )
+    verify: bool = _option(
+        True,
+        read_bool,
+        "FXREMAT_VERIFY",
+        "bool",
+        "Check every plan and every rewritten graph against what was promised.",
+    )
+    report: str | None = _option(
+        None,
+        read_path,
+        "FXREMAT_REPORT",
+        "path or None",
+        "Write problem, plan and timeline of each graph here.",
+        unset="no report",
+    )
+    inductor: tuple[tuple[str, Any], ...] = _option(
+        (),
+        read_inductor,
+        None,
+        "mapping",
+        "Inductor options, passed on as they are.",
+        unset="{}",
+        hashed=False,
+    )
+
+    def inductor_options(self) -> dict[str, Any]:
+        """The option ``inductor`` as the mapping it was given as."""
+        return dict(self.inductor)
+
+
+def _gather(mapping: Mapping[str, Any], environment: Mapping[str, str]) -> dict[str, Any]:
+    """What was given, by option: (value, environment variable or None)."""
+    found: dict[str, Any] = {}
+    for row in fields(Options):
+        variable = row.metadata["variable"]
+        if row.name in mapping:
+            found[row.name] = (mapping[row.name], None)
+        elif variable is not None and environment.get(variable, "").strip():
+            found[row.name] = (environment[variable], variable)
+    return found
+
+
+def parse_options(
+    mapping: Mapping[str, Any] | None,
+    *,
+    device_total_bytes: int | None,
+    solvers: tuple[str, ...] | None = None,
+    environment: Mapping[str, str] | None = None,
+) -> Options:
+    """Check the options of a ``torch.compile`` call; raises `InvalidOption`.
+
+    ``device_total_bytes`` is the memory of the accelerator, None on CPU: then a percentage is of
+    this machine's memory, and no budget is too large. ``solvers`` are the names that ``solver``
+    may have besides "auto", by default those of `fxremat.planner`.
+    """
+    mapping = {} if mapping is None else mapping
+    readers = {row.name: row.metadata["read"] for row in fields(Options)}
+    for name in mapping:
+        if name not in readers:
+            raise UnknownOption(str(name), mapping[name], tuple(readers))
+    given = _gather(mapping, os.environ if environment is None else environment)
+    values = {
+        name: readers[name](Given(name, value, variable, device_total_bytes, solvers))
+        for name, (value, variable) in given.items()
+    }
+    return _checked_together(Options(**values))
+
+
+def _checked_together(options: Options) -> Options:
+    budget, reserve = options.memory_budget, options.reserve
+    if budget is not None and reserve is not None and reserve >= budget:
+        expected = f"less than memory_budget, {format_bytes(budget)}"
+        raise InvalidOption("reserve", reserve, expected)
+    return options
+
+
+def disabled(environment: Mapping[str, str] | None = None) -> bool:
+    """Whether ``FXREMAT_DISABLE=1`` asks to compile as if fxremat were not there."""
+    environment = os.environ if environment is None else environment
+    text = environment.get(DISABLE_VARIABLE, "").strip()
+    return bool(text) and read_bool(Given("disable", text, DISABLE_VARIABLE, None, None))
+
+
+class OptionRow(NamedTuple):
+    """One option, described; ``variable`` is empty where there is no environment variable."""
+
+    name: str
+    type: str
+    default: str
+    variable: str
+    doc: str
+
+
+def list_options() -> list[OptionRow]:
+    """Every option, in the order of `Options`."""
+    return [
+        OptionRow(
+            row.name,
+            row.metadata["type"],
+            row.metadata["unset"] or repr(row.default),
+            row.metadata["variable"] or "",
+            row.metadata["doc"],
+        )
+        for row in fields(Options)
+    ]
+
+
+def options_table() -> str:
+    """All options as a Markdown table, ``FXREMAT_DISABLE`` in its last row."""
+    head = ["| option | type | default | environment variable | meaning |", "|---|---|---|---|---|"]
+    rows = [
+        f"| `{row.name}` | {row.type} | {row.default} | {row.variable and f'`{row.variable}`'} "
+        f"| {row.doc} |"
+        for row in list_options()
+    ]
+    last = f"| | bool | 0 | `{DISABLE_VARIABLE}` | Compile with plain Inductor, without fxremat. |"
+    return "\n".join([*head, *rows, last])

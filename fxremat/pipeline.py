@@ -1,0 +1,301 @@
+"""The passes in order, and the runner: joint graph in; forward, backward and report out.
+
+Timing, verification and logging belong to the runner here, never to a pass.
+"""
+
+from __future__ import annotations
+
+import logging
+import time
+from collections.abc import Iterator, Sequence
+from contextlib import contextmanager
+from dataclasses import dataclass, field
+
+import torch
+from torch import fx
+
+from fxremat import compat, planner
+from fxremat.core.check import check
+from fxremat.core.plan import Plan
+from fxremat.core.timeline import Timeline, replay
+from fxremat.cost.device import device_spec
+from fxremat.cost.roofline import roofline_us
+from fxremat.errors import InfeasibleBudget, VerificationFailed
+from fxremat.passes.joint_graph import JointGraph, is_tensor, read_joint_graph
+from fxremat.passes.memory_estimation import Estimate, OpTimer, estimate
+from fxremat.passes.recompute import Rewritten, apply_plan
+from fxremat.passes.user_tags import obey_must_recompute, protect_mutated_inputs
+from fxremat.rehearsal import Rehearsal, rehearse
+from fxremat.report.report import Report, Row
+from fxremat.report.where import describe
+from fxremat.verify import check_data_flow, check_split
+
+log = logging.getLogger(__name__)
+
+MAX_REHEARSALS = 5
+CLOSE_ENOUGH = 0.02  # a plan this near below the budget is not improved any further
+
+
+@dataclass(frozen=True)
+class Request:
+    """What is asked of a graph: bytes at most in all, and how to go about it."""
+
+    budget_bytes: int | None
+    held_bytes: int
+    executor: str
+    solver: str
+    solver_time_limit: float | None
+    op_times: str
+    verify: bool
+
+
+@dataclass
+class Clock:
+    """Seconds spent in each stage."""
+
+    seconds: dict[str, float] = field(default_factory=dict)
+
+    @contextmanager
+    def stage(self, name: str) -> Iterator[None]:
+        start = time.perf_counter()
+        try:
+            yield
+        finally:
+            spent = time.perf_counter() - start
+            self.seconds[name] = self.seconds.get(name, 0.0) + spent
+
+
+@dataclass(frozen=True)
+class Split:
+    """A forward and a backward module, and what is known of them."""
+
+    forward: fx.GraphModule
+    backward: fx.GraphModule
+    plan: Plan
+    rewritten: Rewritten
+    peak_bytes: int
+    rehearsal: Rehearsal | None
+
+
+@dataclass(frozen=True)
+class Outcome:
+    """The modules to compile, and the report."""
+
+    forward: fx.GraphModule
+    backward: fx.GraphModule
+    report: Report
+
+
+def device_of(graph: fx.Graph) -> torch.device:
+    """The device whose bytes are counted: the accelerator if there is one, else the CPU."""
+    devices = [n.meta["val"].device for n in graph.nodes if n.op == "placeholder" and is_tensor(n)]
+    return next((d for d in devices if d.type != "cpu"), torch.device("cpu"))
+
+
+def prepare(module: fx.GraphModule, num_fwd_outputs: int) -> JointGraph:
+    """Clean up the joint graph and read it; the user's tags are obeyed here."""
+    compat.prepare_joint_graph(module)
+    joint = read_joint_graph(module, num_fwd_outputs)
+    changed = [obey_must_recompute(joint), protect_mutated_inputs(joint)]
+    return read_joint_graph(module, num_fwd_outputs) if any(changed) else joint
+
+
+def op_timer(request: Request, device: torch.device) -> OpTimer:
+    """The cost model asked for."""
+    spec = device_spec(device)
+
+    def timer(nodes: tuple[fx.Node, ...], traffic_bytes: int) -> float:
+        dtype = next((n.meta["val"].dtype for n in nodes if is_tensor(n)), torch.float32)
+        return roofline_us(nodes, traffic_bytes, dtype, spec, compat.size_bound)
+
+    if request.op_times == "measured":
+        from fxremat.cost.measured import measured_timer
+
+        return measured_timer(timer, device)
+    return timer
+
+
+@dataclass
+class _Run:
+    """One graph on its way through the passes."""
+
+    request: Request
+    joint: JointGraph
+    found: Estimate
+    device: torch.device
+    static_inputs: Sequence[fx.Node]
+    clock: Clock
+
+    @property
+    def budget(self) -> int | None:
+        """Bytes left for this graph."""
+        total = self.request.budget_bytes
+        return None if total is None else total - self.request.held_bytes
+
+    def solve(self, budget: int | None) -> Plan:
+        with self.clock.stage("plan"):
+            options = planner.SolverOptions(time_limit_s=self.request.solver_time_limit)
+            plan = planner.solve(self.found.problem, budget, self.request.solver, options)
+        if self.request.verify:
+            with self.clock.stage("verify"):
+                _check_plan(self.found, plan)
+        return plan
+
+    def split(self, plan: Plan) -> Split:
+        """Apply ``plan``, cut the graph in two, and say what it really takes."""
+        with self.clock.stage("apply"):
+            rewritten = apply_plan(self.found, plan.steps)
+            inputs = {n.name: n for n in rewritten.module.graph.nodes if n.op == "placeholder"}
+            forward, backward = compat.extract_forward_backward(
+                rewritten.module,
+                list(rewritten.saved),
+                num_fwd_outputs=self.joint.num_forward_outputs,
+                static_inputs=[inputs[n.name] for n in self.static_inputs],
+            )
+        if self.request.verify:
+            with self.clock.stage("verify"):
+                names = [n.name for n in self.joint.mutated]
+                check_data_flow(self.joint.module.graph, rewritten.module.graph, names)
+                check_split(backward.graph, [n.name for n in rewritten.saved])
+        if self.request.executor != "inductor" or self.budget is None:
+            return Split(forward, backward, plan, rewritten, plan.peak_bytes, None)
+        with self.clock.stage("rehearse"):
+            count = self.joint.num_forward_outputs
+            shown = rehearse(forward, backward, num_fwd_outputs=count, device=self.device.type)
+        return Split(forward, backward, plan, rewritten, shown.peak_bytes, shown)
+
+
+def _check_plan(found: Estimate, plan: Plan) -> None:
+    verdict = check(found.problem, plan.steps)
+    if not verdict.ok:
+        raise VerificationFailed("plan", str(verdict.failures[0]))
+    if verdict.peak_bytes != plan.peak_bytes:
+        detail = f"{plan.solver} claims {plan.peak_bytes} bytes, the checker {verdict.peak_bytes}"
+        raise VerificationFailed("peak", detail)
+
+
+def _fit(run: _Run) -> tuple[Split, int]:
+    """Plan, look at the real peak, and plan again until it is under the budget and close to it.
+
+    The planner's target moves by as much as the real peak missed the budget. The plan of
+    least peak has the last word, so that a budget that it fits in is always met.
+    """
+    budget = run.budget
+    split = run.split(run.solve(budget))
+    if budget is None or split.rehearsal is None:
+        return split, 0
+    tried = {split.plan.steps: split}
+    best = split if split.peak_bytes <= budget else None
+    target = budget
+    while len(tried) < MAX_REHEARSALS:
+        slack = budget - split.peak_bytes
+        if best is not None and (slack <= CLOSE_ENOUGH * budget or not best.rewritten.recomputed):
+            if slack >= 0:
+                break
+        target += slack
+        plan = run.solve(target)
+        if plan.steps in tried:
+            break
+        split = tried[plan.steps] = run.split(plan)
+        if split.peak_bytes <= budget and (best is None or split.plan.time_us < best.plan.time_us):
+            best = split
+    if best is None:
+        plan = run.solve(0)
+        best = tried.get(plan.steps) or run.split(plan)
+        tried[plan.steps] = best
+    return best, len(tried)
+
+
+def transform(
+    module: fx.GraphModule,
+    *,
+    num_fwd_outputs: int,
+    static_input_indices: Sequence[int],
+    request: Request,
+    graph: int,
+) -> Outcome:
+    """Plan the joint graph for the request and split it.
+
+    Raises `InfeasibleBudget` where not even the plan of least peak fits the budget, and
+    `VerificationFailed` where a check on our own work fails.
+    """
+    clock = Clock()
+    with clock.stage("estimate"):
+        joint = prepare(module, num_fwd_outputs)
+        device = device_of(module.graph)
+        timer = op_timer(request, device)
+        fused = request.executor == "inductor"
+        found = estimate(joint, timer, fused=fused, device=device.type, name=f"graph {graph}")
+    static = [joint.primals[i] for i in static_input_indices if i < len(joint.primals)]
+    run = _Run(request, joint, found, device, static, clock)
+    split, rehearsals = _fit(run)
+    if run.budget is not None and split.peak_bytes > run.budget:
+        assert request.budget_bytes is not None
+        raise InfeasibleBudget(
+            request.budget_bytes,
+            split.peak_bytes + request.held_bytes,
+            tuple((row.what, row.bytes) for row in _at_peak(run, split)[:8]),
+        )
+    return Outcome(split.forward, split.backward, _report(run, split, rehearsals, graph))
+
+
+def _timeline(run: _Run, split: Split) -> Timeline:
+    if split.rehearsal is not None:
+        return split.rehearsal.timeline
+    return replay(run.found.problem, split.plan.steps)
+
+
+def _at_peak(run: _Run, split: Split) -> list[Row]:
+    """The largest values live at the peak, named by module and source line."""
+    timeline = _timeline(run, split)
+    nodes = {n.name: n for n in split.rewritten.module.graph.nodes}
+    nodes |= run.found.node_of
+    origin = split.rehearsal.origin if split.rehearsal is not None else {}
+    rows = []
+    for name in timeline.live_at(timeline.peak_step):
+        node = nodes.get(origin.get(name, name))
+        size = timeline.problem.bytes_of[name]
+        if size:
+            rows.append(Row(describe(node) if node is not None else name, size))
+    return rows
+
+
+def _report(run: _Run, split: Split, rehearsals: int, graph: int) -> Report:
+    problem, plan = run.found.problem, split.plan
+    keep_all = replay(problem, problem.base_steps())
+    least = planner.solve(problem, 0, run.request.solver) if run.budget is not None else plan
+    sizes = problem.bytes_of
+    saved = [
+        Row(describe(node), sizes.get(node.name, 0))
+        for node in split.rewritten.saved
+        if node.op != "placeholder" and is_tensor(node)
+    ]
+    recomputed = [
+        Row(
+            describe(run.found.cones[name].nodes[-1]),
+            sum(sizes[w] for w in problem.op_of[name].writes),
+            times,
+            problem.op_of[name].time_us,
+        )
+        for name, times in plan.repeats().items()
+    ]
+    held = run.request.held_bytes
+    return Report(
+        graph=graph,
+        nodes=len(run.joint.module.graph.nodes),
+        budget_bytes=run.request.budget_bytes,
+        resident_bytes=problem.resident_bytes,
+        keep_all_peak_bytes=keep_all.peak_bytes + held,
+        planned_peak_bytes=plan.peak_bytes + held,
+        predicted_peak_bytes=split.peak_bytes + held,
+        minimum_peak_bytes=least.peak_bytes + held,
+        held_bytes=held,
+        time_overhead=plan.time_us / problem.base_time_us - 1 if problem.base_time_us else 0.0,
+        saved=tuple(saved),
+        recomputed=tuple(recomputed),
+        at_peak=tuple(_at_peak(run, split)[:20]),
+        timeline=_timeline(run, split).live_bytes,
+        plan=plan,
+        rehearsals=rehearsals,
+        seconds=run.clock.seconds,
+    )

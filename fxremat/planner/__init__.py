@@ -1,0 +1,43 @@
+"""Decide: problem and budget in, plan out. Torch-free.
+
+Every solver has the one signature ``solve(problem, budget_bytes, options) -> Plan``. First
+runs stay in base order, non-repeatable ops run once. ``Plan.peak_bytes`` and ``time_us`` come
+from a replay. Where nothing found fits the budget the plan of least peak is returned, so the
+caller compares ``plan.peak_bytes`` with its budget.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+
+from fxremat.core.plan import Plan
+from fxremat.core.problem import Problem
+from fxremat.planner import greedy
+from fxremat.planner.options import SolverOptions
+
+Solver = Callable[[Problem, int | None, SolverOptions], Plan]
+
+SOLVERS: dict[str, Solver] = {"greedy": greedy.solve}
+
+AUTO = "greedy"
+
+
+def solve(
+    problem: Problem,
+    budget_bytes: int | None,
+    solver: str = "auto",
+    options: SolverOptions | None = None,
+) -> Plan:
+    """The plan of the named solver; ``auto`` lets the planner choose."""
+    name = AUTO if solver == "auto" else solver
+    if name not in SOLVERS:
+        raise ValueError(f"unknown solver {solver!r}; there are auto, {', '.join(SOLVERS)}")
+    return SOLVERS[name](problem, budget_bytes, options or SolverOptions())
+
+
+def front(problem: Problem, options: SolverOptions | None = None) -> tuple[Plan, ...]:
+    """Non-dominated plans: peak strictly decreasing, time strictly increasing."""
+    return greedy.front(problem, options or SolverOptions())
+
+
+__all__ = ["SOLVERS", "Solver", "SolverOptions", "front", "solve"]

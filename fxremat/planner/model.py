@@ -1,0 +1,83 @@
+"""The problem by index: what the solvers' inner loops read.
+
+Resident values are left out of reads (they are always there); their bytes are the floor of
+every profile. Outputs never end once written, so they have no gaps and no copies either.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterable
+from dataclasses import dataclass
+
+from fxremat.core.problem import Problem
+
+INPUT = -1
+
+
+@dataclass(frozen=True)
+class Model:
+    """Ops and values as lists; a *stage* is the position of an op in base order.
+
+    ``worth`` is an op's time per byte written.
+    """
+
+    problem: Problem
+    n: int
+    time: list[float]
+    workspace: list[int]
+    repeatable: list[bool]
+    reads: list[tuple[int, ...]]
+    writes: list[tuple[int, ...]]
+    inplace: list[tuple[tuple[int, int], ...]]
+    bytes: list[int]
+    writer: list[int]
+    kept: list[bool]
+    inputs: tuple[int, ...]
+    worth: list[float]
+
+    def droppable(self, value: int) -> bool:
+        """Whether the value may be freed and computed again."""
+        op = self.writer[value]
+        return op != INPUT and self.repeatable[op] and not self.kept[value]
+
+    def names(self, steps: Iterable[int]) -> tuple[str, ...]:
+        """Steps by op name."""
+        ops = self.problem.ops
+        return tuple(ops[step].name for step in steps)
+
+
+def _unique(items: Iterable[int]) -> tuple[int, ...]:
+    return tuple(dict.fromkeys(items))
+
+
+def build_model(problem: Problem) -> Model:
+    """Index the ops and the values that are not resident."""
+    resident = set(problem.resident)
+    names = [value.name for value in problem.values if value.name not in resident]
+    index = {name: i for i, name in enumerate(names)}
+    writer = [INPUT] * len(names)
+    for i, op in enumerate(problem.ops):
+        for name in op.writes:
+            writer[index[name]] = i
+    kept = set(problem.outputs)
+    return Model(
+        problem=problem,
+        n=len(problem.ops),
+        time=[op.time_us for op in problem.ops],
+        workspace=[op.workspace_bytes for op in problem.ops],
+        repeatable=[op.repeatable for op in problem.ops],
+        reads=[_unique(index[r] for r in op.reads if r in index) for op in problem.ops],
+        writes=[_unique(index[w] for w in op.writes) for op in problem.ops],
+        inplace=[
+            tuple((index[r], index[w]) for r, w in op.inplace if r in index and r not in kept)
+            for op in problem.ops
+        ],
+        bytes=[problem.bytes_of[name] for name in names],
+        writer=writer,
+        kept=[name in kept for name in names],
+        worth=[
+            op.time_us / max(1, sum(problem.bytes_of[name] for name in op.writes))
+            for op in problem.ops
+        ],
+        inputs=tuple(index[name] for name in dict.fromkeys(problem.inputs) if name in index),
+    )

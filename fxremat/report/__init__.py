@@ -1,0 +1,1 @@
+"""What the user sees: the report of each compiled graph, and `explain`."""

@@ -1,0 +1,125 @@
+"""`explain`: what would be done to a model under a budget, without compiling it.
+
+The model's forward runs once, eagerly, so that every graph is met with the inputs it will
+really have; parameters, buffers and the random state are as before afterwards.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from contextlib import contextmanager
+from dataclasses import dataclass
+from typing import Any
+
+import torch
+from torch import fx, nn
+
+from fxremat import compat, session
+from fxremat.backend import plan_only
+from fxremat.core.plan import Plan
+from fxremat.errors import FxrematError
+from fxremat.report.report import Report, Row
+
+
+@dataclass(frozen=True)
+class Explanation:
+    """The plans of all graphs of one training step. Bytes are those at the peak of the step."""
+
+    graphs: tuple[Report, ...]
+
+    @property
+    def predicted_peak_bytes(self) -> int:
+        """The peak that the compiled step will have."""
+        return max((g.predicted_peak_bytes for g in self.graphs), default=0)
+
+    @property
+    def minimum_peak_bytes(self) -> int:
+        """The least peak planned for: no smaller budget can be met."""
+        return max((g.minimum_peak_bytes for g in self.graphs), default=0)
+
+    @property
+    def keep_all_peak_bytes(self) -> int:
+        """The peak if nothing were recomputed."""
+        return max((g.keep_all_peak_bytes for g in self.graphs), default=0)
+
+    @property
+    def time_overhead(self) -> float:
+        """Added time over keep-all, as a fraction of the time of all graphs."""
+        time = sum(g.plan.time_us for g in self.graphs)
+        base = sum(g.plan.time_us / (1 + g.time_overhead) for g in self.graphs)
+        return time / base - 1 if base else 0.0
+
+    @property
+    def saved(self) -> tuple[Row, ...]:
+        """What is kept from the forward for the backward."""
+        return tuple(row for g in self.graphs for row in g.saved)
+
+    @property
+    def recomputed(self) -> tuple[Row, ...]:
+        """What runs again in the backward, and how often."""
+        return tuple(row for g in self.graphs for row in g.recomputed)
+
+    @property
+    def timeline(self) -> tuple[int, ...]:
+        """Bytes live at every step, graph after graph."""
+        return tuple(n for g in self.graphs for n in g.timeline)
+
+    @property
+    def plan(self) -> Plan | None:
+        """The plan of the graph with the highest peak; None where no graph has a backward."""
+        top = max(self.graphs, key=lambda g: g.predicted_peak_bytes, default=None)
+        return top.plan if top is not None else None
+
+    def __str__(self) -> str:
+        if not self.graphs:
+            return "fxremat: no graph with a backward was found; nothing to plan"
+        return "\n".join(map(str, self.graphs))
+
+
+@contextmanager
+def _undisturbed(model: Callable[..., Any]) -> Iterator[None]:
+    """Buffers and random state as they were, whatever happens inside."""
+    buffers = dict(model.named_buffers()) if isinstance(model, nn.Module) else {}
+    before = {name: buffer.detach().clone() for name, buffer in buffers.items()}
+    devices = list(range(torch.cuda.device_count())) if torch.cuda.is_initialized() else []
+    try:
+        with torch.random.fork_rng(devices=devices):
+            yield
+    finally:
+        with torch.no_grad():
+            for name, buffer in buffers.items():
+                buffer.copy_(before[name])
+
+
+def explain(
+    model: Callable[..., Any],
+    *inputs: Any,
+    memory_budget: int | str | None = None,
+    options: Mapping[str, Any] | None = None,
+    **keywords: Any,
+) -> Explanation:
+    """Plan ``model(*inputs, **keywords)`` for a budget and tell what was decided.
+
+    ``options`` are those of torch.compile; ``memory_budget`` is a shorthand for the one that
+    matters most. Raises `InfeasibleBudget` and `InvalidOption` as compiling would.
+    """
+    given = dict(options or {})
+    if memory_budget is not None:
+        given["memory_budget"] = memory_budget
+    found: list[Report] = []
+
+    def backend(gm: fx.GraphModule, example_inputs: Sequence[Any]) -> Callable[..., Any]:
+        compiled, report = plan_only(gm, example_inputs, given)
+        if report is not None:
+            found.append(report)
+        return compiled
+
+    with _undisturbed(model), session.separate(), compat.fresh_dynamo_caches():
+        try:
+            torch.compile(model, backend=backend)(*inputs, **keywords)
+        except Exception as error:
+            inner = getattr(error, "inner_exception", None)
+            if isinstance(inner, FxrematError):
+                raise inner from None
+            raise
+    return Explanation(tuple(found))

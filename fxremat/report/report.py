@@ -1,0 +1,106 @@
+"""The report of one compiled graph: plain data, JSON in and out, one line and many lines."""
+
+from __future__ import annotations
+
+import dataclasses
+from dataclasses import dataclass, field
+from typing import Any
+
+from fxremat.core.plan import Plan, plan_to_json
+from fxremat.sizes import format_bytes
+
+
+@dataclass(frozen=True)
+class Row:
+    """Something worth naming: what and where, its bytes, how often and how long it runs again."""
+
+    what: str
+    bytes: int
+    times: int = 0
+    time_us: float = 0.0
+
+
+@dataclass(frozen=True)
+class Report:
+    """What was decided for one graph. Peaks are bytes in all, resident ones included.
+
+    ``predicted_peak_bytes`` is the peak of Inductor's own kernels where they were rehearsed,
+    else that of the planned graph. ``minimum_peak_bytes`` is the least peak planned for; it is
+    a bound on what can be asked for, by the model of the problem. ``time_overhead`` is the
+    added time over the keep-all schedule's, as a fraction. ``timeline`` is bytes live per step.
+    """
+
+    graph: int
+    nodes: int
+    budget_bytes: int | None
+    resident_bytes: int
+    keep_all_peak_bytes: int
+    planned_peak_bytes: int
+    predicted_peak_bytes: int
+    minimum_peak_bytes: int
+    held_bytes: int
+    time_overhead: float
+    saved: tuple[Row, ...]
+    recomputed: tuple[Row, ...]
+    at_peak: tuple[Row, ...]
+    timeline: tuple[int, ...]
+    plan: Plan
+    rehearsals: int
+    seconds: dict[str, float] = field(default_factory=dict)
+    from_cache: bool = False
+
+    @property
+    def saved_bytes(self) -> int:
+        """Bytes kept from the forward for the backward, inputs of the graph not among them."""
+        return sum(row.bytes for row in self.saved)
+
+    @property
+    def recomputed_bytes(self) -> int:
+        """Bytes that are written again in the backward."""
+        return sum(row.bytes * row.times for row in self.recomputed)
+
+    def summary(self) -> str:
+        """One line for the log."""
+        budget = "no budget" if self.budget_bytes is None else format_bytes(self.budget_bytes)
+        runs = sum(row.times for row in self.recomputed)
+        return (
+            f"fxremat: graph {self.graph}: {self.nodes} nodes, keep-all peak "
+            f"{format_bytes(self.keep_all_peak_bytes)} -> {format_bytes(self.predicted_peak_bytes)} "
+            f"of {budget} | +{self.time_overhead:.1%} time | {runs} recomputed "
+            f"({format_bytes(self.recomputed_bytes)}) | {self.plan.solver} | "
+            f"{sum(self.seconds.values()):.1f} s{' (cached)' if self.from_cache else ''}"
+        )
+
+    def __str__(self) -> str:
+        lines = [self.summary(), f"  resident {format_bytes(self.resident_bytes)}, saved "
+                 f"{format_bytes(self.saved_bytes)}, least peak {format_bytes(self.minimum_peak_bytes)}"]  # fmt: skip
+        lines += _table("largest at the peak", self.at_peak)
+        lines += _table("saved for the backward", self.saved)
+        lines += _table("recomputed in the backward", self.recomputed)
+        stages = ", ".join(f"{name} {value:.2f}" for name, value in self.seconds.items())
+        return "\n".join([*lines, f"  seconds: {stages}"])
+
+
+def _table(title: str, rows: tuple[Row, ...], limit: int = 10) -> list[str]:
+    if not rows:
+        return []
+    total = sum(row.bytes * max(row.times, 1) for row in rows)
+    lines = [f"  {title} ({len(rows)}, {format_bytes(total)}):"]
+    for row in sorted(rows, key=lambda r: -r.bytes * max(r.times, 1))[:limit]:
+        again = f"  x{row.times}" if row.times else ""
+        lines.append(f"    {format_bytes(row.bytes):>11}  {row.what}{again}")
+    return lines + ([f"    ... and {len(rows) - limit} more"] if len(rows) > limit else [])
+
+
+def report_to_json(report: Report) -> dict[str, Any]:
+    """The report as JSON data."""
+    data = dataclasses.asdict(report)
+    data["plan"] = plan_to_json(report.plan)
+    return data
+
+
+def report_from_json(data: dict[str, Any]) -> Report:
+    """A report read back; raises `KeyError` or `TypeError` where it is not one."""
+    rows = {key: tuple(Row(**row) for row in data[key]) for key in ("saved", "recomputed", "at_peak")}
+    plan = Plan(**{**data["plan"], "steps": tuple(data["plan"]["steps"])})
+    return Report(**{**data, **rows, "plan": plan, "timeline": tuple(data["timeline"])})

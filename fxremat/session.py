@@ -1,0 +1,99 @@
+"""What outlives one compilation: reports, and the bytes that graphs of one model share.
+
+A model with graph breaks is several graphs, compiled one after another by the same
+``torch.compile`` call. While one runs, the others' inputs and what they saved are there too:
+the ledger tells each new graph how many bytes of the budget are taken.
+"""
+
+from __future__ import annotations
+
+import hashlib
+import json
+import os
+import tempfile
+from collections.abc import Iterator
+from contextlib import contextmanager, suppress
+from dataclasses import dataclass, field, replace
+from pathlib import Path
+from typing import Any
+
+from fxremat import compat
+from fxremat.report.report import Report, report_from_json, report_to_json
+
+
+@dataclass
+class Session:
+    """The graph being compiled: its number, and where its outcome is put."""
+
+    graph: int
+    report: Report | None = None
+
+
+@dataclass
+class State:
+    """All that `torch._dynamo.reset()` forgets."""
+
+    reports: list[Report] = field(default_factory=list)
+    current: Session | None = None
+    graphs: int = 0
+
+
+STATE = State()
+
+
+def reports() -> list[Report]:
+    """The reports of all graphs compiled since the last reset, newest last."""
+    return list(STATE.reports)
+
+
+def reset() -> None:
+    """Forget reports and ledgers; called by ``torch._dynamo.reset()``."""
+    STATE.reports.clear()
+    STATE.current = None
+    STATE.graphs = 0
+
+
+def begin() -> Session:
+    """Start compiling one graph."""
+    STATE.current = Session(STATE.graphs)
+    STATE.graphs += 1
+    return STATE.current
+
+
+@contextmanager
+def separate() -> Iterator[None]:
+    """Plan without leaving a trace in the reports of what is really compiled."""
+    global STATE
+    outer, STATE = STATE, State()
+    try:
+        yield
+    finally:
+        STATE = outer
+
+
+def store_path(key: str) -> Path:
+    """Where the report of a graph is kept, beside Inductor's own cache."""
+    return Path(compat.cache_directory()) / "fxremat" / "reports" / f"{key}.json"
+
+
+def digest(*parts: Any) -> str:
+    """A name for everything that a report depends on."""
+    return hashlib.sha256(repr(parts).encode()).hexdigest()
+
+
+def store(key: str, report: Report) -> None:
+    """Keep a report for the time when a cache answers instead of us."""
+    path = store_path(key)
+    path.parent.mkdir(parents=True, exist_ok=True)
+    handle, name = tempfile.mkstemp(dir=path.parent, suffix=".tmp")
+    with os.fdopen(handle, "w", encoding="utf-8") as file:
+        json.dump(report_to_json(report), file)
+    os.replace(name, path)
+
+
+def load(key: str, graph: int) -> Report | None:
+    """The report kept under ``key``; None where there is none or it cannot be read."""
+    with suppress(OSError, ValueError, KeyError, TypeError):
+        data = json.loads(store_path(key).read_text(encoding="utf-8"))
+        return replace(report_from_json(data), graph=graph, from_cache=True)
+    return None

@@ -1,0 +1,93 @@
+"""Judging a rewritten joint graph by its data flow, with nothing taken from the rewriting.
+
+Every node gets a number that says what it computes: the same call on the same arguments has
+the same number. A call that may not be run again (random numbers, effects, collectives,
+custom ops) has a number of its own for each node, so a second copy of it is a difference.
+The rewritten graph is right if its results have the numbers of the original's results, if
+every call that may not be run again is there exactly once, and if what the backward reads is
+an input or one of the nodes declared as saved.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterable
+from typing import Any
+
+from torch import fx
+from torch.utils import _pytree as pytree
+
+from fxremat.errors import VerificationFailed
+from fxremat.passes.joint_graph import is_repeatable, is_view
+
+
+class _Numbering:
+    """Value numbers, shared by the two graphs that are compared."""
+
+    def __init__(self, mutated: frozenset[str]) -> None:
+        self.mutated = mutated
+        self.numbers: dict[Any, int] = {}
+
+    def number(self, key: Any) -> int:
+        return self.numbers.setdefault(key, len(self.numbers))
+
+    def read(self, graph: fx.Graph) -> tuple[dict[fx.Node, int], list[str]]:
+        """The number of every node, and the names of the calls that run only once."""
+        of: dict[fx.Node, int] = {}
+        once: list[str] = []
+        mutated = frozenset(
+            n for n in graph.nodes if n.op == "placeholder" and n.name in self.mutated
+        )
+        for node in graph.nodes:
+            if node.op in ("placeholder", "get_attr"):
+                of[node] = self.number((node.op, str(node.target)))
+            elif node.op == "call_function":
+                args = self.arguments(node, of)
+                if is_view(node) or is_repeatable(node, mutated):
+                    of[node] = self.number((node.target, args))
+                else:
+                    once.append(node.name)
+                    of[node] = self.number((node.target, args, node.name))
+        return of, once
+
+    def arguments(self, node: fx.Node, of: dict[fx.Node, int]) -> Any:
+        leaves, spec = pytree.tree_flatten((node.args, node.kwargs))
+        seen = (("node", of[a]) if isinstance(a, fx.Node) else _constant(a) for a in leaves)
+        return (*seen, str(spec))
+
+
+def _constant(leaf: Any) -> Any:
+    return (type(leaf).__name__, repr(leaf))
+
+
+def _results(graph: fx.Graph, of: dict[fx.Node, int]) -> list[Any]:
+    (results,) = graph.output_node().args
+    assert isinstance(results, (tuple, list))
+    return [of[r] if isinstance(r, fx.Node) else r for r in results]
+
+
+def check_data_flow(
+    original: fx.Graph,
+    rewritten: fx.Graph,
+    mutated: Iterable[str],
+) -> None:
+    """Raise `VerificationFailed` unless both graphs compute the same results."""
+    numbering = _Numbering(frozenset(mutated))
+    before, once_before = numbering.read(original)
+    after, once_after = numbering.read(rewritten)
+    if sorted(once_before) != sorted(once_after):
+        changed = sorted(set(once_before) ^ set(once_after)) or once_after
+        raise VerificationFailed("run once", f"calls that must run exactly once: {changed[:5]}")
+    old, new = _results(original, before), _results(rewritten, after)
+    for index, (a, b) in enumerate(zip(old, new, strict=True)):
+        if a != b:
+            raise VerificationFailed("data flow", f"result {index} is computed differently")
+
+
+def check_split(backward: fx.Graph, saved: Iterable[str]) -> None:
+    """Raise `VerificationFailed` where the backward reads what was not declared as saved."""
+    allowed = set(saved)
+    for node in backward.nodes:
+        known = "tangents" in node.name or node.name in allowed
+        if node.op == "placeholder" and not known and node.users and "val" in node.meta:
+            if hasattr(node.meta["val"], "untyped_storage"):
+                raise VerificationFailed("saved values", f"the backward reads {node.name}")

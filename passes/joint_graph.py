@@ -1,0 +1,215 @@
+"""Reading the joint graph: which node is computed when, which storage it looks into.
+
+Every node has one of three roles (the placement of the third is what keeps peaks low):
+
+* FORWARD  - needed for an output of the forward, or not allowed to leave it;
+* BACKWARD - depends on a tangent, or belongs to the backward by its tag;
+* LAZY     - needed by the backward alone, but depends on no tangent (derivative factors,
+  transposed weights): it runs in the backward, next to its first use.
+
+A *root* is the node that owns the storage another node looks into: views, and the items of
+an op with several results, are resolved to it.
+"""
+
+from __future__ import annotations
+
+import operator
+from dataclasses import dataclass
+from enum import Enum
+from typing import Any
+
+import torch
+from torch import fx
+
+from fxremat import compat
+
+
+class Role(Enum):
+    """When a node of the joint graph is computed."""
+
+    FORWARD = "forward"
+    BACKWARD = "backward"
+    LAZY = "lazy"
+
+
+@dataclass(frozen=True)
+class JointGraph:
+    """The joint graph with the role of every node and its inputs and outputs sorted out."""
+
+    module: fx.GraphModule
+    role: dict[fx.Node, Role]
+    primals: tuple[fx.Node, ...]
+    tangents: tuple[fx.Node, ...]
+    results: tuple[Any, ...]
+    num_forward_outputs: int
+    mutated: frozenset[fx.Node]
+
+    @property
+    def forward_outputs(self) -> tuple[fx.Node, ...]:
+        """The nodes among the forward's results."""
+        return _nodes(self.results[: self.num_forward_outputs])
+
+    @property
+    def backward_outputs(self) -> tuple[fx.Node, ...]:
+        """The nodes among the backward's results; inputs without gradient have none."""
+        return _nodes(self.results[self.num_forward_outputs :])
+
+
+def _nodes(results: tuple[Any, ...]) -> tuple[fx.Node, ...]:
+    return tuple(n for n in results if isinstance(n, fx.Node))
+
+
+def is_tensor(node: fx.Node) -> bool:
+    """Whether the node's result is one tensor."""
+    return isinstance(node.meta.get("val"), torch.Tensor)
+
+
+def is_multi_output(node: fx.Node) -> bool:
+    """Whether the node's result is a tuple or list of tensors, taken apart by getitem."""
+    return isinstance(node.meta.get("val"), (tuple, list))
+
+
+def is_view(node: fx.Node) -> bool:
+    """Whether a call returns a look into its first input's storage, and no bytes of its own."""
+    if node.op != "call_function" or not node.all_input_nodes:
+        return False
+    target = node.target
+    if target is operator.getitem:  # of split, unbind ...: a tuple of views
+        return is_view(node.all_input_nodes[0])
+    if target in _VIEWS_WITHOUT_ALIAS:
+        return True
+    if not isinstance(target, torch._ops.OpOverload):
+        return False
+    returns = target._schema.returns
+    return len(returns) == 1 and returns[0].alias_info is not None and not is_mutating(node)
+
+
+def is_random(node: fx.Node) -> bool:
+    """Whether a call draws random numbers.
+
+    Fused attention is tagged random for its dropout; with probability 0 it draws nothing.
+    """
+    target = node.target
+    if not isinstance(target, torch._ops.OpOverload):
+        return False
+    if torch.Tag.nondeterministic_seeded not in target.tags:
+        return False
+    if "scaled_dot_product" not in target.name():
+        return True
+    for position, argument in enumerate(target._schema.arguments):
+        if argument.name == "dropout_p":
+            given = node.args[position] if position < len(node.args) else None
+            return node.kwargs.get("dropout_p", given) not in (None, 0, 0.0)
+    return False
+
+
+def is_repeatable(node: fx.Node, mutated: frozenset[fx.Node]) -> bool:
+    """Whether running ``node`` again, later, gives the same result and does nothing else.
+
+    ``mutated`` are the graph inputs that the step writes into: read again, they would differ.
+    Custom ops and collectives are not run again, nor is what the user told to save.
+    """
+    target = node.target
+    if target is operator.getitem:
+        return True
+    if not isinstance(target, torch._ops.OpOverload) or target.namespace not in ("aten", "prims"):
+        return False
+    if is_mutating(node) or is_random(node):
+        return False
+    if compat.user_tag(node) == "MUST_SAVE" or node.meta.get("has_backward_hook"):
+        return False
+    return not any(root(i) in mutated for i in node.all_input_nodes)
+
+
+_VIEWS_WITHOUT_ALIAS = frozenset(
+    {
+        torch.ops.aten._unsafe_view.default,
+        torch.ops.aten.reshape.default,
+        torch.ops.aten.lift_fresh_copy.default,
+    }
+)
+
+
+def is_mutating(node: fx.Node) -> bool:
+    """Whether a call writes into one of its inputs."""
+    target = node.target
+    return isinstance(target, torch._ops.OpOverload) and target._schema.is_mutable
+
+
+def root(node: fx.Node) -> fx.Node:
+    """The node that owns the storage which ``node`` looks into."""
+    while is_view(node):
+        node = node.all_input_nodes[0]
+    return node
+
+
+def _forward_closure(outputs: list[fx.Node], graph: fx.Graph) -> set[fx.Node]:
+    """Nodes that the forward's outputs need, and those that must not leave the forward."""
+    needed: set[fx.Node] = set()
+    stack = [*outputs, *(n for n in graph.nodes if compat.must_be_in_forward(n))]
+    while stack:
+        node = stack.pop()
+        if node not in needed:
+            needed.add(node)
+            stack.extend(node.all_input_nodes)
+    return needed
+
+
+def _backward_closure(graph: fx.Graph) -> set[fx.Node]:
+    """Nodes that depend on a tangent, or whose tag puts them into the backward."""
+    reached: set[fx.Node] = set()
+    for node in graph.nodes:
+        if node.op == "output":
+            continue
+        if (
+            compat.is_tangent(node)
+            or compat.must_be_in_backward(node)
+            or any(i in reached for i in node.all_input_nodes)
+        ):
+            reached.add(node)
+    return reached
+
+
+def _mutated_inputs(graph: fx.Graph, descriptions: list[Any]) -> set[fx.Node]:
+    """Graph inputs whose storage the step writes into, inside the graph or after it."""
+    found = {
+        root(node.args[0])
+        for node in graph.nodes
+        if node.op == "call_function" and is_mutating(node) and isinstance(node.args[0], fx.Node)
+    }
+    by_target = {n.target: n for n in graph.nodes if n.op == "placeholder"}
+    by_desc = {n.meta.get("desc"): n for n in by_target.values() if n.meta.get("desc") is not None}
+    for description in descriptions:
+        source = compat.mutated_input_of(description)
+        if source is not None and source in by_desc:
+            found.add(by_desc[source])
+    return {node for node in found if node.op == "placeholder"}
+
+
+def read_joint_graph(module: fx.GraphModule, num_fwd_outputs: int) -> JointGraph:
+    """Sort the nodes of a joint forward-backward graph by role."""
+    graph = module.graph
+    output = graph.output_node()
+    results = tuple(output.args[0])  # type: ignore[arg-type]
+    descriptions = list(output.meta.get("desc") or [])
+    forward = _nodes(results[:num_fwd_outputs])
+    in_backward = _backward_closure(graph)
+    in_forward = _forward_closure([n for n in forward if n not in in_backward], graph)
+    role = {}
+    for node in graph.nodes:
+        if node in in_backward:
+            role[node] = Role.BACKWARD
+        elif node in in_forward or node.op in ("placeholder", "get_attr"):
+            role[node] = Role.FORWARD
+        else:
+            role[node] = Role.LAZY
+    placeholders = [n for n in graph.nodes if n.op == "placeholder"]
+    return JointGraph(
+        module=module,
+        role=role,
+        primals=tuple(n for n in placeholders if not compat.is_tangent(n)),
+        tangents=tuple(n for n in placeholders if compat.is_tangent(n)),
+        results=results,
+        num_forward_outputs=num_fwd_outputs,
+        mutated=frozenset(_mutated_inputs(graph, descriptions)),
+    )

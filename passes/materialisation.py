@@ -1,0 +1,239 @@
+"""Which results are written to memory, and which live only inside another op's loop.
+
+Run node by node (``fused=False``), every result that is not a view is written. Under
+Inductor a result is written where something forces it to be:
+
+* it comes out of an *extern* kernel (matmul, convolution, attention, scatter, sort ...);
+* an extern kernel reads it;
+* it is a reduction, a concatenation, or a result of the graph;
+* another fusion group reads it. A group is what lies between two extern kernels: the
+  elementwise ops and reductions that hang together and have the same number of extern
+  kernels behind them on the longest path (fusing across would close a cycle);
+* the backward reads it, and it is narrower than what it was computed from (a mask): then
+  keeping it can pay. Any other elementwise result that the backward reads is computed again
+  inside the loop that needs it.
+
+The rule is a prediction; what Inductor really does is compared with it after lowering.
+"""
+
+from __future__ import annotations
+
+import operator
+from dataclasses import dataclass, field
+
+import torch
+from torch import fx
+
+from fxremat.passes.joint_graph import (
+    JointGraph,
+    Role,
+    is_multi_output,
+    is_repeatable,
+    is_tensor,
+    is_view,
+    root,
+)
+
+_ATEN = torch.ops.aten
+_PRIMS = torch.ops.prims
+
+# Overload packets that Inductor lowers into loops although torch gives them no tag.
+FUSABLE = frozenset(
+    {
+        _ATEN.embedding, _ATEN.index, _ATEN.gather, _ATEN.full, _ATEN.full_like, _ATEN.arange,
+        _ATEN.scalar_tensor, _ATEN.slice_scatter, _ATEN.select_scatter, _ATEN.constant_pad_nd,
+        _ATEN.where, _ATEN.avg_pool2d, _ATEN.avg_pool2d_backward, _ATEN.upsample_nearest2d,
+        _ATEN.upsample_nearest2d_backward, _ATEN.upsample_bilinear2d, _ATEN.repeat, _ATEN.flip,
+        _ATEN.max_pool2d_with_indices_backward, _ATEN.zeros, _ATEN.ones, _ATEN.empty,
+        _ATEN.zeros_like, _ATEN.ones_like, _ATEN.index_select, _ATEN.reflection_pad2d,
+        _ATEN.select_backward, _ATEN.slice_backward, _ATEN.tril, _ATEN.triu, _ATEN.roll,
+        _PRIMS.iota, _PRIMS.inductor_random, _PRIMS.inductor_randint,
+        _PRIMS.inductor_lookup_seed, _PRIMS._low_memory_max_pool_offsets_to_indices,
+        _PRIMS._low_memory_max_pool_with_offsets, _PRIMS.convert_element_type,
+    }
+)  # fmt: skip
+CONCATENATIONS = frozenset({_ATEN.cat, _ATEN.stack})
+# Loops that read each input element many times: Inductor writes what they read first.
+NEEDS_REALIZED_INPUTS = frozenset(
+    {
+        _ATEN.avg_pool2d, _ATEN.max_pool2d_with_indices, _ATEN.upsample_bilinear2d,
+        _PRIMS._low_memory_max_pool_with_offsets, _ATEN.max_pool2d_with_indices_backward,
+        _ATEN.avg_pool2d_backward,
+    }
+)  # fmt: skip
+REDUCTIONS = frozenset({_PRIMS._low_memory_max_pool_with_offsets, _ATEN.avg_pool2d})
+
+
+def _packet(node: fx.Node) -> object:
+    target = node.target
+    return target.overloadpacket if isinstance(target, torch._ops.OpOverload) else target
+
+
+def _has_tag(node: fx.Node, tag: str) -> bool:
+    target = node.target
+    return isinstance(target, torch._ops.OpOverload) and any(
+        str(t).endswith(tag) for t in target.tags
+    )
+
+
+_REDUCTION_NAMES = frozenset(
+    "sum mean amax amin var var_mean std prod any all argmax argmin max min logsumexp "
+    "xor_sum norm linalg_vector_norm _softmax _log_softmax".split()
+)
+
+
+def is_reduction(node: fx.Node) -> bool:
+    """Whether the node is computed by a loop that reduces, so that its result is stored."""
+    packet = _packet(node)
+    name = getattr(packet, "__name__", "")
+    return packet in REDUCTIONS or name in _REDUCTION_NAMES or _has_tag(node, "reduction")
+
+
+def is_fusable(node: fx.Node) -> bool:
+    """Whether Inductor makes the node part of a generated loop."""
+    packet = _packet(node)
+    return (
+        packet in FUSABLE
+        or packet in CONCATENATIONS
+        or is_reduction(node)
+        or _has_tag(node, "pointwise")
+    )
+
+
+def is_scalar(node: fx.Node) -> bool:
+    """Whether the node is computed on the host (sizes, numbers) and has no device bytes."""
+    return not is_tensor(node) and not is_multi_output(node)
+
+
+@dataclass
+class Materialisation:
+    """The nodes whose storages are written to memory (inputs of the graph not among them)."""
+
+    joint: JointGraph
+    fused: bool
+    written: set[fx.Node] = field(default_factory=set)
+
+    def is_value(self, node: fx.Node) -> bool:
+        """Whether ``node`` is a storage the planner sees (inputs of the graph included)."""
+        return node in self.written or (node.op == "placeholder" and is_tensor(node))
+
+
+def _is_call(node: fx.Node) -> bool:
+    return node.op == "call_function" and not is_view(node) and not is_scalar(node)
+
+
+def _users_through_views(node: fx.Node) -> list[fx.Node]:
+    users, stack = [], list(node.users)
+    while stack:
+        user = stack.pop()
+        if is_view(user):
+            stack.extend(user.users)
+        else:
+            users.append(user)
+    return users
+
+
+def _depths(joint: JointGraph) -> dict[fx.Node, int]:
+    """Extern kernels on the longest path to a node, within its phase."""
+    depth: dict[fx.Node, int] = {}
+    for node in joint.module.graph.nodes:
+        late = joint.role[node] is not Role.FORWARD if node in joint.role else True
+        inputs = [
+            depth[i]
+            for i in node.all_input_nodes
+            if i in depth and (joint.role[i] is not Role.FORWARD) == late
+        ]
+        depth[node] = max(inputs, default=0)
+        if _is_call(node) and not is_fusable(node) and node.target is not operator.getitem:
+            depth[node] += 1
+    return depth
+
+
+class _Groups:
+    """Union-find over fusable nodes."""
+
+    def __init__(self) -> None:
+        self.parent: dict[fx.Node, fx.Node] = {}
+
+    def find(self, node: fx.Node) -> fx.Node:
+        self.parent.setdefault(node, node)
+        while self.parent[node] is not node:
+            self.parent[node] = self.parent[self.parent[node]]
+            node = self.parent[node]
+        return node
+
+    def join(self, a: fx.Node, b: fx.Node) -> None:
+        self.parent[self.find(a)] = self.find(b)
+
+
+def _fusion_groups(joint: JointGraph, depth: dict[fx.Node, int]) -> _Groups:
+    groups = _Groups()
+    for node in joint.module.graph.nodes:
+        if node.op != "call_function" or not is_fusable(node):
+            continue
+        for producer in {root(i) for i in node.all_input_nodes}:
+            if (
+                producer.op == "call_function"
+                and is_fusable(producer)
+                and depth[producer] == depth[node]
+                and (joint.role[producer] is Role.FORWARD) == (joint.role[node] is Role.FORWARD)
+            ):
+                groups.join(producer, node)
+    return groups
+
+
+def _narrower_than_inputs(node: fx.Node) -> bool:
+    val = node.meta["val"]
+    widths = [
+        i.meta["val"].dtype.itemsize
+        for i in node.all_input_nodes
+        if is_tensor(i) and i.meta["val"].shape == val.shape
+    ]
+    return bool(widths) and val.dtype.itemsize < min(widths)
+
+
+def _is_written(node: fx.Node, joint: JointGraph, groups: _Groups) -> bool:
+    if not is_fusable(node) or is_reduction(node) or _packet(node) in CONCATENATIONS:
+        return True
+    forward = joint.role[node] is Role.FORWARD
+    for user in _users_through_views(node):
+        if user.op == "output":
+            return True
+        if forward and joint.role[user] is not Role.FORWARD:
+            if _narrower_than_inputs(node) or not is_repeatable(node, joint.mutated):
+                return True
+            continue
+        if not is_fusable(user) or _packet(user) in NEEDS_REALIZED_INPUTS:
+            return True
+        if groups.find(user) is not groups.find(node):
+            return True
+    return False
+
+
+def _is_constant(node: fx.Node) -> bool:
+    """A tensor made from numbers alone: a loop that reads it computes it in place."""
+    return is_fusable(node) and not any(is_tensor(i) for i in node.all_input_nodes)
+
+
+def materialise(joint: JointGraph, *, fused: bool) -> Materialisation:
+    """Apply the rule above to every node of the joint graph."""
+    result = Materialisation(joint, fused)
+    nodes = list(joint.module.graph.nodes)
+    depth = _depths(joint) if fused else {}
+    groups = _fusion_groups(joint, depth) if fused else _Groups()
+    for node in nodes:
+        if not _is_call(node):
+            continue
+        if node.target is operator.getitem:
+            if is_tensor(node):
+                result.written.add(node)
+        elif is_multi_output(node):
+            continue
+        elif not fused or _is_written(node, joint, groups):
+            result.written.add(node)
+    for node in nodes:
+        if fused and node in result.written and _is_constant(node):
+            users = _users_through_views(node)
+            if all(is_fusable(u) and u.op != "output" for u in users):
+                result.written.discard(node)
+    return result

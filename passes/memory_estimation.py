@@ -1,0 +1,231 @@
+"""Joint graph to `Problem`: what would be materialised, how many bytes, how long it takes.
+
+Every written storage is a value, and one op is what it takes to write it: the node itself
+with all nodes between it and the nearest values (its *cone*). An op with several results is
+one op with several values. Nothing is changed in the graph.
+
+    x ── mm ── h ── gelu ── g ── mm          values: x, h, g        ops: {mm}, {gelu}
+    x ── cos ── sin ── mm                    values: x, sin         ops: {cos, sin}
+
+The base order is the one the joint graph has; ops that only the backward needs and that
+depend on no tangent stand right before the first op that reads them. A pseudo-op that does
+nothing writes the tangents, which appear only when the forward has ended.
+"""
+
+from __future__ import annotations
+
+import operator
+from dataclasses import dataclass
+from typing import Protocol
+
+import torch
+from torch import fx
+
+from fxremat import compat
+from fxremat.core.problem import Op, Phase, Problem, Value, validate
+from fxremat.passes.joint_graph import (
+    JointGraph,
+    Role,
+    is_multi_output,
+    is_mutating,
+    is_repeatable,
+    is_tensor,
+    root,
+)
+from fxremat.passes.materialisation import Materialisation, is_fusable, is_scalar, materialise
+
+TANGENTS = "tangents"
+
+
+class OpTimer(Protocol):
+    """Says how long an op takes."""
+
+    def __call__(self, nodes: tuple[fx.Node, ...], traffic_bytes: int) -> float:
+        """Microseconds of running ``nodes`` as one kernel."""
+
+
+@dataclass(frozen=True)
+class Cone:
+    """The nodes of one op in graph order; its sinks are what it is run for.
+
+    The sinks are the values it writes, the call that returns them as a tuple, or a call
+    that is run for its effect. All other nodes are inside.
+    """
+
+    nodes: tuple[fx.Node, ...]
+    values: tuple[fx.Node, ...]
+    sinks: frozenset[fx.Node]
+
+
+@dataclass(frozen=True)
+class Estimate:
+    """A problem, and what its ops and values are in the joint graph."""
+
+    problem: Problem
+    joint: JointGraph
+    cones: dict[str, Cone]
+    node_of: dict[str, fx.Node]
+
+
+def nbytes(tensor: torch.Tensor) -> int:
+    """Bytes of a tensor's storage; dynamic sizes at their declared bound or as seen."""
+    if tensor.layout is not torch.strided:
+        return compat.size_bound(tensor.numel()) * tensor.dtype.itemsize
+    span = 1
+    for size, stride in zip(tensor.shape, tensor.stride(), strict=True):
+        extent = compat.size_bound(size)
+        if extent == 0:
+            return 0
+        span += (extent - 1) * compat.size_bound(stride)
+    return span * tensor.dtype.itemsize
+
+
+class _Builder:
+    """Walks the joint graph once and collects values and ops."""
+
+    def __init__(self, joint: JointGraph, rule: Materialisation, timer: OpTimer, device: str):
+        self.joint, self.rule, self.timer, self.device = joint, rule, timer, device
+        self.position = {n: i for i, n in enumerate(joint.module.graph.nodes)}
+        self.bytes: dict[str, int] = {}
+        self.cones: dict[str, Cone] = {}
+        self.ops: dict[str, Op] = {}
+
+    def size(self, node: fx.Node) -> int:
+        """Bytes of a value on the budget's device; elsewhere it costs nothing here."""
+        tensor = node.meta["val"]
+        return nbytes(tensor) if tensor.device.type == self.device else 0
+
+    def cone(self, sinks: list[fx.Node]) -> tuple[set[fx.Node], set[fx.Node]]:
+        """Nodes from the nearest values to ``sinks``, and those values."""
+        inside, reads = set(), set()
+        stack = list(sinks)
+        while stack:
+            node = stack.pop()
+            if node in inside:
+                continue
+            inside.add(node)
+            for source in node.all_input_nodes:
+                if self.rule.is_value(source) and source not in sinks:
+                    reads.add(source)
+                elif source.op == "call_function" and not self.is_host(source):
+                    stack.append(source)
+        return inside, reads
+
+    def is_host(self, node: fx.Node) -> bool:
+        """Numbers computed on the host run once, in the forward; they take no device bytes."""
+        return is_scalar(node) and not is_mutating(node)
+
+    def add_op(self, sinks: list[fx.Node], values: list[fx.Node]) -> None:
+        inside, reads = self.cone(sinks)
+        nodes = tuple(sorted(inside, key=self.position.__getitem__))
+        sizes = {n.name: self.size(n) for n in (*reads, *values)}
+        self.bytes.update(sizes)
+        name = sinks[0].name
+        self.cones[name] = Cone(nodes, tuple(values), frozenset(sinks))
+        role = self.joint.role[sinks[0]]
+        phase: Phase = "forward" if role is Role.FORWARD else "backward"
+        self.ops[name] = Op(
+            name=name,
+            reads=tuple(n.name for n in sorted(reads, key=self.position.__getitem__)),
+            writes=tuple(v.name for v in values),
+            time_us=self.timer(nodes, sum(sizes.values())),
+            phase=phase,
+            repeatable=role is not Role.BACKWARD
+            and all(is_repeatable(n, self.joint.mutated) for n in nodes),
+            inplace=self.inplace(sinks, nodes, reads, values),
+        )
+
+    def inplace(
+        self, sinks: list[fx.Node], nodes: tuple[fx.Node, ...], reads: set[fx.Node],
+        values: list[fx.Node],
+    ) -> tuple[tuple[str, str], ...]:  # fmt: skip
+        """A loop may write over what it reads at the same index for the last time."""
+        if not self.rule.fused or not is_fusable(sinks[0]) or len(values) != 1:
+            return ()
+        val = values[0].meta["val"]
+        in_forward = self.joint.role[values[0]] is Role.FORWARD
+        elementwise = {
+            source
+            for node in nodes
+            for source in map(root, node.all_input_nodes)
+            if source in reads and source.op == "call_function"
+            # What the forward saved comes in as an input, which is never written over.
+            and (self.joint.role[source] is Role.FORWARD) == in_forward
+        }
+        return tuple(
+            (source.name, values[0].name)
+            for source in sorted(elementwise, key=self.position.__getitem__)
+            if source.meta["val"].numel() == val.numel() and self.size(source) == self.size(values[0])
+        )
+
+    def collect(self) -> None:
+        """Every op, in joint order."""
+        for node in self.joint.module.graph.nodes:
+            if node.op != "call_function" or node.target is operator.getitem:
+                continue
+            if is_multi_output(node):
+                values = [u for u in node.users if u in self.rule.written]
+                self.add_op([node, *values], values)
+            elif node in self.rule.written:
+                self.add_op([node], [node])
+            elif is_mutating(node) or (not is_tensor(node) and node.is_impure()):
+                self.add_op([node], [])
+
+
+def _base_order(ops: dict[str, Op]) -> list[Op]:
+    """Joint order, with lazy ops right before the first op that reads what they write."""
+    writer = {value: op for op in ops.values() for value in op.writes}
+    lazy = {op.name for op in ops.values() if op.phase == "backward" and op.repeatable}
+    order: list[Op] = []
+    placed: set[str] = set()
+
+    def place(op: Op) -> None:
+        for value in op.reads:
+            source = writer.get(value)
+            if source is not None and source.name in lazy and source.name not in placed:
+                place(source)
+        placed.add(op.name)
+        order.append(op)
+
+    for op in ops.values():
+        if op.phase == "forward":
+            place(op)
+    for op in ops.values():
+        if op.phase == "backward" and op.name not in lazy:
+            place(op)
+    order.extend(op for op in ops.values() if op.name not in placed)
+    return order
+
+
+def _distinct(names: list[str]) -> tuple[str, ...]:
+    return tuple(dict.fromkeys(names))
+
+
+def estimate(joint: JointGraph, timer: OpTimer, *, fused: bool, device: str, name: str) -> Estimate:
+    """The problem of a joint graph.
+
+    ``fused`` tells whether the graph goes through Inductor or runs node by node. Bytes are
+    those on ``device``; times are the timer's microseconds.
+    """
+    rule = materialise(joint, fused=fused)
+    builder = _Builder(joint, rule, timer, device)
+    builder.collect()
+    primals = [n for n in joint.primals if is_tensor(n)]
+    tangents = [n for n in joint.tangents if is_tensor(n)]
+    for node in (*primals, *tangents):
+        builder.bytes[node.name] = builder.size(node)
+    order = _base_order(builder.ops)
+    first_backward = next((i for i, op in enumerate(order) if op.phase == "backward"), len(order))
+    arrival = Op(TANGENTS, (), tuple(n.name for n in tangents), 0.0, 0, "backward", False)
+    order.insert(first_backward, arrival)
+    kept = [root(n) for n in (*joint.forward_outputs, *joint.backward_outputs)]
+    outputs = _distinct([n.name for n in kept if rule.is_value(n)])
+    problem = Problem(
+        name=name,
+        values=tuple(Value(key, size) for key, size in builder.bytes.items()),
+        ops=tuple(order),
+        resident=tuple(n.name for n in primals),
+        outputs=_distinct([*outputs, *(n.name for n in tangents)]),
+    )
+    node_of = {n.name: n for n in joint.module.graph.nodes if n.name in builder.bytes}
+    return Estimate(validate(problem), joint, builder.cones, node_of)

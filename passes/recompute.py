@@ -1,0 +1,152 @@
+"""Apply a plan: rewrite the joint graph so that its nodes stand in the planned order.
+
+The forward's ops come first, then the backward's: an op that runs for the first time keeps
+its nodes, an op that runs again is copied, cone and all, and every later reader of its
+values reads the copy.
+
+    plan:  a b c | c' b'          plan:  a b c | a b c' b'
+    fwd:   a b c                  fwd:   a b c
+    bwd:   c' b', reads a, b      bwd:   a_recompute b_recompute c' b', reads inputs alone
+
+Sound because only ops that give the same result every time are run again (`is_repeatable`),
+and because a copy reads the latest copies of the values the op reads. Nodes inside a cone of
+the backward that are no values (views, cheap loops of the forward) are copied for each op
+that needs them, right before it: left where the forward had them they would hold memory.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass, field
+from typing import Any
+
+from torch import fx
+
+from fxremat.passes.joint_graph import JointGraph, Role, is_view
+from fxremat.passes.memory_estimation import TANGENTS, Cone, Estimate
+
+RECOMPUTED = "_recompute"
+INLINED = "_inline"
+Look = Callable[[fx.Node], fx.Node]
+
+
+@dataclass(frozen=True)
+class Rewritten:
+    """The rewritten joint graph, and the nodes of its forward that its backward reads."""
+
+    module: fx.GraphModule
+    saved: tuple[fx.Node, ...]
+    recomputed: tuple[str, ...]
+
+
+@dataclass
+class _Emitter:
+    """Builds the new graph; ``env`` maps each old node to its latest copy."""
+
+    joint: JointGraph
+    graph: fx.Graph = field(default_factory=fx.Graph)
+    env: dict[fx.Node, fx.Node] = field(default_factory=dict)
+    views: dict[tuple[Any, ...], fx.Node] = field(default_factory=dict)
+
+    def copy(self, node: fx.Node, look: Look, suffix: str = "") -> fx.Node:
+        new = self.graph.node_copy(node, look)
+        new.meta = dict(node.meta)
+        if suffix:
+            new._rename(node.name + suffix)
+            new.meta.pop("recompute", None)
+        return new
+
+    def resolve(self, node: fx.Node) -> fx.Node:
+        """The latest copy of ``node``; what belongs to no op is made when first asked for."""
+        if node not in self.env:
+            for source in node.all_input_nodes:
+                self.resolve(source)
+            self.env[node] = self.copy(node, self.env.__getitem__)
+        return self.env[node]
+
+    def looker(self, private: dict[fx.Node, fx.Node]) -> Look:
+        return lambda n: private[n] if n in private else self.resolve(n)
+
+    def inline(self, node: fx.Node, private: dict[fx.Node, fx.Node]) -> fx.Node:
+        """A private copy; equal views of one node are one."""
+        look = self.looker(private)
+        if not is_view(node):
+            return self.copy(node, look, INLINED)
+        key = (node, *map(look, node.all_input_nodes))
+        if key not in self.views:
+            self.views[key] = self.copy(node, look, INLINED)
+        return self.views[key]
+
+    def first_run(self, cone: Cone, in_backward: bool) -> None:
+        """The op's own nodes; in the backward, what it borrows from the forward is private."""
+        private: dict[fx.Node, fx.Node] = {}
+        for node in cone.nodes:
+            borrowed = self.joint.role[node] is not Role.BACKWARD and node not in cone.sinks
+            if in_backward and borrowed:
+                private[node] = self.inline(node, private)
+            elif node not in self.env:
+                self.env[node] = self.copy(node, self.looker(private))
+
+    def run_again(self, cone: Cone) -> None:
+        """A copy of the whole cone; its values take the place of the former ones."""
+        private: dict[fx.Node, fx.Node] = {}
+        for node in cone.nodes:
+            if node in cone.sinks:
+                private[node] = self.copy(node, self.looker(private), RECOMPUTED)
+            else:
+                private[node] = self.inline(node, private)
+        self.env.update((value, private[value]) for value in cone.values)
+
+
+def boundary(steps: Sequence[str]) -> int:
+    """The step at which the backward begins: the arrival of the tangents."""
+    return steps.index(TANGENTS)
+
+
+def _read_across(
+    forward: Sequence[fx.Node], backward: Sequence[fx.Node], results: Sequence[Any]
+) -> tuple[fx.Node, ...]:
+    """Nodes of the forward that the backward reads or returns, in the forward's order."""
+    read = {source for node in backward for source in node.all_input_nodes}
+    read.update(node for node in results if isinstance(node, fx.Node))
+    return tuple(n for n in forward if n in read and n.op != "get_attr")
+
+
+def apply_plan(estimate: Estimate, steps: Sequence[str]) -> Rewritten:
+    """The joint graph with its nodes in the order of ``steps``, and copies where ops repeat."""
+    joint = estimate.joint
+    emitter = _Emitter(joint)
+    for node in (*joint.primals, *joint.tangents):
+        emitter.resolve(node)
+    seen: set[str] = set()
+    recomputed: list[str] = []
+
+    def run(part: Sequence[str], in_backward: bool) -> None:
+        for step in part:
+            if step in seen:
+                recomputed.append(step)
+                emitter.run_again(estimate.cones[step])
+            elif step != TANGENTS:
+                emitter.first_run(estimate.cones[step], in_backward)
+            seen.add(step)
+
+    def results(part: Sequence[Any]) -> list[Any]:
+        return [emitter.resolve(n) if isinstance(n, fx.Node) else n for n in part]
+
+    split, count = boundary(steps), joint.num_forward_outputs
+    run(steps[:split], in_backward=False)
+    late = {i for i, n in enumerate(joint.results[:count])
+            if isinstance(n, fx.Node) and joint.role[n] is Role.BACKWARD}  # fmt: skip
+    early = results([None if i in late else n for i, n in enumerate(joint.results[:count])])
+    forward = [n for n in emitter.graph.nodes if n not in map(emitter.env.get, joint.tangents)]
+    run(steps[split:], in_backward=True)
+    backward_results = results(joint.results[count:])
+    for i in late:
+        early[i] = emitter.resolve(joint.results[i])
+    backward = list(emitter.graph.nodes)[len(forward) + len(joint.tangents) :]
+    output = emitter.graph.output(tuple(early + backward_results))
+    output.meta = dict(joint.module.graph.output_node().meta)
+    module = fx.GraphModule(joint.module, emitter.graph)
+    module.meta = dict(joint.module.meta)
+    saved = _read_across(forward, backward, backward_results)
+    return Rewritten(module, saved, tuple(recomputed))

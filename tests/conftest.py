@@ -1,0 +1,71 @@
+"""What every test shares: golden texts, few threads, Inductor's cache apart, hypothesis profiles.
+
+``pytest --update-golden`` writes the golden texts anew. ``HYPOTHESIS_PROFILE=long`` looks at many
+random examples instead of a few fixed ones.
+"""
+
+from __future__ import annotations
+
+import os
+import re
+import shutil
+import tempfile
+from pathlib import Path
+
+THREADS = "2"
+os.environ.setdefault("OMP_NUM_THREADS", THREADS)  # read when torch is imported
+
+import hypothesis  # noqa: E402
+import pytest  # noqa: E402
+import torch  # noqa: E402
+
+GOLDEN = Path(__file__).parent / "golden"
+
+hypothesis.settings.register_profile(
+    "smoke", max_examples=30, deadline=None, derandomize=True, database=None
+)
+hypothesis.settings.register_profile("long", max_examples=3000, deadline=None, print_blob=True)
+
+
+def pytest_addoption(parser: pytest.Parser) -> None:
+    """``--update-golden``: write golden texts instead of comparing with them."""
+    parser.addoption("--update-golden", action="store_true", help="write tests/golden anew")
+
+
+def pytest_configure(config: pytest.Config) -> None:
+    """Settings of the whole session; the user's own fxremat settings do not reach the tests."""
+    hypothesis.settings.load_profile(os.environ.get("HYPOTHESIS_PROFILE", "smoke"))
+    torch.set_num_threads(int(THREADS))
+    for name in [name for name in os.environ if name.startswith("FXREMAT_")]:
+        del os.environ[name]
+    os.environ["TORCHINDUCTOR_CACHE_DIR"] = tempfile.mkdtemp(prefix="fxremat-tests-")
+
+
+def pytest_unconfigure(config: pytest.Config) -> None:
+    """Remove Inductor's cache of this session."""
+    shutil.rmtree(os.environ["TORCHINDUCTOR_CACHE_DIR"], ignore_errors=True)
+
+
+class Golden:
+    """Compares a text with the one stored for this test."""
+
+    def __init__(self, path: Path, update: bool) -> None:
+        self.path = path
+        self.update = update
+
+    def __call__(self, text: str) -> None:
+        """Fail unless ``text`` is the stored one; with ``--update-golden``, store it."""
+        text = text.rstrip("\n") + "\n"
+        if self.update:
+            self.path.parent.mkdir(exist_ok=True)
+            self.path.write_text(text, encoding="utf-8")
+        if not self.path.exists():
+            pytest.fail(f"no golden text {self.path.name}; make it with pytest --update-golden")
+        assert text == self.path.read_text(encoding="utf-8"), "pytest --update-golden accepts it"
+
+
+@pytest.fixture
+def golden(request: pytest.FixtureRequest) -> Golden:
+    """``golden(text)`` compares with ``tests/golden/<test name>.txt``."""
+    name = re.sub(r"\W+", "_", request.node.name).strip("_")
+    return Golden(GOLDEN / f"{name}.txt", request.config.getoption("--update-golden"))

@@ -1,0 +1,152 @@
+"""Replaying schedules: literal cases, each with its bytes written out."""
+
+from __future__ import annotations
+
+import pytest
+from hypothesis import given
+
+from fxremat.core.problem import Op, Problem, Value
+from fxremat.core.timeline import Interval, replay
+from tests.strategies import scheduled_problems
+
+
+def chain() -> Problem:
+    """x -> a -> b -> loss, and back: db reads a and b, da reads x and db."""
+    sizes = {"x": 1, "w": 100, "a": 10, "b": 20, "db": 4, "da": 2}
+    return Problem(
+        name="chain",
+        values=tuple(Value(name, size) for name, size in sizes.items()),
+        ops=(
+            Op("make_a", ("x", "w"), ("a",), 1.0),
+            Op("make_b", ("a",), ("b",), 2.0, workspace_bytes=5),
+            Op("make_db", ("a", "b"), ("db",), 4.0),
+            Op("make_da", ("x", "db"), ("da",), 8.0),
+        ),
+        inputs=("x",),
+        resident=("w",),
+        outputs=("da",),
+    )
+
+
+def test_bytes_of_every_step() -> None:
+    timeline = replay(chain(), chain().base_steps())
+    assert timeline.live_bytes == (
+        100 + 1 + 10,
+        100 + 1 + 10 + 20 + 5,
+        100 + 1 + 10 + 20 + 4,
+        100 + 1 + 4 + 2,
+    )
+    assert timeline.peak_bytes == 136
+    assert timeline.peak_step == 1
+    assert timeline.time_us == 15.0
+
+
+def test_intervals_of_every_copy() -> None:
+    timeline = replay(chain(), ("make_a", "make_b", "make_a", "make_db", "make_da"))
+    assert set(timeline.intervals) == {
+        Interval("x", 0, 5),
+        Interval("a", 0, 2),
+        Interval("a", 2, 4),
+        Interval("b", 1, 4),
+        Interval("db", 3, 5),
+        Interval("da", 4, 5),
+    }
+
+
+def test_live_values_are_largest_first() -> None:
+    timeline = replay(chain(), chain().base_steps())
+    assert timeline.live_at(2) == ("w", "b", "a", "db", "x")
+
+
+def test_an_output_stays_from_its_first_write() -> None:
+    problem = Problem(
+        name="kept",
+        values=(Value("y", 7), Value("z", 1)),
+        ops=(Op("make_y", (), ("y",), 1.0), Op("make_z", (), ("z",), 1.0)),
+        outputs=("y",),
+    )
+    assert replay(problem, ("make_y", "make_z", "make_y")).live_bytes == (7, 8, 7)
+
+
+def test_an_input_that_nobody_reads_goes_after_the_first_step() -> None:
+    problem = Problem(
+        name="unread",
+        values=(Value("x", 5), Value("y", 1), Value("z", 1)),
+        ops=(Op("make_y", (), ("y",), 1.0), Op("make_z", (), ("z",), 1.0)),
+        inputs=("x",),
+        outputs=("y", "z"),
+    )
+    assert replay(problem, problem.base_steps()).live_bytes == (6, 2)
+
+
+def test_no_steps_need_the_resident_bytes() -> None:
+    assert replay(chain(), ()).peak_bytes == 100
+
+
+def test_a_read_of_what_was_never_written() -> None:
+    with pytest.raises(KeyError, match="reads a, which was never written"):
+        replay(chain(), ("make_b",))
+
+
+def overtaking(*pairs: tuple[str, str], outputs: tuple[str, ...] = ()) -> tuple[int, ...]:
+    """Live bytes of one op that reads p (4) and q (8) and writes r (2) and s (16)."""
+    problem = Problem(
+        name="inplace",
+        values=(Value("p", 4), Value("q", 8), Value("r", 2), Value("s", 16)),
+        ops=(Op("op", ("p", "q"), ("r", "s"), 1.0, inplace=pairs),),
+        inputs=("p", "q"),
+        outputs=outputs,
+    )
+    return replay(problem, ("op",)).live_bytes
+
+
+def test_without_inplace_all_are_counted() -> None:
+    assert overtaking() == (30,)
+
+
+def test_a_write_takes_over_the_smaller_of_two_storages() -> None:
+    assert overtaking(("p", "r")) == (30 - 2,)
+    assert overtaking(("p", "s")) == (30 - 4,)
+
+
+def test_one_read_is_overtaken_by_one_write_only() -> None:
+    assert overtaking(("p", "r"), ("p", "s")) == (30 - 2,)
+    assert overtaking(("p", "s"), ("p", "r")) == (30 - 4,)
+
+
+def test_one_write_overtakes_one_read_only() -> None:
+    assert overtaking(("p", "s"), ("q", "s")) == (30 - 4,)
+
+
+def test_two_separate_pairs_both_count() -> None:
+    assert overtaking(("p", "r"), ("q", "s")) == (30 - 2 - 8,)
+
+
+def test_an_output_is_never_overtaken_but_may_overtake() -> None:
+    assert overtaking(("p", "r"), outputs=("p",)) == (30,)
+    assert overtaking(("p", "r"), outputs=("r",)) == (28,)
+
+
+def test_a_value_read_later_is_not_overtaken() -> None:
+    problem = Problem(
+        name="later",
+        values=(Value("p", 4), Value("q", 4), Value("r", 4)),
+        ops=(
+            Op("make_q", ("p",), ("q",), 1.0, inplace=(("p", "q"),)),
+            Op("make_r", ("p", "q"), ("r",), 1.0, inplace=(("p", "r"),)),
+        ),
+        inputs=("p",),
+        outputs=("r",),
+    )
+    assert replay(problem, problem.base_steps()).live_bytes == (8, 8)
+
+
+@given(scheduled_problems())
+def test_live_bytes_agree_with_live_values(example: tuple[Problem, tuple[str, ...]]) -> None:
+    problem, steps = example
+    timeline = replay(problem, steps)
+    for step, name in enumerate(steps):
+        values = sum(problem.bytes_of[value] for value in timeline.live_at(step))
+        op = problem.op_of[name]
+        shared = values + op.workspace_bytes - timeline.live_bytes[step]
+        assert 0 <= shared <= sum(problem.bytes_of[read] for read in set(op.reads))

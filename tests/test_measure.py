@@ -1,0 +1,145 @@
+"""Measured peaks of functions whose bytes can be counted by hand."""
+
+from __future__ import annotations
+
+import pytest
+import torch
+
+from fxremat.measure import MeasuredPeak, _running_peak, held_bytes, measure_peak
+
+SIDE = 64
+SQUARE = SIDE * SIDE * 4  # bytes of one float32 matrix
+
+
+def steps() -> None:
+    """Allocates 4,000, then 2,000 more, frees the first, then 12,000 more."""
+    first = torch.empty(1000)
+    second = torch.empty(500)
+    del first
+    third = torch.empty(3000)
+    del second, third
+
+
+def test_peak_of_allocations_on_cpu() -> None:
+    assert measure_peak(steps) == MeasuredPeak(14_000, 0, 14_000, "cpu")
+
+
+def test_events_are_taken_by_time_and_ties_as_recorded() -> None:
+    late = (9, -10, "CPU")
+    assert _running_peak([late, (5, 10, "CPU"), (6, 20, "CPU")]) == 30
+    assert _running_peak([(5, 10, "CPU"), (5, -10, "CPU"), (5, 20, "CPU")]) == 20
+    assert _running_peak([(5, 10, "CPU"), (5, 20, "CPU"), (5, -10, "CPU")]) == 30
+
+
+def test_events_of_other_devices_do_not_count() -> None:
+    assert _running_peak([(1, 10, "CPU"), (2, 1000, "CUDA"), (3, 5, "CPU")]) == 15
+    assert _running_peak([]) == 0
+
+
+def test_held_bytes_are_added() -> None:
+    held = torch.empty(250)
+    assert measure_peak(steps, held=[held]) == MeasuredPeak(15_000, 1_000, 14_000, "cpu")
+
+
+def test_what_the_function_returns_counts_while_it_runs() -> None:
+    assert measure_peak(lambda: torch.empty(1000)).above_start_bytes == 4000
+    assert measure_peak(lambda: None).above_start_bytes == 0
+
+
+def test_freeing_what_was_there_is_room_for_more() -> None:
+    box = [torch.empty(1000)]
+
+    def swap() -> None:
+        box.clear()
+        box.append(torch.empty(1500))
+
+    assert measure_peak(swap, held=list(box)).above_start_bytes == 6000
+    # The list that was measured held the tensor; now only the box does.
+    assert measure_peak(swap).above_start_bytes == 0
+
+
+def train(matrix: torch.Tensor, weight: torch.Tensor) -> torch.Tensor:
+    """Two matrix products with an exponential between; saves two matrices."""
+    return torch.sin(torch.exp(matrix @ weight) @ weight)
+
+
+def leaves() -> tuple[torch.Tensor, torch.Tensor]:
+    """A matrix and a weight that wants a gradient."""
+    generator = torch.Generator().manual_seed(0)
+    matrix = torch.randn(SIDE, SIDE, generator=generator)
+    return matrix, torch.randn(SIDE, SIDE, generator=generator).requires_grad_()
+
+
+@pytest.mark.parametrize("compiled", [False, True], ids=["eager", "aot_eager"])
+def test_forward_alone(compiled: bool) -> None:
+    """At most three matrices live: exp's output while sin reads its argument and writes."""
+    function = torch.compile(train, backend="aot_eager") if compiled else train
+    matrix, weight = leaves()
+    with torch.no_grad():
+        function(matrix, weight)
+        peak = measure_peak(lambda: function(matrix, weight), held=[matrix, weight])
+    assert peak == MeasuredPeak(4 * SQUARE, 2 * SQUARE, 2 * SQUARE, "cpu")
+
+
+def test_held_bytes_count_storages_once() -> None:
+    matrix = torch.empty(10, 10)
+    assert held_bytes(matrix, matrix.t(), matrix[2:], [matrix, {"again": matrix}]) == 400
+
+
+def test_held_bytes_of_a_view_are_those_of_its_storage() -> None:
+    assert held_bytes(torch.empty(100)[:3]) == 400
+
+
+def test_held_bytes_of_a_module_with_gradients() -> None:
+    module = torch.nn.Sequential(torch.nn.Linear(4, 8), torch.nn.BatchNorm1d(8))
+    parameters = 4 * (4 * 8 + 8 + 8 + 8)
+    buffers = 4 * (8 + 8) + 8
+    assert held_bytes(module) == parameters + buffers
+    module(torch.ones(2, 4)).sum().backward()
+    assert held_bytes(module) == 2 * parameters + buffers
+
+
+def test_held_bytes_of_tied_weights() -> None:
+    one, two = torch.nn.Linear(4, 4, bias=False), torch.nn.Linear(4, 4, bias=False)
+    two.weight = one.weight
+    assert held_bytes(one, two) == 64
+
+
+def test_held_bytes_of_an_optimizer() -> None:
+    weight = torch.nn.Parameter(torch.ones(100))
+    optimizer = torch.optim.Adam([weight])
+    weight.grad = torch.ones(100)
+    optimizer.step()
+    assert held_bytes(optimizer) == 4 * 400 + 4  # weight, gradient, two moments, step
+    assert held_bytes(optimizer, weight) == held_bytes(optimizer)
+
+
+def test_held_bytes_of_a_device() -> None:
+    tensors = [torch.empty(10), torch.empty(10, device="meta")]
+    assert held_bytes(tensors, device="cpu") == 40
+
+
+def test_held_bytes_of_something_else() -> None:
+    assert held_bytes(None, 3, "text", [2.0]) == 0
+    with pytest.raises(TypeError, match="cannot count the bytes of a function"):
+        held_bytes(train)
+
+
+def test_unknown_device() -> None:
+    with pytest.raises(ValueError, match="cannot measure on 'meta'"):
+        measure_peak(steps, device="meta")
+
+
+@pytest.mark.skipif(not torch.cuda.is_available(), reason="needs a GPU")
+def test_peak_of_allocations_on_cuda() -> None:
+    held = torch.empty(2**20, dtype=torch.uint8, device="cuda")
+    before = torch.cuda.memory_allocated()
+
+    def allocate() -> None:
+        first = torch.empty(2**20, dtype=torch.uint8, device="cuda")
+        del first
+        torch.empty(2**21, dtype=torch.uint8, device="cuda")
+
+    peak = measure_peak(allocate, held=[held])
+    assert (peak.start_bytes, peak.above_start_bytes) == (before, 2**21)
+    assert peak.device.startswith("cuda")
