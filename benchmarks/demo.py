@@ -20,7 +20,7 @@ from .variants import VARIANTS
 
 MIB = 2**20
 BUDGET_PART = 0.5
-TIMED_STEPS = 5
+TIMED_STEPS = 11
 
 
 @dataclass(frozen=True)

@@ -19,13 +19,14 @@ class Variant:
     """One way to run a training step.
 
     `value` is the knob's ratio, or for fxremat the fraction of compile's measured peak;
-    `at` names fxremat's other budgets: "minimum", or "knob" for the best knob's measured peak.
+    `at` says what fxremat's budget is: that fraction, the minimum, or the measured peak of
+    checkpointing by hand or of the knob at its best.
     """
 
     name: str
     kind: Kind
     value: float | None = None
-    at: Literal["fraction", "minimum", "knob"] | None = None
+    at: Literal["fraction", "minimum", "knob", "checkpoint"] | None = None
 
 
 def _standard() -> tuple[Variant, ...]:
@@ -37,6 +38,7 @@ def _standard() -> tuple[Variant, ...]:
     others = (
         Variant("fxremat@min", "fxremat", at="minimum"),
         Variant("fxremat@knob", "fxremat", at="knob"),
+        Variant("fxremat@checkpoint", "fxremat", at="checkpoint"),
     )
     return (*plain, Variant("checkpoint", "checkpoint"), *knobs, *fractions, *others)
 
@@ -65,7 +67,7 @@ def budget_bytes(variant: Variant, peaks: Mapping[str, int]) -> int | None:
         return None
     if variant.at == "fraction" and variant.value is not None:
         return int(variant.value * peaks[REFERENCE.name])
-    knobs = [peak for name, peak in peaks.items() if VARIANTS[name].kind == "knob"]
-    if not knobs:
-        raise ValueError(f"{variant.name} needs the peak of at least one knob setting")
-    return min(knobs)
+    matched = [peak for name, peak in peaks.items() if VARIANTS[name].kind == variant.at]
+    if not matched:
+        raise ValueError(f"{variant.name} needs a measured peak of {variant.at}")
+    return min(matched)

@@ -86,7 +86,10 @@ def _compile(
         return compat.compile_with_aot_eager(gm, inputs, partitioner)
     user = compat.inductor_patches(mode, options.inductor_options())
     theirs = user.get(compat.POST_GRAD_PASS, getattr(compat.inductor_config, compat.POST_GRAD_PASS))
+    # Reusing a buffer holds it from its last use to its next: the peak would exceed the plan's.
+    exact = {} if options.memory_budget is None else {"allow_buffer_reuse": False}
     patches = {
+        **exact,
         **user,
         "custom_partitioner_fn": partitioner,
         compat.POST_GRAD_PASS: HoldOrder(__version__, compat.chain_passes(theirs)),

@@ -253,13 +253,18 @@ def current_fake_mode() -> AbstractContextManager[Any]:
 
 @dataclass(frozen=True)
 class Kernel:
-    """One launch of Inductor's schedule: buffers read and written, in-place pairs, origins."""
+    """One launch of Inductor's schedule: buffers read and written, in-place pairs, origins.
+
+    ``call`` is (op, args, kwargs) of a library call, its tensors fake and in the layout that
+    Inductor chose; None for generated loops.
+    """
 
     name: str
     reads: tuple[str, ...]
     writes: tuple[str, ...]
     inplace: tuple[tuple[str, str], ...]
     origins: tuple[str, ...]
+    call: tuple[Any, Any, Any] | None = None
 
 
 @dataclass(frozen=True)
@@ -436,6 +441,7 @@ class _ScheduleReader:
             writes=tuple(dict.fromkeys(writes)),
             inplace=tuple(self.inplace(node)),
             origins=tuple(sorted(origins)),
+            call=_library_call(node),
         )
 
     def multi_outputs(self, node: Any) -> list[str]:
@@ -484,6 +490,38 @@ class _ScheduleReader:
         ) and not isinstance(buffer.defining_op, NopKernelSchedulerNode)
 
 
+def _library_call(node: Any) -> tuple[Any, Any, Any] | None:
+    """The op a library kernel came from, with its operands as Inductor lays them out."""
+    from torch._inductor import ir
+    from torch._inductor.virtualized import V
+
+    kernel = getattr(node, "node", None)
+    origin = kernel.get_origin_node() if isinstance(kernel, ir.ExternKernel) else None
+    if origin is None or origin.op != "call_function":
+        return None
+    laid_out = iter(kernel.inputs)
+
+    def operand(argument: fx.Node) -> Any:
+        value = argument.meta.get("val")
+        if not isinstance(value, torch.Tensor):
+            return value
+        source = next(laid_out, None)
+        try:
+            strides = [int(s) for s in source.get_stride()]
+            same = [int(s) for s in source.get_size()] == [int(s) for s in value.shape]
+        except (AttributeError, TypeError, NotImplementedError):
+            return value
+        if not same:
+            return value
+        with V.fake_mode:
+            return torch.empty_strided(
+                value.shape, strides, dtype=value.dtype, device=value.device
+            )
+
+    args, kwargs = fx.map_arg((origin.args, origin.kwargs), operand)
+    return origin.target, args, kwargs
+
+
 def _is_ordering(dep: Any) -> bool:
     """Whether a weak dependency orders kernels without keeping a buffer alive."""
     return bool(getattr(dep, "is_fake", True))
@@ -530,3 +568,20 @@ class _Chain:
     def uuid(self) -> Any:
         parts = tuple(getattr(one, "uuid", lambda: None)() for one in self.passes)
         return parts if all(parts) else None
+
+
+@contextmanager
+def outside_fake_mode() -> Iterator[None]:
+    """Tensors made inside are real, also in the middle of a compilation."""
+    from torch._subclasses.fake_tensor import unset_fake_temporarily
+
+    with unset_fake_temporarily():
+        yield
+
+
+@contextmanager
+def random_state_kept() -> Iterator[None]:
+    """Whatever runs inside draws no number that the user's program would have drawn."""
+    devices = list(range(torch.cuda.device_count())) if torch.cuda.is_initialized() else []
+    with torch.random.fork_rng(devices=devices):
+        yield

@@ -10,6 +10,7 @@ import time
 from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass, field
+from pathlib import Path
 
 import torch
 from torch import fx
@@ -29,6 +30,7 @@ from fxremat.rehearsal import Rehearsal, rehearse
 from fxremat.report.report import Report, Row
 from fxremat.report.where import describe
 from fxremat.verify import check_data_flow, check_split
+from fxremat.workspace import Workspaces
 
 log = logging.getLogger(__name__)
 
@@ -111,7 +113,13 @@ def op_timer(request: Request, device: torch.device) -> OpTimer:
     if request.op_times == "measured":
         from fxremat.cost.measured import measured_timer
 
-        return measured_timer(timer, device)
+        return measured_timer(
+            timer,
+            device,
+            directory=Path(compat.cache_directory()) / "fxremat",
+            size=compat.size_bound,
+            outside_fake_mode=compat.outside_fake_mode,
+        )
     return timer
 
 
@@ -124,6 +132,7 @@ class _Run:
     found: Estimate
     device: torch.device
     static_inputs: Sequence[fx.Node]
+    workspaces: Workspaces
     clock: Clock
 
     @property
@@ -161,7 +170,13 @@ class _Run:
             return Split(forward, backward, plan, rewritten, plan.peak_bytes, None)
         with self.clock.stage("rehearse"):
             count = self.joint.num_forward_outputs
-            shown = rehearse(forward, backward, num_fwd_outputs=count, device=self.device.type)
+            shown = rehearse(
+                forward,
+                backward,
+                num_fwd_outputs=count,
+                device=self.device.type,
+                workspace=self.workspaces.of_call,
+            )
         return Split(forward, backward, plan, rewritten, shown.peak_bytes, shown)
 
 
@@ -224,10 +239,17 @@ def transform(
         joint = prepare(module, num_fwd_outputs)
         device = device_of(module.graph)
         timer = op_timer(request, device)
-        fused = request.executor == "inductor"
-        found = estimate(joint, timer, fused=fused, device=device.type, name=f"graph {graph}")
+        workspaces = Workspaces(device)
+        found = estimate(
+            joint,
+            timer,
+            workspaces.of_node,
+            fused=request.executor == "inductor",
+            device=device.type,
+            name=f"graph {graph}",
+        )
     static = [joint.primals[i] for i in static_input_indices if i < len(joint.primals)]
-    run = _Run(request, joint, found, device, static, clock)
+    run = _Run(request, joint, found, device, static, workspaces, clock)
     split, rehearsals = _fit(run)
     if run.budget is not None and split.peak_bytes > run.budget:
         assert request.budget_bytes is not None

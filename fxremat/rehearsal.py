@@ -7,7 +7,9 @@ replay gives the peak that the generated code will have.
 
 from __future__ import annotations
 
+from collections.abc import Callable
 from dataclasses import dataclass
+from typing import Any
 
 from torch import fx
 
@@ -40,6 +42,7 @@ class _Step:
     ops: list[Op]
     origin: dict[str, str]
     written: set[str]
+    workspace: Callable[[Any, Any, Any], int]
 
     def input(self, node: fx.Node) -> str:
         """An input of a graph as a value named after its placeholder."""
@@ -74,6 +77,7 @@ class _Step:
                     reads=tuple(r for r in reads if r not in fresh),
                     writes=tuple(fresh),
                     time_us=0.0,
+                    workspace_bytes=self.workspace(*kernel.call) if kernel.call else 0,
                     phase=phase,
                     inplace=tuple((r, w) for r, w in pairs if r in reads and w in fresh),
                 )
@@ -85,9 +89,17 @@ def _placeholders(module: fx.GraphModule) -> list[fx.Node]:
 
 
 def rehearse(
-    forward: fx.GraphModule, backward: fx.GraphModule, *, num_fwd_outputs: int, device: str
+    forward: fx.GraphModule,
+    backward: fx.GraphModule,
+    *,
+    num_fwd_outputs: int,
+    device: str,
+    workspace: Callable[[Any, Any, Any], int],
 ) -> Rehearsal:
-    """Lower both graphs of a training step and replay their kernels one after the other."""
+    """Lower both graphs of a training step and replay their kernels one after the other.
+
+    ``workspace`` gives the scratch bytes of a library call (op, args, kwargs).
+    """
     lowered = compat.lower(forward, is_backward=False)
     results = forward.graph.output_node().args[0]
     assert isinstance(results, (tuple, list))
@@ -99,7 +111,7 @@ def rehearse(
     strides = {name: s for name, i in saved.items() if (s := lowered.strides[i]) is not None}
     lowered_backward = compat.lower(backward, is_backward=True, input_strides=strides)
 
-    step = _Step(device, {}, [], {}, set())
+    step = _Step(device, {}, [], {}, set(), workspace)
     primals = {n.name: step.input(n) for n in _placeholders(forward)}
     step.kernels(lowered, "f_", primals)
     tangents = [step.input(n) for n in _placeholders(backward) if compat.is_tangent(n)]

@@ -3,9 +3,10 @@
 Every node gets a number that says what it computes: the same call on the same arguments has
 the same number. A call that may not be run again (random numbers, effects, collectives,
 custom ops) has a number of its own for each node, so a second copy of it is a difference.
+A graph input that is written into counts as another argument from then on.
 The rewritten graph is right if its results have the numbers of the original's results, if
-every call that may not be run again is there exactly once, and if what the backward reads is
-an input or one of the nodes declared as saved.
+every call that may not be run again is there exactly once, if what the backward reads is
+an input or one of the nodes declared as saved, and if nothing is run in both halves.
 """
 
 from __future__ import annotations
@@ -17,7 +18,13 @@ from torch import fx
 from torch.utils import _pytree as pytree
 
 from fxremat.errors import VerificationFailed
-from fxremat.passes.joint_graph import is_repeatable, is_view
+from fxremat.passes.joint_graph import (
+    is_mutating,
+    is_repeatable,
+    is_tensor,
+    is_view,
+    root,
+)
 
 
 class _Numbering:
@@ -37,21 +44,27 @@ class _Numbering:
         mutated = frozenset(
             n for n in graph.nodes if n.op == "placeholder" and n.name in self.mutated
         )
+        written: dict[fx.Node, int] = {}
         for node in graph.nodes:
             if node.op in ("placeholder", "get_attr"):
                 of[node] = self.number((node.op, str(node.target)))
             elif node.op == "call_function":
-                args = self.arguments(node, of)
+                args = self.arguments(node, of, written)
                 if is_view(node) or is_repeatable(node, mutated):
                     of[node] = self.number((node.target, args))
                 else:
                     once.append(node.name)
                     of[node] = self.number((node.target, args, node.name))
+                if is_mutating(node) and isinstance(node.args[0], fx.Node):
+                    written[root(node.args[0])] = of[node]
         return of, once
 
-    def arguments(self, node: fx.Node, of: dict[fx.Node, int]) -> Any:
+    def arguments(self, node: fx.Node, of: dict[fx.Node, int], written: dict[fx.Node, int]) -> Any:
         leaves, spec = pytree.tree_flatten((node.args, node.kwargs))
-        seen = (("node", of[a]) if isinstance(a, fx.Node) else _constant(a) for a in leaves)
+        seen = (
+            ("node", of[a], written.get(root(a))) if isinstance(a, fx.Node) else _constant(a)
+            for a in leaves
+        )
         return (*seen, str(spec))
 
 
@@ -83,8 +96,26 @@ def check_data_flow(
             raise VerificationFailed("data flow", f"result {index} is computed differently")
 
 
-def check_split(backward: fx.Graph, saved: Iterable[str]) -> None:
-    """Raise `VerificationFailed` where the backward reads what was not declared as saved."""
+def _runs(graph: fx.Graph) -> set[str]:
+    """Names of the calls that compute a tensor."""
+    return {
+        n.name
+        for n in graph.nodes
+        if n.op == "call_function" and is_tensor(n) and not is_view(n)
+    }
+
+
+def check_split(
+    backward: fx.Graph, saved: Iterable[str], forward: fx.Graph | None = None
+) -> None:
+    """Raise `VerificationFailed` where the backward reads what was not declared as saved.
+
+    With ``forward``, also where a node of the whole graph is run in both halves: then something
+    that the backward reads was not saved, and torch ran it a second time.
+    """
+    twice = _runs(backward) & _runs(forward) if forward is not None else set()
+    if twice:
+        raise VerificationFailed("saved values", f"run in both halves: {sorted(twice)[:5]}")
     allowed = set(saved)
     for node in backward.nodes:
         known = "tangents" in node.name or node.name in allowed

@@ -2,7 +2,7 @@
 
 Every node has one of three roles (the placement of the third is what keeps peaks low):
 
-* FORWARD  - needed for an output of the forward, or not allowed to leave it;
+* FORWARD  - needed for an output of the forward or an assertion, or not allowed to leave it;
 * BACKWARD - depends on a tangent, or belongs to the backward by its tag;
 * LAZY     - needed by the backward alone, but depends on no tangent (derivative factors,
   transposed weights): it runs in the backward, next to its first use.
@@ -107,18 +107,25 @@ def is_repeatable(node: fx.Node, mutated: frozenset[fx.Node]) -> bool:
     """Whether running ``node`` again, later, gives the same result and does nothing else.
 
     ``mutated`` are the graph inputs that the step writes into: read again, they would differ.
-    Custom ops and collectives are not run again, nor is what the user told to save.
+    Custom ops and collectives are not run again, nor is what the user told to save, nor a call
+    whose result has a size that only running it tells.
     """
     target = node.target
     if target is operator.getitem:
         return True
     if not isinstance(target, torch._ops.OpOverload) or target.namespace not in ("aten", "prims"):
         return False
-    if is_mutating(node) or is_random(node):
+    if is_mutating(node) or is_random(node) or node.meta.get("unbacked_bindings"):
         return False
-    if compat.user_tag(node) == "MUST_SAVE" or node.meta.get("has_backward_hook"):
+    if compat.must_be_in_forward(node) or _is_told_to_save(node):
         return False
     return not any(root(i) in mutated for i in node.all_input_nodes)
+
+
+def _is_told_to_save(node: fx.Node) -> bool:
+    """Saving a view is saving what it looks into, and running it again costs nothing."""
+    told = compat.user_tag(node) == "MUST_SAVE" or node.meta.get("has_backward_hook")
+    return bool(told) and not is_view(node)
 
 
 _VIEWS_WITHOUT_ALIAS = frozenset(
@@ -126,6 +133,8 @@ _VIEWS_WITHOUT_ALIAS = frozenset(
         torch.ops.aten._unsafe_view.default,
         torch.ops.aten.reshape.default,
         torch.ops.aten.lift_fresh_copy.default,
+        torch.ops.aten.unsafe_split.Tensor,
+        torch.ops.aten.unsafe_split_with_sizes.default,
     }
 )
 
@@ -143,10 +152,26 @@ def root(node: fx.Node) -> fx.Node:
     return node
 
 
-def _forward_closure(outputs: list[fx.Node], graph: fx.Graph) -> set[fx.Node]:
+def is_run_for_effect(node: fx.Node) -> bool:
+    """Whether a call has no tensor to give and is there for what it does (an assertion)."""
+    return (
+        node.op == "call_function"
+        and not is_tensor(node)
+        and not is_multi_output(node)
+        and node.is_impure()
+    )
+
+
+def _forward_closure(
+    outputs: list[fx.Node], graph: fx.Graph, in_backward: set[fx.Node]
+) -> set[fx.Node]:
     """Nodes that the forward's outputs need, and those that must not leave the forward."""
     needed: set[fx.Node] = set()
-    stack = [*outputs, *(n for n in graph.nodes if compat.must_be_in_forward(n))]
+    stack = list(outputs)
+    for node in graph.nodes:
+        asserts = is_run_for_effect(node) and node not in in_backward
+        if asserts or compat.must_be_in_forward(node):
+            stack.append(node)
     while stack:
         node = stack.pop()
         if node not in needed:
@@ -194,7 +219,8 @@ def read_joint_graph(module: fx.GraphModule, num_fwd_outputs: int) -> JointGraph
     descriptions = list(output.meta.get("desc") or [])
     forward = _nodes(results[:num_fwd_outputs])
     in_backward = _backward_closure(graph)
-    in_forward = _forward_closure([n for n in forward if n not in in_backward], graph)
+    early = [n for n in forward if n not in in_backward]
+    in_forward = _forward_closure(early, graph, in_backward)
     role = {}
     for node in graph.nodes:
         if node in in_backward:

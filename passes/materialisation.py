@@ -6,6 +6,7 @@ Inductor a result is written where something forces it to be:
 * it comes out of an *extern* kernel (matmul, convolution, attention, scatter, sort ...);
 * an extern kernel reads it;
 * it is a reduction, a concatenation, or a result of the graph;
+* it may not be computed twice (random numbers, what the user said to save);
 * another fusion group reads it. A group is what lies between two extern kernels: the
   elementwise ops and reductions that hang together and have the same number of extern
   kernels behind them on the longest path (fusing across would close a cycle);
@@ -24,6 +25,7 @@ from dataclasses import dataclass, field
 import torch
 from torch import fx
 
+from fxremat import compat
 from fxremat.passes.joint_graph import (
     JointGraph,
     Role,
@@ -182,12 +184,17 @@ def _fusion_groups(joint: JointGraph, depth: dict[fx.Node, int]) -> _Groups:
     return groups
 
 
+def _bounds(tensor: torch.Tensor) -> list[int]:
+    """The shape in numbers: comparing symbolic sizes would leave guards behind."""
+    return [compat.size_bound(size) for size in tensor.shape]
+
+
 def _narrower_than_inputs(node: fx.Node) -> bool:
     val = node.meta["val"]
     widths = [
         i.meta["val"].dtype.itemsize
         for i in node.all_input_nodes
-        if is_tensor(i) and i.meta["val"].shape == val.shape
+        if is_tensor(i) and _bounds(i.meta["val"]) == _bounds(val)
     ]
     return bool(widths) and val.dtype.itemsize < min(widths)
 
@@ -195,12 +202,14 @@ def _narrower_than_inputs(node: fx.Node) -> bool:
 def _is_written(node: fx.Node, joint: JointGraph, groups: _Groups) -> bool:
     if not is_fusable(node) or is_reduction(node) or _packet(node) in CONCATENATIONS:
         return True
+    if joint.role[node] is not Role.BACKWARD and not is_repeatable(node, joint.mutated):
+        return True
     forward = joint.role[node] is Role.FORWARD
     for user in _users_through_views(node):
         if user.op == "output":
             return True
         if forward and joint.role[user] is not Role.FORWARD:
-            if _narrower_than_inputs(node) or not is_repeatable(node, joint.mutated):
+            if _narrower_than_inputs(node):
                 return True
             continue
         if not is_fusable(user) or _packet(user) in NEEDS_REALIZED_INPUTS:
@@ -210,9 +219,13 @@ def _is_written(node: fx.Node, joint: JointGraph, groups: _Groups) -> bool:
     return False
 
 
-def _is_constant(node: fx.Node) -> bool:
+def _is_constant(node: fx.Node, joint: JointGraph) -> bool:
     """A tensor made from numbers alone: a loop that reads it computes it in place."""
-    return is_fusable(node) and not any(is_tensor(i) for i in node.all_input_nodes)
+    return (
+        is_fusable(node)
+        and is_repeatable(node, joint.mutated)
+        and not any(is_tensor(i) for i in node.all_input_nodes)
+    )
 
 
 def materialise(joint: JointGraph, *, fused: bool) -> Materialisation:
@@ -232,7 +245,7 @@ def materialise(joint: JointGraph, *, fused: bool) -> Materialisation:
         elif not fused or _is_written(node, joint, groups):
             result.written.add(node)
     for node in nodes:
-        if fused and node in result.written and _is_constant(node):
+        if fused and node in result.written and _is_constant(node, joint):
             users = _users_through_views(node)
             if all(is_fusable(u) and u.op != "output" for u in users):
                 result.written.discard(node)

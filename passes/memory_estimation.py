@@ -15,6 +15,7 @@ nothing writes the tangents, which appear only when the forward has ended.
 from __future__ import annotations
 
 import operator
+from collections.abc import Callable
 from dataclasses import dataclass
 from typing import Protocol
 
@@ -29,7 +30,9 @@ from fxremat.passes.joint_graph import (
     is_multi_output,
     is_mutating,
     is_repeatable,
+    is_run_for_effect,
     is_tensor,
+    is_view,
     root,
 )
 from fxremat.passes.materialisation import Materialisation, is_fusable, is_scalar, materialise
@@ -83,8 +86,12 @@ def nbytes(tensor: torch.Tensor) -> int:
 class _Builder:
     """Walks the joint graph once and collects values and ops."""
 
-    def __init__(self, joint: JointGraph, rule: Materialisation, timer: OpTimer, device: str):
+    def __init__(
+        self, joint: JointGraph, rule: Materialisation, timer: OpTimer,
+        workspace: Callable[[fx.Node], int], device: str,
+    ) -> None:  # fmt: skip
         self.joint, self.rule, self.timer, self.device = joint, rule, timer, device
+        self.workspace = workspace
         self.position = {n: i for i, n in enumerate(joint.module.graph.nodes)}
         self.bytes: dict[str, int] = {}
         self.cones: dict[str, Cone] = {}
@@ -93,7 +100,9 @@ class _Builder:
     def size(self, node: fx.Node) -> int:
         """Bytes of a value on the budget's device; elsewhere it costs nothing here."""
         tensor = node.meta["val"]
-        return nbytes(tensor) if tensor.device.type == self.device else 0
+        if tensor.device.type != self.device or is_mutating(node):  # written into an input
+            return 0
+        return nbytes(tensor)
 
     def cone(self, sinks: list[fx.Node]) -> tuple[set[fx.Node], set[fx.Node]]:
         """Nodes from the nearest values to ``sinks``, and those values."""
@@ -129,10 +138,28 @@ class _Builder:
             reads=tuple(n.name for n in sorted(reads, key=self.position.__getitem__)),
             writes=tuple(v.name for v in values),
             time_us=self.timer(nodes, sum(sizes.values())),
+            workspace_bytes=self.unread_bytes(sinks) + self.scratch_bytes(sinks[0]),
             phase=phase,
             repeatable=role is not Role.BACKWARD
             and all(is_repeatable(n, self.joint.mutated) for n in nodes),
             inplace=self.inplace(sinks, nodes, reads, values),
+        )
+
+    def scratch_bytes(self, sink: fx.Node) -> int:
+        """What the library allocates inside the call; a generated loop allocates nothing."""
+        return 0 if self.rule.fused and is_fusable(sink) else self.workspace(sink)
+
+    def unread_bytes(self, sinks: list[fx.Node]) -> int:
+        """Bytes of a call's results that nobody asks for: they are there while it runs."""
+        if not is_multi_output(sinks[0]):
+            return 0
+        read = {sink.args[1] for sink in sinks[1:]}
+        return sum(
+            nbytes(result)
+            for index, result in enumerate(sinks[0].meta["val"])
+            if index not in read
+            and isinstance(result, torch.Tensor)
+            and result.device.type == self.device
         )
 
     def inplace(
@@ -155,20 +182,21 @@ class _Builder:
         return tuple(
             (source.name, values[0].name)
             for source in sorted(elementwise, key=self.position.__getitem__)
-            if source.meta["val"].numel() == val.numel() and self.size(source) == self.size(values[0])
+            if source.meta["val"].dtype.itemsize == val.dtype.itemsize
+            and self.size(source) == self.size(values[0])
         )
 
     def collect(self) -> None:
         """Every op, in joint order."""
         for node in self.joint.module.graph.nodes:
-            if node.op != "call_function" or node.target is operator.getitem:
+            if node.op != "call_function" or node.target is operator.getitem or is_view(node):
                 continue
-            if is_multi_output(node):
-                values = [u for u in node.users if u in self.rule.written]
-                self.add_op([node, *values], values)
+            if is_multi_output(node):  # numbers among its results are read off at once
+                results = [u for u in node.users if u.target is operator.getitem]
+                self.add_op([node, *results], [u for u in results if u in self.rule.written])
             elif node in self.rule.written:
                 self.add_op([node], [node])
-            elif is_mutating(node) or (not is_tensor(node) and node.is_impure()):
+            elif is_mutating(node) or is_run_for_effect(node):
                 self.add_op([node], [])
 
 
@@ -180,12 +208,18 @@ def _base_order(ops: dict[str, Op]) -> list[Op]:
     placed: set[str] = set()
 
     def place(op: Op) -> None:
-        for value in op.reads:
-            source = writer.get(value)
-            if source is not None and source.name in lazy and source.name not in placed:
-                place(source)
-        placed.add(op.name)
-        order.append(op)
+        stack = [(op, iter(op.reads))]
+        while stack:
+            current, reads = stack[-1]
+            sources = (writer[value] for value in reads if value in writer)
+            waiting = (s for s in sources if s.name in lazy and s.name not in placed)
+            source = next(waiting, None)
+            if source is not None:
+                stack.append((source, iter(source.reads)))
+                continue
+            stack.pop()
+            placed.add(current.name)
+            order.append(current)
 
     for op in ops.values():
         if op.phase == "forward":
@@ -201,14 +235,23 @@ def _distinct(names: list[str]) -> tuple[str, ...]:
     return tuple(dict.fromkeys(names))
 
 
-def estimate(joint: JointGraph, timer: OpTimer, *, fused: bool, device: str, name: str) -> Estimate:
+def estimate(
+    joint: JointGraph,
+    timer: OpTimer,
+    workspace: Callable[[fx.Node], int],
+    *,
+    fused: bool,
+    device: str,
+    name: str,
+) -> Estimate:
     """The problem of a joint graph.
 
     ``fused`` tells whether the graph goes through Inductor or runs node by node. Bytes are
-    those on ``device``; times are the timer's microseconds.
+    those on ``device``; times are the timer's microseconds; ``workspace`` gives the scratch
+    bytes of a library call.
     """
     rule = materialise(joint, fused=fused)
-    builder = _Builder(joint, rule, timer, device)
+    builder = _Builder(joint, rule, timer, workspace, device)
     builder.collect()
     primals = [n for n in joint.primals if is_tensor(n)]
     tangents = [n for n in joint.tangents if is_tensor(n)]

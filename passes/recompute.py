@@ -22,7 +22,7 @@ from typing import Any
 
 from torch import fx
 
-from fxremat.passes.joint_graph import JointGraph, Role, is_view
+from fxremat.passes.joint_graph import JointGraph, Role, is_view, root
 from fxremat.passes.memory_estimation import TANGENTS, Cone, Estimate
 
 RECOMPUTED = "_recompute"
@@ -88,14 +88,18 @@ class _Emitter:
                 self.env[node] = self.copy(node, self.looker(private))
 
     def run_again(self, cone: Cone) -> None:
-        """A copy of the whole cone; its values take the place of the former ones."""
+        """A copy of the whole cone; its values take the place of the former ones.
+
+        Results of the graph stay: their first copies are there to the end anyway.
+        """
         private: dict[fx.Node, fx.Node] = {}
         for node in cone.nodes:
             if node in cone.sinks:
                 private[node] = self.copy(node, self.looker(private), RECOMPUTED)
             else:
                 private[node] = self.inline(node, private)
-        self.env.update((value, private[value]) for value in cone.values)
+        results = set(map(root, (*self.joint.forward_outputs, *self.joint.backward_outputs)))
+        self.env.update((v, private[v]) for v in cone.values if v not in results)
 
 
 def boundary(steps: Sequence[str]) -> int:

@@ -13,6 +13,8 @@ backward reads is cloned in the forward; the backward reads the clone.
 
 from __future__ import annotations
 
+import operator
+
 import torch
 from torch import fx
 
@@ -25,39 +27,53 @@ from fxremat.passes.joint_graph import (
     is_view,
     root,
 )
+from fxremat.passes.recompute import RECOMPUTED
 
 
 def _must_recompute(node: fx.Node, joint: JointGraph) -> bool:
-    return (
-        joint.role[node] is Role.FORWARD
-        and compat.user_tag(node) == "MUST_RECOMPUTE"
-        and (is_view(node) or is_repeatable(node, joint.mutated))
+    if node.op != "call_function" or joint.role[node] is not Role.FORWARD:
+        return False
+    if node.target is operator.getitem and not is_view(node):  # goes where its call goes
+        return _must_recompute(node.all_input_nodes[0], joint)
+    return compat.user_tag(node) == "MUST_RECOMPUTE" and (
+        is_view(node) or is_repeatable(node, joint.mutated)
     )
+
+
+def _tagged_behind(
+    reader: fx.Node, joint: JointGraph, known: dict[fx.Node, fx.Node]
+) -> list[fx.Node]:
+    """The tagged nodes, not known yet, that ``reader`` reads, straight or through others."""
+    found: dict[fx.Node, None] = {}
+    stack = list(reader.all_input_nodes)
+    while stack:
+        node = stack.pop()
+        if node not in known and node not in found and _must_recompute(node, joint):
+            found[node] = None
+            stack.extend(node.all_input_nodes)
+    return list(found)
 
 
 def obey_must_recompute(joint: JointGraph) -> bool:
     """Give the backward its own copies of nodes tagged MUST_RECOMPUTE; True if there are any."""
     graph = joint.module.graph
+    position = {node: index for index, node in enumerate(graph.nodes)}
     copies: dict[fx.Node, fx.Node] = {}
 
     def look(node: fx.Node) -> fx.Node:
-        if node.op != "call_function" or not _must_recompute(node, joint):
-            return node
-        if node not in copies:
-            for source in node.all_input_nodes:
-                look(source)
-            with graph.inserting_before(first_reader):
-                copies[node] = graph.node_copy(node, look)
-            copies[node].meta = {k: v for k, v in node.meta.items() if k != "recompute"}
-        return copies[node]
+        return copies.get(node, node)
 
-    for node in list(graph.nodes):
-        if joint.role.get(node) in (Role.BACKWARD, Role.LAZY):
-            first_reader = node
-            for source in node.all_input_nodes:
-                new = look(source)
-                if new is not source:
-                    node.replace_input_with(source, new)
+    for reader in list(graph.nodes):
+        if joint.role[reader] is Role.FORWARD or reader.op == "output":
+            continue
+        for node in sorted(_tagged_behind(reader, joint, copies), key=position.__getitem__):
+            with graph.inserting_before(reader):
+                copies[node] = graph.node_copy(node, look)
+            copies[node]._rename(node.name + RECOMPUTED)
+            copies[node].meta = {k: v for k, v in node.meta.items() if k != "recompute"}
+        for source in reader.all_input_nodes:
+            if source in copies:
+                reader.replace_input_with(source, copies[source])
     return bool(copies)
 
 
@@ -65,11 +81,11 @@ def protect_mutated_inputs(joint: JointGraph) -> bool:
     """Let the backward read a clone of what the step overwrites; True if anything changed."""
     graph = joint.module.graph
     changed = False
-    for source in joint.mutated:
+    for source in (node for node in joint.primals if node in joint.mutated):
         readers = [
             n
             for n in graph.nodes
-            if source in n.all_input_nodes or any(root(i) is source for i in n.all_input_nodes)
+            if any(root(i) is source for i in n.all_input_nodes) and not is_mutating(n)
         ]
         if all(joint.role.get(n) is Role.FORWARD or n.op == "output" for n in readers):
             continue
@@ -78,6 +94,7 @@ def protect_mutated_inputs(joint: JointGraph) -> bool:
             clone = graph.call_function(torch.ops.aten.clone.default, (source,))
         clone.meta = {k: v for k, v in source.meta.items() if k not in ("desc",)}
         clone.meta["val"] = source.meta["val"].clone()
+        clone.meta["partitioner_tag"] = "must_be_in_forward"
         for node in list(source.users):
             if node is not clone and node.op != "output" and not is_mutating(node):
                 node.replace_input_with(source, clone)

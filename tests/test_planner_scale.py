@@ -58,10 +58,9 @@ def _forward(b: _Builder, p: str, x: str, w: int) -> dict[str, str]:
     act, tanh = run("gelu", (up,), (4 * w, 4 * w), 788.0)
     (down,) = run("down", (act,), (w,), 2239.0)
     (out,) = run("add2", (mid, down), (w,), 198.0)
-    return dict(
-        x=x, mean=mean, rstd=rstd, n1=n1, q=q, k=k, v=v, att=att, lse=lse, mean2=mean2,
-        rstd2=rstd2, mid=mid, n2=n2, up=up, act=act, tanh=tanh, out=out,
-    )  # fmt: skip
+    names = ["x", "mean", "rstd", "n1", "q", "k", "v", "att", "lse", "mean2", "rstd2", "mid", "n2", "up", "act", "tanh", "out"]
+    here = locals()
+    return {name: here[name] for name in names}
 
 
 def _backward(b: _Builder, p: str, g: str, s: dict[str, str], w: int) -> str:

@@ -12,12 +12,12 @@ from collections.abc import Callable
 
 from fxremat.core.plan import Plan
 from fxremat.core.problem import Problem
-from fxremat.planner import greedy
+from fxremat.planner import greedy, least_peak
 from fxremat.planner.options import SolverOptions
 
 Solver = Callable[[Problem, int | None, SolverOptions], Plan]
 
-SOLVERS: dict[str, Solver] = {"greedy": greedy.solve}
+SOLVERS: dict[str, Solver] = {"greedy": greedy.solve, "least_peak": least_peak.solve}
 
 AUTO = "greedy"
 

@@ -7,40 +7,80 @@ smaller time: the plans that fit a smaller budget are a subset of those that fit
 from __future__ import annotations
 
 import time
-from dataclasses import replace
+from bisect import bisect_left
+from dataclasses import dataclass, field, replace
 
 from fxremat.core.plan import Plan
 from fxremat.core.problem import Problem
 from fxremat.planner import levels
-from fxremat.planner.model import build_model
+from fxremat.planner.bound import peak_bound
+from fxremat.planner.model import Model, build_model
 from fxremat.planner.options import SolverOptions
-from fxremat.planner.pool import Pool
+from fxremat.planner.pool import Entry, Pool, make_plan
 
-_CACHE_SIZE = 8
-_cache: dict[tuple[int, SolverOptions], tuple[Problem, tuple[Plan, ...]]] = {}
+NAME = "greedy"
+MOST_PLANS = 64
+"""Plans that `front` gives; `solve` chooses from all that were found."""
+CACHED = 8
+
+
+@dataclass
+class Found:
+    """The settled pool of one problem; plans are replayed when asked for."""
+
+    model: Model
+    entries: tuple[Entry, ...]
+    bound: int
+    seconds: float
+    plans: dict[int, Plan] = field(default_factory=dict)
+
+    def plan(self, k: int) -> Plan:
+        """Plan ``k``, by increasing time and decreasing peak."""
+        if k not in self.plans:
+            entry = self.entries[k]
+            self.plans[k] = make_plan(self.model, entry, NAME, self.seconds, self.bound)
+        return self.plans[k]
+
+    def choose(self, budget_bytes: int | None) -> Plan:
+        """Least time within the budget, or least peak where nothing fits."""
+        if budget_bytes is None:
+            return self.plan(0)
+        k = bisect_left(self.entries, -budget_bytes, key=lambda entry: -entry.peak)
+        return self.plan(min(k, len(self.entries) - 1))
+
+
+_cache: dict[tuple[int, SolverOptions], tuple[Problem, Found]] = {}
 
 
 def solve(problem: Problem, budget_bytes: int | None, options: SolverOptions) -> Plan:
     """The plan of least time within the budget, or of least peak where none fits."""
-    plans = front(problem, options)
-    fits = [p for p in plans if budget_bytes is None or p.peak_bytes <= budget_bytes]
-    return replace(fits[0] if fits else plans[-1], budget_bytes=budget_bytes)
+    return replace(found(problem, options).choose(budget_bytes), budget_bytes=budget_bytes)
 
 
 def front(problem: Problem, options: SolverOptions) -> tuple[Plan, ...]:
+    """Non-dominated plans from keep-all to least peak, evenly picked where there are many."""
+    pool = found(problem, options)
+    last = len(pool.entries) - 1
+    count = min(last, MOST_PLANS - 1)
+    picks = [round(k * last / count) for k in range(count + 1)] if count else [0]
+    return tuple(pool.plan(k) for k in picks)
+
+
+def found(problem: Problem, options: SolverOptions) -> Found:
     """The pool of a problem, remembered for the last few problems."""
     key = (id(problem), options)
     # The entry holds the problem, so its id cannot be given to another one meanwhile.
     if key not in _cache:
-        while len(_cache) >= _CACHE_SIZE:
+        while len(_cache) >= CACHED:
             del _cache[next(iter(_cache))]
         _cache[key] = (problem, _search(problem, options))
     return _cache[key][1]
 
 
-def _search(problem: Problem, options: SolverOptions) -> tuple[Plan, ...]:
+def _search(problem: Problem, options: SolverOptions) -> Found:
     started = time.perf_counter()
     model = build_model(problem)
     pool = Pool(model)
-    levels.fill(pool, options.seed, levels.effort_for(model.n))
-    return pool.plans("greedy", time.perf_counter() - started)
+    levels.fill(pool, options)
+    bound = max(peak_bound(model), pool.exact_peak or 0)
+    return Found(model, pool.settled(), bound, time.perf_counter() - started)

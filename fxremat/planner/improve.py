@@ -42,23 +42,30 @@ class Improver:
         self.random = random.Random(self.seed)
         self.normal = np.random.default_rng(self.seed)
 
-    def rounds(self, target: int, count: int) -> None:
-        """So many rounds at the target, which the state must meet already."""
+    def rounds(self, target: int, count: int, work: int) -> None:
+        """At most so many rounds and so much work; the state must meet the target already."""
+        state = self.search.state
         for _ in range(count):
+            if state.work >= work:
+                break
             self._round(target)
 
     def _round(self, target: int) -> None:
         search = self.search
-        self._new_taste()
         search.settle()
         before = search.state.time
-        self._ruin()
+        self.shake()
         if not self._repair(target, before):
             search.back_to(0)
             return
         self.pool.offer(search.state)
         if search.state.time < before - 1e-9 * before:
             self._repeat(Change.of(search.journal), target)
+
+    def shake(self) -> None:
+        """Ruin a part of the state and change the taste for its repair."""
+        self._new_taste()
+        self._ruin()
 
     def _new_taste(self) -> None:
         search, rng = self.search, self.random

@@ -18,7 +18,7 @@ INPUT = -1
 class Model:
     """Ops and values as lists; a *stage* is the position of an op in base order.
 
-    ``worth`` is an op's time per byte written.
+    ``worth`` is an op's time per byte written, ``own_bytes`` its writes and workspace.
     """
 
     problem: Problem
@@ -34,6 +34,7 @@ class Model:
     kept: list[bool]
     inputs: tuple[int, ...]
     worth: list[float]
+    own_bytes: list[int]
 
     def droppable(self, value: int) -> bool:
         """Whether the value may be freed and computed again."""
@@ -77,6 +78,10 @@ def build_model(problem: Problem) -> Model:
         kept=[name in kept for name in names],
         worth=[
             op.time_us / max(1, sum(problem.bytes_of[name] for name in op.writes))
+            for op in problem.ops
+        ],
+        own_bytes=[
+            op.workspace_bytes + sum(problem.bytes_of[name] for name in dict.fromkeys(op.writes))
             for op in problem.ops
         ],
         inputs=tuple(index[name] for name in dict.fromkeys(problem.inputs) if name in index),

@@ -8,14 +8,12 @@ section 4.7, with the choice of S made on the way).
 
 from __future__ import annotations
 
+import math
 from bisect import bisect_left, bisect_right
 from dataclasses import dataclass
 
 from fxremat.planner.model import INPUT
 from fxremat.planner.state import Run, State
-
-MAX_CHAIN = 400
-"""Longest list of runs one move may add."""
 
 
 @dataclass(frozen=True)
@@ -29,9 +27,15 @@ class Drop:
 
 
 def plan_drop(
-    state: State, op: int, stage: int, rate: float, limit: int, room: int
+    state: State,
+    op: int,
+    stage: int,
+    rate: float,
+    limit: int,
+    room: int,
+    most_time: float = math.inf,
 ) -> Drop | None:
-    """What running ``op`` again in ``stage`` takes; None where that cannot be.
+    """What running ``op`` again in ``stage`` takes; None where it adds more than ``most_time``.
 
     Reads are held longer only while their bytes stay under ``room``, what the drop relieves,
     and the profile so relieved below ``limit``, unless there is no other way.
@@ -40,13 +44,16 @@ def plan_drop(
     add: dict[int, None] = {}
     held: dict[int, None] = {}
     stack = [op]
+    state.work += 20
     while stack:
         top = stack.pop()
         if top in add:
             continue
-        if len(add) >= MAX_CHAIN:
+        most_time -= model.time[top]
+        if most_time < 0:
             return None
         add[top] = None
+        state.work += 5
         for read in model.reads[top]:
             if read in held or model.writer[read] in add or state.available(read, stage):
                 continue
@@ -69,8 +76,7 @@ def _hold(state: State, value: int, stage: int, rate: float, limit: int) -> bool
     size = model.bytes[value]
     if model.time[model.writer[value]] <= rate * size:
         return False
-    window = state.peak[state.last_hold(value, stage) + 1 : stage]
-    return not window.size or int(window.max()) + size < limit
+    return state.room(state.last_hold(value, stage), stage) + size < limit
 
 
 def _spared(
@@ -92,17 +98,17 @@ def fits_without(state: State, op: int, k: int, since: int, limit: int) -> bool:
     An estimate: stages of use are not simulated, only the stages between.
     """
     model = state.model
+    state.work += 10
     runs = state.runs[op]
     stage = runs[k]
     end = runs[k + 1] if k + 1 < len(runs) else model.n
-    size = 0
+    highest = state.room(since, stage)
     for value in model.writes[op]:
         uses = state.uses[value]
         j = bisect_left(uses, stage)
         if not model.kept[value] and j < len(uses) and uses[j] < end:
-            size += model.bytes[value]
-    window = state.peak[since + 1 : stage]
-    return not window.size or int(window.max()) + size < limit
+            highest += model.bytes[value]
+    return highest < limit
 
 
 def useless_after(state: State, removed: tuple[Run, ...]) -> tuple[Run, ...]:

@@ -12,23 +12,43 @@ from fxremat.planner.pool import Pool
 from fxremat.planner.search import Search
 
 KEEP_EVERY = 8
-"""Steps from one look at needless runs to the next."""
+"""Steps from one look at needless runs to the next, at least."""
+KEEP_EVERY_OPS = 150
+"""One more step for every so many ops: a look takes time in proportion to the runs."""
+GRAIN = 512
+"""States are offered when the peak fell by this part of what it was at the start."""
 
 
-def descend(search: Search, pool: Pool, target: int = 0) -> None:
-    """Evict until the peak is within target or no drop helps, offering every state."""
-    pool.offer(search.state)
+def descend(search: Search, pool: Pool, target: int, work: int) -> None:
+    """Evict until the peak is within target, no drop helps or the state's work is that much.
+
+    States on the way are offered to the pool.
+    """
+    state = search.state
+    every = max(KEEP_EVERY, state.model.n // KEEP_EVERY_OPS)
+    grain = state.max_peak() // GRAIN
+    offered = state.max_peak() + grain + 1
     steps = 0
-    while search.state.max_peak() > target and _step(search):
+    while state.max_peak() > target and state.work < work:
+        if state.max_peak() < offered - grain:
+            offered = state.max_peak()
+            pool.offer(state)
+        if not _step(search):
+            break
         steps += 1
-        if steps % KEEP_EVERY == 0:
-            search.keep_all(search.state.max_peak())
+        if steps % every == 0:
+            search.keep_all(state.max_peak())
         search.settle()
-        pool.offer(search.state)
-    search.keep_all(search.state.max_peak())
+    search.keep_all(state.max_peak())
     search.settle()
-    pool.offer(search.state)
+    pool.offer(state)
 
 
 def _step(search: Search) -> bool:
     return search.evict() or (search.gaps.unblock() and search.evict())
+
+
+def evict_all(search: Search) -> None:
+    """Evict until no drop helps; every change can be taken back."""
+    while search.evict():
+        pass

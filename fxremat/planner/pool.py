@@ -1,28 +1,35 @@
 """The pool: schedules of which none is beaten in both peak and time by another.
 
-A solver offers everything it meets; the plans are made at the end, from a replay of the
-steps, so that no figure of a plan comes from a solver's own arithmetic.
+A solver offers everything it meets; plans are made at the end, from a replay of the steps, so
+that no figure of a plan comes from a solver's own arithmetic.
 """
 
 from __future__ import annotations
 
 from bisect import bisect_left, bisect_right
+from collections.abc import Iterable
 from dataclasses import dataclass, field
+
+import numpy as np
+import numpy.typing as npt
 
 from fxremat.core.plan import Plan
 from fxremat.core.timeline import replay
-from fxremat.planner.bound import peak_bound
 from fxremat.planner.model import Model
 from fxremat.planner.state import Run, State
 
 
 @dataclass(frozen=True)
 class Entry:
-    """One schedule by its extra runs, with the peak and time that the state claims."""
+    """One schedule by its extra runs (rows of op, stage), with its peak and time."""
 
     peak: int
     time: float
-    extra: tuple[Run, ...]
+    extra: npt.NDArray[np.int32]
+
+    def runs(self) -> list[Run]:
+        """The extra runs, by stage and then by op."""
+        return [(op, stage) for op, stage in self.extra.tolist()]
 
 
 @dataclass
@@ -30,23 +37,28 @@ class Pool:
     """Entries by increasing peak, hence by decreasing time."""
 
     model: Model
+    exact_peak: int | None = None
+    """The least peak of any schedule, once it is proven."""
     entries: list[Entry] = field(default_factory=list)
 
-    def offer(self, state: State) -> bool:
-        """Keep the state's schedule unless another is as good in both; True if kept."""
+    def offer(self, state: State) -> None:
+        """Keep the state's schedule unless another is as good in both."""
         peak, time = state.max_peak(), state.time
-        if not self._beats(peak, time):
-            return False
-        self._insert(Entry(peak, time, tuple(state.all_extra())))
-        return True
+        if self._wants(peak, time):
+            self.add(peak, time, state.all_extra())
 
-    def _beats(self, peak: int, time: float) -> bool:
+    def add(self, peak: int, time: float, runs: list[Run]) -> None:
+        """Keep a schedule, in stage form or not, unless another is as good in both."""
+        if self._wants(peak, time):
+            self._insert(Entry(peak, time, np.array(runs, dtype=np.int32).reshape(-1, 2)))
+
+    def _wants(self, peak: int, time: float) -> bool:
         best = self.best(peak)
+        # Sums of the same times in another order differ in the last digits.
         return best is None or time < best.time * (1 - 1e-12)
 
     def _insert(self, entry: Entry) -> None:
-        peaks = [other.peak for other in self.entries]
-        start = bisect_left(peaks, entry.peak)
+        start = bisect_left(self.entries, entry.peak, key=lambda other: other.peak)
         stop = start
         while stop < len(self.entries) and self.entries[stop].time >= entry.time:
             stop += 1
@@ -63,33 +75,44 @@ class Pool:
 
     def state(self, entry: Entry) -> State:
         """The entry as a state to start from."""
-        return State(self.model, entry.extra)
+        return State(self.model, entry.runs())
 
-    def plans(self, solver: str, seconds: float) -> tuple[Plan, ...]:
-        """Replayed plans, peak strictly decreasing and time strictly increasing."""
-        problem = self.model.problem
-        bound = peak_bound(self.model)
+    def settled(self) -> tuple[Entry, ...]:
+        """Entries by increasing time, summed as `replay` sums, each of less peak than before."""
         rows = []
         for entry in self.entries:
-            line = replay(problem, self.model.names(_steps(self.model.n, entry.extra)))
-            rows.append((line.peak_bytes, line.time_us, line.steps))
-        out: list[Plan] = []
-        for peak, time, steps in sorted(rows, key=lambda row: (row[1], row[0])):
-            if not out or peak < out[-1].peak_bytes:
-                if out and time <= out[-1].time_us:
-                    out.pop()
-                plan = Plan(steps, solver, None, peak, time, seconds, problem.base_time_us, bound)
-                out.append(plan)
+            time = sum(self.model.time[op] for op in _steps(self.model.n, entry.runs()))
+            rows.append(Entry(entry.peak, time, entry.extra))
+        out: list[Entry] = []
+        for entry in sorted(rows, key=lambda row: (row.time, row.peak)):
+            if not out or entry.peak < out[-1].peak:
+                out.append(entry)
         return tuple(out)
 
 
-def _steps(n: int, extra: tuple[Run, ...]) -> list[int]:
+def make_plan(model: Model, entry: Entry, solver: str, seconds: float, bound: int) -> Plan:
+    """The entry as a plan, its figures from a replay; ``bound`` is one on any peak."""
+    problem = model.problem
+    line = replay(problem, model.names(_steps(model.n, entry.runs())))
+    return Plan(
+        steps=line.steps,
+        solver=solver,
+        budget_bytes=None,
+        peak_bytes=line.peak_bytes,
+        time_us=line.time_us,
+        seconds=seconds,
+        time_bound_us=problem.base_time_us,
+        peak_bound_bytes=bound,
+    )
+
+
+def _steps(n: int, extra: Iterable[Run]) -> list[int]:
     """Steps of a schedule given by its extra runs, which come by stage and then by op."""
     out: list[int] = []
-    k = 0
-    for stage in range(n):
-        while k < len(extra) and extra[k][1] == stage:
-            out.append(extra[k][0])
-            k += 1
-        out.append(stage)
+    done = 0
+    for op, stage in extra:
+        out.extend(range(done, stage))
+        done = stage
+        out.append(op)
+    out.extend(range(done, n))
     return out

@@ -18,6 +18,9 @@ from fxremat.planner.model import INPUT
 from fxremat.planner.moves import Drop, fits_without, plan_drop, useless_after
 from fxremat.planner.state import Run, State, Undo
 
+CEILING = 8.0
+"""A drop this many times dearer than the best so far is not worked out: what it spares
+afterwards is seldom more."""
 TRIES = 40
 """Gaps tried at one peak before it is given up."""
 
@@ -101,15 +104,24 @@ class Search:
         slots = gaps.covering(worst)
         factors = self._factors(slots)
         scores = gaps.score[slots] * factors
+        fresh: dict[int, Drop | None] = {}
+        least = math.inf
         while len(slots):
             k = int(scores.argmin())
-            before, slot = scores[k], int(slots[k])
-            if before == np.inf:
+            slot = int(slots[k])
+            if scores[k] == np.inf:
                 return None
-            drop, gaps.score[slot] = self._score(slot, worst, limit)
-            scores[k] = gaps.score[slot] * factors[k]
-            if drop is not None and (scores[k] <= before or scores[k] <= scores.min()):
-                return int(gaps.op[slot]), int(gaps.high[slot]), drop
+            found = fresh.get(k)
+            if found is None:
+                # Not worked out, or given up at a ceiling that is no longer above the rest.
+                ceiling = math.inf if k in fresh else CEILING * least / factors[k]
+                found, gaps.score[slot] = self._score(slot, worst, limit, ceiling)
+                fresh[k] = found
+                before, scores[k] = scores[k], gaps.score[slot] * factors[k]
+                if found is None or scores[k] > max(before, scores.min()):
+                    least = least if found is None else min(least, scores[k])
+                    continue
+            return int(gaps.op[slot]), int(gaps.high[slot]), found
         return None
 
     def _factors(self, slots: npt.NDArray[np.intp]) -> npt.NDArray[np.float64]:
@@ -122,14 +134,22 @@ class Search:
             out *= self.noise[gaps.op[slots]]
         return out
 
-    def _score(self, slot: int, worst: int, limit: int) -> tuple[Drop | None, float]:
-        """The cheaper way to drop a row: run all reads again, or hold the dear ones."""
+    def _score(
+        self, slot: int, worst: int, limit: int, ceiling: float
+    ) -> tuple[Drop | None, float]:
+        """The cheaper way to drop a row: run all reads again, or hold the dear ones.
+
+        Work on a drop stops once its price must be above the ceiling; that is then its score.
+        """
         gaps = self.gaps
         op, stage = int(gaps.op[slot]), int(gaps.high[slot])
         relief = int(gaps.bytes[slot])
         best, least = None, math.inf
+        if not relief:
+            return None, math.inf
         for rate in self.taste.rates:
-            drop = plan_drop(self.state, op, stage, rate, limit, relief)
+            most = min(ceiling, CEILING * least) * relief
+            drop = plan_drop(self.state, op, stage, rate, limit, relief, most)
             if drop is None:
                 continue
             score = self._price(drop, stage, worst, relief)
@@ -137,7 +157,7 @@ class Search:
                 best, least = drop, score
             if len(drop.add) == 1:
                 break
-        return best, least
+        return best, least if best is not None else ceiling
 
     def _price(self, drop: Drop, stage: int, worst: int, relief: int) -> float:
         """Added time per byte relieved at the highest stage."""

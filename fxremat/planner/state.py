@@ -28,6 +28,9 @@ Span = tuple[int, int]
 """(start, stop): a copy is live at the start of the stages start + 1 .. stop."""
 
 
+_largest = np.maximum.reduce
+
+
 @dataclass(frozen=True)
 class Undo:
     """What `State.revert` needs to take a change back."""
@@ -44,6 +47,7 @@ class State:
 
     def __init__(self, model: Model, extra: Iterable[Run] = ()) -> None:
         self.model = model
+        self.work = 0
         self.time = sum(model.time)
         self.extra: list[list[int]] = [[] for _ in range(model.n)]
         self.runs: list[list[int]] = [[op] for op in range(model.n)]
@@ -57,21 +61,11 @@ class State:
         self.peak = np.zeros(model.n, dtype=np.int64)
         self._rebuild()
 
-    def copy(self) -> State:
-        """An independent copy."""
-        twin = State.__new__(State)
-        twin.model, twin.time = self.model, self.time
-        twin.extra = [list(ops) for ops in self.extra]
-        twin.runs = [list(stages) for stages in self.runs]
-        twin.uses = [list(stages) for stages in self.uses]
-        twin.through, twin.peak = self.through.copy(), self.peak.copy()
-        return twin
-
     # -- questions -------------------------------------------------------------------------
 
     def max_peak(self) -> int:
         """Peak bytes of the schedule."""
-        return int(self.peak.max()) if self.model.n else self.model.problem.resident_bytes
+        return int(_largest(self.peak)) if self.model.n else self.model.problem.resident_bytes
 
     def steps(self) -> list[int]:
         """The ops in the order they run."""
@@ -93,7 +87,10 @@ class State:
             return [(op, model.n)]
         if op == INPUT:
             return [(-1, uses[-1] if uses else 0)]
-        runs, out = self.runs[op], []
+        runs = self.runs[op]
+        if len(runs) == 1:
+            return [(op, uses[-1] if uses else op)]
+        out = []
         for k, start in enumerate(runs):
             last = len(uses)
             if k + 1 < len(runs):
@@ -128,6 +125,11 @@ class State:
             return True
         op = self.model.writer[value]
         return op != INPUT and self.runs_at(op, stage)
+
+    def room(self, since: int, stage: int) -> int:
+        """The highest peak strictly between two stages; nothing between them leaves all room."""
+        window = self.peak[since + 1 : stage]
+        return int(_largest(window)) if window.size else -1
 
     def last_hold(self, value: int, stage: int) -> int:
         """Stage up to which the latest copy from before ``stage`` is held."""
@@ -165,6 +167,7 @@ class State:
         for run in add:
             self._insert(run)
         dirty = {stage for _, stage in add} | {stage for _, stage in remove}
+        self.work += 10 * (len(before) + len(dirty))
         for value, old in before:
             self._move(value, old, self.spans(value), dirty)
         for stage in dirty:
@@ -181,7 +184,8 @@ class State:
         self.through, self.peak, self.time = undo.through, undo.peak, undo.time
 
     def _touched(self, runs: Iterable[Run]) -> set[int]:
-        model, out = self.model, set()
+        model = self.model
+        out: set[int] = set()
         for op, _ in runs:
             out.update(model.reads[op])
             out.update(model.writes[op])
@@ -230,17 +234,11 @@ class State:
     def _simulate(self, stage: int) -> int:
         """Bytes at the worst step of a stage, counted as `replay` counts them."""
         model, sizes, kept = self.model, self.model.bytes, self.model.kept
-        order = (*self.extra[stage], stage)
-        last: dict[int, int] = {}
-        for step, op in enumerate(order):
-            for value in model.reads[op]:
-                last[value] = step
-            for value in model.writes[op]:
-                last[value] = step
-        dies: list[list[int]] = [[] for _ in order]
-        for value, step in last.items():
-            if not kept[value] and not self.live_in(value, stage + 1):
-                dies[step].append(value)
+        extra = self.extra[stage]
+        if not extra and not model.inplace[stage]:
+            return int(self.through[stage]) + model.own_bytes[stage]
+        order = (*extra, stage)
+        dies = self._deaths(order, stage)
         live, worst = int(self.through[stage]), 0
         for step, op in enumerate(order):
             first = op == stage
@@ -252,7 +250,23 @@ class State:
             for read, write in model.inplace[op]:
                 if read in ends and (first or not kept[write]):
                     now -= min(sizes[read], sizes[write])
-            worst = max(worst, now)
+            if now > worst:
+                worst = now
             for value in ends:
                 live -= sizes[value]
         return worst
+
+    def _deaths(self, order: tuple[int, ...], stage: int) -> list[list[int]]:
+        """Values whose copy ends at each step of a stage."""
+        model, kept = self.model, self.model.kept
+        last: dict[int, int] = {}
+        for step, op in enumerate(order):
+            for value in model.reads[op]:
+                last[value] = step
+            for value in model.writes[op]:
+                last[value] = step
+        dies: list[list[int]] = [[] for _ in order]
+        for value, step in last.items():
+            if not kept[value] and not self.live_in(value, stage + 1):
+                dies[step].append(value)
+        return dies

@@ -1,0 +1,332 @@
+"""The rewriting: what a plan makes of a graph, and that it changes nothing but memory."""
+
+from __future__ import annotations
+
+import copy
+from collections import Counter
+from collections.abc import Sequence
+from typing import Any
+
+import hypothesis
+import pytest
+import torch
+from hypothesis import strategies as st
+from torch import nn
+
+from fxremat.core.timeline import replay
+from fxremat.measure import measure_peak
+from fxremat.passes.memory_estimation import TANGENTS
+from fxremat.passes.recompute import RECOMPUTED, apply_plan
+from tests import nets
+from tests.conftest import Golden
+from tests.graphs import (
+    Capture,
+    Choose,
+    Net,
+    again_after_tangents,
+    assert_plan_changes_nothing,
+    at_random,
+    batch,
+    calls,
+    capture,
+    compiled,
+    everything_again,
+    keep_all,
+    linear,
+    mlp,
+)
+
+ATEN = torch.ops.aten
+
+
+@pytest.fixture(autouse=True)
+def _few_threads_and_dynamic_outputs() -> Any:
+    """Data-dependent sizes are captured, so that no test breaks its graph."""
+    with torch._dynamo.config.patch(
+        capture_scalar_outputs=True, capture_dynamic_output_shape_ops=True
+    ):
+        yield
+
+
+# --- text ----------------------------------------------------------------------------------
+
+
+def test_code_of_a_small_plan(golden: Golden) -> None:
+    seen = capture(mlp(), [batch(4, 8)], again_after_tangents("addmm", "gelu"))
+    golden(seen.rewritten.module.code.strip())
+
+
+def test_code_of_a_small_plan_for_inductor(golden: Golden) -> None:
+    seen = capture(mlp(), [batch(4, 8)], everything_again, fused=True)
+    golden(seen.rewritten.module.code.strip())
+
+
+# --- pairs ---------------------------------------------------------------------------------
+
+
+def test_keeping_all_copies_nothing() -> None:
+    seen = capture(mlp(), [batch(4, 8)])
+    assert seen.rewritten.recomputed == ()
+    assert not any(RECOMPUTED in n.name for n in seen.rewritten.module.graph.nodes)
+
+
+def test_running_again_copies_the_op_and_saves_less() -> None:
+    kept = capture(mlp(8, 3), [batch(4, 8)])
+    seen = capture(mlp(8, 3), [batch(4, 8)], everything_again)
+    assert len(seen.calls(ATEN.addmm)) == 3
+    assert len(calls(seen.backward.graph, ATEN.addmm)) > 0
+    assert [n.name for n in kept.rewritten.saved if n.op != "placeholder"] != []
+    assert [n.name for n in seen.rewritten.saved if n.op != "placeholder"] == []
+
+
+def test_an_op_may_run_again_more_than_once() -> None:
+    seen = capture(mlp(8, 3), [batch(4, 8)], everything_again)
+    counts = Counter(seen.rewritten.recomputed)
+    assert max(counts.values()) > 1
+    assert len(calls(seen.backward.graph, ATEN.addmm)) > len(seen.calls(ATEN.addmm))
+
+
+def test_the_original_graph_is_left_alone() -> None:
+    seen = capture(mlp(), [batch(4, 8)])
+    before = str(seen.joint.module.graph)
+    apply_plan(seen.found, everything_again(seen.problem))
+    assert str(seen.joint.module.graph) == before
+
+
+def test_a_result_of_the_graph_stays_when_its_op_runs_again() -> None:
+    def both(net: Any, x: torch.Tensor) -> Any:
+        top, where = net.linear(x).topk(3, 1)
+        return top, where.float() * top.sin()
+
+    again = again_after_tangents("topk")
+    seen = assert_plan_changes_nothing(Net(both, linear=linear()), [batch(4, 8)], again)
+    assert "getitem" in [n.name for n in seen.rewritten.saved] or len(seen.problem.outputs) > 1
+
+
+# --- what changes nothing -----------------------------------------------------------------
+
+
+@pytest.mark.parametrize("name", nets.NAMES)
+def test_every_net_is_the_same_with_everything_run_again(name: str) -> None:
+    model, inputs = nets.make(name)
+    seen = assert_plan_changes_nothing(model, inputs)
+    assert seen.rewritten.recomputed or name in ("buffer", "odd results, input gradient")
+
+
+@pytest.mark.parametrize(
+    "name", [n for n in nets.NAMES if n not in ("gru", "frozen", "autocast", "integers")]
+)
+def test_every_net_is_the_same_in_inductors_graph(name: str) -> None:
+    model, inputs = nets.make(name)
+    assert_plan_changes_nothing(model, inputs, fused=True)
+
+
+@pytest.mark.parametrize("name", ["dropout", "attention dropout", "batch norm", "save nothing"])
+@pytest.mark.parametrize("seed", [1, 2])
+def test_nets_are_the_same_under_random_plans(name: str, seed: int) -> None:
+    model, inputs = nets.make(name)
+    assert_plan_changes_nothing(model, inputs, at_random(seed))
+
+
+def two_runs(seen: Capture, target: Any) -> int:
+    """Calls of ``target`` in forward and backward together."""
+    return sum(len(calls(g.graph, target)) for g in (seen.forward, seen.backward))
+
+
+@pytest.mark.parametrize(
+    ("name", "target"),
+    [
+        ("dropout", ATEN.native_dropout),
+        ("random", ATEN.rand_like),
+        ("random", ATEN.bernoulli),
+        ("random", ATEN.randn),
+        ("attention dropout", None),
+        ("custom op", torch.ops.fxremat_tests.triple),
+        ("batch norm", ATEN.copy_),
+    ],
+)
+def test_what_runs_once_is_never_copied(name: str, target: Any) -> None:
+    model, inputs = nets.make(name)
+    seen = capture(model, inputs, everything_again)
+    if target is None:
+        target = next(
+            n.target
+            for n in seen.joint.module.graph.nodes
+            if "scaled_dot_product" in n.name and "backward" not in n.name
+        )
+    assert len(seen.calls(target)) > 0
+    assert two_runs(seen, target) == len(seen.calls(target))
+
+
+def test_attention_without_dropout_is_copied() -> None:
+    model, inputs = nets.make("attention")
+    seen = capture(model, inputs, everything_again)
+    names = [n.name for n in seen.backward.graph.nodes if n.op == "call_function"]
+    assert any("scaled_dot_product" in n and RECOMPUTED in n for n in names)
+
+
+def test_inductors_random_numbers_come_from_the_saved_seed() -> None:
+    model, inputs = nets.make("dropout")
+    seen = capture(model, inputs, everything_again, fused=True)
+    seeds = seen.calls(torch.ops.prims.inductor_seeds)
+    assert len(seeds) == 1
+    assert two_runs(seen, torch.ops.prims.inductor_seeds) == 1
+    random = [n for n in seen.rewritten.module.graph.nodes if "inductor_random" in n.name]
+    assert len(random) > len(seen.calls(torch.ops.prims.inductor_random))
+    assert seeds[0].name in [n.name for n in seen.rewritten.saved]
+
+
+def test_running_statistics_are_updated_once() -> None:
+    model, inputs = nets.make("batch norm")
+    assert_plan_changes_nothing(model, inputs)  # compares the buffers, too
+    assert int(model[1].num_batches_tracked) == 0  # type: ignore[index]
+
+
+def test_a_gradient_for_each_input_that_wants_one() -> None:
+    model, inputs = nets.make("frozen")
+    seen = assert_plan_changes_nothing(model, inputs)
+    results = seen.joint.results[seen.joint.num_forward_outputs :]
+    assert None in results
+    assert len(seen.joint.backward_outputs) == sum(p.requires_grad for p in model.parameters())
+
+
+@pytest.mark.parametrize("bounded", [True, False], ids=["bound", "no bound"])
+def test_dynamic_shapes(bounded: bool) -> None:
+    x = batch(6, 8)
+    torch._dynamo.mark_dynamic(x, 0, **({"max": 64} if bounded else {}))
+    model = nn.Sequential(linear(), nn.GELU(), linear(), nn.LayerNorm(8))
+    seen = Capture(everything_again)
+    run = compiled(model, seen)
+    reference = copy.deepcopy(model)
+    for rows in (6, 9):
+        given = x if rows == 6 else batch(rows, 8)
+        model.zero_grad()
+        reference.zero_grad()
+        run(given).square().sum().backward()
+        reference(given).square().sum().backward()
+        for one, other in zip(model.parameters(), reference.parameters(), strict=True):
+            torch.testing.assert_close(one.grad, other.grad)
+    if bounded:
+        assert seen.problem.bytes_of["addmm"] == 64 * 8 * 4
+    assert seen.rewritten.recomputed
+
+
+def test_a_number_read_from_a_tensor() -> None:
+    def scale(net: Any, x: torch.Tensor) -> torch.Tensor:
+        y = net.linear(x)
+        n = x.gt(0).sum().item()
+        torch._check(n > 0)
+        return y.tanh() * n + torch.ones(int(n)).sum()
+
+    seen = assert_plan_changes_nothing(Net(scale, linear=linear()), [batch(4, 8)])
+    assert two_runs(seen, ATEN._local_scalar_dense) == len(seen.calls(ATEN._local_scalar_dense))
+
+
+# --- properties ----------------------------------------------------------------------------
+
+UNARY = (torch.sin, torch.tanh, torch.exp, lambda t: t.t(), lambda t: t + 1, lambda t: t.relu())
+SIDE = 6
+
+
+def _layers(kinds: Sequence[int], net: Any, x: torch.Tensor) -> torch.Tensor:
+    values = [x]
+    for index, kind in enumerate(kinds):
+        last, other = values[-1], values[(index * 7 + kind) % len(values)]
+        if kind < len(UNARY):
+            made = UNARY[kind](last)
+        elif kind == len(UNARY):
+            made = last @ net.weight
+        elif kind == len(UNARY) + 1:
+            made = last * other
+        elif kind == len(UNARY) + 2:
+            made = torch.cat(last.split(2, 1)[::-1], 1) + other
+        elif kind == len(UNARY) + 3:
+            made = torch.softmax(last, 1)
+        elif kind == len(UNARY) + 4:
+            made = nn.functional.dropout(last, 0.3)
+        else:
+            made = last - last.mean(1, keepdim=True)
+        values.append(made)
+    return values[-1] @ net.weight + values[len(values) // 2]
+
+
+@st.composite
+def random_nets(draw: st.DrawFn) -> Net:
+    """A chain of layers with skip connections, over square matrices."""
+    kinds = draw(st.lists(st.integers(0, len(UNARY) + 5), min_size=2, max_size=10))
+    weight = nn.Parameter(batch(SIDE, SIDE) / SIDE)
+    return Net(lambda net, x: _layers(kinds, net, x), weight=weight)
+
+
+@hypothesis.settings(max_examples=12)
+@hypothesis.given(net=random_nets(), seed=st.integers(0, 1000), fused=st.booleans())
+def test_random_nets_are_the_same_under_random_plans(net: Net, seed: int, fused: bool) -> None:
+    assert_plan_changes_nothing(net, [batch(SIDE, SIDE)], at_random(seed), fused=fused)
+
+
+def peaks(model: nn.Module, inputs: Sequence[torch.Tensor], choose: Choose) -> tuple[int, int]:
+    """Measured and replayed bytes of a step that keeps its result and its tangent."""
+    model = copy.deepcopy(model)
+    given = [x.detach().clone().requires_grad_(x.requires_grad) for x in inputs]
+    seen = Capture(choose)
+    run = compiled(model, seen)
+
+    def step() -> None:
+        result = run(*given)
+        result.backward(torch.ones_like(result))
+
+    step()
+    for leaf in (*model.parameters(), *given):
+        leaf.grad = None
+    resident = sum(seen.problem.bytes_of[name] for name in seen.problem.resident)
+    peak = measure_peak(step, held=[model, *given]).above_start_bytes
+    return peak, replay(seen.problem, seen.steps).peak_bytes - resident
+
+
+EXACT = ("mlp", "dropout", "frozen", "pieces", "custom op", "attention", "gru", "checkpoint",
+         "save nothing", "input gradient", "input overwritten", "integers")  # fmt: skip
+
+
+@pytest.mark.parametrize("name", EXACT)
+@pytest.mark.parametrize("choose", [keep_all, everything_again], ids=["keep all", "again"])
+def test_the_replayed_peak_is_the_measured_one(name: str, choose: Choose) -> None:
+    model, inputs = nets.make(name)
+    measured, replayed = peaks(model, inputs, choose)
+    assert measured == replayed
+
+
+@hypothesis.settings(max_examples=10)
+@hypothesis.given(net=random_nets(), seed=st.integers(0, 1000))
+def test_the_replayed_peak_of_random_nets_is_the_measured_one(net: Net, seed: int) -> None:
+    measured, replayed = peaks(net, [batch(SIDE, SIDE)], at_random(seed))
+    assert measured == replayed
+
+
+# --- invariants ---------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize("name", ["mlp", "several results", "attention", "save addmms"])
+def test_steps_and_nodes_agree(name: str) -> None:
+    """Each step of a plan is in the graph as often as the plan says, and in its order."""
+    model, inputs = nets.make(name)
+    seen = capture(model, inputs, at_random(5))
+    nodes = [n.name for n in seen.rewritten.module.graph.nodes]
+    sinks = {op: seen.found.cones[op].nodes[-1] for op in seen.found.cones}
+    firsts = [name for i, name in enumerate(seen.steps)
+              if name not in seen.steps[:i] and name in sinks]  # fmt: skip
+    assert [nodes.index(n) for n in firsts] == sorted(nodes.index(n) for n in firsts)
+    assert len(seen.rewritten.recomputed) == len(seen.steps) - len(set(seen.steps))
+    copies = Counter(n.split(RECOMPUTED)[0] for n in nodes if RECOMPUTED in n)
+    for op, times in Counter(seen.rewritten.recomputed).items():
+        assert copies[op] == times
+
+
+def test_saved_nodes_are_what_the_backward_reads() -> None:
+    seen = capture(mlp(8, 3), [batch(4, 8)], at_random(3))
+    nodes = list(seen.rewritten.module.graph.nodes)
+    tangent = next(n for n in nodes if n.name in [t.name for t in seen.joint.tangents])
+    late = {n.name for n in seen.backward.graph.nodes if n.op == "call_function"}
+    read = {i for n in nodes if n.name in late for i in n.all_input_nodes}
+    expected = {n.name for n in read if n.name not in late and n is not tangent}
+    assert {n.name for n in seen.rewritten.saved} == expected
+    assert TANGENTS in seen.steps
