@@ -78,23 +78,27 @@ def _key(gm: fx.GraphModule, inputs: Sequence[Any], partitioner: Partitioner) ->
     return session.digest(gm.code, shapes, partitioner.uuid(), torch.__version__)
 
 
-def _compile(
-    gm: fx.GraphModule, inputs: Sequence[Any], options: Options, partitioner: Partitioner,
-    mode: str | None, extra: Mapping[str, Any],
-) -> Callable[..., Any]:  # fmt: skip
-    if options.executor == "aot_eager":
-        return compat.compile_with_aot_eager(gm, inputs, partitioner)
+def _patches(options: Options, partitioner: Partitioner, mode: str | None) -> dict[str, Any]:
+    """Inductor's configuration: the user's, with our partitioner and our ordering pass."""
     user = compat.inductor_patches(mode, options.inductor_options())
     theirs = user.get(compat.POST_GRAD_PASS, getattr(compat.inductor_config, compat.POST_GRAD_PASS))
     # Reusing a buffer holds it from its last use to its next: the peak would exceed the plan's.
-    exact = {} if options.memory_budget is None else {"allow_buffer_reuse": False}
-    patches = {
+    exact = {} if partitioner.request.budget_bytes is None else {"allow_buffer_reuse": False}
+    return {
         **exact,
         **user,
         "custom_partitioner_fn": partitioner,
         compat.POST_GRAD_PASS: HoldOrder(__version__, compat.chain_passes(theirs)),
     }
-    return compat.compile_with_inductor(gm, inputs, patches, **extra)
+
+
+def _compile(
+    gm: fx.GraphModule, inputs: Sequence[Any], options: Options, partitioner: Partitioner,
+    mode: str | None,
+) -> Callable[..., Any]:  # fmt: skip
+    if options.executor == "aot_eager":
+        return compat.compile_with_aot_eager(gm, inputs, partitioner)
+    return compat.compile_with_inductor(gm, inputs, _patches(options, partitioner, mode))
 
 
 def fxremat(
@@ -103,7 +107,7 @@ def fxremat(
     *,
     options: Mapping[str, Any] | None = None,
     mode: str | None = None,
-    **extra: Any,
+    **_: Any,
 ) -> Callable[..., Any]:
     """Compile one graph for a byte budget; the entry point that torch.compile finds by name.
 
@@ -118,7 +122,7 @@ def fxremat(
     partitioner = Partitioner(_request(parsed, device, example_inputs), __version__)
     key = _key(gm, example_inputs, partitioner)
     current = session.begin()
-    compiled = _compile(gm, example_inputs, parsed, partitioner, mode, {})
+    compiled = _compile(gm, example_inputs, parsed, partitioner, mode)
     report = current.report
     if report is not None:
         session.store(key, report)
@@ -141,7 +145,7 @@ def plan_only(
     if parsed.executor == "aot_eager":
         compiled = compat.compile_with_aot_eager(gm, example_inputs, partitioner)
     else:
-        patches = compat.inductor_patches(None, parsed.inductor_options())
+        patches = _patches(parsed, partitioner, None)
         compiled = compat.trace_as_inductor(gm, example_inputs, patches, partitioner)
     return compiled, current.report
 

@@ -231,12 +231,12 @@ def fresh_dynamo_caches() -> Iterator[None]:
         yield
 
 
-def preserve_order(graph: fx.Graph, after: Mapping[fx.Node, fx.Node]) -> None:
-    """Make Inductor run each key after its value, by ordering-only dependencies."""
+def preserve_order(graph: fx.Graph, after: Mapping[fx.Node, Sequence[fx.Node]]) -> None:
+    """Make Inductor run each key after its values, by ordering-only dependencies."""
     from torch._inductor.fx_passes.control_dependencies import preserve_node_ordering
     from torch.utils._ordered_set import OrderedSet
 
-    preserve_node_ordering(graph, {node: OrderedSet([dep]) for node, dep in after.items()})
+    preserve_node_ordering(graph, {node: OrderedSet(deps) for node, deps in after.items()})
 
 
 
@@ -256,7 +256,7 @@ class Kernel:
     """One launch of Inductor's schedule: buffers read and written, in-place pairs, origins.
 
     ``call`` is (op, args, kwargs) of a library call, its tensors fake and in the layout that
-    Inductor chose; None for generated loops.
+    Inductor chose, and ``origin`` its node; generated loops have neither.
     """
 
     name: str
@@ -264,6 +264,7 @@ class Kernel:
     writes: tuple[str, ...]
     inplace: tuple[tuple[str, str], ...]
     origins: tuple[str, ...]
+    origin: str = ""
     call: tuple[Any, Any, Any] | None = None
 
 
@@ -441,6 +442,7 @@ class _ScheduleReader:
             writes=tuple(dict.fromkeys(writes)),
             inplace=tuple(self.inplace(node)),
             origins=tuple(sorted(origins)),
+            origin=_origin(node),
             call=_library_call(node),
         )
 
@@ -488,6 +490,12 @@ class _ScheduleReader:
         return not isinstance(
             spec, (ir.NoneLayout, ir.MultiOutputLayout, ir.MutationLayoutSHOULDREMOVE)
         ) and not isinstance(buffer.defining_op, NopKernelSchedulerNode)
+
+
+def _origin(node: Any) -> str:
+    kernel = getattr(node, "node", None)
+    origin = kernel.get_origin_node() if kernel is not None else None
+    return str(origin.name) if origin is not None else ""
 
 
 def _library_call(node: Any) -> tuple[Any, Any, Any] | None:

@@ -9,7 +9,7 @@ import logging
 import time
 from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from pathlib import Path
 
 import torch
@@ -189,6 +189,19 @@ def _check_plan(found: Estimate, plan: Plan) -> None:
         raise VerificationFailed("peak", detail)
 
 
+def _learn(run: _Run, shown: Rehearsal) -> bool:
+    """Put the workspaces that Inductor's layouts need into the problem; True if any differs."""
+    problem = run.found.problem
+    ops = tuple(
+        replace(op, workspace_bytes=shown.scratch.get(op.name, op.workspace_bytes))
+        for op in problem.ops
+    )
+    if ops == problem.ops:
+        return False
+    run.found = replace(run.found, problem=replace(problem, ops=ops))
+    return True
+
+
 def _fit(run: _Run) -> tuple[Split, int]:
     """Plan, look at the real peak, and plan again until it is under the budget and close to it.
 
@@ -197,6 +210,8 @@ def _fit(run: _Run) -> tuple[Split, int]:
     """
     budget = run.budget
     split = run.split(run.solve(budget))
+    if split.rehearsal is not None and _learn(run, split.rehearsal):
+        split = run.split(run.solve(budget))
     if budget is None or split.rehearsal is None:
         return split, 0
     tried = {split.plan.steps: split}

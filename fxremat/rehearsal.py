@@ -22,10 +22,16 @@ from fxremat.passes.memory_estimation import TANGENTS, nbytes
 
 @dataclass(frozen=True)
 class Rehearsal:
-    """The kernels of one training step as a timeline; ``origin`` names a value's FX node."""
+    """The kernels of one training step as a timeline.
+
+    ``origin`` names the FX node of a value, ``origins`` those of a kernel, ``scratch`` gives the
+    workspace of a library call by its FX node, in the layout that Inductor chose.
+    """
 
     timeline: Timeline
     origin: dict[str, str]
+    origins: dict[str, tuple[str, ...]]
+    scratch: dict[str, int]
 
     @property
     def peak_bytes(self) -> int:
@@ -43,6 +49,8 @@ class _Step:
     origin: dict[str, str]
     written: set[str]
     workspace: Callable[[Any, Any, Any], int]
+    scratch: dict[str, int]
+    origins: dict[str, tuple[str, ...]]
 
     def input(self, node: fx.Node) -> str:
         """An input of a graph as a value named after its placeholder."""
@@ -71,13 +79,17 @@ class _Step:
             self.written.update(fresh)
             reads = tuple(dict.fromkeys([*known, *again]))
             pairs = tuple((name(r), name(w)) for r, w in kernel.inplace)
+            self.origins[prefix + kernel.name] = kernel.origins
+            scratch = self.workspace(*kernel.call) if kernel.call else 0
+            if kernel.call:
+                self.scratch[kernel.origin] = scratch
             self.ops.append(
                 Op(
                     name=prefix + kernel.name,
                     reads=tuple(r for r in reads if r not in fresh),
                     writes=tuple(fresh),
                     time_us=0.0,
-                    workspace_bytes=self.workspace(*kernel.call) if kernel.call else 0,
+                    workspace_bytes=scratch,
                     phase=phase,
                     inplace=tuple((r, w) for r, w in pairs if r in reads and w in fresh),
                 )
@@ -111,7 +123,7 @@ def rehearse(
     strides = {name: s for name, i in saved.items() if (s := lowered.strides[i]) is not None}
     lowered_backward = compat.lower(backward, is_backward=True, input_strides=strides)
 
-    step = _Step(device, {}, [], {}, set(), workspace)
+    step = _Step(device, {}, [], {}, set(), workspace, {}, {})
     primals = {n.name: step.input(n) for n in _placeholders(forward)}
     step.kernels(lowered, "f_", primals)
     tangents = [step.input(n) for n in _placeholders(backward) if compat.is_tangent(n)]
@@ -132,6 +144,6 @@ def rehearse(
         resident=tuple(primals.values()),
         outputs=tuple(dict.fromkeys([*(k for k in kept if k in step.written), *tangents])),
     )
-    return Rehearsal(replay(problem, problem.base_steps()), step.origin)
+    return Rehearsal(replay(problem, problem.base_steps()), step.origin, step.origins, step.scratch)
 
 

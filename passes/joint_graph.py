@@ -115,7 +115,9 @@ def is_repeatable(node: fx.Node, mutated: frozenset[fx.Node]) -> bool:
         return True
     if not isinstance(target, torch._ops.OpOverload) or target.namespace not in ("aten", "prims"):
         return False
-    if is_mutating(node) or is_random(node) or node.meta.get("unbacked_bindings"):
+    if is_mutating(node) or is_random(node) or is_run_for_effect(node):
+        return False
+    if node.meta.get("unbacked_bindings"):
         return False
     if compat.must_be_in_forward(node) or _is_told_to_save(node):
         return False

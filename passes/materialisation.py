@@ -124,7 +124,8 @@ def _is_call(node: fx.Node) -> bool:
     return node.op == "call_function" and not is_view(node) and not is_scalar(node)
 
 
-def _users_through_views(node: fx.Node) -> list[fx.Node]:
+def users_through_views(node: fx.Node) -> list[fx.Node]:
+    """Who reads the node's storage, directly or by way of views."""
     users, stack = [], list(node.users)
     while stack:
         user = stack.pop()
@@ -205,7 +206,7 @@ def _is_written(node: fx.Node, joint: JointGraph, groups: _Groups) -> bool:
     if joint.role[node] is not Role.BACKWARD and not is_repeatable(node, joint.mutated):
         return True
     forward = joint.role[node] is Role.FORWARD
-    for user in _users_through_views(node):
+    for user in users_through_views(node):
         if user.op == "output":
             return True
         if forward and joint.role[user] is not Role.FORWARD:
@@ -246,7 +247,7 @@ def materialise(joint: JointGraph, *, fused: bool) -> Materialisation:
             result.written.add(node)
     for node in nodes:
         if fused and node in result.written and _is_constant(node, joint):
-            users = _users_through_views(node)
+            users = users_through_views(node)
             if all(is_fusable(u) and u.op != "output" for u in users):
                 result.written.discard(node)
     return result

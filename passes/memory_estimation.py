@@ -68,6 +68,7 @@ class Estimate:
     joint: JointGraph
     cones: dict[str, Cone]
     node_of: dict[str, fx.Node]
+    fused: bool
 
 
 def nbytes(tensor: torch.Tensor) -> int:
@@ -271,4 +272,4 @@ def estimate(
         outputs=_distinct([*outputs, *(n.name for n in tangents)]),
     )
     node_of = {n.name: n for n in joint.module.graph.nodes if n.name in builder.bytes}
-    return Estimate(validate(problem), joint, builder.cones, node_of)
+    return Estimate(validate(problem), joint, builder.cones, node_of, fused)

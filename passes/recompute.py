@@ -22,11 +22,13 @@ from typing import Any
 
 from torch import fx
 
-from fxremat.passes.joint_graph import JointGraph, Role, is_view, root
+from fxremat.passes.joint_graph import JointGraph, Role, is_repeatable, is_view, root
+from fxremat.passes.materialisation import is_fusable
 from fxremat.passes.memory_estimation import TANGENTS, Cone, Estimate
 
 RECOMPUTED = "_recompute"
 INLINED = "_inline"
+WRITTEN = "_written"
 Look = Callable[[fx.Node], fx.Node]
 
 
@@ -44,6 +46,7 @@ class _Emitter:
     """Builds the new graph; ``env`` maps each old node to its latest copy."""
 
     joint: JointGraph
+    mark_written: bool
     graph: fx.Graph = field(default_factory=fx.Graph)
     env: dict[fx.Node, fx.Node] = field(default_factory=dict)
     views: dict[tuple[Any, ...], fx.Node] = field(default_factory=dict)
@@ -51,10 +54,17 @@ class _Emitter:
     def copy(self, node: fx.Node, look: Look, suffix: str = "") -> fx.Node:
         new = self.graph.node_copy(node, look)
         new.meta = dict(node.meta)
+        if self.runs_once(node):  # torch repeats impure calls in the other half if it can
+            half = "forward" if self.joint.role[node] is Role.FORWARD else "backward"
+            new.meta["partitioner_tag"] = f"must_be_in_{half}"
         if suffix:
             new._rename(node.name + suffix)
             new.meta.pop("recompute", None)
         return new
+
+    def runs_once(self, node: fx.Node) -> bool:
+        call = node.op == "call_function" and not is_view(node)
+        return call and not is_repeatable(node, self.joint.mutated)
 
     def resolve(self, node: fx.Node) -> fx.Node:
         """The latest copy of ``node``; what belongs to no op is made when first asked for."""
@@ -85,7 +95,13 @@ class _Emitter:
             if in_backward and borrowed:
                 private[node] = self.inline(node, private)
             elif node not in self.env:
-                self.env[node] = self.copy(node, self.looker(private))
+                mark = in_backward and self.mark_written and self.is_loop_value(node, cone)
+                self.env[node] = self.copy(node, self.looker(private), WRITTEN if mark else "")
+
+    def is_loop_value(self, node: fx.Node, cone: Cone) -> bool:
+        """Whether a generated loop writes this value: `passes.order` sees to it that it does."""
+        loop = is_fusable(node) and is_repeatable(node, self.joint.mutated)
+        return loop and node in cone.values
 
     def run_again(self, cone: Cone) -> None:
         """A copy of the whole cone; its values take the place of the former ones.
@@ -119,7 +135,8 @@ def _read_across(
 def apply_plan(estimate: Estimate, steps: Sequence[str]) -> Rewritten:
     """The joint graph with its nodes in the order of ``steps``, and copies where ops repeat."""
     joint = estimate.joint
-    emitter = _Emitter(joint)
+    repeats = len(set(steps)) < len(steps)
+    emitter = _Emitter(joint, mark_written=estimate.fused and repeats)
     for node in (*joint.primals, *joint.tangents):
         emitter.resolve(node)
     seen: set[str] = set()

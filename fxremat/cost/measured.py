@@ -74,8 +74,8 @@ def _given(node: fx.Node) -> tuple[Any, Any]:
 def call_key(node: fx.Node, size: SizeOf) -> str:
     """Names a call by all that its time may depend on."""
     args, kwargs = _given(node)
-    described = {k: described(v, size) for k, v in sorted(kwargs.items())}
-    return json.dumps([str(node.target), described(args, size), described])
+    named = {k: described(v, size) for k, v in sorted(kwargs.items())}
+    return json.dumps([str(node.target), described(args, size), named])
 
 
 def _run_us(call: Callable[[], object], device: torch.device) -> float:

@@ -48,11 +48,16 @@ class Gaps:
             for slot in self.slots[op]:
                 self.low[slot] = self.state.model.n
             self.free.extend(self.slots[op])
+            self.state.work += 4 * len(old)
             self.slots[op] = [self._fill(op, row, old) for row in self._rows(op)]
 
     def covering(self, stage: int) -> npt.NDArray[np.intp]:
-        """Slots of the rows that hold something over the stage without using it."""
-        return np.flatnonzero((self.low < stage) & (self.high > stage))
+        """Slots of the rows that hold something over the stage without using it.
+
+        Where the stage runs several ops, also of those it may use early and hold to its end.
+        """
+        early = stage + 1 if self.state.extra[stage] else stage
+        return np.flatnonzero((self.low < early) & (self.high > stage))
 
     def forget(self, stage: int) -> None:
         """Take the scores of the rows that end in this stage as unknown."""
@@ -112,7 +117,7 @@ class Gaps:
         for start, stop in self.state.spans(value):
             low = start
             for high in uses[bisect_left(uses, start) : bisect_right(uses, stop)]:
-                if high > low + 1:
+                if high > low + 1 or self.state.extra[max(low, 0)]:
                     out.append((low, high))
                 low = high
         return out

@@ -1,9 +1,10 @@
 """The least feasible peak: exact where the problem is small, else the best that was found.
 
-``exact`` is a shortest path over (ops run so far, copies held): the bottleneck path gives the
-least peak of every schedule whose first runs come in base order, with any repeats anywhere, and
-the path of least time under that peak is then the best plan at it. A copy is freed at the
-last step that reads it, or that writes it if none does, so those are the only choices.
+``optima`` is a shortest path in time over (ops run so far, copies held) among the runs whose
+bytes fit a cap; the cap goes down from one optimum to the next until nothing fits, which
+proves the last one to have the least peak of all schedules whose first runs come in base
+order, with any repeats anywhere. A copy is freed at the last step that reads it, or that
+writes it if none does, so those are the only choices.
 
 ``search_lower`` is for larger problems: ruin and descend again from the lowest schedule known.
 """
@@ -11,6 +12,7 @@ last step that reads it, or that writes it if none does, so those are the only c
 from __future__ import annotations
 
 import heapq
+import math
 from collections.abc import Iterator
 from dataclasses import dataclass, replace
 from itertools import combinations
@@ -24,7 +26,7 @@ from fxremat.planner.paths import evict_all
 from fxremat.planner.state import Run
 
 MOST_OPS = 10
-MOST_VALUES = 14
+MOST_VALUES = 16
 MOST_NODES = 20_000
 
 Node = tuple[int, frozenset[int]]
@@ -48,56 +50,67 @@ class Step:
     node: Node
 
 
-def exact(model: Model) -> tuple[int, list[Run]] | None:
-    """The least peak and the extra runs, in order, of the fastest schedule that has it.
+class TooLarge(Exception):
+    """The exact search was given up."""
 
-    None where the problem is too large, or the search was given up.
+
+def optima(model: Model) -> tuple[list[tuple[int, list[Run]]], bool]:
+    """Peaks and extra runs, in order, of optimal schedules; and whether these are all.
+
+    Nothing where the problem is too large.
     """
+    found: list[tuple[int, list[Run]]] = []
     if not 0 < model.n <= MOST_OPS or len(model.bytes) > MOST_VALUES:
-        return None
-    low = _shortest(model, None)
-    if low is None:
-        return None
-    peak, _ = low
-    fast = _shortest(model, int(peak))
-    return None if fast is None else (int(peak), fast[1])
+        return found, False
+    nodes = MOST_NODES
+    cap = sum(model.bytes) + sum(model.workspace) + model.problem.resident_bytes
+    try:
+        while True:
+            best, used = _shortest(model, cap, nodes)
+            if best is None:
+                break
+            found.append(best)
+            cap, nodes = best[0] - 1, nodes - used
+    except TooLarge:
+        return found, False
+    return found, True
 
 
-def _shortest(model: Model, cap: int | None) -> tuple[float, list[Run]] | None:
-    """Best path to the end: by highest bytes, or by time within a cap of bytes."""
+def _shortest(model: Model, cap: int, nodes: int) -> tuple[tuple[int, list[Run]] | None, int]:
+    """Peak and extra runs of a fastest schedule within the cap, and the nodes used."""
     start: Node = (0, frozenset(v for v in model.inputs if not model.kept[v]))
     last = _last_first_reads(model)
     best: dict[Node, float] = {start: 0.0}
-    came: dict[Node, tuple[Node, int]] = {}
+    came: dict[Node, tuple[Node, Step]] = {}
     queue: list[tuple[float, int, Node]] = [(0.0, 0, start)]
     count = 0
     while queue:
-        cost, _, node = heapq.heappop(queue)
-        if cost > best[node]:
+        time, _, node = heapq.heappop(queue)
+        if time > best[node]:
             continue
         if node[0] == model.n:
-            return cost, _runs(came, node)
-        if count > MOST_NODES:
-            return None
+            return _follow(came, node), count
+        if count > nodes:
+            raise TooLarge
         for step in _steps(model, node, last):
-            if cap is not None and step.bytes > cap:
-                continue
-            after = max(cost, step.bytes) if cap is None else cost + model.time[step.op]
-            if after < best.get(step.node, float("inf")):
-                best[step.node], came[step.node] = after, (node, step.op)
+            after = time + model.time[step.op]
+            if step.bytes <= cap and after < best.get(step.node, math.inf):
+                best[step.node], came[step.node] = after, (node, step)
                 count += 1
                 heapq.heappush(queue, (after, count, step.node))
-    return None
+    return None, count
 
 
-def _runs(came: dict[Node, tuple[Node, int]], node: Node) -> list[Run]:
-    out: list[Run] = []
+def _follow(came: dict[Node, tuple[Node, Step]], node: Node) -> tuple[int, list[Run]]:
+    """The path that ends at a node: its highest bytes and its extra runs in order."""
+    peak, out = 0, []
     while node in came:
-        before, op = came[node]
+        before, step = came[node]
+        peak = max(peak, step.bytes)
         if node[0] == before[0]:
-            out.append((op, before[0]))
+            out.append((step.op, before[0]))
         node = before
-    return out[::-1]
+    return peak, out[::-1]
 
 
 def _last_first_reads(model: Model) -> list[int]:
@@ -114,10 +127,15 @@ def _steps(model: Model, node: Node, last: list[int]) -> Iterator[Step]:
     done, held = node
     for op in range(done + 1):
         first = op == done
-        if not first and not model.repeatable[op]:
+        if not first and (not model.repeatable[op] or not _makes_any(model, op, held)):
             continue
         if all(_there(model, read, done, held) for read in model.reads[op]):
             yield from _ways(model, node, op, first, last)
+
+
+def _makes_any(model: Model, op: int, held: frozenset[int]) -> bool:
+    """Whether running the op again would make a copy that is not there."""
+    return any(value not in held and not model.kept[value] for value in model.writes[op])
 
 
 def _there(model: Model, value: int, done: int, held: frozenset[int]) -> bool:
@@ -169,7 +187,7 @@ def search_lower(improver: Improver, rounds: int, work: int) -> None:
         search.settle()
         before = (state.max_peak(), state.time)
         improver.shake()
-        evict_all(search)
+        evict_all(search, work)
         search.keep_all(state.max_peak())
         if (state.max_peak(), state.time) <= before:
             improver.pool.offer(state)

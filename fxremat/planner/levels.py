@@ -8,17 +8,19 @@ by evicting further.
 from __future__ import annotations
 
 import math
-import time
+import time as clock_time
 from dataclasses import dataclass
+from itertools import pairwise
 
 from fxremat.planner.analogues import Analogues
 from fxremat.planner.bound import peak_bound
 from fxremat.planner.improve import Improver
-from fxremat.planner.least_peak import exact, search_lower
+from fxremat.planner.least_peak import optima, search_lower
 from fxremat.planner.options import SolverOptions
 from fxremat.planner.paths import descend
 from fxremat.planner.pool import Pool
 from fxremat.planner.search import Search, Taste
+from fxremat.planner.segments import counts_for, offer_segments
 from fxremat.planner.state import State
 
 LENGTHS = (0.0, 0.5, 1.0)
@@ -28,11 +30,11 @@ class Clock:
     """Says when the time limit is over; without one it never looks at the time."""
 
     def __init__(self, limit_s: float | None) -> None:
-        self.end = None if limit_s is None else time.perf_counter() + limit_s
+        self.end = None if limit_s is None else clock_time.perf_counter() + limit_s
 
     def running(self) -> bool:
         """Whether there is time left."""
-        return self.end is None or time.perf_counter() < self.end
+        return self.end is None or clock_time.perf_counter() < self.end
 
 
 @dataclass(frozen=True)
@@ -47,8 +49,8 @@ class Effort:
 
 def effort_for(ops: int) -> Effort:
     """Less per op for larger problems, so that the whole grows less than linearly."""
-    improve = min(5_000 * ops, 1_200_000 + 300 * ops)
-    return Effort(path=1_000_000 + 600 * ops, level=improve // 16)
+    improve = min(10_000 * ops, 900_000 + 300 * ops)
+    return Effort(path=min(6_000 * ops, 1_000_000 + 600 * ops), level=improve // 16)
 
 
 def fill(pool: Pool, options: SolverOptions) -> None:
@@ -59,18 +61,33 @@ def fill(pool: Pool, options: SolverOptions) -> None:
     pool.offer(State(model))
     if not model.n:
         return
-    for length in LENGTHS:
+    for k, length in enumerate(LENGTHS):
         if clock.running():
-            descend(Search(State(model), Taste(length)), pool, 0, effort.path)
+            work = effort.path if k == 0 else effort.path // 3
+            descend(Search(State(model), Taste(length)), pool, 0, work)
+    if clock.running():
+        counts = counts_for(model.n)
+        offer_segments(pool, counts, effort.path // len(counts))
     analogues = Analogues(model)
+    _lower(_improver(pool, 0, options.seed * 1000 + 999, analogues), effort, clock)
     targets = _levels(pool, effort.levels)
     for k, target in enumerate(targets):
         below = targets[k + 1] if k + 1 < len(targets) else 0
         if clock.running():
             improver = _improver(pool, target, options.seed * 1000 + k, analogues)
             _improve(improver, target, below, effort)
-    if clock.running():
-        _lower(_improver(pool, 0, options.seed * 1000 + 999, analogues), effort)
+    _ascend(pool, targets, clock)
+    _solve_exactly(pool)
+
+
+def _ascend(pool: Pool, targets: list[int], clock: Clock) -> None:
+    """From each level up to the one above: leave out the runs that fit there."""
+    for below, target in pairwise(reversed(targets)):
+        entry = pool.best(below)
+        if entry is not None and clock.running():
+            search = Search(pool.state(entry))
+            search.keep_all(target)
+            pool.offer(search.state)
 
 
 def _improver(pool: Pool, target: int, seed: int, analogues: Analogues) -> Improver:
@@ -79,16 +96,21 @@ def _improver(pool: Pool, target: int, seed: int, analogues: Analogues) -> Impro
     return Improver(search, pool, seed, analogues)
 
 
-def _lower(improver: Improver, effort: Effort) -> None:
+def _lower(improver: Improver, effort: Effort, clock: Clock) -> None:
     """Look for lower peaks, unless the lowest is proven to be the least."""
     pool = improver.pool
-    if pool.least().peak > peak_bound(pool.model):
-        search_lower(improver, effort.rounds, 4 * effort.level)
-    found = exact(pool.model)
-    if found is not None:
-        pool.exact_peak, runs = found
+    if clock.running() and pool.least().peak > peak_bound(pool.model):
+        search_lower(improver, effort.rounds, 5 * effort.level)
+
+
+def _solve_exactly(pool: Pool) -> None:
+    """Add the optimal schedules of a small problem."""
+    found, proven = optima(pool.model)
+    for peak, runs in found:
         time = sum(pool.model.time) + sum(pool.model.time[op] for op, _ in runs)
-        pool.add(pool.exact_peak, time, runs)
+        pool.add(peak, time, runs)
+    if found and proven:
+        pool.exact_peak = found[-1][0]
 
 
 def _improve(improver: Improver, target: int, below: int, effort: Effort) -> None:
@@ -97,7 +119,7 @@ def _improve(improver: Improver, target: int, below: int, effort: Effort) -> Non
     improver.rounds(target, effort.rounds, effort.level)
     search.taste, search.noise = Taste(), None
     search.gaps.unblock()
-    descend(search, improver.pool, below, search.state.work + effort.path)
+    descend(search, improver.pool, below, search.state.work + 2 * effort.level)
 
 
 def _levels(pool: Pool, count: int) -> list[int]:

@@ -13,8 +13,8 @@ from fxremat.planner.search import Search
 
 KEEP_EVERY = 8
 """Steps from one look at needless runs to the next, at least."""
-KEEP_EVERY_OPS = 150
-"""One more step for every so many ops: a look takes time in proportion to the runs."""
+KEEP_EVERY_RUNS = 25
+"""One more step for every so many extra runs: a look takes time in proportion to them."""
 GRAIN = 512
 """States are offered when the peak fell by this part of what it was at the start."""
 
@@ -25,10 +25,9 @@ def descend(search: Search, pool: Pool, target: int, work: int) -> None:
     States on the way are offered to the pool.
     """
     state = search.state
-    every = max(KEEP_EVERY, state.model.n // KEEP_EVERY_OPS)
     grain = state.max_peak() // GRAIN
     offered = state.max_peak() + grain + 1
-    steps = 0
+    steps, look = 0, KEEP_EVERY
     while state.max_peak() > target and state.work < work:
         if state.max_peak() < offered - grain:
             offered = state.max_peak()
@@ -36,8 +35,9 @@ def descend(search: Search, pool: Pool, target: int, work: int) -> None:
         if not _step(search):
             break
         steps += 1
-        if steps % every == 0:
+        if steps >= look:
             search.keep_all(state.max_peak())
+            look = steps + max(KEEP_EVERY, len(state.all_extra()) // KEEP_EVERY_RUNS)
         search.settle()
     search.keep_all(state.max_peak())
     search.settle()
@@ -48,7 +48,7 @@ def _step(search: Search) -> bool:
     return search.evict() or (search.gaps.unblock() and search.evict())
 
 
-def evict_all(search: Search) -> None:
-    """Evict until no drop helps; every change can be taken back."""
-    while search.evict():
+def evict_all(search: Search, work: int) -> None:
+    """Evict until no drop helps or the work is done; every change can be taken back."""
+    while search.state.work < work and search.evict():
         pass

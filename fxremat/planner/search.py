@@ -182,12 +182,19 @@ class Search:
         """Leave out an extra run, and what only it needed, if the peak stays within limit."""
         if not self._may_keep(run, limit):
             return False
-        mark = self.mark()
-        self.drop_runs((run,))
-        if self.state.max_peak() <= limit:
-            return True
-        self.back_to(mark)
-        return False
+        state, done = self.state, []
+        runs: tuple[Run, ...] = (run,)
+        while runs:
+            done.append(state.change((), runs))
+            runs = useless_after(state, runs)
+        if state.max_peak() > limit:
+            # The table was not told, so there is nothing to take back in it.
+            for undo in reversed(done):
+                state.revert(undo)
+            return False
+        self.journal.extend(done)
+        self.gaps.refresh(self._touched(gone for undo in done for gone in undo.removed))
+        return True
 
     def drop_runs(self, runs: tuple[Run, ...]) -> None:
         """Leave out extra runs and all that nothing reads any more."""

@@ -222,6 +222,7 @@ class State:
         if old == new:
             return
         size = self.model.bytes[value]
+        self.work += len(old) + len(new)
         for spans, sign in ((old, -size), (new, size)):
             other = new if spans is old else old
             for span in spans:
@@ -238,6 +239,7 @@ class State:
         if not extra and not model.inplace[stage]:
             return int(self.through[stage]) + model.own_bytes[stage]
         order = (*extra, stage)
+        self.work += 4 * len(order)
         dies = self._deaths(order, stage)
         live, worst = int(self.through[stage]), 0
         for step, op in enumerate(order):

@@ -1,0 +1,79 @@
+"""The best schedules of tiny problems, found the obvious way: the oracle of planner tests.
+
+A node of the search is (first runs done, values held, by name). Every run and every subset of
+held values to free after it is tried, so nothing is assumed about when a copy should end.
+`least_time` is a shortest path in time over the runs whose bytes fit the budget.
+"""
+
+from __future__ import annotations
+
+import heapq
+from itertools import combinations
+
+from fxremat.core.problem import Op, Problem
+from fxremat.core.timeline import replay
+
+
+def least_time(problem: Problem, budget: int) -> tuple[float, tuple[str, ...]] | None:
+    """Least time of any schedule within the budget, and its steps; None where none fits.
+
+    First runs in base order, ops that are not repeatable once, repeats anywhere.
+    """
+    resident, outputs = set(problem.resident), set(problem.outputs)
+    queue: list[tuple[float, int, int, frozenset[str], tuple[str, ...]]] = []
+    queue.append((0.0, 0, 0, frozenset(problem.inputs) - resident, ()))
+    seen: set[tuple[int, frozenset[str]]] = set()
+    pushed = 0
+    while queue:
+        time, _, done, held, steps = heapq.heappop(queue)
+        if (done, held) in seen:
+            continue
+        seen.add((done, held))
+        if done == len(problem.ops):
+            return time, steps
+        for k, op in enumerate(problem.ops[: done + 1]):
+            if k < done and not op.repeatable:
+                continue
+            if not set(op.reads) - resident <= held:
+                continue
+            for after in _afters(problem, op, k == done, held, budget, outputs):
+                pushed += 1
+                now = done + (k == done)
+                heapq.heappush(queue, (time + op.time_us, pushed, now, after, (*steps, op.name)))
+    return None
+
+
+def _afters(
+    problem: Problem, op: Op, first: bool, held: frozenset[str], budget: int, outputs: set[str]
+) -> list[frozenset[str]]:
+    """What may be held after the op, if it runs within the budget."""
+    live = held | set(op.writes)
+    size = problem.resident_bytes + op.workspace_bytes
+    size += sum(problem.bytes_of[name] for name in live)
+    out = []
+    for freed in _subsets(live - outputs):
+        shared = sum(
+            min(problem.bytes_of[r], problem.bytes_of[w])
+            for r, w in op.inplace
+            if r in freed and (first or w not in outputs)
+        )
+        if size - shared <= budget:
+            out.append(live - freed)
+    return out
+
+
+def _subsets(items: frozenset[str]) -> list[frozenset[str]]:
+    names = sorted(items)
+    return [frozenset(c) for size in range(len(names) + 1) for c in combinations(names, size)]
+
+
+def least_peak(problem: Problem) -> int:
+    """The least peak of any schedule, by bisection over budgets."""
+    low, high = 0, replay(problem, problem.base_steps()).peak_bytes
+    while low < high:
+        middle = (low + high) // 2
+        if least_time(problem, middle) is None:
+            low = middle + 1
+        else:
+            high = middle
+    return high

@@ -1,0 +1,240 @@
+"""Roles, views and what may run again, on nodes made by hand and on traced graphs."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import pytest
+import torch
+from torch import fx
+
+from fxremat.passes.joint_graph import (
+    Role,
+    is_multi_output,
+    is_mutating,
+    is_random,
+    is_repeatable,
+    is_tensor,
+    is_view,
+    root,
+)
+from tests import nets
+from tests.conftest import Golden
+from tests.graphs import Net, batch, calls, capture, linear, mlp
+
+ATEN = torch.ops.aten
+X = torch.zeros(4, 4)
+KEY = torch.zeros(1, 2, 4, 8)
+
+
+def call(target: Any, *args: Any, **kwargs: Any) -> fx.Node:
+    """A node that calls ``target``; tensors become placeholders of a graph of its own."""
+    graph = fx.Graph()
+
+    def given(value: Any) -> Any:
+        if not isinstance(value, torch.Tensor):
+            return value
+        node = graph.placeholder("x")
+        node.meta["val"] = value
+        return node
+
+    node = graph.call_function(target, tuple(map(given, args)), kwargs)
+    node.meta["val"] = target(*args, **kwargs)
+    return node
+
+
+def item(node: fx.Node, index: int) -> fx.Node:
+    """The getitem of a call that returns a tuple."""
+    import operator
+
+    taken = node.graph.call_function(operator.getitem, (node, index))
+    taken.meta["val"] = node.meta["val"][index]
+    return taken
+
+
+def test_roles(golden: Golden) -> None:
+    seen = capture(mlp(8, 1), [batch(4, 8)], fused=True)
+    rows = [f"{seen.joint.role[n].value:9} {n.name}" for n in seen.joint.module.graph.nodes]
+    golden("\n".join(rows))
+
+
+@pytest.mark.parametrize("name", nets.NAMES)
+def test_roles_follow_the_data(name: str) -> None:
+    """Nothing in the forward reads what only the backward has; lazy ops read no tangent."""
+    joint = nets.traced(name).joint
+    for node in joint.module.graph.nodes:
+        if node.op == "output":
+            continue
+        roles = {joint.role[i] for i in node.all_input_nodes}
+        if joint.role[node] is Role.FORWARD:
+            assert roles <= {Role.FORWARD}
+        elif joint.role[node] is Role.LAZY:
+            assert Role.BACKWARD not in roles
+        elif node not in joint.tangents:
+            assert Role.BACKWARD in roles or not roles
+    assert len(joint.forward_outputs) <= joint.num_forward_outputs
+    assert all(joint.role[n] is Role.FORWARD for n in joint.forward_outputs)
+
+
+VIEWS = {
+    "t": call(ATEN.t.default, X),
+    "view": call(ATEN.view.default, X, [16]),
+    "expand": call(ATEN.expand.default, X, [2, 4, 4]),
+    "unsafe view": call(ATEN._unsafe_view.default, X, [16]),
+    "item of split": item(call(ATEN.split.Tensor, X, 2), 1),
+    "item of unbind": item(call(ATEN.unbind.int, X), 1),
+    "item of unsafe split": item(call(ATEN.unsafe_split.Tensor, X, 2), 1),
+    "split": call(ATEN.split.Tensor, X, 2),
+}
+OTHERS = {
+    "clone": call(ATEN.clone.default, X),
+    "copy_": call(ATEN.copy_.default, X, X.clone()),
+    "item of topk": item(call(ATEN.topk.default, X, 2), 0),
+    "var_mean": call(ATEN.var_mean.correction, X, [1]),
+    "zeros": call(ATEN.zeros.default, [4]),
+}
+
+
+@pytest.mark.parametrize("node", VIEWS.values(), ids=VIEWS)
+def test_views(node: fx.Node) -> None:
+    assert is_view(node)
+    assert root(node).op == "placeholder"
+
+
+@pytest.mark.parametrize("node", OTHERS.values(), ids=OTHERS)
+def test_no_views(node: fx.Node) -> None:
+    assert not is_view(node)
+    assert root(node) is node
+
+
+def test_one_result_or_several() -> None:
+    assert is_tensor(OTHERS["clone"])
+    assert not is_multi_output(OTHERS["clone"])
+    assert is_multi_output(OTHERS["var_mean"])
+    assert not is_tensor(OTHERS["var_mean"])
+    assert [name for name, node in OTHERS.items() if is_mutating(node)] == ["copy_"]
+
+
+RANDOM = {
+    "rand_like": call(ATEN.rand_like.default, X),
+    "bernoulli": call(ATEN.bernoulli.p, X, 0.5),
+    "dropout": call(ATEN.native_dropout.default, X, 0.5, True),
+    "randn": call(ATEN.randn.default, [4]),
+    "seeds": call(torch.ops.prims.inductor_seeds.default, 2, torch.device("cpu")),
+    "attention": call(
+        ATEN._scaled_dot_product_flash_attention_for_cpu.default, KEY, KEY, KEY, 0.0
+    ),
+}
+RANDOM["attention with dropout"] = RANDOM["attention"].graph.call_function(
+    ATEN._scaled_dot_product_flash_attention.default,
+    (*RANDOM["attention"].args[:3], 0.5),
+)
+RANDOM["attention, dropout by name"] = RANDOM["attention"].graph.call_function(
+    ATEN._scaled_dot_product_flash_attention.default,
+    RANDOM["attention"].args[:3],
+    {"dropout_p": 0.5},
+)
+WITHOUT_DROPOUT = RANDOM.pop("attention")
+
+
+@pytest.mark.parametrize("node", RANDOM.values(), ids=RANDOM)
+def test_random_calls_do_not_run_again(node: fx.Node) -> None:
+    assert is_random(node)
+    assert not is_repeatable(node, frozenset())
+
+
+@pytest.mark.parametrize(
+    "target",
+    [
+        ATEN._scaled_dot_product_flash_attention.default,
+        ATEN._scaled_dot_product_efficient_attention.default,
+        ATEN._scaled_dot_product_flash_attention_for_cpu.default,
+    ],
+    ids=lambda target: target.overloadpacket.__name__,
+)
+def test_attention_without_dropout_runs_again(target: Any) -> None:
+    extra = (None, False) if "efficient" in str(target) else ()
+    graph = WITHOUT_DROPOUT.graph
+    node = graph.call_function(target, (*WITHOUT_DROPOUT.args[:3], *extra))
+    node.meta["val"] = (KEY,)
+    assert not is_random(node)
+    assert is_repeatable(node, frozenset())
+
+
+def test_numbers_from_a_seed_are_repeatable() -> None:
+    seed = torch.tensor(3)
+    node = call(torch.ops.prims.inductor_random.default, [4], seed, "rand")
+    assert not is_random(node)
+    assert is_repeatable(node, frozenset())
+
+
+class _Tag:
+    name = "MUST_SAVE"
+
+
+def test_what_the_user_saves_does_not_run_again() -> None:
+    node = call(ATEN.sin.default, X)
+    assert is_repeatable(node, frozenset())
+    node.meta["recompute"] = _Tag()
+    assert not is_repeatable(node, frozenset())
+
+
+def test_a_view_that_the_user_saves_costs_nothing_to_run_again() -> None:
+    node = call(ATEN.t.default, X)
+    node.meta["recompute"] = _Tag()
+    assert is_repeatable(node, frozenset())
+
+
+def test_reading_what_the_step_overwrites_is_not_repeatable() -> None:
+    node = call(ATEN.sin.default, X)
+    (source,) = node.all_input_nodes
+    assert not is_repeatable(node, frozenset({source}))
+
+
+@pytest.mark.parametrize(
+    "node",
+    [
+        call(torch.ops.fxremat_tests.triple.default, X),
+        OTHERS["copy_"],
+        call(torch.sin, X),
+    ],
+    ids=["custom op", "copy_", "python function"],
+)
+def test_what_has_effects_or_is_unknown_does_not_run_again(node: fx.Node) -> None:
+    assert not is_repeatable(node, frozenset())
+
+
+def test_a_call_whose_size_only_running_tells_does_not_run_again() -> None:
+    node = call(ATEN.nonzero.default, X)
+    assert is_repeatable(node, frozenset())
+    node.meta["unbacked_bindings"] = {"u0": ()}
+    assert not is_repeatable(node, frozenset())
+
+
+def test_inputs_that_the_step_overwrites() -> None:
+    model, inputs = nets.make("batch norm")
+    seen = capture(model, inputs)
+    sizes = sorted(tuple(n.meta["val"].shape) for n in seen.joint.mutated)
+    assert sizes == [(), (), (8,), (8,), (8,), (8,)]
+    assert capture(mlp(), [batch(4, 8)]).joint.mutated == frozenset()
+
+
+def test_inputs_without_gradient_have_none() -> None:
+    seen = capture(mlp(), [batch(4, 8)])
+    results = seen.joint.results[seen.joint.num_forward_outputs :]
+    assert [r for r in results if not isinstance(r, fx.Node)] == [None]
+    assert len(seen.joint.backward_outputs) == 4
+    assert len(seen.joint.primals) == len(results) == 5
+    assert len(seen.joint.tangents) == 1
+
+
+def test_assertions_stay_in_the_forward() -> None:
+    def run(net: Any, x: torch.Tensor) -> torch.Tensor:
+        torch._assert_async(x.sum() < 1e9, "too large")
+        return net.linear(x).sin()  # type: ignore[no-any-return]
+
+    seen = capture(Net(run, linear=linear()), [batch(4, 8)])
+    (check,) = seen.calls(ATEN._assert_async)
+    assert seen.joint.role[check] is Role.FORWARD
+    assert len(calls(seen.forward.graph, ATEN._assert_async)) == 1
+    assert seen.problem.op_of[check.name].phase == "forward"

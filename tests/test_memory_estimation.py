@@ -1,0 +1,194 @@
+"""Joint graph to problem: values, bytes, phases, base order."""
+
+from __future__ import annotations
+
+import json
+from typing import Any
+
+import pytest
+import torch
+from torch import nn
+
+from fxremat.core.check import check
+from fxremat.core.problem import problem_from_json, problem_to_json, validate
+from fxremat.core.timeline import replay
+from fxremat.passes.joint_graph import Role, is_view, root
+from fxremat.passes.memory_estimation import TANGENTS, estimate, nbytes
+from tests import nets
+from tests.conftest import Golden
+from tests.graphs import Net, batch, capture, linear, mlp, no_workspace, unit_time
+
+FLOAT = 4
+
+
+def as_text(data: dict[str, Any]) -> str:
+    """JSON with one op, and one value, a line."""
+    rows = [f"{json.dumps(key)}: {json.dumps(value)}" for key, value in data.items()
+            if key not in ("ops", "values")]  # fmt: skip
+    for key in ("values", "ops"):
+        rows += [f"{key}:", *(f"  {json.dumps(row)}" for row in data[key])]
+    return "\n".join(rows)
+
+
+@pytest.mark.parametrize("fused", [False, True], ids=["eager", "inductor"])
+def test_problem_of_an_mlp(golden: Golden, fused: bool) -> None:
+    seen = capture(mlp(), [batch(4, 8)], fused=fused)
+    golden(as_text(problem_to_json(seen.problem)))
+
+
+@pytest.mark.parametrize("fused", [False, True], ids=["eager", "inductor"])
+@pytest.mark.parametrize("name", nets.NAMES)
+def test_problems_are_valid(name: str, fused: bool) -> None:
+    seen = nets.traced(name, fused)
+    problem = validate(seen.problem)
+    assert problem_from_json(problem_to_json(problem)) == problem
+    verdict = check(problem, problem.base_steps())
+    assert verdict.ok, str(verdict)
+    assert verdict.peak_bytes == replay(problem, problem.base_steps()).peak_bytes
+    values = [value for op in problem.ops for value in op.writes]
+    assert len(values) == len(set(values))
+    storages = [root(seen.found.node_of[v]) for v in values]
+    assert not any(is_view(node) for node in storages)
+    assert len(storages) == len(set(storages))  # no storage is counted twice
+
+
+@pytest.mark.parametrize("name", nets.NAMES)
+def test_the_backward_begins_with_the_tangents(name: str) -> None:
+    problem = nets.traced(name).problem
+    phases = [op.phase for op in problem.ops]
+    assert phases == sorted(phases, key=["forward", "backward"].index)
+    first = next(op for op in problem.ops if op.phase == "backward")
+    assert first.name == TANGENTS
+    assert not first.repeatable
+
+
+def test_ops_of_the_backward_proper_do_not_run_again() -> None:
+    seen = capture(mlp(8, 3), [batch(4, 8)])
+    for op in seen.problem.ops:
+        if op.name != TANGENTS:
+            role = seen.joint.role[seen.node(op.name)]
+            assert op.repeatable == (role is not Role.BACKWARD)
+
+
+def test_bytes_are_those_of_the_storage() -> None:
+    assert nbytes(torch.empty(4, 8)) == 4 * 8 * FLOAT
+    assert nbytes(torch.empty(8, 4).t()) == 4 * 8 * FLOAT
+    assert nbytes(torch.empty(1).expand(1000)) == FLOAT
+    assert nbytes(torch.empty(0, 8)) == 0
+    assert nbytes(torch.empty(3, dtype=torch.bool)) == 3
+    assert nbytes(torch.empty(3, dtype=torch.int64)) == 24
+    assert nbytes(torch.empty(10, 10)[:, :2]) == (9 * 10 + 2) * FLOAT
+
+
+def test_what_lives_elsewhere_costs_nothing_here() -> None:
+    joint = capture(mlp(), [batch(4, 8)]).joint
+    found = estimate(joint, unit_time, no_workspace, fused=False, device="cuda", name="")
+    assert found.problem.resident_bytes == 0
+    assert replay(found.problem, found.problem.base_steps()).peak_bytes == 0
+
+
+def test_parameters_and_inputs_are_resident_once() -> None:
+    model, inputs = nets.make("tied")
+    problem = capture(model, inputs).problem
+    weights = sum(p.numel() * p.element_size() for p in model.parameters())
+    index = inputs[0].numel() * 8
+    assert problem.resident_bytes == weights + index
+
+
+def test_writing_into_an_input_takes_no_new_bytes() -> None:
+    model, inputs = nets.make("batch norm")
+    seen = capture(model, inputs)
+    copies = [op for op in seen.problem.ops if "copy_" in op.name]
+    assert len(copies) == 6
+    assert all(seen.problem.bytes_of[v] == 0 for op in copies for v in op.writes)
+    assert not any(op.repeatable for op in copies)
+
+
+def test_results_that_nobody_reads_are_there_while_the_call_runs() -> None:
+    """topk's indices are saved for the backward; sort's values alone are not, without it."""
+
+    def run(net: Any, x: torch.Tensor) -> torch.Tensor:
+        with torch.no_grad():
+            order = x.sort(1)[0]
+        return net.linear(x) * order  # type: ignore[no-any-return]
+
+    seen = capture(Net(run, linear=linear()), [batch(4, 8)])
+    assert seen.problem.op_of["sort"].workspace_bytes == 4 * 8 * 8
+    assert all(op.workspace_bytes == 0 for op in seen.problem.ops if op.name != "sort")
+
+
+def test_tuple_views_are_no_ops() -> None:
+    model, inputs = nets.make("pieces")
+    seen = capture(model, inputs)
+    assert any("split" in n.name for n in seen.joint.module.graph.nodes)
+    assert not any("split" in op.name or "unbind" in op.name for op in seen.problem.ops)
+
+
+def test_lazy_ops_stand_right_before_their_first_reader() -> None:
+    seen = capture(mlp(8, 4), [batch(4, 8)], fused=True)
+    ops = list(seen.problem.ops)
+    lazy = [op for op in ops if op.phase == "backward" and op.repeatable]
+    assert lazy
+    for op in lazy:
+        rest = ops[ops.index(op) + 1 :]
+        reader = next(i for i, later in enumerate(rest) if set(op.writes) & set(later.reads))
+        assert all(later.repeatable for later in rest[:reader])
+
+
+def test_a_deep_chain_of_lazy_ops() -> None:
+    """No recursion: a chain of ops that only the backward needs may be thousands long."""
+    from fxremat.core.problem import Op
+    from fxremat.passes.memory_estimation import _base_order
+
+    count = 3000
+    chain = [Op(f"l{i}", (f"v{i - 1}",) if i else (), (f"v{i}",), 0, 0, "backward")
+             for i in range(count)]  # fmt: skip
+    last = Op("g", (f"v{count - 1}",), ("w",), 0, 0, "backward", repeatable=False)
+    order = _base_order({op.name: op for op in (*chain, last)})
+    assert [op.name for op in order] == [op.name for op in (*chain, last)]
+
+
+def test_a_bound_on_a_dynamic_size_is_what_counts() -> None:
+    x = batch(6, 8)
+    torch._dynamo.mark_dynamic(x, 0, min=2, max=64)
+    seen = capture(nn.Sequential(linear(), nn.Tanh()), [x])
+    assert seen.problem.bytes_of["tanh"] == 64 * 8 * FLOAT
+
+
+def test_in_place_pairs_are_of_one_half_and_one_size() -> None:
+    for name in ("mlp", "dropout", "batch norm", "attention"):
+        seen = nets.traced(name, fused=True)
+        for op in seen.problem.ops:
+            for read, write in op.inplace:
+                assert seen.problem.bytes_of[read] == seen.problem.bytes_of[write]
+                halves = {seen.joint.role[seen.node(v)] is Role.FORWARD for v in (read, write)}
+                assert len(halves) == 1
+
+
+def test_node_by_node_nothing_is_in_place() -> None:
+    seen = capture(mlp(), [batch(4, 8)])
+    assert not any(op.inplace for op in seen.problem.ops)
+
+
+def test_times_come_from_the_timer() -> None:
+    asked: list[int] = []
+
+    def timer(nodes: Any, traffic_bytes: int) -> float:
+        asked.append(traffic_bytes)
+        return float(traffic_bytes)
+
+    joint = capture(mlp(), [batch(4, 8)]).joint
+    found = estimate(joint, timer, no_workspace, fused=False, device="cpu", name="")
+    assert sum(asked) == found.problem.base_time_us
+    gelu = found.problem.op_of["gelu"]
+    assert gelu.time_us == 2 * 4 * 8 * FLOAT  # one read, one write
+
+
+def test_workspaces_come_from_who_knows_them() -> None:
+    joint = capture(mlp(), [batch(4, 8)]).joint
+    asked = {"addmm": 100, "gelu": 7}
+    found = estimate(
+        joint, unit_time, lambda n: asked.get(n.name, 0), fused=False, device="cpu", name=""
+    )
+    assert found.problem.op_of["addmm"].workspace_bytes == 100
+    assert found.problem.op_of["gelu"].workspace_bytes == 7

@@ -1,0 +1,198 @@
+"""The greedy pool against brute force, and what every plan must hold to."""
+
+from __future__ import annotations
+
+import random
+from dataclasses import fields
+from itertools import pairwise
+
+import pytest
+from hypothesis import HealthCheck, given, settings
+from hypothesis import strategies as st
+
+from fxremat.core.plan import Plan
+from fxremat.core.problem import Op, Problem, Value, validate
+from fxremat.core.timeline import replay
+from fxremat.planner import SOLVERS, SolverOptions, front, solve
+from tests import brute
+
+
+def chain(forward: int, nbytes: int = 4) -> Problem:
+    """A chain whose backward needs every forward value: y0..yn-1, then gn-1..g0."""
+    names = [f"y{k}" for k in range(forward)]
+    ops = [
+        Op(name, names[k - 1 : k] if k else (), (name,), 1.0, 0, "forward")  # type: ignore[arg-type]
+        for k, name in enumerate(names)
+    ]
+    grad: tuple[str, ...] = ()
+    values = [Value(name, nbytes) for name in names]
+    for k in reversed(range(forward)):
+        values.append(Value(f"g{k}", 1))
+        ops.append(Op(f"g{k}", (names[k], *grad), (f"g{k}",), 1.0, 0, "backward", False))
+        grad = (f"g{k}",)
+    ops = [Op(o.name, tuple(o.reads), o.writes, o.time_us, 0, o.phase, o.repeatable) for o in ops]
+    return validate(Problem("chain", tuple(values), tuple(ops), outputs=grad))
+
+
+@st.composite
+def problems(draw: st.DrawFn, most: int) -> Problem:
+    """A random problem with every feature of the format."""
+    rng = random.Random(draw(st.integers(0, 1 << 30)))
+    there = ["in", "res"]
+    values = [Value("in", rng.randint(0, 6)), Value("res", rng.randint(0, 3))]
+    ops: list[Op] = []
+    for k in range(draw(st.integers(1, most))):
+        reads = tuple(sorted(rng.sample(there, min(len(there), rng.randint(0, 3)))))
+        writes = (f"v{k}",) if len(values) > 9 or rng.random() < 0.8 else (f"v{k}", f"w{k}")
+        values.extend(Value(name, rng.randint(1, 8)) for name in writes)
+        pairs: tuple[tuple[str, str], ...] = ()
+        if reads and rng.random() < 0.3:
+            pairs = ((rng.choice(reads), writes[0]),)
+        time = float(rng.randint(1, 9))
+        again = rng.random() < 0.8
+        ops.append(Op(f"o{k}", reads, writes, time, rng.randint(0, 2), "any", again, pairs))
+        there.extend(writes)
+    outputs = tuple(name for name in there[2:] if rng.random() < 0.15)
+    return validate(Problem("r", tuple(values), tuple(ops), ("in",), ("res",), outputs))
+
+
+def check(problem: Problem, plan: Plan) -> None:
+    """The plan is what it claims, and a schedule that the passes can apply."""
+    line = replay(problem, plan.steps)
+    assert plan.peak_bytes == line.peak_bytes
+    assert plan.time_us == line.time_us
+    assert tuple(dict.fromkeys(plan.steps)) == problem.base_steps()
+    assert all(problem.op_of[name].repeatable for name in plan.repeats())
+    assert plan.peak_bound_bytes is not None
+    assert plan.peak_bound_bytes <= plan.peak_bytes
+    assert plan.time_bound_us is not None
+    assert plan.time_bound_us <= plan.time_us
+
+
+@settings(max_examples=25, deadline=None, suppress_health_check=list(HealthCheck))
+@given(problems(8))
+def test_never_better_than_the_optimum(problem: Problem) -> None:
+    plans = front(problem)
+    for plan in plans:
+        check(problem, plan)
+        best = brute.least_time(problem, plan.peak_bytes)
+        assert best is not None
+        assert replay(problem, best[1]).peak_bytes <= plan.peak_bytes
+        assert plan.time_us >= best[0] - 1e-9
+    least = brute.least_peak(problem)
+    bound = plans[-1].peak_bound_bytes
+    assert bound is not None
+    assert bound <= least <= plans[-1].peak_bytes
+
+
+@settings(max_examples=25, deadline=None, suppress_health_check=list(HealthCheck))
+@given(problems(5))
+def test_tiny_problems_are_solved_to_the_optimum(problem: Problem) -> None:
+    plans = front(problem)
+    for plan in plans:
+        best = brute.least_time(problem, plan.peak_bytes)
+        assert best is not None
+        assert plan.time_us == pytest.approx(best[0])
+    least = brute.least_peak(problem)
+    assert plans[-1].peak_bytes == least == plans[-1].peak_bound_bytes
+
+
+@settings(max_examples=25, deadline=None, suppress_health_check=list(HealthCheck))
+@given(problems(8))
+def test_monotone_in_the_budget(problem: Problem) -> None:
+    plans = front(problem)
+    assert all(a.peak_bytes > b.peak_bytes for a, b in pairwise(plans))
+    assert all(a.time_us < b.time_us for a, b in pairwise(plans))
+    assert plans[0].time_us == problem.base_time_us
+    top = plans[0].peak_bytes
+    chosen = [solve(problem, budget) for budget in range(top + 2, -1, -1)]
+    for larger, smaller in pairwise(chosen):
+        assert smaller.peak_bytes <= larger.peak_bytes
+        assert smaller.time_us >= larger.time_us
+    for plan in chosen:
+        assert plan.budget_bytes is not None
+        fits = plan.peak_bytes <= plan.budget_bytes
+        assert fits or plan.peak_bytes == plans[-1].peak_bytes
+
+
+@pytest.mark.parametrize("name", SOLVERS)
+def test_every_solver_gives_a_valid_plan(name: str) -> None:
+    problem = chain(6)
+    plan = solve(problem, 14, name)
+    check(problem, plan)
+    assert plan.solver == name
+    assert plan.budget_bytes == 14
+
+
+def test_chain_of_five() -> None:
+    """All optima: at most all five values and a gradient, at least two, a gradient more."""
+    found = {plan.peak_bytes: plan.time_us for plan in front(chain(5))}
+    assert found == {21: 10.0, 17: 11.0, 13: 12.0, 12: 13.0, 10: 14.0, 9: 16.0}
+
+
+def test_residual_keeps_the_narrow_value() -> None:
+    """x -> wide h -> y = x + f(h); the backward reads h: computing h again from x is cheap."""
+    problem = validate(
+        Problem(
+            "residual",
+            (Value("x", 1), Value("h", 10), Value("y", 1), Value("big", 12), Value("g", 1)),
+            (
+                Op("x", (), ("x",), 5.0),
+                Op("h", ("x",), ("h",), 1.0),
+                Op("y", ("x", "h"), ("y",), 2.0),
+                Op("big", ("y",), ("big",), 3.0),
+                Op("g", ("big",), ("g",), 1.0, 0, "any", False),
+                Op("out", ("g", "h"), (), 1.0, 0, "any", False),
+            ),
+        )
+    )
+    plan = solve(problem, 15)
+    assert plan.steps == ("x", "h", "y", "big", "g", "h", "out")
+    assert (plan.peak_bytes, plan.time_us) == (14, 14.0)
+
+
+def test_inplace_values_share_their_bytes() -> None:
+    """``b`` takes over ``a`` where ``a`` dies there; computing ``a`` again makes that so."""
+    problem = validate(
+        Problem(
+            "inplace",
+            (Value("a", 8), Value("b", 8), Value("c", 1)),
+            (
+                Op("a", (), ("a",), 1.0),
+                Op("b", ("a",), ("b",), 1.0, inplace=(("a", "b"),)),
+                Op("c", ("b",), ("c",), 1.0),
+                Op("d", ("a", "c"), (), 1.0),
+            ),
+        )
+    )
+    assert solve(problem, None).peak_bytes == 17
+    plan = solve(problem, 9)
+    assert plan.steps == ("a", "b", "c", "a", "d")
+    assert plan.peak_bytes == 9 == plan.peak_bound_bytes
+
+
+def test_same_problem_same_plan() -> None:
+    """Also for an equal problem that is another object, which no cache knows."""
+    first, second = chain(8), chain(8)
+    assert [p.steps for p in front(first)] == [p.steps for p in front(second)]
+
+
+@settings(max_examples=15, deadline=None)
+@given(problems(8), st.integers(0, 99))
+def test_the_seed_changes_no_promise(problem: Problem, seed: int) -> None:
+    options = SolverOptions(seed=seed)
+    plans = front(problem, options)
+    for plan in plans:
+        check(problem, plan)
+    twin = Problem(**{field.name: getattr(problem, field.name) for field in fields(problem)})
+    assert [plan.steps for plan in front(twin, options)] == [plan.steps for plan in plans]
+
+
+def test_nothing_to_plan() -> None:
+    plan = solve(Problem("empty", (Value("w", 3),), (), resident=("w",)), 1)
+    assert (plan.steps, plan.peak_bytes, plan.time_us) == ((), 3, 0)
+
+
+def test_unknown_solver() -> None:
+    with pytest.raises(ValueError, match="unknown solver 'best'"):
+        solve(chain(2), None, "best")

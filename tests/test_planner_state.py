@@ -1,0 +1,58 @@
+"""The incremental profile against a replay, after random changes and after taking them back."""
+
+from __future__ import annotations
+
+import random
+
+import pytest
+from hypothesis import HealthCheck, given, settings
+from hypothesis import strategies as st
+
+from fxremat.core.problem import Problem
+from fxremat.core.timeline import replay
+from fxremat.planner.model import build_model
+from fxremat.planner.search import Search
+from fxremat.planner.state import State
+from tests.test_planner_greedy import problems
+from tests.test_planner_scale import gpt
+
+
+def agree(problem: Problem, state: State) -> None:
+    """Peak of every stage and time are those of a replay."""
+    line = replay(problem, state.model.names(state.steps()))
+    assert state.max_peak() == line.peak_bytes
+    assert state.time == pytest.approx(line.time_us)
+    step = 0
+    for stage, extra in enumerate(state.extra):
+        width = len(extra) + 1
+        assert state.peak[stage] == max(line.live_bytes[step : step + width])
+        step += width
+
+
+def walk(problem: Problem, seed: int, count: int) -> None:
+    """Random additions and removals; the profile must follow, and come back."""
+    rng = random.Random(seed)
+    search = Search(State(build_model(problem)))
+    state = search.state
+    for _ in range(count):
+        runs = state.all_extra()
+        if runs and rng.random() < 0.4:
+            search.drop_runs((rng.choice(runs),))
+        else:
+            op, stage = rng.randrange(state.model.n), rng.randrange(state.model.n)
+            if op < stage and state.model.repeatable[op] and op not in state.extra[stage]:
+                search.change(((op, stage),), ())
+        agree(problem, state)
+    search.back_to(0)
+    assert state.all_extra() == []
+    agree(problem, state)
+
+
+@settings(max_examples=25, deadline=None, suppress_health_check=list(HealthCheck))
+@given(problems(8), st.integers(0, 1000))
+def test_the_profile_follows_every_change(problem: Problem, seed: int) -> None:
+    walk(problem, seed, 12)
+
+
+def test_the_profile_follows_on_a_transformer() -> None:
+    walk(gpt(1), 3, 120)
