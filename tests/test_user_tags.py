@@ -1,0 +1,202 @@
+"""torch.utils.checkpoint policies, and graph inputs that the step overwrites."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import pytest
+import torch
+from torch import nn
+
+from fxremat import compat
+from fxremat.passes.joint_graph import Role, is_view, read_joint_graph, root
+from fxremat.passes.recompute import RECOMPUTED
+from fxremat.passes.user_tags import obey_must_recompute, protect_mutated_inputs
+from tests import nets
+from tests.conftest import Golden
+from tests.graphs import (
+    Capture,
+    assert_plan_changes_nothing,
+    batch,
+    calls,
+    capture,
+    everything_again,
+    linear,
+    mlp,
+)
+
+ATEN = torch.ops.aten
+
+
+def saved(seen: Capture) -> set[str]:
+    """Names of what the forward saves, inputs of the graph aside."""
+    return {n.name for n in seen.rewritten.saved if n.op != "placeholder"}
+
+
+def tagged(seen: Capture, tag: str) -> set[str]:
+    """Names of the nodes of the forward with a policy, views aside."""
+    return {
+        n.name
+        for n in seen.joint.module.graph.nodes
+        if compat.user_tag(n) == tag and not is_view(n) and seen.joint.role[n] is Role.FORWARD
+    }
+
+
+def test_backward_of_a_block_that_must_be_recomputed(golden: Golden) -> None:
+    model = nets.checkpointed(mlp(8, 1), nets.save_nothing)
+    golden(capture(model, [batch(4, 8)]).backward.code.strip())
+
+
+# --- pairs: changed, not changed -----------------------------------------------------------
+
+
+@pytest.mark.parametrize("name", ["mlp", "checkpoint", "dropout"])
+def test_nothing_is_copied_without_must_recompute(name: str) -> None:
+    joint = nets.traced(name).joint
+    before = str(joint.module.graph)
+    assert not obey_must_recompute(joint)
+    assert str(joint.module.graph) == before
+
+
+@pytest.mark.parametrize("name", ["mlp", "batch norm"])
+def test_nothing_is_cloned_where_the_backward_reads_no_old_content(name: str) -> None:
+    joint = nets.traced(name).joint
+    before = str(joint.module.graph)
+    assert not protect_mutated_inputs(joint)
+    assert str(joint.module.graph) == before
+
+
+def test_must_recompute_gives_the_backward_its_own_copies() -> None:
+    seen = nets.traced("save nothing")
+    copies = [n for n in seen.joint.module.graph.nodes if n.name.endswith(RECOMPUTED)]
+    assert copies
+    assert all(seen.joint.role[n] is Role.LAZY for n in copies)
+    assert not any(compat.user_tag(n) for n in copies)
+
+
+# --- policies ------------------------------------------------------------------------------
+
+
+def test_plain_checkpoint_leaves_the_choice_to_the_planner() -> None:
+    """Its tag is a preference: with room for all, nothing is run again; else anything may be."""
+    kept = nets.traced("checkpoint")
+    assert {"gelu", "addmm_1"} <= saved(kept)
+    again = capture(*nets.make("checkpoint"), everything_again)
+    assert not saved(again) & {"gelu", "addmm_1"}
+
+
+@pytest.mark.parametrize("name", ["save addmms", "save nothing"])
+def test_must_recompute_is_not_saved(name: str) -> None:
+    seen = nets.traced(name)
+    told = {n for n in tagged(seen, "MUST_RECOMPUTE")
+            if "dropout" not in n and "getitem" not in n}  # fmt: skip
+    assert told
+    assert not told & saved(seen)
+
+
+@pytest.mark.parametrize("name", ["save addmms", "save everything"])
+def test_must_save_is_never_copied(name: str) -> None:
+    seen = capture(*nets.make(name), everything_again)
+    told = tagged(seen, "MUST_SAVE")
+    assert told
+    names = {n.name.split(RECOMPUTED)[0]
+             for n in seen.rewritten.module.graph.nodes if RECOMPUTED in n.name}  # fmt: skip
+    assert not told & names
+    read = {n.name for n in seen.backward.graph.nodes if n.op == "placeholder"}
+    assert {t for t in told if t in read} <= saved(seen)
+
+
+def test_a_view_that_must_be_saved_does_not_keep_its_reader_from_running_again() -> None:
+    seen = capture(*nets.make("save addmms"), everything_again)
+    views = [n for n in seen.joint.module.graph.nodes
+             if n.target is ATEN.t.default and compat.user_tag(n)]  # fmt: skip
+    for view in views:
+        view.meta["recompute"] = next(
+            n.meta["recompute"] for n in seen.joint.module.graph.nodes
+            if compat.user_tag(n) == "MUST_SAVE"
+        )  # fmt: skip
+    assert any(op.repeatable for op in seen.problem.ops if op.name.startswith("gelu"))
+
+
+def test_dropout_under_must_recompute_is_drawn_once() -> None:
+    seen = nets.traced("save nothing")
+    for half in (seen.forward, seen.backward):
+        expected = 1 if half is seen.forward else 0
+        assert len(calls(half.graph, ATEN.native_dropout)) == expected
+
+
+def test_results_of_a_call_that_stays_are_not_taken_twice() -> None:
+    """A getitem goes where its call goes: else its storage would be two values."""
+    graph = nets.traced("save nothing").joint.module.graph
+    for call in calls(graph, ATEN.native_dropout):
+        indices = [user.args[1] for user in call.users]
+        assert len(indices) == len(set(indices))
+
+
+def test_calls_with_several_results_are_recomputed_as_one() -> None:
+    seen = nets.traced("save nothing")
+    norms = calls(seen.backward.graph, ATEN.native_layer_norm)
+    assert len(norms) == 1
+    assert len(calls(seen.forward.graph, ATEN.native_layer_norm)) == 1
+
+
+@pytest.mark.parametrize("layers", [2, 40])
+def test_deep_blocks_that_must_be_recomputed(layers: int) -> None:
+    model = nets.checkpointed(
+        nn.Sequential(*(nn.Tanh() for _ in range(layers)), linear()), nets.save_nothing
+    )
+    seen = assert_plan_changes_nothing(model, [batch(4, 8)])
+    assert sum("tanh" in name for name in saved(seen)) == 0
+
+
+@pytest.mark.parametrize("fused", [False, True], ids=["eager", "inductor"])
+@pytest.mark.parametrize("policy", [nets.save_addmms, nets.save_nothing, nets.save_everything])
+def test_policies_change_no_gradient(policy: Any, fused: bool) -> None:
+    model = nets.checkpointed(nn.Sequential(mlp(8, 1), nn.LayerNorm(8)), policy)
+    assert_plan_changes_nothing(model, [batch(4, 8)], fused=fused)
+
+
+# --- inputs that are overwritten -----------------------------------------------------------
+
+
+def without_clone(seen: Capture) -> Any:
+    """A traced graph in which the backward reads the overwritten buffer itself."""
+    graph = seen.joint.module.graph
+    for clone in calls(graph, ATEN.clone):
+        clone.replace_all_uses_with(clone.all_input_nodes[0])
+        graph.erase_node(clone)
+    return read_joint_graph(seen.joint.module, seen.joint.num_forward_outputs)
+
+
+@pytest.mark.parametrize("fused", [False, True], ids=["eager", "inductor"])
+def test_the_backward_reads_a_clone_of_what_the_step_overwrites(fused: bool) -> None:
+    seen = capture(*nets.make("old buffer"), fused=fused)
+    joint = without_clone(seen)
+    assert protect_mutated_inputs(joint)
+    joint.module.graph.lint()
+    joint = read_joint_graph(joint.module, joint.num_forward_outputs)
+    (clone,) = calls(joint.module.graph, ATEN.clone)
+    assert joint.role[clone] is Role.FORWARD
+    for node in joint.module.graph.nodes:
+        if joint.role[node] is not Role.FORWARD and node.op != "output":
+            assert not any(root(i) in joint.mutated for i in node.all_input_nodes)
+
+
+def test_a_clone_stays_in_the_forward_even_if_only_the_backward_reads_it() -> None:
+    """Else it would be made after the buffer has been overwritten."""
+    joint = without_clone(capture(*nets.make("old buffer")))
+    (source,) = joint.mutated
+    for user in list(source.users):
+        if joint.role[user] is Role.FORWARD and "copy_" not in user.name:
+            user.replace_input_with(source, joint.primals[0])
+    joint = read_joint_graph(joint.module, joint.num_forward_outputs)
+    assert protect_mutated_inputs(joint)
+    joint = read_joint_graph(joint.module, joint.num_forward_outputs)
+    (clone,) = calls(joint.module.graph, ATEN.clone)
+    assert joint.role[clone] is Role.FORWARD
+
+
+@pytest.mark.parametrize("name", ["buffer", "old buffer", "input overwritten"])
+@pytest.mark.parametrize("fused", [False, True], ids=["eager", "inductor"])
+def test_old_content_counts(name: str, fused: bool) -> None:
+    assert_plan_changes_nothing(*nets.make(name), fused=fused)

@@ -1,0 +1,199 @@
+"""Sabotage: every way to rewrite a graph wrongly that we know of is noticed."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+
+import pytest
+import torch
+from torch import fx
+
+from fxremat import compat
+from fxremat.errors import VerificationFailed
+from fxremat.passes.recompute import apply_plan
+from fxremat.verify import check_data_flow, check_split
+from tests import nets
+from tests.graphs import Capture, batch, calls, capture, everything_again, keep_all, mlp
+
+ATEN = torch.ops.aten
+
+
+def rewritten(name: str, again: bool = True) -> tuple[Capture, fx.Graph]:
+    """A traced net and a fresh rewriting of it."""
+    seen = capture(*nets.make(name), everything_again if again else keep_all)
+    return seen, apply_plan(seen.found, seen.steps).module.graph
+
+
+def judge(seen: Capture, graph: fx.Graph) -> None:
+    """Compare a rewriting with the joint graph."""
+    check_data_flow(seen.joint.module.graph, graph, [n.name for n in seen.joint.mutated])
+
+
+def one(graph: fx.Graph, target: object, which: int = 0) -> fx.Node:
+    return calls(graph, target)[which]
+
+
+@pytest.mark.parametrize("name", ["mlp", "dropout", "batch norm", "old buffer", "several results"])
+def test_an_honest_rewriting_passes(name: str) -> None:
+    judge(*rewritten(name))
+
+
+def swap_arguments(graph: fx.Graph) -> None:
+    node = one(graph, ATEN.mm)
+    node.args = (node.args[1], node.args[0])
+
+
+def change_a_constant(graph: fx.Graph) -> None:
+    node = one(graph, ATEN.native_dropout)
+    node.args = (node.args[0], 0.25, *node.args[2:])
+
+
+def change_the_operation(graph: fx.Graph) -> None:
+    one(graph, ATEN.gelu, -1).target = ATEN.relu.default
+
+
+def read_another_value(graph: fx.Graph) -> None:
+    node = one(graph, ATEN.gelu_backward)
+    node.args = (node.args[0], node.args[0])
+
+
+def copy_a_random_call(graph: fx.Graph) -> None:
+    node = one(graph, ATEN.native_dropout)
+    with graph.inserting_after(node):
+        graph.node_copy(node)
+
+
+def read_a_copied_random_call(graph: fx.Graph) -> None:
+    node = one(graph, ATEN.native_dropout)
+    with graph.inserting_after(node):
+        copy = graph.node_copy(node)
+    mask = [user for user in node.users if user.args[1] == 1][0]
+    mask.args = (copy, 1)
+
+
+def drop_a_node(graph: fx.Graph) -> None:
+    node = one(graph, ATEN.gelu)
+    node.replace_all_uses_with(node.all_input_nodes[0])
+    graph.erase_node(node)
+
+
+def drop_a_random_call(graph: fx.Graph) -> None:
+    node = one(graph, ATEN.native_dropout)
+    for user in list(node.users):
+        user.replace_all_uses_with(node.all_input_nodes[0])
+        graph.erase_node(user)
+    graph.erase_node(node)
+
+
+def swap_results(graph: fx.Graph) -> None:
+    output = graph.output_node()
+    results = list(output.args[0])  # type: ignore[arg-type]
+    given = [i for i, r in enumerate(results) if isinstance(r, fx.Node)]
+    results[given[1]], results[given[2]] = results[given[2]], results[given[1]]
+    output.args = (tuple(results),)
+
+
+def take_another_item(graph: fx.Graph) -> None:
+    node = one(graph, ATEN.native_dropout)
+    first = [user for user in node.users if user.args[1] == 0][0]
+    first.args = (node, 1)
+
+
+SABOTAGE = (
+    swap_arguments, change_a_constant, change_the_operation, read_another_value,
+    copy_a_random_call, read_a_copied_random_call, drop_a_node, drop_a_random_call, swap_results,
+    take_another_item,
+)  # fmt: skip
+
+
+@pytest.mark.parametrize("sabotage", SABOTAGE, ids=lambda f: f.__name__)
+def test_sabotage_is_noticed(sabotage: Callable[[fx.Graph], None]) -> None:
+    seen, graph = rewritten("dropout")
+    judge(seen, graph)
+    sabotage(graph)
+    with pytest.raises(VerificationFailed):
+        judge(seen, graph)
+
+
+def test_a_second_update_of_a_running_statistic_is_noticed() -> None:
+    seen, graph = rewritten("batch norm")
+    node = one(graph, ATEN.copy_)
+    with graph.inserting_after(node):
+        graph.node_copy(node)
+    with pytest.raises(VerificationFailed, match="exactly once"):
+        judge(seen, graph)
+
+
+def test_a_lost_update_of_a_running_statistic_is_noticed() -> None:
+    seen, graph = rewritten("batch norm")
+    node = one(graph, ATEN.copy_)
+    node.replace_all_uses_with(node.all_input_nodes[0])
+    graph.erase_node(node)
+    with pytest.raises(VerificationFailed, match="exactly once"):
+        judge(seen, graph)
+
+
+def test_overwriting_a_buffer_before_it_is_read_is_noticed() -> None:
+    seen, graph = rewritten("old buffer", again=False)
+    copy = one(graph, ATEN.copy_)
+    reader = one(graph, ATEN.clone)
+    new = copy.args[1]
+    assert isinstance(new, fx.Node)
+    number = [n for n in graph.nodes if n.op == "placeholder" and n is not copy.args[0]][0]
+    assert number is not None
+    with graph.inserting_before(reader):
+        early = graph.call_function(copy.target, (copy.args[0], copy.args[0]))
+    early.meta = dict(copy.meta)
+    name = copy.name
+    copy.replace_all_uses_with(early)
+    graph.erase_node(copy)
+    early._rename(name)
+    with pytest.raises(VerificationFailed):
+        judge(seen, graph)
+
+
+def test_a_later_read_of_an_overwritten_buffer_is_noticed() -> None:
+    """The same nodes, each once, in another order: only the place of the write differs."""
+    seen, graph = rewritten("old buffer", again=False)
+    copy, clone = one(graph, ATEN.copy_), one(graph, ATEN.clone)
+    users = [user for user in clone.users if user.name not in ("mul_1", "add")]
+    with graph.inserting_after(copy):
+        late = graph.node_copy(clone)
+    late.meta = dict(clone.meta)
+    for user in users:
+        if list(graph.nodes).index(user) > list(graph.nodes).index(late):
+            user.replace_input_with(clone, late)
+    with pytest.raises(VerificationFailed):
+        judge(seen, graph)
+
+
+# --- the split -----------------------------------------------------------------------------
+
+
+def test_an_honest_split_passes() -> None:
+    seen = capture(mlp(), [batch(4, 8)], everything_again)
+    names = [n.name for n in seen.rewritten.saved]
+    check_split(seen.backward.graph, names, seen.forward.graph)
+
+
+def test_reading_what_was_not_declared_is_noticed() -> None:
+    seen = capture(mlp(), [batch(4, 8)])
+    names = [n.name for n in seen.rewritten.saved][1:]
+    with pytest.raises(VerificationFailed, match="the backward reads"):
+        check_split(seen.backward.graph, names)
+
+
+def test_what_torch_runs_in_both_halves_is_noticed() -> None:
+    """A saved list that is too short: torch computes what is missing a second time."""
+    seen = capture(mlp(), [batch(4, 8)])
+    plan = apply_plan(seen.found, seen.steps)
+    short = [n for n in plan.saved if n.op == "placeholder"]
+    extra = [n for n in plan.module.graph.nodes if n.op == "placeholder" and n not in short]
+    inputs = short + [n for n in extra if not compat.is_tangent(n)]
+    forward, backward = compat.extract_forward_backward(
+        plan.module, inputs, num_fwd_outputs=seen.joint.num_forward_outputs, static_inputs=()
+    )
+    names = [n.name for n in inputs]
+    check_split(backward.graph, names)
+    with pytest.raises(VerificationFailed, match="run in both halves"):
+        check_split(backward.graph, names, forward.graph)
