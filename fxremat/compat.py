@@ -205,12 +205,16 @@ def trace_as_inductor(
     """The joint graph exactly as Inductor would give it to ``partition``; the parts run eagerly."""
     from torch._dynamo.backends.common import aot_autograd
     from torch._dynamo.backends.debugging import boxed_nop
+    from torch._guards import detect_fake_mode
     from torch._inductor.compile_fx import _recursive_joint_graph_passes
     from torch._inductor.decomposition import select_decomp_table
+    from torch._inductor.virtualized import V
 
     def with_joint_passes(module: fx.GraphModule, joint_inputs: Any, **kwargs: Any) -> Any:
-        _recursive_joint_graph_passes(module)
-        return partition(module, joint_inputs, **kwargs)
+        values = [n.meta.get("val") for n in module.graph.nodes if n.op == "placeholder"]
+        with V.set_fake_mode(detect_fake_mode(values)):
+            _recursive_joint_graph_passes(module)
+            return partition(module, joint_inputs, **kwargs)
 
     with inductor_config.patch(dict(patches)), functorch_config.patch(donated_buffer=False):
         compiler = aot_autograd(
@@ -264,6 +268,7 @@ class Kernel:
     writes: tuple[str, ...]
     inplace: tuple[tuple[str, str], ...]
     origins: tuple[str, ...]
+    is_loop: bool = True
     origin: str = ""
     call: tuple[Any, Any, Any] | None = None
 
@@ -355,12 +360,51 @@ def _read_schedule(lowering: Any) -> Lowered:
     sizes = compute_size_for_scheduler_buffer(scheduler.name_to_buf)
     reader = _ScheduleReader(scheduler, {k: max(pair) for k, pair in sizes.items()})
     kernels = tuple(reader.kernel(node) for node in scheduler.nodes)
+    sized = {name: reader.bytes(name) for name in sizes}
+    if set(lowering.device_types) == {"cpu"}:
+        kernels, sized = _merge_loops(kernels, sized)
     outputs = [_output_buffer(o) for o in lowering.graph_outputs]
     return Lowered(
         kernels=kernels,
-        bytes_of={name: reader.bytes(name) for name in sizes},
+        bytes_of=sized,
         outputs=tuple(reader.real(n) if n is not None else None for n in outputs),
         strides=tuple(_output_strides(o) for o in lowering.graph_outputs),
+    )
+
+
+def _merge_loops(
+    kernels: Sequence[Kernel], sizes: Mapping[str, int]
+) -> tuple[tuple[Kernel, ...], dict[str, int]]:
+    """The C++ backend makes one function of all loops between two library calls.
+
+    What any of them writes is allocated before it, and what any of them reads for the last
+    time is freed after it. A temporary that a later loop overwrites takes no bytes of its own.
+    """
+    groups: list[list[Kernel]] = []
+    for kernel in kernels:
+        if kernel.is_loop and groups and groups[-1][-1].is_loop:
+            groups[-1].append(kernel)
+        else:
+            groups.append([kernel])
+    sized = dict(sizes)
+    for group in groups:
+        written = {w for kernel in group for w in kernel.writes}
+        for kernel in group:
+            for read, _ in kernel.inplace:
+                if read in written:
+                    sized[read] = 0
+    return tuple(group[0] if len(group) == 1 else _merged(group) for group in groups), sized
+
+
+def _merged(group: Sequence[Kernel]) -> Kernel:
+    writes = dict.fromkeys(w for kernel in group for w in kernel.writes)
+    reads = dict.fromkeys(r for kernel in group for r in kernel.reads if r not in writes)
+    return Kernel(
+        name="+".join(kernel.name for kernel in group),
+        reads=tuple(reads),
+        writes=tuple(writes),
+        inplace=tuple(p for kernel in group for p in kernel.inplace if p[0] not in writes),
+        origins=tuple(sorted({o for kernel in group for o in kernel.origins})),
     )
 
 
@@ -388,6 +432,11 @@ class _ScheduleReader:
 
     def __init__(self, scheduler: Any, sizes: dict[str, int]) -> None:
         self.scheduler, self.sizes = scheduler, sizes
+        self.place = {
+            n.get_name(): index
+            for index, group in enumerate(scheduler.nodes)
+            for n in group.get_nodes()
+        }
         self.members = {
             name: group
             for group in scheduler.nodes
@@ -442,6 +491,7 @@ class _ScheduleReader:
             writes=tuple(dict.fromkeys(writes)),
             inplace=tuple(self.inplace(node)),
             origins=tuple(sorted(origins)),
+            is_loop=not (node.is_extern() or node.is_template()),
             origin=_origin(node),
             call=_library_call(node),
         )
@@ -475,12 +525,27 @@ class _ScheduleReader:
                     if (
                         source is not None
                         and self.is_owned(source)
-                        and any(u.can_inplace and u.node is member for u in source.users)
+                        and self.is_last_use(source, member)
                         and can_match_buffer_size(source.node, out.node)
                     ):
                         pairs.append((self.real(dep.name), self.real(out.get_name())))
                         break
         return pairs
+
+    def is_last_use(self, buffer: Any, member: Any) -> bool:
+        """Whether ``member`` reads ``buffer`` index by index and nobody depends on it later.
+
+        A dependency that only orders counts too: Inductor does not tell them apart here.
+        """
+        here = self.place[member.get_name()]
+        before = member.ancestors
+        later = [
+            u
+            for u in buffer.users
+            if u.node.get_name() not in before
+            and self.place.get(u.node.get_name(), len(self.place)) >= here
+        ]
+        return len(later) == 1 and later[0].node is member and bool(later[0].can_inplace)
 
     def is_owned(self, buffer: Any) -> bool:
         from torch._inductor import ir

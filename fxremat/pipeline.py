@@ -202,38 +202,65 @@ def _learn(run: _Run, shown: Rehearsal) -> bool:
     return True
 
 
-def _fit(run: _Run) -> tuple[Split, int]:
-    """Plan, look at the real peak, and plan again until it is under the budget and close to it.
+@dataclass
+class _Search:
+    """Looks for the cheapest plan whose real peak is under the budget.
 
-    The planner's target moves by as much as the real peak missed the budget. The plan of
-    least peak has the last word, so that a budget that it fits in is always met.
+    The planner's peak and the real one differ, so the planner's target is moved by as much as
+    the real peak missed the budget, and halved in where that has been tried before.
     """
-    budget = run.budget
-    split = run.split(run.solve(budget))
-    if split.rehearsal is not None and _learn(run, split.rehearsal):
-        split = run.split(run.solve(budget))
-    if budget is None or split.rehearsal is None:
-        return split, 0
-    tried = {split.plan.steps: split}
-    best = split if split.peak_bytes <= budget else None
-    target = budget
-    while len(tried) < MAX_REHEARSALS:
-        slack = budget - split.peak_bytes
-        if best is not None and (slack <= CLOSE_ENOUGH * budget or not best.rewritten.recomputed):
-            if slack >= 0:
+
+    run: _Run
+    budget: int
+    best: Split | None = None
+    too_much: int | None = None
+    tried: dict[tuple[str, ...], Split] = field(default_factory=dict)
+
+    def try_plan(self, plan: Plan) -> Split:
+        """Apply and rehearse a plan; remember the best."""
+        split = self.tried.get(plan.steps)
+        if split is None:
+            split = self.tried[plan.steps] = self.run.split(plan)
+        if split.peak_bytes > self.budget:
+            self.too_much = min(plan.peak_bytes, self.too_much or plan.peak_bytes)
+        elif self.best is None or plan.time_us < self.best.plan.time_us:
+            self.best = split
+        return split
+
+    def next_target(self, split: Split) -> int | None:
+        """The peak to plan for next; None where there is nothing left to gain."""
+        miss = split.peak_bytes - self.budget
+        if miss <= 0 and (-miss <= CLOSE_ENOUGH * self.budget or not split.rewritten.recomputed):
+            return None
+        target = split.plan.peak_bytes - miss
+        low = self.best.plan.peak_bytes if self.best is not None else None
+        high = self.too_much
+        if low is not None and high is not None and not low < target < high:
+            target = (low + high) // 2
+            return target if high - low > CLOSE_ENOUGH * self.budget else None
+        return target
+
+    def fit(self, first: Split) -> Split:
+        """The best plan found; the one of least peak where no other is under the budget."""
+        split = self.try_plan(first.plan)
+        while len(self.tried) < MAX_REHEARSALS:
+            target = self.next_target(split)
+            plan = self.run.solve(target) if target is not None else None
+            if plan is None or plan.steps in self.tried:
                 break
-        target += slack
-        plan = run.solve(target)
-        if plan.steps in tried:
-            break
-        split = tried[plan.steps] = run.split(plan)
-        if split.peak_bytes <= budget and (best is None or split.plan.time_us < best.plan.time_us):
-            best = split
-    if best is None:
-        plan = run.solve(0)
-        best = tried.get(plan.steps) or run.split(plan)
-        tried[plan.steps] = best
-    return best, len(tried)
+            split = self.try_plan(plan)
+        return self.best or self.try_plan(self.run.solve(0))
+
+
+def _fit(run: _Run) -> tuple[Split, int]:
+    """Plan; where the real kernels are known, plan again until they are under the budget."""
+    split = run.split(run.solve(run.budget))
+    if run.budget is None or split.rehearsal is None:
+        return split, 0
+    if _learn(run, split.rehearsal):
+        split = run.split(run.solve(run.budget))
+    search = _Search(run, run.budget, tried={split.plan.steps: split})
+    return search.fit(split), len(search.tried)
 
 
 def transform(

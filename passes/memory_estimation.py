@@ -128,7 +128,8 @@ class _Builder:
     def add_op(self, sinks: list[fx.Node], values: list[fx.Node]) -> None:
         inside, reads = self.cone(sinks)
         nodes = tuple(sorted(inside, key=self.position.__getitem__))
-        sizes = {n.name: self.size(n) for n in (*reads, *values)}
+        read = sorted(reads, key=self.position.__getitem__)
+        sizes = {n.name: self.size(n) for n in (*read, *values)}
         self.bytes.update(sizes)
         name = sinks[0].name
         self.cones[name] = Cone(nodes, tuple(values), frozenset(sinks))
@@ -136,7 +137,7 @@ class _Builder:
         phase: Phase = "forward" if role is Role.FORWARD else "backward"
         self.ops[name] = Op(
             name=name,
-            reads=tuple(n.name for n in sorted(reads, key=self.position.__getitem__)),
+            reads=tuple(n.name for n in read),
             writes=tuple(v.name for v in values),
             time_us=self.timer(nodes, sum(sizes.values())),
             workspace_bytes=self.unread_bytes(sinks) + self.scratch_bytes(sinks[0]),

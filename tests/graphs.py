@@ -14,8 +14,6 @@ from typing import Any
 
 import torch
 from torch import fx, nn
-from torch._guards import detect_fake_mode
-from torch._inductor.virtualized import V
 
 from fxremat import compat
 from fxremat.core.check import check
@@ -161,7 +159,8 @@ class Capture:
 
     def node(self, name: str) -> fx.Node:
         """The node of the joint graph with this name."""
-        return {n.name: n for n in self.joint.module.graph.nodes}[name]
+        nodes: dict[str, fx.Node] = {n.name: n for n in self.joint.module.graph.nodes}
+        return nodes[name]
 
     def calls(self, target: Any) -> list[fx.Node]:
         """Nodes of the joint graph that call an overload, or any overload of a packet."""
@@ -201,8 +200,7 @@ def compiled(function: Function, capture: Capture | str, **options: Any) -> Func
     def backend(gm: fx.GraphModule, inputs: Sequence[Any]) -> Function:
         assert isinstance(capture, Capture)
         if capture.fused:
-            with V.set_fake_mode(detect_fake_mode(inputs)):
-                return compat.trace_as_inductor(gm, inputs, {}, capture)
+            return compat.trace_as_inductor(gm, inputs, {}, capture)
         return compat.compile_with_aot_eager(gm, inputs, capture)
 
     torch._dynamo.reset()

@@ -30,7 +30,7 @@ def _(x: torch.Tensor) -> torch.Tensor:
     return torch.empty_like(x)
 
 
-triple.register_autograd(lambda _, grad: triple(grad))  # type: ignore[no-untyped-call]
+triple.register_autograd(lambda _, grad: triple(grad))
 
 
 def save_addmms(_: Any, op: Any, *args: Any, **kwargs: Any) -> CheckpointPolicy:
@@ -50,7 +50,7 @@ def save_everything(*args: Any, **kwargs: Any) -> CheckpointPolicy:
 
 def checkpointed(middle: nn.Module, policy: Any = None) -> Net:
     """A linear layer, ``middle`` under torch.utils.checkpoint, the linear layer again."""
-    extra = {}
+    extra: dict[str, Any] = {}
     if policy is not None:
         extra["context_fn"] = partial(create_selective_checkpoint_contexts, policy)
 
@@ -81,7 +81,7 @@ def overwrite_buffer(net: Any, x: torch.Tensor) -> torch.Tensor:
 
 def overwrite_what_backward_reads(net: Any, x: torch.Tensor) -> torch.Tensor:
     """The backward needs what the buffer held before the step, as it was."""
-    y = net.linear(x) * net.buffer.clone()
+    y: torch.Tensor = net.linear(x) * net.buffer.clone()
     net.buffer.add_(1)
     return y.cos()
 
@@ -90,7 +90,8 @@ def tied(net: Any, index: torch.Tensor) -> torch.Tensor:
     """An embedding whose weight is the output layer's, and a loss."""
     hidden = torch.tanh(net.norm(net.embedding(index)))
     logits = F.linear(hidden, net.embedding.weight)
-    return F.cross_entropy(logits.flatten(0, 1), index.flatten())
+    loss: torch.Tensor = F.cross_entropy(logits.flatten(0, 1), index.flatten())
+    return loss
 
 
 def frozen() -> nn.Module:

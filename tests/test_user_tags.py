@@ -106,18 +106,6 @@ def test_must_save_is_never_copied(name: str) -> None:
     assert {t for t in told if t in read} <= saved(seen)
 
 
-def test_a_view_that_must_be_saved_does_not_keep_its_reader_from_running_again() -> None:
-    seen = capture(*nets.make("save addmms"), everything_again)
-    views = [n for n in seen.joint.module.graph.nodes
-             if n.target is ATEN.t.default and compat.user_tag(n)]  # fmt: skip
-    for view in views:
-        view.meta["recompute"] = next(
-            n.meta["recompute"] for n in seen.joint.module.graph.nodes
-            if compat.user_tag(n) == "MUST_SAVE"
-        )  # fmt: skip
-    assert any(op.repeatable for op in seen.problem.ops if op.name.startswith("gelu"))
-
-
 def test_dropout_under_must_recompute_is_drawn_once() -> None:
     seen = nets.traced("save nothing")
     for half in (seen.forward, seen.backward):
@@ -140,7 +128,7 @@ def test_calls_with_several_results_are_recomputed_as_one() -> None:
     assert len(calls(seen.forward.graph, ATEN.native_layer_norm)) == 1
 
 
-@pytest.mark.parametrize("layers", [2, 40])
+@pytest.mark.parametrize("layers", [2, 15])
 def test_deep_blocks_that_must_be_recomputed(layers: int) -> None:
     model = nets.checkpointed(
         nn.Sequential(*(nn.Tanh() for _ in range(layers)), linear()), nets.save_nothing

@@ -21,7 +21,7 @@ import time
 from collections.abc import Callable
 from contextlib import AbstractContextManager, suppress
 from pathlib import Path
-from typing import Any
+from typing import Any, Protocol
 
 import torch
 from torch import fx
@@ -29,7 +29,13 @@ from torch import fx
 from fxremat.cost.roofline import SizeOf, flops_of
 
 REPEATS = 5
-Timer = Callable[[tuple[fx.Node, ...], int], float]
+
+
+class Timer(Protocol):
+    """Says how long an op takes; `fxremat.passes.memory_estimation.OpTimer`."""
+
+    def __call__(self, nodes: tuple[fx.Node, ...], traffic_bytes: int) -> float:
+        """Microseconds of running ``nodes`` as one kernel."""
 
 
 def _is_free(node: fx.Node) -> bool:

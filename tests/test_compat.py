@@ -1,0 +1,373 @@
+"""Every private torch name that is used, tried once: a version that changes one is noticed here."""
+
+from __future__ import annotations
+
+import pickle
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+from torch import fx, nn
+
+from fxremat import compat
+from fxremat.passes.joint_graph import is_tensor
+from tests import nets
+from tests.graphs import Capture, batch, calls, capture, compiled, everything_again, linear, mlp
+from tests.test_joint_graph import ATEN, X, call
+
+
+def dynamic(**bounds: int) -> Capture:
+    """An MLP with a dynamic first size, seen as 6."""
+    x = batch(6, 8)
+    torch._dynamo.mark_dynamic(x, 0, **bounds)
+    return capture(mlp(), [x])
+
+
+def sizes(seen: Capture) -> list[Any]:
+    """Every symbolic size that a tensor of the graph has."""
+    return [s for n in seen.joint.module.graph.nodes if is_tensor(n)
+            for s in n.meta["val"].shape if isinstance(s, torch.SymInt)]  # fmt: skip
+
+
+def test_classes_that_inductor_asks_for() -> None:
+    @dataclass(frozen=True)
+    class Pass(compat.CustomGraphPass):
+        def __call__(self, graph: fx.Graph) -> None: ...
+
+        def uuid(self) -> str:
+            return "one"
+
+    @dataclass(frozen=True)
+    class Cut(compat.CustomPartitionerFn):
+        def __call__(self, gm: Any, joint_inputs: Any, **kwargs: Any) -> Any: ...
+
+        def uuid(self) -> str:
+            return "two"
+
+    assert Pass().uuid() == "one"
+    assert Cut().uuid() == "two"
+    assert hasattr(compat.inductor_config, compat.POST_GRAD_PASS)
+    assert hasattr(compat.inductor_config, "custom_partitioner_fn")
+    assert hasattr(compat.functorch_config, "cse")
+    assert hasattr(compat.functorch_config, "donated_buffer")
+
+
+def test_is_tangent() -> None:
+    joint = nets.traced("mlp").joint
+    placeholders = [n for n in joint.module.graph.nodes if n.op == "placeholder"]
+    assert [n.name for n in placeholders if compat.is_tangent(n)] == ["tangents_1"]
+    assert not any(compat.is_tangent(n) for n in joint.module.graph.nodes if n.op != "placeholder")
+
+
+def test_where_a_node_must_be() -> None:
+    copy = call(ATEN.copy_.default, X, X.clone())
+    assert compat.must_be_in_forward(copy)
+    assert not compat.must_be_in_backward(copy)
+    copy.meta["partitioner_tag"] = "is_backward"
+    assert compat.must_be_in_backward(copy)
+    assert not compat.must_be_in_forward(copy)
+    plain = call(ATEN.sin.default, X)
+    assert not compat.must_be_in_forward(plain)
+    plain.meta["partitioner_tag"] = "must_be_in_forward"
+    assert compat.must_be_in_forward(plain)
+    plain.meta["partitioner_tag"] = "must_be_in_backward"
+    assert compat.must_be_in_backward(plain)
+
+
+def test_mutated_input_of() -> None:
+    """Only inputs that are overwritten outside of the graph have such an output."""
+    assert compat.mutated_input_of(object()) is None
+    output = nets.traced("mlp").joint.module.graph.output_node()
+    assert all(compat.mutated_input_of(d) is None for d in output.meta.get("desc") or [])
+
+
+def overwrite_after(x: torch.Tensor) -> torch.Tensor:
+    """The new content of the input has a gradient: AOTAutograd writes it after the graph."""
+    result = x.exp()
+    x.mul_(2)
+    return result
+
+
+def test_mutated_input_of_one_that_is_overwritten_after_the_graph() -> None:
+    seen = Capture(everything_again)
+    run = compiled(overwrite_after, seen)
+    leaf = batch(4, 8).requires_grad_()
+    given = leaf * 1
+    (run(given).sum() + given.sum()).backward()
+    torch.testing.assert_close(leaf.grad, batch(4, 8).exp() + 2)
+    descriptions = seen.joint.module.graph.output_node().meta["desc"]
+    assert any(compat.mutated_input_of(d) is not None for d in descriptions)
+    assert len(seen.joint.mutated) == 1
+
+
+def test_user_tag() -> None:
+    seen = nets.traced("save addmms")
+    tags = {compat.user_tag(n) for n in seen.joint.module.graph.nodes}
+    assert {"MUST_SAVE", "MUST_RECOMPUTE", None} <= tags
+    plain = {compat.user_tag(n) for n in nets.traced("checkpoint").joint.module.graph.nodes}
+    assert "PREFER_RECOMPUTE" in plain
+    assert compat.user_tag(call(ATEN.sin.default, X)) is None
+
+
+def test_prepare_joint_graph_merges_and_drops() -> None:
+    def twice(x: torch.Tensor) -> torch.Tensor:
+        x.exp()
+        return x.sin() * x.sin()
+
+    seen = Capture()
+    compiled(twice, seen)(batch(4, 8).requires_grad_()).sum().backward()
+    assert "exp" not in seen.joint_text or not seen.calls(ATEN.exp)
+    assert len(seen.calls(ATEN.sin)) == 1
+
+
+def test_symbols_and_opaque_objects() -> None:
+    seen = dynamic(min=2, max=64)
+    symbols = [n for n in seen.joint.primals if compat.is_symbol(n)]
+    assert len(symbols) == 1
+    assert not compat.is_symbol(seen.node("addmm"))
+    assert not any(compat.is_opaque(n) for n in seen.joint.module.graph.nodes)
+
+
+def test_default_partition() -> None:
+    """torch's own partition takes the graph, and its halves train."""
+    seen: list[tuple[fx.GraphModule, fx.GraphModule]] = []
+
+    def partition(module: fx.GraphModule, inputs: Any, **kwargs: Any) -> Any:
+        seen.append(compat.default_partition(module, inputs, **kwargs))
+        return seen[0]
+
+    def backend(gm: fx.GraphModule, inputs: Any) -> Any:
+        return compat.compile_with_aot_eager(gm, inputs, partition)
+
+    model = mlp()
+    torch._dynamo.reset()
+    torch.compile(model, backend=backend)(batch(4, 8)).sum().backward()
+    assert len(calls(seen[0][0].graph, ATEN.addmm)) == 2
+    assert model[0].weight.grad is not None
+
+
+def test_extract_forward_backward_cuts_at_the_nodes_given() -> None:
+    seen = capture(mlp(8, 3), [batch(4, 8)], everything_again)
+    read = [n.name for n in seen.backward.graph.nodes if n.op == "placeholder"]
+    saved = [n.name for n in seen.rewritten.saved]
+    assert sorted(read) == sorted([*saved, "tangents_1"])
+    results = seen.forward.graph.output_node().args[0]
+    assert isinstance(results, (tuple, list))
+    assert [r.name for r in results[1:]] == saved  # type: ignore[union-attr]
+
+
+def test_size_bound_of_a_number() -> None:
+    assert compat.size_bound(7) == 7
+    assert compat.size_bound(True) == 1
+
+
+def test_size_bound_is_the_declared_bound() -> None:
+    found = sizes(dynamic(min=2, max=64))
+    assert found
+    assert {compat.size_bound(s) for s in found} == {64}
+    assert compat.size_bound(found[0] * 8 + 1) == 513
+
+
+@pytest.mark.xfail(strict=True, reason="int_oo is finite to sympy, and int() of it raises")
+def test_size_bound_without_a_bound_is_the_size_seen() -> None:
+    assert {compat.size_bound(s) for s in sizes(dynamic())} == {6}
+
+
+def test_size_bound_leaves_no_guard() -> None:
+    seen = dynamic(min=2, max=64)
+    size = sizes(seen)[0]
+    before = len(size.node.shape_env.guards)
+    compat.size_bound(size)
+    assert len(size.node.shape_env.guards) == before
+
+
+def test_storage_key() -> None:
+    x = torch.zeros(4, 4)
+    assert compat.storage_key(x) == compat.storage_key(x.t()[1:])
+    assert compat.storage_key(x) != compat.storage_key(x.clone())
+
+
+def test_compile_with_inductor() -> None:
+    """Our partition is called from Inductor's own compiler, and the gradients are right."""
+    seen = Capture(everything_again, fused=True)
+
+    @dataclass(frozen=True)
+    class Cut(compat.CustomPartitionerFn):
+        def __call__(self, gm: Any, joint_inputs: Any, **kwargs: Any) -> Any:
+            return seen(gm, joint_inputs, **kwargs)
+
+        def uuid(self) -> str:
+            return "tests.test_compat"
+
+    def backend(gm: fx.GraphModule, inputs: Any) -> Any:
+        return compat.compile_with_inductor(gm, inputs, {"custom_partitioner_fn": Cut()})
+
+    model, reference = mlp(), mlp()
+    torch._dynamo.reset()
+    with torch._inductor.config.patch(force_disable_caches=True):
+        torch.compile(model, backend=backend)(batch(4, 8)).sum().backward()
+    reference(batch(4, 8)).sum().backward()
+    assert seen.rewritten.recomputed
+    for one, other in zip(model.parameters(), reference.parameters(), strict=True):
+        torch.testing.assert_close(one.grad, other.grad)
+
+
+def test_compile_with_aot_eager() -> None:
+    model, inputs = nets.make("mlp")
+    seen = Capture()
+    compiled(model, seen)(*inputs).sum().backward()
+    assert len(seen.calls(ATEN.gelu)) == 3  # not decomposed
+
+
+def test_trace_as_inductor_decomposes() -> None:
+    seen = nets.traced("mlp", fused=True)
+    assert seen.calls(ATEN.gelu) == []
+    assert len(seen.calls(ATEN.erf)) == 3
+
+
+def test_trace_as_inductor_takes_random_numbers() -> None:
+    seen = Capture()
+
+    def backend(gm: fx.GraphModule, inputs: Any) -> Any:
+        return compat.trace_as_inductor(gm, inputs, {}, seen)
+
+    torch._dynamo.reset()
+    model = nn.Sequential(linear(), nn.Dropout())
+    torch.compile(model, backend=backend)(batch(4, 8)).sum().backward()
+
+
+def test_fresh_dynamo_caches() -> None:
+    import torch._dynamo.config as config
+
+    before = config.recompile_limit
+    with compat.fresh_dynamo_caches():
+        assert config.recompile_limit >= before
+    assert config.recompile_limit == before
+
+
+def test_preserve_order() -> None:
+    graph = nets.make("mlp") and capture(mlp(), [batch(4, 8)], fused=True).backward.graph
+    first, second = calls(graph, ATEN.mm)[:2]
+    compat.preserve_order(graph, {second: (first,)})
+    graph.lint()
+    assert [n for n in graph.nodes if "control_deps" in str(n.target)] != []
+
+
+def test_current_fake_mode() -> None:
+    with compat.current_fake_mode():
+        pass  # no compilation is under way: nothing happens
+    assert type(torch.empty(1)) is torch.Tensor
+
+
+def test_lower() -> None:
+    """Inductor's schedule for a forward: kernels, their buffers, what the results are."""
+    seen: list[compat.Lowered] = []
+
+    def partition(module: fx.GraphModule, inputs: Any, **kwargs: Any) -> Any:
+        halves = compat.default_partition(module, inputs, **kwargs)
+        text = str(halves[0].graph)
+        seen.append(compat.lower(halves[0], is_backward=False))
+        seen.append(compat.lower(halves[1], is_backward=True))
+        assert str(halves[0].graph) == text  # the module itself is left alone
+        return halves
+
+    def backend(gm: fx.GraphModule, inputs: Any) -> Any:
+        return compat.trace_as_inductor(gm, inputs, {}, partition)
+
+    torch._dynamo.reset()
+    model = nn.Sequential(nn.Linear(64, 64), nn.GELU(), nn.Linear(64, 64))
+    torch.compile(model, backend=backend)(batch(32, 64)).sum().backward()
+    forward, backward = seen
+    assert 2 <= len(forward.kernels) <= 4
+    assert len(backward.kernels) >= 3
+    assert len(forward.outputs) == len(forward.strides)
+    assert forward.strides[0] == (64, 1)
+    written = {name for kernel in forward.kernels for name in kernel.writes}
+    assert forward.outputs[0] in written
+    assert 32 * 64 * 4 in forward.bytes_of.values()
+    origins = {origin for kernel in forward.kernels for origin in kernel.origins}
+    assert "addmm" in origins
+
+
+def test_lower_with_the_strides_that_the_forward_chose() -> None:
+    seen: list[tuple[Any, ...] | None] = []
+
+    def partition(module: fx.GraphModule, inputs: Any, **kwargs: Any) -> Any:
+        halves = compat.default_partition(module, inputs, **kwargs)
+        saved = next(n for n in halves[1].graph.nodes
+                     if n.op == "placeholder" and "addmm" in n.name)  # fmt: skip
+        compat.lower(halves[1], is_backward=True, input_strides={saved.name: (1, 32)})
+        seen.append(tuple(saved.meta["val"].stride()))
+        return halves
+
+    def backend(gm: fx.GraphModule, inputs: Any) -> Any:
+        return compat.trace_as_inductor(gm, inputs, {}, partition)
+
+    torch._dynamo.reset()
+    model = nn.Sequential(nn.Linear(64, 64), nn.GELU(), nn.Linear(64, 64))
+    torch.compile(model, backend=backend)(batch(32, 64)).sum().backward()
+    assert seen == [(64, 1)]  # the module itself is left alone
+
+
+def test_cache_directory() -> None:
+    import os
+
+    directory = Path(compat.cache_directory())
+    assert directory == Path(os.environ["TORCHINDUCTOR_CACHE_DIR"])
+
+
+def test_inductor_patches() -> None:
+    assert compat.inductor_patches(None, {}) == {}
+    assert compat.inductor_patches("default", {"max-autotune": True}) == {"max_autotune": True}
+    tuned = compat.inductor_patches("max-autotune-no-cudagraphs", {"epilogue_fusion": False})
+    assert tuned["max_autotune"] is True
+    assert tuned["epilogue_fusion"] is False
+
+
+class Recording:
+    """A pass that says that it ran."""
+
+    def __init__(self, name: str | None, ran: list[str | None]) -> None:
+        self.name, self.ran = name, ran
+
+    def __call__(self, graph: fx.Graph) -> None:
+        self.ran.append(self.name)
+
+    def uuid(self) -> str | None:
+        return self.name
+
+
+def test_chain_passes() -> None:
+    ran: list[str | None] = []
+    a, b, nameless = (Recording(name, ran) for name in ("a", "b", None))
+    assert compat.chain_passes(None) is None
+    assert compat.chain_passes(a) is a
+    chain = compat.chain_passes([a, b])
+    chain(fx.Graph())
+    assert ran == ["a", "b"]
+    assert chain.uuid() == ("a", "b")
+    assert compat.chain_passes([a, nameless]).uuid() is None
+    assert pickle.loads(pickle.dumps(chain)).uuid() == ("a", "b")
+
+
+def test_outside_fake_mode() -> None:
+    from torch._subclasses.fake_tensor import FakeTensor, FakeTensorMode
+
+    with FakeTensorMode():
+        assert isinstance(torch.empty(1), FakeTensor)
+        with compat.outside_fake_mode():
+            assert not isinstance(torch.ones(1), FakeTensor)
+        assert isinstance(torch.empty(1), FakeTensor)
+    with compat.outside_fake_mode():
+        assert float(torch.ones(1)) == 1.0
+
+
+def test_random_state_kept() -> None:
+    torch.manual_seed(0)
+    expected = torch.rand(2)
+    torch.manual_seed(0)
+    with compat.random_state_kept():
+        torch.rand(10)
+    assert torch.equal(torch.rand(2), expected)
