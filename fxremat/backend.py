@@ -49,10 +49,20 @@ def _budget(options: Options, device: torch.device, inputs: Sequence[Any]) -> in
     return None if budget is None else budget - reserve
 
 
-def _request(options: Options, device: torch.device, inputs: Sequence[Any]) -> Request:
+def _request(
+    gm: fx.GraphModule, options: Options, inputs: Sequence[Any], ledger: session.Ledger, frame: int
+) -> Request:
+    """What to ask for this graph, given what other graphs of the model hold.
+
+    A graph that ends in a graph break should leave half of what is left to those that follow.
+    """
+    budget = _budget(options, _device(inputs), inputs)
+    held = ledger.held_by_others(frame)
+    more = compat.ends_in_graph_break(gm) and ledger.is_last(frame)
     return Request(
-        budget_bytes=_budget(options, device, inputs),
-        held_bytes=0,
+        budget_bytes=budget,
+        held_bytes=held,
+        wanted_bytes=(budget - held) // 2 if more and budget is not None else None,
         executor=options.executor,
         solver=options.solver,
         solver_time_limit=options.solver_time_limit,
@@ -119,7 +129,9 @@ def fxremat(
     if disabled():
         patches = compat.inductor_patches(mode, parsed.inductor_options())
         return compat.compile_with_inductor(gm, example_inputs, patches)
-    partitioner = Partitioner(_request(parsed, device, example_inputs), __version__)
+    ledger, frame = session.ledger(id(options)), compat.current_frame()
+    request = _request(gm, parsed, example_inputs, ledger, frame)
+    partitioner = Partitioner(request, __version__)
     key = _key(gm, example_inputs, partitioner)
     current = session.begin()
     compiled = _compile(gm, example_inputs, parsed, partitioner, mode)
@@ -129,6 +141,7 @@ def fxremat(
     else:
         report = session.load(key, current.graph)
     if report is not None:
+        ledger.record(frame, report)
         session.STATE.reports.append(report)
         log.info("%s", report.summary())
     return compiled
@@ -140,13 +153,17 @@ def plan_only(
     """Plan one graph as `fxremat` would, but run it node by node instead of compiling it."""
     device = _device(example_inputs)
     parsed = parse_options(options, device_total_bytes=_total_bytes(device))
-    partitioner = Partitioner(_request(parsed, device, example_inputs), __version__)
+    ledger, frame = session.ledger(0), compat.current_frame()
+    request = _request(gm, parsed, example_inputs, ledger, frame)
+    partitioner = Partitioner(request, __version__)
     current = session.begin()
     if parsed.executor == "aot_eager":
         compiled = compat.compile_with_aot_eager(gm, example_inputs, partitioner)
     else:
         patches = _patches(parsed, partitioner, None)
         compiled = compat.trace_as_inductor(gm, example_inputs, patches, partitioner)
+    if current.report is not None:
+        ledger.record(frame, current.report)
     return compiled, current.report
 
 

@@ -149,14 +149,49 @@ def size_bound(size: Any) -> int:
 
 
 def _symbol_bound(env: ShapeEnv, symbol: Any) -> int:
-    upper = env.var_to_range[symbol].upper if symbol in env.var_to_range else None
-    if upper is not None and upper.is_number and upper.is_finite and int(upper) < 2**48:
-        return int(upper)
-    return int(_hints(env).get(symbol, 4096))
+    declared = _declared_bound(env, symbol)
+    return int(_hints(env).get(symbol, 4096)) if declared is None else declared
 
 
 def _hints(env: ShapeEnv) -> Mapping[Any, Any]:
     return cast("Mapping[Any, Any]", getattr(env, "backed_var_to_val", None) or env.var_to_val)
+
+
+def plan_for_sizes_seen(graph: fx.Graph) -> None:
+    """Guard dynamic sizes without a declared bound by what was seen: larger ones compile anew."""
+    import sympy
+
+    for node in graph.nodes:
+        value = node.meta.get("val")
+        if node.op != "placeholder" or not isinstance(value, torch.SymInt):
+            continue
+        env, symbol = value.node.shape_env, value.node.expr
+        if isinstance(symbol, sympy.Symbol) and _declared_bound(env, symbol) is None:
+            hint = _hints(env).get(symbol)
+            if hint is not None:
+                env.evaluate_expr(sympy.Le(symbol, int(hint)))
+
+
+def _declared_bound(env: ShapeEnv, symbol: Any) -> int | None:
+    import sympy
+
+    upper = env.var_to_range[symbol].upper if symbol in env.var_to_range else None
+    return int(upper) if isinstance(upper, sympy.Integer) and upper < 2**48 else None
+
+
+def ends_in_graph_break(gm: fx.GraphModule) -> bool:
+    """Whether Dynamo ended the graph because it could not go on, so that another follows."""
+    reason = getattr(gm, "compile_subgraph_reason", None)
+    return bool(getattr(reason, "graph_break", False))
+
+
+def current_frame() -> int:
+    """The number of the frame that Dynamo is compiling; graphs of one frame replace each other."""
+    from torch._guards import CompileContext
+
+    identifier = CompileContext.current_compile_id()
+    frame = getattr(identifier, "frame_id", None)
+    return -1 if frame is None else int(frame)
 
 
 def storage_key(tensor: torch.Tensor) -> int:

@@ -40,10 +40,15 @@ CLOSE_ENOUGH = 0.02  # a plan this near below the budget is not improved any fur
 
 @dataclass(frozen=True)
 class Request:
-    """What is asked of a graph: bytes at most in all, and how to go about it."""
+    """What is asked of a graph: bytes at most in all, and how to go about it.
+
+    ``held_bytes`` of the budget belong to other graphs of the model. ``wanted_bytes`` is what
+    this graph should make do with if it can, because more graphs follow.
+    """
 
     budget_bytes: int | None
     held_bytes: int
+    wanted_bytes: int | None
     executor: str
     solver: str
     solver_time_limit: float | None
@@ -165,7 +170,9 @@ class _Run:
             with self.clock.stage("verify"):
                 names = [n.name for n in self.joint.mutated]
                 check_data_flow(self.joint.module.graph, rewritten.module.graph, names)
-                check_split(backward.graph, [n.name for n in rewritten.saved])
+                check_split(
+                    backward.graph, [n.name for n in rewritten.saved], forward.graph
+                )
         if self.request.executor != "inductor" or self.budget is None:
             return Split(forward, backward, plan, rewritten, plan.peak_bytes, None)
         with self.clock.stage("rehearse"):
@@ -254,12 +261,14 @@ class _Search:
 
 def _fit(run: _Run) -> tuple[Split, int]:
     """Plan; where the real kernels are known, plan again until they are under the budget."""
-    split = run.split(run.solve(run.budget))
-    if run.budget is None or split.rehearsal is None:
+    wanted = run.request.wanted_bytes
+    budget = run.budget if wanted is None else wanted
+    split = run.split(run.solve(budget))
+    if budget is None or split.rehearsal is None:
         return split, 0
     if _learn(run, split.rehearsal):
-        split = run.split(run.solve(run.budget))
-    search = _Search(run, run.budget, tried={split.plan.steps: split})
+        split = run.split(run.solve(budget))
+    search = _Search(run, budget, tried={split.plan.steps: split})
     return search.fit(split), len(search.tried)
 
 
@@ -277,6 +286,8 @@ def transform(
     `VerificationFailed` where a check on our own work fails.
     """
     clock = Clock()
+    if request.budget_bytes is not None:
+        compat.plan_for_sizes_seen(module.graph)
     with clock.stage("estimate"):
         joint = prepare(module, num_fwd_outputs)
         device = device_of(module.graph)

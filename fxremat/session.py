@@ -30,10 +30,35 @@ class Session:
 
 
 @dataclass
+class Ledger:
+    """The peaks of the graphs of one model, by Dynamo's frame; together they share one budget.
+
+    While one graph runs, no other can hold more than its own peak, so peaks that add up to
+    the budget keep the whole step within it.
+    """
+
+    peaks: dict[int, int] = field(default_factory=dict)
+
+    def held_by_others(self, frame: int) -> int:
+        """Bytes that graphs of other frames may hold while this one runs."""
+        return sum(peak for other, peak in self.peaks.items() if other != frame)
+
+    def is_last(self, frame: int) -> bool:
+        """Whether no graph of a later frame is known yet."""
+        return all(other <= frame for other in self.peaks)
+
+    def record(self, frame: int, report: Report) -> None:
+        """Keep the largest peak of the versions of a graph: only one of them runs in a step."""
+        own = report.predicted_peak_bytes - report.held_bytes
+        self.peaks[frame] = max(own, self.peaks.get(frame, 0))
+
+
+@dataclass
 class State:
     """All that `torch._dynamo.reset()` forgets."""
 
     reports: list[Report] = field(default_factory=list)
+    ledgers: dict[int, Ledger] = field(default_factory=dict)
     current: Session | None = None
     graphs: int = 0
 
@@ -49,8 +74,14 @@ def reports() -> list[Report]:
 def reset() -> None:
     """Forget reports and ledgers; called by ``torch._dynamo.reset()``."""
     STATE.reports.clear()
+    STATE.ledgers.clear()
     STATE.current = None
     STATE.graphs = 0
+
+
+def ledger(key: int) -> Ledger:
+    """The ledger of one torch.compile call."""
+    return STATE.ledgers.setdefault(key, Ledger())
 
 
 def begin() -> Session:

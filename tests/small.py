@@ -1,0 +1,81 @@
+"""Small models for the tests of the whole way, and how to train them for a few steps."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+from torch.nn import functional as F
+
+
+class Block(nn.Module):
+    """A residual MLP block."""
+
+    def __init__(self, width: int, dropout: float = 0.0) -> None:
+        super().__init__()
+        self.norm = nn.LayerNorm(width)
+        self.up = nn.Linear(width, 4 * width)
+        self.down = nn.Linear(4 * width, width)
+        self.dropout = dropout
+
+    def forward(self, x: Tensor) -> Tensor:
+        hidden = F.gelu(self.up(self.norm(x)))
+        return x + F.dropout(self.down(hidden), self.dropout, self.training)
+
+
+class Stack(nn.Module):
+    """Blocks one after the other; ``broken`` puts a graph break between every two."""
+
+    def __init__(self, depth: int = 4, width: int = 32, dropout: float = 0.0, broken: bool = False):
+        super().__init__()
+        self.blocks = nn.ModuleList(Block(width, dropout) for _ in range(depth))
+        self.broken = broken
+
+    def forward(self, x: Tensor) -> Tensor:
+        x = self.blocks[1](self.blocks[0](x))
+        if self.broken:
+            torch._dynamo.graph_break()
+        x = self.blocks[3](self.blocks[2](x))
+        return x.square().mean()
+
+
+class Convolutions(nn.Module):
+    """Convolutions with BatchNorm, whose running statistics are updated in each step."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        layers: list[nn.Module] = []
+        for inputs, outputs in ((3, 8), (8, 8), (8, 8)):
+            layers += [nn.Conv2d(inputs, outputs, 3, padding=1), nn.BatchNorm2d(outputs), nn.ReLU()]
+        self.layers = nn.Sequential(*layers)
+
+    def forward(self, x: Tensor) -> Tensor:
+        return torch.as_tensor(self.layers(x).square().mean())
+
+
+def seeded(make: Callable[[], nn.Module], *shape: int) -> tuple[nn.Module, Tensor]:
+    """A model and its input, the same each time."""
+    torch.manual_seed(0)
+    model = make()
+    return model, torch.randn(*shape)
+
+
+def train(
+    model: nn.Module, x: Tensor, step_of: Callable[..., Any], steps: int = 3, rate: float = 0.05
+) -> tuple[list[float], list[Tensor], list[Tensor]]:
+    """Losses, last gradients and buffers of some SGD steps from one seed."""
+    torch.manual_seed(1)
+    losses = []
+    for _ in range(steps):
+        model.zero_grad(set_to_none=True)
+        loss = step_of(x)
+        loss.backward()
+        losses.append(loss.item())
+        gradients = [p.grad.clone() for p in model.parameters() if p.grad is not None]
+        with torch.no_grad():
+            for parameter in model.parameters():
+                if parameter.grad is not None:
+                    parameter -= rate * parameter.grad
+    return losses, gradients, [b.clone() for b in model.buffers()]

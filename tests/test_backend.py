@@ -1,0 +1,217 @@
+"""The whole way, as a user goes it: torch.compile with our backend and a budget."""
+
+from __future__ import annotations
+
+import copy
+import logging
+from collections.abc import Callable, Iterator
+from typing import Any
+
+import pytest
+import torch
+from torch import Tensor, nn
+from torch._dynamo.exc import BackendCompilerFailed
+
+import fxremat
+from fxremat.backend import fxremat as backend
+from fxremat.measure import measure_peak
+from tests.small import Convolutions, Stack, seeded, train
+
+EAGER = {"executor": "aot_eager"}
+
+
+@pytest.fixture(autouse=True)
+def _fresh() -> Iterator[None]:
+    torch._dynamo.reset()
+    yield
+    torch._dynamo.reset()
+
+
+def compiled(model: Callable[..., Any], **options: Any) -> Callable[..., Any]:
+    return torch.compile(model, backend=backend, options={**EAGER, **options})
+
+
+def keep_all_peak(model: nn.Module, *inputs: Any) -> int:
+    return fxremat.explain(model, *inputs, options=EAGER).keep_all_peak_bytes
+
+
+def step(model: nn.Module, call: Callable[..., Any], *inputs: Any) -> Callable[[], None]:
+    def run() -> None:
+        model.zero_grad(set_to_none=True)
+        call(*inputs).backward()
+
+    return run
+
+
+def measured(model: nn.Module, call: Callable[..., Any], *inputs: Any) -> int:
+    run = step(model, call, *inputs)
+    run()
+    model.zero_grad(set_to_none=True)
+    return measure_peak(run, held=(model, inputs)).peak_bytes
+
+
+@pytest.mark.parametrize("fraction", [1.0, 0.85, 0.7])
+def test_the_budget_is_obeyed_and_predicted_to_the_byte(fraction: float) -> None:
+    model, x = seeded(Stack, 256, 32)
+    budget = int(fraction * keep_all_peak(model, x))
+    peak = measured(model, compiled(model, memory_budget=budget), x)
+    report = fxremat.reports()[-1]
+    assert peak <= budget
+    assert report.predicted_peak_bytes == peak
+    assert bool(report.recomputed) == (fraction < 1.0)
+
+
+def test_a_smaller_budget_never_gives_a_larger_peak() -> None:
+    model, x = seeded(Stack, 256, 32)
+    full = keep_all_peak(model, x)
+    peaks = []
+    for percent in range(100, 65, -5):
+        torch._dynamo.reset()
+        peaks.append(measured(model, compiled(model, memory_budget=full * percent // 100), x))
+    assert peaks == sorted(peaks, reverse=True)
+    assert peaks[-1] < peaks[0]
+
+
+@pytest.mark.parametrize("make", [Stack, Convolutions, lambda: Stack(dropout=0.2)])
+def test_training_is_bitwise_what_it_was(make: Callable[[], nn.Module]) -> None:
+    convolutional = make is Convolutions
+    shape = (8, 3, 32, 32) if convolutional else (256, 32)
+    model, x = seeded(make, *shape)
+    other = copy.deepcopy(model)
+    budget = int(0.75 * keep_all_peak(model, x))
+    ours = train(model, x, compiled(model, memory_budget=budget))
+    assert fxremat.reports()[-1].recomputed
+    theirs = train(other, x, torch.compile(other, backend="aot_eager"))
+    for mine, its in zip(ours, theirs, strict=True):
+        torch.testing.assert_close(mine, its, rtol=0, atol=0)
+
+
+def test_an_impossible_budget_names_one_that_is_met() -> None:
+    model, x = seeded(Stack, 1024, 32)
+    with pytest.raises(BackendCompilerFailed) as caught:
+        compiled(model, memory_budget="1.1MiB")(x)
+    error = caught.value.inner_exception
+    assert isinstance(error, fxremat.InfeasibleBudget)
+    assert error.budget_bytes == int(1.1 * 2**20)
+    assert error.minimum_bytes is not None
+    assert any("blocks" in what and "small.py" in what for what, _ in error.contributors)
+    torch._dynamo.reset()
+    peak = measured(model, compiled(model, memory_budget=error.minimum_bytes), x)
+    assert peak <= error.minimum_bytes
+
+
+def test_bad_options_arrive_as_our_error() -> None:
+    model, x = seeded(Stack, 8, 32)
+    with pytest.raises(BackendCompilerFailed) as caught:
+        compiled(model, memory_budgett="8GiB")(x)
+    assert isinstance(caught.value.inner_exception, fxremat.InvalidOption)
+    assert "memory_budget" in str(caught.value)
+
+
+def test_backward_may_run_twice() -> None:
+    model, x = seeded(Stack, 256, 32)
+    other = copy.deepcopy(model)
+    budget = int(0.8 * keep_all_peak(model, x))
+    for one, call in ((model, compiled(model, memory_budget=budget)), (other, other)):
+        loss = call(x)
+        loss.backward(retain_graph=True)
+        loss.backward()
+        assert all(p.grad is not None for p in one.parameters())
+    for mine, its in zip(model.parameters(), other.parameters(), strict=True):
+        torch.testing.assert_close(mine.grad, its.grad)
+
+
+def test_gradients_accumulate() -> None:
+    model, x = seeded(Stack, 256, 32)
+    other = copy.deepcopy(model)
+    call = compiled(model, memory_budget=int(0.8 * keep_all_peak(model, x)))
+    for part in (x, 2 * x):
+        call(part).backward()
+        other(part).backward()
+    for mine, its in zip(model.parameters(), other.parameters(), strict=True):
+        torch.testing.assert_close(mine.grad, its.grad)
+
+
+def test_graphs_of_one_model_share_the_budget() -> None:
+    model, x = seeded(lambda: Stack(broken=True), 256, 32)
+    whole = Stack(broken=False)
+    budget = int(1.2 * keep_all_peak(whole, x))
+    peak = measured(model, compiled(model, memory_budget=budget), x)
+    reports = fxremat.reports()
+    assert len(reports) == 2
+    assert reports[1].held_bytes == reports[0].predicted_peak_bytes
+    assert peak <= reports[1].predicted_peak_bytes <= budget
+
+
+def test_a_larger_size_is_planned_anew_and_a_smaller_one_is_not() -> None:
+    model, _ = seeded(Stack, 1, 32)
+    call = torch.compile(
+        model, backend=backend, dynamic=True, options={**EAGER, "memory_budget": "8MiB"}
+    )
+    counts = []
+    for rows in (128, 256, 160):
+        assert measured(model, call, torch.randn(rows, 32)) <= 8 * 2**20
+        counts.append(len(fxremat.reports()))
+    assert counts == [1, 2, 2]
+
+
+def test_a_declared_bound_is_planned_for() -> None:
+    model, _ = seeded(Stack, 1, 32)
+    x = torch.randn(64, 32)
+    torch._dynamo.mark_dynamic(x, 0, min=2, max=512)
+    compiled(model, memory_budget="8MiB")(x).backward()
+    large = torch.randn(512, 32)
+    call = compiled(model, memory_budget="8MiB")
+    assert fxremat.reports()[-1].predicted_peak_bytes >= measured(model, call, large)
+
+
+def test_without_gradients_the_model_just_runs() -> None:
+    model, x = seeded(Stack, 64, 32)
+    with torch.no_grad():
+        torch.testing.assert_close(compiled(model, memory_budget="8MiB")(x), model(x))
+    assert fxremat.reports() == []
+
+
+def test_outputs_of_all_sorts() -> None:
+    def f(x: Tensor, w: Tensor) -> tuple[Any, ...]:
+        hidden = torch.tanh(x @ w)
+        return hidden, None, 3, hidden.view(-1), x, (hidden @ w).sum()
+
+    x, w = torch.randn(16, 16, requires_grad=True), torch.randn(16, 16, requires_grad=True)
+    mine = compiled(f, memory_budget="4MiB")(x, w)
+    its = f(x, w)
+    assert mine[1:3] == (None, 3)
+    got = torch.autograd.grad(mine[0].sum() + mine[5], (x, w))
+    expected = torch.autograd.grad(its[0].sum() + its[5], (x, w))
+    torch.testing.assert_close(got, expected)
+
+
+def test_one_line_is_logged_per_graph(caplog: pytest.LogCaptureFixture) -> None:
+    model, x = seeded(Stack, 64, 32)
+    with caplog.at_level(logging.INFO, logger="fxremat"):
+        compiled(model, memory_budget="8MiB")(x)
+    lines = [r.getMessage() for r in caplog.records if r.name.startswith("fxremat")]
+    assert len(lines) == 1
+    assert "nodes" in lines[0]
+    assert "8.00 MiB" in lines[0]
+
+
+def test_reset_forgets() -> None:
+    model, x = seeded(Stack, 8, 32)
+    call = torch.compile(model, backend="fxremat", options={**EAGER, "memory_budget": "8MiB"})
+    call(x)
+    assert fxremat.reports()
+    torch._dynamo.reset()
+    assert not fxremat.reports()
+
+
+def test_disabled_is_plain_inductor(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setenv("FXREMAT_DISABLE", "1")
+
+    def f(x: Tensor) -> Tensor:
+        return (x * x).sum()
+
+    x = torch.randn(8, requires_grad=True)
+    torch.compile(f, backend=backend, options={"memory_budget": "1MiB"})(x).backward()
+    torch.testing.assert_close(x.grad, 2 * x.detach())
+    assert fxremat.reports() == []

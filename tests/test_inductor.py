@@ -1,0 +1,89 @@
+"""The same through Inductor: few and tiny, for each compiles for seconds."""
+
+from __future__ import annotations
+
+import copy
+from collections.abc import Iterator
+from typing import Any
+
+import pytest
+import torch
+from torch import Tensor, nn
+from torch._dynamo.exc import BackendCompilerFailed
+from torch._dynamo.utils import counters
+
+import fxremat
+from fxremat.backend import fxremat as backend
+from fxremat.measure import measure_peak
+from tests.small import Stack, seeded, train
+
+
+@pytest.fixture(autouse=True)
+def _fresh() -> Iterator[None]:
+    torch._dynamo.reset()
+    counters.clear()
+    yield
+    torch._dynamo.reset()
+
+
+def measured(model: nn.Module, x: Tensor, **options: Any) -> int:
+    call = torch.compile(model, backend=backend, options=options)
+
+    def step() -> None:
+        model.zero_grad(set_to_none=True)
+        call(x).backward()
+
+    step()
+    model.zero_grad(set_to_none=True)
+    return measure_peak(step, held=(model, x)).peak_bytes
+
+
+def test_budget_prediction_gradients_and_dropout() -> None:
+    model, x = seeded(lambda: Stack(dropout=0.2), 256, 32)
+    other = copy.deepcopy(model)
+    budget = int(0.7 * fxremat.explain(model, x).keep_all_peak_bytes)
+    peak = measured(model, x, memory_budget=budget)
+    report = fxremat.reports()[-1]
+    assert report.recomputed
+    assert peak <= budget
+    assert abs(report.predicted_peak_bytes - peak) <= 0.01 * peak
+    ours = train(model, x, torch.compile(model, backend=backend, options={"memory_budget": budget}))
+    theirs = train(other, x, torch.compile(other))
+    for mine, its in zip(ours, theirs, strict=True):
+        torch.testing.assert_close(mine, its)
+
+
+def test_the_minimum_named_is_met() -> None:
+    model, x = seeded(Stack, 256, 32)
+    with pytest.raises(BackendCompilerFailed) as caught:
+        measured(model, x, memory_budget="1MiB")
+    error = caught.value.inner_exception
+    assert isinstance(error, fxremat.InfeasibleBudget)
+    assert error.minimum_bytes is not None
+    torch._dynamo.reset()
+    assert measured(model, x, memory_budget=error.minimum_bytes) <= error.minimum_bytes
+
+
+def test_caches_know_the_budget(monkeypatch: pytest.MonkeyPatch) -> None:
+    """The same budget hits and still reports; another one never gets the cached graph."""
+    model, x = seeded(Stack, 128, 32)
+    full = fxremat.explain(model, x).keep_all_peak_bytes
+    plans = []
+    for fraction in (0.8, 0.8, 0.7):
+        torch._dynamo.reset()
+        measured(model, x, memory_budget=int(fraction * full))
+        plans.append(fxremat.reports()[-1])
+    assert [p.from_cache for p in plans] == [False, True, False]
+    assert plans[0].plan == plans[1].plan
+    assert plans[2].predicted_peak_bytes <= 0.7 * full
+
+
+def test_the_users_inductor_options_and_passes_stay() -> None:
+    seen = []
+
+    def theirs(graph: torch.fx.Graph) -> None:
+        seen.append(len(list(graph.nodes)))
+
+    model, x = seeded(Stack, 16, 32)
+    measured(model, x, memory_budget="8MiB", inductor={"post_grad_custom_post_pass": theirs})
+    assert seen
