@@ -32,7 +32,11 @@ def parse_arguments() -> argparse.Namespace:
     add("--size", choices=SIZES, default="small")
     add("--device", choices=("cpu", "cuda"), default="cpu")
     add("--dtype", help="default: float32, for size gpu bfloat16")
-    add("--variants", default="all", help="names or kinds, of " + ", ".join(VARIANTS).replace("%", "%%"))
+    add(
+        "--variants",
+        default="all",
+        help="names or kinds, of " + ", ".join(VARIANTS).replace("%", "%%"),
+    )
     add("--rounds", type=int, default=5, help="rounds of timed steps")
     add("--steps", type=int, default=3, help="timed steps of each variant in a round")
     add("--live", type=int, help="workers alive at once; default: what memory allows")

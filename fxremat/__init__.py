@@ -3,6 +3,8 @@
     torch.compile(model, backend="fxremat", options={"memory_budget": "8GiB"})
 """
 
+from typing import TYPE_CHECKING
+
 from fxremat.errors import (
     FxrematError,
     InfeasibleBudget,
@@ -10,6 +12,12 @@ from fxremat.errors import (
     VerificationFailed,
 )
 from fxremat.version import __version__
+
+if TYPE_CHECKING:
+    from fxremat.measure import measure_peak
+    from fxremat.options import list_options
+    from fxremat.report.explain import explain
+    from fxremat.session import reports
 
 __all__ = [
     "FxrematError",

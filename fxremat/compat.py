@@ -15,13 +15,18 @@ import torch
 import torch._functorch.config as functorch_config
 import torch._functorch.partitioners as _partitioners
 from torch import fx
+from torch._functorch.compile_utils import fx_graph_cse
 from torch._inductor import config as inductor_config
 from torch._inductor.custom_graph_pass import CustomGraphPass, CustomPartitionerFn
+from torch._ops import OpOverload
+from torch.fx.experimental.proxy_tensor import is_sym_node
 from torch.fx.experimental.symbolic_shapes import ShapeEnv
+from torch.profiler import profile
 
 __all__ = [
     "CustomGraphPass",
     "CustomPartitionerFn",
+    "OpOverload",
     "ShapeEnv",
     "functorch_config",
     "inductor_config",
@@ -64,7 +69,7 @@ def prepare_joint_graph(module: fx.GraphModule) -> None:
     """
     module.graph.eliminate_dead_code()
     if functorch_config.cse:
-        module.graph = _partitioners.fx_graph_cse(module.graph)
+        module.graph = fx_graph_cse(module.graph)
     if _partitioners.has_recomputable_ops(module):
         _partitioners.cleanup_recompute_tags(module, is_default_partition=False)
     if not functorch_config.unsafe_allow_optimization_of_collectives:
@@ -76,7 +81,7 @@ def prepare_joint_graph(module: fx.GraphModule) -> None:
 
 def is_symbol(node: fx.Node) -> bool:
     """Whether a node is a symbolic number (or a number computed from one)."""
-    return bool(_partitioners.is_sym_node(node))
+    return is_sym_node(node)
 
 
 def is_opaque(node: fx.Node) -> bool:
@@ -89,10 +94,7 @@ def default_partition(
     module: fx.GraphModule, joint_inputs: Any, **kwargs: Any
 ) -> tuple[fx.GraphModule, fx.GraphModule]:
     """torch's own partition, which handles graphs whose backward needs nothing."""
-    return cast(
-        "tuple[fx.GraphModule, fx.GraphModule]",
-        _partitioners.min_cut_rematerialization_partition(module, joint_inputs, **kwargs),
-    )
+    return _partitioners.min_cut_rematerialization_partition(module, joint_inputs, **kwargs)
 
 
 def extract_forward_backward(
@@ -124,9 +126,7 @@ def extract_forward_backward(
     return forward, backward
 
 
-_EXTRACT_ARGUMENTS = frozenset(
-    inspect.signature(_partitioners._extract_fwd_bwd_modules).parameters
-)
+_EXTRACT_ARGUMENTS = frozenset(inspect.signature(_partitioners._extract_fwd_bwd_modules).parameters)
 
 
 # --- sizes -------------------------------------------------------------------------------
@@ -154,7 +154,8 @@ def _symbol_bound(env: ShapeEnv, symbol: Any) -> int:
 
 
 def _hints(env: ShapeEnv) -> Mapping[Any, Any]:
-    return cast("Mapping[Any, Any]", getattr(env, "backed_var_to_val", None) or env.var_to_val)
+    name = "backed_var_to_val" if hasattr(env, "backed_var_to_val") else "var_to_val"
+    return cast("Mapping[Any, Any]", getattr(env, name))
 
 
 def plan_for_sizes_seen(graph: fx.Graph) -> None:
@@ -198,7 +199,7 @@ def storage_key(tensor: torch.Tensor) -> int:
     """Equal for tensors that share one storage."""
     from torch.multiprocessing.reductions import StorageWeakRef
 
-    return int(StorageWeakRef(tensor.untyped_storage()).cdata)
+    return int(StorageWeakRef(tensor.untyped_storage()).cdata)  # type: ignore[no-untyped-call]
 
 
 # --- Inductor ----------------------------------------------------------------------------
@@ -212,7 +213,7 @@ def compile_with_inductor(
 
     # Donated buffers would save a little and make backward(retain_graph=True) an error.
     with functorch_config.patch(donated_buffer=False):
-        compiled = compile_fx(gm, inputs, config_patches=dict(patches), **kwargs)
+        compiled: Any = compile_fx(gm, inputs, config_patches=dict(patches), **kwargs)
     return cast("Callable[..., Any]", compiled)
 
 
@@ -228,7 +229,8 @@ def compile_with_aot_eager(
         partition_fn=partition,
         keep_inference_input_mutations=True,
     )
-    return cast("Callable[..., Any]", compiler(gm, inputs))
+    compiled: Callable[..., Any] = compiler(gm, inputs)
+    return compiled
 
 
 def trace_as_inductor(
@@ -258,7 +260,8 @@ def trace_as_inductor(
             decompositions=select_decomp_table(),
             keep_inference_input_mutations=True,
         )
-        return cast("Callable[..., Any]", compiler(gm, inputs))
+        compiled: Callable[..., Any] = compiler(gm, inputs)
+        return compiled
 
 
 @contextmanager
@@ -276,8 +279,6 @@ def preserve_order(graph: fx.Graph, after: Mapping[fx.Node, Sequence[fx.Node]]) 
     from torch.utils._ordered_set import OrderedSet
 
     preserve_node_ordering(graph, {node: OrderedSet(deps) for node, deps in after.items()})
-
-
 
 
 def current_fake_mode() -> AbstractContextManager[Any]:
@@ -345,8 +346,9 @@ def lower(
     """
     from torch._dynamo.utils import counters
     from torch._guards import detect_fake_mode
-    from torch._inductor.compile_fx import _recursive_post_grad_passes, view_to_reshape
+    from torch._inductor.compile_fx import _recursive_post_grad_passes
     from torch._inductor.debug import DebugContext
+    from torch._inductor.fx_passes.post_grad import view_to_reshape
     from torch._inductor.graph import GraphLowering
     from torch._inductor.virtualized import V
 
@@ -365,7 +367,7 @@ def lower(
                         old.shape, strides, dtype=old.dtype, device=old.device
                     )
         inputs = [n.meta["val"] for n in placeholders]
-        view_to_reshape(module)
+        view_to_reshape(module)  # type: ignore[no-untyped-call]
         _recursive_post_grad_passes(module, is_inference=False)
         lowering = GraphLowering(
             module,
@@ -499,10 +501,19 @@ class _ScheduleReader:
         return self.sizes[name] if not self.is_local(buffer) else 0
 
     def is_local(self, buffer: Any) -> bool:
-        """Whether all readers are in the kernel that writes it: then it is never stored."""
+        """Whether all readers are in the loop that writes it: then it is never stored.
+
+        One kernel may hold several loops: a reduction's readers are in a later one, and so are
+        those that run over more elements than the writer.
+        """
         group = self.members.get(buffer.defining_op.get_name())
         if group is None:  # dropped as dead code
             return True
+        if buffer.defining_op.is_reduction():
+            return False
+        extent = _extent(buffer.defining_op)
+        if any(_extent(user.node) != extent for user in buffer.users):
+            return False
         nodes = [getattr(u.node, "get_name", lambda: None)() for u in buffer.users]
         return (
             len(group.get_nodes()) > 1
@@ -539,7 +550,7 @@ class _ScheduleReader:
         for buffer in node.get_outputs():
             if isinstance(buffer.node.layout, ir.MultiOutputLayout):
                 for user in buffer.users:
-                    outputs = getattr(user.node, "get_outputs", list)()
+                    outputs: list[Any] = getattr(user.node, "get_outputs", list)()
                     names += [b.get_name() for b in outputs if isinstance(b.node, ir.MultiOutput)]
         return names
 
@@ -604,7 +615,9 @@ def _library_call(node: Any) -> tuple[Any, Any, Any] | None:
     from torch._inductor.virtualized import V
 
     kernel = getattr(node, "node", None)
-    origin = kernel.get_origin_node() if isinstance(kernel, ir.ExternKernel) else None
+    if not isinstance(kernel, ir.ExternKernel):
+        return None
+    origin = kernel.get_origin_node()
     if origin is None or origin.op != "call_function":
         return None
     laid_out = iter(kernel.inputs)
@@ -613,7 +626,7 @@ def _library_call(node: Any) -> tuple[Any, Any, Any] | None:
         value = argument.meta.get("val")
         if not isinstance(value, torch.Tensor):
             return value
-        source = next(laid_out, None)
+        source: Any = next(laid_out, None)
         try:
             strides = [int(s) for s in source.get_stride()]
             same = [int(s) for s in source.get_size()] == [int(s) for s in value.shape]
@@ -622,12 +635,19 @@ def _library_call(node: Any) -> tuple[Any, Any, Any] | None:
         if not same:
             return value
         with V.fake_mode:
-            return torch.empty_strided(
-                value.shape, strides, dtype=value.dtype, device=value.device
-            )
+            return torch.empty_strided(value.shape, strides, dtype=value.dtype, device=value.device)
 
     args, kwargs = fx.map_arg((origin.args, origin.kwargs), operand)
     return origin.target, args, kwargs
+
+
+def _extent(node: Any) -> Any:
+    """How many times the body of a loop runs, reduction included; None for other nodes."""
+    import sympy
+    from torch.utils import _pytree as pytree
+
+    sizes = getattr(node, "group", (None, None))[1]
+    return None if sizes is None else sympy.prod(pytree.tree_leaves(list(sizes)))
 
 
 def _is_ordering(dep: Any) -> bool:
@@ -690,6 +710,22 @@ def outside_fake_mode() -> Iterator[None]:
 @contextmanager
 def random_state_kept() -> Iterator[None]:
     """Whatever runs inside draws no number that the user's program would have drawn."""
-    devices = list(range(torch.cuda.device_count())) if torch.cuda.is_initialized() else []
+    started: bool = torch.cuda.is_initialized()  # type: ignore[no-untyped-call]
+    devices = list(range(torch.cuda.device_count())) if started else []
     with torch.random.fork_rng(devices=devices):
         yield
+
+
+# --- the profiler ------------------------------------------------------------------------
+
+
+def profiler_memory_events(prof: profile) -> list[tuple[int, int, str]]:
+    """(start in ns, bytes allocated or, negative, freed, "CPU" or other), in recorded order."""
+    results: Any = prof.profiler.kineto_results if prof.profiler is not None else None
+    if results is None:
+        raise RuntimeError("the profiler holds no results; read them after its with block")
+    return [
+        (event.start_ns(), event.nbytes(), event.device_type().name)
+        for event in results.events()
+        if event.name() == "[memory]"
+    ]

@@ -16,6 +16,8 @@ from typing import Any
 import torch
 from torch.profiler import ProfilerActivity, profile
 
+from fxremat.compat import profiler_memory_events
+
 DeviceLike = torch.device | str | None
 
 
@@ -79,19 +81,6 @@ def _measure_cuda(fn: Callable[[], object], device: torch.device) -> tuple[int, 
     fn()
     torch.cuda.synchronize(device)
     return start, torch.cuda.max_memory_allocated(device) - start
-
-
-# Private to torch: ``prof.profiler.kineto_results``. Belongs into compat.py.
-def profiler_memory_events(prof: profile) -> list[tuple[int, int, str]]:
-    """(start in ns, bytes allocated or, negative, freed, "CPU" or other), in recorded order."""
-    results: Any = prof.profiler.kineto_results if prof.profiler is not None else None
-    if results is None:
-        raise RuntimeError("the profiler holds no results; read them after its with block")
-    return [
-        (event.start_ns(), event.nbytes(), event.device_type().name)
-        for event in results.events()
-        if event.name() == "[memory]"
-    ]
 
 
 def held_bytes(*things: Any, device: DeviceLike = None) -> int:

@@ -17,7 +17,7 @@ from fxremat.pipeline import Request, transform
 
 
 @dataclass(frozen=True)
-class Partitioner(compat.CustomPartitionerFn):  # type: ignore[misc]
+class Partitioner(compat.CustomPartitionerFn):
     """Joint graph to (forward, backward), planned for ``request``."""
 
     request: Request

@@ -35,6 +35,7 @@ from fxremat.workspace import Workspaces
 log = logging.getLogger(__name__)
 
 MAX_REHEARSALS = 5
+LOWEST_PERCENT = (100, 108, 120)  # of the least planned peak: what the last attempts aim at
 CLOSE_ENOUGH = 0.02  # a plan this near below the budget is not improved any further
 
 
@@ -256,7 +257,21 @@ class _Search:
             if plan is None or plan.steps in self.tried:
                 break
             split = self.try_plan(plan)
-        return self.best or self.try_plan(self.run.solve(0))
+        return self.best or self.least()
+
+    def least(self) -> Split:
+        """The lowest real peak among the plans of lowest planned peak.
+
+        Which plans these are does not depend on the budget: the minimum that an error names is
+        found again when it is asked for.
+        """
+        lowest = self.run.solve(0)
+        splits = []
+        for percent in LOWEST_PERCENT:
+            splits.append(self.try_plan(self.run.solve(lowest.peak_bytes * percent // 100)))
+            if self.best is not None:
+                return self.best
+        return min(splits, key=lambda split: split.peak_bytes)
 
 
 def _fit(run: _Run) -> tuple[Split, int]:
@@ -338,7 +353,8 @@ def _at_peak(run: _Run, split: Split) -> list[Row]:
 def _report(run: _Run, split: Split, rehearsals: int, graph: int) -> Report:
     problem, plan = run.found.problem, split.plan
     keep_all = replay(problem, problem.base_steps())
-    least = planner.solve(problem, 0, run.request.solver) if run.budget is not None else plan
+    options = planner.SolverOptions(time_limit_s=run.request.solver_time_limit)
+    least = planner.solve(problem, 0, run.request.solver, options)
     sizes = problem.bytes_of
     saved = [
         Row(describe(node), sizes.get(node.name, 0))

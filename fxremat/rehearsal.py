@@ -145,5 +145,3 @@ def rehearse(
         outputs=tuple(dict.fromkeys([*(k for k in kept if k in step.written), *tangents])),
     )
     return Rehearsal(replay(problem, problem.base_steps()), step.origin, step.origins, step.scratch)
-
-

@@ -99,15 +99,11 @@ def check_data_flow(
 def _runs(graph: fx.Graph) -> set[str]:
     """Names of the calls that compute a tensor."""
     return {
-        n.name
-        for n in graph.nodes
-        if n.op == "call_function" and is_tensor(n) and not is_view(n)
+        n.name for n in graph.nodes if n.op == "call_function" and is_tensor(n) and not is_view(n)
     }
 
 
-def check_split(
-    backward: fx.Graph, saved: Iterable[str], forward: fx.Graph | None = None
-) -> None:
+def check_split(backward: fx.Graph, saved: Iterable[str], forward: fx.Graph | None = None) -> None:
     """Raise `VerificationFailed` where the backward reads what was not declared as saved.
 
     With ``forward``, also where a node of the whole graph is run in both halves: then something

@@ -29,7 +29,7 @@ MAX_OPERAND_BYTES = 2**32  # larger calls are not tried: running them might not 
 
 def _may_have_workspace(target: object) -> bool:
     return (
-        isinstance(target, torch._ops.OpOverload)
+        isinstance(target, compat.OpOverload)
         and target.namespace == "aten"
         and target.overloadpacket not in _WITHOUT
         and torch.Tag.pointwise not in target.tags
@@ -40,7 +40,8 @@ def _may_have_workspace(target: object) -> bool:
 def _result_bytes(result: Any) -> int:
     leaves = [result] if isinstance(result, torch.Tensor) else list(result or ())
     tensors = [t for t in leaves if isinstance(t, torch.Tensor)]
-    return sum({t.untyped_storage().data_ptr(): t.untyped_storage().nbytes() for t in tensors}.values())
+    storages = [t.untyped_storage() for t in tensors]
+    return sum({s.data_ptr(): s.nbytes() for s in storages}.values())
 
 
 class Workspaces:

@@ -78,7 +78,7 @@ def is_view(node: fx.Node) -> bool:
         return is_view(node.all_input_nodes[0])
     if target in _VIEWS_WITHOUT_ALIAS:
         return True
-    if not isinstance(target, torch._ops.OpOverload):
+    if not isinstance(target, compat.OpOverload):
         return False
     returns = target._schema.returns
     return len(returns) == 1 and returns[0].alias_info is not None and not is_mutating(node)
@@ -90,11 +90,11 @@ def is_random(node: fx.Node) -> bool:
     Fused attention is tagged random for its dropout; with probability 0 it draws nothing.
     """
     target = node.target
-    if not isinstance(target, torch._ops.OpOverload):
+    if not isinstance(target, compat.OpOverload):
         return False
     if torch.Tag.nondeterministic_seeded not in target.tags:
         return False
-    if "scaled_dot_product" not in target.name():
+    if "scaled_dot_product" not in str(target):
         return True
     for position, argument in enumerate(target._schema.arguments):
         if argument.name == "dropout_p":
@@ -113,7 +113,7 @@ def is_repeatable(node: fx.Node, mutated: frozenset[fx.Node]) -> bool:
     target = node.target
     if target is operator.getitem:
         return True
-    if not isinstance(target, torch._ops.OpOverload) or target.namespace not in ("aten", "prims"):
+    if not isinstance(target, compat.OpOverload) or target.namespace not in ("aten", "prims"):
         return False
     if is_mutating(node) or is_random(node) or is_run_for_effect(node):
         return False
@@ -144,7 +144,7 @@ _VIEWS_WITHOUT_ALIAS = frozenset(
 def is_mutating(node: fx.Node) -> bool:
     """Whether a call writes into one of its inputs."""
     target = node.target
-    return isinstance(target, torch._ops.OpOverload) and target._schema.is_mutable
+    return isinstance(target, compat.OpOverload) and target._schema.is_mutable
 
 
 def root(node: fx.Node) -> fx.Node:

@@ -68,20 +68,21 @@ REDUCTIONS = frozenset({_PRIMS._low_memory_max_pool_with_offsets, _ATEN.avg_pool
 
 def _packet(node: fx.Node) -> object:
     target = node.target
-    return target.overloadpacket if isinstance(target, torch._ops.OpOverload) else target
+    return target.overloadpacket if isinstance(target, compat.OpOverload) else target
 
 
 def _has_tag(node: fx.Node, tag: str) -> bool:
     target = node.target
-    return isinstance(target, torch._ops.OpOverload) and any(
-        str(t).endswith(tag) for t in target.tags
-    )
+    return isinstance(target, compat.OpOverload) and any(str(t).endswith(tag) for t in target.tags)
 
 
 _REDUCTION_NAMES = frozenset(
-    "sum mean amax amin var var_mean std prod any all argmax argmin max min logsumexp "
-    "xor_sum norm linalg_vector_norm _softmax _log_softmax".split()
-)
+    {
+        "sum", "mean", "amax", "amin", "var", "var_mean", "std", "prod", "any", "all", "argmax",
+        "argmin", "max", "min", "logsumexp", "xor_sum", "norm", "linalg_vector_norm", "_softmax",
+        "_log_softmax",
+    }
+)  # fmt: skip
 
 
 def is_reduction(node: fx.Node) -> bool:

@@ -177,7 +177,8 @@ class _Builder:
             source
             for node in nodes
             for source in map(root, node.all_input_nodes)
-            if source in reads and source.op == "call_function"
+            if source in reads
+            and source.op == "call_function"
             # What the forward saved comes in as an input, which is never written over.
             and (self.joint.role[source] is Role.FORWARD) == in_forward
         }

@@ -68,7 +68,7 @@ def _is_item(node: fx.Node) -> bool:
 
 
 @dataclass(frozen=True)
-class HoldOrder(compat.CustomGraphPass):  # type: ignore[misc]
+class HoldOrder(compat.CustomGraphPass):
     """Inductor's post-grad pass; ``then`` is what the user had configured there."""
 
     version: str

@@ -77,5 +77,5 @@ def train(
         with torch.no_grad():
             for parameter in model.parameters():
                 if parameter.grad is not None:
-                    parameter -= rate * parameter.grad
+                    parameter.sub_(rate * parameter.grad)
     return losses, gradients, [b.clone() for b in model.buffers()]

@@ -212,6 +212,7 @@ def test_disabled_is_plain_inductor(monkeypatch: pytest.MonkeyPatch) -> None:
         return (x * x).sum()
 
     x = torch.randn(8, requires_grad=True)
-    torch.compile(f, backend=backend, options={"memory_budget": "1MiB"})(x).backward()
+    loss = torch.compile(f, backend=backend, options={"memory_budget": "1MiB"})(x)
+    loss.backward()  # type: ignore[no-untyped-call]
     torch.testing.assert_close(x.grad, 2 * x.detach())
     assert fxremat.reports() == []

@@ -170,7 +170,6 @@ def test_size_bound_is_the_declared_bound() -> None:
     assert compat.size_bound(found[0] * 8 + 1) == 513
 
 
-@pytest.mark.xfail(strict=True, reason="int_oo is finite to sympy, and int() of it raises")
 def test_size_bound_without_a_bound_is_the_size_seen() -> None:
     assert {compat.size_bound(s) for s in sizes(dynamic())} == {6}
 
@@ -181,6 +180,46 @@ def test_size_bound_leaves_no_guard() -> None:
     before = len(size.node.shape_env.guards)
     compat.size_bound(size)
     assert len(size.node.shape_env.guards) == before
+
+
+def test_plan_for_sizes_seen_guards_what_has_no_bound() -> None:
+    for seen, guards in ((dynamic(), 1), (dynamic(min=2, max=64), 0)):
+        env = sizes(seen)[0].node.shape_env
+        before = len(env.guards)
+        compat.plan_for_sizes_seen(seen.joint.module.graph)
+        assert len(env.guards) == before + guards
+
+
+def test_graphs_of_a_model_with_graph_breaks() -> None:
+    """Each graph has a frame of its own; all but the last end in a graph break."""
+    seen: list[tuple[int, bool]] = []
+
+    def backend(gm: fx.GraphModule, inputs: Any) -> Any:
+        seen.append((compat.current_frame(), compat.ends_in_graph_break(gm)))
+        return gm
+
+    def broken(x: torch.Tensor) -> torch.Tensor:
+        y = x.sin()
+        torch._dynamo.graph_break()
+        return y.cos()
+
+    torch._dynamo.reset()
+    torch.compile(broken, backend=backend)(X)
+    frames, breaks = zip(*seen, strict=True)
+    assert breaks == (True, False)
+    assert frames[0] < frames[1]
+    assert compat.current_frame() == -1
+
+
+def test_profiler_memory_events() -> None:
+    with torch.profiler.profile(profile_memory=True) as prof:
+        with pytest.raises(RuntimeError, match="after its with block"):
+            compat.profiler_memory_events(prof)
+        tensor = torch.empty(1000)
+        del tensor
+    events = compat.profiler_memory_events(prof)
+    assert [(size, device) for _, size, device in events] == [(4000, "CPU"), (-4000, "CPU")]
+    assert events[0][0] <= events[1][0]
 
 
 def test_storage_key() -> None:

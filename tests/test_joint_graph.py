@@ -121,9 +121,7 @@ RANDOM = {
     "dropout": call(ATEN.native_dropout.default, X, 0.5, True),
     "randn": call(ATEN.randn.default, [4]),
     "seeds": call(torch.ops.prims.inductor_seeds.default, 2, torch.device("cpu")),
-    "attention": call(
-        ATEN._scaled_dot_product_flash_attention_for_cpu.default, KEY, KEY, KEY, 0.0
-    ),
+    "attention": call(ATEN._scaled_dot_product_flash_attention_for_cpu.default, KEY, KEY, KEY, 0.0),
 }
 RANDOM["attention with dropout"] = RANDOM["attention"].graph.call_function(
     ATEN._scaled_dot_product_flash_attention.default,

@@ -8,10 +8,11 @@ from typing import Any
 import pytest
 from torch import fx
 
-from fxremat.passes.order import HoldOrder
+from fxremat.passes.order import HoldOrder, constraints
 from fxremat.passes.recompute import RECOMPUTED
 from tests import nets
 from tests.graphs import Capture, batch, capture, everything_again, mlp
+from tests.test_joint_graph import ATEN, X
 
 
 def recomputing() -> Capture:
@@ -33,6 +34,49 @@ def constrained(seen: Capture) -> fx.Graph:
     """The backward of a traced net, constrained."""
     HoldOrder("1")(seen.backward.graph)
     return seen.backward.graph
+
+
+def waits(*rows: tuple[str, Any, str]) -> dict[str, tuple[str, ...]]:
+    """The constraints of a graph given as (name, op, the node it reads); "x" is its input."""
+    graph = fx.Graph()
+    nodes = {"x": graph.placeholder("x")}
+    nodes["x"].meta["val"] = X
+    for name, target, read in rows:
+        reads = (nodes[read],) * (2 if target is ATEN.mm.default else 1)
+        nodes[name] = graph.create_node("call_function", target, reads, name=name)
+        nodes[name].meta["val"] = X
+    graph.output(tuple(nodes.values()))
+    after = constraints(graph)
+    return {node.name: tuple(a.name for a in anchors) for node, anchors in after.items()}
+
+
+MM, SIN = ATEN.mm.default, ATEN.sin.default
+
+
+def test_what_is_held_and_what_is_not() -> None:
+    """Written loops and all that is recomputed wait for the last anchor of either kind."""
+    rows = (
+        ("early_written", SIN, "x"),  # no anchor stands before it
+        ("mm_1", MM, "x"),
+        ("mm_2_recompute", MM, "x"),
+        ("sin_written", SIN, "x"),
+        ("sin_plain", SIN, "x"),  # lives in its readers' loops
+        ("mm_3", MM, "x"),  # in the order of the graph anyway
+        ("sin_recompute", SIN, "x"),
+    )
+    assert waits(*rows) == {
+        "mm_2_recompute": ("mm_1",),
+        "sin_written": ("mm_1", "mm_2_recompute"),
+        "sin_recompute": ("mm_3", "mm_2_recompute"),
+    }
+
+
+def test_what_a_loop_may_overwrite_is_no_anchor() -> None:
+    assert waits(("mm_1", MM, "x"), ("sin_written", SIN, "mm_1")) == {}
+    through_a_view = (("mm_1", MM, "x"), ("t", ATEN.t.default, "mm_1"), ("a_written", SIN, "t"))
+    assert waits(*through_a_view) == {}
+    by_an_extern = (("mm_1", MM, "x"), ("mm_2", MM, "mm_1"), ("a_written", SIN, "x"))
+    assert waits(*by_an_extern) == {"a_written": ("mm_2",)}
 
 
 def test_a_graph_that_recomputes_nothing_is_left_alone() -> None:

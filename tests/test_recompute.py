@@ -102,7 +102,6 @@ def test_a_result_of_the_graph_stays_when_its_op_runs_again() -> None:
 
 NOTHING_TO_REPEAT = ("buffer", "input overwritten", "odd results, input gradient")
 REFERENCE = {"gru": "aot_eager"}  # eager torch has a fused cell that rounds differently
-NO_BOUND = "compat.size_bound cannot read the infinite bound of a dynamic size"
 
 
 # --- what changes nothing -----------------------------------------------------------------
@@ -198,11 +197,7 @@ def test_a_gradient_for_each_input_that_wants_one() -> None:
     assert len(seen.joint.backward_outputs) == sum(p.requires_grad for p in model.parameters())
 
 
-@pytest.mark.parametrize(
-    "bounded",
-    [True, pytest.param(False, marks=pytest.mark.xfail(strict=True, reason=NO_BOUND))],
-    ids=["bound", "no bound"],
-)
+@pytest.mark.parametrize("bounded", [True, False], ids=["bound", "no bound"])
 def test_dynamic_shapes(bounded: bool) -> None:
     x = batch(6, 8)
     torch._dynamo.mark_dynamic(x, 0, **({"min": 2, "max": 64} if bounded else {}))
@@ -223,7 +218,6 @@ def test_dynamic_shapes(bounded: bool) -> None:
     assert seen.rewritten.recomputed
 
 
-@pytest.mark.xfail(strict=True, reason=NO_BOUND)
 def test_a_number_read_from_a_tensor() -> None:
     def scale(net: Any, x: torch.Tensor) -> torch.Tensor:
         y = net.linear(x)

@@ -86,9 +86,7 @@ def _copies(problem: Problem, steps: Sequence[str]) -> list[Interval]:
     return done
 
 
-def _overtaken_bytes(
-    op: Op, ending: set[str], starting: set[str], sizes: Mapping[str, int]
-) -> int:
+def _overtaken_bytes(op: Op, ending: set[str], starting: set[str], sizes: Mapping[str, int]) -> int:
     """Bytes of storage that values beginning in this step take over from values ending in it.
 
     Pairs are taken in the order in which the op lists them; a value is part of one at most.

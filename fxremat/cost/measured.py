@@ -42,9 +42,8 @@ def _is_free(node: fx.Node) -> bool:
     """Whether a node moves no memory: views, and items of a tuple."""
     if node.target is operator.getitem:
         return True
-    if not isinstance(node.target, torch._ops.OpOverload):
-        return False
-    return any(result.alias_info is not None for result in node.target._schema.returns)
+    schema = getattr(node.target, "_schema", None)  # an ATen operator's; nothing else has one
+    return schema is not None and any(r.alias_info is not None for r in schema.returns)
 
 
 def described(value: Any, size: SizeOf) -> Any:

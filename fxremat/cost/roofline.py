@@ -52,8 +52,7 @@ _EXTRA_FORMULAS: dict[str, Callable[..., float]] = {
 
 def flops_of(node: fx.Node, size: SizeOf) -> float:
     """Floating-point operations of one call, 0 for calls that only move memory."""
-    target = node.target
-    packet = target.overloadpacket if isinstance(target, torch._ops.OpOverload) else None
+    packet = getattr(node.target, "overloadpacket", None)
     formula = flop_registry.get(packet) or _EXTRA_FORMULAS.get(getattr(packet, "__name__", ""))
     if formula is None or "val" not in node.meta:
         return 0.0

@@ -81,9 +81,8 @@ def _undisturbed(model: Callable[..., Any]) -> Iterator[None]:
     """Buffers and random state as they were, whatever happens inside."""
     buffers = dict(model.named_buffers()) if isinstance(model, nn.Module) else {}
     before = {name: buffer.detach().clone() for name, buffer in buffers.items()}
-    devices = list(range(torch.cuda.device_count())) if torch.cuda.is_initialized() else []
     try:
-        with torch.random.fork_rng(devices=devices):
+        with compat.random_state_kept():
             yield
     finally:
         with torch.no_grad():

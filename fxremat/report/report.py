@@ -63,17 +63,19 @@ class Report:
         """One line for the log."""
         budget = "no budget" if self.budget_bytes is None else format_bytes(self.budget_bytes)
         runs = sum(row.times for row in self.recomputed)
+        peak = format_bytes(self.predicted_peak_bytes)
         return (
             f"fxremat: graph {self.graph}: {self.nodes} nodes, keep-all peak "
-            f"{format_bytes(self.keep_all_peak_bytes)} -> {format_bytes(self.predicted_peak_bytes)} "
-            f"of {budget} | +{self.time_overhead:.1%} time | {runs} recomputed "
+            f"{format_bytes(self.keep_all_peak_bytes)} -> {peak} of {budget} | "
+            f"+{self.time_overhead:.1%} time | {runs} recomputed "
             f"({format_bytes(self.recomputed_bytes)}) | {self.plan.solver} | "
             f"{sum(self.seconds.values()):.1f} s{' (cached)' if self.from_cache else ''}"
         )
 
     def __str__(self) -> str:
-        lines = [self.summary(), f"  resident {format_bytes(self.resident_bytes)}, saved "
-                 f"{format_bytes(self.saved_bytes)}, least peak {format_bytes(self.minimum_peak_bytes)}"]  # fmt: skip
+        resident, saved = format_bytes(self.resident_bytes), format_bytes(self.saved_bytes)
+        least = format_bytes(self.minimum_peak_bytes)
+        lines = [self.summary(), f"  resident {resident}, saved {saved}, least peak {least}"]
         lines += _table("largest at the peak", self.at_peak)
         lines += _table("saved for the backward", self.saved)
         lines += _table("recomputed in the backward", self.recomputed)
@@ -101,6 +103,7 @@ def report_to_json(report: Report) -> dict[str, Any]:
 
 def report_from_json(data: dict[str, Any]) -> Report:
     """A report read back; raises `KeyError` or `TypeError` where it is not one."""
-    rows = {key: tuple(Row(**row) for row in data[key]) for key in ("saved", "recomputed", "at_peak")}
+    tables = ("saved", "recomputed", "at_peak")
+    rows = {key: tuple(Row(**row) for row in data[key]) for key in tables}
     plan = Plan(**{**data["plan"], "steps": tuple(data["plan"]["steps"])})
     return Report(**{**data, **rows, "plan": plan, "timeline": tuple(data["timeline"])})

@@ -1,0 +1,112 @@
+"""The search for a plan whose real peak is under the budget, with peaks made up."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass, field
+from types import SimpleNamespace
+from typing import Any, cast
+
+import pytest
+from hypothesis import given
+from hypothesis import strategies as st
+from torch import fx
+
+from fxremat.core.plan import Plan
+from fxremat.pipeline import CLOSE_ENOUGH, MAX_REHEARSALS, Split, _Run, _Search
+
+BUDGET = 1000
+
+
+@dataclass
+class Known:
+    """A run whose plans are known: (planner's peak, real peak), cheapest first.
+
+    The first recomputes nothing; each has a smaller peak for the planner than the one before.
+    """
+
+    peaks: list[tuple[int, int]]
+    rehearsed: list[int] = field(default_factory=list)
+
+    def plan(self, index: int) -> Plan:
+        return Plan((f"plan {index}",), "known", None, self.peaks[index][0], 100.0 + index)
+
+    def solve(self, budget: int) -> Plan:
+        """The cheapest plan under the budget, or that of least peak."""
+        fits = [i for i, (model, _) in enumerate(self.peaks) if model <= budget]
+        return self.plan(min(fits, default=len(self.peaks) - 1))
+
+    def split(self, plan: Plan) -> Split:
+        index = int(plan.steps[0].split()[1])
+        self.rehearsed.append(index)
+        rewritten: Any = SimpleNamespace(recomputed=("op",) if index else ())
+        nothing = fx.GraphModule({}, fx.Graph())
+        return Split(nothing, nothing, plan, rewritten, self.peaks[index][1], None)
+
+
+def search(known: Known) -> Split:
+    """What the pipeline does after the first plan."""
+    first = known.split(known.solve(BUDGET))
+    found = _Search(cast(_Run, known), BUDGET, tried={first.plan.steps: first}).fit(first)
+    assert len(known.rehearsed) == len(set(known.rehearsed)) <= MAX_REHEARSALS + 1
+    return found
+
+
+def cheapest(known: Known) -> tuple[str, ...]:
+    """The steps of the cheapest plan that is really under the budget."""
+    return known.plan(min(i for i, (_, r) in enumerate(known.peaks) if r <= BUDGET)).steps
+
+
+def offset(by: int) -> Known:
+    """Real peaks that are all off by the same."""
+    return Known([(model, model + by) for model in range(2000, 400, -50)])
+
+
+@pytest.mark.parametrize("by", [-430, -70, 0, 70, 430])
+def test_a_constant_error_is_learnt_at_once(by: int) -> None:
+    known = offset(by)
+    assert search(known).plan.steps == cheapest(known)
+    assert len(known.rehearsed) <= 3
+
+
+def test_a_plan_close_below_the_budget_is_good_enough() -> None:
+    known = Known([(1200, 1100), (995, int((1 - CLOSE_ENOUGH) * BUDGET)), (500, 500)])
+    assert search(known).plan.steps == ("plan 1",)
+    assert known.rehearsed == [1]
+
+
+def test_nothing_is_gained_where_nothing_is_recomputed() -> None:
+    known = Known([(600, 500), (300, 200)])
+    assert search(known).plan.steps == ("plan 0",)
+    assert known.rehearsed == [0]
+
+
+def test_between_too_much_and_enough_the_gap_is_halved() -> None:
+    """The real peak jumps: by as much as it misses, one lands far below."""
+    known = Known([(m, m + 300 if m > 880 else m - 300) for m in range(1500, 100, -20)])
+    found = search(known)
+    assert found.plan.steps == cheapest(known)
+    assert found.plan.peak_bytes == 880
+
+
+def test_the_plan_of_least_peak_has_the_last_word() -> None:
+    """Where no plan tried is under the budget it decides, also about failing."""
+    fits = Known([(m, 1500 - m // 100) for m in range(1500, 100, -20)] + [(100, 900)])
+    assert search(fits).plan.steps == fits.plan(len(fits.peaks) - 1).steps
+    misses = Known([(m, 1500) for m in range(1500, 100, -20)])
+    found = search(misses)
+    assert found.plan.steps == misses.plan(len(misses.peaks) - 1).steps
+    assert found.peak_bytes > BUDGET
+
+
+@given(
+    st.lists(st.integers(1, 1500), min_size=1, max_size=40, unique=True),
+    st.lists(st.integers(-300, 300), min_size=40, max_size=40),
+)
+def test_any_errors(models: list[int], errors: list[int]) -> None:
+    """The cheapest of the plans tried; under the budget where the one of least peak is."""
+    models.sort(reverse=True)
+    known = Known([(m, max(0, m + e)) for m, e in zip(models, errors, strict=False)])
+    found = search(known)
+    tried = [i for i in known.rehearsed if known.peaks[i][1] <= BUDGET]
+    assert found.plan.steps == known.plan(min(tried, default=len(models) - 1)).steps
+    assert found.peak_bytes <= BUDGET or known.peaks[-1][1] > BUDGET

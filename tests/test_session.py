@@ -1,0 +1,124 @@
+"""What outlives a compilation: reports in a store, the bytes of graphs in a ledger."""
+
+from __future__ import annotations
+
+import json
+from dataclasses import replace
+from pathlib import Path
+
+import pytest
+
+from fxremat import compat, session
+from fxremat.core.plan import Plan
+from fxremat.report.report import Report, Row, report_from_json, report_to_json
+from fxremat.session import Ledger
+from tests.conftest import Golden
+
+MIB = 2**20
+REPORT = Report(
+    graph=2,
+    nodes=40,
+    budget_bytes=8 * MIB,
+    resident_bytes=MIB,
+    keep_all_peak_bytes=10 * MIB,
+    planned_peak_bytes=7 * MIB,
+    predicted_peak_bytes=7 * MIB + MIB // 2,
+    minimum_peak_bytes=5 * MIB,
+    held_bytes=2 * MIB,
+    time_overhead=0.125,
+    saved=tuple(Row(f"gelu_{i} [layers.{i}, model.py:{8 + i}]", MIB // 4) for i in range(12)),
+    recomputed=(Row("addmm_3 [layers.3, model.py:8]", MIB, 2, 11.5), Row("mul", 512, 1, 0.5)),
+    at_peak=(Row("primals_1 [graph input]", MIB),),
+    timeline=(MIB, 7 * MIB, 2 * MIB),
+    plan=Plan(("a", "b", "a"), "greedy", 8 * MIB, 7 * MIB, 12.5, 0.25, 10.0, 4 * MIB),
+    rehearsals=3,
+    seconds={"plan": 0.25, "apply": 0.5},
+)
+
+
+@pytest.fixture(autouse=True)
+def _own_directory(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(compat, "cache_directory", lambda: str(tmp_path))
+
+
+# --- the report ------------------------------------------------------------------------------
+
+
+def test_report_text(golden: Golden) -> None:
+    golden(str(REPORT))
+
+
+def test_report_summary_text(golden: Golden) -> None:
+    golden(replace(REPORT, budget_bytes=None, from_cache=True).summary())
+
+
+def test_report_there_and_back() -> None:
+    assert report_from_json(json.loads(json.dumps(report_to_json(REPORT)))) == REPORT
+
+
+def test_sums_of_a_report() -> None:
+    assert REPORT.saved_bytes == 3 * MIB
+    assert REPORT.recomputed_bytes == 2 * MIB + 512
+
+
+# --- the store ------------------------------------------------------------------------------
+
+
+def test_a_stored_report_is_read_back() -> None:
+    session.store("key", REPORT)
+    assert session.load("key", 5) == replace(REPORT, graph=5, from_cache=True)
+    assert session.load("other key", 5) is None
+    assert [path.name for path in session.store_path("key").parent.iterdir()] == ["key.json"]
+
+
+@pytest.mark.parametrize("text", ["", "[]", "{}", '{"graph": 1, "saved": []}', "\x00"])
+def test_what_is_no_report_counts_as_none(text: str) -> None:
+    session.store("key", REPORT)
+    session.store_path("key").write_text(text, encoding="utf-8")
+    assert session.load("key", 0) is None
+
+
+def test_digests_differ_by_every_part() -> None:
+    assert session.digest("a", 1) == session.digest("a", 1)
+    assert len({session.digest(*parts) for parts in (("a", 1), ("a", 2), ("b", 1), ("a",))}) == 4
+
+
+# --- the ledger and the state -------------------------------------------------------------------
+
+
+def own_peak(peak: int) -> Report:
+    """A report of a graph that takes ``peak`` bytes beside what others hold."""
+    return replace(REPORT, predicted_peak_bytes=peak + REPORT.held_bytes)
+
+
+def test_graphs_of_one_model_hold_bytes_for_each_other() -> None:
+    ledger = Ledger()
+    assert ledger.held_by_others(0) == 0
+    ledger.record(0, own_peak(30))
+    ledger.record(1, own_peak(20))
+    assert [ledger.held_by_others(frame) for frame in (0, 1, 2)] == [20, 30, 50]
+    assert [ledger.is_last(frame) for frame in (0, 1, 2)] == [False, True, True]
+
+
+def test_of_the_versions_of_a_graph_the_largest_counts() -> None:
+    ledger = Ledger()
+    for peak in (20, 30, 10):
+        ledger.record(0, own_peak(peak))
+    assert ledger.held_by_others(0) == 0
+    assert ledger.held_by_others(1) == 30
+
+
+def test_planning_apart_leaves_no_trace_and_reset_forgets() -> None:
+    with session.separate():
+        session.ledger(1).record(0, REPORT)
+        session.STATE.reports.append(REPORT)
+        assert session.begin().graph == 0
+        with session.separate():
+            assert session.reports() == []
+            assert session.ledger(1).peaks == {}
+        assert session.reports() == [REPORT]
+        assert session.begin().graph == 1
+        session.reset()
+        assert session.reports() == []
+        assert session.ledger(1).peaks == {}
+        assert session.begin().graph == 0
