@@ -136,7 +136,7 @@ def _compiled(variant: Variant, model: nn.Module) -> Callable[..., Any]:
     if variant.kind == "eager":
         return model
     if variant.kind == "knob":
-        import torch._functorch.config as functorch_config
+        from fxremat.compat import functorch_config
 
         functorch_config.activation_memory_budget = variant.value or 0.0
     if variant.kind == "checkpoint":

@@ -313,12 +313,13 @@ class Kernel:
 class Lowered:
     """Inductor's final schedule for one graph, before code generation.
 
-    ``bytes_of`` gives every buffer's bytes; ``outputs`` the buffer (or input) each result of
+    ``bytes_of`` gives every buffer's bytes, ``origin_of`` its FX node; ``outputs`` the buffer (or input) each result of
     the graph lives in, None where it is no tensor; ``strides`` those of the results.
     """
 
     kernels: tuple[Kernel, ...]
     bytes_of: Mapping[str, int]
+    origin_of: Mapping[str, str]
     outputs: tuple[str | None, ...]
     strides: tuple[tuple[Any, ...] | None, ...]
 
@@ -404,6 +405,11 @@ def _read_schedule(lowering: Any) -> Lowered:
     return Lowered(
         kernels=kernels,
         bytes_of=sized,
+        origin_of={
+            name: str(node.name)
+            for name, buffer in scheduler.name_to_buf.items()
+            if (node := buffer.node.get_origin_node()) is not None
+        },
         outputs=tuple(reader.real(n) if n is not None else None for n in outputs),
         strides=tuple(_output_strides(o) for o in lowering.graph_outputs),
     )

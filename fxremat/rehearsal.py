@@ -74,8 +74,9 @@ class _Step:
             again = [w for w in writes if w in self.written]
             known = [name(b) for b in kernel.reads if name(b) in self.written]
             for value in fresh:
-                self.bytes[value] = lowered.bytes_of.get(value.removeprefix(prefix), 0)
-                self.origin[value] = kernel.origins[-1] if kernel.origins else kernel.name
+                buffer = value.removeprefix(prefix)
+                self.bytes[value] = lowered.bytes_of.get(buffer, 0)
+                self.origin[value] = lowered.origin_of.get(buffer, kernel.origin or kernel.name)
             self.written.update(fresh)
             reads = tuple(dict.fromkeys([*known, *again]))
             pairs = tuple((name(r), name(w)) for r, w in kernel.inplace)
