@@ -313,8 +313,9 @@ class Kernel:
 class Lowered:
     """Inductor's final schedule for one graph, before code generation.
 
-    ``bytes_of`` gives every buffer's bytes, ``origin_of`` its FX node; ``outputs`` the buffer (or input) each result of
-    the graph lives in, None where it is no tensor; ``strides`` those of the results.
+    ``bytes_of`` gives every buffer's bytes, ``origin_of`` its FX node; ``outputs`` the buffer (or
+    input) each result of the graph lives in, None where it is no tensor; ``strides`` those of
+    the results.
     """
 
     kernels: tuple[Kernel, ...]

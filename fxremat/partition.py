@@ -7,6 +7,7 @@ it is frozen plain data that holds everything a plan depends on, and nothing els
 from __future__ import annotations
 
 import dataclasses
+import time
 from dataclasses import dataclass
 from typing import Any
 
@@ -36,6 +37,7 @@ class Partitioner(compat.CustomPartitionerFn):
             static_input_indices=kwargs.get("static_lifetime_input_indices") or (),
             request=self.request,
             graph=current.graph,
+            trace_seconds=time.perf_counter() - current.started,
         )
         current.report = outcome.report
         return outcome.forward, outcome.backward

@@ -294,13 +294,16 @@ def transform(
     static_input_indices: Sequence[int],
     request: Request,
     graph: int,
+    trace_seconds: float,
 ) -> Outcome:
     """Plan the joint graph for the request and split it.
+
+    ``trace_seconds`` is what making the joint graph took, for the report.
 
     Raises `InfeasibleBudget` where not even the plan of least peak fits the budget, and
     `VerificationFailed` where a check on our own work fails.
     """
-    clock = Clock()
+    clock = Clock({"trace": trace_seconds})
     if request.budget_bytes is not None:
         compat.plan_for_sizes_seen(module.graph)
     with clock.stage("estimate"):

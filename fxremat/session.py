@@ -11,6 +11,7 @@ import hashlib
 import json
 import os
 import tempfile
+import time
 from collections.abc import Iterator
 from contextlib import contextmanager, suppress
 from dataclasses import dataclass, field, replace
@@ -26,6 +27,7 @@ class Session:
     """The graph being compiled: its number, and where its outcome is put."""
 
     graph: int
+    started: float = field(default_factory=time.perf_counter)
     report: Report | None = None
 
 

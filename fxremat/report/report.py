@@ -59,6 +59,11 @@ class Report:
         """Bytes that are written again in the backward."""
         return sum(row.bytes * row.times for row in self.recomputed)
 
+    @property
+    def own_seconds(self) -> float:
+        """What we added to compilation: all stages but the tracing of the joint graph."""
+        return sum(spent for stage, spent in self.seconds.items() if stage != "trace")
+
     def summary(self) -> str:
         """One line for the log."""
         budget = "no budget" if self.budget_bytes is None else format_bytes(self.budget_bytes)
@@ -69,7 +74,7 @@ class Report:
             f"{format_bytes(self.keep_all_peak_bytes)} -> {peak} of {budget} | "
             f"+{self.time_overhead:.1%} time | {runs} recomputed "
             f"({format_bytes(self.recomputed_bytes)}) | {self.plan.solver} | "
-            f"{sum(self.seconds.values()):.1f} s{' (cached)' if self.from_cache else ''}"
+            f"{self.own_seconds:.1f} s{' (cached)' if self.from_cache else ''}"
         )
 
     def __str__(self) -> str:
