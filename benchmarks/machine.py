@@ -38,7 +38,7 @@ def describe_machine(device: str, threads: int) -> dict[str, Any]:
         "cpu": cpu_name(),
         "cores": os.cpu_count(),
         "threads": threads,
-        "system": platform.platform(terse=True),
+        "system": platform.system(),
         "python": platform.python_version(),
         "torch": torch.__version__,
         "fxremat": _fxremat_version(),
