@@ -20,7 +20,7 @@ from fxremat.partition import Partitioner
 from fxremat.passes.order import HoldOrder
 from fxremat.pipeline import Request
 from fxremat.report.report import Report
-from fxremat.version import __version__
+from fxremat.version import build
 
 log = logging.getLogger(__name__)
 
@@ -98,7 +98,7 @@ def _patches(options: Options, partitioner: Partitioner, mode: str | None) -> di
         **exact,
         **user,
         "custom_partitioner_fn": partitioner,
-        compat.POST_GRAD_PASS: HoldOrder(__version__, compat.chain_passes(theirs)),
+        compat.POST_GRAD_PASS: HoldOrder(build(), compat.chain_passes(theirs)),
     }
 
 
@@ -131,7 +131,7 @@ def fxremat(
         return compat.compile_with_inductor(gm, example_inputs, patches)
     ledger, frame = session.ledger(id(options)), compat.current_frame()
     request = _request(gm, parsed, example_inputs, ledger, frame)
-    partitioner = Partitioner(request, __version__)
+    partitioner = Partitioner(request, build())
     key = _key(gm, example_inputs, partitioner)
     current = session.begin()
     compiled = _compile(gm, example_inputs, parsed, partitioner, mode)
@@ -155,7 +155,7 @@ def plan_only(
     parsed = parse_options(options, device_total_bytes=_total_bytes(device))
     ledger, frame = session.ledger(0), compat.current_frame()
     request = _request(gm, parsed, example_inputs, ledger, frame)
-    partitioner = Partitioner(request, __version__)
+    partitioner = Partitioner(request, build())
     current = session.begin()
     if parsed.executor == "aot_eager":
         compiled = compat.compile_with_aot_eager(gm, example_inputs, partitioner)
