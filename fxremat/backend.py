@@ -129,7 +129,7 @@ def fxremat(
     if disabled():
         patches = compat.inductor_patches(mode, parsed.inductor_options())
         return compat.compile_with_inductor(gm, example_inputs, patches)
-    ledger, frame = session.ledger(id(options)), compat.current_frame()
+    ledger, frame = session.ledger(options), compat.current_frame()
     request = _request(gm, parsed, example_inputs, ledger, frame)
     partitioner = Partitioner(request, build())
     key = _key(gm, example_inputs, partitioner)
@@ -153,7 +153,7 @@ def plan_only(
     """Plan one graph as `fxremat` would, but run it node by node instead of compiling it."""
     device = _device(example_inputs)
     parsed = parse_options(options, device_total_bytes=_total_bytes(device))
-    ledger, frame = session.ledger(0), compat.current_frame()
+    ledger, frame = session.ledger(None), compat.current_frame()
     request = _request(gm, parsed, example_inputs, ledger, frame)
     partitioner = Partitioner(request, build())
     current = session.begin()

@@ -39,6 +39,7 @@ class Ledger:
     the budget keep the whole step within it.
     """
 
+    owner: object = None  # kept alive, so that its id names this ledger alone
     peaks: dict[int, int] = field(default_factory=dict)
 
     def held_by_others(self, frame: int) -> int:
@@ -81,9 +82,9 @@ def reset() -> None:
     STATE.graphs = 0
 
 
-def ledger(key: int) -> Ledger:
-    """The ledger of one torch.compile call."""
-    return STATE.ledgers.setdefault(key, Ledger())
+def ledger(owner: object) -> Ledger:
+    """The ledger of one torch.compile call, which is told by its options object."""
+    return STATE.ledgers.setdefault(id(owner), Ledger(owner))
 
 
 def begin() -> Session:
