@@ -18,7 +18,7 @@ from torch import fx
 from fxremat import compat, planner
 from fxremat.core.check import check
 from fxremat.core.plan import Plan
-from fxremat.core.timeline import Timeline, replay
+from fxremat.core.timeline import replay
 from fxremat.cost.device import device_spec
 from fxremat.cost.roofline import roofline_us
 from fxremat.errors import InfeasibleBudget, VerificationFailed
@@ -171,9 +171,7 @@ class _Run:
             with self.clock.stage("verify"):
                 names = [n.name for n in self.joint.mutated]
                 check_data_flow(self.joint.module.graph, rewritten.module.graph, names)
-                check_split(
-                    backward.graph, [n.name for n in rewritten.saved], forward.graph
-                )
+                check_split(backward.graph, [n.name for n in rewritten.saved], forward.graph)
         if self.request.executor != "inductor" or self.budget is None:
             return Split(forward, backward, plan, rewritten, plan.peak_bytes, None)
         with self.clock.stage("rehearse"):
@@ -332,25 +330,28 @@ def transform(
     return Outcome(split.forward, split.backward, _report(run, split, rehearsals, graph))
 
 
-def _timeline(run: _Run, split: Split) -> Timeline:
+def _live_bytes(run: _Run, split: Split) -> tuple[int, ...]:
     if split.rehearsal is not None:
-        return split.rehearsal.timeline
-    return replay(run.found.problem, split.plan.steps)
+        return split.rehearsal.live_bytes
+    return replay(run.found.problem, split.plan.steps).live_bytes
 
 
 def _at_peak(run: _Run, split: Split) -> list[Row]:
     """The largest values live at the peak, named by module and source line."""
-    timeline = _timeline(run, split)
     nodes = {n.name: n for n in split.rewritten.module.graph.nodes}
     nodes |= run.found.node_of
-    origin = split.rehearsal.origin if split.rehearsal is not None else {}
-    rows = []
-    for name in timeline.live_at(timeline.peak_step):
-        node = nodes.get(origin.get(name, name))
-        size = timeline.problem.bytes_of[name]
-        if size:
-            rows.append(Row(describe(node) if node is not None else name, size))
-    return rows
+    if split.rehearsal is not None:
+        live = split.rehearsal.at_peak
+    else:
+        timeline = replay(run.found.problem, split.plan.steps)
+        sizes = timeline.problem.bytes_of
+        live = tuple((name, sizes[name]) for name in timeline.live_at(timeline.peak_step))
+    rows = [
+        Row(describe(nodes[name]) if name in nodes else f"{name} [Inductor's temporary]", size)
+        for name, size in live
+        if size
+    ]
+    return sorted(rows, key=lambda row: -row.bytes)
 
 
 def _report(run: _Run, split: Split, rehearsals: int, graph: int) -> Report:
@@ -388,7 +389,7 @@ def _report(run: _Run, split: Split, rehearsals: int, graph: int) -> Report:
         saved=tuple(saved),
         recomputed=tuple(recomputed),
         at_peak=tuple(_at_peak(run, split)[:20]),
-        timeline=_timeline(run, split).live_bytes,
+        timeline=_live_bytes(run, split),
         plan=plan,
         rehearsals=rehearsals,
         seconds=run.clock.seconds,

@@ -1,104 +1,201 @@
-"""The verdict before code generation: Inductor's own kernels, replayed by our timeline.
+"""The verdict before code generation: Inductor's own code, run on tensors without memory.
 
-The forward and backward modules are lowered as far as Inductor's scheduler; the two lists of
-kernels become one problem, in which what the forward saves is what the backward reads. Its
-replay gives the peak that the generated code will have.
+Inductor generates its code for the forward and the backward module, kernels left uncompiled. The
+code then runs: what it allocates, what it hands to library calls and what it drops is counted as
+it happens, on fake tensors. The peak is that of the real step, down to the byte, for as long as
+the libraries' own scratch memory is known.
 """
 
 from __future__ import annotations
 
-from collections.abc import Callable
-from dataclasses import dataclass
+import ast
+import sys
+from collections.abc import Callable, Iterable
+from dataclasses import dataclass, field
 from typing import Any
 
+import torch
 from torch import fx
+from torch.utils import _pytree as pytree
 
 from fxremat import compat
-from fxremat.core.problem import Op, Phase, Problem, Value
-from fxremat.core.timeline import Timeline, replay
 from fxremat.passes.joint_graph import is_tensor
-from fxremat.passes.memory_estimation import TANGENTS, nbytes
+from fxremat.passes.memory_estimation import nbytes
+
+Workspace = Callable[[Any, Any, Any], int]
+CUDA_BLOCK_BYTES = 512  # CUDA's allocator hands out multiples of it
 
 
 @dataclass(frozen=True)
 class Rehearsal:
-    """The kernels of one training step as a timeline.
+    """One training step of the generated code.
 
-    ``origin`` names the FX node of a value, ``origins`` those of a kernel, ``scratch`` gives the
-    workspace of a library call by its FX node, in the layout that Inductor chose.
+    ``live_bytes`` after each allocation and during each library call, ``at_peak`` the FX nodes
+    whose storages are live at the peak, with their bytes. ``scratch`` gives the workspace of a
+    library call by its FX node, in the layout that Inductor chose.
     """
 
-    timeline: Timeline
-    origin: dict[str, str]
-    origins: dict[str, tuple[str, ...]]
+    peak_bytes: int
+    live_bytes: tuple[int, ...]
+    at_peak: tuple[tuple[str, int], ...]
     scratch: dict[str, int]
 
-    @property
-    def peak_bytes(self) -> int:
-        """Bytes at the peak, resident ones included."""
-        return self.timeline.peak_bytes
+
+class _Code:
+    """The generated code of one graph, and which names its buffers have at which line."""
+
+    def __init__(self, generated: compat.Generated, filename: str) -> None:
+        self.generated, self.filename = generated, filename
+        self.named_at: dict[int, str] = {}
+        self.renamed: dict[str, tuple[str, int]] = {}
+        for statement in ast.walk(ast.parse(generated.source)):
+            if isinstance(statement, (ast.Assign, ast.Expr)):
+                self._read(statement)
+
+    def _read(self, statement: ast.Assign | ast.Expr) -> None:
+        name = _written(statement)
+        if name is None:
+            return
+        if isinstance(statement.value, ast.Name):
+            self.renamed[statement.value.id] = (name, statement.lineno)
+        for line in range(statement.lineno, (statement.end_lineno or statement.lineno) + 1):
+            self.named_at[line] = name
+
+    def line(self) -> int | None:
+        """The line of this code that is being run, None outside."""
+        frame = sys._getframe()
+        while frame is not None and frame.f_code.co_filename != self.filename:
+            frame = frame.f_back  # type: ignore[assignment]
+        return frame.f_lineno if frame is not None else None
+
+    def origin(self, buffer: str, line: float) -> str:
+        """The FX node of what a buffer holds at ``line``: its memory may have been handed on."""
+        seen = {buffer}
+        while buffer in self.renamed:
+            newer, since = self.renamed[buffer]
+            if since > line or newer in seen:
+                break
+            buffer = newer
+            seen.add(buffer)
+        return self.generated.origin_of.get(buffer, buffer)
+
+
+def _written(statement: ast.Assign | ast.Expr) -> str | None:
+    """The variable that a statement assigns, or that its call writes to."""
+    if isinstance(statement, ast.Assign):
+        target = statement.targets[0]
+        return target.id if isinstance(target, ast.Name) else None
+    if not isinstance(statement.value, ast.Call):
+        return None
+    into = [k.value for k in statement.value.keywords if k.arg == "out"] or statement.value.args[:1]
+    return into[0].id if into and isinstance(into[0], ast.Name) else None
 
 
 @dataclass
-class _Step:
-    """Collects the values and ops of one training step."""
+class _Storage:
+    """Live bytes, and where they came from: a buffer of ``code``."""
+
+    nbytes: int
+    is_gone: Callable[[], bool]
+    buffer: str
+    code: _Code | None
+
+
+@dataclass
+class _Meter:
+    """Counts the bytes of ``device`` as the code runs."""
 
     device: str
-    bytes: dict[str, int]
-    ops: list[Op]
-    origin: dict[str, str]
-    written: set[str]
-    workspace: Callable[[Any, Any, Any], int]
-    scratch: dict[str, int]
-    origins: dict[str, tuple[str, ...]]
+    workspace: Workspace
+    live: dict[int, _Storage] = field(default_factory=dict)
+    uncounted: dict[int, Callable[[], bool]] = field(default_factory=dict)
+    code: _Code | None = None
+    current: int = 0
+    peak: int = 0
+    at_peak: tuple[tuple[str, int], ...] = ()
+    live_bytes: list[int] = field(default_factory=list)
+    scratch: dict[str, int] = field(default_factory=dict)
 
-    def input(self, node: fx.Node) -> str:
-        """An input of a graph as a value named after its placeholder."""
-        tensor = node.meta["val"]
-        on_device = tensor.device.type == self.device
-        self.bytes[node.name] = nbytes(tensor) if on_device else 0
-        self.origin[node.name] = node.name
-        self.written.add(node.name)
-        return node.name
+    def ignore(self, tensors: Iterable[torch.Tensor]) -> None:
+        """These live outside of the step."""
+        for tensor in tensors:
+            key, is_gone = compat.storage_watch(tensor)
+            self.uncounted[key] = is_gone
 
-    def kernels(self, lowered: compat.Lowered, prefix: str, names: dict[str, str]) -> None:
-        """Append a graph's kernels; ``names`` maps its inputs to values already there."""
-        phase: Phase = "forward" if prefix == "f_" else "backward"
+    def add(self, tensors: Iterable[torch.Tensor], buffer: str) -> None:
+        """Count the storages of ``tensors`` that are not yet counted."""
+        for tensor in tensors:
+            key, is_gone = compat.storage_watch(tensor)
+            if tensor.device.type == self.device and key not in self.live | self.uncounted:
+                nbytes = _rounded(tensor.untyped_storage().nbytes(), self.device)
+                self.live[key] = _Storage(nbytes, is_gone, buffer, self.code)
+                self.current += nbytes
+                self.record(self.current)
 
-        def name(buffer: str) -> str:
-            return names.get(buffer, prefix + buffer)
+    def call(self, op: Any, args: Any, kwargs: Any, result: Any) -> None:
+        """Count an op that has run: its new storages, and its scratch memory while it ran."""
+        self.sweep()
+        line = self.code.line() if self.code is not None else None
+        name = self.code.named_at.get(line, "") if self.code is not None and line else ""
+        scratch = self.workspace(op, args, kwargs)
+        if scratch and self.code is not None:
+            self.scratch[self.code.origin(name, 0)] = scratch
+        self.add([t for t in pytree.tree_leaves(result) if isinstance(t, torch.Tensor)], name)
+        if scratch:
+            self.record(self.current + scratch)
 
-        for kernel in lowered.kernels:
-            writes = [name(b) for b in kernel.writes if b not in names]
-            fresh = [w for w in writes if w not in self.written]
-            again = [w for w in writes if w in self.written]
-            known = [name(b) for b in kernel.reads if name(b) in self.written]
-            for value in fresh:
-                buffer = value.removeprefix(prefix)
-                self.bytes[value] = lowered.bytes_of.get(buffer, 0)
-                self.origin[value] = lowered.origin_of.get(buffer, kernel.origin or kernel.name)
-            self.written.update(fresh)
-            reads = tuple(dict.fromkeys([*known, *again]))
-            pairs = tuple((name(r), name(w)) for r, w in kernel.inplace)
-            self.origins[prefix + kernel.name] = kernel.origins
-            scratch = self.workspace(*kernel.call) if kernel.call else 0
-            if kernel.call:
-                self.scratch[kernel.origin] = scratch
-            self.ops.append(
-                Op(
-                    name=prefix + kernel.name,
-                    reads=tuple(r for r in reads if r not in fresh),
-                    writes=tuple(fresh),
-                    time_us=0.0,
-                    workspace_bytes=scratch,
-                    phase=phase,
-                    inplace=tuple((r, w) for r, w in pairs if r in reads and w in fresh),
-                )
-            )
+    def sweep(self) -> None:
+        """Take off what has been dropped."""
+        for key in [key for key, storage in self.live.items() if storage.is_gone()]:
+            self.current -= self.live.pop(key).nbytes
+
+    def record(self, nbytes: int) -> None:
+        self.live_bytes.append(nbytes)
+        if nbytes > self.peak:
+            self.peak = nbytes
+            line = (self.code.line() if self.code is not None else None) or 0
+            self.at_peak = tuple((self.label(s, line), s.nbytes) for s in self.live.values())
+
+    def label(self, storage: _Storage, line: int) -> str:
+        """The FX node whose value a storage holds."""
+        if storage.code is None:
+            return storage.buffer
+        here = storage.code is self.code
+        return storage.code.origin(storage.buffer, line if here else float("inf"))
+
+    def run(self, generated: compat.Generated, filename: str, args: list[Any], real: Any) -> Any:
+        """Run generated code and count."""
+        code = _Code(generated, filename)
+        constants = {
+            name: real(value) if isinstance(value, torch.Tensor) else value
+            for name, value in generated.constants.items()
+        }
+        self.ignore(c for c in constants.values() if isinstance(c, torch.Tensor))
+        call = compat.load_without_kernels(generated, constants, filename)
+        self.code = code
+        with compat.Watching(self.call):
+            results = call(args)
+        self.sweep()
+        return results
+
+
+def _rounded(nbytes: int, device: str) -> int:
+    block = CUDA_BLOCK_BYTES if device == "cuda" else 1
+    return -(-nbytes // block) * block
+
+
+def _input(node: fx.Node) -> Any:
+    """What a graph gets for a placeholder: a tensor without memory, or the size planned for."""
+    value = node.meta.get("val")
+    size = compat.size_bound
+    if isinstance(value, torch.Tensor):
+        shape, stride = [size(s) for s in value.shape], [size(s) for s in value.stride()]
+        return torch.empty_strided(shape, stride, dtype=value.dtype, device=value.device)
+    return size(value) if isinstance(value, torch.SymInt) else value
 
 
 def _placeholders(module: fx.GraphModule) -> list[fx.Node]:
-    return [n for n in module.graph.nodes if n.op == "placeholder" and is_tensor(n)]
+    return [n for n in module.graph.nodes if n.op == "placeholder"]
 
 
 def rehearse(
@@ -107,42 +204,65 @@ def rehearse(
     *,
     num_fwd_outputs: int,
     device: str,
-    workspace: Callable[[Any, Any, Any], int],
+    workspace: Workspace,
 ) -> Rehearsal:
-    """Lower both graphs of a training step and replay their kernels one after the other.
+    """Generate the code of both graphs of a training step, run one after the other, and count.
 
-    ``workspace`` gives the scratch bytes of a library call (op, args, kwargs).
+    ``workspace`` gives the scratch bytes of a library call (op, args, kwargs). The inputs of the
+    forward are there throughout, its first ``num_fwd_outputs`` results and the incoming gradients
+    are the caller's, everything else is dropped when the code drops it.
     """
-    lowered = compat.lower(forward, is_backward=False)
+    first = compat.generate(forward, is_backward=False)
     results = forward.graph.output_node().args[0]
     assert isinstance(results, (tuple, list))
     saved = {
         node.name: index
         for index, node in enumerate(results)
-        if index >= num_fwd_outputs and isinstance(node, fx.Node) and is_tensor(node)
+        if index >= num_fwd_outputs and isinstance(node, fx.Node)
     }
-    strides = {name: s for name, i in saved.items() if (s := lowered.strides[i]) is not None}
-    lowered_backward = compat.lower(backward, is_backward=True, input_strides=strides)
+    strides = {name: s for name, i in saved.items() if (s := first.strides[i]) is not None}
+    second = compat.generate(backward, is_backward=True, input_strides=strides)
 
-    step = _Step(device, {}, [], {}, set(), workspace, {}, {})
-    primals = {n.name: step.input(n) for n in _placeholders(forward)}
-    step.kernels(lowered, "f_", primals)
-    tangents = [step.input(n) for n in _placeholders(backward) if compat.is_tangent(n)]
-    step.ops.append(Op(TANGENTS, (), tuple(tangents), 0.0, 0, "backward", False))
-    names = dict(primals) | {t: t for t in tangents}
-    for name, index in saved.items():
-        buffer = lowered.outputs[index]
-        if buffer is not None:
-            names[name] = primals.get(buffer, "f_" + buffer)
-    step.kernels(lowered_backward, "b_", names)
-
-    kept = [primals.get(b, "f_" + b) for b in lowered.outputs[:num_fwd_outputs] if b is not None]
-    kept += [names.get(b, "b_" + b) for b in lowered_backward.outputs if b is not None]
-    problem = Problem(
-        name="kernels",
-        values=tuple(Value(k, v) for k, v in step.bytes.items()),
-        ops=tuple(step.ops),
-        resident=tuple(primals.values()),
-        outputs=tuple(dict.fromkeys([*(k for k in kept if k in step.written), *tangents])),
+    meter = _Meter(device, workspace)
+    with compat.without_memory() as made:
+        primals = {n.name: _input(n) for n in _placeholders(forward)}
+        meter.ignore(t for t in primals.values() if isinstance(t, torch.Tensor))
+        returned = list(meter.run(first, "<rehearsed forward>", list(primals.values()), made))
+        kept, given = returned[:num_fwd_outputs], dict(primals)
+        for name, index in saved.items():
+            given[name] = returned[index]
+        del returned
+        arguments = _pass_on(meter, backward, given, saved)
+        kept += [arguments[name] for name in arguments if name not in given]
+        del given
+        passed = list(arguments.values())
+        del arguments
+        kept += list(meter.run(second, "<rehearsed backward>", passed, made))
+    resident = [(n.name, nbytes(n.meta["val"])) for n in _placeholders(forward) if is_tensor(n)
+                and n.meta["val"].device.type == device]  # fmt: skip
+    total = sum(size for _, size in resident)
+    return Rehearsal(
+        peak_bytes=meter.peak + total,
+        live_bytes=tuple(total + n for n in meter.live_bytes),
+        at_peak=tuple(resident) + meter.at_peak,
+        scratch=meter.scratch,
     )
-    return Rehearsal(replay(problem, problem.base_steps()), step.origin, step.origins, step.scratch)
+
+
+def _pass_on(
+    meter: _Meter, backward: fx.GraphModule, given: dict[str, Any], saved: Iterable[str]
+) -> dict[str, Any]:
+    """The backward's arguments: what the forward saved, under new names, and the gradients."""
+    for name in saved:
+        if isinstance(given[name], torch.Tensor):
+            entry = meter.live.get(compat.storage_watch(given[name])[0])
+            if entry is not None:
+                entry.buffer, entry.code = name, None
+    meter.code = None
+    arguments = {}
+    for node in _placeholders(backward):
+        argument = given[node.name] if node.name in given else _input(node)
+        if node.name not in given and isinstance(argument, torch.Tensor):
+            meter.add([argument], node.name)
+        arguments[node.name] = argument
+    return arguments

@@ -1,15 +1,17 @@
-"""The kernels that Inductor would make, replayed: merged on CPU, named, obeyed by the plan."""
+"""The code that Inductor would run, on tensors without memory: counted, named, obeyed."""
 
 from __future__ import annotations
 
+import ast
 from collections.abc import Iterator
+from typing import Any
 
 import pytest
 import torch
 
 import fxremat
 from fxremat import compat
-from fxremat.compat import Kernel
+from fxremat.rehearsal import Workspace, _Meter, _rounded, _written
 from tests.small import Stack, seeded
 
 
@@ -20,47 +22,97 @@ def _fresh() -> Iterator[None]:
     torch._dynamo.reset()
 
 
-# --- the functions of the C++ backend ----------------------------------------------------------
+# --- generated code on tensors without memory ----------------------------------------------------
+
+HEADER = """
+import torch
+from torch._inductor.async_compile import AsyncCompile
+from torch._inductor.select_algorithm import extern_kernels
+empty_strided_cpu = torch._C._dynamo.guards._empty_strided_cpu
+reinterpret_tensor = torch._C._dynamo.guards._reinterpret_tensor
+async_compile = AsyncCompile()
+loop = async_compile.cpp_pybinding(['float*'], 'no C++')
+def call(args):
+"""
+CHAIN = """
+    x, = args
+    args.clear()
+    buf0 = empty_strided_cpu((100, ), (1, ), torch.uint8)
+    loop(x, buf0)
+    buf1 = buf0; del buf0  # reuse
+    loop(buf1)
+    buf2 = empty_strided_cpu((30, ), (1, ), torch.uint8)
+    loop(buf1, buf2)
+    del buf1
+    buf3 = torch.ops.aten.sort.default(buf2)
+    buf4 = buf3[0]
+    del buf3
+    return (reinterpret_tensor(buf4, (10, ), (1, ), 0), )
+"""
+ORIGINS = {"buf0": "mul", "buf1": "gelu", "buf2": "sum_1", "buf3": "sort"}
 
 
-def loop(name: str, reads: str, writes: str, *inplace: tuple[str, str]) -> Kernel:
-    """A generated loop over buffers of one letter; it comes from the node of its name."""
-    return Kernel(name, tuple(reads), tuple(writes), inplace, (f"node_{name}",))
+def counted(body: str, workspace: Workspace = lambda op, args, kwargs: 0) -> tuple[_Meter, Any]:
+    """The meter and the results after ``body`` has run on 8 bytes."""
+    meter = _Meter("cpu", workspace)
+    generated = compat.Generated(HEADER + body, {}, ORIGINS, ())
+    with compat.without_memory() as made:
+        x = torch.empty(8, dtype=torch.uint8)
+        meter.ignore([x])
+        results = meter.run(generated, "<test>", [x], made)
+    return meter, results
 
 
-def library(name: str, reads: str, writes: str) -> Kernel:
-    return Kernel(name, tuple(reads), tuple(writes), (), (f"node_{name}",), is_loop=False)
+def test_bytes_after_each_allocation() -> None:
+    meter, results = counted(CHAIN)
+    levels = list(dict.fromkeys(meter.live_bytes))
+    # buf0 in buf1's memory; buf2; buf1 gone, the values of the sort; its indices
+    assert levels == [100, 130, 30 + 30, 60 + 8 * 30]
+    assert meter.peak == 300
+    assert meter.current == 30  # a view of the sorted values alone
+    assert len(results) == 1
 
 
-def test_loops_between_library_calls_are_one_function() -> None:
-    sizes = dict.fromkeys("xabcde", 8)
-    kernels = [
-        loop("k0", "x", "a"),
-        loop("k1", "ax", "b", ("x", "b")),
-        library("mm", "b", "c"),
-        library("mm_1", "c", "d"),
-        loop("k2", "d", "e"),
-    ]
-    merged, sized = compat._merge_loops(kernels, sizes)
-    one = Kernel("k0+k1", ("x",), ("a", "b"), (("x", "b"),), ("node_k0", "node_k1"))
-    assert merged == (one, *kernels[2:])
-    assert sized == sizes
+def test_the_peak_is_named_after_what_its_memory_holds_then() -> None:
+    meter, _ = counted(CHAIN.replace("(30, )", "(10, )"))
+    assert meter.peak == 110
+    assert sorted(meter.at_peak) == [("gelu", 100), ("sum_1", 10)]
 
 
-def test_a_temporary_that_a_later_loop_overwrites_takes_no_bytes() -> None:
-    sizes = dict.fromkeys("xabc", 8)
-    kernels = [loop("k0", "x", "a"), loop("k1", "a", "b", ("a", "b")), library("mm", "b", "c")]
-    merged, sized = compat._merge_loops(kernels, sizes)
-    assert merged[0].inplace == ()
-    assert merged[0].writes == ("a", "b")
-    assert sized == {**sizes, "a": 0}
-    assert sizes["a"] == 8  # what was given stays
+def test_scratch_memory_of_a_library_call_is_on_top_of_its_results() -> None:
+    asked: list[str] = []
+
+    def workspace(op: Any, args: Any, kwargs: Any) -> int:
+        asked.append(str(op))
+        return 1000 if op is torch.ops.aten.sort.default else 0
+
+    meter, _ = counted(CHAIN, workspace)
+    assert meter.peak == 1300
+    assert meter.scratch == {"sort": 1000}
+    assert "aten.empty_strided.default" in asked
 
 
-def test_what_a_library_call_wrote_keeps_its_bytes() -> None:
-    kernels = [library("mm", "x", "a"), loop("k0", "a", "b", ("a", "b"))]
-    assert compat._merge_loops(kernels, {"a": 8, "b": 8}) == (tuple(kernels), {"a": 8, "b": 8})
-    assert compat._merge_loops([], {}) == ((), {})
+def test_cuda_hands_out_blocks() -> None:
+    assert _rounded(1, "cuda") == 512
+    assert _rounded(1024, "cuda") == 1024
+    assert _rounded(1, "cpu") == 1
+
+
+@pytest.mark.parametrize(
+    ("statement", "written"),
+    [
+        ("buf1 = f(buf0)", "buf1"),
+        ("extern_kernels.mm(a, b, out=buf2)", "buf2"),
+        ("aten.scatter_(buf3, 1)", "buf3"),
+        ("x, y = args", None),
+        ("args.clear()", None),
+        ("'a string'", None),
+    ],
+)
+def test_what_a_statement_writes(statement: str, written: str | None) -> None:
+    (parsed,) = ast.parse(statement).body
+    assert isinstance(parsed, (ast.Assign, ast.Expr))
+    assert _written(parsed) == written
 
 
 # --- a rehearsed step -----------------------------------------------------------------------------
