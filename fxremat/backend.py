@@ -17,7 +17,7 @@ from torch import fx
 from fxremat import compat, session
 from fxremat.options import Options, disabled, parse_options
 from fxremat.partition import Partitioner
-from fxremat.passes.order import HoldOrder
+from fxremat.passes.order import Fence, WriteResults
 from fxremat.pipeline import Request
 from fxremat.report.report import Report
 from fxremat.version import build
@@ -89,16 +89,22 @@ def _key(gm: fx.GraphModule, inputs: Sequence[Any], partitioner: Partitioner) ->
 
 
 def _patches(options: Options, partitioner: Partitioner, mode: str | None) -> dict[str, Any]:
-    """Inductor's configuration: the user's, with our partitioner and our ordering pass."""
+    """Inductor's configuration: the user's, with our partitioner and our ordering passes."""
     user = compat.inductor_patches(mode, options.inductor_options())
-    theirs = user.get(compat.POST_GRAD_PASS, getattr(compat.inductor_config, compat.POST_GRAD_PASS))
+
+    def theirs(name: str) -> Any:
+        return user.get(name, getattr(compat.inductor_config, name))
+
     # Reusing a buffer holds it from its last use to its next: the peak would exceed the plan's.
     exact = {} if partitioner.request.budget_bytes is None else {"allow_buffer_reuse": False}
     return {
         **exact,
         **user,
         "custom_partitioner_fn": partitioner,
-        compat.POST_GRAD_PASS: HoldOrder(build(), compat.chain_passes(theirs)),
+        compat.POST_GRAD_PASS: WriteResults(
+            build(), compat.chain_passes(theirs(compat.POST_GRAD_PASS))
+        ),
+        compat.SCHEDULER_PASS: Fence(build(), theirs(compat.SCHEDULER_PASS)),
     }
 
 

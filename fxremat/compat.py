@@ -5,9 +5,10 @@ The one place where versions differ. Each function is covered by ``tests/test_co
 
 from __future__ import annotations
 
+import ast
 import inspect
 from collections.abc import Callable, Iterator, Mapping, Sequence
-from contextlib import AbstractContextManager, contextmanager, nullcontext
+from contextlib import contextmanager
 from dataclasses import dataclass
 from typing import Any, cast
 
@@ -22,11 +23,18 @@ from torch._ops import OpOverload
 from torch.fx.experimental.proxy_tensor import is_sym_node
 from torch.fx.experimental.symbolic_shapes import ShapeEnv
 from torch.profiler import profile
+from torch.utils._python_dispatch import TorchDispatchMode
+
+try:
+    from torch._inductor.custom_graph_pass import CustomSchedulerPass as SchedulerPass
+except ImportError:  # torch 2.11 has one class for both
+    SchedulerPass = CustomGraphPass  # type: ignore[misc, assignment]
 
 __all__ = [
     "CustomGraphPass",
     "CustomPartitionerFn",
     "OpOverload",
+    "SchedulerPass",
     "ShapeEnv",
     "functorch_config",
     "inductor_config",
@@ -273,55 +281,133 @@ def fresh_dynamo_caches() -> Iterator[None]:
         yield
 
 
-def preserve_order(graph: fx.Graph, after: Mapping[fx.Node, Sequence[fx.Node]]) -> None:
-    """Make Inductor run each key after its values, by ordering-only dependencies."""
-    from torch._inductor.fx_passes.control_dependencies import preserve_node_ordering
-    from torch.utils._ordered_set import OrderedSet
-
-    preserve_node_ordering(graph, {node: OrderedSet(deps) for node, deps in after.items()})
+_LIBRARY: Any = torch.library.Library("fxremat", "DEF")  # type: ignore[no-untyped-call]
+_LIBRARY.define("written(Tensor(a) x) -> Tensor(a)")
+_LIBRARY.impl("written", torch.ops.aten.alias.default, "CompositeExplicitAutograd")
 
 
-def current_fake_mode() -> AbstractContextManager[Any]:
-    """The fake mode of the compilation under way."""
-    from torch._guards import detect_fake_mode
+def write_results(graph: fx.Graph, nodes: Sequence[fx.Node]) -> None:
+    """Make Inductor write these results to memory, not compute them in their readers' loops.
 
-    return cast("AbstractContextManager[Any]", detect_fake_mode() or nullcontext())
+    Each gets a mark behind it, through which all its readers read.
+    """
+    _lower_written()
+    for node in nodes:
+        readers = list(node.users)
+        with graph.inserting_after(node):
+            mark = graph.call_function(torch.ops.fxremat.written.default, (node,))
+        mark.meta = dict(node.meta)
+        for reader in readers:
+            reader.replace_input_with(node, mark)
 
 
-# --- lowering without code generation ------------------------------------------------------
+def _unmarked(node: fx.Node) -> fx.Node:
+    """What stands before a mark of `write_results`."""
+    marked = node.args[0] if node.target is torch.ops.fxremat.written.default else node
+    assert isinstance(marked, fx.Node)
+    return marked
+
+
+def _lower_written() -> None:
+    from torch._inductor import ir
+    from torch._inductor.lowering import lowerings, register_lowering
+    from torch._inductor.virtualized import V
+
+    if torch.ops.fxremat.written.default in lowerings:
+        return
+
+    def written(x: Any) -> Any:
+        node = V.graph.current_node
+        value = node.meta["val"]
+        if node in V.graph.nodes_prefer_channels_last and value.dim() == 4:
+            strides = torch._prims_common.make_channels_last_strides_for(value.shape)
+            x = ir.ExternKernel.require_stride_order(x, ir.get_stride_order(strides))
+        x.realize()
+        return x
+
+    register_lowering(torch.ops.fxremat.written.default, type_promotion_kind=None)(written)
+
+
+# --- Inductor's scheduler ----------------------------------------------------------------
+
+SCHEDULER_PASS = "_pre_fusion_custom_pass"
 
 
 @dataclass(frozen=True)
-class Kernel:
-    """One launch of Inductor's schedule: buffers read and written, in-place pairs, origins.
+class Scheduled:
+    """A kernel before fusion: a library call, a loop, or (neither) something without work.
 
-    ``call`` is (op, args, kwargs) of a library call, its tensors fake and in the layout that
-    Inductor chose, and ``origin`` its node; generated loops have neither.
+    ``read_bytes`` of the largest operand, ``written_bytes`` of all results.
     """
 
-    name: str
-    reads: tuple[str, ...]
-    writes: tuple[str, ...]
-    inplace: tuple[tuple[str, str], ...]
-    origins: tuple[str, ...]
-    is_loop: bool = True
-    origin: str = ""
-    call: tuple[Any, Any, Any] | None = None
+    is_call: bool
+    is_loop: bool
+    read_bytes: int
+    written_bytes: int
+
+
+def scheduled(node: Any) -> Scheduled:
+    """What a scheduler node is."""
+    from torch._inductor import ir
+    from torch._inductor.scheduler import SchedulerNode
+    from torch._inductor.virtualized import V
+
+    size = V.graph.get_dep_size_hint
+    return Scheduled(
+        is_call=bool(node.is_extern() or node.is_template())
+        and not isinstance(node.node, ir.MultiOutput),
+        is_loop=isinstance(node, SchedulerNode) and not node.is_template(),
+        read_bytes=max((size(dep) for dep in node.read_writes.reads), default=0),
+        written_bytes=sum(size(dep) for dep in node.read_writes.writes),
+    )
+
+
+def names_being_scheduled() -> list[str]:
+    """The nodes of the graph that Inductor is scheduling."""
+    from torch._inductor.virtualized import V
+
+    module: Any = V.graph.module
+    return [node.name for node in module.graph.nodes]
+
+
+def run_after(nodes: Sequence[Any], after: Mapping[int, Sequence[int]]) -> None:
+    """Make Inductor run each key after its values, all of them positions in ``nodes``.
+
+    To the scheduler these are no uses: what is waited for may be freed and overwritten before.
+    """
+    from torch._inductor.dependencies import WeakDep
+
+    for later, earlier in after.items():
+        own = nodes[later].get_name()  # of no buffer: nothing is mutated
+        there = {dep.name for dep in nodes[later].unmet_dependencies}
+        for position in earlier:
+            names = [buffer.get_name() for buffer in nodes[position].get_outputs()]
+            if not there.isdisjoint(names):
+                continue  # a read that Inductor may turn into an overwrite, if it stands alone
+            name = names[0]
+            nodes[later].add_fake_dep(WeakDep(name, mutating_buf=own, is_fake=True))
+        nodes[later].prune_weak_deps()  # those on dead code, which adding one brings back
+    if after:
+        scheduler = nodes[0].scheduler
+        scheduler.nodes = list(nodes)
+        scheduler.compute_ancestors()
+
+
+# --- Inductor's generated code -------------------------------------------------------------
 
 
 @dataclass(frozen=True)
-class Lowered:
-    """Inductor's final schedule for one graph, before code generation.
+class Generated:
+    """The Python code that Inductor makes of one graph: it allocates, calls kernels, and frees.
 
-    ``bytes_of`` gives every buffer's bytes, ``origin_of`` its FX node; ``outputs`` the buffer (or
-    input) each result of the graph lives in, None where it is no tensor; ``strides`` those of
-    the results.
+    ``source`` defines ``call(args)``, which uses the named ``constants``. ``origin_of`` gives the
+    FX node of a buffer where it has one, ``strides`` those of the results, None where they are no
+    tensors.
     """
 
-    kernels: tuple[Kernel, ...]
-    bytes_of: Mapping[str, int]
+    source: str
+    constants: Mapping[str, Any]
     origin_of: Mapping[str, str]
-    outputs: tuple[str | None, ...]
     strides: tuple[tuple[Any, ...] | None, ...]
 
 
@@ -335,20 +421,25 @@ def _copy_module(module: fx.GraphModule) -> fx.GraphModule:
     return fx.GraphModule(module, graph)
 
 
-def lower(
+def generate(
     module: fx.GraphModule,
     *,
     is_backward: bool,
     input_strides: Mapping[str, tuple[Any, ...]] | None = None,
-) -> Lowered:
-    """Post-grad passes, lowering and scheduling of ``module`` under the current configuration.
+) -> Generated:
+    """Inductor's code for ``module`` under the current configuration; no kernel is compiled.
 
     ``input_strides`` replaces the strides of inputs, by placeholder name: the backward reads
     what the forward saved in the layout that Inductor chose there.
     """
     from torch._dynamo.utils import counters
     from torch._guards import detect_fake_mode
-    from torch._inductor.compile_fx import _recursive_post_grad_passes
+    from torch._inductor.compile_fx import (
+        _recursive_post_grad_passes,
+        _recursive_record_original_output_strides,
+        fake_tensor_prop,
+        maybe_disable_comprehensive_padding,
+    )
     from torch._inductor.debug import DebugContext
     from torch._inductor.fx_passes.post_grad import view_to_reshape
     from torch._inductor.graph import GraphLowering
@@ -358,7 +449,7 @@ def lower(
     module = _copy_module(module)
     placeholders = [n for n in module.graph.nodes if n.op == "placeholder"]
     mode = detect_fake_mode([n.meta.get("val") for n in placeholders])
-    assert mode is not None, "a graph without tensor inputs cannot be lowered"
+    assert mode is not None, "a graph without tensor inputs has no code"
     with V.set_fake_mode(mode):
         for node in placeholders:
             strides = (input_strides or {}).get(node.name)
@@ -370,8 +461,11 @@ def lower(
                     )
         inputs = [n.meta["val"] for n in placeholders]
         view_to_reshape(module)  # type: ignore[no-untyped-call]
+        with torch.no_grad():
+            fake_tensor_prop(module, inputs)
+        _recursive_record_original_output_strides(module)
         _recursive_post_grad_passes(module, is_inference=False)
-        lowering = GraphLowering(
+        lowering: Any = GraphLowering(
             module,
             example_inputs=inputs,
             shape_env=mode.shape_env,
@@ -382,82 +476,31 @@ def lower(
             V.set_debug_handler(DebugContext()),
             V.set_graph_handler(lowering),
             V.set_extern_kernel_nodes([]),
+            maybe_disable_comprehensive_padding(inputs),
         ):
+            lowering.freeze_runtime_asserts()
             lowering.run(*inputs)
-            lowering.init_wrapper_code()
-            lowering._update_scheduler()
-            result = _read_schedule(lowering)
+            code = lowering.codegen()[0]
+            named = {
+                name: buffer.get_origin_node() for name, buffer in lowering.name_to_buffer.items()
+            }
+            result = Generated(
+                source=str(getattr(code, "value", code)),
+                constants={
+                    **lowering.constants,
+                    **lowering.torchbind_constants,
+                    **getattr(lowering, "opaque_value_type_classes", {}),
+                },
+                origin_of={
+                    name: str(_unmarked(node).name)
+                    for name, node in named.items()
+                    if node is not None and node.op != "placeholder"
+                },
+                strides=tuple(_output_strides(o) for o in lowering.graph_outputs),
+            )
     for key, value in counted.items():
         counters[key] = value
     return result
-
-
-def _read_schedule(lowering: Any) -> Lowered:
-    from torch._inductor.memory import compute_size_for_scheduler_buffer
-
-    scheduler = lowering.scheduler
-    sizes = compute_size_for_scheduler_buffer(scheduler.name_to_buf)
-    reader = _ScheduleReader(scheduler, {k: max(pair) for k, pair in sizes.items()})
-    kernels = tuple(reader.kernel(node) for node in scheduler.nodes)
-    sized = {name: reader.bytes(name) for name in sizes}
-    if set(lowering.device_types) == {"cpu"}:
-        kernels, sized = _merge_loops(kernels, sized)
-    outputs = [_output_buffer(o) for o in lowering.graph_outputs]
-    return Lowered(
-        kernels=kernels,
-        bytes_of=sized,
-        origin_of={
-            name: str(node.name)
-            for name, buffer in scheduler.name_to_buf.items()
-            if (node := buffer.node.get_origin_node()) is not None
-        },
-        outputs=tuple(reader.real(n) if n is not None else None for n in outputs),
-        strides=tuple(_output_strides(o) for o in lowering.graph_outputs),
-    )
-
-
-def _merge_loops(
-    kernels: Sequence[Kernel], sizes: Mapping[str, int]
-) -> tuple[tuple[Kernel, ...], dict[str, int]]:
-    """The C++ backend makes one function of all loops between two library calls.
-
-    What any of them writes is allocated before it, and what any of them reads for the last
-    time is freed after it. A temporary that a later loop overwrites takes no bytes of its own.
-    """
-    groups: list[list[Kernel]] = []
-    for kernel in kernels:
-        if kernel.is_loop and groups and groups[-1][-1].is_loop:
-            groups[-1].append(kernel)
-        else:
-            groups.append([kernel])
-    sized = dict(sizes)
-    for group in groups:
-        written = {w for kernel in group for w in kernel.writes}
-        for kernel in group:
-            for read, _ in kernel.inplace:
-                if read in written:
-                    sized[read] = 0
-    return tuple(group[0] if len(group) == 1 else _merged(group) for group in groups), sized
-
-
-def _merged(group: Sequence[Kernel]) -> Kernel:
-    writes = dict.fromkeys(w for kernel in group for w in kernel.writes)
-    reads = dict.fromkeys(r for kernel in group for r in kernel.reads if r not in writes)
-    return Kernel(
-        name="+".join(kernel.name for kernel in group),
-        reads=tuple(reads),
-        writes=tuple(writes),
-        inplace=tuple(p for kernel in group for p in kernel.inplace if p[0] not in writes),
-        origins=tuple(sorted({o for kernel in group for o in kernel.origins})),
-    )
-
-
-def _output_buffer(output: Any) -> str | None:
-    from torch._inductor import ir
-
-    if isinstance(output, (ir.NoneAsConstantBuffer, ir.ShapeAsConstantBuffer)):
-        return None
-    return str(output.get_name()) if hasattr(output, "get_name") else None
 
 
 def _output_strides(output: Any) -> tuple[Any, ...] | None:
@@ -471,195 +514,100 @@ def _output_strides(output: Any) -> tuple[Any, ...] | None:
         return None
 
 
-class _ScheduleReader:
-    """Turns scheduler nodes into kernels over real buffers (aliases and mutations resolved)."""
+class _NoKernel:
+    """Stands for a compiled kernel, and for all that makes one."""
 
-    def __init__(self, scheduler: Any, sizes: dict[str, int]) -> None:
-        self.scheduler, self.sizes = scheduler, sizes
-        self.place = {
-            n.get_name(): index
-            for index, group in enumerate(scheduler.nodes)
-            for n in group.get_nodes()
-        }
-        self.members = {
-            name: group
-            for group in scheduler.nodes
-            for name in (n.get_name() for n in group.get_nodes())
-        }
+    def __call__(self, *args: Any, **kwargs: Any) -> Any:
+        return self
 
-    def real(self, name: str) -> str:
-        """The buffer whose memory ``name`` is."""
-        from torch._inductor import ir
-
-        name = self.scheduler.mutation_real_name.get(name, name)
-        buffer = self.scheduler.name_to_buf.get(name)
-        layout = getattr(buffer.node, "layout", None) if buffer is not None else None
-        if isinstance(layout, ir.NonOwningLayout):
-            return self.real(layout.view.get_name())
-        return str(name)
-
-    def bytes(self, name: str) -> int:
-        """Bytes of a buffer; those that live in another one or in no memory have none."""
-        from torch._inductor import ir
-
-        buffer = self.scheduler.name_to_buf[name]
-        if self.real(name) != name or isinstance(buffer.node.layout, ir.MultiOutputLayout):
-            return 0
-        return self.sizes[name] if not self.is_local(buffer) else 0
-
-    def is_local(self, buffer: Any) -> bool:
-        """Whether all readers are in the loop that writes it: then it is never stored.
-
-        One kernel may hold several loops: a reduction's readers are in a later one, and so are
-        those that run over more elements than the writer.
-        """
-        group = self.members.get(buffer.defining_op.get_name())
-        if group is None:  # dropped as dead code
-            return True
-        if buffer.defining_op.is_reduction():
-            return False
-        extent = _extent(buffer.defining_op)
-        if any(_extent(user.node) != extent for user in buffer.users):
-            return False
-        nodes = [getattr(u.node, "get_name", lambda: None)() for u in buffer.users]
-        return (
-            len(group.get_nodes()) > 1
-            and bool(nodes)
-            and all(n is not None and self.members.get(n) is group for n in nodes)
-        )
-
-    def kernel(self, node: Any) -> Kernel:
-        from torch._inductor.dependencies import WeakDep
-
-        deps = [*node.read_writes.reads, *node.unmet_dependencies]
-        reads = [
-            self.real(d.name) for d in deps if not (isinstance(d, WeakDep) and _is_ordering(d))
-        ]
-        writes = [self.real(b.get_name()) for b in node.get_outputs()]
-        writes += [self.real(name) for name in self.multi_outputs(node)]
-        origins = {o.name for n in node.get_nodes() for o in getattr(n.node, "origins", ())}
-        return Kernel(
-            name=node.get_name(),
-            reads=tuple(dict.fromkeys(reads)),
-            writes=tuple(dict.fromkeys(writes)),
-            inplace=tuple(self.inplace(node)),
-            origins=tuple(sorted(origins)),
-            is_loop=not (node.is_extern() or node.is_template()),
-            origin=_origin(node),
-            call=_library_call(node),
-        )
-
-    def multi_outputs(self, node: Any) -> list[str]:
-        """Results of a call that returns several: they exist from the call on."""
-        from torch._inductor import ir
-
-        names = []
-        for buffer in node.get_outputs():
-            if isinstance(buffer.node.layout, ir.MultiOutputLayout):
-                for user in buffer.users:
-                    outputs: list[Any] = getattr(user.node, "get_outputs", list)()
-                    names += [b.get_name() for b in outputs if isinstance(b.node, ir.MultiOutput)]
-        return names
-
-    def inplace(self, node: Any) -> list[tuple[str, str]]:
-        """Pairs for which Inductor's generated code would write over its input."""
-        from torch._inductor.codegen.wrapper import can_match_buffer_size
-        from torch._inductor.scheduler import SchedulerNode
-
-        pairs = []
-        for member in node.get_nodes():
-            if not isinstance(member, SchedulerNode) or not inductor_config.inplace_buffers:
-                continue
-            for out in member.get_outputs():
-                if not out.node.should_allocate() or out.node.get_mutation_names():
-                    continue
-                for dep in member.read_writes.reads:
-                    source = self.scheduler.name_to_buf.get(dep.name)
-                    if (
-                        source is not None
-                        and self.is_owned(source)
-                        and self.is_last_use(source, member)
-                        and can_match_buffer_size(source.node, out.node)
-                    ):
-                        pairs.append((self.real(dep.name), self.real(out.get_name())))
-                        break
-        return pairs
-
-    def is_last_use(self, buffer: Any, member: Any) -> bool:
-        """Whether ``member`` reads ``buffer`` index by index and nobody depends on it later.
-
-        A dependency that only orders counts too: Inductor does not tell them apart here.
-        """
-        here = self.place[member.get_name()]
-        before = member.ancestors
-        later = [
-            u
-            for u in buffer.users
-            if u.node.get_name() not in before
-            and self.place.get(u.node.get_name(), len(self.place)) >= here
-        ]
-        return len(later) == 1 and later[0].node is member and bool(later[0].can_inplace)
-
-    def is_owned(self, buffer: Any) -> bool:
-        from torch._inductor import ir
-        from torch._inductor.scheduler import NopKernelSchedulerNode
-
-        spec = buffer.node.get_output_spec()
-        return not isinstance(
-            spec, (ir.NoneLayout, ir.MultiOutputLayout, ir.MutationLayoutSHOULDREMOVE)
-        ) and not isinstance(buffer.defining_op, NopKernelSchedulerNode)
+    def __getattr__(self, name: str) -> Any:
+        return self
 
 
-def _origin(node: Any) -> str:
-    kernel = getattr(node, "node", None)
-    origin = kernel.get_origin_node() if kernel is not None else None
-    return str(origin.name) if origin is not None else ""
+class _WithoutKernels(ast.NodeTransformer):
+    """Replaces the object that compiles kernels."""
+
+    def visit_Call(self, node: ast.Call) -> ast.AST:
+        if isinstance(node.func, ast.Name) and node.func.id == "AsyncCompile":
+            return ast.copy_location(ast.Name("_no_kernel", ast.Load()), node)
+        return self.generic_visit(node)
 
 
-def _library_call(node: Any) -> tuple[Any, Any, Any] | None:
-    """The op a library kernel came from, with its operands as Inductor lays them out."""
-    from torch._inductor import ir
-    from torch._inductor.virtualized import V
+def _empty_like_generated(device: str) -> Callable[..., torch.Tensor]:
+    def empty(size: Any, stride: Any, dtype: torch.dtype) -> torch.Tensor:
+        return torch.empty_strided(size, stride, dtype=dtype, device=device)
 
-    kernel = getattr(node, "node", None)
-    if not isinstance(kernel, ir.ExternKernel):
-        return None
-    origin = kernel.get_origin_node()
-    if origin is None or origin.op != "call_function":
-        return None
-    laid_out = iter(kernel.inputs)
-
-    def operand(argument: fx.Node) -> Any:
-        value = argument.meta.get("val")
-        if not isinstance(value, torch.Tensor):
-            return value
-        source: Any = next(laid_out, None)
-        try:
-            strides = [int(s) for s in source.get_stride()]
-            same = [int(s) for s in source.get_size()] == [int(s) for s in value.shape]
-        except (AttributeError, TypeError, NotImplementedError):
-            return value
-        if not same:
-            return value
-        with V.fake_mode:
-            return torch.empty_strided(value.shape, strides, dtype=value.dtype, device=value.device)
-
-    args, kwargs = fx.map_arg((origin.args, origin.kwargs), operand)
-    return origin.target, args, kwargs
+    return empty
 
 
-def _extent(node: Any) -> Any:
-    """How many times the body of a loop runs, reduction included; None for other nodes."""
-    import sympy
-    from torch.utils import _pytree as pytree
-
-    sizes = getattr(node, "group", (None, None))[1]
-    return None if sizes is None else sympy.prod(pytree.tree_leaves(list(sizes)))
+def _reinterpret(tensor: torch.Tensor, size: Any, stride: Any, offset: int) -> torch.Tensor:
+    return tensor.as_strided(size, stride, tensor.storage_offset() + offset)
 
 
-def _is_ordering(dep: Any) -> bool:
-    """Whether a weak dependency orders kernels without keeping a buffer alive."""
-    return bool(getattr(dep, "is_fake", True))
+def _from_pool(
+    pool: torch.Tensor, offset: int, dtype: torch.dtype, size: Any, stride: Any
+) -> torch.Tensor:
+    return pool.view(dtype).as_strided(size, stride, offset // dtype.itemsize)
+
+
+def load_without_kernels(
+    generated: Generated, constants: Mapping[str, Any], filename: str
+) -> Callable[[list[Any]], Any]:
+    """The generated ``call``, in which kernels do nothing.
+
+    What it allocates, and the library calls it makes, go through torch's dispatcher: under a
+    fake mode it runs on tensors without memory. Its code objects carry ``filename``.
+    """
+    tree = ast.fix_missing_locations(_WithoutKernels().visit(ast.parse(generated.source)))
+    namespace: dict[str, Any] = {"_no_kernel": _NoKernel(), "__name__": filename}
+    exec(compile(tree, filename, "exec"), namespace)
+    for name in [n for n in namespace if n.startswith("empty_strided_")]:
+        device = name.removeprefix("empty_strided_").removesuffix("_pinned")
+        namespace[name] = _empty_like_generated(device)
+    namespace |= {
+        "reinterpret_tensor": _reinterpret,
+        "alloc_from_pool": _from_pool,
+        "assert_size_stride": _NoKernel(),
+        "assert_alignment": _NoKernel(),
+        **constants,
+    }
+    call: Callable[[list[Any]], Any] = namespace["call"]
+    return call
+
+
+class Watching(TorchDispatchMode):  # type: ignore[no-untyped-call]
+    """Calls ``seen(op, args, kwargs, result)`` after each op."""
+
+    def __init__(self, seen: Callable[[Any, Any, Any, Any], None]) -> None:
+        super().__init__()  # type: ignore[no-untyped-call]
+        self.seen = seen
+
+    def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+        result = func(*args, **(kwargs or {}))
+        self.seen(func, args, kwargs or {}, result)
+        return result
+
+
+@contextmanager
+def without_memory() -> Iterator[Callable[[torch.Tensor], torch.Tensor]]:
+    """Inside, tensors have sizes and devices but no memory; yields what makes one of a real one."""
+    from torch._subclasses.fake_tensor import FakeTensorMode, unset_fake_temporarily
+
+    with unset_fake_temporarily():
+        mode: Any = FakeTensorMode(allow_non_fake_inputs=True)
+        with mode, torch.no_grad():
+            yield mode.from_tensor
+
+
+def storage_watch(tensor: torch.Tensor) -> tuple[int, Callable[[], bool]]:
+    """A number for the storage of ``tensor``, unique as long as the second is kept.
+
+    The second says whether the storage is gone.
+    """
+    from torch.multiprocessing.reductions import StorageWeakRef
+
+    reference: Any = StorageWeakRef(tensor.untyped_storage())  # type: ignore[no-untyped-call]
+    return int(reference.cdata), reference.expired
 
 
 # --- configuration -----------------------------------------------------------------------

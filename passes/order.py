@@ -1,27 +1,26 @@
 """Hold the planned order through Inductor.
 
-Inductor keeps the order of a graph's nodes, but for one thing: two loops that read the same
-value may be fused, and then run together where the later one can. What one of them reads, or
-the other one writes, lives longer than planned. So in a backward that recomputes, every loop
-whose result is written to memory, and every recomputed extern kernel, gets ordering-only
-dependencies on the last extern kernel of the backward proper and the last recomputed one that
-stand before it:
+Inductor keeps the order of a graph's nodes, but for two things. A loop whose result a plan
+wants in memory may be computed again in each of its readers instead, which keeps alive what it is
+computed from. And two loops may be fused, and then run together where one of them can:
+what the one reads, or the other writes, lives longer than planned. So for a backward that
+recomputes, two passes of ours run inside of Inductor:
 
-    conv_4_recompute ... mul_1, conv_backward_1, conv_3_recompute, mul_2 ...
+- `WriteResults`, on the graph after Inductor's own passes: planned results are written.
+- `Fence`, on the kernels before fusion: no loop moves across a library call, except that one
+  whose results are small beside what it reads (the sum that is a bias gradient) may run earlier.
 
-`mul_2` runs after `conv_backward_1`, which reads `mul_1`: so the two cannot be fused. The
-dependency also makes Inductor write the result instead of computing it again in each reader,
-which would keep alive what it is computed from.
+        mm_1   relu_recompute   mm_2   gelu_backward   mm_3   sum_1 (small)
+               \\____ not here ____/         \\_____ may join ____/
 
-The pass runs on the backward after Inductor's own passes (inserted earlier, the dependency
-would keep the graph out of Inductor's caches). It finds what to hold by name and position
-alone, so that equal graph text gives equal constraints.
+Both find what to hold by name and position alone, so that equal graph text gives equal results,
+as Inductor's caches expect.
 """
 
 from __future__ import annotations
 
 import operator
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from typing import Any
 
@@ -29,62 +28,91 @@ from torch import fx
 
 from fxremat import compat
 from fxremat.passes.joint_graph import is_tensor, is_view
-from fxremat.passes.materialisation import is_fusable, users_through_views
+from fxremat.passes.materialisation import is_fusable
 from fxremat.passes.recompute import RECOMPUTED, WRITTEN
 
-
-def _is_anchor(node: fx.Node) -> bool:
-    """Whether ``node`` comes out of an extern kernel and no loop will ever write over it.
-
-    To Inductor a dependency is a use: it would keep a loop from overwriting the anchor.
-    """
-    call = node.all_input_nodes[0] if node.target is operator.getitem else node
-    return (
-        is_tensor(node)
-        and not is_fusable(call)
-        and all(u.op == "output" or not is_fusable(u) for u in users_through_views(node))
-    )
+SMALL = 16  # times smaller than what it reads: then a result may be there early
 
 
-def constraints(graph: fx.Graph) -> dict[fx.Node, tuple[fx.Node, ...]]:
-    """Node -> the anchors it must run after; empty for a graph that recomputes nothing."""
-    after: dict[fx.Node, tuple[fx.Node, ...]] = {}
-    last: dict[bool, fx.Node] = {}
+def to_be_written(graph: fx.Graph) -> list[fx.Node]:
+    """Results of loops that the plan wants in memory; several results of one loop each."""
+    found = []
     for node in graph.nodes:
-        if node.op != "call_function" or is_view(node) or not is_tensor(node):
-            continue
-        again = RECOMPUTED in node.name
-        loop = is_fusable(node)
-        held = again or (loop and WRITTEN in node.name)
-        if held and last and not _is_item(node):
-            after[node] = tuple(last.values())
-        if _is_anchor(node):
-            last[again] = node
-    return after
+        call = node.args[0] if node.target is operator.getitem else node
+        planned = RECOMPUTED in call.name or WRITTEN in call.name if is_call(call) else False
+        if planned and is_tensor(node) and is_fusable(call) and not is_view(call):
+            found.append(node)
+    return found
 
 
-def _is_item(node: fx.Node) -> bool:
-    return node.target is operator.getitem
+def is_call(node: Any) -> bool:
+    """Whether an argument is the result of an op."""
+    return isinstance(node, fx.Node) and node.op == "call_function"
+
+
+def fences(kernels: Sequence[compat.Scheduled]) -> dict[int, list[int]]:
+    """Kernel -> the kernels it must run after, as positions in ``kernels``.
+
+    Every library call waits for the one before it and for the loops in between; every loop
+    waits for the library call before it, unless its results are small.
+    """
+    after: dict[int, list[int]] = {}
+    call: list[int] = []
+    loops: list[int] = []
+    for position, kernel in enumerate(kernels):
+        if kernel.is_call:
+            after[position] = call + loops
+            call, loops = [position], []
+        elif kernel.is_loop:
+            small = SMALL * kernel.written_bytes <= kernel.read_bytes
+            after[position] = [] if small else list(call)
+            loops.append(position)
+    return {position: earlier for position, earlier in after.items() if earlier}
+
+
+def _uuid(name: str, version: str, then: Any) -> Any:
+    """None, which keeps the graph out of the cache, where the user's own pass asks for that."""
+    if then is None:
+        return f"fxremat.{name} {version}"
+    theirs = getattr(then, "uuid", lambda: None)()
+    return (f"fxremat.{name} {version}", theirs) if theirs else None
 
 
 @dataclass(frozen=True)
-class HoldOrder(compat.CustomGraphPass):
+class WriteResults(compat.CustomGraphPass):
     """Inductor's post-grad pass; ``then`` is what the user had configured there."""
 
     version: str
     then: Callable[[fx.Graph], None] | None = None
 
     def __call__(self, graph: fx.Graph) -> None:
-        """Constrain the graph in place."""
+        """Mark the results in place."""
         if self.then is not None:
             self.then(graph)
-        after = constraints(graph)
-        if after:
-            compat.preserve_order(graph, after)
+        compat.write_results(graph, to_be_written(graph))
 
     def uuid(self) -> Any:
-        """None, which keeps the graph out of the cache, where the user's pass asks for that."""
-        if self.then is None:
-            return f"fxremat.order {self.version}"
-        theirs = getattr(self.then, "uuid", lambda: None)()
-        return (f"fxremat.order {self.version}", theirs) if theirs else None
+        """The pass's name in Inductor's cache."""
+        return _uuid("write_results", self.version, self.then)
+
+
+@dataclass(frozen=True)
+class Fence(compat.SchedulerPass):
+    """Inductor's pre-fusion pass; ``then`` is what the user had configured there."""
+
+    version: str
+    then: Callable[[list[Any]], list[Any]] | None = None
+
+    def __call__(self, nodes: list[Any]) -> list[Any]:
+        """Constrain the kernels in place, if their graph recomputes anything."""
+        nodes = nodes if self.then is None else self.then(nodes)
+        self.hold(nodes)
+        return nodes
+
+    def hold(self, nodes: list[Any]) -> None:
+        if any(RECOMPUTED in name for name in compat.names_being_scheduled()):
+            compat.run_after(nodes, fences([compat.scheduled(node) for node in nodes]))
+
+    def uuid(self) -> Any:
+        """The pass's name in Inductor's cache."""
+        return _uuid("fence", self.version, self.then)

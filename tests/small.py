@@ -6,8 +6,10 @@ from collections.abc import Callable
 from typing import Any
 
 import torch
-from torch import Tensor, nn
+from torch import Tensor, fx, nn
 from torch.nn import functional as F
+
+from fxremat import compat
 
 
 class Block(nn.Module):
@@ -79,3 +81,21 @@ def train(
                 if parameter.grad is not None:
                     parameter.sub_(rate * parameter.grad)
     return losses, gradients, [b.clone() for b in model.buffers()]
+
+
+def forward_code(model: nn.Module, x: Tensor, **patches: Any) -> str:
+    """The code that Inductor, configured so, makes of the forward of ``model``."""
+    found: list[str] = []
+
+    def partition(module: fx.GraphModule, inputs: Any, **kwargs: Any) -> Any:
+        halves = compat.default_partition(module, inputs, **kwargs)
+        with compat.inductor_config.patch(patches):
+            found.append(compat.generate(halves[0], is_backward=False).source)
+        return halves
+
+    def backend(gm: fx.GraphModule, inputs: Any) -> Any:
+        return compat.trace_as_inductor(gm, inputs, {}, partition)
+
+    torch._dynamo.reset()
+    torch.compile(model, backend=backend)(x)
+    return found[0]

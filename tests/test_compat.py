@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import pickle
+from collections.abc import Callable
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
@@ -15,6 +16,7 @@ from fxremat import compat
 from fxremat.passes.joint_graph import is_tensor
 from tests import nets
 from tests.graphs import Capture, batch, calls, capture, compiled, everything_again, linear, mlp
+from tests.small import forward_code
 from tests.test_joint_graph import ATEN, X, call
 
 
@@ -286,68 +288,168 @@ def test_fresh_dynamo_caches() -> None:
     assert config.recompile_limit == before
 
 
-def test_preserve_order() -> None:
-    graph = nets.make("mlp") and capture(mlp(), [batch(4, 8)], fused=True).backward.graph
-    first, second = calls(graph, ATEN.mm)[:2]
-    compat.preserve_order(graph, {second: (first,)})
-    graph.lint()
-    assert [n for n in graph.nodes if "control_deps" in str(n.target)] != []
+class Shared(nn.Module):
+    """A cheap result that two library calls, through loops of their own, read."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.w = nn.Parameter(torch.ones(64, 64))
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        shared = x.abs()
+        first = (shared + 1) @ self.w
+        return (first @ self.w) * shared
 
 
-def test_current_fake_mode() -> None:
-    with compat.current_fake_mode():
-        pass  # no compilation is under way: nothing happens
-    assert type(torch.empty(1)) is torch.Tensor
+def test_write_results() -> None:
+    """A result that would be computed in each of its readers is written instead."""
+
+    def mark(graph: fx.Graph) -> None:
+        compat.write_results(graph, [n for n in graph.nodes if n.target is ATEN.abs.default])
+
+    plain = forward_code(Shared(), batch(32, 64))
+    written = forward_code(Shared(), batch(32, 64), **{compat.POST_GRAD_PASS: mark})
+    assert written.count("= empty_strided_cpu((32, 64)") == 1 + plain.count(
+        "= empty_strided_cpu((32, 64)"
+    )
 
 
-def test_lower() -> None:
-    """Inductor's schedule for a forward: kernels, their buffers, what the results are."""
-    seen: list[compat.Lowered] = []
+def test_scheduled_and_run_after() -> None:
+    """What kernels are, and an order that no data asks for."""
+    seen: list[list[compat.Scheduled]] = []
+    names: list[str] = []
+
+    def backwards(nodes: list[Any]) -> list[Any]:
+        seen.append([compat.scheduled(node) for node in nodes])
+        names.extend(compat.names_being_scheduled())
+        compat.run_after(nodes, {len(nodes) - 1: [0]})
+        return nodes
+
+    forward_code(Shared(), batch(32, 64), **{compat.SCHEDULER_PASS: backwards})
+    (kernels,) = seen
+    assert [k.is_call for k in kernels] == [False, True, True, False]
+    assert [k.is_loop for k in kernels] == [True, False, False, True]
+    assert {k.written_bytes for k in kernels} == {32 * 64 * 4}
+    assert kernels[0].read_bytes == 32 * 64 * 4
+    assert any(name.startswith("mm") for name in names)
+
+
+def half(model: nn.Module, step: Callable[[Any, Any], None]) -> None:
+    """Run a small model; ``step`` gets its forward and its backward as Inductor would."""
 
     def partition(module: fx.GraphModule, inputs: Any, **kwargs: Any) -> Any:
         halves = compat.default_partition(module, inputs, **kwargs)
-        text = str(halves[0].graph)
-        seen.append(compat.lower(halves[0], is_backward=False))
-        seen.append(compat.lower(halves[1], is_backward=True))
-        assert str(halves[0].graph) == text  # the module itself is left alone
+        step(*halves)
         return halves
 
     def backend(gm: fx.GraphModule, inputs: Any) -> Any:
         return compat.trace_as_inductor(gm, inputs, {}, partition)
 
     torch._dynamo.reset()
-    model = nn.Sequential(nn.Linear(64, 64), nn.GELU(), nn.Linear(64, 64))
     torch.compile(model, backend=backend)(batch(32, 64)).sum().backward()
+
+
+def linear_gelu() -> nn.Module:
+    return nn.Sequential(nn.Linear(64, 64), nn.GELU(), nn.Linear(64, 64))
+
+
+def test_generate() -> None:
+    """Inductor's code for a forward and a backward, and where its buffers come from."""
+    seen: list[compat.Generated] = []
+
+    def step(forward: fx.GraphModule, backward: fx.GraphModule) -> None:
+        text = str(forward.graph)
+        seen.append(compat.generate(forward, is_backward=False))
+        seen.append(compat.generate(backward, is_backward=True))
+        assert str(forward.graph) == text  # the module itself is left alone
+
+    half(linear_gelu(), step)
     forward, backward = seen
-    assert 2 <= len(forward.kernels) <= 4
-    assert len(backward.kernels) >= 3
-    assert len(forward.outputs) == len(forward.strides)
+    assert "def call" in forward.source
+    assert "extern_kernels.mm" in backward.source
+    assert "addmm" in forward.origin_of.values()
+    assert not any(name.startswith("primals") for name in forward.origin_of.values())
     assert forward.strides[0] == (64, 1)
-    written = {name for kernel in forward.kernels for name in kernel.writes}
-    assert forward.outputs[0] in written
-    assert 32 * 64 * 4 in forward.bytes_of.values()
-    origins = {origin for kernel in forward.kernels for origin in kernel.origins}
-    assert "addmm" in origins
+    assert forward.constants == {}
 
 
-def test_lower_with_the_strides_that_the_forward_chose() -> None:
-    seen: list[tuple[Any, ...] | None] = []
+def test_generate_with_the_strides_that_the_forward_chose() -> None:
+    seen: list[Any] = []
 
-    def partition(module: fx.GraphModule, inputs: Any, **kwargs: Any) -> Any:
-        halves = compat.default_partition(module, inputs, **kwargs)
-        saved = next(n for n in halves[1].graph.nodes
+    def step(forward: fx.GraphModule, backward: fx.GraphModule) -> None:
+        saved = next(n for n in backward.graph.nodes
                      if n.op == "placeholder" and "addmm" in n.name)  # fmt: skip
-        compat.lower(halves[1], is_backward=True, input_strides={saved.name: (1, 32)})
+        strides = {saved.name: (1, 32)}
+        code = compat.generate(backward, is_backward=True, input_strides=strides)
+        seen.append(code.source)
         seen.append(tuple(saved.meta["val"].stride()))
-        return halves
 
-    def backend(gm: fx.GraphModule, inputs: Any) -> Any:
-        return compat.trace_as_inductor(gm, inputs, {}, partition)
+    half(linear_gelu(), step)
+    assert "(32, 64), (1, 32)" in seen[0]
+    assert seen[1] == (64, 1)  # the module itself is left alone
 
-    torch._dynamo.reset()
-    model = nn.Sequential(nn.Linear(64, 64), nn.GELU(), nn.Linear(64, 64))
-    torch.compile(model, backend=backend)(batch(32, 64)).sum().backward()
-    assert seen == [(64, 1)]  # the module itself is left alone
+
+GENERATED = """
+from torch._inductor.async_compile import AsyncCompile
+from torch._inductor.select_algorithm import extern_kernels
+empty_strided_cpu = torch._C._dynamo.guards._empty_strided_cpu
+reinterpret_tensor = torch._C._dynamo.guards._reinterpret_tensor
+async_compile = AsyncCompile()
+loop = async_compile.cpp_pybinding(['float*'], 'this is no C++')
+triton_loop = async_compile.triton('triton_loop', 'nor this')
+async_compile.wait(globals())
+class Runner:
+    def call(self, args):
+        x, = args
+        args.clear()
+        buf0 = empty_strided_cpu((4, 8), (8, 1), torch.float32)
+        extern_kernels.mm(reinterpret_tensor(x, (4, 2), (2, 1), 0), factor, out=buf0)
+        loop(buf0)
+        triton_loop.run(buf0, 32, stream=0)
+        return (buf0, )
+call = Runner().call
+"""
+
+
+def test_load_without_kernels() -> None:
+    """Neither kernel is compiled; allocations and library calls are seen, and have no memory."""
+    generated = compat.Generated("import torch\n" + GENERATED, {}, {}, ())
+    seen: list[Any] = []
+    with compat.without_memory() as made:
+        factor = made(torch.ones(2, 8))
+        call = compat.load_without_kernels(generated, {"factor": factor}, "<test>")
+        arguments = [torch.empty(8)]
+        with compat.Watching(lambda op, args, kwargs, result: seen.append((op, result))):
+            (result,) = call(arguments)
+    assert arguments == []
+    assert result.shape == (4, 8)
+    assert type(result).__name__ == "FakeTensor"
+    ops = [op for op, _ in seen]
+    assert ops[0] == ATEN.empty_strided.default
+    assert ATEN.as_strided.default in ops
+    assert ops[-1] == ATEN.mm.out
+    assert call.__code__.co_filename == "<test>"
+
+
+def test_without_memory_inside_a_compilation() -> None:
+    from torch._subclasses.fake_tensor import FakeTensorMode
+
+    outer = FakeTensorMode()
+    with outer, compat.without_memory():
+        assert torch.empty(2).fake_mode is not outer  # type: ignore[attr-defined]
+
+
+def test_storage_watch() -> None:
+    with compat.without_memory():
+        x = torch.empty(4, 4)
+        key, is_gone = compat.storage_watch(x)
+        view = x.as_strided((2,), (1,), 3)
+        assert compat.storage_watch(view)[0] == key
+        assert compat.storage_watch(torch.empty(4))[0] != key
+        del x
+        assert not is_gone()
+        del view
+        assert is_gone()
 
 
 def test_cache_directory() -> None:

@@ -2,16 +2,22 @@
 
 from __future__ import annotations
 
+import operator
 import pickle
 from typing import Any
 
 import pytest
-from torch import fx
+import torch
+from hypothesis import given
+from hypothesis import strategies as st
+from torch import fx, nn
 
-from fxremat.passes.order import HoldOrder, constraints
+from fxremat import compat
+from fxremat.passes.order import Fence, WriteResults, fences, to_be_written
 from fxremat.passes.recompute import RECOMPUTED
 from tests import nets
 from tests.graphs import Capture, batch, capture, everything_again, mlp
+from tests.small import forward_code
 from tests.test_joint_graph import ATEN, X
 
 
@@ -20,80 +26,67 @@ def recomputing() -> Capture:
     return capture(mlp(8, 3), [batch(4, 8)], everything_again, fused=True)
 
 
-def held(graph: fx.Graph) -> dict[str, list[str]]:
-    """What a constrained graph holds back: node -> the nodes it must run after."""
-    waits = {}
-    for node in graph.nodes:
-        if "control_deps" in str(node.target):
-            names = fx.map_arg(node.args[0], lambda n: n.name)
-            waits[node.name] = list(names)
-    return waits
+def marked(graph: fx.Graph) -> list[str]:
+    """The results that Inductor is made to write."""
+    marks = [n for n in graph.nodes if n.target is torch.ops.fxremat.written.default]
+    return [n.args[0].name for n in marks]
 
 
 def constrained(seen: Capture) -> fx.Graph:
     """The backward of a traced net, constrained."""
-    HoldOrder("1")(seen.backward.graph)
+    WriteResults("1")(seen.backward.graph)
     return seen.backward.graph
 
 
-def waits(*rows: tuple[str, Any, str]) -> dict[str, tuple[str, ...]]:
-    """The constraints of a graph given as (name, op, the node it reads); "x" is its input."""
+# --- results that are written ---------------------------------------------------------------------
+
+
+def test_planned_results_of_loops_are_written() -> None:
     graph = fx.Graph()
-    nodes = {"x": graph.placeholder("x")}
-    nodes["x"].meta["val"] = X
-    for name, target, read in rows:
-        reads = (nodes[read],) * (2 if target is ATEN.mm.default else 1)
-        nodes[name] = graph.create_node("call_function", target, reads, name=name)
-        nodes[name].meta["val"] = X
-    graph.output(tuple(nodes.values()))
-    after = constraints(graph)
-    return {node.name: tuple(a.name for a in anchors) for node, anchors in after.items()}
+    x = graph.placeholder("x")
+    x.meta["val"] = X
+    rows = [
+        ("sin_written", ATEN.sin.default, (x,)),
+        ("sin_plain", ATEN.sin.default, (x,)),
+        ("sin_recompute", ATEN.sin.default, (x,)),
+        ("mm_recompute", ATEN.mm.default, (x, x)),  # writes its result anyway
+        ("t_recompute", ATEN.t.default, (x,)),  # a view
+    ]
+    for name, target, args in rows:
+        node = graph.create_node("call_function", target, args, name=name)
+        node.meta["val"] = X
+    assert [n.name for n in to_be_written(graph)] == ["sin_written", "sin_recompute"]
 
 
-MM, SIN = ATEN.mm.default, ATEN.sin.default
-
-
-def test_what_is_held_and_what_is_not() -> None:
-    """Written loops and all that is recomputed wait for the last anchor of either kind."""
-    rows = (
-        ("early_written", SIN, "x"),  # no anchor stands before it
-        ("mm_1", MM, "x"),
-        ("mm_2_recompute", MM, "x"),
-        ("sin_written", SIN, "x"),
-        ("sin_plain", SIN, "x"),  # lives in its readers' loops
-        ("mm_3", MM, "x"),  # in the order of the graph anyway
-        ("sin_recompute", SIN, "x"),
-    )
-    assert waits(*rows) == {
-        "mm_2_recompute": ("mm_1",),
-        "sin_written": ("mm_1", "mm_2_recompute"),
-        "sin_recompute": ("mm_3", "mm_2_recompute"),
-    }
-
-
-def test_what_a_loop_may_overwrite_is_no_anchor() -> None:
-    assert waits(("mm_1", MM, "x"), ("sin_written", SIN, "mm_1")) == {}
-    through_a_view = (("mm_1", MM, "x"), ("t", ATEN.t.default, "mm_1"), ("a_written", SIN, "t"))
-    assert waits(*through_a_view) == {}
-    by_an_extern = (("mm_1", MM, "x"), ("mm_2", MM, "mm_1"), ("a_written", SIN, "x"))
-    assert waits(*by_an_extern) == {"a_written": ("mm_2",)}
+def test_each_of_several_results_of_a_loop_is_written() -> None:
+    graph = fx.Graph()
+    x = graph.placeholder("x")
+    both = graph.create_node(
+        "call_function", torch.ops.prims._low_memory_max_pool_with_offsets.default,
+        (x, [2, 2], [2, 2], [0, 0], [1, 1], False), name="pool_recompute",
+    )  # fmt: skip
+    for index in range(2):
+        graph.call_function(operator.getitem, (both, index)).meta["val"] = X
+    assert [n.name for n in to_be_written(graph)] == ["getitem", "getitem_1"]
 
 
 def test_a_graph_that_recomputes_nothing_is_left_alone() -> None:
     graph = nets.traced("mlp", fused=True).backward.graph
     before = str(graph)
-    HoldOrder("1")(graph)
+    WriteResults("1")(graph)
     assert str(graph) == before
 
 
-def test_recomputed_values_wait_for_what_stands_before_them() -> None:
+def test_readers_read_through_the_mark() -> None:
     graph = constrained(recomputing())
-    nodes = [n.name for n in graph.nodes]
-    waits = held(graph)
-    assert any(RECOMPUTED in name for name in waits)
-    for name, earlier in waits.items():
-        assert earlier
-        assert all(nodes.index(one) < nodes.index(name) for one in earlier)
+    names = marked(graph)
+    assert any(RECOMPUTED in name for name in names)
+    nodes = {n.name: n for n in graph.nodes}
+    for name in names:
+        (only,) = nodes[name].users
+        assert only.target is torch.ops.fxremat.written.default
+        assert only.users
+        assert only.meta["val"].shape == nodes[name].meta["val"].shape
 
 
 def test_constraints_follow_from_the_graph_alone() -> None:
@@ -111,17 +104,80 @@ def test_the_pass_adds_to_the_graph_and_takes_nothing_away(name: str) -> None:
     graph.lint()  # every node stands behind what it reads: there are no cycles
     after = [n.name for n in graph.nodes]
     assert [name for name in after if name in set(before)] == before
-    assert set(held(graph)) <= set(after)
+
+
+# --- fences ---------------------------------------------------------------------------------------
+
+CALL = compat.Scheduled(is_call=True, is_loop=False, read_bytes=100, written_bytes=100)
+LOOP = compat.Scheduled(is_call=False, is_loop=True, read_bytes=100, written_bytes=100)
+SUM = compat.Scheduled(is_call=False, is_loop=True, read_bytes=100, written_bytes=4)
+NONE = compat.Scheduled(is_call=False, is_loop=False, read_bytes=0, written_bytes=0)
+
+
+def test_no_loop_moves_across_a_call() -> None:
+    assert fences([LOOP, CALL, LOOP, LOOP, CALL]) == {1: [0], 2: [1], 3: [1], 4: [1, 2, 3]}
+
+
+def test_a_small_result_may_be_there_early_but_not_late() -> None:
+    assert fences([CALL, SUM, CALL]) == {2: [0, 1]}
+
+
+def test_what_does_no_work_waits_for_nothing() -> None:
+    assert fences([CALL, NONE, CALL]) == {2: [0]}
+    assert fences([LOOP, LOOP]) == {}
+    assert fences([]) == {}
+
+
+@given(st.lists(st.sampled_from([CALL, LOOP, SUM, NONE]), max_size=12))
+def test_kernels_wait_for_earlier_ones_and_loops_for_their_fences(
+    kernels: list[compat.Scheduled],
+) -> None:
+    after = fences(kernels)
+    assert all(earlier < later for later, several in after.items() for earlier in several)
+    calls = [i for i, kernel in enumerate(kernels) if kernel.is_call]
+    for position, kernel in enumerate(kernels):
+        before = [i for i in calls if i < position]
+        if kernel is LOOP and before:
+            assert after[position] == [before[-1]]
+        following = [i for i in calls if i > position]
+        if kernel.is_loop and following:
+            assert position in after[following[0]]
+
+
+class Late(nn.Module):
+    """A loop, a matrix product, and another loop over what the first one reads."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.w = nn.Parameter(torch.ones(64, 64))
+
+    def forward(self, x: torch.Tensor) -> Any:
+        return x.exp() @ self.w, x.sin()
+
+
+class Always(Fence):
+    def hold(self, nodes: list[Any]) -> None:
+        compat.run_after(nodes, fences([compat.scheduled(node) for node in nodes]))
+
+
+def test_loops_on_either_side_of_a_call_are_not_fused() -> None:
+    together = forward_code(Late(), batch(32, 64))
+    apart = forward_code(Late(), batch(32, 64), **{compat.SCHEDULER_PASS: Always("1")})
+    assert together.count("async_compile.cpp_pybinding(") == 1
+    assert apart.count("async_compile.cpp_pybinding(") == 2
+
+
+# --- the user's passes, and Inductor's cache ------------------------------------------------------
 
 
 def test_the_users_pass_runs_first() -> None:
     ran: list[bool] = []
 
     def theirs(graph: fx.Graph) -> None:
-        ran.append(not any("control_deps" in str(n.target) for n in graph.nodes))
+        ran.append(not marked(graph))
 
     graph = recomputing().backward.graph
-    HoldOrder("1", theirs)(graph)
+    WriteResults("1", theirs)(graph)
     assert ran == [True]
 
 
@@ -138,17 +194,33 @@ class Named:
         return self.name
 
 
-def test_the_cache_knows_the_version_and_the_users_pass() -> None:
-    assert HoldOrder("1").uuid() == HoldOrder("1").uuid()
-    assert HoldOrder("1").uuid() != HoldOrder("2").uuid()
-    assert HoldOrder("1", Named("a")).uuid() != HoldOrder("1", Named("b")).uuid()
-    assert HoldOrder("1", Named("a")).uuid() != HoldOrder("1").uuid()
+@pytest.mark.parametrize("kind", [WriteResults, Fence])
+def test_the_cache_knows_the_version_and_the_users_pass(kind: Any) -> None:
+    assert kind("1").uuid() == kind("1").uuid()
+    assert kind("1").uuid() != kind("2").uuid()
+    assert kind("1", Named("a")).uuid() != kind("1", Named("b")).uuid()
+    assert kind("1", Named("a")).uuid() != kind("1").uuid()
 
 
 @pytest.mark.parametrize("theirs", [Named(None), lambda graph: None], ids=["none", "no name"])
 def test_a_nameless_pass_of_the_users_keeps_the_graph_out_of_the_cache(theirs: Any) -> None:
-    assert HoldOrder("1", theirs).uuid() is None
+    assert WriteResults("1", theirs).uuid() is None
 
 
-def test_the_pass_can_be_pickled() -> None:
-    assert pickle.loads(pickle.dumps(HoldOrder("1"))) == HoldOrder("1")
+@pytest.mark.parametrize("kind", [WriteResults, Fence])
+def test_the_passes_can_be_pickled(kind: Any) -> None:
+    assert pickle.loads(pickle.dumps(kind("1"))) == kind("1")
+
+
+def test_the_users_scheduler_pass_runs_first() -> None:
+    def theirs(nodes: list[Any]) -> list[Any]:
+        return [*nodes, "theirs"]
+
+    nodes: list[Any] = []
+
+    class Recording(Fence):
+        def hold(self, seen: list[Any]) -> None:
+            nodes.extend(seen)
+
+    assert Recording("1", theirs)(["a"]) == ["a", "theirs"]
+    assert nodes == ["a", "theirs"]
