@@ -89,9 +89,32 @@ def _vit(hf: Any) -> Case:
         hidden_size=WIDTH, num_hidden_layers=LAYERS, num_attention_heads=HEADS, num_labels=10,
         intermediate_size=4 * WIDTH, image_size=IMAGE, patch_size=PATCH, hidden_dropout_prob=0.1,
     )  # fmt: skip
+    return _images(hf.ViTForImageClassification(config))
+
+
+def _images(model: nn.Module) -> Case:
     images = torch.randn(BATCH, 3, IMAGE, IMAGE)
-    model = Loss(hf.ViTForImageClassification(config), "pixel_values", "labels")
-    return model, (images, torch.randint(10, (BATCH,)))
+    return Loss(model, "pixel_values", "labels"), (images, torch.randint(10, (BATCH,)))
+
+
+def _resnet(hf: Any) -> Case:
+    config = hf.ResNetConfig(
+        embedding_size=32, hidden_sizes=[64, 128, 256], depths=[2, 2, 2], num_labels=10
+    )
+    return _images(hf.ResNetForImageClassification(config))
+
+
+def _convnext(hf: Any) -> Case:
+    config = hf.ConvNextConfig(
+        hidden_sizes=[32, 64, 128], depths=[2, 2, 2], num_stages=3, num_labels=10,
+        drop_path_rate=0.1,
+    )  # fmt: skip
+    return _images(hf.ConvNextForImageClassification(config))
+
+
+def _mobilenet(hf: Any) -> Case:
+    config = hf.MobileNetV2Config(depth_multiplier=0.5, image_size=IMAGE, num_labels=10)
+    return _images(hf.MobileNetV2ForImageClassification(config))
 
 
 MODELS: dict[str, Callable[[Any], Case]] = {
@@ -100,6 +123,9 @@ MODELS: dict[str, Callable[[Any], Case]] = {
     "bert": _bert,
     "t5": _t5,
     "vit": _vit,
+    "resnet": _resnet,
+    "convnext": _convnext,
+    "mobilenet": _mobilenet,
 }
 
 

@@ -174,16 +174,29 @@ class _Run:
                 check_split(backward.graph, [n.name for n in rewritten.saved], forward.graph)
         if self.request.executor != "inductor" or self.budget is None:
             return Split(forward, backward, plan, rewritten, plan.peak_bytes, None)
+        shown = self.rehearse(forward, backward)
+        peak = plan.peak_bytes if shown is None else shown.peak_bytes
+        return Split(forward, backward, plan, rewritten, peak, shown)
+
+    def rehearse(self, forward: fx.GraphModule, backward: fx.GraphModule) -> Rehearsal | None:
+        """The real peak; None, with a warning, for code that does not run without data."""
         with self.clock.stage("rehearse"):
-            count = self.joint.num_forward_outputs
-            shown = rehearse(
-                forward,
-                backward,
-                num_fwd_outputs=count,
-                device=self.device.type,
-                workspace=self.workspaces.of_call,
-            )
-        return Split(forward, backward, plan, rewritten, shown.peak_bytes, shown)
+            try:
+                return rehearse(
+                    forward,
+                    backward,
+                    num_fwd_outputs=self.joint.num_forward_outputs,
+                    device=self.device.type,
+                    workspace=self.workspaces.of_call,
+                )
+            except Exception as error:  # any op of any library may refuse
+                log.warning(
+                    "the generated code could not be rehearsed (%s: %s); the budget is held by the "
+                    "plan alone, which may be off by some percent: leave a reserve",
+                    type(error).__name__,
+                    str(error).partition("\n")[0],
+                )
+                return None
 
 
 def _check_plan(found: Estimate, plan: Plan) -> None:

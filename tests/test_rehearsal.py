@@ -10,7 +10,7 @@ import pytest
 import torch
 
 import fxremat
-from fxremat import compat
+from fxremat import compat, pipeline
 from fxremat.rehearsal import Workspace, _Meter, _rounded, _written
 from tests.small import Stack, seeded
 
@@ -142,3 +142,17 @@ def test_without_a_budget_nothing_is_rehearsed() -> None:
     report = fxremat.explain(model, x).graphs[0]
     assert report.rehearsals == 0
     assert "rehearse" not in report.seconds
+
+
+def test_code_that_cannot_be_rehearsed_is_planned_with_a_warning(
+    monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
+) -> None:
+    def refuse(*_: Any, **__: Any) -> Any:
+        raise NotImplementedError("no fake kernel\nand a long explanation")
+
+    monkeypatch.setattr(pipeline, "rehearse", refuse)
+    model, x = seeded(Stack, 512, 32)
+    budget = int(0.8 * fxremat.explain(model, x).keep_all_peak_bytes)
+    report = fxremat.explain(model, x, memory_budget=budget).graphs[0]
+    assert report.predicted_peak_bytes == report.planned_peak_bytes <= budget
+    assert "could not be rehearsed (NotImplementedError: no fake kernel)" in caplog.text
