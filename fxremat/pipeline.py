@@ -34,7 +34,7 @@ from fxremat.workspace import Workspaces
 
 log = logging.getLogger(__name__)
 
-MAX_REHEARSALS = 5
+MAX_REHEARSALS = 6
 LOWEST_PERCENT = (100, 108, 120)  # of the least planned peak: what the last attempts aim at
 CLOSE_ENOUGH = 0.02  # a plan this near below the budget is not improved any further
 
@@ -156,10 +156,13 @@ class _Run:
                 _check_plan(self.found, plan)
         return plan
 
-    def split(self, plan: Plan) -> Split:
-        """Apply ``plan``, cut the graph in two, and say what it really takes."""
+    def split(self, plan: Plan, hold: bool) -> Split:
+        """Apply ``plan``, cut the graph in two, and say what it really takes.
+
+        ``hold`` holds the planned order through Inductor, at some cost in time.
+        """
         with self.clock.stage("apply"):
-            rewritten = apply_plan(self.found, plan.steps)
+            rewritten = apply_plan(self.found, plan.steps, hold=hold)
             inputs = {n.name: n for n in rewritten.module.graph.nodes if n.op == "placeholder"}
             forward, backward = compat.extract_forward_backward(
                 rewritten.module,
@@ -226,20 +229,22 @@ class _Search:
     """Looks for the cheapest plan whose real peak is under the budget.
 
     The planner's peak and the real one differ, so the planner's target is moved by as much as
-    the real peak missed the budget, and halved in where that has been tried before.
+    the real peak missed the budget, and halved in where that has been tried before. The first
+    plan is tried in Inductor's own order; if that takes too much, orders are held from there on.
     """
 
     run: _Run
     budget: int
+    hold: bool = False
     best: Split | None = None
     too_much: int | None = None
-    tried: dict[tuple[str, ...], Split] = field(default_factory=dict)
+    tried: dict[tuple[bool, tuple[str, ...]], Split] = field(default_factory=dict)
 
     def try_plan(self, plan: Plan) -> Split:
         """Apply and rehearse a plan; remember the best."""
-        split = self.tried.get(plan.steps)
+        split = self.tried.get((self.hold, plan.steps))
         if split is None:
-            split = self.tried[plan.steps] = self.run.split(plan)
+            split = self.tried[self.hold, plan.steps] = self.run.split(plan, self.hold)
         if split.peak_bytes > self.budget:
             self.too_much = min(plan.peak_bytes, self.too_much or plan.peak_bytes)
         elif self.best is None or plan.time_us < self.best.plan.time_us:
@@ -259,16 +264,27 @@ class _Search:
             return target if high - low > CLOSE_ENOUGH * self.budget else None
         return target
 
-    def fit(self, first: Split) -> Split:
+    def fit(self, first: Plan) -> Split:
         """The best plan found; the one of least peak where no other is under the budget."""
-        split = self.try_plan(first.plan)
+        split = self.try_plan(first)
+        if split.peak_bytes > self.budget and split.rewritten.recomputed:
+            self.hold, self.too_much = True, None
+            split = self.try_plan(first)
         while len(self.tried) < MAX_REHEARSALS:
             target = self.next_target(split)
             plan = self.run.solve(target) if target is not None else None
-            if plan is None or plan.steps in self.tried:
+            if plan is None or (self.hold, plan.steps) in self.tried:
                 break
             split = self.try_plan(plan)
-        return self.best or self.least()
+        return self.loosened(self.best) if self.best is not None else self.least()
+
+    def loosened(self, found: Split) -> Split:
+        """The same plan in Inductor's own order, if that is under the budget too."""
+        if not self.hold:
+            return found
+        self.hold = False
+        loose = self.try_plan(found.plan)
+        return loose if loose.peak_bytes <= self.budget else found
 
     def least(self) -> Split:
         """The lowest real peak among the plans of lowest planned peak.
@@ -276,6 +292,7 @@ class _Search:
         Which plans these are does not depend on the budget: the minimum that an error names is
         found again when it is asked for.
         """
+        self.hold = True
         lowest = self.run.solve(0)
         splits = []
         for percent in LOWEST_PERCENT:
@@ -289,13 +306,16 @@ def _fit(run: _Run) -> tuple[Split, int]:
     """Plan; where the real kernels are known, plan again until they are under the budget."""
     wanted = run.request.wanted_bytes
     budget = run.budget if wanted is None else wanted
-    split = run.split(run.solve(budget))
+    split = run.split(run.solve(budget), hold=False)
     if budget is None or split.rehearsal is None:
         return split, 0
+    search = _Search(run, budget)
     if _learn(run, split.rehearsal):
-        split = run.split(run.solve(budget))
-    search = _Search(run, budget, tried={split.plan.steps: split})
-    return search.fit(split), len(search.tried)
+        first = run.solve(budget)
+    else:
+        first = split.plan
+        search.tried[False, first.steps] = split
+    return search.fit(first), len(search.tried)
 
 
 def transform(

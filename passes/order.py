@@ -3,8 +3,9 @@
 Inductor keeps the order of a graph's nodes, but for two things. A loop whose result a plan
 wants in memory may be computed again in each of its readers instead, which keeps alive what it is
 computed from. And two loops may be fused, and then run together where one of them can:
-what the one reads, or the other writes, lives longer than planned. So for a backward that
-recomputes, two passes of ours run inside of Inductor:
+what the one reads, or the other writes, lives longer than planned. Often that does no harm, and
+it is faster; where it would break the budget the plan is applied with marks in the names of
+the backward's nodes, for two passes of ours inside of Inductor:
 
 - `WriteResults`, on the graph after Inductor's own passes: planned results are written.
 - `Fence`, on the kernels before fusion: no loop moves across a library call, except that one
@@ -29,7 +30,7 @@ from torch import fx
 from fxremat import compat
 from fxremat.passes.joint_graph import is_tensor, is_view
 from fxremat.passes.materialisation import is_fusable
-from fxremat.passes.recompute import RECOMPUTED, WRITTEN
+from fxremat.passes.recompute import WRITTEN
 
 SMALL = 16  # times smaller than what it reads: then a result may be there early
 
@@ -39,7 +40,7 @@ def to_be_written(graph: fx.Graph) -> list[fx.Node]:
     found = []
     for node in graph.nodes:
         call = node.args[0] if node.target is operator.getitem else node
-        planned = RECOMPUTED in call.name or WRITTEN in call.name if is_call(call) else False
+        planned = is_call(call) and WRITTEN in call.name
         if planned and is_tensor(node) and is_fusable(call) and not is_view(call):
             found.append(node)
     return found
@@ -104,13 +105,13 @@ class Fence(compat.SchedulerPass):
     then: Callable[[list[Any]], list[Any]] | None = None
 
     def __call__(self, nodes: list[Any]) -> list[Any]:
-        """Constrain the kernels in place, if their graph recomputes anything."""
+        """Constrain the kernels in place, if their graph has marks."""
         nodes = nodes if self.then is None else self.then(nodes)
         self.hold(nodes)
         return nodes
 
     def hold(self, nodes: list[Any]) -> None:
-        if any(RECOMPUTED in name for name in compat.names_being_scheduled()):
+        if any(WRITTEN in name for name in compat.names_being_scheduled()):
             compat.run_after(nodes, fences([compat.scheduled(node) for node in nodes]))
 
     def uuid(self) -> Any:

@@ -100,8 +100,10 @@ class _Emitter:
 
     def is_loop_value(self, node: fx.Node, cone: Cone) -> bool:
         """Whether a generated loop writes this value: `passes.order` sees to it that it does."""
-        loop = is_fusable(node) and is_repeatable(node, self.joint.mutated)
-        return loop and node in cone.values
+        return self.is_loop(node) and node in cone.values
+
+    def is_loop(self, node: fx.Node) -> bool:
+        return is_fusable(node) and is_repeatable(node, self.joint.mutated)
 
     def run_again(self, cone: Cone) -> None:
         """A copy of the whole cone; its values take the place of the former ones.
@@ -111,7 +113,9 @@ class _Emitter:
         private: dict[fx.Node, fx.Node] = {}
         for node in cone.nodes:
             if node in cone.sinks:
-                private[node] = self.copy(node, self.looker(private), RECOMPUTED)
+                mark = self.mark_written and self.is_loop(node)
+                suffix = RECOMPUTED + (WRITTEN if mark else "")
+                private[node] = self.copy(node, self.looker(private), suffix)
             else:
                 private[node] = self.inline(node, private)
         results = set(map(root, (*self.joint.forward_outputs, *self.joint.backward_outputs)))
@@ -132,11 +136,14 @@ def _read_across(
     return tuple(n for n in forward if n in read and n.op != "get_attr")
 
 
-def apply_plan(estimate: Estimate, steps: Sequence[str]) -> Rewritten:
-    """The joint graph with its nodes in the order of ``steps``, and copies where ops repeat."""
+def apply_plan(estimate: Estimate, steps: Sequence[str], *, hold: bool = True) -> Rewritten:
+    """The joint graph with its nodes in the order of ``steps``, and copies where ops repeat.
+
+    ``hold`` marks, in a backward that recomputes, what `passes.order` is to hold through Inductor.
+    """
     joint = estimate.joint
     repeats = len(set(steps)) < len(steps)
-    emitter = _Emitter(joint, mark_written=estimate.fused and repeats)
+    emitter = _Emitter(joint, mark_written=hold and estimate.fused and repeats)
     for node in (*joint.primals, *joint.tangents):
         emitter.resolve(node)
     seen: set[str] = set()

@@ -49,13 +49,14 @@ def test_planned_results_of_loops_are_written() -> None:
         ("sin_written", ATEN.sin.default, (x,)),
         ("sin_plain", ATEN.sin.default, (x,)),
         ("sin_recompute", ATEN.sin.default, (x,)),
-        ("mm_recompute", ATEN.mm.default, (x, x)),  # writes its result anyway
-        ("t_recompute", ATEN.t.default, (x,)),  # a view
+        ("sin_recompute_written", ATEN.sin.default, (x,)),
+        ("mm_recompute_written", ATEN.mm.default, (x, x)),  # writes its result anyway
+        ("t_recompute_written", ATEN.t.default, (x,)),  # a view
     ]
     for name, target, args in rows:
         node = graph.create_node("call_function", target, args, name=name)
         node.meta["val"] = X
-    assert [n.name for n in to_be_written(graph)] == ["sin_written", "sin_recompute"]
+    assert [n.name for n in to_be_written(graph)] == ["sin_written", "sin_recompute_written"]
 
 
 def test_each_of_several_results_of_a_loop_is_written() -> None:
@@ -63,7 +64,7 @@ def test_each_of_several_results_of_a_loop_is_written() -> None:
     x = graph.placeholder("x")
     both = graph.create_node(
         "call_function", torch.ops.prims._low_memory_max_pool_with_offsets.default,
-        (x, [2, 2], [2, 2], [0, 0], [1, 1], False), name="pool_recompute",
+        (x, [2, 2], [2, 2], [0, 0], [1, 1], False), name="pool_recompute_written",
     )  # fmt: skip
     for index in range(2):
         graph.call_function(operator.getitem, (both, index)).meta["val"] = X
