@@ -60,7 +60,7 @@ def starter(variant: str, budget: int | None = None) -> Callable[[], Training]:
     """A fresh copy of the model, to be compiled the variant's way."""
 
     def start() -> Training:
-        torch._dynamo.reset()
+        torch.compiler.reset()
         return prepare(VARIANTS[variant], *build("gpt"), budget)
 
     return start

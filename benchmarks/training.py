@@ -172,7 +172,7 @@ def compile_fxremat(model: nn.Module, arguments: tuple[Any, ...], budget: int) -
     from fxremat.backend import fxremat  # itself, not its name: works without installation
     from fxremat.session import reports
 
-    torch._dynamo.reset()
+    torch.compiler.reset()
     function = torch.compile(model, backend=fxremat, options={"memory_budget": budget})
     training = _warm(Training(model, arguments, function))
     report = reports()[-1]

@@ -131,7 +131,7 @@ MODELS: dict[str, Callable[[Any], Case]] = {
 
 def make(name: str) -> Case:
     """A model in training mode, the same at every call."""
-    torch._dynamo.reset()
+    torch.compiler.reset()
     torch.manual_seed(SEED)
     model, arguments = MODELS[name](importlib.import_module("transformers"))
     return model.train(), arguments

@@ -203,11 +203,20 @@ def current_frame() -> int:
     return -1 if frame is None else int(frame)
 
 
-def storage_key(tensor: torch.Tensor) -> int:
-    """Equal for tensors that share one storage."""
+def storage_watch(tensor: torch.Tensor) -> tuple[int, Callable[[], bool]]:
+    """A number for the storage of ``tensor``, unique as long as the second is kept.
+
+    The second says whether the storage is gone.
+    """
     from torch.multiprocessing.reductions import StorageWeakRef
 
-    return int(StorageWeakRef(tensor.untyped_storage()).cdata)  # type: ignore[no-untyped-call]
+    reference: Any = StorageWeakRef(tensor.untyped_storage())  # type: ignore[no-untyped-call]
+    return int(reference.cdata), reference.expired
+
+
+def storage_key(tensor: torch.Tensor) -> int:
+    """Equal for tensors that live and share one storage."""
+    return storage_watch(tensor)[0]
 
 
 # --- Inductor ----------------------------------------------------------------------------
@@ -451,14 +460,8 @@ def generate(
     mode = detect_fake_mode([n.meta.get("val") for n in placeholders])
     assert mode is not None, "a graph without tensor inputs has no code"
     with V.set_fake_mode(mode):
-        for node in placeholders:
-            strides = (input_strides or {}).get(node.name)
-            if strides is not None:
-                old = node.meta["val"]
-                with mode:
-                    node.meta["val"] = torch.empty_strided(
-                        old.shape, strides, dtype=old.dtype, device=old.device
-                    )
+        with mode:
+            _set_strides(placeholders, input_strides or {})
         inputs = [n.meta["val"] for n in placeholders]
         view_to_reshape(module)  # type: ignore[no-untyped-call]
         with torch.no_grad():
@@ -481,26 +484,37 @@ def generate(
             lowering.freeze_runtime_asserts()
             lowering.run(*inputs)
             code = lowering.codegen()[0]
-            named = {
-                name: buffer.get_origin_node() for name, buffer in lowering.name_to_buffer.items()
-            }
-            result = Generated(
-                source=str(getattr(code, "value", code)),
-                constants={
-                    **lowering.constants,
-                    **lowering.torchbind_constants,
-                    **getattr(lowering, "opaque_value_type_classes", {}),
-                },
-                origin_of={
-                    name: str(_unmarked(node).name)
-                    for name, node in named.items()
-                    if node is not None and node.op != "placeholder"
-                },
-                strides=tuple(_output_strides(o) for o in lowering.graph_outputs),
-            )
+            result = _generated(lowering, str(getattr(code, "value", code)))
     for key, value in counted.items():
         counters[key] = value
     return result
+
+
+def _set_strides(placeholders: Sequence[fx.Node], strides: Mapping[str, Any]) -> None:
+    for node in placeholders:
+        if node.name in strides:
+            old = node.meta["val"]
+            node.meta["val"] = torch.empty_strided(
+                old.shape, strides[node.name], dtype=old.dtype, device=old.device
+            )
+
+
+def _generated(lowering: Any, source: str) -> Generated:
+    named = {name: buffer.get_origin_node() for name, buffer in lowering.name_to_buffer.items()}
+    return Generated(
+        source=source,
+        constants={
+            **lowering.constants,
+            **lowering.torchbind_constants,
+            **getattr(lowering, "opaque_value_type_classes", {}),
+        },
+        origin_of={
+            name: str(_unmarked(node).name)
+            for name, node in named.items()
+            if node is not None and node.op != "placeholder"
+        },
+        strides=tuple(_output_strides(o) for o in lowering.graph_outputs),
+    )
 
 
 def _output_strides(output: Any) -> tuple[Any, ...] | None:
@@ -597,17 +611,6 @@ def without_memory() -> Iterator[Callable[[torch.Tensor], torch.Tensor]]:
         mode: Any = FakeTensorMode(allow_non_fake_inputs=True)
         with mode, torch.no_grad():
             yield mode.from_tensor
-
-
-def storage_watch(tensor: torch.Tensor) -> tuple[int, Callable[[], bool]]:
-    """A number for the storage of ``tensor``, unique as long as the second is kept.
-
-    The second says whether the storage is gone.
-    """
-    from torch.multiprocessing.reductions import StorageWeakRef
-
-    reference: Any = StorageWeakRef(tensor.untyped_storage())  # type: ignore[no-untyped-call]
-    return int(reference.cdata), reference.expired
 
 
 # --- configuration -----------------------------------------------------------------------

@@ -307,8 +307,10 @@ def _fit(run: _Run) -> tuple[Split, int]:
     wanted = run.request.wanted_bytes
     budget = run.budget if wanted is None else wanted
     split = run.split(run.solve(budget), hold=False)
-    if budget is None or split.rehearsal is None:
+    if budget is None or run.request.executor != "inductor":
         return split, 0
+    if split.rehearsal is None:  # nothing shows what Inductor's own order takes
+        return run.split(split.plan, hold=True), 0
     search = _Search(run, budget)
     if _learn(run, split.rehearsal):
         first = run.solve(budget)

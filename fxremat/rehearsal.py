@@ -1,4 +1,4 @@
-"""The verdict before code generation: Inductor's own code, run on tensors without memory.
+"""The verdict before kernels are compiled: Inductor's own code, run on tensors without memory.
 
 Inductor generates its code for the forward and the backward module, kernels left uncompiled. The
 code then runs: what it allocates, what it hands to library calls and what it drops is counted as
@@ -126,7 +126,8 @@ class _Meter:
         """Count the storages of ``tensors`` that are not yet counted."""
         for tensor in tensors:
             key, is_gone = compat.storage_watch(tensor)
-            if tensor.device.type == self.device and key not in self.live | self.uncounted:
+            known = key in self.live or key in self.uncounted
+            if tensor.device.type == self.device and not known:
                 nbytes = _rounded(tensor.untyped_storage().nbytes(), self.device)
                 self.live[key] = _Storage(nbytes, is_gone, buffer, self.code)
                 self.current += nbytes
