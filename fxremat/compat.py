@@ -324,6 +324,7 @@ def _lower_written() -> None:
 
     if torch.ops.fxremat.written.default in lowerings:
         return
+    convert = lowerings[torch.ops.prims.convert_element_type.default]
 
     def written(x: Any) -> Any:
         node = V.graph.current_node
@@ -331,6 +332,11 @@ def _lower_written() -> None:
         if node in V.graph.nodes_prefer_channels_last and value.dim() == 4:
             strides = torch._prims_common.make_channels_last_strides_for(value.shape)
             x = ir.ExternKernel.require_stride_order(x, ir.get_stride_order(strides))
+        if value.dtype is torch.bool and value.device.type == "cpu":
+            # C++ reads stored bools one by one; as bytes, turned to floats, whole vectors
+            x = convert(x, torch.uint8)
+            x.realize()
+            return lowerings[torch.ops.aten.ne.Scalar](convert(x, torch.float32), 0)
         x.realize()
         return x
 

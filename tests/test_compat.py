@@ -314,6 +314,32 @@ def test_write_results() -> None:
     )
 
 
+class Masked(nn.Module):
+    """A mask whose two readers stand on either side of a library call."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.w = nn.Parameter(torch.ones(64, 64))
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        mask = x > 0
+        first = torch.where(mask, x, -1.0) @ self.w
+        return (first @ self.w) + mask
+
+
+def test_a_written_mask_is_stored_as_bytes_and_read_as_it_was() -> None:
+    def mark(graph: fx.Graph) -> None:
+        compat.write_results(graph, [n for n in graph.nodes if n.target is ATEN.gt.Scalar])
+
+    x = torch.randn(32, 64)
+    code = forward_code(Masked(), x, **{compat.POST_GRAD_PASS: mark})
+    assert "(32, 64), (64, 1), torch.uint8)" in code
+    torch._dynamo.reset()
+    with compat.inductor_config.patch({compat.POST_GRAD_PASS: mark, "force_disable_caches": True}):
+        compiled = torch.compile(Masked())(x)
+    torch.testing.assert_close(compiled, Masked()(x))
+
+
 def test_scheduled_and_run_after() -> None:
     """What kernels are, and an order that no data asks for."""
     seen: list[list[compat.Scheduled]] = []
