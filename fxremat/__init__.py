@@ -1,6 +1,6 @@
 """fxremat: a torch.compile backend that trains within a number of bytes.
 
-    torch.compile(model, backend="fxremat", options={"memory_budget": "8GiB"})
+torch.compile(model, backend="fxremat", options={"memory_budget": "8GiB"})
 """
 
 from typing import TYPE_CHECKING

@@ -152,6 +152,7 @@ def test_code_that_cannot_be_rehearsed_is_planned_with_a_warning(
         raise NotImplementedError("no fake kernel\nand a long explanation")
 
     held: list[bool] = []
+
     def noting(*args: Any, hold: bool) -> Any:
         held.append(hold)
         return apply_plan(*args, hold=hold)

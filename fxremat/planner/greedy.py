@@ -16,7 +16,8 @@ from fxremat.planner import levels
 from fxremat.planner.bound import peak_bound
 from fxremat.planner.model import Model, build_model
 from fxremat.planner.options import SolverOptions
-from fxremat.planner.pool import Entry, Pool, make_plan
+from fxremat.planner.plans import make_plan
+from fxremat.planner.pool import Entry, Pool, steps_of
 
 NAME = "greedy"
 MOST_PLANS = 64
@@ -37,8 +38,14 @@ class Found:
     def plan(self, k: int) -> Plan:
         """Plan ``k``, by increasing time and decreasing peak."""
         if k not in self.plans:
-            entry = self.entries[k]
-            self.plans[k] = make_plan(self.model, entry, NAME, self.seconds, self.bound)
+            model, runs = self.model, self.entries[k].runs()
+            self.plans[k] = make_plan(
+                model.problem,
+                model.names(steps_of(model.n, runs)),
+                NAME,
+                seconds=self.seconds,
+                peak_bound_bytes=self.bound,
+            )
         return self.plans[k]
 
     def choose(self, budget_bytes: int | None) -> Plan:

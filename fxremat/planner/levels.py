@@ -8,12 +8,12 @@ by evicting further.
 from __future__ import annotations
 
 import math
-import time as clock_time
 from dataclasses import dataclass
 from itertools import pairwise
 
 from fxremat.planner.analogues import Analogues
 from fxremat.planner.bound import peak_bound
+from fxremat.planner.clock import Clock
 from fxremat.planner.improve import Improver
 from fxremat.planner.least_peak import optima, search_lower
 from fxremat.planner.options import SolverOptions
@@ -24,17 +24,6 @@ from fxremat.planner.segments import counts_for, offer_segments
 from fxremat.planner.state import State
 
 LENGTHS = (0.0, 0.5, 1.0)
-
-
-class Clock:
-    """Says when the time limit is over; without one it never looks at the time."""
-
-    def __init__(self, limit_s: float | None) -> None:
-        self.end = None if limit_s is None else clock_time.perf_counter() + limit_s
-
-    def running(self) -> bool:
-        """Whether there is time left."""
-        return self.end is None or clock_time.perf_counter() < self.end
 
 
 @dataclass(frozen=True)

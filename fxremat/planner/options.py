@@ -2,7 +2,18 @@
 
 from __future__ import annotations
 
-from dataclasses import dataclass
+from collections.abc import Callable
+from dataclasses import dataclass, field
+
+
+@dataclass(frozen=True)
+class Progress:
+    """How far a solver is: microseconds of the best plan so far, and proven for every plan."""
+
+    solver: str
+    seconds: float
+    time_us: float | None
+    bound_us: float | None
 
 
 @dataclass(frozen=True)
@@ -10,7 +21,10 @@ class SolverOptions:
     """Limits and the seed; limits count iterations before they count seconds.
 
     ``time_limit_s`` is None by default: then the plan depends on problem and seed alone.
+    ``start`` are the steps of a plan to begin with. ``progress`` is called now and then.
     """
 
     seed: int = 0
     time_limit_s: float | None = None
+    start: tuple[str, ...] | None = None
+    progress: Callable[[Progress], None] | None = field(default=None, compare=False)

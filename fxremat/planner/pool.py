@@ -13,8 +13,6 @@ from dataclasses import dataclass, field
 import numpy as np
 import numpy.typing as npt
 
-from fxremat.core.plan import Plan
-from fxremat.core.timeline import replay
 from fxremat.planner.model import Model
 from fxremat.planner.state import Run, State
 
@@ -81,7 +79,7 @@ class Pool:
         """Entries by increasing time, summed as `replay` sums, each of less peak than before."""
         rows = []
         for entry in self.entries:
-            time = sum(self.model.time[op] for op in _steps(self.model.n, entry.runs()))
+            time = sum(self.model.time[op] for op in steps_of(self.model.n, entry.runs()))
             rows.append(Entry(entry.peak, time, entry.extra))
         out: list[Entry] = []
         for entry in sorted(rows, key=lambda row: (row.time, row.peak)):
@@ -90,23 +88,7 @@ class Pool:
         return tuple(out)
 
 
-def make_plan(model: Model, entry: Entry, solver: str, seconds: float, bound: int) -> Plan:
-    """The entry as a plan, its figures from a replay; ``bound`` is one on any peak."""
-    problem = model.problem
-    line = replay(problem, model.names(_steps(model.n, entry.runs())))
-    return Plan(
-        steps=line.steps,
-        solver=solver,
-        budget_bytes=None,
-        peak_bytes=line.peak_bytes,
-        time_us=line.time_us,
-        seconds=seconds,
-        time_bound_us=problem.base_time_us,
-        peak_bound_bytes=bound,
-    )
-
-
-def _steps(n: int, extra: Iterable[Run]) -> list[int]:
+def steps_of(n: int, extra: Iterable[Run]) -> list[int]:
     """Steps of a schedule given by its extra runs, which come by stage and then by op."""
     out: list[int] = []
     done = 0

@@ -1,0 +1,59 @@
+"""When a solver has to stop: at its time limit, or at Ctrl-C.
+
+Solvers are anytime: they ask their clock now and then and return the best they have.
+"""
+
+from __future__ import annotations
+
+import math
+import signal
+import threading
+import time
+from collections.abc import Iterator
+from contextlib import contextmanager
+from types import FrameType
+
+_interrupted = threading.Event()
+
+
+class Clock:
+    """Says when the time limit is over; without one it never looks at the time."""
+
+    def __init__(self, limit_s: float | None) -> None:
+        self.started = time.perf_counter()
+        self.end = math.inf if limit_s is None else self.started + limit_s
+
+    def running(self) -> bool:
+        """Whether there is time left and nobody pressed Ctrl-C."""
+        return not _interrupted.is_set() and (self.end == math.inf or self.left() > 0)
+
+    def left(self) -> float:
+        """Seconds left; infinite without a limit."""
+        return math.inf if self.end == math.inf else self.end - time.perf_counter()
+
+    def seconds(self) -> float:
+        """Seconds since the clock was made."""
+        return time.perf_counter() - self.started
+
+    def part(self, seconds: float) -> Clock:
+        """A clock that stops after so many seconds, or with this one."""
+        return Clock(min(seconds, self.left()))
+
+
+@contextmanager
+def interruptible() -> Iterator[None]:
+    """Inside, the first Ctrl-C stops all clocks; a second one raises `KeyboardInterrupt`."""
+    if threading.current_thread() is not threading.main_thread():
+        yield  # only the main thread gets signals
+        return
+
+    def stop(number: int, frame: FrameType | None) -> None:
+        _interrupted.set()
+        signal.signal(signal.SIGINT, before)
+
+    before = signal.signal(signal.SIGINT, stop)
+    try:
+        yield
+    finally:
+        signal.signal(signal.SIGINT, before)
+        _interrupted.clear()
