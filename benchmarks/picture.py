@@ -1,25 +1,30 @@
 """The front of peak against time as an SVG: one panel per model, every variant marked."""
 
-from collections.abc import Sequence
 from dataclasses import dataclass
 from itertools import pairwise
 from math import hypot
 from pathlib import Path
-from xml.sax.saxutils import escape
+
+from fxremat.report.drawing import (
+    BOTTOM,
+    HEIGHT,
+    LEFT,
+    RIGHT,
+    TOP,
+    WIDTH,
+    draw_captions,
+    draw_grid,
+    draw_line,
+    draw_polyline,
+    draw_text,
+    make_axis,
+    svg,
+)
 
 from .rows import MIB, Row
 
-WIDTH, HEIGHT = 640, 440
-LEFT, RIGHT, TOP, BOTTOM = 64, 24, 40, 52
 COLUMNS = 2
 CHARACTER, LINE = 6.8, 13.0
-STYLE = """
-text { font: 11px sans-serif; fill: #222 }
-.label { paint-order: stroke; stroke: white; stroke-width: 3px }
-.title { font-size: 15px; font-weight: bold }
-.grid { stroke: #e4e4e4 } .leader { stroke: #aaa; stroke-width: 0.7 } .axis { stroke: #555 }
-.front { fill: none; stroke-width: 1.6; opacity: 0.75 }
-"""
 COLOURS = {
     "compile": "#000000",
     "eager": "#888888",
@@ -37,37 +42,6 @@ class Point:
     kind: str
     peak: float
     time: float
-
-
-@dataclass(frozen=True)
-class Axis:
-    """A linear map from values to pixels, with its ticks."""
-
-    low: float
-    high: float
-    start: float
-    end: float
-    step: float
-
-    def __call__(self, value: float) -> float:
-        part = (value - self.low) / (self.high - self.low)
-        return self.start + part * (self.end - self.start)
-
-    def ticks(self) -> list[float]:
-        """Round values within the range."""
-        first = -(-self.low // self.step)
-        count = int((self.high - first * self.step) / self.step + 1e-9) + 1
-        return [(first + index) * self.step for index in range(count)]
-
-
-def make_axis(values: Sequence[float], start: float, end: float, zero: bool = False) -> Axis:
-    """An axis with some room around the values."""
-    low, high = min(values), max(values)
-    room = 0.08 * (high - low) or 0.1 * abs(high) or 1.0
-    low, high = (0.0 if zero else low - room), high + room
-    steps = (m * 10.0**e for e in range(-4, 9) for m in (1, 2, 5))
-    step = next(step for step in steps if (high - low) / step <= 7)
-    return Axis(low, high, start, end, step)
 
 
 Box = tuple[float, float, float, float]
@@ -105,50 +79,12 @@ def _marker(x: float, y: float, point: Point) -> str:
     return f'<polygon points="{corners} {x - 5.5:.1f},{y:.1f}" fill="{colour}"/>'
 
 
-def _text(x: float, y: float, text: str, more: str = "") -> str:
-    return f'<text x="{x:.1f}" y="{y:.1f}" {more}>{escape(text)}</text>'
-
-
-def _grid(across: Axis, up: Axis) -> list[str]:
-    parts = []
-    for tick in across.ticks():
-        x = across(tick)
-        parts.append(_line("grid", x, TOP, x, HEIGHT - BOTTOM))
-        parts.append(_text(x, HEIGHT - BOTTOM + 16, f"{tick:g}", 'text-anchor="middle"'))
-    for tick in up.ticks():
-        y = up(tick)
-        parts.append(_line("grid", LEFT, y, WIDTH - RIGHT, y))
-        parts.append(_text(LEFT - 8, y + 4, f"{tick:g}", 'text-anchor="end"'))
-    parts.append(_line("axis", LEFT, HEIGHT - BOTTOM, WIDTH - RIGHT, HEIGHT - BOTTOM))
-    parts.append(_line("axis", LEFT, TOP, LEFT, HEIGHT - BOTTOM))
-    return parts
-
-
-def _line(kind: str, x1: float, y1: float, x2: float, y2: float) -> str:
-    return f'<line class="{kind}" x1="{x1:.1f}" y1="{y1:.1f}" x2="{x2:.1f}" y2="{y2:.1f}"/>'
-
-
-def _captions(title: str) -> list[str]:
-    middle = (TOP + HEIGHT - BOTTOM) / 2
-    turned = f'text-anchor="middle" transform="rotate(-90 16 {middle:.1f})"'
-    return [
-        _text(LEFT, 22, title, 'class="title"'),
-        _text((LEFT + WIDTH) / 2, HEIGHT - 12, "measured peak, MiB", 'text-anchor="middle"'),
-        _text(16, middle, "step time relative to torch.compile", turned),
-    ]
-
-
 Place = tuple[float, float]
 
 
 def _front(places: dict[Point, Place], kind: str) -> list[Place]:
     """The variants of one kind, from the smallest peak to the largest."""
     return sorted(place for point, place in places.items() if point.kind == kind)
-
-
-def _polyline(front: list[Place], colour: str) -> str:
-    path = " ".join(f"{x:.1f},{y:.1f}" for x, y in front)
-    return f'<polyline class="front" points="{path}" stroke="{colour}"/>'
 
 
 def _boxes_along(front: list[Place]) -> list[Box]:
@@ -170,8 +106,8 @@ def _labels(places: dict[Point, Place], fronts: list[list[Place]]) -> list[str]:
         box = place_label(x, y, point.name, taken)
         taken.append(box)
         near = (min(max(x, box[0]), box[2]), min(max(y, box[1]), box[3]))
-        parts.append(_line("leader", x, y, *near))
-        parts.append(_text(box[0], box[3] - 3, point.name, 'class="label"'))
+        parts.append(draw_line("leader", x, y, *near))
+        parts.append(draw_text(box[0], box[3] - 3, point.name, 'class="label"'))
     return parts
 
 
@@ -181,10 +117,11 @@ def panel(title: str, points: list[Point]) -> str:
     up = make_axis([p.time for p in points], HEIGHT - BOTTOM, TOP)
     places = {point: (across(point.peak), up(point.time)) for point in points}
     fronts = {kind: _front(places, kind) for kind in ("knob", "fxremat")}
-    lines = [_polyline(front, COLOURS[kind]) for kind, front in fronts.items()]
+    lines = [draw_polyline(front, COLOURS[kind]) for kind, front in fronts.items()]
+    captions = draw_captions(title, "measured peak, MiB", "step time relative to torch.compile")
     labels = _labels(places, list(fronts.values()))
     markers = [_marker(x, y, point) for point, (x, y) in places.items()]
-    return "\n".join([*_captions(title), *_grid(across, up), *lines, *labels, *markers])
+    return "\n".join([*captions, *draw_grid(across, up), *lines, *labels, *markers])
 
 
 def points_of(rows: list[Row]) -> list[Point]:
@@ -198,13 +135,4 @@ def points_of(rows: list[Row]) -> list[Point]:
 
 def draw(panels: dict[str, list[Point]], path: Path) -> None:
     """Write all panels, two to a row."""
-    columns = min(COLUMNS, len(panels))
-    lines = -(-len(panels) // columns)
-    size = f'width="{columns * WIDTH}" height="{lines * HEIGHT}"'
-    parts = [f'<svg xmlns="http://www.w3.org/2000/svg" {size}>', f"<style>{STYLE}</style>"]
-    parts.append('<rect width="100%" height="100%" fill="white"/>')
-    for index, (title, points) in enumerate(panels.items()):
-        row, column = divmod(index, columns)
-        place = f"translate({column * WIDTH} {row * HEIGHT})"
-        parts.append(f'<g transform="{place}">\n{panel(title, points)}\n</g>')
-    path.write_text("\n".join([*parts, "</svg>\n"]))
+    path.write_text(svg([panel(title, points) for title, points in panels.items()], COLUMNS))

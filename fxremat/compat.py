@@ -619,6 +619,26 @@ def without_memory() -> Iterator[Callable[[torch.Tensor], torch.Tensor]]:
             yield mode.from_tensor
 
 
+@contextmanager
+def fake_tensors() -> Iterator[None]:
+    """Inside, tensors have sizes and devices but no memory; models of them can be traced."""
+    from unittest import mock
+
+    from torch._subclasses.fake_tensor import FakeTensorMode
+
+    mode: Any = FakeTensorMode(allow_non_fake_inputs=True)
+    swap: Any = torch.utils.swap_tensors
+
+    def swap_fake(one: torch.Tensor, other: torch.Tensor) -> None:
+        # The mode holds weak references, which swap_tensors refuses; it can do without them.
+        mode.fake_tensor_converter.meta_converter.tensor_memo.clear()
+        swap(one, other)
+
+    # ``model.to(dtype)`` swaps fake parameters for new ones.
+    with mode, mock.patch.object(torch.utils, "swap_tensors", swap_fake):
+        yield
+
+
 # --- configuration -----------------------------------------------------------------------
 
 POST_GRAD_PASS = "post_grad_custom_post_pass"
@@ -629,6 +649,11 @@ def cache_directory() -> str:
     from torch._inductor.runtime.cache_dir_utils import cache_dir
 
     return str(cache_dir())
+
+
+def caches_disabled() -> bool:
+    """Whether Inductor is asked to keep nothing on disk and to read nothing from there."""
+    return bool(getattr(inductor_config, "force_disable_caches", False))
 
 
 def inductor_patches(mode: str | None, options: Mapping[str, Any]) -> dict[str, Any]:

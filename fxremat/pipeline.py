@@ -26,6 +26,7 @@ from fxremat.passes.joint_graph import JointGraph, is_tensor, read_joint_graph
 from fxremat.passes.memory_estimation import Estimate, OpTimer, estimate
 from fxremat.passes.recompute import Rewritten, apply_plan
 from fxremat.passes.user_tags import obey_must_recompute, protect_mutated_inputs
+from fxremat.planner.cache import PlanCache
 from fxremat.rehearsal import Rehearsal, rehearse
 from fxremat.report.report import Report, Row
 from fxremat.report.where import describe
@@ -147,10 +148,21 @@ class _Run:
         total = self.request.budget_bytes
         return None if total is None else total - self.request.held_bytes
 
-    def solve(self, budget: int | None) -> Plan:
+    def answer(self, budget: int | None) -> Plan:
+        """The planner's plan, or the one it gave when it was asked the same before."""
+        options = planner.SolverOptions(time_limit_s=self.request.solver_time_limit)
+        question = (self.found.problem, budget, self.request.solver, options)
         with self.clock.stage("plan"):
-            options = planner.SolverOptions(time_limit_s=self.request.solver_time_limit)
-            plan = planner.solve(self.found.problem, budget, self.request.solver, options)
+            if compat.caches_disabled():
+                return planner.solve(*question)
+            directory = Path(compat.cache_directory()) / "fxremat" / "plans"
+            plan, known = PlanCache(directory).solve(*question)
+        if known:
+            log.debug("plan from the cache: %s, %d bytes", plan.solver, plan.peak_bytes)
+        return plan
+
+    def solve(self, budget: int | None) -> Plan:
+        plan = self.answer(budget)
         if self.request.verify:
             with self.clock.stage("verify"):
                 _check_plan(self.found, plan)
@@ -392,8 +404,7 @@ def _at_peak(run: _Run, split: Split) -> list[Row]:
 def _report(run: _Run, split: Split, rehearsals: int, graph: int) -> Report:
     problem, plan = run.found.problem, split.plan
     keep_all = replay(problem, problem.base_steps())
-    options = planner.SolverOptions(time_limit_s=run.request.solver_time_limit)
-    least = planner.solve(problem, 0, run.request.solver, options)
+    least = run.answer(0)
     sizes = problem.bytes_of
     saved = [
         Row(describe(node), sizes.get(node.name, 0))
@@ -428,4 +439,5 @@ def _report(run: _Run, split: Split, rehearsals: int, graph: int) -> Report:
         plan=plan,
         rehearsals=rehearsals,
         seconds=run.clock.seconds,
+        problem=problem,
     )

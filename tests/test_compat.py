@@ -478,6 +478,44 @@ def test_storage_watch() -> None:
         assert is_gone()
 
 
+def test_fake_tensors() -> None:
+    """A model is made, initialised and converted, tied weights and all, and has no memory."""
+    from torch._subclasses.fake_tensor import FakeTensor
+
+    with compat.fake_tensors():
+        first, second = nn.Linear(1 << 20, 1 << 20), nn.Linear(1 << 20, 1 << 20)
+        second.weight = first.weight
+        model = nn.Sequential(first, second, nn.Embedding(8, 4), nn.BatchNorm1d(4))
+        model.to(torch.bfloat16).double().half()
+        nn.init.normal_(first.weight)
+    assert isinstance(first.weight, FakeTensor)
+    assert isinstance(first.weight, nn.Parameter)
+    assert second.weight is first.weight
+    assert {p.dtype for p in model.parameters()} == {torch.float16}
+    assert not isinstance(torch.empty(1), FakeTensor)
+    linear().half()  # outside, parameters are converted as ever
+
+
+def test_fake_tensors_are_traced() -> None:
+    with compat.fake_tensors():
+        fake = nets.make("mlp")
+        seen = Capture(fused=True)
+
+        def backend(gm: fx.GraphModule, inputs: Any) -> Any:
+            return compat.trace_as_inductor(gm, inputs, {}, seen)
+
+        torch._dynamo.reset()
+        model, inputs = fake
+        torch.compile(model, backend=backend)(*inputs)
+    assert seen.found.problem == nets.traced("mlp", fused=True).found.problem
+
+
+def test_caches_disabled() -> None:
+    assert not compat.caches_disabled()
+    with compat.inductor_config.patch(force_disable_caches=True):
+        assert compat.caches_disabled()
+
+
 def test_cache_directory() -> None:
     import os
 

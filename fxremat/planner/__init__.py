@@ -12,14 +12,22 @@ from collections.abc import Callable
 
 from fxremat.core.plan import Plan
 from fxremat.core.problem import Problem
-from fxremat.planner import greedy, least_peak
+from fxremat.planner import checkmate, greedy, instants, least_peak, rockmate, rotor
 from fxremat.planner.options import SolverOptions
 
 Solver = Callable[[Problem, int | None, SolverOptions], Plan]
 
-SOLVERS: dict[str, Solver] = {"greedy": greedy.solve, "least_peak": least_peak.solve}
+SOLVERS: dict[str, Solver] = {
+    "instants": instants.solve,
+    "greedy": greedy.solve,
+    "checkmate": checkmate.solve,
+    "checkmate_pruned": checkmate.solve_pruned,
+    "rotor": rotor.solve,
+    "rockmate": rockmate.solve,
+    "least_peak": least_peak.solve,
+}
 
-AUTO = "greedy"
+AUTO = "instants"
 
 
 def solve(

@@ -101,7 +101,7 @@ class Mip:
         *,
         nodes: int | None = None,
         gap: float = GAP,
-        start: Sequence[float] | None = None,
+        start: Sequence[float] | npt.NDArray[np.float64] | None = None,
         watch: Watch | None = None,
     ) -> Solution:
         """The best solution found within the limits.
@@ -127,6 +127,29 @@ class Mip:
         highs.run()
         return self._read(highs)
 
+    def solve_near(self, relaxed: Solution, clock: Clock, *, nodes: int, gap: float) -> Solution:
+        """The best solution that agrees with the relaxation wherever that is integral.
+
+        Its bound is the relaxation's (relaxation enforced neighbourhood search, Berthold 2014).
+        """
+        if relaxed.values is None:
+            return relaxed
+        low, high = self.low, self.high
+        near = [
+            (round(value), round(value)) if integer and abs(value - round(value)) < 1e-6 else limits
+            for value, integer, limits in zip(
+                relaxed.values, self.integer, zip(low, high, strict=True), strict=True
+            )
+        ]
+        self.low, self.high = [pair[0] for pair in near], [pair[1] for pair in near]
+        try:
+            found = self.solve(clock, nodes=nodes, gap=gap)
+        finally:
+            self.low, self.high = low, high
+        if found.values is None:
+            return Solution(Status.UNDECIDED, None, FREE, relaxed.bound)
+        return Solution(Status.FEASIBLE, found.values, found.objective, relaxed.bound)
+
     def relaxed(self, clock: Clock) -> Solution:
         """The optimum of the linear relaxation: all columns continuous."""
         if not self.cost:
@@ -145,7 +168,7 @@ class Mip:
     def _highs(
         self, clock: Clock, nodes: int | None, gap: float, relax: bool = False
     ) -> highspy.Highs:
-        highs = highspy.Highs()
+        highs = highspy.Highs()  # type: ignore[no-untyped-call]
         options: dict[str, bool | int | float] = {
             "output_flag": False,
             "log_to_console": False,

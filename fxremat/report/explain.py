@@ -14,10 +14,12 @@ from typing import Any
 import torch
 from torch import fx, nn
 
-from fxremat import compat, session
+from fxremat import compat, planner, session
 from fxremat.backend import plan_only
 from fxremat.core.plan import Plan
 from fxremat.errors import FxrematError
+from fxremat.planner import SolverOptions
+from fxremat.report.front import Front, front_of, together
 from fxremat.report.report import Report, Row
 
 
@@ -69,6 +71,25 @@ class Explanation:
         """The plan of the graph with the highest peak; None where no graph has a backward."""
         top = max(self.graphs, key=lambda g: g.predicted_peak_bytes, default=None)
         return top.plan if top is not None else None
+
+    def pareto(self, time_limit_s: float | None = None) -> Front:
+        """What other budgets would cost: peak against time, by the model of the problem.
+
+        The plans explained here are among its points, where nothing beats them. With graph breaks
+        each graph takes its fastest plan at each peak; what the others hold is as it is here.
+        """
+        options = SolverOptions(time_limit_s=time_limit_s)
+        fronts = [
+            front_of(
+                g.problem,
+                (*planner.front(g.problem, options), g.plan),
+                budget_bytes=g.budget_bytes,
+                held_bytes=g.held_bytes,
+            )
+            for g in self.graphs
+            if g.problem is not None
+        ]
+        return together(fronts)
 
     def __str__(self) -> str:
         if not self.graphs:

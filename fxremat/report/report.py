@@ -7,6 +7,7 @@ from dataclasses import dataclass, field
 from typing import Any
 
 from fxremat.core.plan import Plan, plan_to_json
+from fxremat.core.problem import Problem
 from fxremat.sizes import format_bytes
 
 
@@ -28,6 +29,7 @@ class Report:
     else that of the planned graph. ``minimum_peak_bytes`` is the least peak planned for; it is
     a bound on what can be asked for, by the model of the problem. ``time_overhead`` is the
     added time over the keep-all schedule's, as a fraction. ``timeline`` is bytes live per step.
+    ``problem`` is what was planned; it is not written to JSON, so a report from a cache has none.
     """
 
     graph: int
@@ -48,6 +50,7 @@ class Report:
     rehearsals: int
     seconds: dict[str, float] = field(default_factory=dict)
     from_cache: bool = False
+    problem: Problem | None = field(default=None, compare=False, repr=False)
 
     @property
     def saved_bytes(self) -> int:
@@ -101,7 +104,8 @@ def _table(title: str, rows: tuple[Row, ...], limit: int = 10) -> list[str]:
 
 def report_to_json(report: Report) -> dict[str, Any]:
     """The report as JSON data."""
-    data = dataclasses.asdict(report)
+    data = dataclasses.asdict(dataclasses.replace(report, problem=None))
+    del data["problem"]
     data["plan"] = plan_to_json(report.plan)
     return data
 

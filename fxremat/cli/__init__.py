@@ -1,0 +1,53 @@
+"""The command line: problems and plans as JSON files, traced, solved, checked, drawn.
+
+    python -m fxremat trace module:function --out problem.json
+    python -m fxremat solve problem.json --budget 80% --out plan.json
+    python -m fxremat check problem.json plan.json --budget 80%
+    python -m fxremat pareto problem.json --picture front.svg
+
+A command is a file with ``add``, which describes it to the parser, and ``run``. Exit status: 0 if
+all is well, 1 if the answer is no (nothing fits, a check fails), 2 if what was given is wrong.
+Only ``trace`` needs torch.
+"""
+
+from __future__ import annotations
+
+import argparse
+import sys
+from collections.abc import Sequence
+from typing import NoReturn
+
+from fxremat.cli import check, pareto, solve, trace
+from fxremat.cli.errors import UsageError
+from fxremat.core.problem import InvalidProblem
+from fxremat.version import __version__
+
+
+class _Parser(argparse.ArgumentParser):
+    """A parser whose complaints are one line."""
+
+    def error(self, message: str) -> NoReturn:
+        raise UsageError(f"{message} ({self.prog} --help says more)")
+
+
+def make_parser() -> argparse.ArgumentParser:
+    """The parser of all commands; what it returns has ``run``, the function to call."""
+    parser = _Parser(prog="python -m fxremat", description="Plans for a byte budget.")
+    parser.add_argument("--version", action="version", version=f"fxremat {__version__}")
+    commands = parser.add_subparsers(title="commands", required=True, metavar="COMMAND")
+    for command in (trace, solve, check, pareto):
+        command.add(commands)
+    return parser
+
+
+def main(arguments: Sequence[str] | None = None) -> int:
+    """Run one command; returns the exit status."""
+    try:
+        given = make_parser().parse_args(arguments)
+        return int(given.run(given))
+    except (UsageError, InvalidProblem) as error:
+        print(f"fxremat: {error}", file=sys.stderr)
+        return 2
+    except KeyboardInterrupt:  # before there was anything to stop early and keep
+        print("fxremat: interrupted", file=sys.stderr)
+        return 130

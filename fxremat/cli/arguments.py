@@ -1,0 +1,109 @@
+"""Arguments that several commands take, and how each is read."""
+
+from __future__ import annotations
+
+import argparse
+import math
+from dataclasses import dataclass
+from typing import Any
+
+from fxremat.core.problem import Problem
+from fxremat.core.timeline import replay
+from fxremat.errors import nearest
+from fxremat.planner import SOLVERS
+from fxremat.sizes import format_bytes, parse_bytes
+
+Commands = Any
+"""What ``add_subparsers`` returns; its type has no public name."""
+
+
+@dataclass(frozen=True)
+class Budget:
+    """Bytes at most, or a percentage of what the keep-all schedule in base order takes."""
+
+    bytes: int | None = None
+    percent: float | None = None
+
+    def bytes_for(self, problem: Problem) -> int:
+        """The budget as a number of bytes."""
+        if self.percent is None:
+            assert self.bytes is not None
+            return self.bytes
+        return int(keep_all_peak(problem) * self.percent / 100)
+
+
+def keep_all_peak(problem: Problem) -> int:
+    """The peak of running every op once, in base order."""
+    return replay(problem, problem.base_steps()).peak_bytes
+
+
+def sized(nbytes: int) -> str:
+    """A number of bytes, exact and readable."""
+    return f"{nbytes:,} bytes ({format_bytes(nbytes)})"
+
+
+def read_budget(text: str) -> Budget:
+    """``8589934592``, ``8GiB`` or ``80%``."""
+    refused = argparse.ArgumentTypeError(
+        f"{text!r} is no budget; write bytes ('1048576'), a size ('8GiB') or a percentage of the "
+        "keep-all peak above 0% ('80%')"
+    )
+    try:
+        if text.strip().endswith("%"):
+            percent = float(text.strip().removesuffix("%"))
+            if not 0 < percent < math.inf:
+                raise refused
+            return Budget(percent=percent)
+        nbytes = parse_bytes(text)
+    except ValueError as error:
+        raise refused from error
+    if nbytes <= 0:
+        raise refused
+    return Budget(bytes=nbytes)
+
+
+def read_solver(text: str) -> str:
+    """``auto`` or the name of a solver."""
+    names = ("auto", *(name for name in SOLVERS if name != "auto"))
+    if text in names:
+        return text
+    close = nearest(text, names)
+    hint = f"did you mean {close!r}? " if close else ""
+    raise argparse.ArgumentTypeError(f"unknown solver {text!r}; {hint}there are {', '.join(names)}")
+
+
+def read_seconds(text: str) -> float:
+    """A time above zero."""
+    try:
+        seconds = float(text)
+    except ValueError:
+        seconds = math.nan
+    if not 0 < seconds < math.inf:
+        raise argparse.ArgumentTypeError(f"{text!r} is not a number of seconds above 0")
+    return seconds
+
+
+def add_problem(parser: argparse.ArgumentParser) -> None:
+    """The problem file, first of all."""
+    parser.add_argument("problem", metavar="PROBLEM.json", help="as written by trace")
+
+
+def add_budget(parser: argparse.ArgumentParser, required: bool) -> None:
+    """``--budget``"""
+    parser.add_argument(
+        "--budget",
+        metavar="B",
+        type=read_budget,
+        required=required,
+        help="bytes, a size such as 8GiB, or a percentage of the keep-all peak such as 80%%",
+    )
+
+
+def add_time_limit(parser: argparse.ArgumentParser) -> None:
+    """``--time-limit``"""
+    parser.add_argument(
+        "--time-limit",
+        metavar="SECONDS",
+        type=read_seconds,
+        help="stop then with the best found; by default solvers limit their work, not their time",
+    )

@@ -1,0 +1,28 @@
+"""``check``: is a plan possible, and what does it need? Judged by `fxremat.core.check` alone."""
+
+from __future__ import annotations
+
+import argparse
+
+from fxremat.cli import files
+from fxremat.cli.arguments import Commands, add_budget, add_problem
+from fxremat.core.check import check
+
+
+def add(commands: Commands) -> None:
+    """Describe the command."""
+    parser = commands.add_parser("check", help="judge a plan by the rules of its problem")
+    add_problem(parser)
+    parser.add_argument("plan", metavar="PLAN.json", help="only its steps are read")
+    add_budget(parser, required=False)
+    parser.set_defaults(run=run)
+
+
+def run(given: argparse.Namespace) -> int:
+    """Judge and print the verdict."""
+    problem = files.read_problem(given.problem)
+    steps = files.read_steps(given.plan)
+    budget = None if given.budget is None else given.budget.bytes_for(problem)
+    verdict = check(problem, steps, budget)
+    print(verdict)
+    return 0 if verdict.ok else 1

@@ -1,0 +1,53 @@
+"""Reading and writing files; what goes wrong names the file, in one line."""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Iterator, Mapping
+from contextlib import contextmanager
+from pathlib import Path
+from typing import Any
+
+from fxremat.cli.errors import UsageError
+from fxremat.core.plan import steps_from_json
+from fxremat.core.problem import InvalidProblem, Problem, load_problem
+
+
+@contextmanager
+def _naming(path: str) -> Iterator[None]:
+    try:
+        yield
+    except OSError as error:
+        raise UsageError(f"{path}: {error.strerror or error}") from error
+    except UnicodeDecodeError as error:
+        raise UsageError(f"{path}: not JSON (not even UTF-8)") from error
+
+
+def read_problem(path: str) -> Problem:
+    """The problem in a file; a malformed one is an `InvalidProblem` that names the field."""
+    with _naming(path):
+        return load_problem(path)
+
+
+def read_steps(path: str) -> tuple[str, ...]:
+    """The steps of the plan in a file."""
+    with _naming(path):
+        text = Path(path).read_text(encoding="utf-8")
+    try:
+        return steps_from_json(json.loads(text))
+    except json.JSONDecodeError as error:
+        raise UsageError(f"{path}: not JSON ({error})") from error
+    except InvalidProblem as error:
+        raise UsageError(f"{path}: {error}") from error
+
+
+def write_text(path: str, text: str) -> None:
+    """Write a file and say so."""
+    with _naming(path):
+        Path(path).write_text(text, encoding="utf-8")
+    print(f"written   {path}")
+
+
+def write_json(path: str, data: Mapping[str, Any]) -> None:
+    """Write a file of JSON and say so."""
+    write_text(path, json.dumps(data, indent=1) + "\n")

@@ -1,0 +1,170 @@
+"""``trace``: a training step as a problem file, without a byte of the model in memory.
+
+The named function makes the model and its inputs on tensors that have sizes and devices but no
+memory, and the step is traced on them just as the backend would: the problem is the one that
+`torch.compile(..., backend="fxremat")` plans, but for the scratch memory of library calls, which
+``--workspaces`` measures by running each distinct call.
+"""
+
+from __future__ import annotations
+
+import argparse
+import importlib
+from collections.abc import Callable
+from typing import TYPE_CHECKING, Any
+
+from fxremat.cli import files
+from fxremat.cli.arguments import Commands, keep_all_peak, sized
+from fxremat.cli.errors import UsageError
+from fxremat.core.problem import Problem, problem_to_json
+from fxremat.errors import nearest
+
+if TYPE_CHECKING:
+    from torch import fx, nn
+
+MODES = ("inductor", "aot_eager")
+
+
+def add(commands: Commands) -> None:
+    """Describe the command."""
+    parser = commands.add_parser("trace", help="write the problem of a model's training step")
+    parser.add_argument(
+        "function",
+        metavar="MODULE:FUNCTION",
+        help="returns (model, inputs): a tuple of inputs or one tensor; the loss is the sum of "
+        "the outputs, if they are not one number already",
+    )
+    parser.add_argument("--out", metavar="PROBLEM.json", required=True, help="write it here")
+    parser.add_argument(
+        "--mode", choices=MODES, default="inductor", help="what would run the graphs"
+    )
+    parser.add_argument(
+        "--workspaces", action="store_true", help="measure library calls, on real memory"
+    )
+    parser.set_defaults(run=run)
+
+
+def run(given: argparse.Namespace) -> int:
+    """Trace and write."""
+    from fxremat import compat
+
+    make = find_function(given.function)
+    with compat.fake_tensors():
+        model, inputs = _model_and_inputs(given.function, make())
+        problem = trace_problem(given.function, model, inputs, given.mode, given.workspaces)
+    print(f"problem   {problem.name}: {len(problem.ops)} ops, {len(problem.values)} values")
+    print(f"resident  {sized(problem.resident_bytes)}")
+    print(f"keep-all  {sized(keep_all_peak(problem))} at the peak")
+    files.write_json(given.out, problem_to_json(problem))
+    return 0
+
+
+def find_function(text: str) -> Callable[[], Any]:
+    """The function named ``package.module:function``."""
+    module_name, colon, name = text.partition(":")
+    if not (module_name and colon and name):
+        raise UsageError(f"{text!r}: write MODULE:FUNCTION, such as 'models:small'")
+    try:
+        module = importlib.import_module(module_name)
+    except ModuleNotFoundError as error:
+        if not f"{module_name}.".startswith(f"{error.name}."):
+            raise  # the module is there; something that it imports is not
+        raise UsageError(f"{text!r}: there is no module {error.name!r} here") from error
+    found = getattr(module, name, None)
+    if not callable(found):
+        close = nearest(name, [n for n, value in vars(module).items() if callable(value)])
+        hint = f"; did you mean {close!r}?" if close else ""
+        raise UsageError(f"{text!r}: there is no function {name!r} in {module_name}{hint}")
+    return found  # type: ignore[no-any-return]
+
+
+def _model_and_inputs(where: str, made: Any) -> tuple[Callable[..., Any], tuple[Any, ...]]:
+    if not (isinstance(made, tuple) and len(made) == 2 and callable(made[0])):
+        raise UsageError(f"{where}: must return (model, inputs), not {type(made).__name__}")
+    model, inputs = made
+    return model, tuple(inputs) if isinstance(inputs, (tuple, list)) else (inputs,)
+
+
+class _Traced(Exception):
+    """Ends a compilation as soon as its problem is known."""
+
+    def __init__(self, problem: Problem) -> None:
+        super().__init__(problem)
+        self.problem = problem
+
+
+def _with_loss(model: Callable[..., Any]) -> nn.Module:
+    """A module whose result is one number to go backward from."""
+    import torch
+    from torch import nn
+    from torch.utils import _pytree as pytree
+
+    class Step(nn.Module):
+        def __init__(self) -> None:
+            super().__init__()
+            self.model = model
+
+        def forward(self, *inputs: Any) -> torch.Tensor:
+            leaves = pytree.tree_leaves(self.model(*inputs))
+            tensors = [x for x in leaves if isinstance(x, torch.Tensor) and x.is_floating_point()]
+            sums = [x.sum() if x.dim() else x for x in tensors]
+            return sum(sums[1:], sums[0]) if sums else torch.zeros(())
+
+    return Step()
+
+
+def trace_problem(
+    name: str, model: Callable[..., Any], inputs: tuple[Any, ...], mode: str, workspaces: bool
+) -> Problem:
+    """The problem of one training step; the tensors may be fake."""
+    import torch
+
+    from fxremat import compat
+
+    def partition(module: fx.GraphModule, joint_inputs: Any, **kwargs: Any) -> Any:
+        raise _Traced(_problem_of(name, module, kwargs["num_fwd_outputs"], mode, workspaces))
+
+    def backend(gm: fx.GraphModule, example_inputs: Any) -> Callable[..., Any]:
+        if mode == "aot_eager":
+            return compat.compile_with_aot_eager(gm, example_inputs, partition)
+        return compat.trace_as_inductor(gm, example_inputs, {}, partition)
+
+    try:
+        with compat.fresh_dynamo_caches():
+            torch.compile(_with_loss(model), backend=backend, fullgraph=True)(*inputs)
+    except Exception as error:
+        inner = getattr(error, "inner_exception", None)
+        if isinstance(inner, _Traced):
+            return inner.problem
+        raise UsageError(f"{name}: cannot be traced as one graph: {error}") from error
+    raise UsageError(f"{name}: nothing in the model needs a gradient, so there is no backward")
+
+
+def _problem_of(
+    name: str, module: fx.GraphModule, num_fwd_outputs: int, mode: str, workspaces: bool
+) -> Problem:
+    """What the backend would plan for a joint graph."""
+    from fxremat.passes.memory_estimation import estimate
+    from fxremat.pipeline import Request, device_of, op_timer, prepare
+    from fxremat.workspace import Workspaces
+
+    request = Request(
+        budget_bytes=None,
+        held_bytes=0,
+        wanted_bytes=None,
+        executor=mode,
+        solver="auto",
+        solver_time_limit=None,
+        op_times="roofline",
+        verify=True,
+    )
+    joint = prepare(module, num_fwd_outputs)
+    device = device_of(module.graph)
+    return estimate(
+        joint,
+        op_timer(request, device),
+        Workspaces(device).of_node if workspaces else lambda node: 0,
+        fused=mode == "inductor",
+        device=device.type,
+        name=name,
+    ).problem

@@ -1,0 +1,163 @@
+"""The front of peak against time: what each number of bytes costs. Table, JSON and picture."""
+
+from __future__ import annotations
+
+from collections.abc import Iterable, Sequence
+from dataclasses import dataclass
+from typing import Any
+
+from fxremat.core.plan import Plan
+from fxremat.core.problem import Problem
+from fxremat.core.timeline import replay
+from fxremat.report.front_picture import Mark, draw_front
+from fxremat.sizes import format_bytes
+
+FORMAT = "fxremat-front/1"
+
+
+@dataclass(frozen=True)
+class Point:
+    """One plan: its peak, its time, and the time it adds as a fraction of running all ops once."""
+
+    peak_bytes: int
+    time_us: float
+    time_overhead: float
+
+
+@dataclass(frozen=True)
+class Front:
+    """Points from the fastest plan to that of the least peak: peak falls, time rises.
+
+    Peaks are those of the planned graph. ``peak_bound_bytes`` is proven: no plan takes less.
+    """
+
+    name: str
+    points: tuple[Point, ...]
+    base_time_us: float
+    keep_all_peak_bytes: int
+    budget_bytes: int | None = None
+    peak_bound_bytes: int | None = None
+
+    def within(self, budget_bytes: int) -> Point | None:
+        """The fastest point within a budget; None where nothing fits."""
+        return next((p for p in self.points if p.peak_bytes <= budget_bytes), None)
+
+    def of_keep_all(self, nbytes: int) -> float:
+        """Bytes as a fraction of the keep-all peak."""
+        return nbytes / self.keep_all_peak_bytes if self.keep_all_peak_bytes else 0.0
+
+    def to_json(self) -> dict[str, Any]:
+        """The front as JSON data; ``added`` and ``of_keep_all`` are fractions."""
+        return {
+            "format": FORMAT,
+            "name": self.name,
+            "keep_all_peak_bytes": self.keep_all_peak_bytes,
+            "base_time_us": self.base_time_us,
+            "budget_bytes": self.budget_bytes,
+            "peak_bound_bytes": self.peak_bound_bytes,
+            "points": [
+                {
+                    "peak_bytes": point.peak_bytes,
+                    "time_us": point.time_us,
+                    "added": point.time_overhead,
+                    "of_keep_all": self.of_keep_all(point.peak_bytes),
+                }
+                for point in self.points
+            ],
+        }
+
+    def picture(self) -> str:
+        """The front as SVG text: added time over bytes, budget and proven bound marked."""
+        marks = []
+        if self.budget_bytes is not None:
+            marks.append(Mark("budget", self.budget_bytes))
+        if self.peak_bound_bytes is not None:
+            marks.append(Mark("proven least", self.peak_bound_bytes, down=True))
+        return draw_front(
+            self.name,
+            [(point.peak_bytes, point.time_overhead) for point in self.points],
+            marks,
+        )
+
+    def __str__(self) -> str:
+        full = format_bytes(self.keep_all_peak_bytes)
+        count = f"{len(self.points)} plan{'' if len(self.points) == 1 else 's'}"
+        lines = [f"{self.name or 'front'}: {count}, keep-all peak {full}"]
+        lines.append(f"  {'peak bytes':>20}  {'':>11}  {'of keep-all':>11}  {'added time':>10}")
+        chosen = None if self.budget_bytes is None else self.within(self.budget_bytes)
+        lines += [self._row(point, point is chosen) for point in self.points]
+        if self.budget_bytes is not None and chosen is None:
+            lines.append(f"nothing fits the budget, {_exact(self.budget_bytes)}")
+        if self.peak_bound_bytes is not None:
+            lines.append(f"proven: no plan takes less than {_exact(self.peak_bound_bytes)}")
+        return "\n".join(lines)
+
+    def _row(self, point: Point, chosen: bool) -> str:
+        share = f"{self.of_keep_all(point.peak_bytes):.1%}"
+        row = (
+            f"  {point.peak_bytes:>20,}  {format_bytes(point.peak_bytes):>11}  {share:>11}"
+            f"  {point.time_overhead:>+10.2%}"
+        )
+        if not chosen or self.budget_bytes is None:
+            return row
+        return f"{row}  <- fastest of these within {format_bytes(self.budget_bytes)}"
+
+
+def _exact(nbytes: int) -> str:
+    return f"{nbytes:,} bytes ({format_bytes(nbytes)})"
+
+
+def undominated(points: Iterable[Point]) -> tuple[Point, ...]:
+    """Those that no other point beats, fastest first."""
+    kept: list[Point] = []
+    for point in sorted(points, key=lambda p: (p.time_us, p.peak_bytes)):
+        if not kept or point.peak_bytes < kept[-1].peak_bytes:
+            kept.append(point)
+    return tuple(kept)
+
+
+def front_of(
+    problem: Problem,
+    plans: Iterable[Plan],
+    *,
+    budget_bytes: int | None = None,
+    held_bytes: int = 0,
+) -> Front:
+    """The front that these plans of a problem make; ``held_bytes`` are held beside it."""
+    base = problem.base_time_us
+    bounds, points = [], []
+    for plan in plans:
+        overhead = plan.time_us / base - 1 if base else 0.0
+        points.append(Point(plan.peak_bytes + held_bytes, plan.time_us, overhead))
+        bounds.append(plan.peak_bound_bytes)
+    proven = [bound + held_bytes for bound in bounds if bound is not None]
+    full = replay(problem, problem.base_steps()).peak_bytes + held_bytes
+    return Front(
+        problem.name, undominated(points), base, full, budget_bytes, max(proven, default=None)
+    )
+
+
+def together(fronts: Sequence[Front]) -> Front:
+    """One front for graphs that run one after the other.
+
+    At each peak every graph takes its fastest plan; where one has none, the front ends.
+    """
+    base = sum(front.base_time_us for front in fronts)
+    points = []
+    for peak in sorted({p.peak_bytes for front in fronts for p in front.points}, reverse=True):
+        chosen = [point for front in fronts if (point := front.within(peak)) is not None]
+        if len(chosen) < len(fronts):
+            break
+        time = sum(point.time_us for point in chosen)
+        highest = max(point.peak_bytes for point in chosen)
+        points.append(Point(highest, time, time / base - 1 if base else 0.0))
+    budgets = [front.budget_bytes for front in fronts if front.budget_bytes is not None]
+    bounds = [front.peak_bound_bytes for front in fronts if front.peak_bound_bytes is not None]
+    return Front(
+        ", ".join(front.name for front in fronts),
+        undominated(points),
+        base,
+        max((front.keep_all_peak_bytes for front in fronts), default=0),
+        min(budgets, default=None),
+        max(bounds, default=None),
+    )

@@ -1,0 +1,447 @@
+"""The command line: what each command prints and writes, and what it refuses in one line."""
+
+from __future__ import annotations
+
+import io
+import json
+import os
+import re
+import signal
+import subprocess
+import sys
+from dataclasses import replace
+from pathlib import Path
+from typing import Any
+from xml.etree import ElementTree
+
+import pytest
+import torch
+
+import fxremat
+from fxremat import planner
+from fxremat.cli import main
+from fxremat.cli.arguments import Budget, read_budget
+from fxremat.cli.progress import ProgressLine, line_of
+from fxremat.core.check import check
+from fxremat.core.plan import Plan
+from fxremat.core.problem import Problem, load_problem, problem_to_json
+from fxremat.core.timeline import replay
+from fxremat.planner import SolverOptions
+from fxremat.planner.options import Progress
+from fxremat.planner.plans import make_plan
+from tests.conftest import Golden
+from tests.small import Stack, seeded
+from tests.test_planner_greedy import chain
+
+ROOT = Path(__file__).parent.parent
+KEEP_ALL = 33  # bytes of `chain(8)`
+
+MODELS = """
+import torch
+from torch import nn
+from tests.small import Convolutions, Stack
+
+not_callable = 3
+
+def stack():
+    return Stack(), torch.randn(64, 32)
+
+def linear():
+    return nn.Sequential(nn.Linear(8, 8), nn.Tanh(), nn.Linear(8, 8)), (torch.randn(4, 8),)
+
+class Several(nn.Module):
+    def __init__(self):
+        super().__init__()
+        self.layer = nn.Linear(8, 8)
+    def forward(self, x, scale):
+        y = self.layer(x) * scale
+        return {"result": y, "loss": y.mean(), "choice": y.argmax(), "nothing": None}
+
+def several():
+    return Several(), [torch.randn(4, 8), torch.tensor(3.0)]
+
+def half():
+    return nn.Linear(8, 8).to(torch.bfloat16), torch.randn(4, 8, dtype=torch.bfloat16)
+
+def convolutions():
+    return Convolutions(), torch.randn(2, 3, 8, 8)
+
+def large():
+    layers = [nn.Linear(1 << 16, 1 << 16) for _ in range(4)]
+    return nn.Sequential(*layers), torch.randn(8, 1 << 16)
+
+def frozen():
+    return nn.Linear(8, 8).requires_grad_(False), torch.randn(4, 8)
+
+def broken():
+    return Stack(broken=True), torch.randn(4, 32)
+
+def only_a_model():
+    return nn.Linear(8, 8)
+"""
+
+
+@pytest.fixture
+def problem(tmp_path: Path) -> str:
+    path = tmp_path / "problem.json"
+    path.write_text(json.dumps(problem_to_json(chain(8))))
+    return str(path)
+
+
+@pytest.fixture
+def models(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> str:
+    """A module of models that is imported anew by each test."""
+    (tmp_path / "cli_models.py").write_text(MODELS)
+    monkeypatch.syspath_prepend(tmp_path)
+    monkeypatch.delitem(sys.modules, "cli_models", raising=False)
+    torch._dynamo.reset()
+    return "cli_models"
+
+
+def without_times(text: str) -> str:
+    return re.sub(r"(?m)^(seconds +)[0-9.]+$", r"\1...", text)
+
+
+# --- solve and check ---------------------------------------------------------------------
+
+
+def test_solve_text(
+    problem: str, tmp_path: Path, capsys: pytest.CaptureFixture[str], golden: Golden
+) -> None:
+    out = str(tmp_path / "plan.json")
+    assert main(["solve", problem, "--budget", "80%", "--solver", "greedy", "--out", out]) == 0
+    printed = capsys.readouterr()
+    assert printed.err == ""
+    golden(without_times(printed.out).replace(out, "plan.json"))
+
+
+@pytest.mark.parametrize("budget", ["80%", "26", "26B", "0.026kB"])
+def test_solve_and_check(
+    problem: str, tmp_path: Path, capsys: pytest.CaptureFixture[str], budget: str
+) -> None:
+    out = tmp_path / "plan.json"
+    given = ["--budget", budget]
+    assert main(["solve", problem, *given, "--solver", "greedy", "--out", str(out)]) == 0
+    assert check(chain(8), json.loads(out.read_text())["steps"], 26).ok
+    assert main(["check", problem, str(out), *given]) == 0
+    assert "ok: peak 2" in capsys.readouterr().out
+    assert main(["check", problem, str(out), "--budget", "10"]) == 1
+    assert "over budget" in capsys.readouterr().out
+
+
+def test_check_of_a_bad_plan(
+    problem: str, tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    steps = chain(8).base_steps()
+    path = tmp_path / "plan.json"
+    path.write_text(json.dumps({"steps": [*steps[1:], "y0"]}))
+    assert main(["check", problem, str(path)]) == 1
+    assert "read is not there" in capsys.readouterr().out
+
+
+def test_a_budget_that_nothing_fits(
+    problem: str, tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    out = tmp_path / "plan.json"
+    assert main(["solve", problem, "--budget", "5", "--solver", "greedy", "--out", str(out)]) == 1
+    printed = capsys.readouterr()
+    least = planner.solve(chain(8), 0, "greedy")
+    assert printed.out == ""
+    assert printed.err == (
+        f"no plan within 5 bytes; the least peak found is {least.peak_bytes} bytes "
+        f"(proven least: {least.peak_bound_bytes})\n"
+    )
+    assert not out.exists()
+
+
+@pytest.mark.parametrize(("limit", "given"), [(None, []), (7.5, ["--time-limit", "7.5"])])
+def test_solver_and_limit_are_passed_on(
+    problem: str, monkeypatch: pytest.MonkeyPatch, limit: float | None, given: list[str],
+    capsys: pytest.CaptureFixture[str],
+) -> None:  # fmt: skip
+    asked = []
+
+    def solve(problem: Problem, budget: int | None, options: SolverOptions) -> Plan:
+        asked.append((budget, options.time_limit_s, options.progress))
+        return make_plan(problem, problem.base_steps(), "mine", budget_bytes=budget)
+
+    monkeypatch.setitem(planner.SOLVERS, "mine", solve)
+    assert main(["solve", problem, "--budget", "1MiB", "--solver", "mine", *given]) == 0
+    assert asked == [(2**20, limit, None)]
+    assert "solver    mine" in capsys.readouterr().out
+
+
+def test_ctrl_c_gives_the_best_plan_so_far(
+    problem: str, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    def solve(problem: Problem, budget: int | None, options: SolverOptions) -> Plan:
+        os.kill(os.getpid(), signal.SIGINT)
+        return make_plan(problem, problem.base_steps(), "mine", budget_bytes=budget)
+
+    monkeypatch.setitem(planner.SOLVERS, "mine", solve)
+    before = signal.getsignal(signal.SIGINT)
+    assert main(["solve", problem, "--budget", "100%", "--solver", "mine"]) == 0
+    printed = capsys.readouterr()
+    assert "solver    mine" in printed.out
+    assert "interrupted" in printed.err
+    assert signal.getsignal(signal.SIGINT) is before
+
+
+def test_ctrl_c_outside_of_solving(
+    problem: str, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    def interrupted(path: str) -> Problem:
+        raise KeyboardInterrupt
+
+    monkeypatch.setattr("fxremat.cli.files.load_problem", interrupted)
+    assert main(["solve", problem, "--budget", "5"]) == 130
+    assert capsys.readouterr().err == "fxremat: interrupted\n"
+
+
+# --- budgets -----------------------------------------------------------------------------
+
+
+def test_budgets() -> None:
+    assert read_budget("8GiB") == Budget(bytes=8 * 2**30)
+    assert read_budget(" 1048576 ") == Budget(bytes=2**20)
+    assert read_budget("62.5%").bytes_for(chain(8)) == int(KEEP_ALL * 0.625)
+    assert read_budget("200%").bytes_for(chain(8)) == 2 * KEEP_ALL
+    assert replay(chain(8), chain(8).base_steps()).peak_bytes == KEEP_ALL
+
+
+# --- progress ----------------------------------------------------------------------------
+
+
+class Terminal(io.StringIO):
+    """A stream that says it is one."""
+
+    def isatty(self) -> bool:
+        return True
+
+
+def test_line_of_progress() -> None:
+    half_way = Progress("mip", 4.0, 103.0, 101.0)
+    assert (
+        line_of(half_way, 100.0, 10.0) == "mip: best +3.0% time, proven +1.0%, gap 1.9%, 6 s left"
+    )
+    assert line_of(Progress("mip", 4.0, None, None), 100.0, None) == "mip: no plan yet, 4 s"
+    assert line_of(Progress("mip", 4.0, 0.0, 0.0), 0.0, 1.0).endswith("gap 0.0%, 0 s left")
+
+
+def test_progress_is_throttled_and_cleared() -> None:
+    stream = Terminal()
+    line = ProgressLine(stream, 100.0, None)
+    for _ in range(1000):
+        line(Progress("mip", 1.0, 101.0, None))
+    assert stream.getvalue() == "\r\x1b[Kmip: best +1.0% time, 1 s"
+    line.last = -1e9
+    line(Progress("mip", 2.0, 101.0, None))
+    assert stream.getvalue().count("\x1b[K") == 2
+    line.clear()
+    assert stream.getvalue().endswith("\r\x1b[K")
+    assert "\n" not in stream.getvalue()
+
+
+@pytest.mark.parametrize("terminal", [True, False])
+def test_progress_is_shown_on_a_terminal_only(
+    problem: str, monkeypatch: pytest.MonkeyPatch, terminal: bool
+) -> None:
+    def solve(problem: Problem, budget: int | None, options: SolverOptions) -> Plan:
+        if options.progress is not None:
+            options.progress(Progress("mine", 0.5, None, None))
+        return make_plan(problem, problem.base_steps(), "mine", budget_bytes=budget)
+
+    monkeypatch.setitem(planner.SOLVERS, "mine", solve)
+    stream = Terminal() if terminal else io.StringIO()
+    monkeypatch.setattr(sys, "stderr", stream)
+    assert main(["solve", problem, "--budget", "100%", "--solver", "mine"]) == 0
+    shown = "\r\x1b[Kmine: no plan yet, 0 s\r\x1b[K"
+    assert stream.getvalue() == (shown if terminal else "")
+
+
+# --- pareto ------------------------------------------------------------------------------
+
+
+def test_pareto(problem: str, tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    out, picture = tmp_path / "front.json", tmp_path / "front.svg"
+    files = ["--out", str(out), "--picture", str(picture)]
+    assert main(["pareto", problem, "--budget", "80%", *files]) == 0
+    printed = capsys.readouterr().out
+    data = json.loads(out.read_text())
+    assert data["budget_bytes"] == int(0.8 * KEEP_ALL)
+    assert [point["peak_bytes"] for point in data["points"]] == [
+        plan.peak_bytes for plan in planner.front(chain(8))
+    ]
+    assert data["points"][0]["of_keep_all"] == 1.0
+    assert data["points"][0]["added"] == 0.0
+    assert all(f"{point['peak_bytes']:,} " in printed for point in data["points"])
+    assert "fastest of these within" in printed
+    assert f"written   {picture}" in printed
+    assert any("budget" in (e.text or "") for e in ElementTree.parse(picture).iter())
+
+
+def test_pareto_alone(problem: str, capsys: pytest.CaptureFixture[str]) -> None:
+    assert main(["pareto", problem]) == 0
+    assert "within" not in capsys.readouterr().out
+
+
+# --- trace -------------------------------------------------------------------------------
+
+
+def traced(models: str, name: str, tmp_path: Path, *more: str) -> Problem:
+    out = tmp_path / f"{name}.json"
+    assert main(["trace", f"{models}:{name}", "--out", str(out), *more]) == 0
+    return load_problem(str(out))
+
+
+@pytest.mark.parametrize("mode", ["aot_eager", "inductor"])
+def test_trace_gives_the_problem_that_is_planned(
+    models: str, tmp_path: Path, mode: str, capsys: pytest.CaptureFixture[str]
+) -> None:
+    (graph,) = fxremat.explain(*seeded(Stack, 64, 32), options={"executor": mode}).graphs
+    found = traced(models, "stack", tmp_path, "--mode", mode, "--workspaces")
+    assert found.name == "cli_models:stack"
+    assert replace(found, name="") == replace(graph.problem, name="")  # type: ignore[type-var]
+    printed = capsys.readouterr().out
+    assert f"{len(found.ops)} ops" in printed
+    assert "keep-all  " in printed
+
+
+@pytest.mark.parametrize("name", ["linear", "several", "half", "convolutions"])
+def test_trace_takes_models_of_all_sorts(models: str, tmp_path: Path, name: str) -> None:
+    found = traced(models, name, tmp_path)
+    assert {"forward", "backward"} <= {op.phase for op in found.ops}
+    assert check(found, found.base_steps()).ok
+
+
+def test_half_takes_half(models: str, tmp_path: Path) -> None:
+    assert traced(models, "half", tmp_path).resident_bytes == 2 * (8 * 8 + 8 + 4 * 8)
+
+
+REFUSED_MODELS = {
+    "frozen": "nothing in the model needs a gradient",
+    "broken": "cannot be traced as one graph",
+    "only_a_model": "must return (model, inputs), not Linear",
+    "not_callable": "there is no function 'not_callable'",
+    "stak": "did you mean 'stack'?",
+}
+
+
+@pytest.mark.parametrize("name", REFUSED_MODELS)
+def test_trace_refuses(
+    models: str, tmp_path: Path, name: str, capsys: pytest.CaptureFixture[str]
+) -> None:
+    out = tmp_path / "out.json"
+    assert main(["trace", f"{models}:{name}", "--out", str(out)]) == 2
+    assert REFUSED_MODELS[name] in capsys.readouterr().err
+    assert not out.exists()
+
+
+def test_a_module_that_fails_to_import_says_why(models: str, tmp_path: Path) -> None:
+    (tmp_path / "cli_failing.py").write_text("import no_such_thing_at_all")
+    with pytest.raises(ModuleNotFoundError, match="no_such_thing_at_all"):
+        main(["trace", "cli_failing:f", "--out", "x"])
+
+
+# --- what is refused -----------------------------------------------------------------------
+
+REFUSED: dict[str, list[str]] = {
+    "no command": [],
+    "missing file": ["solve", "missing.json", "--budget", "80%"],
+    "not JSON": ["solve", "text.json", "--budget", "80%"],
+    "not text": ["solve", "bytes.json", "--budget", "80%"],
+    "a directory": ["solve", ".", "--budget", "80%"],
+    "another format": ["pareto", "plan.json"],
+    "a field of the wrong type": ["solve", "field.json", "--budget", "80%"],
+    "no budget": ["solve", "problem.json"],
+    "bad budget": ["solve", "problem.json", "--budget", "lots"],
+    "budget of nothing": ["solve", "problem.json", "--budget", "0"],
+    "negative percentage": ["solve", "problem.json", "--budget=-3%"],
+    "percentage of nothing": ["check", "problem.json", "plan.json", "--budget", "nan%"],
+    "unknown unit": ["pareto", "problem.json", "--budget", "8XB"],
+    "unknown solver": ["solve", "problem.json", "--budget", "80%", "--solver", "gredy"],
+    "bad time limit": ["solve", "problem.json", "--budget", "80%", "--time-limit", "-1"],
+    "time limit of words": ["pareto", "problem.json", "--time-limit", "soon"],
+    "plan without steps": ["check", "problem.json", "plan.json"],
+    "plan not JSON": ["check", "problem.json", "text.json"],
+    "missing plan": ["check", "problem.json", "missing.json"],
+    "output nowhere": ["pareto", "problem.json", "--out", "nowhere/front.json"],
+    "no function": ["trace", "models", "--out", "x"],
+    "no module": ["trace", "no_such_module:f", "--out", "x"],
+}
+
+
+def test_refused_in_one_line(
+    problem: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, golden: Golden,
+    capsys: pytest.CaptureFixture[str],
+) -> None:  # fmt: skip
+    """Exit status 2, and one line that names the file, the field or the argument."""
+    monkeypatch.chdir(tmp_path)
+    monkeypatch.setattr(planner, "SOLVERS", {"greedy": None, "least_peak": None})
+    monkeypatch.setattr("fxremat.cli.arguments.SOLVERS", planner.SOLVERS)
+    Path("text.json").write_text("no JSON")
+    Path("bytes.json").write_bytes(b"\xff\xff")
+    Path("plan.json").write_text('{"format": "plan"}')
+    data: Any = problem_to_json(chain(8))
+    data["ops"][3]["time_us"] = "long"
+    Path("field.json").write_text(json.dumps(data))
+    lines = []
+    for name, arguments in REFUSED.items():
+        with monkeypatch.context() as patch:
+            if name == "output nowhere":
+                patch.setattr("fxremat.cli.pareto.front", lambda *_: ())
+            assert main(arguments) == 2, name
+        error = capsys.readouterr().err
+        assert error.count("\n") == 1, error
+        lines.append(f"{name}: {error}")
+    golden("".join(lines))
+
+
+@pytest.mark.parametrize("arguments", [["solv"], ["trace", "a:b", "--out", "x", "--mode", "slow"]])
+def test_choices_are_named(arguments: list[str], capsys: pytest.CaptureFixture[str]) -> None:
+    assert main(arguments) == 2
+    error = capsys.readouterr().err
+    assert re.search("solve|aot_eager", error)
+    assert error.count("\n") == 1
+
+
+# --- the whole way -------------------------------------------------------------------------
+
+SMALL_MEMORY = """
+import sys
+from fxremat.cli import main
+status = main(sys.argv[1:])
+memory = next(line for line in open("/proc/self/status") if line.startswith("VmHWM"))
+print(memory)
+sys.exit(status)
+"""
+
+
+def python(tmp_path: Path, *arguments: str) -> str:
+    """What a Python of its own prints; it finds the models, and this repository."""
+    environment = {**os.environ, "PYTHONPATH": os.pathsep.join([str(tmp_path), str(ROOT)])}
+    done = subprocess.run(
+        [sys.executable, *arguments],
+        cwd=tmp_path, env=environment, capture_output=True, text=True, check=True,
+    )  # fmt: skip
+    return done.stdout
+
+
+def test_the_commands_one_after_the_other(models: str, tmp_path: Path) -> None:
+    """A model of 64 GiB is traced in little memory, and planned."""
+    trace = ["trace", f"{models}:large", "--out", "large.json", "--mode", "aot_eager"]
+    printed = python(tmp_path, "-c", SMALL_MEMORY, *trace)
+    found = load_problem(str(tmp_path / "large.json"))
+    assert found.resident_bytes > 64 * 2**30
+    assert int(printed.split()[-2]) * 1024 < 2**30
+    solve = ["solve", "large.json", "--budget", "100%", "--out", "plan.json"]
+    assert "solver    " in python(tmp_path, "-m", "fxremat", *solve)
+    checked = python(tmp_path, "-m", "fxremat", "check", "large.json", "plan.json")
+    assert checked.startswith("ok: ")
+
+
+def test_only_trace_needs_torch(problem: str, tmp_path: Path) -> None:
+    code = "import sys; from fxremat.cli import main; main(sys.argv[1:]); print(sys.modules.keys())"
+    modules = python(tmp_path, "-c", code, "pareto", problem).splitlines()[-1]
+    assert "'fxremat.planner'" in modules
+    assert "'torch'" not in modules

@@ -1,0 +1,281 @@
+"""Plans on disk: read back as they were, and never believed."""
+
+from __future__ import annotations
+
+import json
+import logging
+import os
+import signal
+import threading
+from collections.abc import Callable
+from dataclasses import replace
+from pathlib import Path
+from typing import Any
+
+import pytest
+from hypothesis import HealthCheck, given, settings
+
+import fxremat
+from fxremat import compat, planner
+from fxremat.core.check import check
+from fxremat.core.plan import Plan
+from fxremat.core.problem import Problem, problem_to_json
+from fxremat.planner import SolverOptions, cache
+from fxremat.planner.cache import PlanCache, digest
+from fxremat.planner.clock import interruptible
+from fxremat.planner.plans import make_plan
+from fxremat.report.explain import Explanation
+from tests import strategies
+from tests.small import Stack, seeded
+from tests.test_planner_greedy import chain
+
+OPTIONS = SolverOptions()
+BUDGET = 25  # keep-all takes 33
+
+
+@pytest.fixture
+def problem() -> Problem:
+    return chain(8)
+
+
+def ask(directory: Path, problem: Problem, **changes: Any) -> tuple[Plan, bool]:
+    given = {"budget_bytes": BUDGET, "solver": "greedy", "options": OPTIONS, **changes}
+    return PlanCache(directory).solve(problem, **given)
+
+
+def only_file(directory: Path) -> Path:
+    (path,) = directory.iterdir()
+    return path
+
+
+def test_an_answer_is_kept_and_read_back(tmp_path: Path, problem: Problem) -> None:
+    plan, known = ask(tmp_path, problem)
+    assert not known
+    assert plan == planner.solve(problem, BUDGET, "greedy")
+    assert ask(tmp_path, chain(8)) == (plan, True)
+    assert [path.suffix for path in tmp_path.iterdir()] == [".json"]
+
+
+@settings(suppress_health_check=[HealthCheck.function_scoped_fixture], max_examples=15)
+@given(strategies.problems())
+def test_every_kind_of_plan_is_read_back(tmp_path: Path, problem: Problem) -> None:
+    for budget in (None, 0, 100):
+        for solver in ("greedy", "least_peak"):
+            plan, _ = ask(tmp_path, problem, budget_bytes=budget, solver=solver)
+            again, known = ask(tmp_path, problem, budget_bytes=budget, solver=solver)
+            assert known
+            assert again == plan
+            assert check(problem, again.steps).ok
+
+
+def test_the_name_of_the_problem_does_not_matter(tmp_path: Path, problem: Problem) -> None:
+    ask(tmp_path, problem)
+    assert ask(tmp_path, replace(problem, name="another"))[1]
+
+
+@pytest.mark.parametrize(
+    "change",
+    [
+        {"budget_bytes": BUDGET + 1},
+        {"budget_bytes": None},
+        {"solver": "least_peak"},
+        {"options": SolverOptions(seed=1)},
+        {"options": SolverOptions(time_limit_s=100.0)},
+        {"options": SolverOptions(start=chain(8).base_steps())},
+    ],
+)
+def test_another_question_has_its_own_answer(
+    tmp_path: Path, problem: Problem, change: dict[str, Any]
+) -> None:
+    ask(tmp_path, problem)
+    assert not ask(tmp_path, problem, **change)[1]
+    assert len(list(tmp_path.iterdir())) == 2
+
+
+def test_another_problem_has_its_own_answer(tmp_path: Path, problem: Problem) -> None:
+    ask(tmp_path, problem)
+    assert not ask(tmp_path, chain(9))[1]
+    slower = replace(problem.ops[0], time_us=2.0)
+    assert not ask(tmp_path, replace(problem, ops=(slower, *problem.ops[1:])))[1]
+
+
+@pytest.mark.parametrize("name", ["build", "_highspy_version"])
+def test_another_version_asks_again(
+    tmp_path: Path, problem: Problem, monkeypatch: pytest.MonkeyPatch, name: str
+) -> None:
+    ask(tmp_path, problem)
+    monkeypatch.setattr(cache, name, lambda: "another")
+    assert not ask(tmp_path, problem)[1]
+
+
+def test_progress_is_no_part_of_the_question(tmp_path: Path, problem: Problem) -> None:
+    ask(tmp_path, problem)
+    assert ask(tmp_path, problem, options=SolverOptions(progress=print))[1]
+
+
+def _cut(path: Path) -> None:
+    path.write_bytes(path.read_bytes()[:-20])
+
+
+def _edit(change: Callable[[dict[str, Any]], None]) -> Callable[[Path], None]:
+    def damage(path: Path) -> None:
+        data = json.loads(path.read_text())
+        change(data)
+        path.write_text(json.dumps(data))
+
+    return damage
+
+
+def _be(content: bytes) -> Callable[[Path], None]:
+    def damage(path: Path) -> None:
+        path.write_bytes(content)
+
+    return damage
+
+
+def _swap_first_steps(data: dict[str, Any]) -> None:
+    steps = data["plan"]["steps"]
+    steps[0], steps[1] = steps[1], steps[0]
+
+
+DAMAGE: dict[str, Callable[[Path], None]] = {
+    "empty": _be(b""),
+    "cut off": _cut,
+    "no text": _be(b"\xff\xfe\x00"),
+    "a list": _be(b"[]"),
+    "another format": _edit(lambda data: data.update(format="fxremat-plan/0")),
+    "another question": _edit(lambda data: data["question"].update(seed=9)),
+    "no plan": _edit(lambda data: data.pop("plan")),
+    "no steps": _edit(lambda data: data["plan"].pop("steps")),
+    "unknown op": _edit(lambda data: data["plan"]["steps"].append("nobody")),
+    "an op missing": _edit(lambda data: data["plan"]["steps"].pop()),
+    "out of order": _edit(_swap_first_steps),
+    "an op that may run once runs twice": _edit(lambda data: data["plan"]["steps"].append("g0")),
+    "another schedule": _edit(lambda data: data["plan"]["steps"].insert(9, "y0")),
+    "peak": _edit(lambda data: data["plan"].update(peak_bytes=1)),
+    "time": _edit(lambda data: data["plan"].update(time_us=1.0)),
+    "time bound above the time": _edit(lambda data: data["plan"].update(time_bound_us=1e9)),
+    "peak bound above the peak": _edit(lambda data: data["plan"].update(peak_bound_bytes=10**9)),
+    "bound of the wrong type": _edit(lambda data: data["plan"].update(peak_bound_bytes="much")),
+}
+
+
+@pytest.mark.parametrize("name", DAMAGE)
+def test_a_damaged_file_is_ignored_and_replaced(
+    tmp_path: Path, problem: Problem, name: str
+) -> None:
+    plan, _ = ask(tmp_path, problem)
+    DAMAGE[name](only_file(tmp_path))
+    assert ask(tmp_path, problem) == (plan, False)
+    assert ask(tmp_path, problem) == (plan, True)
+
+
+def slow(seconds: float) -> planner.Solver:
+    """A solver that says it took so long."""
+
+    def solve(problem: Problem, budget: int | None, options: SolverOptions) -> Plan:
+        return make_plan(
+            problem, problem.base_steps(), "slow", budget_bytes=budget, seconds=seconds
+        )
+
+    return solve
+
+
+@pytest.mark.parametrize(("seconds", "kept"), [(4.9, True), (5.0, False), (6.0, False)])
+def test_what_the_time_limit_cut_short_is_not_kept(
+    tmp_path: Path, problem: Problem, monkeypatch: pytest.MonkeyPatch, seconds: float, kept: bool
+) -> None:
+    monkeypatch.setitem(planner.SOLVERS, "slow", slow(seconds))
+    options = SolverOptions(time_limit_s=5.0)
+    ask(tmp_path, problem, solver="slow", options=options)
+    assert ask(tmp_path, problem, solver="slow", options=options)[1] == kept
+
+
+def test_what_was_interrupted_is_not_kept(tmp_path: Path, problem: Problem) -> None:
+    with interruptible():
+        os.kill(os.getpid(), signal.SIGINT)
+        ask(tmp_path, problem)
+    assert not list(tmp_path.glob("*"))
+
+
+def test_a_directory_that_cannot_be_written(tmp_path: Path, problem: Problem) -> None:
+    file = tmp_path / "file"
+    file.write_text("here is no directory")
+    assert not ask(file / "plans", problem)[1]
+
+
+def test_a_failed_write_leaves_nothing(
+    tmp_path: Path, problem: Problem, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    def refuse(*_: Any) -> None:
+        raise OSError("disk full")
+
+    monkeypatch.setattr(os, "replace", refuse)
+    ask(tmp_path, problem)
+    assert list(tmp_path.iterdir()) == []
+
+
+def test_several_writers_at_once(tmp_path: Path, problem: Problem) -> None:
+    plan, _ = ask(tmp_path, problem)
+    path = only_file(tmp_path)
+    question = cache.question_of(problem, BUDGET, "greedy", OPTIONS)
+
+    def write() -> None:
+        for _ in range(20):
+            cache._write(path, question, plan)
+
+    writers = [threading.Thread(target=write) for _ in range(4)]
+    for writer in writers:
+        writer.start()
+    while any(writer.is_alive() for writer in writers):
+        assert cache._read(path, question, problem) == plan
+    assert only_file(tmp_path) == path
+
+
+def test_the_problem_is_written_out_once(
+    problem: Problem, monkeypatch: pytest.MonkeyPatch, tmp_path: Path
+) -> None:
+    calls = []
+
+    def to_json(problem: Problem) -> dict[str, Any]:
+        calls.append(problem)
+        return problem_to_json(problem)
+
+    monkeypatch.setattr(cache, "problem_to_json", to_json)
+    for budget in range(20, 30):
+        ask(tmp_path, problem, budget_bytes=budget)
+    assert len(calls) == 1
+    assert digest(problem) == digest(chain(8))
+
+
+@pytest.fixture
+def plans(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> Path:
+    """Where the backend keeps its plans."""
+    monkeypatch.setattr("fxremat.compat.cache_directory", lambda: str(tmp_path))
+    return tmp_path / "fxremat" / "plans"
+
+
+def explain() -> Explanation:
+    options = {"executor": "aot_eager", "memory_budget": "1MiB"}
+    return fxremat.explain(*seeded(Stack, 256, 32), options=options)
+
+
+def test_the_backend_asks_once(
+    plans: Path, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
+) -> None:
+    first = explain()
+    files = {path: path.read_bytes() for path in plans.iterdir()}
+    assert files
+    monkeypatch.setattr(cache, "solve", lambda *_: pytest.fail("asked again"))
+    with caplog.at_level(logging.DEBUG, logger="fxremat"):
+        second = explain()
+    assert "plan from the cache" in caplog.text
+    assert second.plan == first.plan
+    assert second.minimum_peak_bytes == first.minimum_peak_bytes
+    assert {path: path.read_bytes() for path in plans.iterdir()} == files
+
+
+def test_nothing_is_kept_where_caches_are_disabled(plans: Path) -> None:
+    with compat.inductor_config.patch(force_disable_caches=True):
+        assert explain().plan is not None
+    assert not plans.exists()

@@ -1,0 +1,206 @@
+"""The relaxation over instants: its bound, the plans made from it, and their refinement."""
+
+from __future__ import annotations
+
+import itertools
+import math
+
+import pytest
+from hypothesis import given, settings
+from hypothesis import strategies as st
+
+from fxremat.core.check import check
+from fxremat.core.problem import Op, Problem, Value, validate
+from fxremat.core.timeline import replay
+from fxremat.planner import instants
+from fxremat.planner.clock import Clock
+from fxremat.planner.mip import Mip, Status
+from fxremat.planner.model import build_model
+from fxremat.planner.options import Progress, SolverOptions
+from fxremat.planner.relaxation import Needs, Relaxation, runs_for
+from fxremat.planner.state import State
+from tests.brute import least_time
+from tests.strategies import problems
+
+OPTIONS = SolverOptions()
+NO_LIMIT = Clock(None)
+
+
+def chain(length: int, size: int = 10) -> Problem:
+    """Forward ops f0.., backward ops that read what the forward made, last first."""
+    values, ops = [Value("x", size)], []
+    for k in range(length):
+        values.append(Value(f"a{k}", size))
+        read = f"a{k - 1}" if k else "x"
+        ops.append(Op(f"f{k}", (read,), (f"a{k}",), 1.0 + k, phase="forward"))
+    for k in reversed(range(length)):
+        values.append(Value(f"g{k}", size))
+        reads = (f"a{k}", f"g{k + 1}") if k + 1 < length else (f"a{k}",)
+        ops.append(Op(f"b{k}", reads, (f"g{k}",), 2.0, phase="backward", repeatable=False))
+    return validate(Problem("chain", tuple(values), tuple(ops), resident=("x",), outputs=("g0",)))
+
+
+def relaxation(problem: Problem, budget: int, *stages: int) -> Relaxation:
+    model = build_model(problem)
+    return Relaxation(model, Needs.of(model), budget, dict.fromkeys(stages, 0))
+
+
+# --- the bound -----------------------------------------------------------------------------------
+
+
+@settings(max_examples=40, deadline=None)
+@given(problems(max_ops=6), st.data())
+def test_no_schedule_within_the_budget_is_faster_than_the_bound(
+    problem: Problem, data: st.DataObject
+) -> None:
+    full = replay(problem, problem.base_steps()).peak_bytes
+    budget = data.draw(st.integers(0, full))
+    count = len(problem.ops)
+    stages = data.draw(st.sets(st.integers(0, count - 1), min_size=1, max_size=count))
+    found = relaxation(problem, budget, *stages)
+    bound = found.time_bound_us(found.solve(NO_LIMIT))
+    best = least_time(problem, budget)
+    if best is not None:
+        assert bound <= best[0] * (1 + 1e-9)
+
+
+def test_one_instant_drops_what_is_cheapest_for_its_bytes() -> None:
+    problem = chain(4)
+    found = relaxation(problem, 51, 4)  # the first backward op: x, four results, its own
+    solution = found.solve(NO_LIMIT)
+    ((stage, held),) = found.held_in(solution)
+    assert stage == 4
+    assert len(held) == 4, "a0 to a3 less the cheapest one, and g3"
+    assert found.time_bound_us(solution) == pytest.approx(problem.base_time_us + 1.0)
+
+
+def test_a_budget_below_what_must_be_live_is_proven_to_be_too_small() -> None:
+    found = relaxation(chain(4), 20, 4)
+    assert found.time_bound_us(found.solve(NO_LIMIT)) == math.inf
+
+
+def test_another_instant_never_lowers_the_bound() -> None:
+    problem = chain(6)
+    bounds = []
+    for stages in ((6,), (6, 8), (5, 6, 7, 8, 9)):
+        found = relaxation(problem, 51, *stages)
+        bounds.append(found.time_bound_us(found.solve(NO_LIMIT)))
+    assert bounds == sorted(bounds)
+    assert bounds[0] > problem.base_time_us
+
+
+# --- schedules -----------------------------------------------------------------------------------
+
+
+def test_what_is_not_held_is_computed_again_with_all_it_needs() -> None:
+    model = build_model(chain(4))
+    names = [value.name for value in model.problem.values if value.name != "x"]
+    held = {4: {names.index("a0"), names.index("a3"), names.index("g3")}}
+    assert runs_for(model, held) == [(1, 5), (2, 5)]
+
+
+@settings(max_examples=40, deadline=None)
+@given(problems(max_ops=7), st.data())
+def test_whatever_is_held_the_schedule_is_possible(problem: Problem, data: st.DataObject) -> None:
+    model = build_model(problem)
+    stages = st.integers(0, model.n - 1)
+    values = st.sets(st.integers(0, max(0, len(model.bytes) - 1)))
+    held = data.draw(st.dictionaries(stages, values, max_size=3))
+    steps = model.names(State(model, runs_for(model, held)).steps())
+    assert check(problem, steps).ok
+
+
+# --- plans ---------------------------------------------------------------------------------------
+
+
+@settings(max_examples=40, deadline=None)
+@given(problems(max_ops=6), st.data())
+def test_plans_are_possible_and_bounds_hold(problem: Problem, data: st.DataObject) -> None:
+    full = replay(problem, problem.base_steps()).peak_bytes
+    budget = data.draw(st.integers(0, full))
+    plan = instants.solve(problem, budget, OPTIONS)
+    best = least_time(problem, budget)
+    assert check(problem, plan.steps).ok
+    assert (plan.peak_bytes <= budget) == (best is not None)
+    assert plan.time_bound_us is not None
+    assert plan.peak_bound_bytes is not None
+    if best is None:
+        assert plan.peak_bound_bytes <= plan.peak_bytes
+    else:
+        assert plan.time_us >= best[0] * (1 - 1e-9)
+        assert plan.time_bound_us <= best[0] * (1 + 1e-9)
+
+
+@pytest.mark.parametrize("percent", [90, 75, 60])
+def test_chains_are_solved_to_the_optimum(percent: int) -> None:
+    problem = chain(5)
+    budget = replay(problem, problem.base_steps()).peak_bytes * percent // 100
+    best = least_time(problem, budget)
+    assert best is not None
+    plan = instants.solve(problem, budget, OPTIONS)
+    assert plan.peak_bytes <= budget
+    assert plan.time_us == pytest.approx(best[0])
+
+
+def test_a_larger_budget_never_takes_longer_than_proven_for_a_smaller_one() -> None:
+    problem = chain(24)
+    full = replay(problem, problem.base_steps()).peak_bytes
+    plans = [instants.solve(problem, full * p // 100, OPTIONS) for p in (40, 50, 60, 80)]
+    for smaller, larger in itertools.pairwise(plans):
+        assert larger.time_bound_us is not None
+        assert larger.time_bound_us <= smaller.time_us * (1 + 1e-9)
+        assert larger.time_us <= smaller.time_us * (1 + 1e-9)
+
+
+def test_equal_plans_and_progress() -> None:
+    problem = chain(24)
+    told: list[Progress] = []
+    options = SolverOptions(progress=told.append)
+    budget = replay(problem, problem.base_steps()).peak_bytes // 3
+    first = instants.solve(problem, budget, options)
+    assert instants.solve(problem, budget, OPTIONS).steps == first.steps
+    assert told
+    assert all(t.bound_us is not None for t in told)
+
+
+# --- HiGHS ---------------------------------------------------------------------------------------
+
+
+def test_a_mip_is_solved_and_its_bound_holds() -> None:
+    mip = Mip()
+    columns = [mip.binary(cost) for cost in (-5.0, -4.0, -3.0)]
+    mip.row(zip(columns, (2.0, 3.0, 1.0), strict=True), high=5.0)
+    solution = mip.solve(NO_LIMIT)
+    assert solution.status is Status.OPTIMAL
+    assert [solution.chosen(column) for column in columns] == [True, True, False]
+    assert solution.objective == pytest.approx(-9.0)
+    assert mip.relaxed(NO_LIMIT).bound <= solution.bound <= solution.objective + 1e-9
+
+
+def test_no_solution_is_not_a_limit() -> None:
+    mip = Mip()
+    column = mip.binary()
+    mip.row([(column, 1.0)], low=2.0)
+    assert mip.solve(NO_LIMIT).status is Status.INFEASIBLE
+    assert mip.solve(NO_LIMIT).bound == math.inf
+
+
+def test_without_time_nothing_is_claimed() -> None:
+    mip = Mip()
+    columns = [mip.binary(-1.0 - k % 7) for k in range(60)]
+    for k in range(60):
+        mip.row([(c, 1.0 + (k * c) % 5) for c in columns], high=40.0 + k)
+    solution = mip.solve(Clock(0.0))
+    assert solution.status in (Status.UNDECIDED, Status.FEASIBLE)
+    assert solution.bound <= mip.solve(NO_LIMIT, nodes=1).objective
+
+
+def test_solving_near_the_relaxation_keeps_its_bound() -> None:
+    mip = Mip()
+    columns = [mip.binary(cost) for cost in (-5.0, -4.0, -3.0)]
+    mip.row(zip(columns, (2.0, 3.0, 1.0), strict=True), high=4.0)
+    relaxed = mip.relaxed(NO_LIMIT)
+    near = mip.solve_near(relaxed, NO_LIMIT, nodes=10, gap=1e-6)
+    assert near.values is not None
+    assert relaxed.bound == near.bound <= near.objective
+    assert mip.high == [1.0, 1.0, 1.0]
