@@ -61,8 +61,8 @@ def blocks(count: int, wide: int = 16, narrow: int = 4, skips: bool = True) -> P
         values += [Value(f"da{k}", wide), Value(f"dw{k}", wide), Value(f"dx{k}", narrow)]
         for name, reads in (("da", (grad, f"act{k}")), ("dw", (f"da{k}", f"wide{k}"))):
             ops.append(Op(f"{name}{k}", reads, (f"{name}{k}",), 8.0, 0, "backward", False))
-        reads = (f"dw{k}", f"norm{k}", grad)
-        ops.append(Op(f"dx{k}", reads, (f"dx{k}",), 8.0, 0, "backward", False))
+        back = (f"dw{k}", f"norm{k}", grad)
+        ops.append(Op(f"dx{k}", back, (f"dx{k}",), 8.0, 0, "backward", False))
         grad = f"dx{k}"
     return validate(Problem("blocks", tuple(values), tuple(ops), ("x0",), (), (grad,)))
 

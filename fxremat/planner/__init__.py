@@ -12,7 +12,7 @@ from collections.abc import Callable
 
 from fxremat.core.plan import Plan
 from fxremat.core.problem import Problem
-from fxremat.planner import checkmate, greedy, instants, least_peak, rockmate, rotor
+from fxremat.planner import checkmate, greedy, instants, least_peak, moccasin, rockmate, rotor
 from fxremat.planner.options import SolverOptions
 
 Solver = Callable[[Problem, int | None, SolverOptions], Plan]
@@ -24,6 +24,7 @@ SOLVERS: dict[str, Solver] = {
     "checkmate_pruned": checkmate.solve_pruned,
     "rotor": rotor.solve,
     "rockmate": rockmate.solve,
+    "moccasin": moccasin.solve,
     "least_peak": least_peak.solve,
 }
 

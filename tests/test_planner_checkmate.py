@@ -1,0 +1,307 @@
+"""Checkmate's programme against brute force, and its rows against replay."""
+
+from __future__ import annotations
+
+import math
+from dataclasses import replace
+
+import pytest
+from hypothesis import HealthCheck, given, settings
+from hypothesis import strategies as st
+
+from fxremat.core.check import check
+from fxremat.core.plan import Plan
+from fxremat.core.problem import Op, Problem, Value, validate
+from fxremat.core.timeline import replay
+from fxremat.planner import Solver, checkmate, greedy
+from fxremat.planner.bound import peak_bound
+from fxremat.planner.checkmate import TooManyRuns, solve, solve_pruned
+from fxremat.planner.clock import Clock
+from fxremat.planner.mip import Mip, Status
+from fxremat.planner.model import build_model
+from fxremat.planner.options import Progress, SolverOptions
+from fxremat.planner.pool import steps_of
+from fxremat.planner.reruns import all_runs, near_runs
+from fxremat.planner.stage_rows import programme
+from fxremat.planner.starts import columns_of, runs_of, without_idle
+from tests import brute
+from tests.strategies import problems, schedules
+
+SLACK = 1e-6
+FEW = settings(max_examples=25, deadline=None, suppress_health_check=list(HealthCheck))
+
+
+def plain(problem: Problem) -> Problem:
+    """The problem with no value in two in-place pairs of an op: brute force counts such twice."""
+    ops = []
+    for op in problem.ops:
+        pairs: list[tuple[str, str]] = []
+        for pair in op.inplace:
+            if not {*pair} & {name for other in pairs for name in other}:
+                pairs.append(pair)
+        ops.append(replace(op, inplace=tuple(pairs)))
+    return replace(problem, ops=tuple(ops))
+
+
+def budget_between(problem: Problem, percent: int) -> int:
+    """A budget from the bound on the least peak (0) to the peak of keep-all (100)."""
+    low = peak_bound(build_model(problem))
+    high = replay(problem, problem.base_steps()).peak_bytes
+    return low + (high - low) * percent // 100
+
+
+def fits(plan: Plan) -> bool:
+    """Whether the plan keeps to its budget."""
+    return plan.budget_bytes is None or plan.peak_bytes <= plan.budget_bytes
+
+
+def assert_honest(problem: Problem, plan: Plan, name: str) -> None:
+    """The judge agrees with the plan, and its bounds are below its figures."""
+    verdict = check(problem, plan.steps, plan.budget_bytes if fits(plan) else None)
+    assert verdict.ok, str(verdict)
+    assert (verdict.peak_bytes, verdict.time_us) == (plan.peak_bytes, plan.time_us)
+    assert plan.solver == name
+    assert plan.time_bound_us is not None
+    assert plan.time_bound_us <= plan.time_us
+    assert plan.peak_bound_bytes is not None
+    assert plan.peak_bound_bytes <= plan.peak_bytes
+
+
+@FEW
+@given(problems(max_ops=6).map(plain), st.integers(0, 99))
+def test_the_optimum_is_found_and_proven(problem: Problem, percent: int) -> None:
+    budget = budget_between(problem, percent)
+    plan = solve(problem, budget, SolverOptions())
+    assert_honest(problem, plan, "checkmate")
+    best = brute.least_time(problem, budget)
+    assert fits(plan) == (best is not None)
+    assert plan.time_bound_us is not None
+    assert plan.peak_bound_bytes is not None
+    if best is None:
+        assert plan.peak_bound_bytes > budget
+    else:
+        assert plan.peak_bound_bytes <= budget
+        assert plan.time_us == pytest.approx(best[0])
+        assert plan.time_bound_us <= best[0] + SLACK
+
+
+@FEW
+@given(problems(max_ops=6).map(plain), st.integers(0, 99))
+def test_pruned_is_never_better_than_the_optimum(problem: Problem, percent: int) -> None:
+    budget = budget_between(problem, percent)
+    plan = solve_pruned(problem, budget, SolverOptions())
+    assert_honest(problem, plan, "checkmate_pruned")
+    assert plan.time_bound_us == problem.base_time_us
+    best = brute.least_time(problem, budget)
+    if fits(plan):
+        assert best is not None
+        assert plan.time_us >= best[0] - SLACK
+
+
+@FEW
+@given(problems(max_ops=7), st.integers(0, 99))
+def test_plans_are_honest_where_pairs_share_values(problem: Problem, percent: int) -> None:
+    budget = budget_between(problem, percent)
+    assert_honest(problem, solve(problem, budget, SolverOptions()), "checkmate")
+
+
+def satisfied(mip: Mip, values: list[float]) -> bool:
+    """Whether the values are within the bounds of every column and row."""
+    limits = zip(mip.low, values, mip.high, strict=True)
+    if not all(low - SLACK <= value <= high + SLACK for low, value, high in limits):
+        return False
+    for row, (low, high) in enumerate(zip(mip.row_low, mip.row_high, strict=True)):
+        part = range(mip.starts[row], mip.starts[row + 1])
+        total = sum(values[mip.columns[k]] * mip.factors[k] for k in part)
+        if not low - SLACK <= total <= high + SLACK:
+            return False
+    return True
+
+
+@FEW
+@given(problems(max_ops=7).map(plain), st.data())
+def test_bytes_are_those_of_replay(problem: Problem, data: st.DataObject) -> None:
+    """A schedule fits the rows of a budget if and only if it fits the budget."""
+    model = build_model(problem)
+    runs = without_idle(model, runs_of(model, data.draw(schedules(problem))))
+    peak = replay(problem, model.names(steps_of(model.n, runs))).peak_bytes
+    everywhere = range(model.n)
+    some = data.draw(st.frozensets(st.sampled_from(everywhere)))
+    for ordered in (frozenset(everywhere), some, frozenset[int]()):
+        staged = programme(model, peak, all_runs(model), ordered)
+        values = columns_of(staged, runs)
+        assert values is not None
+        assert satisfied(staged.mip, values)
+    if peak > 1:
+        staged = programme(model, peak - 1, all_runs(model), everywhere)
+        values = columns_of(staged, runs)
+        assert values is not None
+        assert not satisfied(staged.mip, values)
+
+
+@FEW
+@given(problems(max_ops=7), st.integers(0, 99))
+def test_what_fits_the_rows_fits_the_budget(problem: Problem, percent: int) -> None:
+    """All stages in order: what the programme chooses needs no look at replay."""
+    model, budget = build_model(problem), budget_between(problem, percent)
+    allowed = all_runs(model)
+    staged = programme(model, budget, allowed, range(model.n))
+    solution = staged.mip.solve(Clock(None))
+    if solution.status is Status.OPTIMAL:
+        runs = [
+            (op, stage)
+            for stage, again in enumerate(allowed)
+            for op in again
+            if solution.chosen(staged.run[stage][op])
+        ]
+        steps = model.names(steps_of(model.n, runs))
+        assert replay(problem, steps).peak_bytes <= max(1, budget)
+
+
+def chain(forward: int, frozen: tuple[int, ...] = ()) -> Problem:
+    """y0..yn-1 of 4 bytes, then gn-1..g0 of 1 byte, each of which reads its y and the last g."""
+    values: list[Value] = []
+    ops: list[Op] = []
+    for k in range(forward):
+        reads = tuple(f"y{j}" for j in range(max(0, k - 1), k))
+        values.append(Value(f"y{k}", 4))
+        ops.append(Op(f"y{k}", reads, (f"y{k}",), 1.0, repeatable=k not in frozen))
+    for k in reversed(range(forward)):
+        reads = (f"y{k}", *(f"g{j}" for j in range(k + 1, min(k + 2, forward))))
+        values.append(Value(f"g{k}", 1))
+        ops.append(Op(f"g{k}", reads, (f"g{k}",), 1.0, repeatable=False))
+    return validate(Problem("chain", tuple(values), tuple(ops), outputs=("g0",)))
+
+
+@pytest.mark.parametrize(
+    ("budget", "time_us"), [(21, 10.0), (17, 11.0), (13, 12.0), (12, 13.0), (10, 14.0), (9, 16.0)]
+)
+def test_chain_of_five(budget: int, time_us: float) -> None:
+    plan = solve(chain(5), budget, SolverOptions())
+    assert plan.peak_bytes <= budget
+    assert plan.time_us == time_us
+    assert plan.time_bound_us == pytest.approx(time_us, rel=1e-5)
+    assert solve_pruned(chain(5), budget, SolverOptions()).peak_bytes <= budget
+
+
+@pytest.mark.parametrize("run", [solve, solve_pruned])
+def test_a_budget_below_any_schedule(run: Solver) -> None:
+    plan = run(chain(5), 8, SolverOptions())
+    assert plan.peak_bytes == 9
+    assert plan.peak_bound_bytes == 9
+
+
+def test_infeasibility_is_proven_by_the_programme(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Where neither the bound nor the greedy solver know."""
+    problem = chain(5)
+    keep_all = solve(problem, None, SolverOptions())
+    monkeypatch.setattr(checkmate, "known_plan", lambda *args: keep_all)
+    monkeypatch.setattr(checkmate, "peak_bound", lambda model: 0)
+    plan = solve(problem, 8, SolverOptions())
+    assert (plan.peak_bytes, plan.peak_bound_bytes) == (21, 9)
+
+
+def test_frozen_ops_run_once() -> None:
+    plan = solve(chain(6, frozen=(1, 3)), 18, SolverOptions())
+    assert plan.peak_bytes <= 18
+    assert not {"y1", "y3"} & {*plan.repeats()}
+
+
+def test_the_order_of_repeats_may_matter() -> None:
+    """x and y go before m, and both chains to them run again after it, one after the other.
+
+    In base order the repeats a1, b1, a2, b2 hold 20 bytes. The proof covers every order.
+    """
+    sizes = {"a": 10, "b": 10, "x": 1, "y": 1, "m": 12}
+    ops = (
+        Op("a1", (), ("a",), 1.0),
+        Op("b1", (), ("b",), 1.0),
+        Op("a2", ("a",), ("x",), 1.0),
+        Op("b2", ("b",), ("y",), 1.0),
+        Op("m", (), ("m",), 1.0),
+        Op("n", ("m",), (), 1.0),
+        Op("end", ("x", "y"), (), 1.0),
+    )
+    problem = validate(Problem("two", tuple(Value(*item) for item in sizes.items()), ops))
+    best = brute.least_time(problem, 12)
+    assert best is not None
+    plan = solve(problem, 12, SolverOptions())
+    assert plan.peak_bytes == 12
+    assert plan.time_us == best[0] == 13.0
+    assert plan.time_bound_us == pytest.approx(13.0, rel=1e-5)
+
+
+def test_inplace_values_share_their_bytes() -> None:
+    """``b`` takes over ``a`` where ``a`` dies there, in its first run and when it runs again."""
+    problem = validate(
+        Problem(
+            "inplace",
+            (Value("a", 8), Value("b", 8), Value("c", 1), Value("d", 1)),
+            (
+                Op("a", (), ("a",), 1.0),
+                Op("b", ("a",), ("b",), 1.0, inplace=(("a", "b"),)),
+                Op("c", ("b",), ("c",), 1.0, workspace_bytes=1),
+                Op("d", ("a", "c"), ("d",), 1.0),
+                Op("e", ("b", "d"), (), 1.0),
+            ),
+        )
+    )
+    best = brute.least_time(problem, 10)
+    assert best is not None
+    plan = solve(problem, 10, SolverOptions())
+    assert plan.peak_bytes == 10
+    assert plan.time_us == best[0]
+
+
+def test_a_start_is_used_and_improved(monkeypatch: pytest.MonkeyPatch) -> None:
+    problem = chain(5)
+    slow = next(plan for plan in greedy.front(problem, SolverOptions()) if plan.peak_bytes <= 10)
+
+    def refuse(*args: object) -> Plan:
+        raise AssertionError("the start fits, so nothing else is needed")
+
+    monkeypatch.setattr(greedy, "solve", refuse)
+    options = SolverOptions(start=slow.steps)
+    assert solve(problem, 17, options).time_us == 11.0
+    stopped = solve(problem, 17, replace(options, time_limit_s=0.0))
+    assert stopped.steps == slow.steps
+
+
+def test_a_start_that_the_programme_does_not_allow() -> None:
+    model = build_model(chain(5))
+    staged = programme(model, 17, near_runs(model, 1), range(model.n))
+    assert columns_of(staged, [(0, 8)]) is None
+
+
+def test_progress_and_no_limit_on_time() -> None:
+    told: list[Progress] = []
+    plan = solve(chain(8), 14, SolverOptions(progress=told.append))
+    assert plan.peak_bytes <= 14
+    for progress in told:
+        assert progress.solver == "checkmate"
+        assert progress.bound_us is not None
+        assert progress.bound_us <= plan.time_us * (1 + SLACK)
+        assert progress.time_us is not None
+        assert math.isfinite(progress.time_us)
+        assert progress.time_us >= plan.time_us
+
+
+@pytest.mark.parametrize("run", [solve, solve_pruned])
+def test_same_problem_same_plan(run: Solver) -> None:
+    first, second = (run(chain(8), 15, SolverOptions()) for _ in range(2))
+    assert first.steps == second.steps
+
+
+@pytest.mark.parametrize("run", [solve, solve_pruned])
+def test_nothing_to_decide(run: Solver) -> None:
+    problem = chain(3)
+    assert run(problem, None, SolverOptions()).steps == problem.base_steps()
+    empty = Problem("empty", (Value("w", 3),), (), resident=("w",))
+    assert run(empty, 1, SolverOptions()).peak_bytes == 3
+
+
+def test_too_large_for_the_full_programme(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(checkmate, "MOST_RUNS", 3)
+    with pytest.raises(TooManyRuns, match="use solver 'checkmate_pruned'"):
+        solve(chain(5), 13, SolverOptions())
+    assert solve_pruned(chain(5), 13, SolverOptions()).peak_bytes <= 13

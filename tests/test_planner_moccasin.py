@@ -1,0 +1,109 @@
+"""Retention intervals on CP-SAT against brute force; most tests need OR-Tools."""
+
+from __future__ import annotations
+
+import importlib.util
+import sys
+import time
+
+import pytest
+from hypothesis import HealthCheck, assume, given, settings
+from hypothesis import strategies as st
+
+from fxremat.core.check import check
+from fxremat.core.plan import Plan
+from fxremat.core.problem import Problem
+from fxremat.core.timeline import replay
+from fxremat.planner import greedy, moccasin
+from fxremat.planner.moccasin import Failed, NotInstalled, solve
+from fxremat.planner.options import Progress, SolverOptions
+from fxremat.planner.plans import make_plan
+from tests import brute
+from tests.strategies import problems
+from tests.test_planner_checkmate import budget_between, chain, fits, plain
+
+needs_cp_sat = pytest.mark.skipif(
+    importlib.util.find_spec("ortools") is None,
+    reason="needs OR-Tools: pip install 'fxremat[cpsat]'",
+)
+
+
+def test_without_or_tools(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setitem(sys.modules, "ortools", None)
+    with pytest.raises(NotInstalled, match=r"pip install 'fxremat\[cpsat\]'"):
+        solve(chain(5), 13, SolverOptions())
+    assert issubclass(NotInstalled, ImportError)
+
+
+def alone(problem: Problem, budget: int, monkeypatch: pytest.MonkeyPatch) -> Plan:
+    """What CP-SAT finds if only keep-all is known."""
+    keep_all = make_plan(problem, problem.base_steps(), "keep all")
+    monkeypatch.setattr(moccasin, "known_plan", lambda *args: keep_all)
+    return solve(problem, budget, SolverOptions())
+
+
+@needs_cp_sat
+@settings(max_examples=10, deadline=None, suppress_health_check=list(HealthCheck))
+@given(problems(min_ops=4, max_ops=7), st.integers(0, 99), st.booleans())
+def test_never_better_than_the_optimum(problem: Problem, percent: int, shared: bool) -> None:
+    problem = problem if shared else plain(problem)
+    budget = budget_between(problem, percent)
+    assume(replay(problem, problem.base_steps()).peak_bytes > budget)
+    with pytest.MonkeyPatch.context() as monkeypatch:
+        plan = alone(problem, budget, monkeypatch)
+    assert check(problem, plan.steps, budget if fits(plan) else None).ok
+    assert plan.time_bound_us == problem.base_time_us
+    if fits(plan) and not shared:
+        best = brute.least_time(problem, budget)
+        assert best is not None
+        assert plan.time_us >= best[0] - 1e-6
+
+
+@needs_cp_sat
+@pytest.mark.parametrize(("budget", "time_us"), [(17, 11.0), (12, 13.0), (10, 14.0)])
+def test_chain_of_five(budget: int, time_us: float, monkeypatch: pytest.MonkeyPatch) -> None:
+    plan = alone(chain(5), budget, monkeypatch)
+    assert plan.peak_bytes <= budget
+    assert plan.time_us == time_us
+    assert plan.solver == "moccasin"
+
+
+@needs_cp_sat
+def test_frozen_ops_run_once(monkeypatch: pytest.MonkeyPatch) -> None:
+    plan = alone(chain(6, frozen=(1, 3)), 18, monkeypatch)
+    assert plan.peak_bytes <= 18
+    assert not {"y1", "y3"} & {*plan.repeats()}
+
+
+@needs_cp_sat
+def test_start_progress_and_the_same_plan_twice() -> None:
+    problem = chain(8)
+    slow = greedy.front(problem, SolverOptions())[-1]
+    told: list[Progress] = []
+    options = SolverOptions(start=slow.steps, progress=told.append)
+    first, second = solve(problem, 15, options), solve(problem, 15, options)
+    assert first.steps == second.steps
+    assert first.time_us < slow.time_us
+    assert told[-1].time_us == first.time_us
+
+
+@needs_cp_sat
+def test_the_time_limit_is_kept() -> None:
+    started = time.perf_counter()
+    plan = solve(chain(40), 70, SolverOptions(time_limit_s=0.5))
+    assert plan.peak_bytes <= 70
+    assert time.perf_counter() - started < 10
+
+
+@needs_cp_sat
+def test_a_process_that_fails(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(moccasin, "WORK", "much")
+    with pytest.raises(Failed, match="much"):
+        solve(chain(5), 13, SolverOptions())
+
+
+@needs_cp_sat
+def test_a_budget_below_any_schedule() -> None:
+    plan = solve(chain(5), 8, SolverOptions())
+    assert plan.peak_bytes == 9 == plan.peak_bound_bytes
+    assert solve(chain(5), None, SolverOptions()).steps == chain(5).base_steps()

@@ -1,0 +1,128 @@
+"""Rockmate: never slower than Rotor, distinct blocks solved once, plans judged."""
+
+from __future__ import annotations
+
+from itertools import pairwise
+
+import pytest
+from hypothesis import given, settings
+
+from fxremat.core.check import check
+from fxremat.core.problem import Problem
+from fxremat.core.timeline import replay
+from fxremat.planner import block_options, rockmate, rotor
+from fxremat.planner.block_options import BlockOptions, held_options, pareto, shape
+from fxremat.planner.chain import Block, Chain, NotAChain, find_chain
+from fxremat.planner.chain_costs import Option, keep_all, option_cost
+from fxremat.planner.clock import Clock
+from fxremat.planner.options import SolverOptions
+from tests import brute, chains, strategies
+
+OPTIONS = SolverOptions()
+
+
+def keep_all_peak(problem: Problem) -> int:
+    return replay(problem, problem.base_steps()).peak_bytes
+
+
+def largest(chain: Chain) -> Block:
+    return max(chain.blocks, key=lambda block: len(block.forward))
+
+
+def test_options_make_the_cheap_values_again() -> None:
+    """In a block whose activation is cheap to make, that is what is left out."""
+    problem = chains.blocks(6)
+    most = keep_all_peak(problem)
+    plan = rockmate.solve(problem, most * 3 // 4, OPTIONS)
+    assert plan.peak_bytes <= most * 3 // 4
+    assert {name.rstrip("0123456789") for name in plan.repeats()} <= {"act", "norm"}
+    assert plan.time_us < rotor.solve(problem, most * 3 // 4, OPTIONS).time_us
+
+
+@pytest.mark.parametrize("problem", [chains.blocks(5), chains.homogeneous(9)])
+def test_never_slower_than_rotor(problem: Problem) -> None:
+    most = keep_all_peak(problem)
+    plans = []
+    for budget in range(most // 5, most + 1, max(1, most // 25)):
+        plan, other = (solver.solve(problem, budget, OPTIONS) for solver in (rockmate, rotor))
+        assert check(problem, plan.steps).ok
+        if other.peak_bytes <= budget:
+            assert plan.peak_bytes <= budget
+            assert plan.time_us <= other.time_us
+        plans.append(plan)
+    for small, large in pairwise(plans):
+        assert small.time_us >= large.time_us
+        assert small.peak_bytes <= large.peak_bytes
+
+
+def test_least_time_of_tiny_blocks() -> None:
+    problem = chains.chain([4, 4, 4], [1.0, 1.0, 1.0], reads_output=False)
+    for budget in range(brute.least_peak(problem), keep_all_peak(problem) + 1):
+        best = brute.least_time(problem, budget)
+        assert best is not None
+        assert rockmate.solve(problem, budget, OPTIONS).time_us == best[0]
+
+
+@settings(max_examples=25, deadline=None)
+@given(strategies.problems(min_ops=4, max_ops=12))
+def test_any_problem_is_solved_or_refused(problem: Problem) -> None:
+    try:
+        rockmate.solve(problem, 0, OPTIONS)
+    except NotAChain:
+        return
+    for plan in rockmate.found(problem, OPTIONS).plans:
+        assert check(problem, plan.steps, plan.peak_bytes).ok
+
+
+def test_equal_blocks_are_solved_once(monkeypatch: pytest.MonkeyPatch) -> None:
+    chain = find_chain(chains.blocks(9))
+    solved: list[Block] = []
+    search = block_options.held_options
+
+    def count(chain: Chain, block: Block, clock: Clock) -> object:
+        solved.append(block)
+        return search(chain, block, clock)
+
+    monkeypatch.setattr(block_options, "held_options", count)
+    options = BlockOptions(Clock(None))
+    for block in chain.blocks:
+        options.of(chain, block)
+    assert len(solved) == len({shape(chain, block) for block in chain.blocks})
+    assert len(solved) <= len(chain.blocks) // 2
+    again = BlockOptions(Clock(None)).of(chain, chain.blocks[-4])
+    assert options.of(chain, chain.blocks[-4]) == again
+
+
+def test_options_hold_less_for_more_time() -> None:
+    chain = find_chain(chains.blocks(4))
+    block = largest(chain)
+    options = pareto(chain, block, held_options(chain, block, Clock(None)))
+    costs = [option_cost(chain, block, option) for option in options]
+    assert len(costs) >= 2
+    assert costs[0].held < costs[-1].held
+    assert costs[0].backward.time > costs[-1].backward.time
+    everything = option_cost(chain, block, keep_all(block))
+    assert all(cost.backward.time >= everything.backward.time for cost in costs)
+
+
+def test_dominated_options_are_left_out() -> None:
+    """Making again what is held, too, saves nothing."""
+    chain = find_chain(chains.blocks(4))
+    block = largest(chain)
+    wasteful = Option((*block.backward[:-1], block.forward[0], block.backward[-1]))
+    twice = Option((block.forward[0], block.forward[0], *block.backward))
+    once = Option((block.forward[0], *block.backward))
+    kept = pareto(chain, block, [keep_all(block), wasteful, twice, once])
+    assert keep_all(block) in kept
+    assert twice not in kept
+
+
+def test_no_time_leaves_keep_all() -> None:
+    problem = chains.blocks(4)
+    plan = rockmate.solve(problem, 0, SolverOptions(time_limit_s=0.0))
+    assert plan.steps == problem.base_steps()
+
+
+def test_no_chain_is_refused_with_advice() -> None:
+    with pytest.raises(NotAChain, match="'auto' or 'hrockmate'"):
+        rockmate.solve(chains.skipping(), 10, OPTIONS)

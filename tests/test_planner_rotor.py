@@ -1,0 +1,173 @@
+"""Rotor: optimal where its model is exact, always possible, honest about what is no chain."""
+
+from __future__ import annotations
+
+import time
+from itertools import pairwise
+
+import pytest
+from hypothesis import given, settings
+
+from fxremat.core.check import check
+from fxremat.core.problem import Op, Problem, Value, validate
+from fxremat.core.timeline import replay
+from fxremat.planner import rotor
+from fxremat.planner.chain import NotAChain, find_chain
+from fxremat.planner.chain_costs import block_costs, keep_all
+from fxremat.planner.clock import Clock
+from fxremat.planner.options import SolverOptions
+from fxremat.planner.rotor_table import Table
+from tests import brute, chains, strategies
+
+OPTIONS = SolverOptions()
+
+
+def keep_all_peak(problem: Problem) -> int:
+    return replay(problem, problem.base_steps()).peak_bytes
+
+
+def tight_budgets(problem: Problem) -> range:
+    """Budgets from the peak that no schedule can be under to that of keep-all."""
+    return range(brute.least_peak(problem), keep_all_peak(problem) + 1)
+
+
+@pytest.mark.parametrize("count", [3, 4])
+def test_least_time_of_a_homogeneous_chain(count: int) -> None:
+    problem = chains.chain([4] * count, [1.0] * count, reads_output=False)
+    for budget in tight_budgets(problem):
+        best = brute.least_time(problem, budget)
+        plan = rotor.solve(problem, budget, OPTIONS)
+        assert best is not None
+        assert check(problem, plan.steps, budget).ok
+        assert plan.time_us == best[0], budget
+
+
+def test_least_time_of_a_chain_that_narrows() -> None:
+    problem = chains.chain([5, 4, 3, 2], [1.0, 4.0, 2.0, 3.0], 2, reads_output=False)
+    for budget in tight_budgets(problem):
+        best = brute.least_time(problem, budget)
+        assert best is not None
+        assert rotor.solve(problem, budget, OPTIONS).time_us == best[0], budget
+
+
+@settings(max_examples=40, deadline=None)
+@given(chains.chains())
+def test_never_better_than_the_best_and_always_possible(problem: Problem) -> None:
+    most = keep_all_peak(problem)
+    for budget in {most, (most + brute.least_peak(problem)) // 2}:
+        plan = rotor.solve(problem, budget, OPTIONS)
+        verdict = check(problem, plan.steps)
+        assert verdict.ok, verdict
+        assert (verdict.peak_bytes, verdict.time_us) == (plan.peak_bytes, plan.time_us)
+        if plan.peak_bytes <= budget:
+            best = brute.least_time(problem, budget)
+            assert best is not None
+            assert plan.time_us >= best[0]
+
+
+@settings(max_examples=60, deadline=None)
+@given(strategies.problems(min_ops=4, max_ops=12))
+def test_any_problem_is_solved_or_refused(problem: Problem) -> None:
+    """Workspaces, in-place writes, outputs and ops that run once, in any arrangement."""
+    try:
+        plan = rotor.solve(problem, 0, OPTIONS)
+    except NotAChain:
+        return
+    assert check(problem, plan.steps).ok
+    for other in rotor.found(problem, OPTIONS).plans:
+        assert check(problem, other.steps, other.peak_bytes).ok
+
+
+@pytest.mark.parametrize("problem", [chains.homogeneous(12), chains.blocks(8)])
+def test_less_memory_never_takes_less_time(problem: Problem) -> None:
+    most = keep_all_peak(problem)
+    plans = [rotor.solve(problem, budget, OPTIONS) for budget in range(0, most + 1, 3)]
+    for small, large in pairwise(plans):
+        assert small.time_us >= large.time_us
+        assert small.peak_bytes <= large.peak_bytes
+
+
+def test_no_budget_keeps_all() -> None:
+    problem = chains.homogeneous(6)
+    plan = rotor.solve(problem, None, OPTIONS)
+    assert plan.steps == problem.base_steps()
+    assert plan.budget_bytes is None
+
+
+def test_least_peak_where_nothing_fits() -> None:
+    problem = chains.homogeneous(6)
+    plan = rotor.solve(problem, 1, OPTIONS)
+    assert plan.peak_bytes == brute.least_peak(chains.homogeneous(3))
+    assert plan.budget_bytes == 1
+
+
+def test_model_agrees_with_the_replay() -> None:
+    """With a slot per byte the table's memory and time are those of the replayed plan."""
+    for problem in (chains.blocks(5), chains.chain([3, 5, 2, 6], [1.0, 2.0, 3.0, 1.0])):
+        chain = find_chain(problem)
+        costs = block_costs(chain, [[keep_all(block)] for block in chain.blocks])
+        table = Table(costs, Clock(None))
+        assert table.slot == 1.0
+        for slots in table.levels():
+            line = replay(problem, chain.model.names(table.steps(slots)))
+            assert line.peak_bytes <= slots
+            assert line.time_us == table.best[0, 0, -1, slots]
+
+
+def test_blocks_are_found_where_one_value_crosses() -> None:
+    chain = find_chain(chains.blocks(3))
+    names = [value.name for value in chain.model.problem.values]
+    crossing = [names[block.leaves] for block in chain.blocks if block.leaves is not None]
+    assert {"x1", "x2"} <= set(crossing)
+    for block in chain.blocks:
+        assert not block.early
+
+
+def test_a_long_chain_takes_seconds() -> None:
+    started = time.perf_counter()
+    problem = chains.homogeneous(100, 1000)
+    plan = rotor.solve(problem, keep_all_peak(problem) // 4, OPTIONS)
+    assert plan.peak_bytes <= keep_all_peak(problem) // 4
+    assert plan.time_us <= 1.4 * problem.base_time_us
+    assert time.perf_counter() - started < 10
+
+
+def test_a_chain_of_many_blocks_is_made_coarser() -> None:
+    chain = find_chain(chains.homogeneous(150))
+    assert len(rotor.coarser(chain, 100).blocks) <= 100
+
+
+def test_no_time_leaves_keep_all() -> None:
+    problem = chains.homogeneous(8)
+    plan = rotor.solve(problem, 0, SolverOptions(time_limit_s=0.0))
+    assert plan.steps == problem.base_steps()
+
+
+def test_a_value_read_early_stays_until_then() -> None:
+    """The backward of the last block reads a value of the first one, as fused kernels do."""
+    problem = chains.homogeneous(6)
+    ops = [
+        Op(op.name, (*op.reads, "y1"), op.writes, op.time_us, 0, "backward", False)
+        if op.name == "loss"
+        else op
+        for op in problem.ops
+    ]
+    problem = validate(Problem("early", problem.values, tuple(ops), (), ("x",), ("g0",)))
+    chain = find_chain(problem)
+    assert any(block.early for block in chain.blocks)
+    for plan in rotor.found(problem, OPTIONS).plans:
+        assert check(problem, plan.steps, plan.peak_bytes).ok
+
+
+@pytest.mark.parametrize(
+    "problem",
+    [
+        chains.skipping(),
+        validate(Problem("one", (Value("a", 1),), (Op("o", (), ("a",), 1.0),))),
+        validate(Problem("none", (), ())),
+    ],
+)
+def test_no_chain_is_refused_with_advice(problem: Problem) -> None:
+    with pytest.raises(NotAChain, match=r"not a chain of blocks.*'auto' or 'hrockmate'"):
+        rotor.solve(problem, 10, OPTIONS)
+    assert issubclass(NotAChain, ValueError)
