@@ -3,7 +3,8 @@
     python -m benchmarks.planner DIR_OF_PROBLEM_JSONS [NAME ...]
 
 Columns: name, ops, seconds for the whole pool, least peak found and proven bound (percent of
-keep-all), then added time in percent at 80/66/50/40/33/25/20 % ("-": nothing fits).
+keep-all), then added time in percent at fractions of the keep-all peak, as "added>bound", the
+bound proven; a "*" says that they are the same to 0.01 points ("-": nothing fits).
 """
 
 from __future__ import annotations
@@ -15,6 +16,7 @@ from fxremat.core.problem import Problem, load_problem
 from fxremat.core.timeline import replay
 from fxremat.planner import solve
 
+CLOSE = 0.01
 FRACTIONS = (90, 80, 66, 60, 50, 40, 33, 25, 20)
 
 
@@ -31,15 +33,17 @@ def row(name: str, problem: Problem, solver: str = "auto") -> str:
 def _added(problem: Problem, budget: int, solver: str) -> str:
     plan = solve(problem, budget, solver)
     if plan.peak_bytes > budget:
-        return f"{'-':>7}"
-    return f"{100 * (plan.time_us / problem.base_time_us - 1):7.3f}"
+        return f"{'-':>15}"
+    added = 100 * (plan.time_us / problem.base_time_us - 1)
+    bound = 100 * ((plan.time_bound_us or problem.base_time_us) / problem.base_time_us - 1)
+    return f"{added:7.3f}{'*':8}" if added - bound < CLOSE else f"{added:7.3f}>{bound:7.3f}"
 
 
 def main(arguments: list[str]) -> None:
     """Print the table for the problems of a directory."""
     directory, *names = arguments
     print(f"{'problem':14} {'ops':>5} {'s':>6} {'least':>6} {'bound':>6}  ", end="")
-    print(" ".join(f"{f'{percent} %':>7}" for percent in FRACTIONS))
+    print(" ".join(f"{f'{percent} %':>15}" for percent in FRACTIONS))
     for path in sorted(Path(directory).glob("*.json")):
         if not names or path.stem in names:
             print(row(path.stem, load_problem(str(path))), flush=True)

@@ -115,7 +115,7 @@ def test_monotone_in_the_budget(problem: Problem) -> None:
         assert fits or plan.peak_bytes == plans[-1].peak_bytes
 
 
-@pytest.mark.parametrize("name", SOLVERS)
+@pytest.mark.parametrize("name", [name for name in SOLVERS if name != "moccasin"])
 def test_every_solver_gives_a_valid_plan(name: str) -> None:
     problem = chain(6)
     plan = solve(problem, 14, name)

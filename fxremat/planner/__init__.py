@@ -9,10 +9,13 @@ caller compares ``plan.peak_bytes`` with its budget.
 from __future__ import annotations
 
 from collections.abc import Callable
+from dataclasses import replace
 
 from fxremat.core.plan import Plan
 from fxremat.core.problem import Problem
 from fxremat.planner import checkmate, greedy, instants, least_peak, moccasin, rockmate, rotor
+from fxremat.planner.bound import peak_bound
+from fxremat.planner.model import build_model
 from fxremat.planner.options import SolverOptions
 
 Solver = Callable[[Problem, int | None, SolverOptions], Plan]
@@ -37,11 +40,18 @@ def solve(
     solver: str = "auto",
     options: SolverOptions | None = None,
 ) -> Plan:
-    """The plan of the named solver; ``auto`` lets the planner choose."""
+    """The plan of the named solver; ``auto`` lets the planner choose.
+
+    Raises what the solver raises where it cannot take the problem: `rotor.NotAChain`,
+    `checkmate.TooManyRuns`, `moccasin.NotInstalled`.
+    """
     name = AUTO if solver == "auto" else solver
     if name not in SOLVERS:
         raise ValueError(f"unknown solver {solver!r}; there are auto, {', '.join(SOLVERS)}")
-    return SOLVERS[name](problem, budget_bytes, options or SolverOptions())
+    plan = SOLVERS[name](problem, budget_bytes, options or SolverOptions())
+    if plan.peak_bound_bytes is None:
+        return replace(plan, peak_bound_bytes=peak_bound(build_model(problem)))
+    return plan
 
 
 def front(problem: Problem, options: SolverOptions | None = None) -> tuple[Plan, ...]:
