@@ -120,7 +120,7 @@ def test_every_solver_gives_a_valid_plan(name: str) -> None:
     problem = chain(6)
     plan = solve(problem, 14, name)
     check(problem, plan)
-    assert plan.solver == name
+    assert plan.solver in SOLVERS if name == "auto" else plan.solver == name
     assert plan.budget_bytes == 14
 
 

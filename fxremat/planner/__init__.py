@@ -13,7 +13,17 @@ from dataclasses import replace
 
 from fxremat.core.plan import Plan
 from fxremat.core.problem import Problem
-from fxremat.planner import checkmate, greedy, instants, least_peak, moccasin, rockmate, rotor
+from fxremat.planner import (
+    auto,
+    checkmate,
+    greedy,
+    hrockmate,
+    instants,
+    least_peak,
+    moccasin,
+    rockmate,
+    rotor,
+)
 from fxremat.planner.bound import peak_bound
 from fxremat.planner.model import build_model
 from fxremat.planner.options import SolverOptions
@@ -21,17 +31,17 @@ from fxremat.planner.options import SolverOptions
 Solver = Callable[[Problem, int | None, SolverOptions], Plan]
 
 SOLVERS: dict[str, Solver] = {
+    "auto": auto.solve,
     "instants": instants.solve,
     "greedy": greedy.solve,
     "checkmate": checkmate.solve,
     "checkmate_pruned": checkmate.solve_pruned,
     "rotor": rotor.solve,
     "rockmate": rockmate.solve,
+    "hrockmate": hrockmate.solve,
     "moccasin": moccasin.solve,
     "least_peak": least_peak.solve,
 }
-
-AUTO = "instants"
 
 
 def solve(
@@ -40,15 +50,14 @@ def solve(
     solver: str = "auto",
     options: SolverOptions | None = None,
 ) -> Plan:
-    """The plan of the named solver; ``auto`` lets the planner choose.
+    """The plan of the named solver.
 
     Raises what the solver raises where it cannot take the problem: `rotor.NotAChain`,
     `checkmate.TooManyRuns`, `moccasin.NotInstalled`.
     """
-    name = AUTO if solver == "auto" else solver
-    if name not in SOLVERS:
-        raise ValueError(f"unknown solver {solver!r}; there are auto, {', '.join(SOLVERS)}")
-    plan = SOLVERS[name](problem, budget_bytes, options or SolverOptions())
+    if solver not in SOLVERS:
+        raise ValueError(f"unknown solver {solver!r}; there are {', '.join(SOLVERS)}")
+    plan = SOLVERS[solver](problem, budget_bytes, options or SolverOptions())
     if plan.peak_bound_bytes is None:
         return replace(plan, peak_bound_bytes=peak_bound(build_model(problem)))
     return plan

@@ -89,7 +89,7 @@ def find_chain(problem: Problem) -> Chain:
     """The chain of the most trusted turn; raises `NotAChain` where there is none."""
     model = build_model(problem)
     failures = [NotAChain(f"it has {model.n} ops")]
-    for turn in _turns(model):
+    for turn in turns(model):
         try:
             chain = _build(model, turn, _cuts(model, turn))
             _refuse_one_large(model, chain.blocks)
@@ -102,14 +102,18 @@ def find_chain(problem: Problem) -> Chain:
 # -- the turn and the cuts -------------------------------------------------------------------
 
 
-def _turns(model: Model) -> tuple[int, ...]:
+def turns(model: Model) -> tuple[int, ...]:
     """Ops that may be the last of the forward part, the most trusted first."""
     if model.n < 2:
         return ()
     ops = model.problem.ops
     forward = [k for k, op in enumerate(ops) if op.phase == "forward"]
+    backward = [k for k, op in enumerate(ops) if op.phase == "backward"]
     again = [k for k, repeatable in enumerate(model.repeatable) if repeatable]
-    guess = [forward[-1]] if forward else []
+    guess = []
+    if forward:
+        # Updates of buffers belong to the forward, and may come last of all.
+        guess.append(min([forward[-1], *(op - 1 for op in backward[:1] if op > forward[0])]))
     if again and again[-1] < model.n - 1:
         guess.append(again[-1])
     guess.append(_most_cuts(model))

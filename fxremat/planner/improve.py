@@ -15,6 +15,7 @@ from dataclasses import dataclass, field
 import numpy as np
 
 from fxremat.planner.analogues import Analogues, Change
+from fxremat.planner.clock import Clock
 from fxremat.planner.moves import plan_drop
 from fxremat.planner.pool import Pool
 from fxremat.planner.search import Search, Taste
@@ -26,6 +27,9 @@ MOST_EVICTIONS = 40
 SLACK = 0.02
 """A repair is given up once it costs this part of the schedule's time more than before."""
 NO_LIMIT = 1 << 62
+POLISH_ROUNDS = 200
+POLISH, POLISH_PER_OP = 600_000, 100
+"""Work of `polish`, in the units of `State.work`."""
 
 
 @dataclass
@@ -142,3 +146,13 @@ class Improver:
                 self.pool.offer(search.state)
             else:
                 search.back_to(0)
+
+
+def polish(pool: Pool, budget: int, seed: int, clock: Clock) -> None:
+    """Improve the best schedule of the pool within the budget, if there is one."""
+    best = pool.best(budget)
+    if best is None or not clock.running():
+        return
+    search = Search(pool.state(best))
+    improver = Improver(search, pool, seed, Analogues(pool.model))
+    improver.rounds(budget, POLISH_ROUNDS, POLISH + POLISH_PER_OP * pool.model.n)

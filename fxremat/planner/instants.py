@@ -2,9 +2,9 @@
 
 The relaxation (`fxremat.planner.relaxation`) says what to hold at a few instants; what is missing
 later is computed again when it is read. Where that schedule needs more than the budget, the
-worst stages become instants too, and leave free what the relaxation does not see there: the
-bytes of the runs on the way. So instants are added, as cuts are, until the schedule fits. One
-that fits before any byte had to be left free is optimal.
+worst stages become instants too, as cuts are added: the bound rises, and a schedule that fits is
+optimal. What the relaxation does not see, the bytes of the runs on the way, may stand against
+that; then instants leave some bytes free for it, which gives plans but proves nothing.
 
 Source: ours; the relaxation is one of Checkmate's MILP, the refinement is that of lazy rows.
 """
@@ -18,9 +18,8 @@ from dataclasses import dataclass, replace
 from fxremat.core.plan import Plan
 from fxremat.core.problem import Problem
 from fxremat.planner import greedy
-from fxremat.planner.analogues import Analogues
 from fxremat.planner.clock import Clock
-from fxremat.planner.improve import Improver
+from fxremat.planner.improve import polish
 from fxremat.planner.options import Progress, SolverOptions
 from fxremat.planner.paths import descend
 from fxremat.planner.plans import make_plan
@@ -32,13 +31,14 @@ from fxremat.planner.state import Run, State
 NAME = "instants"
 ROUNDS = 12
 MOST_INSTANTS = 12
+PROOFS = 6
+"""Rounds in which instants are added as they are."""
 PER_ROUND = 3
 """Stages over the budget that become instants in one round."""
 TIGHT = 1e-7
 """A plan this near to its bound is optimal."""
-REPAIR, POLISH = 200_000, 600_000
-"""Work, in the units of `State.work`, to evict from a schedule that does not fit, and to polish."""
-POLISH_ROUNDS = 200
+REPAIR = 200_000
+"""Work, in the units of `State.work`, to evict from a schedule that does not fit."""
 
 
 def solve(problem: Problem, budget_bytes: int | None, options: SolverOptions) -> Plan:
@@ -57,7 +57,7 @@ def solve(problem: Problem, budget_bytes: int | None, options: SolverOptions) ->
         if options.progress is not None:
             options.progress(_progress(refinement, clock))
     if not refinement.proven():
-        _polish(pool, budget_bytes, options, clock)
+        polish(pool, budget_bytes, options.seed, clock)
     best = pool.best(budget_bytes) or pool.least()
     none_fits = refinement.bound_us == math.inf
     return make_plan(
@@ -75,16 +75,6 @@ def _progress(refinement: Refinement, clock: Clock) -> Progress:
     best = refinement.pool.best(refinement.budget)
     time_us = best.time if best is not None else None
     return Progress(NAME, clock.seconds(), time_us, refinement.bound_us)
-
-
-def _polish(pool: Pool, budget: int, options: SolverOptions, clock: Clock) -> None:
-    """Large neighbourhood search from the best plan so far."""
-    best = pool.best(budget)
-    if best is None or not clock.running():
-        return
-    search = Search(pool.state(best))
-    improver = Improver(search, pool, options.seed, Analogues(pool.model))
-    improver.rounds(budget, POLISH_ROUNDS, POLISH + 100 * pool.model.n)
 
 
 @dataclass
@@ -112,7 +102,31 @@ class Refinement:
         return best is not None and best.time <= self.bound_us * (1 + TIGHT)
 
     def rounds(self) -> Iterator[State]:
-        """A schedule for each set of instants; the caller may change it."""
+        """A schedule for each set of instants; the caller may change it.
+
+        First instants are added as they are, which proves more and more. What is over the budget
+        all the same, by the runs on the way, is then left free, which proves nothing.
+        """
+        first = dict(self.reserve)
+        yield from self._add_instants()
+        self.reserve = first
+        yield from self._leave_free()
+
+    def _add_instants(self) -> Iterator[State]:
+        for _ in range(PROOFS):
+            if not self.clock.running() or self.proven():
+                return
+            runs = self._next()
+            if runs is None:
+                return
+            state = State(self.pool.model, runs)
+            new = [stage for stage in self._worst(state) if stage not in self.reserve]
+            self.reserve.update(dict.fromkeys(new[: MOST_INSTANTS - len(self.reserve)], 0))
+            yield state
+            if not new or len(self.reserve) == MOST_INSTANTS:
+                return
+
+    def _leave_free(self) -> Iterator[State]:
         last: tuple[float, int] | None = None
         for _ in range(ROUNDS):
             if not self.clock.running() or self.proven():

@@ -26,7 +26,7 @@ UNIT = 1000.0
 """Budget and time of keep-all in the units of the MILP."""
 FEW_COLUMNS, MANY_COLUMNS = 1_500, 4_000
 """With few, the MILP is solved to the end; with many, near its linear relaxation only."""
-NODES, FEW_NODES = 400, 1
+NODES, FEW_NODES = 400, 50
 """For one instant, and for several."""
 GAP = 1e-5
 """Of what is added to the time of keep-all."""

@@ -1,0 +1,199 @@
+"""H-Rockmate: the cuts, what a level believes of bytes, clusters solved once, and its plans."""
+
+from __future__ import annotations
+
+import math
+
+import pytest
+from hypothesis import given, settings
+from hypothesis import strategies as st
+
+from fxremat.core.problem import Problem
+from fxremat.core.timeline import replay
+from fxremat.planner import SolverOptions, hrockmate, solve
+from fxremat.planner.clock import Clock
+from fxremat.planner.cluster_costs import Costs, Option
+from fxremat.planner.clusters import (
+    Cutter,
+    Decomposition,
+    decompose,
+    even_cuts,
+    narrow_cuts,
+    random_cuts,
+    role,
+    separators,
+    shape,
+)
+from fxremat.planner.hrockmate import Hierarchy, Level
+from fxremat.planner.mip import Solution
+from fxremat.planner.model import Model, build_model
+from fxremat.planner.pool import Pool
+from fxremat.planner.quotient import Quotient
+from fxremat.planner.state import State
+from tests.brute import least_time
+from tests.chains import blocks, chains, skipping
+from tests.strategies import problems
+
+CUTTERS = [narrow_cuts, even_cuts, separators, random_cuts(0)]
+EXAMPLES = 60
+
+
+def some_problems() -> st.SearchStrategy[Problem]:
+    return st.one_of(problems(max_ops=8), chains(), st.just(blocks(3)), st.just(skipping()))
+
+
+def reaches(model: Model) -> list[set[int]]:
+    """The ops that each op needs, by way of others or not."""
+    needs: list[set[int]] = []
+    for reads in model.reads:
+        direct = {model.writer[value] for value in reads} - {-1}
+        needs.append(direct.union(*(needs[op] for op in direct)))
+    return needs
+
+
+@pytest.mark.parametrize("cutter", CUTTERS)
+@settings(max_examples=EXAMPLES, deadline=None)
+@given(st.data())
+def test_clusters_partition_the_ops_and_are_convex(cutter: Cutter, data: st.DataObject) -> None:
+    model = build_model(data.draw(some_problems()))
+    parts = decompose(model, data.draw(st.integers(1, 6)), cutter)
+    ops = [op for c in parts.clusters for op in (*c.forward, *c.backward)]
+    assert sorted(ops) == list(range(model.n))
+    needs = reaches(model)
+    for cluster in parts.clusters:
+        for part in (cluster.forward, cluster.backward):
+            between = {op for last in part for op in needs[last]}
+            assert not any(set(part) & needs[op] for op in between - set(part))
+
+
+@pytest.mark.parametrize("cutter", CUTTERS)
+@settings(max_examples=EXAMPLES, deadline=None)
+@given(st.data())
+def test_what_crosses_is_known(cutter: Cutter, data: st.DataObject) -> None:
+    model = build_model(data.draw(some_problems()))
+    parts = decompose(model, data.draw(st.integers(1, 6)), cutter)
+    whose = {op: c for c, its in enumerate(parts.clusters) for op in (*its.forward, *its.backward)}
+    for value, writer in enumerate(model.writer):
+        users = {whose[op] for op, reads in enumerate(model.reads) if value in reads}
+        users |= {whose[writer]} if writer >= 0 else set()
+        local = [c for c, its in enumerate(parts.clusters) if value in its.local]
+        if local:
+            assert users == set(local)
+            assert value not in parts.home
+        elif model.droppable(value) and writer <= parts.turn and len(users) > 1:
+            assert value in parts.clusters[whose[writer]].makes
+            assert parts.home[value] == whose[writer]
+
+
+def keep_all_programme(parts: Decomposition, budget: int) -> Solution:
+    runs = [
+        Costs(parts, its).runs([Option(tuple(its.backward))] if its.backward else [])
+        for its in parts.clusters
+    ]
+    return Quotient(parts, runs, budget, repeats=False).mip.solve(Clock(None))
+
+
+@settings(max_examples=EXAMPLES, deadline=None)
+@given(st.data())
+def test_the_peak_of_a_level_is_that_of_the_replay(data: st.DataObject) -> None:
+    """Exactly, but where an op writes over a larger value: then it may be taken as more."""
+    problem = data.draw(some_problems())
+    model = build_model(problem)
+    parts = decompose(model, data.draw(st.integers(2, 5)), data.draw(st.sampled_from(CUTTERS)))
+    peak = replay(problem, problem.base_steps()).peak_bytes
+    if peak > 1:
+        assert keep_all_programme(parts, peak - 1).values is None
+    if not any(model.inplace):
+        assert keep_all_programme(parts, peak).values is not None
+
+
+@settings(max_examples=EXAMPLES, deadline=None)
+@given(st.data())
+def test_schedules_of_a_level_fit(data: st.DataObject) -> None:
+    """With all options and repeats: what the programme allows is within the budget."""
+    problem = data.draw(st.one_of(chains(3, 5), st.just(blocks(3)), st.just(skipping())))
+    model = build_model(problem)
+    level = Hierarchy(Clock(None)).level(model)
+    if level is None:
+        return
+    keep_all = replay(problem, problem.base_steps()).peak_bytes
+    budget = data.draw(st.integers(keep_all // 2, keep_all))
+    runs = [
+        Costs(level.parts, cluster).runs(its)
+        for cluster, its in zip(level.parts.clusters, level.options, strict=True)
+    ]
+    programme = Quotient(level.parts, runs, budget)
+    solution = programme.mip.solve(Clock(None), nodes=200)
+    if solution.values is not None:
+        line = replay(problem, model.names(programme.steps(solution)))
+        assert line.peak_bytes <= budget
+        added = (line.time_us - problem.base_time_us) / programme.time_unit
+        assert added <= solution.objective + 1e-6
+
+
+def best_of(problem: Problem, budget: int, *, shares: bool) -> tuple[float, Hierarchy]:
+    model = build_model(problem)
+    pool, hierarchy = Pool(model), Hierarchy(Clock(None), shares=shares)
+    pool.offer(State(model))
+    hierarchy.fill(pool, budget, hrockmate.NODES)
+    best = pool.best(budget)
+    return math.inf if best is None else best.time, hierarchy
+
+
+def test_clusters_of_one_shape_are_solved_once_and_alike() -> None:
+    problem = blocks(12)
+    budget = replay(problem, problem.base_steps()).peak_bytes * 6 // 10
+    shared, once = best_of(problem, budget, shares=True)
+    apart, each = best_of(problem, budget, shares=False)
+    assert shared == pytest.approx(apart)
+    assert math.isfinite(shared)
+    assert len(once.solved) < len(each.solved)
+    level = once.level(build_model(problem))
+    assert isinstance(level, Level)
+    for cluster, options in zip(level.parts.clusters, level.options, strict=True):
+        own = Hierarchy(Clock(None), shares=False).options(level.parts, cluster)
+        assert own == options
+
+
+def test_shapes_tell_what_matters() -> None:
+    parts = decompose(build_model(blocks(6)), 6)
+    shapes = [shape(parts, cluster) for cluster in parts.clusters]
+    assert len(set(shapes)) < len(shapes)
+    wider = decompose(build_model(blocks(6, wide=17)), 6)
+    assert not set(shapes) & {shape(wider, cluster) for cluster in wider.clusters}
+
+
+def test_roles() -> None:
+    model = build_model(skipping())
+    parts = decompose(model, 4, even_cuts)
+    roles = {role(parts, parts.clusters[0], v) for op in range(4) for v in model.writes[op]}
+    assert "made" in roles  # the second half of the forward reads them across the bottom
+
+
+@settings(max_examples=20, deadline=None)
+@given(chains(2, 3), st.integers(50, 100))
+def test_never_better_than_the_best(problem: Problem, percent: int) -> None:
+    budget = replay(problem, problem.base_steps()).peak_bytes * percent // 100
+    plan = solve(problem, budget, "hrockmate")
+    best = least_time(problem, budget)
+    if plan.peak_bytes <= budget:
+        assert best is not None
+        assert plan.time_us >= best[0] * (1 - 1e-9)
+
+
+@pytest.mark.parametrize("percent", [80, 60])
+@pytest.mark.parametrize("problem", [blocks(8), blocks(8, skips=False), skipping()])
+def test_never_worse_than_greedy(problem: Problem, percent: int) -> None:
+    budget = replay(problem, problem.base_steps()).peak_bytes * percent // 100
+    greedy, ours = solve(problem, budget, "greedy"), solve(problem, budget, "hrockmate")
+    assert max(ours.peak_bytes, budget) <= max(greedy.peak_bytes, budget)
+    if greedy.peak_bytes <= budget:
+        assert ours.time_us <= greedy.time_us * (1 + 1e-9)
+
+
+@pytest.mark.parametrize("cutter", CUTTERS)
+def test_plans_with_any_cuts(cutter: Cutter) -> None:
+    problem = blocks(8)
+    budget = replay(problem, problem.base_steps()).peak_bytes * 6 // 10
+    plan = hrockmate.solve(problem, budget, SolverOptions(), cutter)
+    assert plan.peak_bytes <= budget
