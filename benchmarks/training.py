@@ -121,14 +121,19 @@ def gradient_error(actual: dict[str, Tensor], expected: dict[str, Tensor]) -> fl
 
 
 def prepare(
-    variant: Variant, model: nn.Module, arguments: tuple[Any, ...], budget: int | None = None
+    variant: Variant,
+    model: nn.Module,
+    arguments: tuple[Any, ...],
+    budget: int | None = None,
+    reserve: int | None = None,
 ) -> Training:
     """Compile `model` the variant's way and run the warm-up steps.
 
-    For fxremat, `budget` is the number of bytes, None the least it can do; raises `Infeasible`.
+    For fxremat, `budget` is the number of bytes, None the least it can do, and `reserve` its
+    option of that name; raises `Infeasible`.
     """
     if variant.kind == "fxremat":
-        return _prepare_fxremat(model, arguments, budget)
+        return _prepare_fxremat(model, arguments, budget, reserve)
     return _warm(Training(model, arguments, _compiled(variant, model)))
 
 
@@ -155,11 +160,13 @@ def _warm(training: Training) -> Training:
     return training
 
 
-def _prepare_fxremat(model: nn.Module, arguments: tuple[Any, ...], budget: int | None) -> Training:
+def _prepare_fxremat(
+    model: nn.Module, arguments: tuple[Any, ...], budget: int | None, reserve: int | None
+) -> Training:
     if budget is None:
-        budget = find_minimum(model, arguments)
+        budget = find_minimum(model, arguments, reserve)
     try:
-        return compile_fxremat(model, arguments, budget)
+        return compile_fxremat(model, arguments, budget, reserve)
     except Exception as error:
         infeasible = infeasible_budget(error)
         if infeasible is None:
@@ -167,13 +174,16 @@ def _prepare_fxremat(model: nn.Module, arguments: tuple[Any, ...], budget: int |
         raise infeasible from error
 
 
-def compile_fxremat(model: nn.Module, arguments: tuple[Any, ...], budget: int) -> Training:
+def compile_fxremat(
+    model: nn.Module, arguments: tuple[Any, ...], budget: int, reserve: int | None = None
+) -> Training:
     """Compile `model` with fxremat under `budget` bytes, and warm up."""
     from fxremat.backend import fxremat  # itself, not its name: works without installation
     from fxremat.session import reports
 
     torch.compiler.reset()
-    function = torch.compile(model, backend=fxremat, options={"memory_budget": budget})
+    options: dict[str, Any] = {"memory_budget": budget, "reserve": reserve}
+    function = torch.compile(model, backend=fxremat, options=options)
     training = _warm(Training(model, arguments, function))
     report = reports()[-1]
     training.report = report_fields(report)
@@ -181,16 +191,17 @@ def compile_fxremat(model: nn.Module, arguments: tuple[Any, ...], budget: int) -
     return training
 
 
-def find_minimum(model: nn.Module, arguments: tuple[Any, ...]) -> int:
+def find_minimum(model: nn.Module, arguments: tuple[Any, ...], reserve: int | None = None) -> int:
     """The least bytes fxremat names when it is asked for the impossible."""
+    impossible = IMPOSSIBLE_BYTES + (reserve or 0)
     try:
-        compile_fxremat(model, arguments, IMPOSSIBLE_BYTES)
+        compile_fxremat(model, arguments, impossible, reserve)
     except Exception as error:
         infeasible = infeasible_budget(error)
         if infeasible is None or infeasible.minimum_bytes is None:
             raise
         return infeasible.minimum_bytes
-    return IMPOSSIBLE_BYTES
+    return impossible
 
 
 def infeasible_budget(error: BaseException | None) -> Infeasible | None:

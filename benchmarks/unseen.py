@@ -13,7 +13,9 @@ from collections.abc import Callable, Iterator
 from typing import Any
 
 import torch
-from torch import Tensor, nn
+from torch import Tensor, fx, nn
+
+from fxremat.measure import held_bytes
 
 from .rows import format_table
 from .training import Infeasible, Training, gradient_error, prepare
@@ -137,20 +139,37 @@ def make(name: str) -> Case:
     return model.train(), arguments
 
 
+def unread_bytes(model: nn.Module, arguments: tuple[Any, ...]) -> int:
+    """Bytes of the model that no graph reads, so that fxremat has to be told of them.
+
+    Llama's `original_inv_freq` is such a buffer.
+    """
+    read: list[Any] = []
+
+    def keep_inputs(graph: fx.GraphModule, inputs: list[Any]) -> Callable[..., Any]:
+        read.extend(inputs)
+        return graph.forward
+
+    torch.compiler.reset()
+    torch.compile(model, backend=keep_inputs)(*arguments)
+    return held_bytes(model, arguments, *read) - held_bytes(*read)
+
+
 def lines(name: str) -> Iterator[list[str]]:
     """The table of one model, line by line: compile first."""
     reference = prepare(VARIANTS["compile"], *make(name))
     peak = reference.measure().peak_bytes
     _, expected = reference.gradients(SEED)
+    reserve = unread_bytes(*make(name))
     yield [name, "compile", "", f"{peak / MIB:.1f}", "", "", "", ""]
     for fraction in FRACTIONS:
-        yield [name, f"{fraction:.0%}", *_cells(name, int(fraction * peak), expected)]
-    yield [name, "minimum", *_cells(name, None, expected)]
+        yield [name, f"{fraction:.0%}", *_cells(name, int(fraction * peak), reserve, expected)]
+    yield [name, "minimum", *_cells(name, None, reserve, expected)]
 
 
-def _cells(name: str, budget: int | None, expected: dict[str, Tensor]) -> list[str]:
+def _cells(name: str, budget: int | None, reserve: int, expected: dict[str, Tensor]) -> list[str]:
     try:
-        training = prepare(VARIANTS["fxremat@min"], *make(name), budget)
+        training = prepare(VARIANTS["fxremat@min"], *make(name), budget, reserve)
     except Infeasible as error:
         asked = "" if budget is None else f"{budget / MIB:.1f}"
         least = error.minimum_bytes

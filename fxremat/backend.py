@@ -35,18 +35,18 @@ def _input_bytes(inputs: Sequence[Any]) -> int:
     return sum(compat.size_bound(x.untyped_storage().nbytes()) for x in storages.values())
 
 
-def _budget(options: Options, device: torch.device, inputs: Sequence[Any]) -> int | None:
-    """Bytes for this graph: the budget less what the graph cannot see."""
+def _limits(
+    options: Options, device: torch.device, inputs: Sequence[Any]
+) -> tuple[int | None, int]:
+    """The budget, and how many bytes of it are held by what the graph cannot see."""
     if device.type != "cuda":
-        budget, reserve = options.memory_budget, options.reserve or 0
-    else:
-        allocated = torch.cuda.memory_allocated(device)
-        free = torch.cuda.mem_get_info(device)[0]
-        idle = torch.cuda.memory_reserved(device) - allocated
-        unseen = max(0, allocated - _input_bytes(inputs))
-        reserve = unseen if options.reserve is None else options.reserve
-        budget = options.memory_budget or allocated + idle + free
-    return None if budget is None else budget - reserve
+        return options.memory_budget, options.reserve or 0
+    allocated = torch.cuda.memory_allocated(device)
+    free = torch.cuda.mem_get_info(device)[0]
+    idle = torch.cuda.memory_reserved(device) - allocated
+    unseen = max(0, allocated - _input_bytes(inputs))
+    reserve = unseen if options.reserve is None else options.reserve
+    return options.memory_budget or allocated + idle + free, reserve
 
 
 def _request(
@@ -54,10 +54,12 @@ def _request(
 ) -> Request:
     """What to ask for this graph, given what other graphs of the model hold.
 
+    The reserve is held beside the graph like they are, so that peaks and the least budget that
+    an error names count it: they are compared with the whole budget, and with what is measured.
     A graph that ends in a graph break should leave half of what is left to those that follow.
     """
-    budget = _budget(options, _device(inputs), inputs)
-    held = ledger.held_by_others(frame)
+    budget, reserve = _limits(options, _device(inputs), inputs)
+    held = ledger.held_by_others(frame) + reserve
     more = compat.ends_in_graph_break(gm) and ledger.is_last(frame)
     return Request(
         budget_bytes=budget,

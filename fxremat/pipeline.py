@@ -44,8 +44,8 @@ CLOSE_ENOUGH = 0.02  # a plan this near below the budget is not improved any fur
 class Request:
     """What is asked of a graph: bytes at most in all, and how to go about it.
 
-    ``held_bytes`` of the budget belong to other graphs of the model. ``wanted_bytes`` is what
-    this graph should make do with if it can, because more graphs follow.
+    ``held_bytes`` of the budget belong to other graphs of the model, and to what no graph sees.
+    ``wanted_bytes`` is what this graph should make do with if it can, because more graphs follow.
     """
 
     budget_bytes: int | None

@@ -101,6 +101,24 @@ def test_an_impossible_budget_names_one_that_is_met() -> None:
     assert peak <= error.minimum_bytes
 
 
+def test_the_reserve_is_part_of_what_is_promised() -> None:
+    """A buffer that nothing reads is no input of the graph, but it is there: the reserve."""
+    model, x = seeded(Stack, 1024, 32)
+    model.register_buffer("unread", torch.zeros(1000))
+    options = {"reserve": 4000}
+    with pytest.raises(BackendCompilerFailed) as caught:
+        compiled(model, memory_budget="1.1MiB", **options)(x)
+    error = caught.value.inner_exception
+    assert isinstance(error, fxremat.InfeasibleBudget)
+    assert error.budget_bytes == int(1.1 * 2**20)
+    least = error.minimum_bytes
+    assert least is not None
+    torch._dynamo.reset()
+    peak = measured(model, compiled(model, memory_budget=least, **options), x)
+    report = fxremat.reports()[-1]
+    assert peak == report.predicted_peak_bytes <= least == report.budget_bytes
+
+
 def test_bad_options_arrive_as_our_error() -> None:
     model, x = seeded(Stack, 8, 32)
     with pytest.raises(BackendCompilerFailed) as caught:

@@ -59,8 +59,17 @@ def solve(
         raise ValueError(f"unknown solver {solver!r}; there are {', '.join(SOLVERS)}")
     plan = SOLVERS[solver](problem, budget_bytes, options or SolverOptions())
     if plan.peak_bound_bytes is None:
-        return replace(plan, peak_bound_bytes=peak_bound(build_model(problem)))
-    return plan
+        plan = replace(plan, peak_bound_bytes=peak_bound(build_model(problem)))
+    if budget_bytes is None or plan.peak_bytes > budget_bytes or _proves(plan, problem):
+        return plan
+    bound = instants.time_bound(problem, budget_bytes, options or SolverOptions())
+    return replace(plan, time_bound_us=min(bound, plan.time_us))
+
+
+def _proves(plan: Plan, problem: Problem) -> bool:
+    """Whether more is known of its time than that nothing is faster than keep-all."""
+    base = problem.base_time_us
+    return plan.time_us <= base or (plan.time_bound_us or base) > base
 
 
 def front(problem: Problem, options: SolverOptions | None = None) -> tuple[Plan, ...]:

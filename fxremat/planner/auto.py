@@ -24,6 +24,10 @@ SECONDS, SECONDS_PER_OP, MOST_SECONDS = 5.0, 0.01, 20.0
 """Time limit where the caller gives none: small against the time to compile such a graph."""
 FIRST_PART = 0.5
 """Of the time, for the solver over instants."""
+LEAST_PART = 0.3
+"""Of the time left, for one budget on the way to the least."""
+NEAR = 0.01
+"""Of the least peak: a bound so near to it is not worked on any more."""
 
 
 def solve(problem: Problem, budget_bytes: int | None, options: SolverOptions) -> Plan:
@@ -32,7 +36,18 @@ def solve(problem: Problem, budget_bytes: int | None, options: SolverOptions) ->
     if limit is None:
         limit = min(MOST_SECONDS, SECONDS + SECONDS_PER_OP * len(problem.ops))
     clock = Clock(limit)
-    best = instants.solve(problem, budget_bytes, replace(options, time_limit_s=FIRST_PART * limit))
+    best = _solve(problem, budget_bytes, options, clock)
+    if budget_bytes is not None and best.peak_bytes > budget_bytes and _small(problem):
+        best = replace(_least(problem, best, options, clock), budget_bytes=budget_bytes)
+    return replace(best, seconds=clock.seconds())
+
+
+def _solve(
+    problem: Problem, budget_bytes: int | None, options: SolverOptions, clock: Clock
+) -> Plan:
+    """The best of the solvers that it takes."""
+    first = replace(options, time_limit_s=FIRST_PART * clock.left())
+    best = instants.solve(problem, budget_bytes, first)
     if budget_bytes is None:
         return best
     for solver in _others(problem):
@@ -40,12 +55,32 @@ def solve(problem: Problem, budget_bytes: int | None, options: SolverOptions) ->
             break
         rest = replace(options, start=best.steps, time_limit_s=clock.left())
         best = _better(best, solver(problem, budget_bytes, rest))
-    return replace(best, seconds=clock.seconds())
+    return best
+
+
+def _least(problem: Problem, best: Plan, options: SolverOptions, clock: Clock) -> Plan:
+    """A plan of less peak still, by halving what lies between it and what is proven.
+
+    A budget that no plan is found for counts as too small, though only some are proven so.
+    """
+    low = bound = best.peak_bound_bytes or 0
+    while clock.running() and best.peak_bytes - low > NEAR * best.peak_bytes:
+        budget = (low + best.peak_bytes) // 2
+        part = Clock(LEAST_PART * clock.left())
+        plan = _solve(problem, budget, replace(options, start=None), part)
+        bound = max(bound, plan.peak_bound_bytes or 0)
+        low = max(bound, budget if plan.peak_bytes > budget else low)
+        if plan.peak_bytes < best.peak_bytes:
+            best = plan
+    return replace(best, peak_bound_bytes=bound, time_bound_us=None)
 
 
 def _others(problem: Problem) -> list[Callable[[Problem, int | None, SolverOptions], Plan]]:
-    small = sum(map(len, all_runs(build_model(problem)))) <= FEW_RUNS
-    return [checkmate.solve, hrockmate.solve] if small else [hrockmate.solve]
+    return [checkmate.solve, hrockmate.solve] if _small(problem) else [hrockmate.solve]
+
+
+def _small(problem: Problem) -> bool:
+    return sum(map(len, all_runs(build_model(problem)))) <= FEW_RUNS
 
 
 def _settled(plan: Plan, problem: Problem) -> bool:

@@ -152,6 +152,8 @@ class Hierarchy:
         forward = len(cluster.forward)
         places = (*ops[:forward], -1, *ops[forward:])
         for pause in PAUSES:
+            if not self.clock.running():
+                return
             model = build_model(cluster_problem(parts, cluster, int(pause * whole)))
             for entry in self._pool(model).settled():
                 steps = steps_of(model.n, entry.runs())
@@ -160,7 +162,10 @@ class Hierarchy:
 
     def _pool(self, model: Model) -> Pool:
         pool = Pool(model)
+        pool.offer(State(model))
         for length in LENGTHS:
+            if not self.clock.running():
+                break
             search = Search(State(model), Taste(length))
             descend(search, pool, 0, min(MOST_WORK, WORK_PER_OP * model.n))
         most, least = State(model).max_peak(), pool.least().peak

@@ -20,6 +20,7 @@ from fxremat.core.problem import Problem
 from fxremat.planner import greedy
 from fxremat.planner.clock import Clock
 from fxremat.planner.improve import polish
+from fxremat.planner.model import build_model
 from fxremat.planner.options import Progress, SolverOptions
 from fxremat.planner.paths import descend
 from fxremat.planner.plans import make_plan
@@ -69,6 +70,15 @@ def solve(problem: Problem, budget_bytes: int | None, options: SolverOptions) ->
         time_bound_us=None if none_fits else refinement.bound_us,
         peak_bound_bytes=max(known.bound, budget_bytes + 1) if none_fits else known.bound,
     )
+
+
+def time_bound(problem: Problem, budget_bytes: int, options: SolverOptions) -> float:
+    """Microseconds that every schedule within the budget takes; infinite if there is none."""
+    pool = Pool(build_model(problem))
+    pool.offer(State(pool.model))
+    refinement = Refinement.at_the_peak(pool, budget_bytes, Clock(options.time_limit_s))
+    next(refinement.rounds(), None)
+    return max(refinement.bound_us, problem.base_time_us)
 
 
 def _progress(refinement: Refinement, clock: Clock) -> Progress:
