@@ -9,6 +9,7 @@ from fxremat.errors import (
     FxrematError,
     InfeasibleBudget,
     InvalidOption,
+    SolverRefused,
     VerificationFailed,
 )
 from fxremat.version import __version__
@@ -23,6 +24,7 @@ __all__ = [
     "FxrematError",
     "InfeasibleBudget",
     "InvalidOption",
+    "SolverRefused",
     "VerificationFailed",
     "__version__",
     "explain",

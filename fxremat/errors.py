@@ -111,6 +111,18 @@ class UnknownOption(InvalidOption):
         return f"there is no option {self.option!r}{hint} (options: {', '.join(self.choices)})"
 
 
+class SolverRefused(FxrematError):
+    """The solver that was asked for cannot plan this graph; ``reason`` says why and which can."""
+
+    def __init__(self, solver: str, reason: str) -> None:
+        super().__init__(solver, reason)
+        self.solver = solver
+        self.reason = reason
+
+    def __str__(self) -> str:
+        return f"solver {self.solver!r} cannot plan this graph: {self.reason}"
+
+
 class VerificationFailed(FxrematError):
     """What fxremat made is not what it promised: a bug of fxremat, caught before it could harm."""
 

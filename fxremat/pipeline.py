@@ -21,7 +21,7 @@ from fxremat.core.plan import Plan
 from fxremat.core.timeline import replay
 from fxremat.cost.device import device_spec
 from fxremat.cost.roofline import roofline_us
-from fxremat.errors import InfeasibleBudget, VerificationFailed
+from fxremat.errors import InfeasibleBudget, SolverRefused, VerificationFailed
 from fxremat.passes.joint_graph import JointGraph, is_tensor, read_joint_graph
 from fxremat.passes.memory_estimation import Estimate, OpTimer, estimate
 from fxremat.passes.recompute import Rewritten, apply_plan
@@ -153,10 +153,13 @@ class _Run:
         options = planner.SolverOptions(time_limit_s=self.request.solver_time_limit)
         question = (self.found.problem, budget, self.request.solver, options)
         with self.clock.stage("plan"):
-            if compat.caches_disabled():
-                return planner.solve(*question)
-            directory = Path(compat.cache_directory()) / "fxremat" / "plans"
-            plan, known = PlanCache(directory).solve(*question)
+            try:
+                if compat.caches_disabled():
+                    return planner.solve(*question)
+                directory = Path(compat.cache_directory()) / "fxremat" / "plans"
+                plan, known = PlanCache(directory).solve(*question)
+            except planner.Refused as refused:
+                raise SolverRefused(self.request.solver, str(refused)) from refused
         if known:
             log.debug("plan from the cache: %s, %d bytes", plan.solver, plan.peak_bytes)
         return plan

@@ -101,6 +101,18 @@ def test_an_impossible_budget_names_one_that_is_met() -> None:
     assert peak <= error.minimum_bytes
 
 
+def test_a_solver_that_cannot_take_the_graph_says_so(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr("fxremat.planner.checkmate.MOST_RUNS", 0)
+    model, x = seeded(Stack, 1024, 32)
+    plain = fxremat.explain(model, x, options=EAGER)
+    budget = (plain.minimum_peak_bytes + plain.keep_all_peak_bytes) // 2
+    with pytest.raises(BackendCompilerFailed) as caught:
+        compiled(model, memory_budget=budget, solver="checkmate")(x)
+    error = caught.value.inner_exception
+    assert isinstance(error, fxremat.SolverRefused)
+    assert "checkmate_pruned" in error.reason
+
+
 def test_the_reserve_is_part_of_what_is_promised() -> None:
     """A buffer that nothing reads is no input of the graph, but it is there: the reserve."""
     model, x = seeded(Stack, 1024, 32)

@@ -29,6 +29,7 @@ from fxremat.core.timeline import replay
 from fxremat.planner import SolverOptions
 from fxremat.planner.options import Progress
 from fxremat.planner.plans import make_plan
+from tests.chains import skipping
 from tests.conftest import Golden
 from tests.small import Stack, seeded
 from tests.test_planner_greedy import chain
@@ -395,6 +396,18 @@ def test_refused_in_one_line(
         assert error.count("\n") == 1, error
         lines.append(f"{name}: {error}")
     golden("".join(lines))
+
+
+def test_a_solver_that_cannot_take_the_problem_says_so(
+    tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    path = tmp_path / "skipping.json"
+    path.write_text(json.dumps(problem_to_json(skipping())))
+    assert main(["solve", str(path), "--budget", "80%", "--solver", "rotor"]) == 2
+    error = capsys.readouterr().err
+    assert error.count("\n") == 1
+    assert "not a chain" in error
+    assert "hrockmate" in error
 
 
 @pytest.mark.parametrize("arguments", [["solv"], ["trace", "a:b", "--out", "x", "--mode", "slow"]])

@@ -11,6 +11,7 @@ from fxremat.errors import (
     FxrematError,
     InfeasibleBudget,
     InvalidOption,
+    SolverRefused,
     UnknownOption,
     VerificationFailed,
     nearest,
@@ -31,6 +32,7 @@ ERRORS: dict[str, FxrematError] = {
     "choice": InvalidOption("solver", "gredy", "'auto' or 'greedy'", ("auto", "greedy")),
     "unknown": UnknownOption("memory_budgt", 8, ("memory_budget", "reserve")),
     "unknown, nothing near": UnknownOption("colour", 8, ("memory_budget", "reserve")),
+    "refused": SolverRefused("rotor", "it is no chain. Use the solver 'auto'."),
     "verification": VerificationFailed("peak of the plan", "step 3 needs 12 bytes, budget 10"),
 }
 

@@ -26,7 +26,7 @@ from fxremat.planner import (
 )
 from fxremat.planner.bound import peak_bound
 from fxremat.planner.model import build_model
-from fxremat.planner.options import SolverOptions
+from fxremat.planner.options import Refused, SolverOptions
 
 Solver = Callable[[Problem, int | None, SolverOptions], Plan]
 
@@ -52,7 +52,7 @@ def solve(
 ) -> Plan:
     """The plan of the named solver.
 
-    Raises what the solver raises where it cannot take the problem: `rotor.NotAChain`,
+    Raises `Refused` where the solver cannot take the problem: `rotor.NotAChain`,
     `checkmate.TooManyRuns`, `moccasin.NotInstalled`.
     """
     if solver not in SOLVERS:
@@ -77,4 +77,4 @@ def front(problem: Problem, options: SolverOptions | None = None) -> tuple[Plan,
     return greedy.front(problem, options or SolverOptions())
 
 
-__all__ = ["SOLVERS", "Solver", "SolverOptions", "front", "solve"]
+__all__ = ["SOLVERS", "Refused", "Solver", "SolverOptions", "front", "solve"]

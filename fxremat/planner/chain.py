@@ -23,6 +23,7 @@ import numpy.typing as npt
 
 from fxremat.core.problem import Problem
 from fxremat.planner.model import INPUT, Model, build_model
+from fxremat.planner.options import Refused
 
 MOST_FIXED = 0.5
 """Part of the bytes saved for the backward that may be fixed before it is no chain any more."""
@@ -31,7 +32,7 @@ LARGE = 20
 a chain even if its backward reads the values of one block only."""
 
 
-class NotAChain(ValueError):
+class NotAChain(Refused, ValueError):
     """The problem is no chain of forward and backward blocks."""
 
     def __init__(self, reason: str) -> None:

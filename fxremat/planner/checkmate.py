@@ -25,7 +25,7 @@ from fxremat.planner.bound import peak_bound
 from fxremat.planner.clock import Clock
 from fxremat.planner.mip import Solution, Status
 from fxremat.planner.model import Model, build_model
-from fxremat.planner.options import Progress, SolverOptions
+from fxremat.planner.options import Progress, Refused, SolverOptions
 from fxremat.planner.plans import make_plan
 from fxremat.planner.pool import steps_of
 from fxremat.planner.reruns import all_runs, near_runs, with_runs
@@ -49,7 +49,7 @@ CAREFUL = 1e-7
 """By this part a bound is lowered: HiGHS computes in floating point."""
 
 
-class TooManyRuns(ValueError):
+class TooManyRuns(Refused, ValueError):
     """The problem is too large for the full programme."""
 
     def __init__(self, count: int) -> None:

@@ -36,7 +36,7 @@ from fxremat.planner import retention
 from fxremat.planner.bound import peak_bound
 from fxremat.planner.clock import Clock
 from fxremat.planner.model import Model, build_model
-from fxremat.planner.options import Progress, SolverOptions
+from fxremat.planner.options import Progress, Refused, SolverOptions
 from fxremat.planner.plans import make_plan
 from fxremat.planner.pool import steps_of
 from fxremat.planner.reruns import all_runs
@@ -54,7 +54,7 @@ GLANCE = 0.1
 """Seconds between two looks at the clock."""
 
 
-class NotInstalled(ImportError):
+class NotInstalled(Refused, ImportError):
     """OR-Tools is missing."""
 
     def __str__(self) -> str:
@@ -64,7 +64,7 @@ class NotInstalled(ImportError):
         )
 
 
-class Failed(RuntimeError):
+class Failed(Refused, RuntimeError):
     """The process of CP-SAT came to a bad end."""
 
     def __init__(self, output: str) -> None:

@@ -6,6 +6,10 @@ from collections.abc import Callable
 from dataclasses import dataclass, field
 
 
+class Refused(Exception):
+    """A solver cannot take the problem; the message says which can, or what is missing."""
+
+
 @dataclass(frozen=True)
 class Progress:
     """How far a solver is: microseconds of the best plan so far, and proven for every plan."""
