@@ -37,6 +37,8 @@ log = logging.getLogger(__name__)
 
 MAX_REHEARSALS = 6
 LOWEST_PERCENT = (100, 108, 120)  # of the least planned peak: what the last attempts aim at
+LEAST_SOLVER = "greedy"
+"""Its limits count work, never time."""
 CLOSE_ENOUGH = 0.02  # a plan this near below the budget is not improved any further
 
 
@@ -148,10 +150,10 @@ class _Run:
         total = self.request.budget_bytes
         return None if total is None else total - self.request.held_bytes
 
-    def answer(self, budget: int | None) -> Plan:
+    def answer(self, budget: int | None, solver: str) -> Plan:
         """The planner's plan, or the one it gave when it was asked the same before."""
         options = planner.SolverOptions(time_limit_s=self.request.solver_time_limit)
-        question = (self.found.problem, budget, self.request.solver, options)
+        question = (self.found.problem, budget, solver, options)
         with self.clock.stage("plan"):
             try:
                 if compat.caches_disabled():
@@ -159,13 +161,14 @@ class _Run:
                 directory = Path(compat.cache_directory()) / "fxremat" / "plans"
                 plan, known = PlanCache(directory).solve(*question)
             except planner.Refused as refused:
-                raise SolverRefused(self.request.solver, str(refused)) from refused
+                raise SolverRefused(solver, str(refused)) from refused
         if known:
             log.debug("plan from the cache: %s, %d bytes", plan.solver, plan.peak_bytes)
         return plan
 
-    def solve(self, budget: int | None) -> Plan:
-        plan = self.answer(budget)
+    def solve(self, budget: int | None, solver: str | None = None) -> Plan:
+        """The plan of the solver that the user asked for, or of another."""
+        plan = self.answer(budget, solver or self.request.solver)
         if self.request.verify:
             with self.clock.stage("verify"):
                 _check_plan(self.found, plan)
@@ -304,14 +307,15 @@ class _Search:
     def least(self) -> Split:
         """The lowest real peak among the plans of lowest planned peak.
 
-        Which plans these are does not depend on the budget: the minimum that an error names is
-        found again when it is asked for.
+        Which plans these are does not depend on the budget, nor on how fast the machine is: the
+        minimum that an error names is found again when it is asked for.
         """
         self.hold = True
-        lowest = self.run.solve(0)
+        lowest = self.run.solve(0, LEAST_SOLVER)
         splits = []
         for percent in LOWEST_PERCENT:
-            splits.append(self.try_plan(self.run.solve(lowest.peak_bytes * percent // 100)))
+            target = lowest.peak_bytes * percent // 100
+            splits.append(self.try_plan(self.run.solve(target, LEAST_SOLVER)))
             if self.best is not None:
                 return self.best
         return min(splits, key=lambda split: split.peak_bytes)
@@ -407,7 +411,7 @@ def _at_peak(run: _Run, split: Split) -> list[Row]:
 def _report(run: _Run, split: Split, rehearsals: int, graph: int) -> Report:
     problem, plan = run.found.problem, split.plan
     keep_all = replay(problem, problem.base_steps())
-    least = run.answer(0)
+    least = run.answer(0, LEAST_SOLVER)
     sizes = problem.bytes_of
     saved = [
         Row(describe(node), sizes.get(node.name, 0))

@@ -39,7 +39,7 @@ class Known:
     def plan(self, index: int) -> Plan:
         return Plan((f"plan {index}",), "known", None, self.peaks[index][0], 100.0 + index)
 
-    def solve(self, budget: int) -> Plan:
+    def solve(self, budget: int, solver: str | None = None) -> Plan:
         """The cheapest plan under the budget, or that of least peak."""
         fits = [i for i, (model, _) in enumerate(self.peaks) if model <= budget]
         return self.plan(min(fits, default=len(self.peaks) - 1))
