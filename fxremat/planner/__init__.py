@@ -25,6 +25,7 @@ from fxremat.planner import (
     rotor,
 )
 from fxremat.planner.bound import peak_bound
+from fxremat.planner.front import front
 from fxremat.planner.model import build_model
 from fxremat.planner.options import Refused, SolverOptions
 
@@ -70,11 +71,6 @@ def _proves(plan: Plan, problem: Problem) -> bool:
     """Whether more is known of its time than that nothing is faster than keep-all."""
     base = problem.base_time_us
     return plan.time_us <= base or (plan.time_bound_us or base) > base
-
-
-def front(problem: Problem, options: SolverOptions | None = None) -> tuple[Plan, ...]:
-    """Non-dominated plans: peak strictly decreasing, time strictly increasing."""
-    return greedy.front(problem, options or SolverOptions())
 
 
 __all__ = ["SOLVERS", "Refused", "Solver", "SolverOptions", "front", "solve"]

@@ -32,7 +32,7 @@ from fxremat.planner.clusters import (
 )
 from fxremat.planner.improve import polish
 from fxremat.planner.instants import Refinement
-from fxremat.planner.mip import Solution
+from fxremat.planner.mip import Solution, Watch
 from fxremat.planner.model import Model, build_model
 from fxremat.planner.options import Progress, SolverOptions
 from fxremat.planner.paths import descend
@@ -66,6 +66,7 @@ ROUNDS = 3
 MORE_ROOM = 0.04
 """Part of the budget by which it is exceeded to find a schedule to begin with."""
 REPAIR = 200_000
+"""Work to evict from a schedule that does not fit, in the units of `State.work`."""
 PAUSE = "pause"
 
 
@@ -83,14 +84,12 @@ def solve(
         known = known_plan(problem, budget_bytes, options)
         pool = Pool(model)
         pool.offer(State(model, without_idle(model, runs_of(model, known.steps))))
-        hierarchy = Hierarchy(clock, cutter)
-        hierarchy.fill(pool, budget_bytes, NODES)
+        watch = _watch(options, clock, known.time_us if known.peak_bytes <= budget_bytes else None)
+        Hierarchy(clock, cutter, watch=watch).fill(pool, budget_bytes, NODES)
         polish(pool, budget_bytes, options.seed, clock)
         entry = pool.best(budget_bytes) or pool.least()
         found = make_plan(problem, model.names(steps_of(model.n, entry.runs())), NAME)
         best = min((known, found), key=lambda p: (max(p.peak_bytes, budget_bytes), p.time_us))
-    if options.progress is not None:
-        options.progress(Progress(NAME, clock.seconds(), best.time_us, None))
     return make_plan(
         problem,
         best.steps,
@@ -101,6 +100,14 @@ def solve(
     )
 
 
+def _watch(options: SolverOptions, clock: Clock, time_us: float | None) -> Watch | None:
+    """Tells how long it takes; what a programme believes of time is not known to be so."""
+    tell = options.progress
+    if tell is None:
+        return None
+    return lambda _objective, _bound: tell(Progress(NAME, clock.seconds(), time_us, None))
+
+
 @dataclass
 class Hierarchy:
     """Plans for graphs of any size; the options of each distinct cluster are found once."""
@@ -108,13 +115,14 @@ class Hierarchy:
     clock: Clock
     cutter: Cutter | None = None
     shares: bool = True
+    watch: Watch | None = None
     solved: dict[Shape, list[tuple[int, ...]]] = field(default_factory=dict)
 
     def fill(self, pool: Pool, budget: int, nodes: int) -> None:
         """Offer what the programme over clusters finds for the budget."""
         level = self.level(pool.model)
         if level is not None:
-            level.fill(pool, budget, nodes, self.clock)
+            level.fill(pool, budget, nodes, self.clock, self.watch)
 
     def level(self, model: Model) -> Level | None:
         """The clusters of a model with their options; None where there is nothing to cut."""
@@ -175,7 +183,7 @@ class Hierarchy:
             if not self.clock.running():
                 break
             if level is not None:
-                level.fill(pool, budget, INNER_NODES, self.clock)
+                level.fill(pool, budget, INNER_NODES, self.clock, self.watch)
             else:
                 rounds = Refinement.at_the_peak(pool, budget, self.clock).rounds()
                 for state in islice(rounds, LEAF_ROUNDS):
@@ -190,7 +198,9 @@ class Level:
     parts: Decomposition
     options: list[list[Option]]
 
-    def fill(self, pool: Pool, budget: int, nodes: int, clock: Clock) -> None:
+    def fill(
+        self, pool: Pool, budget: int, nodes: int, clock: Clock, watch: Watch | None = None
+    ) -> None:
         """Offer the best schedules of two programmes: without repeats of clusters, and with them.
 
         The second chooses from the options that the first one took, and starts from it.
@@ -200,7 +210,7 @@ class Level:
         room = budget
         for _ in range(ROUNDS):
             choice = Quotient(self.parts, runs, room, repeats=False)
-            chosen = choice.mip.solve(clock, nodes=nodes, gap=GAP)
+            chosen = choice.mip.solve(clock, nodes=nodes, gap=GAP, watch=watch)
             over = self._offer(pool, choice, chosen, budget)
             if over == 0:
                 break
@@ -210,7 +220,7 @@ class Level:
         start = None
         if chosen.values is not None and room <= budget:
             start = whole.start(choice, chosen)
-        found = whole.mip.solve(clock, nodes=nodes, gap=GAP, start=start)
+        found = whole.mip.solve(clock, nodes=nodes, gap=GAP, start=start, watch=watch)
         self._offer(pool, whole, found, budget)
 
     def _offer(self, pool: Pool, programme: Quotient, solution: Solution, budget: int) -> int:

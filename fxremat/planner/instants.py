@@ -45,8 +45,14 @@ REPAIR = 200_000
 def solve(problem: Problem, budget_bytes: int | None, options: SolverOptions) -> Plan:
     """The plan of least time within the budget, or of least peak where none fits."""
     clock = Clock(options.time_limit_s)
-    known = greedy.found(problem, options)
-    plan = known.choose(budget_bytes)
+    return improved(greedy.found(problem, options), budget_bytes, options, clock)
+
+
+def improved(
+    known: greedy.Found, budget_bytes: int | None, options: SolverOptions, clock: Clock
+) -> Plan:
+    """The same, from what the greedy solver found."""
+    plan, problem = known.choose(budget_bytes), known.model.problem
     if budget_bytes is None or plan.time_us <= problem.base_time_us:
         return replace(plan, solver=NAME, budget_bytes=budget_bytes)
     pool = Pool(known.model, entries=sorted(known.entries, key=lambda entry: entry.peak))
