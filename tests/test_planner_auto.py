@@ -1,0 +1,66 @@
+"""The default: what several solvers find and prove, put together."""
+
+from __future__ import annotations
+
+from dataclasses import replace
+
+import pytest
+from hypothesis import given, settings
+from hypothesis import strategies as st
+
+from fxremat.core.plan import Plan
+from fxremat.core.problem import Problem
+from fxremat.core.timeline import replay
+from fxremat.planner import SolverOptions, auto, solve
+from tests.brute import least_time
+from tests.chains import blocks, chains, homogeneous, skipping
+
+
+def peak(problem: Problem) -> int:
+    return replay(problem, problem.base_steps()).peak_bytes
+
+
+@settings(max_examples=25, deadline=None)
+@given(chains(2, 3), st.integers(40, 100))
+def test_small_problems_are_solved_and_proven(problem: Problem, percent: int) -> None:
+    budget = peak(problem) * percent // 100
+    plan, best = solve(problem, budget), least_time(problem, budget)
+    if best is None:
+        assert plan.peak_bytes > budget
+        assert least_time(problem, plan.peak_bytes) is not None
+        return
+    assert plan.peak_bytes <= budget
+    assert plan.time_us <= best[0] + auto.CLOSE * problem.base_time_us
+    assert plan.time_bound_us is not None
+    assert plan.time_bound_us <= best[0] * (1 + 1e-9)
+
+
+def test_the_least_peak_of_a_small_problem_is_searched_for() -> None:
+    """The greedy solver gets down to 15 bytes."""
+    plan = solve(homogeneous(6), 8)
+    assert plan.peak_bytes == plan.peak_bound_bytes == 11
+    assert plan.budget_bytes == 8
+    assert replay(homogeneous(6), plan.steps).peak_bytes == 11
+
+
+@pytest.mark.parametrize("problem", [blocks(10), skipping()])
+@pytest.mark.parametrize("percent", [80, 60])
+def test_never_worse_than_the_first_solver(problem: Problem, percent: int) -> None:
+    budget = peak(problem) * percent // 100
+    first, best = solve(problem, budget, "instants"), solve(problem, budget)
+    assert best.time_us <= first.time_us * (1 + 1e-9)
+    assert (best.time_bound_us or 0) >= (first.time_bound_us or 0) * (1 - 1e-9)
+
+
+def test_what_one_proves_holds_for_the_plan_of_the_other() -> None:
+    fast = Plan(("a",), "fast", 10, 9, 100.0, time_bound_us=80.0, peak_bound_bytes=5)
+    slow = Plan(("b",), "slow", 10, 8, 110.0, time_bound_us=95.0, peak_bound_bytes=7)
+    both = auto._better(slow, fast)
+    assert (both.solver, both.time_bound_us, both.peak_bound_bytes) == ("fast", 95.0, 7)
+    tight = replace(fast, peak_bytes=11)
+    assert auto._better(slow, tight).solver == "slow"
+
+
+def test_stops_at_once() -> None:
+    plan = solve(blocks(12), peak(blocks(12)) // 2, "auto", SolverOptions(time_limit_s=0.0))
+    assert plan.steps
