@@ -24,7 +24,9 @@ SECONDS, SECONDS_PER_OP, MOST_SECONDS = 2.0, 0.005, 20.0
 """Time limit where the caller gives none: small against the time to compile such a graph."""
 FIRST_PART = 0.5
 """Of the time, for the solver over instants."""
-LEAST_PART = 0.3
+LITTLE_LESS = 0.96
+"""Of the least peak found, a budget that is tried on a problem that is not small."""
+LEAST_PART = 0.5
 """Of the time left, for one budget on the way to the least."""
 NEAR = 0.01
 """Of the least peak: a bound so near to it is not worked on any more."""
@@ -37,7 +39,7 @@ def solve(problem: Problem, budget_bytes: int | None, options: SolverOptions) ->
         limit = min(MOST_SECONDS, SECONDS + SECONDS_PER_OP * len(problem.ops))
     clock = Clock(limit)
     best = _solve(problem, budget_bytes, options, clock)
-    if budget_bytes is not None and best.peak_bytes > budget_bytes and _small(problem):
+    if budget_bytes is not None and best.peak_bytes > budget_bytes:
         best = replace(_least(problem, best, options, clock), budget_bytes=budget_bytes)
     return replace(best, seconds=clock.seconds())
 
@@ -59,19 +61,23 @@ def _solve(
 
 
 def _least(problem: Problem, best: Plan, options: SolverOptions, clock: Clock) -> Plan:
-    """A plan of less peak still, by halving what lies between it and what is proven.
+    """A plan of less peak still, or a proof that not much less will do.
 
-    A budget that no plan is found for counts as too small, though only some are proven so.
+    Small problems: by halving what lies between the least peak and what is proven. A budget that
+    no plan is found for counts as too small, though only some are proven so.
     """
     low = bound = best.peak_bound_bytes or 0
+    small = _small(problem)
     while clock.running() and best.peak_bytes - low > NEAR * best.peak_bytes:
-        budget = (low + best.peak_bytes) // 2
+        budget = (low + best.peak_bytes) // 2 if small else int(LITTLE_LESS * best.peak_bytes)
         part = Clock(LEAST_PART * clock.left())
         plan = _solve(problem, budget, replace(options, start=None), part)
         bound = max(bound, plan.peak_bound_bytes or 0)
         low = max(bound, budget if plan.peak_bytes > budget else low)
         if plan.peak_bytes < best.peak_bytes:
             best = plan
+        elif not small:
+            break
     return replace(best, peak_bound_bytes=bound, time_bound_us=None)
 
 

@@ -136,11 +136,15 @@ class Refinement:
             if runs is None:
                 return
             state = State(self.pool.model, runs)
-            new = [stage for stage in self._worst(state) if stage not in self.reserve]
+            new = [*dict.fromkeys(filter(None, map(self._further, self._worst(state))))]
             self.reserve.update(dict.fromkeys(new[: MOST_INSTANTS - len(self.reserve)], 0))
             yield state
             if not new or len(self.reserve) == MOST_INSTANTS:
                 return
+
+    def _further(self, stage: int) -> int | None:
+        """The stage as an instant; if it is one, that before, to see the runs in between."""
+        return next((s for s in (stage, stage - 1) if s > 0 and s not in self.reserve), None)
 
     def _leave_free(self) -> Iterator[State]:
         last: tuple[float, int] | None = None

@@ -32,6 +32,8 @@ GAP = 1e-5
 """Of what is added to the time of keep-all."""
 CLOSE = 1e-4
 """Of the time of keep-all: a choice near the relaxation that is so good is not improved."""
+SHORT = 1
+"""Stages from an instant to the next, in whose window the bytes of each run count."""
 CAREFUL = 1e-7
 """By this part a bound is lowered: HiGHS computes in floating point."""
 
@@ -78,6 +80,8 @@ class Relaxation:
     held: list[dict[int, int | None]] = field(default_factory=list)
     """Column of each value that may be live at the instant; None where it must be."""
     again: list[dict[int, int]] = field(default_factory=list)
+    over: list[dict[int, int]] = field(default_factory=list)
+    """Column of each value that the first run at the instant may write over."""
     fits: bool = True
 
     def __post_init__(self) -> None:
@@ -94,6 +98,8 @@ class Relaxation:
         if len(self.instants) > 1:
             for j in range(len(self.instants) - 1):
                 self._once_for_all_windows(j)
+                if self.instants[j + 1] - self.instants[j] <= SHORT:
+                    self._runs_fit(j)
 
     # -- columns ---------------------------------------------------------------------------
 
@@ -128,31 +134,47 @@ class Relaxation:
     def _bytes_fit(self, j: int) -> None:
         """sum(bytes[v] held[v, j]) + what is there in any case <= budget - reserve[j]"""
         model, stage = self.model, self.instants[j]
-        fixed = model.problem.resident_bytes + model.workspace[stage] - self._in_place(stage)
-        fixed += sum(
-            size
-            for value, size in enumerate(model.bytes)
-            if model.kept[value] and model.writer[value] <= stage
-        )
-        terms: list[Term] = []
+        over, terms = self._write_over(j)
+        fixed = self._fixed_bytes(stage) + model.workspace[stage] - over
         unit = UNIT / max(1, self.budget)
         for value, column in self.held[j].items():
             if column is None:
                 fixed += model.bytes[value]
             else:
                 terms.append((column, model.bytes[value] * unit))
-        room = self.budget - self.reserve[stage] - fixed
-        self.fits = self.fits and room >= 0
-        self.mip.row(terms, high=room * unit)
+        room = (self.budget - self.reserve[stage] - fixed) * unit
+        self.fits = self.fits and room >= sum(factor for _, factor in terms if factor < 0)
+        self.mip.row(terms, high=room)
 
-    def _in_place(self, stage: int) -> int:
-        """Bytes that the first run may write over what it reads for the last time, at most."""
-        model, shared = self.model, dict[int, int]()
+    def _fixed_bytes(self, stage: int) -> int:
+        """Resident values and the outputs there are."""
+        model = self.model
+        return model.problem.resident_bytes + sum(
+            size
+            for value, size in enumerate(model.bytes)
+            if model.kept[value] and model.writer[value] <= stage
+        )
+
+    def _write_over(self, j: int) -> tuple[int, list[Term]]:
+        """Bytes that the first run may write over what it reads for the last time, at most.
+
+        Where a later first run reads the value, too, it must be written again in between:
+        over[v] <= sum(again[writer of v, i], i >= j)
+        """
+        model, stage = self.model, self.instants[j]
+        shared, terms = dict[int, int](), list[Term]()
+        self.over.append({})
         for read, write in model.inplace[stage]:
-            if model.droppable(read) or self.needs.first_runs[read] <= stage:
-                size = min(model.bytes[read], model.bytes[write])
+            size = min(model.bytes[read], model.bytes[write])
+            if self.needs.first_runs[read] <= stage:
                 shared[write] = max(size, shared.get(write, 0))
-        return sum(shared.values())
+            elif model.droppable(read):
+                over = self.over[j].setdefault(read, self.mip.binary())
+                runs = [window.get(model.writer[read]) for window in self.again[j:]]
+                found: list[Term] = [(column, -1.0) for column in runs if column is not None]
+                self.mip.row([(over, 1.0), *found], high=0.0)
+                terms.append((over, -size * UNIT / max(1, self.budget)))
+        return sum(shared.values()), terms
 
     def _first_runs_find_their_reads(self, j: int) -> None:
         """held[v, j] + again[writer of v, j] >= 1 for first runs in the window that read v"""
@@ -176,6 +198,45 @@ class Relaxation:
             if self.model.writer[value] <= self.instants[j] and value not in done:
                 demand = (1.0, []) if column is None else (0.0, [(column, 1.0)])
                 self._at_least(j, value, demand)
+
+    def _runs_fit(self, j: int) -> None:
+        """What an op needs that runs again, beside what stays from instant j to the next, fits.
+
+        stays[v] >= held[v, j] + held[v, j + 1] - 1 - again[writer of v, j]
+        sum(bytes[v] stays[v], v that q does not touch) + bytes of q again[q, j] <= budget
+        """
+        model, unit = self.model, UNIT / max(1, self.budget)
+        room, stays = self.budget - self._fixed_bytes(self.instants[j]), dict[int, int]()
+        for value, column in self.held[j].items():
+            if value not in self.held[j + 1]:
+                continue
+            known = [c for c in (column, self.held[j + 1][value]) if c is not None]
+            run = self.again[j].get(model.writer[value])
+            if not known and run is None:
+                room -= model.bytes[value]
+                continue
+            stays[value] = self.mip.real()
+            terms: list[Term] = [(stays[value], 1.0), *((c, -1.0) for c in known)]
+            terms += [] if run is None else [(run, 1.0)]
+            self.mip.row(terms, low=1.0 - len(known))
+        total = self.mip.real(high=UNIT)
+        parts = [(column, model.bytes[value] * unit) for value, column in stays.items()]
+        self.mip.row([*parts, (total, -1.0)], 0.0, 0.0)
+        for op, column in self.again[j].items():
+            touched = {*model.reads[op], *model.writes[op]}
+            own = [value for value in touched if value in stays or self._comes_and_goes(j, value)]
+            size = model.workspace[op] + sum(model.bytes[value] for value in own)
+            size -= sum(min(model.bytes[r], model.bytes[w]) for r, w in model.inplace[op])
+            terms = [(total, 1.0), (column, size * unit)]
+            terms += [(stays[v], -model.bytes[v] * unit) for v in touched if v in stays]
+            self.mip.row(terms, high=room * unit)
+
+    def _comes_and_goes(self, j: int, value: int) -> bool:
+        """Whether the value is not one whose bytes are there throughout the window anyway."""
+        if self.model.kept[value]:
+            return False
+        certain = self.held[j].get(value, -1) is None and self.held[j + 1].get(value, -1) is None
+        return not certain or self.model.writer[value] in self.again[j]
 
     def _once_for_all_windows(self, j: int) -> None:
         """The same from instant j to the end: tighter where runs in several windows add up.
@@ -252,9 +313,10 @@ class Relaxation:
         return base + max(0.0, solution.bound / UNIT * base * (1 - CAREFUL))
 
     def held_in(self, solution: Solution) -> Iterator[tuple[int, set[int]]]:
-        """The instants, as stages, and the values live at each."""
-        for stage, columns in zip(self.instants, self.held, strict=True):
-            yield stage, {v for v, c in columns.items() if c is None or solution.chosen(c)}
+        """The instants, as stages, and the values that outlive each."""
+        for stage, columns, over in zip(self.instants, self.held, self.over, strict=True):
+            gone = {v for v, c in over.items() if solution.chosen(c)}
+            yield stage, {v for v, c in columns.items() if c is None or solution.chosen(c)} - gone
 
 
 def runs_for(model: Model, held: Mapping[int, set[int]]) -> list[tuple[int, int]]:
