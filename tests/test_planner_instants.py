@@ -89,6 +89,45 @@ def test_another_instant_never_lowers_the_bound() -> None:
     assert bounds[0] > problem.base_time_us
 
 
+def test_bytes_of_runs_between_neighbouring_instants_count() -> None:
+    """Without c the op "peak" fits, but c comes from a value that has no room beside w."""
+    values = [Value("a", 1), Value("big", 50), Value("c", 10), Value("w", 30), Value("p", 0)]
+    ops = [
+        Op("a", (), ("a",), 1.0),
+        Op("big", ("a",), ("big",), 1.0),
+        Op("c", ("big",), ("c",), 1.0),
+        Op("w", ("a",), ("w",), 1.0, repeatable=False),
+        Op("peak", ("w",), ("p",), 1.0, 30, repeatable=False),
+        Op("last", ("c", "w", "p"), ("out",), 1.0, repeatable=False),
+    ]
+    values.append(Value("out", 0))
+    problem = validate(Problem("neighbours", tuple(values), tuple(ops), outputs=("out",)))
+    assert least_time(problem, 65) is None
+    alone, both = relaxation(problem, 65, 4), relaxation(problem, 65, 4, 5)
+    assert math.isfinite(alone.time_bound_us(alone.solve(NO_LIMIT)))
+    assert both.time_bound_us(both.solve(NO_LIMIT)) == math.inf
+
+
+def test_what_is_written_over_and_read_later_runs_again() -> None:
+    values = (Value("x", 1), Value("v", 10), Value("e", 10), Value("out", 0))
+    ops = (
+        Op("v", ("x",), ("v",), 4.0),
+        Op("e", ("v",), ("e",), 1.0, repeatable=False, inplace=(("v", "e"),)),
+        Op("f", ("e",), ("out",), 1.0, repeatable=False),
+        Op("g", ("v",), ("last",), 1.0, repeatable=False),
+    )
+    values = (*values, Value("last", 0))
+    problem = validate(Problem("over", values, ops, ("x",), outputs=("out", "last")))
+    found = relaxation(problem, 11, 1)
+    solution = found.solve(NO_LIMIT)
+    assert found.time_bound_us(solution) == pytest.approx(problem.base_time_us + 4.0)
+    best = least_time(problem, 11)
+    assert best is not None
+    assert best[0] == problem.base_time_us + 4.0
+    model = build_model(problem)
+    assert State(model, runs_for(model, dict(found.held_in(solution)))).max_peak() == 11
+
+
 # --- schedules -----------------------------------------------------------------------------------
 
 
