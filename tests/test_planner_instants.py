@@ -109,14 +109,14 @@ def test_bytes_of_runs_between_neighbouring_instants_count() -> None:
 
 
 def test_what_is_written_over_and_read_later_runs_again() -> None:
-    values = (Value("x", 1), Value("v", 10), Value("e", 10), Value("out", 0))
+    sizes = {"x": 1, "v": 10, "e": 10, "out": 0, "last": 0}
+    values = tuple(Value(name, size) for name, size in sizes.items())
     ops = (
         Op("v", ("x",), ("v",), 4.0),
         Op("e", ("v",), ("e",), 1.0, repeatable=False, inplace=(("v", "e"),)),
         Op("f", ("e",), ("out",), 1.0, repeatable=False),
         Op("g", ("v",), ("last",), 1.0, repeatable=False),
     )
-    values = (*values, Value("last", 0))
     problem = validate(Problem("over", values, ops, ("x",), outputs=("out", "last")))
     found = relaxation(problem, 11, 1)
     solution = found.solve(NO_LIMIT)
