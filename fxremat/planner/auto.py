@@ -20,9 +20,9 @@ CLOSE = 2e-3
 """Of the time of keep-all: a plan so near to its bound is not worked on any more."""
 FEW_RUNS = 8_000
 """Repeats to choose from in a problem that the full programme of Checkmate mostly solves."""
-SECONDS, SECONDS_PER_OP, MOST_SECONDS = 2.0, 0.005, 20.0
+SECONDS, SECONDS_PER_OP, MOST_SECONDS = 3.0, 0.008, 20.0
 """Time limit where the caller gives none: small against the time to compile such a graph."""
-FIRST_PART = 0.5
+FIRST_PART = 0.7
 """Of the time, for the solver over instants."""
 LITTLE_LESS = 0.96
 """Of the least peak found, a budget that is tried on a problem that is not small."""

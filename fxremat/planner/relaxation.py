@@ -26,8 +26,8 @@ UNIT = 1000.0
 """Budget and time of keep-all in the units of the MILP."""
 FEW_COLUMNS, MANY_COLUMNS = 1_500, 4_000
 """With few, the MILP is solved to the end; with many, near its linear relaxation only."""
-NODES, FEW_NODES = 400, 50
-"""For one instant, and for several."""
+NODES, FEW_NODES, ROOT = 400, 50, 1
+"""For one instant, for several, and for several that leave bytes free, which prove nothing."""
 GAP = 1e-5
 """Of what is added to the time of keep-all."""
 CLOSE = 1e-4
@@ -297,14 +297,15 @@ class Relaxation:
         """
         if not self.fits:
             return Solution(Status.INFEASIBLE, None, float("inf"), float("inf"))
+        few = ROOT if any(self.reserve.values()) else FEW_NODES
         if len(self.mip.cost) <= FEW_COLUMNS:
-            nodes = NODES if len(self.instants) == 1 else FEW_NODES
+            nodes = NODES if len(self.instants) == 1 else few
             return self.mip.solve(clock, nodes=nodes, gap=GAP)
-        near = self.mip.solve_near(self.mip.relaxed(clock), clock, nodes=FEW_NODES, gap=GAP)
+        near = self.mip.solve_near(self.mip.relaxed(clock), clock, nodes=few, gap=GAP)
         close = near.objective - near.bound <= CLOSE * UNIT
         if close or len(self.mip.cost) > MANY_COLUMNS:
             return near
-        found = self.mip.solve(clock, nodes=FEW_NODES, gap=GAP, start=near.values)
+        found = self.mip.solve(clock, nodes=few, gap=GAP, start=near.values)
         return found if found.values is not None else replace(near, bound=found.bound)
 
     def time_bound_us(self, solution: Solution) -> float:
