@@ -18,7 +18,6 @@ from __future__ import annotations
 from collections.abc import Iterable, Iterator
 from operator import le
 
-from fxremat.core.problem import Op, Problem, Value
 from fxremat.planner.chain import Block, Chain
 from fxremat.planner.chain_costs import (
     Option,
@@ -29,23 +28,13 @@ from fxremat.planner.chain_costs import (
 from fxremat.planner.clock import Clock
 from fxremat.planner.mip import Mip, Term
 from fxremat.planner.model import build_model
-from fxremat.planner.paths import descend
-from fxremat.planner.pool import Pool, steps_of
-from fxremat.planner.search import Search, Taste
-from fxremat.planner.state import State
+from fxremat.planner.paused import PAUSES, backwards, evicted, paused_problem
 
 GRID = 10
 """Numbers of bytes held for which the integer programme is solved."""
 NODES = 2_000
 MOST_OPTIONS = 40
 """Options of one block; the table takes time in proportion to them."""
-PAUSES = (0.0, 0.5, 1.0)
-"""Bytes of the pause, as a part of what the block holds at most."""
-LENGTHS = (0.0, 0.5, 1.0)
-WORK_PER_OP = 6_000
-MOST_WORK = 400_000
-"""Work of one eviction path, in the units of `State.work` (about a microsecond each)."""
-PAUSE = "pause"
 Shape = tuple[object, ...]
 
 
@@ -69,7 +58,7 @@ class BlockOptions:
         return list(dict.fromkeys([keep_all(block), *moved]))
 
     def _solve(self, chain: Chain, block: Block) -> list[Option]:
-        options = [*held_options(chain, block, self.clock), *path_options(chain, block)]
+        options = [*held_options(chain, block, self.clock), *path_options(chain, block, self.clock)]
         return pareto(chain, block, options)
 
 
@@ -184,54 +173,19 @@ def _with_runs(chain: Chain, block: Block, held: frozenset[int]) -> tuple[int, .
 # -- eviction paths --------------------------------------------------------------------------
 
 
-def path_options(chain: Chain, block: Block) -> Iterator[Option]:
+def path_options(chain: Chain, block: Block, clock: Clock) -> Iterator[Option]:
     """The backward of what evictions find for the block's own problem, with several pauses."""
-    ops = (*block.forward, -1, *block.backward)
     whole = sum(chain.model.bytes[value] for value in block.reach) + max(
         chain.model.own_bytes[op] for op in (*block.forward, *block.backward)
     )
     for pause in PAUSES:
-        model = build_model(block_problem(chain, block, int(pause * whole)))
-        pool = Pool(model)
-        for length in LENGTHS:
-            search = Search(State(model), Taste(length))
-            descend(search, pool, 0, min(MOST_WORK, WORK_PER_OP * model.n))
-        for entry in pool.settled():
-            steps = steps_of(model.n, entry.runs())
-            after = steps[steps.index(len(block.forward)) + 1 :]
-            yield Option(tuple(ops[k] for k in after))
-
-
-def block_problem(chain: Chain, block: Block, pause_bytes: int) -> Problem:
-    """The block alone: what comes from outside is there, what goes outside stays."""
-    model = chain.model
-    ops = [_op(chain, block, op) for op in block.forward]
-    ops.append(Op(PAUSE, (), (), 0.0, pause_bytes, "any", False))
-    ops.extend(_op(chain, block, op) for op in block.backward)
-    written = {name for op in ops for name in op.writes}
-    names = dict.fromkeys(name for op in ops for name in (*op.reads, *op.writes))
-    stays = [name for name in names if _role(chain, block, int(name))[3]]
-    outside = [name for name in names if name not in written]
-    return Problem(
-        name="block",
-        values=tuple(Value(name, model.bytes[int(name)]) for name in names),
-        ops=tuple(ops),
-        inputs=tuple(name for name in outside if name not in stays),
-        resident=tuple(name for name in outside if name in stays),
-        outputs=tuple(name for name in stays if name in written),
-    )
-
-
-def _op(chain: Chain, block: Block, op: int) -> Op:
-    model = chain.model
-    forward = op in block.forward
-    return Op(
-        name=str(op),
-        reads=tuple(map(str, model.reads[op])),
-        writes=tuple(map(str, model.writes[op])),
-        time_us=model.time[op],
-        workspace_bytes=model.workspace[op],
-        phase="forward" if forward else "backward",
-        repeatable=forward and bool(block.local.intersection(model.writes[op])),
-        inplace=tuple((str(read), str(write)) for read, write in model.inplace[op]),
-    )
+        problem = paused_problem(
+            chain.model,
+            block.forward,
+            block.backward,
+            int(pause * whole),
+            stays=lambda value: _role(chain, block, value)[3],
+            again=lambda op: bool(block.local.intersection(chain.model.writes[op])),
+        )
+        pool = evicted(build_model(problem), clock)
+        yield from map(Option, map(tuple, backwards(pool, block.forward, block.backward)))

@@ -148,7 +148,7 @@ def _readers_across(model: Model, cut: int) -> tuple[int, int]:
     return alone, model.n
 
 
-def _last_reads(model: Model, turn: int) -> dict[int, int]:
+def last_reads(model: Model, turn: int) -> dict[int, int]:
     """The last op of the forward part that reads each droppable value."""
     last: dict[int, int] = {}
     for op in range(turn + 1):
@@ -163,7 +163,7 @@ def _cuts(model: Model, turn: int) -> list[int]:
     a side branch, and belongs to the block that the value enters.
     """
     crossing: list[set[int]] = [set() for _ in range(turn + 1)]
-    for value, op in _last_reads(model, turn).items():
+    for value, op in last_reads(model, turn).items():
         for cut in range(model.writer[value] + 1, op + 1):
             crossing[cut].add(value)
     found: list[int] = []
@@ -212,7 +212,7 @@ def _segments(model: Model, turn: int, starts: tuple[int, ...]) -> _Segments:
         for value, op in enumerate(model.writer)
         if op <= turn and model.droppable(value)
     }
-    last = _last_reads(model, turn)
+    last = last_reads(model, turn)
     enters = [
         next((v for v, op in last.items() if model.writer[v] < start <= op), None)
         for start in starts
@@ -227,8 +227,7 @@ def _owners(parts: _Segments) -> list[int]:
     """
     model, count = parts.model, len(parts.starts)
     entered = {value: block for block, value in enumerate(parts.enters) if value is not None}
-    best: list[npt.NDArray[np.float64]] = []
-    from_above = np.zeros(count)
+    costs: list[npt.NDArray[np.float64]] = []
     for op in range(parts.turn + 1, model.n):
         cost = np.zeros(count)
         for value in model.reads[op]:
@@ -237,15 +236,26 @@ def _owners(parts: _Segments) -> list[int]:
                 cost[parts.home[value]] -= model.bytes[value]
                 if value in entered:
                     cost[entered[value]] -= model.bytes[value]
+        costs.append(cost)
+    return never_rising(costs, count)
+
+
+def never_rising(costs: Sequence[npt.NDArray[np.float64]], count: int) -> list[int]:
+    """One of ``count`` places for each row of costs, never a higher one than before, at least cost.
+
+    Where several will do a row stays with the higher place.
+    """
+    best: list[npt.NDArray[np.float64]] = []
+    from_above = np.zeros(count)
+    for cost in costs:
         best.append(cost + from_above)
         from_above = np.minimum.accumulate(best[-1][::-1])[::-1]
-    owners: list[int] = []
-    block = 0
+    places: list[int] = []
+    low = 0
     for row in reversed(best):
-        above = row[block:][::-1]
-        block = count - 1 - int(above.argmin())
-        owners.append(block)
-    return owners[::-1]
+        low = count - 1 - int(row[low:][::-1].argmin())
+        places.append(low)
+    return places[::-1]
 
 
 def _build(model: Model, turn: int, cuts: Sequence[int]) -> Chain:

@@ -21,7 +21,7 @@ from itertools import accumulate, pairwise
 import numpy as np
 import numpy.typing as npt
 
-from fxremat.planner.chain import turns
+from fxremat.planner.chain import last_reads, never_rising, turns
 from fxremat.planner.model import INPUT, Model
 
 OUTSIDE = -1
@@ -148,35 +148,25 @@ def _owners(model: Model, turn: int, of_op: npt.NDArray[np.intp], count: int) ->
         for value in (*model.reads[op], *model.writes[op]):
             if model.droppable(value):
                 near.setdefault(value, set()).add(int(of_op[op]))
-    best: list[npt.NDArray[np.float64]] = []
-    above = np.zeros(count)
+    costs: list[npt.NDArray[np.float64]] = []
     for op in range(turn + 1, model.n):
         cost = np.zeros(count)
         for value in model.reads[op]:
             for cluster in near.get(value, ()):
                 cost[cluster] -= model.bytes[value]
-        best.append(cost + above)
-        above = np.minimum.accumulate(best[-1][::-1])[::-1]
-    owners: list[int] = []
-    low = 0
-    for row in reversed(best):
-        low = count - 1 - int(row[low:][::-1].argmin())
-        owners.append(low)
-    return owners[::-1]
+        costs.append(cost)
+    return never_rising(costs, count)
 
 
 # -- where to cut ----------------------------------------------------------------------------
 
 
-def crossing_bytes(model: Model, turn: int) -> npt.NDArray[np.float64]:
-    """Bytes of values that forward ops before each op write and forward ops from it on read."""
+def crossing(model: Model, turn: int, weights: Sequence[int]) -> npt.NDArray[np.float64]:
+    """The weight of the values that forward ops before each op write and from it on read."""
     change = np.zeros(turn + 2)
-    last: dict[int, int] = {}
-    for op in range(turn + 1):
-        last.update((value, op) for value in model.reads[op] if model.droppable(value))
-    for value, op in last.items():
-        change[model.writer[value] + 1] += model.bytes[value]
-        change[op + 1] -= model.bytes[value]
+    for value, op in last_reads(model, turn).items():
+        change[model.writer[value] + 1] += weights[value]
+        change[op + 1] -= weights[value]
     return np.cumsum(change)[: turn + 1]
 
 
@@ -185,10 +175,10 @@ def narrow_cuts(model: Model, turn: int, count: int) -> list[int]:
 
     ``best[k, i]`` is the least cost of the first i ops in k clusters.
     """
-    crossing, n = crossing_bytes(model, turn), turn + 1
+    bytes_across, n = crossing(model, turn, model.bytes), turn + 1
     average = n / count
     low, high = max(1, int(average * LEAST)), max(1, int(np.ceil(average * MOST)))
-    even = EVEN * max(1.0, float(np.median(crossing[1:]) if n > 1 else 1.0))
+    even = EVEN * max(1.0, float(np.median(bytes_across[1:]) if n > 1 else 1.0))
     sizes = np.arange(low, high + 1)
     uneven = even * (2 * (sizes - average) / average) ** 2
     best = np.full((count + 1, n + 1), np.inf)
@@ -197,7 +187,7 @@ def narrow_cuts(model: Model, turn: int, count: int) -> list[int]:
     for k in range(1, count + 1):
         for i in range(low, n + 1):
             starts = i - sizes[sizes <= i]
-            cost = best[k - 1, starts] + uneven[: len(starts)] + crossing[starts] * (starts > 0)
+            cost = best[k - 1, starts] + uneven[: len(starts)] + bytes_across[starts] * (starts > 0)
             pick = int(cost.argmin())
             best[k, i], back[k, i] = cost[pick], starts[pick]
     if not np.isfinite(best[count, n]):
@@ -216,22 +206,12 @@ def even_cuts(_: Model, turn: int, count: int) -> list[int]:
 
 def separators(model: Model, turn: int, count: int) -> list[int]:
     """Cuts that one value crosses, the nearest to equal parts: a chain, and no more."""
-    single = _single(model, turn)
+    values_across = crossing(model, turn, [1] * len(model.bytes))
+    single = [cut for cut in range(1, turn + 1) if values_across[cut] <= 1]
     if not single:
         return []
     found = {min(single, key=lambda cut: abs(cut - want)) for want in even_cuts(model, turn, count)}
     return sorted(found)
-
-
-def _single(model: Model, turn: int) -> list[int]:
-    alive = np.zeros(turn + 2, dtype=np.int64)
-    last: dict[int, int] = {}
-    for op in range(turn + 1):
-        last.update((value, op) for value in model.reads[op] if model.droppable(value))
-    for value, op in last.items():
-        alive[model.writer[value] + 1] += 1
-        alive[op + 1] -= 1
-    return [cut for cut in range(1, turn + 1) if np.cumsum(alive)[cut] <= 1]
 
 
 def random_cuts(seed: int) -> Cutter:

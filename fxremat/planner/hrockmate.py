@@ -16,7 +16,7 @@ from dataclasses import dataclass, field, replace
 from itertools import islice
 
 from fxremat.core.plan import Plan
-from fxremat.core.problem import Op, Phase, Problem, Value
+from fxremat.core.problem import Problem
 from fxremat.planner.bound import peak_bound
 from fxremat.planner.clock import Clock
 from fxremat.planner.cluster_costs import ClusterRuns, Costs, Option, pareto
@@ -36,10 +36,11 @@ from fxremat.planner.mip import Solution, Watch
 from fxremat.planner.model import Model, build_model
 from fxremat.planner.options import Progress, SolverOptions
 from fxremat.planner.paths import descend
+from fxremat.planner.paused import PAUSES, backwards, evicted, paused_problem
 from fxremat.planner.plans import make_plan
 from fxremat.planner.pool import Pool, steps_of
 from fxremat.planner.quotient import Quotient
-from fxremat.planner.search import Search, Taste
+from fxremat.planner.search import Search
 from fxremat.planner.starts import known_plan, runs_of, without_idle
 from fxremat.planner.state import State
 
@@ -48,15 +49,10 @@ LEAF = 24
 """Forward ops of a cluster that is not cut again."""
 MOST_CLUSTERS, FEWEST_CLUSTERS = 12, 6
 MOST_OPTIONS = 60
-PAUSES = (0.0, 0.5, 1.0)
-"""Bytes of the pause, as a part of what the cluster holds at most."""
 GRID = (0.75, 0.5, 0.25, 0.0)
 """Budgets of a cluster, between its least peak found and that of keep-all."""
 FEW = 5
 """Options of a cluster that the programme with repeats has in any case."""
-LENGTHS = (0.0, 0.5, 1.0)
-WORK_PER_OP, MOST_WORK = 6_000, 400_000
-"""Work of one eviction path, in the units of `State.work`."""
 NODES, INNER_NODES = 400, 30
 GAP = 1e-4
 LEAF_ROUNDS = 3
@@ -67,7 +63,6 @@ MORE_ROOM = 0.04
 """Part of the budget by which it is exceeded to find a schedule to begin with."""
 REPAIR = 200_000
 """Work to evict from a schedule that does not fit, in the units of `State.work`."""
-PAUSE = "pause"
 
 
 def solve(
@@ -147,35 +142,32 @@ class Hierarchy:
         key = shape(parts, cluster) if self.shares else (cluster.forward.start, len(self.solved))
         if key not in self.solved and self.clock.running():
             place = {op: k for k, op in enumerate(ops)}
-            found = pareto(parts, cluster, self._search(parts, cluster, ops), MOST_OPTIONS)
+            found = pareto(parts, cluster, self._search(parts, cluster), MOST_OPTIONS)
             self.solved[key] = [tuple(place[op] for op in option.backward) for option in found]
         moved = [Option(tuple(ops[k] for k in steps)) for steps in self.solved.get(key, ())]
         return list(dict.fromkeys([Option(tuple(cluster.backward)), *moved]))
 
-    def _search(
-        self, parts: Decomposition, cluster: Cluster, ops: tuple[int, ...]
-    ) -> Iterator[Option]:
+    def _search(self, parts: Decomposition, cluster: Cluster) -> Iterator[Option]:
         """Schedules of the cluster's own problem, for several pauses and budgets."""
         whole = _bytes_at_most(parts, cluster)
-        forward = len(cluster.forward)
-        places = (*ops[:forward], -1, *ops[forward:])
         for pause in PAUSES:
             if not self.clock.running():
                 return
-            model = build_model(cluster_problem(parts, cluster, int(pause * whole)))
-            for entry in self._pool(model).settled():
-                steps = steps_of(model.n, entry.runs())
-                after = steps[steps.index(forward) + 1 :]
-                yield Option(tuple(places[k] for k in after))
+            problem = paused_problem(
+                parts.model,
+                cluster.forward,
+                cluster.backward,
+                int(pause * whole),
+                stays=lambda value: role(parts, cluster, value) == "staying",
+                again=lambda op: parts.model.repeatable[op],
+            )
+            pool = self._pool(build_model(problem))
+            for steps in backwards(pool, cluster.forward, cluster.backward):
+                yield Option(tuple(steps))
 
     def _pool(self, model: Model) -> Pool:
-        pool = Pool(model)
-        pool.offer(State(model))
-        for length in LENGTHS:
-            if not self.clock.running():
-                break
-            search = Search(State(model), Taste(length))
-            descend(search, pool, 0, min(MOST_WORK, WORK_PER_OP * model.n))
+        """What evictions find, and then the level below or the solver over instants."""
+        pool = evicted(model, self.clock)
         most, least = State(model).max_peak(), pool.least().peak
         level = self.level(model) if turn_of(model) + 1 > LEAF else None
         for part in GRID:
@@ -268,36 +260,3 @@ def _bytes_at_most(parts: Decomposition, cluster: Cluster) -> int:
     held = sum(model.bytes[v] for v in cluster.local | cluster.makes)
     most: int = max(model.own_bytes[op] for op in ops)
     return held + most
-
-
-def cluster_problem(parts: Decomposition, cluster: Cluster, pause_bytes: int) -> Problem:
-    """The cluster alone: what enters is there, what stays for others is there for good."""
-    model = parts.model
-    ops = [_op(model, op, "forward") for op in cluster.forward]
-    ops.append(Op(PAUSE, (), (), 0.0, pause_bytes, "any", False))
-    ops.extend(_op(model, op, "backward") for op in cluster.backward)
-    written = {name for op in ops for name in op.writes}
-    names = dict.fromkeys(name for op in ops for name in (*op.reads, *op.writes))
-    stays = [name for name in names if role(parts, cluster, int(name)) == "staying"]
-    outside = [name for name in names if name not in written]
-    return Problem(
-        name="cluster",
-        values=tuple(Value(name, model.bytes[int(name)]) for name in names),
-        ops=tuple(ops),
-        inputs=tuple(name for name in outside if name not in stays),
-        resident=tuple(name for name in outside if name in stays),
-        outputs=tuple(name for name in stays if name in written),
-    )
-
-
-def _op(model: Model, op: int, phase: Phase) -> Op:
-    return Op(
-        name=str(op),
-        reads=tuple(map(str, model.reads[op])),
-        writes=tuple(map(str, model.writes[op])),
-        time_us=model.time[op],
-        workspace_bytes=model.workspace[op],
-        phase=phase,
-        repeatable=phase == "forward" and model.repeatable[op],
-        inplace=tuple((str(read), str(write)) for read, write in model.inplace[op]),
-    )
