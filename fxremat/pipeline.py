@@ -331,11 +331,9 @@ def _fit(run: _Run) -> tuple[Split, int]:
     if split.rehearsal is None:  # nothing shows what Inductor's own order takes
         return run.split(split.plan, hold=True), 0
     search = _Search(run, budget)
-    if _learn(run, split.rehearsal):
-        first = run.solve(budget)
-    else:
-        first = split.plan
-        search.tried[False, first.steps] = split
+    first = run.solve(budget) if _learn(run, split.rehearsal) else split.plan
+    if first.steps == split.plan.steps:  # the same graphs, whatever was learnt of their problem
+        search.tried[False, first.steps] = replace(split, plan=first)
     return search.fit(first), len(search.tried)
 
 

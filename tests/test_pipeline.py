@@ -2,7 +2,8 @@
 
 from __future__ import annotations
 
-from dataclasses import dataclass, field
+from collections.abc import Callable
+from dataclasses import dataclass, field, replace
 from types import SimpleNamespace
 from typing import Any, cast
 
@@ -17,6 +18,7 @@ from fxremat.pipeline import (
     LOWEST_PERCENT,
     MAX_REHEARSALS,
     Split,
+    _fit,
     _Run,
     _Search,
 )
@@ -137,3 +139,25 @@ def test_any_errors(models: list[int], errors: list[int]) -> None:
     tried = [i for i in known.rehearsed if known.peaks[i][1] <= BUDGET]
     assert found.plan.steps == known.plan(min(tried, default=len(models) - 1)).steps
     assert found.peak_bytes <= BUDGET or known.peaks[-1][1] > BUDGET
+
+
+@pytest.mark.parametrize("learns", [True, False])
+def test_a_plan_that_stays_the_same_is_rehearsed_once(
+    learns: bool, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """What the first rehearsal teaches of scratch memory changes the problem, not the graphs."""
+    monkeypatch.setattr("fxremat.pipeline._learn", lambda _run, _shown: learns)
+    known = Known([(900, 950)])
+    request = SimpleNamespace(wanted_bytes=None, executor="inductor")
+    run: Any = SimpleNamespace(
+        request=request, budget=BUDGET, solve=known.solve, split=rehearsed(known)
+    )
+    split, rehearsals = _fit(run)
+    assert split.plan.peak_bytes == 900
+    assert known.rehearsed == [0]
+    assert rehearsals == 1
+
+
+def rehearsed(known: Known) -> Callable[[Plan, bool], Split]:
+    """Splits that say that they were rehearsed."""
+    return lambda plan, hold: replace(known.split(plan, hold), rehearsal=cast(Any, object()))
