@@ -18,6 +18,7 @@ from torch import fx
 from fxremat import compat, planner
 from fxremat.core.check import check
 from fxremat.core.plan import Plan
+from fxremat.core.schedule import Step
 from fxremat.core.timeline import replay
 from fxremat.cost.device import device_spec
 from fxremat.cost.roofline import roofline_us
@@ -180,7 +181,7 @@ class _Run:
         ``hold`` holds the planned order through Inductor, at some cost in time.
         """
         with self.clock.stage("apply"):
-            rewritten = apply_plan(self.found, plan.steps, hold=hold)
+            rewritten = apply_plan(self.found, plan.ops, hold=hold)
             inputs = {n.name: n for n in rewritten.module.graph.nodes if n.op == "placeholder"}
             forward, backward = compat.extract_forward_backward(
                 rewritten.module,
@@ -256,7 +257,7 @@ class _Search:
     hold: bool = False
     best: Split | None = None
     too_much: int | None = None
-    tried: dict[tuple[bool, tuple[str, ...]], Split] = field(default_factory=dict)
+    tried: dict[tuple[bool, tuple[Step, ...]], Split] = field(default_factory=dict)
 
     def try_plan(self, plan: Plan) -> Split:
         """Apply and rehearse a plan; remember the best."""

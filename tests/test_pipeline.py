@@ -47,7 +47,7 @@ class Known:
         return self.plan(min(fits, default=len(self.peaks) - 1))
 
     def split(self, plan: Plan, hold: bool) -> Split:
-        index = int(plan.steps[0].split()[1])
+        index = int(plan.ops[0].split()[1])
         self.rehearsed.append(index)
         self.held.append(hold)
         rewritten: Any = SimpleNamespace(recomputed=("op",) if index else ())
@@ -66,7 +66,7 @@ def search(known: Known) -> Split:
 
 def cheapest(known: Known) -> tuple[str, ...]:
     """The steps of the cheapest plan that is really under the budget."""
-    return known.plan(min(i for i, (_, r) in enumerate(known.peaks) if r <= BUDGET)).steps
+    return known.plan(min(i for i, (_, r) in enumerate(known.peaks) if r <= BUDGET)).ops
 
 
 def offset(by: int) -> Known:

@@ -261,7 +261,7 @@ def test_a_start_is_used_and_improved(monkeypatch: pytest.MonkeyPatch) -> None:
         raise AssertionError("the start fits, so nothing else is needed")
 
     monkeypatch.setattr(greedy, "solve", refuse)
-    options = SolverOptions(start=slow.steps)
+    options = SolverOptions(start=slow.ops)
     assert solve(problem, 17, options).time_us == 11.0
     stopped = solve(problem, 17, replace(options, time_limit_s=0.0))
     assert stopped.steps == slow.steps

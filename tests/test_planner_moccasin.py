@@ -80,7 +80,7 @@ def test_start_progress_and_the_same_plan_twice() -> None:
     problem = chain(8)
     slow = greedy.front(problem, SolverOptions())[-1]
     told: list[Progress] = []
-    options = SolverOptions(start=slow.steps, progress=told.append)
+    options = SolverOptions(start=slow.ops, progress=told.append)
     first, second = solve(problem, 15, options), solve(problem, 15, options)
     assert first.steps == second.steps
     assert first.time_us < slow.time_us

@@ -11,6 +11,7 @@ from typing import Any
 from fxremat.cli.errors import UsageError
 from fxremat.core.plan import steps_from_json
 from fxremat.core.problem import InvalidProblem, Problem, load_problem
+from fxremat.core.schedule import Step
 
 
 @contextmanager
@@ -29,7 +30,7 @@ def read_problem(path: str) -> Problem:
         return load_problem(path)
 
 
-def read_steps(path: str) -> tuple[str, ...]:
+def read_steps(path: str) -> tuple[Step, ...]:
     """The steps of the plan in a file."""
     with _naming(path):
         text = Path(path).read_text(encoding="utf-8")

@@ -7,6 +7,10 @@ What is there is a set of values. At the start it holds the inputs and the resid
 puts in what its op writes. Then everything goes that will not be read before it is written again;
 resident values and outputs never go. The bytes of a step are those of the set while the op runs,
 plus its workspace, less what the op writes in place.
+
+A move to the host reads the value until its transfer has been waited for; a move to the device
+puts the value in when it is started, but no op may read it before the wait. Transfers of one
+direction run one at a time, beside the ops.
 """
 
 from __future__ import annotations
@@ -17,6 +21,7 @@ from dataclasses import dataclass
 from typing import Literal
 
 from fxremat.core.problem import Op, Problem
+from fxremat.core.schedule import Move, Step
 
 FailureKind = Literal[
     "unknown op",
@@ -26,6 +31,12 @@ FailureKind = Literal[
     "read is not there",
     "output is not there",
     "over budget",
+    "may not move",
+    "nothing on the host",
+    "still moving",
+    "nothing to wait for",
+    "never waited for",
+    "over host memory",
 ]
 
 
@@ -47,11 +58,12 @@ class Failure:
 
 @dataclass(frozen=True)
 class Verdict:
-    """What the judge found. Peak and time count the steps whose op is known."""
+    """What the judge found. Peaks and time count the steps whose op is known."""
 
     failures: tuple[Failure, ...]
     peak_bytes: int
     time_us: float
+    host_peak_bytes: int = 0
 
     @property
     def ok(self) -> bool:
@@ -63,35 +75,64 @@ class Verdict:
         return "\n".join([f"{'ok' if self.ok else 'failed'}: {head}", *map(str, self.failures)])
 
 
-def check(problem: Problem, steps: Sequence[str], budget_bytes: int | None = None) -> Verdict:
+def check(problem: Problem, steps: Sequence[Step], budget_bytes: int | None = None) -> Verdict:
     """Judge ``steps`` against the rules of ``problem`` and, where given, a budget."""
-    found = ((step, problem.op_of.get(name)) for step, name in enumerate(steps))
-    known = [(step, op) for step, op in found if op is not None]
-    ops = [op for _, op in known]
-    live = _bytes_of_steps(problem, ops)
+    events = [
+        _event(problem, index, step)
+        for index, step in enumerate(steps)
+        if not isinstance(step, str) or step in problem.op_of
+    ]
+    live = _bytes_of_steps(problem, events)
+    host = _host_bytes_of_steps(problem, events)
+    ops = [event for event in events if event.op is not None]
     failures = [
         *_unknown_ops(problem, steps),
-        *_wrong_counts(problem, steps),
-        *_wrong_order(problem, known),
-        *_absent_reads(problem, known),
+        *_wrong_counts(problem, events),
+        *_wrong_order(problem, ops),
+        *_absent_reads(problem, events),
         *_absent_outputs(problem, ops),
-        *_over_budget(known, live, math.inf if budget_bytes is None else budget_bytes),
+        *_wrong_moves(problem, events),
+        *_over_budget(events, live, math.inf if budget_bytes is None else budget_bytes),
+        *_over_host_memory(problem, events, host),
     ]
     peak_bytes = max(live, default=_sum_bytes(problem, set(problem.resident)))
-    return Verdict(tuple(failures), peak_bytes, sum(op.time_us for op in ops))
+    return Verdict(tuple(failures), peak_bytes, _time_us(problem, events), max(host, default=0))
 
 
-def _unknown_ops(problem: Problem, steps: Sequence[str]) -> Iterator[Failure]:
-    for step, name in enumerate(steps):
-        if name not in problem.op_of:
-            yield Failure("unknown op", op=name, step=step)
+@dataclass(frozen=True)
+class _Event:
+    """A step: what it reads, which values it puts on the device, and its op or move."""
+
+    step: int
+    reads: tuple[str, ...]
+    writes: tuple[str, ...]
+    op: Op | None
+    move: Move | None
 
 
-def _wrong_counts(problem: Problem, steps: Sequence[str]) -> Iterator[Failure]:
+def _event(problem: Problem, index: int, step: Step) -> _Event:
+    if isinstance(step, str):
+        op = problem.op_of[step]
+        return _Event(index, op.reads, op.writes, op, None)
+    if step.kind == "to device":
+        return _Event(index, (), (step.value,), None, step)
+    return _Event(index, (step.value,), (), None, step)
+
+
+def _unknown_ops(problem: Problem, steps: Sequence[Step]) -> Iterator[Failure]:
+    for index, step in enumerate(steps):
+        if isinstance(step, str) and step not in problem.op_of:
+            yield Failure("unknown op", op=step, step=index)
+        if not isinstance(step, str) and step.value not in problem.bytes_of:
+            yield Failure("may not move", value=step.value, step=index, detail="no such value")
+
+
+def _wrong_counts(problem: Problem, events: Sequence[_Event]) -> Iterator[Failure]:
     """Every op runs at least once; an op that is not repeatable runs only once."""
     where: dict[str, list[int]] = {op.name: [] for op in problem.ops}
-    for step, name in enumerate(steps):
-        where.get(name, []).append(step)
+    for event in events:
+        if event.op is not None:
+            where[event.op.name].append(event.step)
     for op in problem.ops:
         runs = where[op.name]
         if not runs:
@@ -101,48 +142,144 @@ def _wrong_counts(problem: Problem, steps: Sequence[str]) -> Iterator[Failure]:
             yield Failure("op runs twice", op=op.name, step=runs[1], detail=detail)
 
 
-def _wrong_order(problem: Problem, known: Sequence[tuple[int, Op]]) -> Iterator[Failure]:
+def _wrong_order(problem: Problem, ops: Sequence[_Event]) -> Iterator[Failure]:
     """The first runs of the ops are in base order."""
     place = {op.name: index for index, op in enumerate(problem.ops)}
     seen: set[str] = set()
     latest: Op | None = None
-    for step, op in known:
-        if op.name in seen:
+    for event in ops:
+        op = event.op
+        if op is None or op.name in seen:
             continue
         seen.add(op.name)
         if latest is not None and place[op.name] < place[latest.name]:
             detail = f"first runs after {latest.name}, which follows it in base order"
-            yield Failure("out of order", op=op.name, step=step, detail=detail)
+            yield Failure("out of order", op=op.name, step=event.step, detail=detail)
         else:
             latest = op
 
 
-def _absent_reads(problem: Problem, known: Sequence[tuple[int, Op]]) -> Iterator[Failure]:
-    """What an op reads is an input, resident, or was written by an earlier step."""
+def _absent_reads(problem: Problem, events: Sequence[_Event]) -> Iterator[Failure]:
+    """What a step reads is an input, resident, or was put there by an earlier step."""
     there = {*problem.inputs, *problem.resident}
-    for step, op in known:
-        for name in op.reads:
+    for event in events:
+        for name in event.reads:
             if name not in there:
-                yield Failure("read is not there", op=op.name, value=name, step=step)
-        there.update(op.writes)
+                op = event.op.name if event.op is not None else None
+                yield Failure("read is not there", op=op, value=name, step=event.step)
+        there.update(event.writes)
 
 
-def _absent_outputs(problem: Problem, ops: Sequence[Op]) -> Iterator[Failure]:
-    there = {*problem.inputs, *problem.resident}.union(*(op.writes for op in ops))
+def _absent_outputs(problem: Problem, ops: Sequence[_Event]) -> Iterator[Failure]:
+    there = {*problem.inputs, *problem.resident}.union(*(event.writes for event in ops))
     for name in problem.outputs:
         if name not in there:
             yield Failure("output is not there", value=name)
 
 
+def _wrong_moves(problem: Problem, events: Sequence[_Event]) -> Iterator[Failure]:
+    """A value moves only where it is, one move at a time, and is left alone on its way."""
+    fixed = {*problem.resident, *problem.outputs}
+    moving: dict[str, _Event] = {}
+    on_host: set[str] = set()
+    for event in events:
+        move = event.move
+        if move is None:
+            # Reading what is on its way to the host does no harm.
+            waiting = {v for v, started in moving.items() if _kind(started) == "to device"}
+            for name in [*(waiting & {*event.reads}), *(moving.keys() & {*event.writes})]:
+                op = event.op.name if event.op is not None else None
+                yield Failure("still moving", op=op, value=name, step=event.step)
+        elif move.kind == "wait":
+            if moving.pop(move.value, None) is None:
+                yield Failure("nothing to wait for", value=move.value, step=event.step)
+        else:
+            if problem.copies is None or move.value in fixed:
+                why = (
+                    "an output or resident" if move.value in fixed else "the problem has no copies"
+                )
+                yield Failure("may not move", value=move.value, step=event.step, detail=why)
+            if move.value in moving:
+                yield Failure("still moving", value=move.value, step=event.step)
+            if move.kind == "to device" and move.value not in on_host:
+                yield Failure("nothing on the host", value=move.value, step=event.step)
+            if move.kind == "to host":
+                on_host.add(move.value)
+            moving[move.value] = event
+    for name, event in moving.items():
+        yield Failure("never waited for", value=name, step=event.step)
+
+
+def _kind(event: _Event) -> str:
+    return event.move.kind if event.move is not None else ""
+
+
 def _over_budget(
-    known: Sequence[tuple[int, Op]], live: Sequence[int], budget_bytes: float
+    events: Sequence[_Event], live: Sequence[int], budget_bytes: float
 ) -> Iterator[Failure]:
     """The bytes of every step are within the budget; names the worst step."""
     if live and max(live) > budget_bytes:
         worst = live.index(max(live))
-        step, op = known[worst]
+        event = events[worst]
         detail = f"{live[worst]:,} bytes, budget {budget_bytes:,}"
-        yield Failure("over budget", op=op.name, step=step, detail=detail)
+        op = event.op.name if event.op is not None else None
+        yield Failure("over budget", op=op, step=event.step, detail=detail)
+
+
+def _over_host_memory(
+    problem: Problem, events: Sequence[_Event], host: Sequence[int]
+) -> Iterator[Failure]:
+    cap = problem.copies.host_bytes if problem.copies is not None else None
+    if cap is not None and host and max(host) > cap:
+        worst = host.index(max(host))
+        detail = f"{host[worst]:,} bytes, host memory {cap:,}"
+        yield Failure("over host memory", step=events[worst].step, detail=detail)
+
+
+def _time_us(problem: Problem, events: Sequence[_Event]) -> float:
+    """When everything has ended: ops in a row, and beside them transfers, each way in a row."""
+    now = 0.0
+    engine = {"to host": 0.0, "to device": 0.0}
+    arrives: dict[str, float] = {}
+    for event in events:
+        move = event.move
+        if event.op is not None:
+            now += event.op.time_us
+        elif move is not None and move.kind == "wait":
+            now = max(now, arrives.get(move.value, now))
+        elif move is not None and problem.copies is not None:
+            speed = problem.copies.to_host if move.kind == "to host" else problem.copies.to_device
+            nbytes = problem.bytes_of.get(move.value, 0)
+            takes = problem.copies.latency_us + (nbytes / speed if speed else math.inf)
+            begins = max(now, engine[move.kind], arrives.get(move.value, 0.0))
+            arrives[move.value] = engine[move.kind] = begins + takes
+    return max(now, *engine.values())
+
+
+def _host_bytes_of_steps(problem: Problem, events: Sequence[_Event]) -> list[int]:
+    """Bytes of moved values in host memory at each step.
+
+    A value comes there when a move to the host starts, and goes after the last wait that follows
+    before it is moved there again.
+    """
+    out = []
+    there: set[str] = set()
+    for index, event in enumerate(events):
+        move = event.move
+        if move is not None and move.kind == "to host" and move.value in problem.bytes_of:
+            there.add(move.value)
+        out.append(_sum_bytes(problem, there))
+        if move is not None and move.value in there and not _moves_on(events, index, move.value):
+            there.remove(move.value)
+    return out
+
+
+def _moves_on(events: Sequence[_Event], index: int, name: str) -> bool:
+    """Whether the host's copy of the value is moved or waited for after this event."""
+    later = (
+        e.move.kind for e in events[index + 1 :] if e.move is not None and e.move.value == name
+    )
+    return next(later, "to host") != "to host"
 
 
 def _sum_bytes(problem: Problem, names: set[str]) -> int:
@@ -153,12 +290,12 @@ def _sum_bytes(problem: Problem, names: set[str]) -> int:
 class _Future:
     """What will happen to each value: its reads and writes, by step."""
 
-    def __init__(self, ops: Sequence[Op]) -> None:
+    def __init__(self, steps: Sequence[_Event]) -> None:
         self.events: dict[str, list[tuple[int, str]]] = {}
-        for step, op in enumerate(ops):
-            for name in op.reads:
+        for step, what in enumerate(steps):
+            for name in what.reads:
                 self.events.setdefault(name, []).append((step, "read"))
-            for name in op.writes:
+            for name in what.writes:
                 self.events.setdefault(name, []).append((step, "write"))
 
     def is_read_after(self, name: str, step: int) -> bool:
@@ -167,20 +304,22 @@ class _Future:
         return next(later, None) == "read"
 
 
-def _bytes_of_steps(problem: Problem, ops: Sequence[Op]) -> list[int]:
+def _bytes_of_steps(problem: Problem, events: Sequence[_Event]) -> list[int]:
     """Bytes on the device while each step runs."""
-    future = _Future(ops)
+    future = _Future(events)
     stays = {*problem.resident, *problem.outputs}
     there = {*problem.inputs, *problem.resident}
     live = []
-    for step, op in enumerate(ops):
-        new = set(op.writes) - there
+    for step, event in enumerate(events):
+        new = {name for name in event.writes if name in problem.bytes_of} - there
         there |= new
         # Only what the step touches can change its mind about staying; at first, everything.
-        touched = set(there) if step == 0 else {*op.reads, *op.writes} & there
+        touched = set(there) if step == 0 else {*event.reads, *event.writes} & there
         gone = {name for name in touched - stays if not future.is_read_after(name, step)}
-        in_place = _in_place_bytes(problem, op, new, gone)
-        live.append(_sum_bytes(problem, there) + op.workspace_bytes - in_place)
+        own = 0
+        if event.op is not None:
+            own = event.op.workspace_bytes - _in_place_bytes(problem, event.op, new, gone)
+        live.append(_sum_bytes(problem, there) + own)
         there -= gone
     return live
 

@@ -8,6 +8,7 @@ from dataclasses import dataclass
 from typing import Any
 
 from fxremat.core.problem import InvalidProblem
+from fxremat.core.schedule import Move, Step, ops_of, step_from_json, step_to_json
 
 
 @dataclass(frozen=True)
@@ -19,7 +20,7 @@ class Plan:
     one on the peak of every schedule; None says that nothing was proven.
     """
 
-    steps: tuple[str, ...]
+    steps: tuple[Step, ...]
     solver: str
     budget_bytes: int | None
     peak_bytes: int
@@ -28,16 +29,26 @@ class Plan:
     time_bound_us: float | None = None
     peak_bound_bytes: int | None = None
 
+    @property
+    def ops(self) -> tuple[str, ...]:
+        """The ops in the order they run, without the moves."""
+        return ops_of(self.steps)
+
+    @property
+    def moves(self) -> tuple[Move, ...]:
+        """The moves in the order they are started and waited for."""
+        return tuple(step for step in self.steps if isinstance(step, Move))
+
     def repeats(self) -> Counter[str]:
         """How many times each op runs beyond the first."""
-        counts = Counter(self.steps)
+        counts = Counter(self.ops)
         return Counter({name: count - 1 for name, count in counts.items() if count > 1})
 
 
 def plan_to_json(plan: Plan) -> dict[str, Any]:
-    """The plan as JSON data; ``steps`` are op names in the order they run."""
+    """The plan as JSON data; ``steps`` as in `fxremat.core.schedule`."""
     return {
-        "steps": list(plan.steps),
+        "steps": [step_to_json(step) for step in plan.steps],
         "solver": plan.solver,
         "budget_bytes": plan.budget_bytes,
         "peak_bytes": plan.peak_bytes,
@@ -48,9 +59,9 @@ def plan_to_json(plan: Plan) -> dict[str, Any]:
     }
 
 
-def steps_from_json(data: Mapping[str, Any]) -> tuple[str, ...]:
+def steps_from_json(data: Mapping[str, Any]) -> tuple[Step, ...]:
     """The steps of a plan file; its other fields are claims, to be replayed, not read."""
     steps = data.get("steps") if isinstance(data, Mapping) else None
-    if not isinstance(steps, list) or not all(isinstance(step, str) for step in steps):
-        raise InvalidProblem("plan: field 'steps' must be a list of op names")
-    return tuple(steps)
+    if not isinstance(steps, list):
+        raise InvalidProblem("plan: field 'steps' must be a list of op names and moves")
+    return tuple(step_from_json(step, f"plan: field 'steps'[{i}]") for i, step in enumerate(steps))

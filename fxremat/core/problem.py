@@ -9,7 +9,7 @@ from __future__ import annotations
 import json
 import math
 from collections.abc import Mapping
-from dataclasses import dataclass
+from dataclasses import asdict, dataclass
 from functools import cached_property
 from typing import Any, Literal, cast, get_args
 
@@ -49,13 +49,28 @@ class Op:
 
 
 @dataclass(frozen=True)
+class Copies:
+    """What moving values between the device and host memory takes.
+
+    Bytes per microsecond in each direction, microseconds before each transfer, and the most bytes
+    of host memory that moved values may take at a time (None: any number).
+    """
+
+    to_host: float
+    to_device: float
+    latency_us: float = 0.0
+    host_bytes: int | None = None
+
+
+@dataclass(frozen=True)
 class Problem:
     """Ops in a base order that is valid, and the values they read and write.
 
     * every value is written by exactly one op, or is an input or resident;
     * ``inputs`` are there at the start and are freed after their last read;
     * ``resident`` values (parameters, buffers, the caller's batch) are there at all times;
-    * ``outputs`` stay from the step that first writes them (inputs: from the start) to the end.
+    * ``outputs`` stay from the step that first writes them (inputs: from the start) to the end;
+    * ``copies`` says how values may move to host memory and back (None: they may not).
     """
 
     name: str
@@ -64,6 +79,7 @@ class Problem:
     inputs: tuple[str, ...] = ()
     resident: tuple[str, ...] = ()
     outputs: tuple[str, ...] = ()
+    copies: Copies | None = None
 
     @cached_property
     def bytes_of(self) -> dict[str, int]:
@@ -139,6 +155,25 @@ def _op_from_json(data: Mapping[str, Any], where: str) -> Op:
     )
 
 
+def _copies_from_json(data: Mapping[str, Any]) -> Copies | None:
+    row = data.get("copies")
+    if row is None:
+        return None
+    number = (int, float)
+    row = {"latency_us": 0.0, **row} if isinstance(row, Mapping) else row
+    found = {
+        key: float(_field(row, key, number, "copies"))
+        for key in ("to_host", "to_device", "latency_us")
+    }
+    for key, figure in found.items():
+        if not 0 <= figure < math.inf:
+            raise InvalidProblem(f"copies: field {key!r} is {figure}, not zero or more")
+    cap = None if row.get("host_bytes") is None else _field(row, "host_bytes", int, "copies")
+    if cap is not None and cap < 0:
+        raise InvalidProblem("copies: field 'host_bytes' is negative")
+    return Copies(host_bytes=cap, **found)
+
+
 def _value_from_json(row: Mapping[str, Any], where: str) -> Value:
     return Value(_field(row, "name", str, where), _field(row, "bytes", int, where))
 
@@ -212,6 +247,7 @@ def problem_from_json(data: Mapping[str, Any]) -> Problem:
             inputs=_names(data, "inputs", "problem"),
             resident=_names(data, "resident", "problem"),
             outputs=_names(data, "outputs", "problem"),
+            copies=_copies_from_json(data),
         )
     )
 
@@ -234,8 +270,9 @@ def _op_to_json(op: Op) -> dict[str, Any]:
 def problem_to_json(problem: Problem) -> dict[str, Any]:
     """The problem as JSON data in the format ``fxremat-problem/1``.
 
-    ``inplace`` is written only for ops that have such pairs.
+    ``inplace`` is written only for ops that have such pairs, ``copies`` only where there are.
     """
+    copies = {} if problem.copies is None else {"copies": asdict(problem.copies)}
     return {
         "format": FORMAT,
         "name": problem.name,
@@ -244,6 +281,7 @@ def problem_to_json(problem: Problem) -> dict[str, Any]:
         "inputs": list(problem.inputs),
         "resident": list(problem.resident),
         "outputs": list(problem.outputs),
+        **copies,
     }
 
 

@@ -5,15 +5,22 @@ included. Writing a value again begins a new copy; later reads are of the new co
 are live from their first write to the end, resident values always. In the step where one copy
 ends and another begins, the op may write the second over the first (`Op.inplace`): the two then
 share their storage in that step.
+
+A value that moves to the host is live until that transfer is waited for; one that moves to the
+device begins a new copy when the transfer is started. So bytes follow from the order of the steps
+alone, however fast the transfers are.
 """
 
 from __future__ import annotations
 
-from collections.abc import Mapping, Sequence
+from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass
 from functools import cached_property
+from itertools import accumulate
 
 from fxremat.core.problem import Op, Problem
+from fxremat.core.schedule import Step, ops_of
+from fxremat.core.timing import Timing, time_steps
 
 
 @dataclass(frozen=True)
@@ -30,9 +37,10 @@ class Timeline:
     """Bytes live at every step of a schedule."""
 
     problem: Problem
-    steps: tuple[str, ...]
+    steps: tuple[Step, ...]
     intervals: tuple[Interval, ...]
     live_bytes: tuple[int, ...]
+    host_bytes: tuple[int, ...]
 
     @cached_property
     def peak_bytes(self) -> int:
@@ -45,10 +53,22 @@ class Timeline:
         return self.live_bytes.index(self.peak_bytes) if self.live_bytes else 0
 
     @cached_property
+    def host_peak_bytes(self) -> int:
+        """The most bytes of moved values in host memory."""
+        return max(self.host_bytes, default=0)
+
+    @cached_property
+    def timing(self) -> Timing:
+        """When each step runs, and each transfer."""
+        return time_steps(self.problem, self.steps)
+
+    @cached_property
     def time_us(self) -> float:
-        """Time of all steps together."""
+        """Time of all steps together, transfers that nothing hides included."""
         ops = self.problem.op_of
-        return sum(ops[step].time_us for step in self.steps)
+        if all(isinstance(step, str) for step in self.steps):
+            return sum(ops[step].time_us for step in ops_of(self.steps))
+        return self.timing.time_us
 
     def live_at(self, step: int) -> tuple[str, ...]:
         """Values live at ``step``, largest first; resident values included."""
@@ -58,32 +78,63 @@ class Timeline:
         return tuple(sorted(live, key=lambda name: (-sizes[name], name)))
 
 
-def _copies(problem: Problem, steps: Sequence[str]) -> list[Interval]:
+def _touched(problem: Problem, step: Step) -> tuple[Iterable[str], Iterable[str]]:
+    """What a step reads, and the values of which it begins a new copy on the device."""
+    if isinstance(step, str):
+        op = problem.op_of[step]
+        return op.reads, op.writes
+    return ((), (step.value,)) if step.kind == "to device" else ((step.value,), ())
+
+
+def _copies(problem: Problem, steps: Sequence[Step]) -> list[Interval]:
     """The live interval of every copy of every value that is not resident."""
     resident, kept = set(problem.resident), set(problem.outputs)
-    ops, end = problem.op_of, len(steps)
+    end = len(steps)
     start: dict[str, int] = {}
     last: dict[str, int] = {}
     done: list[Interval] = []
     for name in problem.inputs:
         if name not in resident:
             start[name] = last[name] = 0
-    for step, op_name in enumerate(steps):
-        op = ops[op_name]
-        for name in op.reads:
+    for index, step in enumerate(steps):
+        reads, writes = _touched(problem, step)
+        for name in reads:
             if name in start:
-                last[name] = step
+                last[name] = index
             elif name not in resident:
-                raise KeyError(f"step {step} ({op_name}) reads {name}, which was never written")
-        for name in op.writes:
+                raise KeyError(f"step {index} ({step}) reads {name}, which was never written")
+        for name in writes:
             if name in start:
                 if name in kept:
                     continue
                 done.append(Interval(name, start[name], last[name] + 1))
-            start[name] = last[name] = step
+            start[name] = last[name] = index
     for name, first in start.items():
         done.append(Interval(name, first, end if name in kept else last[name] + 1))
     return done
+
+
+def _host_bytes(problem: Problem, steps: Sequence[Step]) -> tuple[int, ...]:
+    """Bytes in host memory at every step: from a move there to the last wait for a move back."""
+    since: dict[str, int] = {}
+    until: dict[str, int] = {}
+    delta = [0] * (len(steps) + 1)
+
+    def close(name: str) -> None:
+        delta[since[name]] += problem.bytes_of[name]
+        delta[until[name] + 1] -= problem.bytes_of[name]
+
+    for index, step in enumerate(steps):
+        if isinstance(step, str) or (step.value not in since and step.kind != "to host"):
+            continue
+        if step.kind == "to host":
+            if step.value in since:
+                close(step.value)
+            since[step.value] = index
+        until[step.value] = index
+    for name in since:
+        close(name)
+    return tuple(accumulate(delta[:-1]))
 
 
 def _overtaken_bytes(op: Op, ending: set[str], starting: set[str], sizes: Mapping[str, int]) -> int:
@@ -100,7 +151,7 @@ def _overtaken_bytes(op: Op, ending: set[str], starting: set[str], sizes: Mappin
     return saved
 
 
-def replay(problem: Problem, steps: Sequence[str]) -> Timeline:
+def replay(problem: Problem, steps: Sequence[Step]) -> Timeline:
     """The timeline of running ``steps``; raises `KeyError` where a read was never written."""
     ops, sizes = problem.op_of, problem.bytes_of
     intervals = _copies(problem, steps)
@@ -115,9 +166,12 @@ def replay(problem: Problem, steps: Sequence[str]) -> Timeline:
         if copy.value not in kept:
             ending[copy.stop - 1].add(copy.value)
     live, total = [], problem.resident_bytes
-    for step, op_name in enumerate(steps):
-        op = ops[op_name]
-        total += delta[step]
-        overtaken = _overtaken_bytes(op, ending[step], starting[step], sizes)
-        live.append(total + op.workspace_bytes - overtaken)
-    return Timeline(problem, tuple(steps), tuple(intervals), tuple(live))
+    for index, step in enumerate(steps):
+        total += delta[index]
+        own = 0
+        if isinstance(step, str):
+            op = ops[step]
+            own = op.workspace_bytes - _overtaken_bytes(op, ending[index], starting[index], sizes)
+        live.append(total + own)
+    host = _host_bytes(problem, steps) if problem.copies is not None else (0,) * len(steps)
+    return Timeline(problem, tuple(steps), tuple(intervals), tuple(live), host)

@@ -55,7 +55,7 @@ def _solve(
     for solver in _others(problem):
         if _settled(best, problem) or not clock.running():
             break
-        rest = replace(options, start=best.steps, time_limit_s=clock.left())
+        rest = replace(options, start=best.ops, time_limit_s=clock.left())
         best = _better(best, solver(problem, budget_bytes, rest))
     return best
 

@@ -24,6 +24,7 @@ from typing import Any
 
 from fxremat.core.plan import Plan, plan_to_json, steps_from_json
 from fxremat.core.problem import Problem, problem_to_json
+from fxremat.core.schedule import Step, ops_of
 from fxremat.planner import solve
 from fxremat.planner.clock import Clock
 from fxremat.planner.options import SolverOptions
@@ -136,10 +137,11 @@ def _replayed(problem: Problem, budget_bytes: int | None, claims: Mapping[str, A
     return plan if _agrees(plan, claims) else None
 
 
-def _may_run(problem: Problem, steps: Sequence[str]) -> bool:
+def _may_run(problem: Problem, steps: Sequence[Step]) -> bool:
     """Whether first runs are in base order, and what is not repeatable runs once."""
-    counts = Counter(steps)
-    return tuple(dict.fromkeys(steps)) == problem.base_steps() and all(
+    ops = ops_of(steps)
+    counts = Counter(ops)
+    return tuple(dict.fromkeys(ops)) == problem.base_steps() and all(
         op.repeatable or counts[op.name] == 1 for op in problem.ops
     )
 

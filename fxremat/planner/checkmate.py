@@ -121,7 +121,7 @@ class _Work:
     @property
     def best_runs(self) -> list[Run]:
         """The extra runs of the best plan."""
-        return runs_of(self.model, self.best.steps)
+        return runs_of(self.model, self.best.ops)
 
     def fits(self) -> bool:
         """Whether the best plan is within the budget."""

@@ -78,7 +78,7 @@ def solve(
     if budget_bytes is not None and best.peak_bytes > budget_bytes:
         known = known_plan(problem, budget_bytes, options)
         pool = Pool(model)
-        pool.offer(State(model, without_idle(model, runs_of(model, known.steps))))
+        pool.offer(State(model, without_idle(model, runs_of(model, known.ops))))
         watch = _watch(options, clock, known.time_us if known.peak_bytes <= budget_bytes else None)
         Hierarchy(clock, cutter, watch=watch).fill(pool, budget_bytes, NODES)
         polish(pool, budget_bytes, options.seed, clock)

@@ -166,7 +166,7 @@ class _Work:
         """The stages in which each op runs in the best plan, if no op runs too often there."""
         if not self._fits():
             return None
-        runs = State(self.model, runs_of(self.model, self.best.steps)).runs
+        runs = State(self.model, runs_of(self.model, self.best.ops)).runs
         return None if any(len(stages) > MOST_RUNS for stages in runs) else runs
 
 

@@ -6,12 +6,13 @@ from collections.abc import Sequence
 
 from fxremat.core.plan import Plan
 from fxremat.core.problem import Problem
+from fxremat.core.schedule import Step
 from fxremat.core.timeline import replay
 
 
 def make_plan(
     problem: Problem,
-    steps: Sequence[str],
+    steps: Sequence[Step],
     solver: str,
     *,
     budget_bytes: int | None = None,

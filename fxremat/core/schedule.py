@@ -1,0 +1,57 @@
+"""The steps of a schedule: an op runs, or a value moves between the device and the host.
+
+A move is started by one step and waited for by another; in between, ops run. Each direction is a
+copy engine of its own that makes one transfer at a time, in the order in which they were started.
+
+    conv1  to host: a  conv2  conv3  wait: a  ...  to device: a  conv3_grad  wait: a  conv2_grad
+           |--- the device's copy of a is held ---|             |--- a is there, not yet readable
+
+In JSON an op is its name, a move an object of one field: ``{"to host": "a"}``.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterable
+from dataclasses import dataclass
+from typing import Any, Literal, get_args
+
+from fxremat.core.problem import InvalidProblem
+
+Kind = Literal["to host", "to device", "wait"]
+
+
+@dataclass(frozen=True)
+class Move:
+    """Start moving a value, or wait until its transfer has ended."""
+
+    kind: Kind
+    value: str
+
+    def __str__(self) -> str:
+        return f"{self.kind}: {self.value}"
+
+
+Step = str | Move
+"""The name of an op, or a move."""
+
+
+def ops_of(steps: Iterable[Step]) -> tuple[str, ...]:
+    """The ops that run, without the moves."""
+    return tuple(step for step in steps if isinstance(step, str))
+
+
+def step_to_json(step: Step) -> str | dict[str, str]:
+    """A step as JSON data."""
+    return step if isinstance(step, str) else {step.kind: step.value}
+
+
+def step_from_json(data: Any, where: str) -> Step:
+    """Read a step; raises `InvalidProblem`."""
+    if isinstance(data, str):
+        return data
+    if isinstance(data, dict) and len(data) == 1:
+        ((kind, value),) = data.items()
+        if kind in get_args(Kind) and isinstance(value, str):
+            return Move(kind, value)
+    kinds = " or ".join(repr(kind) for kind in get_args(Kind))
+    raise InvalidProblem(f"{where}: {data!r} is not an op's name, nor {kinds} with a value's name")
