@@ -20,7 +20,7 @@ from fxremat.core.check import check
 from fxremat.core.plan import Plan
 from fxremat.core.schedule import Step
 from fxremat.core.timeline import replay
-from fxremat.cost.device import device_spec
+from fxremat.cost.device import DeviceSpec, device_spec
 from fxremat.cost.roofline import roofline_us
 from fxremat.errors import InfeasibleBudget, SolverRefused, VerificationFailed
 from fxremat.passes.joint_graph import JointGraph, is_tensor, read_joint_graph
@@ -112,13 +112,13 @@ def prepare(module: fx.GraphModule, num_fwd_outputs: int) -> JointGraph:
     return read_joint_graph(module, num_fwd_outputs) if any(changed) else joint
 
 
-def op_timer(request: Request, device: torch.device) -> OpTimer:
-    """The cost model asked for."""
-    spec = device_spec(device)
+def op_timer(request: Request, device: torch.device, spec: DeviceSpec | None = None) -> OpTimer:
+    """The cost model asked for; ``spec`` is that of a device which is not here."""
+    rates = device_spec(device) if spec is None else spec
 
     def timer(nodes: tuple[fx.Node, ...], traffic_bytes: int) -> float:
         dtype = next((n.meta["val"].dtype for n in nodes if is_tensor(n)), torch.float32)
-        return roofline_us(nodes, traffic_bytes, dtype, spec, compat.size_bound)
+        return roofline_us(nodes, traffic_bytes, dtype, rates, compat.size_bound)
 
     if request.op_times == "measured":
         from fxremat.cost.measured import measured_timer

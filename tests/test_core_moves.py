@@ -81,8 +81,8 @@ def test_transfers_run_beside_the_ops() -> None:
 
 
 def test_a_direction_makes_one_transfer_at_a_time() -> None:
-    steps = ("make_a", OUT("a"), "make_b", OUT("b"), WAIT("a"), "make_c", WAIT("b"), IN("b"), IN("a"),
-             WAIT("b"), "make_db", WAIT("a"), "make_da")  # fmt: skip
+    away = ("make_a", OUT("a"), "make_b", OUT("b"), WAIT("a"), "make_c", WAIT("b"))
+    steps = (*away, IN("b"), IN("a"), WAIT("b"), "make_db", WAIT("a"), "make_da")
     timing = replay(chain(latency_us=1.0), steps).timing
     assert [(t.start_us, t.end_us) for t in timing.transfers] == [
         (1.0, 4.0), (4.0, 7.0), (12.0, 18.0), (18.0, 24.0),

@@ -18,7 +18,7 @@ from fxremat.cost.roofline import flops_of, roofline_us
 from tests.graphs import batch, capture, mlp
 from tests.test_joint_graph import ATEN, KEY, call, item
 
-SPEC = DeviceSpec("test", 1e12, 4e12, 1e9, 3.0)
+SPEC = DeviceSpec("test", 1e12, 4e12, 1e9, 3.0, 1e9)
 A, B = torch.empty(8, 16), torch.empty(16, 32)
 HOST = torch.device("cpu")
 

@@ -22,6 +22,8 @@ from fxremat.errors import nearest
 if TYPE_CHECKING:
     from torch import fx, nn
 
+    from fxremat.cost.device import DeviceSpec
+
 MODES = ("inductor", "aot_eager")
 
 
@@ -41,6 +43,11 @@ def add(commands: Commands) -> None:
     parser.add_argument(
         "--workspaces", action="store_true", help="measure library calls, on real memory"
     )
+    parser.add_argument(
+        "--device",
+        metavar="NAME",
+        help="the device whose rates give the times, such as H100; by default the one here",
+    )
     parser.set_defaults(run=run)
 
 
@@ -48,15 +55,24 @@ def run(given: argparse.Namespace) -> int:
     """Trace and write."""
     from fxremat import compat
 
-    make = find_function(given.function)
+    make, spec = find_function(given.function), _spec(given.device)
     with compat.fake_tensors():
         model, inputs = _model_and_inputs(given.function, make())
-        problem = trace_problem(given.function, model, inputs, given.mode, given.workspaces)
+        problem = trace_problem(given.function, model, inputs, given.mode, given.workspaces, spec)
     print(f"problem   {problem.name}: {len(problem.ops)} ops, {len(problem.values)} values")
     print(f"resident  {sized(problem.resident_bytes)}")
     print(f"keep-all  {sized(keep_all_peak(problem))} at the peak")
     files.write_json(given.out, problem_to_json(problem))
     return 0
+
+
+def _spec(name: str | None) -> DeviceSpec | None:
+    from fxremat.cost.device import spec_named
+
+    try:
+        return None if name is None else spec_named(name)
+    except KeyError as error:
+        raise UsageError(str(error.args[0])) from error
 
 
 def find_function(text: str) -> Callable[[], Any]:
@@ -114,15 +130,23 @@ def _with_loss(model: Callable[..., Any]) -> nn.Module:
 
 
 def trace_problem(
-    name: str, model: Callable[..., Any], inputs: tuple[Any, ...], mode: str, workspaces: bool
+    name: str,
+    model: Callable[..., Any],
+    inputs: tuple[Any, ...],
+    mode: str,
+    workspaces: bool,
+    spec: DeviceSpec | None = None,
 ) -> Problem:
-    """The problem of one training step; the tensors may be fake."""
+    """The problem of one training step; the tensors may be fake.
+
+    With ``spec``, on a device of these rates, and with copies to its host.
+    """
     import torch
 
     from fxremat import compat
 
     def partition(module: fx.GraphModule, joint_inputs: Any, **kwargs: Any) -> Any:
-        raise _Traced(_problem_of(name, module, kwargs["num_fwd_outputs"], mode, workspaces))
+        raise _Traced(_problem_of(name, module, kwargs["num_fwd_outputs"], mode, workspaces, spec))
 
     def backend(gm: fx.GraphModule, example_inputs: Any) -> Callable[..., Any]:
         if mode == "aot_eager":
@@ -141,7 +165,12 @@ def trace_problem(
 
 
 def _problem_of(
-    name: str, module: fx.GraphModule, num_fwd_outputs: int, mode: str, workspaces: bool
+    name: str,
+    module: fx.GraphModule,
+    num_fwd_outputs: int,
+    mode: str,
+    workspaces: bool,
+    spec: DeviceSpec | None,
 ) -> Problem:
     """What the backend would plan for a joint graph."""
     from fxremat.passes.memory_estimation import estimate
@@ -162,7 +191,7 @@ def _problem_of(
     device = device_of(module.graph)
     return estimate(
         joint,
-        op_timer(request, device),
+        op_timer(request, device, spec),
         Workspaces(device).of_node if workspaces else lambda node: 0,
         fused=mode == "inductor",
         device=device.type,

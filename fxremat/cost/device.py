@@ -1,4 +1,4 @@
-"""What a device can do at best: rates by dtype, memory bandwidth, launch time.
+"""What a device can do at best: rates by dtype, bandwidths, launch time.
 
 Figures for GPUs are the vendors' dense peak rates; the one for a CPU is a two-core machine's,
 and only its ratio of compute to bandwidth matters for a plan. Plans must be equal on every
@@ -14,32 +14,36 @@ import torch
 
 @dataclass(frozen=True)
 class DeviceSpec:
-    """Rates of one device: operations per second, bytes per second, microseconds."""
+    """Rates of one device: operations per second, bytes per second, microseconds.
+
+    ``host_bytes_per_s`` is what a copy to or from pinned host memory reaches in each direction.
+    """
 
     name: str
     flops_fp32: float
     flops_16bit: float
     bytes_per_s: float
     launch_us: float
+    host_bytes_per_s: float
 
     def flops(self, dtype: torch.dtype) -> float:
         """Floating-point operations per second at ``dtype``."""
         return self.flops_16bit if dtype.itemsize <= 2 else self.flops_fp32
 
 
-CPU = DeviceSpec("cpu", 60e9, 60e9, 8e9, 2.0)
+CPU = DeviceSpec("cpu", 60e9, 60e9, 8e9, 2.0, 4e9)
 GPUS = (
-    DeviceSpec("H200", 67e12, 990e12, 4.8e12, 4.0),
-    DeviceSpec("H100", 67e12, 990e12, 3.35e12, 4.0),
-    DeviceSpec("A100", 19.5e12, 312e12, 2.0e12, 4.0),
-    DeviceSpec("A10", 31e12, 125e12, 0.6e12, 4.0),
-    DeviceSpec("L4", 30e12, 121e12, 0.3e12, 4.0),
-    DeviceSpec("V100", 15.7e12, 125e12, 0.9e12, 4.0),
-    DeviceSpec("T4", 8.1e12, 65e12, 0.32e12, 4.0),
-    DeviceSpec("4090", 83e12, 165e12, 1.0e12, 4.0),
-    DeviceSpec("3090", 36e12, 71e12, 0.94e12, 4.0),
+    DeviceSpec("H200", 67e12, 990e12, 4.8e12, 4.0, 55e9),
+    DeviceSpec("H100", 67e12, 990e12, 3.35e12, 4.0, 55e9),
+    DeviceSpec("A100", 19.5e12, 312e12, 2.0e12, 4.0, 25e9),
+    DeviceSpec("A10", 31e12, 125e12, 0.6e12, 4.0, 25e9),
+    DeviceSpec("L4", 30e12, 121e12, 0.3e12, 4.0, 25e9),
+    DeviceSpec("V100", 15.7e12, 125e12, 0.9e12, 4.0, 12e9),
+    DeviceSpec("T4", 8.1e12, 65e12, 0.32e12, 4.0, 12e9),
+    DeviceSpec("4090", 83e12, 165e12, 1.0e12, 4.0, 25e9),
+    DeviceSpec("3090", 36e12, 71e12, 0.94e12, 4.0, 25e9),
 )
-OTHER_GPU = DeviceSpec("gpu", 20e12, 160e12, 1.0e12, 4.0)
+OTHER_GPU = DeviceSpec("gpu", 20e12, 160e12, 1.0e12, 4.0, 12e9)
 
 
 def device_spec(device: torch.device) -> DeviceSpec:
@@ -48,3 +52,11 @@ def device_spec(device: torch.device) -> DeviceSpec:
         return CPU if device.type == "cpu" else OTHER_GPU
     name = torch.cuda.get_device_name(device)
     return next((spec for spec in GPUS if spec.name in name), OTHER_GPU)
+
+
+def spec_named(name: str) -> DeviceSpec:
+    """The spec of that name; raises `KeyError` with the names there are."""
+    specs = {spec.name: spec for spec in (CPU, *GPUS)}
+    if name not in specs:
+        raise KeyError(f"unknown device {name!r}; there are {', '.join(specs)}")
+    return specs[name]

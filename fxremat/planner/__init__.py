@@ -21,6 +21,7 @@ from fxremat.planner import (
     instants,
     least_peak,
     moccasin,
+    offload,
     rockmate,
     rotor,
 )
@@ -51,13 +52,15 @@ def solve(
     solver: str = "auto",
     options: SolverOptions | None = None,
 ) -> Plan:
-    """The plan of the named solver.
+    """The plan of the named solver; where values may move, of that solver with moves.
 
     Raises `Refused` where the solver cannot take the problem: `rotor.NotAChain`,
     `checkmate.TooManyRuns`, `moccasin.NotInstalled`.
     """
     if solver not in SOLVERS:
         raise ValueError(f"unknown solver {solver!r}; there are {', '.join(SOLVERS)}")
+    if problem.copies is not None:
+        return offload.solve(problem, budget_bytes, options or SolverOptions(), SOLVERS[solver])
     plan = SOLVERS[solver](problem, budget_bytes, options or SolverOptions())
     if plan.peak_bound_bytes is None:
         plan = replace(plan, peak_bound_bytes=peak_bound(build_model(problem)))

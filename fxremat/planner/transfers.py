@@ -1,0 +1,271 @@
+"""Where in a schedule its transfers start and are waited for.
+
+Given are the ops in the order they run, and which of them read a value that comes back from the
+host. A value leaves as soon as it is written: what is produced first leaves first. It is waited
+for where it has left by then, or earlier where its bytes are needed. A value comes back as late
+as its transfer, and those after it on the same engine, still end in time, and as early as that
+only where there is room for its bytes until it is read.
+
+    ops       a  b  c  d  ...  c'  b'  a'
+    out       |--a--||--b--|
+    in                            |--b--||--a--|       latest start of b: the end minus both
+
+Bytes follow from the order of the steps alone, so a schedule within its budget stays there
+however fast the real transfers are.
+"""
+
+from __future__ import annotations
+
+from bisect import bisect_right
+from collections.abc import Iterator, Sequence
+from dataclasses import dataclass, field
+
+import numpy as np
+import numpy.typing as npt
+
+from fxremat.core.problem import Problem
+from fxremat.core.schedule import Move, Step
+from fxremat.core.timeline import Timeline, replay
+from fxremat.core.timing import transfer_us
+
+ROUNDS = 3
+"""Times that transfers are placed anew, by the times at which ops really ran."""
+ANY = 2**62
+"""A budget that is none."""
+
+
+@dataclass(frozen=True)
+class Fetch:
+    """The next op reads the value, which is to come from the host."""
+
+    value: str
+
+
+Item = str | Fetch
+
+
+def place(problem: Problem, items: Sequence[Item], budget_bytes: int | None) -> Timeline:
+    """The fastest schedule found of these ops and fetches, within the budget where that can be.
+
+    Without regard to time, the fewest bytes are those of `synchronous`; a schedule that needs no
+    more than the budget there is within it here.
+    """
+    best = replay(problem, synchronous(problem, items))
+    if len(best.steps) == len(items):
+        return best
+    route = _Route.of(problem, items, best)
+    budget = ANY if budget_bytes is None else budget_bytes
+    delays = [0.0] * len(route.ops)
+    for _ in range(ROUNDS):
+        line = replay(problem, route.steps(*route.placed(budget, delays)))
+        fits = line.peak_bytes <= max(budget, best.peak_bytes)
+        if fits and line.time_us < best.time_us:
+            best = line
+        delays = _delays(line)
+    return best
+
+
+def synchronous(problem: Problem, items: Sequence[Item]) -> tuple[Step, ...]:
+    """The schedule in which nothing runs beside a transfer: the one of fewest bytes."""
+    leave = {item.value: -1 for item in items if isinstance(item, Fetch)}
+    gone: set[str] = set()
+    for index, item in enumerate(items):  # the last use of the copy that the op wrote
+        if isinstance(item, Fetch):
+            gone.add(item.value)
+            continue
+        op = problem.op_of[item]
+        for name in (*op.writes, *op.reads):
+            if name not in leave or name in gone:
+                continue
+            if name in op.writes and leave[name] >= 0:
+                gone.add(name)  # written again: another copy
+            else:
+                leave[name] = index
+    after: dict[int, list[str]] = {}
+    for name, index in leave.items():
+        after.setdefault(index, []).append(name)
+    steps: list[Step] = []
+    for index, item in enumerate(items):
+        if isinstance(item, Fetch):
+            steps += [Move("to device", item.value), Move("wait", item.value)]
+        else:
+            steps.append(item)
+        for name in after.get(index, ()):
+            steps += [Move("to host", name), Move("wait", name)]
+    return tuple(steps)
+
+
+def _delays(line: Timeline) -> list[float]:
+    """How long each op had to wait for what it reads from the host."""
+    delays, stalled, before = [], 0.0, 0.0
+    for step, end in zip(line.steps, line.timing.step_end_us, strict=True):
+        if isinstance(step, str):
+            delays.append(stalled)
+            stalled = 0.0
+        elif step.kind == "wait":
+            stalled += end - before
+        before = end
+    return delays
+
+
+@dataclass
+class _Leaving:
+    """A value on its way to the host: written by op ``born``, last used by op ``last``."""
+
+    value: str
+    born: int
+    last: int
+    until: int
+    """The op before which it must have left: it is written again, or fetched, there."""
+
+
+@dataclass(frozen=True)
+class _Coming:
+    """A fetch: for op ``need``, not before op ``since`` (its former copy is used until then)."""
+
+    value: str
+    since: int
+    need: int
+
+
+@dataclass
+class _Route:
+    """The ops by position, and what leaves and comes between them."""
+
+    problem: Problem
+    ops: list[str]
+    live: npt.NDArray[np.int64]
+    leaving: list[_Leaving]
+    coming: list[_Coming]
+    waits: dict[int, list[str]] = field(default_factory=dict)
+
+    @staticmethod
+    def of(problem: Problem, items: Sequence[Item], line: Timeline) -> _Route:
+        ops = [item for item in items if isinstance(item, str)]
+        live = [n for step, n in zip(line.steps, line.live_bytes, strict=True)
+                if isinstance(step, str)]  # fmt: skip
+        leaving: dict[str, _Leaving] = {}
+        coming: list[_Coming] = []
+        used: dict[str, int] = {}
+        moved = {item.value for item in items if isinstance(item, Fetch)}
+        position = 0
+        for item in items:
+            if isinstance(item, Fetch):
+                leaving[item.value].until = min(leaving[item.value].until, position)
+                coming.append(_Coming(item.value, used[item.value] + 1, position))
+                continue
+            op = problem.op_of[item]
+            for name in moved.intersection(op.writes):
+                if name in leaving:
+                    leaving[name].until = min(leaving[name].until, position)
+                else:
+                    leaving[name] = _Leaving(name, position, position, len(ops))
+                used[name] = position
+            for name in moved.intersection(op.reads):
+                used[name] = position
+                if leaving[name].until == len(ops):
+                    leaving[name].last = position
+            position += 1
+        rows = sorted(leaving.values(), key=lambda row: row.born)
+        return _Route(problem, ops, np.array(live, dtype=np.int64), rows, coming)
+
+    def placed(
+        self, budget: int, delays: Sequence[float]
+    ) -> tuple[dict[int, list[str]], dict[int, list[_Coming]]]:
+        """Positions of the waits for what leaves, and of the starts of what comes."""
+        live = self.live.copy()
+        starts, waits = self._leave(live, budget, delays)
+        return waits, self._come(live, budget, starts, waits)
+
+    # -- to the host -------------------------------------------------------------------------
+
+    def _leave(
+        self, live: npt.NDArray[np.int64], budget: int, delays: Sequence[float]
+    ) -> tuple[list[float], dict[int, list[str]]]:
+        """When each op starts, and before which op what has left is waited for.
+
+        ``live`` gets the bytes of what is held until then.
+        """
+        copies, ops, sizes = self.problem.copies, self.problem.op_of, self.problem.bytes_of
+        assert copies is not None
+        now, engine = 0.0, 0.0
+        starts: list[float] = []
+        waits: dict[int, list[str]] = {}
+        queue = list(self.leaving)
+        on_the_way: list[tuple[float, _Leaving]] = []
+        for position, name in enumerate(self.ops):
+            now += delays[position]
+            held: list[tuple[float, _Leaving]] = []
+            over = int(live[position]) - budget
+            over += sum(sizes[row.value] for _, row in on_the_way if row.last < position)
+            for arrival, row in on_the_way:
+                used = row.last >= position
+                must = row.until <= position or (not used and over > 0)
+                if used or (arrival > now and not must):
+                    held.append((arrival, row))
+                    continue
+                now = max(now, arrival)
+                over -= sizes[row.value]
+                waits.setdefault(position, []).append(row.value)
+            on_the_way = held
+            live[position] += sum(sizes[row.value] for _, row in held if row.last < position)
+            starts.append(now)
+            now += ops[name].time_us
+            while queue and queue[0].born == position:
+                row = queue.pop(0)
+                engine = max(engine, now) + transfer_us(copies, "to host", sizes[row.value])
+                on_the_way.append((engine, row))
+        waits[len(self.ops)] = [row.value for _, row in on_the_way]
+        return starts, waits
+
+    # -- to the device -----------------------------------------------------------------------
+
+    def _come(
+        self, live: npt.NDArray[np.int64], budget: int, starts: Sequence[float],
+        waits: dict[int, list[str]],
+    ) -> dict[int, list[_Coming]]:  # fmt: skip
+        """Before which op each fetch starts: the last first, each as late as is in time."""
+        copies, sizes = self.problem.copies, self.problem.bytes_of
+        assert copies is not None
+        left = {name: position for position, names in waits.items() for name in names}
+        found: dict[int, list[_Coming]] = {}
+        free = float("inf")
+        for row in reversed(self.coming):
+            size = sizes[row.value]
+            begin = min(free, starts[row.need]) - transfer_us(copies, "to device", size)
+            wanted = max(0, bisect_right(starts, begin) - 1)
+            earliest = max(row.since, left[row.value])
+            full = np.flatnonzero(live[earliest : row.need] + size > budget)
+            if full.size:
+                earliest += int(full[-1]) + 1
+            position = min(row.need, max(wanted, earliest))
+            live[position : row.need] += size
+            free = max(begin, starts[position])
+            found.setdefault(position, []).append(row)
+        return {position: rows[::-1] for position, rows in found.items()}
+
+    # -- the schedule ------------------------------------------------------------------------
+
+    def steps(
+        self, waits: dict[int, list[str]], fetches: dict[int, list[_Coming]]
+    ) -> tuple[Step, ...]:
+        """The ops with their moves in between."""
+        leave: dict[int, list[str]] = {}
+        for row in self.leaving:
+            leave.setdefault(row.born, []).append(row.value)
+        needed: dict[int, list[str]] = {}
+        for fetch in self.coming:
+            needed.setdefault(fetch.need, []).append(fetch.value)
+        out: list[Step] = []
+        for position in range(len(self.ops) + 1):
+            out += _moves("wait", waits.get(position, ()))
+            out += _moves("to device", [row.value for row in fetches.get(position, ())])
+            out += _moves("wait", needed.get(position, ()))
+            if position < len(self.ops):
+                out.append(self.ops[position])
+                out += _moves("to host", leave.get(position, ()))
+        return tuple(out)
+
+
+def _moves(kind: str, names: Sequence[str]) -> Iterator[Move]:
+    return (Move(kind, name) for name in names)  # type: ignore[arg-type]

@@ -1,0 +1,182 @@
+"""Moves in plans: placed in time, judged by the checker, and never slower than without."""
+
+from __future__ import annotations
+
+from dataclasses import replace
+from itertools import pairwise
+
+import pytest
+from hypothesis import given, settings
+from hypothesis import strategies as st
+
+from fxremat import planner
+from fxremat.core.check import check
+from fxremat.core.plan import Plan
+from fxremat.core.problem import Copies, Op, Problem, Value
+from fxremat.core.schedule import Move, ops_of
+from fxremat.core.timeline import replay
+from fxremat.planner import SolverOptions, offload
+from fxremat.planner.transfers import Fetch, Item, place, synchronous
+from tests.strategies import problems
+
+COPIES = Copies(to_host=10.0, to_device=10.0)
+
+
+def net(layers: int, *, time_us: float = 10.0, copies: Copies | None = COPIES) -> Problem:
+    """A chain: layer i keeps a value of 100 bytes for its backward, which takes twice as long."""
+    ops, values = [], [Value("w", 7), Value("x0", 100)]
+    for i in range(layers):
+        ops.append(Op(f"f{i}", (f"x{i}", "w"), (f"x{i + 1}",), time_us, 0, "forward"))
+        values.append(Value(f"x{i + 1}", 100))
+    ops.append(Op("loss", (f"x{layers}",), (f"d{layers}",), 1.0, 0, "backward", False))
+    values.append(Value(f"d{layers}", 100))
+    for i in reversed(range(layers)):
+        reads, writes = (f"x{i}", f"d{i + 1}", "w"), (f"d{i}",)
+        ops.append(Op(f"b{i}", reads, writes, 2 * time_us, 0, "backward", False))
+        values.append(Value(f"d{i}", 100))
+    return Problem(
+        "net", tuple(values), tuple(ops), ("x0",), ("w",), ("d0",), copies
+    )  # fmt: skip
+
+
+def moved_away(problem: Problem, *names: str) -> list[Item]:
+    """Base order, with the named values fetched before their last reader."""
+    last = {name: op.name for op in problem.ops for name in op.reads}
+    items: list[Item] = []
+    for op in problem.ops:
+        items += [Fetch(name) for name in names if last[name] == op.name]
+        items.append(op.name)
+    return items
+
+
+def test_a_value_leaves_at_once_and_comes_back_in_time() -> None:
+    """x1 leaves during f1 and f2 alone; it comes back during b2, for b1."""
+    problem = net(3)
+    line = place(problem, moved_away(problem, "x1"), None)
+    assert [str(step) for step in line.steps] == [
+        "f0", "to host: x1", "f1", "wait: x1", "f2", "loss", "to device: x1", "b2", "wait: x1",
+        "b1", "b0",
+    ]  # fmt: skip
+    assert line.time_us == problem.base_time_us
+    assert line.timing.stall_us == 0.0
+    assert check(problem, line.steps).ok
+
+
+def test_without_room_a_value_comes_back_late() -> None:
+    """The peak of 407 is at b2, which needs three values of the four: x1 must wait for it."""
+    problem = net(3)
+    items = moved_away(problem, "x1")
+    least = replay(problem, synchronous(problem, items)).peak_bytes
+    line = place(problem, items, least)
+    assert line.peak_bytes == least < replay(problem, problem.base_steps()).peak_bytes
+    assert line.timing.stall_us == 10.0
+
+
+def test_transfers_of_one_direction_queue() -> None:
+    problem = net(6, copies=Copies(5.0, 5.0))
+    line = place(problem, moved_away(problem, "x1", "x2", "x3"), 10**6)
+    out = [t for t in line.timing.transfers if t.kind == "to host"]
+    assert [t.value for t in out] == ["x1", "x2", "x3"]
+    assert all(a.end_us <= b.start_us for a, b in pairwise(out))
+    back = [t.value for t in line.timing.transfers if t.kind == "to device"]
+    assert back == ["x3", "x2", "x1"]
+    assert line.timing.stall_us == 0.0
+
+
+def solved(problem: Problem, budget: int, solver: str = "greedy") -> Plan:
+    plan = planner.solve(problem, budget, solver, SolverOptions())
+    verdict = check(problem, plan.steps, budget if plan.peak_bytes <= budget else None)
+    assert verdict.ok, str(verdict)
+    assert (verdict.peak_bytes, verdict.time_us) == (plan.peak_bytes, pytest.approx(plan.time_us))
+    return plan
+
+
+@pytest.mark.parametrize("solver", ["greedy", "auto", "instants", "checkmate_pruned", "hrockmate"])
+def test_every_solver_moves(solver: str) -> None:
+    problem = net(8)  # b6 takes 407 bytes, and 100 to fetch the next value meanwhile
+    plan = solved(problem, 507, solver)
+    assert plan.moves
+    assert plan.solver.endswith("+offload")
+    assert plan.time_us == problem.base_time_us
+
+
+def test_a_fast_link_leaves_nothing_to_recompute() -> None:
+    problem = net(12)
+    budget = replay(problem, problem.base_steps()).peak_bytes // 2
+    alone = planner.solve(replace(problem, copies=None), budget, "greedy")
+    assert alone.time_us > problem.base_time_us
+    assert solved(problem, budget).time_us == problem.base_time_us
+
+
+def test_no_bandwidth_gives_the_plan_without() -> None:
+    problem = net(8, copies=Copies(0.0, 0.0))
+    budget = replay(problem, problem.base_steps()).peak_bytes // 2
+    plan = solved(problem, budget)
+    assert plan.steps == planner.solve(replace(problem, copies=None), budget, "greedy").steps
+
+
+def test_more_bandwidth_is_never_slower() -> None:
+    budget = replay(net(10), net(10).base_steps()).peak_bytes // 2
+    rates = [0.0, 1.0, 2.0, 4.0, 8.0, 16.0, 64.0]
+    times = [solved(net(10, copies=Copies(r, r)), budget).time_us for r in rates]
+    assert times == sorted(times, reverse=True)
+
+
+def test_the_host_has_limits() -> None:
+    problem = net(10)
+    budget = replay(problem, problem.base_steps()).peak_bytes // 2
+    for cap in (0, 150, 250, 10_000):
+        few = replace(problem, copies=replace(COPIES, host_bytes=cap))
+        assert replay(few, solved(few, budget).steps).host_peak_bytes <= cap
+
+
+def test_a_budget_below_what_recomputation_needs() -> None:
+    """Random ops run once; without moves nothing can be saved."""
+    problem = net(8)
+    once = replace(problem, ops=tuple(replace(op, repeatable=False) for op in problem.ops))
+    full = replay(problem, problem.base_steps()).peak_bytes
+    alone = planner.solve(replace(once, copies=None), full // 2, "greedy")
+    assert alone.peak_bytes == full
+    assert solved(once, full // 2).peak_bytes <= full // 2
+
+
+@settings(max_examples=20, deadline=None)
+@given(problems(), st.sampled_from((0.0, 1.0, 8.0)), st.floats(0.2, 1.0))
+def test_random_problems(problem: Problem, rate: float, part: float) -> None:
+    problem = replace(problem, copies=Copies(rate, rate, latency_us=1.0))
+    budget = int(part * replay(problem, problem.base_steps()).peak_bytes)
+    plan = solved(problem, budget)
+    alone = planner.solve(replace(problem, copies=None), budget, "greedy")
+    fits = alone.peak_bytes <= budget
+    assert plan.peak_bytes <= max(budget, alone.peak_bytes)
+    assert not fits or plan.time_us <= alone.time_us
+    assert plan.peak_bound_bytes is not None
+    assert plan.peak_bound_bytes <= plan.peak_bytes
+
+
+@settings(max_examples=100, deadline=None)
+@given(st.data(), problems(min_ops=3), st.sampled_from((1.0, 8.0)))
+def test_random_fetches_are_placed_within_the_budget(
+    data: st.DataObject, problem: Problem, rate: float
+) -> None:
+    """Any fetches: the schedule is possible, and takes no more than the least and the budget."""
+    problem = replace(problem, copies=Copies(rate, rate))
+    may = {w for name in offload.movable(problem) for w in problem.op_of[name].writes}
+    there: set[str] = set()
+    items: list[Item] = []
+    for op in problem.ops:
+        for name in op.reads:
+            if name in may and name in there and data.draw(st.booleans()):
+                items.append(Fetch(name))
+        items.append(op.name)
+        there |= {*op.writes}
+    budget = data.draw(st.integers(0, 600))
+    line = place(problem, items, budget)
+    least = replay(problem, synchronous(problem, items)).peak_bytes
+    assert line.peak_bytes <= max(budget, least)
+    assert check(problem, line.steps).ok
+    assert ops_of(line.steps) == tuple(item for item in items if isinstance(item, str))
+    fetched = [
+        step.value for step in line.steps if isinstance(step, Move) and step.kind == "to device"
+    ]
+    assert sorted(fetched) == sorted(item.value for item in items if isinstance(item, Fetch))
