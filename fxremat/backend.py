@@ -15,14 +15,20 @@ import torch
 from torch import fx
 
 from fxremat import compat, session
-from fxremat.options import Options, disabled, parse_options
+from fxremat.core.problem import Copies
+from fxremat.cost.device import device_spec
+from fxremat.options import Options, disabled, machine_memory_bytes, parse_options
 from fxremat.partition import Partitioner
 from fxremat.passes.order import Fence, WriteResults
 from fxremat.pipeline import Request
 from fxremat.report.report import Report
+from fxremat.runtime import measure_copy_speed
 from fxremat.version import build
 
 log = logging.getLogger(__name__)
+
+COPY_LATENCY_US = 10.0
+"""Before each transfer: its call, its events, the engine's start."""
 
 
 def _device(inputs: Sequence[Any]) -> torch.device:
@@ -49,6 +55,20 @@ def _limits(
     return options.memory_budget or allocated + idle + free, reserve
 
 
+def _copies(options: Options, device: torch.device) -> Copies | None:
+    """What moving activations takes, where it is asked for."""
+    if not options.offload:
+        return None
+    rates = (device_spec(device).host_bytes_per_s,) * 2
+    if options.host_bandwidth is not None:
+        rates = (float(options.host_bandwidth),) * 2
+    elif options.op_times == "measured":
+        rates = measure_copy_speed(device)
+    cap = options.host_memory_budget
+    out, back = (rate / 1e6 for rate in rates)
+    return Copies(out, back, COPY_LATENCY_US, machine_memory_bytes() // 2 if cap is None else cap)
+
+
 def _request(
     gm: fx.GraphModule, options: Options, inputs: Sequence[Any], ledger: session.Ledger, frame: int
 ) -> Request:
@@ -70,6 +90,7 @@ def _request(
         solver_time_limit=options.solver_time_limit,
         op_times=options.op_times,
         verify=options.verify,
+        copies=_copies(options, _device(inputs)),
     )
 
 
@@ -99,6 +120,9 @@ def _patches(options: Options, partitioner: Partitioner, mode: str | None) -> di
 
     # Reusing a buffer holds it from its last use to its next: the peak would exceed the plan's.
     exact = {} if partitioner.request.budget_bytes is None else {"allow_buffer_reuse": False}
+    if options.offload and user.get(compat.CUDAGRAPHS):
+        log.warning("cudagraphs are off: a graph that moves values to host memory has none")
+        user = {**user, compat.CUDAGRAPHS: False}
     return {
         **exact,
         **user,

@@ -641,6 +641,7 @@ def fake_tensors() -> Iterator[None]:
 
 # --- configuration -----------------------------------------------------------------------
 
+CUDAGRAPHS = "triton.cudagraphs"
 POST_GRAD_PASS = "post_grad_custom_post_pass"
 
 

@@ -123,6 +123,25 @@ class SolverRefused(FxrematError):
         return f"solver {self.solver!r} cannot plan this graph: {self.reason}"
 
 
+class HostMemoryExceeded(FxrematError):
+    """A copy to host memory would exceed the cap on what such copies hold."""
+
+    def __init__(self, wanted_bytes: int, held_bytes: int, cap_bytes: int) -> None:
+        super().__init__(wanted_bytes, held_bytes, cap_bytes)
+        self.wanted_bytes = wanted_bytes
+        self.held_bytes = held_bytes
+        self.cap_bytes = cap_bytes
+
+    def __str__(self) -> str:
+        least = round_up_bytes(self.held_bytes + self.wanted_bytes)
+        return (
+            f"a copy to host memory needs {_exact(self.wanted_bytes)} while copies hold "
+            f"{_exact(self.held_bytes)} there, and the cap is {_exact(self.cap_bytes)}\n"
+            f"What to do: allow {least} or more of host memory, or free what was saved for "
+            "backwards that will not run (the losses of earlier steps hold it)."
+        )
+
+
 class VerificationFailed(FxrematError):
     """What fxremat made is not what it promised: a bug of fxremat, caught before it could harm."""
 

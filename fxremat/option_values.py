@@ -10,7 +10,7 @@ import math
 import numbers
 import os
 from collections.abc import Iterable, Mapping
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import Any
 
 from fxremat.errors import InvalidOption
@@ -94,6 +94,18 @@ def read_reserve(given: Given) -> int | None:
     if nbytes < 0:
         raise given.refuse("zero bytes or more")
     return nbytes
+
+
+def read_bandwidth(given: Given) -> int | None:
+    if given.value is None:
+        return None
+    if isinstance(given.value, str) and "%" in given.value:
+        raise given.refuse("bytes per second, such as '25GB'")
+    text = given.value.removesuffix("/s") if isinstance(given.value, str) else given.value
+    rate = _read_size(replace(given, value=text))
+    if rate < 0:
+        raise given.refuse("zero bytes per second or more")
+    return rate
 
 
 def read_choice(given: Given, choices: tuple[str, ...]) -> str:

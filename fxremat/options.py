@@ -16,6 +16,7 @@ from fxremat.errors import InvalidOption, UnknownOption
 from fxremat.option_values import (
     Given,
     machine_memory_bytes,
+    read_bandwidth,
     read_bool,
     read_budget,
     read_choice,
@@ -100,6 +101,29 @@ class Options:
         "Stop solving after this time. A plan cut short by time may differ from run to run; it is "
         "kept on disk, so that the same graph gets it again.",
         unset="'auto': 3 s and 8 ms per op, at most 20 s; other solvers: limits of their own",
+    )
+    offload: bool = _option(
+        False,
+        read_bool,
+        "FXREMAT_OFFLOAD",
+        "bool",
+        "Move saved activations to host memory and back where that is faster than to run again.",
+    )
+    host_memory_budget: int | None = _option(
+        None,
+        read_reserve,
+        "FXREMAT_HOST_MEMORY_BUDGET",
+        "bytes: int, '8GiB', '8GB', '50%' (of this machine), or None",
+        "Most bytes of moved activations in host memory at any moment, of each process.",
+        unset="half of this machine's memory",
+    )
+    host_bandwidth: int | None = _option(
+        None,
+        read_bandwidth,
+        "FXREMAT_HOST_BANDWIDTH",
+        "bytes per second: int, '25GB', or None",
+        "What a copy to host memory, or from there, reaches beside another one.",
+        unset="by the name of the device; with op_times='measured' as measured here",
     )
     op_times: str = _option(
         "roofline",

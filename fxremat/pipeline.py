@@ -7,6 +7,7 @@ from __future__ import annotations
 
 import logging
 import time
+from collections import Counter
 from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass, field, replace
@@ -18,6 +19,7 @@ from torch import fx
 from fxremat import compat, planner
 from fxremat.core.check import check
 from fxremat.core.plan import Plan
+from fxremat.core.problem import Copies
 from fxremat.core.schedule import Step
 from fxremat.core.timeline import replay
 from fxremat.cost.device import DeviceSpec, device_spec
@@ -31,7 +33,7 @@ from fxremat.planner.cache import PlanCache
 from fxremat.rehearsal import Rehearsal, rehearse
 from fxremat.report.report import Report, Row
 from fxremat.report.where import describe
-from fxremat.verify import check_data_flow, check_split
+from fxremat.verify import check_data_flow, check_split, check_waits
 from fxremat.workspace import Workspaces
 
 log = logging.getLogger(__name__)
@@ -49,6 +51,7 @@ class Request:
 
     ``held_bytes`` of the budget belong to other graphs of the model, and to what no graph sees.
     ``wanted_bytes`` is what this graph should make do with if it can, because more graphs follow.
+    ``copies`` is what moving values takes; None where nothing is to move.
     """
 
     budget_bytes: int | None
@@ -59,6 +62,7 @@ class Request:
     solver_time_limit: float | None
     op_times: str
     verify: bool
+    copies: Copies | None = None
 
 
 @dataclass
@@ -181,7 +185,7 @@ class _Run:
         ``hold`` holds the planned order through Inductor, at some cost in time.
         """
         with self.clock.stage("apply"):
-            rewritten = apply_plan(self.found, plan.ops, hold=hold)
+            rewritten = apply_plan(self.found, plan.steps, hold=hold)
             inputs = {n.name: n for n in rewritten.module.graph.nodes if n.op == "placeholder"}
             forward, backward = compat.extract_forward_backward(
                 rewritten.module,
@@ -193,6 +197,7 @@ class _Run:
             with self.clock.stage("verify"):
                 names = [n.name for n in self.joint.mutated]
                 check_data_flow(self.joint.module.graph, rewritten.module.graph, names)
+                check_waits(rewritten.module.graph)
                 check_split(backward.graph, [n.name for n in rewritten.saved], forward.graph)
         if self.request.executor != "inductor" or self.budget is None:
             return Split(forward, backward, plan, rewritten, plan.peak_bytes, None)
@@ -370,6 +375,7 @@ def transform(
             device=device.type,
             name=f"graph {graph}",
         )
+        found = replace(found, problem=replace(found.problem, copies=request.copies))
     static = [joint.primals[i] for i in static_input_indices if i < len(joint.primals)]
     run = _Run(request, joint, found, device, static, workspaces, clock)
     split, rehearsals = _fit(run)
@@ -426,6 +432,11 @@ def _report(run: _Run, split: Split, rehearsals: int, graph: int) -> Report:
         )
         for name, times in plan.repeats().items()
     ]
+    fetches = Counter(move.value for move in plan.moves if move.kind == "to device")
+    moved = [
+        Row(describe(run.found.node_of[name]), sizes[name], times)
+        for name, times in fetches.items()
+    ]
     held = run.request.held_bytes
     return Report(
         graph=graph,
@@ -440,6 +451,8 @@ def _report(run: _Run, split: Split, rehearsals: int, graph: int) -> Report:
         time_overhead=plan.time_us / problem.base_time_us - 1 if problem.base_time_us else 0.0,
         saved=tuple(saved),
         recomputed=tuple(recomputed),
+        moved=tuple(moved),
+        host_peak_bytes=replay(problem, plan.steps).host_peak_bytes,
         at_peak=tuple(_at_peak(run, split)[:20]),
         timeline=_live_bytes(run, split),
         plan=plan,

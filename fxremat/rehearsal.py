@@ -21,6 +21,7 @@ from torch.utils import _pytree as pytree
 from fxremat import compat
 from fxremat.passes.joint_graph import is_tensor
 from fxremat.passes.memory_estimation import nbytes
+from fxremat.runtime import copies
 
 Workspace = Callable[[Any, Any, Any], int]
 CUDA_BLOCK_BYTES = 512  # CUDA's allocator hands out multiples of it
@@ -136,6 +137,9 @@ class _Meter:
     def call(self, op: Any, args: Any, kwargs: Any, result: Any) -> None:
         """Count an op that has run: its new storages, and its scratch memory while it ran."""
         self.sweep()
+        if op is copies.to_host:  # host memory is not what is counted
+            self.ignore([result])
+            return
         line = self.code.line() if self.code is not None else None
         name = self.code.named_at.get(line, "") if self.code is not None and line else ""
         scratch = self.workspace(op, args, kwargs)
@@ -147,6 +151,8 @@ class _Meter:
 
     def sweep(self) -> None:
         """Take off what has been dropped."""
+        for key in [key for key, is_gone in self.uncounted.items() if is_gone()]:
+            del self.uncounted[key]
         for key in [key for key, storage in self.live.items() if storage.is_gone()]:
             self.current -= self.live.pop(key).nbytes
 

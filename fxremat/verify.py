@@ -4,6 +4,8 @@ Every node gets a number that says what it computes: the same call on the same a
 the same number. A call that may not be run again (random numbers, effects, collectives,
 custom ops) has a number of its own for each node, so a second copy of it is a difference.
 A graph input that is written into counts as another argument from then on.
+A value that has been to host memory and back has the number it had before, and every reader of
+what comes back has to stand behind the wait for it.
 The rewritten graph is right if its results have the numbers of the original's results, if
 every call that may not be run again is there exactly once, if what the backward reads is
 an input or one of the nodes declared as saved, and if nothing is run in both halves.
@@ -25,6 +27,7 @@ from fxremat.passes.joint_graph import (
     is_view,
     root,
 )
+from fxremat.runtime import copies
 
 
 class _Numbering:
@@ -48,6 +51,10 @@ class _Numbering:
         for node in graph.nodes:
             if node.op in ("placeholder", "get_attr"):
                 of[node] = self.number((node.op, str(node.target)))
+            elif node.target in _WAITS:
+                of[node] = self.number(("wait", node.name))
+            elif node.target in _MOVES:
+                of[node] = of[node.args[0]]
             elif node.op == "call_function":
                 args = self.arguments(node, of, written)
                 if is_view(node) or is_repeatable(node, mutated):
@@ -66,6 +73,31 @@ class _Numbering:
             for a in leaves
         )
         return (*seen, str(spec))
+
+
+_MOVES = frozenset({copies.to_host, copies.to_device})
+_WAITS = frozenset({copies.wait_host, copies.wait_device})
+
+
+def check_waits(graph: fx.Graph) -> None:
+    """Raise `VerificationFailed` where something is used before its transfer has ended.
+
+    Until it is waited for, nothing but a transfer and its wait may use what a transfer fills.
+    """
+    filling: set[fx.Node] = set()
+    for node in graph.nodes:
+        if node.target in _WAITS:
+            filling.discard(node.args[0])
+        elif node.target not in _MOVES:
+            early = filling.intersection(map(root, node.all_input_nodes))
+            if early and node.op != "output" and not is_view(node):
+                what = f"{node.name} reads {next(iter(early)).name} before it has arrived"
+                raise VerificationFailed("transfers", what)
+        if node.target in _MOVES:
+            filling.add(node)
+    if filling:
+        names = sorted(node.name for node in filling)[:5]
+        raise VerificationFailed("transfers", f"never waited for: {names}")
 
 
 def _constant(leaf: Any) -> Any:
@@ -99,7 +131,9 @@ def check_data_flow(
 def _runs(graph: fx.Graph) -> set[str]:
     """Names of the calls that compute a tensor."""
     return {
-        n.name for n in graph.nodes if n.op == "call_function" and is_tensor(n) and not is_view(n)
+        n.name
+        for n in graph.nodes
+        if n.op == "call_function" and (is_tensor(n) or n.target in _WAITS) and not is_view(n)
     }
 
 

@@ -5,7 +5,8 @@ wants in memory may be computed again in each of its readers instead, which keep
 computed from. And two loops may be fused, and then run together where one of them can:
 what the one reads, or the other writes, lives longer than planned. Often that does no harm, and
 it is faster; where it would break the budget the plan is applied with marks in the names of
-the backward's nodes, for two passes of ours inside of Inductor:
+the backward's nodes, for two passes of ours inside of Inductor. Calls that move values are always
+marked: they are where the plan has them so that their transfers run beside other work.
 
 - `WriteResults`, on the graph after Inductor's own passes: planned results are written.
 - `Fence`, on the kernels before fusion: no loop moves across a library call, except that one
@@ -30,6 +31,7 @@ from torch import fx
 from fxremat import compat
 from fxremat.passes.joint_graph import is_tensor, is_view
 from fxremat.passes.materialisation import is_fusable
+from fxremat.passes.offload import MOVED
 from fxremat.passes.recompute import WRITTEN
 
 SMALL = 16  # times smaller than what it reads: then a result may be there early
@@ -111,7 +113,8 @@ class Fence(compat.SchedulerPass):
         return nodes
 
     def hold(self, nodes: list[Any]) -> None:
-        if any(WRITTEN in name for name in compat.names_being_scheduled()):
+        names = compat.names_being_scheduled()
+        if any(mark in name for name in names for mark in (WRITTEN, MOVED)):
             compat.run_after(nodes, fences([compat.scheduled(node) for node in nodes]))
 
     def uuid(self) -> Any:

@@ -8,6 +8,8 @@ values reads the copy.
     fwd:   a b c                  fwd:   a b c
     bwd:   c' b', reads a, b      bwd:   a_recompute b_recompute c' b', reads inputs alone
 
+Values that move to host memory and back: see `passes.offload`.
+
 Sound because only ops that give the same result every time are run again (`is_repeatable`),
 and because a copy reads the latest copies of the values the op reads. Nodes inside a cone of
 the backward that are no values (views, cheap loops of the forward) are copied for each op
@@ -22,9 +24,11 @@ from typing import Any
 
 from torch import fx
 
+from fxremat.core.schedule import Move, Step, ops_of
 from fxremat.passes.joint_graph import JointGraph, Role, is_repeatable, is_view, root
 from fxremat.passes.materialisation import is_fusable
 from fxremat.passes.memory_estimation import TANGENTS, Cone, Estimate
+from fxremat.passes.offload import Mover
 
 RECOMPUTED = "_recompute"
 INLINED = "_inline"
@@ -39,6 +43,7 @@ class Rewritten:
     module: fx.GraphModule
     saved: tuple[fx.Node, ...]
     recomputed: tuple[str, ...]
+    moved: tuple[str, ...] = ()
 
 
 @dataclass
@@ -122,7 +127,7 @@ class _Emitter:
         self.env.update((v, private[v]) for v in cone.values if v not in results)
 
 
-def boundary(steps: Sequence[str]) -> int:
+def boundary(steps: Sequence[Step]) -> int:
     """The step at which the backward begins: the arrival of the tangents."""
     return steps.index(TANGENTS)
 
@@ -136,27 +141,34 @@ def _read_across(
     return tuple(n for n in forward if n in read and n.op != "get_attr")
 
 
-def apply_plan(estimate: Estimate, steps: Sequence[str], *, hold: bool = True) -> Rewritten:
+def apply_plan(estimate: Estimate, steps: Sequence[Step], *, hold: bool = True) -> Rewritten:
     """The joint graph with its nodes in the order of ``steps``, and copies where ops repeat.
 
     ``hold`` marks, in a backward that recomputes, what `passes.order` is to hold through Inductor.
     """
     joint = estimate.joint
-    repeats = len(set(steps)) < len(steps)
+    ops = ops_of(steps)
+    repeats = len(set(ops)) < len(ops) or len(ops) < len(steps)
     emitter = _Emitter(joint, mark_written=hold and estimate.fused and repeats)
+    mover = Mover(emitter.graph)
     for node in (*joint.primals, *joint.tangents):
         emitter.resolve(node)
     seen: set[str] = set()
     recomputed: list[str] = []
 
-    def run(part: Sequence[str], in_backward: bool) -> None:
+    def run(part: Sequence[Step], in_backward: bool) -> None:
+        half = "backward" if in_backward else "forward"
         for step in part:
-            if step in seen:
+            if isinstance(step, Move):
+                value = estimate.node_of[step.value]
+                emitter.env[value] = mover.move(step, emitter.resolve(value), half)
+            elif step in seen:
                 recomputed.append(step)
                 emitter.run_again(estimate.cones[step])
             elif step != TANGENTS:
                 emitter.first_run(estimate.cones[step], in_backward)
-            seen.add(step)
+            if isinstance(step, str):
+                seen.add(step)
 
     def results(part: Sequence[Any]) -> list[Any]:
         return [emitter.resolve(n) if isinstance(n, fx.Node) else n for n in part]
@@ -177,4 +189,4 @@ def apply_plan(estimate: Estimate, steps: Sequence[str], *, hold: bool = True) -
     module = fx.GraphModule(joint.module, emitter.graph)
     module.meta = dict(joint.module.meta)
     saved = _read_across(forward, backward, backward_results)
-    return Rewritten(module, saved, tuple(recomputed))
+    return Rewritten(module, saved, tuple(recomputed), tuple(mover.hosts))

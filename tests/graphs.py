@@ -9,7 +9,7 @@ from __future__ import annotations
 import copy
 import random
 from collections.abc import Callable, Sequence
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from typing import Any
 
 import torch
@@ -17,14 +17,18 @@ from torch import fx, nn
 
 from fxremat import compat
 from fxremat.core.check import check
-from fxremat.core.problem import Problem
+from fxremat.core.problem import Copies, Problem
+from fxremat.core.schedule import Step
 from fxremat.passes.joint_graph import JointGraph
 from fxremat.passes.memory_estimation import TANGENTS, Estimate, estimate
 from fxremat.passes.recompute import Rewritten, apply_plan
 from fxremat.pipeline import prepare
-from fxremat.verify import check_data_flow, check_split
+from fxremat.planner.offload import movable
+from fxremat.planner.transfers import Fetch, Item, place
+from fxremat.verify import check_data_flow, check_split, check_waits
 
-Steps = tuple[str, ...]
+Steps = tuple[Step, ...]
+COPIES = Copies(to_host=1.0, to_device=1.0)
 Choose = Callable[[Problem], Steps]
 Function = Callable[..., Any]
 
@@ -65,10 +69,10 @@ def everything_again(problem: Problem) -> Steps:
     return without_dead_runs(problem, steps)
 
 
-def at_random(seed: int, repeats: int = 12) -> Choose:
+def at_random(seed: int, repeats: int = 12) -> Callable[[Problem], tuple[str, ...]]:
     """Repeatable ops run again at random places, after the first time they ran."""
 
-    def choose(problem: Problem) -> Steps:
+    def choose(problem: Problem) -> tuple[str, ...]:
         dice = random.Random(seed)
         names = [op.name for op in problem.ops if op.repeatable]
         steps = list(problem.base_steps())
@@ -77,6 +81,27 @@ def at_random(seed: int, repeats: int = 12) -> Choose:
             earliest = max(steps.index(name), steps.index(TANGENTS)) + 1
             steps.insert(dice.randint(earliest, len(steps)), name)
         return without_dead_runs(problem, steps)
+
+    return choose
+
+
+def moved_at_random(seed: int, repeats: int = 12) -> Choose:
+    """The same, but half of what may move comes back from the host, before a few of its readers."""
+
+    def choose(problem: Problem) -> Steps:
+        dice = random.Random(seed)
+        moved = {name for name in movable(problem) if dice.random() < 0.5}
+        may = {v for name in moved for v in problem.op_of[name].writes}
+        steps = at_random(seed, repeats)(problem)
+        once = [n for i, n in enumerate(steps) if n not in moved or n not in steps[:i]]
+        items: list[Item] = []
+        there: set[str] = set()
+        for name in without_dead_runs(problem, once):
+            op = problem.op_of[name]
+            items += [Fetch(v) for v in op.reads if v in may & there and dice.random() < 0.4]
+            items.append(name)
+            there |= {*op.writes}
+        return place(problem, items, dice.choice((0, None))).steps
 
     return choose
 
@@ -92,7 +117,7 @@ def _is_dead(problem: Problem, steps: Sequence[str], index: int) -> bool:
     return True
 
 
-def without_dead_runs(problem: Problem, steps: Sequence[str]) -> Steps:
+def without_dead_runs(problem: Problem, steps: Sequence[str]) -> tuple[str, ...]:
     """The steps less the repeats that nobody reads: torch drops such nodes as dead code.
 
     Values that are results of the graph are there anyway, and are not written again.
@@ -135,6 +160,7 @@ class Capture:
         self.found = estimate(
             self.joint, unit_time, self.workspace, fused=self.fused, device="cpu", name="test"
         )
+        self.found = replace(self.found, problem=replace(self.found.problem, copies=COPIES))
         self.steps = self.choose(self.found.problem)
         verdict = check(self.found.problem, self.steps)
         assert verdict.ok, str(verdict)
@@ -142,6 +168,7 @@ class Capture:
         self.rewritten.module.graph.lint()
         mutated = [n.name for n in self.joint.mutated]
         check_data_flow(self.joint.module.graph, self.rewritten.module.graph, mutated)
+        check_waits(self.rewritten.module.graph)
         self.forward, self.backward = compat.extract_forward_backward(
             self.rewritten.module,
             list(self.rewritten.saved),
@@ -209,7 +236,7 @@ def compiled(function: Function, capture: Capture | str, **options: Any) -> Func
 
 
 @dataclass(frozen=True)
-class Step:
+class Observed:
     """What can be observed of a training step: results, gradients, the module's new content."""
 
     results: tuple[Any, ...]
@@ -228,7 +255,7 @@ def loss_of(results: Any) -> torch.Tensor:
     return sum((p.double() * (i + 1)).sum() for i, p in enumerate(parts))  # type: ignore[return-value]
 
 
-def train(function: Function, inputs: Sequence[Any], wrap: Function | None = None) -> Step:
+def train(function: Function, inputs: Sequence[Any], wrap: Function | None = None) -> Observed:
     """One step of ``function`` on copies of it and of the inputs; ``wrap`` compiles the copy."""
     function, inputs = copy.deepcopy((function, tuple(inputs)))
     run = function if wrap is None else wrap(function)
@@ -237,7 +264,7 @@ def train(function: Function, inputs: Sequence[Any], wrap: Function | None = Non
     loss_of(results).backward()  # type: ignore[no-untyped-call]
     module = function if isinstance(function, nn.Module) else nn.Module()
     wanted = [*module.parameters(), *(x for x in inputs if isinstance(x, torch.Tensor))]
-    return Step(
+    return Observed(
         results=tuple(r.detach() if isinstance(r, torch.Tensor) else r for r in _leaves(results)),
         gradients=tuple(w.grad for w in wanted if w.requires_grad),
         state=tuple(x.detach() for x in (*module.state_dict().values(), *inputs)
@@ -257,7 +284,7 @@ def is_same(one: Any, other: Any) -> bool:
     return bool(one == other)
 
 
-def assert_same(one: Step, other: Step) -> None:
+def assert_same(one: Observed, other: Observed) -> None:
     """Two steps did the same, bit by bit."""
     for name in ("results", "gradients", "state", "random"):
         assert is_same(getattr(one, name), getattr(other, name)), name

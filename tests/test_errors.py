@@ -9,6 +9,7 @@ import pytest
 
 from fxremat.errors import (
     FxrematError,
+    HostMemoryExceeded,
     InfeasibleBudget,
     InvalidOption,
     SolverRefused,
@@ -33,6 +34,7 @@ ERRORS: dict[str, FxrematError] = {
     "unknown": UnknownOption("memory_budgt", 8, ("memory_budget", "reserve")),
     "unknown, nothing near": UnknownOption("colour", 8, ("memory_budget", "reserve")),
     "refused": SolverRefused("rotor", "it is no chain. Use the solver 'auto'."),
+    "host memory": HostMemoryExceeded(400, 800, 1000),
     "verification": VerificationFailed("peak of the plan", "step 3 needs 12 bytes, budget 10"),
 }
 

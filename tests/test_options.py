@@ -139,6 +139,9 @@ ENVIRONMENT = {
     "FXREMAT_EXECUTOR": "aot_eager",
     "FXREMAT_SOLVER": "greedy",
     "FXREMAT_SOLVER_TIME_LIMIT": "1.5",
+    "FXREMAT_OFFLOAD": "1",
+    "FXREMAT_HOST_MEMORY_BUDGET": "3GiB",
+    "FXREMAT_HOST_BANDWIDTH": "25GB/s",
     "FXREMAT_OP_TIMES": "measured",
     "FXREMAT_VERIFY": "0",
     "FXREMAT_REPORT": "there",
@@ -146,7 +149,8 @@ ENVIRONMENT = {
 
 
 def test_every_variable_is_read() -> None:
-    read = Options(2**32, 2**30, "aot_eager", "greedy", 1.5, "measured", False, "there")
+    host = (True, 3 * 2**30, 25 * 10**9)
+    read = Options(2**32, 2**30, "aot_eager", "greedy", 1.5, *host, "measured", False, "there")
     assert parse(ENVIRONMENT) == read
     assert set(ENVIRONMENT) == {row.variable for row in list_options() if row.variable}
 

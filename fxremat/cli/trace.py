@@ -139,7 +139,7 @@ def trace_problem(
 ) -> Problem:
     """The problem of one training step; the tensors may be fake.
 
-    With ``spec``, on a device of these rates, and with copies to its host.
+    With ``spec``, on a device of these rates.
     """
     import torch
 

@@ -6,7 +6,7 @@ import dataclasses
 from dataclasses import dataclass, field
 from typing import Any
 
-from fxremat.core.plan import Plan, plan_to_json
+from fxremat.core.plan import Plan, plan_to_json, steps_from_json
 from fxremat.core.problem import Problem
 from fxremat.sizes import format_bytes
 
@@ -29,6 +29,7 @@ class Report:
     else that of the planned graph. ``minimum_peak_bytes`` is the least peak planned for; it is
     a bound on what can be asked for, by the model of the problem. ``time_overhead`` is the
     added time over the keep-all schedule's, as a fraction. ``timeline`` is bytes live per step.
+    ``moved`` are the values that go to host memory, and how often each comes back.
     ``problem`` is what was planned; it is not written to JSON, so a report from a cache has none.
     """
 
@@ -48,6 +49,8 @@ class Report:
     timeline: tuple[int, ...]
     plan: Plan
     rehearsals: int
+    moved: tuple[Row, ...] = ()
+    host_peak_bytes: int = 0
     seconds: dict[str, float] = field(default_factory=dict)
     from_cache: bool = False
     problem: Problem | None = field(default=None, compare=False, repr=False)
@@ -63,6 +66,11 @@ class Report:
         return sum(row.bytes * row.times for row in self.recomputed)
 
     @property
+    def moved_bytes(self) -> int:
+        """Bytes that come back from host memory."""
+        return sum(row.bytes * row.times for row in self.moved)
+
+    @property
     def own_seconds(self) -> float:
         """What we added to compilation: all stages but the tracing of the joint graph."""
         return sum(spent for stage, spent in self.seconds.items() if stage != "trace")
@@ -72,11 +80,13 @@ class Report:
         budget = "no budget" if self.budget_bytes is None else format_bytes(self.budget_bytes)
         runs = sum(row.times for row in self.recomputed)
         peak = format_bytes(self.predicted_peak_bytes)
+        moved = f"{len(self.moved)} moved ({format_bytes(self.moved_bytes)}) | "
+        moved = moved if self.moved else ""
         return (
             f"fxremat: graph {self.graph}: {self.nodes} nodes, keep-all peak "
             f"{format_bytes(self.keep_all_peak_bytes)} -> {peak} of {budget} | "
             f"+{self.time_overhead:.1%} time | {runs} recomputed "
-            f"({format_bytes(self.recomputed_bytes)}) | {self.plan.solver} | "
+            f"({format_bytes(self.recomputed_bytes)}) | {moved}{self.plan.solver} | "
             f"{self.own_seconds:.1f} s{' (cached)' if self.from_cache else ''}"
         )
 
@@ -87,6 +97,7 @@ class Report:
         lines += _table("largest at the peak", self.at_peak)
         lines += _table("saved for the backward", self.saved)
         lines += _table("recomputed in the backward", self.recomputed)
+        lines += _table("moved to host memory and back", self.moved)
         stages = ", ".join(f"{name} {value:.2f}" for name, value in self.seconds.items())
         return "\n".join([*lines, f"  seconds: {stages}"])
 
@@ -112,7 +123,7 @@ def report_to_json(report: Report) -> dict[str, Any]:
 
 def report_from_json(data: dict[str, Any]) -> Report:
     """A report read back; raises `KeyError` or `TypeError` where it is not one."""
-    tables = ("saved", "recomputed", "at_peak")
+    tables = ("saved", "recomputed", "moved", "at_peak")
     rows = {key: tuple(Row(**row) for row in data[key]) for key in tables}
-    plan = Plan(**{**data["plan"], "steps": tuple(data["plan"]["steps"])})
+    plan = Plan(**{**data["plan"], "steps": steps_from_json(data["plan"])})
     return Report(**{**data, **rows, "plan": plan, "timeline": tuple(data["timeline"])})

@@ -1,0 +1,60 @@
+"""What the two engines have in common: their interface, and transfers that wait for a wait."""
+
+from __future__ import annotations
+
+from collections.abc import MutableMapping
+from typing import Generic, Literal, Protocol, TypeVar
+from weakref import WeakKeyDictionary
+
+import torch
+
+Direction = Literal["to_host", "to_device"]
+Wait = Literal["wait_host", "wait_device"]
+T = TypeVar("T")
+
+
+class Engine(Protocol):
+    """Copies between the memory of devices of one type and host memory."""
+
+    def start_to_host(self, x: torch.Tensor) -> torch.Tensor:
+        """A new tensor in host memory like ``x``, into which a copy of ``x`` is on its way."""
+
+    def start_to_device(self, host: torch.Tensor, device: torch.device) -> torch.Tensor:
+        """A new tensor on ``device`` like ``host``, into which a copy of it is on its way."""
+
+    def wait(self, what: Wait, target: torch.Tensor, device: torch.device) -> None:
+        """The computation on ``device`` goes on once the copy into ``target`` has ended."""
+
+
+class Pending(Generic[T]):
+    """Transfers that nobody has waited for yet, by the storage that they write.
+
+    The storage is held weakly and found by identity. If it dies without a wait, its entry goes
+    with it, and what comes to lie at the same address later is another storage.
+    """
+
+    def __init__(self) -> None:
+        self._transfers: MutableMapping[torch.UntypedStorage, T] = WeakKeyDictionary()
+
+    def add(self, target: torch.Tensor, transfer: T) -> None:
+        """Remember the transfer that writes ``target``."""
+        self._transfers[target.untyped_storage()] = transfer
+
+    def get(self, target: torch.Tensor) -> T | None:
+        """The transfer that writes ``target`` if nobody has waited for it."""
+        return self._transfers.get(target.untyped_storage())
+
+    def find(self, what: Wait, target: torch.Tensor) -> T:
+        """As `get`; RuntimeError if there is none."""
+        transfer = self.get(target)
+        if transfer is None:
+            raise RuntimeError(
+                f"fxremat::{what}: no copy into this tensor {tuple(target.shape)} has been "
+                "started, or somebody has waited for it already; each copy is started by "
+                f"fxremat::{what.replace('wait', 'to')} and waited for once, in one process"
+            )
+        return transfer
+
+    def forget(self, target: torch.Tensor) -> None:
+        """Somebody has waited for the transfer that writes ``target``."""
+        self._transfers.pop(target.untyped_storage(), None)

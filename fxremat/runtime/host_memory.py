@@ -1,0 +1,108 @@
+"""The account of host memory: bytes that copies to host hold, the most so far, and a cap.
+
+A host tensor counts from its allocation until its storage is freed, wherever it was held: by a
+graph, by a user, or by a backward that never ran. Its bytes count, not what the allocator of
+pinned memory rounds them up to.
+"""
+
+from __future__ import annotations
+
+import os
+import weakref
+from collections import deque
+from collections.abc import Callable
+from contextlib import AbstractContextManager, ExitStack
+from dataclasses import dataclass
+from threading import Lock
+
+import torch
+
+from fxremat.errors import HostMemoryExceeded, InvalidOption
+
+
+@dataclass(frozen=True)
+class HostBytes:
+    """Bytes of host memory that copies hold now, and held at most since the last reset."""
+
+    now_bytes: int
+    peak_bytes: int
+
+
+class HostMemory:
+    """Counts host tensors while their storages live."""
+
+    def __init__(self) -> None:
+        self.cap_bytes: int | None = None
+        self._held = 0
+        self._peak = 0
+        self._lock = Lock()
+        # A storage can die anywhere, also while this thread has the lock: it only appends here.
+        self._freed: deque[int] = deque()
+        os.register_at_fork(
+            before=self._lock.acquire,
+            after_in_parent=self._lock.release,
+            after_in_child=self._lock.release,
+        )
+
+    def allocate(self, nbytes: int, make: Callable[[], torch.Tensor]) -> torch.Tensor:
+        """``make()``, counted as ``nbytes``; `HostMemoryExceeded` instead if over the cap."""
+        self._reserve(nbytes)
+        try:
+            tensor = make()
+            weakref.finalize(tensor.untyped_storage(), self._freed.append, nbytes).atexit = False
+        except BaseException:
+            self._freed.append(nbytes)
+            raise
+        return tensor
+
+    def _reserve(self, nbytes: int) -> None:
+        with self._lock:
+            self._settle()
+            if self.cap_bytes is not None and self._held + nbytes > self.cap_bytes:
+                raise HostMemoryExceeded(nbytes, self._held, self.cap_bytes)
+            self._held += nbytes
+            self._peak = max(self._peak, self._held)
+
+    def _settle(self) -> None:
+        """Take off what died since; the caller has the lock."""
+        while self._freed:
+            self._held -= self._freed.popleft()
+
+    def count(self) -> HostBytes:
+        """What is held now and was held at most."""
+        with self._lock:
+            self._settle()
+            return HostBytes(self._held, self._peak)
+
+    def reset_peak(self) -> None:
+        """From now on the peak is what is held now."""
+        with self._lock:
+            self._settle()
+            self._peak = self._held
+
+
+HOST_MEMORY = HostMemory()
+
+
+def host_bytes() -> HostBytes:
+    """Bytes of host memory that copies of this process hold, now and at most since the reset."""
+    return HOST_MEMORY.count()
+
+
+def reset_host_peak() -> None:
+    """Let ``host_bytes().peak_bytes`` begin anew with what is held now."""
+    HOST_MEMORY.reset_peak()
+
+
+def set_host_memory_cap(cap_bytes: int | None) -> AbstractContextManager[object]:
+    """Let copies to host hold at most ``cap_bytes`` at once, all devices together; None: no cap.
+
+    It holds from now on or, as a context manager, inside ``with`` only. Beyond it, starting a
+    copy to host raises `HostMemoryExceeded`. InvalidOption (a ValueError) if negative.
+    """
+    if cap_bytes is not None and cap_bytes < 0:
+        raise InvalidOption("cap_bytes", cap_bytes, "a number of bytes or None")
+    undo = ExitStack()
+    undo.callback(setattr, HOST_MEMORY, "cap_bytes", HOST_MEMORY.cap_bytes)
+    HOST_MEMORY.cap_bytes = cap_bytes
+    return undo

@@ -1,0 +1,88 @@
+"""Apply the moves of a plan: calls that start a copy to host memory or back, and that wait for it.
+
+    plan:   a  to host: a  b  wait: a  ...  to device: a  b'  wait: a  a'
+    graph:  a;  h = to_host(a);  b;  wait_host(h, a);  ...
+            a_2 = to_device(h);  b' ;  wait_device(a_2, h);  a' reads a_2
+
+The host tensor ``h`` is what the forward saves in place of ``a``. A wait names what its copy
+reads, so that this lives until then, and changes what its copy writes, so that no reader comes
+before it. From the wait on, ``a_2`` stands for ``a``: later readers, views and moves read it.
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass, field
+
+import torch
+from torch import fx
+
+from fxremat.core.schedule import Move
+from fxremat.runtime import copies
+
+MOVED = "_moved"
+"""In the names of the calls, for `passes.order` to hold them where they are."""
+
+
+def is_move(node: fx.Node) -> bool:
+    """Whether a node starts a copy or waits for one."""
+    return node.op == "call_function" and node.target in _CALLS
+
+
+_CALLS: dict[object, str] = {
+    copies.to_host: "to_host",
+    copies.wait_host: "wait_host",
+    copies.to_device: "to_device",
+    copies.wait_device: "wait_device",
+}
+
+
+@dataclass
+class Mover:
+    """Puts moves at the end of a graph; knows what is on its way, and where."""
+
+    graph: fx.Graph
+    hosts: dict[str, fx.Node] = field(default_factory=dict)
+    leaving: dict[str, fx.Node] = field(default_factory=dict)
+    coming: dict[str, fx.Node] = field(default_factory=dict)
+
+    def move(self, move: Move, current: fx.Node, half: str) -> fx.Node:
+        """Make one step of a plan in the named half; gives the node that now holds the value."""
+        name = move.value
+
+        def call(op: object, *arguments: object) -> fx.Node:
+            return self._call(op, arguments, name, current, half)
+
+        if move.kind == "to host":
+            self.leaving[name] = current
+            self.hosts[name] = call(copies.to_host, current)
+        elif move.kind == "to device":
+            device = current.meta["val"].device
+            self.coming[name] = call(copies.to_device, self.hosts[name], device)
+        elif name in self.leaving:
+            call(copies.wait_host, self.hosts[name], self.leaving.pop(name))
+        else:
+            call(copies.wait_device, self.coming[name], self.hosts[name])
+            return self.coming.pop(name)
+        return current
+
+    def _call(
+        self, op: object, arguments: tuple[object, ...], name: str, like: fx.Node, half: str
+    ) -> fx.Node:
+        node = self.graph.call_function(op, arguments)  # type: ignore[arg-type]
+        node.meta = {key: like.meta[key] for key in _ORIGIN if key in like.meta}
+        node.meta["val"] = _fake(op, like.meta["val"])
+        node.meta["partitioner_tag"] = f"must_be_in_{half}"  # torch repeats it in both if it can
+        node._rename(f"{_CALLS[op]}_{name}{MOVED}")
+        return node
+
+
+_ORIGIN = ("nn_module_stack", "stack_trace", "fwd_nn_module_stack", "seq_nr")
+
+
+def _fake(op: object, value: torch.Tensor) -> torch.Tensor | None:
+    """What the call gives, on the fake mode of the value."""
+    if op in (copies.wait_host, copies.wait_device):
+        return None
+    device = torch.device("cpu") if op is copies.to_host else value.device
+    with value.fake_mode:  # type: ignore[attr-defined]
+        return torch.empty_strided(value.size(), value.stride(), dtype=value.dtype, device=device)

@@ -1,0 +1,228 @@
+"""Moves in the graph: same numbers, the bytes of the plan, and every wait in its place."""
+
+from __future__ import annotations
+
+import copy
+import logging
+from collections.abc import Iterator
+from typing import Any
+
+import hypothesis
+import pytest
+import torch
+from torch import fx, nn
+
+import fxremat
+from fxremat import compat, runtime
+from fxremat.backend import _patches
+from fxremat.core.problem import Problem
+from fxremat.core.schedule import Move
+from fxremat.core.timeline import replay
+from fxremat.errors import VerificationFailed
+from fxremat.measure import measure_peak
+from fxremat.options import parse_options
+from fxremat.partition import Partitioner
+from fxremat.passes.memory_estimation import TANGENTS
+from fxremat.passes.offload import is_move
+from fxremat.pipeline import Request
+from fxremat.planner.transfers import Fetch, Item, place
+from fxremat.verify import check_data_flow, check_waits
+from tests import nets
+from tests.graphs import (
+    Capture,
+    Steps,
+    assert_plan_changes_nothing,
+    batch,
+    capture,
+    mlp,
+    moved_at_random,
+)
+from tests.small import Stack, seeded
+from tests.test_recompute import REFERENCE, SIDE, peaks, random_nets
+
+EAGER_NUMBER = 12  # bytes that eager torch needs for a moment to make tensors of numbers: x + 1
+PLANNED = 4 * 10**9  # bytes per second that plans count on
+SLOW = 2e7  # bytes per second: a copy takes longer than the op beside it
+
+
+@pytest.fixture(autouse=True)
+def _slow_copies() -> Iterator[None]:
+    """A missing wait gives NaN; nothing is left in host memory."""
+    torch._dynamo.reset()
+    with runtime.set_copy_speed(SLOW, SLOW):
+        yield
+    assert runtime.host_bytes().now_bytes == 0
+    torch._dynamo.reset()
+
+
+def saved_values_away(problem: Problem) -> Steps:
+    """What the forward saves for the backward goes to the host, and comes back once."""
+    half = problem.base_steps().index(TANGENTS)
+    made = {v for op in problem.ops[:half] for v in op.writes} - {*problem.outputs}
+    there: set[str] = set()
+    items: list[Item] = []
+    for index, op in enumerate(problem.ops):
+        if index > half:
+            items += [Fetch(v) for v in op.reads if v in made - there and problem.bytes_of[v]]
+            there |= {*op.reads}
+        items.append(op.name)
+    return place(problem, items, None).steps
+
+
+def test_the_graph(golden: Any) -> None:
+    """Copies to the host in the forward, back in the backward; the forward saves host tensors."""
+    seen = capture(mlp(8, 2), [batch(4, 8)], saved_values_away)
+    golden(seen.rewritten.module.code.strip())
+
+
+@pytest.mark.parametrize("name", nets.NAMES)
+def test_nothing_changes(name: str) -> None:
+    """Random ops, buffers that change, tied weights, views as tuples, user checkpoints, ..."""
+    model, inputs = nets.make(name)
+    with torch._dynamo.config.patch(capture_dynamic_output_shape_ops=True):
+        reference = REFERENCE.get(name)
+        assert_plan_changes_nothing(model, inputs, saved_values_away, reference=reference)
+
+
+@hypothesis.settings(max_examples=12, deadline=None)
+@hypothesis.given(
+    net=random_nets(),
+    seed=hypothesis.strategies.integers(0, 1000),
+    fused=hypothesis.strategies.booleans(),
+)
+def test_random_nets_are_the_same_under_random_moves(net: Any, seed: int, fused: bool) -> None:
+    assert_plan_changes_nothing(net, [batch(SIDE, SIDE)], moved_at_random(seed), fused=fused)
+
+
+@hypothesis.settings(max_examples=10, deadline=None)
+@hypothesis.given(net=random_nets(), seed=hypothesis.strategies.integers(0, 1000))
+def test_the_replayed_peak_is_the_measured_one(net: Any, seed: int) -> None:
+    measured, replayed = peaks(net, [batch(SIDE, SIDE)], moved_at_random(seed))
+    assert measured - replayed in (0, EAGER_NUMBER)
+
+
+# --- the judge ---------------------------------------------------------------------------
+
+
+def rewritten() -> tuple[Capture, fx.Graph]:
+    seen = capture(mlp(8, 2), [batch(4, 8)], saved_values_away)
+    return seen, copy.deepcopy(seen.rewritten.module.graph)
+
+
+def the_moves(graph: fx.Graph, kind: str) -> list[fx.Node]:
+    return [node for node in graph.nodes if is_move(node) and kind in str(node.target)]
+
+
+def test_a_missing_wait_is_found() -> None:
+    _, graph = rewritten()
+    graph.erase_node(the_moves(graph, "wait_device")[0])
+    with pytest.raises(VerificationFailed, match="transfers"):
+        check_waits(graph)
+
+
+def test_a_late_wait_is_found() -> None:
+    _, graph = rewritten()
+    wait = the_moves(graph, "wait_device")[0]
+    reader = next(n for n in wait.args[0].users if n is not wait)  # type: ignore[union-attr]
+    reader.append(wait)
+    with pytest.raises(VerificationFailed, match="before it has arrived"):
+        check_waits(graph)
+
+
+def test_the_wrong_value_from_the_host_is_found() -> None:
+    seen, graph = rewritten()
+    first, second = the_moves(graph, "to_device")[:2]
+    first.args, second.args = second.args, first.args
+    if first.args[0].meta["val"].shape != second.args[0].meta["val"].shape:  # type: ignore[union-attr]
+        pytest.fail("choose a model whose saved values have one shape")
+    with pytest.raises(VerificationFailed, match="data flow"):
+        check_data_flow(seen.joint.module.graph, graph, ())
+
+
+# --- the whole way ------------------------------------------------------------------------
+
+
+class Step:
+    """A model compiled with a budget, and its training step."""
+
+    def __init__(self, model: nn.Module, inputs: Any, **options: Any) -> None:
+        self.model, self.inputs = copy.deepcopy(model), inputs
+        self.run_model = torch.compile(self.model, backend="fxremat", options=options)
+
+    def __call__(self) -> None:
+        self.model.zero_grad(set_to_none=True)
+        self.run_model(self.inputs).backward()
+
+    def gradients(self) -> list[torch.Tensor]:
+        self()
+        return [p.grad for p in self.model.parameters() if p.grad is not None]
+
+    def peak_bytes(self) -> int:
+        self()
+        self.model.zero_grad(set_to_none=True)
+        return measure_peak(self, held=(self.model, self.inputs)).peak_bytes
+
+
+def offloading(model: nn.Module, x: Any, fraction: float, executor: str, **options: Any) -> Step:
+    explained = fxremat.explain(model, x, options={"executor": executor})
+    return Step(
+        model, x, executor=executor, offload=True, host_bandwidth=PLANNED, solver="greedy",
+        memory_budget=f"{int(fraction * explained.keep_all_peak_bytes)}B", **options,
+    )  # fmt: skip
+
+
+@pytest.mark.parametrize("executor", ["aot_eager", "inductor"])
+def test_a_budget_with_offload_is_obeyed_and_predicted_to_the_byte(executor: str) -> None:
+    model, x = seeded(Stack, 256, 32)
+    step = offloading(model, x, 0.6, executor)
+    expected = Step(model, x, executor=executor).gradients()
+    for one, other in zip(step.gradients(), expected, strict=True):
+        torch.testing.assert_close(one, other, rtol=1e-4, atol=1e-6)
+    report = fxremat.reports()[-1]
+    peak = step.peak_bytes()
+    assert report.moved
+    assert peak == report.predicted_peak_bytes
+    assert report.budget_bytes is not None
+    assert peak <= report.budget_bytes
+    runtime.reset_host_peak()
+    step()
+    assert runtime.host_bytes().peak_bytes == report.host_peak_bytes
+    assert "moved to host memory" in str(report)
+    problem, plan = report.problem, report.plan
+    assert problem is not None
+    assert replay(problem, plan.steps).host_peak_bytes == report.host_peak_bytes
+
+
+def test_the_host_memory_budget_is_obeyed() -> None:
+    model, x = seeded(Stack, 256, 32)
+    step = offloading(model, x, 0.8, "aot_eager", host_memory_budget="100kB")
+    runtime.reset_host_peak()
+    step()
+    assert runtime.host_bytes().peak_bytes <= 100_000
+
+
+def test_without_bandwidth_the_plan_is_the_one_without() -> None:
+    model, x = seeded(Stack, 256, 32)
+    budget = int(
+        0.8 * fxremat.explain(model, x, options={"executor": "aot_eager"}).keep_all_peak_bytes
+    )
+    common = {"executor": "aot_eager", "memory_budget": budget, "solver": "greedy"}
+    Step(model, x, **common)()
+    Step(model, x, **common, offload=True, host_bandwidth=0)()
+    plain, other = fxremat.reports()[-2:]
+    assert plain.plan.steps == other.plan.steps
+
+
+def test_cudagraphs_are_off_with_a_message(caplog: pytest.LogCaptureFixture) -> None:
+    options = parse_options({"offload": True}, device_total_bytes=None)
+    request = Request(None, 0, None, "inductor", "auto", None, "roofline", True)
+    with caplog.at_level(logging.WARNING):
+        patches = _patches(options, Partitioner(request, "0"), "reduce-overhead")
+    assert patches[compat.CUDAGRAPHS] is False
+    assert "cudagraphs are off" in caplog.text
+
+
+def test_moves_of_a_plan_name_values() -> None:
+    seen = capture(mlp(8, 2), [batch(4, 8)], saved_values_away)
+    moved = {step.value for step in seen.steps if isinstance(step, Move)}
+    assert moved == set(seen.rewritten.moved)
