@@ -20,7 +20,7 @@ from fxremat import compat, planner
 from fxremat.core.check import check
 from fxremat.core.plan import Plan
 from fxremat.core.problem import Copies
-from fxremat.core.schedule import Step
+from fxremat.core.schedule import Step, keep_all
 from fxremat.core.timeline import replay
 from fxremat.cost.device import DeviceSpec, device_spec
 from fxremat.cost.roofline import roofline_us
@@ -415,7 +415,7 @@ def _at_peak(run: _Run, split: Split) -> list[Row]:
 
 def _report(run: _Run, split: Split, rehearsals: int, graph: int) -> Report:
     problem, plan = run.found.problem, split.plan
-    keep_all = replay(problem, problem.base_steps())
+    full = replay(problem, keep_all(problem))
     least = run.answer(0, LEAST_SOLVER)
     sizes = problem.bytes_of
     saved = [
@@ -443,7 +443,7 @@ def _report(run: _Run, split: Split, rehearsals: int, graph: int) -> Report:
         nodes=len(run.joint.module.graph.nodes),
         budget_bytes=run.request.budget_bytes,
         resident_bytes=problem.resident_bytes,
-        keep_all_peak_bytes=keep_all.peak_bytes + held,
+        keep_all_peak_bytes=full.peak_bytes + held,
         planned_peak_bytes=plan.peak_bytes + held,
         predicted_peak_bytes=split.peak_bytes + held,
         minimum_peak_bytes=least.peak_bytes + held,

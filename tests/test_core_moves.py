@@ -18,8 +18,9 @@ from fxremat.core.problem import (
     Value,
     problem_from_json,
     problem_to_json,
+    validate,
 )
-from fxremat.core.schedule import Move, Step, ops_of
+from fxremat.core.schedule import Move, Step, keep_all, ops_of
 from fxremat.core.timeline import replay
 
 
@@ -183,3 +184,62 @@ def test_malformed_copies_are_named(copies: object, field: str) -> None:
     data = {**problem_to_json(chain()), "copies": copies}
     with pytest.raises(InvalidProblem, match=field):
         problem_from_json(data)
+
+
+# --- values that live in host memory -------------------------------------------------------
+
+
+def weighted() -> Problem:
+    """Two layers whose weights, 50 bytes each, and their gradients live in host memory."""
+    sizes = {"w1": 50, "w2": 50, "x": 10, "a": 10, "b": 10, "db": 10, "g2": 50, "g1": 50}
+    return Problem(
+        name="weighted",
+        values=tuple(Value(name, size) for name, size in sizes.items()),
+        ops=(
+            Op("f1", ("x", "w1"), ("a",), 10.0),
+            Op("f2", ("a", "w2"), ("b",), 10.0),
+            Op("b2", ("a", "b", "w2"), ("db", "g2"), 20.0),
+            Op("b1", ("x", "db"), ("g1",), 20.0),
+        ),
+        inputs=("x",),
+        copies=Copies(5.0, 5.0),
+        host=("w1", "w2", "g1", "g2"),
+    )
+
+
+def test_keep_all_brings_weights_and_takes_gradients_away() -> None:
+    problem = weighted()
+    steps = keep_all(problem)
+    assert [str(step) for step in steps] == [
+        "to device: w1", "wait: w1", "f1", "to device: w2", "wait: w2", "f2", "b2",
+        "to host: g2", "wait: g2", "b1", "to host: g1", "wait: g1",
+    ]  # fmt: skip
+    verdict = check(problem, steps)
+    assert verdict.ok, str(verdict)
+    line = replay(problem, steps)
+    assert line.live_bytes == (60, 60, 70, 70, 70, 80, 140, 70, 70, 70, 50, 50)
+    assert verdict.peak_bytes == line.peak_bytes == 140
+    assert line.time_us == verdict.time_us == 60.0 + 4 * 10.0
+    assert line.host_peak_bytes == verdict.host_peak_bytes == 0  # they live there anyway
+
+
+def test_a_weight_has_to_come_and_a_gradient_to_go() -> None:
+    problem = weighted()
+    steps = keep_all(problem)
+    assert "read is not there" in kinds(problem, *steps[2:])
+    assert kinds(problem, *steps[:-2]) == ["not on the host at the end"]
+
+
+def test_a_weight_may_come_twice() -> None:
+    problem = weighted()
+    steps = list(keep_all(problem))
+    again = [IN("w2"), WAIT("w2")]
+    at = steps.index("b2")
+    assert check(problem, [*steps[:at], *again, *steps[at:]]).ok
+
+
+@pytest.mark.parametrize("change", [{"copies": None}, {"inputs": ("x", "w1")}, {"host": ("w9",)}])
+def test_host_values_are_validated(change: dict[str, Any]) -> None:
+    with pytest.raises(InvalidProblem):
+        validate(replace(weighted(), **change))
+    assert problem_from_json(problem_to_json(weighted())) == weighted()

@@ -12,8 +12,8 @@ from hypothesis import strategies as st
 from fxremat import planner
 from fxremat.core.check import check
 from fxremat.core.plan import Plan
-from fxremat.core.problem import Copies, Op, Problem, Value
-from fxremat.core.schedule import Move, ops_of
+from fxremat.core.problem import Copies, Op, Problem, Value, validate
+from fxremat.core.schedule import Move, keep_all, ops_of
 from fxremat.core.timeline import replay
 from fxremat.planner import SolverOptions, offload
 from fxremat.planner.transfers import Fetch, Item, place, synchronous
@@ -181,3 +181,64 @@ def test_random_fetches_are_placed_within_the_budget(
         step.value for step in line.steps if isinstance(step, Move) and step.kind == "to device"
     ]
     assert sorted(fetched) == sorted(item.value for item in items if isinstance(item, Fetch))
+
+
+# --- values that live in host memory -------------------------------------------------------
+
+
+def weighted(layers: int, *, time_us: float = 10.0, rate: float = 10.0) -> Problem:
+    """The net, with a weight of 100 bytes for each layer, and its gradient, in host memory."""
+    base = net(layers, time_us=time_us, copies=Copies(rate, rate))
+    names = [f"w{i}" for i in range(layers)] + [f"g{i}" for i in range(layers)]
+
+    def with_weight(op: Op) -> Op:
+        layer = op.name[1:]
+        reads = tuple(f"w{layer}" if name == "w" else name for name in op.reads)
+        writes = (*op.writes, f"g{layer}") if op.name.startswith("b") else op.writes
+        return replace(op, reads=reads, writes=writes)
+
+    return validate(
+        replace(
+            base,
+            values=(*base.values, *(Value(name, 100) for name in names)),
+            ops=tuple(op if op.name == "loss" else with_weight(op) for op in base.ops),
+            resident=(),
+            host=tuple(names),
+        )
+    )
+
+
+def test_weights_visit_the_device() -> None:
+    """Of 8 weights and 8 gradients few are there at a time, and nothing has to wait for them.
+
+    The first weight has nothing to hide behind, and neither has the last gradient.
+    """
+    problem = weighted(8)
+    full = check(problem, keep_all(problem)).peak_bytes
+    plan = solved(problem, full // 2)
+    assert plan.peak_bytes <= full // 2
+    assert plan.time_us <= problem.base_time_us + 2 * 10.0
+    fetched = [move.value for move in plan.moves if move.kind == "to device"]
+    assert {f"w{i}" for i in range(8)} <= {*fetched}
+    away = {move.value for move in plan.moves if move.kind == "to host"}
+    assert {f"g{i}" for i in range(8)} <= away
+
+
+def test_with_room_each_weight_comes_once() -> None:
+    problem = weighted(4)
+    plan = solved(problem, 10**6)
+    fetched = [move.value for move in plan.moves if move.kind == "to device"]
+    assert sorted(fetched) == [f"w{i}" for i in range(4)]
+    assert plan.time_us == problem.base_time_us + 20.0
+
+
+def test_weights_without_bandwidth_are_refused() -> None:
+    with pytest.raises(planner.Refused, match="bandwidth"):
+        planner.solve(weighted(2, rate=0.0), 10**6, "greedy")
+
+
+def test_the_least_with_weights_on_the_host() -> None:
+    """One layer at a time: two activations, a gradient of each kind, a weight, the input."""
+    problem = weighted(6)
+    plan = solved(problem, 0)
+    assert plan.peak_bytes == plan.peak_bound_bytes == 600

@@ -8,6 +8,7 @@ from dataclasses import dataclass
 from typing import Any
 
 from fxremat.core.problem import Problem
+from fxremat.core.schedule import keep_all
 from fxremat.core.timeline import replay
 from fxremat.errors import nearest
 from fxremat.planner import SOLVERS
@@ -34,7 +35,7 @@ class Budget:
 
 def keep_all_peak(problem: Problem) -> int:
     """The peak of running every op once, in base order."""
-    return replay(problem, problem.base_steps()).peak_bytes
+    return replay(problem, keep_all(problem)).peak_bytes
 
 
 def sized(nbytes: int) -> str:

@@ -37,6 +37,7 @@ FailureKind = Literal[
     "nothing to wait for",
     "never waited for",
     "over host memory",
+    "not on the host at the end",
 ]
 
 
@@ -181,7 +182,7 @@ def _wrong_moves(problem: Problem, events: Sequence[_Event]) -> Iterator[Failure
     """A value moves only where it is, one move at a time, and is left alone on its way."""
     fixed = {*problem.resident, *problem.outputs}
     moving: dict[str, _Event] = {}
-    on_host: set[str] = set()
+    on_host = set(problem.from_host)
     for event in events:
         move = event.move
         if move is None:
@@ -208,6 +209,9 @@ def _wrong_moves(problem: Problem, events: Sequence[_Event]) -> Iterator[Failure
             moving[move.value] = event
     for name, event in moving.items():
         yield Failure("never waited for", value=name, step=event.step)
+    for name in problem.host:
+        if name not in on_host:
+            yield Failure("not on the host at the end", value=name)
 
 
 def _kind(event: _Event) -> str:
@@ -260,13 +264,14 @@ def _host_bytes_of_steps(problem: Problem, events: Sequence[_Event]) -> list[int
     """Bytes of moved values in host memory at each step.
 
     A value comes there when a move to the host starts, and goes after the last wait that follows
-    before it is moved there again.
+    before it is moved there again. Values that live there are not counted.
     """
     out = []
     there: set[str] = set()
     for index, event in enumerate(events):
         move = event.move
-        if move is not None and move.kind == "to host" and move.value in problem.bytes_of:
+        counted = move is not None and move.value in problem.bytes_of.keys() - {*problem.host}
+        if counted and move is not None and move.kind == "to host":
             there.add(move.value)
         out.append(_sum_bytes(problem, there))
         if move is not None and move.value in there and not _moves_on(events, index, move.value):

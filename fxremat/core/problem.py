@@ -70,7 +70,9 @@ class Problem:
     * ``inputs`` are there at the start and are freed after their last read;
     * ``resident`` values (parameters, buffers, the caller's batch) are there at all times;
     * ``outputs`` stay from the step that first writes them (inputs: from the start) to the end;
-    * ``copies`` says how values may move to host memory and back (None: they may not).
+    * ``copies`` says how values may move to host memory and back (None: they may not);
+    * ``host`` values live in host memory: those that no op writes are there from the start, and
+      those that an op writes have to be there at the end. The device has them between moves only.
     """
 
     name: str
@@ -80,6 +82,7 @@ class Problem:
     resident: tuple[str, ...] = ()
     outputs: tuple[str, ...] = ()
     copies: Copies | None = None
+    host: tuple[str, ...] = ()
 
     @cached_property
     def bytes_of(self) -> dict[str, int]:
@@ -95,6 +98,11 @@ class Problem:
     def writer_of(self) -> dict[str, str]:
         """Name of the op that writes each value; inputs and resident values have none."""
         return {value: op.name for op in self.ops for value in op.writes}
+
+    @cached_property
+    def from_host(self) -> tuple[str, ...]:
+        """The host values that are there from the start."""
+        return tuple(name for name in self.host if name not in self.writer_of)
 
     @cached_property
     def resident_bytes(self) -> int:
@@ -185,10 +193,14 @@ def _check_values(problem: Problem) -> None:
     for name, nbytes in sizes.items():
         if nbytes < 0:
             raise InvalidProblem(f"values: {name!r} has a negative number of bytes")
-    for key in ("inputs", "resident", "outputs"):
+    for key in ("inputs", "resident", "outputs", "host"):
         for name in getattr(problem, key):
             if name not in sizes:
                 raise InvalidProblem(f"{key}: unknown value {name!r}")
+    for name in {*problem.inputs, *problem.resident, *problem.outputs} & {*problem.host}:
+        raise InvalidProblem(f"host: {name!r} is an input, resident or an output, too")
+    if problem.host and problem.copies is None:
+        raise InvalidProblem("host: there are values in host memory, but 'copies' is missing")
 
 
 def _check_op(op: Op) -> None:
@@ -206,7 +218,7 @@ def _check_op(op: Op) -> None:
 
 
 def _check_flow(problem: Problem) -> None:
-    there = set(problem.inputs) | set(problem.resident)
+    there = {*problem.inputs, *problem.resident, *problem.from_host}
     for op in problem.ops:
         for name in op.reads:
             if name not in there:
@@ -248,6 +260,7 @@ def problem_from_json(data: Mapping[str, Any]) -> Problem:
             resident=_names(data, "resident", "problem"),
             outputs=_names(data, "outputs", "problem"),
             copies=_copies_from_json(data),
+            host=_names({"host": [], **data}, "host", "problem"),
         )
     )
 
@@ -270,9 +283,12 @@ def _op_to_json(op: Op) -> dict[str, Any]:
 def problem_to_json(problem: Problem) -> dict[str, Any]:
     """The problem as JSON data in the format ``fxremat-problem/1``.
 
-    ``inplace`` is written only for ops that have such pairs, ``copies`` only where there are.
+    ``inplace`` is written only for ops that have such pairs, ``copies`` and ``host`` only
+    where there are.
     """
-    copies = {} if problem.copies is None else {"copies": asdict(problem.copies)}
+    more: dict[str, Any] = {} if problem.copies is None else {"copies": asdict(problem.copies)}
+    if problem.host:
+        more["host"] = list(problem.host)
     return {
         "format": FORMAT,
         "name": problem.name,
@@ -281,7 +297,7 @@ def problem_to_json(problem: Problem) -> dict[str, Any]:
         "inputs": list(problem.inputs),
         "resident": list(problem.resident),
         "outputs": list(problem.outputs),
-        **copies,
+        **more,
     }
 
 

@@ -15,7 +15,7 @@ from collections.abc import Iterable
 from dataclasses import dataclass
 from typing import Any, Literal, get_args
 
-from fxremat.core.problem import InvalidProblem
+from fxremat.core.problem import InvalidProblem, Problem
 
 Kind = Literal["to host", "to device", "wait"]
 
@@ -38,6 +38,23 @@ Step = str | Move
 def ops_of(steps: Iterable[Step]) -> tuple[str, ...]:
     """The ops that run, without the moves."""
     return tuple(step for step in steps if isinstance(step, str))
+
+
+def keep_all(problem: Problem) -> tuple[Step, ...]:
+    """Every op once, in base order; values from the host come once, with the ops waiting."""
+    last = {name: op.name for op in problem.ops for name in (*op.writes, *op.reads)}
+    coming = set(problem.from_host)
+    steps: list[Step] = []
+    for op in problem.ops:
+        for name in op.reads:
+            if name in coming:
+                coming.remove(name)
+                steps += [Move("to device", name), Move("wait", name)]
+        steps.append(op.name)
+        for name in (*op.writes, *op.reads):
+            if name in problem.host and name in problem.writer_of and last[name] == op.name:
+                steps += [Move("to host", name), Move("wait", name)]
+    return tuple(steps)
 
 
 def step_to_json(step: Step) -> str | dict[str, str]:

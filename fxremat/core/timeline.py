@@ -115,7 +115,10 @@ def _copies(problem: Problem, steps: Sequence[Step]) -> list[Interval]:
 
 
 def _host_bytes(problem: Problem, steps: Sequence[Step]) -> tuple[int, ...]:
-    """Bytes in host memory at every step: from a move there to the last wait for a move back."""
+    """Bytes in host memory at every step: from a move there to the last wait for a move back.
+
+    Values that live there are not counted.
+    """
     since: dict[str, int] = {}
     until: dict[str, int] = {}
     delta = [0] * (len(steps) + 1)
@@ -125,7 +128,9 @@ def _host_bytes(problem: Problem, steps: Sequence[Step]) -> tuple[int, ...]:
         delta[until[name] + 1] -= problem.bytes_of[name]
 
     for index, step in enumerate(steps):
-        if isinstance(step, str) or (step.value not in since and step.kind != "to host"):
+        if isinstance(step, str) or step.value in problem.host:
+            continue
+        if step.value not in since and step.kind != "to host":
             continue
         if step.kind == "to host":
             if step.value in since:

@@ -25,13 +25,14 @@ from dataclasses import dataclass, replace
 
 from fxremat.core.plan import Plan
 from fxremat.core.problem import Op, Problem, Value
+from fxremat.core.schedule import ops_of
 from fxremat.core.timeline import Timeline
 from fxremat.core.timing import transfer_us
 from fxremat.planner import greedy
 from fxremat.planner.bound import peak_bound
 from fxremat.planner.clock import Clock
 from fxremat.planner.model import build_model
-from fxremat.planner.options import SolverOptions
+from fxremat.planner.options import Refused, SolverOptions
 from fxremat.planner.plans import make_plan
 from fxremat.planner.transfers import Fetch, Item, place
 
@@ -43,7 +44,7 @@ TOKEN, GET = " on the host", "fetch "
 
 def movable(problem: Problem) -> dict[str, int]:
     """Ops all of whose values may move, with the bytes of these."""
-    fixed = {*problem.resident, *problem.outputs}
+    fixed = {*problem.resident, *problem.outputs, *problem.host}
     sizes = problem.bytes_of
     found = {}
     for op in problem.ops:
@@ -55,31 +56,38 @@ def movable(problem: Problem) -> dict[str, int]:
 def priced(problem: Problem, moved: set[str], us_per_byte: float, *, recompute: bool) -> Problem:
     """The problem in which the values of the ops ``moved`` are fetched instead of recomputed.
 
-    Without ``recompute`` nothing else runs again.
+    So are the values that live in host memory, also for the first time. Without ``recompute``
+    nothing else runs again.
     """
     sizes = problem.bytes_of
     last = {name: op.name for op in problem.ops for name in op.reads}
+    coming = set(problem.from_host)
     ops: list[Op] = []
+
+    def fetch(name: str, token: tuple[str, ...], op: Op) -> Op:
+        return Op(GET + name, token, (name,), us_per_byte * sizes[name], 0, op.phase)
+
     for op in problem.ops:
+        ops.extend(fetch(name, (), op) for name in op.reads if name in coming)
+        coming.difference_update(op.reads)
         if op.name not in moved:
             ops.append(op if recompute else replace(op, repeatable=False))
             continue
         written = sum(sizes[name] for name in op.writes)
         over = {write: sizes[read] for read, write in op.inplace if last[read] == op.name}
         written -= sum(min(sizes[write], size) for write, size in over.items())
-        ops.append(replace(op, writes=(op.name + TOKEN,), inplace=(), repeatable=False,
-                           workspace_bytes=op.workspace_bytes + written))  # fmt: skip
-        ops.extend(
-            Op(GET + name, (op.name + TOKEN,), (name,), us_per_byte * sizes[name], 0, op.phase)
-            for name in op.writes
-        )
+        token = (op.name + TOKEN,)
+        space = op.workspace_bytes + written
+        ops.append(replace(op, writes=token, inplace=(), repeatable=False, workspace_bytes=space))
+        ops.extend(fetch(name, token, op) for name in op.writes)
     tokens = tuple(Value(name + TOKEN, 0) for name in sorted(moved))
-    return replace(problem, values=problem.values + tokens, ops=tuple(ops), copies=None)
+    values = problem.values + tokens
+    return replace(problem, values=values, ops=tuple(ops), copies=None, host=())
 
 
 def items_of(problem: Problem, steps: Sequence[str]) -> list[Item]:
     """A schedule of a priced problem: ops of the problem, and fetches."""
-    known, seen = problem.op_of, set[str]()
+    known, seen = problem.op_of, {GET + name for name in problem.from_host}
     items: list[Item] = []
     for step in steps:
         if step in known:
@@ -92,13 +100,19 @@ def items_of(problem: Problem, steps: Sequence[str]) -> list[Item]:
 
 @dataclass(frozen=True)
 class Choice:
-    """Which values may move: see `chosen`. ``load`` None: all, and all at once."""
+    """Which values may move: see `chosen`. ``load`` None: all, and all at once.
+
+    ``price`` of a fetch, as a part of its time on the engine.
+    """
 
     worth: float
     load: float | None
     recompute: bool = True
+    price: float = 1e-3
 
 
+ALONE = Choice(0.0, 0.0)
+"""Nothing moves but what lives in host memory."""
 CHOICES = (
     Choice(0.03, 1.0),
     Choice(0.15, 1.0),
@@ -108,10 +122,10 @@ CHOICES = (
     Choice(0.0, None, recompute=False),
 )
 """What is tried, by worth against the time on the engine and by load of the engine."""
+PRICES = (1.0, 0.3)
+"""Tried besides where values live in host memory: the engine is busy without any other."""
 ROOM = (0, 1, 2)
 """Values of the largest size for which the budget leaves room."""
-NEARLY_NOTHING = 1e-3
-"""Price of a fetch, as a part of its time on the engine: enough not to fetch for nothing."""
 BACKLOG = 1.0
 """A value joins the queue of the engine if that is no longer than the value's own transfer."""
 
@@ -167,17 +181,42 @@ def solve(problem: Problem, budget_bytes: int | None, options: SolverOptions, in
 
     Never slower than its plan without: that is among those compared.
     """
-    clock = Clock(options.time_limit_s)
-    alone = inner(replace(problem, copies=None), budget_bytes, options)
-    fits = budget_bytes is None or alone.peak_bytes <= budget_bytes
-    if budget_bytes is None or (fits and alone.time_us <= problem.base_time_us):
-        return alone
-    search = _Search(problem, budget_bytes, options, clock)
-    quick = [search.offer(choice, greedy.solve) for choice in CHOICES]
-    best = min(range(len(CHOICES)), key=lambda k: search.rank(quick[k]))
+    search = _Search(problem, budget_bytes, options, Clock(options.time_limit_s))
+    alone = search.offer(ALONE, inner)
+    if budget_bytes is None or (alone.fits and alone.line.time_us <= problem.base_time_us):
+        return search.plan()
+    choices = [*CHOICES]
+    if problem.host:
+        choices += [replace(ALONE, price=price) for price in PRICES]
+        choices += [replace(CHOICES[0], price=price) for price in PRICES]
+    quick = {choice: search.offer(choice, greedy.solve) for choice in choices}
     if inner is not greedy.solve:
-        search.offer(CHOICES[best], inner)
-    return search.plan(alone)
+        search.offer(min(quick, key=lambda choice: quick[choice].rank), inner)
+    return search.plan()
+
+
+@dataclass(frozen=True)
+class Candidate:
+    """A schedule, and the plan of the priced problem that it was made of."""
+
+    line: Timeline
+    answer: Plan
+    budget: int | None
+
+    @property
+    def excess(self) -> int:
+        """Bytes over the budget."""
+        return 0 if self.budget is None else max(0, self.line.peak_bytes - self.budget)
+
+    @property
+    def fits(self) -> bool:
+        """Whether it is within the budget."""
+        return self.excess == 0
+
+    @property
+    def rank(self) -> tuple[int, float]:
+        """Less is better: within the budget first, then less time."""
+        return self.excess, self.line.time_us
 
 
 @dataclass
@@ -185,32 +224,35 @@ class _Search:
     """The best schedule so far."""
 
     problem: Problem
-    budget: int
+    budget: int | None
     options: SolverOptions
     clock: Clock
-    best: Timeline | None = None
+    best: Candidate | None = None
 
-    def offer(self, choice: Choice, inner: Inner) -> Timeline:
+    def offer(self, choice: Choice, inner: Inner) -> Candidate:
         """The best schedule that a solver makes of a choice.
 
         Where its transfers have to be waited for, also with room left for values to come early.
         """
-        copies = self.problem.copies
+        copies, sizes = self.problem.copies, self.problem.bytes_of
         assert copies is not None
         moved = chosen(self.problem, choice)
-        price = NEARLY_NOTHING / max(copies.to_device, 1e-9)
+        price = choice.price / max(copies.to_device, 1e-9)
         question = priced(self.problem, moved, price, recompute=choice.recompute)
-        largest = max((movable(self.problem)[name] for name in moved), default=0)
-        lines: list[Timeline] = []
-        for room in ROOM:
-            answer = inner(question, self.budget - room * largest, self.options)
-            lines.append(place(self.problem, items_of(self.problem, answer.ops), self.budget))
-            if not lines[-1].timing.stall_us:
+        named = [v for name in moved for v in self.problem.op_of[name].writes]
+        largest = max((sizes[name] for name in (*named, *self.problem.from_host)), default=0)
+        found: list[Candidate] = []
+        for room in ROOM if largest and self.budget is not None else (0,):
+            left = None if self.budget is None else self.budget - room * largest
+            answer = inner(question, left, self.options)
+            line = place(self.problem, items_of(self.problem, answer.ops), self.budget)
+            found.append(Candidate(line, answer, self.budget))
+            if not line.timing.stall_us:
                 break
-        line = min(lines, key=self.rank)
-        if self._allowed(line) and (self.best is None or self.rank(line) < self.rank(self.best)):
-            self.best = line
-        return line
+        best = min(found, key=lambda candidate: candidate.rank)
+        if self._allowed(best.line) and (self.best is None or best.rank < self.best.rank):
+            self.best = best
+        return best
 
     def _allowed(self, line: Timeline) -> bool:
         copies = self.problem.copies
@@ -218,22 +260,16 @@ class _Search:
         cap = math.inf if copies.host_bytes is None else copies.host_bytes
         return line.host_peak_bytes <= cap and line.time_us < math.inf
 
-    def rank(self, line: Timeline) -> tuple[int, float]:
-        """Less is better: within the budget first, then less time."""
-        return max(0, line.peak_bytes - self.budget), line.time_us
-
-    def plan(self, alone: Plan) -> Plan:
-        """The best of all, and of the plan without moves.
-
-        What is proven for plans without moves does not hold for others.
-        """
-        line = self.best
-        here = (max(0, alone.peak_bytes - self.budget), alone.time_us)
-        moves = line is not None and self.rank(line) < here
+    def plan(self) -> Plan:
+        """The best of all. What is proven of plans without moves does not hold for others."""
+        best = self.best
+        if best is None:
+            raise Refused("values live in host memory, but the bandwidth is zero")
+        moves = len(best.line.steps) > len(ops_of(best.line.steps))
         return make_plan(
             self.problem,
-            line.steps if line is not None and moves else alone.steps,
-            f"{alone.solver}+{NAME}" if moves else alone.solver,
+            best.line.steps,
+            f"{best.answer.solver}+{NAME}" if moves else best.answer.solver,
             budget_bytes=self.budget,
             seconds=self.clock.seconds(),
             peak_bound_bytes=least_bytes(self.problem),

@@ -11,7 +11,8 @@ only where there is room for its bytes until it is read.
     in                            |--b--||--a--|       latest start of b: the end minus both
 
 Bytes follow from the order of the steps alone, so a schedule within its budget stays there
-however fast the real transfers are.
+however fast the real transfers are. Values that live in host memory come for each fetch, and
+those of them that an op writes leave as soon as they are written.
 """
 
 from __future__ import annotations
@@ -67,7 +68,8 @@ def place(problem: Problem, items: Sequence[Item], budget_bytes: int | None) -> 
 
 def synchronous(problem: Problem, items: Sequence[Item]) -> tuple[Step, ...]:
     """The schedule in which nothing runs beside a transfer: the one of fewest bytes."""
-    leave = {item.value: -1 for item in items if isinstance(item, Fetch)}
+    fetched = dict.fromkeys(item.value for item in items if isinstance(item, Fetch))
+    leave = {name: -1 for name in (*fetched, *problem.host) if name not in problem.from_host}
     gone: set[str] = set()
     for index, item in enumerate(items):  # the last use of the copy that the op wrote
         if isinstance(item, Fetch):
@@ -147,12 +149,13 @@ class _Route:
         leaving: dict[str, _Leaving] = {}
         coming: list[_Coming] = []
         used: dict[str, int] = {}
-        moved = {item.value for item in items if isinstance(item, Fetch)}
+        moved = {item.value for item in items if isinstance(item, Fetch)} | {*problem.host}
         position = 0
         for item in items:
             if isinstance(item, Fetch):
-                leaving[item.value].until = min(leaving[item.value].until, position)
-                coming.append(_Coming(item.value, used[item.value] + 1, position))
+                if item.value in leaving:
+                    leaving[item.value].until = min(leaving[item.value].until, position)
+                coming.append(_Coming(item.value, used.get(item.value, -1) + 1, position))
                 continue
             op = problem.op_of[item]
             for name in moved.intersection(op.writes):
@@ -163,7 +166,7 @@ class _Route:
                 used[name] = position
             for name in moved.intersection(op.reads):
                 used[name] = position
-                if leaving[name].until == len(ops):
+                if name in leaving and leaving[name].until == len(ops):
                     leaving[name].last = position
             position += 1
         rows = sorted(leaving.values(), key=lambda row: row.born)
@@ -234,7 +237,7 @@ class _Route:
             size = sizes[row.value]
             begin = min(free, starts[row.need]) - transfer_us(copies, "to device", size)
             wanted = max(0, bisect_right(starts, begin) - 1)
-            earliest = max(row.since, left[row.value])
+            earliest = max(row.since, left.get(row.value, 0))
             full = np.flatnonzero(live[earliest : row.need] + size > budget)
             if full.size:
                 earliest += int(full[-1]) + 1

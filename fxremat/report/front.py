@@ -8,6 +8,7 @@ from typing import Any
 
 from fxremat.core.plan import Plan
 from fxremat.core.problem import Problem
+from fxremat.core.schedule import keep_all
 from fxremat.core.timeline import replay
 from fxremat.report.front_picture import Mark, draw_front
 from fxremat.sizes import format_bytes
@@ -131,7 +132,7 @@ def front_of(
         points.append(Point(plan.peak_bytes + held_bytes, plan.time_us, overhead))
         bounds.append(plan.peak_bound_bytes)
     proven = [bound + held_bytes for bound in bounds if bound is not None]
-    full = replay(problem, problem.base_steps()).peak_bytes + held_bytes
+    full = replay(problem, keep_all(problem)).peak_bytes + held_bytes
     return Front(
         problem.name, undominated(points), base, full, budget_bytes, max(proven, default=None)
     )
