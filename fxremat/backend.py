@@ -36,8 +36,9 @@ def _device(inputs: Sequence[Any]) -> torch.device:
     return next((d for d in devices if d.type != "cpu"), torch.device("cpu"))
 
 
-def _input_bytes(inputs: Sequence[Any]) -> int:
-    storages = {compat.storage_key(x): x for x in inputs if isinstance(x, torch.Tensor)}
+def _input_bytes(inputs: Sequence[Any], device: torch.device) -> int:
+    tensors = [x for x in inputs if isinstance(x, torch.Tensor) and x.device.type == device.type]
+    storages = {compat.storage_key(x): x for x in tensors}
     return sum(compat.size_bound(x.untyped_storage().nbytes()) for x in storages.values())
 
 
@@ -50,15 +51,13 @@ def _limits(
     allocated = torch.cuda.memory_allocated(device)
     free = torch.cuda.mem_get_info(device)[0]
     idle = torch.cuda.memory_reserved(device) - allocated
-    unseen = max(0, allocated - _input_bytes(inputs))
+    unseen = max(0, allocated - _input_bytes(inputs, device))
     reserve = unseen if options.reserve is None else options.reserve
     return options.memory_budget or allocated + idle + free, reserve
 
 
-def _copies(options: Options, device: torch.device) -> Copies | None:
-    """What moving activations takes, where it is asked for."""
-    if not options.offload:
-        return None
+def _copies(options: Options, device: torch.device) -> Copies:
+    """What moving weights and activations takes; the latter move where that is asked for."""
     rates = (device_spec(device).host_bytes_per_s,) * 2
     if options.host_bandwidth is not None:
         rates = (float(options.host_bandwidth),) * 2
@@ -66,7 +65,8 @@ def _copies(options: Options, device: torch.device) -> Copies | None:
         rates = measure_copy_speed(device)
     cap = options.host_memory_budget
     out, back = (rate / 1e6 for rate in rates)
-    return Copies(out, back, COPY_LATENCY_US, machine_memory_bytes() // 2 if cap is None else cap)
+    cap = machine_memory_bytes() // 2 if cap is None else cap
+    return Copies(out, back, COPY_LATENCY_US, cap, only_host=not options.offload)
 
 
 def _request(

@@ -375,7 +375,8 @@ def transform(
             device=device.type,
             name=f"graph {graph}",
         )
-        found = replace(found, problem=replace(found.problem, copies=request.copies))
+        if request.copies is not None and (found.problem.host or not request.copies.only_host):
+            found = replace(found, problem=replace(found.problem, copies=request.copies))
     static = [joint.primals[i] for i in static_input_indices if i < len(joint.primals)]
     run = _Run(request, joint, found, device, static, workspaces, clock)
     split, rehearsals = _fit(run)

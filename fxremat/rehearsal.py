@@ -19,7 +19,7 @@ from torch import fx
 from torch.utils import _pytree as pytree
 
 from fxremat import compat
-from fxremat.passes.joint_graph import is_tensor
+from fxremat.passes.joint_graph import is_fetch, is_tensor
 from fxremat.passes.memory_estimation import nbytes
 from fxremat.runtime import copies
 
@@ -205,6 +205,11 @@ def _placeholders(module: fx.GraphModule) -> list[fx.Node]:
     return [n for n in module.graph.nodes if n.op == "placeholder"]
 
 
+def _is_on_host(node: fx.Node) -> bool:
+    """Whether an input of the graph lives in host memory: it is fetched."""
+    return any(user.target is copies.to_device or is_fetch(user) for user in node.users)
+
+
 def rehearse(
     forward: fx.GraphModule,
     backward: fx.GraphModule,
@@ -246,7 +251,7 @@ def rehearse(
         del arguments
         kept += list(meter.run(second, "<rehearsed backward>", passed, made))
     resident = [(n.name, nbytes(n.meta["val"])) for n in _placeholders(forward) if is_tensor(n)
-                and n.meta["val"].device.type == device]  # fmt: skip
+                and n.meta["val"].device.type == device and not _is_on_host(n)]  # fmt: skip
     total = sum(size for _, size in resident)
     return Rehearsal(
         peak_bytes=meter.peak + total,

@@ -21,7 +21,9 @@ from torch.utils import _pytree as pytree
 
 from fxremat.errors import VerificationFailed
 from fxremat.passes.joint_graph import (
+    is_fetch,
     is_mutating,
+    is_put,
     is_repeatable,
     is_tensor,
     is_view,
@@ -53,7 +55,7 @@ class _Numbering:
                 of[node] = self.number((node.op, str(node.target)))
             elif node.target in _WAITS:
                 of[node] = self.number(("wait", node.name))
-            elif node.target in _MOVES:
+            elif node.target in _MOVES or is_fetch(node) or is_put(node):
                 of[node] = of[node.args[0]]
             elif node.op == "call_function":
                 args = self.arguments(node, of, written)

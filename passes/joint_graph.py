@@ -147,6 +147,18 @@ def is_mutating(node: fx.Node) -> bool:
     return isinstance(target, compat.OpOverload) and target._schema.is_mutable
 
 
+def is_fetch(node: fx.Node) -> bool:
+    """Whether the node brings a graph input that lives in host memory to the device."""
+    return (
+        str(node.target) == "fxremat.fetch.default" and node.all_input_nodes[0].op == "placeholder"
+    )
+
+
+def is_put(node: fx.Node) -> bool:
+    """Whether the node takes a result of the graph to host memory."""
+    return str(node.target) == "fxremat.put.default"
+
+
 def root(node: fx.Node) -> fx.Node:
     """The node that owns the storage which ``node`` looks into."""
     while is_view(node):

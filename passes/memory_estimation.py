@@ -10,25 +10,30 @@ one op with several values. Nothing is changed in the graph.
 The base order is the one the joint graph has; ops that only the backward needs and that
 depend on no tangent stand right before the first op that reads them. A pseudo-op that does
 nothing writes the tangents, which appear only when the forward has ended.
+
+A parameter that lives in host memory has no bytes here. What the graph fetches of it is a value
+that comes from the host, and what it puts there is one that leaves: no ops, but moves.
 """
 
 from __future__ import annotations
 
 import operator
 from collections.abc import Callable
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from typing import Protocol
 
 import torch
 from torch import fx
 
 from fxremat import compat
-from fxremat.core.problem import Op, Phase, Problem, Value, validate
+from fxremat.core.problem import Copies, Op, Phase, Problem, Value, validate
 from fxremat.passes.joint_graph import (
     JointGraph,
     Role,
+    is_fetch,
     is_multi_output,
     is_mutating,
+    is_put,
     is_repeatable,
     is_run_for_effect,
     is_tensor,
@@ -69,6 +74,10 @@ class Estimate:
     cones: dict[str, Cone]
     node_of: dict[str, fx.Node]
     fused: bool
+    sources: dict[str, fx.Node] = field(default_factory=dict)
+    """Of values that come from the host: the graph inputs they are fetched from."""
+    targets: dict[str, fx.Node] = field(default_factory=dict)
+    """Of values that leave for the host: the nodes that put them there."""
 
 
 def nbytes(tensor: torch.Tensor) -> int:
@@ -97,11 +106,15 @@ class _Builder:
         self.bytes: dict[str, int] = {}
         self.cones: dict[str, Cone] = {}
         self.ops: dict[str, Op] = {}
+        self.sources: dict[str, fx.Node] = {}
+        self.targets: dict[str, fx.Node] = {}
 
     def size(self, node: fx.Node) -> int:
         """Bytes of a value on the budget's device; elsewhere it costs nothing here."""
         tensor = node.meta["val"]
         if tensor.device.type != self.device or is_mutating(node):  # written into an input
+            return 0
+        if is_put(node) or lives_on_host(node):
             return 0
         return nbytes(tensor)
 
@@ -189,18 +202,44 @@ class _Builder:
             and self.size(source) == self.size(values[0])
         )
 
+    def leaves(self, node: fx.Node) -> bool:
+        """Whether the node puts a value to the host that is nothing else to the outside."""
+        if not is_put(node):
+            return False
+        value = root(node.all_input_nodes[0])
+        results = map(root, (r for r in self.joint.results if isinstance(r, fx.Node)))
+        known = value.name in self.targets or value in results
+        return value in self.rule.written and not is_fetch(value) and not known
+
+    def move(self, node: fx.Node) -> None:
+        """Note a value that comes from the host, or leaves for it."""
+        if is_fetch(node):
+            self.sources[node.name] = node.all_input_nodes[0]
+            self.bytes[node.name] = self.size(node)
+        else:
+            value = root(node.all_input_nodes[0])
+            self.targets[value.name] = node
+
     def collect(self) -> None:
         """Every op, in joint order."""
         for node in self.joint.module.graph.nodes:
             if node.op != "call_function" or node.target is operator.getitem or is_view(node):
                 continue
-            if is_multi_output(node):  # numbers among its results are read off at once
+            if is_fetch(node) or self.leaves(node):
+                self.move(node)
+            elif is_multi_output(node):  # numbers among its results are read off at once
                 results = [u for u in node.users if u.target is operator.getitem]
                 self.add_op([node, *results], [u for u in results if u in self.rule.written])
             elif node in self.rule.written:
                 self.add_op([node], [node])
             elif is_mutating(node) or is_run_for_effect(node):
                 self.add_op([node], [])
+
+
+def lives_on_host(node: fx.Node) -> bool:
+    """Whether a graph input is there only to be fetched."""
+    users = list(node.users)
+    return node.op == "placeholder" and bool(users) and all(map(is_fetch, users))
 
 
 def _base_order(ops: dict[str, Op]) -> list[Op]:
@@ -264,14 +303,20 @@ def estimate(
     first_backward = next((i for i, op in enumerate(order) if op.phase == "backward"), len(order))
     arrival = Op(TANGENTS, (), tuple(n.name for n in tangents), 0.0, 0, "backward", False)
     order.insert(first_backward, arrival)
-    kept = [root(n) for n in (*joint.forward_outputs, *joint.backward_outputs)]
+    moved = {*builder.targets.values()}
+    kept = [root(n) for n in (*joint.forward_outputs, *joint.backward_outputs) if n not in moved]
     outputs = _distinct([n.name for n in kept if rule.is_value(n)])
+    host = (*builder.sources, *builder.targets)
     problem = Problem(
         name=name,
         values=tuple(Value(key, size) for key, size in builder.bytes.items()),
         ops=tuple(order),
         resident=tuple(n.name for n in primals),
         outputs=_distinct([*outputs, *(n.name for n in tangents)]),
+        host=host,
+        copies=Copies(0.0, 0.0, only_host=True) if host else None,
     )
     node_of = {n.name: n for n in joint.module.graph.nodes if n.name in builder.bytes}
-    return Estimate(validate(problem), joint, builder.cones, node_of, fused)
+    return Estimate(
+        validate(problem), joint, builder.cones, node_of, fused, builder.sources, builder.targets
+    )

@@ -7,6 +7,9 @@
 The host tensor ``h`` is what the forward saves in place of ``a``. A wait names what its copy
 reads, so that this lives until then, and changes what its copy writes, so that no reader comes
 before it. From the wait on, ``a_2`` stands for ``a``: later readers, views and moves read it.
+
+Where the graph itself fetches a parameter from host memory, or puts a gradient there, its host
+tensor is that graph input, or becomes that result of the graph.
 """
 
 from __future__ import annotations
@@ -16,7 +19,6 @@ from dataclasses import dataclass, field
 import torch
 from torch import fx
 
-from fxremat.core.schedule import Move
 from fxremat.runtime import copies
 
 MOVED = "_moved"
@@ -45,25 +47,28 @@ class Mover:
     leaving: dict[str, fx.Node] = field(default_factory=dict)
     coming: dict[str, fx.Node] = field(default_factory=dict)
 
-    def move(self, move: Move, current: fx.Node, half: str) -> fx.Node:
-        """Make one step of a plan in the named half; gives the node that now holds the value."""
-        name = move.value
+    def to_host(self, name: str, current: fx.Node, half: str) -> fx.Node:
+        """Start copying what holds the value to a new host tensor, which is given."""
+        self.leaving[name] = current
+        self.hosts[name] = self._call(copies.to_host, (current,), name, current, half)
+        return self.hosts[name]
 
-        def call(op: object, *arguments: object) -> fx.Node:
-            return self._call(op, arguments, name, current, half)
+    def to_device(self, name: str, host: fx.Node, like: fx.Node, half: str) -> None:
+        """Start copying a host tensor to a new tensor like that of a node."""
+        device = like.meta["val"].device
+        self.coming[name] = self._call(copies.to_device, (host, device), name, like, half)
+        self.hosts[name] = host
 
-        if move.kind == "to host":
-            self.leaving[name] = current
-            self.hosts[name] = call(copies.to_host, current)
-        elif move.kind == "to device":
-            device = current.meta["val"].device
-            self.coming[name] = call(copies.to_device, self.hosts[name], device)
-        elif name in self.leaving:
-            call(copies.wait_host, self.hosts[name], self.leaving.pop(name))
-        else:
-            call(copies.wait_device, self.coming[name], self.hosts[name])
-            return self.coming.pop(name)
-        return current
+    def wait(self, name: str, half: str) -> fx.Node | None:
+        """Wait for the copy under way; gives what holds the value if it comes to the device."""
+        host = self.hosts[name]
+        if name in self.leaving:
+            left = self.leaving.pop(name)
+            self._call(copies.wait_host, (host, left), name, left, half)
+            return None
+        arrived = self.coming.pop(name)
+        self._call(copies.wait_device, (arrived, host), name, arrived, half)
+        return arrived
 
     def _call(
         self, op: object, arguments: tuple[object, ...], name: str, like: fx.Node, half: str

@@ -25,7 +25,7 @@ from typing import Any
 from torch import fx
 
 from fxremat.core.schedule import Move, Step, ops_of
-from fxremat.passes.joint_graph import JointGraph, Role, is_repeatable, is_view, root
+from fxremat.passes.joint_graph import Role, is_repeatable, is_view, root
 from fxremat.passes.materialisation import is_fusable
 from fxremat.passes.memory_estimation import TANGENTS, Cone, Estimate
 from fxremat.passes.offload import Mover
@@ -50,11 +50,15 @@ class Rewritten:
 class _Emitter:
     """Builds the new graph; ``env`` maps each old node to its latest copy."""
 
-    joint: JointGraph
+    estimate: Estimate
     mark_written: bool
     graph: fx.Graph = field(default_factory=fx.Graph)
     env: dict[fx.Node, fx.Node] = field(default_factory=dict)
     views: dict[tuple[Any, ...], fx.Node] = field(default_factory=dict)
+
+    def __post_init__(self) -> None:
+        self.joint = self.estimate.joint
+        self.mover = Mover(self.graph)
 
     def copy(self, node: fx.Node, look: Look, suffix: str = "") -> fx.Node:
         new = self.graph.node_copy(node, look)
@@ -126,6 +130,22 @@ class _Emitter:
         results = set(map(root, (*self.joint.forward_outputs, *self.joint.backward_outputs)))
         self.env.update((v, private[v]) for v in cone.values if v not in results)
 
+    def move(self, move: Move, half: str) -> None:
+        """Start a transfer or wait for one; what has arrived takes the value's place."""
+        name = move.value
+        value = self.estimate.node_of[name]
+        source, target = self.estimate.sources.get(name), self.estimate.targets.get(name)
+        if move.kind == "to host":
+            left = self.resolve(value if target is None else target.all_input_nodes[0])
+            host = self.mover.to_host(name, left, half)
+            if target is not None:
+                self.env[target] = host
+        elif move.kind == "to device":
+            host = self.mover.hosts[name] if source is None else self.resolve(source)
+            self.mover.to_device(name, host, value, half)
+        elif (arrived := self.mover.wait(name, half)) is not None:
+            self.env[value] = arrived
+
 
 def boundary(steps: Sequence[Step]) -> int:
     """The step at which the backward begins: the arrival of the tangents."""
@@ -149,8 +169,7 @@ def apply_plan(estimate: Estimate, steps: Sequence[Step], *, hold: bool = True) 
     joint = estimate.joint
     ops = ops_of(steps)
     repeats = len(set(ops)) < len(ops) or len(ops) < len(steps)
-    emitter = _Emitter(joint, mark_written=hold and estimate.fused and repeats)
-    mover = Mover(emitter.graph)
+    emitter = _Emitter(estimate, mark_written=hold and estimate.fused and repeats)
     for node in (*joint.primals, *joint.tangents):
         emitter.resolve(node)
     seen: set[str] = set()
@@ -160,8 +179,7 @@ def apply_plan(estimate: Estimate, steps: Sequence[Step], *, hold: bool = True) 
         half = "backward" if in_backward else "forward"
         for step in part:
             if isinstance(step, Move):
-                value = estimate.node_of[step.value]
-                emitter.env[value] = mover.move(step, emitter.resolve(value), half)
+                emitter.move(step, half)
             elif step in seen:
                 recomputed.append(step)
                 emitter.run_again(estimate.cones[step])
@@ -189,4 +207,4 @@ def apply_plan(estimate: Estimate, steps: Sequence[Step], *, hold: bool = True) 
     module = fx.GraphModule(joint.module, emitter.graph)
     module.meta = dict(joint.module.meta)
     saved = _read_across(forward, backward, backward_results)
-    return Rewritten(module, saved, tuple(recomputed), tuple(mover.hosts))
+    return Rewritten(module, saved, tuple(recomputed), tuple(emitter.mover.hosts))

@@ -72,7 +72,8 @@ def saved_values_away(problem: Problem) -> Steps:
 def test_the_graph(golden: Any) -> None:
     """Copies to the host in the forward, back in the backward; the forward saves host tensors."""
     seen = capture(mlp(8, 2), [batch(4, 8)], saved_values_away)
-    golden(seen.rewritten.module.code.strip())
+    lines = seen.rewritten.module.code.splitlines()
+    golden("\n".join(line.strip() for line in lines if "_moved" in line))
 
 
 @pytest.mark.parametrize("name", nets.NAMES)

@@ -180,7 +180,6 @@ def _absent_outputs(problem: Problem, ops: Sequence[_Event]) -> Iterator[Failure
 
 def _wrong_moves(problem: Problem, events: Sequence[_Event]) -> Iterator[Failure]:
     """A value moves only where it is, one move at a time, and is left alone on its way."""
-    fixed = {*problem.resident, *problem.outputs}
     moving: dict[str, _Event] = {}
     on_host = set(problem.from_host)
     for event in events:
@@ -195,10 +194,8 @@ def _wrong_moves(problem: Problem, events: Sequence[_Event]) -> Iterator[Failure
             if moving.pop(move.value, None) is None:
                 yield Failure("nothing to wait for", value=move.value, step=event.step)
         else:
-            if problem.copies is None or move.value in fixed:
-                why = (
-                    "an output or resident" if move.value in fixed else "the problem has no copies"
-                )
+            why = _why_not(problem, move.value)
+            if why is not None:
                 yield Failure("may not move", value=move.value, step=event.step, detail=why)
             if move.value in moving:
                 yield Failure("still moving", value=move.value, step=event.step)
@@ -212,6 +209,16 @@ def _wrong_moves(problem: Problem, events: Sequence[_Event]) -> Iterator[Failure
     for name in problem.host:
         if name not in on_host:
             yield Failure("not on the host at the end", value=name)
+
+
+def _why_not(problem: Problem, name: str) -> str | None:
+    if problem.copies is None:
+        return "the problem has no copies"
+    if problem.copies.only_host and name not in problem.host:
+        return "it does not live in host memory, as what moves here has to"
+    if name in problem.resident or name in problem.outputs:
+        return "an output or resident"
+    return None
 
 
 def _kind(event: _Event) -> str:

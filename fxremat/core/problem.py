@@ -53,13 +53,15 @@ class Copies:
     """What moving values between the device and host memory takes.
 
     Bytes per microsecond in each direction, microseconds before each transfer, and the most bytes
-    of host memory that moved values may take at a time (None: any number).
+    of host memory that moved values may take at a time (None: any number). With ``only_host``
+    nothing moves but the values that live in host memory.
     """
 
     to_host: float
     to_device: float
     latency_us: float = 0.0
     host_bytes: int | None = None
+    only_host: bool = False
 
 
 @dataclass(frozen=True)
@@ -179,7 +181,8 @@ def _copies_from_json(data: Mapping[str, Any]) -> Copies | None:
     cap = None if row.get("host_bytes") is None else _field(row, "host_bytes", int, "copies")
     if cap is not None and cap < 0:
         raise InvalidProblem("copies: field 'host_bytes' is negative")
-    return Copies(host_bytes=cap, **found)
+    only_host = _field({"only_host": False, **row}, "only_host", bool, "copies")
+    return Copies(host_bytes=cap, only_host=only_host, **found)
 
 
 def _value_from_json(row: Mapping[str, Any], where: str) -> Value:

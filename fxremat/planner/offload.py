@@ -44,6 +44,8 @@ TOKEN, GET = " on the host", "fetch "
 
 def movable(problem: Problem) -> dict[str, int]:
     """Ops all of whose values may move, with the bytes of these."""
+    if problem.copies is not None and problem.copies.only_host:
+        return {}
     fixed = {*problem.resident, *problem.outputs, *problem.host}
     sizes = problem.bytes_of
     found = {}
@@ -185,12 +187,12 @@ def solve(problem: Problem, budget_bytes: int | None, options: SolverOptions, in
     alone = search.offer(ALONE, inner)
     if budget_bytes is None or (alone.fits and alone.line.time_us <= problem.base_time_us):
         return search.plan()
-    choices = [*CHOICES]
+    choices = [*CHOICES] if movable(problem) else []
     if problem.host:
         choices += [replace(ALONE, price=price) for price in PRICES]
-        choices += [replace(CHOICES[0], price=price) for price in PRICES]
+        choices += [replace(CHOICES[0], price=price) for price in PRICES if movable(problem)]
     quick = {choice: search.offer(choice, greedy.solve) for choice in choices}
-    if inner is not greedy.solve:
+    if quick and inner is not greedy.solve:
         search.offer(min(quick, key=lambda choice: quick[choice].rank), inner)
     return search.plan()
 
