@@ -197,6 +197,15 @@ def solve(problem: Problem, budget_bytes: int | None, options: SolverOptions, in
     return search.plan()
 
 
+def quick(problem: Problem, budget_bytes: int | None, options: SolverOptions) -> Plan:
+    """A plan of the greedy solver, from the two choices that are mostly the best."""
+    search = _Search(problem, budget_bytes, options, Clock(options.time_limit_s))
+    search.offer(ALONE, greedy.solve)
+    if budget_bytes is not None and movable(problem):
+        search.offer(CHOICES[0], greedy.solve)
+    return search.plan()
+
+
 @dataclass(frozen=True)
 class Candidate:
     """A schedule, and the plan of the priced problem that it was made of."""
