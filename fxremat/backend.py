@@ -15,7 +15,7 @@ import torch
 from torch import fx
 
 from fxremat import compat, session
-from fxremat.core.problem import Copies
+from fxremat.core.problem import COPY_LATENCY_US, Copies
 from fxremat.cost.device import device_spec
 from fxremat.options import Options, disabled, machine_memory_bytes, parse_options
 from fxremat.partition import Partitioner
@@ -26,9 +26,6 @@ from fxremat.runtime import measure_copy_speed
 from fxremat.version import build
 
 log = logging.getLogger(__name__)
-
-COPY_LATENCY_US = 10.0
-"""Before each transfer: its call, its events, the engine's start."""
 
 
 def _device(inputs: Sequence[Any]) -> torch.device:

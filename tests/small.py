@@ -99,3 +99,8 @@ def forward_code(model: nn.Module, x: Tensor, **patches: Any) -> str:
     torch._dynamo.reset()
     torch.compile(model, backend=backend)(x)
     return found[0]
+
+
+def stack_and_input() -> tuple[nn.Module, tuple[torch.Tensor, ...]]:
+    """What ``python -m fxremat trace`` asks for."""
+    return Stack(), (torch.randn(64, 32),)

@@ -9,6 +9,7 @@ import re
 import signal
 import subprocess
 import sys
+from contextlib import suppress
 from dataclasses import replace
 from pathlib import Path
 from typing import Any
@@ -33,6 +34,7 @@ from tests.chains import skipping
 from tests.conftest import Golden
 from tests.small import Stack, seeded
 from tests.test_planner_greedy import chain
+from tests.test_planner_offload import net
 
 ROOT = Path(__file__).parent.parent
 KEEP_ALL = 33  # bytes of `chain(8)`
@@ -128,6 +130,48 @@ def test_solve_and_check(
     assert "ok: peak 2" in capsys.readouterr().out
     assert main(["check", problem, str(out), "--budget", "10"]) == 1
     assert "over budget" in capsys.readouterr().out
+
+
+def test_solve_and_check_with_moves(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    path, out = tmp_path / "net.json", tmp_path / "plan.json"
+    path.write_text(json.dumps(problem_to_json(net(8, copies=None))))
+    moves = ["--host-bandwidth", "10MB/s"]  # ten bytes per microsecond
+    given = [str(path), "--budget", "507"]
+    assert main(["solve", *given, "--solver", "greedy", "--out", str(out), *moves]) == 0
+    assert "moved     " in capsys.readouterr().out
+    assert main(["check", str(path), str(out), "--budget", "507", *moves]) == 0
+    assert main(["check", str(path), str(out), *moves, "--host-memory", "150"]) == 1
+    assert "over host memory" in capsys.readouterr().out
+    assert main(["check", str(path), str(out)]) == 1
+    assert "the problem has no copies" in capsys.readouterr().out
+    assert main(["solve", *given, "--solver", "greedy", *moves, "--host-memory", "0"]) == 0
+    assert "moved" not in capsys.readouterr().out
+
+
+@pytest.mark.parametrize(
+    ("given", "says"),
+    [
+        (["--host-bandwidth", "fast"], "'fast' is not a size"),
+        (["--host-memory", "1GiB"], "--host-memory needs --host-bandwidth"),
+    ],
+)
+def test_copies_that_are_refused(
+    problem: str, capsys: pytest.CaptureFixture[str], given: list[str], says: str
+) -> None:
+    with suppress(SystemExit):
+        assert main(["solve", problem, "--budget", "80%", *given]) == 2
+    assert says in capsys.readouterr().err
+
+
+def test_times_of_another_device(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    def traced(*given: str) -> Problem:
+        out = str(tmp_path / "problem.json")
+        assert main(["trace", "tests.small:stack_and_input", "--out", out, *given]) == 0
+        return load_problem(out)
+
+    assert traced("--device", "H100").base_time_us < traced("--device", "cpu").base_time_us
+    assert main(["trace", "tests.small:stack_and_input", "--out", "x", "--device", "H1000"]) == 2
+    assert "unknown device 'H1000'; there are cpu, H200" in capsys.readouterr().err
 
 
 def test_check_of_a_bad_plan(

@@ -4,10 +4,11 @@ from __future__ import annotations
 
 import argparse
 import math
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import Any
 
-from fxremat.core.problem import Problem
+from fxremat.cli.errors import UsageError
+from fxremat.core.problem import COPY_LATENCY_US, Copies, Problem
 from fxremat.core.schedule import keep_all
 from fxremat.core.timeline import replay
 from fxremat.errors import nearest
@@ -98,6 +99,43 @@ def add_budget(parser: argparse.ArgumentParser, required: bool) -> None:
         required=required,
         help="bytes, a size such as 8GiB, or a percentage of the keep-all peak such as 80%%",
     )
+
+
+def read_size(text: str) -> int:
+    """A number of bytes, zero or more; ``25GB/s`` is read as ``25GB``."""
+    try:
+        return parse_bytes(text.removesuffix("/s"))
+    except ValueError as error:
+        raise argparse.ArgumentTypeError(str(error)) from error
+
+
+def add_copies(parser: argparse.ArgumentParser) -> None:
+    """``--host-bandwidth`` and ``--host-memory``"""
+    parser.add_argument(
+        "--host-bandwidth",
+        metavar="RATE",
+        type=read_size,
+        help="values may move to host memory and back, at so many bytes per second each way, "
+        "such as 25GB; by default what the problem says of copies",
+    )
+    parser.add_argument(
+        "--host-memory", metavar="SIZE", type=read_size, help="most bytes of moved values there"
+    )
+
+
+def with_copies(problem: Problem, given: argparse.Namespace) -> Problem:
+    """The problem with what the command line says of copies."""
+    if given.host_bandwidth is None and problem.copies is None:
+        if given.host_memory is not None:
+            raise UsageError("--host-memory needs --host-bandwidth: nothing moves without it")
+        return problem
+    copies = problem.copies
+    if given.host_bandwidth is not None:
+        rate = given.host_bandwidth / 1e6
+        copies = Copies(rate, rate, COPY_LATENCY_US)
+    assert copies is not None
+    cap = copies.host_bytes if given.host_memory is None else given.host_memory
+    return replace(problem, copies=replace(copies, host_bytes=cap))
 
 
 def add_time_limit(parser: argparse.ArgumentParser) -> None:

@@ -5,7 +5,7 @@ from __future__ import annotations
 import argparse
 
 from fxremat.cli import files
-from fxremat.cli.arguments import Commands, add_budget, add_problem
+from fxremat.cli.arguments import Commands, add_budget, add_copies, add_problem, with_copies
 from fxremat.core.check import check
 
 
@@ -15,12 +15,13 @@ def add(commands: Commands) -> None:
     add_problem(parser)
     parser.add_argument("plan", metavar="PLAN.json", help="only its steps are read")
     add_budget(parser, required=False)
+    add_copies(parser)
     parser.set_defaults(run=run)
 
 
 def run(given: argparse.Namespace) -> int:
     """Judge and print the verdict."""
-    problem = files.read_problem(given.problem)
+    problem = with_copies(files.read_problem(given.problem), given)
     steps = files.read_steps(given.plan)
     budget = None if given.budget is None else given.budget.bytes_for(problem)
     verdict = check(problem, steps, budget)

@@ -9,15 +9,18 @@ from fxremat.cli import files
 from fxremat.cli.arguments import (
     Commands,
     add_budget,
+    add_copies,
     add_problem,
     add_time_limit,
     keep_all_peak,
     read_solver,
     sized,
+    with_copies,
 )
 from fxremat.cli.progress import gap, shown
 from fxremat.core.plan import Plan, plan_to_json
 from fxremat.core.problem import Problem
+from fxremat.core.timeline import replay
 from fxremat.planner import SolverOptions, solve
 from fxremat.planner.clock import Clock, interruptible
 
@@ -29,13 +32,14 @@ def add(commands: Commands) -> None:
     add_budget(parser, required=True)
     parser.add_argument("--solver", metavar="S", type=read_solver, default="auto")
     add_time_limit(parser)
+    add_copies(parser)
     parser.add_argument("--out", metavar="PLAN.json", help="write the plan here")
     parser.set_defaults(run=run)
 
 
 def run(given: argparse.Namespace) -> int:
     """Solve, print, write."""
-    problem = files.read_problem(given.problem)
+    problem = with_copies(files.read_problem(given.problem), given)
     budget = given.budget.bytes_for(problem)
     plan = solve_on_terminal(problem, budget, given.solver, given.time_limit)
     if plan.peak_bytes > budget:
@@ -79,6 +83,12 @@ def figures(problem: Problem, plan: Plan) -> str:
         rows.append(("budget", _of_keep_all(plan.budget_bytes, full)))
     rows.append(("peak", _of_keep_all(plan.peak_bytes, full)))
     rows.append(("time", f"{plan.time_us:.1f} us, {_percent(plan.time_us, base)} over keep-all"))
+    if plan.moves:
+        line = replay(problem, plan.steps)
+        count = sum(move.kind == "to device" for move in plan.moves)
+        stall = _percent(problem.base_time_us + line.timing.stall_us, problem.base_time_us)
+        host = f"{sized(line.host_peak_bytes)} in host memory"
+        rows.append(("moved", f"{count} values come back, {host}, {stall} of waiting"))
     if plan.time_bound_us is not None:
         off = f"gap {gap(plan.time_us, plan.time_bound_us):.2%}"
         rows.append(("bound", f"at least {_percent(plan.time_bound_us, base)} is proven; {off}"))

@@ -14,6 +14,8 @@ from functools import cached_property
 from typing import Any, Literal, cast, get_args
 
 FORMAT = "fxremat-problem/1"
+COPY_LATENCY_US = 10.0
+"""Before each transfer, where nobody measured it: its call, its events, the engine's start."""
 Phase = Literal["forward", "backward", "any"]
 
 
