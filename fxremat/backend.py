@@ -88,6 +88,8 @@ def _request(
         op_times=options.op_times,
         verify=options.verify,
         copies=_copies(options, _device(inputs)),
+        objective="energy" if options.objective == "energy" else "time",
+        most_time=options.most_time,
     )
 
 

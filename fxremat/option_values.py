@@ -136,6 +136,15 @@ def read_seconds(given: Given) -> float | None:
     return float(value)
 
 
+def read_factor(given: Given) -> float | None:
+    if given.value is None:
+        return None
+    value = _float_or_nan(str(given.value))
+    if isinstance(given.value, bool) or not 1 <= value < math.inf:
+        raise given.refuse("a number of 1 or more, such as 1.2")
+    return value
+
+
 def _float_or_nan(text: str) -> float:
     try:
         return float(text)

@@ -20,6 +20,7 @@ from fxremat.option_values import (
     read_bool,
     read_budget,
     read_choice,
+    read_factor,
     read_inductor,
     read_path,
     read_reserve,
@@ -41,6 +42,7 @@ __all__ = [
 ]
 
 EXECUTORS = ("inductor", "aot_eager")
+OBJECTIVES = ("time", "energy")
 OP_TIMES = ("roofline", "measured")
 DISABLE_VARIABLE = "FXREMAT_DISABLE"
 
@@ -124,6 +126,21 @@ class Options:
         "bytes per second: int, '25GB', or None",
         "What a copy to host memory, or from there, reaches beside another one.",
         unset="by the name of the device; with op_times='measured' as measured here",
+    )
+    objective: str = _option(
+        "time",
+        lambda given: read_choice(given, OBJECTIVES),
+        "FXREMAT_OBJECTIVE",
+        "'time' or 'energy'",
+        "What is to be least within the budget; energy goes by rough watts of the device.",
+    )
+    most_time: float | None = _option(
+        None,
+        read_factor,
+        "FXREMAT_MOST_TIME",
+        "number of 1 or more, or None",
+        "With objective='energy': how many times the time of running every op once may be taken.",
+        unset="any",
     )
     op_times: str = _option(
         "roofline",

@@ -12,6 +12,7 @@ from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass, field, replace
 from pathlib import Path
+from typing import Literal
 
 import torch
 from torch import fx
@@ -19,7 +20,7 @@ from torch import fx
 from fxremat import compat, planner
 from fxremat.core.check import check
 from fxremat.core.plan import Plan
-from fxremat.core.problem import Copies
+from fxremat.core.problem import Copies, Problem
 from fxremat.core.schedule import Step, keep_all
 from fxremat.core.timeline import replay
 from fxremat.cost.device import DeviceSpec, device_spec
@@ -51,7 +52,8 @@ class Request:
 
     ``held_bytes`` of the budget belong to other graphs of the model, and to what no graph sees.
     ``wanted_bytes`` is what this graph should make do with if it can, because more graphs follow.
-    ``copies`` is what moving values takes; None where nothing is to move.
+    ``copies`` is what moving values takes; None where nothing is to move. With the objective
+    "energy" a plan may take ``most_time`` times what running every op once takes.
     """
 
     budget_bytes: int | None
@@ -63,6 +65,8 @@ class Request:
     op_times: str
     verify: bool
     copies: Copies | None = None
+    objective: Literal["time", "energy"] = "time"
+    most_time: float | None = None
 
 
 @dataclass
@@ -137,6 +141,22 @@ def op_timer(request: Request, device: torch.device, spec: DeviceSpec | None = N
     return timer
 
 
+def with_energies(problem: Problem, spec: DeviceSpec) -> Problem:
+    """The problem with what each op and each moved byte takes on the device."""
+    ops = tuple(replace(op, energy_uj=op.time_us * spec.watts) for op in problem.ops)
+    copies = problem.copies
+    if copies is not None:
+        copies = replace(copies, energy_uj=spec.host_nj_per_byte / 1000)
+    return replace(problem, ops=ops, copies=copies)
+
+
+def _with_costs(problem: Problem, request: Request, spec: DeviceSpec) -> Problem:
+    """The problem with the copies of the request, if anything may move, and with energies."""
+    if request.copies is not None and (problem.host or not request.copies.only_host):
+        problem = replace(problem, copies=request.copies)
+    return with_energies(problem, spec) if request.objective == "energy" else problem
+
+
 @dataclass
 class _Run:
     """One graph on its way through the passes."""
@@ -157,7 +177,11 @@ class _Run:
 
     def answer(self, budget: int | None, solver: str) -> Plan:
         """The planner's plan, or the one it gave when it was asked the same before."""
-        options = planner.SolverOptions(time_limit_s=self.request.solver_time_limit)
+        request, problem = self.request, self.found.problem
+        most = None if request.most_time is None else request.most_time * problem.base_time_us
+        options = planner.SolverOptions(
+            time_limit_s=request.solver_time_limit, objective=request.objective, most_time_us=most
+        )
         question = (self.found.problem, budget, solver, options)
         with self.clock.stage("plan"):
             try:
@@ -375,8 +399,7 @@ def transform(
             device=device.type,
             name=f"graph {graph}",
         )
-        if request.copies is not None and (found.problem.host or not request.copies.only_host):
-            found = replace(found, problem=replace(found.problem, copies=request.copies))
+        found = replace(found, problem=_with_costs(found.problem, request, device_spec(device)))
     static = [joint.primals[i] for i in static_input_indices if i < len(joint.primals)]
     run = _Run(request, joint, found, device, static, workspaces, clock)
     split, rehearsals = _fit(run)

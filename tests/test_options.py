@@ -142,6 +142,8 @@ ENVIRONMENT = {
     "FXREMAT_OFFLOAD": "1",
     "FXREMAT_HOST_MEMORY_BUDGET": "3GiB",
     "FXREMAT_HOST_BANDWIDTH": "25GB/s",
+    "FXREMAT_OBJECTIVE": "energy",
+    "FXREMAT_MOST_TIME": "1.25",
     "FXREMAT_OP_TIMES": "measured",
     "FXREMAT_VERIFY": "0",
     "FXREMAT_REPORT": "there",
@@ -149,8 +151,8 @@ ENVIRONMENT = {
 
 
 def test_every_variable_is_read() -> None:
-    host = (True, 3 * 2**30, 25 * 10**9)
-    read = Options(2**32, 2**30, "aot_eager", "greedy", 1.5, *host, "measured", False, "there")
+    given = (2**32, 2**30, "aot_eager", "greedy", 1.5, True, 3 * 2**30, 25 * 10**9)
+    read = Options(*given, "energy", 1.25, "measured", False, "there")
     assert parse(ENVIRONMENT) == read
     assert set(ENVIRONMENT) == {row.variable for row in list_options() if row.variable}
 

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import argparse
 import sys
+from dataclasses import replace
 
 from fxremat.cli import files
 from fxremat.cli.arguments import (
@@ -33,6 +34,13 @@ def add(commands: Commands) -> None:
     parser.add_argument("--solver", metavar="S", type=read_solver, default="auto")
     add_time_limit(parser)
     add_copies(parser)
+    parser.add_argument("--objective", choices=("time", "energy"), default="time")
+    parser.add_argument(
+        "--most-time",
+        metavar="FACTOR",
+        type=float,
+        help="with --objective energy: at most so many times the time of running every op once",
+    )
     parser.add_argument("--out", metavar="PLAN.json", help="write the plan here")
     parser.set_defaults(run=run)
 
@@ -41,7 +49,9 @@ def run(given: argparse.Namespace) -> int:
     """Solve, print, write."""
     problem = with_copies(files.read_problem(given.problem), given)
     budget = given.budget.bytes_for(problem)
-    plan = solve_on_terminal(problem, budget, given.solver, given.time_limit)
+    most = None if given.most_time is None else given.most_time * problem.base_time_us
+    aim = SolverOptions(time_limit_s=given.time_limit, objective=given.objective, most_time_us=most)
+    plan = solve_on_terminal(problem, budget, given.solver, aim)
     if plan.peak_bytes > budget:
         print(nothing_fits(plan, budget), file=sys.stderr)
         return 1
@@ -52,12 +62,11 @@ def run(given: argparse.Namespace) -> int:
 
 
 def solve_on_terminal(
-    problem: Problem, budget_bytes: int, solver: str, time_limit_s: float | None
+    problem: Problem, budget_bytes: int, solver: str, options: SolverOptions
 ) -> Plan:
     """Solve with progress shown; Ctrl-C ends it with the best plan found so far."""
-    with shown(problem.base_time_us, time_limit_s) as progress, interruptible():
-        options = SolverOptions(time_limit_s=time_limit_s, progress=progress)
-        plan = solve(problem, budget_bytes, solver, options)
+    with shown(problem.base_time_us, options.time_limit_s) as progress, interruptible():
+        plan = solve(problem, budget_bytes, solver, replace(options, progress=progress))
         stopped = not Clock(None).running()
     if stopped:
         print("interrupted: this is the best plan found so far", file=sys.stderr)
@@ -83,6 +92,9 @@ def figures(problem: Problem, plan: Plan) -> str:
         rows.append(("budget", _of_keep_all(plan.budget_bytes, full)))
     rows.append(("peak", _of_keep_all(plan.peak_bytes, full)))
     rows.append(("time", f"{plan.time_us:.1f} us, {_percent(plan.time_us, base)} over keep-all"))
+    if plan.energy_uj:
+        base_uj = sum(op.energy_uj for op in problem.ops)
+        rows.append(("energy", f"{plan.energy_uj:.1f} uJ, {_percent(plan.energy_uj, base_uj)}"))
     if plan.moves:
         line = replay(problem, plan.steps)
         count = sum(move.kind == "to device" for move in plan.moves)

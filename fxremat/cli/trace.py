@@ -174,7 +174,7 @@ def _problem_of(
 ) -> Problem:
     """What the backend would plan for a joint graph."""
     from fxremat.passes.memory_estimation import estimate
-    from fxremat.pipeline import Request, device_of, op_timer, prepare
+    from fxremat.pipeline import Request, device_of, op_timer, prepare, with_energies
     from fxremat.workspace import Workspaces
 
     request = Request(
@@ -189,7 +189,7 @@ def _problem_of(
     )
     joint = prepare(module, num_fwd_outputs)
     device = device_of(module.graph)
-    return estimate(
+    problem = estimate(
         joint,
         op_timer(request, device, spec),
         Workspaces(device).of_node if workspaces else lambda node: 0,
@@ -197,3 +197,4 @@ def _problem_of(
         device=device.type,
         name=name,
     ).problem
+    return problem if spec is None else with_energies(problem, spec)

@@ -15,9 +15,9 @@ from fxremat.core.schedule import Move, Step, ops_of, step_from_json, step_to_js
 class Plan:
     """Steps in the order they run, and what is claimed of them.
 
-    ``peak_bytes`` and ``time_us`` are those of replaying ``steps``. ``time_bound_us`` is a
-    proven lower bound on the time of every schedule within the budget, and ``peak_bound_bytes``
-    one on the peak of every schedule; None says that nothing was proven.
+    ``peak_bytes``, ``time_us`` and ``energy_uj`` are those of replaying ``steps``.
+    ``time_bound_us`` is a proven lower bound on the time of every schedule within the budget, and
+    ``peak_bound_bytes`` one on the peak of every schedule; None says that nothing was proven.
     """
 
     steps: tuple[Step, ...]
@@ -28,6 +28,7 @@ class Plan:
     seconds: float = 0.0
     time_bound_us: float | None = None
     peak_bound_bytes: int | None = None
+    energy_uj: float = 0.0
 
     @property
     def ops(self) -> tuple[str, ...]:
@@ -56,6 +57,7 @@ def plan_to_json(plan: Plan) -> dict[str, Any]:
         "seconds": plan.seconds,
         "time_bound_us": plan.time_bound_us,
         "peak_bound_bytes": plan.peak_bound_bytes,
+        **({"energy_uj": plan.energy_uj} if plan.energy_uj else {}),
     }
 
 

@@ -33,7 +33,7 @@ class Value:
 
 @dataclass(frozen=True)
 class Op:
-    """One unit of work: reads values, writes values, takes time and scratch memory.
+    """One unit of work: reads values, writes values, takes time, scratch memory and energy.
 
     ``inplace`` holds (read, write) pairs: where the read value dies in this very step, the
     written value takes over its storage, so that the two are not counted side by side. In one
@@ -48,6 +48,7 @@ class Op:
     phase: Phase = "any"
     repeatable: bool = True
     inplace: tuple[tuple[str, str], ...] = ()
+    energy_uj: float = 0.0
 
 
 @dataclass(frozen=True)
@@ -56,7 +57,8 @@ class Copies:
 
     Bytes per microsecond in each direction, microseconds before each transfer, and the most bytes
     of host memory that moved values may take at a time (None: any number). With ``only_host``
-    nothing moves but the values that live in host memory.
+    nothing moves but the values that live in host memory. Energy is in microjoules for each byte,
+    of a move in either direction.
     """
 
     to_host: float
@@ -64,6 +66,7 @@ class Copies:
     latency_us: float = 0.0
     host_bytes: int | None = None
     only_host: bool = False
+    energy_uj: float = 0.0
 
 
 @dataclass(frozen=True)
@@ -149,7 +152,8 @@ def _pairs(row: Mapping[str, Any], key: str, where: str) -> tuple[tuple[str, str
     return tuple((read, write) for read, write in pairs)
 
 
-_OP_DEFAULTS = {"workspace_bytes": 0, "phase": "any", "repeatable": True, "inplace": []}
+_OP_DEFAULTS = {"workspace_bytes": 0, "phase": "any", "repeatable": True, "inplace": [],
+                "energy_uj": 0.0}  # fmt: skip
 
 
 def _op_from_json(data: Mapping[str, Any], where: str) -> Op:
@@ -164,6 +168,7 @@ def _op_from_json(data: Mapping[str, Any], where: str) -> Op:
         phase=cast(Phase, _field(row, "phase", str, where)),
         repeatable=_field(row, "repeatable", bool, where),
         inplace=_pairs(row, "inplace", where),
+        energy_uj=float(_field(row, "energy_uj", (int, float), where)),
     )
 
 
@@ -172,10 +177,10 @@ def _copies_from_json(data: Mapping[str, Any]) -> Copies | None:
     if row is None:
         return None
     number = (int, float)
-    row = {"latency_us": 0.0, **row} if isinstance(row, Mapping) else row
+    row = {"latency_us": 0.0, "energy_uj": 0.0, **row} if isinstance(row, Mapping) else row
     found = {
         key: float(_field(row, key, number, "copies"))
-        for key in ("to_host", "to_device", "latency_us")
+        for key in ("to_host", "to_device", "latency_us", "energy_uj")
     }
     for key, figure in found.items():
         if not 0 <= figure < math.inf:
@@ -215,6 +220,8 @@ def _check_op(op: Op) -> None:
         )
     if not 0 <= op.time_us < math.inf:
         raise InvalidProblem(f"op {op.name!r}: 'time_us' is {op.time_us}, not zero or more")
+    if not 0 <= op.energy_uj < math.inf:
+        raise InvalidProblem(f"op {op.name!r}: 'energy_uj' is {op.energy_uj}, not zero or more")
     if op.workspace_bytes < 0:
         raise InvalidProblem(f"op {op.name!r}: 'workspace_bytes' is negative")
     for read, write in op.inplace:
@@ -280,6 +287,8 @@ def _op_to_json(op: Op) -> dict[str, Any]:
         "phase": op.phase,
         "repeatable": op.repeatable,
     }
+    if op.energy_uj:
+        row["energy_uj"] = op.energy_uj
     if op.inplace:
         row["inplace"] = [list(pair) for pair in op.inplace]
     return row
@@ -288,8 +297,8 @@ def _op_to_json(op: Op) -> dict[str, Any]:
 def problem_to_json(problem: Problem) -> dict[str, Any]:
     """The problem as JSON data in the format ``fxremat-problem/1``.
 
-    ``inplace`` is written only for ops that have such pairs, ``copies`` and ``host`` only
-    where there are.
+    ``inplace`` and ``energy_uj`` are written only for ops that have them, ``copies`` and ``host``
+    only where there are.
     """
     more: dict[str, Any] = {} if problem.copies is None else {"copies": asdict(problem.copies)}
     if problem.host:

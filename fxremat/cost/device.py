@@ -1,8 +1,9 @@
 """What a device can do at best: rates by dtype, bandwidths, launch time.
 
 Figures for GPUs are the vendors' dense peak rates; the one for a CPU is a two-core machine's,
-and only its ratio of compute to bandwidth matters for a plan. Plans must be equal on every
-rank and machine, so nothing here is probed at run time.
+and only its ratio of compute to bandwidth matters for a plan. Watts and nanojoules are of the
+right order, and only their ratio matters. Plans must be equal on every rank and machine, so
+nothing here is probed at run time.
 """
 
 from __future__ import annotations
@@ -17,6 +18,7 @@ class DeviceSpec:
     """Rates of one device: operations per second, bytes per second, microseconds.
 
     ``host_bytes_per_s`` is what a copy to or from pinned host memory reaches in each direction.
+    An op takes ``watts`` for as long as it runs, a copy ``host_nj_per_byte``.
     """
 
     name: str
@@ -25,13 +27,15 @@ class DeviceSpec:
     bytes_per_s: float
     launch_us: float
     host_bytes_per_s: float
+    watts: float = 300.0
+    host_nj_per_byte: float = 10.0
 
     def flops(self, dtype: torch.dtype) -> float:
         """Floating-point operations per second at ``dtype``."""
         return self.flops_16bit if dtype.itemsize <= 2 else self.flops_fp32
 
 
-CPU = DeviceSpec("cpu", 60e9, 60e9, 8e9, 2.0, 4e9)
+CPU = DeviceSpec("cpu", 60e9, 60e9, 8e9, 2.0, 4e9, 30.0)
 GPUS = (
     DeviceSpec("H200", 67e12, 990e12, 4.8e12, 4.0, 55e9),
     DeviceSpec("H100", 67e12, 990e12, 3.35e12, 4.0, 55e9),
@@ -43,6 +47,8 @@ GPUS = (
     DeviceSpec("4090", 83e12, 165e12, 1.0e12, 4.0, 25e9),
     DeviceSpec("3090", 36e12, 71e12, 0.94e12, 4.0, 25e9),
 )
+MICROCONTROLLER = DeviceSpec("Cortex-M4", 30e6, 30e6, 200e6, 5.0, 1e6, 0.03, 100.0)
+"""Kilobytes of memory, and an SD card to page to; of the order of such devices, none measured."""
 OTHER_GPU = DeviceSpec("gpu", 20e12, 160e12, 1.0e12, 4.0, 12e9)
 
 
@@ -56,7 +62,7 @@ def device_spec(device: torch.device) -> DeviceSpec:
 
 def spec_named(name: str) -> DeviceSpec:
     """The spec of that name; raises `KeyError` with the names there are."""
-    specs = {spec.name: spec for spec in (CPU, *GPUS)}
+    specs = {spec.name: spec for spec in (CPU, *GPUS, MICROCONTROLLER)}
     if name not in specs:
         raise KeyError(f"unknown device {name!r}; there are {', '.join(specs)}")
     return specs[name]

@@ -16,6 +16,7 @@ from fxremat.core.problem import Problem
 from fxremat.planner import (
     auto,
     checkmate,
+    energy,
     greedy,
     hrockmate,
     instants,
@@ -59,6 +60,8 @@ def solve(
     """
     if solver not in SOLVERS:
         raise ValueError(f"unknown solver {solver!r}; there are {', '.join(SOLVERS)}")
+    if options is not None and options.objective == "energy":
+        return energy.solve(problem, budget_bytes, options, SOLVERS[solver])
     if problem.copies is not None:
         return offload.solve(problem, budget_bytes, options or SolverOptions(), SOLVERS[solver])
     plan = SOLVERS[solver](problem, budget_bytes, options or SolverOptions())

@@ -74,6 +74,7 @@ def question_of(
         "solver": solver,
         "seed": options.seed,
         "time_limit_s": options.time_limit_s,
+        "objective": [options.objective, options.most_time_us],
         "start": None if options.start is None else list(options.start),
         "fxremat": build(),
         "highspy": _highspy_version(),

@@ -143,7 +143,7 @@ def chosen(problem: Problem, choice: Choice) -> set[str]:
     assert copies is not None
     if choice.load is None:
         return set(can)
-    again, wanted = _again_us(problem), _read_by_backward(problem)
+    again, wanted = again_costs(problem), _read_by_backward(problem)
     forward = [op for op in problem.ops if op.phase == "forward"]
     end = choice.load * sum(op.time_us for op in forward)
     now = engine = 0.0
@@ -166,7 +166,7 @@ def _read_by_backward(problem: Problem) -> set[str]:
     return {name for op in problem.ops if op.phase == "backward" for name in op.reads}
 
 
-def _again_us(problem: Problem) -> dict[str, float]:
+def again_costs(problem: Problem) -> dict[str, float]:
     """Time to run each op again, with what it reads; what the backward reads too is there."""
     wanted = _read_by_backward(problem)
     cost: dict[str, float] = {}

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Callable
 from dataclasses import dataclass, field
+from typing import Literal
 
 
 class Refused(Exception):
@@ -26,9 +27,12 @@ class SolverOptions:
 
     ``time_limit_s`` is None by default: then the plan depends on problem and seed alone.
     ``start`` are the steps of a plan to begin with. ``progress`` is called now and then.
+    ``objective`` is what is to be least; with "energy", a plan may take ``most_time_us``.
     """
 
     seed: int = 0
     time_limit_s: float | None = None
     start: tuple[str, ...] | None = None
+    objective: Literal["time", "energy"] = "time"
+    most_time_us: float | None = None
     progress: Callable[[Progress], None] | None = field(default=None, compare=False)

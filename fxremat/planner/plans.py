@@ -32,4 +32,5 @@ def make_plan(
         seconds=seconds,
         time_bound_us=base if time_bound_us is None else max(base, time_bound_us),
         peak_bound_bytes=peak_bound_bytes,
+        energy_uj=line.energy_uj,
     )
