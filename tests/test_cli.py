@@ -170,6 +170,11 @@ def test_times_of_another_device(tmp_path: Path, capsys: pytest.CaptureFixture[s
         return load_problem(out)
 
     assert traced("--device", "H100").base_time_us < traced("--device", "cpu").base_time_us
+    moving = traced("--device", "Cortex-M4", "--copies").copies
+    assert moving is not None
+    assert (moving.to_host, moving.energy_uj) == (1.0, 0.1)
+    assert main(["trace", "tests.small:stack_and_input", "--out", "x", "--copies"]) == 2
+    assert "--copies needs --device" in capsys.readouterr().err
     assert main(["trace", "tests.small:stack_and_input", "--out", "x", "--device", "H1000"]) == 2
     assert "unknown device 'H1000'; there are cpu, H200" in capsys.readouterr().err
 

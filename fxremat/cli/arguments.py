@@ -129,11 +129,10 @@ def with_copies(problem: Problem, given: argparse.Namespace) -> Problem:
         if given.host_memory is not None:
             raise UsageError("--host-memory needs --host-bandwidth: nothing moves without it")
         return problem
-    copies = problem.copies
+    copies = problem.copies or Copies(0.0, 0.0, COPY_LATENCY_US)
     if given.host_bandwidth is not None:
         rate = given.host_bandwidth / 1e6
-        copies = Copies(rate, rate, COPY_LATENCY_US)
-    assert copies is not None
+        copies = replace(copies, to_host=rate, to_device=rate)
     cap = copies.host_bytes if given.host_memory is None else given.host_memory
     return replace(problem, copies=replace(copies, host_bytes=cap))
 

@@ -11,12 +11,13 @@ from __future__ import annotations
 import argparse
 import importlib
 from collections.abc import Callable
+from dataclasses import replace
 from typing import TYPE_CHECKING, Any
 
 from fxremat.cli import files
 from fxremat.cli.arguments import Commands, keep_all_peak, sized
 from fxremat.cli.errors import UsageError
-from fxremat.core.problem import Problem, problem_to_json
+from fxremat.core.problem import COPY_LATENCY_US, Copies, Problem, problem_to_json
 from fxremat.errors import nearest
 
 if TYPE_CHECKING:
@@ -48,6 +49,11 @@ def add(commands: Commands) -> None:
         metavar="NAME",
         help="the device whose rates give the times, such as H100; by default the one here",
     )
+    parser.add_argument(
+        "--copies",
+        action="store_true",
+        help="with --device: values may move to host memory and back, as fast as there",
+    )
     parser.set_defaults(run=run)
 
 
@@ -56,9 +62,15 @@ def run(given: argparse.Namespace) -> int:
     from fxremat import compat
 
     make, spec = find_function(given.function), _spec(given.device)
+    if given.copies and spec is None:
+        raise UsageError("--copies needs --device: which device's copies?")
     with compat.fake_tensors():
         model, inputs = _model_and_inputs(given.function, make())
         problem = trace_problem(given.function, model, inputs, given.mode, given.workspaces, spec)
+    if given.copies and spec is not None:
+        rate = spec.host_bytes_per_s / 1e6
+        copies = Copies(rate, rate, COPY_LATENCY_US, energy_uj=spec.host_nj_per_byte / 1000)
+        problem = replace(problem, copies=copies)
     print(f"problem   {problem.name}: {len(problem.ops)} ops, {len(problem.values)} values")
     print(f"resident  {sized(problem.resident_bytes)}")
     print(f"keep-all  {sized(keep_all_peak(problem))} at the peak")
