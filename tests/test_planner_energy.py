@@ -85,7 +85,7 @@ def test_energy_is_never_more_than_that_of_the_fastest_plan() -> None:
         assert solved(problem).energy_uj <= fastest.energy_uj
 
 
-@settings(max_examples=15, deadline=None)
+@settings(max_examples=8, deadline=None)
 @given(problems(), st.floats(0.4, 1.0), st.sampled_from((0.0, 0.1, 5.0)))
 def test_random_problems(problem: Problem, part: float, byte_uj: float) -> None:
     ops = tuple(replace(op, energy_uj=op.time_us + 1.0) for op in problem.ops)

@@ -16,8 +16,10 @@ from fxremat.core.problem import Copies, Op, Problem, Value, validate
 from fxremat.core.schedule import Move, keep_all, ops_of
 from fxremat.core.timeline import replay
 from fxremat.planner import SolverOptions, offload
+from fxremat.planner.clock import Clock
+from fxremat.planner.moving_bound import relax
 from fxremat.planner.transfers import Fetch, Item, place, synchronous
-from tests.strategies import problems
+from tests.strategies import problems, schedules
 
 COPIES = Copies(to_host=10.0, to_device=10.0)
 
@@ -141,7 +143,7 @@ def test_a_budget_below_what_recomputation_needs() -> None:
     assert solved(once, full // 2).peak_bytes <= full // 2
 
 
-@settings(max_examples=20, deadline=None)
+@settings(max_examples=10, deadline=None)
 @given(problems(), st.sampled_from((0.0, 1.0, 8.0)), st.floats(0.2, 1.0))
 def test_random_problems(problem: Problem, rate: float, part: float) -> None:
     problem = replace(problem, copies=Copies(rate, rate, latency_us=1.0))
@@ -155,6 +157,22 @@ def test_random_problems(problem: Problem, rate: float, part: float) -> None:
     assert plan.peak_bound_bytes <= plan.peak_bytes
 
 
+@st.composite
+def fetches(draw: st.DrawFn, problem: Problem, steps: tuple[str, ...]) -> list[Item]:
+    """The steps, with what may move fetched before some of its reads."""
+    may = {w for name in offload.movable(problem) for w in problem.op_of[name].writes}
+    there: set[str] = set()
+    items: list[Item] = []
+    for step in steps:
+        op = problem.op_of[step]
+        for name in op.reads:
+            if name in may and name in there and draw(st.booleans()):
+                items.append(Fetch(name))
+        items.append(step)
+        there |= {*op.writes}
+    return items
+
+
 @settings(max_examples=100, deadline=None)
 @given(st.data(), problems(min_ops=3), st.sampled_from((1.0, 8.0)))
 def test_random_fetches_are_placed_within_the_budget(
@@ -162,15 +180,7 @@ def test_random_fetches_are_placed_within_the_budget(
 ) -> None:
     """Any fetches: the schedule is possible, and takes no more than the least and the budget."""
     problem = replace(problem, copies=Copies(rate, rate))
-    may = {w for name in offload.movable(problem) for w in problem.op_of[name].writes}
-    there: set[str] = set()
-    items: list[Item] = []
-    for op in problem.ops:
-        for name in op.reads:
-            if name in may and name in there and data.draw(st.booleans()):
-                items.append(Fetch(name))
-        items.append(op.name)
-        there |= {*op.writes}
+    items = data.draw(fetches(problem, problem.base_steps()))
     budget = data.draw(st.integers(0, 600))
     line = place(problem, items, budget)
     least = replay(problem, synchronous(problem, items)).peak_bytes
@@ -181,6 +191,43 @@ def test_random_fetches_are_placed_within_the_budget(
         step.value for step in line.steps if isinstance(step, Move) and step.kind == "to device"
     ]
     assert sorted(fetched) == sorted(item.value for item in items if isinstance(item, Fetch))
+
+
+# --- bounds -------------------------------------------------------------------------------
+
+
+@settings(max_examples=20, deadline=None)
+@given(st.data(), problems(min_ops=3), st.sampled_from((0.0, 1.0, 8.0)), st.floats(0.2, 1.0))
+def test_no_schedule_is_faster_than_the_bound(
+    data: st.DataObject, problem: Problem, rate: float, part: float
+) -> None:
+    """Whatever runs again and whatever is fetched, placed within the budget."""
+    problem = replace(problem, copies=Copies(rate, rate))
+    budget = int(part * replay(problem, problem.base_steps()).peak_bytes)
+    bound = relax(problem, budget, Clock(None)).bound_us
+    steps = data.draw(schedules(replace(problem, copies=None)))
+    line = place(problem, data.draw(fetches(problem, steps)), budget)
+    if line.peak_bytes <= budget:
+        assert bound <= line.time_us * (1 + 1e-6) + 1e-6
+    plan = solved(problem, budget)
+    if plan.peak_bytes <= budget:
+        assert bound <= plan.time_us * (1 + 1e-6) + 1e-6
+
+
+def test_the_bound_counts_both_engines() -> None:
+    """With a slow way out little can be away at the peak; with a slow way back little returns."""
+    full = replay(net(12), net(12).base_steps()).peak_bytes
+    once = tuple(replace(op, repeatable=False) for op in net(12).ops)
+
+    def bound(out: float, back: float) -> float:
+        problem = replace(net(12, copies=Copies(out, back)), ops=once)
+        return relax(problem, full // 2, Clock(None)).bound_us
+
+    base = net(12).base_time_us
+    assert bound(100.0, 100.0) == pytest.approx(base)
+    assert bound(3.0, 100.0) > 1.2 * base
+    assert bound(100.0, 1.0) > 1.2 * base
+    assert bound(0.0, 100.0) == bound(100.0, 0.0) == float("inf")
 
 
 # --- values that live in host memory -------------------------------------------------------

@@ -20,7 +20,7 @@ Source: the problem with both choices is that of POFO (Beaumont, Eyraud-Dubois, 
 from __future__ import annotations
 
 import math
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterable, Sequence
 from dataclasses import dataclass, replace
 
 from fxremat.core.plan import Plan
@@ -32,6 +32,7 @@ from fxremat.planner import greedy
 from fxremat.planner.bound import peak_bound
 from fxremat.planner.clock import Clock
 from fxremat.planner.model import build_model
+from fxremat.planner.moving_bound import relax
 from fxremat.planner.options import Refused, SolverOptions
 from fxremat.planner.plans import make_plan
 from fxremat.planner.transfers import Fetch, Item, place
@@ -118,16 +119,17 @@ ALONE = Choice(0.0, 0.0)
 CHOICES = (
     Choice(0.03, 1.0),
     Choice(0.15, 1.0),
-    Choice(0.03, 0.8),
-    Choice(0.03, 1.15),
-    Choice(0.0, None),
     Choice(0.0, None, recompute=False),
+    Choice(0.0, None),
+    Choice(0.03, 1.15),
 )
 """What is tried, by worth against the time on the engine and by load of the engine."""
 PRICES = (1.0, 0.3)
 """Tried besides where values live in host memory: the engine is busy without any other."""
 ROOM = (0, 1, 2)
 """Values of the largest size for which the budget leaves room."""
+CLOSE = 2e-3
+"""Of the time of keep-all: a plan so near to its bound is not worked on any more."""
 BACKLOG = 1.0
 """A value joins the queue of the engine if that is no longer than the value's own transfer."""
 
@@ -184,26 +186,54 @@ def solve(problem: Problem, budget_bytes: int | None, options: SolverOptions, in
     Never slower than its plan without: that is among those compared.
     """
     search = _Search(problem, budget_bytes, options, Clock(options.time_limit_s))
-    alone = search.offer(ALONE, inner)
+    alone = search.offer(search.question(ALONE), inner)
     if budget_bytes is None or (alone.fits and alone.line.time_us <= problem.base_time_us):
         return search.plan()
+    relaxed = relax(problem, budget_bytes, search.clock)
+    questions = [search.question(choice) for choice in _choices(problem)]
+    if relaxed.fetched and movable(problem):
+        questions.insert(0, search.question_of(_writers(problem, relaxed.fetched)))
+    best: tuple[tuple[int, float], Question] | None = None
+    for question in questions:
+        rank = search.offer(question, greedy.solve).rank
+        best = min(best or (rank, question), (rank, question), key=lambda pair: pair[0])
+        if search.is_within(relaxed.bound_us + CLOSE * problem.base_time_us):
+            break
+    if best is not None and inner is not greedy.solve:
+        search.offer(best[1], inner)
+    return search.plan(relaxed.bound_us)
+
+
+def _choices(problem: Problem) -> list[Choice]:
+    """What is tried for a problem."""
     choices = [*CHOICES] if movable(problem) else []
     if problem.host:
         choices += [replace(ALONE, price=price) for price in PRICES]
         choices += [replace(CHOICES[0], price=price) for price in PRICES if movable(problem)]
-    quick = {choice: search.offer(choice, greedy.solve) for choice in choices}
-    if quick and inner is not greedy.solve:
-        search.offer(min(quick, key=lambda choice: quick[choice].rank), inner)
-    return search.plan()
+    return choices
+
+
+def _writers(problem: Problem, values: Iterable[str]) -> set[str]:
+    """The ops that write values, of those that may move."""
+    writers = {problem.writer_of[name] for name in values if name in problem.writer_of}
+    return writers & movable(problem).keys()
 
 
 def quick(problem: Problem, budget_bytes: int | None, options: SolverOptions) -> Plan:
     """A plan of the greedy solver, from the two choices that are mostly the best."""
     search = _Search(problem, budget_bytes, options, Clock(options.time_limit_s))
-    search.offer(ALONE, greedy.solve)
+    search.offer(search.question(ALONE), greedy.solve)
     if budget_bytes is not None and movable(problem):
-        search.offer(CHOICES[0], greedy.solve)
+        search.offer(search.question(CHOICES[0]), greedy.solve)
     return search.plan()
+
+
+@dataclass(frozen=True)
+class Question:
+    """A priced problem, and the largest value of it that is fetched."""
+
+    problem: Problem
+    largest_bytes: int
 
 
 @dataclass(frozen=True)
@@ -240,22 +270,32 @@ class _Search:
     clock: Clock
     best: Candidate | None = None
 
-    def offer(self, choice: Choice, inner: Inner) -> Candidate:
-        """The best schedule that a solver makes of a choice.
+    def question(self, choice: Choice) -> Question:
+        """The priced problem of a choice."""
+        moved = chosen(self.problem, choice)
+        return self.question_of(moved, choice.price, recompute=choice.recompute)
+
+    def question_of(
+        self, moved: set[str], price: float = ALONE.price, *, recompute: bool = True
+    ) -> Question:
+        """The priced problem in which the values of these ops may move."""
+        copies, sizes = self.problem.copies, self.problem.bytes_of
+        assert copies is not None
+        rate = price / max(copies.to_device, 1e-9)
+        named = [v for name in moved for v in self.problem.op_of[name].writes]
+        largest = max((sizes[name] for name in (*named, *self.problem.from_host)), default=0)
+        return Question(priced(self.problem, moved, rate, recompute=recompute), largest)
+
+    def offer(self, question: Question, inner: Inner) -> Candidate:
+        """The best schedule that a solver makes of a priced problem.
 
         Where its transfers have to be waited for, also with room left for values to come early.
         """
-        copies, sizes = self.problem.copies, self.problem.bytes_of
-        assert copies is not None
-        moved = chosen(self.problem, choice)
-        price = choice.price / max(copies.to_device, 1e-9)
-        question = priced(self.problem, moved, price, recompute=choice.recompute)
-        named = [v for name in moved for v in self.problem.op_of[name].writes]
-        largest = max((sizes[name] for name in (*named, *self.problem.from_host)), default=0)
+        largest = question.largest_bytes
         found: list[Candidate] = []
         for room in ROOM if largest and self.budget is not None else (0,):
             left = None if self.budget is None else self.budget - room * largest
-            answer = inner(question, left, self.options)
+            answer = inner(question.problem, left, self.options)
             line = place(self.problem, items_of(self.problem, answer.ops), self.budget)
             found.append(Candidate(line, answer, self.budget))
             if not line.timing.stall_us:
@@ -271,8 +311,13 @@ class _Search:
         cap = math.inf if copies.host_bytes is None else copies.host_bytes
         return line.host_peak_bytes <= cap and line.time_us < math.inf
 
-    def plan(self) -> Plan:
-        """The best of all. What is proven of plans without moves does not hold for others."""
+    def is_within(self, time_us: float) -> bool:
+        """Whether there is no need to look on: the best fits and is so fast, or time is over."""
+        good = self.best is not None and self.best.fits and self.best.line.time_us <= time_us
+        return good or not self.clock.running()
+
+    def plan(self, bound_us: float | None = None) -> Plan:
+        """The best of all; ``bound_us`` is proven of every schedule within the budget."""
         best = self.best
         if best is None:
             raise Refused("values live in host memory, but the bandwidth is zero")
@@ -283,6 +328,7 @@ class _Search:
             f"{best.answer.solver}+{NAME}" if moves else best.answer.solver,
             budget_bytes=self.budget,
             seconds=self.clock.seconds(),
+            time_bound_us=None if bound_us is None else min(bound_us, best.line.time_us),
             peak_bound_bytes=least_bytes(self.problem),
         )
 

@@ -119,11 +119,18 @@ class Relaxation:
     def _stays(self, value: int, stage: int) -> bool:
         return not self.model.droppable(value) and self.needs.first_runs[value] > stage
 
+    def _brought(self, j: int, value: int) -> list[Term]:
+        """What else may bring a value in the window after instant j: nothing, here."""
+        return []
+
+    def _cost(self, op: int) -> float:
+        """Of running an op again."""
+        return self.model.time[op] * UNIT / max(self.model.problem.base_time_us, 1e-9)
+
     def _runs_after(self, j: int) -> dict[int, int]:
         model, stage = self.model, self.instants[j]
-        scale = UNIT / max(model.problem.base_time_us, 1e-9)
         return {
-            op: self.mip.binary(model.time[op] * scale)
+            op: self.mip.binary(self._cost(op))
             for op in range(stage + 1)
             if model.repeatable[op]
             and any(not model.kept[v] and self.needs.any_runs[v] > stage for v in model.writes[op])
@@ -172,6 +179,8 @@ class Relaxation:
                 over = self.over[j].setdefault(read, self.mip.binary())
                 runs = [window.get(model.writer[read]) for window in self.again[j:]]
                 found: list[Term] = [(column, -1.0) for column in runs if column is not None]
+                for i in range(j, len(self.instants)):
+                    found += [(column, -factor) for column, factor in self._brought(i, read)]
                 self.mip.row([(over, 1.0), *found], high=0.0)
                 terms.append((over, -size * UNIT / max(1, self.budget)))
         return sum(shared.values()), terms
@@ -274,6 +283,8 @@ class Relaxation:
         run = (self.again[j] if again is None else again).get(self.model.writer[value])
         if run is not None:
             terms.append((run, 1.0))
+        for i in range(j, j + 1 if again is None else len(self.instants)):
+            terms += self._brought(i, value)
         low, wanted = demand
         self.mip.row([*terms, *((c, -factor) for c, factor in wanted)], low=low)
 
