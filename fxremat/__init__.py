@@ -16,6 +16,7 @@ from fxremat.version import __version__
 
 if TYPE_CHECKING:
     from fxremat.measure import measure_peak
+    from fxremat.offloading import offload
     from fxremat.options import list_options
     from fxremat.report.explain import explain
     from fxremat.session import reports
@@ -30,6 +31,7 @@ __all__ = [
     "explain",
     "list_options",
     "measure_peak",
+    "offload",
     "reports",
 ]
 
@@ -37,6 +39,7 @@ _LAZY = {
     "explain": "fxremat.report.explain",
     "list_options": "fxremat.options",
     "measure_peak": "fxremat.measure",
+    "offload": "fxremat.offloading",
     "reports": "fxremat.session",
 }
 

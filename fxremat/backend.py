@@ -53,7 +53,7 @@ def _limits(
     return options.memory_budget or allocated + idle + free, reserve
 
 
-def _copies(options: Options, device: torch.device) -> Copies:
+def copies_of(options: Options, device: torch.device) -> Copies:
     """What moving weights and activations takes; the latter move where that is asked for."""
     rates = (device_spec(device).host_bytes_per_s,) * 2
     if options.host_bandwidth is not None:
@@ -87,7 +87,7 @@ def _request(
         solver_time_limit=options.solver_time_limit,
         op_times=options.op_times,
         verify=options.verify,
-        copies=_copies(options, _device(inputs)),
+        copies=copies_of(options, _device(inputs)),
         objective="energy" if options.objective == "energy" else "time",
         most_time=options.most_time,
     )

@@ -222,14 +222,31 @@ def storage_key(tensor: torch.Tensor) -> int:
 # --- Inductor ----------------------------------------------------------------------------
 
 
+@contextmanager
+def without_donated_buffers() -> Iterator[None]:
+    """What is compiled inside donates no saved tensor to its backward.
+
+    Donated buffers would save a little and make ``backward(retain_graph=True)`` an error. The
+    option of torch is no help: it is asked again when the backward runs, and a graph of which
+    nothing was noted then passes for one that donates.
+    """
+    from torch._functorch._aot_autograd import graph_compile
+
+    found = graph_compile.collect_bw_donated_buffer_idxs
+    graph_compile.collect_bw_donated_buffer_idxs = lambda *_: []
+    try:
+        yield
+    finally:
+        graph_compile.collect_bw_donated_buffer_idxs = found
+
+
 def compile_with_inductor(
     gm: fx.GraphModule, inputs: Sequence[Any], patches: Mapping[str, Any], **kwargs: Any
 ) -> Callable[..., Any]:
     """Inductor's whole compiler with ``patches`` in its configuration, backward included."""
     from torch._inductor.compile_fx import compile_fx
 
-    # Donated buffers would save a little and make backward(retain_graph=True) an error.
-    with functorch_config.patch(donated_buffer=False):
+    with without_donated_buffers():
         compiled: Any = compile_fx(gm, inputs, config_patches=dict(patches), **kwargs)
     return cast("Callable[..., Any]", compiled)
 
@@ -246,7 +263,8 @@ def compile_with_aot_eager(
         partition_fn=partition,
         keep_inference_input_mutations=True,
     )
-    compiled: Callable[..., Any] = compiler(gm, inputs)
+    with without_donated_buffers():
+        compiled: Callable[..., Any] = compiler(gm, inputs)
     return compiled
 
 
@@ -270,7 +288,7 @@ def trace_as_inductor(
             _recursive_joint_graph_passes(module)
             return partition(module, joint_inputs, **kwargs)
 
-    with inductor_config.patch(dict(patches)), functorch_config.patch(donated_buffer=False):
+    with inductor_config.patch(dict(patches)), without_donated_buffers():
         compiler = aot_autograd(
             fw_compiler=boxed_nop,
             partition_fn=with_joint_passes,

@@ -157,3 +157,15 @@ class VerificationFailed(FxrematError):
             "What to do: FXREMAT_DISABLE=1 compiles without fxremat; another solver "
             "or a larger memory_budget may avoid it."
         )
+
+
+class NotTraceable(FxrematError):
+    """A training step could not be made into one graph of forward and backward."""
+
+    def __init__(self, name: str, why: str) -> None:
+        super().__init__(name, why)
+        self.name = name
+        self.why = why
+
+    def __str__(self) -> str:
+        return f"{self.name}: {self.why}"

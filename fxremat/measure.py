@@ -4,6 +4,9 @@ On CPU it is the running maximum of the profiler's memory events, on top of the 
 caller says it holds; memory inside libraries that do not use torch's allocator is not seen. On
 CUDA it is ``max_memory_allocated``: absolute, in the allocator's blocks of 512 bytes. Run the
 function once or twice before, so that compiling and tuning are not measured.
+
+Tensors in host memory, such as weights that `fxremat.offload` moved there, are on no device: they
+do not count, even where the CPU is the device and both look alike.
 """
 
 from __future__ import annotations
@@ -17,6 +20,7 @@ import torch
 from torch.profiler import ProfilerActivity, profile
 
 from fxremat.compat import profiler_memory_events
+from fxremat.runtime import is_host
 
 DeviceLike = torch.device | str | None
 
@@ -53,7 +57,8 @@ def measure_peak(
 
 
 def _device_of(held: Iterable[Any]) -> torch.device:
-    return next((tensor.device for tensor in _tensors(held)), torch.device("cpu"))
+    tensors = [tensor for tensor in _tensors(held) if not is_host(tensor)]
+    return tensors[0].device if tensors else torch.device("cpu")
 
 
 def _measure_cpu(fn: Callable[[], object]) -> int:
@@ -87,10 +92,13 @@ def held_bytes(*things: Any, device: DeviceLike = None) -> int:
     """Bytes of the storages that ``things`` hold, each storage once.
 
     Modules count with parameters, buffers and gradients, optimizers with their state, tensors
-    with their gradient. With ``device``, only what lives there.
+    with their gradient. With ``device``, only what lives there. Host memory of
+    `fxremat.runtime` is left out.
     """
     sizes: dict[tuple[torch.device, int], int] = {}
     for tensor in _tensors(things):
+        if is_host(tensor):
+            continue
         if device is None or _same_device(tensor.device, torch.device(device)):
             storage = tensor.untyped_storage()
             sizes[tensor.device, storage.data_ptr()] = storage.nbytes()

@@ -28,6 +28,7 @@ from fxremat.cost.roofline import roofline_us
 from fxremat.errors import InfeasibleBudget, SolverRefused, VerificationFailed
 from fxremat.passes.joint_graph import JointGraph, is_tensor, read_joint_graph
 from fxremat.passes.memory_estimation import Estimate, OpTimer, estimate
+from fxremat.passes.offload import add_before_putting
 from fxremat.passes.recompute import Rewritten, apply_plan
 from fxremat.passes.user_tags import obey_must_recompute, protect_mutated_inputs
 from fxremat.planner.cache import PlanCache
@@ -115,6 +116,7 @@ def device_of(graph: fx.Graph) -> torch.device:
 def prepare(module: fx.GraphModule, num_fwd_outputs: int) -> JointGraph:
     """Clean up the joint graph and read it; the user's tags are obeyed here."""
     compat.prepare_joint_graph(module)
+    add_before_putting(module.graph)
     joint = read_joint_graph(module, num_fwd_outputs)
     changed = [obey_must_recompute(joint), protect_mutated_inputs(joint)]
     return read_joint_graph(module, num_fwd_outputs) if any(changed) else joint

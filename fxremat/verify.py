@@ -29,7 +29,7 @@ from fxremat.passes.joint_graph import (
     is_view,
     root,
 )
-from fxremat.runtime import copies
+from fxremat.runtime import copies, settle
 
 
 class _Numbering:
@@ -78,7 +78,7 @@ class _Numbering:
 
 
 _MOVES = frozenset({copies.to_host, copies.to_device})
-_WAITS = frozenset({copies.wait_host, copies.wait_device})
+_WAITS = frozenset({copies.wait_host, copies.wait_device, settle})
 
 
 def check_waits(graph: fx.Graph) -> None:
@@ -88,7 +88,7 @@ def check_waits(graph: fx.Graph) -> None:
     """
     filling: set[fx.Node] = set()
     for node in graph.nodes:
-        if node.target in _WAITS:
+        if node.target in _WAITS and node.target is not settle:
             filling.discard(node.args[0])
         elif node.target not in _MOVES:
             early = filling.intersection(map(root, node.all_input_nodes))

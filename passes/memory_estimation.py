@@ -203,8 +203,11 @@ class _Builder:
         )
 
     def leaves(self, node: fx.Node) -> bool:
-        """Whether the node puts a value to the host that is nothing else to the outside."""
-        if not is_put(node):
+        """Whether the node puts a value to the host that is nothing else to the outside.
+
+        What an op reads there, on the host, has to have arrived: that is no move, but an op.
+        """
+        if not is_put(node) or any(user.op != "output" for user in node.users):
             return False
         value = root(node.all_input_nodes[0])
         results = map(root, (r for r in self.joint.results if isinstance(r, fx.Node)))

@@ -9,7 +9,12 @@ reads, so that this lives until then, and changes what its copy writes, so that 
 before it. From the wait on, ``a_2`` stands for ``a``: later readers, views and moves read it.
 
 Where the graph itself fetches a parameter from host memory, or puts a gradient there, its host
-tensor is that graph input, or becomes that result of the graph.
+tensor is that graph input, or becomes that result of the graph. Such a graph ends with a call that
+lets the host wait: optimizers read gradients, and write parameters, right after the backward.
+
+Two gradients of one parameter are added on the device, before they leave:
+
+    add(put(a), put(b))   becomes   put(add(a, b))
 """
 
 from __future__ import annotations
@@ -19,6 +24,8 @@ from dataclasses import dataclass, field
 import torch
 from torch import fx
 
+from fxremat import runtime
+from fxremat.passes.joint_graph import is_put
 from fxremat.runtime import copies
 
 MOVED = "_moved"
@@ -31,11 +38,34 @@ def is_move(node: fx.Node) -> bool:
 
 
 _CALLS: dict[object, str] = {
+    runtime.settle: "settle",
     copies.to_host: "to_host",
     copies.wait_host: "wait_host",
     copies.to_device: "to_device",
     copies.wait_device: "wait_device",
 }
+
+
+def add_before_putting(graph: fx.Graph) -> bool:
+    """Rewrite sums of what was put to the host, in place; whether there were any."""
+    found = False
+    for node in list(graph.nodes):
+        summands = node.args[:2]
+        if node.target is not torch.ops.aten.add.Tensor or node.kwargs or len(node.args) != 2:
+            continue
+        if not all(isinstance(n, fx.Node) and is_put(n) and len(n.users) == 1 for n in summands):
+            continue
+        found = True
+        parts = [summand.args[0] for summand in summands]
+        with graph.inserting_before(node):
+            total = graph.call_function(node.target, tuple(parts))
+            total.meta = {**parts[0].meta, "val": parts[0].meta["val"]}
+            gathered = graph.call_function(summands[0].target, (total,))
+            gathered.meta = dict(summands[0].meta)
+        node.replace_all_uses_with(gathered)
+        for old in dict.fromkeys((node, *summands)):
+            graph.erase_node(old)
+    return found
 
 
 @dataclass
@@ -70,6 +100,11 @@ class Mover:
         self._call(copies.wait_device, (arrived, host), name, arrived, half)
         return arrived
 
+    def settle(self, name: str, device: torch.device) -> None:
+        """End the backward: the host waits for the device, which has waited for all copies."""
+        host = self.hosts[name]
+        self._call(runtime.settle, (host, device), name, host, "backward")
+
     def _call(
         self, op: object, arguments: tuple[object, ...], name: str, like: fx.Node, half: str
     ) -> fx.Node:
@@ -86,7 +121,7 @@ _ORIGIN = ("nn_module_stack", "stack_trace", "fwd_nn_module_stack", "seq_nr")
 
 def _fake(op: object, value: torch.Tensor) -> torch.Tensor | None:
     """What the call gives, on the fake mode of the value."""
-    if op in (copies.wait_host, copies.wait_device):
+    if op in (copies.wait_host, copies.wait_device, runtime.settle):
         return None
     device = torch.device("cpu") if op is copies.to_host else value.device
     with value.fake_mode:  # type: ignore[attr-defined]

@@ -59,6 +59,7 @@ class _Emitter:
     def __post_init__(self) -> None:
         self.joint = self.estimate.joint
         self.mover = Mover(self.graph)
+        self.put: str | None = None  # the latest value that left to be a result
 
     def copy(self, node: fx.Node, look: Look, suffix: str = "") -> fx.Node:
         new = self.graph.node_copy(node, look)
@@ -140,6 +141,7 @@ class _Emitter:
             host = self.mover.to_host(name, left, half)
             if target is not None:
                 self.env[target] = host
+                self.put = name
         elif move.kind == "to device":
             host = self.mover.hosts[name] if source is None else self.resolve(source)
             self.mover.to_device(name, host, value, half)
@@ -198,6 +200,8 @@ def apply_plan(estimate: Estimate, steps: Sequence[Step], *, hold: bool = True) 
     early = results([None if i in late else n for i, n in enumerate(joint.results[:count])])
     forward = [n for n in emitter.graph.nodes if n not in map(emitter.env.get, joint.tangents)]
     run(steps[split:], in_backward=True)
+    if emitter.put is not None:
+        emitter.mover.settle(emitter.put, estimate.node_of[emitter.put].meta["val"].device)
     backward_results = results(joint.results[count:])
     for i in late:
         early[i] = emitter.resolve(joint.results[i])

@@ -139,11 +139,16 @@ def test_bad_options_arrive_as_our_error() -> None:
     assert "memory_budget" in str(caught.value)
 
 
-def test_backward_may_run_twice() -> None:
+@pytest.mark.parametrize("executor", ["aot_eager", "inductor"])
+def test_backward_may_run_twice(executor: str) -> None:
+    """Also after it has run once, when the backward is compiled already."""
     model, x = seeded(Stack, 256, 32)
     other = copy.deepcopy(model)
-    budget = int(0.8 * keep_all_peak(model, x))
-    for one, call in ((model, compiled(model, memory_budget=budget)), (other, other)):
+    budget = f"{int(0.9 * keep_all_peak(model, x))}B"
+    planned = compiled(model, memory_budget=budget, executor=executor)
+    planned(x).backward()
+    model.zero_grad()
+    for one, call in ((model, planned), (other, other)):
         loss = call(x)
         loss.backward(retain_graph=True)
         loss.backward()

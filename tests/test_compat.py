@@ -53,7 +53,16 @@ def test_classes_that_inductor_asks_for() -> None:
     assert hasattr(compat.inductor_config, compat.POST_GRAD_PASS)
     assert hasattr(compat.inductor_config, "custom_partitioner_fn")
     assert hasattr(compat.functorch_config, "cse")
-    assert hasattr(compat.functorch_config, "donated_buffer")
+
+
+def test_without_donated_buffers() -> None:
+    from torch._functorch._aot_autograd import graph_compile
+
+    nothing: Any = None
+    before = graph_compile.collect_bw_donated_buffer_idxs
+    with compat.without_donated_buffers():
+        assert graph_compile.collect_bw_donated_buffer_idxs(nothing, nothing, nothing) == []
+    assert graph_compile.collect_bw_donated_buffer_idxs is before
 
 
 def test_is_tangent() -> None:

@@ -12,6 +12,7 @@ from fxremat.errors import (
     HostMemoryExceeded,
     InfeasibleBudget,
     InvalidOption,
+    NotTraceable,
     SolverRefused,
     UnknownOption,
     VerificationFailed,
@@ -34,6 +35,7 @@ ERRORS: dict[str, FxrematError] = {
     "unknown": UnknownOption("memory_budgt", 8, ("memory_budget", "reserve")),
     "unknown, nothing near": UnknownOption("colour", 8, ("memory_budget", "reserve")),
     "refused": SolverRefused("rotor", "it is no chain. Use the solver 'auto'."),
+    "not traceable": NotTraceable("step", "it breaks the graph"),
     "host memory": HostMemoryExceeded(400, 800, 1000),
     "verification": VerificationFailed("peak of the plan", "step 3 needs 12 bytes, budget 10"),
 }

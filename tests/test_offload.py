@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import copy
+import gc
 import logging
 from collections.abc import Iterator
 from typing import Any
@@ -49,9 +50,12 @@ SLOW = 2e7  # bytes per second: a copy takes longer than the op beside it
 def _slow_copies() -> Iterator[None]:
     """A missing wait gives NaN; nothing is left in host memory."""
     torch._dynamo.reset()
+    gc.collect()
+    before = runtime.host_bytes().now_bytes
     with runtime.set_copy_speed(SLOW, SLOW):
         yield
-    assert runtime.host_bytes().now_bytes == 0
+    gc.collect()
+    assert runtime.host_bytes().now_bytes <= before
     torch._dynamo.reset()
 
 
@@ -227,3 +231,17 @@ def test_moves_of_a_plan_name_values() -> None:
     seen = capture(mlp(8, 2), [batch(4, 8)], saved_values_away)
     moved = {step.value for step in seen.steps if isinstance(step, Move)}
     assert moved == set(seen.rewritten.moved)
+
+
+@pytest.mark.parametrize("executor", ["aot_eager", "inductor"])
+def test_the_backward_may_run_twice(executor: str) -> None:
+    model, x = seeded(Stack, 256, 32)
+    step = offloading(model, x, 0.6, executor)
+    loss = step.run_model(x)
+    loss.backward(retain_graph=True)
+    once = [p.grad.clone() for p in step.model.parameters() if p.grad is not None]
+    loss.backward()
+    assert fxremat.reports()[-1].moved
+    for one, p in zip(once, step.model.parameters(), strict=True):
+        assert p.grad is not None
+        torch.testing.assert_close(p.grad, 2 * one)

@@ -18,11 +18,9 @@ from fxremat.cli import files
 from fxremat.cli.arguments import Commands, keep_all_peak, sized
 from fxremat.cli.errors import UsageError
 from fxremat.core.problem import COPY_LATENCY_US, Copies, Problem, problem_to_json
-from fxremat.errors import nearest
+from fxremat.errors import NotTraceable, nearest
 
 if TYPE_CHECKING:
-    from torch import fx, nn
-
     from fxremat.cost.device import DeviceSpec
 
 MODES = ("inductor", "aot_eager")
@@ -66,7 +64,12 @@ def run(given: argparse.Namespace) -> int:
         raise UsageError("--copies needs --device: which device's copies?")
     with compat.fake_tensors():
         model, inputs = _model_and_inputs(given.function, make())
-        problem = trace_problem(given.function, model, inputs, given.mode, given.workspaces, spec)
+        try:
+            problem = trace_problem(
+                given.function, model, inputs, given.mode, given.workspaces, spec
+            )
+        except NotTraceable as error:
+            raise UsageError(str(error)) from error
     if given.copies and spec is not None:
         rate = spec.host_bytes_per_s / 1e6
         copies = Copies(rate, rate, COPY_LATENCY_US, energy_uj=spec.host_nj_per_byte / 1000)
@@ -113,34 +116,6 @@ def _model_and_inputs(where: str, made: Any) -> tuple[Callable[..., Any], tuple[
     return model, tuple(inputs) if isinstance(inputs, (tuple, list)) else (inputs,)
 
 
-class _Traced(Exception):
-    """Ends a compilation as soon as its problem is known."""
-
-    def __init__(self, problem: Problem) -> None:
-        super().__init__(problem)
-        self.problem = problem
-
-
-def _with_loss(model: Callable[..., Any]) -> nn.Module:
-    """A module whose result is one number to go backward from."""
-    import torch
-    from torch import nn
-    from torch.utils import _pytree as pytree
-
-    class Step(nn.Module):
-        def __init__(self) -> None:
-            super().__init__()
-            self.model = model
-
-        def forward(self, *inputs: Any) -> torch.Tensor:
-            leaves = pytree.tree_leaves(self.model(*inputs))
-            tensors = [x for x in leaves if isinstance(x, torch.Tensor) and x.is_floating_point()]
-            sums = [x.sum() if x.dim() else x for x in tensors]
-            return sum(sums[1:], sums[0]) if sums else torch.zeros(())
-
-    return Step()
-
-
 def trace_problem(
     name: str,
     model: Callable[..., Any],
@@ -149,64 +124,8 @@ def trace_problem(
     workspaces: bool,
     spec: DeviceSpec | None = None,
 ) -> Problem:
-    """The problem of one training step; the tensors may be fake.
+    """The problem of one training step; see `fxremat.tracing.trace_step`."""
+    from fxremat.tracing import trace_step
 
-    With ``spec``, on a device of these rates.
-    """
-    import torch
-
-    from fxremat import compat
-
-    def partition(module: fx.GraphModule, joint_inputs: Any, **kwargs: Any) -> Any:
-        raise _Traced(_problem_of(name, module, kwargs["num_fwd_outputs"], mode, workspaces, spec))
-
-    def backend(gm: fx.GraphModule, example_inputs: Any) -> Callable[..., Any]:
-        if mode == "aot_eager":
-            return compat.compile_with_aot_eager(gm, example_inputs, partition)
-        return compat.trace_as_inductor(gm, example_inputs, {}, partition)
-
-    try:
-        with compat.fresh_dynamo_caches():
-            torch.compile(_with_loss(model), backend=backend, fullgraph=True)(*inputs)
-    except Exception as error:
-        inner = getattr(error, "inner_exception", None)
-        if isinstance(inner, _Traced):
-            return inner.problem
-        raise UsageError(f"{name}: cannot be traced as one graph: {error}") from error
-    raise UsageError(f"{name}: nothing in the model needs a gradient, so there is no backward")
-
-
-def _problem_of(
-    name: str,
-    module: fx.GraphModule,
-    num_fwd_outputs: int,
-    mode: str,
-    workspaces: bool,
-    spec: DeviceSpec | None,
-) -> Problem:
-    """What the backend would plan for a joint graph."""
-    from fxremat.passes.memory_estimation import estimate
-    from fxremat.pipeline import Request, device_of, op_timer, prepare, with_energies
-    from fxremat.workspace import Workspaces
-
-    request = Request(
-        budget_bytes=None,
-        held_bytes=0,
-        wanted_bytes=None,
-        executor=mode,
-        solver="auto",
-        solver_time_limit=None,
-        op_times="roofline",
-        verify=True,
-    )
-    joint = prepare(module, num_fwd_outputs)
-    device = device_of(module.graph)
-    problem = estimate(
-        joint,
-        op_timer(request, device, spec),
-        Workspaces(device).of_node if workspaces else lambda node: 0,
-        fused=mode == "inductor",
-        device=device.type,
-        name=name,
-    ).problem
-    return problem if spec is None else with_energies(problem, spec)
+    step = trace_step(name, model, inputs, mode=mode, workspaces=workspaces, spec=spec)
+    return step.found.problem

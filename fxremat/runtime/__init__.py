@@ -2,8 +2,10 @@
 
 Graphs that fxremat transforms call four operators, `to_host`, `wait_host`, `to_device` and
 `wait_device` (`fxremat.runtime.copies`); importing this package registers them, so whatever runs
-such a graph has to import it. The rest is for tests and benchmarks: a cap on host memory, a
-simulated speed for copies of machines without a GPU, and records of what was copied when.
+such a graph has to import it. Weights that live in host memory are read through `fetch`, which
+gets their gradients by `put` (`fxremat.runtime.weights`). The rest is for tests and benchmarks: a
+cap on host memory, a simulated speed for copies of machines without a GPU, and records of what was
+copied when.
 """
 
 from fxremat.runtime.copies import to_device, to_host, wait_device, wait_host
@@ -12,21 +14,28 @@ from fxremat.runtime.cpu_engine import set_copy_speed
 from fxremat.runtime.host_memory import (
     HostBytes,
     host_bytes,
+    is_host,
     reset_host_peak,
     set_host_memory_cap,
 )
 from fxremat.runtime.trace import CopyRecord, copy_trace
+from fxremat.runtime.weights import fetch, host_copy, put, settle
 
 __all__ = [
     "CopyRecord",
     "HostBytes",
     "MeasuredSpeed",
     "copy_trace",
+    "fetch",
     "host_bytes",
+    "host_copy",
+    "is_host",
     "measure_copy_speed",
+    "put",
     "reset_host_peak",
     "set_copy_speed",
     "set_host_memory_cap",
+    "settle",
     "to_device",
     "to_host",
     "wait_device",

@@ -146,11 +146,15 @@ class CpuEngine:
 
     def wait(self, what: Wait, target: torch.Tensor, device: torch.device) -> None:
         transfer = self._pending.find(what, target)
+        if transfer is None:
+            return
         try:
             with host_time(what, transfer.nbytes, active_traces()):
                 transfer.wait()
-        finally:
-            self._pending.forget(target)
+        except BaseException:
+            self._pending.drop(target)
+            raise
+        self._pending.forget(target)
 
 
 def _mapped_like(x: torch.Tensor) -> torch.Tensor:

@@ -117,6 +117,8 @@ class CudaEngine:
 
     def wait(self, what: Wait, target: torch.Tensor, device: torch.device) -> None:
         transfer = self._pending.find(what, target)
+        if transfer is None:
+            return
         computing = torch.cuda.current_stream(device)
         with _device_time(what, transfer.nbytes, computing):
             computing.wait_event(transfer.ended)

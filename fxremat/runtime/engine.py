@@ -29,12 +29,14 @@ class Engine(Protocol):
 class Pending(Generic[T]):
     """Transfers that nobody has waited for yet, by the storage that they write.
 
-    The storage is held weakly and found by identity. If it dies without a wait, its entry goes
-    with it, and what comes to lie at the same address later is another storage.
+    Whoever waits again, as a backward does that runs a second time, finds that it has ended. The
+    storage is held weakly and found by identity. If it dies without a wait, its entry goes with
+    it, and what comes to lie at the same address later is another storage.
     """
 
     def __init__(self) -> None:
         self._transfers: MutableMapping[torch.UntypedStorage, T] = WeakKeyDictionary()
+        self._ended: MutableMapping[torch.UntypedStorage, None] = WeakKeyDictionary()
 
     def add(self, target: torch.Tensor, transfer: T) -> None:
         """Remember the transfer that writes ``target``."""
@@ -44,17 +46,22 @@ class Pending(Generic[T]):
         """The transfer that writes ``target`` if nobody has waited for it."""
         return self._transfers.get(target.untyped_storage())
 
-    def find(self, what: Wait, target: torch.Tensor) -> T:
-        """As `get`; RuntimeError if there is none."""
+    def find(self, what: Wait, target: torch.Tensor) -> T | None:
+        """As `get`; RuntimeError if there never was one."""
         transfer = self.get(target)
-        if transfer is None:
+        if transfer is None and target.untyped_storage() not in self._ended:
             raise RuntimeError(
                 f"fxremat::{what}: no copy into this tensor {tuple(target.shape)} has been "
-                "started, or somebody has waited for it already; each copy is started by "
-                f"fxremat::{what.replace('wait', 'to')} and waited for once, in one process"
+                f"started; each copy is started by fxremat::{what.replace('wait', 'to')}, in the "
+                "same process"
             )
         return transfer
 
     def forget(self, target: torch.Tensor) -> None:
         """Somebody has waited for the transfer that writes ``target``."""
+        if self._transfers.pop(target.untyped_storage(), None) is not None:
+            self._ended[target.untyped_storage()] = None
+
+    def drop(self, target: torch.Tensor) -> None:
+        """The transfer that writes ``target`` has failed."""
         self._transfers.pop(target.untyped_storage(), None)

@@ -14,6 +14,7 @@ from collections.abc import Callable
 from contextlib import AbstractContextManager, ExitStack
 from dataclasses import dataclass
 from threading import Lock
+from weakref import WeakSet
 
 import torch
 
@@ -36,6 +37,7 @@ class HostMemory:
         self._held = 0
         self._peak = 0
         self._lock = Lock()
+        self._storages: WeakSet[torch.UntypedStorage] = WeakSet()
         # A storage can die anywhere, also while this thread has the lock: it only appends here.
         self._freed: deque[int] = deque()
         os.register_at_fork(
@@ -50,6 +52,7 @@ class HostMemory:
         try:
             tensor = make()
             weakref.finalize(tensor.untyped_storage(), self._freed.append, nbytes).atexit = False
+            self._storages.add(tensor.untyped_storage())
         except BaseException:
             self._freed.append(nbytes)
             raise
@@ -67,6 +70,10 @@ class HostMemory:
         """Take off what died since; the caller has the lock."""
         while self._freed:
             self._held -= self._freed.popleft()
+
+    def holds(self, storage: torch.UntypedStorage) -> bool:
+        """Whether a tensor that `allocate` returned has this storage."""
+        return storage in self._storages
 
     def count(self) -> HostBytes:
         """What is held now and was held at most."""
@@ -87,6 +94,17 @@ HOST_MEMORY = HostMemory()
 def host_bytes() -> HostBytes:
     """Bytes of host memory that copies of this process hold, now and at most since the reset."""
     return HOST_MEMORY.count()
+
+
+def is_host(tensor: torch.Tensor) -> bool:
+    """Whether ``tensor`` lies in host memory that this package handed out.
+
+    On a machine without a GPU that is what tells it from tensors of the device, the CPU. Beside a
+    GPU every tensor on the CPU is in host memory, and those this says no to are not pinned.
+    """
+    if tensor.device.type != "cpu" or tensor.layout != torch.strided:
+        return False
+    return HOST_MEMORY.holds(tensor.untyped_storage())
 
 
 def reset_host_peak() -> None:

@@ -1,0 +1,186 @@
+"""Weights in host memory for a number of bytes: chosen, compiled, trained, saved and resumed."""
+
+from __future__ import annotations
+
+import copy
+import logging
+from collections.abc import Callable, Iterator
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+from torch import nn
+
+import fxremat
+from fxremat import runtime
+from fxremat.measure import measure_peak
+from tests.small import seeded
+
+SPEED = 2e9
+RATE = int(SPEED)
+OPTIONS: dict[str, Any] = {"executor": "aot_eager", "solver": "greedy", "host_bandwidth": RATE}
+
+
+class Layers(nn.Module):
+    """Linear layers whose weights take many more bytes than the activations; gives a loss."""
+
+    def __init__(self, layers: int = 4, width: int = 64) -> None:
+        super().__init__()
+        self.layers = nn.ModuleList(nn.Linear(width, width) for _ in range(layers))
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        for layer in self.layers:
+            x = x + torch.nn.functional.gelu(layer(x))
+        return x.square().mean()
+
+
+@pytest.fixture(autouse=True)
+def _throttled() -> Iterator[None]:
+    torch._dynamo.reset()
+    with runtime.set_copy_speed(SPEED, SPEED):
+        yield
+    torch._dynamo.reset()
+
+
+def made() -> tuple[nn.Module, torch.Tensor]:
+    return seeded(Layers, 8, 64)
+
+
+def full_peak(model: nn.Module, x: torch.Tensor) -> int:
+    return fxremat.explain(model, x, options=OPTIONS).keep_all_peak_bytes
+
+
+def train(
+    model: nn.Module, call: Callable[..., Any], x: torch.Tensor, steps: int, **state: Any
+) -> tuple[list[float], torch.optim.Optimizer]:
+    optimizer = torch.optim.AdamW(model.parameters(), lr=1e-2, fused=True)
+    if state:
+        optimizer.load_state_dict(state["optimizer"])
+    losses = []
+    for _ in range(steps):
+        optimizer.zero_grad()
+        loss = call(x)
+        loss.backward()
+        optimizer.step()
+        losses.append(float(loss))
+    return losses, optimizer
+
+
+def on_host(model: nn.Module) -> list[str]:
+    return [name for name, p in model.named_parameters() if runtime.is_host(p)]
+
+
+def test_a_model_four_times_the_budget_trains_as_in_eager() -> None:
+    """Parameters, gradients and activations together are four times what the device may hold."""
+    model, x = made()
+    budget = full_peak(model, x) // 4
+    plain = copy.deepcopy(model)
+    expected, _ = train(plain, plain, x, 5)
+    model = fxremat.offload(model, (x,), memory_budget=f"{budget}B", **OPTIONS)
+    assert on_host(model)
+    options = {**OPTIONS, "memory_budget": f"{budget}B"}
+    losses, _ = train(model, torch.compile(model, backend="fxremat", options=options), x, 5)
+    assert losses == expected
+    for one, other in zip(model.parameters(), plain.parameters(), strict=True):
+        assert torch.equal(one, other)
+
+
+def test_the_peak_is_the_predicted_one_and_within_the_budget() -> None:
+    model, x = made()
+    budget = full_peak(model, x) // 3
+    fxremat.offload(model, (x,), memory_budget=f"{budget}B", **OPTIONS)
+    options = {**OPTIONS, "memory_budget": f"{budget}B"}
+    call = torch.compile(model, backend="fxremat", options=options)
+
+    def step() -> None:
+        model.zero_grad(set_to_none=True)
+        call(x).backward()
+
+    step()
+    model.zero_grad(set_to_none=True)
+    peak = measure_peak(step, held=(model, x)).peak_bytes
+    report = fxremat.reports()[-1]
+    assert peak == report.predicted_peak_bytes <= budget
+    assert {row.times for row in report.moved} >= {1}
+
+
+def test_with_room_nothing_moves() -> None:
+    model, x = made()
+    fxremat.offload(model, (x,), memory_budget=f"{2 * full_peak(model, x)}B", **OPTIONS)
+    assert on_host(model) == []
+
+
+def test_the_more_bytes_the_fewer_weights(caplog: pytest.LogCaptureFixture) -> None:
+    counts = []
+    for part in (0.9, 0.4):
+        model, x = made()
+        budget = int(part * full_peak(model, x))
+        with caplog.at_level(logging.INFO, logger="fxremat"):
+            fxremat.offload(model, (x,), memory_budget=f"{budget}B", **OPTIONS)
+        counts.append(len(on_host(model)))
+    assert 0 < counts[0] <= counts[1]
+    assert f"{counts[1]} of 8 parameters" in caplog.text
+
+
+def test_a_budget_that_nothing_fits_names_the_least() -> None:
+    model, x = made()
+    with pytest.raises(fxremat.InfeasibleBudget) as caught:
+        fxremat.offload(model, (x,), memory_budget="10kB", **OPTIONS)
+    assert on_host(model) == []
+    least = caught.value.minimum_bytes
+    assert least is not None
+    fxremat.offload(model, (x,), memory_budget=f"{least}B", **OPTIONS)
+    assert on_host(model)
+
+
+def test_resuming_from_a_checkpoint(tmp_path: Path) -> None:
+    """Saved by a model with weights on the host, resumed by a plain one, and the other way."""
+    model, x = made()
+    plain = copy.deepcopy(model)
+    expected, _ = train(plain, plain, x, 4)
+    fxremat.offload(model)
+    first, optimizer = train(model, torch.compile(model, backend="fxremat", options=OPTIONS), x, 2)
+    path = tmp_path / "checkpoint.pt"
+    torch.save({"model": model.state_dict(), "optimizer": optimizer.state_dict()}, path)
+    for again in (Layers(), fxremat.offload(Layers())):
+        saved = torch.load(path)
+        again.load_state_dict(saved["model"])
+        call = torch.compile(again, backend="fxremat", options=OPTIONS)
+        rest, _ = train(again, call, x, 2, optimizer=saved["optimizer"])
+        assert first + rest == expected
+
+
+@pytest.mark.parametrize(
+    "given",
+    [
+        {"example_inputs": (torch.zeros(8, 64),)},
+        {"memory_budget": "1GiB"},
+        {"memory_budget": "1GiB", "weights": "all", "example_inputs": (torch.zeros(8, 64),)},
+        {"weights": "no_such_weight"},
+        {"memory_budget": "lots", "example_inputs": (torch.zeros(8, 64),)},
+    ],
+)
+def test_what_does_not_go_together_is_refused(given: dict[str, Any]) -> None:
+    with pytest.raises(fxremat.InvalidOption):
+        fxremat.offload(Layers(), **given)
+
+
+def test_names_and_back() -> None:
+    model, _ = made()
+    fxremat.offload(model, weights="layers.[0-2].weight")
+    assert on_host(model) == [f"layers.{i}.weight" for i in range(3)]
+    fxremat.offload(model, weights=[])
+    assert on_host(model) == []
+
+
+def test_through_inductor() -> None:
+    model, x = made()
+    plain = copy.deepcopy(model)
+    plain(x).backward()
+    fxremat.offload(model)
+    options = {**OPTIONS, "executor": "inductor", "memory_budget": f"{full_peak(plain, x) // 2}B"}
+    torch.compile(model, backend="fxremat", options=options)(x).backward()
+    for one, other in zip(model.parameters(), plain.parameters(), strict=True):
+        assert one.grad is not None
+        torch.testing.assert_close(one.grad, other.grad, rtol=1e-4, atol=1e-6)
