@@ -184,3 +184,33 @@ def test_through_inductor() -> None:
     for one, other in zip(model.parameters(), plain.parameters(), strict=True):
         assert one.grad is not None
         torch.testing.assert_close(one.grad, other.grad, rtol=1e-4, atol=1e-6)
+
+
+class Tied(nn.Module):
+    """One weight for the embedding and the last layer: its two gradients are added."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.embedding = nn.Embedding(32, 16)
+        self.layer = nn.Linear(16, 16)
+        self.head = nn.Linear(16, 32, bias=False)
+        self.head.weight = self.embedding.weight
+
+    def forward(self, index: torch.Tensor) -> torch.Tensor:
+        scores = self.head(torch.tanh(self.layer(self.embedding(index))))
+        return torch.nn.functional.cross_entropy(scores, index)
+
+
+def test_gradients_of_a_tied_weight_are_added_before_they_leave() -> None:
+    torch.manual_seed(0)
+    model, index = Tied(), torch.arange(64) % 32
+    plain = copy.deepcopy(model)
+    plain(index).backward()
+    fxremat.offload(model)
+    torch.compile(model, backend="fxremat", options=OPTIONS)(index).backward()
+    for one, other in zip(model.parameters(), plain.parameters(), strict=True):
+        assert one.grad is not None
+        assert torch.equal(one.grad, other.grad)
+        assert runtime.is_host(one.grad)
+    left = {move.value for move in fxremat.reports()[-1].plan.moves if move.kind == "to host"}
+    assert len(left) == 3
