@@ -210,6 +210,7 @@ def test_gradients_of_a_tied_weight_are_added_before_they_leave() -> None:
     torch.compile(model, backend="fxremat", options=OPTIONS)(index).backward()
     for one, other in zip(model.parameters(), plain.parameters(), strict=True):
         assert one.grad is not None
+        assert other.grad is not None
         assert torch.equal(one.grad, other.grad)
         assert runtime.is_host(one.grad)
     left = {move.value for move in fxremat.reports()[-1].plan.moves if move.kind == "to host"}

@@ -289,3 +289,16 @@ def test_the_least_with_weights_on_the_host() -> None:
     problem = weighted(6)
     plan = solved(problem, 0)
     assert plan.peak_bytes == plan.peak_bound_bytes == 600
+
+
+def test_the_front_with_moves() -> None:
+    """Points from the fastest to the least peak, each a schedule that is possible."""
+    problem = net(6, copies=Copies(2.0, 2.0))
+    plans = planner.front(problem, SolverOptions())
+    assert all(check(problem, plan.steps).ok for plan in plans)
+    peaks, times = [p.peak_bytes for p in plans], [p.time_us for p in plans]
+    assert peaks == sorted(peaks, reverse=True)
+    assert times == sorted(times)
+    assert len(plans) > 2
+    assert any(plan.moves for plan in plans)
+    assert planner.front(weighted(4), SolverOptions())

@@ -2,17 +2,19 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterable
+from collections.abc import Iterable, Iterator
 from dataclasses import replace
 
 from fxremat.core.plan import Plan
 from fxremat.core.problem import Problem
-from fxremat.planner import greedy, instants
+from fxremat.planner import greedy, instants, offload
 from fxremat.planner.clock import Clock
 from fxremat.planner.options import SolverOptions
 
 MOST_POINTS = 24
 """Peaks at which the greedy solver's plan is improved."""
+MOVING_POINTS = 12
+"""Parts of the way between the two ends, where values may move."""
 SECONDS = 10.0
 """Time to improve plans where the caller gives none."""
 
@@ -20,6 +22,8 @@ SECONDS = 10.0
 def front(problem: Problem, options: SolverOptions | None = None) -> tuple[Plan, ...]:
     """Non-dominated plans: peak strictly decreasing, time strictly increasing."""
     asked = options or SolverOptions()
+    if problem.copies is not None:
+        return tuple(_best(_with_moves(problem, asked), problem.base_time_us))
     known, plans = greedy.found(problem, asked), [*greedy.front(problem, asked)]
     slow = [plan for plan in plans if plan.time_us > problem.base_time_us]
     count = min(MOST_POINTS, len(slow))
@@ -31,6 +35,19 @@ def front(problem: Problem, options: SolverOptions | None = None) -> tuple[Plan,
         part = Clock(clock.left() / (count - k))
         plans.append(instants.improved(known, pick.peak_bytes, asked, part))
     return tuple(_best(plans, problem.base_time_us))
+
+
+def _with_moves(problem: Problem, options: SolverOptions) -> Iterator[Plan]:
+    """Plans between the fastest and that of least peak, evenly spread, while there is time."""
+    clock = Clock(SECONDS if options.time_limit_s is None else options.time_limit_s)
+    fastest, least = (offload.quick(problem, budget, options) for budget in (None, 0))
+    yield fastest
+    yield least
+    span = fastest.peak_bytes - least.peak_bytes
+    for k in range(1, MOVING_POINTS):
+        if clock.running():
+            budget = least.peak_bytes + span * k // MOVING_POINTS
+            yield offload.quick(problem, budget, options)
 
 
 def _best(plans: Iterable[Plan], base_us: float) -> list[Plan]:
