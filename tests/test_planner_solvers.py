@@ -18,7 +18,7 @@ from tests.strategies import problems
 from tests.test_planner_instants import chain
 
 THERE = [name for name in SOLVERS if name != "moccasin" or find_spec("ortools")]
-CHAINS_ONLY = ("rotor", "rockmate")
+CHAINS_ONLY = ("pofo", "rotor", "rockmate")
 OPTIMAL_ON_CHAINS = ("instants", "checkmate")
 SHARE = 1e-9
 

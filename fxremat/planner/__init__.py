@@ -23,6 +23,7 @@ from fxremat.planner import (
     least_peak,
     moccasin,
     offload,
+    pofo,
     rockmate,
     rotor,
 )
@@ -40,11 +41,14 @@ SOLVERS: dict[str, Solver] = {
     "checkmate": checkmate.solve,
     "checkmate_pruned": checkmate.solve_pruned,
     "rotor": rotor.solve,
+    "pofo": pofo.solve,
     "rockmate": rockmate.solve,
     "hrockmate": hrockmate.solve,
     "moccasin": moccasin.solve,
     "least_peak": least_peak.solve,
 }
+MOVING = frozenset({"pofo"})
+"""Solvers that choose what moves themselves; the others are asked by `offload`."""
 
 
 def solve(
@@ -62,6 +66,8 @@ def solve(
         raise ValueError(f"unknown solver {solver!r}; there are {', '.join(SOLVERS)}")
     if options is not None and options.objective == "energy":
         return energy.solve(problem, budget_bytes, options, SOLVERS[solver])
+    if problem.copies is not None and solver in MOVING:
+        return SOLVERS[solver](problem, budget_bytes, options or SolverOptions())
     if problem.copies is not None:
         return offload.solve(problem, budget_bytes, options or SolverOptions(), SOLVERS[solver])
     plan = SOLVERS[solver](problem, budget_bytes, options or SolverOptions())

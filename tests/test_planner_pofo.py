@@ -1,0 +1,301 @@
+"""POFO: recomputing and moving weighed against each other on chains, judged by the checker."""
+
+from __future__ import annotations
+
+import time
+from collections.abc import Iterator, Sequence
+from dataclasses import replace
+from itertools import combinations
+
+import pytest
+from hypothesis import given, settings
+from hypothesis import strategies as st
+
+from fxremat import planner
+from fxremat.core.check import check
+from fxremat.core.plan import Plan
+from fxremat.core.problem import Copies, Op, Problem, Value, validate
+from fxremat.core.timeline import replay
+from fxremat.planner import pofo, rockmate, rotor
+from fxremat.planner.chain import NotAChain
+from fxremat.planner.offload import movable
+from fxremat.planner.options import SolverOptions
+from fxremat.planner.transfers import Fetch, Item, place
+from tests import chains, strategies
+
+OPTIONS = SolverOptions()
+
+
+def net(layers: int, rate: float = 10.0, time_us: float = 10.0) -> Problem:
+    """A chain: layer i keeps a value of 100 bytes for its backward, which takes twice as long."""
+    ops, values = [], [Value("w", 7), Value("x0", 100)]
+    for i in range(layers):
+        ops.append(Op(f"f{i}", (f"x{i}", "w"), (f"x{i + 1}",), time_us, 0, "forward"))
+        values.append(Value(f"x{i + 1}", 100))
+    ops.append(Op("loss", (f"x{layers}",), (f"d{layers}",), 1.0, 0, "backward", False))
+    values.append(Value(f"d{layers}", 100))
+    for i in reversed(range(layers)):
+        reads, writes = (f"x{i}", f"d{i + 1}", "w"), (f"d{i}",)
+        ops.append(Op(f"b{i}", reads, writes, 2 * time_us, 0, "backward", False))
+        values.append(Value(f"d{i}", 100))
+    problem = Problem("net", tuple(values), tuple(ops), ("x0",), ("w",), ("d0",))
+    return validate(replace(problem, copies=Copies(rate, rate)))
+
+
+def part_of(problem: Problem, part: float) -> int:
+    """A part of the bytes that keep-all needs."""
+    return int(part * replay(problem, problem.base_steps()).peak_bytes)
+
+
+def solved(problem: Problem, budget: int) -> Plan:
+    plan = planner.solve(problem, budget, "pofo")
+    verdict = check(problem, plan.steps, budget if plan.peak_bytes <= budget else None)
+    assert verdict.ok, str(verdict)
+    assert verdict.peak_bytes == plan.peak_bytes
+    assert verdict.time_us == pytest.approx(plan.time_us)
+    return plan
+
+
+# -- literal chains --------------------------------------------------------------------------
+
+
+def test_three_values_leave_and_come_back_one_at_a_time() -> None:
+    """507 bytes: what three layers hold, and one value on its way. Nothing is waited for."""
+    problem = net(6)
+    plan = solved(problem, 507)
+    assert [str(step) for step in plan.steps] == [
+        "f0", "to host: x1", "f1", "to host: x2", "wait: x1", "f2", "to host: x3", "wait: x2",
+        "f3", "wait: x3", "f4", "f5", "loss",
+        "b5", "to device: x3", "b4", "to device: x2", "wait: x3", "b3", "to device: x1",
+        "wait: x2", "b2", "wait: x1", "b1", "b0",
+    ]  # fmt: skip
+    assert (plan.peak_bytes, plan.time_us) == (507, problem.base_time_us)
+
+
+def test_a_slow_link_moves_nothing() -> None:
+    """To move a value takes 50 us, out and back; to compute it again takes 10 us."""
+    problem = net(4, rate=2.0)
+    plan = solved(problem, 507)
+    assert plan.steps == ("f0", "f1", "f2", "f3", "loss", "b3", "f1", "b2", "b1", "b0")
+
+
+def test_a_link_of_middling_speed_moves_some_and_recomputes_some() -> None:
+    problem = net(12, rate=4.0)
+    plan = solved(problem, part_of(problem, 0.5))
+    assert plan.moves
+    assert len(plan.ops) > len(problem.ops)
+    assert plan.time_us < rotor.solve(problem, part_of(problem, 0.5), OPTIONS).time_us
+
+
+@pytest.mark.parametrize("layers", [8, 12, 16])
+def test_a_fast_link_adds_no_time(layers: int) -> None:
+    problem = net(layers)
+    plan = solved(problem, 507)
+    assert plan.moves
+    assert plan.time_us == problem.base_time_us
+
+
+# -- against other plans ---------------------------------------------------------------------
+
+
+@pytest.mark.parametrize(
+    "copies",
+    [None, Copies(0.0, 0.0), Copies(5.0, 0.0), Copies(0.0, 5.0), Copies(5.0, 5.0, only_host=True)],
+)
+@pytest.mark.parametrize("part", [0.5, 0.7, 1.0])
+def test_rotors_plan_where_nothing_may_move(copies: Copies | None, part: float) -> None:
+    problem = replace(net(8), copies=copies)
+    plan = solved(problem, part_of(problem, part))
+    assert plan.steps == rotor.solve(problem, part_of(problem, part), OPTIONS).steps
+    assert plan.solver == "pofo"
+
+
+@settings(max_examples=10, deadline=None)
+@given(
+    chains.chains(),
+    st.sampled_from((0.3, 1.0, 4.0)),
+    st.sampled_from((0.3, 1.0, 4.0)),
+    st.floats(0.3, 1.0),
+)
+def test_never_slower_than_rotor(problem: Problem, out: float, back: float, part: float) -> None:
+    problem = replace(problem, copies=Copies(out, back, latency_us=0.5))
+    budget = part_of(problem, part)
+    plan, alone = solved(problem, budget), rotor.solve(problem, budget, OPTIONS)
+    assert plan.peak_bytes <= max(budget, alone.peak_bytes)
+    assert alone.peak_bytes > budget or plan.time_us <= alone.time_us
+    assert plan.peak_bound_bytes is not None
+    assert plan.peak_bound_bytes <= plan.peak_bytes
+    assert plan.time_bound_us == problem.base_time_us
+
+
+@settings(max_examples=15, deadline=None)
+@given(strategies.problems(min_ops=4, max_ops=10), st.floats(0.3, 1.0))
+def test_any_problem_is_solved_or_refused(problem: Problem, part: float) -> None:
+    """Workspaces, in-place writes, outputs and ops that run once, in any arrangement."""
+    problem = replace(problem, copies=Copies(1.0, 2.0))
+    try:
+        solved(problem, part_of(problem, part))
+    except NotAChain:
+        return
+
+
+def test_more_bandwidth_is_never_slower() -> None:
+    budget = part_of(net(10), 0.5)
+    times = [solved(net(10, rate), budget).time_us for rate in (0.0, 2.0, 4.0, 16.0)]
+    assert times == sorted(times, reverse=True)
+    assert times[-1] == net(10).base_time_us
+
+
+def test_less_memory_is_never_faster() -> None:
+    problem = replace(chains.blocks(6), copies=Copies(0.5, 0.5))
+    times = [solved(problem, part_of(problem, part)).time_us for part in (0.4, 0.6, 0.8, 1.0)]
+    assert times == sorted(times, reverse=True)
+
+
+# -- against brute force ---------------------------------------------------------------------
+
+
+def brute_time(problem: Problem, budget: int) -> float:
+    best = float("inf")
+    for ops in orders(problem):
+        for moved in subsets(problem):
+            line = place(problem, fetched(problem, ops, moved), budget)
+            if line.peak_bytes <= budget:
+                best = min(best, line.time_us)
+    return best
+
+
+def orders(problem: Problem) -> Iterator[tuple[str, ...]]:
+    """Ops of schedules without moves, from least time to least memory."""
+    alone = replace(problem, copies=None)
+    found = {problem.base_steps()}
+    for solver in (rotor, rockmate):
+        found |= {plan.ops for plan in solver.found(alone, OPTIONS).plans}
+    yield from sorted(found)
+
+
+def subsets(problem: Problem) -> Iterator[set[str]]:
+    can = [name for op in movable(problem) for name in problem.op_of[op].writes]
+    can = [name for name in can if problem.op_of[problem.writer_of[name]].phase != "backward"]
+    for count in range(len(can) + 1):
+        yield from map(set, combinations(can, count))
+
+
+def fetched(problem: Problem, ops: Sequence[str], moved: set[str]) -> list[Item]:
+    """The ops, with the moved values fetched for their first reader in the backward."""
+    items: list[Item] = []
+    away, turned = set[str](), False
+    for name in ops:
+        op = problem.op_of[name]
+        if op.phase == "backward" and not turned:
+            away, turned = set(moved), True
+        items += [Fetch(read) for read in op.reads if read in away]
+        away -= {*op.reads, *op.writes}
+        items.append(name)
+    return items
+
+
+TINY = [
+    ([3, 5, 2], [1.0, 2.0, 3.0]),
+    ([2, 2, 2, 2], [4.0, 1.0, 1.0, 3.0]),
+    ([6, 4, 3, 2], [2.0, 5.0, 1.0, 1.0]),
+    ([2, 6, 2, 6], [1.0, 3.0, 1.0, 3.0]),
+]
+
+
+def test_near_the_best_of_all_choices_of_what_moves() -> None:
+    """The same schedule or as fast mostly, and never far from it."""
+    slower = []
+    for sizes, times in TINY:
+        for rate in (0.5, 2.0):
+            problem = replace(chains.chain(sizes, times), copies=Copies(rate, rate))
+            for budget in (part_of(problem, 0.75), part_of(problem, 0.85)):
+                best = brute_time(problem, budget)
+                plan = solved(problem, budget)
+                if best < float("inf"):
+                    assert plan.peak_bytes <= budget
+                    slower.append(plan.time_us / best - 1)
+    assert max(slower) <= 0.1
+    assert sum(part <= 0 for part in slower) >= 0.8 * len(slower)
+
+
+# -- what moves ------------------------------------------------------------------------------
+
+
+def test_the_host_has_limits() -> None:
+    """With room for some values some move: the plan is between the others."""
+    budget = part_of(net(10), 0.5)
+    times = []
+    for cap in (0, 150, 250, 10_000):
+        few = replace(net(10), copies=Copies(10.0, 10.0, host_bytes=cap))
+        plan = solved(few, budget)
+        assert replay(few, plan.steps).host_peak_bytes <= cap
+        times.append(plan.time_us)
+    assert times == sorted(times, reverse=True)
+    assert times[0] == rotor.solve(net(10), budget, OPTIONS).time_us
+    assert times[0] > times[1] > times[2] > times[3] == net(10).base_time_us
+
+
+def dropped(layers: int) -> Problem:
+    """A chain whose layers draw masks: these cannot be drawn again."""
+    problem = net(layers)
+    ops: list[Op] = []
+    for op in problem.ops:
+        if op.phase == "forward":
+            ops.append(Op(f"draw{op.name}", (), (f"m{op.name}",), 1.0, 0, "forward", False))
+            op = replace(op, reads=(*op.reads, f"m{op.name}"))
+        elif op.name != "loss":
+            op = replace(op, reads=(*op.reads, f"mf{op.name[1:]}"))
+        ops.append(op)
+    masks = tuple(Value(f"mf{k}", 60) for k in range(layers))
+    return validate(replace(problem, values=problem.values + masks, ops=tuple(ops)))
+
+
+def test_values_that_cannot_be_computed_again_move() -> None:
+    problem = dropped(10)
+    budget = part_of(problem, 0.45)
+    assert rotor.solve(problem, budget, OPTIONS).peak_bytes > budget
+    plan = solved(problem, budget)
+    assert plan.peak_bytes <= budget
+    assert any(move.value.startswith("mf") for move in plan.moves)
+
+
+def test_within_a_budget_that_recomputation_does_not_reach() -> None:
+    problem = dropped(10)
+    least = solved(problem, 0)
+    assert least.peak_bytes < rotor.solve(problem, 0, OPTIONS).peak_bytes
+    assert least.peak_bound_bytes is not None
+    assert least.peak_bound_bytes <= least.peak_bytes
+
+
+# -- limits ----------------------------------------------------------------------------------
+
+
+def test_a_chain_of_fifty_takes_seconds() -> None:
+    problem = net(50, rate=4.0)
+    started = time.perf_counter()
+    plan = solved(problem, part_of(problem, 0.3))
+    assert time.perf_counter() - started < 20
+    assert plan.time_us < rotor.solve(problem, part_of(problem, 0.3), OPTIONS).time_us
+
+
+def test_no_time_leaves_keep_all() -> None:
+    problem = net(8)
+    plan = planner.solve(problem, 507, "pofo", SolverOptions(time_limit_s=0.0))
+    assert plan.steps == problem.base_steps()
+
+
+def test_the_same_plan_every_time() -> None:
+    assert solved(net(9, 3.0), 507).steps == solved(net(9, 3.0), 507).steps
+
+
+def test_no_chain_is_refused_with_advice() -> None:
+    problem = replace(chains.skipping(), copies=Copies(1.0, 1.0))
+    with pytest.raises(NotAChain, match=r"not a chain of blocks.*'auto' or 'hrockmate'"):
+        planner.solve(problem, 10, "pofo")
+
+
+def test_weights_in_host_memory_are_refused_with_advice() -> None:
+    problem = replace(net(4), resident=(), host=("w",))
+    with pytest.raises(pofo.LivesOnHost, match=r"w lives in host memory.*'auto'"):
+        planner.solve(problem, 10, "pofo")
