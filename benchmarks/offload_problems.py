@@ -1,0 +1,164 @@
+"""What `benchmarks.offload plans` plans: large language models on devices that are too small.
+
+A training step is traced on tensors without memory, with the rates of a device that need not be
+here, so its problem is the one that the backend would plan there. It knows which result is the
+gradient of which weight: where both together leave too little room, they live in host memory.
+
+The batch is the smallest power of two whose activations alone exceed the device: so they matter on
+each device, and nothing of it depends on how many layers there are.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import dataclass, replace
+from functools import cached_property
+from typing import Any
+
+import torch
+from torch import fx
+
+from fxremat import compat
+from fxremat.core.problem import COPY_LATENCY_US, Copies, Problem
+from fxremat.core.timeline import replay
+from fxremat.cost.device import DeviceSpec, spec_named
+from fxremat.passes.joint_graph import JointGraph, root
+from fxremat.passes.memory_estimation import estimate
+from fxremat.pipeline import Request, device_of, op_timer, prepare
+from fxremat.planner.weights import on_host
+
+from .nets.language import GPT, Llama
+from .nets.layers import Network
+
+DTYPE = torch.bfloat16
+GB = 10**9
+
+
+@dataclass(frozen=True)
+class Architecture:
+    """A network and its arguments, but for the number of layers."""
+
+    name: str
+    network: Callable[..., Network]
+    layers: int
+    arguments: Mapping[str, int]
+
+    def build(self, layers: int) -> Network:
+        """The network; inside `compat.fake_tensors` it takes no memory."""
+        return self.network(layers=layers, **self.arguments).to(DTYPE)
+
+
+def _llama(name: str, layers: int, width: int, heads: int, hidden: int) -> Architecture:
+    sizes = {"width": width, "heads": heads, "kv_heads": heads, "hidden": hidden}
+    return Architecture(name, Llama, layers, {**sizes, "length": 2048, "vocabulary": 32000})
+
+
+_GPT2 = {"width": 1024, "heads": 16, "length": 1024, "vocabulary": 50257}
+ARCHITECTURES = (
+    Architecture("gpt2-medium", GPT, 24, _GPT2),
+    _llama("llama-7b", 32, 4096, 32, 11008),
+    _llama("llama-13b", 40, 5120, 40, 13824),
+)
+
+
+@dataclass(frozen=True)
+class Device:
+    """The rates of a device, by name, and its memory: some such device, not all, has so much."""
+
+    name: str
+    nbytes: int
+
+    @property
+    def spec(self) -> DeviceSpec:
+        """Its rates."""
+        return spec_named(self.name)
+
+
+DEVICES = (
+    Device("T4", 8 * GB),
+    Device("4090", 24 * GB),
+    Device("A100", 80 * GB),
+    Device("H200", 141 * GB),
+)
+
+
+@dataclass(frozen=True)
+class Traced:
+    """The problem of a training step, nothing of which moves, and each weight's gradient."""
+
+    problem: Problem
+    gradient_of: Mapping[str, str | None]
+
+    @cached_property
+    def keep_all_bytes(self) -> int:
+        """The peak of running every op once."""
+        return replay(self.problem, self.problem.base_steps()).peak_bytes
+
+    @property
+    def parameter_bytes(self) -> int:
+        """Bytes of the weights."""
+        return sum(self.problem.bytes_of[name] for name in self.gradient_of)
+
+    @property
+    def activation_bytes(self) -> int:
+        """What keep-all has at its peak if no gradient stays, besides weights and the batch."""
+        alone = replace(self.problem, outputs=())
+        return replay(alone, alone.base_steps()).peak_bytes - alone.resident_bytes
+
+    def with_link(self, bytes_per_s: float) -> Problem:
+        """The problem in which activations may move."""
+        rate = bytes_per_s / 1e6
+        return replace(self.problem, copies=Copies(rate, rate, COPY_LATENCY_US))
+
+    def with_weights_on_host(self, bytes_per_s: float) -> Problem:
+        """The problem in which all weights live in host memory, too, and their gradients."""
+        return on_host(self.with_link(bytes_per_s), self.gradient_of)
+
+
+class _Traced(Exception):
+    """Ends a compilation as soon as its joint graph is read."""
+
+
+def trace(architecture: Architecture, layers: int, batch: int, spec: DeviceSpec) -> Traced:
+    """A training step of so many samples on a device of these rates."""
+    found: list[Traced] = []
+
+    def partition(module: fx.GraphModule, joint_inputs: Any, **more: Any) -> Any:
+        found.append(_read(prepare(module, more["num_fwd_outputs"]), architecture.name, spec))
+        raise _Traced
+
+    def backend(gm: fx.GraphModule, inputs: Sequence[Any]) -> Callable[..., Any]:
+        return compat.trace_as_inductor(gm, inputs, {}, partition)
+
+    with compat.fake_tensors(), compat.fresh_dynamo_caches():
+        model = architecture.build(layers)
+        inputs = model.sample(batch, torch.Generator())
+        torch._dynamo.reset()
+        try:
+            torch.compile(model, backend=backend, fullgraph=True)(*inputs)
+        except Exception as error:
+            if not isinstance(getattr(error, "inner_exception", None), _Traced):
+                raise
+    return found[0]
+
+
+_REQUEST = Request(None, 0, None, "inductor", "auto", None, "roofline", True)
+
+
+def _read(joint: JointGraph, name: str, spec: DeviceSpec) -> Traced:
+    device = device_of(joint.module.graph)
+    timer = op_timer(_REQUEST, device, spec)
+    problem = estimate(
+        joint, timer, lambda node: 0, fused=True, device=device.type, name=name
+    ).problem
+    gradients = joint.results[joint.num_forward_outputs :]
+    pairs = zip(joint.primals, gradients, strict=True)
+    return Traced(problem, {p.name: root(g).name for p, g in pairs if isinstance(g, fx.Node)})
+
+
+def batch_for(sample_bytes: int, device_bytes: int) -> int:
+    """The smallest power of two of samples whose activations exceed the device."""
+    batch = 1
+    while batch * sample_bytes <= device_bytes:
+        batch *= 2
+    return batch
