@@ -8,7 +8,7 @@ from __future__ import annotations
 import ast
 import inspect
 from collections.abc import Callable, Iterator, Mapping, Sequence
-from contextlib import contextmanager
+from contextlib import AbstractContextManager, contextmanager, nullcontext
 from dataclasses import dataclass
 from typing import Any, cast
 
@@ -704,6 +704,15 @@ class _Chain:
     def uuid(self) -> Any:
         parts = tuple(getattr(one, "uuid", lambda: None)() for one in self.passes)
         return parts if all(parts) else None
+
+
+def fake_mode_of(graph: fx.Graph) -> AbstractContextManager[Any]:
+    """The mode that the fake tensors of the graph's inputs belong to, to make more of them."""
+    from torch._guards import detect_fake_mode
+
+    values = [n.meta.get("val") for n in graph.nodes if n.op == "placeholder"]
+    mode = detect_fake_mode(values)
+    return nullcontext() if mode is None else mode
 
 
 @contextmanager

@@ -22,6 +22,7 @@ from fxremat import compat
 from fxremat.cost.measured import NumbersFile, described, made_real, numbers_path
 from fxremat.measure import measure_peak
 from fxremat.passes.joint_graph import is_mutating, is_random, is_view
+from fxremat.runtime import kernels
 
 _ATEN = torch.ops.aten
 _WITHOUT = frozenset({_ATEN.mm, _ATEN.addmm, _ATEN.bmm, _ATEN.baddbmm})
@@ -31,7 +32,7 @@ MAX_OPERAND_BYTES = 2**32  # larger calls are not tried: running them might not 
 def _may_have_workspace(target: object) -> bool:
     return (
         isinstance(target, compat.OpOverload)
-        and target.namespace == "aten"
+        and target.namespace in ("aten", kernels.NAMESPACE)
         and target.overloadpacket not in _WITHOUT
         and torch.Tag.pointwise not in target.tags
         and not target.is_view
@@ -68,6 +69,8 @@ class Workspaces:
         """The workspace of ``target(*args, **kwargs)``; 0 where it cannot be found out."""
         if not _may_have_workspace(target) or not _tensors((args, kwargs)):
             return 0
+        if target in kernels.WORKSPACES:
+            return kernels.WORKSPACES[target](*args, **kwargs)
         size = compat.size_bound
         try:
             named = {k: described(v, size) for k, v in sorted(kwargs.items())}

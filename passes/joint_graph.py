@@ -22,6 +22,7 @@ import torch
 from torch import fx
 
 from fxremat import compat
+from fxremat.runtime import kernels
 
 
 class Role(Enum):
@@ -113,7 +114,7 @@ def is_repeatable(node: fx.Node, mutated: frozenset[fx.Node]) -> bool:
     target = node.target
     if target is operator.getitem:
         return True
-    if not isinstance(target, compat.OpOverload) or target.namespace not in ("aten", "prims"):
+    if not isinstance(target, compat.OpOverload) or target.namespace not in _PURE_NAMESPACES:
         return False
     if is_mutating(node) or is_random(node) or is_run_for_effect(node):
         return False
@@ -122,6 +123,9 @@ def is_repeatable(node: fx.Node, mutated: frozenset[fx.Node]) -> bool:
     if compat.must_be_in_forward(node) or _is_told_to_save(node):
         return False
     return not any(root(i) in mutated for i in node.all_input_nodes)
+
+
+_PURE_NAMESPACES = frozenset({"aten", "prims", kernels.NAMESPACE})
 
 
 def _is_told_to_save(node: fx.Node) -> bool:

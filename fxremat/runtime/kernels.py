@@ -1,0 +1,50 @@
+"""The operators that variants call: pure functions of their arguments, written with torch's own.
+
+They have a namespace of their own, so that whoever meets one in a graph knows that it may run
+again: it draws no random numbers (a seed is an argument), writes into nothing it is given, and
+returns new memory. Every device has the same implementation.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from typing import Any
+
+import torch
+from torch.utils.flop_counter import flop_registry
+
+from fxremat.compat import OpOverload
+
+NAMESPACE = "fxremat_kernels"
+
+
+WORKSPACES: dict[OpOverload, Callable[..., int]] = {}
+"""Of the operators that say themselves how many bytes of scratch memory a call takes."""
+
+
+def define(
+    name: str,
+    schema: str,
+    real: Callable[..., Any],
+    fake: Callable[..., Any],
+    *,
+    workspace: Callable[..., int] | None = None,
+    flops: Callable[..., int] | None = None,
+) -> OpOverload:
+    """Register ``fxremat_kernels::name``; ``fake`` says shapes, strides and dtypes.
+
+    ``workspace`` gives the bytes of scratch memory of a call from its (fake) arguments, exactly;
+    without it the call is run once to find out. ``flops`` gives the floating-point operations of a
+    call, which has shapes in place of tensors, as in `torch.utils.flop_counter`.
+    """
+    qualified = f"{NAMESPACE}::{name}"
+    torch.library.define(qualified, schema, tags=(torch.Tag.pt2_compliant_tag,))
+    torch.library.impl(qualified, "default", torch.no_grad()(real))
+    torch.library.register_fake(qualified, fake)
+    packet = getattr(getattr(torch.ops, NAMESPACE), name)
+    overload: OpOverload = packet.default
+    if workspace is not None:
+        WORKSPACES[overload] = workspace
+    if flops is not None:
+        flop_registry[packet] = flops
+    return overload

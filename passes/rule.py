@@ -1,0 +1,86 @@
+"""What an operator variant is: a rule, and the sites of a joint graph that it fits.
+
+A site names nodes of the graph and can put other nodes beside them that compute the same. Nothing
+that is there changes: who reads what is decided later, by the plan. A *stand-in* is a new node that
+may be read in place of an old one.
+
+    h ── gelu ── y ── ...                before
+    h ── gelu ── y ── ...   h ── other ── y'      after `insert`, which returns {y: y'}
+
+Sites that name the same old node exclude one another: at most one of them is taken.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterable, Mapping
+from dataclasses import dataclass
+from typing import Any
+
+import torch
+from torch import fx
+
+from fxremat import compat
+from fxremat.passes.joint_graph import JointGraph, Role
+
+StandIns = dict[fx.Node, fx.Node]
+
+
+@dataclass(frozen=True)
+class Site:
+    """One occurrence of a rule, in one form.
+
+    ``name`` is unique in the graph, and the same in every run. ``insert`` puts the new nodes in,
+    with ``meta["val"]``, where everything they read has been computed, and returns the stand-ins:
+    sizes, strides and dtypes of old and new are the same. It may be given a copy of the graph:
+    the second argument says which node there is which of the nodes that `find` was given.
+    """
+
+    rule: str
+    name: str
+    insert: Callable[[fx.Graph, Mapping[fx.Node, fx.Node]], StandIns]
+
+
+@dataclass(frozen=True)
+class Rule:
+    """A row of the table of variants. ``line`` says in one line what it is, for the user."""
+
+    name: str
+    line: str
+    find: Callable[[JointGraph], Iterable[Site]]
+    lossy: bool = False
+
+
+def add_call(
+    graph: fx.Graph, target: Any, args: tuple[Any, ...], like: fx.Node, **kwargs: Any
+) -> fx.Node:
+    """A call at the graph's point of insertion, its fake result worked out.
+
+    ``like`` is the node that it stands for or helps to: source lines and tags for the report are
+    taken from there.
+    """
+    node = graph.call_function(target, args, kwargs)
+    fake_args, fake_kwargs = fx.map_arg((args, kwargs), lambda n: n.meta["val"])
+    with compat.fake_mode_of(graph):
+        node.meta["val"] = target(*fake_args, **fake_kwargs)
+    kept = ("stack_trace", "nn_module_stack", "source_fn_stack", "partitioner_tag", "seq_nr")
+    node.meta.update({key: like.meta[key] for key in kept if key in like.meta})
+    return node
+
+
+def last_of(nodes: Iterable[fx.Node], graph: fx.Graph) -> fx.Node:
+    """The one of ``nodes`` that comes last in the graph."""
+    wanted = set(nodes)
+    found: fx.Node = next(node for node in reversed(graph.nodes) if node in wanted)
+    return found
+
+
+def is_backward(joint: JointGraph, node: fx.Node) -> bool:
+    """Whether the node runs in the backward."""
+    return joint.role[node] is not Role.FORWARD
+
+
+def fake(node: fx.Node) -> torch.Tensor:
+    """The fake tensor of a node that is one tensor."""
+    value = node.meta["val"]
+    assert isinstance(value, torch.Tensor)
+    return value
