@@ -2,9 +2,11 @@
 
 from __future__ import annotations
 
+from dataclasses import replace
+
 from hypothesis import strategies as st
 
-from fxremat.core.problem import Op, Phase, Problem, Value, validate
+from fxremat.core.problem import Alternative, Change, Op, Phase, Problem, Value, validate
 
 SIZES = st.integers(0, 64)
 TIMES = st.integers(0, 16).map(float)
@@ -70,3 +72,38 @@ def scheduled_problems(draw: st.DrawFn) -> tuple[Problem, tuple[str, ...]]:
     """A problem and a possible schedule of it."""
     problem = draw(problems())
     return problem, draw(schedules(problem))
+
+
+@st.composite
+def problems_with_alternatives(draw: st.DrawFn, max_ops: int = 8) -> Problem:
+    """A problem some of whose ops have another form, which reads or takes something else.
+
+    Each alternative rewrites one value: what an earlier op may read writes a stand-in for it, which
+    some of its readers or the outputs take.
+    """
+    problem = draw(problems(min_ops=2, max_ops=max_ops))
+    values, found = list(problem.values), list[Alternative]()
+    for index, op in enumerate(problem.ops):
+        if not draw(st.booleans()):
+            continue
+        before = [*problem.inputs, *problem.resident]
+        before += [w for earlier in problem.ops[:index] for w in earlier.writes]
+        old = op.writes[0]
+        new = f"{old}_new"
+        size = min(3, len(before))
+        reads = draw(st.lists(st.sampled_from(before or [""]), max_size=min(3, len(before))))
+        form = Op(
+            f"{op.name}_new",
+            tuple(dict.fromkeys(reads)),
+            (new,),
+            draw(TIMES),
+            draw(st.sampled_from((0, 0, 8))),
+            op.phase,
+        )
+        readers = [later for later in problem.ops[index + 1 :] if old in later.reads]
+        outputs = ((old, new),) if old in problem.outputs else ()
+        changes = tuple(Change(r.name, (old,), (new,), draw(TIMES)) for r in readers)
+        if changes or outputs:
+            values.append(Value(new, problem.bytes_of[old]))
+            found.append(Alternative(f"other_{op.name}", (form,), changes, outputs))
+    return validate(replace(problem, values=tuple(values), alternatives=tuple(found)))

@@ -70,6 +70,34 @@ class Copies:
 
 
 @dataclass(frozen=True)
+class Change:
+    """What an alternative changes of an op: values it reads no more, values it reads instead.
+
+    Time and workspace are what the op takes more, or less, than before.
+    """
+
+    op: str
+    drops: tuple[str, ...] = ()
+    adds: tuple[str, ...] = ()
+    time_us: float = 0.0
+    workspace_bytes: int = 0
+
+
+@dataclass(frozen=True)
+class Alternative:
+    """Another form of some ops: new ops, changes to those that are there, and other outputs.
+
+    ``outputs`` holds (old, new) pairs. The new ops write values that no other op writes. An op
+    whose results nobody needs once the alternative is taken is not run.
+    """
+
+    name: str
+    ops: tuple[Op, ...] = ()
+    changes: tuple[Change, ...] = ()
+    outputs: tuple[tuple[str, str], ...] = ()
+
+
+@dataclass(frozen=True)
 class Problem:
     """Ops in a base order that is valid, and the values they read and write.
 
@@ -79,7 +107,9 @@ class Problem:
     * ``outputs`` stay from the step that first writes them (inputs: from the start) to the end;
     * ``copies`` says how values may move to host memory and back (None: they may not);
     * ``host`` values live in host memory: those that no op writes are there from the start, and
-      those that an op writes have to be there at the end. The device has them between moves only.
+      those that an op writes have to be there at the end. The device has them between moves only;
+    * ``alternatives`` are other forms of some ops, of which a plan takes any that do not exclude
+      each other (`fxremat.core.alternatives`). Solvers see the problem that is left then.
     """
 
     name: str
@@ -90,6 +120,7 @@ class Problem:
     outputs: tuple[str, ...] = ()
     copies: Copies | None = None
     host: tuple[str, ...] = ()
+    alternatives: tuple[Alternative, ...] = ()
 
     @cached_property
     def bytes_of(self) -> dict[str, int]:
@@ -172,6 +203,30 @@ def _op_from_json(data: Mapping[str, Any], where: str) -> Op:
     )
 
 
+def _change_from_json(data: Mapping[str, Any], where: str) -> Change:
+    row = {"drops": [], "adds": [], "time_us": 0.0, "workspace_bytes": 0, **data}
+    return Change(
+        op=_field(row, "op", str, where),
+        drops=_names(row, "drops", where),
+        adds=_names(row, "adds", where),
+        time_us=float(_field(row, "time_us", (int, float), where)),
+        workspace_bytes=_field(row, "workspace_bytes", int, where),
+    )
+
+
+def _alternative_from_json(data: Mapping[str, Any], where: str) -> Alternative:
+    row = {"ops": [], "changes": [], "outputs": [], **data}
+    ops, changes = _field(row, "ops", list, where), _field(row, "changes", list, where)
+    return Alternative(
+        name=_field(row, "name", str, where),
+        ops=tuple(_op_from_json(op, f"{where}.ops[{i}]") for i, op in enumerate(ops)),
+        changes=tuple(
+            _change_from_json(change, f"{where}.changes[{i}]") for i, change in enumerate(changes)
+        ),
+        outputs=_pairs(row, "outputs", where),
+    )
+
+
 def _copies_from_json(data: Mapping[str, Any]) -> Copies | None:
     row = data.get("copies")
     if row is None:
@@ -246,6 +301,35 @@ def _check_flow(problem: Problem) -> None:
             raise InvalidProblem(f"outputs: {name!r} is never written")
 
 
+def _check_alternatives(problem: Problem) -> None:
+    """Names and values; whether one can be taken shows where it is."""
+    base, names = problem.op_of, [one.name for one in problem.alternatives]
+    new = [op for one in problem.alternatives for op in one.ops]
+    written = [name for op in (*problem.ops, *new) for name in op.writes]
+    if len({*names}) < len(names):
+        raise InvalidProblem("alternatives: a name is used twice")
+    if len({*base, *(op.name for op in new)}) < len(base) + len(new):
+        raise InvalidProblem("alternatives: the name of an op is used twice")
+    if len({*written}) < len(written):
+        raise InvalidProblem("alternatives: a value is written twice")
+    for one in problem.alternatives:
+        where = f"alternative {one.name!r}"
+        known = [r for op in one.ops for r in (*op.reads, *op.writes)]
+        known += [name for change in one.changes for name in change.adds]
+        for name in [*known, *(new_name for _, new_name in one.outputs)]:
+            if name not in problem.bytes_of:
+                raise InvalidProblem(f"{where}: unknown value {name!r}")
+        for op in one.ops:
+            _check_op(op)
+        for change in one.changes:
+            if change.op not in base:
+                raise InvalidProblem(f"{where}: changes unknown op {change.op!r}")
+            if not {*change.drops} <= {*base[change.op].reads}:
+                raise InvalidProblem(f"{where}: {change.op!r} does not read all that it drops")
+        if not {old for old, _ in one.outputs} <= {*problem.outputs}:
+            raise InvalidProblem(f"{where}: 'outputs' replaces what is no output")
+
+
 def validate(problem: Problem) -> Problem:
     """Return ``problem`` if it is well formed, else raise `InvalidProblem`."""
     if len(problem.op_of) != len(problem.ops):
@@ -254,6 +338,7 @@ def validate(problem: Problem) -> Problem:
     _check_flow(problem)
     for op in problem.ops:
         _check_op(op)
+    _check_alternatives(problem)
     return problem
 
 
@@ -263,6 +348,7 @@ def problem_from_json(data: Mapping[str, Any]) -> Problem:
         raise InvalidProblem(f"field 'format' is {data['format']!r}, expected {FORMAT!r}")
     values = _field(data, "values", list, "problem")
     ops = _field(data, "ops", list, "problem")
+    others = _field({"alternatives": [], **data}, "alternatives", list, "problem")
     return validate(
         Problem(
             name=str(data.get("name", "")),
@@ -273,6 +359,9 @@ def problem_from_json(data: Mapping[str, Any]) -> Problem:
             outputs=_names(data, "outputs", "problem"),
             copies=_copies_from_json(data),
             host=_names({"host": [], **data}, "host", "problem"),
+            alternatives=tuple(
+                _alternative_from_json(row, f"alternatives[{i}]") for i, row in enumerate(others)
+            ),
         )
     )
 
@@ -294,15 +383,29 @@ def _op_to_json(op: Op) -> dict[str, Any]:
     return row
 
 
+def _alternative_to_json(alternative: Alternative) -> dict[str, Any]:
+    return {
+        "name": alternative.name,
+        "ops": [_op_to_json(op) for op in alternative.ops],
+        "changes": [
+            {**asdict(change), "drops": list(change.drops), "adds": list(change.adds)}
+            for change in alternative.changes
+        ],
+        "outputs": [list(pair) for pair in alternative.outputs],
+    }
+
+
 def problem_to_json(problem: Problem) -> dict[str, Any]:
     """The problem as JSON data in the format ``fxremat-problem/1``.
 
-    ``inplace`` and ``energy_uj`` are written only for ops that have them, ``copies`` and ``host``
-    only where there are.
+    ``inplace`` and ``energy_uj`` are written only for ops that have them; ``copies``, ``host`` and
+    ``alternatives`` only where there are.
     """
     more: dict[str, Any] = {} if problem.copies is None else {"copies": asdict(problem.copies)}
     if problem.host:
         more["host"] = list(problem.host)
+    if problem.alternatives:
+        more["alternatives"] = [_alternative_to_json(one) for one in problem.alternatives]
     return {
         "format": FORMAT,
         "name": problem.name,

@@ -1,0 +1,130 @@
+"""Taking alternatives: from a problem with several forms of some ops to one with a form of each.
+
+What is left is a plain problem: a schedule is one of its steps, and whoever replays or judges a
+plan with alternatives does so on the problem that is left.
+"""
+
+from __future__ import annotations
+
+import heapq
+from collections.abc import Iterable, Sequence
+from dataclasses import replace
+
+from fxremat.core.problem import Alternative, Change, InvalidProblem, Op, Problem, validate
+
+
+def exclude(one: Alternative, other: Alternative) -> bool:
+    """Whether two alternatives cannot be taken together: they replace the same read or output."""
+    mine, theirs = _replaced(one), _replaced(other)
+    return bool(mine & theirs)
+
+
+def _replaced(alternative: Alternative) -> set[tuple[str, str]]:
+    out = {("", old) for old, _ in alternative.outputs}
+    return out | {(change.op, old) for change in alternative.changes for old in change.drops}
+
+
+def take(problem: Problem, names: Iterable[str]) -> Problem:
+    """The problem in which the named alternatives are taken and no others are left.
+
+    Their ops join, those that they change read something else, and what nobody needs any more is
+    gone: ops whose results lead to no output, and values that no op touches. The order is the base
+    order; an op of an alternative comes right after what it reads if it belongs to the forward,
+    else right before the first op that reads it. KeyError for a name that there is not;
+    `InvalidProblem` where two of them exclude each other.
+    """
+    by_name = {one.name: one for one in problem.alternatives}
+    taken = [by_name[name] for name in dict.fromkeys(names)]
+    plain = replace(problem, alternatives=())
+    if not taken:
+        return plain
+    for index, one in enumerate(taken):
+        for other in taken[:index]:
+            if exclude(one, other):
+                raise InvalidProblem(f"alternatives: {one.name!r} and {other.name!r} exclude")
+    stand_in = {old: new for one in taken for old, new in one.outputs}
+    outputs = tuple(dict.fromkeys(stand_in.get(name, name) for name in problem.outputs))
+    new = [op for one in taken for op in one.ops]
+    ops = _needed(_changed(problem.ops, taken), new, (*outputs, *problem.host))
+    touched = {name for op in ops for name in (*op.reads, *op.writes)}
+    touched |= {*problem.inputs, *problem.resident, *outputs, *problem.host}
+    values = tuple(value for value in problem.values if value.name in touched)
+    return validate(replace(plain, values=values, ops=ops, outputs=outputs))
+
+
+def _changed(ops: Sequence[Op], taken: Sequence[Alternative]) -> list[Op]:
+    """The ops of the base order, each with all the changes to it."""
+    changes: dict[str, list[Change]] = {}
+    for one in taken:
+        for change in one.changes:
+            changes.setdefault(change.op, []).append(change)
+    return [_change(op, changes.get(op.name, ())) for op in ops]
+
+
+def _change(op: Op, changes: Iterable[Change]) -> Op:
+    for change in changes:
+        left = [name for name in op.reads if name not in change.drops]
+        reads = tuple(dict.fromkeys([*left, *change.adds]))
+        op = replace(
+            op,
+            reads=reads,
+            time_us=max(0.0, op.time_us + change.time_us),
+            workspace_bytes=max(0, op.workspace_bytes + change.workspace_bytes),
+            inplace=tuple(pair for pair in op.inplace if pair[0] in reads),
+        )
+    return op
+
+
+def _needed(base: Sequence[Op], new: Sequence[Op], outputs: Sequence[str]) -> tuple[Op, ...]:
+    """The ops that lead to an output, or that are there for what they do, in a valid order."""
+    everything = [*base, *new]
+    writer = {name: op for op in everything for name in op.writes}
+    stack = [writer[name] for name in outputs if name in writer]
+    stack += [op for op in base if not op.writes]
+    found: set[str] = set()
+    while stack:
+        op = stack.pop()
+        if op.name not in found:
+            found.add(op.name)
+            stack.extend(writer[name] for name in op.reads if name in writer)
+    order = _ordered(base, new)
+    return tuple(op for op in order if op.name in found)
+
+
+def _ordered(base: Sequence[Op], new: Sequence[Op]) -> tuple[Op, ...]:
+    """Base order as far as what is read allows, with the new ops where they belong."""
+    ops = [*base, *new]
+    writer = {name: op.name for op in ops for name in op.writes}
+    place = {op.name: float(index) for index, op in enumerate(base)}
+    for op in new:
+        sources = (place.get(writer[r], 0.0) for r in op.reads if r in writer)
+        place[op.name] = max(sources, default=-1.0) + 0.5
+    for op in reversed(new):
+        if op.phase != "forward":
+            readers = [place[o.name] for o in ops if not {*o.reads}.isdisjoint(op.writes)]
+            place[op.name] = min(readers, default=float(len(base))) - 0.5 / (len(new) + 1)
+    return _sorted(ops, writer, place)
+
+
+def _sorted(ops: Sequence[Op], writer: dict[str, str], place: dict[str, float]) -> tuple[Op, ...]:
+    """Topological order in which, of the ops that may come next, that of least place does."""
+    by_name = {op.name: op for op in ops}
+    waits = {op.name: {writer[r] for r in op.reads if r in writer} for op in ops}
+    wanted: dict[str, list[str]] = {}
+    for name, sources in waits.items():
+        for source in sources:
+            wanted.setdefault(source, []).append(name)
+    ready = [(place[name], index, name) for index, (name, s) in enumerate(waits.items()) if not s]
+    heapq.heapify(ready)
+    order: list[Op] = []
+    while ready:
+        _, _, name = heapq.heappop(ready)
+        order.append(by_name[name])
+        for reader in wanted.get(name, ()):
+            waits[reader].discard(name)
+            if not waits[reader]:
+                heapq.heappush(ready, (place[reader], len(order), reader))
+    if len(order) < len(ops):
+        stuck = sorted(name for name, sources in waits.items() if sources)
+        raise InvalidProblem(f"alternatives: ops wait for each other: {stuck[:5]}")
+    return tuple(order)

@@ -1,0 +1,137 @@
+"""Other forms of ops: what is left of a problem when some are taken."""
+
+from __future__ import annotations
+
+from dataclasses import replace
+
+import pytest
+from hypothesis import given
+from hypothesis import strategies as st
+
+from fxremat.core.alternatives import exclude, take
+from fxremat.core.check import check
+from fxremat.core.problem import (
+    Alternative,
+    Change,
+    InvalidProblem,
+    Op,
+    Problem,
+    Value,
+    problem_from_json,
+    problem_to_json,
+    validate,
+)
+from tests.strategies import problems_with_alternatives
+
+LOSS = Problem(
+    name="loss",
+    values=tuple(
+        Value(name, size)
+        for name, size in [
+            ("x", 10), ("w", 50), ("logits", 1000), ("loss", 4), ("g", 4), ("dlogits", 1000),
+            ("dx", 10), ("loss2", 4), ("dx2", 10),
+        ]
+    ),
+    ops=(
+        Op("mm", ("x", "w"), ("logits",), 10.0, phase="forward"),
+        Op("nll", ("logits",), ("loss",), 2.0, phase="forward"),
+        Op("tangents", (), ("g",), 0.0, phase="backward", repeatable=False),
+        Op("softmax", ("logits", "g"), ("dlogits",), 2.0, phase="backward"),
+        Op("mm2", ("dlogits", "w"), ("dx",), 10.0, phase="backward"),
+    ),
+    inputs=("x",),
+    resident=("w",),
+    outputs=("loss", "g", "dx"),
+    alternatives=(
+        Alternative(
+            "chunks",
+            ops=(
+                Op("loss_in_chunks", ("x", "w"), ("loss2",), 12.0, 100, "forward"),
+                Op("dx_in_chunks", ("x", "w", "g"), ("dx2",), 23.0, 200, "backward"),
+            ),
+            outputs=(("loss", "loss2"), ("dx", "dx2")),
+        ),
+        Alternative("again", outputs=(("loss", "loss2"),)),
+    ),
+)  # fmt: skip
+
+
+def test_what_nobody_needs_is_gone() -> None:
+    left = take(LOSS, ["chunks"])
+    assert [op.name for op in left.ops] == ["loss_in_chunks", "tangents", "dx_in_chunks"]
+    assert left.outputs == ("loss2", "g", "dx2")
+    assert {value.name for value in left.values} == {"x", "w", "g", "loss2", "dx2"}
+    assert check(left, left.base_steps()).peak_bytes == 10 + 50 + 4 + 4 + 10 + 200
+
+
+def test_nothing_taken_leaves_the_base_problem() -> None:
+    assert take(LOSS, []) == replace(LOSS, alternatives=())
+
+
+def test_a_read_is_changed_and_the_new_op_stands_before_it() -> None:
+    packed = Alternative(
+        "packed",
+        ops=(
+            Op("pack", ("logits",), ("loss2",), 1.0, phase="forward"),
+            Op("unpack", ("loss2",), ("dx2",), 1.0, phase="backward"),
+        ),
+        changes=(Change("softmax", ("logits",), ("dx2",), 0.5, 7),),
+    )
+    left = take(validate(replace(LOSS, alternatives=(packed,))), ["packed"])
+    names = [op.name for op in left.ops]
+    assert names == ["mm", "pack", "nll", "tangents", "unpack", "softmax", "mm2"]
+    softmax = left.op_of["softmax"]
+    assert set(softmax.reads) == {"g", "dx2"}
+    assert (softmax.time_us, softmax.workspace_bytes) == (2.5, 7)
+
+
+def test_two_forms_of_one_output_exclude_each_other() -> None:
+    one, other = LOSS.alternatives
+    assert exclude(one, other)
+    with pytest.raises(InvalidProblem, match="'again' and 'chunks' exclude"):
+        take(LOSS, ["chunks", "again"])
+
+
+def test_ops_that_wait_for_each_other_are_refused() -> None:
+    ring = Alternative(
+        "ring",
+        ops=(Op("new", ("dx",), ("loss2",), 1.0),),
+        changes=(Change("mm2", ("dlogits",), ("loss2",)),),
+    )
+    with pytest.raises(InvalidProblem, match="wait for each other"):
+        take(validate(replace(LOSS, alternatives=(ring,))), ["ring"])
+
+
+@pytest.mark.parametrize(
+    ("alternative", "message"),
+    [
+        (Alternative("a", ops=(Op("mm", (), ("dx2",), 1.0),)), "op is used twice"),
+        (Alternative("a", ops=(Op("q", (), ("dx",), 1.0),)), "written twice"),
+        (Alternative("a", ops=(Op("q", ("no",), ("dx2",), 1.0),)), "unknown value 'no'"),
+        (Alternative("a", changes=(Change("no"),)), "unknown op 'no'"),
+        (Alternative("a", changes=(Change("mm", ("g",)),)), "does not read all that it drops"),
+        (Alternative("a", outputs=(("logits", "dx2"),)), "what is no output"),
+    ],
+)
+def test_wrong_alternatives_are_refused(alternative: Alternative, message: str) -> None:
+    with pytest.raises(InvalidProblem, match=message):
+        validate(replace(LOSS, alternatives=(alternative,)))
+
+
+def test_there_and_back() -> None:
+    assert problem_from_json(problem_to_json(LOSS)) == LOSS
+
+
+@given(problems_with_alternatives(), st.data())
+def test_whatever_is_taken_leaves_a_problem_whose_base_order_is_a_schedule(
+    problem: Problem, data: st.DataObject
+) -> None:
+    assert problem_from_json(problem_to_json(problem)) == problem
+    names: list[str] = []
+    for one in data.draw(st.permutations(problem.alternatives)):
+        if not any(exclude(one, other) for other in problem.alternatives if other.name in names):
+            names.append(one.name)
+    left = take(problem, names)
+    assert not left.alternatives
+    assert check(left, left.base_steps()).ok
+    assert len(left.outputs) <= len(problem.outputs)
