@@ -6,6 +6,8 @@ import argparse
 
 from fxremat.cli import files
 from fxremat.cli.arguments import Commands, add_budget, add_copies, add_problem, with_copies
+from fxremat.cli.errors import UsageError
+from fxremat.core.alternatives import take
 from fxremat.core.check import check
 
 
@@ -13,7 +15,7 @@ def add(commands: Commands) -> None:
     """Describe the command."""
     parser = commands.add_parser("check", help="judge a plan by the rules of its problem")
     add_problem(parser)
-    parser.add_argument("plan", metavar="PLAN.json", help="only its steps are read")
+    parser.add_argument("plan", metavar="PLAN.json", help="only its steps and variants are read")
     add_budget(parser, required=False)
     add_copies(parser)
     parser.set_defaults(run=run)
@@ -22,8 +24,12 @@ def add(commands: Commands) -> None:
 def run(given: argparse.Namespace) -> int:
     """Judge and print the verdict."""
     problem = with_copies(files.read_problem(given.problem), given)
-    steps = files.read_steps(given.plan)
+    steps, variants = files.read_plan(given.plan)
     budget = None if given.budget is None else given.budget.bytes_for(problem)
-    verdict = check(problem, steps, budget)
+    try:
+        left = take(problem, variants)
+    except KeyError as error:
+        raise UsageError(f"{given.plan}: the problem has no alternative {error}") from error
+    verdict = check(left, steps, budget)
     print(verdict)
     return 0 if verdict.ok else 1

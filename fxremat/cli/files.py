@@ -9,7 +9,7 @@ from pathlib import Path
 from typing import Any
 
 from fxremat.cli.errors import UsageError
-from fxremat.core.plan import steps_from_json
+from fxremat.core.plan import steps_from_json, variants_from_json
 from fxremat.core.problem import InvalidProblem, Problem, load_problem
 from fxremat.core.schedule import Step
 
@@ -30,12 +30,13 @@ def read_problem(path: str) -> Problem:
         return load_problem(path)
 
 
-def read_steps(path: str) -> tuple[Step, ...]:
-    """The steps of the plan in a file."""
+def read_plan(path: str) -> tuple[tuple[Step, ...], tuple[str, ...]]:
+    """The steps of the plan in a file, and the alternatives it takes."""
     with _naming(path):
         text = Path(path).read_text(encoding="utf-8")
     try:
-        return steps_from_json(json.loads(text))
+        data = json.loads(text)
+        return steps_from_json(data), variants_from_json(data)
     except json.JSONDecodeError as error:
         raise UsageError(f"{path}: not JSON ({error})") from error
     except InvalidProblem as error:

@@ -19,6 +19,7 @@ from fxremat.cli.arguments import (
     with_copies,
 )
 from fxremat.cli.progress import gap, shown
+from fxremat.core.alternatives import take
 from fxremat.core.plan import Plan, plan_to_json
 from fxremat.core.problem import Problem
 from fxremat.core.timeline import replay
@@ -96,11 +97,13 @@ def figures(problem: Problem, plan: Plan) -> str:
         base_uj = sum(op.energy_uj for op in problem.ops)
         rows.append(("energy", f"{plan.energy_uj:.1f} uJ, {_percent(plan.energy_uj, base_uj)}"))
     if plan.moves:
-        line = replay(problem, plan.steps)
+        line = replay(take(problem, plan.variants), plan.steps)
         count = sum(move.kind == "to device" for move in plan.moves)
         stall = _percent(problem.base_time_us + line.timing.stall_us, problem.base_time_us)
         host = f"{sized(line.host_peak_bytes)} in host memory"
         rows.append(("moved", f"{count} values come back, {host}, {stall} of waiting"))
+    if plan.variants:
+        rows.append(("variants", ", ".join(plan.variants)))
     if plan.time_bound_us is not None:
         off = f"gap {gap(plan.time_us, plan.time_bound_us):.2%}"
         rows.append(("bound", f"at least {_percent(plan.time_bound_us, base)} is proven; {off}"))

@@ -35,9 +35,6 @@ def take(problem: Problem, names: Iterable[str]) -> Problem:
     """
     by_name = {one.name: one for one in problem.alternatives}
     taken = [by_name[name] for name in dict.fromkeys(names)]
-    plain = replace(problem, alternatives=())
-    if not taken:
-        return plain
     for index, one in enumerate(taken):
         for other in taken[:index]:
             if exclude(one, other):
@@ -45,11 +42,13 @@ def take(problem: Problem, names: Iterable[str]) -> Problem:
     stand_in = {old: new for one in taken for old, new in one.outputs}
     outputs = tuple(dict.fromkeys(stand_in.get(name, name) for name in problem.outputs))
     new = [op for one in taken for op in one.ops]
-    ops = _needed(_changed(problem.ops, taken), new, (*outputs, *problem.host))
+    wanted = (*outputs, *problem.host)
+    ops = _needed(_changed(problem.ops, taken), new, wanted) if taken else problem.ops
     touched = {name for op in ops for name in (*op.reads, *op.writes)}
     touched |= {*problem.inputs, *problem.resident, *outputs, *problem.host}
     values = tuple(value for value in problem.values if value.name in touched)
-    return validate(replace(plain, values=values, ops=ops, outputs=outputs))
+    left = replace(problem, values=values, ops=ops, outputs=outputs, alternatives=())
+    return validate(left) if taken else left
 
 
 def _changed(ops: Sequence[Op], taken: Sequence[Alternative]) -> list[Op]:

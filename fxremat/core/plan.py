@@ -16,6 +16,8 @@ class Plan:
     """Steps in the order they run, and what is claimed of them.
 
     ``peak_bytes``, ``time_us`` and ``energy_uj`` are those of replaying ``steps``.
+    ``variants`` are the alternatives taken (`fxremat.core.alternatives.take`): steps, figures and
+    bounds are those of the problem that is left then.
     ``time_bound_us`` is a proven lower bound on the time of every schedule within the budget, and
     ``peak_bound_bytes`` one on the peak of every schedule; None says that nothing was proven.
     """
@@ -29,6 +31,7 @@ class Plan:
     time_bound_us: float | None = None
     peak_bound_bytes: int | None = None
     energy_uj: float = 0.0
+    variants: tuple[str, ...] = ()
 
     @property
     def ops(self) -> tuple[str, ...]:
@@ -58,7 +61,16 @@ def plan_to_json(plan: Plan) -> dict[str, Any]:
         "time_bound_us": plan.time_bound_us,
         "peak_bound_bytes": plan.peak_bound_bytes,
         **({"energy_uj": plan.energy_uj} if plan.energy_uj else {}),
+        **({"variants": list(plan.variants)} if plan.variants else {}),
     }
+
+
+def variants_from_json(data: Mapping[str, Any]) -> tuple[str, ...]:
+    """The alternatives that a plan file takes."""
+    names = data.get("variants", []) if isinstance(data, Mapping) else None
+    if not isinstance(names, list) or not all(isinstance(name, str) for name in names):
+        raise InvalidProblem("plan: field 'variants' must be a list of names")
+    return tuple(names)
 
 
 def steps_from_json(data: Mapping[str, Any]) -> tuple[Step, ...]:

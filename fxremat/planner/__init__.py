@@ -26,6 +26,7 @@ from fxremat.planner import (
     pofo,
     rockmate,
     rotor,
+    variants,
 )
 from fxremat.planner.bound import peak_bound
 from fxremat.planner.front import front
@@ -59,11 +60,21 @@ def solve(
 ) -> Plan:
     """The plan of the named solver; where values may move, of that solver with moves.
 
+    Where the problem has alternatives, the best choice of them that was found, and its plan.
+
     Raises `Refused` where the solver cannot take the problem: `rotor.NotAChain`,
     `checkmate.TooManyRuns`, `moccasin.NotInstalled`.
     """
     if solver not in SOLVERS:
         raise ValueError(f"unknown solver {solver!r}; there are {', '.join(SOLVERS)}")
+    if problem.alternatives:
+        return variants.solve(
+            problem,
+            budget_bytes,
+            options or SolverOptions(),
+            lambda left: _quick(left, budget_bytes, options or SolverOptions()),
+            lambda left: solve(left, budget_bytes, solver, options),
+        )
     if options is not None and options.objective == "energy":
         return energy.solve(problem, budget_bytes, options, SOLVERS[solver])
     if problem.copies is not None and solver in MOVING:
@@ -77,6 +88,15 @@ def solve(
         return plan
     bound = instants.time_bound(problem, budget_bytes, options or SolverOptions())
     return replace(plan, time_bound_us=min(bound, plan.time_us))
+
+
+def _quick(problem: Problem, budget_bytes: int | None, options: SolverOptions) -> Plan:
+    """A plan to compare choices by."""
+    if options.objective == "energy":
+        return energy.solve(problem, budget_bytes, options, greedy.solve)
+    if problem.copies is not None:
+        return offload.quick(problem, budget_bytes, options)
+    return greedy.solve(problem, budget_bytes, options)
 
 
 def _proves(plan: Plan, problem: Problem) -> bool:

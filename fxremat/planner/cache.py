@@ -17,12 +17,13 @@ import time
 from collections import Counter
 from collections.abc import Mapping, Sequence
 from contextlib import suppress
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from functools import cache
 from pathlib import Path
 from typing import Any
 
-from fxremat.core.plan import Plan, plan_to_json, steps_from_json
+from fxremat.core.alternatives import take
+from fxremat.core.plan import Plan, plan_to_json, steps_from_json, variants_from_json
 from fxremat.core.problem import Problem, problem_to_json
 from fxremat.core.schedule import Step, ops_of
 from fxremat.planner import solve
@@ -121,7 +122,8 @@ def _read(path: Path, question: Question, problem: Problem) -> Plan | None:
 
 def _replayed(problem: Problem, budget_bytes: int | None, claims: Mapping[str, Any]) -> Plan | None:
     """The plan that the steps make; None where it is not what is claimed."""
-    steps = steps_from_json(claims)
+    steps, variants = steps_from_json(claims), variants_from_json(claims)
+    problem = take(problem, variants)
     if not _may_run(problem, steps):
         return None
     plan = make_plan(
@@ -135,7 +137,7 @@ def _replayed(problem: Problem, budget_bytes: int | None, claims: Mapping[str, A
         if claims["peak_bound_bytes"] is None
         else int(claims["peak_bound_bytes"]),
     )
-    return plan if _agrees(plan, claims) else None
+    return replace(plan, variants=variants) if _agrees(plan, claims) else None
 
 
 def _may_run(problem: Problem, steps: Sequence[Step]) -> bool:

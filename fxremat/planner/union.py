@@ -1,0 +1,183 @@
+"""A problem with all of its alternatives side by side: what the MILP that chooses is built from.
+
+All ops, those of the problem and those of every alternative, stand in one order. A read or a run
+that depends on what is taken is *wanted* by a sum over the choices: with z[a] = 1 if alternative
+a is taken, an op of alternative a is wanted by z[a], an op that a makes superfluous by 1 - z[a].
+"""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from dataclasses import dataclass
+from functools import cached_property
+
+from fxremat.core.alternatives import exclude, take
+from fxremat.core.problem import InvalidProblem, Op, Problem
+
+
+@dataclass(frozen=True)
+class Wanted:
+    """constant + sum(factor * z[alternative]); something is wanted if it is 1 or more."""
+
+    constant: int
+    factors: tuple[tuple[int, int], ...] = ()
+
+    @property
+    def always(self) -> bool:
+        """Whatever is taken."""
+        return self.constant == 1 and not self.factors
+
+
+@dataclass(frozen=True)
+class Read:
+    """A read of a value by the first run of an op, and when it is wanted."""
+
+    stage: int
+    value: str
+    wanted: Wanted
+
+
+@dataclass(frozen=True)
+class Union:
+    """``ops`` in one order; ``own`` is the alternative each belongs to, None for those of the base.
+
+    ``usable`` are the alternatives that can be taken by themselves, by their place in the problem.
+    """
+
+    problem: Problem
+    ops: tuple[Op, ...]
+    own: tuple[int | None, ...]
+    usable: tuple[int, ...]
+    gone: Mapping[int, frozenset[str]]
+    """Of each alternative: the ops that are not needed once it is taken."""
+
+    @cached_property
+    def stage_of(self) -> dict[str, int]:
+        """The place of each op in the order."""
+        return {op.name: stage for stage, op in enumerate(self.ops)}
+
+    @cached_property
+    def writer(self) -> dict[str, int]:
+        """The stage that writes each value."""
+        return {name: stage for stage, op in enumerate(self.ops) for name in op.writes}
+
+    @cached_property
+    def reads(self) -> list[tuple[Read, ...]]:
+        """The reads of each stage; resident values are always there and left out."""
+        found = [list[Read]() for _ in self.ops]
+        resident = set(self.problem.resident)
+        for stage, op in enumerate(self.ops):
+            found[stage] = [
+                Read(stage, name, self._wanted_read(stage, name))
+                for name in op.reads
+                if name not in resident
+            ]
+        for index in self.usable:
+            for change in self.problem.alternatives[index].changes:
+                stage = self.stage_of[change.op]
+                found[stage] += [
+                    Read(stage, name, Wanted(0, ((index, 1),)))
+                    for name in change.adds
+                    if name not in resident
+                ]
+        return [tuple(each) for each in found]
+
+    def run_wanted(self, stage: int) -> Wanted:
+        """When an op has to run at all."""
+        own = self.own[stage]
+        if own is not None:
+            return Wanted(0, ((own, 1),))
+        name = self.ops[stage].name
+        return Wanted(1, tuple((index, -1) for index in self.usable if name in self.gone[index]))
+
+    def _wanted_read(self, stage: int, value: str) -> Wanted:
+        wanted = self.run_wanted(stage)
+        if self.own[stage] is not None:
+            return wanted
+        name = self.ops[stage].name
+        known = {index for index, _ in wanted.factors}
+        dropping = tuple(
+            (index, -1)
+            for index in self.usable
+            if index not in known
+            for change in self.problem.alternatives[index].changes
+            if change.op == name and value in change.drops
+        )
+        return Wanted(wanted.constant, (*wanted.factors, *dropping))
+
+    @cached_property
+    def output_wanted(self) -> dict[str, Wanted]:
+        """The outputs there may be, old and new."""
+        found = {name: dict[int, int]() for name in self.problem.outputs}
+        out = dict[str, Wanted]()
+        for index in self.usable:
+            for old, new in self.problem.alternatives[index].outputs:
+                found[old][index] = -1
+                out[new] = Wanted(0, ((index, 1),))
+        for name, factors in found.items():
+            out[name] = Wanted(1, tuple(factors.items()))
+        return out
+
+    @cached_property
+    def saves_us(self) -> dict[int, float]:
+        """What taking an alternative adds to the time of keep-all; negative if it saves some."""
+        by_name = self.problem.op_of
+        out = {}
+        for index in self.usable:
+            one = self.problem.alternatives[index]
+            new = sum(op.time_us for op in one.ops) + sum(c.time_us for c in one.changes)
+            out[index] = new - sum(by_name[name].time_us for name in self.gone[index])
+        return out
+
+    @cached_property
+    def excluding(self) -> list[tuple[int, ...]]:
+        """Sets of alternatives of which at most one can be taken: pairs, and whole cliques."""
+        groups: dict[object, list[int]] = {}
+        alternatives = self.problem.alternatives
+        for index in self.usable:
+            one = alternatives[index]
+            for old, _ in one.outputs:
+                groups.setdefault(("output", old), []).append(index)
+            for change in one.changes:
+                for old in change.drops:
+                    groups.setdefault((change.op, old), []).append(index)
+        return sorted({tuple(group) for group in groups.values() if len(group) > 1})
+
+    def taken_together(self, indices: list[int]) -> list[int]:
+        """Those of ``indices`` that can be taken with all the earlier ones."""
+        alternatives, out = self.problem.alternatives, list[int]()
+        for index in indices:
+            if not any(exclude(alternatives[index], alternatives[other]) for other in out):
+                out.append(index)
+        return out
+
+
+def unite(problem: Problem) -> Union:
+    """All ops in one order: those of an alternative where they stand if it is taken alone."""
+    base = {op.name: index for index, op in enumerate(problem.ops)}
+    placed: list[tuple[float, int, int, Op, int | None]] = [
+        (float(index), -1, 0, op, None) for index, op in enumerate(problem.ops)
+    ]
+    usable, gone = list[int](), dict[int, frozenset[str]]()
+    for index, one in enumerate(problem.alternatives):
+        try:
+            left = take(problem, [one.name])
+        except InvalidProblem:
+            continue
+        usable.append(index)
+        gone[index] = frozenset(base.keys() - left.op_of.keys())
+        mine = {op.name for op in one.ops}
+        last = -1.0
+        for number, op in enumerate(left.ops):
+            if op.name in mine:
+                placed.append((last + 0.5, index, number, op, index))
+            else:
+                last = float(base[op.name])
+    placed.sort(key=lambda entry: entry[:3])
+    return Union(
+        problem,
+        tuple(entry[3] for entry in placed),
+        tuple(entry[4] for entry in placed),
+        tuple(usable),
+        gone,
+    )

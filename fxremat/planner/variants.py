@@ -1,0 +1,171 @@
+"""Solving problems with alternatives: choose forms, then plan what is left with any solver.
+
+The MILP of `fxremat.planner.choice` chooses; what is left is planned, its highest stages become
+instants of the MILP, and so on, as for a problem without alternatives. Of everything that was
+tried, taking none among it, the best goes to the solver that was asked for.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterator
+from dataclasses import dataclass, field, replace
+
+from fxremat.core.alternatives import take
+from fxremat.core.plan import Plan
+from fxremat.core.problem import InvalidProblem, Problem
+from fxremat.planner.choice import Choice
+from fxremat.planner.clock import Clock
+from fxremat.planner.model import Model, build_model
+from fxremat.planner.options import SolverOptions
+from fxremat.planner.relaxation import runs_for
+from fxremat.planner.state import State
+from fxremat.planner.union import Union, unite
+
+Solve = Callable[[Problem], Plan]
+Names = tuple[str, ...]
+
+ROUNDS = 5
+PER_ROUND = 3
+"""Stages that become instants in one round."""
+CLOSE = 0.03
+"""Of the time of the best choice: choices so near to it are planned with the solver as well."""
+MOST_SOLVED = 2
+
+
+@dataclass(frozen=True)
+class Tried:
+    """A choice, what is left, and a quick plan of it."""
+
+    names: Names
+    problem: Problem
+    plan: Plan
+
+    def rank(self, budget_bytes: int | None) -> tuple[float, float]:
+        """Plans that fit first, by time; the others by peak."""
+        over = budget_bytes is not None and self.plan.peak_bytes > budget_bytes
+        return (self.plan.peak_bytes if over else 0.0, self.plan.time_us)
+
+
+def solve(
+    problem: Problem, budget_bytes: int | None, options: SolverOptions, quick: Solve, solver: Solve
+) -> Plan:
+    """The best plan over all choices tried. ``quick`` ranks them, ``solver`` plans the best.
+
+    The plan's steps are those of `take(problem, plan.variants)`, and so is what it proves.
+    """
+    clock = Clock(options.time_limit_s)
+    found = sorted(
+        _Search(problem, budget_bytes, quick, clock).tried(),
+        key=lambda one: one.rank(budget_bytes),
+    )
+    best = found[0]
+    near = [
+        one
+        for one in found[:MOST_SOLVED]
+        if one.rank(budget_bytes)[0] == best.rank(budget_bytes)[0]
+        and one.plan.time_us <= best.plan.time_us * (1 + CLOSE)
+    ]
+    plans = [replace(solver(one.problem), variants=one.names) for one in near]
+    plans += [replace(one.plan, variants=one.names) for one in near]
+
+    def rank(plan: Plan) -> tuple[float, float]:
+        over = budget_bytes is not None and plan.peak_bytes > budget_bytes
+        return (plan.peak_bytes if over else 0.0, plan.time_us)
+
+    return replace(min(plans, key=rank), budget_bytes=budget_bytes, seconds=clock.seconds())
+
+
+@dataclass
+class _Search:
+    problem: Problem
+    budget: int | None
+    quick: Solve
+    clock: Clock
+    seen: dict[Names, Tried] = field(default_factory=dict)
+
+    def tried(self) -> list[Tried]:
+        """The choices, no alternative among them."""
+        union = unite(self.problem)
+        self._try(())
+        if self.budget is None:
+            self._try(self._fastest(union))
+            return list(self.seen.values())
+        if self.seen[()].plan.time_us > self.problem.base_time_us or self._over(()):
+            for names in self._chosen(union, self.budget):
+                self._try(names)
+        if all(self._over(names) for names in self.seen):
+            for names in self._chosen(union, None):
+                self._try(names)
+        self._try(self._fastest(union))
+        return list(self.seen.values())
+
+    def _over(self, names: Names) -> bool:
+        return self.budget is not None and self.seen[names].plan.peak_bytes > self.budget
+
+    def _try(self, names: Names) -> None:
+        if names not in self.seen:
+            try:
+                left = take(self.problem, names)
+            except InvalidProblem:
+                return
+            self.seen[names] = Tried(names, left, self.quick(left))
+
+    def _fastest(self, union: Union) -> Names:
+        """What saves time in any case."""
+        saving = [index for index in union.usable if union.saves_us[index] < 0]
+        best = union.taken_together(sorted(saving, key=lambda index: union.saves_us[index]))
+        return self._names(union, best)
+
+    def _names(self, union: Union, indices: list[int]) -> Names:
+        return tuple(self.problem.alternatives[index].name for index in sorted(indices))
+
+    def _chosen(self, union: Union, budget: int | None) -> Iterator[Names]:
+        """The MILP's choices, with more instants each time."""
+        instants = {self._highest(union, ())}
+        for _ in range(ROUNDS):
+            if not self.clock.running():
+                return
+            choice = Choice(union, sorted(instants), budget)
+            solution = choice.solve(self.clock)
+            if solution.values is None:
+                return
+            names = choice.names(solution)
+            yield names
+            new = self._worst(union, names, choice.held_at(solution)) - instants
+            if not new:
+                return
+            instants |= new
+
+    def _highest(self, union: Union, names: Names) -> int:
+        left = build_model(take(self.problem, names))
+        return _stage(union, left, int(State(left).peak.argmax()))
+
+    def _worst(self, union: Union, names: Names, held: dict[int, set[str]]) -> set[int]:
+        """The highest stages of the schedule that holds this, away from each other."""
+        try:
+            left = take(self.problem, names)
+        except InvalidProblem:
+            return set()
+        model = build_model(left)
+        resident = set(left.resident)
+        index = {v.name: i for i, v in enumerate(w for w in left.values if w.name not in resident)}
+        place = {op.name: stage for stage, op in enumerate(left.ops)}
+        outlives = {
+            place[union.ops[stage].name]: {index[name] for name in its if name in index}
+            for stage, its in held.items()
+            if union.ops[stage].name in place
+        }
+        state = State(model, runs_for(model, outlives))
+        found: list[int] = []
+        for stage in map(int, (-state.peak).argsort(kind="stable")):
+            if self.budget is not None and state.peak[stage] <= self.budget and found:
+                break
+            if all(abs(stage - other) >= max(1, model.n // 64) for other in found):
+                found.append(stage)
+            if len(found) == PER_ROUND:
+                break
+        return {_stage(union, model, stage) for stage in found if stage < model.n}
+
+
+def _stage(union: Union, model: Model, stage: int) -> int:
+    return union.stage_of[model.problem.ops[min(stage, model.n - 1)].name]

@@ -1,0 +1,134 @@
+"""Choosing forms of ops together with what runs again."""
+
+from __future__ import annotations
+
+from dataclasses import replace
+
+import pytest
+from hypothesis import given, settings
+
+from fxremat.core.alternatives import exclude, take
+from fxremat.core.check import check
+from fxremat.core.problem import Alternative, Change, Op, Problem, Value, validate
+from fxremat.planner import SOLVERS, SolverOptions, greedy, solve
+from fxremat.planner.cache import PlanCache
+from fxremat.planner.choice import Choice
+from fxremat.planner.clock import Clock
+from fxremat.planner.union import unite
+from tests.strategies import problems_with_alternatives
+from tests.test_core_alternatives import LOSS
+
+NO_LIMIT = SolverOptions()
+
+
+def layers(count: int) -> Problem:
+    """A chain whose wide values are read again in the backward, each of which can be packed."""
+    values = [Value("x0", 10)]
+    forward, backward, others = list[Op](), list[Op](), list[Alternative]()
+    for i in range(count):
+        values += [Value(f"h{i}", 100), Value(f"x{i + 1}", 10), Value(f"g{i}", 10)]
+        values += [Value(f"bits{i}", 4), Value(f"again{i}", 100)]
+        forward += [
+            Op(f"up{i}", (f"x{i}",), (f"h{i}",), 10.0, phase="forward"),
+            Op(f"down{i}", (f"h{i}",), (f"x{i + 1}",), 10.0, phase="forward"),
+        ]
+        grad = (f"g{i + 1}",) if i + 1 < count else (f"x{count}",)
+        backward.insert(0, Op(f"back{i}", (f"h{i}", *grad), (f"g{i}",), 20.0, phase="backward"))
+        others.append(
+            Alternative(
+                f"packed{i}",
+                ops=(
+                    Op(f"pack{i}", (f"h{i}",), (f"bits{i}",), 1.0, phase="forward"),
+                    Op(f"unpack{i}", (f"bits{i}",), (f"again{i}",), 1.0, phase="backward"),
+                ),
+                changes=(Change(f"back{i}", (f"h{i}",), (f"again{i}",)),),
+            )
+        )
+    return validate(
+        Problem(
+            "layers", tuple(values), (*forward, *backward), ("x0",), (), ("g0",),
+            alternatives=tuple(others),
+        )
+    )  # fmt: skip
+
+
+@pytest.mark.parametrize("solver", SOLVERS)
+def test_every_solver_takes_alternatives(solver: str) -> None:
+    if solver == "moccasin":
+        pytest.importorskip("ortools")
+    problem = layers(4)
+    plan = solve(problem, 350, solver)
+    assert plan.variants
+    assert check(take(problem, plan.variants), plan.steps, 350).ok
+
+
+def test_a_form_of_several_ops_is_taken_where_nothing_else_fits() -> None:
+    plan = solve(LOSS, 400)
+    assert plan.variants == ("chunks",)
+    assert plan.peak_bytes <= 400
+
+
+def test_with_room_for_everything_the_fastest_forms_are_taken() -> None:
+    assert solve(LOSS, 10_000).variants == ()
+    assert solve(LOSS, None).variants == ()
+    quick = replace(
+        LOSS.alternatives[0],
+        ops=tuple(replace(op, time_us=3.0) for op in LOSS.alternatives[0].ops),
+    )
+    assert solve(replace(LOSS, alternatives=(quick,)), None).variants == ("chunks",)
+
+
+def test_only_as_many_are_packed_as_have_to_be() -> None:
+    problem = layers(6)
+    every = solve(problem, 0)
+    most = solve(problem, None)
+    assert len(every.variants) > 0
+    assert most.variants == ()
+    plans = [solve(problem, budget) for budget in range(every.peak_bytes + 60, most.peak_bytes, 60)]
+    counts = [len(plan.variants) for plan in plans]
+    assert all(plan.peak_bytes <= plan.budget_bytes for plan in plans if plan.budget_bytes)
+    assert counts == sorted(counts, reverse=True)
+    assert counts[0] > counts[-1] > 0
+
+
+def test_packing_and_running_again_are_weighed_against_each_other() -> None:
+    """Packing costs 2 each; running `up` again costs 10: where packing does, nothing runs again."""
+    problem = layers(4)
+    plan = solve(problem, 350)
+    assert plan.variants
+    assert not plan.repeats()
+    alone = solve(take(problem, ()), 350)
+    assert plan.time_us < alone.time_us
+
+
+def test_the_choice_counts_on_what_is_held_at_the_instants() -> None:
+    problem = layers(3)
+    union = unite(problem)
+    for budget, packed in ((400, 0), (250, 1), (200, 2)):
+        choice = Choice(union, [union.stage_of["down2"]], budget)
+        assert len(choice.names(choice.solve(Clock(None)))) == packed
+
+
+def test_the_plan_comes_back_from_the_cache_with_its_variants(tmp_path: object) -> None:
+    cache = PlanCache(tmp_path)  # type: ignore[arg-type]
+    plan, known = cache.solve(LOSS, 400, "greedy", NO_LIMIT)
+    again, known_again = cache.solve(LOSS, 400, "greedy", NO_LIMIT)
+    assert (known, known_again) == (False, True)
+    assert again.variants == plan.variants == ("chunks",)
+    assert again.steps == plan.steps
+
+
+@settings(deadline=None, max_examples=40)
+@given(problems_with_alternatives(max_ops=6))
+def test_plans_are_never_worse_than_without_alternatives(problem: Problem) -> None:
+    plain = take(problem, ())
+    least = greedy.solve(plain, 0, NO_LIMIT).peak_bytes
+    most = greedy.solve(plain, None, NO_LIMIT).peak_bytes
+    for budget in {least, (least + most) // 2, most}:
+        plan, alone = solve(problem, budget, "greedy"), greedy.solve(plain, budget, NO_LIMIT)
+        verdict = check(take(problem, plan.variants), plan.steps)
+        assert verdict.ok
+        assert verdict.peak_bytes == plan.peak_bytes <= max(budget, alone.peak_bytes)
+        assert plan.peak_bytes > budget or plan.time_us <= alone.time_us + 1e-9
+        chosen = [one for one in problem.alternatives if one.name in plan.variants]
+        assert not any(exclude(a, b) for a in chosen for b in chosen if a is not b)
