@@ -1,0 +1,180 @@
+"""Programs over rows: what a call of `fxremat_kernels::rows` computes, as data.
+
+A program is text, so that it is a constant of the graph like any number: it survives caches and
+copies of the graph. Its instructions are calls of torch's own operators on *values*:
+
+* row inputs, whose first dimension is the rows (the program sees a few of them at a time);
+* whole inputs, the same for all rows: weights, vectors, numbers;
+* results of instructions. ``kind`` says what they are: "row" (rows in front), "last" (a transposed
+  look at rows), "whole" (made once, before the loop) or "sum" (added up over all rows).
+
+``rest`` is the shape of a result without its rows. Sums are results of a program only: no
+instruction reads one. Nothing here looks at another row, so any split into chunks computes the
+same, sums up to rounding.
+"""
+
+from __future__ import annotations
+
+import functools
+import json
+from collections.abc import Callable, Iterator, Mapping
+from dataclasses import dataclass
+from math import prod
+from typing import Any, Literal
+
+import torch
+
+Kind = Literal["row", "last", "whole", "sum"]
+
+
+@dataclass(frozen=True)
+class Ref:
+    """A value, by number: row inputs first, then whole inputs, then instructions."""
+
+    number: int
+
+
+@dataclass(frozen=True)
+class RowCount:
+    """In a shape: as many as there are rows in what is being computed."""
+
+
+@dataclass(frozen=True)
+class Instruction:
+    """One call. ``rest`` and ``dtype`` describe its result."""
+
+    op: str
+    args: tuple[Any, ...]
+    kwargs: Mapping[str, Any]
+    kind: Kind
+    rest: tuple[int, ...]
+    dtype: torch.dtype
+
+    @property
+    def reads(self) -> tuple[int, ...]:
+        """The values among its arguments."""
+        return tuple(refs((self.args, tuple(self.kwargs.values()))))
+
+    @property
+    def numel(self) -> int:
+        """Elements of the result, for one row."""
+        return prod(self.rest)
+
+
+@dataclass(frozen=True)
+class Program:
+    """Instructions before the loop and inside it; ``results`` are numbers of values."""
+
+    num_rows: int
+    num_whole: int
+    setup: tuple[Instruction, ...]
+    loop: tuple[Instruction, ...]
+    results: tuple[int, ...]
+
+    @property
+    def first(self) -> int:
+        """The number of the first instruction's value."""
+        return self.num_rows + self.num_whole
+
+    @property
+    def start(self) -> int:
+        """The number of the first value that the loop computes."""
+        return self.first + len(self.setup)
+
+    def instruction(self, number: int) -> Instruction | None:
+        """What computes a value; None for an input."""
+        if number < self.first:
+            return None
+        return (self.setup + self.loop)[number - self.first]
+
+
+def refs(thing: Any) -> Iterator[int]:
+    """The numbers of the values inside an argument."""
+    if isinstance(thing, Ref):
+        yield thing.number
+    elif isinstance(thing, (list, tuple)):
+        for part in thing:
+            yield from refs(part)
+
+
+def with_values(thing: Any, value: Callable[[int], Any], rows: int) -> Any:
+    """An argument with values in place of references."""
+    if isinstance(thing, Ref):
+        return value(thing.number)
+    if isinstance(thing, RowCount):
+        return rows
+    if isinstance(thing, (list, tuple)):
+        return [with_values(part, value, rows) for part in thing]
+    return thing
+
+
+def _encoded(thing: Any) -> Any:
+    if isinstance(thing, Ref):
+        return {"value": thing.number}
+    if isinstance(thing, RowCount):
+        return {"rows": 0}
+    if isinstance(thing, torch.dtype):
+        return {"dtype": str(thing).removeprefix("torch.")}
+    if isinstance(thing, torch.device):
+        return {"device": str(thing)}
+    if isinstance(thing, (list, tuple)):
+        return [_encoded(part) for part in thing]
+    if isinstance(thing, (int, float, str, type(None))):
+        return thing
+    raise TypeError(f"a program cannot hold a {type(thing).__name__}")
+
+
+def _decoded(thing: Any) -> Any:
+    if isinstance(thing, list):
+        return [_decoded(part) for part in thing]
+    if not isinstance(thing, dict):
+        return thing
+    ((what, value),) = thing.items()
+    if what == "value":
+        return Ref(value)
+    if what == "dtype":
+        return getattr(torch, value)
+    return torch.device(value) if what == "device" else RowCount()
+
+
+def _encoded_instruction(one: Instruction) -> list[Any]:
+    named = {key: _encoded(value) for key, value in one.kwargs.items()}
+    return [one.op, _encoded(one.args), named, one.kind, list(one.rest), str(one.dtype)[6:]]
+
+
+def _decoded_instruction(given: list[Any]) -> Instruction:
+    op, args, kwargs, kind, rest, dtype = given
+    named = {key: _decoded(value) for key, value in kwargs.items()}
+    return Instruction(op, tuple(_decoded(args)), named, kind, tuple(rest), getattr(torch, dtype))
+
+
+def dump(program: Program) -> str:
+    """The program as text; raises TypeError where an argument is none that text can hold."""
+    return json.dumps(
+        {
+            "inputs": [program.num_rows, program.num_whole],
+            "setup": [_encoded_instruction(one) for one in program.setup],
+            "loop": [_encoded_instruction(one) for one in program.loop],
+            "results": list(program.results),
+        },
+        separators=(",", ":"),
+    )
+
+
+@functools.lru_cache(maxsize=512)
+def parse(text: str) -> Program:
+    """The program that `dump` wrote."""
+    given = json.loads(text)
+    return Program(
+        *given["inputs"],
+        setup=tuple(_decoded_instruction(one) for one in given["setup"]),
+        loop=tuple(_decoded_instruction(one) for one in given["loop"]),
+        results=tuple(given["results"]),
+    )
+
+
+@functools.cache
+def overload(name: str) -> Any:
+    """The operator called ``aten.mm.default`` and the like."""
+    namespace, packet, which = name.split(".")
+    return getattr(getattr(getattr(torch.ops, namespace), packet), which)
