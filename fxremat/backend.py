@@ -90,6 +90,8 @@ def _request(
         copies=copies_of(options, _device(inputs)),
         objective="energy" if options.objective == "energy" else "time",
         most_time=options.most_time,
+        variants=options.variants,
+        allow_lossy=options.allow_lossy,
     )
 
 

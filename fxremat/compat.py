@@ -444,9 +444,11 @@ class Generated:
     strides: tuple[tuple[Any, ...] | None, ...]
 
 
-def _copy_module(module: fx.GraphModule) -> fx.GraphModule:
-    """A copy whose nodes have their own ``meta``: lowering must not touch the original."""
-    graph, copies = fx.Graph(), cast("dict[fx.Node, fx.Node]", {})
+def copy_module(
+    module: fx.GraphModule, copies: dict[fx.Node, fx.Node] | None = None
+) -> fx.GraphModule:
+    """A copy whose nodes have their own ``meta``; ``copies`` is told which is whose."""
+    graph, copies = fx.Graph(), {} if copies is None else copies
     result = graph.output(graph.graph_copy(module.graph, copies))
     for node, copy in copies.items():
         copy.meta = dict(node.meta)
@@ -479,7 +481,7 @@ def generate(
     from torch._inductor.virtualized import V
 
     counted = {key: value.copy() for key, value in counters.items()}
-    module = _copy_module(module)
+    module = copy_module(module)
     placeholders = [n for n in module.graph.nodes if n.op == "placeholder"]
     mode = detect_fake_mode([n.meta.get("val") for n in placeholders])
     assert mode is not None, "a graph without tensor inputs has no code"

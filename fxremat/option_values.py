@@ -182,3 +182,29 @@ def read_inductor(given: Given) -> tuple[tuple[str, Any], ...]:
     if not isinstance(value, Mapping) or not all(isinstance(key, str) for key in value):
         raise given.refuse("a mapping of Inductor option names to values")
     return tuple(sorted(value.items(), key=lambda item: item[0]))
+
+
+def read_variants(given: Given) -> tuple[str, ...] | None:
+    """Names of variants, as a list or as text with commas; None is all of them."""
+    from fxremat.passes.variants import RULES  # lazily: rules are not needed to read options
+
+    value = given.value
+    names = [part.strip() for part in value.split(",")] if isinstance(value, str) else value
+    if names is None or names == ["all"]:
+        return None
+    if names == ["none"]:
+        return ()
+    known = tuple(rule.name for rule in RULES)
+    if not isinstance(names, (list, tuple)) or not all(isinstance(name, str) for name in names):
+        raise given.refuse("'all', 'none' or a list of names")
+    for name in names:
+        if name not in known:
+            raise given.refuse("'all', 'none' or names of variants", known)
+    return tuple(dict.fromkeys(names))
+
+
+def lossy_among(names: Iterable[str]) -> tuple[str, ...]:
+    """Those of the variants that store values inexactly."""
+    from fxremat.passes.variants import RULES
+
+    return tuple(rule.name for rule in RULES if rule.lossy and rule.name in set(names))

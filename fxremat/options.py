@@ -15,6 +15,7 @@ from typing import Any, NamedTuple
 from fxremat.errors import InvalidOption, UnknownOption
 from fxremat.option_values import (
     Given,
+    lossy_among,
     machine_memory_bytes,
     read_bandwidth,
     read_bool,
@@ -26,6 +27,7 @@ from fxremat.option_values import (
     read_reserve,
     read_seconds,
     read_solver,
+    read_variants,
 )
 from fxremat.sizes import format_bytes, parse_bytes
 
@@ -127,6 +129,21 @@ class Options:
         "What a copy to host memory, or from there, reaches beside another one.",
         unset="by the name of the device; with op_times='measured' as measured here",
     )
+    variants: tuple[str, ...] | None = _option(
+        None,
+        read_variants,
+        "FXREMAT_VARIANTS",
+        "'all', 'none', or names",
+        "Forms of operators to choose from; `python -m fxremat variants` lists them.",
+        unset="all",
+    )
+    allow_lossy: bool = _option(
+        False,
+        read_bool,
+        "FXREMAT_ALLOW_LOSSY",
+        "bool",
+        "Also forms that store values inexactly: gradients are then no longer the exact ones.",
+    )
     objective: str = _option(
         "time",
         lambda given: read_choice(given, OBJECTIVES),
@@ -219,6 +236,10 @@ def parse_options(
 
 def _checked_together(options: Options) -> Options:
     budget, reserve = options.memory_budget, options.reserve
+    lossy = lossy_among(options.variants or ())
+    if lossy and not options.allow_lossy:
+        expected = f"allow_lossy=True beside it, as {lossy[0]} stores values inexactly"
+        raise InvalidOption("variants", list(options.variants or ()), expected)
     if budget is not None and reserve is not None and reserve >= budget:
         expected = f"less than memory_budget, {format_bytes(budget)}"
         raise InvalidOption("reserve", reserve, expected)

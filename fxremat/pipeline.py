@@ -26,11 +26,14 @@ from fxremat.core.timeline import replay
 from fxremat.cost.device import DeviceSpec, device_spec
 from fxremat.cost.roofline import roofline_us
 from fxremat.errors import InfeasibleBudget, SolverRefused, VerificationFailed
+from fxremat.passes.forms import Form, find_sites, offer, take
 from fxremat.passes.joint_graph import JointGraph, is_tensor, read_joint_graph
 from fxremat.passes.memory_estimation import Estimate, OpTimer, estimate
 from fxremat.passes.offload import add_before_putting
 from fxremat.passes.recompute import Rewritten, apply_plan
+from fxremat.passes.rule import Site
 from fxremat.passes.user_tags import obey_must_recompute, protect_mutated_inputs
+from fxremat.passes.variants import rules_named
 from fxremat.planner.cache import PlanCache
 from fxremat.rehearsal import Rehearsal, rehearse
 from fxremat.report.report import Report, Row
@@ -68,6 +71,9 @@ class Request:
     copies: Copies | None = None
     objective: Literal["time", "energy"] = "time"
     most_time: float | None = None
+    variants: tuple[str, ...] | None = None
+    """Names of rules whose forms of ops may be taken; None: all."""
+    allow_lossy: bool = False
 
 
 @dataclass
@@ -159,17 +165,50 @@ def _with_costs(problem: Problem, request: Request, spec: DeviceSpec) -> Problem
     return with_energies(problem, spec) if request.objective == "energy" else problem
 
 
+@dataclass(frozen=True)
+class _Costs:
+    """Makes the problem of a joint graph."""
+
+    request: Request
+    device: torch.device
+    timer: OpTimer
+    workspaces: Workspaces
+    name: str
+
+    def estimate(self, joint: JointGraph, forms: Sequence[Form] = ()) -> Estimate:
+        """With the forms that stand in the graph as alternatives."""
+        found = estimate(
+            joint,
+            self.timer,
+            self.workspaces.of_node,
+            fused=self.request.executor == "inductor",
+            device=self.device.type,
+            name=self.name,
+            forms=forms,
+        )
+        problem = _with_costs(found.problem, self.request, device_spec(self.device))
+        return replace(found, problem=problem)
+
+
 @dataclass
 class _Run:
-    """One graph on its way through the passes."""
+    """One graph, in the forms taken, on its way through the passes."""
 
     request: Request
     joint: JointGraph
     found: Estimate
-    device: torch.device
     static_inputs: Sequence[fx.Node]
-    workspaces: Workspaces
+    costs: _Costs
     clock: Clock
+    variants: tuple[str, ...] = ()
+    """The names of these forms."""
+    answers: dict[tuple[int, int | None, str], tuple[Problem, Plan]] = field(default_factory=dict)
+    """What the planner said; with the problem, so that its id is given to no other."""
+
+    @property
+    def device(self) -> torch.device:
+        """Whose bytes are counted."""
+        return self.costs.device
 
     @property
     def budget(self) -> int | None:
@@ -177,14 +216,20 @@ class _Run:
         total = self.request.budget_bytes
         return None if total is None else total - self.request.held_bytes
 
-    def answer(self, budget: int | None, solver: str) -> Plan:
+    def answer(self, budget: int | None, solver: str, problem: Problem | None = None) -> Plan:
         """The planner's plan, or the one it gave when it was asked the same before."""
-        request, problem = self.request, self.found.problem
+        request, problem = self.request, problem or self.found.problem
         most = None if request.most_time is None else request.most_time * problem.base_time_us
         options = planner.SolverOptions(
             time_limit_s=request.solver_time_limit, objective=request.objective, most_time_us=most
         )
-        question = (self.found.problem, budget, solver, options)
+        question = (problem, budget, solver, options)
+        asked = (id(problem), budget, solver)
+        if asked not in self.answers:
+            self.answers[asked] = problem, self._ask(question)
+        return self.answers[asked][1]
+
+    def _ask(self, question: tuple[Problem, int | None, str, planner.SolverOptions]) -> Plan:
         with self.clock.stage("plan"):
             try:
                 if compat.caches_disabled():
@@ -192,7 +237,7 @@ class _Run:
                 directory = Path(compat.cache_directory()) / "fxremat" / "plans"
                 plan, known = PlanCache(directory).solve(*question)
             except planner.Refused as refused:
-                raise SolverRefused(solver, str(refused)) from refused
+                raise SolverRefused(question[2], str(refused)) from refused
         if known:
             log.debug("plan from the cache: %s, %d bytes", plan.solver, plan.peak_bytes)
         return plan
@@ -240,7 +285,7 @@ class _Run:
                     backward,
                     num_fwd_outputs=self.joint.num_forward_outputs,
                     device=self.device.type,
-                    workspace=self.workspaces.of_call,
+                    workspace=self.costs.workspaces.of_call,
                 )
             except Exception as error:  # any op of any library may refuse
                 log.warning(
@@ -353,6 +398,83 @@ class _Search:
         return min(splits, key=lambda split: split.peak_bytes)
 
 
+@dataclass(frozen=True)
+class _Fitted:
+    """A run, the best split that was found for it, and how many were rehearsed."""
+
+    run: _Run
+    split: Split
+    rehearsals: int
+
+    @property
+    def over(self) -> bool:
+        """Whether it takes more than there is."""
+        return self.run.budget is not None and self.split.peak_bytes > self.run.budget
+
+
+@dataclass
+class _Forms:
+    """Takes other forms of ops where the plan says so."""
+
+    plain: _Run
+    sites: tuple[Site, ...]
+    offered: Problem
+
+    def fit(self, budget: int, solver: str) -> _Fitted | None:
+        """The graph in the forms that are chosen for a budget; None where none are."""
+        names = self.plain.answer(budget, solver, self.offered).variants
+        if not names:
+            return None
+        plain = self.plain
+        with plain.clock.stage("estimate"):
+            joint = take(plain.joint, [site for site in self.sites if site.name in names])
+            found = plain.costs.estimate(joint)
+        index = {node.name: node for node in joint.primals}
+        static = [index[node.name] for node in plain.static_inputs]
+        run = replace(plain, joint=joint, found=found, static_inputs=static, variants=names)
+        return _Fitted(run, *_fit(run))
+
+
+def _forms(run: _Run) -> _Forms | None:
+    """The forms that the graph could take."""
+    rules = rules_named(run.request.variants, allow_lossy=run.request.allow_lossy)
+    with run.clock.stage("estimate"):
+        sites = find_sites(run.joint, rules)
+        if not sites:
+            return None
+        offered = offer(run.joint, sites)
+        return _Forms(run, sites, run.costs.estimate(offered.joint, offered.forms).problem)
+
+
+def _fit_in_forms(run: _Run) -> _Fitted:
+    """The graph as it is where all of it fits the budget, else in the forms that are best.
+
+    Where what is chosen does not fit, after all, the forms of least peak are tried, and the graph
+    as it is; which these are does not depend on the budget.
+    """
+    budget = run.budget if run.request.wanted_bytes is None else run.request.wanted_bytes
+    tried: list[_Fitted] = []
+    if budget is None or not _changes(run.solve(budget)):
+        tried.append(_Fitted(run, *_fit(run)))
+    forms = _forms(run) if budget is not None and (not tried or tried[0].over) else None
+    if forms is not None and budget is not None:
+        for target, solver in ((budget, run.request.solver), (0, LEAST_SOLVER)):
+            fitted = forms.fit(target, solver)
+            if fitted is not None:
+                tried.append(fitted)
+                if not fitted.over:
+                    return fitted
+    if not any(one.run is run for one in tried):
+        tried.append(_Fitted(run, *_fit(run)))
+    return min(tried, key=lambda one: (one.over, one.split.peak_bytes))
+
+
+def _changes(plan: Plan) -> bool:
+    """Whether anything runs again or moves, or is over the budget all the same."""
+    over = plan.budget_bytes is not None and plan.peak_bytes > plan.budget_bytes
+    return over or bool(plan.repeats() or plan.moves)
+
+
 def _fit(run: _Run) -> tuple[Split, int]:
     """Plan; where the real kernels are known, plan again until they are under the budget."""
     wanted = run.request.wanted_bytes
@@ -391,28 +513,20 @@ def transform(
     with clock.stage("estimate"):
         joint = prepare(module, num_fwd_outputs)
         device = device_of(module.graph)
-        timer = op_timer(request, device)
-        workspaces = Workspaces(device)
-        found = estimate(
-            joint,
-            timer,
-            workspaces.of_node,
-            fused=request.executor == "inductor",
-            device=device.type,
-            name=f"graph {graph}",
-        )
-        found = replace(found, problem=_with_costs(found.problem, request, device_spec(device)))
+        timer, workspaces = op_timer(request, device), Workspaces(device)
+        costs = _Costs(request, device, timer, workspaces, f"graph {graph}")
+        found = costs.estimate(joint)
     static = [joint.primals[i] for i in static_input_indices if i < len(joint.primals)]
-    run = _Run(request, joint, found, device, static, workspaces, clock)
-    split, rehearsals = _fit(run)
-    if run.budget is not None and split.peak_bytes > run.budget:
+    fitted = _fit_in_forms(_Run(request, joint, found, static, costs, clock))
+    run, split = fitted.run, fitted.split
+    if fitted.over:
         assert request.budget_bytes is not None
         raise InfeasibleBudget(
             request.budget_bytes,
             split.peak_bytes + request.held_bytes,
             tuple((row.what, row.bytes) for row in _at_peak(run, split)[:8]),
         )
-    return Outcome(split.forward, split.backward, _report(run, split, rehearsals, graph))
+    return Outcome(split.forward, split.backward, _report(run, split, fitted.rehearsals, graph))
 
 
 def _live_bytes(run: _Run, split: Split) -> tuple[int, ...]:

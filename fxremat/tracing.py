@@ -18,10 +18,12 @@ from torch.utils import _pytree as pytree
 from fxremat import compat
 from fxremat.cost.device import DeviceSpec
 from fxremat.errors import NotTraceable
+from fxremat.passes.forms import find_sites, offer
 from fxremat.passes.joint_graph import root
 from fxremat.passes.memory_estimation import Estimate, estimate
+from fxremat.passes.rule import Rule
 from fxremat.pipeline import Request, device_of, op_timer, prepare, with_energies
-from fxremat.workspace import Workspaces
+from fxremat.workspace import Workspaces, declared
 
 MODES = ("inductor", "aot_eager")
 
@@ -78,17 +80,19 @@ def trace_step(
     mode: str = "inductor",
     workspaces: bool = False,
     spec: DeviceSpec | None = None,
+    rules: Sequence[Rule] = (),
 ) -> TracedStep:
     """Trace ``model(*inputs)``, summed up to one number, and its backward.
 
     ``mode`` is what would run the graphs; ``workspaces`` are measured by running each distinct
     library call, on real memory; times are those of ``spec``, by default of the device here.
-    Raises `NotTraceable`.
+    The problem has the forms of ``rules`` as alternatives. Raises `NotTraceable`.
     """
 
     def backend(gm: fx.GraphModule, example_inputs: Sequence[Any]) -> Callable[..., Any]:
         def partition(module: fx.GraphModule, joint_inputs: Any, **kwargs: Any) -> Any:
-            found = _estimate(name, module, kwargs["num_fwd_outputs"], mode, workspaces, spec)
+            count = kwargs["num_fwd_outputs"]
+            found = _estimate(name, module, count, mode, workspaces, spec, rules)
             raise _Traced(TracedStep(found, example_inputs))
 
         if mode == "aot_eager":
@@ -113,6 +117,7 @@ def _estimate(
     mode: str,
     workspaces: bool,
     spec: DeviceSpec | None,
+    rules: Sequence[Rule],
 ) -> Estimate:
     """What the backend would plan for a joint graph."""
     request = Request(
@@ -127,13 +132,15 @@ def _estimate(
     )
     joint = prepare(module, num_fwd_outputs)
     device = device_of(module.graph)
+    offered = offer(joint, find_sites(joint, rules))
     found = estimate(
-        joint,
+        offered.joint,
         op_timer(request, device, spec),
-        Workspaces(device).of_node if workspaces else lambda node: 0,
+        Workspaces(device).of_node if workspaces else declared,
         fused=mode == "inductor",
         device=device.type,
         name=name,
+        forms=offered.forms,
     )
     if spec is None:
         return found

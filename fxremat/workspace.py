@@ -48,6 +48,14 @@ def _bytes_of_storages(values: Any) -> dict[int, int]:
     return {storage.data_ptr(): storage.nbytes() for storage in storages}
 
 
+def declared(node: fx.Node) -> int:
+    """The workspace of a node, where its operator says it; nothing is run."""
+    if node.target not in kernels.WORKSPACES:
+        return 0
+    args, kwargs = fx.map_arg((node.args, node.kwargs), lambda n: n.meta["val"])
+    return kernels.WORKSPACES[node.target](*args, **kwargs)
+
+
 class Workspaces:
     """Answers how many bytes of scratch memory a call needs."""
 

@@ -24,6 +24,9 @@ from torch import fx
 from fxremat import compat
 from fxremat.runtime import kernels
 
+IN_FORWARD = "fxremat_in_forward"
+"""In the ``meta`` of a node that a variant put into the forward, for the backward to read."""
+
 
 class Role(Enum):
     """When a node of the joint graph is computed."""
@@ -188,7 +191,7 @@ def _forward_closure(
     stack = list(outputs)
     for node in graph.nodes:
         asserts = is_run_for_effect(node) and node not in in_backward
-        if asserts or compat.must_be_in_forward(node):
+        if asserts or compat.must_be_in_forward(node) or IN_FORWARD in node.meta:
             stack.append(node)
     while stack:
         node = stack.pop()

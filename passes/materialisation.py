@@ -20,6 +20,7 @@ The rule is a prediction; what Inductor really does is compared with it after lo
 from __future__ import annotations
 
 import operator
+from collections.abc import Iterable, Iterator, Mapping
 from dataclasses import dataclass, field
 
 import torch
@@ -170,9 +171,11 @@ class _Groups:
         self.parent[self.find(a)] = self.find(b)
 
 
-def _fusion_groups(joint: JointGraph, depth: dict[fx.Node, int]) -> _Groups:
+def _fusion_groups(
+    nodes: Iterable[fx.Node], joint: JointGraph, depth: dict[fx.Node, int]
+) -> _Groups:
     groups = _Groups()
-    for node in joint.module.graph.nodes:
+    for node in nodes:
         if node.op != "call_function" or not is_fusable(node):
             continue
         for producer in {root(i) for i in node.all_input_nodes}:
@@ -201,13 +204,15 @@ def _narrower_than_inputs(node: fx.Node) -> bool:
     return bool(widths) and val.dtype.itemsize < min(widths)
 
 
-def _is_written(node: fx.Node, joint: JointGraph, groups: _Groups) -> bool:
+def _is_written(
+    node: fx.Node, users: Iterable[fx.Node], joint: JointGraph, groups: _Groups | None
+) -> bool:
     if not is_fusable(node) or is_reduction(node) or _packet(node) in CONCATENATIONS:
         return True
     if joint.role[node] is not Role.BACKWARD and not is_repeatable(node, joint.mutated):
         return True
     forward = joint.role[node] is Role.FORWARD
-    for user in users_through_views(node):
+    for user in users:
         if user.op == "output":
             return True
         if forward and joint.role[user] is not Role.FORWARD:
@@ -216,7 +221,7 @@ def _is_written(node: fx.Node, joint: JointGraph, groups: _Groups) -> bool:
             continue
         if not is_fusable(user) or _packet(user) in NEEDS_REALIZED_INPUTS:
             return True
-        if groups.find(user) is not groups.find(node):
+        if groups is not None and groups.find(user) is not groups.find(node):
             return True
     return False
 
@@ -230,12 +235,29 @@ def _is_constant(node: fx.Node, joint: JointGraph) -> bool:
     )
 
 
-def materialise(joint: JointGraph, *, fused: bool) -> Materialisation:
-    """Apply the rule above to every node of the joint graph."""
+def materialise(
+    joint: JointGraph, *, fused: bool, others: Mapping[fx.Node, fx.Node | None] | None = None
+) -> Materialisation:
+    """Apply the rule above to every node of the joint graph.
+
+    ``others`` are nodes of other forms of ops: what they read counts for themselves alone. Those
+    that stand in for a node (their entry) are read by its readers.
+    """
     result = Materialisation(joint, fused)
     nodes = list(joint.module.graph.nodes)
+    others = others or {}
+    base = [node for node in nodes if node not in others]
     depth = _depths(joint) if fused else {}
-    groups = _fusion_groups(joint, depth) if fused else _Groups()
+    groups = _fusion_groups(base, joint, depth) if fused else _Groups()
+
+    def users_of(node: fx.Node) -> Iterator[fx.Node]:
+        for user in users_through_views(node):
+            if node in others or user not in others:
+                yield user
+        old = others.get(node)
+        if old is not None:
+            yield from (user for user in users_through_views(old) if user not in others)
+
     for node in nodes:
         if not _is_call(node):
             continue
@@ -244,11 +266,13 @@ def materialise(joint: JointGraph, *, fused: bool) -> Materialisation:
                 result.written.add(node)
         elif is_multi_output(node):
             continue
-        elif not fused or _is_written(node, joint, groups):
+        elif not fused or _is_written(
+            node, users_of(node), joint, groups if node not in others else None
+        ):
             result.written.add(node)
     for node in nodes:
         if fused and node in result.written and _is_constant(node, joint):
-            users = users_through_views(node)
+            users = users_of(node)
             if all(is_fusable(u) and u.op != "output" for u in users):
                 result.written.discard(node)
     return result

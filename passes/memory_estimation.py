@@ -11,6 +11,9 @@ The base order is the one the joint graph has; ops that only the backward needs 
 depend on no tangent stand right before the first op that reads them. A pseudo-op that does
 nothing writes the tangents, which appear only when the forward has ended.
 
+Other forms of ops (`fxremat.passes.forms`) stand beside them in the graph. Each is an alternative
+of the problem: its own ops, and what the ops that read a stand-in in place of a node read then.
+
 A parameter that lives in host memory has no bytes here. What the graph fetches of it is a value
 that comes from the host, and what it puts there is one that leaves: no ops, but moves.
 """
@@ -18,7 +21,7 @@ that comes from the host, and what it puts there is one that leaves: no ops, but
 from __future__ import annotations
 
 import operator
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field
 from typing import Protocol
 
@@ -26,7 +29,8 @@ import torch
 from torch import fx
 
 from fxremat import compat
-from fxremat.core.problem import Copies, Op, Phase, Problem, Value, validate
+from fxremat.core.problem import Alternative, Change, Copies, Op, Phase, Problem, Value, validate
+from fxremat.passes.forms import Form
 from fxremat.passes.joint_graph import (
     JointGraph,
     Role,
@@ -98,9 +102,10 @@ class _Builder:
 
     def __init__(
         self, joint: JointGraph, rule: Materialisation, timer: OpTimer,
-        workspace: Callable[[fx.Node], int], device: str,
+        workspace: Callable[[fx.Node], int], device: str, forms: Sequence[Form] = (),
     ) -> None:  # fmt: skip
         self.joint, self.rule, self.timer, self.device = joint, rule, timer, device
+        self.forms = forms
         self.workspace = workspace
         self.position = {n: i for i, n in enumerate(joint.module.graph.nodes)}
         self.bytes: dict[str, int] = {}
@@ -118,8 +123,10 @@ class _Builder:
             return 0
         return nbytes(tensor)
 
-    def cone(self, sinks: list[fx.Node]) -> tuple[set[fx.Node], set[fx.Node]]:
-        """Nodes from the nearest values to ``sinks``, and those values."""
+    def cone(
+        self, sinks: Sequence[fx.Node], form: Form | None = None
+    ) -> tuple[set[fx.Node], set[fx.Node]]:
+        """Nodes from the nearest values to ``sinks``, and those values; in a form, where given."""
         inside, reads = set(), set()
         stack = list(sinks)
         while stack:
@@ -128,6 +135,8 @@ class _Builder:
                 continue
             inside.add(node)
             for source in node.all_input_nodes:
+                if form is not None:
+                    source = form.read_by(node, source)
                 if self.rule.is_value(source) and source not in sinks:
                     reads.add(source)
                 elif source.op == "call_function" and not self.is_host(source):
@@ -138,7 +147,7 @@ class _Builder:
         """Numbers computed on the host run once, in the forward; they take no device bytes."""
         return is_scalar(node) and not is_mutating(node)
 
-    def add_op(self, sinks: list[fx.Node], values: list[fx.Node]) -> None:
+    def add_op(self, sinks: list[fx.Node], values: list[fx.Node]) -> Op:
         inside, reads = self.cone(sinks)
         nodes = tuple(sorted(inside, key=self.position.__getitem__))
         read = sorted(reads, key=self.position.__getitem__)
@@ -148,7 +157,7 @@ class _Builder:
         self.cones[name] = Cone(nodes, tuple(values), frozenset(sinks))
         role = self.joint.role[sinks[0]]
         phase: Phase = "forward" if role is Role.FORWARD else "backward"
-        self.ops[name] = Op(
+        op = self.ops[name] = Op(
             name=name,
             reads=tuple(n.name for n in read),
             writes=tuple(v.name for v in values),
@@ -159,6 +168,7 @@ class _Builder:
             and all(is_repeatable(n, self.joint.mutated) for n in nodes),
             inplace=self.inplace(sinks, nodes, reads, values),
         )
+        return op
 
     def scratch_bytes(self, sink: fx.Node) -> int:
         """What the library allocates inside the call; a generated loop allocates nothing."""
@@ -224,19 +234,80 @@ class _Builder:
             self.targets[value.name] = node
 
     def collect(self) -> None:
-        """Every op, in joint order."""
+        """Every op of the graph without other forms, in joint order."""
+        others = {node for form in self.forms for node in form.nodes}
         for node in self.joint.module.graph.nodes:
             if node.op != "call_function" or node.target is operator.getitem or is_view(node):
                 continue
+            if node in others:
+                continue
             if is_fetch(node) or self.leaves(node):
                 self.move(node)
-            elif is_multi_output(node):  # numbers among its results are read off at once
-                results = [u for u in node.users if u.target is operator.getitem]
-                self.add_op([node, *results], [u for u in results if u in self.rule.written])
-            elif node in self.rule.written:
-                self.add_op([node], [node])
             elif is_mutating(node) or is_run_for_effect(node):
                 self.add_op([node], [])
+            else:
+                self.op_of(node)
+
+    def op_of(self, node: fx.Node) -> Op | None:
+        """The op that a call makes; None if it is part of the ops that read it."""
+        if is_multi_output(node):  # numbers among its results are read off at once
+            results = [u for u in node.users if u.target is operator.getitem]
+            return self.add_op([node, *results], [u for u in results if u in self.rule.written])
+        return self.add_op([node], [node]) if node in self.rule.written else None
+
+    # -- other forms -------------------------------------------------------------------------
+
+    def alternatives(self, outputs: Sequence[str]) -> tuple[Alternative, ...]:
+        """What each form is to the planner; those that change nothing it sees are left out."""
+        base = dict(self.ops)
+        ops_of: dict[fx.Node, list[str]] = {}
+        for name in base:
+            for node in self.cones[name].nodes:
+                ops_of.setdefault(node, []).append(name)
+        found = []
+        for form in self.forms:
+            if any(root(old).name in self.targets for old in form.stand_ins):
+                continue  # it leaves for the host, and no alternative says so
+            made = [self.op_of(n) for n in form.nodes if _makes_op(n)]
+            touched = {name for _, reader in form.redirected() for name in ops_of.get(reader, ())}
+            changes = [self.change(base[name], form) for name in base if name in touched]
+            replaced = self.replaced_outputs(form, outputs)
+            changes = [change for change in changes if change is not None]
+            if changes or replaced:
+                ops = tuple(op for op in made if op is not None)
+                found.append(Alternative(form.name, ops, tuple(filter(None, changes)), replaced))
+        return tuple(found)
+
+    def replaced_outputs(self, form: Form, outputs: Sequence[str]) -> tuple[tuple[str, str], ...]:
+        """(old, new) names of the outputs that are others in the form."""
+        joint, found = self.joint, dict[str, str]()
+        for results, early in ((joint.forward_outputs, True), (joint.backward_outputs, False)):
+            for result in results:
+                old, new = root(result), form.root_of_result(result, early)
+                if old is not new and old.name in outputs and self.rule.is_value(new):
+                    found[old.name] = new.name
+        return tuple(found.items())
+
+    def change(self, op: Op, form: Form) -> Change | None:
+        """What the op reads and takes in the form; None where that is the same."""
+        cone = self.cones[op.name]
+        inside, reads = self.cone(tuple(cone.sinks), form)
+        names = {node.name for node in reads}
+        before = set(op.reads)
+        if names == before and inside == {*cone.nodes}:
+            return None
+        nodes = tuple(sorted(inside, key=self.position.__getitem__))
+        traffic = sum(self.size(node) for node in (*reads, *cone.values))
+        return Change(
+            op.name,
+            drops=tuple(name for name in op.reads if name not in names),
+            adds=tuple(sorted(names - before)),
+            time_us=self.timer(nodes, traffic) - op.time_us,
+        )
+
+
+def _makes_op(node: fx.Node) -> bool:
+    return node.op == "call_function" and node.target is not operator.getitem and not is_view(node)
 
 
 def lives_on_host(node: fx.Node) -> bool:
@@ -288,21 +359,24 @@ def estimate(
     fused: bool,
     device: str,
     name: str,
+    forms: Sequence[Form] = (),
 ) -> Estimate:
-    """The problem of a joint graph.
+    """The problem of a joint graph, with the forms that stand in it as alternatives.
 
     ``fused`` tells whether the graph goes through Inductor or runs node by node. Bytes are
     those on ``device``; times are the timer's microseconds; ``workspace`` gives the scratch
     bytes of a library call.
     """
-    rule = materialise(joint, fused=fused)
-    builder = _Builder(joint, rule, timer, workspace, device)
+    stand_ins = {new: old for form in forms for old, new in form.stand_ins.items()}
+    others = {node: stand_ins.get(node) for form in forms for node in form.nodes}
+    rule = materialise(joint, fused=fused, others=others)
+    builder = _Builder(joint, rule, timer, workspace, device, forms)
     builder.collect()
     primals = [n for n in joint.primals if is_tensor(n)]
     tangents = [n for n in joint.tangents if is_tensor(n)]
     for node in (*primals, *tangents):
         builder.bytes[node.name] = builder.size(node)
-    order = _base_order(builder.ops)
+    order = _base_order(dict(builder.ops))
     first_backward = next((i for i, op in enumerate(order) if op.phase == "backward"), len(order))
     arrival = Op(TANGENTS, (), tuple(n.name for n in tangents), 0.0, 0, "backward", False)
     order.insert(first_backward, arrival)
@@ -310,6 +384,7 @@ def estimate(
     kept = [root(n) for n in (*joint.forward_outputs, *joint.backward_outputs) if n not in moved]
     outputs = _distinct([n.name for n in kept if rule.is_value(n)])
     host = (*builder.sources, *builder.targets)
+    alternatives = builder.alternatives(outputs)
     problem = Problem(
         name=name,
         values=tuple(Value(key, size) for key, size in builder.bytes.items()),
@@ -318,6 +393,7 @@ def estimate(
         outputs=_distinct([*outputs, *(n.name for n in tangents)]),
         host=host,
         copies=Copies(0.0, 0.0, only_host=True) if host else None,
+        alternatives=alternatives,
     )
     node_of = {n.name: n for n in joint.module.graph.nodes if n.name in builder.bytes}
     return Estimate(

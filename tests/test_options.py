@@ -142,6 +142,8 @@ ENVIRONMENT = {
     "FXREMAT_OFFLOAD": "1",
     "FXREMAT_HOST_MEMORY_BUDGET": "3GiB",
     "FXREMAT_HOST_BANDWIDTH": "25GB/s",
+    "FXREMAT_VARIANTS": "none",
+    "FXREMAT_ALLOW_LOSSY": "1",
     "FXREMAT_OBJECTIVE": "energy",
     "FXREMAT_MOST_TIME": "1.25",
     "FXREMAT_OP_TIMES": "measured",
@@ -151,7 +153,7 @@ ENVIRONMENT = {
 
 
 def test_every_variable_is_read() -> None:
-    given = (2**32, 2**30, "aot_eager", "greedy", 1.5, True, 3 * 2**30, 25 * 10**9)
+    given = (2**32, 2**30, "aot_eager", "greedy", 1.5, True, 3 * 2**30, 25 * 10**9, (), True)
     read = Options(*given, "energy", 1.25, "measured", False, "there")
     assert parse(ENVIRONMENT) == read
     assert set(ENVIRONMENT) == {row.variable for row in list_options() if row.variable}

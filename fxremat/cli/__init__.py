@@ -4,10 +4,11 @@
     python -m fxremat solve problem.json --budget 80% --out plan.json
     python -m fxremat check problem.json plan.json --budget 80%
     python -m fxremat pareto problem.json --picture front.svg
+    python -m fxremat variants
 
 A command is a file with ``add``, which describes it to the parser, and ``run``. Exit status: 0 if
 all is well, 1 if the answer is no (nothing fits, a check fails), 2 if what was given is wrong.
-Only ``trace`` needs torch.
+Only ``trace`` and ``variants`` need torch.
 """
 
 from __future__ import annotations
@@ -17,7 +18,7 @@ import sys
 from collections.abc import Sequence
 from typing import NoReturn
 
-from fxremat.cli import check, pareto, solve, trace
+from fxremat.cli import check, pareto, solve, trace, variants
 from fxremat.cli.errors import UsageError
 from fxremat.core.problem import InvalidProblem
 from fxremat.planner import Refused
@@ -36,7 +37,7 @@ def make_parser() -> argparse.ArgumentParser:
     parser = _Parser(prog="python -m fxremat", description="Plans for a byte budget.")
     parser.add_argument("--version", action="version", version=f"fxremat {__version__}")
     commands = parser.add_subparsers(title="commands", required=True, metavar="COMMAND")
-    for command in (trace, solve, check, pareto):
+    for command in (trace, solve, check, pareto, variants):
         command.add(commands)
     return parser
 

@@ -10,7 +10,7 @@ from __future__ import annotations
 
 import argparse
 import importlib
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from dataclasses import replace
 from typing import TYPE_CHECKING, Any
 
@@ -52,6 +52,13 @@ def add(commands: Commands) -> None:
         action="store_true",
         help="with --device: values may move to host memory and back, as fast as there",
     )
+    parser.add_argument(
+        "--variants",
+        metavar="NAMES",
+        default="none",
+        help="forms of operators to choose from: 'all', or names with commas (see: variants)",
+    )
+    parser.add_argument("--allow-lossy", action="store_true", help="lossy ones among 'all', too")
     parser.set_defaults(run=run)
 
 
@@ -66,7 +73,7 @@ def run(given: argparse.Namespace) -> int:
         model, inputs = _model_and_inputs(given.function, make())
         try:
             problem = trace_problem(
-                given.function, model, inputs, given.mode, given.workspaces, spec
+                given.function, model, inputs, given.mode, given.workspaces, spec, _rules(given)
             )
         except NotTraceable as error:
             raise UsageError(str(error)) from error
@@ -75,10 +82,24 @@ def run(given: argparse.Namespace) -> int:
         copies = Copies(rate, rate, COPY_LATENCY_US, energy_uj=spec.host_nj_per_byte / 1000)
         problem = replace(problem, copies=copies)
     print(f"problem   {problem.name}: {len(problem.ops)} ops, {len(problem.values)} values")
+    if problem.alternatives:
+        print(f"variants  {len(problem.alternatives)} other forms of ops")
     print(f"resident  {sized(problem.resident_bytes)}")
     print(f"keep-all  {sized(keep_all_peak(problem))} at the peak")
     files.write_json(given.out, problem_to_json(problem))
     return 0
+
+
+def _rules(given: argparse.Namespace) -> Sequence[Any]:
+    from fxremat.errors import InvalidOption
+    from fxremat.option_values import Given, read_variants
+    from fxremat.passes.variants import rules_named
+
+    try:
+        names = read_variants(Given("variants", given.variants, None, None, None))
+    except InvalidOption as error:
+        raise UsageError(" ".join(str(error).split())) from error
+    return rules_named(names, allow_lossy=given.allow_lossy or bool(names))
 
 
 def _spec(name: str | None) -> DeviceSpec | None:
@@ -123,9 +144,10 @@ def trace_problem(
     mode: str,
     workspaces: bool,
     spec: DeviceSpec | None = None,
+    rules: Sequence[Any] = (),
 ) -> Problem:
     """The problem of one training step; see `fxremat.tracing.trace_step`."""
     from fxremat.tracing import trace_step
 
-    step = trace_step(name, model, inputs, mode=mode, workspaces=workspaces, spec=spec)
+    step = trace_step(name, model, inputs, mode=mode, workspaces=workspaces, spec=spec, rules=rules)
     return step.found.problem

@@ -1,0 +1,23 @@
+"""``variants``: the forms of operators there are, a line each."""
+
+from __future__ import annotations
+
+import argparse
+
+from fxremat.cli.arguments import Commands
+
+
+def add(commands: Commands) -> None:
+    """Describe the command."""
+    parser = commands.add_parser("variants", help="list the forms of operators there are")
+    parser.set_defaults(run=run)
+
+
+def run(given: argparse.Namespace) -> int:
+    """Print the table."""
+    from fxremat.passes.variants import RULES
+
+    width = max(len(rule.name) for rule in RULES)
+    for rule in RULES:
+        print(f"{rule.name:{width}}  {'lossy' if rule.lossy else 'exact'}  {rule.line}")
+    return 0

@@ -1,0 +1,217 @@
+"""Other forms of ops beside the ops of a joint graph: put in to choose from, taken once chosen.
+
+    h ── gelu ── y ── mm            h ── gelu ── y ── mm            h ── other ── y' ── mm
+                                    h ── other ── y'
+    the graph                       offered                         taken
+
+A reader takes a stand-in in place of the old node unless the stand-in is computed from it. What a
+stand-in of the backward replaces is replaced in the backward alone. What is not needed any more
+once forms are taken is removed.
+"""
+
+from __future__ import annotations
+
+import re
+from collections.abc import Iterable, Iterator, Mapping, Sequence
+from dataclasses import dataclass, replace
+
+from torch import fx
+
+from fxremat import compat
+from fxremat.passes.joint_graph import IN_FORWARD, JointGraph, Role, is_view, read_joint_graph
+from fxremat.passes.rule import Rule, Site
+
+
+@dataclass(frozen=True)
+class Form:
+    """A site whose nodes stand in a graph."""
+
+    name: str
+    nodes: tuple[fx.Node, ...]
+    stand_ins: Mapping[fx.Node, fx.Node]
+    computed_from: Mapping[fx.Node, frozenset[fx.Node]]
+    """Of each stand-in: everything that it is computed from."""
+    late: frozenset[fx.Node]
+    """Stand-ins of the backward."""
+    early: frozenset[fx.Node]
+    """Old readers that run in the forward."""
+
+    def replaces(self, reader: fx.Node, old: fx.Node) -> bool:
+        """Whether ``reader`` reads the stand-in of ``old`` in this form."""
+        new = self.stand_ins[old]
+        return reader not in self.computed_from[new] and not (
+            new in self.late and reader in self.early
+        )
+
+    def read_by(self, reader: fx.Node, source: fx.Node) -> fx.Node:
+        """What ``reader`` reads in place of ``source``."""
+        if source in self.stand_ins and self.replaces(reader, source):
+            return self.stand_ins[source]
+        return source
+
+    def redirected(self) -> Iterator[tuple[fx.Node, fx.Node]]:
+        """(old node, reader) for all readers that read a stand-in; results of the graph apart."""
+        for old in self.stand_ins:
+            for reader in old.users:
+                if reader.op != "output" and self.replaces(reader, old):
+                    yield old, reader
+
+    def result(self, old: fx.Node, of_forward: bool) -> fx.Node:
+        """What the graph returns in place of ``old``; the forward's has to be there by its end."""
+        new = self.stand_ins.get(old, old)
+        return old if of_forward and new in self.late else new
+
+    def root_of_result(self, old: fx.Node, of_forward: bool) -> fx.Node:
+        """The node that owns the storage which the graph returns in place of that of ``old``."""
+        node = self.result(old, of_forward)
+        while is_view(node):
+            node = self.read_by(node, node.all_input_nodes[0])
+        return node
+
+
+@dataclass(frozen=True)
+class Offer:
+    """A copy of the joint graph with all forms beside the ops."""
+
+    joint: JointGraph
+    forms: tuple[Form, ...]
+
+
+def find_sites(joint: JointGraph, rules: Sequence[Rule]) -> tuple[Site, ...]:
+    """Where the rules fit. The names of sites are unique."""
+    return tuple(site for rule in rules for site in rule.find(joint))
+
+
+def offer(joint: JointGraph, sites: Iterable[Site]) -> Offer:
+    """All sites put into a copy of the graph; nothing that was there reads what is new."""
+    copies: dict[fx.Node, fx.Node] = {}
+    module = compat.copy_module(joint.module, copies)
+    role = {copies[node]: role for node, role in joint.role.items() if node in copies}
+    role[module.graph.output_node()] = joint.role[joint.module.graph.output_node()]
+    returned = [copies[node] for node in joint.forward_outputs]
+    forms = tuple(_insert(module.graph, site, copies, role, returned) for site in sites)
+    module.graph.lint()
+    return Offer(_copied(joint, module, copies, role), forms)
+
+
+def take(joint: JointGraph, sites: Sequence[Site]) -> JointGraph:
+    """A copy of the graph in these forms, without what nobody needs any more."""
+    offered = offer(joint, sites)
+    graph, results = offered.joint.module.graph, list(offered.joint.results)
+    for form in offered.forms:
+        for node in form.nodes:
+            if offered.joint.role[node] is Role.FORWARD:
+                node.meta[IN_FORWARD] = True
+        for old, reader in list(form.redirected()):
+            reader.replace_input_with(old, form.stand_ins[old])
+        results = [
+            form.result(one, index < joint.num_forward_outputs) if isinstance(one, fx.Node) else one
+            for index, one in enumerate(results)
+        ]
+    _sort(graph)
+    graph.output_node().args = (tuple(results),)
+    graph.eliminate_dead_code()
+    graph.lint()
+    module = offered.joint.module
+    module.recompile()
+    return read_joint_graph(module, joint.num_forward_outputs)
+
+
+def _copied(
+    joint: JointGraph, module: fx.GraphModule, copies: Mapping[fx.Node, fx.Node],
+    role: dict[fx.Node, Role],
+) -> JointGraph:  # fmt: skip
+    results = tuple(copies[r] if isinstance(r, fx.Node) else r for r in joint.results)
+    return replace(
+        joint,
+        module=module,
+        role=role,
+        primals=tuple(copies[node] for node in joint.primals),
+        tangents=tuple(copies[node] for node in joint.tangents),
+        results=results,
+        mutated=frozenset(copies[node] for node in joint.mutated),
+    )
+
+
+def _insert(
+    graph: fx.Graph,
+    site: Site,
+    copies: Mapping[fx.Node, fx.Node],
+    role: dict[fx.Node, Role],
+    forward_results: Iterable[fx.Node],
+) -> Form:
+    before = set(graph.nodes)
+    found = site.insert(graph, copies)
+    stand_ins = {copies.get(old, old): new for old, new in found.items()}
+    nodes = tuple(node for node in graph.nodes if node not in before)
+    returned = {stand_ins[old] for old in forward_results if old in stand_ins}
+    role.update(_roles(graph, nodes, {*stand_ins.values()} - returned, role))
+    for index, node in enumerate(nodes):
+        node._rename(f"{re.sub('[^0-9a-zA-Z]+', '_', site.name)}_{index}")
+    return Form(
+        name=site.name,
+        nodes=nodes,
+        stand_ins=stand_ins,
+        computed_from={new: _ancestors(new) for new in stand_ins.values()},
+        late=frozenset(new for new in stand_ins.values() if role[new] is not Role.FORWARD),
+        early=frozenset(
+            reader for old in stand_ins for reader in old.users if role[reader] is Role.FORWARD
+        ),
+    )
+
+
+def _roles(
+    graph: fx.Graph,
+    nodes: Sequence[fx.Node],
+    for_backward: set[fx.Node],
+    known: dict[fx.Node, Role],
+) -> dict[fx.Node, Role]:
+    """The roles of new nodes: those that stand in the forward belong to it.
+
+    Between its last node and the first of the backward, a stand-in belongs to the forward only if
+    that returns it, any other node if it reads what was there before.
+    """
+    new, role = set(nodes), dict[fx.Node, Role]()
+    calls = [n for n in graph.nodes if n.op == "call_function" and n not in new]
+    position = {node: index for index, node in enumerate(graph.nodes)}
+    last = max((position[n] for n in calls if known[n] is Role.FORWARD), default=-1)
+    first = min((position[n] for n in calls if known[n] is Role.BACKWARD), default=len(position))
+    for node in nodes:
+        inputs = {role.get(source) or known[source] for source in node.all_input_nodes}
+        between = last < position[node] < first
+        kept = node not in for_backward and any(i not in new for i in node.all_input_nodes)
+        if Role.BACKWARD in inputs:
+            role[node] = Role.BACKWARD
+        elif position[node] > first or Role.LAZY in inputs or (between and not kept):
+            role[node] = Role.LAZY
+        else:
+            role[node] = Role.FORWARD
+    return role
+
+
+def _sort(graph: fx.Graph) -> None:
+    """Put what is read before what reads it; everything else stays in order."""
+    placed: set[fx.Node] = set()
+    for node in list(graph.nodes):
+        stack = [node]
+        while stack:
+            waiting = [i for i in stack[-1].all_input_nodes if i not in placed]
+            if waiting:
+                stack.extend(waiting)
+                continue
+            ready = stack.pop()
+            if ready not in placed:
+                placed.add(ready)
+                if ready is not node:
+                    node.prepend(ready)
+
+
+def _ancestors(node: fx.Node) -> frozenset[fx.Node]:
+    found = {node}
+    stack = [node]
+    while stack:
+        for source in stack.pop().all_input_nodes:
+            if source not in found:
+                found.add(source)
+                stack.append(source)
+    return frozenset(found)

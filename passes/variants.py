@@ -1,0 +1,24 @@
+"""The table of operator variants: each row a rule, by name.
+
+A row finds the sites of a joint graph where an op, or several, may take another form
+(`fxremat.passes.rule`); the planner decides where it does. Exact rows compute the same, bit for bit
+or up to rounding. Lossy rows store something inexactly and are used only if that is allowed.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterable
+
+from fxremat.passes.rule import Rule
+
+RULES: tuple[Rule, ...] = ()
+
+
+def rules_named(names: Iterable[str] | None, *, allow_lossy: bool) -> tuple[Rule, ...]:
+    """The rows of these names (None: all), without the lossy ones where they are not allowed."""
+    wanted = None if names is None else set(names)
+    return tuple(
+        rule
+        for rule in RULES
+        if (wanted is None or rule.name in wanted) and (allow_lossy or not rule.lossy)
+    )

@@ -1,0 +1,162 @@
+"""Other forms of ops: offered beside the ops of a joint graph, and taken."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator, Mapping, Sequence
+
+import pytest
+import torch
+from torch import fx
+
+from fxremat.core.alternatives import take as take_alternatives
+from fxremat.core.problem import Problem
+from fxremat.passes import forms
+from fxremat.passes.joint_graph import JointGraph, Role, is_tensor
+from fxremat.passes.memory_estimation import Estimate, estimate
+from fxremat.passes.rule import Rule, Site, StandIns, add_call
+from tests.graphs import Capture, batch, capture, mlp, no_workspace, unit_time
+
+aten = torch.ops.aten
+
+
+def _matmuls(joint: JointGraph) -> Iterator[Site]:
+    """mm(a, b) as (b^T a^T)^T."""
+    for node in joint.module.graph.nodes:
+        if node.target is aten.mm.default:
+            yield Site("transposed", f"transposed:{node.name}", _transposed(node))
+
+
+def _transposed(node: fx.Node) -> object:
+    def insert(graph: fx.Graph, copies: Mapping[fx.Node, fx.Node]) -> StandIns:
+        old = copies[node]
+        a, b = old.args
+        with graph.inserting_before(old.next):
+            left = add_call(graph, aten.permute.default, (b, [1, 0]), old)
+            right = add_call(graph, aten.permute.default, (a, [1, 0]), old)
+            product = add_call(graph, aten.mm.default, (left, right), old)
+            back = add_call(graph, aten.permute.default, (product, [1, 0]), old)
+            new = add_call(graph, aten.clone.default, (back,), old)
+        return {old: new}
+
+    return insert
+
+
+def _saved(joint: JointGraph) -> Iterator[Site]:
+    """What the backward reads of the forward, doubled in the forward and halved again."""
+    for node in joint.module.graph.nodes:
+        late = [u for u in node.users if joint.role.get(u, Role.FORWARD) is not Role.FORWARD]
+        is_float = is_tensor(node) and node.meta["val"].is_floating_point()
+        if node.op == "call_function" and is_float and joint.role[node] is Role.FORWARD:
+            late = [user for user in late if user.op != "output"]
+            if late:
+                yield Site("doubled", f"doubled:{node.name}", _doubled(node, late))
+
+
+def _doubled(node: fx.Node, late: Sequence[fx.Node]) -> object:
+    def insert(graph: fx.Graph, copies: Mapping[fx.Node, fx.Node]) -> StandIns:
+        old = copies[node]
+        first = min((copies[user] for user in late), key=list(graph.nodes).index)
+        with graph.inserting_before(old.next):
+            double = add_call(graph, aten.mul.Tensor, (old, 2.0), old)
+        with graph.inserting_before(first):
+            new = add_call(graph, aten.mul.Tensor, (double, 0.5), old)
+        return {old: new}
+
+    return insert
+
+
+RULES = (
+    Rule("transposed", "a matmul of transposed operands", _matmuls),  # type: ignore[arg-type]
+    Rule("doubled", "saved values doubled", _saved),  # type: ignore[arg-type]
+)
+
+
+def seen(fused: bool = False) -> Capture:
+    return capture(mlp(8, 3), (batch(4, 8),), fused=fused)
+
+
+def problem_of(joint: JointGraph, fused: bool, given: Sequence[forms.Form] = ()) -> Problem:
+    return estimated(joint, fused, given).problem
+
+
+def estimated(joint: JointGraph, fused: bool, given: Sequence[forms.Form] = ()) -> Estimate:
+    return estimate(
+        joint, unit_time, no_workspace, fused=fused, device="cpu", name="test", forms=given
+    )
+
+
+def run(joint: JointGraph, inputs: Sequence[torch.Tensor]) -> list[torch.Tensor]:
+    found = fx.Interpreter(joint.module).run(*inputs)
+    return [r for r in found if isinstance(r, torch.Tensor)]
+
+
+def inputs_of(joint: JointGraph) -> list[torch.Tensor]:
+    torch.manual_seed(0)
+    return [torch.randn(n.meta["val"].shape) for n in (*joint.primals, *joint.tangents)]
+
+
+def test_offering_changes_nothing() -> None:
+    joint = seen().joint
+    sites = forms.find_sites(joint, RULES)
+    offered = forms.offer(joint, sites)
+    assert len(offered.forms) == len(sites) > 6
+    plain, union = problem_of(joint, False), problem_of(offered.joint, False, offered.forms)
+    assert union.ops == plain.ops
+    assert union.outputs == plain.outputs
+    assert {one.name for one in union.alternatives} == {site.name for site in sites}
+    assert str(joint.module.graph) == str(seen().joint.module.graph)
+
+
+@pytest.mark.parametrize("fused", [False, True])
+def test_an_alternative_says_what_the_graph_is_once_it_is_taken(fused: bool) -> None:
+    joint = seen(fused).joint
+    sites = forms.find_sites(joint, RULES)
+    offered = forms.offer(joint, sites)
+    union = problem_of(offered.joint, fused, offered.forms)
+    for one in union.alternatives:
+        site = next(site for site in sites if site.name == one.name)
+        real = problem_of(forms.take(joint, [site]), fused)
+        said = take_alternatives(union, [one.name])
+        assert {(op.name, frozenset(op.reads), op.writes) for op in said.ops} == {
+            (op.name, frozenset(op.reads), op.writes) for op in real.ops
+        }, one.name
+        assert said.outputs == real.outputs
+
+
+@pytest.mark.parametrize("fused", [False, True])
+def test_taken_forms_compute_the_same(fused: bool) -> None:
+    joint = seen(fused).joint
+    sites = forms.find_sites(joint, RULES)
+    inputs = inputs_of(joint)
+    expected = run(joint, inputs)
+    doubled = [site for site in sites if site.rule == "doubled"]
+    for chosen in (doubled, [sites[0]], [sites[-1]], [s for s in sites if s.rule == "transposed"]):
+        taken = forms.take(joint, chosen)
+        for one, other in zip(expected, run(taken, inputs), strict=True):
+            torch.testing.assert_close(one, other)
+
+
+def test_what_is_not_needed_any_more_is_gone() -> None:
+    joint = seen().joint
+    matmuls = [n for n in joint.module.graph.nodes if n.target is aten.mm.default]
+    site = next(s for s in forms.find_sites(joint, RULES) if s.rule == "transposed")
+    taken = forms.take(joint, [site])
+    names = {n.name for n in taken.module.graph.nodes}
+    assert matmuls[0].name not in names
+    assert len([n for n in taken.module.graph.nodes if n.target is aten.mm.default]) == len(matmuls)
+
+
+def test_what_is_saved_in_another_form_is_made_in_the_forward() -> None:
+    joint = seen().joint
+    sites = [s for s in forms.find_sites(joint, RULES) if s.rule == "doubled"]
+    taken = forms.take(joint, [sites[0]])
+    made = [n for n in taken.module.graph.nodes if n.target is aten.mul.Tensor and n.args[1] == 2.0]
+    back = [n for n in taken.module.graph.nodes if n.target is aten.mul.Tensor and n.args[1] == 0.5]
+    assert [taken.role[n] for n in made] == [Role.FORWARD]
+    assert taken.role[back[0]] is Role.LAZY
+    forward = [u for u in made[0].args[0].users if u is not made[0]]  # type: ignore[union-attr]
+    assert all(taken.role[u] is Role.FORWARD for u in forward)
+
+
+def test_no_rules_find_no_sites() -> None:
+    assert forms.find_sites(seen().joint, ()) == ()
