@@ -1,0 +1,236 @@
+"""Floats in fewer bits, and random sketches: what is saved where gradients may be approximate.
+
+**Blocks** (`quantised`): BLOCK values in the order of memory share a least value and a step, the
+range of the block divided by the number of steps, ``2**bits - 1``. A value becomes the number of
+steps above the least, rounded down after adding noise from [0, 1): unbiased, and off by less than
+one step (as in ActNN, Chen et al. 2021, arXiv 2104.14129, section 3.2). The arithmetic is float32,
+or float64 for values of that type, which adds its own rounding. A block that holds an infinity or
+NaN gives NaN throughout, so that it does not go unseen.
+
+**fp8** (`as_fp8`): BLOCK values share a scale, their largest magnitude divided by 448; a value
+divided by it is rounded to the nearest of torch.float8_e4m3fn. The error is at most 1/16 of the
+value (half a step of three bits of mantissa), or 2**-10 scales where the value is tiny.
+
+**Levels** (`levels_of`): which of the intervals between given boundaries a value lies in, in
+planes of bits; with it a table of what to read in place of the value. NaN lies in the last.
+
+**Sketches** (`sketch`): ``S @ x`` for a matrix S of random signs, over the root of the number of
+rows. ``E[S.T @ S]`` is the identity, so ``(S @ x).T @ (S @ y)`` is an unbiased estimate of
+``x.T @ y`` (Bershatsky et al. 2022, arXiv 2201.13195, section 2). S is never stored: a piece of
+its columns at a time is made from a hash.
+
+**Noise** is a hash of a counter and a seed, so that it takes nothing from the user's generators,
+and a call that runs again gives the same. The seed is a number that is given, mixed with the bits
+of some of the values: what is fixed in the graph would otherwise be the same in each step.
+
+Scratch memory is that of one piece of CHUNK elements: at most BYTES_PER_ELEMENT each in
+`quantised`, and less elsewhere, besides a copy where memory is not dense. Whoever plans measures
+it (`fxremat.workspace`).
+"""
+
+from __future__ import annotations
+
+import torch
+
+from fxremat.runtime.bits import flat, pack_into, packed_bytes, pieces
+from fxremat.runtime.kernels import define
+
+BLOCK = 128
+CHUNK = 1 << 18
+BYTES_PER_ELEMENT = 27
+FP8 = torch.float8_e4m3fn
+FP8_LARGEST = 448.0
+SAMPLES = 256
+"""So many values are looked at to tell one step of training from the next."""
+
+_MASK = 0xFFFFFFFF
+_WORD = 32
+
+
+# --- noise -------------------------------------------------------------------------------
+
+
+def mixed(counter: torch.Tensor) -> torch.Tensor:
+    """32 random bits for each int64 of ``counter``, which is overwritten.
+
+    Two rounds of shift, xor and multiply on 32 bits. Both factors are below 2**31, so that no
+    product leaves 63 bits.
+    """
+    counter.bitwise_and_(_MASK)
+    for shift, factor in ((16, 0x21F0AAAD), (15, 0x735A2D97)):
+        counter.bitwise_xor_(counter >> shift).mul_(factor).bitwise_and_(_MASK)
+    return counter.bitwise_xor_(counter >> 15)
+
+
+def salt_of(x: torch.Tensor, seed: int) -> torch.Tensor:
+    """The seed and the bits of some values of the flat ``x``, mixed into 32 bits."""
+    every = max(1, x.numel() // SAMPLES)
+    integer = {1: torch.uint8, 2: torch.int16, 4: torch.int32, 8: torch.int64}[x.dtype.itemsize]
+    sample = x[::every][:SAMPLES].contiguous().view(integer).to(torch.int64, copy=True)
+    weight = torch.arange(sample.numel(), device=x.device).mul_(2).add_(1)
+    total = sample.bitwise_and_(_MASK).mul_(weight).sum().reshape(1)
+    return mixed(total.add_((seed * 0x2545F491 + 0x1B873593) & _MASK))
+
+
+def _uniform(start: int, end: int, salt: torch.Tensor, dtype: torch.dtype) -> torch.Tensor:
+    """Noise in [0, 1) for the elements of a range, in steps of 2**-24."""
+    counter = torch.arange(start, end, device=salt.device)
+    bits = mixed(mixed(counter.add_(0x9E3779B9)).bitwise_xor_(salt))
+    return bits.bitwise_right_shift_(8).to(dtype).mul_(2.0**-24)
+
+
+# --- blocks ------------------------------------------------------------------------------
+
+
+def _blocks(count: int) -> int:
+    return -(-count // BLOCK)
+
+
+def _exact(dtype: torch.dtype) -> torch.dtype:
+    return torch.float64 if dtype == torch.float64 else torch.float32
+
+
+def _rows(x: torch.Tensor, start: int, end: int) -> torch.Tensor:
+    """Blocks of the flat ``x`` as rows, in float; the last is filled up with its last value."""
+    piece = x[start * BLOCK : end * BLOCK].to(_exact(x.dtype), copy=True)
+    missing = (end - start) * BLOCK - piece.numel()
+    if missing:
+        piece = torch.cat([piece, piece[-1:].expand(missing)])
+    return piece.view(-1, BLOCK)
+
+
+def _halves(codes: torch.Tensor) -> torch.Tensor:
+    """Two codes of four bits to a byte, the first in the lower half."""
+    return codes[:, 0::2] | (codes[:, 1::2] << 4)
+
+
+def _quantised(x: torch.Tensor, bits: int, seed: int) -> tuple[torch.Tensor, torch.Tensor]:
+    codes, scales = _quantised_like(x, bits, seed)
+    x = flat(x)
+    salt = salt_of(x, seed)
+    for start, end in pieces(_blocks(x.numel()), CHUNK // BLOCK):
+        rows = _rows(x, start, end)
+        least, largest = rows.aminmax(dim=1)
+        step = (largest - least).div_(2**bits - 1)
+        scales[0, start:end], scales[1, start:end] = step, least
+        divisor = torch.where(step > 0, step, 1.0)
+        noise = _uniform(start * BLOCK, end * BLOCK, salt, rows.dtype).view(-1, BLOCK)
+        rows.sub_(least[:, None]).div_(divisor[:, None]).add_(noise).floor_()
+        found = rows.nan_to_num_(0).clamp_(0, 2**bits - 1).to(torch.uint8)
+        codes[start:end] = found if bits == 8 else _halves(found)
+    return codes, scales
+
+
+def _quantised_like(x: torch.Tensor, bits: int, seed: int) -> tuple[torch.Tensor, torch.Tensor]:
+    blocks = _blocks(x.numel())
+    codes = x.new_empty((blocks, BLOCK * bits // 8), dtype=torch.uint8)
+    return codes, x.new_empty((2, blocks), dtype=_exact(x.dtype))
+
+
+def _as_fp8(x: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
+    codes, scales = _as_fp8_like(x)
+    x = flat(x)
+    for start, end in pieces(_blocks(x.numel()), CHUNK // BLOCK):
+        rows = _rows(x, start, end)
+        scale = rows.abs().amax(dim=1).div_(FP8_LARGEST)
+        scales[start:end] = scale
+        divisor = torch.where(scale > 0, scale, 1.0)
+        found = rows.div_(divisor[:, None]).clamp_(-FP8_LARGEST, FP8_LARGEST)
+        codes[start:end] = found.to(FP8)
+    return codes, scales
+
+
+def _as_fp8_like(x: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
+    blocks = _blocks(x.numel())
+    codes = x.new_empty((blocks, BLOCK), dtype=FP8)
+    return codes, x.new_empty((blocks,), dtype=_exact(x.dtype))
+
+
+# --- levels ------------------------------------------------------------------------------
+
+
+def _bits_for(levels: list[float]) -> int:
+    return (len(levels) - 1).bit_length()
+
+
+def _levels_of(
+    x: torch.Tensor, boundaries: list[float], levels: list[float]
+) -> tuple[torch.Tensor, torch.Tensor]:
+    planes, table = _levels_of_like(x, boundaries, levels)
+    table.copy_(torch.tensor(levels, dtype=table.dtype))
+    x = flat(x)
+    edges = torch.tensor(boundaries, dtype=table.dtype).to(x.device)
+    for start, end in pieces(x.numel(), CHUNK):
+        code = torch.bucketize(x[start:end].to(table.dtype), edges, out_int32=True)
+        for bit, plane in enumerate(planes):
+            ones = (code >> bit).bitwise_and_(1).to(torch.uint8)
+            pack_into(ones, plane[start // 8 : packed_bytes(end)])
+    return planes, table
+
+
+def _levels_of_like(
+    x: torch.Tensor, boundaries: list[float], levels: list[float]
+) -> tuple[torch.Tensor, torch.Tensor]:
+    planes = x.new_empty((_bits_for(levels), packed_bytes(x.numel())), dtype=torch.uint8)
+    return planes, x.new_empty((len(levels),), dtype=_exact(x.dtype))
+
+
+# --- sketches ----------------------------------------------------------------------------
+
+
+def _signs(rows: int, start: int, end: int, salt: torch.Tensor, dtype: torch.dtype) -> torch.Tensor:
+    """Columns of S, transposed: a sign for each of ``rows``, for each column of a range."""
+    words = -(-rows // _WORD)
+    counter = torch.arange(start * words, end * words, device=salt.device)
+    bits = mixed(mixed(counter.add_(0x9E3779B9)).bitwise_xor_(salt))
+    shifts = torch.arange(_WORD, device=salt.device)
+    ones = (bits[:, None] >> shifts).bitwise_and_(1).view(end - start, words * _WORD)
+    return ones[:, :rows].to(dtype).mul_(2 * rows**-0.5).sub_(rows**-0.5)
+
+
+def sketch_with(x: torch.Tensor, rows: int, salt: torch.Tensor) -> torch.Tensor:
+    """``S @ x``, summed in float32 or better."""
+    total = x.new_zeros((rows, x.shape[1]), dtype=_exact(x.dtype))
+    for start, end in pieces(x.shape[0], max(1, CHUNK // rows)):
+        signs = _signs(rows, start, end, salt, total.dtype)
+        total.addmm_(signs.t(), x[start:end].to(total.dtype))
+    return total.to(x.dtype)
+
+
+def _sketch(x: torch.Tensor, rows: int, seed: int) -> tuple[torch.Tensor, torch.Tensor]:
+    salt = salt_of(flat(x), seed)
+    return sketch_with(x, rows, salt), salt
+
+
+def _sketch_like(x: torch.Tensor, rows: int, seed: int) -> tuple[torch.Tensor, torch.Tensor]:
+    return x.new_empty((rows, x.shape[1])), x.new_empty((1,), dtype=torch.int64)
+
+
+def _sketch_again(x: torch.Tensor, rows: int, salt: torch.Tensor) -> torch.Tensor:
+    return sketch_with(x, rows, salt)
+
+
+def _sketch_again_like(x: torch.Tensor, rows: int, salt: torch.Tensor) -> torch.Tensor:
+    return x.new_empty((rows, x.shape[1]))
+
+
+def _sketch_flops(x: list[int], rows: int, *_: object, **__: object) -> int:
+    return 2 * rows * x[0] * x[1]
+
+
+quantised = define(
+    "quantised", "(Tensor x, int bits, int seed) -> (Tensor, Tensor)", _quantised, _quantised_like
+)
+as_fp8 = define("as_fp8", "(Tensor x) -> (Tensor, Tensor)", _as_fp8, _as_fp8_like)
+levels_of = define(
+    "levels_of", "(Tensor x, float[] boundaries, float[] levels) -> (Tensor, Tensor)",
+    _levels_of, _levels_of_like,
+)  # fmt: skip
+sketch = define(
+    "sketch", "(Tensor x, int rows, int seed) -> (Tensor, Tensor)", _sketch, _sketch_like,
+    flops=_sketch_flops,
+)  # fmt: skip
+sketch_again = define(
+    "sketch_again", "(Tensor x, int rows, Tensor salt) -> Tensor", _sketch_again,
+    _sketch_again_like, flops=_sketch_flops,
+)  # fmt: skip
