@@ -20,7 +20,7 @@ from .models import MODELS, SIZES
 from .picture import Point, draw, points_of
 from .rows import table
 from .runner import Case, Timing, run_case
-from .variants import VARIANTS, choose_variants
+from .ways import VARIANTS, choose_variants
 
 
 def parse_arguments() -> argparse.Namespace:

@@ -7,7 +7,7 @@ from pathlib import Path
 from .rows import format_table
 from .runner import Case, Runner, Timing, load_gradients
 from .training import gradient_error
-from .variants import REFERENCE, Variant
+from .ways import REFERENCE, Variant
 
 
 @dataclass(frozen=True)

@@ -16,7 +16,7 @@ import torch
 from .models import build
 from .rows import format_table
 from .training import IMPOSSIBLE_BYTES, Infeasible, Training, prepare
-from .variants import VARIANTS
+from .ways import VARIANTS
 
 MIB = 2**20
 BUDGET_PART = 0.5

@@ -15,7 +15,7 @@ from torch.utils.checkpoint import checkpoint
 
 from .nets.language import GPT, LSTM, EncoderDecoder, Llama
 from .nets.layers import Network
-from .nets.vision import Mixer, ResNet, UNet, ViT
+from .nets.vision import VGG, Mixer, ResNet, UNet, ViT
 
 SIZES = ("small", "deep", "gpu")
 
@@ -88,6 +88,11 @@ MODELS: dict[str, dict[str, Config]] = {
         "deep": _config(ResNet, 8, blocks=(3, 4, 6, 3), width=16, resolution=128, classes=100),
         "gpu": _config(ResNet, 768, blocks=(3, 4, 6, 3), width=64, resolution=224, classes=1000),
     },
+    "vgg": {
+        "small": _config(VGG, 16, stages=(1, 1, 2), width=16, resolution=64, classes=100),
+        "deep": _config(VGG, 8, stages=(2, 2, 3, 3, 3), width=16, resolution=64, classes=100),
+        "gpu": _config(VGG, 176, stages=(2, 2, 3, 3, 3), width=64, resolution=224, classes=1000),
+    },
     "unet": {
         "small": _config(UNet, 8, levels=3, width=16, resolution=64, classes=8),
         "deep": _config(UNet, 4, levels=5, width=8, resolution=128, classes=8),
@@ -127,6 +132,9 @@ MODELS: dict[str, dict[str, Config]] = {
     },
     "gpt16": {
         "exact": _config(GPT, 8, layers=16, width=128, heads=4, length=128, vocabulary=1000),
+    },
+    "gpt50k": {
+        "exact": _config(GPT, 8, layers=4, width=256, heads=4, length=256, vocabulary=50257),
     },
     "gpt6": {
         "exact": _config(GPT, 8, layers=6, width=256, heads=4, length=256, vocabulary=1000),

@@ -11,7 +11,7 @@ import torch
 
 from .models import build
 from .training import Training, prepare
-from .variants import VARIANTS
+from .ways import VARIANTS
 
 MIB = 2**20
 LIMITS_MIB = {"gpt16": 24.0, "gpt6": 60.0}

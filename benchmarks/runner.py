@@ -20,7 +20,7 @@ import torch
 
 from .rows import Row, add_ratios
 from .training import gradient_error
-from .variants import REFERENCE, Variant, budget_bytes
+from .ways import REFERENCE, Variant, budget_bytes
 
 ROOT = Path(__file__).resolve().parent.parent
 

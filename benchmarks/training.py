@@ -10,7 +10,7 @@ from torch import Tensor, nn
 
 from .models import with_checkpoint
 from .nets.layers import Network
-from .variants import Variant
+from .ways import Variant
 
 IMPOSSIBLE_BYTES = 2**20
 WARM_STEPS = 2

@@ -19,7 +19,7 @@ from fxremat.measure import held_bytes
 
 from .rows import format_table
 from .training import Infeasible, Training, gradient_error, prepare
-from .variants import VARIANTS
+from .ways import VARIANTS
 
 MIB = 2**20
 BATCH, LENGTH, VOCABULARY, WIDTH, LAYERS, HEADS = 8, 128, 1000, 128, 3, 4

@@ -14,7 +14,7 @@ import torch
 
 from .models import build
 from .training import Infeasible, Training, collect_gradients, prepare
-from .variants import VARIANTS
+from .ways import VARIANTS
 
 OPTIMIZERS = {"sgd": torch.optim.SGD, "adamw": torch.optim.AdamW}
 LEARNING_RATE = {"sgd": 1e-2, "adamw": 1e-3}

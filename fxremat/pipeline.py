@@ -26,14 +26,14 @@ from fxremat.core.timeline import replay
 from fxremat.cost.device import DeviceSpec, device_spec
 from fxremat.cost.roofline import roofline_us
 from fxremat.errors import InfeasibleBudget, SolverRefused, VerificationFailed
-from fxremat.passes.forms import Form, find_sites, offer, take
+from fxremat.passes.forms import Form, Offer, find_sites, offer, take
 from fxremat.passes.joint_graph import JointGraph, is_tensor, read_joint_graph
-from fxremat.passes.memory_estimation import Estimate, OpTimer, estimate
+from fxremat.passes.memory_estimation import Estimate, OpTimer, estimate, nbytes
 from fxremat.passes.offload import add_before_putting
 from fxremat.passes.recompute import Rewritten, apply_plan
 from fxremat.passes.rule import Site
 from fxremat.passes.user_tags import obey_must_recompute, protect_mutated_inputs
-from fxremat.passes.variants import rules_named
+from fxremat.passes.variants import RULES, rules_named
 from fxremat.planner.cache import PlanCache
 from fxremat.rehearsal import Rehearsal, rehearse
 from fxremat.report.report import Report, Row
@@ -200,8 +200,9 @@ class _Run:
     static_inputs: Sequence[fx.Node]
     costs: _Costs
     clock: Clock
-    variants: tuple[str, ...] = ()
-    """The names of these forms."""
+    variants: tuple[Row, ...] = ()
+    """These forms, and the graph's problem without them."""
+    plain: Problem | None = None
     answers: dict[tuple[int, int | None, str], tuple[Problem, Plan]] = field(default_factory=dict)
     """What the planner said; with the problem, so that its id is given to no other."""
 
@@ -418,11 +419,12 @@ class _Forms:
 
     plain: _Run
     sites: tuple[Site, ...]
-    offered: Problem
+    offered: Offer
+    problem: Problem
 
     def fit(self, budget: int, solver: str) -> _Fitted | None:
         """The graph in the forms that are chosen for a budget; None where none are."""
-        names = self.plain.answer(budget, solver, self.offered).variants
+        names = self.plain.answer(budget, solver, self.problem).variants
         if not names:
             return None
         plain = self.plain
@@ -431,8 +433,22 @@ class _Forms:
             found = plain.costs.estimate(joint)
         index = {node.name: node for node in joint.primals}
         static = [index[node.name] for node in plain.static_inputs]
-        run = replace(plain, joint=joint, found=found, static_inputs=static, variants=names)
+        run = replace(
+            plain, joint=joint, found=found, static_inputs=static,
+            variants=tuple(map(_form_row, self._taken(names))), plain=plain.found.problem,
+        )  # fmt: skip
         return _Fitted(run, *_fit(run))
+
+    def _taken(self, names: Sequence[str]) -> list[Form]:
+        return [form for form in self.offered.forms if form.name in names]
+
+
+def _form_row(form: Form) -> Row:
+    """A form in the report: its rule, where it is, and the bytes that it stands in for."""
+    old = [node for node in form.stand_ins if is_tensor(node)]
+    where = describe(old[0]) if old else form.name
+    lossy = " (inexact)" if any(rule.lossy for rule in RULES if rule.name == form.rule) else ""
+    return Row(f"{form.name}{lossy}: {where}", sum(nbytes(node.meta["val"]) for node in old), 1)
 
 
 def _forms(run: _Run) -> _Forms | None:
@@ -443,7 +459,8 @@ def _forms(run: _Run) -> _Forms | None:
         if not sites:
             return None
         offered = offer(run.joint, sites)
-        return _Forms(run, sites, run.costs.estimate(offered.joint, offered.forms).problem)
+        problem = run.costs.estimate(offered.joint, offered.forms).problem
+        return _Forms(run, sites, offered, problem)
 
 
 def _fit_in_forms(run: _Run) -> _Fitted:
@@ -555,7 +572,8 @@ def _at_peak(run: _Run, split: Split) -> list[Row]:
 
 def _report(run: _Run, split: Split, rehearsals: int, graph: int) -> Report:
     problem, plan = run.found.problem, split.plan
-    full = replay(problem, keep_all(problem))
+    plain = run.plain or problem
+    full = replay(plain, keep_all(plain))
     least = run.answer(0, LEAST_SOLVER)
     sizes = problem.bytes_of
     saved = [
@@ -588,10 +606,11 @@ def _report(run: _Run, split: Split, rehearsals: int, graph: int) -> Report:
         predicted_peak_bytes=split.peak_bytes + held,
         minimum_peak_bytes=least.peak_bytes + held,
         held_bytes=held,
-        time_overhead=plan.time_us / problem.base_time_us - 1 if problem.base_time_us else 0.0,
+        time_overhead=plan.time_us / plain.base_time_us - 1 if plain.base_time_us else 0.0,
         saved=tuple(saved),
         recomputed=tuple(recomputed),
         moved=tuple(moved),
+        variants=run.variants,
         host_peak_bytes=replay(problem, plan.steps).host_peak_bytes,
         at_peak=tuple(_at_peak(run, split)[:20]),
         timeline=_live_bytes(run, split),

@@ -27,6 +27,7 @@ class Form:
     """A site whose nodes stand in a graph."""
 
     name: str
+    rule: str
     nodes: tuple[fx.Node, ...]
     stand_ins: Mapping[fx.Node, fx.Node]
     computed_from: Mapping[fx.Node, frozenset[fx.Node]]
@@ -150,6 +151,7 @@ def _insert(
         node._rename(f"{re.sub('[^0-9a-zA-Z]+', '_', site.name)}_{index}")
     return Form(
         name=site.name,
+        rule=site.rule,
         nodes=nodes,
         stand_ins=stand_ins,
         computed_from={new: _ancestors(new) for new in stand_ins.values()},

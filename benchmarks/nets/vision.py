@@ -145,6 +145,35 @@ class ResNet(ImageClassifier):
         return children_of(self.blocks)
 
 
+class VGG(ImageClassifier):
+    """VGG with BatchNorm: 3x3 convolutions, each with BatchNorm and ReLU, and max-pools between.
+
+    (2, 2, 3, 3, 3) convolutions and width 64 are those of VGG-16; the head is one linear layer.
+    """
+
+    def __init__(self, stages: tuple[int, ...], width: int, resolution: int, classes: int) -> None:
+        super().__init__(resolution, classes)
+        self.stages = nn.ModuleList()
+        channels = RGB
+        for stage, count in enumerate(stages):
+            out = min(width << stage, 8 * width)
+            layers: list[nn.Module] = []
+            for _ in range(count):
+                layers += [conv_bn(channels, out, 3), nn.ReLU()]
+                channels = out
+            self.stages.append(nn.Sequential(*layers, nn.MaxPool2d(2)))
+        self.head = nn.Linear(channels, classes)
+
+    def forward(self, inputs: Tensor, targets: Tensor) -> Tensor:
+        x = inputs
+        for stage in self.stages:
+            x = stage(x)
+        return token_loss(self.head(x.mean(dim=(2, 3))), targets)
+
+    def checkpoint_blocks(self) -> Blocks:
+        return children_of(self.stages)
+
+
 class ConvPair(nn.Module):
     """Twice: 3x3 convolution, GroupNorm, SiLU."""
 

@@ -29,7 +29,9 @@ class Report:
     else that of the planned graph. ``minimum_peak_bytes`` is the least peak planned for; it is
     a bound on what can be asked for, by the model of the problem. ``time_overhead`` is the
     added time over the keep-all schedule's, as a fraction. ``timeline`` is bytes live per step.
-    ``moved`` are the values that go to host memory, and how often each comes back.
+    ``moved`` are the values that go to host memory, and how often each comes back. ``variants``
+    are the forms taken, with the bytes of what they stand in for; overhead and keep-all peak are
+    those of the graph without them.
     ``problem`` is what was planned; it is not written to JSON, so a report from a cache has none.
     """
 
@@ -50,6 +52,7 @@ class Report:
     plan: Plan
     rehearsals: int
     moved: tuple[Row, ...] = ()
+    variants: tuple[Row, ...] = ()
     host_peak_bytes: int = 0
     seconds: dict[str, float] = field(default_factory=dict)
     from_cache: bool = False
@@ -82,11 +85,12 @@ class Report:
         peak = format_bytes(self.predicted_peak_bytes)
         moved = f"{len(self.moved)} moved ({format_bytes(self.moved_bytes)}) | "
         moved = moved if self.moved else ""
+        forms = f"{len(self.variants)} variants | " if self.variants else ""
         return (
             f"fxremat: graph {self.graph}: {self.nodes} nodes, keep-all peak "
             f"{format_bytes(self.keep_all_peak_bytes)} -> {peak} of {budget} | "
             f"+{self.time_overhead:.1%} time | {runs} recomputed "
-            f"({format_bytes(self.recomputed_bytes)}) | {moved}{self.plan.solver} | "
+            f"({format_bytes(self.recomputed_bytes)}) | {moved}{forms}{self.plan.solver} | "
             f"{self.own_seconds:.1f} s{' (cached)' if self.from_cache else ''}"
         )
 
@@ -98,6 +102,7 @@ class Report:
         lines += _table("saved for the backward", self.saved)
         lines += _table("recomputed in the backward", self.recomputed)
         lines += _table("moved to host memory and back", self.moved)
+        lines += _table("in another form", self.variants)
         stages = ", ".join(f"{name} {value:.2f}" for name, value in self.seconds.items())
         return "\n".join([*lines, f"  seconds: {stages}"])
 
@@ -123,7 +128,7 @@ def report_to_json(report: Report) -> dict[str, Any]:
 
 def report_from_json(data: dict[str, Any]) -> Report:
     """A report read back; raises `KeyError` or `TypeError` where it is not one."""
-    tables = ("saved", "recomputed", "moved", "at_peak")
+    tables = ("saved", "recomputed", "moved", "variants", "at_peak")
     rows = {key: tuple(Row(**row) for row in data[key]) for key in tables}
     plan = Plan(**{**data["plan"], "steps": steps_from_json(data["plan"])})
     return Report(**{**data, **rows, "plan": plan, "timeline": tuple(data["timeline"])})
