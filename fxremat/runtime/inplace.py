@@ -1,0 +1,85 @@
+"""The operators that add a product to a tensor that is there, and the in-place forms of others.
+
+    addmm_into(acc, a, b)        acc += a @ b
+    baddbmm_into(acc, a, b)      the same for batches
+
+``acc`` may have any shape with as many elements: the product has theirs, in the same order. Memory
+is taken for no result; where a pass of the compiler has laid ``acc`` out otherwise, for a moment.
+
+`IN_PLACE` says of a call which other call writes the same result over its first argument. Authors
+of custom operators enter theirs with `declare_in_place`.
+"""
+
+from __future__ import annotations
+
+from typing import Any
+
+import torch
+
+from fxremat.compat import OpOverload
+
+_TAGS = (
+    # Inductor then neither pads the arguments nor, as a pass put the call in, forces strides.
+    torch.Tag.needs_exact_strides,
+    torch.Tag.pt2_compliant_tag,
+)
+
+
+def _addmm_into(acc: torch.Tensor, a: torch.Tensor, b: torch.Tensor) -> None:
+    _add(acc, (a.size(0), b.size(1)), torch.addmm, a, b)
+
+
+def _baddbmm_into(acc: torch.Tensor, a: torch.Tensor, b: torch.Tensor) -> None:
+    _add(acc, (a.size(0), a.size(1), b.size(2)), torch.baddbmm, a, b)
+
+
+def _add(acc: torch.Tensor, shape: Any, op: Any, a: torch.Tensor, b: torch.Tensor) -> None:
+    if acc.is_contiguous():
+        into = acc.view(shape)
+        op(into, a, b, out=into)
+    else:
+        acc.copy_(op(acc.reshape(shape), a, b).view(acc.shape))
+
+
+def _fake(acc: torch.Tensor, a: torch.Tensor, b: torch.Tensor) -> None:
+    """No new tensor."""
+
+
+def _define(name: str, real: Any) -> OpOverload:
+    qualified = f"fxremat::{name}"
+    torch.library.define(qualified, "(Tensor(a!) acc, Tensor a, Tensor b) -> ()", tags=_TAGS)
+    torch.library.impl(qualified, "default", torch.no_grad()(real))
+    torch.library.register_fake(qualified, _fake)
+    overload: OpOverload = getattr(torch.ops.fxremat, name).default
+    return overload
+
+
+addmm_into = _define("addmm_into", _addmm_into)
+"""``addmm_into(acc, a, b)``: add the matrix product of a and b to acc."""
+
+baddbmm_into = _define("baddbmm_into", _baddbmm_into)
+"""``baddbmm_into(acc, a, b)``: add the products of two batches of matrices to acc."""
+
+IN_PLACE: dict[OpOverload, OpOverload] = {
+    torch.ops.aten.addmm.default: addmm_into,
+    torch.ops.aten.baddbmm.default: baddbmm_into,
+    torch.ops.aten.index_put.default: torch.ops.aten.index_put_.default,
+}
+"""Call -> the call with the same arguments that writes its result over the first of them."""
+
+
+def declare_in_place(op: OpOverload, in_place: OpOverload) -> None:
+    """From now on `in_place` may stand for `op` where its first argument is not needed any more.
+
+    Both take the same arguments; ``op`` returns one tensor with sizes, strides and dtype of the
+    first, and ``in_place`` changes nothing but the first. ValueError where their schemas say
+    otherwise.
+    """
+    old, new = op._schema, in_place._schema
+    names = [[argument.name for argument in schema.arguments] for schema in (old, new)]
+    writes = [bool(a.alias_info and a.alias_info.is_write) for a in new.arguments]
+    if names[0] != names[1] or len(old.returns) != 1 or old.is_mutable:
+        raise ValueError(f"{in_place} has to take what {op} takes, which returns one tensor")
+    if not writes or writes != [True] + [False] * (len(writes) - 1):
+        raise ValueError(f"{in_place} has to change its first argument, and no other")
+    IN_PLACE[op] = in_place
