@@ -1,0 +1,252 @@
+"""Judging calls that write over an operand, with nothing taken from who put them there.
+
+Two joint graphs are compared, before and after. What shares memory is read off the operators'
+schemas, and what a storage holds at each moment is followed through the graph: a number that says
+how its elements were computed. A call that writes gives its operand's storage another number: that
+of the call it stands for. The second graph is right if
+
+* each such call stands for one of the first graph, with the same sizes and dtype of its result,
+  on arguments that hold then what they held there;
+* so does every other call: nothing is read after it was written over;
+* no graph input, constant or overlapping memory is written, and the backward does not write
+  what the forward returned or saved;
+* both graphs return the same.
+
+How rounding differs between a call and its form in place is not judged here.
+"""
+
+from __future__ import annotations
+
+import operator
+from collections.abc import Iterable, Iterator
+from typing import Any
+
+import torch
+from torch import fx
+from torch.utils import _pytree as pytree
+
+from fxremat import compat
+from fxremat.errors import VerificationFailed
+from fxremat.runtime.inplace import IN_PLACE, addmm_into, baddbmm_into
+
+_ATEN = torch.ops.aten
+_UNDECLARED = frozenset(
+    {_ATEN._unsafe_view.default, _ATEN.reshape.default, _ATEN.lift_fresh_copy.default}
+)
+"""They may return their argument's memory, and their schemas do not say so."""
+
+
+def _schema(node: fx.Node) -> Any:
+    is_operator = node.op == "call_function" and isinstance(node.target, compat.OpOverload)
+    return node.target._schema if is_operator else None  # type: ignore[union-attr]
+
+
+def _writes(node: fx.Node) -> bool:
+    schema = _schema(node)
+    return schema is not None and schema.is_mutable
+
+
+def _looks_into(node: fx.Node) -> fx.Node | None:
+    """The node whose memory this one shows, None where it has its own."""
+    schema = _schema(node)
+    if node.target is operator.getitem:
+        parent = node.args[0]
+        return parent if isinstance(parent, fx.Node) and _looks_into(parent) is not None else None
+    if schema is None or _writes(node) or not node.all_input_nodes:
+        return None
+    declared = any(result.alias_info is not None for result in schema.returns)
+    return node.all_input_nodes[0] if declared or node.target in _UNDECLARED else None
+
+
+def _owner(node: fx.Node) -> fx.Node:
+    while (base := _looks_into(node)) is not None:
+        node = base
+    return node
+
+
+def _tensor(node: fx.Node) -> torch.Tensor | None:
+    value = node.meta.get("val")
+    return value if isinstance(value, torch.Tensor) else None
+
+
+def _regroups(node: fx.Node, base: fx.Node) -> bool:
+    """Whether a view shows all elements of its base, in the same order."""
+    one, other = _tensor(node), _tensor(base)
+    if one is None or other is None or not (_is_dense(one) and _is_dense(other)):
+        return False
+    return one.numel() == other.numel()
+
+
+def _is_dense(tensor: torch.Tensor) -> bool:
+    """Row by row, without gaps; not said of sizes that are not known."""
+    known = all(type(n) is int for n in (*tensor.shape, *tensor.stride()))
+    return known and tensor.is_contiguous()
+
+
+def _kind(node: fx.Node) -> tuple[str, str] | None:
+    tensor = _tensor(node)
+    return None if tensor is None else (str(tuple(tensor.shape)), str(tensor.dtype))
+
+
+def _is_pure(node: fx.Node) -> bool:
+    if not isinstance(node.target, compat.OpOverload):
+        return node.target is operator.getitem
+    known = node.target.namespace in ("aten", "prims", "fxremat_kernels") or node.target in IN_PLACE
+    return known and torch.Tag.nondeterministic_seeded not in node.target.tags
+
+
+class _Reader:
+    """Follows what the storages of one graph hold; the numbers are common to both graphs."""
+
+    def __init__(self, numbers: dict[Any, int], meant: dict[fx.Node, compat.OpOverload]) -> None:
+        self.numbers, self.meant = numbers, meant
+        self.holds: dict[fx.Node, int] = {}
+        self.last_write: dict[fx.Node, fx.Node] = {}
+
+    def number(self, key: Any) -> int:
+        return self.numbers.setdefault(key, len(self.numbers))
+
+    def seen(self, node: fx.Node) -> int:
+        """What reading the node gives now."""
+        base = _looks_into(node)
+        if base is None:
+            return self.holds[node]
+        if _regroups(node, base):
+            return self.seen(base)
+        return self.number(("view", node.target, self.arguments(node)))
+
+    def arguments(self, node: fx.Node) -> Any:
+        leaves, spec = pytree.tree_flatten((node.args, node.kwargs))
+        found = [
+            (self.seen(leaf), _kind(leaf)) if isinstance(leaf, fx.Node) else repr(leaf)
+            for leaf in leaves
+        ]
+        return (*found, str(spec))
+
+    def run(self, graph: fx.Graph) -> Iterator[tuple[fx.Node, int]]:
+        """Every call that computes something, and what it gave."""
+        for node in graph.nodes:
+            if node.op in ("placeholder", "get_attr"):
+                self.holds[node] = self.number((node.op, str(node.target)))
+            elif node.op == "call_function" and _looks_into(node) is None:
+                yield node, self.call(node)
+
+    def call(self, node: fx.Node) -> int:
+        meant = self.meant.get(node)
+        if meant is not None:
+            given = self.number_of_meant(node, meant)
+        else:
+            name = None if _is_pure(node) and not _writes(node) else node.name
+            given = self.number((node.target, self.arguments(node), name))
+        self.holds[node] = given
+        if _writes(node) and isinstance(node.args[0], fx.Node):
+            owner = _owner(node.args[0])
+            self.holds[owner] = given
+            self.last_write[owner] = node
+        return given
+
+    def number_of_meant(self, node: fx.Node, meant: compat.OpOverload) -> int:
+        """The number of the call that this one stands for: its first argument has their shape."""
+        first, *others = self.arguments(node)
+        held, kind = first
+        return self.number((meant, ((held, (_shape(node), kind[1])), *others), None))
+
+
+def _shape(node: fx.Node) -> str:
+    tensors = [_tensor(n) for n in node.all_input_nodes]
+    shapes = [tuple(t.shape) for t in tensors if t is not None]
+    if node.target is addmm_into:
+        return str((shapes[1][0], shapes[-1][1]))
+    if node.target is baddbmm_into:
+        return str((*shapes[1][:2], shapes[-1][2]))
+    return str(shapes[0])
+
+
+def _fail(what: str) -> None:
+    raise VerificationFailed("in place", what)
+
+
+def _check_write(node: fx.Node, kept: dict[fx.Node, str]) -> None:
+    """What may be seen of one call without following the data."""
+    target = node.args[0]
+    assert isinstance(target, fx.Node)
+    owner, tensor = _owner(target), _tensor(target)
+    if owner.op != "call_function":
+        _fail(f"{node.name} writes over {owner.name}, which the graph does not own")
+    whole = tensor is not None and _is_dense(tensor)
+    if not whole or (target is not owner and not _regroups(target, owner)):
+        _fail(f"{node.name} writes over {target.name}, which is not all of its memory, in order")
+    if any(_owner(n) is owner for n in pytree.tree_leaves(node.args[1:]) if _is_node(n)):
+        _fail(f"{node.name} reads {owner.name} while it writes over it")
+    half = node.meta.get("partitioner_tag")
+    if half not in ("must_be_in_forward", "must_be_in_backward"):
+        _fail(f"{node.name} belongs to neither half")
+    if half == "must_be_in_backward" and owner in kept:
+        _fail(f"{node.name} writes over {owner.name}, which the forward {kept[owner]}")
+
+
+def _is_node(leaf: Any) -> bool:
+    return isinstance(leaf, fx.Node)
+
+
+def _results(graph: fx.Graph) -> list[Any]:
+    (results,) = graph.output_node().args
+    assert isinstance(results, (tuple, list))
+    return list(results)
+
+
+def _stand_ins(before: fx.Graph, after: fx.Graph) -> dict[fx.Node, compat.OpOverload]:
+    """The calls that write and were not there before; each with the call it stands for."""
+    there = {node.name for node in before.nodes if _writes(node)}
+    functional = {in_place: op for op, in_place in IN_PLACE.items()}
+    found = {}
+    for node in after.nodes:
+        if _writes(node) and node.name not in there:
+            if node.target not in functional:
+                _fail(f"{node.name} writes, and nobody knows what")
+            found[node] = functional[node.target]
+    return found
+
+
+def _explain(node: fx.Node, reader: _Reader) -> str:
+    """Which operand no longer holds what the call should read."""
+    for source in node.all_input_nodes:
+        owner = _owner(source)
+        if owner in reader.last_write and reader.last_write[owner] is not node:
+            writer = reader.last_write[owner].name
+            return f"{node.name} reads {source.name} after {writer} wrote over it"
+    return f"{node.name} computes what the graph did not compute before"
+
+
+def check_in_place(
+    before: fx.Graph, after: fx.Graph, *, saved: Iterable[str], num_forward_outputs: int
+) -> None:
+    """Raise `VerificationFailed`, with what is wrong, unless ``after`` computes as ``before``.
+
+    ``saved`` are the names of the nodes of ``after`` that its forward saves for its backward.
+    """
+    meant = _stand_ins(before, after)
+    numbers: dict[Any, int] = {}
+    first = _Reader(numbers, {})
+    kinds: dict[int, set[Any]] = {}
+    for node, number in first.run(before):
+        kinds.setdefault(number, set()).add(_kind(node))
+    names = set(saved)
+    kept = {_owner(n): "saved" for n in after.nodes if n.name in names}
+    returned = _results(after)[:num_forward_outputs]
+    kept |= {_owner(n): "returned" for n in returned if isinstance(n, fx.Node)}
+    second = _Reader(numbers, meant)
+    for node in meant:
+        _check_write(node, kept)
+    for node, number in second.run(after):
+        if number not in kinds:
+            _fail(_explain(node, second))
+        target = node.args[0] if node in meant else None
+        if isinstance(target, fx.Node) and (_shape(node), _kind(target)[1]) not in kinds[number]:  # type: ignore[index]
+            _fail(f"{node.name} writes a result of another size or dtype over {target.name}")
+    old, new = _results(before), _results(after)
+    for index, (a, b) in enumerate(zip(old, new, strict=True)):
+        one = (first.seen(a), _kind(a)) if isinstance(a, fx.Node) else a
+        other = (second.seen(b), _kind(b)) if isinstance(b, fx.Node) else b
+        if one != other:
+            _fail(f"result {index} is not what it was")

@@ -1,0 +1,211 @@
+"""Ops that write over an operand that dies in them.
+
+    s = addmm(m, a, b)                     addmm_into(m, a, b)
+    t = relu(s)                   becomes  t = relu(m)
+
+Inductor writes its generated loops over what they read for the last time, but gives every library
+call and every custom op new memory. Rows of `runtime.inplace.IN_PLACE` say which calls have a form
+that changes their first argument instead. The call changes the node that owns the storage, and who
+read the result reads a new view of it from then on, so that nothing seen before is seen again.
+
+An operand may be written over where
+
+* it is the result of a pure call, contiguous, all of its storage, with the size and dtype of
+  the result: no graph input, nothing that comes from the host, no expanded or shifted view;
+* nobody reads it, or a view of it, at or after the call: results of the graph are read at the end;
+* the forward does not save it for the backward: autograd owns what is saved, and may run the
+  backward twice.
+
+`possible` says before planning which pairs could be taken: the planner counts such an operand and
+its result as one, where the operand dies. `rewrite` takes those that hold in the planned graph.
+There every run of an op is a node of its own, so an operand that is computed anew later is dead
+like any other.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterable, Sequence
+from dataclasses import dataclass
+from itertools import count
+from typing import Any
+
+import torch
+from torch import fx
+from torch.utils import _pytree as pytree
+
+from fxremat import compat
+from fxremat.passes.joint_graph import JointGraph, Role, is_tensor, root
+from fxremat.passes.materialisation import users_through_views
+from fxremat.passes.recompute import Rewritten
+from fxremat.passes.rule import fake
+from fxremat.runtime import inplace as runtime
+
+INTO = "_into"
+_OWN_SHAPE = frozenset({runtime.addmm_into, runtime.baddbmm_into})
+"""These take an operand of any shape."""
+_FRESH = frozenset({"aten", "prims", "fxremat_kernels"})
+
+
+@dataclass(frozen=True)
+class InPlace:
+    """The graph rewritten once more; pairs of (call, the node it writes over), by name."""
+
+    rewritten: Rewritten
+    pairs: tuple[tuple[str, str], ...]
+
+
+def operand_of(node: fx.Node) -> fx.Node | None:
+    """The owner of the storage that the call could write over, by sizes and dtypes alone."""
+    if node.op != "call_function" or node.target not in runtime.IN_PLACE or node.kwargs:
+        return None
+    given = node.args[0]
+    if not isinstance(given, fx.Node) or not is_tensor(given) or not is_tensor(node):
+        return None
+    owner = root(given)
+    alone = all(root(n) is not owner for n in _tensors(node.args[1:]))
+    shaped = owner is given or runtime.IN_PLACE[node.target] in _OWN_SHAPE
+    if alone and shaped and _is_fresh(owner) and _matches(given, node) and _is_whole(given, owner):
+        return owner
+    return None
+
+
+def _tensors(args: Any) -> list[fx.Node]:
+    return [leaf for leaf in pytree.tree_leaves(args) if isinstance(leaf, fx.Node)]
+
+
+def _is_fresh(owner: fx.Node) -> bool:
+    """Whether the node has new memory that torch gave it; constants live in loops alone."""
+    target = owner.target
+    if owner.op != "call_function" or not isinstance(target, compat.OpOverload):
+        return False
+    known = target.namespace in _FRESH or target in runtime.IN_PLACE
+    return known and is_tensor(owner) and any(map(is_tensor, owner.all_input_nodes))
+
+
+def _matches(given: fx.Node, node: fx.Node) -> bool:
+    one, other = fake(given), fake(node)
+    same = one.dtype == other.dtype and one.device == other.device
+    return same and _numbers(one) is not None and _numbers(one) == _numbers(other)
+
+
+def _numbers(tensor: torch.Tensor) -> tuple[int, ...] | None:
+    """Sizes, where they are known: comparing symbols would leave guards behind."""
+    return tuple(tensor.shape) if all(type(n) is int for n in tensor.shape) else None
+
+
+def _is_whole(given: fx.Node, owner: fx.Node) -> bool:
+    one, other = fake(given), fake(owner)
+    if _numbers(other) is None or one.dtype != other.dtype or one.numel() != other.numel():
+        return False
+    return one.numel() > 0 and one.is_contiguous() and other.is_contiguous()
+
+
+def possible(joint: JointGraph) -> dict[fx.Node, fx.Node]:
+    """Calls of the joint graph, each with the owner of the storage it may write over.
+
+    It may where that owner dies in the call: where the plan says so. Owners that live to the end,
+    and those on the other side of the border between forward and backward, are left out.
+    """
+    results = {root(n) for n in (*joint.forward_outputs, *joint.backward_outputs)}
+    found = {}
+    for node in joint.module.graph.nodes:
+        owner = operand_of(node)
+        if owner is None or owner in results or owner in joint.mutated:
+            continue
+        if (joint.role[owner] is Role.FORWARD) == (joint.role[node] is Role.FORWARD):
+            found[node] = owner
+    return found
+
+
+def _forward_nodes(graph: fx.Graph, ends: Iterable[fx.Node]) -> set[fx.Node]:
+    """What the forward computes: all that its results and what it saves are made of."""
+    stack = [*ends, *(n for n in graph.nodes if compat.must_be_in_forward(n))]
+    reached: set[fx.Node] = set()
+    while stack:
+        node = stack.pop()
+        if node not in reached:
+            reached.add(node)
+            stack.extend(node.all_input_nodes)
+    return reached
+
+
+class _Writer:
+    """Works on a graph of its own; ``at`` is each node's place in the order."""
+
+    def __init__(self, graph: fx.Graph, kept: set[fx.Node], forward: set[fx.Node]) -> None:
+        self.graph, self.kept, self.forward = graph, kept, forward
+        self.at = dict(zip(graph.nodes, count()))
+        self.pairs: list[tuple[str, str]] = []
+        self.instead: dict[fx.Node, fx.Node] = {}
+
+    def may(self, node: fx.Node, owner: fx.Node) -> bool:
+        if owner in self.kept or (node in self.forward) != (owner in self.forward):
+            return False
+        others = (user for user in users_through_views(owner) if user is not node)
+        return all(self.at[user] < self.at[node] for user in others)
+
+    def write(self, node: fx.Node, owner: fx.Node) -> None:
+        half = "forward" if node in self.forward else "backward"
+        with self.graph.inserting_before(node):
+            call = self.graph.call_function(
+                runtime.IN_PLACE[node.target],  # type: ignore[index]
+                (owner, *node.args[1:]),
+            )
+            call.meta = {**node.meta, "partitioner_tag": f"must_be_in_{half}"}
+            call.meta["val"] = None if _gives_nothing(call) else owner.meta["val"]
+            seen = self.view_again(node.args[0], owner)  # type: ignore[arg-type]
+        node.replace_all_uses_with(seen)
+        name = node.name
+        self.pairs.append((name, owner.name))
+        self.instead[node] = seen
+        self.at[call] = self.at[node]
+        self.graph.erase_node(node)
+        call._rename(name + INTO)
+
+    def view_again(self, given: fx.Node, owner: fx.Node) -> fx.Node:
+        """The same look at the owner's storage, at the point of insertion."""
+        if given is owner:
+            return owner
+        base = self.view_again(given.all_input_nodes[0], owner)
+        new = self.graph.node_copy(given, lambda n: base)
+        new.meta = dict(given.meta)
+        self.at[new] = self.at[given]
+        if owner in self.forward:
+            self.forward.add(new)
+        return new
+
+
+def _gives_nothing(call: fx.Node) -> bool:
+    return not call.target._schema.returns  # type: ignore[union-attr]
+
+
+def _copied(module: fx.GraphModule) -> tuple[fx.Graph, dict[fx.Node, fx.Node]]:
+    graph = fx.Graph()
+    env: dict[fx.Node, fx.Node] = {}
+    for node in module.graph.nodes:
+        env[node] = graph.node_copy(node, env.__getitem__)
+        env[node].meta = dict(node.meta)
+    return graph, env
+
+
+def rewrite(rewritten: Rewritten, num_forward_outputs: int) -> InPlace:
+    """Write over dead operands in a planned joint graph, of which a new one is made.
+
+    To be done before the graph is split: what the forward saves may have another node then.
+    """
+    graph, env = _copied(rewritten.module)
+    results: Sequence[Any] = graph.output_node().args[0]  # type: ignore[assignment]
+    saved = [env[n] for n in rewritten.saved]
+    ends = [n for n in results[:num_forward_outputs] if isinstance(n, fx.Node)]
+    writer = _Writer(graph, set(map(root, saved)), _forward_nodes(graph, [*ends, *saved]))
+    for node in list(graph.nodes):
+        owner = operand_of(node)
+        if owner is not None and writer.may(node, owner):
+            writer.write(node, owner)
+    if not writer.pairs:
+        return InPlace(rewritten, ())
+    module = fx.GraphModule(rewritten.module, graph)
+    module.meta = dict(rewritten.module.meta)
+    now = tuple(writer.instead.get(n, n) for n in saved)
+    new = Rewritten(module, now, rewritten.recomputed, rewritten.moved)
+    return InPlace(new, tuple(writer.pairs))
