@@ -13,6 +13,7 @@ It is pure: what it writes into is its own. The bytes that a call takes beside i
 
 from __future__ import annotations
 
+import itertools
 from collections.abc import Callable, Sequence
 from math import ceil
 from typing import Any
@@ -40,7 +41,7 @@ def pieces(total: int, most: int) -> list[tuple[int, int]]:
     """``total`` rows in pieces of ``most`` at most, as even as can be."""
     count = ceil(total / max(1, most))
     cuts = [total * i // count for i in range(count + 1)] if count else [0]
-    return list(zip(cuts, cuts[1:], strict=False))
+    return list(itertools.pairwise(cuts))
 
 
 def _largest(total: int, most: int) -> int:
@@ -78,9 +79,10 @@ class _Sum:
         if straight and not self.is_empty:
             self.total.addmm_(*args)
             return
-        target = self.total if self.is_empty and self.total.dtype == self.made_in else self.partial
-        form = out_form(self.one.op)
-        assert form is not None and target is not None
+        is_first = self.is_empty and self.total.dtype == self.made_in
+        target, form = self.total if is_first else self.partial, out_form(self.one.op)
+        assert form is not None
+        assert target is not None
         form(*args, **kwargs, out=target)
         self._take(target)
 

@@ -165,8 +165,10 @@ def dump(program: Program) -> str:
 def parse(text: str) -> Program:
     """The program that `dump` wrote."""
     given = json.loads(text)
+    num_rows, num_whole = given["inputs"]
     return Program(
-        *given["inputs"],
+        num_rows,
+        num_whole,
         setup=tuple(_decoded_instruction(one) for one in given["setup"]),
         loop=tuple(_decoded_instruction(one) for one in given["loop"]),
         results=tuple(given["results"]),
