@@ -1,7 +1,7 @@
 """A training step of one variant, in this process: compile it, time it, measure it."""
 
 import time
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Mapping
 from dataclasses import dataclass, field
 from typing import Any
 
@@ -133,7 +133,7 @@ def prepare(
     option of that name; raises `Infeasible`.
     """
     if variant.kind == "fxremat":
-        return _prepare_fxremat(model, arguments, budget, reserve)
+        return _prepare_fxremat(model, arguments, budget, reserve, dict(variant.options))
     return _warm(Training(model, arguments, _compiled(variant, model)))
 
 
@@ -161,12 +161,16 @@ def _warm(training: Training) -> Training:
 
 
 def _prepare_fxremat(
-    model: nn.Module, arguments: tuple[Any, ...], budget: int | None, reserve: int | None
+    model: nn.Module,
+    arguments: tuple[Any, ...],
+    budget: int | None,
+    reserve: int | None,
+    more: dict[str, Any],
 ) -> Training:
     if budget is None:
-        budget = find_minimum(model, arguments, reserve)
+        budget = find_minimum(model, arguments, reserve, more)
     try:
-        return compile_fxremat(model, arguments, budget, reserve)
+        return compile_fxremat(model, arguments, budget, reserve, more)
     except Exception as error:
         infeasible = infeasible_budget(error)
         if infeasible is None:
@@ -175,14 +179,18 @@ def _prepare_fxremat(
 
 
 def compile_fxremat(
-    model: nn.Module, arguments: tuple[Any, ...], budget: int, reserve: int | None = None
+    model: nn.Module,
+    arguments: tuple[Any, ...],
+    budget: int,
+    reserve: int | None = None,
+    more: Mapping[str, Any] | None = None,
 ) -> Training:
-    """Compile `model` with fxremat under `budget` bytes, and warm up."""
+    """Compile `model` with fxremat under `budget` bytes and `more` options, and warm up."""
     from fxremat.backend import fxremat  # itself, not its name: works without installation
     from fxremat.session import reports
 
     torch.compiler.reset()
-    options: dict[str, Any] = {"memory_budget": budget, "reserve": reserve}
+    options: dict[str, Any] = {"memory_budget": budget, "reserve": reserve, **(more or {})}
     function = torch.compile(model, backend=fxremat, options=options)
     training = _warm(Training(model, arguments, function))
     report = reports()[-1]
@@ -191,11 +199,16 @@ def compile_fxremat(
     return training
 
 
-def find_minimum(model: nn.Module, arguments: tuple[Any, ...], reserve: int | None = None) -> int:
+def find_minimum(
+    model: nn.Module,
+    arguments: tuple[Any, ...],
+    reserve: int | None = None,
+    more: Mapping[str, Any] | None = None,
+) -> int:
     """The least bytes fxremat names when it is asked for the impossible."""
     impossible = IMPOSSIBLE_BYTES + (reserve or 0)
     try:
-        compile_fxremat(model, arguments, impossible, reserve)
+        compile_fxremat(model, arguments, impossible, reserve, more)
     except Exception as error:
         infeasible = infeasible_budget(error)
         if infeasible is None or infeasible.minimum_bytes is None:

@@ -6,7 +6,7 @@ the peaks of the variants before it are known.
 
 from collections.abc import Mapping
 from dataclasses import dataclass
-from typing import Literal
+from typing import Any, Literal
 
 Kind = Literal["eager", "compile", "knob", "checkpoint", "fxremat"]
 
@@ -20,13 +20,14 @@ class Variant:
 
     `value` is the knob's ratio, or for fxremat the fraction of compile's measured peak;
     `at` says what fxremat's budget is: that fraction, the minimum, or the measured peak of
-    checkpointing by hand or of the knob at its best.
+    checkpointing by hand or of the knob at its best; `options` are further ones for fxremat.
     """
 
     name: str
     kind: Kind
     value: float | None = None
     at: Literal["fraction", "minimum", "knob", "checkpoint"] | None = None
+    options: tuple[tuple[str, Any], ...] = ()
 
 
 def _standard() -> tuple[Variant, ...]:
@@ -40,7 +41,12 @@ def _standard() -> tuple[Variant, ...]:
         Variant("fxremat@knob", "fxremat", at="knob"),
         Variant("fxremat@checkpoint", "fxremat", at="checkpoint"),
     )
-    return (*plain, Variant("checkpoint", "checkpoint"), *knobs, *fractions, *others)
+    as_it_is = (("variants", "none"),)
+    bare = (
+        Variant("plain@min", "fxremat", at="minimum", options=as_it_is),
+        *(Variant(f"plain{v:.0%}", "fxremat", v, "fraction", as_it_is) for v in FXREMAT_FRACTIONS),
+    )
+    return (*plain, Variant("checkpoint", "checkpoint"), *knobs, *fractions, *others, *bare)
 
 
 VARIANTS = {variant.name: variant for variant in _standard()}

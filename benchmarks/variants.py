@@ -1,0 +1,218 @@
+"""What other forms of ops are worth: beside recomputation, alone, one after the other, together.
+
+    python -m benchmarks.variants plans --models resnet,vgg,gpt50k --budgets 80,50,33
+    python -m benchmarks.variants rows
+
+`plans` is simulated, the ablation of MONeT (arXiv 2010.14501, section 5): the training step is
+traced with the rates of a device, and four ways to meet a budget (percent of keep-all's peak) are
+compared by the time that they add to it. Every plan is judged by the independent checker.
+
+    recompute   no other forms
+    variants    other forms, but nothing runs again
+    in turn     the forms of `variants`, then what has to run again on top of them
+    together    one decision
+
+`rows` runs real steps on the CPU, of a small model for each row of the table: the least budget that
+can be met, its measured peak and its step's time, without the row and with it.
+"""
+
+from __future__ import annotations
+
+import argparse
+import json
+import sys
+from collections.abc import Sequence
+from dataclasses import asdict, dataclass, replace
+from pathlib import Path
+from typing import Any
+
+import torch
+
+from fxremat import compat
+from fxremat.core.alternatives import take
+from fxremat.core.check import check
+from fxremat.core.plan import Plan
+from fxremat.core.problem import Problem
+from fxremat.core.schedule import keep_all
+from fxremat.core.timeline import replay
+from fxremat.cost.device import spec_named
+from fxremat.passes.variants import rules_named
+from fxremat.planner import SolverOptions, solve
+from fxremat.tracing import trace_step
+
+from .machine import describe_machine
+from .models import MODELS, SIZES, build
+from .rows import MIB, format_table
+
+WAYS = ("recompute", "variants", "in turn", "together")
+SAME = 1e-6
+"""Of keep-all's time: differences that count as none."""
+
+
+@dataclass(frozen=True)
+class Row:
+    """One way to meet one budget; ``added`` is what it adds to the time of keep-all, None if none.
+
+    ``least_bytes`` is the least peak found where the budget cannot be met.
+    """
+
+    model: str
+    percent: int
+    way: str
+    budget_bytes: int
+    peak_bytes: int
+    added: float | None
+    bound: float | None
+    variants: int
+    runs: int
+    seconds: float
+
+    def cell(self) -> str:
+        """For the table."""
+        if self.added is None:
+            return f"({self.peak_bytes / self.budget_bytes:.2f} of it)"
+        return f"{self.added:.2%}"
+
+
+def problem_of(name: str, size: str, device: str, lossy: bool) -> Problem:
+    """The step traced without memory, with all forms as alternatives."""
+    spec = spec_named(device)
+    rules = rules_named(None, allow_lossy=lossy)
+    dtype = torch.bfloat16 if size == "gpu" else torch.float32
+    with compat.fake_tensors():
+        model, inputs = build(name, size, dtype=dtype)
+        return trace_step(name, model, inputs, spec=spec, rules=rules).found.problem
+
+
+def ways(problem: Problem, budget: int, solver: str) -> dict[str, Plan]:
+    """The plan of each way."""
+    options = SolverOptions()
+    plain = take(problem, ())
+    alone = solve(_once(problem), budget, solver, options)
+    forms = take(problem, alone.variants)
+    after = replace(solve(forms, budget, solver, options), variants=alone.variants)
+    return {
+        "recompute": solve(plain, budget, solver, options),
+        "variants": alone,
+        "in turn": after,
+        "together": solve(problem, budget, solver, options),
+    }
+
+
+def _once(problem: Problem) -> Problem:
+    """The problem in which no op runs again."""
+    ops = tuple(replace(op, repeatable=False) for op in problem.ops)
+    others = tuple(
+        replace(one, ops=tuple(replace(op, repeatable=False) for op in one.ops))
+        for one in problem.alternatives
+    )
+    return replace(problem, ops=ops, alternatives=others)
+
+
+def rows_of(name: str, problem: Problem, percent: int, solver: str) -> list[Row]:
+    """All ways at one budget."""
+    plain = take(problem, ())
+    full = replay(plain, keep_all(plain)).peak_bytes
+    budget, base = full * percent // 100, plain.base_time_us
+    out = []
+    for way, plan in ways(problem, budget, solver).items():
+        left = take(problem, plan.variants)
+        verdict = check(left, plan.steps)
+        assert verdict.ok, str(verdict)
+        assert verdict.peak_bytes == plan.peak_bytes
+        fits = plan.peak_bytes <= budget
+        bound = None if plan.time_bound_us is None or way != "recompute" else plan.time_bound_us
+        out.append(
+            Row(
+                name, percent, way, budget, plan.peak_bytes,
+                plan.time_us / base - 1 if fits else None,
+                None if bound is None else bound / base - 1,
+                len(plan.variants), sum(plan.repeats().values()), plan.seconds,
+            )
+        )  # fmt: skip
+    return out
+
+
+def worse_together(rows: Sequence[Row]) -> list[str]:
+    """Cases in which one decision is behind another way."""
+    out = []
+    for row in rows:
+        if row.way == "together":
+            others = [r for r in rows if (r.model, r.percent) == (row.model, row.percent)]
+            best = min((r.added for r in others if r.added is not None), default=None)
+            if best is not None and (row.added is None or row.added > best + SAME):
+                out.append(f"{row.model} {row.percent} %: together {row.cell()}, best {best:.2%}")
+    return out
+
+
+def table(rows: Sequence[Row]) -> str:
+    """A line for each case."""
+    cases = dict.fromkeys((row.model, row.percent) for row in rows)
+    lines = []
+    for model, percent in cases:
+        found = {row.way: row for row in rows if (row.model, row.percent) == (model, percent)}
+        budget = found["together"].budget_bytes
+        cells = [found[way].cell() for way in WAYS]
+        lines.append([model, f"{percent} %", f"{budget / MIB:.0f}", *cells,
+                      str(found["together"].variants), str(found["together"].runs)])  # fmt: skip
+    head = ["model", "budget", "MiB", *WAYS, "forms", "runs again"]
+    return format_table([head, *lines])
+
+
+def parse_arguments(words: Sequence[str] | None = None) -> argparse.Namespace:
+    """The command line."""
+    parser = argparse.ArgumentParser("python -m benchmarks.variants", description=__doc__)
+    parser.formatter_class = argparse.RawDescriptionHelpFormatter
+    commands = parser.add_subparsers(dest="command", required=True)
+    plans = commands.add_parser("plans", help="simulated: four ways to meet a budget")
+    plans.add_argument("--models", default="resnet,vgg,gpt50k", help=f"of {', '.join(MODELS)}")
+    plans.add_argument("--size", choices=SIZES, default="gpu")
+    plans.add_argument("--device", default="A100", help="whose rates give the times")
+    plans.add_argument("--budgets", default="80,60,50,40,33", help="percent of keep-all's peak")
+    plans.add_argument("--solver", default="auto")
+    plans.add_argument("--allow-lossy", action="store_true")
+    plans.add_argument("--out", type=Path, help="JSON file")
+    rows = commands.add_parser("rows", help="real steps: each row of the table alone")
+    rows.add_argument("--names", default="all", help="of the table")
+    rows.add_argument("--rounds", type=int, default=5)
+    rows.add_argument("--steps", type=int, default=3)
+    rows.add_argument("--device", choices=("cpu", "cuda"), default="cpu")
+    rows.add_argument("--out", type=Path, help="JSON file")
+    return parser.parse_args(words)
+
+
+def main() -> None:
+    """Run one command."""
+    given = parse_arguments()
+    if given.command == "plans":
+        sys.exit(plans(given))
+    from .variants_rows import run
+
+    sys.exit(run(given))
+
+
+def plans(given: argparse.Namespace) -> int:
+    """Plan, print, write."""
+    rows: list[Row] = []
+    for name in given.models.split(","):
+        problem = problem_of(name, given.size, given.device, given.allow_lossy)
+        count = len(problem.alternatives)
+        print(f"{name}: {len(problem.ops)} ops, {count} other forms", file=sys.stderr, flush=True)
+        for percent in map(int, given.budgets.split(",")):
+            rows += rows_of(name, problem, percent, given.solver)
+            print(f"{name}: {percent} %", file=sys.stderr, flush=True)
+    print(table(rows))
+    failures = worse_together(rows)
+    for failure in failures:
+        print(f"behind: {failure}")
+    if given.out is not None:
+        machine = describe_machine("cpu", 1)
+        data: dict[str, Any] = {"machine": machine, "device": given.device, "size": given.size,
+                                "solver": given.solver, "lossy": given.allow_lossy,
+                                "rows": [asdict(row) for row in rows]}  # fmt: skip
+        given.out.write_text(json.dumps(data, indent=1) + "\n")
+    return 1 if failures else 0
+
+
+if __name__ == "__main__":
+    main()

@@ -1,0 +1,172 @@
+"""Max-pooling: its gradient read off the eight-bit offsets, instead of scattered by indices.
+
+Inductor keeps, for each result of a max-pool, the place of the largest element within its window,
+in a byte. For the gradient it makes indices of eight bytes of them and adds the gradients to where
+these point in a tensor of zeros, which is of the size of the input and in float32. But an element
+of the input lies in few windows, which are known: those whose offsets point to it gave it their
+gradients. So each element can gather what it gets, in the loop that reads it, and neither indices
+nor zeros are written (Gist, Jain et al. 2018, section 4.2, keeps offsets in place of indices).
+
+    offsets ── indices ──┐
+       zeros ── scatter_add ── view       before
+        gradients ───────┘
+
+    offsets, gradients ── where(offsets == own place, gradients, 0) ── view       one term a window
+
+The terms are added in the order in which they were scattered, so the result is the same bit by bit.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterator, Mapping, Sequence
+from dataclasses import dataclass
+
+import torch
+from torch import fx
+
+from fxremat import compat
+from fxremat.passes.joint_graph import JointGraph, is_view
+from fxremat.passes.rule import Rule, Site, StandIns, add_call, fake
+
+_ATEN, _PRIMS = torch.ops.aten, torch.ops.prims
+MOST_WINDOWS = 16
+"""An element that lies in more windows than these is left to scattering."""
+
+
+@dataclass(frozen=True)
+class _Axis:
+    """One of the two axes: sizes of input and result, and the windows."""
+
+    size: int
+    results: int
+    kernel: int
+    stride: int
+    padding: int
+
+    @property
+    def windows(self) -> int:
+        """In how many windows an element lies, at most."""
+        return -(-self.kernel // self.stride)
+
+
+@dataclass(frozen=True)
+class _Pool:
+    """A gradient of a max-pool: the scattering, and what it is made from."""
+
+    scatter: fx.Node
+    offsets: fx.Node
+    gradients: fx.Node
+    axes: tuple[_Axis, _Axis]
+
+    def insert(self, graph: fx.Graph, copies: Mapping[fx.Node, fx.Node]) -> StandIns:
+        """Gather, before the scattering."""
+        old = copies[self.scatter]
+        with graph.inserting_before(old):
+            return {old: _gather(graph, self, copies[self.offsets], copies[self.gradients], old)}
+
+
+def _through_views(node: fx.Node) -> fx.Node:
+    while is_view(node):
+        node = node.all_input_nodes[0]
+    return node
+
+
+def _integers(values: object) -> list[int]:
+    return [int(value) for value in values] if isinstance(values, Sequence) else []
+
+
+def _read(node: fx.Node) -> _Pool | None:
+    """The pool whose gradient is scattered by this node, if it is one."""
+    if node.target is not _ATEN.scatter_add.default:
+        return None
+    zeros, axis, index, gradients = node.args
+    if not all(isinstance(each, fx.Node) for each in (zeros, index, gradients)):
+        return None
+    assert isinstance(zeros, fx.Node)
+    assert isinstance(index, fx.Node)
+    assert isinstance(gradients, fx.Node)
+    indices = _through_views(index)
+    if indices.target is not _PRIMS._low_memory_max_pool_offsets_to_indices.default:
+        return None
+    if zeros.target is not _ATEN.full.default or zeros.args[1] != 0 or axis != 1:
+        return None
+    offsets, *rest = indices.args
+    kernel, size, stride, padding, dilation = map(_integers, rest)
+    if len(size) != 2 or any(step != 1 for step in dilation) or not isinstance(offsets, fx.Node):
+        return None
+    shape = [compat.size_bound(each) for each in fake(offsets).shape]
+    if not all(isinstance(each, int) for each in fake(offsets).shape) or len(shape) != 4:
+        return None
+    axes = tuple(map(_Axis, size, shape[2:], kernel, stride, padding))
+    if axes[0].windows * axes[1].windows > MOST_WINDOWS or len(axes) != 2:
+        return None
+    return _Pool(node, offsets, gradients, (axes[0], axes[1]))
+
+
+def _gather(
+    graph: fx.Graph, pool: _Pool, offsets: fx.Node, gradients: fx.Node, like: fx.Node
+) -> fx.Node:
+    device = fake(offsets).device
+
+    def call(target: object, *args: object, **kwargs: object) -> fx.Node:
+        return add_call(graph, target, args, like, **kwargs)
+
+    def windows(axis: _Axis, column: bool) -> Iterator[tuple[fx.Node, fx.Node, fx.Node]]:
+        """Of each window, first to last: its place, what its offset is, whether there is one."""
+        numbers = {"start": 0, "step": 1, "dtype": torch.int64, "requires_grad": False}
+        place = call(_PRIMS.iota.default, axis.size, device=device, **numbers)
+        place = call(_ATEN.add.Tensor, place, axis.padding)
+        last = call(_ATEN.div.Tensor_mode, place, axis.stride, rounding_mode="floor")
+        for back in reversed(range(axis.windows)):
+            window = call(_ATEN.sub.Tensor, last, back)
+            start = call(_ATEN.mul.Tensor, window, axis.stride)
+            offset = call(_ATEN.sub.Tensor, place, start)
+            real = call(_ATEN.ge.Scalar, window, 0)
+            for bound in (
+                call(_ATEN.lt.Scalar, window, axis.results),
+                call(_ATEN.lt.Scalar, offset, axis.kernel),
+            ):
+                real = call(_ATEN.logical_and.default, real, bound)
+            window = call(_ATEN.clamp.default, window, 0, axis.results - 1)
+            found = (window, offset, real)
+            yield (
+                tuple(call(_ATEN.unsqueeze.default, each, 1) for each in found)  # type: ignore[misc]
+                if column
+                else found
+            )
+
+    scattered = call(_ATEN.view.default, gradients, list(fake(offsets).shape))
+    rows, columns = (list(windows(axis, not n)) for n, axis in enumerate(pool.axes))
+    total: fx.Node | None = None
+    for row, down, is_row in rows:
+        for column, across, is_column in columns:
+            at = [None, None, row, column]
+            place = call(_ATEN.mul.Tensor, down, pool.axes[1].kernel)
+            own = call(_ATEN.add.Tensor, place, across)
+            given = call(_ATEN.index.Tensor, offsets, at)
+            given = call(_PRIMS.convert_element_type.default, given, torch.int64)
+            mine = call(_ATEN.eq.Tensor, given, own)
+            mine = call(_ATEN.logical_and.default, mine, is_row)
+            mine = call(_ATEN.logical_and.default, mine, is_column)
+            found = call(_ATEN.index.Tensor, scattered, at)
+            zero = call(_ATEN.full.default, [], 0, dtype=fake(gradients).dtype, device=device)
+            term = call(_ATEN.where.self, mine, found, zero)
+            total = term if total is None else call(_ATEN.add.Tensor, total, term)
+    assert total is not None
+    return call(_ATEN.view.default, total, list(fake(pool.scatter).shape))
+
+
+def _find(joint: JointGraph) -> Iterator[Site]:
+    for node in joint.module.graph.nodes:
+        pool = _read(node)
+        if pool is not None:
+            yield Site("pool_gradient", f"pool_gradient:{node.name}", pool.insert)
+
+
+RULES = (
+    Rule(
+        "pool_gradient",
+        "max-pool: the gradient gathered by 8-bit offsets, without indices and without zeros",
+        _find,
+    ),
+)

@@ -1,0 +1,109 @@
+"""Max-pool gradients gathered from offsets: the same, bit by bit, as scattered ones."""
+
+from __future__ import annotations
+
+import pytest
+import torch
+import torch.nn.functional as F
+from hypothesis import given, settings
+from hypothesis import strategies as st
+from torch import fx, nn
+
+from fxremat.passes import forms
+from fxremat.passes.joint_graph import JointGraph
+from fxremat.passes.pool_gradient import RULES
+from tests.conftest import Golden
+from tests.graphs import capture
+
+
+class Pooled(nn.Module):
+    """A product, so that the pool's input needs a gradient, and a pool."""
+
+    def __init__(self, kernel: int, stride: int, padding: int, ceil: bool = False) -> None:
+        super().__init__()
+        self.weight = nn.Parameter(torch.ones(()))
+        self.pool = nn.MaxPool2d(kernel, stride, padding, ceil_mode=ceil)
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        pooled: torch.Tensor = self.pool(x * self.weight)
+        return pooled
+
+
+def joint_of(model: nn.Module, x: torch.Tensor) -> JointGraph:
+    return capture(model, (x.requires_grad_(x.is_floating_point()),), fused=True).joint
+
+
+def results(joint: JointGraph, inputs: list[torch.Tensor]) -> list[torch.Tensor]:
+    found = fx.Interpreter(joint.module).run(*inputs)
+    return [each for each in found if isinstance(each, torch.Tensor)]
+
+
+def inputs_of(joint: JointGraph, seed: int = 0) -> list[torch.Tensor]:
+    torch.manual_seed(seed)
+    values = [node.meta["val"] for node in (*joint.primals, *joint.tangents)]
+    return [torch.randn(value.shape).to(value.dtype) for value in values]
+
+
+def taken(joint: JointGraph) -> JointGraph:
+    sites = forms.find_sites(joint, RULES)
+    assert len(sites) == 1
+    return forms.take(joint, sites)
+
+
+def assert_same(joint: JointGraph, seed: int = 0) -> None:
+    inputs = inputs_of(joint, seed)
+    after = taken(joint)
+    calls = {str(node.target) for node in after.module.graph.nodes}
+    assert not any("scatter" in call or "offsets_to_indices" in call for call in calls)
+    for old, new in zip(results(joint, inputs), results(after, inputs), strict=True):
+        assert old.dtype == new.dtype
+        assert torch.equal(old, new)
+
+
+WINDOWS = [(2, 2, 0), (3, 2, 1), (3, 1, 1), (2, 3, 0)]
+
+
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
+@pytest.mark.parametrize(("kernel", "stride", "padding"), WINDOWS)
+def test_gathered_gradients_are_the_scattered_ones(
+    kernel: int, stride: int, padding: int, dtype: torch.dtype
+) -> None:
+    joint = joint_of(Pooled(kernel, stride, padding).to(dtype), torch.randn(2, 3, 9, 8).to(dtype))
+    assert_same(joint)
+
+
+@settings(deadline=None, max_examples=15)
+@given(
+    st.integers(1, 3), st.integers(1, 3), st.integers(4, 9), st.integers(4, 9), st.booleans(),
+    st.integers(0, 9),
+)  # fmt: skip
+def test_any_shape(kernel: int, stride: int, high: int, wide: int, ceil: bool, seed: int) -> None:
+    joint = joint_of(Pooled(kernel, stride, kernel // 2, ceil), torch.randn(1, 2, high, wide))
+    if forms.find_sites(joint, RULES):  # a window of one element is no pool
+        assert_same(joint, seed)
+
+
+def test_ties_go_where_they_went() -> None:
+    joint = joint_of(Pooled(3, 2, 1), torch.zeros(1, 1, 6, 6))
+    inputs = [torch.zeros_like(each) if each.dim() == 4 else each for each in inputs_of(joint)]
+    inputs[-1] = torch.arange(9.0).view(1, 1, 3, 3)
+    for old, new in zip(results(joint, inputs), results(taken(joint), inputs), strict=True):
+        assert torch.equal(old, new)
+
+
+def test_a_dilated_pool_is_left_alone() -> None:
+    class Dilated(nn.Module):
+        def __init__(self) -> None:
+            super().__init__()
+            self.weight = nn.Parameter(torch.ones(()))
+
+        def forward(self, x: torch.Tensor) -> torch.Tensor:
+            return F.max_pool2d(x * self.weight, 2, dilation=2)
+
+    assert forms.find_sites(joint_of(Dilated(), torch.randn(1, 2, 8, 8)), RULES) == ()
+
+
+def test_graph_of_a_pool_gradient(golden: Golden) -> None:
+    joint = joint_of(Pooled(2, 2, 0), torch.randn(1, 1, 4, 4))
+    after = taken(joint)
+    golden(f"before\n\n{joint.module.graph}\n\nafter\n\n{after.module.graph}\n")

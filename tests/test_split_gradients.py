@@ -1,0 +1,101 @@
+"""Gradients of a convolution in two calls."""
+
+from __future__ import annotations
+
+import operator
+
+import pytest
+import torch
+from hypothesis import given, settings
+from hypothesis import strategies as st
+from torch import fx, nn
+
+from fxremat.core.timeline import replay
+from fxremat.passes import forms
+from fxremat.passes.joint_graph import JointGraph
+from fxremat.passes.memory_estimation import estimate
+from fxremat.passes.split_gradients import RULES
+from tests.conftest import Golden
+from tests.graphs import capture, no_workspace, unit_time
+
+
+def joint_of(model: nn.Module, x: torch.Tensor, fused: bool = False) -> JointGraph:
+    return capture(model, (x.requires_grad_(),), fused=fused).joint
+
+
+def results(joint: JointGraph, inputs: list[torch.Tensor]) -> list[torch.Tensor]:
+    found = fx.Interpreter(joint.module).run(*inputs)
+    return [each for each in found if isinstance(each, torch.Tensor)]
+
+
+def assert_same(joint: JointGraph, tolerance: float) -> None:
+    torch.manual_seed(0)
+    values = [node.meta["val"] for node in (*joint.primals, *joint.tangents)]
+    inputs = [torch.randn(value.shape, dtype=value.dtype) for value in values]
+    taken = forms.take(joint, forms.find_sites(joint, RULES))
+    for old, new in zip(results(joint, inputs), results(taken, inputs), strict=True):
+        assert old.dtype == new.dtype
+        assert old.shape == new.shape
+        torch.testing.assert_close(new, old, rtol=tolerance, atol=tolerance)
+
+
+@pytest.mark.parametrize(
+    ("dtype", "tolerance"),
+    [(torch.float64, 1e-12), (torch.float32, 1e-4), (torch.bfloat16, 5e-2)],
+)
+def test_both_calls_give_what_one_gives(dtype: torch.dtype, tolerance: float) -> None:
+    model = nn.Conv2d(4, 6, 3, stride=2, padding=1, groups=2, dtype=dtype)
+    joint = joint_of(model, torch.randn(2, 4, 9, 8, dtype=dtype))
+    assert len(forms.find_sites(joint, RULES)) == 1
+    assert_same(joint, tolerance)
+
+
+@settings(deadline=None, max_examples=20)
+@given(
+    st.integers(1, 3), st.integers(1, 3), st.integers(0, 2), st.integers(1, 2), st.integers(5, 9),
+    st.sampled_from((1, 2)), st.booleans(), st.sampled_from((1, 2, 3)),
+)  # fmt: skip
+def test_any_convolution(
+    kernel: int, stride: int, padding: int, dilation: int, size: int, groups: int, bias: bool,
+    axes: int,
+) -> None:  # fmt: skip
+    kind = (nn.Conv1d, nn.Conv2d, nn.Conv3d)[axes - 1]
+    model = kind(
+        2, 4, kernel, stride, padding, dilation, groups=groups, bias=bias, dtype=torch.float64
+    )
+    assert_same(joint_of(model, torch.randn(2, 2, *[size] * axes, dtype=torch.float64)), 1e-10)
+
+
+def test_a_convolution_of_the_batch_has_one_gradient_only() -> None:
+    joint = capture(nn.Conv2d(2, 2, 3), (torch.randn(1, 2, 5, 5),)).joint
+    assert forms.find_sites(joint, RULES) == ()
+
+
+def test_a_transposed_convolution_is_left_alone() -> None:
+    joint = joint_of(nn.ConvTranspose2d(2, 2, 3), torch.randn(1, 2, 5, 5))
+    assert forms.find_sites(joint, RULES) == ()
+
+
+def test_the_input_is_gone_before_its_gradient_is_there() -> None:
+    model = nn.Sequential(nn.Conv2d(8, 8, 3, padding=1), nn.Tanh(), nn.Conv2d(8, 8, 3, padding=1))
+    joint = joint_of(model, torch.randn(4, 8, 16, 16))
+
+    def peak(of: JointGraph) -> int:
+        problem = estimate(
+            of, unit_time, no_workspace, fused=True, device="cpu", name="test"
+        ).problem
+        line = replay(problem, problem.base_steps())
+        return max(line.live_bytes[-4:])
+
+    sites = forms.find_sites(joint, RULES)
+    assert len(sites) == 2
+    assert peak(forms.take(joint, sites)) <= peak(joint)
+    taken = forms.take(joint, sites)
+    calls = [n for n in taken.module.graph.nodes if n.op == "call_function"]
+    assert all(n.target is not operator.getitem or n.args[1] != 0 for n in calls)
+
+
+def test_graph_of_split_gradients(golden: Golden) -> None:
+    joint = joint_of(nn.Conv2d(2, 2, 3), torch.randn(1, 2, 5, 5))
+    taken = forms.take(joint, forms.find_sites(joint, RULES))
+    golden(f"before\n\n{joint.module.graph}\n\nafter\n\n{taken.module.graph}\n")
