@@ -69,12 +69,25 @@ def _tensor(node: fx.Node) -> torch.Tensor | None:
     return value if isinstance(value, torch.Tensor) else None
 
 
-def _regroups(node: fx.Node, base: fx.Node) -> bool:
-    """Whether a view shows all elements of its base, in the same order."""
-    one, other = _tensor(node), _tensor(base)
+def _regroups(node: fx.Node, owner: fx.Node) -> bool:
+    """Whether a node shows all elements of its owner, in the same order.
+
+    So it is where both are dense and the strides are those of true views.
+    """
+    one, other = _tensor(node), _tensor(owner)
     if one is None or other is None or not (_is_dense(one) and _is_dense(other)):
         return False
-    return one.numel() == other.numel()
+    return one.numel() == other.numel() and not _may_be_copied(node)
+
+
+def _may_be_copied(node: fx.Node) -> bool:
+    """Whether a reshape on the way may have put the elements into another order."""
+    while (base := _looks_into(node)) is not None:
+        shown = _tensor(base)
+        if shown is None or (node.target in _UNDECLARED and not _is_dense(shown)):
+            return True
+        node = base
+    return False
 
 
 def _is_dense(tensor: torch.Tensor) -> bool:
@@ -108,11 +121,9 @@ class _Reader:
 
     def seen(self, node: fx.Node) -> int:
         """What reading the node gives now."""
-        base = _looks_into(node)
-        if base is None:
-            return self.holds[node]
-        if _regroups(node, base):
-            return self.seen(base)
+        owner = _owner(node)
+        if owner is node or _regroups(node, owner):
+            return self.holds[owner]
         return self.number(("view", node.target, self.arguments(node)))
 
     def arguments(self, node: fx.Node) -> Any:

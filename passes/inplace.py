@@ -29,7 +29,6 @@ from dataclasses import dataclass
 from itertools import count
 from typing import Any
 
-import torch
 from torch import fx
 from torch.utils import _pytree as pytree
 
@@ -38,6 +37,7 @@ from fxremat.passes.joint_graph import JointGraph, Role, is_tensor, root
 from fxremat.passes.materialisation import users_through_views
 from fxremat.passes.recompute import Rewritten
 from fxremat.passes.rule import fake
+from fxremat.passes.sums import shows_all
 from fxremat.runtime import inplace as runtime
 
 INTO = "_into"
@@ -64,9 +64,8 @@ def operand_of(node: fx.Node) -> fx.Node | None:
     owner = root(given)
     alone = all(root(n) is not owner for n in _tensors(node.args[1:]))
     shaped = owner is given or runtime.IN_PLACE[node.target] in _OWN_SHAPE
-    if alone and shaped and _is_fresh(owner) and _matches(given, node) and _is_whole(given, owner):
-        return owner
-    return None
+    fits = _is_fresh(owner) and shows_all(given) and _matches(given, node)
+    return owner if alone and shaped and fits else None
 
 
 def _tensors(args: Any) -> list[fx.Node]:
@@ -84,20 +83,9 @@ def _is_fresh(owner: fx.Node) -> bool:
 
 def _matches(given: fx.Node, node: fx.Node) -> bool:
     one, other = fake(given), fake(node)
-    same = one.dtype == other.dtype and one.device == other.device
-    return same and _numbers(one) is not None and _numbers(one) == _numbers(other)
-
-
-def _numbers(tensor: torch.Tensor) -> tuple[int, ...] | None:
-    """Sizes, where they are known: comparing symbols would leave guards behind."""
-    return tuple(tensor.shape) if all(type(n) is int for n in tensor.shape) else None
-
-
-def _is_whole(given: fx.Node, owner: fx.Node) -> bool:
-    one, other = fake(given), fake(owner)
-    if _numbers(other) is None or one.dtype != other.dtype or one.numel() != other.numel():
-        return False
-    return one.numel() > 0 and one.is_contiguous() and other.is_contiguous()
+    same = one.dtype == other.dtype and one.device == other.device and one.numel() > 0
+    sizes = tuple(other.shape)
+    return same and all(type(n) is int for n in sizes) and tuple(one.shape) == sizes
 
 
 def possible(joint: JointGraph) -> dict[fx.Node, fx.Node]:

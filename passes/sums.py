@@ -99,25 +99,40 @@ def _starts_at_zero(late: fx.Node) -> bool:
     return True
 
 
-def _is_plain(node: Any) -> bool:
-    """A contiguous tensor of known sizes that is all of its storage."""
-    if not isinstance(node, fx.Node) or not is_tensor(node):
+def shows_all(node: fx.Node) -> bool:
+    """Whether a node shows all of its storage, row by row: the same elements in the same order.
+
+    Both are contiguous then. Sizes have to be known: comparing symbols would leave guards behind.
+    """
+    owner = root(node)
+    if not is_tensor(node) or not is_tensor(owner) or not _keeps_order(node):
         return False
-    whole, owner = fake(node), root(node)
-    if not is_tensor(owner) or any(type(n) is not int for n in (*whole.shape, *fake(owner).shape)):
+    whole, owned = fake(node), fake(owner)
+    if any(type(n) is not int for n in (*whole.shape, *owned.shape)):
         return False
-    owned = fake(owner)
     same = whole.numel() == owned.numel() and whole.dtype == owned.dtype
     return same and whole.is_contiguous() and owned.is_contiguous()
+
+
+def _keeps_order(node: fx.Node) -> bool:
+    """Whether a node is made by true views: a reshape of what is not contiguous is a copy."""
+    while is_view(node):
+        base = node.all_input_nodes[0]
+        if not is_tensor(base):
+            return False
+        if node.target is _ATEN.reshape.default and not fake(base).is_contiguous():
+            return False
+        node = base
+    return True
 
 
 def _is_sum(node: fx.Node) -> bool:
     if node.target is not _ATEN.add.Tensor or node.kwargs or len(node.args) != 2:
         return False
-    if not _is_plain(node) or not all(map(_is_plain, node.args)):
+    if len(node.all_input_nodes) != 2 or not all(map(shows_all, (node, *node.all_input_nodes))):
         return False
     kinds = {(fake(n).shape, fake(n).dtype) for n in (node, *node.all_input_nodes)}
-    return len(kinds) == 1 and len(node.all_input_nodes) == 2
+    return len(kinds) == 1
 
 
 def _may_join(total: fx.Node, early: fx.Node, late: fx.Node, at: dict[fx.Node, int]) -> bool:

@@ -220,6 +220,11 @@ def operand_is_transposed(g: Graph) -> list[fx.Node]:
     return [g.addmm(g.call(aten.t.default, g.relu(g.x)), g.x)]
 
 
+def operand_is_shuffled(g: Graph) -> list[fx.Node]:
+    shuffled = g.call(aten.reshape.default, g.call(aten.t.default, g.relu(g.x)), [2, 8])
+    return [g.addmm(g.view(shuffled, 4, 4), g.x)]
+
+
 def operand_is_scaled(g: Graph) -> list[fx.Node]:
     return [add_call(g.graph, aten.addmm.default, (g.relu(g.x), g.x, g.w), g.x, beta=2)]
 
@@ -238,6 +243,7 @@ def operand_is_scaled(g: Graph) -> list[fx.Node]:
         operand_is_smaller,
         operand_is_a_part,
         operand_is_transposed,
+        operand_is_shuffled,
         operand_is_scaled,
     ],
 )
@@ -363,9 +369,12 @@ def test_judge_sees_a_saved_value_written(monkeypatch: Any) -> None:
     assert said == "addmm_default_into writes over relu_default, which the forward saved"
 
 
-@pytest.mark.parametrize("build", [operand_is_expanded, operand_is_transposed, operand_is_a_part])
+@pytest.mark.parametrize(
+    "build",
+    [operand_is_expanded, operand_is_transposed, operand_is_a_part, operand_is_shuffled],
+)
 def test_judge_sees_what_is_not_all_of_its_memory(build: Build, monkeypatch: Any) -> None:
-    monkeypatch.setattr(inplace, "_is_whole", lambda given, owner: True)
+    monkeypatch.setattr(inplace, "shows_all", lambda given: True)
     said = forced(build, monkeypatch)
     assert said == "addmm_default_into computes what the graph did not compute before"
 
@@ -395,12 +404,15 @@ def random_graph(seed: int) -> Build:
         known = [g.x, g.w]
         flat: list[fx.Node] = []
         for _ in range(dice.randint(3, 12)):
-            kind = dice.choice(("addmm", "addmm", "addmm", "relu", "t", "round", "flat"))
+            kind = dice.choice(("addmm",) * 4 + ("relu", "t", "round", "flat", "shuffle"))
             one = dice.choice(known[-4:])
             if kind == "addmm":
                 known.append(g.addmm(one, dice.choice(known), dice.choice(known)))
             elif kind == "flat":
                 flat.append(g.call(aten.reshape.default, one, [16]))
+            elif kind == "shuffle":
+                shuffled = g.call(aten.reshape.default, g.call(aten.t.default, one), [2, 8])
+                known.append(g.call(aten.reshape.default, shuffled, [4, 4]))
             elif kind == "round":
                 seen = g.call(aten.reshape.default, one, [2, 8])
                 known.append(g.call(aten.reshape.default, g.relu(seen), [4, 4]))
