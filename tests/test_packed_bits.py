@@ -1,0 +1,253 @@
+"""Masks in bits and narrow indices: found where they are, and the same gradients bit for bit."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from typing import Any
+
+import pytest
+import torch
+import torch.nn.functional as F
+from hypothesis import given
+from hypothesis import strategies as st
+from torch import fx, nn
+
+from fxremat.passes import packed_bits
+from fxremat.passes.joint_graph import JointGraph
+from fxremat.passes.packed_bits import RULES
+from fxremat.passes.rule import Rule, Site, add_call, fake
+from tests.conftest import Golden
+from tests.variants import (
+    Taken,
+    assert_exact,
+    inductor_with,
+    joint_of,
+    shown,
+    sites,
+    small_values,
+    with_site,
+)
+
+MASKS, SIGNS, INDICES = RULES
+DTYPES = [torch.float64, torch.float32, torch.bfloat16]
+
+
+def leaf(*shape: int, dtype: torch.dtype = torch.float32) -> torch.Tensor:
+    """A random input that wants a gradient."""
+    return torch.randn(*shape).to(dtype).requires_grad_()
+
+
+def found(
+    rule: Rule, function: Callable[..., Any], *inputs: torch.Tensor, fused: bool = True
+) -> tuple[JointGraph, list[Site]]:
+    """The joint graph of a step, and the sites of a rule, small ones included."""
+    with small_values():
+        joint = joint_of(function, inputs, fused)
+        return joint, sites(rule, joint)
+
+
+def masked(x: torch.Tensor, y: torch.Tensor) -> torch.Tensor:
+    """``where`` with a mask that the forward makes."""
+    return torch.where(x.sin() > y.cos(), x * y, x - y).cos()
+
+
+FORWARD_MASKS: dict[str, Callable[..., Any]] = {
+    "dropout": lambda x, y: F.dropout(x * y, 0.3).sin(),
+    "dropout module": nn.Sequential(nn.Linear(6, 6), nn.Dropout(0.5), nn.Linear(6, 6)),
+    "where": masked,
+    "masked fill": lambda x, y: (x * y).masked_fill(y.sin() > 0.2, 0.5).sin(),
+    "attention": lambda x, y: F.softmax(
+        (x @ y.t()).masked_fill(torch.ones(5, 5).tril() == 0, -1e9), -1
+    ),
+}
+LATE_MASKS: dict[str, Callable[..., Any]] = {
+    "relu": lambda x, y: F.relu(x * y).sum(),
+    "relu module": nn.Sequential(nn.Linear(6, 6), nn.ReLU(), nn.Linear(6, 6)),
+    "hardtanh": lambda x, y: F.hardtanh(x * y) * y,
+    "clamp": lambda x, y: (x * y).clamp(-0.1, 0.3) * y,
+    "leaky": lambda x, y: F.leaky_relu(x * y) * y,
+    "maximum": lambda x, y: torch.maximum(x.sin(), y.cos()) * 2,
+}
+
+
+def inputs_for(function: Callable[..., Any], dtype: torch.dtype) -> tuple[torch.Tensor, ...]:
+    """One or two inputs of 5 rows and 6 columns."""
+    count = 1 if isinstance(function, nn.Module) else 2
+    return tuple(leaf(5, 6, dtype=dtype) for _ in range(count))
+
+
+@pytest.mark.parametrize("dtype", DTYPES)
+@pytest.mark.parametrize("name", [n for n in FORWARD_MASKS if n != "attention"])
+def test_masks_of_the_forward(name: str, dtype: torch.dtype) -> None:
+    function = FORWARD_MASKS[name]
+    function = function.to(dtype) if isinstance(function, nn.Module) else function
+    joint, where = found(MASKS, function, *inputs_for(function, dtype))
+    assert len(where) == 1
+    assert_exact(joint, *where)
+
+
+@pytest.mark.parametrize("dtype", DTYPES)
+@pytest.mark.parametrize("name", list(LATE_MASKS))
+def test_masks_that_the_backward_computes(name: str, dtype: torch.dtype) -> None:
+    function = LATE_MASKS[name]
+    function = function.to(dtype) if isinstance(function, nn.Module) else function
+    joint, where = found(SIGNS, function, *inputs_for(function, dtype))
+    _, others = found(MASKS, function, *inputs_for(function, dtype))
+    assert len(where) + len(others) >= 1
+    assert_exact(joint, *where)
+
+
+def test_relu_keeps_no_float() -> None:
+    with small_values():
+        taken = Taken(SIGNS, list)
+        x = leaf(64, 100)
+        out = inductor_with(lambda x: F.relu(x.sin()).sum(), taken)(x)
+        out.backward()
+    assert taken.bytes_before == 4 * 6400
+    assert taken.bytes_after == 800
+
+
+@pytest.mark.parametrize("fused", [True, False])
+def test_a_mask_among_several_results(fused: bool) -> None:
+    joint, where = found(MASKS, lambda x: F.dropout(x.sin(), 0.4), leaf(7, 9), fused=fused)
+    assert len(where) == 1
+    assert_exact(joint, *where)
+
+
+def test_a_constant_mask_and_an_input_are_left() -> None:
+    mask = torch.rand(8, 8) > 0.5
+    _, where = found(MASKS, lambda x: torch.where(mask, x, 0.0).sin(), leaf(8, 8))
+    assert where == []
+
+
+def test_small_masks_are_left() -> None:
+    joint = joint_of(lambda x: F.relu(x.sin()), [leaf(10, 10)])
+    assert sites(SIGNS, joint) == []
+    joint = joint_of(lambda x: F.relu(x.sin()), [leaf(100, 100)])
+    assert len(sites(SIGNS, joint)) == 1
+
+
+def test_dynamic_sizes_are_left() -> None:
+    x = leaf(8, 9)
+    torch._dynamo.mark_dynamic(x, 0)
+    _, where = found(SIGNS, lambda x: F.relu(x.sin()), x)
+    assert where == []
+
+
+@given(
+    st.lists(st.integers(1, 5), min_size=1, max_size=4), st.permutations(range(4)), st.booleans()
+)
+def test_any_shape_and_order(shape: list[int], order: list[int], by_sum: bool) -> None:
+    """Packed by calls or by the operator, and laid out again with the same strides."""
+    order = [d for d in order if d < len(shape)]
+    x = torch.rand([shape[d] for d in order]).permute([order.index(d) for d in range(len(order))])
+    x = x > 0.5
+    graph = fx.Graph()
+    mask = graph.placeholder("x")
+    mask.meta["val"] = x
+
+    def add(target: Any, *args: Any, **kwargs: Any) -> fx.Node:
+        return add_call(graph, target, args, mask, **kwargs)
+
+    pack = packed_bits._pack_by_sum if by_sum else packed_bits.pack
+    packed = pack(add, mask)
+    unpacked = packed_bits.unpack(add, packed, fake(mask))
+    graph.output((packed, unpacked))
+    bits, result = fx.Interpreter(fx.GraphModule(nn.Module(), graph)).run(x)
+    assert torch.equal(result, x)
+    assert bits.shape == ((x.numel() + 7) // 8,)
+    assert torch.equal(bits, torch.ops.fxremat_kernels.pack_bits(x))
+    kept = [s for s, n in zip(x.stride(), x.shape, strict=True) if n > 1]
+    assert [s for s, n in zip(result.stride(), x.shape, strict=True) if n > 1] == kept
+
+
+def test_channels_last() -> None:
+    x = leaf(2, 3, 5, 7).detach().to(memory_format=torch.channels_last).requires_grad_()
+    joint, where = found(SIGNS, lambda x: F.relu(x * 2).sum(), x)
+    assert len(where) == 1
+    assert_exact(joint, *where)
+
+
+POOL = nn.Sequential(nn.Conv2d(1, 2, 3), nn.MaxPool2d(2), nn.Flatten(), nn.Linear(18, 3))
+INDEXED: dict[str, Callable[..., Any]] = {
+    "topk": lambda x: x.sin().topk(3, -1)[0] * 2,
+    "sort": lambda x: (x.sin().sort(0)[0] * x).sum(),
+    "max": lambda x: x.sin().max(1)[0],
+    "argmax": lambda x: x.sin().gather(1, (x * 2).argmax(1, keepdim=True)),
+    "argmax of all": lambda x: x.sin().view(-1)[(x * 2).argmax().view(1)],
+    "remainder": lambda x: x.sin().view(-1)[((x * 9).long() % 30)],
+}
+
+
+@pytest.mark.parametrize("name", list(INDEXED))
+@pytest.mark.parametrize("fused", [True, False])
+def test_indices(name: str, fused: bool) -> None:
+    joint, where = found(INDICES, INDEXED[name], leaf(5, 6), fused=fused)
+    assert len(where) == 1
+    assert_exact(joint, *where)
+
+
+@pytest.mark.parametrize(("fused", "count"), [(True, 0), (False, 1)])
+def test_max_pooling_has_offsets_already(fused: bool, count: int) -> None:
+    joint, where = found(INDICES, POOL, torch.randn(2, 1, 8, 8), fused=fused)
+    assert len(where) == count
+    if where:
+        assert_exact(joint, *where)
+
+
+def test_indices_without_a_range_are_left() -> None:
+    def function(x: torch.Tensor) -> torch.Tensor:
+        return x.sin().view(-1)[(x * 5).long().abs().view(-1)]
+
+    _, where = found(INDICES, function, leaf(5, 6))
+    assert where == []
+
+
+@pytest.mark.parametrize(
+    ("size", "dtype"),
+    [(0, torch.int8), (1, torch.int8), (128, torch.int8), (129, torch.uint8), (256, torch.uint8),
+     (257, torch.int16), (32769, torch.int32), (2**31 + 1, None)],
+)  # fmt: skip
+def test_the_narrowest_type(size: int, dtype: torch.dtype | None) -> None:
+    assert packed_bits.narrow_dtype((0, max(size - 1, 0)), torch.int64) == dtype
+
+
+@pytest.mark.parametrize("size", [128, 129, 256, 257])
+def test_the_largest_index_fits(size: int) -> None:
+    x = torch.arange(float(size)).expand(3, size).contiguous().requires_grad_()
+    joint, where = found(INDICES, lambda x: (x * 2).topk(size, 1)[0].sin(), x)
+    assert len(where) == 1
+    assert_exact(joint, *where)
+
+
+COMPILED: dict[str, Callable[..., Any]] = {
+    "sign_masks": lambda x: F.relu(x.sin()),
+    "packed_masks": lambda x: (x * 2).masked_fill(x > 0.2, 0.5),
+    "narrow_indices": INDEXED["argmax"],
+}
+
+
+@pytest.mark.parametrize("rule", RULES, ids=lambda rule: rule.name)
+def test_through_inductor(rule: Rule) -> None:
+    function = COMPILED[rule.name]
+    x = leaf(13, 9)
+    function(x).sum().backward()
+    expected, x.grad = x.grad, None
+    assert expected is not None
+    with small_values():
+        taken = Taken(rule, list)
+        inductor_with(function, taken)(x).sum().backward()
+    assert 0 < taken.bytes_after < taken.bytes_before
+    torch.testing.assert_close(x.grad, expected)
+
+
+def test_nothing_changes_where_nobody_takes_a_site() -> None:
+    joint, where = found(SIGNS, lambda x: F.relu(x.sin()), leaf(4, 4))
+    before = str(joint.module.graph)
+    with_site(joint, *where)
+    assert str(joint.module.graph) == before
+
+
+def test_sign_mask_of_a_relu(golden: Golden) -> None:
+    joint, where = found(SIGNS, lambda x: F.relu(x.sin()), leaf(3, 5))
+    golden(shown(joint, *where))

@@ -1,0 +1,224 @@
+"""Applying a site of an operator variant to a joint graph, and comparing what both compute.
+
+`with_site` copies the joint graph, lets a site insert its nodes, and makes every reader that can
+read the stand-ins. `results` runs a joint graph on real inputs. `Taken` does the same on the way
+through Inductor, and says how many bytes the forward saves before and after.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import time
+from collections.abc import Callable, Iterable, Iterator, Sequence
+from dataclasses import dataclass
+from typing import Any
+from unittest import mock
+
+import torch
+from torch import fx
+
+from fxremat import compat
+from fxremat.passes import saved_values
+from fxremat.passes.forms import take
+from fxremat.passes.joint_graph import JointGraph, Role, is_tensor, root
+from fxremat.passes.rule import Rule, Site, StandIns, fake
+from fxremat.pipeline import prepare
+from tests.graphs import capture, with_seeds
+
+
+@contextlib.contextmanager
+def small_values(elements: int = 1) -> Iterator[None]:
+    """Inside, also small values are offered in other forms."""
+    with mock.patch.object(saved_values, "LEAST_ELEMENTS", elements):
+        yield
+
+
+def joint_of(function: Callable[..., Any], inputs: Sequence[Any], fused: bool = True) -> JointGraph:
+    """The joint graph of a training step, as Inductor would get it."""
+    return capture(function, inputs, fused=fused).joint
+
+
+def sites(rule: Rule, joint: JointGraph) -> list[Site]:
+    """The sites of a rule, with names that are distinct."""
+    found = list(rule.find(joint))
+    assert len({s.name for s in found}) == len(found)
+    assert all(s.rule == rule.name for s in found)
+    return found
+
+
+def _ancestors(nodes: Iterable[fx.Node]) -> set[fx.Node]:
+    found: set[fx.Node] = set()
+    stack = list(nodes)
+    while stack:
+        node = stack.pop()
+        if node not in found:
+            found.add(node)
+            stack.extend(node.all_input_nodes)
+    return found
+
+
+def copied(joint: JointGraph) -> tuple[fx.GraphModule, dict[fx.Node, fx.Node]]:
+    """A copy of the joint graph, and which node is which there."""
+    graph, where = fx.Graph(), dict[fx.Node, fx.Node]()
+    graph.output(graph.graph_copy(joint.module.graph, where))
+    for old, new in where.items():
+        new.meta = dict(old.meta)
+    return fx.GraphModule(joint.module, graph), where
+
+
+def _assert_alike(old: fx.Node, new: fx.Node) -> None:
+    one, other = fake(old), fake(new)
+    assert (one.shape, one.dtype, one.device) == (other.shape, other.dtype, other.device)
+    strides = [s for s, n in zip(one.stride(), one.shape, strict=True) if n > 1]
+    assert strides == [s for s, n in zip(other.stride(), other.shape, strict=True) if n > 1]
+
+
+def redirect(stand_ins: StandIns) -> None:
+    """Every reader that does not help to compute the stand-ins reads them."""
+    before = _ancestors(stand_ins.values())
+    for old, new in stand_ins.items():
+        _assert_alike(old, new)
+        place = {node: index for index, node in enumerate(new.graph.nodes)}
+        readers = [u for u in old.users if u not in before and place[u] > place[new]]
+        assert readers, f"nobody can read {new}"
+        for reader in readers:
+            reader.replace_input_with(old, new)
+
+
+def with_site(joint: JointGraph, *chosen: Site) -> fx.GraphModule:
+    """A copy of the joint graph in which every reader that can reads the stand-ins."""
+    module, where = copied(joint)
+    for site in chosen:
+        redirect(site.insert(module.graph, where))
+    module.graph.eliminate_dead_code()
+    module.graph.lint()
+    module.recompile()
+    return module
+
+
+def real_inputs(joint: JointGraph, seed: int = 0) -> list[torch.Tensor]:
+    """Random tensors for the inputs of a joint graph."""
+    generator = torch.Generator().manual_seed(seed)
+    made = []
+    for node in joint.module.graph.nodes:
+        if node.op == "placeholder":
+            value = fake(node)
+            assert value.is_floating_point() or value.numel() == 1, f"{node} is no float"
+            data = torch.randn(value.shape, generator=generator, dtype=torch.float64)
+            data = torch.empty_strided(value.shape, value.stride(), dtype=value.dtype).copy_(data)
+            made.append(data)
+    return made
+
+
+def results(module: fx.GraphModule, inputs: Sequence[torch.Tensor]) -> list[Any]:
+    """What a joint graph returns; random numbers are the same in each call."""
+    module, _ = copied_module(module)
+    torch.manual_seed(0)
+    found: Any = fx.Interpreter(with_seeds(module)).run(*[i.clone() for i in inputs])
+    return list(found)
+
+
+def copied_module(module: fx.GraphModule) -> tuple[fx.GraphModule, dict[fx.Node, fx.Node]]:
+    """A copy to run, so that the original is left alone."""
+    graph, where = fx.Graph(), dict[fx.Node, fx.Node]()
+    graph.output(graph.graph_copy(module.graph, where))
+    return fx.GraphModule(module, graph), where
+
+
+def compare(joint: JointGraph, *chosen: Site, seed: int = 0) -> tuple[list[Any], list[Any]]:
+    """Results without and with sites."""
+    inputs = real_inputs(joint, seed)
+    return results(joint.module, inputs), results(with_site(joint, *chosen), inputs)
+
+
+def stand_ins_of(joint: JointGraph, site: Site) -> list[tuple[torch.Tensor, torch.Tensor]]:
+    """Old values and their stand-ins, in pairs."""
+    module, where = copied(joint)
+    pairs = [*site.insert(module.graph, where).items()]
+    last = module.graph.output_node()
+    nodes = [node for pair in pairs for node in pair]
+    last.args = (tuple(nodes),)
+    found = results(module, real_inputs(joint))
+    return list(zip(found[::2], found[1::2], strict=True))
+
+
+def assert_exact(joint: JointGraph, *chosen: Site) -> None:
+    """Same results bit by bit."""
+    expected, found = compare(joint, *chosen)
+    assert len(expected) == len(found)
+    for one, other in zip(expected, found, strict=True):
+        if isinstance(one, torch.Tensor):
+            assert torch.equal(one, other)
+            assert one.dtype == other.dtype
+
+
+def gradients(joint: JointGraph, all_results: Sequence[Any]) -> list[torch.Tensor]:
+    """The gradients among the results."""
+    late = all_results[joint.num_forward_outputs :]
+    return [g for g in late if isinstance(g, torch.Tensor)]
+
+
+def shown(joint: JointGraph, *chosen: Site) -> str:
+    """The graph before and after, for golden texts."""
+    return f"before\n{joint.module.graph}\n\nafter\n{with_site(joint, *chosen).graph}"
+
+
+def crossing(joint: JointGraph) -> list[fx.Node]:
+    """What the forward has to save for the backward, where that computes the lazy nodes."""
+    nodes = joint.module.graph.nodes
+    late = {
+        n
+        for n in nodes
+        if n.op not in ("output", "placeholder")
+        and joint.role[n] is not Role.FORWARD
+        and not saved_values.made_in_forward(joint, n)
+    }
+    return [
+        n
+        for n in nodes
+        if n not in late and n.op != "output" and n not in joint.tangents
+        if any(u in late for u in n.users)
+    ]  # fmt: skip
+
+
+def saved_bytes(joint: JointGraph) -> int:
+    """Bytes of what the forward saves, each storage once; inputs of the graph are there anyway."""
+    roots = {root(n) for n in crossing(joint) if is_tensor(n)}
+    return sum(fake(n).numel() * fake(n).dtype.itemsize for n in roots if n.op != "placeholder")
+
+
+@dataclass
+class Taken(compat.CustomPartitionerFn):
+    """A partition function that takes the sites that ``choose`` picks, and keeps what it saw."""
+
+    rule: Rule
+    choose: Callable[[list[Site]], list[Site]]
+    bytes_before: int = 0
+    bytes_after: int = 0
+
+    def __call__(
+        self, gm: fx.GraphModule, joint_inputs: Sequence[object], **kwargs: Any
+    ) -> tuple[fx.GraphModule, fx.GraphModule]:
+        """Called by AOTAutograd with the joint graph."""
+        count = kwargs["num_fwd_outputs"]
+        before = prepare(gm, count)
+        after = take(before, self.choose(sites(self.rule, before)))
+        self.bytes_before, self.bytes_after = saved_bytes(before), saved_bytes(after)
+        return compat.extract_forward_backward(
+            after.module, crossing(after), num_fwd_outputs=count, static_inputs=()
+        )
+
+    def uuid(self) -> str:
+        """Nothing here is kept in caches."""
+        return f"{time.time_ns()}"
+
+
+def inductor_with(function: Callable[..., Any], taken: Taken) -> Callable[..., Any]:
+    """``function`` compiled by Inductor, with sites taken."""
+
+    def backend(gm: fx.GraphModule, inputs: Sequence[Any]) -> Callable[..., Any]:
+        patches = {"custom_partitioner_fn": taken, "force_disable_caches": True}
+        return compat.compile_with_inductor(gm, inputs, patches)
+
+    torch._dynamo.reset()
+    return torch.compile(function, backend=backend)
