@@ -1,0 +1,132 @@
+"""Values rebuilt from outputs: found by data flow, and the gradients that follow from them."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from typing import Any
+
+import pytest
+import torch
+import torch.nn.functional as F
+from hypothesis import given
+from hypothesis import strategies as st
+from torch import Tensor, nn
+
+from fxremat.passes.from_outputs import RULES
+from fxremat.passes.joint_graph import JointGraph
+from fxremat.passes.rule import Rule, Site
+from tests.graphs import batch, linear
+from tests.variants import compare, gradients, joint_of, sites, stand_ins_of
+
+PLAIN, SCALED, ACTIVATION = RULES
+NORMS: dict[str, tuple[Rule, Callable[[int], Any]]] = {
+    "rms": (PLAIN, lambda n: nn.RMSNorm(n, elementwise_affine=False)),
+    "batch": (PLAIN, lambda n: nn.BatchNorm1d(n, affine=False, track_running_stats=False)),
+    "scaled rms": (SCALED, nn.RMSNorm),
+    "scaled layer": (SCALED, nn.LayerNorm),
+    "scaled batch": (SCALED, lambda n: nn.BatchNorm1d(n, track_running_stats=False)),
+}
+ACTIVATIONS: dict[str, Callable[[Tensor], Tensor]] = {
+    "leaky": lambda x: F.leaky_relu(x, 0.1),
+    "elu": F.elu,
+    "elu 2": lambda x: F.elu(x, 2.0),
+    "elu 1/2": lambda x: F.elu(x, 0.5),
+    "softplus": F.softplus,
+}
+
+
+def between(middle: Callable[[Tensor], Tensor], width: int = 8) -> nn.Module:
+    """An op between two products: the second keeps the op's output."""
+
+    class Block(nn.Module):
+        def __init__(self) -> None:
+            super().__init__()
+            self.first, self.middle, self.last = linear(width), middle, linear(width)
+
+        def forward(self, x: Tensor) -> Any:
+            return self.last(self.middle(self.first(x)))
+
+    return Block()
+
+
+def found(rule: Rule, middle: Any, rows: int = 6, width: int = 8) -> tuple[JointGraph, list[Site]]:
+    """The joint graph of such a block, and the rule's sites."""
+    joint = joint_of(between(middle, width), [batch(rows, width).requires_grad_()])
+    return joint, sites(rule, joint)
+
+
+def assert_close(joint: JointGraph, site: Site) -> None:
+    """Stand-ins and gradients within a few units of float32."""
+    for old, new in stand_ins_of(joint, site):
+        torch.testing.assert_close(new, old, rtol=2e-5, atol=2e-5)
+    expected, got = (gradients(joint, r) for r in compare(joint, site))
+    scale = max(float(one.abs().max()) for one in expected)  # a sum that cancels has only noise
+    for one, other in zip(expected, got, strict=True):
+        assert float((one - other).abs().max()) <= 1e-5 * scale
+
+
+@pytest.mark.parametrize("name", NORMS)
+def test_norms(name: str) -> None:
+    rule, make = NORMS[name]
+    joint, (site,) = found(rule, make(8))
+    assert_close(joint, site)
+    assert not found(PLAIN if rule is SCALED else SCALED, make(8))[1]
+
+
+@pytest.mark.parametrize("name", ACTIVATIONS)
+def test_activations(name: str) -> None:
+    joint, (site,) = found(ACTIVATION, ACTIVATIONS[name])
+    assert_close(joint, site)
+
+
+@given(st.integers(2, 9), st.integers(2, 9), st.sampled_from(["rms", "elu", "softplus"]))
+def test_any_shape(rows: int, width: int, name: str) -> None:
+    rule, middle = (PLAIN, NORMS["rms"][1](width)) if name == "rms" else (
+        ACTIVATION, ACTIVATIONS[name])  # fmt: skip
+    joint, (site,) = found(rule, middle, rows, width)
+    assert_close(joint, site)
+
+
+@pytest.mark.parametrize(
+    "middle",
+    [torch.tanh, torch.sigmoid, F.relu, F.gelu, F.silu, lambda x: F.leaky_relu(x, -0.1), torch.exp],
+)
+def test_not_offered(middle: Any) -> None:
+    for rule in RULES:
+        assert found(rule, middle)[1] == []
+
+
+def test_layer_norm_without_scale_needs_nothing() -> None:
+    """Its derivative reads the output already."""
+    assert found(PLAIN, nn.LayerNorm(8, elementwise_affine=False))[1] == []
+
+
+def test_not_where_the_output_is_not_kept() -> None:
+    joint = joint_of(lambda x: F.elu(x.sin()), [batch(4, 4).requires_grad_()])
+    assert sites(ACTIVATION, joint) == []
+
+
+def test_a_scale_of_zero_is_why_scaled_norms_are_lossy() -> None:
+    norm = nn.BatchNorm1d(8, track_running_stats=False)
+    joint, (site,) = found(SCALED, norm)
+    assert SCALED.lossy
+    assert not PLAIN.lossy
+    module = between(norm)
+    nn.init.zeros_(norm.weight)
+    values = stand_ins_of(joint, site)  # inputs are random there: scales are not zero
+    assert all(new.isfinite().all() for _, new in values)
+    x = module.first(batch(6, 8))  # type: ignore[operator]
+    y = norm(x)
+    assert not ((y - norm.bias) / norm.weight).isfinite().any()
+
+
+def test_derivatives_against_float64() -> None:
+    """What is computed from outputs is as near to the truth as what was computed before."""
+    x = torch.linspace(-30, 30, 4001, dtype=torch.float64)
+    y = F.softplus(x.float())
+    exp = y.expm1()
+    slope = torch.where(y > 20, torch.ones_like(y), exp / (exp + 1))
+    assert float((slope - torch.sigmoid(x)).abs().max()) < 3e-7
+    y = F.elu(x.float())
+    slope = torch.where(y > 0, torch.ones_like(y), y + 1)
+    assert float((slope - x.clamp_max(0).exp()).abs().max()) < 3e-7
