@@ -145,8 +145,12 @@ def _insert(
     found = site.insert(graph, copies)
     stand_ins = {copies.get(old, old): new for old, new in found.items()}
     nodes = tuple(node for node in graph.nodes if node not in before)
+    computed_from = {new: _ancestors(new) for new in stand_ins.values()}
     returned = {stand_ins[old] for old in forward_results if old in stand_ins}
-    role.update(_roles(graph, nodes, {*stand_ins.values()} - returned, role))
+    rebuilt = {new for old, new in stand_ins.items() if old in computed_from[new]} - returned
+    early = {new for old, new in stand_ins.items() if role[old] is Role.FORWARD} - rebuilt
+    needed = {node for new in early for node in computed_from[new]}
+    role.update(_roles(graph, nodes, needed, rebuilt, role))
     for index, node in enumerate(nodes):
         node._rename(f"{re.sub('[^0-9a-zA-Z]+', '_', site.name)}_{index}")
     return Form(
@@ -154,7 +158,7 @@ def _insert(
         rule=site.rule,
         nodes=nodes,
         stand_ins=stand_ins,
-        computed_from={new: _ancestors(new) for new in stand_ins.values()},
+        computed_from=computed_from,
         late=frozenset(new for new in stand_ins.values() if role[new] is not Role.FORWARD),
         early=frozenset(
             reader for old in stand_ins for reader in old.users if role[reader] is Role.FORWARD
@@ -165,13 +169,16 @@ def _insert(
 def _roles(
     graph: fx.Graph,
     nodes: Sequence[fx.Node],
-    for_backward: set[fx.Node],
-    known: dict[fx.Node, Role],
+    needed: set[fx.Node],
+    rebuilt: set[fx.Node],
+    known: Mapping[fx.Node, Role],
 ) -> dict[fx.Node, Role]:
     """The roles of new nodes: those that stand in the forward belong to it.
 
-    Between its last node and the first of the backward, a stand-in belongs to the forward only if
-    that returns it, any other node if it reads what was there before.
+    So does, wherever it stands, what stand-ins for values of the forward are computed from
+    (``needed``), but for those that are ``rebuilt`` from the very values that they stand in for.
+    Between the last node of the forward and the first of the backward, what reads only new nodes
+    belongs to the backward.
     """
     new, role = set(nodes), dict[fx.Node, Role]()
     calls = [n for n in graph.nodes if n.op == "call_function" and n not in new]
@@ -181,9 +188,11 @@ def _roles(
     for node in nodes:
         inputs = {role.get(source) or known[source] for source in node.all_input_nodes}
         between = last < position[node] < first
-        kept = node not in for_backward and any(i not in new for i in node.all_input_nodes)
+        kept = node not in rebuilt and any(i not in new for i in node.all_input_nodes)
         if Role.BACKWARD in inputs:
             role[node] = Role.BACKWARD
+        elif node in needed:
+            role[node] = Role.FORWARD
         elif position[node] > first or Role.LAZY in inputs or (between and not kept):
             role[node] = Role.LAZY
         else:

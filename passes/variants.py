@@ -9,10 +9,14 @@ from __future__ import annotations
 
 from collections.abc import Iterable
 
-from fxremat.passes import pool_gradient, split_gradients
+from fxremat.passes import pool_gradient, row_chunks, split_gradients
 from fxremat.passes.rule import Rule
 
-RULES: tuple[Rule, ...] = (*pool_gradient.RULES, *split_gradients.RULES)
+RULES: tuple[Rule, ...] = (
+    *row_chunks.RULES,
+    *pool_gradient.RULES,
+    *split_gradients.RULES,
+)
 
 
 def rules_named(names: Iterable[str] | None, *, allow_lossy: bool) -> tuple[Rule, ...]:
