@@ -7,6 +7,7 @@ from __future__ import annotations
 
 import ast
 import inspect
+from collections import Counter
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import AbstractContextManager, contextmanager, nullcontext
 from dataclasses import dataclass
@@ -657,6 +658,70 @@ def fake_tensors() -> Iterator[None]:
     # ``model.to(dtype)`` swaps fake parameters for new ones.
     with mode, mock.patch.object(torch.utils, "swap_tensors", swap_fake):
         yield
+
+
+# --- the backward that is running --------------------------------------------------------
+
+
+def running_backward() -> int | None:
+    """The number of the backward that autograd runs in this thread, None outside of one."""
+    number = torch._C._current_graph_task_id()
+    return None if number == -1 else number
+
+
+def leaves_of_one_node() -> list[torch.Tensor]:
+    """The leaves to which exactly one edge leads in the backward that is running.
+
+    Those of all its nodes, also of those that will not run. It is known where the node that runs
+    is the first of the backward; elsewhere the list is empty.
+    """
+    edges = [edge for node in _nodes_to_run() for edge in _following(node)]
+    counts = Counter(map(id, edges))
+    return [edge.variable for edge in edges if counts[id(edge)] == 1 and _is_leaf(edge)]
+
+
+def leaves_of_this_node() -> list[torch.Tensor]:
+    """The leaves that get a gradient from the node which autograd runs now, into ``grad``."""
+    node = torch._C._current_autograd_node()
+    edges = [] if node is None else _following(node)
+    return [edge.variable for edge in edges if _is_leaf(edge) and _will_run(edge)]
+
+
+def _nodes_to_run() -> list[Any]:
+    """All nodes of the backward that is running, if none but the one that runs now has begun.
+
+    torch gives them where autograd has one thread: then nothing changes what it looks at. It fails
+    if a node has run already. On a machine without an accelerator there is only one thread.
+    """
+    single = not torch.accelerator.is_available()
+    with torch.autograd.set_multithreading_enabled(False) if single else nullcontext():
+        try:
+            nodes: Any = torch._C._current_graph_task_execution_order()  # type: ignore[attr-defined]
+            return list(nodes)
+        except RuntimeError:
+            return []
+
+
+def _following(node: Any) -> list[Any]:
+    return [edge for edge, _ in node.next_functions if edge is not None]
+
+
+def _is_leaf(node: Any) -> bool:
+    return hasattr(node, "variable")
+
+
+def _will_run(node: Any) -> bool:
+    """Whether the node runs in this backward; torch refuses to say it of a result of `grad`."""
+    try:
+        return bool(torch._C._will_engine_execute_node(node))
+    except RuntimeError:
+        return False
+
+
+def hooks_on(leaf: torch.Tensor) -> int:
+    """How many hooks a leaf has that see its gradient, before or after it is accumulated."""
+    kinds = (leaf._backward_hooks, getattr(leaf, "_post_accumulate_grad_hooks", None))
+    return sum(len(hooks) for hooks in kinds if hooks)
 
 
 # --- configuration -----------------------------------------------------------------------

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import pickle
 from collections.abc import Callable
+from contextlib import nullcontext
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
@@ -585,3 +586,54 @@ def test_random_state_kept() -> None:
     with compat.random_state_kept():
         torch.rand(10)
     assert torch.equal(torch.rand(2), expected)
+
+
+class Product(torch.autograd.Function):
+    """Notes what is known of the backward while it runs."""
+
+    @staticmethod
+    def forward(ctx: Any, a: torch.Tensor, b: torch.Tensor) -> torch.Tensor:
+        return (a * b).sum()
+
+    @staticmethod
+    def backward(ctx: Any, gradient: torch.Tensor) -> Any:
+        known.append((compat.leaves_of_one_node(), compat.leaves_of_this_node()))
+        assert compat.running_backward() is not None
+        return gradient, gradient
+
+
+known: list[tuple[list[torch.Tensor], list[torch.Tensor]]] = []
+
+
+def product(a: torch.Tensor, b: torch.Tensor) -> torch.Tensor:
+    found: torch.Tensor = Product.apply(a, b)  # type: ignore[no-untyped-call]
+    return found
+
+
+def test_leaves_of_the_backward_that_is_running() -> None:
+    a, b = (nn.Parameter(torch.ones(())) for _ in range(2))
+    several = torch.accelerator.is_available()
+    with torch.autograd.set_multithreading_enabled(False) if several else nullcontext():
+        torch.autograd.backward(product(a, b))
+        assert known.pop() == ([a, b], [a, b])
+        torch.autograd.backward(product(a, b), inputs=[b])
+        assert known.pop() == ([a, b], [b])
+        torch.autograd.grad(product(a, b), [a, b])
+        assert known.pop()[1] == []
+        torch.autograd.backward([b.exp(), product(a, b)])  # the one made last runs first
+        assert known.pop() == ([a], [a, b])
+        for loss in (product(a, b).exp(), product(a, b) + a, b + product(a, b)):
+            loss.backward()  # type: ignore[no-untyped-call]
+            assert known.pop()[0] == []
+    assert compat.running_backward() is None
+    assert compat.leaves_of_one_node() == compat.leaves_of_this_node() == []
+
+
+def test_hooks_on_a_leaf() -> None:
+    weight: Any = nn.Parameter(torch.ones(1))
+    assert compat.hooks_on(weight) == 0
+    first = weight.register_hook(lambda gradient: None)
+    weight.register_post_accumulate_grad_hook(lambda weight: None)
+    assert compat.hooks_on(weight) == 2
+    first.remove()
+    assert compat.hooks_on(weight) == 1

@@ -3,7 +3,8 @@
 Graphs that fxremat transforms call four operators, `to_host`, `wait_host`, `to_device` and
 `wait_device` (`fxremat.runtime.copies`); importing this package registers them, so whatever runs
 such a graph has to import it. Weights that live in host memory are read through `fetch`, which
-gets their gradients by `put` (`fxremat.runtime.weights`). The rest is for tests and benchmarks: a
+gets their gradients by `put` (`fxremat.runtime.weights`); `arrived` lets their optimizer step
+before the backward is over (`fxremat.runtime.steps`). The rest is for tests and benchmarks: a
 cap on host memory, a simulated speed for copies of machines without a GPU, and records of what was
 copied when.
 """
@@ -18,6 +19,7 @@ from fxremat.runtime.host_memory import (
     reset_host_peak,
     set_host_memory_cap,
 )
+from fxremat.runtime.steps import Stepped, arrived
 from fxremat.runtime.trace import CopyRecord, copy_trace
 from fxremat.runtime.weights import fetch, host_copy, put, settle
 
@@ -25,6 +27,8 @@ __all__ = [
     "CopyRecord",
     "HostBytes",
     "MeasuredSpeed",
+    "Stepped",
+    "arrived",
     "copy_trace",
     "fetch",
     "host_bytes",

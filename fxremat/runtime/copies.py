@@ -20,7 +20,7 @@ from typing import Any
 import torch
 
 from fxremat.compat import OpOverload
-from fxremat.runtime import cpu_engine, cuda_engine
+from fxremat.runtime import cpu_engine, cuda_engine, steps
 from fxremat.runtime.engine import Engine
 
 _STARTS = (
@@ -52,6 +52,7 @@ def _wait_host(host: torch.Tensor, x: torch.Tensor) -> None:
 
 
 def _to_device(host: torch.Tensor, device: torch.device) -> torch.Tensor:
+    steps.before_reading(host)
     return _engine(device).start_to_device(host, device)
 
 

@@ -10,6 +10,8 @@ import torch
 
 Direction = Literal["to_host", "to_device"]
 Wait = Literal["wait_host", "wait_device"]
+Work = Literal["step"]
+"""What the host does beside the device, other than copying."""
 T = TypeVar("T")
 
 

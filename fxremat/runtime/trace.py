@@ -1,4 +1,4 @@
-"""Records of copies and waits, to show what ran beside what."""
+"""Records of copies, waits and optimizer steps, to show what ran beside what."""
 
 from __future__ import annotations
 
@@ -10,17 +10,17 @@ from typing import Any
 
 import torch
 
-from fxremat.runtime.engine import Direction, Wait
+from fxremat.runtime.engine import Direction, Wait, Work
 
 
 @dataclass(frozen=True)
 class CopyRecord:
-    """One copy, or one time that the computation stood still for one.
+    """One copy, one time that the computation stood still for one, or one step in a backward.
 
     ``start_s`` and ``end_s`` are seconds on the clock of ``time.perf_counter``.
     """
 
-    what: Direction | Wait
+    what: Direction | Wait | Work
     nbytes: int
     start_s: float
     end_s: float
@@ -49,9 +49,10 @@ def active_traces() -> tuple[Trace, ...]:
 def copy_trace() -> Iterator[list[CopyRecord]]:
     """A list of `CopyRecord`, one for each copy started and each wait ended inside ``with``.
 
-    On CUDA times are those of the device, and the list is filled at the end, where the host waits
-    for what was recorded. On the CPU a record comes when the copy or wait ends: after ``with`` if
-    nobody waited inside.
+    Optimizer steps that begin in a backward are there too, with the bytes of their gradients and
+    in times of the host. On CUDA all other times are those of the device, and the list is filled at
+    the end, where the host waits for what was recorded. On the CPU a record comes when the copy or
+    wait ends: after ``with`` if nobody waited inside.
     """
     global _active
     trace = Trace()
@@ -64,7 +65,9 @@ def copy_trace() -> Iterator[list[CopyRecord]]:
 
 
 @contextmanager
-def host_time(what: Direction | Wait, nbytes: int, traces: tuple[Trace, ...]) -> Iterator[None]:
+def host_time(
+    what: Direction | Wait | Work, nbytes: int, traces: tuple[Trace, ...]
+) -> Iterator[None]:
     """Record the time that the body takes on the host, unless it fails."""
     start = perf_counter()
     yield

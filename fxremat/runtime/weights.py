@@ -21,7 +21,7 @@ from typing import Any
 import torch
 
 from fxremat.compat import OpOverload
-from fxremat.runtime import cpu_engine, cuda_engine
+from fxremat.runtime import cpu_engine, cuda_engine, steps
 from fxremat.runtime.copies import to_device, to_host, wait_device, wait_host
 from fxremat.runtime.host_memory import HOST_MEMORY
 from fxremat.runtime.layout import check_copyable, extent_bytes, run_of_memory
@@ -77,6 +77,7 @@ def _put(x: torch.Tensor) -> torch.Tensor:
 
 def _settle(host: torch.Tensor, device: torch.device) -> None:
     _finish(device)
+    steps.finish()
 
 
 def _fake_settle(host: torch.Tensor, device: torch.device) -> None:
@@ -147,7 +148,8 @@ settle = _register(
     _fake_settle,
     tags=(torch.Tag.flexible_layout, torch.Tag.pt2_compliant_tag, torch.Tag.cudagraph_unsafe),
 )
-"""``settle(host, device)``: the host waits until the device has done all it was asked before.
+"""``settle(host, device)``: the host waits until the device has done all it was asked before,
+and until the optimizer steps are over that began in this backward.
 
 ``host`` is a tensor that the graph gives to its caller, so that the call is not left out."""
 
