@@ -4,6 +4,7 @@ Every node gets a number that says what it computes: the same call on the same a
 the same number. A call that may not be run again (random numbers, effects, collectives,
 custom ops) has a number of its own for each node, so a second copy of it is a difference.
 A graph input that is written into counts as another argument from then on.
+Calls that only wait, or say that something has arrived, compute nothing.
 A value that has been to host memory and back has the number it had before, and every reader of
 what comes back has to stand behind the wait for it.
 The rewritten graph is right if its results have the numbers of the original's results, if
@@ -29,7 +30,7 @@ from fxremat.passes.joint_graph import (
     is_view,
     root,
 )
-from fxremat.runtime import copies, settle
+from fxremat.runtime import arrived, copies, settle
 
 
 class _Numbering:
@@ -78,17 +79,20 @@ class _Numbering:
 
 
 _MOVES = frozenset({copies.to_host, copies.to_device})
-_WAITS = frozenset({copies.wait_host, copies.wait_device, settle})
+_COPY_WAITS = frozenset({copies.wait_host, copies.wait_device})
+_WAITS = _COPY_WAITS | {settle, arrived}
 
 
 def check_waits(graph: fx.Graph) -> None:
     """Raise `VerificationFailed` where something is used before its transfer has ended.
 
-    Until it is waited for, nothing but a transfer and its wait may use what a transfer fills.
+    Until it is waited for, nothing but a transfer and its wait may use what a transfer fills. See
+    also `check_arrivals`.
     """
+    check_arrivals(graph)
     filling: set[fx.Node] = set()
     for node in graph.nodes:
-        if node.target in _WAITS and node.target is not settle:
+        if node.target in _COPY_WAITS:
             filling.discard(node.args[0])
         elif node.target not in _MOVES:
             early = filling.intersection(map(root, node.all_input_nodes))
@@ -100,6 +104,22 @@ def check_waits(graph: fx.Graph) -> None:
     if filling:
         names = sorted(node.name for node in filling)[:5]
         raise VerificationFailed("transfers", f"never waited for: {names}")
+
+
+def check_arrivals(graph: fx.Graph) -> None:
+    """Raise `VerificationFailed` where an optimizer could step too early.
+
+    From there on the weight may change, and the gradient's memory is not there any more.
+    """
+    gone: set[fx.Node] = set()
+    for node in graph.nodes:
+        ends = node.op == "output" or node.target is settle
+        early = gone.intersection(map(root, node.all_input_nodes))
+        if early and not ends:
+            what = f"{node.name} uses {next(iter(early)).name} after it was given to the optimizer"
+            raise VerificationFailed("transfers", what)
+        if node.target is arrived:
+            gone.update(node.args[:2])
 
 
 def _constant(leaf: Any) -> Any:

@@ -8,7 +8,7 @@ values reads the copy.
     fwd:   a b c                  fwd:   a b c
     bwd:   c' b', reads a, b      bwd:   a_recompute b_recompute c' b', reads inputs alone
 
-Values that move to host memory and back: see `passes.offload`.
+Values that move to host memory and back: see `passes.offload`; gradients: `passes.arrivals`.
 
 Sound because only ops that give the same result every time are run again (`is_repeatable`),
 and because a copy reads the latest copies of the values the op reads. Nodes inside a cone of
@@ -25,6 +25,7 @@ from typing import Any
 from torch import fx
 
 from fxremat.core.schedule import Move, Step, ops_of
+from fxremat.passes.arrivals import announce, gradients
 from fxremat.passes.joint_graph import Role, is_repeatable, is_view, root
 from fxremat.passes.materialisation import is_fusable
 from fxremat.passes.memory_estimation import TANGENTS, Cone, Estimate
@@ -148,6 +149,16 @@ class _Emitter:
         elif (arrived := self.mover.wait(name, half)) is not None:
             self.env[value] = arrived
 
+    def announce_gradients(self, start: int) -> None:
+        """Say where gradients are in host memory; the backward begins with node ``start``."""
+        backward = list(self.graph.nodes)[start:]
+        found = [
+            one._replace(result=self.env[one.result], weight=self.resolve(one.weight))
+            for one in gradients(self.joint)
+            if one.result in self.env
+        ]
+        announce(self.graph, found, backward)
+
 
 def boundary(steps: Sequence[Step]) -> int:
     """The step at which the backward begins: the arrival of the tangents."""
@@ -200,6 +211,7 @@ def apply_plan(estimate: Estimate, steps: Sequence[Step], *, hold: bool = True) 
     early = results([None if i in late else n for i, n in enumerate(joint.results[:count])])
     forward = [n for n in emitter.graph.nodes if n not in map(emitter.env.get, joint.tangents)]
     run(steps[split:], in_backward=True)
+    emitter.announce_gradients(len(forward) + len(joint.tangents))
     if emitter.put is not None:
         emitter.mover.settle(emitter.put, estimate.node_of[emitter.put].meta["val"].device)
     backward_results = results(joint.results[count:])
