@@ -20,6 +20,7 @@ if TYPE_CHECKING:
     from fxremat.options import list_options
     from fxremat.report.explain import explain
     from fxremat.session import reports
+    from fxremat.stepping import step_in_backward
 
 __all__ = [
     "FxrematError",
@@ -33,6 +34,7 @@ __all__ = [
     "measure_peak",
     "offload",
     "reports",
+    "step_in_backward",
 ]
 
 _LAZY = {
@@ -41,6 +43,7 @@ _LAZY = {
     "measure_peak": "fxremat.measure",
     "offload": "fxremat.offloading",
     "reports": "fxremat.session",
+    "step_in_backward": "fxremat.stepping",
 }
 
 
