@@ -166,7 +166,7 @@ def _form(
             if is_read_exactly(saved):
                 continue
             insert = partial(saved.insert, decode=decode)
-            yield Site(name, f"{name}:{saved.value.name}", insert)
+            yield Site(name, f"{name}:{saved.value.name}", insert, backward_only=True)
 
     return Rule(name, line, find, lossy=True)
 

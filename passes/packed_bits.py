@@ -111,7 +111,7 @@ def _through_bits(inserter: Inserter, mask: fx.Node) -> fx.Node:
 
 def _site(rule: str, saved: Saved, decode: Callable[[Inserter, fx.Node], fx.Node]) -> Site:
     insert = partial(saved.insert, decode=decode)
-    return Site(rule, f"{rule}:{saved.value.name}", insert)
+    return Site(rule, f"{rule}:{saved.value.name}", insert, backward_only=True)
 
 
 def find_packed_masks(joint: JointGraph) -> Iterator[Site]:

@@ -38,6 +38,8 @@ class Site:
     rule: str
     name: str
     insert: Callable[[fx.Graph, Mapping[fx.Node, fx.Node]], StandIns]
+    backward_only: bool = False
+    """Whether the stand-ins are for readers in the backward alone, and computed for these."""
 
 
 @dataclass(frozen=True)
