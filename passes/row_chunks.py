@@ -16,6 +16,7 @@ the old node: reshaped, and with the strides of the old one.
 
 from __future__ import annotations
 
+import itertools
 import operator
 from collections.abc import Callable, Iterator, Mapping
 from dataclasses import dataclass, field
@@ -221,7 +222,7 @@ def _is_dense(tensor: torch.Tensor, front: int) -> bool:
         )
     sizes, strides = tensor.shape[:front], tensor.stride()[:front]
     kept = [(size, stride) for size, stride in zip(sizes, strides, strict=True) if size != 1]
-    pairs = zip(kept, kept[1:], strict=False)
+    pairs = itertools.pairwise(kept)
     return all(stride == size * step for (_, stride), (size, step) in pairs)
 
 

@@ -7,9 +7,10 @@ loss, in one loop over the logits, and multiplied by s when it is known:
     dx(s) = s dx(1)
 
 `factor` finds s: a tangent, or a number computed from tangents, on every way from the tangents into
-the region; of several the last. What lies between s and the region is computed for s = 1 too. That
-all of it is linear is shown op by op: each operator is linear in the operands that depend on s, with
-the others fixed, and gives zero for zero.
+the region; of several the first, which in most steps is the gradient of the loss itself. (A later
+one may be infinite where no label counts, and what a mask then makes zero must stay so.) What lies
+between s and the region is computed for s = 1 too. That all of it is linear is shown op by op: each
+operator is linear in the operands that depend on s, with the others fixed, and gives zero for zero.
 """
 
 from __future__ import annotations

@@ -17,6 +17,7 @@ from typing import Any
 
 from torch import fx
 
+from fxremat.passes.row_points import with_points, without_unused
 from fxremat.passes.row_regions import Region
 from fxremat.passes.row_rules import As, Calls, Part, dtype_of, operands, rest_of, shape_of
 from fxremat.runtime.row_plan import MATMULS
@@ -154,7 +155,9 @@ class _Writer:
         return self.add(copy)
 
     def input(self, node: fx.Node, kind: Kind) -> int:
-        if kind not in ("row", "whole") or (self.region.is_view(node) and node in self.region.kinds):
+        if kind not in ("row", "whole") or (
+            self.region.is_view(node) and node in self.region.kinds
+        ):
             raise Refused(f"{node} is no input of a loop")
         where = self.rows if kind == "row" else self.whole
         where.append(node)
@@ -200,11 +203,19 @@ def plan_loops(region: Region, level: Mapping[fx.Node, int]) -> list[Loop]:
         writer.write(results)
         if not writer.rows:
             raise Refused("a loop without rows")
-        for node in (*writer.rows, *writer.whole):
+        loops.append(_loop(writer, now, results))
+        for node in (*loops[-1].rows, *loops[-1].whole):
             if node in region.kinds:
                 wanted.setdefault(level[node], set()).add(node)
-        loops.append(
-            Loop(now, tuple(writer.rows), tuple(writer.whole), frozenset(writer.dense),
-                 writer.program(results), tuple(results))
-        )  # fmt: skip
     return loops[::-1]
+
+
+def _loop(writer: _Writer, level: int, results: list[fx.Node]) -> Loop:
+    """The loop that was written, made simpler."""
+    rests = [rest_of(node, writer.region.rows) or () for node in writer.rows]
+    program = with_points(writer.program(results), rests, writer.whole)
+    program, rows, whole = without_unused(program)
+    return Loop(
+        level, tuple(writer.rows[n] for n in rows), tuple(writer.whole[n] for n in whole),
+        frozenset(writer.dense), program, tuple(results),
+    )  # fmt: skip

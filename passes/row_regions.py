@@ -49,7 +49,7 @@ MOST_BETWEEN = 200
 
 def _thins_out(node: fx.Node) -> bool:
     """Whether the node is what is worth keeping of random numbers (a mask of dropout)."""
-    return any(is_random(i) for i in node.all_input_nodes)
+    return any(is_random(i) or packet_name(i) == "inductor_random" for i in node.all_input_nodes)
 
 
 @dataclass

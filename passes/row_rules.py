@@ -223,29 +223,12 @@ def _elementwise(node: fx.Node, rows: int, cut: int) -> Calls | None:
                     return None
                 calls.append(_cast(given_as, common))
                 replaced[one] = Part(len(calls) - 1)
-    args = fx.map_arg(node.args, lambda n: _Held(replaced[n]))
-    kwargs = {} if name == "clone" else fx.map_arg(dict(node.kwargs), lambda n: _Held(replaced[n]))
+    args = [replaced[v] if isinstance(v, fx.Node) else v for v in node.args]
+    kwargs = {k: replaced[v] if isinstance(v, fx.Node) else v for k, v in node.kwargs.items()}
     if name == "clone":
-        args = args[:1]
-    calls.append(_row(node, cut, str(node.target), *_freed(args), **_freed(kwargs)))
+        args, kwargs = args[:1], {}
+    calls.append(_row(node, cut, str(node.target), *args, **kwargs))
     return tuple(calls)
-
-
-@dataclass(frozen=True)
-class _Held:
-    """Keeps `fx.map_arg` from looking inside."""
-
-    thing: Any
-
-
-def _freed(thing: Any) -> Any:
-    if isinstance(thing, _Held):
-        return thing.thing
-    if isinstance(thing, dict):
-        return {key: _freed(value) for key, value in thing.items()}
-    if isinstance(thing, (list, tuple)):
-        return tuple(_freed(part) for part in thing)
-    return thing
 
 
 def _same_rows(node: Any, shape: Shape, rows: int, cut: int) -> As | None:
