@@ -18,6 +18,7 @@ import torch
 from torch import fx
 
 from fxremat import compat, planner
+from fxremat.aliasing import check_in_place
 from fxremat.core.check import check
 from fxremat.core.plan import Plan
 from fxremat.core.problem import Copies, Problem
@@ -26,12 +27,14 @@ from fxremat.core.timeline import replay
 from fxremat.cost.device import DeviceSpec, device_spec
 from fxremat.cost.roofline import roofline_us
 from fxremat.errors import InfeasibleBudget, SolverRefused, VerificationFailed
+from fxremat.passes import inplace
 from fxremat.passes.forms import Form, Offer, find_sites, offer, take
 from fxremat.passes.joint_graph import JointGraph, is_tensor, read_joint_graph
 from fxremat.passes.memory_estimation import Estimate, OpTimer, estimate, nbytes
 from fxremat.passes.offload import add_before_putting
 from fxremat.passes.recompute import Rewritten, apply_plan
 from fxremat.passes.rule import Site
+from fxremat.passes.sums import accumulate_sums
 from fxremat.passes.user_tags import obey_must_recompute, protect_mutated_inputs
 from fxremat.passes.variants import RULES, rules_named
 from fxremat.planner.cache import PlanCache
@@ -119,10 +122,15 @@ def device_of(graph: fx.Graph) -> torch.device:
     return next((d for d in devices if d.type != "cpu"), torch.device("cpu"))
 
 
-def prepare(module: fx.GraphModule, num_fwd_outputs: int) -> JointGraph:
-    """Clean up the joint graph and read it; the user's tags are obeyed here."""
+def prepare(module: fx.GraphModule, num_fwd_outputs: int, *, fused: bool = False) -> JointGraph:
+    """Clean up the joint graph and read it; the user's tags are obeyed here.
+
+    Sums of gradients round as Inductor's do if the graph is ``fused``, else as eager torch's.
+    """
     compat.prepare_joint_graph(module)
     add_before_putting(module.graph)
+    if fused:
+        accumulate_sums(module.graph)
     joint = read_joint_graph(module, num_fwd_outputs)
     changed = [obey_must_recompute(joint), protect_mutated_inputs(joint)]
     return read_joint_graph(module, num_fwd_outputs) if any(changed) else joint
@@ -257,7 +265,8 @@ class _Run:
         ``hold`` holds the planned order through Inductor, at some cost in time.
         """
         with self.clock.stage("apply"):
-            rewritten = apply_plan(self.found, plan.steps, hold=hold)
+            planned = apply_plan(self.found, plan.steps, hold=hold)
+            rewritten = inplace.rewrite(planned, self.joint.num_forward_outputs).rewritten
             inputs = {n.name: n for n in rewritten.module.graph.nodes if n.op == "placeholder"}
             forward, backward = compat.extract_forward_backward(
                 rewritten.module,
@@ -268,7 +277,13 @@ class _Run:
         if self.request.verify:
             with self.clock.stage("verify"):
                 names = [n.name for n in self.joint.mutated]
-                check_data_flow(self.joint.module.graph, rewritten.module.graph, names)
+                check_data_flow(self.joint.module.graph, planned.module.graph, names)
+                check_in_place(
+                    planned.module.graph,
+                    rewritten.module.graph,
+                    saved=[n.name for n in rewritten.saved],
+                    num_forward_outputs=self.joint.num_forward_outputs,
+                )
                 check_waits(rewritten.module.graph)
                 check_split(backward.graph, [n.name for n in rewritten.saved], forward.graph)
         if self.request.executor != "inductor" or self.budget is None:
@@ -528,7 +543,7 @@ def transform(
     if request.budget_bytes is not None:
         compat.plan_for_sizes_seen(module.graph)
     with clock.stage("estimate"):
-        joint = prepare(module, num_fwd_outputs)
+        joint = prepare(module, num_fwd_outputs, fused=request.executor == "inductor")
         device = device_of(module.graph)
         timer, workspaces = op_timer(request, device), Workspaces(device)
         costs = _Costs(request, device, timer, workspaces, f"graph {graph}")

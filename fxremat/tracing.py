@@ -130,7 +130,7 @@ def _estimate(
         op_times="roofline",
         verify=True,
     )
-    joint = prepare(module, num_fwd_outputs)
+    joint = prepare(module, num_fwd_outputs, fused=mode == "inductor")
     device = device_of(module.graph)
     offered = offer(joint, find_sites(joint, rules))
     found = estimate(

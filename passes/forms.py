@@ -11,6 +11,7 @@ once forms are taken is removed.
 
 from __future__ import annotations
 
+import operator
 import re
 from collections.abc import Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, replace
@@ -147,7 +148,9 @@ def _insert(
     nodes = tuple(node for node in graph.nodes if node not in before)
     computed_from = {new: _ancestors(new) for new in stand_ins.values()}
     returned = {stand_ins[old] for old in forward_results if old in stand_ins}
-    rebuilt = {new for old, new in stand_ins.items() if old in computed_from[new]} - returned
+    rebuilt = {
+        new for old, new in stand_ins.items() if site.backward_only or old in computed_from[new]
+    } - returned
     early = {new for old, new in stand_ins.items() if role[old] is Role.FORWARD} - rebuilt
     needed = {node for new in early for node in computed_from[new]}
     role.update(_roles(graph, nodes, needed, rebuilt, role))
@@ -186,7 +189,7 @@ def _roles(
     last = max((position[n] for n in calls if known[n] is Role.FORWARD), default=-1)
     first = min((position[n] for n in calls if known[n] is Role.BACKWARD), default=len(position))
     for node in nodes:
-        inputs = {role.get(source) or known[source] for source in node.all_input_nodes}
+        inputs = {role.get(i) or known[_call_of(i)] for i in node.all_input_nodes}
         between = last < position[node] < first
         kept = node not in rebuilt and any(i not in new for i in node.all_input_nodes)
         if Role.BACKWARD in inputs:
@@ -198,6 +201,11 @@ def _roles(
         else:
             role[node] = Role.FORWARD
     return role
+
+
+def _call_of(node: fx.Node) -> fx.Node:
+    """The call that an item of its results comes from: it is there as soon as that has run."""
+    return node.all_input_nodes[0] if node.target is operator.getitem else node
 
 
 def _sort(graph: fx.Graph) -> None:

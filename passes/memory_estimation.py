@@ -30,6 +30,7 @@ from torch import fx
 
 from fxremat import compat
 from fxremat.core.problem import Alternative, Change, Copies, Op, Phase, Problem, Value, validate
+from fxremat.passes import inplace
 from fxremat.passes.forms import Form
 from fxremat.passes.joint_graph import (
     JointGraph,
@@ -105,7 +106,7 @@ class _Builder:
         workspace: Callable[[fx.Node], int], device: str, forms: Sequence[Form] = (),
     ) -> None:  # fmt: skip
         self.joint, self.rule, self.timer, self.device = joint, rule, timer, device
-        self.forms = forms
+        self.forms, self.over = forms, inplace.possible(joint)
         self.workspace = workspace
         self.position = {n: i for i, n in enumerate(joint.module.graph.nodes)}
         self.bytes: dict[str, int] = {}
@@ -191,7 +192,14 @@ class _Builder:
         self, sinks: list[fx.Node], nodes: tuple[fx.Node, ...], reads: set[fx.Node],
         values: list[fx.Node],
     ) -> tuple[tuple[str, str], ...]:  # fmt: skip
-        """A loop may write over what it reads at the same index for the last time."""
+        """A loop may write over what it reads at the same index for the last time.
+
+        So may a call that has a form for it (`fxremat.passes.inplace`).
+        """
+        over = self.over.get(sinks[0])
+        if over is not None:
+            own = over in reads and sinks[0] in values
+            return ((over.name, sinks[0].name),) if own else ()
         if not self.rule.fused or not is_fusable(sinks[0]) or len(values) != 1:
             return ()
         val = values[0].meta["val"]

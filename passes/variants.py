@@ -9,13 +9,23 @@ from __future__ import annotations
 
 from collections.abc import Iterable
 
-from fxremat.passes import pool_gradient, row_chunks, split_gradients
+from fxremat.passes import (
+    from_outputs,
+    lossy_saved,
+    packed_bits,
+    pool_gradient,
+    row_chunks,
+    split_gradients,
+)
 from fxremat.passes.rule import Rule
 
 RULES: tuple[Rule, ...] = (
     *row_chunks.RULES,
     *pool_gradient.RULES,
     *split_gradients.RULES,
+    *from_outputs.RULES,
+    *packed_bits.RULES,
+    *lossy_saved.RULES,
 )
 
 
