@@ -113,7 +113,7 @@ class _Simplifier:
     # What is a point.
 
     def look(self, number: int, one: Instruction) -> None:
-        """Remember what an instruction means, if it makes a comparison with positions or a point."""
+        """Remember an instruction that compares with positions or makes a point."""
         if one.kind != "row":
             return
         if one.op == "aten.eq.Tensor":

@@ -264,18 +264,21 @@ def _workspace(rows: Tensors, whole: Tensors, program: str, chunk_rows: int, til
     )
 
 
-def _flops(
-    rows: Sequence[Sequence[int]], whole: Sequence[Sequence[int]], program: str, *_: Any, **__: Any
-) -> int:
+def _shape(given: Any) -> Sequence[int]:
+    """The shape of a tensor, or the shape itself."""
+    return tuple(getattr(given, "shape", given))
+
+
+def _flops(rows: Sequence[Any], whole: Sequence[Any], program: str, *_: Any, **__: Any) -> int:
     """Of the matmuls: a multiplication and an addition for each term."""
-    parsed, total = parse(program), int(rows[0][0])
+    parsed, total = parse(program), int(_shape(rows[0])[0])
 
     def shape(number: int) -> Sequence[int]:
         one = parsed.instruction(number)
         if number < parsed.num_rows:
-            return rows[number]
+            return _shape(rows[number])
         if one is None:
-            return whole[number - parsed.num_rows]
+            return _shape(whole[number - parsed.num_rows])
         return {"row": (total, *one.rest), "last": (*one.rest, total)}.get(one.kind, one.rest)
 
     found = 0

@@ -1,0 +1,160 @@
+"""The operator that runs a program over rows: values, memory to the byte, flops, odd sizes."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from typing import Any
+
+import pytest
+import torch
+import torch.nn.functional as F
+from hypothesis import given
+from hypothesis import strategies as st
+from torch.utils.flop_counter import FlopCounterMode
+
+from fxremat.measure import measure_peak
+from fxremat.runtime import kernels
+from fxremat.runtime.chunks import ROWS, pieces
+from fxremat.runtime.row_plan import layout
+from fxremat.runtime.row_program import Instruction, Program, Ref, RowCount, dump, parse
+
+D, V = 8, 300
+
+
+def one(op: str, *args: Any, rest: Sequence[int] = (V,), kind: Any = "row",
+        dtype: torch.dtype = torch.float32, **kwargs: Any) -> Instruction:  # fmt: skip
+    """An instruction; whole numbers that are values are written as `Ref`."""
+    return Instruction(op, args, kwargs, kind, tuple(rest), dtype)
+
+
+def program(dtype: torch.dtype = torch.float32) -> str:
+    """Cross-entropy and its gradients for x (0), labels (1), w.T (2) and w (3)."""
+    low = dtype != torch.float32
+    logits = 5 if low else 4
+    steps = [one("aten.mm.default", Ref(0), Ref(2), dtype=dtype)]
+    if low:
+        steps.append(one("prims.convert_element_type.default", Ref(4), torch.float32))
+    n = logits
+    steps += [
+        one("aten.amax.default", Ref(n), [1], True, rest=(1,)),  # n + 1
+        one("aten.sub.Tensor", Ref(n), Ref(n + 1)),
+        one("aten.exp.default", Ref(n + 2)),
+        one("aten.sum.dim_IntList", Ref(n + 3), [1], True, rest=(1,)),
+        one("aten.log.default", Ref(n + 4), rest=(1,)),
+        one("aten.sub.Tensor", Ref(n + 2), Ref(n + 5)),  # n + 6
+        one("aten.gather.default", Ref(n + 6), 1, Ref(1), rest=(1,)),
+        one("aten.exp.default", Ref(n + 6)),
+        one("aten.full.default", [RowCount(), 1], -1.0, rest=(1,), dtype=torch.float32),
+        one("aten.scatter_add.default", Ref(n + 8), 1, Ref(1), Ref(n + 9)),  # n + 10
+    ]
+    n += 10
+    if low:
+        steps.append(one("prims.convert_element_type.default", Ref(n), dtype, dtype=dtype))
+        n += 1
+    steps += [
+        one("aten.mm.default", Ref(n), Ref(3), rest=(D,), dtype=dtype),
+        one("aten.permute.default", Ref(n), [1, 0], kind="last", dtype=dtype),
+        one("aten.mm.default", Ref(n + 2), Ref(0), kind="sum", rest=(V, D), dtype=dtype),
+        one("aten.sum.dim_IntList", Ref(logits + 10), [0], kind="sum"),
+    ]
+    return dump(Program(2, 2, (), tuple(steps), (logits + 7, n + 1, n + 3, n + 4)))
+
+
+def inputs(count: int, dtype: torch.dtype = torch.float32) -> tuple[torch.Tensor, ...]:
+    """x, labels, w."""
+    dice = torch.Generator().manual_seed(0)
+    x = torch.randn(count, D, generator=dice).to(dtype)
+    y = torch.randint(0, V, (count, 1), generator=dice)
+    return x, y, torch.randn(V, D, generator=dice).to(dtype)
+
+
+def expected(x: torch.Tensor, y: torch.Tensor, w: torch.Tensor) -> list[torch.Tensor]:
+    """The same by autograd, in float64."""
+    x, w = x.double().requires_grad_(), w.double().requires_grad_()
+    bias = torch.zeros(V, dtype=torch.float64, requires_grad=True)
+    log = F.log_softmax(x @ w.t() + bias, 1).gather(1, y)
+    return [log, *torch.autograd.grad(-log.sum(), (x, w, bias))]
+
+
+def run(given: tuple[torch.Tensor, ...], chunk: int, tile: int) -> list[torch.Tensor]:
+    """A call of the operator."""
+    x, y, w = given
+    found: list[torch.Tensor] = ROWS([x, y], [w.t(), w], program(x.dtype), chunk, tile)
+    return found
+
+
+@given(st.integers(0, 40), st.integers(1, 50), st.integers(1, 20))
+def test_any_split_gives_the_same(count: int, chunk: int, tile: int) -> None:
+    found = run(inputs(count), chunk, tile)
+    for one_, other in zip(found, expected(*inputs(count)), strict=True):
+        assert torch.allclose(one_.double(), other, atol=1e-4, rtol=1e-5)
+
+
+def test_low_precision_is_added_up_in_float32() -> None:
+    """A thousand chunks of bfloat16: the sums are as good as one matmul's."""
+    given_ = inputs(1000, torch.bfloat16)
+    found, best = run(given_, 1, 1), expected(*given_)
+    for one_, other in zip(found, best, strict=True):
+        assert (one_.double() - other).abs().max() <= 2e-2 * other.abs().max()
+
+
+@pytest.mark.parametrize("sizes", [(64, 16, 4), (64, 64, 64), (50, 16, 5), (7, 3, 2), (0, 4, 4)])
+def test_memory_is_known_to_the_byte(sizes: tuple[int, int, int]) -> None:
+    """Matmuls of low precision may take scratch memory of their own, on some processors."""
+    count, chunk, tile = sizes
+    given_ = inputs(count)
+    made = sum(t.nbytes for t in run(given_, chunk, tile))
+    peak = measure_peak(lambda: run(given_, chunk, tile)).above_start_bytes
+    x, y, w = given_
+    args = ([x, y], [w.t(), w], program(), chunk, tile)
+    assert kernels.WORKSPACES[ROWS](*args) == peak - made
+
+
+def test_only_matmuls_need_a_whole_chunk() -> None:
+    """One value of a chunk; exponentials and so on exist for a tile."""
+    (chunk,) = [slot for slot in layout(program()).slots if slot.of_chunk]
+    assert chunk.numel == V
+
+
+def test_flops_are_those_of_the_matmuls() -> None:
+    with FlopCounterMode(display=False) as counted:
+        run(inputs(32), 8, 4)
+    assert counted.get_total_flops() == 3 * 2 * 32 * D * V
+
+
+def test_the_fake_results_are_like_the_real_ones() -> None:
+    x, y, w = inputs(20, torch.bfloat16)
+    real = run((x, y, w), 8, 4)
+    fake = run(tuple(t.to("meta") for t in (x, y, w)), 8, 4)
+    for one_, other in zip(real, fake, strict=True):
+        assert (one_.shape, one_.dtype, one_.stride()) == (other.shape, other.dtype, other.stride())
+
+
+def test_nothing_given_is_written() -> None:
+    given_ = inputs(20)
+    before = [t.clone() for t in given_]
+    run(given_, 8, 4)
+    assert all(map(torch.equal, given_, before))
+
+
+def test_a_program_survives_being_text() -> None:
+    text = program(torch.bfloat16)
+    assert dump(parse(text)) == text
+
+
+@given(st.integers(0, 100), st.integers(1, 100))
+def test_pieces_are_even(total: int, most: int) -> None:
+    found = pieces(total, most)
+    sizes = [b - a for a, b in found]
+    assert sum(sizes) == total
+    assert not sizes or (max(sizes) <= most and max(sizes) - min(sizes) <= 1)
+
+
+def test_it_runs_under_inductor() -> None:
+    def step(x: torch.Tensor, y: torch.Tensor, w: torch.Tensor) -> Any:
+        found = ROWS([x * 2, y], [w.t(), w], program(), 8, 4)
+        return found[1] + x
+
+    given_ = inputs(20)
+    compiled = torch.compile(step)
+    assert torch.allclose(compiled(*given_), step(*given_), atol=1e-5)
