@@ -43,6 +43,8 @@ LEAST_PART = 64
 """A value is big if the largest tensor that the graph computes is at most so many times larger."""
 LEAST_RATIO = 2
 """A value is big if a row of it has at least so many times the elements of a row at the border."""
+MOST_NODES = 400
+"""Nodes of a region; where batches are rows, whole networks hang together."""
 MOST_BETWEEN = 200
 """Narrow nodes that are looked at to find the way back into a region."""
 
@@ -130,7 +132,7 @@ def _grow(region: Region, seed: fx.Node) -> None:
     """Big values over operands and readers, and whatever reads one of them."""
     region.kinds[seed] = "row"
     todo = [seed]
-    while todo:
+    while todo and len(region.kinds) <= MOST_NODES:
         node = todo.pop()
         near: list[tuple[fx.Node, Kind | None]] = []
         if region.kinds[node] == "row":
@@ -205,6 +207,8 @@ def grow(joint: JointGraph, seed: fx.Node, rows: int, position: dict[fx.Node, in
     if region.calls(seed, "row") is None:
         return region
     _grow(region, seed)
+    if len(region.kinds) > MOST_NODES:
+        return region
     _add_transposes(region)
     _add_between(region)
     _drop_loose_views(region)
@@ -283,6 +287,8 @@ def find_regions(
 
 
 def _is_worth_it(region: Region) -> bool:
+    if len(region.kinds) > MOST_NODES:
+        return False
     return region.width >= LEAST_RATIO * border_width(region) and vanishing(region) > 0
 
 

@@ -227,8 +227,16 @@ def _elementwise(node: fx.Node, rows: int, cut: int) -> Calls | None:
     kwargs = {k: replaced[v] if isinstance(v, fx.Node) else v for k, v in node.kwargs.items()}
     if name == "clone":
         args, kwargs = args[:1], {}
-    calls.append(_row(node, cut, str(node.target), *args, **kwargs))
+    op = _WRITTEN_INSTEAD.get(str(node.target), str(node.target))
+    calls.append(_row(node, cut, op, *args, *([0] if name == "relu" else []), **kwargs))
     return tuple(calls)
+
+
+# The same functions in a form that writes into given memory.
+_WRITTEN_INSTEAD = {
+    "aten.relu.default": "aten.clamp_min.default",
+    **{f"aten.{name}.Scalar": f"aten.{name}.Tensor" for name in ("add", "sub", "mul", "div")},
+}
 
 
 def _same_rows(node: Any, shape: Shape, rows: int, cut: int) -> As | None:

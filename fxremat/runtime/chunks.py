@@ -260,7 +260,7 @@ def _workspace(rows: Tensors, whole: Tensors, program: str, chunk_rows: int, til
         sum(one.numel * one.dtype.itemsize for one in before)
         + sum(slot.nbytes(chunk, tile) for slot in plan.slots)
         + sum(extra_of_sum(one) for one in sums)
-        + plan.most_loose * tile
+        + plan.most_loose(tile)
     )
 
 

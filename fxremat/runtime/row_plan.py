@@ -86,7 +86,6 @@ _ELEMENTWISE = [
     "bitwise_not",
     "bitwise_xor",
     "square",
-    "relu",
     "gelu",
     "silu",
     "sign",
@@ -95,7 +94,6 @@ _ELEMENTWISE = [
     "threshold_backward",
     "gelu_backward",
     "silu_backward",
-    "isnan",
     "atan2",
     "clamp_min",
     "clamp_max",
@@ -224,8 +222,12 @@ class Layout:
     slot_of: dict[int, int]
     loose: frozenset[int]
     dies: dict[int, tuple[int, ...]]
-    most_loose: int
-    """Bytes of loose values for each row of a tile, at the worst moment."""
+    moments: tuple[tuple[int, int], ...]
+    """Of each instruction: bytes of loose values for each row, and bytes for its numbers."""
+
+    def most_loose(self, tile: int) -> int:
+        """Bytes beside the slots at the worst moment."""
+        return max((tile * each + fixed for each, fixed in self.moments), default=0) if tile else 0
 
 
 class _Assigner:
@@ -315,7 +317,7 @@ class _Assigner:
             dies.setdefault(self.order[self.life_of_loose(number)[1]], []).append(number)
         return Layout(
             self.stages, tuple(self.slots), self.slot_of, frozenset(loose),
-            {n: tuple(d) for n, d in dies.items()}, self.most_loose(loose),
+            {n: tuple(d) for n, d in dies.items()}, self.moments(loose),
         )  # fmt: skip
 
     def is_loose(self, number: int) -> bool:
@@ -328,14 +330,34 @@ class _Assigner:
         copied = number in self.slot_of or number in self.program.results
         return (start, start) if copied else (start, end)
 
-    def most_loose(self, loose: list[int]) -> int:
-        most = 0
-        for moment in range(len(self.order)):
+    def moments(self, loose: list[int]) -> tuple[tuple[int, int], ...]:
+        found = []
+        for moment, number in enumerate(self.order):
             alive = [n for n in loose if self.life_of_loose(n)[0] <= moment]
             alive = [n for n in alive if moment <= self.life_of_loose(n)[1]]
             sizes = [_of(self.program, n) for n in alive]
-            most = max(most, sum(one.numel * one.dtype.itemsize for one in sizes))
-        return most
+            fixed = bytes_for_numbers(self.program, _of(self.program, number))
+            found.append((sum(one.numel * one.dtype.itemsize for one in sizes), fixed))
+        return tuple(dict.fromkeys(found))
+
+
+_WITH_TENSORS = {f"aten.{name}.Tensor" for name in ("add", "sub", "mul", "div")}
+_COMPARISONS = ("eq", "ne", "lt", "le", "gt", "ge")
+_WITH_NUMBERS = {f"aten.{name}.Scalar" for name in (*_COMPARISONS, "remainder", "fmod")}
+    f"aten.{name}.Scalar" for name in ["eq", "ne", "lt", "le", "gt", "ge", "remainder", "fmod"]
+}
+
+
+def bytes_for_numbers(program: Program, one: Instruction) -> int:
+    """Bytes of a number that stands beside a tensor: torch makes a tensor of it, and casts that."""
+    if one.op in _WITH_NUMBERS:
+        made = program.instruction(one.reads[0])
+        dtype = torch.float32 if made is None else made.dtype
+    elif one.op in _WITH_TENSORS and any(isinstance(a, (int, float)) for a in one.args[:2]):
+        dtype = one.dtype
+    else:
+        return 0
+    return 8 + (0 if dtype in (torch.float64, torch.int64) else dtype.itemsize)
 
 
 @functools.lru_cache(maxsize=512)
