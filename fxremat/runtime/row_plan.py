@@ -344,8 +344,6 @@ class _Assigner:
 _WITH_TENSORS = {f"aten.{name}.Tensor" for name in ("add", "sub", "mul", "div")}
 _COMPARISONS = ("eq", "ne", "lt", "le", "gt", "ge")
 _WITH_NUMBERS = {f"aten.{name}.Scalar" for name in (*_COMPARISONS, "remainder", "fmod")}
-    f"aten.{name}.Scalar" for name in ["eq", "ne", "lt", "le", "gt", "ge", "remainder", "fmod"]
-}
 
 
 def bytes_for_numbers(program: Program, one: Instruction) -> int:
