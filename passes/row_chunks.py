@@ -301,9 +301,19 @@ def forms(region: Region) -> Iterator[tuple[str, _Form]]:
             yield f"at once {size.chunk}", _Form(region, at_once, size, scale)
 
 
+_NEEDED = {
+    "chunked_loss": {"exp", "_softmax", "_log_softmax"},
+    "chunked_mlp": {"mm", "addmm"},
+    "chunked_attention": {"bmm", "baddbmm"},
+}
+"""One of these a graph must have to be looked at."""
+
+
 def find(joint: JointGraph, rule: str) -> list[Site]:
     """The sites of one rule."""
-    found = []
+    found: list[Site] = []
+    if not _NEEDED[rule] & {packet_name(node) for node in joint.module.graph.nodes}:
+        return found
     for region in find_regions(joint, lambda region: rule_of(region) == rule):
         name = region.in_order()[0].name
         found += [Site(rule, f"{rule} {name} {form}", made.insert) for form, made in forms(region)]

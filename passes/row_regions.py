@@ -132,7 +132,7 @@ def _grow(region: Region, seed: fx.Node) -> None:
     """Big values over operands and readers, and whatever reads one of them."""
     region.kinds[seed] = "row"
     todo = [seed]
-    while todo and len(region.kinds) <= MOST_NODES:
+    while todo:
         node = todo.pop()
         near: list[tuple[fx.Node, Kind | None]] = []
         if region.kinds[node] == "row":
@@ -199,11 +199,16 @@ def _drop_loose_views(region: Region) -> None:
             del region.kinds[node]
 
 
-def grow(joint: JointGraph, seed: fx.Node, rows: int, position: dict[fx.Node, int]) -> Region:
-    """The region around a big value."""
+Known = dict[tuple[fx.Node, Kind], Calls | None]
+
+
+def grow(
+    joint: JointGraph, seed: fx.Node, rows: int, position: dict[fx.Node, int], known: Known
+) -> Region:
+    """The region around a big value; ``known`` is what was found out about the same rows."""
     rest = rest_of(seed, rows)
     assert rest is not None
-    region = Region(joint, rows, prod(rest), {}, position)
+    region = Region(joint, rows, prod(rest), {}, position, known)
     if region.calls(seed, "row") is None:
         return region
     _grow(region, seed)
@@ -250,11 +255,14 @@ def _row_counts(shape: tuple[int, ...]) -> Iterator[int]:
             yield rows
 
 
-def _grown(joint: JointGraph, seed: fx.Node, position: dict[fx.Node, int]) -> list[Region]:
+def _grown(
+    joint: JointGraph, seed: fx.Node, position: dict[fx.Node, int], known: dict[int, Known]
+) -> list[Region]:
     """The ways to see rows in a value."""
     shape = shape_of(seed)
     assert shape is not None
-    regions = [grow(joint, seed, rows, position) for rows in dict.fromkeys(_row_counts(shape))]
+    counts = dict.fromkeys(_row_counts(shape))
+    regions = [grow(joint, seed, n, position, known.setdefault(n, {})) for n in counts]
     return [r for r in regions if r.kinds]
 
 
@@ -274,10 +282,11 @@ def find_regions(
     found: list[Region] = []
     taken: set[fx.Node] = set()
     tried: set[fx.Node] = set()
+    known: dict[int, Known] = {}
     for seed in sorted(seeds, key=lambda n: (-sizes[n], position[n])):
         if seed in tried:
             continue
-        regions = _grown(joint, seed, position)
+        regions = _grown(joint, seed, position, known)
         tried |= {seed, *(n for r in regions for n in r.kinds if r.is_big(n))}
         fit = [r for r in regions if _is_worth_it(r) and wanted(r) and not taken & set(r.kinds)]
         if fit:
