@@ -438,9 +438,13 @@ class _Forms:
     problem: Problem
 
     def fit(self, budget: int, solver: str) -> _Fitted | None:
-        """The graph in the forms that are chosen for a budget; None where none are."""
-        names = self.plain.answer(budget, solver, self.problem).variants
-        if not names:
+        """The graph in the forms that are chosen for a budget; None where that does not fit.
+
+        With a budget of 0, in those of least peak.
+        """
+        asked = self.plain.answer(budget, solver, self.problem)
+        names = asked.variants
+        if not names or 0 < budget < asked.peak_bytes:
             return None
         plain = self.plain
         with plain.clock.stage("estimate"):
@@ -496,7 +500,8 @@ def _fit_in_forms(run: _Run) -> _Fitted:
                 tried.append(fitted)
                 if not fitted.over:
                     return fitted
-    if not any(one.run is run for one in tried):
+    least = min((one.split.peak_bytes for one in tried), default=None)
+    if least is None or run.solve(0, LEAST_SOLVER).peak_bytes < least:
         tried.append(_Fitted(run, *_fit(run)))
     return min(tried, key=lambda one: (one.over, one.split.peak_bytes))
 

@@ -45,6 +45,7 @@ from fxremat.passes.rule import Rule, Site, StandIns, fake
 from fxremat.passes.saved_values import (
     Inserter,
     as_dtype,
+    by_memory,
     has_order,
     is_float,
     is_large,
@@ -245,7 +246,8 @@ class _Product:
         region, table = self.function.region, self.table(bits)
         x, last, gradient = (where[n] for n in (self.function.x, region.last, region.gradient))
         inserter = Inserter(graph, x, last, last)
-        planes, levels = inserter.items(levels_of, x, list(table.boundaries), list(table.levels))
+        steps = (list(table.boundaries), list(table.levels))
+        planes, levels = inserter.items(levels_of, by_memory(inserter.early, x), *steps)
         found = derivative(inserter.late, planes, levels, fake(x))
         factors = (as_dtype(inserter.late, n, fake(last).dtype) for n in (gradient, found))
         return {last: inserter.late(_ATEN.mul.Tensor, *factors)}

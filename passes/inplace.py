@@ -25,9 +25,9 @@ like any other.
 from __future__ import annotations
 
 from collections.abc import Iterable, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from itertools import count
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 from torch import fx
 from torch.utils import _pytree as pytree
@@ -35,10 +35,12 @@ from torch.utils import _pytree as pytree
 from fxremat import compat
 from fxremat.passes.joint_graph import JointGraph, Role, is_tensor, root
 from fxremat.passes.materialisation import users_through_views
-from fxremat.passes.recompute import Rewritten
 from fxremat.passes.rule import fake
 from fxremat.passes.sums import shows_all
 from fxremat.runtime import inplace as runtime
+
+if TYPE_CHECKING:  # which estimates, and so asks what is possible here
+    from fxremat.passes.recompute import Rewritten
 
 INTO = "_into"
 _OWN_SHAPE = frozenset({runtime.addmm_into, runtime.baddbmm_into})
@@ -195,5 +197,5 @@ def rewrite(rewritten: Rewritten, num_forward_outputs: int) -> InPlace:
     module = fx.GraphModule(rewritten.module, graph)
     module.meta = dict(rewritten.module.meta)
     now = tuple(writer.instead.get(n, n) for n in saved)
-    new = Rewritten(module, now, rewritten.recomputed, rewritten.moved)
+    new = replace(rewritten, module=module, saved=now)
     return InPlace(new, tuple(writer.pairs))

@@ -49,6 +49,7 @@ from fxremat.passes.saved_values import (
     Inserter,
     Saved,
     as_dtype,
+    by_memory,
     counting,
     is_float,
     is_large,
@@ -133,7 +134,8 @@ def _codes_of_4(add: Callable[..., fx.Node], packed: fx.Node) -> fx.Node:
 
 def through_blocks(inserter: Inserter, value: fx.Node, *, width: int) -> fx.Node:
     """In codes of ``width`` bits, with a step and a least value for each block."""
-    codes, scales = inserter.items(quantised.quantised, value, width, seed_of(value))
+    ordered = by_memory(inserter.early, value)
+    codes, scales = inserter.items(quantised.quantised, ordered, width, seed_of(value))
     add = inserter.late
     step, least = (_column(add, add(_ATEN.select.int, scales, 0, row)) for row in (0, 1))
     found = _codes_of_4(add, codes) if width == 4 else codes
@@ -144,7 +146,7 @@ def through_blocks(inserter: Inserter, value: fx.Node, *, width: int) -> fx.Node
 
 def through_fp8(inserter: Inserter, value: fx.Node) -> fx.Node:
     """In fp8, with a scale for each block."""
-    codes, scales = inserter.items(quantised.as_fp8, value)
+    codes, scales = inserter.items(quantised.as_fp8, by_memory(inserter.early, value))
     add = inserter.late
     exact = as_dtype(add, codes, fake(scales).dtype)
     return _finished(add, add(_ATEN.mul.Tensor, exact, _column(add, scales)), value)

@@ -46,6 +46,7 @@ from fxremat.passes.saved_values import (
     Inserter,
     Saved,
     as_dtype,
+    by_memory,
     counting,
     has_order,
     in_memory_order,
@@ -79,7 +80,7 @@ def _pack_by_sum(add: Callable[..., fx.Node], mask: fx.Node) -> fx.Node:
 def pack(add: Callable[..., fx.Node], mask: fx.Node) -> fx.Node:
     """The bits of a mask, in the order of its memory."""
     if fake(mask).device.type == "cpu":
-        return add(bits.pack_bits, mask)
+        return add(bits.pack_bits, by_memory(add, mask))
     return _pack_by_sum(add, mask)
 
 

@@ -127,7 +127,8 @@ def _gather(
                 call(_ATEN.lt.Scalar, offset, axis.kernel),
             ):
                 real = call(_ATEN.logical_and.default, real, bound)
-            window = call(_ATEN.clamp.default, window, 0, axis.results - 1)
+            first = call(_ATEN.full.default, [], 0, dtype=torch.int64, device=device)
+            window = call(_ATEN.where.self, real, window, first)
             found = (window, offset, real)
             yield (
                 tuple(call(_ATEN.unsqueeze.default, each, 1) for each in found)  # type: ignore[misc]

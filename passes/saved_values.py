@@ -109,13 +109,18 @@ def laid_out(add: Callable[..., fx.Node], flat: fx.Node, like: torch.Tensor) -> 
     return add(_ATEN.permute.default, shaped, [order.index(d) for d in range(len(order))])
 
 
-def in_memory_order(add: Callable[..., fx.Node], node: fx.Node) -> fx.Node:
-    """The elements as a vector, in the order of memory."""
+def by_memory(add: Callable[..., fx.Node], node: fx.Node) -> fx.Node:
+    """The node with its dimensions in the order of memory, as it is when the graph is traced."""
     order = order_of(fake(node))
     assert order is not None
-    if order != tuple(range(len(order))):
-        node = add(_ATEN.permute.default, node, list(order))
-    return add(_ATEN.reshape.default, node, [-1])
+    if order == tuple(range(len(order))):
+        return node
+    return add(_ATEN.permute.default, node, list(order))
+
+
+def in_memory_order(add: Callable[..., fx.Node], node: fx.Node) -> fx.Node:
+    """The elements as a vector, in the order of memory."""
+    return add(_ATEN.reshape.default, by_memory(add, node), [-1])
 
 
 def counting(add: Callable[..., fx.Node], count: int, dtype: torch.dtype, like: fx.Node) -> fx.Node:

@@ -1,15 +1,14 @@
 """Bits and narrow numbers: bool tensors packed eight to a byte, and plain conversions.
 
-Element ``i`` of a tensor, in the order of its memory, is bit ``i % 8`` of byte ``i // 8``; the
-last byte is filled up with zeros. A tensor whose elements do not fill its memory without gaps or
-overlaps is taken row by row, through a copy. `storage_order` says which of the two it is: the
-same rule holds for every operator here and in `quantised`, so that what was packed from a
-channels-last tensor can be laid out again as one.
+Element ``i`` of a tensor, row by row, is bit ``i % 8`` of byte ``i // 8``; the last byte is filled
+up with zeros. The operators here and in `quantised` go by indices, never by the order of memory: a
+compiler may give a tensor other strides than it had when its graph was traced. Who wants the order
+that the memory had then (`storage_order`) permutes the tensor first.
 
 Scratch memory, in bytes, for ``n`` elements (CHUNK is a constant below):
 
     pack_bits      min(n // 8, CHUNK), 9 for Python's numbers that become tensors, 9 more where n
-                   is no multiple of 8, n more where memory is not dense
+                   is no multiple of 8, n more where memory is not in order
     unpack_bits    min(n // 8, CHUNK), 9, and 9 more where n is no multiple of 8
     narrowed       none
 """
@@ -40,16 +39,13 @@ def storage_order(shape: Sequence[int], stride: Sequence[int]) -> tuple[int, ...
 
 
 def flat(x: torch.Tensor) -> torch.Tensor:
-    """The elements in the order of memory: a view where memory is dense, else a copy by rows."""
-    if storage_order(x.shape, x.stride()) is None:
-        return x.contiguous().view(-1)
-    return x.as_strided((x.numel(),), (1,))
+    """The elements row by row: a view where memory has this order, else a copy."""
+    return x.contiguous().view(-1)
 
 
 def copied_bytes(x: torch.Tensor) -> int:
     """What `flat` allocates."""
-    dense = storage_order(x.shape, x.stride()) is not None
-    return 0 if dense or x.is_contiguous() else x.numel() * x.dtype.itemsize
+    return 0 if x.is_contiguous() else x.numel() * x.dtype.itemsize
 
 
 def pieces(total: int, size: int) -> Iterator[tuple[int, int]]:

@@ -235,6 +235,7 @@ def _rows(
     rows: Tensors, whole: Tensors, program: str, chunk_rows: int, tile_rows: int
 ) -> list[torch.Tensor]:
     sizes = _sizes(rows[0].shape[0], chunk_rows, tile_rows)
+    rows = [row.contiguous() for row in rows]  # a compiler may have given them other strides
     return _Run(parse(program), layout(program), rows, whole, sizes).run(chunk_rows, tile_rows)
 
 
@@ -251,13 +252,15 @@ def _fake(
 
 
 def _workspace(rows: Tensors, whole: Tensors, program: str, chunk_rows: int, tile_rows: int) -> int:
-    """Slots, sums in the making, what is made before the loop, and loose values."""
+    """Slots, sums in the making, what is made before the loop, loose values, and rows in order."""
     parsed, plan = parse(program), layout(program)
     chunk, tile = _sizes(int(rows[0].shape[0]), chunk_rows, tile_rows)
     before = [one for one in parsed.setup if one.op not in VIEWS]
     sums = [one for one in parsed.loop if one.kind == "sum"]
+    copied = [row for row in rows if not row.is_contiguous()]
     return (
-        sum(one.numel * one.dtype.itemsize for one in before)
+        sum(row.numel() * row.dtype.itemsize for row in copied)
+        + sum(one.numel * one.dtype.itemsize for one in before)
         + sum(slot.nbytes(chunk, tile) for slot in plan.slots)
         + sum(extra_of_sum(one) for one in sums)
         + plan.most_loose(tile)
