@@ -41,6 +41,7 @@ from fxremat.planner.cache import PlanCache
 from fxremat.rehearsal import Rehearsal, rehearse
 from fxremat.report.report import Report, Row
 from fxremat.report.where import describe
+from fxremat.runtime import kernels
 from fxremat.verify import check_data_flow, check_split, check_waits
 from fxremat.workspace import Workspaces
 
@@ -142,7 +143,10 @@ def op_timer(request: Request, device: torch.device, spec: DeviceSpec | None = N
 
     def timer(nodes: tuple[fx.Node, ...], traffic_bytes: int) -> float:
         dtype = next((n.meta["val"].dtype for n in nodes if is_tensor(n)), torch.float32)
-        return roofline_us(nodes, traffic_bytes, dtype, rates, compat.size_bound)
+        inside = [_inside(n) for n in nodes if n.target in kernels.INSIDE]
+        calls = sum(each.calls for each in inside) * rates.launch_us
+        traffic = traffic_bytes + sum(each.bytes for each in inside)
+        return calls + roofline_us(nodes, traffic, dtype, rates, compat.size_bound)
 
     if request.op_times == "measured":
         from fxremat.cost.measured import measured_timer
@@ -155,6 +159,12 @@ def op_timer(request: Request, device: torch.device, spec: DeviceSpec | None = N
             outside_fake_mode=compat.outside_fake_mode,
         )
     return timer
+
+
+def _inside(node: fx.Node) -> kernels.Inside:
+    assert isinstance(node.target, compat.OpOverload)
+    args, kwargs = fx.map_arg((node.args, node.kwargs), lambda n: n.meta["val"])
+    return kernels.INSIDE[node.target](*args, **kwargs)
 
 
 def with_energies(problem: Problem, spec: DeviceSpec) -> Problem:

@@ -158,3 +158,24 @@ def test_it_runs_under_inductor() -> None:
     given_ = inputs(20)
     compiled = torch.compile(step)
     assert torch.allclose(compiled(*given_), step(*given_), atol=1e-5)
+
+
+def test_inside_says_how_many_calls_there_are_and_what_they_move() -> None:
+    """Smaller chunks are more calls and no other bytes; more rows are more bytes."""
+
+    def inside(rows: int, chunk: int) -> kernels.Inside:
+        x, y, w = inputs(rows)
+        return kernels.INSIDE[ROWS]([x, y], [w.t(), w], program(), chunk, chunk)
+
+    assert inside(8, 8).calls * 4 == inside(8, 2).calls
+    assert inside(8, 8).bytes == inside(8, 2).bytes < inside(16, 8).bytes
+    assert inside(8, 8).calls < inside(8, 8).bytes
+
+
+def test_what_a_tile_moves_stays_in_the_cache() -> None:
+    x, y, w = inputs(8)
+    of_chunks, of_tiles = (
+        kernels.INSIDE[ROWS]([x, y], [w.t(), w], program(), 8, tile) for tile in (8, 2)
+    )
+    assert of_tiles.bytes < of_chunks.bytes
+    assert of_tiles.calls > of_chunks.calls

@@ -36,6 +36,9 @@ from fxremat.runtime.row_program import Instruction, Program, Ref, overload, par
 
 Tensors = Sequence[torch.Tensor]
 
+CACHE_SPEED = 4
+"""How many times faster than memory a cache is taken to be, for the time of a call."""
+
 
 def pieces(total: int, most: int) -> list[tuple[int, int]]:
     """``total`` rows in pieces of ``most`` at most, as even as can be."""
@@ -293,6 +296,26 @@ def _flops(rows: Sequence[Any], whole: Sequence[Any], program: str, *_: Any, **_
     return found
 
 
+def _inside(
+    rows: Tensors, whole: Tensors, program: str, chunk_rows: int, tile_rows: int
+) -> kernels.Inside:
+    """The instructions of every chunk and tile; what a tile moves stays in the cache."""
+    parsed, plan = parse(program), layout(program)
+    total = int(rows[0].shape[0])
+    chunks = ceil(total / max(1, chunk_rows))
+    tiles = chunks * ceil(min(total, chunk_rows) / max(1, tile_rows))
+    calls = moved = 0
+    for stage in plan.stages:
+        in_cache = not stage.of_chunk and tile_rows < chunk_rows
+        for number in stage.values:
+            one = parsed.instruction(number)
+            if one is not None and one.op not in VIEWS:
+                calls += chunks if stage.of_chunk else tiles
+                elements = one.numel * (1 if one.kind == "sum" else total)
+                moved += 2 * elements * one.dtype.itemsize // (CACHE_SPEED if in_cache else 1)
+    return kernels.Inside(calls, moved)
+
+
 ROWS = kernels.define(
     "rows",
     "(Tensor[] rows, Tensor[] whole, str program, int chunk_rows, int tile_rows) -> Tensor[]",
@@ -300,6 +323,7 @@ ROWS = kernels.define(
     _fake,
     workspace=_workspace,
     flops=_flops,
+    inside=_inside,
 )
 
 __all__ = ["ROWS", "pieces"]

@@ -8,6 +8,7 @@ returns new memory. Every device has the same implementation.
 from __future__ import annotations
 
 from collections.abc import Callable
+from dataclasses import dataclass
 from typing import Any
 
 import torch
@@ -22,6 +23,18 @@ WORKSPACES: dict[OpOverload, Callable[..., int]] = {}
 """Of the operators that say themselves how many bytes of scratch memory a call takes."""
 
 
+@dataclass(frozen=True)
+class Inside:
+    """What a call that runs many calls does inside: how many they are, and the bytes they move."""
+
+    calls: int
+    bytes: int
+
+
+INSIDE: dict[OpOverload, Callable[..., Inside]] = {}
+"""Of the operators that run others many times."""
+
+
 def define(
     name: str,
     schema: str,
@@ -30,12 +43,14 @@ def define(
     *,
     workspace: Callable[..., int] | None = None,
     flops: Callable[..., int] | None = None,
+    inside: Callable[..., Inside] | None = None,
 ) -> OpOverload:
     """Register ``fxremat_kernels::name``; ``fake`` says shapes, strides and dtypes.
 
     ``workspace`` gives the bytes of scratch memory of a call from its (fake) arguments, exactly;
     without it the call is run once to find out. ``flops`` gives the floating-point operations of a
-    call, which has shapes in place of tensors, as in `torch.utils.flop_counter`.
+    call, which has shapes in place of tensors, as in `torch.utils.flop_counter`. ``inside`` says
+    from the (fake) arguments what a call does beyond reading arguments and writing results.
     """
     qualified = f"{NAMESPACE}::{name}"
     torch.library.define(qualified, schema, tags=(torch.Tag.pt2_compliant_tag,))
@@ -47,4 +62,6 @@ def define(
         WORKSPACES[overload] = workspace
     if flops is not None:
         flop_registry[packet] = flops
+    if inside is not None:
+        INSIDE[overload] = inside
     return overload
