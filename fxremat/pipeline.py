@@ -143,7 +143,8 @@ def op_timer(request: Request, device: torch.device, spec: DeviceSpec | None = N
 
     def timer(nodes: tuple[fx.Node, ...], traffic_bytes: int) -> float:
         dtype = next((n.meta["val"].dtype for n in nodes if is_tensor(n)), torch.float32)
-        inside = [_inside(n) for n in nodes if n.target in kernels.INSIDE]
+        on_cpu = rates.name == device_spec(torch.device("cpu")).name
+        inside = [_inside(n, on_cpu) for n in nodes if n.target in kernels.INSIDE]
         calls = sum(each.calls for each in inside) * rates.launch_us
         traffic = traffic_bytes + sum(each.bytes for each in inside)
         return calls + roofline_us(nodes, traffic, dtype, rates, compat.size_bound)
@@ -161,10 +162,10 @@ def op_timer(request: Request, device: torch.device, spec: DeviceSpec | None = N
     return timer
 
 
-def _inside(node: fx.Node) -> kernels.Inside:
+def _inside(node: fx.Node, on_cpu: bool) -> kernels.Inside:
     assert isinstance(node.target, compat.OpOverload)
     args, kwargs = fx.map_arg((node.args, node.kwargs), lambda n: n.meta["val"])
-    return kernels.INSIDE[node.target](*args, **kwargs)
+    return kernels.INSIDE[node.target](*args, **kwargs, on_cpu=on_cpu)
 
 
 def with_energies(problem: Problem, spec: DeviceSpec) -> Problem:

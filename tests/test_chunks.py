@@ -165,7 +165,7 @@ def test_inside_says_how_many_calls_there_are_and_what_they_move() -> None:
 
     def inside(rows: int, chunk: int) -> kernels.Inside:
         x, y, w = inputs(rows)
-        return kernels.INSIDE[ROWS]([x, y], [w.t(), w], program(), chunk, chunk)
+        return kernels.INSIDE[ROWS]([x, y], [w.t(), w], program(), chunk, chunk, on_cpu=True)
 
     assert inside(8, 8).calls * 4 == inside(8, 2).calls
     assert inside(8, 8).bytes == inside(8, 2).bytes < inside(16, 8).bytes
@@ -175,7 +175,9 @@ def test_inside_says_how_many_calls_there_are_and_what_they_move() -> None:
 def test_what_a_tile_moves_stays_in_the_cache() -> None:
     x, y, w = inputs(8)
     of_chunks, of_tiles = (
-        kernels.INSIDE[ROWS]([x, y], [w.t(), w], program(), 8, tile) for tile in (8, 2)
+        kernels.INSIDE[ROWS]([x, y], [w.t(), w], program(), 8, tile, on_cpu=True) for tile in (8, 2)
     )
     assert of_tiles.bytes < of_chunks.bytes
     assert of_tiles.calls > of_chunks.calls
+    elsewhere = kernels.INSIDE[ROWS]([x, y], [w.t(), w], program(), 8, 2, on_cpu=False)
+    assert elsewhere == of_chunks

@@ -287,6 +287,14 @@ def test_growing_derivatives_are_left() -> None:
         assert where == []
 
 
+def test_small_derivatives_that_grow_are_left() -> None:
+    """As that of the mean of many squares, which is nowhere far from zero."""
+    _, where = found("few_bit_activation", lambda x: x.cumsum(-1).square().mean(), leaf(300, 400))
+    assert where == []
+    _, where = found("few_bit_activation", lambda x: F.gelu(x.cumsum(-1)).mean(), leaf(300, 400))
+    assert where
+
+
 def test_masks_are_no_activations() -> None:
     _, where = found("few_bit_activation", lambda x: F.dropout(x.cumsum(0), 0.4), leaf(5, 6))
     assert where == []

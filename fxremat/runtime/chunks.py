@@ -297,9 +297,13 @@ def _flops(rows: Sequence[Any], whole: Sequence[Any], program: str, *_: Any, **_
 
 
 def _inside(
-    rows: Tensors, whole: Tensors, program: str, chunk_rows: int, tile_rows: int
+    rows: Tensors, whole: Tensors, program: str, chunk_rows: int, tile_rows: int, *, on_cpu: bool
 ) -> kernels.Inside:
-    """The instructions of every chunk and tile; what a tile moves stays in the cache."""
+    """The instructions of every chunk and tile; what a tile moves stays in the cache.
+
+    Tiles are for CPUs: elsewhere the same graph would have none.
+    """
+    tile_rows = tile_rows if on_cpu else chunk_rows
     parsed, plan = parse(program), layout(program)
     total = int(rows[0].shape[0])
     chunks = ceil(total / max(1, chunk_rows))

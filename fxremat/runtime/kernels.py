@@ -50,7 +50,8 @@ def define(
     ``workspace`` gives the bytes of scratch memory of a call from its (fake) arguments, exactly;
     without it the call is run once to find out. ``flops`` gives the floating-point operations of a
     call, which has shapes in place of tensors, as in `torch.utils.flop_counter`. ``inside`` says
-    from the (fake) arguments what a call does beyond reading arguments and writing results.
+    from the (fake) arguments, and whether it runs ``on_cpu``, what a call does beyond reading
+    arguments and writing results.
     """
     qualified = f"{NAMESPACE}::{name}"
     torch.library.define(qualified, schema, tags=(torch.Tag.pt2_compliant_tag,))
