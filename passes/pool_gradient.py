@@ -14,12 +14,16 @@ nor zeros are written (Gist, Jain et al. 2018, section 4.2, keeps offsets in pla
     offsets, gradients ── where(offsets == own place, gradients, 0) ── view       one term a window
 
 The terms are added in the order in which they were scattered, so the result is the same bit by bit.
+
+torch 2.11 leaves the gradient as one op, which is given the input too, for its sizes alone: there
+the input need not be kept for it any more.
 """
 
 from __future__ import annotations
 
 from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass
+from typing import Any
 
 import torch
 from torch import fx
@@ -75,20 +79,27 @@ def _integers(values: object) -> list[int]:
     return [int(value) for value in values] if isinstance(values, Sequence) else []
 
 
+def _scattered(node: fx.Node) -> tuple[Any, Any] | None:
+    """Indices and gradients, if these are scattered over zeros as after a max-pool."""
+    args: tuple[Any, ...] = node.args
+    if node.target is _ATEN.scatter_add.default:
+        zeros, axis, index, gradients = args
+        made = isinstance(zeros, fx.Node) and zeros.target is _ATEN.full.default
+        return (index, gradients) if made and zeros.args[1] == 0 and axis == 1 else None
+    if node.target is _ATEN.max_pool2d_with_indices_backward.default:
+        gradients, index = args[0], args[-1]
+        plain = all(fake(each).is_contiguous() for each in (node, gradients))
+        return (index, gradients) if plain else None
+    return None
+
+
 def _read(node: fx.Node) -> _Pool | None:
     """The pool whose gradient is scattered by this node, if it is one."""
-    if node.target is not _ATEN.scatter_add.default:
+    index, gradients = _scattered(node) or (None, None)
+    if not isinstance(index, fx.Node) or not isinstance(gradients, fx.Node):
         return None
-    zeros, axis, index, gradients = node.args
-    if not all(isinstance(each, fx.Node) for each in (zeros, index, gradients)):
-        return None
-    assert isinstance(zeros, fx.Node)
-    assert isinstance(index, fx.Node)
-    assert isinstance(gradients, fx.Node)
     indices = _through_views(index)
     if indices.target is not _PRIMS._low_memory_max_pool_offsets_to_indices.default:
-        return None
-    if zeros.target is not _ATEN.full.default or zeros.args[1] != 0 or axis != 1:
         return None
     offsets, *rest = indices.args
     kernel, size, stride, padding, dilation = map(_integers, rest)
