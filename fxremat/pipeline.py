@@ -485,10 +485,14 @@ def _forms(run: _Run) -> _Forms | None:
     """The forms that the graph could take."""
     rules = rules_named(run.request.variants, allow_lossy=run.request.allow_lossy)
     with run.clock.stage("estimate"):
-        sites = find_sites(run.joint, rules)
+        try:
+            sites = find_sites(run.joint, rules)
+            offered = offer(run.joint, sites)
+        except Exception as error:  # a graph that no rule was tried on: it trains without them
+            log.warning("no other forms of ops: %s: %s", type(error).__name__, error)
+            return None
         if not sites:
             return None
-        offered = offer(run.joint, sites)
         problem = run.costs.estimate(offered.joint, offered.forms).problem
         return _Forms(run, sites, offered, problem)
 

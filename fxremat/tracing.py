@@ -101,7 +101,8 @@ def trace_step(
 
     try:
         with compat.fresh_dynamo_caches():
-            torch.compile(_WithLoss(model), backend=backend, fullgraph=True)(*inputs)
+            step = torch.compile(_WithLoss(model), backend=backend, fullgraph=True, dynamic=False)
+            step(*inputs)
     except Exception as error:
         inner = getattr(error, "inner_exception", None)
         if isinstance(inner, _Traced):

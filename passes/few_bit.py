@@ -58,7 +58,7 @@ from fxremat.runtime.quantised import levels_of
 REACH = 10.0
 POINTS = 1024
 FLAT = 0.01
-"""Outside of the grid, f may differ by so much from its value at the end, where it is near 1."""
+"""Outside of the grid, f may differ by so much from its value at the end, in parts of its most."""
 MOST_BITS = 4
 
 _ATEN = torch.ops.aten
@@ -151,22 +151,30 @@ def _is_number(node: fx.Node) -> bool:
     return _is_elementwise(node) and fake(node).dim() == 0 and not node.all_input_nodes
 
 
+def _coarse_grid() -> torch.Tensor:
+    return torch.linspace(-REACH, REACH, 101, dtype=torch.float64)
+
+
 def _is_linear(factor: _Factor) -> bool:
     """Whether the gradient is multiplied by f: tried out, as precise as its dtype is."""
-    grid = torch.linspace(-REACH, REACH, 101, dtype=torch.float64)
-    one = factor(grid)
+    one = factor(_coarse_grid())
     slack = 8 * torch.finfo(fake(factor.region.last).dtype).eps
+    near = slack * float(one.abs().max())
     return all(
-        torch.allclose(factor(grid, scale), one * scale, rtol=slack, atol=slack)
+        torch.allclose(factor(_coarse_grid(), scale), one * scale, rtol=slack, atol=near)
         for scale in (0.0, -1.0, 3.5)
     )
 
 
 def _is_flat_outside(factor: _Factor) -> bool:
+    """Whether f stays where it is at the ends; what is small altogether may grow, as 2 x / n does.
+
+    So that is judged by how large f becomes within the grid.
+    """
     far = torch.tensor([-4.0, -2.0, -1.25, -1.0, 1.0, 1.25, 2.0, 4.0], dtype=torch.float64) * REACH
     found = factor(far)
     ends = torch.where(far < 0, found[3], found[4])
-    near = (found - ends).abs() <= FLAT * ends.abs().clamp(min=1)
+    near = (found - ends).abs() <= FLAT * factor(_coarse_grid()).abs().max()
     return bool(near.all()) and bool(found.isfinite().all())
 
 

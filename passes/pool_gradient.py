@@ -76,7 +76,9 @@ def _through_views(node: fx.Node) -> fx.Node:
 
 
 def _integers(values: object) -> list[int]:
-    return [int(value) for value in values] if isinstance(values, Sequence) else []
+    """The numbers, or nothing where one is only known when the graph runs."""
+    known = isinstance(values, Sequence) and all(isinstance(value, int) for value in values)
+    return [*values] if known else []  # type: ignore[misc]
 
 
 def _scattered(node: fx.Node) -> tuple[Any, Any] | None:
@@ -103,7 +105,8 @@ def _read(node: fx.Node) -> _Pool | None:
         return None
     offsets, *rest = indices.args
     kernel, size, stride, padding, dilation = map(_integers, rest)
-    if len(size) != 2 or any(step != 1 for step in dilation) or not isinstance(offsets, fx.Node):
+    known = all(len(each) == 2 for each in (kernel, size, stride, padding, dilation))
+    if not known or any(step != 1 for step in dilation) or not isinstance(offsets, fx.Node):
         return None
     shape = [compat.size_bound(each) for each in fake(offsets).shape]
     if not all(isinstance(each, int) for each in fake(offsets).shape) or len(shape) != 4:

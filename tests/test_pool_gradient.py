@@ -17,7 +17,7 @@ from fxremat.passes.joint_graph import JointGraph, read_joint_graph
 from fxremat.passes.pool_gradient import RULES
 from fxremat.passes.rule import add_call
 from tests.conftest import Golden
-from tests.graphs import capture
+from tests.graphs import Capture, capture, compiled
 
 ATEN = torch.ops.aten
 
@@ -133,6 +133,15 @@ def gradient_by_hand() -> JointGraph:
     scattered = call(ATEN.scatter_add.default, zeros, 1, places, given)
     graph.output((result, call(ATEN.view.default, scattered, [1, 1, 4, 4])))
     return read_joint_graph(fx.GraphModule({}, graph), 1)
+
+
+def test_sizes_that_are_not_known_are_left_alone() -> None:
+    model = nn.Sequential(nn.Conv2d(2, 3, 3), nn.MaxPool2d(2))
+    seen = Capture(fused=True)
+    step = compiled(model, seen, dynamic=True)
+    for size in (9, 12):
+        step(torch.randn(1, 2, size, size)).sum().backward()
+    assert forms.find_sites(seen.joint, RULES) == ()
 
 
 def test_graph_of_a_pool_gradient(golden: Golden) -> None:
