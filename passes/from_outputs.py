@@ -193,6 +193,14 @@ def _calls(node: Any, target: Any) -> bool:
     return isinstance(node, fx.Node) and node.target is target
 
 
+def _scaled(node: fx.Node) -> tuple[Any, float]:
+    """What is multiplied, and the factor; 0 where there is none. torch 2.15 leaves out a one."""
+    if _calls(node, _ATEN.expm1.default):
+        return node, 1.0
+    inner, scale = node.args if _calls(node, _ATEN.mul.Tensor) else (None, 0.0)
+    return inner, scale if isinstance(scale, float) else 0.0
+
+
 def _compare(target: Any, bound: Any, add: Add, y: fx.Node) -> fx.Node:
     return add(target, y, bound)
 
@@ -215,13 +223,11 @@ def _exp_from(output: fx.Node, x: fx.Node) -> Rebuild | Literal["no exponential"
     if mask.args[1] == 20 and _calls(below, _ATEN.log1p.default):
         inner = below.args[0]
         exact = fake(output).dtype == torch.float32 and _calls(inner, _ATEN.exp.default)
-        return _exp_of_softplus if exact and _is_same(inner.args[0], x) else None  # type: ignore[union-attr]
-    if mask.args[1] != 0 or below.target is not _ATEN.mul.Tensor:
+        return _exp_of_softplus if exact and _is_same(inner.args[0], x) else None
+    inner, scale = _scaled(below)
+    if mask.args[1] != 0 or scale <= 0:
         return None
-    inner, scale = below.args
-    if not isinstance(scale, float) or scale <= 0:
-        return None
-    if _calls(inner, _ATEN.expm1.default) and _is_same(inner.args[0], x):  # type: ignore[union-attr]
+    if _calls(inner, _ATEN.expm1.default) and _is_same(inner.args[0], x):
         return partial(_exp_of_elu, scale)
     return "no exponential" if inner is x else None
 
