@@ -223,7 +223,7 @@ def _exp_from(output: fx.Node, x: fx.Node) -> Rebuild | Literal["no exponential"
     if mask.args[1] == 20 and _calls(below, _ATEN.log1p.default):
         inner = below.args[0]
         exact = fake(output).dtype == torch.float32 and _calls(inner, _ATEN.exp.default)
-        return _exp_of_softplus if exact and _is_same(inner.args[0], x) else None
+        return _exp_of_softplus if exact and _is_same(inner.args[0], x) else None  # type: ignore[union-attr]
     inner, scale = _scaled(below)
     if mask.args[1] != 0 or scale <= 0:
         return None
