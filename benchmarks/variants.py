@@ -2,6 +2,7 @@
 
     python -m benchmarks.variants plans --models resnet,vgg,gpt50k --budgets 80,50,33
     python -m benchmarks.variants rows
+    python -m benchmarks.variants convergence
 
 `plans` is simulated, the ablation of MONeT (arXiv 2010.14501, section 5): the training step is
 traced with the rates of a device, and four ways to meet a budget (percent of keep-all's peak) are
@@ -14,6 +15,9 @@ compared by the time that they add to it. Every plan is judged by the independen
 
 `rows` runs real steps on the CPU, of a small model for each row of the table: the least budget that
 can be met, its measured peak and its step's time, without the row and with it.
+
+`convergence` trains two small models in every lossy form beside exact training: the same data, the
+same weights to begin with.
 """
 
 from __future__ import annotations
@@ -177,7 +181,11 @@ def parse_arguments(words: Sequence[str] | None = None) -> argparse.Namespace:
     rows.add_argument("--rounds", type=int, default=5)
     rows.add_argument("--steps", type=int, default=3)
     rows.add_argument("--device", choices=("cpu", "cuda"), default="cpu")
+    rows.add_argument("--threads", type=int, default=1, help="that compute, on the CPU")
     rows.add_argument("--out", type=Path, help="JSON file")
+    convergence = commands.add_parser("convergence", help="trained in every lossy form")
+    convergence.add_argument("--steps", type=int, default=300)
+    convergence.add_argument("--out", type=Path, help="JSON file; the curves go beside it, as SVG")
     return parser.parse_args(words)
 
 
@@ -186,8 +194,10 @@ def main() -> None:
     given = parse_arguments()
     if given.command == "plans":
         sys.exit(plans(given))
-    from .variants_rows import run
-
+    if given.command == "convergence":
+        from .variants_convergence import run
+    else:
+        from .variants_rows import run
     sys.exit(run(given))
 
 
