@@ -90,7 +90,6 @@ def problems_with_alternatives(draw: st.DrawFn, max_ops: int = 8) -> Problem:
         before += [w for earlier in problem.ops[:index] for w in earlier.writes]
         old = op.writes[0]
         new = f"{old}_new"
-        size = min(3, len(before))
         reads = draw(st.lists(st.sampled_from(before or [""]), max_size=min(3, len(before))))
         form = Op(
             f"{op.name}_new",

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 
 import pytest
 import torch
@@ -17,6 +17,7 @@ from fxremat.passes.rule import Rule, Site, StandIns, add_call
 from tests.graphs import Capture, batch, capture, mlp, no_workspace, unit_time
 
 aten = torch.ops.aten
+Insert = Callable[[fx.Graph, Mapping[fx.Node, fx.Node]], StandIns]
 
 
 def _matmuls(joint: JointGraph) -> Iterator[Site]:
@@ -26,7 +27,7 @@ def _matmuls(joint: JointGraph) -> Iterator[Site]:
             yield Site("transposed", f"transposed:{node.name}", _transposed(node))
 
 
-def _transposed(node: fx.Node) -> object:
+def _transposed(node: fx.Node) -> Insert:
     def insert(graph: fx.Graph, copies: Mapping[fx.Node, fx.Node]) -> StandIns:
         old = copies[node]
         a, b = old.args
@@ -52,7 +53,7 @@ def _saved(joint: JointGraph) -> Iterator[Site]:
                 yield Site("doubled", f"doubled:{node.name}", _doubled(node, late))
 
 
-def _doubled(node: fx.Node, late: Sequence[fx.Node]) -> object:
+def _doubled(node: fx.Node, late: Sequence[fx.Node]) -> Insert:
     def insert(graph: fx.Graph, copies: Mapping[fx.Node, fx.Node]) -> StandIns:
         old = copies[node]
         first = min((copies[user] for user in late), key=list(graph.nodes).index)
@@ -66,8 +67,8 @@ def _doubled(node: fx.Node, late: Sequence[fx.Node]) -> object:
 
 
 RULES = (
-    Rule("transposed", "a matmul of transposed operands", _matmuls),  # type: ignore[arg-type]
-    Rule("doubled", "saved values doubled", _saved),  # type: ignore[arg-type]
+    Rule("transposed", "a matmul of transposed operands", _matmuls),
+    Rule("doubled", "saved values doubled", _saved),
 )
 
 
@@ -154,7 +155,8 @@ def test_what_is_saved_in_another_form_is_made_in_the_forward() -> None:
     back = [n for n in taken.module.graph.nodes if n.target is aten.mul.Tensor and n.args[1] == 0.5]
     assert [taken.role[n] for n in made] == [Role.FORWARD]
     assert taken.role[back[0]] is Role.LAZY
-    forward = [u for u in made[0].args[0].users if u is not made[0]]  # type: ignore[union-attr]
+    (old,) = made[0].all_input_nodes
+    forward = [user for user in old.users if user is not made[0]]
     assert all(taken.role[u] is Role.FORWARD for u in forward)
 
 

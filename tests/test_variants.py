@@ -76,6 +76,7 @@ def least(model: nn.Module, inputs: tuple[Tensor, ...], **options: Any) -> int:
     """What the error names."""
     with pytest.raises(fxremat.InfeasibleBudget) as caught:
         fxremat.explain(model, *inputs, memory_budget="1MiB", options=options)
+    assert caught.value.minimum_bytes is not None
     return caught.value.minimum_bytes
 
 
