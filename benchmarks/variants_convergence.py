@@ -265,6 +265,11 @@ class Run:
         """Whether it diverged and should not have."""
         return self.diverged and self.excuse is None
 
+    @property
+    def no_site(self) -> str:
+        """In place of figures."""
+        return f"{self.model}: {self.variant} has no site"
+
     def cells(self) -> list[str]:
         """A line of the table."""
         verdict = "diverged" if self.diverged else ""
@@ -317,7 +322,7 @@ def runs_of(name: str, steps: int, chosen: Sequence[Variant]) -> Iterator[Run]:
 def table(runs: Sequence[Run]) -> str:
     """A line for each run, and who has no site."""
     lines = [HEAD, *(one.cells() for one in runs if one.losses)]
-    without = [f"{one.model}: {one.variant} has no site" for one in runs if not one.losses]
+    without = [one.no_site for one in runs if not one.losses]
     return "\n".join([format_table(lines), *without])
 
 
@@ -349,7 +354,8 @@ def run(given: argparse.Namespace) -> int:
     for name in TASKS:
         for one in runs_of(name, given.steps, list(variants())):
             runs.append(one)
-            print("  ".join(one.cells()), file=sys.stderr, flush=True)
+            line = "  ".join(one.cells()) if one.losses else one.no_site
+            print(line, file=sys.stderr, flush=True)
     print(table(runs))
     if given.out is not None:
         given.out.parent.mkdir(parents=True, exist_ok=True)

@@ -229,18 +229,23 @@ def run(given: argparse.Namespace) -> int:
     for rule in rules_of(given.names):
         rows.append(row_of(rule, given.device, given.rounds, given.steps))
         print("  ".join(rows[-1].cells()), file=sys.stderr, flush=True)
+        if given.out is not None:
+            write(rows, given)
     print(table(rows))
     failures = [failure for row in rows for failure in row.failures()]
     for failure in failures:
         print(f"FAILED: {failure}")
-    if given.out is not None:
-        data = {
-            "machine": describe_machine(given.device, given.threads),
-            "rounds": given.rounds,
-            "steps": given.steps,
-            "rows": [row.to_json() for row in rows],
-            "failures": failures,
-        }
-        given.out.parent.mkdir(parents=True, exist_ok=True)
-        given.out.write_text(json.dumps(data, indent=1) + "\n")
     return 1 if failures else 0
+
+
+def write(rows: Sequence[Row], given: argparse.Namespace) -> None:
+    """What is known so far, for it takes minutes to know all."""
+    data = {
+        "machine": describe_machine(given.device, given.threads),
+        "rounds": given.rounds,
+        "steps": given.steps,
+        "rows": [row.to_json() for row in rows],
+        "failures": [failure for row in rows for failure in row.failures()],
+    }
+    given.out.parent.mkdir(parents=True, exist_ok=True)
+    given.out.write_text(json.dumps(data, indent=1) + "\n")
