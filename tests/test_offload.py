@@ -169,10 +169,11 @@ class Step:
 
 
 def offloading(model: nn.Module, x: Any, fraction: float, executor: str, **options: Any) -> Step:
-    explained = fxremat.explain(model, x, options={"executor": executor})
+    """A step that can move values but not take other forms, which would do without moves."""
+    explained = fxremat.explain(model, x, options={"executor": executor, "variants": "none"})
     return Step(
         model, x, executor=executor, offload=True, host_bandwidth=PLANNED, solver="greedy",
-        memory_budget=f"{int(fraction * explained.keep_all_peak_bytes)}B", **options,
+        variants="none", memory_budget=f"{int(fraction * explained.keep_all_peak_bytes)}B", **options,
     )  # fmt: skip
 
 
