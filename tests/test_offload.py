@@ -173,7 +173,8 @@ def offloading(model: nn.Module, x: Any, fraction: float, executor: str, **optio
     explained = fxremat.explain(model, x, options={"executor": executor, "variants": "none"})
     return Step(
         model, x, executor=executor, offload=True, host_bandwidth=PLANNED, solver="greedy",
-        variants="none", memory_budget=f"{int(fraction * explained.keep_all_peak_bytes)}B", **options,
+        memory_budget=f"{int(fraction * explained.keep_all_peak_bytes)}B", variants="none",
+        **options,
     )  # fmt: skip
 
 
