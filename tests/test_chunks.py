@@ -181,3 +181,21 @@ def test_what_a_tile_moves_stays_in_the_cache() -> None:
     assert of_tiles.calls > of_chunks.calls
     elsewhere = kernels.INSIDE[ROWS]([x, y], [w.t(), w], program(), 8, 2, on_cpu=False)
     assert elsewhere == of_chunks
+
+
+def test_an_operator_with_a_temporary_is_known_to_the_byte() -> None:
+    """A fused multiplication and addition makes its product on the way."""
+    pytest.importorskip("torch._inductor.inductor_prims")  # which registers it
+    if not hasattr(torch.ops.prims, "fma"):
+        pytest.skip("this torch has no such operator")
+    steps = (one("prims.fma.default", Ref(0), Ref(0), Ref(0), rest=(V,)),)
+    text = dump(Program(1, 0, (), steps, (1,)))
+    x = torch.randn(64, V)
+
+    def call() -> list[torch.Tensor]:
+        found: list[torch.Tensor] = ROWS([x], [], text, 16, 16)
+        return found
+
+    peak = measure_peak(call).above_start_bytes
+    assert peak == x.nbytes + kernels.WORKSPACES[ROWS]([x], [], text, 16, 16)
+    torch.testing.assert_close(call()[0], x * x + x)

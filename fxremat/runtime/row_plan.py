@@ -337,10 +337,14 @@ class _Assigner:
             alive = [n for n in alive if moment <= self.life_of_loose(n)[1]]
             sizes = [_of(self.program, n) for n in alive]
             fixed = bytes_for_numbers(self.program, _of(self.program, number))
+            now = _of(self.program, number)
+            sizes += [now] if now.op in _WITH_TEMPORARY else []
             found.append((sum(one.numel * one.dtype.itemsize for one in sizes), fixed))
         return tuple(dict.fromkeys(found))
 
 
+_WITH_TEMPORARY = frozenset({"prims.fma.default"})
+"""Loose operators that make a tensor of the size of their result on the way."""
 _WITH_TENSORS = {f"aten.{name}.Tensor" for name in ("add", "sub", "mul", "div")}
 _COMPARISONS = ("eq", "ne", "lt", "le", "gt", "ge")
 _WITH_NUMBERS = {f"aten.{name}.Scalar" for name in (*_COMPARISONS, "remainder", "fmod")}
