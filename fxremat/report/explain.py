@@ -75,7 +75,8 @@ class Explanation:
     def pareto(self, time_limit_s: float | None = None) -> Front:
         """What other budgets would cost: peak against time, by the model of the problem.
 
-        The plans explained here are among its points, where nothing beats them. With graph breaks
+        Forms of ops are those taken here, whatever the budget. The plans explained here are among
+        its points, where nothing beats them. With graph breaks
         each graph takes its fastest plan at each peak; what the others hold is as it is here.
         """
         options = SolverOptions(time_limit_s=time_limit_s)
