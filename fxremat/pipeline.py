@@ -8,9 +8,10 @@ from __future__ import annotations
 import logging
 import time
 from collections import Counter
-from collections.abc import Iterator, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass, field, replace
+from functools import partial
 from pathlib import Path
 from typing import Literal
 
@@ -500,8 +501,8 @@ def _forms(run: _Run) -> _Forms | None:
 def _fit_in_forms(run: _Run) -> _Fitted:
     """The graph as it is where all of it fits the budget, else in the forms that are best.
 
-    Where what is chosen does not fit, after all, the forms of least peak are tried, and the graph
-    as it is; which these are does not depend on the budget.
+    Where what is chosen does not fit, after all, the graph as it is comes next if a plan for it
+    does, then the forms of least peak; which these are does not depend on the budget.
     """
     budget = run.budget if run.request.wanted_bytes is None else run.request.wanted_bytes
     tried: list[_Fitted] = []
@@ -509,14 +510,21 @@ def _fit_in_forms(run: _Run) -> _Fitted:
         tried.append(_Fitted(run, *_fit(run)))
     forms = _forms(run) if budget is not None and (not tried or tried[0].over) else None
     if forms is not None and budget is not None:
-        for target, solver in ((budget, run.request.solver), (0, LEAST_SOLVER)):
-            fitted = forms.fit(target, solver)
+        plain_fits = not tried and run.solve(budget).peak_bytes <= budget
+        attempts: list[Callable[[], _Fitted | None]] = [
+            partial(forms.fit, budget, run.request.solver),
+            lambda: _Fitted(run, *_fit(run)) if plain_fits else None,
+            partial(forms.fit, 0, LEAST_SOLVER),
+        ]
+        for attempt in attempts:
+            fitted = attempt()
             if fitted is not None:
                 tried.append(fitted)
                 if not fitted.over:
                     return fitted
     least = min((one.split.peak_bytes for one in tried), default=None)
-    if least is None or run.solve(0, LEAST_SOLVER).peak_bytes < least:
+    as_it_is = any(one.run is run for one in tried)
+    if least is None or (not as_it_is and run.solve(0, LEAST_SOLVER).peak_bytes < least):
         tried.append(_Fitted(run, *_fit(run)))
     return min(tried, key=lambda one: (one.over, one.split.peak_bytes))
 

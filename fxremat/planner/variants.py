@@ -41,9 +41,14 @@ class Tried:
     plan: Plan
 
     def rank(self, budget_bytes: int | None) -> tuple[float, float]:
-        """Plans that fit first, by time; the others by peak."""
-        over = budget_bytes is not None and self.plan.peak_bytes > budget_bytes
-        return (self.plan.peak_bytes if over else 0.0, self.plan.time_us)
+        """That of its plan."""
+        return _rank(self.plan, budget_bytes)
+
+
+def _rank(plan: Plan, budget_bytes: int | None) -> tuple[float, float]:
+    """Plans that fit first, by time; the others by peak."""
+    over = budget_bytes is not None and plan.peak_bytes > budget_bytes
+    return (plan.peak_bytes if over else 0.0, plan.time_us)
 
 
 def solve(
@@ -67,12 +72,8 @@ def solve(
     ]
     plans = [replace(solver(one.problem), variants=one.names) for one in near]
     plans += [replace(one.plan, variants=one.names) for one in near]
-
-    def rank(plan: Plan) -> tuple[float, float]:
-        over = budget_bytes is not None and plan.peak_bytes > budget_bytes
-        return (plan.peak_bytes if over else 0.0, plan.time_us)
-
-    return replace(min(plans, key=rank), budget_bytes=budget_bytes, seconds=clock.seconds())
+    best_plan = min(plans, key=lambda plan: _rank(plan, budget_bytes))
+    return replace(best_plan, budget_bytes=budget_bytes, seconds=clock.seconds())
 
 
 @dataclass
