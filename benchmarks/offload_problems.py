@@ -10,10 +10,9 @@ each device, and nothing of it depends on how many layers there are.
 
 from __future__ import annotations
 
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Mapping
 from dataclasses import dataclass, replace
 from functools import cached_property
-from typing import Any
 
 import torch
 from torch import fx
@@ -22,10 +21,9 @@ from fxremat import compat
 from fxremat.core.problem import COPY_LATENCY_US, Copies, Problem
 from fxremat.core.timeline import replay
 from fxremat.cost.device import DeviceSpec, spec_named
-from fxremat.passes.joint_graph import JointGraph, root
-from fxremat.passes.memory_estimation import estimate
-from fxremat.pipeline import Request, device_of, op_timer, prepare
+from fxremat.passes.joint_graph import root
 from fxremat.planner.weights import on_host
+from fxremat.tracing import trace_step
 
 from .nets.language import GPT, Llama
 from .nets.layers import Network
@@ -115,45 +113,17 @@ class Traced:
         return on_host(self.with_link(bytes_per_s), self.gradient_of)
 
 
-class _Traced(Exception):
-    """Ends a compilation as soon as its joint graph is read."""
-
-
 def trace(architecture: Architecture, layers: int, batch: int, spec: DeviceSpec) -> Traced:
     """A training step of so many samples on a device of these rates."""
-    found: list[Traced] = []
-
-    def partition(module: fx.GraphModule, joint_inputs: Any, **more: Any) -> Any:
-        found.append(_read(prepare(module, more["num_fwd_outputs"]), architecture.name, spec))
-        raise _Traced
-
-    def backend(gm: fx.GraphModule, inputs: Sequence[Any]) -> Callable[..., Any]:
-        return compat.trace_as_inductor(gm, inputs, {}, partition)
-
-    with compat.fake_tensors(), compat.fresh_dynamo_caches():
+    with compat.fake_tensors():
         model = architecture.build(layers)
         inputs = model.sample(batch, torch.Generator())
-        torch._dynamo.reset()
-        try:
-            torch.compile(model, backend=backend, fullgraph=True)(*inputs)
-        except Exception as error:
-            if not isinstance(getattr(error, "inner_exception", None), _Traced):
-                raise
-    return found[0]
-
-
-_REQUEST = Request(None, 0, None, "inductor", "auto", None, "roofline", True)
-
-
-def _read(joint: JointGraph, name: str, spec: DeviceSpec) -> Traced:
-    device = device_of(joint.module.graph)
-    timer = op_timer(_REQUEST, device, spec)
-    problem = estimate(
-        joint, timer, lambda node: 0, fused=True, device=device.type, name=name
-    ).problem
+        found = trace_step(architecture.name, model, inputs, spec=spec).found
+    joint = found.joint
     gradients = joint.results[joint.num_forward_outputs :]
     pairs = zip(joint.primals, gradients, strict=True)
-    return Traced(problem, {p.name: root(g).name for p, g in pairs if isinstance(g, fx.Node)})
+    of = {p.name: root(g).name for p, g in pairs if isinstance(g, fx.Node)}
+    return Traced(found.problem, of)
 
 
 def batch_for(sample_bytes: int, device_bytes: int) -> int:

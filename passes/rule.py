@@ -20,7 +20,7 @@ import torch
 from torch import fx
 
 from fxremat import compat
-from fxremat.passes.joint_graph import JointGraph, Role
+from fxremat.passes.joint_graph import JointGraph
 
 StandIns = dict[fx.Node, fx.Node]
 
@@ -74,11 +74,6 @@ def last_of(nodes: Iterable[fx.Node], graph: fx.Graph) -> fx.Node:
     wanted = set(nodes)
     found: fx.Node = next(node for node in reversed(graph.nodes) if node in wanted)
     return found
-
-
-def is_backward(joint: JointGraph, node: fx.Node) -> bool:
-    """Whether the node runs in the backward."""
-    return joint.role[node] is not Role.FORWARD
 
 
 def fake(node: fx.Node) -> torch.Tensor:

@@ -24,7 +24,7 @@ from fxremat.core.schedule import Step
 from fxremat.core.timeline import Timeline, replay
 from fxremat.planner import rotor
 from fxremat.planner.block_options import BlockOptions
-from fxremat.planner.chain import Chain, NotAChain, find_chain
+from fxremat.planner.chain import Chain, find_chain
 from fxremat.planner.chain_costs import Option, block_costs
 from fxremat.planner.clock import Clock
 from fxremat.planner.offload import least_bytes
@@ -39,7 +39,7 @@ from fxremat.planner.pofo_table import (
     Segments,
 )
 from fxremat.planner.pofo_ways import Sender, Way, figures_of
-from fxremat.planner.rotor import coarser
+from fxremat.planner.rotor import coarser, grains
 from fxremat.planner.rotor_table import PAID, PAY
 from fxremat.planner.transfers import Fetch, Item, place
 
@@ -110,7 +110,7 @@ class _Search:
     def run(self) -> None:
         """Ask the programmes of the chain and of one of larger blocks."""
         solved = BlockOptions(self.clock)
-        for chain in _grains(coarser(find_chain(self.problem), MOST_BLOCKS)):
+        for chain in grains(coarser(find_chain(self.problem), MOST_BLOCKS), BLOCK_OPS):
             its = [solved.of(chain, block) for block in chain.blocks]
             question = Question.of(chain, its, self.copies, self.clock)
             if question is None:
@@ -139,19 +139,6 @@ class _Search:
     def _rank(self, line: Timeline) -> tuple[int, float]:
         """Less is better: within the budget first, then less time."""
         return max(0, line.peak_bytes - self.budget), line.time_us
-
-
-def _grains(finest: Chain) -> Iterator[Chain]:
-    """The chain with its own blocks, then with larger ones."""
-    before = 0
-    for ops in BLOCK_OPS:
-        try:
-            chain = coarser(finest, max(2, (finest.turn + 1) // ops))
-        except NotAChain:
-            return
-        if len(chain.blocks) != before:
-            before = len(chain.blocks)
-            yield chain
 
 
 # -- from decisions to ops -------------------------------------------------------------------

@@ -7,16 +7,22 @@ or few, inside a block is nothing to choose; so the chain is also tried with blo
 
 from __future__ import annotations
 
-from collections.abc import Iterator
-
 from fxremat.core.plan import Plan
 from fxremat.core.problem import Problem
 from fxremat.planner.block_options import BlockOptions
-from fxremat.planner.chain import Chain, NotAChain, find_chain
+from fxremat.planner.chain import find_chain
 from fxremat.planner.chain_costs import keep_all
 from fxremat.planner.clock import Clock
 from fxremat.planner.options import SolverOptions
-from fxremat.planner.rotor import MOST_BLOCKS, Cache, Found, best_plans, chain_schedules, coarser
+from fxremat.planner.rotor import (
+    MOST_BLOCKS,
+    Cache,
+    Found,
+    best_plans,
+    chain_schedules,
+    coarser,
+    grains,
+)
 
 NAME = "rockmate"
 BLOCK_OPS = (1, 8, 24)
@@ -41,23 +47,10 @@ def _search(problem: Problem, options: SolverOptions) -> Found:
     finest = coarser(find_chain(problem), MOST_BLOCKS)
     solved = BlockOptions(clock)
     schedules = chain_schedules(finest, [[keep_all(block)] for block in finest.blocks], clock)
-    for chain in _grains(finest):
+    for chain in grains(finest, BLOCK_OPS):
         its = [solved.of(chain, block) for block in chain.blocks]
         schedules.extend(chain_schedules(chain, its, clock))
     return best_plans(problem, schedules, NAME, clock)
 
 
 _cache = Cache(_search)
-
-
-def _grains(finest: Chain) -> Iterator[Chain]:
-    """The chain with its own blocks, then with larger ones."""
-    before = 0
-    for ops in BLOCK_OPS:
-        try:
-            chain = coarser(finest, max(2, (finest.turn + 1) // ops))
-        except NotAChain:
-            return
-        if len(chain.blocks) != before:
-            before = len(chain.blocks)
-            yield chain

@@ -8,12 +8,12 @@ its replayed figures. They do not depend on the budget: a smaller budget never g
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterable, Sequence
+from collections.abc import Callable, Iterable, Iterator, Sequence
 from dataclasses import dataclass, replace
 
 from fxremat.core.plan import Plan
 from fxremat.core.problem import Problem
-from fxremat.planner.chain import Chain, find_chain
+from fxremat.planner.chain import Chain, NotAChain, find_chain
 from fxremat.planner.chain_costs import Option, block_costs, keep_all
 from fxremat.planner.clock import Clock
 from fxremat.planner.options import SolverOptions
@@ -119,3 +119,16 @@ def coarser(chain: Chain, most: int) -> Chain:
                 gone.add(k)
         chain = chain.merged(cut for k, cut in enumerate(chain.cuts) if k not in gone)
     return chain
+
+
+def grains(finest: Chain, block_ops: Sequence[int]) -> Iterator[Chain]:
+    """The chain with its own blocks, then with larger ones, of so many forward ops on average."""
+    before = 0
+    for ops in block_ops:
+        try:
+            chain = coarser(finest, max(2, (finest.turn + 1) // ops))
+        except NotAChain:
+            return
+        if len(chain.blocks) != before:
+            before = len(chain.blocks)
+            yield chain
