@@ -211,17 +211,21 @@ def _is_written(
         return True
     if joint.role[node] is not Role.BACKWARD and not is_repeatable(node, joint.mutated):
         return True
-    forward = joint.role[node] is Role.FORWARD
+    role = joint.role[node]
     for user in users:
         if user.op == "output":
             return True
-        if forward and joint.role[user] is not Role.FORWARD:
+        if role is Role.FORWARD and joint.role[user] is not Role.FORWARD:
             if _narrower_than_inputs(node):
                 return True
             continue
         if not is_fusable(user) or _packet(user) in NEEDS_REALIZED_INPUTS:
             return True
-        if groups is not None and groups.find(user) is not groups.find(node):
+        if (
+            role is not Role.LAZY
+            and groups is not None
+            and groups.find(user) is not groups.find(node)
+        ):
             return True
     return False
 

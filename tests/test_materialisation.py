@@ -102,6 +102,16 @@ def test_a_mask_that_the_backward_reads_is_written() -> None:
     assert "gt" in written(capture(model, [batch(4, 8)], fused=True))
 
 
+def test_loops_of_the_backward_centre_again_what_a_norm_reads() -> None:
+    """A sum over the gradient and the gradient itself, on both sides of nothing but loops."""
+    model = nn.Sequential(nn.Conv2d(2, 3, 3), nn.BatchNorm2d(3), nn.Conv2d(3, 2, 3))
+    seen = capture(model, [batch(2, 2, 8, 8)], fused=True)
+    lazy = [n for n in seen.joint.module.graph.nodes if seen.joint.role.get(n) is Role.LAZY]
+    centred = [n for n in lazy if n.name.startswith("sub")]
+    assert centred
+    assert not {n for n in lazy if is_fusable(n) and not is_reduction(n)} & rule(seen).written
+
+
 def test_what_must_not_run_twice_is_written() -> None:
     """A buffer's old content, read through loops by both halves, with no matmul between."""
     model, inputs = nets.make("buffer")
