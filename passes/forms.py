@@ -189,11 +189,13 @@ def _roles(
     last = max((position[n] for n in calls if known[n] is Role.FORWARD), default=-1)
     first = min((position[n] for n in calls if known[n] is Role.BACKWARD), default=len(position))
     for node in nodes:
-        inputs = {role.get(i) or known[_call_of(i)] for i in node.all_input_nodes}
+        inputs = {role.get(i) or known[i] for i in node.all_input_nodes}
         between = last < position[node] < first
         kept = node not in rebuilt and any(i not in new for i in node.all_input_nodes)
         if Role.BACKWARD in inputs:
             role[node] = Role.BACKWARD
+        elif node.target is operator.getitem:  # an item is there as soon as its call has run
+            (role[node],) = inputs
         elif node in needed:
             role[node] = Role.FORWARD
         elif position[node] > first or Role.LAZY in inputs or (between and not kept):
@@ -201,11 +203,6 @@ def _roles(
         else:
             role[node] = Role.FORWARD
     return role
-
-
-def _call_of(node: fx.Node) -> fx.Node:
-    """The call that an item of its results comes from: it is there as soon as that has run."""
-    return node.all_input_nodes[0] if node.target is operator.getitem else node
 
 
 def _sort(graph: fx.Graph) -> None:

@@ -242,10 +242,12 @@ def read_joint_graph(module: fx.GraphModule, num_fwd_outputs: int) -> JointGraph
     in_backward = _backward_closure(graph)
     early = [n for n in forward if n not in in_backward]
     in_forward = _forward_closure(early, graph, in_backward)
-    role = {}
+    role: dict[fx.Node, Role] = {}
     for node in graph.nodes:
         if node in in_backward:
             role[node] = Role.BACKWARD
+        elif node.target is operator.getitem:  # an item is there as soon as its call has run
+            role[node] = role[node.all_input_nodes[0]]
         elif node in in_forward or node.op in ("placeholder", "get_attr"):
             role[node] = Role.FORWARD
         else:

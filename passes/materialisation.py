@@ -64,6 +64,13 @@ NEEDS_REALIZED_INPUTS = frozenset(
         _ATEN.avg_pool2d_backward,
     }
 )  # fmt: skip
+# Inductor copies their first operand, as a loop does, and writes into the copy.
+SCATTERING = frozenset(
+    {
+        _ATEN.index_put, _ATEN._unsafe_index_put, _ATEN._unsafe_masked_index_put_accumulate,
+        _ATEN.scatter, _ATEN.scatter_add, _ATEN.scatter_reduce,
+    }
+)  # fmt: skip
 REDUCTIONS = frozenset({_PRIMS._low_memory_max_pool_with_offsets, _ATEN.avg_pool2d})
 
 
@@ -102,6 +109,11 @@ def is_fusable(node: fx.Node) -> bool:
         or is_reduction(node)
         or _has_tag(node, "pointwise")
     )
+
+
+def is_scattering(node: fx.Node) -> bool:
+    """Whether the node puts values into its first operand, as far as anybody can see a copy."""
+    return _packet(node) in SCATTERING
 
 
 def is_scalar(node: fx.Node) -> bool:

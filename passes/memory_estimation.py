@@ -45,7 +45,13 @@ from fxremat.passes.joint_graph import (
     is_view,
     root,
 )
-from fxremat.passes.materialisation import Materialisation, is_fusable, is_scalar, materialise
+from fxremat.passes.materialisation import (
+    Materialisation,
+    is_fusable,
+    is_scalar,
+    is_scattering,
+    materialise,
+)
 
 TANGENTS = "tangents"
 
@@ -194,20 +200,26 @@ class _Builder:
     ) -> tuple[tuple[str, str], ...]:  # fmt: skip
         """A loop may write over what it reads at the same index for the last time.
 
-        So may a call that has a form for it (`fxremat.passes.inplace`).
+        So may what adds or puts values into a copy of its first operand, and a call that has a
+        form for it (`fxremat.passes.inplace`).
         """
         over = self.over.get(sinks[0])
         if over is not None:
             own = over in reads and sinks[0] in values
             return ((over.name, sinks[0].name),) if own else ()
-        if not self.rule.fused or not is_fusable(sinks[0]) or len(values) != 1:
+        if not self.rule.fused or len(values) != 1:
+            return ()
+        if is_scattering(sinks[0]):
+            sources = sinks[0].all_input_nodes[:1]
+        elif is_fusable(sinks[0]):
+            sources = [source for node in nodes for source in node.all_input_nodes]
+        else:
             return ()
         val = values[0].meta["val"]
         in_forward = self.joint.role[values[0]] is Role.FORWARD
         elementwise = {
             source
-            for node in nodes
-            for source in map(root, node.all_input_nodes)
+            for source in map(root, sources)
             if source in reads
             and source.op == "call_function"
             # What the forward saved comes in as an input, which is never written over.

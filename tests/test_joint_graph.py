@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import operator
 from typing import Any
 
 import pytest
@@ -72,6 +73,8 @@ def test_roles_follow_the_data(name: str) -> None:
             assert Role.BACKWARD not in roles
         elif node not in joint.tangents:
             assert Role.BACKWARD in roles or not roles
+        if node.target is operator.getitem:  # there with its call, whoever reads it
+            assert roles == {joint.role[node]}
     assert len(joint.forward_outputs) <= joint.num_forward_outputs
     assert all(joint.role[n] is Role.FORWARD for n in joint.forward_outputs)
 

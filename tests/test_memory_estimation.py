@@ -167,6 +167,15 @@ def test_in_place_pairs_are_of_one_half_and_one_size() -> None:
                 assert len(halves) == 1
 
 
+def test_what_is_added_to_zeros_takes_their_place() -> None:
+    """The gradient of an embedding is there once, not beside the zeros that it began with."""
+    words = nn.Embedding(100, 8)
+    seen = capture(words, [torch.randint(0, 100, (4,))], fused=True)
+    gradient = next(op for op in seen.problem.ops if "index_put" in op.name)
+    zeros = next(read for read in gradient.reads if read.startswith("full"))
+    assert gradient.inplace == ((zeros, gradient.name),)
+
+
 def test_node_by_node_nothing_is_in_place() -> None:
     seen = capture(mlp(), [batch(4, 8)])
     assert not any(op.inplace for op in seen.problem.ops)
