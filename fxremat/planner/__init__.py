@@ -93,10 +93,10 @@ def solve(
 def _quick(problem: Problem, budget_bytes: int | None, options: SolverOptions) -> Plan:
     """A plan to compare choices by."""
     if options.objective == "energy":
-        return energy.solve(problem, budget_bytes, options, greedy.solve)
+        return energy.solve(problem, budget_bytes, options, greedy.quick)
     if problem.copies is not None:
         return offload.quick(problem, budget_bytes, options)
-    return greedy.solve(problem, budget_bytes, options)
+    return greedy.quick(problem, budget_bytes, options)
 
 
 def _proves(plan: Plan, problem: Problem) -> bool:

@@ -29,7 +29,9 @@ from fxremat.planner.union import Read, Union, Wanted
 
 UNIT = 1000.0
 """Budget and time of keep-all in the units of the MILP."""
-NODES, GAP = 60, 1e-4
+NODES, NODES_OF_LEAST = 60, 1
+GAP, GAP_OF_LEAST = 1e-3, 1e-2
+"""Of keep-all's time, and of the least peak."""
 LITTLE = 1e-3
 """What time counts where the peak is to be least."""
 
@@ -199,10 +201,13 @@ class Choice:
     def solve(self, clock: Clock) -> Solution:
         """A good choice; where there are many columns, near the linear relaxation."""
         relaxed = self.mip.relaxed(clock)
-        near = self.mip.solve_near(relaxed, clock, nodes=NODES, gap=GAP)
-        if near.values is not None and near.objective - near.bound <= GAP * UNIT:
+        least = self.budget is None
+        nodes, gap = (NODES_OF_LEAST, GAP_OF_LEAST) if least else (NODES, GAP)
+        near = self.mip.solve_near(relaxed, clock, nodes=nodes, gap=gap)
+        whole = abs(near.objective) if least else UNIT
+        if near.values is not None and near.objective - near.bound <= gap * whole:
             return near
-        found = self.mip.solve(clock, nodes=NODES, gap=GAP, start=near.values)
+        found = self.mip.solve(clock, nodes=nodes, gap=gap, start=near.values)
         return found if found.values is not None else near
 
     def names(self, solution: Solution) -> tuple[str, ...]:

@@ -17,7 +17,10 @@ from dataclasses import dataclass, replace
 
 from fxremat.core.plan import Plan
 from fxremat.core.problem import Problem
+from fxremat.core.schedule import keep_all
+from fxremat.core.timeline import replay
 from fxremat.planner import greedy
+from fxremat.planner.bound import peak_bound
 from fxremat.planner.clock import Clock
 from fxremat.planner.improve import polish
 from fxremat.planner.model import build_model
@@ -47,6 +50,15 @@ REPAIR = 200_000
 def solve(problem: Problem, budget_bytes: int | None, options: SolverOptions) -> Plan:
     """The plan of least time within the budget, or of least peak where none fits."""
     clock = Clock(options.time_limit_s)
+    if budget_bytes is None or replay(problem, keep_all(problem)).peak_bytes <= budget_bytes:
+        return make_plan(
+            problem,
+            keep_all(problem),
+            NAME,
+            budget_bytes=budget_bytes,
+            seconds=clock.seconds(),
+            peak_bound_bytes=peak_bound(build_model(problem)),
+        )
     return improved(greedy.found(problem, options), budget_bytes, options, clock)
 
 

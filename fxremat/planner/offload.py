@@ -220,11 +220,11 @@ def _writers(problem: Problem, values: Iterable[str]) -> set[str]:
 
 
 def quick(problem: Problem, budget_bytes: int | None, options: SolverOptions) -> Plan:
-    """A plan of the greedy solver, from the two choices that are mostly the best."""
+    """A plan to compare problems by, from the two choices that are mostly the best."""
     search = _Search(problem, budget_bytes, options, Clock(options.time_limit_s))
-    search.offer(search.question(ALONE), greedy.solve)
+    search.offer(search.question(ALONE), greedy.quick)
     if budget_bytes is not None and movable(problem):
-        search.offer(search.question(CHOICES[0]), greedy.solve)
+        search.offer(search.question(CHOICES[0]), greedy.quick)
     return search.plan()
 
 

@@ -25,6 +25,7 @@ Solve = Callable[[Problem], Plan]
 Names = tuple[str, ...]
 
 ROUNDS = 5
+IN_VAIN = 2
 PER_ROUND = 3
 """Stages that become instants in one round."""
 CLOSE = 0.03
@@ -92,13 +93,24 @@ class _Search:
             self._try(self._fastest(union))
             return list(self.seen.values())
         if self.seen[()].plan.time_us > self.problem.base_time_us or self._over(()):
-            for names in self._chosen(union, self.budget):
-                self._try(names)
+            self._try_chosen(union, self.budget)
         if all(self._over(names) for names in self.seen):
-            for names in self._chosen(union, None):
-                self._try(names)
+            self._try_chosen(union, None)
         self._try(self._fastest(union))
         return list(self.seen.values())
+
+    def _try_chosen(self, union: Union, budget: int | None) -> None:
+        """Until more instants have twice led to nothing better."""
+        best, in_vain = self._best(), 0
+        for names in self._chosen(union, budget):
+            self._try(names)
+            in_vain = 0 if self._best() < best else in_vain + 1
+            best = self._best()
+            if in_vain == IN_VAIN:
+                return
+
+    def _best(self) -> tuple[float, float]:
+        return min(one.rank(self.budget) for one in self.seen.values())
 
     def _over(self, names: Names) -> bool:
         return self.budget is not None and self.seen[names].plan.peak_bytes > self.budget
