@@ -55,10 +55,27 @@ class Attention(nn.Module):
         parts = self.given(x).view(batch, length, 3, self.heads, width // self.heads)
         query, key, value = parts.permute(2, 0, 3, 1, 4)
         scores = query @ key.transpose(-1, -2) * (width // self.heads) ** -0.5
-        later = torch.ones(length, length, dtype=torch.bool, device=x.device).triu(1)
-        mixed = scores.masked_fill(later, -torch.inf).softmax(-1) @ value
+        mixed = self.masked(scores).softmax(-1) @ value
         y: Tensor = self.out(mixed.transpose(1, 2).reshape(batch, length, width))
         return y
+
+    def masked(self, scores: Tensor) -> Tensor:
+        """Without the keys that come later."""
+        later = torch.ones(scores.shape[-2:], dtype=torch.bool, device=scores.device).triu(1)
+        return scores.masked_fill(later, -torch.inf)
+
+
+class Biased(Attention):
+    """With a tensor added to the scores that is there from the beginning."""
+
+    bias: Tensor
+
+    def __init__(self, width: int, heads: int, length: int) -> None:
+        super().__init__(width, heads)
+        self.register_buffer("bias", torch.full((length, length), -torch.inf).triu(1))
+
+    def masked(self, scores: Tensor) -> Tensor:
+        return scores + self.bias
 
 
 class RMSNorm(nn.Module):
@@ -125,6 +142,8 @@ MODELS: dict[str, Callable[[], Made]] = {
     "chunked_loss": vocabulary,
     "chunked_mlp": lambda: hidden(2048, nn.GELU),
     "chunked_attention": lambda: layers(4, 256, 64, made=lambda: [Attention(64, 8)]),
+    "fused_attention": lambda: layers(4, 256, 64, made=lambda: [Attention(64, 8)]),
+    "masked_attention": lambda: layers(4, 256, 64, made=lambda: [Biased(64, 8, 256)]),
     "pool_gradient": lambda: pictures(NORM, nn.ReLU, POOL),
     "split_gradients": lambda: pictures(convolution(), convolution()),
     "norm_from_output": lambda: repeated(4, 256, RMSNorm),

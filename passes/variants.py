@@ -11,6 +11,7 @@ from collections.abc import Iterable
 
 from fxremat.passes import (
     from_outputs,
+    fused_attention,
     lossy_saved,
     packed_bits,
     pool_gradient,
@@ -21,6 +22,7 @@ from fxremat.passes.rule import Rule
 
 RULES: tuple[Rule, ...] = (
     *row_chunks.RULES,
+    *fused_attention.RULES,
     *pool_gradient.RULES,
     *split_gradients.RULES,
     *from_outputs.RULES,

@@ -1,0 +1,299 @@
+"""Attention written by hand, by the fused kernels of the device."""
+
+from __future__ import annotations
+
+import copy
+from collections.abc import Iterator, Sequence
+from dataclasses import dataclass, field
+from typing import Any
+
+import pytest
+import torch
+from torch import Tensor, fx, nn
+from torch._subclasses.fake_tensor import FakeTensor
+
+import fxremat
+from fxremat import compat
+from fxremat.backend import fxremat as backend
+from fxremat.measure import measure_peak
+from fxremat.passes import forms
+from fxremat.passes.fused_attention import RULES
+from fxremat.passes.joint_graph import JointGraph
+from fxremat.pipeline import prepare
+from tests.attentions import (
+    ALONE,
+    CASES,
+    Function,
+    added,
+    block,
+    causal,
+    filled,
+    heads,
+    hidden,
+    plain,
+    wide_softmax,
+)
+from tests.conftest import Golden
+from tests.graphs import capture, train
+from tests.row_sites import assert_close, in_double
+
+
+@pytest.fixture(autouse=True)
+def _fresh() -> Iterator[None]:
+    torch._dynamo.reset()
+    yield
+    torch._dynamo.reset()
+
+
+# --- running them --------------------------------------------------------------------------------
+
+TOLERANCES = {torch.float64: 1e-12, torch.float32: 1e-5, torch.bfloat16: 4e-2, torch.float16: 6e-3}
+
+
+@dataclass
+class Taken:
+    """A partition function that takes all sites of the rule (``is_taken``)."""
+
+    fused: bool
+    is_taken: bool = True
+    names: list[str] = field(default_factory=list)
+    joint: JointGraph = field(init=False)
+
+    def __call__(
+        self, module: fx.GraphModule, joint_inputs: Any, *, num_fwd_outputs: int, **kwargs: Any
+    ) -> Any:
+        """Called with the joint graph."""
+        self.joint = prepare(module, num_fwd_outputs)
+        sites = forms.find_sites(self.joint, RULES)
+        self.names = [site.name for site in sites]
+        for form in forms.offer(self.joint, sites).forms:
+            for old, new in form.stand_ins.items():
+                one, other = old.meta["val"], new.meta["val"]
+                assert (one.shape, one.stride(), one.dtype) == (
+                    other.shape, other.stride(), other.dtype
+                )  # fmt: skip
+        if self.is_taken:
+            self.joint = forms.take(self.joint, sites)
+        module, kwargs["num_fwd_outputs"] = copy.copy(self.joint.module), num_fwd_outputs
+        return compat.default_partition(module, joint_inputs, **kwargs)
+
+    def compiled(self, function: Function) -> Function:
+        """``function``, run node by node."""
+
+        def run(gm: fx.GraphModule, inputs: Sequence[Any]) -> Function:
+            if self.fused:
+                return compat.trace_as_inductor(gm, inputs, {}, self)
+            return compat.compile_with_aot_eager(gm, inputs, self)
+
+        torch._dynamo.reset()
+        return torch.compile(function, backend=run)
+
+
+class Checked(fx.Interpreter):
+    """New tensors have the sizes, strides and types that the graph says."""
+
+    def run_node(self, n: fx.Node) -> Any:
+        found, said = super().run_node(n), n.meta.get("val")
+        if isinstance(said, Tensor) and "_attention_" in n.name:
+            assert found.shape == said.shape, n
+            # torch 2.11 says float32 of the logarithms of sums in float64
+            assert found.dtype in (said.dtype, torch.float64), n
+            strides = zip(found.shape, found.stride(), said.stride(), strict=True)
+            assert all(size == 1 or one == other for size, one, other in strides), n
+        return found
+
+
+def targets(joint: JointGraph) -> list[str]:
+    return [str(n.target) for n in joint.module.graph.nodes if n.op == "call_function"]
+
+
+def assert_kernel_alone(joint: JointGraph) -> None:
+    """Nothing is left of what it stands for."""
+    found = targets(joint)
+    assert sum("scaled_dot_product" in name for name in found) in (1, 2)
+    assert not {"aten.bmm.default", "aten._softmax.default", "aten.exp.default"} & set(found)
+
+
+DTYPES = {"float16": ["plain", "finite"], "bfloat16": ["plain", "softmax in 32 bits", "grouped"],
+          "float64": ["causal", "einsum", "added"], "float32": list(CASES)}  # fmt: skip
+
+
+ALSO_FUSED = (
+    "einsum", "three dimensions", "causal", "filled, rows without keys", "filled twice", "added",
+    "fused projection",
+)  # fmt: skip
+ROWS = [(name, dtype, False) for dtype, names in DTYPES.items() for name in names]
+ROWS += [
+    *((name, "float32", True) for name in ALSO_FUSED),
+    ("softmax in 32 bits", "bfloat16", True),
+]
+
+
+def squared(function: Function) -> Function:
+    """The backward reads the output, and the gradient that comes in is not the same everywhere."""
+    return function if isinstance(function, nn.Module) else lambda *x: function(*x).square()
+
+
+@pytest.mark.parametrize(("name", "kind", "fused"), ROWS)
+def test_values_and_gradients(name: str, kind: str, fused: bool) -> None:
+    dtype = getattr(torch, kind)
+    function, inputs = squared(CASES[name][0]), CASES[name][1]
+    given = inputs(dtype)
+    exact = train(in_double(function), [in_double(x) for x in given])
+    before = train(function, given, Taken(fused, is_taken=False).compiled)
+    seen = Taken(fused)
+    after = train(function, given, seen.compiled)
+    assert len(seen.names) == 1
+    assert_kernel_alone(seen.joint)
+    for one, other, best in zip(
+        (*after.results, *after.gradients),
+        (*before.results, *before.gradients),
+        (*exact.results, *exact.gradients),
+        strict=True,
+    ):
+        assert_close(one, other, TOLERANCES[dtype])
+        assert_close(one, best, TOLERANCES[dtype])
+    values = [n.meta["val"] for n in (*seen.joint.primals, *seen.joint.tangents)]
+    with torch.no_grad():
+        Checked(seen.joint.module).run(*[torch.empty_strided(
+            v.shape, v.stride(), dtype=v.dtype).fill_(1) for v in values])  # fmt: skip
+
+
+def test_lossy_where_a_mask_could_leave_a_row_without_keys() -> None:
+    for name in ("added", "added to keys", "padded, with slopes"):
+        function, inputs = CASES[name]
+        joint = capture(function, inputs(torch.float32)).joint
+        assert [site.rule for site in forms.find_sites(joint, RULES)] == ["masked_attention"]
+    assert [rule.lossy for rule in RULES] == [False, True]
+
+
+# --- what is left alone --------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize("name", ALONE)
+def test_left_alone(name: str) -> None:
+    function, inputs = ALONE[name]
+    assert forms.find_sites(capture(function, inputs(torch.float32)).joint, RULES) == ()
+
+
+def test_sizes_that_are_no_numbers_are_left_alone() -> None:
+    joint = capture(wide_softmax, heads(torch.float32), dynamic=True).joint
+    assert forms.find_sites(joint, RULES) == ()
+
+
+def test_a_large_negative_constant_that_drowns_the_scores_is_left_alone() -> None:
+    def drowned(q: Tensor, k: Tensor, v: Tensor) -> Tensor:
+        mask = torch.full((5, 7), torch.finfo(q.dtype).min).triu(-1)
+        return (q @ k.mT + mask).softmax(-1) @ v
+
+    joint = capture(drowned, heads(torch.float32)).joint
+    assert [site.rule for site in forms.find_sites(joint, RULES)] == ["masked_attention"]
+
+
+# --- graphs --------------------------------------------------------------------------------------
+
+
+def test_graph_of_fused_attention(golden: Golden) -> None:
+    joint = capture(causal, heads(torch.float32, 7)).joint
+    taken = forms.take(joint, forms.find_sites(joint, RULES))
+    golden(f"before\n\n{joint.module.graph}\n\nafter\n\n{taken.module.graph}\n")
+
+
+def on_cuda(joint: JointGraph) -> JointGraph:
+    """The same graph with fake tensors of a GPU, which need none."""
+    device = torch.device("cuda:0")
+    for node in joint.module.graph.nodes:
+        value = node.meta.get("val")
+        if isinstance(value, FakeTensor):
+            meta = torch.empty_strided(
+                value.shape, value.stride(), dtype=value.dtype, device="meta"
+            )
+            node.meta["val"] = FakeTensor(value.fake_mode, meta, device)
+        if "device" in node.kwargs:
+            node.kwargs = {**node.kwargs, "device": device}
+    return joint
+
+
+def square(dtype: torch.dtype, width: int = 16) -> list[Tensor]:
+    return heads(dtype, 32, 32, width)
+
+
+FLASH, EFFICIENT = "flash", "memory-efficient"
+KEYS = torch.zeros(2, 1, 1, 32)
+ON_CUDA: list[tuple[Function, Sequence[Any], list[str]]] = [
+    (plain, square(torch.bfloat16), [FLASH, EFFICIENT]),
+    (causal, square(torch.float16), [FLASH, EFFICIENT]),
+    (block(torch.float16), [torch.randn(2, 8, 16, dtype=torch.float16)], []),
+    (block(torch.float32, 16, 32), [torch.randn(2, 32, 16)], [EFFICIENT]),
+    (plain, square(torch.float32), [EFFICIENT]),
+    (plain, square(torch.bfloat16, 12), []),
+    (plain, square(torch.float64), []),
+    (filled, [*square(torch.bfloat16), KEYS == 0], [EFFICIENT]),
+    (filled, [*heads(torch.bfloat16), hidden()], []),
+    (added, [*square(torch.float32), KEYS], [EFFICIENT]),
+]
+
+
+@pytest.mark.parametrize(("function", "inputs", "names"), ON_CUDA)
+def test_kernels_of_a_gpu(function: Function, inputs: Sequence[Any], names: list[str]) -> None:
+    joint = on_cuda(capture(function, inputs).joint)
+    sites = forms.find_sites(joint, RULES)
+    assert [site.name.split()[-1] for site in sites] == names
+    replaced = [set(form.stand_ins) for form in forms.offer(joint, sites).forms]
+    assert not replaced or set.intersection(*replaced)  # so one of them at most is taken
+    for site in sites:
+        taken = forms.take(joint, [site])
+        assert_kernel_alone(taken)
+        for old, new in zip(joint.results, taken.results, strict=True):
+            if isinstance(old, fx.Node):
+                one, other = old.meta["val"], new.meta["val"]
+                assert (one.shape, one.stride(), one.dtype, one.device) == (
+                    other.shape, other.stride(), other.dtype, other.device
+                )  # fmt: skip
+
+
+# --- the whole way -------------------------------------------------------------------------------
+
+
+class Block(nn.Module):
+    """A layer of attention and a loss."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.layer = block(width=32, most=192)
+
+    def forward(self, x: Tensor) -> Tensor:
+        y: Tensor = x + self.layer(x)
+        return y.square().mean()
+
+
+def observed(model: nn.Module, call: Function, x: Tensor) -> list[Tensor]:
+    """Loss, gradients and parameters of a step."""
+    torch.manual_seed(0)
+    optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
+    loss: Tensor = call(x)
+    loss.backward()  # type: ignore[no-untyped-call]
+    gradients = [p.grad.clone() for p in model.parameters() if p.grad is not None]
+    optimizer.step()
+    return [loss.detach(), *gradients, *(p.detach() for p in model.parameters())]
+
+
+def test_the_whole_way() -> None:
+    model, x = Block(), torch.randn(6, 192, 32)
+    twin = copy.deepcopy(model)
+    options: dict[str, Any] = {"executor": "aot_eager", "variants": ["fused_attention"]}
+    with pytest.raises(fxremat.InfeasibleBudget) as caught:
+        fxremat.explain(model, x, memory_budget="1MiB", options=options)
+    budget = caught.value.minimum_bytes
+    assert budget is not None
+    with pytest.raises(fxremat.InfeasibleBudget) as caught:
+        fxremat.explain(model, x, memory_budget=budget, options={**options, "variants": "none"})
+    assert caught.value.minimum_bytes is not None
+    assert budget < 0.8 * caught.value.minimum_bytes
+    call = torch.compile(model, backend=backend, options={**options, "memory_budget": budget})
+    for one, other in zip(observed(model, call, x), observed(twin, twin, x), strict=True):
+        torch.testing.assert_close(one, other, rtol=2e-5, atol=1e-6)
+    rows = [row.what for row in fxremat.reports()[-1].variants]
+    assert any("fused_attention" in row for row in rows)
+    model.zero_grad()
+    assert measure_peak(lambda: call(x).backward(), held=(model, x)).peak_bytes <= budget
