@@ -15,6 +15,7 @@ from fxremat.errors import (
 from fxremat.version import __version__
 
 if TYPE_CHECKING:
+    from fxremat.accumulating import accumulate_in_backward
     from fxremat.measure import measure_peak
     from fxremat.offloading import offload
     from fxremat.options import list_options
@@ -29,6 +30,7 @@ __all__ = [
     "SolverRefused",
     "VerificationFailed",
     "__version__",
+    "accumulate_in_backward",
     "explain",
     "list_options",
     "measure_peak",
@@ -38,6 +40,7 @@ __all__ = [
 ]
 
 _LAZY = {
+    "accumulate_in_backward": "fxremat.accumulating",
     "explain": "fxremat.report.explain",
     "list_options": "fxremat.options",
     "measure_peak": "fxremat.measure",

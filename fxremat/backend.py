@@ -22,7 +22,7 @@ from fxremat.partition import Partitioner
 from fxremat.passes.order import Fence, WriteResults
 from fxremat.pipeline import Request
 from fxremat.report.report import Report
-from fxremat.runtime import measure_copy_speed
+from fxremat.runtime import accumulation, measure_copy_speed
 from fxremat.version import build
 
 log = logging.getLogger(__name__)
@@ -42,14 +42,19 @@ def _input_bytes(inputs: Sequence[Any], device: torch.device) -> int:
 def _limits(
     options: Options, device: torch.device, inputs: Sequence[Any]
 ) -> tuple[int | None, int]:
-    """The budget, and how many bytes of it are held by what the graph cannot see."""
+    """The budget, and how many bytes of it are held by what the graph cannot see.
+
+    Each ``grad`` that gradients are to be added to is held; those that are there are allocated.
+    """
+    grads = accumulation.expected_bytes(device)
     if device.type != "cuda":
-        return options.memory_budget, options.reserve or 0
+        return options.memory_budget, (options.reserve or 0) + grads
     allocated = torch.cuda.memory_allocated(device)
     free = torch.cuda.mem_get_info(device)[0]
     idle = torch.cuda.memory_reserved(device) - allocated
     unseen = max(0, allocated - _input_bytes(inputs, device))
-    reserve = unseen if options.reserve is None else options.reserve
+    missing = accumulation.expected_bytes(device, missing_only=True)
+    reserve = unseen + missing if options.reserve is None else options.reserve + grads
     return options.memory_budget or allocated + idle + free, reserve
 
 
@@ -92,6 +97,7 @@ def _request(
         most_time=options.most_time,
         variants=options.variants,
         allow_lossy=options.allow_lossy,
+        accumulated=tuple(i for i, x in enumerate(inputs) if accumulation.will_be_added(x)),
     )
 
 

@@ -11,6 +11,8 @@ from collections import Counter
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import AbstractContextManager, contextmanager, nullcontext
 from dataclasses import dataclass
+from functools import wraps
+from threading import Lock
 from typing import Any, cast
 
 import torch
@@ -675,16 +677,103 @@ def leaves_of_one_node() -> list[torch.Tensor]:
     Those of all its nodes, also of those that will not run. It is known where the node that runs
     is the first of the backward; elsewhere the list is empty.
     """
-    edges = [edge for node in _nodes_to_run() for edge in _following(node)]
+    return _leaves_of_one_edge(_nodes_to_run())
+
+
+def _leaves_of_one_edge(nodes: Sequence[Any]) -> list[torch.Tensor]:
+    edges = [edge for node in nodes for edge in _following(node)]
     counts = Counter(map(id, edges))
     return [edge.variable for edge in edges if counts[id(edge)] == 1 and _is_leaf(edge)]
 
 
 def leaves_of_this_node() -> list[torch.Tensor]:
     """The leaves that get a gradient from the node which autograd runs now, into ``grad``."""
-    node = torch._C._current_autograd_node()
+    return [edge.variable for edge in accumulators_of(running_node())]
+
+
+def running_node() -> Any:
+    """The node that autograd runs now in this thread, None outside of a backward."""
+    return torch._C._current_autograd_node()
+
+
+def accumulators_of(node: Any) -> list[Any]:
+    """What adds the gradients that ``node`` gives to the ``grad`` of each leaf in this backward.
+
+    Each has the leaf as its ``variable``.
+    """
     edges = [] if node is None else _following(node)
-    return [edge.variable for edge in edges if _is_leaf(edge) and _will_run(edge)]
+    return [edge for edge in edges if _is_leaf(edge) and _will_run(edge)]
+
+
+@dataclass(frozen=True, eq=False)
+class _Started:
+    """A backward that runs: where it began, and whether it only adds to ``grad``."""
+
+    outputs: tuple[Any, ...]
+    only_adds: bool
+
+
+_STARTED: list[_Started] = []
+_STARTING = Lock()
+
+
+def watch_backwards() -> None:
+    """From now on `leaves_of_one_edge` knows where backwards begin."""
+    original = getattr(torch.autograd, "_engine_run_backward", None)
+    if original is None or hasattr(original, "watches"):
+        return
+
+    @wraps(original)
+    def watched(t_outputs: Any, *args: Any, **kwargs: Any) -> Any:
+        create_graph = args[2] if len(args) > 2 else True
+        only_adds = kwargs.get("accumulate_grad") is True and create_graph is False
+        started = _Started(tuple(t_outputs), only_adds)
+        with _STARTING:
+            _STARTED.append(started)
+        try:
+            return original(t_outputs, *args, **kwargs)
+        finally:
+            _STARTED.remove(started)
+
+    watched.watches = True  # type: ignore[attr-defined]
+    compiler: Any = torch.compiler
+    autograd: Any = torch.autograd
+    autograd._engine_run_backward = compiler.disable(watched, recursive=False)
+
+
+@contextmanager
+def no_other_backward() -> Iterator[bool]:
+    """Whether a single backward runs that is watched; inside, no other one begins."""
+    with _STARTING:
+        yield len(_STARTED) == 1
+
+
+def leaves_of_one_edge() -> list[torch.Tensor]:
+    """The leaves to which exactly one edge leads in the backward that is running.
+
+    Those of all its nodes, also of those that will not run. It is known after `watch_backwards`,
+    where one backward runs at a time, which ``torch.autograd.backward`` began without
+    ``create_graph``; elsewhere the list is empty.
+    """
+    started = _STARTED[:]
+    if len(started) != 1 or not started[0].only_adds:
+        return []
+    nodes = _reachable([getattr(t, "node", None) or t.grad_fn for t in started[0].outputs])
+    return _leaves_of_one_edge(nodes) if running_node() in nodes else []
+
+
+def _reachable(roots: Sequence[Any]) -> list[Any]:
+    """All nodes of a backward; those that begin at a leaf are not looked into: none."""
+    if any(root is None for root in roots):
+        return []
+    found: dict[int, Any] = {}
+    stack = list(roots)
+    while stack:
+        node = stack.pop()
+        if id(node) not in found:
+            found[id(node)] = node
+            stack.extend(_following(node))
+    return list(found.values())
 
 
 def _nodes_to_run() -> list[Any]:
@@ -722,6 +811,38 @@ def hooks_on(leaf: torch.Tensor) -> int:
     """How many hooks a leaf has that see its gradient, before or after it is accumulated."""
     kinds = (leaf._backward_hooks, getattr(leaf, "_post_accumulate_grad_hooks", None))
     return sum(len(hooks) for hooks in kinds if hooks)
+
+
+def hooks_on_node(node: Any) -> int:
+    """How many hooks of Python a node of the backward has, before or after it."""
+    handles = [register(_no_hook) for register in (node.register_prehook, node.register_hook)]
+    count = sum(len(handle.hooks_dict_ref() or ()) - 1 for handle in handles)
+    for handle in handles:
+        handle.remove()
+    return count
+
+
+def at_end_of_backward(call: Callable[[], None]) -> None:
+    """Have ``call()`` called at the end of the backward that is running, unless it fails."""
+    torch.autograd.Variable._execution_engine.queue_callback(call)
+
+
+def _no_hook(*_: Any) -> None:
+    """Stands among the hooks of a node, to see them."""
+
+
+def is_noop_to_inductor(node: fx.Node) -> bool:
+    """Whether a call is one that Inductor may drop where it changes nothing, copies among them."""
+    from torch._inductor.fx_passes.post_grad import noop_registry
+
+    return node.target in noop_registry
+
+
+def input_index(node: fx.Node) -> int | None:
+    """Which argument of the compiled graph an input of the joint graph is, if it is one as such."""
+    description = node.meta.get("desc")
+    plain = type(description).__name__ == "PlainAOTInput"
+    return int(description.idx) if plain else None  # type: ignore[union-attr]
 
 
 # --- configuration -----------------------------------------------------------------------

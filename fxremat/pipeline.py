@@ -29,6 +29,7 @@ from fxremat.cost.device import DeviceSpec, device_spec
 from fxremat.cost.roofline import roofline_us
 from fxremat.errors import InfeasibleBudget, SolverRefused, VerificationFailed
 from fxremat.passes import inplace
+from fxremat.passes.accumulation import accumulate
 from fxremat.passes.forms import Form, Offer, find_sites, offer, take
 from fxremat.passes.joint_graph import JointGraph, is_tensor, read_joint_graph
 from fxremat.passes.memory_estimation import Estimate, OpTimer, estimate, nbytes
@@ -79,6 +80,8 @@ class Request:
     variants: tuple[str, ...] | None = None
     """Names of rules whose forms of ops may be taken; None: all."""
     allow_lossy: bool = False
+    accumulated: tuple[int, ...] = ()
+    """Arguments of the graph whose gradients are to be added to their ``grad`` in the backward."""
 
 
 @dataclass
@@ -572,6 +575,7 @@ def transform(
         compat.plan_for_sizes_seen(module.graph)
     with clock.stage("estimate"):
         joint = prepare(module, num_fwd_outputs, fused=request.executor == "inductor")
+        joint = accumulate(joint, request.accumulated, static_input_indices)
         device = device_of(module.graph)
         timer, workspaces = op_timer(request, device), Workspaces(device)
         costs = _Costs(request, device, timer, workspaces, f"graph {graph}")

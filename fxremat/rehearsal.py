@@ -21,7 +21,7 @@ from torch.utils import _pytree as pytree
 from fxremat import compat
 from fxremat.passes.joint_graph import is_fetch, is_tensor
 from fxremat.passes.memory_estimation import nbytes
-from fxremat.runtime import copies
+from fxremat.runtime import accumulated, copies
 
 Workspace = Callable[[Any, Any, Any], int]
 CUDA_BLOCK_BYTES = 512  # CUDA's allocator hands out multiples of it
@@ -137,6 +137,9 @@ class _Meter:
     def call(self, op: Any, args: Any, kwargs: Any, result: Any) -> None:
         """Count an op that has run: its new storages, and its scratch memory while it ran."""
         self.sweep()
+        if op is accumulated:  # its first argument has no memory from here on
+            self.drop(args[0])
+            return
         if op is copies.to_host:  # host memory is not what is counted
             self.ignore([result])
             return
@@ -148,6 +151,12 @@ class _Meter:
         self.add([t for t in pytree.tree_leaves(result) if isinstance(t, torch.Tensor)], name)
         if scratch:
             self.record(self.current + scratch)
+
+    def drop(self, tensor: torch.Tensor) -> None:
+        """Take off what is freed, although something still refers to it."""
+        gone = self.live.pop(compat.storage_watch(tensor)[0], None)
+        self.current -= gone.nbytes if gone is not None else 0
+        self.ignore([tensor])
 
     def sweep(self) -> None:
         """Take off what has been dropped."""

@@ -30,7 +30,7 @@ from fxremat.passes.joint_graph import (
     is_view,
     root,
 )
-from fxremat.runtime import arrived, copies, settle
+from fxremat.runtime import accumulated, arrived, copies, settle
 
 
 class _Numbering:
@@ -80,7 +80,7 @@ class _Numbering:
 
 _MOVES = frozenset({copies.to_host, copies.to_device})
 _COPY_WAITS = frozenset({copies.wait_host, copies.wait_device})
-_WAITS = _COPY_WAITS | {settle, arrived}
+_WAITS = _COPY_WAITS | {settle, arrived, accumulated}
 
 
 def check_waits(graph: fx.Graph) -> None:
@@ -109,17 +109,20 @@ def check_waits(graph: fx.Graph) -> None:
 def check_arrivals(graph: fx.Graph) -> None:
     """Raise `VerificationFailed` where an optimizer could step too early.
 
-    From there on the weight may change, and the gradient's memory is not there any more.
+    From there on the weight may change, and the gradient's memory is not there any more. The latter
+    holds for gradients that are added, too.
     """
     gone: set[fx.Node] = set()
     for node in graph.nodes:
         ends = node.op == "output" or node.target is settle
         early = gone.intersection(map(root, node.all_input_nodes))
-        if early and not ends:
-            what = f"{node.name} uses {next(iter(early)).name} after it was given to the optimizer"
+        if early and not ends and not is_view(node):
+            what = f"{node.name} uses {next(iter(early)).name} after it was given away"
             raise VerificationFailed("transfers", what)
         if node.target is arrived:
             gone.update(node.args[:2])
+        if node.target is accumulated:
+            gone.add(root(node.args[0]))
 
 
 def _constant(leaf: Any) -> Any:

@@ -16,6 +16,8 @@ of the problem: its own ops, and what the ops that read a stand-in in place of a
 
 A parameter that lives in host memory has no bytes here. What the graph fetches of it is a value
 that comes from the host, and what it puts there is one that leaves: no ops, but moves.
+
+A gradient that the backward adds to a ``grad`` (`fxremat.passes.accumulation`) ends there.
 """
 
 from __future__ import annotations
@@ -31,6 +33,7 @@ from torch import fx
 from fxremat import compat
 from fxremat.core.problem import Alternative, Change, Copies, Op, Phase, Problem, Value, validate
 from fxremat.passes import inplace
+from fxremat.passes.accumulation import behind_readers, is_accumulated
 from fxremat.passes.forms import Form
 from fxremat.passes.joint_graph import (
     JointGraph,
@@ -52,6 +55,7 @@ from fxremat.passes.materialisation import (
     is_scattering,
     materialise,
 )
+from fxremat.runtime import accumulated
 
 TANGENTS = "tangents"
 
@@ -120,6 +124,7 @@ class _Builder:
         self.ops: dict[str, Op] = {}
         self.sources: dict[str, fx.Node] = {}
         self.targets: dict[str, fx.Node] = {}
+        self.given_up: dict[str, str] = {}
 
     def size(self, node: fx.Node) -> int:
         """Bytes of a value on the budget's device; elsewhere it costs nothing here."""
@@ -222,6 +227,7 @@ class _Builder:
             for source in map(root, sources)
             if source in reads
             and source.op == "call_function"
+            and not is_scattering(source)  # Inductor has no loop write over what it mutated
             # What the forward saved comes in as an input, which is never written over.
             and (self.joint.role[source] is Role.FORWARD) == in_forward
         }
@@ -265,6 +271,8 @@ class _Builder:
                 self.move(node)
             elif is_mutating(node) or is_run_for_effect(node):
                 self.add_op([node], [])
+                if node.target is accumulated:
+                    self.given_up[node.name] = root(node.all_input_nodes[0]).name
             else:
                 self.op_of(node)
 
@@ -396,12 +404,15 @@ def estimate(
     tangents = [n for n in joint.tangents if is_tensor(n)]
     for node in (*primals, *tangents):
         builder.bytes[node.name] = builder.size(node)
-    order = _base_order(dict(builder.ops))
+    order = behind_readers(_base_order(dict(builder.ops)), builder.given_up)
     first_backward = next((i for i, op in enumerate(order) if op.phase == "backward"), len(order))
     arrival = Op(TANGENTS, (), tuple(n.name for n in tangents), 0.0, 0, "backward", False)
     order.insert(first_backward, arrival)
-    moved = {*builder.targets.values()}
-    kept = [root(n) for n in (*joint.forward_outputs, *joint.backward_outputs) if n not in moved]
+    gone = {
+        *builder.targets.values(),
+        *(n for n in joint.backward_outputs if is_accumulated(joint, n)),
+    }
+    kept = [root(n) for n in (*joint.forward_outputs, *joint.backward_outputs) if n not in gone]
     outputs = _distinct([n.name for n in kept if rule.is_value(n)])
     host = (*builder.sources, *builder.targets)
     alternatives = builder.alternatives(outputs)

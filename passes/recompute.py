@@ -8,7 +8,8 @@ values reads the copy.
     fwd:   a b c                  fwd:   a b c
     bwd:   c' b', reads a, b      bwd:   a_recompute b_recompute c' b', reads inputs alone
 
-Values that move to host memory and back: see `passes.offload`; gradients: `passes.arrivals`.
+Values that move to host memory and back: see `passes.offload`; gradients: `passes.arrivals` and
+`passes.accumulation`.
 
 Sound because only ops that give the same result every time are run again (`is_repeatable`),
 and because a copy reads the latest copies of the values the op reads. Nodes inside a cone of
@@ -25,6 +26,7 @@ from typing import Any
 from torch import fx
 
 from fxremat.core.schedule import Move, Step, ops_of
+from fxremat.passes.accumulation import finish
 from fxremat.passes.arrivals import announce, gradients
 from fxremat.passes.joint_graph import Role, is_repeatable, is_view, root
 from fxremat.passes.materialisation import is_fusable
@@ -150,7 +152,8 @@ class _Emitter:
             self.env[value] = arrived
 
     def announce_gradients(self, start: int) -> None:
-        """Say where gradients are in host memory; the backward begins with node ``start``."""
+        """Say where gradients are complete; the backward begins with node ``start``."""
+        finish(self.graph, list(self.graph.nodes)[start:])
         backward = list(self.graph.nodes)[start:]
         found = [
             one._replace(result=self.env[one.result], weight=self.resolve(one.weight))

@@ -4,11 +4,13 @@ Graphs that fxremat transforms call four operators, `to_host`, `wait_host`, `to_
 `wait_device` (`fxremat.runtime.copies`); importing this package registers them, so whatever runs
 such a graph has to import it. Weights that live in host memory are read through `fetch`, which
 gets their gradients by `put` (`fxremat.runtime.weights`); `arrived` lets their optimizer step
-before the backward is over (`fxremat.runtime.steps`). The rest is for tests and benchmarks: a
+before the backward is over (`fxremat.runtime.steps`). Gradients on the device are added to
+``grad`` by `accumulated` (`fxremat.runtime.accumulation`). The rest is for tests and benchmarks: a
 cap on host memory, a simulated speed for copies of machines without a GPU, and records of what was
 copied when.
 """
 
+from fxremat.runtime.accumulation import accumulated
 from fxremat.runtime.copies import to_device, to_host, wait_device, wait_host
 from fxremat.runtime.copy_speed import MeasuredSpeed, measure_copy_speed
 from fxremat.runtime.cpu_engine import set_copy_speed
@@ -28,6 +30,7 @@ __all__ = [
     "HostBytes",
     "MeasuredSpeed",
     "Stepped",
+    "accumulated",
     "arrived",
     "copy_trace",
     "fetch",

@@ -33,3 +33,8 @@ def extent_bytes(x: torch.Tensor) -> int:
 def run_of_memory(x: torch.Tensor) -> torch.Tensor:
     """The elements from the first to the last in memory, as a view with one dimension."""
     return x.as_strided((extent(x),), (1,))
+
+
+def storage_address(x: torch.Tensor) -> int:
+    """Where the storage of ``x`` begins, equal for tensors that share one."""
+    return x.untyped_storage().data_ptr()

@@ -34,7 +34,7 @@ from weakref import WeakValueDictionary
 import torch
 
 from fxremat import compat
-from fxremat.runtime.layout import extent_bytes
+from fxremat.runtime.layout import extent_bytes, storage_address
 from fxremat.runtime.trace import active_traces, host_time
 
 MOST_AHEAD = 4
@@ -57,7 +57,7 @@ class Step:
         self.backward = compat.running_backward()
         self.error: BaseException | None = None
         self.gradient: torch.Tensor | None = gradient
-        self.storage = _address(parameter)
+        self.storage = storage_address(parameter)
         self._parameter = parameter
         self._step = step
         self._ready = ready
@@ -109,7 +109,7 @@ class Stepped:
         """Begin a step after ``ready()``; ``gradient`` becomes its stand-in."""
         taken = gradient.detach()
         gradient.set_(_stand_in(taken))  # type: ignore[call-overload]
-        self._stand_in = _address(gradient)
+        self._stand_in = storage_address(gradient)
         self.started = Step(self.parameter, taken, self._step, ready)
         _WORKER.submit(self.started)
         return self.started
@@ -129,7 +129,7 @@ class Stepped:
         found, self.parameter.grad = self.parameter.grad, early.gradient
         if early.error is not None:
             raise early.error
-        if found is None or _address(found) != self._stand_in:
+        if found is None or storage_address(found) != self._stand_in:
             raise RuntimeError(
                 "a hook has changed a gradient after the optimizer had stepped with it: register "
                 "it on the parameter, and then the optimizer waits for it"
@@ -216,7 +216,7 @@ def _begin(host: Sequence[torch.Tensor]) -> None:
         _BACKWARD.number = number
         _BACKWARD.from_one_node = frozenset(map(id, compat.leaves_of_one_node()))
     _BACKWARD.from_this_node = frozenset(map(id, compat.leaves_of_this_node()))
-    uses = Counter(map(_address, {id(tensor): tensor for tensor in host}.values()))
+    uses = Counter(map(storage_address, {id(tensor): tensor for tensor in host}.values()))
     _BACKWARD.shared = frozenset(address for address, count in uses.items() if count > 1)
 
 
@@ -230,7 +230,7 @@ def _may_step(weight: torch.Tensor, gradient: torch.Tensor) -> bool:
         and whole
         and weight.grad is None
         and compat.hooks_on(weight) == 1
-        and _address(weight) not in known.shared
+        and storage_address(weight) not in known.shared
         and _keeps(weight, gradient)
     )
 
@@ -256,12 +256,8 @@ def finish(but: int = 0) -> None:
 def before_reading(host: torch.Tensor) -> None:
     """Wait for a step that still writes ``host``: the backward in which it began has failed."""
     for step in _WORKER.unfinished():
-        if step.storage == _address(host):
+        if step.storage == storage_address(host):
             step.wait()
-
-
-def _address(tensor: torch.Tensor) -> int:
-    return tensor.untyped_storage().data_ptr()
 
 
 def _now_on(device: torch.device) -> Callable[[], object]:

@@ -1,0 +1,153 @@
+"""Say where the gradient of a parameter is complete: it may be added to its ``grad`` there.
+
+    before:  ...  g = mm(...)                        ...  return g
+    after:   ...  g = mm(...)  accumulated(g, w)     ...  return g
+
+``w`` is the graph's input and ``g`` what the graph returns for it. In the planned graph the call
+stands behind all that reads ``g`` or its memory. For the planner it is the end of that memory: the
+gradient is no result that has to stay, and the ``grad`` of ``w``, there from the beginning, belongs
+to what the graph cannot see.
+
+Only for gradients that the backward computes, each in memory of its own. Whether it is then added
+is decided when the graph runs (`fxremat.runtime.accumulation`). What the graph cannot know is
+whether an input that it reads later shares memory with a ``grad``, so once the graph has its
+final order each call names those. Tensors of modules, parameters above all, are not among them.
+"""
+
+from __future__ import annotations
+
+from collections import Counter
+from collections.abc import Collection, Mapping, Sequence
+
+from torch import fx
+
+from fxremat import compat, runtime
+from fxremat.core.problem import Op
+from fxremat.passes.joint_graph import (
+    JointGraph,
+    Role,
+    is_put,
+    is_tensor,
+    read_joint_graph,
+    root,
+)
+
+LASTING = "fxremat_lasting"
+"""In the ``meta`` of inputs that belong to a module: none of them is a gradient."""
+
+
+def accumulate(
+    joint: JointGraph, parameters: Collection[int], lasting: Collection[int]
+) -> JointGraph:
+    """Put the calls in, for those of the graph's arguments that are ``parameters``.
+
+    ``lasting`` are the positions of the inputs that belong to modules.
+    """
+    results = joint.results[joint.num_forward_outputs :]
+    if len(results) != len(joint.primals):
+        return joint
+    owners = Counter(root(one) for one in joint.results if isinstance(one, fx.Node))
+    found = [
+        (result, weight)
+        for result, weight in zip(results, joint.primals, strict=True)
+        if compat.input_index(weight) in parameters
+        and isinstance(result, fx.Node)
+        and owners[root(result)] == 1
+        and weight not in joint.mutated
+        and _may_be_added(joint, result, weight)
+    ]
+    if not found:
+        return joint
+    for index, node in enumerate(joint.primals):
+        if index in lasting:
+            node.meta[LASTING] = True
+    for result, weight in found:
+        _insert(joint.module.graph, result, weight)
+    joint.module.recompile()
+    return read_joint_graph(joint.module, joint.num_forward_outputs)
+
+
+def _may_be_added(joint: JointGraph, result: fx.Node, weight: fx.Node) -> bool:
+    owner, gradient, value = root(result), result.meta["val"], weight.meta["val"]
+    return (
+        joint.role[owner] is Role.BACKWARD
+        and owner.op == "call_function"
+        and is_tensor(owner)
+        and not is_put(owner)
+        and not _may_be_another(owner)
+        and _count(owner) == _count(result)
+        and gradient.dtype == value.dtype
+        and gradient.device == value.device
+        and list(map(compat.size_bound, gradient.shape)) == list(value.shape)
+    )
+
+
+def _count(node: fx.Node) -> int:
+    """Elements of the node's tensor; asks nothing about dynamic sizes."""
+    return compat.size_bound(node.meta["val"].numel())
+
+
+def _may_be_another(owner: fx.Node) -> bool:
+    """Whether Inductor may return what is copied in place of the copy."""
+    alike = [
+        source
+        for source in owner.all_input_nodes
+        if is_tensor(source)
+        and source.meta["val"].dtype == owner.meta["val"].dtype
+        and _count(source) == _count(owner)
+    ]
+    return bool(alike) and compat.is_noop_to_inductor(owner)
+
+
+def _insert(graph: fx.Graph, result: fx.Node, weight: fx.Node) -> None:
+    with graph.inserting_after(result):
+        node = graph.call_function(runtime.accumulated, (result, weight, []))
+    node.meta["val"] = None
+    node.meta["partitioner_tag"] = "must_be_in_backward"
+    node._rename(f"accumulated_{result.name}")
+
+
+def is_accumulated(joint: JointGraph, result: fx.Node) -> bool:
+    """Whether a result of the graph is given up before its end."""
+    calls = (user.target is runtime.accumulated for user in result.users)
+    return joint.role[root(result)] is Role.BACKWARD and any(calls)
+
+
+def behind_readers(ops: Sequence[Op], gradient_of: Mapping[str, str]) -> list[Op]:
+    """The ops, with each that gives a gradient up right behind the last one that touches it.
+
+    ``gradient_of`` has these ops, and the values that they give up.
+    """
+    rest = [op for op in ops if op.name not in gradient_of]
+    last = {name: i for i, op in enumerate(rest) for name in (*op.reads, *op.writes)}
+    place = {op.name: float(i) for i, op in enumerate(rest)}
+    place |= {name: last[value] + 0.5 for name, value in gradient_of.items()}
+    return sorted(ops, key=lambda op: place[op.name])
+
+
+def finish(graph: fx.Graph, backward: Sequence[fx.Node]) -> None:
+    """Name what is read later, in a planned graph; ``backward`` are the nodes of that half.
+
+    A form of ops that computes a gradient in the forward takes its call away: what the forward
+    saved belongs to autograd.
+    """
+    inside = set(backward)
+    later: dict[fx.Node, None] = {}
+    for node in reversed(backward):
+        if node.target is not runtime.accumulated:
+            read = (_from_outside(n, inside) for n in node.all_input_nodes)
+            later.update(dict.fromkeys(n for n in read if n is not None))
+        elif root(node.args[0]) in inside:  # type: ignore[arg-type]
+            node.args = (*node.args[:2], list(later))
+        else:
+            graph.erase_node(node)
+
+
+def _from_outside(node: fx.Node, inside: Collection[fx.Node]) -> fx.Node | None:
+    """What the backward was given to read ``node``; None if that is no input, or a module's."""
+    owner = root(node)
+    if owner.op != "placeholder" or not is_tensor(node) or LASTING in owner.meta:
+        return None
+    while node in inside:
+        node = node.all_input_nodes[0]
+    return node
