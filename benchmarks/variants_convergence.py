@@ -34,7 +34,7 @@ from fxremat.passes.lossy_saved import ROWS
 from fxremat.passes.rule import Rule, Site, fake
 from fxremat.passes.saved_values import made_in_forward
 from fxremat.passes.variants import RULES
-from fxremat.pipeline import prepare
+from fxremat.request import prepare
 
 from .machine import describe_machine
 from .rows import MIB, format_table

@@ -20,8 +20,8 @@ from fxremat.cost.device import device_spec
 from fxremat.options import Options, disabled, machine_memory_bytes, parse_options
 from fxremat.partition import Partitioner
 from fxremat.passes.order import Fence, WriteResults
-from fxremat.pipeline import Request
 from fxremat.report.report import Report
+from fxremat.request import Request
 from fxremat.runtime import accumulation, measure_copy_speed
 from fxremat.version import build
 

@@ -14,7 +14,8 @@ from typing import Any
 from torch import fx
 
 from fxremat import compat, session
-from fxremat.pipeline import Request, transform
+from fxremat.pipeline import transform
+from fxremat.request import Request
 
 
 @dataclass(frozen=True)

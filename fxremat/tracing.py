@@ -22,7 +22,7 @@ from fxremat.passes.forms import find_sites, offer
 from fxremat.passes.joint_graph import root
 from fxremat.passes.memory_estimation import Estimate, estimate
 from fxremat.passes.rule import Rule
-from fxremat.pipeline import Request, device_of, op_timer, prepare, with_energies
+from fxremat.request import Request, device_of, op_timer, prepare, with_energies
 from fxremat.workspace import Workspaces, declared
 
 MODES = ("inductor", "aot_eager")

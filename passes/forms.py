@@ -19,7 +19,14 @@ from dataclasses import dataclass, replace
 from torch import fx
 
 from fxremat import compat
-from fxremat.passes.joint_graph import IN_FORWARD, JointGraph, Role, is_view, read_joint_graph
+from fxremat.passes.joint_graph import (
+    IN_FORWARD,
+    STORED,
+    JointGraph,
+    Role,
+    is_view,
+    read_joint_graph,
+)
 from fxremat.passes.rule import Rule, Site
 
 
@@ -155,7 +162,8 @@ def _insert(
     needed = {node for new in early for node in computed_from[new]}
     role.update(_roles(graph, nodes, needed, rebuilt, role))
     for index, node in enumerate(nodes):
-        node._rename(f"{re.sub('[^0-9a-zA-Z]+', '_', site.name)}_{index}")
+        stored = STORED if STORED in node.meta else ""
+        node._rename(f"{re.sub('[^0-9a-zA-Z]+', '_', site.name)}_{index}{stored}")
     return Form(
         name=site.name,
         rule=site.rule,

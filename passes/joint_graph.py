@@ -27,6 +27,9 @@ from fxremat.runtime import kernels
 IN_FORWARD = "fxremat_in_forward"
 """In the ``meta`` of a node that a variant put into the forward, for the backward to read."""
 
+STORED = "_stored"
+"""In the name of an elementwise node that a variant wants in memory, whatever its readers cost."""
+
 
 class Role(Enum):
     """When a node of the joint graph is computed."""

@@ -6,7 +6,8 @@ Inductor a result is written where something forces it to be:
 * it comes out of an *extern* kernel (matmul, convolution, attention, scatter, sort ...);
 * an extern kernel reads it;
 * it is a reduction, a concatenation, or a result of the graph;
-* it may not be computed twice (random numbers, what the user said to save);
+* it may not be computed twice (random numbers, what the user said to save), or a variant wants it
+  stored;
 * another fusion group reads it. A group is what lies between two extern kernels: the
   elementwise ops and reductions that hang together and have the same number of extern
   kernels behind them on the longest path (fusing across would close a cycle);
@@ -28,6 +29,7 @@ from torch import fx
 
 from fxremat import compat
 from fxremat.passes.joint_graph import (
+    STORED,
     JointGraph,
     Role,
     is_multi_output,
@@ -220,6 +222,8 @@ def _is_written(
     node: fx.Node, users: Iterable[fx.Node], joint: JointGraph, groups: _Groups | None
 ) -> bool:
     if not is_fusable(node) or is_reduction(node) or _packet(node) in CONCATENATIONS:
+        return True
+    if STORED in node.name:
         return True
     if joint.role[node] is not Role.BACKWARD and not is_repeatable(node, joint.mutated):
         return True

@@ -29,7 +29,7 @@ from typing import Any
 from torch import fx
 
 from fxremat import compat
-from fxremat.passes.joint_graph import is_tensor, is_view
+from fxremat.passes.joint_graph import STORED, is_tensor, is_view
 from fxremat.passes.materialisation import is_fusable
 from fxremat.passes.offload import MOVED
 from fxremat.passes.recompute import WRITTEN
@@ -38,11 +38,11 @@ SMALL = 16  # times smaller than what it reads: then a result may be there early
 
 
 def to_be_written(graph: fx.Graph) -> list[fx.Node]:
-    """Results of loops that the plan wants in memory; several results of one loop each."""
+    """Results of loops that a plan or a variant wants in memory; several results of one each."""
     found = []
     for node in graph.nodes:
         call = node.args[0] if node.target is operator.getitem else node
-        planned = is_call(call) and WRITTEN in call.name
+        planned = is_call(call) and any(mark in call.name for mark in (WRITTEN, STORED))
         if planned and is_tensor(node) and is_fusable(call) and not is_view(call):
             found.append(node)
     return found

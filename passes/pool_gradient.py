@@ -29,7 +29,7 @@ import torch
 from torch import fx
 
 from fxremat import compat
-from fxremat.passes.joint_graph import JointGraph, is_view
+from fxremat.passes.joint_graph import STORED, JointGraph, is_view
 from fxremat.passes.rule import Rule, Site, StandIns, add_call, fake
 
 _ATEN, _PRIMS = torch.ops.aten, torch.ops.prims
@@ -168,6 +168,7 @@ def _gather(
             term = call(_ATEN.where.self, mine, found, zero)
             total = term if total is None else call(_ATEN.add.Tensor, total, term)
     assert total is not None
+    total.meta[STORED] = True  # every loop that reads it would make the comparisons again
     return call(_ATEN.view.default, total, list(fake(pool.scatter).shape))
 
 

@@ -22,9 +22,9 @@ from fxremat.core.schedule import Step
 from fxremat.passes.joint_graph import JointGraph
 from fxremat.passes.memory_estimation import TANGENTS, Estimate, estimate
 from fxremat.passes.recompute import Rewritten, apply_plan
-from fxremat.pipeline import prepare
 from fxremat.planner.offload import movable
 from fxremat.planner.transfers import Fetch, Item, place
+from fxremat.request import prepare
 from fxremat.verify import check_data_flow, check_split, check_waits
 
 Steps = tuple[Step, ...]

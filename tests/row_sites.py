@@ -14,7 +14,7 @@ from fxremat import compat
 from fxremat.passes.joint_graph import JointGraph
 from fxremat.passes.row_chunks import RULES
 from fxremat.passes.rule import Rule, Site
-from fxremat.pipeline import prepare
+from fxremat.request import prepare
 from tests.graphs import train
 
 Function = Callable[..., Any]

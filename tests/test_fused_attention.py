@@ -19,7 +19,7 @@ from fxremat.measure import measure_peak
 from fxremat.passes import forms
 from fxremat.passes.fused_attention import RULES
 from fxremat.passes.joint_graph import JointGraph
-from fxremat.pipeline import prepare
+from fxremat.request import prepare
 from tests.attentions import (
     ALONE,
     CASES,

@@ -25,8 +25,8 @@ from fxremat.options import parse_options
 from fxremat.partition import Partitioner
 from fxremat.passes.memory_estimation import TANGENTS
 from fxremat.passes.offload import is_move
-from fxremat.pipeline import Request
 from fxremat.planner.transfers import Fetch, Item, place
+from fxremat.request import Request
 from fxremat.verify import check_data_flow, check_waits
 from tests import nets
 from tests.graphs import (

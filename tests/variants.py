@@ -22,7 +22,7 @@ from fxremat.passes import saved_values
 from fxremat.passes.forms import take
 from fxremat.passes.joint_graph import JointGraph, Role, is_tensor, root
 from fxremat.passes.rule import Rule, Site, StandIns, fake
-from fxremat.pipeline import prepare
+from fxremat.request import prepare
 from tests.graphs import capture, with_seeds
 
 

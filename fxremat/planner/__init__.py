@@ -39,6 +39,7 @@ SOLVERS: dict[str, Solver] = {
     "auto": auto.solve,
     "instants": instants.solve,
     "greedy": greedy.solve,
+    "quick": greedy.quick,
     "checkmate": checkmate.solve,
     "checkmate_pruned": checkmate.solve_pruned,
     "rotor": rotor.solve,

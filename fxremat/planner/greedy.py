@@ -20,7 +20,7 @@ from fxremat.planner.plans import make_plan
 from fxremat.planner.pool import Entry, Pool, steps_of
 from fxremat.planner.state import State
 
-NAME = "greedy"
+NAME, QUICK_NAME = "greedy", "quick"
 MOST_PLANS = 64
 """Plans that `front` gives; `solve` chooses from all that were found."""
 CACHED = 8
@@ -78,7 +78,7 @@ def quick(problem: Problem, budget_bytes: int | None, options: SolverOptions) ->
     return make_plan(
         problem,
         pool.model.names(steps_of(pool.model.n, best.runs())),
-        NAME,
+        QUICK_NAME,
         budget_bytes=budget_bytes,
         seconds=time.perf_counter() - started,
     )

@@ -13,14 +13,14 @@ from hypothesis import strategies as st
 from torch import fx
 
 from fxremat.core.plan import Plan
-from fxremat.pipeline import (
+from fxremat.fitting import (
     CLOSE_ENOUGH,
     LOWEST_PERCENT,
     MAX_REHEARSALS,
+    Run,
     Split,
-    _fit,
-    _Run,
     _Search,
+    fit,
 )
 
 BUDGET = 1000
@@ -58,7 +58,7 @@ class Known:
 
 def search(known: Known) -> Split:
     """What the pipeline does after the first plan."""
-    found = _Search(cast(_Run, known), BUDGET).fit(known.solve(BUDGET))
+    found = _Search(cast(Run, known), BUDGET).fit(known.solve(BUDGET))
     tried = list(zip(known.rehearsed, known.held, strict=True))
     assert len(tried) == len(set(tried)) <= MAX_REHEARSALS + 1 + len(LOWEST_PERCENT)
     return found
@@ -146,13 +146,13 @@ def test_a_plan_that_stays_the_same_is_rehearsed_once(
     learns: bool, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """What the first rehearsal teaches of scratch memory changes the problem, not the graphs."""
-    monkeypatch.setattr("fxremat.pipeline._learn", lambda _run, _shown: learns)
+    monkeypatch.setattr("fxremat.fitting._learn", lambda _run, _shown: learns)
     known = Known([(900, 950)])
     request = SimpleNamespace(wanted_bytes=None, executor="inductor")
     run: Any = SimpleNamespace(
         request=request, budget=BUDGET, solve=known.solve, split=rehearsed(known)
     )
-    split, rehearsals = _fit(run)
+    split, rehearsals = fit(run)
     assert split.plan.peak_bytes == 900
     assert known.rehearsed == [0]
     assert rehearsals == 1

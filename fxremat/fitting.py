@@ -1,0 +1,283 @@
+"""From a graph to its two halves under a budget: plan, apply, rehearse, and plan again.
+
+Verification and logging belong to the runner here, never to a pass.
+"""
+
+from __future__ import annotations
+
+import logging
+from collections.abc import Sequence
+from dataclasses import dataclass, field, replace
+from pathlib import Path
+
+import torch
+from torch import fx
+
+from fxremat import compat, planner
+from fxremat.aliasing import check_in_place
+from fxremat.core.check import check
+from fxremat.core.plan import Plan
+from fxremat.core.problem import Problem
+from fxremat.core.schedule import Step
+from fxremat.errors import SolverRefused, VerificationFailed
+from fxremat.passes import inplace
+from fxremat.passes.joint_graph import JointGraph
+from fxremat.passes.memory_estimation import Estimate
+from fxremat.passes.recompute import Rewritten, apply_plan
+from fxremat.planner.cache import PlanCache
+from fxremat.rehearsal import Rehearsal, rehearse
+from fxremat.report.report import Row
+from fxremat.request import Clock, Costs, Request
+from fxremat.verify import check_data_flow, check_split, check_waits
+
+log = logging.getLogger(__name__)
+
+MAX_REHEARSALS = 6
+LOWEST_PERCENT = (100, 108, 120)  # of the least planned peak: what the last attempts aim at
+LEAST_SOLVER = "greedy"
+"""Its limits count work, never time."""
+CLOSE_ENOUGH = 0.02  # a plan this near below the budget is not improved any further
+
+
+@dataclass(frozen=True)
+class Split:
+    """A forward and a backward module, and what is known of them."""
+
+    forward: fx.GraphModule
+    backward: fx.GraphModule
+    plan: Plan
+    rewritten: Rewritten
+    peak_bytes: int
+    rehearsal: Rehearsal | None
+
+
+@dataclass
+class Run:
+    """One graph, in the forms taken, on its way through the passes."""
+
+    request: Request
+    joint: JointGraph
+    found: Estimate
+    static_inputs: Sequence[fx.Node]
+    costs: Costs
+    clock: Clock
+    variants: tuple[Row, ...] = ()
+    """These forms, and the graph's problem without them."""
+    plain: Problem | None = None
+    answers: dict[tuple[int, int | None, str], tuple[Problem, Plan]] = field(default_factory=dict)
+    """What the planner said; with the problem, so that its id is given to no other."""
+
+    @property
+    def device(self) -> torch.device:
+        """Whose bytes are counted."""
+        return self.costs.device
+
+    @property
+    def budget(self) -> int | None:
+        """Bytes left for this graph."""
+        total = self.request.budget_bytes
+        return None if total is None else total - self.request.held_bytes
+
+    def answer(self, budget: int | None, solver: str, problem: Problem | None = None) -> Plan:
+        """The planner's plan, or the one it gave when it was asked the same before."""
+        request, problem = self.request, problem or self.found.problem
+        most = None if request.most_time is None else request.most_time * problem.base_time_us
+        options = planner.SolverOptions(
+            time_limit_s=request.solver_time_limit, objective=request.objective, most_time_us=most
+        )
+        question = (problem, budget, solver, options)
+        asked = (id(problem), budget, solver)
+        if asked not in self.answers:
+            self.answers[asked] = problem, self._ask(question)
+        return self.answers[asked][1]
+
+    def _ask(self, question: tuple[Problem, int | None, str, planner.SolverOptions]) -> Plan:
+        with self.clock.stage("plan"):
+            try:
+                if compat.caches_disabled():
+                    return planner.solve(*question)
+                directory = Path(compat.cache_directory()) / "fxremat" / "plans"
+                plan, known = PlanCache(directory).solve(*question)
+            except planner.Refused as refused:
+                raise SolverRefused(question[2], str(refused)) from refused
+        if known:
+            log.debug("plan from the cache: %s, %d bytes", plan.solver, plan.peak_bytes)
+        return plan
+
+    def solve(self, budget: int | None, solver: str | None = None) -> Plan:
+        """The plan of the solver that the user asked for, or of another."""
+        plan = self.answer(budget, solver or self.request.solver)
+        if self.request.verify:
+            with self.clock.stage("verify"):
+                _check_plan(self.found, plan)
+        return plan
+
+    def split(self, plan: Plan, hold: bool) -> Split:
+        """Apply ``plan``, cut the graph in two, and say what it really takes.
+
+        ``hold`` holds the planned order through Inductor, at some cost in time.
+        """
+        with self.clock.stage("apply"):
+            planned = apply_plan(self.found, plan.steps, hold=hold)
+            rewritten = inplace.rewrite(planned, self.joint.num_forward_outputs).rewritten
+            inputs = {n.name: n for n in rewritten.module.graph.nodes if n.op == "placeholder"}
+            forward, backward = compat.extract_forward_backward(
+                rewritten.module,
+                list(rewritten.saved),
+                num_fwd_outputs=self.joint.num_forward_outputs,
+                static_inputs=[inputs[n.name] for n in self.static_inputs],
+            )
+        if self.request.verify:
+            with self.clock.stage("verify"):
+                names = [n.name for n in self.joint.mutated]
+                check_data_flow(self.joint.module.graph, planned.module.graph, names)
+                check_in_place(
+                    planned.module.graph,
+                    rewritten.module.graph,
+                    saved=[n.name for n in rewritten.saved],
+                    num_forward_outputs=self.joint.num_forward_outputs,
+                )
+                check_waits(rewritten.module.graph)
+                check_split(backward.graph, [n.name for n in rewritten.saved], forward.graph)
+        if self.request.executor != "inductor" or self.budget is None:
+            return Split(forward, backward, plan, rewritten, plan.peak_bytes, None)
+        shown = self.rehearse(forward, backward)
+        peak = plan.peak_bytes if shown is None else shown.peak_bytes
+        return Split(forward, backward, plan, rewritten, peak, shown)
+
+    def rehearse(self, forward: fx.GraphModule, backward: fx.GraphModule) -> Rehearsal | None:
+        """The real peak; None, with a warning, for code that does not run without data."""
+        with self.clock.stage("rehearse"):
+            try:
+                return rehearse(
+                    forward,
+                    backward,
+                    num_fwd_outputs=self.joint.num_forward_outputs,
+                    device=self.device.type,
+                    workspace=self.costs.workspaces.of_call,
+                )
+            except Exception as error:  # any op of any library may refuse
+                log.warning(
+                    "the generated code could not be rehearsed (%s: %s); the budget is held by the "
+                    "plan alone, which may be off by some percent: leave a reserve",
+                    type(error).__name__,
+                    str(error).partition("\n")[0],
+                )
+                return None
+
+
+def _check_plan(found: Estimate, plan: Plan) -> None:
+    verdict = check(found.problem, plan.steps)
+    if not verdict.ok:
+        raise VerificationFailed("plan", str(verdict.failures[0]))
+    if verdict.peak_bytes != plan.peak_bytes:
+        detail = f"{plan.solver} claims {plan.peak_bytes} bytes, the checker {verdict.peak_bytes}"
+        raise VerificationFailed("peak", detail)
+
+
+def _learn(run: Run, shown: Rehearsal) -> bool:
+    """Put the workspaces that Inductor's layouts need into the problem; True if any differs."""
+    problem = run.found.problem
+    ops = tuple(
+        replace(op, workspace_bytes=shown.scratch.get(op.name, op.workspace_bytes))
+        for op in problem.ops
+    )
+    if ops == problem.ops:
+        return False
+    run.found = replace(run.found, problem=replace(problem, ops=ops))
+    return True
+
+
+@dataclass
+class _Search:
+    """Looks for the cheapest plan whose real peak is under the budget.
+
+    The planner's peak and the real one differ, so the planner's target is moved by as much as
+    the real peak missed the budget, and halved in where that has been tried before. The first
+    plan is tried in Inductor's own order; if that takes too much, orders are held from there on.
+    """
+
+    run: Run
+    budget: int
+    hold: bool = False
+    best: Split | None = None
+    too_much: int | None = None
+    tried: dict[tuple[bool, tuple[Step, ...]], Split] = field(default_factory=dict)
+
+    def try_plan(self, plan: Plan) -> Split:
+        """Apply and rehearse a plan; remember the best."""
+        split = self.tried.get((self.hold, plan.steps))
+        if split is None:
+            split = self.tried[self.hold, plan.steps] = self.run.split(plan, self.hold)
+        if split.peak_bytes > self.budget:
+            self.too_much = min(plan.peak_bytes, self.too_much or plan.peak_bytes)
+        elif self.best is None or plan.time_us < self.best.plan.time_us:
+            self.best = split
+        return split
+
+    def next_target(self, split: Split) -> int | None:
+        """The peak to plan for next; None where there is nothing left to gain."""
+        miss = split.peak_bytes - self.budget
+        if miss <= 0 and (-miss <= CLOSE_ENOUGH * self.budget or not split.rewritten.recomputed):
+            return None
+        target = split.plan.peak_bytes - miss
+        low = self.best.plan.peak_bytes if self.best is not None else None
+        high = self.too_much
+        if low is not None and high is not None and not low < target < high:
+            target = (low + high) // 2
+            return target if high - low > CLOSE_ENOUGH * self.budget else None
+        return target
+
+    def fit(self, first: Plan) -> Split:
+        """The best plan found; the one of least peak where no other is under the budget."""
+        split = self.try_plan(first)
+        if split.peak_bytes > self.budget and split.rewritten.recomputed:
+            self.hold, self.too_much = True, None
+            split = self.try_plan(first)
+        while len(self.tried) < MAX_REHEARSALS:
+            target = self.next_target(split)
+            plan = self.run.solve(target) if target is not None else None
+            if plan is None or (self.hold, plan.steps) in self.tried:
+                break
+            split = self.try_plan(plan)
+        return self.loosened(self.best) if self.best is not None else self.least()
+
+    def loosened(self, found: Split) -> Split:
+        """The same plan in Inductor's own order, if that is under the budget too."""
+        if not self.hold:
+            return found
+        self.hold = False
+        loose = self.try_plan(found.plan)
+        return loose if loose.peak_bytes <= self.budget else found
+
+    def least(self) -> Split:
+        """The lowest real peak among the plans of lowest planned peak.
+
+        Which plans these are does not depend on the budget, nor on how fast the machine is: the
+        minimum that an error names is found again when it is asked for.
+        """
+        self.hold = True
+        lowest = self.run.solve(0, LEAST_SOLVER)
+        splits = []
+        for percent in LOWEST_PERCENT:
+            target = lowest.peak_bytes * percent // 100
+            splits.append(self.try_plan(self.run.solve(target, LEAST_SOLVER)))
+            if self.best is not None:
+                return self.best
+        return min(splits, key=lambda split: split.peak_bytes)
+
+
+def fit(run: Run) -> tuple[Split, int]:
+    """Plan; where the real kernels are known, plan again until they are under the budget."""
+    wanted = run.request.wanted_bytes
+    budget = run.budget if wanted is None else wanted
+    split = run.split(run.solve(budget), hold=False)
+    if budget is None or run.request.executor != "inductor":
+        return split, 0
+    if split.rehearsal is None:  # nothing shows what Inductor's own order takes
+        return run.split(split.plan, hold=True), 0
+    search = _Search(run, budget)
+    first = run.solve(budget) if _learn(run, split.rehearsal) else split.plan
+    if first.steps == split.plan.steps:  # the same graphs, whatever was learnt of their problem
+        search.tried[False, first.steps] = replace(split, plan=first)
+    return search.fit(first), len(search.tried)
