@@ -101,9 +101,10 @@ def op_timer(request: Request, device: torch.device, spec: DeviceSpec | None = N
         dtype = next((n.meta["val"].dtype for n in nodes if is_tensor(n)), torch.float32)
         on_cpu = rates.name == device_spec(torch.device("cpu")).name
         inside = [_inside(n, on_cpu) for n in nodes if n.target in kernels.INSIDE]
-        calls = sum(each.calls for each in inside) * rates.launch_us
+        extra = sum(each.calls for each in inside) * rates.launch_us
+        extra += 1e6 * sum(each.again for each in inside) / rates.bytes_per_s
         traffic = traffic_bytes + sum(each.bytes for each in inside)
-        return calls + roofline_us(nodes, traffic, dtype, rates, compat.size_bound)
+        return extra + roofline_us(nodes, traffic, dtype, rates, compat.size_bound)
 
     if request.op_times == "measured":
         from fxremat.cost.measured import measured_timer

@@ -15,7 +15,7 @@ from torch.utils.flop_counter import FlopCounterMode
 from fxremat.measure import measure_peak
 from fxremat.runtime import kernels
 from fxremat.runtime.chunks import ROWS, pieces
-from fxremat.runtime.row_plan import layout
+from fxremat.runtime.row_plan import MATMULS, layout
 from fxremat.runtime.row_program import Instruction, Program, Ref, RowCount, dump, parse
 
 D, V = 8, 300
@@ -170,6 +170,23 @@ def test_inside_says_how_many_calls_there_are_and_what_they_move() -> None:
     assert inside(8, 8).calls * 4 == inside(8, 2).calls
     assert inside(8, 8).bytes == inside(8, 2).bytes < inside(16, 8).bytes
     assert inside(8, 8).calls < inside(8, 8).bytes
+
+
+def test_every_chunk_reads_the_weights_anew() -> None:
+    """And a GPU the sum that it adds to."""
+    x, y, w = inputs(8)
+
+    def again(chunk: int, on_cpu: bool) -> int:
+        call = kernels.INSIDE[ROWS]
+        return call([x, y], [w.t(), w], program(), chunk, chunk, on_cpu=on_cpu).again
+
+    matmuls = [one for one in parse(program()).loop if one.op in MATMULS]
+    read = sum(any(n in (2, 3) for n in one.reads) for one in matmuls) * w.nbytes
+    added = sum(2 * one.numel * w.itemsize for one in matmuls if one.kind == "sum")
+    assert read > 0
+    assert again(8, True) == again(8, False) == 0
+    assert again(2, True) == 3 * read
+    assert again(2, False) == 3 * (read + added)
 
 
 def test_what_a_tile_moves_stays_in_the_cache() -> None:

@@ -301,23 +301,36 @@ def _inside(
 ) -> kernels.Inside:
     """The instructions of every chunk and tile; what a tile moves stays in the cache.
 
-    Tiles are for CPUs: elsewhere the same graph would have none.
+    Tiles are for CPUs: elsewhere the same graph would have none. A CPU packs the operands of a
+    matmul before it begins, but adds to a sum beside computing; a GPU reads and writes the sum.
     """
     tile_rows = tile_rows if on_cpu else chunk_rows
     parsed, plan = parse(program), layout(program)
     total = int(rows[0].shape[0])
     chunks = ceil(total / max(1, chunk_rows))
     tiles = chunks * ceil(min(total, chunk_rows) / max(1, tile_rows))
-    calls = moved = 0
+    calls = moved = again = 0
     for stage in plan.stages:
         in_cache = not stage.of_chunk and tile_rows < chunk_rows
         for number in stage.values:
             one = parsed.instruction(number)
+            if one is not None and one.op in MATMULS:
+                again += (chunks - 1) * sum(_whole_bytes(parsed, whole, n) for n in one.reads)
+            if one is not None and one.op in MATMULS and one.kind == "sum" and not on_cpu:
+                again += (chunks - 1) * 2 * one.numel * one.dtype.itemsize
             if one is not None and one.op not in VIEWS:
                 calls += chunks if stage.of_chunk else tiles
                 elements = one.numel * (1 if one.kind == "sum" else total)
                 moved += 2 * elements * one.dtype.itemsize // (CACHE_SPEED if in_cache else 1)
-    return kernels.Inside(calls, moved)
+    return kernels.Inside(calls, moved, again)
+
+
+def _whole_bytes(program: Program, whole: Tensors, number: int) -> int:
+    """Bytes of a value that is the same for all rows; 0 for others."""
+    one = program.instruction(number)
+    if one is not None:
+        return one.numel * one.dtype.itemsize if one.kind == "whole" else 0
+    return whole[number - program.num_rows].nbytes if number >= program.num_rows else 0
 
 
 ROWS = kernels.define(

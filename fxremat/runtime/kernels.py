@@ -25,10 +25,15 @@ WORKSPACES: dict[OpOverload, Callable[..., int]] = {}
 
 @dataclass(frozen=True)
 class Inside:
-    """What a call that runs many calls does inside: how many they are, and the bytes they move."""
+    """What a call that runs many calls does inside: how many they are, and the bytes they move.
+
+    ``again`` are bytes of operands that matmuls read (and pack) anew in each of the calls: their
+    time comes on top, however long the matmuls take.
+    """
 
     calls: int
     bytes: int
+    again: int = 0
 
 
 INSIDE: dict[OpOverload, Callable[..., Inside]] = {}
