@@ -33,7 +33,7 @@ from typing import Any
 import torch
 
 from fxremat import compat
-from fxremat.core.alternatives import take
+from fxremat.core.alternatives import run_once, take
 from fxremat.core.check import check
 from fxremat.core.plan import Plan
 from fxremat.core.problem import Problem
@@ -92,7 +92,7 @@ def ways(problem: Problem, budget: int, solver: str) -> dict[str, Plan]:
     """The plan of each way."""
     options = SolverOptions()
     plain = take(problem, ())
-    alone = solve(_once(problem), budget, solver, options)
+    alone = solve(run_once(problem), budget, solver, options)
     forms = take(problem, alone.variants)
     after = replace(solve(forms, budget, solver, options), variants=alone.variants)
     return {
@@ -101,16 +101,6 @@ def ways(problem: Problem, budget: int, solver: str) -> dict[str, Plan]:
         "in turn": after,
         "together": solve(problem, budget, solver, options),
     }
-
-
-def _once(problem: Problem) -> Problem:
-    """The problem in which no op runs again."""
-    ops = tuple(replace(op, repeatable=False) for op in problem.ops)
-    others = tuple(
-        replace(one, ops=tuple(replace(op, repeatable=False) for op in one.ops))
-        for one in problem.alternatives
-    )
-    return replace(problem, ops=ops, alternatives=others)
 
 
 def rows_of(name: str, problem: Problem, percent: int, solver: str) -> list[Row]:

@@ -97,6 +97,7 @@ def _request(
         most_time=options.most_time,
         variants=options.variants,
         allow_lossy=options.allow_lossy,
+        disabled=options.disable_passes,
         accumulated=tuple(i for i, x in enumerate(inputs) if accumulation.will_be_added(x)),
     )
 

@@ -20,7 +20,7 @@ from fxremat.report.where import describe
 
 log = logging.getLogger(__name__)
 
-CHOOSER = "quick"
+CHOOSER = "greedy"
 
 
 @dataclass(frozen=True)

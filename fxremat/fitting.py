@@ -119,7 +119,9 @@ class Run:
         """
         with self.clock.stage("apply"):
             planned = apply_plan(self.found, plan.steps, hold=hold)
-            rewritten = inplace.rewrite(planned, self.joint.num_forward_outputs).rewritten
+            rewritten = planned
+            if "inplace" not in self.request.disabled:
+                rewritten = inplace.rewrite(planned, self.joint.num_forward_outputs).rewritten
             inputs = {n.name: n for n in rewritten.module.graph.nodes if n.op == "placeholder"}
             forward, backward = compat.extract_forward_backward(
                 rewritten.module,

@@ -203,6 +203,24 @@ def read_variants(given: Given) -> tuple[str, ...] | None:
     return tuple(dict.fromkeys(names))
 
 
+PASSES = ("recompute", "sums", "inplace")
+"""Those that ``disable_passes`` may name; offloading and variants have options of their own."""
+
+
+def read_passes(given: Given) -> tuple[str, ...]:
+    """Names of passes, as a list or as text with commas."""
+    value = given.value
+    names = [part.strip() for part in value.split(",")] if isinstance(value, str) else value
+    if names is None or names == ["none"]:
+        return ()
+    if not isinstance(names, (list, tuple)) or not all(isinstance(name, str) for name in names):
+        raise given.refuse("names of passes")
+    for name in names:
+        if name not in PASSES:
+            raise given.refuse("names of passes", PASSES)
+    return tuple(dict.fromkeys(names))
+
+
 def lossy_among(names: Iterable[str]) -> tuple[str, ...]:
     """Those of the variants that store values inexactly."""
     from fxremat.passes.variants import RULES

@@ -23,6 +23,7 @@ from fxremat.option_values import (
     read_choice,
     read_factor,
     read_inductor,
+    read_passes,
     read_path,
     read_reserve,
     read_seconds,
@@ -143,6 +144,14 @@ class Options:
         "FXREMAT_ALLOW_LOSSY",
         "bool",
         "Also forms that store values inexactly: gradients are then no longer the exact ones.",
+    )
+    disable_passes: tuple[str, ...] = _option(
+        (),
+        read_passes,
+        "FXREMAT_DISABLE_PASSES",
+        "names, of 'recompute', 'sums', 'inplace'",
+        "Passes to leave out, to see what each is worth: running again, sums of gradients where "
+        "they are computed, calls that write over what dies in them.",
     )
     objective: str = _option(
         "time",

@@ -51,7 +51,8 @@ def transform(
     if request.budget_bytes is not None:
         compat.plan_for_sizes_seen(module.graph)
     with clock.stage("estimate"):
-        joint = prepare(module, num_fwd_outputs, fused=request.executor == "inductor")
+        sums = request.executor == "inductor" and "sums" not in request.disabled
+        joint = prepare(module, num_fwd_outputs, fused=sums)
         joint = accumulate(joint, request.accumulated, static_input_indices)
         device = device_of(module.graph)
         timer, workspaces = op_timer(request, device), Workspaces(device)

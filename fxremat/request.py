@@ -16,6 +16,7 @@ import torch
 from torch import fx
 
 from fxremat import compat
+from fxremat.core.alternatives import run_once
 from fxremat.core.problem import Copies, Problem
 from fxremat.cost.device import DeviceSpec, device_spec
 from fxremat.cost.roofline import roofline_us
@@ -53,6 +54,8 @@ class Request:
     variants: tuple[str, ...] | None = None
     """Names of rules whose forms of ops may be taken; None: all."""
     allow_lossy: bool = False
+    disabled: tuple[str, ...] = ()
+    """Names of passes that are left out, of `fxremat.option_values.PASSES`."""
     accumulated: tuple[int, ...] = ()
     """Arguments of the graph whose gradients are to be added to their ``grad`` in the backward."""
 
@@ -161,6 +164,9 @@ class Costs:
             device=self.device.type,
             name=self.name,
             forms=forms,
+            in_place="inplace" not in self.request.disabled,
         )
         problem = _with_costs(found.problem, self.request, device_spec(self.device))
+        if "recompute" in self.request.disabled:
+            problem = run_once(problem)
         return replace(found, problem=problem)

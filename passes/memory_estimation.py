@@ -23,7 +23,7 @@ A gradient that the backward adds to a ``grad`` (`fxremat.passes.accumulation`) 
 from __future__ import annotations
 
 import operator
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import dataclass, field
 from typing import Protocol
 
@@ -55,6 +55,7 @@ from fxremat.passes.materialisation import (
     is_scattering,
     materialise,
 )
+from fxremat.passes.rule import fake
 from fxremat.runtime import accumulated
 
 TANGENTS = "tangents"
@@ -113,10 +114,11 @@ class _Builder:
 
     def __init__(
         self, joint: JointGraph, rule: Materialisation, timer: OpTimer,
-        workspace: Callable[[fx.Node], int], device: str, forms: Sequence[Form] = (),
+        workspace: Callable[[fx.Node], int], device: str, forms: Sequence[Form],
+        over: Mapping[fx.Node, fx.Node],
     ) -> None:  # fmt: skip
         self.joint, self.rule, self.timer, self.device = joint, rule, timer, device
-        self.forms, self.over = forms, inplace.possible(joint)
+        self.forms, self.over = forms, over
         self.workspace = workspace
         self.position = {n: i for i, n in enumerate(joint.module.graph.nodes)}
         self.bytes: dict[str, int] = {}
@@ -212,30 +214,26 @@ class _Builder:
         if over is not None:
             own = over in reads and sinks[0] in values
             return ((over.name, sinks[0].name),) if own else ()
-        if not self.rule.fused or len(values) != 1:
+        scatters = is_scattering(sinks[0])
+        if not self.rule.fused or len(values) != 1 or not (scatters or is_fusable(sinks[0])):
             return ()
-        if is_scattering(sinks[0]):
-            sources = sinks[0].all_input_nodes[:1]
-        elif is_fusable(sinks[0]):
-            sources = [source for node in nodes for source in node.all_input_nodes]
-        else:
-            return ()
-        val = values[0].meta["val"]
-        in_forward = self.joint.role[values[0]] is Role.FORWARD
-        elementwise = {
-            source
-            for source in map(root, sources)
-            if source in reads
-            and source.op == "call_function"
+        read = sinks[0].all_input_nodes[:1] if scatters else [
+            source for node in nodes for source in node.all_input_nodes
+        ]  # fmt: skip
+        return self.pairs({source for source in map(root, read) if source in reads}, values[0])
+
+    def pairs(self, sources: Iterable[fx.Node], value: fx.Node) -> tuple[tuple[str, str], ...]:
+        """Those of the sources whose place a loop's result may take."""
+        in_forward = self.joint.role[value] is Role.FORWARD
+        return tuple(
+            (source.name, value.name)
+            for source in sorted(sources, key=self.position.__getitem__)
+            if source.op == "call_function"
             and not is_scattering(source)  # Inductor has no loop write over what it mutated
             # What the forward saved comes in as an input, which is never written over.
             and (self.joint.role[source] is Role.FORWARD) == in_forward
-        }
-        return tuple(
-            (source.name, values[0].name)
-            for source in sorted(elementwise, key=self.position.__getitem__)
-            if source.meta["val"].dtype.itemsize == val.dtype.itemsize
-            and self.size(source) == self.size(values[0])
+            and fake(source).itemsize == fake(value).itemsize
+            and self.size(source) == self.size(value)
         )
 
     def leaves(self, node: fx.Node) -> bool:
@@ -326,8 +324,11 @@ class _Builder:
             return None
         nodes = tuple(sorted(inside, key=self.position.__getitem__))
         traffic = sum(self.size(node) for node in (*reads, *cone.values))
+        loop = self.rule.fused and len(cone.values) == 1 and all(map(is_fusable, cone.sinks))
+        new = [node for node in reads if node.name not in before] if loop else []
         return Change(
             op.name,
+            inplace=self.pairs(new, cone.values[0]) if new else (),
             drops=tuple(name for name in op.reads if name not in names),
             adds=tuple(sorted(names - before)),
             time_us=self.timer(nodes, traffic) - op.time_us,
@@ -388,17 +389,20 @@ def estimate(
     device: str,
     name: str,
     forms: Sequence[Form] = (),
+    in_place: bool = True,
 ) -> Estimate:
     """The problem of a joint graph, with the forms that stand in it as alternatives.
 
     ``fused`` tells whether the graph goes through Inductor or runs node by node. Bytes are
     those on ``device``; times are the timer's microseconds; ``workspace`` gives the scratch
-    bytes of a library call.
+    bytes of a library call. ``in_place`` says whether calls may be rewritten to write over what
+    dies in them.
     """
     stand_ins = {new: old for form in forms for old, new in form.stand_ins.items()}
     others = {node: stand_ins.get(node) for form in forms for node in form.nodes}
     rule = materialise(joint, fused=fused, others=others)
-    builder = _Builder(joint, rule, timer, workspace, device, forms)
+    over = inplace.possible(joint) if in_place else {}
+    builder = _Builder(joint, rule, timer, workspace, device, forms, over)
     builder.collect()
     primals = [n for n in joint.primals if is_tensor(n)]
     tangents = [n for n in joint.tangents if is_tensor(n)]

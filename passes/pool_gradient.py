@@ -55,16 +55,17 @@ class _Axis:
 
 @dataclass(frozen=True)
 class _Pool:
-    """A gradient of a max-pool: the scattering, and what it is made from."""
+    """A gradient of a max-pool: the scattering, its result as it is read, what it is made from."""
 
     scatter: fx.Node
+    result: fx.Node
     offsets: fx.Node
     gradients: fx.Node
     axes: tuple[_Axis, _Axis]
 
     def insert(self, graph: fx.Graph, copies: Mapping[fx.Node, fx.Node]) -> StandIns:
         """Gather, before the scattering."""
-        old = copies[self.scatter]
+        old = copies[self.result]
         with graph.inserting_before(old):
             return {old: _gather(graph, self, copies[self.offsets], copies[self.gradients], old)}
 
@@ -114,7 +115,17 @@ def _read(node: fx.Node) -> _Pool | None:
     axes = tuple(map(_Axis, size, shape[2:], kernel, stride, padding))
     if axes[0].windows * axes[1].windows > MOST_WINDOWS or len(axes) != 2:
         return None
-    return _Pool(node, offsets, gradients, (axes[0], axes[1]))
+    return _Pool(node, _narrowed(node), offsets, gradients, (axes[0], axes[1]))
+
+
+def _narrowed(node: fx.Node) -> fx.Node:
+    """The same in fewer bytes, if that is all that anybody reads."""
+    last = node
+    while len(last.users) == 1 and is_view(next(iter(last.users))):
+        last = next(iter(last.users))
+    only = next(iter(last.users)) if len(last.users) == 1 else node
+    is_cast = only.target is _PRIMS.convert_element_type.default
+    return only if is_cast and fake(only).itemsize < fake(node).itemsize else node
 
 
 def _gather(
@@ -168,8 +179,10 @@ def _gather(
             term = call(_ATEN.where.self, mine, found, zero)
             total = term if total is None else call(_ATEN.add.Tensor, total, term)
     assert total is not None
+    if pool.result is not pool.scatter:
+        total = call(_PRIMS.convert_element_type.default, total, fake(pool.result).dtype)
     total.meta[STORED] = True  # every loop that reads it would make the comparisons again
-    return call(_ATEN.view.default, total, list(fake(pool.scatter).shape))
+    return call(_ATEN.view.default, total, list(fake(pool.result).shape))
 
 
 def _find(joint: JointGraph) -> Iterator[Site]:

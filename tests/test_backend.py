@@ -243,6 +243,22 @@ def test_reset_forgets() -> None:
     assert not fxremat.reports()
 
 
+def test_a_pass_that_is_left_out_does_nothing() -> None:
+    model, x = seeded(Stack, 1024, 32)
+    given = {"executor": "aot_eager", "variants": "none"}
+    whole = fxremat.explain(model, x, memory_budget="8GiB", options=given)
+    budget = (whole.minimum_peak_bytes + whole.keep_all_peak_bytes) // 2
+    found = fxremat.explain(model, x, memory_budget=budget, options=given)
+    assert any(graph.recomputed for graph in found.graphs)
+    bare = {**given, "disable_passes": ["recompute", "inplace"]}
+    with pytest.raises(fxremat.InfeasibleBudget) as caught:
+        fxremat.explain(model, x, memory_budget=budget, options=bare)
+    least = caught.value.minimum_bytes
+    assert least is not None
+    kept = fxremat.explain(model, x, memory_budget=least, options=bare)
+    assert not any(graph.recomputed for graph in kept.graphs)
+
+
 def test_disabled_is_plain_inductor(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setenv("FXREMAT_DISABLE", "1")
 

@@ -8,7 +8,7 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from fxremat.core.alternatives import exclude, take
+from fxremat.core.alternatives import exclude, run_once, take
 from fxremat.core.check import check
 from fxremat.core.problem import (
     Alternative,
@@ -85,6 +85,35 @@ def test_a_read_is_changed_and_the_new_op_stands_before_it() -> None:
     softmax = left.op_of["softmax"]
     assert set(softmax.reads) == {"g", "dx2"}
     assert (softmax.time_us, softmax.workspace_bytes) == (2.5, 7)
+
+
+def test_what_is_read_instead_may_be_written_over() -> None:
+    packed = Alternative(
+        "packed",
+        ops=(Op("pack", ("logits",), ("loss2",), 1.0, phase="forward"),
+             Op("unpack", ("loss2",), ("dx2",), 1.0, phase="backward")),
+        changes=(Change("softmax", ("logits",), ("dx2",), inplace=(("dx2", "dlogits"),)),),
+    )  # fmt: skip
+    sizes = tuple(replace(v, bytes=1000) if v.name == "dx2" else v for v in LOSS.values)
+    given = validate(replace(LOSS, values=sizes, alternatives=(packed,)))
+    assert problem_from_json(problem_to_json(given)) == given
+    left = take(given, ["packed"])
+    assert left.op_of["softmax"].inplace == (("dx2", "dlogits"),)
+    apart = replace(left, ops=tuple(replace(op, inplace=()) for op in left.ops))
+    steps = left.base_steps()
+    assert check(left, steps).peak_bytes < check(apart, steps).peak_bytes
+    foreign = replace(
+        packed, changes=(Change("softmax", (), ("dx2",), inplace=(("g", "dlogits"),)),)
+    )
+    with pytest.raises(InvalidProblem, match="'inplace' pair"):
+        validate(replace(given, alternatives=(foreign,)))
+
+
+def test_nothing_runs_again_that_runs_once() -> None:
+    once = run_once(LOSS)
+    ops = [*once.ops, *(op for one in once.alternatives for op in one.ops)]
+    assert ops
+    assert not any(op.repeatable for op in ops)
 
 
 def test_two_forms_of_one_output_exclude_each_other() -> None:

@@ -49,6 +49,8 @@ ACCEPTED = [
     ("reserve", 0, 0),
     ("reserve", "2GiB", 2**31),
     ("executor", "aot_eager", "aot_eager"),
+    ("disable_passes", ["recompute"], ("recompute",)),
+    ("disable_passes", "none", ()),
     ("solver", "auto", "auto"),
     ("solver", "checkmate", "checkmate"),
     ("solver_time_limit", 30, 30.0),
@@ -88,6 +90,8 @@ REFUSED = [
     ("reserve", False, "number of bytes"),
     ("executor", "inductr", "did you mean 'inductor'"),
     ("executor", None, "one of 'inductor', 'aot_eager'"),
+    ("disable_passes", "recomputation", "did you mean 'recompute'"),
+    ("disable_passes", 3, "names of passes"),
     ("solver", "gredy", "did you mean 'greedy'"),
     ("solver", ["greedy"], "one of 'auto', 'greedy', 'checkmate'"),
     ("solver_time_limit", 0, "above 0"),
@@ -144,6 +148,7 @@ ENVIRONMENT = {
     "FXREMAT_HOST_BANDWIDTH": "25GB/s",
     "FXREMAT_VARIANTS": "none",
     "FXREMAT_ALLOW_LOSSY": "1",
+    "FXREMAT_DISABLE_PASSES": "sums, inplace",
     "FXREMAT_OBJECTIVE": "energy",
     "FXREMAT_MOST_TIME": "1.25",
     "FXREMAT_OP_TIMES": "measured",
@@ -154,7 +159,7 @@ ENVIRONMENT = {
 
 def test_every_variable_is_read() -> None:
     given = (2**32, 2**30, "aot_eager", "greedy", 1.5, True, 3 * 2**30, 25 * 10**9, (), True)
-    read = Options(*given, "energy", 1.25, "measured", False, "there")
+    read = Options(*given, ("sums", "inplace"), "energy", 1.25, "measured", False, "there")
     assert parse(ENVIRONMENT) == read
     assert set(ENVIRONMENT) == {row.variable for row in list_options() if row.variable}
 

@@ -13,7 +13,7 @@ from hypothesis import strategies as st
 from torch import fx, nn
 
 from fxremat.passes import forms
-from fxremat.passes.joint_graph import JointGraph, read_joint_graph
+from fxremat.passes.joint_graph import STORED, JointGraph, read_joint_graph
 from fxremat.passes.pool_gradient import RULES
 from fxremat.passes.rule import add_call
 from tests.conftest import Golden
@@ -75,6 +75,14 @@ def test_gathered_gradients_are_the_scattered_ones(
     kernel: int, stride: int, padding: int, dtype: torch.dtype
 ) -> None:
     joint = joint_of(Pooled(kernel, stride, padding).to(dtype), torch.randn(2, 3, 9, 8).to(dtype))
+    assert_same(joint)
+
+
+def test_gradients_are_stored_in_the_type_that_they_are_read_in() -> None:
+    model = nn.Sequential(nn.Conv2d(2, 3, 3), Pooled(2, 2, 0), nn.Conv2d(3, 2, 3))
+    joint = joint_of(model.bfloat16(), torch.randn(2, 2, 12, 12).bfloat16())
+    stored = [node for node in taken(joint).module.graph.nodes if STORED in node.name]
+    assert [node.meta["val"].dtype for node in stored] == [torch.bfloat16]
     assert_same(joint)
 
 

@@ -69,7 +69,7 @@ def _change(op: Op, changes: Iterable[Change]) -> Op:
             reads=reads,
             time_us=max(0.0, op.time_us + change.time_us),
             workspace_bytes=max(0, op.workspace_bytes + change.workspace_bytes),
-            inplace=tuple(pair for pair in op.inplace if pair[0] in reads),
+            inplace=tuple(pair for pair in (*op.inplace, *change.inplace) if pair[0] in reads),
         )
     return op
 
@@ -127,3 +127,13 @@ def _sorted(ops: Sequence[Op], writer: dict[str, str], place: dict[str, float]) 
         stuck = sorted(name for name, sources in waits.items() if sources)
         raise InvalidProblem(f"alternatives: ops wait for each other: {stuck[:5]}")
     return tuple(order)
+
+
+def run_once(problem: Problem) -> Problem:
+    """The problem in which no op, of whatever alternative, may run again."""
+    others = tuple(replace(one, ops=_not_again(one.ops)) for one in problem.alternatives)
+    return replace(problem, ops=_not_again(problem.ops), alternatives=others)
+
+
+def _not_again(ops: Iterable[Op]) -> tuple[Op, ...]:
+    return tuple(replace(op, repeatable=False) for op in ops)

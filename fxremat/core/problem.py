@@ -73,7 +73,8 @@ class Copies:
 class Change:
     """What an alternative changes of an op: values it reads no more, values it reads instead.
 
-    Time and workspace are what the op takes more, or less, than before.
+    Time and workspace are what the op takes more, or less, than before. ``inplace`` are pairs of
+    what it reads instead and what it writes, as an op has them.
     """
 
     op: str
@@ -81,6 +82,7 @@ class Change:
     adds: tuple[str, ...] = ()
     time_us: float = 0.0
     workspace_bytes: int = 0
+    inplace: tuple[tuple[str, str], ...] = ()
 
 
 @dataclass(frozen=True)
@@ -204,13 +206,14 @@ def _op_from_json(data: Mapping[str, Any], where: str) -> Op:
 
 
 def _change_from_json(data: Mapping[str, Any], where: str) -> Change:
-    row = {"drops": [], "adds": [], "time_us": 0.0, "workspace_bytes": 0, **data}
+    row = {"drops": [], "adds": [], "time_us": 0.0, "workspace_bytes": 0, "inplace": [], **data}
     return Change(
         op=_field(row, "op", str, where),
         drops=_names(row, "drops", where),
         adds=_names(row, "adds", where),
         time_us=float(_field(row, "time_us", (int, float), where)),
         workspace_bytes=_field(row, "workspace_bytes", int, where),
+        inplace=_pairs(row, "inplace", where),
     )
 
 
@@ -326,6 +329,8 @@ def _check_alternatives(problem: Problem) -> None:
                 raise InvalidProblem(f"{where}: changes unknown op {change.op!r}")
             if not {*change.drops} <= {*base[change.op].reads}:
                 raise InvalidProblem(f"{where}: {change.op!r} does not read all that it drops")
+            if not all(r in change.adds and w in base[change.op].writes for r, w in change.inplace):
+                raise InvalidProblem(f"{where}: an 'inplace' pair of {change.op!r} is not its own")
         if not {old for old, _ in one.outputs} <= {*problem.outputs}:
             raise InvalidProblem(f"{where}: 'outputs' replaces what is no output")
 
@@ -383,14 +388,17 @@ def _op_to_json(op: Op) -> dict[str, Any]:
     return row
 
 
+def _change_to_json(change: Change) -> dict[str, Any]:
+    row = {**asdict(change), "drops": list(change.drops), "adds": list(change.adds)}
+    row["inplace"] = [list(pair) for pair in change.inplace]
+    return row if change.inplace else {k: v for k, v in row.items() if k != "inplace"}
+
+
 def _alternative_to_json(alternative: Alternative) -> dict[str, Any]:
     return {
         "name": alternative.name,
         "ops": [_op_to_json(op) for op in alternative.ops],
-        "changes": [
-            {**asdict(change), "drops": list(change.drops), "adds": list(change.adds)}
-            for change in alternative.changes
-        ],
+        "changes": [_change_to_json(change) for change in alternative.changes],
         "outputs": [list(pair) for pair in alternative.outputs],
     }
 

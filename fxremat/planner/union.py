@@ -8,7 +8,7 @@ a is taken, an op of alternative a is wanted by z[a], an op that a makes superfl
 from __future__ import annotations
 
 from collections.abc import Mapping
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from functools import cached_property
 
 from fxremat.core.alternatives import exclude, take
@@ -155,8 +155,12 @@ class Union:
 def unite(problem: Problem) -> Union:
     """All ops in one order: those of an alternative where they stand if it is taken alone."""
     base = {op.name: index for index, op in enumerate(problem.ops)}
+    over: dict[str, list[tuple[str, str]]] = {}
+    for change in (change for one in problem.alternatives for change in one.changes):
+        over.setdefault(change.op, []).extend(change.inplace)
     placed: list[tuple[float, int, int, Op, int | None]] = [
-        (float(index), -1, 0, op, None) for index, op in enumerate(problem.ops)
+        (float(index), -1, 0, replace(op, inplace=(*op.inplace, *over.get(op.name, ()))), None)
+        for index, op in enumerate(problem.ops)
     ]
     usable, gone = list[int](), dict[int, frozenset[str]]()
     for index, one in enumerate(problem.alternatives):

@@ -7,10 +7,10 @@ tried, taking none among it, the best goes to the solver that was asked for.
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass, field, replace
 
-from fxremat.core.alternatives import take
+from fxremat.core.alternatives import run_once, take
 from fxremat.core.plan import Plan
 from fxremat.core.problem import InvalidProblem, Problem
 from fxremat.planner.choice import Choice
@@ -30,6 +30,8 @@ PER_ROUND = 3
 """Stages that become instants in one round."""
 CLOSE = 0.03
 """Of the time of the best choice: choices so near to it are planned with the solver as well."""
+A_LITTLE = 0.05
+"""Of the budget: choices that are over it by no more are planned with the solver if faster."""
 MOST_SOLVED = 2
 
 
@@ -64,17 +66,31 @@ def solve(
         _Search(problem, budget_bytes, quick, clock).tried(),
         key=lambda one: one.rank(budget_bytes),
     )
+    near = _near(found, budget_bytes)
+    plans = [replace(solver(one.problem), variants=one.names) for one in near]
+    plans += [replace(one.plan, variants=one.names) for one in near]
+    best_plan = min(plans, key=lambda plan: _rank(plan, budget_bytes))
+    return replace(best_plan, budget_bytes=budget_bytes, seconds=clock.seconds())
+
+
+def _near(found: Sequence[Tried], budget_bytes: int | None) -> list[Tried]:
+    """The best choice, and what a better solver may well make the best."""
     best = found[0]
-    near = [
+    alike = [
         one
         for one in found[:MOST_SOLVED]
         if one.rank(budget_bytes)[0] == best.rank(budget_bytes)[0]
         and one.plan.time_us <= best.plan.time_us * (1 + CLOSE)
     ]
-    plans = [replace(solver(one.problem), variants=one.names) for one in near]
-    plans += [replace(one.plan, variants=one.names) for one in near]
-    best_plan = min(plans, key=lambda plan: _rank(plan, budget_bytes))
-    return replace(best_plan, budget_bytes=budget_bytes, seconds=clock.seconds())
+    limit = 0 if budget_bytes is None else budget_bytes * (1 + A_LITTLE)
+    a_little_over = [
+        one
+        for one in sorted(found, key=lambda one: (one.plan.peak_bytes, one.plan.time_us))
+        if one not in alike
+        and one.plan.peak_bytes <= limit
+        and one.plan.time_us < best.plan.time_us
+    ]
+    return alike + a_little_over[:MOST_SOLVED]
 
 
 @dataclass
@@ -94,20 +110,25 @@ class _Search:
             return list(self.seen.values())
         if self.seen[()].plan.time_us > self.problem.base_time_us or self._over(()):
             self._try_chosen(union, self.budget)
+            once = unite(run_once(self.problem))  # forms first, then what has to run again
+            if not self._try_chosen(once, self.budget):
+                self._try_chosen(once, None)
         if all(self._over(names) for names in self.seen):
             self._try_chosen(union, None)
         self._try(self._fastest(union))
         return list(self.seen.values())
 
-    def _try_chosen(self, union: Union, budget: int | None) -> None:
-        """Until more instants have twice led to nothing better."""
-        best, in_vain = self._best(), 0
+    def _try_chosen(self, union: Union, budget: int | None) -> bool:
+        """Until more instants have twice led to nothing better. Whether there was a choice."""
+        best, in_vain, found = self._best(), 0, False
         for names in self._chosen(union, budget):
             self._try(names)
+            found = True
             in_vain = 0 if self._best() < best else in_vain + 1
             best = self._best()
             if in_vain == IN_VAIN:
-                return
+                break
+        return found
 
     def _best(self) -> tuple[float, float]:
         return min(one.rank(self.budget) for one in self.seen.values())
