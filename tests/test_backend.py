@@ -109,7 +109,7 @@ def test_a_solver_that_cannot_take_the_graph_says_so(monkeypatch: pytest.MonkeyP
     plain = fxremat.explain(model, x, options=EAGER)
     budget = (plain.minimum_peak_bytes + plain.keep_all_peak_bytes) // 2
     with pytest.raises(BackendCompilerFailed) as caught:
-        compiled(model, memory_budget=budget, solver="checkmate")(x)
+        compiled(model, memory_budget=budget, solver="checkmate", variants="none")(x)
     error = caught.value.inner_exception
     assert isinstance(error, fxremat.SolverRefused)
     assert "checkmate_pruned" in error.reason

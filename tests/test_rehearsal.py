@@ -10,7 +10,7 @@ import pytest
 import torch
 
 import fxremat
-from fxremat import compat, pipeline
+from fxremat import compat, fitting
 from fxremat.passes.recompute import apply_plan
 from fxremat.rehearsal import Workspace, _Meter, _rounded, _written
 from tests.small import Stack, seeded
@@ -158,8 +158,8 @@ def test_code_that_cannot_be_rehearsed_is_planned_with_a_warning(
         held.append(hold)
         return apply_plan(*args, hold=hold)
 
-    monkeypatch.setattr(pipeline, "rehearse", refuse)
-    monkeypatch.setattr(pipeline, "apply_plan", noting)
+    monkeypatch.setattr(fitting, "rehearse", refuse)
+    monkeypatch.setattr(fitting, "apply_plan", noting)
     model, x = seeded(Stack, 512, 32)
     budget = int(0.8 * fxremat.explain(model, x).keep_all_peak_bytes)
     report = fxremat.explain(model, x, memory_budget=budget).graphs[0]
