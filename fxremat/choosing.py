@@ -9,7 +9,7 @@ from dataclasses import dataclass, replace
 from fxremat.core.problem import Problem
 from fxremat.core.schedule import keep_all
 from fxremat.core.timeline import replay
-from fxremat.fitting import Run, Split, fit
+from fxremat.fitting import QUICK_SOLVER, Run, Split, fit
 from fxremat.passes.forms import Form, Offer, find_sites, offer, take
 from fxremat.passes.joint_graph import is_tensor
 from fxremat.passes.memory_estimation import nbytes
@@ -19,8 +19,6 @@ from fxremat.report.report import Row
 from fxremat.report.where import describe
 
 log = logging.getLogger(__name__)
-
-CHOOSER = "greedy"
 
 
 @dataclass(frozen=True)
@@ -52,7 +50,7 @@ class Forms:
         With a budget of 0, in those of least peak. The choice is that of a quick solver; once it
         is made, the graph in these forms is planned with the solver that was asked for.
         """
-        asked = self.plain.answer(budget, CHOOSER, self.problem)
+        asked = self.plain.answer(budget, QUICK_SOLVER, self.problem)
         names = asked.variants
         if not names or 0 < budget < asked.peak_bytes:
             return None

@@ -34,8 +34,8 @@ log = logging.getLogger(__name__)
 
 MAX_REHEARSALS = 6
 LOWEST_PERCENT = (100, 108, 120)  # of the least planned peak: what the last attempts aim at
-LEAST_SOLVER = "greedy"
-"""Its limits count work, never time."""
+QUICK_SOLVER = "greedy"
+"""Its limits count work, never time: what it finds does not depend on the machine's speed."""
 CLOSE_ENOUGH = 0.02  # a plan this near below the budget is not improved any further
 
 
@@ -259,11 +259,11 @@ class _Search:
         minimum that an error names is found again when it is asked for.
         """
         self.hold = True
-        lowest = self.run.solve(0, LEAST_SOLVER)
+        lowest = self.run.solve(0, QUICK_SOLVER)
         splits = []
         for percent in LOWEST_PERCENT:
             target = lowest.peak_bytes * percent // 100
-            splits.append(self.try_plan(self.run.solve(target, LEAST_SOLVER)))
+            splits.append(self.try_plan(self.run.solve(target, QUICK_SOLVER)))
             if self.best is not None:
                 return self.best
         return min(splits, key=lambda split: split.peak_bytes)

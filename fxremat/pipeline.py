@@ -13,7 +13,7 @@ from fxremat.choosing import fit_in_forms
 from fxremat.core.schedule import keep_all
 from fxremat.core.timeline import replay
 from fxremat.errors import InfeasibleBudget
-from fxremat.fitting import LEAST_SOLVER, Run, Split
+from fxremat.fitting import QUICK_SOLVER, Run, Split
 from fxremat.passes.accumulation import accumulate
 from fxremat.passes.joint_graph import is_tensor
 from fxremat.report.report import Report, Row
@@ -99,7 +99,7 @@ def _report(run: Run, split: Split, rehearsals: int, graph: int) -> Report:
     problem, plan = run.found.problem, split.plan
     plain = run.plain or problem
     full = replay(plain, keep_all(plain))
-    least = run.answer(0, LEAST_SOLVER)
+    least = run.answer(0, QUICK_SOLVER)
     sizes = problem.bytes_of
     saved = [
         Row(describe(node), sizes.get(node.name, 0))

@@ -39,7 +39,6 @@ SOLVERS: dict[str, Solver] = {
     "auto": auto.solve,
     "instants": instants.solve,
     "greedy": greedy.solve,
-    "quick": greedy.quick,
     "checkmate": checkmate.solve,
     "checkmate_pruned": checkmate.solve_pruned,
     "rotor": rotor.solve,
