@@ -14,6 +14,9 @@ set to zero to begin with).
     x ── sub m ── mul r ── y ── mm                              forward
     y ── div r ── add m ── x' ── ...                            backward, in place of x
 
+Where a leaky ReLU follows, y is not kept either, only what comes out of that: where it is not
+positive, y is it divided by the slope (In-Place Activated BatchNorm, Rota Bulò et al. 2018).
+
 **Activations** (`activation_from_output`), where y tells what the derivative needs:
 
 * leaky ReLU with a positive slope: y > 0 is x > 0, bit for bit; the mask is not kept;
@@ -72,6 +75,8 @@ def _first_reader(joint: JointGraph, output: fx.Node, rebuilt: Iterable[fx.Node]
     return first if place[first] > place[output] else None
 
 
+Rebuild = Callable[[Add, fx.Node], fx.Node]
+
 # --- norms -------------------------------------------------------------------------------
 
 _UNDO = {
@@ -83,17 +88,28 @@ _UNDO = {
 
 @dataclass(frozen=True)
 class _Norm:
-    """The steps back from the output of a norm; ``read`` are the nodes that get stand-ins."""
+    """The steps back from the output of a norm; ``read`` are the nodes that get stand-ins.
+
+    ``activated`` are an activation's own: its input, if it is read, and what its derivative needs.
+    """
 
     output: fx.Node
     first_reader: fx.Node
     steps: tuple[Step, ...]
     read: frozenset[fx.Node]
+    leaky: _Leaky | None = None
+    activated: tuple[tuple[fx.Node, Rebuild], ...] = ()
 
     def insert(self, graph: fx.Graph, where: Mapping[fx.Node, fx.Node]) -> StandIns:
         """Go back step by step, right before the first reader."""
         add = _adder(graph, where[self.first_reader])
         current, found = where[self.output], dict[fx.Node, fx.Node]()
+        for old, make in self.activated:
+            found[where[old]] = make(add, current)
+        if self.leaky is not None:
+            current = self.leaky.undo(add, current)
+            if self.leaky.input in self.read:
+                found[where[self.leaky.input]] = current
         for old, target, operand in self.steps:
             current = add(target, current, where[operand])
             if old in self.read:
@@ -154,18 +170,48 @@ def _find_norms(rule: str, want_scaled: bool, joint: JointGraph) -> Iterator[Sit
             continue
         if any(joint.role.get(u) is Role.FORWARD and _is_step_of(u, output) for u in output.users):
             continue
-        steps, scaled = _norm(output)
+        leaky = _leaky(output)
+        steps, scaled = _norm(output if leaky is None else leaky.input)
         read = [old for old, *_ in steps if _late_readers(joint, old)]
-        first = _first_reader(joint, output, read)
-        if first is not None and scaled is want_scaled:
-            needed = steps[: 1 + max(i for i, step in enumerate(steps) if step[0] in read)]
-            norm = _Norm(output, first, tuple(needed), frozenset(read))
+        if not read or scaled is not want_scaled:
+            continue
+        needed = steps[: 1 + max(i for i, step in enumerate(steps) if step[0] in read)]
+        activated = () if leaky is None else tuple(_rebuilt(joint, output))
+        masks = [old for old, _ in activated]
+        if leaky is not None and set(_late_readers(joint, leaky.input)) - {*masks}:
+            read.append(leaky.input)
+        first = _first_reader(joint, output, [*read, *masks])
+        if first is not None:
+            norm = _Norm(output, first, tuple(needed), frozenset(read), leaky, activated)
             yield Site(rule, f"{rule}:{output.name}", norm.insert)
 
 
 # --- activations -------------------------------------------------------------------------
 
-Rebuild = Callable[[Add, fx.Node], fx.Node]
+
+@dataclass(frozen=True)
+class _Leaky:
+    """A leaky ReLU of ``input``."""
+
+    input: fx.Node
+    slope: float
+
+    def undo(self, add: Add, output: fx.Node) -> fx.Node:
+        """The input, from the output."""
+        low = add(_ATEN.div.Tensor, output, self.slope)
+        return add(_ATEN.where.self, add(_ATEN.gt.Scalar, output, 0), output, low)
+
+
+def _leaky(output: fx.Node) -> _Leaky | None:
+    """The leaky ReLU that a node is the output of, if it is one with a positive slope."""
+    if not _calls(output, _ATEN.where.self) or not _calls(output.args[0], _ATEN.gt.Scalar):
+        return None
+    mask, above, below = output.args
+    inner, slope = _scaled(below)  # type: ignore[arg-type]
+    x, bound = mask.args  # type: ignore[union-attr]
+    is_one = x is above is inner and bound == 0 and slope > 0 and _is_float(x)
+    same = is_one and fake(x).dtype == fake(output).dtype  # type: ignore[arg-type]
+    return _Leaky(x, slope) if same else None  # type: ignore[arg-type]
 
 
 @dataclass(frozen=True)
@@ -271,7 +317,7 @@ _EXACT, _SCALED, _ACTIVATION = (
 RULES: tuple[Rule, ...] = (
     Rule(
         _EXACT,
-        "the input of a norm without scale, from its output",
+        "the input of a norm without scale, from its output or that of a leaky ReLU behind it",
         partial(_find_norms, _EXACT, False),
     ),
     Rule(

@@ -12,20 +12,33 @@ from hypothesis import given
 from hypothesis import strategies as st
 from torch import Tensor, nn
 
+from fxremat.passes import forms
 from fxremat.passes.from_outputs import RULES
 from fxremat.passes.joint_graph import JointGraph
 from fxremat.passes.rule import Rule, Site
 from tests.graphs import batch, linear
-from tests.variants import compare, gradients, joint_of, sites, stand_ins_of
+from tests.variants import compare, crossing, gradients, joint_of, sites, stand_ins_of
 
 PLAIN, SCALED, ACTIVATION = RULES
+
+
+def activated(norm: nn.Module, slope: float = 0.1) -> nn.Module:
+    """A norm and a leaky ReLU, whose output alone is to be kept."""
+    return nn.Sequential(norm, nn.LeakyReLU(slope))
+
+
 NORMS: dict[str, tuple[Rule, Callable[[int], Any]]] = {
     "rms": (PLAIN, lambda n: nn.RMSNorm(n, elementwise_affine=False)),
     "batch": (PLAIN, lambda n: nn.BatchNorm1d(n, affine=False, track_running_stats=False)),
     "scaled rms": (SCALED, nn.RMSNorm),
     "scaled layer": (SCALED, nn.LayerNorm),
     "scaled batch": (SCALED, lambda n: nn.BatchNorm1d(n, track_running_stats=False)),
-}
+    "rms and leaky": (PLAIN, lambda n: activated(nn.RMSNorm(n, elementwise_affine=False))),
+    "scaled rms and leaky": (SCALED, lambda n: activated(nn.RMSNorm(n))),
+    "scaled batch and leaky": (
+        SCALED, lambda n: activated(nn.BatchNorm1d(n, track_running_stats=False))
+    ),
+}  # fmt: skip
 ACTIVATIONS: dict[str, Callable[[Tensor], Tensor]] = {
     "leaky": lambda x: F.leaky_relu(x, 0.1),
     "elu": F.elu,
@@ -71,6 +84,27 @@ def test_norms(name: str) -> None:
     joint, (site,) = found(rule, make(8))
     assert_close(joint, site)
     assert not found(PLAIN if rule is SCALED else SCALED, make(8))[1]
+
+
+@pytest.mark.parametrize("name", [name for name in NORMS if "leaky" in name])
+def test_of_an_activated_norm_the_output_alone_is_kept(name: str) -> None:
+    rule, make = NORMS[name]
+    joint, (site,) = found(rule, make(8))
+    after = forms.take(joint, [site])
+    large = {node.meta["val"].shape for node in joint.primals if node.meta["val"].shape[0] == 6}
+    crossing_before, crossing_after = (
+        [n for n in crossing(each) if n.op == "call_function" and n.meta["val"].shape in large]
+        for each in (joint, after)
+    )
+    assert len(crossing_before) > len(crossing_after) == 1
+    assert crossing_after[0].target is torch.ops.aten.where.self
+
+
+@pytest.mark.parametrize("slope", [0.0, -0.1])
+def test_a_slope_that_cannot_be_undone(slope: float) -> None:
+    norm = nn.RMSNorm(8, elementwise_affine=False)
+    for site in found(PLAIN, activated(norm, slope))[1]:
+        assert "where" not in site.name
 
 
 @pytest.mark.parametrize("name", ACTIVATIONS)
