@@ -84,11 +84,11 @@ def _forms(run: Run, *, allow_lossy: bool) -> Forms | None:
     with run.clock.stage("estimate"):
         try:
             sites = find_sites(run.joint, rules)
+            if not sites:
+                return None
             offered = offer(run.joint, sites)
         except Exception as error:  # a graph that no rule was tried on: it trains without them
             log.warning("no other forms of ops: %s: %s", type(error).__name__, error)
-            return None
-        if not sites:
             return None
         problem = run.costs.estimate(offered.joint, offered.forms).problem
         return Forms(run, sites, offered, problem)

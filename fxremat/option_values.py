@@ -188,18 +188,28 @@ def read_variants(given: Given) -> tuple[str, ...] | None:
     """Names of variants, as a list or as text with commas; None is all of them."""
     from fxremat.passes.variants import RULES  # lazily: rules are not needed to read options
 
-    value = given.value
-    names = [part.strip() for part in value.split(",")] if isinstance(value, str) else value
+    names = _names_in(given)
     if names is None or names == ["all"]:
         return None
+    return _known(
+        given, names, tuple(rule.name for rule in RULES), "'all', 'none' or names of variants"
+    )
+
+
+def _names_in(given: Given) -> Any:
+    """Text with commas as a list; anything else as it is."""
+    text = given.value
+    return [part.strip() for part in text.split(",")] if isinstance(text, str) else text
+
+
+def _known(given: Given, names: Any, known: tuple[str, ...], expected: str) -> tuple[str, ...]:
+    """The names without those that occur twice, none for "none"; refused unless all are known."""
     if names == ["none"]:
         return ()
-    known = tuple(rule.name for rule in RULES)
     if not isinstance(names, (list, tuple)) or not all(isinstance(name, str) for name in names):
-        raise given.refuse("'all', 'none' or a list of names")
-    for name in names:
-        if name not in known:
-            raise given.refuse("'all', 'none' or names of variants", known)
+        raise given.refuse(expected)
+    if not {*names} <= {*known}:
+        raise given.refuse(expected, known)
     return tuple(dict.fromkeys(names))
 
 
@@ -209,16 +219,8 @@ PASSES = ("recompute", "sums", "inplace")
 
 def read_passes(given: Given) -> tuple[str, ...]:
     """Names of passes, as a list or as text with commas."""
-    value = given.value
-    names = [part.strip() for part in value.split(",")] if isinstance(value, str) else value
-    if names is None or names == ["none"]:
-        return ()
-    if not isinstance(names, (list, tuple)) or not all(isinstance(name, str) for name in names):
-        raise given.refuse("names of passes")
-    for name in names:
-        if name not in PASSES:
-            raise given.refuse("names of passes", PASSES)
-    return tuple(dict.fromkeys(names))
+    names = _names_in(given)
+    return () if names is None else _known(given, names, PASSES, "names of passes")
 
 
 def lossy_among(names: Iterable[str]) -> tuple[str, ...]:

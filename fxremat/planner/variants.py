@@ -26,6 +26,7 @@ Names = tuple[str, ...]
 
 ROUNDS = 5
 IN_VAIN = 2
+"""Choices in a row that are no better than what was there: then no more are looked for."""
 PER_ROUND = 3
 """Stages that become instants in one round."""
 CLOSE = 0.03
