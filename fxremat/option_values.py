@@ -192,7 +192,7 @@ def read_variants(given: Given) -> tuple[str, ...] | None:
     if names is None or names == ["all"]:
         return None
     return _known(
-        given, names, tuple(rule.name for rule in RULES), "'all', 'none' or names of variants"
+        given, names, tuple(rule.name for rule in RULES), "'all', 'none' or a list of names"
     )
 
 
