@@ -26,6 +26,7 @@ from torch._ops import OpOverload
 from torch.fx.experimental.proxy_tensor import is_sym_node
 from torch.fx.experimental.symbolic_shapes import ShapeEnv
 from torch.profiler import profile
+from torch.utils import _pytree as pytree
 from torch.utils._python_dispatch import TorchDispatchMode
 
 try:
@@ -849,6 +850,7 @@ def input_index(node: fx.Node) -> int | None:
 
 CUDAGRAPHS = "triton.cudagraphs"
 POST_GRAD_PASS = "post_grad_custom_post_pass"
+_PARTITIONER = "custom_partitioner_fn"
 
 
 def cache_directory() -> str:
@@ -919,6 +921,87 @@ def random_state_kept() -> Iterator[None]:
     devices = list(range(torch.cuda.device_count())) if started else []
     with torch.random.fork_rng(devices=devices):
         yield
+
+
+# --- small kernels of our own --------------------------------------------------------------
+
+
+@contextmanager
+def apart() -> Iterator[None]:
+    """Inside, tensors are real, and nothing that is being compiled around it has a say."""
+    from torch._guards import tracing
+    from torch._subclasses.fake_tensor import unset_fake_temporarily
+
+    own = {CUDAGRAPHS: False, POST_GRAD_PASS: None, SCHEDULER_PASS: None, _PARTITIONER: None}
+    with unset_fake_temporarily(), tracing(None), inductor_config.patch(own), torch.no_grad():
+        yield
+
+
+@contextmanager
+def for_a_kernel() -> Iterator[None]:
+    """Inside, tensors are fake and of one mode, which the inputs of a kernel's graph have to be.
+
+    A kernel is made of a graph that writes into its inputs and returns nothing.
+    """
+    from torch._subclasses.fake_tensor import FakeTensorMode
+
+    mode: Any = FakeTensorMode()
+    with apart(), mode:
+        yield
+
+
+def decomposed(module: fx.GraphModule) -> fx.GraphModule:
+    """The graph in the operators that Inductor has kernels for; inside `for_a_kernel`."""
+    from torch._inductor.decomposition import select_decomp_table
+    from torch.fx.experimental.proxy_tensor import make_fx
+
+    inputs = [n.meta["val"] for n in module.graph.nodes if n.op == "placeholder"]
+    table = select_decomp_table()
+    traced: fx.GraphModule = make_fx(module, decomposition_table=table)(*inputs)
+    return traced
+
+
+def kernel_allocates(module: fx.GraphModule) -> int:
+    """Bytes that a kernel allocates beside its inputs, at its peak; compiles nothing."""
+    with apart():
+        generated = generate(module, is_backward=False)
+    live: dict[int, tuple[int, Callable[[], bool]]] = {}
+    peak = 0
+    with without_memory() as made:
+        given = [made(_like(n)) for n in module.graph.nodes if n.op == "placeholder"]
+        known = {storage_key(tensor) for tensor in given}
+
+        def count(_op: Any, _args: Any, _kwargs: Any, result: Any) -> None:
+            nonlocal peak
+            for key in [key for key, (_, is_gone) in live.items() if is_gone()]:
+                del live[key]
+            for leaf in pytree.tree_leaves(result):
+                if isinstance(leaf, torch.Tensor) and storage_key(leaf) not in known:
+                    key, is_gone = storage_watch(leaf)
+                    live[key] = leaf.untyped_storage().nbytes(), is_gone
+            peak = max(peak, sum(size for size, _ in live.values()))
+
+        call = load_without_kernels(generated, generated.constants, "<kernel>")
+        with Watching(count):
+            call(list(given))
+    return peak
+
+
+def compile_kernel(module: fx.GraphModule) -> Callable[[list[torch.Tensor]], object]:
+    """Called with a list of tensors, which it empties."""
+    from torch._guards import detect_fake_mode
+    from torch._inductor.compile_fx import compile_fx_inner
+    from torch._inductor.virtualized import V
+
+    inputs = [n.meta["val"] for n in module.graph.nodes if n.op == "placeholder"]
+    with apart(), V.set_fake_mode(detect_fake_mode(inputs)):
+        compiled: Any = compile_fx_inner(module, inputs)
+    return cast("Callable[[list[torch.Tensor]], object]", compiled)
+
+
+def _like(node: fx.Node) -> torch.Tensor:
+    value = node.meta["val"]
+    return torch.empty_strided(value.shape, value.stride(), dtype=value.dtype, device=value.device)
 
 
 # --- the profiler ------------------------------------------------------------------------

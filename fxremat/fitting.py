@@ -19,8 +19,10 @@ from fxremat.core.check import check
 from fxremat.core.plan import Plan
 from fxremat.core.problem import Problem
 from fxremat.core.schedule import Step
+from fxremat.core.timeline import replay
 from fxremat.errors import SolverRefused, VerificationFailed
 from fxremat.passes import inplace
+from fxremat.passes.fused_rows import fuse_rows
 from fxremat.passes.joint_graph import JointGraph
 from fxremat.passes.memory_estimation import Estimate
 from fxremat.passes.recompute import Rewritten, apply_plan
@@ -37,6 +39,8 @@ LOWEST_PERCENT = (100, 108, 120)  # of the least planned peak: what the last att
 QUICK_SOLVER = "greedy"
 """Its limits count work, never time: what it finds does not depend on the machine's speed."""
 CLOSE_ENOUGH = 0.02  # a plan this near below the budget is not improved any further
+FAR_ABOVE = 1.1  # times the budget: a plan of least peak above that will not fit in any order
+MOST_STEP = 4  # times the last step: what the next one goes down by, at most
 
 
 @dataclass(frozen=True)
@@ -141,6 +145,9 @@ class Run:
                 )
                 check_waits(rewritten.module.graph)
                 check_split(backward.graph, [n.name for n in rewritten.saved], forward.graph)
+        if self.request.executor == "inductor":
+            fuse_rows(forward)
+            fuse_rows(backward)
         if self.request.executor != "inductor" or self.budget is None:
             return Split(forward, backward, plan, rewritten, plan.peak_bytes, None)
         shown = self.rehearse(forward, backward)
@@ -195,8 +202,9 @@ class _Search:
     """Looks for the cheapest plan whose real peak is under the budget.
 
     The planner's peak and the real one differ, so the planner's target is moved by as much as
-    the real peak missed the budget, and halved in where that has been tried before. The first
-    plan is tried in Inductor's own order; if that takes too much, orders are held from there on.
+    the real peak missed the budget, by more where it hardly followed the last move, and halved in
+    where that has been tried before. The first plan is tried in Inductor's own order; if that
+    takes too much, orders are held from there on.
     """
 
     run: Run
@@ -204,6 +212,8 @@ class _Search:
     hold: bool = False
     best: Split | None = None
     too_much: int | None = None
+    disorder: int = 0
+    """How much more the first plan takes in Inductor's own order."""
     tried: dict[tuple[bool, tuple[Step, ...]], Split] = field(default_factory=dict)
 
     def try_plan(self, plan: Plan) -> Split:
@@ -222,7 +232,7 @@ class _Search:
         miss = split.peak_bytes - self.budget
         if miss <= 0 and (-miss <= CLOSE_ENOUGH * self.budget or not split.rewritten.recomputed):
             return None
-        target = split.plan.peak_bytes - miss
+        target = split.plan.peak_bytes - self._step(split, miss)
         low = self.best.plan.peak_bytes if self.best is not None else None
         high = self.too_much
         if low is not None and high is not None and not low < target < high:
@@ -230,12 +240,31 @@ class _Search:
             return target if high - low > CLOSE_ENOUGH * self.budget else None
         return target
 
+    def _step(self, split: Split, miss: int) -> int:
+        """How much lower to plan, given by how much the real peak is too high.
+
+        By as much, the first time; then along the line through the last two plans that took too
+        much, since the real peak may fall by far less than the planned one.
+        """
+        over = [
+            (other.plan.peak_bytes - split.plan.peak_bytes, other.peak_bytes - split.peak_bytes)
+            for (hold, _), other in self.tried.items()
+            if hold == self.hold and other.peak_bytes > self.budget and other is not split
+        ]
+        if miss <= 0 or not over or over[-1][0] <= 0:
+            return miss
+        planned, real = over[-1]
+        most = MOST_STEP * planned
+        step = min(miss * planned // real, most) if real > 0 else most
+        return max(miss, step, int(CLOSE_ENOUGH * self.budget) // 2)
+
     def fit(self, first: Plan) -> Split:
         """The best plan found; the one of least peak where no other is under the budget."""
         split = self.try_plan(first)
         if split.peak_bytes > self.budget and split.rewritten.recomputed:
-            self.hold, self.too_much = True, None
+            loose, self.hold, self.too_much = split, True, None
             split = self.try_plan(first)
+            self.disorder = max(self.disorder, loose.peak_bytes - split.peak_bytes)
         while len(self.tried) < MAX_REHEARSALS:
             target = self.next_target(split)
             plan = self.run.solve(target) if target is not None else None
@@ -245,8 +274,11 @@ class _Search:
         return self.loosened(self.best) if self.best is not None else self.least()
 
     def loosened(self, found: Split) -> Split:
-        """The same plan in Inductor's own order, if that is under the budget too."""
-        if not self.hold:
+        """The same plan in Inductor's own order, if that is under the budget too.
+
+        That is not tried where the disorder would have to be less than half of what was seen.
+        """
+        if not self.hold or found.peak_bytes + self.disorder // 2 > self.budget:
             return found
         self.hold = False
         loose = self.try_plan(found.plan)
@@ -256,14 +288,18 @@ class _Search:
         """The lowest real peak among the plans of lowest planned peak.
 
         Which plans these are does not depend on the budget, nor on how fast the machine is: the
-        minimum that an error names is found again when it is asked for.
+        minimum that an error names is found again when it is asked for. A plan is left out that
+        could only be the lowest by falling short of its planned peak by more than those before.
         """
         self.hold = True
         lowest = self.run.solve(0, QUICK_SOLVER)
-        splits = []
+        splits: list[Split] = []
         for percent in LOWEST_PERCENT:
-            target = lowest.peak_bytes * percent // 100
-            splits.append(self.try_plan(self.run.solve(target, QUICK_SOLVER)))
+            plan = self.run.solve(lowest.peak_bytes * percent // 100, QUICK_SOLVER)
+            short = max((s.plan.peak_bytes - s.peak_bytes for s in splits), default=0)
+            if splits and plan.peak_bytes - max(short, 0) > min(s.peak_bytes for s in splits):
+                break
+            splits.append(self.try_plan(plan))
             if self.best is not None:
                 return self.best
         return min(splits, key=lambda split: split.peak_bytes)
@@ -273,13 +309,22 @@ def fit(run: Run) -> tuple[Split, int]:
     """Plan; where the real kernels are known, plan again until they are under the budget."""
     wanted = run.request.wanted_bytes
     budget = run.budget if wanted is None else wanted
-    split = run.split(run.solve(budget), hold=False)
+    plan = run.solve(budget)
     if budget is None or run.request.executor != "inductor":
-        return split, 0
+        return run.split(plan, hold=False), 0
+    search = _Search(run, budget, hold=plan.peak_bytes > FAR_ABOVE * budget)
+    split = run.split(plan, search.hold)
     if split.rehearsal is None:  # nothing shows what Inductor's own order takes
-        return run.split(split.plan, hold=True), 0
-    search = _Search(run, budget)
-    first = run.solve(budget) if _learn(run, split.rehearsal) else split.plan
-    if first.steps == split.plan.steps:  # the same graphs, whatever was learnt of their problem
-        search.tried[False, first.steps] = replace(split, plan=first)
+        return run.split(plan, hold=True), 0
+    first = run.solve(budget) if _learn(run, split.rehearsal) else plan
+    if first.steps == plan.steps:  # the same graphs, whatever was learnt of their problem
+        search.tried[search.hold, first.steps] = replace(split, plan=first)
+    elif not search.hold and split.peak_bytes > budget:
+        search.disorder = _disorder(run, split)
+        search.hold = search.disorder > CLOSE_ENOUGH * budget
     return search.fit(first), len(search.tried)
+
+
+def _disorder(run: Run, split: Split) -> int:
+    """How much more it takes than its plan does by what has been learnt: for want of its order."""
+    return max(0, split.peak_bytes - replay(run.found.problem, split.plan.steps).peak_bytes)

@@ -15,6 +15,7 @@ from fxremat.core.timeline import replay
 from fxremat.errors import InfeasibleBudget
 from fxremat.fitting import QUICK_SOLVER, Run, Split
 from fxremat.passes.accumulation import accumulate
+from fxremat.passes.fused_rows import compile_rows
 from fxremat.passes.joint_graph import is_tensor
 from fxremat.report.report import Report, Row
 from fxremat.report.where import describe
@@ -68,6 +69,10 @@ def transform(
             split.peak_bytes + request.held_bytes,
             tuple((row.what, row.bytes) for row in _at_peak(run, split)[:8]),
         )
+    if request.executor == "inductor":
+        with clock.stage("kernels"):
+            compile_rows(split.forward)
+            compile_rows(split.backward)
     return Outcome(split.forward, split.backward, _report(run, split, fitted.rehearsals, graph))
 
 

@@ -19,6 +19,7 @@ from torch import fx
 from torch.utils import _pytree as pytree
 
 from fxremat import compat
+from fxremat.measure import uncollected
 from fxremat.passes.joint_graph import is_fetch, is_tensor
 from fxremat.passes.memory_estimation import nbytes
 from fxremat.runtime import accumulated, copies
@@ -219,6 +220,7 @@ def _is_on_host(node: fx.Node) -> bool:
     return any(user.target is copies.to_device or is_fetch(user) for user in node.users)
 
 
+@uncollected()  # a fifth of the time; what the code drops needs no collector
 def rehearse(
     forward: fx.GraphModule,
     backward: fx.GraphModule,

@@ -99,12 +99,13 @@ def prepare(module: fx.GraphModule, num_fwd_outputs: int, *, fused: bool = False
 def op_timer(request: Request, device: torch.device, spec: DeviceSpec | None = None) -> OpTimer:
     """The cost model asked for; ``spec`` is that of a device which is not here."""
     rates = device_spec(device) if spec is None else spec
+    fused = request.executor == "inductor"
 
     def timer(nodes: tuple[fx.Node, ...], traffic_bytes: int) -> float:
         dtype = next((n.meta["val"].dtype for n in nodes if is_tensor(n)), torch.float32)
         on_cpu = rates.name == device_spec(torch.device("cpu")).name
-        inside = [_inside(n, on_cpu) for n in nodes if n.target in kernels.INSIDE]
-        extra = sum(each.calls for each in inside) * rates.launch_us
+        inside = [_inside(n, on_cpu, fused) for n in nodes if n.target in kernels.INSIDE]
+        extra = sum(each.calls for each in inside) * (rates.launch_us + kernels.CALL_US)
         extra += 1e6 * sum(each.again for each in inside) / rates.bytes_per_s
         traffic = traffic_bytes + sum(each.bytes for each in inside)
         return extra + roofline_us(nodes, traffic, dtype, rates, compat.size_bound)
@@ -122,10 +123,10 @@ def op_timer(request: Request, device: torch.device, spec: DeviceSpec | None = N
     return timer
 
 
-def _inside(node: fx.Node, on_cpu: bool) -> kernels.Inside:
+def _inside(node: fx.Node, on_cpu: bool, fused: bool) -> kernels.Inside:
     assert isinstance(node.target, compat.OpOverload)
     args, kwargs = fx.map_arg((node.args, node.kwargs), lambda n: n.meta["val"])
-    return kernels.INSIDE[node.target](*args, **kwargs, on_cpu=on_cpu)
+    return kernels.INSIDE[node.target](*args, **kwargs, on_cpu=on_cpu, by_inductor=fused)
 
 
 def with_energies(problem: Problem, spec: DeviceSpec) -> Problem:

@@ -20,7 +20,7 @@ from torch.utils import _pytree as pytree
 
 from fxremat import compat
 from fxremat.cost.measured import NumbersFile, described, made_real, numbers_path
-from fxremat.measure import measure_peak
+from fxremat.measure import measure_call
 from fxremat.passes.joint_graph import is_mutating, is_random, is_view
 from fxremat.runtime import kernels
 
@@ -98,5 +98,5 @@ class Workspaces:
             results = _bytes_of_storages(target(*real, **named))  # also warms the library up
             given = _bytes_of_storages((real, named))
             made = sum(n for storage, n in results.items() if storage not in given)
-            peak = measure_peak(lambda: target(*real, **named), device=self.device)
-        return max(0, peak.above_start_bytes - made)
+            above = measure_call(lambda: target(*real, **named), self.device)
+        return max(0, above - made)

@@ -14,7 +14,7 @@ from torch.utils.flop_counter import FlopCounterMode
 
 from fxremat.measure import measure_peak
 from fxremat.runtime import kernels
-from fxremat.runtime.chunks import ROWS, pieces
+from fxremat.runtime.chunks import ROWS, even, pieces
 from fxremat.runtime.row_plan import MATMULS, layout
 from fxremat.runtime.row_program import Instruction, Program, Ref, RowCount, dump, parse
 
@@ -144,10 +144,13 @@ def test_a_program_survives_being_text() -> None:
 
 @given(st.integers(0, 100), st.integers(1, 100))
 def test_pieces_are_even(total: int, most: int) -> None:
-    found = pieces(total, most)
+    """As few as can be, all of one size but the last."""
+    found = pieces(total, even(total, most))
     sizes = [b - a for a, b in found]
     assert sum(sizes) == total
-    assert not sizes or (max(sizes) <= most and max(sizes) - min(sizes) <= 1)
+    assert len(sizes) == -(-total // most)
+    assert not sizes or (sizes[0] <= most and set(sizes[:-1]) <= {sizes[0]})
+    assert not sizes or sizes[0] == -(-total // len(sizes))
 
 
 def test_it_runs_under_inductor() -> None:

@@ -117,6 +117,38 @@ def test_between_too_much_and_enough_the_gap_is_halved() -> None:
     assert found.plan.peak_bytes == 880
 
 
+def test_a_real_peak_that_hardly_moves_is_left_in_long_steps() -> None:
+    """Each step down by as much as is missed would stay on the plain for all the rehearsals."""
+    plain = [(model, 1002) for model in range(990, 890, -1)]
+    known = Known([(2000, 2000), *plain, (500, 900)], loose=300)
+    assert search(known).peak_bytes == 900
+    assert len(known.rehearsed) <= MAX_REHEARSALS
+
+
+def test_the_line_through_the_last_two_plans_leads_to_the_budget() -> None:
+    """The real peak falls by a fourth of what the planned one does."""
+    known = Known([(model, 800 + model // 4) for model in range(2000, 400, -4)])
+    found = search(known)
+    assert (1 - CLOSE_ENOUGH) * BUDGET <= found.peak_bytes <= BUDGET
+    assert known.rehearsed == sorted(known.rehearsed)
+    assert len(known.rehearsed) <= 5
+
+
+def test_an_order_that_costs_more_than_there_is_left_is_not_tried_again() -> None:
+    known = Known([(2000, 2000), (1000, 1200), (790, 990), (500, 400)], loose=100)
+    assert search(known).peak_bytes == 990
+    assert (known.rehearsed, known.held) == ([1, 1, 2], [False, True, True])
+
+
+def test_of_the_plans_of_least_peak_only_those_that_might_be_lowest_are_tried() -> None:
+    """The second would have to take less than it plans for, as the first does not."""
+    known = Known([(3000, 3000), (2380, 2400), (2150, 2200), (2000, 2100)])
+    assert search(known).peak_bytes == 2100
+    assert 1 not in known.rehearsed
+    short = Known([(3000, 3000), (2380, 1900), (2150, 1850), (2000, 2000 - 300)])
+    assert search(short).peak_bytes == 1700
+
+
 def test_the_plan_of_least_peak_has_the_last_word() -> None:
     """Where no plan tried is under the budget it decides, also about failing."""
     fits = Known([(m, 1500 - m // 100) for m in range(1500, 100, -20)] + [(100, 900)])
@@ -141,6 +173,16 @@ def test_any_errors(models: list[int], errors: list[int]) -> None:
     assert found.peak_bytes <= BUDGET or known.peaks[-1][1] > BUDGET
 
 
+def test_a_plan_far_above_the_budget_is_rehearsed_in_its_order_alone(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    monkeypatch.setattr("fxremat.fitting._learn", lambda _run, _shown: False)
+    known = Known([(3000, 3000), (2000, 2100)], loose=500)
+    split, rehearsals = fit(run_of(known))
+    assert (split.peak_bytes, rehearsals) == (2100, 1)
+    assert known.held == [True]
+
+
 @pytest.mark.parametrize("learns", [True, False])
 def test_a_plan_that_stays_the_same_is_rehearsed_once(
     learns: bool, monkeypatch: pytest.MonkeyPatch
@@ -148,14 +190,19 @@ def test_a_plan_that_stays_the_same_is_rehearsed_once(
     """What the first rehearsal teaches of scratch memory changes the problem, not the graphs."""
     monkeypatch.setattr("fxremat.fitting._learn", lambda _run, _shown: learns)
     known = Known([(900, 950)])
+    split, rehearsals = fit(run_of(known))
+    assert split.plan.peak_bytes == 900
+    assert known.rehearsed == [0]
+    assert rehearsals == 1
+
+
+def run_of(known: Known) -> Run:
+    """A run of these plans under Inductor."""
     request = SimpleNamespace(wanted_bytes=None, executor="inductor")
     run: Any = SimpleNamespace(
         request=request, budget=BUDGET, solve=known.solve, split=rehearsed(known)
     )
-    split, rehearsals = fit(run)
-    assert split.plan.peak_bytes == 900
-    assert known.rehearsed == [0]
-    assert rehearsals == 1
+    return cast(Run, run)
 
 
 def rehearsed(known: Known) -> Callable[[Plan, bool], Split]:

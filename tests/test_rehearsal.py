@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import ast
+import gc
 from collections.abc import Iterator
 from typing import Any
 
@@ -12,7 +13,7 @@ import torch
 import fxremat
 from fxremat import compat, fitting
 from fxremat.passes.recompute import apply_plan
-from fxremat.rehearsal import Workspace, _Meter, _rounded, _written
+from fxremat.rehearsal import Workspace, _Meter, _rounded, _written, rehearse
 from tests.small import Stack, seeded
 
 
@@ -137,6 +138,25 @@ def test_a_rehearsed_plan_names_what_is_live_at_the_peak() -> None:
     assert sum(row.bytes for row in report.at_peak) <= report.predicted_peak_bytes
     sizes = [row.bytes for row in report.at_peak]
     assert sizes == sorted(sizes, reverse=True)
+
+
+@pytest.mark.parametrize("enabled", [True, False])
+def test_the_cyclic_collector_rests_and_is_left_as_it_was(
+    enabled: bool, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    def refuse(*_: Any, **__: Any) -> Any:
+        assert not gc.isenabled()
+        raise NotImplementedError
+
+    monkeypatch.setattr(compat, "generate", refuse)
+    empty = torch.fx.GraphModule({}, torch.fx.Graph())
+    (gc.enable if enabled else gc.disable)()
+    try:
+        with pytest.raises(NotImplementedError):
+            rehearse(empty, empty, num_fwd_outputs=0, device="cpu", workspace=lambda *_: 0)
+        assert gc.isenabled() == enabled
+    finally:
+        gc.enable()
 
 
 def test_without_a_budget_nothing_is_rehearsed() -> None:

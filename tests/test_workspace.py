@@ -41,7 +41,7 @@ def test_a_convolutions_backward_is_measured() -> None:
 def test_a_call_is_measured_once(monkeypatch: pytest.MonkeyPatch) -> None:
     spaces = Workspaces(HOST)
     first = spaces.of_call(CONV_BACKWARD, ARGS, {})
-    monkeypatch.setattr(workspace, "measure_peak", never)
+    monkeypatch.setattr(workspace, "measure_call", never)
     assert spaces.of_call(CONV_BACKWARD, ARGS, {}) == first
     assert Workspaces(HOST).of_call(CONV_BACKWARD, ARGS, {}) == first  # read from disk
     with pytest.raises(AssertionError, match="second time"):

@@ -19,6 +19,9 @@ from fxremat.compat import OpOverload
 NAMESPACE = "fxremat_kernels"
 
 
+CALL_US = 10.0
+"""Microseconds that Python takes for one of the calls that a call makes inside."""
+
 WORKSPACES: dict[OpOverload, Callable[..., int]] = {}
 """Of the operators that say themselves how many bytes of scratch memory a call takes."""
 
@@ -34,6 +37,10 @@ class Inside:
     calls: int
     bytes: int
     again: int = 0
+
+    def __add__(self, other: Inside) -> Inside:
+        """Both, one after the other."""
+        return Inside(self.calls + other.calls, self.bytes + other.bytes, self.again + other.again)
 
 
 INSIDE: dict[OpOverload, Callable[..., Inside]] = {}
@@ -55,8 +62,8 @@ def define(
     ``workspace`` gives the bytes of scratch memory of a call from its (fake) arguments, exactly;
     without it the call is run once to find out. ``flops`` gives the floating-point operations of a
     call, which has shapes in place of tensors, as in `torch.utils.flop_counter`. ``inside`` says
-    from the (fake) arguments, and whether it runs ``on_cpu``, what a call does beyond reading
-    arguments and writing results.
+    from the (fake) arguments, whether it runs ``on_cpu`` and whether in a graph that is compiled
+    ``by_inductor``, what a call does beyond reading arguments and writing results.
     """
     qualified = f"{NAMESPACE}::{name}"
     torch.library.define(qualified, schema, tags=(torch.Tag.pt2_compliant_tag,))

@@ -387,3 +387,9 @@ def extra_of_sum(one: Instruction) -> int:
     if one.op in MATMULS:
         return 0 if wide == one.dtype else size * (2 * wide.itemsize + one.dtype.itemsize)
     return size * wide.itemsize * (1 if wide == one.dtype else 2)
+
+
+def of_total(one: Instruction) -> int:
+    """Bytes of a sum so far, beside its result: something only where that is of low precision."""
+    wide = accumulates_in(one.dtype)
+    return 0 if wide == one.dtype else prod(one.rest) * wide.itemsize

@@ -81,11 +81,14 @@ class Program:
         """The number of the first value that the loop computes."""
         return self.first + len(self.setup)
 
+    @functools.cached_property
+    def instructions(self) -> tuple[Instruction, ...]:
+        """All of them, before the loop and inside it."""
+        return self.setup + self.loop
+
     def instruction(self, number: int) -> Instruction | None:
         """What computes a value; None for an input."""
-        if number < self.first:
-            return None
-        return (self.setup + self.loop)[number - self.first]
+        return None if number < self.first else self.instructions[number - self.first]
 
 
 def refs(thing: Any) -> Iterator[int]:
