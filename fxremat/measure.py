@@ -48,8 +48,9 @@ def measure_peak(
     held = list(held)
     where = _device_of(held) if device is None else torch.device(device)
     gc.collect()  # garbage of before, freed while fn runs, would hide bytes of fn
-    start, above = _measure(fn, where)
-    start = held_bytes(held, device=where) if where.type == "cpu" else start
+    start = held_bytes(held, device=where)  # before fn adds gradients to it
+    seen, above = _measure(fn, where)
+    start = start if seen is None else seen
     return MeasuredPeak(start + above, start, above, str(where))
 
 
@@ -74,12 +75,12 @@ def uncollected() -> Iterator[None]:
             gc.enable()
 
 
-def _measure(fn: Callable[[], object], device: torch.device) -> tuple[int, int]:
-    """Bytes at the start, 0 where they are not known, and above it."""
+def _measure(fn: Callable[[], object], device: torch.device) -> tuple[int | None, int]:
+    """Bytes at the start, None where they are not known, and above it."""
     if device.type == "cuda":
         return _measure_cuda(fn, device)
     if device.type == "cpu":
-        return 0, _measure_cpu(fn)
+        return None, _measure_cpu(fn)
     raise ValueError(f"cannot measure on {device.type!r}; measure_peak knows cpu and cuda")
 
 

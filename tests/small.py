@@ -28,7 +28,7 @@ class Block(nn.Module):
 
 
 class Stack(nn.Module):
-    """Blocks one after the other; ``broken`` puts a graph break between every two."""
+    """Blocks one after the other; ``broken`` puts a graph break in the middle."""
 
     def __init__(self, depth: int = 4, width: int = 32, dropout: float = 0.0, broken: bool = False):
         super().__init__()
@@ -36,10 +36,13 @@ class Stack(nn.Module):
         self.broken = broken
 
     def forward(self, x: Tensor) -> Tensor:
-        x = self.blocks[1](self.blocks[0](x))
+        half = len(self.blocks) // 2
+        for index in range(half):
+            x = self.blocks[index](x)
         if self.broken:
             torch._dynamo.graph_break()
-        x = self.blocks[3](self.blocks[2](x))
+        for index in range(half, len(self.blocks)):
+            x = self.blocks[index](x)
         return x.square().mean()
 
 

@@ -64,7 +64,7 @@ def test_the_budget_is_obeyed_and_predicted_to_the_byte(fraction: float) -> None
 
 
 def test_a_smaller_budget_never_gives_a_larger_peak() -> None:
-    model, x = seeded(Stack, 256, 32)
+    model, x = seeded(lambda: Stack(2), 512, 32)
     full = keep_all_peak(model, x)
     peaks = []
     for percent in range(100, 65, -5):
@@ -90,7 +90,7 @@ def test_training_is_bitwise_what_it_was(make: Callable[[], nn.Module]) -> None:
 
 
 def test_an_impossible_budget_names_one_that_is_met() -> None:
-    model, x = seeded(Stack, 1024, 32)
+    model, x = seeded(lambda: Stack(2), 1024, 32)
     with pytest.raises(BackendCompilerFailed) as caught:
         compiled(model, memory_budget="1.1MiB", **RERUNS_ONLY)(x)
     error = caught.value.inner_exception
@@ -105,7 +105,7 @@ def test_an_impossible_budget_names_one_that_is_met() -> None:
 
 def test_a_solver_that_cannot_take_the_graph_says_so(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr("fxremat.planner.checkmate.MOST_RUNS", 0)
-    model, x = seeded(Stack, 1024, 32)
+    model, x = seeded(lambda: Stack(2), 1024, 32)
     plain = fxremat.explain(model, x, options=EAGER)
     budget = (plain.minimum_peak_bytes + plain.keep_all_peak_bytes) // 2
     with pytest.raises(BackendCompilerFailed) as caught:
@@ -117,7 +117,7 @@ def test_a_solver_that_cannot_take_the_graph_says_so(monkeypatch: pytest.MonkeyP
 
 def test_the_reserve_is_part_of_what_is_promised() -> None:
     """A buffer that nothing reads is no input of the graph, but it is there: the reserve."""
-    model, x = seeded(Stack, 1024, 32)
+    model, x = seeded(lambda: Stack(2), 1024, 32)
     model.register_buffer("unread", torch.zeros(1000))
     options = {**RERUNS_ONLY, "reserve": 4000}
     with pytest.raises(BackendCompilerFailed) as caught:
@@ -144,7 +144,7 @@ def test_bad_options_arrive_as_our_error() -> None:
 @pytest.mark.parametrize("executor", ["aot_eager", "inductor"])
 def test_backward_may_run_twice(executor: str) -> None:
     """Also after it has run once, when the backward is compiled already."""
-    model, x = seeded(Stack, 256, 32)
+    model, x = seeded(lambda: Stack(2), 1024, 32)
     other = copy.deepcopy(model)
     budget = f"{int(0.9 * keep_all_peak(model, x))}B"
     planned = compiled(model, memory_budget=budget, executor=executor)
@@ -182,7 +182,7 @@ def test_graphs_of_one_model_share_the_budget() -> None:
 
 
 def test_a_larger_size_is_planned_anew_and_a_smaller_one_is_not() -> None:
-    model, _ = seeded(Stack, 1, 32)
+    model, _ = seeded(lambda: Stack(2), 1, 32)
     call = torch.compile(
         model, backend=backend, dynamic=True, options={**EAGER, "memory_budget": "8MiB"}
     )
@@ -194,7 +194,7 @@ def test_a_larger_size_is_planned_anew_and_a_smaller_one_is_not() -> None:
 
 
 def test_a_declared_bound_is_planned_for() -> None:
-    model, _ = seeded(Stack, 1, 32)
+    model, _ = seeded(lambda: Stack(2), 1, 32)
     x = torch.randn(64, 32)
     torch._dynamo.mark_dynamic(x, 0, min=2, max=512)
     compiled(model, memory_budget="8MiB")(x).backward()
@@ -225,7 +225,7 @@ def test_outputs_of_all_sorts() -> None:
 
 
 def test_one_line_is_logged_per_graph(caplog: pytest.LogCaptureFixture) -> None:
-    model, x = seeded(Stack, 64, 32)
+    model, x = seeded(lambda: Stack(2), 64, 32)
     with caplog.at_level(logging.INFO, logger="fxremat"):
         compiled(model, memory_budget="8MiB")(x)
     lines = [r.getMessage() for r in caplog.records if r.name.startswith("fxremat")]
@@ -235,7 +235,7 @@ def test_one_line_is_logged_per_graph(caplog: pytest.LogCaptureFixture) -> None:
 
 
 def test_reset_forgets() -> None:
-    model, x = seeded(Stack, 8, 32)
+    model, x = seeded(lambda: Stack(2), 8, 32)
     call = torch.compile(model, backend="fxremat", options={**EAGER, "memory_budget": "8MiB"})
     call(x)
     assert fxremat.reports()

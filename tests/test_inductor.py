@@ -55,7 +55,7 @@ def test_budget_prediction_gradients_and_dropout() -> None:
 
 
 def test_the_minimum_named_is_met() -> None:
-    model, x = seeded(Stack, 1024, 32)
+    model, x = seeded(lambda: Stack(2), 1024, 32)
     with pytest.raises(BackendCompilerFailed) as caught:
         measured(model, x, memory_budget="1MiB", variants="none")
     error = caught.value.inner_exception
@@ -68,7 +68,7 @@ def test_the_minimum_named_is_met() -> None:
 
 def test_caches_know_the_budget(monkeypatch: pytest.MonkeyPatch) -> None:
     """The same budget hits and still reports; another one never gets the cached graph."""
-    model, x = seeded(Stack, 512, 32)
+    model, x = seeded(lambda: Stack(2), 512, 32)
     full = fxremat.explain(model, x).keep_all_peak_bytes
     plans = []
     for fraction in (0.8, 0.8, 0.7):
@@ -86,6 +86,6 @@ def test_the_users_inductor_options_and_passes_stay() -> None:
     def theirs(graph: torch.fx.Graph) -> None:
         seen.append(len(list(graph.nodes)))
 
-    model, x = seeded(Stack, 64, 32)
+    model, x = seeded(lambda: Stack(2), 64, 32)
     measured(model, x, memory_budget="8MiB", inductor={"post_grad_custom_post_pass": theirs})
     assert seen

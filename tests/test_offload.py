@@ -180,7 +180,7 @@ def offloading(model: nn.Module, x: Any, fraction: float, executor: str, **optio
 
 @pytest.mark.parametrize("executor", ["aot_eager", "inductor"])
 def test_a_budget_with_offload_is_obeyed_and_predicted_to_the_byte(executor: str) -> None:
-    model, x = seeded(Stack, 256, 32)
+    model, x = seeded(lambda: Stack(2), 512, 32)
     step = offloading(model, x, 0.6, executor)
     expected = Step(model, x, executor=executor).gradients()
     for one, other in zip(step.gradients(), expected, strict=True):
@@ -201,7 +201,7 @@ def test_a_budget_with_offload_is_obeyed_and_predicted_to_the_byte(executor: str
 
 
 def test_the_host_memory_budget_is_obeyed() -> None:
-    model, x = seeded(Stack, 256, 32)
+    model, x = seeded(lambda: Stack(2), 512, 32)
     step = offloading(model, x, 0.8, "aot_eager", host_memory_budget="100kB")
     runtime.reset_host_peak()
     step()
@@ -209,11 +209,11 @@ def test_the_host_memory_budget_is_obeyed() -> None:
 
 
 def test_without_bandwidth_the_plan_is_the_one_without() -> None:
-    model, x = seeded(Stack, 256, 32)
+    model, x = seeded(lambda: Stack(2), 512, 32)
     budget = int(
         0.8 * fxremat.explain(model, x, options={"executor": "aot_eager"}).keep_all_peak_bytes
     )
-    common = {"executor": "aot_eager", "memory_budget": budget, "solver": "greedy"}
+    common = {"executor": "aot_eager", "memory_budget": f"{budget}B", "solver": "greedy"}
     Step(model, x, **common)()
     Step(model, x, **common, offload=True, host_bandwidth=0)()
     plain, other = fxremat.reports()[-2:]
@@ -237,7 +237,7 @@ def test_moves_of_a_plan_name_values() -> None:
 
 @pytest.mark.parametrize("executor", ["aot_eager", "inductor"])
 def test_the_backward_may_run_twice(executor: str) -> None:
-    model, x = seeded(Stack, 256, 32)
+    model, x = seeded(lambda: Stack(2), 512, 32)
     step = offloading(model, x, 0.6, executor)
     loss = step.run_model(x)
     loss.backward(retain_graph=True)

@@ -256,8 +256,8 @@ def plans(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> Path:
 
 
 def explain() -> Explanation:
-    options = {"executor": "aot_eager", "memory_budget": "1MiB"}
-    return fxremat.explain(*seeded(Stack, 256, 32), options=options)
+    options = {"executor": "aot_eager", "memory_budget": "1.3MiB"}
+    return fxremat.explain(*seeded(lambda: Stack(2), 512, 32), options=options)
 
 
 def test_the_backend_asks_once(

@@ -1,7 +1,8 @@
 """What a device can do at best: rates by dtype, bandwidths, launch time.
 
-Figures for GPUs are the vendors' dense peak rates; the one for a CPU is a two-core machine's,
-and only its ratio of compute to bandwidth matters for a plan. Watts and nanojoules are of the
+Figures for GPUs are the vendors' dense peak rates; those for a CPU are what matmuls and copies
+reach on two cores of a server. They matter by their ratios, to each other and to the microseconds
+of a launch. Watts and nanojoules are of the
 right order, and only their ratio matters. Plans must be equal on every rank and machine, so
 nothing here is probed at run time.
 """
@@ -35,7 +36,7 @@ class DeviceSpec:
         return self.flops_16bit if dtype.itemsize <= 2 else self.flops_fp32
 
 
-CPU = DeviceSpec("cpu", 60e9, 60e9, 8e9, 2.0, 4e9, 30.0)
+CPU = DeviceSpec("cpu", 120e9, 120e9, 30e9, 2.0, 4e9, 30.0)
 GPUS = (
     DeviceSpec("H200", 67e12, 990e12, 4.8e12, 4.0, 55e9),
     DeviceSpec("H100", 67e12, 990e12, 3.35e12, 4.0, 55e9),

@@ -1,0 +1,361 @@
+"""Gradients that are added inside of the backward, in backwards of all kinds."""
+
+from __future__ import annotations
+
+import logging
+import threading
+from collections.abc import Callable
+from contextlib import nullcontext
+from typing import Any, cast
+
+import pytest
+import torch
+from torch import Tensor, nn
+from torch.utils.checkpoint import checkpoint
+
+import fxremat
+from fxremat.runtime import accumulation
+from tests import accumulating
+from tests.accumulating import (
+    EAGER,
+    LAYERS,
+    Early,
+    Refused,
+    check_same,
+    compiled,
+    gradients,
+    layers,
+    same,
+    squares,
+    with_input,
+)
+from tests.small import Stack, seeded
+
+early = accumulating.early
+_fresh = accumulating.fresh
+
+
+# --- gradients that are asked for --------------------------------------------------------
+
+
+def test_gradients_that_are_asked_for_are_not_added(early: Early) -> None:
+    model, x = layers()
+    fxremat.accumulate_in_backward(model)
+    call, parameters = compiled(model), list(model.parameters())
+    call(x).backward()
+    before = gradients(model)
+    asked = torch.autograd.grad(call(x), parameters)
+    assert same(gradients(model), before)
+    assert same(list(asked), before)
+    assert not early
+    call(x).backward(inputs=parameters[:2])
+    assert {id(p) for p in early} == {id(p) for p in parameters[:2]}
+    expected = [g if i > 1 or g is None else 2 * g for i, g in enumerate(before)]
+    assert same(gradients(model), expected)
+
+
+def test_backwards_one_after_the_other_through_one_graph(early: Early) -> None:
+    def twice(loss: Tensor) -> None:
+        torch.autograd.backward(loss, retain_graph=True)
+        torch.autograd.backward(loss)
+
+    check_same(LAYERS, backward=twice)
+    assert len(early) == 5 * 6
+
+
+@pytest.mark.filterwarnings("ignore:Using backward")
+def test_a_graph_of_the_backward(caplog: pytest.LogCaptureFixture, early: Early) -> None:
+    model, x = layers()
+    call = compiled(model)
+    fxremat.accumulate_in_backward(model)
+    for _ in range(2):
+        call(x).backward(create_graph=True)
+    assert not early
+    assert "in this backward" in caplog.text
+
+
+# --- other gradients, and hooks ----------------------------------------------------------
+
+LOSSES: dict[str, Callable[[Any, Any, Tensor], Tensor]] = {
+    "decay added after": lambda model, call, x: call(x) + squares(model),
+    "decay added before": lambda model, call, x: squares(model) + call(x),
+    "two calls": lambda model, call, x: call(x) + call(2 * x),
+}
+
+
+@pytest.mark.parametrize("name", LOSSES)
+def test_other_gradients_of_a_parameter(
+    name: str, caplog: pytest.LogCaptureFixture, early: Early
+) -> None:
+    def loss_of(model: Any) -> Any:
+        call = compiled(model)
+        return lambda x: LOSSES[name](model, call, x)
+
+    check_same(LAYERS, loss_of)
+    assert not early
+    told = [r for r in caplog.records if "this graph alone has a gradient" in r.getMessage()]
+    assert [r.levelno for r in told] == [logging.WARNING]
+
+
+class Halves(nn.Module):
+    """Two graphs; the first layer is part of both."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.layers = nn.ModuleList(nn.Linear(16, 16) for _ in range(3))
+
+    def forward(self, x: Tensor) -> Tensor:
+        x = torch.tanh(self.layers[1](torch.tanh(self.layers[0](x))))
+        torch._dynamo.graph_break()
+        return cast("Tensor", self.layers[0](torch.tanh(self.layers[2](x))).square().mean())
+
+
+def test_graph_breaks(early: Early) -> None:
+    check_same(with_input(Halves, 4, 16))
+    assert len(early) == 2 * 4
+
+
+def test_losses_of_several_roots_and_leaves(early: Early) -> None:
+    def loss_of(model: Any) -> Any:
+        return compiled(model)
+
+    def backward(loss: Tensor) -> None:
+        torch.autograd.backward([loss, loss.exp()])
+
+    check_same(LAYERS, loss_of, backward=backward)
+    assert len(early) == 2 * 6
+    early.clear()
+    model, x = layers()
+    fxremat.accumulate_in_backward(model)
+    call, weight = compiled(model), model.layers[0].weight
+    call(x).backward()
+    torch.autograd.backward([call(x), weight], [torch.ones(()), torch.ones_like(weight)])
+    assert not early
+
+
+Hook = Callable[[Any], object]
+
+
+def double(weight: Any) -> None:
+    weight.grad.mul_(2)
+
+
+HOOKS: dict[str, Hook] = {
+    "tensor hook": lambda weight: weight.register_hook(lambda gradient: 2 * gradient),
+    "post-accumulate hook": lambda weight: weight.register_post_accumulate_grad_hook(double),
+}
+
+
+@pytest.mark.parametrize("name", HOOKS)
+def test_hooks_on_a_parameter(name: str, early: Early) -> None:
+    check_same(LAYERS, prepare=lambda model: HOOKS[name](model.layers[1].weight))
+    assert len(early) == 2 * 5
+
+
+def test_hooks_that_come_later(early: Early, caplog: pytest.LogCaptureFixture) -> None:
+    """After compilation: on the parameter, on what adds its gradient, and on the graph."""
+    seen: list[Any] = []
+
+    def note(*arguments: Any) -> None:
+        seen.append(arguments)
+
+    model, x = layers()
+    fxremat.accumulate_in_backward(model)
+    call = compiled(model)
+    call(x).backward()
+    first, second, *_ = model.parameters()
+    edges = [torch.autograd.graph.get_gradient_edge(p).node for p in (first, second)]
+    edges[0].register_prehook(note)
+    edges[1].register_hook(note)
+    handle = model.layers[1].weight.register_hook(note)
+    call(x).backward()
+    assert len(early) == 3
+    assert len(seen) == 3
+    assert all(torch.isfinite(g).all() for one in seen for g in one if isinstance(g, Tensor))
+    handle.remove()
+    early.clear()
+    loss = call(x)
+    loss.grad_fn.register_hook(lambda inputs, _: tuple(g if g is None else 2 * g for g in inputs))
+    before = gradients(model)
+    expected = torch.autograd.grad(loss, list(model.parameters()), retain_graph=True)
+    loss.backward()
+    assert not early
+    found = [b + g for b, g in zip(before, expected, strict=True) if b is not None]
+    assert same(gradients(model), found)
+    assert "a hook" in caplog.text
+
+
+# --- how the graphs and the backward are run ---------------------------------------------
+
+
+def test_graphs_that_run_again_in_the_backward(
+    caplog: pytest.LogCaptureFixture, early: Early
+) -> None:
+    """torch.utils.checkpoint gives their backward copies of the parameters."""
+
+    def loss_of(model: Any) -> Any:
+        call = compiled(model)
+        again: Any = checkpoint
+        return lambda x: again(call, x, use_reentrant=False)
+
+    check_same(LAYERS, loss_of)
+    assert not early
+    assert "a copy of it" in caplog.text
+
+
+def test_dynamic_sizes(early: Early) -> None:
+    def loss_of(model: Any) -> Any:
+        call: Any = torch.compile(model, backend="fxremat", options=EAGER, dynamic=True)
+        sizes = iter((4, 3, 2))
+        return lambda x: call(x[: next(sizes)].clone())
+
+    check_same(LAYERS, loss_of)
+    assert len(early) == 2 * 6
+    assert len(fxremat.reports()) == 1
+
+
+def test_anomaly_mode(early: Early) -> None:
+    with torch.autograd.set_detect_anomaly(True):
+        check_same(LAYERS)
+    assert not early
+
+
+def test_steps_that_are_compiled_as_a_whole(early: Early) -> None:
+    """The backward is called in a frame that Dynamo looks at."""
+    model, x = layers()
+    fxremat.accumulate_in_backward(model)
+
+    def step(x: Tensor) -> None:
+        loss = model(x)
+        loss.backward()
+
+    call = compiled(step)
+    for _ in range(2):
+        call(x)
+    assert len(early) == 6
+
+
+def test_backwards_of_several_threads(early: Early) -> None:
+    """While two run, neither knows which one it is."""
+    model, x = layers()
+    call = compiled(model)
+    fxremat.accumulate_in_backward(model)
+    call(x).backward()
+    single = gradients(model)
+
+    class Meet(torch.autograd.Function):
+        @staticmethod
+        def forward(ctx: Any, y: Tensor) -> Tensor:
+            return y.clone()
+
+        @staticmethod
+        def backward(ctx: Any, gradient: Tensor) -> Any:
+            barrier.wait()
+            return gradient
+
+    barrier = threading.Barrier(2)
+    losses = [Meet.apply(call(x)) for _ in range(2)]  # type: ignore[no-untyped-call]
+    threads = [threading.Thread(target=loss.backward) for loss in losses]
+    for thread in threads:
+        thread.start()
+    for thread in threads:
+        thread.join()
+    for parameter, gradient in zip(model.parameters(), single, strict=True):
+        torch.testing.assert_close(parameter.grad, None if gradient is None else 3 * gradient)
+
+
+def test_averaging_over_processes(tmp_path: Any, early: Early) -> None:
+    distributed = torch.distributed
+    if not distributed.is_available():
+        pytest.skip("torch without torch.distributed")
+    distributed.init_process_group("gloo", init_method=f"file://{tmp_path}/a", rank=0, world_size=1)
+    try:
+
+        def loss_of(model: Any) -> Any:
+            wrapped = nn.parallel.DistributedDataParallel(model, gradient_as_bucket_view=True)
+            call = compiled(wrapped)
+
+            def loss(x: Tensor) -> Any:
+                with wrapped.no_sync() if len(early) < 3 else nullcontext():
+                    return call(x)
+
+            return loss
+
+        check_same(LAYERS, loss_of, in_place=False)
+    finally:
+        distributed.destroy_process_group()
+
+
+# --- errors ------------------------------------------------------------------------------
+
+
+def test_an_error_in_the_backward(early: Early) -> None:
+    """Each gradient has been added as a whole or not at all; the next backward is right."""
+
+    class Picky(torch.autograd.Function):
+        @staticmethod
+        def forward(ctx: Any, x: Tensor) -> Tensor:
+            return x.clone()
+
+        @staticmethod
+        def backward(ctx: Any, gradient: Tensor) -> Any:
+            if refusing:
+                raise Refused("not this one")
+            return gradient
+
+    refusing: list[bool] = []
+    model, x = seeded(lambda: Stack(broken=True), 4, 32)
+    fxremat.accumulate_in_backward(model)
+    call = compiled(model)
+    ours: Any = Picky.apply
+    call(ours(x.requires_grad_())).backward()
+    first = gradients(model)
+    early.clear()
+    refusing.append(True)
+    with pytest.raises(Refused, match="not this one"):
+        call(ours(x)).backward()
+    assert early
+    for found, one in zip(gradients(model), first, strict=True):
+        assert found is not None
+        assert one is not None
+        assert torch.equal(found, 2 * one)
+    refusing.clear()
+    model.zero_grad()
+    call(ours(x)).backward()
+    assert same(gradients(model), first)
+
+
+def test_an_error_inside_of_the_graph(monkeypatch: pytest.MonkeyPatch) -> None:
+    model, x = layers()
+    fxremat.accumulate_in_backward(model)
+    call = compiled(model)
+    call(x).backward()
+    single = gradients(model)
+    begin, count = accumulation._begin, [0]
+
+    def failing() -> None:
+        count[0] += 1
+        if count[0] == 4:
+            raise Refused("half way")
+        begin()
+
+    monkeypatch.setattr(accumulation, "_begin", failing)
+    with pytest.raises(Refused, match="half way"):
+        call(x).backward()
+    added = [
+        torch.equal(p.grad, 2 * g)
+        for p, g in zip(model.parameters(), single, strict=True)
+        if g is not None
+    ]
+    kept = [
+        torch.equal(p.grad, g)
+        for p, g in zip(model.parameters(), single, strict=True)
+        if g is not None
+    ]
+    assert [a != k for a, k in zip(added, kept, strict=True)] == 6 * [True]
+    assert sum(added) == 3
+    monkeypatch.undo()
+    model.zero_grad()
+    call(x).backward()
+    call(x).backward()
+    assert same(gradients(model), [None if g is None else 2 * g for g in single])
