@@ -6,7 +6,7 @@ Verification and logging belong to the runner here, never to a pass.
 from __future__ import annotations
 
 import logging
-from collections.abc import Sequence
+from collections.abc import Iterator, Sequence
 from dataclasses import dataclass, field, replace
 from pathlib import Path
 
@@ -35,7 +35,7 @@ from fxremat.verify import check_data_flow, check_split, check_waits
 log = logging.getLogger(__name__)
 
 MAX_REHEARSALS = 6
-LOWEST_PERCENT = (100, 108, 120)  # of the least planned peak: what the last attempts aim at
+LOWEST_PERCENT = (108, 120)  # of the least planned peak: what the last attempts aim at
 QUICK_SOLVER = "greedy"
 """Its limits count work, never time: what it finds does not depend on the machine's speed."""
 CLOSE_ENOUGH = 0.02  # a plan this near below the budget is not improved any further
@@ -110,7 +110,10 @@ class Run:
 
     def solve(self, budget: int | None, solver: str | None = None) -> Plan:
         """The plan of the solver that the user asked for, or of another."""
-        plan = self.answer(budget, solver or self.request.solver)
+        return self.checked(self.answer(budget, solver or self.request.solver))
+
+    def checked(self, plan: Plan) -> Plan:
+        """The plan itself; raises `VerificationFailed` where it is not what it claims to be."""
         if self.request.verify:
             with self.clock.stage("verify"):
                 _check_plan(self.found, plan)
@@ -184,17 +187,20 @@ def _check_plan(found: Estimate, plan: Plan) -> None:
         raise VerificationFailed("peak", detail)
 
 
-def _learn(run: Run, shown: Rehearsal) -> bool:
-    """Put the workspaces that Inductor's layouts need into the problem; True if any differs."""
+def _learn(run: Run, shown: Rehearsal) -> Problem | None:
+    """Put the workspaces that Inductor's layouts need into the problem.
+
+    The problem as it was before, if any differs.
+    """
     problem = run.found.problem
     ops = tuple(
         replace(op, workspace_bytes=shown.scratch.get(op.name, op.workspace_bytes))
         for op in problem.ops
     )
     if ops == problem.ops:
-        return False
+        return None
     run.found = replace(run.found, problem=replace(problem, ops=ops))
-    return True
+    return problem
 
 
 @dataclass
@@ -212,6 +218,8 @@ class _Search:
     hold: bool = False
     best: Split | None = None
     too_much: int | None = None
+    before: Problem | None = None
+    """The problem as it was before anything was learnt from a rehearsal, if anything was."""
     disorder: int = 0
     """How much more the first plan takes in Inductor's own order."""
     tried: dict[tuple[bool, tuple[Step, ...]], Split] = field(default_factory=dict)
@@ -289,20 +297,35 @@ class _Search:
 
         Which plans these are does not depend on the budget, nor on how fast the machine is: the
         minimum that an error names is found again when it is asked for. A plan is left out that
-        could only be the lowest by falling short of its planned peak by more than those before.
+        could only be the lowest by falling short of its planned peak by more than those before it.
         """
         self.hold = True
-        lowest = self.run.solve(0, QUICK_SOLVER)
         splits: list[Split] = []
-        for percent in LOWEST_PERCENT:
-            plan = self.run.solve(lowest.peak_bytes * percent // 100, QUICK_SOLVER)
+        for plan in self.lowest():
             short = max((s.plan.peak_bytes - s.peak_bytes for s in splits), default=0)
             if splits and plan.peak_bytes - max(short, 0) > min(s.peak_bytes for s in splits):
-                break
+                continue
             splits.append(self.try_plan(plan))
             if self.best is not None:
                 return self.best
         return min(splits, key=lambda split: split.peak_bytes)
+
+    def lowest(self) -> Iterator[Plan]:
+        """Plans of low peak: by what has been learnt, and by what was known before.
+
+        The solver of the least peak decides by the bytes it is given, and small changes of them
+        can lead it to something better.
+        """
+        run = self.run
+        least = run.solve(0, QUICK_SOLVER)
+        yield least
+        for percent in LOWEST_PERCENT:
+            yield run.solve(least.peak_bytes * percent // 100, QUICK_SOLVER)
+        if self.before is not None:
+            plan = run.answer(0, QUICK_SOLVER, self.before)
+            yield run.checked(
+                replace(plan, peak_bytes=replay(run.found.problem, plan.steps).peak_bytes)
+            )
 
 
 def fit(run: Run) -> tuple[Split, int]:
@@ -316,7 +339,8 @@ def fit(run: Run) -> tuple[Split, int]:
     split = run.split(plan, search.hold)
     if split.rehearsal is None:  # nothing shows what Inductor's own order takes
         return run.split(plan, hold=True), 0
-    first = run.solve(budget) if _learn(run, split.rehearsal) else plan
+    search.before = _learn(run, split.rehearsal)
+    first = plan if search.before is None else run.solve(budget)
     if first.steps == plan.steps:  # the same graphs, whatever was learnt of their problem
         search.tried[search.hold, first.steps] = replace(split, plan=first)
     elif not search.hold and split.peak_bytes > budget:

@@ -2,9 +2,8 @@
 
 Figures for GPUs are the vendors' dense peak rates; those for a CPU are what matmuls and copies
 reach on two cores of a server. They matter by their ratios, to each other and to the microseconds
-of a launch. Watts and nanojoules are of the
-right order, and only their ratio matters. Plans must be equal on every rank and machine, so
-nothing here is probed at run time.
+of a launch. Watts and nanojoules are of the right order, and only their ratio matters. Plans must
+be equal on every rank and machine, so nothing here is probed at run time.
 """
 
 from __future__ import annotations
