@@ -87,6 +87,32 @@ def test_a_read_is_changed_and_the_new_op_stands_before_it() -> None:
     assert (softmax.time_us, softmax.workspace_bytes) == (2.5, 7)
 
 
+@pytest.mark.parametrize(("size", "is_early"), [(10, True), (9, False)])
+def test_an_output_that_nobody_reads_is_made_when_it_lets_go_of_more(
+    size: int, is_early: bool
+) -> None:
+    """A gradient from the forward, scaled: at the end all the others would be there as well."""
+    ahead = Alternative(
+        "ahead",
+        ops=(
+            Op("loss_and_dx", ("x", "w"), ("loss2", "dx1"), 22.0, 100, "forward"),
+            Op("scaled", ("dx1", "g"), ("dx2",), 1.0, 0, "backward"),
+        ),
+        outputs=(("loss", "loss2"), ("dx", "dx2")),
+    )
+    other = Op("other", ("x", "g"), ("gradient",), 1.0, phase="backward")
+    problem = replace(
+        LOSS,
+        values=(*LOSS.values, Value("dx1", size), Value("gradient", 10)),
+        ops=(*LOSS.ops, other),
+        outputs=(*LOSS.outputs, "gradient"),
+        alternatives=(ahead,),
+    )
+    names = [op.name for op in take(validate(problem), ["ahead"]).ops]
+    assert names.index("loss_and_dx") < names.index("tangents") < names.index("scaled")
+    assert (names.index("scaled") < names.index("other")) == is_early
+
+
 def test_what_is_read_instead_may_be_written_over() -> None:
     packed = Alternative(
         "packed",

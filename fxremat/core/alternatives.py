@@ -7,7 +7,7 @@ plan with alternatives does so on the problem that is left.
 from __future__ import annotations
 
 import heapq
-from collections.abc import Iterable, Sequence
+from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import replace
 
 from fxremat.core.problem import Alternative, Change, InvalidProblem, Op, Problem, validate
@@ -30,7 +30,9 @@ def take(problem: Problem, names: Iterable[str]) -> Problem:
     Their ops join, those that they change read something else, and what nobody needs any more is
     gone: ops whose results lead to no output, and values that no op touches. The order is the base
     order; an op of an alternative comes right after what it reads if it belongs to the forward,
-    else right before the first op that reads it. KeyError for a name that there is not;
+    else right before the first op that reads it. One of the backward that no op reads, whose
+    results are outputs, comes as early as can be where it lets go of more than it writes, else at
+    the end. KeyError for a name that there is not;
     `InvalidProblem` where two of them exclude each other.
     """
     by_name = {one.name: one for one in problem.alternatives}
@@ -43,7 +45,11 @@ def take(problem: Problem, names: Iterable[str]) -> Problem:
     outputs = tuple(dict.fromkeys(stand_in.get(name, name) for name in problem.outputs))
     new = [op for one in taken for op in one.ops]
     wanted = (*outputs, *problem.host)
-    ops = _needed(_changed(problem.ops, taken), new, wanted) if taken else problem.ops
+    ops = problem.ops
+    if taken:
+        kept = {*problem.inputs, *problem.resident, *wanted}
+        mortal = {name: size for name, size in problem.bytes_of.items() if name not in kept}
+        ops = _needed(_changed(problem.ops, taken), new, wanted, mortal, problem.bytes_of)
     touched = {name for op in ops for name in (*op.reads, *op.writes)}
     touched |= {*problem.inputs, *problem.resident, *outputs, *problem.host}
     values = tuple(value for value in problem.values if value.name in touched)
@@ -74,7 +80,13 @@ def _change(op: Op, changes: Iterable[Change]) -> Op:
     return op
 
 
-def _needed(base: Sequence[Op], new: Sequence[Op], outputs: Sequence[str]) -> tuple[Op, ...]:
+def _needed(
+    base: Sequence[Op],
+    new: Sequence[Op],
+    outputs: Sequence[str],
+    mortal: Mapping[str, int],
+    sizes: Mapping[str, int],
+) -> tuple[Op, ...]:
     """The ops that lead to an output, or that are there for what they do, in a valid order."""
     everything = [*base, *new]
     writer = {name: op for op in everything for name in op.writes}
@@ -86,22 +98,35 @@ def _needed(base: Sequence[Op], new: Sequence[Op], outputs: Sequence[str]) -> tu
         if op.name not in found:
             found.add(op.name)
             stack.extend(writer[name] for name in op.reads if name in writer)
-    order = _ordered(base, new)
+    order = _ordered(base, new, mortal, sizes)
     return tuple(op for op in order if op.name in found)
 
 
-def _ordered(base: Sequence[Op], new: Sequence[Op]) -> tuple[Op, ...]:
-    """Base order as far as what is read allows, with the new ops where they belong."""
+def _ordered(
+    base: Sequence[Op], new: Sequence[Op], mortal: Mapping[str, int], sizes: Mapping[str, int]
+) -> tuple[Op, ...]:
+    """Base order as far as what is read allows, with the new ops where they belong.
+
+    ``mortal`` are the bytes of what dies when nobody reads it any more.
+    """
     ops = [*base, *new]
     writer = {name: op.name for op in ops for name in op.writes}
     place = {op.name: float(index) for index, op in enumerate(base)}
+    last_forward = max((place[op.name] for op in base if op.phase == "forward"), default=-1.0)
     for op in new:
         sources = (place.get(writer[r], 0.0) for r in op.reads if r in writer)
         place[op.name] = max(sources, default=-1.0) + 0.5
     for op in reversed(new):
         if op.phase != "forward":
             readers = [place[o.name] for o in ops if not {*o.reads}.isdisjoint(op.writes)]
-            place[op.name] = min(readers, default=float(len(base))) - 0.5 / (len(new) + 1)
+            freed = sum(mortal.get(name, 0) for name in op.reads)
+            held = sum(sizes[name] for name in op.writes)
+            if readers:
+                place[op.name] = min(readers) - 0.5 / (len(new) + 1)
+            elif freed and freed >= held:
+                place[op.name] = max(place[op.name], last_forward + 0.5)
+            else:
+                place[op.name] = float(len(base))
     return _sorted(ops, writer, place)
 
 
