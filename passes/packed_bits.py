@@ -15,8 +15,9 @@ Sound: packing and unpacking are inverse, and a comparison gives the same whenev
 
 Unpacking is written in plain calls (``bits >> k & 1``), which Inductor makes part of the reader's
 loop: no bool tensor is written. Packing is a sum of eight shifted bits, which Inductor fuses with
-the comparison, but not on CPU, where its code for that sum is eighty times slower than the
-operator `fxremat.runtime.bits.pack_bits`, which is used there.
+the comparison. Not so on CPU: neither is vectorised there, and a loop that reads bits takes ten
+times as long, all of it. So the operators of `fxremat.runtime.bits` are used, and for a moment
+there is a bool tensor.
 
 **Indices** (`narrow_indices`). Results of argmax, topk, sort and the like are int64, and lie below
 the size of a dimension: where that is provable they are kept in 8, 16 or 32 bits. Converting there
@@ -53,6 +54,7 @@ from fxremat.passes.saved_values import (
     is_large,
     laid_out,
     made_in_forward,
+    order_of,
     positions,
     saved_values,
 )
@@ -94,6 +96,11 @@ def unpacked_bits(add: Callable[..., fx.Node], packed: fx.Node) -> fx.Node:
 
 def unpack(add: Callable[..., fx.Node], packed: fx.Node, like: torch.Tensor) -> fx.Node:
     """A mask from its bits."""
+    if fake(packed).device.type == "cpu":
+        order = order_of(like)
+        assert order is not None
+        mask = add(bits.unpack_bits, packed, [like.shape[d] for d in order])
+        return laid_out(add, mask, like)
     ones = unpacked_bits(add, packed)
     mask = add(_ATEN.ne.Scalar, ones, 0)
     return laid_out(add, add(_ATEN.reshape.default, mask, [-1]), like)

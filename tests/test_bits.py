@@ -9,7 +9,7 @@ from hypothesis import strategies as st
 
 from fxremat.measure import measure_peak
 from fxremat.runtime import bits
-from fxremat.runtime.kernels import WORKSPACES
+from fxremat.runtime.kernels import INSIDE, WORKSPACES
 
 
 def strided(shape: list[int], order: list[int], steps: list[int], seed: int = 0) -> torch.Tensor:
@@ -86,3 +86,16 @@ def test_narrowed_is_a_copy() -> None:
     assert bits.narrowed(x, torch.int64).data_ptr() != x.data_ptr()
     peak = measure_peak(lambda: bits.narrowed(x, torch.int8)).above_start_bytes
     assert peak == found.numel()
+
+
+def test_pictures_are_transposed_for_the_operators() -> None:
+    """On a CPU, under Inductor: that takes longer than packing itself."""
+    flat_ = torch.ones(1 << 20, dtype=torch.bool)
+    picture, inside = flat_.view(16, 16, 64, 64), INSIDE[bits.pack_bits]
+    cheap = inside(flat_, on_cpu=True, by_inductor=True)
+    assert inside(picture, on_cpu=True, by_inductor=False) == cheap
+    dear = inside(picture, on_cpu=True, by_inductor=True)
+    assert dear.calls == cheap.calls == 3 * 17
+    assert dear.bytes > 100 * cheap.bytes
+    back = INSIDE[bits.unpack_bits](bits.pack_bits(flat_), [16, 16, 64, 64], on_cpu=True)
+    assert back == cheap

@@ -7,22 +7,36 @@ that the memory had then (`storage_order`) permutes the tensor first.
 
 Scratch memory, in bytes, for ``n`` elements (CHUNK is a constant below):
 
-    pack_bits      min(n // 8, CHUNK), 9 for Python's numbers that become tensors, 9 more where n
-                   is no multiple of 8, n more where memory is not in order
-    unpack_bits    min(n // 8, CHUNK), 9, and 9 more where n is no multiple of 8
+    pack_bits      8 min(n // 8, CHUNK), 8 for a Python number that becomes a tensor, 24 where n is
+                   no multiple of 8, n more where memory is not in order
+    unpack_bits    4 min(n // 8, CHUNK), 20 more where n is no multiple of 8
     narrowed       none
 """
 
 from __future__ import annotations
 
+import functools
+import math
 from collections.abc import Iterable, Iterator, Sequence
 
 import torch
 
-from fxremat.runtime.kernels import define
+from fxremat.runtime.kernels import Inside, define
 
-CHUNK = 1 << 16
+CHUNK = 1 << 13
 """Bytes of packed bits that are worked on at once."""
+PICTURE_DIMS = 4
+MOVED_ALONE = 150
+"""Bytes that a CPU copies in the time in which it puts one byte elsewhere.
+
+Inductor has pictures with their channels last on a CPU, whatever the order was when the graph was
+traced; for a call that wants the old order it transposes them, bytes one by one.
+"""
+GATHER = sum(1 << 56 - 7 * bit for bit in range(8))
+SPREAD = torch.tensor(
+    [sum((byte >> bit & 1) << 8 * bit for bit in range(8)) for byte in range(256)], device="cpu"
+)
+"""For each byte, its eight bits as eight bytes, in one number."""
 
 
 def storage_order(shape: Sequence[int], stride: Sequence[int]) -> tuple[int, ...] | None:
@@ -59,25 +73,31 @@ def packed_bytes(count: int) -> int:
     return (count + 7) // 8
 
 
-def _pack_rows(rows: torch.Tensor, out: torch.Tensor, scratch: torch.Tensor) -> None:
-    """Rows of eight bytes 0 or 1 to a byte each."""
-    out.copy_(rows[:, 0])
-    for bit in range(1, 8):
-        torch.mul(rows[:, bit], 1 << bit, out=scratch)
-        out.bitwise_or_(scratch)
-
-
 def pack_into(bits: torch.Tensor, out: torch.Tensor) -> None:
-    """Pack flat bytes 0 or 1 into ``out``."""
+    """Pack flat bytes 0 or 1 into ``out``.
+
+    Eight bytes are one number: times GATHER, the sum of ``1 << 56 - 7 * k``, its byte ``k`` lands
+    in bit ``56 + k``, and no two terms of the product meet anywhere.
+    """
     whole, rest = divmod(bits.numel(), 8)
-    rows = bits[: whole * 8].view(-1, 8)
-    scratch = bits.new_empty(min(whole, CHUNK))
-    for start, end in pieces(whole, CHUNK):
-        _pack_rows(rows[start:end], out[start:end], scratch[: end - start])
+    if whole:
+        words = _words(bits[: whole * 8])
+        scratch = words.new_empty(min(whole, CHUNK))
+        for start, end in pieces(whole, CHUNK):
+            part = scratch[: end - start]
+            torch.mul(words[start:end], GATHER, out=part)
+            out[start:end] = part.bitwise_right_shift_(56)
     if rest:
-        last = bits.new_zeros(1, 8)
-        last[0, :rest] = bits[whole * 8 :]
-        _pack_rows(last, out[whole:], bits.new_empty(1))
+        last = bits.new_zeros(8)
+        last[:rest] = bits[whole * 8 :]
+        out[whole:] = (_words(last) * GATHER).bitwise_right_shift_(56)
+
+
+def _words(flat_bytes: torch.Tensor) -> torch.Tensor:
+    """Bytes, eight at a time, as numbers; a copy where they do not begin where numbers may."""
+    if flat_bytes.storage_offset() * flat_bytes.dtype.itemsize % 8:
+        flat_bytes = flat_bytes.clone()
+    return flat_bytes.view(torch.int64)
 
 
 def _pack(x: torch.Tensor) -> torch.Tensor:
@@ -92,32 +112,28 @@ def _packed_like(x: torch.Tensor) -> torch.Tensor:
 
 def _pack_workspace(x: torch.Tensor) -> int:
     whole, rest = divmod(x.numel(), 8)
-    return copied_bytes(x) + min(whole, CHUNK) + _numbers(x.numel()) + (9 if rest else 0)
+    offset = x.storage_offset() if x.is_contiguous() else 0
+    shifted = whole * 8 if offset % 8 else 0
+    return copied_bytes(x) + shifted + 8 * min(whole, CHUNK) + (24 if rest else 8 if whole else 0)
 
 
-def _numbers(used: int) -> int:
-    """A Python number beside bytes becomes a tensor of eight bytes, and then of one."""
-    return 9 if used else 0
-
-
-def _unpack_rows(packed: torch.Tensor, out: torch.Tensor, scratch: torch.Tensor) -> None:
-    for bit in range(8):
-        torch.bitwise_right_shift(packed, bit, out=scratch)
-        out[:, bit] = scratch.bitwise_and_(1)
+@functools.cache
+def _spread(device: torch.device) -> torch.Tensor:
+    return SPREAD.to(device)
 
 
 def _unpack(packed: torch.Tensor, shape: Iterable[int]) -> torch.Tensor:
     out = packed.new_empty(tuple(shape), dtype=torch.bool)
     bits = out.view(-1).view(torch.uint8)
     whole, rest = divmod(bits.numel(), 8)
-    rows = bits[: whole * 8].view(-1, 8)
-    scratch = packed.new_empty(min(whole, CHUNK))
+    words, table = bits[: whole * 8].view(torch.int64), _spread(packed.device)
+    index = packed.new_empty(min(whole, CHUNK), dtype=torch.int32)
     for start, end in pieces(whole, CHUNK):
-        _unpack_rows(packed[start:end], rows[start:end], scratch[: end - start])
+        part = index[: end - start]
+        torch.index_select(table, 0, part.copy_(packed[start:end]), out=words[start:end])
     if rest:
-        last = packed.new_empty(1, 8)
-        _unpack_rows(packed[whole:], last, packed.new_empty(1))
-        bits[whole * 8 :] = last[0, :rest]
+        last = table[packed[whole:].int()].view(torch.uint8)
+        bits[whole * 8 :] = last[:rest]
     return out
 
 
@@ -130,7 +146,23 @@ def _unpack_workspace(packed: torch.Tensor, shape: Sequence[int]) -> int:
     for size in shape:
         count *= size
     whole, rest = divmod(count, 8)
-    return min(whole, CHUNK) + _numbers(count) + (9 if rest else 0)
+    return 4 * min(whole, CHUNK) + (20 if rest else 0)
+
+
+def _inside(count: int, dims: int, moves: bool) -> Inside:
+    """Three calls for each CHUNK; and in pictures, each byte moved on its own."""
+    calls = 3 * (count // (8 * CHUNK) + 1)
+    return Inside(calls, count + (MOVED_ALONE * count if moves and dims == PICTURE_DIMS else 0))
+
+
+def _inside_pack(x: torch.Tensor, *, on_cpu: bool, by_inductor: bool = False) -> Inside:
+    return _inside(x.numel(), x.dim(), on_cpu and by_inductor)
+
+
+def _inside_unpack(
+    packed: torch.Tensor, shape: Sequence[int], *, on_cpu: bool, by_inductor: bool = False
+) -> Inside:
+    return _inside(math.prod(shape), len(shape), on_cpu and by_inductor)
 
 
 def _narrowed(x: torch.Tensor, dtype: torch.dtype) -> torch.Tensor:
@@ -142,11 +174,16 @@ def _narrowed_like(x: torch.Tensor, dtype: torch.dtype) -> torch.Tensor:
 
 
 pack_bits = define(
-    "pack_bits", "(Tensor x) -> Tensor", _pack, _packed_like, workspace=_pack_workspace
+    "pack_bits",
+    "(Tensor x) -> Tensor",
+    _pack,
+    _packed_like,
+    workspace=_pack_workspace,
+    inside=_inside_pack,
 )
 unpack_bits = define(
     "unpack_bits", "(Tensor packed, SymInt[] shape) -> Tensor", _unpack, _unpacked_like,
-    workspace=_unpack_workspace,
+    workspace=_unpack_workspace, inside=_inside_unpack,
 )  # fmt: skip
 narrowed = define(
     "narrowed", "(Tensor x, ScalarType dtype) -> Tensor", _narrowed, _narrowed_like,
