@@ -9,7 +9,7 @@ from hypothesis import strategies as st
 
 from fxremat.measure import measure_peak
 from fxremat.runtime import bits
-from fxremat.runtime.kernels import INSIDE, WORKSPACES
+from fxremat.runtime.kernels import INSIDE, WORKSPACES, Inside
 
 
 def strided(shape: list[int], order: list[int], steps: list[int], seed: int = 0) -> torch.Tensor:
@@ -99,3 +99,4 @@ def test_pictures_are_transposed_for_the_operators() -> None:
     assert dear.bytes > 100 * cheap.bytes
     back = INSIDE[bits.unpack_bits](bits.pack_bits(flat_), [16, 16, 64, 64], on_cpu=True)
     assert back == cheap
+    assert inside(picture, on_cpu=False, by_inductor=True) == Inside(0, 0)

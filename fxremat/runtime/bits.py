@@ -32,6 +32,8 @@ MOVED_ALONE = 150
 Inductor has pictures with their channels last on a CPU, whatever the order was when the graph was
 traced; for a call that wants the old order it transposes them, bytes one by one.
 """
+ELSEWHERE = Inside(0, 0)
+"""On a GPU the same graph has plain calls instead, which Inductor fuses."""
 GATHER = sum(1 << 56 - 7 * bit for bit in range(8))
 SPREAD = torch.tensor(
     [sum((byte >> bit & 1) << 8 * bit for bit in range(8)) for byte in range(256)], device="cpu"
@@ -149,20 +151,21 @@ def _unpack_workspace(packed: torch.Tensor, shape: Sequence[int]) -> int:
     return 4 * min(whole, CHUNK) + (20 if rest else 0)
 
 
-def _inside(count: int, dims: int, moves: bool) -> Inside:
+def _inside(count: int, dims: int, by_inductor: bool) -> Inside:
     """Three calls for each CHUNK; and in pictures, each byte moved on its own."""
     calls = 3 * (count // (8 * CHUNK) + 1)
-    return Inside(calls, count + (MOVED_ALONE * count if moves and dims == PICTURE_DIMS else 0))
+    moved = MOVED_ALONE * count if by_inductor and dims == PICTURE_DIMS else 0
+    return Inside(calls, count + moved)
 
 
 def _inside_pack(x: torch.Tensor, *, on_cpu: bool, by_inductor: bool = False) -> Inside:
-    return _inside(x.numel(), x.dim(), on_cpu and by_inductor)
+    return _inside(x.numel(), x.dim(), by_inductor) if on_cpu else ELSEWHERE
 
 
 def _inside_unpack(
     packed: torch.Tensor, shape: Sequence[int], *, on_cpu: bool, by_inductor: bool = False
 ) -> Inside:
-    return _inside(math.prod(shape), len(shape), on_cpu and by_inductor)
+    return _inside(math.prod(shape), len(shape), by_inductor) if on_cpu else ELSEWHERE
 
 
 def _narrowed(x: torch.Tensor, dtype: torch.dtype) -> torch.Tensor:
