@@ -122,6 +122,20 @@ def test_a_stage_that_takes_more_than_was_set_aside_is_not_fused(
     assert any(row_kernels.kernels_of(program(), shapes, 16))
 
 
+def test_a_stage_that_inductor_cannot_write_runs_operator_by_operator(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    def fails(_: Any) -> int:
+        raise KeyError("buf0")
+
+    given = inputs(64)
+    row_kernels.kernels_of.cache_clear()
+    with monkeypatch.context() as patch:
+        patch.setattr("fxremat.compat.kernel_allocates", fails)
+        assert_close(run(given, 16, 4), expected(*given))
+    row_kernels.kernels_of.cache_clear()
+
+
 def test_a_single_operator_is_not_fused() -> None:
     steps = (one("aten.exp.default", Ref(0)),)
     (stage,) = layout(dump(Program(1, 0, (), steps, (1,)))).stages

@@ -13,6 +13,7 @@ stays interpreted. So what was planned for is enough either way.
 from __future__ import annotations
 
 import functools
+import logging
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field
 from math import prod
@@ -33,6 +34,8 @@ from fxremat.runtime.row_plan import (
     of_total,
 )
 from fxremat.runtime.row_program import Instruction, Program, overload, parse, with_values
+
+log = logging.getLogger(__name__)
 
 _ATEN = torch.ops.aten
 LEAST_CALLS = 2
@@ -298,9 +301,14 @@ def kernels_of(text: str, inputs: tuple[Shape, ...], tile: int) -> tuple[Kernel 
 
 
 def _kernel(writer: _Writer, room: int) -> Kernel | None:
-    with compat.for_a_kernel():
-        module = compat.decomposed(writer.write())
-    taken = compat.kernel_allocates(module)
+    try:
+        with compat.for_a_kernel():
+            module = compat.decomposed(writer.write())
+        taken = compat.kernel_allocates(module)
+    except Exception as error:  # whatever Inductor cannot write: the operators can do it
+        what = str(error).partition("\n")[0]
+        log.info("a stage runs operator by operator: %s: %s", type(error).__name__, what)
+        return None
     memory = tuple(memory for memory, _ in writer.places.values())
     compiled = functools.cache(functools.partial(compat.compile_kernel, module))
     return Kernel(memory, taken, compiled) if taken <= room else None
