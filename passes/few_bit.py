@@ -7,7 +7,7 @@ replaced by one of ``2**bits`` levels: only the number of the interval that x li
 planes of bits.
 
     x ── erf, exp, ... ── f(x) ── mul (gradient)                        before
-    x ── levels_of ── (planes, table) ── index ── f'(x) ── mul          after
+    x ── compare ── pack ── planes ── unpack ── where ── f'(x) ── mul   after
 
 This is Novikov et al. 2022, "Few-bit Backward" (arXiv 2202.00441), section 3. Boundaries and
 levels are those of least squared error over x in [-REACH, REACH], weighted equally: the optimum
@@ -28,7 +28,7 @@ gelu_backward in place of the factors, and no site.
 from __future__ import annotations
 
 import heapq
-from collections.abc import Callable, Iterator, Mapping
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field, replace
 from functools import partial
 from typing import Any
@@ -40,12 +40,11 @@ from fxremat import compat
 from fxremat.passes.few_bit_tables import Steps, optimal_steps, refined
 from fxremat.passes.joint_graph import JointGraph, Role, is_repeatable, is_tensor, is_view
 from fxremat.passes.materialisation import is_fusable, is_reduction
-from fxremat.passes.packed_bits import unpacked_bits
+from fxremat.passes.packed_bits import pack, unpacked
 from fxremat.passes.rule import Rule, Site, StandIns, fake
 from fxremat.passes.saved_values import (
     Inserter,
     as_dtype,
-    by_memory,
     has_order,
     is_float,
     is_large,
@@ -53,7 +52,7 @@ from fxremat.passes.saved_values import (
     made_in_forward,
     positions,
 )
-from fxremat.runtime.quantised import levels_of
+from fxremat.runtime.quantised import exact
 
 REACH = 10.0
 POINTS = 1024
@@ -254,25 +253,54 @@ class _Product:
         region, table = self.function.region, self.table(bits)
         x, last, gradient = (where[n] for n in (self.function.x, region.last, region.gradient))
         inserter = Inserter(graph, x, last, last)
-        steps = (list(table.boundaries), list(table.levels))
-        planes, levels = inserter.items(levels_of, by_memory(inserter.early, x), *steps)
-        found = derivative(inserter.late, planes, levels, fake(x))
+        planes = planes_of(inserter.early, x, table.boundaries)
+        found = derivative(inserter.late, planes, table.levels, fake(x))
         factors = (as_dtype(inserter.late, n, fake(last).dtype) for n in (gradient, found))
         return {last: inserter.late(_ATEN.mul.Tensor, *factors)}
 
 
+def planes_of(
+    add: Callable[..., fx.Node], x: fx.Node, boundaries: Sequence[float]
+) -> list[fx.Node]:
+    """The interval that x lies in, counted from below, bit by bit; NaN lies in the last.
+
+    Bit j of the number of boundaries below x is the parity of how many of them have a number that
+    is a multiple of ``2**j``. Each bit compares by itself: what several loops read, Inductor may
+    well write to memory.
+    """
+    planes = []
+    for bit in range(len(boundaries).bit_length()):
+        odd = None
+        for boundary in boundaries[2**bit - 1 :: 2**bit]:
+            not_above = add(_ATEN.le.Scalar, x, boundary)
+            above = add(_ATEN.logical_not.default, not_above)
+            odd = above if odd is None else add(_ATEN.bitwise_xor.Tensor, odd, above)
+        assert odd is not None
+        planes.append(pack(add, odd))
+    return planes
+
+
 def derivative(
-    add: Callable[..., fx.Node], planes: fx.Node, levels: fx.Node, like: torch.Tensor
+    add: Callable[..., fx.Node],
+    planes: Sequence[fx.Node],
+    levels: Sequence[float],
+    like: torch.Tensor,
 ) -> fx.Node:
     """The levels that the planes of bits name."""
-    code = None
-    for bit in range(fake(planes).shape[0]):
-        plane = unpacked_bits(add, add(_ATEN.select.int, planes, 0, bit))
-        shifted = add(_ATEN.mul.Tensor, plane, 1 << bit)
-        code = shifted if code is None else add(_ATEN.bitwise_or.Tensor, code, shifted)
-    assert code is not None
-    index = as_dtype(add, add(_ATEN.reshape.default, code, [-1]), torch.int64)
-    return laid_out(add, add(_ATEN.index.Tensor, levels, [index]), like)
+    bits = [add(_ATEN.ne.Scalar, unpacked(add, plane, like), 0) for plane in planes]
+
+    def chosen(among: Sequence[float], known: Sequence[fx.Node]) -> fx.Node:
+        if not known:
+            return add(
+                _ATEN.full.default, [], among[0], dtype=exact(like.dtype), device=like.device
+            )
+        half = 2 ** (len(known) - 1)
+        low = chosen(among[:half], known[:-1])
+        if len(among) <= half:
+            return low
+        return add(_ATEN.where.self, known[-1], chosen(among[half:], known[:-1]), low)
+
+    return laid_out(add, chosen(levels, bits), like)
 
 
 def products(joint: JointGraph) -> list[_Product]:

@@ -56,7 +56,7 @@ from fxremat.passes.saved_values import (
     laid_out,
     saved_values,
 )
-from fxremat.runtime import bits, quantised
+from fxremat.runtime import quantised
 
 _ATEN = torch.ops.aten
 
@@ -154,7 +154,7 @@ def through_fp8(inserter: Inserter, value: fx.Node) -> fx.Node:
 
 def through_bf16(inserter: Inserter, value: fx.Node) -> fx.Node:
     """In bfloat16."""
-    narrow = inserter.early(bits.narrowed, value, torch.bfloat16)
+    narrow = inserter.early(quantised.narrowed, value, torch.bfloat16)
     return as_dtype(inserter.late, narrow, fake(value).dtype)
 
 

@@ -5,7 +5,8 @@ Inductor a result is written where something forces it to be:
 
 * it comes out of an *extern* kernel (matmul, convolution, attention, scatter, sort ...);
 * an extern kernel reads it;
-* it is a reduction, a concatenation, or a result of the graph;
+* it is a reduction, a concatenation, or a result of the graph; where a reduction is only read to be
+  converted, that is the end of the same loop, and what is written;
 * it may not be computed twice (random numbers, what the user said to save), or a variant wants it
   stored;
 * another fusion group reads it. A group is what lies between two extern kernels: the
@@ -21,7 +22,7 @@ The rule is a prediction; what Inductor really does is compared with it after lo
 from __future__ import annotations
 
 import operator
-from collections.abc import Iterable, Iterator, Mapping
+from collections.abc import Collection, Iterable, Iterator, Mapping
 from dataclasses import dataclass, field
 
 import torch
@@ -246,6 +247,21 @@ def _is_written(
     return False
 
 
+def _is_only_converted(
+    node: fx.Node, users: Collection[fx.Node], written: set[fx.Node], joint: JointGraph
+) -> bool:
+    return (
+        is_reduction(node)
+        and len(users) == 1
+        and all(
+            user.target is _PRIMS.convert_element_type.default
+            and user in written
+            and joint.role[user] is joint.role[node]
+            for user in users
+        )
+    )
+
+
 def _is_constant(node: fx.Node, joint: JointGraph) -> bool:
     """A tensor made from numbers alone: a loop that reads it computes it in place."""
     return (
@@ -291,8 +307,12 @@ def materialise(
         ):
             result.written.add(node)
     for node in nodes:
-        if fused and node in result.written and _is_constant(node, joint):
-            users = users_of(node)
-            if all(is_fusable(u) and u.op != "output" for u in users):
-                result.written.discard(node)
+        if not fused or node not in result.written:
+            continue
+        users = list(users_of(node))
+        is_read_in_loops = all(is_fusable(u) and u.op != "output" for u in users)
+        if (_is_constant(node, joint) and is_read_in_loops) or _is_only_converted(
+            node, users, result.written, joint
+        ):
+            result.written.discard(node)
     return result

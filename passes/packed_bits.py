@@ -13,11 +13,12 @@ and its bits are kept, a 32nd of float32. This is the binarised ReLU of Gist (Ja
 
 Sound: packing and unpacking are inverse, and a comparison gives the same whenever it is done.
 
-Unpacking is written in plain calls (``bits >> k & 1``), which Inductor makes part of the reader's
-loop: no bool tensor is written. Packing is a sum of eight shifted bits, which Inductor fuses with
-the comparison. Not so on CPU: neither is vectorised there, and a loop that reads bits takes ten
-times as long, all of it. So the operators of `fxremat.runtime.bits` are used, and for a moment
-there is a bool tensor.
+Byte ``j`` of the packed mask holds the elements ``j``, ``j + m``, ... ``j + 7 m`` along one
+dimension of size ``8 m``, one bit each, and not eight neighbours: so a loop over the other
+dimensions reads and writes whole vectors, whatever order of memory a compiler gives the pictures.
+Both directions are plain calls, which Inductor makes part of the loops around them. No tensor of
+bytes is written: on a CPU that pays doubly, as loops that read or write bools take nanoseconds for
+each, and those that compute with 32-bit numbers a tenth of one.
 
 **Indices** (`narrow_indices`). Results of argmax, topk, sort and the like are int64, and lie below
 the size of a dimension: where that is provable they are kept in 8, 16 or 32 bits. Converting there
@@ -32,9 +33,10 @@ and with the executor "aot_eager", an int64 index crosses, and is found here.
 from __future__ import annotations
 
 import operator
-from collections.abc import Callable, Iterator, Mapping
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from functools import partial
+from math import prod
 
 import torch
 from torch import fx
@@ -50,7 +52,6 @@ from fxremat.passes.saved_values import (
     by_memory,
     counting,
     has_order,
-    in_memory_order,
     is_large,
     laid_out,
     made_in_forward,
@@ -58,7 +59,7 @@ from fxremat.passes.saved_values import (
     positions,
     saved_values,
 )
-from fxremat.runtime import bits
+from fxremat.runtime.quantised import narrowed
 
 _ATEN = torch.ops.aten
 
@@ -66,44 +67,68 @@ _ATEN = torch.ops.aten
 # --- bits --------------------------------------------------------------------------------
 
 
-def _pack_by_sum(add: Callable[..., fx.Node], mask: fx.Node) -> fx.Node:
-    """Eight bits to a byte in plain calls."""
-    flat = in_memory_order(add, mask)
-    missing = -fake(flat).numel() % 8
-    ones = as_dtype(add, flat, torch.uint8)
-    if missing:
-        ones = add(_ATEN.constant_pad_nd.default, ones, [0, missing], 0)
-    rows = add(_ATEN.reshape.default, ones, [-1, 8])
-    shifts = counting(add, 8, torch.uint8, mask)
-    shifted = add(_ATEN.bitwise_left_shift.Tensor, rows, shifts)
-    return add(_ATEN.sum.dim_IntList, shifted, [-1], dtype=torch.uint8)
+BITS = 8
+LOOSE = 1.25
+"""More than so many times the least bytes are no longer worth whole vectors."""
+
+
+def packed_dim(sizes: Sequence[int]) -> int:
+    """The dimension along which elements share bytes: fewest bytes, not the last, an outer one.
+
+    Vectors go along the last; what is packed there is read element by element.
+    """
+
+    def cost(dim: int) -> tuple[bool, int, int]:
+        rounded = -(-sizes[dim] // BITS) * prod(sizes[:dim]) * prod(sizes[dim + 1 :])
+        is_loose = rounded * BITS > LOOSE * prod(sizes)
+        return is_loose or dim == len(sizes) - 1, rounded, dim
+
+    return min(range(len(sizes)), key=cost)
+
+
+def _shifts(add: Callable[..., fx.Node], behind: int, like: fx.Node) -> fx.Node:
+    """0 to 7, with so many dimensions behind."""
+    return add(_ATEN.reshape.default, counting(add, BITS, torch.int32, like), [BITS] + [1] * behind)
 
 
 def pack(add: Callable[..., fx.Node], mask: fx.Node) -> fx.Node:
-    """The bits of a mask, in the order of its memory."""
-    if fake(mask).device.type == "cpu":
-        return add(bits.pack_bits, by_memory(add, mask))
-    return _pack_by_sum(add, mask)
+    """Eight elements of a mask, or of ones and zeros, in each byte."""
+    ones = as_dtype(add, by_memory(add, mask), torch.int32)
+    if not fake(ones).dim():
+        ones = add(_ATEN.reshape.default, ones, [1])
+    sizes = list(fake(ones).shape)
+    dim = packed_dim(sizes)
+    behind = len(sizes) - dim - 1
+    missing = -sizes[dim] % BITS
+    if missing:
+        ones = add(_ATEN.constant_pad_nd.default, ones, [0, 0] * behind + [0, missing], 0)
+    split = [*sizes[:dim], BITS, (sizes[dim] + missing) // BITS, *sizes[dim + 1 :]]
+    rows = add(_ATEN.reshape.default, ones, split)
+    shifted = add(_ATEN.bitwise_left_shift.Tensor, rows, _shifts(add, behind + 1, mask))
+    total = add(_ATEN.sum.dim_IntList, shifted, [dim], dtype=torch.int32)
+    return as_dtype(add, total, torch.uint8)
 
 
-def unpacked_bits(add: Callable[..., fx.Node], packed: fx.Node) -> fx.Node:
-    """Each bit as a byte 0 or 1: eight more in a new last dimension."""
-    shifts = counting(add, 8, torch.uint8, packed)
-    column = add(_ATEN.unsqueeze.default, packed, -1)
-    shifted = add(_ATEN.bitwise_right_shift.Tensor, column, shifts)
-    return add(_ATEN.bitwise_and.Scalar, shifted, 1)
+def unpacked(add: Callable[..., fx.Node], packed: fx.Node, like: torch.Tensor) -> fx.Node:
+    """The ones and zeros that were packed, as 32-bit numbers, in the order of memory."""
+    order = order_of(like)
+    assert order is not None
+    sizes = [like.shape[d] for d in order] or [1]
+    dim = packed_dim(sizes)
+    behind = len(sizes) - dim - 1
+    column = add(_ATEN.unsqueeze.default, as_dtype(add, packed, torch.int32), dim)
+    shifted = add(_ATEN.bitwise_right_shift.Tensor, column, _shifts(add, behind + 1, packed))
+    ones = add(_ATEN.bitwise_and.Scalar, shifted, 1)
+    whole = [*sizes[:dim], BITS * fake(packed).shape[dim], *sizes[dim + 1 :]]
+    ones = add(_ATEN.reshape.default, ones, whole)
+    if whole[dim] != sizes[dim]:
+        ones = add(_ATEN.slice.Tensor, ones, dim, 0, sizes[dim])
+    return ones
 
 
 def unpack(add: Callable[..., fx.Node], packed: fx.Node, like: torch.Tensor) -> fx.Node:
     """A mask from its bits."""
-    if fake(packed).device.type == "cpu":
-        order = order_of(like)
-        assert order is not None
-        mask = add(bits.unpack_bits, packed, [like.shape[d] for d in order])
-        return laid_out(add, mask, like)
-    ones = unpacked_bits(add, packed)
-    mask = add(_ATEN.ne.Scalar, ones, 0)
-    return laid_out(add, add(_ATEN.reshape.default, mask, [-1]), like)
+    return laid_out(add, add(_ATEN.ne.Scalar, unpacked(add, packed, like), 0), like)
 
 
 # --- masks of the forward ----------------------------------------------------------------
@@ -304,7 +329,7 @@ def _has_narrow_form(node: fx.Node) -> bool:
 def _through_narrow(inserter: Inserter, index: fx.Node) -> fx.Node:
     dtype = _narrow_form(index)
     assert dtype is not None, "found before"
-    narrow = inserter.early(bits.narrowed, index, dtype)
+    narrow = inserter.early(narrowed, index, dtype)
     return as_dtype(inserter.late, narrow, fake(index).dtype)
 
 

@@ -41,7 +41,6 @@ from fxremat.passes.joint_graph import (
 )
 from fxremat.passes.materialisation import is_fusable, materialise
 from fxremat.passes.rule import StandIns, add_call, fake
-from fxremat.runtime.bits import storage_order
 
 LEAST_ELEMENTS = 4096
 """Below, the calls that change the form cost more than the bytes are worth."""
@@ -86,10 +85,18 @@ class Inserter:
 
 
 def order_of(tensor: torch.Tensor) -> tuple[int, ...] | None:
-    """Dimensions from slowest to fastest, where sizes are numbers and memory is dense."""
+    """Dimensions from slowest to fastest; None where memory has gaps, or sizes are no numbers."""
     if not all(isinstance(s, int) for s in (*tensor.shape, *tensor.stride())):
         return None
-    return storage_order(tensor.shape, tensor.stride())
+    order = tuple(sorted(range(tensor.dim()), key=lambda d: (-tensor.stride()[d], d)))
+    expected = 1
+    for dim in reversed(order):
+        if tensor.shape[dim] == 1:
+            continue
+        if tensor.stride()[dim] != expected:
+            return None
+        expected *= tensor.shape[dim]
+    return order
 
 
 def has_order(node: fx.Node) -> bool:
@@ -116,11 +123,6 @@ def by_memory(add: Callable[..., fx.Node], node: fx.Node) -> fx.Node:
     if order == tuple(range(len(order))):
         return node
     return add(_ATEN.permute.default, node, list(order))
-
-
-def in_memory_order(add: Callable[..., fx.Node], node: fx.Node) -> fx.Node:
-    """The elements as a vector, in the order of memory."""
-    return add(_ATEN.reshape.default, by_memory(add, node), [-1])
 
 
 def counting(add: Callable[..., fx.Node], count: int, dtype: torch.dtype, like: fx.Node) -> fx.Node:

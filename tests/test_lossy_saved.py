@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import itertools
+import math
 from collections.abc import Callable
 from typing import Any
 
@@ -11,7 +12,7 @@ import torch
 import torch.nn.functional as F
 from hypothesis import given
 from hypothesis import strategies as st
-from torch import nn
+from torch import fx, nn
 
 from fxremat.passes import few_bit, lossy_saved
 from fxremat.passes.few_bit_tables import optimal_steps, refined
@@ -22,6 +23,7 @@ from fxremat.runtime.quantised import BLOCK
 from tests.conftest import Golden
 from tests.variants import (
     Taken,
+    calls,
     compare,
     gradients,
     inductor_with,
@@ -212,6 +214,20 @@ def test_any_activation_is_found(name: str, dtype: torch.dtype) -> None:
     worst = [max(errors(joint, site)) for site in where]
     assert worst[3] < worst[0]
     assert worst[3] < 0.1
+
+
+@given(st.integers(1, 15), st.lists(st.floats(-2, 2, width=32), min_size=1, max_size=40))
+def test_planes_tell_every_level_apart(boundaries: int, values: list[float]) -> None:
+    """Packed, and read again: the level above as many boundaries as there are below a value."""
+    x = torch.tensor([*values, math.nan, math.inf, -math.inf])
+    edges = torch.linspace(-1.5, 1.5, boundaries).tolist()
+    levels = torch.randn(boundaries + 1).tolist()
+
+    def through(add: Callable[..., fx.Node], node: fx.Node) -> fx.Node:
+        return few_bit.derivative(add, few_bit.planes_of(add, node, edges), levels, x)
+
+    expected = torch.tensor(levels)[torch.bucketize(x, torch.tensor(edges))]
+    assert torch.equal(calls(x, through), expected)
 
 
 # Integrals of the squared error over [-10, 10] for 1 to 4 bits, as the paper reports them.

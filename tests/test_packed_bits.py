@@ -15,11 +15,12 @@ from torch import fx, nn
 from fxremat.passes import packed_bits
 from fxremat.passes.joint_graph import JointGraph
 from fxremat.passes.packed_bits import RULES
-from fxremat.passes.rule import Rule, Site, add_call, fake
+from fxremat.passes.rule import Rule, Site, fake
 from tests.conftest import Golden
 from tests.variants import (
     Taken,
     assert_exact,
+    calls,
     inductor_with,
     joint_of,
     shown,
@@ -134,32 +135,42 @@ def test_dynamic_sizes_are_left() -> None:
     assert where == []
 
 
-@given(
-    st.lists(st.integers(1, 5), min_size=1, max_size=4), st.permutations(range(4)), st.booleans()
-)
-def test_any_shape_and_order(shape: list[int], order: list[int], by_sum: bool) -> None:
-    """Packed by calls or by the operator, and laid out again with the same strides."""
+def packed_and_back(add: Callable[..., fx.Node], mask: fx.Node) -> tuple[fx.Node, fx.Node]:
+    """Bits of a mask, and the mask made of them."""
+    packed = packed_bits.pack(add, mask)
+    return packed, packed_bits.unpack(add, packed, fake(mask))
+
+
+@given(st.lists(st.integers(1, 19), max_size=4), st.permutations(range(4)))
+def test_any_shape_and_order(shape: list[int], order: list[int]) -> None:
+    """The bytes are as few as rounding up one dimension allows, and the strides the same again."""
     order = [d for d in order if d < len(shape)]
     x = torch.rand([shape[d] for d in order]).permute([order.index(d) for d in range(len(order))])
     x = x > 0.5
-    graph = fx.Graph()
-    mask = graph.placeholder("x")
-    mask.meta["val"] = x
-
-    def add(target: Any, *args: Any, **kwargs: Any) -> fx.Node:
-        return add_call(graph, target, args, mask, **kwargs)
-
-    pack = packed_bits._pack_by_sum if by_sum else packed_bits.pack
-    packed = pack(add, mask)
-    unpacked = packed_bits.unpack(add, packed, fake(mask))
-    graph.output((packed, unpacked))
-    bits, result = fx.Interpreter(fx.GraphModule(nn.Module(), graph)).run(x)
+    bits, result = calls(x, packed_and_back)
     assert torch.equal(result, x)
-    assert bits.shape == ((x.numel() + 7) // 8,)
-    in_order = x.permute(order) if order else x
-    assert torch.equal(bits, torch.ops.fxremat_kernels.pack_bits(in_order))
     kept = [s for s, n in zip(x.stride(), x.shape, strict=True) if n > 1]
     assert [s for s, n in zip(result.stride(), x.shape, strict=True) if n > 1] == kept
+    assert bits.dtype == torch.uint8
+    least = min((x.numel() // n * -(-n // 8) for n in shape), default=1)
+    assert least <= bits.numel() <= max(1.25 * x.numel() / 8, least)
+
+
+@pytest.mark.parametrize(
+    ("shape", "dim"),
+    [((32, 64, 8, 8), 0), ((4, 64, 32, 32), 1), ((2, 3, 16, 5), 2), ((4, 5, 8), 2), ((30, 16), 0),
+     ((100,), 0), ((9, 7), 1), ((7, 9), 0)],
+)  # fmt: skip
+def test_which_elements_share_a_byte(shape: tuple[int, ...], dim: int) -> None:
+    """Not neighbours in memory, unless it costs much; then as few bytes as can be."""
+    assert packed_bits.packed_dim(shape) == dim
+
+
+def test_bits_stand_in_order() -> None:
+    x = torch.zeros(16, 3, dtype=torch.bool)
+    x[0, 0] = x[6, 0] = x[3, 2] = x[15, 2] = True  # byte j has the elements j, j + 2, j + 4, ...
+    bits, _ = calls(x, packed_and_back)
+    assert bits.tolist() == [[0b1001, 0, 0], [0, 0, 0b10000010]]
 
 
 def test_channels_last() -> None:

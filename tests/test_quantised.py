@@ -9,7 +9,6 @@ from hypothesis import strategies as st
 
 from fxremat.measure import measure_peak
 from fxremat.runtime import quantised
-from fxremat.runtime.bits import flat
 
 DTYPES = [torch.float64, torch.float32, torch.bfloat16, torch.float16]
 SIZES = [0, 1, 2, 127, 128, 129, 1000, quantised.CHUNK + 5]
@@ -92,7 +91,6 @@ def test_what_is_encoded_stays_as_it_is(dtype: torch.dtype) -> None:
     quantised.quantised(x, 8, 1)
     quantised.quantised(x, 4, 1)
     quantised.as_fp8(x)
-    quantised.levels_of(x, [0.0], [0.0, 1.0])
     quantised.sketch(x.view(100, 10), 7, 1)
     assert torch.equal(x, before)
 
@@ -141,7 +139,7 @@ def test_fp8_error(count: int, dtype: torch.dtype) -> None:
 def test_any_strides(shape: list[int], seed: int) -> None:
     x = values(int(torch.tensor(shape).prod()), seed=seed).view(shape)
     for view in (x, x.transpose(0, -1), x[..., ::2]):
-        plain = flat(view).clone()
+        plain = quantised.flat(view).clone()
         for found, expected in (
             (quantised.quantised(view, 8, 1), quantised.quantised(plain, 8, 1)),
             (quantised.as_fp8(view), quantised.as_fp8(plain)),
@@ -151,10 +149,9 @@ def test_any_strides(shape: list[int], seed: int) -> None:
 
 def test_fake_results_are_alike() -> None:
     x = torch.randn(6, 50).t()
-    levels = ([-1.0, 0.0, 1.0], [0.0, 0.5, 0.7, 1.0])
     torch.library.opcheck(quantised.quantised, (x, 4, 1))
     torch.library.opcheck(quantised.as_fp8, (x,), test_utils=("test_schema", "test_faketensor"))
-    torch.library.opcheck(quantised.levels_of, (x, *levels))
+    torch.library.opcheck(quantised.narrowed, (torch.rand(5, 3).t(), torch.bfloat16))
     torch.library.opcheck(quantised.sketch, (x, 5, 1))
     torch.library.opcheck(quantised.sketch_again, (x, 5, torch.tensor([7])))
 
@@ -168,19 +165,14 @@ def test_scratch_memory_does_not_grow() -> None:
         assert peak - kept <= quantised.BYTES_PER_ELEMENT * quantised.CHUNK
 
 
-@pytest.mark.parametrize("bits", [1, 2, 3, 4])
-@pytest.mark.parametrize("count", [0, 1, 9, 1000])
-def test_levels(count: int, bits: int) -> None:
-    x = torch.randn(count)
-    boundaries = torch.linspace(-1, 1, 2**bits - 1).tolist() if bits > 1 else [0.0]
-    levels = torch.arange(2.0**bits).tolist()
-    planes, table = quantised.levels_of(x, boundaries, levels)
-    assert planes.shape == (bits, (count + 7) // 8)
-    unpacked = (planes[:, :, None] >> torch.arange(8)) & 1
-    code = (unpacked.view(bits, -1) << torch.arange(bits)[:, None]).sum(0)[:count]
-    expected = torch.bucketize(x, torch.tensor(boundaries))
-    assert torch.equal(code, expected)
-    assert table.tolist() == levels
+def test_narrowed_is_a_copy() -> None:
+    x = torch.arange(100).view(4, 25)[:, ::3]
+    found = quantised.narrowed(x, torch.int8)
+    assert found.dtype == torch.int8
+    assert torch.equal(found.long(), x)
+    assert quantised.narrowed(x, torch.int64).data_ptr() != x.data_ptr()
+    peak = measure_peak(lambda: quantised.narrowed(x, torch.int8)).above_start_bytes
+    assert peak == found.numel()
 
 
 def signs(rows: int, columns: int, seed: int) -> Made:

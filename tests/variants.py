@@ -15,13 +15,13 @@ from typing import Any
 from unittest import mock
 
 import torch
-from torch import fx
+from torch import fx, nn
 
 from fxremat import compat
 from fxremat.passes import saved_values
 from fxremat.passes.forms import take
 from fxremat.passes.joint_graph import JointGraph, Role, is_tensor, root
-from fxremat.passes.rule import Rule, Site, StandIns, fake
+from fxremat.passes.rule import Rule, Site, StandIns, add_call, fake
 from fxremat.request import prepare
 from tests.graphs import capture, with_seeds
 
@@ -44,6 +44,19 @@ def sites(rule: Rule, joint: JointGraph) -> list[Site]:
     assert len({s.name for s in found}) == len(found)
     assert all(s.rule == rule.name for s in found)
     return found
+
+
+def calls(x: torch.Tensor, make: Callable[[Callable[..., fx.Node], fx.Node], Any]) -> Any:
+    """What the calls that ``make`` adds behind ``x`` give."""
+    graph = fx.Graph()
+    given_ = graph.placeholder("x")
+    given_.meta["val"] = x
+
+    def add(target: Any, *args: Any, **kwargs: Any) -> fx.Node:
+        return add_call(graph, target, args, given_, **kwargs)
+
+    graph.output(make(add, given_))
+    return fx.Interpreter(fx.GraphModule(nn.Module(), graph)).run(x)
 
 
 def _ancestors(nodes: Iterable[fx.Node]) -> set[fx.Node]:

@@ -11,8 +11,7 @@ NaN gives NaN throughout, so that it does not go unseen.
 divided by it is rounded to the nearest of torch.float8_e4m3fn. The error is at most 1/16 of the
 value (half a step of three bits of mantissa), or 2**-10 scales where the value is tiny.
 
-**Levels** (`levels_of`): which of the intervals between given boundaries a value lies in, in
-planes of bits; with it a table of what to read in place of the value. NaN lies in the last.
+**Narrow numbers** (`narrowed`): a plain conversion, for indices that fit; exact.
 
 **Sketches** (`sketch`): ``S @ x`` for a matrix S of random signs, over the root of the number of
 rows. ``E[S.T @ S]`` is the identity, so ``(S @ x).T @ (S @ y)`` is an unbiased estimate of
@@ -30,9 +29,10 @@ it (`fxremat.workspace`).
 
 from __future__ import annotations
 
+from collections.abc import Iterator
+
 import torch
 
-from fxremat.runtime.bits import flat, pack_into, packed_bytes, pieces
 from fxremat.runtime.kernels import define
 
 BLOCK = 128
@@ -45,6 +45,17 @@ SAMPLES = 256
 
 _MASK = 0xFFFFFFFF
 _WORD = 32
+
+
+def flat(x: torch.Tensor) -> torch.Tensor:
+    """The elements row by row: a view where memory has this order, else a copy."""
+    return x.contiguous().view(-1)
+
+
+def pieces(total: int, size: int) -> Iterator[tuple[int, int]]:
+    """Half-open ranges of ``size`` that cover ``range(total)``."""
+    for start in range(0, total, size):
+        yield start, min(start + size, total)
 
 
 # --- noise -------------------------------------------------------------------------------
@@ -86,13 +97,14 @@ def _blocks(count: int) -> int:
     return -(-count // BLOCK)
 
 
-def _exact(dtype: torch.dtype) -> torch.dtype:
+def exact(dtype: torch.dtype) -> torch.dtype:
+    """The type to compute in for values of a type."""
     return torch.float64 if dtype == torch.float64 else torch.float32
 
 
 def _rows(x: torch.Tensor, start: int, end: int) -> torch.Tensor:
     """Blocks of the flat ``x`` as rows, in float; the last is filled up with its last value."""
-    piece = x[start * BLOCK : end * BLOCK].to(_exact(x.dtype), copy=True)
+    piece = x[start * BLOCK : end * BLOCK].to(exact(x.dtype), copy=True)
     missing = (end - start) * BLOCK - piece.numel()
     if missing:
         piece = torch.cat([piece, piece[-1:].expand(missing)])
@@ -124,7 +136,7 @@ def _quantised(x: torch.Tensor, bits: int, seed: int) -> tuple[torch.Tensor, tor
 def _quantised_like(x: torch.Tensor, bits: int, seed: int) -> tuple[torch.Tensor, torch.Tensor]:
     blocks = _blocks(x.numel())
     codes = x.new_empty((blocks, BLOCK * bits // 8), dtype=torch.uint8)
-    return codes, x.new_empty((2, blocks), dtype=_exact(x.dtype))
+    return codes, x.new_empty((2, blocks), dtype=exact(x.dtype))
 
 
 def _as_fp8(x: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
@@ -143,36 +155,7 @@ def _as_fp8(x: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
 def _as_fp8_like(x: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
     blocks = _blocks(x.numel())
     codes = x.new_empty((blocks, BLOCK), dtype=FP8)
-    return codes, x.new_empty((blocks,), dtype=_exact(x.dtype))
-
-
-# --- levels ------------------------------------------------------------------------------
-
-
-def _bits_for(levels: list[float]) -> int:
-    return (len(levels) - 1).bit_length()
-
-
-def _levels_of(
-    x: torch.Tensor, boundaries: list[float], levels: list[float]
-) -> tuple[torch.Tensor, torch.Tensor]:
-    planes, table = _levels_of_like(x, boundaries, levels)
-    table.copy_(torch.tensor(levels, dtype=table.dtype))
-    x = flat(x)
-    edges = torch.tensor(boundaries, dtype=table.dtype).to(x.device)
-    for start, end in pieces(x.numel(), CHUNK):
-        code = torch.bucketize(x[start:end].to(table.dtype), edges, out_int32=True)
-        for bit, plane in enumerate(planes):
-            ones = (code >> bit).bitwise_and_(1).to(torch.uint8)
-            pack_into(ones, plane[start // 8 : packed_bytes(end)])
-    return planes, table
-
-
-def _levels_of_like(
-    x: torch.Tensor, boundaries: list[float], levels: list[float]
-) -> tuple[torch.Tensor, torch.Tensor]:
-    planes = x.new_empty((_bits_for(levels), packed_bytes(x.numel())), dtype=torch.uint8)
-    return planes, x.new_empty((len(levels),), dtype=_exact(x.dtype))
+    return codes, x.new_empty((blocks,), dtype=exact(x.dtype))
 
 
 # --- sketches ----------------------------------------------------------------------------
@@ -190,7 +173,7 @@ def _signs(rows: int, start: int, end: int, salt: torch.Tensor, dtype: torch.dty
 
 def sketch_with(x: torch.Tensor, rows: int, salt: torch.Tensor) -> torch.Tensor:
     """``S @ x``, summed in float32 or better."""
-    total = x.new_zeros((rows, x.shape[1]), dtype=_exact(x.dtype))
+    total = x.new_zeros((rows, x.shape[1]), dtype=exact(x.dtype))
     for start, end in pieces(x.shape[0], max(1, CHUNK // rows)):
         signs = _signs(rows, start, end, salt, total.dtype)
         total.addmm_(signs.t(), x[start:end].to(total.dtype))
@@ -218,14 +201,22 @@ def _sketch_flops(x: list[int], rows: int, *_: object, **__: object) -> int:
     return 2 * rows * x[0] * x[1]
 
 
+def _narrowed(x: torch.Tensor, dtype: torch.dtype) -> torch.Tensor:
+    return x.to(dtype, copy=True)
+
+
+def _narrowed_like(x: torch.Tensor, dtype: torch.dtype) -> torch.Tensor:
+    return torch.empty_like(x, dtype=dtype)
+
+
+narrowed = define(
+    "narrowed", "(Tensor x, ScalarType dtype) -> Tensor", _narrowed, _narrowed_like,
+    workspace=lambda x, dtype: 0,
+)  # fmt: skip
 quantised = define(
     "quantised", "(Tensor x, int bits, int seed) -> (Tensor, Tensor)", _quantised, _quantised_like
 )
 as_fp8 = define("as_fp8", "(Tensor x) -> (Tensor, Tensor)", _as_fp8, _as_fp8_like)
-levels_of = define(
-    "levels_of", "(Tensor x, float[] boundaries, float[] levels) -> (Tensor, Tensor)",
-    _levels_of, _levels_of_like,
-)  # fmt: skip
 sketch = define(
     "sketch", "(Tensor x, int rows, int seed) -> (Tensor, Tensor)", _sketch, _sketch_like,
     flops=_sketch_flops,
