@@ -14,7 +14,8 @@ from torch.utils.flop_counter import FlopCounterMode
 
 from fxremat.measure import measure_peak
 from fxremat.runtime import kernels
-from fxremat.runtime.chunks import ROWS, even, pieces
+from fxremat.runtime.chunks import ROWS
+from fxremat.runtime.row_call import even, pieces
 from fxremat.runtime.row_plan import MATMULS, layout
 from fxremat.runtime.row_program import Instruction, Program, Ref, RowCount, dump, parse
 

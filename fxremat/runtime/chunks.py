@@ -18,60 +18,24 @@ It is pure: what it writes into is its own. The bytes that a call takes beside i
 from __future__ import annotations
 
 from collections.abc import Callable, Sequence
-from math import ceil, prod
 from typing import Any
 
 import torch
 
 from fxremat.runtime import kernels
-from fxremat.runtime.row_kernels import (
-    Kernel,
-    Memory,
-    Shape,
-    is_worth_fusing,
-    kernels_of,
-    read,
-    set_aside,
-    written,
-)
+from fxremat.runtime.row_call import Call, pieces
+from fxremat.runtime.row_costs import flops, inside, workspace
+from fxremat.runtime.row_kernels import Memory
 from fxremat.runtime.row_plan import (
     COPIES,
     IN_PLACE,
     MATMULS,
     VIEWS,
-    Layout,
     accumulates_in,
     bases,
-    extra_of_sum,
-    layout,
-    of_total,
     out_form,
 )
-from fxremat.runtime.row_program import Instruction, Program, Ref, overload, parse, with_values
-
-Tensors = Sequence[torch.Tensor]
-Fused = Sequence[Kernel | None]
-"""Of each stage its kernel, None where it runs operator by operator."""
-
-CACHE_SPEED = 4
-"""How many times faster than memory a cache is taken to be, for the time of a call."""
-
-
-def even(total: int, most: int) -> int:
-    """The size of the pieces, where ``total`` rows are cut into as few as can be of ``most``."""
-    count = ceil(total / max(1, most))
-    return ceil(total / count) if count else 0
-
-
-def pieces(total: int, size: int) -> list[tuple[int, int]]:
-    """``total`` rows in pieces of ``size``; the last may be smaller."""
-    return [(a, min(a + size, total)) for a in range(0, total, size)] if size else []
-
-
-def _sizes(total: int, chunk_rows: int, tile_rows: int) -> tuple[int, int]:
-    """Rows of a chunk and of a tile."""
-    chunk = even(total, chunk_rows)
-    return chunk, even(chunk, tile_rows)
+from fxremat.runtime.row_program import Instruction, Ref, overload, with_values
 
 
 class _Sum:
@@ -140,25 +104,25 @@ class _Sum:
 class _Run:
     """One call: inputs, results, slots; and what is known of the chunk being computed."""
 
-    def __init__(
-        self, program: Program, plan: Layout, rows: Tensors, whole: Tensors, kernels_: Fused
-    ) -> None:
-        self.program, self.plan = program, plan
-        self.rows, self.total = rows, rows[0].shape[0]
-        self.device = rows[0].device
-        self.kernels = kernels_
-        self.values: dict[int, torch.Tensor] = dict(enumerate(whole, program.num_rows))
-        for number, one in enumerate(program.setup, program.first):
+    def __init__(self, call: Call) -> None:
+        self.program, self.plan, self.kernels = call.program, call.plan, call.kernels
+        self.total, self.chunk_rows, self.tile_rows = call.total, call.chunk, call.tile
+        # a compiler may have given them other strides
+        self.rows = [row.contiguous() for row in call.rows]
+        self.device = call.rows[0].device
+        first = self.program.num_rows
+        self.values: dict[int, torch.Tensor] = dict(enumerate(call.whole, first))
+        for number, one in enumerate(self.program.setup, self.program.first):
             self.values[number] = self.call(one, self.values.__getitem__, 0)
         fused = {
             number
-            for stage, kernel in zip(plan.stages, kernels_, strict=True)
+            for stage, kernel in zip(self.plan.stages, self.kernels, strict=True)
             if kernel is not None
             for number in stage.values
         }
         self.results: dict[int, torch.Tensor] = {}
         self.sums: dict[int, _Sum] = {}
-        for number in program.results:
+        for number in self.program.results:
             self._make_result(number, number in fused)
         self.memory: dict[int, torch.Tensor] = {}
 
@@ -190,8 +154,9 @@ class _Run:
         named = {key: with_values(arg, value, rows) for key, arg in one.kwargs.items()}
         return overload(one.op)(*args, **named, **more)
 
-    def run(self, chunk: int, tile: int) -> list[torch.Tensor]:
+    def run(self) -> list[torch.Tensor]:
         """All chunks, one after the other."""
+        chunk, tile = self.chunk_rows, self.tile_rows
         self.memory = self.slots(chunk, of_chunk=True)
         if not any(self.kernels):
             self.memory |= self.slots(tile, of_chunk=False)
@@ -312,189 +277,25 @@ class _Piece:
         form(*args, **named, out=out)
 
 
-def _kernels(
-    rows: Tensors, whole: Tensors, program: str, chunk_rows: int, tile_rows: int, fused: bool
-) -> Fused:
-    """Of each stage its kernel, None where it has none."""
-    stages = layout(program).stages
-    if not fused or not any(map(is_worth_fusing, stages)):
-        return (None,) * len(stages)
-    _, tile = _sizes(int(rows[0].shape[0]), chunk_rows, tile_rows)
-    shapes = [Shape.of(row).dense() for row in rows] + [Shape.of(one) for one in whole]
-    return kernels_of(program, tuple(shapes), tile)
-
-
-def _rows(
-    rows: Tensors,
-    whole: Tensors,
-    program: str,
-    chunk_rows: int,
-    tile_rows: int,
-    fused: bool = False,
-) -> list[torch.Tensor]:
-    sizes = _sizes(rows[0].shape[0], chunk_rows, tile_rows)
-    found = _kernels(rows, whole, program, chunk_rows, tile_rows, fused)
-    rows = [row.contiguous() for row in rows]  # a compiler may have given them other strides
-    return _Run(parse(program), layout(program), rows, whole, found).run(*sizes)
+def _rows(*args: Any, **kwargs: Any) -> list[torch.Tensor]:
+    return _Run(Call(*args, **kwargs)).run()
 
 
 def compile_kernels(*args: Any, **kwargs: Any) -> None:
     """Compile what a call with these arguments, of fake tensors, will run."""
-    for kernel in _kernels(*args, **kwargs):
+    for kernel in Call(*args, **kwargs).kernels:
         if kernel is not None:
             kernel.compiled()
 
 
-def _fake(
-    rows: Tensors,
-    whole: Tensors,
-    program: str,
-    chunk_rows: int,
-    tile_rows: int,
-    fused: bool = False,
-) -> list[torch.Tensor]:
-    parsed, made = parse(program), []
-    for number in parsed.results:
-        one = parsed.instruction(number)
+def _fake(*args: Any, **kwargs: Any) -> list[torch.Tensor]:
+    call, made = Call(*args, **kwargs), []
+    for number in call.program.results:
+        one = call.program.instruction(number)
         assert one is not None
-        shape = one.rest if one.kind == "sum" else (rows[0].shape[0], *one.rest)
-        made.append(rows[0].new_empty(shape, dtype=one.dtype))
+        shape = one.rest if one.kind == "sum" else (call.total, *one.rest)
+        made.append(call.rows[0].new_empty(shape, dtype=one.dtype))
     return made
-
-
-def _workspace(
-    rows: Tensors,
-    whole: Tensors,
-    program: str,
-    chunk_rows: int,
-    tile_rows: int,
-    fused: bool = False,
-) -> int:
-    """Slots, sums in the making, what is made before the loop, loose values, and rows in order."""
-    parsed, plan = parse(program), layout(program)
-    chunk, tile = _sizes(int(rows[0].shape[0]), chunk_rows, tile_rows)
-    found = _kernels(rows, whole, program, chunk_rows, tile_rows, fused)
-    before = [one for one in parsed.setup if one.op not in VIEWS]
-    copied = [row for row in rows if not row.is_contiguous()]
-    return (
-        sum(row.numel() * row.dtype.itemsize for row in copied)
-        + sum(one.numel * one.dtype.itemsize for one in before)
-        + sum(slot.nbytes(chunk, tile) for slot in plan.slots if slot.of_chunk)
-        + _scratch(parsed, plan, found, _cut(int(rows[0].shape[0]), chunk, tile))
-    )
-
-
-def _cut(total: int, chunk: int, tile: int) -> tuple[int, int]:
-    """Rows of a tile, and of the largest that is smaller than that: 0 if all are alike."""
-    sizes = {b - a for c, d in pieces(total, chunk) for a, b in pieces(d - c, tile)}
-    return tile, max(sizes - {tile}, default=0)
-
-
-def _scratch(program: Program, plan: Layout, found: Fused, cut: tuple[int, int]) -> int:
-    """Bytes of sums in the making, and of what exists for as long as a tile is computed."""
-    tile, other = cut
-    sums, taken = 0, 0 if any(found) else set_aside(plan, tile)
-    for stage, kernel in zip(plan.stages, found, strict=True):
-        adding = [one for n in stage.values if (one := program.instruction(n)) is not None]
-        adding = [one for one in adding if one.kind == "sum"]
-        if kernel is None:
-            sums += sum(map(extra_of_sum, adding))
-            taken = max(taken, 0 if stage.of_chunk else set_aside(plan, tile))
-        else:
-            sums += sum(map(of_total, adding))
-            partial = max((extra_of_sum(one) - of_total(one) for one in adding), default=0)
-            rest = set_aside(plan, other) + partial if other else 0
-            taken = max(taken, kernel.scratch_bytes, rest)
-    return sums + taken
-
-
-def _shape(given: Any) -> Sequence[int]:
-    """The shape of a tensor, or the shape itself."""
-    return tuple(getattr(given, "shape", given))
-
-
-def _flops(rows: Sequence[Any], whole: Sequence[Any], program: str, *_: Any, **__: Any) -> int:
-    """Of the matmuls: a multiplication and an addition for each term."""
-    parsed, total = parse(program), int(_shape(rows[0])[0])
-
-    def shape(number: int) -> Sequence[int]:
-        one = parsed.instruction(number)
-        if number < parsed.num_rows:
-            return _shape(rows[number])
-        if one is None:
-            return _shape(whole[number - parsed.num_rows])
-        return {"row": (total, *one.rest), "last": (*one.rest, total)}.get(one.kind, one.rest)
-
-    found = 0
-    for one in parsed.loop:
-        if one.op in MATMULS:
-            left = one.args[-2]
-            results = one.numel * (1 if one.kind == "sum" else total)
-            found += 2 * results * int(shape(left.number)[-1])
-    return found
-
-
-def _inside(
-    rows: Tensors,
-    whole: Tensors,
-    program: str,
-    chunk_rows: int,
-    tile_rows: int,
-    fused: bool = False,
-    *,
-    on_cpu: bool,
-    by_inductor: bool = False,
-) -> kernels.Inside:
-    """The instructions of every chunk and tile; what a tile moves stays in the cache.
-
-    Tiles are for CPUs: elsewhere the same graph would have none. A CPU packs the operands of a
-    matmul before it begins, but adds to a sum beside computing; a GPU reads and writes the sum. A
-    fused stage is one call, and moves what it reads from memory and writes there.
-    """
-    tile_rows = tile_rows if on_cpu else chunk_rows
-    parsed, plan = parse(program), layout(program)
-    total = int(rows[0].shape[0])
-    chunk, tile = _sizes(total, chunk_rows, tile_rows)
-    chunks = len(pieces(total, chunk))
-    tiles = chunks * len(pieces(chunk, tile))
-    found = kernels.Inside(0, 0)
-    for stage in plan.stages:
-        if by_inductor and is_worth_fusing(stage):
-            touched = (*read(parsed, stage), *written(parsed, stage))
-            moved = sum(_row_bytes(parsed, rows, number) for number in touched) * total
-            found += kernels.Inside(tiles, moved)
-            continue
-        in_cache = not stage.of_chunk and tile < chunk
-        for number in stage.values:
-            one = parsed.instruction(number)
-            assert one is not None, "an input is not computed"
-            elements = one.numel * (1 if one.kind == "sum" else total)
-            moved = 2 * elements * one.dtype.itemsize // (CACHE_SPEED if in_cache else 1)
-            found += kernels.Inside(chunks if stage.of_chunk else tiles, moved)
-            if one.op in MATMULS:
-                again = sum(_whole_bytes(parsed, whole, n) for n in one.reads)
-                again += (
-                    2 * elements * one.dtype.itemsize if one.kind == "sum" and not on_cpu else 0
-                )
-                found += kernels.Inside(0, 0, (chunks - 1) * again)
-    return found
-
-
-def _row_bytes(program: Program, rows: Tensors, number: int) -> int:
-    """Bytes of one row of a value; 0 for values that all rows share."""
-    one = program.instruction(number)
-    if one is None:
-        is_row = number < program.num_rows
-        return prod(rows[number].shape[1:]) * rows[number].dtype.itemsize if is_row else 0
-    return one.numel * one.dtype.itemsize if one.kind == "row" else 0
-
-
-def _whole_bytes(program: Program, whole: Tensors, number: int) -> int:
-    """Bytes of a value that is the same for all rows; 0 for others."""
-    one = program.instruction(number)
-    if one is not None:
-        return one.numel * one.dtype.itemsize if one.kind == "whole" else 0
-    return whole[number - program.num_rows].nbytes if number >= program.num_rows else 0
 
 
 ROWS = kernels.define(
@@ -503,9 +304,7 @@ ROWS = kernels.define(
     " bool fused=False) -> Tensor[]",
     _rows,
     _fake,
-    workspace=_workspace,
-    flops=_flops,
-    inside=_inside,
+    workspace=workspace,
+    flops=flops,
+    inside=inside,
 )
-
-__all__ = ["ROWS", "compile_kernels", "even", "pieces"]
