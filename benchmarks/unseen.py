@@ -3,13 +3,16 @@
     python -m benchmarks.unseen [--models gpt2,t5]
 
 Random weights, small configurations, their own dropout. Needs the package `transformers`, which
-fxremat itself does not.
+fxremat itself does not. The gradients' error is the median over STEPS steps with different dropout:
+where the forward rounds differently, the input of a ReLU that is zero but for rounding may fall on
+its other side, and the gradient of such a step differs by what that element adds to it.
 """
 
 import argparse
 import importlib
 import importlib.util
 from collections.abc import Callable, Iterator
+from statistics import median
 from typing import Any
 
 import torch
@@ -26,6 +29,7 @@ BATCH, LENGTH, VOCABULARY, WIDTH, LAYERS, HEADS = 8, 128, 1000, 128, 3, 4
 IMAGE, PATCH = 64, 8
 FRACTIONS = (0.8, 0.6, 0.4)
 SEED = 1
+STEPS = 3
 HEAD = ["model", "budget", "MiB", "measured", "obeyed", "promised", "error", "gradients"]
 
 
@@ -159,7 +163,7 @@ def lines(name: str) -> Iterator[list[str]]:
     """The table of one model, line by line: compile first."""
     reference = prepare(VARIANTS["compile"], *make(name))
     peak = reference.measure().peak_bytes
-    _, expected = reference.gradients(SEED)
+    expected = _gradients(reference)
     reserve = unread_bytes(*make(name))
     yield [name, "compile", "", f"{peak / MIB:.1f}", "", "", "", ""]
     for fraction in FRACTIONS:
@@ -167,7 +171,14 @@ def lines(name: str) -> Iterator[list[str]]:
     yield [name, "minimum", *_cells(name, None, reserve, expected)]
 
 
-def _cells(name: str, budget: int | None, reserve: int, expected: dict[str, Tensor]) -> list[str]:
+def _gradients(training: Training) -> list[dict[str, Tensor]]:
+    """Of steps with different dropout."""
+    return [training.gradients(SEED + step)[1] for step in range(STEPS)]
+
+
+def _cells(
+    name: str, budget: int | None, reserve: int, expected: list[dict[str, Tensor]]
+) -> list[str]:
     try:
         training = prepare(VARIANTS["fxremat@min"], *make(name), budget, reserve)
     except Infeasible as error:
@@ -177,9 +188,9 @@ def _cells(name: str, budget: int | None, reserve: int, expected: dict[str, Tens
     return _figures(training, expected)
 
 
-def _figures(training: Training, expected: dict[str, Tensor]) -> list[str]:
+def _figures(training: Training, expected: list[dict[str, Tensor]]) -> list[str]:
     measured = training.measure().peak_bytes
-    _, actual = training.gradients(SEED)
+    errors = map(gradient_error, _gradients(training), expected)
     report: dict[str, Any] = training.report or {}
     budget, promised = report["budget_bytes"], report["predicted_peak_bytes"]
     return [
@@ -188,7 +199,7 @@ def _figures(training: Training, expected: dict[str, Tensor]) -> list[str]:
         "yes" if measured <= budget else "NO",
         f"{promised / MIB:.1f}",
         f"{abs(promised - measured) / measured:.2%}",
-        f"{gradient_error(actual, expected):.1e}",
+        f"{median(errors):.1e}",
     ]
 
 
