@@ -29,7 +29,7 @@ BATCH, LENGTH, VOCABULARY, WIDTH, LAYERS, HEADS = 8, 128, 1000, 128, 3, 4
 IMAGE, PATCH = 64, 8
 FRACTIONS = (0.8, 0.6, 0.4)
 SEED = 1
-STEPS = 3
+STEPS = 5
 HEAD = ["model", "budget", "MiB", "measured", "obeyed", "promised", "error", "gradients"]
 
 

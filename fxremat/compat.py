@@ -332,6 +332,24 @@ def write_results(graph: fx.Graph, nodes: Sequence[fx.Node]) -> None:
             reader.replace_input_with(node, mark)
 
 
+def return_inputs_as_they_are(graph: fx.Graph) -> None:
+    """Keep Inductor from returning copies of the graph's own inputs, with channels last.
+
+    It spares what the user sees, and takes only that for granted; what the backward gets of the
+    inputs, images and weights of convolutions, it would copy and keep.
+    """
+    output = graph.output_node()
+    seen = output.meta.get("user_visible_output_idxs")
+    if seen is None or not isinstance(output.args[0], (list, tuple)):
+        return
+    inputs = [
+        index
+        for index, node in enumerate(output.args[0])
+        if isinstance(node, fx.Node) and node.op == "placeholder"
+    ]
+    output.meta["user_visible_output_idxs"] = sorted({*seen, *inputs})
+
+
 def _unmarked(node: fx.Node) -> fx.Node:
     """What stands before a mark of `write_results`."""
     marked = node.args[0] if node.target is torch.ops.fxremat.written.default else node
@@ -464,12 +482,14 @@ def generate(
     module: fx.GraphModule,
     *,
     is_backward: bool,
+    seen_outputs: int | None = None,
     input_strides: Mapping[str, tuple[Any, ...]] | None = None,
 ) -> Generated:
     """Inductor's code for ``module`` under the current configuration; no kernel is compiled.
 
-    ``input_strides`` replaces the strides of inputs, by placeholder name: the backward reads
-    what the forward saved in the layout that Inductor chose there.
+    The user sees the first ``seen_outputs`` results, so that they keep their strides; None: those
+    of a backward, as configured. ``input_strides`` replaces the strides of inputs, by placeholder
+    name: the backward reads what the forward saved in the layout that Inductor chose there.
     """
     from torch._dynamo.utils import counters
     from torch._guards import detect_fake_mode
@@ -497,6 +517,7 @@ def generate(
         with torch.no_grad():
             fake_tensor_prop(module, inputs)
         _recursive_record_original_output_strides(module)
+        _record_seen_outputs(module.graph.output_node(), seen_outputs)
         _recursive_post_grad_passes(module, is_inference=False)
         lowering: Any = GraphLowering(
             module,
@@ -518,6 +539,17 @@ def generate(
     for key, value in counted.items():
         counters[key] = value
     return result
+
+
+def _record_seen_outputs(output: fx.Node, count: int | None) -> None:
+    results = output.args[0]
+    assert isinstance(results, (list, tuple))
+    if count is None:
+        from torch._inductor import config
+
+        count = len(results) if config.bw_outputs_user_visible else 0
+    seen = [index for index, node in enumerate(results[:count]) if isinstance(node, fx.Node)]
+    output.meta["user_visible_output_idxs"] = seen
 
 
 def _set_strides(placeholders: Sequence[fx.Node], strides: Mapping[str, Any]) -> None:

@@ -235,7 +235,7 @@ def rehearse(
     forward are there throughout, its first ``num_fwd_outputs`` results and the incoming gradients
     are the caller's, everything else is dropped when the code drops it.
     """
-    first = compat.generate(forward, is_backward=False)
+    first = compat.generate(forward, is_backward=False, seen_outputs=num_fwd_outputs)
     results = forward.graph.output_node().args[0]
     assert isinstance(results, (tuple, list))
     saved = {

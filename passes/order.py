@@ -8,7 +8,8 @@ it is faster; where it would break the budget the plan is applied with marks in 
 the backward's nodes, for two passes of ours inside of Inductor. Calls that move values are always
 marked: they are where the plan has them so that their transfers run beside other work.
 
-- `WriteResults`, on the graph after Inductor's own passes: planned results are written.
+- `WriteResults`, on the graph after Inductor's own passes: planned results are written, and inputs
+  that the backward reads are handed on themselves, not as copies with channels last.
 - `Fence`, on the kernels before fusion: no loop moves across a library call, except that one
   whose results are small beside what it reads (the sum that is a bias gradient) may run earlier.
 
@@ -89,10 +90,11 @@ class WriteResults(compat.CustomGraphPass):
     then: Callable[[fx.Graph], None] | None = None
 
     def __call__(self, graph: fx.Graph) -> None:
-        """Mark the results in place."""
+        """Mark the results in place, and what is handed on to the backward as it is."""
         if self.then is not None:
             self.then(graph)
         compat.write_results(graph, to_be_written(graph))
+        compat.return_inputs_as_they_are(graph)
 
     def uuid(self) -> Any:
         """The pass's name in Inductor's cache."""

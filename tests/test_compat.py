@@ -371,7 +371,7 @@ def test_scheduled_and_run_after() -> None:
     assert any(name.startswith("mm") for name in names)
 
 
-def half(model: nn.Module, step: Callable[[Any, Any], None]) -> None:
+def half(model: nn.Module, step: Callable[[Any, Any], None], *inputs_: torch.Tensor) -> None:
     """Run a small model; ``step`` gets its forward and its backward as Inductor would."""
 
     def partition(module: fx.GraphModule, inputs: Any, **kwargs: Any) -> Any:
@@ -383,7 +383,7 @@ def half(model: nn.Module, step: Callable[[Any, Any], None]) -> None:
         return compat.trace_as_inductor(gm, inputs, {}, partition)
 
     torch._dynamo.reset()
-    torch.compile(model, backend=backend)(batch(32, 64)).sum().backward()
+    torch.compile(model, backend=backend)(*(inputs_ or [batch(32, 64)])).sum().backward()
 
 
 def linear_gelu() -> nn.Module:
@@ -784,3 +784,38 @@ def test_apart_from_what_is_being_compiled() -> None:
             with compat.apart():
                 assert type(torch.empty(1)) is torch.Tensor
         assert compat.inductor_config.post_grad_custom_post_pass is print
+
+
+def conv_pair() -> nn.Module:
+    return nn.Sequential(nn.Conv2d(4, 8, 3), nn.ReLU(), nn.Conv2d(8, 8, 3), nn.ReLU())
+
+
+def test_inputs_are_returned_as_they_are() -> None:
+    """What a convolution's backward reads of the graph's inputs is no copy with channels last."""
+    kept: list[dict[str, bool]] = []
+
+    def strides(marked: bool, forward: fx.GraphModule) -> dict[str, bool]:
+        def mark(graph: fx.Graph) -> None:
+            if marked:
+                compat.return_inputs_as_they_are(graph)
+
+        with torch._inductor.config.patch(post_grad_custom_post_pass=mark):
+            code = compat.generate(forward, is_backward=False, seen_outputs=1)
+        results: Any = forward.graph.output_node().args[0]
+        return {
+            node.name: stride == node.meta["val"].stride()
+            for node, stride in zip(results, code.strides, strict=True)
+            if isinstance(node, fx.Node) and node.meta["val"].dim() == 4
+        }
+
+    def step(forward: fx.GraphModule, _: fx.GraphModule) -> None:
+        kept.extend(strides(marked, forward) for marked in (False, True))
+
+    half(conv_pair(), step, torch.randn(2, 4, 16, 16))
+    loose, tight = kept
+    inputs = [name for name in loose if name.startswith("primals")]
+    assert inputs
+    assert not all(loose[name] for name in inputs)
+    assert all(tight[name] for name in inputs)
+    seen = next(name for name in loose if not name.startswith("primals"))
+    assert loose[seen] == tight[seen]  # the user's result keeps its strides either way

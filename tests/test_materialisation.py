@@ -89,6 +89,23 @@ def test_a_chain_of_loops_is_one_value() -> None:
     assert "sin" not in written(chain)
 
 
+def test_of_a_converted_sum_only_what_it_becomes_is_written() -> None:
+    def run(net: Any, x: torch.Tensor) -> torch.Tensor:
+        return net.linear(x).sum(0, dtype=torch.float64).to(torch.float16)  # type: ignore[no-any-return]
+
+    found = written(capture(Net(run, linear=linear()), [batch(4, 8)], fused=True))
+    assert "convert_element_type" in found
+    assert "sum_1" not in found
+
+
+def test_a_sum_that_others_read_too_is_written() -> None:
+    def run(net: Any, x: torch.Tensor) -> torch.Tensor:
+        total = net.linear(x).sum(0, dtype=torch.float64)
+        return total.to(torch.float16) + total.sin()  # type: ignore[no-any-return]
+
+    assert "sum_1" in written(capture(Net(run, linear=linear()), [batch(4, 8)], fused=True))
+
+
 def test_a_loop_read_on_both_sides_of_a_matmul_is_written() -> None:
     def run(net: Any, x: torch.Tensor) -> torch.Tensor:
         y = x.sin()
