@@ -3,10 +3,10 @@
 from __future__ import annotations
 
 import logging
-from collections.abc import Iterator, Sequence
-from dataclasses import dataclass, replace
+from collections.abc import Iterable, Iterator, Sequence
+from dataclasses import dataclass, field, replace
 
-from fxremat.core.problem import Problem
+from fxremat.core.problem import Op, Problem
 from fxremat.core.schedule import keep_all
 from fxremat.core.timeline import replay
 from fxremat.fitting import QUICK_SOLVER, Run, Split, fit
@@ -43,6 +43,8 @@ class Forms:
     sites: tuple[Site, ...]
     offered: Offer
     problem: Problem
+    fitted: list[tuple[str, ...]] = field(default_factory=list)
+    """The choices that a fit was tried for; the same again would give the same."""
 
     def fit(self, budget: int) -> Fitted | None:
         """The graph in the forms that are chosen for a budget; None where that does not fit.
@@ -52,8 +54,9 @@ class Forms:
         """
         asked = self.plain.answer(budget, QUICK_SOLVER, self.problem)
         names = asked.variants
-        if not names or 0 < budget < asked.peak_bytes:
+        if not names or 0 < budget < asked.peak_bytes or names in self.fitted:
             return None
+        self.fitted.append(names)
         plain = self.plain
         with plain.clock.stage("estimate"):
             joint = take(plain.joint, [site for site in self.sites if site.name in names])
@@ -65,6 +68,19 @@ class Forms:
             variants=tuple(map(_form_row, self._taken(names))), plain=plain.found.problem,
         )  # fmt: skip
         return Fitted(run, *fit(run))
+
+    def knowing(self, fitted: Fitted) -> Forms:
+        """The same with the workspaces that Inductor's layouts need, as a fit showed them."""
+        known = {op.name: op.workspace_bytes for op in fitted.run.found.problem.ops}
+
+        def told(ops: Iterable[Op]) -> tuple[Op, ...]:
+            return tuple(
+                replace(op, workspace_bytes=known.get(op.name, op.workspace_bytes)) for op in ops
+            )
+
+        problem = self.problem
+        others = tuple(replace(form, ops=told(form.ops)) for form in problem.alternatives)
+        return replace(self, problem=replace(problem, ops=told(problem.ops), alternatives=others))
 
     def _taken(self, names: Sequence[str]) -> list[Form]:
         return [form for form in self.offered.forms if form.name in names]
@@ -115,8 +131,9 @@ def _attempts(run: Run, budget: int) -> Iterator[Fitted | None]:
     """What to try, the best first.
 
     Where the forms that are chosen do not fit, after all, the graph as it is comes next if a plan
-    for it does, then the forms of least peak; which these are does not depend on the budget. Exact
-    forms are tried without the lossy ones too: more to choose from is never to end in more bytes.
+    for it does, then the forms of least peak, chosen before and after what rehearsals taught; which
+    they are does not depend on the budget. Exact forms are tried without the lossy ones too: more
+    to choose from is never to end in more bytes.
     """
     is_tried = _fits_as_it_is(run, budget)
     if is_tried:
@@ -127,7 +144,9 @@ def _attempts(run: Run, budget: int) -> Iterator[Fitted | None]:
         if not is_tried and run.solve(budget).peak_bytes <= budget:
             is_tried = True
             yield Fitted(run, *fit(run))
-        yield forms.fit(0)
+        lowest = forms.fit(0)
+        yield lowest
+        yield None if lowest is None else forms.knowing(lowest).fit(0)
         exact = _forms(run, allow_lossy=False) if run.request.allow_lossy else None
         yield None if exact is None else exact.fit(0)
     if not is_tried:
