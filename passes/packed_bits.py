@@ -86,6 +86,15 @@ def packed_dim(sizes: Sequence[int]) -> int:
     return min(range(len(sizes)), key=cost)
 
 
+def _laid_out_sizes(mask: torch.Tensor) -> tuple[list[int], int, int]:
+    """The sizes in the order of memory, which of them is packed, and how many come behind it."""
+    order = order_of(mask)
+    assert order is not None
+    sizes = [mask.shape[d] for d in order] or [1]
+    dim = packed_dim(sizes)
+    return sizes, dim, len(sizes) - dim - 1
+
+
 def _shifts(add: Callable[..., fx.Node], behind: int, like: fx.Node) -> fx.Node:
     """0 to 7, with so many dimensions behind."""
     return add(_ATEN.reshape.default, counting(add, BITS, torch.int32, like), [BITS] + [1] * behind)
@@ -93,13 +102,11 @@ def _shifts(add: Callable[..., fx.Node], behind: int, like: fx.Node) -> fx.Node:
 
 def pack(add: Callable[..., fx.Node], mask: fx.Node) -> fx.Node:
     """Eight elements of a mask, or of ones and zeros, in each byte."""
+    sizes, dim, behind = _laid_out_sizes(fake(mask))
+    missing = -sizes[dim] % BITS
     ones = as_dtype(add, by_memory(add, mask), torch.int32)
     if not fake(ones).dim():
-        ones = add(_ATEN.reshape.default, ones, [1])
-    sizes = list(fake(ones).shape)
-    dim = packed_dim(sizes)
-    behind = len(sizes) - dim - 1
-    missing = -sizes[dim] % BITS
+        ones = add(_ATEN.reshape.default, ones, sizes)
     if missing:
         ones = add(_ATEN.constant_pad_nd.default, ones, [0, 0] * behind + [0, missing], 0)
     split = [*sizes[:dim], BITS, (sizes[dim] + missing) // BITS, *sizes[dim + 1 :]]
@@ -111,11 +118,7 @@ def pack(add: Callable[..., fx.Node], mask: fx.Node) -> fx.Node:
 
 def unpacked(add: Callable[..., fx.Node], packed: fx.Node, like: torch.Tensor) -> fx.Node:
     """The ones and zeros that were packed, as 32-bit numbers, in the order of memory."""
-    order = order_of(like)
-    assert order is not None
-    sizes = [like.shape[d] for d in order] or [1]
-    dim = packed_dim(sizes)
-    behind = len(sizes) - dim - 1
+    sizes, dim, behind = _laid_out_sizes(like)
     column = add(_ATEN.unsqueeze.default, as_dtype(add, packed, torch.int32), dim)
     shifted = add(_ATEN.bitwise_right_shift.Tensor, column, _shifts(add, behind + 1, packed))
     ones = add(_ATEN.bitwise_and.Scalar, shifted, 1)
