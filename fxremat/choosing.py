@@ -43,8 +43,8 @@ class Forms:
     sites: tuple[Site, ...]
     offered: Offer
     problem: Problem
-    fitted: list[tuple[str, ...]] = field(default_factory=list)
-    """The choices that a fit was tried for; the same again would give the same."""
+    fitted: dict[tuple[str, ...], Fitted] = field(default_factory=dict)
+    """What was found in the forms of each choice so far."""
 
     def fit(self, budget: int) -> Fitted | None:
         """The graph in the forms that are chosen for a budget; None where that does not fit.
@@ -54,9 +54,13 @@ class Forms:
         """
         asked = self.plain.answer(budget, QUICK_SOLVER, self.problem)
         names = asked.variants
-        if not names or 0 < budget < asked.peak_bytes or names in self.fitted:
+        if not names or 0 < budget < asked.peak_bytes:
             return None
-        self.fitted.append(names)
+        if names not in self.fitted:
+            self.fitted[names] = self._fit(names)
+        return self.fitted[names]
+
+    def _fit(self, names: Sequence[str]) -> Fitted:
         plain = self.plain
         with plain.clock.stage("estimate"):
             joint = take(plain.joint, [site for site in self.sites if site.name in names])

@@ -335,8 +335,8 @@ def write_results(graph: fx.Graph, nodes: Sequence[fx.Node]) -> None:
 def return_inputs_as_they_are(graph: fx.Graph) -> None:
     """Keep Inductor from returning copies of the graph's own inputs, with channels last.
 
-    It spares what the user sees, and takes only that for granted; what the backward gets of the
-    inputs, images and weights of convolutions, it would copy and keep.
+    Of the images and weights of convolutions that the backward reads it would make such copies, and
+    keep them until then. What the user sees it leaves as it is; so they are said to be seen.
     """
     output = graph.output_node()
     seen = output.meta.get("user_visible_output_idxs")

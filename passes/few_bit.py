@@ -40,7 +40,7 @@ from fxremat import compat
 from fxremat.passes.few_bit_tables import Steps, optimal_steps, refined
 from fxremat.passes.joint_graph import JointGraph, Role, is_repeatable, is_tensor, is_view
 from fxremat.passes.materialisation import is_fusable, is_reduction
-from fxremat.passes.packed_bits import pack, unpacked
+from fxremat.passes.packed_bits import pack, unpack
 from fxremat.passes.rule import Rule, Site, StandIns, fake
 from fxremat.passes.saved_values import (
     Inserter,
@@ -48,7 +48,6 @@ from fxremat.passes.saved_values import (
     has_order,
     is_float,
     is_large,
-    laid_out,
     made_in_forward,
     positions,
 )
@@ -287,7 +286,7 @@ def derivative(
     like: torch.Tensor,
 ) -> fx.Node:
     """The levels that the planes of bits name."""
-    bits = [add(_ATEN.ne.Scalar, unpacked(add, plane, like), 0) for plane in planes]
+    bits = [unpack(add, plane, like) for plane in planes]
 
     def chosen(among: Sequence[float], known: Sequence[fx.Node]) -> fx.Node:
         if not known:
@@ -300,7 +299,7 @@ def derivative(
             return low
         return add(_ATEN.where.self, known[-1], chosen(among[half:], known[:-1]), low)
 
-    return laid_out(add, chosen(levels, bits), like)
+    return chosen(levels, bits)
 
 
 def products(joint: JointGraph) -> list[_Product]:

@@ -16,9 +16,8 @@ Sound: packing and unpacking are inverse, and a comparison gives the same whenev
 Byte ``j`` of the packed mask holds the elements ``j``, ``j + m``, ... ``j + 7 m`` along one
 dimension of size ``8 m``, one bit each, and not eight neighbours: so a loop over the other
 dimensions reads and writes whole vectors, whatever order of memory a compiler gives the pictures.
-Both directions are plain calls, which Inductor makes part of the loops around them. No tensor of
-bytes is written: on a CPU that pays doubly, as loops that read or write bools take nanoseconds for
-each, and those that compute with 32-bit numbers a tenth of one.
+Both directions are plain calls, which Inductor makes part of the loops around them, and compute
+with 32-bit numbers, which its C++ takes as vectors; bytes and bools it takes one by one.
 
 **Indices** (`narrow_indices`). Results of argmax, topk, sort and the like are int64, and lie below
 the size of a dimension: where that is provable they are kept in 8, 16 or 32 bits. Converting there
@@ -116,8 +115,8 @@ def pack(add: Callable[..., fx.Node], mask: fx.Node) -> fx.Node:
     return as_dtype(add, total, torch.uint8)
 
 
-def unpacked(add: Callable[..., fx.Node], packed: fx.Node, like: torch.Tensor) -> fx.Node:
-    """The ones and zeros that were packed, as 32-bit numbers, in the order of memory."""
+def unpack(add: Callable[..., fx.Node], packed: fx.Node, like: torch.Tensor) -> fx.Node:
+    """A mask from its bits, laid out as ``like`` is."""
     sizes, dim, behind = _laid_out_sizes(like)
     column = add(_ATEN.unsqueeze.default, as_dtype(add, packed, torch.int32), dim)
     shifted = add(_ATEN.bitwise_right_shift.Tensor, column, _shifts(add, behind + 1, packed))
@@ -126,12 +125,7 @@ def unpacked(add: Callable[..., fx.Node], packed: fx.Node, like: torch.Tensor) -
     ones = add(_ATEN.reshape.default, ones, whole)
     if whole[dim] != sizes[dim]:
         ones = add(_ATEN.slice.Tensor, ones, dim, 0, sizes[dim])
-    return ones
-
-
-def unpack(add: Callable[..., fx.Node], packed: fx.Node, like: torch.Tensor) -> fx.Node:
-    """A mask from its bits."""
-    return laid_out(add, add(_ATEN.ne.Scalar, unpacked(add, packed, like), 0), like)
+    return laid_out(add, add(_ATEN.ne.Scalar, ones, 0), like)
 
 
 # --- masks of the forward ----------------------------------------------------------------

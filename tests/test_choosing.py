@@ -1,0 +1,57 @@
+"""Which forms a graph takes: a choice is fitted once, and made again by what a fit taught."""
+
+from __future__ import annotations
+
+from types import SimpleNamespace
+from typing import Any, cast
+
+import pytest
+
+from fxremat.choosing import Forms
+from fxremat.core.problem import Alternative, Op, Problem, Value
+
+
+def op(name: str, workspace: int) -> Op:
+    return Op(name, (), (f"{name} out",), 1.0, workspace_bytes=workspace)
+
+
+def forms(names: tuple[str, ...] = ("other",)) -> Forms:
+    """Two ops and another form of the second; a solver that always takes ``names``."""
+    values = tuple(Value(f"{name} out", 8) for name in ("first", "second", "third"))
+    other = Alternative("other", ops=(op("third", 30),), outputs=(("second out", "third out"),))
+    problem = Problem(
+        "two", values, (op("first", 10), op("second", 20)), outputs=("second out",),
+        alternatives=(other,),
+    )  # fmt: skip
+    asked = SimpleNamespace(variants=names, peak_bytes=100)
+    run = SimpleNamespace(answer=lambda *_: asked)
+    return Forms(cast(Any, run), (), cast(Any, None), problem)
+
+
+def test_what_a_fit_showed_is_known_by_the_names_of_ops() -> None:
+    shown = SimpleNamespace(problem=SimpleNamespace(ops=(op("second", 2), op("third", 3))))
+    known = forms().knowing(cast(Any, SimpleNamespace(run=SimpleNamespace(found=shown)))).problem
+    assert [one.workspace_bytes for one in known.ops] == [10, 2]
+    assert [one.workspace_bytes for one in known.alternatives[0].ops] == [3]
+
+
+def test_a_choice_is_fitted_once(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Also where another budget, or what is known, leads to it; its result is the same again."""
+    fits: list[Any] = []
+
+    def fit(_: Forms, names: tuple[str, ...]) -> Any:
+        fits.append(names)
+        return SimpleNamespace(run=SimpleNamespace(found=SimpleNamespace(problem=given.problem)))
+
+    monkeypatch.setattr(Forms, "_fit", fit)
+    given = forms()
+    found = given.fit(200)
+    assert found is not None
+    assert given.fit(0) is found
+    assert given.knowing(found).fit(0) is found
+    assert fits == [("other",)]
+
+
+@pytest.mark.parametrize(("names", "budget"), [((), 0), (("other",), 99)])
+def test_nothing_to_fit(names: tuple[str, ...], budget: int) -> None:
+    assert forms(names).fit(budget) is None
