@@ -541,6 +541,35 @@ def generate(
     return result
 
 
+def code_key(module: fx.GraphModule, *, is_backward: bool) -> str | None:
+    """Equal for graphs that `generate` makes the same code of: Inductor's key in its own cache.
+
+    None where that cannot be told: where Inductor keeps nothing (its caches are disabled, a pass of
+    the user has no name, an op is not to be kept), and where a size is not known.
+    """
+    from torch._dynamo.utils import counters
+    from torch._guards import detect_fake_mode
+    from torch._inductor.codecache import FxGraphCache
+    from torch._inductor.virtualized import V
+
+    inputs = [n.meta["val"] for n in module.graph.nodes if n.op == "placeholder"]
+    mode = detect_fake_mode(inputs)
+    if caches_disabled() or mode is None or any(map(_has_symbols, inputs)):
+        return None
+    counted = counters["inductor"].copy()
+    with V.set_fake_mode(mode):
+        found, _ = FxGraphCache.prepare_key(
+            module, inputs, {"is_backward": is_backward}, inputs_to_check=[], remote=False
+        )
+    counters["inductor"] = counted
+    return found[0] if found is not None else None
+
+
+def _has_symbols(value: Any) -> bool:
+    sizes = [value.numel(), *value.stride()] if isinstance(value, torch.Tensor) else [value]
+    return any(isinstance(size, (torch.SymInt, torch.SymFloat, torch.SymBool)) for size in sizes)
+
+
 def _record_seen_outputs(output: fx.Node, count: int | None) -> None:
     results = output.args[0]
     assert isinstance(results, (list, tuple))

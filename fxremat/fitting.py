@@ -21,13 +21,14 @@ from fxremat.core.problem import Problem
 from fxremat.core.schedule import Step
 from fxremat.core.timeline import replay
 from fxremat.errors import SolverRefused, VerificationFailed
+from fxremat.known_rehearsals import rehearse_once
 from fxremat.passes import inplace
 from fxremat.passes.fused_rows import fuse_rows
 from fxremat.passes.joint_graph import JointGraph
 from fxremat.passes.memory_estimation import Estimate
 from fxremat.passes.recompute import Rewritten, apply_plan
 from fxremat.planner.cache import PlanCache
-from fxremat.rehearsal import Rehearsal, rehearse
+from fxremat.rehearsal import Rehearsal
 from fxremat.report.report import Row
 from fxremat.request import Clock, Costs, Request
 from fxremat.verify import check_data_flow, check_split, check_waits
@@ -100,8 +101,7 @@ class Run:
             try:
                 if compat.caches_disabled():
                     return planner.solve(*question)
-                directory = Path(compat.cache_directory()) / "fxremat" / "plans"
-                plan, known = PlanCache(directory).solve(*question)
+                plan, known = PlanCache(_directory("plans")).solve(*question)
             except planner.Refused as refused:
                 raise SolverRefused(question[2], str(refused)) from refused
         if known:
@@ -161,12 +161,13 @@ class Run:
         """The real peak; None, with a warning, for code that does not run without data."""
         with self.clock.stage("rehearse"):
             try:
-                return rehearse(
+                return rehearse_once(
                     forward,
                     backward,
                     num_fwd_outputs=self.joint.num_forward_outputs,
                     device=self.device.type,
                     workspace=self.costs.workspaces.of_call,
+                    directory=_directory("rehearsals"),
                 )
             except Exception as error:  # any op of any library may refuse
                 log.warning(
@@ -176,6 +177,11 @@ class Run:
                     str(error).partition("\n")[0],
                 )
                 return None
+
+
+def _directory(kind: str) -> Path:
+    """Where what is known is kept."""
+    return Path(compat.cache_directory()) / "fxremat" / kind
 
 
 def _check_plan(found: Estimate, plan: Plan) -> None:

@@ -410,6 +410,53 @@ def test_generate() -> None:
     assert forward.constants == {}
 
 
+def test_code_key() -> None:
+    """One for each graph, layout and configuration; equal when the same model is compiled again."""
+    keys: list[str | None] = []
+
+    def step(forward: fx.GraphModule, backward: fx.GraphModule) -> None:
+        keys.append(compat.code_key(forward, is_backward=False))
+        keys.append(compat.code_key(forward, is_backward=True))
+        keys.append(compat.code_key(backward, is_backward=True))
+
+    half(linear_gelu(), step)
+    assert None not in keys
+    assert len(set(keys)) == 3
+    half(linear_gelu(), step)
+    assert keys[3:] == keys[:3]
+    half(linear_gelu(), step, batch(64, 32).detach().t())
+    with compat.inductor_config.patch(max_fusion_size=3):
+        half(linear_gelu(), step)
+    half(nn.Sequential(nn.Linear(64, 64), nn.GELU(), nn.Linear(64, 64, bias=False)), step)
+    assert len(set(keys[3:])) == 12
+
+
+def test_code_key_is_none_where_nothing_is_kept() -> None:
+    def step(forward: fx.GraphModule, backward: fx.GraphModule) -> None:
+        for module in (forward, backward):
+            assert compat.code_key(module, is_backward=False) is None
+
+    with compat.inductor_config.patch(force_disable_caches=True):
+        half(linear_gelu(), step)
+    with compat.inductor_config.patch(post_grad_custom_post_pass=lambda graph: None):
+        half(linear_gelu(), step)
+    x = batch(32, 64)
+    torch._dynamo.mark_dynamic(x, 0)
+    half(linear_gelu(), step, x)
+
+
+def test_code_key_leaves_the_counters_of_inductor_alone() -> None:
+    from torch._dynamo.utils import counters
+
+    def step(forward: fx.GraphModule, backward: fx.GraphModule) -> None:
+        before = counters["inductor"].copy()
+        with compat.inductor_config.patch(post_grad_custom_post_pass=lambda graph: None):
+            assert compat.code_key(forward, is_backward=False) is None
+        assert counters["inductor"] == before
+
+    half(linear_gelu(), step)
+
+
 def test_generate_with_the_strides_that_the_forward_chose() -> None:
     seen: list[Any] = []
 

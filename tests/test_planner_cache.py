@@ -6,7 +6,6 @@ import json
 import logging
 import os
 import signal
-import threading
 from collections.abc import Callable
 from dataclasses import replace
 from pathlib import Path
@@ -99,12 +98,12 @@ def test_another_problem_has_its_own_answer(tmp_path: Path, problem: Problem) ->
     assert not ask(tmp_path, replace(problem, ops=(slower, *problem.ops[1:])))[1]
 
 
-@pytest.mark.parametrize("name", ["build", "_highspy_version"])
+@pytest.mark.parametrize("name", ["answers.build", "planner.cache._highspy_version"])
 def test_another_version_asks_again(
     tmp_path: Path, problem: Problem, monkeypatch: pytest.MonkeyPatch, name: str
 ) -> None:
     ask(tmp_path, problem)
-    monkeypatch.setattr(cache, name, lambda: "another")
+    monkeypatch.setattr(f"fxremat.{name}", lambda: "another")
     assert not ask(tmp_path, problem)[1]
 
 
@@ -134,7 +133,7 @@ def _be(content: bytes) -> Callable[[Path], None]:
 
 
 def _swap_first_steps(data: dict[str, Any]) -> None:
-    steps = data["plan"]["steps"]
+    steps = data["answer"]["steps"]
     steps[0], steps[1] = steps[1], steps[0]
 
 
@@ -143,20 +142,20 @@ DAMAGE: dict[str, Callable[[Path], None]] = {
     "cut off": _cut,
     "no text": _be(b"\xff\xfe\x00"),
     "a list": _be(b"[]"),
-    "another format": _edit(lambda data: data.update(format="fxremat-plan/0")),
+    "another format": _edit(lambda data: data.update(format="fxremat-answer/0")),
     "another question": _edit(lambda data: data["question"].update(seed=9)),
-    "no plan": _edit(lambda data: data.pop("plan")),
-    "no steps": _edit(lambda data: data["plan"].pop("steps")),
-    "unknown op": _edit(lambda data: data["plan"]["steps"].append("nobody")),
-    "an op missing": _edit(lambda data: data["plan"]["steps"].pop()),
+    "no plan": _edit(lambda data: data.pop("answer")),
+    "no steps": _edit(lambda data: data["answer"].pop("steps")),
+    "unknown op": _edit(lambda data: data["answer"]["steps"].append("nobody")),
+    "an op missing": _edit(lambda data: data["answer"]["steps"].pop()),
     "out of order": _edit(_swap_first_steps),
-    "an op that may run once runs twice": _edit(lambda data: data["plan"]["steps"].append("g0")),
-    "another schedule": _edit(lambda data: data["plan"]["steps"].insert(9, "y0")),
-    "peak": _edit(lambda data: data["plan"].update(peak_bytes=1)),
-    "time": _edit(lambda data: data["plan"].update(time_us=1.0)),
-    "time bound above the time": _edit(lambda data: data["plan"].update(time_bound_us=1e9)),
-    "peak bound above the peak": _edit(lambda data: data["plan"].update(peak_bound_bytes=10**9)),
-    "bound of the wrong type": _edit(lambda data: data["plan"].update(peak_bound_bytes="much")),
+    "an op that may run once runs twice": _edit(lambda data: data["answer"]["steps"].append("g0")),
+    "another schedule": _edit(lambda data: data["answer"]["steps"].insert(9, "y0")),
+    "peak": _edit(lambda data: data["answer"].update(peak_bytes=1)),
+    "time": _edit(lambda data: data["answer"].update(time_us=1.0)),
+    "time bound above the time": _edit(lambda data: data["answer"].update(time_bound_us=1e9)),
+    "peak bound above the peak": _edit(lambda data: data["answer"].update(peak_bound_bytes=10**9)),
+    "bound of the wrong type": _edit(lambda data: data["answer"].update(peak_bound_bytes="much")),
 }
 
 
@@ -196,40 +195,6 @@ def test_what_was_interrupted_is_not_kept(tmp_path: Path, problem: Problem) -> N
         os.kill(os.getpid(), signal.SIGINT)
         ask(tmp_path, problem)
     assert not list(tmp_path.glob("*"))
-
-
-def test_a_directory_that_cannot_be_written(tmp_path: Path, problem: Problem) -> None:
-    file = tmp_path / "file"
-    file.write_text("here is no directory")
-    assert not ask(file / "plans", problem)[1]
-
-
-def test_a_failed_write_leaves_nothing(
-    tmp_path: Path, problem: Problem, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    def refuse(*_: Any) -> None:
-        raise OSError("disk full")
-
-    monkeypatch.setattr(os, "replace", refuse)
-    ask(tmp_path, problem)
-    assert list(tmp_path.iterdir()) == []
-
-
-def test_several_writers_at_once(tmp_path: Path, problem: Problem) -> None:
-    plan, _ = ask(tmp_path, problem)
-    path = only_file(tmp_path)
-    question = cache.question_of(problem, BUDGET, "greedy", OPTIONS)
-
-    def write() -> None:
-        for _ in range(20):
-            cache._write(path, question, plan)
-
-    writers = [threading.Thread(target=write) for _ in range(4)]
-    for writer in writers:
-        writer.start()
-    while any(writer.is_alive() for writer in writers):
-        assert cache._read(path, question, problem) == plan
-    assert only_file(tmp_path) == path
 
 
 def test_the_problem_is_written_out_once(

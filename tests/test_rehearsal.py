@@ -11,7 +11,7 @@ import pytest
 import torch
 
 import fxremat
-from fxremat import compat, fitting
+from fxremat import compat, fitting, known_rehearsals
 from fxremat.passes.recompute import apply_plan
 from fxremat.rehearsal import Workspace, _Meter, _rounded, _written, rehearse
 from tests.small import Stack, seeded
@@ -178,7 +178,7 @@ def test_code_that_cannot_be_rehearsed_is_planned_with_a_warning(
         held.append(hold)
         return apply_plan(*args, hold=hold)
 
-    monkeypatch.setattr(fitting, "rehearse", refuse)
+    monkeypatch.setattr(known_rehearsals, "rehearse", refuse)
     monkeypatch.setattr(fitting, "apply_plan", noting)
     model, x = seeded(Stack, 512, 32)
     budget = int(0.8 * fxremat.explain(model, x).keep_all_peak_bytes)

@@ -12,11 +12,9 @@ from __future__ import annotations
 
 import json
 import operator
-import os
 import platform
 import re
 import statistics
-import tempfile
 import time
 from collections.abc import Callable
 from contextlib import AbstractContextManager, suppress
@@ -26,6 +24,7 @@ from typing import Any, Protocol
 import torch
 from torch import fx
 
+from fxremat.answers import write_whole
 from fxremat.cost.roofline import SizeOf, flops_of
 
 REPEATS = 5
@@ -127,12 +126,7 @@ class NumbersFile:
     def add(self, key: str, time_us: float) -> None:
         """Keep one more time, and what other processes have written meanwhile."""
         self.times = {**self._read(), **self.times, key: time_us}
-        with suppress(OSError):
-            self.path.parent.mkdir(parents=True, exist_ok=True)
-            handle, name = tempfile.mkstemp(dir=self.path.parent, suffix=".tmp")
-            with os.fdopen(handle, "w", encoding="utf-8") as file:
-                json.dump(self.times, file, indent=0)
-            os.replace(name, self.path)
+        write_whole(self.path, json.dumps(self.times, indent=0))
 
 
 def numbers_path(directory: Path, device: torch.device, kind: str = "op_times") -> Path:

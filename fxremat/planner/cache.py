@@ -1,9 +1,8 @@
 """Plans kept on disk, so that no question is answered twice.
 
 A question is the problem without its name, the budget, the solver with its options, and the
-versions of fxremat (a digest of its sources) and of highspy. A file is a claim: its steps are
-replayed and its figures must come out; else it is ignored, and replaced by the next answer. What
-a time limit or Ctrl-C cut short is not kept.
+version of highspy. An answer is a claim: its steps are replayed and its figures must come out; else
+it is ignored, and replaced by the next one. What a time limit or Ctrl-C cut short is not kept.
 """
 
 from __future__ import annotations
@@ -11,8 +10,6 @@ from __future__ import annotations
 import hashlib
 import importlib.metadata
 import json
-import os
-import tempfile
 import time
 from collections import Counter
 from collections.abc import Mapping, Sequence
@@ -22,6 +19,7 @@ from functools import cache
 from pathlib import Path
 from typing import Any
 
+from fxremat.answers import Answers, Question
 from fxremat.core.alternatives import take
 from fxremat.core.plan import Plan, plan_to_json, steps_from_json, variants_from_json
 from fxremat.core.problem import Problem, problem_to_json
@@ -30,12 +28,8 @@ from fxremat.planner import solve
 from fxremat.planner.clock import Clock
 from fxremat.planner.options import SolverOptions
 from fxremat.planner.plans import make_plan
-from fxremat.version import build
 
-FORMAT = "fxremat-plan/1"
 REMEMBERED = 8
-
-Question = Mapping[str, Any]
 
 
 @dataclass(frozen=True)
@@ -49,20 +43,15 @@ class PlanCache:
     ) -> tuple[Plan, bool]:
         """The planner's answer, and whether it was read from disk."""
         question = question_of(problem, budget_bytes, solver, options)
-        path = self.path_of(question)
-        known = _read(path, question, problem)
+        answers = Answers(self.directory)
+        known = _plan_of(answers.read(question), problem, budget_bytes)
         if known is not None:
             return known, True
         started = time.perf_counter()
         plan = solve(problem, budget_bytes, solver, options)
         if _is_complete(plan, time.perf_counter() - started, options):
-            _write(path, question, plan)
+            answers.keep(question, plan_to_json(plan))
         return plan, False
-
-    def path_of(self, question: Question) -> Path:
-        """Where the answer to a question is kept."""
-        text = json.dumps(question, sort_keys=True)
-        return self.directory / f"{hashlib.sha256(text.encode()).hexdigest()}.json"
 
 
 def question_of(
@@ -77,7 +66,6 @@ def question_of(
         "time_limit_s": options.time_limit_s,
         "objective": [options.objective, options.most_time_us],
         "start": None if options.start is None else list(options.start),
-        "fxremat": build(),
         "highspy": _highspy_version(),
     }
 
@@ -112,15 +100,14 @@ def _is_complete(plan: Plan, seconds: float, options: SolverOptions) -> bool:
     return in_time and Clock(None).running()
 
 
-def _read(path: Path, question: Question, problem: Problem) -> Plan | None:
-    with suppress(OSError, ValueError, KeyError, TypeError):
-        data = json.loads(path.read_text(encoding="utf-8"))
-        if data["format"] == FORMAT and data["question"] == question:
-            return _replayed(problem, question["budget_bytes"], data["plan"])
+def _plan_of(claims: Any, problem: Problem, budget_bytes: int | None) -> Plan | None:
+    """The plan that an answer stands for; None where it is none."""
+    with suppress(ValueError, KeyError, TypeError):
+        return _replayed(problem, budget_bytes, claims)
     return None
 
 
-def _replayed(problem: Problem, budget_bytes: int | None, claims: Mapping[str, Any]) -> Plan | None:
+def _replayed(problem: Problem, budget_bytes: int | None, claims: Any) -> Plan | None:
     """The plan that the steps make; None where it is not what is claimed."""
     steps, variants = steps_from_json(claims), variants_from_json(claims)
     problem = take(problem, variants)
@@ -162,18 +149,3 @@ def _agrees(plan: Plan, claims: Mapping[str, Any]) -> bool:
 
 def _number_or_none(value: Any) -> float | None:
     return None if value is None else float(value)
-
-
-def _write(path: Path, question: Question, plan: Plan) -> None:
-    """All of the file or nothing; a directory that cannot be written is no reason to fail."""
-    data = {"format": FORMAT, "question": question, "plan": plan_to_json(plan)}
-    with suppress(OSError):
-        path.parent.mkdir(parents=True, exist_ok=True)
-        handle, name = tempfile.mkstemp(dir=path.parent, suffix=".tmp")
-        try:
-            with os.fdopen(handle, "w", encoding="utf-8") as file:
-                json.dump(data, file)
-            os.replace(name, path)
-        except OSError:
-            os.unlink(name)
-            raise

@@ -1,0 +1,116 @@
+"""Rehearsals kept on disk: the same as those made anew, and asked for by what decides them."""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Callable
+from dataclasses import asdict
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+from hypothesis import given
+from hypothesis import strategies as st
+
+import fxremat
+from fxremat import compat, known_rehearsals
+from fxremat.known_rehearsals import _rehearsal_of
+from fxremat.rehearsal import Rehearsal, rehearse
+from fxremat.report.explain import Explanation
+from tests.small import Convolutions, Stack, seeded
+
+
+@pytest.fixture
+def kept(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> Path:
+    """Where rehearsals are kept."""
+    monkeypatch.setattr("fxremat.compat.cache_directory", lambda: str(tmp_path))
+    return tmp_path / "fxremat" / "rehearsals"
+
+
+@pytest.fixture
+def made(monkeypatch: pytest.MonkeyPatch) -> list[Rehearsal]:
+    """The rehearsals that were really made."""
+    found = []
+    def noting(*args: Any, **kwargs: Any) -> Any:
+        found.append(rehearse(*args, **kwargs))
+        return found[-1]
+
+    monkeypatch.setattr(known_rehearsals, "rehearse", noting)
+    return found
+
+
+def explain(model: Any = None, rows: int = 512, **options: Any) -> Explanation:
+    torch._dynamo.reset()
+    made, x = seeded(model or (lambda: Stack(2)), rows, 32)
+    return fxremat.explain(made, x, options={"memory_budget": "1.3MiB", **options})
+
+
+def images() -> Explanation:
+    torch._dynamo.reset()
+    torch.manual_seed(0)
+    options = {"memory_budget": "800KiB"}
+    return fxremat.explain(Convolutions(), torch.randn(4, 3, 32, 32), options=options)
+
+
+def unchanging(explanation: Explanation) -> Any:
+    """What does not depend on the clock."""
+    report = explanation.graphs[0]
+    assert explanation.plan is not None
+    return (explanation.plan.steps, explanation.predicted_peak_bytes, report.rehearsals,
+            explanation.minimum_peak_bytes, report.at_peak)  # fmt: skip
+
+
+@pytest.mark.parametrize("ask", [explain, images])
+def test_what_was_rehearsed_is_not_rehearsed_again(
+    kept: Path, made: list[Any], ask: Callable[[], Explanation]
+) -> None:
+    first, count = ask(), len(made)
+    assert 0 < len(list(kept.iterdir())) == count
+    second = ask()
+    assert len(made) == count
+    assert unchanging(second) == unchanging(first)
+
+
+@pytest.mark.usefixtures("kept")
+@pytest.mark.parametrize("change", [{"rows": 448}, {"inductor": {"max_fusion_size": 2}}])
+def test_another_batch_and_other_options_are_rehearsed(made: list[Any], change: Any) -> None:
+    explain()
+    count = len(made)
+    explain(**change)
+    assert len(made) > count
+
+
+SIZES = st.integers(0, 2**50)
+REHEARSALS = st.builds(
+    Rehearsal,
+    peak_bytes=SIZES,
+    live_bytes=st.lists(SIZES).map(tuple),
+    at_peak=st.lists(st.tuples(st.text(), SIZES)).map(tuple),
+    scratch=st.dictionaries(st.text(), SIZES),
+)
+
+
+@given(REHEARSALS)
+def test_every_rehearsal_is_read_back(shown: Rehearsal) -> None:
+    assert _rehearsal_of(json.loads(json.dumps(asdict(shown)))) == shown
+
+
+@pytest.mark.parametrize(
+    "damage",
+    [{"peak_bytes": None}, {"at_peak": [1, 2]}, {"scratch": []}, {"live_bytes": "much"}],
+)
+def test_what_is_no_rehearsal_is_not_believed(damage: dict[str, Any]) -> None:
+    answer = asdict(Rehearsal(1, (1,), (("x", 1),), {"x": 1}))
+    assert _rehearsal_of(answer) is not None
+    assert _rehearsal_of({**answer, **damage}) is None
+    (name,) = damage
+    del answer[name]
+    assert _rehearsal_of(answer) is None
+
+
+def test_nothing_is_kept_where_caches_are_disabled(kept: Path, made: list[Any]) -> None:
+    with compat.inductor_config.patch(force_disable_caches=True):
+        explain()
+    assert made
+    assert not kept.exists()
