@@ -392,13 +392,17 @@ SCHEDULER_PASS = "_pre_fusion_custom_pass"
 class Scheduled:
     """A kernel before fusion: a library call, a loop, or (neither) something without work.
 
-    ``read_bytes`` of the largest operand, ``written_bytes`` of all results.
+    ``is_copy`` of a loop that changes no value, only the layout. ``read_bytes`` of the largest
+    operand, ``written_bytes`` of all results; ``reads`` and ``writes`` name the buffers.
     """
 
     is_call: bool
     is_loop: bool
     read_bytes: int
     written_bytes: int
+    is_copy: bool = False
+    reads: frozenset[str] = frozenset()
+    writes: frozenset[str] = frozenset()
 
 
 def scheduled(node: Any) -> Scheduled:
@@ -408,12 +412,19 @@ def scheduled(node: Any) -> Scheduled:
     from torch._inductor.virtualized import V
 
     size = V.graph.get_dep_size_hint
+    is_loop = isinstance(node, SchedulerNode) and not node.is_template()
+    reads, writes = node.read_writes.reads, node.read_writes.writes
     return Scheduled(
         is_call=bool(node.is_extern() or node.is_template())
         and not isinstance(node.node, ir.MultiOutput),
-        is_loop=isinstance(node, SchedulerNode) and not node.is_template(),
-        read_bytes=max((size(dep) for dep in node.read_writes.reads), default=0),
-        written_bytes=sum(size(dep) for dep in node.read_writes.writes),
+        is_loop=is_loop,
+        read_bytes=max((size(dep) for dep in reads), default=0),
+        written_bytes=sum(size(dep) for dep in writes),
+        is_copy=is_loop
+        and set(node._body.op_counts) == {"load", "store", "output"}
+        and not node.has_aliasing_or_mutation(),
+        reads=frozenset(dep.name for dep in reads),
+        writes=frozenset(dep.name for dep in writes),
     )
 
 
@@ -425,10 +436,11 @@ def names_being_scheduled() -> list[str]:
     return [node.name for node in module.graph.nodes]
 
 
-def run_after(nodes: Sequence[Any], after: Mapping[int, Sequence[int]]) -> None:
+def run_after(nodes: Sequence[Any], after: Mapping[int, Sequence[int]]) -> list[Any]:
     """Make Inductor run each key after its values, all of them positions in ``nodes``.
 
     To the scheduler these are no uses: what is waited for may be freed and overwritten before.
+    Returns the nodes in an order that agrees with it.
     """
     from torch._inductor.dependencies import WeakDep
 
@@ -442,10 +454,35 @@ def run_after(nodes: Sequence[Any], after: Mapping[int, Sequence[int]]) -> None:
             name = names[0]
             nodes[later].add_fake_dep(WeakDep(name, mutating_buf=own, is_fake=True))
         nodes[later].prune_weak_deps()  # those on dead code, which adding one brings back
+    ordered = [nodes[position] for position in _delayed(len(nodes), after)]
     if after:
         scheduler = nodes[0].scheduler
-        scheduler.nodes = list(nodes)
+        scheduler.nodes = list(ordered)
         scheduler.compute_ancestors()
+    return ordered
+
+
+def run_each_alone(nodes: Sequence[Any]) -> None:
+    """Have each kernel called by itself: on the CPU Inductor puts several loops into one function.
+
+    What such a function writes is allocated before it, and what it reads freed behind it.
+    """
+    if nodes:
+        backend = nodes[0].scheduler.get_backend(torch.device("cpu"))
+        backend.ready_to_flush = lambda: True
+
+
+def _delayed(count: int, after: Mapping[int, Sequence[int]]) -> list[int]:
+    """Positions in their order, but each one behind those that it waits for."""
+    ordered: dict[int, None] = {}
+    waiting: list[int] = []
+    for position in range(count):
+        waiting.append(position)
+        while ready := [one for one in waiting if ordered.keys() >= set(after.get(one, ()))]:
+            ordered.update(dict.fromkeys(ready))
+            waiting = [one for one in waiting if one not in ordered]
+    assert not waiting, "kernels wait for one another"
+    return list(ordered)
 
 
 # --- Inductor's generated code -------------------------------------------------------------

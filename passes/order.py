@@ -12,6 +12,10 @@ marked: they are where the plan has them so that their transfers run beside othe
   that the backward reads are handed on themselves, not as copies with channels last.
 - `Fence`, on the kernels before fusion: no loop moves across a library call, except that one
   whose results are small beside what it reads (the sum that is a bias gradient) may run earlier.
+  What only changes the layout for the library call runs last before it, and is fused with no loop
+  that does not make what it copies: the copy is then not there beside that loop's results. On the
+  CPU, where Inductor would put loops into one function, each is called by itself, so that what
+  dies between two of them is freed there.
 
         mm_1   relu_recompute   mm_2   gelu_backward   mm_3   sum_1 (small)
                \\____ not here ____/         \\_____ may join ____/
@@ -58,7 +62,8 @@ def fences(kernels: Sequence[compat.Scheduled]) -> dict[int, list[int]]:
     """Kernel -> the kernels it must run after, as positions in ``kernels``.
 
     Every library call waits for the one before it and for the loops in between; every loop
-    waits for the library call before it, unless its results are small.
+    waits for the library call before it, unless its results are small. Copies into another layout
+    wait for the other loops before the call.
     """
     after: dict[int, list[int]] = {}
     call: list[int] = []
@@ -66,12 +71,33 @@ def fences(kernels: Sequence[compat.Scheduled]) -> dict[int, list[int]]:
     for position, kernel in enumerate(kernels):
         if kernel.is_call:
             after[position] = call + loops
+            late = late_copies(kernels, range(call[0] if call else 0, position), loops)
+            for copy in late:
+                after[copy] = after[copy] + [loop for loop in loops if loop not in late]
             call, loops = [position], []
         elif kernel.is_loop:
             small = SMALL * kernel.written_bytes <= kernel.read_bytes
             after[position] = [] if small else list(call)
             loops.append(position)
     return {position: earlier for position, earlier in after.items() if earlier}
+
+
+def late_copies(
+    kernels: Sequence[compat.Scheduled], between: Sequence[int], loops: Sequence[int]
+) -> list[int]:
+    """The loops that only copy what no other loop makes, for a reader that comes after ``between``.
+
+    ``loops`` are those of the kernels ``between`` two library calls.
+    """
+    made = frozenset[str]().union(*(kernels[loop].writes for loop in loops))
+    read = frozenset[str]().union(*(kernels[position].reads for position in between))
+    return [
+        loop
+        for loop in loops
+        if kernels[loop].is_copy
+        and kernels[loop].reads.isdisjoint(made)
+        and kernels[loop].writes.isdisjoint(read)
+    ]
 
 
 def _uuid(name: str, version: str, then: Any) -> Any:
@@ -109,15 +135,16 @@ class Fence(compat.SchedulerPass):
     then: Callable[[list[Any]], list[Any]] | None = None
 
     def __call__(self, nodes: list[Any]) -> list[Any]:
-        """Constrain the kernels in place, if their graph has marks."""
+        """The kernels, constrained if their graph has marks."""
         nodes = nodes if self.then is None else self.then(nodes)
-        self.hold(nodes)
-        return nodes
+        return self.hold(nodes)
 
-    def hold(self, nodes: list[Any]) -> None:
+    def hold(self, nodes: list[Any]) -> list[Any]:
         names = compat.names_being_scheduled()
-        if any(mark in name for name in names for mark in (WRITTEN, MOVED)):
-            compat.run_after(nodes, fences([compat.scheduled(node) for node in nodes]))
+        if not any(mark in name for name in names for mark in (WRITTEN, MOVED)):
+            return nodes
+        compat.run_each_alone(nodes)
+        return compat.run_after(nodes, fences([compat.scheduled(node) for node in nodes]))
 
     def uuid(self) -> Any:
         """The pass's name in Inductor's cache."""

@@ -351,6 +351,37 @@ def test_a_written_mask_is_stored_as_bytes_and_read_as_it_was() -> None:
     torch.testing.assert_close(compiled, Masked()(x))
 
 
+class Apart(nn.Module):
+    """Two loops that have nothing in common."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.w = nn.Parameter(torch.ones(100))
+
+    def forward(self, x: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
+        return x.exp(), self.w.sin()
+
+
+def test_run_each_alone() -> None:
+    """Two functions, where Inductor would put both loops into one."""
+
+    def alone(nodes: list[Any]) -> list[Any]:
+        compat.run_each_alone(nodes)
+        return nodes
+
+    before = forward_code(Apart(), batch(32, 64))
+    after = forward_code(Apart(), batch(32, 64), **{compat.SCHEDULER_PASS: alone})
+    kernels = [code.count("async_compile.cpp_pybinding(") for code in (before, after)]
+    assert kernels == [1, 2]
+
+
+def test_run_after_reorders_what_has_to_wait() -> None:
+    assert compat._delayed(4, {0: [2], 3: [0]}) == [1, 2, 0, 3]
+    assert compat._delayed(3, {}) == [0, 1, 2]
+    with pytest.raises(AssertionError, match="wait for one another"):
+        compat._delayed(2, {0: [1], 1: [0]})
+
+
 def test_scheduled_and_run_after() -> None:
     """What kernels are, and an order that no data asks for."""
     seen: list[list[compat.Scheduled]] = []

@@ -32,6 +32,7 @@ def kept(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> Path:
 def made(monkeypatch: pytest.MonkeyPatch) -> list[Rehearsal]:
     """The rehearsals that were really made."""
     found = []
+
     def noting(*args: Any, **kwargs: Any) -> Any:
         found.append(rehearse(*args, **kwargs))
         return found[-1]

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import operator
 import pickle
+from dataclasses import replace
 from typing import Any
 
 import pytest
@@ -129,6 +130,51 @@ def test_what_does_no_work_waits_for_nothing() -> None:
     assert fences([]) == {}
 
 
+def copying(read: str, written: str) -> compat.Scheduled:
+    return replace(LOOP, is_copy=True, reads=frozenset([read]), writes=frozenset([written]))
+
+
+COPY = copying("x", "y")
+
+
+def test_a_copy_for_a_call_waits_for_the_other_loops() -> None:
+    assert fences([CALL, COPY, LOOP, CALL]) == {1: [0, 2], 2: [0], 3: [0, 1, 2]}
+    assert fences([COPY, LOOP, COPY]) == {}  # no call reads it
+
+
+@pytest.mark.parametrize(
+    "other",
+    [
+        replace(LOOP, writes=frozenset(["x"])),  # fused, x need not be there
+        replace(LOOP, reads=frozenset(["y"])),
+        replace(NONE, reads=frozenset(["y"])),
+    ],
+)
+def test_a_copy_is_not_parted_from_the_loop_that_makes_or_reads_it(other: compat.Scheduled) -> None:
+    assert fences([other, COPY, LOOP, CALL]).get(1) is None
+    assert fences([COPY, LOOP, other, CALL]).get(0) is None
+
+
+def test_two_copies_do_not_wait_for_each_other() -> None:
+    assert fences([COPY, copying("a", "b"), LOOP, CALL]) == {0: [2], 1: [2], 3: [0, 1, 2]}
+
+
+@given(st.lists(st.sampled_from([CALL, LOOP, SUM, NONE, COPY, copying("y", "z")]), max_size=12))
+def test_what_waits_can_be_put_in_order(kernels: list[compat.Scheduled]) -> None:
+    """Nothing waits for itself, and calls stay where they are among the loops."""
+    after = fences(kernels)
+    order = compat._delayed(len(kernels), after)
+    place = {position: index for index, position in enumerate(order)}
+    assert sorted(order) == list(range(len(kernels)))
+    for later, several in after.items():
+        assert all(place[earlier] < place[later] for earlier in several)
+    for position, kernel in enumerate(kernels):
+        if kernel.is_call:
+            assert place[position] == position
+        if kernel is LOOP or kernel is SUM:
+            assert place[position] <= position
+
+
 @given(st.lists(st.sampled_from([CALL, LOOP, SUM, NONE]), max_size=12))
 def test_kernels_wait_for_earlier_ones_and_loops_for_their_fences(
     kernels: list[compat.Scheduled],
@@ -157,8 +203,9 @@ class Late(nn.Module):
 
 
 class Always(Fence):
-    def hold(self, nodes: list[Any]) -> None:
-        compat.run_after(nodes, fences([compat.scheduled(node) for node in nodes]))
+    def hold(self, nodes: list[Any]) -> list[Any]:
+        compat.run_each_alone(nodes)
+        return compat.run_after(nodes, fences([compat.scheduled(node) for node in nodes]))
 
 
 def test_loops_on_either_side_of_a_call_are_not_fused() -> None:
@@ -166,6 +213,31 @@ def test_loops_on_either_side_of_a_call_are_not_fused() -> None:
     apart = forward_code(Late(), batch(32, 64), **{compat.SCHEDULER_PASS: Always("1")})
     assert together.count("async_compile.cpp_pybinding(") == 1
     assert apart.count("async_compile.cpp_pybinding(") == 2
+
+
+class Image(nn.Module):
+    """A convolution of an image that Inductor copies to channels last, and a loop beside it."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.convolution = nn.Conv2d(3, 16, 3, padding=1)
+
+    def forward(self, x: torch.Tensor) -> Any:
+        return x.exp(), self.convolution(x)
+
+
+def test_a_copy_into_another_layout_is_the_last_loop_before_its_call() -> None:
+    """Its memory is not there while the other loop runs; in one function both results would be."""
+    x = torch.randn(2, 3, 32, 32)
+    together = forward_code(Image(), x)
+    apart = forward_code(Image(), x, **{compat.SCHEDULER_PASS: Always("1")})
+    assert "cpp_fused_convolution_exp" in together
+    copy = "empty_strided_cpu((2, 3, 32, 32), (3072, 1, 96, 3)"
+    places = [
+        apart.index(text, apart.index("def call"))
+        for text in ("cpp_fused_exp", copy, "cpp_fused_convolution", "extern_kernels.convolution")
+    ]
+    assert places == sorted(places)
 
 
 # --- the user's passes, and Inductor's cache ------------------------------------------------------
@@ -220,8 +292,9 @@ def test_the_users_scheduler_pass_runs_first() -> None:
     nodes: list[Any] = []
 
     class Recording(Fence):
-        def hold(self, seen: list[Any]) -> None:
+        def hold(self, seen: list[Any]) -> list[Any]:
             nodes.extend(seen)
+            return seen
 
     assert Recording("1", theirs)(["a"]) == ["a", "theirs"]
     assert nodes == ["a", "theirs"]
