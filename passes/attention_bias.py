@@ -36,7 +36,7 @@ from fxremat import compat
 from fxremat.passes.attention_layout import is_move
 from fxremat.passes.attention_scores import VERY_NEGATIVE, Added, Filled, Reading, number
 from fxremat.passes.joint_graph import is_mutating, is_random
-from fxremat.passes.row_rules import Shape, dtype_of, packet_name, shape_of
+from fxremat.passes.nodes import Shape, dtype_of, packet_name, shape_of
 
 _ATEN = torch.ops.aten
 Add = Callable[..., fx.Node]

@@ -19,7 +19,7 @@ from typing import Any
 import torch
 from torch import fx
 
-from fxremat.passes.row_rules import dtype_of, packet_name, shape_of
+from fxremat.passes.nodes import dtype_of, packet_name, shape_of
 
 Pairs = tuple[tuple[int, int], ...]
 Layout = tuple[Pairs, ...]

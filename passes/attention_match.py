@@ -23,7 +23,7 @@ from torch import fx
 from fxremat.passes.attention_layout import Layout, Seen, origin, swapped, viewed, whole
 from fxremat.passes.attention_scores import Reading, number, packets, read, read_softmax
 from fxremat.passes.joint_graph import JointGraph, Role
-from fxremat.passes.row_rules import Shape, dtype_of, packet_name, shape_of
+from fxremat.passes.nodes import Shape, dtype_of, packet_name, shape_of
 
 LEAST_SIZE = 2
 """Of queries, keys and widths: with 1 a product cannot be told from its transpose."""

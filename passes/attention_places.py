@@ -27,7 +27,7 @@ from fxremat.passes.attention_layout import (
 )
 from fxremat.passes.attention_match import Product
 from fxremat.passes.joint_graph import JointGraph, root
-from fxremat.passes.row_rules import Shape, shape_of
+from fxremat.passes.nodes import Shape, shape_of
 from fxremat.passes.rule import fake
 
 _ATEN = torch.ops.aten

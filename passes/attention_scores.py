@@ -15,7 +15,7 @@ import torch
 from torch import fx
 
 from fxremat.passes.attention_layout import Layout, is_move, moved, whole
-from fxremat.passes.row_rules import Shape, dtype_of, packet_name, shape_of
+from fxremat.passes.nodes import Shape, dtype_of, packet_name, shape_of
 
 VERY_NEGATIVE = -1e4
 """What is filled in for keys that are masked out is at most this: their weight is 0."""

@@ -37,7 +37,7 @@ from fxremat.passes.attention_layout import origin
 from fxremat.passes.attention_match import Attention, find_attention
 from fxremat.passes.attention_places import Operand, Result, operand, result, result_here
 from fxremat.passes.joint_graph import JointGraph
-from fxremat.passes.row_rules import shape_of
+from fxremat.passes.nodes import shape_of
 from fxremat.passes.rule import Rule, Site, StandIns, add_call, fake
 
 _ATEN = torch.ops.aten

@@ -43,6 +43,7 @@ from torch import fx
 
 from fxremat.passes import few_bit
 from fxremat.passes.joint_graph import JointGraph, Role, is_view
+from fxremat.passes.nodes import packet_of
 from fxremat.passes.rule import Rule, Site, StandIns, fake
 from fxremat.passes.saved_values import (
     Decode,
@@ -89,7 +90,7 @@ def is_read_exactly(saved: Saved) -> bool:
     stack = [(node, user) for node in saved.read for user in node.users if user in saved.readers]
     while stack:
         node, user = stack.pop()
-        packet = getattr(user.target, "overloadpacket", None)
+        packet = packet_of(user)
         if packet in _BY_EQUALITY or (packet is _ATEN.div and user.args[1] is node):
             return True
         if (is_view(user) or packet in _PASSED_ON) and user not in seen:

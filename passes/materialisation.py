@@ -39,6 +39,7 @@ from fxremat.passes.joint_graph import (
     is_view,
     root,
 )
+from fxremat.passes.nodes import packet_of
 
 _ATEN = torch.ops.aten
 _PRIMS = torch.ops.prims
@@ -77,11 +78,6 @@ SCATTERING = frozenset(
 REDUCTIONS = frozenset({_PRIMS._low_memory_max_pool_with_offsets, _ATEN.avg_pool2d})
 
 
-def _packet(node: fx.Node) -> object:
-    target = node.target
-    return target.overloadpacket if isinstance(target, compat.OpOverload) else target
-
-
 def _has_tag(node: fx.Node, tag: str) -> bool:
     target = node.target
     return isinstance(target, compat.OpOverload) and any(str(t).endswith(tag) for t in target.tags)
@@ -98,14 +94,14 @@ _REDUCTION_NAMES = frozenset(
 
 def is_reduction(node: fx.Node) -> bool:
     """Whether the node is computed by a loop that reduces, so that its result is stored."""
-    packet = _packet(node)
+    packet = packet_of(node)
     name = getattr(packet, "__name__", "")
     return packet in REDUCTIONS or name in _REDUCTION_NAMES or _has_tag(node, "reduction")
 
 
 def is_fusable(node: fx.Node) -> bool:
     """Whether Inductor makes the node part of a generated loop."""
-    packet = _packet(node)
+    packet = packet_of(node)
     return (
         packet in FUSABLE
         or packet in CONCATENATIONS
@@ -116,7 +112,7 @@ def is_fusable(node: fx.Node) -> bool:
 
 def is_scattering(node: fx.Node) -> bool:
     """Whether the node puts values into its first operand, as far as anybody can see a copy."""
-    return _packet(node) in SCATTERING
+    return packet_of(node) in SCATTERING
 
 
 def is_scalar(node: fx.Node) -> bool:
@@ -222,7 +218,7 @@ def _narrower_than_inputs(node: fx.Node) -> bool:
 def _is_written(
     node: fx.Node, users: Iterable[fx.Node], joint: JointGraph, groups: _Groups | None
 ) -> bool:
-    if not is_fusable(node) or is_reduction(node) or _packet(node) in CONCATENATIONS:
+    if not is_fusable(node) or is_reduction(node) or packet_of(node) in CONCATENATIONS:
         return True
     if STORED in node.name:
         return True
@@ -236,7 +232,7 @@ def _is_written(
             if _narrower_than_inputs(node):
                 return True
             continue
-        if not is_fusable(user) or _packet(user) in NEEDS_REALIZED_INPUTS:
+        if not is_fusable(user) or packet_of(user) in NEEDS_REALIZED_INPUTS:
             return True
         if (
             role is not Role.LAZY

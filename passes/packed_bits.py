@@ -43,6 +43,7 @@ from torch import fx
 from fxremat import compat
 from fxremat.passes.joint_graph import JointGraph, Role, is_repeatable, is_tensor, is_view
 from fxremat.passes.materialisation import is_fusable
+from fxremat.passes.nodes import packet_of
 from fxremat.passes.rule import Rule, Site, StandIns, fake
 from fxremat.passes.saved_values import (
     Inserter,
@@ -240,10 +241,6 @@ _POOLS = ((_ATEN.max_pool2d_with_indices, 2), (_ATEN.max_pool3d_with_indices, 3)
 """With the number of dimensions that an index counts through."""
 
 
-def _packet(node: fx.Node) -> object:
-    return getattr(node.target, "overloadpacket", node.target)
-
-
 def _argument(node: fx.Node, name: str, default: object) -> object:
     """An argument of a call by its name."""
     assert isinstance(node.target, compat.OpOverload)
@@ -258,7 +255,7 @@ def _extent(call: fx.Node) -> int | None:
     """The size of the dimension that a call looks along; of all of them where it names none."""
     shape = fake(call.all_input_nodes[0]).shape
     names = {argument.name for argument in call.target._schema.arguments}  # type: ignore[union-attr]
-    dim = _argument(call, "dim", None if _packet(call) in (_ATEN.argmax, _ATEN.argmin) else -1)
+    dim = _argument(call, "dim", None if packet_of(call) in (_ATEN.argmax, _ATEN.argmin) else -1)
     sizes = [shape[dim]] if "dim" in names and isinstance(dim, int) and len(shape) else shape
     product = 1
     for size in sizes:
@@ -270,7 +267,7 @@ def _extent(call: fx.Node) -> int | None:
 
 def _window(call: fx.Node) -> int | None:
     """How many positions the indices of a max-pooling tell apart."""
-    dims = next(d for packet, d in _POOLS if packet is _packet(call))
+    dims = next(d for packet, d in _POOLS if packet is packet_of(call))
     shape = fake(call.all_input_nodes[0]).shape[-dims:]
     product = 1
     for size in shape:
@@ -288,14 +285,14 @@ def range_of(node: fx.Node) -> Range | None:
     """The provable range of an integer tensor, from shapes and constants; None for no such."""
     if node.op != "call_function":
         return None
-    packet = _packet(node)
+    packet = packet_of(node)
     if is_view(node):
         return range_of(node.all_input_nodes[0])
     if node.target is operator.getitem and node.args[1] == 1:
         call = node.all_input_nodes[0]
-        if _packet(call) in _ALONG:
+        if packet_of(call) in _ALONG:
             return _below(_extent(call))
-        return _below(_window(call)) if _packet(call) in dict(_POOLS) else None
+        return _below(_window(call)) if packet_of(call) in dict(_POOLS) else None
     if packet in _WHERE:
         return _below(_extent(node))
     if packet is _ATEN.remainder and isinstance(node.args[1], int) and node.args[1] > 0:

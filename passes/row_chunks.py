@@ -26,10 +26,11 @@ import torch
 from torch import fx
 
 from fxremat.passes.joint_graph import JointGraph, Role
+from fxremat.passes.nodes import dtype_of, packet_name, shape_of
+from fxremat.passes.row_calls import rest_of
 from fxremat.passes.row_gradients import Factor, factor
 from fxremat.passes.row_loops import Loop, Refused, plan_loops
 from fxremat.passes.row_regions import Region, find_regions, levels
-from fxremat.passes.row_rules import dtype_of, packet_name, rest_of, shape_of
 from fxremat.passes.rule import Rule, Site, StandIns, add_call, last_of
 from fxremat.runtime.chunks import ROWS
 from fxremat.runtime.row_program import dump

@@ -23,8 +23,9 @@ from torch import fx
 
 from fxremat import compat
 from fxremat.passes.joint_graph import Role, is_repeatable, is_tensor
+from fxremat.passes.nodes import bound, dtype_of, packet_name, shape_of
+from fxremat.passes.row_calls import VIEWS
 from fxremat.passes.row_regions import Region, levels
-from fxremat.passes.row_rules import VIEWS, bound, dtype_of, packet_name, shape_of
 
 
 @dataclass(frozen=True)

@@ -17,9 +17,10 @@ from typing import Any
 
 from torch import fx
 
+from fxremat.passes.nodes import dtype_of, shape_of
+from fxremat.passes.row_calls import As, Calls, Part, operands, rest_of
 from fxremat.passes.row_points import with_points, without_unused
 from fxremat.passes.row_regions import Region
-from fxremat.passes.row_rules import As, Calls, Part, dtype_of, operands, rest_of, shape_of
 from fxremat.runtime.row_plan import MATMULS
 from fxremat.runtime.row_program import Instruction, Kind, Program, Ref, RowCount
 

@@ -22,7 +22,7 @@ from typing import Any
 import torch
 from torch import fx
 
-from fxremat.passes.row_rules import packet_name, shape_of
+from fxremat.passes.nodes import packet_name, shape_of
 from fxremat.runtime.row_program import Instruction, Program, Ref
 
 

@@ -25,17 +25,9 @@ from math import prod
 from torch import fx
 
 from fxremat.passes.joint_graph import JointGraph, Role, is_random, is_repeatable
-from fxremat.passes.row_rules import (
-    VIEWS,
-    As,
-    Calls,
-    dtype_of,
-    how,
-    operands,
-    packet_name,
-    rest_of,
-    shape_of,
-)
+from fxremat.passes.nodes import dtype_of, packet_name, shape_of
+from fxremat.passes.row_calls import VIEWS, As, Calls, operands, rest_of
+from fxremat.passes.row_rules import how
 from fxremat.runtime.row_program import Kind
 
 LEAST_ROWS = 2

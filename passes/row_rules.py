@@ -1,9 +1,5 @@
 """Which operators work row by row, and how each is called on a few rows.
 
-A tensor *has N rows* if some leading dimensions of it multiply to N; ``rest`` is the shape behind
-them. On a few rows it is [c, *rest]: row numbers are positions in the flattened leading dimensions,
-so any reshape that keeps all rows in front keeps every row where it is.
-
 `how` says of one node, wanted as one kind of value (see `row_program`), what it needs of its
 operands, and its call; None if the operator could mix rows, or is not known to keep them apart.
 The kinds, and why a chunk of the result follows from chunks of the operands:
@@ -17,8 +13,7 @@ The kinds, and why a chunk of the result follows from chunks of the operands:
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator, Mapping, Sequence
-from dataclasses import dataclass
+from collections.abc import Callable, Mapping, Sequence
 from math import prod
 from typing import Any
 
@@ -26,103 +21,10 @@ import torch
 from torch import fx
 
 from fxremat import compat
-from fxremat.passes.joint_graph import is_tensor
+from fxremat.passes.nodes import Shape, bound, dtype_of, packet_name, shape_of
+from fxremat.passes.row_calls import As, Call, Calls, Part, lead, rest_of
 from fxremat.runtime.row_plan import accumulates_in
 from fxremat.runtime.row_program import Kind, RowCount
-
-Shape = tuple[int, ...]
-
-
-@dataclass(frozen=True)
-class As:
-    """An operand of one kind, in the shape ``rest`` behind its rows (or as a whole)."""
-
-    node: fx.Node
-    kind: Kind
-    rest: Shape
-
-
-@dataclass(frozen=True)
-class Part:
-    """The result of an earlier call of the same node."""
-
-    position: int
-
-
-@dataclass(frozen=True)
-class Call:
-    """One instruction to be; its arguments hold `As` and `Part`."""
-
-    op: str
-    args: tuple[Any, ...]
-    kwargs: Mapping[str, Any]
-    kind: Kind
-    rest: Shape
-    dtype: torch.dtype
-
-
-Calls = tuple[Call, ...]
-
-
-def operands(calls: Calls) -> Iterator[As]:
-    """What the calls of a node read."""
-    for call in calls:
-        yield from _found((call.args, tuple(call.kwargs.values())))
-
-
-def _found(thing: Any) -> Iterator[As]:
-    if isinstance(thing, As):
-        yield thing
-    elif isinstance(thing, (list, tuple)):
-        for part in thing:
-            yield from _found(part)
-
-
-def shape_of(node: fx.Node) -> Shape | None:
-    """The shape in numbers; None for what is no tensor or has sizes that are not known."""
-    if not is_tensor(node):
-        return None
-    shape = tuple(node.meta["val"].shape)
-    return shape if all(type(size) is int for size in shape) else None
-
-
-def dtype_of(node: fx.Node) -> torch.dtype:
-    """The type of a tensor's elements."""
-    dtype: torch.dtype = node.meta["val"].dtype
-    return dtype
-
-
-def lead(shape: Shape, rows: int) -> int | None:
-    """How many leading dimensions are the rows."""
-    product = 1
-    for position, size in enumerate(shape, 1):
-        product *= size
-        if product == rows:
-            return position
-        if product > rows or product == 0:
-            return None
-    return None
-
-
-def rest_of(node: fx.Node, rows: int) -> Shape | None:
-    """The shape behind the rows; None for what does not have so many rows."""
-    shape = shape_of(node)
-    if shape is None:
-        return None
-    cut = lead(shape, rows)
-    return None if cut is None else shape[cut:]
-
-
-def bound(node: fx.Node) -> dict[str, Any]:
-    """The arguments of a call by name, defaults included."""
-    target = node.target
-    assert isinstance(target, compat.OpOverload)
-    given = {}
-    for position, argument in enumerate(target._schema.arguments):
-        default = argument.default_value if argument.has_default_value() else None
-        value = node.args[position] if position < len(node.args) else default
-        given[argument.name] = node.kwargs.get(argument.name, value)
-    return given
 
 
 def how(node: fx.Node, kind: Kind, rows: int) -> Calls | None:
@@ -132,7 +34,7 @@ def how(node: fx.Node, kind: Kind, rows: int) -> Calls | None:
     shape = shape_of(node)
     if shape is None:
         return None
-    name = node.target.overloadpacket.__name__
+    name = packet_name(node)
     if kind == "sum":
         rule = _SUMS.get(name)
         return rule(node, rows) if rule else None
@@ -188,7 +90,7 @@ _COMPARING = frozenset(
 
 def _common_type(node: fx.Node, given: Sequence[fx.Node]) -> torch.dtype:
     """The type that operands are brought to before the operator sees them."""
-    name = node.target.overloadpacket.__name__  # type: ignore[union-attr]
+    name = packet_name(node)
     if name not in _COMPARING:
         return dtype_of(node)
     types = [dtype_of(n) for n in given if n.meta["val"].dim()] or [dtype_of(given[0])]
@@ -202,7 +104,7 @@ def _elementwise(node: fx.Node, rows: int, cut: int) -> Calls | None:
     """Operands of another type are cast in an instruction of their own, which has its memory."""
     shape = shape_of(node)
     assert shape is not None
-    name, named = node.target.overloadpacket.__name__, bound(node)  # type: ignore[union-attr]
+    name, named = packet_name(node), bound(node)
     given = [v for v in named.values() if isinstance(v, fx.Node)]
     values = [v for key, v in named.items() if isinstance(v, fx.Node) and key != "condition"]
     if not given or any(isinstance(v, (list, tuple)) for v in named.values()):
@@ -314,7 +216,7 @@ def _transposed(node: fx.Node, rows: int) -> Calls | None:
 
 def _reduce(node: fx.Node, rows: int, cut: int) -> Calls | None:
     """Reductions along the rest; the first argument behind the operand says which dimensions."""
-    named, name = bound(node), node.target.overloadpacket.__name__  # type: ignore[union-attr]
+    named, name = bound(node), packet_name(node)
     source = named["self"]
     own, shape = shape_of(source), shape_of(node)
     assert shape is not None
@@ -502,17 +404,3 @@ _SUMS: dict[str, Callable[[fx.Node, int], Calls | None]] = {
     "mm": _sum_of_products,
     "sum": _sum_over_rows,
 }
-
-VIEWS = frozenset(
-    {
-        "view", "reshape", "_unsafe_view", "unsqueeze", "squeeze", "alias", "permute", "t",
-        "transpose", "slice", "select", "expand",
-    }
-)  # fmt: skip
-MATMULS = frozenset({"mm", "addmm", "bmm", "baddbmm"})
-
-
-def packet_name(node: fx.Node) -> str:
-    """The operator's name without namespace and overload."""
-    target = node.target
-    return target.overloadpacket.__name__ if isinstance(target, compat.OpOverload) else ""

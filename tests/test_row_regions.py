@@ -12,11 +12,11 @@ import torch.nn.functional as F
 from torch import fx, nn
 
 from fxremat.measure import measure_peak
+from fxremat.passes.row_calls import lead
 from fxremat.passes.row_chunks import CHUNKED_LOSS, CHUNKED_MLP, RULES, rule_of
 from fxremat.passes.row_gradients import factor
 from fxremat.passes.row_loops import plan_loops
 from fxremat.passes.row_regions import Region, find_regions, levels
-from fxremat.passes.row_rules import lead
 from fxremat.runtime import kernels
 from fxremat.runtime.chunks import ROWS
 from tests.conftest import Golden
