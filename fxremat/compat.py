@@ -467,9 +467,10 @@ def run_each_alone(nodes: Sequence[Any]) -> None:
 
     What such a function writes is allocated before it, and what it reads freed behind it.
     """
-    if nodes:
-        backend = nodes[0].scheduler.get_backend(torch.device("cpu"))
-        backend.ready_to_flush = lambda: True
+    for device in {node.get_device() for node in nodes} - {None}:
+        if device.type == "cpu":
+            backend = nodes[0].scheduler.get_backend(device)
+            backend.ready_to_flush = lambda: True
 
 
 def _delayed(count: int, after: Mapping[int, Sequence[int]]) -> list[int]:
