@@ -275,7 +275,7 @@ class _Search:
     def fit(self, first: Plan) -> Split:
         """The best plan found; the one of least peak where no other is under the budget."""
         split = self.try_plan(first)
-        if split.peak_bytes > self.budget and split.rewritten.recomputed:
+        if split.peak_bytes > self.budget and not self.hold:
             loose, self.hold, self.too_much = split, True, None
             split = self.try_plan(first)
             self.disorder = max(self.disorder, loose.peak_bytes - split.peak_bytes)

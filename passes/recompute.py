@@ -25,7 +25,7 @@ from typing import Any
 
 from torch import fx
 
-from fxremat.core.schedule import Move, Step, ops_of
+from fxremat.core.schedule import Move, Step
 from fxremat.passes.accumulation import finish
 from fxremat.passes.arrivals import announce, gradients
 from fxremat.passes.joint_graph import Role, is_repeatable, is_view, root
@@ -180,12 +180,10 @@ def _read_across(
 def apply_plan(estimate: Estimate, steps: Sequence[Step], *, hold: bool = True) -> Rewritten:
     """The joint graph with its nodes in the order of ``steps``, and copies where ops repeat.
 
-    ``hold`` marks, in a backward that recomputes, what `passes.order` is to hold through Inductor.
+    ``hold`` marks in the backward what `passes.order` is to hold through Inductor.
     """
     joint = estimate.joint
-    ops = ops_of(steps)
-    repeats = len(set(ops)) < len(ops) or len(ops) < len(steps)
-    emitter = _Emitter(estimate, mark_written=hold and estimate.fused and repeats)
+    emitter = _Emitter(estimate, mark_written=hold and estimate.fused)
     for node in (*joint.primals, *joint.tangents):
         emitter.resolve(node)
     seen: set[str] = set()

@@ -15,7 +15,7 @@ from torch import fx, nn
 
 from fxremat import compat
 from fxremat.passes.order import Fence, WriteResults, fences, to_be_written
-from fxremat.passes.recompute import RECOMPUTED
+from fxremat.passes.recompute import RECOMPUTED, apply_plan
 from tests import nets
 from tests.graphs import Capture, batch, capture, everything_again, mlp
 from tests.small import forward_code
@@ -72,11 +72,17 @@ def test_each_of_several_results_of_a_loop_is_written() -> None:
     assert [n.name for n in to_be_written(graph)] == ["getitem", "getitem_1"]
 
 
-def test_a_graph_that_recomputes_nothing_is_left_alone() -> None:
-    graph = nets.traced("mlp", fused=True).backward.graph
+def test_a_graph_whose_order_is_not_held_is_left_alone() -> None:
+    seen = recomputing()
+    graph = apply_plan(seen.found, seen.steps, hold=False).module.graph
     before = str(graph)
     WriteResults("1")(graph)
     assert str(graph) == before
+
+
+def test_the_order_is_held_where_nothing_runs_again() -> None:
+    """Inductor would have loops in one function there too."""
+    assert marked(constrained(capture(mlp(8, 3), [batch(4, 8)], fused=True)))
 
 
 def test_readers_read_through_the_mark() -> None:
