@@ -14,7 +14,7 @@ demo: venv
 	$(PYTHON) -m benchmarks.demo
 
 test: venv
-	$(PYTHON) -m pytest -q
+	$(PYTHON) -m pytest -q -n auto --dist worksteal
 
 check: venv
 	$(PYTHON) -m ruff check .
