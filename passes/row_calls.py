@@ -23,7 +23,6 @@ VIEWS = frozenset(
         "transpose", "slice", "select", "expand",
     }
 )  # fmt: skip
-MATMULS = frozenset({"mm", "addmm", "bmm", "baddbmm"})
 
 
 @dataclass(frozen=True)
