@@ -121,12 +121,13 @@ def test_a_deep_net_is_looked_at_fast() -> None:
     """Each layer has its own region; the stream between layers is none."""
     torch.manual_seed(1)
     step = nn.Sequential(*(Block() for _ in range(24)))
+    started = time.process_time()
     joint = traced(step, (rows(4, 32, D),)).joint
-    before = time.process_time()
+    seen = time.process_time()
     found = {site.name.split()[1] for rule in RULES for site in rule.find(joint)}
-    seconds = time.process_time() - before
     assert len(found) == 24
-    assert seconds < 1e-3 * len(joint.module.graph.nodes)
+    # A sixth of it where this was written; in one run, so that a busy machine changes both.
+    assert time.process_time() - seen < seen - started
 
 
 WEIGHTED = Net(

@@ -210,13 +210,13 @@ def test_directions_have_speeds_of_their_own() -> None:
 
 def test_computation_goes_on_meanwhile() -> None:
     start = time.perf_counter()
-    with runtime.set_copy_speed(latency_s=0.2), runtime.copy_trace() as records:
+    with runtime.set_copy_speed(latency_s=0.5), runtime.copy_trace() as records:
         host = to_host(TENTH)
-        time.sleep(0.2)
+        time.sleep(0.5)
         wait_host(host, TENTH)
-    assert 0.2 <= time.perf_counter() - start < 0.35
+    assert 0.5 <= time.perf_counter() - start < 0.95
     (waited,) = of(records, "wait_host")
-    assert waited.end_s - waited.start_s < 0.15
+    assert waited.end_s - waited.start_s < 0.45
 
 
 def test_speed_set_for_good_and_for_a_while() -> None:
