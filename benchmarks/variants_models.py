@@ -130,6 +130,12 @@ def pictures(*made: Callable[[], nn.Module], size: int = 64) -> Made:
     return layers(8, 3, size, size, made=lambda: [first, *(one() for one in made)])
 
 
+def double(made: Made) -> Made:
+    """In float64."""
+    model, arguments = made
+    return model.double(), tuple(tensor.double() for tensor in arguments)
+
+
 def convolution(stride: int = 1) -> Callable[[], nn.Module]:
     """Of 16 channels, three by three."""
     return partial(nn.Conv2d, 16, 16, 3, padding=1, stride=stride)
@@ -146,6 +152,9 @@ MODELS: dict[str, Callable[[], Made]] = {
     "masked_attention": lambda: layers(4, 256, 64, made=lambda: [Biased(64, 8, 256)]),
     "pool_gradient": lambda: pictures(NORM, nn.ReLU, POOL),
     "split_gradients": lambda: pictures(convolution(), convolution()),
+    "convolution_workspace": lambda: double(
+        pictures(nn.ReLU, convolution(), nn.ReLU, convolution(), size=32)
+    ),
     "norm_from_output": lambda: repeated(4, 256, RMSNorm),
     "scaled_norm_from_output": lambda: repeated(4, 256, partial(nn.LayerNorm, 256)),
     "activation_from_output": lambda: repeated(4, 256, nn.ELU),

@@ -103,7 +103,7 @@ def _forms(run: Run, *, allow_lossy: bool) -> Forms | None:
     rules = rules_named(run.request.variants, allow_lossy=allow_lossy)
     with run.clock.stage("estimate"):
         try:
-            sites = find_sites(run.joint, rules)
+            sites = find_sites(run.joint, rules, run.costs.workspaces.of_node)
             if not sites:
                 return None
             offered = offer(run.joint, sites)

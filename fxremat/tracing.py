@@ -133,11 +133,12 @@ def _estimate(
     )
     joint = prepare(module, num_fwd_outputs, fused=mode == "inductor")
     device = device_of(module.graph)
-    offered = offer(joint, find_sites(joint, rules))
+    workspace = Workspaces(device).of_node if workspaces else declared
+    offered = offer(joint, find_sites(joint, rules, workspace))
     found = estimate(
         offered.joint,
         op_timer(request, device, spec),
-        Workspaces(device).of_node if workspaces else declared,
+        workspace,
         fused=mode == "inductor",
         device=device.type,
         name=name,

@@ -13,10 +13,12 @@ from __future__ import annotations
 
 import operator
 import re
-from collections.abc import Iterable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, replace
 
+import torch
 from torch import fx
+from torch.utils import _pytree as pytree
 
 from fxremat import compat
 from fxremat.passes.joint_graph import (
@@ -28,6 +30,11 @@ from fxremat.passes.joint_graph import (
     read_joint_graph,
 )
 from fxremat.passes.rule import Rule, Site
+
+NEAR_THE_MOST = 0.5
+"""Of the most that a call holds: one that holds less does not make the peak."""
+GOOD_PART = 1 / 16
+"""Of what a call holds: less workspace is not worth another form."""
 
 
 @dataclass(frozen=True)
@@ -86,9 +93,36 @@ class Offer:
     forms: tuple[Form, ...]
 
 
-def find_sites(joint: JointGraph, rules: Sequence[Rule]) -> tuple[Site, ...]:
-    """Where the rules fit. The names of sites are unique."""
-    return tuple(site for rule in rules for site in rule.find(joint))
+def find_sites(
+    joint: JointGraph,
+    rules: Sequence[Rule],
+    workspace: Callable[[fx.Node], int] = lambda call: 0,
+) -> tuple[Site, ...]:
+    """Where the rules fit, and may matter for the peak. The names of sites are unique.
+
+    What spares nothing but the ``workspace`` of a call matters if that is a good part of what the
+    call holds, and no other call holds much more.
+    """
+    sites = [site for rule in rules for site in rule.find(joint)]
+    held = {node: _held_bytes(node) for node in joint.module.graph.nodes}
+    spared = {site.spares: workspace(site.spares) for site in sites if site.spares is not None}
+    held.update({call: held[call] + nbytes for call, nbytes in spared.items()})
+    enough = NEAR_THE_MOST * max(held.values())
+    worth = {
+        call
+        for call, nbytes in spared.items()
+        if nbytes >= GOOD_PART * held[call] and held[call] >= enough
+    }
+    return tuple(site for site in sites if site.spares is None or site.spares in worth)
+
+
+def _held_bytes(node: fx.Node) -> int:
+    """Of what a call reads, and of what it gives."""
+    if node.op != "call_function" or is_view(node):
+        return 0
+    values = [n.meta.get("val") for n in (*node.all_input_nodes, node)]
+    tensors = [one for one in pytree.tree_leaves(values) if isinstance(one, torch.Tensor)]
+    return sum(compat.size_bound(one.numel()) * one.dtype.itemsize for one in tensors)
 
 
 def offer(joint: JointGraph, sites: Iterable[Site]) -> Offer:

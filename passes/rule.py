@@ -40,6 +40,8 @@ class Site:
     insert: Callable[[fx.Graph, Mapping[fx.Node, fx.Node]], StandIns]
     backward_only: bool = False
     """Whether the stand-ins are for readers in the backward alone, and computed for these."""
+    spares: fx.Node | None = None
+    """The call whose workspace is all that the form saves, if it is that."""
 
 
 @dataclass(frozen=True)

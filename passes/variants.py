@@ -10,6 +10,7 @@ from __future__ import annotations
 from collections.abc import Iterable
 
 from fxremat.passes import (
+    convolution_workspace,
     from_outputs,
     fused_attention,
     lossy_saved,
@@ -25,6 +26,7 @@ RULES: tuple[Rule, ...] = (
     *fused_attention.RULES,
     *pool_gradient.RULES,
     *split_gradients.RULES,
+    *convolution_workspace.RULES,
     *from_outputs.RULES,
     *packed_bits.RULES,
     *lossy_saved.RULES,

@@ -14,6 +14,7 @@ from typing import Any
 
 import torch
 from torch import fx, nn
+from torch._subclasses.fake_tensor import FakeTensor
 
 from fxremat import compat
 from fxremat.core.check import check
@@ -352,3 +353,18 @@ class Net(nn.Module):
     def forward(self, *inputs: Any) -> Any:
         """Whatever the function says."""
         return self.function(self, *inputs)
+
+
+def on_cuda(joint: JointGraph) -> JointGraph:
+    """The same graph with fake tensors of a GPU, which need none."""
+    device = torch.device("cuda:0")
+    for node in joint.module.graph.nodes:
+        value = node.meta.get("val")
+        if isinstance(value, FakeTensor):
+            meta = torch.empty_strided(
+                value.shape, value.stride(), dtype=value.dtype, device="meta"
+            )
+            node.meta["val"] = FakeTensor(value.fake_mode, meta, device)
+        if "device" in node.kwargs:
+            node.kwargs = {**node.kwargs, "device": device}
+    return joint

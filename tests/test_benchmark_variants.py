@@ -34,8 +34,8 @@ def test_every_row_has_a_model() -> None:
 @pytest.mark.parametrize("rule", RULES, ids=lambda rule: rule.name)
 def test_the_row_has_a_site_in_its_model(rule: Rule) -> None:
     model, arguments = build(rule.name)
-    problem = trace_step(rule.name, model, arguments, rules=(rule,)).found.problem
-    assert problem.alternatives
+    step = trace_step(rule.name, model, arguments, workspaces=True, rules=(rule,))
+    assert step.found.problem.alternatives
 
 
 def figures(

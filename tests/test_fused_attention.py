@@ -10,7 +10,6 @@ from typing import Any
 import pytest
 import torch
 from torch import Tensor, fx, nn
-from torch._subclasses.fake_tensor import FakeTensor
 
 import fxremat
 from fxremat import compat
@@ -34,7 +33,7 @@ from tests.attentions import (
     wide_softmax,
 )
 from tests.conftest import Golden
-from tests.graphs import capture, train
+from tests.graphs import capture, on_cuda, train
 from tests.row_sites import assert_close, in_double
 
 
@@ -197,21 +196,6 @@ def test_graph_of_fused_attention(golden: Golden) -> None:
     joint = capture(causal, heads(torch.float32, 7)).joint
     taken = forms.take(joint, forms.find_sites(joint, RULES))
     golden(f"before\n\n{joint.module.graph}\n\nafter\n\n{taken.module.graph}\n")
-
-
-def on_cuda(joint: JointGraph) -> JointGraph:
-    """The same graph with fake tensors of a GPU, which need none."""
-    device = torch.device("cuda:0")
-    for node in joint.module.graph.nodes:
-        value = node.meta.get("val")
-        if isinstance(value, FakeTensor):
-            meta = torch.empty_strided(
-                value.shape, value.stride(), dtype=value.dtype, device="meta"
-            )
-            node.meta["val"] = FakeTensor(value.fake_mode, meta, device)
-        if "device" in node.kwargs:
-            node.kwargs = {**node.kwargs, "device": device}
-    return joint
 
 
 def square(dtype: torch.dtype, width: int = 16) -> list[Tensor]:

@@ -51,7 +51,8 @@ def test_the_least_peak_of_a_small_problem_is_searched_for() -> None:
 @pytest.mark.parametrize("percent", [80, 60])
 def test_never_worse_than_the_first_solver(problem: Problem, percent: int) -> None:
     budget = peak(problem) * percent // 100
-    first, best = solve(problem, budget, "instants"), solve(problem, budget)
+    first = solve(problem, budget, "instants", PATIENT)
+    best = solve(problem, budget, "auto", PATIENT)
     assert best.time_us <= first.time_us * (1 + 1e-9)
     assert (best.time_bound_us or 0) >= (first.time_bound_us or 0) * (1 - 1e-9)
 

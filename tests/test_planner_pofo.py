@@ -273,9 +273,9 @@ def test_within_a_budget_that_recomputation_does_not_reach() -> None:
 
 def test_a_chain_of_fifty_takes_seconds() -> None:
     problem = net(50, rate=4.0)
-    started = time.perf_counter()
+    started = time.process_time()
     plan = solved(problem, part_of(problem, 0.3))
-    assert time.perf_counter() - started < 20
+    assert time.process_time() - started < 20
     assert plan.time_us < rotor.solve(problem, part_of(problem, 0.3), OPTIONS).time_us
 
 

@@ -124,12 +124,12 @@ def test_blocks_are_found_where_one_value_crosses() -> None:
 
 
 def test_a_long_chain_takes_seconds() -> None:
-    started = time.perf_counter()
+    started = time.process_time()
     problem = chains.homogeneous(100, 1000)
     plan = rotor.solve(problem, keep_all_peak(problem) // 4, OPTIONS)
     assert plan.peak_bytes <= keep_all_peak(problem) // 4
     assert plan.time_us <= 1.4 * problem.base_time_us
-    assert time.perf_counter() - started < 10
+    assert time.process_time() - started < 10
 
 
 def test_a_chain_of_many_blocks_is_made_coarser() -> None:

@@ -520,7 +520,7 @@ def test_steps_end_before_the_backward_does() -> None:
     call = compiled(model)
     call(x).backward()
     loss = call(x)
-    with runtime.set_copy_speed(2e7, RATE), runtime.copy_trace() as records:
+    with runtime.set_copy_speed(5e6, RATE), runtime.copy_trace() as records:
         loss.backward()
     steps = [one for one in records if one.what == "step"]
     waits = [one for one in records if one.what == "wait_host"]

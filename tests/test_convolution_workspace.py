@@ -1,0 +1,231 @@
+"""Convolutions a few images at a time, and by other algorithms."""
+
+from __future__ import annotations
+
+import copy
+from pathlib import Path
+from types import SimpleNamespace
+from typing import Any
+
+import pytest
+import torch
+import torch.nn.functional as F
+from hypothesis import given, settings
+from hypothesis import strategies as st
+from torch import fx, nn
+
+import fxremat
+from fxremat import compat
+from fxremat.passes import convolution_workspace, forms
+from fxremat.passes.convolution_workspace import RULES
+from fxremat.passes.joint_graph import JointGraph
+from fxremat.runtime import convolutions
+from fxremat.runtime.kernels import INSIDE
+from fxremat.workspace import Workspaces
+from tests.conftest import Golden
+from tests.graphs import capture, on_cuda
+from tests.test_variants import compiled, least, measured, observed
+
+ATEN = torch.ops.aten
+KINDS = (nn.Conv1d, nn.Conv2d, nn.Conv3d)
+TRANSPOSED = (nn.ConvTranspose1d, nn.ConvTranspose2d, nn.ConvTranspose3d)
+
+
+def much(call: fx.Node) -> int:
+    """More workspace than anything else."""
+    return 2**40
+
+
+def joint_of(model: nn.Module, x: torch.Tensor) -> JointGraph:
+    return capture(model, (x.requires_grad_(),)).joint
+
+
+def results(joint: JointGraph, inputs: list[torch.Tensor]) -> list[torch.Tensor]:
+    found = fx.Interpreter(joint.module).run(*inputs)
+    return [each for each in found if isinstance(each, torch.Tensor)]
+
+
+def assert_each_is_the_same(joint: JointGraph, tolerance: float) -> int:
+    """Every site alone gives what the graph gives, laid out as it was; how many there are.
+
+    The ``tolerance`` is relative to the largest element of each result.
+    """
+    torch.manual_seed(0)
+    values = [node.meta["val"] for node in (*joint.primals, *joint.tangents)]
+    inputs = [
+        torch.empty_strided(value.shape, value.stride(), dtype=value.dtype).normal_()
+        for value in values
+    ]
+    sites = forms.find_sites(joint, RULES, much)
+    expected = results(joint, inputs)
+    for site in sites:
+        found = results(forms.take(joint, [site]), inputs)
+        for old, new in zip(expected, found, strict=True):
+            assert (old.dtype, old.shape, old.stride()) == (new.dtype, new.shape, new.stride())
+            torch.testing.assert_close(new, old, rtol=0, atol=tolerance * float(old.abs().max()))
+    return len(sites)
+
+
+@pytest.mark.parametrize(
+    ("dtype", "tolerance"),
+    [(torch.float64, 1e-14), (torch.float32, 1e-6), (torch.bfloat16, 1e-2)],
+)
+@pytest.mark.parametrize("last", [False, True])
+def test_every_form_gives_what_the_call_gives(
+    dtype: torch.dtype, tolerance: float, last: bool
+) -> None:
+    model = nn.Conv2d(4, 6, 3, stride=2, padding=1, groups=2, dtype=dtype)
+    x = torch.randn(7, 4, 9, 8, dtype=dtype)
+    x = x.contiguous(memory_format=torch.channels_last) if last else x
+    assert assert_each_is_the_same(joint_of(model, x), tolerance) == 4
+
+
+@settings(deadline=None, max_examples=25)
+@given(
+    st.integers(1, 3), st.integers(1, 3), st.integers(0, 1), st.integers(1, 2), st.integers(5, 7),
+    st.sampled_from((1, 2)), st.booleans(), st.sampled_from((1, 2, 3)), st.booleans(),
+    st.integers(1, 9),
+)  # fmt: skip
+def test_any_convolution(
+    kernel: int, stride: int, padding: int, dilation: int, size: int, groups: int, bias: bool,
+    axes: int, transposed: bool, images: int,
+) -> None:  # fmt: skip
+    kind = (TRANSPOSED if transposed else KINDS)[axes - 1]
+    model = kind(
+        2, 4, kernel, stride, padding, dilation=dilation, groups=groups, bias=bias,
+        dtype=torch.float64,
+    )  # fmt: skip
+    joint = joint_of(model, torch.randn(images, 2, *[size] * axes, dtype=torch.float64))
+    parts = {-(-images // n) for n in convolution_workspace.PARTS} - {images}
+    assert assert_each_is_the_same(joint, 1e-13) == 2 * len(parts)
+
+
+def test_16_bit_gradients_of_many_parts_are_rounded_once() -> None:
+    """Ones: each part adds 256 to the gradient of each weight; in bfloat16 257 would not fit."""
+    x, weight = torch.ones(32, 1, 15, 15), torch.ones(1, 1, 1, 1)
+    how = ([1, 1], [0, 0], [1, 1], False, [0, 0], 1, [False, True, False])
+    args = (x.bfloat16(), x.bfloat16(), weight.bfloat16(), None, *how)
+    whole = ATEN.convolution_backward.default(*args)[1]
+    parts = convolutions.CONVOLUTION_BACKWARD(*args, 1, "")[1]
+    assert parts.item() == whole.item() == torch.tensor(32 * 225.0).bfloat16().item()
+
+
+def test_what_needs_no_workspace_is_left_alone() -> None:
+    joint = joint_of(nn.Conv2d(2, 2, 3), torch.randn(8, 2, 5, 5))
+    assert forms.find_sites(joint, RULES) == ()
+    assert len(forms.find_sites(joint, RULES, much)) == 4
+    small = forms.GOOD_PART * 100
+    assert forms.find_sites(joint, RULES, lambda call: int(small)) == ()
+
+
+def test_a_call_far_from_the_peak_is_left_alone() -> None:
+    model = nn.Sequential(nn.Conv2d(2, 2, 3, padding=1), nn.MaxPool2d(8), nn.Conv2d(2, 2, 1))
+    joint = joint_of(model, torch.randn(8, 2, 32, 32))
+
+    def as_much_again(call: fx.Node) -> int:
+        return int(sum(one.meta["val"].nbytes for one in call.all_input_nodes))
+
+    spared = {site.spares for site in forms.find_sites(joint, RULES, as_much_again)}
+    sizes = {node.args[node.name != "convolution"].meta["val"].shape[2] for node in spared}  # type: ignore[union-attr]
+    assert sizes == {32}
+
+
+def test_an_empty_batch_and_one_image_are_left_alone() -> None:
+    for images in (0, 1):
+        joint = joint_of(nn.Conv2d(2, 2, 3), torch.randn(images, 2, 5, 5))
+        assert forms.find_sites(joint, RULES, much) == ()
+
+
+def test_parts_need_less_workspace(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """In float64 the CPU lays out the columns of all images."""
+    monkeypatch.setattr(compat, "cache_directory", lambda: str(tmp_path))
+    spaces = Workspaces(torch.device("cpu"))
+    x, weight = torch.ones(16, 8, 16, 16).double(), torch.ones(8, 8, 3, 3).double()
+    how = ([1, 1], [1, 1], [1, 1], False, [0, 0], 1)
+    whole = spaces.of_call(ATEN.convolution.default, (x, weight, None, *how), {})
+    parts = spaces.of_call(convolutions.CONVOLUTION, (x, weight, None, *how, 2, ""), {})
+    assert parts < whole / 6
+    more = (x, x, weight, None, *how, [True, True, False])
+    whole = spaces.of_call(ATEN.convolution_backward.default, more, {})
+    parts = spaces.of_call(convolutions.CONVOLUTION_BACKWARD, (*more, 2, ""), {})
+    assert parts < whole / 6
+
+
+@pytest.mark.parametrize("algorithm", convolutions.ALGORITHMS)
+def test_flags_are_as_before(algorithm: str, monkeypatch: pytest.MonkeyPatch) -> None:
+    cudnn, seen = torch.backends.cudnn, []
+    before = (cudnn.enabled, cudnn.deterministic)
+
+    class Recorded:
+        @staticmethod
+        def default(*args: Any) -> torch.Tensor:
+            seen.append((cudnn.enabled, cudnn.deterministic))
+            return F.conv2d(*args[:3])
+
+    x, weight = torch.ones(2, 2, 5, 5), torch.ones(2, 2, 3, 3)
+    how = ([1, 1], [0, 0], [1, 1], False, [0, 0], 1)
+    with monkeypatch.context() as patch:
+        patch.setattr(convolutions, "_ATEN", SimpleNamespace(convolution=Recorded))
+        convolutions._convolution(x, weight, None, *how, 1, algorithm)
+    wanted = {"": before, "native": (False, before[1]), "deterministic": (before[0], True)}
+    assert seen == [wanted[algorithm]] * 2
+    assert (cudnn.enabled, cudnn.deterministic) == before
+    with pytest.raises(RuntimeError):
+        convolutions._convolution(x, weight[:, :1], None, *how, 2, algorithm)
+    assert (cudnn.enabled, cudnn.deterministic) == before
+
+
+def test_on_cuda_algorithms_can_be_asked_for() -> None:
+    joint = on_cuda(joint_of(nn.Conv2d(2, 2, 3), torch.randn(1, 2, 5, 5)))
+    names = [site.name.split(":")[1:] for site in forms.find_sites(joint, RULES, much)]
+    assert names == [
+        ["convolution", "native_1"],
+        ["convolution_backward", "native_1"],
+        ["convolution_backward", "deterministic_1"],
+    ]
+
+
+def test_a_native_call_goes_image_by_image() -> None:
+    x, weight = torch.ones(4, 2, 5, 5), torch.ones(3, 2, 3, 3)
+    how = ([1, 1], [0, 0], [1, 1], False, [0, 0], 1)
+    inside = INSIDE[convolutions.CONVOLUTION]
+    same = inside(x, weight, None, *how, 4, "", on_cpu=False)
+    native = inside(x, weight, None, *how, 4, "native", on_cpu=False)
+    assert (same.calls, same.bytes, same.again) == (1, 0, 0)
+    assert native.calls == 1 + 2 * 4
+    assert native.again == 2 * 4 * (4 * 9 * (2 * 9))  # floats of 9 patches, written and read
+
+
+def test_graph_of_convolution_workspace(golden: Golden) -> None:
+    joint = joint_of(nn.Conv2d(2, 2, 3), torch.randn(8, 2, 5, 5))
+    sites = forms.find_sites(joint, RULES, much)
+    taken = forms.take(joint, [site for site in sites if site.name.endswith("parts_2")])
+    golden(f"before\n\n{joint.module.graph}\n\nafter\n\n{taken.module.graph}\n")
+
+
+def test_a_net_whose_columns_are_too_large_fits() -> None:
+    torch.manual_seed(0)
+    convolution = nn.Conv2d(16, 16, 3, padding=1)
+    model = nn.Sequential(nn.Conv2d(3, 16, 3, padding=1), nn.ReLU(), convolution, nn.Flatten(0))
+    model, inputs = model.double(), (torch.randn(32, 3, 16, 16).double(),)
+
+    class Step(nn.Module):
+        def __init__(self) -> None:
+            super().__init__()
+            self.model = model
+
+        def forward(self, x: torch.Tensor) -> torch.Tensor:
+            found: torch.Tensor = self.model(x).square().mean()
+            return found
+
+    step = Step()
+    plain = least(step, inputs, executor="aot_eager", variants="none")
+    budget = least(step, inputs, executor="aot_eager", variants=("convolution_workspace",))
+    assert budget < 0.6 * plain
+    twin = copy.deepcopy(step)
+    call = compiled(
+        step, executor="aot_eager", memory_budget=budget, variants=("convolution_workspace",)
+    )
+    for one, other in zip(observed(step, call, inputs), observed(twin, twin, inputs), strict=True):
+        torch.testing.assert_close(one, other, rtol=1e-10, atol=1e-12)
+    assert measured(step, call, inputs) == fxremat.reports()[-1].predicted_peak_bytes <= budget
