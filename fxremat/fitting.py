@@ -301,9 +301,9 @@ class _Search:
     def least(self) -> Split:
         """The lowest real peak among the plans of lowest planned peak.
 
-        Which plans these are does not depend on the budget, nor on how fast the machine is: the
-        minimum that an error names is found again when it is asked for. A plan is left out that
-        could only be the lowest by falling short of its planned peak by more than those before it.
+        Which plans these are does not depend on the budget: the minimum that an error names is
+        found again when it is asked for. A plan is left out that could only be the lowest by
+        falling short of its planned peak by more than those before it.
         """
         self.hold = True
         splits: list[Split] = []
@@ -319,8 +319,9 @@ class _Search:
     def lowest(self) -> Iterator[Plan]:
         """Plans of low peak: by what has been learnt, and by what was known before.
 
-        The solver of the least peak decides by the bytes it is given, and small changes of them
-        can lead it to something better.
+        The quick solver decides by the bytes it is given, and small changes of them can lead it to
+        something better. It finds the same on every machine; what the solver that was asked for
+        finds in its time is kept with the plans on disk.
         """
         run = self.run
         least = run.solve(0, QUICK_SOLVER)
@@ -332,6 +333,7 @@ class _Search:
             yield run.checked(
                 replace(plan, peak_bytes=replay(run.found.problem, plan.steps).peak_bytes)
             )
+        yield run.solve(0)
 
 
 def fit(run: Run) -> tuple[Split, int]:
@@ -340,7 +342,9 @@ def fit(run: Run) -> tuple[Split, int]:
     budget = run.budget if wanted is None else wanted
     plan = run.solve(budget)
     if budget is None or run.request.executor != "inductor":
-        return run.split(plan, hold=False), 0
+        over = budget is not None and plan.peak_bytes > budget
+        lowest = [plan, run.solve(0)] if over else [plan]
+        return run.split(min(lowest, key=lambda each: each.peak_bytes), hold=False), 0
     search = _Search(run, budget, hold=plan.peak_bytes > FAR_ABOVE * budget)
     split = run.split(plan, search.hold)
     if split.rehearsal is None:  # nothing shows what Inductor's own order takes

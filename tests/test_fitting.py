@@ -178,6 +178,23 @@ def test_what_was_planned_before_anything_was_learnt_may_be_lower(
     assert (found.peak_bytes, found.plan.peak_bytes) == (2090, 2050)
 
 
+@pytest.mark.parametrize("executor", ["inductor", "aot_eager"])
+def test_the_solver_that_was_asked_for_may_find_less_than_the_quick_one(executor: str) -> None:
+    """Whatever the budget, asked for the least it gives the same."""
+    known = Known([(3000, 3000), (2000, 2000), (1500, 1500)])
+    asked: list[tuple[int, str | None]] = []
+
+    def solve(budget: int, solver: str | None = None) -> Plan:
+        asked.append((budget, solver))
+        return known.plan(2 if (budget, solver) == (0, None) else 1)
+
+    run: Any = run_of(known)
+    run.request.executor, run.solve = executor, solve
+    split = _Search(run, BUDGET).least() if executor == "inductor" else fit(run)[0]
+    assert split.peak_bytes == 1500
+    assert asked[-1] == (0, None)
+
+
 @given(
     st.lists(st.integers(1, 1500), min_size=1, max_size=40, unique=True),
     st.lists(st.integers(-300, 300), min_size=40, max_size=40),

@@ -22,6 +22,8 @@ FEW_RUNS = 8_000
 """Repeats to choose from in a problem that the full programme of Checkmate mostly solves."""
 SECONDS, SECONDS_PER_OP, MOST_SECONDS = 3.0, 0.008, 20.0
 """Time limit where the caller gives none: small against the time to compile such a graph."""
+PATIENCE = 3
+"""Times that limit where the least peak is asked for: it decides what can be trained at all."""
 FIRST_PART = 0.7
 """Of the time, for the solver over instants."""
 LITTLE_LESS = 0.96
@@ -33,10 +35,14 @@ NEAR = 0.01
 
 
 def solve(problem: Problem, budget_bytes: int | None, options: SolverOptions) -> Plan:
-    """The plan of least time within the budget, or of least peak where none fits."""
+    """The plan of least time within the budget, or of least peak where none fits.
+
+    A budget of 0 asks for the least peak, and may take longer.
+    """
     limit = options.time_limit_s
     if limit is None:
         limit = min(MOST_SECONDS, SECONDS + SECONDS_PER_OP * len(problem.ops))
+        limit *= PATIENCE if budget_bytes == 0 else 1
     clock = Clock(limit)
     best = _solve(problem, budget_bytes, options, clock)
     if budget_bytes is not None and best.peak_bytes > budget_bytes:
