@@ -177,12 +177,28 @@ def test_flags_are_as_before(algorithm: str, monkeypatch: pytest.MonkeyPatch) ->
 
 def test_on_cuda_algorithms_can_be_asked_for() -> None:
     joint = on_cuda(joint_of(nn.Conv2d(2, 2, 3), torch.randn(1, 2, 5, 5)))
-    names = [site.name.split(":")[1:] for site in forms.find_sites(joint, RULES, much)]
-    assert names == [
-        ["convolution", "native_1"],
-        ["convolution_backward", "native_1"],
-        ["convolution_backward", "deterministic_1"],
+    sites = forms.find_sites(joint, RULES, much)
+    assert [site.name.split(":")[1:] for site in sites] == [
+        ["convolution", "native"],
+        ["convolution_backward", "native"],
+        ["convolution_backward", "deterministic"],
     ]
+    for site in sites:
+        taken = forms.take(joint, [site])
+        for old, new in zip(joint.results, taken.results, strict=True):
+            assert isinstance(old, fx.Node)
+            assert isinstance(new, fx.Node)
+            one, other = old.meta["val"], new.meta["val"]
+            assert (one.shape, one.stride(), one.device) == (
+                other.shape, other.stride(), other.device
+            )  # fmt: skip
+
+
+def test_torchs_own_algorithm_on_cuda_is_for_plain_order() -> None:
+    x = torch.randn(1, 2, 5, 5).contiguous(memory_format=torch.channels_last)
+    joint = on_cuda(joint_of(nn.Conv2d(2, 2, 3), x))
+    names = [site.name.split(":")[1:] for site in forms.find_sites(joint, RULES, much)]
+    assert names == [["convolution_backward", "deterministic"]]
 
 
 def test_a_native_call_goes_image_by_image() -> None:
@@ -199,7 +215,7 @@ def test_a_native_call_goes_image_by_image() -> None:
 def test_graph_of_convolution_workspace(golden: Golden) -> None:
     joint = joint_of(nn.Conv2d(2, 2, 3), torch.randn(8, 2, 5, 5))
     sites = forms.find_sites(joint, RULES, much)
-    taken = forms.take(joint, [site for site in sites if site.name.endswith("parts_2")])
+    taken = forms.take(joint, [site for site in sites if site.name.endswith(":2_images")])
     golden(f"before\n\n{joint.module.graph}\n\nafter\n\n{taken.module.graph}\n")
 
 
