@@ -23,7 +23,8 @@ from fxremat.runtime import convolutions
 from fxremat.runtime.kernels import INSIDE
 from fxremat.workspace import Workspaces
 from tests.conftest import Golden
-from tests.graphs import capture, on_cuda
+from tests.graphs import on_cuda
+from tests.test_split_gradients import joint_of, results
 from tests.test_variants import compiled, least, measured, observed
 
 ATEN = torch.ops.aten
@@ -34,15 +35,6 @@ TRANSPOSED = (nn.ConvTranspose1d, nn.ConvTranspose2d, nn.ConvTranspose3d)
 def much(call: fx.Node) -> int:
     """More workspace than anything else."""
     return 2**40
-
-
-def joint_of(model: nn.Module, x: torch.Tensor) -> JointGraph:
-    return capture(model, (x.requires_grad_(),)).joint
-
-
-def results(joint: JointGraph, inputs: list[torch.Tensor]) -> list[torch.Tensor]:
-    found = fx.Interpreter(joint.module).run(*inputs)
-    return [each for each in found if isinstance(each, torch.Tensor)]
 
 
 def assert_each_is_the_same(joint: JointGraph, tolerance: float) -> int:
@@ -101,21 +93,23 @@ def test_any_convolution(
 
 
 def test_16_bit_gradients_of_many_parts_are_rounded_once() -> None:
-    """Ones: each part adds 256 to the gradient of each weight; in bfloat16 257 would not fit."""
-    x, weight = torch.ones(32, 1, 15, 15), torch.ones(1, 1, 1, 1)
+    """Each part adds 1; a sum in bfloat16 would stay at 256, for it cannot hold 257.
+
+    torch's own sum over the images of a batch may do just that on the CPU.
+    """
+    x, weight = torch.ones(512, 1, 1, 1), torch.ones(1, 1, 1, 1)
     how = ([1, 1], [0, 0], [1, 1], False, [0, 0], 1, [False, True, False])
     args = (x.bfloat16(), x.bfloat16(), weight.bfloat16(), None, *how)
-    whole = ATEN.convolution_backward.default(*args)[1]
     parts = convolutions.CONVOLUTION_BACKWARD(*args, 1, "")[1]
-    assert parts.item() == whole.item() == torch.tensor(32 * 225.0).bfloat16().item()
+    assert parts.item() == 512
+    assert (torch.tensor(256.0).bfloat16() + 1).item() == 256
 
 
 def test_what_needs_no_workspace_is_left_alone() -> None:
     joint = joint_of(nn.Conv2d(2, 2, 3), torch.randn(8, 2, 5, 5))
     assert forms.find_sites(joint, RULES) == ()
     assert len(forms.find_sites(joint, RULES, much)) == 4
-    small = forms.GOOD_PART * 100
-    assert forms.find_sites(joint, RULES, lambda call: int(small)) == ()
+    assert forms.find_sites(joint, RULES, lambda call: 1) == ()
 
 
 def test_a_call_far_from_the_peak_is_left_alone() -> None:

@@ -12,6 +12,7 @@ from fxremat.core.plan import Plan
 from fxremat.core.problem import Problem
 from fxremat.core.timeline import replay
 from fxremat.planner import SolverOptions, auto, solve
+from fxremat.planner.clock import Clock
 from tests.brute import least_time
 from tests.chains import blocks, chains, homogeneous, skipping
 
@@ -45,6 +46,24 @@ def test_the_least_peak_of_a_small_problem_is_searched_for() -> None:
     assert plan.peak_bytes == plan.peak_bound_bytes == 11
     assert plan.budget_bytes == 8
     assert replay(homogeneous(6), plan.steps).peak_bytes == 11
+
+
+def test_the_least_peak_may_take_longer(monkeypatch: pytest.MonkeyPatch) -> None:
+    limits: list[float] = []
+
+    class Noted(Clock):
+        def __init__(self, limit_s: float | None) -> None:
+            super().__init__(limit_s)
+            limits.append(self.left())
+
+    monkeypatch.setattr(auto, "Clock", Noted)
+    own = []
+    for budget, options in ((8, SolverOptions()), (0, SolverOptions()), (0, PATIENT)):
+        limits.clear()
+        solve(homogeneous(3), budget, "auto", options)
+        own.append(limits[0])
+    assert own[1] == pytest.approx(auto.PATIENCE * own[0], rel=0.05)
+    assert own[2] == pytest.approx(60, rel=0.05)
 
 
 @pytest.mark.parametrize("problem", [blocks(10), skipping()])

@@ -22,6 +22,7 @@ from torch.utils.flop_counter import flop_registry
 
 from fxremat.runtime import kernels
 from fxremat.runtime.kernels import Inside
+from fxremat.runtime.row_call import pieces
 
 _ATEN = torch.ops.aten
 ALGORITHMS = ("", "deterministic", "native")
@@ -44,8 +45,8 @@ def _asked_for(algorithm: str) -> Iterator[None]:
             cudnn.enabled, cudnn.deterministic = before
 
 
-def _parts(count: int, images: int) -> Iterator[slice]:
-    return (slice(first, min(first + images, count)) for first in range(0, count, images))
+def _parts(count: int, images: int) -> list[slice]:
+    return [slice(*ends) for ends in pieces(count, images)]
 
 
 def _like(part: torch.Tensor, count: int) -> torch.Tensor:
@@ -144,10 +145,6 @@ def _fake_gradients(*args: Any) -> tuple[torch.Tensor, ...]:
     return _without_none(_ATEN.convolution_backward.default(*args[:-2]), args[1])
 
 
-def _calls(count: int, images: int) -> int:
-    return -(-count // images)
-
-
 def _columns(wide: torch.Tensor, places: torch.Tensor, weight: torch.Tensor) -> int:
     """Bytes of all patches as columns: a kernel full of the channels of one side for each place
     of the other."""
@@ -172,7 +169,7 @@ def _inside_gradients(*args: Any, on_cpu: bool, by_inductor: bool = False) -> In
     wide, places = (gradient, given) if args[7] else (given, gradient)
     matmuls = sum(mask[:2])
     found = _of(wide, places, weight, images, algorithm, copied=copied, matmuls=matmuls)
-    return found + Inside(0, 0, 2 * (_calls(len(given), images) - 1) * weight.nbytes * mask[1])
+    return found + Inside(0, 0, 2 * (len(pieces(len(given), images)) - 1) * weight.nbytes * mask[1])
 
 
 def _of(
@@ -180,7 +177,7 @@ def _of(
     *, copied: int, matmuls: int,
 ) -> Inside:  # fmt: skip
     count = len(wide)
-    parts = _calls(count, images)
+    parts = len(pieces(count, images))
     found = Inside(parts, 0)
     if parts > 1:
         found += Inside(parts, 2 * copied, (parts - 1) * weight.nbytes)
