@@ -130,6 +130,12 @@ MODELS: dict[str, dict[str, Config]] = {
             GPT, 16, layers=24, width=1024, heads=16, length=1024, vocabulary=50304, dropout=0.1
         ),
     },
+    "resnet50": {
+        "exact": _config(ResNet, 64, blocks=(3, 4, 6, 3), width=64, resolution=224, classes=1000),
+    },
+    "vgg16": {
+        "exact": _config(VGG, 16, stages=(2, 2, 3, 3, 3), width=64, resolution=224, classes=1000),
+    },
     "gpt16": {
         "exact": _config(GPT, 8, layers=16, width=128, heads=4, length=128, vocabulary=1000),
     },

@@ -8,7 +8,8 @@ as they are, node by node.
 from __future__ import annotations
 
 import logging
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from contextlib import contextmanager
 from typing import Any
 
 import torch
@@ -20,6 +21,7 @@ from fxremat.cost.device import device_spec
 from fxremat.options import Options, disabled, machine_memory_bytes, parse_options
 from fxremat.partition import Partitioner
 from fxremat.passes.order import Fence, WriteResults
+from fxremat.report.files import prepare_folder, write_report
 from fxremat.report.report import Report
 from fxremat.request import Request
 from fxremat.runtime import accumulation, measure_copy_speed
@@ -116,7 +118,8 @@ def _key(gm: fx.GraphModule, inputs: Sequence[Any], partitioner: Partitioner) ->
         if isinstance(x, torch.Tensor) else str(x)
         for x in inputs
     ]  # fmt: skip
-    return session.digest(gm.code, shapes, partitioner.uuid(), torch.__version__)
+    gradients = torch.is_grad_enabled()  # without them nothing is planned
+    return session.digest(gm.code, shapes, gradients, partitioner.uuid(), torch.__version__)
 
 
 def _patches(options: Options, partitioner: Partitioner, mode: str | None) -> dict[str, Any]:
@@ -151,6 +154,20 @@ def _compile(
     return compat.compile_with_inductor(gm, inputs, _patches(options, partitioner, mode))
 
 
+@contextmanager
+def _written(options: Options, current: session.Session) -> Iterator[None]:
+    """The report in files, where that is asked for; a refused budget has one too."""
+    if options.report is None:
+        yield
+        return
+    prepare_folder(options.report)
+    try:
+        yield
+    finally:
+        if current.report is not None:
+            write_report(options.report, current.report)
+
+
 def fxremat(
     gm: fx.GraphModule,
     example_inputs: Sequence[Any],
@@ -174,12 +191,13 @@ def fxremat(
     partitioner = Partitioner(request, build())
     key = _key(gm, example_inputs, partitioner)
     current = session.begin()
-    compiled = _compile(gm, example_inputs, parsed, partitioner, mode)
+    with _written(parsed, current):
+        compiled = _compile(gm, example_inputs, parsed, partitioner, mode)
+        if current.report is not None:
+            session.store(key, current.report)
+        else:
+            current.report = session.load(key, current.graph)
     report = current.report
-    if report is not None:
-        session.store(key, report)
-    else:
-        report = session.load(key, current.graph)
     if report is not None:
         ledger.record(frame, report)
         session.STATE.reports.append(report)
@@ -197,11 +215,12 @@ def plan_only(
     request = _request(gm, parsed, example_inputs, ledger, frame)
     partitioner = Partitioner(request, build())
     current = session.begin()
-    if parsed.executor == "aot_eager":
-        compiled = compat.compile_with_aot_eager(gm, example_inputs, partitioner)
-    else:
-        patches = _patches(parsed, partitioner, None)
-        compiled = compat.trace_as_inductor(gm, example_inputs, patches, partitioner)
+    with _written(parsed, current):
+        if parsed.executor == "aot_eager":
+            compiled = compat.compile_with_aot_eager(gm, example_inputs, partitioner)
+        else:
+            patches = _patches(parsed, partitioner, None)
+            compiled = compat.trace_as_inductor(gm, example_inputs, patches, partitioner)
     if current.report is not None:
         ledger.record(frame, current.report)
     return compiled, current.report

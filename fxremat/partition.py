@@ -41,6 +41,8 @@ class Partitioner(compat.CustomPartitionerFn):
             trace_seconds=time.perf_counter() - current.started,
         )
         current.report = outcome.report
+        if outcome.refusal is not None:
+            raise outcome.refusal
         return outcome.forward, outcome.backward
 
     def uuid(self) -> str:

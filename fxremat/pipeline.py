@@ -25,11 +25,12 @@ from fxremat.workspace import Workspaces
 
 @dataclass(frozen=True)
 class Outcome:
-    """The modules to compile, and the report."""
+    """The modules to compile, and the report. With a ``refusal`` they are over the budget."""
 
     forward: fx.GraphModule
     backward: fx.GraphModule
     report: Report
+    refusal: InfeasibleBudget | None = None
 
 
 def transform(
@@ -45,8 +46,8 @@ def transform(
 
     ``trace_seconds`` is what making the joint graph took, for the report.
 
-    Raises `InfeasibleBudget` where not even the plan of least peak fits the budget, and
-    `VerificationFailed` where a check on our own work fails.
+    Where not even the plan of least peak fits the budget, the outcome is that plan, refused.
+    Raises `VerificationFailed` where a check on our own work fails.
     """
     clock = Clock({"trace": trace_seconds})
     if request.budget_bytes is not None:
@@ -62,18 +63,20 @@ def transform(
     static = [joint.primals[i] for i in static_input_indices if i < len(joint.primals)]
     fitted = fit_in_forms(Run(request, joint, found, static, costs, clock))
     run, split = fitted.run, fitted.split
+    refusal = None
     if fitted.over:
         assert request.budget_bytes is not None
-        raise InfeasibleBudget(
+        refusal = InfeasibleBudget(
             request.budget_bytes,
             split.peak_bytes + request.held_bytes,
             tuple((row.what, row.bytes) for row in _at_peak(run, split)[:8]),
         )
-    if request.executor == "inductor":
+    elif request.executor == "inductor":
         with clock.stage("kernels"):
             compile_rows(split.forward)
             compile_rows(split.backward)
-    return Outcome(split.forward, split.backward, _report(run, split, fitted.rehearsals, graph))
+    report = _report(run, split, fitted.rehearsals, graph)
+    return Outcome(split.forward, split.backward, report, refusal)
 
 
 def _live_bytes(run: Run, split: Split) -> tuple[int, ...]:

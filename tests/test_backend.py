@@ -210,6 +210,17 @@ def test_without_gradients_the_model_just_runs() -> None:
     assert fxremat.reports() == []
 
 
+def test_the_report_of_training_is_none_of_inference() -> None:
+    """Both compile the same graph; the report of the former is kept on disk."""
+    model, x = seeded(Stack, 64, 32)
+    compiled(model, memory_budget="8MiB")(x).backward()
+    assert len(fxremat.reports()) == 1
+    torch._dynamo.reset()
+    with torch.no_grad():
+        compiled(model, memory_budget="8MiB")(x)
+    assert fxremat.reports() == []
+
+
 def test_outputs_of_all_sorts() -> None:
     def f(x: Tensor, w: Tensor) -> tuple[Any, ...]:
         hidden = torch.tanh(x @ w)

@@ -351,7 +351,7 @@ def test_trace_gives_the_problem_that_is_planned(
     (graph,) = fxremat.explain(*seeded(Stack, 64, 32), options={"executor": mode}).graphs
     found = traced(models, "stack", tmp_path, "--mode", mode, "--workspaces")
     assert found.name == "cli_models:stack"
-    assert replace(found, name="") == replace(graph.problem, name="")  # type: ignore[type-var]
+    assert replace(found, name="") == replace(graph.problem, name="")
     printed = capsys.readouterr().out
     assert f"{len(found.ops)} ops" in printed
     assert "keep-all  " in printed

@@ -10,6 +10,7 @@ import pytest
 
 from fxremat import compat, session
 from fxremat.core.plan import Plan
+from fxremat.core.problem import Op, Problem, Value
 from fxremat.report.report import Report, Row, report_from_json, report_to_json
 from fxremat.session import Ledger
 from tests.conftest import Golden
@@ -30,6 +31,14 @@ REPORT = Report(
     recomputed=(Row("addmm_3 [layers.3, model.py:8]", MIB, 2, 11.5), Row("mul", 512, 1, 0.5)),
     at_peak=(Row("primals_1 [graph input]", MIB),),
     timeline=(MIB, 7 * MIB, 2 * MIB),
+    problem=Problem(
+        "p",
+        (Value("x", MIB),),
+        (Op("a", (), ("x",), 12.5), Op("b", ("x",), (), 0.0, inplace=())),
+        (),
+        (),
+        (),
+    ),
     plan=Plan(("a", "b", "a"), "greedy", 8 * MIB, 7 * MIB, 12.5, 0.25, 10.0, 4 * MIB),
     rehearsals=3,
     seconds={"plan": 0.25, "apply": 0.5},

@@ -88,7 +88,6 @@ class Explanation:
                 held_bytes=g.held_bytes,
             )
             for g in self.graphs
-            if g.problem is not None
         ]
         return together(fronts)
 

@@ -7,7 +7,7 @@ from dataclasses import dataclass, field
 from typing import Any
 
 from fxremat.core.plan import Plan, plan_to_json, steps_from_json
-from fxremat.core.problem import Problem
+from fxremat.core.problem import Problem, problem_from_json, problem_to_json
 from fxremat.sizes import format_bytes
 
 
@@ -32,7 +32,7 @@ class Report:
     ``moved`` are the values that go to host memory, and how often each comes back. ``variants``
     are the forms taken, with the bytes of what they stand in for; overhead and keep-all peak are
     those of the graph without them.
-    ``problem`` is what was planned; it is not written to JSON, so a report from a cache has none.
+    ``problem`` is what was planned: the graph with those forms in place.
     """
 
     graph: int
@@ -49,6 +49,7 @@ class Report:
     recomputed: tuple[Row, ...]
     at_peak: tuple[Row, ...]
     timeline: tuple[int, ...]
+    problem: Problem = field(repr=False)
     plan: Plan
     rehearsals: int
     moved: tuple[Row, ...] = ()
@@ -56,7 +57,6 @@ class Report:
     host_peak_bytes: int = 0
     seconds: dict[str, float] = field(default_factory=dict)
     from_cache: bool = False
-    problem: Problem | None = field(default=None, compare=False, repr=False)
 
     @property
     def saved_bytes(self) -> int:
@@ -120,8 +120,8 @@ def _table(title: str, rows: tuple[Row, ...], limit: int = 10) -> list[str]:
 
 def report_to_json(report: Report) -> dict[str, Any]:
     """The report as JSON data."""
-    data = dataclasses.asdict(dataclasses.replace(report, problem=None))
-    del data["problem"]
+    data = dataclasses.asdict(report)
+    data["problem"] = problem_to_json(report.problem)
     data["plan"] = plan_to_json(report.plan)
     return data
 
@@ -131,4 +131,5 @@ def report_from_json(data: dict[str, Any]) -> Report:
     tables = ("saved", "recomputed", "moved", "variants", "at_peak")
     rows = {key: tuple(Row(**row) for row in data[key]) for key in tables}
     plan = Plan(**{**data["plan"], "steps": steps_from_json(data["plan"])})
-    return Report(**{**data, **rows, "plan": plan, "timeline": tuple(data["timeline"])})
+    problem, timeline = problem_from_json(data["problem"]), tuple(data["timeline"])
+    return Report(**{**data, **rows, "plan": plan, "problem": problem, "timeline": timeline})

@@ -1,0 +1,47 @@
+"""The option ``report``: what was decided for each graph, in a folder, for the command line too.
+
+Graph n of the compilation gives ``graph_n.report.json`` (the whole report: timeline, rows, seconds,
+plan and problem), and ``graph_n.problem.json`` and ``graph_n.plan.json``, which ``python -m fxremat
+check``, ``solve`` and ``pareto`` read. A later compilation into the same folder writes over them.
+"""
+
+from __future__ import annotations
+
+import json
+import logging
+import os
+from pathlib import Path
+from typing import Any
+
+from fxremat.core.plan import plan_to_json
+from fxremat.core.problem import problem_to_json
+from fxremat.errors import InvalidOption
+from fxremat.report.report import Report, report_to_json
+
+log = logging.getLogger(__name__)
+
+
+def prepare_folder(path: str) -> None:
+    """Make the folder before anything is planned; raises `InvalidOption` where it cannot be."""
+    try:
+        Path(path).mkdir(parents=True, exist_ok=True)
+    except OSError as error:
+        expected = f"a folder that can be made ({error.strerror})"
+        raise InvalidOption("report", path, expected) from error
+    if not os.access(path, os.W_OK):
+        raise InvalidOption("report", path, "a folder that can be written to")
+
+
+def write_report(path: str, report: Report) -> None:
+    """Write the files of one graph. What cannot be written is a warning: the model compiles."""
+    files: dict[str, dict[str, Any]] = {
+        "problem": problem_to_json(report.problem),
+        "plan": plan_to_json(report.plan),
+        "report": report_to_json(report),
+    }
+    try:
+        for name, data in files.items():
+            target = Path(path) / f"graph_{report.graph}.{name}.json"
+            target.write_text(json.dumps(data, indent=1) + "\n", encoding="utf-8")
+    except OSError as error:
+        log.warning("the report of graph %d could not be written: %s", report.graph, error)
