@@ -3,10 +3,11 @@
     x, w ── convolution ── y                        before: workspace for all images
     x, w ── convolution of n images at a time ── y  after: for n of them
 
-Each site is a call in one of these forms; the operators are those of
-`fxremat.runtime.convolutions`. MONeT (arXiv 2010.14501) chooses among all of cuDNN's algorithms by
-time and workspace. torch lets nobody name one, so the choice is among parts of the batch, and on
-CUDA among the algorithms that cuDNN's flags ask for; the workspace of every one is measured.
+Each site is a call in one of these forms, or a backward's two gradients one after the other, each
+in parts; the operators are those of `fxremat.runtime.convolutions`. MONeT (arXiv 2010.14501)
+chooses among all of cuDNN's algorithms by time and workspace. torch lets nobody name one, so the
+choice is among parts of the batch, and on CUDA among the algorithms that cuDNN's flags ask for; the
+workspace of every one is measured.
 Results agree up to rounding.
 """
 
@@ -14,13 +15,14 @@ from __future__ import annotations
 
 import operator
 from collections.abc import Iterator, Mapping
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 
 import torch
 from torch import fx
 
 from fxremat.passes.joint_graph import JointGraph
 from fxremat.passes.rule import Rule, Site, StandIns, add_call, fake
+from fxremat.passes.split_gradients import read_backward
 from fxremat.runtime import convolutions
 
 _FORWARD = torch.ops.aten.convolution.default
@@ -78,11 +80,17 @@ def _is_known(call: fx.Node) -> bool:
 
 def _find(joint: JointGraph) -> Iterator[Site]:
     for node in joint.module.graph.nodes:
-        if node.target in (_FORWARD, _BACKWARD) and _is_known(node):
-            for images, algorithm in _ways(node):
-                form = _InLess(node, images, algorithm)
-                name = f"convolution_workspace:{node.name}:{algorithm or f'{images}_images'}"
-                yield Site("convolution_workspace", name, form.insert, spares=node)
+        if node.target not in (_FORWARD, _BACKWARD) or not _is_known(node):
+            continue
+        name, backward = f"convolution_workspace:{node.name}", read_backward(node)
+        for images, algorithm in _ways(node):
+            form = _InLess(node, images, algorithm)
+            way = algorithm or f"{images}_images"
+            yield Site("convolution_workspace", f"{name}:{way}", form.insert, spares=node)
+            if backward is not None and not algorithm:
+                split = replace(backward, images=images)
+                one = f"{name}:split_{way}"
+                yield Site("convolution_workspace", one, split.insert, spares=node)
 
 
 RULES = (

@@ -24,35 +24,46 @@ from torch import fx
 
 from fxremat.passes.joint_graph import JointGraph
 from fxremat.passes.rule import Rule, Site, StandIns, add_call, fake
+from fxremat.runtime import convolutions
 
-_ATEN = torch.ops.aten
+_CONVOLUTION = torch.ops.aten.convolution.default
+_CONVOLUTION_BACKWARD = torch.ops.aten.convolution_backward.default
 _INPUT, _WEIGHT, _BIAS = range(3)
 
 
 @dataclass(frozen=True)
-class _Backward:
-    """A call of convolution_backward and its results that are used, by their place."""
+class Backward:
+    """A call of convolution_backward and its results that are used, by their place.
+
+    With ``images`` either gradient is computed of so many images at a time.
+    """
 
     node: fx.Node
     results: Mapping[int, fx.Node]
+    images: int | None = None
 
     def insert(self, graph: fx.Graph, copies: Mapping[fx.Node, fx.Node]) -> StandIns:
         """Weight (and bias) first, then the input."""
         old = copies[self.node]
+        both_of, one_of = _CONVOLUTION_BACKWARD, _CONVOLUTION
+        how_many: tuple[Any, ...] = ()
+        if self.images is not None:
+            both_of, one_of = convolutions.CONVOLUTION_BACKWARD, convolutions.CONVOLUTION
+            how_many = (self.images, "")
         results = {place: copies[result] for place, result in self.results.items()}
         gradient, given, weight, bias, *how, mask = old.args
         assert isinstance(mask, Sequence)
         found: StandIns = {}
         with graph.inserting_before(old.next):
             wanted = [False, *mask[1:]]
-            both = (gradient, given, weight, bias, *how, wanted)
-            call = add_call(graph, _ATEN.convolution_backward.default, both, old)
+            both = (gradient, given, weight, bias, *how, wanted, *how_many)
+            call = add_call(graph, both_of, both, old)
             for place in (_WEIGHT, _BIAS):
                 if place in results:
                     item = add_call(graph, operator.getitem, (call, place), results[place])
                     found[results[place]] = item
-            transposed = (gradient, weight, None, *_transposed(self.node))
-            found[results[_INPUT]] = add_call(graph, _ATEN.convolution.default, transposed, old)
+            transposed = (gradient, weight, None, *_transposed(self.node), *how_many)
+            found[results[_INPUT]] = add_call(graph, one_of, transposed, old)
         return found
 
 
@@ -75,9 +86,9 @@ def _transposed(node: fx.Node) -> tuple[Any, ...]:
     return steps, pads, gaps, True, short, groups
 
 
-def _read(node: fx.Node) -> _Backward | None:
+def read_backward(node: fx.Node) -> Backward | None:
     """The call, if it computes the gradients of both input and weight of a plain convolution."""
-    if node.target is not _ATEN.convolution_backward.default:
+    if node.target is not _CONVOLUTION_BACKWARD:
         return None
     transposed, mask = node.args[7], node.args[10]
     assert isinstance(mask, Sequence)
@@ -86,7 +97,7 @@ def _read(node: fx.Node) -> _Backward | None:
         return None
     if not {_INPUT, _WEIGHT} <= results.keys() or not _has_numbers(node):
         return None
-    return _Backward(node, {int(place): u for place, u in results.items()})  # type: ignore[arg-type]
+    return Backward(node, {int(place): u for place, u in results.items()})  # type: ignore[arg-type]
 
 
 def _has_numbers(node: fx.Node) -> bool:
@@ -96,7 +107,7 @@ def _has_numbers(node: fx.Node) -> bool:
 
 def _find(joint: JointGraph) -> Iterator[Site]:
     for node in joint.module.graph.nodes:
-        found = _read(node)
+        found = read_backward(node)
         if found is not None:
             yield Site("split_gradients", f"split_gradients:{node.name}", found.insert)
 

@@ -132,3 +132,37 @@ def test_plans_are_never_worse_than_without_alternatives(problem: Problem) -> No
         assert plan.peak_bytes > budget or plan.time_us <= alone.time_us + 1e-9
         chosen = [one for one in problem.alternatives if one.name in plan.variants]
         assert not any(exclude(a, b) for a in chosen for b in chosen if a is not b)
+
+
+def one_wide_layer(count: int) -> Problem:
+    """Each backward could do with less scratch memory, and that of the first layer makes the peak.
+
+    What comes before it is high because of what is kept, which need not be.
+    """
+    values, others = [Value("x0", 4)], list[Alternative]()
+    forward, backward = list[Op](), list[Op]()
+    for i in range(count):
+        size = 4 if i == 0 else 1
+        values += [Value(f"x{i + 1}", size), Value(f"y{i}", size), Value(f"g{i}", size)]
+        forward += [
+            Op(f"wide{i}", (f"x{i}",), (f"y{i}",), 10.0, phase="forward"),
+            Op(f"up{i}", (f"y{i}",), (f"x{i + 1}",), 10.0, phase="forward"),
+        ]
+        reads = (f"y{i}", f"x{i}", f"g{i + 1}" if i + 1 < count else f"x{count}")
+        backward.insert(0, Op(f"back{i}", reads, (f"g{i}",), 20.0, 2 * size, phase="backward"))
+        less = Change(f"back{i}", (), (), 1.0, -size * 7 // 4)
+        others.append(Alternative(f"less{i}", changes=(less,)))
+    return validate(
+        Problem(
+            "one wide layer", tuple(values), (*forward, *backward), ("x0",), (), ("g0",),
+            alternatives=tuple(others),
+        )
+    )  # fmt: skip
+
+
+@pytest.mark.parametrize("count", [24, 96])
+def test_the_least_peak_is_found_where_one_op_makes_it(count: int) -> None:
+    problem = one_wide_layer(count)
+    plan = solve(problem, 0, "greedy")
+    assert "less0" in plan.variants
+    assert plan.peak_bytes < solve(take(problem, ()), 0, "greedy").peak_bytes

@@ -115,6 +115,12 @@ class Choice:
         run = union.run_wanted(stage)
         fixed += op.workspace_bytes * run.constant
         terms += [(c, f * op.workspace_bytes * self.unit) for c, f in self._terms(run)]
+        terms += [
+            (self.taken[index], change.workspace_bytes * self.unit)
+            for index in union.usable
+            for change in union.problem.alternatives[index].changes
+            if change.op == op.name and change.workspace_bytes
+        ]
         if self.peak is not None:
             self.mip.row([*terms, (self.peak, -1.0)], high=-fixed * self.unit)
         else:

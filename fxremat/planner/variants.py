@@ -7,12 +7,14 @@ tried, taking none among it, the best goes to the solver that was asked for.
 
 from __future__ import annotations
 
+import heapq
 from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass, field, replace
 
 from fxremat.core.alternatives import run_once, take
 from fxremat.core.plan import Plan
-from fxremat.core.problem import InvalidProblem, Problem
+from fxremat.core.problem import InvalidProblem, Op, Problem
+from fxremat.core.timeline import replay
 from fxremat.planner.choice import Choice
 from fxremat.planner.clock import Clock
 from fxremat.planner.model import Model, build_model
@@ -63,11 +65,11 @@ def solve(
     The plan's steps are those of `take(problem, plan.variants)`, and so is what it proves.
     """
     clock = Clock(options.time_limit_s)
-    found = sorted(
-        _Search(problem, budget_bytes, quick, clock).tried(),
-        key=lambda one: one.rank(budget_bytes),
-    )
+    search = _Search(problem, budget_bytes, quick, clock)
+    found = sorted(search.tried(), key=lambda one: one.rank(budget_bytes))
     near = _near(found, budget_bytes)
+    if search.lowest is not None and search.lowest not in near:
+        near.append(search.lowest)
     plans = [replace(solver(one.problem), variants=one.names) for one in near]
     plans += [replace(one.plan, variants=one.names) for one in near]
     best_plan = min(plans, key=lambda plan: _rank(plan, budget_bytes))
@@ -101,6 +103,11 @@ class _Search:
     quick: Solve
     clock: Clock
     seen: dict[Names, Tried] = field(default_factory=dict)
+    lowest: Tried | None = None
+    """Where nothing fits: the last choice of least peak, of the MILP that knew the most instants.
+
+    A quick plan may miss by far what is the least of a long problem.
+    """
 
     def tried(self) -> list[Tried]:
         """The choices, no alternative among them."""
@@ -116,6 +123,7 @@ class _Search:
                 self._try_chosen(once, None)
         if all(self._over(names) for names in self.seen):
             self._try_chosen(union, None)
+            self.lowest = list(self.seen.values())[-1]
         self._try(self._fastest(union))
         return list(self.seen.values())
 
@@ -155,8 +163,13 @@ class _Search:
         return tuple(self.problem.alternatives[index].name for index in sorted(indices))
 
     def _chosen(self, union: Union, budget: int | None) -> Iterator[Names]:
-        """The MILP's choices, with more instants each time."""
-        instants = {self._highest(union, ())}
+        """The MILP's choices, with more instants each time.
+
+        The first are those of the ops that hold most by themselves, whatever is kept around them.
+        Then come those of the forms chosen, the highest of the plan that came of the choice and,
+        under a budget, the highest of the MILP's own schedule.
+        """
+        instants = {self._highest(union, ()), *self._largest(union, ())}
         for _ in range(ROUNDS):
             if not self.clock.running():
                 return
@@ -166,7 +179,10 @@ class _Search:
                 return
             names = choice.names(solution)
             yield names
-            new = self._worst(union, names, choice.held_at(solution)) - instants
+            new = self._peak(union, names) | self._largest(union, names)
+            if budget is not None:
+                new |= self._worst(union, names, choice.held_at(solution))
+            new -= instants
             if not new:
                 return
             instants |= new
@@ -174,6 +190,30 @@ class _Search:
     def _highest(self, union: Union, names: Names) -> int:
         left = build_model(take(self.problem, names))
         return _stage(union, left, int(State(left).peak.argmax()))
+
+    def _largest(self, union: Union, names: Names) -> set[int]:
+        """The stages whose ops hold most by what they read, write and need meanwhile.
+
+        Under a budget, of those that are over it by themselves.
+        """
+        if names not in self.seen:
+            return set()
+        left = self.seen[names].problem
+        sizes, room = left.bytes_of, (self.budget or 0) - left.resident_bytes
+
+        def own(op: Op) -> int:
+            return op.workspace_bytes + sum(sizes[name] for name in {*op.reads, *op.writes})
+
+        largest = heapq.nlargest(PER_ROUND, left.ops, key=own)
+        return {union.stage_of[op.name] for op in largest if own(op) > room}
+
+    def _peak(self, union: Union, names: Names) -> set[int]:
+        """The stage where the plan of a choice is highest, if that is over the budget."""
+        if names not in self.seen or not self._over(names):
+            return set()
+        left, plan = self.seen[names].problem, self.seen[names].plan
+        at = plan.steps[replay(left, plan.steps).peak_step]
+        return {union.stage_of[at]} if isinstance(at, str) else set()
 
     def _worst(self, union: Union, names: Names, held: dict[int, set[str]]) -> set[int]:
         """The highest stages of the schedule that holds this, away from each other."""
