@@ -188,7 +188,8 @@ class Options:
         read_path,
         "FXREMAT_REPORT",
         "path or None",
-        "Write problem, plan and timeline of each graph here.",
+        "Folder for JSON files of each graph: problem, plan and report, with its timeline; "
+        "of a refused budget too.",
         unset="no report",
     )
     inductor: tuple[tuple[str, Any], ...] = _option(
