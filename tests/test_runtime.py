@@ -25,7 +25,7 @@ from fxremat import runtime
 from fxremat.compat import inductor_config
 from fxremat.errors import HostMemoryExceeded, InvalidOption
 from fxremat.measure import measure_peak
-from fxremat.runtime import cpu_engine, cuda_engine, layout
+from fxremat.runtime import cpu_engine, cuda_engine, host_memory, layout, weights
 from fxremat.runtime.copies import to_device, to_host, wait_device, wait_host
 from fxremat.runtime.engine import Engine, Pending
 from fxremat.runtime.trace import CopyRecord
@@ -62,14 +62,15 @@ LAYOUTS: dict[str, torch.Tensor] = {
 
 
 @pytest.fixture(autouse=True)
-def _nothing_held() -> Iterator[None]:
-    """No test leaves host memory held by copies."""
-    before = runtime.host_bytes().now_bytes
-    runtime.reset_host_peak()
+def _nothing_held(monkeypatch: pytest.MonkeyPatch) -> Iterator[None]:
+    """No test leaves host memory held by copies, and none counts what others left."""
+    own = host_memory.HostMemory()
+    for module in (host_memory, cpu_engine, cuda_engine, weights):
+        monkeypatch.setattr(module, "HOST_MEMORY", own)
     yield
-    if runtime.host_bytes().now_bytes > before:
+    if runtime.host_bytes().now_bytes:
         gc.collect()  # what pytest keeps of an error that was expected
-    assert runtime.host_bytes().now_bytes <= before
+    assert runtime.host_bytes().now_bytes == 0
 
 
 def sent(x: torch.Tensor) -> torch.Tensor:
