@@ -201,9 +201,7 @@ def test_a_budget_with_offload_is_obeyed_and_predicted_to_the_byte(executor: str
     assert peak <= report.budget_bytes
     assert host_peak_of(step) == report.host_peak_bytes
     assert "moved to host memory" in str(report)
-    problem, plan = report.problem, report.plan
-    assert problem is not None
-    assert replay(problem, plan.steps).host_peak_bytes == report.host_peak_bytes
+    assert replay(report.problem, report.plan.steps).host_peak_bytes == report.host_peak_bytes
 
 
 def test_the_host_memory_budget_is_obeyed() -> None:

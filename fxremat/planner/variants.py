@@ -104,7 +104,7 @@ class _Search:
     clock: Clock
     seen: dict[Names, Tried] = field(default_factory=dict)
     lowest: Tried | None = None
-    """Where nothing fits: the last choice of least peak, of the MILP that knew the most instants.
+    """Where nothing fits: the newest choice, as a rule of the MILP that knew the most instants.
 
     A quick plan may miss by far what is the least of a long problem.
     """
