@@ -148,6 +148,7 @@ MODELS: dict[str, Callable[[], Made]] = {
     "chunked_loss": vocabulary,
     "chunked_mlp": lambda: hidden(2048, nn.GELU),
     "chunked_attention": lambda: layers(4, 256, 64, made=lambda: [Attention(64, 8)]),
+    "chunked_convolutions": lambda: pictures(NORM, nn.ReLU, convolution(), NORM, nn.ReLU, POOL),
     "fused_attention": lambda: layers(4, 256, 64, made=lambda: [Attention(64, 8)]),
     "masked_attention": lambda: layers(4, 256, 64, made=lambda: [Biased(64, 8, 256)]),
     "pool_gradient": lambda: pictures(NORM, nn.ReLU, POOL),

@@ -53,7 +53,7 @@ def declared(node: fx.Node) -> int:
     if node.target not in kernels.WORKSPACES:
         return 0
     args, kwargs = fx.map_arg((node.args, node.kwargs), lambda n: n.meta["val"])
-    return kernels.WORKSPACES[node.target](*args, **kwargs)
+    return kernels.WORKSPACES[node.target](*args, **kwargs, measure=kernels.unmeasured)
 
 
 class Workspaces:
@@ -78,7 +78,7 @@ class Workspaces:
         if not _may_have_workspace(target) or not _tensors((args, kwargs)):
             return 0
         if target in kernels.WORKSPACES:
-            return kernels.WORKSPACES[target](*args, **kwargs)
+            return kernels.WORKSPACES[target](*args, **kwargs, measure=self.of_call)
         size = compat.size_bound
         try:
             named = {k: described(v, size) for k, v in sorted(kwargs.items())}

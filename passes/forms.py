@@ -5,7 +5,8 @@
     the graph                       offered                         taken
 
 A reader takes a stand-in in place of the old node unless the stand-in is computed from it. What a
-stand-in of the backward replaces is replaced in the backward alone. What is not needed any more
+stand-in of the backward replaces is replaced in the backward alone, and a stand-in may be another
+there than in the forward. What is not needed any more
 once forms are taken is removed.
 """
 
@@ -29,9 +30,9 @@ from fxremat.passes.joint_graph import (
     is_view,
     read_joint_graph,
 )
-from fxremat.passes.rule import Rule, Site
+from fxremat.passes.rule import AGAIN, Rule, Site
 
-NEAR_THE_MOST = 0.5
+NEAR_THE_MOST = 0.25
 """Of the most that a call holds: one that holds less does not make the peak."""
 GOOD_PART = 1 / 16
 """Of what a call holds: less workspace is not worth another form."""
@@ -49,21 +50,23 @@ class Form:
     """Of each stand-in: everything that it is computed from."""
     late: frozenset[fx.Node]
     """Stand-ins of the backward."""
+    again: Mapping[fx.Node, fx.Node]
+    """Of stand-ins that the backward has computed for itself: these."""
     early: frozenset[fx.Node]
     """Old readers that run in the forward."""
 
     def replaces(self, reader: fx.Node, old: fx.Node) -> bool:
         """Whether ``reader`` reads the stand-in of ``old`` in this form."""
-        new = self.stand_ins[old]
-        return reader not in self.computed_from[new] and not (
-            new in self.late and reader in self.early
-        )
+        return self.read_by(reader, old) is not old
 
     def read_by(self, reader: fx.Node, source: fx.Node) -> fx.Node:
         """What ``reader`` reads in place of ``source``."""
-        if source in self.stand_ins and self.replaces(reader, source):
-            return self.stand_ins[source]
-        return source
+        new, is_early = self.stand_ins.get(source), reader in self.early
+        if new is not None and not is_early:
+            new = self.again.get(new, new)
+        if new is None or reader in self.computed_from[new] or (new in self.late and is_early):
+            return source
+        return new
 
     def redirected(self) -> Iterator[tuple[fx.Node, fx.Node]]:
         """(old node, reader) for all readers that read a stand-in; results of the graph apart."""
@@ -75,7 +78,9 @@ class Form:
     def result(self, old: fx.Node, of_forward: bool) -> fx.Node:
         """What the graph returns in place of ``old``; the forward's has to be there by its end."""
         new = self.stand_ins.get(old, old)
-        return old if of_forward and new in self.late else new
+        if of_forward:
+            return old if new in self.late else new
+        return self.again.get(new, new)
 
     def root_of_result(self, old: fx.Node, of_forward: bool) -> fx.Node:
         """The node that owns the storage which the graph returns in place of that of ``old``."""
@@ -146,7 +151,7 @@ def take(joint: JointGraph, sites: Sequence[Site]) -> JointGraph:
             if offered.joint.role[node] is Role.FORWARD:
                 node.meta[IN_FORWARD] = True
         for old, reader in list(form.redirected()):
-            reader.replace_input_with(old, form.stand_ins[old])
+            reader.replace_input_with(old, form.read_by(reader, old))
         results = [
             form.result(one, index < joint.num_forward_outputs) if isinstance(one, fx.Node) else one
             for index, one in enumerate(results)
@@ -187,7 +192,8 @@ def _insert(
     found = site.insert(graph, copies)
     stand_ins = {copies.get(old, old): new for old, new in found.items()}
     nodes = tuple(node for node in graph.nodes if node not in before)
-    computed_from = {new: _ancestors(new) for new in stand_ins.values()}
+    again = {new: new.meta[AGAIN] for new in stand_ins.values() if AGAIN in new.meta}
+    computed_from = {new: _ancestors(new) for new in (*stand_ins.values(), *again.values())}
     returned = {stand_ins[old] for old in forward_results if old in stand_ins}
     rebuilt = {
         new for old, new in stand_ins.items() if site.backward_only or old in computed_from[new]
@@ -205,6 +211,7 @@ def _insert(
         stand_ins=stand_ins,
         computed_from=computed_from,
         late=frozenset(new for new in stand_ins.values() if role[new] is not Role.FORWARD),
+        again=again,
         early=frozenset(
             reader for old in stand_ins for reader in old.users if role[reader] is Role.FORWARD
         ),

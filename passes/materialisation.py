@@ -9,9 +9,10 @@ Inductor a result is written where something forces it to be:
   converted, that is the end of the same loop, and what is written;
 * it may not be computed twice (random numbers, what the user said to save), or a variant wants it
   stored;
-* another fusion group reads it. A group is what lies between two extern kernels: the
-  elementwise ops and reductions that hang together and have the same number of extern
-  kernels behind them on the longest path (fusing across would close a cycle);
+* another fusion group reads it, and it is smaller than what it is made from, or takes many ops. A
+  group is what lies between two extern kernels: the elementwise ops and reductions that hang
+  together and have the same number of extern kernels behind them on the longest path (fusing
+  across would close a cycle);
 * the backward reads it, and it is narrower than what it was computed from (a mask): then
   keeping it can pay. Any other elementwise result that the backward reads is computed again
   inside the loop that needs it.
@@ -24,6 +25,7 @@ from __future__ import annotations
 import operator
 from collections.abc import Collection, Iterable, Iterator, Mapping
 from dataclasses import dataclass, field
+from math import prod
 
 import torch
 from torch import fx
@@ -75,6 +77,8 @@ SCATTERING = frozenset(
         _ATEN.scatter, _ATEN.scatter_add, _ATEN.scatter_reduce,
     }
 )  # fmt: skip
+MOST_OPS_AGAIN = 30
+"""Inductor writes what takes more ops than about so many, if several loops read it."""
 REDUCTIONS = frozenset({_PRIMS._low_memory_max_pool_with_offsets, _ATEN.avg_pool2d})
 
 
@@ -127,6 +131,8 @@ class Materialisation:
     joint: JointGraph
     fused: bool
     written: set[fx.Node] = field(default_factory=set)
+    expanded: set[fx.Node] = field(default_factory=set)
+    """Nodes of the backward that several groups read, and each makes again from smaller ones."""
 
     def is_value(self, node: fx.Node) -> bool:
         """Whether ``node`` is a storage the planner sees (inputs of the graph included)."""
@@ -215,16 +221,44 @@ def _narrower_than_inputs(node: fx.Node) -> bool:
     return bool(widths) and val.dtype.itemsize < min(widths)
 
 
+def _expanded(node: fx.Node, written: Collection[fx.Node]) -> set[fx.Node]:
+    """The node and what is made for it, if that takes few ops and reads less than it gives."""
+    inside, sources, stack, ops = set[fx.Node](), set[fx.Node](), [node], 0
+    while stack and ops <= MOST_OPS_AGAIN:
+        one = stack.pop()
+        if one in inside:
+            continue
+        inside.add(one)
+        ops += not is_view(one)
+        for source in one.all_input_nodes:
+            if is_tensor(source) and (is_view(source) or _is_made(source, written)):
+                stack.append(source)
+            elif is_tensor(source):
+                sources.add(source)
+    is_small = ops <= MOST_OPS_AGAIN and sum(map(_nbytes, sources)) < _nbytes(node)
+    return inside if is_small else set()
+
+
+def _is_made(node: fx.Node, written: Collection[fx.Node]) -> bool:
+    """Whether a loop that reads the node makes it."""
+    return node.op == "call_function" and node not in written
+
+
+def _nbytes(node: fx.Node) -> int:
+    return prod(_bounds(node.meta["val"])) * node.meta["val"].dtype.itemsize
+
+
 def _is_written(
-    node: fx.Node, users: Iterable[fx.Node], joint: JointGraph, groups: _Groups | None
+    node: fx.Node, users: Iterable[fx.Node], groups: _Groups | None, result: Materialisation
 ) -> bool:
+    joint = result.joint
     if not is_fusable(node) or is_reduction(node) or packet_of(node) in CONCATENATIONS:
         return True
     if STORED in node.name:
         return True
     if joint.role[node] is not Role.BACKWARD and not is_repeatable(node, joint.mutated):
         return True
-    role = joint.role[node]
+    role, is_read_apart = joint.role[node], False
     for user in users:
         if user.op == "output":
             return True
@@ -239,8 +273,10 @@ def _is_written(
             and groups is not None
             and groups.find(user) is not groups.find(node)
         ):
-            return True
-    return False
+            is_read_apart = True
+    again = _expanded(node, result.written) if is_read_apart else set()
+    result.expanded |= again
+    return is_read_apart and not again
 
 
 def _is_only_converted(
@@ -299,7 +335,7 @@ def materialise(
         elif is_multi_output(node):
             continue
         elif not fused or _is_written(
-            node, users_of(node), joint, groups if node not in others else None
+            node, users_of(node), groups if node not in others else None, result
         ):
             result.written.add(node)
     for node in nodes:

@@ -94,6 +94,8 @@ class Estimate:
     """Of values that come from the host: the graph inputs they are fetched from."""
     targets: dict[str, fx.Node] = field(default_factory=dict)
     """Of values that leave for the host: the nodes that put them there."""
+    expanded: frozenset[fx.Node] = frozenset()
+    """Nodes of the backward that every loop makes again that reads them."""
 
 
 def nbytes(tensor: torch.Tensor) -> int:
@@ -161,8 +163,8 @@ class _Builder:
         """Numbers computed on the host run once, in the forward; they take no device bytes."""
         return is_scalar(node) and not is_mutating(node)
 
-    def add_op(self, sinks: list[fx.Node], values: list[fx.Node]) -> Op:
-        inside, reads = self.cone(sinks)
+    def add_op(self, sinks: list[fx.Node], values: list[fx.Node], form: Form | None = None) -> Op:
+        inside, reads = self.cone(sinks, form)
         nodes = tuple(sorted(inside, key=self.position.__getitem__))
         read = sorted(reads, key=self.position.__getitem__)
         sizes = {n.name: self.size(n) for n in (*read, *values)}
@@ -274,12 +276,13 @@ class _Builder:
             else:
                 self.op_of(node)
 
-    def op_of(self, node: fx.Node) -> Op | None:
-        """The op that a call makes; None if it is part of the ops that read it."""
+    def op_of(self, node: fx.Node, form: Form | None = None) -> Op | None:
+        """The op that a call (of a form) makes; None if it is part of the ops that read it."""
         if is_multi_output(node):  # numbers among its results are read off at once
             results = [u for u in node.users if u.target is operator.getitem]
-            return self.add_op([node, *results], [u for u in results if u in self.rule.written])
-        return self.add_op([node], [node]) if node in self.rule.written else None
+            written = [u for u in results if u in self.rule.written]
+            return self.add_op([node, *results], written, form)
+        return self.add_op([node], [node], form) if node in self.rule.written else None
 
     # -- other forms -------------------------------------------------------------------------
 
@@ -294,7 +297,7 @@ class _Builder:
         for form in self.forms:
             if any(root(old).name in self.targets for old in form.stand_ins):
                 continue  # it leaves for the host, and no alternative says so
-            made = [self.op_of(n) for n in form.nodes if _makes_op(n)]
+            made = [self.op_of(n, form) for n in form.nodes if _makes_op(n)]
             touched = {name for _, reader in form.redirected() for name in ops_of.get(reader, ())}
             changes = [self.change(base[name], form) for name in base if name in touched]
             replaced = self.replaced_outputs(form, outputs)
@@ -432,5 +435,6 @@ def estimate(
     )
     node_of = {n.name: n for n in joint.module.graph.nodes if n.name in builder.bytes}
     return Estimate(
-        validate(problem), joint, builder.cones, node_of, fused, builder.sources, builder.targets
-    )
+        validate(problem), joint, builder.cones, node_of, fused, builder.sources, builder.targets,
+        frozenset(rule.expanded),
+    )  # fmt: skip

@@ -14,6 +14,8 @@ nor zeros are written (Gist, Jain et al. 2018, section 4.2, keeps offsets in pla
     offsets, gradients ── where(offsets == own place, gradients, 0) ── view       one term a window
 
 The terms are added in the order in which they were scattered, so the result is the same bit by bit.
+Where windows do not overlap there is one term: then the gradient is never written at all, but made
+in each loop that reads it. Otherwise that would be too many comparisons.
 
 torch 2.11 leaves the gradient as one op, which is given the input too, for its sizes alone: there
 the input need not be kept for it any more.
@@ -51,6 +53,12 @@ class _Axis:
     def windows(self) -> int:
         """In how many windows an element lies, at most."""
         return -(-self.kernel // self.stride)
+
+    @property
+    def is_tiled(self) -> bool:
+        """Whether every element lies in exactly one window."""
+        whole = self.size == self.results * self.stride and not self.padding
+        return whole and self.kernel == self.stride
 
 
 @dataclass(frozen=True)
@@ -136,27 +144,33 @@ def _gather(
     def call(target: object, *args: object, **kwargs: object) -> fx.Node:
         return add_call(graph, target, args, like, **kwargs)
 
-    def windows(axis: _Axis, column: bool) -> Iterator[tuple[fx.Node, fx.Node, fx.Node]]:
-        """Of each window, first to last: its place, what its offset is, whether there is one."""
+    def windows(axis: _Axis, column: bool) -> Iterator[tuple[fx.Node, fx.Node, fx.Node | None]]:
+        """Of each window, first to last: its place, what its offset is, whether there is one.
+
+        None where there is one for every element.
+        """
         numbers = {"start": 0, "step": 1, "dtype": torch.int64, "requires_grad": False}
         place = call(_PRIMS.iota.default, axis.size, device=device, **numbers)
-        place = call(_ATEN.add.Tensor, place, axis.padding)
+        if axis.padding:
+            place = call(_ATEN.add.Tensor, place, axis.padding)
         last = call(_ATEN.div.Tensor_mode, place, axis.stride, rounding_mode="floor")
         for back in reversed(range(axis.windows)):
-            window = call(_ATEN.sub.Tensor, last, back)
+            window = call(_ATEN.sub.Tensor, last, back) if back else last
             start = call(_ATEN.mul.Tensor, window, axis.stride)
             offset = call(_ATEN.sub.Tensor, place, start)
-            real = call(_ATEN.ge.Scalar, window, 0)
-            for bound in (
-                call(_ATEN.lt.Scalar, window, axis.results),
-                call(_ATEN.lt.Scalar, offset, axis.kernel),
-            ):
-                real = call(_ATEN.logical_and.default, real, bound)
-            first = call(_ATEN.full.default, [], 0, dtype=torch.int64, device=device)
-            window = call(_ATEN.where.self, real, window, first)
+            real = None
+            if not axis.is_tiled:
+                real = call(_ATEN.ge.Scalar, window, 0)
+                for bound in (
+                    call(_ATEN.lt.Scalar, window, axis.results),
+                    call(_ATEN.lt.Scalar, offset, axis.kernel),
+                ):
+                    real = call(_ATEN.logical_and.default, real, bound)
+                first = call(_ATEN.full.default, [], 0, dtype=torch.int64, device=device)
+                window = call(_ATEN.where.self, real, window, first)
             found = (window, offset, real)
             yield (
-                tuple(call(_ATEN.unsqueeze.default, each, 1) for each in found)  # type: ignore[misc]
+                tuple(each and call(_ATEN.unsqueeze.default, each, 1) for each in found)  # type: ignore[misc]
                 if column
                 else found
             )
@@ -172,8 +186,9 @@ def _gather(
             given = call(_ATEN.index.Tensor, offsets, at)
             given = call(_PRIMS.convert_element_type.default, given, torch.int64)
             mine = call(_ATEN.eq.Tensor, given, own)
-            mine = call(_ATEN.logical_and.default, mine, is_row)
-            mine = call(_ATEN.logical_and.default, mine, is_column)
+            for real in (is_row, is_column):
+                if real is not None:
+                    mine = call(_ATEN.logical_and.default, mine, real)
             found = call(_ATEN.index.Tensor, scattered, at)
             zero = call(_ATEN.full.default, [], 0, dtype=fake(gradients).dtype, device=device)
             term = call(_ATEN.where.self, mine, found, zero)
@@ -181,7 +196,8 @@ def _gather(
     assert total is not None
     if pool.result is not pool.scatter:
         total = call(_PRIMS.convert_element_type.default, total, fake(pool.result).dtype)
-    total.meta[STORED] = True  # every loop that reads it would make the comparisons again
+    if pool.axes[0].windows * pool.axes[1].windows > 1:
+        total.meta[STORED] = True  # every loop that reads it would make the comparisons again
     return call(_ATEN.view.default, total, list(fake(pool.result).shape))
 
 

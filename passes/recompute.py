@@ -101,11 +101,14 @@ class _Emitter:
         return self.views[key]
 
     def first_run(self, cone: Cone, in_backward: bool) -> None:
-        """The op's own nodes; in the backward, what it borrows from the forward is private."""
+        """The op's own nodes; in the backward, what it borrows from the forward is private.
+
+        So is what is to be made again in each loop: what several read, Inductor may well write.
+        """
         private: dict[fx.Node, fx.Node] = {}
         for node in cone.nodes:
-            borrowed = self.joint.role[node] is not Role.BACKWARD and node not in cone.sinks
-            if in_backward and borrowed:
+            shared = self.joint.role[node] is Role.BACKWARD and node not in self.estimate.expanded
+            if in_backward and not shared and node not in cone.sinks:
                 private[node] = self.inline(node, private)
             elif node not in self.env:
                 mark = in_backward and self.mark_written and self.is_loop_value(node, cone)

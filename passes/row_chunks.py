@@ -3,12 +3,16 @@
     x ── mm ── logits [N, V] ── ... ── loss          before: N rows of logits
     x ── rows(program) ── loss                       after: a chunk of logits
 
-What is a region, and why a chunk of it may be computed alone, says `row_regions`. Here regions are
-sorted into three rules, and each is offered in several forms:
+What is a region, and why a chunk of it may be computed alone, says `row_regions`; of images,
+`image_regions`. Here regions are sorted into rules, and each is offered in several forms:
 
 * *again*: one call for each loop; the backward computes a chunk of the forward again;
 * *at once*: the forward computes the gradients too, up to the factor that the backward brings (see
   `row_gradients`); nothing is computed twice.
+
+Of images there are two others: *twice*, in which what both forward and backward read is computed
+for each, so that the last reader in the backward may write over it, as over nothing that the
+forward saved; and *late*, the same, but the forward stays as it is.
 
 Each form comes in a few sizes of chunks. A result that is read outside of the region stands in for
 the old node: reshaped, and with the strides of the old one.
@@ -25,13 +29,14 @@ from math import ceil, prod
 import torch
 from torch import fx
 
+from fxremat.passes.image_regions import find_image_regions
 from fxremat.passes.joint_graph import JointGraph, Role
 from fxremat.passes.nodes import dtype_of, packet_name, shape_of
 from fxremat.passes.row_calls import rest_of
 from fxremat.passes.row_gradients import Factor, factor
 from fxremat.passes.row_loops import Loop, Refused, plan_loops
 from fxremat.passes.row_regions import Region, find_regions, levels
-from fxremat.passes.rule import Rule, Site, StandIns, add_call, last_of
+from fxremat.passes.rule import AGAIN, Rule, Site, StandIns, add_call, last_of
 from fxremat.runtime.chunks import ROWS
 from fxremat.runtime.row_program import dump
 
@@ -40,7 +45,7 @@ _ATEN = torch.ops.aten
 PARTS = (8, 64)
 """A chunk is this part of all rows."""
 LEAST_CHUNK = 16
-"""Rows of a matrix that are worth a matmul; of a batch of matrices one is enough."""
+"""Rows of a matrix that are worth a matmul; of a batch of matrices or images one is enough."""
 TILE_BYTES = 2**22
 """Between two matmuls, so much of the widest value is computed at a time, on the CPU."""
 LEAST_TILE = 4
@@ -56,7 +61,7 @@ class Sizes:
 
 def sizes(region: Region) -> list[Sizes]:
     """The sizes that a region is offered in, large chunks first."""
-    in_batches = "bmm" in _names(region)
+    in_batches = region.of_images or "bmm" in _names(region)
     least = 1 if in_batches else LEAST_CHUNK
     chunks = {max(least, ceil(region.rows / part)) for part in PARTS}
     widest = max(dtype_of(n).itemsize for n in region.kinds if region.is_big(n)) * region.width
@@ -115,7 +120,11 @@ class _Insertion:
     """Nodes between the factor and the region, computed for a factor of 1."""
 
     def after(self, nodes: list[fx.Node]) -> None:
-        """Go on behind the last of ``nodes``, and behind all inputs of the graph."""
+        """Go on behind the last of ``nodes``, of inputs, and of the forward if that has no loop."""
+        joint = self.region.joint
+        if self.region.part == "late":
+            backward = (n for n in joint.module.graph.nodes if joint.role[n] is Role.BACKWARD)
+            nodes = [*nodes, self.nodes[next(n for n in backward if n.op == "call_function")]]
         last = last_of(nodes, self.graph)
         while last.next.op == "placeholder":
             last = last.next
@@ -253,9 +262,17 @@ class _Form:
     size: Sizes
     scale: Factor | None = None
 
+    def site(self, rule: str, name: str) -> Site:
+        """Where it is put in."""
+        return Site(rule, name, self.insert, backward_only=self.region.part == "late")
+
     def insert(self, graph: fx.Graph, nodes: Mapping[fx.Node, fx.Node]) -> StandIns:
         """Put the calls in; the stand-ins for what is read outside of the region."""
-        one = _Insertion(graph, self.region, nodes, self.size, self.scale)
+        return self.insert_loops(_Insertion(graph, self.region, nodes, self.size, self.scale))
+
+    def insert_loops(self, one: _Insertion) -> StandIns:
+        """Put the calls in, of which some may be there."""
+        nodes = one.nodes
         found: StandIns = {}
         multiples: set[fx.Node] = set()
         if self.scale is not None:
@@ -287,8 +304,48 @@ def _loops(region: Region, scale: Factor | None = None) -> tuple[Loop, ...]:
     return loops
 
 
-def forms(region: Region) -> Iterator[tuple[str, _Form]]:
+@dataclass(frozen=True)
+class _Twice:
+    """The loops of the forward, and those of the backward."""
+
+    early: _Form
+    late: _Form
+
+    def site(self, rule: str, name: str) -> Site:
+        """Where it is put in."""
+        return Site(rule, name, self.insert)
+
+    def insert(self, graph: fx.Graph, nodes: Mapping[fx.Node, fx.Node]) -> StandIns:
+        """Put the calls in; of what both read, the second is said in the first."""
+        one = _Insertion(graph, self.early.region, nodes, self.early.size)
+        other = _Insertion(graph, self.late.region, nodes, self.late.size)
+        first = self.early.insert_loops(one)
+        sums = (n for n in one.made if self.early.region.kinds[n] == "sum")
+        other.made.update((n, one.made[n]) for n in sums)
+        second = self.late.insert_loops(other)
+        for old in first.keys() & second.keys():
+            first[old].meta[AGAIN] = second[old]
+        return second | first
+
+
+def _forms_of_images(region: Region) -> Iterator[tuple[str, _Form | _Twice]]:
+    parts = region.early(), region.late()
+    if not all(_keeps_strides(part, part.wanted_outside()) for part in parts):
+        return
+    early, late = (_loops(part) if part.wanted_outside() else () for part in parts)
+    for size in sizes(region):
+        of_backward = _Form(parts[1], late, size)
+        if late:
+            yield f"late {size.chunk}", of_backward
+        if early:
+            yield f"twice {size.chunk}", _Twice(_Form(parts[0], early, size), of_backward)
+
+
+def forms(region: Region) -> Iterator[tuple[str, _Form | _Twice]]:
     """The ways to compute a region, by name."""
+    if region.of_images:
+        yield from _forms_of_images(region)
+        return
     if not _keeps_strides(region, region.wanted_outside()):
         return
     again = _loops(region)
@@ -306,6 +363,7 @@ _NEEDED = {
     "chunked_loss": {"exp", "_softmax", "_log_softmax"},
     "chunked_mlp": {"mm", "addmm"},
     "chunked_attention": {"bmm", "baddbmm"},
+    "chunked_convolutions": {"convolution"},
 }
 """One of these a graph must have to be looked at."""
 
@@ -315,9 +373,13 @@ def find(joint: JointGraph, rule: str) -> list[Site]:
     found: list[Site] = []
     if not _NEEDED[rule] & {packet_name(node) for node in joint.module.graph.nodes}:
         return found
-    for region in find_regions(joint, lambda region: rule_of(region) == rule):
-        name = region.in_order()[0].name
-        found += [Site(rule, f"{rule} {name} {form}", made.insert) for form, made in forms(region)]
+    regions = (
+        find_image_regions(joint)
+        if rule == "chunked_convolutions"
+        else find_regions(joint, lambda region: rule_of(region) == rule)
+    )
+    for region in regions:
+        found += [made.site(rule, f"{rule} {region.name} {form}") for form, made in forms(region)]
     return found
 
 
@@ -336,4 +398,9 @@ CHUNKED_ATTENTION = Rule(
     "attention written by hand, a few heads at a time",
     _finder("chunked_attention"),
 )
-RULES = (CHUNKED_LOSS, CHUNKED_MLP, CHUNKED_ATTENTION)
+CHUNKED_CONVOLUTIONS = Rule(
+    "chunked_convolutions",
+    "a convolution, normalisation and activation a few images at a time, from the input again",
+    _finder("chunked_convolutions"),
+)
+RULES = (CHUNKED_LOSS, CHUNKED_MLP, CHUNKED_ATTENTION, CHUNKED_CONVOLUTIONS)

@@ -18,13 +18,15 @@ So no loop reads what depends on it.
 
 from __future__ import annotations
 
+import operator
 from collections.abc import Callable, Iterator
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from math import prod
+from typing import Literal
 
 from torch import fx
 
-from fxremat.passes.joint_graph import JointGraph, Role, is_random, is_repeatable
+from fxremat.passes.joint_graph import JointGraph, Role, is_random, is_repeatable, is_tensor
 from fxremat.passes.nodes import dtype_of, packet_name, shape_of
 from fxremat.passes.row_calls import VIEWS, As, Calls, operands, rest_of
 from fxremat.passes.row_rules import how
@@ -46,6 +48,18 @@ def _thins_out(node: fx.Node) -> bool:
     return any(is_random(i) or packet_name(i) == "inductor_random" for i in node.all_input_nodes)
 
 
+def readers(node: fx.Node) -> Iterator[fx.Node]:
+    """Who reads a node; of an operator with several results, the results."""
+    for user in node.users:
+        items = [item for item in user.users if item.target is operator.getitem]
+        yield from items if items and not is_tensor(user) else [user]
+
+
+def _is_of_images(node: fx.Node) -> bool:
+    """Whether an operator counts as one of rows only where rows are images."""
+    return node.target is operator.getitem or packet_name(node) == "convolution"
+
+
 @dataclass
 class Region:
     """Nodes with their kinds, in graph order; ``width`` is the elements of a row of the widest."""
@@ -55,13 +69,28 @@ class Region:
     width: int
     kinds: dict[fx.Node, Kind]
     position: dict[fx.Node, int]
+    around: fx.Node | None = None
+    """The convolution of a region of images (see `image_regions`)."""
+    part: Literal["all", "early", "late"] = "all"
+    """Early: only the forward has loops. Late: only the backward has."""
     _calls: dict[tuple[fx.Node, Kind], Calls | None] = field(default_factory=dict)
+
+    @property
+    def of_images(self) -> bool:
+        """Whether rows are images, and convolutions known."""
+        return self.around is not None
+
+    @property
+    def name(self) -> str:
+        """Of its convolution, or of the first node."""
+        return (self.around or self.in_order()[0]).name
 
     def calls(self, node: fx.Node, kind: Kind) -> Calls | None:
         """How a node is computed as ``kind``; None if it may not be in a region."""
         key = node, kind
         if key not in self._calls:
             fits = is_repeatable(node, self.joint.mutated) and not _thins_out(node)
+            fits = fits and (self.of_images or not _is_of_images(node))
             self._calls[key] = how(node, kind, self.rows) if fits else None
         return self._calls[key]
 
@@ -84,11 +113,34 @@ class Region:
         """The nodes in graph order."""
         return sorted(self.kinds, key=self.position.__getitem__)
 
+    def is_read_outside(self, node: fx.Node) -> bool:
+        """Whether anybody reads a node who is to get it from a loop."""
+        outside = [reader for reader in readers(node) if reader not in self.kinds]
+        if self.part == "all" or self.kinds[node] == "sum" or not self.is_forward(node):
+            return bool(outside)
+        # Of a value with rows there may be two, one in the forward and one for the backward.
+        early = [r for r in outside if self.is_forward(r) or r.op == "output"]
+        return bool(early) if self.part == "early" else len(early) < len(outside)
+
+    def is_forward(self, node: fx.Node) -> bool:
+        """Whether the node runs in the forward."""
+        return self.joint.role[node] is Role.FORWARD
+
+    def early(self) -> Region:
+        """The forward of the region. What it adds up is read in the backward as well."""
+        kinds = {n: k for n, k in self.kinds.items() if self.is_forward(n)}
+        return replace(self, kinds=kinds, part="early")
+
+    def late(self) -> Region:
+        """The backward of the region, and what it needs again of the forward, but for sums."""
+        kinds = {n: k for n, k in self.kinds.items() if k == "row" or not self.is_forward(n)}
+        return replace(self, kinds=kinds, part="late")
+
     def wanted_outside(self) -> list[fx.Node]:
-        """Nodes that somebody outside reads; of a view, what it looks into."""
+        """Nodes that somebody outside reads from a loop; of a view, what it looks into."""
         found: set[fx.Node] = set()
         for node in reversed(self.in_order()):
-            read = node in found or any(user not in self.kinds for user in node.users)
+            read = node in found or self.is_read_outside(node)
             if not read:
                 continue
             found.add(node)
@@ -109,7 +161,7 @@ class Region:
 # --- growing -----------------------------------------------------------------------------------
 
 
-def _fitting(region: Region, user: fx.Node, node: fx.Node) -> Kind | None:
+def fitting(region: Region, user: fx.Node, node: fx.Node) -> Kind | None:
     """The kind in which ``user`` reads the rows of ``node`` as they are."""
     kinds: tuple[Kind, ...] = ("row", "sum", "last")
     for kind in kinds:
@@ -133,7 +185,7 @@ def _grow(region: Region, seed: fx.Node) -> None:
                 for o in region.operands(node)
                 if o.kind == "row"
             ]
-        near += [(user, _fitting(region, user, node)) for user in node.users]
+        near += [(user, fitting(region, user, node)) for user in node.users]
         for other, kind in near:
             if kind is not None and other not in region.kinds:
                 region.kinds[other] = kind
@@ -163,7 +215,7 @@ def _may_lead(region: Region, start: fx.Node, node: fx.Node) -> bool:
     return region.calls(node, "row") is not None
 
 
-def _add_between(region: Region) -> None:
+def add_between(region: Region) -> None:
     """Narrow nodes on a way from the region back into it."""
     seen: set[fx.Node] = set()
     stack = [n for n, kind in region.kinds.items() if kind == "row" and not region.is_big(n)]
@@ -184,10 +236,10 @@ def _reads_as_it_is(region: Region, user: fx.Node, node: fx.Node) -> bool:
     return all(o.kind == "row" for o in region.operands(user) if o.node is node)
 
 
-def _drop_loose_views(region: Region) -> None:
+def drop_loose_views(region: Region) -> None:
     """Views that nobody in the region reads stay where they are."""
     for node in reversed(region.in_order()):
-        if region.is_view(node) and not any(user in region.kinds for user in node.users):
+        if region.is_view(node) and not any(user in region.kinds for user in readers(node)):
             del region.kinds[node]
 
 
@@ -200,15 +252,15 @@ def grow(
     """The region around a big value; ``known`` is what was found out about the same rows."""
     rest = rest_of(seed, rows)
     assert rest is not None
-    region = Region(joint, rows, prod(rest), {}, position, known)
+    region = Region(joint, rows, prod(rest), {}, position, _calls=known)
     if region.calls(seed, "row") is None:
         return region
     _grow(region, seed)
     if len(region.kinds) > MOST_NODES:
         return region
     _add_transposes(region)
-    _add_between(region)
-    _drop_loose_views(region)
+    add_between(region)
+    drop_loose_views(region)
     return region
 
 

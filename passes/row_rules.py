@@ -9,10 +9,14 @@ The kinds, and why a chunk of the result follows from chunks of the operands:
   all rows, or with the same rows;
 * last: a matrix [K, N] that is the transpose of [N, K];
 * sum: a matmul or a sum that contracts exactly over the rows.
+
+Where rows are images, a convolution is a row; of its backward, the gradient of the input is a row,
+those of weight and bias are sums; and so are mean and variance over all images.
 """
 
 from __future__ import annotations
 
+import operator
 from collections.abc import Callable, Mapping, Sequence
 from math import prod
 from typing import Any
@@ -21,14 +25,17 @@ import torch
 from torch import fx
 
 from fxremat import compat
+from fxremat.passes.convolutions import of_input
 from fxremat.passes.nodes import Shape, bound, dtype_of, packet_name, shape_of
 from fxremat.passes.row_calls import As, Call, Calls, Part, lead, rest_of
-from fxremat.runtime.row_plan import accumulates_in
+from fxremat.runtime.row_plan import CONVOLUTION, GRADIENT_OF_WEIGHT, accumulates_in
 from fxremat.runtime.row_program import Kind, RowCount
 
 
 def how(node: fx.Node, kind: Kind, rows: int) -> Calls | None:
     """The calls that compute ``node`` as ``kind``, a few of ``rows`` rows at a time."""
+    if node.target is operator.getitem:
+        return _item(node, kind, rows)
     if node.op != "call_function" or not isinstance(node.target, compat.OpOverload):
         return None
     shape = shape_of(node)
@@ -370,18 +377,107 @@ def _sum_over_rows(node: fx.Node, rows: int) -> Calls | None:
     dims = {d % len(own) for d in named.get("dim") or range(len(own))}
     if not dims >= set(range(cut)):
         return None
-    wide = accumulates_in(dtype_of(node))
-    given: Any = As(source, "row", rest)
-    calls: list[Call] = []
-    if dtype_of(source) != wide:
-        calls, given = [_cast(given, wide)], Part(0)
     behind = [d - cut + 1 for d in sorted(dims) if d >= cut]
+    return _added_up(As(source, "row", rest), behind, shape, dtype_of(node))
+
+
+def _added_up(read: As, behind: list[int], shape: Shape, dtype: torch.dtype) -> Calls | None:
+    """A sum of type ``dtype`` along dimensions of [c, *rest] and then over the rows."""
+    wide, rest = accumulates_in(dtype), read.rest
+    given: Any = read
+    calls: list[Call] = []
+    if dtype_of(read.node) != wide:
+        calls, given = [_cast(given, wide)], Part(0)
     if behind:
         left = tuple(size for d, size in enumerate(rest, 1) if d not in behind)
         calls.append(Call("aten.sum.dim_IntList", (given, behind), {}, "row", left, wide))
         given, rest = Part(len(calls) - 1), left
-    calls.append(Call("aten.sum.dim_IntList", (given, [0]), {}, "sum", rest, dtype_of(node)))
+    calls.append(Call("aten.sum.dim_IntList", (given, [0]), {}, "sum", rest, dtype))
     return tuple(calls) if prod(rest) == prod(shape) else None
+
+
+# --- convolutions and normalisation: rows are images -------------------------------------------
+
+
+def _convolution(node: fx.Node, rows: int, cut: int) -> Calls | None:
+    given, weight, bias, *how_ = node.args
+    shape = shape_of(node)
+    assert shape is not None
+    images, wide = _same_rows(given, shape, rows, cut), _whole(weight)
+    added = None if bias is None else _whole(bias)
+    if cut != 1 or len(shape) < len(("images", "channels", "places")):
+        return None
+    if images is None or wide is None or (bias is not None and added is None):
+        return None
+    return (_row(node, cut, CONVOLUTION, images, wide, added, *how_),)
+
+
+def _gradient_of_input(item: fx.Node, call: fx.Node, rows: int) -> Calls | None:
+    gradient, _, weight = call.args[:3]
+    read, wide, shape = _images(gradient, rows), _whole(weight), shape_of(item)
+    if read is None or wide is None or shape is None:
+        return None
+    return (_row(item, 1, CONVOLUTION, read, wide, None, *of_input(call)),)
+
+
+def _gradient_of_weight(item: fx.Node, call: fx.Node, rows: int) -> Calls | None:
+    gradient, given, weight, _, *how_, _ = call.args
+    shape = shape_of(item)
+    pair = [_images(n, rows) for n in (gradient, given)]
+    wide = _whole(weight)
+    if shape is None or None in pair or wide is None:
+        return None
+    args = (*pair, wide, None, *how_, [False, True, False])
+    return (Call(GRADIENT_OF_WEIGHT, args, {}, "sum", shape, dtype_of(item)),)
+
+
+def _gradient_of_bias(item: fx.Node, call: fx.Node, rows: int) -> Calls | None:
+    read, shape = _images(call.args[0], rows), shape_of(item)
+    if read is None or shape is None:
+        return None
+    places = range(1, len(read.rest))
+    return _added_up(read, [p + 1 for p in places], shape, dtype_of(item))
+
+
+def _images(node: Any, rows: int) -> As | None:
+    """An operand whose first dimension is the rows."""
+    shape = shape_of(node) if isinstance(node, fx.Node) else None
+    return As(node, "row", shape[1:]) if shape is not None and shape[0] == rows else None
+
+
+def _moment(item: fx.Node, call: fx.Node, rows: int) -> Calls | None:
+    """Mean or variance over all images and perhaps along the rest."""
+    named, shape = bound(call), shape_of(item)
+    read = _images(named["self"], rows)
+    if read is None or shape is None or dtype_of(item) != accumulates_in(dtype_of(item)):
+        return None
+    rank = len(read.rest) + 1
+    dims = sorted(d % rank for d in named["dim"] or range(rank))
+    left = tuple(size for d, size in enumerate(read.rest, 1) if d not in dims)
+    if dims[0] != 0 or prod(left) != prod(shape):
+        return None
+    correction = 1 if named["correction"] is None else named["correction"]
+    op = f"aten.var_mean.correction#{item.args[1]}"
+    kwargs = {"correction": correction}
+    return (Call(op, (read, dims), kwargs, "sum", left, dtype_of(item)),)
+
+
+ItemRule = Callable[[fx.Node, fx.Node, int], Calls | None]
+_ITEMS: dict[tuple[str, int], tuple[Kind, ItemRule]] = {
+    ("convolution_backward", 0): ("row", _gradient_of_input),
+    ("convolution_backward", 1): ("sum", _gradient_of_weight),
+    ("convolution_backward", 2): ("sum", _gradient_of_bias),
+    ("var_mean", 0): ("sum", _moment),
+    ("var_mean", 1): ("sum", _moment),
+}
+
+
+def _item(node: fx.Node, kind: Kind, rows: int) -> Calls | None:
+    """One result of an operator with several."""
+    call, place = node.args
+    assert isinstance(call, fx.Node)
+    wanted, rule = _ITEMS.get((packet_name(call), place), (None, None))  # type: ignore[arg-type]
+    return rule(node, call, rows) if rule is not None and wanted == kind else None
 
 
 RowRule = Callable[[fx.Node, int, int], Calls | None]
@@ -395,6 +491,7 @@ _ROWS: dict[str, RowRule] = {
     **dict.fromkeys(("gather", "scatter", "scatter_add"), _gather),
     **dict.fromkeys(("mm", "addmm"), _mm),
     **dict.fromkeys(("bmm", "baddbmm"), _bmm),
+    "convolution": _convolution,
     "expand": _expand,
     "cat": _cat,
     "constant_pad_nd": _pad,

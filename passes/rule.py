@@ -8,6 +8,10 @@ may be read in place of an old one.
     h ── gelu ── y ── ...   h ── other ── y'      after `insert`, which returns {y: y'}
 
 Sites that name the same old node exclude one another: at most one of them is taken.
+
+What is read in the forward and in the backward may be computed for each: ``AGAIN`` in the meta of
+the first is the other. Nothing that the forward saves is ever written over, so the second can be
+what is written over by its last reader.
 """
 
 from __future__ import annotations
@@ -23,6 +27,8 @@ from fxremat import compat
 from fxremat.passes.joint_graph import JointGraph
 
 StandIns = dict[fx.Node, fx.Node]
+AGAIN = "fxremat_again"
+"""In the meta of a stand-in: the node that the backward reads in place of it."""
 
 
 @dataclass(frozen=True)

@@ -22,6 +22,7 @@ from typing import Any
 import torch
 from torch import fx
 
+from fxremat.passes.convolutions import of_input
 from fxremat.passes.joint_graph import JointGraph
 from fxremat.passes.rule import Rule, Site, StandIns, add_call, fake
 from fxremat.runtime import convolutions
@@ -62,28 +63,9 @@ class Backward:
                 if place in results:
                     item = add_call(graph, operator.getitem, (call, place), results[place])
                     found[results[place]] = item
-            transposed = (gradient, weight, None, *_transposed(self.node), *how_many)
+            transposed = (gradient, weight, None, *of_input(self.node), *how_many)
             found[results[_INPUT]] = add_call(graph, one_of, transposed, old)
         return found
-
-
-def _numbers(values: Any) -> list[int]:
-    return [int(value) for value in values]
-
-
-def _transposed(node: fx.Node) -> tuple[Any, ...]:
-    """The arguments of the transposed convolution that gives the gradient of the input.
-
-    Along each axis its result has (o - 1) s - 2 p + d (k - 1) + 1 + output_padding elements.
-    """
-    gradient, given, weight, _, stride, padding, dilation, _, _, groups, _ = node.args
-    out, size, kernel = ([*fake(n).shape[2:]] for n in (gradient, given, weight))  # type: ignore[arg-type]
-    steps, pads, gaps = map(_numbers, (stride, padding, dilation))
-    short = [
-        size[i] - ((out[i] - 1) * steps[i] - 2 * pads[i] + gaps[i] * (kernel[i] - 1) + 1)
-        for i in range(len(size))
-    ]
-    return steps, pads, gaps, True, short, groups
 
 
 def read_backward(node: fx.Node) -> Backward | None:

@@ -8,11 +8,11 @@ as they are. ``program`` (see `row_program`) says what is computed, `row_plan` w
 Results that have rows are written chunk by chunk into their place; sums over the rows are added
 up, those of low precision in float32.
 
-What lies between two matmuls runs operator by operator, or, ``fused``, as one kernel (see
-`row_kernels`); then some rows at the end, fewer than a tile, do not.
+What lies between two matmuls or convolutions runs operator by operator, or, ``fused``, as one
+kernel (see `row_kernels`); then some rows at the end, fewer than a tile, do not.
 
 It is pure: what it writes into is its own. The bytes that a call takes beside its results are what
-`row_plan` lays out, before the first chunk, and what loose values add to that.
+`row_plan` lays out, before the first chunk, and what loose values and convolutions add to that.
 """
 
 from __future__ import annotations
@@ -26,10 +26,13 @@ from fxremat.runtime import kernels
 from fxremat.runtime.row_call import Call, pieces
 from fxremat.runtime.row_costs import flops, inside, workspace
 from fxremat.runtime.row_kernels import Memory
+from fxremat.runtime.row_moments import Moment, Moments
 from fxremat.runtime.row_plan import (
+    CONVOLUTIONS,
     COPIES,
     IN_PLACE,
     MATMULS,
+    MOMENTS,
     VIEWS,
     accumulates_in,
     bases,
@@ -56,7 +59,9 @@ class _Sum:
 
     def _make_room(self) -> None:
         """For what some of the rows add up to; beside a kernel only while it is needed."""
-        if self.one.op not in MATMULS:
+        if self.one.op in CONVOLUTIONS:
+            self.cast = None if self.is_wide else self._new(self.wide)
+        elif self.one.op not in MATMULS:
             self.partial = self._new(self.wide)
         elif not self.is_wide:
             self.partial, self.cast = self._new(self.one.dtype), self._new(self.wide)
@@ -71,6 +76,9 @@ class _Sum:
             self._make_room()
         if straight and not self.is_empty:
             self.total.addmm_(*args)
+            return
+        if self.one.op in CONVOLUTIONS:
+            self._take(overload(self.one.op)(*args, **kwargs))
             return
         is_first = self.is_empty and self.total.dtype == self.made_in
         target, form = self.total if is_first else self.partial, out_form(self.one.op)
@@ -121,14 +129,18 @@ class _Run:
             for number in stage.values
         }
         self.results: dict[int, torch.Tensor] = {}
-        self.sums: dict[int, _Sum] = {}
+        self.sums: dict[int, _Sum | Moment] = {}
+        self.moments: dict[str, Moments] = {}
         for number in self.program.results:
             self._make_result(number, number in fused)
         self.memory: dict[int, torch.Tensor] = {}
 
     def _make_result(self, number: int, is_fused: bool) -> None:
         one = self.instruction(number)
-        if one.kind == "sum":
+        if one.op in MOMENTS:
+            both = self.moments.setdefault(repr(one.args), Moments(one, number, self.device))
+            self.sums[number] = Moment(both, number, one)
+        elif one.kind == "sum":
             self.sums[number] = _Sum(one, self.device, is_fused)
         else:
             shape = (self.total, *one.rest)
@@ -220,7 +232,9 @@ class _Piece:
         if wanted.kind == "value":
             return self.value(wanted.number)
         if wanted.kind == "sum":
-            return self.run.sums[wanted.number].total
+            total = self.run.sums[wanted.number]
+            assert isinstance(total, _Sum), "no kernel adds to moments"
+            return total.total
         return self.rows_of_slot(wanted.number, wanted.rest)
 
     def rows_of_slot(self, slot: int, rest: Sequence[int]) -> torch.Tensor:

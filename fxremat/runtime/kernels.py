@@ -22,6 +22,15 @@ NAMESPACE = "fxremat_kernels"
 CALL_US = 10.0
 """Microseconds that Python takes for one of the calls that a call makes inside."""
 
+Measure = Callable[[Any, tuple[Any, ...], dict[str, Any]], int]
+"""Bytes of scratch memory of a call: an operator, (fake) arguments by position and by name."""
+
+
+def unmeasured(*_: Any) -> int:
+    """A `Measure` for whoever does not want anything to be run."""
+    return 0
+
+
 WORKSPACES: dict[OpOverload, Callable[..., int]] = {}
 """Of the operators that say themselves how many bytes of scratch memory a call takes."""
 
@@ -59,8 +68,9 @@ def define(
 ) -> OpOverload:
     """Register ``fxremat_kernels::name``; ``fake`` says shapes, strides and dtypes.
 
-    ``workspace`` gives the bytes of scratch memory of a call from its (fake) arguments, exactly;
-    without it the call is run once to find out. ``flops`` gives the floating-point operations of a
+    ``workspace`` gives the bytes of scratch memory of a call from its (fake) arguments, exactly,
+    and from ``measure``, which says what another call takes that it makes inside; without it the
+    call is run once to find out. ``flops`` gives the floating-point operations of a
     call, which has shapes in place of tensors, as in `torch.utils.flop_counter`. ``inside`` says
     from the (fake) arguments, whether it runs ``on_cpu`` and whether in a graph that is compiled
     ``by_inductor``, what a call does beyond reading arguments and writing results.

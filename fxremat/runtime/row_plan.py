@@ -1,9 +1,9 @@
 """Where the values of a program over rows are kept while a chunk of rows is computed.
 
-Matmuls run on a chunk of rows at once: they need many rows to be fast. Everything between two
-matmuls runs on a *tile* of it, few enough rows to stay in cache, from the first instruction to the
-last. So only what goes into or comes out of a matmul is as large as a chunk; all else is as large
-as a tile.
+Matmuls and convolutions run on a chunk of rows at once: they need many rows to be fast. Everything
+between two of them runs on a *tile* of it, few enough rows to stay in cache, from the first
+instruction to the last. So only what goes into or comes out of these is as large as a chunk; all
+else is as large as a tile.
 
     stage 0 (chunk)   logits = mm(x, w)
     stage 1 (tiles)   max, exp, sum, ... d_logits      tiles of a few rows
@@ -14,7 +14,8 @@ first chunk. Rows are independent: two values may share a slot if at no moment b
 row in it. A value may take over the slot of an operand that is read for the last time by the very
 instruction that computes it, if that goes element by element. Instructions whose operator cannot
 write into given memory make a new tensor, which lives until it was read for the last time: it is
-*loose*. That is all the memory there is, so the bytes of a call follow from the program.
+*loose*. That is all the memory there is, so the bytes of a call follow from the program, but for
+the scratch memory of convolutions.
 """
 
 from __future__ import annotations
@@ -32,6 +33,13 @@ _ATEN = torch.ops.aten
 
 MATMULS = frozenset({"aten.mm.default", "aten.addmm.default", "aten.bmm.default",
                      "aten.baddbmm.default"})  # fmt: skip
+CONVOLUTION = "aten.convolution.default"
+GRADIENT_OF_WEIGHT = "aten.convolution_backward.default#1"
+CONVOLUTIONS = frozenset({CONVOLUTION, GRADIENT_OF_WEIGHT})
+"""They return new tensors, and how much scratch memory they take is known by measuring only."""
+VARIANCE, MEAN = "aten.var_mean.correction#0", "aten.var_mean.correction#1"
+MOMENTS = frozenset({VARIANCE, MEAN})
+ON_CHUNKS = MATMULS | CONVOLUTIONS | MOMENTS
 VIEWS = frozenset(
     {
         "aten.view.default", "aten.permute.default", "aten.expand.default", "aten.slice.Tensor",
@@ -164,7 +172,7 @@ class Slot:
 
 @dataclass(frozen=True)
 class Stage:
-    """Values computed one after the other: matmuls on the chunk, all else tile by tile."""
+    """Values computed one after the other: on the chunk (`ON_CHUNKS`), or tile by tile."""
 
     of_chunk: bool
     values: tuple[int, ...]
@@ -185,7 +193,7 @@ def bases(program: Program, number: int) -> list[int]:
 
 
 def stages(program: Program) -> tuple[Stage, ...]:
-    """Matmuls as early as they can run, and what lies between as few stages of tiles."""
+    """What runs on chunks as early as it can, and what lies between as few stages of tiles."""
     left = [n for n in range(program.start, program.start + len(program.loop))
             if not is_view(program, n)]  # fmt: skip
     needs = {n: {b for r in _of(program, n).reads for b in bases(program, r)} for n in left}
@@ -193,7 +201,7 @@ def stages(program: Program) -> tuple[Stage, ...]:
     while left:
         ready: list[int] = []
         for number in left:
-            fits = (_of(program, number).op in MATMULS) is of_chunk
+            fits = (_of(program, number).op in ON_CHUNKS) is of_chunk
             if fits and not (needs[number] & missing):
                 ready.append(number)
                 missing.discard(number)
@@ -223,7 +231,7 @@ class Layout:
     loose: frozenset[int]
     dies: dict[int, tuple[int, ...]]
     moments: tuple[tuple[int, int], ...]
-    """Of each instruction: bytes of loose values for each row, and bytes for its numbers."""
+    """Of each instruction on tiles: bytes of loose values for each row, and for its numbers."""
 
     def most_loose(self, tile: int) -> int:
         """Bytes beside the slots at the worst moment."""
@@ -333,6 +341,8 @@ class _Assigner:
     def moments(self, loose: list[int]) -> tuple[tuple[int, int], ...]:
         found = []
         for moment, number in enumerate(self.order):
+            if self.stages[self.stage_of[number]].of_chunk:
+                continue  # what outlives its stage has a slot; what a call takes is counted apart
             alive = [n for n in loose if self.life_of_loose(n)[0] <= moment]
             alive = [n for n in alive if moment <= self.life_of_loose(n)[1]]
             sizes = [_of(self.program, n) for n in alive]
@@ -378,12 +388,16 @@ def accumulates_in(dtype: torch.dtype) -> torch.dtype:
 def extra_of_sum(one: Instruction) -> int:
     """Bytes that a sum over rows takes beside its result.
 
-    A matmul adds straight into the result; of a low-precision one there are the partial sum, the
-    same as float32, and the sum so far. Any other sum has a partial sum and, in low precision,
-    the sum so far.
+    Moments are a mean and a sum of squares. A matmul adds straight into the result; of a
+    low-precision one there are the partial sum, the same as float32, and the sum so far. Any other
+    sum has a partial sum and, in low precision, the sum so far.
     """
     wide = accumulates_in(one.dtype)
     size = prod(one.rest)
+    if one.op in CONVOLUTIONS:  # what a chunk adds is counted with what the call takes
+        return 0 if wide == one.dtype else size * 2 * wide.itemsize
+    if one.op in MOMENTS:
+        return 2 * size * one.dtype.itemsize
     if one.op in MATMULS:
         return 0 if wide == one.dtype else size * (2 * wide.itemsize + one.dtype.itemsize)
     return size * wide.itemsize * (1 if wide == one.dtype else 2)

@@ -9,8 +9,9 @@ copies of the graph. Its instructions are calls of torch's own operators on *val
   look at rows), "whole" (made once, before the loop) or "sum" (added up over all rows).
 
 ``rest`` is the shape of a result without its rows. Sums are results of a program only: no
-instruction reads one. Nothing here looks at another row, so any split into chunks computes the
-same, sums up to rounding.
+instruction reads one. An operator with several results is an instruction for each that is wanted,
+named with its place (``aten.convolution_backward.default#1``). Nothing here looks at another row,
+so any split into chunks computes the same, sums up to rounding.
 """
 
 from __future__ import annotations
@@ -179,7 +180,14 @@ def parse(text: str) -> Program:
 
 
 @functools.cache
-def overload(name: str) -> Any:
-    """The operator called ``aten.mm.default`` and the like."""
-    namespace, packet, which = name.split(".")
+def operator_of(name: str) -> Any:
+    """The operator called ``aten.mm.default`` and the like, whichever of its results is meant."""
+    namespace, packet, which = name.partition("#")[0].split(".")
     return getattr(getattr(getattr(torch.ops, namespace), packet), which)
+
+
+@functools.cache
+def overload(name: str) -> Any:
+    """What computes ``aten.mm.default``, or the second result of an operator for ``...#1``."""
+    item, found = name.partition("#")[2], operator_of(name)
+    return (lambda *args, **kwargs: found(*args, **kwargs)[int(item)]) if item else found
