@@ -10,8 +10,8 @@ dx, dy). What is between (c, h, dh, dc) is computed a few images at a time, and 
 the loops: for mean and variance, for y, for what the gradient of a normalisation adds up, for dx.
 
 So the convolution itself is computed several times, which is cheap where it has few channels to
-read, as at the images, and there it is where values are largest. Coop (Zhang et al. 2023, section
-4.2) calls it cheap partitioning to cut such a chain into parts.
+read, as at the images, and there it is where values are largest. The gradient of its input is
+computed twice, because what a normalisation's gradient adds up has to be known first.
 """
 
 from __future__ import annotations

@@ -245,7 +245,8 @@ def _is_made(node: fx.Node, written: Collection[fx.Node]) -> bool:
 
 
 def _nbytes(node: fx.Node) -> int:
-    return prod(_bounds(node.meta["val"])) * node.meta["val"].dtype.itemsize
+    tensor: torch.Tensor = node.meta["val"]
+    return prod(_bounds(tensor)) * tensor.dtype.itemsize
 
 
 def _is_written(

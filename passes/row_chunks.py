@@ -400,7 +400,7 @@ CHUNKED_ATTENTION = Rule(
 )
 CHUNKED_CONVOLUTIONS = Rule(
     "chunked_convolutions",
-    "a convolution, normalisation and activation a few images at a time, from the input again",
+    "a convolution, normalisation and activation a few images at a time",
     _finder("chunked_convolutions"),
 )
 RULES = (CHUNKED_LOSS, CHUNKED_MLP, CHUNKED_ATTENTION, CHUNKED_CONVOLUTIONS)

@@ -16,10 +16,13 @@ from torch.nn.grad import conv2d_weight
 
 import fxremat
 from fxremat.measure import measure_peak
-from fxremat.passes.forms import take
+from fxremat.passes.forms import find_sites, take
 from fxremat.passes.image_regions import find_image_regions
+from fxremat.passes.joint_graph import Role
+from fxremat.passes.materialisation import materialise
 from fxremat.passes.row_chunks import CHUNKED_CONVOLUTIONS, find
 from fxremat.passes.row_regions import levels
+from fxremat.passes.variants import RULES
 from fxremat.runtime import kernels
 from fxremat.runtime.chunks import ROWS
 from fxremat.runtime.row_moments import Moments
@@ -378,6 +381,20 @@ def test_far_fewer_bytes_and_the_same_step() -> None:
     report = fxremat.reports()[-1]
     assert any(RULE.name in row.what for row in report.variants)
     assert measured(model, call, inputs) <= report.predicted_peak_bytes <= budget
+
+
+def test_gradients_that_are_made_of_less_are_not_written() -> None:
+    """That of a pool: two groups of loops read it, and each makes it from masks and offsets."""
+    joint = joint_of(Pictures(), torch.randn(16, 3, 32, 32), fused=True)
+    rules = [rule for rule in RULES if rule.name in (RULE.name, "pool_gradient", "sign_masks")]
+    sites = [s for s in find_sites(joint, rules) if "chunked" not in s.name]
+    sites += [s for s in find_sites(joint, rules) if s.name.endswith("convolution twice 1")]
+    taken = take(joint, sites)
+    found = materialise(taken, fused=True)
+    assert found.expanded
+    assert not found.expanded & found.written
+    for node in found.expanded:
+        assert taken.role[node] is not Role.FORWARD
 
 
 def test_no_convolutions_no_sites() -> None:

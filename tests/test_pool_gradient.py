@@ -79,10 +79,22 @@ def test_gathered_gradients_are_the_scattered_ones(
 
 
 def test_gradients_are_stored_in_the_type_that_they_are_read_in() -> None:
-    model = nn.Sequential(nn.Conv2d(2, 3, 3), Pooled(2, 2, 0), nn.Conv2d(3, 2, 3))
+    model = nn.Sequential(nn.Conv2d(2, 3, 3), Pooled(3, 2, 1), nn.Conv2d(3, 2, 3))
     joint = joint_of(model.bfloat16(), torch.randn(2, 2, 12, 12).bfloat16())
     stored = [node for node in taken(joint).module.graph.nodes if STORED in node.name]
     assert [node.meta["val"].dtype for node in stored] == [torch.bfloat16]
+    assert_same(joint)
+
+
+@pytest.mark.parametrize("pool", [(2, 2, 0), (3, 3, 0)])
+@pytest.mark.parametrize("size", [12, 13])
+def test_where_windows_do_not_overlap_nothing_is_stored(
+    pool: tuple[int, int, int], size: int
+) -> None:
+    """Also where some elements are in no window."""
+    model = nn.Sequential(nn.Conv2d(2, 3, 3), Pooled(*pool), nn.Conv2d(3, 2, 2))
+    joint = joint_of(model, torch.randn(2, 2, size, size + 3))
+    assert not any(STORED in node.name for node in taken(joint).module.graph.nodes)
     assert_same(joint)
 
 
