@@ -9,10 +9,10 @@ Inductor a result is written where something forces it to be:
   converted, that is the end of the same loop, and what is written;
 * it may not be computed twice (random numbers, what the user said to save), or a variant wants it
   stored;
-* another fusion group reads it, and it is smaller than what it is made from, or takes many ops. A
-  group is what lies between two extern kernels: the elementwise ops and reductions that hang
-  together and have the same number of extern kernels behind them on the longest path (fusing
-  across would close a cycle);
+* another fusion group reads it, unless the backward makes it of less, in few ops. A group is what
+  lies between two extern kernels: the elementwise ops and reductions that hang together and have
+  the same number of extern kernels behind them on the longest path (fusing across would close a
+  cycle);
 * the backward reads it, and it is narrower than what it was computed from (a mask): then
   keeping it can pay. Any other elementwise result that the backward reads is computed again
   inside the loop that needs it.
@@ -275,8 +275,9 @@ def _is_written(
             and groups.find(user) is not groups.find(node)
         ):
             is_read_apart = True
-    again = _expanded(node, result.written) if is_read_apart else set()
-    result.expanded |= again
+    is_late = is_read_apart and role is Role.BACKWARD
+    again = _expanded(node, result.written) if is_late else set()
+    result.expanded.update(one for one in again if joint.role[one] is Role.BACKWARD)
     return is_read_apart and not again
 
 
