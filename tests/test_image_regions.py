@@ -22,6 +22,7 @@ from fxremat.passes.joint_graph import Role
 from fxremat.passes.materialisation import materialise
 from fxremat.passes.row_chunks import CHUNKED_CONVOLUTIONS, find
 from fxremat.passes.row_regions import levels
+from fxremat.passes.rule import AGAIN
 from fxremat.passes.variants import RULES
 from fxremat.runtime import kernels
 from fxremat.runtime.chunks import ROWS
@@ -31,7 +32,7 @@ from fxremat.workspace import Workspaces
 from tests.conftest import Golden
 from tests.graphs import Net, train
 from tests.row_sites import Chunked, assert_close, check, in_double, names_of
-from tests.test_split_gradients import joint_of
+from tests.test_split_gradients import joint_of, results
 from tests.test_variants import compiled, least, measured, observed
 
 WIDTH = 8
@@ -212,9 +213,30 @@ def test_dropout_is_not_drawn_again() -> None:
 def test_running_statistics() -> None:
     model, given_ = net(two_stages), (images(9, 3, 6, 6),)
     plain = train(model, given_, Chunked(RULE, None).compiled)
-    found = train(model, given_, Chunked(RULE, 0).compiled)
-    for one, other in zip(found.state, plain.state, strict=True):
-        assert_close(one, other, 1e-6)
+    names = names_of(model, given_, RULE)
+    assert any("twice" in name for name in names)  # which compute the statistics
+    for form in range(len(names)):
+        found = train(model, given_, Chunked(RULE, form).compiled)
+        for one, other in zip(found.state, plain.state, strict=True):
+            assert_close(one, other, 1e-6)
+
+
+def test_each_half_reads_its_own() -> None:
+    """As the planner takes a form: what is computed twice has a reader in either half."""
+    joint = joint_of(net(two_stages).double(), images(7, 3, 6, 6).detach().double(), fused=True)
+    torch.manual_seed(0)
+    values = [node.meta["val"] for node in (*joint.primals, *joint.tangents)]
+    inputs = [torch.rand(v.shape).to(v.dtype) for v in values]
+    best = results(joint, [x.clone() for x in inputs])
+    for site in find(joint, RULE.name):
+        taken = take(joint, [site])
+        twice = [n for n in taken.module.graph.nodes if AGAIN in n.meta]
+        assert bool(twice) == ("convolution twice" in site.name)  # the second has no such value
+        for one in twice:
+            assert one.users
+            assert one.meta[AGAIN].users
+        for new, old in zip(results(taken, [x.clone() for x in inputs]), best, strict=True):
+            assert_close(new, old, 1e-10)
 
 
 def test_bfloat16() -> None:
@@ -224,7 +246,8 @@ def test_bfloat16() -> None:
     plain = train(model, (x,), Chunked(RULE, None).compiled)
     assert names_of(model, (x,), RULE)
     float64 = train(copy.deepcopy(model).double(), (x.double(),))
-    found = train(model, (x,), Chunked(RULE, 0).compiled)
+    form = next(i for i, name in enumerate(names_of(model, (x,), RULE)) if "twice" in name)
+    found = train(model, (x,), Chunked(RULE, form).compiled)
     for one, other, best in zip(found.gradients, plain.gradients, float64.gradients, strict=True):
         assert one is not None
         assert other is not None
@@ -293,7 +316,7 @@ def test_small_values_begin_no_region() -> None:
 
 def test_graph_of_chunked_convolutions(golden: Golden) -> None:
     joint = joint_of(net(two_stages), images(9, 3, 6, 6).detach(), fused=True)
-    site = find(joint, "chunked_convolutions")[0]
+    site = next(s for s in find(joint, RULE.name) if "twice" in s.name)
     taken = take(joint, [site])
     golden(f"before\n\n{joint.module.graph}\n\nafter\n\n{taken.module.graph}\n")
 
