@@ -109,6 +109,43 @@ def test_the_choice_counts_on_what_is_held_at_the_instants() -> None:
         assert len(choice.names(choice.solve(Clock(None)))) == packed
 
 
+@settings(deadline=None, max_examples=60)
+@given(problems_with_alternatives(max_ops=7))
+def test_no_plan_is_better_than_what_the_choice_proves(problem: Problem) -> None:
+    """All stages are instants, and so neighbours: what runs again counts, too."""
+    plain = take(problem, ())
+    union = unite(plain)
+    least = greedy.solve(plain, 0, NO_LIMIT).peak_bytes
+    most = greedy.solve(plain, None, NO_LIMIT).peak_bytes
+    for budget in {least, (least + most) // 2}:
+        plan = greedy.solve(plain, budget, NO_LIMIT)
+        choice = Choice(union, range(len(union.ops)), plan.peak_bytes)
+        solution = choice.mip.solve(Clock(None))
+        assert solution.values is not None
+        time_us = plain.base_time_us + solution.bound / choice.scale
+        assert time_us <= plan.time_us + 1e-6 * plain.base_time_us
+
+
+def test_what_runs_again_counts_between_neighbours() -> None:
+    """`b` is needed at the end: kept, or made again by `big`, which takes 151 beside `g`."""
+    ops = (
+        Op("first", ("x",), ("a",), 10.0, phase="forward"),
+        Op("big", ("a",), ("b",), 10.0, 60, phase="forward"),
+        Op("after", ("b",), ("c",), 10.0, phase="forward"),
+        Op("up", ("c",), ("loss", "g"), 10.0, phase="forward"),
+        Op("down0", ("b", "g"), ("out",), 10.0, phase="backward"),
+    )
+    sizes = {"x": 10, "a": 10, "b": 30, "c": 30, "g": 40, "loss": 1, "out": 10}
+    values = tuple(Value(name, size) for name, size in sizes.items())
+    problem = Problem("small", values, ops, resident=("x",), outputs=("loss", "out"))
+    union = unite(problem)
+    ends = [union.stage_of["up"], union.stage_of["down0"]]
+    for budget, fits in ((160, True), (115, True), (95, False)):
+        for instants, known in ((ends[1:], False), (ends, True)):
+            solution = Choice(union, instants, budget).solve(Clock(None))
+            assert (solution.values is not None) == (fits or not known), (budget, instants)
+
+
 def test_the_plan_comes_back_from_the_cache_with_its_variants(tmp_path: object) -> None:
     cache = PlanCache(tmp_path)  # type: ignore[arg-type]
     plan, known = cache.solve(LOSS, 400, "greedy", NO_LIMIT)
@@ -132,6 +169,32 @@ def test_plans_are_never_worse_than_without_alternatives(problem: Problem) -> No
         assert plan.peak_bytes > budget or plan.time_us <= alone.time_us + 1e-9
         chosen = [one for one in problem.alternatives if one.name in plan.variants]
         assert not any(exclude(a, b) for a in chosen for b in chosen if a is not b)
+
+
+@settings(deadline=None, max_examples=40)
+@given(problems_with_alternatives(max_ops=7))
+def test_no_form_more_or_less_makes_a_plan_better(problem: Problem) -> None:
+    plain = take(problem, ())
+    least = greedy.solve(plain, 0, NO_LIMIT).peak_bytes
+    most = greedy.solve(plain, None, NO_LIMIT).peak_bytes
+    budget = (least + most) // 2
+    plan = solve(problem, budget, "greedy")
+    if plan.peak_bytes <= budget and plan.time_us <= 1.002 * problem.base_time_us:
+        return  # good enough
+    for one in problem.alternatives:
+        names = {*plan.variants} ^ {one.name}
+        names -= {o.name for o in problem.alternatives if o is not one and exclude(one, o)}
+        other = greedy.quick(take(problem, names), budget, NO_LIMIT)
+        better = max(other.peak_bytes, budget), other.time_us + 3e-3 * problem.base_time_us
+        assert better >= (max(plan.peak_bytes, budget), plan.time_us)
+
+
+def test_a_poor_choice_is_improved(monkeypatch: pytest.MonkeyPatch) -> None:
+    best = solve(layers(4), 350)
+    monkeypatch.setattr(Choice, "names", lambda self, solution: ())
+    plan = solve(layers(4), 350)
+    assert plan.variants
+    assert plan.time_us == best.time_us
 
 
 def one_wide_layer(count: int) -> Problem:

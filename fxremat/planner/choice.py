@@ -13,6 +13,8 @@ takes, what is kept and what runs again are chosen together.
     reads         held[v, j] + again[writer of v, j] >= wanted       first runs in window j
                   held[v, j] + again[writer of v, j] >= again[q, j] + wanted - 1     runs again
     origin        held[v, j + 1] <= held[v, j] + again[writer of v, j]
+    runs          what op q needs that runs again in the window after instant j, beside what stays
+                  from instant j to the next, fits as well, where these are neighbours
 
 where *wanted* is 1, z[a] or 1 - z[a] as `fxremat.planner.union` says. It serves to choose; the
 figures of a plan come from the problem that is left.
@@ -29,7 +31,7 @@ from fxremat.planner.union import Read, Union, Wanted
 
 UNIT = 1000.0
 """Budget and time of keep-all in the units of the MILP."""
-NODES, NODES_OF_LEAST = 60, 1
+NODES, NODES_OF_LEAST = 10, 1
 GAP, GAP_OF_LEAST = 1e-3, 1e-2
 """Of keep-all's time, and of the least peak."""
 LITTLE = 1e-3
@@ -71,6 +73,14 @@ class Choice:
             self._first_runs_find_their_reads(j)
             self._runs_find_their_reads(j)
             self._held_values_come_from_somewhere(j)
+        for j in range(len(self.instants) - 1):
+            if self._is_short(j):
+                self._runs_fit(j)
+
+    @property
+    def size(self) -> int:
+        """Columns of the MILP."""
+        return len(self.mip.cost)
 
     # -- columns ---------------------------------------------------------------------------
 
@@ -101,17 +111,12 @@ class Choice:
     def _bytes_fit(self, j: int) -> None:
         stage, union = self.instants[j], self.union
         op = union.ops[stage]
-        fixed = float(union.problem.resident_bytes)
-        terms: list[Term] = [
+        fixed, terms = self._outputs(stage)
+        terms += [
             (column, self.bytes_of[name] * self.unit)
             for name, column in self.held[j].items()
             if column is not None
         ]
-        resident = set(union.problem.resident)
-        for name, wanted in union.output_wanted.items():
-            if name not in resident and self._written(name) <= stage:
-                fixed += self.bytes_of[name] * wanted.constant
-                terms += [(c, f * self.bytes_of[name] * self.unit) for c, f in self._terms(wanted)]
         run = union.run_wanted(stage)
         fixed += op.workspace_bytes * run.constant
         terms += [(c, f * op.workspace_bytes * self.unit) for c, f in self._terms(run)]
@@ -121,11 +126,79 @@ class Choice:
             for change in union.problem.alternatives[index].changes
             if change.op == op.name and change.workspace_bytes
         ]
+        self._fit(terms, fixed)
+
+    def _outputs(self, stage: int) -> tuple[float, list[Term]]:
+        """Bytes that are there for good once ``stage`` has run, and those by the forms taken."""
+        fixed, terms = float(self.union.problem.resident_bytes), list[Term]()
+        resident = set(self.union.problem.resident)
+        for name, wanted in self.union.output_wanted.items():
+            if name not in resident and self._written(name) <= stage:
+                fixed += self.bytes_of[name] * wanted.constant
+                terms += [(c, f * self.bytes_of[name] * self.unit) for c, f in self._terms(wanted)]
+        return fixed, terms
+
+    def _fit(self, terms: list[Term], fixed: float) -> None:
+        """terms + fixed <= the budget, or the peak."""
         if self.peak is not None:
             self.mip.row([*terms, (self.peak, -1.0)], high=-fixed * self.unit)
         else:
             assert self.budget is not None
             self.mip.row(terms, high=(self.budget - fixed) * self.unit)
+
+    def _is_short(self, j: int) -> bool:
+        """Whether no op of the base runs for the first time between this instant and the next."""
+        between = range(self.instants[j] + 1, self.instants[j + 1])
+        return all(self.union.own[stage] is not None for stage in between)
+
+    def _runs_fit(self, j: int) -> None:
+        """What runs again in the window fits beside what stays from its begin to its end.
+
+        stays[v] >= held[v, j] + held[v, j + 1] - 1 - again[writer of v, j]
+        sum(bytes[v] stays[v], v that q does not touch) + bytes of q again[q, j] <= budget
+        """
+        fixed, outputs = self._outputs(self.instants[j])
+        stays: dict[str, int] = {}
+        for name, begin in self.held[j].items():
+            end = self.held[j + 1].get(name)
+            if begin is None or end is None:
+                continue
+            stays[name] = self.mip.real()
+            ends = [(begin, -1.0), (end, -1.0)]
+            run = self.again[j].get(self._written(name))
+            runs = [] if run is None else [(run, 1.0)]
+            self.mip.row([(stays[name], 1.0), *ends, *runs], low=-1.0)
+        total = self.mip.real(high=float("inf"))
+        parts = [(column, self.bytes_of[name] * self.unit) for name, column in stays.items()]
+        self.mip.row([*parts, *outputs, (total, -1.0)], 0.0, 0.0)
+        for q, column in self.again[j].items():
+            touched = self._touched(q)
+            own = [(stays[v], -self.bytes_of[v] * self.unit) for v in touched if v in stays]
+            self._fit(
+                [(total, 1.0), (column, self._own_bytes(q, touched) * self.unit), *own], fixed
+            )
+
+    def _touched(self, q: int) -> list[str]:
+        """What the op reads and writes whatever is taken, if it is not there in any case."""
+        reads = [
+            r.value for r in self.union.reads[q] if r.wanted.always or self.union.own[q] is not None
+        ]
+        return [
+            name
+            for name in dict.fromkeys((*reads, *self.union.ops[q].writes))
+            if name in self.until
+        ]
+
+    def _own_bytes(self, q: int, touched: list[str]) -> int:
+        """Of the op and of these; what it may write over counts once."""
+        op, shared = self.union.ops[q], dict[str, int]()
+        for read, write in op.inplace:
+            if read in touched and write in touched:
+                size = min(self.bytes_of[read], self.bytes_of[write])
+                shared[write] = max(size, shared.get(write, 0))
+        return (
+            op.workspace_bytes + sum(map(self.bytes_of.__getitem__, touched)) - sum(shared.values())
+        )
 
     def _what_stays_is_held(self, j: int) -> None:
         """held[v, j] >= wanted: what the instant's op touches, and what cannot be computed again.

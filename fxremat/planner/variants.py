@@ -1,14 +1,17 @@
 """Solving problems with alternatives: choose forms, then plan what is left with any solver.
 
 The MILP of `fxremat.planner.choice` chooses; what is left is planned, its highest stages become
-instants of the MILP, and so on, as for a problem without alternatives. Of everything that was
-tried, taking none among it, the best goes to the solver that was asked for.
+instants of the MILP, and so on, as for a problem without alternatives. The best of these choices
+is improved by a form more or less at a time. Of everything that was tried, taking none among it,
+the best goes to the solver that was asked for.
 """
 
 from __future__ import annotations
 
 import heapq
-from collections.abc import Callable, Iterator, Sequence
+import itertools
+from bisect import bisect_left, bisect_right
+from collections.abc import Callable, Iterable, Iterator, Sequence
 from dataclasses import dataclass, field, replace
 
 from fxremat.core.alternatives import run_once, take
@@ -17,7 +20,7 @@ from fxremat.core.problem import InvalidProblem, Op, Problem
 from fxremat.core.timeline import replay
 from fxremat.planner.choice import Choice
 from fxremat.planner.clock import Clock
-from fxremat.planner.model import Model, build_model
+from fxremat.planner.model import build_model
 from fxremat.planner.options import SolverOptions
 from fxremat.planner.relaxation import runs_for
 from fxremat.planner.state import State
@@ -27,15 +30,23 @@ Solve = Callable[[Problem], Plan]
 Names = tuple[str, ...]
 
 ROUNDS = 5
+MANY_COLUMNS = 6_000
+"""Of a MILP after the second: it takes minutes, and seldom finds something better."""
+LESS = 0.96
+"""Of the MILP's budget where what is left of its choice does not fit: it sees instants only."""
 IN_VAIN = 2
-"""Choices in a row that are no better than what was there: then no more are looked for."""
-PER_ROUND = 3
-"""Stages that become instants in one round."""
+"""Choices in a row that are no better than one that fits: then no more are looked for."""
+PER_ROUND, APART = 3, 64
+"""Highest stages of a schedule that become instants, and the part of it they are apart."""
 CLOSE = 0.03
 """Of the time of the best choice: choices so near to it are planned with the solver as well."""
 A_LITTLE = 0.05
 """Of the budget: choices that are over it by no more are planned with the solver if faster."""
 MOST_SOLVED = 2
+TRIED_OPS = 40_000
+"""Ops of all problems that are tried by taking one form more, or one less."""
+SETTLED = 2e-3
+"""Of the time of keep-all: a choice so near to it is not improved."""
 
 
 @dataclass(frozen=True)
@@ -125,25 +136,74 @@ class _Search:
             self._try_chosen(union, None)
             self.lowest = list(self.seen.values())[-1]
         self._try(self._fastest(union))
+        self._improve(union)
         return list(self.seen.values())
 
+    def _improve(self, union: Union) -> None:
+        """Take one form more or less of the best choice, for as long as that makes it better.
+
+        The MILP sees some instants of what may run again, and plans of its choices differ by more
+        than it tells apart. Forms go first whose ops run where the plan is highest.
+        """
+        left = TRIED_OPS // max(1, len(self.problem.ops))
+        best, before = self._leader(), None
+        while best is not before:
+            before = best
+            for index in self._highest_first(union, best):
+                settled = self.problem.base_time_us * (1 + SETTLED)
+                done = not self._over(best.names) and best.plan.time_us <= settled
+                if done or not left or not self.clock.running():
+                    return
+                names = self._toggled(union, best.names, index)
+                if names not in self.seen:
+                    left -= 1
+                    self._try(names)
+                    best = self._leader()
+
+    def _leader(self) -> Tried:
+        return min(self.seen.values(), key=lambda one: one.rank(self.budget))
+
+    def _toggled(self, union: Union, names: Names, index: int) -> Names:
+        """The choice with one form less, or with one more and without what that excludes."""
+        taken = [i for i in union.usable if self.problem.alternatives[i].name in names]
+        new = [i for i in taken if i != index] if index in taken else [index, *taken]
+        return self._names(union, union.taken_together(new))
+
+    def _highest_first(self, union: Union, one: Tried) -> list[int]:
+        """The forms by what is live where their ops run, or those that they do without."""
+        steps = one.plan.steps
+        live = dict[object, int]()
+        for step, size in zip(steps, replay(one.problem, steps).live_bytes, strict=True):
+            live[step] = max(size, live.get(step, 0))
+
+        def height(index: int) -> int:
+            form = self.problem.alternatives[index]
+            ops = (*union.gone[index], *(op.name for op in form.ops), *(c.op for c in form.changes))
+            return max((live.get(op, 0) for op in ops), default=0)
+
+        return sorted(union.usable, key=height, reverse=True)
+
     def _try_chosen(self, union: Union, budget: int | None) -> bool:
-        """Until more instants have twice led to nothing better. Whether there was a choice."""
+        """Until more instants have led to nothing better. Whether there was a choice."""
         best, in_vain, found = self._best(), 0, False
         for names in self._chosen(union, budget):
             self._try(names)
             found = True
             in_vain = 0 if self._best() < best else in_vain + 1
             best = self._best()
-            if in_vain == IN_VAIN:
+            fits = budget is None or not all(map(self._over, self.seen))
+            if fits and in_vain >= IN_VAIN:
                 break
         return found
 
     def _best(self) -> tuple[float, float]:
-        return min(one.rank(self.budget) for one in self.seen.values())
+        return self._leader().rank(self.budget)
 
     def _over(self, names: Names) -> bool:
-        return self.budget is not None and self.seen[names].plan.peak_bytes > self.budget
+        """Whether what is left of a choice does not fit, or nothing is."""
+        if self.budget is None:
+            return False
+        return names not in self.seen or self.seen[names].plan.peak_bytes > self.budget
 
     def _try(self, names: Names) -> None:
         if names not in self.seen:
@@ -167,13 +227,15 @@ class _Search:
 
         The first are those of the ops that hold most by themselves, whatever is kept around them.
         Then come those of the forms chosen, the highest of the plan that came of the choice and,
-        under a budget, the highest of the MILP's own schedule.
+        under a budget, the highest of the MILP's own schedule. As long as what is left of its
+        choices does not fit, the MILP gets less, and more again once it does.
         """
-        instants = {self._highest(union, ()), *self._largest(union, ())}
-        for _ in range(ROUNDS):
-            if not self.clock.running():
+        instants = self._highest(union, ()) | self._largest(union, ())
+        target = budget
+        for number in range(ROUNDS):
+            choice = Choice(union, sorted(instants), target)
+            if not self.clock.running() or (number > 1 and choice.size > MANY_COLUMNS):
                 return
-            choice = Choice(union, sorted(instants), budget)
             solution = choice.solve(self.clock)
             if solution.values is None:
                 return
@@ -182,14 +244,18 @@ class _Search:
             new = self._peak(union, names) | self._largest(union, names)
             if budget is not None:
                 new |= self._worst(union, names, choice.held_at(solution))
-            new -= instants
-            if not new:
+            before = target
+            if number and budget is not None and target is not None:
+                target = int(target * LESS if self._over(names) else min(budget, target / LESS))
+            if target == before and new <= instants:
                 return
             instants |= new
 
-    def _highest(self, union: Union, names: Names) -> int:
+    def _highest(self, union: Union, names: Names) -> set[int]:
         left = build_model(take(self.problem, names))
-        return _stage(union, left, int(State(left).peak.argmax()))
+        return (
+            _stages(union, [left.problem.ops[int(State(left).peak.argmax())]]) if left.n else set()
+        )
 
     def _largest(self, union: Union, names: Names) -> set[int]:
         """The stages whose ops hold most by what they read, write and need meanwhile.
@@ -205,15 +271,27 @@ class _Search:
             return op.workspace_bytes + sum(sizes[name] for name in {*op.reads, *op.writes})
 
         largest = heapq.nlargest(PER_ROUND, left.ops, key=own)
-        return {union.stage_of[op.name] for op in largest if own(op) > room}
+        return _stages(union, (op for op in largest if own(op) > room))
 
     def _peak(self, union: Union, names: Names) -> set[int]:
-        """The stage where the plan of a choice is highest, if that is over the budget."""
+        """Where the plan of a choice is highest, of the stages that are over the budget.
+
+        Of an op that runs again there, the stages before and after.
+        """
         if names not in self.seen or not self._over(names):
             return set()
         left, plan = self.seen[names].problem, self.seen[names].plan
-        at = plan.steps[replay(left, plan.steps).peak_step]
-        return {union.stage_of[at]} if isinstance(at, str) else set()
+        steps, live = plan.steps, replay(left, plan.steps).live_bytes
+        first = sorted({step: i for i, step in reversed([*enumerate(steps)])}.values())
+        highest = sorted(range(len(live)), key=lambda i: -live[i])
+        over = itertools.takewhile(lambda i: live[i] > (self.budget or 0), highest)
+        found = set[int]()
+        for place in _apart(over, len(live)):
+            found.update(first[bisect_right(first, place) - 1 :][:1])
+            found.update(first[bisect_left(first, place) :][:1])
+        return _stages(
+            union, (left.op_of[step] for i in found if isinstance(step := steps[i], str))
+        )
 
     def _worst(self, union: Union, names: Names, held: dict[int, set[str]]) -> set[int]:
         """The highest stages of the schedule that holds this, away from each other."""
@@ -231,16 +309,23 @@ class _Search:
             if union.ops[stage].name in place
         }
         state = State(model, runs_for(model, outlives))
-        found: list[int] = []
-        for stage in map(int, (-state.peak).argsort(kind="stable")):
-            if self.budget is not None and state.peak[stage] <= self.budget and found:
-                break
-            if all(abs(stage - other) >= max(1, model.n // 64) for other in found):
-                found.append(stage)
-            if len(found) == PER_ROUND:
-                break
-        return {_stage(union, model, stage) for stage in found if stage < model.n}
+        highest = [int(stage) for stage in (-state.peak).argsort(kind="stable") if stage < model.n]
+        over = (stage for stage in highest if state.peak[stage] > (self.budget or 0))
+        found = _apart(itertools.chain(highest[:1], over), model.n)
+        return _stages(union, map(left.ops.__getitem__, found))
 
 
-def _stage(union: Union, model: Model, stage: int) -> int:
-    return union.stage_of[model.problem.ops[min(stage, model.n - 1)].name]
+def _apart(places: Iterable[int], length: int) -> list[int]:
+    """The first few of the places that are not close to one before them."""
+    found: list[int] = []
+    for place in places:
+        if all(abs(place - other) >= max(1, length // APART) for other in found):
+            found.append(place)
+        if len(found) == PER_ROUND:
+            break
+    return found
+
+
+def _stages(union: Union, ops: Iterable[Op]) -> set[int]:
+    """Their places; an op of a form that is not needed where that is taken alone has none."""
+    return {union.stage_of[op.name] for op in ops if op.name in union.stage_of}
