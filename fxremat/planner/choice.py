@@ -47,8 +47,8 @@ class Choice:
     budget: int | None
     mip: Mip = field(default_factory=Mip)
     taken: dict[int, int] = field(default_factory=dict)
-    held: list[dict[str, int | None]] = field(default_factory=list)
-    """Column of each value that may be live at the instant; None where it is in any case."""
+    held: list[dict[str, int]] = field(default_factory=list)
+    """Column of each value that may be live at the instant."""
     again: list[dict[int, int]] = field(default_factory=list)
 
     def __post_init__(self) -> None:
@@ -84,7 +84,7 @@ class Choice:
 
     # -- columns ---------------------------------------------------------------------------
 
-    def _held_at(self, stage: int) -> dict[str, int | None]:
+    def _held_at(self, stage: int) -> dict[str, int]:
         own = {*self.union.ops[stage].writes, *(read.value for read in self.union.reads[stage])}
         return {
             name: self.mip.binary()
@@ -112,11 +112,7 @@ class Choice:
         stage, union = self.instants[j], self.union
         op = union.ops[stage]
         fixed, terms = self._outputs(stage)
-        terms += [
-            (column, self.bytes_of[name] * self.unit)
-            for name, column in self.held[j].items()
-            if column is not None
-        ]
+        terms += [(c, self.bytes_of[name] * self.unit) for name, c in self.held[j].items()]
         run = union.run_wanted(stage)
         fixed += op.workspace_bytes * run.constant
         terms += [(c, f * op.workspace_bytes * self.unit) for c, f in self._terms(run)]
@@ -154,6 +150,8 @@ class Choice:
     def _runs_fit(self, j: int) -> None:
         """What runs again in the window fits beside what stays from its begin to its end.
 
+        As in `fxremat.planner.relaxation`, where no form is chosen:
+
         stays[v] >= held[v, j] + held[v, j + 1] - 1 - again[writer of v, j]
         sum(bytes[v] stays[v], v that q does not touch) + bytes of q again[q, j] <= budget
         """
@@ -161,7 +159,7 @@ class Choice:
         stays: dict[str, int] = {}
         for name, begin in self.held[j].items():
             end = self.held[j + 1].get(name)
-            if begin is None or end is None:
+            if end is None:
                 continue
             stays[name] = self.mip.real()
             ends = [(begin, -1.0), (end, -1.0)]
@@ -180,14 +178,10 @@ class Choice:
 
     def _touched(self, q: int) -> list[str]:
         """What the op reads and writes whatever is taken, if it is not there in any case."""
-        reads = [
-            r.value for r in self.union.reads[q] if r.wanted.always or self.union.own[q] is not None
-        ]
-        return [
-            name
-            for name in dict.fromkeys((*reads, *self.union.ops[q].writes))
-            if name in self.until
-        ]
+        is_form = self.union.own[q] is not None
+        reads = (read.value for read in self.union.reads[q] if is_form or read.wanted.always)
+        names = dict.fromkeys((*reads, *self.union.ops[q].writes))
+        return [name for name in names if name in self.until]
 
     def _own_bytes(self, q: int, touched: list[str]) -> int:
         """Of the op and of these; what it may write over counts once."""
@@ -196,9 +190,8 @@ class Choice:
             if read in touched and write in touched:
                 size = min(self.bytes_of[read], self.bytes_of[write])
                 shared[write] = max(size, shared.get(write, 0))
-        return (
-            op.workspace_bytes + sum(map(self.bytes_of.__getitem__, touched)) - sum(shared.values())
-        )
+        own = sum(self.bytes_of[name] for name in touched)
+        return op.workspace_bytes + own - sum(shared.values())
 
     def _what_stays_is_held(self, j: int) -> None:
         """held[v, j] >= wanted: what the instant's op touches, and what cannot be computed again.
@@ -272,7 +265,7 @@ class Choice:
         if j + 1 == len(self.instants):
             return
         for name, column in self.held[j + 1].items():
-            if column is not None and self._written(name) <= self.instants[j]:
+            if self._written(name) <= self.instants[j]:
                 self.mip.row([*self._sources(j, name), (column, -1.0)], low=0.0)
 
     # -- solve -----------------------------------------------------------------------------
@@ -297,7 +290,7 @@ class Choice:
     def held_at(self, solution: Solution) -> dict[int, set[str]]:
         """What outlives each instant, by name."""
         return {
-            stage: {name for name, c in columns.items() if c is not None and solution.chosen(c)}
+            stage: {name for name, c in columns.items() if solution.chosen(c)}
             for stage, columns in zip(self.instants, self.held, strict=True)
         }
 

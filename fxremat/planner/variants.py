@@ -132,7 +132,7 @@ class _Search:
             once = unite(run_once(self.problem))  # forms first, then what has to run again
             if not self._try_chosen(once, self.budget):
                 self._try_chosen(once, None)
-        if all(self._over(names) for names in self.seen):
+        if self._over(self._leader().names):
             self._try_chosen(union, None)
             self.lowest = list(self.seen.values())[-1]
         self._try(self._fastest(union))
@@ -191,7 +191,7 @@ class _Search:
             found = True
             in_vain = 0 if self._best() < best else in_vain + 1
             best = self._best()
-            fits = budget is None or not all(map(self._over, self.seen))
+            fits = budget is None or not self._over(self._leader().names)
             if fits and in_vain >= IN_VAIN:
                 break
         return found
@@ -253,9 +253,8 @@ class _Search:
 
     def _highest(self, union: Union, names: Names) -> set[int]:
         left = build_model(take(self.problem, names))
-        return (
-            _stages(union, [left.problem.ops[int(State(left).peak.argmax())]]) if left.n else set()
-        )
+        highest = (-State(left).peak).argsort(kind="stable")[:1]
+        return _stages(union, (left.problem.ops[int(stage)] for stage in highest))
 
     def _largest(self, union: Union, names: Names) -> set[int]:
         """The stages whose ops hold most by what they read, write and need meanwhile.
