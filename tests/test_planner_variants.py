@@ -151,6 +151,24 @@ def test_what_runs_again_counts_between_neighbours() -> None:
             assert (solution.values is not None) == (fits or not known), (budget, instants)
 
 
+def test_a_result_may_overwrite_what_is_computed_again_for_a_later_read() -> None:
+    """`b` is written over `a`; at the end `a` is made again. Both at once take more."""
+    ops = (
+        Op("first", (), ("a",), 10.0, phase="forward"),
+        Op("over", ("a",), ("b",), 10.0, phase="forward", inplace=(("a", "b"),)),
+        Op("end", ("a",), ("out",), 10.0, phase="backward"),
+    )
+    values = tuple(Value(name, size) for name, size in {"a": 40, "b": 40, "out": 1}.items())
+    union = unite(Problem("small", values, ops, outputs=("out",)))
+    for budget, again in ((81, 0), (41, 10), (39, None)):
+        choice = Choice(union, range(3), budget)
+        solution = choice.mip.solve(Clock(None))
+        if again is None:
+            assert solution.values is None
+        else:
+            assert solution.objective / choice.scale == pytest.approx(again), budget
+
+
 def test_the_plan_comes_back_from_the_cache_with_its_variants(tmp_path: object) -> None:
     cache = PlanCache(tmp_path)  # type: ignore[arg-type]
     plan, known = cache.solve(LOSS, 400, "greedy", NO_LIMIT)

@@ -196,20 +196,28 @@ class Choice:
     def _what_stays_is_held(self, j: int) -> None:
         """held[v, j] >= wanted: what the instant's op touches, and what cannot be computed again.
 
-        What the op writes over as it reads it for the last time has no bytes of its own.
+        What the op may write over is held only if it is there afterwards: it has no bytes of its
+        own where this is its last read, or where it is computed again for those that follow.
         """
         stage, union = self.instants[j], self.union
         op, run = union.ops[stage], union.run_wanted(stage)
-        over = {r for r, _ in op.inplace if self.last_read.get(r, -1) <= stage}
+        over = {r for r, _ in op.inplace if self._may_go(r, stage)}
         for name in op.writes:
             self._held(j, name, run)
         for read in union.reads[stage]:
             if read.value not in over:
                 self._held(j, read.value, read.wanted)
         for read in self._reads_between(stage, len(union.ops)):
-            writer = self._written(read.value)
-            if writer < 0 or not union.ops[writer].repeatable:
+            if not self._comes_back(read.value):
                 self._held(j, read.value, read.wanted)
+
+    def _may_go(self, name: str, stage: int) -> bool:
+        return self.last_read.get(name, -1) <= stage or self._comes_back(name)
+
+    def _comes_back(self, name: str) -> bool:
+        """Whether the value can be computed again."""
+        writer = self._written(name)
+        return writer >= 0 and self.union.ops[writer].repeatable
 
     def _held(self, j: int, name: str, wanted: Wanted) -> None:
         column = self.held[j].get(name)

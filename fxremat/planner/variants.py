@@ -45,6 +45,8 @@ A_LITTLE = 0.05
 MOST_SOLVED = 2
 TRIED_OPS = 40_000
 """Ops of all problems that are tried by taking one form more, or one less."""
+OVER = 8
+"""As many tries does one count for while nothing fits: their plans look for the least peak."""
 SETTLED = 2e-3
 """Of the time of keep-all: a choice so near to it is not improved."""
 
@@ -152,11 +154,11 @@ class _Search:
             for index in self._highest_first(union, best):
                 settled = self.problem.base_time_us * (1 + SETTLED)
                 done = not self._over(best.names) and best.plan.time_us <= settled
-                if done or not left or not self.clock.running():
+                if done or left <= 0 or not self.clock.running():
                     return
                 names = self._toggled(union, best.names, index)
                 if names not in self.seen:
-                    left -= 1
+                    left -= OVER if self._over(best.names) else 1
                     self._try(names)
                     best = self._leader()
 
