@@ -45,7 +45,7 @@ A_LITTLE = 0.05
 MOST_SOLVED = 2
 TRIED_OPS = 40_000
 """Ops of all problems that are tried by taking one form more, or one less."""
-OVER = 8
+OVER = 2
 """As many tries does one count for while nothing fits: their plans look for the least peak."""
 SETTLED = 2e-3
 """Of the time of keep-all: a choice so near to it is not improved."""
