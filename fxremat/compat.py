@@ -938,6 +938,13 @@ def is_noop_to_inductor(node: fx.Node) -> bool:
     return node.target in noop_registry
 
 
+def prefers_channels_last(module: fx.GraphModule) -> bool:
+    """Whether Inductor will lay out what the module's convolutions read and write in that order."""
+    from torch._inductor.graph import GraphLowering
+
+    return bool(GraphLowering.decide_layout_opt(module, is_inference=False))
+
+
 def input_index(node: fx.Node) -> int | None:
     """Which argument of the compiled graph an input of the joint graph is, if it is one as such."""
     description = node.meta.get("desc")

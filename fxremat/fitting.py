@@ -23,7 +23,7 @@ from fxremat.core.timeline import replay
 from fxremat.errors import SolverRefused, VerificationFailed
 from fxremat.known_rehearsals import rehearse_once
 from fxremat.passes import inplace
-from fxremat.passes.fused_rows import fuse_rows
+from fxremat.passes.inductor_rows import suit_rows
 from fxremat.passes.joint_graph import JointGraph
 from fxremat.passes.memory_estimation import Estimate
 from fxremat.passes.recompute import Rewritten, apply_plan
@@ -149,8 +149,8 @@ class Run:
                 check_waits(rewritten.module.graph)
                 check_split(backward.graph, [n.name for n in rewritten.saved], forward.graph)
         if self.request.executor == "inductor":
-            fuse_rows(forward)
-            fuse_rows(backward)
+            suit_rows(forward)
+            suit_rows(backward)
         if self.request.executor != "inductor" or self.budget is None:
             return Split(forward, backward, plan, rewritten, plan.peak_bytes, None)
         shown = self.rehearse(forward, backward)

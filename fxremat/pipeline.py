@@ -15,7 +15,7 @@ from fxremat.core.timeline import replay
 from fxremat.errors import InfeasibleBudget
 from fxremat.fitting import QUICK_SOLVER, Run, Split
 from fxremat.passes.accumulation import accumulate
-from fxremat.passes.fused_rows import compile_rows
+from fxremat.passes.inductor_rows import compile_rows
 from fxremat.passes.joint_graph import is_tensor
 from fxremat.report.report import Report, Row
 from fxremat.report.where import describe

@@ -13,6 +13,7 @@ from typing import Any
 import pytest
 import torch
 from torch import fx, nn
+from torch.fx.experimental.proxy_tensor import make_fx
 
 from fxremat import compat
 from fxremat.passes.joint_graph import is_tensor
@@ -795,6 +796,17 @@ def test_copies_that_inductor_may_drop() -> None:
     x = graph.placeholder("x")
     assert compat.is_noop_to_inductor(graph.call_function(torch.ops.aten.clone.default, (x,)))
     assert not compat.is_noop_to_inductor(graph.call_function(torch.ops.aten.sin.default, (x,)))
+
+
+def test_the_order_of_channels_that_inductor_prefers() -> None:
+    """On CPUs with mkldnn channels go last wherever there is a convolution."""
+
+    image, weight = torch.ones(2, 3, 8, 8), torch.ones(4, 3, 3, 3)
+    convolution = make_fx(torch.conv2d, tracing_mode="fake")(image, weight)
+    assert compat.prefers_channels_last(convolution)
+    with torch._inductor.config.patch(layout_optimization=False):
+        assert not compat.prefers_channels_last(convolution)
+    assert not compat.prefers_channels_last(make_fx(torch.sin, tracing_mode="fake")(image))
 
 
 def test_hooks_on_a_leaf() -> None:

@@ -11,13 +11,16 @@ import torch
 import torch.nn.functional as F
 from hypothesis import given, settings
 from hypothesis import strategies as st
-from torch import nn
+from torch import fx, nn
+from torch.fx.experimental.proxy_tensor import make_fx
 from torch.nn.grad import conv2d_weight
 
 import fxremat
+from fxremat import compat
 from fxremat.measure import measure_peak
 from fxremat.passes.forms import find_sites, take
 from fxremat.passes.image_regions import find_image_regions
+from fxremat.passes.inductor_rows import suit_rows
 from fxremat.passes.joint_graph import Role
 from fxremat.passes.materialisation import materialise
 from fxremat.passes.row_chunks import CHUNKED_CONVOLUTIONS, find
@@ -27,6 +30,7 @@ from fxremat.passes.variants import RULES
 from fxremat.runtime import kernels
 from fxremat.runtime.chunks import ROWS
 from fxremat.runtime.row_moments import Moments
+from fxremat.runtime.row_plan import places_of_images
 from fxremat.runtime.row_program import Instruction, Program, Ref, dump
 from fxremat.workspace import Workspaces
 from tests.conftest import Golden
@@ -366,6 +370,82 @@ def test_the_operator(sizes: tuple[int, int, int], fused: bool) -> None:
     peak = measure_peak(lambda: ROWS(*args)).above_start_bytes
     predicted = kernels.WORKSPACES[ROWS](*args, measure=Workspaces(x.device).of_call)
     assert 0 <= predicted - (peak - made) <= 16 * WIDTH * x.itemsize
+
+
+def alone() -> str:
+    """x, w -> the convolution's result."""
+    how = ([1, 1], [1, 1], [1, 1], False, [0, 0], 1)
+    one = Instruction("aten.convolution.default", (Ref(0), Ref(1), None, *how), {}, "row",
+                      (WIDTH, 6, 6), torch.float32)  # fmt: skip
+    return dump(Program(1, 1, (), (one,), (2,)))
+
+
+def test_results_with_the_channels_last() -> None:
+    """Same values; real and fake results lie alike, and take no more bytes than predicted."""
+    x, w, text = images(9, 3, 6, 6).detach(), images(WIDTH, 3, 3, 3).detach(), alone()
+    assert places_of_images(text) == {0}
+    assert places_of_images(program()) == set(), "what a kernel writes lies densely"
+    args, last = ([x], [w], text, 4, 1), {"fused": True, "channels_last": True}
+    (plain,), (found,) = ROWS(*args), ROWS(*args, **last)
+    assert found.is_contiguous(memory_format=torch.channels_last)
+    assert torch.equal(found, plain)
+    torch.library.opcheck(ROWS, args, last, test_utils=("test_schema", "test_faketensor"))
+    peak = measure_peak(lambda: ROWS(*args, **last)).above_start_bytes
+    predicted = kernels.WORKSPACES[ROWS](*args, **last, measure=Workspaces(x.device).of_call)
+    assert 0 <= predicted - (peak - found.nbytes) <= 16 * WIDTH * x.itemsize
+
+
+def rows_and(after: Callable[..., Any]) -> fx.GraphModule:
+    """A graph of convolutions of a few images at a time, and what is made of them."""
+    x, w, text = images(9, 3, 6, 6).detach(), images(WIDTH, 3, 3, 3).detach(), alone()
+
+    def run(x: torch.Tensor, w: torch.Tensor, v: torch.Tensor) -> Any:
+        return after(ROWS([x], [w], text, 4, 1)[0], v)
+
+    module = make_fx(run, tracing_mode="fake")(x, w, images(4, WIDTH, 3, 3).detach())
+    suit_rows(module)
+    return module
+
+
+def again(h: torch.Tensor) -> torch.Tensor:
+    """Another call that has these rows."""
+    one = Instruction("aten.sum.dim_IntList", (Ref(0), [0]), {}, "sum", (WIDTH, 6, 6),
+                      torch.float32)  # fmt: skip
+    (total,) = ROWS([h], [], dump(Program(1, 0, (), (one,), (1,))), 4, 1)
+    assert isinstance(total, torch.Tensor)
+    return total
+
+
+@pytest.mark.parametrize(
+    ("after", "is_last"),
+    [
+        (lambda y, v: F.conv2d(F.relu(y), v), True),
+        (lambda y, v: F.relu(y), False),  # no convolution, no such layout
+        (lambda y, v: (y, F.conv2d(F.relu(y), v)), False),  # the caller sees it
+        (lambda y, v: (again(y), F.conv2d(F.relu(y), v)), False),
+        (lambda y, v: (again(F.relu(y)), F.conv2d(F.relu(y), v)), False),
+    ],
+)
+def test_results_lie_as_inductor_lays_out_what_is_around(
+    after: Callable[..., Any], is_last: bool
+) -> None:
+    module = rows_and(after)
+    call = next(iter(module.graph.find_nodes(op="call_function", target=ROWS)))
+    assert call.kwargs["fused"]
+    assert call.kwargs.get("channels_last", False) is is_last
+    for user in call.users:
+        assert user.meta["val"].is_contiguous(memory_format=torch.channels_last) is is_last
+
+
+def test_a_loop_writes_over_a_result_that_lies_in_its_order() -> None:
+    module = rows_and(lambda y, v: [F.conv2d(F.relu(y), v)])
+    (call,) = module.graph.find_nodes(op="call_function", target=ROWS)
+    over = []
+    for last in (True, False):
+        call.kwargs = {**call.kwargs, "channels_last": last}
+        source = compat.generate(module, is_backward=False, seen_outputs=1).source
+        over.append("# reuse" in source)
+    assert over == [True, False]
 
 
 # --- the whole way ---------------------------------------------------------------------------

@@ -1,12 +1,13 @@
 """The operator ``rows``: a region of a graph, computed for a few rows at a time.
 
     rows(Tensor[] rows, Tensor[] whole, str program, int chunk_rows, int tile_rows,
-         bool fused=False) -> Tensor[]
+         bool fused=False, bool channels_last=False) -> Tensor[]
 
 ``rows`` are tensors with the rows in front, N of them; ``whole`` are those that each chunk reads
 as they are. ``program`` (see `row_program`) says what is computed, `row_plan` where it is kept.
 Results that have rows are written chunk by chunk into their place; sums over the rows are added
-up, those of low precision in float32.
+up, those of low precision in float32. With ``channels_last``, results that come straight from a
+convolution of images have the channels last in memory; all others lie densely.
 
 What lies between two matmuls or convolutions runs operator by operator, or, ``fused``, as one
 kernel (see `row_kernels`); then some rows at the end, fewer than a tile, do not.
@@ -131,11 +132,11 @@ class _Run:
         self.results: dict[int, torch.Tensor] = {}
         self.sums: dict[int, _Sum | Moment] = {}
         self.moments: dict[str, Moments] = {}
-        for number in self.program.results:
-            self._make_result(number, number in fused)
+        for place, number in enumerate(self.program.results):
+            self._make_result(number, number in fused, call.format_of(place))
         self.memory: dict[int, torch.Tensor] = {}
 
-    def _make_result(self, number: int, is_fused: bool) -> None:
+    def _make_result(self, number: int, is_fused: bool, form: torch.memory_format) -> None:
         one = self.instruction(number)
         if one.op in MOMENTS:
             both = self.moments.setdefault(repr(one.args), Moments(one, number, self.device))
@@ -144,7 +145,9 @@ class _Run:
             self.sums[number] = _Sum(one, self.device, is_fused)
         else:
             shape = (self.total, *one.rest)
-            self.results[number] = torch.empty(shape, dtype=one.dtype, device=self.device)
+            self.results[number] = torch.empty(
+                shape, dtype=one.dtype, device=self.device, memory_format=form
+            )
 
     def slots(self, rows: int, of_chunk: bool) -> dict[int, torch.Tensor]:
         """New memory for the slots of a chunk, or for those of a tile."""
@@ -304,18 +307,19 @@ def compile_kernels(*args: Any, **kwargs: Any) -> None:
 
 def _fake(*args: Any, **kwargs: Any) -> list[torch.Tensor]:
     call, made = Call(*args, **kwargs), []
-    for number in call.program.results:
+    for place, number in enumerate(call.program.results):
         one = call.program.instruction(number)
         assert one is not None
         shape = one.rest if one.kind == "sum" else (call.total, *one.rest)
-        made.append(call.rows[0].new_empty(shape, dtype=one.dtype))
+        like, form = call.rows[0], call.format_of(place)
+        made.append(torch.empty(shape, dtype=one.dtype, device=like.device, memory_format=form))
     return made
 
 
 ROWS = kernels.define(
     "rows",
     "(Tensor[] rows, Tensor[] whole, str program, int chunk_rows, int tile_rows,"
-    " bool fused=False) -> Tensor[]",
+    " bool fused=False, bool channels_last=False) -> Tensor[]",
     _rows,
     _fake,
     workspace=workspace,

@@ -10,7 +10,7 @@ from math import ceil
 import torch
 
 from fxremat.runtime.row_kernels import Kernel, Shape, is_worth_fusing, kernels_of
-from fxremat.runtime.row_plan import Layout, layout
+from fxremat.runtime.row_plan import Layout, layout, places_of_images
 from fxremat.runtime.row_program import Program, parse
 
 Tensors = Sequence[torch.Tensor]
@@ -39,6 +39,7 @@ class Call:
     chunk_rows: int
     tile_rows: int
     fused: bool = False
+    channels_last: bool = False
 
     @property
     def program(self) -> Program:
@@ -49,6 +50,11 @@ class Call:
     def plan(self) -> Layout:
         """Where it is kept."""
         return layout(self.text)
+
+    def format_of(self, result: int) -> torch.memory_format:
+        """How the result at this place lies in memory."""
+        last = self.channels_last and result in places_of_images(self.text)
+        return torch.channels_last if last else torch.contiguous_format
 
     @property
     def total(self) -> int:

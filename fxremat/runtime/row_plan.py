@@ -27,7 +27,7 @@ from typing import Any
 
 import torch
 
-from fxremat.runtime.row_program import Instruction, Program, overload
+from fxremat.runtime.row_program import Instruction, Program, overload, parse
 
 _ATEN = torch.ops.aten
 
@@ -373,10 +373,26 @@ def bytes_for_numbers(program: Program, one: Instruction) -> int:
 
 
 @functools.lru_cache(maxsize=512)
+def places_of_images(program_text: str) -> frozenset[int]:
+    """The places of results that are images, that a convolution returns, and that nothing reads.
+
+    These are copied from what the convolution made, so that they may lie in any order; a kernel
+    that read them would be one for rows that lie densely.
+    """
+    found = parse(program_text)
+    read = {base for one in found.loop for number in one.reads for base in bases(found, number)}
+    return frozenset(
+        place
+        for place, number in enumerate(found.results)
+        if number not in read
+        and (one := _of(found, number)).op == CONVOLUTION
+        and len(one.rest) == 3
+    )
+
+
+@functools.lru_cache(maxsize=512)
 def layout(program_text: str) -> Layout:
     """Where the values of a program go."""
-    from fxremat.runtime.row_program import parse
-
     return _Assigner(parse(program_text)).layout()
 
 
