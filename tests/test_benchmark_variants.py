@@ -9,15 +9,20 @@ from pathlib import Path
 
 import pytest
 import torch
+from hypothesis import given, settings
 
 from benchmarks import variants_convergence as convergence
 from benchmarks import variants_rows as rows
-from benchmarks.variants import parse_arguments
+from benchmarks.variants import parse_arguments, ways
 from benchmarks.variants_curves import draw, smoothed
 from benchmarks.variants_models import MODELS, build
+from fxremat.core.alternatives import run_once, take
+from fxremat.core.problem import Problem
 from fxremat.passes.rule import Rule
 from fxremat.passes.variants import RULES
+from fxremat.planner import solve
 from fxremat.tracing import trace_step
+from tests.strategies import problems_with_alternatives
 
 
 @pytest.fixture(autouse=True)
@@ -36,6 +41,20 @@ def test_the_row_has_a_site_in_its_model(rule: Rule) -> None:
     model, arguments = build(rule.name)
     step = trace_step(rule.name, model, arguments, workspaces=True, rules=(rule,))
     assert step.found.problem.alternatives
+
+
+@settings(deadline=None, max_examples=20)
+@given(problems_with_alternatives(max_ops=6))
+def test_in_turn_takes_the_better_forms(problem: Problem) -> None:
+    """Those that need nothing to run again to fit, or those that save time."""
+    once, plain = run_once(problem), take(problem, ())
+    budget = (solve(plain, 0).peak_bytes + solve(plain, None).peak_bytes) // 2
+    found = ways(problem, budget, "greedy")["in turn"]
+    for limit in (budget, None):
+        forms = take(problem, solve(once, limit, "greedy").variants)
+        one = solve(forms, budget, "greedy")
+        best = max(one.peak_bytes, budget), one.time_us
+        assert (max(found.peak_bytes, budget), found.time_us) <= best
 
 
 def figures(
