@@ -49,6 +49,7 @@ def _lay_out(node: fx.Node) -> None:
 
 
 def _is_wanted_densely(result: fx.Node) -> bool:
+    """Whether the caller sees the result, or another call reads it or what loops make of it."""
     size, seen, left = result.meta["val"].numel(), {result}, [result]
     while left:
         for user in left.pop().users:

@@ -800,7 +800,6 @@ def test_copies_that_inductor_may_drop() -> None:
 
 def test_the_order_of_channels_that_inductor_prefers() -> None:
     """On CPUs with mkldnn channels go last wherever there is a convolution."""
-
     image, weight = torch.ones(2, 3, 8, 8), torch.ones(4, 3, 3, 3)
     convolution = make_fx(torch.conv2d, tracing_mode="fake")(image, weight)
     assert compat.prefers_channels_last(convolution)

@@ -212,6 +212,7 @@ class Choice:
                 self._held(j, read.value, read.wanted)
 
     def _may_go(self, name: str, stage: int) -> bool:
+        """Whether the value need not be there once the stage has run."""
         return self.last_read.get(name, -1) <= stage or self._comes_back(name)
 
     def _comes_back(self, name: str) -> bool:
