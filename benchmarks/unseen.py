@@ -12,7 +12,7 @@ adds to it.
 import argparse
 import importlib
 import importlib.util
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterable, Iterator
 from statistics import median
 from typing import Any
 
@@ -21,7 +21,6 @@ from torch import Tensor, fx, nn
 
 from fxremat.measure import held_bytes
 
-from .rows import format_table
 from .training import Infeasible, Training, gradient_error, prepare
 from .ways import VARIANTS
 
@@ -31,7 +30,11 @@ IMAGE, PATCH = 64, 8
 FRACTIONS = (0.8, 0.6, 0.4)
 SEED = 1
 STEPS = 5
-HEAD = ["model", "budget", "MiB", "measured", "obeyed", "promised", "error", "gradients", "largest"]
+HEAD = (
+    "model", "budget", "MiB", "measured", "obeyed", "promised", "error", "gradients", "largest",
+    "compile s",
+)  # fmt: skip
+WIDTH_OF_CELL = 9
 
 
 class Loss(nn.Module):
@@ -161,12 +164,12 @@ def unread_bytes(model: nn.Module, arguments: tuple[Any, ...]) -> int:
 
 
 def lines(name: str) -> Iterator[list[str]]:
-    """The table of one model, line by line: compile first."""
+    """The table of one model, line by line as they are measured: compile first."""
     reference = prepare(VARIANTS["compile"], *make(name))
     peak = reference.measure().peak_bytes
     expected = _gradients(reference)
     reserve = unread_bytes(*make(name))
-    yield [name, "compile", "", f"{peak / MIB:.1f}", "", "", "", "", ""]
+    yield [name, "compile", "", f"{peak / MIB:.1f}", "", "", "", "", "", _seconds(reference)]
     for fraction in FRACTIONS:
         yield [name, f"{fraction:.0%}", *_cells(name, int(fraction * peak), reserve, expected)]
     yield [name, "minimum", *_cells(name, None, reserve, expected)]
@@ -202,7 +205,17 @@ def _figures(training: Training, expected: list[dict[str, Tensor]]) -> list[str]
         f"{abs(promised - measured) / measured:.2%}",
         f"{median(errors):.1e}",
         f"{max(errors):.1e}",
+        _seconds(training),
     ]
+
+
+def _seconds(training: Training) -> str:
+    return f"{training.compile_seconds:.0f}"
+
+
+def show(line: Iterable[str]) -> None:
+    """Print a line at once: the next one may take minutes."""
+    print("  ".join(cell.rjust(WIDTH_OF_CELL) for cell in line), flush=True)
 
 
 def main() -> None:
@@ -216,7 +229,9 @@ def main() -> None:
         raise SystemExit("this benchmark needs transformers: python -m pip install transformers")
     torch.set_num_threads(options.threads)
     for name in options.models.split(","):
-        print("\n" + format_table([HEAD, *lines(name)]), flush=True)
+        show(HEAD)
+        for line in lines(name):
+            show(line)
 
 
 if __name__ == "__main__":
