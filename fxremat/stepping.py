@@ -9,9 +9,11 @@ gradients arrive there one by one, the step runs beside the rest of a compiled b
 
 from __future__ import annotations
 
+from collections import OrderedDict
 from collections.abc import Callable, Iterable, Mapping
 from itertools import chain
 from typing import Any
+from weakref import ref
 
 from torch import nn
 from torch.optim import Optimizer
@@ -74,6 +76,8 @@ class StepInBackward(Optimizer):
             for parameter, optimizer in zip(given, self.optimizers, strict=True)
         ]
         self._hooks = [_hook(one) for one in self._stepped]
+        for one in self._stepped:
+            _Steps.of(one.parameter).append(one)
 
     def _take_groups(self) -> None:
         """Show the groups that the optimizers have now; each step looks into them."""
@@ -86,6 +90,8 @@ class StepInBackward(Optimizer):
         """From now on a backward leaves gradients, and steps no more."""
         for hook in self._hooks:
             hook.remove()
+        for one in self._stepped:
+            _Steps.of(one.parameter).remove(one)
         self._hooks, self._stepped = [], []
 
     def state_dict(self) -> dict[str, Any]:
@@ -129,17 +135,44 @@ def _made(make_optimizer: MakeOptimizer, parameter: nn.Parameter) -> Optimizer:
     return optimizer
 
 
+class _Steps(list[Stepped]):
+    """What steps for a parameter, as an attribute of it, which alone keeps that alive.
+
+    The hook must not: a hook that refers to its own parameter, as what steps has to, is never
+    freed, nor is the parameter, since Python's garbage collector cannot look into torch's hooks.
+    """
+
+    NAME = "_fxremat_steps"
+
+    @classmethod
+    def of(cls, parameter: Any) -> _Steps:
+        """That of ``parameter``, made if there is none."""
+        found = vars(parameter).get(cls.NAME)
+        if not isinstance(found, cls):  # saved and loaded it is something else, and empty
+            found = vars(parameter)[cls.NAME] = cls()
+        return found
+
+    def __reduce__(self) -> Any:
+        """Saved with a parameter: empty, of a type that ``torch.load`` accepts from anyone."""
+        return OrderedDict, ()
+
+
 def _hook(stepped: Stepped) -> RemovableHandle:
     """Let autograd call; a frozen parameter has its hook too, for when it is frozen no more."""
     parameter: Any = stepped.parameter
+    owned = ref(stepped)
+
+    def gradient_is_whole(_: Any) -> None:
+        one = owned()
+        assert one is not None  # the parameter that autograd calls for keeps it
+        one.gradient_is_whole()
+
     wanted = parameter.requires_grad
     if not (parameter.is_floating_point() or parameter.is_complex()):
         return RemovableHandle({})  # it never gets a gradient
     parameter.requires_grad_(True)
     try:
-        handle: RemovableHandle = parameter.register_post_accumulate_grad_hook(
-            lambda _: stepped.gradient_is_whole()
-        )
+        handle: RemovableHandle = parameter.register_post_accumulate_grad_hook(gradient_is_whole)
     finally:
         parameter.requires_grad_(wanted)
     return handle

@@ -3,8 +3,10 @@
 from __future__ import annotations
 
 import copy
+import gc
 import io
 import time
+import weakref
 from collections.abc import Callable, Iterator
 from contextlib import nullcontext
 from typing import Any, cast
@@ -470,6 +472,50 @@ def test_saved_and_restored(make: Make) -> None:
     optimizer = fxremat.step_in_backward(moved(again[0]), make)
     optimizer.load_state_dict(saved["optimizer"])
     assert equal([*losses, *trained((again[0], whole[1]), compiled, None, 3)], expected)
+
+
+def test_parameters_are_saved_without_their_steps() -> None:
+    """As torch lets anyone load them; what is loaded can get steps of its own."""
+    model, x = layers()
+    fxremat.step_in_backward(model, adamw)
+    file = io.BytesIO()
+    torch.save(dict(model.named_parameters()), file)
+    file.seek(0)
+    loaded = torch.load(file, weights_only=True)
+    again, _ = layers()
+    for name, parameter in loaded.items():
+        owner, _, last = name.rpartition(".")
+        setattr(again.get_submodule(owner), last, parameter)
+    again(x).square().mean().backward()
+    assert all(p.grad is not None for p in again.parameters())
+    again.zero_grad()
+    fxremat.step_in_backward(again, adamw)
+    assert equal(
+        trained((again, x), lambda m: m, None, 3), trained((model, x), lambda m: m, None, 3)
+    )
+
+
+@pytest.mark.parametrize("on_host", [False, True])
+@pytest.mark.parametrize("is_removed", [False, True])
+def test_a_model_is_freed_with_its_optimizer(on_host: bool, is_removed: bool) -> None:
+    """Nobody has to keep the optimizer, and nothing but the model keeps its parameters."""
+    made = layers()
+    model, _ = made
+    parameters = [weakref.ref(p) for p in model.parameters()]
+    optimizer = fxremat.step_in_backward(moved(model) if on_host else model, adamw)
+    steps = weakref.ref(optimizer.optimizers[0])
+    if is_removed:
+        optimizer.remove()
+    del optimizer
+    gc.collect()
+    if not is_removed:
+        trained(made, compiled, None, 3)
+    assert (steps() is None) == is_removed
+    del made, model
+    torch._dynamo.reset()
+    gc.collect()
+    assert [p() for p in parameters] == [None] * 8
+    assert steps() is None
 
 
 def test_states_are_those_of_one_optimizer_for_all() -> None:
