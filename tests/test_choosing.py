@@ -55,3 +55,18 @@ def test_a_choice_is_fitted_once(monkeypatch: pytest.MonkeyPatch) -> None:
 @pytest.mark.parametrize(("names", "budget"), [((), 0), (("other",), 99)])
 def test_nothing_to_fit(names: tuple[str, ...], budget: int) -> None:
     assert forms(names).fit(budget) is None
+
+
+def test_the_quickest_forms_of_the_least_peak(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Those that the solver takes when it is given the least peak, and not nothing."""
+    given = forms()
+    answers = {0: ("least",), 100: ("quick",)}
+    run = SimpleNamespace(
+        answer=lambda budget, *_: SimpleNamespace(variants=answers[budget], peak_bytes=100)
+    )
+    fits: list[Any] = []
+    monkeypatch.setattr(given, "plain", run)
+    monkeypatch.setattr(Forms, "_fit", lambda _, names: fits.append(names))
+    given.fit(0)
+    given.quickest_of_least()
+    assert fits == [("least",), ("quick",)]
