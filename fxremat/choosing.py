@@ -61,9 +61,10 @@ class Forms:
         return self.fitted[names]
 
     def quickest_of_least(self) -> Fitted | None:
-        """The same at the least peak that was planned for, in the forms of least time there.
+        """The fit in the forms that are chosen for the least planned peak as a budget.
 
-        Forms of equal peak in the plan may differ in what their rehearsals show.
+        Unlike those of ``fit(0)``, they are the quickest there; forms that are equal in plan may
+        differ in what their rehearsals show.
         """
         return self.fit(self.plain.answer(0, QUICK_SOLVER, self.problem).peak_bytes)
 

@@ -136,10 +136,10 @@ def _made(make_optimizer: MakeOptimizer, parameter: nn.Parameter) -> Optimizer:
 
 
 class _Steps(list[Stepped]):
-    """What steps for a parameter, as an attribute of it, which alone keeps that alive.
+    """What steps for a parameter, as an attribute of it, which keeps that alive.
 
-    The hook must not: a hook that refers to its own parameter, as what steps has to, is never
-    freed, nor is the parameter, since Python's garbage collector cannot look into torch's hooks.
+    The hook must not: what steps refers to the parameter, and a cycle through a hook is never
+    freed, since Python's garbage collector cannot look into those of torch.
     """
 
     NAME = "_fxremat_steps"

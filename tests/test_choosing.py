@@ -7,7 +7,8 @@ from typing import Any, cast
 
 import pytest
 
-from fxremat.choosing import Forms
+from fxremat import choosing
+from fxremat.choosing import Fitted, Forms, fit_in_forms
 from fxremat.core.problem import Alternative, Op, Problem, Value
 
 
@@ -70,3 +71,25 @@ def test_the_quickest_forms_of_the_least_peak(monkeypatch: pytest.MonkeyPatch) -
     given.fit(0)
     given.quickest_of_least()
     assert fits == [("least",), ("quick",)]
+
+
+@pytest.mark.parametrize("budget", [5, 10])
+def test_the_quickest_forms_are_tried_where_the_others_take_too_much(
+    monkeypatch: pytest.MonkeyPatch, budget: int
+) -> None:
+    """And where they take too much as well, theirs is the least that an error names."""
+    request = SimpleNamespace(wanted_bytes=None, allow_lossy=False)
+    plan = SimpleNamespace(peak_bytes=100)
+    run: Any = SimpleNamespace(budget=budget, request=request, solve=lambda _: plan)
+
+    def fitted(peak: int) -> Fitted:
+        return Fitted(run, cast(Any, SimpleNamespace(peak_bytes=peak)), 1)
+
+    others = SimpleNamespace(fit=lambda _: fitted(50), quickest_of_least=lambda: fitted(9))
+    others.knowing = lambda _: others
+    monkeypatch.setattr(choosing, "_fits_as_it_is", lambda *_: False)
+    monkeypatch.setattr(choosing, "_forms", lambda *_, **__: others)
+    monkeypatch.setattr(choosing, "fit", lambda _: (SimpleNamespace(peak_bytes=100), 1))
+    found = fit_in_forms(run)
+    assert found.split.peak_bytes == 9
+    assert found.over == (budget == 5)
