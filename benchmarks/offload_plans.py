@@ -19,9 +19,11 @@ from fxremat.core.plan import Plan
 from fxremat.core.problem import Problem
 from fxremat.core.schedule import keep_all, ops_of
 from fxremat.core.timeline import Timeline, replay
-from fxremat.planner import SolverOptions, greedy, offload, solve
+from fxremat.planner import SolverOptions, solve
+from fxremat.planner.local import greedy
+from fxremat.planner.moves import offload
+from fxremat.planner.moves.host_weights import on_host, select
 from fxremat.planner.plans import make_plan
-from fxremat.planner.weights import on_host, select
 
 from .offload_problems import GB, Architecture, Device, Traced, batch_for, trace
 from .offload_table import CLAIM_LINK, HALF, HEADING, SAME, Case, Row, Status, line

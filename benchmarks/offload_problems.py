@@ -18,12 +18,12 @@ import torch
 from torch import fx
 
 from fxremat import compat
+from fxremat.compiling.tracing import trace_step
 from fxremat.core.problem import COPY_LATENCY_US, Copies, Problem
 from fxremat.core.timeline import replay
 from fxremat.cost.device import DeviceSpec, spec_named
 from fxremat.passes.joint_graph import root
-from fxremat.planner.weights import on_host
-from fxremat.tracing import trace_step
+from fxremat.planner.moves.host_weights import on_host
 
 from .nets.language import GPT, Llama
 from .nets.layers import Network

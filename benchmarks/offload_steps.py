@@ -16,9 +16,10 @@ import torch
 from fxremat import runtime
 from fxremat.core.schedule import Kind
 from fxremat.core.timeline import replay
-from fxremat.measure import held_bytes, measure_peak
+from fxremat.cost.peak import held_bytes, measure_peak
 from fxremat.report.report import Report
-from fxremat.runtime import CopyRecord, cpu_engine
+from fxremat.runtime import CopyRecord
+from fxremat.runtime.copies import cpu_engine
 
 from .offload_picture import Span, Streams
 from .training import Training
@@ -84,7 +85,7 @@ def compiled(
 ) -> Contestant:  # fmt: skip
     """Compile a copy of the model, with fxremat where there are options for it, and warm up."""
     from fxremat.backend import fxremat  # itself, not its name: works without installation
-    from fxremat.session import reports
+    from fxremat.compiling.session import reports
 
     model = copy.deepcopy(model)
     if options is None:

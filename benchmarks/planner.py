@@ -31,16 +31,17 @@ from fxremat.core.check import check
 from fxremat.core.plan import Plan
 from fxremat.core.problem import Problem
 from fxremat.core.timeline import replay
-from fxremat.planner import SOLVERS, SolverOptions, clusters, hrockmate, solve
-from fxremat.planner.chain import NotAChain
-from fxremat.planner.checkmate import TooManyRuns
-from fxremat.planner.clock import Clock
-from fxremat.planner.clusters import Cutter
-from fxremat.planner.moccasin import NotInstalled
-from fxremat.planner.model import build_model
+from fxremat.planner import SOLVERS, SolverOptions, solve
+from fxremat.planner.clusters import decomposition, hrockmate
+from fxremat.planner.clusters.chain import NotAChain
+from fxremat.planner.clusters.decomposition import Cutter
+from fxremat.planner.deadline import Clock
+from fxremat.planner.indexed_problem import build_model
+from fxremat.planner.local.pareto_pool import Pool, steps_of
+from fxremat.planner.local.stage_schedule import State
+from fxremat.planner.milp.checkmate import TooManyRuns
 from fxremat.planner.plans import make_plan
-from fxremat.planner.pool import Pool, steps_of
-from fxremat.planner.state import State
+from fxremat.planner.published.moccasin import NotInstalled
 
 from .planner_problems import DIRECTORY, NONE, TRACED, collect
 from .planner_table import Case, Row, heading, line, overview, summarise, summary_table
@@ -52,10 +53,10 @@ SOLVER, CUTTER = "greedy", "narrow"
 REFUSALS = (NotAChain, TooManyRuns, NotInstalled)
 ADVICE = ("What to do", "Use the solver", "use solver")
 CUTTERS: dict[str, tuple[Cutter, ...]] = {
-    CUTTER: (clusters.narrow_cuts,),
-    "separators": (clusters.separators,),
-    "even": (clusters.even_cuts,),
-    "random": tuple(map(clusters.random_cuts, range(3))),
+    CUTTER: (decomposition.narrow_cuts,),
+    "separators": (decomposition.separators,),
+    "even": (decomposition.even_cuts,),
+    "random": tuple(map(decomposition.random_cuts, range(3))),
 }
 """Of several the one in the middle is shown, by added time."""
 SAME = 1e-6

@@ -77,7 +77,7 @@ class Training:
 
     def measure(self) -> Peak:
         """Peak of one step; call it after the warm-up steps."""
-        from fxremat.measure import measure_peak
+        from fxremat.cost.peak import measure_peak
 
         self.model.zero_grad(set_to_none=True)
         result = measure_peak(self.run, held=(self.model, self.arguments))
@@ -187,7 +187,7 @@ def compile_fxremat(
 ) -> Training:
     """Compile `model` with fxremat under `budget` bytes and `more` options, and warm up."""
     from fxremat.backend import fxremat  # itself, not its name: works without installation
-    from fxremat.session import reports
+    from fxremat.compiling.session import reports
 
     torch.compiler.reset()
     options: dict[str, Any] = {"memory_budget": budget, "reserve": reserve, **(more or {})}

@@ -19,7 +19,7 @@ from typing import Any
 import torch
 from torch import Tensor, fx, nn
 
-from fxremat.measure import held_bytes
+from fxremat.cost.peak import held_bytes
 
 from .training import Infeasible, Training, gradient_error, prepare
 from .ways import VARIANTS

@@ -33,6 +33,7 @@ from typing import Any
 import torch
 
 from fxremat import compat
+from fxremat.compiling.tracing import trace_step
 from fxremat.core.alternatives import run_once, take
 from fxremat.core.check import check
 from fxremat.core.plan import Plan
@@ -40,9 +41,8 @@ from fxremat.core.problem import Problem
 from fxremat.core.schedule import keep_all
 from fxremat.core.timeline import replay
 from fxremat.cost.device import spec_named
-from fxremat.passes.variants import rules_named
+from fxremat.passes.variants.table import rules_named
 from fxremat.planner import SolverOptions, solve
-from fxremat.tracing import trace_step
 
 from .machine import describe_machine
 from .models import MODELS, SIZES, build

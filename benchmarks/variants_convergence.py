@@ -27,14 +27,14 @@ import torch.nn.functional as F
 from torch import Tensor, fx, nn
 
 from fxremat import compat
-from fxremat.passes.few_bit import MOST_BITS
-from fxremat.passes.forms import offer, take
+from fxremat.compiling.request import prepare
 from fxremat.passes.joint_graph import JointGraph, Role, is_tensor, root
-from fxremat.passes.lossy_saved import ROWS
-from fxremat.passes.rule import Rule, Site, fake
-from fxremat.passes.saved_values import made_in_forward
-from fxremat.passes.variants import RULES
-from fxremat.request import prepare
+from fxremat.passes.variants.few_bit import MOST_BITS
+from fxremat.passes.variants.insertion import offer, take
+from fxremat.passes.variants.lossy_saved import ROWS
+from fxremat.passes.variants.rule import Rule, Site, fake
+from fxremat.passes.variants.saved_values import made_in_forward
+from fxremat.passes.variants.table import RULES
 
 from .machine import describe_machine
 from .rows import MIB, format_table

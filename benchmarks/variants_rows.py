@@ -27,8 +27,8 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from fxremat.passes.rule import Rule
-from fxremat.passes.variants import RULES
+from fxremat.passes.variants.rule import Rule
+from fxremat.passes.variants.table import RULES
 
 from .machine import describe_machine
 from .offload_steps import Contestant, compiled

@@ -15,13 +15,13 @@ from fxremat.errors import (
 from fxremat.version import __version__
 
 if TYPE_CHECKING:
-    from fxremat.accumulating import accumulate_in_backward
-    from fxremat.measure import measure_peak
-    from fxremat.offloading import offload
+    from fxremat.compiling.session import reports
+    from fxremat.cost.peak import measure_peak
+    from fxremat.model.accumulating import accumulate_in_backward
+    from fxremat.model.offloading import offload
+    from fxremat.model.stepping import step_in_backward
     from fxremat.options import list_options
     from fxremat.report.explain import explain
-    from fxremat.session import reports
-    from fxremat.stepping import step_in_backward
 
 __all__ = [
     "FxrematError",
@@ -40,13 +40,13 @@ __all__ = [
 ]
 
 _LAZY = {
-    "accumulate_in_backward": "fxremat.accumulating",
+    "accumulate_in_backward": "fxremat.model.accumulating",
     "explain": "fxremat.report.explain",
     "list_options": "fxremat.options",
-    "measure_peak": "fxremat.measure",
-    "offload": "fxremat.offloading",
-    "reports": "fxremat.session",
-    "step_in_backward": "fxremat.stepping",
+    "measure_peak": "fxremat.cost.peak",
+    "offload": "fxremat.model.offloading",
+    "reports": "fxremat.compiling.session",
+    "step_in_backward": "fxremat.model.stepping",
 }
 
 

@@ -15,16 +15,18 @@ from typing import Any
 import torch
 from torch import fx
 
-from fxremat import compat, session
+from fxremat import compat
+from fxremat.compiling import session
+from fxremat.compiling.partitioner import Partitioner
+from fxremat.compiling.request import Request
 from fxremat.core.problem import COPY_LATENCY_US, Copies
 from fxremat.cost.device import device_spec
 from fxremat.options import Options, disabled, machine_memory_bytes, parse_options
-from fxremat.partition import Partitioner
-from fxremat.passes.order import Fence, WriteResults
+from fxremat.passes.held_order import Fence, WriteResults
 from fxremat.report.files import prepare_folder, write_report
 from fxremat.report.report import Report
-from fxremat.request import Request
-from fxremat.runtime import accumulation, measure_copy_speed
+from fxremat.runtime import measure_copy_speed
+from fxremat.runtime.gradients import accumulation
 from fxremat.version import build
 
 log = logging.getLogger(__name__)

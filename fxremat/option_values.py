@@ -186,7 +186,7 @@ def read_inductor(given: Given) -> tuple[tuple[str, Any], ...]:
 
 def read_variants(given: Given) -> tuple[str, ...] | None:
     """Names of variants, as a list or as text with commas; None is all of them."""
-    from fxremat.passes.variants import RULES  # lazily: rules are not needed to read options
+    from fxremat.passes.variants.table import RULES  # lazily: rules are not needed to read options
 
     names = _names_in(given)
     if names is None or names == ["all"]:
@@ -225,6 +225,6 @@ def read_passes(given: Given) -> tuple[str, ...]:
 
 def lossy_among(names: Iterable[str]) -> tuple[str, ...]:
     """Those of the variants that store values inexactly."""
-    from fxremat.passes.variants import RULES
+    from fxremat.passes.variants.table import RULES
 
     return tuple(rule.name for rule in RULES if rule.lossy and rule.name in set(names))

@@ -9,9 +9,9 @@ gradient is no result that has to stay, and the ``grad`` of ``w``, there from th
 to what the graph cannot see.
 
 Only for gradients that the backward computes, each in memory of its own. Whether it is then added
-is decided when the graph runs (`fxremat.runtime.accumulation`). What the graph cannot know is
-whether an input that it reads later shares memory with a ``grad``, so once the graph has its
-final order each call names those. Tensors of modules, parameters above all, are not among them.
+is decided when the graph runs (`fxremat.runtime.gradients.accumulation`). What the graph cannot
+know is whether an input that it reads later shares memory with a ``grad``, so once the graph has
+its final order each call names those. Tensors of modules, parameters above all, are not among them.
 """
 
 from __future__ import annotations

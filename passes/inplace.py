@@ -33,10 +33,10 @@ from torch import fx
 from torch.utils import _pytree as pytree
 
 from fxremat import compat
+from fxremat.passes.gradient_sums import shows_all
 from fxremat.passes.joint_graph import JointGraph, Role, is_tensor, root
 from fxremat.passes.materialisation import users_through_views
-from fxremat.passes.rule import fake
-from fxremat.passes.sums import shows_all
+from fxremat.passes.variants.rule import fake
 from fxremat.runtime import inplace as runtime
 
 if TYPE_CHECKING:  # which estimates, and so asks what is possible here

@@ -11,8 +11,9 @@ The base order is the one the joint graph has; ops that only the backward needs 
 depend on no tangent stand right before the first op that reads them. A pseudo-op that does
 nothing writes the tangents, which appear only when the forward has ended.
 
-Other forms of ops (`fxremat.passes.forms`) stand beside them in the graph. Each is an alternative
-of the problem: its own ops, and what the ops that read a stand-in in place of a node read then.
+Other forms of ops (`fxremat.passes.variants.insertion`) stand beside them in the graph. Each is an
+alternative of the problem: its own ops, and what the ops that read a stand-in in place of a node
+read then.
 
 A parameter that lives in host memory has no bytes here. What the graph fetches of it is a value
 that comes from the host, and what it puts there is one that leaves: no ops, but moves.
@@ -34,7 +35,6 @@ from fxremat import compat
 from fxremat.core.problem import Alternative, Change, Copies, Op, Phase, Problem, Value, validate
 from fxremat.passes import inplace
 from fxremat.passes.accumulation import behind_readers, is_accumulated
-from fxremat.passes.forms import Form
 from fxremat.passes.joint_graph import (
     JointGraph,
     Role,
@@ -55,7 +55,8 @@ from fxremat.passes.materialisation import (
     is_scattering,
     materialise,
 )
-from fxremat.passes.rule import fake
+from fxremat.passes.variants.insertion import Form
+from fxremat.passes.variants.rule import fake
 from fxremat.runtime import accumulated
 
 TANGENTS = "tangents"

@@ -26,7 +26,6 @@ from torch import fx
 
 from fxremat import runtime
 from fxremat.passes.joint_graph import is_put
-from fxremat.runtime import copies
 
 MOVED = "_moved"
 """In the names of the calls, for `passes.order` to hold them where they are."""
@@ -39,10 +38,10 @@ def is_move(node: fx.Node) -> bool:
 
 _CALLS: dict[object, str] = {
     runtime.settle: "settle",
-    copies.to_host: "to_host",
-    copies.wait_host: "wait_host",
-    copies.to_device: "to_device",
-    copies.wait_device: "wait_device",
+    runtime.to_host: "to_host",
+    runtime.wait_host: "wait_host",
+    runtime.to_device: "to_device",
+    runtime.wait_device: "wait_device",
 }
 
 
@@ -80,13 +79,13 @@ class Mover:
     def to_host(self, name: str, current: fx.Node, half: str) -> fx.Node:
         """Start copying what holds the value to a new host tensor, which is given."""
         self.leaving[name] = current
-        self.hosts[name] = self._call(copies.to_host, (current,), name, current, half)
+        self.hosts[name] = self._call(runtime.to_host, (current,), name, current, half)
         return self.hosts[name]
 
     def to_device(self, name: str, host: fx.Node, like: fx.Node, half: str) -> None:
         """Start copying a host tensor to a new tensor like that of a node."""
         device = like.meta["val"].device
-        self.coming[name] = self._call(copies.to_device, (host, device), name, like, half)
+        self.coming[name] = self._call(runtime.to_device, (host, device), name, like, half)
         self.hosts[name] = host
 
     def wait(self, name: str, half: str) -> fx.Node | None:
@@ -94,10 +93,10 @@ class Mover:
         host = self.hosts[name]
         if name in self.leaving:
             left = self.leaving.pop(name)
-            self._call(copies.wait_host, (host, left), name, left, half)
+            self._call(runtime.wait_host, (host, left), name, left, half)
             return None
         arrived = self.coming.pop(name)
-        self._call(copies.wait_device, (arrived, host), name, arrived, half)
+        self._call(runtime.wait_device, (arrived, host), name, arrived, half)
         return arrived
 
     def settle(self, name: str, device: torch.device) -> None:
@@ -121,8 +120,8 @@ _ORIGIN = ("nn_module_stack", "stack_trace", "fwd_nn_module_stack", "seq_nr")
 
 def _fake(op: object, value: torch.Tensor) -> torch.Tensor | None:
     """What the call gives, on the fake mode of the value."""
-    if op in (copies.wait_host, copies.wait_device, runtime.settle):
+    if op in (runtime.wait_host, runtime.wait_device, runtime.settle):
         return None
-    device = torch.device("cpu") if op is copies.to_host else value.device
+    device = torch.device("cpu") if op is runtime.to_host else value.device
     with value.fake_mode:  # type: ignore[attr-defined]
         return torch.empty_strided(value.size(), value.stride(), dtype=value.dtype, device=device)

@@ -10,7 +10,7 @@ import torch
 from torch import Tensor, nn
 
 import fxremat
-from fxremat.runtime import accumulation
+from fxremat.runtime.gradients import accumulation
 from tests.small import seeded
 from tests.test_offloading import Layers
 

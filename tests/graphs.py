@@ -17,16 +17,16 @@ from torch import fx, nn
 from torch._subclasses.fake_tensor import FakeTensor
 
 from fxremat import compat
+from fxremat.checking.data_flow import check_data_flow, check_split, check_waits
+from fxremat.compiling.request import prepare
 from fxremat.core.check import check
 from fxremat.core.problem import Copies, Problem
 from fxremat.core.schedule import Step
 from fxremat.passes.joint_graph import JointGraph
 from fxremat.passes.memory_estimation import TANGENTS, Estimate, estimate
 from fxremat.passes.recompute import Rewritten, apply_plan
-from fxremat.planner.offload import movable
-from fxremat.planner.transfers import Fetch, Item, place
-from fxremat.request import prepare
-from fxremat.verify import check_data_flow, check_split, check_waits
+from fxremat.planner.moves.offload import movable
+from fxremat.planner.moves.transfers import Fetch, Item, place
 
 Steps = tuple[Step, ...]
 COPIES = Copies(to_host=1.0, to_device=1.0)

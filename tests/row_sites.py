@@ -11,10 +11,10 @@ import torch
 from torch import fx, nn
 
 from fxremat import compat
+from fxremat.compiling.request import prepare
 from fxremat.passes.joint_graph import JointGraph
-from fxremat.passes.row_chunks import RULES
-from fxremat.passes.rule import Rule, Site
-from fxremat.request import prepare
+from fxremat.passes.variants.chunks.rules import RULES
+from fxremat.passes.variants.rule import Rule, Site
 from tests.graphs import train
 
 Function = Callable[..., Any]

@@ -13,8 +13,8 @@ from torch import Tensor, nn
 from torch.nn import functional as F
 
 import fxremat
-from fxremat.measure import measure_peak
-from fxremat.runtime import accumulation
+from fxremat.cost.peak import measure_peak
+from fxremat.runtime.gradients import accumulation
 from tests import accumulating, nets
 from tests.accumulating import (
     EAGER,

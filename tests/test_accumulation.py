@@ -8,10 +8,10 @@ from torch import fx
 
 import fxremat
 from fxremat import compat, runtime
+from fxremat.checking.data_flow import check_arrivals
 from fxremat.passes.accumulation import LASTING, accumulate, finish
 from fxremat.passes.joint_graph import JointGraph, read_joint_graph
 from fxremat.passes.memory_estimation import estimate
-from fxremat.verify import check_arrivals
 from tests import nets
 from tests.conftest import Golden
 from tests.graphs import no_workspace, unit_time

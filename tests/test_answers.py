@@ -12,7 +12,7 @@ import pytest
 from hypothesis import HealthCheck, given, settings
 from hypothesis import strategies as st
 
-from fxremat.answers import Answers, write_whole
+from fxremat.disk_cache import Answers, write_whole
 
 JSON = st.recursive(
     st.none() | st.booleans() | st.integers() | st.floats(allow_nan=False) | st.text(),
@@ -49,7 +49,7 @@ def test_a_file_of_another_question_is_not_believed(tmp_path: Path) -> None:
 def test_no_answer_outlives_the_sources(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     answers = Answers(tmp_path)
     answers.keep({}, 1)
-    monkeypatch.setattr("fxremat.answers.build", lambda: "another")
+    monkeypatch.setattr("fxremat.disk_cache.build", lambda: "another")
     assert answers.read({}) is None
 
 

@@ -16,12 +16,12 @@ from benchmarks import variants_rows as rows
 from benchmarks.variants import parse_arguments, ways
 from benchmarks.variants_curves import draw, smoothed
 from benchmarks.variants_models import MODELS, build
+from fxremat.compiling.tracing import trace_step
 from fxremat.core.alternatives import run_once, take
 from fxremat.core.problem import Problem
-from fxremat.passes.rule import Rule
-from fxremat.passes.variants import RULES
+from fxremat.passes.variants.rule import Rule
+from fxremat.passes.variants.table import RULES
 from fxremat.planner import solve
-from fxremat.tracing import trace_step
 from tests.strategies import problems_with_alternatives
 
 

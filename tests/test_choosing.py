@@ -7,8 +7,8 @@ from typing import Any, cast
 
 import pytest
 
-from fxremat import choosing
-from fxremat.choosing import Fitted, Forms, fit_in_forms
+from fxremat.compiling import choosing
+from fxremat.compiling.choosing import Fitted, Forms, fit_in_forms
 from fxremat.core.problem import Alternative, Op, Problem, Value
 
 

@@ -12,12 +12,12 @@ from hypothesis import given
 from hypothesis import strategies as st
 from torch.utils.flop_counter import FlopCounterMode
 
-from fxremat.measure import measure_peak
+from fxremat.cost.peak import measure_peak
 from fxremat.runtime import kernels
-from fxremat.runtime.chunks import ROWS
-from fxremat.runtime.row_call import even, pieces
-from fxremat.runtime.row_plan import MATMULS, layout
-from fxremat.runtime.row_program import Instruction, Program, Ref, RowCount, dump, parse
+from fxremat.runtime.chunks.buffers import MATMULS, layout
+from fxremat.runtime.chunks.call import even, pieces
+from fxremat.runtime.chunks.operator import ROWS
+from fxremat.runtime.chunks.program import Instruction, Program, Ref, RowCount, dump, parse
 
 D, V = 8, 300
 

@@ -16,12 +16,13 @@ from torch import fx, nn
 
 import fxremat
 from fxremat import compat
-from fxremat.passes import convolution_workspace, forms
-from fxremat.passes.convolution_workspace import RULES
+from fxremat.cost.workspaces import Workspaces
 from fxremat.passes.joint_graph import JointGraph
-from fxremat.runtime import convolutions
+from fxremat.passes.variants import insertion
+from fxremat.passes.variants.convolutions import workspace
+from fxremat.passes.variants.convolutions.workspace import RULES
+from fxremat.runtime.chunks import convolutions
 from fxremat.runtime.kernels import INSIDE
-from fxremat.workspace import Workspaces
 from tests.conftest import Golden
 from tests.graphs import on_cuda
 from tests.test_split_gradients import joint_of, results
@@ -48,10 +49,10 @@ def assert_each_is_the_same(joint: JointGraph, tolerance: float) -> int:
         torch.empty_strided(value.shape, value.stride(), dtype=value.dtype).normal_()
         for value in values
     ]
-    sites = forms.find_sites(joint, RULES, much)
+    sites = insertion.find_sites(joint, RULES, much)
     expected = results(joint, inputs)
     for site in sites:
-        found = results(forms.take(joint, [site]), inputs)
+        found = results(insertion.take(joint, [site]), inputs)
         for old, new in zip(expected, found, strict=True):
             assert (old.dtype, old.shape, old.stride()) == (new.dtype, new.shape, new.stride())
             torch.testing.assert_close(new, old, rtol=0, atol=tolerance * float(old.abs().max()))
@@ -88,7 +89,7 @@ def test_any_convolution(
         dtype=torch.float64,
     )  # fmt: skip
     joint = joint_of(model, torch.randn(images, 2, *[size] * axes, dtype=torch.float64))
-    parts = {-(-images // n) for n in convolution_workspace.PARTS} - {images}
+    parts = {-(-images // n) for n in workspace.PARTS} - {images}
     assert assert_each_is_the_same(joint, 1e-13) == (2 if transposed else 3) * len(parts)
 
 
@@ -107,9 +108,9 @@ def test_16_bit_gradients_of_many_parts_are_rounded_once() -> None:
 
 def test_what_needs_no_workspace_is_left_alone() -> None:
     joint = joint_of(nn.Conv2d(2, 2, 3), torch.randn(8, 2, 5, 5))
-    assert forms.find_sites(joint, RULES) == ()
-    assert len(forms.find_sites(joint, RULES, much)) == 6
-    assert forms.find_sites(joint, RULES, lambda call: 1) == ()
+    assert insertion.find_sites(joint, RULES) == ()
+    assert len(insertion.find_sites(joint, RULES, much)) == 6
+    assert insertion.find_sites(joint, RULES, lambda call: 1) == ()
 
 
 def test_a_call_far_from_the_peak_is_left_alone() -> None:
@@ -119,7 +120,7 @@ def test_a_call_far_from_the_peak_is_left_alone() -> None:
     def as_much_again(call: fx.Node) -> int:
         return int(sum(one.meta["val"].nbytes for one in call.all_input_nodes))
 
-    spared = {site.spares for site in forms.find_sites(joint, RULES, as_much_again)}
+    spared = {site.spares for site in insertion.find_sites(joint, RULES, as_much_again)}
     sizes = {node.args[node.name != "convolution"].meta["val"].shape[2] for node in spared}  # type: ignore[union-attr]
     assert sizes == {32}
 
@@ -127,7 +128,7 @@ def test_a_call_far_from_the_peak_is_left_alone() -> None:
 def test_an_empty_batch_and_one_image_are_left_alone() -> None:
     for images in (0, 1):
         joint = joint_of(nn.Conv2d(2, 2, 3), torch.randn(images, 2, 5, 5))
-        assert forms.find_sites(joint, RULES, much) == ()
+        assert insertion.find_sites(joint, RULES, much) == ()
 
 
 def test_parts_need_less_workspace(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
@@ -171,14 +172,14 @@ def test_flags_are_as_before(algorithm: str, monkeypatch: pytest.MonkeyPatch) ->
 
 def test_on_cuda_algorithms_can_be_asked_for() -> None:
     joint = on_cuda(joint_of(nn.Conv2d(2, 2, 3), torch.randn(1, 2, 5, 5)))
-    sites = forms.find_sites(joint, RULES, much)
+    sites = insertion.find_sites(joint, RULES, much)
     assert [site.name.split(":")[1:] for site in sites] == [
         ["convolution", "native"],
         ["convolution_backward", "native"],
         ["convolution_backward", "deterministic"],
     ]
     for site in sites:
-        taken = forms.take(joint, [site])
+        taken = insertion.take(joint, [site])
         for old, new in zip(joint.results, taken.results, strict=True):
             assert isinstance(old, fx.Node)
             assert isinstance(new, fx.Node)
@@ -191,7 +192,7 @@ def test_on_cuda_algorithms_can_be_asked_for() -> None:
 def test_torchs_own_algorithm_on_cuda_is_for_plain_order() -> None:
     x = torch.randn(1, 2, 5, 5).contiguous(memory_format=torch.channels_last)
     joint = on_cuda(joint_of(nn.Conv2d(2, 2, 3), x))
-    names = [site.name.split(":")[1:] for site in forms.find_sites(joint, RULES, much)]
+    names = [site.name.split(":")[1:] for site in insertion.find_sites(joint, RULES, much)]
     assert names == [["convolution_backward", "deterministic"]]
 
 
@@ -208,8 +209,8 @@ def test_a_native_call_goes_image_by_image() -> None:
 
 def test_graph_of_convolution_workspace(golden: Golden) -> None:
     joint = joint_of(nn.Conv2d(2, 2, 3), torch.randn(8, 2, 5, 5))
-    sites = forms.find_sites(joint, RULES, much)
-    taken = forms.take(joint, [site for site in sites if site.name.endswith(":2_images")])
+    sites = insertion.find_sites(joint, RULES, much)
+    taken = insertion.take(joint, [site for site in sites if site.name.endswith(":2_images")])
     golden(f"before\n\n{joint.module.graph}\n\nafter\n\n{taken.module.graph}\n")
 
 

@@ -11,9 +11,9 @@ import torch
 from torch import fx
 
 from fxremat import compat
-from fxremat.cost import measured
+from fxremat.cost import op_times
 from fxremat.cost.device import CPU, GPUS, DeviceSpec, device_spec
-from fxremat.cost.measured import call_key, measured_timer, numbers_path
+from fxremat.cost.op_times import call_key, measured_timer, numbers_path
 from fxremat.cost.roofline import flops_of, roofline_us
 from tests.graphs import batch, capture, mlp
 from tests.test_joint_graph import ATEN, KEY, call, item
@@ -95,7 +95,7 @@ class Fallback:
         return 1000.0
 
 
-def timer(directory: Path, fallback: Fallback) -> measured.Timer:
+def timer(directory: Path, fallback: Fallback) -> op_times.Timer:
     return measured_timer(
         fallback, HOST, directory=directory, size=compat.size_bound,
         outside_fake_mode=compat.outside_fake_mode,
@@ -106,13 +106,13 @@ def timer(directory: Path, fallback: Fallback) -> measured.Timer:
 def runs(monkeypatch: pytest.MonkeyPatch) -> list[str]:
     """Names of the calls that were really run."""
     seen: list[str] = []
-    real = measured.measure_call
+    real = op_times.measure_call
 
     def spy(node: fx.Node, size: Any, device: torch.device) -> float:
         seen.append(str(node.target))
         return real(node, size, device)
 
-    monkeypatch.setattr(measured, "measure_call", spy)
+    monkeypatch.setattr(op_times, "measure_call", spy)
     return seen
 
 

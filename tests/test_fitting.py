@@ -12,8 +12,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 from torch import fx
 
-from fxremat.core.plan import Plan
-from fxremat.fitting import (
+from fxremat.compiling.fitting import (
     CLOSE_ENOUGH,
     LOWEST_PERCENT,
     MAX_REHEARSALS,
@@ -22,6 +21,7 @@ from fxremat.fitting import (
     _Search,
     fit,
 )
+from fxremat.core.plan import Plan
 
 BUDGET = 1000
 
@@ -173,7 +173,7 @@ def test_what_was_planned_before_anything_was_learnt_may_be_lower(
         found=SimpleNamespace(problem=None),
     )
     replayed = SimpleNamespace(peak_bytes=2050)
-    monkeypatch.setattr("fxremat.fitting.replay", lambda _problem, _steps: replayed)
+    monkeypatch.setattr("fxremat.compiling.fitting.replay", lambda _problem, _steps: replayed)
     found = _Search(cast(Run, run), BUDGET, hold=True, before=before).least()
     assert (found.peak_bytes, found.plan.peak_bytes) == (2090, 2050)
 
@@ -212,7 +212,7 @@ def test_any_errors(models: list[int], errors: list[int]) -> None:
 def test_a_plan_far_above_the_budget_is_rehearsed_in_its_order_alone(
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:
-    monkeypatch.setattr("fxremat.fitting._learn", lambda _run, _shown: None)
+    monkeypatch.setattr("fxremat.compiling.fitting._learn", lambda _run, _shown: None)
     known = Known([(3000, 3000), (2000, 2100)], loose=500)
     split, rehearsals = fit(run_of(known))
     assert (split.peak_bytes, rehearsals) == (2100, 1)
@@ -224,7 +224,9 @@ def test_a_plan_that_stays_the_same_is_rehearsed_once(
     learns: bool, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """What the first rehearsal teaches of scratch memory changes the problem, not the graphs."""
-    monkeypatch.setattr("fxremat.fitting._learn", lambda _run, _shown: "before" if learns else None)
+    monkeypatch.setattr(
+        "fxremat.compiling.fitting._learn", lambda _run, _shown: "before" if learns else None
+    )
     known = Known([(900, 950)])
     split, rehearsals = fit(run_of(known))
     assert split.plan.peak_bytes == 900

@@ -10,10 +10,10 @@ from torch import fx
 
 from fxremat.core.alternatives import take as take_alternatives
 from fxremat.core.problem import Problem
-from fxremat.passes import forms
 from fxremat.passes.joint_graph import JointGraph, Role, is_tensor
 from fxremat.passes.memory_estimation import Estimate, estimate
-from fxremat.passes.rule import Rule, Site, StandIns, add_call
+from fxremat.passes.variants import insertion
+from fxremat.passes.variants.rule import Rule, Site, StandIns, add_call
 from tests.graphs import Capture, batch, capture, mlp, no_workspace, unit_time
 
 aten = torch.ops.aten
@@ -76,11 +76,11 @@ def seen(fused: bool = False) -> Capture:
     return capture(mlp(8, 3), (batch(4, 8),), fused=fused)
 
 
-def problem_of(joint: JointGraph, fused: bool, given: Sequence[forms.Form] = ()) -> Problem:
+def problem_of(joint: JointGraph, fused: bool, given: Sequence[insertion.Form] = ()) -> Problem:
     return estimated(joint, fused, given).problem
 
 
-def estimated(joint: JointGraph, fused: bool, given: Sequence[forms.Form] = ()) -> Estimate:
+def estimated(joint: JointGraph, fused: bool, given: Sequence[insertion.Form] = ()) -> Estimate:
     return estimate(
         joint, unit_time, no_workspace, fused=fused, device="cpu", name="test", forms=given
     )
@@ -98,8 +98,8 @@ def inputs_of(joint: JointGraph) -> list[torch.Tensor]:
 
 def test_offering_changes_nothing() -> None:
     joint = seen().joint
-    sites = forms.find_sites(joint, RULES)
-    offered = forms.offer(joint, sites)
+    sites = insertion.find_sites(joint, RULES)
+    offered = insertion.offer(joint, sites)
     assert len(offered.forms) == len(sites) > 6
     plain, union = problem_of(joint, False), problem_of(offered.joint, False, offered.forms)
     assert union.ops == plain.ops
@@ -111,12 +111,12 @@ def test_offering_changes_nothing() -> None:
 @pytest.mark.parametrize("fused", [False, True])
 def test_an_alternative_says_what_the_graph_is_once_it_is_taken(fused: bool) -> None:
     joint = seen(fused).joint
-    sites = forms.find_sites(joint, RULES)
-    offered = forms.offer(joint, sites)
+    sites = insertion.find_sites(joint, RULES)
+    offered = insertion.offer(joint, sites)
     union = problem_of(offered.joint, fused, offered.forms)
     for one in union.alternatives:
         site = next(site for site in sites if site.name == one.name)
-        real = problem_of(forms.take(joint, [site]), fused)
+        real = problem_of(insertion.take(joint, [site]), fused)
         said = take_alternatives(union, [one.name])
         assert {(op.name, frozenset(op.reads), op.writes) for op in said.ops} == {
             (op.name, frozenset(op.reads), op.writes) for op in real.ops
@@ -127,12 +127,12 @@ def test_an_alternative_says_what_the_graph_is_once_it_is_taken(fused: bool) -> 
 @pytest.mark.parametrize("fused", [False, True])
 def test_taken_forms_compute_the_same(fused: bool) -> None:
     joint = seen(fused).joint
-    sites = forms.find_sites(joint, RULES)
+    sites = insertion.find_sites(joint, RULES)
     inputs = inputs_of(joint)
     expected = run(joint, inputs)
     doubled = [site for site in sites if site.rule == "doubled"]
     for chosen in (doubled, [sites[0]], [sites[-1]], [s for s in sites if s.rule == "transposed"]):
-        taken = forms.take(joint, chosen)
+        taken = insertion.take(joint, chosen)
         for one, other in zip(expected, run(taken, inputs), strict=True):
             torch.testing.assert_close(one, other)
 
@@ -140,8 +140,8 @@ def test_taken_forms_compute_the_same(fused: bool) -> None:
 def test_what_is_not_needed_any_more_is_gone() -> None:
     joint = seen().joint
     matmuls = [n for n in joint.module.graph.nodes if n.target is aten.mm.default]
-    site = next(s for s in forms.find_sites(joint, RULES) if s.rule == "transposed")
-    taken = forms.take(joint, [site])
+    site = next(s for s in insertion.find_sites(joint, RULES) if s.rule == "transposed")
+    taken = insertion.take(joint, [site])
     names = {n.name for n in taken.module.graph.nodes}
     assert matmuls[0].name not in names
     assert len([n for n in taken.module.graph.nodes if n.target is aten.mm.default]) == len(matmuls)
@@ -149,8 +149,8 @@ def test_what_is_not_needed_any_more_is_gone() -> None:
 
 def test_what_is_saved_in_another_form_is_made_in_the_forward() -> None:
     joint = seen().joint
-    sites = [s for s in forms.find_sites(joint, RULES) if s.rule == "doubled"]
-    taken = forms.take(joint, [sites[0]])
+    sites = [s for s in insertion.find_sites(joint, RULES) if s.rule == "doubled"]
+    taken = insertion.take(joint, [sites[0]])
     made = [n for n in taken.module.graph.nodes if n.target is aten.mul.Tensor and n.args[1] == 2.0]
     back = [n for n in taken.module.graph.nodes if n.target is aten.mul.Tensor and n.args[1] == 0.5]
     assert [taken.role[n] for n in made] == [Role.FORWARD]
@@ -161,4 +161,4 @@ def test_what_is_saved_in_another_form_is_made_in_the_forward() -> None:
 
 
 def test_no_rules_find_no_sites() -> None:
-    assert forms.find_sites(seen().joint, ()) == ()
+    assert insertion.find_sites(seen().joint, ()) == ()

@@ -12,10 +12,10 @@ from hypothesis import given
 from hypothesis import strategies as st
 from torch import Tensor, nn
 
-from fxremat.passes import forms
-from fxremat.passes.from_outputs import RULES
 from fxremat.passes.joint_graph import JointGraph
-from fxremat.passes.rule import Rule, Site
+from fxremat.passes.variants import insertion
+from fxremat.passes.variants.from_outputs import RULES
+from fxremat.passes.variants.rule import Rule, Site
 from tests.graphs import batch, linear
 from tests.variants import compare, crossing, gradients, joint_of, sites, stand_ins_of
 
@@ -90,7 +90,7 @@ def test_norms(name: str) -> None:
 def test_of_an_activated_norm_the_output_alone_is_kept(name: str) -> None:
     rule, make = NORMS[name]
     joint, (site,) = found(rule, make(8))
-    after = forms.take(joint, [site])
+    after = insertion.take(joint, [site])
     large = {node.meta["val"].shape for node in joint.primals if node.meta["val"].shape[0] == 6}
     crossing_before, crossing_after = (
         [n for n in crossing(each) if n.op == "call_function" and n.meta["val"].shape in large]

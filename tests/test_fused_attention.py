@@ -14,11 +14,11 @@ from torch import Tensor, fx, nn
 import fxremat
 from fxremat import compat
 from fxremat.backend import fxremat as backend
-from fxremat.measure import measure_peak
-from fxremat.passes import forms
-from fxremat.passes.fused_attention import RULES
+from fxremat.compiling.request import prepare
+from fxremat.cost.peak import measure_peak
 from fxremat.passes.joint_graph import JointGraph
-from fxremat.request import prepare
+from fxremat.passes.variants import insertion
+from fxremat.passes.variants.attention.fused import RULES
 from tests.attentions import (
     ALONE,
     CASES,
@@ -63,16 +63,16 @@ class Taken:
     ) -> Any:
         """Called with the joint graph."""
         self.joint = prepare(module, num_fwd_outputs)
-        sites = forms.find_sites(self.joint, RULES)
+        sites = insertion.find_sites(self.joint, RULES)
         self.names = [site.name for site in sites]
-        for form in forms.offer(self.joint, sites).forms:
+        for form in insertion.offer(self.joint, sites).forms:
             for old, new in form.stand_ins.items():
                 one, other = old.meta["val"], new.meta["val"]
                 assert (one.shape, one.stride(), one.dtype) == (
                     other.shape, other.stride(), other.dtype
                 )  # fmt: skip
         if self.is_taken:
-            self.joint = forms.take(self.joint, sites)
+            self.joint = insertion.take(self.joint, sites)
         module, kwargs["num_fwd_outputs"] = copy.copy(self.joint.module), num_fwd_outputs
         return compat.default_partition(module, joint_inputs, **kwargs)
 
@@ -162,7 +162,7 @@ def test_lossy_where_a_mask_could_leave_a_row_without_keys() -> None:
     for name in ("added", "added to keys", "padded, with slopes"):
         function, inputs = CASES[name]
         joint = capture(function, inputs(torch.float32)).joint
-        assert [site.rule for site in forms.find_sites(joint, RULES)] == ["masked_attention"]
+        assert [site.rule for site in insertion.find_sites(joint, RULES)] == ["masked_attention"]
     assert [rule.lossy for rule in RULES] == [False, True]
 
 
@@ -172,12 +172,12 @@ def test_lossy_where_a_mask_could_leave_a_row_without_keys() -> None:
 @pytest.mark.parametrize("name", ALONE)
 def test_left_alone(name: str) -> None:
     function, inputs = ALONE[name]
-    assert forms.find_sites(capture(function, inputs(torch.float32)).joint, RULES) == ()
+    assert insertion.find_sites(capture(function, inputs(torch.float32)).joint, RULES) == ()
 
 
 def test_sizes_that_are_no_numbers_are_left_alone() -> None:
     joint = capture(wide_softmax, heads(torch.float32), dynamic=True).joint
-    assert forms.find_sites(joint, RULES) == ()
+    assert insertion.find_sites(joint, RULES) == ()
 
 
 def test_a_large_negative_constant_that_drowns_the_scores_is_left_alone() -> None:
@@ -186,7 +186,7 @@ def test_a_large_negative_constant_that_drowns_the_scores_is_left_alone() -> Non
         return (q @ k.mT + mask).softmax(-1) @ v
 
     joint = capture(drowned, heads(torch.float32)).joint
-    assert [site.rule for site in forms.find_sites(joint, RULES)] == ["masked_attention"]
+    assert [site.rule for site in insertion.find_sites(joint, RULES)] == ["masked_attention"]
 
 
 # --- graphs --------------------------------------------------------------------------------------
@@ -194,7 +194,7 @@ def test_a_large_negative_constant_that_drowns_the_scores_is_left_alone() -> Non
 
 def test_graph_of_fused_attention(golden: Golden) -> None:
     joint = capture(causal, heads(torch.float32, 7)).joint
-    taken = forms.take(joint, forms.find_sites(joint, RULES))
+    taken = insertion.take(joint, insertion.find_sites(joint, RULES))
     golden(f"before\n\n{joint.module.graph}\n\nafter\n\n{taken.module.graph}\n")
 
 
@@ -221,12 +221,12 @@ ON_CUDA: list[tuple[Function, Sequence[Any], list[str]]] = [
 @pytest.mark.parametrize(("function", "inputs", "names"), ON_CUDA)
 def test_kernels_of_a_gpu(function: Function, inputs: Sequence[Any], names: list[str]) -> None:
     joint = on_cuda(capture(function, inputs).joint)
-    sites = forms.find_sites(joint, RULES)
+    sites = insertion.find_sites(joint, RULES)
     assert [site.name.split()[-1] for site in sites] == names
-    replaced = [set(form.stand_ins) for form in forms.offer(joint, sites).forms]
+    replaced = [set(form.stand_ins) for form in insertion.offer(joint, sites).forms]
     assert not replaced or set.intersection(*replaced)  # so one of them at most is taken
     for site in sites:
-        taken = forms.take(joint, [site])
+        taken = insertion.take(joint, [site])
         assert_kernel_alone(taken)
         for old, new in zip(joint.results, taken.results, strict=True):
             if isinstance(old, fx.Node):

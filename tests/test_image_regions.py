@@ -17,22 +17,22 @@ from torch.nn.grad import conv2d_weight
 
 import fxremat
 from fxremat import compat
-from fxremat.measure import measure_peak
-from fxremat.passes.forms import find_sites, take
-from fxremat.passes.image_regions import find_image_regions
-from fxremat.passes.inductor_rows import suit_rows
+from fxremat.cost.peak import measure_peak
+from fxremat.cost.workspaces import Workspaces
 from fxremat.passes.joint_graph import Role
 from fxremat.passes.materialisation import materialise
-from fxremat.passes.row_chunks import CHUNKED_CONVOLUTIONS, find
-from fxremat.passes.row_regions import levels
-from fxremat.passes.rule import AGAIN
-from fxremat.passes.variants import RULES
+from fxremat.passes.variants.chunks.image_regions import find_image_regions
+from fxremat.passes.variants.chunks.inductor_kernels import suit_rows
+from fxremat.passes.variants.chunks.regions import levels
+from fxremat.passes.variants.chunks.rules import CHUNKED_CONVOLUTIONS, find
+from fxremat.passes.variants.insertion import find_sites, take
+from fxremat.passes.variants.rule import AGAIN
+from fxremat.passes.variants.table import RULES
 from fxremat.runtime import kernels
-from fxremat.runtime.chunks import ROWS
-from fxremat.runtime.row_moments import Moments
-from fxremat.runtime.row_plan import places_of_images
-from fxremat.runtime.row_program import Instruction, Program, Ref, dump
-from fxremat.workspace import Workspaces
+from fxremat.runtime.chunks.buffers import places_of_images
+from fxremat.runtime.chunks.operator import ROWS
+from fxremat.runtime.chunks.program import Instruction, Program, Ref, dump
+from fxremat.runtime.chunks.statistics import Moments
 from tests.conftest import Golden
 from tests.graphs import Net, train
 from tests.row_sites import Chunked, assert_close, check, in_double, names_of

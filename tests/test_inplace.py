@@ -15,14 +15,14 @@ from torch import Tensor, fx, nn
 from torch.nn import functional
 
 from fxremat import compat
-from fxremat.aliasing import check_in_place
+from fxremat.checking.aliasing import check_in_place
+from fxremat.cost.peak import measure_peak
 from fxremat.errors import VerificationFailed
-from fxremat.measure import measure_peak
 from fxremat.passes import inplace
+from fxremat.passes.gradient_sums import accumulate_sums
 from fxremat.passes.inplace import possible, rewrite
 from fxremat.passes.recompute import Rewritten, apply_plan
-from fxremat.passes.rule import add_call
-from fxremat.passes.sums import accumulate_sums
+from fxremat.passes.variants.rule import add_call
 from fxremat.runtime import inplace as runtime
 from tests.conftest import Golden
 from tests.graphs import (

@@ -14,9 +14,9 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 import fxremat
-from fxremat import compat, known_rehearsals
-from fxremat.known_rehearsals import _rehearsal_of
-from fxremat.rehearsal import Rehearsal, rehearse
+from fxremat import compat
+from fxremat.compiling.rehearsal import Rehearsal, rehearse
+from fxremat.compiling.rehearsal_cache import _rehearsal_of
 from fxremat.report.explain import Explanation
 from tests.small import Convolutions, Stack, seeded
 
@@ -37,7 +37,7 @@ def made(monkeypatch: pytest.MonkeyPatch) -> list[Rehearsal]:
         found.append(rehearse(*args, **kwargs))
         return found[-1]
 
-    monkeypatch.setattr(known_rehearsals, "rehearse", noting)
+    monkeypatch.setattr("fxremat.compiling.rehearsal_cache.rehearse", noting)
     return found
 
 

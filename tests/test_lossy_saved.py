@@ -14,11 +14,11 @@ from hypothesis import given
 from hypothesis import strategies as st
 from torch import fx, nn
 
-from fxremat.passes import few_bit, lossy_saved
-from fxremat.passes.few_bit_tables import optimal_steps, refined
 from fxremat.passes.joint_graph import JointGraph
-from fxremat.passes.lossy_saved import RULES
-from fxremat.passes.rule import Rule, Site
+from fxremat.passes.variants import few_bit, lossy_saved
+from fxremat.passes.variants.few_bit_tables import optimal_steps, refined
+from fxremat.passes.variants.lossy_saved import RULES
+from fxremat.passes.variants.rule import Rule, Site
 from fxremat.runtime.quantised import BLOCK
 from tests.conftest import Golden
 from tests.variants import (

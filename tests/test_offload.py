@@ -16,18 +16,18 @@ from torch import fx, nn
 import fxremat
 from fxremat import compat, runtime
 from fxremat.backend import _patches
+from fxremat.checking.data_flow import check_data_flow, check_waits
+from fxremat.compiling.partitioner import Partitioner
+from fxremat.compiling.request import Request
 from fxremat.core.problem import Problem
 from fxremat.core.schedule import Move
 from fxremat.core.timeline import replay
+from fxremat.cost.peak import measure_peak
 from fxremat.errors import VerificationFailed
-from fxremat.measure import measure_peak
 from fxremat.options import parse_options
-from fxremat.partition import Partitioner
 from fxremat.passes.memory_estimation import TANGENTS
 from fxremat.passes.offload import is_move
-from fxremat.planner.transfers import Fetch, Item, place
-from fxremat.request import Request
-from fxremat.verify import check_data_flow, check_waits
+from fxremat.planner.moves.transfers import Fetch, Item, place
 from tests import nets
 from tests.graphs import (
     Capture,

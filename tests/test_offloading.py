@@ -14,7 +14,7 @@ from torch import nn
 
 import fxremat
 from fxremat import runtime
-from fxremat.measure import measure_peak
+from fxremat.cost.peak import measure_peak
 from tests.small import seeded
 
 SPEED = 2e9

@@ -14,7 +14,7 @@ from hypothesis import strategies as st
 from torch import fx, nn
 
 from fxremat import compat
-from fxremat.passes.order import Fence, WriteResults, fences, to_be_written
+from fxremat.passes.held_order import Fence, WriteResults, fences, to_be_written
 from fxremat.passes.recompute import RECOMPUTED, apply_plan
 from tests import nets
 from tests.graphs import Capture, batch, capture, everything_again, mlp

@@ -12,10 +12,10 @@ from hypothesis import given
 from hypothesis import strategies as st
 from torch import fx, nn
 
-from fxremat.passes import packed_bits
 from fxremat.passes.joint_graph import JointGraph
-from fxremat.passes.packed_bits import RULES
-from fxremat.passes.rule import Rule, Site, fake
+from fxremat.passes.variants import packed_bits
+from fxremat.passes.variants.packed_bits import RULES
+from fxremat.passes.variants.rule import Rule, Site, fake
 from tests.conftest import Golden
 from tests.variants import (
     Taken,

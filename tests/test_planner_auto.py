@@ -12,7 +12,7 @@ from fxremat.core.plan import Plan
 from fxremat.core.problem import Problem
 from fxremat.core.timeline import replay
 from fxremat.planner import SolverOptions, auto, solve
-from fxremat.planner.clock import Clock
+from fxremat.planner.deadline import Clock
 from tests.brute import least_time
 from tests.chains import blocks, chains, homogeneous, skipping
 

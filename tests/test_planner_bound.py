@@ -5,8 +5,8 @@ from __future__ import annotations
 from hypothesis import HealthCheck, given, settings
 
 from fxremat.core.problem import Op, Problem, Value
-from fxremat.planner.bound import peak_bound
-from fxremat.planner.model import build_model
+from fxremat.planner.indexed_problem import build_model
+from fxremat.planner.peak_bound import peak_bound
 from tests import brute
 from tests.test_planner_greedy import problems
 

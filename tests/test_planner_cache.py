@@ -19,9 +19,9 @@ from fxremat import compat, planner
 from fxremat.core.check import check
 from fxremat.core.plan import Plan
 from fxremat.core.problem import Problem, problem_to_json
-from fxremat.planner import SolverOptions, cache
-from fxremat.planner.cache import PlanCache, digest
-from fxremat.planner.clock import interruptible
+from fxremat.planner import SolverOptions
+from fxremat.planner.deadline import interruptible
+from fxremat.planner.plan_cache import PlanCache, digest
 from fxremat.planner.plans import make_plan
 from fxremat.report.explain import Explanation
 from tests import strategies
@@ -206,7 +206,7 @@ def test_the_problem_is_written_out_once(
         calls.append(problem)
         return problem_to_json(problem)
 
-    monkeypatch.setattr(cache, "problem_to_json", to_json)
+    monkeypatch.setattr("fxremat.planner.plan_cache.problem_to_json", to_json)
     for budget in range(20, 30):
         ask(tmp_path, problem, budget_bytes=budget)
     assert len(calls) == 1
@@ -231,7 +231,7 @@ def test_the_backend_asks_once(
     first = explain()
     files = {path: path.read_bytes() for path in plans.iterdir()}
     assert files
-    monkeypatch.setattr(cache, "solve", lambda *_: pytest.fail("asked again"))
+    monkeypatch.setattr("fxremat.planner.plan_cache.solve", lambda *_: pytest.fail("asked again"))
     with caplog.at_level(logging.DEBUG, logger="fxremat"):
         second = explain()
     assert "plan from the cache" in caplog.text

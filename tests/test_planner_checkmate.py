@@ -13,17 +13,19 @@ from fxremat.core.check import check
 from fxremat.core.plan import Plan
 from fxremat.core.problem import Op, Problem, Value, validate
 from fxremat.core.timeline import replay
-from fxremat.planner import Solver, checkmate, greedy
-from fxremat.planner.bound import peak_bound
-from fxremat.planner.checkmate import TooManyRuns, solve, solve_pruned
-from fxremat.planner.clock import Clock
-from fxremat.planner.mip import Mip, Status
-from fxremat.planner.model import build_model
+from fxremat.planner import Solver
+from fxremat.planner.deadline import Clock
+from fxremat.planner.indexed_problem import build_model
+from fxremat.planner.local import greedy
+from fxremat.planner.local.pareto_pool import steps_of
+from fxremat.planner.milp import checkmate
+from fxremat.planner.milp.checkmate import TooManyRuns, solve, solve_pruned
+from fxremat.planner.milp.checkmate_rows import programme
+from fxremat.planner.milp.highs import Mip, Status
+from fxremat.planner.milp.rerun_candidates import all_runs, near_runs
+from fxremat.planner.milp.warm_start import columns_of, runs_of, without_idle
 from fxremat.planner.options import Progress, SolverOptions
-from fxremat.planner.pool import steps_of
-from fxremat.planner.reruns import all_runs, near_runs
-from fxremat.planner.stage_rows import programme
-from fxremat.planner.starts import columns_of, runs_of, without_idle
+from fxremat.planner.peak_bound import peak_bound
 from tests import brute
 from tests.strategies import problems, schedules
 

@@ -10,10 +10,10 @@ from hypothesis import strategies as st
 
 from fxremat.core.problem import Problem
 from fxremat.core.timeline import replay
-from fxremat.planner import SolverOptions, hrockmate, solve
-from fxremat.planner.clock import Clock
-from fxremat.planner.cluster_costs import Costs, Option
-from fxremat.planner.clusters import (
+from fxremat.planner import SolverOptions, solve
+from fxremat.planner.clusters import hrockmate
+from fxremat.planner.clusters.cluster_costs import Costs, Option
+from fxremat.planner.clusters.decomposition import (
     Cutter,
     Decomposition,
     decompose,
@@ -24,12 +24,13 @@ from fxremat.planner.clusters import (
     separators,
     shape,
 )
-from fxremat.planner.hrockmate import Hierarchy, Level
-from fxremat.planner.mip import Solution
-from fxremat.planner.model import Model, build_model
-from fxremat.planner.pool import Pool
-from fxremat.planner.quotient import Quotient
-from fxremat.planner.state import State
+from fxremat.planner.clusters.hrockmate import Hierarchy, Level
+from fxremat.planner.clusters.level_milp import Quotient
+from fxremat.planner.deadline import Clock
+from fxremat.planner.indexed_problem import Model, build_model
+from fxremat.planner.local.pareto_pool import Pool
+from fxremat.planner.local.stage_schedule import State
+from fxremat.planner.milp.highs import Solution
 from tests.brute import least_time
 from tests.chains import blocks, chains, skipping
 from tests.strategies import problems

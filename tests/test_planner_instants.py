@@ -12,13 +12,13 @@ from hypothesis import strategies as st
 from fxremat.core.check import check
 from fxremat.core.problem import Op, Problem, Value, validate
 from fxremat.core.timeline import replay
-from fxremat.planner import instants
-from fxremat.planner.clock import Clock
-from fxremat.planner.mip import Mip, Status
-from fxremat.planner.model import build_model
+from fxremat.planner.deadline import Clock
+from fxremat.planner.indexed_problem import build_model
+from fxremat.planner.local.stage_schedule import State
+from fxremat.planner.milp import moments
+from fxremat.planner.milp.highs import Mip, Status
+from fxremat.planner.milp.moments_relaxation import Needs, Relaxation, runs_for
 from fxremat.planner.options import Progress, SolverOptions
-from fxremat.planner.relaxation import Needs, Relaxation, runs_for
-from fxremat.planner.state import State
 from tests.brute import least_time
 from tests.strategies import problems
 
@@ -157,7 +157,7 @@ def test_whatever_is_held_the_schedule_is_possible(problem: Problem, data: st.Da
 def test_plans_are_possible_and_bounds_hold(problem: Problem, data: st.DataObject) -> None:
     full = replay(problem, problem.base_steps()).peak_bytes
     budget = data.draw(st.integers(0, full))
-    plan = instants.solve(problem, budget, OPTIONS)
+    plan = moments.solve(problem, budget, OPTIONS)
     best = least_time(problem, budget)
     assert check(problem, plan.steps).ok
     assert (plan.peak_bytes <= budget) == (best is not None)
@@ -176,7 +176,7 @@ def test_chains_are_solved_to_the_optimum(percent: int) -> None:
     budget = replay(problem, problem.base_steps()).peak_bytes * percent // 100
     best = least_time(problem, budget)
     assert best is not None
-    plan = instants.solve(problem, budget, OPTIONS)
+    plan = moments.solve(problem, budget, OPTIONS)
     assert plan.peak_bytes <= budget
     assert plan.time_us == pytest.approx(best[0])
 
@@ -184,7 +184,7 @@ def test_chains_are_solved_to_the_optimum(percent: int) -> None:
 def test_a_larger_budget_never_takes_longer_than_proven_for_a_smaller_one() -> None:
     problem = chain(24)
     full = replay(problem, problem.base_steps()).peak_bytes
-    plans = [instants.solve(problem, full * p // 100, OPTIONS) for p in (40, 50, 60, 80)]
+    plans = [moments.solve(problem, full * p // 100, OPTIONS) for p in (40, 50, 60, 80)]
     for smaller, larger in itertools.pairwise(plans):
         assert larger.time_bound_us is not None
         assert larger.time_bound_us <= smaller.time_us * (1 + 1e-9)
@@ -196,10 +196,10 @@ def test_equal_plans_and_progress() -> None:
     told: list[Progress] = []
     options = SolverOptions(progress=told.append)
     budget = replay(problem, problem.base_steps()).peak_bytes // 3
-    first = instants.solve(problem, budget, options)
+    first = moments.solve(problem, budget, options)
     assert first.time_bound_us is not None
     assert first.time_bound_us < 0.99 * first.time_us, "not proven: every part of it has run"
-    assert instants.solve(problem, budget, OPTIONS).steps == first.steps
+    assert moments.solve(problem, budget, OPTIONS).steps == first.steps
     assert told
     assert all(t.bound_us is not None for t in told)
 

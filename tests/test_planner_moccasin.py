@@ -14,10 +14,11 @@ from fxremat.core.check import check
 from fxremat.core.plan import Plan
 from fxremat.core.problem import Problem
 from fxremat.core.timeline import replay
-from fxremat.planner import greedy, moccasin
-from fxremat.planner.moccasin import Failed, NotInstalled, solve
+from fxremat.planner.local import greedy
 from fxremat.planner.options import Progress, SolverOptions
 from fxremat.planner.plans import make_plan
+from fxremat.planner.published import moccasin
+from fxremat.planner.published.moccasin import Failed, NotInstalled, solve
 from tests import brute
 from tests.strategies import problems
 from tests.test_planner_checkmate import budget_between, chain, fits, plain

@@ -15,10 +15,11 @@ from fxremat.core.plan import Plan
 from fxremat.core.problem import Copies, Op, Problem, Value, validate
 from fxremat.core.schedule import Move, keep_all, ops_of
 from fxremat.core.timeline import replay
-from fxremat.planner import SolverOptions, offload
-from fxremat.planner.clock import Clock
-from fxremat.planner.moving_bound import relax
-from fxremat.planner.transfers import Fetch, Item, place, synchronous
+from fxremat.planner import SolverOptions
+from fxremat.planner.deadline import Clock
+from fxremat.planner.moves import offload
+from fxremat.planner.moves.time_bound import relax
+from fxremat.planner.moves.transfers import Fetch, Item, place, synchronous
 from tests.strategies import problems, schedules
 
 COPIES = Copies(to_host=10.0, to_device=10.0)

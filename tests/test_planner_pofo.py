@@ -16,11 +16,11 @@ from fxremat.core.check import check
 from fxremat.core.plan import Plan
 from fxremat.core.problem import Copies, Op, Problem, Value, validate
 from fxremat.core.timeline import replay
-from fxremat.planner import pofo, rockmate, rotor
-from fxremat.planner.chain import NotAChain
-from fxremat.planner.offload import movable
+from fxremat.planner.clusters.chain import NotAChain
+from fxremat.planner.moves.offload import movable
+from fxremat.planner.moves.transfers import Fetch, Item, place
 from fxremat.planner.options import SolverOptions
-from fxremat.planner.transfers import Fetch, Item, place
+from fxremat.planner.published import pofo, rockmate, rotor
 from tests import chains, strategies
 
 OPTIONS = SolverOptions()

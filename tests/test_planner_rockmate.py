@@ -10,12 +10,12 @@ from hypothesis import given, settings
 from fxremat.core.check import check
 from fxremat.core.problem import Problem
 from fxremat.core.timeline import replay
-from fxremat.planner import block_options, rockmate, rotor
-from fxremat.planner.block_options import BlockOptions, held_options, pareto, shape
-from fxremat.planner.chain import Block, Chain, NotAChain, find_chain
-from fxremat.planner.chain_costs import Option, keep_all, option_cost
-from fxremat.planner.clock import Clock
+from fxremat.planner.clusters.chain import Block, Chain, NotAChain, find_chain
+from fxremat.planner.deadline import Clock
 from fxremat.planner.options import SolverOptions
+from fxremat.planner.published import block_options, rockmate, rotor
+from fxremat.planner.published.block_options import BlockOptions, held_options, pareto, shape
+from fxremat.planner.published.chain_costs import Option, keep_all, option_cost
 from tests import brute, chains, strategies
 
 OPTIONS = SolverOptions()

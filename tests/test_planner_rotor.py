@@ -11,12 +11,12 @@ from hypothesis import given, settings
 from fxremat.core.check import check
 from fxremat.core.problem import Op, Problem, Value, validate
 from fxremat.core.timeline import replay
-from fxremat.planner import rotor
-from fxremat.planner.chain import NotAChain, find_chain
-from fxremat.planner.chain_costs import block_costs, keep_all
-from fxremat.planner.clock import Clock
+from fxremat.planner.clusters.chain import NotAChain, find_chain
+from fxremat.planner.deadline import Clock
 from fxremat.planner.options import SolverOptions
-from fxremat.planner.rotor_table import Table
+from fxremat.planner.published import rotor
+from fxremat.planner.published.chain_costs import block_costs, keep_all
+from fxremat.planner.published.rotor_table import Table
 from tests import brute, chains, strategies
 
 OPTIONS = SolverOptions()

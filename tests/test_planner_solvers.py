@@ -11,8 +11,9 @@ from hypothesis import strategies as st
 from fxremat.core.check import check
 from fxremat.core.problem import Problem
 from fxremat.core.timeline import replay
-from fxremat.planner import SOLVERS, SolverOptions, rotor, solve
-from fxremat.planner.chain import NotAChain
+from fxremat.planner import SOLVERS, SolverOptions, solve
+from fxremat.planner.clusters.chain import NotAChain
+from fxremat.planner.published import rotor
 from tests.brute import least_time
 from tests.strategies import problems
 from tests.test_planner_instants import chain

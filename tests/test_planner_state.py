@@ -10,9 +10,9 @@ from hypothesis import strategies as st
 
 from fxremat.core.problem import Problem
 from fxremat.core.timeline import replay
-from fxremat.planner.model import build_model
-from fxremat.planner.search import Search
-from fxremat.planner.state import State
+from fxremat.planner.indexed_problem import build_model
+from fxremat.planner.local.editable_schedule import Search
+from fxremat.planner.local.stage_schedule import State
 from tests.test_planner_greedy import problems
 from tests.test_planner_scale import gpt
 

@@ -10,11 +10,12 @@ from hypothesis import given, settings
 from fxremat.core.alternatives import exclude, take
 from fxremat.core.check import check
 from fxremat.core.problem import Alternative, Change, Op, Problem, Value, validate
-from fxremat.planner import SOLVERS, SolverOptions, greedy, solve
-from fxremat.planner.cache import PlanCache
-from fxremat.planner.choice import Choice
-from fxremat.planner.clock import Clock
-from fxremat.planner.union import unite
+from fxremat.planner import SOLVERS, SolverOptions, solve
+from fxremat.planner.deadline import Clock
+from fxremat.planner.local import greedy
+from fxremat.planner.plan_cache import PlanCache
+from fxremat.planner.variants.all_variants import unite
+from fxremat.planner.variants.choice_milp import Choice
 from tests.strategies import problems_with_alternatives
 from tests.test_core_alternatives import LOSS
 

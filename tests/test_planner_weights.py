@@ -10,8 +10,9 @@ from fxremat.core.check import check
 from fxremat.core.plan import Plan
 from fxremat.core.problem import Copies, Problem, validate
 from fxremat.core.schedule import keep_all
-from fxremat.planner import SolverOptions, offload
-from fxremat.planner.weights import Selection, on_host, ranked, select
+from fxremat.planner import SolverOptions
+from fxremat.planner.moves import offload
+from fxremat.planner.moves.host_weights import Selection, on_host, ranked, select
 from tests.test_planner_offload import weighted
 
 

@@ -12,10 +12,10 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 from torch import fx, nn
 
-from fxremat.passes import forms
 from fxremat.passes.joint_graph import STORED, JointGraph, read_joint_graph
-from fxremat.passes.pool_gradient import RULES
-from fxremat.passes.rule import add_call
+from fxremat.passes.variants import insertion
+from fxremat.passes.variants.pool_gradient import RULES
+from fxremat.passes.variants.rule import add_call
 from tests.conftest import Golden
 from tests.graphs import Capture, capture, compiled
 
@@ -51,9 +51,9 @@ def inputs_of(joint: JointGraph, seed: int = 0) -> list[torch.Tensor]:
 
 
 def taken(joint: JointGraph) -> JointGraph:
-    sites = forms.find_sites(joint, RULES)
+    sites = insertion.find_sites(joint, RULES)
     assert len(sites) == 1
-    return forms.take(joint, sites)
+    return insertion.take(joint, sites)
 
 
 def assert_same(joint: JointGraph, seed: int = 0) -> None:
@@ -105,7 +105,7 @@ def test_where_windows_do_not_overlap_nothing_is_stored(
 )  # fmt: skip
 def test_any_shape(kernel: int, stride: int, high: int, wide: int, ceil: bool, seed: int) -> None:
     joint = joint_of(Pooled(kernel, stride, kernel // 2, ceil), torch.randn(1, 2, high, wide))
-    if forms.find_sites(joint, RULES):  # a window of one element is no pool
+    if insertion.find_sites(joint, RULES):  # a window of one element is no pool
         assert_same(joint, seed)
 
 
@@ -126,7 +126,7 @@ def test_a_dilated_pool_is_left_alone() -> None:
         def forward(self, x: torch.Tensor) -> torch.Tensor:
             return F.max_pool2d(x * self.weight, 2, dilation=2)
 
-    assert forms.find_sites(joint_of(Dilated(), torch.randn(1, 2, 8, 8)), RULES) == ()
+    assert insertion.find_sites(joint_of(Dilated(), torch.randn(1, 2, 8, 8)), RULES) == ()
 
 
 def gradient_by_hand() -> JointGraph:
@@ -161,7 +161,7 @@ def test_sizes_that_are_not_known_are_left_alone() -> None:
     step = compiled(model, seen, dynamic=True)
     for size in (9, 12):
         step(torch.randn(1, 2, size, size)).sum().backward()
-    assert forms.find_sites(seen.joint, RULES) == ()
+    assert insertion.find_sites(seen.joint, RULES) == ()
 
 
 def test_graph_of_a_pool_gradient(golden: Golden) -> None:

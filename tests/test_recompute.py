@@ -15,10 +15,10 @@ from hypothesis import strategies as st
 from torch import nn
 
 from fxremat.core.timeline import replay
-from fxremat.measure import measure_peak
+from fxremat.cost.peak import measure_peak
+from fxremat.cost.workspaces import Workspaces
 from fxremat.passes.memory_estimation import TANGENTS
 from fxremat.passes.recompute import RECOMPUTED, apply_plan
-from fxremat.workspace import Workspaces
 from tests import nets
 from tests.conftest import Golden
 from tests.graphs import (

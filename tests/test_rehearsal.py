@@ -11,9 +11,10 @@ import pytest
 import torch
 
 import fxremat
-from fxremat import compat, fitting, known_rehearsals
+from fxremat import compat
+from fxremat.compiling import fitting
+from fxremat.compiling.rehearsal import Workspace, _Meter, _rounded, _written, rehearse
 from fxremat.passes.recompute import apply_plan
-from fxremat.rehearsal import Workspace, _Meter, _rounded, _written, rehearse
 from tests.small import Stack, seeded
 
 
@@ -178,7 +179,7 @@ def test_code_that_cannot_be_rehearsed_is_planned_with_a_warning(
         held.append(hold)
         return apply_plan(*args, hold=hold)
 
-    monkeypatch.setattr(known_rehearsals, "rehearse", refuse)
+    monkeypatch.setattr("fxremat.compiling.rehearsal_cache.rehearse", refuse)
     monkeypatch.setattr(fitting, "apply_plan", noting)
     model, x = seeded(Stack, 512, 32)
     budget = int(0.8 * fxremat.explain(model, x).keep_all_peak_bytes)

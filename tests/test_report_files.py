@@ -12,9 +12,9 @@ import torch
 
 import fxremat
 from fxremat.cli import main
+from fxremat.compiling.session import reports
 from fxremat.errors import InvalidOption
 from fxremat.report.report import report_from_json
-from fxremat.session import reports
 from tests.small import Stack, seeded
 
 EAGER = {"executor": "aot_eager"}

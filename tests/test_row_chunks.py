@@ -11,8 +11,8 @@ from hypothesis import given
 from hypothesis import strategies as st
 from torch import nn
 
-from fxremat.passes.row_chunks import CHUNKED_ATTENTION, CHUNKED_LOSS, CHUNKED_MLP
-from fxremat.runtime.chunks import ROWS
+from fxremat.passes.variants.chunks.rules import CHUNKED_ATTENTION, CHUNKED_LOSS, CHUNKED_MLP
+from fxremat.runtime.chunks.operator import ROWS
 from tests.graphs import Net, calls, train
 from tests.row_sites import Chunked, all_names, check, names_of
 

@@ -8,12 +8,13 @@ import pytest
 import torch
 from torch import fx
 
-from fxremat.measure import measure_peak
-from fxremat.passes.row_chunks import CHUNKED_ATTENTION, CHUNKED_LOSS, CHUNKED_MLP
-from fxremat.runtime import kernels, row_kernels
-from fxremat.runtime.chunks import ROWS
-from fxremat.runtime.row_plan import layout
-from fxremat.runtime.row_program import Program, Ref, dump, parse
+from fxremat.cost.peak import measure_peak
+from fxremat.passes.variants.chunks.rules import CHUNKED_ATTENTION, CHUNKED_LOSS, CHUNKED_MLP
+from fxremat.runtime import kernels
+from fxremat.runtime.chunks import fused_kernels
+from fxremat.runtime.chunks.buffers import layout
+from fxremat.runtime.chunks.operator import ROWS
+from fxremat.runtime.chunks.program import Program, Ref, dump, parse
 from tests.graphs import calls, train
 from tests.row_sites import Chunked
 from tests.test_chunks import V, expected, inputs, one, program
@@ -115,13 +116,13 @@ def test_a_stage_that_takes_more_than_was_set_aside_is_not_fused(
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:
     x, y, w = inputs(64)
-    shapes = tuple(row_kernels.Shape.of(t) for t in (x, y, w.t(), w))
+    shapes = tuple(fused_kernels.Shape.of(t) for t in (x, y, w.t(), w))
     with monkeypatch.context() as patch:
         patch.setattr("fxremat.compat.kernel_allocates", lambda _: 10**9)
-        row_kernels.kernels_of.cache_clear()
-        assert not any(row_kernels.kernels_of(program(), shapes, 16))
-    row_kernels.kernels_of.cache_clear()
-    assert any(row_kernels.kernels_of(program(), shapes, 16))
+        fused_kernels.kernels_of.cache_clear()
+        assert not any(fused_kernels.kernels_of(program(), shapes, 16))
+    fused_kernels.kernels_of.cache_clear()
+    assert any(fused_kernels.kernels_of(program(), shapes, 16))
 
 
 def test_a_stage_that_inductor_cannot_write_runs_operator_by_operator(
@@ -131,25 +132,25 @@ def test_a_stage_that_inductor_cannot_write_runs_operator_by_operator(
         raise KeyError("buf0")
 
     given = inputs(64)
-    row_kernels.kernels_of.cache_clear()
+    fused_kernels.kernels_of.cache_clear()
     with monkeypatch.context() as patch:
         patch.setattr("fxremat.compat.kernel_allocates", fails)
         assert_close(run(given, 16, 4), expected(*given))
-    row_kernels.kernels_of.cache_clear()
+    fused_kernels.kernels_of.cache_clear()
 
 
 def test_a_single_operator_is_not_fused() -> None:
     steps = (one("aten.exp.default", Ref(0)),)
     (stage,) = layout(dump(Program(1, 0, (), steps, (1,)))).stages
-    assert not row_kernels.is_worth_fusing(stage)
+    assert not fused_kernels.is_worth_fusing(stage)
 
 
 def test_what_a_stage_reads_and_writes() -> None:
     """Logits and labels in; the loss of each row, and d_logits in their place, out."""
     parsed = parse(program())
     (stage,) = [s for s in layout(program()).stages if not s.of_chunk]
-    assert set(row_kernels.read(parsed, stage)) == {1, 4}
-    assert set(row_kernels.written(parsed, stage)) >= {parsed.results[0], 14}
+    assert set(fused_kernels.read(parsed, stage)) == {1, 4}
+    assert set(fused_kernels.written(parsed, stage)) >= {parsed.results[0], 14}
 
 
 def test_time_counts_one_call_for_each_tile() -> None:

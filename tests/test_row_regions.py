@@ -11,14 +11,14 @@ import torch
 import torch.nn.functional as F
 from torch import fx, nn
 
-from fxremat.measure import measure_peak
-from fxremat.passes.row_calls import lead
-from fxremat.passes.row_chunks import CHUNKED_LOSS, CHUNKED_MLP, RULES, rule_of
-from fxremat.passes.row_gradients import factor
-from fxremat.passes.row_loops import plan_loops
-from fxremat.passes.row_regions import Region, find_regions, levels
+from fxremat.cost.peak import measure_peak
+from fxremat.passes.variants.chunks.calls import lead
+from fxremat.passes.variants.chunks.early_gradients import factor
+from fxremat.passes.variants.chunks.loops import plan_loops
+from fxremat.passes.variants.chunks.regions import Region, find_regions, levels
+from fxremat.passes.variants.chunks.rules import CHUNKED_LOSS, CHUNKED_MLP, RULES, rule_of
 from fxremat.runtime import kernels
-from fxremat.runtime.chunks import ROWS
+from fxremat.runtime.chunks.operator import ROWS
 from tests.conftest import Golden
 from tests.graphs import Net, calls, train
 from tests.row_sites import Chunked, ancestors

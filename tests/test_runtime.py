@@ -23,12 +23,12 @@ from torch.fx.passes.fake_tensor_prop import FakeTensorProp
 
 from fxremat import runtime
 from fxremat.compat import inductor_config
+from fxremat.cost.peak import measure_peak
 from fxremat.errors import HostMemoryExceeded, InvalidOption
-from fxremat.measure import measure_peak
-from fxremat.runtime import cpu_engine, cuda_engine, host_memory, layout, weights
-from fxremat.runtime.copies import to_device, to_host, wait_device, wait_host
-from fxremat.runtime.engine import Engine, Pending
-from fxremat.runtime.trace import CopyRecord
+from fxremat.runtime.copies import cpu_engine, cuda_engine, dense_layout, host_memory, weights
+from fxremat.runtime.copies.copy_trace import CopyRecord
+from fxremat.runtime.copies.engine import Engine, Pending
+from fxremat.runtime.copies.operators import to_device, to_host, wait_device, wait_host
 
 CPU = torch.device("cpu")
 DEVICES = ["cpu", *(["cuda"] if torch.cuda.is_available() else [])]
@@ -111,11 +111,11 @@ def test_round_trip(name: str, device: str) -> None:
 
 
 def test_extent_covers_gaps() -> None:
-    assert layout.extent(LAYOUTS["transposed"]) == 35
-    assert layout.extent(LAYOUTS["sliced"]) == 2 * 7 + 2 * 2 + 1
-    assert layout.extent(LAYOUTS["expanded"]) == 5
-    assert layout.extent(LAYOUTS["empty"]) == 0
-    assert layout.extent_bytes(LAYOUTS["bfloat16"]) == 70
+    assert dense_layout.extent(LAYOUTS["transposed"]) == 35
+    assert dense_layout.extent(LAYOUTS["sliced"]) == 2 * 7 + 2 * 2 + 1
+    assert dense_layout.extent(LAYOUTS["expanded"]) == 5
+    assert dense_layout.extent(LAYOUTS["empty"]) == 0
+    assert dense_layout.extent_bytes(LAYOUTS["bfloat16"]) == 70
 
 
 def test_contents_are_not_there_before_the_wait() -> None:

@@ -8,11 +8,12 @@ from pathlib import Path
 
 import pytest
 
-from fxremat import compat, session
+from fxremat import compat
+from fxremat.compiling import session
+from fxremat.compiling.session import Ledger
 from fxremat.core.plan import Plan
 from fxremat.core.problem import Op, Problem, Value
 from fxremat.report.report import Report, Row, report_from_json, report_to_json
-from fxremat.session import Ledger
 from tests.conftest import Golden
 
 MIB = 2**20

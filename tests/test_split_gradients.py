@@ -11,10 +11,10 @@ from hypothesis import strategies as st
 from torch import fx, nn
 
 from fxremat.core.timeline import replay
-from fxremat.passes import forms
 from fxremat.passes.joint_graph import JointGraph
 from fxremat.passes.memory_estimation import estimate
-from fxremat.passes.split_gradients import RULES
+from fxremat.passes.variants import insertion
+from fxremat.passes.variants.convolutions.split_gradients import RULES
 from tests.conftest import Golden
 from tests.graphs import capture, no_workspace, unit_time
 
@@ -32,7 +32,7 @@ def assert_same(joint: JointGraph, tolerance: float) -> None:
     torch.manual_seed(0)
     values = [node.meta["val"] for node in (*joint.primals, *joint.tangents)]
     inputs = [torch.randn(value.shape, dtype=value.dtype) for value in values]
-    taken = forms.take(joint, forms.find_sites(joint, RULES))
+    taken = insertion.take(joint, insertion.find_sites(joint, RULES))
     for old, new in zip(results(joint, inputs), results(taken, inputs), strict=True):
         assert old.dtype == new.dtype
         assert old.shape == new.shape
@@ -46,7 +46,7 @@ def assert_same(joint: JointGraph, tolerance: float) -> None:
 def test_both_calls_give_what_one_gives(dtype: torch.dtype, tolerance: float) -> None:
     model = nn.Conv2d(4, 6, 3, stride=2, padding=1, groups=2, dtype=dtype)
     joint = joint_of(model, torch.randn(2, 4, 9, 8, dtype=dtype))
-    assert len(forms.find_sites(joint, RULES)) == 1
+    assert len(insertion.find_sites(joint, RULES)) == 1
     assert_same(joint, tolerance)
 
 
@@ -68,12 +68,12 @@ def test_any_convolution(
 
 def test_a_convolution_of_the_batch_has_one_gradient_only() -> None:
     joint = capture(nn.Conv2d(2, 2, 3), (torch.randn(1, 2, 5, 5),)).joint
-    assert forms.find_sites(joint, RULES) == ()
+    assert insertion.find_sites(joint, RULES) == ()
 
 
 def test_a_transposed_convolution_is_left_alone() -> None:
     joint = joint_of(nn.ConvTranspose2d(2, 2, 3), torch.randn(1, 2, 5, 5))
-    assert forms.find_sites(joint, RULES) == ()
+    assert insertion.find_sites(joint, RULES) == ()
 
 
 def test_the_input_is_gone_before_its_gradient_is_there() -> None:
@@ -87,15 +87,15 @@ def test_the_input_is_gone_before_its_gradient_is_there() -> None:
         line = replay(problem, problem.base_steps())
         return max(line.live_bytes[-4:])
 
-    sites = forms.find_sites(joint, RULES)
+    sites = insertion.find_sites(joint, RULES)
     assert len(sites) == 2
-    assert peak(forms.take(joint, sites)) <= peak(joint)
-    taken = forms.take(joint, sites)
+    assert peak(insertion.take(joint, sites)) <= peak(joint)
+    taken = insertion.take(joint, sites)
     calls = [n for n in taken.module.graph.nodes if n.op == "call_function"]
     assert all(n.target is not operator.getitem or n.args[1] != 0 for n in calls)
 
 
 def test_graph_of_split_gradients(golden: Golden) -> None:
     joint = joint_of(nn.Conv2d(2, 2, 3), torch.randn(1, 2, 5, 5))
-    taken = forms.take(joint, forms.find_sites(joint, RULES))
+    taken = insertion.take(joint, insertion.find_sites(joint, RULES))
     golden(f"before\n\n{joint.module.graph}\n\nafter\n\n{taken.module.graph}\n")

@@ -18,9 +18,9 @@ from torch.nn import functional as F
 
 import fxremat
 from fxremat import runtime
+from fxremat.checking.data_flow import check_arrivals
+from fxremat.model.stepping import StepInBackward
 from fxremat.runtime import CopyRecord
-from fxremat.stepping import StepInBackward
-from fxremat.verify import check_arrivals
 from tests.small import Stack, seeded
 from tests.test_offloading import Layers, Tied
 
@@ -607,7 +607,7 @@ def test_a_step_waits_for_the_device(monkeypatch: pytest.MonkeyPatch) -> None:
             return type("Event", (), {"synchronize": lambda self: done.append("here")})()
 
     monkeypatch.setattr(torch.cuda, "current_stream", lambda device: Stream())
-    runtime.steps._now_on(torch.device("cuda", 0))()
+    runtime.gradients.optimizer_steps._now_on(torch.device("cuda", 0))()
     assert done == ["here"]
 
 

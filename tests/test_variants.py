@@ -15,10 +15,10 @@ from torch._dynamo.exc import BackendCompilerFailed
 import fxremat
 from fxremat.backend import fxremat as backend
 from fxremat.cli import main
+from fxremat.cost.peak import measure_peak
 from fxremat.errors import InvalidOption
-from fxremat.measure import measure_peak
 from fxremat.options import parse_options
-from fxremat.passes.variants import RULES, rules_named
+from fxremat.passes.variants.table import RULES, rules_named
 from fxremat.report.explain import Explanation
 from tests.conftest import Golden
 

@@ -9,9 +9,9 @@ import torch
 from torch import fx
 
 from fxremat import compat
+from fxremat.checking.data_flow import check_data_flow, check_split
 from fxremat.errors import VerificationFailed
 from fxremat.passes.recompute import apply_plan
-from fxremat.verify import check_data_flow, check_split
 from tests import nets
 from tests.graphs import Capture, batch, calls, capture, everything_again, keep_all, mlp
 

@@ -22,11 +22,12 @@ from torch.nn import functional as F
 from torch.utils.checkpoint import checkpoint
 
 import fxremat
-from fxremat import compat, runtime, weights
+from fxremat import compat, runtime
+from fxremat.cost.peak import held_bytes, measure_peak
 from fxremat.errors import HostMemoryExceeded, InvalidOption
-from fxremat.measure import held_bytes, measure_peak
+from fxremat.model import host_weights
 from fxremat.runtime import is_host
-from fxremat.runtime.weights import fetch, host_copy, put
+from fxremat.runtime.copies.weights import fetch, host_copy, put
 from tests.small import Convolutions, Stack, seeded, train
 
 CPU = torch.device("cpu")
@@ -464,7 +465,7 @@ def test_complete_means_on_the_host_too(monkeypatch: pytest.MonkeyPatch) -> None
             waited.append("here")
 
     monkeypatch.setattr(torch.cuda, "current_stream", lambda device: Stream())
-    runtime.weights._finish(torch.device("cuda", 0))
+    runtime.copies.weights._finish(torch.device("cuda", 0))
     assert waited == ["here"]
 
 
@@ -589,7 +590,7 @@ def test_restored() -> None:
     assert in_host_memory(model) == []
     assert len(gradients_elsewhere(model)) == 24
     assert torch.equal(model(x), expected)
-    assert weights.restore(model) is model
+    assert host_weights.restore(model) is model
 
 
 def test_calls_add_up() -> None:
@@ -607,7 +608,7 @@ def test_calls_add_up() -> None:
     moved(cast("Any", model).blocks[3])
     assert len(in_host_memory(model)) == 11
     assert torch.equal(model(x), expected)
-    weights.restore(model)
+    host_weights.restore(model)
     assert in_host_memory(model) == []
 
 
@@ -688,5 +689,5 @@ def test_training_on_cuda() -> None:
     assert torch.cuda.memory_allocated() - before < held + 2**20
     model.to("cuda")
     assert all(p.is_pinned() for p in model.parameters())
-    weights.restore(model)
+    host_weights.restore(model)
     assert all(p.is_cuda for p in model.parameters())

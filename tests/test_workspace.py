@@ -9,9 +9,9 @@ from typing import Any
 import pytest
 import torch
 
-from fxremat import compat, workspace
-from fxremat.measure import measure_peak
-from fxremat.workspace import Workspaces
+from fxremat import compat
+from fxremat.cost.peak import measure_peak
+from fxremat.cost.workspaces import Workspaces
 from tests import nets
 from tests.test_joint_graph import ATEN, X, call, item
 
@@ -41,7 +41,7 @@ def test_a_convolutions_backward_is_measured() -> None:
 def test_a_call_is_measured_once(monkeypatch: pytest.MonkeyPatch) -> None:
     spaces = Workspaces(HOST)
     first = spaces.of_call(CONV_BACKWARD, ARGS, {})
-    monkeypatch.setattr(workspace, "measure_call", never)
+    monkeypatch.setattr("fxremat.cost.workspaces.measure_call", never)
     assert spaces.of_call(CONV_BACKWARD, ARGS, {}) == first
     assert Workspaces(HOST).of_call(CONV_BACKWARD, ARGS, {}) == first  # read from disk
     with pytest.raises(AssertionError, match="second time"):

@@ -18,11 +18,11 @@ import torch
 from torch import fx, nn
 
 from fxremat import compat
-from fxremat.passes import saved_values
-from fxremat.passes.forms import take
+from fxremat.compiling.request import prepare
 from fxremat.passes.joint_graph import JointGraph, Role, is_tensor, root
-from fxremat.passes.rule import Rule, Site, StandIns, add_call, fake
-from fxremat.request import prepare
+from fxremat.passes.variants import saved_values
+from fxremat.passes.variants.insertion import take
+from fxremat.passes.variants.rule import Rule, Site, StandIns, add_call, fake
 from tests.graphs import capture, with_seeds
 
 

@@ -9,7 +9,7 @@ from fxremat.cli import files
 from fxremat.cli.arguments import Commands, add_budget, add_problem, add_time_limit
 from fxremat.cli.progress import shown
 from fxremat.planner import SolverOptions, front
-from fxremat.planner.clock import Clock, interruptible
+from fxremat.planner.deadline import Clock, interruptible
 from fxremat.report.front import front_of
 
 

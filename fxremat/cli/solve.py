@@ -24,7 +24,7 @@ from fxremat.core.plan import Plan, plan_to_json
 from fxremat.core.problem import Problem
 from fxremat.core.timeline import replay
 from fxremat.planner import SolverOptions, solve
-from fxremat.planner.clock import Clock, interruptible
+from fxremat.planner.deadline import Clock, interruptible
 
 
 def add(commands: Commands) -> None:

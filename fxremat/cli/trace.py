@@ -93,7 +93,7 @@ def run(given: argparse.Namespace) -> int:
 def _rules(given: argparse.Namespace) -> Sequence[Any]:
     from fxremat.errors import InvalidOption
     from fxremat.option_values import Given, read_variants
-    from fxremat.passes.variants import rules_named
+    from fxremat.passes.variants.table import rules_named
 
     try:
         names = read_variants(Given("variants", given.variants, None, None, None))
@@ -146,8 +146,8 @@ def trace_problem(
     spec: DeviceSpec | None = None,
     rules: Sequence[Any] = (),
 ) -> Problem:
-    """The problem of one training step; see `fxremat.tracing.trace_step`."""
-    from fxremat.tracing import trace_step
+    """The problem of one training step; see `fxremat.compiling.tracing.trace_step`."""
+    from fxremat.compiling.tracing import trace_step
 
     step = trace_step(name, model, inputs, mode=mode, workspaces=workspaces, spec=spec, rules=rules)
     return step.found.problem

@@ -15,7 +15,7 @@ def add(commands: Commands) -> None:
 
 def run(given: argparse.Namespace) -> int:
     """Print the table."""
-    from fxremat.passes.variants import RULES
+    from fxremat.passes.variants.table import RULES
 
     width = max(len(rule.name) for rule in RULES)
     for rule in RULES:

@@ -13,31 +13,23 @@ from dataclasses import replace
 
 from fxremat.core.plan import Plan
 from fxremat.core.problem import Problem
-from fxremat.planner import (
-    auto,
-    checkmate,
-    energy,
-    greedy,
-    hrockmate,
-    instants,
-    least_peak,
-    moccasin,
-    offload,
-    pofo,
-    rockmate,
-    rotor,
-    variants,
-)
-from fxremat.planner.bound import peak_bound
-from fxremat.planner.front import front
-from fxremat.planner.model import build_model
+from fxremat.planner import auto
+from fxremat.planner.budget_front import front
+from fxremat.planner.clusters import hrockmate
+from fxremat.planner.indexed_problem import build_model
+from fxremat.planner.local import greedy, least_peak
+from fxremat.planner.milp import checkmate, moments
+from fxremat.planner.moves import offload
 from fxremat.planner.options import Refused, SolverOptions
+from fxremat.planner.peak_bound import peak_bound
+from fxremat.planner.published import energy, moccasin, pofo, rockmate, rotor
+from fxremat.planner.variants import choose_and_plan
 
 Solver = Callable[[Problem, int | None, SolverOptions], Plan]
 
 SOLVERS: dict[str, Solver] = {
     "auto": auto.solve,
-    "instants": instants.solve,
+    "instants": moments.solve,
     "greedy": greedy.solve,
     "checkmate": checkmate.solve,
     "checkmate_pruned": checkmate.solve_pruned,
@@ -68,7 +60,7 @@ def solve(
     if solver not in SOLVERS:
         raise ValueError(f"unknown solver {solver!r}; there are {', '.join(SOLVERS)}")
     if problem.alternatives:
-        return variants.solve(
+        return choose_and_plan.solve(
             problem,
             budget_bytes,
             options or SolverOptions(),
@@ -86,7 +78,7 @@ def solve(
         plan = replace(plan, peak_bound_bytes=peak_bound(build_model(problem)))
     if budget_bytes is None or plan.peak_bytes > budget_bytes or _proves(plan, problem):
         return plan
-    bound = instants.time_bound(problem, budget_bytes, options or SolverOptions())
+    bound = moments.time_bound(problem, budget_bytes, options or SolverOptions())
     return replace(plan, time_bound_us=min(bound, plan.time_us))
 
 

@@ -10,11 +10,12 @@ from dataclasses import replace
 
 from fxremat.core.plan import Plan
 from fxremat.core.problem import Problem
-from fxremat.planner import checkmate, hrockmate, instants
-from fxremat.planner.clock import Clock
-from fxremat.planner.model import build_model
+from fxremat.planner.clusters import hrockmate
+from fxremat.planner.deadline import Clock
+from fxremat.planner.indexed_problem import build_model
+from fxremat.planner.milp import checkmate, moments
+from fxremat.planner.milp.rerun_candidates import all_runs
 from fxremat.planner.options import SolverOptions
-from fxremat.planner.reruns import all_runs
 
 CLOSE = 2e-3
 """Of the time of keep-all: a plan so near to its bound is not worked on any more."""
@@ -55,7 +56,7 @@ def _solve(
 ) -> Plan:
     """The best of the solvers that it takes."""
     first = replace(options, time_limit_s=FIRST_PART * clock.left())
-    best = instants.solve(problem, budget_bytes, first)
+    best = moments.solve(problem, budget_bytes, first)
     if budget_bytes is None:
         return best
     for solver in _others(problem):

@@ -14,8 +14,9 @@ from typing import Any
 import torch
 from torch import fx, nn
 
-from fxremat import compat, planner, session
+from fxremat import compat, planner
 from fxremat.backend import plan_only
+from fxremat.compiling import session
 from fxremat.core.plan import Plan
 from fxremat.errors import FxrematError
 from fxremat.planner import SolverOptions

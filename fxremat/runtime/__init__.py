@@ -1,29 +1,29 @@
 """Copies between a device and host memory that run beside the computation.
 
 Graphs that fxremat transforms call four operators, `to_host`, `wait_host`, `to_device` and
-`wait_device` (`fxremat.runtime.copies`); importing this package registers them, so whatever runs
-such a graph has to import it. Weights that live in host memory are read through `fetch`, which
-gets their gradients by `put` (`fxremat.runtime.weights`); `arrived` lets their optimizer step
-before the backward is over (`fxremat.runtime.steps`). Gradients on the device are added to
-``grad`` by `accumulated` (`fxremat.runtime.accumulation`). The rest is for tests and benchmarks: a
-cap on host memory, a simulated speed for copies of machines without a GPU, and records of what was
-copied when.
+`wait_device` (`fxremat.runtime.copies.operators`); importing this package registers them, so
+whatever runs such a graph has to import it. Weights that live in host memory are read through
+`fetch`, which gets their gradients by `put` (`fxremat.runtime.copies.weights`); `arrived` lets
+their optimizer step before the backward is over (`fxremat.runtime.gradients.optimizer_steps`).
+Gradients on the device are added to ``grad`` by `accumulated`
+(`fxremat.runtime.gradients.accumulation`). The rest is for tests and benchmarks: a cap on host
+memory, a simulated speed for copies of machines without a GPU, and records of what was copied when.
 """
 
-from fxremat.runtime.accumulation import accumulated
-from fxremat.runtime.copies import to_device, to_host, wait_device, wait_host
-from fxremat.runtime.copy_speed import MeasuredSpeed, measure_copy_speed
-from fxremat.runtime.cpu_engine import set_copy_speed
-from fxremat.runtime.host_memory import (
+from fxremat.runtime.copies.copy_trace import CopyRecord, copy_trace
+from fxremat.runtime.copies.cpu_engine import set_copy_speed
+from fxremat.runtime.copies.host_memory import (
     HostBytes,
     host_bytes,
     is_host,
     reset_host_peak,
     set_host_memory_cap,
 )
-from fxremat.runtime.steps import Stepped, arrived
-from fxremat.runtime.trace import CopyRecord, copy_trace
-from fxremat.runtime.weights import fetch, host_copy, put, settle
+from fxremat.runtime.copies.operators import to_device, to_host, wait_device, wait_host
+from fxremat.runtime.copies.speed import MeasuredSpeed, measure_copy_speed
+from fxremat.runtime.copies.weights import fetch, host_copy, put, settle
+from fxremat.runtime.gradients.accumulation import accumulated
+from fxremat.runtime.gradients.optimizer_steps import Stepped, arrived
 
 __all__ = [
     "CopyRecord",

@@ -24,7 +24,7 @@ of some of the values: what is fixed in the graph would otherwise be the same in
 
 Scratch memory is that of one piece of CHUNK elements: at most BYTES_PER_ELEMENT each in
 `quantised`, and less elsewhere, besides a copy where memory is not dense. Whoever plans measures
-it (`fxremat.workspace`).
+it (`fxremat.cost.workspaces`).
 """
 
 from __future__ import annotations

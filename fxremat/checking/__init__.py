@@ -1,0 +1,1 @@
+"""The judge: graphs before and after are compared, with nothing taken from who changed them."""

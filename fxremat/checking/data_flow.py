@@ -1,0 +1,179 @@
+"""Judging a rewritten joint graph by its data flow, with nothing taken from the rewriting.
+
+Every node gets a number that says what it computes: the same call on the same arguments has
+the same number. A call that may not be run again (random numbers, effects, collectives,
+custom ops) has a number of its own for each node, so a second copy of it is a difference.
+A graph input that is written into counts as another argument from then on.
+Calls that only wait, or say that something has arrived, compute nothing.
+A value that has been to host memory and back has the number it had before, and every reader of
+what comes back has to stand behind the wait for it.
+The rewritten graph is right if its results have the numbers of the original's results, if
+every call that may not be run again is there exactly once, if what the backward reads is
+an input or one of the nodes declared as saved, and if nothing is run in both halves.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterable
+from typing import Any
+
+from torch import fx
+from torch.utils import _pytree as pytree
+
+from fxremat import runtime
+from fxremat.errors import VerificationFailed
+from fxremat.passes.joint_graph import (
+    is_fetch,
+    is_mutating,
+    is_put,
+    is_repeatable,
+    is_tensor,
+    is_view,
+    root,
+)
+from fxremat.runtime import accumulated, arrived, settle
+
+
+class _Numbering:
+    """Value numbers, shared by the two graphs that are compared."""
+
+    def __init__(self, mutated: frozenset[str]) -> None:
+        self.mutated = mutated
+        self.numbers: dict[Any, int] = {}
+
+    def number(self, key: Any) -> int:
+        return self.numbers.setdefault(key, len(self.numbers))
+
+    def read(self, graph: fx.Graph) -> tuple[dict[fx.Node, int], list[str]]:
+        """The number of every node, and the names of the calls that run only once."""
+        of: dict[fx.Node, int] = {}
+        once: list[str] = []
+        mutated = frozenset(
+            n for n in graph.nodes if n.op == "placeholder" and n.name in self.mutated
+        )
+        written: dict[fx.Node, int] = {}
+        for node in graph.nodes:
+            if node.op in ("placeholder", "get_attr"):
+                of[node] = self.number((node.op, str(node.target)))
+            elif node.target in _WAITS:
+                of[node] = self.number(("wait", node.name))
+            elif node.target in _MOVES or is_fetch(node) or is_put(node):
+                of[node] = of[node.args[0]]
+            elif node.op == "call_function":
+                args = self.arguments(node, of, written)
+                if is_view(node) or is_repeatable(node, mutated):
+                    of[node] = self.number((node.target, args))
+                else:
+                    once.append(node.name)
+                    of[node] = self.number((node.target, args, node.name))
+                if is_mutating(node) and isinstance(node.args[0], fx.Node):
+                    written[root(node.args[0])] = of[node]
+        return of, once
+
+    def arguments(self, node: fx.Node, of: dict[fx.Node, int], written: dict[fx.Node, int]) -> Any:
+        leaves, spec = pytree.tree_flatten((node.args, node.kwargs))
+        seen = (
+            ("node", of[a], written.get(root(a))) if isinstance(a, fx.Node) else _constant(a)
+            for a in leaves
+        )
+        return (*seen, str(spec))
+
+
+_MOVES = frozenset({runtime.to_host, runtime.to_device})
+_COPY_WAITS = frozenset({runtime.wait_host, runtime.wait_device})
+_WAITS = _COPY_WAITS | {settle, arrived, accumulated}
+
+
+def check_waits(graph: fx.Graph) -> None:
+    """Raise `VerificationFailed` where something is used before its transfer has ended.
+
+    Until it is waited for, nothing but a transfer and its wait may use what a transfer fills. See
+    also `check_arrivals`.
+    """
+    check_arrivals(graph)
+    filling: set[fx.Node] = set()
+    for node in graph.nodes:
+        if node.target in _COPY_WAITS:
+            filling.discard(node.args[0])
+        elif node.target not in _MOVES:
+            early = filling.intersection(map(root, node.all_input_nodes))
+            if early and node.op != "output" and not is_view(node):
+                what = f"{node.name} reads {next(iter(early)).name} before it has arrived"
+                raise VerificationFailed("transfers", what)
+        if node.target in _MOVES:
+            filling.add(node)
+    if filling:
+        names = sorted(node.name for node in filling)[:5]
+        raise VerificationFailed("transfers", f"never waited for: {names}")
+
+
+def check_arrivals(graph: fx.Graph) -> None:
+    """Raise `VerificationFailed` where an optimizer could step too early.
+
+    From there on the weight may change, and the gradient's memory is not there any more. The latter
+    holds for gradients that are added, too.
+    """
+    gone: set[fx.Node] = set()
+    for node in graph.nodes:
+        ends = node.op == "output" or node.target is settle
+        early = gone.intersection(map(root, node.all_input_nodes))
+        if early and not ends and not is_view(node):
+            what = f"{node.name} uses {next(iter(early)).name} after it was given away"
+            raise VerificationFailed("transfers", what)
+        if node.target is arrived:
+            gone.update(node.args[:2])
+        if node.target is accumulated:
+            gone.add(root(node.args[0]))
+
+
+def _constant(leaf: Any) -> Any:
+    return (type(leaf).__name__, repr(leaf))
+
+
+def _results(graph: fx.Graph, of: dict[fx.Node, int]) -> list[Any]:
+    (results,) = graph.output_node().args
+    assert isinstance(results, (tuple, list))
+    return [of[r] if isinstance(r, fx.Node) else r for r in results]
+
+
+def check_data_flow(
+    original: fx.Graph,
+    rewritten: fx.Graph,
+    mutated: Iterable[str],
+) -> None:
+    """Raise `VerificationFailed` unless both graphs compute the same results."""
+    numbering = _Numbering(frozenset(mutated))
+    before, once_before = numbering.read(original)
+    after, once_after = numbering.read(rewritten)
+    if sorted(once_before) != sorted(once_after):
+        changed = sorted(set(once_before) ^ set(once_after)) or once_after
+        raise VerificationFailed("run once", f"calls that must run exactly once: {changed[:5]}")
+    old, new = _results(original, before), _results(rewritten, after)
+    for index, (a, b) in enumerate(zip(old, new, strict=True)):
+        if a != b:
+            raise VerificationFailed("data flow", f"result {index} is computed differently")
+
+
+def _runs(graph: fx.Graph) -> set[str]:
+    """Names of the calls that compute a tensor."""
+    return {
+        n.name
+        for n in graph.nodes
+        if n.op == "call_function" and (is_tensor(n) or n.target in _WAITS) and not is_view(n)
+    }
+
+
+def check_split(backward: fx.Graph, saved: Iterable[str], forward: fx.Graph | None = None) -> None:
+    """Raise `VerificationFailed` where the backward reads what was not declared as saved.
+
+    With ``forward``, also where a node of the whole graph is run in both halves: then something
+    that the backward reads was not saved, and torch ran it a second time.
+    """
+    twice = _runs(backward) & _runs(forward) if forward is not None else set()
+    if twice:
+        raise VerificationFailed("saved values", f"run in both halves: {sorted(twice)[:5]}")
+    allowed = set(saved)
+    for node in backward.nodes:
+        known = "tangents" in node.name or node.name in allowed or not is_tensor(node)
+        if node.op == "placeholder" and not known and node.users:
+            raise VerificationFailed("saved values", f"the backward reads {node.name}")

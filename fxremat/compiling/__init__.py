@@ -1,0 +1,1 @@
+"""From the joint graph that torch gives to the two graphs that Inductor gets."""

@@ -1,0 +1,291 @@
+"""The verdict before kernels are compiled: Inductor's own code, run on tensors without memory.
+
+Inductor generates its code for the forward and the backward module, kernels left uncompiled. The
+code then runs: what it allocates, what it hands to library calls and what it drops is counted as
+it happens, on fake tensors. The peak is that of the real step, down to the byte, for as long as
+the libraries' own scratch memory is known.
+"""
+
+from __future__ import annotations
+
+import ast
+import sys
+from collections.abc import Callable, Iterable
+from dataclasses import dataclass, field
+from typing import Any
+
+import torch
+from torch import fx
+from torch.utils import _pytree as pytree
+
+from fxremat import compat, runtime
+from fxremat.cost.peak import uncollected
+from fxremat.passes.joint_graph import is_fetch, is_tensor
+from fxremat.passes.memory_estimation import nbytes
+from fxremat.runtime import accumulated
+
+Workspace = Callable[[Any, Any, Any], int]
+CUDA_BLOCK_BYTES = 512  # CUDA's allocator hands out multiples of it
+
+
+@dataclass(frozen=True)
+class Rehearsal:
+    """One training step of the generated code.
+
+    ``live_bytes`` after each allocation and during each library call, ``at_peak`` the FX nodes
+    whose storages are live at the peak, with their bytes. ``scratch`` gives the workspace of a
+    library call by its FX node, in the layout that Inductor chose.
+    """
+
+    peak_bytes: int
+    live_bytes: tuple[int, ...]
+    at_peak: tuple[tuple[str, int], ...]
+    scratch: dict[str, int]
+
+
+class _Code:
+    """The generated code of one graph, and which names its buffers have at which line."""
+
+    def __init__(self, generated: compat.Generated, filename: str) -> None:
+        self.generated, self.filename = generated, filename
+        self.named_at: dict[int, str] = {}
+        self.renamed: dict[str, tuple[str, int]] = {}
+        for statement in ast.walk(ast.parse(generated.source)):
+            if isinstance(statement, (ast.Assign, ast.Expr)):
+                self._read(statement)
+
+    def _read(self, statement: ast.Assign | ast.Expr) -> None:
+        name = _written(statement)
+        if name is None:
+            return
+        if isinstance(statement.value, ast.Name):
+            self.renamed[statement.value.id] = (name, statement.lineno)
+        for line in range(statement.lineno, (statement.end_lineno or statement.lineno) + 1):
+            self.named_at[line] = name
+
+    def line(self) -> int | None:
+        """The line of this code that is being run, None outside."""
+        frame = sys._getframe()
+        while frame is not None and frame.f_code.co_filename != self.filename:
+            frame = frame.f_back  # type: ignore[assignment]
+        return frame.f_lineno if frame is not None else None
+
+    def origin(self, buffer: str, line: float) -> str:
+        """The FX node of what a buffer holds at ``line``: its memory may have been handed on."""
+        seen = {buffer}
+        while buffer in self.renamed:
+            newer, since = self.renamed[buffer]
+            if since > line or newer in seen:
+                break
+            buffer = newer
+            seen.add(buffer)
+        return self.generated.origin_of.get(buffer, buffer)
+
+
+def _written(statement: ast.Assign | ast.Expr) -> str | None:
+    """The variable that a statement assigns, or that its call writes to."""
+    if isinstance(statement, ast.Assign):
+        target = statement.targets[0]
+        return target.id if isinstance(target, ast.Name) else None
+    if not isinstance(statement.value, ast.Call):
+        return None
+    into = [k.value for k in statement.value.keywords if k.arg == "out"] or statement.value.args[:1]
+    return into[0].id if into and isinstance(into[0], ast.Name) else None
+
+
+@dataclass
+class _Storage:
+    """Live bytes, and where they came from: a buffer of ``code``."""
+
+    nbytes: int
+    is_gone: Callable[[], bool]
+    buffer: str
+    code: _Code | None
+
+
+@dataclass
+class _Meter:
+    """Counts the bytes of ``device`` as the code runs."""
+
+    device: str
+    workspace: Workspace
+    live: dict[int, _Storage] = field(default_factory=dict)
+    uncounted: dict[int, Callable[[], bool]] = field(default_factory=dict)
+    code: _Code | None = None
+    current: int = 0
+    peak: int = 0
+    at_peak: tuple[tuple[str, int], ...] = ()
+    live_bytes: list[int] = field(default_factory=list)
+    scratch: dict[str, int] = field(default_factory=dict)
+
+    def ignore(self, tensors: Iterable[torch.Tensor]) -> None:
+        """These live outside of the step."""
+        for tensor in tensors:
+            key, is_gone = compat.storage_watch(tensor)
+            self.uncounted[key] = is_gone
+
+    def add(self, tensors: Iterable[torch.Tensor], buffer: str) -> None:
+        """Count the storages of ``tensors`` that are not yet counted."""
+        for tensor in tensors:
+            key, is_gone = compat.storage_watch(tensor)
+            known = key in self.live or key in self.uncounted
+            if tensor.device.type == self.device and not known:
+                nbytes = _rounded(tensor.untyped_storage().nbytes(), self.device)
+                self.live[key] = _Storage(nbytes, is_gone, buffer, self.code)
+                self.current += nbytes
+                self.record(self.current)
+
+    def call(self, op: Any, args: Any, kwargs: Any, result: Any) -> None:
+        """Count an op that has run: its new storages, and its scratch memory while it ran."""
+        self.sweep()
+        if op is accumulated:  # its first argument has no memory from here on
+            self.drop(args[0])
+            return
+        if op is runtime.to_host:  # host memory is not what is counted
+            self.ignore([result])
+            return
+        line = self.code.line() if self.code is not None else None
+        name = self.code.named_at.get(line, "") if self.code is not None and line else ""
+        scratch = self.workspace(op, args, kwargs)
+        if scratch and self.code is not None:
+            self.scratch[self.code.origin(name, 0)] = scratch
+        self.add([t for t in pytree.tree_leaves(result) if isinstance(t, torch.Tensor)], name)
+        if scratch:
+            self.record(self.current + scratch)
+
+    def drop(self, tensor: torch.Tensor) -> None:
+        """Take off what is freed, although something still refers to it."""
+        gone = self.live.pop(compat.storage_watch(tensor)[0], None)
+        self.current -= gone.nbytes if gone is not None else 0
+        self.ignore([tensor])
+
+    def sweep(self) -> None:
+        """Take off what has been dropped."""
+        for key in [key for key, is_gone in self.uncounted.items() if is_gone()]:
+            del self.uncounted[key]
+        for key in [key for key, storage in self.live.items() if storage.is_gone()]:
+            self.current -= self.live.pop(key).nbytes
+
+    def record(self, nbytes: int) -> None:
+        self.live_bytes.append(nbytes)
+        if nbytes > self.peak:
+            self.peak = nbytes
+            line = (self.code.line() if self.code is not None else None) or 0
+            self.at_peak = tuple((self.label(s, line), s.nbytes) for s in self.live.values())
+
+    def label(self, storage: _Storage, line: int) -> str:
+        """The FX node whose value a storage holds."""
+        if storage.code is None:
+            return storage.buffer
+        here = storage.code is self.code
+        return storage.code.origin(storage.buffer, line if here else float("inf"))
+
+    def run(self, generated: compat.Generated, filename: str, args: list[Any], real: Any) -> Any:
+        """Run generated code and count."""
+        code = _Code(generated, filename)
+        constants = {
+            name: real(value) if isinstance(value, torch.Tensor) else value
+            for name, value in generated.constants.items()
+        }
+        self.ignore(c for c in constants.values() if isinstance(c, torch.Tensor))
+        call = compat.load_without_kernels(generated, constants, filename)
+        self.code = code
+        with compat.Watching(self.call):
+            results = call(args)
+        self.sweep()
+        return results
+
+
+def _rounded(nbytes: int, device: str) -> int:
+    block = CUDA_BLOCK_BYTES if device == "cuda" else 1
+    return -(-nbytes // block) * block
+
+
+def _input(node: fx.Node) -> Any:
+    """What a graph gets for a placeholder: a tensor without memory, or the size planned for."""
+    value = node.meta.get("val")
+    size = compat.size_bound
+    if isinstance(value, torch.Tensor):
+        shape, stride = [size(s) for s in value.shape], [size(s) for s in value.stride()]
+        return torch.empty_strided(shape, stride, dtype=value.dtype, device=value.device)
+    return size(value) if isinstance(value, torch.SymInt) else value
+
+
+def _placeholders(module: fx.GraphModule) -> list[fx.Node]:
+    return [n for n in module.graph.nodes if n.op == "placeholder"]
+
+
+def _is_on_host(node: fx.Node) -> bool:
+    """Whether an input of the graph lives in host memory: it is fetched."""
+    return any(user.target is runtime.to_device or is_fetch(user) for user in node.users)
+
+
+@uncollected()  # a fifth of the time; what the code drops needs no collector
+def rehearse(
+    forward: fx.GraphModule,
+    backward: fx.GraphModule,
+    *,
+    num_fwd_outputs: int,
+    device: str,
+    workspace: Workspace,
+) -> Rehearsal:
+    """Generate the code of both graphs of a training step, run one after the other, and count.
+
+    ``workspace`` gives the scratch bytes of a library call (op, args, kwargs). The inputs of the
+    forward are there throughout, its first ``num_fwd_outputs`` results and the incoming gradients
+    are the caller's, everything else is dropped when the code drops it.
+    """
+    first = compat.generate(forward, is_backward=False, seen_outputs=num_fwd_outputs)
+    results = forward.graph.output_node().args[0]
+    assert isinstance(results, (tuple, list))
+    saved = {
+        node.name: index
+        for index, node in enumerate(results)
+        if index >= num_fwd_outputs and isinstance(node, fx.Node)
+    }
+    strides = {name: s for name, i in saved.items() if (s := first.strides[i]) is not None}
+    second = compat.generate(backward, is_backward=True, input_strides=strides)
+
+    meter = _Meter(device, workspace)
+    with compat.without_memory() as made:
+        primals = {n.name: _input(n) for n in _placeholders(forward)}
+        meter.ignore(t for t in primals.values() if isinstance(t, torch.Tensor))
+        returned = list(meter.run(first, "<rehearsed forward>", list(primals.values()), made))
+        kept, given = returned[:num_fwd_outputs], dict(primals)
+        for name, index in saved.items():
+            given[name] = returned[index]
+        del returned
+        arguments = _pass_on(meter, backward, given, saved)
+        kept += [arguments[name] for name in arguments if name not in given]
+        del given
+        passed = list(arguments.values())
+        del arguments
+        kept += list(meter.run(second, "<rehearsed backward>", passed, made))
+    resident = [(n.name, nbytes(n.meta["val"])) for n in _placeholders(forward) if is_tensor(n)
+                and n.meta["val"].device.type == device and not _is_on_host(n)]  # fmt: skip
+    total = sum(size for _, size in resident)
+    return Rehearsal(
+        peak_bytes=meter.peak + total,
+        live_bytes=tuple(total + n for n in meter.live_bytes),
+        at_peak=tuple(resident) + meter.at_peak,
+        scratch=meter.scratch,
+    )
+
+
+def _pass_on(
+    meter: _Meter, backward: fx.GraphModule, given: dict[str, Any], saved: Iterable[str]
+) -> dict[str, Any]:
+    """The backward's arguments: what the forward saved, under new names, and the gradients."""
+    for name in saved:
+        if isinstance(given[name], torch.Tensor):
+            entry = meter.live.get(compat.storage_watch(given[name])[0])
+            if entry is not None:
+                entry.buffer, entry.code = name, None
+    meter.code = None
+    arguments = {}
+    for node in _placeholders(backward):
+        argument = given[node.name] if node.name in given else _input(node)
+        if node.name not in given and isinstance(argument, torch.Tensor):
+            meter.add([argument], node.name)
+        arguments[node.name] = argument
+    return arguments

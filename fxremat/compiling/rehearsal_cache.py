@@ -1,0 +1,78 @@
+"""Rehearsals kept on disk: a graph that has been rehearsed is not rehearsed again.
+
+Who is told the least number that can be met asks for it next: the planner then comes to the plans
+that it has been at before, and what they take is known already.
+"""
+
+from __future__ import annotations
+
+from contextlib import suppress
+from dataclasses import asdict
+from pathlib import Path
+from typing import Any
+
+import torch
+from torch import fx
+
+from fxremat import compat
+from fxremat.compiling.rehearsal import Rehearsal, Workspace, rehearse
+from fxremat.disk_cache import Answers, Question
+
+
+def rehearse_once(
+    forward: fx.GraphModule,
+    backward: fx.GraphModule,
+    *,
+    num_fwd_outputs: int,
+    device: str,
+    workspace: Workspace,
+    directory: Path,
+) -> Rehearsal:
+    """`rehearsal.rehearse`, or what it gave for the same graphs before.
+
+    Equal are graphs that Inductor would take from its own cache, under the same configuration, in
+    the same version of torch; ``workspace`` is taken to be that of the device.
+    """
+    question = _question(forward, backward, num_fwd_outputs, device)
+    answers = Answers(directory)
+    known = _rehearsal_of(answers.read(question)) if question is not None else None
+    if known is not None:
+        return known
+    shown = rehearse(
+        forward,
+        backward,
+        num_fwd_outputs=num_fwd_outputs,
+        device=device,
+        workspace=workspace,
+    )
+    if question is not None:
+        answers.keep(question, asdict(shown))
+    return shown
+
+
+def _question(
+    forward: fx.GraphModule, backward: fx.GraphModule, num_fwd_outputs: int, device: str
+) -> Question | None:
+    """Everything that a rehearsal depends on; None where that cannot be named."""
+    first = compat.code_key(forward, is_backward=False)
+    second = compat.code_key(backward, is_backward=True)
+    if first is None or second is None:
+        return None
+    return {
+        "forward": first,
+        "backward": second,
+        "num_fwd_outputs": num_fwd_outputs,
+        "device": device,
+        "threads": torch.get_num_threads(),
+    }
+
+
+def _rehearsal_of(answer: Any) -> Rehearsal | None:
+    with suppress(KeyError, TypeError, ValueError, AttributeError):
+        return Rehearsal(
+            peak_bytes=int(answer["peak_bytes"]),
+            live_bytes=tuple(map(int, answer["live_bytes"])),
+            at_peak=tuple((str(name), int(size)) for name, size in answer["at_peak"]),
+            scratch={str(name): int(size) for name, size in answer["scratch"].items()},
+        )
+    return None

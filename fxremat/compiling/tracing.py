@@ -1,0 +1,149 @@
+"""The problem of a training step, found without compiling it and without running it.
+
+The step is traced just as the backend would trace it, and given up where the backend would plan.
+The tensors may be fake, so that a model takes no memory; the times may be those of a device that
+is not here.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass, replace
+from typing import Any
+
+import torch
+from torch import fx, nn
+from torch.utils import _pytree as pytree
+
+from fxremat import compat
+from fxremat.compiling.request import Request, device_of, op_timer, prepare, with_energies
+from fxremat.cost.device import DeviceSpec
+from fxremat.cost.workspaces import Workspaces, declared
+from fxremat.errors import NotTraceable
+from fxremat.passes.joint_graph import root
+from fxremat.passes.memory_estimation import Estimate, estimate
+from fxremat.passes.variants.insertion import find_sites, offer
+from fxremat.passes.variants.rule import Rule
+
+MODES = ("inductor", "aot_eager")
+
+
+@dataclass(frozen=True)
+class TracedStep:
+    """The problem of a step, and the tensors that its graph takes, in the graph's order."""
+
+    found: Estimate
+    inputs: Sequence[Any]
+
+    def weights(self, parameters: dict[str, nn.Parameter]) -> dict[str, tuple[str, str | None]]:
+        """Of each named parameter that the graph reads: its value, and that of its gradient."""
+        joint = self.found.joint
+        gradients = joint.results[joint.num_forward_outputs :]
+        known = self.found.problem.bytes_of.keys()
+        names = {id(parameter): name for name, parameter in parameters.items()}
+        found: dict[str, tuple[str, str | None]] = {}
+        for node, result, given in zip(joint.primals, gradients, self.inputs, strict=False):
+            name = names.get(id(given))
+            if name is not None:
+                value = root(result).name if isinstance(result, fx.Node) else None
+                found[name] = node.name, value if value in known else None
+        return found
+
+
+class _Traced(Exception):
+    """Ends a compilation as soon as its problem is known."""
+
+    def __init__(self, step: TracedStep) -> None:
+        super().__init__(step)
+        self.step = step
+
+
+class _WithLoss(nn.Module):
+    """A module whose result is one number to go backward from."""
+
+    def __init__(self, model: Callable[..., Any]) -> None:
+        super().__init__()
+        self.model = model
+
+    def forward(self, *inputs: Any) -> torch.Tensor:
+        leaves = pytree.tree_leaves(self.model(*inputs))
+        tensors = [x for x in leaves if isinstance(x, torch.Tensor) and x.is_floating_point()]
+        sums = [x.sum() if x.dim() else x for x in tensors]
+        return sum(sums[1:], sums[0]) if sums else torch.zeros(())
+
+
+def trace_step(
+    name: str,
+    model: Callable[..., Any],
+    inputs: Sequence[Any],
+    *,
+    mode: str = "inductor",
+    workspaces: bool = False,
+    spec: DeviceSpec | None = None,
+    rules: Sequence[Rule] = (),
+) -> TracedStep:
+    """Trace ``model(*inputs)``, summed up to one number, and its backward.
+
+    ``mode`` is what would run the graphs; ``workspaces`` are measured by running each distinct
+    library call, on real memory; times are those of ``spec``, by default of the device here.
+    The problem has the forms of ``rules`` as alternatives. Raises `NotTraceable`.
+    """
+
+    def backend(gm: fx.GraphModule, example_inputs: Sequence[Any]) -> Callable[..., Any]:
+        def partition(module: fx.GraphModule, joint_inputs: Any, **kwargs: Any) -> Any:
+            count = kwargs["num_fwd_outputs"]
+            found = _estimate(name, module, count, mode, workspaces, spec, rules)
+            raise _Traced(TracedStep(found, example_inputs))
+
+        if mode == "aot_eager":
+            return compat.compile_with_aot_eager(gm, example_inputs, partition)
+        return compat.trace_as_inductor(gm, example_inputs, {}, partition)
+
+    try:
+        with compat.fresh_dynamo_caches():
+            step = torch.compile(_WithLoss(model), backend=backend, fullgraph=True, dynamic=False)
+            step(*inputs)
+    except Exception as error:
+        inner = getattr(error, "inner_exception", None)
+        if isinstance(inner, _Traced):
+            return inner.step
+        raise NotTraceable(name, f"cannot be traced as one graph: {error}") from error
+    raise NotTraceable(name, "nothing in the model needs a gradient, so there is no backward")
+
+
+def _estimate(
+    name: str,
+    module: fx.GraphModule,
+    num_fwd_outputs: int,
+    mode: str,
+    workspaces: bool,
+    spec: DeviceSpec | None,
+    rules: Sequence[Rule],
+) -> Estimate:
+    """What the backend would plan for a joint graph."""
+    request = Request(
+        budget_bytes=None,
+        held_bytes=0,
+        wanted_bytes=None,
+        executor=mode,
+        solver="auto",
+        solver_time_limit=None,
+        op_times="roofline",
+        verify=True,
+    )
+    joint = prepare(module, num_fwd_outputs, fused=mode == "inductor")
+    device = device_of(module.graph)
+    workspace = Workspaces(device).of_node if workspaces else declared
+    offered = offer(joint, find_sites(joint, rules, workspace))
+    found = estimate(
+        offered.joint,
+        op_timer(request, device, spec),
+        workspace,
+        fused=mode == "inductor",
+        device=device.type,
+        name=name,
+        forms=offered.forms,
+    )
+    if spec is None:
+        return found
+    return replace(found, problem=with_energies(found.problem, spec))

@@ -1,0 +1,61 @@
+"""The front of peak against time: what every budget would cost."""
+
+from __future__ import annotations
+
+from collections.abc import Iterable, Iterator
+from dataclasses import replace
+
+from fxremat.core.plan import Plan
+from fxremat.core.problem import Problem
+from fxremat.planner.deadline import Clock
+from fxremat.planner.local import greedy
+from fxremat.planner.milp import moments
+from fxremat.planner.moves import offload
+from fxremat.planner.options import SolverOptions
+
+MOST_POINTS = 24
+"""Peaks at which the greedy solver's plan is improved."""
+MOVING_POINTS = 12
+"""Parts of the way between the two ends, where values may move."""
+SECONDS = 10.0
+"""Time to improve plans where the caller gives none."""
+
+
+def front(problem: Problem, options: SolverOptions | None = None) -> tuple[Plan, ...]:
+    """Non-dominated plans: peak strictly decreasing, time strictly increasing."""
+    asked = options or SolverOptions()
+    if problem.copies is not None:
+        return tuple(_best(_with_moves(problem, asked), problem.base_time_us))
+    known, plans = greedy.found(problem, asked), [*greedy.front(problem, asked)]
+    slow = [plan for plan in plans if plan.time_us > problem.base_time_us]
+    count = min(MOST_POINTS, len(slow))
+    picks = [slow[round(k * (len(slow) - 1) / max(1, count - 1))] for k in range(count)]
+    clock = Clock(SECONDS if asked.time_limit_s is None else asked.time_limit_s)
+    for k, pick in enumerate(picks):
+        if not clock.running():
+            break
+        part = Clock(clock.left() / (count - k))
+        plans.append(moments.improved(known, pick.peak_bytes, asked, part))
+    return tuple(_best(plans, problem.base_time_us))
+
+
+def _with_moves(problem: Problem, options: SolverOptions) -> Iterator[Plan]:
+    """Plans between the fastest and that of least peak, evenly spread, while there is time."""
+    clock = Clock(SECONDS if options.time_limit_s is None else options.time_limit_s)
+    fastest, least = (offload.quick(problem, budget, options) for budget in (None, 0))
+    yield fastest
+    yield least
+    span = fastest.peak_bytes - least.peak_bytes
+    for k in range(1, MOVING_POINTS):
+        if clock.running():
+            budget = least.peak_bytes + span * k // MOVING_POINTS
+            yield offload.quick(problem, budget, options)
+
+
+def _best(plans: Iterable[Plan], base_us: float) -> list[Plan]:
+    """Without budgets: what is proven of a plan within its budget does not hold without."""
+    out: list[Plan] = []
+    for plan in sorted(plans, key=lambda each: (each.time_us, each.peak_bytes)):
+        if not out or plan.peak_bytes < out[-1].peak_bytes:
+            out.append(replace(plan, budget_bytes=None, time_bound_us=base_us))
+    return out

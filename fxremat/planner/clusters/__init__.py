@@ -1,0 +1,1 @@
+"""H-Rockmate: a graph is cut into clusters, which are planned apart and put together."""

@@ -1,0 +1,300 @@
+"""What running a cluster takes: time, and bytes, with what crosses between clusters left open.
+
+An `Option` says how the backward of a cluster runs: its ops, and between them forward ops that
+run again. What must be saved for it from the forward follows. Whether an interface value is there
+while a cluster runs is for the level above to decide; so the bytes of a run are given as a few
+`Moment` s, each with the interface values that its end of the run has already left, and those
+that are not made yet. These are the correction terms of Gusak et al., "HiRemate" (ICML 2025,
+PMLR 267): with them the peak one level up is that of the replay.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Collection, Iterable, Sequence
+from dataclasses import dataclass
+from functools import cached_property
+
+from fxremat.planner.clusters.decomposition import Cluster, Decomposition
+
+
+@dataclass(frozen=True)
+class Option:
+    """The steps of a cluster's backward, forward ops that run again among them."""
+
+    backward: tuple[int, ...]
+
+
+@dataclass(frozen=True)
+class Moment:
+    """Bytes of a run at one step, without interface values.
+
+    ``done`` are those among them that the run touches before this step only, ``unborn`` those
+    that it makes after it.
+    """
+
+    bytes: int
+    done: frozenset[int]
+    unborn: frozenset[int]
+
+    def beats(self, other: Moment) -> bool:
+        """Whether this moment is the worse one whatever the interface values do."""
+        return self.bytes >= other.bytes and self.done <= other.done and self.unborn <= other.unborn
+
+
+@dataclass(frozen=True)
+class Run:
+    """A sequence of ops of one cluster.
+
+    ``needs`` are the interface values that must be there, ``makes`` those that are there after
+    it, ``moments`` the steps that may be the worst. Bytes exclude the fixed values where the run
+    is a repeat, and include them where it is a first one.
+    """
+
+    steps: tuple[int, ...]
+    time: float
+    needs: frozenset[int]
+    makes: frozenset[int]
+    moments: tuple[Moment, ...]
+
+    @property
+    def worst(self) -> int:
+        """Bytes at the worst step, without interface values."""
+        return max((moment.bytes for moment in self.moments), default=0)
+
+
+@dataclass(frozen=True)
+class OptionRuns:
+    """One option of a cluster: what is saved for it, and the runs that it is made of.
+
+    ``first`` is the forward that saves; ``again`` a repeat that saves and makes the interface
+    values, ``only`` one that only saves.
+    """
+
+    saved: frozenset[int]
+    saved_bytes: int
+    first: Run
+    again: Run
+    only: Run
+    backward: Run
+
+
+@dataclass(frozen=True)
+class ClusterRuns:
+    """The runs of a cluster: ``skip_first`` and ``skip_again`` save nothing."""
+
+    skip_first: Run
+    skip_again: Run
+    options: tuple[OptionRuns, ...]
+
+
+@dataclass(frozen=True)
+class Costs:
+    """Works out the runs of one cluster."""
+
+    parts: Decomposition
+    cluster: Cluster
+
+    def runs(self, options: Iterable[Option]) -> ClusterRuns:
+        """The runs for these options."""
+        return ClusterRuns(
+            self._first(frozenset()),
+            self._again(frozenset(), self.cluster.makes),
+            tuple(self.option(option) for option in options),
+        )
+
+    def option(self, option: Option) -> OptionRuns:
+        """The runs of one option."""
+        saved = self._read_before_written(option.backward) & self.cluster.local
+        return OptionRuns(
+            saved,
+            self._bytes(saved),
+            self._first(saved),
+            self._again(saved, self.cluster.makes),
+            self._again(saved, frozenset()),
+            self._run(option.backward, frozenset(), self.cluster.backward),
+        )
+
+    def _first(self, saved: frozenset[int]) -> Run:
+        return self._run(self.cluster.forward, saved, self.cluster.forward)
+
+    def _again(self, saved: frozenset[int], makes: frozenset[int]) -> Run:
+        """Only the ops that it takes: their other results go at once."""
+        model, missing, found = self.parts.model, set(saved | makes), []
+        for op in reversed(self.cluster.forward):
+            if not missing.isdisjoint(model.writes[op]):
+                found.append(op)
+                missing.update(v for v in model.reads[op] if self._own(v))
+        return self._run(found[::-1], saved, (), makes)
+
+    def _own(self, value: int) -> bool:
+        return value in self.cluster.local or value in self.cluster.makes
+
+    def _read_before_written(self, steps: Sequence[int]) -> frozenset[int]:
+        model, live = self.parts.model, set[int]()
+        for op in reversed(steps):
+            live.difference_update(model.writes[op])
+            live.update(model.reads[op])
+        return frozenset(live)
+
+    def _bytes(self, values: Iterable[int]) -> int:
+        return sum(self.parts.model.bytes[value] for value in values)
+
+    # -- moments ---------------------------------------------------------------------------
+
+    def _run(
+        self,
+        steps: Sequence[int],
+        keep: frozenset[int],
+        first: Collection[int],
+        makes: frozenset[int] | None = None,
+    ) -> Run:
+        """The run that leaves ``keep`` behind; the ops in ``first`` run there for the first time.
+
+        Without ``makes`` it makes what its ops write, but for repeats within a backward: what
+        these write of the interface is for the backward alone, like a local value.
+        """
+        model, home = self.parts.model, self.parts.home
+        needs = self._read_before_written(steps) & home.keys()
+        written = {v for op in steps for v in model.writes[op] if v in home and v not in needs}
+        if makes is None:
+            makes = frozenset(v for v in written if model.writer[v] in first)
+        inside = self.cluster.local | (written - makes)
+        spans = self._spans(steps, needs | makes)
+        inner = self._inside(steps, inside, keep, first)
+        moments = [
+            Moment(
+                size,
+                frozenset(
+                    v for v, (_, last) in spans.items() if last < k or (last == k and v in gone)
+                ),
+                frozenset(v for v, (born, _) in spans.items() if born > k),
+            )
+            for k, (size, gone) in enumerate(inner)
+        ]
+        time = sum(model.time[op] for op in steps)
+        return Run(tuple(steps), time, needs, makes, _worst(moments))
+
+    def _spans(self, steps: Sequence[int], values: Collection[int]) -> dict[int, tuple[int, int]]:
+        """First and last step that touch each interface value; first 0 where it was there."""
+        model, spans = self.parts.model, dict[int, tuple[int, int]]()
+        for k, op in enumerate(steps):
+            for value in model.writes[op]:
+                if value in values:
+                    spans.setdefault(value, (k, k))
+            for value in (*model.reads[op], *model.writes[op]):
+                if value in values:
+                    spans[value] = (spans.get(value, (0, 0))[0], k)
+        return spans
+
+    def _inside(
+        self,
+        steps: Sequence[int],
+        inside: frozenset[int],
+        keep: frozenset[int],
+        first: Collection[int],
+    ) -> list[tuple[int, frozenset[int]]]:
+        """Bytes at each step, and the interface values that its op writes over, if they go.
+
+        Backwards: a copy is held while the next that happens to it is a read, as a replay does.
+        """
+        model = self.parts.model
+        live, out = set(keep), list[tuple[int, frozenset[int]]]()
+        total = self._bytes(live)
+        ahead = None
+        for op in reversed(steps):
+            writes = inside.intersection(model.writes[op])
+            reads = inside.intersection(model.reads[op])
+            gone = (writes | reads) - live
+            size = model.workspace[op] + total + self._bytes(gone)
+            if op in first:
+                size += self.parts.fixed[0][op]
+                ahead = self.parts.fixed[1][op]
+            elif ahead is not None:
+                size += ahead  # a repeat in front of the backward's next op
+            less, over = self._overtaken(op, writes, gone, op in first)
+            out.append((size - less, over))
+            total += self._bytes(reads - live) - self._bytes(writes & live)
+            live = (live - writes) | reads
+        return out[::-1]
+
+    def _overtaken(
+        self, op: int, new: Iterable[int], gone: Iterable[int], first: bool
+    ) -> tuple[int, frozenset[int]]:
+        """Bytes that the op writes over what ends there, and interface values that it may."""
+        parts, sizes = self.parts, self.parts.model.bytes
+        begins, ends = set(new), set(gone)
+        over: set[int] = set()
+        for value in parts.model.writes[op]:
+            if (first and self._fixed(value)) or value in self.cluster.makes:
+                begins.add(value)
+        if first:
+            fixed = [v for v in parts.model.reads[op] if self._fixed(v)]
+            ends.update(v for v in fixed if parts.last_reads[v] == op and not parts.model.kept[v])
+        less = 0
+        for read, write in parts.model.inplace[op]:
+            if write not in begins:
+                continue
+            if read in ends:
+                ends.remove(read)
+                begins.remove(write)
+                less += min(sizes[read], sizes[write])
+            elif read in parts.home and read not in over and sizes[read] <= sizes[write]:
+                over.add(read)
+                begins.remove(write)
+        return less, frozenset(over)
+
+    def _fixed(self, value: int) -> bool:
+        return value not in self.parts.home and value not in self.cluster.local
+
+
+def _worst(moments: Iterable[Moment]) -> tuple[Moment, ...]:
+    """The moments that no other beats."""
+    kept: list[Moment] = []
+    for moment in sorted(moments, key=lambda m: (-m.bytes, len(m.done) + len(m.unborn))):
+        if not any(other.beats(moment) for other in kept):
+            kept.append(moment)
+    return tuple(kept)
+
+
+@dataclass(frozen=True)
+class Figures:
+    """What a level above chooses an option by: time, bytes saved, peaks of both parts."""
+
+    time: float
+    saved: int
+    forward: int
+    backward: int
+
+    @staticmethod
+    def of(runs: OptionRuns, sizes: Sequence[int]) -> Figures:
+        """Saved bytes count the interface values that the backward needs."""
+        held = runs.saved_bytes + sum(sizes[value] for value in runs.backward.needs)
+        return Figures(runs.backward.time, held, runs.first.worst, runs.backward.worst)
+
+    @cached_property
+    def row(self) -> tuple[float, int, int, int]:
+        """The figures in one row."""
+        return self.time, self.saved, self.forward, self.backward
+
+    def beats(self, other: Figures) -> bool:
+        """Whether no figure is worse."""
+        return all(mine <= its for mine, its in zip(self.row, other.row, strict=True))
+
+
+def pareto(
+    parts: Decomposition, cluster: Cluster, options: Iterable[Option], most: int
+) -> list[Option]:
+    """Options that no other beats; thinned evenly by the bytes saved where there are many."""
+    costs, sizes = Costs(parts, cluster), parts.model.bytes
+    weighed = [
+        (Figures.of(costs.option(option), sizes), option) for option in dict.fromkeys(options)
+    ]
+    weighed.sort(key=lambda pair: (pair[0].saved, pair[0].row))
+    kept: list[tuple[Figures, Option]] = []
+    for figures, option in weighed:
+        if not any(other.beats(figures) for other, _ in kept):
+            kept.append((figures, option))
+    if len(kept) <= most:
+        return [option for _, option in kept]
+    picks = {round(k * (len(kept) - 1) / (most - 1)) for k in range(most)}
+    return [kept[k][1] for k in sorted(picks)]

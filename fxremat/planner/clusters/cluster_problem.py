@@ -1,0 +1,87 @@
+"""A part of a problem alone: its forward, a pause that needs memory, its backward.
+
+What may be held in the pause is what is left of the budget beside it; so the plans of this problem
+for several pauses and budgets are the ways to run the part (Zhao et al., "Rockmate", ICML 2023,
+section 3, solves each block for several bytes saved and several peaks).
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterator, Sequence
+
+from fxremat.core.problem import Op, Phase, Problem, Value
+from fxremat.planner.deadline import Clock
+from fxremat.planner.indexed_problem import Model
+from fxremat.planner.local.editable_schedule import Search, Taste
+from fxremat.planner.local.eviction_paths import descend
+from fxremat.planner.local.pareto_pool import Pool, steps_of
+from fxremat.planner.local.stage_schedule import State
+
+PAUSE = "pause"
+PAUSES = (0.0, 0.5, 1.0)
+"""Bytes of the pause, as a part of what is held at most."""
+LENGTHS = (0.0, 0.5, 1.0)
+WORK_PER_OP, MOST_WORK = 6_000, 400_000
+"""Work of one eviction path, in the units of `State.work` (about a microsecond each)."""
+
+
+def paused_problem(
+    model: Model,
+    forward: Sequence[int],
+    backward: Sequence[int],
+    pause_bytes: int,
+    stays: Callable[[int], bool],
+    again: Callable[[int], bool],
+) -> Problem:
+    """The ops alone: what comes from outside is there, and what stays is there for good.
+
+    ``stays`` tells values that outlive the part, ``again`` forward ops that may run again.
+    """
+    ops = [_op(model, op, "forward", again(op)) for op in forward]
+    ops.append(Op(PAUSE, (), (), 0.0, pause_bytes, "any", False))
+    ops.extend(_op(model, op, "backward", False) for op in backward)
+    written = {name for op in ops for name in op.writes}
+    names = dict.fromkeys(name for op in ops for name in (*op.reads, *op.writes))
+    staying = {name for name in names if stays(int(name))}
+    outside = [name for name in names if name not in written]
+    return Problem(
+        name="part",
+        values=tuple(Value(name, model.bytes[int(name)]) for name in names),
+        ops=tuple(ops),
+        inputs=tuple(name for name in outside if name not in staying),
+        resident=tuple(name for name in outside if name in staying),
+        outputs=tuple(name for name in names if name in staying and name in written),
+    )
+
+
+def _op(model: Model, op: int, phase: Phase, repeatable: bool) -> Op:
+    return Op(
+        name=str(op),
+        reads=tuple(map(str, model.reads[op])),
+        writes=tuple(map(str, model.writes[op])),
+        time_us=model.time[op],
+        workspace_bytes=model.workspace[op],
+        phase=phase,
+        repeatable=repeatable,
+        inplace=tuple((str(read), str(write)) for read, write in model.inplace[op]),
+    )
+
+
+def evicted(model: Model, clock: Clock) -> Pool:
+    """Keep-all and what evictions make of it."""
+    pool = Pool(model)
+    pool.offer(State(model))
+    for length in LENGTHS:
+        if not clock.running():
+            break
+        search = Search(State(model), Taste(length))
+        descend(search, pool, 0, min(MOST_WORK, WORK_PER_OP * model.n))
+    return pool
+
+
+def backwards(pool: Pool, forward: Sequence[int], backward: Sequence[int]) -> Iterator[list[int]]:
+    """The steps after the pause of each schedule, as ops of the whole problem."""
+    ops = (*forward, -1, *backward)
+    for entry in pool.settled():
+        steps = steps_of(pool.model.n, entry.runs())
+        yield [ops[k] for k in steps[steps.index(len(forward)) + 1 :]]

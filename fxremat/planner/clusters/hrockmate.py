@@ -1,0 +1,262 @@
+"""H-Rockmate: clusters planned apart, and an integer programme that puts their plans together.
+
+Gusak et al., "HiRemate: Hierarchical approach for efficient re-materialization of neural networks"
+(ICML 2025, PMLR 267; earlier named H-Rockmate). The graph is cut into clusters
+(`fxremat.planner.clusters.decomposition`). Each distinct one is a problem of its own: its forward,
+a pause that needs memory, its backward. Planned for several budgets and pauses it gives the options
+of the level above, where an integer programme (`fxremat.planner.clusters.level_milp`) chooses one
+for each cluster and lets clusters run again. Large clusters are cut again, down to those that the
+solver over instants takes whole.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from dataclasses import dataclass, field, replace
+from itertools import islice
+
+from fxremat.core.plan import Plan
+from fxremat.core.problem import Problem
+from fxremat.planner.clusters.cluster_costs import ClusterRuns, Costs, Option, pareto
+from fxremat.planner.clusters.cluster_problem import PAUSES, backwards, evicted, paused_problem
+from fxremat.planner.clusters.decomposition import (
+    Cluster,
+    Cutter,
+    Decomposition,
+    Shape,
+    decompose,
+    role,
+    shape,
+    turn_of,
+)
+from fxremat.planner.clusters.level_milp import Quotient
+from fxremat.planner.deadline import Clock
+from fxremat.planner.indexed_problem import Model, build_model
+from fxremat.planner.local.editable_schedule import Search
+from fxremat.planner.local.eviction_paths import descend
+from fxremat.planner.local.pareto_pool import Pool, steps_of
+from fxremat.planner.local.ruin_and_repair import polish
+from fxremat.planner.local.stage_schedule import State
+from fxremat.planner.milp.highs import Solution, Watch
+from fxremat.planner.milp.moments import Refinement
+from fxremat.planner.milp.warm_start import known_plan, runs_of, without_idle
+from fxremat.planner.options import Progress, SolverOptions
+from fxremat.planner.peak_bound import peak_bound
+from fxremat.planner.plans import make_plan
+
+NAME = "hrockmate"
+LEAF = 24
+"""Forward ops of a cluster that is not cut again."""
+MOST_CLUSTERS, FEWEST_CLUSTERS = 12, 6
+MOST_OPTIONS = 60
+GRID = (0.75, 0.5, 0.25, 0.0)
+"""Budgets of a cluster, between its least peak found and that of keep-all."""
+FEW = 5
+"""Options of a cluster that the programme with repeats has in any case."""
+NODES, INNER_NODES = 400, 30
+GAP = 1e-4
+LEAF_ROUNDS = 3
+"""Sets of instants tried for a budget of a cluster that is not cut again."""
+ROUNDS = 3
+"""Programmes with less and less room, where the schedule needs more than the budget."""
+MORE_ROOM = 0.04
+"""Part of the budget by which it is exceeded to find a schedule to begin with."""
+REPAIR = 200_000
+"""Work to evict from a schedule that does not fit, in the units of `State.work`."""
+
+
+def solve(
+    problem: Problem, budget_bytes: int | None, options: SolverOptions, cutter: Cutter | None = None
+) -> Plan:
+    """The plan of least time within the budget, or of least peak where none fits.
+
+    ``cutter`` chooses where to cut, for comparison.
+    """
+    clock = Clock(options.time_limit_s)
+    best = make_plan(problem, problem.base_steps(), NAME)
+    model = build_model(problem)
+    if budget_bytes is not None and best.peak_bytes > budget_bytes:
+        known = known_plan(problem, budget_bytes, options)
+        pool = Pool(model)
+        pool.offer(State(model, without_idle(model, runs_of(model, known.ops))))
+        watch = _watch(options, clock, known.time_us if known.peak_bytes <= budget_bytes else None)
+        Hierarchy(clock, cutter, watch=watch).fill(pool, budget_bytes, NODES)
+        polish(pool, budget_bytes, options.seed, clock)
+        entry = pool.best(budget_bytes) or pool.least()
+        found = make_plan(problem, model.names(steps_of(model.n, entry.runs())), NAME)
+        best = min((known, found), key=lambda p: (max(p.peak_bytes, budget_bytes), p.time_us))
+    return make_plan(
+        problem,
+        best.steps,
+        NAME,
+        budget_bytes=budget_bytes,
+        seconds=clock.seconds(),
+        peak_bound_bytes=max(peak_bound(model), best.peak_bound_bytes or 0),
+    )
+
+
+def _watch(options: SolverOptions, clock: Clock, time_us: float | None) -> Watch | None:
+    """Tells how long it takes; what a programme believes of time is not known to be so."""
+    tell = options.progress
+    if tell is None:
+        return None
+    return lambda _objective, _bound: tell(Progress(NAME, clock.seconds(), time_us, None))
+
+
+@dataclass
+class Hierarchy:
+    """Plans for graphs of any size; the options of each distinct cluster are found once."""
+
+    clock: Clock
+    cutter: Cutter | None = None
+    shares: bool = True
+    watch: Watch | None = None
+    solved: dict[Shape, list[tuple[int, ...]]] = field(default_factory=dict)
+
+    def fill(self, pool: Pool, budget: int, nodes: int) -> None:
+        """Offer what the programme over clusters finds for the budget."""
+        level = self.level(pool.model)
+        if level is not None:
+            level.fill(pool, budget, nodes, self.clock, self.watch)
+
+    def level(self, model: Model) -> Level | None:
+        """The clusters of a model with their options; None where there is nothing to cut."""
+        parts = self._cut(model)
+        if len(parts.clusters) < 2:
+            return None
+        return Level(parts, [self.options(parts, cluster) for cluster in parts.clusters])
+
+    def _cut(self, model: Model) -> Decomposition:
+        """Of the numbers of clusters the one with the fewest ops in distinct clusters."""
+        forward = turn_of(model) + 1
+        most = max(2, min(MOST_CLUSTERS, forward // 3))
+        fewest = min(most, max(2, min(FEWEST_CLUSTERS, forward // LEAF)))
+        cuts = [decompose(model, count, self.cutter) for count in range(fewest, most + 1)]
+        return min(cuts, key=lambda parts: (_distinct_ops(parts), -len(parts.clusters)))
+
+    def options(self, parts: Decomposition, cluster: Cluster) -> list[Option]:
+        """Keep-all and the others that are worth a choice."""
+        if not cluster.backward:
+            return []
+        ops = (*cluster.forward, *cluster.backward)
+        key = shape(parts, cluster) if self.shares else (cluster.forward.start, len(self.solved))
+        if key not in self.solved and self.clock.running():
+            place = {op: k for k, op in enumerate(ops)}
+            found = pareto(parts, cluster, self._search(parts, cluster), MOST_OPTIONS)
+            self.solved[key] = [tuple(place[op] for op in option.backward) for option in found]
+        moved = [Option(tuple(ops[k] for k in steps)) for steps in self.solved.get(key, ())]
+        return list(dict.fromkeys([Option(tuple(cluster.backward)), *moved]))
+
+    def _search(self, parts: Decomposition, cluster: Cluster) -> Iterator[Option]:
+        """Schedules of the cluster's own problem, for several pauses and budgets."""
+        whole = _bytes_at_most(parts, cluster)
+        for pause in PAUSES:
+            if not self.clock.running():
+                return
+            problem = paused_problem(
+                parts.model,
+                cluster.forward,
+                cluster.backward,
+                int(pause * whole),
+                stays=lambda value: role(parts, cluster, value) == "staying",
+                again=lambda op: parts.model.repeatable[op],
+            )
+            pool = self._pool(build_model(problem))
+            for steps in backwards(pool, cluster.forward, cluster.backward):
+                yield Option(tuple(steps))
+
+    def _pool(self, model: Model) -> Pool:
+        """What evictions find, and then the level below or the solver over instants."""
+        pool = evicted(model, self.clock)
+        most, least = State(model).max_peak(), pool.least().peak
+        level = self.level(model) if turn_of(model) + 1 > LEAF else None
+        for part in GRID:
+            budget = least + int(part * (most - least))
+            if not self.clock.running():
+                break
+            if level is not None:
+                level.fill(pool, budget, INNER_NODES, self.clock, self.watch)
+            else:
+                rounds = Refinement.at_the_peak(pool, budget, self.clock).rounds()
+                for state in islice(rounds, LEAF_ROUNDS):
+                    pool.offer(state)
+        return pool
+
+
+@dataclass(frozen=True)
+class Level:
+    """Clusters and the options of each: what one programme chooses from."""
+
+    parts: Decomposition
+    options: list[list[Option]]
+
+    def fill(
+        self, pool: Pool, budget: int, nodes: int, clock: Clock, watch: Watch | None = None
+    ) -> None:
+        """Offer the best schedules of two programmes: without repeats of clusters, and with them.
+
+        The second chooses from the options that the first one took, and starts from it.
+        """
+        costs = [Costs(self.parts, cluster) for cluster in self.parts.clusters]
+        runs = [cost.runs(its) for cost, its in zip(costs, self.options, strict=True)]
+        room = budget
+        for _ in range(ROUNDS):
+            choice = Quotient(self.parts, runs, room, repeats=False)
+            chosen = choice.mip.solve(clock, nodes=nodes, gap=GAP, watch=watch)
+            over = self._offer(pool, choice, chosen, budget)
+            if over == 0:
+                break
+            # Where options are too coarse to fit, evictions may make a schedule of more bytes fit.
+            room += -over if chosen.values is not None else int(MORE_ROOM * budget)
+        whole = Quotient(self.parts, self._few(choice, chosen), min(room, budget))
+        start = None
+        if chosen.values is not None and room <= budget:
+            start = whole.start(choice, chosen)
+        found = whole.mip.solve(clock, nodes=nodes, gap=GAP, start=start, watch=watch)
+        self._offer(pool, whole, found, budget)
+
+    def _offer(self, pool: Pool, programme: Quotient, solution: Solution, budget: int) -> int:
+        """Offer the solution's schedule; by how many bytes it is over the budget, 1 for none."""
+        if solution.values is None:
+            return 1
+        model = pool.model
+        steps = model.names(programme.steps(solution))
+        state = State(model, without_idle(model, runs_of(model, steps)))
+        over: int = max(0, state.max_peak() - budget)
+        pool.offer(state)
+        if over:
+            descend(Search(state), pool, budget, REPAIR)
+        return over
+
+    def _few(self, programme: Quotient, solution: Solution) -> list[ClusterRuns]:
+        """Of the options of each cluster those that any of its like takes, and a few others."""
+        places: dict[Shape, set[int]] = {}
+        keys = [shape(self.parts, cluster) for cluster in self.parts.clusters]
+        for key, runs in zip(keys, programme.runs, strict=True):
+            places.setdefault(key, set()).update(_spread(len(runs.options), FEW))
+        for (c, o), column in programme.use.items():
+            if solution.chosen(column):
+                places[keys[c]].add(o)
+        return [
+            replace(runs, options=tuple(runs.options[k] for k in sorted(places[key])))
+            for key, runs in zip(keys, programme.runs, strict=True)
+        ]
+
+
+def _spread(count: int, most: int) -> list[int]:
+    """At most so many places out of ``count``, evenly spread from first to last."""
+    return sorted({round(k * (count - 1) / (most - 1)) for k in range(most)}) if count else []
+
+
+def _distinct_ops(parts: Decomposition) -> int:
+    """Forward ops that are to be planned where clusters of one shape are planned once."""
+    return sum({shape(parts, c): len(c.forward) for c in parts.clusters}.values())
+
+
+def _bytes_at_most(parts: Decomposition, cluster: Cluster) -> int:
+    """Bytes that the cluster's forward writes, and the most that one of its ops needs."""
+    model = parts.model
+    ops = (*cluster.forward, *cluster.backward)
+    held = sum(model.bytes[v] for v in cluster.local | cluster.makes)
+    most: int = max(model.own_bytes[op] for op in ops)
+    return held + most

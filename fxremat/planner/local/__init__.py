@@ -1,0 +1,1 @@
+"""Local search over schedules: eviction, ruin and repair, the least peak."""

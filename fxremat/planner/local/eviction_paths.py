@@ -1,0 +1,54 @@
+"""Eviction paths: from a state down to the least peak that drops can reach.
+
+Each step lowers the highest stage by the drop that costs least time per byte, as DTR does
+online (arXiv 2006.09616, h_DTR without staleness, for the whole schedule is known), and every
+state on the way is a plan of its own: one path is a whole front. Now and then the runs that
+later steps made needless are left out again.
+"""
+
+from __future__ import annotations
+
+from fxremat.planner.local.editable_schedule import Search
+from fxremat.planner.local.pareto_pool import Pool
+
+KEEP_EVERY = 8
+"""Steps from one look at needless runs to the next, at least."""
+KEEP_EVERY_RUNS = 25
+"""One more step for every so many extra runs: a look takes time in proportion to them."""
+GRAIN = 512
+"""States are offered when the peak fell by this part of what it was at the start."""
+
+
+def descend(search: Search, pool: Pool, target: int, work: int) -> None:
+    """Evict until the peak is within target, no drop helps or the state's work is that much.
+
+    States on the way are offered to the pool.
+    """
+    state = search.state
+    grain = state.max_peak() // GRAIN
+    offered = state.max_peak() + grain + 1
+    steps, look = 0, KEEP_EVERY
+    while state.max_peak() > target and state.work < work:
+        if state.max_peak() < offered - grain:
+            offered = state.max_peak()
+            pool.offer(state)
+        if not _step(search):
+            break
+        steps += 1
+        if steps >= look:
+            search.keep_all(state.max_peak())
+            look = steps + max(KEEP_EVERY, len(state.all_extra()) // KEEP_EVERY_RUNS)
+        search.settle()
+    search.keep_all(state.max_peak())
+    search.settle()
+    pool.offer(state)
+
+
+def _step(search: Search) -> bool:
+    return search.evict() or (search.gaps.unblock() and search.evict())
+
+
+def evict_all(search: Search, work: int) -> None:
+    """Evict until no drop helps or the work is done; every change can be taken back."""
+    while search.state.work < work and search.evict():
+        pass

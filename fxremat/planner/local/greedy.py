@@ -1,0 +1,113 @@
+"""The greedy solver: one budget-independent pool of plans, and the choice from it.
+
+The pool does not depend on the budget, so a smaller budget never gives a larger peak nor a
+smaller time: the plans that fit a smaller budget are a subset of those that fit a larger one.
+"""
+
+from __future__ import annotations
+
+import time
+from bisect import bisect_left
+from dataclasses import dataclass, field, replace
+
+from fxremat.core.plan import Plan
+from fxremat.core.problem import Problem
+from fxremat.planner.indexed_problem import Model, build_model
+from fxremat.planner.local import level_sweep
+from fxremat.planner.local.pareto_pool import Entry, Pool, steps_of
+from fxremat.planner.local.stage_schedule import State
+from fxremat.planner.options import SolverOptions
+from fxremat.planner.peak_bound import peak_bound
+from fxremat.planner.plans import make_plan
+
+NAME, QUICK_NAME = "greedy", "quick"
+MOST_PLANS = 64
+"""Plans that `front` gives; `solve` chooses from all that were found."""
+CACHED = 8
+
+
+@dataclass
+class Found:
+    """The settled pool of one problem; plans are replayed when asked for."""
+
+    model: Model
+    entries: tuple[Entry, ...]
+    bound: int
+    seconds: float
+    plans: dict[int, Plan] = field(default_factory=dict)
+
+    def plan(self, k: int) -> Plan:
+        """Plan ``k``, by increasing time and decreasing peak."""
+        if k not in self.plans:
+            model, runs = self.model, self.entries[k].runs()
+            self.plans[k] = make_plan(
+                model.problem,
+                model.names(steps_of(model.n, runs)),
+                NAME,
+                seconds=self.seconds,
+                peak_bound_bytes=self.bound,
+            )
+        return self.plans[k]
+
+    def choose(self, budget_bytes: int | None) -> Plan:
+        """Least time within the budget, or least peak where nothing fits."""
+        if budget_bytes is None:
+            return self.plan(0)
+        k = bisect_left(self.entries, -budget_bytes, key=lambda entry: -entry.peak)
+        return self.plan(min(k, len(self.entries) - 1))
+
+
+_cache: dict[tuple[int, SolverOptions], tuple[Problem, Found]] = {}
+
+
+def solve(problem: Problem, budget_bytes: int | None, options: SolverOptions) -> Plan:
+    """The plan of least time within the budget, or of least peak where none fits."""
+    return replace(found(problem, options).choose(budget_bytes), budget_bytes=budget_bytes)
+
+
+def quick(problem: Problem, budget_bytes: int | None, options: SolverOptions) -> Plan:
+    """A plan of less work than that of `solve`: one to compare problems by."""
+    started = time.perf_counter()
+    pool = Pool(build_model(problem))
+    if budget_bytes is None:
+        pool.offer(State(pool.model))
+        best = pool.least()
+    else:
+        level_sweep.reach(pool, budget_bytes, options)
+        best = pool.best(budget_bytes) or pool.least()
+    return make_plan(
+        problem,
+        pool.model.names(steps_of(pool.model.n, best.runs())),
+        QUICK_NAME,
+        budget_bytes=budget_bytes,
+        seconds=time.perf_counter() - started,
+    )
+
+
+def front(problem: Problem, options: SolverOptions) -> tuple[Plan, ...]:
+    """Non-dominated plans from keep-all to least peak, evenly picked where there are many."""
+    pool = found(problem, options)
+    last = len(pool.entries) - 1
+    count = min(last, MOST_PLANS - 1)
+    picks = [round(k * last / count) for k in range(count + 1)] if count else [0]
+    return tuple(pool.plan(k) for k in picks)
+
+
+def found(problem: Problem, options: SolverOptions) -> Found:
+    """The pool of a problem, remembered for the last few problems."""
+    key = (id(problem), options)
+    # The entry holds the problem, so its id cannot be given to another one meanwhile.
+    if key not in _cache:
+        while len(_cache) >= CACHED:
+            del _cache[next(iter(_cache))]
+        _cache[key] = (problem, _search(problem, options))
+    return _cache[key][1]
+
+
+def _search(problem: Problem, options: SolverOptions) -> Found:
+    started = time.perf_counter()
+    model = build_model(problem)
+    pool = Pool(model)
+    level_sweep.fill(pool, options)
+    bound = max(peak_bound(model), pool.exact_peak or 0)
+    return Found(model, pool.settled(), bound, time.perf_counter() - started)

@@ -1,0 +1,195 @@
+"""The least feasible peak: exact where the problem is small, else the best that was found.
+
+``optima`` is a shortest path in time over (ops run so far, copies held) among the runs whose
+bytes fit a cap; the cap goes down from one optimum to the next until nothing fits, which
+proves the last one to have the least peak of all schedules whose first runs come in base
+order, with any repeats anywhere. A copy is freed at the last step that reads it, or that
+writes it if none does, so those are the only choices.
+
+``search_lower`` is for larger problems: ruin and descend again from the lowest schedule known.
+"""
+
+from __future__ import annotations
+
+import heapq
+import math
+from collections.abc import Iterator
+from dataclasses import dataclass, replace
+from itertools import combinations
+
+from fxremat.core.plan import Plan
+from fxremat.core.problem import Problem
+from fxremat.planner.indexed_problem import INPUT, Model
+from fxremat.planner.local.eviction_paths import evict_all
+from fxremat.planner.local.ruin_and_repair import Improver
+from fxremat.planner.local.stage_schedule import Run
+from fxremat.planner.options import SolverOptions
+
+MOST_OPS = 10
+MOST_VALUES = 16
+MOST_NODES = 20_000
+
+Node = tuple[int, frozenset[int]]
+"""First runs done, and the copies held (outputs, once written, are not among them)."""
+
+
+def solve(problem: Problem, budget_bytes: int | None, options: SolverOptions) -> Plan:
+    """The plan of least peak, whatever the budget: the last plan of the greedy pool."""
+    from fxremat.planner.local import greedy
+
+    plan = greedy.solve(problem, -1, options)
+    return replace(plan, solver="least_peak", budget_bytes=budget_bytes)
+
+
+@dataclass(frozen=True)
+class Step:
+    """Running an op: the bytes live meanwhile and the node it leads to."""
+
+    op: int
+    bytes: int
+    node: Node
+
+
+class TooLarge(Exception):
+    """The exact search was given up."""
+
+
+def optima(model: Model) -> tuple[list[tuple[int, list[Run]]], bool]:
+    """Peaks and extra runs, in order, of optimal schedules; and whether these are all.
+
+    Nothing where the problem is too large.
+    """
+    found: list[tuple[int, list[Run]]] = []
+    if not 0 < model.n <= MOST_OPS or len(model.bytes) > MOST_VALUES:
+        return found, False
+    nodes = MOST_NODES
+    cap = sum(model.bytes) + sum(model.workspace) + model.problem.resident_bytes
+    try:
+        while True:
+            best, used = _shortest(model, cap, nodes)
+            if best is None:
+                break
+            found.append(best)
+            cap, nodes = best[0] - 1, nodes - used
+    except TooLarge:
+        return found, False
+    return found, True
+
+
+def _shortest(model: Model, cap: int, nodes: int) -> tuple[tuple[int, list[Run]] | None, int]:
+    """Peak and extra runs of a fastest schedule within the cap, and the nodes used."""
+    start: Node = (0, frozenset(v for v in model.inputs if not model.kept[v]))
+    last = _last_first_reads(model)
+    best: dict[Node, float] = {start: 0.0}
+    came: dict[Node, tuple[Node, Step]] = {}
+    queue: list[tuple[float, int, Node]] = [(0.0, 0, start)]
+    count = 0
+    while queue:
+        time, _, node = heapq.heappop(queue)
+        if time > best[node]:
+            continue
+        if node[0] == model.n:
+            return _follow(came, node), count
+        if count > nodes:
+            raise TooLarge
+        for step in _steps(model, node, last):
+            after = time + model.time[step.op]
+            if step.bytes <= cap and after < best.get(step.node, math.inf):
+                best[step.node], came[step.node] = after, (node, step)
+                count += 1
+                heapq.heappush(queue, (after, count, step.node))
+    return None, count
+
+
+def _follow(came: dict[Node, tuple[Node, Step]], node: Node) -> tuple[int, list[Run]]:
+    """The path that ends at a node: its highest bytes and its extra runs in order."""
+    peak, out = 0, []
+    while node in came:
+        before, step = came[node]
+        peak = max(peak, step.bytes)
+        if node[0] == before[0]:
+            out.append((step.op, before[0]))
+        node = before
+    return peak, out[::-1]
+
+
+def _last_first_reads(model: Model) -> list[int]:
+    """The last op that reads each value in base order; -1 where none does."""
+    last = [-1] * len(model.bytes)
+    for op, reads in enumerate(model.reads):
+        for value in reads:
+            last[value] = op
+    return last
+
+
+def _steps(model: Model, node: Node, last: list[int]) -> Iterator[Step]:
+    """Every run that is possible at a node, with every choice of what it frees."""
+    done, held = node
+    for op in range(done + 1):
+        first = op == done
+        if not first and (not model.repeatable[op] or not _makes_any(model, op, held)):
+            continue
+        if all(_there(model, read, done, held) for read in model.reads[op]):
+            yield from _ways(model, node, op, first, last)
+
+
+def _makes_any(model: Model, op: int, held: frozenset[int]) -> bool:
+    """Whether running the op again would make a copy that is not there."""
+    return any(value not in held and not model.kept[value] for value in model.writes[op])
+
+
+def _there(model: Model, value: int, done: int, held: frozenset[int]) -> bool:
+    return value in held or (model.kept[value] and model.writer[value] < done)
+
+
+def _ways(model: Model, node: Node, op: int, first: bool, last: list[int]) -> Iterator[Step]:
+    done, held = node
+    done += first
+    now = held | {value for value in model.writes[op] if not model.kept[value]}
+    kept = [v for v, keep in enumerate(model.kept) if keep and model.writer[v] < done]
+    full = model.problem.resident_bytes + model.workspace[op]
+    full += sum(model.bytes[value] for value in (*now, *kept))
+    ends = [v for v in (*model.reads[op], *model.writes[op]) if v in now]
+    if node[0] == 0:
+        ends += [value for value in held if last[value] < 0]
+    for size in range(len(ends) + 1):
+        for freed in combinations(ends, size):
+            after = now.difference(freed)
+            if _lost(model, after, done, last):
+                continue
+            yield Step(op, full - _taken_over(model, op, first, freed), (done, after))
+
+
+def _lost(model: Model, held: frozenset[int], done: int, last: list[int]) -> bool:
+    """Whether a value that cannot be computed again is gone but still to be read."""
+    return any(
+        last[value] >= done > op and value not in held and not model.kept[value]
+        for value, op in enumerate(model.writer)
+        if op == INPUT or not model.repeatable[op]
+    )
+
+
+def _taken_over(model: Model, op: int, first: bool, freed: tuple[int, ...]) -> int:
+    return sum(
+        min(model.bytes[read], model.bytes[write])
+        for read, write in model.inplace[op]
+        if read in freed and (first or not model.kept[write])
+    )
+
+
+def search_lower(improver: Improver, rounds: int, work: int) -> None:
+    """Ruin and descend from the improver's state; lower peaks go to its pool."""
+    search = improver.search
+    state = search.state
+    for _ in range(rounds):
+        if state.work >= work:
+            break
+        search.settle()
+        before = (state.max_peak(), state.time)
+        improver.shake()
+        evict_all(search, work)
+        search.keep_all(state.max_peak())
+        if (state.max_peak(), state.time) <= before:
+            improver.pool.offer(state)
+        else:
+            search.back_to(0)

@@ -1,0 +1,112 @@
+"""Where a change of the schedule could be made again: at ops that look the same.
+
+Deep networks repeat their blocks. Two ops are alike when time, workspace, phase and the sizes
+of what they read and write agree. A change made at one run is moved to another by moving its
+ops and its stages by constant offsets, each to the nearest alike op. The offsets come from a
+run whose stage reads the op's values directly: its analogues are the alike pairs of writer
+and reader. This is only a guess at what to try; the search judges it by the replayed profile.
+"""
+
+from __future__ import annotations
+
+from bisect import bisect_left
+from collections.abc import Iterable, Iterator
+from dataclasses import dataclass
+
+from fxremat.planner.indexed_problem import Model
+from fxremat.planner.local.stage_schedule import Run, State, Undo
+
+REACH = 4
+"""How far from the offset position an alike op may lie."""
+
+
+@dataclass(frozen=True)
+class Change:
+    """Extra runs that came and went."""
+
+    add: tuple[Run, ...]
+    remove: tuple[Run, ...]
+
+    @staticmethod
+    def of(journal: Iterable[Undo]) -> Change:
+        """The net change of a journal."""
+        net: dict[Run, int] = {}
+        for undo in journal:
+            for run in undo.added:
+                net[run] = net.get(run, 0) + 1
+            for run in undo.removed:
+                net[run] = net.get(run, 0) - 1
+        add = tuple(run for run, count in net.items() if count > 0)
+        return Change(add, tuple(run for run, count in net.items() if count < 0))
+
+    def on(self, state: State) -> tuple[tuple[Run, ...], tuple[Run, ...]]:
+        """The part of the change that the state does not have yet."""
+        add = tuple(run for run in self.add if run[0] not in state.extra[run[1]])
+        return add, tuple(run for run in self.remove if run[0] in state.extra[run[1]])
+
+
+class Analogues:
+    """Classes of alike ops."""
+
+    def __init__(self, model: Model) -> None:
+        self.model = model
+        signs: dict[object, list[int]] = {}
+        for op in range(model.n):
+            signs.setdefault(_sign(model, op), []).append(op)
+        self.alike: list[list[int]] = [[] for _ in range(model.n)]
+        for ops in signs.values():
+            for op in ops:
+                self.alike[op] = ops
+        self.readers: list[list[int]] = [[] for _ in range(model.n)]
+        for op, reads in enumerate(model.reads):
+            for value in reads:
+                if model.writer[value] >= 0:
+                    self.readers[model.writer[value]].append(op)
+
+    def of(self, change: Change) -> Iterator[Change]:
+        """The change moved to every analogue of its first directly read run."""
+        anchor = self._anchor(change)
+        if anchor is None:
+            return
+        op, stage = anchor
+        for other in self.alike[op]:
+            if other == op:
+                continue
+            for reader in self.readers[other]:
+                if self.alike[reader] is self.alike[stage]:
+                    moved = self._move(change, other - op, reader - stage)
+                    if moved.add or moved.remove:
+                        yield moved
+                    break
+
+    def _anchor(self, change: Change) -> Run | None:
+        for op, stage in (*change.add, *change.remove):
+            if stage in self.readers[op] and len(self.alike[op]) > 1:
+                return op, stage
+        return None
+
+    def _move(self, change: Change, ops: int, stages: int) -> Change:
+        return Change(
+            self._move_runs(change.add, ops, stages), self._move_runs(change.remove, ops, stages)
+        )
+
+    def _move_runs(self, runs: tuple[Run, ...], ops: int, stages: int) -> tuple[Run, ...]:
+        out = []
+        for op, stage in runs:
+            to, at = self._nearest(op, op + ops), self._nearest(stage, stage + stages)
+            if to is not None and at is not None and to < at:
+                out.append((to, at))
+        return tuple(dict.fromkeys(out))
+
+    def _nearest(self, op: int, position: int) -> int | None:
+        alike = self.alike[op]
+        k = bisect_left(alike, position)
+        near = min(alike[max(0, k - 1) : k + 1], key=lambda other: abs(other - position))
+        return near if abs(near - position) <= REACH else None
+
+
+def _sign(model: Model, op: int) -> object:
+    reads = tuple(sorted(model.bytes[value] for value in model.reads[op]))
+    writes = tuple(model.bytes[value] for value in model.writes[op])
+    phase = model.problem.ops[op].phase
+    return model.time[op], model.workspace[op], model.repeatable[op], phase, reads, writes

@@ -1,0 +1,158 @@
+"""Large neighbourhood search at a target peak: ruin a part of a schedule, repair it.
+
+Ruin takes out a few related extra runs, or adds a drop; repair evicts until the target holds
+and then leaves out the runs that fit (Shaw, CP 1998, on retention instead of routes). What
+saves time is kept and tried on the analogues of the ops concerned (see `analogues`). Numbers
+of rounds are fixed beforehand and random numbers are seeded, so the outcome is deterministic.
+"""
+
+from __future__ import annotations
+
+import math
+import random
+from dataclasses import dataclass, field
+
+import numpy as np
+
+from fxremat.planner.deadline import Clock
+from fxremat.planner.local.drops import plan_drop
+from fxremat.planner.local.editable_schedule import Search, Taste
+from fxremat.planner.local.pareto_pool import Pool
+from fxremat.planner.local.repeated_changes import Analogues, Change
+from fxremat.planner.local.stage_schedule import Run
+
+LENGTHS = (0.0, 0.0, 0.5, 1.0)
+NOISE = 0.5
+MOST_EVICTIONS = 40
+SLACK = 0.02
+"""A repair is given up once it costs this part of the schedule's time more than before."""
+NO_LIMIT = 1 << 62
+POLISH_ROUNDS = 200
+POLISH, POLISH_PER_OP = 600_000, 100
+"""Work of `polish`, in the units of `State.work`."""
+
+
+@dataclass
+class Improver:
+    """Improves one search at one target after another."""
+
+    search: Search
+    pool: Pool
+    seed: int
+    analogues: Analogues
+    random: random.Random = field(init=False)
+
+    def __post_init__(self) -> None:
+        self.random = random.Random(self.seed)
+        self.normal = np.random.default_rng(self.seed)
+
+    def rounds(self, target: int, count: int, work: int) -> None:
+        """At most so many rounds and so much work; the state must meet the target already."""
+        state = self.search.state
+        for _ in range(count):
+            if state.work >= work:
+                break
+            self._round(target)
+
+    def _round(self, target: int) -> None:
+        search = self.search
+        search.settle()
+        before = search.state.time
+        self.shake()
+        if not self._repair(target, before):
+            search.back_to(0)
+            return
+        self.pool.offer(search.state)
+        if search.state.time < before - 1e-9 * before:
+            self._repeat(Change.of(search.journal), target)
+
+    def shake(self) -> None:
+        """Ruin a part of the state and change the taste for its repair."""
+        self._new_taste()
+        self._ruin()
+
+    def _new_taste(self) -> None:
+        search, rng = self.search, self.random
+        search.taste = Taste(rng.choice(LENGTHS))
+        search.noise = None
+        if rng.random() < 0.5:
+            search.noise = np.exp(self.normal.normal(0.0, NOISE, search.state.model.n))
+        search.gaps.unblock()
+
+    # -- ruin ------------------------------------------------------------------------------
+
+    def _ruin(self) -> None:
+        rng, runs = self.random, self.search.state.all_extra()
+        if runs and rng.random() < 0.75:
+            self._take_out(runs, rng.choice(runs), rng.randint(1, 4), rng.randrange(2))
+        else:
+            self._drop_one()
+
+    def _take_out(self, runs: list[Run], seed: Run, count: int, key: int) -> None:
+        """Take out runs of nearby ops (key 0) or in nearby stages (key 1)."""
+        rng = self.random
+        near = [(abs(run[key] - seed[key]) + 3 * rng.random(), run) for run in runs]
+        for _, (op, stage) in sorted(near)[:count]:
+            if op in self.search.state.extra[stage]:
+                self.search.drop_runs(((op, stage),))
+
+    def _drop_one(self) -> None:
+        gaps, state = self.search.gaps, self.search.state
+        slots = np.flatnonzero(gaps.low < state.model.n)
+        if not len(slots):
+            return
+        slot = slots[self.random.randrange(len(slots))]
+        rate = self.random.choice((0.0, 0.0, math.inf))
+        op, stage = int(gaps.op[slot]), int(gaps.high[slot])
+        drop = plan_drop(state, op, stage, rate, NO_LIMIT, int(gaps.bytes[slot]))
+        if drop is not None:
+            self.search.change(drop.add, drop.remove)
+
+    # -- repair ----------------------------------------------------------------------------
+
+    def _repair(self, target: int, before: float) -> bool:
+        """Bring the peak within target; False if that fails or takes longer than before."""
+        search = self.search
+        for _ in range(MOST_EVICTIONS):
+            if search.state.max_peak() <= target:
+                break
+            if search.state.time > before * (1 + SLACK) or not search.evict():
+                return False
+        else:
+            return False
+        search.keep_all(target, self._touched_runs())
+        return search.state.time <= before
+
+    def _touched_runs(self) -> list[Run]:
+        """Extra runs in the stages changed since the journal began."""
+        stages = {
+            stage for undo in self.search.journal for _, stage in (*undo.added, *undo.removed)
+        }
+        extra = self.search.state.extra
+        near = {s for stage in stages for s in range(stage - 2, stage + 3) if 0 <= s < len(extra)}
+        return [(op, stage) for stage in sorted(near) for op in extra[stage]]
+
+    def _repeat(self, change: Change, target: int) -> None:
+        for other in self.analogues.of(change):
+            search = self.search
+            search.settle()
+            before = search.state.time
+            add, remove = other.on(search.state)
+            if not add and not remove:
+                continue
+            search.change(add, remove)
+            search.sweep(add)
+            if self._repair(target, before):
+                self.pool.offer(search.state)
+            else:
+                search.back_to(0)
+
+
+def polish(pool: Pool, budget: int, seed: int, clock: Clock) -> None:
+    """Improve the best schedule of the pool within the budget, if there is one."""
+    best = pool.best(budget)
+    if best is None or not clock.running():
+        return
+    search = Search(pool.state(best))
+    improver = Improver(search, pool, seed, Analogues(pool.model))
+    improver.rounds(budget, POLISH_ROUNDS, POLISH + POLISH_PER_OP * pool.model.n)

@@ -1,0 +1,274 @@
+"""A schedule in stage form, with its byte profile kept up to date under changes.
+
+Stage ``t`` runs some earlier ops again, in base order, and then op ``t`` for the first time:
+the frontier-advancing schedules of Checkmate (arXiv 1910.02653, section 4.2). A state is the
+set of extra runs of each stage. Which values stay from stage to stage follows from it: a copy
+lives from its run to its last use before the next run of the same op. So retention is never
+stored, and no copy is ever held for nothing.
+
+Invariants: every extra run is of a repeatable op, in a stage after its own; every read of
+every run finds a copy. ``peak[t]`` is the largest number of bytes live at a step of stage
+``t``, exactly as `fxremat.core.timeline.replay` counts them.
+"""
+
+from __future__ import annotations
+
+from bisect import bisect_left, bisect_right, insort
+from collections.abc import Iterable, Sequence
+from dataclasses import dataclass
+
+import numpy as np
+import numpy.typing as npt
+
+from fxremat.planner.indexed_problem import INPUT, Model
+
+Run = tuple[int, int]
+"""(op, stage): one extra run."""
+Span = tuple[int, int]
+"""(start, stop): a copy is live at the start of the stages start + 1 .. stop."""
+
+
+_largest = np.maximum.reduce
+
+
+@dataclass(frozen=True)
+class Undo:
+    """What `State.revert` needs to take a change back."""
+
+    added: tuple[Run, ...]
+    removed: tuple[Run, ...]
+    through: npt.NDArray[np.int64]
+    peak: npt.NDArray[np.int64]
+    time: float
+
+
+class State:
+    """Extra runs of each stage and the profile that follows from them."""
+
+    def __init__(self, model: Model, extra: Iterable[Run] = ()) -> None:
+        self.model = model
+        self.work = 0
+        self.time = sum(model.time)
+        self.extra: list[list[int]] = [[] for _ in range(model.n)]
+        self.runs: list[list[int]] = [[op] for op in range(model.n)]
+        self.uses: list[list[int]] = [[] for _ in model.bytes]
+        for op, reads in enumerate(model.reads):
+            for value in reads:
+                self.uses[value].append(op)
+        for run in extra:
+            self._insert(run)
+        self.through = np.zeros(model.n + 1, dtype=np.int64)
+        self.peak = np.zeros(model.n, dtype=np.int64)
+        self._rebuild()
+
+    # -- questions -------------------------------------------------------------------------
+
+    def max_peak(self) -> int:
+        """Peak bytes of the schedule."""
+        return int(_largest(self.peak)) if self.model.n else self.model.problem.resident_bytes
+
+    def steps(self) -> list[int]:
+        """The ops in the order they run."""
+        out: list[int] = []
+        for stage, again in enumerate(self.extra):
+            out.extend(again)
+            out.append(stage)
+        return out
+
+    def all_extra(self) -> list[Run]:
+        """Every extra run, by stage."""
+        return [(op, stage) for stage, ops in enumerate(self.extra) for op in ops]
+
+    def spans(self, value: int) -> list[Span]:
+        """The stages over which each copy of the value is held, in order."""
+        model, uses = self.model, self.uses[value]
+        op = model.writer[value]
+        if model.kept[value]:
+            return [(op, model.n)]
+        if op == INPUT:
+            return [(-1, uses[-1] if uses else 0)]
+        runs = self.runs[op]
+        if len(runs) == 1:
+            return [(op, uses[-1] if uses else op)]
+        out = []
+        for k, start in enumerate(runs):
+            last = len(uses)
+            if k + 1 < len(runs):
+                last = bisect_left(uses, runs[k + 1])
+            out.append((start, max(start, uses[last - 1]) if last else start))
+        return out
+
+    def runs_at(self, op: int, stage: int) -> bool:
+        """Whether the op runs in the stage."""
+        runs = self.runs[op]
+        k = bisect_left(runs, stage)
+        return k < len(runs) and runs[k] == stage
+
+    def live_in(self, value: int, stage: int) -> bool:
+        """Whether a copy is live at the start of the stage."""
+        model, op = self.model, self.model.writer[value]
+        if model.kept[value]:
+            return op < stage
+        uses = self.uses[value]
+        k = bisect_left(uses, stage)
+        if k == len(uses):
+            return False
+        if op == INPUT:
+            return True
+        runs = self.runs[op]
+        j = bisect_left(runs, stage)
+        return j > 0 and (j == len(runs) or uses[k] < runs[j])
+
+    def available(self, value: int, stage: int) -> bool:
+        """Whether an op of the stage may read the value without any further run."""
+        if self.live_in(value, stage):
+            return True
+        op = self.model.writer[value]
+        return op != INPUT and self.runs_at(op, stage)
+
+    def room(self, since: int, stage: int) -> int:
+        """The highest peak strictly between two stages; nothing between them leaves all room."""
+        window = self.peak[since + 1 : stage]
+        return int(_largest(window)) if window.size else -1
+
+    def last_hold(self, value: int, stage: int) -> int:
+        """Stage up to which the latest copy from before ``stage`` is held."""
+        op, uses = self.model.writer[value], self.uses[value]
+        k = bisect_left(uses, stage)
+        last = uses[k - 1] if k else -1
+        if op == INPUT:
+            return last
+        runs = self.runs[op]
+        return max(last, runs[bisect_left(runs, stage) - 1])
+
+    def useful(self, run: Run) -> bool:
+        """Whether a copy that the run makes is read before the op runs again."""
+        op, stage = run
+        runs = self.runs[op]
+        k = bisect_right(runs, stage)
+        limit = runs[k] if k < len(runs) else self.model.n
+        for value in self.model.writes[op]:
+            if not self.model.kept[value]:
+                uses = self.uses[value]
+                j = bisect_left(uses, stage)
+                if j < len(uses) and uses[j] < limit:
+                    return True
+        return False
+
+    # -- changes ---------------------------------------------------------------------------
+
+    def change(self, add: Sequence[Run], remove: Sequence[Run]) -> Undo:
+        """Add and remove extra runs; the caller keeps every read provided for."""
+        undo = Undo(tuple(add), tuple(remove), self.through.copy(), self.peak.copy(), self.time)
+        touched = self._touched((*add, *remove))
+        before = [(value, self.spans(value)) for value in touched]
+        for run in remove:
+            self._delete(run)
+        for run in add:
+            self._insert(run)
+        dirty = {stage for _, stage in add} | {stage for _, stage in remove}
+        self.work += 10 * (len(before) + len(dirty))
+        for value, old in before:
+            self._move(value, old, self.spans(value), dirty)
+        for stage in dirty:
+            if 0 <= stage < self.model.n:
+                self.peak[stage] = self._simulate(stage)
+        return undo
+
+    def revert(self, undo: Undo) -> None:
+        """Take back the latest change that was not yet taken back."""
+        for run in undo.added:
+            self._delete(run)
+        for run in undo.removed:
+            self._insert(run)
+        self.through, self.peak, self.time = undo.through, undo.peak, undo.time
+
+    def _touched(self, runs: Iterable[Run]) -> set[int]:
+        model = self.model
+        out: set[int] = set()
+        for op, _ in runs:
+            out.update(model.reads[op])
+            out.update(model.writes[op])
+        return {value for value in out if not model.kept[value]}
+
+    def _insert(self, run: Run) -> None:
+        op, stage = run
+        insort(self.extra[stage], op)
+        insort(self.runs[op], stage)
+        for value in self.model.reads[op]:
+            insort(self.uses[value], stage)
+        self.time += self.model.time[op]
+
+    def _delete(self, run: Run) -> None:
+        op, stage = run
+        self.extra[stage].remove(op)
+        self.runs[op].remove(stage)
+        for value in self.model.reads[op]:
+            uses = self.uses[value]
+            del uses[bisect_left(uses, stage)]
+        self.time -= self.model.time[op]
+
+    # -- the profile -----------------------------------------------------------------------
+
+    def _rebuild(self) -> None:
+        self.through[:] = self.model.problem.resident_bytes
+        for value, size in enumerate(self.model.bytes):
+            for start, stop in self.spans(value):
+                self.through[start + 1 : stop + 1] += size
+        for stage in range(self.model.n):
+            self.peak[stage] = self._simulate(stage)
+
+    def _move(self, value: int, old: list[Span], new: list[Span], dirty: set[int]) -> None:
+        if old == new:
+            return
+        size = self.model.bytes[value]
+        self.work += len(old) + len(new)
+        for spans, sign in ((old, -size), (new, size)):
+            other = new if spans is old else old
+            for span in spans:
+                if span not in other:
+                    start, stop = span
+                    self.through[start + 1 : stop + 1] += sign
+                    self.peak[start + 1 : stop + 1] += sign
+                    dirty.update((start, stop))
+
+    def _simulate(self, stage: int) -> int:
+        """Bytes at the worst step of a stage, counted as `replay` counts them."""
+        model, sizes, kept = self.model, self.model.bytes, self.model.kept
+        extra = self.extra[stage]
+        if not extra and not model.inplace[stage]:
+            return int(self.through[stage]) + model.own_bytes[stage]
+        order = (*extra, stage)
+        self.work += 4 * len(order)
+        dies = self._deaths(order, stage)
+        live, worst = int(self.through[stage]), 0
+        for step, op in enumerate(order):
+            first = op == stage
+            for value in model.writes[op]:
+                if first or not kept[value]:
+                    live += sizes[value]
+            now = live + model.workspace[op]
+            ends = dies[step]
+            for read, write in model.inplace[op]:
+                if read in ends and (first or not kept[write]):
+                    now -= min(sizes[read], sizes[write])
+            if now > worst:
+                worst = now
+            for value in ends:
+                live -= sizes[value]
+        return worst
+
+    def _deaths(self, order: tuple[int, ...], stage: int) -> list[list[int]]:
+        """Values whose copy ends at each step of a stage."""
+        model, kept = self.model, self.model.kept
+        last: dict[int, int] = {}
+        for step, op in enumerate(order):
+            for value in model.reads[op]:
+                last[value] = step
+            for value in model.writes[op]:
+                last[value] = step
+        dies: list[list[int]] = [[] for _ in order]
+        for value, step in last.items():
+            if not kept[value] and not self.live_in(value, stage + 1):
+                dies[step].append(value)
+        return dies

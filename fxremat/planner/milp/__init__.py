@@ -1,0 +1,1 @@
+"""Plans by integer programmes on HiGHS: Checkmate's, and its relaxation over a few moments."""

@@ -1,0 +1,217 @@
+"""Mixed integer programmes on HiGHS: build, start, solve, and read the outcome honestly.
+
+Minimisation only. Rows and columns are plain arrays, handed over in one piece. HiGHS runs on one
+thread, with its own seed, so that the same programme under the same node limit gives the same
+outcome; only a limit in seconds can change it.
+"""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Callable, Iterable, Sequence
+from dataclasses import dataclass, field
+from enum import Enum
+
+import highspy
+import numpy as np
+import numpy.typing as npt
+
+from fxremat.planner.deadline import Clock
+
+Term = tuple[int, float]
+"""A column and its coefficient."""
+Watch = Callable[[float, float], None]
+"""Told the objective of the best solution so far and the bound, now and then."""
+
+FREE = math.inf
+GAP = 1e-6
+
+
+class Status(Enum):
+    """What became of a programme."""
+
+    OPTIMAL = "optimal"
+    FEASIBLE = "feasible"
+    """Stopped at a limit, with a solution."""
+    UNDECIDED = "undecided"
+    """Stopped at a limit, without a solution."""
+    INFEASIBLE = "infeasible"
+
+
+@dataclass(frozen=True)
+class Solution:
+    """The outcome: the best values found, if any, and a bound that holds in any case.
+
+    ``bound`` is a proven lower bound on the objective; infinite where the programme is proven
+    to have no solution, minus infinity where nothing is proven.
+    """
+
+    status: Status
+    values: npt.NDArray[np.float64] | None
+    objective: float
+    bound: float
+
+    def chosen(self, column: int) -> bool:
+        """Whether an integer column of bounds 0 and 1 is 1."""
+        return self.values is not None and bool(self.values[column] > 0.5)
+
+
+@dataclass
+class Mip:
+    """Columns and rows under construction."""
+
+    cost: list[float] = field(default_factory=list)
+    low: list[float] = field(default_factory=list)
+    high: list[float] = field(default_factory=list)
+    integer: list[bool] = field(default_factory=list)
+    row_low: list[float] = field(default_factory=list)
+    row_high: list[float] = field(default_factory=list)
+    starts: list[int] = field(default_factory=lambda: [0])
+    columns: list[int] = field(default_factory=list)
+    factors: list[float] = field(default_factory=list)
+
+    def real(self, cost: float = 0.0, low: float = 0.0, high: float = 1.0) -> int:
+        """A continuous column."""
+        self.cost.append(cost)
+        self.low.append(low)
+        self.high.append(high)
+        self.integer.append(False)
+        return len(self.cost) - 1
+
+    def binary(self, cost: float = 0.0) -> int:
+        """A column that is 0 or 1."""
+        column = self.real(cost)
+        self.integer[column] = True
+        return column
+
+    def row(self, terms: Iterable[Term], low: float = -FREE, high: float = FREE) -> None:
+        """low <= sum of the terms <= high; a column may occur in several terms."""
+        together: dict[int, float] = {}
+        for column, factor in terms:
+            together[column] = together.get(column, 0.0) + factor
+        self.columns.extend(together)
+        self.factors.extend(together.values())
+        self.starts.append(len(self.columns))
+        self.row_low.append(low)
+        self.row_high.append(high)
+
+    def solve(
+        self,
+        clock: Clock,
+        *,
+        nodes: int | None = None,
+        gap: float = GAP,
+        start: Sequence[float] | npt.NDArray[np.float64] | None = None,
+        watch: Watch | None = None,
+    ) -> Solution:
+        """The best solution found within the limits.
+
+        ``nodes`` of the search tree at most; ``gap`` is relative; ``start`` gives a value to each
+        column, of a solution to begin with.
+        """
+        if not self.cost:
+            return self._without_columns()
+        highs = self._highs(clock, nodes, gap)
+        if start is not None:
+            known = highspy.HighsSolution()
+            known.col_value = [float(value) for value in start]
+            highs.setSolution(known)
+
+        def look(event: highspy.highs.HighsCallbackEvent) -> None:
+            if watch is not None:
+                watch(event.data_out.mip_primal_bound, event.data_out.mip_dual_bound)
+            if not clock.running():
+                event.interrupt()
+
+        highs.cbMipInterrupt += look
+        highs.run()
+        return self._read(highs)
+
+    def solve_near(self, relaxed: Solution, clock: Clock, *, nodes: int, gap: float) -> Solution:
+        """The best solution that agrees with the relaxation wherever that is integral.
+
+        Its bound is the relaxation's (relaxation enforced neighbourhood search, Berthold 2014).
+        """
+        if relaxed.values is None:
+            return relaxed
+        low, high = self.low, self.high
+        near = [
+            (round(value), round(value)) if integer and abs(value - round(value)) < 1e-6 else limits
+            for value, integer, limits in zip(
+                relaxed.values, self.integer, zip(low, high, strict=True), strict=True
+            )
+        ]
+        self.low, self.high = [pair[0] for pair in near], [pair[1] for pair in near]
+        try:
+            found = self.solve(clock, nodes=nodes, gap=gap)
+        finally:
+            self.low, self.high = low, high
+        if found.values is None:
+            return Solution(Status.UNDECIDED, None, FREE, relaxed.bound)
+        return Solution(Status.FEASIBLE, found.values, found.objective, relaxed.bound)
+
+    def relaxed(self, clock: Clock) -> Solution:
+        """The optimum of the linear relaxation: all columns continuous."""
+        if not self.cost:
+            return self._without_columns()
+        highs = self._highs(clock, None, GAP, relax=True)
+        highs.run()
+        return self._read(highs)
+
+    def _without_columns(self) -> Solution:
+        """HiGHS calls such a programme empty, whatever its rows say."""
+        rows = zip(self.row_low, self.row_high, strict=True)
+        if all(low <= 0 <= high for low, high in rows):
+            return Solution(Status.OPTIMAL, np.zeros(0), 0.0, 0.0)
+        return Solution(Status.INFEASIBLE, None, FREE, FREE)
+
+    def _highs(
+        self, clock: Clock, nodes: int | None, gap: float, relax: bool = False
+    ) -> highspy.Highs:
+        highs = highspy.Highs()  # type: ignore[no-untyped-call]
+        options: dict[str, bool | int | float] = {
+            "output_flag": False,
+            "log_to_console": False,
+            "threads": 1,
+            "mip_rel_gap": gap,
+            "mip_abs_gap": 0.0,
+        }
+        if nodes is not None:
+            options["mip_max_nodes"] = nodes
+        if clock.left() < FREE:
+            options["time_limit"] = max(0.0, clock.left())
+        for name, value in options.items():
+            highs.setOptionValue(name, value)
+        highs.passModel(self._lp(relax))
+        return highs
+
+    def _lp(self, relax: bool) -> highspy.HighsLp:
+        lp = highspy.HighsLp()
+        lp.num_col_, lp.num_row_ = len(self.cost), len(self.row_low)
+        lp.col_cost_ = np.array(self.cost)
+        lp.col_lower_, lp.col_upper_ = np.array(self.low), np.array(self.high)
+        lp.row_lower_ = np.array(self.row_low, dtype=np.float64)
+        lp.row_upper_ = np.array(self.row_high, dtype=np.float64)
+        lp.a_matrix_.format_ = highspy.MatrixFormat.kRowwise
+        lp.a_matrix_.start_ = np.array(self.starts, dtype=np.int32)
+        lp.a_matrix_.index_ = np.array(self.columns, dtype=np.int32)
+        lp.a_matrix_.value_ = np.array(self.factors, dtype=np.float64)
+        if not relax:
+            kinds = (highspy.HighsVarType.kContinuous, highspy.HighsVarType.kInteger)
+            lp.integrality_ = [kinds[integer] for integer in self.integer]
+        return lp
+
+    def _read(self, highs: highspy.Highs) -> Solution:
+        """A time limit with a solution is not an optimum, and one without is no proof."""
+        status, info = highs.getModelStatus(), highs.getInfo()
+        if status == highspy.HighsModelStatus.kInfeasible:
+            return Solution(Status.INFEASIBLE, None, FREE, FREE)
+        is_lp = not highs.getLp().integrality_
+        feasible = info.primal_solution_status == highspy.SolutionStatus.kSolutionStatusFeasible
+        values = np.array(highs.getSolution().col_value) if feasible else None
+        objective = info.objective_function_value if feasible else FREE
+        if status == highspy.HighsModelStatus.kOptimal:
+            bound = objective if is_lp else info.mip_dual_bound
+            return Solution(Status.OPTIMAL, values, objective, bound)
+        bound = -FREE if is_lp else info.mip_dual_bound
+        return Solution(Status.FEASIBLE if feasible else Status.UNDECIDED, values, objective, bound)

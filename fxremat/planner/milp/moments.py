@@ -1,0 +1,221 @@
+"""Plans from the relaxation over instants, refined where their real bytes are over the budget.
+
+The relaxation (`fxremat.planner.milp.moments_relaxation`) says what to hold at a few instants; what
+is missing later is computed again when it is read. Where that schedule needs more than the budget,
+the worst stages become instants too, as cuts are added: the bound rises, and a schedule that fits
+is optimal. What the relaxation does not see, the bytes of the runs on the way, may stand against
+that; then instants leave some bytes free for it, which gives plans but proves nothing.
+
+Source: ours; the relaxation is one of Checkmate's MILP, the refinement is that of lazy rows.
+"""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Iterator
+from dataclasses import dataclass, replace
+
+from fxremat.core.plan import Plan
+from fxremat.core.problem import Problem
+from fxremat.core.schedule import keep_all
+from fxremat.core.timeline import replay
+from fxremat.planner.deadline import Clock
+from fxremat.planner.indexed_problem import build_model
+from fxremat.planner.local import greedy
+from fxremat.planner.local.editable_schedule import Search
+from fxremat.planner.local.eviction_paths import descend
+from fxremat.planner.local.pareto_pool import Pool, steps_of
+from fxremat.planner.local.ruin_and_repair import polish
+from fxremat.planner.local.stage_schedule import Run, State
+from fxremat.planner.milp.moments_relaxation import Needs, Relaxation, runs_for
+from fxremat.planner.options import Progress, SolverOptions
+from fxremat.planner.peak_bound import peak_bound
+from fxremat.planner.plans import make_plan
+
+NAME = "instants"
+ROUNDS = 12
+MOST_INSTANTS = 12
+PROOFS = 6
+"""Rounds in which instants are added as they are."""
+PROOF_PART = 0.75
+"""Of the time, for these rounds."""
+PER_ROUND = 3
+"""Stages over the budget that become instants in one round."""
+TIGHT = 1e-7
+"""A plan this near to its bound is optimal."""
+REPAIR = 200_000
+"""Work, in the units of `State.work`, to evict from a schedule that does not fit."""
+
+
+def solve(problem: Problem, budget_bytes: int | None, options: SolverOptions) -> Plan:
+    """The plan of least time within the budget, or of least peak where none fits."""
+    clock = Clock(options.time_limit_s)
+    if budget_bytes is None or replay(problem, keep_all(problem)).peak_bytes <= budget_bytes:
+        return make_plan(
+            problem,
+            keep_all(problem),
+            NAME,
+            budget_bytes=budget_bytes,
+            seconds=clock.seconds(),
+            peak_bound_bytes=peak_bound(build_model(problem)),
+        )
+    return improved(greedy.found(problem, options), budget_bytes, options, clock)
+
+
+def improved(
+    known: greedy.Found, budget_bytes: int | None, options: SolverOptions, clock: Clock
+) -> Plan:
+    """The same, from what the greedy solver found."""
+    plan, problem = known.choose(budget_bytes), known.model.problem
+    if budget_bytes is None or plan.time_us <= problem.base_time_us:
+        return replace(plan, solver=NAME, budget_bytes=budget_bytes)
+    pool = Pool(known.model, entries=sorted(known.entries, key=lambda entry: entry.peak))
+    refinement = Refinement.at_the_peak(pool, budget_bytes, clock)
+    for state in refinement.rounds():
+        pool.offer(state)
+        if state.max_peak() > budget_bytes:
+            descend(Search(state), pool, budget_bytes, REPAIR)
+        if options.progress is not None:
+            options.progress(_progress(refinement, clock))
+    if not refinement.proven():
+        polish(pool, budget_bytes, options.seed, clock)
+    best = pool.best(budget_bytes) or pool.least()
+    none_fits = refinement.bound_us == math.inf
+    return make_plan(
+        problem,
+        known.model.names(steps_of(known.model.n, best.runs())),
+        NAME,
+        budget_bytes=budget_bytes,
+        seconds=known.seconds + clock.seconds(),
+        time_bound_us=None if none_fits else refinement.bound_us,
+        peak_bound_bytes=max(known.bound, budget_bytes + 1) if none_fits else known.bound,
+    )
+
+
+def time_bound(problem: Problem, budget_bytes: int, options: SolverOptions) -> float:
+    """Microseconds that every schedule within the budget takes; infinite if there is none."""
+    pool = Pool(build_model(problem))
+    pool.offer(State(pool.model))
+    refinement = Refinement.at_the_peak(pool, budget_bytes, Clock(options.time_limit_s))
+    next(refinement.rounds(), None)
+    return max(refinement.bound_us, problem.base_time_us)
+
+
+def _progress(refinement: Refinement, clock: Clock) -> Progress:
+    best = refinement.pool.best(refinement.budget)
+    time_us = best.time if best is not None else None
+    return Progress(NAME, clock.seconds(), time_us, refinement.bound_us)
+
+
+@dataclass
+class Refinement:
+    """The instants so far and what each leaves free; the bound proven on the way."""
+
+    pool: Pool
+    budget: int
+    clock: Clock
+    needs: Needs
+    reserve: dict[int, int]
+    bound_us: float = 0.0
+    again: int = 0
+    """Rounds since the schedule last changed."""
+
+    @staticmethod
+    def at_the_peak(pool: Pool, budget: int, clock: Clock) -> Refinement:
+        """The one instant to begin with: the highest stage of keep-all."""
+        peak = int(State(pool.model).peak.argmax())
+        return Refinement(pool, budget, clock, Needs.of(pool.model), {peak: 0})
+
+    def proven(self) -> bool:
+        """Whether the best plan so far is as good as the bound."""
+        best = self.pool.best(self.budget)
+        return best is not None and best.time <= self.bound_us * (1 + TIGHT)
+
+    def rounds(self) -> Iterator[State]:
+        """A schedule for each set of instants; the caller may change it.
+
+        First instants are added as they are, which proves more and more. What is over the budget
+        all the same, by the runs on the way, is then left free, which proves nothing.
+        """
+        first, whole = dict(self.reserve), self.clock
+        self.clock = Clock(PROOF_PART * whole.left())
+        yield from self._add_instants()
+        self.reserve, self.clock = first, whole
+        yield from self._leave_free()
+
+    def _add_instants(self) -> Iterator[State]:
+        for _ in range(PROOFS):
+            if not self.clock.running() or self.proven():
+                return
+            runs = self._next()
+            if runs is None:
+                return
+            state = State(self.pool.model, runs)
+            new = [*dict.fromkeys(filter(None, map(self._further, self._worst(state))))]
+            self.reserve.update(dict.fromkeys(new[: MOST_INSTANTS - len(self.reserve)], 0))
+            yield state
+            if not new or len(self.reserve) == MOST_INSTANTS:
+                return
+
+    def _further(self, stage: int) -> int | None:
+        """The stage as an instant; if it is one, that before, to see the runs in between."""
+        return next((s for s in (stage, stage - 1) if s > 0 and s not in self.reserve), None)
+
+    def _leave_free(self) -> Iterator[State]:
+        last: tuple[float, int] | None = None
+        for _ in range(ROUNDS):
+            if not self.clock.running() or self.proven():
+                return
+            runs = self._next()
+            if runs is None:
+                if not any(self.reserve.values()):
+                    return
+                self.reserve = {stage: left // 2 for stage, left in self.reserve.items()}
+                continue
+            state = State(self.pool.model, runs)
+            shape = (state.time, state.max_peak())
+            self.again = self.again + 1 if shape == last else 0
+            last = shape
+            if state.max_peak() <= self.budget:
+                yield state
+                return
+            refined = self._refine(state)
+            yield state
+            if not refined:
+                return
+
+    def _next(self) -> list[Run] | None:
+        """Extra runs of the cheapest choice; None where there is none."""
+        relaxation = Relaxation(self.pool.model, self.needs, self.budget, self.reserve)
+        solution = relaxation.solve(self.clock)
+        if not any(self.reserve.values()):
+            self.bound_us = max(self.bound_us, relaxation.time_bound_us(solution))
+        if solution.values is None:
+            return None
+        return runs_for(self.pool.model, dict(relaxation.held_in(solution)))
+
+    def _refine(self, state: State) -> bool:
+        """Make the worst stages instants; those that are leave more free. False if neither."""
+        before = dict(self.reserve)
+        for stage in self._worst(state):
+            excess = int(state.peak[stage]) - self.budget
+            if stage in self.reserve:
+                self.reserve[stage] += excess * (1 + self.again)
+            elif len(self.reserve) < MOST_INSTANTS:
+                self.reserve[stage] = max(0, int(state.peak[stage]) - _seen(state, stage))
+        return self.reserve != before
+
+    def _worst(self, state: State) -> list[int]:
+        """Stages over the budget, worst first, away from each other."""
+        over = [int(s) for s in (-state.peak).argsort(kind="stable") if state.peak[s] > self.budget]
+        apart = max(1, state.model.n // 64)
+        found: list[int] = []
+        for stage in over:
+            if len(found) < PER_ROUND and all(abs(stage - other) >= apart for other in found):
+                found.append(stage)
+        return found
+
+
+def _seen(state: State, stage: int) -> int:
+    """Bytes at the first run of the stage: what the relaxation sees of it."""
+    return int(state.through[stage]) + state.model.own_bytes[stage]

@@ -1,0 +1,364 @@
+"""What must run again because of the bytes at a few instants: a small MILP and a proven bound.
+
+An *instant* is the first run of some op; the window after it reaches to the next instant, or to
+the end. Of Checkmate's MILP (arXiv 1910.02653, section 4) only this is kept: which values are
+live at each instant, and which ops run again in each window, whenever in it that is.
+
+    held[v, j]    value v is live at instant j
+    again[q, j]   op q runs again in the window after instant j
+    ever[q, j]    op q runs again in the window after instant j or a later one
+
+Every schedule gives a solution of no more cost, so that the optimum, or any bound on it, bounds
+the time of all schedules within the budget. With one instant it is a knapsack with precedence,
+and mostly as good as the whole; with each further one it gets closer.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterator, Mapping, Sequence
+from dataclasses import dataclass, field, replace
+
+from fxremat.planner.deadline import Clock
+from fxremat.planner.indexed_problem import INPUT, Model
+from fxremat.planner.milp.highs import Mip, Solution, Status, Term
+
+UNIT = 1000.0
+"""Budget and time of keep-all in the units of the MILP."""
+FEW_COLUMNS, MANY_COLUMNS = 1_500, 4_000
+"""With few, the MILP is solved to the end; with many, near its linear relaxation only."""
+NODES, FEW_NODES, ROOT = 400, 50, 1
+"""For one instant, for several, and for several that leave bytes free, which prove nothing."""
+GAP = 1e-5
+"""Of what is added to the time of keep-all."""
+CLOSE = 1e-4
+"""Of the time of keep-all: a choice near the relaxation that is so good is not improved."""
+SHORT = 1
+"""Stages from an instant to the next, in whose window the bytes of each run count."""
+CAREFUL = 1e-7
+"""By this part a bound is lowered: HiGHS computes in floating point."""
+
+Known = tuple[float, list[Term]]
+"""A sum: a constant and terms."""
+
+
+@dataclass(frozen=True)
+class Needs:
+    """Up to which stage each value may be wanted: by first runs, and by any run at all."""
+
+    first_runs: list[int]
+    any_runs: list[int]
+
+    @staticmethod
+    def of(model: Model) -> Needs:
+        """Last reads in base order, and through what may run again."""
+        last = [-1] * len(model.bytes)
+        for op, reads in enumerate(model.reads):
+            for value in reads:
+                last[value] = op
+        wanted = list(last)
+        for op in reversed(range(model.n)):
+            if model.repeatable[op]:
+                until = max((wanted[v] for v in model.writes[op] if not model.kept[v]), default=-1)
+                for value in model.reads[op]:
+                    wanted[value] = max(wanted[value], until)
+        return Needs(last, wanted)
+
+
+@dataclass
+class Relaxation:
+    """The MILP of one budget and some instants.
+
+    ``reserve`` gives the instants, as stages, and how many bytes each leaves free for what the
+    model does not see; bounds are proven where these are zero.
+    """
+
+    model: Model
+    needs: Needs
+    budget: int
+    reserve: Mapping[int, int]
+    mip: Mip = field(default_factory=Mip)
+    held: list[dict[int, int | None]] = field(default_factory=list)
+    """Column of each value that may be live at the instant; None where it must be."""
+    again: list[dict[int, int]] = field(default_factory=list)
+    over: list[dict[int, int]] = field(default_factory=list)
+    """Column of each value that the first run at the instant may write over."""
+    fits: bool = True
+
+    def __post_init__(self) -> None:
+        self.instants = sorted(self.reserve)
+        for stage in self.instants:
+            self.held.append(self._held_at(stage))
+        for j in range(len(self.instants)):
+            self.again.append(self._runs_after(j))
+        for j in range(len(self.instants)):
+            self._bytes_fit(j)
+            self._first_runs_find_their_reads(j)
+            self._runs_find_their_reads(j)
+            self._held_values_come_from_somewhere(j)
+        if len(self.instants) > 1:
+            for j in range(len(self.instants) - 1):
+                self._once_for_all_windows(j)
+                if self.instants[j + 1] - self.instants[j] <= SHORT:
+                    self._runs_fit(j)
+
+    # -- columns ---------------------------------------------------------------------------
+
+    def _held_at(self, stage: int) -> dict[int, int | None]:
+        """Outputs are left out: they are live for good, and always there to be read."""
+        model, found = self.model, dict[int, int | None]()
+        own = {*model.reads[stage], *model.writes[stage]}
+        for value, op in enumerate(model.writer):
+            if op > stage or model.kept[value]:
+                continue
+            if value in own or self._stays(value, stage):
+                found[value] = None
+            elif self.needs.any_runs[value] > stage:
+                found[value] = self.mip.binary()
+        return found
+
+    def _stays(self, value: int, stage: int) -> bool:
+        return not self.model.droppable(value) and self.needs.first_runs[value] > stage
+
+    def _brought(self, j: int, value: int) -> list[Term]:
+        """What else may bring a value in the window after instant j: nothing, here."""
+        return []
+
+    def _cost(self, op: int) -> float:
+        """Of running an op again."""
+        return self.model.time[op] * UNIT / max(self.model.problem.base_time_us, 1e-9)
+
+    def _runs_after(self, j: int) -> dict[int, int]:
+        model, stage = self.model, self.instants[j]
+        return {
+            op: self.mip.binary(self._cost(op))
+            for op in range(stage + 1)
+            if model.repeatable[op]
+            and any(not model.kept[v] and self.needs.any_runs[v] > stage for v in model.writes[op])
+        }
+
+    # -- rows ------------------------------------------------------------------------------
+
+    def _bytes_fit(self, j: int) -> None:
+        """sum(bytes[v] held[v, j]) + what is there in any case <= budget - reserve[j]"""
+        model, stage = self.model, self.instants[j]
+        over, terms = self._write_over(j)
+        fixed = self._fixed_bytes(stage) + model.workspace[stage] - over
+        unit = UNIT / max(1, self.budget)
+        for value, column in self.held[j].items():
+            if column is None:
+                fixed += model.bytes[value]
+            else:
+                terms.append((column, model.bytes[value] * unit))
+        room = (self.budget - self.reserve[stage] - fixed) * unit
+        self.fits = self.fits and room >= sum(factor for _, factor in terms if factor < 0)
+        self.mip.row(terms, high=room)
+
+    def _fixed_bytes(self, stage: int) -> int:
+        """Resident values and the outputs there are."""
+        model = self.model
+        return model.problem.resident_bytes + sum(
+            size
+            for value, size in enumerate(model.bytes)
+            if model.kept[value] and model.writer[value] <= stage
+        )
+
+    def _write_over(self, j: int) -> tuple[int, list[Term]]:
+        """Bytes that the first run may write over what it reads for the last time, at most.
+
+        Where a later first run reads the value, too, it must be written again in between:
+        over[v] <= sum(again[writer of v, i], i >= j)
+        """
+        model, stage = self.model, self.instants[j]
+        shared, terms = dict[int, int](), list[Term]()
+        self.over.append({})
+        for read, write in model.inplace[stage]:
+            size = min(model.bytes[read], model.bytes[write])
+            if self.needs.first_runs[read] <= stage:
+                shared[write] = max(size, shared.get(write, 0))
+            elif model.droppable(read):
+                over = self.over[j].setdefault(read, self.mip.binary())
+                runs = [window.get(model.writer[read]) for window in self.again[j:]]
+                found: list[Term] = [(column, -1.0) for column in runs if column is not None]
+                for i in range(j, len(self.instants)):
+                    found += [(column, -factor) for column, factor in self._brought(i, read)]
+                self.mip.row([(over, 1.0), *found], high=0.0)
+                terms.append((over, -size * UNIT / max(1, self.budget)))
+        return sum(shared.values()), terms
+
+    def _first_runs_find_their_reads(self, j: int) -> None:
+        """held[v, j] + again[writer of v, j] >= 1 for first runs in the window that read v"""
+        for value in self._read_in_window(j):
+            self._at_least(j, value, (1.0, []))
+
+    def _runs_find_their_reads(self, j: int) -> None:
+        """again[q, j] <= held[v, j] + again[writer of v, j] for every v that q reads"""
+        done = self._read_in_window(j)
+        for op, column in self.again[j].items():
+            for value in self.model.reads[op]:
+                if value not in done and not self.model.kept[value]:
+                    self._at_least(j, value, (0.0, [(column, 1.0)]))
+
+    def _held_values_come_from_somewhere(self, j: int) -> None:
+        """held[v, j + 1] <= held[v, j] + again[writer of v, j] for v that is there at j"""
+        if j + 1 == len(self.instants):
+            return
+        done = self._read_in_window(j)
+        for value, column in self.held[j + 1].items():
+            if self.model.writer[value] <= self.instants[j] and value not in done:
+                demand = (1.0, []) if column is None else (0.0, [(column, 1.0)])
+                self._at_least(j, value, demand)
+
+    def _runs_fit(self, j: int) -> None:
+        """What an op needs that runs again, beside what stays from instant j to the next, fits.
+
+        stays[v] >= held[v, j] + held[v, j + 1] - 1 - again[writer of v, j]
+        sum(bytes[v] stays[v], v that q does not touch) + bytes of q again[q, j] <= budget
+        """
+        model, unit = self.model, UNIT / max(1, self.budget)
+        room, stays = self.budget - self._fixed_bytes(self.instants[j]), dict[int, int]()
+        for value, column in self.held[j].items():
+            if value not in self.held[j + 1]:
+                continue
+            known = [c for c in (column, self.held[j + 1][value]) if c is not None]
+            run = self.again[j].get(model.writer[value])
+            if not known and run is None:
+                room -= model.bytes[value]
+                continue
+            stays[value] = self.mip.real()
+            terms: list[Term] = [(stays[value], 1.0), *((c, -1.0) for c in known)]
+            terms += [] if run is None else [(run, 1.0)]
+            self.mip.row(terms, low=1.0 - len(known))
+        total = self.mip.real(high=UNIT)
+        parts = [(column, model.bytes[value] * unit) for value, column in stays.items()]
+        self.mip.row([*parts, (total, -1.0)], 0.0, 0.0)
+        for op, column in self.again[j].items():
+            touched = {*model.reads[op], *model.writes[op]}
+            own = [value for value in touched if value in stays or self._comes_and_goes(j, value)]
+            size = model.workspace[op] + sum(model.bytes[value] for value in own)
+            size -= sum(min(model.bytes[r], model.bytes[w]) for r, w in model.inplace[op])
+            terms = [(total, 1.0), (column, size * unit)]
+            terms += [(stays[v], -model.bytes[v] * unit) for v in touched if v in stays]
+            self.mip.row(terms, high=room * unit)
+
+    def _comes_and_goes(self, j: int, value: int) -> bool:
+        """Whether the value is not one whose bytes are there throughout the window anyway."""
+        if self.model.kept[value]:
+            return False
+        certain = self.held[j].get(value, -1) is None and self.held[j + 1].get(value, -1) is None
+        return not certain or self.model.writer[value] in self.again[j]
+
+    def _once_for_all_windows(self, j: int) -> None:
+        """The same from instant j to the end: tighter where runs in several windows add up.
+
+        ever[q, j] <= sum(again[q, i], i >= j),  ever[q, j] >= again[q, i],
+        held[v, j] + ever[writer of v, j] >= 1,  ever[q, j] <= held[v, j] + ever[writer of v, j]
+        """
+        model, stage = self.model, self.instants[j]
+        ever: dict[int, int] = {}
+        for op in self.again[j]:
+            parts = [window[op] for window in self.again[j:] if op in window]
+            if len(parts) == 1:
+                ever[op] = parts[0]
+                continue
+            ever[op] = self.mip.real()
+            self.mip.row([(ever[op], -1.0), *((part, 1.0) for part in parts)], low=0.0)
+            for part in parts:
+                self.mip.row([(ever[op], 1.0), (part, -1.0)], low=0.0)
+        for value, op in enumerate(model.writer):
+            if op <= stage < self.needs.first_runs[value] and not model.kept[value]:
+                self._at_least(j, value, (1.0, []), ever)
+        for op, column in ever.items():
+            for value in model.reads[op]:
+                if not model.kept[value]:
+                    self._at_least(j, value, (0.0, [(column, 1.0)]), ever)
+
+    def _at_least(
+        self, j: int, value: int, demand: Known, again: Mapping[int, int] | None = None
+    ) -> None:
+        """held[value, j] + again[writer of value, j] >= demand"""
+        column = self.held[j].get(value, -1)
+        if column is None:
+            return  # held in any case
+        terms: list[Term] = [] if column < 0 else [(column, 1.0)]
+        run = (self.again[j] if again is None else again).get(self.model.writer[value])
+        if run is not None:
+            terms.append((run, 1.0))
+        for i in range(j, j + 1 if again is None else len(self.instants)):
+            terms += self._brought(i, value)
+        low, wanted = demand
+        self.mip.row([*terms, *((c, -factor) for c, factor in wanted)], low=low)
+
+    def _read_in_window(self, j: int) -> set[int]:
+        """Values there at instant j that first runs of the window after it read."""
+        model, start = self.model, self.instants[j]
+        stop = self.instants[j + 1] if j + 1 < len(self.instants) else model.n - 1
+        return {
+            value
+            for op in range(start + 1, stop + 1)
+            for value in model.reads[op]
+            if model.writer[value] <= start and not model.kept[value]
+        }
+
+    # -- solve -----------------------------------------------------------------------------
+
+    def solve(self, clock: Clock) -> Solution:
+        """A choice within `GAP` of the cheapest, or where there are many columns a good one.
+
+        Objective and bound are in units of `UNIT` per time of keep-all.
+        """
+        if not self.fits:
+            return Solution(Status.INFEASIBLE, None, float("inf"), float("inf"))
+        few = ROOT if any(self.reserve.values()) else FEW_NODES
+        if len(self.mip.cost) <= FEW_COLUMNS:
+            nodes = NODES if len(self.instants) == 1 else few
+            return self.mip.solve(clock, nodes=nodes, gap=GAP)
+        near = self.mip.solve_near(self.mip.relaxed(clock), clock, nodes=few, gap=GAP)
+        close = near.objective - near.bound <= CLOSE * UNIT
+        if close or len(self.mip.cost) > MANY_COLUMNS:
+            return near
+        found = self.mip.solve(clock, nodes=few, gap=GAP, start=near.values)
+        return found if found.values is not None else replace(near, bound=found.bound)
+
+    def time_bound_us(self, solution: Solution) -> float:
+        """Time of any schedule within the budget: at least this; infinite if there is none."""
+        base = self.model.problem.base_time_us
+        return base + max(0.0, solution.bound / UNIT * base * (1 - CAREFUL))
+
+    def held_in(self, solution: Solution) -> Iterator[tuple[int, set[int]]]:
+        """The instants, as stages, and the values that outlive each."""
+        for stage, columns, over in zip(self.instants, self.held, self.over, strict=True):
+            gone = {v for v, c in over.items() if solution.chosen(c)}
+            yield stage, {v for v, c in columns.items() if c is None or solution.chosen(c)} - gone
+
+
+def runs_for(model: Model, held: Mapping[int, set[int]]) -> list[tuple[int, int]]:
+    """Extra runs where, of values that can be computed again, only these outlive the instants.
+
+    What is missing is computed again when it is first read, with whatever that needs in turn.
+    """
+    there = [not model.droppable(value) for value in range(len(model.bytes))]
+    out: list[tuple[int, int]] = []
+    for stage in range(model.n):
+        again: set[int] = set()
+        missing = [v for v in model.reads[stage] if not there[v]]
+        while missing:
+            op = model.writer[missing.pop()]
+            if op not in again:
+                again.add(op)
+                missing.extend(v for v in model.reads[op] if not there[v])
+        for op in (*sorted(again), stage):
+            for value in model.writes[op]:
+                there[value] = True
+        out.extend((op, stage) for op in sorted(again))
+        if stage in held:
+            for value in _droppable_before(model, stage):
+                there[value] = there[value] and value in held[stage]
+    return out
+
+
+def _droppable_before(model: Model, stage: int) -> Sequence[int]:
+    return [
+        value
+        for value, op in enumerate(model.writer)
+        if op != INPUT and op <= stage and model.droppable(value)
+    ]

@@ -1,0 +1,47 @@
+"""Which ops may run again in which stage: all that could help, or those near the stage's op."""
+
+from __future__ import annotations
+
+from collections.abc import Iterable
+
+from fxremat.planner.indexed_problem import Model
+from fxremat.planner.local.stage_schedule import Run
+
+
+def all_runs(model: Model) -> list[list[int]]:
+    """Every repeat that some schedule may need: nothing is lost without the others.
+
+    An op is of use in a stage if a value of it may still be read then or later, by a first run
+    or by an op that is of use itself.
+    """
+    until = [-1] * model.n
+    for op in reversed(range(model.n)):
+        last = max(op, until[op]) if model.repeatable[op] else op
+        for value in model.reads[op]:
+            if model.droppable(value):
+                writer = model.writer[value]
+                until[writer] = max(until[writer], last)
+    return [[op for op in range(stage) if until[op] >= stage] for stage in range(model.n)]
+
+
+def near_runs(model: Model, hops: int) -> list[list[int]]:
+    """In each stage the ops at most so many reads before the op of the stage."""
+    return [_ancestors(model, stage, hops) for stage in range(model.n)]
+
+
+def _ancestors(model: Model, op: int, hops: int) -> list[int]:
+    found: set[int] = set()
+    front = {op}
+    for _ in range(hops):
+        reads = {value for reader in front for value in model.reads[reader]}
+        front = {model.writer[value] for value in reads if model.droppable(value)} - found
+        found |= front
+    return sorted(found)
+
+
+def with_runs(allowed: list[list[int]], runs: Iterable[Run]) -> list[list[int]]:
+    """The allowed repeats and these."""
+    more = [set(ops) for ops in allowed]
+    for op, stage in runs:
+        more[stage].add(op)
+    return [sorted(ops) for ops in more]

@@ -1,0 +1,342 @@
+"""Keep, recompute or move to the host: one decision, by any solver, at a price for each byte moved.
+
+What comes back from the host is computed again from nothing: an op that reads a token of no
+bytes. So an op whose values may move is two in the problem that the solvers are given, and each
+of them, the integer programmes of every level included, chooses among keeping and fetching where
+before it chose among keeping and recomputing:
+
+    a = conv(x)   becomes   a's token = conv(x), once;   a = fetch(a's token), again at a price
+
+The price, microseconds for each byte, stands for the one thing that this problem does not say: an
+engine makes one transfer at a time, beside the ops (a Lagrange multiplier of its capacity). At a
+high price nothing moves, at none everything does; in between, values move whose recomputation costs
+more than their bytes. `fxremat.planner.moves.transfers` turns each answer into a schedule with
+transfers on two engines, whose real time is what counts; the price is searched for.
+
+Source: the problem with both choices is that of POFO (Beaumont, Eyraud-Dubois, Shilova, NeurIPS
+2021) on graphs; pricing by multipliers and the search are ours.
+"""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Callable, Iterable, Sequence
+from dataclasses import dataclass, replace
+
+from fxremat.core.plan import Plan
+from fxremat.core.problem import Op, Problem, Value
+from fxremat.core.schedule import ops_of
+from fxremat.core.timeline import Timeline
+from fxremat.core.timing import transfer_us
+from fxremat.planner.deadline import Clock
+from fxremat.planner.indexed_problem import build_model
+from fxremat.planner.local import greedy
+from fxremat.planner.moves.time_bound import relax
+from fxremat.planner.moves.transfers import Fetch, Item, place
+from fxremat.planner.options import Refused, SolverOptions
+from fxremat.planner.peak_bound import peak_bound
+from fxremat.planner.plans import make_plan
+
+Inner = Callable[[Problem, int | None, SolverOptions], Plan]
+
+NAME = "offload"
+TOKEN, GET = " on the host", "fetch "
+
+
+def movable(problem: Problem) -> dict[str, int]:
+    """Ops all of whose values may move, with the bytes of these."""
+    if problem.copies is not None and problem.copies.only_host:
+        return {}
+    fixed = {*problem.resident, *problem.outputs, *problem.host}
+    sizes = problem.bytes_of
+    found = {}
+    for op in problem.ops:
+        if op.writes and not fixed.intersection(op.writes):
+            found[op.name] = sum(sizes[name] for name in op.writes)
+    return {name: size for name, size in found.items() if size}
+
+
+def priced(problem: Problem, moved: set[str], us_per_byte: float, *, recompute: bool) -> Problem:
+    """The problem in which the values of the ops ``moved`` are fetched instead of recomputed.
+
+    So are the values that live in host memory, also for the first time. Without ``recompute``
+    nothing else runs again.
+    """
+    sizes = problem.bytes_of
+    last = {name: op.name for op in problem.ops for name in op.reads}
+    coming = set(problem.from_host)
+    ops: list[Op] = []
+
+    def fetch(name: str, token: tuple[str, ...], op: Op) -> Op:
+        return Op(GET + name, token, (name,), us_per_byte * sizes[name], 0, op.phase)
+
+    for op in problem.ops:
+        ops.extend(fetch(name, (), op) for name in op.reads if name in coming)
+        coming.difference_update(op.reads)
+        if op.name not in moved:
+            ops.append(op if recompute else replace(op, repeatable=False))
+            continue
+        written = sum(sizes[name] for name in op.writes)
+        over = {write: sizes[read] for read, write in op.inplace if last[read] == op.name}
+        written -= sum(min(sizes[write], size) for write, size in over.items())
+        token = (op.name + TOKEN,)
+        space = op.workspace_bytes + written
+        ops.append(replace(op, writes=token, inplace=(), repeatable=False, workspace_bytes=space))
+        ops.extend(fetch(name, token, op) for name in op.writes)
+    tokens = tuple(Value(name + TOKEN, 0) for name in sorted(moved))
+    values = problem.values + tokens
+    return replace(problem, values=values, ops=tuple(ops), copies=None, host=())
+
+
+def items_of(problem: Problem, steps: Sequence[str]) -> list[Item]:
+    """A schedule of a priced problem: ops of the problem, and fetches."""
+    known, seen = problem.op_of, {GET + name for name in problem.from_host}
+    items: list[Item] = []
+    for step in steps:
+        if step in known:
+            items.append(step)
+        elif step in seen:
+            items.append(Fetch(step.removeprefix(GET)))
+        seen.add(step)
+    return items
+
+
+@dataclass(frozen=True)
+class Choice:
+    """Which values may move: see `chosen`. ``load`` None: all, and all at once.
+
+    ``price`` of a fetch, as a part of its time on the engine.
+    """
+
+    worth: float
+    load: float | None
+    recompute: bool = True
+    price: float = 1e-3
+
+
+ALONE = Choice(0.0, 0.0)
+"""Nothing moves but what lives in host memory."""
+CHOICES = (
+    Choice(0.03, 1.0),
+    Choice(0.15, 1.0),
+    Choice(0.0, None, recompute=False),
+    Choice(0.0, None),
+    Choice(0.03, 1.15),
+)
+"""What is tried, by worth against the time on the engine and by load of the engine."""
+PRICES = (1.0, 0.3)
+"""Tried besides where values live in host memory: the engine is busy without any other."""
+ROOM = (0, 1, 2)
+"""Values of the largest size for which the budget leaves room."""
+CLOSE = 2e-3
+"""Of the time of keep-all: a plan so near to its bound is not worked on any more."""
+BACKLOG = 1.0
+"""A value joins the queue of the engine if that is no longer than the value's own transfer."""
+
+
+def chosen(problem: Problem, choice: Choice) -> set[str]:
+    """Ops whose values may move, so many that the engine is busy during the forward.
+
+    Walking through the forward, a value that the backward reads joins the engine's queue where it
+    costs enough to compute again, the queue is short, and the transfer ends before the forward
+    does. With a ``load`` of 2, half of these transfers would have to be waited for.
+    """
+    copies, can = problem.copies, movable(problem)
+    assert copies is not None
+    if choice.load is None:
+        return set(can)
+    again, wanted = again_costs(problem), _read_by_backward(problem)
+    forward = [op for op in problem.ops if op.phase == "forward"]
+    end = choice.load * sum(op.time_us for op in forward)
+    now = engine = 0.0
+    found = set()
+    for op in forward:
+        now += choice.load * op.time_us
+        if op.name not in can or wanted.isdisjoint(op.writes):
+            continue
+        takes = transfer_us(copies, "to host", can[op.name])
+        back = transfer_us(copies, "to device", can[op.name])
+        begin = max(now, engine)
+        queue = begin - now <= BACKLOG * takes
+        if again[op.name] >= choice.worth * back and queue and begin + takes <= end:
+            engine = begin + takes
+            found.add(op.name)
+    return found
+
+
+def _read_by_backward(problem: Problem) -> set[str]:
+    return {name for op in problem.ops if op.phase == "backward" for name in op.reads}
+
+
+def again_costs(problem: Problem) -> dict[str, float]:
+    """Time to run each op again, with what it reads; what the backward reads too is there."""
+    wanted = _read_by_backward(problem)
+    cost: dict[str, float] = {}
+    found = {}
+    for op in problem.ops:
+        reads = sum(cost.get(name, 0.0) for name in op.reads if name not in wanted)
+        found[op.name] = op.time_us + reads if op.repeatable else math.inf
+        cost.update(dict.fromkeys(op.writes, found[op.name]))
+    return found
+
+
+def solve(problem: Problem, budget_bytes: int | None, options: SolverOptions, inner: Inner) -> Plan:
+    """The fastest plan of the solver ``inner`` within the budget, with or without moves.
+
+    Never slower than its plan without: that is among those compared.
+    """
+    search = _Search(problem, budget_bytes, options, Clock(options.time_limit_s))
+    alone = search.offer(search.question(ALONE), inner)
+    if budget_bytes is None or (alone.fits and alone.line.time_us <= problem.base_time_us):
+        return search.plan()
+    relaxed = relax(problem, budget_bytes, search.clock)
+    questions = [search.question(choice) for choice in _choices(problem)]
+    if relaxed.fetched and movable(problem):
+        questions.insert(0, search.question_of(_writers(problem, relaxed.fetched)))
+    best: tuple[tuple[int, float], Question] | None = None
+    for question in questions:
+        rank = search.offer(question, greedy.solve).rank
+        best = min(best or (rank, question), (rank, question), key=lambda pair: pair[0])
+        if search.is_within(relaxed.bound_us + CLOSE * problem.base_time_us):
+            break
+    if best is not None and inner is not greedy.solve:
+        search.offer(best[1], inner)
+    return search.plan(relaxed.bound_us)
+
+
+def _choices(problem: Problem) -> list[Choice]:
+    """What is tried for a problem."""
+    choices = [*CHOICES] if movable(problem) else []
+    if problem.host:
+        choices += [replace(ALONE, price=price) for price in PRICES]
+        choices += [replace(CHOICES[0], price=price) for price in PRICES if movable(problem)]
+    return choices
+
+
+def _writers(problem: Problem, values: Iterable[str]) -> set[str]:
+    """The ops that write values, of those that may move."""
+    writers = {problem.writer_of[name] for name in values if name in problem.writer_of}
+    return writers & movable(problem).keys()
+
+
+def quick(problem: Problem, budget_bytes: int | None, options: SolverOptions) -> Plan:
+    """A plan to compare problems by, from the two choices that are mostly the best."""
+    search = _Search(problem, budget_bytes, options, Clock(options.time_limit_s))
+    search.offer(search.question(ALONE), greedy.quick)
+    if budget_bytes is not None and movable(problem):
+        search.offer(search.question(CHOICES[0]), greedy.quick)
+    return search.plan()
+
+
+@dataclass(frozen=True)
+class Question:
+    """A priced problem, and the largest value of it that is fetched."""
+
+    problem: Problem
+    largest_bytes: int
+
+
+@dataclass(frozen=True)
+class Candidate:
+    """A schedule, and the plan of the priced problem that it was made of."""
+
+    line: Timeline
+    answer: Plan
+    budget: int | None
+
+    @property
+    def excess(self) -> int:
+        """Bytes over the budget."""
+        return 0 if self.budget is None else max(0, self.line.peak_bytes - self.budget)
+
+    @property
+    def fits(self) -> bool:
+        """Whether it is within the budget."""
+        return self.excess == 0
+
+    @property
+    def rank(self) -> tuple[int, float]:
+        """Less is better: within the budget first, then less time."""
+        return self.excess, self.line.time_us
+
+
+@dataclass
+class _Search:
+    """The best schedule so far."""
+
+    problem: Problem
+    budget: int | None
+    options: SolverOptions
+    clock: Clock
+    best: Candidate | None = None
+
+    def question(self, choice: Choice) -> Question:
+        """The priced problem of a choice."""
+        moved = chosen(self.problem, choice)
+        return self.question_of(moved, choice.price, recompute=choice.recompute)
+
+    def question_of(
+        self, moved: set[str], price: float = ALONE.price, *, recompute: bool = True
+    ) -> Question:
+        """The priced problem in which the values of these ops may move."""
+        copies, sizes = self.problem.copies, self.problem.bytes_of
+        assert copies is not None
+        rate = price / max(copies.to_device, 1e-9)
+        named = [v for name in moved for v in self.problem.op_of[name].writes]
+        largest = max((sizes[name] for name in (*named, *self.problem.from_host)), default=0)
+        return Question(priced(self.problem, moved, rate, recompute=recompute), largest)
+
+    def offer(self, question: Question, inner: Inner) -> Candidate:
+        """The best schedule that a solver makes of a priced problem.
+
+        Where its transfers have to be waited for, also with room left for values to come early.
+        """
+        largest = question.largest_bytes
+        found: list[Candidate] = []
+        for room in ROOM if largest and self.budget is not None else (0,):
+            left = None if self.budget is None else self.budget - room * largest
+            answer = inner(question.problem, left, self.options)
+            line = place(self.problem, items_of(self.problem, answer.ops), self.budget)
+            found.append(Candidate(line, answer, self.budget))
+            if not line.timing.stall_us:
+                break
+        best = min(found, key=lambda candidate: candidate.rank)
+        if self._allowed(best.line) and (self.best is None or best.rank < self.best.rank):
+            self.best = best
+        return best
+
+    def _allowed(self, line: Timeline) -> bool:
+        copies = self.problem.copies
+        assert copies is not None
+        cap = math.inf if copies.host_bytes is None else copies.host_bytes
+        return line.host_peak_bytes <= cap and line.time_us < math.inf
+
+    def is_within(self, time_us: float) -> bool:
+        """Whether there is no need to look on: the best fits and is so fast, or time is over."""
+        good = self.best is not None and self.best.fits and self.best.line.time_us <= time_us
+        return good or not self.clock.running()
+
+    def plan(self, bound_us: float | None = None) -> Plan:
+        """The best of all; ``bound_us`` is proven of every schedule within the budget."""
+        best = self.best
+        if best is None:
+            raise Refused("values live in host memory, but the bandwidth is zero")
+        moves = len(best.line.steps) > len(ops_of(best.line.steps))
+        return make_plan(
+            self.problem,
+            best.line.steps,
+            f"{best.answer.solver}+{NAME}" if moves else best.answer.solver,
+            budget_bytes=self.budget,
+            seconds=self.clock.seconds(),
+            time_bound_us=None if bound_us is None else min(bound_us, best.line.time_us),
+            peak_bound_bytes=least_bytes(self.problem),
+        )
+
+
+def least_bytes(problem: Problem) -> int:
+    """A proven lower bound on the peak of every schedule, moves included.
+
+    Whatever may move may be absent at any step that does not touch it.
+    """
+    everything = priced(problem, set(movable(problem)), 0.0, recompute=True)
+    return peak_bound(build_model(everything))

@@ -1,0 +1,158 @@
+"""A proven bound on the time of every schedule within a budget, moves included.
+
+The relaxation over instants (`fxremat.planner.milp.moments_relaxation`), with one more way to bring
+a value that is not held: it comes from the host. What an engine moves takes time on it, so that the
+whole takes no less than ``base + added``:
+
+    fetch[v, j]   value v comes from the host in the window after instant j
+    away[v, j]    value v is on the host alone at instant j
+
+    added >= sum(time of q again[q, j])
+    base + added >= sum(time of v on its way back fetch[v, j])
+    time of first runs up to instant j + added >= sum(time of v on its way out away[v, j])
+    time of first runs after instant j + added >= sum(time of v on its way back fetch[v, i], i >= j)
+
+The last two hold because what is away at an instant has left before, and what is fetched in a
+window after it starts no sooner; stalls and repeats before and after are parts of what is added.
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass, field
+
+from fxremat.core.problem import Problem
+from fxremat.core.timing import transfer_us
+from fxremat.planner.deadline import Clock
+from fxremat.planner.indexed_problem import INPUT, build_model
+from fxremat.planner.local.stage_schedule import State
+from fxremat.planner.milp.highs import Term
+from fxremat.planner.milp.moments_relaxation import UNIT, Needs, Relaxation
+
+
+@dataclass(frozen=True)
+class Relaxed:
+    """What every schedule within the budget takes, and which values come back in the cheapest.
+
+    ``bound_us`` is infinite if there is no schedule.
+    """
+
+    bound_us: float
+    fetched: frozenset[str]
+
+
+def relax(problem: Problem, budget_bytes: int, clock: Clock) -> Relaxed:
+    """Solve the relaxation at the highest step of keep-all."""
+    model = build_model(problem)
+    if not model.n:
+        return Relaxed(0.0, frozenset())
+    peak = int(State(model).peak.argmax())
+    relaxation = MovingRelaxation(model, Needs.of(model), budget_bytes, {peak: 0})
+    solution = relaxation.solve(clock)
+    bound = max(relaxation.time_bound_us(solution), problem.base_time_us)
+    fetched = {
+        relaxation.names[value]
+        for window in relaxation.fetch
+        for value, column in window.items()
+        if solution.chosen(column)
+    }
+    return Relaxed(bound, frozenset(fetched))
+
+
+@dataclass
+class MovingRelaxation(Relaxation):
+    """The MILP of one budget and some instants, with moves."""
+
+    fetch: list[dict[int, int]] = field(default_factory=list)
+
+    def __post_init__(self) -> None:
+        problem = self.model.problem
+        self.copies = problem.copies
+        assert self.copies is not None
+        names = [v.name for v in problem.values if v.name not in set(problem.resident)]
+        self.names = names
+        host = set(problem.host)
+        can_return = bool(self.copies.to_host and self.copies.to_device)
+        self.may_move = [
+            not self.model.kept[value]
+            and (name in host or (not self.copies.only_host and can_return))
+            and (self.model.writer[value] != INPUT or name in host)
+            for value, name in enumerate(names)
+        ]
+        self.lives_there = [name in host for name in names]
+        self.added = self.mip.real(cost=1.0, high=float("inf"))
+        for stage in sorted(self.reserve):
+            self.fetch.append(
+                {
+                    value: self.mip.binary()
+                    for value, op in enumerate(self.model.writer)
+                    if op <= stage < self.needs.any_runs[value] and self.may_move[value]
+                }
+            )
+        super().__post_init__()
+        self.scale = UNIT / max(problem.base_time_us, 1e-9)
+        self._ops_take_time()
+        for j in range(len(self.instants)):
+            self._engines_take_time(j)
+
+    def _stays(self, value: int, stage: int) -> bool:
+        return not self.may_move[value] and super()._stays(value, stage)
+
+    def _brought(self, j: int, value: int) -> list[Term]:
+        column = self.fetch[j].get(value)
+        return [] if column is None else [(column, 1.0)]
+
+    def _cost(self, op: int) -> float:
+        return 0.0
+
+    def _runs_fit(self, j: int) -> None:
+        """Not here: what comes from the host may go again."""
+
+    def _us(self, value: int, back: bool) -> float:
+        """Time of a value on its engine, in the units of the MILP."""
+        assert self.copies is not None
+        kind = "to device" if back else "to host"
+        size = self.model.bytes[value]
+        return min(transfer_us(self.copies, kind, size), 1e15) * self.scale  # type: ignore[arg-type]
+
+    def _ops_take_time(self) -> None:
+        """added >= sum(time of q again[q, j]);  base + added >= sum(time back of v fetch[v, j])"""
+        runs = [
+            (column, -self.model.time[op] * self.scale)
+            for window in self.again
+            for op, column in window.items()
+        ]
+        self.mip.row([(self.added, 1.0), *runs], low=0.0)
+        fetches = [
+            (column, -self._us(value, back=True))
+            for window in self.fetch
+            for value, column in window.items()
+        ]
+        self.mip.row([(self.added, 1.0), *fetches], low=-UNIT)
+
+    def _engines_take_time(self, j: int) -> None:
+        """away[v, j] >= fetch[v, i] - held[v, j] - sum(again[writer of v, k], k >= j)
+
+        and what both engines do before and after the instant.
+        """
+        before = sum(self.model.time[: self.instants[j] + 1]) * self.scale
+        out: list[Term] = [(self.added, 1.0)]
+        back: list[Term] = [(self.added, 1.0)]
+        for value in {v for window in self.fetch[j:] for v in window}:
+            columns = [window[value] for window in self.fetch[j:] if value in window]
+            back += [(column, -self._us(value, back=True)) for column in columns]
+            held = self.held[j].get(value, -1)
+            if (
+                held is None
+                or self.lives_there[value]
+                or self.model.writer[value] > self.instants[j]
+            ):
+                continue
+            away = self.mip.real()
+            out.append((away, -self._us(value, back=False)))
+            runs = [window.get(self.model.writer[value]) for window in self.again[j:]]
+            others = [(run, 1.0) for run in runs if run is not None]
+            others += [] if held < 0 else [(held, 1.0)]
+            for column in columns:
+                self.mip.row([(away, 1.0), (column, -1.0), *others], low=0.0)
+        self.mip.row(out, low=-before)
+        self.mip.row(back, low=before - UNIT)

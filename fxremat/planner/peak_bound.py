@@ -1,0 +1,69 @@
+"""A lower bound on the peak of every schedule whose first runs come in base order.
+
+At the first run of op ``i`` these are live: the resident values; what it reads and writes,
+less what it may take over in place; its workspace; the outputs written by earlier ops; the
+inputs, and the values of non-repeatable earlier ops, that op ``i`` or a later one reads (its
+first run is still to come, and nothing can bring the value back). The bound is the largest
+such sum. It is proven for that class of schedules only: with another order of the first runs
+fewer outputs might be live at the worst op.
+"""
+
+from __future__ import annotations
+
+from fxremat.planner.indexed_problem import INPUT, Model
+
+
+def peak_bound(model: Model) -> int:
+    """The largest number of bytes that must be live together at some first run."""
+    last = _last_reads(model)
+    pinned = _pinned_bytes(model, last)
+    floor = model.problem.resident_bytes
+    return max((floor + pinned[i] + _own(model, i, last) for i in range(model.n)), default=floor)
+
+
+def _last_reads(model: Model) -> list[int]:
+    last = [0 if writer == INPUT else writer for writer in model.writer]
+    for op, reads in enumerate(model.reads):
+        for value in reads:
+            last[value] = op
+    return last
+
+
+def _span(model: Model, value: int, last: int) -> tuple[int, int] | None:
+    """First and last stage at which the value is certainly live; None if none is certain."""
+    op = model.writer[value]
+    if model.kept[value]:
+        return max(op, 0), model.n - 1
+    if op == INPUT:
+        return 0, last
+    if not model.repeatable[op]:
+        return op, last
+    return None
+
+
+def _pinned_bytes(model: Model, last: list[int]) -> list[int]:
+    change = [0] * (model.n + 1)
+    for value, size in enumerate(model.bytes):
+        span = _span(model, value, last[value])
+        if span is not None:
+            change[span[0]] += size
+            change[span[1] + 1] -= size
+    out, total = [], 0
+    for step in change[:-1]:
+        total += step
+        out.append(total)
+    return out
+
+
+def _own(model: Model, op: int, last: list[int]) -> int:
+    """Bytes of the op itself that `_pinned_bytes` does not hold already."""
+    size = model.workspace[op]
+    for value in (*model.reads[op], *model.writes[op]):
+        span = _span(model, value, last[value])
+        if span is None or not span[0] <= op <= span[1]:
+            size += model.bytes[value]
+    # A pair may be taken over in place only if its read can die here.
+    for read, write in model.inplace[op]:
+        if model.droppable(read) or last[read] <= op:
+            size -= min(model.bytes[read], model.bytes[write])
+    return size

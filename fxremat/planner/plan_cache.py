@@ -1,0 +1,151 @@
+"""Plans kept on disk, so that no question is answered twice.
+
+A question is the problem without its name, the budget, the solver with its options, and the
+version of highspy. An answer is a claim: its steps are replayed and its figures must come out; else
+it is ignored, and replaced by the next one. What a time limit or Ctrl-C cut short is not kept.
+"""
+
+from __future__ import annotations
+
+import hashlib
+import importlib.metadata
+import json
+import time
+from collections import Counter
+from collections.abc import Mapping, Sequence
+from contextlib import suppress
+from dataclasses import dataclass, replace
+from functools import cache
+from pathlib import Path
+from typing import Any
+
+from fxremat.core.alternatives import take
+from fxremat.core.plan import Plan, plan_to_json, steps_from_json, variants_from_json
+from fxremat.core.problem import Problem, problem_to_json
+from fxremat.core.schedule import Step, ops_of
+from fxremat.disk_cache import Answers, Question
+from fxremat.planner import solve
+from fxremat.planner.deadline import Clock
+from fxremat.planner.options import SolverOptions
+from fxremat.planner.plans import make_plan
+
+REMEMBERED = 8
+
+
+@dataclass(frozen=True)
+class PlanCache:
+    """A directory of plans."""
+
+    directory: Path
+
+    def solve(
+        self, problem: Problem, budget_bytes: int | None, solver: str, options: SolverOptions
+    ) -> tuple[Plan, bool]:
+        """The planner's answer, and whether it was read from disk."""
+        question = question_of(problem, budget_bytes, solver, options)
+        answers = Answers(self.directory)
+        known = _plan_of(answers.read(question), problem, budget_bytes)
+        if known is not None:
+            return known, True
+        started = time.perf_counter()
+        plan = solve(problem, budget_bytes, solver, options)
+        if _is_complete(plan, time.perf_counter() - started, options):
+            answers.keep(question, plan_to_json(plan))
+        return plan, False
+
+
+def question_of(
+    problem: Problem, budget_bytes: int | None, solver: str, options: SolverOptions
+) -> Question:
+    """Everything that an answer depends on, as JSON data."""
+    return {
+        "problem": digest(problem),
+        "budget_bytes": budget_bytes,
+        "solver": solver,
+        "seed": options.seed,
+        "time_limit_s": options.time_limit_s,
+        "objective": [options.objective, options.most_time_us],
+        "start": None if options.start is None else list(options.start),
+        "highspy": _highspy_version(),
+    }
+
+
+_digests: dict[int, tuple[Problem, str]] = {}
+
+
+def digest(problem: Problem) -> str:
+    """Equal for problems that differ in name only; remembered for the last few problems."""
+    # The entry holds the problem, so its id cannot be given to another one meanwhile.
+    if id(problem) not in _digests:
+        while len(_digests) >= REMEMBERED:
+            del _digests[next(iter(_digests))]
+        data = {**problem_to_json(problem), "name": ""}
+        text = json.dumps(data, sort_keys=True, separators=(",", ":"))
+        _digests[id(problem)] = (problem, hashlib.sha256(text.encode()).hexdigest())
+    return _digests[id(problem)][1]
+
+
+@cache
+def _highspy_version() -> str:
+    try:
+        return importlib.metadata.version("highspy")
+    except importlib.metadata.PackageNotFoundError:
+        return "unknown"
+
+
+def _is_complete(plan: Plan, seconds: float, options: SolverOptions) -> bool:
+    """Whether the solver came to its own end; ``plan.seconds`` may be those of an earlier call."""
+    limit = options.time_limit_s
+    in_time = limit is None or max(plan.seconds, seconds) < limit
+    return in_time and Clock(None).running()
+
+
+def _plan_of(claims: Any, problem: Problem, budget_bytes: int | None) -> Plan | None:
+    """The plan that an answer stands for; None where it is none."""
+    with suppress(ValueError, KeyError, TypeError):
+        return _replayed(problem, budget_bytes, claims)
+    return None
+
+
+def _replayed(problem: Problem, budget_bytes: int | None, claims: Any) -> Plan | None:
+    """The plan that the steps make; None where it is not what is claimed."""
+    steps, variants = steps_from_json(claims), variants_from_json(claims)
+    problem = take(problem, variants)
+    if not _may_run(problem, steps):
+        return None
+    plan = make_plan(
+        problem,
+        steps,
+        str(claims["solver"]),
+        budget_bytes=budget_bytes,
+        seconds=float(claims["seconds"]),
+        time_bound_us=_number_or_none(claims["time_bound_us"]),
+        peak_bound_bytes=None
+        if claims["peak_bound_bytes"] is None
+        else int(claims["peak_bound_bytes"]),
+    )
+    return replace(plan, variants=variants) if _agrees(plan, claims) else None
+
+
+def _may_run(problem: Problem, steps: Sequence[Step]) -> bool:
+    """Whether first runs are in base order, and what is not repeatable runs once."""
+    ops = ops_of(steps)
+    counts = Counter(ops)
+    return tuple(dict.fromkeys(ops)) == problem.base_steps() and all(
+        op.repeatable or counts[op.name] == 1 for op in problem.ops
+    )
+
+
+def _agrees(plan: Plan, claims: Mapping[str, Any]) -> bool:
+    """Whether the replay gives the figures claimed, and they contradict no bound."""
+    if (plan.peak_bytes, plan.time_us) != (claims["peak_bytes"], claims["time_us"]):
+        return False
+    fits = plan.budget_bytes is None or plan.peak_bytes <= plan.budget_bytes
+    bound = plan.time_bound_us
+    return (plan.peak_bound_bytes or 0) <= plan.peak_bytes and (
+        not fits or bound is None or bound <= plan.time_us * (1 + 1e-9)
+    )
+
+
+def _number_or_none(value: Any) -> float | None:
+    return None if value is None else float(value)

@@ -1,0 +1,221 @@
+"""Moccasin: retention intervals in place of a column for every stage, solved by CP-SAT.
+
+Bartan et al., "Moccasin: efficient tensor rematerialization for neural networks"
+(arXiv 2304.14463). Time is made of slots: stage ``t`` has one for each op up to ``t``, in base
+order, and an op can run in its own slot of a stage only. Each op runs at most ``MOST_RUNS``
+times, and a copy of a value is kept from the slot of its run to some later slot. The copies kept
+in a slot must fit the budget together, and every read must fall within a copy.
+
+    start[k, i]   slot of run i of op k; run 0 is its first, in stage k
+    end[v, i]     last slot in which copy i of value v is kept
+    reads[...]    run j of op k reads copy i of v: start[w, i] < start[k, j] <= end[v, i]
+
+Precedence is by literals, not by the paper's reservoirs, and lengths of copies are free. Storage
+taken over in place is modelled for pairs that no earlier pair of the op can stand in the way of.
+As runs are limited, what CP-SAT proves is no bound on the time of all schedules.
+
+CP-SAT is part of OR-Tools, which ``pip install 'fxremat[cpsat]'`` brings. It runs in a process of
+its own, see `fxremat.planner.published.moccasin_intervals`.
+"""
+
+from __future__ import annotations
+
+import importlib.util
+import json
+import subprocess
+import sys
+import threading
+from collections.abc import Collection, Iterator
+from contextlib import suppress
+from dataclasses import dataclass
+from typing import Any
+
+from fxremat.core.plan import Plan
+from fxremat.core.problem import Problem
+from fxremat.planner.deadline import Clock
+from fxremat.planner.indexed_problem import Model, build_model
+from fxremat.planner.local.pareto_pool import steps_of
+from fxremat.planner.local.stage_schedule import Run, State
+from fxremat.planner.milp.rerun_candidates import all_runs
+from fxremat.planner.milp.warm_start import known_plan, runs_of, without_idle
+from fxremat.planner.options import Progress, Refused, SolverOptions
+from fxremat.planner.peak_bound import peak_bound
+from fxremat.planner.plans import make_plan
+from fxremat.planner.published import moccasin_intervals
+
+NAME = "moccasin"
+MOST_RUNS = 3
+"""Runs of an op, its first among them; with two, good schedules are lost too often."""
+WORK = 60.0
+"""CP-SAT's own, repeatable measure of effort: about seconds of one thread."""
+BYTES, TIMES = 1 << 24, 1 << 40
+"""Parts into which budget and base time are divided at most: CP-SAT computes in integers."""
+GLANCE = 0.1
+"""Seconds between two looks at the clock."""
+
+
+class NotInstalled(Refused, ImportError):
+    """OR-Tools is missing."""
+
+    def __str__(self) -> str:
+        return (
+            f"solver {NAME!r} needs OR-Tools. What to do: pip install 'fxremat[cpsat]', "
+            "or use another solver"
+        )
+
+
+class Failed(Refused, RuntimeError):
+    """The process of CP-SAT came to a bad end."""
+
+    def __init__(self, output: str) -> None:
+        super().__init__(output)
+        self.output = output
+
+    def __str__(self) -> str:
+        return f"solver {NAME!r} failed; use another solver. CP-SAT's process said:\n{self.output}"
+
+
+def solve(problem: Problem, budget_bytes: int | None, options: SolverOptions) -> Plan:
+    """The best plan found with few runs of each op."""
+    if importlib.util.find_spec("ortools") is None:
+        raise NotInstalled
+    clock, model = Clock(options.time_limit_s), build_model(problem)
+    best = make_plan(problem, problem.base_steps(), NAME)
+    bound = peak_bound(model)
+    if budget_bytes is not None and best.peak_bytes > budget_bytes:
+        best = known_plan(problem, budget_bytes, options)
+        bound = max(bound, best.peak_bound_bytes or 0)
+        if bound <= budget_bytes:
+            best = _Work(model, budget_bytes, options, clock, best).improve()
+    return make_plan(
+        problem,
+        best.steps,
+        NAME,
+        budget_bytes=budget_bytes,
+        seconds=clock.seconds(),
+        peak_bound_bytes=bound,
+    )
+
+
+@dataclass
+class _Work:
+    """One call: the best plan so far."""
+
+    model: Model
+    budget: int
+    options: SolverOptions
+    clock: Clock
+    best: Plan
+
+    def improve(self) -> Plan:
+        """The best plan of those known and those that CP-SAT finds."""
+        for runs in _answers(self._question(), self.clock):
+            self._look_at(without_idle(self.model, runs))
+            self._look_at(runs)
+            if self.options.progress is not None:
+                time_us = self.best.time_us if self._fits() else None
+                base = self.model.problem.base_time_us
+                self.options.progress(Progress(NAME, self.clock.seconds(), time_us, base))
+        return self.best
+
+    def _fits(self) -> bool:
+        return self.best.peak_bytes <= self.budget
+
+    def _look_at(self, runs: Collection[Run]) -> None:
+        """Keep a schedule if replay says that it fits, and that it is better."""
+        model = self.model
+        plan = make_plan(model.problem, model.names(steps_of(model.n, runs)), NAME)
+        better = not self._fits() or plan.time_us < self.best.time_us
+        if plan.peak_bytes <= self.budget and better:
+            self.best = plan
+
+    def _question(self) -> dict[str, Any]:
+        """The problem in integers, as `fxremat.planner.published.moccasin_intervals` reads it.
+
+        Bytes are rounded so that what fits in these units fits in bytes.
+        """
+        model = self.model
+        unit = max(1, self.budget // BYTES)
+        tick = max(1e-9, model.problem.base_time_us) / TIMES
+        stages = [[op] for op in range(model.n)]
+        for stage, again in enumerate(all_runs(model)):
+            for op in again:
+                stages[op].append(stage)
+        left = self.clock.left()
+        return {
+            "stages": stages,
+            "reads": model.reads,
+            "shares": [
+                [_shares(model, op, first, unit) for first in (True, False)]
+                for op in range(model.n)
+            ],
+            "writer": model.writer,
+            "kept": model.kept,
+            "bytes": [-(-size // unit) for size in model.bytes],
+            "workspace": [-(-size // unit) for size in model.workspace],
+            "room": max(0, (self.budget - model.problem.resident_bytes) // unit),
+            "cost": [round(time / tick) for time in model.time],
+            "hint": self._hint(),
+            "runs": MOST_RUNS,
+            "seed": self.options.seed,
+            "work": WORK,
+            "seconds": None if left == float("inf") else max(0.0, left),
+        }
+
+    def _hint(self) -> list[list[int]] | None:
+        """The stages in which each op runs in the best plan, if no op runs too often there."""
+        if not self._fits():
+            return None
+        runs = State(self.model, runs_of(self.model, self.best.ops)).runs
+        return None if any(len(stages) > MOST_RUNS for stages in runs) else runs
+
+
+def _shares(model: Model, op: int, first: bool, unit: int) -> list[tuple[int, int]]:
+    """Reads that the op may write over, and how many bytes of them.
+
+    Only pairs of which no value is in an earlier pair. A repeat writes no output anew.
+    """
+    out = []
+    met: set[int] = set()
+    for read, write in model.inplace[op]:
+        if first or not model.kept[write]:
+            if not met & {read, write}:
+                out.append((read, min(model.bytes[read], model.bytes[write]) // unit))
+            met |= {read, write}
+    return out
+
+
+def _answers(question: dict[str, Any], clock: Clock) -> Iterator[list[Run]]:
+    """The schedules that CP-SAT finds, one after the other, each better than those before."""
+    # -P keeps the script's folder out of the way of modules of the same names.
+    command = [sys.executable, "-P", moccasin_intervals.__file__]
+    with subprocess.Popen(
+        command, stdin=subprocess.PIPE, stdout=subprocess.PIPE, stderr=subprocess.PIPE, text=True
+    ) as process:
+        threading.Thread(target=_stop_in_time, args=(process, clock), daemon=True).start()
+        try:
+            yield from _talk(process, question)
+            if process.wait() != 0 and clock.running():
+                raise Failed("" if process.stderr is None else process.stderr.read())
+        finally:
+            process.kill()
+
+
+def _talk(process: subprocess.Popen[str], question: dict[str, Any]) -> Iterator[list[Run]]:
+    assert process.stdin is not None
+    assert process.stdout is not None
+    with suppress(BrokenPipeError):  # of a process that failed, or was stopped, meanwhile
+        json.dump(question, process.stdin)
+        process.stdin.close()
+    for line in process.stdout:
+        yield [(op, stage) for op, stage in json.loads(line)]
+
+
+def _stop_in_time(process: subprocess.Popen[str], clock: Clock) -> None:
+    """End the process when the clock stops."""
+    while process.poll() is None:
+        try:
+            process.wait(GLANCE)
+        except subprocess.TimeoutExpired:
+            if not clock.running():
+                process.kill()

@@ -1,0 +1,56 @@
+"""Rockmate: Rotor over the blocks of a chain, with the best schedules of each block as options.
+
+Zhao, Le Hellard, Eyraud-Dubois, Gusak and Beaumont, "Rockmate: an Efficient, Fast, Automatic and
+Generic Tool for Re-materialization in PyTorch" (ICML 2023, PMLR 202). Where blocks have one op
+or few, inside a block is nothing to choose; so the chain is also tried with blocks merged.
+"""
+
+from __future__ import annotations
+
+from fxremat.core.plan import Plan
+from fxremat.core.problem import Problem
+from fxremat.planner.clusters.chain import find_chain
+from fxremat.planner.deadline import Clock
+from fxremat.planner.options import SolverOptions
+from fxremat.planner.published.block_options import BlockOptions
+from fxremat.planner.published.chain_costs import keep_all
+from fxremat.planner.published.rotor import (
+    MOST_BLOCKS,
+    Cache,
+    Found,
+    best_plans,
+    chain_schedules,
+    coarser,
+    grains,
+)
+
+NAME = "rockmate"
+BLOCK_OPS = (1, 8, 24)
+"""Forward ops per block, on average, that merging goes for."""
+
+
+def solve(problem: Problem, budget_bytes: int | None, options: SolverOptions) -> Plan:
+    """The plan of least time within the budget, or of least peak where none fits.
+
+    Raises `NotAChain` for a problem that is not a chain of blocks.
+    """
+    return found(problem, options).choose(budget_bytes)
+
+
+def found(problem: Problem, options: SolverOptions) -> Found:
+    """The plans of a problem, remembered for the last few problems."""
+    return _cache.found(problem, options)
+
+
+def _search(problem: Problem, options: SolverOptions) -> Found:
+    clock = Clock(options.time_limit_s)
+    finest = coarser(find_chain(problem), MOST_BLOCKS)
+    solved = BlockOptions(clock)
+    schedules = chain_schedules(finest, [[keep_all(block)] for block in finest.blocks], clock)
+    for chain in grains(finest, BLOCK_OPS):
+        its = [solved.of(chain, block) for block in chain.blocks]
+        schedules.extend(chain_schedules(chain, its, clock))
+    return best_plans(problem, schedules, NAME, clock)
+
+
+_cache = Cache(_search)

@@ -1,0 +1,1 @@
+"""Plans in which operators take other variants."""

@@ -1,0 +1,335 @@
+"""Which alternatives to take: a MILP over choices, what is held when, and what runs again.
+
+The relaxation over instants (`fxremat.planner.milp.moments_relaxation`), with operator choice as in
+MONeT (Shah et al., "Memory Optimization for Deep Networks", arXiv 2010.14501, section 4.3): which
+form an op takes, what is kept and what runs again are chosen together.
+
+    z[a]          alternative a is taken; of those that exclude each other at most one
+    held[v, j]    value v is live at instant j
+    again[q, j]   op q runs again in the window after instant j
+
+    minimise      sum(adds[a] z[a]) + sum(time[q] again[q, j])
+    bytes         sum(bytes[v] held[v, j]) + outputs + workspace <= budget
+    reads         held[v, j] + again[writer of v, j] >= wanted       first runs in window j
+                  held[v, j] + again[writer of v, j] >= again[q, j] + wanted - 1     runs again
+    origin        held[v, j + 1] <= held[v, j] + again[writer of v, j]
+    runs          what op q needs that runs again in the window after instant j, beside what stays
+                  from instant j to the next, fits as well, where these are neighbours
+
+where *wanted* is 1, z[a] or 1 - z[a] as `fxremat.planner.variants.all_variants` says. It serves to
+choose; the figures of a plan come from the problem that is left.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterable, Sequence
+from dataclasses import dataclass, field
+
+from fxremat.planner.deadline import Clock
+from fxremat.planner.milp.highs import Mip, Solution, Term
+from fxremat.planner.variants.all_variants import Read, Union, Wanted
+
+UNIT = 1000.0
+"""Budget and time of keep-all in the units of the MILP."""
+NODES, NODES_OF_LEAST = 10, 1
+GAP, GAP_OF_LEAST = 1e-3, 1e-2
+"""Of keep-all's time, and of the least peak."""
+LITTLE = 1e-3
+"""What time counts where the peak is to be least."""
+
+
+@dataclass
+class Choice:
+    """The MILP of a budget and some instants (stages of the union). None: the least peak."""
+
+    union: Union
+    instants: Sequence[int]
+    budget: int | None
+    mip: Mip = field(default_factory=Mip)
+    taken: dict[int, int] = field(default_factory=dict)
+    held: list[dict[str, int]] = field(default_factory=list)
+    """Column of each value that may be live at the instant."""
+    again: list[dict[int, int]] = field(default_factory=list)
+
+    def __post_init__(self) -> None:
+        union = self.union
+        base = max(union.problem.base_time_us, 1e-9)
+        self.scale = UNIT / base if self.budget is not None else LITTLE * UNIT / base
+        self.unit = UNIT / max(1, self.budget or _all_bytes(union))
+        self.peak = self.mip.real(1.0, high=float("inf")) if self.budget is None else None
+        self.bytes_of = union.problem.bytes_of
+        self.until, self.last_read = _until(union), _last_reads(union)
+        for index in union.usable:
+            self.taken[index] = self.mip.binary(union.saves_us[index] * self.scale)
+        for group in union.excluding:
+            self.mip.row([(self.taken[index], 1.0) for index in group], high=1.0)
+        for stage in self.instants:
+            self.held.append(self._held_at(stage))
+        for j in range(len(self.instants)):
+            self.again.append(self._runs_after(j))
+        for j in range(len(self.instants)):
+            self._bytes_fit(j)
+            self._what_stays_is_held(j)
+            self._first_runs_find_their_reads(j)
+            self._runs_find_their_reads(j)
+            self._held_values_come_from_somewhere(j)
+        for j in range(len(self.instants) - 1):
+            if self._is_short(j):
+                self._runs_fit(j)
+
+    @property
+    def size(self) -> int:
+        """Columns of the MILP."""
+        return len(self.mip.cost)
+
+    # -- columns ---------------------------------------------------------------------------
+
+    def _held_at(self, stage: int) -> dict[str, int]:
+        own = {*self.union.ops[stage].writes, *(read.value for read in self.union.reads[stage])}
+        return {
+            name: self.mip.binary()
+            for name, until in self.until.items()
+            if self._written(name) <= stage and (until > stage or name in own)
+        }
+
+    def _written(self, name: str) -> int:
+        return self.union.writer.get(name, -1)
+
+    def _runs_after(self, j: int) -> dict[int, int]:
+        stage = self.instants[j]
+        return {
+            q: self.mip.binary(op.time_us * self.scale)
+            for q, op in enumerate(self.union.ops[: stage + 1])
+            if op.repeatable and any(self.until.get(name, -1) > stage for name in op.writes)
+        }
+
+    # -- rows ------------------------------------------------------------------------------
+
+    def _terms(self, wanted: Wanted) -> list[Term]:
+        return [(self.taken[index], float(factor)) for index, factor in wanted.factors]
+
+    def _bytes_fit(self, j: int) -> None:
+        stage, union = self.instants[j], self.union
+        op = union.ops[stage]
+        fixed, terms = self._outputs(stage)
+        terms += [(c, self.bytes_of[name] * self.unit) for name, c in self.held[j].items()]
+        run = union.run_wanted(stage)
+        fixed += op.workspace_bytes * run.constant
+        terms += [(c, f * op.workspace_bytes * self.unit) for c, f in self._terms(run)]
+        terms += [
+            (self.taken[index], change.workspace_bytes * self.unit)
+            for index in union.usable
+            for change in union.problem.alternatives[index].changes
+            if change.op == op.name and change.workspace_bytes
+        ]
+        self._fit(terms, fixed)
+
+    def _outputs(self, stage: int) -> tuple[float, list[Term]]:
+        """Bytes that are there for good once ``stage`` has run, and those by the forms taken."""
+        fixed, terms = float(self.union.problem.resident_bytes), list[Term]()
+        resident = set(self.union.problem.resident)
+        for name, wanted in self.union.output_wanted.items():
+            if name not in resident and self._written(name) <= stage:
+                fixed += self.bytes_of[name] * wanted.constant
+                terms += [(c, f * self.bytes_of[name] * self.unit) for c, f in self._terms(wanted)]
+        return fixed, terms
+
+    def _fit(self, terms: list[Term], fixed: float) -> None:
+        """terms + fixed <= the budget, or the peak."""
+        if self.peak is not None:
+            self.mip.row([*terms, (self.peak, -1.0)], high=-fixed * self.unit)
+        else:
+            assert self.budget is not None
+            self.mip.row(terms, high=(self.budget - fixed) * self.unit)
+
+    def _is_short(self, j: int) -> bool:
+        """Whether no op of the base runs for the first time between this instant and the next."""
+        between = range(self.instants[j] + 1, self.instants[j + 1])
+        return all(self.union.own[stage] is not None for stage in between)
+
+    def _runs_fit(self, j: int) -> None:
+        """What runs again in the window fits beside what stays from its begin to its end.
+
+        As in `fxremat.planner.milp.moments_relaxation`, where no form is chosen:
+
+        stays[v] >= held[v, j] + held[v, j + 1] - 1 - again[writer of v, j]
+        sum(bytes[v] stays[v], v that q does not touch) + bytes of q again[q, j] <= budget
+        """
+        fixed, outputs = self._outputs(self.instants[j])
+        stays: dict[str, int] = {}
+        for name, begin in self.held[j].items():
+            end = self.held[j + 1].get(name)
+            if end is None:
+                continue
+            stays[name] = self.mip.real()
+            ends = [(begin, -1.0), (end, -1.0)]
+            run = self.again[j].get(self._written(name))
+            runs = [] if run is None else [(run, 1.0)]
+            self.mip.row([(stays[name], 1.0), *ends, *runs], low=-1.0)
+        total = self.mip.real(high=float("inf"))
+        parts = [(column, self.bytes_of[name] * self.unit) for name, column in stays.items()]
+        self.mip.row([*parts, *outputs, (total, -1.0)], 0.0, 0.0)
+        for q, column in self.again[j].items():
+            touched = self._touched(q)
+            own = [(stays[v], -self.bytes_of[v] * self.unit) for v in touched if v in stays]
+            self._fit(
+                [(total, 1.0), (column, self._own_bytes(q, touched) * self.unit), *own], fixed
+            )
+
+    def _touched(self, q: int) -> list[str]:
+        """What the op reads and writes whatever is taken, if it is not there in any case."""
+        is_form = self.union.own[q] is not None
+        reads = (read.value for read in self.union.reads[q] if is_form or read.wanted.always)
+        names = dict.fromkeys((*reads, *self.union.ops[q].writes))
+        return [name for name in names if name in self.until]
+
+    def _own_bytes(self, q: int, touched: list[str]) -> int:
+        """Of the op and of these; what it may write over counts once."""
+        op, shared = self.union.ops[q], dict[str, int]()
+        for read, write in op.inplace:
+            if read in touched and write in touched:
+                size = min(self.bytes_of[read], self.bytes_of[write])
+                shared[write] = max(size, shared.get(write, 0))
+        own = sum(self.bytes_of[name] for name in touched)
+        return op.workspace_bytes + own - sum(shared.values())
+
+    def _what_stays_is_held(self, j: int) -> None:
+        """held[v, j] >= wanted: what the instant's op touches, and what cannot be computed again.
+
+        What the op may write over is held only if it is there afterwards: it has no bytes of its
+        own where this is its last read, or where it is computed again for those that follow.
+        """
+        stage, union = self.instants[j], self.union
+        op, run = union.ops[stage], union.run_wanted(stage)
+        over = {r for r, _ in op.inplace if self._may_go(r, stage)}
+        for name in op.writes:
+            self._held(j, name, run)
+        for read in union.reads[stage]:
+            if read.value not in over:
+                self._held(j, read.value, read.wanted)
+        for read in self._reads_between(stage, len(union.ops)):
+            if not self._comes_back(read.value):
+                self._held(j, read.value, read.wanted)
+
+    def _may_go(self, name: str, stage: int) -> bool:
+        """Whether the value need not be there once the stage has run."""
+        return self.last_read.get(name, -1) <= stage or self._comes_back(name)
+
+    def _comes_back(self, name: str) -> bool:
+        """Whether the value can be computed again."""
+        writer = self._written(name)
+        return writer >= 0 and self.union.ops[writer].repeatable
+
+    def _held(self, j: int, name: str, wanted: Wanted) -> None:
+        column = self.held[j].get(name)
+        if column is not None and self._written(name) <= self.instants[j]:
+            self._demand([(column, 1.0)], wanted)
+
+    def _demand(self, found: list[Term], wanted: Wanted, more: Iterable[Term] = ()) -> None:
+        """found >= wanted + more"""
+        negative = [(column, -factor) for column, factor in (*self._terms(wanted), *more)]
+        self.mip.row([*found, *negative], low=float(wanted.constant))
+
+    def _reads_between(self, after: int, stop: int) -> list[Read]:
+        """Reads by first runs of the stages between, of what was written up to ``after``; once."""
+        found = {
+            (read.value, read.wanted): read
+            for stage in range(after + 1, stop)
+            for read in self.union.reads[stage]
+            if self._written(read.value) <= after and read.value in self.until
+        }
+        always = {value for value, wanted in found if wanted.always}
+        return [r for r in found.values() if r.wanted.always or r.value not in always]
+
+    def _sources(self, j: int, name: str) -> list[Term]:
+        terms: list[Term] = []
+        column = self.held[j].get(name)
+        if column is not None:
+            terms.append((column, 1.0))
+        run = self.again[j].get(self._written(name))
+        if run is not None:
+            terms.append((run, 1.0))
+        return terms
+
+    def _first_runs_find_their_reads(self, j: int) -> None:
+        last = j + 1 == len(self.instants)
+        stop = len(self.union.ops) if last else self.instants[j + 1] + 1
+        for read in self._reads_between(self.instants[j], stop):
+            self._demand(self._sources(j, read.value), read.wanted)
+
+    def _runs_find_their_reads(self, j: int) -> None:
+        for q, column in self.again[j].items():
+            own = self.union.own[q]
+            for read in self.union.reads[q]:
+                if read.value not in self.until:
+                    continue
+                sources = self._sources(j, read.value)
+                if own is not None or read.wanted.always:
+                    self.mip.row([*sources, (column, -1.0)], low=0.0)
+                else:
+                    wanted = Wanted(read.wanted.constant - 1, read.wanted.factors)
+                    self._demand(sources, wanted, [(column, 1.0)])
+
+    def _held_values_come_from_somewhere(self, j: int) -> None:
+        if j + 1 == len(self.instants):
+            return
+        for name, column in self.held[j + 1].items():
+            if self._written(name) <= self.instants[j]:
+                self.mip.row([*self._sources(j, name), (column, -1.0)], low=0.0)
+
+    # -- solve -----------------------------------------------------------------------------
+
+    def solve(self, clock: Clock) -> Solution:
+        """A good choice; where there are many columns, near the linear relaxation."""
+        relaxed = self.mip.relaxed(clock)
+        least = self.budget is None
+        nodes, gap = (NODES_OF_LEAST, GAP_OF_LEAST) if least else (NODES, GAP)
+        near = self.mip.solve_near(relaxed, clock, nodes=nodes, gap=gap)
+        whole = abs(near.objective) if least else UNIT
+        if near.values is not None and near.objective - near.bound <= gap * whole:
+            return near
+        found = self.mip.solve(clock, nodes=nodes, gap=gap, start=near.values)
+        return found if found.values is not None else near
+
+    def names(self, solution: Solution) -> tuple[str, ...]:
+        """The alternatives that the solution takes."""
+        alternatives = self.union.problem.alternatives
+        return tuple(alternatives[i].name for i, c in self.taken.items() if solution.chosen(c))
+
+    def held_at(self, solution: Solution) -> dict[int, set[str]]:
+        """What outlives each instant, by name."""
+        return {
+            stage: {name for name, c in columns.items() if solution.chosen(c)}
+            for stage, columns in zip(self.instants, self.held, strict=True)
+        }
+
+
+def _all_bytes(union: Union) -> int:
+    return sum(union.problem.bytes_of.values())
+
+
+def _last_reads(union: Union) -> dict[str, int]:
+    """The last stage whose first run reads each value."""
+    return {read.value: read.stage for reads in union.reads for read in reads}
+
+
+def _until(union: Union) -> dict[str, int]:
+    """The last stage at which each value may be wanted, also by what runs again.
+
+    Outputs are left out: they stay. So are values that nothing reads.
+    """
+    last: dict[str, int] = {}
+    for stage, op in enumerate(union.ops):
+        for name in op.writes:
+            last.setdefault(name, stage)
+        for read in union.reads[stage]:
+            last[read.value] = stage
+    kept = union.output_wanted.keys()
+    for q in reversed(range(len(union.ops))):
+        if union.ops[q].repeatable:
+            until = max(
+                (last[name] for name in union.ops[q].writes if name not in kept), default=-1
+            )
+            for read in union.reads[q]:
+                last[read.value] = max(last[read.value], until)
+    return {name: stage for name, stage in last.items() if name not in kept}

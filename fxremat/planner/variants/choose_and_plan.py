@@ -1,0 +1,332 @@
+"""Solving problems with alternatives: choose forms, then plan what is left with any solver.
+
+The MILP of `fxremat.planner.variants.choice_milp` chooses; what is left is planned, its highest
+stages become instants of the MILP, and so on, as for a problem without alternatives. The best of
+these choices is improved by a form more or less at a time. Of everything that was tried, taking
+none among it, the best goes to the solver that was asked for.
+"""
+
+from __future__ import annotations
+
+import heapq
+import itertools
+from bisect import bisect_left, bisect_right
+from collections.abc import Callable, Iterable, Iterator, Sequence
+from dataclasses import dataclass, field, replace
+
+from fxremat.core.alternatives import run_once, take
+from fxremat.core.plan import Plan
+from fxremat.core.problem import InvalidProblem, Op, Problem
+from fxremat.core.timeline import replay
+from fxremat.planner.deadline import Clock
+from fxremat.planner.indexed_problem import build_model
+from fxremat.planner.local.stage_schedule import State
+from fxremat.planner.milp.moments_relaxation import runs_for
+from fxremat.planner.options import SolverOptions
+from fxremat.planner.variants.all_variants import Union, unite
+from fxremat.planner.variants.choice_milp import Choice
+
+Solve = Callable[[Problem], Plan]
+Names = tuple[str, ...]
+
+ROUNDS = 5
+MANY_COLUMNS = 6_000
+"""Of a MILP after the second: it takes minutes, and seldom finds something better."""
+LESS = 0.96
+"""Of the MILP's budget where what is left of its choice does not fit: it sees instants only."""
+IN_VAIN = 2
+"""Choices in a row that are no better than one that fits: then no more are looked for."""
+PER_ROUND, APART = 3, 64
+"""Highest stages of a schedule that become instants, and the part of it they are apart."""
+CLOSE = 0.03
+"""Of the time of the best choice: choices so near to it are planned with the solver as well."""
+A_LITTLE = 0.05
+"""Of the budget: choices that are over it by no more are planned with the solver if faster."""
+MOST_SOLVED = 2
+TRIED_OPS = 40_000
+"""Ops of all problems that are tried by taking one form more, or one less."""
+OVER = 2
+"""As many tries does one count for while nothing fits: their plans look for the least peak."""
+SETTLED = 2e-3
+"""Of the time of keep-all: a choice so near to it is not improved."""
+
+
+@dataclass(frozen=True)
+class Tried:
+    """A choice, what is left, and a quick plan of it."""
+
+    names: Names
+    problem: Problem
+    plan: Plan
+
+    def rank(self, budget_bytes: int | None) -> tuple[float, float]:
+        """That of its plan."""
+        return _rank(self.plan, budget_bytes)
+
+
+def _rank(plan: Plan, budget_bytes: int | None) -> tuple[float, float]:
+    """Plans that fit first, by time; the others by peak."""
+    over = budget_bytes is not None and plan.peak_bytes > budget_bytes
+    return (plan.peak_bytes if over else 0.0, plan.time_us)
+
+
+def solve(
+    problem: Problem, budget_bytes: int | None, options: SolverOptions, quick: Solve, solver: Solve
+) -> Plan:
+    """The best plan over all choices tried. ``quick`` ranks them, ``solver`` plans the best.
+
+    The plan's steps are those of `take(problem, plan.variants)`, and so is what it proves.
+    """
+    clock = Clock(options.time_limit_s)
+    search = _Search(problem, budget_bytes, quick, clock)
+    found = sorted(search.tried(), key=lambda one: one.rank(budget_bytes))
+    near = _near(found, budget_bytes)
+    if search.lowest is not None and search.lowest not in near:
+        near.append(search.lowest)
+    plans = [replace(solver(one.problem), variants=one.names) for one in near]
+    plans += [replace(one.plan, variants=one.names) for one in near]
+    best_plan = min(plans, key=lambda plan: _rank(plan, budget_bytes))
+    return replace(best_plan, budget_bytes=budget_bytes, seconds=clock.seconds())
+
+
+def _near(found: Sequence[Tried], budget_bytes: int | None) -> list[Tried]:
+    """The best choice, and what a better solver may well make the best."""
+    best = found[0]
+    alike = [
+        one
+        for one in found[:MOST_SOLVED]
+        if one.rank(budget_bytes)[0] == best.rank(budget_bytes)[0]
+        and one.plan.time_us <= best.plan.time_us * (1 + CLOSE)
+    ]
+    limit = 0 if budget_bytes is None else budget_bytes * (1 + A_LITTLE)
+    a_little_over = [
+        one
+        for one in sorted(found, key=lambda one: (one.plan.peak_bytes, one.plan.time_us))
+        if one not in alike
+        and one.plan.peak_bytes <= limit
+        and one.plan.time_us < best.plan.time_us
+    ]
+    return alike + a_little_over[:MOST_SOLVED]
+
+
+@dataclass
+class _Search:
+    problem: Problem
+    budget: int | None
+    quick: Solve
+    clock: Clock
+    seen: dict[Names, Tried] = field(default_factory=dict)
+    lowest: Tried | None = None
+    """Where nothing fits: the newest choice, as a rule of the MILP that knew the most instants.
+
+    A quick plan may miss by far what is the least of a long problem.
+    """
+
+    def tried(self) -> list[Tried]:
+        """The choices, no alternative among them."""
+        union = unite(self.problem)
+        self._try(())
+        if self.budget is None:
+            self._try(self._fastest(union))
+            return list(self.seen.values())
+        if self.seen[()].plan.time_us > self.problem.base_time_us or self._over(()):
+            self._try_chosen(union, self.budget)
+            once = unite(run_once(self.problem))  # forms first, then what has to run again
+            if not self._try_chosen(once, self.budget):
+                self._try_chosen(once, None)
+        if self._over(self._leader().names):
+            self._try_chosen(union, None)
+            self.lowest = list(self.seen.values())[-1]
+        self._try(self._fastest(union))
+        self._improve(union)
+        return list(self.seen.values())
+
+    def _improve(self, union: Union) -> None:
+        """Take one form more or less of the best choice, for as long as that makes it better.
+
+        The MILP sees some instants of what may run again, and plans of its choices differ by more
+        than it tells apart. Forms go first whose ops run where the plan is highest.
+        """
+        left = TRIED_OPS // max(1, len(self.problem.ops))
+        best, before = self._leader(), None
+        while best is not before:
+            before = best
+            for index in self._highest_first(union, best):
+                settled = self.problem.base_time_us * (1 + SETTLED)
+                done = not self._over(best.names) and best.plan.time_us <= settled
+                if done or left <= 0 or not self.clock.running():
+                    return
+                names = self._toggled(union, best.names, index)
+                if names not in self.seen:
+                    left -= OVER if self._over(best.names) else 1
+                    self._try(names)
+                    best = self._leader()
+
+    def _leader(self) -> Tried:
+        return min(self.seen.values(), key=lambda one: one.rank(self.budget))
+
+    def _toggled(self, union: Union, names: Names, index: int) -> Names:
+        """The choice with one form less, or with one more and without what that excludes."""
+        taken = [i for i in union.usable if self.problem.alternatives[i].name in names]
+        new = [i for i in taken if i != index] if index in taken else [index, *taken]
+        return self._names(union, union.taken_together(new))
+
+    def _highest_first(self, union: Union, one: Tried) -> list[int]:
+        """The forms by what is live where their ops run, or those that they do without."""
+        steps = one.plan.steps
+        live = dict[object, int]()
+        for step, size in zip(steps, replay(one.problem, steps).live_bytes, strict=True):
+            live[step] = max(size, live.get(step, 0))
+
+        def height(index: int) -> int:
+            form = self.problem.alternatives[index]
+            ops = (*union.gone[index], *(op.name for op in form.ops), *(c.op for c in form.changes))
+            return max((live.get(op, 0) for op in ops), default=0)
+
+        return sorted(union.usable, key=height, reverse=True)
+
+    def _try_chosen(self, union: Union, budget: int | None) -> bool:
+        """Until more instants have led to nothing better. Whether there was a choice."""
+        best, in_vain, found = self._best(), 0, False
+        for names in self._chosen(union, budget):
+            self._try(names)
+            found = True
+            in_vain = 0 if self._best() < best else in_vain + 1
+            best = self._best()
+            fits = budget is None or not self._over(self._leader().names)
+            if fits and in_vain >= IN_VAIN:
+                break
+        return found
+
+    def _best(self) -> tuple[float, float]:
+        return self._leader().rank(self.budget)
+
+    def _over(self, names: Names) -> bool:
+        """Whether what is left of a choice does not fit, or nothing is."""
+        if self.budget is None:
+            return False
+        return names not in self.seen or self.seen[names].plan.peak_bytes > self.budget
+
+    def _try(self, names: Names) -> None:
+        if names not in self.seen:
+            try:
+                left = take(self.problem, names)
+            except InvalidProblem:
+                return
+            self.seen[names] = Tried(names, left, self.quick(left))
+
+    def _fastest(self, union: Union) -> Names:
+        """What saves time in any case."""
+        saving = [index for index in union.usable if union.saves_us[index] < 0]
+        best = union.taken_together(sorted(saving, key=lambda index: union.saves_us[index]))
+        return self._names(union, best)
+
+    def _names(self, union: Union, indices: list[int]) -> Names:
+        return tuple(self.problem.alternatives[index].name for index in sorted(indices))
+
+    def _chosen(self, union: Union, budget: int | None) -> Iterator[Names]:
+        """The MILP's choices, with more instants each time.
+
+        The first are those of the ops that hold most by themselves, whatever is kept around them.
+        Then come those of the forms chosen, the highest of the plan that came of the choice and,
+        under a budget, the highest of the MILP's own schedule. As long as what is left of its
+        choices does not fit, the MILP gets less, and more again once it does.
+        """
+        instants = self._highest(union, ()) | self._largest(union, ())
+        target = budget
+        for number in range(ROUNDS):
+            choice = Choice(union, sorted(instants), target)
+            if not self.clock.running() or (number > 1 and choice.size > MANY_COLUMNS):
+                return
+            solution = choice.solve(self.clock)
+            if solution.values is None:
+                return
+            names = choice.names(solution)
+            yield names
+            new = self._peak(union, names) | self._largest(union, names)
+            if budget is not None:
+                new |= self._worst(union, names, choice.held_at(solution))
+            before = target
+            if number and budget is not None and target is not None:
+                target = int(target * LESS if self._over(names) else min(budget, target / LESS))
+            if target == before and new <= instants:
+                return
+            instants |= new
+
+    def _highest(self, union: Union, names: Names) -> set[int]:
+        left = build_model(take(self.problem, names))
+        highest = (-State(left).peak).argsort(kind="stable")[:1]
+        return _stages(union, (left.problem.ops[int(stage)] for stage in highest))
+
+    def _largest(self, union: Union, names: Names) -> set[int]:
+        """The stages whose ops hold most by what they read, write and need meanwhile.
+
+        Under a budget, of those that are over it by themselves.
+        """
+        if names not in self.seen:
+            return set()
+        left = self.seen[names].problem
+        sizes, room = left.bytes_of, (self.budget or 0) - left.resident_bytes
+
+        def own(op: Op) -> int:
+            return op.workspace_bytes + sum(sizes[name] for name in {*op.reads, *op.writes})
+
+        largest = heapq.nlargest(PER_ROUND, left.ops, key=own)
+        return _stages(union, (op for op in largest if own(op) > room))
+
+    def _peak(self, union: Union, names: Names) -> set[int]:
+        """Where the plan of a choice is highest, of the stages that are over the budget.
+
+        Of an op that runs again there, the stages before and after.
+        """
+        if names not in self.seen or not self._over(names):
+            return set()
+        left, plan = self.seen[names].problem, self.seen[names].plan
+        steps, live = plan.steps, replay(left, plan.steps).live_bytes
+        first = sorted({step: i for i, step in reversed([*enumerate(steps)])}.values())
+        highest = sorted(range(len(live)), key=lambda i: -live[i])
+        over = itertools.takewhile(lambda i: live[i] > (self.budget or 0), highest)
+        found = set[int]()
+        for place in _apart(over, len(live)):
+            found.update(first[bisect_right(first, place) - 1 :][:1])
+            found.update(first[bisect_left(first, place) :][:1])
+        return _stages(
+            union, (left.op_of[step] for i in found if isinstance(step := steps[i], str))
+        )
+
+    def _worst(self, union: Union, names: Names, held: dict[int, set[str]]) -> set[int]:
+        """The highest stages of the schedule that holds this, away from each other."""
+        try:
+            left = take(self.problem, names)
+        except InvalidProblem:
+            return set()
+        model = build_model(left)
+        resident = set(left.resident)
+        index = {v.name: i for i, v in enumerate(w for w in left.values if w.name not in resident)}
+        place = {op.name: stage for stage, op in enumerate(left.ops)}
+        outlives = {
+            place[union.ops[stage].name]: {index[name] for name in its if name in index}
+            for stage, its in held.items()
+            if union.ops[stage].name in place
+        }
+        state = State(model, runs_for(model, outlives))
+        highest = [int(stage) for stage in (-state.peak).argsort(kind="stable") if stage < model.n]
+        over = (stage for stage in highest if state.peak[stage] > (self.budget or 0))
+        found = _apart(itertools.chain(highest[:1], over), model.n)
+        return _stages(union, map(left.ops.__getitem__, found))
+
+
+def _apart(places: Iterable[int], length: int) -> list[int]:
+    """The first few of the places that are not close to one before them."""
+    found: list[int] = []
+    for place in places:
+        if all(abs(place - other) >= max(1, length // APART) for other in found):
+            found.append(place)
+        if len(found) == PER_ROUND:
+            break
+    return found
+
+
+def _stages(union: Union, ops: Iterable[Op]) -> set[int]:
+    """Their places; an op of a form that is not needed where that is taken alone has none."""
+    return {union.stage_of[op.name] for op in ops if op.name in union.stage_of}

@@ -1,0 +1,425 @@
+"""Where the values of a program over rows are kept while a chunk of rows is computed.
+
+Matmuls and convolutions run on a chunk of rows at once: they need many rows to be fast. Everything
+between two of them runs on a *tile* of it, few enough rows to stay in cache, from the first
+instruction to the last. So only what goes into or comes out of these is as large as a chunk; all
+else is as large as a tile.
+
+    stage 0 (chunk)   logits = mm(x, w)
+    stage 1 (tiles)   max, exp, sum, ... d_logits      tiles of a few rows
+    stage 2 (chunk)   dx = mm(d_logits, w')            dw += mm(d_logits', x)
+
+A *slot* is memory that values share whose lives do not overlap; all slots are allocated before the
+first chunk. Rows are independent: two values may share a slot if at no moment both have the same
+row in it. A value may take over the slot of an operand that is read for the last time by the very
+instruction that computes it, if that goes element by element. Instructions whose operator cannot
+write into given memory make a new tensor, which lives until it was read for the last time: it is
+*loose*. That is all the memory there is, so the bytes of a call follow from the program, but for
+the scratch memory of convolutions.
+"""
+
+from __future__ import annotations
+
+import functools
+from dataclasses import dataclass, field
+from math import prod
+from typing import Any
+
+import torch
+
+from fxremat.runtime.chunks.program import Instruction, Program, overload, parse
+
+_ATEN = torch.ops.aten
+
+MATMULS = frozenset({"aten.mm.default", "aten.addmm.default", "aten.bmm.default",
+                     "aten.baddbmm.default"})  # fmt: skip
+CONVOLUTION = "aten.convolution.default"
+GRADIENT_OF_WEIGHT = "aten.convolution_backward.default#1"
+CONVOLUTIONS = frozenset({CONVOLUTION, GRADIENT_OF_WEIGHT})
+"""They return new tensors, and how much scratch memory they take is known by measuring only."""
+VARIANCE, MEAN = "aten.var_mean.correction#0", "aten.var_mean.correction#1"
+MOMENTS = frozenset({VARIANCE, MEAN})
+ON_CHUNKS = MATMULS | CONVOLUTIONS | MOMENTS
+VIEWS = frozenset(
+    {
+        "aten.view.default", "aten.permute.default", "aten.expand.default", "aten.slice.Tensor",
+        "aten.select.int", "aten.unsqueeze.default",
+    }
+)  # fmt: skip
+COPIES = frozenset({"prims.convert_element_type.default", "aten.clone.default"})
+# Operators that have a form that writes into its first operand.
+IN_PLACE = {
+    "aten.scatter.src": _ATEN.scatter_.src,
+    "aten.scatter.value": _ATEN.scatter_.value,
+    "aten.scatter_add.default": _ATEN.scatter_add_.default,
+}
+_ELEMENTWISE = [
+    "add",
+    "sub",
+    "mul",
+    "div",
+    "neg",
+    "abs",
+    "exp",
+    "exp2",
+    "expm1",
+    "log",
+    "log1p",
+    "log2",
+    "sqrt",
+    "rsqrt",
+    "reciprocal",
+    "sigmoid",
+    "tanh",
+    "erf",
+    "erfc",
+    "sin",
+    "cos",
+    "pow",
+    "maximum",
+    "minimum",
+    "clamp",
+    "eq",
+    "ne",
+    "lt",
+    "le",
+    "gt",
+    "ge",
+    "where",
+    "logical_and",
+    "logical_or",
+    "logical_not",
+    "bitwise_and",
+    "bitwise_or",
+    "bitwise_not",
+    "bitwise_xor",
+    "square",
+    "gelu",
+    "silu",
+    "sign",
+    "sigmoid_backward",
+    "tanh_backward",
+    "threshold_backward",
+    "gelu_backward",
+    "silu_backward",
+    "atan2",
+    "clamp_min",
+    "clamp_max",
+    "floor",
+    "ceil",
+    "round",
+    "trunc",
+    "remainder",
+    "fmod",
+    "softplus",
+    "leaky_relu",
+]
+_REDUCING = [
+    "sum",
+    "amax",
+    "amin",
+    "gather",
+    "argmax",
+    "argmin",
+    "_softmax",
+    "_log_softmax",
+    "_softmax_backward_data",
+]
+
+
+def _out_form(functional: Any) -> Any | None:
+    """The overload with the same arguments that writes into ``out``."""
+    packet = functional.overloadpacket
+    wanted = [(a.name, str(a.type)) for a in functional._schema.arguments]
+    for name in packet.overloads():
+        schema = getattr(packet, name)._schema
+        given = [a for a in schema.arguments if not a.is_out]
+        outs = [a.name for a in schema.arguments if a.is_out]
+        if len(outs) == 1 and [(a.name, str(a.type)) for a in given] == wanted:
+            return functools.partial(_call_out, getattr(packet, name), outs[0])
+    return None
+
+
+def _call_out(form: Any, name: str, *args: Any, out: torch.Tensor, **kwargs: Any) -> Any:
+    return form(*args, **kwargs, **{name: out})
+
+
+@functools.cache
+def out_form(op: str) -> Any | None:
+    """What computes ``op`` into given memory, and allocates nothing; None where there is none."""
+    known = op.split(".")[1] in {*_ELEMENTWISE, *_REDUCING} or op in MATMULS
+    return _out_form(overload(op)) if known else None
+
+
+def is_elementwise(op: str) -> bool:
+    """Whether the operator may write over an operand of the result's shape."""
+    return op.split(".")[1] in _ELEMENTWISE and out_form(op) is not None
+
+
+@dataclass
+class Slot:
+    """Memory for values of ``numel`` elements a row, of a whole chunk or of a tile."""
+
+    numel: int
+    dtype: torch.dtype
+    of_chunk: bool
+    lives: list[tuple[int, int]] = field(default_factory=list)
+
+    def nbytes(self, chunk: int, tile: int) -> int:
+        """Its size."""
+        return self.numel * self.dtype.itemsize * (chunk if self.of_chunk else tile)
+
+
+@dataclass(frozen=True)
+class Stage:
+    """Values computed one after the other: on the chunk (`ON_CHUNKS`), or tile by tile."""
+
+    of_chunk: bool
+    values: tuple[int, ...]
+
+
+def is_view(program: Program, number: int) -> bool:
+    """Whether a value is a look at another one."""
+    one = program.instruction(number)
+    return one is not None and one.op in VIEWS
+
+
+def bases(program: Program, number: int) -> list[int]:
+    """The values whose memory is read where ``number`` is read."""
+    one = program.instruction(number)
+    if one is None or one.op not in VIEWS:
+        return [number]
+    return [base for read in one.reads for base in bases(program, read)]
+
+
+def stages(program: Program) -> tuple[Stage, ...]:
+    """What runs on chunks as early as it can, and what lies between as few stages of tiles."""
+    left = [n for n in range(program.start, program.start + len(program.loop))
+            if not is_view(program, n)]  # fmt: skip
+    needs = {n: {b for r in _of(program, n).reads for b in bases(program, r)} for n in left}
+    missing, found, of_chunk = set(left), [], True
+    while left:
+        ready: list[int] = []
+        for number in left:
+            fits = (_of(program, number).op in ON_CHUNKS) is of_chunk
+            if fits and not (needs[number] & missing):
+                ready.append(number)
+                missing.discard(number)
+        if ready:
+            found.append(Stage(of_chunk, tuple(ready)))
+            left = [n for n in left if n in missing]
+        of_chunk = not of_chunk
+    return tuple(found)
+
+
+def _of(program: Program, number: int) -> Instruction:
+    one = program.instruction(number)
+    assert one is not None, "an input is not computed"
+    return one
+
+
+@dataclass(frozen=True)
+class Layout:
+    """Stages, and of each value of the loop its slot; ``loose`` values have none.
+
+    ``dies`` says, for each moment, which loose values are read there for the last time.
+    """
+
+    stages: tuple[Stage, ...]
+    slots: tuple[Slot, ...]
+    slot_of: dict[int, int]
+    loose: frozenset[int]
+    dies: dict[int, tuple[int, ...]]
+    moments: tuple[tuple[int, int], ...]
+    """Of each instruction on tiles: bytes of loose values for each row, and for its numbers."""
+
+    def most_loose(self, tile: int) -> int:
+        """Bytes beside the slots at the worst moment."""
+        return max((tile * each + fixed for each, fixed in self.moments), default=0) if tile else 0
+
+
+class _Assigner:
+    """Gives slots to values, those that outlive their stage first."""
+
+    def __init__(self, program: Program) -> None:
+        self.program = program
+        self.stages = stages(program)
+        self.order = [n for stage in self.stages for n in stage.values]
+        self.time = {n: t for t, n in enumerate(self.order)}
+        self.stage_of = {n: s for s, stage in enumerate(self.stages) for n in stage.values}
+        self.readers: dict[int, list[int]] = {n: [] for n in self.order}
+        for number in self.order:
+            for base in {b for r in _of(program, number).reads for b in bases(program, r)}:
+                if base in self.readers:
+                    self.readers[base].append(number)
+        self.slots: list[Slot] = []
+        self.slot_of: dict[int, int] = {}
+
+    def life(self, number: int) -> tuple[int, int]:
+        """From the moment it is computed to the last that reads it."""
+        start = self.time[number]
+        return start, max((self.time[r] for r in self.readers[number]), default=start)
+
+    def outlives(self, number: int) -> bool:
+        """Whether a whole chunk of the value has to exist."""
+        stage = self.stage_of[number]
+        return self.stages[stage].of_chunk or any(
+            self.stage_of[r] != stage for r in self.readers[number]
+        )
+
+    def may_follow(self, slot: int, moment: int) -> bool:
+        """Whether what is computed at ``moment`` may write over what the slot holds till then."""
+        one = _of(self.program, self.order[moment])
+        held = [n for n, s in self.slot_of.items() if s == slot and self.life(n)[1] == moment]
+        same = all(_of(self.program, n).rest == one.rest for n in held)
+        direct = {r for r in one.reads if r in held} == set(held)
+        via_view = any(set(bases(self.program, r)) & set(held) for r in one.reads if r not in held)
+        if one.op in IN_PLACE:
+            first = next(iter(one.reads))
+            return same and direct and one.reads.count(first) == 1 and set(held) == {first}
+        return same and direct and not via_view and is_elementwise(one.op)
+
+    def free(self, slot: int, life: tuple[int, int]) -> bool:
+        """Whether nothing else is in the slot during a life."""
+        start, end = life
+        for begin, last in self.slots[slot].lives:
+            if end < begin or start > last:
+                continue
+            if start == last and start != begin and self.may_follow(slot, start):
+                continue
+            return False
+        return True
+
+    def assign(self, number: int) -> None:
+        one, life, outlives = _of(self.program, number), self.life(number), self.outlives(number)
+        for position, slot in enumerate(self.slots):
+            if (
+                (slot.numel, slot.dtype) == (one.numel, one.dtype)
+                and (slot.of_chunk or not outlives)
+                and self.free(position, life)
+            ):
+                break
+        else:
+            position = len(self.slots)
+            self.slots.append(Slot(one.numel, one.dtype, outlives))
+        self.slots[position].lives.append(life)
+        self.slot_of[number] = position
+
+    def needs_slot(self, number: int) -> bool:
+        one = _of(self.program, number)
+        if one.kind == "sum" or number in self.program.results:
+            return False
+        return self.outlives(number) or self.writes_into(one)
+
+    @staticmethod
+    def writes_into(one: Instruction) -> bool:
+        return one.op in COPIES or one.op in IN_PLACE or out_form(one.op) is not None
+
+    def layout(self) -> Layout:
+        wanted = [n for n in self.order if self.needs_slot(n)]
+        for number in sorted(wanted, key=lambda n: (not self.outlives(n), self.time[n])):
+            self.assign(number)
+        loose = [n for n in self.order if self.is_loose(n)]
+        dies: dict[int, list[int]] = {}
+        for number in loose:
+            dies.setdefault(self.order[self.life_of_loose(number)[1]], []).append(number)
+        return Layout(
+            self.stages, tuple(self.slots), self.slot_of, frozenset(loose),
+            {n: tuple(d) for n, d in dies.items()}, self.moments(loose),
+        )  # fmt: skip
+
+    def is_loose(self, number: int) -> bool:
+        one = _of(self.program, number)
+        return one.kind != "sum" and not self.writes_into(one)
+
+    def life_of_loose(self, number: int) -> tuple[int, int]:
+        """A loose value with a slot or a result is copied there at once."""
+        start, end = self.life(number)
+        copied = number in self.slot_of or number in self.program.results
+        return (start, start) if copied else (start, end)
+
+    def moments(self, loose: list[int]) -> tuple[tuple[int, int], ...]:
+        found = []
+        for moment, number in enumerate(self.order):
+            if self.stages[self.stage_of[number]].of_chunk:
+                continue  # what outlives its stage has a slot; what a call takes is counted apart
+            alive = [n for n in loose if self.life_of_loose(n)[0] <= moment]
+            alive = [n for n in alive if moment <= self.life_of_loose(n)[1]]
+            sizes = [_of(self.program, n) for n in alive]
+            fixed = bytes_for_numbers(self.program, _of(self.program, number))
+            now = _of(self.program, number)
+            sizes += [now] if now.op in _WITH_TEMPORARY else []
+            found.append((sum(one.numel * one.dtype.itemsize for one in sizes), fixed))
+        return tuple(dict.fromkeys(found))
+
+
+_WITH_TEMPORARY = frozenset({"prims.fma.default"})
+"""Loose operators that make a tensor of the size of their result on the way."""
+_WITH_TENSORS = {f"aten.{name}.Tensor" for name in ("add", "sub", "mul", "div")}
+_COMPARISONS = ("eq", "ne", "lt", "le", "gt", "ge")
+_WITH_NUMBERS = {f"aten.{name}.Scalar" for name in (*_COMPARISONS, "remainder", "fmod")}
+
+
+def bytes_for_numbers(program: Program, one: Instruction) -> int:
+    """Bytes of a number that stands beside a tensor: torch makes a tensor of it, and casts that."""
+    if one.op in _WITH_NUMBERS:
+        made = program.instruction(one.reads[0])
+        dtype = torch.float32 if made is None else made.dtype
+    elif one.op in _WITH_TENSORS and any(isinstance(a, (int, float)) for a in one.args[:2]):
+        dtype = one.dtype
+    else:
+        return 0
+    return 8 + (0 if dtype in (torch.float64, torch.int64) else dtype.itemsize)
+
+
+@functools.lru_cache(maxsize=512)
+def places_of_images(program_text: str) -> frozenset[int]:
+    """The places of results that are images, that a convolution returns, and that nothing reads.
+
+    These are copied from what the convolution made, so that they may lie in any order; a kernel
+    that read them would be one for rows that lie densely.
+    """
+    found = parse(program_text)
+    read = {base for one in found.loop for number in one.reads for base in bases(found, number)}
+    return frozenset(
+        place
+        for place, number in enumerate(found.results)
+        if number not in read
+        and (one := _of(found, number)).op == CONVOLUTION
+        and len(one.rest) == 3
+    )
+
+
+@functools.lru_cache(maxsize=512)
+def layout(program_text: str) -> Layout:
+    """Where the values of a program go."""
+    return _Assigner(parse(program_text)).layout()
+
+
+def accumulates_in(dtype: torch.dtype) -> torch.dtype:
+    """The type that sums over rows are added up in."""
+    return torch.float32 if dtype in (torch.bfloat16, torch.float16) else dtype
+
+
+def extra_of_sum(one: Instruction) -> int:
+    """Bytes that a sum over rows takes beside its result.
+
+    Moments are a mean and a sum of squares. A matmul adds straight into the result; of a
+    low-precision one there are the partial sum, the same as float32, and the sum so far. Any other
+    sum has a partial sum and, in low precision, the sum so far.
+    """
+    wide = accumulates_in(one.dtype)
+    size = prod(one.rest)
+    if one.op in CONVOLUTIONS:  # what a chunk adds is counted with what the call takes
+        return 0 if wide == one.dtype else size * 2 * wide.itemsize
+    if one.op in MOMENTS:
+        return 2 * size * one.dtype.itemsize
+    if one.op in MATMULS:
+        return 0 if wide == one.dtype else size * (2 * wide.itemsize + one.dtype.itemsize)
+    return size * wide.itemsize * (1 if wide == one.dtype else 2)
+
+
+def of_total(one: Instruction) -> int:
+    """Bytes of a sum so far, beside its result: something only where that is of low precision."""
+    wide = accumulates_in(one.dtype)
+    return 0 if wide == one.dtype else prod(one.rest) * wide.itemsize

@@ -1,0 +1,81 @@
+"""A call of the operator ``rows``: its arguments, and how they cut the rows into pieces."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import dataclass
+from functools import cached_property
+from math import ceil
+
+import torch
+
+from fxremat.runtime.chunks.buffers import Layout, layout, places_of_images
+from fxremat.runtime.chunks.fused_kernels import Kernel, Shape, is_worth_fusing, kernels_of
+from fxremat.runtime.chunks.program import Program, parse
+
+Tensors = Sequence[torch.Tensor]
+Fused = Sequence[Kernel | None]
+"""Of each stage its kernel, None where it runs operator by operator."""
+
+
+def even(total: int, most: int) -> int:
+    """The size of the pieces, where ``total`` rows are cut into as few as can be of ``most``."""
+    count = ceil(total / max(1, most))
+    return ceil(total / count) if count else 0
+
+
+def pieces(total: int, size: int) -> list[tuple[int, int]]:
+    """``total`` rows in pieces of ``size``; the last may be smaller."""
+    return [(a, min(a + size, total)) for a in range(0, total, size)] if size else []
+
+
+@dataclass(frozen=True)
+class Call:
+    """The arguments of the operator, in its order; the tensors may be fake."""
+
+    rows: Tensors
+    whole: Tensors
+    text: str
+    chunk_rows: int
+    tile_rows: int
+    fused: bool = False
+    channels_last: bool = False
+
+    @property
+    def program(self) -> Program:
+        """What is computed."""
+        return parse(self.text)
+
+    @property
+    def plan(self) -> Layout:
+        """Where it is kept."""
+        return layout(self.text)
+
+    def format_of(self, result: int) -> torch.memory_format:
+        """How the result at this place lies in memory."""
+        last = self.channels_last and result in places_of_images(self.text)
+        return torch.channels_last if last else torch.contiguous_format
+
+    @property
+    def total(self) -> int:
+        """All rows."""
+        return int(self.rows[0].shape[0])
+
+    @property
+    def chunk(self) -> int:
+        """Rows of a chunk; the last may have fewer."""
+        return even(self.total, self.chunk_rows)
+
+    @property
+    def tile(self) -> int:
+        """Rows of a tile; the last of a chunk may have fewer."""
+        return even(self.chunk, self.tile_rows)
+
+    @cached_property
+    def kernels(self) -> Fused:
+        """Of each stage its kernel, None where it has none."""
+        stages = self.plan.stages
+        if not self.fused or not any(map(is_worth_fusing, stages)):
+            return (None,) * len(stages)
+        shapes = [Shape.of(row).dense() for row in self.rows]
+        return kernels_of(self.text, (*shapes, *map(Shape.of, self.whole)), self.tile)

@@ -1,0 +1,187 @@
+"""What a call of the operator ``rows`` takes: bytes of scratch memory, operations, and moves."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from math import prod
+from typing import Any
+
+import torch
+from torch.utils.flop_counter import flop_registry
+
+from fxremat.runtime.chunks.buffers import (
+    CONVOLUTION,
+    CONVOLUTIONS,
+    MATMULS,
+    MOMENTS,
+    VIEWS,
+    extra_of_sum,
+    of_total,
+)
+from fxremat.runtime.chunks.call import Call, Tensors, pieces
+from fxremat.runtime.chunks.fused_kernels import is_worth_fusing, read, set_aside, written
+from fxremat.runtime.chunks.program import Instruction, Program, operator_of, parse, with_values
+from fxremat.runtime.kernels import Inside, Measure
+
+CACHE_SPEED = 4
+"""How many times faster than memory a cache is taken to be, for the time of a call."""
+
+
+def workspace(*args: Any, measure: Measure, **kwargs: Any) -> int:
+    """Slots, sums in the making, what is made before the loop, loose values, and rows in order.
+
+    What a convolution of a chunk takes is measured.
+    """
+    call = Call(*args, **kwargs)
+    before = [one for one in call.program.setup if one.op not in VIEWS]
+    copied = [row for row in call.rows if not row.is_contiguous()]
+    return (
+        sum(row.numel() * row.dtype.itemsize for row in copied)
+        + sum(one.numel * one.dtype.itemsize for one in before)
+        + sum(slot.nbytes(call.chunk, call.tile) for slot in call.plan.slots if slot.of_chunk)
+        + _scratch(call, measure)
+    )
+
+
+def _other_tile(call: Call) -> int:
+    """Rows of the largest tile that is smaller than the rest: 0 if all are alike."""
+    chunks = pieces(call.total, call.chunk)
+    sizes = {b - a for c, d in chunks for a, b in pieces(d - c, call.tile)}
+    return max(sizes - {call.tile}, default=0)
+
+
+def _on_chunk(call: Call, one: Instruction, rows: int, measure: Measure) -> int:
+    """Bytes that one instruction takes of ``rows`` rows, beside what has a slot."""
+    program = call.program
+    if one.op in MOMENTS:
+        (given,) = (n for n in one.reads)
+        return rows * _row_bytes(program, call.rows, given) + 4 * one.numel * one.dtype.itemsize
+    if one.op not in CONVOLUTIONS:
+        return 0
+
+    def value(number: int) -> torch.Tensor:
+        made = program.instruction(number)
+        if made is not None:
+            front = () if made.kind == "whole" else (rows,)
+            return call.rows[0].new_empty((*front, *made.rest), dtype=made.dtype)
+        if number >= program.num_rows:
+            return call.whole[number - program.num_rows]
+        given = call.rows[number]
+        return given.new_empty((rows, *given.shape[1:]))
+
+    results = one.numel * one.dtype.itemsize * (1 if one.kind == "sum" else rows)
+    return results + measure(operator_of(one.op), tuple(with_values(one.args, value, rows)), {})
+
+
+def _on_chunks(call: Call, values: Sequence[int], measure: Measure) -> int:
+    """Bytes that the worst of some instructions takes while it runs, of the worst chunk."""
+    counts = {b - a for a, b in pieces(call.total, call.chunk)}
+    ones = [one for n in values if (one := call.program.instruction(n)) is not None]
+    found = [_on_chunk(call, one, rows, measure) for one in ones for rows in counts]
+    return max(found, default=0)
+
+
+def _scratch(call: Call, measure: Measure) -> int:
+    """Bytes of sums in the making, and of what exists for as long as a chunk is computed."""
+    program, plan, found, tile = call.program, call.plan, call.kernels, call.tile
+    other = _other_tile(call)
+    slots = 0 if any(found) else sum(s.nbytes(tile, tile) for s in plan.slots if not s.of_chunk)
+    sums, taken = 0, 0 if any(found) else set_aside(plan, tile)
+    for stage, kernel in zip(plan.stages, found, strict=True):
+        adding = [one for n in stage.values if (one := program.instruction(n)) is not None]
+        adding = [one for one in adding if one.kind == "sum"]
+        if kernel is None:
+            sums += sum(map(extra_of_sum, adding))
+            if stage.of_chunk:
+                taken = max(taken, slots + _on_chunks(call, stage.values, measure))
+            else:
+                taken = max(taken, set_aside(plan, tile))
+        else:
+            sums += sum(map(of_total, adding))
+            partial = max((extra_of_sum(one) - of_total(one) for one in adding), default=0)
+            rest = set_aside(plan, other) + partial if other else 0
+            taken = max(taken, kernel.scratch_bytes, rest)
+    return sums + taken
+
+
+def _shape(given: Any) -> Sequence[int]:
+    """The shape of a tensor, or the shape itself."""
+    return tuple(getattr(given, "shape", given))
+
+
+def flops(rows: Sequence[Any], whole: Sequence[Any], program: str, *_: Any, **__: Any) -> int:
+    """Of matmuls and convolutions: a multiplication and an addition for each term."""
+    parsed, total = parse(program), int(_shape(rows[0])[0])
+
+    def shape(number: int) -> Sequence[int]:
+        one = parsed.instruction(number)
+        if number < parsed.num_rows:
+            return _shape(rows[number])
+        if one is None:
+            return _shape(whole[number - parsed.num_rows])
+        return {"row": (total, *one.rest), "last": (*one.rest, total)}.get(one.kind, one.rest)
+
+    found = 0
+    for one in parsed.loop:
+        if one.op in MATMULS:
+            left = one.args[-2]
+            results = one.numel * (1 if one.kind == "sum" else total)
+            found += 2 * results * int(shape(left.number)[-1])
+        elif one.op in CONVOLUTIONS:
+            args = with_values(one.args, shape, total)
+            made = (total, *one.rest) if one.op == CONVOLUTION else (None, one.rest, None)
+            found += int(flop_registry[operator_of(one.op).overloadpacket](*args, out_val=made))
+    return found
+
+
+def inside(*args: Any, on_cpu: bool, by_inductor: bool = False, **kwargs: Any) -> Inside:
+    """The instructions of every chunk and tile; what a tile moves stays in the cache.
+
+    Tiles are for CPUs: elsewhere the same graph would have none. A CPU packs the operands of a
+    matmul before it begins, but adds to a sum beside computing; a GPU reads and writes the sum. A
+    fused stage is one call, and moves what it reads from memory and writes there.
+    """
+    call = Call(*args, **kwargs)
+    rows, whole, parsed, plan = call.rows, call.whole, call.program, call.plan
+    total, chunk = call.total, call.chunk
+    tile = call.tile if on_cpu else chunk
+    chunks = len(pieces(total, chunk))
+    tiles = chunks * len(pieces(chunk, tile))
+    found = Inside(0, 0)
+    for stage in plan.stages:
+        if by_inductor and is_worth_fusing(stage):
+            touched = (*read(parsed, stage), *written(parsed, stage))
+            moved = sum(_row_bytes(parsed, rows, number) for number in touched) * total
+            found += Inside(tiles, moved)
+            continue
+        in_cache = not stage.of_chunk and tile < chunk
+        for number in stage.values:
+            one = parsed.instruction(number)
+            assert one is not None, "an input is not computed"
+            elements = one.numel * (1 if one.kind == "sum" else total)
+            moved = 2 * elements * one.dtype.itemsize // (CACHE_SPEED if in_cache else 1)
+            found += Inside(chunks if stage.of_chunk else tiles, moved)
+            if one.op in MATMULS or one.op in CONVOLUTIONS:
+                again = sum(_whole_bytes(parsed, whole, n) for n in one.reads)
+                again += (
+                    2 * elements * one.dtype.itemsize if one.kind == "sum" and not on_cpu else 0
+                )
+                found += Inside(0, 0, (chunks - 1) * again)
+    return found
+
+
+def _row_bytes(program: Program, rows: Tensors, number: int) -> int:
+    """Bytes of one row of a value; 0 for values that all rows share."""
+    one = program.instruction(number)
+    if one is None:
+        is_row = number < program.num_rows
+        return prod(rows[number].shape[1:]) * rows[number].dtype.itemsize if is_row else 0
+    return one.numel * one.dtype.itemsize if one.kind == "row" else 0
+
+
+def _whole_bytes(program: Program, whole: Tensors, number: int) -> int:
+    """Bytes of a value that is the same for all rows; 0 for others."""
+    one = program.instruction(number)
+    if one is not None:
+        return one.numel * one.dtype.itemsize if one.kind == "whole" else 0
+    return whole[number - program.num_rows].nbytes if number >= program.num_rows else 0

@@ -1,0 +1,314 @@
+"""What lies between two matmuls of a program over rows, as one kernel that Inductor writes.
+
+    interpreted   max, sub, exp, sum, ... d_logits       an operator each, each through the cache
+    fused         one kernel: logits -> d_logits         read once, written once
+
+A stage of tiles becomes a graph of its own. Its inputs are memory that outlives it (row inputs,
+values that all rows share, slots of the chunk, results, sums in the making); it writes into some
+of them and returns nothing. What lives within the stage only has no memory, but for what Inductor
+allocates: that must fit into what the layout sets aside for the interpreted stage, or the stage
+stays interpreted. So what was planned for is enough either way.
+"""
+
+from __future__ import annotations
+
+import functools
+import logging
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass, field
+from math import prod
+
+import torch
+from torch import fx
+
+from fxremat import compat
+from fxremat.runtime.chunks.buffers import (
+    MATMULS,
+    Layout,
+    Stage,
+    accumulates_in,
+    bases,
+    extra_of_sum,
+    is_view,
+    layout,
+    of_total,
+)
+from fxremat.runtime.chunks.program import Instruction, Program, overload, parse, with_values
+
+log = logging.getLogger(__name__)
+
+_ATEN = torch.ops.aten
+LEAST_CALLS = 2
+"""A single operator is its own kernel already."""
+NARROW_BYTES = 64
+"""For each row, so much may a kernel take beyond what the layout sets aside."""
+ALIGNMENT = 16
+"""Bytes that GPU kernels expect the memory of their arguments to be aligned to."""
+
+
+@dataclass(frozen=True)
+class Shape:
+    """What a kernel has to know of an input of the call."""
+
+    sizes: tuple[int, ...]
+    strides: tuple[int, ...]
+    dtype: torch.dtype
+    device: torch.device
+
+    @staticmethod
+    def of(tensor: torch.Tensor) -> Shape:
+        """Of a tensor, real or fake."""
+        return Shape(tuple(tensor.shape), tensor.stride(), tensor.dtype, tensor.device)
+
+    def dense(self) -> Shape:
+        """The same with dense rows, one after the other."""
+        strides = tuple(prod(self.sizes[d + 1 :]) for d in range(len(self.sizes)))
+        return Shape(self.sizes, strides, self.dtype, self.device)
+
+    def empty(self) -> torch.Tensor:
+        """A tensor like it, in the current (fake) mode."""
+        return torch.empty_strided(self.sizes, self.strides, dtype=self.dtype, device=self.device)
+
+
+@dataclass(frozen=True)
+class Memory:
+    """What a kernel reads or writes: a value that has memory of its own, or a slot of a chunk."""
+
+    kind: str  # "value", "slot" or "sum"
+    number: int
+    rest: tuple[int, ...] = ()
+
+
+def is_worth_fusing(stage: Stage) -> bool:
+    """Whether a stage is more than one operator between two matmuls."""
+    return not stage.of_chunk and len(stage.values) >= LEAST_CALLS
+
+
+def written(program: Program, stage: Stage) -> tuple[int, ...]:
+    """The values of a stage that somebody reads after it; sums are added to."""
+    inside = set(stage.values)
+    read = {
+        base
+        for number, one in enumerate(program.loop, program.start)
+        if number not in inside and not is_view(program, number)
+        for reads in one.reads
+        for base in bases(program, reads)
+    }
+    return tuple(n for n in stage.values if n in program.results or n in read)
+
+
+def read(program: Program, stage: Stage) -> tuple[int, ...]:
+    """The values that a stage reads from memory."""
+    inside = set(stage.values)
+    found = {
+        base: None
+        for number in stage.values
+        for reads in _of(program, number).reads
+        for base in bases(program, reads)
+        if base not in inside
+    }
+    return tuple(found)
+
+
+def _of(program: Program, number: int) -> Instruction:
+    one = program.instruction(number)
+    assert one is not None, "an input is not computed"
+    return one
+
+
+@dataclass
+class _Writer:
+    """Writes the graph of one stage for ``tile`` rows."""
+
+    program: Program
+    plan: Layout
+    stage: Stage
+    inputs: tuple[Shape, ...]
+    tile: int
+    graph: fx.Graph = field(default_factory=fx.Graph)
+    made: dict[int, fx.Node] = field(default_factory=dict)
+    places: dict[tuple[str, int], tuple[Memory, fx.Node]] = field(default_factory=dict)
+    device: torch.device = field(init=False)
+
+    def __post_init__(self) -> None:
+        self.device = self.inputs[0].device
+
+    def write(self) -> fx.GraphModule:
+        kept = set(written(self.program, self.stage))
+        for number in self.stage.values:
+            one = _of(self.program, number)
+            if one.kind == "sum":
+                self.add_to_sum(number, one)
+            else:
+                node = self.call(one)
+                self.made[number] = self.store(number, one, node) if number in kept else node
+        self.graph.output(())
+        return fx.GraphModule({}, self.graph)
+
+    def call(self, one: Instruction) -> fx.Node:
+        args = with_values(one.args, self.value, self.tile)
+        named = {key: with_values(arg, self.value, self.tile) for key, arg in one.kwargs.items()}
+        if one.op == "aten.clone.default":
+            named["memory_format"] = torch.contiguous_format
+        return self.graph.call_function(overload(one.op), tuple(args), named)
+
+    def value(self, number: int) -> fx.Node:
+        if number not in self.made:
+            one = self.program.instruction(number)
+            looks = (
+                one is not None and number >= self.program.start and is_view(self.program, number)
+            )
+            self.made[number] = self.call(_of(self.program, number)) if looks else self.load(number)
+        return self.made[number]
+
+    def load(self, number: int) -> fx.Node:
+        """What is in memory before the stage."""
+        program, one = self.program, self.program.instruction(number)
+        if one is None:
+            given = self.inputs[number]
+            if number < program.num_rows:
+                return self.place("value", number, given.sizes[1:], given.dtype)[1]
+            return self.whole(number, given)
+        if number < program.start:
+            return self.whole(number, None)
+        return self.shaped(self.place(*self.memory_of(number), one.rest, one.dtype)[1], one.rest)
+
+    def memory_of(self, number: int) -> tuple[str, int]:
+        if number in self.program.results:
+            return "value", number
+        return "slot", self.plan.slot_of[number]
+
+    def place(
+        self, kind: str, number: int, rest: tuple[int, ...], dtype: torch.dtype
+    ) -> tuple[Memory, fx.Node]:
+        """An input of the kernel: these rows of something."""
+        key = kind, number
+        if key not in self.places:
+            sizes = (self.tile, *rest)
+            self.places[key] = Memory(kind, number, rest), self.input(sizes, dtype)
+        return self.places[key]
+
+    def whole(self, number: int, given: Shape | None) -> fx.Node:
+        """A value that is the same for all rows; what the setup computes is as torch makes it."""
+        key = "value", number
+        if key not in self.places:
+            if given is None:
+                given = self.made_before(number)
+            node = self.input(given.sizes, given.dtype, given)
+            self.places[key] = Memory("value", number), node
+        return self.places[key][1]
+
+    def made_before(self, number: int) -> Shape:
+        one = _of(self.program, number)
+
+        def look(n: int) -> torch.Tensor:
+            return (self.inputs[n] if n < self.program.first else self.made_before(n)).empty()
+
+        args = with_values(one.args, look, 0)
+        named = {key: with_values(arg, look, 0) for key, arg in one.kwargs.items()}
+        return Shape.of(overload(one.op)(*args, **named))
+
+    def input(
+        self, sizes: tuple[int, ...], dtype: torch.dtype, given: Shape | None = None
+    ) -> fx.Node:
+        node = self.graph.placeholder(f"given_{len(self.places)}")
+        empty = torch.empty(sizes, dtype=dtype, device=self.device)
+        node.meta["val"] = empty if given is None else given.empty()
+        return node
+
+    def shaped(self, node: fx.Node, rest: tuple[int, ...]) -> fx.Node:
+        """The same memory with other dimensions behind the rows."""
+        return self.graph.call_function(_ATEN.view.default, (node, [self.tile, *rest]))
+
+    def store(self, number: int, one: Instruction, node: fx.Node) -> fx.Node:
+        """Write these rows where they belong; whoever reads on reads them there."""
+        key = self.memory_of(number)
+        memory, place = self.place(*key, one.rest, one.dtype)
+        if memory.rest != one.rest:
+            node = self.shaped(node, memory.rest)
+        stored = self.graph.call_function(_ATEN.copy_.default, (place, node))
+        self.places[key] = memory, stored
+        return stored if memory.rest == one.rest else self.shaped(stored, one.rest)
+
+    def add_to_sum(self, number: int, one: Instruction) -> None:
+        wide = accumulates_in(one.dtype)
+        key = "sum", number
+        self.places[key] = Memory("sum", number), self.input(one.rest, wide)
+        args = with_values(one.args, self.value, self.tile)
+        named = {**one.kwargs, "dtype": wide}
+        part = self.graph.call_function(overload(one.op), tuple(args), named)
+        total = self.places[key][1]
+        added = self.graph.call_function(_ATEN.add.Tensor, (total, part))
+        self.graph.call_function(_ATEN.copy_.default, (total, added))
+
+
+def set_aside(plan: Layout, tile: int) -> int:
+    """Bytes of the layout that a fused stage has no use for."""
+    slots = sum(slot.nbytes(tile, tile) for slot in plan.slots if not slot.of_chunk)
+    return slots + plan.most_loose(tile)
+
+
+def _room(program: Program, plan: Layout, tile: int) -> int:
+    """Bytes that a fused stage may take.
+
+    Beside what it has no use for, a few numbers for each row: maxima, sums and the like, each of
+    which has memory of its own in Inductor's code. They are not planned for, but counted exactly
+    when the code is rehearsed.
+    """
+    sums = [one for one in program.loop if one.kind == "sum" and one.op not in MATMULS]
+    partial = sum(extra_of_sum(one) - of_total(one) for one in sums)
+    return set_aside(plan, tile) + partial + tile * NARROW_BYTES
+
+
+def _is_aligned(program: Program, plan: Layout, inputs: Sequence[Shape], tile: int) -> bool:
+    """Whether each tile begins where a GPU's kernels expect it."""
+    rows = [shape.dtype.itemsize * prod(shape.sizes[1:]) for shape in inputs[: program.num_rows]]
+    rows += [slot.numel * slot.dtype.itemsize for slot in plan.slots if slot.of_chunk]
+    results = [_of(program, number) for number in program.results]
+    rows += [one.numel * one.dtype.itemsize for one in results if one.kind != "sum"]
+    return all(tile * size % ALIGNMENT == 0 for size in rows)
+
+
+@dataclass(frozen=True)
+class Kernel:
+    """A fused stage for some number of rows.
+
+    ``compiled()`` is called with the memory that the kernel names, in that order; it empties the
+    list. ``scratch_bytes`` is what it allocates meanwhile.
+    """
+
+    memory: tuple[Memory, ...]
+    scratch_bytes: int
+    compiled: Callable[[], Callable[[list[torch.Tensor]], object]]
+
+
+@functools.lru_cache(maxsize=512)
+def kernels_of(text: str, inputs: tuple[Shape, ...], tile: int) -> tuple[Kernel | None, ...]:
+    """Of each stage of a program its kernel for ``tile`` rows; None where it is interpreted.
+
+    ``inputs`` are the shapes of all inputs. Nothing is compiled yet.
+    """
+    program, plan = parse(text), layout(text)
+    on_cpu = inputs[0].device.type == "cpu"
+    if not tile or not (on_cpu or _is_aligned(program, plan, inputs, tile)):
+        return (None,) * len(plan.stages)
+    return tuple(
+        _kernel(_Writer(program, plan, stage, inputs, tile), _room(program, plan, tile))
+        if is_worth_fusing(stage)
+        else None
+        for stage in plan.stages
+    )
+
+
+def _kernel(writer: _Writer, room: int) -> Kernel | None:
+    try:
+        with compat.for_a_kernel():
+            module = compat.decomposed(writer.write())
+        taken = compat.kernel_allocates(module)
+    except Exception as error:  # whatever Inductor cannot write: the operators can do it
+        what = str(error).partition("\n")[0]
+        log.info("a stage runs operator by operator: %s: %s", type(error).__name__, what)
+        return None
+    memory = tuple(memory for memory, _ in writer.places.values())
+    compiled = functools.cache(functools.partial(compat.compile_kernel, module))
+    return Kernel(memory, taken, compiled) if taken <= room else None

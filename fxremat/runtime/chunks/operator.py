@@ -1,0 +1,328 @@
+"""The operator ``rows``: a region of a graph, computed for a few rows at a time.
+
+    rows(Tensor[] rows, Tensor[] whole, str program, int chunk_rows, int tile_rows,
+         bool fused=False, bool channels_last=False) -> Tensor[]
+
+``rows`` are tensors with the rows in front, N of them; ``whole`` are those that each chunk reads
+as they are. ``program`` (see `row_program`) says what is computed, `row_plan` where it is kept.
+Results that have rows are written chunk by chunk into their place; sums over the rows are added
+up, those of low precision in float32. With ``channels_last``, results that come straight from a
+convolution of images have the channels last in memory; all others lie densely.
+
+What lies between two matmuls or convolutions runs operator by operator, or, ``fused``, as one
+kernel (see `fused_kernels`); then some rows at the end, fewer than a tile, do not.
+
+It is pure: what it writes into is its own. The bytes that a call takes beside its results are what
+`row_plan` lays out, before the first chunk, and what loose values and convolutions add to that.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Sequence
+from typing import Any
+
+import torch
+
+from fxremat.runtime import kernels
+from fxremat.runtime.chunks.buffers import (
+    CONVOLUTIONS,
+    COPIES,
+    IN_PLACE,
+    MATMULS,
+    MOMENTS,
+    VIEWS,
+    accumulates_in,
+    bases,
+    out_form,
+)
+from fxremat.runtime.chunks.call import Call, pieces
+from fxremat.runtime.chunks.costs import flops, inside, workspace
+from fxremat.runtime.chunks.fused_kernels import Memory
+from fxremat.runtime.chunks.program import Instruction, Ref, overload, with_values
+from fxremat.runtime.chunks.statistics import Moment, Moments
+
+
+class _Sum:
+    """A sum over all rows, while it is being added up."""
+
+    def __init__(self, one: Instruction, device: torch.device, is_fused: bool) -> None:
+        self.one, self.wide = one, accumulates_in(one.dtype)
+        self.result = torch.empty(one.rest, dtype=one.dtype, device=device)
+        self.is_wide = self.wide == one.dtype
+        self.total = self.result if self.is_wide else self._new(self.wide)
+        self.partial: torch.Tensor | None = None
+        self.cast: torch.Tensor | None = None
+        self.is_fused, self.is_empty = is_fused, not is_fused
+        if is_fused:
+            self.total.zero_()  # a kernel only adds
+        else:
+            self._make_room()
+
+    def _make_room(self) -> None:
+        """For what some of the rows add up to; beside a kernel only while it is needed."""
+        if self.one.op in CONVOLUTIONS:
+            self.cast = None if self.is_wide else self._new(self.wide)
+        elif self.one.op not in MATMULS:
+            self.partial = self._new(self.wide)
+        elif not self.is_wide:
+            self.partial, self.cast = self._new(self.one.dtype), self._new(self.wide)
+
+    def _new(self, dtype: torch.dtype) -> torch.Tensor:
+        return torch.empty(self.one.rest, dtype=dtype, device=self.result.device)
+
+    def add(self, args: list[Any], kwargs: dict[str, Any]) -> None:
+        """Add what the instruction makes of some of the rows."""
+        straight = self.one.op in MATMULS and self.is_wide
+        if self.is_fused:
+            self._make_room()
+        if straight and not self.is_empty:
+            self.total.addmm_(*args)
+            return
+        if self.one.op in CONVOLUTIONS:
+            self._take(overload(self.one.op)(*args, **kwargs))
+            return
+        is_first = self.is_empty and self.total.dtype == self.made_in
+        target, form = self.total if is_first else self.partial, out_form(self.one.op)
+        assert form is not None
+        assert target is not None
+        form(*args, **kwargs, out=target)
+        self._take(target)
+        if self.is_fused:
+            self.partial = None
+
+    @property
+    def made_in(self) -> torch.dtype:
+        """The type of the instruction's own result."""
+        return self.one.dtype if self.one.op in MATMULS else accumulates_in(self.one.dtype)
+
+    def _take(self, made: torch.Tensor) -> None:
+        if made is not self.total:
+            if self.is_empty:
+                self.total.copy_(made)
+            else:
+                self.total.add_(made if self.cast is None else self.cast.copy_(made))
+        self.is_empty = False
+
+    def finish(self) -> torch.Tensor:
+        """The sum, zero where there were no rows."""
+        if self.is_empty:
+            return self.result.zero_()
+        return self.result if self.is_wide else self.result.copy_(self.total)
+
+
+class _Run:
+    """One call: inputs, results, slots; and what is known of the chunk being computed."""
+
+    def __init__(self, call: Call) -> None:
+        self.program, self.plan, self.kernels = call.program, call.plan, call.kernels
+        self.total, self.chunk_rows, self.tile_rows = call.total, call.chunk, call.tile
+        # a compiler may have given them other strides
+        self.rows = [row.contiguous() for row in call.rows]
+        self.device = call.rows[0].device
+        first = self.program.num_rows
+        self.values: dict[int, torch.Tensor] = dict(enumerate(call.whole, first))
+        for number, one in enumerate(self.program.setup, self.program.first):
+            self.values[number] = self.call(one, self.values.__getitem__, 0)
+        fused = {
+            number
+            for stage, kernel in zip(self.plan.stages, self.kernels, strict=True)
+            if kernel is not None
+            for number in stage.values
+        }
+        self.results: dict[int, torch.Tensor] = {}
+        self.sums: dict[int, _Sum | Moment] = {}
+        self.moments: dict[str, Moments] = {}
+        for place, number in enumerate(self.program.results):
+            self._make_result(number, number in fused, call.format_of(place))
+        self.memory: dict[int, torch.Tensor] = {}
+
+    def _make_result(self, number: int, is_fused: bool, form: torch.memory_format) -> None:
+        one = self.instruction(number)
+        if one.op in MOMENTS:
+            both = self.moments.setdefault(repr(one.args), Moments(one, number, self.device))
+            self.sums[number] = Moment(both, number, one)
+        elif one.kind == "sum":
+            self.sums[number] = _Sum(one, self.device, is_fused)
+        else:
+            shape = (self.total, *one.rest)
+            self.results[number] = torch.empty(
+                shape, dtype=one.dtype, device=self.device, memory_format=form
+            )
+
+    def slots(self, rows: int, of_chunk: bool) -> dict[int, torch.Tensor]:
+        """New memory for the slots of a chunk, or for those of a tile."""
+        return {
+            position: torch.empty(rows * slot.numel, dtype=slot.dtype, device=self.device)
+            for position, slot in enumerate(self.plan.slots)
+            if slot.of_chunk == of_chunk
+        }
+
+    def instruction(self, number: int) -> Instruction:
+        one = self.program.instruction(number)
+        assert one is not None, "inputs are not computed"
+        return one
+
+    @staticmethod
+    def call(one: Instruction, value: Callable[[int], Any], rows: int, **more: Any) -> Any:
+        """What the instruction's operator gives."""
+        args = with_values(one.args, value, rows)
+        named = {key: with_values(arg, value, rows) for key, arg in one.kwargs.items()}
+        return overload(one.op)(*args, **named, **more)
+
+    def run(self) -> list[torch.Tensor]:
+        """All chunks, one after the other."""
+        chunk, tile = self.chunk_rows, self.tile_rows
+        self.memory = self.slots(chunk, of_chunk=True)
+        if not any(self.kernels):
+            self.memory |= self.slots(tile, of_chunk=False)
+        for start, end in pieces(self.total, chunk):
+            self.run_chunk(_Piece(self, start, start, end), tile)
+        self.memory.clear()
+        done = {number: one.finish() for number, one in self.sums.items()}
+        return [done[n] if n in done else self.results[n] for n in self.program.results]
+
+    def run_chunk(self, chunk: _Piece, tile: int) -> None:
+        for stage, kernel in zip(self.plan.stages, self.kernels, strict=True):
+            if stage.of_chunk:
+                chunk.compute(stage.values)
+                continue
+            for a, b in pieces(chunk.count, tile):
+                is_all = b - a == chunk.count
+                part = chunk if is_all else _Piece(self, chunk.start, chunk.a + a, chunk.a + b)
+                if kernel is not None and b - a == tile:
+                    kernel.compiled()([part.memory(one) for one in kernel.memory])
+                else:
+                    part.compute_tile(stage.values)
+
+
+class _Piece:
+    """Rows a to b of a chunk that begins at ``start``, and the values of these rows."""
+
+    def __init__(self, run: _Run, start: int, a: int, b: int) -> None:
+        self.run, self.start, self.a, self.b = run, start, a, b
+        self.count = b - a
+        self.seen: dict[int, torch.Tensor] = {}
+        self.own: dict[int, torch.Tensor] = {}
+
+    def compute(self, values: Sequence[int]) -> None:
+        for number in values:
+            one = self.run.instruction(number)
+            if one.kind == "sum":
+                args = with_values(one.args, self.value, self.count)
+                self.run.sums[number].add(args, dict(one.kwargs))
+            else:
+                self.write(number, one)
+            for dead in self.run.plan.dies.get(number, ()):
+                self.seen.pop(dead, None)
+
+    def compute_tile(self, values: Sequence[int]) -> None:
+        """Operator by operator, where no kernel does it; the memory is there for as long."""
+        if any(self.run.kernels):
+            self.own = self.run.slots(self.count, of_chunk=False)
+        self.compute(values)
+        if self.own:
+            self.own = {}
+            self.seen = {n: t for n, t in self.seen.items() if not self.is_of_tile(n)}
+
+    def is_of_tile(self, number: int) -> bool:
+        """Whether what was looked at lies in a slot of the tile."""
+        plan = self.run.plan
+        slots = [plan.slot_of.get(base) for base in bases(self.run.program, number)]
+        return any(slot is not None and not plan.slots[slot].of_chunk for slot in slots)
+
+    def memory(self, wanted: Memory) -> torch.Tensor:
+        """What a kernel reads or writes."""
+        if wanted.kind == "value":
+            return self.value(wanted.number)
+        if wanted.kind == "sum":
+            total = self.run.sums[wanted.number]
+            assert isinstance(total, _Sum), "no kernel adds to moments"
+            return total.total
+        return self.rows_of_slot(wanted.number, wanted.rest)
+
+    def rows_of_slot(self, slot: int, rest: Sequence[int]) -> torch.Tensor:
+        numel, of_chunk = self.run.plan.slots[slot].numel, self.run.plan.slots[slot].of_chunk
+        begin = self.a - self.start if of_chunk else 0
+        given = self.own if slot in self.own else self.run.memory
+        return given[slot].narrow(0, begin * numel, self.count * numel).view(self.count, *rest)
+
+    def value(self, number: int) -> torch.Tensor:
+        """These rows of a value, or a value that has none."""
+        run = self.run
+        if number in run.values:
+            return run.values[number]
+        found = self.seen.get(number)
+        if found is None:
+            found = self.seen[number] = self.look(number)
+        return found
+
+    def look(self, number: int) -> torch.Tensor:
+        run = self.run
+        if number < run.program.num_rows:
+            return run.rows[number][self.a : self.b]
+        if number in run.results:
+            return run.results[number][self.a : self.b]
+        one = run.instruction(number)
+        if one.op in VIEWS:
+            looked: torch.Tensor = run.call(one, self.value, self.count)
+            return looked
+        return self.rows_of_slot(run.plan.slot_of[number], one.rest)
+
+    def write(self, number: int, one: Instruction) -> None:
+        """Compute a value where it belongs."""
+        if number in self.run.plan.loose:
+            made = self.run.call(one, self.value, self.count)
+            if number in self.run.plan.slot_of or number in self.run.results:
+                self.value(number).copy_(made)
+            else:
+                self.seen[number] = made
+            return
+        out = self.value(number)
+        if one.op in COPIES or one.op in IN_PLACE:
+            assert isinstance(one.args[0], Ref)
+            given = self.value(one.args[0].number)
+            if given.data_ptr() != out.data_ptr() or given.dtype != out.dtype:
+                out.copy_(given)
+            if one.op in IN_PLACE:
+                args = with_values(one.args[1:], self.value, self.count)
+                IN_PLACE[one.op](out, *args, **one.kwargs)
+            return
+        form = out_form(one.op)
+        assert form is not None
+        args = with_values(one.args, self.value, self.count)
+        named = {key: with_values(arg, self.value, self.count) for key, arg in one.kwargs.items()}
+        form(*args, **named, out=out)
+
+
+def _rows(*args: Any, **kwargs: Any) -> list[torch.Tensor]:
+    return _Run(Call(*args, **kwargs)).run()
+
+
+def compile_kernels(*args: Any, **kwargs: Any) -> None:
+    """Compile what a call with these arguments, of fake tensors, will run."""
+    for kernel in Call(*args, **kwargs).kernels:
+        if kernel is not None:
+            kernel.compiled()
+
+
+def _fake(*args: Any, **kwargs: Any) -> list[torch.Tensor]:
+    call, made = Call(*args, **kwargs), []
+    for place, number in enumerate(call.program.results):
+        one = call.program.instruction(number)
+        assert one is not None
+        shape = one.rest if one.kind == "sum" else (call.total, *one.rest)
+        like, form = call.rows[0], call.format_of(place)
+        made.append(torch.empty(shape, dtype=one.dtype, device=like.device, memory_format=form))
+    return made
+
+
+ROWS = kernels.define(
+    "rows",
+    "(Tensor[] rows, Tensor[] whole, str program, int chunk_rows, int tile_rows,"
+    " bool fused=False, bool channels_last=False) -> Tensor[]",
+    _rows,
+    _fake,
+    workspace=workspace,
+    flops=flops,
+    inside=inside,
+)

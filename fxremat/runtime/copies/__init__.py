@@ -1,0 +1,1 @@
+"""Copies between a device and host memory that run beside the computation."""

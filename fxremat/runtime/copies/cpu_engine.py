@@ -1,0 +1,209 @@
+"""Copies for machines without a GPU: the CPU is the device, two threads are its copy engines.
+
+It is there to test with. The threads, one for each direction, do one copy at a time, in the order
+in which they were started. A copy takes as long as the speed that is set says, and its target is
+filled with ones of bits (NaN, -1, True) until it ends, so that a missing wait gives wrong numbers.
+
+Host memory is mapped pages, not memory of torch's CPU allocator: what torch allocates on the CPU
+counts as memory of the device, and a profiler sees it as such. The threads call no torch function,
+so that they take part neither in torch's thread pools nor in its profiles.
+"""
+
+from __future__ import annotations
+
+import ctypes
+import mmap
+import os
+import time
+from collections.abc import Sequence
+from contextlib import AbstractContextManager, ExitStack
+from dataclasses import dataclass
+from queue import SimpleQueue
+from threading import Event, Lock, Thread
+
+import torch
+
+from fxremat.errors import InvalidOption
+from fxremat.runtime.copies.copy_trace import active_traces, host_time
+from fxremat.runtime.copies.dense_layout import check_copyable, extent_bytes
+from fxremat.runtime.copies.engine import Direction, Pending, Wait
+from fxremat.runtime.copies.host_memory import HOST_MEMORY
+
+
+@dataclass(frozen=True)
+class CopySpeed:
+    """Bytes per second of one direction, None for as fast as it goes, and seconds per copy."""
+
+    bytes_per_s: float | None = None
+    latency_s: float = 0.0
+
+    def seconds(self, nbytes: int) -> float:
+        """How long a copy of ``nbytes`` takes, before the bytes are really copied."""
+        return self.latency_s + (nbytes / self.bytes_per_s if self.bytes_per_s else 0.0)
+
+
+class _Transfer:
+    """One copy. It holds its tensors until it has ended."""
+
+    def __init__(
+        self,
+        direction: Direction,
+        source: torch.Tensor,
+        target: torch.Tensor,
+        speed: CopySpeed,
+        after: _Transfer | None,
+    ) -> None:
+        self.direction = direction
+        self.nbytes = extent_bytes(source)
+        self.error: BaseException | None = None
+        self._tensors: list[torch.Tensor] = [source, target]
+        self._speed = speed
+        self._after = after
+        self._traces = active_traces()
+        self._ended = Event()
+
+    def run(self) -> None:
+        """Copy; for the thread of the direction. An error is kept for those who wait."""
+        try:
+            if self._after is not None:
+                self._after.wait()
+            with host_time(self.direction, self.nbytes, self._traces):
+                time.sleep(self._speed.seconds(self.nbytes))
+                _copy_bytes(self._tensors)
+        except BaseException as error:  # a thread that ended would let all later waits hang
+            self.error = error.with_traceback(None)  # whose frames hold the tensors
+        finally:
+            self._tensors.clear()
+            self._after = None
+            self._ended.set()
+
+    def wait(self) -> None:
+        """Block until the copy has ended; RuntimeError if it failed."""
+        self._ended.wait()
+        if self.error is not None:
+            raise RuntimeError(f"a copy {self.direction} failed: {self.error!r}") from self.error
+
+
+class _Line:
+    """One direction: a thread, started with the first copy, that does one copy after another."""
+
+    def __init__(self, direction: Direction) -> None:
+        self._direction = direction
+        self._queue: SimpleQueue[_Transfer] = SimpleQueue()
+        self._lock = Lock()
+        self._thread: Thread | None = None
+
+    def submit(self, transfer: _Transfer) -> None:
+        with self._lock:
+            if self._thread is None:
+                name = f"fxremat {self._direction}"
+                self._thread = Thread(target=_serve, args=(self._queue,), name=name, daemon=True)
+                self._thread.start()
+        self._queue.put(transfer)
+
+
+def _serve(queue: SimpleQueue[_Transfer]) -> None:
+    while True:
+        queue.get().run()
+
+
+class CpuEngine:
+    """See `fxremat.runtime.copies.engine.Engine`; waiting blocks the thread that calls."""
+
+    def __init__(self) -> None:
+        self.speeds: dict[Direction, CopySpeed] = {}
+        self.after_fork()
+
+    def after_fork(self) -> None:
+        """Begin anew: threads stay behind in a fork, and copies that they had not ended."""
+        self._lines: dict[Direction, _Line] = {d: _Line(d) for d in ("to_host", "to_device")}
+        self._pending: Pending[_Transfer] = Pending()
+
+    def start_to_host(self, x: torch.Tensor) -> torch.Tensor:
+        check_copyable(x)
+        host = HOST_MEMORY.allocate(extent_bytes(x), lambda: _mapped_like(x))
+        return self._start("to_host", x, host)
+
+    def start_to_device(self, host: torch.Tensor, device: torch.device) -> torch.Tensor:
+        check_copyable(host)
+        x = torch.empty_strided(host.size(), host.stride(), dtype=host.dtype, device=device)
+        return self._start("to_device", host, x, self._pending.get(host))
+
+    def _start(
+        self,
+        direction: Direction,
+        source: torch.Tensor,
+        target: torch.Tensor,
+        after: _Transfer | None = None,
+    ) -> torch.Tensor:
+        _fill_with_garbage(target)
+        transfer = _Transfer(
+            direction, source, target, self.speeds.get(direction, CopySpeed()), after
+        )
+        self._pending.add(target, transfer)
+        self._lines[direction].submit(transfer)
+        return target
+
+    def wait(self, what: Wait, target: torch.Tensor, device: torch.device) -> None:
+        transfer = self._pending.find(what, target)
+        if transfer is None:
+            return
+        try:
+            with host_time(what, transfer.nbytes, active_traces()):
+                transfer.wait()
+        except BaseException:
+            self._pending.drop(target)
+            raise
+        self._pending.forget(target)
+
+
+def _mapped_like(x: torch.Tensor) -> torch.Tensor:
+    """A tensor like ``x`` in pages of its own, which go when its storage does."""
+    nbytes = extent_bytes(x)
+    empty = torch.empty(0, dtype=x.dtype)
+    pages = torch.frombuffer(mmap.mmap(-1, nbytes), dtype=torch.uint8) if nbytes else empty
+    return empty.set_(pages.untyped_storage(), 0, x.size(), x.stride())
+
+
+def _fill_with_garbage(x: torch.Tensor) -> None:
+    """Fill all bytes with ones of bits; a bool has only one that may be set."""
+    ctypes.memset(x.data_ptr(), 1 if x.dtype == torch.bool else 0xFF, extent_bytes(x))
+
+
+def _copy_bytes(tensors: Sequence[torch.Tensor]) -> None:
+    """Copy the first's run of memory to the second's, without holding Python's lock."""
+    source, target = tensors
+    ctypes.memmove(target.data_ptr(), source.data_ptr(), extent_bytes(source))
+
+
+ENGINE = CpuEngine()
+os.register_at_fork(after_in_child=ENGINE.after_fork)
+
+
+def set_copy_speed(
+    to_host_bytes_per_s: float | None = None,
+    to_device_bytes_per_s: float | None = None,
+    latency_s: float = 0.0,
+) -> AbstractContextManager[object]:
+    """Let copies of the CPU take ``latency_s`` and their bytes at this speed; None: no limit.
+
+    It holds for copies started from now on or, as a context manager, inside ``with`` only. The
+    time of the real copy in memory is added. InvalidOption (a ValueError) for a speed that is
+    not positive or a negative latency.
+    """
+    _check_positive("to_host_bytes_per_s", to_host_bytes_per_s)
+    _check_positive("to_device_bytes_per_s", to_device_bytes_per_s)
+    if not 0 <= latency_s < float("inf"):
+        raise InvalidOption("latency_s", latency_s, "a number of seconds")
+    undo = ExitStack()
+    undo.callback(setattr, ENGINE, "speeds", ENGINE.speeds)
+    ENGINE.speeds = {
+        "to_host": CopySpeed(to_host_bytes_per_s, latency_s),
+        "to_device": CopySpeed(to_device_bytes_per_s, latency_s),
+    }
+    return undo
+
+
+def _check_positive(option: str, value: float | None) -> None:
+    if value is not None and not value > 0:
+        raise InvalidOption(option, value, "a positive number of bytes per second or None")

@@ -1,0 +1,185 @@
+"""Copies on CUDA: a stream for each direction and device, ordered by events alone.
+
+A copy begins once the stream that computes has come to the call that starts it, and the stream
+that computes goes on from a wait once the copy has ended; the host stops for neither. What a copy
+reads and writes is allocated for the computing stream and, by the arguments of the waits, lives
+until that stream has waited, so no allocator needs to hear of the other stream. Host memory is
+pinned and comes from torch's pool of it, whose blocks are not used again before the copies that
+use them have ended.
+"""
+
+from __future__ import annotations
+
+from collections import deque
+from collections.abc import Iterator, MutableMapping
+from contextlib import contextmanager
+from functools import partial
+from threading import Lock
+from time import perf_counter
+from weakref import WeakKeyDictionary
+
+import torch
+
+from fxremat.runtime.copies.copy_trace import CopyRecord, Trace, active_traces
+from fxremat.runtime.copies.dense_layout import check_copyable, extent_bytes, run_of_memory
+from fxremat.runtime.copies.engine import Direction, Pending, Wait
+from fxremat.runtime.copies.host_memory import HOST_MEMORY
+
+
+class _Transfer:
+    """One copy. It holds its tensors until somebody has waited, or it is seen to have ended.
+
+    Only after an exception does nobody wait. Then the memory that the copy writes must not be
+    given to somebody else before it has ended.
+    """
+
+    def __init__(self, source: torch.Tensor, target: torch.Tensor, ended: torch.cuda.Event) -> None:
+        self.nbytes = extent_bytes(source)
+        self.ended = ended
+        self._tensors: tuple[torch.Tensor, ...] = (source, target)
+
+    def release(self) -> None:
+        """The tensors may go."""
+        self._tensors = ()
+
+    def is_over(self) -> bool:
+        """Whether the transfer holds nothing, or need not any more."""
+        return not self._tensors or bool(self.ended.query())  # type: ignore[no-untyped-call]
+
+
+class _Line:
+    """One direction on one device: a stream, and what runs on it in order."""
+
+    def __init__(self, direction: Direction, device: torch.device) -> None:
+        self._direction: Direction = direction
+        self._device = device
+        self._stream = _new_stream(device)
+        self._running: deque[_Transfer] = deque()
+        self._lock = Lock()
+
+    def start(
+        self, source: torch.Tensor, target: torch.Tensor, after: torch.cuda.Event | None
+    ) -> _Transfer:
+        """Copy once the computing stream has come here and ``after`` is reached."""
+        with self._lock:
+            self._clean_up()
+            self._stream.wait_event(torch.cuda.current_stream(self._device).record_event())
+            if after is not None:
+                self._stream.wait_event(after)
+            transfer = _Transfer(source, target, self._copy(source, target))
+            self._running.append(transfer)
+            return transfer
+
+    def _copy(self, source: torch.Tensor, target: torch.Tensor) -> torch.cuda.Event:
+        with (
+            torch.cuda.stream(self._stream),
+            _device_time(self._direction, extent_bytes(source), self._stream),
+        ):
+            run_of_memory(target).copy_(run_of_memory(source), non_blocking=True)
+        ended: torch.cuda.Event = self._stream.record_event()
+        return ended
+
+    def _clean_up(self) -> None:
+        """Let go of copies from the front that are over."""
+        while self._running and self._running[0].is_over():
+            self._running.popleft().release()
+
+
+class CudaEngine:
+    """See `fxremat.runtime.copies.engine.Engine`; waiting blocks the current stream, not the
+    host."""
+
+    def __init__(self) -> None:
+        self._lines: dict[tuple[Direction, torch.device], _Line] = {}
+        self._pending: Pending[_Transfer] = Pending()
+        self._filled: MutableMapping[torch.UntypedStorage, torch.cuda.Event] = WeakKeyDictionary()
+        """When each host tensor is there: other streams than the one that waited need to know."""
+
+    def start_to_host(self, x: torch.Tensor) -> torch.Tensor:
+        check_copyable(x)
+        host = HOST_MEMORY.allocate(extent_bytes(x), lambda: _pinned_like(x))
+        transfer = self._line("to_host", x.device).start(x, host, None)
+        self._filled[host.untyped_storage()] = transfer.ended
+        self._pending.add(host, transfer)
+        return host
+
+    def start_to_device(self, host: torch.Tensor, device: torch.device) -> torch.Tensor:
+        check_copyable(host)
+        x = torch.empty_strided(host.size(), host.stride(), dtype=host.dtype, device=device)
+        filled = self._filled.get(host.untyped_storage())
+        self._pending.add(x, self._line("to_device", x.device).start(host, x, filled))
+        return x
+
+    def _line(self, direction: Direction, device: torch.device) -> _Line:
+        line = self._lines.get((direction, device))
+        if line is None:
+            line = self._lines.setdefault((direction, device), _Line(direction, device))
+        return line
+
+    def wait(self, what: Wait, target: torch.Tensor, device: torch.device) -> None:
+        transfer = self._pending.find(what, target)
+        if transfer is None:
+            return
+        computing = torch.cuda.current_stream(device)
+        with _device_time(what, transfer.nbytes, computing):
+            computing.wait_event(transfer.ended)
+        self._pending.forget(target)
+        transfer.release()
+
+
+def _pinned_like(x: torch.Tensor) -> torch.Tensor:
+    return torch.empty_strided(x.size(), x.stride(), dtype=x.dtype, device="cpu", pin_memory=True)
+
+
+def _new_stream(device: torch.device) -> torch.cuda.Stream:
+    return torch.cuda.Stream(device)  # type: ignore[no-untyped-call]
+
+
+def _record_time(stream: torch.cuda.Stream) -> torch.cuda.Event:
+    """An event that knows when the stream came to it."""
+    event = torch.cuda.Event(enable_timing=True)  # type: ignore[no-untyped-call]
+    stream.record_event(event)
+    return event
+
+
+@contextmanager
+def _device_time(what: Direction | Wait, nbytes: int, stream: torch.cuda.Stream) -> Iterator[None]:
+    """Record the time that the stream spends on the body, if somebody traces."""
+    traces = active_traces()
+    if not traces:
+        yield
+        return
+    anchors = [_anchor(trace, stream.device) for trace in traces]
+    start = _record_time(stream)
+    yield
+    end = _record_time(stream)
+    for trace, anchor in zip(traces, anchors, strict=True):
+        trace.late.append(partial(_record, what, nbytes, anchor, start, end))
+
+
+def _anchor(trace: Trace, device: torch.device) -> tuple[torch.cuda.Event, float]:
+    """An event of the device and when it was, on the host's clock; one for each trace.
+
+    It is on a stream of its own: there is nothing before it for which the host would wait.
+    """
+    if device not in trace.anchors:
+        event = _record_time(_new_stream(device))
+        event.synchronize()
+        trace.anchors[device] = event, perf_counter()
+    return trace.anchors[device]
+
+
+def _record(
+    what: Direction | Wait,
+    nbytes: int,
+    anchor: tuple[torch.cuda.Event, float],
+    start: torch.cuda.Event,
+    end: torch.cuda.Event,
+) -> CopyRecord:
+    end.synchronize()
+    event, seconds = anchor
+    start_s, end_s = (seconds + event.elapsed_time(reached) / 1000 for reached in (start, end))
+    return CopyRecord(what, nbytes, start_s, end_s)
+
+
+ENGINE = CudaEngine()

@@ -1,0 +1,1 @@
+"""Operator variants: rules that find sites in a joint graph, and what they put there."""

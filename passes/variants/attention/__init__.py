@@ -1,0 +1,1 @@
+"""Attention written by hand, computed by the fused kernels of the device."""

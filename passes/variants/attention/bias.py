@@ -1,0 +1,279 @@
+"""The masks of attention written by hand, as the one tensor that a fused kernel adds to the scores.
+
+Tensors that are added are added up. What is filled in becomes a tensor that holds it where the mask
+is, and 0 elsewhere: the weight of a key that is masked out is 0 either way. Rows without any key
+are another matter, for there kernels give what they like, and a logarithm as far from 0 as what is
+filled in, which is too coarse for their backward. So such rows are moved to 0 first, and then:
+
+* filled in with finite numbers, weights do not depend on the query: the query of such a row is set
+  to 0, and so is its gradient, as it is in the graph;
+* filled in with -inf, the row of the output is NaN, and with it the gradients of all values of that
+  head (those of its query and of the keys are not, for they are masked): these are written over;
+* -inf added: NaN likewise, and the gradients of the query and of all keys too;
+* large negative numbers added: scores drown in them, so weights are equal, or not quite, but
+  gradients go through to the query and to all keys. No kernel does that.
+
+Hence added tensors are taken only where the graph makes them from nothing, so that they can be
+computed here, and have no row of the last kind. Any others are a matter for a lossy rule: it is
+right but for such rows, which have the weights of the scores alone.
+
+Masks that can be computed here also tell whether they are the causal one, which kernels know
+without a tensor, and whether rows without keys need be thought of. Where something is both added
+and filled in, nothing is offered.
+"""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass
+from typing import Any
+
+import torch
+from torch import fx
+
+from fxremat import compat
+from fxremat.passes.joint_graph import is_mutating, is_random
+from fxremat.passes.nodes import Shape, dtype_of, packet_name, shape_of
+from fxremat.passes.variants.attention.layout import is_move
+from fxremat.passes.variants.attention.scores import VERY_NEGATIVE, Added, Filled, Reading, number
+
+_ATEN = torch.ops.aten
+Add = Callable[..., fx.Node]
+At = Callable[[fx.Node], fx.Node]
+Heads = tuple[int, int]
+"""How many batches, and how many heads in each."""
+MOST_ELEMENTS = 2**24
+MOST_CALLS = 60
+"""What is computed here of a mask: so many elements at a time, by so many calls."""
+
+
+@dataclass(frozen=True)
+class Rows:
+    """Flags [b, h, t, 1] of rows without keys, in a graph, or None where there can be none."""
+
+    zero: fx.Node | None = None
+    """The query counts as 0, and gets no gradient."""
+    lost: fx.Node | None = None
+    """The output is NaN."""
+
+
+@dataclass(frozen=True)
+class Made:
+    """The tensor in a graph, if there is one."""
+
+    node: fx.Node | None
+    rows: Rows
+
+
+@dataclass(frozen=True)
+class Bias:
+    """What is added to the scores: ``is_causal``, or the parts in the order in which they came."""
+
+    heads: Heads
+    is_causal: bool = False
+    parts: tuple[Added | Filled, ...] = ()
+    may_be_empty: bool = False
+    """Whether a row could be without any key."""
+    may_be_lost: bool = False
+    """Whether it could be without, by -inf."""
+
+    @property
+    def is_inexact(self) -> bool:
+        """Whether rows without keys may have other weights than they had."""
+        return any(isinstance(part, Added) for part in self.parts) and self.may_be_empty
+
+    def insert(self, add: Add, at: At, dtype: torch.dtype) -> Made:
+        """Put the tensor in, for a kernel of this type."""
+        if not self.parts:
+            return Made(None, Rows())
+        is_added = isinstance(self.parts[0], Added)
+        found, hidden = (_add_up if is_added else _fill_in)(self, add, at, dtype)
+        zero = lost = None
+        if self.may_be_empty or self.may_be_lost:
+            most = add(_ATEN.amax.default, found, [-1], True)
+            found = add(_ATEN.sub.Tensor, found, most)
+            if self.may_be_lost:
+                lost = add(_ATEN.eq.Scalar, most, -math.inf)
+                found = where(add, lost, 0.0, found)
+            if hidden is not None:
+                seen = add(_ATEN.any.dim, add(_ATEN.logical_not.default, hidden), -1, True)
+                zero = add(_ATEN.logical_not.default, seen)
+        return Made(found, Rows(zero, lost))
+
+
+def plan_bias(scores: Reading, heads: Heads) -> Bias | None:
+    """How the masks of these scores are given to a kernel; None where they cannot be."""
+    parts: tuple[Added | Filled, ...] = (*scores.added, *scores.filled)
+    if not parts:
+        return Bias(heads)
+    if scores.added and scores.filled:
+        return None
+    if any(_in_four(_tensor(part), part.shape, heads) is None for part in parts):
+        return None
+    if not all(dtype_of(part.node).is_floating_point for part in scores.added):
+        return None
+    with compat.outside_fake_mode(), torch.no_grad():
+        known = _known(parts)
+        if known is None:
+            values = [part.value for part in scores.filled]
+            is_finite = all(math.isfinite(value) for value in values) and all(
+                _is_finite(part.node) for part in scores.added
+            )
+            return Bias(heads, parts=parts, may_be_empty=True, may_be_lost=not is_finite)
+        if not known.any():
+            return Bias(heads)
+        if _is_causal(known, parts[0].shape):
+            return Bias(heads, is_causal=True)
+        most = known.amax(-1)
+        is_lost = bool((most == -math.inf).any())
+        is_empty = bool((most[most > -math.inf] <= VERY_NEGATIVE).any())
+        if scores.filled:
+            is_empty = is_empty or is_lost
+        return Bias(heads, parts=parts, may_be_empty=is_empty, may_be_lost=is_lost)
+
+
+def _tensor(part: Added | Filled) -> fx.Node:
+    return part.mask if isinstance(part, Filled) else part.node
+
+
+def _in_four(node: fx.Node, of: Shape, heads: Heads) -> Shape | None:
+    """The shape of a mask for scores of shape ``of``, its leading dimensions put into two.
+
+    None for a mask that is the same along a part of one of them.
+    """
+    shape = shape_of(node) or ()
+    shape = (1,) * (len(of) - len(shape)) + shape
+    lead, own = of[:-2], shape[:-2]
+    cuts = [cut for cut in range(len(of) - 1) if math.prod(lead[:cut]) == heads[0]]
+    pairs = [(lead[: cuts[0]], own[: cuts[0]]), (lead[cuts[0] :], own[cuts[0] :])] if cuts else []
+    if not pairs and math.prod(own) == 1:
+        return (1, 1, *shape[-2:])
+    if not pairs:
+        return (*heads, *shape[-2:]) if own == lead else None
+    if any(math.prod(part) != 1 and part != full for full, part in pairs):
+        return None
+    return (*(math.prod(part) for _, part in pairs), *shape[-2:])
+
+
+# --- what is known of masks ----------------------------------------------------------------------
+
+
+def _known(parts: Sequence[Added | Filled]) -> torch.Tensor | None:
+    """What is added to the scores in all, where the graph makes that from nothing."""
+    found = torch.zeros(())
+    for part in parts:
+        value = _computed(_tensor(part))
+        if value is None:
+            return None
+        if isinstance(part, Added):
+            found = found + value.float()
+        else:
+            hard = value.logical_not() if part.is_kept else value
+            found = torch.where(hard, part.value, found)
+    return found
+
+
+def _is_causal(known: torch.Tensor, of: Shape) -> bool:
+    rows, columns = of[-2:]
+    if rows != columns or known.numel() != rows * columns:
+        return False
+    known = known.reshape(rows, columns)
+    later = torch.ones(rows, columns, dtype=torch.bool).triu(1)
+    return not known[~later].any() and bool((known[later] <= VERY_NEGATIVE).all())
+
+
+def _computed(node: fx.Node) -> torch.Tensor | None:
+    """The value of a tensor that is made from no input of the graph, on the CPU."""
+    needed: dict[fx.Node, None] = {}
+    todo = [node]
+    while todo:
+        one = todo.pop()
+        if one in needed:
+            continue
+        needed[one] = None
+        is_call = one.op == "call_function" and isinstance(one.target, compat.OpOverload)
+        if not is_call or is_random(one) or is_mutating(one) or len(needed) > MOST_CALLS:
+            return None
+        shape = shape_of(one)
+        if shape is None or math.prod(shape) > MOST_ELEMENTS:
+            return None
+        todo += one.all_input_nodes
+    values: dict[fx.Node, Any] = {}
+    for one in (n for n in node.graph.nodes if n in needed):
+        args, kwargs = fx.map_arg((one.args, one.kwargs), values.__getitem__)
+        kwargs = {k: torch.device("cpu") if k == "device" else v for k, v in kwargs.items()}
+        values[one] = one.target(*args, **kwargs)
+    found = values[node]
+    return found if isinstance(found, torch.Tensor) else None
+
+
+def _is_finite(node: Any) -> bool:
+    """Whether a tensor holds finite numbers for certain."""
+    if not isinstance(node, fx.Node):
+        return isinstance(node, (int, float)) and math.isfinite(node)
+    value = number(node)
+    if value is not None:
+        return math.isfinite(value)
+    name = packet_name(node)
+    if is_move(node) or name in ("slice", "select"):
+        return _is_finite(node.args[0])
+    if name == "where":
+        return _is_finite(node.args[1]) and _is_finite(node.args[2])
+    if name == "masked_fill":
+        return _is_finite(node.args[0]) and _is_finite(node.args[2])
+    if name == "full":
+        return _is_finite(node.args[1])
+    return name in ("zeros", "ones")
+
+
+# --- putting them in -----------------------------------------------------------------------------
+
+
+def _shaped(add: Add, node: fx.Node, shape: Shape | None) -> fx.Node:
+    assert shape is not None
+    return node if shape_of(node) == shape else add(_ATEN.view.default, node, list(shape))
+
+
+def scalar(add: Add, value: float, like: fx.Node, dtype: torch.dtype) -> fx.Node:
+    """A number as a tensor, which `where` wants."""
+    device = like.meta["val"].device
+    return add(_ATEN.full.default, [], value, dtype=dtype, device=device)
+
+
+def where(add: Add, mask: fx.Node, value: float, node: fx.Node) -> fx.Node:
+    """``node`` with a number where the mask is true."""
+    number_node = scalar(add, value, node, dtype_of(node))
+    return add(_ATEN.where.self, mask, number_node, node)
+
+
+def _add_up(plan: Bias, add: Add, at: At, dtype: torch.dtype) -> tuple[fx.Node, fx.Node | None]:
+    """The sum of what is added; there is no mask."""
+    types = [*(dtype_of(_tensor(part)) for part in plan.parts), dtype]
+    wide = max(types, key=lambda one: one.itemsize)
+    found: fx.Node | None = None
+    for part in plan.parts:
+        node = at(_tensor(part))
+        node = _shaped(add, node, _in_four(_tensor(part), part.shape, plan.heads))
+        if dtype_of(node) != wide:
+            node = add(torch.ops.prims.convert_element_type.default, node, wide)
+        found = node if found is None else add(_ATEN.add.Tensor, found, node)
+    assert found is not None
+    return found, None
+
+
+def _fill_in(plan: Bias, add: Add, at: At, dtype: torch.dtype) -> tuple[fx.Node, fx.Node | None]:
+    """What is filled in, and where."""
+    found: fx.Node | None = None
+    hidden: fx.Node | None = None
+    for part in plan.parts:
+        assert isinstance(part, Filled)
+        mask = _shaped(add, at(part.mask), _in_four(part.mask, part.shape, plan.heads))
+        mask = add(_ATEN.logical_not.default, mask) if part.is_kept else mask
+        value = part.value
+        value = value if math.isinf(value) else max(value, torch.finfo(dtype).min)
+        rest = scalar(add, 0.0, mask, dtype) if found is None else found
+        found = add(_ATEN.where.self, mask, scalar(add, value, mask, dtype), rest)
+        hidden = mask if hidden is None else add(_ATEN.logical_or.default, hidden, mask)
+    assert found is not None
+    return found, hidden

@@ -1,0 +1,1 @@
+"""Parts of a graph computed for a few rows, or a few images, at a time."""

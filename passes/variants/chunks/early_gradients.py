@@ -1,0 +1,149 @@
+"""Gradients in the forward: where the backward of a region is linear in one number.
+
+The loss is one number, so all that comes from outside into the backward of a loss is one number s,
+by which everything is multiplied. Then the gradients may be computed with s = 1 together with the
+loss, in one loop over the logits, and multiplied by s when it is known:
+
+    dx(s) = s dx(1)
+
+`factor` finds s: a tangent, or a number computed from tangents, on every way from the tangents into
+the region; of several the first, which in most steps is the gradient of the loss itself. (A later
+one may be infinite where no label counts, and what a mask then makes zero must stay so.) What lies
+between s and the region is computed for s = 1 too. That all of it is linear is shown op by op: each
+operator is linear in the operands that depend on s, with the others fixed, and gives zero for zero.
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from typing import Any
+
+import torch
+from torch import fx
+
+from fxremat import compat
+from fxremat.passes.joint_graph import Role, is_repeatable, is_tensor
+from fxremat.passes.nodes import bound, dtype_of, packet_name, shape_of
+from fxremat.passes.variants.chunks.calls import VIEWS
+from fxremat.passes.variants.chunks.regions import Region, levels
+
+
+@dataclass(frozen=True)
+class Factor:
+    """The number, and the nodes outside of the region that are computed for 1 in place of it."""
+
+    node: fx.Node
+    between: tuple[fx.Node, ...]
+
+    def depends(self, region: Region) -> set[fx.Node]:
+        """Nodes of the region that are multiples of the number."""
+        found = {self.node, *self.between}
+        for node in region.in_order():
+            if any(i in found for i in node.all_input_nodes):
+                found.add(node)
+        return found & set(region.kinds)
+
+
+def _ways(region: Region) -> list[fx.Node]:
+    """All that depends on tangents and leads into the region, in graph order."""
+    late = region.joint.role
+    found = {n for n in region.kinds if late[n] is Role.BACKWARD}
+    stack = list(found)
+    while stack:
+        for source in stack.pop().all_input_nodes:
+            if source not in found and late.get(source) is Role.BACKWARD:
+                found.add(source)
+                stack.append(source)
+    return sorted(found, key=region.position.__getitem__)
+
+
+def _first_cut(region: Region, ways: list[fx.Node]) -> int | None:
+    """The position of the first number outside that every way passes."""
+    index = {node: i for i, node in enumerate(ways)}
+    reach = -1
+    for i, node in enumerate(ways):
+        if node in region.kinds:
+            return None
+        if reach <= i and shape_of(node) in ((), (1,)) and not _more_sources(ways[i + 1 :]):
+            return i
+        reach = max([reach, *(index[user] for user in node.users if user in index)])
+    return None
+
+
+def _more_sources(nodes: list[fx.Node]) -> bool:
+    return any(node.op == "placeholder" for node in nodes)
+
+
+def factor(region: Region) -> Factor | None:
+    """The number that the backward of the region is a multiple of."""
+    ways = _ways(region)
+    cut = _first_cut(region, ways)
+    if cut is None:
+        return None
+    found = Factor(ways[cut], tuple(n for n in ways[cut + 1 :] if n not in region.kinds))
+    dependent = {found.node}
+    for node in ways[cut + 1 :]:
+        if not _is_linear(node, dependent) or dtype_of(node) is torch.float16:
+            return None
+        dependent.add(node)
+    mutated = region.joint.mutated
+    if not all(is_repeatable(node, mutated) for node in found.between):
+        return None
+    known = levels(region, in_one=True, given=found.node)
+    return found if max(known.values()) == 0 else None
+
+
+# --- linear operators ----------------------------------------------------------------------------
+
+_UNARY = frozenset({"neg", "clone", "sum", "mean", "permute", "expand"}) | VIEWS
+_FIRST = {
+    "div": "self", "_softmax_backward_data": "grad_output", "_log_softmax_backward_data":
+    "grad_output", "threshold_backward": "grad_output", "gelu_backward": "grad_output",
+    "silu_backward": "grad_output", "sigmoid_backward": "grad_output",
+    "tanh_backward": "grad_output", "gather": "self",
+}  # fmt: skip
+"""Operators that are linear in one named operand."""
+_PRODUCTS = {"mul": ("self", "other"), "mm": ("self", "mat2"), "bmm": ("self", "mat2")}
+_SUMS = {"add": ("self", "other"), "sub": ("self", "other"), "where": ("self", "other"),
+         "scatter": ("self", "src"), "scatter_add": ("self", "src")}  # fmt: skip
+
+
+def _is_zero(thing: Any) -> bool:
+    if isinstance(thing, fx.Node):
+        if packet_name(thing) in ("full", "scalar_tensor"):
+            return _is_zero(thing.args[1 if packet_name(thing) == "full" else 0])
+        return packet_name(thing) in VIEWS and _is_zero(thing.args[0])
+    return isinstance(thing, (int, float)) and thing == 0
+
+
+def _is_linear(node: fx.Node, dependent: set[fx.Node]) -> bool:
+    """Whether the node is linear in what depends on the number, and 0 where that is 0."""
+    if not isinstance(node.target, compat.OpOverload) or not is_tensor(node):
+        return False
+    dtype = dtype_of(node)
+    if not dtype.is_floating_point:
+        return False
+    name, named = packet_name(node), bound(node)
+    if "reduce" in named:
+        return False
+    read = {
+        key for key, value in named.items() if isinstance(value, fx.Node) and value in dependent
+    }
+    if len([i for i in node.all_input_nodes if i in dependent]) != len(
+        {named[key] for key in read}
+    ):
+        return name == "cat" and all(i in dependent or _is_zero(i) for i in node.all_input_nodes)
+    if name == "convert_element_type":
+        return read == {"a"}
+    if name in _UNARY:
+        return read == {"self"}
+    if name in _FIRST:
+        return read == {_FIRST[name]} and named.get("rounding_mode") is None
+    if name in _PRODUCTS:
+        return len(read) == 1 and read <= {*_PRODUCTS[name]}
+    if name in _SUMS:
+        others = [named.get(key, named.get("value")) for key in _SUMS[name] if key not in read]
+        return read <= {*_SUMS[name]} and all(map(_is_zero, others))
+    if name == "constant_pad_nd":
+        return read == {"self"} and _is_zero(named["value"])
+    return False

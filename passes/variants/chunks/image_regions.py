@@ -1,0 +1,111 @@
+"""Regions around a convolution: its result, and what is made of it element by element.
+
+    x ── convolution ── c ── normalise, relu ── h ── convolution ── y
+                        |-------- big --------|
+    dx ── gradient ──── dc ── normalise' ──── dh ── gradient ────── dy
+
+Rows are images. Such a region takes in what the result of one convolution is turned into, forward
+and backward, up to the next convolutions: these read and give values that exist as a whole (x, y,
+dx, dy). What is between (c, h, dh, dc) is computed a few images at a time, and again for each of
+the loops: for mean and variance, for y, for what the gradient of a normalisation adds up, for dx.
+
+So the convolution itself is computed several times, which is cheap where it has few channels to
+read, as at the images, and there it is where values are largest. The gradient of its input is
+computed twice, because what a normalisation's gradient adds up has to be known first.
+"""
+
+from __future__ import annotations
+
+import operator
+from math import prod
+
+from torch import fx
+
+from fxremat.passes.joint_graph import JointGraph
+from fxremat.passes.nodes import packet_name, shape_of
+from fxremat.passes.variants.chunks.regions import (
+    LEAST_ROWS,
+    MOST_NODES,
+    Known,
+    Region,
+    add_between,
+    drop_loose_views,
+    fitting,
+    levels,
+    nbytes,
+    readers,
+    vanishing,
+)
+
+LEAST_PART = 2
+"""A value is big enough if the largest tensor of the graph is at most so many times larger."""
+INPUT = 0
+"""Which result of convolution_backward is the gradient of the input."""
+MOST_LEVELS = 6
+"""More loops compute the same too often."""
+
+
+def _is_convolution(node: fx.Node) -> bool:
+    """Whether the node is the result of a convolution, or the gradient of its input."""
+    if node.target is operator.getitem:
+        call, place = node.args
+        assert isinstance(call, fx.Node)
+        return packet_name(call) == "convolution_backward" and bool(place == INPUT)
+    return packet_name(node) == "convolution"
+
+
+def _grow(region: Region, seed: fx.Node) -> None:
+    """Big values over operands and readers; a convolution ends them in either direction."""
+    region.kinds[seed] = "row"
+    todo = [seed]
+    while todo and len(region.kinds) <= MOST_NODES:
+        node = todo.pop()
+        sources = [] if _is_convolution(node) else region.operands(node)
+        for source in sources:
+            other = source.node
+            is_new = source.kind == "row" and other not in region.kinds and region.is_big(other)
+            if is_new and region.calls(other, "row"):
+                region.kinds[other] = "row"
+                todo.append(other)
+        for reader in readers(node):
+            kind = fitting(region, reader, node)
+            if kind is None or reader in region.kinds:
+                continue
+            region.kinds[reader] = kind
+            if kind == "row" and region.is_big(reader) and not _is_convolution(reader):
+                todo.append(reader)
+
+
+def _region(
+    joint: JointGraph, seed: fx.Node, position: dict[fx.Node, int], known: Known
+) -> Region | None:
+    shape = shape_of(seed)
+    if shape is None or shape[0] < LEAST_ROWS:
+        return None
+    region = Region(joint, shape[0], prod(shape[1:]), {}, position, around=seed, _calls=known)
+    if region.calls(seed, "row") is None:
+        return None
+    _grow(region, seed)
+    add_between(region)
+    drop_loose_views(region)
+    if len(region.kinds) > MOST_NODES or not vanishing(region):
+        return None
+    return region if max(levels(region, in_one=False).values()) < MOST_LEVELS else None
+
+
+def find_image_regions(joint: JointGraph) -> list[Region]:
+    """The region around each convolution of the forward whose result is among the largest."""
+    nodes = list(joint.module.graph.nodes)
+    position = {node: i for i, node in enumerate(nodes)}
+    calls = [node for node in nodes if node.op == "call_function"]
+    least = max(map(nbytes, calls), default=0) / LEAST_PART
+    known: dict[int, Known] = {}
+    found: list[Region] = []
+    for node in calls:
+        shape = shape_of(node)
+        if packet_name(node) != "convolution" or shape is None or nbytes(node) < least:
+            continue
+        region = _region(joint, node, position, known.setdefault(shape[0], {}))
+        if region is not None and all(region.kinds != other.kinds for other in found):
+            found.append(region)
+    return found

@@ -1,0 +1,73 @@
+"""Calls of `fxremat_kernels::rows` where Inductor compiles the graph around them.
+
+What lies between two matmuls runs as one kernel; in a graph that runs eagerly, so do the calls.
+And what convolutions write lies as that of the convolutions around them: Inductor may lay these
+out with the channels last, and no loop writes over what lies in another order.
+"""
+
+from __future__ import annotations
+
+import operator
+from collections.abc import Iterator
+
+from torch import fx
+
+from fxremat import compat
+from fxremat.passes.joint_graph import is_tensor
+from fxremat.runtime.chunks.buffers import places_of_images
+from fxremat.runtime.chunks.operator import ROWS, compile_kernels
+
+
+def suit_rows(module: fx.GraphModule) -> None:
+    """Have all calls of the graph run fused, with results in Inductor's layout.
+
+    Values change by rounding only.
+    """
+    channels_last = compat.prefers_channels_last(module)
+    for node in _calls(module):
+        node.kwargs = {**node.kwargs, "fused": True}
+        if channels_last:
+            _lay_out(node)
+
+
+def _lay_out(node: fx.Node) -> None:
+    """Put the channels of results last that come from a convolution.
+
+    Not of what the caller sees, nor of what another call reads as it is or after some loops: a
+    call wants rows that lie densely, and what is between two calls lies as one of them has it.
+    """
+    images = places_of_images(str(node.args[2]))
+    picked = [user for user in node.users if user.target is operator.getitem]
+    if not images or any(u.args[1] in images and _is_wanted_densely(u) for u in picked):
+        return
+    node.kwargs = {**node.kwargs, "channels_last": True}
+    args, kwargs = fx.map_arg((node.args, dict(node.kwargs)), lambda n: n.meta["val"])
+    with compat.fake_mode_of(node.graph):
+        node.meta["val"] = ROWS(*args, **kwargs)
+    for user in picked:
+        user.meta["val"] = node.meta["val"][user.args[1]]
+
+
+def _is_wanted_densely(result: fx.Node) -> bool:
+    """Whether the caller sees the result, or another call reads it or what loops make of it."""
+    size, seen, left = result.meta["val"].numel(), {result}, [result]
+    while left:
+        for user in left.pop().users:
+            if user.target is ROWS or (user.op == "output" and result in user.all_input_nodes):
+                return True
+            same = is_tensor(user) and user.meta["val"].numel() == size
+            if same and user not in seen:
+                seen.add(user)
+                left.append(user)
+    return False
+
+
+def compile_rows(module: fx.GraphModule) -> None:
+    """Compile what the calls will run, while everything else is compiled too."""
+    for node in _calls(module):
+        args, kwargs = fx.map_arg((node.args, dict(node.kwargs)), lambda n: n.meta["val"])
+        compile_kernels(*args, **kwargs)
+
+
+def _calls(module: fx.GraphModule) -> Iterator[fx.Node]:
+    yield from module.graph.find_nodes(op="call_function", target=ROWS)

@@ -1,0 +1,395 @@
+"""Regions of the joint graph that work row by row and have big intermediates.
+
+A region begins with one big value of N rows and takes in, over operands and readers, every big
+value that is connected to it and computed row by row; what reads them (reductions, matmuls back to
+a narrow width, sums over the rows); and the narrow values between these, such as the logarithm
+between two passes over the logits.
+
+    x ── mm ── logits ── amax, sub, exp, sum ── log ── ... ── d_logits ── mm ── dx
+               |------------------- the region -------------------------------|
+
+Everything else is outside. Where a value cannot be in the region, because its operator mixes rows,
+draws random numbers or is not known, the region ends there: the value is an input or a reader.
+
+A node's *level* counts the barriers behind it inside the region: a sum over rows that is read
+again, a way that leaves the region and comes back, and the tangents. One loop computes one level.
+So no loop reads what depends on it.
+"""
+
+from __future__ import annotations
+
+import operator
+from collections.abc import Callable, Iterator
+from dataclasses import dataclass, field, replace
+from math import prod
+from typing import Literal
+
+from torch import fx
+
+from fxremat.passes.joint_graph import JointGraph, Role, is_random, is_repeatable, is_tensor
+from fxremat.passes.nodes import dtype_of, packet_name, shape_of
+from fxremat.passes.variants.chunks.calls import VIEWS, As, Calls, operands, rest_of
+from fxremat.passes.variants.chunks.operators import how
+from fxremat.runtime.chunks.program import Kind
+
+LEAST_ROWS = 2
+LEAST_PART = 64
+"""A value is big if the largest tensor that the graph computes is at most so many times larger."""
+LEAST_RATIO = 2
+"""A value is big if a row of it has at least so many times the elements of a row at the border."""
+MOST_NODES = 400
+"""Nodes of a region; where batches are rows, whole networks hang together."""
+MOST_BETWEEN = 200
+"""Narrow nodes that are looked at to find the way back into a region."""
+
+
+def _thins_out(node: fx.Node) -> bool:
+    """Whether the node is what is worth keeping of random numbers (a mask of dropout)."""
+    return any(is_random(i) or packet_name(i) == "inductor_random" for i in node.all_input_nodes)
+
+
+def readers(node: fx.Node) -> Iterator[fx.Node]:
+    """Who reads a node; of an operator with several results, the results."""
+    for user in node.users:
+        items = [item for item in user.users if item.target is operator.getitem]
+        yield from items if items and not is_tensor(user) else [user]
+
+
+def _is_of_images(node: fx.Node) -> bool:
+    """Whether an operator counts as one of rows only where rows are images."""
+    return node.target is operator.getitem or packet_name(node) == "convolution"
+
+
+@dataclass
+class Region:
+    """Nodes with their kinds, in graph order; ``width`` is the elements of a row of the widest."""
+
+    joint: JointGraph
+    rows: int
+    width: int
+    kinds: dict[fx.Node, Kind]
+    position: dict[fx.Node, int]
+    around: fx.Node | None = None
+    """The convolution of a region of images (see `image_regions`)."""
+    part: Literal["all", "early", "late"] = "all"
+    """Early: only the forward has loops. Late: only the backward has."""
+    _calls: dict[tuple[fx.Node, Kind], Calls | None] = field(default_factory=dict)
+
+    @property
+    def of_images(self) -> bool:
+        """Whether rows are images, and convolutions known."""
+        return self.around is not None
+
+    @property
+    def name(self) -> str:
+        """Of its convolution, or of the first node."""
+        return (self.around or self.in_order()[0]).name
+
+    def calls(self, node: fx.Node, kind: Kind) -> Calls | None:
+        """How a node is computed as ``kind``; None if it may not be in a region."""
+        key = node, kind
+        if key not in self._calls:
+            fits = is_repeatable(node, self.joint.mutated) and not _thins_out(node)
+            fits = fits and (self.of_images or not _is_of_images(node))
+            self._calls[key] = how(node, kind, self.rows) if fits else None
+        return self._calls[key]
+
+    def operands(self, node: fx.Node) -> list[As]:
+        """What a node of the region reads."""
+        calls = self.calls(node, self.kinds[node])
+        assert calls is not None
+        return list(operands(calls))
+
+    def is_big(self, node: fx.Node) -> bool:
+        """Whether a row of the node is about as wide as the widest."""
+        rest = rest_of(node, self.rows)
+        return rest is not None and prod(rest) * 2 >= self.width
+
+    def is_view(self, node: fx.Node) -> bool:
+        """Whether the node has no memory of its own."""
+        return packet_name(node) in VIEWS
+
+    def in_order(self) -> list[fx.Node]:
+        """The nodes in graph order."""
+        return sorted(self.kinds, key=self.position.__getitem__)
+
+    def is_read_outside(self, node: fx.Node) -> bool:
+        """Whether anybody reads a node who is to get it from a loop."""
+        outside = [reader for reader in readers(node) if reader not in self.kinds]
+        if self.part == "all" or self.kinds[node] == "sum" or not self.is_forward(node):
+            return bool(outside)
+        # Of a value with rows there may be two, one in the forward and one for the backward.
+        early = [r for r in outside if self.is_forward(r) or r.op == "output"]
+        return bool(early) if self.part == "early" else len(early) < len(outside)
+
+    def is_forward(self, node: fx.Node) -> bool:
+        """Whether the node runs in the forward."""
+        return self.joint.role[node] is Role.FORWARD
+
+    def early(self) -> Region:
+        """The forward of the region. What it adds up is read in the backward as well."""
+        kinds = {n: k for n, k in self.kinds.items() if self.is_forward(n)}
+        return replace(self, kinds=kinds, part="early")
+
+    def late(self) -> Region:
+        """The backward of the region, and what it needs again of the forward, but for sums."""
+        kinds = {n: k for n, k in self.kinds.items() if k == "row" or not self.is_forward(n)}
+        return replace(self, kinds=kinds, part="late")
+
+    def wanted_outside(self) -> list[fx.Node]:
+        """Nodes that somebody outside reads from a loop; of a view, what it looks into."""
+        found: set[fx.Node] = set()
+        for node in reversed(self.in_order()):
+            read = node in found or self.is_read_outside(node)
+            if not read:
+                continue
+            found.add(node)
+            if self.is_view(node):
+                found.discard(node)
+                found |= {o.node for o in self.operands(node) if o.node in self.kinds}
+        return sorted(found, key=self.position.__getitem__)
+
+    def heavy(self) -> set[fx.Node]:
+        """Nodes that depend on a big one inside the region, and big ones."""
+        found: set[fx.Node] = set()
+        for node in self.in_order():
+            if self.is_big(node) or any(o.node in found for o in self.operands(node)):
+                found.add(node)
+        return found
+
+
+# --- growing -----------------------------------------------------------------------------------
+
+
+def fitting(region: Region, user: fx.Node, node: fx.Node) -> Kind | None:
+    """The kind in which ``user`` reads the rows of ``node`` as they are."""
+    kinds: tuple[Kind, ...] = ("row", "sum", "last")
+    for kind in kinds:
+        calls = region.calls(user, kind)
+        read = {o.kind for o in operands(calls) if o.node is node} if calls else set()
+        if read == {region.kinds[node]}:
+            return kind
+    return None
+
+
+def _grow(region: Region, seed: fx.Node) -> None:
+    """Big values over operands and readers, and whatever reads one of them."""
+    region.kinds[seed] = "row"
+    todo = [seed]
+    while todo:
+        node = todo.pop()
+        near: list[tuple[fx.Node, Kind | None]] = []
+        if region.kinds[node] == "row":
+            near = [
+                (o.node, "row" if region.is_big(o.node) and region.calls(o.node, "row") else None)
+                for o in region.operands(node)
+                if o.kind == "row"
+            ]
+        near += [(user, fitting(region, user, node)) for user in node.users]
+        for other, kind in near:
+            if kind is not None and other not in region.kinds:
+                region.kinds[other] = kind
+                if kind == "last" or (kind == "row" and region.is_big(other)):
+                    todo.append(other)
+
+
+def _add_transposes(region: Region) -> None:
+    """The transposed inputs of sums of products; without them such a sum is no part."""
+    for node in [n for n, kind in region.kinds.items() if kind == "sum"]:
+        for operand in region.operands(node):
+            if operand.kind != "last" or operand.node in region.kinds:
+                continue
+            if region.calls(operand.node, "last") is None:
+                del region.kinds[node]
+                break
+            region.kinds[operand.node] = "last"
+
+
+def _may_lead(region: Region, start: fx.Node, node: fx.Node) -> bool:
+    """Whether a narrow node may lie between: it does not go from the forward to the backward."""
+    role = region.joint.role
+    if node.op != "call_function" or role.get(node) is None or region.is_big(node):
+        return False
+    if (role[start] is Role.BACKWARD) != (role[node] is Role.BACKWARD):
+        return False
+    return region.calls(node, "row") is not None
+
+
+def add_between(region: Region) -> None:
+    """Narrow nodes on a way from the region back into it."""
+    seen: set[fx.Node] = set()
+    stack = [n for n, kind in region.kinds.items() if kind == "row" and not region.is_big(n)]
+    while stack and len(seen) < MOST_BETWEEN:
+        node = stack.pop()
+        for user in node.users:
+            if user not in region.kinds and user not in seen and _may_lead(region, node, user):
+                seen.add(user)
+                stack.append(user)
+    for node in sorted(seen, key=region.position.__getitem__, reverse=True):
+        calls = region.calls(node, "row")
+        assert calls is not None
+        if any(_reads_as_it_is(region, user, node) for user in node.users if user in region.kinds):
+            region.kinds[node] = "row"
+
+
+def _reads_as_it_is(region: Region, user: fx.Node, node: fx.Node) -> bool:
+    return all(o.kind == "row" for o in region.operands(user) if o.node is node)
+
+
+def drop_loose_views(region: Region) -> None:
+    """Views that nobody in the region reads stay where they are."""
+    for node in reversed(region.in_order()):
+        if region.is_view(node) and not any(user in region.kinds for user in readers(node)):
+            del region.kinds[node]
+
+
+Known = dict[tuple[fx.Node, Kind], Calls | None]
+
+
+def grow(
+    joint: JointGraph, seed: fx.Node, rows: int, position: dict[fx.Node, int], known: Known
+) -> Region:
+    """The region around a big value; ``known`` is what was found out about the same rows."""
+    rest = rest_of(seed, rows)
+    assert rest is not None
+    region = Region(joint, rows, prod(rest), {}, position, _calls=known)
+    if region.calls(seed, "row") is None:
+        return region
+    _grow(region, seed)
+    if len(region.kinds) > MOST_NODES:
+        return region
+    _add_transposes(region)
+    add_between(region)
+    drop_loose_views(region)
+    return region
+
+
+# --- choosing ----------------------------------------------------------------------------------
+
+
+def nbytes(node: fx.Node) -> int:
+    """Bytes of a tensor whose sizes are known; 0 for anything else."""
+    shape = shape_of(node)
+    return 0 if shape is None else prod(shape) * dtype_of(node).itemsize
+
+
+def vanishing(region: Region) -> int:
+    """Bytes of the big values of which never more than a chunk would exist."""
+    kept = set(region.wanted_outside())
+    return sum(
+        nbytes(n) for n in region.kinds
+        if region.is_big(n) and not region.is_view(n) and n not in kept
+    )  # fmt: skip
+
+
+def border_width(region: Region) -> int:
+    """Elements of a row of the widest row tensor at the border that is not itself big."""
+    read = [o.node for n in region.kinds for o in region.operands(n)
+            if o.kind == "row" and o.node not in region.kinds]  # fmt: skip
+    made = [n for n in region.wanted_outside() if region.kinds[n] == "row"]
+    widths = [prod(rest_of(n, region.rows) or (1,)) for n in read + made if not region.is_big(n)]
+    return max(widths, default=1)
+
+
+def _row_counts(shape: tuple[int, ...]) -> Iterator[int]:
+    """What could be the rows of a tensor: products of leading dimensions, largest first."""
+    for cut in range(len(shape) - 1, 0, -1):
+        rows = prod(shape[:cut])
+        if rows >= LEAST_ROWS:
+            yield rows
+
+
+def _grown(
+    joint: JointGraph, seed: fx.Node, position: dict[fx.Node, int], known: dict[int, Known]
+) -> list[Region]:
+    """The ways to see rows in a value."""
+    shape = shape_of(seed)
+    assert shape is not None
+    counts = dict.fromkeys(_row_counts(shape))
+    regions = [grow(joint, seed, n, position, known.setdefault(n, {})) for n in counts]
+    return [r for r in regions if r.kinds]
+
+
+def find_regions(
+    joint: JointGraph, wanted: Callable[[Region], bool] = lambda region: True
+) -> list[Region]:
+    """The wanted regions of a graph, the widest values first; no node is in two of them.
+
+    Of several ways to see rows in a value, the one is taken by which most bytes vanish. What was
+    big in a region that is not wanted begins no other one, so the graph is looked at a few times.
+    """
+    nodes = [n for n in joint.module.graph.nodes if n.op == "call_function"]
+    position = {n: i for i, n in enumerate(joint.module.graph.nodes)}
+    sizes = {n: nbytes(n) for n in nodes if packet_name(n) not in VIEWS}
+    least = max(sizes.values(), default=0) / LEAST_PART
+    seeds = [n for n in nodes if sizes.get(n, 0) >= max(least, 1)]
+    found: list[Region] = []
+    taken: set[fx.Node] = set()
+    tried: set[fx.Node] = set()
+    known: dict[int, Known] = {}
+    for seed in sorted(seeds, key=lambda n: (-sizes[n], position[n])):
+        if seed in tried:
+            continue
+        regions = _grown(joint, seed, position, known)
+        tried |= {seed, *(n for r in regions for n in r.kinds if r.is_big(n))}
+        fit = [r for r in regions if _is_worth_it(r) and wanted(r) and not taken & set(r.kinds)]
+        if fit:
+            found.append(max(fit, key=vanishing))
+            taken |= set(found[-1].kinds)
+    return found
+
+
+def _is_worth_it(region: Region) -> bool:
+    if len(region.kinds) > MOST_NODES:
+        return False
+    return region.width >= LEAST_RATIO * border_width(region) and vanishing(region) > 0
+
+
+# --- levels ------------------------------------------------------------------------------------
+
+
+def levels(region: Region, *, in_one: bool, given: fx.Node | None = None) -> dict[fx.Node, int]:
+    """The level of every node; with ``in_one`` tangents are no barrier, ``given`` is known.
+
+    One sweep over the graph: outside of the region, a node has the level of its operands, one more
+    for those that are inside.
+    """
+    inside = region.in_order()
+    forward = [n for n in inside if region.joint.role[n] is Role.FORWARD]
+    if in_one or not forward:
+        return _sweep(region, inside, 0, given)
+    first = _sweep(region, forward, 0)
+    later = [n for n in inside if n not in first]
+    return first | _sweep(region, later, max(first.values()) + 1)
+
+
+def _sweep(
+    region: Region, inside: list[fx.Node], base: int, given: fx.Node | None = None
+) -> dict[fx.Node, int]:
+    found: dict[fx.Node, int] = {}
+    if not inside:
+        return found
+    mine, outside, last = set(inside), dict[fx.Node, int](), inside[-1]
+    node = inside[0]
+    while True:
+        if node in mine:
+            found[node] = max([base, *_levels_read(region, node, found, outside)])
+        else:
+            behind = [found[i] + 1 if i in found else outside.get(i, 0)
+                      for i in node.all_input_nodes]  # fmt: skip
+            if any(behind) and node is not given:
+                outside[node] = max(behind)
+        if node is last:
+            return found
+        node = node.next
+
+
+def _levels_read(
+    region: Region, node: fx.Node, found: dict[fx.Node, int], outside: dict[fx.Node, int]
+) -> Iterator[int]:
+    for operand in region.operands(node):
+        other = operand.node
+        if other in found:
+            yield found[other] + (region.kinds[other] != operand.kind)
+        else:
+            yield outside.get(other, 0)

@@ -1,0 +1,406 @@
+"""Operator variants that compute a region for a few rows at a time.
+
+    x ── mm ── logits [N, V] ── ... ── loss          before: N rows of logits
+    x ── rows(program) ── loss                       after: a chunk of logits
+
+What is a region, and why a chunk of it may be computed alone, says `row_regions`; of images,
+`image_regions`. Here regions are sorted into rules, and each is offered in several forms:
+
+* *again*: one call for each loop; the backward computes a chunk of the forward again;
+* *at once*: the forward computes the gradients too, up to the factor that the backward brings (see
+  `row_gradients`); nothing is computed twice.
+
+Of images there are two others: *twice*, in which what both forward and backward read is computed
+for each, so that the last reader in the backward may write over it, as over nothing that the
+forward saved; and *late*, the same, but the forward stays as it is.
+
+Each form comes in a few sizes of chunks. A result that is read outside of the region stands in for
+the old node: reshaped, and with the strides of the old one.
+"""
+
+from __future__ import annotations
+
+import itertools
+import operator
+from collections.abc import Callable, Iterator, Mapping
+from dataclasses import dataclass, field
+from math import ceil, prod
+
+import torch
+from torch import fx
+
+from fxremat.passes.joint_graph import JointGraph, Role
+from fxremat.passes.nodes import dtype_of, packet_name, shape_of
+from fxremat.passes.variants.chunks.calls import rest_of
+from fxremat.passes.variants.chunks.early_gradients import Factor, factor
+from fxremat.passes.variants.chunks.image_regions import find_image_regions
+from fxremat.passes.variants.chunks.loops import Loop, Refused, plan_loops
+from fxremat.passes.variants.chunks.regions import Region, find_regions, levels
+from fxremat.passes.variants.rule import AGAIN, Rule, Site, StandIns, add_call, last_of
+from fxremat.runtime.chunks.operator import ROWS
+from fxremat.runtime.chunks.program import dump
+
+_ATEN = torch.ops.aten
+
+PARTS = (8, 64)
+"""A chunk is this part of all rows."""
+LEAST_CHUNK = 16
+"""Rows of a matrix that are worth a matmul; of a batch of matrices or images one is enough."""
+TILE_BYTES = 2**22
+"""Between two matmuls, so much of the widest value is computed at a time, on the CPU."""
+LEAST_TILE = 4
+
+
+@dataclass(frozen=True)
+class Sizes:
+    """Rows of a chunk and of a tile."""
+
+    chunk: int
+    tile: int
+
+
+def sizes(region: Region) -> list[Sizes]:
+    """The sizes that a region is offered in, large chunks first."""
+    in_batches = region.of_images or "bmm" in _names(region)
+    least = 1 if in_batches else LEAST_CHUNK
+    chunks = {max(least, ceil(region.rows / part)) for part in PARTS}
+    widest = max(dtype_of(n).itemsize for n in region.kinds if region.is_big(n)) * region.width
+    tile = max(1 if in_batches else LEAST_TILE, TILE_BYTES // widest)
+    is_cpu = next(iter(region.kinds)).meta["val"].device.type == "cpu"
+    return [
+        Sizes(chunk, min(tile, chunk) if is_cpu else chunk)
+        for chunk in sorted(chunks, reverse=True)
+        if chunk < region.rows
+    ]
+
+
+# --- which rule ----------------------------------------------------------------------------------
+
+
+def _names(region: Region) -> set[str]:
+    return {packet_name(node) for node in region.kinds}
+
+
+def _sums_a_row(region: Region, node: fx.Node) -> bool:
+    """Whether the node adds up the exponentials of a row."""
+    if packet_name(node) != "sum" or region.kinds[node] != "row":
+        return False
+    return any(packet_name(i) == "exp" for i in node.all_input_nodes)
+
+
+def rule_of(region: Region) -> str | None:
+    """The name of the rule that a region belongs to; None for one that is left alone."""
+    names = _names(region)
+    normalises = bool(names & {"_softmax", "_log_softmax"}) or (
+        "exp" in names and any(_sums_a_row(region, node) for node in region.kinds)
+    )
+    matmuls = sum(packet_name(n) in ("mm", "addmm") for n in region.kinds)
+    if "bmm" in names or "baddbmm" in names:
+        return "chunked_attention" if normalises else None
+    if normalises and (matmuls or names & {"gather", "scatter", "scatter_add"}):
+        return "chunked_loss"
+    return "chunked_mlp" if matmuls >= 2 else None
+
+
+# --- putting calls in ----------------------------------------------------------------------------
+
+
+@dataclass
+class _Insertion:
+    """One form of a region, being put into a graph (a copy of that of ``region``)."""
+
+    graph: fx.Graph
+    region: Region
+    nodes: Mapping[fx.Node, fx.Node]
+    size: Sizes
+    scale: Factor | None = None
+    made: dict[fx.Node, fx.Node] = field(default_factory=dict)
+    """What the loops gave so far, as [rows, *rest] or as a sum."""
+    ones: dict[fx.Node, fx.Node] = field(default_factory=dict)
+    """Nodes between the factor and the region, computed for a factor of 1."""
+
+    def after(self, nodes: list[fx.Node]) -> None:
+        """Go on behind the last of ``nodes``, of inputs, and of the forward if that has no loop."""
+        joint = self.region.joint
+        if self.region.part == "late":
+            backward = (n for n in joint.module.graph.nodes if joint.role[n] is Role.BACKWARD)
+            nodes = [*nodes, self.nodes[next(n for n in backward if n.op == "call_function")]]
+        last = last_of(nodes, self.graph)
+        while last.next.op == "placeholder":
+            last = last.next
+        self.graph.inserting_after(last)
+        self.graph.inserting_before(last.next)
+
+    def input(self, node: fx.Node) -> fx.Node:
+        """The node that a loop reads for a node of the region's graph."""
+        if node in self.made:
+            return self.made[node]
+        return self.ones.get(node, self.nodes[node])
+
+    def rows(self, node: fx.Node, is_dense: bool) -> fx.Node:
+        """A row input with the rows in one dimension."""
+        given = self.input(node)
+        rest = rest_of(node, self.region.rows)
+        assert rest is not None
+        shape = [self.region.rows, *rest]
+        tensor = given.meta["val"]
+        if list(tensor.shape) == shape and (not is_dense or _is_dense(tensor, 1)):
+            return given
+        if not _is_dense(tensor, 0 if is_dense else tensor.dim() - len(rest)):
+            kwargs = {"memory_format": torch.contiguous_format}
+            given = add_call(self.graph, _ATEN.clone.default, (given,), given, **kwargs)
+        if list(tensor.shape) == shape:
+            return given
+        return add_call(self.graph, _ATEN.view.default, (given, shape), given)
+
+    def call(self, loop: Loop) -> None:
+        """Put one loop in."""
+        read = [self.input(node) for node in (*loop.rows, *loop.whole)]
+        self.after(read)
+        like = self.nodes[loop.results[0]]
+        rows = [self.rows(node, node in loop.dense) for node in loop.rows]
+        whole = [self.input(node) for node in loop.whole]
+        size = self.size
+        args = (rows, whole, dump(loop.program), size.chunk, size.tile)
+        call = add_call(self.graph, ROWS, args, like)
+        for position, node in enumerate(loop.results):
+            like = self.nodes[node]
+            self.made[node] = add_call(self.graph, operator.getitem, (call, position), like)
+
+    def copy_for_one(self) -> None:
+        """Compute what is between the factor and the region for a factor of 1."""
+        assert self.scale is not None
+        one, last = self.nodes[self.scale.node], None
+        read = {i for n in self.scale.between for i in n.all_input_nodes}
+        read -= {self.scale.node, *self.scale.between}
+        anchors = [self.nodes[node] for node in read]
+        inputs = [n for n in self.graph.nodes if n.op == "placeholder"]
+        self.after([*anchors, inputs[-1]])
+        tensor = one.meta["val"]
+        kwargs = {"dtype": tensor.dtype, "device": tensor.device}
+        self.ones[self.scale.node] = add_call(
+            self.graph, _ATEN.full.default, (list(tensor.shape), 1.0), one, **kwargs
+        )
+        for node in self.scale.between:
+            last = self.nodes[node]
+            args = fx.map_arg(last.args, self._for_one(node))
+            named = fx.map_arg(dict(last.kwargs), self._for_one(node))
+            self.ones[node] = add_call(self.graph, last.target, args, last, **named)
+
+    def _for_one(self, node: fx.Node) -> Callable[[fx.Node], fx.Node]:
+        back = {self.nodes[i]: i for i in node.all_input_nodes}
+        return lambda given: self.input(back[given])
+
+    def stand_in(self, node: fx.Node) -> fx.Node:
+        """What may be read in place of a node: its shape and strides."""
+        old, made = self.nodes[node], self.made[node]
+        shape = shape_of(node)
+        assert shape is not None
+        if tuple(made.meta["val"].shape) != shape:
+            made = add_call(self.graph, _ATEN.view.default, (made, list(shape)), old)
+        return self.with_strides(made, old)
+
+    def with_strides(self, made: fx.Node, old: fx.Node) -> fx.Node:
+        """The same values with the strides of ``old``, whose memory is dense in some order."""
+        if made.meta["val"].stride() == old.meta["val"].stride():
+            return made
+        strides = old.meta["val"].stride()
+        order = sorted(range(len(strides)), key=lambda d: -strides[d])
+        back = sorted(range(len(order)), key=order.__getitem__)
+        kwargs = {"memory_format": torch.contiguous_format}
+        made = add_call(self.graph, _ATEN.permute.default, (made, order), old)
+        made = add_call(self.graph, _ATEN.clone.default, (made,), old, **kwargs)
+        return add_call(self.graph, _ATEN.permute.default, (made, back), old)
+
+    def scaled(self, node: fx.Node) -> fx.Node:
+        """A multiple of the factor: the result for 1, times the factor."""
+        assert self.scale is not None
+        given = self.nodes[self.scale.node]
+        if given.meta["val"].dim():
+            given = add_call(self.graph, _ATEN.view.default, (given, []), given)
+        return add_call(self.graph, _ATEN.mul.Tensor, (node, given), node)
+
+
+def _is_dense(tensor: torch.Tensor, front: int) -> bool:
+    """Whether ``front`` leading dimensions can be merged; all are contiguous for front = 0."""
+    if front == 0:
+        return tensor.is_contiguous()
+    if front == 1 and tensor.dim():
+        return all(
+            one == other
+            for one, other in zip(tensor.stride()[1:], _contiguous(tensor.shape)[1:], strict=True)
+        )
+    sizes, strides = tensor.shape[:front], tensor.stride()[:front]
+    kept = [(size, stride) for size, stride in zip(sizes, strides, strict=True) if size != 1]
+    pairs = itertools.pairwise(kept)
+    return all(stride == size * step for (_, stride), (size, step) in pairs)
+
+
+def _contiguous(shape: torch.Size) -> list[int]:
+    return [prod(shape[d + 1 :]) for d in range(len(shape))]
+
+
+def _keeps_strides(region: Region, nodes: list[fx.Node]) -> bool:
+    """Whether stand-ins can have the strides of all ``nodes``: dense memory, in any order."""
+    for node in nodes:
+        tensor = node.meta["val"]
+        order = sorted(range(tensor.dim()), key=lambda d: -tensor.stride()[d])
+        if not tensor.permute(order).is_contiguous():
+            return False
+    return True
+
+
+# --- forms ---------------------------------------------------------------------------------------
+
+
+@dataclass(frozen=True)
+class _Form:
+    """A way to compute a region; `insert` is what a site calls."""
+
+    region: Region
+    loops: tuple[Loop, ...]
+    size: Sizes
+    scale: Factor | None = None
+
+    def site(self, rule: str, name: str) -> Site:
+        """Where it is put in."""
+        return Site(rule, name, self.insert, backward_only=self.region.part == "late")
+
+    def insert(self, graph: fx.Graph, nodes: Mapping[fx.Node, fx.Node]) -> StandIns:
+        """Put the calls in; the stand-ins for what is read outside of the region."""
+        return self.insert_loops(_Insertion(graph, self.region, nodes, self.size, self.scale))
+
+    def insert_loops(self, one: _Insertion) -> StandIns:
+        """Put the calls in, of which some may be there."""
+        nodes = one.nodes
+        found: StandIns = {}
+        multiples: set[fx.Node] = set()
+        if self.scale is not None:
+            one.copy_for_one()
+            multiples = self.scale.depends(self.region)
+        outside = set(self.region.wanted_outside())
+        for loop in self.loops:
+            one.call(loop)
+            for node in loop.results:
+                if node in outside and node not in multiples:
+                    found[nodes[node]] = one.stand_in(node)
+        if self.scale is not None:
+            one.after([nodes[self.scale.node], *one.made.values()])
+            for node in sorted(multiples & outside, key=self.region.position.__getitem__):
+                one.made[node] = one.scaled(one.made[node])
+                found[nodes[node]] = one.stand_in(node)
+        return found
+
+
+def _loops(region: Region, scale: Factor | None = None) -> tuple[Loop, ...]:
+    given = None if scale is None else scale.node
+    try:
+        level = levels(region, in_one=scale is not None, given=given)
+        loops = tuple(plan_loops(region, level))
+        for loop in loops:
+            dump(loop.program)
+    except (Refused, TypeError):
+        return ()
+    return loops
+
+
+@dataclass(frozen=True)
+class _Twice:
+    """The loops of the forward, and those of the backward."""
+
+    early: _Form
+    late: _Form
+
+    def site(self, rule: str, name: str) -> Site:
+        """Where it is put in."""
+        return Site(rule, name, self.insert)
+
+    def insert(self, graph: fx.Graph, nodes: Mapping[fx.Node, fx.Node]) -> StandIns:
+        """Put the calls in; of what both read, the second is said in the first."""
+        one = _Insertion(graph, self.early.region, nodes, self.early.size)
+        other = _Insertion(graph, self.late.region, nodes, self.late.size)
+        first = self.early.insert_loops(one)
+        sums = (n for n in one.made if self.early.region.kinds[n] == "sum")
+        other.made.update((n, one.made[n]) for n in sums)
+        second = self.late.insert_loops(other)
+        for old in first.keys() & second.keys():
+            first[old].meta[AGAIN] = second[old]
+        return second | first
+
+
+def _forms_of_images(region: Region) -> Iterator[tuple[str, _Form | _Twice]]:
+    parts = region.early(), region.late()
+    if not all(_keeps_strides(part, part.wanted_outside()) for part in parts):
+        return
+    early, late = (_loops(part) if part.wanted_outside() else () for part in parts)
+    for size in sizes(region):
+        of_backward = _Form(parts[1], late, size)
+        if late:
+            yield f"late {size.chunk}", of_backward
+        if early:
+            yield f"twice {size.chunk}", _Twice(_Form(parts[0], early, size), of_backward)
+
+
+def forms(region: Region) -> Iterator[tuple[str, _Form | _Twice]]:
+    """The ways to compute a region, by name."""
+    if region.of_images:
+        yield from _forms_of_images(region)
+        return
+    if not _keeps_strides(region, region.wanted_outside()):
+        return
+    again = _loops(region)
+    has_backward = any(region.joint.role[n] is Role.BACKWARD for n in region.kinds)
+    scale = factor(region) if has_backward else None
+    at_once = _loops(region, scale) if scale is not None else ()
+    for size in sizes(region):
+        if again:
+            yield f"again {size.chunk}", _Form(region, again, size)
+        if len(at_once) == 1:
+            yield f"at once {size.chunk}", _Form(region, at_once, size, scale)
+
+
+_NEEDED = {
+    "chunked_loss": {"exp", "_softmax", "_log_softmax"},
+    "chunked_mlp": {"mm", "addmm"},
+    "chunked_attention": {"bmm", "baddbmm"},
+    "chunked_convolutions": {"convolution"},
+}
+"""One of these a graph must have to be looked at."""
+
+
+def find(joint: JointGraph, rule: str) -> list[Site]:
+    """The sites of one rule."""
+    found: list[Site] = []
+    if not _NEEDED[rule] & {packet_name(node) for node in joint.module.graph.nodes}:
+        return found
+    regions = (
+        find_image_regions(joint)
+        if rule == "chunked_convolutions"
+        else find_regions(joint, lambda region: rule_of(region) == rule)
+    )
+    for region in regions:
+        found += [made.site(rule, f"{rule} {region.name} {form}") for form, made in forms(region)]
+    return found
+
+
+def _finder(rule: str) -> Callable[[JointGraph], list[Site]]:
+    return lambda joint: find(joint, rule)
+
+
+CHUNKED_LOSS = Rule(
+    "chunked_loss", "logits and their loss a few rows at a time", _finder("chunked_loss")
+)
+CHUNKED_MLP = Rule(
+    "chunked_mlp", "the hidden layer of an MLP a few rows at a time", _finder("chunked_mlp")
+)
+CHUNKED_ATTENTION = Rule(
+    "chunked_attention",
+    "attention written by hand, a few heads at a time",
+    _finder("chunked_attention"),
+)
+CHUNKED_CONVOLUTIONS = Rule(
+    "chunked_convolutions",
+    "a convolution, normalisation and activation a few images at a time",
+    _finder("chunked_convolutions"),
+)
+RULES = (CHUNKED_LOSS, CHUNKED_MLP, CHUNKED_ATTENTION, CHUNKED_CONVOLUTIONS)

@@ -1,0 +1,282 @@
+"""Other forms of ops beside the ops of a joint graph: put in to choose from, taken once chosen.
+
+    h ── gelu ── y ── mm            h ── gelu ── y ── mm            h ── other ── y' ── mm
+                                    h ── other ── y'
+    the graph                       offered                         taken
+
+A reader takes a stand-in in place of the old node unless the stand-in is computed from it. What a
+stand-in of the backward replaces is replaced in the backward alone, and a stand-in may be another
+there than in the forward. What is not needed any more
+once forms are taken is removed.
+"""
+
+from __future__ import annotations
+
+import operator
+import re
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
+from dataclasses import dataclass, replace
+
+import torch
+from torch import fx
+from torch.utils import _pytree as pytree
+
+from fxremat import compat
+from fxremat.passes.joint_graph import (
+    IN_FORWARD,
+    STORED,
+    JointGraph,
+    Role,
+    is_view,
+    read_joint_graph,
+)
+from fxremat.passes.variants.rule import AGAIN, Rule, Site
+
+NEAR_THE_MOST = 0.25
+"""Of the most that a call holds: one that holds less does not make the peak."""
+GOOD_PART = 1 / 16
+"""Of what a call holds: less workspace is not worth another form."""
+
+
+@dataclass(frozen=True)
+class Form:
+    """A site whose nodes stand in a graph."""
+
+    name: str
+    rule: str
+    nodes: tuple[fx.Node, ...]
+    stand_ins: Mapping[fx.Node, fx.Node]
+    computed_from: Mapping[fx.Node, frozenset[fx.Node]]
+    """Of each stand-in: everything that it is computed from."""
+    late: frozenset[fx.Node]
+    """Stand-ins of the backward."""
+    again: Mapping[fx.Node, fx.Node]
+    """Of stand-ins that the backward has computed for itself: these."""
+    early: frozenset[fx.Node]
+    """Old readers that run in the forward."""
+
+    def replaces(self, reader: fx.Node, old: fx.Node) -> bool:
+        """Whether ``reader`` reads the stand-in of ``old`` in this form."""
+        return self.read_by(reader, old) is not old
+
+    def read_by(self, reader: fx.Node, source: fx.Node) -> fx.Node:
+        """What ``reader`` reads in place of ``source``."""
+        new, is_early = self.stand_ins.get(source), reader in self.early
+        if new is not None and not is_early:
+            new = self.again.get(new, new)
+        if new is None or reader in self.computed_from[new] or (new in self.late and is_early):
+            return source
+        return new
+
+    def redirected(self) -> Iterator[tuple[fx.Node, fx.Node]]:
+        """(old node, reader) for all readers that read a stand-in; results of the graph apart."""
+        for old in self.stand_ins:
+            for reader in old.users:
+                if reader.op != "output" and self.replaces(reader, old):
+                    yield old, reader
+
+    def result(self, old: fx.Node, of_forward: bool) -> fx.Node:
+        """What the graph returns in place of ``old``; the forward's has to be there by its end."""
+        new = self.stand_ins.get(old, old)
+        if of_forward:
+            return old if new in self.late else new
+        return self.again.get(new, new)
+
+    def root_of_result(self, old: fx.Node, of_forward: bool) -> fx.Node:
+        """The node that owns the storage which the graph returns in place of that of ``old``."""
+        node = self.result(old, of_forward)
+        while is_view(node):
+            node = self.read_by(node, node.all_input_nodes[0])
+        return node
+
+
+@dataclass(frozen=True)
+class Offer:
+    """A copy of the joint graph with all forms beside the ops."""
+
+    joint: JointGraph
+    forms: tuple[Form, ...]
+
+
+def find_sites(
+    joint: JointGraph,
+    rules: Sequence[Rule],
+    workspace: Callable[[fx.Node], int] = lambda call: 0,
+) -> tuple[Site, ...]:
+    """Where the rules fit, and may matter for the peak. The names of sites are unique.
+
+    What spares nothing but the ``workspace`` of a call matters if that is a good part of what the
+    call holds, and no other call holds much more.
+    """
+    sites = [site for rule in rules for site in rule.find(joint)]
+    held = {node: _held_bytes(node) for node in joint.module.graph.nodes}
+    spared = {site.spares: workspace(site.spares) for site in sites if site.spares is not None}
+    held.update({call: held[call] + nbytes for call, nbytes in spared.items()})
+    enough = NEAR_THE_MOST * max(held.values())
+    worth = {
+        call
+        for call, nbytes in spared.items()
+        if nbytes >= GOOD_PART * held[call] and held[call] >= enough
+    }
+    return tuple(site for site in sites if site.spares is None or site.spares in worth)
+
+
+def _held_bytes(node: fx.Node) -> int:
+    """Of what a call reads, and of what it gives."""
+    if node.op != "call_function" or is_view(node):
+        return 0
+    values = [n.meta.get("val") for n in (*node.all_input_nodes, node)]
+    tensors = [one for one in pytree.tree_leaves(values) if isinstance(one, torch.Tensor)]
+    return sum(compat.size_bound(one.numel()) * one.dtype.itemsize for one in tensors)
+
+
+def offer(joint: JointGraph, sites: Iterable[Site]) -> Offer:
+    """All sites put into a copy of the graph; nothing that was there reads what is new."""
+    copies: dict[fx.Node, fx.Node] = {}
+    module = compat.copy_module(joint.module, copies)
+    role = {copies[node]: role for node, role in joint.role.items() if node in copies}
+    role[module.graph.output_node()] = joint.role[joint.module.graph.output_node()]
+    returned = [copies[node] for node in joint.forward_outputs]
+    forms = tuple(_insert(module.graph, site, copies, role, returned) for site in sites)
+    module.graph.lint()
+    return Offer(_copied(joint, module, copies, role), forms)
+
+
+def take(joint: JointGraph, sites: Sequence[Site]) -> JointGraph:
+    """A copy of the graph in these forms, without what nobody needs any more."""
+    offered = offer(joint, sites)
+    graph, results = offered.joint.module.graph, list(offered.joint.results)
+    for form in offered.forms:
+        for node in form.nodes:
+            if offered.joint.role[node] is Role.FORWARD:
+                node.meta[IN_FORWARD] = True
+        for old, reader in list(form.redirected()):
+            reader.replace_input_with(old, form.read_by(reader, old))
+        results = [
+            form.result(one, index < joint.num_forward_outputs) if isinstance(one, fx.Node) else one
+            for index, one in enumerate(results)
+        ]
+    _sort(graph)
+    graph.output_node().args = (tuple(results),)
+    graph.eliminate_dead_code()
+    graph.lint()
+    module = offered.joint.module
+    module.recompile()
+    return read_joint_graph(module, joint.num_forward_outputs)
+
+
+def _copied(
+    joint: JointGraph, module: fx.GraphModule, copies: Mapping[fx.Node, fx.Node],
+    role: dict[fx.Node, Role],
+) -> JointGraph:  # fmt: skip
+    results = tuple(copies[r] if isinstance(r, fx.Node) else r for r in joint.results)
+    return replace(
+        joint,
+        module=module,
+        role=role,
+        primals=tuple(copies[node] for node in joint.primals),
+        tangents=tuple(copies[node] for node in joint.tangents),
+        results=results,
+        mutated=frozenset(copies[node] for node in joint.mutated),
+    )
+
+
+def _insert(
+    graph: fx.Graph,
+    site: Site,
+    copies: Mapping[fx.Node, fx.Node],
+    role: dict[fx.Node, Role],
+    forward_results: Iterable[fx.Node],
+) -> Form:
+    before = set(graph.nodes)
+    found = site.insert(graph, copies)
+    stand_ins = {copies.get(old, old): new for old, new in found.items()}
+    nodes = tuple(node for node in graph.nodes if node not in before)
+    again = {new: new.meta[AGAIN] for new in stand_ins.values() if AGAIN in new.meta}
+    computed_from = {new: _ancestors(new) for new in (*stand_ins.values(), *again.values())}
+    returned = {stand_ins[old] for old in forward_results if old in stand_ins}
+    rebuilt = {
+        new for old, new in stand_ins.items() if site.backward_only or old in computed_from[new]
+    } - returned
+    early = {new for old, new in stand_ins.items() if role[old] is Role.FORWARD} - rebuilt
+    needed = {node for new in early for node in computed_from[new]}
+    role.update(_roles(graph, nodes, needed, rebuilt, role))
+    for index, node in enumerate(nodes):
+        stored = STORED if STORED in node.meta else ""
+        node._rename(f"{re.sub('[^0-9a-zA-Z]+', '_', site.name)}_{index}{stored}")
+    return Form(
+        name=site.name,
+        rule=site.rule,
+        nodes=nodes,
+        stand_ins=stand_ins,
+        computed_from=computed_from,
+        late=frozenset(new for new in stand_ins.values() if role[new] is not Role.FORWARD),
+        again=again,
+        early=frozenset(
+            reader for old in stand_ins for reader in old.users if role[reader] is Role.FORWARD
+        ),
+    )
+
+
+def _roles(
+    graph: fx.Graph,
+    nodes: Sequence[fx.Node],
+    needed: set[fx.Node],
+    rebuilt: set[fx.Node],
+    known: Mapping[fx.Node, Role],
+) -> dict[fx.Node, Role]:
+    """The roles of new nodes: those that stand in the forward belong to it.
+
+    So does, wherever it stands, what stand-ins for values of the forward are computed from
+    (``needed``), but for those that are ``rebuilt`` from the very values that they stand in for.
+    Between the last node of the forward and the first of the backward, what reads only new nodes
+    belongs to the backward.
+    """
+    new, role = set(nodes), dict[fx.Node, Role]()
+    calls = [n for n in graph.nodes if n.op == "call_function" and n not in new]
+    position = {node: index for index, node in enumerate(graph.nodes)}
+    last = max((position[n] for n in calls if known[n] is Role.FORWARD), default=-1)
+    first = min((position[n] for n in calls if known[n] is Role.BACKWARD), default=len(position))
+    for node in nodes:
+        inputs = {role.get(i) or known[i] for i in node.all_input_nodes}
+        between = last < position[node] < first
+        kept = node not in rebuilt and any(i not in new for i in node.all_input_nodes)
+        if Role.BACKWARD in inputs:
+            role[node] = Role.BACKWARD
+        elif node.target is operator.getitem:  # an item is there as soon as its call has run
+            (role[node],) = inputs
+        elif node in needed:
+            role[node] = Role.FORWARD
+        elif position[node] > first or Role.LAZY in inputs or (between and not kept):
+            role[node] = Role.LAZY
+        else:
+            role[node] = Role.FORWARD
+    return role
+
+
+def _sort(graph: fx.Graph) -> None:
+    """Put what is read before what reads it; everything else stays in order."""
+    placed: set[fx.Node] = set()
+    for node in list(graph.nodes):
+        stack = [node]
+        while stack:
+            waiting = [i for i in stack[-1].all_input_nodes if i not in placed]
+            if waiting:
+                stack.extend(waiting)
+                continue
+            ready = stack.pop()
+            if ready not in placed:
+                placed.add(ready)
+                if ready is not node:
+                    node.prepend(ready)
+
+
+def _ancestors(node: fx.Node) -> frozenset[fx.Node]:
+    found = {node}
+    stack = [node]
+    while stack:
+        for source in stack.pop().all_input_nodes:
+            if source not in found:
+                found.add(source)
+                stack.append(source)
+    return frozenset(found)

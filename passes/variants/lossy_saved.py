@@ -1,0 +1,264 @@
+"""Values saved for the backward in fewer bits: the forward is as it was, gradients are near.
+
+Every float that the forward makes and the backward reads, of `saved_values.LEAST_ELEMENTS` or
+more, may be saved in another form; it is decoded before its first reader. The forms of one value
+stand in for the same nodes, and so exclude one another. With a value x, a block B of 128 values
+around it in memory, and its decoded form x':
+
+| rule       | bytes for 4 | bound on abs(x' - x)                                  | bias |
+|------------|-------------|-------------------------------------------------------|------|
+| saved_8bit | 1.06        | (max B - min B) / 255                                 | none |
+| saved_4bit | 0.56        | (max B - min B) / 15                                  | none |
+| saved_fp8  | 1.03        | the larger of abs(x) / 16 and max abs(B) / 448 / 1024 | some |
+| saved_bf16 | 2           | abs(x) / 256                                          | some |
+
+plus the rounding of the arithmetic, of the value's own precision. The first two round
+stochastically, so that gradients which are linear in the saved value, as those of weights are,
+stay unbiased (ActNN, Chen et al. 2021, arXiv 2104.14129, section 3); noise is hashed from the
+element's number and some of the values, and takes nothing from the user's generators. See
+`fxremat.runtime.quantised`. Values of 16 bits have no bf16 form; fp8 is offered where the device
+converts it. A value that the backward compares for equality or divides by is left alone: the
+smallest error could turn a gradient into NaN.
+
+Encoding is one call, and reads the value from memory once more; decoding is plain calls, which
+Inductor makes part of the reader's loop, or writes where the reader is a matmul.
+
+**random_matmul**: the gradient of a linear layer's weight, ``X.T @ dY``, estimated from random
+combinations of rows (Bershatsky et al. 2022, "Memory-Efficient Backpropagation through Large Linear
+Layers", arXiv 2201.13195, section 2). S X is saved in place of X, for S with fewer rows than X, of
+random signs; ``(S X).T @ (S dY)`` is unbiased over S. Its error is large, as theirs is: its mean
+square is about ``norm(X)**2 * norm(dY)**2 / rows of S``. S is different in each step, and made anew
+from 8 saved bytes. Sites are products of which nothing else in the backward reads X.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterator, Mapping
+from dataclasses import dataclass
+from functools import partial
+from zlib import crc32
+
+import torch
+from torch import fx
+
+from fxremat.passes.joint_graph import JointGraph, Role, is_view
+from fxremat.passes.nodes import packet_of
+from fxremat.passes.variants import few_bit
+from fxremat.passes.variants.rule import Rule, Site, StandIns, fake
+from fxremat.passes.variants.saved_values import (
+    Decode,
+    Inserter,
+    Saved,
+    as_dtype,
+    by_memory,
+    counting,
+    is_float,
+    is_large,
+    laid_out,
+    saved_values,
+)
+from fxremat.runtime import quantised
+
+_ATEN = torch.ops.aten
+
+ROWS = {"half": 0.5, "fifth": 0.2, "tenth": 0.1}
+"""Rows of a sketch, as part of those of X."""
+
+
+def seed_of(node: fx.Node) -> int:
+    """A number for the noise of one value, the same in every run."""
+    return crc32(node.name.encode())
+
+
+# --- forms of one value ------------------------------------------------------------------
+
+
+def _is_value(node: fx.Node) -> bool:
+    return is_large(node) and is_float(node)
+
+
+_BY_EQUALITY = frozenset({_ATEN.eq, _ATEN.ne, _ATEN.reciprocal, _ATEN.rsqrt, _ATEN.log})
+_PASSED_ON = frozenset({_ATEN.neg, _ATEN.abs, _ATEN.mul, torch.ops.prims.convert_element_type})
+
+
+def is_read_exactly(saved: Saved) -> bool:
+    """Whether readers do with a value what the least error may spoil altogether.
+
+    They ask whether it equals another (the backward of a maximum), or divide by it.
+    """
+    seen: set[fx.Node] = set()
+    stack = [(node, user) for node in saved.read for user in node.users if user in saved.readers]
+    while stack:
+        node, user = stack.pop()
+        packet = packet_of(user)
+        if packet in _BY_EQUALITY or (packet is _ATEN.div and user.args[1] is node):
+            return True
+        if (is_view(user) or packet in _PASSED_ON) and user not in seen:
+            seen.add(user)
+            stack.extend((user, further) for further in user.users)
+    return False
+
+
+def _is_wide(node: fx.Node) -> bool:
+    return _is_value(node) and fake(node).dtype in (torch.float32, torch.float64)
+
+
+def takes_fp8(device: torch.device) -> bool:
+    """Whether the device converts to fp8 and back: GPUs do from compute capability 8.9 on."""
+    if device.type == "cuda":
+        return torch.cuda.is_available() and torch.cuda.get_device_capability(device) >= (8, 9)
+    return device.type == "cpu"
+
+
+def _is_fp8_value(node: fx.Node) -> bool:
+    return _is_value(node) and takes_fp8(fake(node).device)
+
+
+def _column(add: Callable[..., fx.Node], vector: fx.Node) -> fx.Node:
+    return add(_ATEN.unsqueeze.default, vector, -1)
+
+
+def _finished(add: Callable[..., fx.Node], rows: fx.Node, value: fx.Node) -> fx.Node:
+    """Decoded blocks in the form of the value."""
+    flat = add(_ATEN.reshape.default, rows, [-1])
+    return as_dtype(add, laid_out(add, flat, fake(value)), fake(value).dtype)
+
+
+def _codes_of_4(add: Callable[..., fx.Node], packed: fx.Node) -> fx.Node:
+    """Two codes out of each byte."""
+    shifts = add(_ATEN.mul.Tensor, counting(add, 2, torch.uint8, packed), 4)
+    column = add(_ATEN.unsqueeze.default, packed, -1)
+    both = add(_ATEN.bitwise_right_shift.Tensor, column, shifts)
+    codes = add(_ATEN.bitwise_and.Scalar, both, 15)
+    return add(_ATEN.reshape.default, codes, [-1, quantised.BLOCK])
+
+
+def through_blocks(inserter: Inserter, value: fx.Node, *, width: int) -> fx.Node:
+    """In codes of ``width`` bits, with a step and a least value for each block."""
+    ordered = by_memory(inserter.early, value)
+    codes, scales = inserter.items(quantised.quantised, ordered, width, seed_of(value))
+    add = inserter.late
+    step, least = (_column(add, add(_ATEN.select.int, scales, 0, row)) for row in (0, 1))
+    found = _codes_of_4(add, codes) if width == 4 else codes
+    exact = as_dtype(add, found, fake(scales).dtype)
+    rows = add(_ATEN.add.Tensor, add(_ATEN.mul.Tensor, exact, step), least)
+    return _finished(add, rows, value)
+
+
+def through_fp8(inserter: Inserter, value: fx.Node) -> fx.Node:
+    """In fp8, with a scale for each block."""
+    codes, scales = inserter.items(quantised.as_fp8, by_memory(inserter.early, value))
+    add = inserter.late
+    exact = as_dtype(add, codes, fake(scales).dtype)
+    return _finished(add, add(_ATEN.mul.Tensor, exact, _column(add, scales)), value)
+
+
+def through_bf16(inserter: Inserter, value: fx.Node) -> fx.Node:
+    """In bfloat16."""
+    narrow = inserter.early(quantised.narrowed, value, torch.bfloat16)
+    return as_dtype(inserter.late, narrow, fake(value).dtype)
+
+
+def _form(
+    name: str, line: str, decode: Decode, accepts: Callable[[fx.Node], bool] = _is_value
+) -> Rule:
+    """A rule that offers one form of every saved value."""
+
+    def find(joint: JointGraph) -> Iterator[Site]:
+        for saved in saved_values(joint, accepts):
+            if is_read_exactly(saved):
+                continue
+            insert = partial(saved.insert, decode=decode)
+            yield Site(name, f"{name}:{saved.value.name}", insert, backward_only=True)
+
+    return Rule(name, line, find, lossy=True)
+
+
+# --- random matmul -----------------------------------------------------------------------
+
+
+@dataclass(frozen=True)
+class _WeightGradient:
+    """A product ``left @ right`` over the rows of a saved value, on one side of it or the other.
+
+    ``saved`` is the matrix of the forward, with the rows that are summed over first; ``late`` is
+    the other factor as the product reads it.
+    """
+
+    product: fx.Node
+    saved: fx.Node
+    late: fx.Node
+    is_left: bool
+
+    def insert(self, graph: fx.Graph, where: Mapping[fx.Node, fx.Node], *, part: float) -> StandIns:
+        """Sketch the saved matrix early, the other one late, and multiply what is left."""
+        product, saved, late = (where[n] for n in (self.product, self.saved, self.late))
+        rows = max(1, round(part * fake(saved).shape[0]))
+        inserter = Inserter(graph, saved, product, product)
+        small, salt = inserter.items(quantised.sketch, saved, rows, seed_of(saved))
+        add = inserter.late
+        if self.is_left:  # saved.T @ late
+            other = add(quantised.sketch_again, late, rows, salt)
+            return {product: add(_ATEN.mm.default, _turned(add, small), other)}
+        other = add(quantised.sketch_again, _turned(add, late), rows, salt)
+        return {product: add(_ATEN.mm.default, _turned(add, other), small)}
+
+
+def _turned(add: Callable[..., fx.Node], matrix: fx.Node) -> fx.Node:
+    return add(_ATEN.permute.default, matrix, [1, 0])
+
+
+def _is_turned(node: fx.Node) -> bool:
+    """Whether a node is a transposed matrix."""
+    if node.target is _ATEN.t.default:
+        return True
+    return node.target is _ATEN.permute.default and list(node.args[1]) == [1, 0]  # type: ignore[arg-type]
+
+
+def _is_view_of(node: fx.Node, value: fx.Node) -> bool:
+    while node is not value:
+        if not is_view(node):
+            return False
+        node = node.all_input_nodes[0]
+    return True
+
+
+def _weight_gradient(joint: JointGraph, saved: Saved) -> _WeightGradient | None:
+    """The one product that reads a saved value in the backward, if that is how it is read."""
+    product, read = saved.first_reader, saved.read[0]
+    alone = saved.readers == (product,) and len(saved.read) == 1
+    if not alone or product.target is not _ATEN.mm.default or not _is_view_of(read, saved.value):
+        return None
+    left, right = (n for n in product.args if isinstance(n, fx.Node))
+    late, matrix = (right, left) if read is left else (left, right)
+    if read is left:
+        if not _is_turned(left):
+            return None
+        matrix = left.all_input_nodes[0]
+    if joint.role[late] is not Role.BACKWARD or not is_large(matrix):
+        return None
+    return _WeightGradient(product, matrix, late, read is left)
+
+
+def find_random_matmuls(joint: JointGraph) -> Iterator[Site]:
+    """Weight gradients whose saved matrix is read by nothing else in the backward."""
+    for saved in saved_values(joint, _is_value):
+        found = _weight_gradient(joint, saved)
+        if found is None:
+            continue
+        for form, part in ROWS.items():
+            name = f"random_matmul:{found.product.name}:{form}"
+            yield Site("random_matmul", name, partial(found.insert, part=part))
+
+
+RULES: tuple[Rule, ...] = (
+    _form("saved_8bit", "values saved in 8 bits, by blocks", partial(through_blocks, width=8)),
+    _form("saved_4bit", "values saved in 4 bits, by blocks", partial(through_blocks, width=4)),
+    _form("saved_fp8", "values saved in fp8, scaled by blocks", through_fp8, _is_fp8_value),
+    _form("saved_bf16", "float32 values saved in bfloat16", through_bf16, _is_wide),
+    few_bit.RULE,
+    Rule(
+        "random_matmul", "weight gradients from random combinations of rows", find_random_matmuls,
+        lossy=True,
+    ),
+)  # fmt: skip

@@ -1,0 +1,340 @@
+"""Masks and indices in as few bits as they need: exact, and the same gradients bit for bit.
+
+**Masks.** A bool tensor takes a byte an element; eight fit into a byte. Where the backward reads
+one of the forward (`packed_masks`: dropout's keep mask, masks of `where` and of attention), it is
+packed right behind where it is made, and unpacked right before its first reader. Where the
+backward *computes* one, from floats of the forward (`sign_masks`: ``relu <= 0``, the ends of a
+clamp), keeping the floats for it alone is a waste: the comparison is done in the forward as well,
+and its bits are kept, a 32nd of float32. This is the binarised ReLU of Gist (Jain et al. 2018,
+"Gist: Efficient Data Encoding for Deep Neural Network Training", section 4.1).
+
+    relu ── ... (forward)                relu ── le' ── pack ── bits        (forward)
+    relu ── le ── where (backward)       bits ── unpack ── le'' ── where    (backward)
+
+Sound: packing and unpacking are inverse, and a comparison gives the same whenever it is done.
+
+Byte ``j`` of the packed mask holds the elements ``j``, ``j + m``, ... ``j + 7 m`` along one
+dimension of size ``8 m``, one bit each, and not eight neighbours: so a loop over the other
+dimensions reads and writes whole vectors, whatever order of memory a compiler gives the pictures.
+Both directions are plain calls, which Inductor makes part of the loops around them, and compute
+with 32-bit numbers, which its C++ takes as vectors; bytes and bools it takes one by one.
+
+**Indices** (`narrow_indices`). Results of argmax, topk, sort and the like are int64, and lie below
+the size of a dimension: where that is provable they are kept in 8, 16 or 32 bits. Converting there
+and back loses nothing that is in range. A sampled or looked-up index has no provable range.
+
+Max-pooling needs none of this under Inductor: its joint graph holds
+``prims._low_memory_max_pool_with_offsets``, whose second result is the offset in the window in
+int8, and the indices are worked out from it in the backward. Only with windows too large for that,
+and with the executor "aot_eager", an int64 index crosses, and is found here.
+"""
+
+from __future__ import annotations
+
+import operator
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from dataclasses import dataclass
+from functools import partial
+from math import prod
+
+import torch
+from torch import fx
+
+from fxremat import compat
+from fxremat.passes.joint_graph import JointGraph, Role, is_repeatable, is_tensor, is_view
+from fxremat.passes.materialisation import is_fusable
+from fxremat.passes.nodes import packet_of
+from fxremat.passes.variants.rule import Rule, Site, StandIns, fake
+from fxremat.passes.variants.saved_values import (
+    Inserter,
+    Saved,
+    as_dtype,
+    by_memory,
+    counting,
+    has_order,
+    is_large,
+    laid_out,
+    made_in_forward,
+    order_of,
+    positions,
+    saved_values,
+)
+from fxremat.runtime.quantised import narrowed
+
+_ATEN = torch.ops.aten
+
+
+# --- bits --------------------------------------------------------------------------------
+
+
+BITS = 8
+LOOSE = 1.25
+"""More than so many times the least bytes are no longer worth whole vectors."""
+
+
+def packed_dim(sizes: Sequence[int]) -> int:
+    """The dimension along which elements share bytes: fewest bytes, not the last, an outer one.
+
+    Vectors go along the last; what is packed there is read element by element.
+    """
+
+    def cost(dim: int) -> tuple[bool, int, int]:
+        rounded = -(-sizes[dim] // BITS) * prod(sizes[:dim]) * prod(sizes[dim + 1 :])
+        is_loose = rounded * BITS > LOOSE * prod(sizes)
+        return is_loose or dim == len(sizes) - 1, rounded, dim
+
+    return min(range(len(sizes)), key=cost)
+
+
+def _laid_out_sizes(mask: torch.Tensor) -> tuple[list[int], int, int]:
+    """The sizes in the order of memory, which of them is packed, and how many come behind it."""
+    order = order_of(mask)
+    assert order is not None
+    sizes = [mask.shape[d] for d in order] or [1]
+    dim = packed_dim(sizes)
+    return sizes, dim, len(sizes) - dim - 1
+
+
+def _shifts(add: Callable[..., fx.Node], behind: int, like: fx.Node) -> fx.Node:
+    """0 to 7, with so many dimensions behind."""
+    return add(_ATEN.reshape.default, counting(add, BITS, torch.int32, like), [BITS] + [1] * behind)
+
+
+def pack(add: Callable[..., fx.Node], mask: fx.Node) -> fx.Node:
+    """Eight elements of a mask, or of ones and zeros, in each byte."""
+    sizes, dim, behind = _laid_out_sizes(fake(mask))
+    missing = -sizes[dim] % BITS
+    ones = as_dtype(add, by_memory(add, mask), torch.int32)
+    if not fake(ones).dim():
+        ones = add(_ATEN.reshape.default, ones, sizes)
+    if missing:
+        ones = add(_ATEN.constant_pad_nd.default, ones, [0, 0] * behind + [0, missing], 0)
+    split = [*sizes[:dim], BITS, (sizes[dim] + missing) // BITS, *sizes[dim + 1 :]]
+    rows = add(_ATEN.reshape.default, ones, split)
+    shifted = add(_ATEN.bitwise_left_shift.Tensor, rows, _shifts(add, behind + 1, mask))
+    total = add(_ATEN.sum.dim_IntList, shifted, [dim], dtype=torch.int32)
+    return as_dtype(add, total, torch.uint8)
+
+
+def unpack(add: Callable[..., fx.Node], packed: fx.Node, like: torch.Tensor) -> fx.Node:
+    """A mask from its bits, laid out as ``like`` is."""
+    sizes, dim, behind = _laid_out_sizes(like)
+    column = add(_ATEN.unsqueeze.default, as_dtype(add, packed, torch.int32), dim)
+    shifted = add(_ATEN.bitwise_right_shift.Tensor, column, _shifts(add, behind + 1, packed))
+    ones = add(_ATEN.bitwise_and.Scalar, shifted, 1)
+    whole = [*sizes[:dim], BITS * fake(packed).shape[dim], *sizes[dim + 1 :]]
+    ones = add(_ATEN.reshape.default, ones, whole)
+    if whole[dim] != sizes[dim]:
+        ones = add(_ATEN.slice.Tensor, ones, dim, 0, sizes[dim])
+    return laid_out(add, add(_ATEN.ne.Scalar, ones, 0), like)
+
+
+# --- masks of the forward ----------------------------------------------------------------
+
+
+def _is_mask(node: fx.Node) -> bool:
+    return fake(node).dtype == torch.bool and is_large(node)
+
+
+def _through_bits(inserter: Inserter, mask: fx.Node) -> fx.Node:
+    return unpack(inserter.late, pack(inserter.early, mask), fake(mask))
+
+
+def _site(rule: str, saved: Saved, decode: Callable[[Inserter, fx.Node], fx.Node]) -> Site:
+    insert = partial(saved.insert, decode=decode)
+    return Site(rule, f"{rule}:{saved.value.name}", insert, backward_only=True)
+
+
+def find_packed_masks(joint: JointGraph) -> Iterator[Site]:
+    """Masks that the forward makes and the backward reads."""
+    for saved in saved_values(joint, _is_mask):
+        yield _site("packed_masks", saved, _through_bits)
+
+
+# --- masks that only the backward computes -----------------------------------------------
+
+
+@dataclass(frozen=True)
+class _Comparison:
+    """A mask of the backward, and the nodes that compute it from values of the forward."""
+
+    mask: fx.Node
+    cone: tuple[fx.Node, ...]
+    last_read: fx.Node
+
+    def insert(self, graph: fx.Graph, where: Mapping[fx.Node, fx.Node]) -> StandIns:
+        """Compute the mask early as well, pack it there, and unpack it where it is read."""
+        mask, last = where[self.mask], where[self.last_read]
+        inserter = Inserter(graph, last, mask, mask)
+        new: dict[fx.Node, fx.Node] = {}
+        for old in map(where.__getitem__, self.cone):
+            args, kwargs = fx.map_arg((old.args, old.kwargs), lambda n: new.get(n, n))
+            new[old] = inserter.early(old.target, *args, **kwargs)
+        packed = pack(inserter.early, new[mask])
+        with graph.inserting_after(mask):
+            late = Inserter(graph, last, mask.next, mask).late
+        return {mask: unpack(late, packed, fake(mask))}
+
+
+def _cone(joint: JointGraph, mask: fx.Node) -> tuple[set[fx.Node], set[fx.Node]] | None:
+    """What computes ``mask`` in the backward alone, and what of the forward that reads.
+
+    None where some of it is more than a loop.
+    """
+    inside: set[fx.Node] = set()
+    reads: set[fx.Node] = set()
+    stack = [mask]
+    while stack:
+        node = stack.pop()
+        if joint.role[node] is Role.FORWARD or made_in_forward(joint, node):
+            reads.add(node)
+        elif node not in inside:
+            loop = is_view(node) or (is_fusable(node) and is_repeatable(node, joint.mutated))
+            if not loop or not is_tensor(node):
+                return None
+            inside.add(node)
+            stack.extend(node.all_input_nodes)
+    return inside, reads
+
+
+def _is_last_mask(joint: JointGraph, node: fx.Node) -> bool:
+    """Whether a mask of the backward is read there as a mask, not only to make another."""
+    if joint.role[node] is not Role.LAZY or not is_tensor(node) or is_view(node):
+        return False
+    return _is_mask(node) and any(
+        not is_tensor(u) or fake(u).dtype != torch.bool for u in node.users
+    )
+
+
+def _is_float_of_forward(node: fx.Node) -> bool:
+    return node.op == "call_function" and is_tensor(node) and fake(node).is_floating_point()
+
+
+def find_sign_masks(joint: JointGraph) -> Iterator[Site]:
+    """Masks that the backward computes from floats of the forward."""
+    place = positions(joint)
+    for mask in joint.module.graph.nodes:
+        if mask.op != "call_function" or not _is_last_mask(joint, mask) or not has_order(mask):
+            continue
+        found = _cone(joint, mask)
+        if found is None or not any(map(_is_float_of_forward, found[1])):
+            continue
+        inside, reads = found
+        last = max((r for r in reads if r.op == "call_function"), key=place.__getitem__)
+        cone = tuple(sorted(inside, key=place.__getitem__))
+        comparison = _Comparison(mask, cone, last)
+        yield Site("sign_masks", f"sign_masks:{mask.name}", comparison.insert)
+
+
+# --- indices -----------------------------------------------------------------------------
+
+Range = tuple[int, int]
+"""Least and largest value that an integer tensor can hold."""
+
+_NARROW = (torch.int8, torch.uint8, torch.int16, torch.int32)
+_ALONG = frozenset(
+    {_ATEN.sort, _ATEN.topk, _ATEN.max, _ATEN.min, _ATEN.kthvalue, _ATEN.mode, _ATEN.median}
+)
+"""Operators whose second result says where along a dimension the first was found."""
+_WHERE = frozenset({_ATEN.argmax, _ATEN.argmin, _ATEN.argsort})
+_POOLS = ((_ATEN.max_pool2d_with_indices, 2), (_ATEN.max_pool3d_with_indices, 3))
+"""With the number of dimensions that an index counts through."""
+
+
+def _argument(node: fx.Node, name: str, default: object) -> object:
+    """An argument of a call by its name."""
+    assert isinstance(node.target, compat.OpOverload)
+    for position, argument in enumerate(node.target._schema.arguments):
+        if argument.name == name:
+            given = node.args[position] if position < len(node.args) else default
+            return node.kwargs.get(name, given)
+    return default
+
+
+def _extent(call: fx.Node) -> int | None:
+    """The size of the dimension that a call looks along; of all of them where it names none."""
+    shape = fake(call.all_input_nodes[0]).shape
+    names = {argument.name for argument in call.target._schema.arguments}  # type: ignore[union-attr]
+    dim = _argument(call, "dim", None if packet_of(call) in (_ATEN.argmax, _ATEN.argmin) else -1)
+    sizes = [shape[dim]] if "dim" in names and isinstance(dim, int) and len(shape) else shape
+    product = 1
+    for size in sizes:
+        if not isinstance(size, int):
+            return None
+        product *= size
+    return product
+
+
+def _window(call: fx.Node) -> int | None:
+    """How many positions the indices of a max-pooling tell apart."""
+    dims = next(d for packet, d in _POOLS if packet is packet_of(call))
+    shape = fake(call.all_input_nodes[0]).shape[-dims:]
+    product = 1
+    for size in shape:
+        if not isinstance(size, int):
+            return None
+        product *= size
+    return product
+
+
+def _below(size: int | None) -> Range | None:
+    return None if size is None else (0, max(size - 1, 0))
+
+
+def range_of(node: fx.Node) -> Range | None:
+    """The provable range of an integer tensor, from shapes and constants; None for no such."""
+    if node.op != "call_function":
+        return None
+    packet = packet_of(node)
+    if is_view(node):
+        return range_of(node.all_input_nodes[0])
+    if node.target is operator.getitem and node.args[1] == 1:
+        call = node.all_input_nodes[0]
+        if packet_of(call) in _ALONG:
+            return _below(_extent(call))
+        return _below(_window(call)) if packet_of(call) in dict(_POOLS) else None
+    if packet in _WHERE:
+        return _below(_extent(node))
+    if packet is _ATEN.remainder and isinstance(node.args[1], int) and node.args[1] > 0:
+        return 0, node.args[1] - 1
+    return None
+
+
+def narrow_dtype(found: Range, wide: torch.dtype) -> torch.dtype | None:
+    """The narrowest integer type that holds a range; None if it is no narrower than ``wide``."""
+    for dtype in _NARROW:
+        limits = torch.iinfo(dtype)
+        if limits.min <= found[0] and found[1] <= limits.max:
+            return dtype if dtype.itemsize < wide.itemsize else None
+    return None
+
+
+def _narrow_form(node: fx.Node) -> torch.dtype | None:
+    if fake(node).dtype not in (torch.int64, torch.int32):
+        return None
+    found = range_of(node)
+    return None if found is None else narrow_dtype(found, fake(node).dtype)
+
+
+def _has_narrow_form(node: fx.Node) -> bool:
+    return is_large(node) and _narrow_form(node) is not None
+
+
+def _through_narrow(inserter: Inserter, index: fx.Node) -> fx.Node:
+    dtype = _narrow_form(index)
+    assert dtype is not None, "found before"
+    narrow = inserter.early(narrowed, index, dtype)
+    return as_dtype(inserter.late, narrow, fake(index).dtype)
+
+
+def find_narrow_indices(joint: JointGraph) -> Iterator[Site]:
+    """Indices that the forward makes, the backward reads, and fewer bits hold."""
+    for saved in saved_values(joint, _has_narrow_form):
+        yield _site("narrow_indices", saved, _through_narrow)
+
+
+RULES: tuple[Rule, ...] = (
+    Rule("packed_masks", "masks saved for the backward in one bit an element", find_packed_masks),
+    Rule("sign_masks", "comparisons of the backward done early, one bit saved", find_sign_masks),
+    Rule("narrow_indices", "indices saved in 8 to 32 bits where they fit", find_narrow_indices),
+)

@@ -1,0 +1,318 @@
+"""What the backward reads of the forward's values, and where another form of it is put in.
+
+A value is *saved* where a node of the backward reads it, directly, through views, or through
+elementwise results that live in loops only and are computed again there. Its other form is written
+by an *encode* right behind it, and read by a *decode* right before its first reader in the
+backward.
+
+    x ── relu ── ...                  x ── encode ── (small)         forward
+    x ── view ── mm   (backward)      (small) ── decode ── x' ── view' ── mm   (backward)
+
+`Saved.insert` puts in both, and with the value's stand-in those of the nodes between it and its
+readers. It is sound as an exchange: whoever reads a stand-in computes with the decoded value, and
+nobody else is concerned. In particular the forward is as it was. That holds by the order of the
+graph, too: every reader of the forward comes before the decode, every one of the backward after
+it, and values for which this is not so are not offered.
+
+Sizes have to be numbers, and memory dense (any order of the dimensions), so that a stand-in has
+the strides of what it stands for.
+"""
+
+from __future__ import annotations
+
+import operator
+from collections.abc import Callable, Mapping
+from dataclasses import dataclass
+from typing import Any
+
+import torch
+from torch import fx
+
+from fxremat import compat
+from fxremat.passes.joint_graph import (
+    JointGraph,
+    Role,
+    is_fetch,
+    is_mutating,
+    is_put,
+    is_tensor,
+    is_view,
+    root,
+)
+from fxremat.passes.materialisation import is_fusable, materialise
+from fxremat.passes.variants.rule import StandIns, add_call, fake
+
+LEAST_ELEMENTS = 4096
+"""Below, the calls that change the form cost more than the bytes are worth."""
+
+Decode = Callable[["Inserter", fx.Node], fx.Node]
+"""Given where to add nodes and the old value, adds encode and decode; returns the decoded."""
+
+_ATEN = torch.ops.aten
+_PRIMS = torch.ops.prims
+
+
+# --- putting nodes in --------------------------------------------------------------------
+
+
+@dataclass
+class Inserter:
+    """Adds calls behind one node (`early`) or before another (`late`), described like a third.
+
+    ``behind`` moves on to what was added last.
+    """
+
+    graph: fx.Graph
+    behind: fx.Node
+    before: fx.Node
+    like: fx.Node
+
+    def early(self, target: Any, *args: Any, **kwargs: Any) -> fx.Node:
+        """Right behind the value, or what was added there before."""
+        with self.graph.inserting_after(self.behind):
+            self.behind = add_call(self.graph, target, args, self.like, **kwargs)
+        return self.behind
+
+    def late(self, target: Any, *args: Any, **kwargs: Any) -> fx.Node:
+        """Right before the first reader."""
+        with self.graph.inserting_before(self.before):
+            return add_call(self.graph, target, args, self.like, **kwargs)
+
+    def items(self, target: Any, *args: Any, count: int = 2) -> list[fx.Node]:
+        """The results of an early call that has several."""
+        call = self.early(target, *args)
+        return [self.early(operator.getitem, call, index) for index in range(count)]
+
+
+def order_of(tensor: torch.Tensor) -> tuple[int, ...] | None:
+    """Dimensions from slowest to fastest; None where memory has gaps, or sizes are no numbers."""
+    if not all(isinstance(s, int) for s in (*tensor.shape, *tensor.stride())):
+        return None
+    order = tuple(sorted(range(tensor.dim()), key=lambda d: (-tensor.stride()[d], d)))
+    expected = 1
+    for dim in reversed(order):
+        if tensor.shape[dim] == 1:
+            continue
+        if tensor.stride()[dim] != expected:
+            return None
+        expected *= tensor.shape[dim]
+    return order
+
+
+def has_order(node: fx.Node) -> bool:
+    """Whether a node's memory can be read off and laid out again."""
+    return is_tensor(node) and order_of(fake(node)) is not None
+
+
+def laid_out(add: Callable[..., fx.Node], flat: fx.Node, like: torch.Tensor) -> fx.Node:
+    """Elements in the order of memory, with as many more at the end, in the shape of ``like``."""
+    order = order_of(like)
+    assert order is not None
+    if fake(flat).numel() != like.numel():
+        flat = add(_ATEN.slice.Tensor, flat, 0, 0, like.numel())
+    shaped = add(_ATEN.reshape.default, flat, [like.shape[d] for d in order])
+    if order == tuple(range(len(order))):
+        return shaped
+    return add(_ATEN.permute.default, shaped, [order.index(d) for d in range(len(order))])
+
+
+def by_memory(add: Callable[..., fx.Node], node: fx.Node) -> fx.Node:
+    """The node with its dimensions in the order of memory, as it is when the graph is traced."""
+    order = order_of(fake(node))
+    assert order is not None
+    if order == tuple(range(len(order))):
+        return node
+    return add(_ATEN.permute.default, node, list(order))
+
+
+def counting(add: Callable[..., fx.Node], count: int, dtype: torch.dtype, like: fx.Node) -> fx.Node:
+    """0, 1, 2 ...: in a generated loop it takes no memory."""
+    device = fake(like).device
+    numbers = add(
+        _PRIMS.iota.default, count, start=0, step=1, dtype=torch.int64, device=device,
+        requires_grad=False,
+    )  # fmt: skip
+    return add(_PRIMS.convert_element_type.default, numbers, dtype)
+
+
+def as_dtype(add: Callable[..., fx.Node], node: fx.Node, dtype: torch.dtype) -> fx.Node:
+    """The node in another dtype, or itself."""
+    if fake(node).dtype == dtype:
+        return node
+    return add(_PRIMS.convert_element_type.default, node, dtype)
+
+
+# --- finding -----------------------------------------------------------------------------
+
+
+def made_in_forward(joint: JointGraph, node: fx.Node) -> bool:
+    """Whether the node is a result of the forward; one of several may be there for the backward."""
+    if node.target is operator.getitem and not is_view(node):
+        node = node.all_input_nodes[0]
+    return joint.role[node] is Role.FORWARD and node.op == "call_function"
+
+
+def positions(joint: JointGraph) -> dict[fx.Node, int]:
+    """Where each node stands in the graph."""
+    return {node: index for index, node in enumerate(joint.module.graph.nodes)}
+
+
+def result_roots(joint: JointGraph) -> set[fx.Node]:
+    """Storages that the graph returns: they live to its end anyway."""
+    return {root(node) for node in (*joint.forward_outputs, *joint.backward_outputs)}
+
+
+@dataclass(frozen=True)
+class Saved:
+    """A value, what lies between it and its readers in the backward, and the first of these.
+
+    ``between`` are the nodes that are computed again from the stand-in, in the order of the graph;
+    ``read`` are those of them that the backward reads, the value itself included if it does;
+    ``readers`` are who reads these, in the order of the graph.
+    """
+
+    value: fx.Node
+    between: tuple[fx.Node, ...]
+    read: tuple[fx.Node, ...]
+    readers: tuple[fx.Node, ...]
+
+    @property
+    def first_reader(self) -> fx.Node:
+        """Where the decoded value has to be there."""
+        return self.readers[0]
+
+    def insert(self, graph: fx.Graph, where: Mapping[fx.Node, fx.Node], decode: Decode) -> StandIns:
+        """Add ``decode`` and copies of what lies between; the stand-ins of what is read."""
+        value = where[self.value]
+        inserter = Inserter(graph, value, where[self.first_reader], value)
+        new = {value: decode(inserter, value)}
+        for old in map(where.__getitem__, self.between):
+            args, kwargs = fx.map_arg((old.args, old.kwargs), lambda n: new.get(n, n))
+            new[old] = inserter.late(old.target, *args, **kwargs)
+        return {where[node]: new[where[node]] for node in self.read}
+
+
+@dataclass
+class _Finder:
+    """Collects, for each value, what the backward reads of it."""
+
+    joint: JointGraph
+    accepts: Callable[[fx.Node], bool]
+
+    def __post_init__(self) -> None:
+        self.position = positions(self.joint)
+        self.rule = materialise(self.joint, fused=True)
+        self.results = result_roots(self.joint)
+
+    def is_inner(self, node: fx.Node) -> bool:
+        """Whether a node of the forward is computed again by whoever reads it."""
+        if is_view(node):
+            return node.target is not operator.getitem
+        return is_fusable(node) and not self.rule.is_value(node) and is_tensor(node)
+
+    def behind(self, node: fx.Node, inner: Callable[[fx.Node], bool]) -> tuple[set[fx.Node], ...]:
+        """The values that ``node`` is computed from, and the nodes on the way, itself included."""
+        values: set[fx.Node] = set()
+        between: set[fx.Node] = set()
+        stack = [node]
+        while stack:
+            current = stack.pop()
+            if current in between or current in values:
+                continue
+            if current.op == "call_function" and inner(current):
+                between.add(current)
+                stack.extend(current.all_input_nodes)
+            else:
+                values.add(current)
+        return values, between
+
+    def origin(self, node: fx.Node) -> tuple[fx.Node | None, set[fx.Node]]:
+        """The one large value that ``node`` is made from, and what lies between.
+
+        Where there are several, or it has no other form, the node's own storage is taken for one:
+        it can be written as well.
+        """
+        value, between = self.only_value(node, self.is_inner)
+        alike = value is not None and fake(value).dtype == fake(node).dtype
+        if value is None or (alike and not self.accepts(value)):
+            value, between = self.only_value(node, is_view)
+        return value, set() if value is None else self.depending(between, value)
+
+    def only_value(
+        self, node: fx.Node, inner: Callable[[fx.Node], bool]
+    ) -> tuple[fx.Node | None, set[fx.Node]]:
+        """The one large value behind a node, None where there are more or none; what is between."""
+        values, between = self.behind(node, inner)
+        large = [v for v in values if v.op == "call_function" and is_large(v)]
+        return large[0] if len(large) == 1 else None, between
+
+    def depending(self, between: set[fx.Node], value: fx.Node) -> set[fx.Node]:
+        """The nodes among ``between`` that read the value, directly or not."""
+        found = {value}
+        for node in sorted(between, key=self.position.__getitem__):
+            if any(i in found for i in node.all_input_nodes):
+                found.add(node)
+        return found - {value}
+
+    def is_early(self, node: fx.Node) -> bool:
+        """Whether the node is of the forward, or a view that only passes a value of it on."""
+        if is_view(node) and self.joint.role[node] is Role.LAZY:
+            return self.is_early(node.all_input_nodes[0])
+        return made_in_forward(self.joint, node)
+
+    def readers(self, node: fx.Node) -> list[fx.Node]:
+        """Nodes of the backward that read the node and do more than look into it."""
+        return [u for u in node.users if u.op != "output" and not self.is_early(u)]
+
+    def collect(self) -> list[Saved]:
+        """Every saved value that is accepted, in the order of the graph."""
+        read: dict[fx.Node, list[fx.Node]] = {}
+        between: dict[fx.Node, set[fx.Node]] = {}
+        for node in self.joint.module.graph.nodes:
+            if not is_tensor(node) or not self.is_early(node) or not self.readers(node):
+                continue
+            value, inner = self.origin(node)
+            if value is not None and self.is_offered(value):
+                read.setdefault(value, []).append(node)
+                between.setdefault(value, set()).update(inner)
+        found = (self.saved(value, between[value], nodes) for value, nodes in read.items())
+        return sorted((s for s in found if s), key=lambda s: self.position[s.value])
+
+    def is_offered(self, value: fx.Node) -> bool:
+        """Whether the value may take another form."""
+        return (
+            made_in_forward(self.joint, value)
+            and self.accepts(value)
+            and has_order(value)
+            and value not in self.results
+            and not (is_mutating(value) or is_fetch(value) or is_put(value))
+        )
+
+    def saved(self, value: fx.Node, between: set[fx.Node], read: list[fx.Node]) -> Saved | None:
+        """The value with its readers; None where the forward still reads it behind the first."""
+        nodes = tuple(sorted(between, key=self.position.__getitem__))
+        late = {u for node in read for u in self.readers(node)}
+        readers = tuple(sorted(late, key=self.position.__getitem__))
+        first = readers[0]
+        early = [i for n in nodes for i in n.all_input_nodes] + [
+            u for n in read for u in n.users if u not in late and u not in between
+        ]
+        if any(self.position[e] > self.position[first] for e in (*early, *nodes)):
+            return None
+        return Saved(value, nodes, tuple(read), readers)
+
+
+def is_large(node: fx.Node) -> bool:
+    """Whether a tensor is worth another form."""
+    return is_tensor(node) and compat.size_bound(fake(node).numel()) >= LEAST_ELEMENTS
+
+
+def saved_values(joint: JointGraph, accepts: Callable[[fx.Node], bool]) -> list[Saved]:
+    """The saved values that ``accepts`` takes."""
+    return _Finder(joint, accepts).collect()
+
+
+def is_float(node: fx.Node) -> bool:
+    """Whether a tensor holds floats of 16 bits or more."""
+    value = fake(node)
+    return value.is_floating_point() and value.dtype.itemsize >= 2
