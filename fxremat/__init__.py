@@ -17,11 +17,11 @@ from fxremat.version import __version__
 if TYPE_CHECKING:
     from fxremat.compiling.session import reports
     from fxremat.cost.peak import measure_peak
+    from fxremat.explaining import explain
     from fxremat.model.accumulating import accumulate_in_backward
     from fxremat.model.offloading import offload
     from fxremat.model.stepping import step_in_backward
     from fxremat.options import list_options
-    from fxremat.report.explain import explain
 
 __all__ = [
     "FxrematError",
@@ -41,7 +41,7 @@ __all__ = [
 
 _LAZY = {
     "accumulate_in_backward": "fxremat.model.accumulating",
-    "explain": "fxremat.report.explain",
+    "explain": "fxremat.explaining",
     "list_options": "fxremat.options",
     "measure_peak": "fxremat.cost.peak",
     "offload": "fxremat.model.offloading",

@@ -23,7 +23,7 @@ from fxremat.planner import SolverOptions
 from fxremat.planner.deadline import interruptible
 from fxremat.planner.plan_cache import PlanCache, digest
 from fxremat.planner.plans import make_plan
-from fxremat.report.explain import Explanation
+from fxremat.explaining import Explanation
 from tests import strategies
 from tests.small import Stack, seeded
 from tests.test_planner_greedy import chain

@@ -19,7 +19,7 @@ from fxremat.cost.peak import measure_peak
 from fxremat.errors import InvalidOption
 from fxremat.options import parse_options
 from fxremat.passes.variants.table import RULES, rules_named
-from fxremat.report.explain import Explanation
+from fxremat.explaining import Explanation
 from tests.conftest import Golden
 
 WORDS, WIDTH = 3000, 16
