@@ -32,7 +32,7 @@ class Partitioner(compat.CustomPartitionerFn):
         """Called once per joint graph; raises fxremat's errors."""
         current = session.STATE.current or session.begin()
         if not any(compat.is_tangent(n) for n in gm.graph.nodes):
-            return compat.default_partition(gm, joint_inputs, **kwargs)
+            return compat.torch_partition(gm, joint_inputs, **kwargs)
         outcome = transform(
             gm,
             num_fwd_outputs=kwargs["num_fwd_outputs"],
