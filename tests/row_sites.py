@@ -93,7 +93,7 @@ class Chunked:
         if self.form is not None and self.form < len(sites):
             self.module = applied(self.joint.module, sites[self.form])
         kwargs["num_fwd_outputs"] = num_fwd_outputs
-        return compat.default_partition(copy.copy(self.module), joint_inputs, **kwargs)
+        return compat.torch_partition(self.module, joint_inputs, **kwargs)
 
     def compiled(self, function: Function) -> Function:
         """``function``, run as the joint graph with the site."""

@@ -74,7 +74,7 @@ class Taken:
         if self.is_taken:
             self.joint = insertion.take(self.joint, sites)
         module, kwargs["num_fwd_outputs"] = copy.copy(self.joint.module), num_fwd_outputs
-        return compat.default_partition(module, joint_inputs, **kwargs)
+        return compat.torch_partition(module, joint_inputs, **kwargs)
 
     def compiled(self, function: Function) -> Function:
         """``function``, run node by node."""

@@ -169,7 +169,7 @@ def test_two_copies_do_not_wait_for_each_other() -> None:
 def test_what_waits_can_be_put_in_order(kernels: list[compat.Scheduled]) -> None:
     """Nothing waits for itself, and calls stay where they are among the loops."""
     after = fences(kernels)
-    order = compat._delayed(len(kernels), after)
+    order = compat.in_waiting_order(len(kernels), after)
     place = {position: index for index, position in enumerate(order)}
     assert sorted(order) == list(range(len(kernels)))
     for later, several in after.items():

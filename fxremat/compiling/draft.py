@@ -25,7 +25,7 @@ class Draft:
     """A graph, and what the passes have made of it so far, in this order.
 
     What no pass has made yet is None. ``static`` are the positions of inputs that stay where they
-    are from step to step; ``partition`` is torch's own, of a graph that it may change. ``sites``,
+    are from step to step; ``partition`` is torch's own. ``sites``,
     ``plan`` and ``holds_order`` say what is asked of the passes that come next, ``taken`` are the
     variants that stand in the joint graph.
     """

@@ -44,7 +44,7 @@ class Partitioner(compat.CustomPartitionerFn):
         current = session.STATE.current or session.begin()
 
         def as_torch_does(module: fx.GraphModule) -> Halves:
-            return compat.default_partition(module, joint_inputs, **kwargs)
+            return compat.torch_partition(module, joint_inputs, **kwargs)
 
         if not any(compat.is_tangent(n) for n in gm.graph.nodes):
             return as_torch_does(gm)

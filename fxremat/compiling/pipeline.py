@@ -118,7 +118,7 @@ def _split(draft: Draft, costs: CostModel) -> Draft:
 
 
 def _cut_as_torch(draft: Draft, costs: CostModel) -> Draft:
-    return replace(draft, halves=draft.partition(compat.copy_module(draft.joint.module, {})))
+    return replace(draft, halves=draft.partition(draft.joint.module))
 
 
 def _lay_out_rows(draft: Draft, costs: CostModel) -> Draft:
