@@ -9,6 +9,7 @@ from fxremat.errors import (
     FxrematError,
     InfeasibleBudget,
     InvalidOption,
+    PromiseBroken,
     SolverRefused,
     VerificationFailed,
 )
@@ -27,6 +28,7 @@ __all__ = [
     "FxrematError",
     "InfeasibleBudget",
     "InvalidOption",
+    "PromiseBroken",
     "SolverRefused",
     "VerificationFailed",
     "__version__",

@@ -18,11 +18,13 @@ from torch import fx
 from fxremat import compat
 from fxremat.compiling import session
 from fxremat.compiling.partitioner import Partitioner
-from fxremat.compiling.request import device_of_inputs, request_for
+from fxremat.compiling.request import Request, device_of_inputs, request_for
 from fxremat.options import Options, disabled, parse_options
 from fxremat.passes.held_order import Fence, WriteResults
 from fxremat.report.files import prepare_folder, write_report
 from fxremat.report.report import Report
+from fxremat.runtime import in_flight
+from fxremat.runtime.in_flight import Promise, watch_in_flight
 from fxremat.version import build
 
 log = logging.getLogger(__name__)
@@ -122,11 +124,28 @@ def fxremat(
         else:
             current.report = session.load(key, current.graph)
     report = current.report
-    if report is not None:
-        ledger.record(frame, report)
-        session.STATE.reports.append(report)
-        log.info("%s", report.summary())
-    return compiled
+    if report is None:
+        return compiled
+    ledger.record(frame, report)
+    session.STATE.reports.append(report)
+    log.info("%s", report.summary())
+    promise = _promise(report, device, request, ledger.held_by_others(frame))
+    return compiled if promise is None else watch_in_flight(compiled, promise)
+
+
+def _promise(report: Report, device: torch.device, request: Request, others: int) -> Promise | None:
+    """What the plan promises of the graph; None without a budget."""
+    if request.budget_bytes is None:
+        return None
+    return Promise(
+        graph=f"graph {report.graph}",
+        device=device,
+        budget_bytes=request.budget_bytes,
+        peak_bytes=report.predicted_peak_bytes - report.held_bytes,
+        held_bytes=report.held_bytes,
+        reserve_bytes=request.held_bytes - others,
+        saved_bytes=report.saved_bytes,
+    )
 
 
 def plan_only(
@@ -150,4 +169,10 @@ def plan_only(
     return compiled, current.report
 
 
-fxremat.reset = session.reset  # type: ignore[attr-defined]
+def _reset() -> None:
+    """Forget what was compiled; called by ``torch._dynamo.reset()``."""
+    session.reset()
+    in_flight.forget()
+
+
+fxremat.reset = _reset  # type: ignore[attr-defined]
