@@ -58,11 +58,16 @@ class GPT(Network):
         self.head = nn.Linear(width, vocabulary, bias=False)
 
     def forward(self, inputs: Tensor, targets: Tensor) -> Tensor:
+        return token_loss(self.head(self.features(inputs)), targets)
+
+    def features(self, inputs: Tensor) -> Tensor:
+        """What the head reads: (B, T, width)."""
         places = torch.arange(inputs.shape[1], device=inputs.device)
         x = self.drop(self.tokens(inputs) + self.positions(places))
         for block in self.blocks:
             x = block(x) if self.bias is None else block(x, self.bias)
-        return token_loss(self.head(self.norm(x)), targets)
+        result: Tensor = self.norm(x)
+        return result
 
     def sample(self, batch: int, generator: torch.Generator) -> Batch:
         text = random_tokens((batch, self.length + 1), self.vocabulary, generator)
