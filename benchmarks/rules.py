@@ -328,7 +328,7 @@ def main(words: Sequence[str] | None = None) -> int:
     if given.measure:
         from .rules_measure import run
 
-        return run(given)
+        return run(rules_of(given.names), given)
     rows: list[Row] = []
     for rule in rules_of(given.names):
         for row in rows_of(rule, given.sizes.split(","), given.seconds, not given.alone):

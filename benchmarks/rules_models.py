@@ -82,7 +82,7 @@ OF_RULE: dict[str, tuple[str, ...]] = {
     "norm_from_output": ("gpt, bare RMSNorm",),
     "scaled_norm_from_output": ("gpt", "vgg, leaky"),
     "activation_from_output": ("unet, ELU", "unet, leaky"),
-    "packed_masks": ("gpt, dropout",),
+    "packed_masks": ("gpt, dropout", "unet, leaky"),
     "sign_masks": ("vgg", "resnet"),
     "narrow_indices": ("dgcnn",),
     "saved_8bit": ("gpt",),
