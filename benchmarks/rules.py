@@ -166,10 +166,14 @@ class Comparison:
         self.base_us = plain.base_time_us
 
     def at(self, label: str, budget: int) -> At:
-        """Both at one budget; the plan without is a plan with the rule allowed, too."""
+        """Both at one budget, each with what the other's search found of its plans."""
         plans = [plan(one, budget, self.seconds) for one in (self.without, self.problem)]
-        best = min(plans, key=lambda its: (max(its.peak_bytes, budget), its.time_us))
-        without, with_rule = (self._added(its, budget) for its in (plans[0], best))
+        bare = [its for its in plans if not taken(its, self.rule)]
+        best, best_bare = (
+            min(some, key=lambda its: (max(its.peak_bytes, budget), its.time_us))
+            for some in (plans, bare)
+        )
+        without, with_rule = (self._added(its, budget) for its in (best_bare, best))
         return At(label, budget, without, with_rule, taken(best, self.rule))
 
     def _added(self, its: Plan, budget: int) -> float | None:

@@ -1,4 +1,4 @@
-"""What rules are worth, the loss beside torch's calls, and two results compared, at their smallest."""
+"""What rules are worth, the loss beside torch's calls, and two results compared."""
 
 from __future__ import annotations
 

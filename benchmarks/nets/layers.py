@@ -93,7 +93,8 @@ def plain_attention(q: Tensor, k: Tensor, v: Tensor, bias: Tensor | None) -> Ten
         scores = scores.masked_fill(later, -torch.inf)
     else:
         scores = scores + bias
-    return scores.softmax(-1) @ v
+    mixed: Tensor = scores.softmax(-1) @ v
+    return mixed
 
 
 class CrossAttention(nn.Module):
