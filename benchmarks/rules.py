@@ -13,8 +13,8 @@ models two things are planned with this rule alone and without any:
 and at the budget where the rule gains most, with all exact rules beside it and with all of them but
 it (`beside`), so that a rule whose work another does as well is seen. Every plan is judged by the
 independent checker. A rule pays in bytes where the least peak sinks, in seconds where it is taken
-and the time added is less, or the budget is met with it only. Gains below `LEAST_GAIN` count as
-none. Inexact rules are allowed alone, each for itself.
+and the time added is less, or the budget is met with it only. Gains below `LEAST_SAVED` and
+`LEAST_GAIN` count as none. Inexact rules are allowed alone, each for itself.
 
 `--measure` trains the small models for real, under one budget without the rule and with it.
 """
@@ -50,8 +50,10 @@ from .rows import MIB, format_table
 from .rules_models import OF_RULE, SIZES, build
 from .training import rule_of
 
-LEAST_GAIN = 0.005
-"""Of the least peak, or of keep-all's time: a lesser gain is none."""
+LEAST_SAVED = 0.005
+"""Of the least peak: searches for it may end as far apart."""
+LEAST_GAIN = 0.002
+"""Of keep-all's time: so near to its bound the solver leaves a plan as it is."""
 BUDGETS = (80, 60, 45, 33)
 """Percents of keep-all's peak."""
 RATES = {"cpu": "cpu", "gpu": "A100"}
@@ -114,7 +116,7 @@ class Row:
     @property
     def verdict(self) -> str:
         """Whether the rule pays here."""
-        in_bytes = self.saved > LEAST_GAIN and self.least_sites > 0
+        in_bytes = self.saved > LEAST_SAVED and self.least_sites > 0
         in_seconds = self.best is not None and self.best.gain > LEAST_GAIN
         words = [word for word, pays in (("bytes", in_bytes), ("seconds", in_seconds)) if pays]
         return f"pays in {' and '.join(words)}" if words else "does not pay"
@@ -299,7 +301,7 @@ def parse_arguments(words: Sequence[str] | None = None) -> argparse.Namespace:
     add("--sizes", default=",".join(SIZES), help="of models: cpu, gpu")
     add("--seconds", type=float, default=SECONDS, help="for the solver, in each of its turns")
     add("--alone", action="store_true", help="leave out what the rule is worth beside the others")
-    add("--add", action="store_true", help="keep what the file has of other rules")
+    add("--add", action="store_true", help="keep what else the file has")
     add("--measure", action="store_true", help="real steps on the CPU")
     add("--percent", type=int, default=60, help="of torch.compile's peak, for --measure")
     add("--rounds", type=int, default=3, help="of timed steps, for --measure")
@@ -309,17 +311,28 @@ def parse_arguments(words: Sequence[str] | None = None) -> argparse.Namespace:
     return parser.parse_args(words)
 
 
+def known_rows(path: Path | None, add: bool) -> list[Row]:
+    """What the file has, if it is to be added to."""
+    if path is None or not add or not path.exists():
+        return []
+    return [row_from_json(data) for data in json.loads(path.read_text())["rows"]]
+
+
+def row_from_json(data: dict[str, Any]) -> Row:
+    """A row read back."""
+    own = {name: data[name] for name in Row.__dataclass_fields__}
+    beside = None if data["beside"] is None else At(**data["beside"])
+    budgets = [At(**at) for at in data["budgets"]]
+    return Row(**{**own, "budgets": budgets, "beside": beside})
+
+
 def write(path: Path, rows: Sequence[Row], given: argparse.Namespace) -> None:
     """What is known so far, for it takes minutes to know all."""
-    old: list[dict[str, Any]] = []
-    if given.add and path.exists():
-        new = {row.rule for row in rows}
-        old = [row for row in json.loads(path.read_text())["rows"] if row["rule"] not in new]
     data = {
         "machine": describe_machine("cpu", given.threads),
         "seconds": given.seconds,
-        "verdicts": {**{row["rule"]: row["verdict"] for row in old}, **verdicts(rows)},
-        "rows": [*old, *(row.to_json() for row in rows)],
+        "verdicts": verdicts(rows),
+        "rows": [row.to_json() for row in rows],
     }
     path.parent.mkdir(parents=True, exist_ok=True)
     path.write_text(json.dumps(data, indent=1) + "\n")
@@ -333,10 +346,11 @@ def main(words: Sequence[str] | None = None) -> int:
         from .rules_measure import run
 
         return run(rules_of(given.names), given)
-    rows: list[Row] = []
+    rows = known_rows(given.out, given.add)
     for rule in rules_of(given.names):
         for row in rows_of(rule, given.sizes.split(","), given.seconds, not given.alone):
-            rows.append(row)
+            key = row.rule, row.model, row.size
+            rows = [one for one in rows if (one.rule, one.model, one.size) != key] + [row]
             print("  ".join(cells(row)), file=sys.stderr, flush=True)
             if given.out is not None:
                 write(given.out, rows, given)
