@@ -27,7 +27,7 @@ import torch.nn.functional as F
 from torch import Tensor, fx, nn
 
 from fxremat import compat
-from fxremat.compiling.request import prepare
+from fxremat.compiling.pipeline import prepare
 from fxremat.passes.joint_graph import JointGraph, Role, is_tensor, root
 from fxremat.passes.variants.few_bit import MOST_BITS
 from fxremat.passes.variants.insertion import offer, take

@@ -11,7 +11,7 @@ import torch
 from torch import fx, nn
 
 from fxremat import compat
-from fxremat.compiling.request import prepare
+from fxremat.compiling.pipeline import prepare
 from fxremat.passes.joint_graph import JointGraph
 from fxremat.passes.variants.chunks.rules import RULES
 from fxremat.passes.variants.rule import Rule, Site

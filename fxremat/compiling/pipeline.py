@@ -16,17 +16,19 @@ import logging
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, replace
 
+from torch import fx
+
 from fxremat import compat
 from fxremat.checking.aliasing import check_in_place
 from fxremat.checking.data_flow import check_data_flow, check_split, check_waits
-from fxremat.compiling.costs import CostModel
+from fxremat.compiling.costs import CostModel, cost_model
 from fxremat.compiling.draft import Draft
 from fxremat.compiling.request import Request
 from fxremat.compiling.stage_times import StageTimes
 from fxremat.passes import inplace
 from fxremat.passes.accumulation import accumulate
 from fxremat.passes.gradient_sums import accumulate_sums
-from fxremat.passes.joint_graph import read_joint_graph
+from fxremat.passes.joint_graph import JointGraph, read_joint_graph
 from fxremat.passes.offload import add_before_putting
 from fxremat.passes.recompute import apply_plan
 from fxremat.passes.user_tags import obey_must_recompute, protect_mutated_inputs
@@ -205,6 +207,17 @@ class Runner:
             _log(each, after)
             draft = after
         return draft
+
+
+def prepare(module: fx.GraphModule, num_forward_outputs: int, *, fused: bool = False) -> JointGraph:
+    """The joint graph as it is planned, where nothing more is asked for; changes the module.
+
+    Sums of gradients round as Inductor's do if the graph is ``fused``, else as eager torch's.
+    """
+    request = Request(executor="inductor" if fused else "aot_eager")
+    costs = cost_model(request, module.graph, "prepared", measured=False)
+    draft = Draft(module, num_forward_outputs)
+    return Runner(costs, StageTimes()).run("prepare", PREPARE, draft).joint
 
 
 def _log(each: Pass, draft: Draft) -> None:

@@ -9,6 +9,7 @@ that has been tried before.
 from __future__ import annotations
 
 from collections.abc import Generator, Iterator, Sequence
+from dataclasses import replace
 
 from fxremat.compiling.candidates import Candidate, Judged, Order
 from fxremat.compiling.draft import Draft
@@ -21,6 +22,7 @@ Proposals = Generator[Candidate, Judged, None]
 
 CLOSE_ENOUGH = 0.02  # of the aim: a plan this near below it is not improved any further
 FAR_ABOVE = 1.1  # times the aim: a plan of least peak above that fits in no order
+OUT_OF_REACH = 1.5  # times the aim: above it, other solvers and orders do not help either
 MOST_STEP = 4  # times the last step: what the next one goes down by, at most
 LOWEST_PERCENT = (108, 120)  # of the least planned peak: what other plans of low peak aim at
 
@@ -32,6 +34,8 @@ def under(draft: Draft, aim: int, planning: Planning) -> Proposals:
     there on; what is found so is tried once more without.
     """
     problem = draft.estimate.problem
+    if not may_fit(problem, aim, planning):
+        return
     plan = planning.solve(problem, aim)
     if plan.peak_bytes > FAR_ABOVE * aim:
         return
@@ -42,18 +46,26 @@ def under(draft: Draft, aim: int, planning: Planning) -> Proposals:
     problem = loose.learnt().told(problem)
     first = planning.solve(problem, aim)
     disorder = _disorder(problem, loose)
-    if first.steps == plan.steps or loose.peak_bytes <= aim or disorder <= CLOSE_ENOUGH * aim:
+    if first.steps == plan.steps:  # the same graphs, whatever was learnt of their problem
+        loose = replace(loose, candidate=Candidate(draft, first, "inductor"))
+    elif loose.peak_bytes <= aim or disorder <= CLOSE_ENOUGH * aim:
         loose = yield Candidate(draft, first, "inductor")
-        if loose.peak_bytes <= aim:
-            yield from _closer(draft, [loose], aim, planning, problem)
-            return
+    if loose.peak_bytes <= aim:
+        yield from _closer(draft, [loose], aim, planning, problem)
+        return
     held = yield Candidate(draft, first, "planned")
-    disorder = max(disorder, loose.peak_bytes - held.peak_bytes)
+    if loose.plan.steps == held.plan.steps:
+        disorder = max(disorder, loose.peak_bytes - held.peak_bytes)
     history = [held]
     yield from _closer(draft, history, aim, planning, problem)
     best = fastest(each for each in history if each.peak_bytes <= aim)
     if best is not None and best.peak_bytes + disorder // 2 <= aim:
         yield Candidate(draft, best.plan, "inductor")
+
+
+def may_fit(problem: Problem, aim: int, planning: Planning) -> bool:
+    """Whether it is worth asking the planner for the aim: the quick solver comes near it."""
+    return planning.quick(problem, 0).peak_bytes <= OUT_OF_REACH * aim
 
 
 def _closer(

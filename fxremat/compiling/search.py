@@ -22,7 +22,7 @@ from fxremat.compiling.candidates import Candidate, Judge, Judged
 from fxremat.compiling.draft import Draft, Learnt
 from fxremat.compiling.pipeline import CUT_AS_TORCH, PLAN, Runner
 from fxremat.compiling.planning import Planning
-from fxremat.compiling.proposals import Proposals, fastest, least, under
+from fxremat.compiling.proposals import Proposals, fastest, least, may_fit, under
 from fxremat.compiling.torch_plan import plan_of_torch
 from fxremat.compiling.variant_sets import VariantSet, variant_set
 from fxremat.core.problem import Problem
@@ -160,7 +160,7 @@ class Search:
             chosen = self._chosen(variants.problem, aim, variants)
             if chosen is not None:
                 yield self._under(chosen, aim)
-            if not is_tried and self.planning.solve(problem, aim).peak_bytes <= aim:
+            if not is_tried and self._plan_fits(problem, aim):
                 is_tried = True
                 yield self._under(plain, aim)
         yield Attempt(self._torch_alone(), for_least=True)
@@ -232,6 +232,10 @@ class Search:
         if not asked.variants or 0 < budget < asked.peak_bytes:
             return None
         return self.draft(asked.variants, variants)
+
+    def _plan_fits(self, problem: Problem, aim: int) -> bool:
+        planning = self.planning
+        return may_fit(problem, aim, planning) and planning.solve(problem, aim).peak_bytes <= aim
 
     def _is_free(self, problem: Problem, aim: int) -> bool:
         """Whether nothing has to run again, and nothing to move but what lives on the host."""
