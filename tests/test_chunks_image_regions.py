@@ -37,7 +37,7 @@ from tests.conftest import Golden
 from tests.graphs import Net, train
 from tests.row_sites import Chunked, assert_close, check, in_double, names_of
 from tests.test_split_gradients import joint_of, results
-from tests.test_variants import compiled, least, measured, observed
+from tests.test_variants_end_to_end import compiled, least, measured, observed
 
 WIDTH = 8
 RULE = CHUNKED_CONVOLUTIONS
