@@ -24,7 +24,7 @@ from fxremat.runtime.chunks.operator import ROWS
 from tests.conftest import Golden
 from tests.graphs import Net, calls
 from tests.row_sites import Traced, ancestors, sites, taken, trace
-from tests.test_row_chunks import WEIGHTS, D, Gated, head, labels, mlp, rows, z_loss
+from tests.test_chunks_rules import WEIGHTS, D, Gated, head, labels, mlp, rows, z_loss
 
 LOSS = Net(lambda m, x, y: F.cross_entropy(m.head(x), y), head=head())
 STEPS: dict[str, tuple[Any, tuple[Any, ...]]] = {

@@ -45,7 +45,7 @@ from tests.row_sites import (
     trace,
 )
 from tests.test_split_gradients import joint_of, results
-from tests.test_variants import compiled, least, measured, observed
+from tests.test_variants_end_to_end import compiled, least, measured, observed
 
 WIDTH = 8
 RULE = CHUNKED_CONVOLUTIONS

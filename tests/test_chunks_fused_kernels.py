@@ -17,8 +17,8 @@ from fxremat.runtime.chunks.operator import ROWS
 from fxremat.runtime.chunks.program import Program, Ref, dump, parse
 from tests.graphs import calls
 from tests.row_sites import sites, taken
-from tests.test_chunks import V, expected, inputs, one, program
-from tests.test_row_regions import STEPS, traced
+from tests.test_chunks_operator import V, expected, inputs, one, program
+from tests.test_chunks_regions import STEPS, traced
 
 NUMBER_BYTES = 12
 """A number that stands beside a tensor, in the last rows: counted as if beside a partial sum."""
