@@ -21,6 +21,7 @@ from torch import fx
 from fxremat import compat
 from fxremat.checking.aliasing import check_in_place
 from fxremat.checking.data_flow import check_data_flow, check_split, check_waits
+from fxremat.checking.variants import TakenVariant, check_variants
 from fxremat.compiling.costs import CostModel, cost_model
 from fxremat.compiling.draft import Draft
 from fxremat.compiling.request import Request
@@ -33,7 +34,8 @@ from fxremat.passes.offload import add_before_putting
 from fxremat.passes.recompute import apply_plan
 from fxremat.passes.user_tags import obey_must_recompute, protect_mutated_inputs
 from fxremat.passes.variants.chunks.inductor_kernels import compile_rows, suit_rows
-from fxremat.passes.variants.insertion import take_and_tell
+from fxremat.passes.variants.insertion import Form, take_and_tell
+from fxremat.passes.variants.table import RULES
 
 log = logging.getLogger(__name__)
 
@@ -133,6 +135,30 @@ def _compile_rows(draft: Draft, costs: CostModel) -> Draft:
     return draft
 
 
+def _stand_ins_are_right(before: Draft, after: Draft) -> None:
+    if not after.taken:
+        return
+    lossy = {rule.name for rule in RULES if rule.lossy}
+    taken = [_told(one, lossy=one.rule in lossy) for one in after.taken]
+    verdict = check_variants(
+        before.joint.module.graph,
+        after.joint.module.graph,
+        taken,
+        num_forward_outputs=before.num_forward_outputs,
+    )
+    for site, why in verdict.unchecked:
+        log.info("%s was not tried on numbers: %s", site, why)
+
+
+def _told(one: Form, *, lossy: bool) -> TakenVariant:
+    """What the judge is told of a variant: names alone."""
+    pairs = [(old.name, new.name) for old, new in one.stand_ins.items()]
+    pairs += [(old.name, one.again[new].name) for old, new in one.stand_ins.items()
+              if new in one.again]  # fmt: skip
+    late = frozenset(new.name for new in (*one.late, *one.again.values()))
+    return TakenVariant(one.rule, one.name, tuple(pairs), lossy, late)
+
+
 def _same_data_flow(before: Draft, after: Draft) -> None:
     mutated = [node.name for node in before.joint.mutated]
     check_data_flow(before.joint.module.graph, after.planned.module.graph, mutated)
@@ -173,7 +199,7 @@ PREPARE = (
     Pass("accumulation", _accumulate),
 )
 PLAN = (
-    Pass("variants", _take_variants),
+    Pass("variants", _take_variants, judge=_stand_ins_are_right),
     Pass("memory estimation", _estimate),
 )
 APPLY = (
