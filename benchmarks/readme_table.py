@@ -21,9 +21,9 @@ COMMAND = (
 NOT_TAKEN = f"No figures are here yet. `{COMMAND} --out FILE` takes them.\n"
 NAMES = {"gpt": "GPT", "llama": "Llama", "resnet": "ResNet", "unet": "U-Net", "vit": "ViT"}
 LEGEND = (
-    "Each cell is the measured peak in MiB / the planned time of a step / its measured time. Both "
-    "times are relative: the planned one to keeping everything, the measured one to `torch.compile`. "
-    "Budgets are parts of `torch.compile`'s peak."
+    "Budgets are parts of `torch.compile`'s peak. Each cell is the measured peak in MiB / the "
+    "planned time of a step / its measured time. The planned time is relative to running every op "
+    "once, and the measured one to `torch.compile`."
 )
 
 

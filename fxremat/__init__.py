@@ -1,6 +1,10 @@
 """fxremat: a torch.compile backend that trains within a number of bytes.
 
-torch.compile(model, backend="fxremat", options={"memory_budget": "8GiB"})
+    torch.compile(model, backend="fxremat", options={"memory_budget": "8GiB"})
+
+To plan without compiling there is `explain`, to look back `reports`, to measure `measure_peak`, and
+`list_options` describes every option. `offload`, `accumulate_in_backward` and `step_in_backward`
+change a model before it is compiled. All errors are subclasses of `FxrematError`.
 """
 
 from typing import TYPE_CHECKING
