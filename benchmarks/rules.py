@@ -64,6 +64,10 @@ REAL = ("convolution_workspace",)
 """Rules that need the workspaces of library calls, which are measured on real memory."""
 
 
+VERDICTS = ("no site", "does not pay", "pays in seconds", "pays in bytes",
+            "pays in bytes and seconds")  # fmt: skip
+
+
 @dataclass(frozen=True)
 class At:
     """One budget: added times are parts of keep-all's, None where nothing found fits.
@@ -115,11 +119,12 @@ class Row:
 
     @property
     def verdict(self) -> str:
-        """Whether the rule pays here."""
+        """Whether the rule pays here: one of `VERDICTS`."""
+        if not self.sites:
+            return VERDICTS[0]
         in_bytes = self.saved > LEAST_SAVED and self.least_sites > 0
         in_seconds = self.best is not None and self.best.gain > LEAST_GAIN
-        words = [word for word, pays in (("bytes", in_bytes), ("seconds", in_seconds)) if pays]
-        return f"pays in {' and '.join(words)}" if words else "does not pay"
+        return VERDICTS[1 + in_seconds + 2 * in_bytes]
 
     def to_json(self) -> dict[str, Any]:
         """Fields and derived figures."""
@@ -229,7 +234,7 @@ def rows_of(rule: Rule, sizes: Sequence[str], seconds: float, beside: bool) -> I
             if beside:
                 row.beside = beside_others(row, seconds)
             yield row
-            if row.verdict != "does not pay":
+            if row.verdict.startswith("pays"):
                 break
 
 
@@ -277,9 +282,8 @@ def verdicts(rows: Sequence[Row]) -> dict[str, str]:
     """Of each rule over all its models: the best that one of them shows."""
     found: dict[str, str] = {}
     for row in rows:
-        known = found.setdefault(row.rule, row.verdict)
-        if len(row.verdict) > len(known) or known == "does not pay":
-            found[row.rule] = row.verdict
+        known = found.get(row.rule, VERDICTS[0])
+        found[row.rule] = max(known, row.verdict, key=VERDICTS.index)
     return found
 
 
@@ -339,7 +343,7 @@ def write(path: Path, rows: Sequence[Row], given: argparse.Namespace) -> None:
 
 
 def main(words: Sequence[str] | None = None) -> int:
-    """Plan or measure, print, write; 1 where a rule that is on does not pay."""
+    """Plan or measure, print, write; 1 where a rule does not pay anywhere."""
     given = parse_arguments(words)
     torch.set_num_threads(given.threads)
     if given.measure:
@@ -355,7 +359,7 @@ def main(words: Sequence[str] | None = None) -> int:
             if given.out is not None:
                 write(given.out, rows, given)
     print(table(rows))
-    idle = [name for name, verdict in verdicts(rows).items() if verdict == "does not pay"]
+    idle = [name for name, its in verdicts(rows).items() if not its.startswith("pays")]
     print(f"\nrules that do not pay: {', '.join(idle) or 'none'}")
     return int(bool(idle))
 

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import json
 from collections.abc import Iterator
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
@@ -59,6 +60,7 @@ def test_verdicts() -> None:
     idle, faster = At("80%", 160, 0.1, 0.1, 0), At("60%", 120, 0.2, 0.15, 3)
     alone = At("least", 100, None, 0.3, 2)
     assert row_of(100, idle).verdict == "does not pay"
+    assert replace(row_of(90), sites=0).verdict == "no site"
     assert row_of(90, idle).verdict == "pays in bytes"
     assert row_of(100, idle, faster).verdict == "pays in seconds"
     best = row_of(90, idle, faster, alone)
