@@ -1,4 +1,5 @@
-# make demo | test | check. The environment, .venv, is made on first use and after every change
+# make demo | test | test-all | check. `test-all` also runs the tests that take long, and tries
+# many more random examples. The environment, .venv, is made on first use and after every change
 # of pyproject.toml. TORCH is the version the project is tested with; a torch that is there stays.
 
 PYTHON3 ?= python3
@@ -8,13 +9,16 @@ PYTHON := $(VENV)/bin/python
 STAMP := $(VENV)/.installed
 
 .DEFAULT_GOAL := test
-.PHONY: demo test check venv
+.PHONY: demo test test-all check venv
 
 demo: venv
 	$(PYTHON) -m benchmarks.demo
 
 test: venv
 	$(PYTHON) -m pytest -q -n auto --dist worksteal
+
+test-all: venv
+	HYPOTHESIS_PROFILE=long $(PYTHON) -m pytest -q -n auto --dist worksteal
 
 check: venv
 	$(PYTHON) -m ruff check .

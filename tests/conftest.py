@@ -1,7 +1,7 @@
-"""What every test shares: golden texts, few threads, Inductor's cache apart, hypothesis profiles.
+"""What every test shares: golden texts, few threads, a cache for one run, how much is tried.
 
-``pytest --update-golden`` writes the golden texts anew. ``HYPOTHESIS_PROFILE=long`` looks at many
-random examples instead of a few fixed ones.
+``pytest --update-golden`` writes the golden texts anew. ``HYPOTHESIS_PROFILE=long`` runs tests
+marked ``long`` too, and looks at many random examples instead of a few fixed ones.
 """
 
 from __future__ import annotations
@@ -14,17 +14,23 @@ from pathlib import Path
 
 THREADS = "2"
 os.environ.setdefault("OMP_NUM_THREADS", THREADS)  # read when torch is imported
+os.environ.setdefault("OMP_WAIT_POLICY", "PASSIVE")  # workers share the cores: no waiting in loops
 
 import hypothesis  # noqa: E402
 import pytest  # noqa: E402
 import torch  # noqa: E402
 
+from tests.effort import LONG  # noqa: E402
+
 GOLDEN = Path(__file__).parent / "golden"
+CACHE = "TORCHINDUCTOR_CACHE_DIR"
+SHORTER, LONGER = 0.5, 20
+"""Random examples of a short and of a long run, for each that a test asks for."""
 
 hypothesis.settings.register_profile(
     "smoke", max_examples=30, deadline=None, derandomize=True, database=None
 )
-hypothesis.settings.register_profile("long", max_examples=3000, deadline=None, print_blob=True)
+hypothesis.settings.register_profile("long", max_examples=150, deadline=None, print_blob=True)
 
 
 def pytest_addoption(parser: pytest.Parser) -> None:
@@ -33,17 +39,45 @@ def pytest_addoption(parser: pytest.Parser) -> None:
 
 
 def pytest_configure(config: pytest.Config) -> None:
-    """Settings of the whole session; the user's own fxremat settings do not reach the tests."""
-    hypothesis.settings.load_profile(os.environ.get("HYPOTHESIS_PROFILE", "smoke"))
+    """Settings of the whole session; the user's own fxremat settings do not reach the tests.
+
+    The processes of one run share a cache, which is empty when the run begins.
+    """
+    hypothesis.settings.load_profile("long" if LONG else "smoke")
     torch.set_num_threads(int(THREADS))
     for name in [name for name in os.environ if name.startswith("FXREMAT_")]:
         del os.environ[name]
-    os.environ["TORCHINDUCTOR_CACHE_DIR"] = tempfile.mkdtemp(prefix="fxremat-tests-")
+    if not _is_worker(config):
+        os.environ[CACHE] = tempfile.mkdtemp(prefix="fxremat-tests-")
 
 
 def pytest_unconfigure(config: pytest.Config) -> None:
-    """Remove Inductor's cache of this session."""
-    shutil.rmtree(os.environ["TORCHINDUCTOR_CACHE_DIR"], ignore_errors=True)
+    """Remove the cache of this run."""
+    if not _is_worker(config):
+        shutil.rmtree(os.environ[CACHE], ignore_errors=True)
+
+
+def _is_worker(config: pytest.Config) -> bool:
+    """Whether this is one of the processes that pytest-xdist starts."""
+    return hasattr(config, "workerinput")
+
+
+def pytest_collection_modifyitems(config: pytest.Config, items: list[pytest.Item]) -> None:
+    """A short run leaves out tests marked ``long``; properties look at fewer or more examples."""
+    left_out = [] if LONG else [item for item in items if item.get_closest_marker("long")]
+    if left_out:
+        config.hook.pytest_deselected(items=left_out)
+        items[:] = [item for item in items if item not in left_out]
+    seen = set()
+    for item in items:
+        test = getattr(item, "obj", None)
+        test = getattr(test, "__func__", test)
+        wanted = getattr(test, "_hypothesis_internal_use_settings", None)
+        if wanted is not None and id(test) not in seen:
+            seen.add(id(test))
+            count = max(3, round(wanted.max_examples * (LONGER if LONG else SHORTER)))
+            scaled = hypothesis.settings(wanted, max_examples=count)
+            test._hypothesis_internal_use_settings = scaled  # type: ignore[union-attr]
 
 
 class Golden:

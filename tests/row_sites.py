@@ -1,4 +1,8 @@
-"""Sites of a rule, applied to the joint graph of a small step, which is then run node by node."""
+"""Sites of a rule, taken as shipped in the joint graph of a small step, which runs node by node.
+
+A step is traced once. Its joint graph is then run on the very inputs and tangents of that step, as
+it was and with each site.
+"""
 
 from __future__ import annotations
 
@@ -11,11 +15,13 @@ import torch
 from torch import fx, nn
 
 from fxremat import compat
-from fxremat.compiling.request import prepare
+from fxremat.compiling.pipeline import prepare
 from fxremat.passes.joint_graph import JointGraph
 from fxremat.passes.variants.chunks.rules import RULES
+from fxremat.passes.variants.insertion import take
 from fxremat.passes.variants.rule import Rule, Site
-from tests.graphs import train
+from tests.graphs import Observed, train
+from tests.variants import assert_alike
 
 Function = Callable[..., Any]
 
@@ -31,78 +37,75 @@ def ancestors(node: fx.Node) -> set[fx.Node]:
     return found
 
 
-def in_order(graph: fx.Graph) -> fx.Graph:
-    """The graph with every node behind what it reads, the old order kept where that is possible."""
-    sorted_graph, done = fx.Graph(), dict[fx.Node, fx.Node]()
-
-    def add(node: fx.Node) -> None:
-        for source in node.all_input_nodes:
-            if source not in done:
-                add(source)
-        if node not in done:
-            done[node] = sorted_graph.node_copy(node, done.__getitem__)
-
-    for node in graph.nodes:
-        add(node)
-    return sorted_graph
+def sites(rule: Rule, joint: JointGraph) -> list[Site]:
+    """The sites of a rule, with names that are distinct."""
+    found = list(rule.find(joint))
+    assert len({site.name for site in found}) == len(found)
+    return found
 
 
-def applied(module: fx.GraphModule, site: Site) -> fx.GraphModule:
-    """A copy of the joint graph in which all readers read the stand-ins."""
-    graph, copies = fx.Graph(), dict[fx.Node, fx.Node]()
-    graph.output(graph.graph_copy(module.graph, copies))
-    for node, twin in copies.items():
-        twin.meta = dict(node.meta)
-    graph.output_node().meta = dict(module.graph.output_node().meta)
-    found = site.insert(graph, copies)
-    before = {new: ancestors(new) for new in found.values()}
-    assert found
-    for old, new in found.items():
-        one, other = old.meta["val"], new.meta["val"]
-        assert one.shape == other.shape
-        assert one.stride() == other.stride()
-        assert one.dtype == other.dtype
-        for user in list(old.users):
-            if user not in before[new]:
-                user.replace_input_with(old, new)
-    graph = in_order(graph)
-    graph.eliminate_dead_code()
-    graph.lint()
-    return fx.GraphModule(module, graph)
+def taken(joint: JointGraph, site: Site) -> JointGraph:
+    """The graph with the site, whose stand-ins lie in memory like what they stand for."""
+    assert_alike(joint, site)
+    return take(joint, [site])
 
 
 @dataclass
-class Chunked:
-    """A partition function that applies one site, the ``form``th of a rule; None applies none."""
+class Traced:
+    """A partition function that keeps the joint graph, and what it is given when it runs."""
 
-    rule: Rule
-    form: int | None = 0
-    names: list[str] = field(default_factory=list)
     joint: JointGraph = field(init=False)
-    module: fx.GraphModule = field(init=False)
+    observed: Observed = field(init=False)
+    inputs: dict[str, Any] = field(default_factory=dict)
 
     def __call__(
         self, module: fx.GraphModule, joint_inputs: Any, *, num_fwd_outputs: int, **kwargs: Any
-    ) -> Any:
+    ) -> tuple[fx.GraphModule, fx.GraphModule]:
         """Called with the joint graph."""
         self.joint = prepare(module, num_fwd_outputs)
-        sites = list(self.rule.find(self.joint))
-        self.names = [site.name for site in sites]
-        assert len(set(self.names)) == len(sites)
-        self.module = self.joint.module
-        if self.form is not None and self.form < len(sites):
-            self.module = applied(self.joint.module, sites[self.form])
         kwargs["num_fwd_outputs"] = num_fwd_outputs
-        return compat.torch_partition(self.module, joint_inputs, **kwargs)
+        halves = compat.torch_partition(copy.copy(self.joint.module), joint_inputs, **kwargs)
+        for half in halves:
+            self._keep_inputs(half.graph)
+        return halves
+
+    def _keep_inputs(self, graph: fx.Graph) -> None:
+        """Before a half does anything else, it says what it was given."""
+        given = [node for node in graph.nodes if node.op == "placeholder"]
+        with graph.inserting_before(next(n for n in graph.nodes if n.op != "placeholder")):
+            graph.call_function(self._keep, ([node.name for node in given], given))
+
+    def _keep(self, names: Sequence[str], values: Sequence[Any]) -> None:
+        for name, value in zip(names, values, strict=True):
+            self.inputs[name] = value.clone() if isinstance(value, torch.Tensor) else value
 
     def compiled(self, function: Function) -> Function:
-        """``function``, run as the joint graph with the site."""
+        """``function``, run as its joint graph."""
 
         def backend(gm: fx.GraphModule, inputs: Sequence[Any]) -> Function:
             return compat.trace_as_inductor(gm, inputs, {}, self)
 
         torch._dynamo.reset()
         return torch.compile(function, backend=backend)
+
+    def values(self, joint: JointGraph) -> list[Any]:
+        """What a graph makes of the step's inputs, and what it leaves in those.
+
+        The last is the next random number.
+        """
+        torch.manual_seed(0)
+        names = [node.name for node in joint.module.graph.nodes if node.op == "placeholder"]
+        given = [copy.deepcopy(self.inputs[name].detach()) for name in names]
+        with torch.no_grad():
+            found = fx.Interpreter(joint.module).run(*given)
+        return [*found, *given, torch.rand(1)]
+
+
+def trace(function: Function, inputs: Sequence[Any]) -> Traced:
+    """One step of a function."""
+    seen = Traced()
+    seen.observed = train(function, inputs, seen.compiled)
+    return seen
 
 
 def in_double(thing: Any) -> Any:
@@ -129,38 +132,45 @@ def assert_close(one: Any, other: Any, tolerance: float) -> None:
 
 def names_of(function: Function, inputs: Sequence[Any], rule: Rule) -> list[str]:
     """The sites of a rule in the step of a function."""
-    seen = Chunked(rule, None)
-    train(function, inputs, seen.compiled)
-    return seen.names
+    return [site.name for site in sites(rule, trace(function, inputs).joint)]
 
 
 def all_names(function: Function, inputs: Sequence[Any]) -> list[str]:
     """The sites of all rules."""
-    return [name for rule in RULES for name in names_of(function, inputs, rule)]
+    joint = trace(function, inputs).joint
+    return [site.name for rule in RULES for site in sites(rule, joint)]
+
+
+def _traced_in_double(function: Function, inputs: Sequence[Any], tolerance: float) -> Traced:
+    """The step in float64, which computes what eager torch does."""
+    function, inputs = in_double(function), [in_double(x) for x in inputs]
+    eager, exact = train(function, inputs), trace(function, inputs)
+    for one, other in zip(
+        (*exact.observed.results, *exact.observed.gradients),
+        (*eager.results, *eager.gradients),
+        strict=True,
+    ):
+        assert_close(one, other, tolerance)
+    return exact
 
 
 def check(
     function: Function, inputs: Sequence[Any], rule: Rule, tolerance: float = 2e-5
-) -> list[Chunked]:
+) -> dict[str, fx.Graph]:
     """Every site of the rule gives the values and gradients of the step; at least one is there.
 
-    Compared with float64 and with the graph as it was.
+    Compared with float64 and with the graph as it was. The result is the graph with each site, by
+    its name.
     """
-    exact = train(in_double(function), [in_double(x) for x in inputs])
-    plain = Chunked(rule, None)
-    before = train(function, inputs, plain.compiled)
-    assert plain.names
-    done = []
-    for form in range(len(plain.names)):
-        seen = Chunked(rule, form)
-        after = train(function, inputs, seen.compiled)
-        for one, other, best in zip(
-            (*after.results, *after.gradients),
-            (*before.results, *before.gradients),
-            (*exact.results, *exact.gradients),
-            strict=True,
-        ):
-            assert_close(one, other, tolerance)
-            assert_close(one, best, tolerance)
-        done.append(seen)
-    return done
+    exact = _traced_in_double(function, inputs, tolerance)
+    seen = trace(function, inputs)
+    best, before = exact.values(exact.joint), seen.values(seen.joint)
+    graphs = {}
+    for site in sites(rule, seen.joint):
+        variant = taken(seen.joint, site)
+        graphs[site.name] = variant.module.graph
+        for new, old, right in zip(seen.values(variant), before, best, strict=True):
+            assert_close(new, old, tolerance)
+            assert_close(new, right, tolerance)
+    assert graphs
+    return graphs

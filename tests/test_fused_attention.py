@@ -14,7 +14,7 @@ from torch import Tensor, fx, nn
 import fxremat
 from fxremat import compat
 from fxremat.backend import fxremat as backend
-from fxremat.compiling.request import prepare
+from fxremat.compiling.pipeline import prepare
 from fxremat.cost.peak import measure_peak
 from fxremat.passes.joint_graph import JointGraph
 from fxremat.passes.variants import insertion

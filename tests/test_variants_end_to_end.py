@@ -17,9 +17,9 @@ from fxremat.backend import fxremat as backend
 from fxremat.cli import main
 from fxremat.cost.peak import measure_peak
 from fxremat.errors import InvalidOption
+from fxremat.explaining import Explanation
 from fxremat.options import parse_options
 from fxremat.passes.variants.table import RULES, rules_named
-from fxremat.report.explain import Explanation
 from tests.conftest import Golden
 
 WORDS, WIDTH = 3000, 16

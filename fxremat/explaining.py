@@ -8,7 +8,8 @@ from __future__ import annotations
 
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
-from dataclasses import dataclass
+from dataclasses import dataclass, field
+from functools import cached_property
 from typing import Any
 
 import torch
@@ -18,10 +19,12 @@ from fxremat import compat, planner
 from fxremat.backend import plan_only
 from fxremat.compiling import session
 from fxremat.core.plan import Plan
-from fxremat.errors import FxrematError
+from fxremat.errors import FxrematError, InfeasibleBudget
 from fxremat.planner import SolverOptions
 from fxremat.report.front import Front, front_of, together
 from fxremat.report.report import Report, Row
+
+NOTHING = 1  # bytes: a budget that no graph with a backward is within
 
 
 @dataclass(frozen=True)
@@ -29,16 +32,20 @@ class Explanation:
     """The plans of all graphs of one training step. Bytes are those at the peak of the step."""
 
     graphs: tuple[Report, ...]
+    look_for_least: Callable[[], int] = field(repr=False, compare=False)
 
     @property
     def predicted_peak_bytes(self) -> int:
         """The peak that the compiled step will have."""
         return max((g.predicted_peak_bytes for g in self.graphs), default=0)
 
-    @property
+    @cached_property
     def minimum_peak_bytes(self) -> int:
-        """The least peak planned for: no smaller budget can be met."""
-        return max((g.minimum_peak_bytes for g in self.graphs), default=0)
+        """The least budget that can be met: the number that `InfeasibleBudget` names.
+
+        It is looked for when it is first read, by planning and rehearsing again.
+        """
+        return self.look_for_least()
 
     @property
     def keep_all_peak_bytes(self) -> int:
@@ -127,10 +134,21 @@ def explain(
     given = dict(options or {})
     if memory_budget is not None:
         given["memory_budget"] = memory_budget
+    reports = _planned(model, inputs, keywords, given)
+    return Explanation(reports, lambda: _least_budget(model, inputs, keywords, given))
+
+
+def _planned(
+    model: Callable[..., Any],
+    inputs: tuple[Any, ...],
+    keywords: Mapping[str, Any],
+    options: Mapping[str, Any],
+) -> tuple[Report, ...]:
+    """The reports of all graphs of one step."""
     found: list[Report] = []
 
     def backend(gm: fx.GraphModule, example_inputs: Sequence[Any]) -> Callable[..., Any]:
-        compiled, report = plan_only(gm, example_inputs, given)
+        compiled, report = plan_only(gm, example_inputs, options)
         if report is not None:
             found.append(report)
         return compiled
@@ -143,4 +161,26 @@ def explain(
             if isinstance(inner, FxrematError):
                 raise inner from None
             raise
-    return Explanation(tuple(found))
+    return tuple(found)
+
+
+def _least_budget(
+    model: Callable[..., Any],
+    inputs: tuple[Any, ...],
+    keywords: Mapping[str, Any],
+    options: Mapping[str, Any],
+) -> int:
+    """The least that is not refused: what is named is asked for, until nothing is named.
+
+    A model of one graph is asked twice: the second time confirms the number.
+    """
+    budget = NOTHING
+    while True:
+        try:
+            _planned(model, inputs, keywords, {**options, "memory_budget": f"{budget}B"})
+        except InfeasibleBudget as refusal:
+            if refusal.minimum_bytes is None or refusal.minimum_bytes <= budget:
+                raise
+            budget = refusal.minimum_bytes
+        else:
+            return 0 if budget == NOTHING else budget

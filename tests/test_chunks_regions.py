@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import time
-from collections.abc import Callable
+from functools import cache
 from typing import Any
 
 import pytest
@@ -12,17 +12,19 @@ import torch.nn.functional as F
 from torch import fx, nn
 
 from fxremat.cost.peak import measure_peak
+from fxremat.passes.joint_graph import JointGraph
 from fxremat.passes.variants.chunks.calls import lead
 from fxremat.passes.variants.chunks.early_gradients import factor
 from fxremat.passes.variants.chunks.loops import plan_loops
 from fxremat.passes.variants.chunks.regions import Region, find_regions, levels
 from fxremat.passes.variants.chunks.rules import CHUNKED_LOSS, CHUNKED_MLP, RULES, rule_of
+from fxremat.passes.variants.rule import Rule
 from fxremat.runtime import kernels
 from fxremat.runtime.chunks.operator import ROWS
 from tests.conftest import Golden
-from tests.graphs import Net, calls, train
-from tests.row_sites import Chunked, ancestors
-from tests.test_row_chunks import WEIGHTS, D, Gated, head, labels, mlp, rows, z_loss
+from tests.graphs import Net, calls
+from tests.row_sites import Traced, ancestors, sites, taken, trace
+from tests.test_chunks_rules import WEIGHTS, D, Gated, head, labels, mlp, rows, z_loss
 
 LOSS = Net(lambda m, x, y: F.cross_entropy(m.head(x), y), head=head())
 STEPS: dict[str, tuple[Any, tuple[Any, ...]]] = {
@@ -34,19 +36,27 @@ STEPS: dict[str, tuple[Any, tuple[Any, ...]]] = {
         nn.Sequential(nn.Linear(D, 4 * D), nn.BatchNorm1d(4 * D), nn.ReLU(), nn.Linear(4 * D, D)),
         (rows(50, D),),
     ),
+    "weighted": (
+        Net(
+            lambda m, x, y: F.cross_entropy(
+                m.head(x), y, weight=WEIGHTS.to(x.dtype), label_smoothing=0.1
+            ),
+            head=head(),
+        ),
+        (rows(50, D), labels(50, ignored=True)),
+    ),
 }
 
 
-def traced(step: Any, inputs: tuple[Any, ...]) -> Chunked:
-    """The joint graph of a step."""
-    seen = Chunked(CHUNKED_LOSS, None)
-    train(step, inputs, seen.compiled)
-    return seen
+@cache
+def traced(name: str) -> JointGraph:
+    """The joint graph of a step, traced once for all tests; not to be changed."""
+    return trace(*STEPS[name]).joint
 
 
 def regions(name: str) -> list[Region]:
     """The regions of a step that belong to a rule."""
-    return find_regions(traced(*STEPS[name]).joint, lambda region: rule_of(region) is not None)
+    return find_regions(traced(name), lambda region: rule_of(region) is not None)
 
 
 @pytest.mark.parametrize("name", STEPS)
@@ -92,17 +102,12 @@ def test_which_dimensions_are_the_rows(
     assert lead(shape, count) == found
 
 
-def dynamic(step: Callable[..., Any], inputs: tuple[Any, ...], seen: Chunked) -> None:
-    """Trace with sizes that are not known."""
-    torch._dynamo.mark_dynamic(inputs[0], 0)
-    torch._dynamo.mark_dynamic(inputs[1], 0)
-    seen.compiled(step)(*inputs)
-
-
 def test_unknown_sizes_are_left_alone() -> None:
-    seen = Chunked(CHUNKED_LOSS, None)
-    dynamic(LOSS, (rows(50, D), labels(50)), seen)
-    assert seen.names == []
+    seen, inputs = Traced(), (rows(50, D), labels(50))
+    for tensor in inputs:
+        torch._dynamo.mark_dynamic(tensor, 0)
+    seen.compiled(LOSS)(*inputs)
+    assert sites(CHUNKED_LOSS, seen.joint) == []
 
 
 class Block(nn.Module):
@@ -122,7 +127,7 @@ def test_a_deep_net_is_looked_at_fast() -> None:
     torch.manual_seed(1)
     step = nn.Sequential(*(Block() for _ in range(24)))
     started = time.process_time()
-    joint = traced(step, (rows(4, 32, D),)).joint
+    joint = trace(step, (rows(4, 32, D),)).joint
     seen = time.process_time()
     found = {site.name.split()[1] for rule in RULES for site in rule.find(joint)}
     assert len(found) == 24
@@ -130,21 +135,20 @@ def test_a_deep_net_is_looked_at_fast() -> None:
     assert time.process_time() - seen < seen - started
 
 
-WEIGHTED = Net(
-    lambda m, x, y: F.cross_entropy(m.head(x), y, weight=WEIGHTS.to(x.dtype), label_smoothing=0.1),
-    head=head(),
-)
+def with_sites(name: str, *rules: Rule) -> list[fx.Graph]:
+    """The graphs of a step with one of the first two sites of each rule."""
+    joint = traced(name)
+    found = [site for rule in rules for site in sites(rule, joint)[:2]]
+    return [taken(joint, site).module.graph for site in found]
 
 
-@pytest.mark.parametrize("name", [*STEPS, "weighted"])
+@pytest.mark.parametrize("name", STEPS)
 def test_memory_of_every_call_is_known_to_the_byte(name: str) -> None:
-    step, inputs = STEPS.get(name, (WEIGHTED, (rows(50, D), labels(50, ignored=True))))
-    for rule in (CHUNKED_LOSS, CHUNKED_MLP):
-        for form in range(2):
-            seen = Chunked(rule, form)
-            train(step, inputs, seen.compiled)
-            for call in calls(seen.module.graph, ROWS):
-                assert_memory_is_known(call)
+    graphs = with_sites(name, CHUNKED_LOSS, CHUNKED_MLP)
+    assert graphs
+    for graph in graphs:
+        for call in calls(graph, ROWS):
+            assert_memory_is_known(call)
 
 
 def real(value: Any) -> Any:
@@ -165,9 +169,8 @@ def assert_memory_is_known(call: fx.Node) -> None:
 
 def test_graph_of_a_loss_before_and_after(golden: Golden) -> None:
     step = Net(lambda m, x, y: F.cross_entropy(m.head(x), y), head=head(False))
-    texts = []
-    for form in (None, 0, 1):
-        seen = Chunked(CHUNKED_LOSS, form)
-        train(step, (rows(50, D), labels(50)), seen.compiled)
-        texts.append(f"{'before' if form is None else seen.names[form]}\n\n{seen.module.graph}")
+    joint = trace(step, (rows(50, D), labels(50))).joint
+    texts = [f"before\n\n{joint.module.graph}"]
+    for site in sites(CHUNKED_LOSS, joint)[:2]:
+        texts.append(f"{site.name}\n\n{taken(joint, site).module.graph}")
     golden("\n\n".join(texts))

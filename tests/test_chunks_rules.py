@@ -13,8 +13,8 @@ from torch import nn
 
 from fxremat.passes.variants.chunks.rules import CHUNKED_ATTENTION, CHUNKED_LOSS, CHUNKED_MLP
 from fxremat.runtime.chunks.operator import ROWS
-from tests.graphs import Net, calls, train
-from tests.row_sites import Chunked, all_names, check, names_of
+from tests.graphs import Net, calls
+from tests.row_sites import all_names, check, names_of, sites, taken, trace
 
 D, V = 16, 128
 
@@ -94,8 +94,8 @@ def hugging_face(m: Any, x: torch.Tensor, y: torch.Tensor, count: torch.Tensor) 
 
 def test_shifted_labels() -> None:
     net = Net(hugging_face, head=head(False))
-    done = check(net, (rows(4, 16, D), labels(4, 16), torch.tensor(60)), CHUNKED_LOSS)
-    assert any("at once" in name for name in done[0].names)
+    names = check(net, (rows(4, 16, D), labels(4, 16), torch.tensor(60)), CHUNKED_LOSS)
+    assert any("at once" in name for name in names)
 
 
 def test_tied_weights() -> None:
@@ -115,8 +115,8 @@ def test_bfloat16() -> None:
 def test_no_gradients_ahead_in_float16() -> None:
     net = Net(lambda m, x, y: F.cross_entropy(m.head(x).float(), y), head=head().half())
     x = rows(64, D).detach().half().requires_grad_()
-    for seen in check(net, (x, labels(64)), CHUNKED_LOSS, tolerance=2e-2):
-        assert not any("at once" in name for name in seen.names)
+    names = check(net, (x, labels(64)), CHUNKED_LOSS, tolerance=2e-2)
+    assert not any("at once" in name for name in names)
 
 
 def test_given_logits() -> None:
@@ -131,8 +131,8 @@ def test_logits_that_are_a_result() -> None:
         logits = m.head(x)
         return F.cross_entropy(logits, y), logits
 
-    for seen in check(Net(step, head=head()), (rows(50, D), labels(50)), CHUNKED_LOSS):
-        assert not any("at once" in name for name in seen.names)
+    names = check(Net(step, head=head()), (rows(50, D), labels(50)), CHUNKED_LOSS)
+    assert not any("at once" in name for name in names)
 
 
 @pytest.mark.parametrize("count", [1, 2, 15, 17, 33])
@@ -177,8 +177,8 @@ def mlp(activation: type[nn.Module]) -> nn.Module:
 
 @pytest.mark.parametrize("activation", [nn.GELU, nn.SiLU, nn.ReLU, nn.Tanh])
 def test_mlp(activation: type[nn.Module]) -> None:
-    done = check(mlp(activation), (rows(3, 17, D),), CHUNKED_MLP)
-    assert all("again" in name for name in done[0].names)
+    names = check(mlp(activation), (rows(3, 17, D),), CHUNKED_MLP)
+    assert all("again" in name for name in names)
 
 
 def test_gated_mlp() -> None:
@@ -244,9 +244,9 @@ def test_random_numbers_stay_outside() -> None:
     net = nn.Sequential(
         nn.Linear(D, 4 * D), nn.GELU(), nn.Dropout(0.5), nn.GELU(), nn.Linear(4 * D, D)
     )
-    seen = Chunked(CHUNKED_MLP)
-    train(net, (rows(64, D),), seen.compiled)
-    read = [i for call in calls(seen.module.graph, ROWS) for i in call.all_input_nodes]
+    joint = trace(net, (rows(64, D),)).joint
+    graph = taken(joint, sites(CHUNKED_MLP, joint)[0]).module.graph
+    read = [i for call in calls(graph, ROWS) for i in call.all_input_nodes]
     (masks,) = {i for i in read if i.meta["val"].dtype is torch.bool}
     assert masks.target is torch.ops.aten.gt.Scalar
 

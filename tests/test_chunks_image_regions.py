@@ -34,10 +34,18 @@ from fxremat.runtime.chunks.operator import ROWS
 from fxremat.runtime.chunks.program import Instruction, Program, Ref, dump
 from fxremat.runtime.chunks.statistics import Moments
 from tests.conftest import Golden
-from tests.graphs import Net, train
-from tests.row_sites import Chunked, assert_close, check, in_double, names_of
+from tests.graphs import Net
+from tests.row_sites import (
+    assert_close,
+    check,
+    in_double,
+    names_of,
+    sites,
+    taken,
+    trace,
+)
 from tests.test_split_gradients import joint_of, results
-from tests.test_variants import compiled, least, measured, observed
+from tests.test_variants_end_to_end import compiled, least, measured, observed
 
 WIDTH = 8
 RULE = CHUNKED_CONVOLUTIONS
@@ -72,7 +80,7 @@ def two_stages(m: Any, x: torch.Tensor) -> torch.Tensor:
     return F.relu(m.other(m.second(h))).square().mean()
 
 
-def exact(model: nn.Module, x: torch.Tensor) -> list[Chunked]:
+def exact(model: nn.Module, x: torch.Tensor) -> dict[str, fx.Graph]:
     """Every site gives the values and gradients of the step, in float64."""
     return check(in_double(model), (in_double(x),), RULE, tolerance=1e-10)
 
@@ -161,9 +169,8 @@ def test_evaluation() -> None:
     """With running statistics there is nothing to add up, so one loop less."""
     model = net(two_stages)
     model.eval()
-    done = exact(model, images(7, 3, 6, 6))
-    for one in done:
-        assert sum(node.target is ROWS for node in one.module.graph.nodes) <= 3
+    for graph in exact(model, images(7, 3, 6, 6)).values():
+        assert sum(node.target is ROWS for node in graph.nodes) <= 3
 
 
 def test_a_residual_connection() -> None:
@@ -205,24 +212,28 @@ def test_dropout_is_not_drawn_again() -> None:
         h = F.dropout(F.relu(m.norm(m.first(x))), 0.3)
         return F.relu(m.other(m.second(h))).square().mean()
 
-    model, given_ = net(step), (images(9, 3, 6, 6),)
-    plain = train(model, given_, Chunked(RULE, None).compiled)
-    for form in range(len(names_of(model, given_, RULE))):
-        found = train(model, given_, Chunked(RULE, form).compiled)
-        assert torch.equal(found.random, plain.random)
-        for one, other in zip(found.gradients, plain.gradients, strict=True):
+    seen = trace(net(step), (images(9, 3, 6, 6),))
+    plain = seen.values(seen.joint)
+    found = sites(RULE, seen.joint)
+    assert found
+    for site in found:
+        values = seen.values(taken(seen.joint, site))
+        assert torch.equal(values[-1], plain[-1])  # the next random number
+        for one, other in zip(values, plain, strict=True):
             assert_close(one, other, 2e-5)
 
 
 def test_running_statistics() -> None:
-    model, given_ = net(two_stages), (images(9, 3, 6, 6),)
-    plain = train(model, given_, Chunked(RULE, None).compiled)
-    names = names_of(model, given_, RULE)
-    assert any("twice" in name for name in names)  # which compute the statistics
-    for form in range(len(names)):
-        found = train(model, given_, Chunked(RULE, form).compiled)
-        for one, other in zip(found.state, plain.state, strict=True):
-            assert_close(one, other, 1e-6)
+    seen = trace(net(two_stages), (images(9, 3, 6, 6),))
+    plain = seen.values(seen.joint)[: seen.joint.num_forward_outputs]
+    statistics = [i for i, value in enumerate(plain) if value.shape == (WIDTH,)]
+    assert len(statistics) == 4  # two normalisations, each of a mean and a variance
+    found = sites(RULE, seen.joint)
+    assert any("twice" in site.name for site in found)  # which compute the statistics
+    for site in found:
+        values = seen.values(taken(seen.joint, site))
+        for i in statistics:
+            assert_close(values[i], plain[i], 1e-6)
 
 
 def test_each_half_reads_its_own() -> None:
@@ -247,15 +258,21 @@ def test_bfloat16() -> None:
     """Statistics are of 32 bits, as without."""
     model = net(two_stages).bfloat16()
     x = images(32, 3, 6, 6).detach().bfloat16()
-    plain = train(model, (x,), Chunked(RULE, None).compiled)
-    assert names_of(model, (x,), RULE)
-    float64 = train(copy.deepcopy(model).double(), (x.double(),))
-    form = next(i for i, name in enumerate(names_of(model, (x,), RULE)) if "twice" in name)
-    found = train(model, (x,), Chunked(RULE, form).compiled)
-    for one, other, best in zip(found.gradients, plain.gradients, float64.gradients, strict=True):
-        assert one is not None
-        assert other is not None
-        assert best is not None
+    seen, float64 = trace(model, (x,)), trace(copy.deepcopy(model).double(), (x.double(),))
+    site = next(s for s in sites(RULE, seen.joint) if "twice" in s.name)
+    all_values = (
+        seen.values(taken(seen.joint, site)),
+        seen.values(seen.joint),
+        float64.values(float64.joint),
+    )
+    first = seen.joint.num_forward_outputs
+    gradients = [values[first : len(seen.joint.results)] for values in all_values]
+    assert sum(one is not None for one in gradients[0]) == len(list(model.parameters()))
+    for one, other, best in zip(*gradients, strict=True):
+        if one is None:
+            assert other is None
+            assert best is None
+            continue
         assert one.dtype == torch.bfloat16
         worst = (other.double() - best).abs().max().item()
         assert (one.double() - best).abs().max().item() <= 2 * worst + 1e-3

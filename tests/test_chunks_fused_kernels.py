@@ -15,11 +15,10 @@ from fxremat.runtime.chunks import fused_kernels
 from fxremat.runtime.chunks.buffers import layout
 from fxremat.runtime.chunks.operator import ROWS
 from fxremat.runtime.chunks.program import Program, Ref, dump, parse
-from tests.graphs import calls, train
-from tests.row_sites import Chunked
-from tests.test_chunks import V, expected, inputs, one, program
-from tests.test_row_chunks import D, labels, rows
-from tests.test_row_regions import STEPS, WEIGHTED
+from tests.graphs import calls
+from tests.row_sites import sites, taken
+from tests.test_chunks_operator import V, expected, inputs, one, program
+from tests.test_chunks_regions import STEPS, traced
 
 NUMBER_BYTES = 12
 """A number that stands beside a tensor, in the last rows: counted as if beside a partial sum."""
@@ -85,17 +84,15 @@ def assert_fused_is_right(call: fx.Node) -> None:
     assert too_much in (0, NUMBER_BYTES)
 
 
-@pytest.mark.parametrize("name", [*STEPS, "weighted"])
+@pytest.mark.parametrize("name", STEPS)
 def test_calls_of_real_graphs(name: str) -> None:
     """50 rows: the last tile is not a whole one, and runs operator by operator."""
-    step, given = STEPS.get(name, (WEIGHTED, (rows(50, D), labels(50, ignored=True))))
-    tried = 0
+    joint, tried = traced(name), 0
     for rule in (CHUNKED_LOSS, CHUNKED_MLP, CHUNKED_ATTENTION):
-        seen = Chunked(rule, 0)
-        train(step, given, seen.compiled)
-        for call in calls(seen.module.graph, ROWS):
-            assert_fused_is_right(call)
-            tried += 1
+        for site in sites(rule, joint)[:1]:
+            for call in calls(taken(joint, site).module.graph, ROWS):
+                assert_fused_is_right(call)
+                tried += 1
     assert tried
 
 
