@@ -14,16 +14,6 @@ from tests.compat_graphs import ATEN
 from tests.graphs import Capture, batch, compiled, everything_again, linear, mlp
 
 
-def test_without_donated_buffers() -> None:
-    from torch._functorch._aot_autograd import graph_compile
-
-    nothing: Any = None
-    before = graph_compile.collect_bw_donated_buffer_idxs
-    with compat.without_donated_buffers():
-        assert graph_compile.collect_bw_donated_buffer_idxs(nothing, nothing, nothing) == []
-    assert graph_compile.collect_bw_donated_buffer_idxs is before
-
-
 def test_compile_with_inductor() -> None:
     """Our partition is called from Inductor's own compiler, and the gradients are right."""
     seen = Capture(everything_again, fused=True)

@@ -4,7 +4,8 @@ The one place where versions differ; users say ``compat.name``. By theme:
 
 - `configuration`, `sizes`, `dynamo`, `tensors`, `backward`, `measuring`: what torch is set to and
   is doing, symbolic sizes, tensors without memory, autograd, the profiler;
-- `joint_graph`, `partitioning`: the graph that we plan, and how it is cut in two;
+- `joint_graph`, `partitioning`, `donation`: the graph that we plan, how it is cut in two, and what
+  its backward may write over;
 - `compilers`, `post_grad`, `scheduling`: Inductor on its way from a graph to kernels;
 - `generated_code`, `loading`, `kernels`: the code that Inductor writes, run with and without its
   kernels.
@@ -31,7 +32,6 @@ from fxremat.compat.compilers import (
     compile_with_aot_eager,
     compile_with_inductor,
     trace_as_inductor,
-    without_donated_buffers,
 )
 from fxremat.compat.configuration import (
     CUDAGRAPHS,
@@ -48,6 +48,13 @@ from fxremat.compat.configuration import (
     functorch_config,
     inductor_config,
     inductor_patches,
+)
+from fxremat.compat.donation import (
+    donatable,
+    donate,
+    donated_inputs,
+    name_in_forward,
+    only_marked_buffers_donated,
 )
 from fxremat.compat.dynamo import current_frame, ends_in_graph_break, fresh_dynamo_caches
 from fxremat.compat.generated_code import Generated, code_key, generate
@@ -69,6 +76,7 @@ from fxremat.compat.measuring import profiler_memory_events, random_state_kept
 from fxremat.compat.partitioning import extract_forward_backward, saved_names, torch_partition
 from fxremat.compat.post_grad import (
     is_noop_to_inductor,
+    leave_layouts,
     prefers_channels_last,
     return_inputs_as_they_are,
     write_results,
@@ -118,6 +126,9 @@ __all__ = [
     "copy_module",
     "current_frame",
     "decomposed",
+    "donatable",
+    "donate",
+    "donated_inputs",
     "ends_in_graph_break",
     "extract_forward_backward",
     "fake_mode_of",
@@ -137,6 +148,7 @@ __all__ = [
     "is_symbol",
     "is_tangent",
     "kernel_allocates",
+    "leave_layouts",
     "leaves_of_one_edge",
     "leaves_of_one_node",
     "leaves_of_this_node",
@@ -144,8 +156,10 @@ __all__ = [
     "must_be_in_backward",
     "must_be_in_forward",
     "mutated_input_of",
+    "name_in_forward",
     "names_being_scheduled",
     "no_other_backward",
+    "only_marked_buffers_donated",
     "outside_fake_mode",
     "plan_for_sizes_seen",
     "prefers_channels_last",
@@ -166,7 +180,6 @@ __all__ = [
     "trace_as_inductor",
     "user_tag",
     "watch_backwards",
-    "without_donated_buffers",
     "without_memory",
     "write_results",
 ]

@@ -2,31 +2,13 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator, Mapping, Sequence
-from contextlib import contextmanager
+from collections.abc import Callable, Mapping, Sequence
 from typing import Any, cast
 
 from torch import fx
 
 from fxremat.compat.configuration import inductor_config
-
-
-@contextmanager
-def without_donated_buffers() -> Iterator[None]:
-    """What is compiled inside donates no saved tensor to its backward.
-
-    Donated buffers would save a little and make ``backward(retain_graph=True)`` an error. The
-    option of torch is no help: it is asked again when the backward runs, and a graph of which
-    nothing was noted then passes for one that donates.
-    """
-    from torch._functorch._aot_autograd import graph_compile
-
-    found = graph_compile.collect_bw_donated_buffer_idxs
-    graph_compile.collect_bw_donated_buffer_idxs = lambda *_: []
-    try:
-        yield
-    finally:
-        graph_compile.collect_bw_donated_buffer_idxs = found
+from fxremat.compat.donation import only_marked_buffers_donated
 
 
 def compile_with_inductor(
@@ -35,7 +17,7 @@ def compile_with_inductor(
     """Inductor's whole compiler with ``patches`` in its configuration, backward included."""
     from torch._inductor.compile_fx import compile_fx
 
-    with without_donated_buffers():
+    with only_marked_buffers_donated():
         compiled: Any = compile_fx(gm, inputs, config_patches=dict(patches), **kwargs)
     return cast("Callable[..., Any]", compiled)
 
@@ -52,7 +34,7 @@ def compile_with_aot_eager(
         partition_fn=partition,
         keep_inference_input_mutations=True,
     )
-    with without_donated_buffers():
+    with only_marked_buffers_donated():
         compiled: Callable[..., Any] = compiler(gm, inputs)
     return compiled
 
@@ -77,7 +59,7 @@ def trace_as_inductor(
             _recursive_joint_graph_passes(module)
             return partition(module, joint_inputs, **kwargs)
 
-    with inductor_config.patch(dict(patches)), without_donated_buffers():
+    with inductor_config.patch(dict(patches)), only_marked_buffers_donated():
         compiler = aot_autograd(
             fw_compiler=boxed_nop,
             partition_fn=with_joint_passes,

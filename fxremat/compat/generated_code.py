@@ -10,6 +10,7 @@ import torch
 from torch import fx
 
 from fxremat.compat.configuration import caches_disabled, inductor_config
+from fxremat.compat.donation import donated_inputs, name_in_forward
 from fxremat.compat.joint_graph import copy_module
 from fxremat.compat.post_grad import unmarked
 
@@ -39,8 +40,8 @@ def generate(
     """Inductor's code for ``module`` under the current configuration; no kernel is compiled.
 
     The user sees the first ``seen_outputs`` results, so that they keep their strides; None: those
-    of a backward, as configured. ``input_strides`` replaces the strides of inputs, by placeholder
-    name: the backward reads what the forward saved in the layout that Inductor chose there.
+    of a backward, as configured. ``input_strides`` replaces the strides of inputs, by name in the
+    forward: the backward reads what the forward saved in the layout that Inductor chose there.
     """
     from torch._dynamo.utils import counters
     from torch._guards import detect_fake_mode
@@ -83,6 +84,7 @@ def generate(
             V.set_extern_kernel_nodes([]),
             maybe_disable_comprehensive_padding(inputs),
         ):
+            lowering.bw_donated_idxs = donated_inputs(module) if is_backward else []
             lowering.freeze_runtime_asserts()
             lowering.run(*inputs)
             code = lowering.codegen()[0]
@@ -132,10 +134,11 @@ def _record_seen_outputs(output: fx.Node, count: int | None) -> None:
 
 def _set_strides(placeholders: Sequence[fx.Node], strides: Mapping[str, Any]) -> None:
     for node in placeholders:
-        if node.name in strides:
+        name = name_in_forward(node)
+        if name in strides:
             old = node.meta["val"]
             node.meta["val"] = torch.empty_strided(
-                old.shape, strides[node.name], dtype=old.dtype, device=old.device
+                old.shape, strides[name], dtype=old.dtype, device=old.device
             )
 
 

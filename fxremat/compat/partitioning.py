@@ -9,6 +9,7 @@ from typing import Any
 import torch._functorch.partitioners as _partitioners
 from torch import fx
 
+from fxremat.compat.donation import name_in_forward
 from fxremat.compat.joint_graph import copy_module, is_opaque, is_symbol, is_tangent
 
 _EXTRACT_ARGUMENTS = frozenset(inspect.signature(_partitioners._extract_fwd_bwd_modules).parameters)
@@ -31,7 +32,7 @@ def torch_partition(
 def saved_names(backward: fx.GraphModule) -> tuple[str, ...]:
     """What a backward reads of its forward, by the names in the joint graph, in order."""
     placeholders = [node for node in backward.graph.nodes if node.op == "placeholder"]
-    return tuple(node.name for node in placeholders if not is_tangent(node))
+    return tuple(name_in_forward(node) for node in placeholders if not is_tangent(node))
 
 
 def extract_forward_backward(

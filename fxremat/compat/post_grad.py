@@ -8,6 +8,8 @@ from typing import Any
 import torch
 from torch import fx
 
+_FREE = "_in_any_layout"
+
 _LIBRARY: Any = torch.library.Library("fxremat", "DEF")  # type: ignore[no-untyped-call]
 _LIBRARY.define("written(Tensor(a) x) -> Tensor(a)")
 _LIBRARY.impl("written", torch.ops.aten.alias.default, "CompositeExplicitAutograd")
@@ -33,7 +35,10 @@ def return_inputs_as_they_are(graph: fx.Graph) -> None:
 
     Of the images and weights of convolutions that the backward reads it would make such copies, and
     keep them until then. What the user sees it leaves as it is; so they are said to be seen.
+    Graphs that `leave_layouts` has marked are left alone.
     """
+    if any(node.name.endswith(_FREE) for node in graph.nodes):
+        return
     output = graph.output_node()
     seen = output.meta.get("user_visible_output_idxs")
     if seen is None or not isinstance(output.args[0], (list, tuple)):
@@ -44,6 +49,20 @@ def return_inputs_as_they_are(graph: fx.Graph) -> None:
         if isinstance(node, fx.Node) and node.op == "placeholder"
     ]
     output.meta["user_visible_output_idxs"] = sorted({*seen, *inputs})
+
+
+def leave_layouts(forward: fx.GraphModule) -> None:
+    """Mark a forward whose inputs Inductor may return in any layout, as it does for plain torch.
+
+    The mark is in a name, so that the graph's text differs for Inductor's caches. A graph all of
+    whose results are inputs or results of its ops has no place for one, and is left as it is.
+    """
+    kept = set(forward.graph.output_node().all_input_nodes)
+    inner = (n for n in forward.graph.nodes if n.op == "call_function" and n not in kept)
+    node = next(inner, None)
+    if node is not None:
+        node._rename(node.name + _FREE)
+        forward.recompile()
 
 
 def unmarked(node: fx.Node) -> fx.Node:

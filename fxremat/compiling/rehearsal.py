@@ -284,8 +284,9 @@ def _pass_on(
     meter.code = None
     arguments = {}
     for node in _placeholders(backward):
-        argument = given[node.name] if node.name in given else _input(node)
-        if node.name not in given and isinstance(argument, torch.Tensor):
-            meter.add([argument], node.name)
-        arguments[node.name] = argument
+        name = compat.name_in_forward(node)
+        argument = given[name] if name in given else _input(node)
+        if name not in given and isinstance(argument, torch.Tensor):
+            meter.add([argument], name)
+        arguments[name] = argument
     return arguments

@@ -1,0 +1,145 @@
+"""Saved tensors that the backward may write over, where they are marked."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import pytest
+import torch
+from torch import fx, nn
+from torch.nn import functional as F
+
+from fxremat import compat
+from tests.compat_graphs import half
+from tests.graphs import batch
+
+
+class Classifier(nn.Module):
+    """The cross-entropy of logits."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.head = nn.Linear(64, 500)
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        return F.cross_entropy(self.head(x), torch.zeros(len(x), dtype=torch.int64))
+
+
+LOGITS = "empty_strided_cpu((32, 500)"
+
+
+def code_of(backward: fx.GraphModule) -> str:
+    return compat.generate(backward, is_backward=True).source
+
+
+def test_the_gradient_of_logits_is_written_over_them() -> None:
+    """The same backward allocates a gradient of its own before, and none after it is marked."""
+    codes: list[str] = []
+    keys: list[str | None] = []
+
+    def step(forward: fx.GraphModule, backward: fx.GraphModule) -> None:
+        names = compat.donatable(forward, backward, 1)
+        assert "addmm" in names
+        assert not any(name.startswith("primals") for name in names)
+        saved = compat.saved_names(backward)
+        for marked in ((), ("addmm",)):
+            compat.donate(backward, marked)
+            keys.append(compat.code_key(backward, is_backward=True))
+            codes.append(code_of(backward))
+        assert compat.saved_names(backward) == saved
+        assert compat.donated_inputs(backward) == [saved.index("addmm")]
+        backward.graph.lint()
+
+    half(Classifier(), step)
+    assert [LOGITS in code for code in codes] == [True, False]
+    assert None not in keys
+    assert keys[0] != keys[1]  # else Inductor's cache would give the one for the other
+
+
+def test_names_in_the_forward() -> None:
+    def step(forward: fx.GraphModule, backward: fx.GraphModule) -> None:
+        compat.donate(backward, compat.donatable(forward, backward, 1))
+        known = {node.name for node in forward.graph.nodes} | {"tangents_1"}
+        inputs = [node for node in backward.graph.nodes if node.op == "placeholder"]
+        assert {compat.name_in_forward(node) for node in inputs} <= known
+        assert not {node.name for node in inputs} <= known
+
+    half(Classifier(), step)
+
+
+def views(x: torch.Tensor) -> tuple[fx.GraphModule, fx.GraphModule]:
+    """Halves whose forward saves an exponential, a view of it, a view of its input and a sine."""
+    from torch.fx.experimental.proxy_tensor import make_fx
+
+    def forward(x: torch.Tensor) -> Any:
+        exponential = x.exp()
+        return x.cos(), exponential, exponential.view(-1), x.view(-1), x.sin()
+
+    def backward(a: Any, b: Any, c: Any, d: Any) -> Any:
+        return (a * d + (b * c).view(a.shape),)
+
+    made = make_fx(forward, tracing_mode="fake")(x)
+    results: Any = made.graph.output_node().args[0]
+    mode = results[0].meta["val"].fake_mode
+    with mode:
+        second = make_fx(backward)(*(node.meta["val"] for node in results[1:]))
+    return made, second
+
+
+def test_what_shares_its_memory_is_not_donated() -> None:
+    """Neither what is a view of an input, nor two saved tensors of one storage."""
+    forward, backward = views(torch.randn(4, 4))
+    assert compat.donatable(forward, backward, 1) == ("sin",)
+    assert compat.donatable(forward, backward, 5) == ()
+
+
+def test_nothing_is_donated_where_the_user_forbids_it() -> None:
+    def step(forward: fx.GraphModule, backward: fx.GraphModule) -> None:
+        with compat.functorch_config.patch(donated_buffer=False):
+            assert compat.donatable(forward, backward, 1) == ()
+
+    half(Classifier(), step)
+
+
+@pytest.mark.parametrize("donates", [False, True])
+def test_a_backward_that_donates_runs_once(donates: bool) -> None:
+    """torch itself refuses to keep its graph; without marks it may be kept, as torch would not."""
+
+    def partition(module: fx.GraphModule, inputs: Any, **kwargs: Any) -> Any:
+        forward, backward = compat.torch_partition(module, inputs, **kwargs)
+        if donates:
+            compat.donate(backward, compat.donatable(forward, backward, kwargs["num_fwd_outputs"]))
+        return forward, backward
+
+    def backend(gm: fx.GraphModule, inputs: Any) -> Any:
+        return compat.compile_with_aot_eager(gm, inputs, partition)
+
+    model = Classifier()
+    torch._dynamo.reset()
+    call = torch.compile(model, backend=backend)
+    call(batch(32, 64)).backward()
+    loss = call(batch(32, 64))
+    if donates:
+        with pytest.raises(RuntimeError, match="retain_graph=False"):
+            loss.backward(retain_graph=True)
+    else:
+        loss.backward(retain_graph=True)
+        loss.backward()
+
+
+def test_only_marked_buffers_are_donated() -> None:
+    from torch._functorch._aot_autograd import graph_compile
+
+    nothing: Any = None
+    before = graph_compile.collect_bw_donated_buffer_idxs
+
+    def step(forward: fx.GraphModule, backward: fx.GraphModule) -> None:
+        with compat.only_marked_buffers_donated():
+            collect = graph_compile.collect_bw_donated_buffer_idxs
+            assert collect(forward, backward, nothing) == []
+            compat.donate(backward, ("addmm",))
+            assert collect(forward, backward, nothing) == compat.donated_inputs(backward) != []
+        assert graph_compile.collect_bw_donated_buffer_idxs is not collect
+
+    half(Classifier(), step)
+    assert graph_compile.collect_bw_donated_buffer_idxs is before
