@@ -11,6 +11,7 @@ import torch
 
 from fxremat import compat
 from fxremat.cost import workspaces
+from fxremat.cost.op_times import made_real
 from fxremat.cost.peak import measure_peak
 from fxremat.cost.workspaces import Workspaces
 from fxremat.sizes import format_bytes
@@ -117,7 +118,7 @@ def batch_of(images: int) -> tuple[Any, ...]:
 
 def no_room_above(images: int, error: Exception, monkeypatch: pytest.MonkeyPatch) -> None:
     """Runs on more images than that fail, as if memory did not suffice."""
-    made = workspaces.made_real
+    made = made_real
 
     def limited(value: Any, *args: Any) -> Any:
         tensor = made(value, *args)

@@ -63,7 +63,7 @@ class Chain(nn.Module):
         return F.cross_entropy(self.head(x).flatten(0, 1), tokens.flatten())
 
 
-QUICK = {"executor": "aot_eager", "solver": "greedy", "variants": "none"}
+QUICK: dict[str, Any] = {"executor": "aot_eager", "solver": "greedy", "variants": "none"}
 
 
 def chain(depth: int) -> tuple[Chain, Tensor, dict[str, Any]]:
@@ -158,7 +158,8 @@ def test_graphs_of_one_model_are_no_surprise_to_each_other() -> None:
             x = self.embedding(tokens)
             x = self.blocks[0](x)
             torch._dynamo.graph_break()
-            return self.blocks[1](x).square().mean()
+            y: Tensor = self.blocks[1](x)
+            return y.square().mean()
 
     torch.manual_seed(0)
     model, tokens = Broken(2), torch.randint(32, (8, 128))
@@ -207,7 +208,7 @@ def test_a_forward_is_in_flight_until_its_backward() -> None:
     call, x = watched()
     loss = call(x).sum()
     assert number_in_flight() == 1
-    loss.backward()
+    torch.autograd.backward(loss)
     assert number_in_flight() == 0
     with told() as found:
         other = call(x)  # while the loss of before is still there
@@ -236,9 +237,9 @@ def test_a_forward_whose_graph_is_gone_holds_nothing() -> None:
 def test_a_graph_that_is_retained_holds_what_it_saved() -> None:
     call, x = watched()
     loss = call(x).sum()
-    loss.backward(retain_graph=True)
+    torch.autograd.backward(loss, retain_graph=True)
     assert number_in_flight() == 1
-    loss.backward()
+    torch.autograd.backward(loss)
     assert number_in_flight() == 0
     torch.testing.assert_close(x.grad, 2 * x.exp())
 
@@ -300,10 +301,10 @@ def test_what_checkpointing_throws_away_is_not_counted() -> None:
         for _ in range(3):
             y = checkpoint(call, y, use_reentrant=False)
         assert number_in_flight() == 0
-        y.sum().backward()
+        torch.autograd.backward(y.sum())
     assert found == []
     other = x.detach().requires_grad_()
-    other.exp().exp().exp().sum().backward()
+    torch.autograd.backward(other.exp().exp().exp().sum())
     torch.testing.assert_close(x.grad, other.grad)
 
 
@@ -342,7 +343,7 @@ class Tagged(Tensor):
     @classmethod
     def __torch_function__(cls, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
         Tagged.seen += 1
-        return super().__torch_function__(func, types, args, kwargs or {})
+        return super().__torch_function__(func, types, args, kwargs or {})  # type: ignore[no-untyped-call]
 
 
 def test_subclasses_are_left_alone() -> None:

@@ -6,6 +6,7 @@ import json
 import os
 from dataclasses import replace
 from pathlib import Path
+from typing import Any
 
 import pytest
 import torch
@@ -88,7 +89,11 @@ def test_a_cache_that_cannot_be_written_fails_no_compilation(tmp_path: Path) -> 
     """A file stands where the folder for our files should be."""
     (tmp_path / "fxremat").write_text("no folder")
     torch._dynamo.reset()
-    options = {"executor": "aot_eager", "memory_budget": "2MiB", "op_times": "measured"}
+    options: dict[str, Any] = {
+        "executor": "aot_eager",
+        "memory_budget": "2MiB",
+        "op_times": "measured",
+    }
     model, x = nn.Conv2d(3, 4, 3), torch.ones(2, 3, 8, 8)
     call = torch.compile(model, backend="fxremat", options=options)
     call(x).sum().backward()

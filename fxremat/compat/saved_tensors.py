@@ -15,8 +15,6 @@ import torch
 _NODE_CLASS = "CompiledFunctionBackward"
 _VIEWS_BETWEEN = 3  # a result that is a view is made anew behind the compiled function
 
-_disable: Any = torch.compiler.disable  # type: ignore[attr-defined]
-
 
 def autograd_position() -> int:
     """A number that grows with each node which autograd makes in this thread."""
@@ -64,7 +62,7 @@ def when_freed(node: Any, call: Callable[[], object]) -> None:
     node.register_prehook(partial(_unless_kept, call))
 
 
-@_disable
+@torch.compiler.disable  # type: ignore[untyped-decorator]
 def _unless_kept(call: Callable[[], object], _: object) -> None:
     if not torch._C._autograd._get_current_graph_task_keep_graph():
         call()
