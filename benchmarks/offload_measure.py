@@ -36,7 +36,7 @@ from .models import build
 from .offload_picture import Streams
 from .offload_steps import Contestant, compiled, middle, planned_streams, targets_not_filled
 from .rows import MIB, format_table
-from .training import gradient_error
+from .training import gradient_error, report_fields
 
 TRACED_STEPS = 5
 KEEP, RECOMPUTE, BOTH = "keep", "recompute", "both"
@@ -85,6 +85,8 @@ class Row:
     predicted_ratio: float | None
     loss: float
     gradient_error: float
+    report: dict[str, Any] | None = None
+    """fxremat's facts: variants taken, rehearsals, seconds of each stage and more."""
     step_seconds: list[float] = field(default_factory=list)
     cpu_seconds: list[float] = field(default_factory=list)
     ratios: list[float] = field(default_factory=list)
@@ -238,6 +240,7 @@ def _row(one: Contestant, seed: int, expected: dict[str, torch.Tensor]) -> Row:
         predicted_ratio=None if report is None else 1 + report.time_overhead,
         loss=loss,
         gradient_error=gradient_error(gradients, expected),
+        report=None if report is None else report_fields(report),
     )
 
 

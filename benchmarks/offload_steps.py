@@ -84,8 +84,8 @@ def compiled(
     options: dict[str, Any] | None,
 ) -> Contestant:  # fmt: skip
     """Compile a copy of the model, with fxremat where there are options for it, and warm up."""
+    from fxremat import reports
     from fxremat.backend import fxremat  # itself, not its name: works without installation
-    from fxremat.compiling.session import reports
 
     model = copy.deepcopy(model)
     if options is None:

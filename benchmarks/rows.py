@@ -1,6 +1,6 @@
 """The figures of one variant on one model, and how they are printed."""
 
-from collections.abc import Iterable
+from collections.abc import Iterable, Mapping
 from dataclasses import asdict, dataclass, field
 from statistics import median
 from typing import Any
@@ -39,6 +39,16 @@ class Row:
         return self.report["predicted_peak_bytes"] if self.report else None
 
     @property
+    def planned_ratio(self) -> float | None:
+        """The step's time against keeping everything, by fxremat's plan."""
+        return 1 + self.report["time_overhead"] if self.report else None
+
+    @property
+    def variants(self) -> dict[str, int]:
+        """How many sites of each rule fxremat took."""
+        return self.report.get("variants", {}) if self.report else {}
+
+    @property
     def obeyed(self) -> bool | None:
         """Whether the measured peak is within the budget."""
         if self.budget_bytes is None or self.peak_bytes is None:
@@ -65,7 +75,8 @@ class Row:
     def to_json(self) -> dict[str, Any]:
         """Fields and derived figures."""
         derived = (
-            "above_bytes", "predicted_bytes", "obeyed", "prediction_error", "step_ms", "time_ratio"
+            "above_bytes", "predicted_bytes", "planned_ratio", "variants", "obeyed",
+            "prediction_error", "step_ms", "time_ratio",
         )  # fmt: skip
         return {**asdict(self), **{name: getattr(self, name) for name in derived}}
 
@@ -100,9 +111,11 @@ COLUMNS: dict[str, Any] = {
     "error": lambda row: _number(row.prediction_error, ".2%"),
     "step ms": lambda row: _number(row.step_ms, ".1f"),
     "time": lambda row: _number(row.time_ratio, ".3f"),
+    "planned": lambda row: _number(row.planned_ratio, ".3f"),
     "compile s": lambda row: _number(row.compile_seconds, ".1f"),
     "loss": lambda row: _number(row.loss, ".5f"),
     "gradients": lambda row: _number(row.gradient_error, ".1e"),
+    "variants": lambda row: str(sum(row.variants.values())) if row.report else "",
 }
 
 
@@ -118,7 +131,14 @@ def format_table(lines: list[list[str]]) -> str:
     )
 
 
+def counts(variants: Mapping[str, int]) -> str:
+    """Rules and how many sites of each, in words."""
+    return ", ".join(f"{rule} x{count}" for rule, count in variants.items())
+
+
 def _remark(row: Row) -> str | None:
+    if row.variants:
+        return f"  {row.variant}: {counts(row.variants)}"
     if row.minimum_bytes is not None:
         return f"  {row.variant}: the budget cannot be met; least {_mib(row.minimum_bytes)} MiB"
     return f"  {row.variant}: {row.error}" if row.error else None

@@ -1,6 +1,8 @@
 """A training step of one variant, in this process: compile it, time it, measure it."""
 
+import re
 import time
+from collections import Counter
 from collections.abc import Callable, Iterator, Mapping
 from dataclasses import dataclass, field
 from typing import Any
@@ -186,8 +188,8 @@ def compile_fxremat(
     more: Mapping[str, Any] | None = None,
 ) -> Training:
     """Compile `model` with fxremat under `budget` bytes and `more` options, and warm up."""
+    from fxremat import reports
     from fxremat.backend import fxremat  # itself, not its name: works without installation
-    from fxremat.compiling.session import reports
 
     torch.compiler.reset()
     options: dict[str, Any] = {"memory_budget": budget, "reserve": reserve, **(more or {})}
@@ -228,16 +230,31 @@ def infeasible_budget(error: BaseException | None) -> Infeasible | None:
     return None
 
 
-REPORT_FIELDS = (
+NUMBERS = (
     "predicted_peak_bytes",
+    "planned_peak_bytes",
     "minimum_peak_bytes",
     "keep_all_peak_bytes",
     "budget_bytes",
     "time_overhead",
+    "rehearsals",
     "seconds",
 )
 
 
-def report_fields(report: object) -> dict[str, Any]:
-    """The plain numbers of a report, for JSON."""
-    return {name: getattr(report, name, None) for name in REPORT_FIELDS}
+def report_fields(report: Any) -> dict[str, Any]:
+    """The plain facts of a report, for JSON.
+
+    ``time_overhead`` is what the plan adds to keep-all's time, as a part of it; ``seconds`` those
+    of each stage; ``variants`` how many sites of each rule are taken, and ``variant_names`` which.
+    """
+    taken = [row.what for row in report.variants]
+    numbers = {name: getattr(report, name) for name in NUMBERS}
+    return {**numbers, "variants": dict(Counter(map(rule_of, taken))), "variant_names": taken}
+
+
+def rule_of(variant: str) -> str:
+    """The rule of a variant, by the variant's name: the first word of it."""
+    found = re.match(r"\w+", variant)
+    assert found is not None, variant
+    return found.group()

@@ -1,18 +1,21 @@
 """Models that others wrote, from Hugging Face's transformers, under several budgets.
 
-    python -m benchmarks.unseen [--models gpt2,t5]
+    python -m benchmarks.unseen [--models gpt2,t5] [--out unseen.json]
 
 Random weights, small configurations, their own dropout. Needs the package `transformers`, which
-fxremat itself does not. The gradients' error is the median over STEPS steps with different dropout,
-and the largest: where the forward rounds differently, the input of a ReLU that is zero but for
-rounding may fall on its other side, and the gradient of such a step differs by what that element
-adds to it.
+fxremat itself does not. Planned: the time that the plan adds to keep-all's; variants: how many are
+taken. The gradients' error is the median over STEPS steps with different dropout, and the largest:
+where the forward rounds differently, the input of a ReLU that is zero but for rounding may fall on
+its other side, and the gradient of such a step differs by what that element adds to it.
 """
 
 import argparse
 import importlib
 import importlib.util
+import json
 from collections.abc import Callable, Iterable, Iterator
+from dataclasses import asdict, dataclass, field, replace
+from pathlib import Path
 from statistics import median
 from typing import Any
 
@@ -21,6 +24,7 @@ from torch import Tensor, fx, nn
 
 from fxremat.cost.peak import held_bytes
 
+from .machine import describe_machine
 from .training import Infeasible, Training, gradient_error, prepare
 from .ways import VARIANTS
 
@@ -32,7 +36,7 @@ SEED = 1
 STEPS = 5
 HEAD = (
     "model", "budget", "MiB", "measured", "obeyed", "promised", "error", "gradients", "largest",
-    "compile s",
+    "step ms", "planned", "variants", "compile s",
 )  # fmt: skip
 WIDTH_OF_CELL = 9
 
@@ -163,16 +167,64 @@ def unread_bytes(model: nn.Module, arguments: tuple[Any, ...]) -> int:
     return held_bytes(model, arguments, *read) - held_bytes(*read)
 
 
-def lines(name: str) -> Iterator[list[str]]:
-    """The table of one model, line by line as they are measured: compile first."""
+@dataclass
+class Row:
+    """One budget; ``report`` has fxremat's facts, the variants taken among them."""
+
+    model: str
+    what: str
+    budget_bytes: int | None = None
+    minimum_bytes: int | None = None
+    peak_bytes: int | None = None
+    gradient_errors: list[float] = field(default_factory=list)
+    step_seconds: list[float] = field(default_factory=list)
+    compile_seconds: float | None = None
+    report: dict[str, Any] | None = None
+
+    def cells(self) -> list[str]:
+        """A line of the table."""
+        start = [self.model, self.what, _mib(self.budget_bytes)]
+        if self.peak_bytes is None:
+            least = f"least {_mib(self.minimum_bytes)}" if self.minimum_bytes else "no minimum"
+            return [*start, "", least]
+        compiled = "" if self.compile_seconds is None else f"{self.compile_seconds:.0f}"
+        time = [f"{1e3 * median(self.step_seconds):.1f}", *self._planned(), compiled]
+        return [*start, _mib(self.peak_bytes), *self._promises(), *time]
+
+    def _promises(self) -> list[str]:
+        if self.report is None or self.budget_bytes is None or self.peak_bytes is None:
+            return [""] * 5
+        promised = self.report["predicted_peak_bytes"]
+        return [
+            "yes" if self.peak_bytes <= self.budget_bytes else "NO",
+            _mib(promised),
+            f"{abs(promised - self.peak_bytes) / self.peak_bytes:.2%}",
+            f"{median(self.gradient_errors):.1e}",
+            f"{max(self.gradient_errors):.1e}",
+        ]
+
+    def _planned(self) -> list[str]:
+        if self.report is None:
+            return ["", ""]
+        return [f"{self.report['time_overhead']:+.1%}", str(sum(self.report["variants"].values()))]
+
+
+def _mib(count: int | None) -> str:
+    return "" if count is None else f"{count / MIB:.1f}"
+
+
+def rows_of(name: str) -> Iterator[Row]:
+    """The rows of one model, one by one as they are measured: compile first."""
     reference = prepare(VARIANTS["compile"], *make(name))
-    peak = reference.measure().peak_bytes
+    row = _measured(Row(name, "compile"), reference)
+    assert row.peak_bytes is not None
     expected = _gradients(reference)
     reserve = unread_bytes(*make(name))
-    yield [name, "compile", "", f"{peak / MIB:.1f}", "", "", "", "", "", _seconds(reference)]
+    yield row
     for fraction in FRACTIONS:
-        yield [name, f"{fraction:.0%}", *_cells(name, int(fraction * peak), reserve, expected)]
-    yield [name, "minimum", *_cells(name, None, reserve, expected)]
+        budget = int(fraction * row.peak_bytes)
+        yield _row(Row(name, f"{fraction:.0%}", budget), reserve, expected)
+    yield _row(Row(name, "minimum"), reserve, expected)
 
 
 def _gradients(training: Training) -> list[dict[str, Tensor]]:
@@ -180,37 +232,24 @@ def _gradients(training: Training) -> list[dict[str, Tensor]]:
     return [training.gradients(SEED + step)[1] for step in range(STEPS)]
 
 
-def _cells(
-    name: str, budget: int | None, reserve: int, expected: list[dict[str, Tensor]]
-) -> list[str]:
+def _row(row: Row, reserve: int, expected: list[dict[str, Tensor]]) -> Row:
+    """A row of fxremat, filled in."""
+    way = VARIANTS["fxremat@min"]
     try:
-        training = prepare(VARIANTS["fxremat@min"], *make(name), budget, reserve)
+        training = prepare(way, *make(row.model), row.budget_bytes, reserve)
     except Infeasible as error:
-        asked = "" if budget is None else f"{budget / MIB:.1f}"
-        least = error.minimum_bytes
-        return [asked, "", f"least {least / MIB:.1f}" if least else "no minimum", "", "", "", ""]
-    return _figures(training, expected)
+        return replace(row, minimum_bytes=error.minimum_bytes)
+    row.report = training.report or {}
+    row.budget_bytes = row.report["budget_bytes"]
+    row.gradient_errors = list(map(gradient_error, _gradients(training), expected))
+    return _measured(row, training)
 
 
-def _figures(training: Training, expected: list[dict[str, Tensor]]) -> list[str]:
-    measured = training.measure().peak_bytes
-    errors = list(map(gradient_error, _gradients(training), expected))
-    report: dict[str, Any] = training.report or {}
-    budget, promised = report["budget_bytes"], report["predicted_peak_bytes"]
-    return [
-        f"{budget / MIB:.1f}",
-        f"{measured / MIB:.1f}",
-        "yes" if measured <= budget else "NO",
-        f"{promised / MIB:.1f}",
-        f"{abs(promised - measured) / measured:.2%}",
-        f"{median(errors):.1e}",
-        f"{max(errors):.1e}",
-        _seconds(training),
-    ]
-
-
-def _seconds(training: Training) -> str:
-    return f"{training.compile_seconds:.0f}"
+def _measured(row: Row, training: Training) -> Row:
+    row.peak_bytes = training.measure().peak_bytes
+    row.step_seconds = training.time_steps(STEPS)
+    row.compile_seconds = training.compile_seconds
+    return row
 
 
 def show(line: Iterable[str]) -> None:
@@ -224,14 +263,20 @@ def main() -> None:
     parser.formatter_class = argparse.RawDescriptionHelpFormatter
     parser.add_argument("--models", default=",".join(MODELS))
     parser.add_argument("--threads", type=int, default=torch.get_num_threads())
+    parser.add_argument("--out", type=Path, help="JSON file")
     options = parser.parse_args()
     if importlib.util.find_spec("transformers") is None:
         raise SystemExit("this benchmark needs transformers: python -m pip install transformers")
     torch.set_num_threads(options.threads)
+    rows: list[dict[str, Any]] = []
     for name in options.models.split(","):
         show(HEAD)
-        for line in lines(name):
-            show(line)
+        for row in rows_of(name):
+            show(row.cells())
+            rows.append(asdict(row))
+            if options.out is not None:
+                data = {"machine": describe_machine("cpu", options.threads), "rows": rows}
+                options.out.write_text(json.dumps(data, indent=1) + "\n")
 
 
 if __name__ == "__main__":

@@ -1,23 +1,19 @@
-"""What other forms of ops are worth: beside recomputation, alone, one after the other, together.
+"""What variants are worth: beside recomputation, alone, one after the other, together.
 
     python -m benchmarks.variants plans --models resnet,vgg,gpt50k --budgets 80,50,33
-    python -m benchmarks.variants rows
     python -m benchmarks.variants convergence
 
 `plans` is simulated, the ablation of MONeT (arXiv 2010.14501, section 5): the training step is
 traced with the rates of a device, and four ways to meet a budget (percent of keep-all's peak) are
 compared by the time that they add to it. Every plan is judged by the independent checker.
 
-    recompute   no other forms
-    variants    other forms, but nothing runs again
-    in turn     the forms of `variants`, or those that save time, then what has to run again
+    recompute   no variants
+    variants    variants, but nothing runs again
+    in turn     those of `variants`, or those that save time, then what has to run again
     together    one decision
 
-`rows` runs real steps on the CPU, of a small model for each row of the table: the least budget that
-can be met, its measured peak and its step's time, without the row and with it.
-
-`convergence` trains two small models in every lossy form beside exact training: the same data, the
-same weights to begin with.
+`convergence` trains two small models in every lossy variant beside exact training: the same data,
+the same weights to begin with. What each rule alone is worth shows `benchmarks.rules`.
 """
 
 from __future__ import annotations
@@ -25,8 +21,9 @@ from __future__ import annotations
 import argparse
 import json
 import sys
+from collections import Counter
 from collections.abc import Sequence
-from dataclasses import asdict, dataclass, replace
+from dataclasses import asdict, dataclass, field, replace
 from pathlib import Path
 from typing import Any
 
@@ -47,6 +44,7 @@ from fxremat.planner import SolverOptions, solve
 from .machine import describe_machine
 from .models import MODELS, SIZES, build
 from .rows import MIB, format_table
+from .training import rule_of
 
 WAYS = ("recompute", "variants", "in turn", "together")
 SAME = 1e-6
@@ -57,7 +55,7 @@ SAME = 1e-6
 class Row:
     """One way to meet one budget; ``added`` is what it adds to the time of keep-all, None if none.
 
-    ``least_bytes`` is the least peak found where the budget cannot be met.
+    ``peak_bytes`` is the least found where the budget cannot be met; ``rules`` counts the variants.
     """
 
     model: str
@@ -70,6 +68,7 @@ class Row:
     variants: int
     runs: int
     seconds: float
+    rules: dict[str, int] = field(default_factory=dict)
 
     def cell(self) -> str:
         """For the table."""
@@ -79,7 +78,7 @@ class Row:
 
 
 def problem_of(name: str, size: str, device: str, lossy: bool) -> Problem:
-    """The step traced without memory, with all forms as alternatives."""
+    """The step traced without memory, with all variants as alternatives."""
     spec = spec_named(device)
     rules = rules_named(None, allow_lossy=lossy)
     dtype = torch.bfloat16 if size == "gpu" else torch.float32
@@ -93,9 +92,9 @@ def ways(problem: Problem, budget: int, solver: str) -> dict[str, Plan]:
     options = SolverOptions()
 
     def then_again(first: Plan) -> Plan:
-        """What has to run again on top of the forms of a plan."""
-        forms = take(problem, first.variants)
-        return replace(solve(forms, budget, solver, options), variants=first.variants)
+        """What has to run again on top of the variants of a plan."""
+        left = take(problem, first.variants)
+        return replace(solve(left, budget, solver, options), variants=first.variants)
 
     once = run_once(problem)
     alone, fastest = (solve(once, limit, solver, options) for limit in (budget, None))
@@ -127,6 +126,7 @@ def rows_of(name: str, problem: Problem, percent: int, solver: str) -> list[Row]
                 plan.time_us / base - 1 if fits else None,
                 None if bound is None else bound / base - 1,
                 len(plan.variants), sum(plan.repeats().values()), plan.seconds,
+                dict(Counter(map(rule_of, plan.variants))),
             )
         )  # fmt: skip
     return out
@@ -154,7 +154,7 @@ def table(rows: Sequence[Row]) -> str:
         cells = [found[way].cell() for way in WAYS]
         lines.append([model, f"{percent} %", f"{budget / MIB:.0f}", *cells,
                       str(found["together"].variants), str(found["together"].runs)])  # fmt: skip
-    head = ["model", "budget", "MiB", *WAYS, "forms", "runs again"]
+    head = ["model", "budget", "MiB", *WAYS, "variants", "runs again"]
     return format_table([head, *lines])
 
 
@@ -171,14 +171,7 @@ def parse_arguments(words: Sequence[str] | None = None) -> argparse.Namespace:
     plans.add_argument("--solver", default="auto")
     plans.add_argument("--allow-lossy", action="store_true")
     plans.add_argument("--out", type=Path, help="JSON file")
-    rows = commands.add_parser("rows", help="real steps: each row of the table alone")
-    rows.add_argument("--names", default="all", help="of the table")
-    rows.add_argument("--rounds", type=int, default=5)
-    rows.add_argument("--steps", type=int, default=3)
-    rows.add_argument("--device", choices=("cpu", "cuda"), default="cpu")
-    rows.add_argument("--threads", type=int, default=1, help="that compute, on the CPU")
-    rows.add_argument("--out", type=Path, help="JSON file")
-    convergence = commands.add_parser("convergence", help="trained in every lossy form")
+    convergence = commands.add_parser("convergence", help="trained in every lossy variant")
     convergence.add_argument("--steps", type=int, default=300)
     convergence.add_argument("--out", type=Path, help="JSON file; the curves go beside it, as SVG")
     return parser.parse_args(words)
@@ -189,10 +182,8 @@ def main() -> None:
     given = parse_arguments()
     if given.command == "plans":
         sys.exit(plans(given))
-    if given.command == "convergence":
-        from .variants_convergence import run
-    else:
-        from .variants_rows import run
+    from .variants_convergence import run
+
     sys.exit(run(given))
 
 
@@ -202,7 +193,7 @@ def plans(given: argparse.Namespace) -> int:
     for name in given.models.split(","):
         problem = problem_of(name, given.size, given.device, given.allow_lossy)
         count = len(problem.alternatives)
-        print(f"{name}: {len(problem.ops)} ops, {count} other forms", file=sys.stderr, flush=True)
+        print(f"{name}: {len(problem.ops)} ops, {count} variants", file=sys.stderr, flush=True)
         for percent in map(int, given.budgets.split(",")):
             rows += rows_of(name, problem, percent, given.solver)
             print(f"{name}: {percent} %", file=sys.stderr, flush=True)

@@ -27,7 +27,7 @@ import torch.nn.functional as F
 from torch import Tensor, fx, nn
 
 from fxremat import compat
-from fxremat.compiling.request import prepare
+from fxremat.compiling.pipeline import prepare
 from fxremat.passes.joint_graph import JointGraph, Role, is_tensor, root
 from fxremat.passes.variants.few_bit import MOST_BITS
 from fxremat.passes.variants.insertion import offer, take
@@ -37,9 +37,9 @@ from fxremat.passes.variants.saved_values import made_in_forward
 from fxremat.passes.variants.table import RULES
 
 from .machine import describe_machine
+from .nets.layers import SelfAttention
 from .rows import MIB, format_table
 from .variants_curves import draw
-from .variants_models import Attention
 
 WORDS, LENGTH, WIDTH, BATCH = 64, 32, 64, 16
 CLASSES, SIZE, PICTURES = 4, 16, 32
@@ -66,7 +66,7 @@ class _OverRows(nn.Module):
 
     def __init__(self) -> None:
         super().__init__()
-        self.attention = Attention(WIDTH, 4)
+        self.attention = SelfAttention(WIDTH, 4, causal=True, spelling="plain")
 
     def forward(self, x: Tensor) -> Tensor:
         y: Tensor = self.attention(x.view(-1, LENGTH, WIDTH))
@@ -74,11 +74,7 @@ class _OverRows(nn.Module):
 
 
 class GPT(nn.Module):
-    """Two layers over tokens, a row for each; attention in plain ops.
-
-    In rows, so that a linear layer reads what a norm gives, not a view of it: else no norm is a
-    site of `scaled_norm_from_output`.
-    """
+    """Two layers over tokens, a row for each; attention in plain ops."""
 
     def __init__(self) -> None:
         super().__init__()

@@ -1,6 +1,10 @@
 """fxremat: a torch.compile backend that trains within a number of bytes.
 
-torch.compile(model, backend="fxremat", options={"memory_budget": "8GiB"})
+    torch.compile(model, backend="fxremat", options={"memory_budget": "8GiB"})
+
+To plan without compiling there is `explain`, to look back `reports`, to measure `measure_peak`, and
+`list_options` describes every option. `offload`, `accumulate_in_backward` and `step_in_backward`
+change a model before it is compiled. All errors are subclasses of `FxrematError`.
 """
 
 from typing import TYPE_CHECKING
@@ -9,6 +13,7 @@ from fxremat.errors import (
     FxrematError,
     InfeasibleBudget,
     InvalidOption,
+    PromiseBroken,
     SolverRefused,
     VerificationFailed,
 )
@@ -17,16 +22,17 @@ from fxremat.version import __version__
 if TYPE_CHECKING:
     from fxremat.compiling.session import reports
     from fxremat.cost.peak import measure_peak
+    from fxremat.explaining import explain
     from fxremat.model.accumulating import accumulate_in_backward
     from fxremat.model.offloading import offload
     from fxremat.model.stepping import step_in_backward
     from fxremat.options import list_options
-    from fxremat.report.explain import explain
 
 __all__ = [
     "FxrematError",
     "InfeasibleBudget",
     "InvalidOption",
+    "PromiseBroken",
     "SolverRefused",
     "VerificationFailed",
     "__version__",
@@ -41,7 +47,7 @@ __all__ = [
 
 _LAZY = {
     "accumulate_in_backward": "fxremat.model.accumulating",
-    "explain": "fxremat.report.explain",
+    "explain": "fxremat.explaining",
     "list_options": "fxremat.options",
     "measure_peak": "fxremat.cost.peak",
     "offload": "fxremat.model.offloading",

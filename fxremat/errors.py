@@ -142,6 +142,36 @@ class HostMemoryExceeded(FxrematError):
         )
 
 
+class PromiseBroken(UserWarning):
+    """More forwards wait for their backward than were planned for: a budget will be exceeded.
+
+    ``in_flight`` forwards wait, the last of them that of ``graph``; the others hold
+    ``held_bytes`` by what they have saved. The peak of the last, on top of what others hold, is
+    ``expected_bytes``, which is more than ``budget_bytes``.
+    """
+
+    def __init__(
+        self, graph: str, in_flight: int, held_bytes: int, expected_bytes: int, budget_bytes: int
+    ) -> None:
+        super().__init__(graph, in_flight, held_bytes, expected_bytes, budget_bytes)
+        self.graph = graph
+        self.in_flight = in_flight
+        self.held_bytes = held_bytes
+        self.expected_bytes = expected_bytes
+        self.budget_bytes = budget_bytes
+
+    def __str__(self) -> str:
+        return (
+            f"the memory budget of {_exact(self.budget_bytes)} will be exceeded: about "
+            f"{_exact(self.expected_bytes)} are needed. {self.in_flight} forwards wait for their "
+            f"backward at once, and {self.graph} was planned as if it were the only one; what the "
+            f"others have saved holds {_exact(self.held_bytes)}.\n"
+            "What to do: compile the whole model by one torch.compile, so that one plan counts "
+            "everything; or run the backward of each forward before the next forward; or use "
+            "torch.utils.checkpoint around what is compiled; or set a smaller memory_budget."
+        )
+
+
 class VerificationFailed(FxrematError):
     """What fxremat made is not what it promised: a bug of fxremat, caught before it could harm."""
 

@@ -18,7 +18,7 @@ from torch._subclasses.fake_tensor import FakeTensor
 
 from fxremat import compat
 from fxremat.checking.data_flow import check_data_flow, check_split, check_waits
-from fxremat.compiling.request import prepare
+from fxremat.compiling.pipeline import prepare
 from fxremat.core.check import check
 from fxremat.core.problem import Copies, Problem
 from fxremat.core.schedule import Step

@@ -15,7 +15,7 @@ import torch
 from torch import fx, nn
 
 from fxremat import compat
-from fxremat.compiling.request import prepare
+from fxremat.compiling.pipeline import prepare
 from fxremat.passes.joint_graph import JointGraph
 from fxremat.passes.variants.chunks.rules import RULES
 from fxremat.passes.variants.insertion import take
@@ -64,7 +64,7 @@ class Traced:
         """Called with the joint graph."""
         self.joint = prepare(module, num_fwd_outputs)
         kwargs["num_fwd_outputs"] = num_fwd_outputs
-        halves = compat.default_partition(copy.copy(self.joint.module), joint_inputs, **kwargs)
+        halves = compat.torch_partition(copy.copy(self.joint.module), joint_inputs, **kwargs)
         for half in halves:
             self._keep_inputs(half.graph)
         return halves

@@ -91,7 +91,7 @@ def forward_code(model: nn.Module, x: Tensor, **patches: Any) -> str:
     found: list[str] = []
 
     def partition(module: fx.GraphModule, inputs: Any, **kwargs: Any) -> Any:
-        halves = compat.default_partition(module, inputs, **kwargs)
+        halves = compat.torch_partition(module, inputs, **kwargs)
         with compat.inductor_config.patch(patches):
             found.append(compat.generate(halves[0], is_backward=False).source)
         return halves

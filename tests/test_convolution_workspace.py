@@ -26,7 +26,7 @@ from fxremat.runtime.kernels import INSIDE
 from tests.conftest import Golden
 from tests.graphs import on_cuda
 from tests.test_split_gradients import joint_of, results
-from tests.test_variants import compiled, least, measured, observed
+from tests.test_variants_end_to_end import compiled, least, measured, observed
 
 ATEN = torch.ops.aten
 KINDS = (nn.Conv1d, nn.Conv2d, nn.Conv3d)

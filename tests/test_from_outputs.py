@@ -135,6 +135,15 @@ def test_layer_norm_without_scale_needs_nothing() -> None:
     assert found(PLAIN, nn.LayerNorm(8, elementwise_affine=False))[1] == []
 
 
+def test_a_product_that_keeps_a_view_of_the_output() -> None:
+    """As with tokens in (batch, length, width): the product takes them as one matrix."""
+    middle = nn.Sequential(nn.RMSNorm(8, elementwise_affine=False), nn.Flatten(0, 1))
+    model = nn.Sequential(nn.Linear(8, 8), nn.Unflatten(0, (2, 3)), middle, nn.Linear(8, 8))
+    joint = joint_of(model, [batch(6, 8).requires_grad_()])
+    (site,) = sites(PLAIN, joint)
+    assert_close(joint, site)
+
+
 def test_not_where_the_output_is_not_kept() -> None:
     joint = joint_of(lambda x: F.elu(x.sin()), [batch(4, 4).requires_grad_()])
     assert sites(ACTIVATION, joint) == []

@@ -14,7 +14,7 @@ from torch import Tensor, fx, nn
 import fxremat
 from fxremat import compat
 from fxremat.backend import fxremat as backend
-from fxremat.compiling.request import prepare
+from fxremat.compiling.pipeline import prepare
 from fxremat.cost.peak import measure_peak
 from fxremat.passes.joint_graph import JointGraph
 from fxremat.passes.variants import insertion
@@ -74,7 +74,7 @@ class Taken:
         if self.is_taken:
             self.joint = insertion.take(self.joint, sites)
         module, kwargs["num_fwd_outputs"] = copy.copy(self.joint.module), num_fwd_outputs
-        return compat.default_partition(module, joint_inputs, **kwargs)
+        return compat.torch_partition(module, joint_inputs, **kwargs)
 
     def compiled(self, function: Function) -> Function:
         """``function``, run node by node."""

@@ -17,7 +17,7 @@ import fxremat
 from fxremat import compat
 from fxremat.compiling.rehearsal import Rehearsal, rehearse
 from fxremat.compiling.rehearsal_cache import _rehearsal_of
-from fxremat.report.explain import Explanation
+from fxremat.explaining import Explanation
 from tests.small import Convolutions, Stack, seeded
 
 

@@ -224,7 +224,7 @@ def test_without_bandwidth_the_plan_is_the_one_without() -> None:
 
 def test_cudagraphs_are_off_with_a_message(caplog: pytest.LogCaptureFixture) -> None:
     options = parse_options({"offload": True}, device_total_bytes=None)
-    request = Request(None, 0, None, "inductor", "auto", None, "roofline", True)
+    request = Request()
     with caplog.at_level(logging.WARNING):
         patches = _patches(options, Partitioner(request, "0"), "reduce-overhead")
     assert patches[compat.CUDAGRAPHS] is False

@@ -19,11 +19,11 @@ from fxremat import compat, planner
 from fxremat.core.check import check
 from fxremat.core.plan import Plan
 from fxremat.core.problem import Problem, problem_to_json
+from fxremat.explaining import Explanation
 from fxremat.planner import SolverOptions
 from fxremat.planner.deadline import interruptible
 from fxremat.planner.plan_cache import PlanCache, digest
 from fxremat.planner.plans import make_plan
-from fxremat.report.explain import Explanation
 from tests import strategies
 from tests.small import Stack, seeded
 from tests.test_planner_greedy import chain

@@ -12,7 +12,6 @@ import torch
 
 import fxremat
 from fxremat import compat
-from fxremat.compiling import fitting
 from fxremat.compiling.rehearsal import Workspace, _Meter, _rounded, _written, rehearse
 from fxremat.passes.recompute import apply_plan
 from tests.small import Stack, seeded
@@ -180,7 +179,7 @@ def test_code_that_cannot_be_rehearsed_is_planned_with_a_warning(
         return apply_plan(*args, hold=hold)
 
     monkeypatch.setattr("fxremat.compiling.rehearsal_cache.rehearse", refuse)
-    monkeypatch.setattr(fitting, "apply_plan", noting)
+    monkeypatch.setattr("fxremat.compiling.pipeline.apply_plan", noting)
     model, x = seeded(Stack, 512, 32)
     budget = int(0.8 * fxremat.explain(model, x).keep_all_peak_bytes)
     report = fxremat.explain(model, x, memory_budget=budget).graphs[0]

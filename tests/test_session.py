@@ -3,10 +3,13 @@
 from __future__ import annotations
 
 import json
+import os
 from dataclasses import replace
 from pathlib import Path
 
 import pytest
+import torch
+from torch import nn
 
 from fxremat import compat
 from fxremat.compiling import session
@@ -79,6 +82,31 @@ def test_a_stored_report_is_read_back() -> None:
     assert session.load("key", 5) == replace(REPORT, graph=5, from_cache=True)
     assert session.load("other key", 5) is None
     assert [path.name for path in session.store_path("key").parent.iterdir()] == ["key.json"]
+
+
+def test_a_cache_that_cannot_be_written_fails_no_compilation(tmp_path: Path) -> None:
+    """A file stands where the folder for our files should be."""
+    (tmp_path / "fxremat").write_text("no folder")
+    torch._dynamo.reset()
+    options = {"executor": "aot_eager", "memory_budget": "2MiB", "op_times": "measured"}
+    model, x = nn.Conv2d(3, 4, 3), torch.ones(2, 3, 8, 8)
+    call = torch.compile(model, backend="fxremat", options=options)
+    call(x).sum().backward()
+    assert model.weight.grad is not None
+    assert len(session.reports()) == 1
+    assert (tmp_path / "fxremat").read_text() == "no folder"
+
+
+def test_a_report_that_cannot_be_written_whole_is_not_there(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    def refuse(*_: object) -> None:
+        raise OSError("no space left on device")
+
+    monkeypatch.setattr(os, "replace", refuse)
+    session.store("key", REPORT)
+    assert list(session.store_path("key").parent.iterdir()) == []
+    assert session.load("key", 0) is None
 
 
 @pytest.mark.parametrize("text", ["", "[]", "{}", '{"graph": 1, "saved": []}', "\x00"])

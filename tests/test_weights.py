@@ -377,7 +377,7 @@ def joint_graph(model: nn.Module, x: Tensor) -> fx.Graph:
 
     def partition(module: fx.GraphModule, inputs: Any, **kwargs: Any) -> Any:
         found.append(copy.deepcopy(module.graph))
-        return compat.default_partition(module, inputs, **kwargs)
+        return compat.torch_partition(module, inputs, **kwargs)
 
     def backend(gm: fx.GraphModule, inputs: Any) -> Any:
         return compat.compile_with_aot_eager(gm, inputs, partition)

@@ -19,7 +19,7 @@ import torch
 from torch import fx, nn
 
 from fxremat import compat
-from fxremat.compiling.request import prepare
+from fxremat.compiling.pipeline import prepare
 from fxremat.passes.joint_graph import JointGraph, Role, is_tensor, root
 from fxremat.passes.variants import saved_values
 from fxremat.passes.variants.insertion import take

@@ -1,5 +1,7 @@
 """Networks over tokens: GPT, Llama, an encoder-decoder Transformer and an unrolled LSTM."""
 
+from collections.abc import Callable
+
 import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
@@ -12,6 +14,7 @@ from .layers import (
     CrossAttention,
     Network,
     SelfAttention,
+    Spelling,
     children_of,
     dropout_layer,
     merge_heads,
@@ -22,7 +25,13 @@ from .layers import (
 
 
 class GPT(Network):
-    """GPT-2: learned positions, LayerNorm, GELU, causal attention; an untied head."""
+    """GPT-2: learned positions, LayerNorm, GELU, causal attention; an untied head.
+
+    Attention may be written in plain ops, with a mask or an added bias (as ALiBi's, Press et al.
+    2022).
+    """
+
+    bias: Tensor | None
 
     def __init__(
         self,
@@ -32,22 +41,33 @@ class GPT(Network):
         length: int,
         vocabulary: int,
         dropout: float = 0.0,
+        spelling: Spelling = "fused",
+        norm: Callable[[int], nn.Module] = nn.LayerNorm,
     ) -> None:
         super().__init__()
         self.length, self.vocabulary = length, vocabulary
         self.tokens = nn.Embedding(vocabulary, width)
         self.positions = nn.Embedding(length, width)
         self.drop = dropout_layer(dropout)
-        self.blocks = nn.ModuleList(Block(width, heads, True, dropout) for _ in range(layers))
-        self.norm = nn.LayerNorm(width)
+        self.blocks = nn.ModuleList(
+            Block(width, heads, True, dropout, spelling, norm) for _ in range(layers)
+        )
+        self.norm = norm(width)
+        added = distance_bias(heads, length) if spelling == "biased" else None
+        self.register_buffer("bias", added, persistent=False)
         self.head = nn.Linear(width, vocabulary, bias=False)
 
     def forward(self, inputs: Tensor, targets: Tensor) -> Tensor:
+        return token_loss(self.head(self.features(inputs)), targets)
+
+    def features(self, inputs: Tensor) -> Tensor:
+        """What the head reads: (B, T, width)."""
         places = torch.arange(inputs.shape[1], device=inputs.device)
         x = self.drop(self.tokens(inputs) + self.positions(places))
         for block in self.blocks:
-            x = block(x)
-        return token_loss(self.head(self.norm(x)), targets)
+            x = block(x) if self.bias is None else block(x, self.bias)
+        result: Tensor = self.norm(x)
+        return result
 
     def sample(self, batch: int, generator: torch.Generator) -> Batch:
         text = random_tokens((batch, self.length + 1), self.vocabulary, generator)
@@ -55,6 +75,15 @@ class GPT(Network):
 
     def checkpoint_blocks(self) -> Blocks:
         return children_of(self.blocks)
+
+
+def distance_bias(heads: int, length: int) -> Tensor:
+    """ALiBi's (heads, length, length): less for each place back, nothing for what comes later."""
+    slopes = 2.0 ** (-8.0 * torch.arange(1, heads + 1) / heads)
+    places = torch.arange(length)
+    distance = (places - places[:, None]).to(slopes.dtype)
+    later = torch.full((length, length), -torch.inf).triu(1)
+    return slopes[:, None, None] * distance.clamp(max=0) + later
 
 
 def rotary_tables(length: int, size: int) -> tuple[Tensor, Tensor]:

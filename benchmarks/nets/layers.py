@@ -1,9 +1,14 @@
 """Parts that several networks share: the base class, attention, the MLP and the pre-norm block."""
 
+from collections.abc import Callable
+from typing import Literal
+
 import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
 
+Spelling = Literal["fused", "plain", "biased"]
+"""Attention by torch's function, or in plain ops with a mask filled in, or with one added."""
 Batch = tuple[Tensor, Tensor]
 Blocks = list[tuple[nn.Module, str]]
 
@@ -51,20 +56,45 @@ def merge_heads(x: Tensor) -> Tensor:
 
 
 class SelfAttention(nn.Module):
-    """Multi-head self-attention with one fused projection to queries, keys and values."""
+    """Multi-head self-attention with one fused projection to queries, keys and values.
 
-    def __init__(self, width: int, heads: int, causal: bool, dropout: float = 0.0) -> None:
+    Written in plain ops it is causal, and without dropout.
+    """
+
+    def __init__(
+        self,
+        width: int,
+        heads: int,
+        causal: bool,
+        dropout: float = 0.0,
+        spelling: Spelling = "fused",
+    ) -> None:
         super().__init__()
-        self.heads, self.causal, self.dropout = heads, causal, dropout
+        self.heads, self.causal, self.dropout, self.spelling = heads, causal, dropout, spelling
         self.qkv = nn.Linear(width, 3 * width)
         self.out = nn.Linear(width, width)
 
-    def forward(self, x: Tensor) -> Tensor:
+    def forward(self, x: Tensor, bias: Tensor | None = None) -> Tensor:
         q, k, v = (split_heads(part, self.heads) for part in self.qkv(x).chunk(3, dim=-1))
-        p = self.dropout if self.training else 0.0
-        y = F.scaled_dot_product_attention(q, k, v, is_causal=self.causal, dropout_p=p)
+        if self.spelling == "fused":
+            p = self.dropout if self.training else 0.0
+            y = F.scaled_dot_product_attention(q, k, v, is_causal=self.causal, dropout_p=p)
+        else:
+            y = plain_attention(q, k, v, bias)
         result: Tensor = self.out(merge_heads(y))
         return result
+
+
+def plain_attention(q: Tensor, k: Tensor, v: Tensor, bias: Tensor | None) -> Tensor:
+    """Attention in plain ops: ``bias`` is added to its scores; None masks what comes later."""
+    scores = q @ k.transpose(-1, -2) * q.shape[-1] ** -0.5
+    if bias is None:
+        later = torch.ones(scores.shape[-2:], dtype=torch.bool, device=scores.device).triu(1)
+        scores = scores.masked_fill(later, -torch.inf)
+    else:
+        scores = scores + bias
+    mixed: Tensor = scores.softmax(-1) @ v
+    return mixed
 
 
 class CrossAttention(nn.Module):
@@ -84,6 +114,17 @@ class CrossAttention(nn.Module):
         return result
 
 
+class BareRMSNorm(nn.Module):
+    """RMSNorm written by hand, without a scale, as in the first speedruns of nanoGPT."""
+
+    def __init__(self, width: int) -> None:
+        super().__init__()
+        self.width = width
+
+    def forward(self, x: Tensor) -> Tensor:
+        return x * torch.rsqrt(x.square().mean(-1, keepdim=True) + 1e-6)
+
+
 class MLP(nn.Module):
     """Linear, GELU, linear."""
 
@@ -100,14 +141,22 @@ class MLP(nn.Module):
 class Block(nn.Module):
     """Pre-norm Transformer block: self-attention, then the MLP."""
 
-    def __init__(self, width: int, heads: int, causal: bool, dropout: float = 0.0) -> None:
+    def __init__(
+        self,
+        width: int,
+        heads: int,
+        causal: bool,
+        dropout: float = 0.0,
+        spelling: Spelling = "fused",
+        norm: Callable[[int], nn.Module] = nn.LayerNorm,
+    ) -> None:
         super().__init__()
-        self.norm1, self.norm2 = nn.LayerNorm(width), nn.LayerNorm(width)
-        self.attention = SelfAttention(width, heads, causal, dropout)
+        self.norm1, self.norm2 = norm(width), norm(width)
+        self.attention = SelfAttention(width, heads, causal, dropout, spelling)
         self.mlp = MLP(width, 4 * width)
         self.drop = dropout_layer(dropout)
 
-    def forward(self, x: Tensor) -> Tensor:
-        x = x + self.drop(self.attention(self.norm1(x)))
+    def forward(self, x: Tensor, bias: Tensor | None = None) -> Tensor:
+        x = x + self.drop(self.attention(self.norm1(x), bias))
         result: Tensor = x + self.drop(self.mlp(self.norm2(x)))
         return result

@@ -1,4 +1,7 @@
-"""Networks over images: ViT, MLP-Mixer, ResNet and U-Net."""
+"""Networks over images: ViT, MLP-Mixer, ResNet, VGG and U-Net."""
+
+from collections.abc import Callable
+from functools import partial
 
 import torch
 import torch.nn.functional as F
@@ -149,9 +152,17 @@ class VGG(ImageClassifier):
     """VGG with BatchNorm: 3x3 convolutions, each with BatchNorm and ReLU, and max-pools between.
 
     (2, 2, 3, 3, 3) convolutions and width 64 are those of VGG-16; the head is one linear layer.
+    Other activations than ReLU may be given, as Darknet's leaky one.
     """
 
-    def __init__(self, stages: tuple[int, ...], width: int, resolution: int, classes: int) -> None:
+    def __init__(
+        self,
+        stages: tuple[int, ...],
+        width: int,
+        resolution: int,
+        classes: int,
+        activation: Callable[[], nn.Module] = nn.ReLU,
+    ) -> None:
         super().__init__(resolution, classes)
         self.stages = nn.ModuleList()
         channels = RGB
@@ -159,7 +170,7 @@ class VGG(ImageClassifier):
             out = min(width << stage, 8 * width)
             layers: list[nn.Module] = []
             for _ in range(count):
-                layers += [conv_bn(channels, out, 3), nn.ReLU()]
+                layers += [conv_bn(channels, out, 3), activation()]
                 channels = out
             self.stages.append(nn.Sequential(*layers, nn.MaxPool2d(2)))
         self.head = nn.Linear(channels, classes)
@@ -175,28 +186,46 @@ class VGG(ImageClassifier):
 
 
 class ConvPair(nn.Module):
-    """Twice: 3x3 convolution, GroupNorm, SiLU."""
+    """Twice: 3x3 convolution, GroupNorm, SiLU; or without norms and with another activation."""
 
-    def __init__(self, inputs: int, outputs: int) -> None:
+    def __init__(
+        self,
+        inputs: int,
+        outputs: int,
+        normed: bool = True,
+        activation: Callable[[Tensor], Tensor] = F.silu,
+    ) -> None:
         super().__init__()
         self.conv1 = nn.Conv2d(inputs, outputs, 3, padding=1)
         self.conv2 = nn.Conv2d(outputs, outputs, 3, padding=1)
-        self.norm1, self.norm2 = nn.GroupNorm(4, outputs), nn.GroupNorm(4, outputs)
+        self.norm1, self.norm2 = (
+            nn.GroupNorm(4, outputs) if normed else nn.Identity() for _ in range(2)
+        )
+        self.activation = activation
 
     def forward(self, x: Tensor) -> Tensor:
-        x = F.silu(self.norm1(self.conv1(x)))
-        return F.silu(self.norm2(self.conv2(x)))
+        x = self.activation(self.norm1(self.conv1(x)))
+        return self.activation(self.norm2(self.conv2(x)))
 
 
 class UNet(ImageClassifier):
     """U-Net: a class for every pixel; the first level's skip lives until the very end."""
 
-    def __init__(self, levels: int, width: int, resolution: int, classes: int) -> None:
+    def __init__(
+        self,
+        levels: int,
+        width: int,
+        resolution: int,
+        classes: int,
+        normed: bool = True,
+        activation: Callable[[Tensor], Tensor] = F.silu,
+    ) -> None:
         super().__init__(resolution, classes)
         widths = [width << level for level in range(levels)]
-        self.down = nn.ModuleList(map(ConvPair, [RGB, *widths[:-1]], widths))
-        self.bottom = ConvPair(widths[-1], 2 * widths[-1])
-        self.up = nn.ModuleList(ConvPair(3 * size, size) for size in reversed(widths))
+        pair = partial(ConvPair, normed=normed, activation=activation)
+        self.down = nn.ModuleList(map(pair, [RGB, *widths[:-1]], widths))
+        self.bottom = pair(widths[-1], 2 * widths[-1])
+        self.up = nn.ModuleList(pair(3 * size, size) for size in reversed(widths))
         self.head = nn.Conv2d(width, classes, 1)
 
     def forward(self, inputs: Tensor, targets: Tensor) -> Tensor:

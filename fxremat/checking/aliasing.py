@@ -26,47 +26,16 @@ from torch import fx
 from torch.utils import _pytree as pytree
 
 from fxremat import compat
+from fxremat.checking.predicates import (
+    UNDECLARED_VIEWS,
+    is_mutating,
+    root,
+    schema_of,
+    tensor_of,
+    viewed,
+)
 from fxremat.errors import VerificationFailed
 from fxremat.runtime.inplace import IN_PLACE, addmm_into, baddbmm_into
-
-_ATEN = torch.ops.aten
-_UNDECLARED = frozenset(
-    {_ATEN._unsafe_view.default, _ATEN.reshape.default, _ATEN.lift_fresh_copy.default}
-)
-"""They may return their argument's memory, and their schemas do not say so."""
-
-
-def _schema(node: fx.Node) -> Any:
-    is_operator = node.op == "call_function" and isinstance(node.target, compat.OpOverload)
-    return node.target._schema if is_operator else None  # type: ignore[union-attr]
-
-
-def _writes(node: fx.Node) -> bool:
-    schema = _schema(node)
-    return schema is not None and schema.is_mutable
-
-
-def _looks_into(node: fx.Node) -> fx.Node | None:
-    """The node whose memory this one shows, None where it has its own."""
-    schema = _schema(node)
-    if node.target is operator.getitem:
-        parent = node.args[0]
-        return parent if isinstance(parent, fx.Node) and _looks_into(parent) is not None else None
-    if schema is None or _writes(node) or not node.all_input_nodes:
-        return None
-    declared = any(result.alias_info is not None for result in schema.returns)
-    return node.all_input_nodes[0] if declared or node.target in _UNDECLARED else None
-
-
-def _owner(node: fx.Node) -> fx.Node:
-    while (base := _looks_into(node)) is not None:
-        node = base
-    return node
-
-
-def _tensor(node: fx.Node) -> torch.Tensor | None:
-    value = node.meta.get("val")
-    return value if isinstance(value, torch.Tensor) else None
 
 
 def _regroups(node: fx.Node, owner: fx.Node) -> bool:
@@ -74,7 +43,7 @@ def _regroups(node: fx.Node, owner: fx.Node) -> bool:
 
     So it is where both are dense and the strides are those of true views.
     """
-    one, other = _tensor(node), _tensor(owner)
+    one, other = tensor_of(node), tensor_of(owner)
     if one is None or other is None or not (_is_dense(one) and _is_dense(other)):
         return False
     return one.numel() == other.numel() and not _may_be_copied(node)
@@ -82,9 +51,9 @@ def _regroups(node: fx.Node, owner: fx.Node) -> bool:
 
 def _may_be_copied(node: fx.Node) -> bool:
     """Whether a reshape on the way may have put the elements into another order."""
-    while (base := _looks_into(node)) is not None:
-        shown = _tensor(base)
-        if shown is None or (node.target in _UNDECLARED and not _is_dense(shown)):
+    while (base := viewed(node)) is not None:
+        shown = tensor_of(base)
+        if shown is None or (node.target in UNDECLARED_VIEWS and not _is_dense(shown)):
             return True
         node = base
     return False
@@ -97,13 +66,14 @@ def _is_dense(tensor: torch.Tensor) -> bool:
 
 
 def _kind(node: fx.Node) -> tuple[str, str] | None:
-    tensor = _tensor(node)
+    tensor = tensor_of(node)
     return None if tensor is None else (str(tuple(tensor.shape)), str(tensor.dtype))
 
 
 def _is_pure(node: fx.Node) -> bool:
-    if not isinstance(node.target, compat.OpOverload):
+    if schema_of(node) is None:
         return node.target is operator.getitem
+    assert isinstance(node.target, compat.OpOverload)
     known = node.target.namespace in ("aten", "prims", "fxremat_kernels") or node.target in IN_PLACE
     return known and torch.Tag.nondeterministic_seeded not in node.target.tags
 
@@ -121,7 +91,7 @@ class _Reader:
 
     def seen(self, node: fx.Node) -> int:
         """What reading the node gives now."""
-        owner = _owner(node)
+        owner = root(node)
         if owner is node or _regroups(node, owner):
             return self.holds[owner]
         return self.number(("view", node.target, self.arguments(node)))
@@ -139,7 +109,7 @@ class _Reader:
         for node in graph.nodes:
             if node.op in ("placeholder", "get_attr"):
                 self.holds[node] = self.number((node.op, str(node.target)))
-            elif node.op == "call_function" and _looks_into(node) is None:
+            elif node.op == "call_function" and viewed(node) is None:
                 yield node, self.call(node)
 
     def call(self, node: fx.Node) -> int:
@@ -147,11 +117,11 @@ class _Reader:
         if meant is not None:
             given = self.number_of_meant(node, meant)
         else:
-            name = None if _is_pure(node) and not _writes(node) else node.name
+            name = None if _is_pure(node) and not is_mutating(node) else node.name
             given = self.number((node.target, self.arguments(node), name))
         self.holds[node] = given
-        if _writes(node) and isinstance(node.args[0], fx.Node):
-            owner = _owner(node.args[0])
+        if is_mutating(node) and isinstance(node.args[0], fx.Node):
+            owner = root(node.args[0])
             self.holds[owner] = given
             self.last_write[owner] = node
         return given
@@ -164,7 +134,7 @@ class _Reader:
 
 
 def _shape(node: fx.Node) -> str:
-    tensors = [_tensor(n) for n in node.all_input_nodes]
+    tensors = [tensor_of(n) for n in node.all_input_nodes]
     shapes = [tuple(t.shape) for t in tensors if t is not None]
     if node.target is addmm_into:
         return str((shapes[1][0], shapes[-1][1]))
@@ -181,13 +151,13 @@ def _check_write(node: fx.Node, kept: dict[fx.Node, str]) -> None:
     """What may be seen of one call without following the data."""
     target = node.args[0]
     assert isinstance(target, fx.Node)
-    owner, tensor = _owner(target), _tensor(target)
+    owner, tensor = root(target), tensor_of(target)
     if owner.op != "call_function":
         _fail(f"{node.name} writes over {owner.name}, which the graph does not own")
     whole = tensor is not None and _is_dense(tensor)
     if not whole or (target is not owner and not _regroups(target, owner)):
         _fail(f"{node.name} writes over {target.name}, which is not all of its memory, in order")
-    if any(_owner(n) is owner for n in pytree.tree_leaves(node.args[1:]) if _is_node(n)):
+    if any(root(n) is owner for n in pytree.tree_leaves(node.args[1:]) if _is_node(n)):
         _fail(f"{node.name} reads {owner.name} while it writes over it")
     half = node.meta.get("partitioner_tag")
     if half not in ("must_be_in_forward", "must_be_in_backward"):
@@ -208,11 +178,11 @@ def _results(graph: fx.Graph) -> list[Any]:
 
 def _stand_ins(before: fx.Graph, after: fx.Graph) -> dict[fx.Node, compat.OpOverload]:
     """The calls that write and were not there before; each with the call it stands for."""
-    there = {node.name for node in before.nodes if _writes(node)}
+    there = {node.name for node in before.nodes if is_mutating(node)}
     functional = {in_place: op for op, in_place in IN_PLACE.items()}
     found = {}
     for node in after.nodes:
-        if _writes(node) and node.name not in there:
+        if is_mutating(node) and node.name not in there:
             if node.target not in functional:
                 _fail(f"{node.name} writes, and nobody knows what")
             found[node] = functional[node.target]
@@ -222,7 +192,7 @@ def _stand_ins(before: fx.Graph, after: fx.Graph) -> dict[fx.Node, compat.OpOver
 def _explain(node: fx.Node, reader: _Reader) -> str:
     """Which operand no longer holds what the call should read."""
     for source in node.all_input_nodes:
-        owner = _owner(source)
+        owner = root(source)
         if owner in reader.last_write and reader.last_write[owner] is not node:
             writer = reader.last_write[owner].name
             return f"{node.name} reads {source.name} after {writer} wrote over it"
@@ -243,9 +213,9 @@ def check_in_place(
     for node, number in first.run(before):
         kinds.setdefault(number, set()).add(_kind(node))
     names = set(saved)
-    kept = {_owner(n): "saved" for n in after.nodes if n.name in names}
+    kept = {root(n): "saved" for n in after.nodes if n.name in names}
     returned = _results(after)[:num_forward_outputs]
-    kept |= {_owner(n): "returned" for n in returned if isinstance(n, fx.Node)}
+    kept |= {root(n): "returned" for n in returned if isinstance(n, fx.Node)}
     second = _Reader(numbers, meant)
     for node in meant:
         _check_write(node, kept)

@@ -21,8 +21,7 @@ from torch import fx
 from torch.utils import _pytree as pytree
 
 from fxremat import runtime
-from fxremat.errors import VerificationFailed
-from fxremat.passes.joint_graph import (
+from fxremat.checking.predicates import (
     is_fetch,
     is_mutating,
     is_put,
@@ -31,6 +30,7 @@ from fxremat.passes.joint_graph import (
     is_view,
     root,
 )
+from fxremat.errors import VerificationFailed
 from fxremat.runtime import accumulated, arrived, settle
 
 

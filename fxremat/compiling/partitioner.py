@@ -15,8 +15,17 @@ from torch import fx
 
 from fxremat import compat
 from fxremat.compiling import session
-from fxremat.compiling.pipeline import transform
+from fxremat.compiling.candidates import Judge
+from fxremat.compiling.costs import cost_model
+from fxremat.compiling.draft import Draft
+from fxremat.compiling.pipeline import FINISH, PREPARE, Runner
+from fxremat.compiling.planning import Planning
+from fxremat.compiling.reporting import refusal_of, report_of
 from fxremat.compiling.request import Request
+from fxremat.compiling.search import Search
+from fxremat.compiling.stage_times import StageTimes
+
+Halves = tuple[fx.GraphModule, fx.GraphModule]
 
 
 @dataclass(frozen=True)
@@ -26,25 +35,44 @@ class Partitioner(compat.CustomPartitionerFn):
     request: Request
     version: str
 
-    def __call__(
-        self, gm: fx.GraphModule, joint_inputs: Any, **kwargs: Any
-    ) -> tuple[fx.GraphModule, fx.GraphModule]:
-        """Called once per joint graph; raises fxremat's errors."""
+    def __call__(self, gm: fx.GraphModule, joint_inputs: Any, **kwargs: Any) -> Halves:
+        """Called once per joint graph; raises fxremat's errors.
+
+        `InfeasibleBudget` where not even the candidate of least peak fits the budget,
+        `VerificationFailed` where the judge finds a mistake of ours.
+        """
         current = session.STATE.current or session.begin()
+
+        def as_torch_does(module: fx.GraphModule) -> Halves:
+            return compat.torch_partition(module, joint_inputs, **kwargs)
+
         if not any(compat.is_tangent(n) for n in gm.graph.nodes):
-            return compat.default_partition(gm, joint_inputs, **kwargs)
-        outcome = transform(
+            return as_torch_does(gm)
+        draft = Draft(
             gm,
-            num_fwd_outputs=kwargs["num_fwd_outputs"],
-            static_input_indices=kwargs.get("static_lifetime_input_indices") or (),
-            request=self.request,
-            graph=current.graph,
-            trace_seconds=time.perf_counter() - current.started,
+            kwargs["num_fwd_outputs"],
+            tuple(kwargs.get("static_lifetime_input_indices") or ()),
+            as_torch_does,
         )
-        current.report = outcome.report
-        if outcome.refusal is not None:
-            raise outcome.refusal
-        return outcome.forward, outcome.backward
+        return self._planned(draft, current)
+
+    def _planned(self, draft: Draft, current: session.Session) -> Halves:
+        """The halves of the best candidate; its report goes to the session."""
+        request = self.request
+        times = StageTimes({"trace": time.perf_counter() - current.started})
+        if request.budget_bytes is not None:
+            compat.plan_for_sizes_seen(draft.module.graph)
+        costs = cost_model(request, draft.module.graph, f"graph {current.graph}")
+        runner = Runner(costs, times)
+        prepared = runner.run("prepare", PREPARE, draft)
+        found = Search(runner, Planning(request, times), Judge(runner), prepared).run()
+        refusal = refusal_of(found, request)
+        if refusal is None:
+            runner.run("kernels", FINISH, found.judged.draft)
+        current.report = report_of(found, request, current.graph, times.seconds)
+        if refusal is not None:
+            raise refusal
+        return found.judged.draft.halves
 
     def uuid(self) -> str:
         """Everything the partition depends on, as text."""

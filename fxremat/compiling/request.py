@@ -1,173 +1,139 @@
-"""What is asked of a graph, and the problem that comes of it: its costs on the device.
-
-Timing belongs to the runner, never to a pass: `Clock` is what it is kept with.
-"""
+"""What is asked of a graph: bytes at most, and how to go about it."""
 
 from __future__ import annotations
 
-import time
-from collections.abc import Iterator, Sequence
-from contextlib import contextmanager
-from dataclasses import dataclass, field, replace
-from pathlib import Path
-from typing import Literal
+from collections.abc import Sequence
+from dataclasses import dataclass
+from typing import Any, Literal
 
 import torch
 from torch import fx
 
 from fxremat import compat
-from fxremat.core.alternatives import run_once
-from fxremat.core.problem import Copies, Problem
-from fxremat.cost.device import DeviceSpec, device_spec
-from fxremat.cost.roofline import roofline_us
-from fxremat.cost.workspaces import Workspaces
-from fxremat.passes.gradient_sums import accumulate_sums
-from fxremat.passes.joint_graph import JointGraph, is_tensor, read_joint_graph
-from fxremat.passes.memory_estimation import Estimate, OpTimer, estimate
-from fxremat.passes.offload import add_before_putting
-from fxremat.passes.user_tags import obey_must_recompute, protect_mutated_inputs
-from fxremat.passes.variants.insertion import Form
-from fxremat.runtime import kernels
+from fxremat.compiling.session import Ledger
+from fxremat.core.problem import COPY_LATENCY_US, Copies
+from fxremat.cost.device import device_spec
+from fxremat.options import Options, machine_memory_bytes
+from fxremat.runtime import measure_copy_speed
+from fxremat.runtime.gradients import accumulation
 
 
 @dataclass(frozen=True)
 class Request:
-    """What is asked of a graph: bytes at most in all, and how to go about it.
+    """What is asked of one graph. All that a plan depends on, and nothing else.
 
     ``held_bytes`` of the budget belong to other graphs of the model, and to what no graph sees.
     ``wanted_bytes`` is what this graph should make do with if it can, because more graphs follow.
     ``copies`` is what moving values takes; None where nothing is to move. With the objective
-    "energy" a plan may take ``most_time`` times what running every op once takes.
+    "energy" a plan may take ``most_time`` times what running every op once takes. ``variants``
+    are names of rules (None: all), ``disabled`` names of passes that are left out
+    (`fxremat.option_values.PASSES`), ``accumulated`` the arguments of the graph whose gradients
+    are added to their ``grad`` in the backward.
     """
 
-    budget_bytes: int | None
-    held_bytes: int
-    wanted_bytes: int | None
-    executor: str
-    solver: str
-    solver_time_limit: float | None
-    op_times: str
-    verify: bool
+    budget_bytes: int | None = None
+    held_bytes: int = 0
+    wanted_bytes: int | None = None
+    executor: str = "inductor"
+    solver: str = "auto"
+    solver_time_limit: float | None = None
+    op_times: str = "roofline"
+    verify: bool = True
     copies: Copies | None = None
     objective: Literal["time", "energy"] = "time"
     most_time: float | None = None
     variants: tuple[str, ...] | None = None
-    """Names of rules whose forms of ops may be taken; None: all."""
     allow_lossy: bool = False
     disabled: tuple[str, ...] = ()
-    """Names of passes that are left out, of `fxremat.option_values.PASSES`."""
     accumulated: tuple[int, ...] = ()
-    """Arguments of the graph whose gradients are to be added to their ``grad`` in the backward."""
+
+    @property
+    def own_budget(self) -> int | None:
+        """Bytes left for this graph; None without a budget."""
+        return None if self.budget_bytes is None else self.budget_bytes - self.held_bytes
+
+    @property
+    def aim(self) -> int | None:
+        """Bytes that plans are made for: what is wanted, else what is left."""
+        return self.own_budget if self.wanted_bytes is None else self.wanted_bytes
+
+    @property
+    def compiled(self) -> bool:
+        """Whether Inductor generates code for the graph."""
+        return self.executor == "inductor"
 
 
-@dataclass
-class Clock:
-    """Seconds spent in each stage."""
-
-    seconds: dict[str, float] = field(default_factory=dict)
-
-    @contextmanager
-    def stage(self, name: str) -> Iterator[None]:
-        start = time.perf_counter()
-        try:
-            yield
-        finally:
-            spent = time.perf_counter() - start
-            self.seconds[name] = self.seconds.get(name, 0.0) + spent
-
-
-def device_of(graph: fx.Graph) -> torch.device:
-    """The device whose bytes are counted: the accelerator if there is one, else the CPU."""
-    devices = [n.meta["val"].device for n in graph.nodes if n.op == "placeholder" and is_tensor(n)]
+def device_of_inputs(inputs: Sequence[Any]) -> torch.device:
+    """The accelerator that an input lies on, else the CPU."""
+    devices = [x.device for x in inputs if isinstance(x, torch.Tensor)]
     return next((d for d in devices if d.type != "cpu"), torch.device("cpu"))
 
 
-def prepare(module: fx.GraphModule, num_fwd_outputs: int, *, fused: bool = False) -> JointGraph:
-    """Clean up the joint graph and read it; the user's tags are obeyed here.
+def request_for(
+    gm: fx.GraphModule, inputs: Sequence[Any], options: Options, ledger: Ledger, frame: int
+) -> Request:
+    """What to ask for this graph, given what other graphs of the model hold.
 
-    Sums of gradients round as Inductor's do if the graph is ``fused``, else as eager torch's.
+    The reserve is held beside the graph like they are, so that peaks and the least budget that
+    an error names count it: they are compared with the whole budget, and with what is measured.
+    A graph that ends in a graph break should leave half of what is left to those that follow.
     """
-    compat.prepare_joint_graph(module)
-    add_before_putting(module.graph)
-    if fused:
-        accumulate_sums(module.graph)
-    joint = read_joint_graph(module, num_fwd_outputs)
-    changed = [obey_must_recompute(joint), protect_mutated_inputs(joint)]
-    return read_joint_graph(module, num_fwd_outputs) if any(changed) else joint
+    device = device_of_inputs(inputs)
+    budget, reserve = _limits(options, device, inputs)
+    held = ledger.held_by_others(frame) + reserve
+    more = compat.ends_in_graph_break(gm) and ledger.is_last(frame)
+    return Request(
+        budget_bytes=budget,
+        held_bytes=held,
+        wanted_bytes=(budget - held) // 2 if more and budget is not None else None,
+        executor=options.executor,
+        solver=options.solver,
+        solver_time_limit=options.solver_time_limit,
+        op_times=options.op_times,
+        verify=options.verify,
+        copies=copies_of(options, device),
+        objective="energy" if options.objective == "energy" else "time",
+        most_time=options.most_time,
+        variants=options.variants,
+        allow_lossy=options.allow_lossy,
+        disabled=options.disable_passes,
+        accumulated=tuple(i for i, x in enumerate(inputs) if accumulation.will_be_added(x)),
+    )
 
 
-def op_timer(request: Request, device: torch.device, spec: DeviceSpec | None = None) -> OpTimer:
-    """The cost model asked for; ``spec`` is that of a device which is not here."""
-    rates = device_spec(device) if spec is None else spec
-    fused = request.executor == "inductor"
-
-    def timer(nodes: tuple[fx.Node, ...], traffic_bytes: int) -> float:
-        dtype = next((n.meta["val"].dtype for n in nodes if is_tensor(n)), torch.float32)
-        on_cpu = rates.name == device_spec(torch.device("cpu")).name
-        inside = [_inside(n, on_cpu, fused) for n in nodes if n.target in kernels.INSIDE]
-        extra = sum(each.calls for each in inside) * (rates.launch_us + kernels.CALL_US)
-        extra += 1e6 * sum(each.again for each in inside) / rates.bytes_per_s
-        traffic = traffic_bytes + sum(each.bytes for each in inside)
-        return extra + roofline_us(nodes, traffic, dtype, rates, compat.size_bound)
-
-    if request.op_times == "measured":
-        from fxremat.cost.op_times import measured_timer
-
-        return measured_timer(
-            timer,
-            device,
-            directory=Path(compat.cache_directory()) / "fxremat",
-            size=compat.size_bound,
-            outside_fake_mode=compat.outside_fake_mode,
-        )
-    return timer
+def copies_of(options: Options, device: torch.device) -> Copies:
+    """What moving weights and activations takes; the latter move where that is asked for."""
+    rates = (device_spec(device).host_bytes_per_s,) * 2
+    if options.host_bandwidth is not None:
+        rates = (float(options.host_bandwidth),) * 2
+    elif options.op_times == "measured":
+        rates = measure_copy_speed(device)
+    cap = options.host_memory_budget
+    out, back = (rate / 1e6 for rate in rates)
+    cap = machine_memory_bytes() // 2 if cap is None else cap
+    return Copies(out, back, COPY_LATENCY_US, cap, only_host=not options.offload)
 
 
-def _inside(node: fx.Node, on_cpu: bool, fused: bool) -> kernels.Inside:
-    assert isinstance(node.target, compat.OpOverload)
-    args, kwargs = fx.map_arg((node.args, node.kwargs), lambda n: n.meta["val"])
-    return kernels.INSIDE[node.target](*args, **kwargs, on_cpu=on_cpu, by_inductor=fused)
+def _limits(
+    options: Options, device: torch.device, inputs: Sequence[Any]
+) -> tuple[int | None, int]:
+    """The budget, and how many bytes of it are held by what the graph cannot see.
+
+    Each ``grad`` that gradients are to be added to is held; those that are there are allocated.
+    """
+    grads = accumulation.expected_bytes(device)
+    if device.type != "cuda":
+        return options.memory_budget, (options.reserve or 0) + grads
+    allocated = torch.cuda.memory_allocated(device)
+    free = torch.cuda.mem_get_info(device)[0]
+    idle = torch.cuda.memory_reserved(device) - allocated
+    unseen = max(0, allocated - _input_bytes(inputs, device))
+    missing = accumulation.expected_bytes(device, missing_only=True)
+    reserve = unseen + missing if options.reserve is None else options.reserve + grads
+    return options.memory_budget or allocated + idle + free, reserve
 
 
-def with_energies(problem: Problem, spec: DeviceSpec) -> Problem:
-    """The problem with what each op and each moved byte takes on the device."""
-    ops = tuple(replace(op, energy_uj=op.time_us * spec.watts) for op in problem.ops)
-    copies = problem.copies
-    if copies is not None:
-        copies = replace(copies, energy_uj=spec.host_nj_per_byte / 1000)
-    return replace(problem, ops=ops, copies=copies)
-
-
-def _with_costs(problem: Problem, request: Request, spec: DeviceSpec) -> Problem:
-    """The problem with the copies of the request, if anything may move, and with energies."""
-    if request.copies is not None and (problem.host or not request.copies.only_host):
-        problem = replace(problem, copies=request.copies)
-    return with_energies(problem, spec) if request.objective == "energy" else problem
-
-
-@dataclass(frozen=True)
-class Costs:
-    """Makes the problem of a joint graph."""
-
-    request: Request
-    device: torch.device
-    timer: OpTimer
-    workspaces: Workspaces
-    name: str
-
-    def estimate(self, joint: JointGraph, forms: Sequence[Form] = ()) -> Estimate:
-        """With the forms that stand in the graph as alternatives."""
-        found = estimate(
-            joint,
-            self.timer,
-            self.workspaces.of_node,
-            fused=self.request.executor == "inductor",
-            device=self.device.type,
-            name=self.name,
-            forms=forms,
-            in_place="inplace" not in self.request.disabled,
-        )
-        problem = _with_costs(found.problem, self.request, device_spec(self.device))
-        if "recompute" in self.request.disabled:
-            problem = run_once(problem)
-        return replace(found, problem=problem)
+def _input_bytes(inputs: Sequence[Any], device: torch.device) -> int:
+    tensors = [x for x in inputs if isinstance(x, torch.Tensor) and x.device.type == device.type]
+    storages = {compat.storage_key(x): x for x in tensors}
+    return sum(compat.size_bound(x.untyped_storage().nbytes()) for x in storages.values())

@@ -9,8 +9,6 @@ from __future__ import annotations
 
 import hashlib
 import json
-import os
-import tempfile
 import time
 from collections.abc import Iterator
 from contextlib import contextmanager, suppress
@@ -19,6 +17,7 @@ from pathlib import Path
 from typing import Any
 
 from fxremat import compat
+from fxremat.disk_cache import write_whole
 from fxremat.report.report import Report, report_from_json, report_to_json
 
 
@@ -116,13 +115,8 @@ def digest(*parts: Any) -> str:
 
 
 def store(key: str, report: Report) -> None:
-    """Keep a report for the time when a cache answers instead of us."""
-    path = store_path(key)
-    path.parent.mkdir(parents=True, exist_ok=True)
-    handle, name = tempfile.mkstemp(dir=path.parent, suffix=".tmp")
-    with os.fdopen(handle, "w", encoding="utf-8") as file:
-        json.dump(report_to_json(report), file)
-    os.replace(name, path)
+    """Keep a report for the time when a cache answers instead of us; if there is room for it."""
+    write_whole(store_path(key), json.dumps(report_to_json(report)))
 
 
 def load(key: str, graph: int) -> Report | None:

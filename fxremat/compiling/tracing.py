@@ -8,7 +8,7 @@ is not here.
 from __future__ import annotations
 
 from collections.abc import Callable, Sequence
-from dataclasses import dataclass, replace
+from dataclasses import dataclass
 from typing import Any
 
 import torch
@@ -16,13 +16,16 @@ from torch import fx, nn
 from torch.utils import _pytree as pytree
 
 from fxremat import compat
-from fxremat.compiling.request import Request, device_of, op_timer, prepare, with_energies
+from fxremat.compiling.costs import cost_model
+from fxremat.compiling.draft import Draft
+from fxremat.compiling.pipeline import PLAN, PREPARE, Runner
+from fxremat.compiling.request import Request
+from fxremat.compiling.stage_times import StageTimes
+from fxremat.compiling.variant_sets import variant_set
 from fxremat.cost.device import DeviceSpec
-from fxremat.cost.workspaces import Workspaces, declared
 from fxremat.errors import NotTraceable
 from fxremat.passes.joint_graph import root
-from fxremat.passes.memory_estimation import Estimate, estimate
-from fxremat.passes.variants.insertion import find_sites, offer
+from fxremat.passes.memory_estimation import Estimate
 from fxremat.passes.variants.rule import Rule
 
 MODES = ("inductor", "aot_eager")
@@ -120,30 +123,12 @@ def _estimate(
     spec: DeviceSpec | None,
     rules: Sequence[Rule],
 ) -> Estimate:
-    """What the backend would plan for a joint graph."""
-    request = Request(
-        budget_bytes=None,
-        held_bytes=0,
-        wanted_bytes=None,
-        executor=mode,
-        solver="auto",
-        solver_time_limit=None,
-        op_times="roofline",
-        verify=True,
-    )
-    joint = prepare(module, num_fwd_outputs, fused=mode == "inductor")
-    device = device_of(module.graph)
-    workspace = Workspaces(device).of_node if workspaces else declared
-    offered = offer(joint, find_sites(joint, rules, workspace))
-    found = estimate(
-        offered.joint,
-        op_timer(request, device, spec),
-        workspace,
-        fused=mode == "inductor",
-        device=device.type,
-        name=name,
-        forms=offered.forms,
-    )
-    if spec is None:
-        return found
-    return replace(found, problem=with_energies(found.problem, spec))
+    """What the backend would plan for a joint graph, with all that the rules offer."""
+    request = Request(executor=mode, objective="time" if spec is None else "energy")
+    costs = cost_model(request, module.graph, name, measured=workspaces, spec=spec)
+    runner = Runner(costs, StageTimes())
+    prepared = runner.run("prepare", PREPARE, Draft(module, num_fwd_outputs))
+    offered = variant_set(prepared, rules, costs)
+    if offered is not None:
+        return offered.estimate
+    return runner.run("estimate", PLAN, prepared).estimate

@@ -57,15 +57,22 @@ def described(value: Any, size: SizeOf) -> Any:
     return repr(value)
 
 
-def made_real(value: Any, size: SizeOf, device: torch.device) -> Any:
-    """An argument to run with: random numbers, integers zero so that indices are in range."""
+def made_real(
+    value: Any, size: SizeOf, device: torch.device, batch: tuple[int, int] | None = None
+) -> Any:
+    """An argument to run with: random numbers, integers zero so that indices are in range.
+
+    With a ``batch``, tensors whose first size is its first number get its second one instead.
+    """
     if isinstance(value, torch.Tensor):
         shape, stride = [size(s) for s in value.shape], [size(s) for s in value.stride()]
+        if batch is not None and shape and shape[0] == batch[0]:
+            shape[0] = batch[1]
         on = device if value.device.type == device.type else value.device
         tensor = torch.empty_strided(shape, stride, dtype=value.dtype, device=on)
         return tensor.normal_() if value.dtype.is_floating_point else tensor.zero_()
     if isinstance(value, (list, tuple)):
-        return type(value)(made_real(v, size, device) for v in value)
+        return type(value)(made_real(v, size, device, batch) for v in value)
     return size(value) if isinstance(value, torch.SymInt) else value
 
 

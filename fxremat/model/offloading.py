@@ -16,7 +16,7 @@ import torch
 from torch import nn
 
 from fxremat import planner
-from fxremat.backend import copies_of
+from fxremat.compiling.request import copies_of
 from fxremat.compiling.tracing import trace_step
 from fxremat.core.plan import Plan
 from fxremat.core.problem import Problem

@@ -25,14 +25,15 @@ class Row:
 class Report:
     """What was decided for one graph. Peaks are bytes in all, resident ones included.
 
-    ``predicted_peak_bytes`` is the peak of Inductor's own kernels where they were rehearsed,
-    else that of the planned graph. ``minimum_peak_bytes`` is the least peak planned for; it is
-    a bound on what can be asked for, by the model of the problem. ``time_overhead`` is the
-    added time over the keep-all schedule's, as a fraction. ``timeline`` is bytes live per step.
-    ``moved`` are the values that go to host memory, and how often each comes back. ``variants``
-    are the forms taken, with the bytes of what they stand in for; overhead and keep-all peak are
-    those of the graph without them.
-    ``problem`` is what was planned: the graph with those forms in place.
+    ``predicted_peak_bytes`` is the peak of Inductor's own kernels where they were rehearsed, else
+    that of the planned graph. ``minimum_peak_bytes`` is the least budget that can be met, as the
+    error names it; None where it was not looked for (`Explanation.minimum_peak_bytes` looks).
+    ``order`` says who orders what runs: Inductor, the plan, or torch's own partition.
+    ``time_overhead`` is the added time over the keep-all schedule's, as a fraction. ``timeline`` is
+    bytes live per step. ``moved`` are the values that go to host memory, and how often each comes
+    back. ``variants`` are the forms taken, with the bytes of what they stand in for; overhead and
+    keep-all peak are those of the graph without them. ``problem`` is what was planned: the graph
+    with those forms in place.
     """
 
     graph: int
@@ -42,7 +43,7 @@ class Report:
     keep_all_peak_bytes: int
     planned_peak_bytes: int
     predicted_peak_bytes: int
-    minimum_peak_bytes: int
+    minimum_peak_bytes: int | None
     held_bytes: int
     time_overhead: float
     saved: tuple[Row, ...]
@@ -52,6 +53,7 @@ class Report:
     problem: Problem = field(repr=False)
     plan: Plan
     rehearsals: int
+    order: str = "inductor"
     moved: tuple[Row, ...] = ()
     variants: tuple[Row, ...] = ()
     host_peak_bytes: int = 0
@@ -96,8 +98,9 @@ class Report:
 
     def __str__(self) -> str:
         resident, saved = format_bytes(self.resident_bytes), format_bytes(self.saved_bytes)
-        least = format_bytes(self.minimum_peak_bytes)
-        lines = [self.summary(), f"  resident {resident}, saved {saved}, least peak {least}"]
+        lines = [self.summary(), f"  resident {resident}, saved {saved}"]
+        if self.minimum_peak_bytes is not None:
+            lines[-1] += f", least peak {format_bytes(self.minimum_peak_bytes)}"
         lines += _table("largest at the peak", self.at_peak)
         lines += _table("saved for the backward", self.saved)
         lines += _table("recomputed in the backward", self.recomputed)

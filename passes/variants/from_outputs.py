@@ -61,6 +61,12 @@ def _late_readers(joint: JointGraph, node: fx.Node) -> list[fx.Node]:
     return [u for u in node.users if u.op != "output" and joint.role[u] is not Role.FORWARD]
 
 
+def _is_kept(joint: JointGraph, node: fx.Node) -> bool:
+    """Whether the backward reads a node, or a view of it that the forward made."""
+    views = (u for u in node.users if is_view(u) and joint.role[u] is Role.FORWARD)
+    return bool(_late_readers(joint, node)) or any(_is_kept(joint, view) for view in views)
+
+
 def _first_reader(joint: JointGraph, output: fx.Node, rebuilt: Iterable[fx.Node]) -> fx.Node | None:
     """Where the rebuilt nodes have to be there.
 
@@ -69,7 +75,7 @@ def _first_reader(joint: JointGraph, output: fx.Node, rebuilt: Iterable[fx.Node]
     """
     place = {node: index for index, node in enumerate(joint.module.graph.nodes)}
     readers = [user for node in rebuilt for user in _late_readers(joint, node)]
-    if not readers or not _late_readers(joint, output):
+    if not readers or not _is_kept(joint, output):
         return None
     first = min(readers, key=place.__getitem__)
     return first if place[first] > place[output] else None

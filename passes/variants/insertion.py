@@ -144,6 +144,11 @@ def offer(joint: JointGraph, sites: Iterable[Site]) -> Offer:
 
 def take(joint: JointGraph, sites: Sequence[Site]) -> JointGraph:
     """A copy of the graph in these forms, without what nobody needs any more."""
+    return take_and_tell(joint, sites)[0]
+
+
+def take_and_tell(joint: JointGraph, sites: Sequence[Site]) -> tuple[JointGraph, tuple[Form, ...]]:
+    """The same, and what was inserted: some of its nodes may not be needed any more either."""
     offered = offer(joint, sites)
     graph, results = offered.joint.module.graph, list(offered.joint.results)
     for form in offered.forms:
@@ -162,7 +167,7 @@ def take(joint: JointGraph, sites: Sequence[Site]) -> JointGraph:
     graph.lint()
     module = offered.joint.module
     module.recompile()
-    return read_joint_graph(module, joint.num_forward_outputs)
+    return read_joint_graph(module, joint.num_forward_outputs), offered.forms
 
 
 def _copied(

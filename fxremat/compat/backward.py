@@ -1,0 +1,179 @@
+"""The backward that autograd is running: its nodes, its leaves and their hooks."""
+
+from __future__ import annotations
+
+from collections import Counter
+from collections.abc import Callable, Iterator, Sequence
+from contextlib import contextmanager, nullcontext
+from dataclasses import dataclass
+from functools import wraps
+from threading import Lock
+from typing import Any
+
+import torch
+
+
+def running_backward() -> int | None:
+    """The number of the backward that autograd runs in this thread, None outside of one."""
+    number = torch._C._current_graph_task_id()
+    return None if number == -1 else number
+
+
+def leaves_of_one_node() -> list[torch.Tensor]:
+    """The leaves to which exactly one edge leads in the backward that is running.
+
+    Those of all its nodes, also of those that will not run. It is known where the node that runs
+    is the first of the backward; elsewhere the list is empty.
+    """
+    return _leaves_of_one_edge(_nodes_to_run())
+
+
+def _leaves_of_one_edge(nodes: Sequence[Any]) -> list[torch.Tensor]:
+    edges = [edge for node in nodes for edge in _following(node)]
+    counts = Counter(map(id, edges))
+    return [edge.variable for edge in edges if counts[id(edge)] == 1 and _is_leaf(edge)]
+
+
+def leaves_of_this_node() -> list[torch.Tensor]:
+    """The leaves that get a gradient from the node which autograd runs now, into ``grad``."""
+    return [edge.variable for edge in accumulators_of(running_node())]
+
+
+def running_node() -> Any:
+    """The node that autograd runs now in this thread, None outside of a backward."""
+    return torch._C._current_autograd_node()
+
+
+def accumulators_of(node: Any) -> list[Any]:
+    """What adds the gradients that ``node`` gives to the ``grad`` of each leaf in this backward.
+
+    Each has the leaf as its ``variable``.
+    """
+    edges = [] if node is None else _following(node)
+    return [edge for edge in edges if _is_leaf(edge) and _will_run(edge)]
+
+
+@dataclass(frozen=True, eq=False)
+class _Started:
+    """A backward that runs: where it began, and whether it only adds to ``grad``."""
+
+    outputs: tuple[Any, ...]
+    only_adds: bool
+
+
+_STARTED: list[_Started] = []
+_STARTING = Lock()
+
+
+def watch_backwards() -> None:
+    """From now on `leaves_of_one_edge` knows where backwards begin."""
+    original = getattr(torch.autograd, "_engine_run_backward", None)
+    if original is None or hasattr(original, "watches"):
+        return
+
+    @wraps(original)
+    def watched(t_outputs: Any, *args: Any, **kwargs: Any) -> Any:
+        create_graph = args[2] if len(args) > 2 else True
+        only_adds = kwargs.get("accumulate_grad") is True and create_graph is False
+        started = _Started(tuple(t_outputs), only_adds)
+        with _STARTING:
+            _STARTED.append(started)
+        try:
+            return original(t_outputs, *args, **kwargs)
+        finally:
+            _STARTED.remove(started)
+
+    watched.watches = True  # type: ignore[attr-defined]
+    compiler: Any = torch.compiler
+    autograd: Any = torch.autograd
+    autograd._engine_run_backward = compiler.disable(watched, recursive=False)
+
+
+@contextmanager
+def no_other_backward() -> Iterator[bool]:
+    """Whether a single backward runs that is watched; inside, no other one begins."""
+    with _STARTING:
+        yield len(_STARTED) == 1
+
+
+def leaves_of_one_edge() -> list[torch.Tensor]:
+    """The leaves to which exactly one edge leads in the backward that is running.
+
+    Those of all its nodes, also of those that will not run. It is known after `watch_backwards`,
+    where one backward runs at a time, which ``torch.autograd.backward`` began without
+    ``create_graph``; elsewhere the list is empty.
+    """
+    started = _STARTED[:]
+    if len(started) != 1 or not started[0].only_adds:
+        return []
+    nodes = _reachable([getattr(t, "node", None) or t.grad_fn for t in started[0].outputs])
+    return _leaves_of_one_edge(nodes) if running_node() in nodes else []
+
+
+def _reachable(roots: Sequence[Any]) -> list[Any]:
+    """All nodes of a backward; those that begin at a leaf are not looked into: none."""
+    if any(root is None for root in roots):
+        return []
+    found: dict[int, Any] = {}
+    stack = list(roots)
+    while stack:
+        node = stack.pop()
+        if id(node) not in found:
+            found[id(node)] = node
+            stack.extend(_following(node))
+    return list(found.values())
+
+
+def _nodes_to_run() -> list[Any]:
+    """All nodes of the backward that is running, if none but the one that runs now has begun.
+
+    torch gives them where autograd has one thread: then nothing changes what it looks at. It fails
+    if a node has run already. On a machine without an accelerator there is only one thread.
+    """
+    single = not torch.accelerator.is_available()
+    with torch.autograd.set_multithreading_enabled(False) if single else nullcontext():
+        try:
+            nodes: Any = torch._C._current_graph_task_execution_order()  # type: ignore[attr-defined]
+            return list(nodes)
+        except RuntimeError:
+            return []
+
+
+def _following(node: Any) -> list[Any]:
+    return [edge for edge, _ in node.next_functions if edge is not None]
+
+
+def _is_leaf(node: Any) -> bool:
+    return hasattr(node, "variable")
+
+
+def _will_run(node: Any) -> bool:
+    """Whether the node runs in this backward; torch refuses to say it of a result of `grad`."""
+    try:
+        return bool(torch._C._will_engine_execute_node(node))
+    except RuntimeError:
+        return False
+
+
+def hooks_on(leaf: torch.Tensor) -> int:
+    """How many hooks a leaf has that see its gradient, before or after it is accumulated."""
+    kinds = (leaf._backward_hooks, getattr(leaf, "_post_accumulate_grad_hooks", None))
+    return sum(len(hooks) for hooks in kinds if hooks)
+
+
+def hooks_on_node(node: Any) -> int:
+    """How many hooks of Python a node of the backward has, before or after it."""
+    handles = [register(_no_hook) for register in (node.register_prehook, node.register_hook)]
+    count = sum(len(handle.hooks_dict_ref() or ()) - 1 for handle in handles)
+    for handle in handles:
+        handle.remove()
+    return count
+
+
+def at_end_of_backward(call: Callable[[], None]) -> None:
+    """Have ``call()`` called at the end of the backward that is running, unless it fails."""
+    torch.autograd.Variable._execution_engine.queue_callback(call)
+
+
+def _no_hook(*_: Any) -> None:
+    """Stands among the hooks of a node, to see them."""

@@ -1,0 +1,83 @@
+"""torch's configuration: the classes and keys that Inductor asks for, and its cache."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from dataclasses import dataclass
+from typing import Any
+
+import torch._functorch.config as functorch_config
+from torch import fx
+from torch._inductor import config as inductor_config
+from torch._inductor.custom_graph_pass import CustomGraphPass, CustomPartitionerFn
+from torch._ops import OpOverload
+
+try:
+    from torch._inductor.custom_graph_pass import CustomSchedulerPass as SchedulerPass
+except ImportError:  # torch 2.11 has one class for both
+    SchedulerPass = CustomGraphPass  # type: ignore[misc, assignment]
+
+__all__ = [
+    "CUDAGRAPHS",
+    "PARTITIONER",
+    "POST_GRAD_PASS",
+    "SCHEDULER_PASS",
+    "CustomGraphPass",
+    "CustomPartitionerFn",
+    "OpOverload",
+    "SchedulerPass",
+    "cache_directory",
+    "caches_disabled",
+    "chain_passes",
+    "functorch_config",
+    "inductor_config",
+    "inductor_patches",
+]
+
+CUDAGRAPHS = "triton.cudagraphs"
+POST_GRAD_PASS = "post_grad_custom_post_pass"
+SCHEDULER_PASS = "_pre_fusion_custom_pass"
+PARTITIONER = "custom_partitioner_fn"
+
+
+def cache_directory() -> str:
+    """Inductor's cache directory, which honours TORCHINDUCTOR_CACHE_DIR."""
+    from torch._inductor.runtime.cache_dir_utils import cache_dir
+
+    return str(cache_dir())
+
+
+def caches_disabled() -> bool:
+    """Whether Inductor is asked to keep nothing on disk and to read nothing from there."""
+    return bool(getattr(inductor_config, "force_disable_caches", False))
+
+
+def inductor_patches(mode: str | None, options: Mapping[str, Any]) -> dict[str, Any]:
+    """Inductor's configuration for a torch.compile mode, with the user's options on top."""
+    from torch._inductor import list_mode_options
+
+    patches: dict[str, Any] = {}
+    if mode is not None and mode != "default":
+        patches.update(list_mode_options(mode))
+    patches.update({key.replace("-", "_"): value for key, value in options.items()})
+    return patches
+
+
+def chain_passes(theirs: Any) -> Any:
+    """What the user configured as post-grad pass as one callable; a list from torch 2.13 on."""
+    if theirs is None or callable(theirs):
+        return theirs
+    return _Chain(tuple(theirs))
+
+
+@dataclass(frozen=True)
+class _Chain:
+    passes: tuple[Any, ...]
+
+    def __call__(self, graph: fx.Graph) -> None:
+        for one in self.passes:
+            one(graph)
+
+    def uuid(self) -> Any:
+        parts = tuple(getattr(one, "uuid", lambda: None)() for one in self.passes)
+        return parts if all(parts) else None

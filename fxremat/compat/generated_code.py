@@ -1,0 +1,168 @@
+"""The Python code that Inductor generates for one graph, and the key of that code in its cache."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass
+from typing import Any
+
+import torch
+from torch import fx
+
+from fxremat.compat.configuration import caches_disabled, inductor_config
+from fxremat.compat.joint_graph import copy_module
+from fxremat.compat.post_grad import unmarked
+
+
+@dataclass(frozen=True)
+class Generated:
+    """The Python code that Inductor makes of one graph: it allocates, calls kernels, and frees.
+
+    ``source`` defines ``call(args)``, which uses the named ``constants``. ``origin_of`` gives the
+    FX node of a buffer where it has one, ``strides`` those of the results, None where they are no
+    tensors.
+    """
+
+    source: str
+    constants: Mapping[str, Any]
+    origin_of: Mapping[str, str]
+    strides: tuple[tuple[Any, ...] | None, ...]
+
+
+def generate(
+    module: fx.GraphModule,
+    *,
+    is_backward: bool,
+    seen_outputs: int | None = None,
+    input_strides: Mapping[str, tuple[Any, ...]] | None = None,
+) -> Generated:
+    """Inductor's code for ``module`` under the current configuration; no kernel is compiled.
+
+    The user sees the first ``seen_outputs`` results, so that they keep their strides; None: those
+    of a backward, as configured. ``input_strides`` replaces the strides of inputs, by placeholder
+    name: the backward reads what the forward saved in the layout that Inductor chose there.
+    """
+    from torch._dynamo.utils import counters
+    from torch._guards import detect_fake_mode
+    from torch._inductor.compile_fx import (
+        _recursive_post_grad_passes,
+        _recursive_record_original_output_strides,
+        fake_tensor_prop,
+        maybe_disable_comprehensive_padding,
+    )
+    from torch._inductor.debug import DebugContext
+    from torch._inductor.fx_passes.post_grad import view_to_reshape
+    from torch._inductor.graph import GraphLowering
+    from torch._inductor.virtualized import V
+
+    counted = {key: value.copy() for key, value in counters.items()}
+    module = copy_module(module)
+    placeholders = [n for n in module.graph.nodes if n.op == "placeholder"]
+    mode = detect_fake_mode([n.meta.get("val") for n in placeholders])
+    assert mode is not None, "a graph without tensor inputs has no code"
+    with V.set_fake_mode(mode):
+        with mode:
+            _set_strides(placeholders, input_strides or {})
+        inputs = [n.meta["val"] for n in placeholders]
+        view_to_reshape(module)  # type: ignore[no-untyped-call]
+        with torch.no_grad():
+            fake_tensor_prop(module, inputs)
+        _recursive_record_original_output_strides(module)
+        _record_seen_outputs(module.graph.output_node(), seen_outputs)
+        _recursive_post_grad_passes(module, is_inference=False)
+        lowering: Any = GraphLowering(
+            module,
+            example_inputs=inputs,
+            shape_env=mode.shape_env,
+            is_backward=is_backward,
+            is_inference=False,
+        )
+        with (
+            V.set_debug_handler(DebugContext()),
+            V.set_graph_handler(lowering),
+            V.set_extern_kernel_nodes([]),
+            maybe_disable_comprehensive_padding(inputs),
+        ):
+            lowering.freeze_runtime_asserts()
+            lowering.run(*inputs)
+            code = lowering.codegen()[0]
+            result = _generated(lowering, str(getattr(code, "value", code)))
+    for key, value in counted.items():
+        counters[key] = value
+    return result
+
+
+def code_key(module: fx.GraphModule, *, is_backward: bool) -> str | None:
+    """Equal for graphs that `generate` makes the same code of: Inductor's key in its own cache.
+
+    None where that cannot be told: where Inductor keeps nothing (its caches are disabled, a pass of
+    the user has no name, an op is not to be kept), and where a size is not known.
+    """
+    from torch._dynamo.utils import counters
+    from torch._guards import detect_fake_mode
+    from torch._inductor.codecache import FxGraphCache
+    from torch._inductor.virtualized import V
+
+    inputs = [n.meta["val"] for n in module.graph.nodes if n.op == "placeholder"]
+    mode = detect_fake_mode(inputs)
+    if caches_disabled() or mode is None or any(map(_has_symbols, inputs)):
+        return None
+    counted = counters["inductor"].copy()
+    with V.set_fake_mode(mode):
+        found, _ = FxGraphCache.prepare_key(
+            module, inputs, {"is_backward": is_backward}, inputs_to_check=[], remote=False
+        )
+    counters["inductor"] = counted
+    return found[0] if found is not None else None
+
+
+def _has_symbols(value: Any) -> bool:
+    sizes = [value.numel(), *value.stride()] if isinstance(value, torch.Tensor) else [value]
+    return any(isinstance(size, (torch.SymInt, torch.SymFloat, torch.SymBool)) for size in sizes)
+
+
+def _record_seen_outputs(output: fx.Node, count: int | None) -> None:
+    results = output.args[0]
+    assert isinstance(results, (list, tuple))
+    if count is None:
+        count = len(results) if inductor_config.bw_outputs_user_visible else 0
+    seen = [index for index, node in enumerate(results[:count]) if isinstance(node, fx.Node)]
+    output.meta["user_visible_output_idxs"] = seen
+
+
+def _set_strides(placeholders: Sequence[fx.Node], strides: Mapping[str, Any]) -> None:
+    for node in placeholders:
+        if node.name in strides:
+            old = node.meta["val"]
+            node.meta["val"] = torch.empty_strided(
+                old.shape, strides[node.name], dtype=old.dtype, device=old.device
+            )
+
+
+def _generated(lowering: Any, source: str) -> Generated:
+    named = {name: buffer.get_origin_node() for name, buffer in lowering.name_to_buffer.items()}
+    return Generated(
+        source=source,
+        constants={
+            **lowering.constants,
+            **lowering.torchbind_constants,
+            **getattr(lowering, "opaque_value_type_classes", {}),
+        },
+        origin_of={
+            name: str(unmarked(node).name)
+            for name, node in named.items()
+            if node is not None and node.op != "placeholder"
+        },
+        strides=tuple(_output_strides(o) for o in lowering.graph_outputs),
+    )
+
+
+def _output_strides(output: Any) -> tuple[Any, ...] | None:
+    from torch._inductor import ir
+
+    if not hasattr(output, "get_stride") or isinstance(output, ir.ShapeAsConstantBuffer):
+        return None
+    try:
+        return tuple(int(s) for s in output.get_stride())
+    except (TypeError, NotImplementedError, AttributeError):
+        return None

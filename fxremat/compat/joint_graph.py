@@ -1,0 +1,83 @@
+"""What AOTAutograd and torch's partitioner know of the nodes of a joint graph."""
+
+from __future__ import annotations
+
+import torch._functorch.partitioners as _partitioners
+from torch import fx
+from torch._functorch.compile_utils import fx_graph_cse
+from torch.fx.experimental.proxy_tensor import is_sym_node
+
+from fxremat.compat.configuration import functorch_config
+
+
+def is_tangent(node: fx.Node) -> bool:
+    """Whether a placeholder of the joint graph is an incoming gradient."""
+    return node.op == "placeholder" and "tangents" in str(node.target)
+
+
+def must_be_in_forward(node: fx.Node) -> bool:
+    """Whether a node may not leave the forward (mutations without a backward tag)."""
+    return bool(_partitioners._must_be_in_forward(node))
+
+
+def must_be_in_backward(node: fx.Node) -> bool:
+    """Whether a node's tag puts it into the backward."""
+    return bool(_partitioners._must_be_in_backward(node))
+
+
+def mutated_input_of(description: object) -> object | None:
+    """The description of the input that an output of the graph is the new content of."""
+    return getattr(description, "mutated_input", None)
+
+
+def user_tag(node: fx.Node) -> str | None:
+    """The name of the user's torch.utils.checkpoint policy on a node, None without one."""
+    tag = node.meta.get("recompute")
+    return getattr(tag, "name", None)
+
+
+def prepare_joint_graph(module: fx.GraphModule) -> None:
+    """Dead code out, common subexpressions merged, the user's checkpoint tags made consistent.
+
+    Merging must come before recompute copies are made: afterwards it would undo them.
+    """
+    module.graph.eliminate_dead_code()
+    if functorch_config.cse:
+        module.graph = fx_graph_cse(module.graph)
+    if _partitioners.has_recomputable_ops(module):
+        _partitioners.cleanup_recompute_tags(module, is_default_partition=False)
+    if not functorch_config.unsafe_allow_optimization_of_collectives:
+        _partitioners.force_save_collectives(module)
+    _partitioners.force_save_effectful_ops(module)
+    _partitioners.force_save_bw_mutation_src(module)
+    module.recompile()
+
+
+def is_symbol(node: fx.Node) -> bool:
+    """Whether a node is a symbolic number (or a number computed from one)."""
+    return is_sym_node(node)
+
+
+def is_opaque(node: fx.Node) -> bool:
+    """Whether a node is an object that is neither tensor nor number (torch 2.13 and later)."""
+    test = getattr(_partitioners, "is_opaque_node", None)
+    return bool(test(node)) if test is not None else False
+
+
+def input_index(node: fx.Node) -> int | None:
+    """Which argument of the compiled graph an input of the joint graph is, if it is one as such."""
+    description = node.meta.get("desc")
+    plain = type(description).__name__ == "PlainAOTInput"
+    return int(description.idx) if plain else None  # type: ignore[union-attr]
+
+
+def copy_module(
+    module: fx.GraphModule, copies: dict[fx.Node, fx.Node] | None = None
+) -> fx.GraphModule:
+    """A copy whose nodes have their own ``meta``; ``copies`` is told which is whose."""
+    graph, copies = fx.Graph(), {} if copies is None else copies
+    result = graph.output(graph.graph_copy(module.graph, copies))
+    for node, copy in copies.items():
+        copy.meta = dict(node.meta)
+    result.meta = dict(module.graph.output_node().meta)
+    return fx.GraphModule(module, graph)

@@ -1,0 +1,100 @@
+"""Small kernels of our own, compiled by Inductor apart from the graph that calls them."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
+from typing import Any, cast
+
+import torch
+from torch import fx
+from torch.utils import _pytree as pytree
+
+from fxremat.compat.configuration import (
+    CUDAGRAPHS,
+    PARTITIONER,
+    POST_GRAD_PASS,
+    SCHEDULER_PASS,
+    inductor_config,
+)
+from fxremat.compat.generated_code import generate
+from fxremat.compat.loading import load_without_kernels
+from fxremat.compat.tensors import Watching, storage_key, storage_watch, without_memory
+
+
+@contextmanager
+def apart() -> Iterator[None]:
+    """Inside, tensors are real, and nothing that is being compiled around it has a say."""
+    from torch._guards import tracing
+    from torch._subclasses.fake_tensor import unset_fake_temporarily
+
+    own = {CUDAGRAPHS: False, POST_GRAD_PASS: None, SCHEDULER_PASS: None, PARTITIONER: None}
+    with unset_fake_temporarily(), tracing(None), inductor_config.patch(own), torch.no_grad():
+        yield
+
+
+@contextmanager
+def for_a_kernel() -> Iterator[None]:
+    """Inside, tensors are fake and of one mode, which the inputs of a kernel's graph have to be.
+
+    A kernel is made of a graph that writes into its inputs and returns nothing.
+    """
+    from torch._subclasses.fake_tensor import FakeTensorMode
+
+    mode: Any = FakeTensorMode()
+    with apart(), mode:
+        yield
+
+
+def decomposed(module: fx.GraphModule) -> fx.GraphModule:
+    """The graph in the operators that Inductor has kernels for; inside `for_a_kernel`."""
+    from torch._inductor.decomposition import select_decomp_table
+    from torch.fx.experimental.proxy_tensor import make_fx
+
+    inputs = [n.meta["val"] for n in module.graph.nodes if n.op == "placeholder"]
+    table = select_decomp_table()
+    traced: fx.GraphModule = make_fx(module, decomposition_table=table)(*inputs)
+    return traced
+
+
+def kernel_allocates(module: fx.GraphModule) -> int:
+    """Bytes that a kernel allocates beside its inputs, at its peak; compiles nothing."""
+    with apart():
+        generated = generate(module, is_backward=False)
+    live: dict[int, tuple[int, Callable[[], bool]]] = {}
+    peak = 0
+    with without_memory() as made:
+        given = [made(_like(n)) for n in module.graph.nodes if n.op == "placeholder"]
+        known = {storage_key(tensor) for tensor in given}
+
+        def count(_op: Any, _args: Any, _kwargs: Any, result: Any) -> None:
+            nonlocal peak
+            for key in [key for key, (_, is_gone) in live.items() if is_gone()]:
+                del live[key]
+            for leaf in pytree.tree_leaves(result):
+                if isinstance(leaf, torch.Tensor) and storage_key(leaf) not in known:
+                    key, is_gone = storage_watch(leaf)
+                    live[key] = leaf.untyped_storage().nbytes(), is_gone
+            peak = max(peak, sum(size for size, _ in live.values()))
+
+        call = load_without_kernels(generated, generated.constants, "<kernel>")
+        with Watching(count):
+            call(list(given))
+    return peak
+
+
+def compile_kernel(module: fx.GraphModule) -> Callable[[list[torch.Tensor]], object]:
+    """Called with a list of tensors, which it empties."""
+    from torch._guards import detect_fake_mode
+    from torch._inductor.compile_fx import compile_fx_inner
+    from torch._inductor.virtualized import V
+
+    inputs = [n.meta["val"] for n in module.graph.nodes if n.op == "placeholder"]
+    with apart(), V.set_fake_mode(detect_fake_mode(inputs)):
+        compiled: Any = compile_fx_inner(module, inputs)
+    return cast("Callable[[list[torch.Tensor]], object]", compiled)
+
+
+def _like(node: fx.Node) -> torch.Tensor:
+    value = node.meta["val"]
+    return torch.empty_strided(value.shape, value.stride(), dtype=value.dtype, device=value.device)

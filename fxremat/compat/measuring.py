@@ -1,0 +1,31 @@
+"""The profiler's memory events, and what measuring must leave as it was."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from contextlib import contextmanager
+from typing import Any
+
+import torch
+from torch.profiler import profile
+
+
+@contextmanager
+def random_state_kept() -> Iterator[None]:
+    """Whatever runs inside draws no number that the user's program would have drawn."""
+    started: bool = torch.cuda.is_initialized()  # type: ignore[no-untyped-call]
+    devices = list(range(torch.cuda.device_count())) if started else []
+    with torch.random.fork_rng(devices=devices):
+        yield
+
+
+def profiler_memory_events(prof: profile) -> list[tuple[int, int, str]]:
+    """(start in ns, bytes allocated or, negative, freed, "CPU" or other), in recorded order."""
+    results: Any = prof.profiler.kineto_results if prof.profiler is not None else None
+    if results is None:
+        raise RuntimeError("the profiler holds no results; read them after its with block")
+    return [
+        (event.start_ns(), event.nbytes(), event.device_type().name)
+        for event in results.events()
+        if event.name() == "[memory]"
+    ]

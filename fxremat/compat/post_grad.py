@@ -1,0 +1,93 @@
+"""Inductor after its post-grad passes: what it writes, returns and drops, in which layout."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from typing import Any
+
+import torch
+from torch import fx
+
+_LIBRARY: Any = torch.library.Library("fxremat", "DEF")  # type: ignore[no-untyped-call]
+_LIBRARY.define("written(Tensor(a) x) -> Tensor(a)")
+_LIBRARY.impl("written", torch.ops.aten.alias.default, "CompositeExplicitAutograd")
+
+
+def write_results(graph: fx.Graph, nodes: Sequence[fx.Node]) -> None:
+    """Make Inductor write these results to memory, not compute them in their readers' loops.
+
+    Each gets a mark behind it, through which all its readers read.
+    """
+    _lower_written()
+    for node in nodes:
+        readers = list(node.users)
+        with graph.inserting_after(node):
+            mark = graph.call_function(torch.ops.fxremat.written.default, (node,))
+        mark.meta = dict(node.meta)
+        for reader in readers:
+            reader.replace_input_with(node, mark)
+
+
+def return_inputs_as_they_are(graph: fx.Graph) -> None:
+    """Keep Inductor from returning copies of the graph's own inputs, with channels last.
+
+    Of the images and weights of convolutions that the backward reads it would make such copies, and
+    keep them until then. What the user sees it leaves as it is; so they are said to be seen.
+    """
+    output = graph.output_node()
+    seen = output.meta.get("user_visible_output_idxs")
+    if seen is None or not isinstance(output.args[0], (list, tuple)):
+        return
+    inputs = [
+        index
+        for index, node in enumerate(output.args[0])
+        if isinstance(node, fx.Node) and node.op == "placeholder"
+    ]
+    output.meta["user_visible_output_idxs"] = sorted({*seen, *inputs})
+
+
+def unmarked(node: fx.Node) -> fx.Node:
+    """What stands before a mark of `write_results`."""
+    marked = node.args[0] if node.target is torch.ops.fxremat.written.default else node
+    assert isinstance(marked, fx.Node)
+    return marked
+
+
+def _lower_written() -> None:
+    from torch._inductor import ir
+    from torch._inductor.lowering import lowerings, register_lowering
+    from torch._inductor.virtualized import V
+
+    if torch.ops.fxremat.written.default in lowerings:
+        return
+    convert = lowerings[torch.ops.prims.convert_element_type.default]
+
+    def written(x: Any) -> Any:
+        node = V.graph.current_node
+        value = node.meta["val"]
+        if node in V.graph.nodes_prefer_channels_last and value.dim() == 4:
+            strides = torch._prims_common.make_channels_last_strides_for(value.shape)
+            x = ir.ExternKernel.require_stride_order(x, ir.get_stride_order(strides))
+        if value.dtype is torch.bool and value.device.type == "cpu":
+            # C++ reads stored bools one by one; as bytes, turned to floats, whole vectors
+            x = convert(x, torch.uint8)
+            x.realize()
+            return lowerings[torch.ops.aten.ne.Scalar](convert(x, torch.float32), 0)
+        x.realize()
+        return x
+
+    register_lowering(torch.ops.fxremat.written.default, type_promotion_kind=None)(written)
+
+
+def is_noop_to_inductor(node: fx.Node) -> bool:
+    """Whether a call is one that Inductor may drop where it changes nothing, copies among them."""
+    from torch._inductor.fx_passes.post_grad import noop_registry
+
+    return node.target in noop_registry
+
+
+def prefers_channels_last(module: fx.GraphModule) -> bool:
+    """Whether Inductor will lay out what the module's convolutions read and write in that order."""
+    from torch._inductor.graph import GraphLowering
+
+    return bool(GraphLowering.decide_layout_opt(module, is_inference=False))

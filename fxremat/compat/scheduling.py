@@ -1,0 +1,105 @@
+"""Kernels in Inductor's scheduler: what they are, and orders that no data asks for."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass
+from typing import Any
+
+
+@dataclass(frozen=True)
+class Scheduled:
+    """A kernel before fusion: a library call, a loop, or (neither) something without work.
+
+    ``is_copy`` of a loop that changes no value, only the layout. ``read_bytes`` of the largest
+    operand, ``written_bytes`` of all results; ``reads`` and ``writes`` name the buffers.
+    """
+
+    is_call: bool
+    is_loop: bool
+    read_bytes: int
+    written_bytes: int
+    is_copy: bool = False
+    reads: frozenset[str] = frozenset()
+    writes: frozenset[str] = frozenset()
+
+
+def scheduled(node: Any) -> Scheduled:
+    """What a scheduler node is."""
+    from torch._inductor import ir
+    from torch._inductor.scheduler import SchedulerNode
+    from torch._inductor.virtualized import V
+
+    size = V.graph.get_dep_size_hint
+    is_loop = isinstance(node, SchedulerNode) and not node.is_template()
+    reads, writes = node.read_writes.reads, node.read_writes.writes
+    return Scheduled(
+        is_call=bool(node.is_extern() or node.is_template())
+        and not isinstance(node.node, ir.MultiOutput),
+        is_loop=is_loop,
+        read_bytes=max((size(dep) for dep in reads), default=0),
+        written_bytes=sum(size(dep) for dep in writes),
+        is_copy=is_loop
+        and set(node._body.op_counts) == {"load", "store", "output"}
+        and not node.has_aliasing_or_mutation(),
+        reads=frozenset(dep.name for dep in reads),
+        writes=frozenset(dep.name for dep in writes),
+    )
+
+
+def names_being_scheduled() -> list[str]:
+    """The nodes of the graph that Inductor is scheduling."""
+    from torch._inductor.virtualized import V
+
+    module: Any = V.graph.module
+    return [node.name for node in module.graph.nodes]
+
+
+def run_after(nodes: Sequence[Any], after: Mapping[int, Sequence[int]]) -> list[Any]:
+    """Make Inductor run each key after its values, all of them positions in ``nodes``.
+
+    To the scheduler these are no uses: what is waited for may be freed and overwritten before.
+    Returns the nodes in an order that agrees with it.
+    """
+    from torch._inductor.dependencies import WeakDep
+
+    for later, earlier in after.items():
+        own = nodes[later].get_name()  # of no buffer: nothing is mutated
+        there = {dep.name for dep in nodes[later].unmet_dependencies}
+        for position in earlier:
+            names = [buffer.get_name() for buffer in nodes[position].get_outputs()]
+            if not there.isdisjoint(names):
+                continue  # a read that Inductor may turn into an overwrite, if it stands alone
+            name = names[0]
+            nodes[later].add_fake_dep(WeakDep(name, mutating_buf=own, is_fake=True))
+        nodes[later].prune_weak_deps()  # those on dead code, which adding one brings back
+    ordered = [nodes[position] for position in in_waiting_order(len(nodes), after)]
+    if after:
+        scheduler = nodes[0].scheduler
+        scheduler.nodes = list(ordered)
+        scheduler.compute_ancestors()
+    return ordered
+
+
+def run_each_alone(nodes: Sequence[Any]) -> None:
+    """Have each kernel called by itself: on the CPU Inductor puts several loops into one function.
+
+    What such a function writes is allocated before it, and what it reads freed behind it.
+    """
+    for device in {node.get_device() for node in nodes} - {None}:
+        if device.type == "cpu":
+            backend = nodes[0].scheduler.get_backend(device)
+            backend.ready_to_flush = lambda: True
+
+
+def in_waiting_order(count: int, after: Mapping[int, Sequence[int]]) -> list[int]:
+    """Positions in their order, but each one behind those that it waits for."""
+    ordered: dict[int, None] = {}
+    waiting: list[int] = []
+    for position in range(count):
+        waiting.append(position)
+        while ready := [one for one in waiting if ordered.keys() >= set(after.get(one, ()))]:
+            ordered.update(dict.fromkeys(ready))
+            waiting = [one for one in waiting if one not in ordered]
+    assert not waiting, "kernels wait for one another"
+    return list(ordered)

@@ -1,0 +1,58 @@
+"""Sizes that Dynamo traced as symbols: their bounds, and guards on them."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from typing import Any, cast
+
+import torch
+from torch import fx
+from torch.fx.experimental.symbolic_shapes import ShapeEnv
+
+
+def size_bound(size: Any) -> int:
+    """A size as a number: the declared upper bound of a dynamic one, else the size seen.
+
+    A bound counts as declared when it is a number that fits a tensor dimension.
+    """
+    if isinstance(size, int):
+        return size
+    node = getattr(size, "node", None)
+    if node is None:
+        return int(size)
+    env: ShapeEnv = node.shape_env
+    expression = node.expr
+    substitution = {s: _symbol_bound(env, s) for s in expression.free_symbols}
+    return int(expression.xreplace(substitution))
+
+
+def _symbol_bound(env: ShapeEnv, symbol: Any) -> int:
+    declared = _declared_bound(env, symbol)
+    return int(_hints(env).get(symbol, 4096)) if declared is None else declared
+
+
+def _hints(env: ShapeEnv) -> Mapping[Any, Any]:
+    name = "backed_var_to_val" if hasattr(env, "backed_var_to_val") else "var_to_val"
+    return cast("Mapping[Any, Any]", getattr(env, name))
+
+
+def plan_for_sizes_seen(graph: fx.Graph) -> None:
+    """Guard dynamic sizes without a declared bound by what was seen: larger ones compile anew."""
+    import sympy
+
+    for node in graph.nodes:
+        value = node.meta.get("val")
+        if node.op != "placeholder" or not isinstance(value, torch.SymInt):
+            continue
+        env, symbol = value.node.shape_env, value.node.expr
+        if isinstance(symbol, sympy.Symbol) and _declared_bound(env, symbol) is None:
+            hint = _hints(env).get(symbol)
+            if hint is not None:
+                env.evaluate_expr(sympy.Le(symbol, int(hint)))
+
+
+def _declared_bound(env: ShapeEnv, symbol: Any) -> int | None:
+    import sympy
+
+    upper = env.var_to_range[symbol].upper if symbol in env.var_to_range else None
+    return int(upper) if isinstance(upper, sympy.Integer) and upper < 2**48 else None

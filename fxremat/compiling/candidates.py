@@ -1,0 +1,126 @@
+"""Candidates: the ways to run a graph that the search may try, and what the judge says of one.
+
+A candidate is data: the graph in some variants, a plan for it, and who orders what runs:
+
+* ``inductor``: the plan says what runs again and what is saved; Inductor orders the kernels;
+* ``planned``: the order of the plan is held through Inductor, at some cost in time;
+* ``torch``: torch's own partition is compiled; the plan only says what it comes to.
+
+The judge makes the two halves of the candidate and rehearses them: the peak is that of the code
+that Inductor would generate.
+"""
+
+from __future__ import annotations
+
+import logging
+from dataclasses import dataclass, field, replace
+from pathlib import Path
+from typing import Any, Literal
+
+from fxremat import compat
+from fxremat.compiling.draft import Draft, Learnt
+from fxremat.compiling.pipeline import APPLY, Runner
+from fxremat.compiling.rehearsal import Rehearsal
+from fxremat.compiling.rehearsal_cache import rehearse_once
+from fxremat.core.plan import Plan
+from fxremat.core.schedule import Step
+
+log = logging.getLogger(__name__)
+
+Order = Literal["inductor", "planned", "torch"]
+
+
+@dataclass(frozen=True)
+class Candidate:
+    """One way to run the graph. ``draft`` is the graph with its variants taken, and its problem."""
+
+    draft: Draft
+    plan: Plan
+    order: Order
+
+    @property
+    def key(self) -> tuple[tuple[str, ...], tuple[Step, ...], Order]:
+        """Equal for candidates that are the same two halves."""
+        return tuple(one.name for one in self.draft.taken), self.plan.steps, self.order
+
+
+@dataclass(frozen=True)
+class Judged:
+    """A candidate with its halves made, and the peak that they really have.
+
+    Without a ``rehearsal`` the peak is the plan's.
+    """
+
+    candidate: Candidate
+    draft: Draft
+    peak_bytes: int
+    rehearsal: Rehearsal | None
+
+    @property
+    def plan(self) -> Plan:
+        """The candidate's plan."""
+        return self.candidate.plan
+
+    @property
+    def runs_again(self) -> bool:
+        """Whether anything runs more than once."""
+        return bool(self.plan.repeats())
+
+    def learnt(self) -> Learnt:
+        """What it shows of the problem."""
+        return Learnt(self.rehearsal.scratch if self.rehearsal is not None else {})
+
+
+@dataclass(frozen=True)
+class Judge:
+    """Makes and rehearses candidates, each only once."""
+
+    runner: Runner
+    seen: dict[Any, Judged] = field(default_factory=dict)
+
+    def judge(self, candidate: Candidate) -> Judged:
+        """What the candidate comes to. Raises `VerificationFailed` where it is not sound."""
+        known = self.seen.get(candidate.key)
+        if known is not None:
+            return replace(known, candidate=candidate)
+        draft = self._halves(candidate)
+        request = self.runner.costs.request
+        shown = None
+        if request.compiled and request.budget_bytes is not None:
+            shown = self._rehearse(draft)
+        peak = candidate.plan.peak_bytes if shown is None else shown.peak_bytes
+        judged = self.seen[candidate.key] = Judged(candidate, draft, peak, shown)
+        log.debug(
+            "candidate %d: %d variants, %d runs again, order of %s: planned %d bytes, takes %d",
+            len(self.seen), len(draft.taken), sum(candidate.plan.repeats().values()),
+            candidate.order, candidate.plan.peak_bytes, peak,
+        )  # fmt: skip
+        return judged
+
+    def _halves(self, candidate: Candidate) -> Draft:
+        if candidate.order == "torch":
+            return candidate.draft
+        held = candidate.order == "planned"
+        draft = replace(candidate.draft, plan=candidate.plan, holds_order=held)
+        return self.runner.run("apply", APPLY, draft)
+
+    def _rehearse(self, draft: Draft) -> Rehearsal | None:
+        """The real peak; None, with a warning, for code that does not run without data."""
+        costs = self.runner.costs
+        with self.runner.times.stage("rehearse"):
+            try:
+                return rehearse_once(
+                    *draft.halves,
+                    num_fwd_outputs=draft.num_forward_outputs,
+                    device=costs.device.type,
+                    workspace=costs.workspaces.of_call,
+                    directory=Path(compat.cache_directory()) / "fxremat" / "rehearsals",
+                )
+            except Exception as error:  # any op of any library may refuse
+                log.warning(
+                    "the generated code could not be rehearsed (%s: %s); the budget is held by the "
+                    "plan alone, which may be off by some percent: leave a reserve",
+                    type(error).__name__,
+                    str(error).partition("\n")[0],
+                )
+                return None

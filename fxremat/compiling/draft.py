@@ -1,0 +1,85 @@
+"""A graph on its way through the passes: the joint graph, what is planned of it, its halves."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Mapping
+from dataclasses import dataclass, field, replace
+from typing import Any
+
+from torch import fx
+
+from fxremat.core.plan import Plan
+from fxremat.core.problem import Op, Problem
+from fxremat.passes.joint_graph import JointGraph
+from fxremat.passes.memory_estimation import Estimate
+from fxremat.passes.recompute import Rewritten
+from fxremat.passes.variants.insertion import Form
+from fxremat.passes.variants.rule import Site
+
+NOT_YET: Any = None
+Partition = Callable[[fx.GraphModule], tuple[fx.GraphModule, fx.GraphModule]]
+
+
+@dataclass(frozen=True)
+class Draft:
+    """A graph, and what the passes have made of it so far, in this order.
+
+    What no pass has made yet is None. ``static`` are the positions of inputs that stay where they
+    are from step to step; ``partition`` is torch's own. ``sites``,
+    ``plan`` and ``holds_order`` say what is asked of the passes that come next, ``taken`` are the
+    variants that stand in the joint graph.
+    """
+
+    module: fx.GraphModule
+    num_forward_outputs: int
+    static: tuple[int, ...] = ()
+    partition: Partition = NOT_YET
+    joint: JointGraph = NOT_YET
+    sites: tuple[Site, ...] = ()
+    taken: tuple[Form, ...] = ()
+    estimate: Estimate = NOT_YET
+    plan: Plan = NOT_YET
+    holds_order: bool = False
+    planned: Rewritten = NOT_YET
+    rewritten: Rewritten = NOT_YET
+    halves: tuple[fx.GraphModule, fx.GraphModule] = NOT_YET
+
+    @property
+    def static_inputs(self) -> list[fx.Node]:
+        """The nodes of the static inputs, in the joint graph."""
+        primals = self.joint.primals
+        return [primals[index] for index in self.static if index < len(primals)]
+
+    @property
+    def saved(self) -> list[fx.Node]:
+        """The nodes of the forward that it keeps for the backward, inputs not among them."""
+        results: Any = self.halves[0].graph.output_node().args[0]
+        kept = [n for n in results[self.num_forward_outputs :] if isinstance(n, fx.Node)]
+        return [node for node in kept if node.op != "placeholder"]
+
+    def newest(self) -> tuple[fx.GraphModule, ...]:
+        """The graph, or its halves, as the last pass left them."""
+        if self.halves:
+            return self.halves
+        return (self.rewritten.module if self.rewritten else self.module,)
+
+
+@dataclass(frozen=True)
+class Learnt:
+    """What rehearsals have shown: scratch bytes of library calls in Inductor's layouts, by op."""
+
+    scratch: Mapping[str, int] = field(default_factory=dict)
+
+    def told(self, problem: Problem) -> Problem:
+        """The problem with these workspaces, also in its variants; itself where none differs."""
+        ops = self._told(problem.ops)
+        others = tuple(replace(one, ops=self._told(one.ops)) for one in problem.alternatives)
+        if ops == problem.ops and others == problem.alternatives:
+            return problem
+        return replace(problem, ops=ops, alternatives=others)
+
+    def _told(self, ops: tuple[Op, ...]) -> tuple[Op, ...]:
+        known = self.scratch
+        return tuple(
+            replace(op, workspace_bytes=known.get(op.name, op.workspace_bytes)) for op in ops
+        )

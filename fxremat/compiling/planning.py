@@ -1,0 +1,78 @@
+"""Asking the planner: each question once, answers kept on disk, every plan checked."""
+
+from __future__ import annotations
+
+import logging
+from dataclasses import dataclass, field
+from pathlib import Path
+
+from fxremat import compat, planner
+from fxremat.compiling.request import Request
+from fxremat.compiling.stage_times import StageTimes
+from fxremat.core.check import check
+from fxremat.core.plan import Plan
+from fxremat.core.problem import Problem
+from fxremat.errors import SolverRefused, VerificationFailed
+from fxremat.planner.plan_cache import PlanCache
+
+log = logging.getLogger(__name__)
+
+QUICK_SOLVER = "greedy"
+"""Its limits count work, never time: what it finds does not depend on the machine's speed."""
+
+
+@dataclass(frozen=True)
+class Planning:
+    """The planner, asked as the request says."""
+
+    request: Request
+    times: StageTimes
+    answers: dict[tuple[Problem, int | None, str], Plan] = field(default_factory=dict)
+
+    def quick(self, problem: Problem, budget: int) -> Plan:
+        """The plan of the quick solver."""
+        return self.solve(problem, budget, QUICK_SOLVER)
+
+    def solve(self, problem: Problem, budget: int | None, solver: str | None = None) -> Plan:
+        """The plan of a solver, by default of the one asked for.
+
+        Raises `SolverRefused` where it cannot take the problem, and `VerificationFailed` where
+        the plan is not what it claims to be. A plan that takes variants is not checked: its
+        schedule belongs to the problem that is left, which is made anew from the graph.
+        """
+        asked = problem, budget, solver or self.request.solver
+        if asked not in self.answers:
+            plan = self._ask(*asked)
+            if self.request.verify and not problem.alternatives:
+                with self.times.stage("verify"):
+                    _check(problem, plan)
+            self.answers[asked] = plan
+        return self.answers[asked]
+
+    def _ask(self, problem: Problem, budget: int | None, solver: str) -> Plan:
+        request = self.request
+        most = None if request.most_time is None else request.most_time * problem.base_time_us
+        options = planner.SolverOptions(
+            time_limit_s=request.solver_time_limit, objective=request.objective, most_time_us=most
+        )
+        with self.times.stage("plan"):
+            try:
+                if compat.caches_disabled():
+                    return planner.solve(problem, budget, solver, options)
+                cache = PlanCache(Path(compat.cache_directory()) / "fxremat" / "plans")
+                plan, known = cache.solve(problem, budget, solver, options)
+            except planner.Refused as refused:
+                raise SolverRefused(solver, str(refused)) from refused
+        if known:
+            log.debug("plan from the cache: %s, %d bytes", plan.solver, plan.peak_bytes)
+        return plan
+
+
+def _check(problem: Problem, plan: Plan) -> None:
+    """Raise `VerificationFailed` where the plan is not what it claims to be."""
+    verdict = check(problem, plan.steps)
+    if not verdict.ok:
+        raise VerificationFailed("plan", str(verdict.failures[0]))
+    if verdict.peak_bytes != plan.peak_bytes:
+        detail = f"{plan.solver} claims {plan.peak_bytes} bytes, the checker {verdict.peak_bytes}"
+        raise VerificationFailed("peak", detail)

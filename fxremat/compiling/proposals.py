@@ -1,0 +1,156 @@
+"""What to try for one graph: plans under a number of bytes, or plans of least peak.
+
+Both are generators: they propose a candidate, are sent what the judge says of it, and propose the
+next. The planner's peak and the real one differ, so the planner's target moves by as much as the
+real peak missed the aim, by more where it hardly followed the last move, and is halved in where
+that has been tried before.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Generator, Iterator, Sequence
+from dataclasses import replace
+
+from fxremat.compiling.candidates import Candidate, Judged, Order
+from fxremat.compiling.draft import Draft
+from fxremat.compiling.planning import QUICK_SOLVER, Planning
+from fxremat.core.plan import Plan
+from fxremat.core.problem import Problem
+from fxremat.core.timeline import replay
+
+Proposals = Generator[Candidate, Judged, None]
+
+CLOSE_ENOUGH = 0.02  # of the aim: a plan this near below it is not improved any further
+FAR_ABOVE = 1.1  # times the aim: a plan of least peak above that fits in no order
+OUT_OF_REACH = 1.5  # times the aim: above it, other solvers and orders do not help either
+MOST_STEP = 4  # times the last step: what the next one goes down by, at most
+LOWEST_PERCENT = (108, 120)  # of the least planned peak: what other plans of low peak aim at
+
+
+def under(draft: Draft, aim: int, planning: Planning) -> Proposals:
+    """Plans whose real peak is to be under ``aim`` bytes, the cheapest that can be found.
+
+    The first is tried in Inductor's own order. Where that takes too much, orders are held from
+    there on; what is found so is tried once more without.
+    """
+    problem = draft.estimate.problem
+    if not may_fit(problem, aim, planning):
+        return
+    plan = planning.solve(problem, aim)
+    if plan.peak_bytes > FAR_ABOVE * aim:
+        return
+    loose = yield Candidate(draft, plan, "inductor")
+    if loose.rehearsal is None:  # nothing shows what Inductor's own order takes
+        yield Candidate(draft, plan, "planned")
+        return
+    problem = loose.learnt().told(problem)
+    first = planning.solve(problem, aim)
+    disorder = _disorder(problem, loose)
+    if first.steps == plan.steps:  # the same graphs, whatever was learnt of their problem
+        loose = replace(loose, candidate=Candidate(draft, first, "inductor"))
+    elif loose.peak_bytes <= aim or disorder <= CLOSE_ENOUGH * aim:
+        loose = yield Candidate(draft, first, "inductor")
+    if loose.peak_bytes <= aim:
+        yield from _closer(draft, [loose], aim, planning, problem)
+        return
+    held = yield Candidate(draft, first, "planned")
+    if loose.plan.steps == held.plan.steps:
+        disorder = max(disorder, loose.peak_bytes - held.peak_bytes)
+    history = [held]
+    yield from _closer(draft, history, aim, planning, problem)
+    best = fastest(each for each in history if each.peak_bytes <= aim)
+    if best is not None and best.peak_bytes + disorder // 2 <= aim:
+        yield Candidate(draft, best.plan, "inductor")
+
+
+def may_fit(problem: Problem, aim: int, planning: Planning) -> bool:
+    """Whether it is worth asking the planner for the aim: the quick solver comes near it."""
+    return planning.quick(problem, 0).peak_bytes <= OUT_OF_REACH * aim
+
+
+def _closer(
+    draft: Draft, history: list[Judged], aim: int, planning: Planning, problem: Problem
+) -> Proposals:
+    """Plans for other targets, in the order of the first; adds what is said of them."""
+    order: Order = history[0].candidate.order
+    tried = {history[0].plan.steps}
+    while (target := next_target(history, aim)) is not None:
+        plan = planning.solve(problem, target)
+        if plan.steps in tried:
+            return
+        tried.add(plan.steps)
+        history.append((yield Candidate(draft, plan, order)))
+
+
+def next_target(history: Sequence[Judged], aim: int) -> int | None:
+    """The peak to plan for next; None where there is nothing left to gain."""
+    last = history[-1]
+    miss = last.peak_bytes - aim
+    if miss <= 0 and (-miss <= CLOSE_ENOUGH * aim or not last.runs_again):
+        return None
+    target = last.plan.peak_bytes - _step_down(history, miss, aim)
+    best = fastest(each for each in history if each.peak_bytes <= aim)
+    over = [each.plan.peak_bytes for each in history if each.peak_bytes > aim]
+    if best is None or not over:
+        return target
+    low, high = best.plan.peak_bytes, min(over)
+    if low < target < high:
+        return target
+    return (low + high) // 2 if high - low > CLOSE_ENOUGH * aim else None
+
+
+def _step_down(history: Sequence[Judged], miss: int, aim: int) -> int:
+    """How much lower to plan, given by how much the real peak is too high.
+
+    By as much, the first time; then along the line through the last two plans that took too
+    much, since the real peak may fall by far less than the planned one.
+    """
+    last = history[-1]
+    before = [each for each in history[:-1] if each.peak_bytes > aim]
+    if miss <= 0 or not before:
+        return miss
+    planned = before[-1].plan.peak_bytes - last.plan.peak_bytes
+    real = before[-1].peak_bytes - last.peak_bytes
+    if planned <= 0:
+        return miss
+    most = MOST_STEP * planned
+    step = min(miss * planned // real, most) if real > 0 else most
+    return max(miss, step, int(CLOSE_ENOUGH * aim) // 2)
+
+
+def _disorder(problem: Problem, judged: Judged) -> int:
+    """How much more a candidate takes than its plan does by what has been learnt."""
+    return max(0, judged.peak_bytes - replay(problem, judged.plan.steps).peak_bytes)
+
+
+def fastest(judged: Iterator[Judged]) -> Judged | None:
+    """The one of least planned time; of these, one that holds no order."""
+    return min(judged, key=lambda one: (one.plan.time_us, one.candidate.order), default=None)
+
+
+def least(draft: Draft, planning: Planning) -> Proposals:
+    """Plans of low peak: by what was known before, and by what the first of them has shown.
+
+    Which they are does not depend on the budget, so that the least that an error names is found
+    again when it is asked for. The quick solver decides by the bytes it is given, and small
+    changes of them can lead it to something better. A plan is left out that could only be the
+    lowest by falling short of its planned peak by more than those before it.
+    """
+    problem = draft.estimate.problem
+    judged = [(yield Candidate(draft, planning.quick(problem, 0), "planned"))]
+    problem = judged[0].learnt().told(problem)
+    shortfalls = [replay(problem, judged[0].plan.steps).peak_bytes - judged[0].peak_bytes]
+    for plan in _low_plans(problem, planning):
+        lowest = min(each.peak_bytes for each in judged)
+        if plan.peak_bytes - max(0, *shortfalls) <= lowest:
+            judged.append((yield Candidate(draft, plan, "planned")))
+            shortfalls.append(plan.peak_bytes - judged[-1].peak_bytes)
+
+
+def _low_plans(problem: Problem, planning: Planning) -> Iterator[Plan]:
+    lowest = planning.quick(problem, 0)
+    yield lowest
+    for percent in LOWEST_PERCENT:
+        yield planning.quick(problem, lowest.peak_bytes * percent // 100)
+    if planning.request.solver != QUICK_SOLVER:
+        yield planning.solve(problem, 0)

@@ -1,0 +1,128 @@
+"""The report of a graph: what was decided, in bytes and seconds, and where in the source."""
+
+from __future__ import annotations
+
+from collections import Counter
+
+from torch import fx
+
+from fxremat.compiling.draft import Draft
+from fxremat.compiling.request import Request
+from fxremat.compiling.search import Found
+from fxremat.core.schedule import keep_all
+from fxremat.core.timeline import replay
+from fxremat.errors import InfeasibleBudget
+from fxremat.passes.joint_graph import is_tensor
+from fxremat.passes.memory_estimation import nbytes
+from fxremat.passes.variants.insertion import Form
+from fxremat.passes.variants.table import RULES
+from fxremat.report.report import Report, Row
+from fxremat.report.where import describe
+
+MOST_ROWS = 20
+
+
+def refusal_of(found: Found, request: Request) -> InfeasibleBudget | None:
+    """The error that names the least peak; None where the budget is met."""
+    if not found.over or request.budget_bytes is None:
+        return None
+    largest = tuple((row.what, row.bytes) for row in at_peak(found)[:8])
+    least = found.judged.peak_bytes + request.held_bytes
+    return InfeasibleBudget(request.budget_bytes, least, largest)
+
+
+def at_peak(found: Found) -> list[Row]:
+    """The largest values live at the peak."""
+    judged = found.judged
+    modules = [*judged.draft.newest()]
+    if judged.draft.rewritten is not None:
+        modules.append(judged.draft.rewritten.module)
+    nodes = {node.name: node for module in modules for node in module.graph.nodes}
+    nodes |= judged.draft.estimate.node_of
+    if judged.rehearsal is not None:
+        live = judged.rehearsal.at_peak
+    else:
+        timeline = replay(judged.draft.estimate.problem, judged.plan.steps)
+        sizes = timeline.problem.bytes_of
+        live = tuple((name, sizes[name]) for name in timeline.live_at(timeline.peak_step))
+    rows = [
+        Row(describe(nodes[name]) if name in nodes else f"{name} [Inductor's temporary]", size)
+        for name, size in live
+        if size
+    ]
+    return sorted(rows, key=lambda row: -row.bytes)
+
+
+def report_of(found: Found, request: Request, graph: int, seconds: dict[str, float]) -> Report:
+    """What was decided for one graph."""
+    judged, draft, plan = found.judged, found.judged.draft, found.judged.plan
+    problem, plain = draft.estimate.problem, found.plain.estimate.problem
+    held, base = request.held_bytes, plain.base_time_us
+    return Report(
+        graph=graph,
+        nodes=len(draft.joint.module.graph.nodes),
+        budget_bytes=request.budget_bytes,
+        resident_bytes=problem.resident_bytes,
+        keep_all_peak_bytes=replay(plain, keep_all(plain)).peak_bytes + held,
+        planned_peak_bytes=plan.peak_bytes + held,
+        predicted_peak_bytes=judged.peak_bytes + held,
+        minimum_peak_bytes=judged.peak_bytes + held if found.over else None,
+        held_bytes=held,
+        time_overhead=plan.time_us / base - 1 if base else 0.0,
+        saved=_saved(draft),
+        recomputed=_recomputed(found),
+        moved=_moved(found),
+        variants=tuple(map(_variant, draft.taken)),
+        host_peak_bytes=replay(problem, plan.steps).host_peak_bytes,
+        at_peak=tuple(at_peak(found)[:MOST_ROWS]),
+        timeline=_live_bytes(found),
+        order=judged.candidate.order,
+        plan=plan,
+        rehearsals=found.judged_candidates if judged.rehearsal is not None else 0,
+        seconds=seconds,
+        problem=problem,
+    )
+
+
+def _saved(draft: Draft) -> tuple[Row, ...]:
+    sizes = draft.estimate.problem.bytes_of
+    kept = [node for node in draft.saved if is_tensor(node)]
+    return tuple(Row(describe(node), sizes.get(node.name, 0)) for node in kept)
+
+
+def _recomputed(found: Found) -> tuple[Row, ...]:
+    estimate, rows = found.judged.draft.estimate, []
+    for name, times in found.judged.plan.repeats().items():
+        op, last = estimate.problem.op_of[name], estimate.cones[name].nodes[-1]
+        written = sum(estimate.problem.bytes_of[value] for value in op.writes)
+        rows.append(Row(describe(last), written, times, op.time_us))
+    return tuple(rows)
+
+
+def _moved(found: Found) -> tuple[Row, ...]:
+    estimate = found.judged.draft.estimate
+    moves = [one.value for one in found.judged.plan.moves if one.kind == "to device"]
+    return tuple(
+        Row(describe(estimate.node_of[name]), estimate.problem.bytes_of[name], times)
+        for name, times in Counter(moves).items()
+    )
+
+
+def _variant(taken: Form) -> Row:
+    """Its rule, where it is, and the bytes that it stands in for."""
+    old = [node for node in taken.stand_ins if is_tensor(node)]
+    where = describe(old[0]) if old else taken.name
+    lossy = " (inexact)" if any(r.lossy for r in RULES if r.name == taken.rule) else ""
+    what = f"{taken.name}{lossy}: {where}"
+    return Row(what, sum(_bytes(node) for node in old), 1)
+
+
+def _bytes(node: fx.Node) -> int:
+    return nbytes(node.meta["val"])
+
+
+def _live_bytes(found: Found) -> tuple[int, ...]:
+    judged = found.judged
+    if judged.rehearsal is not None:
+        return judged.rehearsal.live_bytes
+    return replay(judged.draft.estimate.problem, judged.plan.steps).live_bytes

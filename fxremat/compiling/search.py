@@ -1,0 +1,250 @@
+"""The search over candidates: what is tried, in which order, and which one is taken.
+
+Attempts come one after the other, the cheapest first. Each proposes candidates for the graph in
+some variants (`fxremat.compiling.proposals`), and the judge says what they take. The first attempt
+that gets under the aim ends the search; of its candidates and torch's own partition, the one of
+least planned time is taken. Where none gets there, the lowest is what the error names.
+
+* Same question, same answer: candidates depend on the graph, the request and what rehearsals of
+  the same attempt have shown, never on the clock.
+* The least that is named does not depend on the budget: it is the minimum over torch's partition
+  and plans of least peak, which are looked for in the same way whatever the budget is. So it is
+  found again, and obeyed, when it is asked for.
+* All rehearsals have one budget, `REHEARSALS`, of which a part is kept for the least peak.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Generator
+from dataclasses import dataclass, field, replace
+
+from fxremat.compiling.candidates import Candidate, Judge, Judged
+from fxremat.compiling.draft import Draft, Learnt
+from fxremat.compiling.pipeline import CUT_AS_TORCH, PLAN, Runner
+from fxremat.compiling.planning import Planning
+from fxremat.compiling.proposals import Proposals, fastest, least, may_fit, under
+from fxremat.compiling.torch_plan import plan_of_torch
+from fxremat.compiling.variant_sets import VariantSet, variant_set
+from fxremat.core.problem import Problem
+from fxremat.core.schedule import keep_all
+from fxremat.core.timeline import replay
+from fxremat.passes.variants.table import rules_named
+
+
+@dataclass(frozen=True)
+class Rehearsals:
+    """How many candidates may be judged: under the aim in one attempt and in all, and at least."""
+
+    one_attempt: int
+    under: int
+    least: int
+
+
+REHEARSALS = Rehearsals(one_attempt=7, under=24, least=24)
+
+
+@dataclass(frozen=True)
+class Attempt:
+    """Candidates to try in turn; ``for_least`` where they are the same whatever the budget is."""
+
+    proposals: Proposals
+    for_least: bool
+
+
+Attempts = Generator[Attempt, list[Judged], None]
+
+
+@dataclass(frozen=True)
+class Found:
+    """What the search ended with. ``over`` says that it takes more than the budget.
+
+    ``plain`` is the graph without variants, ``judged_candidates`` how many have been tried.
+    """
+
+    judged: Judged
+    plain: Draft
+    over: bool
+    judged_candidates: int
+
+
+@dataclass
+class Search:
+    """One search: which attempts there are, and what has been tried so far."""
+
+    runner: Runner
+    planning: Planning
+    judge: Judge
+    prepared: Draft
+    drafts: dict[tuple[str, ...], Draft] = field(default_factory=dict)
+    tried: dict[bool, int] = field(default_factory=lambda: {False: 0, True: 0})
+
+    def run(self) -> Found:
+        """The best candidate found."""
+        request, plain = self.planning.request, self.draft(())
+        aim, budget = request.aim, request.own_budget
+        if aim is None or budget is None:
+            plan = self.planning.solve(plain.estimate.problem, None)
+            return self._found(self.judge.judge(Candidate(plain, plan, "inductor")), over=False)
+        lowest: list[Judged] = []
+        attempts = self._attempts(aim)
+        attempt = next(attempts)
+        while True:
+            judged = self._follow(attempt, aim)
+            best = fastest(each for each in judged if each.peak_bytes <= aim)
+            if best is not None:
+                return self._found(self._or_torch(best, aim), over=False)
+            lowest += judged if attempt.for_least else []
+            if any(each.peak_bytes <= budget for each in lowest):
+                break
+            try:
+                attempt = attempts.send(judged)
+            except StopIteration:
+                break
+        best = min(lowest, key=lambda one: one.peak_bytes)
+        return self._found(best, over=best.peak_bytes > budget)
+
+    def _found(self, judged: Judged, *, over: bool) -> Found:
+        return Found(judged, self.draft(()), over, len(self.judge.seen))
+
+    def _follow(self, attempt: Attempt, aim: int) -> list[Judged]:
+        """What the judge says of the candidates of an attempt, as far as rehearsals go."""
+        most = REHEARSALS.least if attempt.for_least else REHEARSALS.under
+        left = most - self.tried[attempt.for_least]
+        left = left if attempt.for_least else min(left, REHEARSALS.one_attempt)
+        judged: list[Judged] = []
+        candidate = next(attempt.proposals, None)
+        while candidate is not None and len(judged) < left:
+            judged.append(self.judge.judge(candidate))
+            if attempt.for_least and judged[-1].peak_bytes <= aim:
+                break
+            try:
+                candidate = attempt.proposals.send(judged[-1])
+            except StopIteration:
+                break
+        self.tried[attempt.for_least] += len(judged)
+        return judged
+
+    def _or_torch(self, best: Judged, aim: int) -> Judged:
+        """Torch's own partition, where that is faster and under the aim, too."""
+        plain = self.draft(()).estimate.problem
+        if best.plan.time_us <= plain.base_time_us or not self.planning.request.compiled:
+            return best
+        own = self._torch()
+        if own is None or own.plan.time_us >= best.plan.time_us:
+            return best
+        judged = self.judge.judge(own)
+        return judged if judged.peak_bytes <= aim else best
+
+    def _torch(self) -> Candidate | None:
+        """Torch's own partition; None where it does not know what the graph does."""
+        plain = self.draft(())
+        special = plain.estimate.problem.host or self.planning.request.accumulated
+        if special or not self.planning.request.compiled:
+            return None
+        cut = self.runner.run("apply", CUT_AS_TORCH, plain)
+        return Candidate(cut, plan_of_torch(cut), "torch")
+
+    def _attempts(self, aim: int) -> Attempts:
+        """What to try, the best first.
+
+        Where the variants that are chosen for the aim do not fit, after all, the graph as it is
+        comes next if a plan for it does.
+        """
+        plain = self.draft(())
+        problem = plain.estimate.problem
+        is_tried = self._is_free(problem, aim)
+        if is_tried:
+            yield self._under(plain, aim)
+        variants = self._variants(allow_lossy=self.planning.request.allow_lossy)
+        if variants is not None:
+            chosen = self._chosen(variants.problem, aim, variants)
+            if chosen is not None:
+                yield self._under(chosen, aim)
+            if not is_tried and self._plan_fits(problem, aim):
+                is_tried = True
+                yield self._under(plain, aim)
+        yield Attempt(self._torch_alone(), for_least=True)
+        if variants is not None:
+            yield from self._of_least_peak(variants, aim)
+        if not is_tried:
+            yield self._under(plain, aim)
+        yield Attempt(least(plain, self.planning), for_least=True)
+
+    def _of_least_peak(self, variants: VariantSet, aim: int) -> Attempts:
+        """The variants of least peak, chosen before and after what rehearsals taught.
+
+        And the quickest of them: variants that are equal in plan may differ in what their
+        rehearsals show. Exact ones are tried without the lossy ones too: more to choose from is
+        never to end in more bytes.
+        """
+        done: list[Draft] = []
+        judged = yield from self._both(self._chosen(variants.problem, 0, variants), aim, done)
+        problem = _learnt(judged).told(variants.problem)
+        yield from self._both(self._chosen(problem, 0, variants), aim, done)
+        lowest = self.planning.quick(variants.problem, 0).peak_bytes
+        yield from self._both(self._chosen(variants.problem, lowest, variants), aim, done)
+        exact = self._exact()
+        if exact is not None:
+            yield from self._both(self._chosen(exact.problem, 0, exact), aim, done)
+
+    def _both(
+        self, draft: Draft | None, aim: int, done: list[Draft]
+    ) -> Generator[Attempt, list[Judged], list[Judged]]:
+        """Under the aim, then of least peak; once for each graph."""
+        if draft is None or any(draft is one for one in done):
+            return []
+        done.append(draft)
+        yield self._under(draft, aim)
+        return (yield Attempt(least(draft, self.planning), for_least=True))
+
+    def _under(self, draft: Draft, aim: int) -> Attempt:
+        return Attempt(under(draft, aim, self.planning), for_least=False)
+
+    def _torch_alone(self) -> Proposals:
+        candidate = self._torch()
+        if candidate is not None:
+            yield candidate
+
+    def draft(self, names: tuple[str, ...], variants: VariantSet | None = None) -> Draft:
+        """The graph with these variants taken, and its problem."""
+        if names not in self.drafts:
+            sites = variants.asked(names) if variants is not None else ()
+            asked = replace(self.prepared, sites=sites)
+            self.drafts[names] = self.runner.run("estimate", PLAN, asked)
+        return self.drafts[names]
+
+    def _variants(self, *, allow_lossy: bool) -> VariantSet | None:
+        """What the graph could take."""
+        rules = rules_named(self.planning.request.variants, allow_lossy=allow_lossy)
+        with self.runner.times.stage("estimate"):
+            return variant_set(self.prepared, rules, self.runner.costs)
+
+    def _exact(self) -> VariantSet | None:
+        return self._variants(allow_lossy=False) if self.planning.request.allow_lossy else None
+
+    def _chosen(self, problem: Problem, budget: int, variants: VariantSet) -> Draft | None:
+        """The graph with the variants that the planner takes for a budget; None where none fit.
+
+        With a budget of 0, those of least peak. The choice is that of a quick solver; once it is
+        made, the graph with these variants is planned with the solver that was asked for.
+        """
+        asked = self.planning.quick(problem, budget)
+        if not asked.variants or 0 < budget < asked.peak_bytes:
+            return None
+        return self.draft(asked.variants, variants)
+
+    def _plan_fits(self, problem: Problem, aim: int) -> bool:
+        planning = self.planning
+        return may_fit(problem, aim, planning) and planning.solve(problem, aim).peak_bytes <= aim
+
+    def _is_free(self, problem: Problem, aim: int) -> bool:
+        """Whether nothing has to run again, and nothing to move but what lives on the host."""
+        if problem.host:
+            plan = self.planning.solve(problem, aim)
+            return plan.peak_bytes <= aim and not plan.repeats() and not plan.moves
+        return replay(problem, keep_all(problem)).peak_bytes <= aim
+
+
+def _learnt(judged: list[Judged]) -> Learnt:
+    """What they have shown together."""
+    return Learnt({name: n for one in judged for name, n in one.learnt().scratch.items()})

@@ -1,0 +1,84 @@
+"""Which variants a graph may take, and which of them the planner takes for a number of bytes."""
+
+from __future__ import annotations
+
+import logging
+from collections.abc import Sequence
+from dataclasses import dataclass
+
+from fxremat.compiling.costs import CostModel
+from fxremat.compiling.draft import Draft
+from fxremat.core.problem import Problem
+from fxremat.errors import VerificationFailed
+from fxremat.passes.joint_graph import JointGraph
+from fxremat.passes.memory_estimation import Estimate
+from fxremat.passes.variants.insertion import Offer, find_sites, offer
+from fxremat.passes.variants.rule import Rule, Site
+
+log = logging.getLogger(__name__)
+
+
+@dataclass(frozen=True)
+class VariantSet:
+    """The sites of a graph, and its problem with what they would put there beside its ops."""
+
+    sites: tuple[Site, ...]
+    estimate: Estimate
+
+    @property
+    def problem(self) -> Problem:
+        """The graph's problem, with all variants to choose from."""
+        return self.estimate.problem
+
+    def asked(self, names: Sequence[str]) -> tuple[Site, ...]:
+        """The sites of these names."""
+        wanted = set(names)
+        return tuple(site for site in self.sites if site.name in wanted)
+
+
+def variant_set(draft: Draft, rules: Sequence[Rule], costs: CostModel) -> VariantSet | None:
+    """All that these rules find in the prepared graph; None where that is nothing.
+
+    Raises `VerificationFailed`, which names the rule, where a rule fails and the request asks to
+    verify; else the rule is left out, with a warning.
+    """
+    sites = tuple(site for rule in rules for site in _sites(draft.joint, rule, costs))
+    if not sites:
+        return None
+    sites, offered = _insert(draft.joint, sites, costs)
+    return VariantSet(sites, costs.estimate(offered.joint, offered.forms))
+
+
+def _sites(joint: JointGraph, rule: Rule, costs: CostModel) -> tuple[Site, ...]:
+    try:
+        return find_sites(joint, [rule], costs.workspace)
+    except Exception as error:  # whatever a rule's own code may raise
+        _blame(rule.name, "finding its sites", error, costs)
+        return ()
+
+
+def _insert(
+    joint: JointGraph, sites: tuple[Site, ...], costs: CostModel
+) -> tuple[tuple[Site, ...], Offer]:
+    """The sites that can be inserted, beside the ops of a copy of the graph."""
+    try:
+        return sites, offer(joint, sites)
+    except Exception:  # one of them, found by inserting each alone
+        left = tuple(site for site in sites if _can_be_inserted(joint, site, costs))
+        return left, offer(joint, left)
+
+
+def _can_be_inserted(joint: JointGraph, site: Site, costs: CostModel) -> bool:
+    try:
+        offer(joint, [site])
+    except Exception as error:
+        _blame(site.rule, f"inserting {site.name}", error, costs)
+        return False
+    return True
+
+
+def _blame(rule: str, doing: str, error: Exception, costs: CostModel) -> None:
+    what = f"{doing} raised {type(error).__name__}: {error}"
+    if costs.request.verify:
+        raise VerificationFailed(f"variant {rule}", what) from error
+    log.warning("the rule %s is left out: %s", rule, what)

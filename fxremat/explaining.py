@@ -1,0 +1,186 @@
+"""`explain`: what would be done to a model under a budget, without compiling it.
+
+The model's forward runs once, eagerly, so that every graph is met with the inputs it will
+really have; parameters, buffers and the random state are as before afterwards.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from contextlib import contextmanager
+from dataclasses import dataclass, field
+from functools import cached_property
+from typing import Any
+
+import torch
+from torch import fx, nn
+
+from fxremat import compat, planner
+from fxremat.backend import plan_only
+from fxremat.compiling import session
+from fxremat.core.plan import Plan
+from fxremat.errors import FxrematError, InfeasibleBudget
+from fxremat.planner import SolverOptions
+from fxremat.report.front import Front, front_of, together
+from fxremat.report.report import Report, Row
+
+NOTHING = 1  # bytes: a budget that no graph with a backward is within
+
+
+@dataclass(frozen=True)
+class Explanation:
+    """The plans of all graphs of one training step. Bytes are those at the peak of the step."""
+
+    graphs: tuple[Report, ...]
+    look_for_least: Callable[[], int] = field(repr=False, compare=False)
+
+    @property
+    def predicted_peak_bytes(self) -> int:
+        """The peak that the compiled step will have."""
+        return max((g.predicted_peak_bytes for g in self.graphs), default=0)
+
+    @cached_property
+    def minimum_peak_bytes(self) -> int:
+        """The least budget that can be met: the number that `InfeasibleBudget` names.
+
+        It is looked for when it is first read, by planning and rehearsing again.
+        """
+        return self.look_for_least()
+
+    @property
+    def keep_all_peak_bytes(self) -> int:
+        """The peak if nothing were recomputed."""
+        return max((g.keep_all_peak_bytes for g in self.graphs), default=0)
+
+    @property
+    def time_overhead(self) -> float:
+        """Added time over keep-all, as a fraction of the time of all graphs."""
+        time = sum(g.plan.time_us for g in self.graphs)
+        base = sum(g.plan.time_us / (1 + g.time_overhead) for g in self.graphs)
+        return time / base - 1 if base else 0.0
+
+    @property
+    def saved(self) -> tuple[Row, ...]:
+        """What is kept from the forward for the backward."""
+        return tuple(row for g in self.graphs for row in g.saved)
+
+    @property
+    def recomputed(self) -> tuple[Row, ...]:
+        """What runs again in the backward, and how often."""
+        return tuple(row for g in self.graphs for row in g.recomputed)
+
+    @property
+    def timeline(self) -> tuple[int, ...]:
+        """Bytes live at every step, graph after graph."""
+        return tuple(n for g in self.graphs for n in g.timeline)
+
+    @property
+    def plan(self) -> Plan | None:
+        """The plan of the graph with the highest peak; None where no graph has a backward."""
+        top = max(self.graphs, key=lambda g: g.predicted_peak_bytes, default=None)
+        return top.plan if top is not None else None
+
+    def pareto(self, time_limit_s: float | None = None) -> Front:
+        """What other budgets would cost: peak against time, by the model of the problem.
+
+        Forms of ops are those taken here, whatever the budget. The plans explained here are among
+        its points, where nothing beats them. With graph breaks
+        each graph takes its fastest plan at each peak; what the others hold is as it is here.
+        """
+        options = SolverOptions(time_limit_s=time_limit_s)
+        fronts = [
+            front_of(
+                g.problem,
+                (*planner.front(g.problem, options), g.plan),
+                budget_bytes=g.budget_bytes,
+                held_bytes=g.held_bytes,
+            )
+            for g in self.graphs
+        ]
+        return together(fronts)
+
+    def __str__(self) -> str:
+        if not self.graphs:
+            return "fxremat: no graph with a backward was found; nothing to plan"
+        return "\n".join(map(str, self.graphs))
+
+
+@contextmanager
+def _undisturbed(model: Callable[..., Any]) -> Iterator[None]:
+    """Buffers and random state as they were, whatever happens inside."""
+    buffers = dict(model.named_buffers()) if isinstance(model, nn.Module) else {}
+    before = {name: buffer.detach().clone() for name, buffer in buffers.items()}
+    try:
+        with compat.random_state_kept():
+            yield
+    finally:
+        with torch.no_grad():
+            for name, buffer in buffers.items():
+                buffer.copy_(before[name])
+
+
+def explain(
+    model: Callable[..., Any],
+    *inputs: Any,
+    memory_budget: int | str | None = None,
+    options: Mapping[str, Any] | None = None,
+    **keywords: Any,
+) -> Explanation:
+    """Plan ``model(*inputs, **keywords)`` for a budget and tell what was decided.
+
+    ``options`` are those of torch.compile; ``memory_budget`` is a shorthand for the one that
+    matters most. Raises `InfeasibleBudget` and `InvalidOption` as compiling would.
+    """
+    given = dict(options or {})
+    if memory_budget is not None:
+        given["memory_budget"] = memory_budget
+    reports = _planned(model, inputs, keywords, given)
+    return Explanation(reports, lambda: _least_budget(model, inputs, keywords, given))
+
+
+def _planned(
+    model: Callable[..., Any],
+    inputs: tuple[Any, ...],
+    keywords: Mapping[str, Any],
+    options: Mapping[str, Any],
+) -> tuple[Report, ...]:
+    """The reports of all graphs of one step."""
+    found: list[Report] = []
+
+    def backend(gm: fx.GraphModule, example_inputs: Sequence[Any]) -> Callable[..., Any]:
+        compiled, report = plan_only(gm, example_inputs, options)
+        if report is not None:
+            found.append(report)
+        return compiled
+
+    with _undisturbed(model), session.separate(), compat.fresh_dynamo_caches():
+        try:
+            torch.compile(model, backend=backend)(*inputs, **keywords)
+        except Exception as error:
+            inner = getattr(error, "inner_exception", None)
+            if isinstance(inner, FxrematError):
+                raise inner from None
+            raise
+    return tuple(found)
+
+
+def _least_budget(
+    model: Callable[..., Any],
+    inputs: tuple[Any, ...],
+    keywords: Mapping[str, Any],
+    options: Mapping[str, Any],
+) -> int:
+    """The least that is not refused: what is named is asked for, until nothing is named.
+
+    A model of one graph is asked twice: the second time confirms the number.
+    """
+    budget = NOTHING
+    while True:
+        try:
+            _planned(model, inputs, keywords, {**options, "memory_budget": f"{budget}B"})
+        except InfeasibleBudget as refusal:
+            if refusal.minimum_bytes is None or refusal.minimum_bytes <= budget:
+                raise
+            budget = refusal.minimum_bytes
+        else:
+            return 0 if budget == NOTHING else budget

@@ -1,0 +1,183 @@
+"""Forwards that wait for their backward: counted, and compared with the budget of each graph.
+
+A plan is made for a graph that runs forward and backward by turns. Where a second forward runs
+before the backward of the first, as with blocks that are compiled one by one, the bytes that the
+first has saved are there as well, and no plan has counted them. A forward is in flight from its
+end until a backward has freed what it saved, or until its graph is gone. Whoever runs forwards
+under checkpointing, or without gradients, holds nothing in this way, so nothing is counted.
+
+Nothing here keeps a tensor alive or changes one. What is in flight is counted when a forward ends,
+and looked at closely only if there is more of it than ever before.
+"""
+
+from __future__ import annotations
+
+import logging
+import warnings
+import weakref
+from collections.abc import Callable, Iterable, Iterator
+from dataclasses import dataclass, field
+from functools import partial
+from typing import Any
+
+import torch
+
+from fxremat.compat.saved_tensors import autograd_position, node_of_forward, saved_by, when_freed
+from fxremat.errors import PromiseBroken
+from fxremat.runtime.copies.host_memory import is_host
+
+log = logging.getLogger(__name__)
+
+Compiled = Callable[..., Any]
+
+
+@dataclass(frozen=True)
+class Promise:
+    """What was promised of one compiled graph; all but the first two are bytes.
+
+    ``peak_bytes`` is the peak predicted for the graph by itself, its inputs included. Besides,
+    ``held_bytes`` of the budget are held by what the graph does not see, of which
+    ``reserve_bytes`` are no saved tensors. Each forward keeps ``saved_bytes`` for its backward.
+    """
+
+    graph: str
+    device: torch.device
+    budget_bytes: int
+    peak_bytes: int
+    held_bytes: int
+    reserve_bytes: int
+    saved_bytes: int
+
+
+@dataclass(frozen=True)
+class _Forward:
+    """A forward that has run, told by its node in the graph of autograd."""
+
+    node: weakref.ref[Any]
+    promise: Promise
+
+
+@dataclass
+class _SharedBudget:
+    """The forwards in flight of all graphs that share one budget.
+
+    ``looked_at`` is the most that was ever looked at closely: how many, and how many bytes their
+    plans say. ``told`` is the number of forwards in the last warning.
+    """
+
+    forwards: dict[int, _Forward] = field(default_factory=dict)
+    looked_at: tuple[int, int] = (1, 0)
+    told: int = 1
+
+    def add(self, node: Any, promise: Promise, own: Iterable[object]) -> None:
+        """Count one more forward; ``own`` are its arguments and results."""
+        key, forwards = id(node), self.forwards
+        reference = weakref.ref(node, lambda _: forwards.pop(key, None))
+        forwards[key] = _Forward(reference, promise)
+        when_freed(node, partial(forwards.pop, key, None))
+        if len(forwards) == 1:
+            return
+        number, nbytes = self._planned()
+        if number > self.looked_at[0] or nbytes > self.looked_at[1]:
+            self.looked_at = max(number, self.looked_at[0]), max(nbytes, self.looked_at[1])
+            self._compare(node, promise, own)
+
+    def _planned(self) -> tuple[int, int]:
+        forwards = list(self.forwards.values())
+        return len(forwards), sum(forward.promise.saved_bytes for forward in forwards)
+
+    def _compare(self, node: Any, promise: Promise, own: Iterable[object]) -> None:
+        """Warn if the backward of this forward will exceed the budget, for what others hold."""
+        number = len(self.forwards)
+        known = {**_storages(own, promise.device), **_saved(node, promise)}
+        others: dict[int, int] = {}
+        for forward in list(self.forwards.values()):
+            other = forward.node()
+            if other is not None and other is not node:
+                others |= _saved(other, forward.promise)
+        held = sum(size for key, size in others.items() if key not in known)
+        beside = _beside(promise, held, sum(known.values()))
+        expected = promise.peak_bytes + max(beside, promise.held_bytes)
+        if expected > promise.budget_bytes and number > self.told:
+            self.told = number
+            broken = PromiseBroken(promise.graph, number, held, expected, promise.budget_bytes)
+            log.warning("%s", broken)
+            warnings.warn(broken, stacklevel=3)
+
+
+def _beside(promise: Promise, held: int, own: int) -> int:
+    """Bytes on the device beside those of the graph; CUDA's allocator knows all of them."""
+    if promise.device.type == "cuda":
+        return torch.cuda.memory_allocated(promise.device) - own
+    return held + promise.reserve_bytes
+
+
+def _saved(node: Any, promise: Promise) -> dict[int, int]:
+    """The storages that a forward has saved, and those of gradients beside what it saved."""
+    try:
+        saved = saved_by(node)
+    except RuntimeError:  # one was overwritten since; the plan says how many bytes there are
+        return {id(node): promise.saved_bytes}
+    gradients = [tensor.grad for tensor in saved if tensor.is_leaf]
+    return _storages([*saved, *gradients], promise.device)
+
+
+def _storages(values: Iterable[object], device: torch.device) -> dict[int, int]:
+    """Bytes of the storages that the tensors among ``values`` have on the device, by address."""
+    sizes: dict[int, int] = {}
+    for value in values:
+        for tensor in _plain(value):
+            if tensor.device.type == device.type and not is_host(tensor):
+                storage = tensor.untyped_storage()
+                sizes[storage.data_ptr()] = storage.nbytes()
+    return sizes
+
+
+def _plain(value: object) -> Iterator[torch.Tensor]:
+    """A tensor itself, or the parts of one of a subclass; nothing of what is no tensor."""
+    if not isinstance(value, torch.Tensor):
+        return
+    flatten = getattr(value, "__tensor_flatten__", None)
+    if flatten is None:
+        yield value
+        return
+    for name in flatten()[0]:
+        yield from _plain(getattr(value, name))
+
+
+_BUDGETS: dict[tuple[torch.device, int], _SharedBudget] = {}
+
+
+def forget() -> None:
+    """Count anew: graphs compiled from now on are told of again."""
+    _BUDGETS.clear()
+
+
+def watch_in_flight(compiled: Compiled, promise: Promise) -> Compiled:
+    """The same callable, which warns with `PromiseBroken` when a budget will not be kept.
+
+    That is when several of its forwards are in flight at once, or forwards of other graphs with
+    the same budget on the same device: once for each number of them that is larger than before.
+    """
+    shared = _BUDGETS.setdefault((promise.device, promise.budget_bytes), _SharedBudget())
+
+    def watched(*args: Any) -> Any:
+        before = autograd_position()
+        results = compiled(*args)
+        node = node_of_forward(results, before)
+        if node is not None:
+            own = (*args, *results) if isinstance(results, (list, tuple)) else (*args, results)
+            shared.add(node, promise, own)
+        return results
+
+    kept = {
+        k: v
+        for k, v in getattr(compiled, "__dict__", {}).items()
+        if not k.startswith(_DYNAMO_MARKS)
+    }
+    vars(watched).update(kept)
+    return watched
+
+
+# By these Dynamo finds the function below a wrapper, and would call that.
+_DYNAMO_MARKS = ("_torchdynamo", "__wrapped__")

@@ -1,0 +1,50 @@
+"""Small graphs for the tests of fxremat.compat."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from typing import Any
+
+import torch
+from torch import fx, nn
+
+from fxremat import compat
+from tests.graphs import Capture, batch, capture, mlp
+
+ATEN = torch.ops.aten
+X = torch.zeros(4, 4)
+
+
+def dynamic(**bounds: int) -> Capture:
+    """An MLP with a dynamic first size, seen as 6."""
+    x = batch(6, 8)
+    torch._dynamo.mark_dynamic(x, 0, **bounds)
+    return capture(mlp(), [x])
+
+
+def half(model: nn.Module, step: Callable[[Any, Any], None], *inputs_: torch.Tensor) -> None:
+    """Run a small model; ``step`` gets its forward and its backward as Inductor would."""
+
+    def partition(module: fx.GraphModule, inputs: Any, **kwargs: Any) -> Any:
+        halves = compat.torch_partition(module, inputs, **kwargs)
+        step(*halves)
+        return halves
+
+    def backend(gm: fx.GraphModule, inputs: Any) -> Any:
+        return compat.trace_as_inductor(gm, inputs, {}, partition)
+
+    torch._dynamo.reset()
+    torch.compile(model, backend=backend)(*(inputs_ or [batch(32, 64)])).sum().backward()
+
+
+class Shared(nn.Module):
+    """A cheap result that two library calls, through loops of their own, read."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.w = nn.Parameter(torch.ones(64, 64))
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        shared = x.abs()
+        first = (shared + 1) @ self.w
+        return (first @ self.w) * shared

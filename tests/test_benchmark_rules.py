@@ -1,0 +1,152 @@
+"""What rules are worth, the loss beside torch's calls, and two results compared."""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Iterator
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+
+from benchmarks import compare, library_calls, rules, rules_measure
+from benchmarks.rows import Row, table
+from benchmarks.rules import At
+from benchmarks.rules_models import MODELS, OF_RULE, build
+from benchmarks.training import rule_of
+from fxremat.passes.variants.table import RULES
+
+
+@pytest.fixture(autouse=True)
+def _fresh() -> Iterator[None]:
+    torch.compiler.reset()
+    yield
+    torch.compiler.reset()
+
+
+def test_every_rule_has_models() -> None:
+    assert list(OF_RULE) == [rule.name for rule in RULES]
+    assert {model for models in OF_RULE.values() for model in models} <= {*MODELS}
+
+
+@pytest.mark.parametrize("name", MODELS)
+def test_every_parameter_gets_a_gradient(name: str) -> None:
+    model, arguments = build(name)
+    model(*arguments).backward()
+    gradients = [parameter.grad for parameter in model.parameters()]
+    assert all(gradient is not None and gradient.isfinite().all() for gradient in gradients)
+
+
+def test_a_rule_that_pays(tmp_path: Path) -> None:
+    out = tmp_path / "rules.json"
+    words = ["--names", "sign_masks", "--sizes", "cpu", "--alone", "--seconds", "0.2"]
+    assert rules.main([*words, "--out", str(out)]) == 0
+    data = json.loads(out.read_text())
+    (row,) = data["rows"]
+    assert row["least_with"] < row["least_without"]
+    assert data["verdicts"] == {"sign_masks": "pays in bytes and seconds"}
+
+
+def row_of(least_with: int, *budgets: At) -> rules.Row:
+    """Of a rule without which the least peak is 100."""
+    return rules.Row(
+        "saved_8bit", True, "gpt", "cpu", "cpu", 4, 200, 100, least_with, 4, [*budgets]
+    )
+
+
+def test_verdicts() -> None:
+    idle, faster = At("80%", 160, 0.1, 0.1, 0), At("60%", 120, 0.2, 0.15, 3)
+    alone = At("least", 100, None, 0.3, 2)
+    assert row_of(100, idle).verdict == "does not pay"
+    assert row_of(90, idle).verdict == "pays in bytes"
+    assert row_of(100, idle, faster).verdict == "pays in seconds"
+    best = row_of(90, idle, faster, alone)
+    assert best.verdict == "pays in bytes and seconds"
+    assert best.best is alone
+    assert "over" in rules.table([best])
+    assert rules.verdicts([row_of(100, idle), best]) == {"saved_8bit": best.verdict}
+
+
+def test_names_of_rules() -> None:
+    assert rules.rules_of("all") == list(RULES)
+    assert [rule.name for rule in rules.rules_of("saved_8bit")] == ["saved_8bit"]
+    assert rule_of("chunked_loss mm again 128 (inexact): loss") == "chunked_loss"
+    with pytest.raises(SystemExit, match="nothing"):
+        rules.rules_of("nothing")
+
+
+def test_broken_promises_are_failures() -> None:
+    over = rules_measure.Figures("a rule", "gpt", "with", budget_bytes=80, peak_bytes=81)
+    assert list(over.failures()) == ["a rule, with: 81 bytes, budget 80"]
+    wrong = rules_measure.Figures("a rule", "gpt", "with", gradient_error=0.1)
+    assert len(list(wrong.failures())) == 1
+    lossy = rules_measure.Figures(
+        "a rule", "gpt", "with", True, gradient_error=0.1, report={"variants": {"a rule": 1}}
+    )
+    assert list(lossy.failures()) == []
+    assert "the least is 1.00 MiB" in rules_measure.table(
+        [rules_measure.Figures("a rule", "gpt", "without", least_bytes=1 << 20)]
+    )
+
+
+def test_the_call_of_torch_computes_the_same() -> None:
+    shape = library_calls.Shape(2, 8, 8, 300)
+    gpt, arguments = library_calls.make(shape)
+    expected = gpt(*arguments)
+    torch.testing.assert_close(library_calls.WithCall(gpt)(*arguments), expected)
+
+
+def test_a_table_of_library_calls() -> None:
+    plain = library_calls.Row("plain", None, 100 << 20, 0.0, [1.0], [1.0])
+    report = {"time_overhead": -0.02, "variants": {"chunked_loss": 1}}
+    ours = library_calls.Row("fxremat", 50 << 20, 49 << 20, 1e-7, [1.1], [1.1], report)
+    text = library_calls.table([plain, ours])
+    assert "49%" in text
+    assert "0.98" in text
+    assert "chunked_loss x1" in text
+    assert list(ours.failures()) == []
+    ours.peak_bytes = 51 << 20
+    assert len(list(ours.failures())) == 1
+
+
+def result(peak: int | None, added: float, **more: Any) -> dict[str, Any]:
+    """A file of `python -m benchmarks` with one row of fxremat."""
+    report = {"time_overhead": added, "predicted_peak_bytes": 1, "variants": {"sign_masks": 2}}
+    row = Row("fxremat50%", "fxremat", 200, 10, peak, report=report)
+    case = {"model": "gpt", "size": "small", "device": "cpu", "dtype": "float32"}
+    return {"results": [{**case, "rows": [{**row.to_json(), **more}]}]}
+
+
+def test_rows_tell_planned_time_and_variants() -> None:
+    (row,) = result(100, 0.25)["results"][0]["rows"]
+    assert row["planned_ratio"] == 1.25
+    assert row["variants"] == {"sign_masks": 2}
+    text = table([Row("fxremat50%", "fxremat", report={**row["report"]})])
+    assert "1.250" in text
+    assert "sign_masks x2" in text
+
+
+@pytest.mark.parametrize(
+    ("after", "expected"),
+    [
+        (result(100, 0.1), []),
+        (result(100, 0.102), []),
+        (result(120, 0.1), ["peak"]),
+        (result(210, 0.1), ["over its budget", "peak"]),
+        (result(90, 0.2), ["planned time"]),
+        (result(None, 0.1, minimum_bytes=300), ["refused"]),
+        (result(None, 0.1, error="KeyError: x"), ["fails: KeyError: x"]),
+    ],
+)
+def test_what_got_worse(
+    after: dict[str, Any], expected: list[str], tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    before = compare.facts_of(result(100, 0.1))
+    (pair,) = compare.compare(before, compare.facts_of(after), 0.005)
+    assert list(pair.worse()) == expected
+    paths = [tmp_path / name for name in ("before.json", "after.json")]
+    for path, data in zip(paths, (result(100, 0.1), after), strict=True):
+        path.write_text(json.dumps(data))
+    assert compare.main(list(map(str, paths))) == int(bool(expected))
+    assert f"1 compared, {len(expected) > 0:d} worse" in capsys.readouterr().out

@@ -1,0 +1,161 @@
+"""Fused stages: the same values, memory to the byte, one call where there were many."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import pytest
+import torch
+from torch import fx
+
+from fxremat.cost.peak import measure_peak
+from fxremat.passes.variants.chunks.rules import CHUNKED_ATTENTION, CHUNKED_LOSS, CHUNKED_MLP
+from fxremat.runtime import kernels
+from fxremat.runtime.chunks import fused_kernels
+from fxremat.runtime.chunks.buffers import layout
+from fxremat.runtime.chunks.operator import ROWS
+from fxremat.runtime.chunks.program import Program, Ref, dump, parse
+from tests.graphs import calls
+from tests.row_sites import sites, taken
+from tests.test_chunks_operator import V, expected, inputs, one, program
+from tests.test_chunks_regions import STEPS, traced
+
+NUMBER_BYTES = 12
+"""A number that stands beside a tensor, in the last rows: counted as if beside a partial sum."""
+SIZES = [(64, 16, 4), (64, 64, 64), (50, 16, 5), (7, 3, 2), (0, 4, 4)]
+
+
+def run(
+    given: tuple[torch.Tensor, ...], chunk: int, tile: int, *, fused: bool = True
+) -> list[torch.Tensor]:
+    """Cross-entropy and its gradients."""
+    x, y, w = given
+    found: list[torch.Tensor] = ROWS([x, y], [w.t(), w], program(x.dtype), chunk, tile, fused)
+    return found
+
+
+def assert_close(found: list[torch.Tensor], best: list[torch.Tensor], rough: float = 1e-5) -> None:
+    for one_, other in zip(found, best, strict=True):
+        scale = float(other.abs().max()) if other.numel() else 0.0
+        torch.testing.assert_close(one_.double(), other.double(), rtol=rough, atol=rough * scale)
+
+
+@pytest.mark.parametrize("sizes", SIZES)
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
+def test_kernels_compute_what_the_operators_do(
+    sizes: tuple[int, int, int], dtype: torch.dtype
+) -> None:
+    count, chunk, tile = sizes
+    given = inputs(count, dtype)
+    found, alone = run(given, chunk, tile), run(given, chunk, tile, fused=False)
+    assert [t.dtype for t in found] == [t.dtype for t in alone]
+    assert_close(found, expected(*given), 1e-5 if dtype == torch.float32 else 2e-2)
+
+
+@pytest.mark.parametrize("sizes", SIZES)
+def test_memory_is_known_to_the_byte(sizes: tuple[int, int, int]) -> None:
+    count, chunk, tile = sizes
+    x, y, w = given = inputs(count)
+    made = sum(t.nbytes for t in run(given, chunk, tile))
+    peak = measure_peak(lambda: run(given, chunk, tile)).above_start_bytes
+    args = ([x, y], [w.t(), w], program(), chunk, tile, True)
+    assert kernels.WORKSPACES[ROWS](*args, measure=kernels.unmeasured) == peak - made
+
+
+def real(value: Any) -> Any:
+    """A tensor of data that every operator takes."""
+    if isinstance(value, torch.Tensor):
+        made = torch.empty_strided(value.shape, value.stride(), dtype=value.dtype).fill_(1)
+        return made.uniform_(0.5, 1.5) if value.dtype.is_floating_point else made
+    return [real(v) for v in value] if isinstance(value, (list, tuple)) else value
+
+
+def assert_fused_is_right(call: fx.Node) -> None:
+    """Values and memory of a call of a graph, with kernels."""
+    torch.manual_seed(0)
+    args = [real(a) for a in fx.map_arg(call.args, lambda n: n.meta["val"])]
+    found = ROWS(*args, fused=True)
+    assert_close(found, ROWS(*args))
+    made = sum(t.nbytes for t in found)
+    peak = measure_peak(lambda: ROWS(*args, fused=True)).above_start_bytes
+    too_much = kernels.WORKSPACES[ROWS](*args, fused=True, measure=kernels.unmeasured) - (
+        peak - made
+    )
+    assert too_much in (0, NUMBER_BYTES)
+
+
+@pytest.mark.parametrize("name", STEPS)
+def test_calls_of_real_graphs(name: str) -> None:
+    """50 rows: the last tile is not a whole one, and runs operator by operator."""
+    joint, tried = traced(name), 0
+    for rule in (CHUNKED_LOSS, CHUNKED_MLP, CHUNKED_ATTENTION):
+        for site in sites(rule, joint)[:1]:
+            for call in calls(taken(joint, site).module.graph, ROWS):
+                assert_fused_is_right(call)
+                tried += 1
+    assert tried
+
+
+def test_a_fused_stage_is_one_call() -> None:
+    """Nothing but matmuls, and what cuts rows out, is called from Python."""
+    from torch.profiler import ProfilerActivity, profile
+
+    given = inputs(64)
+    run(given, 16, 16)
+    with profile(activities=[ProfilerActivity.CPU]) as seen:
+        run(given, 16, 16)
+    names = {event.key for event in seen.key_averages()}
+    assert {"aten::mm", "aten::addmm_"} <= names
+    assert not names & {"aten::exp", "aten::sub", "aten::amax", "aten::sum", "aten::gather"}
+
+
+def test_a_stage_that_takes_more_than_was_set_aside_is_not_fused(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    x, y, w = inputs(64)
+    shapes = tuple(fused_kernels.Shape.of(t) for t in (x, y, w.t(), w))
+    with monkeypatch.context() as patch:
+        patch.setattr("fxremat.compat.kernel_allocates", lambda _: 10**9)
+        fused_kernels.kernels_of.cache_clear()
+        assert not any(fused_kernels.kernels_of(program(), shapes, 16))
+    fused_kernels.kernels_of.cache_clear()
+    assert any(fused_kernels.kernels_of(program(), shapes, 16))
+
+
+def test_a_stage_that_inductor_cannot_write_runs_operator_by_operator(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    def fails(_: Any) -> int:
+        raise KeyError("buf0")
+
+    given = inputs(64)
+    fused_kernels.kernels_of.cache_clear()
+    with monkeypatch.context() as patch:
+        patch.setattr("fxremat.compat.kernel_allocates", fails)
+        assert_close(run(given, 16, 4), expected(*given))
+    fused_kernels.kernels_of.cache_clear()
+
+
+def test_a_single_operator_is_not_fused() -> None:
+    steps = (one("aten.exp.default", Ref(0)),)
+    (stage,) = layout(dump(Program(1, 0, (), steps, (1,)))).stages
+    assert not fused_kernels.is_worth_fusing(stage)
+
+
+def test_what_a_stage_reads_and_writes() -> None:
+    """Logits and labels in; the loss of each row, and d_logits in their place, out."""
+    parsed = parse(program())
+    (stage,) = [s for s in layout(program()).stages if not s.of_chunk]
+    assert set(fused_kernels.read(parsed, stage)) == {1, 4}
+    assert set(fused_kernels.written(parsed, stage)) >= {parsed.results[0], 14}
+
+
+def test_time_counts_one_call_for_each_tile() -> None:
+    x, y, w = inputs(64)
+    args = ([x, y], [w.t(), w], program(), 16, 4)
+    inside = kernels.INSIDE[ROWS]
+    fused = inside(*args, on_cpu=True, by_inductor=True)
+    matmuls = 4 * 3
+    assert fused.calls == matmuls + 16
+    assert fused.bytes < inside(*args, on_cpu=True).bytes
+    assert fused.bytes > 64 * V * 4 * 2  # logits in and d_logits out, at the least

@@ -1,0 +1,539 @@
+"""Convolutions and what is made of them, a few images at a time: same values, same gradients."""
+
+from __future__ import annotations
+
+import copy
+from collections.abc import Callable
+from typing import Any
+
+import pytest
+import torch
+import torch.nn.functional as F
+from hypothesis import given, settings
+from hypothesis import strategies as st
+from torch import fx, nn
+from torch.fx.experimental.proxy_tensor import make_fx
+from torch.nn.grad import conv2d_weight
+
+import fxremat
+from fxremat import compat
+from fxremat.cost.peak import measure_peak
+from fxremat.cost.workspaces import Workspaces
+from fxremat.passes.joint_graph import Role
+from fxremat.passes.materialisation import materialise
+from fxremat.passes.variants.chunks.image_regions import find_image_regions
+from fxremat.passes.variants.chunks.inductor_kernels import suit_rows
+from fxremat.passes.variants.chunks.regions import levels
+from fxremat.passes.variants.chunks.rules import CHUNKED_CONVOLUTIONS, find
+from fxremat.passes.variants.insertion import find_sites, take
+from fxremat.passes.variants.rule import AGAIN
+from fxremat.passes.variants.table import RULES
+from fxremat.runtime import kernels
+from fxremat.runtime.chunks.buffers import places_of_images
+from fxremat.runtime.chunks.operator import ROWS
+from fxremat.runtime.chunks.program import Instruction, Program, Ref, dump
+from fxremat.runtime.chunks.statistics import Moments
+from tests.conftest import Golden
+from tests.graphs import Net
+from tests.row_sites import (
+    assert_close,
+    check,
+    in_double,
+    names_of,
+    sites,
+    taken,
+    trace,
+)
+from tests.test_split_gradients import joint_of, results
+from tests.test_variants_end_to_end import compiled, least, measured, observed
+
+WIDTH = 8
+RULE = CHUNKED_CONVOLUTIONS
+
+
+def images(*shape: int) -> torch.Tensor:
+    """Fixed random images that have a gradient."""
+    return torch.randn(*shape, generator=torch.Generator().manual_seed(2)).requires_grad_()
+
+
+def net(step: Callable[..., Any], **parts: nn.Module) -> Net:
+    """A model of two convolutions, each with a normalisation, of which some are others."""
+    torch.manual_seed(1)
+    made: dict[str, nn.Module] = {
+        "first": nn.Conv2d(3, WIDTH, 3, padding=1, bias=False), "norm": nn.BatchNorm2d(WIDTH),
+        "second": nn.Conv2d(WIDTH, WIDTH, 3, padding=1, bias=False),
+        "other": nn.BatchNorm2d(WIDTH),
+    }  # fmt: skip
+    made |= parts
+    for part in made.values():
+        if (
+            isinstance(part, nn.BatchNorm2d) and part.affine
+        ):  # else ReLUs of different images look alike
+            nn.init.uniform_(part.weight, 0.5, 1.5)
+            nn.init.uniform_(part.bias, -0.5, 0.5)
+    return Net(step, **made)
+
+
+def two_stages(m: Any, x: torch.Tensor) -> torch.Tensor:
+    """Convolution, normalisation and ReLU, twice."""
+    h = F.relu(m.norm(m.first(x)))
+    return F.relu(m.other(m.second(h))).square().mean()
+
+
+def exact(model: nn.Module, x: torch.Tensor) -> dict[str, fx.Graph]:
+    """Every site gives the values and gradients of the step, in float64."""
+    return check(in_double(model), (in_double(x),), RULE, tolerance=1e-10)
+
+
+ACTIVATIONS: dict[str, Callable[[torch.Tensor], torch.Tensor]] = {
+    "leaky": lambda h: F.leaky_relu(h, 0.1), "elu": F.elu, "silu": F.silu, "gelu": F.gelu,
+}  # fmt: skip
+
+
+@pytest.mark.parametrize("activation", ACTIVATIONS)
+def test_activations(activation: str) -> None:
+    def step(m: Any, x: torch.Tensor) -> torch.Tensor:
+        h = ACTIVATIONS[activation](m.norm(m.first(x)))
+        return ACTIVATIONS[activation](m.other(m.second(h))).square().mean()
+
+    exact(net(step), images(7, 3, 6, 6))
+
+
+@pytest.mark.parametrize("count", [2, WIDTH, 17])
+def test_any_number_of_images(count: int) -> None:
+    """Also as many as there are channels: no vector of channels is taken for one of images."""
+    exact(net(two_stages), images(count, 3, 6, 6))
+
+
+def test_single_precision() -> None:
+    check(net(two_stages), (images(17, 3, 6, 6),), RULE, tolerance=5e-5)
+
+
+def test_one_image_is_left_alone() -> None:
+    assert not names_of(net(two_stages), (images(1, 3, 6, 6),), RULE)
+
+
+CONVOLUTIONS: dict[str, dict[str, nn.Module]] = {
+    "stride": {"second": nn.Conv2d(WIDTH, 16, 3, stride=2, bias=False)},
+    "dilation": {"second": nn.Conv2d(WIDTH, WIDTH, 3, dilation=2, padding=2, bias=False)},
+    "depthwise": {"second": nn.Conv2d(WIDTH, WIDTH, 3, padding=1, groups=WIDTH, bias=False)},
+    "grouped": {"second": nn.Conv2d(WIDTH, WIDTH, 3, padding=1, groups=2, bias=False)},
+    "pointwise": {"second": nn.Conv2d(WIDTH, 2 * WIDTH, 1, bias=False),
+                  "other": nn.BatchNorm2d(2 * WIDTH)},
+    "transposed": {"second": nn.ConvTranspose2d(WIDTH, WIDTH, 3, 2, 1, 1, bias=False)},
+    "transposed first": {"first": nn.ConvTranspose2d(3, WIDTH, 2, 2, bias=False)},
+    "stride first": {"first": nn.Conv2d(3, WIDTH, 3, stride=2, padding=1, bias=False)},
+    "without norm": {"norm": nn.Identity(), "other": nn.Identity(),
+                     "first": nn.Conv2d(3, WIDTH, 3), "second": nn.Conv2d(WIDTH, WIDTH, 3)},
+    "not affine": {"norm": nn.BatchNorm2d(WIDTH, affine=False)},
+    "no running statistics": {"norm": nn.BatchNorm2d(WIDTH, track_running_stats=False)},
+    "cumulative": {"norm": nn.BatchNorm2d(WIDTH, momentum=None)},
+    "group norm": {"norm": nn.GroupNorm(2, WIDTH)},
+    "instance norm": {"norm": nn.InstanceNorm2d(WIDTH, affine=True)},
+}  # fmt: skip
+CONVOLUTIONS["stride"]["other"] = nn.BatchNorm2d(16)
+
+
+@pytest.mark.parametrize("kind", CONVOLUTIONS)
+def test_kinds_of_convolutions(kind: str) -> None:
+    exact(net(two_stages, **copy.deepcopy(CONVOLUTIONS[kind])), images(7, 3, 7, 8))
+
+
+@pytest.mark.parametrize("rank", [1, 3])
+def test_other_numbers_of_axes(rank: int) -> None:
+    make: Any = (nn.Conv1d, nn.Conv2d, nn.Conv3d)[rank - 1]
+    norm: Any = (nn.BatchNorm1d, nn.BatchNorm2d, nn.BatchNorm3d)[rank - 1]
+    parts = {
+        "first": make(3, WIDTH, 3, bias=False), "norm": norm(WIDTH),
+        "second": make(WIDTH, WIDTH, 3, bias=False), "other": norm(WIDTH),
+    }  # fmt: skip
+    exact(net(two_stages, **parts), images(7, 3, *[7] * rank))
+
+
+@pytest.mark.parametrize("value", [0.0, -1.0])
+def test_scales_of_a_normalisation(value: float) -> None:
+    """Zero, as residual networks begin, and below."""
+    norm = nn.BatchNorm2d(WIDTH)
+    model = net(two_stages, norm=norm)
+    nn.init.constant_(norm.weight, value)
+    exact(model, images(7, 3, 6, 6))
+
+
+def test_values_far_from_zero() -> None:
+    """The variance is no difference of large numbers: as good as that of all images at once."""
+    x = images(7, 3, 6, 6).detach() * 0.01 + 100
+    check(net(two_stages), (x,), RULE, tolerance=1e-3)
+
+
+def test_evaluation() -> None:
+    """With running statistics there is nothing to add up, so one loop less."""
+    model = net(two_stages)
+    model.eval()
+    for graph in exact(model, images(7, 3, 6, 6)).values():
+        assert sum(node.target is ROWS for node in graph.nodes) <= 3
+
+
+def test_a_residual_connection() -> None:
+    def step(m: Any, x: torch.Tensor) -> torch.Tensor:
+        h = F.relu(m.norm(m.first(x)))
+        return F.relu(m.other(m.second(h)) + h).square().mean()
+
+    exact(net(step), images(7, 3, 6, 6))
+
+
+def test_parts_side_by_side() -> None:
+    """What skips over a level, as in a U-Net."""
+
+    def step(m: Any, x: torch.Tensor) -> torch.Tensor:
+        h = F.relu(m.norm(m.first(x)))
+        low = F.interpolate(F.avg_pool2d(m.low(h), 2), scale_factor=2)
+        return F.relu(m.other(m.second(torch.cat((h, low), 1)))).square().mean()
+
+    parts = {
+        "low": nn.Conv2d(WIDTH, WIDTH, 1),
+        "second": nn.Conv2d(2 * WIDTH, WIDTH, 3, padding=1, bias=False),
+    }
+    exact(net(step, **parts), images(7, 3, 6, 6))
+
+
+def test_squeezed_and_excited() -> None:
+    """A narrow way from the values back to them."""
+
+    def step(m: Any, x: torch.Tensor) -> torch.Tensor:
+        h = F.relu(m.norm(m.first(x)))
+        gate = torch.sigmoid(m.gate(h.mean((2, 3))))
+        return F.relu(m.other(m.second(h * gate[:, :, None, None]))).square().mean()
+
+    exact(net(step, gate=nn.Linear(WIDTH, WIDTH)), images(7, 3, 6, 6))
+
+
+def test_dropout_is_not_drawn_again() -> None:
+    def step(m: Any, x: torch.Tensor) -> torch.Tensor:
+        h = F.dropout(F.relu(m.norm(m.first(x))), 0.3)
+        return F.relu(m.other(m.second(h))).square().mean()
+
+    seen = trace(net(step), (images(9, 3, 6, 6),))
+    plain = seen.values(seen.joint)
+    found = sites(RULE, seen.joint)
+    assert found
+    for site in found:
+        values = seen.values(taken(seen.joint, site))
+        assert torch.equal(values[-1], plain[-1])  # the next random number
+        for one, other in zip(values, plain, strict=True):
+            assert_close(one, other, 2e-5)
+
+
+def test_running_statistics() -> None:
+    seen = trace(net(two_stages), (images(9, 3, 6, 6),))
+    plain, joint = seen.values(seen.joint), seen.joint
+    inputs = enumerate((*joint.primals, *joint.tangents), len(joint.results))
+    statistics = [i for i, node in inputs if node in joint.mutated and plain[i].dim()]
+    assert len(statistics) == 4  # two normalisations, each of a mean and a variance
+    found = sites(RULE, seen.joint)
+    assert any("twice" in site.name for site in found)  # which compute the statistics
+    for site in found:
+        values = seen.values(taken(seen.joint, site))
+        for i in statistics:
+            assert_close(values[i], plain[i], 1e-6)
+
+
+def test_each_half_reads_its_own() -> None:
+    """As the planner takes a form: what is computed twice has a reader in either half."""
+    joint = joint_of(net(two_stages).double(), images(7, 3, 6, 6).detach().double(), fused=True)
+    torch.manual_seed(0)
+    values = [node.meta["val"] for node in (*joint.primals, *joint.tangents)]
+    inputs = [torch.rand(v.shape).to(v.dtype) for v in values]
+    best = results(joint, [x.clone() for x in inputs])
+    for site in find(joint, RULE.name):
+        taken = take(joint, [site])
+        twice = [n for n in taken.module.graph.nodes if AGAIN in n.meta]
+        assert bool(twice) == ("convolution twice" in site.name)  # the second has no such value
+        for one in twice:
+            assert one.users
+            assert one.meta[AGAIN].users
+        for new, old in zip(results(taken, [x.clone() for x in inputs]), best, strict=True):
+            assert_close(new, old, 1e-10)
+
+
+def test_bfloat16() -> None:
+    """Statistics are of 32 bits, as without."""
+    model = net(two_stages).bfloat16()
+    x = images(32, 3, 6, 6).detach().bfloat16()
+    seen, float64 = trace(model, (x,)), trace(copy.deepcopy(model).double(), (x.double(),))
+    site = next(s for s in sites(RULE, seen.joint) if "twice" in s.name)
+    all_values = (
+        seen.values(taken(seen.joint, site)),
+        seen.values(seen.joint),
+        float64.values(float64.joint),
+    )
+    first = seen.joint.num_forward_outputs
+    gradients = [values[first : len(seen.joint.results)] for values in all_values]
+    assert sum(one is not None for one in gradients[0]) == len(list(model.parameters()))
+    for one, other, best in zip(*gradients, strict=True):
+        if one is None:
+            assert other is None
+            assert best is None
+            continue
+        assert one.dtype == torch.bfloat16
+        worst = (other.double() - best).abs().max().item()
+        assert (one.double() - best).abs().max().item() <= 2 * worst + 1e-3
+
+
+def test_channels_last() -> None:
+    """Results have the strides of what they stand for."""
+    model = net(two_stages)
+    for weight in model.parameters():
+        if weight.dim() == len("NCHW"):
+            weight.data = weight.data.contiguous(memory_format=torch.channels_last)
+    x = images(9, 3, 6, 6).detach().to(memory_format=torch.channels_last)
+    exact(model, x)
+
+
+def test_a_result_of_the_graph() -> None:
+    """What the user gets exists, whoever else could do without."""
+
+    def step(m: Any, x: torch.Tensor) -> Any:
+        h = F.relu(m.norm(m.first(x)))
+        return F.relu(m.other(m.second(h))).square().mean(), h
+
+    exact(net(step), images(7, 3, 6, 6))
+
+
+@given(
+    count=st.integers(2, 20), size=st.tuples(st.integers(5, 9), st.integers(5, 9)),
+    kernel=st.integers(1, 3), stride=st.integers(1, 2), padding=st.integers(0, 2),
+    bias=st.booleans(),
+)  # fmt: skip
+@settings(max_examples=4, deadline=None)
+def test_random_shapes(
+    count: int, size: tuple[int, int], kernel: int, stride: int, padding: int, bias: bool
+) -> None:
+    def step(m: Any, x: torch.Tensor) -> torch.Tensor:
+        return m.second(F.silu(m.norm(m.first(x)))).square().mean()  # type: ignore[no-any-return]
+
+    second = nn.Conv2d(WIDTH, 5, kernel, stride=stride, padding=padding, bias=bias)
+    exact(net(step, second=second), images(count, 3, *size))
+
+
+# --- what is taken in ------------------------------------------------------------------------
+
+
+def test_four_loops_between_two_convolutions() -> None:
+    """Statistics, what comes next, what a normalisation's gradient adds up, and the rest."""
+    joint = joint_of(net(two_stages), images(9, 3, 6, 6).detach(), fused=True)
+    first, second = find_image_regions(joint)
+    for region in (first, second):
+        assert max(levels(region, in_one=False).values()) == 3
+    last = first.wanted_outside()
+    assert sum(region_node.name.startswith("convolution") for region_node in last) == 1
+
+
+def test_small_values_begin_no_region() -> None:
+    """Less than half of the largest tensor of the graph."""
+    small = nn.Conv2d(WIDTH, 2, 3, padding=1)
+    model = net(two_stages, second=small, other=nn.BatchNorm2d(2))
+    joint = joint_of(model, images(9, 3, 6, 6).detach(), fused=True)
+    assert len(find_image_regions(joint)) == 1
+
+
+def test_graph_of_chunked_convolutions(golden: Golden) -> None:
+    joint = joint_of(net(two_stages), images(9, 3, 6, 6).detach(), fused=True)
+    site = next(s for s in find(joint, RULE.name) if "twice" in s.name)
+    taken = take(joint, [site])
+    golden(f"before\n\n{joint.module.graph}\n\nafter\n\n{taken.module.graph}\n")
+
+
+# --- the operator ----------------------------------------------------------------------------
+
+
+def program(dtype: torch.dtype = torch.float32) -> str:
+    """x, w -> the convolution's result halved, its mean and variance, and a weight's gradient."""
+    how = ([1, 1], [1, 1], [1, 1], False, [0, 0], 1)
+    rest = (WIDTH, 6, 6)
+    steps = (
+        Instruction("aten.convolution.default", (Ref(0), Ref(1), None, *how), {}, "row", rest,
+                    dtype),
+        Instruction("aten.mul.Tensor", (Ref(2), 0.5), {}, "row", rest, dtype),
+        Instruction("aten.var_mean.correction#0", (Ref(2), [0, 2, 3]), {"correction": 1}, "sum",
+                    (WIDTH,), dtype),
+        Instruction("aten.var_mean.correction#1", (Ref(2), [0, 2, 3]), {"correction": 1}, "sum",
+                    (WIDTH,), dtype),
+        Instruction("aten.convolution_backward.default#1",
+                    (Ref(3), Ref(0), Ref(1), None, *how, [False, True, False]), {}, "sum",
+                    (WIDTH, 3, 3, 3), dtype),
+    )  # fmt: skip
+    return dump(Program(1, 1, (), steps, (3, 4, 5, 6)))
+
+
+def expected(x: torch.Tensor, w: torch.Tensor) -> list[torch.Tensor]:
+    """The same of all images at once, in float64."""
+    x, w = x.double(), w.double()
+    c = F.conv2d(x, w, padding=1)
+    variance, mean = torch.var_mean(c, (0, 2, 3))
+    gradient = conv2d_weight(x, [*w.shape], c / 2, padding=1)  # type: ignore[no-untyped-call]
+    return [c / 2, variance, mean, gradient]
+
+
+@pytest.mark.parametrize("fused", [False, True])
+@pytest.mark.parametrize("sizes", [(8, 2, 1), (9, 4, 2), (5, 5, 5), (7, 1, 1)])
+def test_the_operator(sizes: tuple[int, int, int], fused: bool) -> None:
+    """Values, and bytes: what is predicted is enough, and not by more than odds and ends."""
+    count, chunk, tile = sizes
+    x, w = images(count, 3, 6, 6).detach(), images(WIDTH, 3, 3, 3).detach()
+    args = ([x], [w], program(), chunk, tile, fused)
+    found = ROWS(*args)
+    for one, best in zip(found, expected(x, w), strict=True):
+        assert_close(one, best, 1e-5)
+    made = sum(t.nbytes for t in found)
+    peak = measure_peak(lambda: ROWS(*args)).above_start_bytes
+    predicted = kernels.WORKSPACES[ROWS](*args, measure=Workspaces(x.device).of_call)
+    assert 0 <= predicted - (peak - made) <= 16 * WIDTH * x.itemsize
+
+
+def alone() -> str:
+    """x, w -> the convolution's result."""
+    how = ([1, 1], [1, 1], [1, 1], False, [0, 0], 1)
+    one = Instruction("aten.convolution.default", (Ref(0), Ref(1), None, *how), {}, "row",
+                      (WIDTH, 6, 6), torch.float32)  # fmt: skip
+    return dump(Program(1, 1, (), (one,), (2,)))
+
+
+def test_results_with_the_channels_last() -> None:
+    """Same values; real and fake results lie alike, and take no more bytes than predicted."""
+    x, w, text = images(9, 3, 6, 6).detach(), images(WIDTH, 3, 3, 3).detach(), alone()
+    assert places_of_images(text) == {0}
+    assert places_of_images(program()) == set(), "what a kernel writes lies densely"
+    args, last = ([x], [w], text, 4, 1), {"fused": True, "channels_last": True}
+    (plain,), (found,) = ROWS(*args), ROWS(*args, **last)
+    assert found.is_contiguous(memory_format=torch.channels_last)
+    assert torch.equal(found, plain)
+    torch.library.opcheck(ROWS, args, last, test_utils=("test_schema", "test_faketensor"))
+    peak = measure_peak(lambda: ROWS(*args, **last)).above_start_bytes
+    predicted = kernels.WORKSPACES[ROWS](*args, **last, measure=Workspaces(x.device).of_call)
+    assert 0 <= predicted - (peak - found.nbytes) <= 16 * WIDTH * x.itemsize
+
+
+def rows_and(after: Callable[..., Any]) -> fx.GraphModule:
+    """A graph of convolutions of a few images at a time, and what is made of them."""
+    x, w, text = images(9, 3, 6, 6).detach(), images(WIDTH, 3, 3, 3).detach(), alone()
+
+    def run(x: torch.Tensor, w: torch.Tensor, v: torch.Tensor) -> Any:
+        return after(ROWS([x], [w], text, 4, 1)[0], v)
+
+    module = make_fx(run, tracing_mode="fake")(x, w, images(4, WIDTH, 3, 3).detach())
+    suit_rows(module)
+    return module
+
+
+def again(h: torch.Tensor) -> torch.Tensor:
+    """Another call that has these rows."""
+    one = Instruction("aten.sum.dim_IntList", (Ref(0), [0]), {}, "sum", (WIDTH, 6, 6),
+                      torch.float32)  # fmt: skip
+    (total,) = ROWS([h], [], dump(Program(1, 0, (), (one,), (1,))), 4, 1)
+    assert isinstance(total, torch.Tensor)
+    return total
+
+
+@pytest.mark.parametrize(
+    ("after", "is_last"),
+    [
+        (lambda y, v: F.conv2d(F.relu(y), v), True),
+        (lambda y, v: F.relu(y), False),  # no convolution, no such layout
+        (lambda y, v: (y, F.conv2d(F.relu(y), v)), False),  # the caller sees it
+        (lambda y, v: (again(y), F.conv2d(F.relu(y), v)), False),
+        (lambda y, v: (again(F.relu(y)), F.conv2d(F.relu(y), v)), False),
+    ],
+)
+def test_results_lie_as_inductor_lays_out_what_is_around(
+    after: Callable[..., Any], is_last: bool
+) -> None:
+    module = rows_and(after)
+    call = next(iter(module.graph.find_nodes(op="call_function", target=ROWS)))
+    assert call.kwargs["fused"]
+    assert call.kwargs.get("channels_last", False) is is_last
+    for user in call.users:
+        assert user.meta["val"].is_contiguous(memory_format=torch.channels_last) is is_last
+
+
+def test_a_loop_writes_over_a_result_that_lies_in_its_order() -> None:
+    module = rows_and(lambda y, v: [F.conv2d(F.relu(y), v)])
+    (call,) = module.graph.find_nodes(op="call_function", target=ROWS)
+    over = []
+    for last in (True, False):
+        call.kwargs = {**call.kwargs, "channels_last": last}
+        source = compat.generate(module, is_backward=False, seen_outputs=1).source
+        over.append("# reuse" in source)
+    assert over == [True, False]
+
+
+# --- the whole way ---------------------------------------------------------------------------
+
+OTHERS = ["pool_gradient", "split_gradients", "convolution_workspace"]
+
+
+class Pictures(nn.Module):
+    """Two large convolutions on few channels, then nothing big any more."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.first, self.norm = nn.Conv2d(3, 16, 3, padding=1, bias=False), nn.BatchNorm2d(16)
+        self.second, self.other = nn.Conv2d(16, 16, 3, padding=1, bias=False), nn.BatchNorm2d(16)
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        h = F.relu(self.norm(self.first(x)))
+        return F.max_pool2d(F.relu(self.other(self.second(h))), 2).square().mean()
+
+
+def test_far_fewer_bytes_and_the_same_step() -> None:
+    """Below what whole convolutions need, and no more than was predicted."""
+    torch.manual_seed(0)
+    model, inputs = Pictures(), (torch.randn(16, 3, 32, 32),)
+    options: dict[str, Any] = {"variants": [*OTHERS, RULE.name]}
+    without = least(model, inputs, variants=OTHERS)
+    budget = least(model, inputs, **options)
+    assert budget < 0.85 * without
+    twin = copy.deepcopy(model)
+    call = compiled(model, memory_budget=budget, **options)
+    plain = torch.compile(twin)
+    for one, other in zip(
+        observed(model, call, inputs), observed(twin, plain, inputs), strict=True
+    ):
+        assert_close(one, other, 2e-5)
+    report = fxremat.reports()[-1]
+    assert any(RULE.name in row.what for row in report.variants)
+    assert measured(model, call, inputs) <= report.predicted_peak_bytes <= budget
+
+
+def test_gradients_that_are_made_of_less_are_not_written() -> None:
+    """That of a pool: two groups of loops read it, and each makes it from masks and offsets."""
+    joint = joint_of(Pictures(), torch.randn(16, 3, 32, 32), fused=True)
+    rules = [rule for rule in RULES if rule.name in (RULE.name, "pool_gradient", "sign_masks")]
+    sites = [s for s in find_sites(joint, rules) if "chunked" not in s.name]
+    sites += [s for s in find_sites(joint, rules) if s.name.endswith("convolution twice 1")]
+    taken = take(joint, sites)
+    found = materialise(taken, fused=True)
+    assert found.expanded
+    assert not found.expanded & found.written
+    for node in found.expanded:
+        assert taken.role[node] is not Role.FORWARD
+
+
+def test_no_convolutions_no_sites() -> None:
+    def step(m: Any, x: torch.Tensor) -> torch.Tensor:
+        return m.head(F.gelu(m.inner(x))).square().mean()  # type: ignore[no-any-return]
+
+    model = Net(step, inner=nn.Linear(8, 64), head=nn.Linear(64, 8))
+    assert not names_of(model, (images(32, 8),), RULE)
+
+
+def test_the_variance_of_values_far_from_zero() -> None:
+    """Sums of squares would lose all digits."""
+    one = Instruction("aten.var_mean.correction#0", (Ref(0), [0, 2]), {"correction": 1}, "sum",
+                      (4,), torch.float32)  # fmt: skip
+    x = 1000 + 0.01 * torch.randn(32, 4, 8, generator=torch.Generator().manual_seed(5))
+    moments = Moments(one, 0, x.device)
+    for part in (x[:5], x[5:6], x[6:]):
+        moments.add(part)
+    best = x.double().var((0, 2))
+    assert (moments.variance(1).double() - best).abs().max() <= 1e-3 * best.max()
+    assert (moments.mean.double() - x.double().mean((0, 2))).abs().max() <= 1e-3

@@ -1,0 +1,176 @@
+"""Regions and loops of small graphs, and that no loop reads what depends on it."""
+
+from __future__ import annotations
+
+import time
+from functools import cache
+from typing import Any
+
+import pytest
+import torch
+import torch.nn.functional as F
+from torch import fx, nn
+
+from fxremat.cost.peak import measure_peak
+from fxremat.passes.joint_graph import JointGraph
+from fxremat.passes.variants.chunks.calls import lead
+from fxremat.passes.variants.chunks.early_gradients import factor
+from fxremat.passes.variants.chunks.loops import plan_loops
+from fxremat.passes.variants.chunks.regions import Region, find_regions, levels
+from fxremat.passes.variants.chunks.rules import CHUNKED_LOSS, CHUNKED_MLP, RULES, rule_of
+from fxremat.passes.variants.rule import Rule
+from fxremat.runtime import kernels
+from fxremat.runtime.chunks.operator import ROWS
+from tests.conftest import Golden
+from tests.graphs import Net, calls
+from tests.row_sites import Traced, ancestors, sites, taken, trace
+from tests.test_chunks_rules import WEIGHTS, D, Gated, head, labels, mlp, rows, z_loss
+
+LOSS = Net(lambda m, x, y: F.cross_entropy(m.head(x), y), head=head())
+STEPS: dict[str, tuple[Any, tuple[Any, ...]]] = {
+    "loss": (LOSS, (rows(50, D), labels(50))),
+    "z": (Net(lambda m, x, y: z_loss(m.head(x), y), head=head()), (rows(50, D), labels(50))),
+    "mlp": (mlp(nn.GELU), (rows(50, D),)),
+    "gated": (Gated(), (rows(50, D),)),
+    "norm": (
+        nn.Sequential(nn.Linear(D, 4 * D), nn.BatchNorm1d(4 * D), nn.ReLU(), nn.Linear(4 * D, D)),
+        (rows(50, D),),
+    ),
+    "weighted": (
+        Net(
+            lambda m, x, y: F.cross_entropy(
+                m.head(x), y, weight=WEIGHTS.to(x.dtype), label_smoothing=0.1
+            ),
+            head=head(),
+        ),
+        (rows(50, D), labels(50, ignored=True)),
+    ),
+}
+
+
+@cache
+def traced(name: str) -> JointGraph:
+    """The joint graph of a step, traced once for all tests; not to be changed."""
+    return trace(*STEPS[name]).joint
+
+
+def regions(name: str) -> list[Region]:
+    """The regions of a step that belong to a rule."""
+    return find_regions(traced(name), lambda region: rule_of(region) is not None)
+
+
+@pytest.mark.parametrize("name", STEPS)
+def test_no_loop_reads_what_depends_on_it(name: str) -> None:
+    (region,) = regions(name)
+    loops = plan_loops(region, levels(region, in_one=False))
+    for position, loop in enumerate(loops):
+        computed_here_or_later = {n for later in loops[position:] for n in later.results}
+        for node in (*loop.rows, *loop.whole):
+            assert not ancestors(node) & computed_here_or_later
+
+
+@pytest.mark.parametrize("name", STEPS)
+def test_big_values_inside_are_no_inputs_of_loops(name: str) -> None:
+    (region,) = regions(name)
+    outside = region.wanted_outside()
+    for loop in plan_loops(region, levels(region, in_one=False)):
+        for node in (*loop.rows, *loop.whole):
+            assert node not in region.kinds or node in outside or not region.is_big(node)
+
+
+def test_the_loss_is_linear_in_its_gradient() -> None:
+    (region,) = regions("loss")
+    found = factor(region)
+    assert found is not None
+    assert found.node.name == "tangents_1"
+    assert max(levels(region, in_one=True).values()) == 0
+
+
+def test_an_mlp_is_not_linear_in_a_number() -> None:
+    (region,) = regions("mlp")
+    assert factor(region) is None
+
+
+@pytest.mark.parametrize(
+    ("shape", "count", "found"),
+    [((6, 5), 6, 1), ((2, 3, 5), 6, 2), ((1, 6, 5), 6, 2), ((6, 1), 6, 1), ((5, 6), 6, None),
+     ((4, 3), 6, None), ((0, 6), 6, None)],
+)  # fmt: skip
+def test_which_dimensions_are_the_rows(
+    shape: tuple[int, ...], count: int, found: int | None
+) -> None:
+    assert lead(shape, count) == found
+
+
+def test_unknown_sizes_are_left_alone() -> None:
+    seen, inputs = Traced(), (rows(50, D), labels(50))
+    for tensor in inputs:
+        torch._dynamo.mark_dynamic(tensor, 0)
+    seen.compiled(LOSS)(*inputs)
+    assert sites(CHUNKED_LOSS, seen.joint) == []
+
+
+class Block(nn.Module):
+    """Attention without heads, and an MLP."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.norm, self.mlp = nn.LayerNorm(D), mlp(nn.GELU)
+
+    def forward(self, x: torch.Tensor) -> Any:
+        attended = F.scaled_dot_product_attention(x, x, x)
+        return x + self.mlp(self.norm(x + attended))
+
+
+def test_a_deep_net_is_looked_at_fast() -> None:
+    """Each layer has its own region; the stream between layers is none."""
+    torch.manual_seed(1)
+    step = nn.Sequential(*(Block() for _ in range(24)))
+    started = time.process_time()
+    joint = trace(step, (rows(4, 32, D),)).joint
+    seen = time.process_time()
+    found = {site.name.split()[1] for rule in RULES for site in rule.find(joint)}
+    assert len(found) == 24
+    # A sixth of it where this was written; in one run, so that a busy machine changes both.
+    assert time.process_time() - seen < seen - started
+
+
+def with_sites(name: str, *rules: Rule) -> list[fx.Graph]:
+    """The graphs of a step with one of the first two sites of each rule."""
+    joint = traced(name)
+    found = [site for rule in rules for site in sites(rule, joint)[:2]]
+    return [taken(joint, site).module.graph for site in found]
+
+
+@pytest.mark.parametrize("name", STEPS)
+def test_memory_of_every_call_is_known_to_the_byte(name: str) -> None:
+    graphs = with_sites(name, CHUNKED_LOSS, CHUNKED_MLP)
+    assert graphs
+    for graph in graphs:
+        for call in calls(graph, ROWS):
+            assert_memory_is_known(call)
+
+
+def real(value: Any) -> Any:
+    """A tensor of data that every operator takes."""
+    if isinstance(value, torch.Tensor):
+        made = torch.empty_strided(value.shape, value.stride(), dtype=value.dtype)
+        return made.fill_(1)
+    return [real(v) for v in value] if isinstance(value, (list, tuple)) else value
+
+
+def assert_memory_is_known(call: fx.Node) -> None:
+    """The workspace of a call is what it really takes."""
+    args = [real(a) for a in fx.map_arg(call.args, lambda n: n.meta["val"])]
+    made = sum(t.nbytes for t in ROWS(*args))
+    peak = measure_peak(lambda: ROWS(*args)).above_start_bytes
+    assert kernels.WORKSPACES[ROWS](*args, measure=kernels.unmeasured) == peak - made
+
+
+def test_graph_of_a_loss_before_and_after(golden: Golden) -> None:
+    step = Net(lambda m, x, y: F.cross_entropy(m.head(x), y), head=head(False))
+    joint = trace(step, (rows(50, D), labels(50))).joint
+    texts = [f"before\n\n{joint.module.graph}"]
+    for site in sites(CHUNKED_LOSS, joint)[:2]:
+        texts.append(f"{site.name}\n\n{taken(joint, site).module.graph}")
+    golden("\n\n".join(texts))

@@ -1,0 +1,141 @@
+"""What autograd says of the backward that is running."""
+
+from __future__ import annotations
+
+import inspect
+from contextlib import nullcontext
+from typing import Any
+
+import pytest
+import torch
+from torch import nn
+
+from fxremat import compat
+
+
+class Product(torch.autograd.Function):
+    """Notes what is known of the backward while it runs."""
+
+    @staticmethod
+    def forward(ctx: Any, a: torch.Tensor, b: torch.Tensor) -> torch.Tensor:
+        return (a * b).sum()
+
+    @staticmethod
+    def backward(ctx: Any, gradient: torch.Tensor) -> Any:
+        known.append((compat.leaves_of_one_node(), compat.leaves_of_this_node()))
+        watched.append(compat.leaves_of_one_edge())
+        with compat.no_other_backward() as alone:
+            assert alone or not watched[-1]
+        assert compat.running_backward() is not None
+        return gradient, gradient
+
+
+known: list[tuple[list[torch.Tensor], list[torch.Tensor]]] = []
+
+
+watched: list[list[torch.Tensor]] = []
+
+
+def product(a: torch.Tensor, b: torch.Tensor) -> torch.Tensor:
+    found: torch.Tensor = Product.apply(a, b)  # type: ignore[no-untyped-call]
+    return found
+
+
+def test_leaves_of_the_backward_that_is_running() -> None:
+    a, b = (nn.Parameter(torch.ones(())) for _ in range(2))
+    several = torch.accelerator.is_available()
+    with torch.autograd.set_multithreading_enabled(False) if several else nullcontext():
+        torch.autograd.backward(product(a, b))
+        assert known.pop() == ([a, b], [a, b])
+        torch.autograd.backward(product(a, b), inputs=[b])
+        assert known.pop() == ([a, b], [b])
+        torch.autograd.grad(product(a, b), [a, b])
+        assert known.pop()[1] == []
+        torch.autograd.backward([b.exp(), product(a, b)])  # the one made last runs first
+        assert known.pop() == ([a], [a, b])
+        for loss in (product(a, b).exp(), product(a, b) + a, b + product(a, b)):
+            loss.backward()  # type: ignore[no-untyped-call]
+            assert known.pop()[0] == []
+    assert compat.running_backward() is None
+    assert compat.leaves_of_one_node() == compat.leaves_of_this_node() == []
+
+
+@pytest.mark.filterwarnings("ignore:Using backward")
+def test_leaves_of_the_backwards_that_are_watched() -> None:
+    """Where a backward begins is known; so are its leaves, wherever the node is that asks."""
+    autograd: Any = torch.autograd
+    before = autograd._engine_run_backward
+    autograd._engine_run_backward = inspect.unwrap(before)
+    compat.watch_backwards()
+    installed = autograd._engine_run_backward
+    compat.watch_backwards()
+    assert autograd._engine_run_backward is installed
+    a, b = (nn.Parameter(torch.ones(())) for _ in range(2))
+    try:
+        for loss, expected in (
+            (product(a, b), [a, b]),
+            (product(a, b).exp(), [a, b]),
+            (product(a, b) + a, [b]),
+            (product(a, b) * product(a, torch.ones(())), [b]),
+        ):
+            torch.autograd.backward(loss)
+            assert list(map(id, watched.pop())) == list(map(id, expected))
+            watched.clear()
+        torch.autograd.backward([product(a, b), b.exp()])
+        assert list(map(id, watched.pop())) == [id(a)]
+        torch.autograd.backward([product(a, b), a])
+        torch.autograd.grad(product(a, b), [a, b])
+        torch.autograd.backward(product(a, b), create_graph=True)
+        assert watched == [[], [], []]
+        autograd._engine_run_backward = inspect.unwrap(before)
+        torch.autograd.backward(product(a, b))
+        assert watched.pop() == []
+        with compat.no_other_backward() as alone:
+            assert not alone
+    finally:
+        watched.clear()
+        autograd._engine_run_backward = before
+
+
+def test_hooks_on_a_leaf() -> None:
+    weight: Any = nn.Parameter(torch.ones(1))
+    assert compat.hooks_on(weight) == 0
+    first = weight.register_hook(lambda gradient: None)
+    weight.register_post_accumulate_grad_hook(lambda weight: None)
+    assert compat.hooks_on(weight) == 2
+    first.remove()
+    assert compat.hooks_on(weight) == 1
+
+
+def test_hooks_on_a_node() -> None:
+    weight = nn.Parameter(torch.ones(1))
+    node: Any = torch.autograd.graph.get_gradient_edge(weight).node
+    assert compat.hooks_on_node(node) == 0
+    handles = [node.register_hook(print), node.register_prehook(print)]
+    assert compat.hooks_on_node(node) == 2
+    handles[0].remove()
+    assert compat.hooks_on_node(node) == 1
+
+
+def test_the_end_of_a_backward() -> None:
+    ended: list[int] = []
+
+    class Asks(torch.autograd.Function):
+        @staticmethod
+        def forward(ctx: Any, x: torch.Tensor) -> torch.Tensor:
+            return x.clone()
+
+        @staticmethod
+        def backward(ctx: Any, gradient: torch.Tensor) -> Any:
+            compat.at_end_of_backward(lambda: ended.append(len(ended)))
+            assert ended == []
+            accumulators = compat.accumulators_of(compat.running_node())
+            assert [one.variable is weight for one in accumulators] == [True]
+            return gradient
+
+    weight = nn.Parameter(torch.ones(()))
+    asks: Any = Asks.apply
+    asks(weight).backward()
+    assert ended == [0]
+    assert compat.running_node() is None
+    assert compat.accumulators_of(None) == []

@@ -1,0 +1,73 @@
+"""Inductor and the two eager compilers call our partition."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from typing import Any
+
+import torch
+from torch import fx, nn
+
+from fxremat import compat
+from tests import nets
+from tests.compat_graphs import ATEN
+from tests.graphs import Capture, batch, compiled, everything_again, linear, mlp
+
+
+def test_without_donated_buffers() -> None:
+    from torch._functorch._aot_autograd import graph_compile
+
+    nothing: Any = None
+    before = graph_compile.collect_bw_donated_buffer_idxs
+    with compat.without_donated_buffers():
+        assert graph_compile.collect_bw_donated_buffer_idxs(nothing, nothing, nothing) == []
+    assert graph_compile.collect_bw_donated_buffer_idxs is before
+
+
+def test_compile_with_inductor() -> None:
+    """Our partition is called from Inductor's own compiler, and the gradients are right."""
+    seen = Capture(everything_again, fused=True)
+
+    @dataclass(frozen=True)
+    class Cut(compat.CustomPartitionerFn):
+        def __call__(self, gm: Any, joint_inputs: Any, **kwargs: Any) -> Any:
+            return seen(gm, joint_inputs, **kwargs)
+
+        def uuid(self) -> str:
+            return "tests.test_compat_compilers"
+
+    def backend(gm: fx.GraphModule, inputs: Any) -> Any:
+        return compat.compile_with_inductor(gm, inputs, {"custom_partitioner_fn": Cut()})
+
+    model, reference = mlp(), mlp()
+    torch._dynamo.reset()
+    with torch._inductor.config.patch(force_disable_caches=True):
+        torch.compile(model, backend=backend)(batch(4, 8)).sum().backward()
+    reference(batch(4, 8)).sum().backward()
+    assert seen.rewritten.recomputed
+    for one, other in zip(model.parameters(), reference.parameters(), strict=True):
+        torch.testing.assert_close(one.grad, other.grad)
+
+
+def test_compile_with_aot_eager() -> None:
+    model, inputs = nets.make("mlp")
+    seen = Capture()
+    compiled(model, seen)(*inputs).sum().backward()
+    assert len(seen.calls(ATEN.gelu)) == 3  # not decomposed
+
+
+def test_trace_as_inductor_decomposes() -> None:
+    seen = nets.traced("mlp", fused=True)
+    assert seen.calls(ATEN.gelu) == []
+    assert len(seen.calls(ATEN.erf)) == 3
+
+
+def test_trace_as_inductor_takes_random_numbers() -> None:
+    seen = Capture()
+
+    def backend(gm: fx.GraphModule, inputs: Any) -> Any:
+        return compat.trace_as_inductor(gm, inputs, {}, seen)
+
+    torch._dynamo.reset()
+    model = nn.Sequential(linear(), nn.Dropout())
+    torch.compile(model, backend=backend)(batch(4, 8)).sum().backward()

@@ -1,0 +1,41 @@
+"""What Dynamo says of the graph that it compiles."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import torch
+from torch import fx
+
+from fxremat import compat
+from tests.compat_graphs import X
+
+
+def test_graphs_of_a_model_with_graph_breaks() -> None:
+    """Each graph has a frame of its own; all but the last end in a graph break."""
+    seen: list[tuple[int, bool]] = []
+
+    def backend(gm: fx.GraphModule, inputs: Any) -> Any:
+        seen.append((compat.current_frame(), compat.ends_in_graph_break(gm)))
+        return gm
+
+    def broken(x: torch.Tensor) -> torch.Tensor:
+        y = x.sin()
+        torch._dynamo.graph_break()
+        return y.cos()
+
+    torch._dynamo.reset()
+    torch.compile(broken, backend=backend)(X)
+    frames, breaks = zip(*seen, strict=True)
+    assert breaks == (True, False)
+    assert frames[0] < frames[1]
+    assert compat.current_frame() == -1
+
+
+def test_fresh_dynamo_caches() -> None:
+    import torch._dynamo.config as config
+
+    before = config.recompile_limit
+    with compat.fresh_dynamo_caches():
+        assert config.recompile_limit >= before
+    assert config.recompile_limit == before

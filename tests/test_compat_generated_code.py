@@ -1,0 +1,99 @@
+"""The code that Inductor generates, and its key."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import torch
+from torch import fx, nn
+
+from fxremat import compat
+from tests.compat_graphs import half
+from tests.graphs import batch
+
+
+def linear_gelu() -> nn.Module:
+    return nn.Sequential(nn.Linear(64, 64), nn.GELU(), nn.Linear(64, 64))
+
+
+def test_generate() -> None:
+    """Inductor's code for a forward and a backward, and where its buffers come from."""
+    seen: list[compat.Generated] = []
+
+    def step(forward: fx.GraphModule, backward: fx.GraphModule) -> None:
+        text = str(forward.graph)
+        seen.append(compat.generate(forward, is_backward=False))
+        seen.append(compat.generate(backward, is_backward=True))
+        assert str(forward.graph) == text  # the module itself is left alone
+
+    half(linear_gelu(), step)
+    forward, backward = seen
+    assert "def call" in forward.source
+    assert "extern_kernels.mm" in backward.source
+    assert "addmm" in forward.origin_of.values()
+    assert not any(name.startswith("primals") for name in forward.origin_of.values())
+    assert forward.strides[0] == (64, 1)
+    assert forward.constants == {}
+
+
+def test_code_key() -> None:
+    """One for each graph, layout and configuration; equal when the same model is compiled again."""
+    keys: list[str | None] = []
+
+    def step(forward: fx.GraphModule, backward: fx.GraphModule) -> None:
+        keys.append(compat.code_key(forward, is_backward=False))
+        keys.append(compat.code_key(forward, is_backward=True))
+        keys.append(compat.code_key(backward, is_backward=True))
+
+    half(linear_gelu(), step)
+    assert None not in keys
+    assert len(set(keys)) == 3
+    half(linear_gelu(), step)
+    assert keys[3:] == keys[:3]
+    half(linear_gelu(), step, batch(64, 32).detach().t())
+    with compat.inductor_config.patch(max_fusion_size=3):
+        half(linear_gelu(), step)
+    half(nn.Sequential(nn.Linear(64, 64), nn.GELU(), nn.Linear(64, 64, bias=False)), step)
+    assert len(set(keys[3:])) == 12
+
+
+def test_code_key_is_none_where_nothing_is_kept() -> None:
+    def step(forward: fx.GraphModule, backward: fx.GraphModule) -> None:
+        for module in (forward, backward):
+            assert compat.code_key(module, is_backward=False) is None
+
+    with compat.inductor_config.patch(force_disable_caches=True):
+        half(linear_gelu(), step)
+    with compat.inductor_config.patch(post_grad_custom_post_pass=lambda graph: None):
+        half(linear_gelu(), step)
+    x = batch(32, 64)
+    torch._dynamo.mark_dynamic(x, 0)
+    half(linear_gelu(), step, x)
+
+
+def test_code_key_leaves_the_counters_of_inductor_alone() -> None:
+    from torch._dynamo.utils import counters
+
+    def step(forward: fx.GraphModule, backward: fx.GraphModule) -> None:
+        before = counters["inductor"].copy()
+        with compat.inductor_config.patch(post_grad_custom_post_pass=lambda graph: None):
+            assert compat.code_key(forward, is_backward=False) is None
+        assert counters["inductor"] == before
+
+    half(linear_gelu(), step)
+
+
+def test_generate_with_the_strides_that_the_forward_chose() -> None:
+    seen: list[Any] = []
+
+    def step(forward: fx.GraphModule, backward: fx.GraphModule) -> None:
+        saved = next(n for n in backward.graph.nodes
+                     if n.op == "placeholder" and "addmm" in n.name)  # fmt: skip
+        strides = {saved.name: (1, 32)}
+        code = compat.generate(backward, is_backward=True, input_strides=strides)
+        seen.append(code.source)
+        seen.append(tuple(saved.meta["val"].stride()))
+
+    half(linear_gelu(), step)
+    assert "(32, 64), (1, 32)" in seen[0]
+    assert seen[1] == (64, 1)  # the module itself is left alone

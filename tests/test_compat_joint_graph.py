@@ -1,0 +1,102 @@
+"""What is known of the nodes of a joint graph."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import torch
+from torch import fx
+
+from fxremat import compat
+from tests import nets
+from tests.compat_graphs import ATEN, X, dynamic
+from tests.graphs import Capture, batch, compiled, everything_again
+
+
+def call(target: Any, *inputs: torch.Tensor) -> fx.Node:
+    """A node that calls ``target``, in a graph of its own."""
+    graph = fx.Graph()
+    return graph.call_function(target, tuple(graph.placeholder("x") for _ in inputs))
+
+
+def test_is_tangent() -> None:
+    joint = nets.traced("mlp").joint
+    placeholders = [n for n in joint.module.graph.nodes if n.op == "placeholder"]
+    assert [n.name for n in placeholders if compat.is_tangent(n)] == ["tangents_1"]
+    assert not any(compat.is_tangent(n) for n in joint.module.graph.nodes if n.op != "placeholder")
+
+
+def test_where_a_node_must_be() -> None:
+    copy = call(ATEN.copy_.default, X, X.clone())
+    assert compat.must_be_in_forward(copy)
+    assert not compat.must_be_in_backward(copy)
+    copy.meta["partitioner_tag"] = "is_backward"
+    assert compat.must_be_in_backward(copy)
+    assert not compat.must_be_in_forward(copy)
+    plain = call(ATEN.sin.default, X)
+    assert not compat.must_be_in_forward(plain)
+    plain.meta["partitioner_tag"] = "must_be_in_forward"
+    assert compat.must_be_in_forward(plain)
+    plain.meta["partitioner_tag"] = "must_be_in_backward"
+    assert compat.must_be_in_backward(plain)
+
+
+def test_mutated_input_of() -> None:
+    """Only inputs that are overwritten outside of the graph have such an output."""
+    assert compat.mutated_input_of(object()) is None
+    output = nets.traced("mlp").joint.module.graph.output_node()
+    assert all(compat.mutated_input_of(d) is None for d in output.meta.get("desc") or [])
+
+
+def overwrite_after(x: torch.Tensor) -> torch.Tensor:
+    """The new content of the input has a gradient: AOTAutograd writes it after the graph."""
+    result = x.exp()
+    x.mul_(2)
+    return result
+
+
+def test_mutated_input_of_one_that_is_overwritten_after_the_graph() -> None:
+    seen = Capture(everything_again)
+    run = compiled(overwrite_after, seen)
+    leaf = batch(4, 8).requires_grad_()
+    given = leaf * 1
+    (run(given).sum() + given.sum()).backward()
+    torch.testing.assert_close(leaf.grad, batch(4, 8).exp() + 2)
+    descriptions = seen.joint.module.graph.output_node().meta["desc"]
+    assert any(compat.mutated_input_of(d) is not None for d in descriptions)
+    assert len(seen.joint.mutated) == 1
+
+
+def test_user_tag() -> None:
+    seen = nets.traced("save addmms")
+    tags = {compat.user_tag(n) for n in seen.joint.module.graph.nodes}
+    assert {"MUST_SAVE", "MUST_RECOMPUTE", None} <= tags
+    plain = {compat.user_tag(n) for n in nets.traced("checkpoint").joint.module.graph.nodes}
+    assert "PREFER_RECOMPUTE" in plain
+    assert compat.user_tag(call(ATEN.sin.default, X)) is None
+
+
+def test_prepare_joint_graph_merges_and_drops() -> None:
+    def twice(x: torch.Tensor) -> torch.Tensor:
+        x.exp()
+        return x.sin() * x.sin()
+
+    seen = Capture()
+    compiled(twice, seen)(batch(4, 8).requires_grad_()).sum().backward()
+    assert "exp" not in seen.joint_text or not seen.calls(ATEN.exp)
+    assert len(seen.calls(ATEN.sin)) == 1
+
+
+def test_symbols_and_opaque_objects() -> None:
+    seen = dynamic(min=2, max=64)
+    symbols = [n for n in seen.joint.primals if compat.is_symbol(n)]
+    assert len(symbols) == 1
+    assert not compat.is_symbol(seen.node("addmm"))
+    assert not any(compat.is_opaque(n) for n in seen.joint.module.graph.nodes)
+
+
+def test_inputs_of_the_joint_graph_are_arguments_of_the_compiled_one() -> None:
+    captured = nets.traced("mlp")
+    found = [compat.input_index(node) for node in captured.joint.primals]
+    assert found == list(range(len(found)))
+    assert compat.input_index(captured.joint.tangents[0]) is None

@@ -1,0 +1,68 @@
+"""Small kernels compiled apart from the graph around them."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from typing import Any
+
+import torch
+from torch import fx
+
+from fxremat import compat
+
+
+def kernel_graph() -> fx.GraphModule:
+    """Writes gelu(x) - 1 over x, and the row sums of that into y."""
+
+    def function(x: torch.Tensor, y: torch.Tensor) -> tuple[()]:
+        x.copy_(torch.nn.functional.gelu(x) - 1)
+        y.copy_(x.sum(1))
+        return ()
+
+    return kernel_of(function, (16, 32), (16,))
+
+
+def kernel_of(function: Callable[..., Any], *shapes: tuple[int, ...]) -> fx.GraphModule:
+    """The graph of a kernel for arguments of these shapes."""
+    module = fx.symbolic_trace(function)
+    placeholders = [n for n in module.graph.nodes if n.op == "placeholder"]
+    with compat.for_a_kernel():
+        for node, shape in zip(placeholders, shapes, strict=True):
+            node.meta["val"] = torch.empty(shape)
+        return compat.decomposed(module)
+
+
+def test_decomposed() -> None:
+    names = {str(n.target) for n in kernel_graph().graph.nodes}
+    assert "aten.erf.default" in names
+    assert not any("gelu" in name for name in names)
+
+
+def test_kernel_allocates() -> None:
+    """A sum of each row has memory of its own before it is written where it belongs."""
+    assert compat.kernel_allocates(kernel_graph()) == 16 * 4
+
+    def function(x: torch.Tensor, y: torch.Tensor) -> tuple[()]:
+        y.copy_((x @ x).sum(1))
+        return ()
+
+    assert compat.kernel_allocates(kernel_of(function, (16, 16), (16,))) == 17 * 16 * 4
+
+
+def test_compile_kernel() -> None:
+    kernel = compat.compile_kernel(kernel_graph())
+    x, y = torch.randn(16, 32), torch.zeros(16)
+    best = torch.nn.functional.gelu(x) - 1
+    kernel([x, y])
+    torch.testing.assert_close(x, best)
+    torch.testing.assert_close(y, best.sum(1))
+
+
+def test_apart_from_what_is_being_compiled() -> None:
+    with compat.inductor_config.patch({compat.POST_GRAD_PASS: print}), torch.device("cpu"):
+        with compat.for_a_kernel():
+            assert compat.inductor_config.post_grad_custom_post_pass is None
+            assert type(torch.empty(1)) is not torch.Tensor
+            with compat.apart():
+                assert type(torch.empty(1)) is torch.Tensor
+        assert compat.inductor_config.post_grad_custom_post_pass is print

@@ -1,0 +1,28 @@
+"""The profiler's memory events, and random numbers that measuring draws."""
+
+from __future__ import annotations
+
+import pytest
+import torch
+
+from fxremat import compat
+
+
+def test_profiler_memory_events() -> None:
+    with torch.profiler.profile(profile_memory=True) as prof:
+        with pytest.raises(RuntimeError, match="after its with block"):
+            compat.profiler_memory_events(prof)
+        tensor = torch.empty(1000)
+        del tensor
+    events = compat.profiler_memory_events(prof)
+    assert [(size, device) for _, size, device in events] == [(4000, "CPU"), (-4000, "CPU")]
+    assert events[0][0] <= events[1][0]
+
+
+def test_random_state_kept() -> None:
+    torch.manual_seed(0)
+    expected = torch.rand(2)
+    torch.manual_seed(0)
+    with compat.random_state_kept():
+        torch.rand(10)
+    assert torch.equal(torch.rand(2), expected)

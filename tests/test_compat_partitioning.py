@@ -1,0 +1,165 @@
+"""Joint graphs cut in two: at given nodes, and as plain torch.compile cuts them."""
+
+from __future__ import annotations
+
+import copy
+from collections.abc import Callable
+from dataclasses import dataclass
+from typing import Any
+from unittest import mock
+
+import pytest
+import torch
+from torch import fx, nn
+from torch._inductor import compile_fx
+
+from benchmarks.nets.language import GPT
+from fxremat import compat
+from tests.compat_graphs import ATEN
+from tests.graphs import batch, capture, everything_again, mlp
+from tests.small import Convolutions, seeded
+
+Inputs = tuple[torch.Tensor, ...]
+Halves = tuple[fx.GraphModule, fx.GraphModule]
+Make = Callable[[], tuple[nn.Module, Inputs]]
+Partition = Callable[..., Any]
+
+
+class Stop(Exception):
+    """Ends a compilation once the graph is cut."""
+
+
+def gpt() -> tuple[nn.Module, Inputs]:
+    """A small GPT, and its tokens and targets."""
+    model = GPT(layers=1, width=16, heads=2, length=8, vocabulary=50)
+    return model, model.sample(2, torch.Generator().manual_seed(0))
+
+
+def cnn() -> tuple[nn.Module, Inputs]:
+    """Convolutions with BatchNorm, and images."""
+    model, images = seeded(Convolutions, 2, 3, 8, 8)
+    return model, (images,)
+
+
+def cut_by_inductor(make: Make, partition: Partition | None = None, **patches: Any) -> Halves:
+    """The halves that Inductor gets from ``partition``, or from its own; compiles no further."""
+    found: list[Halves] = []
+
+    def noting(own: Partition) -> Partition:
+        def cut(module: fx.GraphModule, inputs: Any, **kwargs: Any) -> Any:
+            found.append(own(module, inputs, **kwargs))
+            raise Stop
+
+        return cut
+
+    @dataclass(frozen=True)
+    class Cut(compat.CustomPartitionerFn):
+        def __call__(self, gm: Any, joint_inputs: Any, **kwargs: Any) -> Any:
+            assert partition is not None
+            return noting(partition)(gm, joint_inputs, **kwargs)
+
+        def uuid(self) -> str:
+            return "tests.test_compat_partitioning"
+
+    own = compile_fx.min_cut_rematerialization_partition
+    patches |= {"force_disable_caches": True}
+    if partition is not None:
+        patches[compat.PARTITIONER] = Cut()
+    torch._dynamo.reset()
+    model, inputs = make()
+    with (
+        mock.patch.object(compile_fx, "min_cut_rematerialization_partition", noting(own)),
+        compat.inductor_config.patch(patches),
+        pytest.raises(Exception, match="Stop"),
+    ):
+        torch.compile(model)(*inputs)
+    (halves,) = found
+    return halves
+
+
+def saved_bytes(backward: fx.GraphModule) -> int:
+    values = [node.meta["val"] for node in backward.graph.nodes if node.op == "placeholder"]
+    return sum(value.untyped_storage().nbytes() for value in values)
+
+
+@pytest.mark.parametrize("make", [gpt, cnn])
+def test_torch_partition_cuts_as_torch_compile_does(make: Make) -> None:
+    """The very same halves, also where the user asks for less to be saved."""
+    sizes = []
+    for budget in (1.0, 0.5):
+        with compat.functorch_config.patch(activation_memory_budget=budget):
+            plain, ours = cut_by_inductor(make), cut_by_inductor(make, compat.torch_partition)
+        assert [str(half.graph) for half in ours] == [str(half.graph) for half in plain]
+        assert compat.saved_names(ours[1]) == compat.saved_names(plain[1])
+        assert saved_bytes(ours[1]) == saved_bytes(plain[1])
+        sizes.append(saved_bytes(ours[1]))
+    assert sizes[1] < sizes[0]
+
+
+def states(module: fx.GraphModule) -> list[Any]:
+    """The nodes of a graph, by name, with what is known of each."""
+    return [
+        (n.name, n.op, n.target, str(n.args), str(n.kwargs), {**n.meta}) for n in module.graph.nodes
+    ]
+
+
+def example(value: Any) -> Any:
+    """Data for a placeholder: indices are small, variances positive."""
+    if not isinstance(value, torch.Tensor):
+        return value
+    made = torch.rand if value.dtype.is_floating_point else torch.zeros
+    return made(tuple(value.shape), dtype=value.dtype).as_strided(value.shape, value.stride())
+
+
+@pytest.mark.parametrize("make", [gpt, cnn])
+def test_torch_partition_leaves_the_graph_and_computes_the_same(make: Make) -> None:
+    """A graph that has a checkpoint's tags, dead nodes and equal ones is not touched either."""
+    ran: list[int] = []
+
+    def partition(module: fx.GraphModule, inputs: Any, **kwargs: Any) -> Any:
+        with module.graph.inserting_before(module.graph.output_node()):
+            placeholder = next(n for n in module.graph.nodes if n.op == "placeholder")
+            dead = module.graph.call_function(ATEN.neg.default, (placeholder,))
+            dead.meta["val"] = placeholder.meta["val"]
+        nodes, before = list(module.graph.nodes), states(module)
+        forward, backward = compat.torch_partition(module, inputs, **kwargs)
+        assert nodes == list(module.graph.nodes)
+        assert before == states(module)
+        count = kwargs["num_fwd_outputs"]
+        with compat.outside_fake_mode():
+            torch.manual_seed(0)
+            given = {n.name: example(n.meta["val"]) for n in nodes if n.op == "placeholder"}
+            expected = run(module, given)
+            results = run(forward, given)
+            saved = forward.graph.output_node().args[0][count:]  # type: ignore[index]
+            assert {n.name for n in saved} == set(compat.saved_names(backward))  # type: ignore
+            known = given | {n.name: r for n, r in zip(saved, results[count:], strict=True)}
+            torch.testing.assert_close([*results[:count], *run(backward, known)], list(expected))
+        ran.append(count)
+        return forward, backward
+
+    def backend(gm: fx.GraphModule, inputs: Any) -> Any:
+        return compat.trace_as_inductor(gm, inputs, {}, partition)
+
+    torch._dynamo.reset()
+    model, inputs = make()
+    torch.compile(model, backend=backend)(*inputs).sum().backward()
+    assert len(ran) == 1
+    assert all(p.grad is not None for p in model.parameters())
+
+
+def run(module: fx.GraphModule, known: dict[str, Any]) -> list[Any]:
+    """The results of a graph, for copies of the inputs known by name."""
+    names = [n.name for n in module.graph.nodes if n.op == "placeholder"]
+    given = [copy.deepcopy(known[name]) for name in names]
+    return list(fx.Interpreter(module).run(*given, enable_io_processing=False))
+
+
+def test_extract_forward_backward_cuts_at_the_nodes_given() -> None:
+    seen = capture(mlp(8, 3), [batch(4, 8)], everything_again)
+    read = [n.name for n in seen.backward.graph.nodes if n.op == "placeholder"]
+    saved = [n.name for n in seen.rewritten.saved]
+    assert sorted(read) == sorted([*saved, "tangents_1"])
+    results = seen.forward.graph.output_node().args[0]
+    assert isinstance(results, (tuple, list))
+    assert [r.name for r in results[1:]] == saved  # type: ignore[union-attr]

@@ -1,0 +1,106 @@
+"""Results written, inputs returned, copies dropped and channels laid out by Inductor."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import torch
+from torch import fx, nn
+from torch.fx.experimental.proxy_tensor import make_fx
+
+from fxremat import compat
+from tests.compat_graphs import ATEN, Shared, half
+from tests.graphs import batch
+from tests.small import forward_code
+
+
+def test_write_results() -> None:
+    """A result that would be computed in each of its readers is written instead."""
+
+    def mark(graph: fx.Graph) -> None:
+        compat.write_results(graph, [n for n in graph.nodes if n.target is ATEN.abs.default])
+
+    plain = forward_code(Shared(), batch(32, 64))
+    written = forward_code(Shared(), batch(32, 64), **{compat.POST_GRAD_PASS: mark})
+    assert written.count("= empty_strided_cpu((32, 64)") == 1 + plain.count(
+        "= empty_strided_cpu((32, 64)"
+    )
+
+
+class Masked(nn.Module):
+    """A mask whose two readers stand on either side of a library call."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.w = nn.Parameter(torch.ones(64, 64))
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        mask = x > 0
+        first = torch.where(mask, x, -1.0) @ self.w
+        return (first @ self.w) + mask
+
+
+def test_a_written_mask_is_stored_as_bytes_and_read_as_it_was() -> None:
+    def mark(graph: fx.Graph) -> None:
+        compat.write_results(graph, [n for n in graph.nodes if n.target is ATEN.gt.Scalar])
+
+    x = torch.randn(32, 64)
+    code = forward_code(Masked(), x, **{compat.POST_GRAD_PASS: mark})
+    assert "(32, 64), (64, 1), torch.uint8)" in code
+    torch._dynamo.reset()
+    with compat.inductor_config.patch({compat.POST_GRAD_PASS: mark, "force_disable_caches": True}):
+        compiled = torch.compile(Masked())(x)
+    torch.testing.assert_close(compiled, Masked()(x))
+
+
+def conv_pair() -> nn.Module:
+    return nn.Sequential(nn.Conv2d(4, 8, 3), nn.ReLU(), nn.Conv2d(8, 8, 3), nn.ReLU())
+
+
+def test_inputs_are_returned_as_they_are() -> None:
+    """What a convolution's backward reads of the graph's inputs is no copy with channels last."""
+    kept: list[dict[str, bool]] = []
+
+    def strides(marked: bool, forward: fx.GraphModule) -> dict[str, bool]:
+        def mark(graph: fx.Graph) -> None:
+            if marked:
+                compat.return_inputs_as_they_are(graph)
+
+        with torch._inductor.config.patch(post_grad_custom_post_pass=mark):
+            code = compat.generate(forward, is_backward=False, seen_outputs=1)
+        results: Any = forward.graph.output_node().args[0]
+        return {
+            node.name: stride == node.meta["val"].stride()
+            for node, stride in zip(results, code.strides, strict=True)
+            if isinstance(node, fx.Node) and node.meta["val"].dim() == 4
+        }
+
+    def step(forward: fx.GraphModule, _: fx.GraphModule) -> None:
+        kept.extend(strides(marked, forward) for marked in (False, True))
+
+    half(conv_pair(), step, torch.randn(2, 4, 16, 16))
+    loose, tight = kept
+    inputs = [name for name in loose if name.startswith("primals")]
+    assert inputs
+    assert not all(loose[name] for name in inputs)
+    assert all(tight[name] for name in inputs)
+    seen = next(name for name in loose if not name.startswith("primals"))
+    assert loose[seen]  # the user's result keeps its strides either way
+    assert tight[seen]
+
+
+def test_copies_that_inductor_may_drop() -> None:
+    graph = fx.Graph()
+    x = graph.placeholder("x")
+    assert compat.is_noop_to_inductor(graph.call_function(torch.ops.aten.clone.default, (x,)))
+    assert not compat.is_noop_to_inductor(graph.call_function(torch.ops.aten.sin.default, (x,)))
+
+
+def test_the_order_of_channels_that_inductor_prefers() -> None:
+    """On CPUs with mkldnn channels go last wherever there is a convolution."""
+    image, weight = torch.ones(2, 3, 8, 8), torch.ones(4, 3, 3, 3)
+    convolution = make_fx(torch.conv2d, tracing_mode="fake")(image, weight)
+    assert compat.prefers_channels_last(convolution)
+    with torch._inductor.config.patch(layout_optimization=False):
+        assert not compat.prefers_channels_last(convolution)
+    assert not compat.prefers_channels_last(make_fx(torch.sin, tracing_mode="fake")(image))

@@ -1,0 +1,65 @@
+"""Kernels and their order in Inductor's scheduler."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import pytest
+import torch
+from torch import nn
+
+from fxremat import compat
+from tests.compat_graphs import Shared
+from tests.graphs import batch
+from tests.small import forward_code
+
+
+class Apart(nn.Module):
+    """Two loops that have nothing in common."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.w = nn.Parameter(torch.ones(100))
+
+    def forward(self, x: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
+        return x.exp(), self.w.sin()
+
+
+def test_run_each_alone() -> None:
+    """Two functions, where Inductor would put both loops into one."""
+
+    def alone(nodes: list[Any]) -> list[Any]:
+        compat.run_each_alone(nodes)
+        return nodes
+
+    before = forward_code(Apart(), batch(32, 64))
+    after = forward_code(Apart(), batch(32, 64), **{compat.SCHEDULER_PASS: alone})
+    kernels = [code.count("async_compile.cpp_pybinding(") for code in (before, after)]
+    assert kernels == [1, 2]
+
+
+def test_run_after_reorders_what_has_to_wait() -> None:
+    assert compat.in_waiting_order(4, {0: [2], 3: [0]}) == [1, 2, 0, 3]
+    assert compat.in_waiting_order(3, {}) == [0, 1, 2]
+    with pytest.raises(AssertionError, match="wait for one another"):
+        compat.in_waiting_order(2, {0: [1], 1: [0]})
+
+
+def test_scheduled_and_run_after() -> None:
+    """What kernels are, and an order that no data asks for."""
+    seen: list[list[compat.Scheduled]] = []
+    names: list[str] = []
+
+    def backwards(nodes: list[Any]) -> list[Any]:
+        seen.append([compat.scheduled(node) for node in nodes])
+        names.extend(compat.names_being_scheduled())
+        compat.run_after(nodes, {len(nodes) - 1: [0]})
+        return nodes
+
+    forward_code(Shared(), batch(32, 64), **{compat.SCHEDULER_PASS: backwards})
+    (kernels,) = seen
+    assert [k.is_call for k in kernels] == [False, True, True, False]
+    assert [k.is_loop for k in kernels] == [True, False, False, True]
+    assert {k.written_bytes for k in kernels} == {32 * 64 * 4}
+    assert kernels[0].read_bytes == 32 * 64 * 4
+    assert any(name.startswith("mm") for name in names)

@@ -1,0 +1,50 @@
+"""Symbolic sizes: their bounds, and the guards on them."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import torch
+
+from fxremat import compat
+from fxremat.passes.joint_graph import is_tensor
+from tests.compat_graphs import dynamic
+from tests.graphs import Capture
+
+
+def sizes(seen: Capture) -> list[Any]:
+    """Every symbolic size that a tensor of the graph has."""
+    return [s for n in seen.joint.module.graph.nodes if is_tensor(n)
+            for s in n.meta["val"].shape if isinstance(s, torch.SymInt)]  # fmt: skip
+
+
+def test_size_bound_of_a_number() -> None:
+    assert compat.size_bound(7) == 7
+    assert compat.size_bound(True) == 1
+
+
+def test_size_bound_is_the_declared_bound() -> None:
+    found = sizes(dynamic(min=2, max=64))
+    assert found
+    assert {compat.size_bound(s) for s in found} == {64}
+    assert compat.size_bound(found[0] * 8 + 1) == 513
+
+
+def test_size_bound_without_a_bound_is_the_size_seen() -> None:
+    assert {compat.size_bound(s) for s in sizes(dynamic())} == {6}
+
+
+def test_size_bound_leaves_no_guard() -> None:
+    seen = dynamic(min=2, max=64)
+    size = sizes(seen)[0]
+    before = len(size.node.shape_env.guards)
+    compat.size_bound(size)
+    assert len(size.node.shape_env.guards) == before
+
+
+def test_plan_for_sizes_seen_guards_what_has_no_bound() -> None:
+    for seen, guards in ((dynamic(), 1), (dynamic(min=2, max=64), 0)):
+        env = sizes(seen)[0].node.shape_env
+        before = len(env.guards)
+        compat.plan_for_sizes_seen(seen.joint.module.graph)
+        assert len(env.guards) == before + guards

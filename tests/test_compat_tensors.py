@@ -1,0 +1,83 @@
+"""Storages, and tensors without memory."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import torch
+from torch import fx, nn
+
+from fxremat import compat
+from tests import nets
+from tests.graphs import Capture, linear
+
+
+def test_storage_key() -> None:
+    x = torch.zeros(4, 4)
+    assert compat.storage_key(x) == compat.storage_key(x.t()[1:])
+    assert compat.storage_key(x) != compat.storage_key(x.clone())
+
+
+def test_storage_watch() -> None:
+    with compat.without_memory():
+        x = torch.empty(4, 4)
+        key, is_gone = compat.storage_watch(x)
+        view = x.as_strided((2,), (1,), 3)
+        assert compat.storage_watch(view)[0] == key
+        assert compat.storage_watch(torch.empty(4))[0] != key
+        del x
+        assert not is_gone()
+        del view
+        assert is_gone()
+
+
+def test_without_memory_inside_a_compilation() -> None:
+    from torch._subclasses.fake_tensor import FakeTensorMode
+
+    outer = FakeTensorMode()
+    with outer, compat.without_memory():
+        assert torch.empty(2).fake_mode is not outer  # type: ignore[attr-defined]
+
+
+def test_fake_tensors() -> None:
+    """A model is made, initialised and converted, tied weights and all, and has no memory."""
+    from torch._subclasses.fake_tensor import FakeTensor
+
+    with compat.fake_tensors():
+        first, second = nn.Linear(1 << 20, 1 << 20), nn.Linear(1 << 20, 1 << 20)
+        second.weight = first.weight
+        model = nn.Sequential(first, second, nn.Embedding(8, 4), nn.BatchNorm1d(4))
+        model.to(torch.bfloat16).double().half()
+        nn.init.normal_(first.weight)
+    assert isinstance(first.weight, FakeTensor)
+    assert isinstance(first.weight, nn.Parameter)
+    assert second.weight is first.weight
+    assert {p.dtype for p in model.parameters()} == {torch.float16}
+    assert not isinstance(torch.empty(1), FakeTensor)
+    linear().half()  # outside, parameters are converted as ever
+
+
+def test_fake_tensors_are_traced() -> None:
+    with compat.fake_tensors():
+        fake = nets.make("mlp")
+        seen = Capture(fused=True)
+
+        def backend(gm: fx.GraphModule, inputs: Any) -> Any:
+            return compat.trace_as_inductor(gm, inputs, {}, seen)
+
+        torch._dynamo.reset()
+        model, inputs = fake
+        torch.compile(model, backend=backend)(*inputs)
+    assert seen.found.problem == nets.traced("mlp", fused=True).found.problem
+
+
+def test_outside_fake_mode() -> None:
+    from torch._subclasses.fake_tensor import FakeTensor, FakeTensorMode
+
+    with FakeTensorMode():
+        assert isinstance(torch.empty(1), FakeTensor)
+        with compat.outside_fake_mode():
+            assert not isinstance(torch.ones(1), FakeTensor)
+        assert isinstance(torch.empty(1), FakeTensor)
+    with compat.outside_fake_mode():
+        assert float(torch.ones(1)) == 1.0

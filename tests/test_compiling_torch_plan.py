@@ -1,0 +1,42 @@
+"""Torch's own partition as a schedule: what is not saved runs again in front of its readers."""
+
+from __future__ import annotations
+
+from hypothesis import given
+from hypothesis import strategies as st
+
+from fxremat.compiling.torch_plan import steps_of_saved
+from fxremat.core.check import check
+from fxremat.core.problem import Problem
+from fxremat.core.timeline import replay
+from tests.chains import blocks, chains, homogeneous
+
+
+def forward_values(problem: Problem) -> list[str]:
+    """What the forward writes."""
+    return [name for op in problem.ops if op.phase == "forward" for name in op.writes]
+
+
+def test_with_everything_saved_nothing_runs_again() -> None:
+    problem = blocks(3)
+    assert steps_of_saved(problem, set(forward_values(problem))) == problem.base_steps()
+
+
+def test_what_is_not_saved_runs_again_once() -> None:
+    problem = homogeneous(3)
+    assert steps_of_saved(problem, {"y0", "y2"}) == (
+        "f0", "f1", "f2", "loss", "f1", "b2", "b1", "b0",
+    )  # fmt: skip
+
+
+@given(st.data(), chains().filter(lambda problem: bool(forward_values(problem))))
+def test_every_choice_of_saved_values_is_a_schedule(data: st.DataObject, problem: Problem) -> None:
+    """The checker takes it; saving more never takes more time."""
+    names = forward_values(problem)
+    saved = set(data.draw(st.lists(st.sampled_from(names), unique=True)))
+    more = saved | set(data.draw(st.lists(st.sampled_from(names), unique=True)))
+    steps = steps_of_saved(problem, saved)
+    verdict = check(problem, steps)
+    assert verdict.ok, verdict.failures
+    fewer_runs = replay(problem, steps_of_saved(problem, more)).time_us
+    assert fewer_runs <= replay(problem, steps).time_us

@@ -1,0 +1,306 @@
+"""Ordering through Inductor: what is held, and that the pass is good for Inductor's cache."""
+
+from __future__ import annotations
+
+import operator
+import pickle
+from dataclasses import replace
+from typing import Any
+
+import pytest
+import torch
+from hypothesis import given
+from hypothesis import strategies as st
+from torch import fx, nn
+
+from fxremat import compat
+from fxremat.passes.held_order import Fence, WriteResults, fences, to_be_written
+from fxremat.passes.recompute import RECOMPUTED, apply_plan
+from tests import nets
+from tests.graphs import Capture, batch, capture, everything_again, mlp
+from tests.small import forward_code
+from tests.test_joint_graph import ATEN, X
+
+
+def recomputing() -> Capture:
+    """An MLP, as Inductor sees it, with everything run again."""
+    return capture(mlp(8, 3), [batch(4, 8)], everything_again, fused=True)
+
+
+def marked(graph: fx.Graph) -> list[str]:
+    """The results that Inductor is made to write."""
+    marks = [n for n in graph.nodes if n.target is torch.ops.fxremat.written.default]
+    return [n.args[0].name for n in marks]
+
+
+def constrained(seen: Capture) -> fx.Graph:
+    """The backward of a traced net, constrained."""
+    WriteResults("1")(seen.backward.graph)
+    return seen.backward.graph
+
+
+# --- results that are written ---------------------------------------------------------------------
+
+
+def test_planned_results_of_loops_are_written() -> None:
+    graph = fx.Graph()
+    x = graph.placeholder("x")
+    x.meta["val"] = X
+    rows = [
+        ("sin_written", ATEN.sin.default, (x,)),
+        ("sin_plain", ATEN.sin.default, (x,)),
+        ("sin_recompute", ATEN.sin.default, (x,)),
+        ("sin_recompute_written", ATEN.sin.default, (x,)),
+        ("mm_recompute_written", ATEN.mm.default, (x, x)),  # writes its result anyway
+        ("t_recompute_written", ATEN.t.default, (x,)),  # a view
+    ]
+    for name, target, args in rows:
+        node = graph.create_node("call_function", target, args, name=name)
+        node.meta["val"] = X
+    assert [n.name for n in to_be_written(graph)] == ["sin_written", "sin_recompute_written"]
+
+
+def test_each_of_several_results_of_a_loop_is_written() -> None:
+    graph = fx.Graph()
+    x = graph.placeholder("x")
+    both = graph.create_node(
+        "call_function", torch.ops.prims._low_memory_max_pool_with_offsets.default,
+        (x, [2, 2], [2, 2], [0, 0], [1, 1], False), name="pool_recompute_written",
+    )  # fmt: skip
+    for index in range(2):
+        graph.call_function(operator.getitem, (both, index)).meta["val"] = X
+    assert [n.name for n in to_be_written(graph)] == ["getitem", "getitem_1"]
+
+
+def test_a_graph_whose_order_is_not_held_is_left_alone() -> None:
+    seen = recomputing()
+    graph = apply_plan(seen.found, seen.steps, hold=False).module.graph
+    before = str(graph)
+    WriteResults("1")(graph)
+    assert str(graph) == before
+
+
+def test_the_order_is_held_where_nothing_runs_again() -> None:
+    """Inductor would have loops in one function there too."""
+    assert marked(constrained(capture(mlp(8, 3), [batch(4, 8)], fused=True)))
+
+
+def test_readers_read_through_the_mark() -> None:
+    graph = constrained(recomputing())
+    names = marked(graph)
+    assert any(RECOMPUTED in name for name in names)
+    nodes = {n.name: n for n in graph.nodes}
+    for name in names:
+        (only,) = nodes[name].users
+        assert only.target is torch.ops.fxremat.written.default
+        assert only.users
+        assert only.meta["val"].shape == nodes[name].meta["val"].shape
+
+
+def test_constraints_follow_from_the_graph_alone() -> None:
+    """Equal text gives equal constraints: Inductor's cache knows the text only."""
+    one, other = recomputing(), recomputing()
+    assert str(one.backward.graph) == str(other.backward.graph)
+    assert str(constrained(one)) == str(constrained(other))
+
+
+@pytest.mark.parametrize("name", ["mlp", "dropout", "attention", "several results", "pieces"])
+def test_the_pass_adds_to_the_graph_and_takes_nothing_away(name: str) -> None:
+    seen = capture(*nets.make(name), everything_again, fused=True)
+    before = [n.name for n in seen.backward.graph.nodes]
+    graph = constrained(seen)
+    graph.lint()  # every node stands behind what it reads: there are no cycles
+    after = [n.name for n in graph.nodes]
+    assert [name for name in after if name in set(before)] == before
+
+
+# --- fences ---------------------------------------------------------------------------------------
+
+CALL = compat.Scheduled(is_call=True, is_loop=False, read_bytes=100, written_bytes=100)
+LOOP = compat.Scheduled(is_call=False, is_loop=True, read_bytes=100, written_bytes=100)
+SUM = compat.Scheduled(is_call=False, is_loop=True, read_bytes=100, written_bytes=4)
+NONE = compat.Scheduled(is_call=False, is_loop=False, read_bytes=0, written_bytes=0)
+
+
+def test_no_loop_moves_across_a_call() -> None:
+    assert fences([LOOP, CALL, LOOP, LOOP, CALL]) == {1: [0], 2: [1], 3: [1], 4: [1, 2, 3]}
+
+
+def test_a_small_result_may_be_there_early_but_not_late() -> None:
+    assert fences([CALL, SUM, CALL]) == {2: [0, 1]}
+
+
+def test_what_does_no_work_waits_for_nothing() -> None:
+    assert fences([CALL, NONE, CALL]) == {2: [0]}
+    assert fences([LOOP, LOOP]) == {}
+    assert fences([]) == {}
+
+
+def copying(read: str, written: str) -> compat.Scheduled:
+    return replace(LOOP, is_copy=True, reads=frozenset([read]), writes=frozenset([written]))
+
+
+COPY = copying("x", "y")
+
+
+def test_a_copy_for_a_call_waits_for_the_other_loops() -> None:
+    assert fences([CALL, COPY, LOOP, CALL]) == {1: [0, 2], 2: [0], 3: [0, 1, 2]}
+    assert fences([COPY, LOOP, COPY]) == {}  # no call reads it
+
+
+@pytest.mark.parametrize(
+    "other",
+    [
+        replace(LOOP, writes=frozenset(["x"])),  # fused, x need not be there
+        replace(LOOP, reads=frozenset(["y"])),
+        replace(NONE, reads=frozenset(["y"])),
+    ],
+)
+def test_a_copy_is_not_parted_from_the_loop_that_makes_or_reads_it(other: compat.Scheduled) -> None:
+    assert fences([other, COPY, LOOP, CALL]).get(1) is None
+    assert fences([COPY, LOOP, other, CALL]).get(0) is None
+
+
+def test_two_copies_do_not_wait_for_each_other() -> None:
+    assert fences([COPY, copying("a", "b"), LOOP, CALL]) == {0: [2], 1: [2], 3: [0, 1, 2]}
+
+
+@given(st.lists(st.sampled_from([CALL, LOOP, SUM, NONE, COPY, copying("y", "z")]), max_size=12))
+def test_what_waits_can_be_put_in_order(kernels: list[compat.Scheduled]) -> None:
+    """Nothing waits for itself, and calls stay where they are among the loops."""
+    after = fences(kernels)
+    order = compat.in_waiting_order(len(kernels), after)
+    place = {position: index for index, position in enumerate(order)}
+    assert sorted(order) == list(range(len(kernels)))
+    for later, several in after.items():
+        assert all(place[earlier] < place[later] for earlier in several)
+    for position, kernel in enumerate(kernels):
+        if kernel.is_call:
+            assert place[position] == position
+        if kernel is LOOP or kernel is SUM:
+            assert place[position] <= position
+
+
+@given(st.lists(st.sampled_from([CALL, LOOP, SUM, NONE]), max_size=12))
+def test_kernels_wait_for_earlier_ones_and_loops_for_their_fences(
+    kernels: list[compat.Scheduled],
+) -> None:
+    after = fences(kernels)
+    assert all(earlier < later for later, several in after.items() for earlier in several)
+    calls = [i for i, kernel in enumerate(kernels) if kernel.is_call]
+    for position, kernel in enumerate(kernels):
+        before = [i for i in calls if i < position]
+        if kernel is LOOP and before:
+            assert after[position] == [before[-1]]
+        following = [i for i in calls if i > position]
+        if kernel.is_loop and following:
+            assert position in after[following[0]]
+
+
+class Late(nn.Module):
+    """A loop, a matrix product, and another loop over what the first one reads."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.w = nn.Parameter(torch.ones(64, 64))
+
+    def forward(self, x: torch.Tensor) -> Any:
+        return x.exp() @ self.w, x.sin()
+
+
+class Always(Fence):
+    def hold(self, nodes: list[Any]) -> list[Any]:
+        compat.run_each_alone(nodes)
+        return compat.run_after(nodes, fences([compat.scheduled(node) for node in nodes]))
+
+
+def test_loops_on_either_side_of_a_call_are_not_fused() -> None:
+    together = forward_code(Late(), batch(32, 64))
+    apart = forward_code(Late(), batch(32, 64), **{compat.SCHEDULER_PASS: Always("1")})
+    assert together.count("async_compile.cpp_pybinding(") == 1
+    assert apart.count("async_compile.cpp_pybinding(") == 2
+
+
+class Image(nn.Module):
+    """A convolution of an image that Inductor copies to channels last, and a loop beside it."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.convolution = nn.Conv2d(3, 16, 3, padding=1)
+
+    def forward(self, x: torch.Tensor) -> Any:
+        return x.exp(), self.convolution(x)
+
+
+def test_a_copy_into_another_layout_is_the_last_loop_before_its_call() -> None:
+    """Its memory is not there while the other loop runs; in one function both results would be."""
+    x = torch.randn(2, 3, 32, 32)
+    together = forward_code(Image(), x)
+    apart = forward_code(Image(), x, **{compat.SCHEDULER_PASS: Always("1")})
+    assert "cpp_fused_convolution_exp" in together
+    copy = "empty_strided_cpu((2, 3, 32, 32), (3072, 1, 96, 3)"
+    places = [
+        apart.index(text, apart.index("def call"))
+        for text in ("cpp_fused_exp", copy, "cpp_fused_convolution", "extern_kernels.convolution")
+    ]
+    assert places == sorted(places)
+
+
+# --- the user's passes, and Inductor's cache ------------------------------------------------------
+
+
+def test_the_users_pass_runs_first() -> None:
+    ran: list[bool] = []
+
+    def theirs(graph: fx.Graph) -> None:
+        ran.append(not marked(graph))
+
+    graph = recomputing().backward.graph
+    WriteResults("1", theirs)(graph)
+    assert ran == [True]
+
+
+class Named:
+    """A pass of the user's with a name for the cache."""
+
+    def __init__(self, name: str | None) -> None:
+        self.name = name
+
+    def __call__(self, graph: fx.Graph) -> None:
+        """Does nothing."""
+
+    def uuid(self) -> Any:
+        return self.name
+
+
+@pytest.mark.parametrize("kind", [WriteResults, Fence])
+def test_the_cache_knows_the_version_and_the_users_pass(kind: Any) -> None:
+    assert kind("1").uuid() == kind("1").uuid()
+    assert kind("1").uuid() != kind("2").uuid()
+    assert kind("1", Named("a")).uuid() != kind("1", Named("b")).uuid()
+    assert kind("1", Named("a")).uuid() != kind("1").uuid()
+
+
+@pytest.mark.parametrize("theirs", [Named(None), lambda graph: None], ids=["none", "no name"])
+def test_a_nameless_pass_of_the_users_keeps_the_graph_out_of_the_cache(theirs: Any) -> None:
+    assert WriteResults("1", theirs).uuid() is None
+
+
+@pytest.mark.parametrize("kind", [WriteResults, Fence])
+def test_the_passes_can_be_pickled(kind: Any) -> None:
+    assert pickle.loads(pickle.dumps(kind("1"))) == kind("1")
+
+
+def test_the_users_scheduler_pass_runs_first() -> None:
+    def theirs(nodes: list[Any]) -> list[Any]:
+        return [*nodes, "theirs"]
+
+    nodes: list[Any] = []
+
+    class Recording(Fence):
+        def hold(self, seen: list[Any]) -> list[Any]:
+            nodes.extend(seen)
+            return seen
+
+    assert Recording("1", theirs)(["a"]) == ["a", "theirs"]
+    assert nodes == ["a", "theirs"]

@@ -1,0 +1,382 @@
+"""Forwards that wait for their backward: counted, and told where they break a budget."""
+
+from __future__ import annotations
+
+import gc
+import logging
+import warnings
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
+from typing import Any
+
+import pytest
+import torch
+from torch import Tensor, nn
+from torch.nn import functional as F
+from torch.utils.checkpoint import checkpoint
+
+import fxremat
+from fxremat.runtime import in_flight
+from fxremat.runtime.in_flight import Promise, watch_in_flight
+from tests.small import Block
+
+HOST = torch.device("cpu")
+KIB = 1024
+Step = Callable[[], object]
+
+
+@pytest.fixture(autouse=True)
+def _fresh() -> Iterator[None]:
+    torch._dynamo.reset()
+    in_flight.forget()
+    yield
+    torch._dynamo.reset()
+
+
+@contextmanager
+def told() -> Iterator[list[fxremat.PromiseBroken]]:
+    """What is warned of inside, newest last."""
+    found: list[fxremat.PromiseBroken] = []
+    with warnings.catch_warnings(record=True) as caught:
+        warnings.simplefilter("always")
+        yield found
+    messages = [each.message for each in caught]
+    found += [message for message in messages if isinstance(message, fxremat.PromiseBroken)]
+
+
+# --- models whose blocks are compiled one by one ------------------------------------------------
+
+
+class Chain(nn.Module):
+    """Token embedding, residual blocks, and the cross entropy of the next token."""
+
+    def __init__(self, depth: int = 8, width: int = 64) -> None:
+        super().__init__()
+        self.embedding = nn.Embedding(32, width)
+        self.blocks = nn.ModuleList(Block(width) for _ in range(depth))
+        self.head = nn.Linear(width, 32)
+
+    def forward(self, tokens: Tensor) -> Tensor:
+        x = self.embedding(tokens)
+        for block in self.blocks:
+            x = block(x)
+        return F.cross_entropy(self.head(x).flatten(0, 1), tokens.flatten())
+
+
+QUICK = {"executor": "aot_eager", "solver": "greedy", "variants": "none"}
+
+
+def chain(depth: int) -> tuple[Chain, Tensor, dict[str, Any]]:
+    """A model, tokens for it, and options with 60 % of what it takes uncompiled."""
+    torch.manual_seed(0)
+    model, tokens = Chain(depth), torch.randint(32, (8, 128))
+    peak = fxremat.measure_peak(step_of(model, model, tokens), held=(model, tokens)).peak_bytes
+    model.zero_grad(set_to_none=True)
+    return model, tokens, {**QUICK, "memory_budget": peak * 6 // 10}
+
+
+def step_of(model: nn.Module, call: Callable[..., Any], *inputs: Any) -> Step:
+    def step() -> None:
+        model.zero_grad(set_to_none=True)
+        call(*inputs).backward()
+
+    return step
+
+
+def test_blocks_compiled_by_themselves_are_told_of_in_the_first_step(
+    caplog: pytest.LogCaptureFixture,
+) -> None:
+    model, tokens, given = chain(8)
+    for block in model.blocks:
+        block.compile(backend="fxremat", options=given)
+    step = step_of(model, model, tokens)
+    with told() as first, caplog.at_level(logging.WARNING, logger="fxremat"):
+        step()
+    with told() as later:
+        step()
+        step()
+    model.zero_grad(set_to_none=True)
+    peak = fxremat.measure_peak(step, held=(model, tokens)).peak_bytes
+    assert peak > given["memory_budget"]
+    numbers = [each.in_flight for each in first]
+    assert numbers == list(range(numbers[0], 9))
+    assert first[-1].budget_bytes == given["memory_budget"]
+    assert first[-1].expected_bytes == pytest.approx(peak, rel=0.02)
+    assert later == []
+    assert [each.getMessage() for each in caplog.records] == [str(each) for each in first]
+
+
+def test_blocks_with_options_of_their_own_share_the_device() -> None:
+    model, tokens, given = chain(8)
+    for block in model.blocks:
+        block.compile(backend="fxremat", options=dict(given))
+    with told() as found:
+        step_of(model, model, tokens)()
+    assert [each.in_flight for each in found][-1] == 8
+
+
+def test_a_model_compiled_as_a_whole_is_within_its_budget() -> None:
+    model, tokens, given = chain(4)
+    step = step_of(model, torch.compile(model, backend="fxremat", options=given), tokens)
+    with told() as found:
+        for _ in range(3):
+            step()
+    assert found == []
+    model.zero_grad(set_to_none=True)
+    peak = fxremat.measure_peak(step, held=(model, tokens)).peak_bytes
+    assert peak <= given["memory_budget"]
+
+
+def test_micro_batches_are_told_of_only_where_forwards_wait() -> None:
+    model, tokens, given = chain(4)
+    call = torch.compile(model, backend="fxremat", options=given)
+    parts = [tokens, tokens.flip(0)]
+    with told() as by_turns:
+        for part in parts:
+            call(part).backward()
+    model.zero_grad(set_to_none=True)
+
+    def together() -> None:
+        losses = [call(part) for part in parts]
+        for loss in losses:
+            loss.backward()
+
+    with told() as at_once:
+        together()
+    model.zero_grad(set_to_none=True)
+    peak = fxremat.measure_peak(together, held=(model, parts)).peak_bytes
+    assert by_turns == []
+    assert [each.in_flight for each in at_once] == [2]
+    assert at_once[0].expected_bytes == pytest.approx(peak, rel=0.02)
+
+
+def test_graphs_of_one_model_are_no_surprise_to_each_other() -> None:
+    """A graph break makes two graphs, whose plans count each other."""
+
+    class Broken(Chain):
+        def forward(self, tokens: Tensor) -> Tensor:
+            x = self.embedding(tokens)
+            x = self.blocks[0](x)
+            torch._dynamo.graph_break()
+            return self.blocks[1](x).square().mean()
+
+    torch.manual_seed(0)
+    model, tokens = Broken(2), torch.randint(32, (8, 128))
+    given = {**QUICK, "memory_budget": "20MiB"}
+    step = step_of(model, torch.compile(model, backend="fxremat", options=given), tokens)
+    with told() as found:
+        for _ in range(3):
+            step()
+    assert len(fxremat.reports()) == 2
+    assert found == []
+
+
+def test_without_a_budget_nothing_is_said() -> None:
+    model, tokens, _ = chain(2)
+    for block in model.blocks:
+        block.compile(backend="fxremat", options=QUICK)
+    with told() as found:
+        step_of(model, model, tokens)()
+    assert found == []
+
+
+# --- what counts as in flight -------------------------------------------------------------------
+
+
+def exponential(x: Tensor) -> Tensor:
+    """Keeps its result for its backward: 8 KiB."""
+    return x.exp()
+
+
+def watched(forward: Callable[..., Any] = exponential) -> tuple[Callable[..., Any], Tensor]:
+    """A compiled function that may have one forward in flight, and an input for it."""
+    x = torch.linspace(0, 1, 2 * KIB, requires_grad=True)
+
+    def backend(gm: Any, inputs: Any) -> Callable[..., Any]:
+        promise = Promise("the graph", HOST, 40 * KIB, 40 * KIB, 0, 0, 8 * KIB)
+        return watch_in_flight(torch._dynamo.lookup_backend("aot_eager")(gm, inputs), promise)
+
+    return torch.compile(forward, backend=backend), x
+
+
+def number_in_flight() -> int:
+    return sum(len(shared.forwards) for shared in in_flight._BUDGETS.values())
+
+
+def test_a_forward_is_in_flight_until_its_backward() -> None:
+    call, x = watched()
+    loss = call(x).sum()
+    assert number_in_flight() == 1
+    loss.backward()
+    assert number_in_flight() == 0
+    with told() as found:
+        other = call(x)  # while the loss of before is still there
+    assert found == []
+    with told() as found:
+        more = call(x)
+    assert number_in_flight() == 2
+    assert (found[0].in_flight, found[0].expected_bytes - found[0].held_bytes) == (2, 40 * KIB)
+    assert found[0].held_bytes == 8 * KIB
+    del other, more
+
+
+def test_a_forward_whose_graph_is_gone_holds_nothing() -> None:
+    call, x = watched()
+    gc.disable()
+    try:
+        for _ in range(3):
+            with told() as found:
+                call(x)
+            assert number_in_flight() == 0
+            assert found == []
+    finally:
+        gc.enable()
+
+
+def test_a_graph_that_is_retained_holds_what_it_saved() -> None:
+    call, x = watched()
+    loss = call(x).sum()
+    loss.backward(retain_graph=True)
+    assert number_in_flight() == 1
+    loss.backward()
+    assert number_in_flight() == 0
+    torch.testing.assert_close(x.grad, 2 * x.exp())
+
+
+def test_gradients_that_are_asked_for_end_a_flight_too() -> None:
+    call, x = watched()
+    y = call(x)
+    torch.autograd.grad(y.sum(), x)
+    assert number_in_flight() == 0
+
+
+@pytest.mark.parametrize("context", [torch.no_grad, torch.inference_mode])
+def test_without_gradients_nothing_is_counted(context: Callable[[], Any]) -> None:
+    call, x = watched()
+    with context():
+        outputs = [call(x), call(x)]
+    assert number_in_flight() == 0
+    del outputs
+
+
+def test_what_needs_no_gradient_is_not_counted() -> None:
+    call, x = watched()
+    call(x.detach())
+    assert number_in_flight() == 0
+
+
+def test_results_of_all_sorts() -> None:
+    """Nothing, numbers, views, an argument as it is; in tuples and dictionaries."""
+
+    def forward(x: Tensor) -> dict[str, Any]:
+        y = x.sin()
+        return {"none": None, "number": 3, "argument": x, "views": (y[:8].view(2, 4), y.exp())}
+
+    call, x = watched(forward)
+    given = x * 1
+    first, expected = call(given), forward(given)
+    assert number_in_flight() == 1
+    assert first["argument"] is given
+    for mine, its in zip(first["views"], expected["views"], strict=True):
+        torch.testing.assert_close(mine, its)
+    sums = [found["views"][0].sum() + found["views"][1].sum() for found in (first, expected)]
+    mine, its = (torch.autograd.grad(total, x, retain_graph=True)[0] for total in sums)
+    torch.testing.assert_close(mine, its)
+
+
+def test_an_argument_that_is_returned_is_no_second_forward() -> None:
+    first, x = watched()
+    second, _ = watched(lambda y: (y, y.detach() + 1))
+    y = first(x)
+    again, _ = second(y)
+    assert again is y
+    assert number_in_flight() == 1
+
+
+def test_what_checkpointing_throws_away_is_not_counted() -> None:
+    call, x = watched()
+    with told() as found:
+        y = x
+        for _ in range(3):
+            y = checkpoint(call, y, use_reentrant=False)
+        assert number_in_flight() == 0
+        y.sum().backward()
+    assert found == []
+    other = x.detach().requires_grad_()
+    other.exp().exp().exp().sum().backward()
+    torch.testing.assert_close(x.grad, other.grad)
+
+
+def test_an_error_between_leaves_nothing_behind() -> None:
+    call, x = watched()
+
+    def failing() -> None:
+        call(x)
+        raise KeyError
+
+    for _ in range(2):
+        with pytest.raises(KeyError), told() as found:
+            failing()
+        assert number_in_flight() == 0
+        assert found == []
+
+
+def test_a_saved_tensor_that_was_overwritten_does_not_fail_a_forward() -> None:
+    """The plan says then what the forward holds; autograd complains when its backward runs."""
+    call, x = watched(lambda x: x * x.sin().exp())
+    y = x * 1
+    first = call(y)
+    with torch.no_grad():
+        y.zero_()
+    with told() as found:
+        second = call(y)
+    assert [each.held_bytes for each in found] == [8 * KIB]
+    del first, second
+
+
+class Tagged(Tensor):
+    """A subclass that sees what is done with it."""
+
+    seen: int = 0
+
+    @classmethod
+    def __torch_function__(cls, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+        Tagged.seen += 1
+        return super().__torch_function__(func, types, args, kwargs or {})
+
+
+def test_subclasses_are_left_alone() -> None:
+    x = torch.ones(4, requires_grad=True).sin()
+    result = torch.ones(4, requires_grad=True).as_subclass(Tagged)
+    promise = Promise("the graph", HOST, 1, 1, 0, 0, 1)
+    call = watch_in_flight(lambda y: [result], promise)
+    before = Tagged.seen
+    assert call(x)[0] is result
+    assert Tagged.seen == before
+    assert number_in_flight() == 0
+
+
+def test_attributes_of_the_compiled_function_are_kept() -> None:
+    def compiled(*args: Any) -> Any:
+        return args
+
+    compiled.serialize = 1  # type: ignore[attr-defined]
+    compiled._torchdynamo_orig_callable = 2  # type: ignore[attr-defined]
+    call = watch_in_flight(compiled, Promise("the graph", HOST, 1, 1, 0, 0, 1))
+    assert vars(call) == {"serialize": 1}
+
+
+def test_reset_forgets_what_was_told() -> None:
+    x = torch.ones(64 * KIB, requires_grad=True)
+    numbers = []
+    for _ in range(2):
+        torch._dynamo.reset()
+        budget = {**QUICK, "memory_budget": "1.1MiB"}
+        call = torch.compile(exponential, backend="fxremat", options=budget)
+        with told() as found:
+            kept = [call(x), call(x)]
+            del kept
+            kept = [call(x), call(x)]
+        numbers.append(len(found))
+        del kept
+    assert numbers == [1, 1]

@@ -1,0 +1,244 @@
+"""Operator variants the whole way: torch.compile, a budget, and a step that takes other forms."""
+
+from __future__ import annotations
+
+import copy
+from collections.abc import Callable, Iterator
+from typing import Any
+
+import pytest
+import torch
+import torch.nn.functional as F
+from torch import Tensor, nn
+from torch._dynamo.exc import BackendCompilerFailed
+
+import fxremat
+from fxremat.backend import fxremat as backend
+from fxremat.cli import main
+from fxremat.cost.peak import measure_peak
+from fxremat.errors import InvalidOption
+from fxremat.explaining import Explanation
+from fxremat.options import parse_options
+from fxremat.passes.variants.table import RULES, rules_named
+from tests.conftest import Golden
+
+WORDS, WIDTH = 3000, 16
+
+
+@pytest.fixture(autouse=True)
+def _fresh() -> Iterator[None]:
+    torch._dynamo.reset()
+    yield
+    torch._dynamo.reset()
+
+
+class Words(nn.Module):
+    """Tokens in, the mean loss of the next ones out; a large vocabulary."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.embedding = nn.Embedding(WORDS, WIDTH)
+        self.inner = nn.Sequential(nn.Linear(WIDTH, WIDTH), nn.GELU(), nn.Linear(WIDTH, WIDTH))
+        self.head = nn.Linear(WIDTH, WORDS)
+
+    def forward(self, tokens: Tensor, targets: Tensor) -> Tensor:
+        scores = self.head(self.inner(self.embedding(tokens)))
+        return F.cross_entropy(scores.view(-1, WORDS), targets.view(-1), ignore_index=0)
+
+
+class Pictures(nn.Module):
+    """Convolutions with BatchNorm, ReLU and a pool."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.first, self.norm = nn.Conv2d(3, 16, 3, padding=1), nn.BatchNorm2d(16)
+        self.second, self.pool = nn.Conv2d(16, 16, 3, padding=1), nn.MaxPool2d(2)
+
+    def forward(self, x: Tensor) -> Tensor:
+        y = self.pool(F.relu(self.norm(self.first(x))))
+        return F.relu(self.second(y)).square().mean()
+
+
+class Loss(nn.Module):
+    """The mean of the squares."""
+
+    def forward(self, x: Tensor) -> Tensor:
+        return x.square().mean()
+
+
+def words() -> tuple[nn.Module, tuple[Tensor, ...]]:
+    torch.manual_seed(0)
+    return Words(), (torch.randint(0, WORDS, (4, 64)), torch.randint(0, WORDS, (4, 64)))
+
+
+def pictures() -> tuple[nn.Module, tuple[Tensor, ...]]:
+    torch.manual_seed(0)
+    return Pictures(), (torch.randn(8, 3, 32, 32),)
+
+
+def layers() -> tuple[nn.Module, tuple[Tensor, ...]]:
+    """Linear layers and activations, of which all but the ends is saved."""
+    torch.manual_seed(0)
+    inner = [nn.Linear(32, 128), nn.GELU(), nn.Linear(128, 128), nn.GELU(), nn.Linear(128, 32)]
+    return nn.Sequential(*inner, Loss()), (torch.randn(2048, 32),)
+
+
+def compiled(model: nn.Module, **options: Any) -> Callable[..., Any]:
+    return torch.compile(model, backend=backend, options=options)
+
+
+def least(model: nn.Module, inputs: tuple[Tensor, ...], **options: Any) -> int:
+    """What the error names."""
+    with pytest.raises(fxremat.InfeasibleBudget) as caught:
+        fxremat.explain(model, *inputs, memory_budget="1MiB", options=options)
+    assert caught.value.minimum_bytes is not None
+    return caught.value.minimum_bytes
+
+
+def step(model: nn.Module, call: Callable[..., Any], inputs: tuple[Tensor, ...]) -> Tensor:
+    model.zero_grad(set_to_none=True)
+    loss: Tensor = call(*inputs)
+    loss.backward()  # type: ignore[no-untyped-call]
+    return loss.detach()
+
+
+def observed(
+    model: nn.Module, call: Callable[..., Any], inputs: tuple[Tensor, ...]
+) -> list[Tensor]:
+    """Everything that the user can see of a step: loss, gradients, buffers, random state."""
+    torch.manual_seed(7)
+    loss = step(model, call, inputs)
+    gradients = [p.grad for p in model.parameters() if p.grad is not None]
+    return [loss, *gradients, *model.buffers(), torch.rand(1)]
+
+
+def measured(model: nn.Module, call: Callable[..., Any], inputs: tuple[Tensor, ...]) -> int:
+    step(model, call, inputs)
+    model.zero_grad(set_to_none=True)
+    return measure_peak(lambda: step(model, call, inputs), held=(model, inputs)).peak_bytes
+
+
+@pytest.mark.parametrize("executor", ["aot_eager", "inductor"])
+def test_a_vocabulary_fits_where_its_logits_do_not_and_its_peak_is_predicted(executor: str) -> None:
+    model, inputs = words()
+    plain = least(model, inputs, executor=executor, variants="none")
+    budget = least(model, inputs, executor=executor)
+    assert budget < 0.8 * plain
+    twin = copy.deepcopy(model)
+    call = compiled(model, executor=executor, memory_budget=budget)
+    for one, other in zip(observed(model, call, inputs), observed(twin, twin, inputs), strict=True):
+        torch.testing.assert_close(one, other, rtol=2e-5, atol=1e-7)
+    report = fxremat.reports()[-1]
+    assert measured(model, call, inputs) == report.predicted_peak_bytes <= budget
+    assert any("chunked_" in row.what for row in report.variants)
+    assert "in another form" in str(report)
+
+
+def test_with_room_nothing_takes_another_form() -> None:
+    model, inputs = words()
+    call = compiled(model, executor="aot_eager", memory_budget="1GiB")
+    step(model, call, inputs)
+    assert fxremat.reports()[-1].variants == ()
+
+
+def test_running_statistics_and_pictures_are_the_same() -> None:
+    model, inputs = pictures()
+    budget = fxremat.explain(model, *inputs).keep_all_peak_bytes * 65 // 100
+    twin = copy.deepcopy(model)
+    call = compiled(model, memory_budget=budget)
+    for one, other in zip(observed(model, call, inputs), observed(twin, twin, inputs), strict=True):
+        torch.testing.assert_close(one, other, rtol=1e-4, atol=1e-6)
+    assert fxremat.reports()[-1].variants
+    assert measured(model, call, inputs) <= budget
+
+
+def rows_of(found: Explanation) -> list[str]:
+    """What takes another form."""
+    return [row.what for graph in found.graphs for row in graph.variants]
+
+
+def test_lossy_forms_are_taken_only_if_allowed() -> None:
+    model, inputs = layers()
+    eager = {"executor": "aot_eager"}
+    exact = least(model, inputs, **eager)
+    assert least(model, inputs, allow_lossy=True, **eager) <= exact
+    rows = rows_of(fxremat.explain(model, *inputs, memory_budget=exact, options=eager))
+    assert rows
+    assert not any("inexact" in what for what in rows)
+
+
+def test_lossy_forms_are_said_to_be() -> None:
+    model, inputs = layers()
+    only: dict[str, Any] = {"allow_lossy": True, "variants": ["saved_bf16"]}
+    budget = least(model, inputs, **only)
+    assert budget <= least(model, inputs, variants="none")
+    rows = rows_of(fxremat.explain(model, *inputs, memory_budget=budget, options=only))
+    assert rows
+    assert all("inexact" in what for what in rows)
+
+
+def test_names_of_the_table_are_distinct_and_described() -> None:
+    assert len({rule.name for rule in RULES}) == len(RULES)
+    assert all(rule.line and "\n" not in rule.line for rule in RULES)
+
+
+def test_lossy_rules_are_left_out_unless_allowed() -> None:
+    exact = rules_named(None, allow_lossy=False)
+    assert exact
+    assert not any(rule.lossy for rule in exact)
+    assert len(rules_named(None, allow_lossy=True)) == len(RULES)
+    assert [rule.name for rule in rules_named(["packed_masks"], allow_lossy=False)] == [
+        "packed_masks"
+    ]
+
+
+def parse(**options: object) -> Any:
+    return parse_options(options, device_total_bytes=None, environment={}).variants
+
+
+def test_names_are_read_as_a_list_or_as_text() -> None:
+    assert parse(variants=["packed_masks", "chunked_loss"]) == ("packed_masks", "chunked_loss")
+    assert parse(variants="packed_masks, chunked_loss") == ("packed_masks", "chunked_loss")
+    assert parse(variants="all") is parse(variants=None) is parse() is None
+    assert parse(variants="none") == parse(variants=[]) == ()
+
+
+@pytest.mark.parametrize(
+    ("value", "words"),
+    [
+        (["packed_mask"], "did you mean 'packed_masks'"),
+        (3, "a list of names"),
+        (["saved_8bit"], "allow_lossy=True"),
+    ],
+)
+def test_refused_names(value: object, words: str) -> None:
+    with pytest.raises(InvalidOption, match=words):
+        parse(variants=value)
+
+
+def test_a_refused_name_reaches_the_user() -> None:
+    model, inputs = pictures()
+    with pytest.raises(BackendCompilerFailed, match="allow_lossy"):
+        compiled(model, variants=["saved_4bit"])(*inputs)
+
+
+def test_the_table(golden: Golden, capsys: pytest.CaptureFixture[str]) -> None:
+    assert main(["variants"]) == 0
+    golden(capsys.readouterr().out)
+
+
+def test_sizes_that_change_are_no_obstacle() -> None:
+    model, (tokens, targets) = words()
+    budget = least(model, (tokens, targets), executor="aot_eager", variants="none")
+    call = torch.compile(
+        model,
+        backend=backend,
+        options={"executor": "aot_eager", "memory_budget": budget},
+        dynamic=True,
+    )
+    for length in (64, 48, 32):
+        inputs = (tokens[:, :length].contiguous(), targets[:, :length].contiguous())
+        for one, other in zip(
+            observed(model, call, inputs), observed(model, model, inputs), strict=True
+        ):
+            torch.testing.assert_close(one, other, rtol=2e-5, atol=1e-7)
