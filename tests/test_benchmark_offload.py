@@ -3,11 +3,9 @@
 from __future__ import annotations
 
 import json
-import subprocess
-import sys
 from pathlib import Path
 
-ROOT = Path(__file__).parent.parent
+from benchmarks import offload
 
 
 def test_plans_of_a_model_of_two_layers(tmp_path: Path) -> None:
@@ -23,9 +21,7 @@ def test_plans_of_a_model_of_two_layers(tmp_path: Path) -> None:
         "--out",
         str(out),
     ]
-    command = [sys.executable, "-m", "benchmarks.offload", *given]
-    done = subprocess.run(command, cwd=ROOT, capture_output=True, text=True, check=False)
-    assert done.returncode == 0, done.stdout + done.stderr
+    assert offload.main(given) == 0
     rows = json.loads(out.read_text())["rows"]
     assert {row["strategy"] for row in rows} == {"keep", "recompute", "offload", "both"}
     assert all(row["status"] in ("ok", "over", "infeasible") for row in rows)

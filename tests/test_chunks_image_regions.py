@@ -225,8 +225,9 @@ def test_dropout_is_not_drawn_again() -> None:
 
 def test_running_statistics() -> None:
     seen = trace(net(two_stages), (images(9, 3, 6, 6),))
-    plain = seen.values(seen.joint)[: seen.joint.num_forward_outputs]
-    statistics = [i for i, value in enumerate(plain) if value.shape == (WIDTH,)]
+    plain, joint = seen.values(seen.joint), seen.joint
+    inputs = enumerate((*joint.primals, *joint.tangents), len(joint.results))
+    statistics = [i for i, node in inputs if node in joint.mutated and plain[i].dim()]
     assert len(statistics) == 4  # two normalisations, each of a mean and a variance
     found = sites(RULE, seen.joint)
     assert any("twice" in site.name for site in found)  # which compute the statistics

@@ -215,7 +215,11 @@ def _insert(
         nodes=nodes,
         stand_ins=stand_ins,
         computed_from=computed_from,
-        late=frozenset(new for new in stand_ins.values() if role[new] is not Role.FORWARD),
+        late=frozenset(
+            new
+            for new in stand_ins.values()
+            if role[new] is not Role.FORWARD or (site.backward_only and new in rebuilt)
+        ),
         again=again,
         early=frozenset(
             reader for old in stand_ins for reader in old.users if role[reader] is Role.FORWARD
