@@ -27,20 +27,17 @@ from __future__ import annotations
 from collections.abc import Iterable, Sequence
 from dataclasses import dataclass, replace
 from itertools import count
-from typing import TYPE_CHECKING, Any
+from typing import Any
 
 from torch import fx
 from torch.utils import _pytree as pytree
 
 from fxremat import compat
-from fxremat.passes.gradient_sums import shows_all
 from fxremat.passes.joint_graph import JointGraph, Role, is_tensor, root
 from fxremat.passes.materialisation import users_through_views
-from fxremat.passes.variants.rule import fake
+from fxremat.passes.nodes import fake, shows_all
+from fxremat.passes.rewritten import Rewritten
 from fxremat.runtime import inplace as runtime
-
-if TYPE_CHECKING:  # which estimates, and so asks what is possible here
-    from fxremat.passes.recompute import Rewritten
 
 INTO = "_into"
 _OWN_SHAPE = frozenset({runtime.addmm_into, runtime.baddbmm_into})

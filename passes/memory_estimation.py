@@ -55,8 +55,8 @@ from fxremat.passes.materialisation import (
     is_scattering,
     materialise,
 )
+from fxremat.passes.nodes import fake
 from fxremat.passes.variants.insertion import Form
-from fxremat.passes.variants.rule import fake
 from fxremat.runtime import accumulated
 
 TANGENTS = "tangents"

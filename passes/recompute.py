@@ -32,21 +32,9 @@ from fxremat.passes.materialisation import is_fusable
 from fxremat.passes.memory_estimation import TANGENTS, Cone, Estimate
 from fxremat.passes.offload import Mover
 from fxremat.passes.optimizer_steps import announce, gradients
+from fxremat.passes.rewritten import INLINED, RECOMPUTED, WRITTEN, Rewritten
 
-RECOMPUTED = "_recompute"
-INLINED = "_inline"
-WRITTEN = "_written"
 Look = Callable[[fx.Node], fx.Node]
-
-
-@dataclass(frozen=True)
-class Rewritten:
-    """The rewritten joint graph, and the nodes of its forward that its backward reads."""
-
-    module: fx.GraphModule
-    saved: tuple[fx.Node, ...]
-    recomputed: tuple[str, ...]
-    moved: tuple[str, ...] = ()
 
 
 @dataclass

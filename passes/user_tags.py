@@ -27,7 +27,7 @@ from fxremat.passes.joint_graph import (
     is_view,
     root,
 )
-from fxremat.passes.recompute import RECOMPUTED
+from fxremat.passes.rewritten import RECOMPUTED
 
 
 def _must_recompute(node: fx.Node, joint: JointGraph) -> bool:

@@ -18,8 +18,8 @@ from fxremat.runtime.chunks.program import Program, Ref, dump, parse
 from tests.graphs import calls, train
 from tests.row_sites import Chunked
 from tests.test_chunks_operator import V, expected, inputs, one, program
-from tests.test_chunks_rules import D, labels, rows
 from tests.test_chunks_regions import STEPS, WEIGHTED
+from tests.test_chunks_rules import D, labels, rows
 
 NUMBER_BYTES = 12
 """A number that stands beside a tensor, in the last rows: counted as if beside a partial sum."""

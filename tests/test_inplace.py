@@ -21,8 +21,9 @@ from fxremat.errors import VerificationFailed
 from fxremat.passes import inplace
 from fxremat.passes.gradient_sums import accumulate_sums
 from fxremat.passes.inplace import possible, rewrite
-from fxremat.passes.recompute import Rewritten, apply_plan
-from fxremat.passes.variants.rule import add_call
+from fxremat.passes.nodes import add_call
+from fxremat.passes.recompute import apply_plan
+from fxremat.passes.rewritten import Rewritten
 from fxremat.runtime import inplace as runtime
 from tests.conftest import Golden
 from tests.graphs import (

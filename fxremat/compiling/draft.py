@@ -12,7 +12,7 @@ from fxremat.core.plan import Plan
 from fxremat.core.problem import Op, Problem
 from fxremat.passes.joint_graph import JointGraph
 from fxremat.passes.memory_estimation import Estimate
-from fxremat.passes.recompute import Rewritten
+from fxremat.passes.rewritten import Rewritten
 from fxremat.passes.variants.insertion import Form
 from fxremat.passes.variants.rule import Site
 

@@ -32,7 +32,8 @@ from torch import fx
 
 from fxremat import compat
 from fxremat.passes.joint_graph import STORED, JointGraph, is_view
-from fxremat.passes.variants.rule import Rule, Site, StandIns, add_call, fake
+from fxremat.passes.nodes import add_call, fake
+from fxremat.passes.variants.rule import Rule, Site, StandIns
 
 _ATEN, _PRIMS = torch.ops.aten, torch.ops.prims
 MOST_WINDOWS = 16

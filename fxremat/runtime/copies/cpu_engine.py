@@ -24,10 +24,10 @@ from threading import Event, Lock, Thread
 import torch
 
 from fxremat.errors import InvalidOption
-from fxremat.runtime.copies.copy_trace import active_traces, host_time
-from fxremat.runtime.copies.dense_layout import check_copyable, extent_bytes
-from fxremat.runtime.copies.engine import Direction, Pending, Wait
-from fxremat.runtime.copies.host_memory import HOST_MEMORY
+from fxremat.runtime.copy_engine import Direction, Pending, Wait
+from fxremat.runtime.copy_trace import active_traces, host_time
+from fxremat.runtime.dense_layout import check_copyable, extent_bytes
+from fxremat.runtime.host_memory import HOST_MEMORY
 
 
 @dataclass(frozen=True)
@@ -108,7 +108,7 @@ def _serve(queue: SimpleQueue[_Transfer]) -> None:
 
 
 class CpuEngine:
-    """See `fxremat.runtime.copies.engine.Engine`; waiting blocks the thread that calls."""
+    """See `fxremat.runtime.copy_engine.Engine`; waiting blocks the thread that calls."""
 
     def __init__(self) -> None:
         self.speeds: dict[Direction, CopySpeed] = {}

@@ -20,10 +20,10 @@ from weakref import WeakKeyDictionary
 
 import torch
 
-from fxremat.runtime.copies.copy_trace import CopyRecord, Trace, active_traces
-from fxremat.runtime.copies.dense_layout import check_copyable, extent_bytes, run_of_memory
-from fxremat.runtime.copies.engine import Direction, Pending, Wait
-from fxremat.runtime.copies.host_memory import HOST_MEMORY
+from fxremat.runtime.copy_engine import Direction, Pending, Wait
+from fxremat.runtime.copy_trace import CopyRecord, Trace, active_traces
+from fxremat.runtime.dense_layout import check_copyable, extent_bytes, run_of_memory
+from fxremat.runtime.host_memory import HOST_MEMORY
 
 
 class _Transfer:
@@ -86,7 +86,7 @@ class _Line:
 
 
 class CudaEngine:
-    """See `fxremat.runtime.copies.engine.Engine`; waiting blocks the current stream, not the
+    """See `fxremat.runtime.copy_engine.Engine`; waiting blocks the current stream, not the
     host."""
 
     def __init__(self) -> None:

@@ -31,8 +31,8 @@ from typing import Any
 import torch
 
 from fxremat import compat
-from fxremat.runtime.copies.dense_layout import extent, extent_bytes, storage_address
-from fxremat.runtime.copies.host_memory import is_host
+from fxremat.runtime.dense_layout import extent, extent_bytes, storage_address
+from fxremat.runtime.host_memory import is_host
 
 log = logging.getLogger(__name__)
 

@@ -34,8 +34,8 @@ from weakref import WeakValueDictionary
 import torch
 
 from fxremat import compat
-from fxremat.runtime.copies.copy_trace import active_traces, host_time
-from fxremat.runtime.copies.dense_layout import extent_bytes, storage_address
+from fxremat.runtime.copy_trace import active_traces, host_time
+from fxremat.runtime.dense_layout import extent_bytes, storage_address
 
 MOST_AHEAD = 4
 """Steps that may be left to do while the backward goes on: their gradients are in memory.
