@@ -19,9 +19,10 @@ class Changed(PassResult):
 
     def __new__(cls, graph_module: fx.GraphModule, modified: bool, data: Any = None) -> Changed:
         """``data`` is None for a pass that tells nothing but the graph."""
-        self: Changed = super().__new__(cls, graph_module, modified)
-        self.data = data
-        return self
+        made = super().__new__(cls, graph_module, modified)
+        assert isinstance(made, cls)
+        made.data = data
+        return made
 
 
 @dataclass(frozen=True)

@@ -33,6 +33,7 @@ from torch import fx
 from torch.utils import _pytree as pytree
 
 from fxremat import compat
+from fxremat.passes.base import Changed, Pass
 from fxremat.passes.joint_graph import JointGraph, Role, is_tensor, root
 from fxremat.passes.materialisation import users_through_views
 from fxremat.passes.nodes import fake, shows_all
@@ -196,3 +197,33 @@ def rewrite(rewritten: Rewritten, num_forward_outputs: int) -> InPlace:
     now = tuple(writer.instead.get(n, n) for n in saved)
     new = replace(rewritten, module=module, saved=now)
     return InPlace(new, tuple(writer.pairs))
+
+
+@dataclass(frozen=True)
+class WriteInPlace(Pass):
+    """Writes over dead operands of the ``planned`` graph; ``Changed.data`` is the `InPlace`."""
+
+    name = "in place"
+    planned: Rewritten
+    num_forward_outputs: int
+
+    def requires(self, module: fx.GraphModule) -> None:
+        """The graph is the planned one."""
+        self.demand(module is self.planned.module, "the graph is not the one that was planned")
+
+    def call(self, module: fx.GraphModule) -> Changed:
+        """Makes a new graph where anything changes."""
+        found = rewrite(self.planned, self.num_forward_outputs)
+        return Changed(found.rewritten.module, bool(found.pairs), found)
+
+    def ensures(self, module: fx.GraphModule) -> None:
+        """No input of the graph is written over."""
+        module.graph.lint()
+        for node in _writes(module.graph):
+            over = root(node.all_input_nodes[0])
+            self.demand(over.op == "call_function", f"{node.name} writes over {over.name}")
+
+
+def _writes(graph: fx.Graph) -> list[fx.Node]:
+    calls = set(runtime.IN_PLACE.values())
+    return [n for n in graph.nodes if n.name.endswith(INTO) and n.target in calls]
