@@ -117,7 +117,7 @@ def _forward_nodes(graph: fx.Graph, ends: Iterable[fx.Node]) -> set[fx.Node]:
     return reached
 
 
-class _Writer:
+class _InPlaceWriter:
     """Works on a graph of its own; ``at`` is each node's place in the order."""
 
     def __init__(self, graph: fx.Graph, kept: set[fx.Node], forward: set[fx.Node]) -> None:
@@ -185,7 +185,7 @@ def rewrite(rewritten: Rewritten, num_forward_outputs: int) -> InPlace:
     results: Sequence[Any] = graph.output_node().args[0]  # type: ignore[assignment]
     saved = [env[n] for n in rewritten.saved]
     ends = [n for n in results[:num_forward_outputs] if isinstance(n, fx.Node)]
-    writer = _Writer(graph, set(map(root, saved)), _forward_nodes(graph, [*ends, *saved]))
+    writer = _InPlaceWriter(graph, set(map(root, saved)), _forward_nodes(graph, [*ends, *saved]))
     for node in list(graph.nodes):
         owner = operand_of(node)
         if owner is not None and writer.may(node, owner):

@@ -29,7 +29,7 @@ from fxremat.passes.base import Changed, Pass
 from fxremat.passes.joint_graph import is_put
 
 MOVED = "_moved"
-"""In the names of the calls, for `passes.order` to hold them where they are."""
+"""In the names of the calls, for `passes.held_order` to hold them where they are."""
 
 
 def is_move(node: fx.Node) -> bool:

@@ -104,7 +104,7 @@ class _Emitter:
                 self.env[node] = self.copy(node, self.looker(private), WRITTEN if mark else "")
 
     def is_loop_value(self, node: fx.Node, cone: Cone) -> bool:
-        """Whether a generated loop writes this value: `passes.order` sees to it that it does."""
+        """Whether a generated loop is to write this value; `passes.held_order` makes it do so."""
         return self.is_loop(node) and node in cone.values
 
     def is_loop(self, node: fx.Node) -> bool:
@@ -172,7 +172,7 @@ def _read_across(
 def apply_plan(estimate: Estimate, steps: Sequence[Step], *, hold: bool = True) -> Rewritten:
     """The joint graph with its nodes in the order of ``steps``, and copies where ops repeat.
 
-    ``hold`` marks in the backward what `passes.order` is to hold through Inductor.
+    ``hold`` marks in the backward what `passes.held_order` is to hold through Inductor.
     """
     joint = estimate.joint
     emitter = _Emitter(estimate, mark_written=hold and estimate.fused)

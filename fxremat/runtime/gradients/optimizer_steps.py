@@ -171,7 +171,7 @@ def _serve(queue: SimpleQueue[Step]) -> None:
         queue.get().run()
 
 
-class _Backward(threading.local):
+class _BackwardSteps(threading.local):
     """The backward that this thread runs, what is known of it, and what began in it."""
 
     def __init__(self) -> None:
@@ -184,7 +184,7 @@ class _Backward(threading.local):
 
 _STEPPED: WeakValueDictionary[int, Stepped] = WeakValueDictionary()
 _WORKER = _Worker()
-_BACKWARD = _Backward()
+_BACKWARD = _BackwardSteps()
 os.register_at_fork(after_in_child=_WORKER.after_fork)
 
 
