@@ -29,10 +29,11 @@ from torch import Tensor, fx, nn
 from fxremat import compat
 from fxremat.compiling.pipeline import prepare
 from fxremat.passes.joint_graph import JointGraph, Role, is_tensor, root
+from fxremat.passes.nodes import fake
 from fxremat.passes.variants.few_bit import MOST_BITS
-from fxremat.passes.variants.insertion import offer, take
+from fxremat.passes.variants.insertion import insert_all, take
 from fxremat.passes.variants.lossy_saved import ROWS
-from fxremat.passes.variants.rule import Rule, Site, fake
+from fxremat.passes.variants.rule import Rule, Site
 from fxremat.passes.variants.saved_values import made_in_forward
 from fxremat.passes.variants.table import RULES
 
@@ -167,7 +168,7 @@ class Variant:
             return []
         sites = [its for its in self.rule.find(joint) if its.name.endswith(self.form)]
         taken, chosen = set[fx.Node](), list[Site]()
-        for site, form in zip(sites, offer(joint, sites).forms, strict=True):
+        for site, form in zip(sites, insert_all(joint, sites).forms, strict=True):
             if taken.isdisjoint(form.stand_ins):
                 chosen.append(site)
                 taken.update(form.stand_ins)

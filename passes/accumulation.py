@@ -18,11 +18,13 @@ from __future__ import annotations
 
 from collections import Counter
 from collections.abc import Collection, Mapping, Sequence
+from dataclasses import dataclass
 
 from torch import fx
 
 from fxremat import compat, runtime
 from fxremat.core.problem import Op
+from fxremat.passes.base import Changed, Pass
 from fxremat.passes.joint_graph import (
     JointGraph,
     Role,
@@ -151,3 +153,40 @@ def _from_outside(node: fx.Node, inside: Collection[fx.Node]) -> fx.Node | None:
     while node in inside:
         node = node.all_input_nodes[0]
     return node
+
+
+@dataclass(frozen=True)
+class Accumulation(Pass):
+    """Puts in where gradients of ``parameters`` are complete; both fields are input positions.
+
+    ``lasting`` are the inputs that belong to modules. ``Changed.data`` is the new `JointGraph`.
+    """
+
+    name = "accumulation"
+    num_forward_outputs: int
+    parameters: frozenset[int] = frozenset()
+    lasting: frozenset[int] = frozenset()
+
+    def requires(self, module: fx.GraphModule) -> None:
+        """No gradient is given up yet."""
+        calls = [n.name for n in _given_up(module.graph)]
+        self.demand(not calls, f"{calls} have been put in before")
+
+    def call(self, module: fx.GraphModule) -> Changed:
+        """Works in place."""
+        joint = read_joint_graph(module, self.num_forward_outputs)
+        new = accumulate(joint, self.parameters, self.lasting)
+        return Changed(new.module, new is not joint, new)
+
+    def ensures(self, module: fx.GraphModule) -> None:
+        """What is given up is a result of the backward, and no other parameter's than asked for."""
+        joint = read_joint_graph(module, self.num_forward_outputs)
+        for node in _given_up(module.graph):
+            result, weight = node.all_input_nodes[:2]
+            self.demand(result in joint.backward_outputs, f"{result.name} is no gradient")
+            asked = compat.input_index(weight) in self.parameters
+            self.demand(asked, f"{weight.name} is no parameter that was asked for")
+
+
+def _given_up(graph: fx.Graph) -> list[fx.Node]:
+    return list(graph.find_nodes(op="call_function", target=runtime.accumulated))

@@ -20,6 +20,7 @@ not known when compiling are left alone.
 from __future__ import annotations
 
 from collections.abc import Callable
+from dataclasses import dataclass
 from itertools import count
 from typing import Any
 
@@ -27,9 +28,11 @@ import torch
 from torch import fx
 
 from fxremat import compat
-from fxremat.passes.joint_graph import is_tensor, is_view, root
+from fxremat.passes.base import Changed, Pass
+from fxremat.passes.joint_graph import is_view, root
 from fxremat.passes.materialisation import users_through_views
-from fxremat.passes.variants.rule import add_call, fake
+from fxremat.passes.nodes import add_call, fake, shows_all
+from fxremat.runtime import accumulated
 
 _ATEN = torch.ops.aten
 Accumulate = Callable[[fx.Graph, fx.Node, fx.Node], fx.Node]
@@ -96,33 +99,6 @@ def _starts_at_zero(late: fx.Node) -> bool:
         return _is_zero(args[0]) and None not in args[2]  # type: ignore[operator]
     if late.target in (_ATEN.index_put.default, _ATEN._unsafe_index_put.default):
         return _is_zero(args[0]) and len(args) == 4 and args[3] is True
-    return True
-
-
-def shows_all(node: fx.Node) -> bool:
-    """Whether a node shows all of its storage, row by row: the same elements in the same order.
-
-    Both are contiguous then. Sizes have to be known: comparing symbols would leave guards behind.
-    """
-    owner = root(node)
-    if not is_tensor(node) or not is_tensor(owner) or not _keeps_order(node):
-        return False
-    whole, owned = fake(node), fake(owner)
-    if any(type(n) is not int for n in (*whole.shape, *owned.shape)):
-        return False
-    same = whole.numel() == owned.numel() and whole.dtype == owned.dtype
-    return same and whole.is_contiguous() and owned.is_contiguous()
-
-
-def _keeps_order(node: fx.Node) -> bool:
-    """Whether a node is made by true views: a reshape of what is not contiguous is a copy."""
-    while is_view(node):
-        base = node.all_input_nodes[0]
-        if not is_tensor(base):
-            return False
-        if node.target is _ATEN.reshape.default and not fake(base).is_contiguous():
-            return False
-        node = base
     return True
 
 
@@ -195,3 +171,32 @@ def accumulate_sums(graph: fx.Graph) -> bool:
         at.update((n, place) for n in joined.all_input_nodes if n not in at)
         found = True
     return found
+
+
+@dataclass(frozen=True)
+class GradientSums(Pass):
+    """Adds summands onto each other; for graphs that Inductor compiles.
+
+    It runs before gradients are given up: who gives one up reads it after the sum.
+    """
+
+    name = "gradient sums"
+
+    def requires(self, module: fx.GraphModule) -> None:
+        """No gradient is given up yet."""
+        for node in module.graph.nodes:
+            self.demand(node.target is not accumulated, f"{node.name} has been put in before")
+
+    def call(self, module: fx.GraphModule) -> Changed:
+        """Works in place."""
+        found = accumulate_sums(module.graph)
+        if found:
+            module.recompile()
+        return Changed(module, found)
+
+    def ensures(self, module: fx.GraphModule) -> None:
+        """The graph is well formed, and every call says what it gives."""
+        module.graph.lint()
+        for node in module.graph.nodes:
+            known = node.op != "call_function" or "val" in node.meta
+            self.demand(known, f"{node.name} has no fake result")

@@ -27,20 +27,18 @@ from __future__ import annotations
 from collections.abc import Iterable, Sequence
 from dataclasses import dataclass, replace
 from itertools import count
-from typing import TYPE_CHECKING, Any
+from typing import Any
 
 from torch import fx
 from torch.utils import _pytree as pytree
 
 from fxremat import compat
-from fxremat.passes.gradient_sums import shows_all
+from fxremat.passes.base import Changed, Pass
 from fxremat.passes.joint_graph import JointGraph, Role, is_tensor, root
 from fxremat.passes.materialisation import users_through_views
-from fxremat.passes.variants.rule import fake
+from fxremat.passes.nodes import fake, shows_all
+from fxremat.passes.rewritten import Rewritten
 from fxremat.runtime import inplace as runtime
-
-if TYPE_CHECKING:  # which estimates, and so asks what is possible here
-    from fxremat.passes.recompute import Rewritten
 
 INTO = "_into"
 _OWN_SHAPE = frozenset({runtime.addmm_into, runtime.baddbmm_into})
@@ -119,7 +117,7 @@ def _forward_nodes(graph: fx.Graph, ends: Iterable[fx.Node]) -> set[fx.Node]:
     return reached
 
 
-class _Writer:
+class _InPlaceWriter:
     """Works on a graph of its own; ``at`` is each node's place in the order."""
 
     def __init__(self, graph: fx.Graph, kept: set[fx.Node], forward: set[fx.Node]) -> None:
@@ -187,7 +185,7 @@ def rewrite(rewritten: Rewritten, num_forward_outputs: int) -> InPlace:
     results: Sequence[Any] = graph.output_node().args[0]  # type: ignore[assignment]
     saved = [env[n] for n in rewritten.saved]
     ends = [n for n in results[:num_forward_outputs] if isinstance(n, fx.Node)]
-    writer = _Writer(graph, set(map(root, saved)), _forward_nodes(graph, [*ends, *saved]))
+    writer = _InPlaceWriter(graph, set(map(root, saved)), _forward_nodes(graph, [*ends, *saved]))
     for node in list(graph.nodes):
         owner = operand_of(node)
         if owner is not None and writer.may(node, owner):
@@ -199,3 +197,33 @@ def rewrite(rewritten: Rewritten, num_forward_outputs: int) -> InPlace:
     now = tuple(writer.instead.get(n, n) for n in saved)
     new = replace(rewritten, module=module, saved=now)
     return InPlace(new, tuple(writer.pairs))
+
+
+@dataclass(frozen=True)
+class WriteInPlace(Pass):
+    """Writes over dead operands of the ``planned`` graph; ``Changed.data`` is the `InPlace`."""
+
+    name = "in place"
+    planned: Rewritten
+    num_forward_outputs: int
+
+    def requires(self, module: fx.GraphModule) -> None:
+        """The graph is the planned one."""
+        self.demand(module is self.planned.module, "the graph is not the one that was planned")
+
+    def call(self, module: fx.GraphModule) -> Changed:
+        """Makes a new graph where anything changes."""
+        found = rewrite(self.planned, self.num_forward_outputs)
+        return Changed(found.rewritten.module, bool(found.pairs), found)
+
+    def ensures(self, module: fx.GraphModule) -> None:
+        """No input of the graph is written over."""
+        module.graph.lint()
+        for node in _writes(module.graph):
+            over = root(node.all_input_nodes[0])
+            self.demand(over.op == "call_function", f"{node.name} writes over {over.name}")
+
+
+def _writes(graph: fx.Graph) -> list[fx.Node]:
+    calls = set(runtime.IN_PLACE.values())
+    return [n for n in graph.nodes if n.name.endswith(INTO) and n.target in calls]

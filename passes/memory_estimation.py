@@ -55,8 +55,8 @@ from fxremat.passes.materialisation import (
     is_scattering,
     materialise,
 )
-from fxremat.passes.variants.insertion import Form
-from fxremat.passes.variants.rule import fake
+from fxremat.passes.nodes import fake
+from fxremat.passes.variants.insertion import InsertedVariant
 from fxremat.runtime import accumulated
 
 TANGENTS = "tangents"
@@ -96,7 +96,7 @@ class Estimate:
     targets: dict[str, fx.Node] = field(default_factory=dict)
     """Of values that leave for the host: the nodes that put them there."""
     expanded: frozenset[fx.Node] = frozenset()
-    """Nodes of the backward that every loop makes again that reads them."""
+    """Nodes of the backward that have no memory: each loop that reads one computes it again."""
 
 
 def nbytes(tensor: torch.Tensor) -> int:
@@ -117,7 +117,7 @@ class _Builder:
 
     def __init__(
         self, joint: JointGraph, rule: Materialisation, timer: OpTimer,
-        workspace: Callable[[fx.Node], int], device: str, forms: Sequence[Form],
+        workspace: Callable[[fx.Node], int], device: str, forms: Sequence[InsertedVariant],
         over: Mapping[fx.Node, fx.Node],
     ) -> None:  # fmt: skip
         self.joint, self.rule, self.timer, self.device = joint, rule, timer, device
@@ -141,7 +141,7 @@ class _Builder:
         return nbytes(tensor)
 
     def cone(
-        self, sinks: Sequence[fx.Node], form: Form | None = None
+        self, sinks: Sequence[fx.Node], form: InsertedVariant | None = None
     ) -> tuple[set[fx.Node], set[fx.Node]]:
         """Nodes from the nearest values to ``sinks``, and those values; in a form, where given."""
         inside, reads = set(), set()
@@ -164,7 +164,9 @@ class _Builder:
         """Numbers computed on the host run once, in the forward; they take no device bytes."""
         return is_scalar(node) and not is_mutating(node)
 
-    def add_op(self, sinks: list[fx.Node], values: list[fx.Node], form: Form | None = None) -> Op:
+    def add_op(
+        self, sinks: list[fx.Node], values: list[fx.Node], form: InsertedVariant | None = None
+    ) -> Op:
         inside, reads = self.cone(sinks, form)
         nodes = tuple(sorted(inside, key=self.position.__getitem__))
         read = sorted(reads, key=self.position.__getitem__)
@@ -277,7 +279,7 @@ class _Builder:
             else:
                 self.op_of(node)
 
-    def op_of(self, node: fx.Node, form: Form | None = None) -> Op | None:
+    def op_of(self, node: fx.Node, form: InsertedVariant | None = None) -> Op | None:
         """The op that a call (of a form) makes; None if it is part of the ops that read it."""
         if is_multi_output(node):  # numbers among its results are read off at once
             results = [u for u in node.users if u.target is operator.getitem]
@@ -308,7 +310,9 @@ class _Builder:
                 found.append(Alternative(form.name, ops, tuple(filter(None, changes)), replaced))
         return tuple(found)
 
-    def replaced_outputs(self, form: Form, outputs: Sequence[str]) -> tuple[tuple[str, str], ...]:
+    def replaced_outputs(
+        self, form: InsertedVariant, outputs: Sequence[str]
+    ) -> tuple[tuple[str, str], ...]:
         """(old, new) names of the outputs that are others in the form."""
         joint, found = self.joint, dict[str, str]()
         for results, early in ((joint.forward_outputs, True), (joint.backward_outputs, False)):
@@ -318,7 +322,7 @@ class _Builder:
                     found[old.name] = new.name
         return tuple(found.items())
 
-    def change(self, op: Op, form: Form) -> Change | None:
+    def change(self, op: Op, form: InsertedVariant) -> Change | None:
         """What the op reads and takes in the form; None where that is the same."""
         cone = self.cones[op.name]
         inside, reads = self.cone(tuple(cone.sinks), form)
@@ -392,7 +396,7 @@ def estimate(
     fused: bool,
     device: str,
     name: str,
-    forms: Sequence[Form] = (),
+    forms: Sequence[InsertedVariant] = (),
     in_place: bool = True,
 ) -> Estimate:
     """The problem of a joint graph, with the forms that stand in it as alternatives.

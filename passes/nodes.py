@@ -1,14 +1,15 @@
-"""What an FX node says of its call and of its result."""
+"""Helpers for single FX nodes: read a call and its result, add a call, find what it shows."""
 
 from __future__ import annotations
 
+from collections.abc import Iterable
 from typing import Any
 
 import torch
 from torch import fx
 
 from fxremat import compat
-from fxremat.passes.joint_graph import is_tensor
+from fxremat.passes.joint_graph import is_tensor, is_view, root
 
 Shape = tuple[int, ...]
 
@@ -49,3 +50,61 @@ def packet_name(node: fx.Node) -> str:
     """The operator's name without namespace and overload; empty for what is no operator."""
     target = node.target
     return target.overloadpacket.__name__ if isinstance(target, compat.OpOverload) else ""
+
+
+def add_call(
+    graph: fx.Graph, target: Any, args: tuple[Any, ...], like: fx.Node, **kwargs: Any
+) -> fx.Node:
+    """A call at the graph's point of insertion, its fake result worked out.
+
+    ``like`` is the node that it stands for or helps to: source lines and tags for the report are
+    taken from there.
+    """
+    node = graph.call_function(target, args, kwargs)
+    fake_args, fake_kwargs = fx.map_arg((args, kwargs), lambda n: n.meta["val"])
+    with compat.fake_mode_of(graph):
+        node.meta["val"] = target(*fake_args, **fake_kwargs)
+    kept = ("stack_trace", "nn_module_stack", "source_fn_stack", "partitioner_tag", "seq_nr")
+    node.meta.update({key: like.meta[key] for key in kept if key in like.meta})
+    return node
+
+
+def last_of(nodes: Iterable[fx.Node], graph: fx.Graph) -> fx.Node:
+    """The one of ``nodes`` that comes last in the graph."""
+    wanted = set(nodes)
+    found: fx.Node = next(node for node in reversed(graph.nodes) if node in wanted)
+    return found
+
+
+def fake(node: fx.Node) -> torch.Tensor:
+    """The fake tensor of a node that is one tensor."""
+    value = node.meta["val"]
+    assert isinstance(value, torch.Tensor)
+    return value
+
+
+def shows_all(node: fx.Node) -> bool:
+    """Whether a node shows all of its storage, row by row: the same elements in the same order.
+
+    Both are contiguous then. Sizes have to be known: comparing symbols would leave guards behind.
+    """
+    owner = root(node)
+    if not is_tensor(node) or not is_tensor(owner) or not _keeps_order(node):
+        return False
+    whole, owned = fake(node), fake(owner)
+    if any(type(n) is not int for n in (*whole.shape, *owned.shape)):
+        return False
+    same = whole.numel() == owned.numel() and whole.dtype == owned.dtype
+    return same and whole.is_contiguous() and owned.is_contiguous()
+
+
+def _keeps_order(node: fx.Node) -> bool:
+    """Whether a node is made by true views: a reshape of what is not contiguous is a copy."""
+    while is_view(node):
+        base = node.all_input_nodes[0]
+        if not is_tensor(base):
+            return False
+        if node.target is torch.ops.aten.reshape.default and not fake(base).is_contiguous():
+            return False
+        node = base
+    return True

@@ -25,10 +25,11 @@ import torch
 from torch import fx
 
 from fxremat import runtime
+from fxremat.passes.base import Changed, Pass
 from fxremat.passes.joint_graph import is_put
 
 MOVED = "_moved"
-"""In the names of the calls, for `passes.order` to hold them where they are."""
+"""In the names of the calls, for `passes.held_order` to hold them where they are."""
 
 
 def is_move(node: fx.Node) -> bool:
@@ -45,14 +46,18 @@ _CALLS: dict[object, str] = {
 }
 
 
+def _adds_what_left(node: fx.Node) -> bool:
+    if node.target is not torch.ops.aten.add.Tensor or node.kwargs or len(node.args) != 2:
+        return False
+    return all(isinstance(n, fx.Node) and is_put(n) and len(n.users) == 1 for n in node.args)
+
+
 def add_before_putting(graph: fx.Graph) -> bool:
     """Rewrite sums of what was put to the host, in place; whether there were any."""
     found = False
     for node in list(graph.nodes):
         summands = node.args[:2]
-        if node.target is not torch.ops.aten.add.Tensor or node.kwargs or len(node.args) != 2:
-            continue
-        if not all(isinstance(n, fx.Node) and is_put(n) and len(n.users) == 1 for n in summands):
+        if not _adds_what_left(node):
             continue
         found = True
         parts = [summand.args[0] for summand in summands]
@@ -125,3 +130,22 @@ def _fake(op: object, value: torch.Tensor) -> torch.Tensor | None:
     device = torch.device("cpu") if op is runtime.to_host else value.device
     with value.fake_mode:  # type: ignore[attr-defined]
         return torch.empty_strided(value.size(), value.stride(), dtype=value.dtype, device=device)
+
+
+@dataclass(frozen=True)
+class AddBeforePutting(Pass):
+    """Adds two gradients of one parameter on the device, before they leave it."""
+
+    name = "sums before leaving"
+
+    def call(self, module: fx.GraphModule) -> Changed:
+        """Works in place."""
+        found = add_before_putting(module.graph)
+        if found:
+            module.recompile()
+        return Changed(module, found)
+
+    def ensures(self, module: fx.GraphModule) -> None:
+        """No sum is left whose summands leave only for it."""
+        for node in module.graph.nodes:
+            self.demand(not _adds_what_left(node), f"{node.name} adds what has left the device")

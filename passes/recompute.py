@@ -27,26 +27,15 @@ from torch import fx
 
 from fxremat.core.schedule import Move, Step
 from fxremat.passes.accumulation import finish
+from fxremat.passes.base import Changed, Pass
 from fxremat.passes.joint_graph import Role, is_repeatable, is_view, root
 from fxremat.passes.materialisation import is_fusable
 from fxremat.passes.memory_estimation import TANGENTS, Cone, Estimate
 from fxremat.passes.offload import Mover
 from fxremat.passes.optimizer_steps import announce, gradients
+from fxremat.passes.rewritten import INLINED, RECOMPUTED, WRITTEN, Rewritten
 
-RECOMPUTED = "_recompute"
-INLINED = "_inline"
-WRITTEN = "_written"
 Look = Callable[[fx.Node], fx.Node]
-
-
-@dataclass(frozen=True)
-class Rewritten:
-    """The rewritten joint graph, and the nodes of its forward that its backward reads."""
-
-    module: fx.GraphModule
-    saved: tuple[fx.Node, ...]
-    recomputed: tuple[str, ...]
-    moved: tuple[str, ...] = ()
 
 
 @dataclass
@@ -115,7 +104,7 @@ class _Emitter:
                 self.env[node] = self.copy(node, self.looker(private), WRITTEN if mark else "")
 
     def is_loop_value(self, node: fx.Node, cone: Cone) -> bool:
-        """Whether a generated loop writes this value: `passes.order` sees to it that it does."""
+        """Whether a generated loop is to write this value; `passes.held_order` makes it do so."""
         return self.is_loop(node) and node in cone.values
 
     def is_loop(self, node: fx.Node) -> bool:
@@ -183,7 +172,7 @@ def _read_across(
 def apply_plan(estimate: Estimate, steps: Sequence[Step], *, hold: bool = True) -> Rewritten:
     """The joint graph with its nodes in the order of ``steps``, and copies where ops repeat.
 
-    ``hold`` marks in the backward what `passes.order` is to hold through Inductor.
+    ``hold`` marks in the backward what `passes.held_order` is to hold through Inductor.
     """
     joint = estimate.joint
     emitter = _Emitter(estimate, mark_written=hold and estimate.fused)
@@ -228,3 +217,37 @@ def apply_plan(estimate: Estimate, steps: Sequence[Step], *, hold: bool = True) 
     module.meta = dict(joint.module.meta)
     saved = _read_across(forward, backward, backward_results)
     return Rewritten(module, saved, tuple(recomputed), tuple(emitter.mover.hosts))
+
+
+@dataclass(frozen=True)
+class ApplyPlan(Pass):
+    """Makes the graph of a plan from the one that was estimated.
+
+    ``Changed.data`` is the `Rewritten`, which says what the forward saves.
+    """
+
+    name = "recompute and offload"
+    estimate: Estimate
+    steps: tuple[Step, ...]
+    hold: bool = True
+
+    def requires(self, module: fx.GraphModule) -> None:
+        """The graph is the estimated one, and the backward begins once."""
+        same = module is self.estimate.joint.module
+        self.demand(same, "the graph is not the one that was estimated")
+        self.demand(self.steps.count(TANGENTS) == 1, "the backward does not begin once")
+
+    def call(self, module: fx.GraphModule) -> Changed:
+        """Makes a new graph."""
+        planned = apply_plan(self.estimate, self.steps, hold=self.hold)
+        return Changed(planned.module, True, planned)
+
+    def ensures(self, module: fx.GraphModule) -> None:
+        """The graph takes the same inputs, and returns as much as before."""
+        module.graph.lint()
+        joint = self.estimate.joint
+        inputs = [n.target for n in module.graph.find_nodes(op="placeholder")]
+        before = [n.target for n in (*joint.primals, *joint.tangents)]
+        self.demand(inputs == before, f"the inputs are {inputs}, and were {before}")
+        results: Any = module.graph.output_node().args[0]
+        self.demand(len(results) == len(joint.results), f"the graph returns {len(results)} results")

@@ -14,20 +14,23 @@ backward reads is cloned in the forward; the backward reads the clone.
 from __future__ import annotations
 
 import operator
+from dataclasses import dataclass
 
 import torch
 from torch import fx
 
 from fxremat import compat
+from fxremat.passes.base import Changed, Pass
 from fxremat.passes.joint_graph import (
     JointGraph,
     Role,
     is_mutating,
     is_repeatable,
     is_view,
+    read_joint_graph,
     root,
 )
-from fxremat.passes.recompute import RECOMPUTED
+from fxremat.passes.rewritten import RECOMPUTED
 
 
 def _must_recompute(node: fx.Node, joint: JointGraph) -> bool:
@@ -77,17 +80,25 @@ def obey_must_recompute(joint: JointGraph) -> bool:
     return bool(copies)
 
 
+def _readers(joint: JointGraph, source: fx.Node) -> list[fx.Node]:
+    """What reads the input, or a view of it; not what writes into it."""
+    return [
+        node
+        for node in joint.module.graph.nodes
+        if any(root(i) is source for i in node.all_input_nodes) and not is_mutating(node)
+    ]
+
+
+def _is_early(reader: fx.Node, joint: JointGraph) -> bool:
+    return joint.role.get(reader) is Role.FORWARD or reader.op == "output"
+
+
 def protect_mutated_inputs(joint: JointGraph) -> bool:
     """Let the backward read a clone of what the step overwrites; True if anything changed."""
     graph = joint.module.graph
     changed = False
     for source in (node for node in joint.primals if node in joint.mutated):
-        readers = [
-            n
-            for n in graph.nodes
-            if any(root(i) is source for i in n.all_input_nodes) and not is_mutating(n)
-        ]
-        if all(joint.role.get(n) is Role.FORWARD or n.op == "output" for n in readers):
+        if all(_is_early(reader, joint) for reader in _readers(joint, source)):
             continue
         last_input = [n for n in graph.nodes if n.op == "placeholder"][-1]
         with graph.inserting_after(last_input):
@@ -100,3 +111,48 @@ def protect_mutated_inputs(joint: JointGraph) -> bool:
                 node.replace_input_with(source, clone)
         changed = True
     return changed
+
+
+@dataclass(frozen=True)
+class ObeyMustRecompute(Pass):
+    """Obeys MUST_RECOMPUTE, in a joint graph whose forward has so many outputs."""
+
+    name = "must recompute"
+    num_forward_outputs: int
+
+    def call(self, module: fx.GraphModule) -> Changed:
+        """Works in place."""
+        changed = obey_must_recompute(read_joint_graph(module, self.num_forward_outputs))
+        if changed:
+            module.recompile()
+        return Changed(module, changed)
+
+    def ensures(self, module: fx.GraphModule) -> None:
+        """No call of the backward reads a tagged node of the forward."""
+        joint = read_joint_graph(module, self.num_forward_outputs)
+        for reader in module.graph.nodes:
+            if joint.role[reader] is not Role.FORWARD and reader.op != "output":
+                tagged = [n for n in reader.all_input_nodes if _must_recompute(n, joint)]
+                self.demand(not tagged, f"{reader.name} reads {tagged} of the forward")
+
+
+@dataclass(frozen=True)
+class ProtectMutatedInputs(Pass):
+    """Clones overwritten inputs, in a joint graph whose forward has so many outputs."""
+
+    name = "mutated inputs"
+    num_forward_outputs: int
+
+    def call(self, module: fx.GraphModule) -> Changed:
+        """Works in place."""
+        changed = protect_mutated_inputs(read_joint_graph(module, self.num_forward_outputs))
+        if changed:
+            module.recompile()
+        return Changed(module, changed)
+
+    def ensures(self, module: fx.GraphModule) -> None:
+        """The backward reads no input that the step overwrites."""
+        joint = read_joint_graph(module, self.num_forward_outputs)
+        for node in joint.mutated:
+            late = [n.name for n in _readers(joint, node) if not _is_early(n, joint)]
+            self.demand(not late, f"{late} of the backward read {node.name}")

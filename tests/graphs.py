@@ -24,7 +24,8 @@ from fxremat.core.problem import Copies, Problem
 from fxremat.core.schedule import Step
 from fxremat.passes.joint_graph import JointGraph
 from fxremat.passes.memory_estimation import TANGENTS, Estimate, estimate
-from fxremat.passes.recompute import Rewritten, apply_plan
+from fxremat.passes.recompute import apply_plan
+from fxremat.passes.rewritten import Rewritten
 from fxremat.planner.moves.offload import movable
 from fxremat.planner.moves.transfers import Fetch, Item, place
 

@@ -15,7 +15,8 @@ from torch import fx, nn
 
 from fxremat import compat
 from fxremat.passes.held_order import Fence, WriteResults, fences, to_be_written
-from fxremat.passes.recompute import RECOMPUTED, apply_plan
+from fxremat.passes.recompute import apply_plan
+from fxremat.passes.rewritten import RECOMPUTED
 from tests import nets
 from tests.graphs import Capture, batch, capture, everything_again, mlp
 from tests.small import forward_code

@@ -21,8 +21,9 @@ from fxremat.errors import VerificationFailed
 from fxremat.passes import inplace
 from fxremat.passes.gradient_sums import accumulate_sums
 from fxremat.passes.inplace import possible, rewrite
-from fxremat.passes.recompute import Rewritten, apply_plan
-from fxremat.passes.variants.rule import add_call
+from fxremat.passes.nodes import add_call
+from fxremat.passes.recompute import apply_plan
+from fxremat.passes.rewritten import Rewritten
 from fxremat.runtime import inplace as runtime
 from tests.conftest import Golden
 from tests.graphs import (
@@ -330,7 +331,7 @@ def test_operators_add_to_what_is_there_in_any_layout() -> None:
 
 def forced(build: Build, monkeypatch: Any, saved: Sequence[int] = (), forward: int = 99) -> str:
     """What the judge says of a rewriting that asks nobody whether the operand dies."""
-    monkeypatch.setattr(inplace._Writer, "may", lambda self, node, owner: True)
+    monkeypatch.setattr(inplace._InPlaceWriter, "may", lambda self, node, owner: True)
     before = planned(build, saved)
     now = rewrite(before, forward).rewritten
     assert now is not before
@@ -442,7 +443,7 @@ def test_the_judge_misses_no_wrong_graph(seed: int) -> None:
     """Where a rewriting without questions computes something else, the judge says so."""
     before = planned(random_graph(seed))
     with pytest.MonkeyPatch.context() as patch:
-        patch.setattr(inplace._Writer, "may", lambda self, node, owner: True)
+        patch.setattr(inplace._InPlaceWriter, "may", lambda self, node, owner: True)
         now = rewrite(before, 99).rewritten
     if not runs_alike(before.module, now.module):
         with pytest.raises(VerificationFailed):

@@ -13,9 +13,9 @@ from hypothesis import strategies as st
 from torch import fx, nn
 
 from fxremat.passes.joint_graph import STORED, JointGraph, read_joint_graph
+from fxremat.passes.nodes import add_call
 from fxremat.passes.variants import insertion
 from fxremat.passes.variants.pool_gradient import RULES
-from fxremat.passes.variants.rule import add_call
 from tests.conftest import Golden
 from tests.graphs import Capture, capture, compiled
 

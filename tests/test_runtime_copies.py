@@ -25,10 +25,11 @@ from fxremat import runtime
 from fxremat.compat import inductor_config
 from fxremat.cost.peak import measure_peak
 from fxremat.errors import HostMemoryExceeded, InvalidOption
-from fxremat.runtime.copies import cpu_engine, cuda_engine, dense_layout, host_memory, weights
-from fxremat.runtime.copies.copy_trace import CopyRecord
-from fxremat.runtime.copies.engine import Engine, Pending
+from fxremat.runtime import dense_layout, host_memory
+from fxremat.runtime.copies import cpu_engine, cuda_engine, weights
 from fxremat.runtime.copies.operators import to_device, to_host, wait_device, wait_host
+from fxremat.runtime.copy_engine import Engine, Pending
+from fxremat.runtime.copy_trace import CopyRecord
 
 CPU = torch.device("cpu")
 DEVICES = ["cpu", *(["cuda"] if torch.cuda.is_available() else [])]

@@ -10,7 +10,7 @@ from torch import nn
 
 from fxremat import compat
 from fxremat.passes.joint_graph import Role, is_view, read_joint_graph, root
-from fxremat.passes.recompute import RECOMPUTED
+from fxremat.passes.rewritten import RECOMPUTED
 from fxremat.passes.user_tags import obey_must_recompute, protect_mutated_inputs
 from tests import nets
 from tests.conftest import Golden

@@ -12,8 +12,9 @@ from fxremat.core.alternatives import take as take_alternatives
 from fxremat.core.problem import Problem
 from fxremat.passes.joint_graph import JointGraph, Role, is_tensor
 from fxremat.passes.memory_estimation import Estimate, estimate
+from fxremat.passes.nodes import add_call
 from fxremat.passes.variants import insertion
-from fxremat.passes.variants.rule import Rule, Site, StandIns, add_call
+from fxremat.passes.variants.rule import Rule, Site, StandIns
 from tests.graphs import Capture, batch, capture, mlp, no_workspace, unit_time
 
 aten = torch.ops.aten
@@ -76,11 +77,15 @@ def seen(fused: bool = False) -> Capture:
     return capture(mlp(8, 3), (batch(4, 8),), fused=fused)
 
 
-def problem_of(joint: JointGraph, fused: bool, given: Sequence[insertion.Form] = ()) -> Problem:
+def problem_of(
+    joint: JointGraph, fused: bool, given: Sequence[insertion.InsertedVariant] = ()
+) -> Problem:
     return estimated(joint, fused, given).problem
 
 
-def estimated(joint: JointGraph, fused: bool, given: Sequence[insertion.Form] = ()) -> Estimate:
+def estimated(
+    joint: JointGraph, fused: bool, given: Sequence[insertion.InsertedVariant] = ()
+) -> Estimate:
     return estimate(
         joint, unit_time, no_workspace, fused=fused, device="cpu", name="test", forms=given
     )
@@ -99,7 +104,7 @@ def inputs_of(joint: JointGraph) -> list[torch.Tensor]:
 def test_offering_changes_nothing() -> None:
     joint = seen().joint
     sites = insertion.find_sites(joint, RULES)
-    offered = insertion.offer(joint, sites)
+    offered = insertion.insert_all(joint, sites)
     assert len(offered.forms) == len(sites) > 6
     plain, union = problem_of(joint, False), problem_of(offered.joint, False, offered.forms)
     assert union.ops == plain.ops
@@ -112,7 +117,7 @@ def test_offering_changes_nothing() -> None:
 def test_an_alternative_says_what_the_graph_is_once_it_is_taken(fused: bool) -> None:
     joint = seen(fused).joint
     sites = insertion.find_sites(joint, RULES)
-    offered = insertion.offer(joint, sites)
+    offered = insertion.insert_all(joint, sites)
     union = problem_of(offered.joint, fused, offered.forms)
     for one in union.alternatives:
         site = next(site for site in sites if site.name == one.name)

@@ -21,9 +21,10 @@ from torch import fx, nn
 from fxremat import compat
 from fxremat.compiling.pipeline import prepare
 from fxremat.passes.joint_graph import JointGraph, Role, is_tensor, root
+from fxremat.passes.nodes import add_call, fake
 from fxremat.passes.variants import saved_values
 from fxremat.passes.variants.insertion import take
-from fxremat.passes.variants.rule import Rule, Site, add_call, fake
+from fxremat.passes.variants.rule import Rule, Site
 from tests.graphs import capture, with_seeds
 
 

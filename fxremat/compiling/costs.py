@@ -19,7 +19,7 @@ from fxremat.cost.roofline import roofline_us
 from fxremat.cost.workspaces import Workspaces, declared
 from fxremat.passes.joint_graph import JointGraph, is_tensor
 from fxremat.passes.memory_estimation import Estimate, OpTimer, estimate
-from fxremat.passes.variants.insertion import Form
+from fxremat.passes.variants.insertion import InsertedVariant
 from fxremat.runtime import kernels
 
 
@@ -92,7 +92,7 @@ class CostModel:
     workspace: Callable[[fx.Node], int]
     spec: DeviceSpec | None = None
 
-    def estimate(self, joint: JointGraph, forms: Sequence[Form] = ()) -> Estimate:
+    def estimate(self, joint: JointGraph, forms: Sequence[InsertedVariant] = ()) -> Estimate:
         """With the forms that stand in the graph as alternatives."""
         found = estimate(
             joint,

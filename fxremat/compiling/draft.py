@@ -12,8 +12,8 @@ from fxremat.core.plan import Plan
 from fxremat.core.problem import Op, Problem
 from fxremat.passes.joint_graph import JointGraph
 from fxremat.passes.memory_estimation import Estimate
-from fxremat.passes.recompute import Rewritten
-from fxremat.passes.variants.insertion import Form
+from fxremat.passes.rewritten import Rewritten
+from fxremat.passes.variants.insertion import InsertedVariant
 from fxremat.passes.variants.rule import Site
 
 NOT_YET: Any = None
@@ -36,7 +36,7 @@ class Draft:
     partition: Partition = NOT_YET
     joint: JointGraph = NOT_YET
     sites: tuple[Site, ...] = ()
-    taken: tuple[Form, ...] = ()
+    taken: tuple[InsertedVariant, ...] = ()
     estimate: Estimate = NOT_YET
     plan: Plan = NOT_YET
     holds_order: bool = False

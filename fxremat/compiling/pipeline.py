@@ -34,7 +34,7 @@ from fxremat.passes.offload import add_before_putting
 from fxremat.passes.recompute import apply_plan
 from fxremat.passes.user_tags import obey_must_recompute, protect_mutated_inputs
 from fxremat.passes.variants.chunks.inductor_kernels import compile_rows, suit_rows
-from fxremat.passes.variants.insertion import Form, take_and_tell
+from fxremat.passes.variants.insertion import InsertedVariant, take_and_tell
 from fxremat.passes.variants.table import RULES
 
 log = logging.getLogger(__name__)
@@ -150,7 +150,7 @@ def _stand_ins_are_right(before: Draft, after: Draft) -> None:
         log.info("%s was not tried on numbers: %s", site, why)
 
 
-def _told(one: Form, *, lossy: bool) -> TakenVariant:
+def _told(one: InsertedVariant, *, lossy: bool) -> TakenVariant:
     """What the judge is told of a variant: names alone."""
     pairs = [(old.name, new.name) for old, new in one.stand_ins.items()]
     pairs += [(old.name, one.again[new].name) for old, new in one.stand_ins.items()

@@ -14,7 +14,7 @@ from fxremat.core.timeline import replay
 from fxremat.errors import InfeasibleBudget
 from fxremat.passes.joint_graph import is_tensor
 from fxremat.passes.memory_estimation import nbytes
-from fxremat.passes.variants.insertion import Form
+from fxremat.passes.variants.insertion import InsertedVariant
 from fxremat.passes.variants.table import RULES
 from fxremat.report.report import Report, Row
 from fxremat.report.where import describe
@@ -108,7 +108,7 @@ def _moved(found: Found) -> tuple[Row, ...]:
     )
 
 
-def _variant(taken: Form) -> Row:
+def _variant(taken: InsertedVariant) -> Row:
     """Its rule, where it is, and the bytes that it stands in for."""
     old = [node for node in taken.stand_ins if is_tensor(node)]
     where = describe(old[0]) if old else taken.name

@@ -12,7 +12,7 @@ from fxremat.core.problem import Problem
 from fxremat.errors import VerificationFailed
 from fxremat.passes.joint_graph import JointGraph
 from fxremat.passes.memory_estimation import Estimate
-from fxremat.passes.variants.insertion import Offer, find_sites, offer
+from fxremat.passes.variants.insertion import GraphWithVariants, find_sites, insert_all
 from fxremat.passes.variants.rule import Rule, Site
 
 log = logging.getLogger(__name__)
@@ -59,18 +59,18 @@ def _sites(joint: JointGraph, rule: Rule, costs: CostModel) -> tuple[Site, ...]:
 
 def _insert(
     joint: JointGraph, sites: tuple[Site, ...], costs: CostModel
-) -> tuple[tuple[Site, ...], Offer]:
+) -> tuple[tuple[Site, ...], GraphWithVariants]:
     """The sites that can be inserted, beside the ops of a copy of the graph."""
     try:
-        return sites, offer(joint, sites)
+        return sites, insert_all(joint, sites)
     except Exception:  # one of them, found by inserting each alone
         left = tuple(site for site in sites if _can_be_inserted(joint, site, costs))
-        return left, offer(joint, left)
+        return left, insert_all(joint, left)
 
 
 def _can_be_inserted(joint: JointGraph, site: Site, costs: CostModel) -> bool:
     try:
-        offer(joint, [site])
+        insert_all(joint, [site])
     except Exception as error:
         _blame(site.rule, f"inserting {site.name}", error, costs)
         return False

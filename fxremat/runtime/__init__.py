@@ -10,20 +10,20 @@ Gradients on the device are added to ``grad`` by `accumulated`
 memory, a simulated speed for copies of machines without a GPU, and records of what was copied when.
 """
 
-from fxremat.runtime.copies.copy_trace import CopyRecord, copy_trace
 from fxremat.runtime.copies.cpu_engine import set_copy_speed
-from fxremat.runtime.copies.host_memory import (
+from fxremat.runtime.copies.operators import to_device, to_host, wait_device, wait_host
+from fxremat.runtime.copies.speed import MeasuredSpeed, measure_copy_speed
+from fxremat.runtime.copies.weights import fetch, host_copy, put, settle
+from fxremat.runtime.copy_trace import CopyRecord, copy_trace
+from fxremat.runtime.gradients.accumulation import accumulated
+from fxremat.runtime.gradients.optimizer_steps import Stepped, arrived
+from fxremat.runtime.host_memory import (
     HostBytes,
     host_bytes,
     is_host,
     reset_host_peak,
     set_host_memory_cap,
 )
-from fxremat.runtime.copies.operators import to_device, to_host, wait_device, wait_host
-from fxremat.runtime.copies.speed import MeasuredSpeed, measure_copy_speed
-from fxremat.runtime.copies.weights import fetch, host_copy, put, settle
-from fxremat.runtime.gradients.accumulation import accumulated
-from fxremat.runtime.gradients.optimizer_steps import Stepped, arrived
 
 __all__ = [
     "CopyRecord",

@@ -24,7 +24,7 @@ import torch
 
 from fxremat.compat.saved_tensors import autograd_position, node_of_forward, saved_by, when_freed
 from fxremat.errors import PromiseBroken
-from fxremat.runtime.copies.host_memory import is_host
+from fxremat.runtime.host_memory import is_host
 
 log = logging.getLogger(__name__)
 

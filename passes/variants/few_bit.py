@@ -39,9 +39,10 @@ from torch import fx
 from fxremat import compat
 from fxremat.passes.joint_graph import JointGraph, Role, is_repeatable, is_tensor, is_view
 from fxremat.passes.materialisation import is_fusable, is_reduction
+from fxremat.passes.nodes import fake
 from fxremat.passes.variants.few_bit_tables import Steps, optimal_steps, refined
 from fxremat.passes.variants.packed_bits import pack, unpack
-from fxremat.passes.variants.rule import Rule, Site, StandIns, fake
+from fxremat.passes.variants.rule import Rule, Site, StandIns
 from fxremat.passes.variants.saved_values import (
     Inserter,
     as_dtype,

@@ -41,7 +41,8 @@ import torch
 from torch import fx
 
 from fxremat.passes.joint_graph import JointGraph, Role, is_tensor, is_view
-from fxremat.passes.variants.rule import Rule, Site, StandIns, add_call, fake
+from fxremat.passes.nodes import add_call, fake
+from fxremat.passes.variants.rule import Rule, Site, StandIns
 
 _ATEN = torch.ops.aten
 Add = Callable[..., fx.Node]

@@ -1,13 +1,12 @@
-"""Other forms of ops beside the ops of a joint graph: put in to choose from, taken once chosen.
+"""Variants put beside the ops of a joint graph, to choose from; and taken, once chosen.
 
     h ── gelu ── y ── mm            h ── gelu ── y ── mm            h ── other ── y' ── mm
                                     h ── other ── y'
-    the graph                       offered                         taken
+    the graph                       inserted                        taken
 
-A reader takes a stand-in in place of the old node unless the stand-in is computed from it. What a
-stand-in of the backward replaces is replaced in the backward alone, and a stand-in may be another
-there than in the forward. What is not needed any more
-once forms are taken is removed.
+A reader reads the stand-in in place of the old node, unless the stand-in is computed from that
+reader. A stand-in of the backward is read in the backward alone. The backward may have a stand-in
+of its own. Nodes that nobody needs once variants are taken are removed.
 """
 
 from __future__ import annotations
@@ -39,7 +38,7 @@ GOOD_PART = 1 / 16
 
 
 @dataclass(frozen=True)
-class Form:
+class InsertedVariant:
     """A site whose nodes stand in a graph."""
 
     name: str
@@ -91,11 +90,11 @@ class Form:
 
 
 @dataclass(frozen=True)
-class Offer:
+class GraphWithVariants:
     """A copy of the joint graph with all forms beside the ops."""
 
     joint: JointGraph
-    forms: tuple[Form, ...]
+    forms: tuple[InsertedVariant, ...]
 
 
 def find_sites(
@@ -130,7 +129,7 @@ def _held_bytes(node: fx.Node) -> int:
     return sum(compat.size_bound(one.numel()) * one.dtype.itemsize for one in tensors)
 
 
-def offer(joint: JointGraph, sites: Iterable[Site]) -> Offer:
+def insert_all(joint: JointGraph, sites: Iterable[Site]) -> GraphWithVariants:
     """All sites put into a copy of the graph; nothing that was there reads what is new."""
     copies: dict[fx.Node, fx.Node] = {}
     module = compat.copy_module(joint.module, copies)
@@ -139,7 +138,7 @@ def offer(joint: JointGraph, sites: Iterable[Site]) -> Offer:
     returned = [copies[node] for node in joint.forward_outputs]
     forms = tuple(_insert(module.graph, site, copies, role, returned) for site in sites)
     module.graph.lint()
-    return Offer(_copied(joint, module, copies, role), forms)
+    return GraphWithVariants(_copied(joint, module, copies, role), forms)
 
 
 def take(joint: JointGraph, sites: Sequence[Site]) -> JointGraph:
@@ -147,9 +146,11 @@ def take(joint: JointGraph, sites: Sequence[Site]) -> JointGraph:
     return take_and_tell(joint, sites)[0]
 
 
-def take_and_tell(joint: JointGraph, sites: Sequence[Site]) -> tuple[JointGraph, tuple[Form, ...]]:
+def take_and_tell(
+    joint: JointGraph, sites: Sequence[Site]
+) -> tuple[JointGraph, tuple[InsertedVariant, ...]]:
     """The same, and what was inserted: some of its nodes may not be needed any more either."""
-    offered = offer(joint, sites)
+    offered = insert_all(joint, sites)
     graph, results = offered.joint.module.graph, list(offered.joint.results)
     for form in offered.forms:
         for node in form.nodes:
@@ -192,7 +193,7 @@ def _insert(
     copies: Mapping[fx.Node, fx.Node],
     role: dict[fx.Node, Role],
     forward_results: Iterable[fx.Node],
-) -> Form:
+) -> InsertedVariant:
     before = set(graph.nodes)
     found = site.insert(graph, copies)
     stand_ins = {copies.get(old, old): new for old, new in found.items()}
@@ -209,7 +210,7 @@ def _insert(
     for index, node in enumerate(nodes):
         stored = STORED if STORED in node.meta else ""
         node._rename(f"{re.sub('[^0-9a-zA-Z]+', '_', site.name)}_{index}{stored}")
-    return Form(
+    return InsertedVariant(
         name=site.name,
         rule=site.rule,
         nodes=nodes,

@@ -43,8 +43,8 @@ from torch import fx
 from fxremat import compat
 from fxremat.passes.joint_graph import JointGraph, Role, is_repeatable, is_tensor, is_view
 from fxremat.passes.materialisation import is_fusable
-from fxremat.passes.nodes import packet_of
-from fxremat.passes.variants.rule import Rule, Site, StandIns, fake
+from fxremat.passes.nodes import fake, packet_of
+from fxremat.passes.variants.rule import Rule, Site, StandIns
 from fxremat.passes.variants.saved_values import (
     Inserter,
     Saved,

@@ -23,7 +23,7 @@ the input need not be kept for it any more.
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any
 
@@ -32,7 +32,8 @@ from torch import fx
 
 from fxremat import compat
 from fxremat.passes.joint_graph import STORED, JointGraph, is_view
-from fxremat.passes.variants.rule import Rule, Site, StandIns, add_call, fake
+from fxremat.passes.nodes import add_call, fake
+from fxremat.passes.variants.rule import Rule, Site, StandIns
 
 _ATEN, _PRIMS = torch.ops.aten, torch.ops.prims
 MOST_WINDOWS = 16
@@ -136,6 +137,19 @@ def _narrowed(node: fx.Node) -> fx.Node:
     return only if is_cast and fake(only).itemsize < fake(node).itemsize else node
 
 
+def _is_real(
+    call: Callable[..., fx.Node], axis: _Axis, window: fx.Node, offset: fx.Node
+) -> fx.Node:
+    """Whether there is a window of this number, and the place lies in it."""
+    real: fx.Node = call(_ATEN.ge.Scalar, window, 0)
+    for bound in (
+        call(_ATEN.lt.Scalar, window, axis.results),
+        call(_ATEN.lt.Scalar, offset, axis.kernel),
+    ):
+        real = call(_ATEN.logical_and.default, real, bound)
+    return real
+
+
 def _gather(
     graph: fx.Graph, pool: _Pool, offsets: fx.Node, gradients: fx.Node, like: fx.Node
 ) -> fx.Node:
@@ -160,12 +174,7 @@ def _gather(
             offset = call(_ATEN.sub.Tensor, place, start)
             real = None
             if not axis.is_tiled:
-                real = call(_ATEN.ge.Scalar, window, 0)
-                for bound in (
-                    call(_ATEN.lt.Scalar, window, axis.results),
-                    call(_ATEN.lt.Scalar, offset, axis.kernel),
-                ):
-                    real = call(_ATEN.logical_and.default, real, bound)
+                real = _is_real(call, axis, window, offset)
                 first = call(_ATEN.full.default, [], 0, dtype=torch.int64, device=device)
                 window = call(_ATEN.where.self, real, window, first)
             found = (window, offset, real)

@@ -18,12 +18,9 @@ from __future__ import annotations
 
 from collections.abc import Callable, Iterable, Mapping
 from dataclasses import dataclass
-from typing import Any
 
-import torch
 from torch import fx
 
-from fxremat import compat
 from fxremat.passes.joint_graph import JointGraph
 
 StandIns = dict[fx.Node, fx.Node]
@@ -58,34 +55,3 @@ class Rule:
     line: str
     find: Callable[[JointGraph], Iterable[Site]]
     lossy: bool = False
-
-
-def add_call(
-    graph: fx.Graph, target: Any, args: tuple[Any, ...], like: fx.Node, **kwargs: Any
-) -> fx.Node:
-    """A call at the graph's point of insertion, its fake result worked out.
-
-    ``like`` is the node that it stands for or helps to: source lines and tags for the report are
-    taken from there.
-    """
-    node = graph.call_function(target, args, kwargs)
-    fake_args, fake_kwargs = fx.map_arg((args, kwargs), lambda n: n.meta["val"])
-    with compat.fake_mode_of(graph):
-        node.meta["val"] = target(*fake_args, **fake_kwargs)
-    kept = ("stack_trace", "nn_module_stack", "source_fn_stack", "partitioner_tag", "seq_nr")
-    node.meta.update({key: like.meta[key] for key in kept if key in like.meta})
-    return node
-
-
-def last_of(nodes: Iterable[fx.Node], graph: fx.Graph) -> fx.Node:
-    """The one of ``nodes`` that comes last in the graph."""
-    wanted = set(nodes)
-    found: fx.Node = next(node for node in reversed(graph.nodes) if node in wanted)
-    return found
-
-
-def fake(node: fx.Node) -> torch.Tensor:
-    """The fake tensor of a node that is one tensor."""
-    value = node.meta["val"]
-    assert isinstance(value, torch.Tensor)
-    return value

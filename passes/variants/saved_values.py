@@ -40,7 +40,8 @@ from fxremat.passes.joint_graph import (
     root,
 )
 from fxremat.passes.materialisation import is_fusable, materialise
-from fxremat.passes.variants.rule import StandIns, add_call, fake
+from fxremat.passes.nodes import add_call, fake
+from fxremat.passes.variants.rule import StandIns
 
 LEAST_ELEMENTS = 4096
 """Below, the calls that change the form cost more than the bytes are worth."""

@@ -71,7 +71,7 @@ class _Whole:
         self.result[at].copy_(part)
 
 
-class _Sum:
+class _ImageSum:
     """A sum over parts; it rounds to the type of the parts once, at the end."""
 
     def __init__(self) -> None:
@@ -118,7 +118,7 @@ def _gradients(
         if images >= count:
             found = _ATEN.convolution_backward.default(gradient, given, weight, *how, mask)
             return _without_none(found, given)
-        of_input, of_weight, of_bias = _Whole(count), _Sum(), _Sum()
+        of_input, of_weight, of_bias = _Whole(count), _ImageSum(), _ImageSum()
         for part in _parts(count, images):
             results = _ATEN.convolution_backward.default(
                 gradient[part], given[part], weight, *how, mask

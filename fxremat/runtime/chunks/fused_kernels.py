@@ -117,7 +117,7 @@ def _of(program: Program, number: int) -> Instruction:
 
 
 @dataclass
-class _Writer:
+class _KernelWriter:
     """Writes the graph of one stage for ``tile`` rows."""
 
     program: Program
@@ -293,14 +293,14 @@ def kernels_of(text: str, inputs: tuple[Shape, ...], tile: int) -> tuple[Kernel 
     if not tile or not (on_cpu or _is_aligned(program, plan, inputs, tile)):
         return (None,) * len(plan.stages)
     return tuple(
-        _kernel(_Writer(program, plan, stage, inputs, tile), _room(program, plan, tile))
+        _kernel(_KernelWriter(program, plan, stage, inputs, tile), _room(program, plan, tile))
         if is_worth_fusing(stage)
         else None
         for stage in plan.stages
     )
 
 
-def _kernel(writer: _Writer, room: int) -> Kernel | None:
+def _kernel(writer: _KernelWriter, room: int) -> Kernel | None:
     try:
         with compat.for_a_kernel():
             module = compat.decomposed(writer.write())

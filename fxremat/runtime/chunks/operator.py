@@ -42,7 +42,7 @@ from fxremat.runtime.chunks.program import Instruction, Ref, overload, with_valu
 from fxremat.runtime.chunks.statistics import Moment, Moments
 
 
-class _Sum:
+class _RowSum:
     """A sum over all rows, while it is being added up."""
 
     def __init__(self, one: Instruction, device: torch.device, is_fused: bool) -> None:
@@ -130,7 +130,7 @@ class _Run:
             for number in stage.values
         }
         self.results: dict[int, torch.Tensor] = {}
-        self.sums: dict[int, _Sum | Moment] = {}
+        self.sums: dict[int, _RowSum | Moment] = {}
         self.moments: dict[str, Moments] = {}
         for place, number in enumerate(self.program.results):
             self._make_result(number, number in fused, call.format_of(place))
@@ -142,7 +142,7 @@ class _Run:
             both = self.moments.setdefault(repr(one.args), Moments(one, number, self.device))
             self.sums[number] = Moment(both, number, one)
         elif one.kind == "sum":
-            self.sums[number] = _Sum(one, self.device, is_fused)
+            self.sums[number] = _RowSum(one, self.device, is_fused)
         else:
             shape = (self.total, *one.rest)
             self.results[number] = torch.empty(
@@ -236,7 +236,7 @@ class _Piece:
             return self.value(wanted.number)
         if wanted.kind == "sum":
             total = self.run.sums[wanted.number]
-            assert isinstance(total, _Sum), "no kernel adds to moments"
+            assert isinstance(total, _RowSum), "no kernel adds to moments"
             return total.total
         return self.rows_of_slot(wanted.number, wanted.rest)
 

@@ -24,10 +24,10 @@ from threading import Event, Lock, Thread
 import torch
 
 from fxremat.errors import InvalidOption
-from fxremat.runtime.copies.copy_trace import active_traces, host_time
-from fxremat.runtime.copies.dense_layout import check_copyable, extent_bytes
-from fxremat.runtime.copies.engine import Direction, Pending, Wait
-from fxremat.runtime.copies.host_memory import HOST_MEMORY
+from fxremat.runtime.copy_engine import Direction, Pending, Wait
+from fxremat.runtime.copy_trace import active_traces, host_time
+from fxremat.runtime.dense_layout import check_copyable, extent_bytes
+from fxremat.runtime.host_memory import HOST_MEMORY
 
 
 @dataclass(frozen=True)
@@ -42,7 +42,7 @@ class CopySpeed:
         return self.latency_s + (nbytes / self.bytes_per_s if self.bytes_per_s else 0.0)
 
 
-class _Transfer:
+class _CpuTransfer:
     """One copy. It holds its tensors until it has ended."""
 
     def __init__(
@@ -51,7 +51,7 @@ class _Transfer:
         source: torch.Tensor,
         target: torch.Tensor,
         speed: CopySpeed,
-        after: _Transfer | None,
+        after: _CpuTransfer | None,
     ) -> None:
         self.direction = direction
         self.nbytes = extent_bytes(source)
@@ -84,16 +84,16 @@ class _Transfer:
             raise RuntimeError(f"a copy {self.direction} failed: {self.error!r}") from self.error
 
 
-class _Line:
+class _CpuLine:
     """One direction: a thread, started with the first copy, that does one copy after another."""
 
     def __init__(self, direction: Direction) -> None:
         self._direction = direction
-        self._queue: SimpleQueue[_Transfer] = SimpleQueue()
+        self._queue: SimpleQueue[_CpuTransfer] = SimpleQueue()
         self._lock = Lock()
         self._thread: Thread | None = None
 
-    def submit(self, transfer: _Transfer) -> None:
+    def submit(self, transfer: _CpuTransfer) -> None:
         with self._lock:
             if self._thread is None:
                 name = f"fxremat {self._direction}"
@@ -102,13 +102,13 @@ class _Line:
         self._queue.put(transfer)
 
 
-def _serve(queue: SimpleQueue[_Transfer]) -> None:
+def _serve(queue: SimpleQueue[_CpuTransfer]) -> None:
     while True:
         queue.get().run()
 
 
 class CpuEngine:
-    """See `fxremat.runtime.copies.engine.Engine`; waiting blocks the thread that calls."""
+    """See `fxremat.runtime.copy_engine.Engine`; waiting blocks the thread that calls."""
 
     def __init__(self) -> None:
         self.speeds: dict[Direction, CopySpeed] = {}
@@ -116,8 +116,8 @@ class CpuEngine:
 
     def after_fork(self) -> None:
         """Begin anew: threads stay behind in a fork, and copies that they had not ended."""
-        self._lines: dict[Direction, _Line] = {d: _Line(d) for d in ("to_host", "to_device")}
-        self._pending: Pending[_Transfer] = Pending()
+        self._lines: dict[Direction, _CpuLine] = {d: _CpuLine(d) for d in ("to_host", "to_device")}
+        self._pending: Pending[_CpuTransfer] = Pending()
 
     def start_to_host(self, x: torch.Tensor) -> torch.Tensor:
         check_copyable(x)
@@ -134,10 +134,10 @@ class CpuEngine:
         direction: Direction,
         source: torch.Tensor,
         target: torch.Tensor,
-        after: _Transfer | None = None,
+        after: _CpuTransfer | None = None,
     ) -> torch.Tensor:
         _fill_with_garbage(target)
-        transfer = _Transfer(
+        transfer = _CpuTransfer(
             direction, source, target, self.speeds.get(direction, CopySpeed()), after
         )
         self._pending.add(target, transfer)

@@ -20,13 +20,13 @@ from weakref import WeakKeyDictionary
 
 import torch
 
-from fxremat.runtime.copies.copy_trace import CopyRecord, Trace, active_traces
-from fxremat.runtime.copies.dense_layout import check_copyable, extent_bytes, run_of_memory
-from fxremat.runtime.copies.engine import Direction, Pending, Wait
-from fxremat.runtime.copies.host_memory import HOST_MEMORY
+from fxremat.runtime.copy_engine import Direction, Pending, Wait
+from fxremat.runtime.copy_trace import CopyRecord, Trace, active_traces
+from fxremat.runtime.dense_layout import check_copyable, extent_bytes, run_of_memory
+from fxremat.runtime.host_memory import HOST_MEMORY
 
 
-class _Transfer:
+class _CudaTransfer:
     """One copy. It holds its tensors until somebody has waited, or it is seen to have ended.
 
     Only after an exception does nobody wait. Then the memory that the copy writes must not be
@@ -47,26 +47,26 @@ class _Transfer:
         return not self._tensors or bool(self.ended.query())  # type: ignore[no-untyped-call]
 
 
-class _Line:
+class _CudaLine:
     """One direction on one device: a stream, and what runs on it in order."""
 
     def __init__(self, direction: Direction, device: torch.device) -> None:
         self._direction: Direction = direction
         self._device = device
         self._stream = _new_stream(device)
-        self._running: deque[_Transfer] = deque()
+        self._running: deque[_CudaTransfer] = deque()
         self._lock = Lock()
 
     def start(
         self, source: torch.Tensor, target: torch.Tensor, after: torch.cuda.Event | None
-    ) -> _Transfer:
+    ) -> _CudaTransfer:
         """Copy once the computing stream has come here and ``after`` is reached."""
         with self._lock:
             self._clean_up()
             self._stream.wait_event(torch.cuda.current_stream(self._device).record_event())
             if after is not None:
                 self._stream.wait_event(after)
-            transfer = _Transfer(source, target, self._copy(source, target))
+            transfer = _CudaTransfer(source, target, self._copy(source, target))
             self._running.append(transfer)
             return transfer
 
@@ -86,12 +86,12 @@ class _Line:
 
 
 class CudaEngine:
-    """See `fxremat.runtime.copies.engine.Engine`; waiting blocks the current stream, not the
+    """See `fxremat.runtime.copy_engine.Engine`; waiting blocks the current stream, not the
     host."""
 
     def __init__(self) -> None:
-        self._lines: dict[tuple[Direction, torch.device], _Line] = {}
-        self._pending: Pending[_Transfer] = Pending()
+        self._lines: dict[tuple[Direction, torch.device], _CudaLine] = {}
+        self._pending: Pending[_CudaTransfer] = Pending()
         self._filled: MutableMapping[torch.UntypedStorage, torch.cuda.Event] = WeakKeyDictionary()
         """When each host tensor is there: other streams than the one that waited need to know."""
 
@@ -110,10 +110,10 @@ class CudaEngine:
         self._pending.add(x, self._line("to_device", x.device).start(host, x, filled))
         return x
 
-    def _line(self, direction: Direction, device: torch.device) -> _Line:
+    def _line(self, direction: Direction, device: torch.device) -> _CudaLine:
         line = self._lines.get((direction, device))
         if line is None:
-            line = self._lines.setdefault((direction, device), _Line(direction, device))
+            line = self._lines.setdefault((direction, device), _CudaLine(direction, device))
         return line
 
     def wait(self, what: Wait, target: torch.Tensor, device: torch.device) -> None:

@@ -21,7 +21,7 @@ import torch
 
 from fxremat.compat import OpOverload
 from fxremat.runtime.copies import cpu_engine, cuda_engine
-from fxremat.runtime.copies.engine import Engine
+from fxremat.runtime.copy_engine import Engine
 from fxremat.runtime.gradients import optimizer_steps
 
 _STARTS = (

@@ -7,9 +7,9 @@ from typing import NamedTuple
 
 import torch
 
-from fxremat.runtime.copies.copy_trace import CopyRecord, copy_trace
-from fxremat.runtime.copies.engine import Direction
 from fxremat.runtime.copies.operators import to_device, to_host, wait_device, wait_host
+from fxremat.runtime.copy_engine import Direction
+from fxremat.runtime.copy_trace import CopyRecord, copy_trace
 
 _SMALLEST, _LARGEST = 2**16, 2**24
 _ENOUGH_S = 0.02

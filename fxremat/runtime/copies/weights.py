@@ -22,10 +22,10 @@ import torch
 
 from fxremat.compat import OpOverload
 from fxremat.runtime.copies import cpu_engine, cuda_engine
-from fxremat.runtime.copies.dense_layout import check_copyable, extent_bytes, run_of_memory
-from fxremat.runtime.copies.host_memory import HOST_MEMORY
 from fxremat.runtime.copies.operators import to_device, to_host, wait_device, wait_host
+from fxremat.runtime.dense_layout import check_copyable, extent_bytes, run_of_memory
 from fxremat.runtime.gradients import optimizer_steps
+from fxremat.runtime.host_memory import HOST_MEMORY
 
 _TAGS = (
     # Gradients reach the optimizer with the strides that the graph was traced with.

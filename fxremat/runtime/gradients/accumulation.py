@@ -31,8 +31,8 @@ from typing import Any
 import torch
 
 from fxremat import compat
-from fxremat.runtime.copies.dense_layout import extent, extent_bytes, storage_address
-from fxremat.runtime.copies.host_memory import is_host
+from fxremat.runtime.dense_layout import extent, extent_bytes, storage_address
+from fxremat.runtime.host_memory import is_host
 
 log = logging.getLogger(__name__)
 
@@ -63,7 +63,7 @@ class _Asked:
             self._counts[key] = reference, count
 
 
-class _Backward(threading.local):
+class _BackwardSums(threading.local):
     """The backward that this thread runs, and what is known of it and of the graph in it.
 
     ``adders`` has what adds the gradient of each weight that the graph gives one to, by id.
@@ -79,7 +79,7 @@ class _Backward(threading.local):
 
 
 _ASKED = _Asked()
-_BACKWARD = _Backward()
+_BACKWARD = _BackwardSums()
 _TOLD: set[str] = set()
 
 

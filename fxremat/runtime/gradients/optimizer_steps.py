@@ -34,8 +34,8 @@ from weakref import WeakValueDictionary
 import torch
 
 from fxremat import compat
-from fxremat.runtime.copies.copy_trace import active_traces, host_time
-from fxremat.runtime.copies.dense_layout import extent_bytes, storage_address
+from fxremat.runtime.copy_trace import active_traces, host_time
+from fxremat.runtime.dense_layout import extent_bytes, storage_address
 
 MOST_AHEAD = 4
 """Steps that may be left to do while the backward goes on: their gradients are in memory.
@@ -171,7 +171,7 @@ def _serve(queue: SimpleQueue[Step]) -> None:
         queue.get().run()
 
 
-class _Backward(threading.local):
+class _BackwardSteps(threading.local):
     """The backward that this thread runs, what is known of it, and what began in it."""
 
     def __init__(self) -> None:
@@ -184,7 +184,7 @@ class _Backward(threading.local):
 
 _STEPPED: WeakValueDictionary[int, Stepped] = WeakValueDictionary()
 _WORKER = _Worker()
-_BACKWARD = _Backward()
+_BACKWARD = _BackwardSteps()
 os.register_at_fork(after_in_child=_WORKER.after_fork)
 
 

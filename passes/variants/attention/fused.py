@@ -32,13 +32,13 @@ import torch
 from torch import fx
 
 from fxremat.passes.joint_graph import JointGraph
-from fxremat.passes.nodes import shape_of
+from fxremat.passes.nodes import add_call, fake, shape_of
 from fxremat.passes.variants.attention.bias import Bias, Heads, Rows, plan_bias, where
 from fxremat.passes.variants.attention.kernels import KERNELS, Inputs, Kept, Kernel
 from fxremat.passes.variants.attention.layout import origin
 from fxremat.passes.variants.attention.match import Attention, find_attention
 from fxremat.passes.variants.attention.operands import Operand, Result, operand, result, result_here
-from fxremat.passes.variants.rule import Rule, Site, StandIns, add_call, fake
+from fxremat.passes.variants.rule import Rule, Site, StandIns
 
 _ATEN = torch.ops.aten
 Add = Callable[..., fx.Node]

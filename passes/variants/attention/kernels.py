@@ -19,7 +19,7 @@ from typing import Any, Protocol
 import torch
 from torch import fx
 
-from fxremat.passes.variants.rule import fake
+from fxremat.passes.nodes import fake
 
 _ATEN = torch.ops.aten
 Add = Callable[..., fx.Node]

@@ -14,7 +14,7 @@ import torch
 from torch import fx
 
 from fxremat.passes.joint_graph import JointGraph, root
-from fxremat.passes.nodes import Shape, shape_of
+from fxremat.passes.nodes import Shape, fake, shape_of
 from fxremat.passes.variants.attention.layout import (
     Layout,
     Moves,
@@ -28,7 +28,6 @@ from fxremat.passes.variants.attention.layout import (
     whole,
 )
 from fxremat.passes.variants.attention.match import Product
-from fxremat.passes.variants.rule import fake
 
 _ATEN = torch.ops.aten
 Add = Callable[..., fx.Node]

@@ -87,7 +87,7 @@ def number(value: Any) -> float | None:
 
 
 @dataclass(frozen=True)
-class _Search:
+class _ScoresSearch:
     """What is read back to, and what was found on the way: sums could be read in many ways."""
 
     base: fx.Node | None
@@ -117,7 +117,7 @@ class _Search:
 
 def read(node: Any, base: fx.Node | None) -> Reading | None:
     """What ``node`` is of ``base``; of a product of two batches of matrices if that is None."""
-    return _Search(base).read(node)
+    return _ScoresSearch(base).read(node)
 
 
 def _begin(node: fx.Node) -> Reading | None:
@@ -137,7 +137,7 @@ def _begin(node: fx.Node) -> Reading | None:
     return scaled if beta == 0 else replace(scaled, added=(Added(given, shape),))
 
 
-def _cast(node: fx.Node, to: _Search) -> Reading | None:
+def _cast(node: fx.Node, to: _ScoresSearch) -> Reading | None:
     below = to.read(node.args[0])
     fits = below is not None and all(
         dtype_of(n).is_floating_point for n in (node, *node.all_input_nodes)
@@ -145,7 +145,7 @@ def _cast(node: fx.Node, to: _Search) -> Reading | None:
     return below if fits else None
 
 
-def _scaled(node: fx.Node, to: _Search) -> Reading | None:
+def _scaled(node: fx.Node, to: _ScoresSearch) -> Reading | None:
     """Times a number, or divided by one."""
     left, right = node.args[:2]
     factor, given = number(right), left
@@ -157,7 +157,7 @@ def _scaled(node: fx.Node, to: _Search) -> Reading | None:
     return below.times(factor) if below is not None and factor is not None else None
 
 
-def _added(node: fx.Node, to: _Search) -> Reading | None:
+def _added(node: fx.Node, to: _ScoresSearch) -> Reading | None:
     shape = shape_of(node)
     assert shape is not None
     if node.kwargs.get("alpha", 1) != 1:
@@ -172,7 +172,7 @@ def _added(node: fx.Node, to: _Search) -> Reading | None:
     return None
 
 
-def _where(node: fx.Node, to: _Search) -> Reading | None:
+def _where(node: fx.Node, to: _ScoresSearch) -> Reading | None:
     mask, if_true, if_false = node.args
     value, given, is_kept = number(if_true), if_false, False
     if value is None:
@@ -180,13 +180,13 @@ def _where(node: fx.Node, to: _Search) -> Reading | None:
     return _filled(node, to, mask, given, value, is_kept)
 
 
-def _masked_fill(node: fx.Node, to: _Search) -> Reading | None:
+def _masked_fill(node: fx.Node, to: _ScoresSearch) -> Reading | None:
     given, mask, value = node.args
     return _filled(node, to, mask, given, number(value), False)
 
 
 def _filled(
-    node: fx.Node, to: _Search, mask: Any, given: Any, value: float | None, is_kept: bool
+    node: fx.Node, to: _ScoresSearch, mask: Any, given: Any, value: float | None, is_kept: bool
 ) -> Reading | None:
     below, shape = to.read(given), shape_of(node)
     assert shape is not None
@@ -197,7 +197,7 @@ def _filled(
     return replace(below, filled=(*below.filled, Filled(mask, is_kept, value, shape)))
 
 
-_READERS: dict[str, Callable[[fx.Node, _Search], Reading | None]] = {
+_READERS: dict[str, Callable[[fx.Node, _ScoresSearch], Reading | None]] = {
     **dict.fromkeys(("convert_element_type", "_to_copy"), _cast),
     **dict.fromkeys(("mul", "div"), _scaled),
     "add": _added,

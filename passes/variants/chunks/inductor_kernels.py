@@ -9,10 +9,12 @@ from __future__ import annotations
 
 import operator
 from collections.abc import Iterator
+from dataclasses import dataclass
 
 from torch import fx
 
 from fxremat import compat
+from fxremat.passes.base import Changed, Pass
 from fxremat.passes.joint_graph import is_tensor
 from fxremat.runtime.chunks.buffers import places_of_images
 from fxremat.runtime.chunks.operator import ROWS, compile_kernels
@@ -71,3 +73,37 @@ def compile_rows(module: fx.GraphModule) -> None:
 
 def _calls(module: fx.GraphModule) -> Iterator[fx.Node]:
     yield from module.graph.find_nodes(op="call_function", target=ROWS)
+
+
+@dataclass(frozen=True)
+class LayOutRows(Pass):
+    """Has the calls of one half run fused, in the layout that Inductor gives their neighbours."""
+
+    name = "row layout"
+
+    def call(self, module: fx.GraphModule) -> Changed:
+        """Works in place."""
+        suit_rows(module)
+        return Changed(module, any(True for _ in _calls(module)))
+
+    def ensures(self, module: fx.GraphModule) -> None:
+        """All calls run fused."""
+        for node in _calls(module):
+            self.demand(bool(node.kwargs.get("fused")), f"{node.name} does not run fused")
+
+
+@dataclass(frozen=True)
+class CompileRows(Pass):
+    """Compiles the kernels that the calls of one half run; the graph stays as it is."""
+
+    name = "row kernels"
+
+    def requires(self, module: fx.GraphModule) -> None:
+        """The calls have their final layout: it is part of what is compiled."""
+        for node in _calls(module):
+            self.demand(bool(node.kwargs.get("fused")), f"{node.name} has no layout yet")
+
+    def call(self, module: fx.GraphModule) -> Changed:
+        """Changes nothing."""
+        compile_rows(module)
+        return Changed(module, False)

@@ -47,7 +47,7 @@ class Loop:
     results: tuple[fx.Node, ...]
 
 
-class _Writer:
+class _ProgramWriter:
     """Writes the program of one loop."""
 
     def __init__(self, region: Region, stops: Callable[[fx.Node, Kind], bool]) -> None:
@@ -200,7 +200,7 @@ def plan_loops(region: Region, level: Mapping[fx.Node, int]) -> list[Loop]:
             narrow = not region.is_big(node) and not region.is_view(node)
             return level[node] < now and (kind == "sum" or (narrow and node in heavy))
 
-        writer = _Writer(region, stops)
+        writer = _ProgramWriter(region, stops)
         writer.write(results)
         if not writer.rows:
             raise Refused("a loop without rows")
@@ -211,7 +211,7 @@ def plan_loops(region: Region, level: Mapping[fx.Node, int]) -> list[Loop]:
     return loops[::-1]
 
 
-def _loop(writer: _Writer, level: int, results: list[fx.Node]) -> Loop:
+def _loop(writer: _ProgramWriter, level: int, results: list[fx.Node]) -> Loop:
     """The loop that was written, made simpler."""
     rests = [rest_of(node, writer.region.rows) or () for node in writer.rows]
     program = with_points(writer.program(results), rests, writer.whole)

@@ -30,13 +30,13 @@ import torch
 from torch import fx
 
 from fxremat.passes.joint_graph import JointGraph, Role
-from fxremat.passes.nodes import dtype_of, packet_name, shape_of
+from fxremat.passes.nodes import add_call, dtype_of, last_of, packet_name, shape_of
 from fxremat.passes.variants.chunks.calls import rest_of
 from fxremat.passes.variants.chunks.early_gradients import Factor, factor
 from fxremat.passes.variants.chunks.image_regions import find_image_regions
 from fxremat.passes.variants.chunks.loops import Loop, Refused, plan_loops
 from fxremat.passes.variants.chunks.regions import Region, find_regions, levels
-from fxremat.passes.variants.rule import AGAIN, Rule, Site, StandIns, add_call, last_of
+from fxremat.passes.variants.rule import AGAIN, Rule, Site, StandIns
 from fxremat.runtime.chunks.operator import ROWS
 from fxremat.runtime.chunks.program import dump
 

@@ -6,7 +6,7 @@ from typing import Any
 
 from torch import fx
 
-from fxremat.passes.variants.rule import fake
+from fxremat.passes.nodes import fake
 
 
 def _numbers(values: Any) -> list[int]:

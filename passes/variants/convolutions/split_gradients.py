@@ -23,8 +23,9 @@ import torch
 from torch import fx
 
 from fxremat.passes.joint_graph import JointGraph
+from fxremat.passes.nodes import add_call, fake
 from fxremat.passes.variants.convolutions.gradients import of_input
-from fxremat.passes.variants.rule import Rule, Site, StandIns, add_call, fake
+from fxremat.passes.variants.rule import Rule, Site, StandIns
 from fxremat.runtime.chunks import convolutions
 
 _CONVOLUTION = torch.ops.aten.convolution.default

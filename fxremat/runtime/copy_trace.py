@@ -10,7 +10,7 @@ from typing import Any
 
 import torch
 
-from fxremat.runtime.copies.engine import Direction, Wait, Work
+from fxremat.runtime.copy_engine import Direction, Wait, Work
 
 
 @dataclass(frozen=True)
