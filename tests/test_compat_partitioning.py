@@ -61,7 +61,8 @@ def cut_by_inductor(make: Make, partition: Partition | None = None, **patches: A
         def uuid(self) -> str:
             return "tests.test_compat_partitioning"
 
-    own = compile_fx.min_cut_rematerialization_partition
+    inductor: Any = compile_fx
+    own = inductor.min_cut_rematerialization_partition
     patches |= {"force_disable_caches": True}
     if partition is not None:
         patches[compat.PARTITIONER] = Cut()
@@ -131,8 +132,9 @@ def test_torch_partition_leaves_the_graph_and_computes_the_same(make: Make) -> N
             given = {n.name: example(n.meta["val"]) for n in nodes if n.op == "placeholder"}
             expected = run(module, given)
             results = run(forward, given)
-            saved = forward.graph.output_node().args[0][count:]  # type: ignore[index]
-            assert {n.name for n in saved} == set(compat.saved_names(backward))  # type: ignore
+            ends: Any = forward.graph.output_node().args[0]
+            saved = ends[count:]
+            assert {n.name for n in saved} == set(compat.saved_names(backward))
             known = given | {n.name: r for n, r in zip(saved, results[count:], strict=True)}
             torch.testing.assert_close([*results[:count], *run(backward, known)], list(expected))
         ran.append(count)

@@ -11,7 +11,7 @@ from __future__ import annotations
 from collections import Counter
 from collections.abc import Collection, Iterator
 from contextlib import contextmanager
-from typing import Any
+from typing import Any, cast
 
 import torch
 from torch import fx
@@ -31,7 +31,7 @@ def donatable(
     """
     from torch._functorch._aot_autograd import graph_compile
 
-    changes = graph_compile.contain_metadata_mutation_ops
+    changes: Any = cast("Any", graph_compile).contain_metadata_mutation_ops
     if not functorch_config.donated_buffer or changes(forward) or changes(backward):
         return ()
     results: Any = forward.graph.output_node().args[0]
@@ -72,8 +72,9 @@ def only_marked_buffers_donated() -> Iterator[None]:
     The option of torch is no help: it is asked again when the backward runs, and a graph of which
     nothing was noted then passes for one that donates.
     """
-    from torch._functorch._aot_autograd import graph_compile
+    from torch._functorch._aot_autograd import graph_compile as compiling
 
+    graph_compile: Any = compiling
     found = graph_compile.collect_bw_donated_buffer_idxs
     graph_compile.collect_bw_donated_buffer_idxs = lambda _, backward, __: donated_inputs(backward)
     try:

@@ -9,6 +9,8 @@ import torch
 from torch import fx
 from torch.fx.experimental.symbolic_shapes import ShapeEnv
 
+__all__ = ["ShapeEnv", "plan_for_sizes_seen", "size_bound"]
+
 
 def size_bound(size: Any) -> int:
     """A size as a number: the declared upper bound of a dynamic one, else the size seen.
