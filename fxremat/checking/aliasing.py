@@ -37,6 +37,7 @@ from fxremat.checking.predicates import (
 from fxremat.errors import VerificationFailed
 from fxremat.runtime.inplace import IN_PLACE, addmm_into, baddbmm_into
 
+
 def _regroups(node: fx.Node, owner: fx.Node) -> bool:
     """Whether a node shows all elements of its owner, in the same order.
 

@@ -95,16 +95,14 @@ class Numbering:
     def arguments(self, node: fx.Node, found: Reading) -> Any:
         leaves, spec = pytree.tree_flatten((node.args, _meant(node)))
         seen = (
-            ("node", found.of[a], found.written_into(a))
-            if isinstance(a, fx.Node)
-            else _constant(a)
+            ("node", found.of[a], found.written_into(a)) if isinstance(a, fx.Node) else _constant(a)
             for a in leaves
         )
         return (*seen, str(spec))
 
 
 def _meant(node: fx.Node) -> dict[str, Any]:
-    """The named arguments of a call, but for those that say how ``rows`` runs, not what it gives."""
+    """The named arguments, but for those that say how ``rows`` runs, not what it gives."""
     how = ("fused", "channels_last") if node.target is ROWS else ()
     return {key: value for key, value in node.kwargs.items() if key not in how}
 

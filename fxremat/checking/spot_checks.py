@@ -269,7 +269,9 @@ def digest(cut: Cut) -> str:
     near = _computed(cut, STEPS[0])
     frontier = _frontier(cut, near)
     for node in (*frontier, *near):
-        what = "" if node in frontier else f"{node.target}{fx.map_arg((node.args, node.kwargs), name)}"
+        what = (
+            "" if node in frontier else f"{node.target}{fx.map_arg((node.args, node.kwargs), name)}"
+        )
         lines.append(f"{name(node)} {what} {pytree.tree_map(form, node.meta.get('val'))}")
     for new, old in cut.reads.items():
         lines.append(f"{name(new)} is {name(old)}")

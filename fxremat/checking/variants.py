@@ -157,9 +157,7 @@ def _form(value: Any) -> Any:
     if not isinstance(value, torch.Tensor):
         return type(value).__name__
     sizes = [compat.size_bound(n) for n in value.shape]
-    strides = [
-        compat.size_bound(s) for s, n in zip(value.stride(), sizes, strict=True) if n > 1
-    ]
+    strides = [compat.size_bound(s) for s, n in zip(value.stride(), sizes, strict=True) if n > 1]
     return sizes, strides if 0 not in sizes else None, value.dtype, value.device
 
 
@@ -268,8 +266,7 @@ class _Judge:
             ends = {n for n in order if n.name in self.old} | others
             inside = _before(stand_ins, ends)
             reads = {
-                n: self.stands_for[n] if n in others else self.old[n.name]
-                for n in inside & ends
+                n: self.stands_for[n] if n in others else self.old[n.name] for n in inside & ends
             }
             nodes = sorted(inside - ends, key=order.__getitem__)
             yield one, Cut(self.before, {n: self.stands_for[n] for n in stand_ins}, nodes, reads)
