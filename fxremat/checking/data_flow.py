@@ -14,7 +14,8 @@ an input or one of the nodes declared as saved, and if nothing is run in both ha
 
 from __future__ import annotations
 
-from collections.abc import Iterable
+from collections.abc import Iterable, Mapping
+from dataclasses import dataclass, field
 from typing import Any
 
 from torch import fx
@@ -32,10 +33,24 @@ from fxremat.checking.predicates import (
 )
 from fxremat.errors import VerificationFailed
 from fxremat.runtime import accumulated, arrived, settle
+from fxremat.runtime.chunks.operator import ROWS
 
 
-class _Numbering:
-    """Value numbers, shared by the two graphs that are compared."""
+@dataclass
+class Reading:
+    """What one graph computes: numbers, calls that run only once, and what was last written."""
+
+    of: dict[fx.Node, int] = field(default_factory=dict)
+    once: list[str] = field(default_factory=list)
+    written: dict[fx.Node, int] = field(default_factory=dict)
+
+    def written_into(self, node: fx.Node) -> int | None:
+        """The last write into the memory that a node shows, None where there was none."""
+        return self.written.get(root(node))
+
+
+class Numbering:
+    """Value numbers, shared by the graphs that are compared."""
 
     def __init__(self, mutated: frozenset[str]) -> None:
         self.mutated = mutated
@@ -44,39 +59,52 @@ class _Numbering:
     def number(self, key: Any) -> int:
         return self.numbers.setdefault(key, len(self.numbers))
 
-    def read(self, graph: fx.Graph) -> tuple[dict[fx.Node, int], list[str]]:
-        """The number of every node, and the names of the calls that run only once."""
-        of: dict[fx.Node, int] = {}
-        once: list[str] = []
+    def read(
+        self, graph: fx.Graph, given: Mapping[fx.Node, tuple[int, int | None]] | None = None
+    ) -> Reading:
+        """Number every node; ``given`` are inputs whose number, and last write, are known."""
+        found, known = Reading(), given or {}
         mutated = frozenset(
             n for n in graph.nodes if n.op == "placeholder" and n.name in self.mutated
         )
-        written: dict[fx.Node, int] = {}
         for node in graph.nodes:
-            if node.op in ("placeholder", "get_attr"):
-                of[node] = self.number((node.op, str(node.target)))
+            if node in known:
+                found.of[node], last = known[node]
+                if last is not None:
+                    found.written[node] = last
+            elif node.op in ("placeholder", "get_attr"):
+                found.of[node] = self.number((node.op, str(node.target)))
             elif node.target in _WAITS:
-                of[node] = self.number(("wait", node.name))
+                found.of[node] = self.number(("wait", node.name))
             elif node.target in _MOVES or is_fetch(node) or is_put(node):
-                of[node] = of[node.args[0]]
+                found.of[node] = found.of[node.args[0]]
             elif node.op == "call_function":
-                args = self.arguments(node, of, written)
-                if is_view(node) or is_repeatable(node, mutated):
-                    of[node] = self.number((node.target, args))
-                else:
-                    once.append(node.name)
-                    of[node] = self.number((node.target, args, node.name))
-                if is_mutating(node) and isinstance(node.args[0], fx.Node):
-                    written[root(node.args[0])] = of[node]
-        return of, once
+                self.call(node, found, mutated)
+        return found
 
-    def arguments(self, node: fx.Node, of: dict[fx.Node, int], written: dict[fx.Node, int]) -> Any:
-        leaves, spec = pytree.tree_flatten((node.args, node.kwargs))
+    def call(self, node: fx.Node, found: Reading, mutated: frozenset[fx.Node]) -> None:
+        args = self.arguments(node, found)
+        if is_view(node) or is_repeatable(node, mutated):
+            found.of[node] = self.number((node.target, args))
+        else:
+            found.once.append(node.name)
+            found.of[node] = self.number((node.target, args, node.name))
+        if is_mutating(node) and isinstance(node.args[0], fx.Node):
+            found.written[root(node.args[0])] = found.of[node]
+
+    def arguments(self, node: fx.Node, found: Reading) -> Any:
+        leaves, spec = pytree.tree_flatten((node.args, _meant(node)))
         seen = (
-            ("node", of[a], written.get(root(a))) if isinstance(a, fx.Node) else _constant(a)
+            ("node", found.of[a], found.written_into(a)) if isinstance(a, fx.Node) else _constant(a)
             for a in leaves
         )
         return (*seen, str(spec))
+
+
+def _meant(node: fx.Node) -> dict[str, Any]:
+    """The named arguments, but for those that say how ``rows`` runs, not what it gives."""
+    how = ("fused", "channels_last") if node.target is ROWS else ()
+    return {key: value for key, value in node.kwargs.items() if key not in how}
 
 
 _MOVES = frozenset({runtime.to_host, runtime.to_device})
@@ -142,13 +170,12 @@ def check_data_flow(
     mutated: Iterable[str],
 ) -> None:
     """Raise `VerificationFailed` unless both graphs compute the same results."""
-    numbering = _Numbering(frozenset(mutated))
-    before, once_before = numbering.read(original)
-    after, once_after = numbering.read(rewritten)
-    if sorted(once_before) != sorted(once_after):
-        changed = sorted(set(once_before) ^ set(once_after)) or once_after
+    numbering = Numbering(frozenset(mutated))
+    before, after = numbering.read(original), numbering.read(rewritten)
+    if sorted(before.once) != sorted(after.once):
+        changed = sorted(set(before.once) ^ set(after.once)) or after.once
         raise VerificationFailed("run once", f"calls that must run exactly once: {changed[:5]}")
-    old, new = _results(original, before), _results(rewritten, after)
+    old, new = _results(original, before.of), _results(rewritten, after.of)
     for index, (a, b) in enumerate(zip(old, new, strict=True)):
         if a != b:
             raise VerificationFailed("data flow", f"result {index} is computed differently")

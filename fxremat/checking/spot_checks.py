@@ -198,7 +198,8 @@ def _difference(cut: Cut, computed: Sequence[fx.Node], error: float | None, seed
         _run(cut.nodes, made)
     except Exception as refusal:  # any operator may refuse numbers that are not from the model
         raise _Inconclusive(f"{type(refusal).__name__}: {refusal}") from refusal
-    eps = _eps((*computed, *given, *cut.nodes))
+    # what a lossy form rounds is in the error it may make
+    eps = _eps((*computed, *given, *(cut.nodes if error is None else ())))
     for new, old in cut.stand_ins.items():
         one, other, near = values[old], made[new], again[old]
         if not isinstance(one, torch.Tensor):

@@ -244,7 +244,7 @@ class _Judge:
     def _early(self) -> None:
         """What the forward must not depend on."""
         nodes = [r for r in _results(self.after)[: self.early] if isinstance(r, fx.Node)]
-        nodes += [n for n in self.after.nodes if compat.must_be_in_forward(n)]
+        nodes += [n for n in self._known() if compat.must_be_in_forward(n)]
         held = _before(nodes)
         for new, one in self.of_site.items():
             if (one.lossy or new.name in one.backward_only) and new in held:
