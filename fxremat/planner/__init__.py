@@ -17,7 +17,7 @@ from fxremat.planner import auto
 from fxremat.planner.budget_front import front
 from fxremat.planner.clusters import hrockmate
 from fxremat.planner.indexed_problem import build_model
-from fxremat.planner.local import greedy, least_peak
+from fxremat.planner.local import greedy
 from fxremat.planner.milp import checkmate, moments
 from fxremat.planner.moves import offload
 from fxremat.planner.options import Refused, SolverOptions
@@ -38,7 +38,7 @@ SOLVERS: dict[str, Solver] = {
     "rockmate": rockmate.solve,
     "hrockmate": hrockmate.solve,
     "moccasin": moccasin.solve,
-    "least_peak": least_peak.solve,
+    "least_peak": greedy.solve_least_peak,
 }
 MOVING = frozenset({"pofo"})
 """Solvers that choose what moves themselves; the others are asked by `offload`."""

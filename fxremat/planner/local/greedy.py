@@ -65,6 +65,12 @@ def solve(problem: Problem, budget_bytes: int | None, options: SolverOptions) ->
     return replace(found(problem, options).choose(budget_bytes), budget_bytes=budget_bytes)
 
 
+def solve_least_peak(problem: Problem, budget_bytes: int | None, options: SolverOptions) -> Plan:
+    """The plan of least peak, whatever the budget: the last plan of the pool."""
+    plan = solve(problem, -1, options)
+    return replace(plan, solver="least_peak", budget_bytes=budget_bytes)
+
+
 def quick(problem: Problem, budget_bytes: int | None, options: SolverOptions) -> Plan:
     """A plan of less work than that of `solve`: one to compare problems by."""
     started = time.perf_counter()

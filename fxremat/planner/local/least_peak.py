@@ -14,16 +14,13 @@ from __future__ import annotations
 import heapq
 import math
 from collections.abc import Iterator
-from dataclasses import dataclass, replace
+from dataclasses import dataclass
 from itertools import combinations
 
-from fxremat.core.plan import Plan
-from fxremat.core.problem import Problem
 from fxremat.planner.indexed_problem import INPUT, Model
 from fxremat.planner.local.eviction_paths import evict_all
 from fxremat.planner.local.ruin_and_repair import Improver
 from fxremat.planner.local.stage_schedule import Run
-from fxremat.planner.options import SolverOptions
 
 MOST_OPS = 10
 MOST_VALUES = 16
@@ -31,14 +28,6 @@ MOST_NODES = 20_000
 
 Node = tuple[int, frozenset[int]]
 """First runs done, and the copies held (outputs, once written, are not among them)."""
-
-
-def solve(problem: Problem, budget_bytes: int | None, options: SolverOptions) -> Plan:
-    """The plan of least peak, whatever the budget: the last plan of the greedy pool."""
-    from fxremat.planner.local import greedy
-
-    plan = greedy.solve(problem, -1, options)
-    return replace(plan, solver="least_peak", budget_bytes=budget_bytes)
 
 
 @dataclass(frozen=True)
