@@ -12,7 +12,7 @@ from fxremat.core.plan import Plan
 from fxremat.core.problem import Problem
 from fxremat.core.timeline import replay
 from fxremat.planner import SolverOptions, auto, solve
-from fxremat.planner.deadline import Clock
+from fxremat.planner.deadline import Deadline
 from tests.brute import least_time
 from tests.chains import blocks, chains, homogeneous, skipping
 
@@ -51,7 +51,7 @@ def test_the_least_peak_of_a_small_problem_is_searched_for() -> None:
 def test_the_least_peak_may_take_longer(monkeypatch: pytest.MonkeyPatch) -> None:
     limits: list[float] = []
 
-    class Noted(Clock):
+    class Noted(Deadline):
         def __init__(self, limit_s: float | None) -> None:
             super().__init__(limit_s)
             limits.append(self.left())

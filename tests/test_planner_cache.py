@@ -206,6 +206,7 @@ def test_the_problem_is_written_out_once(
         calls.append(problem)
         return problem_to_json(problem)
 
+    digest.cache_clear()
     monkeypatch.setattr("fxremat.planner.plan_cache.problem_to_json", to_json)
     for budget in range(20, 30):
         ask(tmp_path, problem, budget_bytes=budget)

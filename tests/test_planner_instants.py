@@ -12,9 +12,9 @@ from hypothesis import strategies as st
 from fxremat.core.check import check
 from fxremat.core.problem import Op, Problem, Value, validate
 from fxremat.core.timeline import replay
-from fxremat.planner.deadline import Clock
+from fxremat.planner.deadline import Deadline
 from fxremat.planner.indexed_problem import build_model
-from fxremat.planner.local.stage_schedule import State
+from fxremat.planner.local.stage_schedule import StageSchedule
 from fxremat.planner.milp import moments
 from fxremat.planner.milp.highs import Mip, Status
 from fxremat.planner.milp.moments_relaxation import Needs, Relaxation, runs_for
@@ -23,7 +23,7 @@ from tests.brute import least_time
 from tests.strategies import problems
 
 OPTIONS = SolverOptions()
-NO_LIMIT = Clock(None)
+NO_LIMIT = Deadline(None)
 
 
 def chain(length: int, size: int = 10) -> Problem:
@@ -125,7 +125,7 @@ def test_what_is_written_over_and_read_later_runs_again() -> None:
     assert best is not None
     assert best[0] == problem.base_time_us + 4.0
     model = build_model(problem)
-    assert State(model, runs_for(model, dict(found.held_in(solution)))).max_peak() == 11
+    assert StageSchedule(model, runs_for(model, dict(found.held_in(solution)))).max_peak() == 11
 
 
 # --- schedules -----------------------------------------------------------------------------------
@@ -145,7 +145,7 @@ def test_whatever_is_held_the_schedule_is_possible(problem: Problem, data: st.Da
     stages = st.integers(0, model.n - 1)
     values = st.sets(st.integers(0, max(0, len(model.bytes) - 1)))
     held = data.draw(st.dictionaries(stages, values, max_size=3))
-    steps = model.names(State(model, runs_for(model, held)).steps())
+    steps = model.names(StageSchedule(model, runs_for(model, held)).steps())
     assert check(problem, steps).ok
 
 
@@ -231,7 +231,7 @@ def test_without_time_nothing_is_claimed() -> None:
     columns = [mip.binary(-1.0 - k % 7) for k in range(60)]
     for k in range(60):
         mip.row([(c, 1.0 + (k * c) % 5) for c in columns], high=40.0 + k)
-    solution = mip.solve(Clock(0.0))
+    solution = mip.solve(Deadline(0.0))
     assert solution.status in (Status.UNDECIDED, Status.FEASIBLE)
     assert solution.bound <= mip.solve(NO_LIMIT, nodes=1).objective
 

@@ -102,7 +102,7 @@ class Run:
                 if compat.caches_disabled():
                     return planner.solve(*question)
                 plan, known = PlanCache(_directory("plans")).solve(*question)
-            except planner.Refused as refused:
+            except planner.ProblemRefused as refused:
                 raise SolverRefused(question[2], str(refused)) from refused
         if known:
             log.debug("plan from the cache: %s, %d bytes", plan.solver, plan.peak_bytes)

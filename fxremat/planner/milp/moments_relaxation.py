@@ -18,8 +18,8 @@ from __future__ import annotations
 from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass, field, replace
 
-from fxremat.planner.deadline import Clock
-from fxremat.planner.indexed_problem import INPUT, Model
+from fxremat.planner.deadline import Deadline
+from fxremat.planner.indexed_problem import INPUT, IndexedProblem
 from fxremat.planner.milp.highs import Mip, Solution, Status, Term
 
 UNIT = 1000.0
@@ -49,7 +49,7 @@ class Needs:
     any_runs: list[int]
 
     @staticmethod
-    def of(model: Model) -> Needs:
+    def of(model: IndexedProblem) -> Needs:
         """Last reads in base order, and through what may run again."""
         last = [-1] * len(model.bytes)
         for op, reads in enumerate(model.reads):
@@ -72,7 +72,7 @@ class Relaxation:
     model does not see; bounds are proven where these are zero.
     """
 
-    model: Model
+    model: IndexedProblem
     needs: Needs
     budget: int
     reserve: Mapping[int, int]
@@ -301,7 +301,7 @@ class Relaxation:
 
     # -- solve -----------------------------------------------------------------------------
 
-    def solve(self, clock: Clock) -> Solution:
+    def solve(self, deadline: Deadline) -> Solution:
         """A choice within `GAP` of the cheapest, or where there are many columns a good one.
 
         Objective and bound are in units of `UNIT` per time of keep-all.
@@ -311,12 +311,12 @@ class Relaxation:
         few = ROOT if any(self.reserve.values()) else FEW_NODES
         if len(self.mip.cost) <= FEW_COLUMNS:
             nodes = NODES if len(self.instants) == 1 else few
-            return self.mip.solve(clock, nodes=nodes, gap=GAP)
-        near = self.mip.solve_near(self.mip.relaxed(clock), clock, nodes=few, gap=GAP)
+            return self.mip.solve(deadline, nodes=nodes, gap=GAP)
+        near = self.mip.solve_near(self.mip.relaxed(deadline), deadline, nodes=few, gap=GAP)
         close = near.objective - near.bound <= CLOSE * UNIT
         if close or len(self.mip.cost) > MANY_COLUMNS:
             return near
-        found = self.mip.solve(clock, nodes=few, gap=GAP, start=near.values)
+        found = self.mip.solve(deadline, nodes=few, gap=GAP, start=near.values)
         return found if found.values is not None else replace(near, bound=found.bound)
 
     def time_bound_us(self, solution: Solution) -> float:
@@ -331,7 +331,7 @@ class Relaxation:
             yield stage, {v for v, c in columns.items() if c is None or solution.chosen(c)} - gone
 
 
-def runs_for(model: Model, held: Mapping[int, set[int]]) -> list[tuple[int, int]]:
+def runs_for(model: IndexedProblem, held: Mapping[int, set[int]]) -> list[tuple[int, int]]:
     """Extra runs where, of values that can be computed again, only these outlive the instants.
 
     What is missing is computed again when it is first read, with whatever that needs in turn.
@@ -356,7 +356,7 @@ def runs_for(model: Model, held: Mapping[int, set[int]]) -> list[tuple[int, int]
     return out
 
 
-def _droppable_before(model: Model, stage: int) -> Sequence[int]:
+def _droppable_before(model: IndexedProblem, stage: int) -> Sequence[int]:
     return [
         value
         for value, op in enumerate(model.writer)

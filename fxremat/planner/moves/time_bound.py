@@ -22,9 +22,9 @@ from dataclasses import dataclass, field
 
 from fxremat.core.problem import Problem
 from fxremat.core.timing import transfer_us
-from fxremat.planner.deadline import Clock
+from fxremat.planner.deadline import Deadline
 from fxremat.planner.indexed_problem import INPUT, build_model
-from fxremat.planner.local.stage_schedule import State
+from fxremat.planner.local.stage_schedule import StageSchedule
 from fxremat.planner.milp.highs import Term
 from fxremat.planner.milp.moments_relaxation import UNIT, Needs, Relaxation
 
@@ -40,14 +40,14 @@ class Relaxed:
     fetched: frozenset[str]
 
 
-def relax(problem: Problem, budget_bytes: int, clock: Clock) -> Relaxed:
+def relax(problem: Problem, budget_bytes: int, deadline: Deadline) -> Relaxed:
     """Solve the relaxation at the highest step of keep-all."""
     model = build_model(problem)
     if not model.n:
         return Relaxed(0.0, frozenset())
-    peak = int(State(model).peak.argmax())
+    peak = int(StageSchedule(model).peak.argmax())
     relaxation = MovingRelaxation(model, Needs.of(model), budget_bytes, {peak: 0})
-    solution = relaxation.solve(clock)
+    solution = relaxation.solve(deadline)
     bound = max(relaxation.time_bound_us(solution), problem.base_time_us)
     fetched = {
         relaxation.names[value]

@@ -25,9 +25,9 @@ from __future__ import annotations
 from collections.abc import Iterable, Sequence
 from dataclasses import dataclass, field
 
-from fxremat.planner.deadline import Clock
+from fxremat.planner.deadline import Deadline
 from fxremat.planner.milp.highs import Mip, Solution, Term
-from fxremat.planner.variants.all_variants import Read, Union, Wanted
+from fxremat.planner.variants.all_variants import AllVariants, Read, Wanted
 
 UNIT = 1000.0
 """Budget and time of keep-all in the units of the MILP."""
@@ -39,10 +39,10 @@ LITTLE = 1e-3
 
 
 @dataclass
-class Choice:
+class ChoiceMilp:
     """The MILP of a budget and some instants (stages of the union). None: the least peak."""
 
-    union: Union
+    union: AllVariants
     instants: Sequence[int]
     budget: int | None
     mip: Mip = field(default_factory=Mip)
@@ -279,16 +279,16 @@ class Choice:
 
     # -- solve -----------------------------------------------------------------------------
 
-    def solve(self, clock: Clock) -> Solution:
+    def solve(self, deadline: Deadline) -> Solution:
         """A good choice; where there are many columns, near the linear relaxation."""
-        relaxed = self.mip.relaxed(clock)
+        relaxed = self.mip.relaxed(deadline)
         least = self.budget is None
         nodes, gap = (NODES_OF_LEAST, GAP_OF_LEAST) if least else (NODES, GAP)
-        near = self.mip.solve_near(relaxed, clock, nodes=nodes, gap=gap)
+        near = self.mip.solve_near(relaxed, deadline, nodes=nodes, gap=gap)
         whole = abs(near.objective) if least else UNIT
         if near.values is not None and near.objective - near.bound <= gap * whole:
             return near
-        found = self.mip.solve(clock, nodes=nodes, gap=gap, start=near.values)
+        found = self.mip.solve(deadline, nodes=nodes, gap=gap, start=near.values)
         return found if found.values is not None else near
 
     def names(self, solution: Solution) -> tuple[str, ...]:
@@ -304,16 +304,16 @@ class Choice:
         }
 
 
-def _all_bytes(union: Union) -> int:
+def _all_bytes(union: AllVariants) -> int:
     return sum(union.problem.bytes_of.values())
 
 
-def _last_reads(union: Union) -> dict[str, int]:
+def _last_reads(union: AllVariants) -> dict[str, int]:
     """The last stage whose first run reads each value."""
     return {read.value: read.stage for reads in union.reads for read in reads}
 
 
-def _until(union: Union) -> dict[str, int]:
+def _until(union: AllVariants) -> dict[str, int]:
     """The last stage at which each value may be wanted, also by what runs again.
 
     Outputs are left out: they stay. So are values that nothing reads.
