@@ -70,7 +70,7 @@ def test_the_least_peak_may_take_longer(monkeypatch: pytest.MonkeyPatch) -> None
 @pytest.mark.parametrize("percent", [80, 60])
 def test_never_worse_than_the_first_solver(problem: Problem, percent: int) -> None:
     budget = peak(problem) * percent // 100
-    first = solve(problem, budget, "instants", PATIENT)
+    first = solve(problem, budget, "moments", PATIENT)
     best = solve(problem, budget, "auto", PATIENT)
     assert best.time_us <= first.time_us * (1 + 1e-9)
     assert (best.time_bound_us or 0) >= (first.time_bound_us or 0) * (1 - 1e-9)

@@ -95,7 +95,7 @@ def solved(problem: Problem, budget: int, solver: str = "greedy") -> Plan:
     return plan
 
 
-@pytest.mark.parametrize("solver", ["greedy", "auto", "instants", "checkmate_pruned", "hrockmate"])
+@pytest.mark.parametrize("solver", ["greedy", "auto", "moments", "checkmate_pruned", "hrockmate"])
 def test_every_solver_moves(solver: str) -> None:
     problem = net(8)  # b6 takes 407 bytes, and 100 to fetch the next value meanwhile
     plan = solved(problem, 507, solver)

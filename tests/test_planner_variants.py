@@ -102,7 +102,7 @@ def test_packing_and_running_again_are_weighed_against_each_other() -> None:
     assert plan.time_us < alone.time_us
 
 
-def test_the_choice_counts_on_what_is_held_at_the_instants() -> None:
+def test_the_choice_counts_on_what_is_held_at_the_moments() -> None:
     problem = layers(3)
     union = unite(problem)
     for budget, packed in ((400, 0), (250, 1), (200, 2)):
@@ -119,7 +119,7 @@ def peaks(problem: Problem) -> tuple[int, int]:
 @settings(deadline=None, max_examples=60)
 @given(problems_with_alternatives(max_ops=7))
 def test_no_plan_is_better_than_what_the_choice_proves(problem: Problem) -> None:
-    """All stages are instants, and so neighbours: what runs again counts, too."""
+    """All stages are moments, and so neighbours: what runs again counts, too."""
     plain = take(problem, ())
     union = unite(plain)
     least, most = peaks(plain)
@@ -147,9 +147,9 @@ def test_what_runs_again_counts_between_neighbours() -> None:
     union = unite(problem)
     ends = [union.stage_of["up"], union.stage_of["down0"]]
     for budget, fits in ((160, True), (115, True), (95, False)):
-        for instants, known in ((ends[1:], False), (ends, True)):
-            solution = ChoiceMilp(union, instants, budget).solve(Deadline(None))
-            assert (solution.values is not None) == (fits or not known), (budget, instants)
+        for moments, known in ((ends[1:], False), (ends, True)):
+            solution = ChoiceMilp(union, moments, budget).solve(Deadline(None))
+            assert (solution.values is not None) == (fits or not known), (budget, moments)
 
 
 def test_a_result_may_overwrite_what_is_computed_again_for_a_later_read() -> None:

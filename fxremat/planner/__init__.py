@@ -29,7 +29,7 @@ Solver = Callable[[Problem, int | None, SolverOptions], Plan]
 
 SOLVERS: dict[str, Solver] = {
     "auto": auto.solve,
-    "instants": moments.solve,
+    "moments": moments.solve,
     "greedy": greedy.solve,
     "checkmate": checkmate.solve,
     "checkmate_pruned": checkmate.solve_pruned,

@@ -1,4 +1,4 @@
-"""The default: the solver over instants, then what fits a problem that it leaves a gap on.
+"""The default: the solver over moments, then what fits a problem that it leaves a gap on.
 
 Each solver starts from the best plan so far, and what one proves holds for the others' plans.
 """
@@ -26,7 +26,7 @@ SECONDS, SECONDS_PER_OP, MOST_SECONDS = 3.0, 0.008, 20.0
 PATIENCE = 3
 """Times that limit where the least peak is asked for: it decides what can be trained at all."""
 FIRST_PART = 0.7
-"""Of the time, for the solver over instants."""
+"""Of the time, for the solver over moments."""
 LITTLE_LESS = 0.96
 """Of the least peak found, a budget that is tried on a problem that is not small."""
 LEAST_PART = 0.5

@@ -6,7 +6,7 @@ Gusak et al., "HiRemate: Hierarchical approach for efficient re-materialization 
 a pause that needs memory, its backward. Planned for several budgets and pauses it gives the options
 of the level above, where an integer programme (`fxremat.planner.clusters.level_milp`) chooses one
 for each cluster and lets clusters run again. Large clusters are cut again, down to those that the
-solver over instants takes whole.
+solver over moments takes whole.
 """
 
 from __future__ import annotations
@@ -56,7 +56,7 @@ FEW = 5
 NODES, INNER_NODES = 400, 30
 GAP = 1e-4
 LEAF_ROUNDS = 3
-"""Sets of instants tried for a budget of a cluster that is not cut again."""
+"""Sets of moments tried for a budget of a cluster that is not cut again."""
 ROUNDS = 3
 """Programmes with less and less room, where the schedule needs more than the budget."""
 MORE_ROOM = 0.04
@@ -168,7 +168,7 @@ class Hierarchy:
                 yield ClusterOption(tuple(steps))
 
     def _pool(self, model: IndexedProblem) -> ParetoPool:
-        """What evictions find, and then the level below or the solver over instants."""
+        """What evictions find, and then the level below or the solver over moments."""
         pool = evicted(model, self.deadline)
         most, least = StageSchedule(model).max_peak(), pool.least().peak
         level = self.level(model) if turn_of(model) + 1 > LEAF else None

@@ -1,10 +1,10 @@
-"""Plans from the relaxation over instants, refined where their real bytes are over the budget.
+"""Plans from the relaxation over moments, refined where their real bytes are over the budget.
 
-The relaxation (`fxremat.planner.milp.moments_relaxation`) says what to hold at a few instants; what
+The relaxation (`fxremat.planner.milp.moments_relaxation`) says what to hold at a few moments; what
 is missing later is computed again when it is read. Where that schedule needs more than the budget,
-the worst stages become instants too, as cuts are added: the bound rises, and a schedule that fits
+the worst stages become moments too, as cuts are added: the bound rises, and a schedule that fits
 is optimal. What the relaxation does not see, the bytes of the runs on the way, may stand against
-that; then instants leave some bytes free for it, which gives plans but proves nothing.
+that; then moments leave some bytes free for it, which gives plans but proves nothing.
 
 Source: ours; the relaxation is one of Checkmate's MILP, the refinement is that of lazy rows.
 """
@@ -32,15 +32,15 @@ from fxremat.planner.options import Progress, SolverOptions
 from fxremat.planner.peak_bound import peak_bound
 from fxremat.planner.plans import make_plan
 
-NAME = "instants"
+NAME = "moments"
 ROUNDS = 12
-MOST_INSTANTS = 12
+MOST_MOMENTS = 12
 PROOFS = 6
-"""Rounds in which instants are added as they are."""
+"""Rounds in which moments are added as they are."""
 PROOF_PART = 0.75
 """Of the time, for these rounds."""
 PER_ROUND = 3
-"""Stages over the budget that become instants in one round."""
+"""Stages over the budget that become moments in one round."""
 TIGHT = 1e-7
 """A plan this near to its bound is optimal."""
 REPAIR = 200_000
@@ -109,7 +109,7 @@ def _progress(refinement: Refinement, deadline: Deadline) -> Progress:
 
 @dataclass
 class Refinement:
-    """The instants so far and what each leaves free; the bound proven on the way."""
+    """The moments so far and what each leaves free; the bound proven on the way."""
 
     pool: ParetoPool
     budget: int
@@ -122,7 +122,7 @@ class Refinement:
 
     @staticmethod
     def at_the_peak(pool: ParetoPool, budget: int, deadline: Deadline) -> Refinement:
-        """The one instant to begin with: the highest stage of keep-all."""
+        """The one moment to begin with: the highest stage of keep-all."""
         peak = int(StageSchedule(pool.model).peak.argmax())
         return Refinement(pool, budget, deadline, Needs.of(pool.model), {peak: 0})
 
@@ -132,18 +132,18 @@ class Refinement:
         return best is not None and best.time <= self.bound_us * (1 + TIGHT)
 
     def rounds(self) -> Iterator[StageSchedule]:
-        """A schedule for each set of instants; the caller may change it.
+        """A schedule for each set of moments; the caller may change it.
 
-        First instants are added as they are, which proves more and more. What is over the budget
+        First moments are added as they are, which proves more and more. What is over the budget
         all the same, by the runs on the way, is then left free, which proves nothing.
         """
         first, whole = dict(self.reserve), self.deadline
         self.deadline = Deadline(PROOF_PART * whole.left())
-        yield from self._add_instants()
+        yield from self._add_moments()
         self.reserve, self.deadline = first, whole
         yield from self._leave_free()
 
-    def _add_instants(self) -> Iterator[StageSchedule]:
+    def _add_moments(self) -> Iterator[StageSchedule]:
         for _ in range(PROOFS):
             if not self.deadline.running() or self.proven():
                 return
@@ -152,13 +152,13 @@ class Refinement:
                 return
             state = StageSchedule(self.pool.model, runs)
             new = [*dict.fromkeys(filter(None, map(self._further, self._worst(state))))]
-            self.reserve.update(dict.fromkeys(new[: MOST_INSTANTS - len(self.reserve)], 0))
+            self.reserve.update(dict.fromkeys(new[: MOST_MOMENTS - len(self.reserve)], 0))
             yield state
-            if not new or len(self.reserve) == MOST_INSTANTS:
+            if not new or len(self.reserve) == MOST_MOMENTS:
                 return
 
     def _further(self, stage: int) -> int | None:
-        """The stage as an instant; if it is one, that before, to see the runs in between."""
+        """The stage as a moment; if it is one, that before, to see the runs in between."""
         return next((s for s in (stage, stage - 1) if s > 0 and s not in self.reserve), None)
 
     def _leave_free(self) -> Iterator[StageSchedule]:
@@ -195,13 +195,13 @@ class Refinement:
         return runs_for(self.pool.model, dict(relaxation.held_in(solution)))
 
     def _refine(self, state: StageSchedule) -> bool:
-        """Make the worst stages instants; those that are leave more free. False if neither."""
+        """Make the worst stages moments; those that are leave more free. False if neither."""
         before = dict(self.reserve)
         for stage in self._worst(state):
             excess = int(state.peak[stage]) - self.budget
             if stage in self.reserve:
                 self.reserve[stage] += excess * (1 + self.again)
-            elif len(self.reserve) < MOST_INSTANTS:
+            elif len(self.reserve) < MOST_MOMENTS:
                 self.reserve[stage] = max(0, int(state.peak[stage]) - _seen(state, stage))
         return self.reserve != before
 

@@ -1,7 +1,7 @@
 """Solving problems with alternatives: choose forms, then plan what is left with any solver.
 
 The MILP of `fxremat.planner.variants.choice_milp` chooses; what is left is planned, its highest
-stages become instants of the MILP, and so on, as for a problem without alternatives. The best of
+stages become moments of the MILP, and so on, as for a problem without alternatives. The best of
 these choices is improved by a form more or less at a time. Of everything that was tried, taking
 none among it, the best goes to the solver that was asked for.
 """
@@ -33,11 +33,11 @@ ROUNDS = 5
 MANY_COLUMNS = 6_000
 """Of a MILP after the second: it takes minutes, and seldom finds something better."""
 LESS = 0.96
-"""Of the MILP's budget where what is left of its choice does not fit: it sees instants only."""
+"""Of the MILP's budget where what is left of its choice does not fit: it sees moments only."""
 IN_VAIN = 2
 """Choices in a row that are no better than one that fits: then no more are looked for."""
 PER_ROUND, APART = 3, 64
-"""Highest stages of a schedule that become instants, and the part of it they are apart."""
+"""Highest stages of a schedule that become moments, and the part of it they are apart."""
 CLOSE = 0.03
 """Of the time of the best choice: choices so near to it are planned with the solver as well."""
 A_LITTLE = 0.05
@@ -117,7 +117,7 @@ class _VariantSearch:
     deadline: Deadline
     seen: dict[Names, Tried] = field(default_factory=dict)
     lowest: Tried | None = None
-    """Where nothing fits: the newest choice, as a rule of the MILP that knew the most instants.
+    """Where nothing fits: the newest choice, as a rule of the MILP that knew the most moments.
 
     A quick plan may miss by far what is the least of a long problem.
     """
@@ -144,7 +144,7 @@ class _VariantSearch:
     def _improve(self, union: AllVariants) -> None:
         """Take one form more or less of the best choice, for as long as that makes it better.
 
-        The MILP sees some instants of what may run again, and plans of its choices differ by more
+        The MILP sees some moments of what may run again, and plans of its choices differ by more
         than it tells apart. Forms go first whose ops run where the plan is highest.
         """
         left = TRIED_OPS // max(1, len(self.problem.ops))
@@ -186,7 +186,7 @@ class _VariantSearch:
         return sorted(union.usable, key=height, reverse=True)
 
     def _try_chosen(self, union: AllVariants, budget: int | None) -> bool:
-        """Until more instants have led to nothing better. Whether there was a choice."""
+        """Until more moments have led to nothing better. Whether there was a choice."""
         best, in_vain, found = self._best(), 0, False
         for names in self._chosen(union, budget):
             self._try(names)
@@ -225,17 +225,17 @@ class _VariantSearch:
         return tuple(self.problem.alternatives[index].name for index in sorted(indices))
 
     def _chosen(self, union: AllVariants, budget: int | None) -> Iterator[Names]:
-        """The MILP's choices, with more instants each time.
+        """The MILP's choices, with more moments each time.
 
         The first are those of the ops that hold most by themselves, whatever is kept around them.
         Then come those of the forms chosen, the highest of the plan that came of the choice and,
         under a budget, the highest of the MILP's own schedule. As long as what is left of its
         choices does not fit, the MILP gets less, and more again once it does.
         """
-        instants = self._highest(union, ()) | self._largest(union, ())
+        moments = self._highest(union, ()) | self._largest(union, ())
         target = budget
         for number in range(ROUNDS):
-            choice = ChoiceMilp(union, sorted(instants), target)
+            choice = ChoiceMilp(union, sorted(moments), target)
             if not self.deadline.running() or (number > 1 and choice.size > MANY_COLUMNS):
                 return
             solution = choice.solve(self.deadline)
@@ -249,9 +249,9 @@ class _VariantSearch:
             before = target
             if number and budget is not None and target is not None:
                 target = int(target * LESS if self._over(names) else min(budget, target / LESS))
-            if target == before and new <= instants:
+            if target == before and new <= moments:
                 return
-            instants |= new
+            moments |= new
 
     def _highest(self, union: AllVariants, names: Names) -> set[int]:
         left = build_model(take(self.problem, names))

@@ -1,4 +1,4 @@
-"""The relaxation over instants: its bound, the plans made from it, and their refinement."""
+"""The relaxation over moments: its bound, the plans made from it, and their refinement."""
 
 from __future__ import annotations
 
@@ -64,7 +64,7 @@ def test_no_schedule_within_the_budget_is_faster_than_the_bound(
         assert bound <= best[0] * (1 + 1e-9)
 
 
-def test_one_instant_drops_what_is_cheapest_for_its_bytes() -> None:
+def test_one_moment_drops_what_is_cheapest_for_its_bytes() -> None:
     problem = chain(4)
     found = relaxation(problem, 51, 4)  # the first backward op: x, four results, its own
     solution = found.solve(NO_LIMIT)
@@ -79,7 +79,7 @@ def test_a_budget_below_what_must_be_live_is_proven_to_be_too_small() -> None:
     assert found.time_bound_us(found.solve(NO_LIMIT)) == math.inf
 
 
-def test_another_instant_never_lowers_the_bound() -> None:
+def test_another_moment_never_lowers_the_bound() -> None:
     problem = chain(6)
     bounds = []
     for stages in ((6,), (6, 8), (5, 6, 7, 8, 9)):
@@ -89,7 +89,7 @@ def test_another_instant_never_lowers_the_bound() -> None:
     assert bounds[0] > problem.base_time_us
 
 
-def test_bytes_of_runs_between_neighbouring_instants_count() -> None:
+def test_bytes_of_runs_between_neighbouring_moments_count() -> None:
     """Without c the op "peak" fits, but c comes from a value that has no room beside w."""
     values = [Value("a", 1), Value("big", 50), Value("c", 10), Value("w", 30), Value("p", 0)]
     ops = [
