@@ -35,10 +35,10 @@ from fxremat.planner import SOLVERS, SolverOptions, solve
 from fxremat.planner.clusters import decomposition, hrockmate
 from fxremat.planner.clusters.chain import NotAChain
 from fxremat.planner.clusters.decomposition import Cutter
-from fxremat.planner.deadline import Clock
+from fxremat.planner.deadline import Deadline
 from fxremat.planner.indexed_problem import build_model
-from fxremat.planner.local.pareto_pool import Pool, steps_of
-from fxremat.planner.local.stage_schedule import State
+from fxremat.planner.local.pareto_pool import ParetoPool, steps_of
+from fxremat.planner.local.stage_schedule import StageSchedule
 from fxremat.planner.milp.checkmate import TooManyRuns
 from fxremat.planner.plans import make_plan
 from fxremat.planner.published.moccasin import NotInstalled
@@ -184,7 +184,7 @@ def _rank(row: Row) -> tuple[float, int]:
 
 
 def _hierarchy_row(case: Case, problem: Problem, title: str, cutter: Cutter, limit_s: float) -> Row:
-    hierarchy = hrockmate.Hierarchy(Clock(limit_s), cutter)
+    hierarchy = hrockmate.Hierarchy(Deadline(limit_s), cutter)
     row = attempt(case, problem, title, partial(_by_clusters, hierarchy, case.budget_bytes))
     return replace(row, clusters=len(hierarchy.solved))
 
@@ -192,8 +192,8 @@ def _hierarchy_row(case: Case, problem: Problem, title: str, cutter: Cutter, lim
 def _by_clusters(hierarchy: hrockmate.Hierarchy, budget: int, problem: Problem) -> Plan:
     """What the hierarchy finds that knows keep-all and nothing else."""
     model = build_model(problem)
-    pool = Pool(model)
-    pool.offer(State(model))
+    pool = ParetoPool(model)
+    pool.offer(StageSchedule(model))
     hierarchy.fill(pool, budget, hrockmate.NODES)
     entry = pool.best(budget) or pool.least()
     return make_plan(problem, model.names(steps_of(model.n, entry.runs())), hrockmate.NAME)

@@ -110,13 +110,13 @@ def test_an_error_fails_and_the_others_go_on(
     problems: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     def fail(problem: Problem, budget: int | None, name: str, options: SolverOptions) -> Plan:
-        if name == "instants":
+        if name == "moments":
             raise KeyError("a bug")
         return solve(problem, budget, name, options)
 
     monkeypatch.setattr(planner, "solve", fail)
     status, rows = run(
-        problems, "--solvers", "instants,greedy", "--only", "chain", "--budgets", "80"
+        problems, "--solvers", "moments,greedy", "--only", "chain", "--budgets", "80"
     )
     assert status == 1
     assert [row["status"] for row in rows] == ["FAILED", "ok"]

@@ -9,6 +9,7 @@ import torch
 from torch import Tensor, fx, nn
 
 from benchmarks.models import MODELS, build, find_config, uses_random_ops, with_checkpoint
+from benchmarks.nets.layers import Network
 
 NAMES = sorted(set(MODELS) - {"gpt16", "gpt6", "gpt50k"})
 LARGE = ("resnet50", "vgg16")
@@ -30,7 +31,7 @@ def step(model: nn.Module, arguments: tuple[Tensor, ...]) -> Step:
     return Step(loss.detach(), [parameter.grad for parameter in model.parameters()])
 
 
-def few(name: str) -> tuple[nn.Module, tuple[Tensor, ...]]:
+def few(name: str) -> tuple[Network, tuple[Tensor, ...]]:
     """A model, and of its batch as much as a test needs of the large ones."""
     model, arguments = build(name)
     return model, tuple(x[:4] for x in arguments) if name in LARGE else arguments

@@ -84,7 +84,7 @@ def test_sabotage_is_noticed(sabotage: Callable[[fx.Graph, fx.Graph], None]) -> 
 
 def test_the_partition_of_torch_passes() -> None:
     seen = capture(*nets.make("mlp"))
-    forward, backward = compat.default_partition(
+    forward, backward = compat.torch_partition(
         seen.joint.module, (), num_fwd_outputs=seen.joint.num_forward_outputs
     )
     judge(seen, forward.graph, backward.graph)

@@ -15,8 +15,9 @@ from fxremat.checking import spot_checks
 from fxremat.checking.variants import TakenVariant, Verdict, check_variants
 from fxremat.errors import VerificationFailed
 from fxremat.passes.joint_graph import JointGraph
+from fxremat.passes.nodes import add_call, last_of
 from fxremat.passes.variants import insertion
-from fxremat.passes.variants.rule import Site, add_call, last_of
+from fxremat.passes.variants.rule import Site
 from fxremat.passes.variants.table import RULES
 from tests import attentions
 from tests.graphs import Net, capture
@@ -48,7 +49,7 @@ def taken(joint: JointGraph, chosen: Sequence[Site], lossy: frozenset[str]) -> l
             lossy=form.rule in lossy,
             backward_only=frozenset(new.name for new in form.late),
         )
-        for form in insertion.offer(joint, chosen).forms
+        for form in insertion.insert_all(joint, chosen).forms
     ]
 
 
@@ -104,7 +105,8 @@ class Normed(nn.Module):
 
     def forward(self, x: Tensor) -> Tensor:
         y = self.last(F.leaky_relu(self.norm(self.first(x)), 0.1))
-        return self.last(F.elu(self.first(F.softplus(self.last(self.plain(y))))))
+        out: Tensor = self.last(F.elu(self.first(F.softplus(self.last(self.plain(y))))))
+        return out
 
 
 def dropped(dtype: torch.dtype) -> tuple[Any, list[Tensor]]:

@@ -217,8 +217,8 @@ def test_what_a_rehearsal_shows_of_scratch_memory_is_known_to_later_plans() -> N
 
 
 def test_learnt_workspaces_reach_ops_by_name_and_nothing_else() -> None:
-    problem = Problem("two", (Value("a", 1), Value("b", 1)), (
-        Op("f", (), ("a",), 1.0, 10), Op("g", ("a",), ("b",), 1.0, 20)), outputs=("b",))  # fmt: skip
+    ops = Op("f", (), ("a",), 1.0, 10), Op("g", ("a",), ("b",), 1.0, 20)
+    problem = Problem("two", (Value("a", 1), Value("b", 1)), ops, outputs=("b",))
     told = Learnt({"g": 2, "unknown": 9}).told(problem)
     assert [op.workspace_bytes for op in told.ops] == [10, 2]
     assert Learnt({"g": 20}).told(problem) is problem

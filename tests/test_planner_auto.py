@@ -12,7 +12,7 @@ from fxremat.core.plan import Plan
 from fxremat.core.problem import Problem
 from fxremat.core.timeline import replay
 from fxremat.planner import SolverOptions, auto, solve
-from fxremat.planner.deadline import Clock
+from fxremat.planner.deadline import Deadline
 from tests.brute import least_time
 from tests.chains import blocks, chains, homogeneous, skipping
 
@@ -51,7 +51,7 @@ def test_the_least_peak_of_a_small_problem_is_searched_for() -> None:
 def test_the_least_peak_may_take_longer(monkeypatch: pytest.MonkeyPatch) -> None:
     limits: list[float] = []
 
-    class Noted(Clock):
+    class Noted(Deadline):
         def __init__(self, limit_s: float | None) -> None:
             super().__init__(limit_s)
             limits.append(self.left())
@@ -70,7 +70,7 @@ def test_the_least_peak_may_take_longer(monkeypatch: pytest.MonkeyPatch) -> None
 @pytest.mark.parametrize("percent", [80, 60])
 def test_never_worse_than_the_first_solver(problem: Problem, percent: int) -> None:
     budget = peak(problem) * percent // 100
-    first = solve(problem, budget, "instants", PATIENT)
+    first = solve(problem, budget, "moments", PATIENT)
     best = solve(problem, budget, "auto", PATIENT)
     assert best.time_us <= first.time_us * (1 + 1e-9)
     assert (best.time_bound_us or 0) >= (first.time_bound_us or 0) * (1 - 1e-9)

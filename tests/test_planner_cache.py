@@ -98,7 +98,7 @@ def test_another_problem_has_its_own_answer(tmp_path: Path, problem: Problem) ->
     assert not ask(tmp_path, replace(problem, ops=(slower, *problem.ops[1:])))[1]
 
 
-@pytest.mark.parametrize("name", ["answers.build", "planner.cache._highspy_version"])
+@pytest.mark.parametrize("name", ["disk_cache.build", "planner.plan_cache._highspy_version"])
 def test_another_version_asks_again(
     tmp_path: Path, problem: Problem, monkeypatch: pytest.MonkeyPatch, name: str
 ) -> None:
@@ -206,6 +206,7 @@ def test_the_problem_is_written_out_once(
         calls.append(problem)
         return problem_to_json(problem)
 
+    digest.cache_clear()
     monkeypatch.setattr("fxremat.planner.plan_cache.problem_to_json", to_json)
     for budget in range(20, 30):
         ask(tmp_path, problem, budget_bytes=budget)

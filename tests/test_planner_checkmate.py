@@ -14,7 +14,7 @@ from fxremat.core.plan import Plan
 from fxremat.core.problem import Op, Problem, Value, validate
 from fxremat.core.timeline import replay
 from fxremat.planner import Solver
-from fxremat.planner.deadline import Clock
+from fxremat.planner.deadline import Deadline
 from fxremat.planner.indexed_problem import build_model
 from fxremat.planner.local import greedy
 from fxremat.planner.local.pareto_pool import steps_of
@@ -148,7 +148,7 @@ def test_what_fits_the_rows_fits_the_budget(problem: Problem, percent: int) -> N
     model, budget = build_model(problem), budget_between(problem, percent)
     allowed = all_runs(model)
     staged = programme(model, budget, allowed, range(model.n))
-    solution = staged.mip.solve(Clock(None))
+    solution = staged.mip.solve(Deadline(None))
     if solution.status is Status.OPTIMAL:
         runs = [
             (op, stage)

@@ -12,7 +12,7 @@ from fxremat.core.problem import Problem
 from fxremat.core.timeline import replay
 from fxremat.planner import SolverOptions, solve
 from fxremat.planner.clusters import hrockmate
-from fxremat.planner.clusters.cluster_costs import Costs, Option
+from fxremat.planner.clusters.cluster_costs import ClusterCosts, ClusterOption
 from fxremat.planner.clusters.decomposition import (
     Cutter,
     Decomposition,
@@ -26,10 +26,10 @@ from fxremat.planner.clusters.decomposition import (
 )
 from fxremat.planner.clusters.hrockmate import Hierarchy, Level
 from fxremat.planner.clusters.level_milp import Quotient
-from fxremat.planner.deadline import Clock
-from fxremat.planner.indexed_problem import Model, build_model
-from fxremat.planner.local.pareto_pool import Pool
-from fxremat.planner.local.stage_schedule import State
+from fxremat.planner.deadline import Deadline
+from fxremat.planner.indexed_problem import IndexedProblem, build_model
+from fxremat.planner.local.pareto_pool import ParetoPool
+from fxremat.planner.local.stage_schedule import StageSchedule
 from fxremat.planner.milp.highs import Solution
 from tests.brute import least_time
 from tests.chains import blocks, chains, skipping
@@ -43,7 +43,7 @@ def some_problems() -> st.SearchStrategy[Problem]:
     return st.one_of(problems(max_ops=8), chains(), st.just(blocks(3)), st.just(skipping()))
 
 
-def reaches(model: Model) -> list[set[int]]:
+def reaches(model: IndexedProblem) -> list[set[int]]:
     """The ops that each op needs, by way of others or not."""
     needs: list[set[int]] = []
     for reads in model.reads:
@@ -88,10 +88,10 @@ def test_what_crosses_is_known(cutter: Cutter, data: st.DataObject) -> None:
 
 def keep_all_programme(parts: Decomposition, budget: int) -> Solution:
     runs = [
-        Costs(parts, its).runs([Option(tuple(its.backward))] if its.backward else [])
+        ClusterCosts(parts, its).runs([ClusterOption(tuple(its.backward))] if its.backward else [])
         for its in parts.clusters
     ]
-    return Quotient(parts, runs, budget, repeats=False).mip.solve(Clock(None))
+    return Quotient(parts, runs, budget, repeats=False).mip.solve(Deadline(None))
 
 
 @settings(max_examples=EXAMPLES, deadline=None)
@@ -114,17 +114,17 @@ def test_schedules_of_a_level_fit(data: st.DataObject) -> None:
     """With all options and repeats: what the programme allows is within the budget."""
     problem = data.draw(st.one_of(chains(3, 5), st.just(blocks(3)), st.just(skipping())))
     model = build_model(problem)
-    level = Hierarchy(Clock(None)).level(model)
+    level = Hierarchy(Deadline(None)).level(model)
     if level is None:
         return
     keep_all = replay(problem, problem.base_steps()).peak_bytes
     budget = data.draw(st.integers(keep_all // 2, keep_all))
     runs = [
-        Costs(level.parts, cluster).runs(its)
+        ClusterCosts(level.parts, cluster).runs(its)
         for cluster, its in zip(level.parts.clusters, level.options, strict=True)
     ]
     programme = Quotient(level.parts, runs, budget)
-    solution = programme.mip.solve(Clock(None), nodes=200)
+    solution = programme.mip.solve(Deadline(None), nodes=200)
     if solution.values is not None:
         line = replay(problem, model.names(programme.steps(solution)))
         assert line.peak_bytes <= budget
@@ -134,8 +134,8 @@ def test_schedules_of_a_level_fit(data: st.DataObject) -> None:
 
 def best_of(problem: Problem, budget: int, *, shares: bool) -> tuple[float, Hierarchy]:
     model = build_model(problem)
-    pool, hierarchy = Pool(model), Hierarchy(Clock(None), shares=shares)
-    pool.offer(State(model))
+    pool, hierarchy = ParetoPool(model), Hierarchy(Deadline(None), shares=shares)
+    pool.offer(StageSchedule(model))
     hierarchy.fill(pool, budget, hrockmate.NODES)
     best = pool.best(budget)
     return math.inf if best is None else best.time, hierarchy
@@ -152,7 +152,7 @@ def test_clusters_of_one_shape_are_solved_once_and_alike() -> None:
     level = once.level(build_model(problem))
     assert isinstance(level, Level)
     for cluster, options in zip(level.parts.clusters, level.options, strict=True):
-        own = Hierarchy(Clock(None), shares=False).options(level.parts, cluster)
+        own = Hierarchy(Deadline(None), shares=False).options(level.parts, cluster)
         assert own == options
 
 

@@ -16,7 +16,7 @@ from fxremat.core.problem import Copies, Op, Problem, Value, validate
 from fxremat.core.schedule import Move, keep_all, ops_of
 from fxremat.core.timeline import replay
 from fxremat.planner import SolverOptions
-from fxremat.planner.deadline import Clock
+from fxremat.planner.deadline import Deadline
 from fxremat.planner.moves import offload
 from fxremat.planner.moves.time_bound import relax
 from fxremat.planner.moves.transfers import Fetch, Item, place, synchronous
@@ -95,7 +95,7 @@ def solved(problem: Problem, budget: int, solver: str = "greedy") -> Plan:
     return plan
 
 
-@pytest.mark.parametrize("solver", ["greedy", "auto", "instants", "checkmate_pruned", "hrockmate"])
+@pytest.mark.parametrize("solver", ["greedy", "auto", "moments", "checkmate_pruned", "hrockmate"])
 def test_every_solver_moves(solver: str) -> None:
     problem = net(8)  # b6 takes 407 bytes, and 100 to fetch the next value meanwhile
     plan = solved(problem, 507, solver)
@@ -205,7 +205,7 @@ def test_no_schedule_is_faster_than_the_bound(
     """Whatever runs again and whatever is fetched, placed within the budget."""
     problem = replace(problem, copies=Copies(rate, rate))
     budget = int(part * replay(problem, problem.base_steps()).peak_bytes)
-    bound = relax(problem, budget, Clock(None)).bound_us
+    bound = relax(problem, budget, Deadline(None)).bound_us
     steps = data.draw(schedules(replace(problem, copies=None)))
     line = place(problem, data.draw(fetches(problem, steps)), budget)
     if line.peak_bytes <= budget:
@@ -222,7 +222,7 @@ def test_the_bound_counts_both_engines() -> None:
 
     def bound(out: float, back: float) -> float:
         problem = replace(net(12, copies=Copies(out, back)), ops=once)
-        return relax(problem, full // 2, Clock(None)).bound_us
+        return relax(problem, full // 2, Deadline(None)).bound_us
 
     base = net(12).base_time_us
     assert bound(100.0, 100.0) == pytest.approx(base)
@@ -281,7 +281,7 @@ def test_with_room_each_weight_comes_once() -> None:
 
 
 def test_weights_without_bandwidth_are_refused() -> None:
-    with pytest.raises(planner.Refused, match="bandwidth"):
+    with pytest.raises(planner.ProblemRefused, match="bandwidth"):
         planner.solve(weighted(2, rate=0.0), 10**6, "greedy")
 
 

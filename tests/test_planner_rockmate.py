@@ -11,11 +11,11 @@ from fxremat.core.check import check
 from fxremat.core.problem import Problem
 from fxremat.core.timeline import replay
 from fxremat.planner.clusters.chain import Block, Chain, NotAChain, find_chain
-from fxremat.planner.deadline import Clock
+from fxremat.planner.deadline import Deadline
 from fxremat.planner.options import SolverOptions
 from fxremat.planner.published import block_options, rockmate, rotor
 from fxremat.planner.published.block_options import BlockOptions, held_options, pareto, shape
-from fxremat.planner.published.chain_costs import Option, keep_all, option_cost
+from fxremat.planner.published.chain_costs import BlockOption, keep_all, option_cost
 from tests import brute, chains, strategies
 
 OPTIONS = SolverOptions()
@@ -79,24 +79,24 @@ def test_equal_blocks_are_solved_once(monkeypatch: pytest.MonkeyPatch) -> None:
     solved: list[Block] = []
     search = block_options.held_options
 
-    def count(chain: Chain, block: Block, clock: Clock) -> object:
+    def count(chain: Chain, block: Block, deadline: Deadline) -> object:
         solved.append(block)
-        return search(chain, block, clock)
+        return search(chain, block, deadline)
 
     monkeypatch.setattr(block_options, "held_options", count)
-    options = BlockOptions(Clock(None))
+    options = BlockOptions(Deadline(None))
     for block in chain.blocks:
         options.of(chain, block)
     assert len(solved) == len({shape(chain, block) for block in chain.blocks})
     assert len(solved) <= len(chain.blocks) // 2
-    again = BlockOptions(Clock(None)).of(chain, chain.blocks[-4])
+    again = BlockOptions(Deadline(None)).of(chain, chain.blocks[-4])
     assert options.of(chain, chain.blocks[-4]) == again
 
 
 def test_options_hold_less_for_more_time() -> None:
     chain = find_chain(chains.blocks(4))
     block = largest(chain)
-    options = pareto(chain, block, held_options(chain, block, Clock(None)))
+    options = pareto(chain, block, held_options(chain, block, Deadline(None)))
     costs = [option_cost(chain, block, option) for option in options]
     assert len(costs) >= 2
     assert costs[0].held < costs[-1].held
@@ -109,9 +109,9 @@ def test_dominated_options_are_left_out() -> None:
     """Making again what is held, too, saves nothing."""
     chain = find_chain(chains.blocks(4))
     block = largest(chain)
-    wasteful = Option((*block.backward[:-1], block.forward[0], block.backward[-1]))
-    twice = Option((block.forward[0], block.forward[0], *block.backward))
-    once = Option((block.forward[0], *block.backward))
+    wasteful = BlockOption((*block.backward[:-1], block.forward[0], block.backward[-1]))
+    twice = BlockOption((block.forward[0], block.forward[0], *block.backward))
+    once = BlockOption((block.forward[0], *block.backward))
     kept = pareto(chain, block, [keep_all(block), wasteful, twice, once])
     assert keep_all(block) in kept
     assert twice not in kept

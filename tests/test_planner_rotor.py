@@ -12,7 +12,7 @@ from fxremat.core.check import check
 from fxremat.core.problem import Op, Problem, Value, validate
 from fxremat.core.timeline import replay
 from fxremat.planner.clusters.chain import NotAChain, find_chain
-from fxremat.planner.deadline import Clock
+from fxremat.planner.deadline import Deadline
 from fxremat.planner.options import SolverOptions
 from fxremat.planner.published import rotor
 from fxremat.planner.published.chain_costs import block_costs, keep_all
@@ -106,7 +106,7 @@ def test_model_agrees_with_the_replay() -> None:
     for problem in (chains.blocks(5), chains.chain([3, 5, 2, 6], [1.0, 2.0, 3.0, 1.0])):
         chain = find_chain(problem)
         costs = block_costs(chain, [[keep_all(block)] for block in chain.blocks])
-        table = Table(costs, Clock(None))
+        table = Table(costs, Deadline(None))
         assert table.slot == 1.0
         for slots in table.levels():
             line = replay(problem, chain.model.names(table.steps(slots)))

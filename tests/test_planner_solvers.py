@@ -16,11 +16,11 @@ from fxremat.planner.clusters.chain import NotAChain
 from fxremat.planner.published import rotor
 from tests.brute import least_time
 from tests.strategies import problems
-from tests.test_planner_instants import chain
+from tests.test_planner_moments import chain
 
 THERE = [name for name in SOLVERS if name != "moccasin" or find_spec("ortools")]
 CHAINS_ONLY = ("pofo", "rotor", "rockmate")
-OPTIMAL_ON_CHAINS = ("instants", "checkmate")
+OPTIMAL_ON_CHAINS = ("moments", "checkmate")
 SHARE = 1e-9
 
 

@@ -11,13 +11,13 @@ from hypothesis import strategies as st
 from fxremat.core.problem import Problem
 from fxremat.core.timeline import replay
 from fxremat.planner.indexed_problem import build_model
-from fxremat.planner.local.editable_schedule import Search
-from fxremat.planner.local.stage_schedule import State
+from fxremat.planner.local.editable_schedule import EditableSchedule
+from fxremat.planner.local.stage_schedule import StageSchedule
 from tests.test_planner_greedy import problems
 from tests.test_planner_scale import gpt
 
 
-def agree(problem: Problem, state: State) -> None:
+def agree(problem: Problem, state: StageSchedule) -> None:
     """Peak of every stage and time are those of a replay."""
     line = replay(problem, state.model.names(state.steps()))
     assert state.max_peak() == line.peak_bytes
@@ -32,7 +32,7 @@ def agree(problem: Problem, state: State) -> None:
 def walk(problem: Problem, seed: int, count: int) -> None:
     """Random additions and removals; the profile must follow, and come back."""
     rng = random.Random(seed)
-    search = Search(State(build_model(problem)))
+    search = EditableSchedule(StageSchedule(build_model(problem)))
     state = search.state
     for _ in range(count):
         runs = state.all_extra()

@@ -11,11 +11,11 @@ from fxremat.core.alternatives import exclude, take
 from fxremat.core.check import check
 from fxremat.core.problem import Alternative, Change, Op, Problem, Value, validate
 from fxremat.planner import SOLVERS, SolverOptions, solve
-from fxremat.planner.deadline import Clock
+from fxremat.planner.deadline import Deadline
 from fxremat.planner.local import greedy
 from fxremat.planner.plan_cache import PlanCache
 from fxremat.planner.variants.all_variants import unite
-from fxremat.planner.variants.choice_milp import Choice
+from fxremat.planner.variants.choice_milp import ChoiceMilp
 from tests.strategies import problems_with_alternatives
 from tests.test_core_alternatives import LOSS
 
@@ -102,12 +102,12 @@ def test_packing_and_running_again_are_weighed_against_each_other() -> None:
     assert plan.time_us < alone.time_us
 
 
-def test_the_choice_counts_on_what_is_held_at_the_instants() -> None:
+def test_the_choice_counts_on_what_is_held_at_the_moments() -> None:
     problem = layers(3)
     union = unite(problem)
     for budget, packed in ((400, 0), (250, 1), (200, 2)):
-        choice = Choice(union, [union.stage_of["down2"]], budget)
-        assert len(choice.names(choice.solve(Clock(None)))) == packed
+        choice = ChoiceMilp(union, [union.stage_of["down2"]], budget)
+        assert len(choice.names(choice.solve(Deadline(None)))) == packed
 
 
 def peaks(problem: Problem) -> tuple[int, int]:
@@ -119,14 +119,14 @@ def peaks(problem: Problem) -> tuple[int, int]:
 @settings(deadline=None, max_examples=60)
 @given(problems_with_alternatives(max_ops=7))
 def test_no_plan_is_better_than_what_the_choice_proves(problem: Problem) -> None:
-    """All stages are instants, and so neighbours: what runs again counts, too."""
+    """All stages are moments, and so neighbours: what runs again counts, too."""
     plain = take(problem, ())
     union = unite(plain)
     least, most = peaks(plain)
     for budget in {least, (least + most) // 2}:
         plan = greedy.solve(plain, budget, NO_LIMIT)
-        choice = Choice(union, range(len(union.ops)), plan.peak_bytes)
-        solution = choice.mip.solve(Clock(None))
+        choice = ChoiceMilp(union, range(len(union.ops)), plan.peak_bytes)
+        solution = choice.mip.solve(Deadline(None))
         assert solution.values is not None
         time_us = plain.base_time_us + solution.bound / choice.scale
         assert time_us <= plan.time_us + 1e-6 * plain.base_time_us
@@ -147,9 +147,9 @@ def test_what_runs_again_counts_between_neighbours() -> None:
     union = unite(problem)
     ends = [union.stage_of["up"], union.stage_of["down0"]]
     for budget, fits in ((160, True), (115, True), (95, False)):
-        for instants, known in ((ends[1:], False), (ends, True)):
-            solution = Choice(union, instants, budget).solve(Clock(None))
-            assert (solution.values is not None) == (fits or not known), (budget, instants)
+        for moments, known in ((ends[1:], False), (ends, True)):
+            solution = ChoiceMilp(union, moments, budget).solve(Deadline(None))
+            assert (solution.values is not None) == (fits or not known), (budget, moments)
 
 
 def test_a_result_may_overwrite_what_is_computed_again_for_a_later_read() -> None:
@@ -162,8 +162,8 @@ def test_a_result_may_overwrite_what_is_computed_again_for_a_later_read() -> Non
     values = tuple(Value(name, size) for name, size in {"a": 40, "b": 40, "out": 1}.items())
     union = unite(Problem("small", values, ops, outputs=("out",)))
     for budget, again in ((81, 0), (41, 10), (39, None)):
-        choice = Choice(union, range(3), budget)
-        solution = choice.mip.solve(Clock(None))
+        choice = ChoiceMilp(union, range(3), budget)
+        solution = choice.mip.solve(Deadline(None))
         if again is None:
             assert solution.values is None
         else:
@@ -213,7 +213,7 @@ def test_no_form_more_or_less_makes_a_plan_better(problem: Problem) -> None:
 
 def test_a_poor_choice_is_improved(monkeypatch: pytest.MonkeyPatch) -> None:
     best = solve(layers(4), 350)
-    monkeypatch.setattr(Choice, "names", lambda self, solution: ())
+    monkeypatch.setattr(ChoiceMilp, "names", lambda self, solution: ())
     plan = solve(layers(4), 350)
     assert plan.variants
     assert plan.time_us == best.time_us

@@ -249,7 +249,7 @@ def _first_verdict(cut: Cut, error: float | None) -> str | None:
         if not all(found):
             return None
         wrong, why = found[0], "a difference was seen, but not from far enough back"
-        if steps is None or steps >= STEPS[-2]:  # type: ignore[operator]
+        if steps is None or steps >= STEPS[-2]:
             return wrong
     raise Unchecked(why)
 

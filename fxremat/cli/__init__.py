@@ -21,7 +21,7 @@ from typing import NoReturn
 from fxremat.cli import check, pareto, solve, trace, variants
 from fxremat.cli.errors import UsageError
 from fxremat.core.problem import InvalidProblem
-from fxremat.planner import Refused
+from fxremat.planner import ProblemRefused
 from fxremat.version import __version__
 
 
@@ -47,7 +47,7 @@ def main(arguments: Sequence[str] | None = None) -> int:
     try:
         given = make_parser().parse_args(arguments)
         return int(given.run(given))
-    except (UsageError, InvalidProblem, Refused) as error:
+    except (UsageError, InvalidProblem, ProblemRefused) as error:
         print(f"fxremat: {error}", file=sys.stderr)
         return 2
     except KeyboardInterrupt:  # before there was anything to stop early and keep

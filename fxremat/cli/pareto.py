@@ -9,7 +9,7 @@ from fxremat.cli import files
 from fxremat.cli.arguments import Commands, add_budget, add_problem, add_time_limit
 from fxremat.cli.progress import shown
 from fxremat.planner import SolverOptions, front
-from fxremat.planner.deadline import Clock, interruptible
+from fxremat.planner.deadline import Deadline, interruptible
 from fxremat.report.front import front_of
 
 
@@ -30,7 +30,7 @@ def run(given: argparse.Namespace) -> int:
     budget = None if given.budget is None else given.budget.bytes_for(problem)
     with shown(problem.base_time_us, given.time_limit) as progress, interruptible():
         plans = front(problem, SolverOptions(time_limit_s=given.time_limit, progress=progress))
-        stopped = not Clock(None).running()
+        stopped = not Deadline(None).running()
     if stopped:
         print("interrupted: this is what was found so far", file=sys.stderr)
     found = front_of(problem, plans, budget_bytes=budget)

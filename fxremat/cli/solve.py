@@ -24,7 +24,7 @@ from fxremat.core.plan import Plan, plan_to_json
 from fxremat.core.problem import Problem
 from fxremat.core.timeline import replay
 from fxremat.planner import SolverOptions, solve
-from fxremat.planner.deadline import Clock, interruptible
+from fxremat.planner.deadline import Deadline, interruptible
 
 
 def add(commands: Commands) -> None:
@@ -68,7 +68,7 @@ def solve_on_terminal(
     """Solve with progress shown; Ctrl-C ends it with the best plan found so far."""
     with shown(problem.base_time_us, options.time_limit_s) as progress, interruptible():
         plan = solve(problem, budget_bytes, solver, replace(options, progress=progress))
-        stopped = not Clock(None).running()
+        stopped = not Deadline(None).running()
     if stopped:
         print("interrupted: this is the best plan found so far", file=sys.stderr)
     return plan

@@ -4,7 +4,8 @@ A candidate is data: the graph in some variants, a plan for it, and who orders w
 
 * ``inductor``: the plan says what runs again and what is saved; Inductor orders the kernels;
 * ``planned``: the order of the plan is held through Inductor, at some cost in time;
-* ``torch``: torch's own partition is compiled; the plan only says what it comes to.
+* ``torch``: torch's own partition is compiled; the plan only says what it comes to;
+* ``torch, donated``: the same, and the backward writes over what was saved.
 
 The judge makes the two halves of the candidate and rehearses them: the peak is that of the code
 that Inductor would generate.
@@ -27,7 +28,7 @@ from fxremat.core.schedule import Step
 
 log = logging.getLogger(__name__)
 
-Order = Literal["inductor", "planned", "torch"]
+Order = Literal["inductor", "planned", "torch", "torch, donated"]
 
 
 @dataclass(frozen=True)
@@ -98,7 +99,7 @@ class Judge:
         return judged
 
     def _halves(self, candidate: Candidate) -> Draft:
-        if candidate.order == "torch":
+        if candidate.order.startswith("torch"):
             return candidate.draft
         held = candidate.order == "planned"
         draft = replace(candidate.draft, plan=candidate.plan, holds_order=held)

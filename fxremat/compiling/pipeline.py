@@ -5,6 +5,9 @@
     APPLY     with the plan of a candidate       ->  forward and backward module
     FINISH    the candidate that was taken       ->  what Inductor compiles
 
+Torch's own partition is a candidate, too: CUT_AS_TORCH, and DONATE where its backward is to write
+over what was saved.
+
 Candidates, and which of them is taken: `fxremat.compiling.search`. A pass makes a new draft of a
 draft and knows nothing of the others; `Runner` alone times, logs and has the judge look at what
 each has done.
@@ -21,6 +24,7 @@ from torch import fx
 from fxremat import compat
 from fxremat.checking.aliasing import check_in_place
 from fxremat.checking.data_flow import check_data_flow, check_split, check_waits
+from fxremat.checking.halves import check_halves, check_rows
 from fxremat.checking.variants import TakenVariant, check_variants
 from fxremat.compiling.costs import CostModel, cost_model
 from fxremat.compiling.draft import Draft
@@ -123,6 +127,14 @@ def _cut_as_torch(draft: Draft, costs: CostModel) -> Draft:
     return replace(draft, halves=draft.partition(draft.joint.module))
 
 
+def _donate(draft: Draft, costs: CostModel) -> Draft:
+    """The backward writes over what was saved, as in a plain ``torch.compile``."""
+    forward, backward = draft.halves
+    compat.donate(backward, compat.donatable(forward, backward, draft.num_forward_outputs))
+    compat.leave_layouts(forward)
+    return draft
+
+
 def _lay_out_rows(draft: Draft, costs: CostModel) -> Draft:
     for half in draft.halves:
         suit_rows(half)
@@ -174,9 +186,30 @@ def _nothing_lost(before: Draft, after: Draft) -> None:
 
 
 def _same_halves(before: Draft, after: Draft) -> None:
+    cut = before.rewritten.module.graph
+    check_waits(cut)
+    check_split(after.halves[1].graph, [n.name for n in before.rewritten.saved])
+    _halves_of(cut, after)
+
+
+def _same_as_torch(before: Draft, after: Draft) -> None:
+    _halves_of(before.joint.module.graph, after)
+
+
+def _halves_of(cut: fx.Graph, after: Draft) -> None:
     forward, backward = after.halves
-    check_waits(before.rewritten.module.graph)
-    check_split(backward.graph, [n.name for n in before.rewritten.saved], forward.graph)
+    check_halves(
+        cut,
+        forward.graph,
+        backward.graph,
+        num_forward_outputs=after.num_forward_outputs,
+        mutated=[node.name for node in after.joint.mutated],
+    )
+
+
+def _rows_lie_as_said(before: Draft, after: Draft) -> None:
+    for half in after.halves:
+        check_rows(half.graph)
 
 
 def _sums(request: Request) -> bool:
@@ -206,9 +239,10 @@ APPLY = (
     Pass("recompute and offload", _apply_plan, judge=_same_data_flow),
     Pass("in place", _write_over, when=_in_place, judge=_nothing_lost),
     Pass("split", _split, judge=_same_halves),
-    Pass("row layout", _lay_out_rows, when=_compiled),
+    Pass("row layout", _lay_out_rows, when=_compiled, judge=_rows_lie_as_said),
 )
-CUT_AS_TORCH = (Pass("torch's partition", _cut_as_torch),)
+CUT_AS_TORCH = (Pass("torch's partition", _cut_as_torch, judge=_same_as_torch),)
+DONATE = (Pass("donated buffers", _donate),)
 FINISH = (Pass("row kernels", _compile_rows, when=_compiled),)
 
 

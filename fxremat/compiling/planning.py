@@ -61,7 +61,7 @@ class Planning:
                     return planner.solve(problem, budget, solver, options)
                 cache = PlanCache(Path(compat.cache_directory()) / "fxremat" / "plans")
                 plan, known = cache.solve(problem, budget, solver, options)
-            except planner.Refused as refused:
+            except planner.ProblemRefused as refused:
                 raise SolverRefused(solver, str(refused)) from refused
         if known:
             log.debug("plan from the cache: %s, %d bytes", plan.solver, plan.peak_bytes)

@@ -10,6 +10,7 @@ least planned time is taken. Where none gets there, the lowest is what the error
 * The least that is named does not depend on the budget: it is the minimum over torch's partition
   and plans of least peak, which are looked for in the same way whatever the budget is. So it is
   found again, and obeyed, when it is asked for.
+* Buffers are donated where nothing else fits: then a backward can no longer run twice.
 * All rehearsals have one budget, `REHEARSALS`, of which a part is kept for the least peak.
 """
 
@@ -20,7 +21,7 @@ from dataclasses import dataclass, field, replace
 
 from fxremat.compiling.candidates import Candidate, Judge, Judged
 from fxremat.compiling.draft import Draft, Learnt
-from fxremat.compiling.pipeline import CUT_AS_TORCH, PLAN, Runner
+from fxremat.compiling.pipeline import CUT_AS_TORCH, DONATE, PLAN, Runner
 from fxremat.compiling.planning import Planning
 from fxremat.compiling.proposals import Proposals, fastest, least, may_fit, under
 from fxremat.compiling.torch_plan import plan_of_torch
@@ -129,20 +130,27 @@ class Search:
         plain = self.draft(()).estimate.problem
         if best.plan.time_us <= plain.base_time_us or not self.planning.request.compiled:
             return best
-        own = self._torch()
+        own = self._torch(donated=False)
         if own is None or own.plan.time_us >= best.plan.time_us:
             return best
         judged = self.judge.judge(own)
         return judged if judged.peak_bytes <= aim else best
 
-    def _torch(self) -> Candidate | None:
-        """Torch's own partition; None where it does not know what the graph does."""
+    def _torch(self, *, donated: bool) -> Candidate | None:
+        """Torch's own partition; None where it does not know what the graph does.
+
+        With ``donated`` buffers the backward writes over what was saved, as in a plain
+        ``torch.compile``, and like there it can run only once.
+        """
         plain = self.draft(())
         special = plain.estimate.problem.host or self.planning.request.accumulated
         if special or not self.planning.request.compiled:
             return None
         cut = self.runner.run("apply", CUT_AS_TORCH, plain)
-        return Candidate(cut, plan_of_torch(cut), "torch")
+        plan = plan_of_torch(cut)
+        if donated:
+            cut = self.runner.run("apply", DONATE, cut)
+        return Candidate(cut, plan, "torch, donated" if donated else "torch")
 
     def _attempts(self, aim: int) -> Attempts:
         """What to try, the best first.
@@ -201,7 +209,7 @@ class Search:
         return Attempt(under(draft, aim, self.planning), for_least=False)
 
     def _torch_alone(self) -> Proposals:
-        candidate = self._torch()
+        candidate = self._torch(donated=True)
         if candidate is not None:
             yield candidate
 

@@ -17,10 +17,10 @@ from fxremat.planner import auto
 from fxremat.planner.budget_front import front
 from fxremat.planner.clusters import hrockmate
 from fxremat.planner.indexed_problem import build_model
-from fxremat.planner.local import greedy, least_peak
+from fxremat.planner.local import greedy
 from fxremat.planner.milp import checkmate, moments
 from fxremat.planner.moves import offload
-from fxremat.planner.options import Refused, SolverOptions
+from fxremat.planner.options import ProblemRefused, SolverOptions
 from fxremat.planner.peak_bound import peak_bound
 from fxremat.planner.published import energy, moccasin, pofo, rockmate, rotor
 from fxremat.planner.variants import choose_and_plan
@@ -29,7 +29,7 @@ Solver = Callable[[Problem, int | None, SolverOptions], Plan]
 
 SOLVERS: dict[str, Solver] = {
     "auto": auto.solve,
-    "instants": moments.solve,
+    "moments": moments.solve,
     "greedy": greedy.solve,
     "checkmate": checkmate.solve,
     "checkmate_pruned": checkmate.solve_pruned,
@@ -38,7 +38,7 @@ SOLVERS: dict[str, Solver] = {
     "rockmate": rockmate.solve,
     "hrockmate": hrockmate.solve,
     "moccasin": moccasin.solve,
-    "least_peak": least_peak.solve,
+    "least_peak": greedy.solve_least_peak,
 }
 MOVING = frozenset({"pofo"})
 """Solvers that choose what moves themselves; the others are asked by `offload`."""
@@ -54,7 +54,7 @@ def solve(
 
     Where the problem has alternatives, the best choice of them that was found, and its plan.
 
-    Raises `Refused` where the solver cannot take the problem: `rotor.NotAChain`,
+    Raises `ProblemRefused` where the solver cannot take the problem: `rotor.NotAChain`,
     `checkmate.TooManyRuns`, `moccasin.NotInstalled`.
     """
     if solver not in SOLVERS:
@@ -97,4 +97,4 @@ def _proves(plan: Plan, problem: Problem) -> bool:
     return plan.time_us <= base or (plan.time_bound_us or base) > base
 
 
-__all__ = ["SOLVERS", "Refused", "Solver", "SolverOptions", "front", "solve"]
+__all__ = ["SOLVERS", "ProblemRefused", "Solver", "SolverOptions", "front", "solve"]

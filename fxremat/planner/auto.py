@@ -1,4 +1,4 @@
-"""The default: the solver over instants, then what fits a problem that it leaves a gap on.
+"""The default: the solver over moments, then what fits a problem that it leaves a gap on.
 
 Each solver starts from the best plan so far, and what one proves holds for the others' plans.
 """
@@ -11,7 +11,7 @@ from dataclasses import replace
 from fxremat.core.plan import Plan
 from fxremat.core.problem import Problem
 from fxremat.planner.clusters import hrockmate
-from fxremat.planner.deadline import Clock
+from fxremat.planner.deadline import Deadline
 from fxremat.planner.indexed_problem import build_model
 from fxremat.planner.milp import checkmate, moments
 from fxremat.planner.milp.rerun_candidates import all_runs
@@ -26,7 +26,7 @@ SECONDS, SECONDS_PER_OP, MOST_SECONDS = 3.0, 0.008, 20.0
 PATIENCE = 3
 """Times that limit where the least peak is asked for: it decides what can be trained at all."""
 FIRST_PART = 0.7
-"""Of the time, for the solver over instants."""
+"""Of the time, for the solver over moments."""
 LITTLE_LESS = 0.96
 """Of the least peak found, a budget that is tried on a problem that is not small."""
 LEAST_PART = 0.5
@@ -44,30 +44,30 @@ def solve(problem: Problem, budget_bytes: int | None, options: SolverOptions) ->
     if limit is None:
         limit = min(MOST_SECONDS, SECONDS + SECONDS_PER_OP * len(problem.ops))
         limit *= PATIENCE if budget_bytes == 0 else 1
-    clock = Clock(limit)
-    best = _solve(problem, budget_bytes, options, clock)
+    deadline = Deadline(limit)
+    best = _solve(problem, budget_bytes, options, deadline)
     if budget_bytes is not None and best.peak_bytes > budget_bytes:
-        best = replace(_least(problem, best, options, clock), budget_bytes=budget_bytes)
-    return replace(best, seconds=clock.seconds())
+        best = replace(_least(problem, best, options, deadline), budget_bytes=budget_bytes)
+    return replace(best, seconds=deadline.seconds())
 
 
 def _solve(
-    problem: Problem, budget_bytes: int | None, options: SolverOptions, clock: Clock
+    problem: Problem, budget_bytes: int | None, options: SolverOptions, deadline: Deadline
 ) -> Plan:
     """The best of the solvers that it takes."""
-    first = replace(options, time_limit_s=FIRST_PART * clock.left())
+    first = replace(options, time_limit_s=FIRST_PART * deadline.left())
     best = moments.solve(problem, budget_bytes, first)
     if budget_bytes is None:
         return best
     for solver in _others(problem):
-        if _settled(best, problem) or not clock.running():
+        if _settled(best, problem) or not deadline.running():
             break
-        rest = replace(options, start=best.ops, time_limit_s=clock.left())
+        rest = replace(options, start=best.ops, time_limit_s=deadline.left())
         best = _better(best, solver(problem, budget_bytes, rest))
     return best
 
 
-def _least(problem: Problem, best: Plan, options: SolverOptions, clock: Clock) -> Plan:
+def _least(problem: Problem, best: Plan, options: SolverOptions, deadline: Deadline) -> Plan:
     """A plan of less peak still, or a proof that not much less will do.
 
     Small problems: by halving what lies between the least peak and what is proven. A budget that
@@ -75,9 +75,9 @@ def _least(problem: Problem, best: Plan, options: SolverOptions, clock: Clock) -
     """
     low = bound = best.peak_bound_bytes or 0
     small = _small(problem)
-    while clock.running() and best.peak_bytes - low > NEAR * best.peak_bytes:
+    while deadline.running() and best.peak_bytes - low > NEAR * best.peak_bytes:
         budget = (low + best.peak_bytes) // 2 if small else int(LITTLE_LESS * best.peak_bytes)
-        part = Clock(LEAST_PART * clock.left())
+        part = Deadline(LEAST_PART * deadline.left())
         plan = _solve(problem, budget, replace(options, start=None), part)
         bound = max(bound, plan.peak_bound_bytes or 0)
         low = max(bound, budget if plan.peak_bytes > budget else low)

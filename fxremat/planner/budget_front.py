@@ -7,7 +7,7 @@ from dataclasses import replace
 
 from fxremat.core.plan import Plan
 from fxremat.core.problem import Problem
-from fxremat.planner.deadline import Clock
+from fxremat.planner.deadline import Deadline
 from fxremat.planner.local import greedy
 from fxremat.planner.milp import moments
 from fxremat.planner.moves import offload
@@ -30,24 +30,24 @@ def front(problem: Problem, options: SolverOptions | None = None) -> tuple[Plan,
     slow = [plan for plan in plans if plan.time_us > problem.base_time_us]
     count = min(MOST_POINTS, len(slow))
     picks = [slow[round(k * (len(slow) - 1) / max(1, count - 1))] for k in range(count)]
-    clock = Clock(SECONDS if asked.time_limit_s is None else asked.time_limit_s)
+    deadline = Deadline(SECONDS if asked.time_limit_s is None else asked.time_limit_s)
     for k, pick in enumerate(picks):
-        if not clock.running():
+        if not deadline.running():
             break
-        part = Clock(clock.left() / (count - k))
+        part = Deadline(deadline.left() / (count - k))
         plans.append(moments.improved(known, pick.peak_bytes, asked, part))
     return tuple(_best(plans, problem.base_time_us))
 
 
 def _with_moves(problem: Problem, options: SolverOptions) -> Iterator[Plan]:
     """Plans between the fastest and that of least peak, evenly spread, while there is time."""
-    clock = Clock(SECONDS if options.time_limit_s is None else options.time_limit_s)
+    deadline = Deadline(SECONDS if options.time_limit_s is None else options.time_limit_s)
     fastest, least = (offload.quick(problem, budget, options) for budget in (None, 0))
     yield fastest
     yield least
     span = fastest.peak_bytes - least.peak_bytes
     for k in range(1, MOVING_POINTS):
-        if clock.running():
+        if deadline.running():
             budget = least.peak_bytes + span * k // MOVING_POINTS
             yield offload.quick(problem, budget, options)
 

@@ -1,6 +1,6 @@
 """When a solver has to stop: at its time limit, or at Ctrl-C.
 
-Solvers are anytime: they ask their clock now and then and return the best they have.
+Solvers are anytime: they ask their deadline now and then and return the best they have.
 """
 
 from __future__ import annotations
@@ -16,7 +16,7 @@ from types import FrameType
 _interrupted = threading.Event()
 
 
-class Clock:
+class Deadline:
     """Says when the time limit is over; without one it never looks at the time."""
 
     def __init__(self, limit_s: float | None) -> None:
@@ -32,17 +32,17 @@ class Clock:
         return math.inf if self.end == math.inf else self.end - time.perf_counter()
 
     def seconds(self) -> float:
-        """Seconds since the clock was made."""
+        """Seconds since the deadline was made."""
         return time.perf_counter() - self.started
 
-    def part(self, seconds: float) -> Clock:
-        """A clock that stops after so many seconds, or with this one."""
-        return Clock(min(seconds, self.left()))
+    def part(self, seconds: float) -> Deadline:
+        """A deadline so many seconds from now, or this one where that is sooner."""
+        return Deadline(min(seconds, self.left()))
 
 
 @contextmanager
 def interruptible() -> Iterator[None]:
-    """Inside, the first Ctrl-C stops all clocks; a second one raises `KeyboardInterrupt`."""
+    """Inside, the first Ctrl-C ends every deadline; a second one raises `KeyboardInterrupt`."""
     if threading.current_thread() is not threading.main_thread():
         yield  # only the main thread gets signals
         return

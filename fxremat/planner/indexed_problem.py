@@ -15,7 +15,7 @@ INPUT = -1
 
 
 @dataclass(frozen=True)
-class Model:
+class IndexedProblem:
     """Ops and values as lists; a *stage* is the position of an op in base order.
 
     ``worth`` is an op's time per byte written, ``own_bytes`` its writes and workspace.
@@ -51,7 +51,7 @@ def _unique(items: Iterable[int]) -> tuple[int, ...]:
     return tuple(dict.fromkeys(items))
 
 
-def build_model(problem: Problem) -> Model:
+def build_model(problem: Problem) -> IndexedProblem:
     """Index the ops and the values that are not resident."""
     resident = set(problem.resident)
     names = [value.name for value in problem.values if value.name not in resident]
@@ -61,7 +61,7 @@ def build_model(problem: Problem) -> Model:
         for name in op.writes:
             writer[index[name]] = i
     kept = set(problem.outputs)
-    return Model(
+    return IndexedProblem(
         problem=problem,
         n=len(problem.ops),
         time=[op.time_us for op in problem.ops],

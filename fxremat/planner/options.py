@@ -7,7 +7,7 @@ from dataclasses import dataclass, field
 from typing import Literal
 
 
-class Refused(Exception):
+class ProblemRefused(Exception):
     """A solver cannot take the problem; the message says which can, or what is missing."""
 
 

@@ -10,10 +10,10 @@ fewer outputs might be live at the worst op.
 
 from __future__ import annotations
 
-from fxremat.planner.indexed_problem import INPUT, Model
+from fxremat.planner.indexed_problem import INPUT, IndexedProblem
 
 
-def peak_bound(model: Model) -> int:
+def peak_bound(model: IndexedProblem) -> int:
     """The largest number of bytes that must be live together at some first run."""
     last = _last_reads(model)
     pinned = _pinned_bytes(model, last)
@@ -21,7 +21,7 @@ def peak_bound(model: Model) -> int:
     return max((floor + pinned[i] + _own(model, i, last) for i in range(model.n)), default=floor)
 
 
-def _last_reads(model: Model) -> list[int]:
+def _last_reads(model: IndexedProblem) -> list[int]:
     last = [0 if writer == INPUT else writer for writer in model.writer]
     for op, reads in enumerate(model.reads):
         for value in reads:
@@ -29,7 +29,7 @@ def _last_reads(model: Model) -> list[int]:
     return last
 
 
-def _span(model: Model, value: int, last: int) -> tuple[int, int] | None:
+def _span(model: IndexedProblem, value: int, last: int) -> tuple[int, int] | None:
     """First and last stage at which the value is certainly live; None if none is certain."""
     op = model.writer[value]
     if model.kept[value]:
@@ -41,7 +41,7 @@ def _span(model: Model, value: int, last: int) -> tuple[int, int] | None:
     return None
 
 
-def _pinned_bytes(model: Model, last: list[int]) -> list[int]:
+def _pinned_bytes(model: IndexedProblem, last: list[int]) -> list[int]:
     change = [0] * (model.n + 1)
     for value, size in enumerate(model.bytes):
         span = _span(model, value, last[value])
@@ -55,7 +55,7 @@ def _pinned_bytes(model: Model, last: list[int]) -> list[int]:
     return out
 
 
-def _own(model: Model, op: int, last: list[int]) -> int:
+def _own(model: IndexedProblem, op: int, last: list[int]) -> int:
     """Bytes of the op itself that `_pinned_bytes` does not hold already."""
     size = model.workspace[op]
     for value in (*model.reads[op], *model.writes[op]):

@@ -15,7 +15,7 @@ from collections import Counter
 from collections.abc import Mapping, Sequence
 from contextlib import suppress
 from dataclasses import dataclass, replace
-from functools import cache
+from functools import cache, lru_cache
 from pathlib import Path
 from typing import Any
 
@@ -25,7 +25,7 @@ from fxremat.core.problem import Problem, problem_to_json
 from fxremat.core.schedule import Step, ops_of
 from fxremat.disk_cache import Answers, Question
 from fxremat.planner import solve
-from fxremat.planner.deadline import Clock
+from fxremat.planner.deadline import Deadline
 from fxremat.planner.options import SolverOptions
 from fxremat.planner.plans import make_plan
 
@@ -70,19 +70,12 @@ def question_of(
     }
 
 
-_digests: dict[int, tuple[Problem, str]] = {}
-
-
+@lru_cache(maxsize=REMEMBERED)
 def digest(problem: Problem) -> str:
     """Equal for problems that differ in name only; remembered for the last few problems."""
-    # The entry holds the problem, so its id cannot be given to another one meanwhile.
-    if id(problem) not in _digests:
-        while len(_digests) >= REMEMBERED:
-            del _digests[next(iter(_digests))]
-        data = {**problem_to_json(problem), "name": ""}
-        text = json.dumps(data, sort_keys=True, separators=(",", ":"))
-        _digests[id(problem)] = (problem, hashlib.sha256(text.encode()).hexdigest())
-    return _digests[id(problem)][1]
+    data = {**problem_to_json(problem), "name": ""}
+    text = json.dumps(data, sort_keys=True, separators=(",", ":"))
+    return hashlib.sha256(text.encode()).hexdigest()
 
 
 @cache
@@ -97,7 +90,7 @@ def _is_complete(plan: Plan, seconds: float, options: SolverOptions) -> bool:
     """Whether the solver came to its own end; ``plan.seconds`` may be those of an earlier call."""
     limit = options.time_limit_s
     in_time = limit is None or max(plan.seconds, seconds) < limit
-    return in_time and Clock(None).running()
+    return in_time and Deadline(None).running()
 
 
 def _plan_of(claims: Any, problem: Problem, budget_bytes: int | None) -> Plan | None:

@@ -22,8 +22,8 @@ import numpy as np
 import numpy.typing as npt
 
 from fxremat.core.problem import Problem
-from fxremat.planner.indexed_problem import INPUT, Model, build_model
-from fxremat.planner.options import Refused
+from fxremat.planner.indexed_problem import INPUT, IndexedProblem, build_model
+from fxremat.planner.options import ProblemRefused
 
 MOST_FIXED = 0.5
 """Part of the bytes saved for the backward that may be fixed before it is no chain any more."""
@@ -32,7 +32,7 @@ LARGE = 20
 a chain even if its backward reads the values of one block only."""
 
 
-class NotAChain(Refused, ValueError):
+class NotAChain(ProblemRefused, ValueError):
     """The problem is no chain of forward and backward blocks."""
 
     def __init__(self, reason: str) -> None:
@@ -73,7 +73,7 @@ class Chain:
     while op ``t`` runs for the first time, ``before[t]`` just before that or at the end.
     """
 
-    model: Model
+    model: IndexedProblem
     turn: int
     cuts: tuple[int, ...]
     blocks: tuple[Block, ...]
@@ -103,7 +103,7 @@ def find_chain(problem: Problem) -> Chain:
 # -- the turn and the cuts -------------------------------------------------------------------
 
 
-def turns(model: Model) -> tuple[int, ...]:
+def turns(model: IndexedProblem) -> tuple[int, ...]:
     """Ops that may be the last of the forward part, the most trusted first."""
     if model.n < 2:
         return ()
@@ -121,7 +121,7 @@ def turns(model: Model) -> tuple[int, ...]:
     return tuple(dict.fromkeys(guess))
 
 
-def _most_cuts(model: Model) -> int:
+def _most_cuts(model: IndexedProblem) -> int:
     """The first op up to which the ops can be cut in most places.
 
     A backward op reads values from long ago, so the cuts before it are lost with it.
@@ -134,7 +134,7 @@ def _most_cuts(model: Model) -> int:
     return int(np.cumsum(gain)[: model.n].argmax())
 
 
-def _readers_across(model: Model, cut: int) -> tuple[int, int]:
+def _readers_across(model: IndexedProblem, cut: int) -> tuple[int, int]:
     """The first op from ``cut`` on that reads a droppable value from before, and the first
     that makes these two values."""
     seen: set[int] = set()
@@ -148,7 +148,7 @@ def _readers_across(model: Model, cut: int) -> tuple[int, int]:
     return alone, model.n
 
 
-def last_reads(model: Model, turn: int) -> dict[int, int]:
+def last_reads(model: IndexedProblem, turn: int) -> dict[int, int]:
     """The last op of the forward part that reads each droppable value."""
     last: dict[int, int] = {}
     for op in range(turn + 1):
@@ -156,7 +156,7 @@ def last_reads(model: Model, turn: int) -> dict[int, int]:
     return last
 
 
-def _cuts(model: Model, turn: int) -> list[int]:
+def _cuts(model: IndexedProblem, turn: int) -> list[int]:
     """First ops of blocks: at most one droppable value from before is read from them on.
 
     Where that is the same value at several cuts the first is taken: what lies between them is
@@ -182,7 +182,7 @@ def _cuts(model: Model, turn: int) -> list[int]:
     return found
 
 
-def _name(model: Model, value: int) -> str:
+def _name(model: IndexedProblem, value: int) -> str:
     resident = set(model.problem.resident)
     return [v.name for v in model.problem.values if v.name not in resident][value]
 
@@ -194,7 +194,7 @@ def _name(model: Model, value: int) -> str:
 class _Segments:
     """The forward part, cut: the block that writes each droppable value, what enters each."""
 
-    model: Model
+    model: IndexedProblem
     turn: int
     starts: tuple[int, ...]
     home: dict[int, int]
@@ -205,7 +205,7 @@ class _Segments:
         return self.home[value] == block or self.enters[block] == value
 
 
-def _segments(model: Model, turn: int, starts: tuple[int, ...]) -> _Segments:
+def _segments(model: IndexedProblem, turn: int, starts: tuple[int, ...]) -> _Segments:
     block = np.searchsorted(starts, np.arange(turn + 1), side="right") - 1
     home = {
         value: int(block[op])
@@ -258,7 +258,7 @@ def never_rising(costs: Sequence[npt.NDArray[np.float64]], count: int) -> list[i
     return places[::-1]
 
 
-def _build(model: Model, turn: int, cuts: Sequence[int]) -> Chain:
+def _build(model: IndexedProblem, turn: int, cuts: Sequence[int]) -> Chain:
     parts = _segments(model, turn, (0, *cuts))
     owners = _owners(parts)
     read = {
@@ -298,7 +298,7 @@ def _assemble(parts: _Segments, owners: Sequence[int]) -> Chain:
     return Chain(model, parts.turn, parts.starts[1:], tuple(blocks), spans, during, before)
 
 
-def _refuse_one_large(model: Model, blocks: Sequence[Block]) -> None:
+def _refuse_one_large(model: IndexedProblem, blocks: Sequence[Block]) -> None:
     large = max(blocks, key=lambda block: len(block.forward) + len(block.backward))
     size = len(large.forward) + len(large.backward)
     if size > max(LARGE, model.n // 2):
@@ -330,7 +330,7 @@ def _out_of_place(
 # -- what the chain does not free ------------------------------------------------------------
 
 
-def _spans(model: Model, blocks: Sequence[Block]) -> dict[int, tuple[int, int]]:
+def _spans(model: IndexedProblem, blocks: Sequence[Block]) -> dict[int, tuple[int, int]]:
     """The ops between which each fixed value is held.
 
     What an op reads that may run again is held until the end of its block's backward.
@@ -351,7 +351,7 @@ def _spans(model: Model, blocks: Sequence[Block]) -> dict[int, tuple[int, int]]:
 
 
 def _profile(
-    model: Model, spans: dict[int, tuple[int, int]]
+    model: IndexedProblem, spans: dict[int, tuple[int, int]]
 ) -> tuple[tuple[int, ...], tuple[int, ...]]:
     """Bytes of fixed values while each op runs for the first time, and just before."""
     change = [0] * (model.n + 2)

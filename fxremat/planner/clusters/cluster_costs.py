@@ -1,9 +1,9 @@
 """What running a cluster takes: time, and bytes, with what crosses between clusters left open.
 
-An `Option` says how the backward of a cluster runs: its ops, and between them forward ops that
-run again. What must be saved for it from the forward follows. Whether an interface value is there
-while a cluster runs is for the level above to decide; so the bytes of a run are given as a few
-`Moment` s, each with the interface values that its end of the run has already left, and those
+A `ClusterOption` says how the backward of a cluster runs: its ops, and between them forward ops
+that run again. What must be saved for it from the forward follows. Whether an interface value is
+there while a cluster runs is for the level above to decide; so the bytes of a run are given as a
+few `RunStep` s, each with the interface values that its end of the run has already left, and those
 that are not made yet. These are the correction terms of Gusak et al., "HiRemate" (ICML 2025,
 PMLR 267): with them the peak one level up is that of the replay.
 """
@@ -18,14 +18,14 @@ from fxremat.planner.clusters.decomposition import Cluster, Decomposition
 
 
 @dataclass(frozen=True)
-class Option:
+class ClusterOption:
     """The steps of a cluster's backward, forward ops that run again among them."""
 
     backward: tuple[int, ...]
 
 
 @dataclass(frozen=True)
-class Moment:
+class RunStep:
     """Bytes of a run at one step, without interface values.
 
     ``done`` are those among them that the run touches before this step only, ``unborn`` those
@@ -36,13 +36,13 @@ class Moment:
     done: frozenset[int]
     unborn: frozenset[int]
 
-    def beats(self, other: Moment) -> bool:
+    def beats(self, other: RunStep) -> bool:
         """Whether this moment is the worse one whatever the interface values do."""
         return self.bytes >= other.bytes and self.done <= other.done and self.unborn <= other.unborn
 
 
 @dataclass(frozen=True)
-class Run:
+class ClusterRun:
     """A sequence of ops of one cluster.
 
     ``needs`` are the interface values that must be there, ``makes`` those that are there after
@@ -54,7 +54,7 @@ class Run:
     time: float
     needs: frozenset[int]
     makes: frozenset[int]
-    moments: tuple[Moment, ...]
+    moments: tuple[RunStep, ...]
 
     @property
     def worst(self) -> int:
@@ -72,29 +72,29 @@ class OptionRuns:
 
     saved: frozenset[int]
     saved_bytes: int
-    first: Run
-    again: Run
-    only: Run
-    backward: Run
+    first: ClusterRun
+    again: ClusterRun
+    only: ClusterRun
+    backward: ClusterRun
 
 
 @dataclass(frozen=True)
 class ClusterRuns:
     """The runs of a cluster: ``skip_first`` and ``skip_again`` save nothing."""
 
-    skip_first: Run
-    skip_again: Run
+    skip_first: ClusterRun
+    skip_again: ClusterRun
     options: tuple[OptionRuns, ...]
 
 
 @dataclass(frozen=True)
-class Costs:
+class ClusterCosts:
     """Works out the runs of one cluster."""
 
     parts: Decomposition
     cluster: Cluster
 
-    def runs(self, options: Iterable[Option]) -> ClusterRuns:
+    def runs(self, options: Iterable[ClusterOption]) -> ClusterRuns:
         """The runs for these options."""
         return ClusterRuns(
             self._first(frozenset()),
@@ -102,7 +102,7 @@ class Costs:
             tuple(self.option(option) for option in options),
         )
 
-    def option(self, option: Option) -> OptionRuns:
+    def option(self, option: ClusterOption) -> OptionRuns:
         """The runs of one option."""
         saved = self._read_before_written(option.backward) & self.cluster.local
         return OptionRuns(
@@ -114,10 +114,10 @@ class Costs:
             self._run(option.backward, frozenset(), self.cluster.backward),
         )
 
-    def _first(self, saved: frozenset[int]) -> Run:
+    def _first(self, saved: frozenset[int]) -> ClusterRun:
         return self._run(self.cluster.forward, saved, self.cluster.forward)
 
-    def _again(self, saved: frozenset[int], makes: frozenset[int]) -> Run:
+    def _again(self, saved: frozenset[int], makes: frozenset[int]) -> ClusterRun:
         """Only the ops that it takes: their other results go at once."""
         model, missing, found = self.parts.model, set(saved | makes), []
         for op in reversed(self.cluster.forward):
@@ -147,7 +147,7 @@ class Costs:
         keep: frozenset[int],
         first: Collection[int],
         makes: frozenset[int] | None = None,
-    ) -> Run:
+    ) -> ClusterRun:
         """The run that leaves ``keep`` behind; the ops in ``first`` run there for the first time.
 
         Without ``makes`` it makes what its ops write, but for repeats within a backward: what
@@ -162,7 +162,7 @@ class Costs:
         spans = self._spans(steps, needs | makes)
         inner = self._inside(steps, inside, keep, first)
         moments = [
-            Moment(
+            RunStep(
                 size,
                 frozenset(
                     v for v, (_, last) in spans.items() if last < k or (last == k and v in gone)
@@ -172,7 +172,7 @@ class Costs:
             for k, (size, gone) in enumerate(inner)
         ]
         time = sum(model.time[op] for op in steps)
-        return Run(tuple(steps), time, needs, makes, _worst(moments))
+        return ClusterRun(tuple(steps), time, needs, makes, _worst(moments))
 
     def _spans(self, steps: Sequence[int], values: Collection[int]) -> dict[int, tuple[int, int]]:
         """First and last step that touch each interface value; first 0 where it was there."""
@@ -247,9 +247,9 @@ class Costs:
         return value not in self.parts.home and value not in self.cluster.local
 
 
-def _worst(moments: Iterable[Moment]) -> tuple[Moment, ...]:
+def _worst(moments: Iterable[RunStep]) -> tuple[RunStep, ...]:
     """The moments that no other beats."""
-    kept: list[Moment] = []
+    kept: list[RunStep] = []
     for moment in sorted(moments, key=lambda m: (-m.bytes, len(m.done) + len(m.unborn))):
         if not any(other.beats(moment) for other in kept):
             kept.append(moment)
@@ -282,15 +282,15 @@ class Figures:
 
 
 def pareto(
-    parts: Decomposition, cluster: Cluster, options: Iterable[Option], most: int
-) -> list[Option]:
+    parts: Decomposition, cluster: Cluster, options: Iterable[ClusterOption], most: int
+) -> list[ClusterOption]:
     """Options that no other beats; thinned evenly by the bytes saved where there are many."""
-    costs, sizes = Costs(parts, cluster), parts.model.bytes
+    costs, sizes = ClusterCosts(parts, cluster), parts.model.bytes
     weighed = [
         (Figures.of(costs.option(option), sizes), option) for option in dict.fromkeys(options)
     ]
     weighed.sort(key=lambda pair: (pair[0].saved, pair[0].row))
-    kept: list[tuple[Figures, Option]] = []
+    kept: list[tuple[Figures, ClusterOption]] = []
     for figures, option in weighed:
         if not any(other.beats(figures) for other, _ in kept):
             kept.append((figures, option))

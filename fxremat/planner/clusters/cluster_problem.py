@@ -10,23 +10,23 @@ from __future__ import annotations
 from collections.abc import Callable, Iterator, Sequence
 
 from fxremat.core.problem import Op, Phase, Problem, Value
-from fxremat.planner.deadline import Clock
-from fxremat.planner.indexed_problem import Model
-from fxremat.planner.local.editable_schedule import Search, Taste
+from fxremat.planner.deadline import Deadline
+from fxremat.planner.indexed_problem import IndexedProblem
+from fxremat.planner.local.editable_schedule import EditableSchedule, Taste
 from fxremat.planner.local.eviction_paths import descend
-from fxremat.planner.local.pareto_pool import Pool, steps_of
-from fxremat.planner.local.stage_schedule import State
+from fxremat.planner.local.pareto_pool import ParetoPool, steps_of
+from fxremat.planner.local.stage_schedule import StageSchedule
 
 PAUSE = "pause"
 PAUSES = (0.0, 0.5, 1.0)
 """Bytes of the pause, as a part of what is held at most."""
 LENGTHS = (0.0, 0.5, 1.0)
 WORK_PER_OP, MOST_WORK = 6_000, 400_000
-"""Work of one eviction path, in the units of `State.work` (about a microsecond each)."""
+"""Work of one eviction path, in the units of `StageSchedule.work` (about a microsecond each)."""
 
 
 def paused_problem(
-    model: Model,
+    model: IndexedProblem,
     forward: Sequence[int],
     backward: Sequence[int],
     pause_bytes: int,
@@ -54,7 +54,7 @@ def paused_problem(
     )
 
 
-def _op(model: Model, op: int, phase: Phase, repeatable: bool) -> Op:
+def _op(model: IndexedProblem, op: int, phase: Phase, repeatable: bool) -> Op:
     return Op(
         name=str(op),
         reads=tuple(map(str, model.reads[op])),
@@ -67,19 +67,21 @@ def _op(model: Model, op: int, phase: Phase, repeatable: bool) -> Op:
     )
 
 
-def evicted(model: Model, clock: Clock) -> Pool:
+def evicted(model: IndexedProblem, deadline: Deadline) -> ParetoPool:
     """Keep-all and what evictions make of it."""
-    pool = Pool(model)
-    pool.offer(State(model))
+    pool = ParetoPool(model)
+    pool.offer(StageSchedule(model))
     for length in LENGTHS:
-        if not clock.running():
+        if not deadline.running():
             break
-        search = Search(State(model), Taste(length))
+        search = EditableSchedule(StageSchedule(model), Taste(length))
         descend(search, pool, 0, min(MOST_WORK, WORK_PER_OP * model.n))
     return pool
 
 
-def backwards(pool: Pool, forward: Sequence[int], backward: Sequence[int]) -> Iterator[list[int]]:
+def backwards(
+    pool: ParetoPool, forward: Sequence[int], backward: Sequence[int]
+) -> Iterator[list[int]]:
     """The steps after the pause of each schedule, as ops of the whole problem."""
     ops = (*forward, -1, *backward)
     for entry in pool.settled():

@@ -22,7 +22,7 @@ import numpy as np
 import numpy.typing as npt
 
 from fxremat.planner.clusters.chain import last_reads, never_rising, turns
-from fxremat.planner.indexed_problem import INPUT, Model
+from fxremat.planner.indexed_problem import INPUT, IndexedProblem
 
 OUTSIDE = -1
 """The home of values that no cluster writes."""
@@ -31,7 +31,7 @@ LEAST, MOST = 0.5, 1.6
 EVEN = 1e-3
 """What a cluster of half the average size costs, as a part of the bytes that cross a cut."""
 
-Cutter = Callable[[Model, int, int], list[int]]
+Cutter = Callable[[IndexedProblem, int, int], list[int]]
 """(model, turn, count) -> the first ops of all clusters but the first."""
 
 
@@ -58,13 +58,13 @@ class Decomposition:
     there from their write to their last read.
     """
 
-    model: Model
+    model: IndexedProblem
     turn: int
     clusters: tuple[Cluster, ...]
     home: dict[int, int]
 
     @staticmethod
-    def cut(model: Model, turn: int, starts: Iterable[int]) -> Decomposition:
+    def cut(model: IndexedProblem, turn: int, starts: Iterable[int]) -> Decomposition:
         """The clusters that begin at op 0 and at these ops of the forward part."""
         firsts = [0, *starts]
         of_op = np.searchsorted(firsts, np.arange(turn + 1), side="right") - 1
@@ -123,14 +123,14 @@ class Decomposition:
         return tuple(live), tuple(now - new for now, new in zip(live, begins, strict=True))
 
 
-def decompose(model: Model, count: int, cutter: Cutter | None = None) -> Decomposition:
+def decompose(model: IndexedProblem, count: int, cutter: Cutter | None = None) -> Decomposition:
     """The model in about so many clusters."""
     turn = turn_of(model)
     cuts = (cutter or narrow_cuts)(model, turn, max(1, min(count, turn + 1)))
     return Decomposition.cut(model, turn, cuts)
 
 
-def turn_of(model: Model) -> int:
+def turn_of(model: IndexedProblem) -> int:
     """The last op of the forward part that makes something that may be dropped."""
     turn = [*turns(model), model.n - 1][0]
     while turn > 0 and not any(model.droppable(value) for value in model.writes[turn]):
@@ -138,7 +138,7 @@ def turn_of(model: Model) -> int:
     return turn
 
 
-def _owners(model: Model, turn: int, of_op: npt.NDArray[np.intp], count: int) -> list[int]:
+def _owners(model: IndexedProblem, turn: int, of_op: npt.NDArray[np.intp], count: int) -> list[int]:
     """The cluster of each backward op: never rising, with the fewest bytes read out of place.
 
     Where several will do an op stays with the higher cluster, so that the next is needed late.
@@ -161,7 +161,7 @@ def _owners(model: Model, turn: int, of_op: npt.NDArray[np.intp], count: int) ->
 # -- where to cut ----------------------------------------------------------------------------
 
 
-def crossing(model: Model, turn: int, weights: Sequence[int]) -> npt.NDArray[np.float64]:
+def crossing(model: IndexedProblem, turn: int, weights: Sequence[int]) -> npt.NDArray[np.float64]:
     """The weight of the values that forward ops before each op write and from it on read."""
     change = np.zeros(turn + 2)
     for value, op in last_reads(model, turn).items():
@@ -170,7 +170,7 @@ def crossing(model: Model, turn: int, weights: Sequence[int]) -> npt.NDArray[np.
     return np.cumsum(change)[: turn + 1]
 
 
-def narrow_cuts(model: Model, turn: int, count: int) -> list[int]:
+def narrow_cuts(model: IndexedProblem, turn: int, count: int) -> list[int]:
     """Cuts that the fewest bytes cross, between clusters of bounded sizes: ours.
 
     ``best[k, i]`` is the least cost of the first i ops in k clusters.
@@ -199,12 +199,12 @@ def narrow_cuts(model: Model, turn: int, count: int) -> list[int]:
     return cuts[::-1]
 
 
-def even_cuts(_: Model, turn: int, count: int) -> list[int]:
+def even_cuts(_: IndexedProblem, turn: int, count: int) -> list[int]:
     """Cuts of the base order into equal parts."""
     return sorted({(turn + 1) * k // count for k in range(1, count)} - {0})
 
 
-def separators(model: Model, turn: int, count: int) -> list[int]:
+def separators(model: IndexedProblem, turn: int, count: int) -> list[int]:
     """Cuts that one value crosses, the nearest to equal parts: a chain, and no more."""
     values_across = crossing(model, turn, [1] * len(model.bytes))
     single = [cut for cut in range(1, turn + 1) if values_across[cut] <= 1]
@@ -217,7 +217,7 @@ def separators(model: Model, turn: int, count: int) -> list[int]:
 def random_cuts(seed: int) -> Cutter:
     """Any cuts, for comparison."""
 
-    def cutter(_: Model, turn: int, count: int) -> list[int]:
+    def cutter(_: IndexedProblem, turn: int, count: int) -> list[int]:
         rng = random.Random(seed)
         return sorted(rng.sample(range(1, turn + 1), min(count - 1, turn)))
 

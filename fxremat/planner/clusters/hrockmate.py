@@ -6,7 +6,7 @@ Gusak et al., "HiRemate: Hierarchical approach for efficient re-materialization 
 a pause that needs memory, its backward. Planned for several budgets and pauses it gives the options
 of the level above, where an integer programme (`fxremat.planner.clusters.level_milp`) chooses one
 for each cluster and lets clusters run again. Large clusters are cut again, down to those that the
-solver over instants takes whole.
+solver over moments takes whole.
 """
 
 from __future__ import annotations
@@ -17,7 +17,7 @@ from itertools import islice
 
 from fxremat.core.plan import Plan
 from fxremat.core.problem import Problem
-from fxremat.planner.clusters.cluster_costs import ClusterRuns, Costs, Option, pareto
+from fxremat.planner.clusters.cluster_costs import ClusterCosts, ClusterOption, ClusterRuns, pareto
 from fxremat.planner.clusters.cluster_problem import PAUSES, backwards, evicted, paused_problem
 from fxremat.planner.clusters.decomposition import (
     Cluster,
@@ -30,13 +30,13 @@ from fxremat.planner.clusters.decomposition import (
     turn_of,
 )
 from fxremat.planner.clusters.level_milp import Quotient
-from fxremat.planner.deadline import Clock
-from fxremat.planner.indexed_problem import Model, build_model
-from fxremat.planner.local.editable_schedule import Search
+from fxremat.planner.deadline import Deadline
+from fxremat.planner.indexed_problem import IndexedProblem, build_model
+from fxremat.planner.local.editable_schedule import EditableSchedule
 from fxremat.planner.local.eviction_paths import descend
-from fxremat.planner.local.pareto_pool import Pool, steps_of
+from fxremat.planner.local.pareto_pool import ParetoPool, steps_of
 from fxremat.planner.local.ruin_and_repair import polish
-from fxremat.planner.local.stage_schedule import State
+from fxremat.planner.local.stage_schedule import StageSchedule
 from fxremat.planner.milp.highs import Solution, Watch
 from fxremat.planner.milp.moments import Refinement
 from fxremat.planner.milp.warm_start import known_plan, runs_of, without_idle
@@ -56,13 +56,13 @@ FEW = 5
 NODES, INNER_NODES = 400, 30
 GAP = 1e-4
 LEAF_ROUNDS = 3
-"""Sets of instants tried for a budget of a cluster that is not cut again."""
+"""Sets of moments tried for a budget of a cluster that is not cut again."""
 ROUNDS = 3
 """Programmes with less and less room, where the schedule needs more than the budget."""
 MORE_ROOM = 0.04
 """Part of the budget by which it is exceeded to find a schedule to begin with."""
 REPAIR = 200_000
-"""Work to evict from a schedule that does not fit, in the units of `State.work`."""
+"""Work to evict from a schedule that does not fit, in the units of `StageSchedule.work`."""
 
 
 def solve(
@@ -72,16 +72,18 @@ def solve(
 
     ``cutter`` chooses where to cut, for comparison.
     """
-    clock = Clock(options.time_limit_s)
+    deadline = Deadline(options.time_limit_s)
     best = make_plan(problem, problem.base_steps(), NAME)
     model = build_model(problem)
     if budget_bytes is not None and best.peak_bytes > budget_bytes:
         known = known_plan(problem, budget_bytes, options)
-        pool = Pool(model)
-        pool.offer(State(model, without_idle(model, runs_of(model, known.ops))))
-        watch = _watch(options, clock, known.time_us if known.peak_bytes <= budget_bytes else None)
-        Hierarchy(clock, cutter, watch=watch).fill(pool, budget_bytes, NODES)
-        polish(pool, budget_bytes, options.seed, clock)
+        pool = ParetoPool(model)
+        pool.offer(StageSchedule(model, without_idle(model, runs_of(model, known.ops))))
+        watch = _watch(
+            options, deadline, known.time_us if known.peak_bytes <= budget_bytes else None
+        )
+        Hierarchy(deadline, cutter, watch=watch).fill(pool, budget_bytes, NODES)
+        polish(pool, budget_bytes, options.seed, deadline)
         entry = pool.best(budget_bytes) or pool.least()
         found = make_plan(problem, model.names(steps_of(model.n, entry.runs())), NAME)
         best = min((known, found), key=lambda p: (max(p.peak_bytes, budget_bytes), p.time_us))
@@ -90,43 +92,43 @@ def solve(
         best.steps,
         NAME,
         budget_bytes=budget_bytes,
-        seconds=clock.seconds(),
+        seconds=deadline.seconds(),
         peak_bound_bytes=max(peak_bound(model), best.peak_bound_bytes or 0),
     )
 
 
-def _watch(options: SolverOptions, clock: Clock, time_us: float | None) -> Watch | None:
+def _watch(options: SolverOptions, deadline: Deadline, time_us: float | None) -> Watch | None:
     """Tells how long it takes; what a programme believes of time is not known to be so."""
     tell = options.progress
     if tell is None:
         return None
-    return lambda _objective, _bound: tell(Progress(NAME, clock.seconds(), time_us, None))
+    return lambda _objective, _bound: tell(Progress(NAME, deadline.seconds(), time_us, None))
 
 
 @dataclass
 class Hierarchy:
     """Plans for graphs of any size; the options of each distinct cluster are found once."""
 
-    clock: Clock
+    deadline: Deadline
     cutter: Cutter | None = None
     shares: bool = True
     watch: Watch | None = None
     solved: dict[Shape, list[tuple[int, ...]]] = field(default_factory=dict)
 
-    def fill(self, pool: Pool, budget: int, nodes: int) -> None:
+    def fill(self, pool: ParetoPool, budget: int, nodes: int) -> None:
         """Offer what the programme over clusters finds for the budget."""
         level = self.level(pool.model)
         if level is not None:
-            level.fill(pool, budget, nodes, self.clock, self.watch)
+            level.fill(pool, budget, nodes, self.deadline, self.watch)
 
-    def level(self, model: Model) -> Level | None:
+    def level(self, model: IndexedProblem) -> Level | None:
         """The clusters of a model with their options; None where there is nothing to cut."""
         parts = self._cut(model)
         if len(parts.clusters) < 2:
             return None
         return Level(parts, [self.options(parts, cluster) for cluster in parts.clusters])
 
-    def _cut(self, model: Model) -> Decomposition:
+    def _cut(self, model: IndexedProblem) -> Decomposition:
         """Of the numbers of clusters the one with the fewest ops in distinct clusters."""
         forward = turn_of(model) + 1
         most = max(2, min(MOST_CLUSTERS, forward // 3))
@@ -134,24 +136,24 @@ class Hierarchy:
         cuts = [decompose(model, count, self.cutter) for count in range(fewest, most + 1)]
         return min(cuts, key=lambda parts: (_distinct_ops(parts), -len(parts.clusters)))
 
-    def options(self, parts: Decomposition, cluster: Cluster) -> list[Option]:
+    def options(self, parts: Decomposition, cluster: Cluster) -> list[ClusterOption]:
         """Keep-all and the others that are worth a choice."""
         if not cluster.backward:
             return []
         ops = (*cluster.forward, *cluster.backward)
         key = shape(parts, cluster) if self.shares else (cluster.forward.start, len(self.solved))
-        if key not in self.solved and self.clock.running():
+        if key not in self.solved and self.deadline.running():
             place = {op: k for k, op in enumerate(ops)}
             found = pareto(parts, cluster, self._search(parts, cluster), MOST_OPTIONS)
             self.solved[key] = [tuple(place[op] for op in option.backward) for option in found]
-        moved = [Option(tuple(ops[k] for k in steps)) for steps in self.solved.get(key, ())]
-        return list(dict.fromkeys([Option(tuple(cluster.backward)), *moved]))
+        moved = [ClusterOption(tuple(ops[k] for k in steps)) for steps in self.solved.get(key, ())]
+        return list(dict.fromkeys([ClusterOption(tuple(cluster.backward)), *moved]))
 
-    def _search(self, parts: Decomposition, cluster: Cluster) -> Iterator[Option]:
+    def _search(self, parts: Decomposition, cluster: Cluster) -> Iterator[ClusterOption]:
         """Schedules of the cluster's own problem, for several pauses and budgets."""
         whole = _bytes_at_most(parts, cluster)
         for pause in PAUSES:
-            if not self.clock.running():
+            if not self.deadline.running():
                 return
             problem = paused_problem(
                 parts.model,
@@ -163,21 +165,21 @@ class Hierarchy:
             )
             pool = self._pool(build_model(problem))
             for steps in backwards(pool, cluster.forward, cluster.backward):
-                yield Option(tuple(steps))
+                yield ClusterOption(tuple(steps))
 
-    def _pool(self, model: Model) -> Pool:
-        """What evictions find, and then the level below or the solver over instants."""
-        pool = evicted(model, self.clock)
-        most, least = State(model).max_peak(), pool.least().peak
+    def _pool(self, model: IndexedProblem) -> ParetoPool:
+        """What evictions find, and then the level below or the solver over moments."""
+        pool = evicted(model, self.deadline)
+        most, least = StageSchedule(model).max_peak(), pool.least().peak
         level = self.level(model) if turn_of(model) + 1 > LEAF else None
         for part in GRID:
             budget = least + int(part * (most - least))
-            if not self.clock.running():
+            if not self.deadline.running():
                 break
             if level is not None:
-                level.fill(pool, budget, INNER_NODES, self.clock, self.watch)
+                level.fill(pool, budget, INNER_NODES, self.deadline, self.watch)
             else:
-                rounds = Refinement.at_the_peak(pool, budget, self.clock).rounds()
+                rounds = Refinement.at_the_peak(pool, budget, self.deadline).rounds()
                 for state in islice(rounds, LEAF_ROUNDS):
                     pool.offer(state)
         return pool
@@ -188,21 +190,26 @@ class Level:
     """Clusters and the options of each: what one programme chooses from."""
 
     parts: Decomposition
-    options: list[list[Option]]
+    options: list[list[ClusterOption]]
 
     def fill(
-        self, pool: Pool, budget: int, nodes: int, clock: Clock, watch: Watch | None = None
+        self,
+        pool: ParetoPool,
+        budget: int,
+        nodes: int,
+        deadline: Deadline,
+        watch: Watch | None = None,
     ) -> None:
         """Offer the best schedules of two programmes: without repeats of clusters, and with them.
 
         The second chooses from the options that the first one took, and starts from it.
         """
-        costs = [Costs(self.parts, cluster) for cluster in self.parts.clusters]
+        costs = [ClusterCosts(self.parts, cluster) for cluster in self.parts.clusters]
         runs = [cost.runs(its) for cost, its in zip(costs, self.options, strict=True)]
         room = budget
         for _ in range(ROUNDS):
             choice = Quotient(self.parts, runs, room, repeats=False)
-            chosen = choice.mip.solve(clock, nodes=nodes, gap=GAP, watch=watch)
+            chosen = choice.mip.solve(deadline, nodes=nodes, gap=GAP, watch=watch)
             over = self._offer(pool, choice, chosen, budget)
             if over == 0:
                 break
@@ -212,20 +219,20 @@ class Level:
         start = None
         if chosen.values is not None and room <= budget:
             start = whole.start(choice, chosen)
-        found = whole.mip.solve(clock, nodes=nodes, gap=GAP, start=start, watch=watch)
+        found = whole.mip.solve(deadline, nodes=nodes, gap=GAP, start=start, watch=watch)
         self._offer(pool, whole, found, budget)
 
-    def _offer(self, pool: Pool, programme: Quotient, solution: Solution, budget: int) -> int:
+    def _offer(self, pool: ParetoPool, programme: Quotient, solution: Solution, budget: int) -> int:
         """Offer the solution's schedule; by how many bytes it is over the budget, 1 for none."""
         if solution.values is None:
             return 1
         model = pool.model
         steps = model.names(programme.steps(solution))
-        state = State(model, without_idle(model, runs_of(model, steps)))
+        state = StageSchedule(model, without_idle(model, runs_of(model, steps)))
         over: int = max(0, state.max_peak() - budget)
         pool.offer(state)
         if over:
-            descend(Search(state), pool, budget, REPAIR)
+            descend(EditableSchedule(state), pool, budget, REPAIR)
         return over
 
     def _few(self, programme: Quotient, solution: Solution) -> list[ClusterRuns]:

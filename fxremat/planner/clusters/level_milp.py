@@ -19,7 +19,7 @@ from __future__ import annotations
 from collections.abc import Iterable, Iterator, Sequence
 from dataclasses import dataclass, field
 
-from fxremat.planner.clusters.cluster_costs import ClusterRuns, Moment, OptionRuns, Run
+from fxremat.planner.clusters.cluster_costs import ClusterRun, ClusterRuns, OptionRuns, RunStep
 from fxremat.planner.clusters.decomposition import OUTSIDE, Decomposition
 from fxremat.planner.milp.highs import FREE, Mip, Solution, Term
 
@@ -29,7 +29,7 @@ NOTHING = -1
 
 
 @dataclass(frozen=True)
-class Stage:
+class ClusterPart:
     """The forward or the backward part of a cluster, and its ops."""
 
     cluster: int
@@ -38,11 +38,11 @@ class Stage:
 
 
 @dataclass(frozen=True)
-class Variant:
+class Repeat:
     """A way for a cluster to run again: what it saves and whether it makes the interface."""
 
     option: int
-    run: Run
+    run: ClusterRun
 
 
 @dataclass
@@ -106,7 +106,7 @@ class Quotient:
                 for value in variant.run.needs:
                     self.until[value] = max(self.until[value], self.wanted[c])
 
-    def _segment_runs(self, stage: Stage) -> Iterator[Run]:
+    def _segment_runs(self, stage: ClusterPart) -> Iterator[ClusterRun]:
         runs = self.runs[stage.cluster]
         if stage.backward:
             yield from (option.backward for option in runs.options)
@@ -250,7 +250,7 @@ class Quotient:
             self._at_most([*self._segment_needs(stage, value), *gone], there)
             self._at_most([(self.stays(t + 1, value), 1.0), *gone], there)
 
-    def _segment_needs(self, stage: Stage, value: int) -> list[Term]:
+    def _segment_needs(self, stage: ClusterPart, value: int) -> list[Term]:
         runs = self.runs[stage.cluster]
         if not stage.backward:
             return [(self.one, 1.0)] if value in runs.skip_first.needs else []
@@ -343,7 +343,7 @@ class Quotient:
                 self._fit_segment(t, option.backward, moment, self.through[t + 1], column, column)
 
     def _fit_segment(
-        self, t: int, run: Run, moment: Moment, others: list[Term], chosen: int, runs: int
+        self, t: int, run: ClusterRun, moment: RunStep, others: list[Term], chosen: int, runs: int
     ) -> None:
         """Values that the run touches: there from their birth until it is done with them."""
         terms = [*others, (chosen, moment.bytes / self.unit)]
@@ -393,7 +393,7 @@ class Quotient:
             out.extend(self._segment_steps(stage, solution))
         return out
 
-    def _segment_steps(self, stage: Stage, solution: Solution) -> Sequence[int]:
+    def _segment_steps(self, stage: ClusterPart, solution: Solution) -> Sequence[int]:
         if not stage.backward:
             return stage.ops
         options: Sequence[OptionRuns] = self.runs[stage.cluster].options
@@ -403,20 +403,20 @@ class Quotient:
         return stage.ops
 
 
-def stages_of(parts: Decomposition) -> Iterator[Stage]:
+def stages_of(parts: Decomposition) -> Iterator[ClusterPart]:
     """Forward parts in order, then backward parts as they come."""
     for c, cluster in enumerate(parts.clusters):
-        yield Stage(c, False, cluster.forward)
+        yield ClusterPart(c, False, cluster.forward)
     for c, cluster in reversed([*enumerate(parts.clusters)]):
         if cluster.backward:
-            yield Stage(c, True, cluster.backward)
+            yield ClusterPart(c, True, cluster.backward)
 
 
-def _variants(runs: ClusterRuns) -> Iterator[Variant]:
+def _variants(runs: ClusterRuns) -> Iterator[Repeat]:
     if runs.skip_again.steps:
-        yield Variant(NOTHING, runs.skip_again)
+        yield Repeat(NOTHING, runs.skip_again)
     for o, option in enumerate(runs.options):
         if option.saved:
-            yield Variant(o, option.only)
+            yield Repeat(o, option.only)
             if option.again.makes:
-                yield Variant(o, option.again)
+                yield Repeat(o, option.again)

@@ -13,21 +13,21 @@ from bisect import bisect_left, bisect_right
 from dataclasses import dataclass
 
 from fxremat.planner.indexed_problem import INPUT
-from fxremat.planner.local.stage_schedule import Run, State
+from fxremat.planner.local.stage_schedule import ExtraRun, StageSchedule
 
 
 @dataclass(frozen=True)
 class Drop:
     """Runs to add and to remove so that an op's values need not stay up to a stage."""
 
-    add: tuple[Run, ...]
-    remove: tuple[Run, ...]
+    add: tuple[ExtraRun, ...]
+    remove: tuple[ExtraRun, ...]
     added_time: float
     held: tuple[int, ...]
 
 
 def plan_drop(
-    state: State,
+    state: StageSchedule,
     op: int,
     stage: int,
     rate: float,
@@ -71,7 +71,7 @@ def plan_drop(
     return Drop(tuple((run, stage) for run in add), remove, added, kept)
 
 
-def _hold(state: State, value: int, stage: int, rate: float, limit: int) -> bool:
+def _hold(state: StageSchedule, value: int, stage: int, rate: float, limit: int) -> bool:
     model = state.model
     size = model.bytes[value]
     if model.time[model.writer[value]] <= rate * size:
@@ -80,8 +80,8 @@ def _hold(state: State, value: int, stage: int, rate: float, limit: int) -> bool
 
 
 def _spared(
-    state: State, add: dict[int, None], first: int, stage: int, limit: int
-) -> tuple[Run, ...]:
+    state: StageSchedule, add: dict[int, None], first: int, stage: int, limit: int
+) -> tuple[ExtraRun, ...]:
     """Later runs of the added ops that the new copies can serve, where they fit."""
     out = []
     for op in add:
@@ -92,7 +92,7 @@ def _spared(
     return tuple(out)
 
 
-def fits_without(state: State, op: int, k: int, since: int, limit: int) -> bool:
+def fits_without(state: StageSchedule, op: int, k: int, since: int, limit: int) -> bool:
     """Whether run ``k`` can be left out by holding an earlier run's copies from ``since``.
 
     An estimate: stages of use are not simulated, only the stages between.
@@ -111,10 +111,10 @@ def fits_without(state: State, op: int, k: int, since: int, limit: int) -> bool:
     return highest < limit
 
 
-def useless_after(state: State, removed: tuple[Run, ...]) -> tuple[Run, ...]:
+def useless_after(state: StageSchedule, removed: tuple[ExtraRun, ...]) -> tuple[ExtraRun, ...]:
     """Extra runs that nothing reads any more now that ``removed`` are gone."""
     model = state.model
-    out: dict[Run, None] = {}
+    out: dict[ExtraRun, None] = {}
     for op, stage in removed:
         for value in model.reads[op]:
             writer = model.writer[value]

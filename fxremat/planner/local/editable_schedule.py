@@ -1,6 +1,6 @@
 """A state with its gap table and a journal: what every local search works on.
 
-``Search`` offers the moves drop, keep and take back; it holds no strategy.
+``EditableSchedule`` offers the moves drop, keep and take back; it holds no strategy.
 """
 
 from __future__ import annotations
@@ -15,8 +15,8 @@ import numpy.typing as npt
 
 from fxremat.planner.indexed_problem import INPUT
 from fxremat.planner.local.drops import Drop, fits_without, plan_drop, useless_after
-from fxremat.planner.local.gap_table import Gaps
-from fxremat.planner.local.stage_schedule import Run, State, Undo
+from fxremat.planner.local.gap_table import GapTable
+from fxremat.planner.local.stage_schedule import ExtraRun, StageSchedule, Undo
 
 CEILING = 8.0
 """A drop this many times dearer than the best so far is not worked out: what it spares
@@ -38,16 +38,16 @@ class Taste:
 
 
 @dataclass
-class Search:
+class EditableSchedule:
     """A state under local search."""
 
-    state: State
+    state: StageSchedule
     taste: Taste = Taste()
     noise: npt.NDArray[np.float64] | None = None
     journal: list[Undo] = field(default_factory=list)
 
     def __post_init__(self) -> None:
-        self.gaps = Gaps(self.state)
+        self.gaps = GapTable(self.state)
 
     # -- journal ---------------------------------------------------------------------------
 
@@ -68,12 +68,12 @@ class Search:
         """Make every change so far final."""
         self.journal.clear()
 
-    def change(self, add: tuple[Run, ...], remove: tuple[Run, ...]) -> None:
+    def change(self, add: tuple[ExtraRun, ...], remove: tuple[ExtraRun, ...]) -> None:
         """Change the state; the change can be taken back."""
         self.journal.append(self.state.change(add, remove))
         self.gaps.refresh(self._touched((*add, *remove)))
 
-    def _touched(self, runs: Iterable[Run]) -> set[int]:
+    def _touched(self, runs: Iterable[ExtraRun]) -> set[int]:
         model, out = self.state.model, set()
         for op, _ in runs:
             out.add(op)
@@ -178,12 +178,12 @@ class Search:
 
     # -- keep ------------------------------------------------------------------------------
 
-    def keep(self, run: Run, limit: int) -> bool:
+    def keep(self, run: ExtraRun, limit: int) -> bool:
         """Leave out an extra run, and what only it needed, if the peak stays within limit."""
         if not self._may_keep(run, limit):
             return False
         state, done = self.state, []
-        runs: tuple[Run, ...] = (run,)
+        runs: tuple[ExtraRun, ...] = (run,)
         while runs:
             done.append(state.change((), runs))
             runs = useless_after(state, runs)
@@ -196,25 +196,25 @@ class Search:
         self.gaps.refresh(self._touched(gone for undo in done for gone in undo.removed))
         return True
 
-    def drop_runs(self, runs: tuple[Run, ...]) -> None:
+    def drop_runs(self, runs: tuple[ExtraRun, ...]) -> None:
         """Leave out extra runs and all that nothing reads any more."""
         while runs:
             self.change((), runs)
             runs = useless_after(self.state, runs)
 
-    def sweep(self, runs: tuple[Run, ...]) -> None:
+    def sweep(self, runs: tuple[ExtraRun, ...]) -> None:
         """Leave out those of the runs that nothing reads."""
         idle = tuple(run for run in runs if not self.state.useful(run))
         self.drop_runs(idle)
 
-    def _may_keep(self, run: Run, limit: int) -> bool:
+    def _may_keep(self, run: ExtraRun, limit: int) -> bool:
         """Whether there is room between the stages; the stages of use are not looked at."""
         op, stage = run
         since = max(self.state.last_hold(value, stage) for value in self.gaps.values[op])
         k = bisect_left(self.state.runs[op], stage)
         return fits_without(self.state, op, k, since, limit + 1)
 
-    def keep_all(self, limit: int, runs: Iterable[Run] | None = None) -> None:
+    def keep_all(self, limit: int, runs: Iterable[ExtraRun] | None = None) -> None:
         """Leave out all extra runs that can be, most time per byte first."""
         state, worth = self.state, self.state.model.worth
         todo = list(state.all_extra() if runs is None else runs)

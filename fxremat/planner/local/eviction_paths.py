@@ -8,8 +8,8 @@ later steps made needless are left out again.
 
 from __future__ import annotations
 
-from fxremat.planner.local.editable_schedule import Search
-from fxremat.planner.local.pareto_pool import Pool
+from fxremat.planner.local.editable_schedule import EditableSchedule
+from fxremat.planner.local.pareto_pool import ParetoPool
 
 KEEP_EVERY = 8
 """Steps from one look at needless runs to the next, at least."""
@@ -19,7 +19,7 @@ GRAIN = 512
 """States are offered when the peak fell by this part of what it was at the start."""
 
 
-def descend(search: Search, pool: Pool, target: int, work: int) -> None:
+def descend(search: EditableSchedule, pool: ParetoPool, target: int, work: int) -> None:
     """Evict until the peak is within target, no drop helps or the state's work is that much.
 
     States on the way are offered to the pool.
@@ -44,11 +44,11 @@ def descend(search: Search, pool: Pool, target: int, work: int) -> None:
     pool.offer(state)
 
 
-def _step(search: Search) -> bool:
+def _step(search: EditableSchedule) -> bool:
     return search.evict() or (search.gaps.unblock() and search.evict())
 
 
-def evict_all(search: Search, work: int) -> None:
+def evict_all(search: EditableSchedule, work: int) -> None:
     """Evict until no drop helps or the work is done; every change can be taken back."""
     while search.state.work < work and search.evict():
         pass

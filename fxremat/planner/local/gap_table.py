@@ -13,17 +13,17 @@ from collections.abc import Iterable
 import numpy as np
 import numpy.typing as npt
 
-from fxremat.planner.local.stage_schedule import State
+from fxremat.planner.local.stage_schedule import StageSchedule
 
 Row = tuple[int, int, int]
 """(low, high, bytes): held over the stages low + 1 .. high - 1, next used in ``high``."""
 UNKNOWN = -np.inf
 
 
-class Gaps:
+class GapTable:
     """Rows of all ops in flat arrays; the rows of one op are replaced together."""
 
-    def __init__(self, state: State) -> None:
+    def __init__(self, state: StageSchedule) -> None:
         self.state = state
         model = state.model
         size = max(16, 2 * len(model.bytes))

@@ -12,25 +12,25 @@ from dataclasses import dataclass, field, replace
 
 from fxremat.core.plan import Plan
 from fxremat.core.problem import Problem
-from fxremat.planner.indexed_problem import Model, build_model
+from fxremat.planner.indexed_problem import IndexedProblem, build_model
 from fxremat.planner.local import level_sweep
-from fxremat.planner.local.pareto_pool import Entry, Pool, steps_of
-from fxremat.planner.local.stage_schedule import State
+from fxremat.planner.local.pareto_pool import Entry, ParetoPool, steps_of
+from fxremat.planner.local.stage_schedule import StageSchedule
 from fxremat.planner.options import SolverOptions
 from fxremat.planner.peak_bound import peak_bound
 from fxremat.planner.plans import make_plan
+from fxremat.planner.remembered import remembered
 
 NAME, QUICK_NAME = "greedy", "quick"
 MOST_PLANS = 64
 """Plans that `front` gives; `solve` chooses from all that were found."""
-CACHED = 8
 
 
 @dataclass
-class Found:
+class SettledPool:
     """The settled pool of one problem; plans are replayed when asked for."""
 
-    model: Model
+    model: IndexedProblem
     entries: tuple[Entry, ...]
     bound: int
     seconds: float
@@ -57,20 +57,23 @@ class Found:
         return self.plan(min(k, len(self.entries) - 1))
 
 
-_cache: dict[tuple[int, SolverOptions], tuple[Problem, Found]] = {}
-
-
 def solve(problem: Problem, budget_bytes: int | None, options: SolverOptions) -> Plan:
     """The plan of least time within the budget, or of least peak where none fits."""
     return replace(found(problem, options).choose(budget_bytes), budget_bytes=budget_bytes)
 
 
+def solve_least_peak(problem: Problem, budget_bytes: int | None, options: SolverOptions) -> Plan:
+    """The plan of least peak, whatever the budget: the last plan of the pool."""
+    plan = solve(problem, -1, options)
+    return replace(plan, solver="least_peak", budget_bytes=budget_bytes)
+
+
 def quick(problem: Problem, budget_bytes: int | None, options: SolverOptions) -> Plan:
     """A plan of less work than that of `solve`: one to compare problems by."""
     started = time.perf_counter()
-    pool = Pool(build_model(problem))
+    pool = ParetoPool(build_model(problem))
     if budget_bytes is None:
-        pool.offer(State(pool.model))
+        pool.offer(StageSchedule(pool.model))
         best = pool.least()
     else:
         level_sweep.reach(pool, budget_bytes, options)
@@ -93,21 +96,12 @@ def front(problem: Problem, options: SolverOptions) -> tuple[Plan, ...]:
     return tuple(pool.plan(k) for k in picks)
 
 
-def found(problem: Problem, options: SolverOptions) -> Found:
+@remembered
+def found(problem: Problem, options: SolverOptions) -> SettledPool:
     """The pool of a problem, remembered for the last few problems."""
-    key = (id(problem), options)
-    # The entry holds the problem, so its id cannot be given to another one meanwhile.
-    if key not in _cache:
-        while len(_cache) >= CACHED:
-            del _cache[next(iter(_cache))]
-        _cache[key] = (problem, _search(problem, options))
-    return _cache[key][1]
-
-
-def _search(problem: Problem, options: SolverOptions) -> Found:
     started = time.perf_counter()
     model = build_model(problem)
-    pool = Pool(model)
+    pool = ParetoPool(model)
     level_sweep.fill(pool, options)
     bound = max(peak_bound(model), pool.exact_peak or 0)
-    return Found(model, pool.settled(), bound, time.perf_counter() - started)
+    return SettledPool(model, pool.settled(), bound, time.perf_counter() - started)

@@ -14,16 +14,13 @@ from __future__ import annotations
 import heapq
 import math
 from collections.abc import Iterator
-from dataclasses import dataclass, replace
+from dataclasses import dataclass
 from itertools import combinations
 
-from fxremat.core.plan import Plan
-from fxremat.core.problem import Problem
-from fxremat.planner.indexed_problem import INPUT, Model
+from fxremat.planner.indexed_problem import INPUT, IndexedProblem
 from fxremat.planner.local.eviction_paths import evict_all
 from fxremat.planner.local.ruin_and_repair import Improver
-from fxremat.planner.local.stage_schedule import Run
-from fxremat.planner.options import SolverOptions
+from fxremat.planner.local.stage_schedule import ExtraRun
 
 MOST_OPS = 10
 MOST_VALUES = 16
@@ -33,16 +30,8 @@ Node = tuple[int, frozenset[int]]
 """First runs done, and the copies held (outputs, once written, are not among them)."""
 
 
-def solve(problem: Problem, budget_bytes: int | None, options: SolverOptions) -> Plan:
-    """The plan of least peak, whatever the budget: the last plan of the greedy pool."""
-    from fxremat.planner.local import greedy
-
-    plan = greedy.solve(problem, -1, options)
-    return replace(plan, solver="least_peak", budget_bytes=budget_bytes)
-
-
 @dataclass(frozen=True)
-class Step:
+class PathStep:
     """Running an op: the bytes live meanwhile and the node it leads to."""
 
     op: int
@@ -54,12 +43,12 @@ class TooLarge(Exception):
     """The exact search was given up."""
 
 
-def optima(model: Model) -> tuple[list[tuple[int, list[Run]]], bool]:
+def optima(model: IndexedProblem) -> tuple[list[tuple[int, list[ExtraRun]]], bool]:
     """Peaks and extra runs, in order, of optimal schedules; and whether these are all.
 
     Nothing where the problem is too large.
     """
-    found: list[tuple[int, list[Run]]] = []
+    found: list[tuple[int, list[ExtraRun]]] = []
     if not 0 < model.n <= MOST_OPS or len(model.bytes) > MOST_VALUES:
         return found, False
     nodes = MOST_NODES
@@ -76,12 +65,14 @@ def optima(model: Model) -> tuple[list[tuple[int, list[Run]]], bool]:
     return found, True
 
 
-def _shortest(model: Model, cap: int, nodes: int) -> tuple[tuple[int, list[Run]] | None, int]:
+def _shortest(
+    model: IndexedProblem, cap: int, nodes: int
+) -> tuple[tuple[int, list[ExtraRun]] | None, int]:
     """Peak and extra runs of a fastest schedule within the cap, and the nodes used."""
     start: Node = (0, frozenset(v for v in model.inputs if not model.kept[v]))
     last = _last_first_reads(model)
     best: dict[Node, float] = {start: 0.0}
-    came: dict[Node, tuple[Node, Step]] = {}
+    came: dict[Node, tuple[Node, PathStep]] = {}
     queue: list[tuple[float, int, Node]] = [(0.0, 0, start)]
     count = 0
     while queue:
@@ -101,7 +92,7 @@ def _shortest(model: Model, cap: int, nodes: int) -> tuple[tuple[int, list[Run]]
     return None, count
 
 
-def _follow(came: dict[Node, tuple[Node, Step]], node: Node) -> tuple[int, list[Run]]:
+def _follow(came: dict[Node, tuple[Node, PathStep]], node: Node) -> tuple[int, list[ExtraRun]]:
     """The path that ends at a node: its highest bytes and its extra runs in order."""
     peak, out = 0, []
     while node in came:
@@ -113,7 +104,7 @@ def _follow(came: dict[Node, tuple[Node, Step]], node: Node) -> tuple[int, list[
     return peak, out[::-1]
 
 
-def _last_first_reads(model: Model) -> list[int]:
+def _last_first_reads(model: IndexedProblem) -> list[int]:
     """The last op that reads each value in base order; -1 where none does."""
     last = [-1] * len(model.bytes)
     for op, reads in enumerate(model.reads):
@@ -122,7 +113,7 @@ def _last_first_reads(model: Model) -> list[int]:
     return last
 
 
-def _steps(model: Model, node: Node, last: list[int]) -> Iterator[Step]:
+def _steps(model: IndexedProblem, node: Node, last: list[int]) -> Iterator[PathStep]:
     """Every run that is possible at a node, with every choice of what it frees."""
     done, held = node
     for op in range(done + 1):
@@ -133,16 +124,18 @@ def _steps(model: Model, node: Node, last: list[int]) -> Iterator[Step]:
             yield from _ways(model, node, op, first, last)
 
 
-def _makes_any(model: Model, op: int, held: frozenset[int]) -> bool:
+def _makes_any(model: IndexedProblem, op: int, held: frozenset[int]) -> bool:
     """Whether running the op again would make a copy that is not there."""
     return any(value not in held and not model.kept[value] for value in model.writes[op])
 
 
-def _there(model: Model, value: int, done: int, held: frozenset[int]) -> bool:
+def _there(model: IndexedProblem, value: int, done: int, held: frozenset[int]) -> bool:
     return value in held or (model.kept[value] and model.writer[value] < done)
 
 
-def _ways(model: Model, node: Node, op: int, first: bool, last: list[int]) -> Iterator[Step]:
+def _ways(
+    model: IndexedProblem, node: Node, op: int, first: bool, last: list[int]
+) -> Iterator[PathStep]:
     done, held = node
     done += first
     now = held | {value for value in model.writes[op] if not model.kept[value]}
@@ -157,10 +150,10 @@ def _ways(model: Model, node: Node, op: int, first: bool, last: list[int]) -> It
             after = now.difference(freed)
             if _lost(model, after, done, last):
                 continue
-            yield Step(op, full - _taken_over(model, op, first, freed), (done, after))
+            yield PathStep(op, full - _taken_over(model, op, first, freed), (done, after))
 
 
-def _lost(model: Model, held: frozenset[int], done: int, last: list[int]) -> bool:
+def _lost(model: IndexedProblem, held: frozenset[int], done: int, last: list[int]) -> bool:
     """Whether a value that cannot be computed again is gone but still to be read."""
     return any(
         last[value] >= done > op and value not in held and not model.kept[value]
@@ -169,7 +162,7 @@ def _lost(model: Model, held: frozenset[int], done: int, last: list[int]) -> boo
     )
 
 
-def _taken_over(model: Model, op: int, first: bool, freed: tuple[int, ...]) -> int:
+def _taken_over(model: IndexedProblem, op: int, first: bool, freed: tuple[int, ...]) -> int:
     return sum(
         min(model.bytes[read], model.bytes[write])
         for read, write in model.inplace[op]

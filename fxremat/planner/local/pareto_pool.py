@@ -13,8 +13,8 @@ from dataclasses import dataclass, field
 import numpy as np
 import numpy.typing as npt
 
-from fxremat.planner.indexed_problem import Model
-from fxremat.planner.local.stage_schedule import Run, State
+from fxremat.planner.indexed_problem import IndexedProblem
+from fxremat.planner.local.stage_schedule import ExtraRun, StageSchedule
 
 
 @dataclass(frozen=True)
@@ -25,27 +25,27 @@ class Entry:
     time: float
     extra: npt.NDArray[np.int32]
 
-    def runs(self) -> list[Run]:
+    def runs(self) -> list[ExtraRun]:
         """The extra runs, by stage and then by op."""
         return [(op, stage) for op, stage in self.extra.tolist()]
 
 
 @dataclass
-class Pool:
+class ParetoPool:
     """Entries by increasing peak, hence by decreasing time."""
 
-    model: Model
+    model: IndexedProblem
     exact_peak: int | None = None
     """The least peak of any schedule, once it is proven."""
     entries: list[Entry] = field(default_factory=list)
 
-    def offer(self, state: State) -> None:
+    def offer(self, state: StageSchedule) -> None:
         """Keep the state's schedule unless another is as good in both."""
         peak, time = state.max_peak(), state.time
         if self._wants(peak, time):
             self.add(peak, time, state.all_extra())
 
-    def add(self, peak: int, time: float, runs: list[Run]) -> None:
+    def add(self, peak: int, time: float, runs: list[ExtraRun]) -> None:
         """Keep a schedule, in stage form or not, unless another is as good in both."""
         if self._wants(peak, time):
             self._insert(Entry(peak, time, np.array(runs, dtype=np.int32).reshape(-1, 2)))
@@ -71,9 +71,9 @@ class Pool:
         """The entry of least peak."""
         return self.entries[0]
 
-    def state(self, entry: Entry) -> State:
+    def state(self, entry: Entry) -> StageSchedule:
         """The entry as a state to start from."""
-        return State(self.model, entry.runs())
+        return StageSchedule(self.model, entry.runs())
 
     def settled(self) -> tuple[Entry, ...]:
         """Entries by increasing time, summed as `replay` sums, each of less peak than before."""
@@ -88,7 +88,7 @@ class Pool:
         return tuple(out)
 
 
-def steps_of(n: int, extra: Iterable[Run]) -> list[int]:
+def steps_of(n: int, extra: Iterable[ExtraRun]) -> list[int]:
     """Steps of a schedule given by its extra runs, which come by stage and then by op."""
     out: list[int] = []
     done = 0

@@ -13,42 +13,42 @@ from bisect import bisect_left
 from collections.abc import Iterable, Iterator
 from dataclasses import dataclass
 
-from fxremat.planner.indexed_problem import Model
-from fxremat.planner.local.stage_schedule import Run, State, Undo
+from fxremat.planner.indexed_problem import IndexedProblem
+from fxremat.planner.local.stage_schedule import ExtraRun, StageSchedule, Undo
 
 REACH = 4
 """How far from the offset position an alike op may lie."""
 
 
 @dataclass(frozen=True)
-class Change:
+class RunChange:
     """Extra runs that came and went."""
 
-    add: tuple[Run, ...]
-    remove: tuple[Run, ...]
+    add: tuple[ExtraRun, ...]
+    remove: tuple[ExtraRun, ...]
 
     @staticmethod
-    def of(journal: Iterable[Undo]) -> Change:
+    def of(journal: Iterable[Undo]) -> RunChange:
         """The net change of a journal."""
-        net: dict[Run, int] = {}
+        net: dict[ExtraRun, int] = {}
         for undo in journal:
             for run in undo.added:
                 net[run] = net.get(run, 0) + 1
             for run in undo.removed:
                 net[run] = net.get(run, 0) - 1
         add = tuple(run for run, count in net.items() if count > 0)
-        return Change(add, tuple(run for run, count in net.items() if count < 0))
+        return RunChange(add, tuple(run for run, count in net.items() if count < 0))
 
-    def on(self, state: State) -> tuple[tuple[Run, ...], tuple[Run, ...]]:
+    def on(self, state: StageSchedule) -> tuple[tuple[ExtraRun, ...], tuple[ExtraRun, ...]]:
         """The part of the change that the state does not have yet."""
         add = tuple(run for run in self.add if run[0] not in state.extra[run[1]])
         return add, tuple(run for run in self.remove if run[0] in state.extra[run[1]])
 
 
-class Analogues:
+class RepeatedChanges:
     """Classes of alike ops."""
 
-    def __init__(self, model: Model) -> None:
+    def __init__(self, model: IndexedProblem) -> None:
         self.model = model
         signs: dict[object, list[int]] = {}
         for op in range(model.n):
@@ -63,7 +63,7 @@ class Analogues:
                 if model.writer[value] >= 0:
                     self.readers[model.writer[value]].append(op)
 
-    def of(self, change: Change) -> Iterator[Change]:
+    def of(self, change: RunChange) -> Iterator[RunChange]:
         """The change moved to every analogue of its first directly read run."""
         anchor = self._anchor(change)
         if anchor is None:
@@ -79,18 +79,18 @@ class Analogues:
                         yield moved
                     break
 
-    def _anchor(self, change: Change) -> Run | None:
+    def _anchor(self, change: RunChange) -> ExtraRun | None:
         for op, stage in (*change.add, *change.remove):
             if stage in self.readers[op] and len(self.alike[op]) > 1:
                 return op, stage
         return None
 
-    def _move(self, change: Change, ops: int, stages: int) -> Change:
-        return Change(
+    def _move(self, change: RunChange, ops: int, stages: int) -> RunChange:
+        return RunChange(
             self._move_runs(change.add, ops, stages), self._move_runs(change.remove, ops, stages)
         )
 
-    def _move_runs(self, runs: tuple[Run, ...], ops: int, stages: int) -> tuple[Run, ...]:
+    def _move_runs(self, runs: tuple[ExtraRun, ...], ops: int, stages: int) -> tuple[ExtraRun, ...]:
         out = []
         for op, stage in runs:
             to, at = self._nearest(op, op + ops), self._nearest(stage, stage + stages)
@@ -105,7 +105,7 @@ class Analogues:
         return near if abs(near - position) <= REACH else None
 
 
-def _sign(model: Model, op: int) -> object:
+def _sign(model: IndexedProblem, op: int) -> object:
     reads = tuple(sorted(model.bytes[value] for value in model.reads[op]))
     writes = tuple(model.bytes[value] for value in model.writes[op])
     phase = model.problem.ops[op].phase

@@ -14,12 +14,12 @@ from dataclasses import dataclass, field
 
 import numpy as np
 
-from fxremat.planner.deadline import Clock
+from fxremat.planner.deadline import Deadline
 from fxremat.planner.local.drops import plan_drop
-from fxremat.planner.local.editable_schedule import Search, Taste
-from fxremat.planner.local.pareto_pool import Pool
-from fxremat.planner.local.repeated_changes import Analogues, Change
-from fxremat.planner.local.stage_schedule import Run
+from fxremat.planner.local.editable_schedule import EditableSchedule, Taste
+from fxremat.planner.local.pareto_pool import ParetoPool
+from fxremat.planner.local.repeated_changes import RepeatedChanges, RunChange
+from fxremat.planner.local.stage_schedule import ExtraRun
 
 LENGTHS = (0.0, 0.0, 0.5, 1.0)
 NOISE = 0.5
@@ -29,17 +29,17 @@ SLACK = 0.02
 NO_LIMIT = 1 << 62
 POLISH_ROUNDS = 200
 POLISH, POLISH_PER_OP = 600_000, 100
-"""Work of `polish`, in the units of `State.work`."""
+"""Work of `polish`, in the units of `StageSchedule.work`."""
 
 
 @dataclass
 class Improver:
     """Improves one search at one target after another."""
 
-    search: Search
-    pool: Pool
+    search: EditableSchedule
+    pool: ParetoPool
     seed: int
-    analogues: Analogues
+    analogues: RepeatedChanges
     random: random.Random = field(init=False)
 
     def __post_init__(self) -> None:
@@ -64,7 +64,7 @@ class Improver:
             return
         self.pool.offer(search.state)
         if search.state.time < before - 1e-9 * before:
-            self._repeat(Change.of(search.journal), target)
+            self._repeat(RunChange.of(search.journal), target)
 
     def shake(self) -> None:
         """Ruin a part of the state and change the taste for its repair."""
@@ -88,7 +88,7 @@ class Improver:
         else:
             self._drop_one()
 
-    def _take_out(self, runs: list[Run], seed: Run, count: int, key: int) -> None:
+    def _take_out(self, runs: list[ExtraRun], seed: ExtraRun, count: int, key: int) -> None:
         """Take out runs of nearby ops (key 0) or in nearby stages (key 1)."""
         rng = self.random
         near = [(abs(run[key] - seed[key]) + 3 * rng.random(), run) for run in runs]
@@ -123,7 +123,7 @@ class Improver:
         search.keep_all(target, self._touched_runs())
         return search.state.time <= before
 
-    def _touched_runs(self) -> list[Run]:
+    def _touched_runs(self) -> list[ExtraRun]:
         """Extra runs in the stages changed since the journal began."""
         stages = {
             stage for undo in self.search.journal for _, stage in (*undo.added, *undo.removed)
@@ -132,7 +132,7 @@ class Improver:
         near = {s for stage in stages for s in range(stage - 2, stage + 3) if 0 <= s < len(extra)}
         return [(op, stage) for stage in sorted(near) for op in extra[stage]]
 
-    def _repeat(self, change: Change, target: int) -> None:
+    def _repeat(self, change: RunChange, target: int) -> None:
         for other in self.analogues.of(change):
             search = self.search
             search.settle()
@@ -148,11 +148,11 @@ class Improver:
                 search.back_to(0)
 
 
-def polish(pool: Pool, budget: int, seed: int, clock: Clock) -> None:
+def polish(pool: ParetoPool, budget: int, seed: int, deadline: Deadline) -> None:
     """Improve the best schedule of the pool within the budget, if there is one."""
     best = pool.best(budget)
-    if best is None or not clock.running():
+    if best is None or not deadline.running():
         return
-    search = Search(pool.state(best))
-    improver = Improver(search, pool, seed, Analogues(pool.model))
+    search = EditableSchedule(pool.state(best))
+    improver = Improver(search, pool, seed, RepeatedChanges(pool.model))
     improver.rounds(budget, POLISH_ROUNDS, POLISH + POLISH_PER_OP * pool.model.n)

@@ -11,23 +11,23 @@ from __future__ import annotations
 from bisect import bisect_right
 from collections.abc import Iterator
 
-from fxremat.planner.indexed_problem import INPUT, Model
-from fxremat.planner.local.editable_schedule import Search, Taste
+from fxremat.planner.indexed_problem import INPUT, IndexedProblem
+from fxremat.planner.local.editable_schedule import EditableSchedule, Taste
 from fxremat.planner.local.eviction_paths import descend
-from fxremat.planner.local.pareto_pool import Pool
-from fxremat.planner.local.stage_schedule import Run, State
+from fxremat.planner.local.pareto_pool import ParetoPool
+from fxremat.planner.local.stage_schedule import ExtraRun, StageSchedule
 
 WINDOW = 0.5
 """A cut may move by this part of a segment to where fewer bytes cross."""
 
 
-def offer_segments(pool: Pool, counts: list[int], work: int) -> None:
+def offer_segments(pool: ParetoPool, counts: list[int], work: int) -> None:
     """Schedules of so many segments each, and what evicting from them gives."""
-    base = State(pool.model)
+    base = StageSchedule(pool.model)
     for count in counts:
         runs = segment_runs(base, count)
         if runs:
-            search = Search(State(pool.model, runs), Taste())
+            search = EditableSchedule(StageSchedule(pool.model, runs), Taste())
             search.sweep(tuple(runs))
             search.keep_all(search.state.max_peak())
             search.settle()
@@ -45,17 +45,17 @@ def counts_for(ops: int) -> list[int]:
     return out[::-step]
 
 
-def segment_runs(base: State, count: int) -> list[Run]:
+def segment_runs(base: StageSchedule, count: int) -> list[ExtraRun]:
     """The runs that compute each segment again where it is first needed."""
     turn = int(base.peak.argmax())
     cuts = _cuts(base, turn, count)
-    out: list[Run] = []
+    out: list[ExtraRun] = []
     for start, stop in zip([0, *cuts], [*cuts, turn + 1], strict=True):
         out.extend(_segment(base, start, stop, turn))
     return out
 
 
-def _cuts(base: State, turn: int, count: int) -> list[int]:
+def _cuts(base: StageSchedule, turn: int, count: int) -> list[int]:
     """Stages at which segments begin: evenly apart, moved to where few bytes cross."""
     crossing = _crossing(base.model, turn)
     width = (turn + 1) / count
@@ -68,7 +68,7 @@ def _cuts(base: State, turn: int, count: int) -> list[int]:
     return sorted(set(cuts))
 
 
-def _crossing(model: Model, turn: int) -> list[int]:
+def _crossing(model: IndexedProblem, turn: int) -> list[int]:
     """Bytes written before each stage and read from it on, up to the turn."""
     change = [0] * (turn + 3)
     last = [-1] * len(model.bytes)
@@ -86,7 +86,7 @@ def _crossing(model: Model, turn: int) -> list[int]:
     return out
 
 
-def _segment(base: State, start: int, stop: int, turn: int) -> list[Run]:
+def _segment(base: StageSchedule, start: int, stop: int, turn: int) -> list[ExtraRun]:
     dropped = list(_dropped(base, start, stop, turn))
     if not dropped:
         return []
@@ -104,7 +104,7 @@ def _segment(base: State, start: int, stop: int, turn: int) -> list[Run]:
     return [(op, stage) for op in sorted(found)]
 
 
-def _dropped(base: State, start: int, stop: int, turn: int) -> Iterator[int]:
+def _dropped(base: StageSchedule, start: int, stop: int, turn: int) -> Iterator[int]:
     """Values of the segment that only it and the stages after the turn read."""
     for op in range(start, stop):
         for value in base.model.writes[op]:
@@ -113,7 +113,7 @@ def _dropped(base: State, start: int, stop: int, turn: int) -> Iterator[int]:
                 yield value
 
 
-def _local(base: State, value: int, stop: int, turn: int) -> bool:
+def _local(base: StageSchedule, value: int, stop: int, turn: int) -> bool:
     """Whether the value can be computed again and no later segment reads it."""
     uses = base.uses[value]
     k = bisect_right(uses, turn)

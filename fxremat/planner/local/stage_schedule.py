@@ -20,9 +20,9 @@ from dataclasses import dataclass
 import numpy as np
 import numpy.typing as npt
 
-from fxremat.planner.indexed_problem import INPUT, Model
+from fxremat.planner.indexed_problem import INPUT, IndexedProblem
 
-Run = tuple[int, int]
+ExtraRun = tuple[int, int]
 """(op, stage): one extra run."""
 Span = tuple[int, int]
 """(start, stop): a copy is live at the start of the stages start + 1 .. stop."""
@@ -33,19 +33,19 @@ _largest = np.maximum.reduce
 
 @dataclass(frozen=True)
 class Undo:
-    """What `State.revert` needs to take a change back."""
+    """What `StageSchedule.revert` needs to take a change back."""
 
-    added: tuple[Run, ...]
-    removed: tuple[Run, ...]
+    added: tuple[ExtraRun, ...]
+    removed: tuple[ExtraRun, ...]
     through: npt.NDArray[np.int64]
     peak: npt.NDArray[np.int64]
     time: float
 
 
-class State:
+class StageSchedule:
     """Extra runs of each stage and the profile that follows from them."""
 
-    def __init__(self, model: Model, extra: Iterable[Run] = ()) -> None:
+    def __init__(self, model: IndexedProblem, extra: Iterable[ExtraRun] = ()) -> None:
         self.model = model
         self.work = 0
         self.time = sum(model.time)
@@ -75,7 +75,7 @@ class State:
             out.append(stage)
         return out
 
-    def all_extra(self) -> list[Run]:
+    def all_extra(self) -> list[ExtraRun]:
         """Every extra run, by stage."""
         return [(op, stage) for stage, ops in enumerate(self.extra) for op in ops]
 
@@ -141,7 +141,7 @@ class State:
         runs = self.runs[op]
         return max(last, runs[bisect_left(runs, stage) - 1])
 
-    def useful(self, run: Run) -> bool:
+    def useful(self, run: ExtraRun) -> bool:
         """Whether a copy that the run makes is read before the op runs again."""
         op, stage = run
         runs = self.runs[op]
@@ -157,7 +157,7 @@ class State:
 
     # -- changes ---------------------------------------------------------------------------
 
-    def change(self, add: Sequence[Run], remove: Sequence[Run]) -> Undo:
+    def change(self, add: Sequence[ExtraRun], remove: Sequence[ExtraRun]) -> Undo:
         """Add and remove extra runs; the caller keeps every read provided for."""
         undo = Undo(tuple(add), tuple(remove), self.through.copy(), self.peak.copy(), self.time)
         touched = self._touched((*add, *remove))
@@ -183,7 +183,7 @@ class State:
             self._insert(run)
         self.through, self.peak, self.time = undo.through, undo.peak, undo.time
 
-    def _touched(self, runs: Iterable[Run]) -> set[int]:
+    def _touched(self, runs: Iterable[ExtraRun]) -> set[int]:
         model = self.model
         out: set[int] = set()
         for op, _ in runs:
@@ -191,7 +191,7 @@ class State:
             out.update(model.writes[op])
         return {value for value in out if not model.kept[value]}
 
-    def _insert(self, run: Run) -> None:
+    def _insert(self, run: ExtraRun) -> None:
         op, stage = run
         insort(self.extra[stage], op)
         insort(self.runs[op], stage)
@@ -199,7 +199,7 @@ class State:
             insort(self.uses[value], stage)
         self.time += self.model.time[op]
 
-    def _delete(self, run: Run) -> None:
+    def _delete(self, run: ExtraRun) -> None:
         op, stage = run
         self.extra[stage].remove(op)
         self.runs[op].remove(stage)

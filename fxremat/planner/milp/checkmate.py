@@ -21,16 +21,16 @@ from dataclasses import dataclass
 from fxremat.core.plan import Plan
 from fxremat.core.problem import Problem
 from fxremat.core.timeline import replay
-from fxremat.planner.deadline import Clock
-from fxremat.planner.indexed_problem import Model, build_model
+from fxremat.planner.deadline import Deadline
+from fxremat.planner.indexed_problem import IndexedProblem, build_model
 from fxremat.planner.local.pareto_pool import steps_of
-from fxremat.planner.local.stage_schedule import Run
+from fxremat.planner.local.stage_schedule import ExtraRun
 from fxremat.planner.milp.checkmate_columns import Allowed, Staged
 from fxremat.planner.milp.checkmate_rows import programme
 from fxremat.planner.milp.highs import Solution, Status
 from fxremat.planner.milp.rerun_candidates import all_runs, near_runs, with_runs
 from fxremat.planner.milp.warm_start import columns_of, known_plan, runs_of, without_idle
-from fxremat.planner.options import Progress, Refused, SolverOptions
+from fxremat.planner.options import ProblemRefused, Progress, SolverOptions
 from fxremat.planner.peak_bound import peak_bound
 from fxremat.planner.plans import make_plan
 
@@ -49,7 +49,7 @@ CAREFUL = 1e-7
 """By this part a bound is lowered: HiGHS computes in floating point."""
 
 
-class TooManyRuns(Refused, ValueError):
+class TooManyRuns(ProblemRefused, ValueError):
     """The problem is too large for the full programme."""
 
     def __init__(self, count: int) -> None:
@@ -65,7 +65,7 @@ class TooManyRuns(Refused, ValueError):
 
 def solve(problem: Problem, budget_bytes: int | None, options: SolverOptions) -> Plan:
     """The plan of least time within the budget, proven so where the limits allow."""
-    work = _Work.begin(NAME, problem, budget_bytes, options)
+    work = _CheckmateCall.begin(NAME, problem, budget_bytes, options)
     if not work.settled():
         allowed = all_runs(work.model)
         count = sum(map(len, allowed))
@@ -77,13 +77,13 @@ def solve(problem: Problem, budget_bytes: int | None, options: SolverOptions) ->
 
 def solve_pruned(problem: Problem, budget_bytes: int | None, options: SolverOptions) -> Plan:
     """The best plan found with repeats near to where they are read."""
-    work = _Work.begin(PRUNED, problem, budget_bytes, options)
+    work = _CheckmateCall.begin(PRUNED, problem, budget_bytes, options)
     if work.settled():
         return work.plan()
     idle, before = 0, None
     for hops in HOPS:
         allowed = with_runs(near_runs(work.model, hops), work.best_runs)
-        if allowed == before or sum(map(len, allowed)) > MOST_RUNS or not work.clock.running():
+        if allowed == before or sum(map(len, allowed)) > MOST_RUNS or not work.deadline.running():
             break
         before = allowed
         better = work.improve(allowed, PRUNED_NODES)
@@ -94,14 +94,14 @@ def solve_pruned(problem: Problem, budget_bytes: int | None, options: SolverOpti
 
 
 @dataclass
-class _Work:
+class _CheckmateCall:
     """One call: the best plan so far and what is proven."""
 
     name: str
-    model: Model
+    model: IndexedProblem
     budget: int | None
     options: SolverOptions
-    clock: Clock
+    deadline: Deadline
     best: Plan
     time_bound_us: float = 0.0
     peak_bound_bytes: int = 0
@@ -109,17 +109,17 @@ class _Work:
     @staticmethod
     def begin(
         name: str, problem: Problem, budget_bytes: int | None, options: SolverOptions
-    ) -> _Work:
+    ) -> _CheckmateCall:
         """Start from keep-all where that fits, else from a known plan."""
-        clock, model = Clock(options.time_limit_s), build_model(problem)
+        deadline, model = Deadline(options.time_limit_s), build_model(problem)
         best = make_plan(problem, problem.base_steps(), name)
         if budget_bytes is not None and best.peak_bytes > budget_bytes:
             best = known_plan(problem, budget_bytes, options)
         bound = max(peak_bound(model), best.peak_bound_bytes or 0)
-        return _Work(name, model, budget_bytes, options, clock, best, 0.0, bound)
+        return _CheckmateCall(name, model, budget_bytes, options, deadline, best, 0.0, bound)
 
     @property
-    def best_runs(self) -> list[Run]:
+    def best_runs(self) -> list[ExtraRun]:
         """The extra runs of the best plan."""
         return runs_of(self.model, self.best.ops)
 
@@ -140,7 +140,7 @@ class _Work:
             self.best.steps,
             self.name,
             budget_bytes=self.budget,
-            seconds=self.clock.seconds(),
+            seconds=self.deadline.seconds(),
             time_bound_us=min(self.time_bound_us, self.best.time_us) if self.fits() else None,
             peak_bound_bytes=self.peak_bound_bytes,
         )
@@ -164,7 +164,7 @@ class _Work:
             steps, over = self._judge(staged, solution)
             if not over:
                 return self._take(steps)
-            if not self.clock.running() or self.settled():
+            if not self.deadline.running() or self.settled():
                 return False
             if over <= ordered:
                 room -= max(1, replay(self.model.problem, steps).peak_bytes - room)
@@ -181,11 +181,11 @@ class _Work:
             if self.options.progress is not None:
                 bound_us = max(self.model.problem.base_time_us, bound * staged.time_unit)
                 best_us = None if math.isinf(time) else time
-                seconds = self.clock.seconds()
+                seconds = self.deadline.seconds()
                 told = Progress(self.name, seconds, best_us, bound_us if proves else None)
                 self.options.progress(told)
 
-        return staged.mip.solve(self.clock, nodes=nodes, start=start, watch=watch)
+        return staged.mip.solve(self.deadline, nodes=nodes, start=start, watch=watch)
 
     def _learn(self, staged: Staged, solution: Solution) -> None:
         """What a programme over all schedules proves."""

@@ -27,7 +27,7 @@ from __future__ import annotations
 from collections.abc import Collection, Iterable, Sequence
 from dataclasses import dataclass, field
 
-from fxremat.planner.indexed_problem import INPUT, Model
+from fxremat.planner.indexed_problem import INPUT, IndexedProblem
 from fxremat.planner.milp.highs import FREE, Mip, Term
 
 SCALE = 1000.0
@@ -39,7 +39,7 @@ Allowed = Sequence[Sequence[int]]
 class Staged:
     """The columns and rows for one problem, one budget and one choice of allowed runs."""
 
-    model: Model
+    model: IndexedProblem
     budget: int
     allowed: Allowed
     ordered: Collection[int]

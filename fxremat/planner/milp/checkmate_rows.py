@@ -8,12 +8,14 @@ from __future__ import annotations
 
 from collections.abc import Collection
 
-from fxremat.planner.indexed_problem import Model
+from fxremat.planner.indexed_problem import IndexedProblem
 from fxremat.planner.milp.checkmate_columns import SCALE, Allowed, Staged
 from fxremat.planner.milp.highs import Term
 
 
-def programme(model: Model, budget: int, allowed: Allowed, ordered: Collection[int]) -> Staged:
+def programme(
+    model: IndexedProblem, budget: int, allowed: Allowed, ordered: Collection[int]
+) -> Staged:
     """The whole programme; the order of repeats counts in the stages ``ordered``."""
     staged = Staged(model, budget, allowed, ordered)
     for stage in range(model.n):

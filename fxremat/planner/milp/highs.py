@@ -16,7 +16,7 @@ import highspy
 import numpy as np
 import numpy.typing as npt
 
-from fxremat.planner.deadline import Clock
+from fxremat.planner.deadline import Deadline
 
 Term = tuple[int, float]
 """A column and its coefficient."""
@@ -97,7 +97,7 @@ class Mip:
 
     def solve(
         self,
-        clock: Clock,
+        deadline: Deadline,
         *,
         nodes: int | None = None,
         gap: float = GAP,
@@ -111,7 +111,7 @@ class Mip:
         """
         if not self.cost:
             return self._without_columns()
-        highs = self._highs(clock, nodes, gap)
+        highs = self._highs(deadline, nodes, gap)
         if start is not None:
             known = highspy.HighsSolution()
             known.col_value = [float(value) for value in start]
@@ -120,14 +120,16 @@ class Mip:
         def look(event: highspy.highs.HighsCallbackEvent) -> None:
             if watch is not None:
                 watch(event.data_out.mip_primal_bound, event.data_out.mip_dual_bound)
-            if not clock.running():
+            if not deadline.running():
                 event.interrupt()
 
         highs.cbMipInterrupt += look
         highs.run()
         return self._read(highs)
 
-    def solve_near(self, relaxed: Solution, clock: Clock, *, nodes: int, gap: float) -> Solution:
+    def solve_near(
+        self, relaxed: Solution, deadline: Deadline, *, nodes: int, gap: float
+    ) -> Solution:
         """The best solution that agrees with the relaxation wherever that is integral.
 
         Its bound is the relaxation's (relaxation enforced neighbourhood search, Berthold 2014).
@@ -143,18 +145,18 @@ class Mip:
         ]
         self.low, self.high = [pair[0] for pair in near], [pair[1] for pair in near]
         try:
-            found = self.solve(clock, nodes=nodes, gap=gap)
+            found = self.solve(deadline, nodes=nodes, gap=gap)
         finally:
             self.low, self.high = low, high
         if found.values is None:
             return Solution(Status.UNDECIDED, None, FREE, relaxed.bound)
         return Solution(Status.FEASIBLE, found.values, found.objective, relaxed.bound)
 
-    def relaxed(self, clock: Clock) -> Solution:
+    def relaxed(self, deadline: Deadline) -> Solution:
         """The optimum of the linear relaxation: all columns continuous."""
         if not self.cost:
             return self._without_columns()
-        highs = self._highs(clock, None, GAP, relax=True)
+        highs = self._highs(deadline, None, GAP, relax=True)
         highs.run()
         return self._read(highs)
 
@@ -166,7 +168,7 @@ class Mip:
         return Solution(Status.INFEASIBLE, None, FREE, FREE)
 
     def _highs(
-        self, clock: Clock, nodes: int | None, gap: float, relax: bool = False
+        self, deadline: Deadline, nodes: int | None, gap: float, relax: bool = False
     ) -> highspy.Highs:
         highs = highspy.Highs()  # type: ignore[no-untyped-call]
         options: dict[str, bool | int | float] = {
@@ -178,8 +180,8 @@ class Mip:
         }
         if nodes is not None:
             options["mip_max_nodes"] = nodes
-        if clock.left() < FREE:
-            options["time_limit"] = max(0.0, clock.left())
+        if deadline.left() < FREE:
+            options["time_limit"] = max(0.0, deadline.left())
         for name, value in options.items():
             highs.setOptionValue(name, value)
         highs.passModel(self._lp(relax))

@@ -1,10 +1,10 @@
-"""Plans from the relaxation over instants, refined where their real bytes are over the budget.
+"""Plans from the relaxation over moments, refined where their real bytes are over the budget.
 
-The relaxation (`fxremat.planner.milp.moments_relaxation`) says what to hold at a few instants; what
+The relaxation (`fxremat.planner.milp.moments_relaxation`) says what to hold at a few moments; what
 is missing later is computed again when it is read. Where that schedule needs more than the budget,
-the worst stages become instants too, as cuts are added: the bound rises, and a schedule that fits
+the worst stages become moments too, as cuts are added: the bound rises, and a schedule that fits
 is optimal. What the relaxation does not see, the bytes of the runs on the way, may stand against
-that; then instants leave some bytes free for it, which gives plans but proves nothing.
+that; then moments leave some bytes free for it, which gives plans but proves nothing.
 
 Source: ours; the relaxation is one of Checkmate's MILP, the refinement is that of lazy rows.
 """
@@ -19,66 +19,66 @@ from fxremat.core.plan import Plan
 from fxremat.core.problem import Problem
 from fxremat.core.schedule import keep_all
 from fxremat.core.timeline import replay
-from fxremat.planner.deadline import Clock
+from fxremat.planner.deadline import Deadline
 from fxremat.planner.indexed_problem import build_model
 from fxremat.planner.local import greedy
-from fxremat.planner.local.editable_schedule import Search
+from fxremat.planner.local.editable_schedule import EditableSchedule
 from fxremat.planner.local.eviction_paths import descend
-from fxremat.planner.local.pareto_pool import Pool, steps_of
+from fxremat.planner.local.pareto_pool import ParetoPool, steps_of
 from fxremat.planner.local.ruin_and_repair import polish
-from fxremat.planner.local.stage_schedule import Run, State
+from fxremat.planner.local.stage_schedule import ExtraRun, StageSchedule
 from fxremat.planner.milp.moments_relaxation import Needs, Relaxation, runs_for
 from fxremat.planner.options import Progress, SolverOptions
 from fxremat.planner.peak_bound import peak_bound
 from fxremat.planner.plans import make_plan
 
-NAME = "instants"
+NAME = "moments"
 ROUNDS = 12
-MOST_INSTANTS = 12
+MOST_MOMENTS = 12
 PROOFS = 6
-"""Rounds in which instants are added as they are."""
+"""Rounds in which moments are added as they are."""
 PROOF_PART = 0.75
 """Of the time, for these rounds."""
 PER_ROUND = 3
-"""Stages over the budget that become instants in one round."""
+"""Stages over the budget that become moments in one round."""
 TIGHT = 1e-7
 """A plan this near to its bound is optimal."""
 REPAIR = 200_000
-"""Work, in the units of `State.work`, to evict from a schedule that does not fit."""
+"""Work, in the units of `StageSchedule.work`, to evict from a schedule that does not fit."""
 
 
 def solve(problem: Problem, budget_bytes: int | None, options: SolverOptions) -> Plan:
     """The plan of least time within the budget, or of least peak where none fits."""
-    clock = Clock(options.time_limit_s)
+    deadline = Deadline(options.time_limit_s)
     if budget_bytes is None or replay(problem, keep_all(problem)).peak_bytes <= budget_bytes:
         return make_plan(
             problem,
             keep_all(problem),
             NAME,
             budget_bytes=budget_bytes,
-            seconds=clock.seconds(),
+            seconds=deadline.seconds(),
             peak_bound_bytes=peak_bound(build_model(problem)),
         )
-    return improved(greedy.found(problem, options), budget_bytes, options, clock)
+    return improved(greedy.found(problem, options), budget_bytes, options, deadline)
 
 
 def improved(
-    known: greedy.Found, budget_bytes: int | None, options: SolverOptions, clock: Clock
+    known: greedy.SettledPool, budget_bytes: int | None, options: SolverOptions, deadline: Deadline
 ) -> Plan:
     """The same, from what the greedy solver found."""
     plan, problem = known.choose(budget_bytes), known.model.problem
     if budget_bytes is None or plan.time_us <= problem.base_time_us:
         return replace(plan, solver=NAME, budget_bytes=budget_bytes)
-    pool = Pool(known.model, entries=sorted(known.entries, key=lambda entry: entry.peak))
-    refinement = Refinement.at_the_peak(pool, budget_bytes, clock)
+    pool = ParetoPool(known.model, entries=sorted(known.entries, key=lambda entry: entry.peak))
+    refinement = Refinement.at_the_peak(pool, budget_bytes, deadline)
     for state in refinement.rounds():
         pool.offer(state)
         if state.max_peak() > budget_bytes:
-            descend(Search(state), pool, budget_bytes, REPAIR)
+            descend(EditableSchedule(state), pool, budget_bytes, REPAIR)
         if options.progress is not None:
-            options.progress(_progress(refinement, clock))
+            options.progress(_progress(refinement, deadline))
     if not refinement.proven():
-        polish(pool, budget_bytes, options.seed, clock)
+        polish(pool, budget_bytes, options.seed, deadline)
     best = pool.best(budget_bytes) or pool.least()
     none_fits = refinement.bound_us == math.inf
     return make_plan(
@@ -86,7 +86,7 @@ def improved(
         known.model.names(steps_of(known.model.n, best.runs())),
         NAME,
         budget_bytes=budget_bytes,
-        seconds=known.seconds + clock.seconds(),
+        seconds=known.seconds + deadline.seconds(),
         time_bound_us=None if none_fits else refinement.bound_us,
         peak_bound_bytes=max(known.bound, budget_bytes + 1) if none_fits else known.bound,
     )
@@ -94,26 +94,26 @@ def improved(
 
 def time_bound(problem: Problem, budget_bytes: int, options: SolverOptions) -> float:
     """Microseconds that every schedule within the budget takes; infinite if there is none."""
-    pool = Pool(build_model(problem))
-    pool.offer(State(pool.model))
-    refinement = Refinement.at_the_peak(pool, budget_bytes, Clock(options.time_limit_s))
+    pool = ParetoPool(build_model(problem))
+    pool.offer(StageSchedule(pool.model))
+    refinement = Refinement.at_the_peak(pool, budget_bytes, Deadline(options.time_limit_s))
     next(refinement.rounds(), None)
     return max(refinement.bound_us, problem.base_time_us)
 
 
-def _progress(refinement: Refinement, clock: Clock) -> Progress:
+def _progress(refinement: Refinement, deadline: Deadline) -> Progress:
     best = refinement.pool.best(refinement.budget)
     time_us = best.time if best is not None else None
-    return Progress(NAME, clock.seconds(), time_us, refinement.bound_us)
+    return Progress(NAME, deadline.seconds(), time_us, refinement.bound_us)
 
 
 @dataclass
 class Refinement:
-    """The instants so far and what each leaves free; the bound proven on the way."""
+    """The moments so far and what each leaves free; the bound proven on the way."""
 
-    pool: Pool
+    pool: ParetoPool
     budget: int
-    clock: Clock
+    deadline: Deadline
     needs: Needs
     reserve: dict[int, int]
     bound_us: float = 0.0
@@ -121,50 +121,50 @@ class Refinement:
     """Rounds since the schedule last changed."""
 
     @staticmethod
-    def at_the_peak(pool: Pool, budget: int, clock: Clock) -> Refinement:
-        """The one instant to begin with: the highest stage of keep-all."""
-        peak = int(State(pool.model).peak.argmax())
-        return Refinement(pool, budget, clock, Needs.of(pool.model), {peak: 0})
+    def at_the_peak(pool: ParetoPool, budget: int, deadline: Deadline) -> Refinement:
+        """The one moment to begin with: the highest stage of keep-all."""
+        peak = int(StageSchedule(pool.model).peak.argmax())
+        return Refinement(pool, budget, deadline, Needs.of(pool.model), {peak: 0})
 
     def proven(self) -> bool:
         """Whether the best plan so far is as good as the bound."""
         best = self.pool.best(self.budget)
         return best is not None and best.time <= self.bound_us * (1 + TIGHT)
 
-    def rounds(self) -> Iterator[State]:
-        """A schedule for each set of instants; the caller may change it.
+    def rounds(self) -> Iterator[StageSchedule]:
+        """A schedule for each set of moments; the caller may change it.
 
-        First instants are added as they are, which proves more and more. What is over the budget
+        First moments are added as they are, which proves more and more. What is over the budget
         all the same, by the runs on the way, is then left free, which proves nothing.
         """
-        first, whole = dict(self.reserve), self.clock
-        self.clock = Clock(PROOF_PART * whole.left())
-        yield from self._add_instants()
-        self.reserve, self.clock = first, whole
+        first, whole = dict(self.reserve), self.deadline
+        self.deadline = Deadline(PROOF_PART * whole.left())
+        yield from self._add_moments()
+        self.reserve, self.deadline = first, whole
         yield from self._leave_free()
 
-    def _add_instants(self) -> Iterator[State]:
+    def _add_moments(self) -> Iterator[StageSchedule]:
         for _ in range(PROOFS):
-            if not self.clock.running() or self.proven():
+            if not self.deadline.running() or self.proven():
                 return
             runs = self._next()
             if runs is None:
                 return
-            state = State(self.pool.model, runs)
+            state = StageSchedule(self.pool.model, runs)
             new = [*dict.fromkeys(filter(None, map(self._further, self._worst(state))))]
-            self.reserve.update(dict.fromkeys(new[: MOST_INSTANTS - len(self.reserve)], 0))
+            self.reserve.update(dict.fromkeys(new[: MOST_MOMENTS - len(self.reserve)], 0))
             yield state
-            if not new or len(self.reserve) == MOST_INSTANTS:
+            if not new or len(self.reserve) == MOST_MOMENTS:
                 return
 
     def _further(self, stage: int) -> int | None:
-        """The stage as an instant; if it is one, that before, to see the runs in between."""
+        """The stage as a moment; if it is one, that before, to see the runs in between."""
         return next((s for s in (stage, stage - 1) if s > 0 and s not in self.reserve), None)
 
-    def _leave_free(self) -> Iterator[State]:
+    def _leave_free(self) -> Iterator[StageSchedule]:
         last: tuple[float, int] | None = None
         for _ in range(ROUNDS):
-            if not self.clock.running() or self.proven():
+            if not self.deadline.running() or self.proven():
                 return
             runs = self._next()
             if runs is None:
@@ -172,7 +172,7 @@ class Refinement:
                     return
                 self.reserve = {stage: left // 2 for stage, left in self.reserve.items()}
                 continue
-            state = State(self.pool.model, runs)
+            state = StageSchedule(self.pool.model, runs)
             shape = (state.time, state.max_peak())
             self.again = self.again + 1 if shape == last else 0
             last = shape
@@ -184,28 +184,28 @@ class Refinement:
             if not refined:
                 return
 
-    def _next(self) -> list[Run] | None:
+    def _next(self) -> list[ExtraRun] | None:
         """Extra runs of the cheapest choice; None where there is none."""
         relaxation = Relaxation(self.pool.model, self.needs, self.budget, self.reserve)
-        solution = relaxation.solve(self.clock)
+        solution = relaxation.solve(self.deadline)
         if not any(self.reserve.values()):
             self.bound_us = max(self.bound_us, relaxation.time_bound_us(solution))
         if solution.values is None:
             return None
         return runs_for(self.pool.model, dict(relaxation.held_in(solution)))
 
-    def _refine(self, state: State) -> bool:
-        """Make the worst stages instants; those that are leave more free. False if neither."""
+    def _refine(self, state: StageSchedule) -> bool:
+        """Make the worst stages moments; those that are leave more free. False if neither."""
         before = dict(self.reserve)
         for stage in self._worst(state):
             excess = int(state.peak[stage]) - self.budget
             if stage in self.reserve:
                 self.reserve[stage] += excess * (1 + self.again)
-            elif len(self.reserve) < MOST_INSTANTS:
+            elif len(self.reserve) < MOST_MOMENTS:
                 self.reserve[stage] = max(0, int(state.peak[stage]) - _seen(state, stage))
         return self.reserve != before
 
-    def _worst(self, state: State) -> list[int]:
+    def _worst(self, state: StageSchedule) -> list[int]:
         """Stages over the budget, worst first, away from each other."""
         over = [int(s) for s in (-state.peak).argsort(kind="stable") if state.peak[s] > self.budget]
         apart = max(1, state.model.n // 64)
@@ -216,6 +216,6 @@ class Refinement:
         return found
 
 
-def _seen(state: State, stage: int) -> int:
+def _seen(state: StageSchedule, stage: int) -> int:
     """Bytes at the first run of the stage: what the relaxation sees of it."""
     return int(state.through[stage]) + state.model.own_bytes[stage]

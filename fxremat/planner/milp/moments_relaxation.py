@@ -1,15 +1,15 @@
-"""What must run again because of the bytes at a few instants: a small MILP and a proven bound.
+"""What must run again because of the bytes at a few moments: a small MILP and a proven bound.
 
-An *instant* is the first run of some op; the window after it reaches to the next instant, or to
+A *moment* is the first run of some op; the window after it reaches to the next moment, or to
 the end. Of Checkmate's MILP (arXiv 1910.02653, section 4) only this is kept: which values are
-live at each instant, and which ops run again in each window, whenever in it that is.
+live at each moment, and which ops run again in each window, whenever in it that is.
 
-    held[v, j]    value v is live at instant j
-    again[q, j]   op q runs again in the window after instant j
-    ever[q, j]    op q runs again in the window after instant j or a later one
+    held[v, j]    value v is live at moment j
+    again[q, j]   op q runs again in the window after moment j
+    ever[q, j]    op q runs again in the window after moment j or a later one
 
 Every schedule gives a solution of no more cost, so that the optimum, or any bound on it, bounds
-the time of all schedules within the budget. With one instant it is a knapsack with precedence,
+the time of all schedules within the budget. With one moment it is a knapsack with precedence,
 and mostly as good as the whole; with each further one it gets closer.
 """
 
@@ -18,8 +18,8 @@ from __future__ import annotations
 from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass, field, replace
 
-from fxremat.planner.deadline import Clock
-from fxremat.planner.indexed_problem import INPUT, Model
+from fxremat.planner.deadline import Deadline
+from fxremat.planner.indexed_problem import INPUT, IndexedProblem
 from fxremat.planner.milp.highs import Mip, Solution, Status, Term
 
 UNIT = 1000.0
@@ -27,13 +27,13 @@ UNIT = 1000.0
 FEW_COLUMNS, MANY_COLUMNS = 1_500, 4_000
 """With few, the MILP is solved to the end; with many, near its linear relaxation only."""
 NODES, FEW_NODES, ROOT = 400, 50, 1
-"""For one instant, for several, and for several that leave bytes free, which prove nothing."""
+"""For one moment, for several, and for several that leave bytes free, which prove nothing."""
 GAP = 1e-5
 """Of what is added to the time of keep-all."""
 CLOSE = 1e-4
 """Of the time of keep-all: a choice near the relaxation that is so good is not improved."""
 SHORT = 1
-"""Stages from an instant to the next, in whose window the bytes of each run count."""
+"""Stages from a moment to the next, in whose window the bytes of each run count."""
 CAREFUL = 1e-7
 """By this part a bound is lowered: HiGHS computes in floating point."""
 
@@ -49,7 +49,7 @@ class Needs:
     any_runs: list[int]
 
     @staticmethod
-    def of(model: Model) -> Needs:
+    def of(model: IndexedProblem) -> Needs:
         """Last reads in base order, and through what may run again."""
         last = [-1] * len(model.bytes)
         for op, reads in enumerate(model.reads):
@@ -66,39 +66,39 @@ class Needs:
 
 @dataclass
 class Relaxation:
-    """The MILP of one budget and some instants.
+    """The MILP of one budget and some moments.
 
-    ``reserve`` gives the instants, as stages, and how many bytes each leaves free for what the
+    ``reserve`` gives the moments, as stages, and how many bytes each leaves free for what the
     model does not see; bounds are proven where these are zero.
     """
 
-    model: Model
+    model: IndexedProblem
     needs: Needs
     budget: int
     reserve: Mapping[int, int]
     mip: Mip = field(default_factory=Mip)
     held: list[dict[int, int | None]] = field(default_factory=list)
-    """Column of each value that may be live at the instant; None where it must be."""
+    """Column of each value that may be live at the moment; None where it must be."""
     again: list[dict[int, int]] = field(default_factory=list)
     over: list[dict[int, int]] = field(default_factory=list)
-    """Column of each value that the first run at the instant may write over."""
+    """Column of each value that the first run at the moment may write over."""
     fits: bool = True
 
     def __post_init__(self) -> None:
-        self.instants = sorted(self.reserve)
-        for stage in self.instants:
+        self.moments = sorted(self.reserve)
+        for stage in self.moments:
             self.held.append(self._held_at(stage))
-        for j in range(len(self.instants)):
+        for j in range(len(self.moments)):
             self.again.append(self._runs_after(j))
-        for j in range(len(self.instants)):
+        for j in range(len(self.moments)):
             self._bytes_fit(j)
             self._first_runs_find_their_reads(j)
             self._runs_find_their_reads(j)
             self._held_values_come_from_somewhere(j)
-        if len(self.instants) > 1:
-            for j in range(len(self.instants) - 1):
+        if len(self.moments) > 1:
+            for j in range(len(self.moments) - 1):
                 self._once_for_all_windows(j)
-                if self.instants[j + 1] - self.instants[j] <= SHORT:
+                if self.moments[j + 1] - self.moments[j] <= SHORT:
                     self._runs_fit(j)
 
     # -- columns ---------------------------------------------------------------------------
@@ -120,7 +120,7 @@ class Relaxation:
         return not self.model.droppable(value) and self.needs.first_runs[value] > stage
 
     def _brought(self, j: int, value: int) -> list[Term]:
-        """What else may bring a value in the window after instant j: nothing, here."""
+        """What else may bring a value in the window after moment j: nothing, here."""
         return []
 
     def _cost(self, op: int) -> float:
@@ -128,7 +128,7 @@ class Relaxation:
         return self.model.time[op] * UNIT / max(self.model.problem.base_time_us, 1e-9)
 
     def _runs_after(self, j: int) -> dict[int, int]:
-        model, stage = self.model, self.instants[j]
+        model, stage = self.model, self.moments[j]
         return {
             op: self.mip.binary(self._cost(op))
             for op in range(stage + 1)
@@ -140,7 +140,7 @@ class Relaxation:
 
     def _bytes_fit(self, j: int) -> None:
         """sum(bytes[v] held[v, j]) + what is there in any case <= budget - reserve[j]"""
-        model, stage = self.model, self.instants[j]
+        model, stage = self.model, self.moments[j]
         over, terms = self._write_over(j)
         fixed = self._fixed_bytes(stage) + model.workspace[stage] - over
         unit = UNIT / max(1, self.budget)
@@ -168,7 +168,7 @@ class Relaxation:
         Where a later first run reads the value, too, it must be written again in between:
         over[v] <= sum(again[writer of v, i], i >= j)
         """
-        model, stage = self.model, self.instants[j]
+        model, stage = self.model, self.moments[j]
         shared, terms = dict[int, int](), list[Term]()
         self.over.append({})
         for read, write in model.inplace[stage]:
@@ -179,7 +179,7 @@ class Relaxation:
                 over = self.over[j].setdefault(read, self.mip.binary())
                 runs = [window.get(model.writer[read]) for window in self.again[j:]]
                 found: list[Term] = [(column, -1.0) for column in runs if column is not None]
-                for i in range(j, len(self.instants)):
+                for i in range(j, len(self.moments)):
                     found += [(column, -factor) for column, factor in self._brought(i, read)]
                 self.mip.row([(over, 1.0), *found], high=0.0)
                 terms.append((over, -size * UNIT / max(1, self.budget)))
@@ -200,22 +200,22 @@ class Relaxation:
 
     def _held_values_come_from_somewhere(self, j: int) -> None:
         """held[v, j + 1] <= held[v, j] + again[writer of v, j] for v that is there at j"""
-        if j + 1 == len(self.instants):
+        if j + 1 == len(self.moments):
             return
         done = self._read_in_window(j)
         for value, column in self.held[j + 1].items():
-            if self.model.writer[value] <= self.instants[j] and value not in done:
+            if self.model.writer[value] <= self.moments[j] and value not in done:
                 demand = (1.0, []) if column is None else (0.0, [(column, 1.0)])
                 self._at_least(j, value, demand)
 
     def _runs_fit(self, j: int) -> None:
-        """What an op needs that runs again, beside what stays from instant j to the next, fits.
+        """What an op needs that runs again, beside what stays from moment j to the next, fits.
 
         stays[v] >= held[v, j] + held[v, j + 1] - 1 - again[writer of v, j]
         sum(bytes[v] stays[v], v that q does not touch) + bytes of q again[q, j] <= budget
         """
         model, unit = self.model, UNIT / max(1, self.budget)
-        room, stays = self.budget - self._fixed_bytes(self.instants[j]), dict[int, int]()
+        room, stays = self.budget - self._fixed_bytes(self.moments[j]), dict[int, int]()
         for value, column in self.held[j].items():
             if value not in self.held[j + 1]:
                 continue
@@ -248,12 +248,12 @@ class Relaxation:
         return not certain or self.model.writer[value] in self.again[j]
 
     def _once_for_all_windows(self, j: int) -> None:
-        """The same from instant j to the end: tighter where runs in several windows add up.
+        """The same from moment j to the end: tighter where runs in several windows add up.
 
         ever[q, j] <= sum(again[q, i], i >= j),  ever[q, j] >= again[q, i],
         held[v, j] + ever[writer of v, j] >= 1,  ever[q, j] <= held[v, j] + ever[writer of v, j]
         """
-        model, stage = self.model, self.instants[j]
+        model, stage = self.model, self.moments[j]
         ever: dict[int, int] = {}
         for op in self.again[j]:
             parts = [window[op] for window in self.again[j:] if op in window]
@@ -283,15 +283,15 @@ class Relaxation:
         run = (self.again[j] if again is None else again).get(self.model.writer[value])
         if run is not None:
             terms.append((run, 1.0))
-        for i in range(j, j + 1 if again is None else len(self.instants)):
+        for i in range(j, j + 1 if again is None else len(self.moments)):
             terms += self._brought(i, value)
         low, wanted = demand
         self.mip.row([*terms, *((c, -factor) for c, factor in wanted)], low=low)
 
     def _read_in_window(self, j: int) -> set[int]:
-        """Values there at instant j that first runs of the window after it read."""
-        model, start = self.model, self.instants[j]
-        stop = self.instants[j + 1] if j + 1 < len(self.instants) else model.n - 1
+        """Values there at moment j that first runs of the window after it read."""
+        model, start = self.model, self.moments[j]
+        stop = self.moments[j + 1] if j + 1 < len(self.moments) else model.n - 1
         return {
             value
             for op in range(start + 1, stop + 1)
@@ -301,7 +301,7 @@ class Relaxation:
 
     # -- solve -----------------------------------------------------------------------------
 
-    def solve(self, clock: Clock) -> Solution:
+    def solve(self, deadline: Deadline) -> Solution:
         """A choice within `GAP` of the cheapest, or where there are many columns a good one.
 
         Objective and bound are in units of `UNIT` per time of keep-all.
@@ -310,13 +310,13 @@ class Relaxation:
             return Solution(Status.INFEASIBLE, None, float("inf"), float("inf"))
         few = ROOT if any(self.reserve.values()) else FEW_NODES
         if len(self.mip.cost) <= FEW_COLUMNS:
-            nodes = NODES if len(self.instants) == 1 else few
-            return self.mip.solve(clock, nodes=nodes, gap=GAP)
-        near = self.mip.solve_near(self.mip.relaxed(clock), clock, nodes=few, gap=GAP)
+            nodes = NODES if len(self.moments) == 1 else few
+            return self.mip.solve(deadline, nodes=nodes, gap=GAP)
+        near = self.mip.solve_near(self.mip.relaxed(deadline), deadline, nodes=few, gap=GAP)
         close = near.objective - near.bound <= CLOSE * UNIT
         if close or len(self.mip.cost) > MANY_COLUMNS:
             return near
-        found = self.mip.solve(clock, nodes=few, gap=GAP, start=near.values)
+        found = self.mip.solve(deadline, nodes=few, gap=GAP, start=near.values)
         return found if found.values is not None else replace(near, bound=found.bound)
 
     def time_bound_us(self, solution: Solution) -> float:
@@ -325,14 +325,14 @@ class Relaxation:
         return base + max(0.0, solution.bound / UNIT * base * (1 - CAREFUL))
 
     def held_in(self, solution: Solution) -> Iterator[tuple[int, set[int]]]:
-        """The instants, as stages, and the values that outlive each."""
-        for stage, columns, over in zip(self.instants, self.held, self.over, strict=True):
+        """The moments, as stages, and the values that outlive each."""
+        for stage, columns, over in zip(self.moments, self.held, self.over, strict=True):
             gone = {v for v, c in over.items() if solution.chosen(c)}
             yield stage, {v for v, c in columns.items() if c is None or solution.chosen(c)} - gone
 
 
-def runs_for(model: Model, held: Mapping[int, set[int]]) -> list[tuple[int, int]]:
-    """Extra runs where, of values that can be computed again, only these outlive the instants.
+def runs_for(model: IndexedProblem, held: Mapping[int, set[int]]) -> list[tuple[int, int]]:
+    """Extra runs where, of values that can be computed again, only these outlive the moments.
 
     What is missing is computed again when it is first read, with whatever that needs in turn.
     """
@@ -356,7 +356,7 @@ def runs_for(model: Model, held: Mapping[int, set[int]]) -> list[tuple[int, int]
     return out
 
 
-def _droppable_before(model: Model, stage: int) -> Sequence[int]:
+def _droppable_before(model: IndexedProblem, stage: int) -> Sequence[int]:
     return [
         value
         for value, op in enumerate(model.writer)

@@ -4,11 +4,11 @@ from __future__ import annotations
 
 from collections.abc import Iterable
 
-from fxremat.planner.indexed_problem import Model
-from fxremat.planner.local.stage_schedule import Run
+from fxremat.planner.indexed_problem import IndexedProblem
+from fxremat.planner.local.stage_schedule import ExtraRun
 
 
-def all_runs(model: Model) -> list[list[int]]:
+def all_runs(model: IndexedProblem) -> list[list[int]]:
     """Every repeat that some schedule may need: nothing is lost without the others.
 
     An op is of use in a stage if a value of it may still be read then or later, by a first run
@@ -24,12 +24,12 @@ def all_runs(model: Model) -> list[list[int]]:
     return [[op for op in range(stage) if until[op] >= stage] for stage in range(model.n)]
 
 
-def near_runs(model: Model, hops: int) -> list[list[int]]:
+def near_runs(model: IndexedProblem, hops: int) -> list[list[int]]:
     """In each stage the ops at most so many reads before the op of the stage."""
     return [_ancestors(model, stage, hops) for stage in range(model.n)]
 
 
-def _ancestors(model: Model, op: int, hops: int) -> list[int]:
+def _ancestors(model: IndexedProblem, op: int, hops: int) -> list[int]:
     found: set[int] = set()
     front = {op}
     for _ in range(hops):
@@ -39,7 +39,7 @@ def _ancestors(model: Model, op: int, hops: int) -> list[int]:
     return sorted(found)
 
 
-def with_runs(allowed: list[list[int]], runs: Iterable[Run]) -> list[list[int]]:
+def with_runs(allowed: list[list[int]], runs: Iterable[ExtraRun]) -> list[list[int]]:
     """The allowed repeats and these."""
     more = [set(ops) for ops in allowed]
     for op, stage in runs:

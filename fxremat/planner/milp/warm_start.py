@@ -11,9 +11,9 @@ from dataclasses import replace
 
 from fxremat.core.plan import Plan
 from fxremat.core.problem import Problem
-from fxremat.planner.indexed_problem import Model
+from fxremat.planner.indexed_problem import IndexedProblem
 from fxremat.planner.local import greedy
-from fxremat.planner.local.stage_schedule import Run, State
+from fxremat.planner.local.stage_schedule import ExtraRun, StageSchedule
 from fxremat.planner.milp.checkmate_columns import Staged
 from fxremat.planner.options import SolverOptions
 from fxremat.planner.plans import make_plan
@@ -30,7 +30,7 @@ def known_plan(problem: Problem, budget_bytes: int, options: SolverOptions) -> P
     return min(plans, key=lambda plan: (max(plan.peak_bytes, budget_bytes), plan.time_us))
 
 
-def runs_of(model: Model, steps: Sequence[str]) -> list[Run]:
+def runs_of(model: IndexedProblem, steps: Sequence[str]) -> list[ExtraRun]:
     """The extra runs of a schedule by stage, each op once and in base order.
 
     So it is a schedule in stage form with the same runs, not always with the same peak.
@@ -45,19 +45,19 @@ def runs_of(model: Model, steps: Sequence[str]) -> list[Run]:
     return [(op, stage) for stage, op in sorted(found)]
 
 
-def without_idle(model: Model, runs: Iterable[Run]) -> list[Run]:
+def without_idle(model: IndexedProblem, runs: Iterable[ExtraRun]) -> list[ExtraRun]:
     """The runs without those whose copies nobody reads."""
-    state = State(model, runs)
+    state = StageSchedule(model, runs)
     while idle := tuple(run for run in state.all_extra() if not state.useful(run)):
         state.change((), idle)
     return state.all_extra()
 
 
-def columns_of(staged: Staged, runs: Collection[Run]) -> list[float] | None:
+def columns_of(staged: Staged, runs: Collection[ExtraRun]) -> list[float] | None:
     """The value of every column for a schedule; None where the programme does not allow it."""
     if any(op not in staged.run[stage] for op, stage in runs):
         return None
-    state = State(staged.model, runs)
+    state = StageSchedule(staged.model, runs)
     values = [0.0] * len(staged.mip.cost)
     values[staged.one] = 1.0
     for op, stage in runs:

@@ -28,12 +28,12 @@ from fxremat.core.problem import Op, Problem, Value
 from fxremat.core.schedule import ops_of
 from fxremat.core.timeline import Timeline
 from fxremat.core.timing import transfer_us
-from fxremat.planner.deadline import Clock
+from fxremat.planner.deadline import Deadline
 from fxremat.planner.indexed_problem import build_model
 from fxremat.planner.local import greedy
 from fxremat.planner.moves.time_bound import relax
 from fxremat.planner.moves.transfers import Fetch, Item, place
-from fxremat.planner.options import Refused, SolverOptions
+from fxremat.planner.options import ProblemRefused, SolverOptions
 from fxremat.planner.peak_bound import peak_bound
 from fxremat.planner.plans import make_plan
 
@@ -102,7 +102,7 @@ def items_of(problem: Problem, steps: Sequence[str]) -> list[Item]:
 
 
 @dataclass(frozen=True)
-class Choice:
+class MoveRule:
     """Which values may move: see `chosen`. ``load`` None: all, and all at once.
 
     ``price`` of a fetch, as a part of its time on the engine.
@@ -114,14 +114,14 @@ class Choice:
     price: float = 1e-3
 
 
-ALONE = Choice(0.0, 0.0)
+ALONE = MoveRule(0.0, 0.0)
 """Nothing moves but what lives in host memory."""
-CHOICES = (
-    Choice(0.03, 1.0),
-    Choice(0.15, 1.0),
-    Choice(0.0, None, recompute=False),
-    Choice(0.0, None),
-    Choice(0.03, 1.15),
+MOVE_RULES = (
+    MoveRule(0.03, 1.0),
+    MoveRule(0.15, 1.0),
+    MoveRule(0.0, None, recompute=False),
+    MoveRule(0.0, None),
+    MoveRule(0.03, 1.15),
 )
 """What is tried, by worth against the time on the engine and by load of the engine."""
 PRICES = (1.0, 0.3)
@@ -134,7 +134,7 @@ BACKLOG = 1.0
 """A value joins the queue of the engine if that is no longer than the value's own transfer."""
 
 
-def chosen(problem: Problem, choice: Choice) -> set[str]:
+def chosen(problem: Problem, choice: MoveRule) -> set[str]:
     """Ops whose values may move, so many that the engine is busy during the forward.
 
     Walking through the forward, a value that the backward reads joins the engine's queue where it
@@ -185,15 +185,15 @@ def solve(problem: Problem, budget_bytes: int | None, options: SolverOptions, in
 
     Never slower than its plan without: that is among those compared.
     """
-    search = _Search(problem, budget_bytes, options, Clock(options.time_limit_s))
+    search = _MoveSearch(problem, budget_bytes, options, Deadline(options.time_limit_s))
     alone = search.offer(search.question(ALONE), inner)
     if budget_bytes is None or (alone.fits and alone.line.time_us <= problem.base_time_us):
         return search.plan()
-    relaxed = relax(problem, budget_bytes, search.clock)
+    relaxed = relax(problem, budget_bytes, search.deadline)
     questions = [search.question(choice) for choice in _choices(problem)]
     if relaxed.fetched and movable(problem):
         questions.insert(0, search.question_of(_writers(problem, relaxed.fetched)))
-    best: tuple[tuple[int, float], Question] | None = None
+    best: tuple[tuple[int, float], PricedProblem] | None = None
     for question in questions:
         rank = search.offer(question, greedy.solve).rank
         best = min(best or (rank, question), (rank, question), key=lambda pair: pair[0])
@@ -204,12 +204,12 @@ def solve(problem: Problem, budget_bytes: int | None, options: SolverOptions, in
     return search.plan(relaxed.bound_us)
 
 
-def _choices(problem: Problem) -> list[Choice]:
+def _choices(problem: Problem) -> list[MoveRule]:
     """What is tried for a problem."""
-    choices = [*CHOICES] if movable(problem) else []
+    choices = [*MOVE_RULES] if movable(problem) else []
     if problem.host:
         choices += [replace(ALONE, price=price) for price in PRICES]
-        choices += [replace(CHOICES[0], price=price) for price in PRICES if movable(problem)]
+        choices += [replace(MOVE_RULES[0], price=price) for price in PRICES if movable(problem)]
     return choices
 
 
@@ -221,15 +221,15 @@ def _writers(problem: Problem, values: Iterable[str]) -> set[str]:
 
 def quick(problem: Problem, budget_bytes: int | None, options: SolverOptions) -> Plan:
     """A plan to compare problems by, from the two choices that are mostly the best."""
-    search = _Search(problem, budget_bytes, options, Clock(options.time_limit_s))
+    search = _MoveSearch(problem, budget_bytes, options, Deadline(options.time_limit_s))
     search.offer(search.question(ALONE), greedy.quick)
     if budget_bytes is not None and movable(problem):
-        search.offer(search.question(CHOICES[0]), greedy.quick)
+        search.offer(search.question(MOVE_RULES[0]), greedy.quick)
     return search.plan()
 
 
 @dataclass(frozen=True)
-class Question:
+class PricedProblem:
     """A priced problem, and the largest value of it that is fetched."""
 
     problem: Problem
@@ -261,32 +261,32 @@ class Candidate:
 
 
 @dataclass
-class _Search:
+class _MoveSearch:
     """The best schedule so far."""
 
     problem: Problem
     budget: int | None
     options: SolverOptions
-    clock: Clock
+    deadline: Deadline
     best: Candidate | None = None
 
-    def question(self, choice: Choice) -> Question:
+    def question(self, choice: MoveRule) -> PricedProblem:
         """The priced problem of a choice."""
         moved = chosen(self.problem, choice)
         return self.question_of(moved, choice.price, recompute=choice.recompute)
 
     def question_of(
         self, moved: set[str], price: float = ALONE.price, *, recompute: bool = True
-    ) -> Question:
+    ) -> PricedProblem:
         """The priced problem in which the values of these ops may move."""
         copies, sizes = self.problem.copies, self.problem.bytes_of
         assert copies is not None
         rate = price / max(copies.to_device, 1e-9)
         named = [v for name in moved for v in self.problem.op_of[name].writes]
         largest = max((sizes[name] for name in (*named, *self.problem.from_host)), default=0)
-        return Question(priced(self.problem, moved, rate, recompute=recompute), largest)
+        return PricedProblem(priced(self.problem, moved, rate, recompute=recompute), largest)
 
-    def offer(self, question: Question, inner: Inner) -> Candidate:
+    def offer(self, question: PricedProblem, inner: Inner) -> Candidate:
         """The best schedule that a solver makes of a priced problem.
 
         Where its transfers have to be waited for, also with room left for values to come early.
@@ -314,20 +314,20 @@ class _Search:
     def is_within(self, time_us: float) -> bool:
         """Whether there is no need to look on: the best fits and is so fast, or time is over."""
         good = self.best is not None and self.best.fits and self.best.line.time_us <= time_us
-        return good or not self.clock.running()
+        return good or not self.deadline.running()
 
     def plan(self, bound_us: float | None = None) -> Plan:
         """The best of all; ``bound_us`` is proven of every schedule within the budget."""
         best = self.best
         if best is None:
-            raise Refused("values live in host memory, but the bandwidth is zero")
+            raise ProblemRefused("values live in host memory, but the bandwidth is zero")
         moves = len(best.line.steps) > len(ops_of(best.line.steps))
         return make_plan(
             self.problem,
             best.line.steps,
             f"{best.answer.solver}+{NAME}" if moves else best.answer.solver,
             budget_bytes=self.budget,
-            seconds=self.clock.seconds(),
+            seconds=self.deadline.seconds(),
             time_bound_us=None if bound_us is None else min(bound_us, best.line.time_us),
             peak_bound_bytes=least_bytes(self.problem),
         )

@@ -1,18 +1,18 @@
 """A proven bound on the time of every schedule within a budget, moves included.
 
-The relaxation over instants (`fxremat.planner.milp.moments_relaxation`), with one more way to bring
+The relaxation over moments (`fxremat.planner.milp.moments_relaxation`), with one more way to bring
 a value that is not held: it comes from the host. What an engine moves takes time on it, so that the
 whole takes no less than ``base + added``:
 
-    fetch[v, j]   value v comes from the host in the window after instant j
-    away[v, j]    value v is on the host alone at instant j
+    fetch[v, j]   value v comes from the host in the window after moment j
+    away[v, j]    value v is on the host alone at moment j
 
     added >= sum(time of q again[q, j])
     base + added >= sum(time of v on its way back fetch[v, j])
-    time of first runs up to instant j + added >= sum(time of v on its way out away[v, j])
-    time of first runs after instant j + added >= sum(time of v on its way back fetch[v, i], i >= j)
+    time of first runs up to moment j + added >= sum(time of v on its way out away[v, j])
+    time of first runs after moment j + added >= sum(time of v on its way back fetch[v, i], i >= j)
 
-The last two hold because what is away at an instant has left before, and what is fetched in a
+The last two hold because what is away at a moment has left before, and what is fetched in a
 window after it starts no sooner; stalls and repeats before and after are parts of what is added.
 """
 
@@ -22,9 +22,9 @@ from dataclasses import dataclass, field
 
 from fxremat.core.problem import Problem
 from fxremat.core.timing import transfer_us
-from fxremat.planner.deadline import Clock
+from fxremat.planner.deadline import Deadline
 from fxremat.planner.indexed_problem import INPUT, build_model
-from fxremat.planner.local.stage_schedule import State
+from fxremat.planner.local.stage_schedule import StageSchedule
 from fxremat.planner.milp.highs import Term
 from fxremat.planner.milp.moments_relaxation import UNIT, Needs, Relaxation
 
@@ -40,14 +40,14 @@ class Relaxed:
     fetched: frozenset[str]
 
 
-def relax(problem: Problem, budget_bytes: int, clock: Clock) -> Relaxed:
+def relax(problem: Problem, budget_bytes: int, deadline: Deadline) -> Relaxed:
     """Solve the relaxation at the highest step of keep-all."""
     model = build_model(problem)
     if not model.n:
         return Relaxed(0.0, frozenset())
-    peak = int(State(model).peak.argmax())
+    peak = int(StageSchedule(model).peak.argmax())
     relaxation = MovingRelaxation(model, Needs.of(model), budget_bytes, {peak: 0})
-    solution = relaxation.solve(clock)
+    solution = relaxation.solve(deadline)
     bound = max(relaxation.time_bound_us(solution), problem.base_time_us)
     fetched = {
         relaxation.names[value]
@@ -60,7 +60,7 @@ def relax(problem: Problem, budget_bytes: int, clock: Clock) -> Relaxed:
 
 @dataclass
 class MovingRelaxation(Relaxation):
-    """The MILP of one budget and some instants, with moves."""
+    """The MILP of one budget and some moments, with moves."""
 
     fetch: list[dict[int, int]] = field(default_factory=list)
 
@@ -91,7 +91,7 @@ class MovingRelaxation(Relaxation):
         super().__post_init__()
         self.scale = UNIT / max(problem.base_time_us, 1e-9)
         self._ops_take_time()
-        for j in range(len(self.instants)):
+        for j in range(len(self.moments)):
             self._engines_take_time(j)
 
     def _stays(self, value: int, stage: int) -> bool:
@@ -132,9 +132,9 @@ class MovingRelaxation(Relaxation):
     def _engines_take_time(self, j: int) -> None:
         """away[v, j] >= fetch[v, i] - held[v, j] - sum(again[writer of v, k], k >= j)
 
-        and what both engines do before and after the instant.
+        and what both engines do before and after the moment.
         """
-        before = sum(self.model.time[: self.instants[j] + 1]) * self.scale
+        before = sum(self.model.time[: self.moments[j] + 1]) * self.scale
         out: list[Term] = [(self.added, 1.0)]
         back: list[Term] = [(self.added, 1.0)]
         for value in {v for window in self.fetch[j:] for v in window}:
@@ -144,7 +144,7 @@ class MovingRelaxation(Relaxation):
             if (
                 held is None
                 or self.lives_there[value]
-                or self.model.writer[value] > self.instants[j]
+                or self.model.writer[value] > self.moments[j]
             ):
                 continue
             away = self.mip.real()

@@ -21,11 +21,11 @@ from operator import le
 
 from fxremat.planner.clusters.chain import Block, Chain
 from fxremat.planner.clusters.cluster_problem import PAUSES, backwards, evicted, paused_problem
-from fxremat.planner.deadline import Clock
+from fxremat.planner.deadline import Deadline
 from fxremat.planner.indexed_problem import build_model
 from fxremat.planner.milp.highs import Mip, Term
 from fxremat.planner.published.chain_costs import (
-    Option,
+    BlockOption,
     keep_all,
     option_cost,
     read_later,
@@ -42,24 +42,27 @@ Shape = tuple[object, ...]
 class BlockOptions:
     """The options of blocks, each distinct shape solved once."""
 
-    def __init__(self, clock: Clock) -> None:
-        self.clock = clock
+    def __init__(self, deadline: Deadline) -> None:
+        self.deadline = deadline
         self.solved: dict[Shape, list[tuple[int, ...]]] = {}
 
-    def of(self, chain: Chain, block: Block) -> list[Option]:
+    def of(self, chain: Chain, block: Block) -> list[BlockOption]:
         """Keep-all first, then what was found; only keep-all once the clock has stopped."""
         ops = (*block.forward, *block.backward)
         key = shape(chain, block)
-        if key not in self.solved and self.clock.running():
+        if key not in self.solved and self.deadline.running():
             place = {op: k for k, op in enumerate(ops)}
             self.solved[key] = [
                 tuple(place[op] for op in option.backward) for option in self._solve(chain, block)
             ]
-        moved = [Option(tuple(ops[k] for k in steps)) for steps in self.solved.get(key, ())]
+        moved = [BlockOption(tuple(ops[k] for k in steps)) for steps in self.solved.get(key, ())]
         return list(dict.fromkeys([keep_all(block), *moved]))
 
-    def _solve(self, chain: Chain, block: Block) -> list[Option]:
-        options = [*held_options(chain, block, self.clock), *path_options(chain, block, self.clock)]
+    def _solve(self, chain: Chain, block: Block) -> list[BlockOption]:
+        options = [
+            *held_options(chain, block, self.deadline),
+            *path_options(chain, block, self.deadline),
+        ]
         return pareto(chain, block, options)
 
 
@@ -88,7 +91,7 @@ def _role(chain: Chain, block: Block, value: int) -> tuple[bool, bool, bool, boo
     return value in block.local, value == block.enters, value == block.leaves, stays
 
 
-def pareto(chain: Chain, block: Block, options: Iterable[Option]) -> list[Option]:
+def pareto(chain: Chain, block: Block, options: Iterable[BlockOption]) -> list[BlockOption]:
     """Options that no other beats in time, bytes held and bytes while the backward runs.
 
     Where there are many they are thinned evenly by the bytes held.
@@ -101,7 +104,7 @@ def pareto(chain: Chain, block: Block, options: Iterable[Option]) -> list[Option
             held += chain.model.bytes[block.enters]
         weighed.append(((held, cost.backward.time, cost.backward.whole), option))
     weighed.sort(key=lambda pair: pair[0])
-    kept: list[tuple[tuple[int, float, int], Option]] = []
+    kept: list[tuple[tuple[int, float, int], BlockOption]] = []
     for figures, option in weighed:
         if not any(all(map(le, other, figures)) for other, _ in kept):
             kept.append((figures, option))
@@ -112,19 +115,19 @@ def pareto(chain: Chain, block: Block, options: Iterable[Option]) -> list[Option
 # -- the integer programme -------------------------------------------------------------------
 
 
-def held_options(chain: Chain, block: Block, clock: Clock) -> Iterator[Option]:
+def held_options(chain: Chain, block: Block, deadline: Deadline) -> Iterator[BlockOption]:
     """Options that hold fewer and fewer bytes, each value made again at most once."""
     backward = tuple(block.backward)
     saved = read_later(chain, backward, block.reach)
     most = sum(chain.model.bytes[value] for value in saved)
     for k in reversed(range(GRID)):
-        kept = _held(chain, block, saved, most * k // GRID, clock)
+        kept = _held(chain, block, saved, most * k // GRID, deadline)
         if kept is not None:
-            yield Option(_with_runs(chain, block, kept))
+            yield BlockOption(_with_runs(chain, block, kept))
 
 
 def _held(
-    chain: Chain, block: Block, wanted: frozenset[int], limit: int, clock: Clock
+    chain: Chain, block: Block, wanted: frozenset[int], limit: int, deadline: Deadline
 ) -> frozenset[int] | None:
     """The values to hold within the limit such that making the others takes least time.
 
@@ -147,7 +150,7 @@ def _held(
         for value in sorted(block.reach.intersection(model.reads[op])):
             mip.row([*there(value), (again[op], -1.0)], low=0.0)
     mip.row([(column, float(model.bytes[value])) for value, column in hold.items()], high=limit)
-    solution = mip.solve(clock, nodes=NODES)
+    solution = mip.solve(deadline, nodes=NODES)
     if solution.values is None:
         return None
     return frozenset(value for value, column in hold.items() if solution.chosen(column))
@@ -174,7 +177,7 @@ def _with_runs(chain: Chain, block: Block, held: frozenset[int]) -> tuple[int, .
 # -- eviction paths --------------------------------------------------------------------------
 
 
-def path_options(chain: Chain, block: Block, clock: Clock) -> Iterator[Option]:
+def path_options(chain: Chain, block: Block, deadline: Deadline) -> Iterator[BlockOption]:
     """The backward of what evictions find for the block's own problem, with several pauses."""
     whole = sum(chain.model.bytes[value] for value in block.reach) + max(
         chain.model.own_bytes[op] for op in (*block.forward, *block.backward)
@@ -188,5 +191,5 @@ def path_options(chain: Chain, block: Block, clock: Clock) -> Iterator[Option]:
             stays=lambda value: _role(chain, block, value)[3],
             again=lambda op: bool(block.local.intersection(chain.model.writes[op])),
         )
-        pool = evicted(build_model(problem), clock)
-        yield from map(Option, map(tuple, backwards(pool, block.forward, block.backward)))
+        pool = evicted(build_model(problem), deadline)
+        yield from map(BlockOption, map(tuple, backwards(pool, block.forward, block.backward)))

@@ -1,7 +1,7 @@
 """What the ways of running a block of a chain take: time, bytes held, bytes at the worst step.
 
-An `Option` says how the backward of a block runs: its ops, and between them forward ops that run
-again. Everything else follows from it: what must be held from the forward until then, and which
+A `BlockOption` says how the backward of a block runs: its ops, and between them forward ops that
+run again. Everything else follows from it: what must be held from the forward until then, and which
 forward ops make that. The options generalise Rotor's single one, "keep all" (Zhao et al.,
 "Rockmate", ICML 2023, section 3: schedules of a block as options of the chain).
 
@@ -19,14 +19,14 @@ from fxremat.planner.clusters.chain import Block, Chain
 
 
 @dataclass(frozen=True)
-class Option:
+class BlockOption:
     """The steps of a block's backward, forward ops that run again among them."""
 
     backward: tuple[int, ...]
 
 
 @dataclass(frozen=True)
-class Run:
+class BlockRun:
     """A sequence of ops.
 
     ``apart`` are the bytes of its worst step without the value that enters the block, for when
@@ -53,10 +53,10 @@ class OptionCost:
     held_first: int
     needs_enters: bool
     holds_leaves: bool
-    first: Run
-    again: Run
-    last: Run
-    backward: Run
+    first: BlockRun
+    again: BlockRun
+    last: BlockRun
+    backward: BlockRun
 
 
 @dataclass(frozen=True)
@@ -70,24 +70,24 @@ class BlockCost:
     enters: int
     early: int
     gap: int
-    skip_first: Run
-    skip_again: Run
+    skip_first: BlockRun
+    skip_again: BlockRun
     options: tuple[OptionCost, ...]
 
 
-def keep_all(block: Block) -> Option:
+def keep_all(block: Block) -> BlockOption:
     """Rotor's only option: nothing in the block runs again."""
-    return Option(tuple(block.backward))
+    return BlockOption(tuple(block.backward))
 
 
-def block_costs(chain: Chain, options: Sequence[Sequence[Option]]) -> tuple[BlockCost, ...]:
+def block_costs(chain: Chain, options: Sequence[Sequence[BlockOption]]) -> tuple[BlockCost, ...]:
     """The costs of every block's options."""
     return tuple(
         _BlockSums(chain, block).cost(its) for block, its in zip(chain.blocks, options, strict=True)
     )
 
 
-def option_cost(chain: Chain, block: Block, option: Option) -> OptionCost:
+def option_cost(chain: Chain, block: Block, option: BlockOption) -> OptionCost:
     """The cost of one option."""
     return next(iter(_BlockSums(chain, block).cost((option,)).options))
 
@@ -97,7 +97,7 @@ class _BlockSums:
     chain: Chain
     block: Block
 
-    def cost(self, options: Iterable[Option]) -> BlockCost:
+    def cost(self, options: Iterable[BlockOption]) -> BlockCost:
         block, model = self.block, self.chain.model
         leaves = _some(block.leaves)
         return BlockCost(
@@ -109,7 +109,7 @@ class _BlockSums:
             options=tuple(self._option(option) for option in options),
         )
 
-    def _option(self, option: Option) -> OptionCost:
+    def _option(self, option: BlockOption) -> OptionCost:
         block = self.block
         saved = read_later(self.chain, option.backward, block.reach)
         inside = saved & block.local
@@ -125,16 +125,16 @@ class _BlockSums:
             backward=self._run(option.backward, frozenset()),
         )
 
-    def _again(self, wanted: frozenset[int]) -> Run:
+    def _again(self, wanted: frozenset[int]) -> BlockRun:
         return self._run(makers(self.chain, self.block, wanted), wanted, positioned=False)
 
-    def _run(self, steps: Iterable[int], keep: frozenset[int], positioned: bool = True) -> Run:
+    def _run(self, steps: Iterable[int], keep: frozenset[int], positioned: bool = True) -> BlockRun:
         ops = tuple(steps)
         time = sum(self.chain.model.time[op] for op in ops)
         base = _base(self.chain, self.block, ops) if positioned else [(0, False)] * len(ops)
         apart = _worst(self.chain, ops, self.block.local, keep, base)
         whole = _worst(self.chain, ops, self.block.reach, keep, base)
-        return Run(ops, time, apart, whole)
+        return BlockRun(ops, time, apart, whole)
 
     def _bytes(self, values: Iterable[int]) -> int:
         return sum(self.chain.model.bytes[value] for value in values)

@@ -17,7 +17,7 @@ from dataclasses import replace
 from fxremat.core.plan import Plan
 from fxremat.core.problem import Problem
 from fxremat.core.timeline import Timeline
-from fxremat.planner.deadline import Clock
+from fxremat.planner.deadline import Deadline
 from fxremat.planner.moves.offload import Inner, again_costs, items_of, least_bytes, movable, priced
 from fxremat.planner.moves.transfers import place
 from fxremat.planner.options import SolverOptions
@@ -30,7 +30,7 @@ RATIOS = (math.inf, 4.0, 1.5, 1.0, 0.5, 0.0)
 
 def solve(problem: Problem, budget_bytes: int | None, options: SolverOptions, inner: Inner) -> Plan:
     """The plan of least energy found that keeps to budget and time; else the one nearest to it."""
-    clock = Clock(options.time_limit_s)
+    deadline = Deadline(options.time_limit_s)
     own = replace(options, objective="time", most_time_us=None)
     limit = math.inf if options.most_time_us is None else options.most_time_us
     best: tuple[tuple[float, float, float], Timeline, str] | None = None
@@ -47,7 +47,7 @@ def solve(problem: Problem, budget_bytes: int | None, options: SolverOptions, in
         best[1].steps,
         f"{best[2]}+{NAME}",
         budget_bytes=budget_bytes,
-        seconds=clock.seconds(),
+        seconds=deadline.seconds(),
         peak_bound_bytes=least_bytes(problem),
     )
 

@@ -32,13 +32,13 @@ from typing import Any
 
 from fxremat.core.plan import Plan
 from fxremat.core.problem import Problem
-from fxremat.planner.deadline import Clock
-from fxremat.planner.indexed_problem import Model, build_model
+from fxremat.planner.deadline import Deadline
+from fxremat.planner.indexed_problem import IndexedProblem, build_model
 from fxremat.planner.local.pareto_pool import steps_of
-from fxremat.planner.local.stage_schedule import Run, State
+from fxremat.planner.local.stage_schedule import ExtraRun, StageSchedule
 from fxremat.planner.milp.rerun_candidates import all_runs
 from fxremat.planner.milp.warm_start import known_plan, runs_of, without_idle
-from fxremat.planner.options import Progress, Refused, SolverOptions
+from fxremat.planner.options import ProblemRefused, Progress, SolverOptions
 from fxremat.planner.peak_bound import peak_bound
 from fxremat.planner.plans import make_plan
 from fxremat.planner.published import moccasin_intervals
@@ -54,7 +54,7 @@ GLANCE = 0.1
 """Seconds between two looks at the clock."""
 
 
-class NotInstalled(Refused, ImportError):
+class NotInstalled(ProblemRefused, ImportError):
     """OR-Tools is missing."""
 
     def __str__(self) -> str:
@@ -64,7 +64,7 @@ class NotInstalled(Refused, ImportError):
         )
 
 
-class Failed(Refused, RuntimeError):
+class Failed(ProblemRefused, RuntimeError):
     """The process of CP-SAT came to a bad end."""
 
     def __init__(self, output: str) -> None:
@@ -79,49 +79,49 @@ def solve(problem: Problem, budget_bytes: int | None, options: SolverOptions) ->
     """The best plan found with few runs of each op."""
     if importlib.util.find_spec("ortools") is None:
         raise NotInstalled
-    clock, model = Clock(options.time_limit_s), build_model(problem)
+    deadline, model = Deadline(options.time_limit_s), build_model(problem)
     best = make_plan(problem, problem.base_steps(), NAME)
     bound = peak_bound(model)
     if budget_bytes is not None and best.peak_bytes > budget_bytes:
         best = known_plan(problem, budget_bytes, options)
         bound = max(bound, best.peak_bound_bytes or 0)
         if bound <= budget_bytes:
-            best = _Work(model, budget_bytes, options, clock, best).improve()
+            best = _MoccasinCall(model, budget_bytes, options, deadline, best).improve()
     return make_plan(
         problem,
         best.steps,
         NAME,
         budget_bytes=budget_bytes,
-        seconds=clock.seconds(),
+        seconds=deadline.seconds(),
         peak_bound_bytes=bound,
     )
 
 
 @dataclass
-class _Work:
+class _MoccasinCall:
     """One call: the best plan so far."""
 
-    model: Model
+    model: IndexedProblem
     budget: int
     options: SolverOptions
-    clock: Clock
+    deadline: Deadline
     best: Plan
 
     def improve(self) -> Plan:
         """The best plan of those known and those that CP-SAT finds."""
-        for runs in _answers(self._question(), self.clock):
+        for runs in _answers(self._question(), self.deadline):
             self._look_at(without_idle(self.model, runs))
             self._look_at(runs)
             if self.options.progress is not None:
                 time_us = self.best.time_us if self._fits() else None
                 base = self.model.problem.base_time_us
-                self.options.progress(Progress(NAME, self.clock.seconds(), time_us, base))
+                self.options.progress(Progress(NAME, self.deadline.seconds(), time_us, base))
         return self.best
 
     def _fits(self) -> bool:
         return self.best.peak_bytes <= self.budget
 
-    def _look_at(self, runs: Collection[Run]) -> None:
+    def _look_at(self, runs: Collection[ExtraRun]) -> None:
         """Keep a schedule if replay says that it fits, and that it is better."""
         model = self.model
         plan = make_plan(model.problem, model.names(steps_of(model.n, runs)), NAME)
@@ -141,7 +141,7 @@ class _Work:
         for stage, again in enumerate(all_runs(model)):
             for op in again:
                 stages[op].append(stage)
-        left = self.clock.left()
+        left = self.deadline.left()
         return {
             "stages": stages,
             "reads": model.reads,
@@ -166,11 +166,11 @@ class _Work:
         """The stages in which each op runs in the best plan, if no op runs too often there."""
         if not self._fits():
             return None
-        runs = State(self.model, runs_of(self.model, self.best.ops)).runs
+        runs = StageSchedule(self.model, runs_of(self.model, self.best.ops)).runs
         return None if any(len(stages) > MOST_RUNS for stages in runs) else runs
 
 
-def _shares(model: Model, op: int, first: bool, unit: int) -> list[tuple[int, int]]:
+def _shares(model: IndexedProblem, op: int, first: bool, unit: int) -> list[tuple[int, int]]:
     """Reads that the op may write over, and how many bytes of them.
 
     Only pairs of which no value is in an earlier pair. A repeat writes no output anew.
@@ -185,23 +185,23 @@ def _shares(model: Model, op: int, first: bool, unit: int) -> list[tuple[int, in
     return out
 
 
-def _answers(question: dict[str, Any], clock: Clock) -> Iterator[list[Run]]:
+def _answers(question: dict[str, Any], deadline: Deadline) -> Iterator[list[ExtraRun]]:
     """The schedules that CP-SAT finds, one after the other, each better than those before."""
     # -P keeps the script's folder out of the way of modules of the same names.
     command = [sys.executable, "-P", moccasin_intervals.__file__]
     with subprocess.Popen(
         command, stdin=subprocess.PIPE, stdout=subprocess.PIPE, stderr=subprocess.PIPE, text=True
     ) as process:
-        threading.Thread(target=_stop_in_time, args=(process, clock), daemon=True).start()
+        threading.Thread(target=_stop_in_time, args=(process, deadline), daemon=True).start()
         try:
             yield from _talk(process, question)
-            if process.wait() != 0 and clock.running():
+            if process.wait() != 0 and deadline.running():
                 raise Failed("" if process.stderr is None else process.stderr.read())
         finally:
             process.kill()
 
 
-def _talk(process: subprocess.Popen[str], question: dict[str, Any]) -> Iterator[list[Run]]:
+def _talk(process: subprocess.Popen[str], question: dict[str, Any]) -> Iterator[list[ExtraRun]]:
     assert process.stdin is not None
     assert process.stdout is not None
     with suppress(BrokenPipeError):  # of a process that failed, or was stopped, meanwhile
@@ -211,11 +211,11 @@ def _talk(process: subprocess.Popen[str], question: dict[str, Any]) -> Iterator[
         yield [(op, stage) for op, stage in json.loads(line)]
 
 
-def _stop_in_time(process: subprocess.Popen[str], clock: Clock) -> None:
+def _stop_in_time(process: subprocess.Popen[str], deadline: Deadline) -> None:
     """End the process when the clock stops."""
     while process.poll() is None:
         try:
             process.wait(GLANCE)
         except subprocess.TimeoutExpired:
-            if not clock.running():
+            if not deadline.running():
                 process.kill()

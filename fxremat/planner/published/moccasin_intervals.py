@@ -21,7 +21,7 @@ from dataclasses import dataclass, field
 from typing import Any
 
 INPUT = -1
-Run = tuple[int, int]
+RunOrCopy = tuple[int, int]
 """Run i of an op; copy i of a value."""
 
 
@@ -36,11 +36,11 @@ class Retention:
 
     cp: Any
     problem: dict[str, Any]
-    present: dict[Run, Any] = field(default_factory=dict)
-    start: dict[Run, Any] = field(default_factory=dict)
-    end: dict[Run, Any] = field(default_factory=dict)
-    reads: dict[tuple[Run, Run], Any] = field(default_factory=dict)
-    taken: defaultdict[Run, list[tuple[int, Any]]] = field(
+    present: dict[RunOrCopy, Any] = field(default_factory=dict)
+    start: dict[RunOrCopy, Any] = field(default_factory=dict)
+    end: dict[RunOrCopy, Any] = field(default_factory=dict)
+    reads: dict[tuple[RunOrCopy, RunOrCopy], Any] = field(default_factory=dict)
+    taken: defaultdict[RunOrCopy, list[tuple[int, Any]]] = field(
         default_factory=lambda: defaultdict(list)
     )
 
@@ -57,14 +57,14 @@ class Retention:
         self._minimise()
         self._hint()
 
-    def _copies(self, value: int) -> list[Run]:
+    def _copies(self, value: int) -> list[RunOrCopy]:
         """Copies of a value: one for each run, but one of an input or an output."""
         writer = self.problem["writer"][value]
         if writer == INPUT or self.problem["kept"][value]:
             return [(value, 0)]
         return [(value, i) for op, i in self.present if op == writer]
 
-    def _born(self, copy: Run) -> tuple[Any, Any]:
+    def _born(self, copy: RunOrCopy) -> tuple[Any, Any]:
         """Whether there is this copy, and the slot that makes it; inputs are there at slot 0."""
         writer = self.problem["writer"][copy[0]]
         if writer == INPUT:
@@ -89,7 +89,7 @@ class Retention:
     def _add_copies(self) -> None:
         """A copy ends before the next one begins; outputs never end."""
         for value, kept in enumerate(self.problem["kept"]):
-            before: Run | None = None
+            before: RunOrCopy | None = None
             for copy in self._copies(value):
                 first = self.last_slot if kept else 0
                 self.end[copy] = self.programme.new_int_var(first, self.last_slot, "")
@@ -158,7 +158,7 @@ class Retention:
                 demands.append(self.problem["workspace"][run[0]])
         self.programme.add_cumulative(intervals, demands, self.problem["room"])
 
-    def _interval(self, copy: Run, sooner: list[Any]) -> Any:
+    def _interval(self, copy: RunOrCopy, sooner: list[Any]) -> Any:
         """The slots in which a copy takes up bytes."""
         here, begin = self._born(copy)
         length = self.programme.new_int_var(0, self.last_slot + 1, "")
@@ -192,7 +192,7 @@ class Retention:
             solver.parameters.max_time_in_seconds = self.problem["seconds"]
         solver.solve(self.programme, _told(self))
 
-    def runs(self, callback: Any) -> list[Run]:
+    def runs(self, callback: Any) -> list[RunOrCopy]:
         """Extra runs of the schedule that the callback is told of, by stage and then by op."""
         found = []
         for (op, i), here in self.present.items():

@@ -23,14 +23,14 @@ from fxremat.core.problem import Copies, Problem
 from fxremat.core.schedule import Step
 from fxremat.core.timeline import Timeline, replay
 from fxremat.planner.clusters.chain import Chain, find_chain
-from fxremat.planner.deadline import Clock
+from fxremat.planner.deadline import Deadline
 from fxremat.planner.moves.offload import least_bytes
 from fxremat.planner.moves.transfers import Fetch, Item, place
-from fxremat.planner.options import Refused, SolverOptions
+from fxremat.planner.options import ProblemRefused, SolverOptions
 from fxremat.planner.plans import make_plan
 from fxremat.planner.published import rotor
 from fxremat.planner.published.block_options import BlockOptions
-from fxremat.planner.published.chain_costs import Option, block_costs
+from fxremat.planner.published.chain_costs import BlockOption, block_costs
 from fxremat.planner.published.pofo_block_costs import Sender, Way, figures_of
 from fxremat.planner.published.pofo_table import (
     REST,
@@ -56,7 +56,7 @@ ANSWERS = 8
 """Answers of one programme that are placed."""
 
 
-class LivesOnHost(Refused, ValueError):
+class LivesOnHost(ProblemRefused, ValueError):
     """The problem has values that live in host memory; this solver sends activations only."""
 
     def __init__(self, name: str) -> None:
@@ -74,13 +74,15 @@ def solve(problem: Problem, budget_bytes: int | None, options: SolverOptions) ->
     """
     if problem.host:
         raise LivesOnHost(problem.host[0])
-    clock = Clock(options.time_limit_s)
+    deadline = Deadline(options.time_limit_s)
     alone = replace(rotor.solve(problem, budget_bytes, options), solver=NAME)
     if problem.copies is None:
         return alone
     steps: tuple[Step, ...] = alone.steps
     if budget_bytes is not None and _may_move(problem.copies):
-        search = _Search(problem, problem.copies, budget_bytes, clock, replay(problem, steps))
+        search = _PofoSearch(
+            problem, problem.copies, budget_bytes, deadline, replay(problem, steps)
+        )
         search.run()
         steps = search.best.steps
     return make_plan(
@@ -88,7 +90,7 @@ def solve(problem: Problem, budget_bytes: int | None, options: SolverOptions) ->
         steps,
         NAME,
         budget_bytes=budget_bytes,
-        seconds=clock.seconds(),
+        seconds=deadline.seconds(),
         peak_bound_bytes=least_bytes(problem),
     )
 
@@ -98,21 +100,21 @@ def _may_move(copies: Copies) -> bool:
 
 
 @dataclass
-class _Search:
+class _PofoSearch:
     """The best schedule so far."""
 
     problem: Problem
     copies: Copies
     budget: int
-    clock: Clock
+    deadline: Deadline
     best: Timeline
 
     def run(self) -> None:
         """Ask the programmes of the chain and of one of larger blocks."""
-        solved = BlockOptions(self.clock)
+        solved = BlockOptions(self.deadline)
         for chain in grains(coarser(find_chain(self.problem), MOST_BLOCKS), BLOCK_OPS):
             its = [solved.of(chain, block) for block in chain.blocks]
-            question = Question.of(chain, its, self.copies, self.clock)
+            question = ChainQuestion.of(chain, its, self.copies, self.deadline)
             if question is None:
                 return
             for room, worth in TRIES:
@@ -120,13 +122,13 @@ class _Search:
             for part in OVER if self.best.peak_bytes > self.budget else ():
                 self._ask(question, self.budget + part * (self.best.peak_bytes - self.budget))
 
-    def _ask(self, question: Question, memory: float, worth: float = 1.0) -> None:
+    def _ask(self, question: ChainQuestion, memory: float, worth: float = 1.0) -> None:
         """Offer what the programme answers that is told of so many bytes."""
         fits = self.best.peak_bytes <= self.budget
         most = self.best.time_us - self.problem.base_time_us if fits else math.inf
-        if most > 0 and self.clock.running():
+        if most > 0 and self.deadline.running():
             asked = Asked(self.copies, memory, most, worth)
-            for items in question.answers(asked, self.clock):
+            for items in question.answers(asked, self.deadline):
                 for budget in sorted({self.budget, max(self.budget, int(memory))}):
                     self._offer(place(self.problem, items, budget))
 
@@ -145,7 +147,7 @@ class _Search:
 
 
 @dataclass(frozen=True)
-class Question:
+class ChainQuestion:
     """A chain, what its programme chooses among, and the bytes of the largest value to send."""
 
     chain: Chain
@@ -155,11 +157,11 @@ class Question:
 
     @staticmethod
     def of(
-        chain: Chain, options: Sequence[Sequence[Option]], copies: Copies, clock: Clock
-    ) -> Question | None:
+        chain: Chain, options: Sequence[Sequence[BlockOption]], copies: Copies, deadline: Deadline
+    ) -> ChainQuestion | None:
         """The question of a chain; None where the clock stopped it."""
         costs = block_costs(chain, options)
-        segments = Segments(costs, clock)
+        segments = Segments(costs, deadline)
         if not segments.done:
             return None
         senders = [Sender(chain, *pair, copies) for pair in zip(chain.blocks, costs, strict=True)]
@@ -167,12 +169,12 @@ class Question:
             [sender.ways(PAY), sender.ways(PAID) if two else []]
             for sender, two in zip(senders, segments.two, strict=True)
         ]
-        return Question(chain, segments, choices, max(sender.largest for sender in senders))
+        return ChainQuestion(chain, segments, choices, max(sender.largest for sender in senders))
 
-    def answers(self, asked: Asked, clock: Clock) -> Iterator[list[Item]]:
+    def answers(self, asked: Asked, deadline: Deadline) -> Iterator[list[Item]]:
         """What the programme answers, the best first."""
         ways = [[figures_of(each) for each in pair] for pair in self.choices]
-        programme = Programme(self.segments, ways, asked, clock)
+        programme = Programme(self.segments, ways, asked, deadline)
         return map(self.items, programme.answers(ANSWERS))
 
     def items(self, decisions: Sequence[Decision]) -> list[Item]:

@@ -26,7 +26,7 @@ from fxremat.core.problem import Copies
 from fxremat.core.schedule import Kind
 from fxremat.core.timing import transfer_us
 from fxremat.planner.clusters.chain import Block, Chain
-from fxremat.planner.indexed_problem import Model
+from fxremat.planner.indexed_problem import IndexedProblem
 from fxremat.planner.published.chain_costs import BlockCost, OptionCost, read_later
 from fxremat.planner.published.rotor_table import PAID
 
@@ -168,7 +168,7 @@ class Sender:
 
 
 def _moments(
-    model: Model, steps: Sequence[int], touched: Sequence[Sequence[int]], ends: bool
+    model: IndexedProblem, steps: Sequence[int], touched: Sequence[Sequence[int]], ends: bool
 ) -> dict[int, float]:
     """When the first op that touches each value begins, or ends."""
     now, found = 0.0, dict[int, float]()

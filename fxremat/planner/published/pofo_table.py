@@ -35,7 +35,7 @@ import numpy.typing as npt
 
 from fxremat.core.problem import Copies
 from fxremat.core.timing import transfer_us
-from fxremat.planner.deadline import Clock
+from fxremat.planner.deadline import Deadline
 from fxremat.planner.published.pofo_block_costs import Ways
 from fxremat.planner.published.rotor_table import PAID, PAY, Table
 
@@ -132,7 +132,7 @@ class Programme:
     """The programme of one chain; ``ways[i][x]`` are those of block i."""
 
     def __init__(
-        self, segments: Segments, ways: Sequence[Sequence[Ways]], asked: Asked, clock: Clock
+        self, segments: Segments, ways: Sequence[Sequence[Ways]], asked: Asked, deadline: Deadline
     ) -> None:
         self.segments, self.ways, self.copies = segments, ways, asked.copies
         self.budget, self.most_added = asked.budget, asked.most_added
@@ -150,7 +150,7 @@ class Programme:
         self.ends: list[_End] = []
         self.found[0][PAY] = [_start()]
         for i in range(self.count + 1):
-            if not clock.running():
+            if not deadline.running():
                 break
             self._step(i)
 

@@ -10,19 +10,19 @@ from __future__ import annotations
 from fxremat.core.plan import Plan
 from fxremat.core.problem import Problem
 from fxremat.planner.clusters.chain import find_chain
-from fxremat.planner.deadline import Clock
+from fxremat.planner.deadline import Deadline
 from fxremat.planner.options import SolverOptions
 from fxremat.planner.published.block_options import BlockOptions
 from fxremat.planner.published.chain_costs import keep_all
 from fxremat.planner.published.rotor import (
     MOST_BLOCKS,
-    Cache,
-    Found,
+    PlanFront,
     best_plans,
     chain_schedules,
     coarser,
     grains,
 )
+from fxremat.planner.remembered import remembered
 
 NAME = "rockmate"
 BLOCK_OPS = (1, 8, 24)
@@ -37,20 +37,14 @@ def solve(problem: Problem, budget_bytes: int | None, options: SolverOptions) ->
     return found(problem, options).choose(budget_bytes)
 
 
-def found(problem: Problem, options: SolverOptions) -> Found:
+@remembered
+def found(problem: Problem, options: SolverOptions) -> PlanFront:
     """The plans of a problem, remembered for the last few problems."""
-    return _cache.found(problem, options)
-
-
-def _search(problem: Problem, options: SolverOptions) -> Found:
-    clock = Clock(options.time_limit_s)
+    deadline = Deadline(options.time_limit_s)
     finest = coarser(find_chain(problem), MOST_BLOCKS)
-    solved = BlockOptions(clock)
-    schedules = chain_schedules(finest, [[keep_all(block)] for block in finest.blocks], clock)
+    solved = BlockOptions(deadline)
+    schedules = chain_schedules(finest, [[keep_all(block)] for block in finest.blocks], deadline)
     for chain in grains(finest, BLOCK_OPS):
         its = [solved.of(chain, block) for block in chain.blocks]
-        schedules.extend(chain_schedules(chain, its, clock))
-    return best_plans(problem, schedules, NAME, clock)
-
-
-_cache = Cache(_search)
+        schedules.extend(chain_schedules(chain, its, deadline))
+    return best_plans(problem, schedules, NAME, deadline)

@@ -8,27 +8,27 @@ its replayed figures. They do not depend on the budget: a smaller budget never g
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterable, Iterator, Sequence
+from collections.abc import Iterable, Iterator, Sequence
 from dataclasses import dataclass, replace
 
 from fxremat.core.plan import Plan
 from fxremat.core.problem import Problem
 from fxremat.planner.clusters.chain import Chain, NotAChain, find_chain
-from fxremat.planner.deadline import Clock
+from fxremat.planner.deadline import Deadline
 from fxremat.planner.options import SolverOptions
 from fxremat.planner.plans import make_plan
-from fxremat.planner.published.chain_costs import Option, block_costs, keep_all
+from fxremat.planner.published.chain_costs import BlockOption, block_costs, keep_all
 from fxremat.planner.published.rotor_table import Table
+from fxremat.planner.remembered import remembered
 
 NAME = "rotor"
 MOST_BLOCKS = 100
 MOST_PLANS = 250
 """Plans of one table that are replayed."""
-CACHED = 8
 
 
 @dataclass(frozen=True)
-class Found:
+class PlanFront:
     """Plans that no other beats in both peak and time, by rising time."""
 
     plans: tuple[Plan, ...]
@@ -39,24 +39,6 @@ class Found:
         return replace(next(fits, self.plans[-1]), budget_bytes=budget_bytes)
 
 
-class Cache:
-    """The plans of the last few problems."""
-
-    def __init__(self, search: Callable[[Problem, SolverOptions], Found]) -> None:
-        self.search = search
-        self.entries: dict[tuple[int, SolverOptions], tuple[Problem, Found]] = {}
-
-    def found(self, problem: Problem, options: SolverOptions) -> Found:
-        """The plans of a problem, searched for where they are not remembered."""
-        key = (id(problem), options)
-        # The entry holds the problem, so its id cannot be given to another one meanwhile.
-        if key not in self.entries:
-            while len(self.entries) >= CACHED:
-                del self.entries[next(iter(self.entries))]
-            self.entries[key] = (problem, self.search(problem, options))
-        return self.entries[key][1]
-
-
 def solve(problem: Problem, budget_bytes: int | None, options: SolverOptions) -> Plan:
     """The plan of least time within the budget, or of least peak where none fits.
 
@@ -65,26 +47,20 @@ def solve(problem: Problem, budget_bytes: int | None, options: SolverOptions) ->
     return found(problem, options).choose(budget_bytes)
 
 
-def found(problem: Problem, options: SolverOptions) -> Found:
-    """The plans of a problem."""
-    return _cache.found(problem, options)
-
-
-def _search(problem: Problem, options: SolverOptions) -> Found:
-    clock = Clock(options.time_limit_s)
+@remembered
+def found(problem: Problem, options: SolverOptions) -> PlanFront:
+    """The plans of a problem, remembered for the last few problems."""
+    deadline = Deadline(options.time_limit_s)
     chain = coarser(find_chain(problem), MOST_BLOCKS)
-    schedules = chain_schedules(chain, [[keep_all(block)] for block in chain.blocks], clock)
-    return best_plans(problem, schedules, NAME, clock)
-
-
-_cache = Cache(_search)
+    schedules = chain_schedules(chain, [[keep_all(block)] for block in chain.blocks], deadline)
+    return best_plans(problem, schedules, NAME, deadline)
 
 
 def chain_schedules(
-    chain: Chain, options: Sequence[Sequence[Option]], clock: Clock
+    chain: Chain, options: Sequence[Sequence[BlockOption]], deadline: Deadline
 ) -> list[tuple[str, ...]]:
     """The schedules of the table, from least time to least memory; none where it was stopped."""
-    table = Table(block_costs(chain, options), clock)
+    table = Table(block_costs(chain, options), deadline)
     if not table.done:
         return []
     levels = table.levels()
@@ -94,8 +70,8 @@ def chain_schedules(
 
 
 def best_plans(
-    problem: Problem, schedules: Iterable[tuple[str, ...]], name: str, clock: Clock
-) -> Found:
+    problem: Problem, schedules: Iterable[tuple[str, ...]], name: str, deadline: Deadline
+) -> PlanFront:
     """Replay the schedules and keep-all, and keep what nothing else beats."""
     plans = [make_plan(problem, problem.base_steps(), name)]
     for steps in schedules:
@@ -104,8 +80,8 @@ def best_plans(
     front: list[Plan] = []
     for plan in plans:
         if not front or plan.peak_bytes < front[-1].peak_bytes:
-            front.append(replace(plan, seconds=clock.seconds()))
-    return Found(tuple(front))
+            front.append(replace(plan, seconds=deadline.seconds()))
+    return PlanFront(tuple(front))
 
 
 def coarser(chain: Chain, most: int) -> Chain:

@@ -27,8 +27,8 @@ from itertools import accumulate
 import numpy as np
 import numpy.typing as npt
 
-from fxremat.planner.deadline import Clock
-from fxremat.planner.published.chain_costs import BlockCost, OptionCost, Run
+from fxremat.planner.deadline import Deadline
+from fxremat.planner.published.chain_costs import BlockCost, BlockRun, OptionCost
 
 Row = npt.NDArray[np.float64]
 PAY, PAID = 0, 1
@@ -39,7 +39,7 @@ CELLS = 5_000_000
 
 
 @dataclass(frozen=True)
-class All:
+class RunAndHold:
     """The case "all" with one option; ``needs`` and ``holds`` are slots.
 
     ``time`` excludes what the other blocks take.
@@ -51,7 +51,7 @@ class All:
 
 
 @dataclass(frozen=True)
-class Cuts:
+class Checkpoints:
     """The case "check" with each of the cuts i+1..j; ``time`` is that of the blocks run over."""
 
     time: Row
@@ -62,7 +62,7 @@ class Cuts:
 class Table:
     """The programme of one chain; ``done`` is False where the clock stopped it."""
 
-    def __init__(self, costs: Sequence[BlockCost], clock: Clock) -> None:
+    def __init__(self, costs: Sequence[BlockCost], deadline: Deadline) -> None:
         self.costs = costs
         self.count = len(costs)
         most = keep_all_bytes(costs)
@@ -73,7 +73,7 @@ class Table:
         shape = (2, self.count, self.count, self.slots + 1)
         self.best = np.full(shape, np.inf)
         self._prepare()
-        self.done = self._fill(clock)
+        self.done = self._fill(deadline)
 
     # -- questions -------------------------------------------------------------------------
 
@@ -120,7 +120,7 @@ class Table:
                 whole[0] = runs[i].apart
                 self.skip_needs[which, i, i:] = np.maximum.accumulate(whole + stays)
 
-    def _cuts(self, x: int, i: int, j: int) -> Cuts:
+    def _cuts(self, x: int, i: int, j: int) -> Checkpoints:
         """The case "check" of every cut."""
         first = j == self.count - 1
         pays = self.costs[i].enters if x == PAY else 0
@@ -128,13 +128,13 @@ class Table:
         stays = self.early[i + 1 : j + 1] - self.early[i] if first else np.zeros(j - i)
         needs = self.skip_needs[int(first), i, i:j] + (pays + gap)
         times = self.times[int(first)]
-        return Cuts(
+        return Checkpoints(
             times[i + 1 : j + 1] - times[i],
             np.ceil(needs / self.slot).astype(np.int64),
             np.rint((stays + pays) / self.slot).astype(np.int64),
         )
 
-    def _option(self, x: int, i: int, j: int, k: int) -> All:
+    def _option(self, x: int, i: int, j: int, k: int) -> RunAndHold:
         """The case "all": option k of block i."""
         cost, last = self.costs[i], self.count - 1
         option = cost.options[k]
@@ -149,9 +149,9 @@ class Table:
             needs = max(forward.whole + gap, option.backward.apart)
         held = (option.held_first if j == last else option.held) + kept
         time = forward.time + option.backward.time
-        return All(time, self._slots(needs), self._near(held))
+        return RunAndHold(time, self._slots(needs), self._near(held))
 
-    def _forward(self, option: OptionCost, i: int, j: int) -> tuple[Run, int]:
+    def _forward(self, option: OptionCost, i: int, j: int) -> tuple[BlockRun, int]:
         """The forward of block i in front of i+1..j, and the fixed bytes to add to it."""
         if j == self.count - 1:
             return option.first, 0
@@ -159,9 +159,9 @@ class Table:
 
     # -- filling ---------------------------------------------------------------------------
 
-    def _fill(self, clock: Clock) -> bool:
+    def _fill(self, deadline: Deadline) -> bool:
         for j in range(self.count):
-            if not clock.running():
+            if not deadline.running():
                 return False
             for i in range(j, -1, -1):
                 for x in (PAY, PAID):
@@ -200,7 +200,7 @@ class Table:
             for k in range(j - i):
                 self._lower(x, i, j, cuts, slice(k, k + 1))
 
-    def _lower(self, x: int, i: int, j: int, cuts: Cuts, part: slice) -> None:
+    def _lower(self, x: int, i: int, j: int, cuts: Checkpoints, part: slice) -> None:
         """Take the least over a part of the cuts; these hold the same."""
         holds = int(cuts.holds[part.start])
         if holds > self.slots:
@@ -249,7 +249,7 @@ class Table:
         then = self._next(i, k, j)[m - case.holds] if i < j else 0.0
         return float(case.time + then)
 
-    def _cut_times(self, x: int, i: int, j: int, m: int, cuts: Cuts) -> Row:
+    def _cut_times(self, x: int, i: int, j: int, m: int, cuts: Checkpoints) -> Row:
         """Time of the case "check" with each cut."""
         left = m - cuts.holds
         then = self.best[PAY, np.arange(i + 1, j + 1), j, np.maximum(left, 0)]

@@ -38,7 +38,7 @@ class Read:
 
 
 @dataclass(frozen=True)
-class Union:
+class AllVariants:
     """``ops`` in one order; ``own`` is the alternative each belongs to, None for those of the base.
 
     ``usable`` are the alternatives that can be taken by themselves, by their place in the problem.
@@ -152,7 +152,7 @@ class Union:
         return out
 
 
-def unite(problem: Problem) -> Union:
+def unite(problem: Problem) -> AllVariants:
     """All ops in one order: those of an alternative where they stand if it is taken alone."""
     base = {op.name: index for index, op in enumerate(problem.ops)}
     over: dict[str, list[tuple[str, str]]] = {}
@@ -178,7 +178,7 @@ def unite(problem: Problem) -> Union:
             else:
                 last = float(base[op.name])
     placed.sort(key=lambda entry: entry[:3])
-    return Union(
+    return AllVariants(
         problem,
         tuple(entry[3] for entry in placed),
         tuple(entry[4] for entry in placed),

@@ -1,20 +1,20 @@
 """Which alternatives to take: a MILP over choices, what is held when, and what runs again.
 
-The relaxation over instants (`fxremat.planner.milp.moments_relaxation`), with operator choice as in
+The relaxation over moments (`fxremat.planner.milp.moments_relaxation`), with operator choice as in
 MONeT (Shah et al., "Memory Optimization for Deep Networks", arXiv 2010.14501, section 4.3): which
 form an op takes, what is kept and what runs again are chosen together.
 
     z[a]          alternative a is taken; of those that exclude each other at most one
-    held[v, j]    value v is live at instant j
-    again[q, j]   op q runs again in the window after instant j
+    held[v, j]    value v is live at moment j
+    again[q, j]   op q runs again in the window after moment j
 
     minimise      sum(adds[a] z[a]) + sum(time[q] again[q, j])
     bytes         sum(bytes[v] held[v, j]) + outputs + workspace <= budget
     reads         held[v, j] + again[writer of v, j] >= wanted       first runs in window j
                   held[v, j] + again[writer of v, j] >= again[q, j] + wanted - 1     runs again
     origin        held[v, j + 1] <= held[v, j] + again[writer of v, j]
-    runs          what op q needs that runs again in the window after instant j, beside what stays
-                  from instant j to the next, fits as well, where these are neighbours
+    runs          what op q needs that runs again in the window after moment j, beside what stays
+                  from moment j to the next, fits as well, where these are neighbours
 
 where *wanted* is 1, z[a] or 1 - z[a] as `fxremat.planner.variants.all_variants` says. It serves to
 choose; the figures of a plan come from the problem that is left.
@@ -25,9 +25,9 @@ from __future__ import annotations
 from collections.abc import Iterable, Sequence
 from dataclasses import dataclass, field
 
-from fxremat.planner.deadline import Clock
+from fxremat.planner.deadline import Deadline
 from fxremat.planner.milp.highs import Mip, Solution, Term
-from fxremat.planner.variants.all_variants import Read, Union, Wanted
+from fxremat.planner.variants.all_variants import AllVariants, Read, Wanted
 
 UNIT = 1000.0
 """Budget and time of keep-all in the units of the MILP."""
@@ -39,16 +39,16 @@ LITTLE = 1e-3
 
 
 @dataclass
-class Choice:
-    """The MILP of a budget and some instants (stages of the union). None: the least peak."""
+class ChoiceMilp:
+    """The MILP of a budget and some moments (stages of the union). None: the least peak."""
 
-    union: Union
-    instants: Sequence[int]
+    union: AllVariants
+    moments: Sequence[int]
     budget: int | None
     mip: Mip = field(default_factory=Mip)
     taken: dict[int, int] = field(default_factory=dict)
     held: list[dict[str, int]] = field(default_factory=list)
-    """Column of each value that may be live at the instant."""
+    """Column of each value that may be live at the moment."""
     again: list[dict[int, int]] = field(default_factory=list)
 
     def __post_init__(self) -> None:
@@ -63,17 +63,17 @@ class Choice:
             self.taken[index] = self.mip.binary(union.saves_us[index] * self.scale)
         for group in union.excluding:
             self.mip.row([(self.taken[index], 1.0) for index in group], high=1.0)
-        for stage in self.instants:
+        for stage in self.moments:
             self.held.append(self._held_at(stage))
-        for j in range(len(self.instants)):
+        for j in range(len(self.moments)):
             self.again.append(self._runs_after(j))
-        for j in range(len(self.instants)):
+        for j in range(len(self.moments)):
             self._bytes_fit(j)
             self._what_stays_is_held(j)
             self._first_runs_find_their_reads(j)
             self._runs_find_their_reads(j)
             self._held_values_come_from_somewhere(j)
-        for j in range(len(self.instants) - 1):
+        for j in range(len(self.moments) - 1):
             if self._is_short(j):
                 self._runs_fit(j)
 
@@ -96,7 +96,7 @@ class Choice:
         return self.union.writer.get(name, -1)
 
     def _runs_after(self, j: int) -> dict[int, int]:
-        stage = self.instants[j]
+        stage = self.moments[j]
         return {
             q: self.mip.binary(op.time_us * self.scale)
             for q, op in enumerate(self.union.ops[: stage + 1])
@@ -109,7 +109,7 @@ class Choice:
         return [(self.taken[index], float(factor)) for index, factor in wanted.factors]
 
     def _bytes_fit(self, j: int) -> None:
-        stage, union = self.instants[j], self.union
+        stage, union = self.moments[j], self.union
         op = union.ops[stage]
         fixed, terms = self._outputs(stage)
         terms += [(c, self.bytes_of[name] * self.unit) for name, c in self.held[j].items()]
@@ -143,8 +143,8 @@ class Choice:
             self.mip.row(terms, high=(self.budget - fixed) * self.unit)
 
     def _is_short(self, j: int) -> bool:
-        """Whether no op of the base runs for the first time between this instant and the next."""
-        between = range(self.instants[j] + 1, self.instants[j + 1])
+        """Whether no op of the base runs for the first time between this moment and the next."""
+        between = range(self.moments[j] + 1, self.moments[j + 1])
         return all(self.union.own[stage] is not None for stage in between)
 
     def _runs_fit(self, j: int) -> None:
@@ -155,7 +155,7 @@ class Choice:
         stays[v] >= held[v, j] + held[v, j + 1] - 1 - again[writer of v, j]
         sum(bytes[v] stays[v], v that q does not touch) + bytes of q again[q, j] <= budget
         """
-        fixed, outputs = self._outputs(self.instants[j])
+        fixed, outputs = self._outputs(self.moments[j])
         stays: dict[str, int] = {}
         for name, begin in self.held[j].items():
             end = self.held[j + 1].get(name)
@@ -194,12 +194,12 @@ class Choice:
         return op.workspace_bytes + own - sum(shared.values())
 
     def _what_stays_is_held(self, j: int) -> None:
-        """held[v, j] >= wanted: what the instant's op touches, and what cannot be computed again.
+        """held[v, j] >= wanted: what the moment's op touches, and what cannot be computed again.
 
         What the op may write over is held only if it is there afterwards: it has no bytes of its
         own where this is its last read, or where it is computed again for those that follow.
         """
-        stage, union = self.instants[j], self.union
+        stage, union = self.moments[j], self.union
         op, run = union.ops[stage], union.run_wanted(stage)
         over = {r for r, _ in op.inplace if self._may_go(r, stage)}
         for name in op.writes:
@@ -222,7 +222,7 @@ class Choice:
 
     def _held(self, j: int, name: str, wanted: Wanted) -> None:
         column = self.held[j].get(name)
-        if column is not None and self._written(name) <= self.instants[j]:
+        if column is not None and self._written(name) <= self.moments[j]:
             self._demand([(column, 1.0)], wanted)
 
     def _demand(self, found: list[Term], wanted: Wanted, more: Iterable[Term] = ()) -> None:
@@ -252,9 +252,9 @@ class Choice:
         return terms
 
     def _first_runs_find_their_reads(self, j: int) -> None:
-        last = j + 1 == len(self.instants)
-        stop = len(self.union.ops) if last else self.instants[j + 1] + 1
-        for read in self._reads_between(self.instants[j], stop):
+        last = j + 1 == len(self.moments)
+        stop = len(self.union.ops) if last else self.moments[j + 1] + 1
+        for read in self._reads_between(self.moments[j], stop):
             self._demand(self._sources(j, read.value), read.wanted)
 
     def _runs_find_their_reads(self, j: int) -> None:
@@ -271,24 +271,24 @@ class Choice:
                     self._demand(sources, wanted, [(column, 1.0)])
 
     def _held_values_come_from_somewhere(self, j: int) -> None:
-        if j + 1 == len(self.instants):
+        if j + 1 == len(self.moments):
             return
         for name, column in self.held[j + 1].items():
-            if self._written(name) <= self.instants[j]:
+            if self._written(name) <= self.moments[j]:
                 self.mip.row([*self._sources(j, name), (column, -1.0)], low=0.0)
 
     # -- solve -----------------------------------------------------------------------------
 
-    def solve(self, clock: Clock) -> Solution:
+    def solve(self, deadline: Deadline) -> Solution:
         """A good choice; where there are many columns, near the linear relaxation."""
-        relaxed = self.mip.relaxed(clock)
+        relaxed = self.mip.relaxed(deadline)
         least = self.budget is None
         nodes, gap = (NODES_OF_LEAST, GAP_OF_LEAST) if least else (NODES, GAP)
-        near = self.mip.solve_near(relaxed, clock, nodes=nodes, gap=gap)
+        near = self.mip.solve_near(relaxed, deadline, nodes=nodes, gap=gap)
         whole = abs(near.objective) if least else UNIT
         if near.values is not None and near.objective - near.bound <= gap * whole:
             return near
-        found = self.mip.solve(clock, nodes=nodes, gap=gap, start=near.values)
+        found = self.mip.solve(deadline, nodes=nodes, gap=gap, start=near.values)
         return found if found.values is not None else near
 
     def names(self, solution: Solution) -> tuple[str, ...]:
@@ -297,23 +297,23 @@ class Choice:
         return tuple(alternatives[i].name for i, c in self.taken.items() if solution.chosen(c))
 
     def held_at(self, solution: Solution) -> dict[int, set[str]]:
-        """What outlives each instant, by name."""
+        """What outlives each moment, by name."""
         return {
             stage: {name for name, c in columns.items() if solution.chosen(c)}
-            for stage, columns in zip(self.instants, self.held, strict=True)
+            for stage, columns in zip(self.moments, self.held, strict=True)
         }
 
 
-def _all_bytes(union: Union) -> int:
+def _all_bytes(union: AllVariants) -> int:
     return sum(union.problem.bytes_of.values())
 
 
-def _last_reads(union: Union) -> dict[str, int]:
+def _last_reads(union: AllVariants) -> dict[str, int]:
     """The last stage whose first run reads each value."""
     return {read.value: read.stage for reads in union.reads for read in reads}
 
 
-def _until(union: Union) -> dict[str, int]:
+def _until(union: AllVariants) -> dict[str, int]:
     """The last stage at which each value may be wanted, also by what runs again.
 
     Outputs are left out: they stay. So are values that nothing reads.

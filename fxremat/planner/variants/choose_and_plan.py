@@ -1,7 +1,7 @@
 """Solving problems with alternatives: choose forms, then plan what is left with any solver.
 
 The MILP of `fxremat.planner.variants.choice_milp` chooses; what is left is planned, its highest
-stages become instants of the MILP, and so on, as for a problem without alternatives. The best of
+stages become moments of the MILP, and so on, as for a problem without alternatives. The best of
 these choices is improved by a form more or less at a time. Of everything that was tried, taking
 none among it, the best goes to the solver that was asked for.
 """
@@ -18,13 +18,13 @@ from fxremat.core.alternatives import run_once, take
 from fxremat.core.plan import Plan
 from fxremat.core.problem import InvalidProblem, Op, Problem
 from fxremat.core.timeline import replay
-from fxremat.planner.deadline import Clock
+from fxremat.planner.deadline import Deadline
 from fxremat.planner.indexed_problem import build_model
-from fxremat.planner.local.stage_schedule import State
+from fxremat.planner.local.stage_schedule import StageSchedule
 from fxremat.planner.milp.moments_relaxation import runs_for
 from fxremat.planner.options import SolverOptions
-from fxremat.planner.variants.all_variants import Union, unite
-from fxremat.planner.variants.choice_milp import Choice
+from fxremat.planner.variants.all_variants import AllVariants, unite
+from fxremat.planner.variants.choice_milp import ChoiceMilp
 
 Solve = Callable[[Problem], Plan]
 Names = tuple[str, ...]
@@ -33,11 +33,11 @@ ROUNDS = 5
 MANY_COLUMNS = 6_000
 """Of a MILP after the second: it takes minutes, and seldom finds something better."""
 LESS = 0.96
-"""Of the MILP's budget where what is left of its choice does not fit: it sees instants only."""
+"""Of the MILP's budget where what is left of its choice does not fit: it sees moments only."""
 IN_VAIN = 2
 """Choices in a row that are no better than one that fits: then no more are looked for."""
 PER_ROUND, APART = 3, 64
-"""Highest stages of a schedule that become instants, and the part of it they are apart."""
+"""Highest stages of a schedule that become moments, and the part of it they are apart."""
 CLOSE = 0.03
 """Of the time of the best choice: choices so near to it are planned with the solver as well."""
 A_LITTLE = 0.05
@@ -77,8 +77,8 @@ def solve(
 
     The plan's steps are those of `take(problem, plan.variants)`, and so is what it proves.
     """
-    clock = Clock(options.time_limit_s)
-    search = _Search(problem, budget_bytes, quick, clock)
+    deadline = Deadline(options.time_limit_s)
+    search = _VariantSearch(problem, budget_bytes, quick, deadline)
     found = sorted(search.tried(), key=lambda one: one.rank(budget_bytes))
     near = _near(found, budget_bytes)
     if search.lowest is not None and search.lowest not in near:
@@ -86,7 +86,7 @@ def solve(
     plans = [replace(solver(one.problem), variants=one.names) for one in near]
     plans += [replace(one.plan, variants=one.names) for one in near]
     best_plan = min(plans, key=lambda plan: _rank(plan, budget_bytes))
-    return replace(best_plan, budget_bytes=budget_bytes, seconds=clock.seconds())
+    return replace(best_plan, budget_bytes=budget_bytes, seconds=deadline.seconds())
 
 
 def _near(found: Sequence[Tried], budget_bytes: int | None) -> list[Tried]:
@@ -110,14 +110,14 @@ def _near(found: Sequence[Tried], budget_bytes: int | None) -> list[Tried]:
 
 
 @dataclass
-class _Search:
+class _VariantSearch:
     problem: Problem
     budget: int | None
     quick: Solve
-    clock: Clock
+    deadline: Deadline
     seen: dict[Names, Tried] = field(default_factory=dict)
     lowest: Tried | None = None
-    """Where nothing fits: the newest choice, as a rule of the MILP that knew the most instants.
+    """Where nothing fits: the newest choice, as a rule of the MILP that knew the most moments.
 
     A quick plan may miss by far what is the least of a long problem.
     """
@@ -141,10 +141,10 @@ class _Search:
         self._improve(union)
         return list(self.seen.values())
 
-    def _improve(self, union: Union) -> None:
+    def _improve(self, union: AllVariants) -> None:
         """Take one form more or less of the best choice, for as long as that makes it better.
 
-        The MILP sees some instants of what may run again, and plans of its choices differ by more
+        The MILP sees some moments of what may run again, and plans of its choices differ by more
         than it tells apart. Forms go first whose ops run where the plan is highest.
         """
         left = TRIED_OPS // max(1, len(self.problem.ops))
@@ -154,7 +154,7 @@ class _Search:
             for index in self._highest_first(union, best):
                 settled = self.problem.base_time_us * (1 + SETTLED)
                 done = not self._over(best.names) and best.plan.time_us <= settled
-                if done or left <= 0 or not self.clock.running():
+                if done or left <= 0 or not self.deadline.running():
                     return
                 names = self._toggled(union, best.names, index)
                 if names not in self.seen:
@@ -165,13 +165,13 @@ class _Search:
     def _leader(self) -> Tried:
         return min(self.seen.values(), key=lambda one: one.rank(self.budget))
 
-    def _toggled(self, union: Union, names: Names, index: int) -> Names:
+    def _toggled(self, union: AllVariants, names: Names, index: int) -> Names:
         """The choice with one form less, or with one more and without what that excludes."""
         taken = [i for i in union.usable if self.problem.alternatives[i].name in names]
         new = [i for i in taken if i != index] if index in taken else [index, *taken]
         return self._names(union, union.taken_together(new))
 
-    def _highest_first(self, union: Union, one: Tried) -> list[int]:
+    def _highest_first(self, union: AllVariants, one: Tried) -> list[int]:
         """The forms by what is live where their ops run, or those that they do without."""
         steps = one.plan.steps
         live = dict[object, int]()
@@ -185,8 +185,8 @@ class _Search:
 
         return sorted(union.usable, key=height, reverse=True)
 
-    def _try_chosen(self, union: Union, budget: int | None) -> bool:
-        """Until more instants have led to nothing better. Whether there was a choice."""
+    def _try_chosen(self, union: AllVariants, budget: int | None) -> bool:
+        """Until more moments have led to nothing better. Whether there was a choice."""
         best, in_vain, found = self._best(), 0, False
         for names in self._chosen(union, budget):
             self._try(names)
@@ -215,30 +215,30 @@ class _Search:
                 return
             self.seen[names] = Tried(names, left, self.quick(left))
 
-    def _fastest(self, union: Union) -> Names:
+    def _fastest(self, union: AllVariants) -> Names:
         """What saves time in any case."""
         saving = [index for index in union.usable if union.saves_us[index] < 0]
         best = union.taken_together(sorted(saving, key=lambda index: union.saves_us[index]))
         return self._names(union, best)
 
-    def _names(self, union: Union, indices: list[int]) -> Names:
+    def _names(self, union: AllVariants, indices: list[int]) -> Names:
         return tuple(self.problem.alternatives[index].name for index in sorted(indices))
 
-    def _chosen(self, union: Union, budget: int | None) -> Iterator[Names]:
-        """The MILP's choices, with more instants each time.
+    def _chosen(self, union: AllVariants, budget: int | None) -> Iterator[Names]:
+        """The MILP's choices, with more moments each time.
 
         The first are those of the ops that hold most by themselves, whatever is kept around them.
         Then come those of the forms chosen, the highest of the plan that came of the choice and,
         under a budget, the highest of the MILP's own schedule. As long as what is left of its
         choices does not fit, the MILP gets less, and more again once it does.
         """
-        instants = self._highest(union, ()) | self._largest(union, ())
+        moments = self._highest(union, ()) | self._largest(union, ())
         target = budget
         for number in range(ROUNDS):
-            choice = Choice(union, sorted(instants), target)
-            if not self.clock.running() or (number > 1 and choice.size > MANY_COLUMNS):
+            choice = ChoiceMilp(union, sorted(moments), target)
+            if not self.deadline.running() or (number > 1 and choice.size > MANY_COLUMNS):
                 return
-            solution = choice.solve(self.clock)
+            solution = choice.solve(self.deadline)
             if solution.values is None:
                 return
             names = choice.names(solution)
@@ -249,16 +249,16 @@ class _Search:
             before = target
             if number and budget is not None and target is not None:
                 target = int(target * LESS if self._over(names) else min(budget, target / LESS))
-            if target == before and new <= instants:
+            if target == before and new <= moments:
                 return
-            instants |= new
+            moments |= new
 
-    def _highest(self, union: Union, names: Names) -> set[int]:
+    def _highest(self, union: AllVariants, names: Names) -> set[int]:
         left = build_model(take(self.problem, names))
-        highest = (-State(left).peak).argsort(kind="stable")[:1]
+        highest = (-StageSchedule(left).peak).argsort(kind="stable")[:1]
         return _stages(union, (left.problem.ops[int(stage)] for stage in highest))
 
-    def _largest(self, union: Union, names: Names) -> set[int]:
+    def _largest(self, union: AllVariants, names: Names) -> set[int]:
         """The stages whose ops hold most by what they read, write and need meanwhile.
 
         Under a budget, of those that are over it by themselves.
@@ -274,7 +274,7 @@ class _Search:
         largest = heapq.nlargest(PER_ROUND, left.ops, key=own)
         return _stages(union, (op for op in largest if own(op) > room))
 
-    def _peak(self, union: Union, names: Names) -> set[int]:
+    def _peak(self, union: AllVariants, names: Names) -> set[int]:
         """Where the plan of a choice is highest, of the stages that are over the budget.
 
         Of an op that runs again there, the stages before and after.
@@ -294,7 +294,7 @@ class _Search:
             union, (left.op_of[step] for i in found if isinstance(step := steps[i], str))
         )
 
-    def _worst(self, union: Union, names: Names, held: dict[int, set[str]]) -> set[int]:
+    def _worst(self, union: AllVariants, names: Names, held: dict[int, set[str]]) -> set[int]:
         """The highest stages of the schedule that holds this, away from each other."""
         try:
             left = take(self.problem, names)
@@ -309,7 +309,7 @@ class _Search:
             for stage, its in held.items()
             if union.ops[stage].name in place
         }
-        state = State(model, runs_for(model, outlives))
+        state = StageSchedule(model, runs_for(model, outlives))
         highest = [int(stage) for stage in (-state.peak).argsort(kind="stable") if stage < model.n]
         over = (stage for stage in highest if state.peak[stage] > (self.budget or 0))
         found = _apart(itertools.chain(highest[:1], over), model.n)
@@ -327,6 +327,6 @@ def _apart(places: Iterable[int], length: int) -> list[int]:
     return found
 
 
-def _stages(union: Union, ops: Iterable[Op]) -> set[int]:
+def _stages(union: AllVariants, ops: Iterable[Op]) -> set[int]:
     """Their places; an op of a form that is not needed where that is taken alone has none."""
     return {union.stage_of[op.name] for op in ops if op.name in union.stage_of}

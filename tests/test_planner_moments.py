@@ -1,4 +1,4 @@
-"""The relaxation over instants: its bound, the plans made from it, and their refinement."""
+"""The relaxation over moments: its bound, the plans made from it, and their refinement."""
 
 from __future__ import annotations
 
@@ -12,9 +12,9 @@ from hypothesis import strategies as st
 from fxremat.core.check import check
 from fxremat.core.problem import Op, Problem, Value, validate
 from fxremat.core.timeline import replay
-from fxremat.planner.deadline import Clock
+from fxremat.planner.deadline import Deadline
 from fxremat.planner.indexed_problem import build_model
-from fxremat.planner.local.stage_schedule import State
+from fxremat.planner.local.stage_schedule import StageSchedule
 from fxremat.planner.milp import moments
 from fxremat.planner.milp.highs import Mip, Status
 from fxremat.planner.milp.moments_relaxation import Needs, Relaxation, runs_for
@@ -23,7 +23,7 @@ from tests.brute import least_time
 from tests.strategies import problems
 
 OPTIONS = SolverOptions()
-NO_LIMIT = Clock(None)
+NO_LIMIT = Deadline(None)
 
 
 def chain(length: int, size: int = 10) -> Problem:
@@ -64,7 +64,7 @@ def test_no_schedule_within_the_budget_is_faster_than_the_bound(
         assert bound <= best[0] * (1 + 1e-9)
 
 
-def test_one_instant_drops_what_is_cheapest_for_its_bytes() -> None:
+def test_one_moment_drops_what_is_cheapest_for_its_bytes() -> None:
     problem = chain(4)
     found = relaxation(problem, 51, 4)  # the first backward op: x, four results, its own
     solution = found.solve(NO_LIMIT)
@@ -79,7 +79,7 @@ def test_a_budget_below_what_must_be_live_is_proven_to_be_too_small() -> None:
     assert found.time_bound_us(found.solve(NO_LIMIT)) == math.inf
 
 
-def test_another_instant_never_lowers_the_bound() -> None:
+def test_another_moment_never_lowers_the_bound() -> None:
     problem = chain(6)
     bounds = []
     for stages in ((6,), (6, 8), (5, 6, 7, 8, 9)):
@@ -89,7 +89,7 @@ def test_another_instant_never_lowers_the_bound() -> None:
     assert bounds[0] > problem.base_time_us
 
 
-def test_bytes_of_runs_between_neighbouring_instants_count() -> None:
+def test_bytes_of_runs_between_neighbouring_moments_count() -> None:
     """Without c the op "peak" fits, but c comes from a value that has no room beside w."""
     values = [Value("a", 1), Value("big", 50), Value("c", 10), Value("w", 30), Value("p", 0)]
     ops = [
@@ -125,7 +125,7 @@ def test_what_is_written_over_and_read_later_runs_again() -> None:
     assert best is not None
     assert best[0] == problem.base_time_us + 4.0
     model = build_model(problem)
-    assert State(model, runs_for(model, dict(found.held_in(solution)))).max_peak() == 11
+    assert StageSchedule(model, runs_for(model, dict(found.held_in(solution)))).max_peak() == 11
 
 
 # --- schedules -----------------------------------------------------------------------------------
@@ -145,7 +145,7 @@ def test_whatever_is_held_the_schedule_is_possible(problem: Problem, data: st.Da
     stages = st.integers(0, model.n - 1)
     values = st.sets(st.integers(0, max(0, len(model.bytes) - 1)))
     held = data.draw(st.dictionaries(stages, values, max_size=3))
-    steps = model.names(State(model, runs_for(model, held)).steps())
+    steps = model.names(StageSchedule(model, runs_for(model, held)).steps())
     assert check(problem, steps).ok
 
 
@@ -231,7 +231,7 @@ def test_without_time_nothing_is_claimed() -> None:
     columns = [mip.binary(-1.0 - k % 7) for k in range(60)]
     for k in range(60):
         mip.row([(c, 1.0 + (k * c) % 5) for c in columns], high=40.0 + k)
-    solution = mip.solve(Clock(0.0))
+    solution = mip.solve(Deadline(0.0))
     assert solution.status in (Status.UNDECIDED, Status.FEASIBLE)
     assert solution.bound <= mip.solve(NO_LIMIT, nodes=1).objective
 

@@ -1,0 +1,36 @@
+"""Answers kept in memory for the last few problems, by what the problem is and not by its id."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from functools import wraps
+from typing import TypeVar
+
+from fxremat.core.problem import Problem
+from fxremat.planner.deadline import Deadline
+from fxremat.planner.options import SolverOptions
+
+REMEMBERED = 8
+"""Problems kept: one step has a few, each asked for under many budgets."""
+
+Answer = TypeVar("Answer")
+Search = Callable[[Problem, SolverOptions], Answer]
+
+
+def remembered(search: Search[Answer]) -> Search[Answer]:
+    """The search, done once for equal problems and options. What Ctrl-C cut short is not kept."""
+    known: dict[tuple[Problem, SolverOptions], Answer] = {}
+
+    @wraps(search)
+    def answer(problem: Problem, options: SolverOptions) -> Answer:
+        key = (problem, options)
+        if key in known:
+            return known[key]
+        found = search(problem, options)
+        if Deadline(None).running():
+            while len(known) >= REMEMBERED:
+                del known[next(iter(known))]
+            known[key] = found
+        return found
+
+    return answer
