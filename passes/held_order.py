@@ -34,10 +34,10 @@ from typing import Any
 from torch import fx
 
 from fxremat import compat
+from fxremat.passes.halves import WRITTEN
 from fxremat.passes.joint_graph import STORED, is_tensor, is_view
 from fxremat.passes.materialisation import is_fusable
 from fxremat.passes.offload import MOVED
-from fxremat.passes.rewritten import WRITTEN
 
 SMALL = 16  # times smaller than what it reads: then a result may be there early
 

@@ -34,10 +34,10 @@ from torch.utils import _pytree as pytree
 
 from fxremat import compat
 from fxremat.passes.base import Changed, Pass
+from fxremat.passes.halves import Rewritten
 from fxremat.passes.joint_graph import JointGraph, Role, is_tensor, root
 from fxremat.passes.materialisation import users_through_views
 from fxremat.passes.nodes import fake, shows_all
-from fxremat.passes.rewritten import Rewritten
 from fxremat.runtime import inplace as runtime
 
 INTO = "_into"
@@ -201,7 +201,7 @@ def rewrite(rewritten: Rewritten, num_forward_outputs: int) -> InPlace:
 
 @dataclass(frozen=True)
 class WriteInPlace(Pass):
-    """Writes over dead operands of the ``planned`` graph; ``Changed.data`` is the `InPlace`."""
+    """Writes over dead operands of the ``planned`` graph; ``Changed.data`` is the `Rewritten`."""
 
     name = "in place"
     planned: Rewritten
@@ -214,7 +214,7 @@ class WriteInPlace(Pass):
     def call(self, module: fx.GraphModule) -> Changed:
         """Makes a new graph where anything changes."""
         found = rewrite(self.planned, self.num_forward_outputs)
-        return Changed(found.rewritten.module, bool(found.pairs), found)
+        return Changed(found.rewritten.module, bool(found.pairs), found.rewritten)
 
     def ensures(self, module: fx.GraphModule) -> None:
         """No input of the graph is written over."""

@@ -22,6 +22,7 @@ import torch
 from torch import fx
 
 from fxremat import compat
+from fxremat.passes.base import Changed, Pass
 from fxremat.runtime import kernels
 
 IN_FORWARD = "fxremat_in_forward"
@@ -265,3 +266,23 @@ def read_joint_graph(module: fx.GraphModule, num_fwd_outputs: int) -> JointGraph
         num_forward_outputs=num_fwd_outputs,
         mutated=frozenset(_mutated_inputs(graph, descriptions)),
     )
+
+
+@dataclass(frozen=True)
+class CleanUp(Pass):
+    """Takes dead code out, merges common subexpressions, and obeys the user's tags on them.
+
+    It comes first: merging would undo the copies that later passes make.
+    """
+
+    name = "clean up"
+
+    def call(self, module: fx.GraphModule) -> Changed:
+        """Works in place."""
+        before = len(module.graph.nodes)
+        compat.prepare_joint_graph(module)
+        return Changed(module, len(module.graph.nodes) != before)
+
+    def ensures(self, module: fx.GraphModule) -> None:
+        """The graph is well formed."""
+        module.graph.lint()

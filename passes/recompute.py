@@ -28,12 +28,12 @@ from torch import fx
 from fxremat.core.schedule import Move, Step
 from fxremat.passes.accumulation import finish
 from fxremat.passes.base import Changed, Pass
+from fxremat.passes.halves import INLINED, RECOMPUTED, WRITTEN, Rewritten
 from fxremat.passes.joint_graph import Role, is_repeatable, is_view, root
 from fxremat.passes.materialisation import is_fusable
 from fxremat.passes.memory_estimation import TANGENTS, Cone, Estimate
 from fxremat.passes.offload import Mover
 from fxremat.passes.optimizer_steps import announce, gradients
-from fxremat.passes.rewritten import INLINED, RECOMPUTED, WRITTEN, Rewritten
 
 Look = Callable[[fx.Node], fx.Node]
 

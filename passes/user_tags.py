@@ -21,6 +21,7 @@ from torch import fx
 
 from fxremat import compat
 from fxremat.passes.base import Changed, Pass
+from fxremat.passes.halves import RECOMPUTED
 from fxremat.passes.joint_graph import (
     JointGraph,
     Role,
@@ -30,7 +31,6 @@ from fxremat.passes.joint_graph import (
     read_joint_graph,
     root,
 )
-from fxremat.passes.rewritten import RECOMPUTED
 
 
 def _must_recompute(node: fx.Node, joint: JointGraph) -> bool:

@@ -22,10 +22,10 @@ from fxremat.compiling.pipeline import prepare
 from fxremat.core.check import check
 from fxremat.core.problem import Copies, Problem
 from fxremat.core.schedule import Step
+from fxremat.passes.halves import Rewritten
 from fxremat.passes.joint_graph import JointGraph
 from fxremat.passes.memory_estimation import TANGENTS, Estimate, estimate
 from fxremat.passes.recompute import apply_plan
-from fxremat.passes.rewritten import Rewritten
 from fxremat.planner.moves.offload import movable
 from fxremat.planner.moves.transfers import Fetch, Item, place
 

@@ -12,10 +12,12 @@ from hypothesis import given
 from hypothesis import strategies as st
 from torch import fx
 
-from fxremat.compiling.candidates import Candidate, Judged
 from fxremat.compiling.draft import Draft, Learnt
-from fxremat.compiling.planning import QUICK_SOLVER, Planning
-from fxremat.compiling.proposals import (
+from fxremat.compiling.rehearsal import Rehearsal
+from fxremat.compiling.request import Request
+from fxremat.compiling.searching.candidates import Candidate, Judged
+from fxremat.compiling.searching.planning import QUICK_SOLVER, Planning
+from fxremat.compiling.searching.proposals import (
     CLOSE_ENOUGH,
     FAR_ABOVE,
     LOWEST_PERCENT,
@@ -25,8 +27,6 @@ from fxremat.compiling.proposals import (
     next_target,
     under,
 )
-from fxremat.compiling.rehearsal import Rehearsal
-from fxremat.compiling.request import Request
 from fxremat.compiling.stage_times import StageTimes
 from fxremat.core.plan import Plan
 from fxremat.core.problem import Op, Problem, Value

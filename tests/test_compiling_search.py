@@ -10,7 +10,7 @@ from torch import Tensor, nn
 from torch.nn import functional as F
 
 import fxremat
-from fxremat.compiling.search import REHEARSALS
+from fxremat.compiling.searching.search import REHEARSALS
 from tests.small import seeded
 
 

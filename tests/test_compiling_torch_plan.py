@@ -5,7 +5,7 @@ from __future__ import annotations
 from hypothesis import given
 from hypothesis import strategies as st
 
-from fxremat.compiling.torch_plan import steps_of_saved
+from fxremat.compiling.searching.torch_plan import steps_of_saved
 from fxremat.core.check import check
 from fxremat.core.problem import Problem
 from fxremat.core.timeline import replay

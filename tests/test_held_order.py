@@ -14,9 +14,9 @@ from hypothesis import strategies as st
 from torch import fx, nn
 
 from fxremat import compat
+from fxremat.passes.halves import RECOMPUTED
 from fxremat.passes.held_order import Fence, WriteResults, fences, to_be_written
 from fxremat.passes.recompute import apply_plan
-from fxremat.passes.rewritten import RECOMPUTED
 from tests import nets
 from tests.graphs import Capture, batch, capture, everything_again, mlp
 from tests.small import forward_code

@@ -20,10 +20,10 @@ from fxremat.cost.peak import measure_peak
 from fxremat.errors import VerificationFailed
 from fxremat.passes import inplace
 from fxremat.passes.gradient_sums import accumulate_sums
+from fxremat.passes.halves import Rewritten
 from fxremat.passes.inplace import possible, rewrite
 from fxremat.passes.nodes import add_call
 from fxremat.passes.recompute import apply_plan
-from fxremat.passes.rewritten import Rewritten
 from fxremat.runtime import inplace as runtime
 from tests.conftest import Golden
 from tests.graphs import (

@@ -17,9 +17,9 @@ from torch import nn
 from fxremat.core.timeline import replay
 from fxremat.cost.peak import measure_peak
 from fxremat.cost.workspaces import Workspaces
+from fxremat.passes.halves import RECOMPUTED
 from fxremat.passes.memory_estimation import TANGENTS
 from fxremat.passes.recompute import apply_plan
-from fxremat.passes.rewritten import RECOMPUTED
 from tests import nets
 from tests.conftest import Golden
 from tests.graphs import (

@@ -9,8 +9,8 @@ import torch
 from torch import nn
 
 from fxremat import compat
+from fxremat.passes.halves import RECOMPUTED
 from fxremat.passes.joint_graph import Role, is_view, read_joint_graph, root
-from fxremat.passes.rewritten import RECOMPUTED
 from fxremat.passes.user_tags import obey_must_recompute, protect_mutated_inputs
 from tests import nets
 from tests.conftest import Golden

@@ -17,6 +17,7 @@ from fxremat.cost.device import DeviceSpec, device_spec
 from fxremat.cost.op_times import measured_timer
 from fxremat.cost.roofline import roofline_us
 from fxremat.cost.workspaces import Workspaces, declared
+from fxremat.passes.base import Changed, Pass
 from fxremat.passes.joint_graph import JointGraph, is_tensor
 from fxremat.passes.memory_estimation import Estimate, OpTimer, estimate
 from fxremat.passes.variants.insertion import InsertedVariant
@@ -109,6 +110,23 @@ class CostModel:
         if "recompute" in self.request.disabled:
             problem = run_once(problem)
         return replace(found, problem=problem)
+
+
+@dataclass(frozen=True)
+class MemoryEstimation(Pass):
+    """Estimates a joint graph by the costs of a device; ``Changed.data`` is the `Estimate`."""
+
+    name = "memory estimation"
+    costs: CostModel
+    joint: JointGraph
+
+    def requires(self, module: fx.GraphModule) -> None:
+        """The graph is the one that was read."""
+        self.demand(module is self.joint.module, "the graph is not the one that was read")
+
+    def call(self, module: fx.GraphModule) -> Changed:
+        """Leaves the graph as it is."""
+        return Changed(module, False, self.costs.estimate(self.joint))
 
 
 def cost_model(

@@ -10,14 +10,13 @@ from torch import fx
 
 from fxremat.core.plan import Plan
 from fxremat.core.problem import Op, Problem
+from fxremat.passes.halves import Halves, Rewritten
 from fxremat.passes.joint_graph import JointGraph
 from fxremat.passes.memory_estimation import Estimate
-from fxremat.passes.rewritten import Rewritten
 from fxremat.passes.variants.insertion import InsertedVariant
 from fxremat.passes.variants.rule import Site
 
 NOT_YET: Any = None
-Partition = Callable[[fx.GraphModule], tuple[fx.GraphModule, fx.GraphModule]]
 
 
 @dataclass(frozen=True)
@@ -33,22 +32,21 @@ class Draft:
     module: fx.GraphModule
     num_forward_outputs: int
     static: tuple[int, ...] = ()
-    partition: Partition = NOT_YET
+    partition: Callable[[fx.GraphModule], Halves] = NOT_YET
     joint: JointGraph = NOT_YET
     sites: tuple[Site, ...] = ()
     taken: tuple[InsertedVariant, ...] = ()
     estimate: Estimate = NOT_YET
     plan: Plan = NOT_YET
     holds_order: bool = False
-    planned: Rewritten = NOT_YET
     rewritten: Rewritten = NOT_YET
-    halves: tuple[fx.GraphModule, fx.GraphModule] = NOT_YET
+    halves: Halves = NOT_YET
 
     @property
-    def static_inputs(self) -> list[fx.Node]:
-        """The nodes of the static inputs, in the joint graph."""
+    def static_names(self) -> tuple[str, ...]:
+        """The static inputs, by the names of their nodes."""
         primals = self.joint.primals
-        return [primals[index] for index in self.static if index < len(primals)]
+        return tuple(primals[index].name for index in self.static if index < len(primals))
 
     @property
     def saved(self) -> list[fx.Node]:

@@ -15,17 +15,16 @@ from torch import fx
 
 from fxremat import compat
 from fxremat.compiling import session
-from fxremat.compiling.candidates import Judge
 from fxremat.compiling.costs import cost_model
 from fxremat.compiling.draft import Draft
 from fxremat.compiling.pipeline import FINISH, PREPARE, Runner
-from fxremat.compiling.planning import Planning
 from fxremat.compiling.reporting import refusal_of, report_of
 from fxremat.compiling.request import Request
-from fxremat.compiling.search import Search
+from fxremat.compiling.searching.candidates import Judge
+from fxremat.compiling.searching.planning import Planning
+from fxremat.compiling.searching.search import Search
 from fxremat.compiling.stage_times import StageTimes
-
-Halves = tuple[fx.GraphModule, fx.GraphModule]
+from fxremat.passes.halves import Halves
 
 
 @dataclass(frozen=True)

@@ -8,7 +8,7 @@ from torch import fx
 
 from fxremat.compiling.draft import Draft
 from fxremat.compiling.request import Request
-from fxremat.compiling.search import Found
+from fxremat.compiling.searching.search import Found
 from fxremat.core.schedule import keep_all
 from fxremat.core.timeline import replay
 from fxremat.errors import InfeasibleBudget

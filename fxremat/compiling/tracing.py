@@ -20,8 +20,8 @@ from fxremat.compiling.costs import cost_model
 from fxremat.compiling.draft import Draft
 from fxremat.compiling.pipeline import PLAN, PREPARE, Runner
 from fxremat.compiling.request import Request
+from fxremat.compiling.searching.variant_sets import variant_set
 from fxremat.compiling.stage_times import StageTimes
-from fxremat.compiling.variant_sets import variant_set
 from fxremat.cost.device import DeviceSpec
 from fxremat.errors import NotTraceable
 from fxremat.passes.joint_graph import root

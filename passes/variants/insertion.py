@@ -21,6 +21,7 @@ from torch import fx
 from torch.utils import _pytree as pytree
 
 from fxremat import compat
+from fxremat.passes.base import Changed, Pass
 from fxremat.passes.joint_graph import (
     IN_FORWARD,
     STORED,
@@ -290,3 +291,26 @@ def _ancestors(node: fx.Node) -> frozenset[fx.Node]:
                 found.add(source)
                 stack.append(source)
     return frozenset(found)
+
+
+@dataclass(frozen=True)
+class TakeVariants(Pass):
+    """Takes sites that were found in a joint graph, of which it makes another.
+
+    ``Changed.data`` are the new `JointGraph` and the variants that were inserted.
+    """
+
+    name = "variants"
+    joint: JointGraph
+    sites: tuple[Site, ...]
+
+    def requires(self, module: fx.GraphModule) -> None:
+        """The graph is the one in which the sites were found."""
+        self.demand(module is self.joint.module, "the graph is not the one that was read")
+
+    def call(self, module: fx.GraphModule) -> Changed:
+        """Leaves the graph as it is where there is nothing to take."""
+        if not self.sites:
+            return Changed(module, False, (self.joint, ()))
+        joint, taken = take_and_tell(self.joint, self.sites)
+        return Changed(joint.module, True, (joint, taken))

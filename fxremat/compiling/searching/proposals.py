@@ -11,9 +11,9 @@ from __future__ import annotations
 from collections.abc import Generator, Iterator, Sequence
 from dataclasses import replace
 
-from fxremat.compiling.candidates import Candidate, Judged, Order
 from fxremat.compiling.draft import Draft
-from fxremat.compiling.planning import QUICK_SOLVER, Planning
+from fxremat.compiling.searching.candidates import Candidate, Judged, Order
+from fxremat.compiling.searching.planning import QUICK_SOLVER, Planning
 from fxremat.core.plan import Plan
 from fxremat.core.problem import Problem
 from fxremat.core.timeline import replay

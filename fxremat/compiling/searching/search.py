@@ -1,9 +1,9 @@
 """The search over candidates: what is tried, in which order, and which one is taken.
 
 Attempts come one after the other, the cheapest first. Each proposes candidates for the graph in
-some variants (`fxremat.compiling.proposals`), and the judge says what they take. The first attempt
-that gets under the aim ends the search; of its candidates and torch's own partition, the one of
-least planned time is taken. Where none gets there, the lowest is what the error names.
+some variants (`fxremat.compiling.searching.proposals`), and the judge says what they take. The
+first attempt that gets under the aim ends the search; of its candidates and torch's own partition,
+the one of least planned time is taken. Where none gets there, the lowest is what the error names.
 
 * Same question, same answer: candidates depend on the graph, the request and what rehearsals of
   the same attempt have shown, never on the clock.
@@ -19,13 +19,13 @@ from __future__ import annotations
 from collections.abc import Generator
 from dataclasses import dataclass, field, replace
 
-from fxremat.compiling.candidates import Candidate, Judge, Judged
 from fxremat.compiling.draft import Draft, Learnt
-from fxremat.compiling.pipeline import CUT_AS_TORCH, DONATE, PLAN, Runner
-from fxremat.compiling.planning import Planning
-from fxremat.compiling.proposals import Proposals, fastest, least, may_fit, under
-from fxremat.compiling.torch_plan import plan_of_torch
-from fxremat.compiling.variant_sets import VariantSet, variant_set
+from fxremat.compiling.pipeline import AS_TORCH, DONATE, PLAN, Runner
+from fxremat.compiling.searching.candidates import Candidate, Judge, Judged
+from fxremat.compiling.searching.planning import Planning
+from fxremat.compiling.searching.proposals import Proposals, fastest, least, may_fit, under
+from fxremat.compiling.searching.torch_plan import plan_of_torch
+from fxremat.compiling.searching.variant_sets import VariantSet, variant_set
 from fxremat.core.problem import Problem
 from fxremat.core.schedule import keep_all
 from fxremat.core.timeline import replay
@@ -146,7 +146,7 @@ class Search:
         special = plain.estimate.problem.host or self.planning.request.accumulated
         if special or not self.planning.request.compiled:
             return None
-        cut = self.runner.run("apply", CUT_AS_TORCH, plain)
+        cut = self.runner.run("apply", AS_TORCH, plain)
         plan = plan_of_torch(cut)
         if donated:
             cut = self.runner.run("apply", DONATE, cut)

@@ -1,0 +1,95 @@
+"""What the judge is shown of each pass: the draft before, and the draft after.
+
+Every function raises `VerificationFailed` where the pass did something wrong. The judge itself is
+`fxremat.checking`, which knows no pass and no draft.
+"""
+
+from __future__ import annotations
+
+import logging
+
+from torch import fx
+
+from fxremat.checking.aliasing import check_in_place
+from fxremat.checking.data_flow import check_data_flow, check_split, check_waits
+from fxremat.checking.halves import check_halves, check_rows
+from fxremat.checking.variants import TakenVariant, check_variants
+from fxremat.compiling.draft import Draft
+from fxremat.passes.variants.insertion import InsertedVariant
+from fxremat.passes.variants.table import RULES
+
+log = logging.getLogger(__name__)
+
+
+def nothing(before: Draft, after: Draft) -> None:
+    """What the pass did is judged together with what comes later."""
+
+
+def stand_ins(before: Draft, after: Draft) -> None:
+    """Each variant computes what it stands for."""
+    lossy = {rule.name for rule in RULES if rule.lossy}
+    verdict = check_variants(
+        before.joint.module.graph,
+        after.joint.module.graph,
+        [_told(one, lossy=one.rule in lossy) for one in after.taken],
+        num_forward_outputs=before.num_forward_outputs,
+    )
+    for site, why in verdict.unchecked:
+        log.debug("%s was not tried on numbers: %s", site, why)
+
+
+def _told(one: InsertedVariant, *, lossy: bool) -> TakenVariant:
+    """What the judge is told of a variant: names alone."""
+    pairs = [(old.name, new.name) for old, new in one.stand_ins.items()]
+    for old, new in one.stand_ins.items():
+        if new in one.again:
+            pairs.append((old.name, one.again[new].name))
+    late = frozenset(new.name for new in (*one.late, *one.again.values()))
+    return TakenVariant(one.rule, one.name, tuple(pairs), lossy, late)
+
+
+def data_flow(before: Draft, after: Draft) -> None:
+    """The planned graph computes what the joint graph does."""
+    mutated = [node.name for node in before.joint.mutated]
+    check_data_flow(before.joint.module.graph, after.rewritten.module.graph, mutated)
+
+
+def writes(before: Draft, after: Draft) -> None:
+    """Nothing that anybody still reads is written over."""
+    check_in_place(
+        before.rewritten.module.graph,
+        after.rewritten.module.graph,
+        saved=[node.name for node in after.rewritten.saved],
+        num_forward_outputs=after.num_forward_outputs,
+    )
+
+
+def halves(before: Draft, after: Draft) -> None:
+    """The halves compute what the planned graph does, and nothing twice."""
+    cut = before.rewritten.module.graph
+    forward, backward = after.halves
+    check_waits(cut)
+    check_split(backward.graph, [n.name for n in before.rewritten.saved], forward.graph)
+    _computes(cut, after)
+
+
+def halves_of_torch(before: Draft, after: Draft) -> None:
+    """The halves compute what the joint graph does."""
+    _computes(before.joint.module.graph, after)
+
+
+def _computes(graph: fx.Graph, after: Draft) -> None:
+    forward, backward = after.halves
+    check_halves(
+        graph,
+        forward.graph,
+        backward.graph,
+        num_forward_outputs=after.num_forward_outputs,
+        mutated=[node.name for node in after.joint.mutated],
+    )
+
+
+def rows(before: Draft, after: Draft) -> None:
+    """What calls of ``rows`` give lies as they say."""
+    for half in after.halves:
+        check_rows(half.graph)

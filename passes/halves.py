@@ -1,0 +1,91 @@
+"""A planned joint graph, and how it is cut into the forward and the backward."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from dataclasses import dataclass
+
+from torch import fx
+
+from fxremat import compat
+from fxremat.passes.base import Changed, Pass
+
+RECOMPUTED = "_recompute"
+"""In the name of a copy of a node whose op runs again."""
+INLINED = "_inline"
+"""In the name of a copy inside of one op, which nothing else reads."""
+WRITTEN = "_written"
+"""In the name of a node that `passes.held_order` makes Inductor write to memory."""
+
+Halves = tuple[fx.GraphModule, fx.GraphModule]
+
+
+@dataclass(frozen=True)
+class Rewritten:
+    """The rewritten joint graph, and the nodes of its forward that its backward reads."""
+
+    module: fx.GraphModule
+    saved: tuple[fx.Node, ...]
+    recomputed: tuple[str, ...]
+    moved: tuple[str, ...] = ()
+
+
+@dataclass(frozen=True)
+class Cut(Pass):
+    """Cuts a rewritten graph at what it saves; ``Changed.data`` are the two `Halves`.
+
+    ``static`` are the names of inputs that stay where they are from step to step.
+    """
+
+    name = "cut"
+    rewritten: Rewritten
+    num_forward_outputs: int
+    static: tuple[str, ...] = ()
+
+    def requires(self, module: fx.GraphModule) -> None:
+        """What is saved belongs to the graph."""
+        there = set(module.graph.nodes)
+        strange = [node.name for node in self.rewritten.saved if node not in there]
+        self.demand(not strange, f"{strange} are saved, and are not of this graph")
+
+    def call(self, module: fx.GraphModule) -> Changed:
+        """Leaves the graph as it is."""
+        inputs = {n.name: n for n in module.graph.nodes if n.op == "placeholder"}
+        halves = compat.extract_forward_backward(
+            module,
+            list(self.rewritten.saved),
+            num_fwd_outputs=self.num_forward_outputs,
+            static_inputs=[inputs[name] for name in self.static],
+        )
+        return Changed(module, False, halves)
+
+
+@dataclass(frozen=True)
+class CutAsTorch(Pass):
+    """Cuts a joint graph as torch's own ``partition`` does; ``Changed.data`` are the `Halves`."""
+
+    name = "torch's partition"
+    partition: Callable[[fx.GraphModule], Halves]
+
+    def call(self, module: fx.GraphModule) -> Changed:
+        """Leaves the graph as it is."""
+        return Changed(module, False, self.partition(module))
+
+
+@dataclass(frozen=True)
+class DonateSaved(Pass):
+    """Lets the ``backward`` write over what the forward saves, as in a plain ``torch.compile``.
+
+    It is called with the forward. Such a backward can run only once.
+    """
+
+    name = "donated buffers"
+    backward: fx.GraphModule
+    num_forward_outputs: int
+
+    def call(self, module: fx.GraphModule) -> Changed:
+        """Marks inputs of the backward, and the forward; both stay what they compute."""
+        names = compat.donatable(module, self.backward, self.num_forward_outputs)
+        compat.donate(self.backward, names)
+        compat.leave_layouts(module)
+        return Changed(module, bool(names))
