@@ -1,7 +1,6 @@
-"""Weights in host memory: the same training, the graphs, where the bytes are, and modules as ever.
+"""Weights in host memory: what reading gives, the graphs, where the bytes are, modules as ever.
 
-The device is the CPU, except where a test needs a GPU; host memory is then what torch did not
-allocate.
+The device is the CPU; host memory is then what torch did not allocate.
 """
 
 from __future__ import annotations
@@ -11,15 +10,12 @@ import gc
 import inspect
 import io
 import threading
-from collections.abc import Callable, Iterator
+from collections.abc import Callable
 from typing import Any, cast
 
 import pytest
 import torch
 from torch import Tensor, fx, nn
-from torch._dynamo.utils import counters
-from torch.nn import functional as F
-from torch.utils.checkpoint import checkpoint
 
 import fxremat
 from fxremat import compat, runtime
@@ -28,265 +24,24 @@ from fxremat.errors import HostMemoryExceeded, InvalidOption
 from fxremat.model import host_weights
 from fxremat.runtime import is_host
 from fxremat.runtime.copies.weights import fetch, host_copy, put
-from tests.small import Convolutions, Stack, seeded, train
-
-CPU = torch.device("cpu")
-WORDS = 11
-
-
-@pytest.fixture(autouse=True, scope="module")
-def _one_thread() -> Iterator[None]:
-    """Tensors here are too small for two."""
-    threads = torch.get_num_threads()
-    torch.set_num_threads(1)
-    yield
-    torch.set_num_threads(threads)
-
-
-@pytest.fixture(autouse=True)
-def _nothing_left() -> Iterator[None]:
-    """Each test begins without compiled code, and ends without host memory of its models."""
-    counters.clear()
-    before = runtime.host_bytes().now_bytes
-    yield
-    torch._dynamo.reset()
-    if runtime.host_bytes().now_bytes > before:
-        gc.collect()
-    assert runtime.host_bytes().now_bytes <= before
-
-
-class Language(nn.Module):
-    """An embedding, attention, an MLP, and parameters of all kinds, read in all sorts of ways."""
-
-    def __init__(self, tied: bool = False, twice: bool = False, checkpointed: bool = False) -> None:
-        super().__init__()
-        self.embedding = nn.Embedding(WORDS, 8)
-        self.attention = nn.MultiheadAttention(8, 2, batch_first=True)
-        self.norm = nn.LayerNorm(8)
-        self.mlp = nn.Sequential(nn.Linear(8, 16), nn.GELU(), nn.Linear(16, 8))
-        self.scales = nn.ParameterList([nn.Parameter(torch.ones(8)) for _ in range(2)])
-        self.shifts = nn.ParameterDict({"in": nn.Parameter(torch.full((8,), 0.5))})
-        self.gain = nn.Parameter(torch.ones(8))
-        self.frozen = nn.Linear(8, 8).requires_grad_(False)
-        self.batch_norm = nn.BatchNorm1d(8)
-        self.head = nn.Linear(8, WORDS, bias=False)
-        self.twice = twice
-        self.checkpointed = checkpointed
-        if tied:
-            self.head.weight = self.embedding.weight
-
-    def block(self, x: Tensor) -> Tensor:
-        h = self.norm(x)
-        h = self.mlp(self.attention(h, h, h)[0]) * self.gain
-        y: Tensor = x + h + self.frozen(self.mlp(x) if self.twice else x)
-        return y
-
-    def forward(self, words: Tensor) -> Tensor:
-        x: Tensor = self.embedding(words) * self.scales[0] + self.shifts["in"]
-        x = checkpoint(self.block, x, use_reentrant=False) if self.checkpointed else self.block(x)
-        x = self.batch_norm(x.flatten(0, 1)).view(x.shape) * self.scales[1]
-        logits: Tensor = F.linear(x, self.head.weight)
-        return logits
-
-
-def language(**options: bool) -> Language:
-    torch.manual_seed(0)
-    return Language(**options)
-
-
-def moved(model: Any, **options: Any) -> Any:
-    """The model with weights in host memory, also on machines with a GPU fetched to the CPU."""
-    return fxremat.offload(model, device="cpu", **options)
-
-
-def in_host_memory(model: nn.Module) -> list[str]:
-    return [name for name, parameter in model.named_parameters() if is_host(parameter)]
-
-
-def gradients_elsewhere(model: nn.Module) -> list[str]:
-    """Parameters whose gradients are not in host memory."""
-    named = model.named_parameters()
-    return [name for name, p in named if p.grad is not None and not is_host(p.grad)]
-
-
-Step = Callable[[Tensor, Tensor], Tensor]
-
-
-def perceptron() -> nn.Module:
-    return nn.Sequential(nn.Linear(8, 16), nn.Tanh(), nn.Linear(16, 1), nn.Flatten(0))
-
-
-def loss_of(model: Callable[[Tensor], Tensor]) -> Step:
-    return lambda words, next_words: F.cross_entropy(model(words).flatten(0, 1), next_words)
-
-
-def aot(function: Any) -> Any:
-    """Compiled as one graph, whose ops run as they are."""
-    return torch.compile(function, backend="aot_eager", fullgraph=True)
-
-
-WAYS: dict[str, Callable[[nn.Module], Step]] = {
-    "eager": lambda model: loss_of(model),
-    "model": lambda model: loss_of(aot(model)),
-    "function": lambda model: cast("Step", aot(loss_of(model))),
-    "forward": lambda model: loss_of(aot(model.forward)),
-}
-
-
-def batches(steps: int) -> Iterator[tuple[Tensor, Tensor]]:
-    generator = torch.Generator().manual_seed(1)
-    for _ in range(steps):
-        words = torch.randint(0, WORDS, (2, 6), generator=generator)
-        yield words[:, :-1], words[:, 1:].flatten()
-
-
-def training(
-    model: nn.Module, step: Step, steps: int = 3, optimizer: Any = None, accumulate: int = 1
-) -> list[Tensor]:
-    """Losses of some AdamW steps, and gradients, parameters and buffers after them."""
-    optimizer = optimizer or torch.optim.AdamW(model.parameters(), lr=0.01)
-    losses = []
-    for number, (words, next_words) in enumerate(batches(steps * accumulate)):
-        if number % accumulate == 0:
-            optimizer.zero_grad()
-        loss = step(words, next_words)
-        torch.autograd.backward(loss)
-        losses.append(loss.detach())
-        if (number + 1) % accumulate == 0:
-            optimizer.step()
-    gradients = [p.grad.clone() for p in model.parameters() if p.grad is not None]
-    state = [value.detach().clone() for value in (*model.parameters(), *model.buffers())]
-    return [*losses, *gradients, *state]
-
-
-def equal(ours: list[Tensor], theirs: list[Tensor]) -> bool:
-    return len(ours) == len(theirs) and all(map(torch.equal, ours, theirs))
-
-
-# --- the same training -------------------------------------------------------------------
-
-
-CASES = [*((way, False) for way in WAYS), ("eager", True), ("model", True)]
-
-
-@pytest.mark.parametrize(("way", "checkpointed"), CASES)
-def test_training_is_the_same(way: str, checkpointed: bool) -> None:
-    plain = language(checkpointed=checkpointed)
-    expected = training(plain, loss_of(plain))
-    model = moved(language(checkpointed=checkpointed))
-    assert equal(training(model, WAYS[way](model)), expected)
-    assert in_host_memory(model) == [name for name, _ in model.named_parameters()]
-    assert gradients_elsewhere(model) == []
-    if way != "eager":
-        assert counters["stats"]["unique_graphs"] == 1
-        assert not counters["graph_break"]
-        assert not counters["recompiles"]
-
-
-@pytest.mark.parametrize("way", ["eager", "model"])
-def test_weights_read_twice_add_their_gradients(way: str) -> None:
-    plain = language(tied=True, twice=True)
-    expected = training(plain, loss_of(plain))
-    model = moved(language(tied=True, twice=True))
-    assert model.head.weight is model.embedding.weight
-    assert equal(training(model, WAYS[way](model)), expected)
-    assert "embedding.weight" in in_host_memory(model)
-
-
-def test_accumulated_gradients_stay_in_host_memory() -> None:
-    plain = language()
-    expected = training(plain, loss_of(plain), accumulate=2)
-    model = moved(language())
-    assert equal(training(model, loss_of(aot(model)), accumulate=2), expected)
-    assert gradients_elsewhere(model) == []
-
-
-def test_some_weights_only() -> None:
-    plain = language()
-    expected = training(plain, loss_of(plain))
-    model = moved(language(), weights=["mlp.*.weight", "gain"])
-    assert equal(training(model, loss_of(model)), expected)
-    assert in_host_memory(model) == ["gain", "mlp.0.weight", "mlp.2.weight"]
-
-
-def test_frozen_weights_get_no_gradient() -> None:
-    model = moved(language())
-    training(model, loss_of(model), steps=1)
-    assert is_host(model.frozen.weight)
-    assert model.frozen.weight.grad is None
-    model.requires_grad_(False)
-    assert not model(next(batches(1))[0]).requires_grad
-
-
-def test_inductor() -> None:
-    plain, x = seeded(perceptron, 1, 8)
-    expected = train(plain, x, plain)
-    model = moved(seeded(perceptron, 1, 8)[0])
-    losses, gradients, _ = train(model, x, torch.compile(model, fullgraph=True))
-    assert losses == pytest.approx(expected[0])
-    for ours, theirs in zip(gradients, expected[1], strict=True):
-        torch.testing.assert_close(ours, theirs)
-    assert gradients_elsewhere(model) == []
-
-
-def test_autocast() -> None:
-    def step_of(model: nn.Module) -> Callable[[Tensor], Tensor]:
-        def step(x: Tensor) -> Tensor:
-            with torch.autocast("cpu", dtype=torch.bfloat16):
-                return cast("Tensor", model(x).square().sum())
-
-        return step
-
-    plain, x = seeded(perceptron, 4, 8)
-    expected = train(plain, x, step_of(plain))[0]
-    for compiled in (False, True):
-        model = moved(seeded(perceptron, 4, 8)[0])
-        step = step_of(model)
-        assert train(model, x, aot(step) if compiled else step)[0] == expected
-
-
-@pytest.mark.parametrize("layout", [torch.contiguous_format, torch.channels_last], ids=str)
-def test_gradients_have_the_strides_of_their_weights(layout: torch.memory_format) -> None:
-    plain, x = seeded(Convolutions, 2, 3, 8, 8)
-    expected = train(plain.to(memory_format=layout), x, plain)  # type: ignore[call-overload]
-    model = seeded(Convolutions, 2, 3, 8, 8)[0]
-    moved(model.to(memory_format=layout))  # type: ignore[call-overload]
-    compiled = aot(model) if layout == torch.channels_last else model
-    losses, gradients, buffers = train(model, x, compiled)
-    assert losses == expected[0]
-    assert equal([*gradients, *buffers], [*expected[1], *expected[2]])
-    assert gradients_elsewhere(model) == []
-    assert not any(map(is_host, model.buffers()))
-
-
-def test_a_graph_break_inside_the_model() -> None:
-    plain, x = seeded(lambda: Stack(broken=True), 4, 32)
-    expected = train(plain, x, plain)
-    model = moved(seeded(lambda: Stack(broken=True), 4, 32)[0])
-    assert train(model, x, torch.compile(model, backend="aot_eager"))[0] == expected[0]
-    assert counters["stats"]["unique_graphs"] == 2
-    assert not counters["recompiles"]
-
-
-def test_blocks_compiled_one_by_one_share_their_code() -> None:
-    """One graph for the first, whose input wants no gradient, and one for all others."""
-    model, x = seeded(Stack, 4, 32)
-    expected = train(model, x, model)[0]
-    again: Any = moved(seeded(Stack, 4, 32)[0])
-    for block in again.blocks:
-        block.compile(backend="aot_eager", fullgraph=True)
-    assert train(again, x, again)[0] == expected
-    assert counters["stats"]["unique_graphs"] == 2
-
-
-def test_compiled_before_it_is_moved() -> None:
-    model, x = seeded(perceptron, 4, 8)
-    compiled = aot(model)
-    expected = compiled(x)
-    assert moved(compiled) is compiled
-    assert torch.equal(compiled(x), expected)
-    assert len(in_host_memory(model)) == 4
-
+from tests.host_weights import (
+    CPU,
+    WORDS,
+    Language,
+    _nothing_left,  # noqa: F401  a fixture of each test
+    _one_thread,  # noqa: F401  a fixture of each test
+    aot,
+    batches,
+    equal,
+    gradients_elsewhere,
+    in_host_memory,
+    language,
+    loss_of,
+    moved,
+    perceptron,
+    training,
+)
+from tests.small import Stack, seeded, train
 
 # --- what reading gives ------------------------------------------------------------------
 
@@ -666,28 +421,3 @@ def test_parametrized_modules() -> None:
     losses, gradients, _ = train(model, x, aot(model))
     assert losses == expected[0]
     assert equal(gradients, expected[1])
-
-
-# --- with a GPU --------------------------------------------------------------------------
-
-
-@pytest.mark.skipif(not torch.cuda.is_available(), reason="needs a GPU")
-def test_training_on_cuda() -> None:
-    plain = seeded(lambda: Stack(width=256), 4, 256)[0]
-    model = fxremat.offload(copy.deepcopy(plain))
-    assert all(p.is_pinned() and is_host(p) for p in model.parameters())
-    x = torch.randn(4, 256, device="cuda")
-    plain.cuda()
-    before = torch.cuda.memory_allocated()
-    expected = train(plain, x, plain)
-    held = torch.cuda.memory_allocated() - before
-    losses, gradients, _ = train(model, x, aot(model))
-    assert losses == pytest.approx(expected[0], rel=1e-4)
-    for ours, theirs in zip(gradients, expected[1], strict=True):
-        assert ours.device == CPU
-        torch.testing.assert_close(ours, theirs.cpu(), rtol=1e-3, atol=1e-5)
-    assert torch.cuda.memory_allocated() - before < held + 2**20
-    model.to("cuda")
-    assert all(p.is_pinned() for p in model.parameters())
-    host_weights.restore(model)
-    assert all(p.is_cuda for p in model.parameters())
