@@ -34,12 +34,12 @@ import torch
 
 from fxremat import compat
 from fxremat.compiling.tracing import trace_step
-from fxremat.core.alternatives import take
 from fxremat.core.check import check
 from fxremat.core.plan import Plan
 from fxremat.core.problem import Problem
 from fxremat.core.schedule import keep_all
 from fxremat.core.timeline import replay
+from fxremat.core.variants import take
 from fxremat.cost.device import spec_named
 from fxremat.passes.variants.rule import Rule
 from fxremat.passes.variants.table import RULES
@@ -136,7 +136,7 @@ class Row:
 
 @cache
 def problem_of(model: str, size: str, names: tuple[str, ...]) -> Problem:
-    """The step at the rates of its size, with the variants of these rules as alternatives."""
+    """The step at the rates of its size, with the variants of these rules as variants."""
     rules = [rule for rule in RULES if rule.name in names]
     spec = spec_named(RATES[size])
     if set(names) & set(REAL):
@@ -195,7 +195,7 @@ class Comparison:
 def row_of(rule: Rule, model: str, size: str, seconds: float) -> Row:
     """All that is planned for one rule on one model."""
     problem = problem_of(model, size, (rule.name,))
-    sites = len(problem.alternatives)
+    sites = len(problem.variants)
     row = Row(rule.name, rule.lossy, model, size, RATES[size], sites)
     if not sites:
         return row
@@ -219,8 +219,8 @@ def beside_others(row: Row, seconds: float) -> At | None:
     others = tuple(rule.name for rule in RULES if not rule.lossy and rule.name not in REAL)
     names = tuple(dict.fromkeys((*others, row.rule)))
     problem = problem_of(row.model, row.size, names)
-    left = tuple(one for one in problem.alternatives if rule_of(one.name) != row.rule)
-    without = replace(problem, alternatives=left)
+    left = tuple(one for one in problem.variants if rule_of(one.name) != row.rule)
+    without = replace(problem, variants=left)
     return Comparison(row.rule, without, problem, seconds).at(row.best.label, row.best.budget_bytes)
 
 

@@ -31,12 +31,12 @@ import torch
 
 from fxremat import compat
 from fxremat.compiling.tracing import trace_step
-from fxremat.core.alternatives import run_once, take
 from fxremat.core.check import check
 from fxremat.core.plan import Plan
 from fxremat.core.problem import Problem
 from fxremat.core.schedule import keep_all
 from fxremat.core.timeline import replay
+from fxremat.core.variants import run_once, take
 from fxremat.cost.device import spec_named
 from fxremat.passes.variants.table import rules_named
 from fxremat.planner import SolverOptions, solve
@@ -78,7 +78,7 @@ class Row:
 
 
 def problem_of(name: str, size: str, device: str, lossy: bool) -> Problem:
-    """The step traced without memory, with all variants as alternatives."""
+    """The step traced without memory, with all variants as variants."""
     spec = spec_named(device)
     rules = rules_named(None, allow_lossy=lossy)
     dtype = torch.bfloat16 if size == "gpu" else torch.float32
@@ -192,7 +192,7 @@ def plans(given: argparse.Namespace) -> int:
     rows: list[Row] = []
     for name in given.models.split(","):
         problem = problem_of(name, given.size, given.device, given.allow_lossy)
-        count = len(problem.alternatives)
+        count = len(problem.variants)
         print(f"{name}: {len(problem.ops)} ops, {count} variants", file=sys.stderr, flush=True)
         for percent in map(int, given.budgets.split(",")):
             rows += rows_of(name, problem, percent, given.solver)

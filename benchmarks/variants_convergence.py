@@ -168,7 +168,7 @@ class Variant:
             return []
         sites = [its for its in self.rule.find(joint) if its.name.endswith(self.form)]
         taken, chosen = set[fx.Node](), list[Site]()
-        for site, form in zip(sites, insert_all(joint, sites).forms, strict=True):
+        for site, form in zip(sites, insert_all(joint, sites).inserted, strict=True):
             if taken.isdisjoint(form.stand_ins):
                 chosen.append(site)
                 taken.update(form.stand_ins)

@@ -136,7 +136,7 @@ class Options:
         read_variants,
         "FXREMAT_VARIANTS",
         "'all', 'none', or names",
-        "Forms of operators to choose from; `python -m fxremat variants` lists them.",
+        "Operator variants to choose from; `python -m fxremat variants` lists them.",
         unset="all",
     )
     allow_lossy: bool = _option(
@@ -144,7 +144,7 @@ class Options:
         read_bool,
         "FXREMAT_ALLOW_LOSSY",
         "bool",
-        "Also forms that store values inexactly: gradients are then no longer the exact ones.",
+        "Also variants that store values inexactly. Gradients are then near, not exact.",
     )
     disable_passes: tuple[str, ...] = _option(
         (),

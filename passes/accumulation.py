@@ -130,7 +130,7 @@ def behind_readers(ops: Sequence[Op], gradient_of: Mapping[str, str]) -> list[Op
 def finish(graph: fx.Graph, backward: Sequence[fx.Node]) -> None:
     """Name what is read later, in a planned graph; ``backward`` are the nodes of that half.
 
-    A form of ops that computes a gradient in the forward takes its call away: what the forward
+    A variant that computes a gradient in the forward takes its call away: what the forward
     saved belongs to autograd.
     """
     inside = set(backward)

@@ -310,7 +310,7 @@ def materialise(
 ) -> Materialisation:
     """Apply the rule above to every node of the joint graph.
 
-    ``others`` are nodes of other forms of ops: what they read counts for themselves alone. Those
+    ``others`` are nodes of other variants of ops: what they read counts for themselves alone. Those
     that stand in for a node (their entry) are read by its readers.
     """
     result = Materialisation(joint, fused)

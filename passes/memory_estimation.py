@@ -11,8 +11,8 @@ The base order is the one the joint graph has; ops that only the backward needs 
 depend on no tangent stand right before the first op that reads them. A pseudo-op that does
 nothing writes the tangents, which appear only when the forward has ended.
 
-Other forms of ops (`fxremat.passes.variants.insertion`) stand beside them in the graph. Each is an
-alternative of the problem: its own ops, and what the ops that read a stand-in in place of a node
+Variants of ops (`fxremat.passes.variants.insertion`) stand beside them in the graph. Each is an
+variant of the problem: its own ops, and what the ops that read a stand-in in place of a node
 read then.
 
 A parameter that lives in host memory has no bytes here. What the graph fetches of it is a value
@@ -32,7 +32,7 @@ import torch
 from torch import fx
 
 from fxremat import compat
-from fxremat.core.problem import Alternative, Change, Copies, Op, Phase, Problem, Value, validate
+from fxremat.core.problem import Change, Copies, Op, Phase, Problem, Value, Variant, validate
 from fxremat.passes import inplace
 from fxremat.passes.accumulation import behind_readers, is_accumulated
 from fxremat.passes.joint_graph import (
@@ -117,11 +117,11 @@ class _Builder:
 
     def __init__(
         self, joint: JointGraph, rule: Materialisation, timer: OpTimer,
-        workspace: Callable[[fx.Node], int], device: str, forms: Sequence[InsertedVariant],
+        workspace: Callable[[fx.Node], int], device: str, inserted: Sequence[InsertedVariant],
         over: Mapping[fx.Node, fx.Node],
     ) -> None:  # fmt: skip
         self.joint, self.rule, self.timer, self.device = joint, rule, timer, device
-        self.forms, self.over = forms, over
+        self.inserted, self.over = inserted, over
         self.workspace = workspace
         self.position = {n: i for i, n in enumerate(joint.module.graph.nodes)}
         self.bytes: dict[str, int] = {}
@@ -141,9 +141,10 @@ class _Builder:
         return nbytes(tensor)
 
     def cone(
-        self, sinks: Sequence[fx.Node], form: InsertedVariant | None = None
+        self, sinks: Sequence[fx.Node], variant: InsertedVariant | None = None
     ) -> tuple[set[fx.Node], set[fx.Node]]:
-        """Nodes from the nearest values to ``sinks``, and those values; in a form, where given."""
+        """Nodes from the nearest values to ``sinks``, and those values; in a variant, where
+        given."""
         inside, reads = set(), set()
         stack = list(sinks)
         while stack:
@@ -152,8 +153,8 @@ class _Builder:
                 continue
             inside.add(node)
             for source in node.all_input_nodes:
-                if form is not None:
-                    source = form.read_by(node, source)
+                if variant is not None:
+                    source = variant.read_by(node, source)
                 if self.rule.is_value(source) and source not in sinks:
                     reads.add(source)
                 elif source.op == "call_function" and not self.is_host(source):
@@ -165,9 +166,9 @@ class _Builder:
         return is_scalar(node) and not is_mutating(node)
 
     def add_op(
-        self, sinks: list[fx.Node], values: list[fx.Node], form: InsertedVariant | None = None
+        self, sinks: list[fx.Node], values: list[fx.Node], variant: InsertedVariant | None = None
     ) -> Op:
-        inside, reads = self.cone(sinks, form)
+        inside, reads = self.cone(sinks, variant)
         nodes = tuple(sorted(inside, key=self.position.__getitem__))
         read = sorted(reads, key=self.position.__getitem__)
         sizes = {n.name: self.size(n) for n in (*read, *values)}
@@ -263,8 +264,8 @@ class _Builder:
             self.targets[value.name] = node
 
     def collect(self) -> None:
-        """Every op of the graph without other forms, in joint order."""
-        others = {node for form in self.forms for node in form.nodes}
+        """Every op of the graph without variants, in joint order."""
+        others = {node for variant in self.inserted for node in variant.nodes}
         for node in self.joint.module.graph.nodes:
             if node.op != "call_function" or node.target is operator.getitem or is_view(node):
                 continue
@@ -279,53 +280,55 @@ class _Builder:
             else:
                 self.op_of(node)
 
-    def op_of(self, node: fx.Node, form: InsertedVariant | None = None) -> Op | None:
-        """The op that a call (of a form) makes; None if it is part of the ops that read it."""
+    def op_of(self, node: fx.Node, variant: InsertedVariant | None = None) -> Op | None:
+        """The op that a call (of a variant) makes; None if it is part of the ops that read it."""
         if is_multi_output(node):  # numbers among its results are read off at once
             results = [u for u in node.users if u.target is operator.getitem]
             written = [u for u in results if u in self.rule.written]
-            return self.add_op([node, *results], written, form)
-        return self.add_op([node], [node], form) if node in self.rule.written else None
+            return self.add_op([node, *results], written, variant)
+        return self.add_op([node], [node], variant) if node in self.rule.written else None
 
-    # -- other forms -------------------------------------------------------------------------
+    # -- variants ----------------------------------------------------------------------------
 
-    def alternatives(self, outputs: Sequence[str]) -> tuple[Alternative, ...]:
-        """What each form is to the planner; those that change nothing it sees are left out."""
+    def variants(self, outputs: Sequence[str]) -> tuple[Variant, ...]:
+        """What each variant is to the planner; those that change nothing it sees are left out."""
         base = dict(self.ops)
         ops_of: dict[fx.Node, list[str]] = {}
         for name in base:
             for node in self.cones[name].nodes:
                 ops_of.setdefault(node, []).append(name)
         found = []
-        for form in self.forms:
-            if any(root(old).name in self.targets for old in form.stand_ins):
-                continue  # it leaves for the host, and no alternative says so
-            made = [self.op_of(n, form) for n in form.nodes if _makes_op(n)]
-            touched = {name for _, reader in form.redirected() for name in ops_of.get(reader, ())}
-            changes = [self.change(base[name], form) for name in base if name in touched]
-            replaced = self.replaced_outputs(form, outputs)
+        for variant in self.inserted:
+            if any(root(old).name in self.targets for old in variant.stand_ins):
+                continue  # it leaves for the host, and no variant says so
+            made = [self.op_of(n, variant) for n in variant.nodes if _makes_op(n)]
+            touched = {
+                name for _, reader in variant.redirected() for name in ops_of.get(reader, ())
+            }
+            changes = [self.change(base[name], variant) for name in base if name in touched]
+            replaced = self.replaced_outputs(variant, outputs)
             changes = [change for change in changes if change is not None]
             if changes or replaced:
                 ops = tuple(op for op in made if op is not None)
-                found.append(Alternative(form.name, ops, tuple(filter(None, changes)), replaced))
+                found.append(Variant(variant.name, ops, tuple(filter(None, changes)), replaced))
         return tuple(found)
 
     def replaced_outputs(
-        self, form: InsertedVariant, outputs: Sequence[str]
+        self, variant: InsertedVariant, outputs: Sequence[str]
     ) -> tuple[tuple[str, str], ...]:
-        """(old, new) names of the outputs that are others in the form."""
+        """(old, new) names of the outputs that are others in the variant."""
         joint, found = self.joint, dict[str, str]()
         for results, early in ((joint.forward_outputs, True), (joint.backward_outputs, False)):
             for result in results:
-                old, new = root(result), form.root_of_result(result, early)
+                old, new = root(result), variant.root_of_result(result, early)
                 if old is not new and old.name in outputs and self.rule.is_value(new):
                     found[old.name] = new.name
         return tuple(found.items())
 
-    def change(self, op: Op, form: InsertedVariant) -> Change | None:
-        """What the op reads and takes in the form; None where that is the same."""
+    def change(self, op: Op, variant: InsertedVariant) -> Change | None:
+        """What the op reads and takes in the variant; None where that is the same."""
         cone = self.cones[op.name]
-        inside, reads = self.cone(tuple(cone.sinks), form)
+        inside, reads = self.cone(tuple(cone.sinks), variant)
         names = {node.name for node in reads}
         before = set(op.reads)
         if names == before and inside == {*cone.nodes}:
@@ -396,21 +399,21 @@ def estimate(
     fused: bool,
     device: str,
     name: str,
-    forms: Sequence[InsertedVariant] = (),
+    inserted: Sequence[InsertedVariant] = (),
     in_place: bool = True,
 ) -> Estimate:
-    """The problem of a joint graph, with the forms that stand in it as alternatives.
+    """The problem of a joint graph, and the inserted variants to choose from.
 
     ``fused`` tells whether the graph goes through Inductor or runs node by node. Bytes are
     those on ``device``; times are the timer's microseconds; ``workspace`` gives the scratch
     bytes of a library call. ``in_place`` says whether calls may be rewritten to write over what
     dies in them.
     """
-    stand_ins = {new: old for form in forms for old, new in form.stand_ins.items()}
-    others = {node: stand_ins.get(node) for form in forms for node in form.nodes}
+    stand_ins = {new: old for variant in inserted for old, new in variant.stand_ins.items()}
+    others = {node: stand_ins.get(node) for variant in inserted for node in variant.nodes}
     rule = materialise(joint, fused=fused, others=others)
     over = inplace.possible(joint) if in_place else {}
-    builder = _Builder(joint, rule, timer, workspace, device, forms, over)
+    builder = _Builder(joint, rule, timer, workspace, device, inserted, over)
     builder.collect()
     primals = [n for n in joint.primals if is_tensor(n)]
     tangents = [n for n in joint.tangents if is_tensor(n)]
@@ -427,7 +430,7 @@ def estimate(
     kept = [root(n) for n in (*joint.forward_outputs, *joint.backward_outputs) if n not in gone]
     outputs = _distinct([n.name for n in kept if rule.is_value(n)])
     host = (*builder.sources, *builder.targets)
-    alternatives = builder.alternatives(outputs)
+    variants = builder.variants(outputs)
     problem = Problem(
         name=name,
         values=tuple(Value(key, size) for key, size in builder.bytes.items()),
@@ -436,7 +439,7 @@ def estimate(
         outputs=_distinct([*outputs, *(n.name for n in tangents)]),
         host=host,
         copies=Copies(0.0, 0.0, only_host=True) if host else None,
-        alternatives=alternatives,
+        variants=variants,
     )
     node_of = {n.name: n for n in joint.module.graph.nodes if n.name in builder.bytes}
     return Estimate(

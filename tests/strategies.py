@@ -6,7 +6,7 @@ from dataclasses import replace
 
 from hypothesis import strategies as st
 
-from fxremat.core.problem import Alternative, Change, Op, Phase, Problem, Value, validate
+from fxremat.core.problem import Change, Op, Phase, Problem, Value, Variant, validate
 
 SIZES = st.integers(0, 64)
 TIMES = st.integers(0, 16).map(float)
@@ -75,14 +75,14 @@ def scheduled_problems(draw: st.DrawFn) -> tuple[Problem, tuple[str, ...]]:
 
 
 @st.composite
-def problems_with_alternatives(draw: st.DrawFn, max_ops: int = 8) -> Problem:
+def problems_with_variants(draw: st.DrawFn, max_ops: int = 8) -> Problem:
     """A problem some of whose ops have another form, which reads or takes something else.
 
-    Each alternative rewrites one value: what an earlier op may read writes a stand-in for it, which
+    Each variant rewrites one value: what an earlier op may read writes a stand-in for it, which
     some of its readers or the outputs take.
     """
     problem = draw(problems(min_ops=2, max_ops=max_ops))
-    values, found = list(problem.values), list[Alternative]()
+    values, found = list(problem.values), list[Variant]()
     for index, op in enumerate(problem.ops):
         if not draw(st.booleans()):
             continue
@@ -104,5 +104,5 @@ def problems_with_alternatives(draw: st.DrawFn, max_ops: int = 8) -> Problem:
         changes = tuple(Change(r.name, (old,), (new,), draw(TIMES)) for r in readers)
         if changes or outputs:
             values.append(Value(new, problem.bytes_of[old]))
-            found.append(Alternative(f"other_{op.name}", (form,), changes, outputs))
-    return validate(replace(problem, values=tuple(values), alternatives=tuple(found)))
+            found.append(Variant(f"other_{op.name}", (form,), changes, outputs))
+    return validate(replace(problem, values=tuple(values), variants=tuple(found)))

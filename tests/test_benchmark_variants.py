@@ -14,11 +14,11 @@ from hypothesis import given, settings
 from benchmarks import variants_convergence as convergence
 from benchmarks.variants import parse_arguments, ways
 from benchmarks.variants_curves import draw, smoothed
-from fxremat.core.alternatives import run_once, take
 from fxremat.core.problem import Problem
+from fxremat.core.variants import run_once, take
 from fxremat.passes.variants.table import RULES
 from fxremat.planner import solve
-from tests.strategies import problems_with_alternatives
+from tests.strategies import problems_with_variants
 
 
 @pytest.fixture(autouse=True)
@@ -29,7 +29,7 @@ def _fresh() -> Iterator[None]:
 
 
 @settings(deadline=None, max_examples=20)
-@given(problems_with_alternatives(max_ops=6))
+@given(problems_with_variants(max_ops=6))
 def test_in_turn_takes_the_better_forms(problem: Problem) -> None:
     """Those that need nothing to run again to fit, or those that save time."""
     once, plain = run_once(problem), take(problem, ())

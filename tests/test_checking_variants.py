@@ -49,7 +49,7 @@ def taken(joint: JointGraph, chosen: Sequence[Site], lossy: frozenset[str]) -> l
             lossy=form.rule in lossy,
             backward_only=frozenset(new.name for new in form.late),
         )
-        for form in insertion.insert_all(joint, chosen).forms
+        for form in insertion.insert_all(joint, chosen).inserted
     ]
 
 

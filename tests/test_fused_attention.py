@@ -65,7 +65,7 @@ class Taken:
         self.joint = prepare(module, num_fwd_outputs)
         sites = insertion.find_sites(self.joint, RULES)
         self.names = [site.name for site in sites]
-        for form in insertion.insert_all(self.joint, sites).forms:
+        for form in insertion.insert_all(self.joint, sites).inserted:
             for old, new in form.stand_ins.items():
                 one, other = old.meta["val"], new.meta["val"]
                 assert (one.shape, one.stride(), one.dtype) == (
@@ -223,7 +223,7 @@ def test_kernels_of_a_gpu(function: Function, inputs: Sequence[Any], names: list
     joint = on_cuda(capture(function, inputs).joint)
     sites = insertion.find_sites(joint, RULES)
     assert [site.name.split()[-1] for site in sites] == names
-    replaced = [set(form.stand_ins) for form in insertion.insert_all(joint, sites).forms]
+    replaced = [set(form.stand_ins) for form in insertion.insert_all(joint, sites).inserted]
     assert not replaced or set.intersection(*replaced)  # so one of them at most is taken
     for site in sites:
         taken = insertion.take(joint, [site])

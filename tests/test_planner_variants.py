@@ -7,17 +7,17 @@ from dataclasses import replace
 import pytest
 from hypothesis import given, settings
 
-from fxremat.core.alternatives import exclude, take
 from fxremat.core.check import check
-from fxremat.core.problem import Alternative, Change, Op, Problem, Value, validate
+from fxremat.core.problem import Change, Op, Problem, Value, Variant, validate
+from fxremat.core.variants import exclude, take
 from fxremat.planner import SOLVERS, SolverOptions, solve
 from fxremat.planner.deadline import Deadline
 from fxremat.planner.local import greedy
 from fxremat.planner.plan_cache import PlanCache
 from fxremat.planner.variants.all_variants import unite
 from fxremat.planner.variants.choice_milp import ChoiceMilp
-from tests.strategies import problems_with_alternatives
-from tests.test_core_alternatives import LOSS
+from tests.strategies import problems_with_variants
+from tests.test_core_variants import LOSS
 
 NO_LIMIT = SolverOptions()
 
@@ -25,7 +25,7 @@ NO_LIMIT = SolverOptions()
 def layers(count: int) -> Problem:
     """A chain whose wide values are read again in the backward, each of which can be packed."""
     values = [Value("x0", 10)]
-    forward, backward, others = list[Op](), list[Op](), list[Alternative]()
+    forward, backward, others = list[Op](), list[Op](), list[Variant]()
     for i in range(count):
         values += [Value(f"h{i}", 100), Value(f"x{i + 1}", 10), Value(f"g{i}", 10)]
         values += [Value(f"bits{i}", 4), Value(f"again{i}", 100)]
@@ -36,7 +36,7 @@ def layers(count: int) -> Problem:
         grad = (f"g{i + 1}",) if i + 1 < count else (f"x{count}",)
         backward.insert(0, Op(f"back{i}", (f"h{i}", *grad), (f"g{i}",), 20.0, phase="backward"))
         others.append(
-            Alternative(
+            Variant(
                 f"packed{i}",
                 ops=(
                     Op(f"pack{i}", (f"h{i}",), (f"bits{i}",), 1.0, phase="forward"),
@@ -48,7 +48,7 @@ def layers(count: int) -> Problem:
     return validate(
         Problem(
             "layers", tuple(values), (*forward, *backward), ("x0",), (), ("g0",),
-            alternatives=tuple(others),
+            variants=tuple(others),
         )
     )  # fmt: skip
 
@@ -73,10 +73,10 @@ def test_with_room_for_everything_the_fastest_forms_are_taken() -> None:
     assert solve(LOSS, 10_000).variants == ()
     assert solve(LOSS, None).variants == ()
     quick = replace(
-        LOSS.alternatives[0],
-        ops=tuple(replace(op, time_us=3.0) for op in LOSS.alternatives[0].ops),
+        LOSS.variants[0],
+        ops=tuple(replace(op, time_us=3.0) for op in LOSS.variants[0].ops),
     )
-    assert solve(replace(LOSS, alternatives=(quick,)), None).variants == ("chunks",)
+    assert solve(replace(LOSS, variants=(quick,)), None).variants == ("chunks",)
 
 
 def test_only_as_many_are_packed_as_have_to_be() -> None:
@@ -117,7 +117,7 @@ def peaks(problem: Problem) -> tuple[int, int]:
 
 
 @settings(deadline=None, max_examples=60)
-@given(problems_with_alternatives(max_ops=7))
+@given(problems_with_variants(max_ops=7))
 def test_no_plan_is_better_than_what_the_choice_proves(problem: Problem) -> None:
     """All stages are moments, and so neighbours: what runs again counts, too."""
     plain = take(problem, ())
@@ -180,7 +180,7 @@ def test_the_plan_comes_back_from_the_cache_with_its_variants(tmp_path: object) 
 
 
 @settings(deadline=None, max_examples=40)
-@given(problems_with_alternatives(max_ops=6))
+@given(problems_with_variants(max_ops=6))
 def test_plans_are_never_worse_than_without_alternatives(problem: Problem) -> None:
     plain = take(problem, ())
     least, most = peaks(plain)
@@ -190,12 +190,12 @@ def test_plans_are_never_worse_than_without_alternatives(problem: Problem) -> No
         assert verdict.ok
         assert verdict.peak_bytes == plan.peak_bytes <= max(budget, alone.peak_bytes)
         assert plan.peak_bytes > budget or plan.time_us <= alone.time_us + 1e-9
-        chosen = [one for one in problem.alternatives if one.name in plan.variants]
+        chosen = [one for one in problem.variants if one.name in plan.variants]
         assert not any(exclude(a, b) for a in chosen for b in chosen if a is not b)
 
 
 @settings(deadline=None, max_examples=40)
-@given(problems_with_alternatives(max_ops=7))
+@given(problems_with_variants(max_ops=7))
 def test_no_form_more_or_less_makes_a_plan_better(problem: Problem) -> None:
     plain = take(problem, ())
     least, most = peaks(plain)
@@ -203,9 +203,9 @@ def test_no_form_more_or_less_makes_a_plan_better(problem: Problem) -> None:
     plan = solve(problem, budget, "greedy")
     if plan.peak_bytes <= budget and plan.time_us <= 1.002 * problem.base_time_us:
         return  # good enough
-    for one in problem.alternatives:
+    for one in problem.variants:
         names = {*plan.variants} ^ {one.name}
-        names -= {o.name for o in problem.alternatives if o is not one and exclude(one, o)}
+        names -= {o.name for o in problem.variants if o is not one and exclude(one, o)}
         other = greedy.quick(take(problem, names), budget, NO_LIMIT)
         best = max(plan.peak_bytes, budget), plan.time_us
         assert (max(other.peak_bytes, budget), other.time_us) >= best
@@ -224,7 +224,7 @@ def one_wide_layer(count: int) -> Problem:
 
     What comes before it is high because of what is kept, which need not be.
     """
-    values, others = [Value("x0", 4)], list[Alternative]()
+    values, others = [Value("x0", 4)], list[Variant]()
     forward, backward = list[Op](), list[Op]()
     for i in range(count):
         size = 4 if i == 0 else 1
@@ -236,11 +236,11 @@ def one_wide_layer(count: int) -> Problem:
         reads = (f"y{i}", f"x{i}", f"g{i + 1}" if i + 1 < count else f"x{count}")
         backward.insert(0, Op(f"back{i}", reads, (f"g{i}",), 20.0, 2 * size, phase="backward"))
         less = Change(f"back{i}", (), (), 1.0, -size * 7 // 4)
-        others.append(Alternative(f"less{i}", changes=(less,)))
+        others.append(Variant(f"less{i}", changes=(less,)))
     return validate(
         Problem(
             "one wide layer", tuple(values), (*forward, *backward), ("x0",), (), ("g0",),
-            alternatives=tuple(others),
+            variants=tuple(others),
         )
     )  # fmt: skip
 

@@ -8,8 +8,8 @@ import pytest
 import torch
 from torch import fx
 
-from fxremat.core.alternatives import take as take_alternatives
 from fxremat.core.problem import Problem
+from fxremat.core.variants import take as take_alternatives
 from fxremat.passes.joint_graph import JointGraph, Role, is_tensor
 from fxremat.passes.memory_estimation import Estimate, estimate
 from fxremat.passes.nodes import add_call
@@ -87,7 +87,7 @@ def estimated(
     joint: JointGraph, fused: bool, given: Sequence[insertion.InsertedVariant] = ()
 ) -> Estimate:
     return estimate(
-        joint, unit_time, no_workspace, fused=fused, device="cpu", name="test", forms=given
+        joint, unit_time, no_workspace, fused=fused, device="cpu", name="test", inserted=given
     )
 
 
@@ -105,11 +105,11 @@ def test_offering_changes_nothing() -> None:
     joint = seen().joint
     sites = insertion.find_sites(joint, RULES)
     offered = insertion.insert_all(joint, sites)
-    assert len(offered.forms) == len(sites) > 6
-    plain, union = problem_of(joint, False), problem_of(offered.joint, False, offered.forms)
+    assert len(offered.inserted) == len(sites) > 6
+    plain, union = problem_of(joint, False), problem_of(offered.joint, False, offered.inserted)
     assert union.ops == plain.ops
     assert union.outputs == plain.outputs
-    assert {one.name for one in union.alternatives} == {site.name for site in sites}
+    assert {one.name for one in union.variants} == {site.name for site in sites}
     assert str(joint.module.graph) == str(seen().joint.module.graph)
 
 
@@ -118,8 +118,8 @@ def test_an_alternative_says_what_the_graph_is_once_it_is_taken(fused: bool) -> 
     joint = seen(fused).joint
     sites = insertion.find_sites(joint, RULES)
     offered = insertion.insert_all(joint, sites)
-    union = problem_of(offered.joint, fused, offered.forms)
-    for one in union.alternatives:
+    union = problem_of(offered.joint, fused, offered.inserted)
+    for one in union.variants:
         site = next(site for site in sites if site.name == one.name)
         real = problem_of(insertion.take(joint, [site]), fused)
         said = take_alternatives(union, [one.name])

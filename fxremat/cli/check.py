@@ -7,8 +7,8 @@ import argparse
 from fxremat.cli import files
 from fxremat.cli.arguments import Commands, add_budget, add_copies, add_problem, with_copies
 from fxremat.cli.errors import UsageError
-from fxremat.core.alternatives import take
 from fxremat.core.check import check
+from fxremat.core.variants import take
 
 
 def add(commands: Commands) -> None:
@@ -29,7 +29,7 @@ def run(given: argparse.Namespace) -> int:
     try:
         left = take(problem, variants)
     except KeyError as error:
-        raise UsageError(f"{given.plan}: the problem has no alternative {error}") from error
+        raise UsageError(f"{given.plan}: the problem has no variant {error}") from error
     verdict = check(left, steps, budget)
     print(verdict)
     return 0 if verdict.ok else 1

@@ -31,7 +31,7 @@ def read_problem(path: str) -> Problem:
 
 
 def read_plan(path: str) -> tuple[tuple[Step, ...], tuple[str, ...]]:
-    """The steps of the plan in a file, and the alternatives it takes."""
+    """The steps of the plan in a file, and the variants it takes."""
     with _naming(path):
         text = Path(path).read_text(encoding="utf-8")
     try:

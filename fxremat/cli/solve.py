@@ -19,10 +19,10 @@ from fxremat.cli.arguments import (
     with_copies,
 )
 from fxremat.cli.progress import gap, shown
-from fxremat.core.alternatives import take
 from fxremat.core.plan import Plan, plan_to_json
 from fxremat.core.problem import Problem
 from fxremat.core.timeline import replay
+from fxremat.core.variants import take
 from fxremat.planner import SolverOptions, solve
 from fxremat.planner.deadline import Deadline, interruptible
 

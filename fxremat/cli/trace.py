@@ -56,7 +56,7 @@ def add(commands: Commands) -> None:
         "--variants",
         metavar="NAMES",
         default="none",
-        help="forms of operators to choose from: 'all', or names with commas (see: variants)",
+        help="operator variants to choose from: 'all', or names with commas (see: variants)",
     )
     parser.add_argument("--allow-lossy", action="store_true", help="lossy ones among 'all', too")
     parser.set_defaults(run=run)
@@ -82,8 +82,8 @@ def run(given: argparse.Namespace) -> int:
         copies = Copies(rate, rate, COPY_LATENCY_US, energy_uj=spec.host_nj_per_byte / 1000)
         problem = replace(problem, copies=copies)
     print(f"problem   {problem.name}: {len(problem.ops)} ops, {len(problem.values)} values")
-    if problem.alternatives:
-        print(f"variants  {len(problem.alternatives)} other forms of ops")
+    if problem.variants:
+        print(f"variants  {len(problem.variants)} variants of ops")
     print(f"resident  {sized(problem.resident_bytes)}")
     print(f"keep-all  {sized(keep_all_peak(problem))} at the peak")
     files.write_json(given.out, problem_to_json(problem))

@@ -11,8 +11,8 @@ from torch import fx
 
 from fxremat import compat
 from fxremat.compiling.request import Request
-from fxremat.core.alternatives import run_once
 from fxremat.core.problem import Problem
+from fxremat.core.variants import run_once
 from fxremat.cost.device import DeviceSpec, device_spec
 from fxremat.cost.op_times import measured_timer
 from fxremat.cost.roofline import roofline_us
@@ -93,8 +93,8 @@ class CostModel:
     workspace: Callable[[fx.Node], int]
     spec: DeviceSpec | None = None
 
-    def estimate(self, joint: JointGraph, forms: Sequence[InsertedVariant] = ()) -> Estimate:
-        """With the forms that stand in the graph as alternatives."""
+    def estimate(self, joint: JointGraph, inserted: Sequence[InsertedVariant] = ()) -> Estimate:
+        """And the variants that are inserted to choose from."""
         found = estimate(
             joint,
             self.timer,
@@ -102,7 +102,7 @@ class CostModel:
             fused=self.request.compiled,
             device=self.device.type,
             name=self.name,
-            forms=forms,
+            inserted=inserted,
             in_place="inplace" not in self.request.disabled,
         )
         spec = device_spec(self.device) if self.spec is None else self.spec

@@ -71,10 +71,10 @@ class Learnt:
     def told(self, problem: Problem) -> Problem:
         """The problem with these workspaces, also in its variants; itself where none differs."""
         ops = self._told(problem.ops)
-        others = tuple(replace(one, ops=self._told(one.ops)) for one in problem.alternatives)
-        if ops == problem.ops and others == problem.alternatives:
+        others = tuple(replace(one, ops=self._told(one.ops)) for one in problem.variants)
+        if ops == problem.ops and others == problem.variants:
             return problem
-        return replace(problem, ops=ops, alternatives=others)
+        return replace(problem, ops=ops, variants=others)
 
     def _told(self, ops: tuple[Op, ...]) -> tuple[Op, ...]:
         known = self.scratch

@@ -89,7 +89,7 @@ def trace_step(
 
     ``mode`` is what would run the graphs; ``workspaces`` are measured by running each distinct
     library call, on real memory; times are those of ``spec``, by default of the device here.
-    The problem has the forms of ``rules`` as alternatives. Raises `NotTraceable`.
+    The problem has the variants of ``rules`` to choose from. Raises `NotTraceable`.
     """
 
     def backend(gm: fx.GraphModule, example_inputs: Sequence[Any]) -> Callable[..., Any]:

@@ -16,7 +16,7 @@ class Plan:
     """Steps in the order they run, and what is claimed of them.
 
     ``peak_bytes``, ``time_us`` and ``energy_uj`` are those of replaying ``steps``.
-    ``variants`` are the alternatives taken (`fxremat.core.alternatives.take`): steps, figures and
+    ``variants`` are the variants taken (`fxremat.core.variants.take`): steps, figures and
     bounds are those of the problem that is left then.
     ``time_bound_us`` is a proven lower bound on the time of every schedule within the budget, and
     ``peak_bound_bytes`` one on the peak of every schedule; None says that nothing was proven.
@@ -66,7 +66,7 @@ def plan_to_json(plan: Plan) -> dict[str, Any]:
 
 
 def variants_from_json(data: Mapping[str, Any]) -> tuple[str, ...]:
-    """The alternatives that a plan file takes."""
+    """The variants that a plan file takes."""
     names = data.get("variants", []) if isinstance(data, Mapping) else None
     if not isinstance(names, list) or not all(isinstance(name, str) for name in names):
         raise InvalidProblem("plan: field 'variants' must be a list of names")

@@ -71,7 +71,7 @@ class Copies:
 
 @dataclass(frozen=True)
 class Change:
-    """What an alternative changes of an op: values it reads no more, values it reads instead.
+    """What an variant changes of an op: values it reads no more, values it reads instead.
 
     Time and workspace are what the op takes more, or less, than before. ``inplace`` are pairs of
     what it reads instead and what it writes, as an op has them.
@@ -86,11 +86,11 @@ class Change:
 
 
 @dataclass(frozen=True)
-class Alternative:
-    """Another form of some ops: new ops, changes to those that are there, and other outputs.
+class Variant:
+    """Another way to compute some ops: new ops, changes to those that are there, and other outputs.
 
     ``outputs`` holds (old, new) pairs. The new ops write values that no other op writes. An op
-    whose results nobody needs once the alternative is taken is not run.
+    whose results nobody needs once the variant is taken is not run.
     """
 
     name: str
@@ -110,8 +110,8 @@ class Problem:
     * ``copies`` says how values may move to host memory and back (None: they may not);
     * ``host`` values live in host memory: those that no op writes are there from the start, and
       those that an op writes have to be there at the end. The device has them between moves only;
-    * ``alternatives`` are other forms of some ops, of which a plan takes any that do not exclude
-      each other (`fxremat.core.alternatives`). Solvers see the problem that is left then.
+    * ``variants`` are other ways to compute some ops, of which a plan takes any that do not exclude
+      each other (`fxremat.core.variants`). Solvers see the problem that is left then.
     """
 
     name: str
@@ -122,7 +122,7 @@ class Problem:
     outputs: tuple[str, ...] = ()
     copies: Copies | None = None
     host: tuple[str, ...] = ()
-    alternatives: tuple[Alternative, ...] = ()
+    variants: tuple[Variant, ...] = ()
 
     @cached_property
     def bytes_of(self) -> dict[str, int]:
@@ -217,10 +217,10 @@ def _change_from_json(data: Mapping[str, Any], where: str) -> Change:
     )
 
 
-def _alternative_from_json(data: Mapping[str, Any], where: str) -> Alternative:
+def _alternative_from_json(data: Mapping[str, Any], where: str) -> Variant:
     row = {"ops": [], "changes": [], "outputs": [], **data}
     ops, changes = _field(row, "ops", list, where), _field(row, "changes", list, where)
-    return Alternative(
+    return Variant(
         name=_field(row, "name", str, where),
         ops=tuple(_op_from_json(op, f"{where}.ops[{i}]") for i, op in enumerate(ops)),
         changes=tuple(
@@ -306,17 +306,17 @@ def _check_flow(problem: Problem) -> None:
 
 def _check_alternatives(problem: Problem) -> None:
     """Names and values; whether one can be taken shows where it is."""
-    base, names = problem.op_of, [one.name for one in problem.alternatives]
-    new = [op for one in problem.alternatives for op in one.ops]
+    base, names = problem.op_of, [one.name for one in problem.variants]
+    new = [op for one in problem.variants for op in one.ops]
     written = [name for op in (*problem.ops, *new) for name in op.writes]
     if len({*names}) < len(names):
-        raise InvalidProblem("alternatives: a name is used twice")
+        raise InvalidProblem("variants: a name is used twice")
     if len({*base, *(op.name for op in new)}) < len(base) + len(new):
-        raise InvalidProblem("alternatives: the name of an op is used twice")
+        raise InvalidProblem("variants: the name of an op is used twice")
     if len({*written}) < len(written):
-        raise InvalidProblem("alternatives: a value is written twice")
-    for one in problem.alternatives:
-        where = f"alternative {one.name!r}"
+        raise InvalidProblem("variants: a value is written twice")
+    for one in problem.variants:
+        where = f"variant {one.name!r}"
         known = [r for op in one.ops for r in (*op.reads, *op.writes)]
         known += [name for change in one.changes for name in change.adds]
         for name in [*known, *(new_name for _, new_name in one.outputs)]:
@@ -353,7 +353,7 @@ def problem_from_json(data: Mapping[str, Any]) -> Problem:
         raise InvalidProblem(f"field 'format' is {data['format']!r}, expected {FORMAT!r}")
     values = _field(data, "values", list, "problem")
     ops = _field(data, "ops", list, "problem")
-    others = _field({"alternatives": [], **data}, "alternatives", list, "problem")
+    others = _field({"variants": [], **data}, "variants", list, "problem")
     return validate(
         Problem(
             name=str(data.get("name", "")),
@@ -364,8 +364,8 @@ def problem_from_json(data: Mapping[str, Any]) -> Problem:
             outputs=_names(data, "outputs", "problem"),
             copies=_copies_from_json(data),
             host=_names({"host": [], **data}, "host", "problem"),
-            alternatives=tuple(
-                _alternative_from_json(row, f"alternatives[{i}]") for i, row in enumerate(others)
+            variants=tuple(
+                _alternative_from_json(row, f"variants[{i}]") for i, row in enumerate(others)
             ),
         )
     )
@@ -394,12 +394,12 @@ def _change_to_json(change: Change) -> dict[str, Any]:
     return row if change.inplace else {k: v for k, v in row.items() if k != "inplace"}
 
 
-def _alternative_to_json(alternative: Alternative) -> dict[str, Any]:
+def _alternative_to_json(variant: Variant) -> dict[str, Any]:
     return {
-        "name": alternative.name,
-        "ops": [_op_to_json(op) for op in alternative.ops],
-        "changes": [_change_to_json(change) for change in alternative.changes],
-        "outputs": [list(pair) for pair in alternative.outputs],
+        "name": variant.name,
+        "ops": [_op_to_json(op) for op in variant.ops],
+        "changes": [_change_to_json(change) for change in variant.changes],
+        "outputs": [list(pair) for pair in variant.outputs],
     }
 
 
@@ -407,13 +407,13 @@ def problem_to_json(problem: Problem) -> dict[str, Any]:
     """The problem as JSON data in the format ``fxremat-problem/1``.
 
     ``inplace`` and ``energy_uj`` are written only for ops that have them; ``copies``, ``host`` and
-    ``alternatives`` only where there are.
+    ``variants`` only where there are.
     """
     more: dict[str, Any] = {} if problem.copies is None else {"copies": asdict(problem.copies)}
     if problem.host:
         more["host"] = list(problem.host)
-    if problem.alternatives:
-        more["alternatives"] = [_alternative_to_json(one) for one in problem.alternatives]
+    if problem.variants:
+        more["variants"] = [_alternative_to_json(one) for one in problem.variants]
     return {
         "format": FORMAT,
         "name": problem.name,

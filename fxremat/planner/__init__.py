@@ -52,14 +52,14 @@ def solve(
 ) -> Plan:
     """The plan of the named solver; where values may move, of that solver with moves.
 
-    Where the problem has alternatives, the best choice of them that was found, and its plan.
+    Where the problem has variants, the best choice of them that was found, and its plan.
 
     Raises `ProblemRefused` where the solver cannot take the problem: `rotor.NotAChain`,
     `checkmate.TooManyRuns`, `moccasin.NotInstalled`.
     """
     if solver not in SOLVERS:
         raise ValueError(f"unknown solver {solver!r}; there are {', '.join(SOLVERS)}")
-    if problem.alternatives:
+    if problem.variants:
         return choose_and_plan.solve(
             problem,
             budget_bytes,

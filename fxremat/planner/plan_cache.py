@@ -19,10 +19,10 @@ from functools import cache, lru_cache
 from pathlib import Path
 from typing import Any
 
-from fxremat.core.alternatives import take
 from fxremat.core.plan import Plan, plan_to_json, steps_from_json, variants_from_json
 from fxremat.core.problem import Problem, problem_to_json
 from fxremat.core.schedule import Step, ops_of
+from fxremat.core.variants import take
 from fxremat.disk_cache import Answers, Question
 from fxremat.planner import solve
 from fxremat.planner.deadline import Deadline

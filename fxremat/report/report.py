@@ -31,9 +31,9 @@ class Report:
     ``order`` says who orders what runs: Inductor, the plan, or torch's own partition.
     ``time_overhead`` is the added time over the keep-all schedule's, as a fraction. ``timeline`` is
     bytes live per step. ``moved`` are the values that go to host memory, and how often each comes
-    back. ``variants`` are the forms taken, with the bytes of what they stand in for; overhead and
-    keep-all peak are those of the graph without them. ``problem`` is what was planned: the graph
-    with those forms in place.
+    back. ``variants`` are the variants taken, with the bytes of what they stand in for; overhead
+    and keep-all peak are those of the graph without them. ``problem`` is what was planned: the
+    graph with those variants in place.
     """
 
     graph: int
@@ -87,12 +87,12 @@ class Report:
         peak = format_bytes(self.predicted_peak_bytes)
         moved = f"{len(self.moved)} moved ({format_bytes(self.moved_bytes)}) | "
         moved = moved if self.moved else ""
-        forms = f"{len(self.variants)} variants | " if self.variants else ""
+        taken = f"{len(self.variants)} variants | " if self.variants else ""
         return (
             f"fxremat: graph {self.graph}: {self.nodes} nodes, keep-all peak "
             f"{format_bytes(self.keep_all_peak_bytes)} -> {peak} of {budget} | "
             f"+{self.time_overhead:.1%} time | {runs} recomputed "
-            f"({format_bytes(self.recomputed_bytes)}) | {moved}{forms}{self.plan.solver} | "
+            f"({format_bytes(self.recomputed_bytes)}) | {moved}{taken}{self.plan.solver} | "
             f"{self.own_seconds:.1f} s{' (cached)' if self.from_cache else ''}"
         )
 
@@ -105,7 +105,7 @@ class Report:
         lines += _table("saved for the backward", self.saved)
         lines += _table("recomputed in the backward", self.recomputed)
         lines += _table("moved to host memory and back", self.moved)
-        lines += _table("in another form", self.variants)
+        lines += _table("operator variants taken", self.variants)
         stages = ", ".join(f"{name} {value:.2f}" for name, value in self.seconds.items())
         return "\n".join([*lines, f"  seconds: {stages}"])
 

@@ -35,7 +35,7 @@ from fxremat.passes.variants.rule import AGAIN, Rule, Site
 NEAR_THE_MOST = 0.25
 """Of the most that a call holds: one that holds less does not make the peak."""
 GOOD_PART = 1 / 16
-"""Of what a call holds: less workspace is not worth another form."""
+"""Of what a call holds: less workspace is not worth another variant."""
 
 
 @dataclass(frozen=True)
@@ -56,7 +56,7 @@ class InsertedVariant:
     """Old readers that run in the forward."""
 
     def replaces(self, reader: fx.Node, old: fx.Node) -> bool:
-        """Whether ``reader`` reads the stand-in of ``old`` in this form."""
+        """Whether ``reader`` reads the stand-in of ``old`` in this variant."""
         return self.read_by(reader, old) is not old
 
     def read_by(self, reader: fx.Node, source: fx.Node) -> fx.Node:
@@ -92,10 +92,10 @@ class InsertedVariant:
 
 @dataclass(frozen=True)
 class GraphWithVariants:
-    """A copy of the joint graph with all forms beside the ops."""
+    """A copy of the joint graph with all variants beside the ops."""
 
     joint: JointGraph
-    forms: tuple[InsertedVariant, ...]
+    inserted: tuple[InsertedVariant, ...]
 
 
 def find_sites(
@@ -137,13 +137,13 @@ def insert_all(joint: JointGraph, sites: Iterable[Site]) -> GraphWithVariants:
     role = {copies[node]: role for node, role in joint.role.items() if node in copies}
     role[module.graph.output_node()] = joint.role[joint.module.graph.output_node()]
     returned = [copies[node] for node in joint.forward_outputs]
-    forms = tuple(_insert(module.graph, site, copies, role, returned) for site in sites)
+    inserted = tuple(_insert(module.graph, site, copies, role, returned) for site in sites)
     module.graph.lint()
-    return GraphWithVariants(_copied(joint, module, copies, role), forms)
+    return GraphWithVariants(_copied(joint, module, copies, role), inserted)
 
 
 def take(joint: JointGraph, sites: Sequence[Site]) -> JointGraph:
-    """A copy of the graph in these forms, without what nobody needs any more."""
+    """A copy of the graph in these variants, without what nobody needs any more."""
     return take_and_tell(joint, sites)[0]
 
 
@@ -153,14 +153,16 @@ def take_and_tell(
     """The same, and what was inserted: some of its nodes may not be needed any more either."""
     offered = insert_all(joint, sites)
     graph, results = offered.joint.module.graph, list(offered.joint.results)
-    for form in offered.forms:
-        for node in form.nodes:
+    for variant in offered.inserted:
+        for node in variant.nodes:
             if offered.joint.role[node] is Role.FORWARD:
                 node.meta[IN_FORWARD] = True
-        for old, reader in list(form.redirected()):
-            reader.replace_input_with(old, form.read_by(reader, old))
+        for old, reader in list(variant.redirected()):
+            reader.replace_input_with(old, variant.read_by(reader, old))
         results = [
-            form.result(one, index < joint.num_forward_outputs) if isinstance(one, fx.Node) else one
+            variant.result(one, index < joint.num_forward_outputs)
+            if isinstance(one, fx.Node)
+            else one
             for index, one in enumerate(results)
         ]
     _sort(graph)
@@ -169,7 +171,7 @@ def take_and_tell(
     graph.lint()
     module = offered.joint.module
     module.recompile()
-    return read_joint_graph(module, joint.num_forward_outputs), offered.forms
+    return read_joint_graph(module, joint.num_forward_outputs), offered.inserted
 
 
 def _copied(

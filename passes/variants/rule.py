@@ -30,7 +30,7 @@ AGAIN = "fxremat_again"
 
 @dataclass(frozen=True)
 class Site:
-    """One occurrence of a rule, in one form.
+    """One occurrence of a rule, as one variant.
 
     ``name`` is unique in the graph, and the same in every run. ``insert`` puts the new nodes in,
     with ``meta["val"]``, where everything they read has been computed, and returns the stand-ins:
@@ -44,7 +44,7 @@ class Site:
     backward_only: bool = False
     """Whether the stand-ins are for readers in the backward alone, and computed for these."""
     spares: fx.Node | None = None
-    """The call whose workspace is all that the form saves, if it is that."""
+    """The call whose workspace is all that the variant saves, if it is that."""
 
 
 @dataclass(frozen=True)

@@ -1,6 +1,6 @@
 """The table of operator variants: each row a rule, by name.
 
-A row finds the sites of a joint graph where an op, or several, may take another form
+A row finds the sites of a joint graph where an op, or several, may take another variant
 (`fxremat.passes.variants.rule`); the planner decides where it does. Exact rows compute the same,
 bit for bit or up to rounding. Lossy rows store something inexactly and are used only if that is
 allowed.

@@ -43,7 +43,7 @@ class Planning:
         asked = problem, budget, solver or self.request.solver
         if asked not in self.answers:
             plan = self._ask(*asked)
-            if self.request.verify and not problem.alternatives:
+            if self.request.verify and not problem.variants:
                 with self.times.stage("verify"):
                     _check(problem, plan)
             self.answers[asked] = plan

@@ -46,7 +46,7 @@ def variant_set(draft: Draft, rules: Sequence[Rule], costs: CostModel) -> Varian
     if not sites:
         return None
     sites, offered = _insert(draft.joint, sites, costs)
-    return VariantSet(sites, costs.estimate(offered.joint, offered.forms))
+    return VariantSet(sites, costs.estimate(offered.joint, offered.inserted))
 
 
 def _sites(joint: JointGraph, rule: Rule, costs: CostModel) -> tuple[Site, ...]:

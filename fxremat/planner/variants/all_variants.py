@@ -1,8 +1,8 @@
-"""A problem with all of its alternatives side by side: what the MILP that chooses is built from.
+"""A problem with all of its variants side by side: what the MILP that chooses is built from.
 
-All ops, those of the problem and those of every alternative, stand in one order. A read or a run
-that depends on what is taken is *wanted* by a sum over the choices: with z[a] = 1 if alternative
-a is taken, an op of alternative a is wanted by z[a], an op that a makes superfluous by 1 - z[a].
+All ops, those of the problem and those of every variant, stand in one order. A read or a run
+that depends on what is taken is *wanted* by a sum over the choices: with z[a] = 1 if variant
+a is taken, an op of variant a is wanted by z[a], an op that a makes superfluous by 1 - z[a].
 """
 
 from __future__ import annotations
@@ -11,13 +11,13 @@ from collections.abc import Mapping
 from dataclasses import dataclass, replace
 from functools import cached_property
 
-from fxremat.core.alternatives import exclude, take
 from fxremat.core.problem import InvalidProblem, Op, Problem
+from fxremat.core.variants import exclude, take
 
 
 @dataclass(frozen=True)
 class Wanted:
-    """constant + sum(factor * z[alternative]); something is wanted if it is 1 or more."""
+    """constant + sum(factor * z[variant]); something is wanted if it is 1 or more."""
 
     constant: int
     factors: tuple[tuple[int, int], ...] = ()
@@ -39,9 +39,9 @@ class Read:
 
 @dataclass(frozen=True)
 class AllVariants:
-    """``ops`` in one order; ``own`` is the alternative each belongs to, None for those of the base.
+    """``ops`` in one order; ``own`` is the variant each belongs to, None for those of the base.
 
-    ``usable`` are the alternatives that can be taken by themselves, by their place in the problem.
+    ``usable`` are the variants that can be taken by themselves, by their place in the problem.
     """
 
     problem: Problem
@@ -49,7 +49,7 @@ class AllVariants:
     own: tuple[int | None, ...]
     usable: tuple[int, ...]
     gone: Mapping[int, frozenset[str]]
-    """Of each alternative: the ops that are not needed once it is taken."""
+    """Of each variant: the ops that are not needed once it is taken."""
 
     @cached_property
     def stage_of(self) -> dict[str, int]:
@@ -73,7 +73,7 @@ class AllVariants:
                 if name not in resident
             ]
         for index in self.usable:
-            for change in self.problem.alternatives[index].changes:
+            for change in self.problem.variants[index].changes:
                 stage = self.stage_of[change.op]
                 found[stage] += [
                     Read(stage, name, Wanted(0, ((index, 1),)))
@@ -100,7 +100,7 @@ class AllVariants:
             (index, -1)
             for index in self.usable
             if index not in known
-            for change in self.problem.alternatives[index].changes
+            for change in self.problem.variants[index].changes
             if change.op == name and value in change.drops
         )
         return Wanted(wanted.constant, (*wanted.factors, *dropping))
@@ -111,7 +111,7 @@ class AllVariants:
         found = {name: dict[int, int]() for name in self.problem.outputs}
         out = dict[str, Wanted]()
         for index in self.usable:
-            for old, new in self.problem.alternatives[index].outputs:
+            for old, new in self.problem.variants[index].outputs:
                 found[old][index] = -1
                 out[new] = Wanted(0, ((index, 1),))
         for name, factors in found.items():
@@ -120,22 +120,22 @@ class AllVariants:
 
     @cached_property
     def saves_us(self) -> dict[int, float]:
-        """What taking an alternative adds to the time of keep-all; negative if it saves some."""
+        """What taking an variant adds to the time of keep-all; negative if it saves some."""
         by_name = self.problem.op_of
         out = {}
         for index in self.usable:
-            one = self.problem.alternatives[index]
+            one = self.problem.variants[index]
             new = sum(op.time_us for op in one.ops) + sum(c.time_us for c in one.changes)
             out[index] = new - sum(by_name[name].time_us for name in self.gone[index])
         return out
 
     @cached_property
     def excluding(self) -> list[tuple[int, ...]]:
-        """Sets of alternatives of which at most one can be taken: pairs, and whole cliques."""
+        """Sets of variants of which at most one can be taken: pairs, and whole cliques."""
         groups: dict[object, list[int]] = {}
-        alternatives = self.problem.alternatives
+        variants = self.problem.variants
         for index in self.usable:
-            one = alternatives[index]
+            one = variants[index]
             for old, _ in one.outputs:
                 groups.setdefault(("output", old), []).append(index)
             for change in one.changes:
@@ -145,25 +145,25 @@ class AllVariants:
 
     def taken_together(self, indices: list[int]) -> list[int]:
         """Those of ``indices`` that can be taken with all the earlier ones."""
-        alternatives, out = self.problem.alternatives, list[int]()
+        variants, out = self.problem.variants, list[int]()
         for index in indices:
-            if not any(exclude(alternatives[index], alternatives[other]) for other in out):
+            if not any(exclude(variants[index], variants[other]) for other in out):
                 out.append(index)
         return out
 
 
 def unite(problem: Problem) -> AllVariants:
-    """All ops in one order: those of an alternative where they stand if it is taken alone."""
+    """All ops in one order: those of an variant where they stand if it is taken alone."""
     base = {op.name: index for index, op in enumerate(problem.ops)}
     over: dict[str, list[tuple[str, str]]] = {}
-    for change in (change for one in problem.alternatives for change in one.changes):
+    for change in (change for one in problem.variants for change in one.changes):
         over.setdefault(change.op, []).extend(change.inplace)
     placed: list[tuple[float, int, int, Op, int | None]] = [
         (float(index), -1, 0, replace(op, inplace=(*op.inplace, *over.get(op.name, ()))), None)
         for index, op in enumerate(problem.ops)
     ]
     usable, gone = list[int](), dict[int, frozenset[str]]()
-    for index, one in enumerate(problem.alternatives):
+    for index, one in enumerate(problem.variants):
         try:
             left = take(problem, [one.name])
         except InvalidProblem:

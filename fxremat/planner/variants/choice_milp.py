@@ -1,10 +1,10 @@
-"""Which alternatives to take: a MILP over choices, what is held when, and what runs again.
+"""Which variants to take: a MILP over choices, what is held when, and what runs again.
 
 The relaxation over moments (`fxremat.planner.milp.moments_relaxation`), with operator choice as in
 MONeT (Shah et al., "Memory Optimization for Deep Networks", arXiv 2010.14501, section 4.3): which
-form an op takes, what is kept and what runs again are chosen together.
+variant an op takes, what is kept and what runs again are chosen together.
 
-    z[a]          alternative a is taken; of those that exclude each other at most one
+    z[a]          variant a is taken; of those that exclude each other at most one
     held[v, j]    value v is live at moment j
     again[q, j]   op q runs again in the window after moment j
 
@@ -119,13 +119,13 @@ class ChoiceMilp:
         terms += [
             (self.taken[index], change.workspace_bytes * self.unit)
             for index in union.usable
-            for change in union.problem.alternatives[index].changes
+            for change in union.problem.variants[index].changes
             if change.op == op.name and change.workspace_bytes
         ]
         self._fit(terms, fixed)
 
     def _outputs(self, stage: int) -> tuple[float, list[Term]]:
-        """Bytes that are there for good once ``stage`` has run, and those by the forms taken."""
+        """Bytes that are there for good once ``stage`` has run, and those by the variants taken."""
         fixed, terms = float(self.union.problem.resident_bytes), list[Term]()
         resident = set(self.union.problem.resident)
         for name, wanted in self.union.output_wanted.items():
@@ -150,7 +150,7 @@ class ChoiceMilp:
     def _runs_fit(self, j: int) -> None:
         """What runs again in the window fits beside what stays from its begin to its end.
 
-        As in `fxremat.planner.milp.moments_relaxation`, where no form is chosen:
+        As in `fxremat.planner.milp.moments_relaxation`, where no variant is chosen:
 
         stays[v] >= held[v, j] + held[v, j + 1] - 1 - again[writer of v, j]
         sum(bytes[v] stays[v], v that q does not touch) + bytes of q again[q, j] <= budget
@@ -292,9 +292,9 @@ class ChoiceMilp:
         return found if found.values is not None else near
 
     def names(self, solution: Solution) -> tuple[str, ...]:
-        """The alternatives that the solution takes."""
-        alternatives = self.union.problem.alternatives
-        return tuple(alternatives[i].name for i, c in self.taken.items() if solution.chosen(c))
+        """The variants that the solution takes."""
+        variants = self.union.problem.variants
+        return tuple(variants[i].name for i, c in self.taken.items() if solution.chosen(c))
 
     def held_at(self, solution: Solution) -> dict[int, set[str]]:
         """What outlives each moment, by name."""

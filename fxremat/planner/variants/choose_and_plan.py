@@ -1,8 +1,8 @@
-"""Solving problems with alternatives: choose forms, then plan what is left with any solver.
+"""Solving problems with variants: choose variants, then plan what is left with any solver.
 
 The MILP of `fxremat.planner.variants.choice_milp` chooses; what is left is planned, its highest
-stages become moments of the MILP, and so on, as for a problem without alternatives. The best of
-these choices is improved by a form more or less at a time. Of everything that was tried, taking
+stages become moments of the MILP, and so on, as for a problem without variants. The best of
+these choices is improved by a variant more or less at a time. Of everything that was tried, taking
 none among it, the best goes to the solver that was asked for.
 """
 
@@ -14,10 +14,10 @@ from bisect import bisect_left, bisect_right
 from collections.abc import Callable, Iterable, Iterator, Sequence
 from dataclasses import dataclass, field, replace
 
-from fxremat.core.alternatives import run_once, take
 from fxremat.core.plan import Plan
 from fxremat.core.problem import InvalidProblem, Op, Problem
 from fxremat.core.timeline import replay
+from fxremat.core.variants import run_once, take
 from fxremat.planner.deadline import Deadline
 from fxremat.planner.indexed_problem import build_model
 from fxremat.planner.local.stage_schedule import StageSchedule
@@ -44,7 +44,7 @@ A_LITTLE = 0.05
 """Of the budget: choices that are over it by no more are planned with the solver if faster."""
 MOST_SOLVED = 2
 TRIED_OPS = 40_000
-"""Ops of all problems that are tried by taking one form more, or one less."""
+"""Ops of all problems that are tried by taking one variant more, or one less."""
 OVER = 2
 """As many tries does one count for while nothing fits: their plans look for the least peak."""
 SETTLED = 2e-3
@@ -123,7 +123,7 @@ class _VariantSearch:
     """
 
     def tried(self) -> list[Tried]:
-        """The choices, no alternative among them."""
+        """The choices, no variant among them."""
         union = unite(self.problem)
         self._try(())
         if self.budget is None:
@@ -131,7 +131,7 @@ class _VariantSearch:
             return list(self.seen.values())
         if self.seen[()].plan.time_us > self.problem.base_time_us or self._over(()):
             self._try_chosen(union, self.budget)
-            once = unite(run_once(self.problem))  # forms first, then what has to run again
+            once = unite(run_once(self.problem))  # variants first, then what has to run again
             if not self._try_chosen(once, self.budget):
                 self._try_chosen(once, None)
         if self._over(self._leader().names):
@@ -142,7 +142,7 @@ class _VariantSearch:
         return list(self.seen.values())
 
     def _improve(self, union: AllVariants) -> None:
-        """Take one form more or less of the best choice, for as long as that makes it better.
+        """Take one variant more or less of the best choice, for as long as that makes it better.
 
         The MILP sees some moments of what may run again, and plans of its choices differ by more
         than it tells apart. Forms go first whose ops run where the plan is highest.
@@ -166,21 +166,25 @@ class _VariantSearch:
         return min(self.seen.values(), key=lambda one: one.rank(self.budget))
 
     def _toggled(self, union: AllVariants, names: Names, index: int) -> Names:
-        """The choice with one form less, or with one more and without what that excludes."""
-        taken = [i for i in union.usable if self.problem.alternatives[i].name in names]
+        """The choice with one variant less, or with one more and without what that excludes."""
+        taken = [i for i in union.usable if self.problem.variants[i].name in names]
         new = [i for i in taken if i != index] if index in taken else [index, *taken]
         return self._names(union, union.taken_together(new))
 
     def _highest_first(self, union: AllVariants, one: Tried) -> list[int]:
-        """The forms by what is live where their ops run, or those that they do without."""
+        """The variants by what is live where their ops run, or those that they do without."""
         steps = one.plan.steps
         live = dict[object, int]()
         for step, size in zip(steps, replay(one.problem, steps).live_bytes, strict=True):
             live[step] = max(size, live.get(step, 0))
 
         def height(index: int) -> int:
-            form = self.problem.alternatives[index]
-            ops = (*union.gone[index], *(op.name for op in form.ops), *(c.op for c in form.changes))
+            variant = self.problem.variants[index]
+            ops = (
+                *union.gone[index],
+                *(op.name for op in variant.ops),
+                *(c.op for c in variant.changes),
+            )
             return max((live.get(op, 0) for op in ops), default=0)
 
         return sorted(union.usable, key=height, reverse=True)
@@ -222,13 +226,13 @@ class _VariantSearch:
         return self._names(union, best)
 
     def _names(self, union: AllVariants, indices: list[int]) -> Names:
-        return tuple(self.problem.alternatives[index].name for index in sorted(indices))
+        return tuple(self.problem.variants[index].name for index in sorted(indices))
 
     def _chosen(self, union: AllVariants, budget: int | None) -> Iterator[Names]:
         """The MILP's choices, with more moments each time.
 
         The first are those of the ops that hold most by themselves, whatever is kept around them.
-        Then come those of the forms chosen, the highest of the plan that came of the choice and,
+        Then come those of the variants chosen, the highest of the plan that came of the choice and,
         under a budget, the highest of the MILP's own schedule. As long as what is left of its
         choices does not fit, the MILP gets less, and more again once it does.
         """
@@ -328,5 +332,5 @@ def _apart(places: Iterable[int], length: int) -> list[int]:
 
 
 def _stages(union: AllVariants, ops: Iterable[Op]) -> set[int]:
-    """Their places; an op of a form that is not needed where that is taken alone has none."""
+    """Their places; an op of a variant that is not needed where that is taken alone has none."""
     return {union.stage_of[op.name] for op in ops if op.name in union.stage_of}

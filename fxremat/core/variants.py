@@ -1,7 +1,7 @@
-"""Taking alternatives: from a problem with several forms of some ops to one with a form of each.
+"""Taking variants: from a problem with several variants of some ops to one with one of each.
 
 What is left is a plain problem: a schedule is one of its steps, and whoever replays or judges a
-plan with alternatives does so on the problem that is left.
+plan with variants does so on the problem that is left.
 """
 
 from __future__ import annotations
@@ -10,37 +10,37 @@ import heapq
 from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import replace
 
-from fxremat.core.problem import Alternative, Change, InvalidProblem, Op, Problem, validate
+from fxremat.core.problem import Change, InvalidProblem, Op, Problem, Variant, validate
 
 
-def exclude(one: Alternative, other: Alternative) -> bool:
-    """Whether two alternatives cannot be taken together: they replace the same read or output."""
+def exclude(one: Variant, other: Variant) -> bool:
+    """Whether two variants cannot be taken together: they replace the same read or output."""
     mine, theirs = _replaced(one), _replaced(other)
     return bool(mine & theirs)
 
 
-def _replaced(alternative: Alternative) -> set[tuple[str, str]]:
-    out = {("", old) for old, _ in alternative.outputs}
-    return out | {(change.op, old) for change in alternative.changes for old in change.drops}
+def _replaced(variant: Variant) -> set[tuple[str, str]]:
+    out = {("", old) for old, _ in variant.outputs}
+    return out | {(change.op, old) for change in variant.changes for old in change.drops}
 
 
 def take(problem: Problem, names: Iterable[str]) -> Problem:
-    """The problem in which the named alternatives are taken and no others are left.
+    """The problem in which the named variants are taken and no others are left.
 
     Their ops join, those that they change read something else, and what nobody needs any more is
     gone: ops whose results lead to no output, and values that no op touches. The order is the base
-    order; an op of an alternative comes right after what it reads if it belongs to the forward,
+    order; an op of an variant comes right after what it reads if it belongs to the forward,
     else right before the first op that reads it. One of the backward that no op reads, whose
     results are outputs, comes as early as can be where it lets go of more than it writes, else at
     the end. KeyError for a name that there is not;
     `InvalidProblem` where two of them exclude each other.
     """
-    by_name = {one.name: one for one in problem.alternatives}
+    by_name = {one.name: one for one in problem.variants}
     taken = [by_name[name] for name in dict.fromkeys(names)]
     for index, one in enumerate(taken):
         for other in taken[:index]:
             if exclude(one, other):
-                raise InvalidProblem(f"alternatives: {one.name!r} and {other.name!r} exclude")
+                raise InvalidProblem(f"variants: {one.name!r} and {other.name!r} exclude")
     stand_in = {old: new for one in taken for old, new in one.outputs}
     outputs = tuple(dict.fromkeys(stand_in.get(name, name) for name in problem.outputs))
     new = [op for one in taken for op in one.ops]
@@ -53,11 +53,11 @@ def take(problem: Problem, names: Iterable[str]) -> Problem:
     touched = {name for op in ops for name in (*op.reads, *op.writes)}
     touched |= {*problem.inputs, *problem.resident, *outputs, *problem.host}
     values = tuple(value for value in problem.values if value.name in touched)
-    left = replace(problem, values=values, ops=ops, outputs=outputs, alternatives=())
+    left = replace(problem, values=values, ops=ops, outputs=outputs, variants=())
     return validate(left) if taken else left
 
 
-def _changed(ops: Sequence[Op], taken: Sequence[Alternative]) -> list[Op]:
+def _changed(ops: Sequence[Op], taken: Sequence[Variant]) -> list[Op]:
     """The ops of the base order, each with all the changes to it."""
     changes: dict[str, list[Change]] = {}
     for one in taken:
@@ -150,14 +150,14 @@ def _sorted(ops: Sequence[Op], writer: dict[str, str], place: dict[str, float]) 
                 heapq.heappush(ready, (place[reader], len(order), reader))
     if len(order) < len(ops):
         stuck = sorted(name for name, sources in waits.items() if sources)
-        raise InvalidProblem(f"alternatives: ops wait for each other: {stuck[:5]}")
+        raise InvalidProblem(f"variants: ops wait for each other: {stuck[:5]}")
     return tuple(order)
 
 
 def run_once(problem: Problem) -> Problem:
-    """The problem in which no op, of whatever alternative, may run again."""
-    others = tuple(replace(one, ops=_not_again(one.ops)) for one in problem.alternatives)
-    return replace(problem, ops=_not_again(problem.ops), alternatives=others)
+    """The problem in which no op, of whatever variant, may run again."""
+    others = tuple(replace(one, ops=_not_again(one.ops)) for one in problem.variants)
+    return replace(problem, ops=_not_again(problem.ops), variants=others)
 
 
 def _not_again(ops: Iterable[Op]) -> tuple[Op, ...]:

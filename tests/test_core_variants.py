@@ -8,20 +8,20 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from fxremat.core.alternatives import exclude, run_once, take
 from fxremat.core.check import check
 from fxremat.core.problem import (
-    Alternative,
     Change,
     InvalidProblem,
     Op,
     Problem,
     Value,
+    Variant,
     problem_from_json,
     problem_to_json,
     validate,
 )
-from tests.strategies import problems_with_alternatives
+from fxremat.core.variants import exclude, run_once, take
+from tests.strategies import problems_with_variants
 
 LOSS = Problem(
     name="loss",
@@ -42,8 +42,8 @@ LOSS = Problem(
     inputs=("x",),
     resident=("w",),
     outputs=("loss", "g", "dx"),
-    alternatives=(
-        Alternative(
+    variants=(
+        Variant(
             "chunks",
             ops=(
                 Op("loss_in_chunks", ("x", "w"), ("loss2",), 12.0, 100, "forward"),
@@ -51,7 +51,7 @@ LOSS = Problem(
             ),
             outputs=(("loss", "loss2"), ("dx", "dx2")),
         ),
-        Alternative("again", outputs=(("loss", "loss2"),)),
+        Variant("again", outputs=(("loss", "loss2"),)),
     ),
 )  # fmt: skip
 
@@ -71,7 +71,7 @@ def test_nothing_taken_leaves_the_base_problem() -> None:
 
 
 def test_a_read_is_changed_and_the_new_op_stands_before_it() -> None:
-    packed = Alternative(
+    packed = Variant(
         "packed",
         ops=(
             Op("pack", ("logits",), ("loss2",), 1.0, phase="forward"),
@@ -79,7 +79,7 @@ def test_a_read_is_changed_and_the_new_op_stands_before_it() -> None:
         ),
         changes=(Change("softmax", ("logits",), ("dx2",), 0.5, 7),),
     )
-    left = take(validate(replace(LOSS, alternatives=(packed,))), ["packed"])
+    left = take(validate(replace(LOSS, variants=(packed,))), ["packed"])
     names = [op.name for op in left.ops]
     assert names == ["mm", "pack", "nll", "tangents", "unpack", "softmax", "mm2"]
     softmax = left.op_of["softmax"]
@@ -92,7 +92,7 @@ def test_an_output_that_nobody_reads_is_made_when_it_lets_go_of_more(
     size: int, is_early: bool
 ) -> None:
     """A gradient from the forward, scaled: at the end all the others would be there as well."""
-    ahead = Alternative(
+    ahead = Variant(
         "ahead",
         ops=(
             Op("loss_and_dx", ("x", "w"), ("loss2", "dx1"), 22.0, 100, "forward"),
@@ -106,7 +106,7 @@ def test_an_output_that_nobody_reads_is_made_when_it_lets_go_of_more(
         values=(*LOSS.values, Value("dx1", size), Value("gradient", 10)),
         ops=(*LOSS.ops, other),
         outputs=(*LOSS.outputs, "gradient"),
-        alternatives=(ahead,),
+        variants=(ahead,),
     )
     names = [op.name for op in take(validate(problem), ["ahead"]).ops]
     assert names.index("loss_and_dx") < names.index("tangents") < names.index("scaled")
@@ -114,14 +114,14 @@ def test_an_output_that_nobody_reads_is_made_when_it_lets_go_of_more(
 
 
 def test_what_is_read_instead_may_be_written_over() -> None:
-    packed = Alternative(
+    packed = Variant(
         "packed",
         ops=(Op("pack", ("logits",), ("loss2",), 1.0, phase="forward"),
              Op("unpack", ("loss2",), ("dx2",), 1.0, phase="backward")),
         changes=(Change("softmax", ("logits",), ("dx2",), inplace=(("dx2", "dlogits"),)),),
     )  # fmt: skip
     sizes = tuple(replace(v, bytes=1000) if v.name == "dx2" else v for v in LOSS.values)
-    given = validate(replace(LOSS, values=sizes, alternatives=(packed,)))
+    given = validate(replace(LOSS, values=sizes, variants=(packed,)))
     assert problem_from_json(problem_to_json(given)) == given
     left = take(given, ["packed"])
     assert left.op_of["softmax"].inplace == (("dx2", "dlogits"),)
@@ -132,63 +132,63 @@ def test_what_is_read_instead_may_be_written_over() -> None:
         packed, changes=(Change("softmax", (), ("dx2",), inplace=(("g", "dlogits"),)),)
     )
     with pytest.raises(InvalidProblem, match="'inplace' pair"):
-        validate(replace(given, alternatives=(foreign,)))
+        validate(replace(given, variants=(foreign,)))
 
 
 def test_nothing_runs_again_that_runs_once() -> None:
     once = run_once(LOSS)
-    ops = [*once.ops, *(op for one in once.alternatives for op in one.ops)]
+    ops = [*once.ops, *(op for one in once.variants for op in one.ops)]
     assert ops
     assert not any(op.repeatable for op in ops)
 
 
 def test_two_forms_of_one_output_exclude_each_other() -> None:
-    one, other = LOSS.alternatives
+    one, other = LOSS.variants
     assert exclude(one, other)
     with pytest.raises(InvalidProblem, match="'again' and 'chunks' exclude"):
         take(LOSS, ["chunks", "again"])
 
 
 def test_ops_that_wait_for_each_other_are_refused() -> None:
-    ring = Alternative(
+    ring = Variant(
         "ring",
         ops=(Op("new", ("dx",), ("loss2",), 1.0),),
         changes=(Change("mm2", ("dlogits",), ("loss2",)),),
     )
     with pytest.raises(InvalidProblem, match="wait for each other"):
-        take(validate(replace(LOSS, alternatives=(ring,))), ["ring"])
+        take(validate(replace(LOSS, variants=(ring,))), ["ring"])
 
 
 @pytest.mark.parametrize(
-    ("alternative", "message"),
+    ("variant", "message"),
     [
-        (Alternative("a", ops=(Op("mm", (), ("dx2",), 1.0),)), "op is used twice"),
-        (Alternative("a", ops=(Op("q", (), ("dx",), 1.0),)), "written twice"),
-        (Alternative("a", ops=(Op("q", ("no",), ("dx2",), 1.0),)), "unknown value 'no'"),
-        (Alternative("a", changes=(Change("no"),)), "unknown op 'no'"),
-        (Alternative("a", changes=(Change("mm", ("g",)),)), "does not read all that it drops"),
-        (Alternative("a", outputs=(("logits", "dx2"),)), "what is no output"),
+        (Variant("a", ops=(Op("mm", (), ("dx2",), 1.0),)), "op is used twice"),
+        (Variant("a", ops=(Op("q", (), ("dx",), 1.0),)), "written twice"),
+        (Variant("a", ops=(Op("q", ("no",), ("dx2",), 1.0),)), "unknown value 'no'"),
+        (Variant("a", changes=(Change("no"),)), "unknown op 'no'"),
+        (Variant("a", changes=(Change("mm", ("g",)),)), "does not read all that it drops"),
+        (Variant("a", outputs=(("logits", "dx2"),)), "what is no output"),
     ],
 )
-def test_wrong_alternatives_are_refused(alternative: Alternative, message: str) -> None:
+def test_wrong_alternatives_are_refused(variant: Variant, message: str) -> None:
     with pytest.raises(InvalidProblem, match=message):
-        validate(replace(LOSS, alternatives=(alternative,)))
+        validate(replace(LOSS, variants=(variant,)))
 
 
 def test_there_and_back() -> None:
     assert problem_from_json(problem_to_json(LOSS)) == LOSS
 
 
-@given(problems_with_alternatives(), st.data())
+@given(problems_with_variants(), st.data())
 def test_whatever_is_taken_leaves_a_problem_whose_base_order_is_a_schedule(
     problem: Problem, data: st.DataObject
 ) -> None:
     assert problem_from_json(problem_to_json(problem)) == problem
     names: list[str] = []
-    for one in data.draw(st.permutations(problem.alternatives)):
-        if not any(exclude(one, other) for other in problem.alternatives if other.name in names):
+    for one in data.draw(st.permutations(problem.variants)):
+        if not any(exclude(one, other) for other in problem.variants if other.name in names):
             names.append(one.name)
     left = take(problem, names)
-    assert not left.alternatives
+    assert not left.variants
     assert check(left, left.base_steps()).ok
     assert len(left.outputs) <= len(problem.outputs)
