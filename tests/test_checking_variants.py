@@ -12,7 +12,7 @@ import torch.nn.functional as F
 from torch import Tensor, nn
 
 from fxremat.checking import spot_checks
-from fxremat.checking.variants import TakenVariant, Verdict, check_variants
+from fxremat.checking.variants import NumbersTried, TakenVariant, check_variants
 from fxremat.errors import VerificationFailed
 from fxremat.passes.joint_graph import JointGraph
 from fxremat.passes.nodes import add_call, last_of
@@ -53,7 +53,9 @@ def taken(joint: JointGraph, chosen: Sequence[Site], lossy: frozenset[str]) -> l
     ]
 
 
-def judge(joint: JointGraph, *chosen: Site, lossy: frozenset[str] = frozenset(LOSSY)) -> Verdict:
+def judge(
+    joint: JointGraph, *chosen: Site, lossy: frozenset[str] = frozenset(LOSSY)
+) -> NumbersTried:
     """Take sites, and compare the graphs before and after."""
     after = insertion.take(joint, chosen)
     return check_variants(

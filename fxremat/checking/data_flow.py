@@ -37,7 +37,7 @@ from fxremat.runtime.chunks.operator import ROWS
 
 
 @dataclass
-class Reading:
+class ReadGraph:
     """What one graph computes: numbers, calls that run only once, and what was last written."""
 
     of: dict[fx.Node, int] = field(default_factory=dict)
@@ -61,9 +61,9 @@ class Numbering:
 
     def read(
         self, graph: fx.Graph, given: Mapping[fx.Node, tuple[int, int | None]] | None = None
-    ) -> Reading:
+    ) -> ReadGraph:
         """Number every node; ``given`` are inputs whose number, and last write, are known."""
-        found, known = Reading(), given or {}
+        found, known = ReadGraph(), given or {}
         mutated = frozenset(
             n for n in graph.nodes if n.op == "placeholder" and n.name in self.mutated
         )
@@ -82,7 +82,7 @@ class Numbering:
                 self.call(node, found, mutated)
         return found
 
-    def call(self, node: fx.Node, found: Reading, mutated: frozenset[fx.Node]) -> None:
+    def call(self, node: fx.Node, found: ReadGraph, mutated: frozenset[fx.Node]) -> None:
         args = self.arguments(node, found)
         if is_view(node) or is_repeatable(node, mutated):
             found.of[node] = self.number((node.target, args))
@@ -92,7 +92,7 @@ class Numbering:
         if is_mutating(node) and isinstance(node.args[0], fx.Node):
             found.written[root(node.args[0])] = found.of[node]
 
-    def arguments(self, node: fx.Node, found: Reading) -> Any:
+    def arguments(self, node: fx.Node, found: ReadGraph) -> Any:
         leaves, spec = pytree.tree_flatten((node.args, _meant(node)))
         seen = (
             ("node", found.of[a], found.written_into(a)) if isinstance(a, fx.Node) else _constant(a)

@@ -16,7 +16,7 @@ import torch
 from torch import fx
 
 from fxremat import compat
-from fxremat.checking.data_flow import Numbering, Reading
+from fxremat.checking.data_flow import Numbering, ReadGraph
 from fxremat.checking.predicates import is_tensor
 from fxremat.errors import VerificationFailed
 from fxremat.runtime.chunks.operator import ROWS
@@ -61,12 +61,12 @@ def _results(graph: fx.Graph) -> list[Any]:
     return list(results)
 
 
-def _number(reading: Reading, result: Any) -> Any:
+def _number(reading: ReadGraph, result: Any) -> Any:
     return reading.of[result] if isinstance(result, fx.Node) else result
 
 
 def _given(
-    forward: fx.Graph, returned: list[Any], backward: fx.Graph, first: Reading
+    forward: fx.Graph, returned: list[Any], backward: fx.Graph, first: ReadGraph
 ) -> dict[fx.Node, tuple[int, int | None]]:
     """What the backward starts with, and what was last written into it."""
     there = {node.name: node for node in returned if isinstance(node, fx.Node)}

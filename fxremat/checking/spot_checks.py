@@ -43,7 +43,7 @@ class _Inconclusive(Exception):
 
 
 @dataclass(frozen=True)
-class Cut:
+class SiteCut:
     """What computes the stand-ins of one site.
 
     ``nodes`` are of the graph after, in its order; ``reads`` are nodes there that they read, with
@@ -75,7 +75,7 @@ def _inputs(node: fx.Node) -> list[fx.Node]:
     return node.all_input_nodes
 
 
-def _computed(cut: Cut, steps: int | None) -> list[fx.Node]:
+def _computed(cut: SiteCut, steps: int | None) -> list[fx.Node]:
     """The nodes of the graph before that are run: between what is wanted, and some before it."""
     above = _reach(cut.wanted, _inputs)
     if steps is None:
@@ -123,7 +123,7 @@ def _bytes(nodes: Iterable[fx.Node]) -> int:
     return total
 
 
-def _frontier(cut: Cut, computed: Sequence[fx.Node]) -> list[fx.Node]:
+def _frontier(cut: SiteCut, computed: Sequence[fx.Node]) -> list[fx.Node]:
     runs = set(computed)
     read = {i for n in computed for i in n.all_input_nodes} | cut.wanted
     return [n for n in cut.before.nodes if n in read and n not in runs]
@@ -187,7 +187,7 @@ def _norm(value: torch.Tensor) -> float:
     return float(torch.linalg.vector_norm(value.double()))
 
 
-def _difference(cut: Cut, computed: Sequence[fx.Node], error: float | None, seed: int) -> str:
+def _difference(cut: SiteCut, computed: Sequence[fx.Node], error: float | None, seed: int) -> str:
     """What differs on the numbers of one seed; empty where nothing does."""
     given = _given(_frontier(cut, computed), seed)
     values, again = dict(given), _moved(given, _eps((*computed, *given)))
@@ -220,7 +220,7 @@ def _difference(cut: Cut, computed: Sequence[fx.Node], error: float | None, seed
     return ""
 
 
-def spot_check(cut: Cut, error: float | None) -> str | None:
+def spot_check(cut: SiteCut, error: float | None) -> str | None:
     """What differs, None where nothing does; `error` is allowed beside rounding.
 
     Raises `Unchecked`, with the reason, where no numbers could be tried.
@@ -235,7 +235,7 @@ def spot_check(cut: Cut, error: float | None) -> str | None:
     return wrong
 
 
-def _first_verdict(cut: Cut, error: float | None) -> str | None:
+def _first_verdict(cut: SiteCut, error: float | None) -> str | None:
     wrong, why = "", "it is too large to be run"
     for steps in STEPS:
         computed = _computed(cut, steps)
@@ -254,7 +254,7 @@ def _first_verdict(cut: Cut, error: float | None) -> str | None:
     raise Unchecked(why)
 
 
-def digest(cut: Cut) -> str:
+def digest(cut: SiteCut) -> str:
     """The same for sites that compute the same on values of the same form."""
     known: dict[fx.Node, int] = {}
 

@@ -34,7 +34,7 @@ from fxremat.checking.predicates import (
     is_view,
     root,
 )
-from fxremat.checking.spot_checks import Cut, Unchecked, spot_check
+from fxremat.checking.spot_checks import SiteCut, Unchecked, spot_check
 from fxremat.errors import VerificationFailed
 
 
@@ -55,7 +55,7 @@ class TakenVariant:
 
 
 @dataclass(frozen=True)
-class Verdict:
+class NumbersTried:
     """What was found right: how many sites numbers were tried on, and what was not tried."""
 
     checked: int = 0
@@ -255,7 +255,7 @@ class _Judge:
             if compat.is_tangent(node) and node.name not in known and nodes:
                 self._blame(node, "a result of the forward depends on a tangent")
 
-    def cuts(self) -> Iterator[tuple[TakenVariant, Cut]]:
+    def cuts(self) -> Iterator[tuple[TakenVariant, SiteCut]]:
         """Each site with the nodes that compute its stand-ins, and what these read."""
         sites: dict[TakenVariant, list[fx.Node]] = {}
         for new, one in self.of_site.items():
@@ -269,7 +269,10 @@ class _Judge:
                 n: self.stands_for[n] if n in others else self.old[n.name] for n in inside & ends
             }
             nodes = sorted(inside - ends, key=order.__getitem__)
-            yield one, Cut(self.before, {n: self.stands_for[n] for n in stand_ins}, nodes, reads)
+            yield (
+                one,
+                SiteCut(self.before, {n: self.stands_for[n] for n in stand_ins}, nodes, reads),
+            )
 
 
 def check_variants(
@@ -279,7 +282,7 @@ def check_variants(
     *,
     num_forward_outputs: int,
     numbers: bool = True,
-) -> Verdict:
+) -> NumbersTried:
     """Raise `VerificationFailed`, with the rule's name, unless ``after`` computes as ``before``.
 
     ``numbers`` says whether stand-ins are tried on random numbers too.
@@ -300,4 +303,4 @@ def check_variants(
         checked += 1
         if wrong is not None:
             _fail(one, wrong)
-    return Verdict(checked, tuple(unchecked))
+    return NumbersTried(checked, tuple(unchecked))

@@ -57,7 +57,30 @@ from fxremat.compat.donation import (
     only_marked_buffers_donated,
 )
 from fxremat.compat.dynamo import current_frame, ends_in_graph_break, fresh_dynamo_caches
-from fxremat.compat.generated_code import Generated, code_key, generate
+from fxremat.compat.inductor.generated_code import Generated, code_key, generate
+from fxremat.compat.inductor.kernels import (
+    apart,
+    compile_kernel,
+    decomposed,
+    for_a_kernel,
+    kernel_allocates,
+)
+from fxremat.compat.inductor.loading import load_without_kernels
+from fxremat.compat.inductor.post_grad import (
+    is_noop_to_inductor,
+    leave_layouts,
+    prefers_channels_last,
+    return_inputs_as_they_are,
+    write_results,
+)
+from fxremat.compat.inductor.scheduling import (
+    Scheduled,
+    in_waiting_order,
+    names_being_scheduled,
+    run_after,
+    run_each_alone,
+    scheduled,
+)
 from fxremat.compat.joint_graph import (
     copy_module,
     input_index,
@@ -70,25 +93,8 @@ from fxremat.compat.joint_graph import (
     prepare_joint_graph,
     user_tag,
 )
-from fxremat.compat.kernels import apart, compile_kernel, decomposed, for_a_kernel, kernel_allocates
-from fxremat.compat.loading import load_without_kernels
 from fxremat.compat.measuring import profiler_memory_events, random_state_kept
 from fxremat.compat.partitioning import extract_forward_backward, saved_names, torch_partition
-from fxremat.compat.post_grad import (
-    is_noop_to_inductor,
-    leave_layouts,
-    prefers_channels_last,
-    return_inputs_as_they_are,
-    write_results,
-)
-from fxremat.compat.scheduling import (
-    Scheduled,
-    in_waiting_order,
-    names_being_scheduled,
-    run_after,
-    run_each_alone,
-    scheduled,
-)
 from fxremat.compat.sizes import ShapeEnv, plan_for_sizes_seen, size_bound
 from fxremat.compat.tensors import (
     Watching,

@@ -237,7 +237,7 @@ class PricedProblem:
 
 
 @dataclass(frozen=True)
-class Candidate:
+class PlacedMoves:
     """A schedule, and the plan of the priced problem that it was made of."""
 
     line: Timeline
@@ -268,7 +268,7 @@ class _MoveSearch:
     budget: int | None
     options: SolverOptions
     deadline: Deadline
-    best: Candidate | None = None
+    best: PlacedMoves | None = None
 
     def question(self, choice: MoveRule) -> PricedProblem:
         """The priced problem of a choice."""
@@ -286,18 +286,18 @@ class _MoveSearch:
         largest = max((sizes[name] for name in (*named, *self.problem.from_host)), default=0)
         return PricedProblem(priced(self.problem, moved, rate, recompute=recompute), largest)
 
-    def offer(self, question: PricedProblem, inner: Inner) -> Candidate:
+    def offer(self, question: PricedProblem, inner: Inner) -> PlacedMoves:
         """The best schedule that a solver makes of a priced problem.
 
         Where its transfers have to be waited for, also with room left for values to come early.
         """
         largest = question.largest_bytes
-        found: list[Candidate] = []
+        found: list[PlacedMoves] = []
         for room in ROOM if largest and self.budget is not None else (0,):
             left = None if self.budget is None else self.budget - room * largest
             answer = inner(question.problem, left, self.options)
             line = place(self.problem, items_of(self.problem, answer.ops), self.budget)
-            found.append(Candidate(line, answer, self.budget))
+            found.append(PlacedMoves(line, answer, self.budget))
             if not line.timing.stall_us:
                 break
         best = min(found, key=lambda candidate: candidate.rank)

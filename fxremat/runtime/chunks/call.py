@@ -30,7 +30,7 @@ def pieces(total: int, size: int) -> list[tuple[int, int]]:
 
 
 @dataclass(frozen=True)
-class Call:
+class RowsCall:
     """The arguments of the operator, in its order; the tensors may be fake."""
 
     rows: Tensors

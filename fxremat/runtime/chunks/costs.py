@@ -18,7 +18,7 @@ from fxremat.runtime.chunks.buffers import (
     extra_of_sum,
     of_total,
 )
-from fxremat.runtime.chunks.call import Call, Tensors, pieces
+from fxremat.runtime.chunks.call import RowsCall, Tensors, pieces
 from fxremat.runtime.chunks.fused_kernels import is_worth_fusing, read, set_aside, written
 from fxremat.runtime.chunks.program import Instruction, Program, operator_of, parse, with_values
 from fxremat.runtime.kernels import Inside, Measure
@@ -32,7 +32,7 @@ def workspace(*args: Any, measure: Measure, **kwargs: Any) -> int:
 
     What a convolution of a chunk takes is measured.
     """
-    call = Call(*args, **kwargs)
+    call = RowsCall(*args, **kwargs)
     before = [one for one in call.program.setup if one.op not in VIEWS]
     copied = [row for row in call.rows if not row.is_contiguous()]
     return (
@@ -43,14 +43,14 @@ def workspace(*args: Any, measure: Measure, **kwargs: Any) -> int:
     )
 
 
-def _other_tile(call: Call) -> int:
+def _other_tile(call: RowsCall) -> int:
     """Rows of the largest tile that is smaller than the rest: 0 if all are alike."""
     chunks = pieces(call.total, call.chunk)
     sizes = {b - a for c, d in chunks for a, b in pieces(d - c, call.tile)}
     return max(sizes - {call.tile}, default=0)
 
 
-def _on_chunk(call: Call, one: Instruction, rows: int, measure: Measure) -> int:
+def _on_chunk(call: RowsCall, one: Instruction, rows: int, measure: Measure) -> int:
     """Bytes that one instruction takes of ``rows`` rows, beside what has a slot."""
     program = call.program
     if one.op in MOMENTS:
@@ -73,7 +73,7 @@ def _on_chunk(call: Call, one: Instruction, rows: int, measure: Measure) -> int:
     return results + measure(operator_of(one.op), tuple(with_values(one.args, value, rows)), {})
 
 
-def _on_chunks(call: Call, values: Sequence[int], measure: Measure) -> int:
+def _on_chunks(call: RowsCall, values: Sequence[int], measure: Measure) -> int:
     """Bytes that the worst of some instructions takes while it runs, of the worst chunk."""
     counts = {b - a for a, b in pieces(call.total, call.chunk)}
     ones = [one for n in values if (one := call.program.instruction(n)) is not None]
@@ -81,7 +81,7 @@ def _on_chunks(call: Call, values: Sequence[int], measure: Measure) -> int:
     return max(found, default=0)
 
 
-def _scratch(call: Call, measure: Measure) -> int:
+def _scratch(call: RowsCall, measure: Measure) -> int:
     """Bytes of sums in the making, and of what exists for as long as a chunk is computed."""
     program, plan, found, tile = call.program, call.plan, call.kernels, call.tile
     other = _other_tile(call)
@@ -141,7 +141,7 @@ def inside(*args: Any, on_cpu: bool, by_inductor: bool = False, **kwargs: Any) -
     matmul before it begins, but adds to a sum beside computing; a GPU reads and writes the sum. A
     fused stage is one call, and moves what it reads from memory and writes there.
     """
-    call = Call(*args, **kwargs)
+    call = RowsCall(*args, **kwargs)
     rows, whole, parsed, plan = call.rows, call.whole, call.program, call.plan
     total, chunk = call.total, call.chunk
     tile = call.tile if on_cpu else chunk

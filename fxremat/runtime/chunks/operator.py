@@ -35,7 +35,7 @@ from fxremat.runtime.chunks.buffers import (
     bases,
     out_form,
 )
-from fxremat.runtime.chunks.call import Call, pieces
+from fxremat.runtime.chunks.call import RowsCall, pieces
 from fxremat.runtime.chunks.costs import flops, inside, workspace
 from fxremat.runtime.chunks.fused_kernels import Memory
 from fxremat.runtime.chunks.program import Instruction, Ref, overload, with_values
@@ -113,7 +113,7 @@ class _RowSum:
 class _Run:
     """One call: inputs, results, slots; and what is known of the chunk being computed."""
 
-    def __init__(self, call: Call) -> None:
+    def __init__(self, call: RowsCall) -> None:
         self.program, self.plan, self.kernels = call.program, call.plan, call.kernels
         self.total, self.chunk_rows, self.tile_rows = call.total, call.chunk, call.tile
         # a compiler may have given them other strides
@@ -295,18 +295,18 @@ class _Piece:
 
 
 def _rows(*args: Any, **kwargs: Any) -> list[torch.Tensor]:
-    return _Run(Call(*args, **kwargs)).run()
+    return _Run(RowsCall(*args, **kwargs)).run()
 
 
 def compile_kernels(*args: Any, **kwargs: Any) -> None:
     """Compile what a call with these arguments, of fake tensors, will run."""
-    for kernel in Call(*args, **kwargs).kernels:
+    for kernel in RowsCall(*args, **kwargs).kernels:
         if kernel is not None:
             kernel.compiled()
 
 
 def _fake(*args: Any, **kwargs: Any) -> list[torch.Tensor]:
-    call, made = Call(*args, **kwargs), []
+    call, made = RowsCall(*args, **kwargs), []
     for place, number in enumerate(call.program.results):
         one = call.program.instruction(number)
         assert one is not None

@@ -34,7 +34,7 @@ from torch import fx
 from fxremat.passes.joint_graph import JointGraph
 from fxremat.passes.nodes import add_call, fake, shape_of
 from fxremat.passes.variants.attention.bias import Bias, Heads, Rows, plan_bias, where
-from fxremat.passes.variants.attention.kernels import KERNELS, Inputs, Kept, Kernel
+from fxremat.passes.variants.attention.kernels import KERNELS, AttentionKernel, Inputs, Kept
 from fxremat.passes.variants.attention.layout import origin
 from fxremat.passes.variants.attention.match import Attention, find_attention
 from fxremat.passes.variants.attention.operands import Operand, Result, operand, result, result_here
@@ -64,7 +64,7 @@ class Fused:
     """
 
     attention: Attention
-    kernel: Kernel
+    kernel: AttentionKernel
     bias: Bias
     operands: Mapping[str, Operand]
     results: Mapping[str, Result] = field(default_factory=dict)
@@ -222,7 +222,7 @@ def _copied_bytes(site: Fused) -> int:
 
 
 def _plan(
-    joint: JointGraph, attention: Attention, kernel: Kernel, is_inexact: bool
+    joint: JointGraph, attention: Attention, kernel: AttentionKernel, is_inexact: bool
 ) -> Fused | None:
     """The way with the fewest copies."""
     found: list[Fused] = []

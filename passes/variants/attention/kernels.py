@@ -56,7 +56,7 @@ class Kept:
     more: tuple[fx.Node, ...]
 
 
-class Kernel(Protocol):
+class AttentionKernel(Protocol):
     """A forward and its backward."""
 
     @property
@@ -209,4 +209,4 @@ class EfficientOnCuda:
         return query, key, value
 
 
-KERNELS: tuple[Kernel, ...] = (OnCpu(), FlashOnCuda(), EfficientOnCuda())
+KERNELS: tuple[AttentionKernel, ...] = (OnCpu(), FlashOnCuda(), EfficientOnCuda())

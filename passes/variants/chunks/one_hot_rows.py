@@ -27,7 +27,7 @@ from fxremat.runtime.chunks.program import Instruction, Program, Ref
 
 
 @dataclass(frozen=True)
-class Point:
+class OneHotRow:
     """The element of each row that may differ from zero: values [rows, 1] of the program.
 
     ``element`` is a number while it is the same for all rows.
@@ -68,7 +68,7 @@ class _Simplifier:
         self.loop: list[Instruction] = []
         self.renamed: dict[int, int] = {}
         self.hits: dict[int, Ref] = {}
-        self.points: dict[int, Point] = {}
+        self.points: dict[int, OneHotRow] = {}
         self.safe: dict[int, tuple[int, int]] = {}
 
     def rest(self, number: int) -> tuple[int, ...]:
@@ -123,7 +123,7 @@ class _Simplifier:
             if condition in self.hits and self.known.get(false) == 0.0:
                 element = self.known.get(true)
                 if isinstance(element, float):
-                    self.points[number] = Point(self.hits[condition].number, element, True)
+                    self.points[number] = OneHotRow(self.hits[condition].number, element, True)
         elif one.op == "aten.mul.Tensor":
             self.look_at_product(number, one)
 
@@ -149,7 +149,7 @@ class _Simplifier:
             element = found.element if found.is_number else Ref(int(found.element))
             made = self.add("aten.mul.Tensor", Ref(factor), element, like=one)
             # The instruction itself is in front of what was added; its number stays.
-            self.points[number] = Point(found.index, made, False)
+            self.points[number] = OneHotRow(found.index, made, False)
             return
 
     # What reads a point.
@@ -168,7 +168,7 @@ class _Simplifier:
     def is_element(self, number: int) -> bool:
         return number in self.points and not self.points[number].is_number
 
-    def placed(self, point: Point, like: Instruction) -> tuple[int, int]:
+    def placed(self, point: OneHotRow, like: Instruction) -> tuple[int, int]:
         """The index, inside the row, and the element there: 0 for an index outside."""
         element = int(point.element)
         if element not in self.safe:
@@ -182,7 +182,7 @@ class _Simplifier:
             self.safe[element] = inside, kept
         return self.safe[element]
 
-    def width_of(self, point: Point) -> int:
+    def width_of(self, point: OneHotRow) -> int:
         (hit,) = {self.rest(n) for n, p in self.points.items() if p == point}
         return hit[0]
 

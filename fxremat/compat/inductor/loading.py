@@ -8,7 +8,7 @@ from typing import Any
 
 import torch
 
-from fxremat.compat.generated_code import Generated
+from fxremat.compat.inductor.generated_code import Generated
 
 
 class _NoKernel:

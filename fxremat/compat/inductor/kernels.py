@@ -17,8 +17,8 @@ from fxremat.compat.configuration import (
     SCHEDULER_PASS,
     inductor_config,
 )
-from fxremat.compat.generated_code import generate
-from fxremat.compat.loading import load_without_kernels
+from fxremat.compat.inductor.generated_code import generate
+from fxremat.compat.inductor.loading import load_without_kernels
 from fxremat.compat.tensors import Watching, storage_key, storage_watch, without_memory
 
 

@@ -2,7 +2,8 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping, Sequence
+from collections.abc import Iterator, Mapping, Sequence
+from contextlib import contextmanager
 from dataclasses import dataclass
 from typing import Any
 
@@ -11,8 +12,8 @@ from torch import fx
 
 from fxremat.compat.configuration import caches_disabled, inductor_config
 from fxremat.compat.donation import donated_inputs, name_in_forward
+from fxremat.compat.inductor.post_grad import unmarked
 from fxremat.compat.joint_graph import copy_module
-from fxremat.compat.post_grad import unmarked
 
 
 @dataclass(frozen=True)
@@ -43,55 +44,69 @@ def generate(
     of a backward, as configured. ``input_strides`` replaces the strides of inputs, by name in the
     forward: the backward reads what the forward saved in the layout that Inductor chose there.
     """
-    from torch._dynamo.utils import counters
     from torch._guards import detect_fake_mode
     from torch._inductor.compile_fx import (
         _recursive_post_grad_passes,
         _recursive_record_original_output_strides,
         fake_tensor_prop,
-        maybe_disable_comprehensive_padding,
     )
-    from torch._inductor.debug import DebugContext
     from torch._inductor.fx_passes.post_grad import view_to_reshape
+    from torch._inductor.virtualized import V
+
+    with _uncounted():
+        module = copy_module(module)
+        placeholders = [n for n in module.graph.nodes if n.op == "placeholder"]
+        mode = detect_fake_mode([n.meta.get("val") for n in placeholders])
+        assert mode is not None, "a graph without tensor inputs has no code"
+        with V.set_fake_mode(mode):
+            with mode:
+                _set_strides(placeholders, input_strides or {})
+            inputs = [n.meta["val"] for n in placeholders]
+            view_to_reshape(module)  # type: ignore[no-untyped-call]
+            with torch.no_grad():
+                fake_tensor_prop(module, inputs)
+            _recursive_record_original_output_strides(module)
+            _record_seen_outputs(module.graph.output_node(), seen_outputs)
+            _recursive_post_grad_passes(module, is_inference=False)
+            return _lowered(module, inputs, is_backward)
+
+
+@contextmanager
+def _uncounted() -> Iterator[None]:
+    """What is compiled inside is not counted among what torch has compiled."""
+    from torch._dynamo.utils import counters
+
+    counted = {key: value.copy() for key, value in counters.items()}
+    yield
+    for key, value in counted.items():
+        counters[key] = value
+
+
+def _lowered(module: fx.GraphModule, inputs: list[Any], is_backward: bool) -> Generated:
+    """The code of a graph that Inductor's passes have gone over, in the fake mode of now."""
+    from torch._inductor.compile_fx import maybe_disable_comprehensive_padding
+    from torch._inductor.debug import DebugContext
     from torch._inductor.graph import GraphLowering
     from torch._inductor.virtualized import V
 
-    counted = {key: value.copy() for key, value in counters.items()}
-    module = copy_module(module)
-    placeholders = [n for n in module.graph.nodes if n.op == "placeholder"]
-    mode = detect_fake_mode([n.meta.get("val") for n in placeholders])
-    assert mode is not None, "a graph without tensor inputs has no code"
-    with V.set_fake_mode(mode):
-        with mode:
-            _set_strides(placeholders, input_strides or {})
-        inputs = [n.meta["val"] for n in placeholders]
-        view_to_reshape(module)  # type: ignore[no-untyped-call]
-        with torch.no_grad():
-            fake_tensor_prop(module, inputs)
-        _recursive_record_original_output_strides(module)
-        _record_seen_outputs(module.graph.output_node(), seen_outputs)
-        _recursive_post_grad_passes(module, is_inference=False)
-        lowering: Any = GraphLowering(
-            module,
-            example_inputs=inputs,
-            shape_env=mode.shape_env,
-            is_backward=is_backward,
-            is_inference=False,
-        )
-        with (
-            V.set_debug_handler(DebugContext()),
-            V.set_graph_handler(lowering),
-            V.set_extern_kernel_nodes([]),
-            maybe_disable_comprehensive_padding(inputs),
-        ):
-            lowering.bw_donated_idxs = donated_inputs(module) if is_backward else []
-            lowering.freeze_runtime_asserts()
-            lowering.run(*inputs)
-            code = lowering.codegen()[0]
-            result = _generated(lowering, str(getattr(code, "value", code)))
-    for key, value in counted.items():
-        counters[key] = value
-    return result
+    lowering: Any = GraphLowering(
+        module,
+        example_inputs=inputs,
+        shape_env=V.fake_mode.shape_env,
+        is_backward=is_backward,
+        is_inference=False,
+    )
+    with (
+        V.set_debug_handler(DebugContext()),
+        V.set_graph_handler(lowering),
+        V.set_extern_kernel_nodes([]),
+        maybe_disable_comprehensive_padding(inputs),
+    ):
+        lowering.bw_donated_idxs = donated_inputs(module) if is_backward else []
+        lowering.freeze_runtime_asserts()
+        lowering.run(*inputs)
+        code = lowering.codegen()[0]
+        return _generated(lowering, str(getattr(code, "value", code)))
 
 
 def code_key(module: fx.GraphModule, *, is_backward: bool) -> str | None:
