@@ -497,5 +497,4 @@ _ROWS: dict[str, RowRule] = {
     "constant_pad_nd": _pad,
     "full": _full,
 }
-_Sum = Callable[[fx.Node, int], Calls | None]
-_SUMS: dict[str, _Sum] = {"mm": _sum_of_products, "sum": _sum_over_rows}
+_SUMS = {"mm": _sum_of_products, "sum": _sum_over_rows}
