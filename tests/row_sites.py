@@ -61,23 +61,14 @@ class Traced:
     def __call__(
         self, module: fx.GraphModule, joint_inputs: Any, *, num_fwd_outputs: int, **kwargs: Any
     ) -> tuple[fx.GraphModule, fx.GraphModule]:
-        """Called with the joint graph."""
+        """Called with each joint graph; of a step with breaks the last is kept."""
+        self.inputs = {}
         self.joint = prepare(module, num_fwd_outputs)
         kwargs["num_fwd_outputs"] = num_fwd_outputs
         halves = compat.torch_partition(copy.copy(self.joint.module), joint_inputs, **kwargs)
         for half in halves:
-            self._keep_inputs(half.graph)
+            _keep_inputs(half.graph, self.inputs)
         return halves
-
-    def _keep_inputs(self, graph: fx.Graph) -> None:
-        """Before a half does anything else, it says what it was given."""
-        given = [node for node in graph.nodes if node.op == "placeholder"]
-        with graph.inserting_before(next(n for n in graph.nodes if n.op != "placeholder")):
-            graph.call_function(self._keep, ([node.name for node in given], given))
-
-    def _keep(self, names: Sequence[str], values: Sequence[Any]) -> None:
-        for name, value in zip(names, values, strict=True):
-            self.inputs[name] = value.clone() if isinstance(value, torch.Tensor) else value
 
     def compiled(self, function: Function) -> Function:
         """``function``, run as its joint graph."""
@@ -99,6 +90,18 @@ class Traced:
         with torch.no_grad():
             found = fx.Interpreter(joint.module).run(*given)
         return [*found, *given, torch.rand(1)]
+
+
+def _keep_inputs(graph: fx.Graph, inputs: dict[str, Any]) -> None:
+    """Before a half does anything else, it says what it was given."""
+
+    def keep(names: Sequence[str], values: Sequence[Any]) -> None:
+        for name, value in zip(names, values, strict=True):
+            inputs[name] = value.clone() if isinstance(value, torch.Tensor) else value
+
+    given = [node for node in graph.nodes if node.op == "placeholder"]
+    with graph.inserting_before(next(n for n in graph.nodes if n.op != "placeholder")):
+        graph.call_function(keep, ([node.name for node in given], given))
 
 
 def trace(function: Function, inputs: Sequence[Any]) -> Traced:

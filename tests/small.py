@@ -60,6 +60,21 @@ class Convolutions(nn.Module):
         return torch.as_tensor(self.layers(x).square().mean())
 
 
+class Classifier(nn.Module):
+    """A few layers and a loss over many classes: the logits are most of what is there."""
+
+    def __init__(self, width: int = 16, classes: int = 4000) -> None:
+        super().__init__()
+        self.layers = nn.Sequential(
+            nn.Linear(width, width), nn.GELU(), nn.Linear(width, width), nn.GELU()
+        )
+        self.head = nn.Linear(width, classes)
+
+    def forward(self, x: Tensor) -> Tensor:
+        targets = torch.zeros(x.shape[0], dtype=torch.long)
+        return F.cross_entropy(self.head(self.layers(x)), targets)
+
+
 def seeded(make: Callable[[], nn.Module], *shape: int) -> tuple[nn.Module, Tensor]:
     """A model and its input, the same each time."""
     torch.manual_seed(0)

@@ -80,7 +80,7 @@ def test_training_is_bitwise_what_it_was(make: Callable[[], nn.Module]) -> None:
     shape = (8, 3, 32, 32) if convolutional else (256, 32)
     model, x = seeded(make, *shape)
     other = copy.deepcopy(model)
-    plain = fxremat.explain(model, x, options=RERUNS_ONLY)
+    plain = fxremat.explain(model, x, options={**RERUNS_ONLY, "solver": "greedy"})
     budget = (plain.minimum_peak_bytes + plain.keep_all_peak_bytes) // 2
     ours = train(model, x, compiled(model, memory_budget=budget, **RERUNS_ONLY))
     assert fxremat.reports()[-1].recomputed
@@ -106,7 +106,7 @@ def test_an_impossible_budget_names_one_that_is_met() -> None:
 def test_a_solver_that_cannot_take_the_graph_says_so(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr("fxremat.planner.milp.checkmate.MOST_RUNS", 0)
     model, x = seeded(lambda: Stack(2), 1024, 32)
-    plain = fxremat.explain(model, x, options=EAGER)
+    plain = fxremat.explain(model, x, options={**EAGER, "solver": "greedy"})
     budget = (plain.minimum_peak_bytes + plain.keep_all_peak_bytes) // 2
     with pytest.raises(BackendCompilerFailed) as caught:
         compiled(model, memory_budget=budget, solver="checkmate", variants="none")(x)
@@ -257,7 +257,8 @@ def test_reset_forgets() -> None:
 def test_a_pass_that_is_left_out_does_nothing() -> None:
     model, x = seeded(Stack, 1024, 32)
     given = {"executor": "aot_eager", "variants": "none"}
-    whole = fxremat.explain(model, x, memory_budget="8GiB", options=given)
+    quick = {**given, "solver": "greedy"}
+    whole = fxremat.explain(model, x, memory_budget="8GiB", options=quick)
     budget = (whole.minimum_peak_bytes + whole.keep_all_peak_bytes) // 2
     found = fxremat.explain(model, x, memory_budget=budget, options=given)
     assert any(graph.recomputed for graph in found.graphs)

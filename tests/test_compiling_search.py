@@ -7,26 +7,10 @@ from typing import Any
 import pytest
 import torch
 from torch import Tensor, nn
-from torch.nn import functional as F
 
 import fxremat
 from fxremat.compiling.searching.search import REHEARSALS
-from tests.small import seeded
-
-
-class Classifier(nn.Module):
-    """A few layers and a loss over many classes: the logits are most of what is there."""
-
-    def __init__(self, width: int = 16, classes: int = 4000) -> None:
-        super().__init__()
-        self.layers = nn.Sequential(
-            nn.Linear(width, width), nn.GELU(), nn.Linear(width, width), nn.GELU()
-        )
-        self.head = nn.Linear(width, classes)
-
-    def forward(self, x: Tensor) -> Tensor:
-        targets = torch.zeros(x.shape[0], dtype=torch.long)
-        return F.cross_entropy(self.head(self.layers(x)), targets)
+from tests.small import Classifier, seeded
 
 
 def refused(model: nn.Module, x: Tensor, budget: str, **options: Any) -> fxremat.InfeasibleBudget:
@@ -83,7 +67,7 @@ def test_rehearsals_have_one_budget() -> None:
 def test_the_same_question_has_the_same_answer() -> None:
     model, x = seeded(Classifier, 64, 16)
     one, other = (
-        fxremat.explain(model, x, memory_budget="1500KiB", options={"solver": "greedy"})
+        fxremat.explain(model, x, memory_budget="1700KiB", options={"solver": "greedy"})
         for _ in range(2)
     )
     assert one.graphs[0].plan.steps == other.graphs[0].plan.steps

@@ -58,8 +58,12 @@ def unchanging(explanation: Explanation) -> Any:
     """What does not depend on the clock."""
     report = explanation.graphs[0]
     assert explanation.plan is not None
-    return (explanation.plan.steps, explanation.predicted_peak_bytes, report.rehearsals,
-            explanation.minimum_peak_bytes, report.at_peak)  # fmt: skip
+    return (
+        explanation.plan.steps,
+        explanation.predicted_peak_bytes,
+        report.rehearsals,
+        report.at_peak,
+    )
 
 
 @pytest.mark.parametrize("ask", [explain, images])

@@ -56,7 +56,7 @@ def test_the_least_peak_may_take_longer(monkeypatch: pytest.MonkeyPatch) -> None
             super().__init__(limit_s)
             limits.append(self.left())
 
-    monkeypatch.setattr(auto, "Clock", Noted)
+    monkeypatch.setattr(auto, "Deadline", Noted)
     own = []
     for budget, options in ((8, SolverOptions()), (0, SolverOptions()), (0, PATIENT)):
         limits.clear()

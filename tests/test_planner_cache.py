@@ -237,7 +237,7 @@ def test_the_backend_asks_once(
         second = explain()
     assert "plan from the cache" in caplog.text
     assert second.plan == first.plan
-    assert second.minimum_peak_bytes == first.minimum_peak_bytes
+    assert second.predicted_peak_bytes == first.predicted_peak_bytes
     assert {path: path.read_bytes() for path in plans.iterdir()} == files
 
 

@@ -22,7 +22,7 @@ from torch.utils import _pytree as pytree
 from fxremat import compat
 from fxremat.checking.predicates import is_fetch, is_mutating, is_view
 
-MOST_BYTES = 1 << 26
+MOST_BYTES = 1 << 29
 """Of all values of a cut together: a larger one is not run."""
 STEPS = (2, 8, 32, None)
 """So many calls back from what is compared the cut begins; None: at the inputs of the graph."""
@@ -135,8 +135,17 @@ def _like(fake: torch.Tensor, generator: torch.Generator) -> torch.Tensor:
         data = torch.randint(0, 2, fake.shape, generator=generator)
     else:
         data = torch.randn(fake.shape, generator=generator, dtype=torch.float64)
-    made = torch.empty_strided(fake.shape, fake.stride(), dtype=fake.dtype)
-    return made.copy_(data)
+    return _laid_out(data.to(fake.dtype), fake)
+
+
+def _laid_out(data: torch.Tensor, like: torch.Tensor) -> torch.Tensor:
+    """The numbers in the sizes and strides of a tensor; where elements share memory, the last."""
+    made = torch.empty_strided(like.shape, like.stride(), dtype=like.dtype)
+    index = torch.arange(made.untyped_storage().nbytes() // made.element_size())
+    places = index.as_strided(made.shape, made.stride()).reshape(-1)
+    flat = torch.zeros(index.numel(), dtype=made.dtype)
+    flat[places] = data.reshape(-1)
+    return flat.as_strided(made.shape, made.stride())
 
 
 def _given(nodes: Iterable[fx.Node], seed: int) -> dict[fx.Node, Any]:
@@ -156,7 +165,7 @@ def _moved(values: Mapping[fx.Node, Any], eps: float) -> dict[fx.Node, Any]:
         if not isinstance(leaf, torch.Tensor) or not leaf.dtype.is_floating_point:
             return leaf
         noise = torch.randn(leaf.shape, generator=generator, dtype=torch.float64) * eps
-        return leaf.clone().copy_(leaf.double() * (1 + noise))
+        return _laid_out((leaf.double() * (1 + noise)).to(leaf.dtype), leaf)
 
     return {node: pytree.tree_map(move, value) for node, value in values.items()}
 

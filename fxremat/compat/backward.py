@@ -162,9 +162,13 @@ def hooks_on(leaf: torch.Tensor) -> int:
 
 
 def hooks_on_node(node: Any) -> int:
-    """How many hooks of Python a node of the backward has, before or after it."""
+    """How many hooks of the user a node of the backward has, before or after it.
+
+    A hook of ours only looks; it has the attribute ``is_ours``.
+    """
     handles = [register(_no_hook) for register in (node.register_prehook, node.register_hook)]
-    count = sum(len(handle.hooks_dict_ref() or ()) - 1 for handle in handles)
+    hooks = [hook for handle in handles for hook in (handle.hooks_dict_ref() or {}).values()]
+    count = sum(hook is not _no_hook and not getattr(hook, "is_ours", False) for hook in hooks)
     for handle in handles:
         handle.remove()
     return count

@@ -59,7 +59,9 @@ def when_freed(node: Any, call: Callable[[], object]) -> None:
 
     By a hook before the node: one behind it would keep the incoming gradients until then.
     """
-    node.register_prehook(partial(_unless_kept, call))
+    hook: Any = partial(_unless_kept, call)
+    hook.is_ours = True
+    node.register_prehook(hook)
 
 
 @torch.compiler.disable  # type: ignore[untyped-decorator]

@@ -1,0 +1,86 @@
+"""A bug in a rule is refused when compiling, by the rule's name; or the rule is left out."""
+
+from __future__ import annotations
+
+import logging
+from collections.abc import Iterator, Mapping
+from dataclasses import replace
+
+import pytest
+import torch
+from torch import fx
+
+import fxremat
+from fxremat.explaining import Explanation
+from fxremat.passes.joint_graph import JointGraph
+from fxremat.passes.nodes import add_call
+from fxremat.passes.variants import table
+from fxremat.passes.variants.chunks.rules import CHUNKED_LOSS
+from fxremat.passes.variants.rule import Rule, Site, StandIns
+from tests.small import Classifier, seeded
+
+OPTIONS = {"variants": ["chunked_loss"]}
+
+
+def negated(site: Site) -> Site:
+    """The site, with the sign of its gradients turned: the step would train uphill."""
+
+    def insert(graph: fx.Graph, copies: Mapping[fx.Node, fx.Node]) -> StandIns:
+        found = dict(site.insert(graph, copies))
+        for old, new in found.items():
+            if new.meta["val"].dim():
+                with graph.inserting_after(new):
+                    found[old] = add_call(graph, torch.ops.aten.neg.default, (new,), new)
+        return found
+
+    return replace(site, insert=insert)
+
+
+def find_negated(joint: JointGraph) -> Iterator[Site]:
+    """All sites of the rule, each wrong."""
+    return map(negated, CHUNKED_LOSS.find(joint))
+
+
+def fail(joint: JointGraph) -> Iterator[Site]:
+    """A rule that does not get to its sites."""
+    raise KeyError("no such node")
+
+
+def use(monkeypatch: pytest.MonkeyPatch, rule: Rule) -> None:
+    """Have this rule in the table, and no other."""
+    monkeypatch.setattr(table, "RULES", (rule,))
+
+
+def explained(**options: object) -> Explanation:
+    """A classifier under a budget that its logits do not fit."""
+    model, x = seeded(Classifier, 512, 16)
+    options = {**OPTIONS, **options}
+    return fxremat.explain(model, x, memory_budget="6MiB", options=options)
+
+
+def test_the_rule_is_taken_as_it_is() -> None:
+    """What the other tests break is in use."""
+    assert [row.what.split()[0] for row in explained().graphs[0].variants] == ["chunked_loss"]
+
+
+def test_a_wrong_gradient_is_refused_with_the_name_of_the_rule(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    use(monkeypatch, replace(CHUNKED_LOSS, find=find_negated))
+    with pytest.raises(fxremat.VerificationFailed, match="variant chunked_loss"):
+        explained()
+
+
+def test_a_rule_that_raises_is_refused_with_its_name(monkeypatch: pytest.MonkeyPatch) -> None:
+    use(monkeypatch, replace(CHUNKED_LOSS, find=fail))
+    with pytest.raises(fxremat.VerificationFailed, match=r"variant chunked_loss.*no such node"):
+        explained()
+
+
+def test_without_verification_it_is_left_out_with_a_warning(
+    monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
+) -> None:
+    use(monkeypatch, replace(CHUNKED_LOSS, find=fail))
+    with caplog.at_level(logging.WARNING), pytest.raises(fxremat.InfeasibleBudget):
+        explained(verify=False)
+    assert "the rule chunked_loss is left out: finding its sites raised KeyError" in caplog.text
