@@ -150,7 +150,8 @@ def test_without_a_rehearsal_the_order_is_held() -> None:
 def judged(planned: int, real: int, *, again: bool = True, time_us: float = 1.0) -> Judged:
     """A candidate of made-up figures."""
     plan = Plan(("a", "a") if again else ("a",), "made up", None, planned, time_us)
-    return Judged(Candidate(draft_of(PROBLEM), plan, "planned"), draft_of(PROBLEM), real, None)
+    shown = Rehearsal(real, (), (), {})
+    return Judged(Candidate(draft_of(PROBLEM), plan, "planned"), draft_of(PROBLEM), real, shown)
 
 
 def test_close_below_the_aim_is_good_enough() -> None:
@@ -185,6 +186,8 @@ def test_the_fastest_of_equals_holds_no_order() -> None:
     held, loose = judged(1, 1), judged(1, 1)
     loose = replace(loose, candidate=replace(loose.candidate, order="inductor"))
     assert fastest(iter([held, loose])) is loose
+    held, loose = replace(held, rehearsal=None), replace(loose, rehearsal=None)
+    assert fastest(iter([loose, held])) is held
     assert fastest(iter([])) is None
 
 

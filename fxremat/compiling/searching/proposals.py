@@ -124,8 +124,16 @@ def _disorder(problem: Problem, judged: Judged) -> int:
 
 
 def fastest(judged: Iterator[Judged]) -> Judged | None:
-    """The one of least planned time; of these, one that holds no order."""
-    return min(judged, key=lambda one: (one.plan.time_us, one.candidate.order), default=None)
+    """The one of least planned time; of these, one that holds no order.
+
+    Where nothing was rehearsed, nothing shows what Inductor's own order takes: one that holds it.
+    """
+
+    def rank(one: Judged) -> tuple[float, bool, str]:
+        order = one.candidate.order
+        return one.plan.time_us, one.rehearsal is None and order != "planned", order
+
+    return min(judged, key=rank, default=None)
 
 
 def least(draft: Draft, planning: Planning) -> Proposals:
