@@ -16,6 +16,7 @@ the one of least planned time is taken. Where none gets there, the lowest is wha
 
 from __future__ import annotations
 
+import logging
 from collections.abc import Generator
 from dataclasses import dataclass, field, replace
 
@@ -30,6 +31,8 @@ from fxremat.core.problem import Problem
 from fxremat.core.schedule import keep_all
 from fxremat.core.timeline import replay
 from fxremat.passes.variants.table import rules_named
+
+log = logging.getLogger(__name__)
 
 
 @dataclass(frozen=True)
@@ -128,7 +131,7 @@ class Search:
     def _or_torch(self, best: Judged, aim: int) -> Judged:
         """Torch's own partition, where that is faster and under the aim, too."""
         plain = self.draft(()).estimate.problem
-        if best.plan.time_us <= plain.base_time_us or not self.planning.request.compiled:
+        if best.plan.time_us <= plain.base_time_us or best.rehearsal is None:
             return best
         own = self._torch(donated=False)
         if own is None or own.plan.time_us >= best.plan.time_us:
@@ -137,7 +140,7 @@ class Search:
         return judged if judged.peak_bytes <= aim else best
 
     def _torch(self, *, donated: bool) -> Candidate | None:
-        """Torch's own partition; None where it does not know what the graph does.
+        """Torch's own partition; None where it does not do what the graph does.
 
         With ``donated`` buffers the backward writes over what was saved, as in a plain
         ``torch.compile``, and like there it can run only once.
@@ -146,7 +149,11 @@ class Search:
         special = plain.estimate.problem.host or self.planning.request.accumulated
         if special or not self.planning.request.compiled:
             return None
-        cut = self.runner.run("apply", AS_TORCH, plain)
+        try:
+            cut = self.runner.run("apply", AS_TORCH, plain)
+        except Exception as error:  # not our work: it is left out where it, or the judge, refuses
+            log.info("torch's own partition is no candidate: %s", error)
+            return None
         plan = plan_of_torch(cut)
         if donated:
             cut = self.runner.run("apply", DONATE, cut)
