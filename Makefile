@@ -1,4 +1,4 @@
-# make demo | test | test-all | check. `test-all` also runs the tests that take long, and tries
+# make demo | test | test-all | check. `test-all` tries
 # many more random examples. The environment, .venv, is made on first use and after every change
 # of pyproject.toml. TORCH is the version the project is tested with; a torch that is there stays.
 

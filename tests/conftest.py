@@ -1,7 +1,7 @@
-"""What every test shares: golden texts, few threads, a cache for one run, how much is tried.
+"""What every test shares: golden texts, few threads, a cache for one run, hypothesis profiles.
 
-``pytest --update-golden`` writes the golden texts anew. ``HYPOTHESIS_PROFILE=long`` runs tests
-marked ``long`` too, and looks at many random examples instead of a few fixed ones.
+``pytest --update-golden`` writes the golden texts anew. ``HYPOTHESIS_PROFILE=long`` looks at many
+random examples instead of a few fixed ones.
 """
 
 from __future__ import annotations
@@ -20,17 +20,13 @@ import hypothesis  # noqa: E402
 import pytest  # noqa: E402
 import torch  # noqa: E402
 
-from tests.effort import LONG  # noqa: E402
-
 GOLDEN = Path(__file__).parent / "golden"
 CACHE = "TORCHINDUCTOR_CACHE_DIR"
-SHORTER, LONGER = 0.5, 20
-"""Random examples of a short and of a long run, for each that a test asks for."""
 
 hypothesis.settings.register_profile(
     "smoke", max_examples=30, deadline=None, derandomize=True, database=None
 )
-hypothesis.settings.register_profile("long", max_examples=150, deadline=None, print_blob=True)
+hypothesis.settings.register_profile("long", max_examples=3000, deadline=None, print_blob=True)
 
 
 def pytest_addoption(parser: pytest.Parser) -> None:
@@ -43,7 +39,7 @@ def pytest_configure(config: pytest.Config) -> None:
 
     The processes of one run share a cache, which is empty when the run begins.
     """
-    hypothesis.settings.load_profile("long" if LONG else "smoke")
+    hypothesis.settings.load_profile(os.environ.get("HYPOTHESIS_PROFILE", "smoke"))
     torch.set_num_threads(int(THREADS))
     for name in [name for name in os.environ if name.startswith("FXREMAT_")]:
         del os.environ[name]
@@ -60,24 +56,6 @@ def pytest_unconfigure(config: pytest.Config) -> None:
 def _is_worker(config: pytest.Config) -> bool:
     """Whether this is one of the processes that pytest-xdist starts."""
     return hasattr(config, "workerinput")
-
-
-def pytest_collection_modifyitems(config: pytest.Config, items: list[pytest.Item]) -> None:
-    """A short run leaves out tests marked ``long``; properties look at fewer or more examples."""
-    left_out = [] if LONG else [item for item in items if item.get_closest_marker("long")]
-    if left_out:
-        config.hook.pytest_deselected(items=left_out)
-        items[:] = [item for item in items if item not in left_out]
-    seen = set()
-    for item in items:
-        test = getattr(item, "obj", None)
-        test = getattr(test, "__func__", test)
-        wanted = getattr(test, "_hypothesis_internal_use_settings", None)
-        if wanted is not None and id(test) not in seen:
-            seen.add(id(test))
-            count = max(3, round(wanted.max_examples * (LONGER if LONG else SHORTER)))
-            scaled = hypothesis.settings(wanted, max_examples=count)
-            test._hypothesis_internal_use_settings = scaled  # type: ignore[union-attr]
 
 
 class Golden:

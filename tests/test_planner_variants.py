@@ -245,7 +245,7 @@ def one_wide_layer(count: int) -> Problem:
     )  # fmt: skip
 
 
-@pytest.mark.parametrize("count", [24, pytest.param(96, marks=pytest.mark.long)])
+@pytest.mark.parametrize("count", [24, 96])
 def test_the_least_peak_is_found_where_one_op_makes_it(count: int) -> None:
     problem = one_wide_layer(count)
     plan = solve(problem, 0, "greedy")
