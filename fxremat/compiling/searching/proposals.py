@@ -16,6 +16,7 @@ from fxremat.compiling.searching.candidates import Candidate, Judged, Order
 from fxremat.compiling.searching.planning import QUICK_SOLVER, Planning
 from fxremat.core.plan import Plan
 from fxremat.core.problem import Problem
+from fxremat.core.schedule import keep_all
 from fxremat.core.timeline import replay
 
 Proposals = Generator[Candidate, Judged, None]
@@ -65,6 +66,8 @@ def under(draft: Draft, aim: int, planning: Planning) -> Proposals:
 
 def may_fit(problem: Problem, aim: int, planning: Planning) -> bool:
     """Whether it is worth asking the planner for the aim: the quick solver comes near it."""
+    if replay(problem, keep_all(problem)).peak_bytes <= aim:
+        return True
     return planning.quick(problem, 0).peak_bytes <= OUT_OF_REACH * aim
 
 

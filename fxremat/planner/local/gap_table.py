@@ -33,23 +33,30 @@ class GapTable:
         self.bytes: npt.NDArray[np.int64] = np.zeros(size, dtype=np.int64)
         self.score: npt.NDArray[np.float64] = np.full(size, np.inf)
         self.free = list(range(size - 1, -1, -1))
-        self.slots: list[list[int]] = [[] for _ in range(model.n)]
+        self.slots: list[dict[Row, int]] = [{} for _ in range(model.n)]
         self.values = [
             tuple(v for v in model.writes[op] if model.droppable(v)) for op in range(model.n)
         ]
         self.refresh(range(model.n))
 
     def refresh(self, ops: Iterable[int]) -> None:
-        """Rebuild the rows of these ops, keeping the score of a row that stays."""
+        """Bring the rows of these ops up to date; one that ends where one did keeps its score."""
         for op in ops:
             if not self.values[op]:
                 continue
-            old = {int(self.high[slot]): float(self.score[slot]) for slot in self.slots[op]}
-            for slot in self.slots[op]:
-                self.low[slot] = self.state.model.n
-            self.free.extend(self.slots[op])
+            old, rows = self.slots[op], self._rows(op)
             self.state.work += 4 * len(old)
-            self.slots[op] = [self._fill(op, row, old) for row in self._rows(op)]
+            if len(rows) == len(old) and all(row in old for row in rows):
+                continue
+            kept = {row: old.pop(row) for row in rows if row in old}
+            scores = {high: float(self.score[slot]) for (_, high, _), slot in old.items()}
+            for slot in old.values():
+                self.low[slot] = self.state.model.n
+                self.free.append(slot)
+            self.slots[op] = kept
+            for row in rows:
+                if row not in kept:
+                    kept[row] = self._fill(op, row, scores)
 
     def covering(self, stage: int) -> npt.NDArray[np.intp]:
         """Slots of the rows that hold something over the stage without using it.
@@ -65,8 +72,8 @@ class GapTable:
 
     def block(self, op: int, stage: int) -> None:
         """Pass the row over until `unblock`, or until it changes."""
-        for slot in self.slots[op]:
-            if self.high[slot] == stage:
+        for (_, high, _), slot in self.slots[op].items():
+            if high == stage:
                 self.score[slot] = np.inf
 
     def unblock(self) -> bool:
@@ -75,13 +82,13 @@ class GapTable:
         self.score[passed] = UNKNOWN
         return bool(passed.any())
 
-    def _fill(self, op: int, row: Row, old: dict[int, float]) -> int:
+    def _fill(self, op: int, row: Row, scores: dict[int, float]) -> int:
         if not self.free:
             self._grow()
         slot = self.free.pop()
         self.op[slot] = op
         self.low[slot], self.high[slot], self.bytes[slot] = row
-        self.score[slot] = old.get(row[1], UNKNOWN)
+        self.score[slot] = scores.get(row[1], UNKNOWN)
         return slot
 
     def _grow(self) -> None:
@@ -114,7 +121,7 @@ class GapTable:
     def _gaps(self, value: int) -> list[tuple[int, int]]:
         out = []
         uses = self.state.uses[value]
-        for start, stop in self.state.spans(value):
+        for start, stop in self.state.spans[value]:
             low = start
             for high in uses[bisect_left(uses, start) : bisect_right(uses, stop)]:
                 if high > low + 1 or self.state.extra[max(low, 0)]:

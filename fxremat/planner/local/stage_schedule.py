@@ -40,6 +40,8 @@ class Undo:
     through: npt.NDArray[np.int64]
     peak: npt.NDArray[np.int64]
     time: float
+    spans: tuple[tuple[int, list[Span]], ...]
+    """Of the values whose copies the change moved, where they were before."""
 
 
 class StageSchedule:
@@ -57,6 +59,8 @@ class StageSchedule:
                 self.uses[value].append(op)
         for run in extra:
             self._insert(run)
+        self.spans = [self._spans(value) for value in range(len(model.bytes))]
+        """Of each value, the stages over which each copy is held, in order."""
         self.through = np.zeros(model.n + 1, dtype=np.int64)
         self.peak = np.zeros(model.n, dtype=np.int64)
         self._rebuild()
@@ -79,8 +83,7 @@ class StageSchedule:
         """Every extra run, by stage."""
         return [(op, stage) for stage, ops in enumerate(self.extra) for op in ops]
 
-    def spans(self, value: int) -> list[Span]:
-        """The stages over which each copy of the value is held, in order."""
+    def _spans(self, value: int) -> list[Span]:
         model, uses = self.model, self.uses[value]
         op = model.writer[value]
         if model.kept[value]:
@@ -159,9 +162,9 @@ class StageSchedule:
 
     def change(self, add: Sequence[ExtraRun], remove: Sequence[ExtraRun]) -> Undo:
         """Add and remove extra runs; the caller keeps every read provided for."""
-        undo = Undo(tuple(add), tuple(remove), self.through.copy(), self.peak.copy(), self.time)
-        touched = self._touched((*add, *remove))
-        before = [(value, self.spans(value)) for value in touched]
+        before = tuple((value, self.spans[value]) for value in self._touched((*add, *remove)))
+        profile = self.through.copy(), self.peak.copy(), self.time
+        undo = Undo(tuple(add), tuple(remove), *profile, before)
         for run in remove:
             self._delete(run)
         for run in add:
@@ -169,7 +172,8 @@ class StageSchedule:
         dirty = {stage for _, stage in add} | {stage for _, stage in remove}
         self.work += 10 * (len(before) + len(dirty))
         for value, old in before:
-            self._move(value, old, self.spans(value), dirty)
+            self.spans[value] = self._spans(value)
+            self._move(value, old, self.spans[value], dirty)
         for stage in dirty:
             if 0 <= stage < self.model.n:
                 self.peak[stage] = self._simulate(stage)
@@ -182,6 +186,8 @@ class StageSchedule:
         for run in undo.removed:
             self._insert(run)
         self.through, self.peak, self.time = undo.through, undo.peak, undo.time
+        for value, spans in undo.spans:
+            self.spans[value] = spans
 
     def _touched(self, runs: Iterable[ExtraRun]) -> set[int]:
         model = self.model
@@ -213,7 +219,7 @@ class StageSchedule:
     def _rebuild(self) -> None:
         self.through[:] = self.model.problem.resident_bytes
         for value, size in enumerate(self.model.bytes):
-            for start, stop in self.spans(value):
+            for start, stop in self.spans[value]:
                 self.through[start + 1 : stop + 1] += size
         for stage in range(self.model.n):
             self.peak[stage] = self._simulate(stage)

@@ -69,6 +69,8 @@ class Mip:
     starts: list[int] = field(default_factory=lambda: [0])
     columns: list[int] = field(default_factory=list)
     factors: list[float] = field(default_factory=list)
+    restarts: bool = True
+    """Whether HiGHS may presolve once more at the root and begin anew."""
 
     def real(self, cost: float = 0.0, low: float = 0.0, high: float = 1.0) -> int:
         """A continuous column."""
@@ -101,17 +103,19 @@ class Mip:
         *,
         nodes: int | None = None,
         gap: float = GAP,
+        absolute_gap: float = 0.0,
         start: Sequence[float] | npt.NDArray[np.float64] | None = None,
         watch: Watch | None = None,
     ) -> Solution:
         """The best solution found within the limits.
 
-        ``nodes`` of the search tree at most; ``gap`` is relative; ``start`` gives a value to each
-        column, of a solution to begin with.
+        ``nodes`` of the search tree at most; a solution is good enough within ``gap`` of itself or
+        ``absolute_gap`` of the bound; ``start`` gives a value to each column, of a solution to
+        begin with.
         """
         if not self.cost:
             return self._without_columns()
-        highs = self._highs(deadline, nodes, gap)
+        highs = self._highs(deadline, nodes, gap, absolute_gap)
         if start is not None:
             known = highspy.HighsSolution()
             known.col_value = [float(value) for value in start]
@@ -128,7 +132,13 @@ class Mip:
         return self._read(highs)
 
     def solve_near(
-        self, relaxed: Solution, deadline: Deadline, *, nodes: int, gap: float
+        self,
+        relaxed: Solution,
+        deadline: Deadline,
+        *,
+        nodes: int,
+        gap: float,
+        absolute_gap: float = 0.0,
     ) -> Solution:
         """The best solution that agrees with the relaxation wherever that is integral.
 
@@ -145,7 +155,7 @@ class Mip:
         ]
         self.low, self.high = [pair[0] for pair in near], [pair[1] for pair in near]
         try:
-            found = self.solve(deadline, nodes=nodes, gap=gap)
+            found = self.solve(deadline, nodes=nodes, gap=gap, absolute_gap=absolute_gap)
         finally:
             self.low, self.high = low, high
         if found.values is None:
@@ -156,7 +166,7 @@ class Mip:
         """The optimum of the linear relaxation: all columns continuous."""
         if not self.cost:
             return self._without_columns()
-        highs = self._highs(deadline, None, GAP, relax=True)
+        highs = self._highs(deadline, None, GAP, 0.0, relax=True)
         highs.run()
         return self._read(highs)
 
@@ -168,7 +178,12 @@ class Mip:
         return Solution(Status.INFEASIBLE, None, FREE, FREE)
 
     def _highs(
-        self, deadline: Deadline, nodes: int | None, gap: float, relax: bool = False
+        self,
+        deadline: Deadline,
+        nodes: int | None,
+        gap: float,
+        absolute_gap: float,
+        relax: bool = False,
     ) -> highspy.Highs:
         highs = highspy.Highs()  # type: ignore[no-untyped-call]
         options: dict[str, bool | int | float] = {
@@ -176,7 +191,8 @@ class Mip:
             "log_to_console": False,
             "threads": 1,
             "mip_rel_gap": gap,
-            "mip_abs_gap": 0.0,
+            "mip_abs_gap": absolute_gap,
+            "mip_allow_restart": self.restarts,
         }
         if nodes is not None:
             options["mip_max_nodes"] = nodes
