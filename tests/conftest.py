@@ -6,6 +6,7 @@ random examples instead of a few fixed ones.
 
 from __future__ import annotations
 
+import gc
 import os
 import re
 import shutil
@@ -45,6 +46,12 @@ def pytest_configure(config: pytest.Config) -> None:
         del os.environ[name]
     if not _is_worker(config):
         os.environ[CACHE] = tempfile.mkdtemp(prefix="fxremat-tests-")
+
+
+def pytest_collection_finish() -> None:
+    """What was imported stays: collecting garbage need not look at it in every test."""
+    gc.collect()
+    gc.freeze()
 
 
 def pytest_unconfigure(config: pytest.Config) -> None:

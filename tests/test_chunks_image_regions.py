@@ -494,10 +494,7 @@ def test_far_fewer_bytes_and_the_same_step() -> None:
     assert budget < 0.85 * without
     twin = copy.deepcopy(model)
     call = compiled(model, memory_budget=budget, **options)
-    plain = torch.compile(twin)
-    for one, other in zip(
-        observed(model, call, inputs), observed(twin, plain, inputs), strict=True
-    ):
+    for one, other in zip(observed(model, call, inputs), observed(twin, twin, inputs), strict=True):
         assert_close(one, other, 2e-5)
     report = fxremat.reports()[-1]
     assert any(RULE.name in row.what for row in report.variants)

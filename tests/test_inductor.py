@@ -39,7 +39,7 @@ def measured(model: nn.Module, x: Tensor, **options: Any) -> int:
 
 
 def test_budget_prediction_gradients_and_dropout() -> None:
-    model, x = seeded(lambda: Stack(dropout=0.2), 256, 32)
+    model, x = seeded(lambda: Stack(2, dropout=0.2), 512, 32)
     other = copy.deepcopy(model)
     budget = int(0.7 * fxremat.explain(model, x).keep_all_peak_bytes)
     options: dict[str, Any] = {"memory_budget": budget, "variants": "none"}

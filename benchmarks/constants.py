@@ -1,0 +1,217 @@
+"""What the planner's constants are worth: each halved and doubled, the others left as they are.
+
+    python -m benchmarks.constants --rooms local --out benchmarks/results/constants.json
+    python -m benchmarks.constants --rooms variants --models gpt,resnet --budgets 50,33
+
+For each value: the time that plans add to keep-all, in points of its time, the least peak found, in
+percent of keep-all's, both on average over the models, and the seconds to plan, as a multiple of
+those with the constants as they are. Budgets are percent of keep-all's peak; where one cannot be
+met, the plan of least peak counts. A room is asked as the rest of the planner asks it: `local` for
+its whole front, `variants` for a choice and its quick plan, the others through `auto`.
+"""
+
+from __future__ import annotations
+
+import argparse
+import ast
+import importlib
+import inspect
+import itertools
+import json
+import pkgutil
+import sys
+import time
+from collections.abc import Callable, Iterator, Sequence
+from contextlib import contextmanager
+from dataclasses import asdict, dataclass, replace
+from pathlib import Path
+from types import ModuleType
+from typing import Any
+
+from fxremat import planner
+from fxremat.core.problem import Problem
+from fxremat.core.schedule import keep_all
+from fxremat.core.timeline import replay
+from fxremat.core.variants import take
+from fxremat.planner import SolverOptions, solve
+from fxremat.planner.local import greedy
+
+from .machine import describe_machine
+from .models import MODELS
+from .variants import problem_of
+
+ROOMS = ("local", "variants", "milp", "clusters", "auto")
+FIXED = frozenset(
+    {"ANY", "CAREFUL", "INPUT", "NOTHING", "NO_LIMIT", "OUTSIDE", "SCALE", "TIGHT", "UNIT", "UNKNOWN"}
+)
+"""Units, names of special cases, and what floating point asks for: nothing to choose."""
+FACTORS = (0.5, 2.0)
+NEW = itertools.count()
+
+
+@dataclass(frozen=True)
+class Constant:
+    """A number of a module, or one of several in a tuple."""
+
+    module: str
+    name: str
+    index: int | None = None
+
+    def __str__(self) -> str:
+        place = "" if self.index is None else f"[{self.index}]"
+        return f"{self.module.removeprefix('fxremat.planner.')}.{self.name}{place}"
+
+    def value(self) -> float:
+        """As it is now."""
+        found = getattr(importlib.import_module(self.module), self.name)
+        return found if self.index is None else found[self.index]
+
+    @contextmanager
+    def scaled(self, factor: float) -> Iterator[None]:
+        """Another value while the context lasts; whole numbers stay whole, and at least 1."""
+        module = importlib.import_module(self.module)
+        before = getattr(module, self.name)
+        number = self.value() * factor
+        new = max(1, round(number)) if isinstance(self.value(), int) else number
+        if self.index is not None:
+            new = (*before[: self.index], new, *before[self.index + 1 :])
+        setattr(module, self.name, new)
+        try:
+            yield
+        finally:
+            setattr(module, self.name, before)
+
+
+@dataclass(frozen=True)
+class Measure:
+    """What came of one value, summed up over models and budgets."""
+
+    constant: str
+    value: float
+    added_points: float
+    least_percent: float
+    seconds: float
+
+
+def modules_of(room: str) -> list[ModuleType]:
+    """The modules of a folder of the planner, or the one of this name."""
+    top = importlib.import_module(f"fxremat.planner.{room}")
+    if not hasattr(top, "__path__"):
+        return [top]
+    names = (found.name for found in pkgutil.iter_modules(top.__path__, f"{top.__name__}."))
+    return [importlib.import_module(name) for name in names]
+
+
+def constants_of(room: str) -> list[Constant]:
+    """The numbers that the modules of a room name at their top."""
+    out = []
+    for module in modules_of(room):
+        for statement in ast.parse(inspect.getsource(module)).body:
+            targets = statement.targets if isinstance(statement, ast.Assign) else []
+            names = [n.id for target in targets for n in ast.walk(target) if isinstance(n, ast.Name)]
+            out += [one for name in names for one in _numbers(module, name)]
+    return out
+
+
+def _numbers(module: ModuleType, name: str) -> list[Constant]:
+    value = getattr(module, name)
+    if name in FIXED or not name.isupper():
+        return []
+    if isinstance(value, (int, float)) and value > 0:
+        return [Constant(module.__name__, name)]
+    if isinstance(value, tuple) and all(isinstance(each, (int, float)) for each in value):
+        return [Constant(module.__name__, name, i) for i, each in enumerate(value) if each > 0]
+    return []
+
+
+Asked = Callable[[Problem, Sequence[int]], list[tuple[float, int]]]
+"""(time, peak) of the plan for each budget, and of the one of least peak."""
+
+
+def ask_local(problem: Problem, budgets: Sequence[int]) -> list[tuple[float, int]]:
+    """The front of the local search."""
+    plain = take(problem, ())
+    pool = greedy.found(plain, SolverOptions())
+    plans = [pool.choose(budget) for budget in (*budgets, 0)]
+    return [(plan.time_us, plan.peak_bytes) for plan in plans]
+
+
+def ask_variants(problem: Problem, budgets: Sequence[int]) -> list[tuple[float, int]]:
+    """The choice of variants, and its quick plan."""
+    plans = [solve(problem, budget, "greedy", SolverOptions()) for budget in (*budgets, 0)]
+    return [(plan.time_us, plan.peak_bytes) for plan in plans]
+
+
+def ask_auto(problem: Problem, budgets: Sequence[int]) -> list[tuple[float, int]]:
+    """The default solver without variants."""
+    plain = take(problem, ())
+    plans = [planner.auto.solve(plain, budget, SolverOptions()) for budget in (*budgets, 0)]
+    return [(plan.time_us, plan.peak_bytes) for plan in plans]
+
+
+ASK: dict[str, Asked] = {"local": ask_local, "variants": ask_variants}
+
+
+def measure(room: str, problems: Sequence[Problem], percents: Sequence[int]) -> tuple[float, ...]:
+    """Points added, percent of the least peak, and seconds."""
+    added, least, seconds = [], [], 0.0
+    for known in problems:
+        problem = replace(known, name=f"{known.name} {next(NEW)}")  # solvers remember problems
+        plain = take(problem, ())
+        full = replay(plain, keep_all(plain)).peak_bytes
+        started = time.process_time()
+        found = ASK.get(room, ask_auto)(problem, [full * percent // 100 for percent in percents])
+        seconds += time.process_time() - started
+        added += [100 * (time_us / plain.base_time_us - 1) for time_us, _ in found[:-1]]
+        least.append(100 * found[-1][1] / full)
+    return sum(added) / len(added), sum(least) / len(least), seconds
+
+
+def sweep(
+    room: str, problems: Sequence[Problem], percents: Sequence[int], only: str
+) -> Iterator[Measure]:
+    """As it is, then each constant with each factor."""
+    yield Measure(f"{room}, as it is", 1.0, *measure(room, problems, percents))
+    for constant in constants_of(room):
+        for factor in FACTORS if only in str(constant) else ():
+            with constant.scaled(factor):
+                yield Measure(
+                    str(constant), constant.value(), *measure(room, problems, percents)
+                )
+
+
+def main(arguments: Sequence[str] | None = None) -> int:
+    """Print a line for each value, and write the figures where asked to."""
+    parser = argparse.ArgumentParser(description=__doc__.split("\n", 1)[0])
+    parser.add_argument("--rooms", default=",".join(ROOMS))
+    parser.add_argument("--models", default="gpt,llama,resnet,unet")
+    parser.add_argument("--budgets", default="65,50,33")
+    parser.add_argument("--only", default="", help="constants with this in their name")
+    parser.add_argument("--out", type=Path)
+    given = parser.parse_args(arguments)
+    for word, known in ((given.rooms, ROOMS), (given.models, MODELS)):
+        unknown = sorted(set(word.split(",")) - set(known))
+        if unknown:
+            parser.error(f"unknown {unknown}; there are {', '.join(known)}")
+    percents = [int(percent) for percent in given.budgets.split(",")]
+    problems = [problem_of(name, "small", "cpu", False) for name in given.models.split(",")]
+    results: dict[str, Any] = {"machine": describe_machine("cpu", 1), "budgets": percents, "rows": []}
+    for room in given.rooms.split(","):
+        base: Measure | None = None
+        for row in sweep(room, problems, percents, given.only):
+            base = base or row
+            results["rows"].append(asdict(row))
+            print(
+                f"{row.constant:48} {row.value:>10g}  added {row.added_points:7.3f} "
+                f"({row.added_points - base.added_points:+.3f})  least {row.least_percent:6.2f} % "
+                f"({row.least_percent - base.least_percent:+.2f})  "
+                f"seconds x{row.seconds / base.seconds:.2f}",
+                flush=True,
+            )
+    if given.out:
+        given.out.write_text(json.dumps(results, indent=1) + "\n", encoding="utf-8")
+    return 0
+
+
+if __name__ == "__main__":
+    sys.exit(main())
