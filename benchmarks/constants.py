@@ -42,7 +42,7 @@ from .variants import problem_of
 
 ROOMS = ("local", "variants", "milp", "clusters", "auto")
 FIXED = frozenset(
-    {"ANY", "CAREFUL", "INPUT", "NOTHING", "NO_LIMIT", "OUTSIDE", "SCALE", "TIGHT", "UNIT", "UNKNOWN"}
+    ("ANY", "CAREFUL", "INPUT", "NOTHING", "NO_LIMIT", "OUTSIDE", "SCALE", "TIGHT", "UNIT", "UNKNOWN")
 )
 """Units, names of special cases, and what floating point asks for: nothing to choose."""
 FACTORS = (0.5, 2.0)
@@ -108,7 +108,8 @@ def constants_of(room: str) -> list[Constant]:
     for module in modules_of(room):
         for statement in ast.parse(inspect.getsource(module)).body:
             targets = statement.targets if isinstance(statement, ast.Assign) else []
-            names = [n.id for target in targets for n in ast.walk(target) if isinstance(n, ast.Name)]
+            nodes = (node for target in targets for node in ast.walk(target))
+            names = [node.id for node in nodes if isinstance(node, ast.Name)]
             out += [one for name in names for one in _numbers(module, name)]
     return out
 
@@ -195,12 +196,13 @@ def main(arguments: Sequence[str] | None = None) -> int:
             parser.error(f"unknown {unknown}; there are {', '.join(known)}")
     percents = [int(percent) for percent in given.budgets.split(",")]
     problems = [problem_of(name, "small", "cpu", False) for name in given.models.split(",")]
-    results: dict[str, Any] = {"machine": describe_machine("cpu", 1), "budgets": percents, "rows": []}
+    results: dict[str, Any] = {"machine": describe_machine("cpu", 1), "budgets": percents}
+    rows: list[dict[str, Any]] = results.setdefault("rows", [])
     for room in given.rooms.split(","):
         base: Measure | None = None
         for row in sweep(room, problems, percents, given.only):
             base = base or row
-            results["rows"].append(asdict(row))
+            rows.append(asdict(row))
             print(
                 f"{row.constant:48} {row.value:>10g}  added {row.added_points:7.3f} "
                 f"({row.added_points - base.added_points:+.3f})  least {row.least_percent:6.2f} % "
