@@ -13,12 +13,9 @@ its whole front, `variants` for a choice and its quick plan, the others through 
 from __future__ import annotations
 
 import argparse
-import ast
 import importlib
-import inspect
 import itertools
 import json
-import pkgutil
 import sys
 import time
 from collections.abc import Callable, Iterator, Sequence
@@ -41,17 +38,13 @@ from .models import MODELS
 from .variants import problem_of
 
 ROOMS = ("local", "variants", "milp", "clusters", "auto")
-FIXED = frozenset(
-    ("ANY", "CAREFUL", "INPUT", "NOTHING", "NO_LIMIT", "OUTSIDE", "SCALE", "TIGHT", "UNIT", "UNKNOWN")
-)
-"""Units, names of special cases, and what floating point asks for: nothing to choose."""
 FACTORS = (0.5, 2.0)
 NEW = itertools.count()
 
 
 @dataclass(frozen=True)
 class Constant:
-    """A number of a module, or one of several in a tuple."""
+    """A number of a room's ``tuning``, or one of several in a tuple."""
 
     module: str
     name: str
@@ -59,12 +52,14 @@ class Constant:
 
     def __str__(self) -> str:
         place = "" if self.index is None else f"[{self.index}]"
-        return f"{self.module.removeprefix('fxremat.planner.')}.{self.name}{place}"
+        room = self.module.removeprefix("fxremat.planner.").removesuffix("tuning")
+        return f"{room}{self.name}{place}"
 
     def value(self) -> float:
         """As it is now."""
-        found = getattr(importlib.import_module(self.module), self.name)
-        return found if self.index is None else found[self.index]
+        found: Any = getattr(importlib.import_module(self.module), self.name)
+        number: float = found if self.index is None else found[self.index]
+        return number
 
     @contextmanager
     def scaled(self, factor: float) -> Iterator[None]:
@@ -72,7 +67,7 @@ class Constant:
         module = importlib.import_module(self.module)
         before = getattr(module, self.name)
         number = self.value() * factor
-        new = max(1, round(number)) if isinstance(self.value(), int) else number
+        new: Any = max(1, round(number)) if isinstance(self.value(), int) else number
         if self.index is not None:
             new = (*before[: self.index], new, *before[self.index + 1 :])
         setattr(module, self.name, new)
@@ -93,36 +88,19 @@ class Measure:
     seconds: float
 
 
-def modules_of(room: str) -> list[ModuleType]:
-    """The modules of a folder of the planner, or the one of this name."""
-    top = importlib.import_module(f"fxremat.planner.{room}")
-    if not hasattr(top, "__path__"):
-        return [top]
-    names = (found.name for found in pkgutil.iter_modules(top.__path__, f"{top.__name__}."))
-    return [importlib.import_module(name) for name in names]
-
-
 def constants_of(room: str) -> list[Constant]:
-    """The numbers that the modules of a room name at their top."""
-    out = []
-    for module in modules_of(room):
-        for statement in ast.parse(inspect.getsource(module)).body:
-            targets = statement.targets if isinstance(statement, ast.Assign) else []
-            nodes = (node for target in targets for node in ast.walk(target))
-            names = [node.id for node in nodes if isinstance(node, ast.Name)]
-            out += [one for name in names for one in _numbers(module, name)]
-    return out
+    """The numbers that the ``tuning`` of a room names; those of tuples one by one."""
+    folder = "" if room == "auto" else f".{room}"
+    module = importlib.import_module(f"fxremat.planner{folder}.tuning")
+    return [one for name in vars(module) if name.isupper() for one in _numbers(module, name)]
 
 
 def _numbers(module: ModuleType, name: str) -> list[Constant]:
     value = getattr(module, name)
-    if name in FIXED or not name.isupper():
-        return []
-    if isinstance(value, (int, float)) and value > 0:
+    if not isinstance(value, tuple):
         return [Constant(module.__name__, name)]
-    if isinstance(value, tuple) and all(isinstance(each, (int, float)) for each in value):
-        return [Constant(module.__name__, name, i) for i, each in enumerate(value) if each > 0]
-    return []
+    numbers = [isinstance(each, (int, float)) and each > 0 for each in value]
+    return [Constant(module.__name__, name, i) for i, one in enumerate(numbers) if one]
 
 
 Asked = Callable[[Problem, Sequence[int]], list[tuple[float, int]]]
@@ -176,9 +154,7 @@ def sweep(
     for constant in constants_of(room):
         for factor in FACTORS if only in str(constant) else ():
             with constant.scaled(factor):
-                yield Measure(
-                    str(constant), constant.value(), *measure(room, problems, percents)
-                )
+                yield Measure(str(constant), constant.value(), *measure(room, problems, percents))
 
 
 def main(arguments: Sequence[str] | None = None) -> int:

@@ -32,7 +32,7 @@ from fxremat.core.plan import Plan
 from fxremat.core.problem import Problem
 from fxremat.core.timeline import replay
 from fxremat.planner import SOLVERS, SolverOptions, solve
-from fxremat.planner.clusters import decomposition, hrockmate
+from fxremat.planner.clusters import decomposition, hrockmate, tuning
 from fxremat.planner.clusters.chain import NotAChain
 from fxremat.planner.clusters.decomposition import Cutter
 from fxremat.planner.deadline import Deadline
@@ -194,7 +194,7 @@ def _by_clusters(hierarchy: hrockmate.Hierarchy, budget: int, problem: Problem) 
     model = build_model(problem)
     pool = ParetoPool(model)
     pool.offer(StageSchedule(model))
-    hierarchy.fill(pool, budget, hrockmate.NODES)
+    hierarchy.fill(pool, budget, tuning.HROCKMATE_NODES)
     entry = pool.best(budget) or pool.least()
     return make_plan(problem, model.names(steps_of(model.n, entry.runs())), hrockmate.NAME)
 

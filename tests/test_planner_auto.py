@@ -11,7 +11,7 @@ from hypothesis import strategies as st
 from fxremat.core.plan import Plan
 from fxremat.core.problem import Problem
 from fxremat.core.timeline import replay
-from fxremat.planner import SolverOptions, auto, solve
+from fxremat.planner import SolverOptions, auto, solve, tuning
 from fxremat.planner.deadline import Deadline
 from tests.brute import least_time
 from tests.chains import blocks, chains, homogeneous, skipping
@@ -35,7 +35,7 @@ def test_small_problems_are_solved_and_proven(problem: Problem, percent: int) ->
         assert least_time(problem, plan.peak_bytes) is not None
         return
     assert plan.peak_bytes <= budget
-    assert plan.time_us <= best[0] + auto.CLOSE * problem.base_time_us
+    assert plan.time_us <= best[0] + tuning.AUTO_CLOSE * problem.base_time_us
     assert plan.time_bound_us is not None
     assert plan.time_bound_us <= best[0] * (1 + 1e-9)
 
@@ -62,7 +62,7 @@ def test_the_least_peak_may_take_longer(monkeypatch: pytest.MonkeyPatch) -> None
         limits.clear()
         solve(homogeneous(3), budget, "auto", options)
         own.append(limits[0])
-    assert own[1] == pytest.approx(auto.PATIENCE * own[0], rel=0.05)
+    assert own[1] == pytest.approx(tuning.AUTO_PATIENCE * own[0], rel=0.05)
     assert own[2] == pytest.approx(60, rel=0.05)
 
 

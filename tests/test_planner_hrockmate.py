@@ -11,7 +11,7 @@ from hypothesis import strategies as st
 from fxremat.core.problem import Problem
 from fxremat.core.timeline import replay
 from fxremat.planner import SolverOptions, solve
-from fxremat.planner.clusters import hrockmate
+from fxremat.planner.clusters import hrockmate, tuning
 from fxremat.planner.clusters.cluster_costs import ClusterCosts, ClusterOption
 from fxremat.planner.clusters.decomposition import (
     Cutter,
@@ -136,7 +136,7 @@ def best_of(problem: Problem, budget: int, *, shares: bool) -> tuple[float, Hier
     model = build_model(problem)
     pool, hierarchy = ParetoPool(model), Hierarchy(Deadline(None), shares=shares)
     pool.offer(StageSchedule(model))
-    hierarchy.fill(pool, budget, hrockmate.NODES)
+    hierarchy.fill(pool, budget, tuning.HROCKMATE_NODES)
     best = pool.best(budget)
     return math.inf if best is None else best.time, hierarchy
 

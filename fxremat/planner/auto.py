@@ -10,29 +10,13 @@ from dataclasses import replace
 
 from fxremat.core.plan import Plan
 from fxremat.core.problem import Problem
+from fxremat.planner import tuning
 from fxremat.planner.clusters import hrockmate
 from fxremat.planner.deadline import Deadline
 from fxremat.planner.indexed_problem import build_model
 from fxremat.planner.milp import checkmate, moments
 from fxremat.planner.milp.rerun_candidates import all_runs
 from fxremat.planner.options import SolverOptions
-
-CLOSE = 2e-3
-"""Of the time of keep-all: a plan so near to its bound is not worked on any more."""
-FEW_RUNS = 8_000
-"""Repeats to choose from in a problem that the full programme of Checkmate mostly solves."""
-SECONDS, SECONDS_PER_OP, MOST_SECONDS = 3.0, 0.008, 20.0
-"""Time limit where the caller gives none: small against the time to compile such a graph."""
-PATIENCE = 3
-"""Times that limit where the least peak is asked for: it decides what can be trained at all."""
-FIRST_PART = 0.7
-"""Of the time, for the solver over moments."""
-LITTLE_LESS = 0.96
-"""Of the least peak found, a budget that is tried on a problem that is not small."""
-LEAST_PART = 0.5
-"""Of the time left, for one budget on the way to the least."""
-NEAR = 0.01
-"""Of the least peak: a bound so near to it is not worked on any more."""
 
 
 def solve(problem: Problem, budget_bytes: int | None, options: SolverOptions) -> Plan:
@@ -42,8 +26,11 @@ def solve(problem: Problem, budget_bytes: int | None, options: SolverOptions) ->
     """
     limit = options.time_limit_s
     if limit is None:
-        limit = min(MOST_SECONDS, SECONDS + SECONDS_PER_OP * len(problem.ops))
-        limit *= PATIENCE if budget_bytes == 0 else 1
+        limit = min(
+            tuning.AUTO_MOST_SECONDS,
+            tuning.AUTO_SECONDS + tuning.AUTO_SECONDS_PER_OP * len(problem.ops),
+        )
+        limit *= tuning.AUTO_PATIENCE if budget_bytes == 0 else 1
     deadline = Deadline(limit)
     best = _solve(problem, budget_bytes, options, deadline)
     if budget_bytes is not None and best.peak_bytes > budget_bytes:
@@ -55,7 +42,7 @@ def _solve(
     problem: Problem, budget_bytes: int | None, options: SolverOptions, deadline: Deadline
 ) -> Plan:
     """The best of the solvers that it takes."""
-    first = replace(options, time_limit_s=FIRST_PART * deadline.left())
+    first = replace(options, time_limit_s=tuning.AUTO_FIRST_PART * deadline.left())
     best = moments.solve(problem, budget_bytes, first)
     if budget_bytes is None:
         return best
@@ -75,9 +62,13 @@ def _least(problem: Problem, best: Plan, options: SolverOptions, deadline: Deadl
     """
     low = bound = best.peak_bound_bytes or 0
     small = _small(problem)
-    while deadline.running() and best.peak_bytes - low > NEAR * best.peak_bytes:
-        budget = (low + best.peak_bytes) // 2 if small else int(LITTLE_LESS * best.peak_bytes)
-        part = Deadline(LEAST_PART * deadline.left())
+    while deadline.running() and best.peak_bytes - low > tuning.AUTO_NEAR * best.peak_bytes:
+        budget = (
+            (low + best.peak_bytes) // 2
+            if small
+            else int(tuning.AUTO_LITTLE_LESS * best.peak_bytes)
+        )
+        part = Deadline(tuning.AUTO_LEAST_PART * deadline.left())
         plan = _solve(problem, budget, replace(options, start=None), part)
         bound = max(bound, plan.peak_bound_bytes or 0)
         low = max(bound, budget if plan.peak_bytes > budget else low)
@@ -93,7 +84,7 @@ def _others(problem: Problem) -> list[Callable[[Problem, int | None, SolverOptio
 
 
 def _small(problem: Problem) -> bool:
-    return sum(map(len, all_runs(build_model(problem)))) <= FEW_RUNS
+    return sum(map(len, all_runs(build_model(problem)))) <= tuning.AUTO_FEW_RUNS
 
 
 def _settled(plan: Plan, problem: Problem) -> bool:
@@ -102,7 +93,7 @@ def _settled(plan: Plan, problem: Problem) -> bool:
     if plan.peak_bytes > plan.budget_bytes:
         return plan.peak_bound_bytes is not None and plan.peak_bound_bytes > plan.budget_bytes
     bound = plan.time_bound_us or problem.base_time_us
-    return plan.time_us - bound <= CLOSE * problem.base_time_us
+    return plan.time_us - bound <= tuning.AUTO_CLOSE * problem.base_time_us
 
 
 def _better(one: Plan, other: Plan) -> Plan:

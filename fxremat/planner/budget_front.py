@@ -7,18 +7,12 @@ from dataclasses import replace
 
 from fxremat.core.plan import Plan
 from fxremat.core.problem import Problem
+from fxremat.planner import tuning
 from fxremat.planner.deadline import Deadline
 from fxremat.planner.local import greedy
 from fxremat.planner.milp import moments
 from fxremat.planner.moves import offload
 from fxremat.planner.options import SolverOptions
-
-MOST_POINTS = 24
-"""Peaks at which the greedy solver's plan is improved."""
-MOVING_POINTS = 12
-"""Parts of the way between the two ends, where values may move."""
-SECONDS = 10.0
-"""Time to improve plans where the caller gives none."""
 
 
 def front(problem: Problem, options: SolverOptions | None = None) -> tuple[Plan, ...]:
@@ -28,9 +22,9 @@ def front(problem: Problem, options: SolverOptions | None = None) -> tuple[Plan,
         return tuple(_best(_with_moves(problem, asked), problem.base_time_us))
     known, plans = greedy.found(problem, asked), [*greedy.front(problem, asked)]
     slow = [plan for plan in plans if plan.time_us > problem.base_time_us]
-    count = min(MOST_POINTS, len(slow))
+    count = min(tuning.FRONT_MOST_POINTS, len(slow))
     picks = [slow[round(k * (len(slow) - 1) / max(1, count - 1))] for k in range(count)]
-    deadline = Deadline(SECONDS if asked.time_limit_s is None else asked.time_limit_s)
+    deadline = Deadline(tuning.FRONT_SECONDS if asked.time_limit_s is None else asked.time_limit_s)
     for k, pick in enumerate(picks):
         if not deadline.running():
             break
@@ -41,14 +35,16 @@ def front(problem: Problem, options: SolverOptions | None = None) -> tuple[Plan,
 
 def _with_moves(problem: Problem, options: SolverOptions) -> Iterator[Plan]:
     """Plans between the fastest and that of least peak, evenly spread, while there is time."""
-    deadline = Deadline(SECONDS if options.time_limit_s is None else options.time_limit_s)
+    deadline = Deadline(
+        tuning.FRONT_SECONDS if options.time_limit_s is None else options.time_limit_s
+    )
     fastest, least = (offload.quick(problem, budget, options) for budget in (None, 0))
     yield fastest
     yield least
     span = fastest.peak_bytes - least.peak_bytes
-    for k in range(1, MOVING_POINTS):
+    for k in range(1, tuning.FRONT_MOVING_POINTS):
         if deadline.running():
-            budget = least.peak_bytes + span * k // MOVING_POINTS
+            budget = least.peak_bytes + span * k // tuning.FRONT_MOVING_POINTS
             yield offload.quick(problem, budget, options)
 
 

@@ -24,12 +24,10 @@ from fxremat.core.problem import Problem, problem_to_json
 from fxremat.core.schedule import Step, ops_of
 from fxremat.core.variants import take
 from fxremat.disk_cache import Answers, Question
-from fxremat.planner import solve
+from fxremat.planner import solve, tuning
 from fxremat.planner.deadline import Deadline
 from fxremat.planner.options import SolverOptions
 from fxremat.planner.plans import make_plan
-
-REMEMBERED = 8
 
 
 @dataclass(frozen=True)
@@ -70,7 +68,7 @@ def question_of(
     }
 
 
-@lru_cache(maxsize=REMEMBERED)
+@lru_cache(maxsize=tuning.REMEMBERED)
 def digest(problem: Problem) -> str:
     """Equal for problems that differ in name only; remembered for the last few problems."""
     data = {**problem_to_json(problem), "name": ""}

@@ -7,11 +7,9 @@ from functools import wraps
 from typing import TypeVar
 
 from fxremat.core.problem import Problem
+from fxremat.planner import tuning
 from fxremat.planner.deadline import Deadline
 from fxremat.planner.options import SolverOptions
-
-REMEMBERED = 8
-"""Problems kept: one step has a few, each asked for under many budgets."""
 
 Answer = TypeVar("Answer")
 Search = Callable[[Problem, SolverOptions], Answer]
@@ -28,7 +26,7 @@ def remembered(search: Search[Answer]) -> Search[Answer]:
             return known[key]
         found = search(problem, options)
         if Deadline(None).running():
-            while len(known) >= REMEMBERED:
+            while len(known) >= tuning.REMEMBERED:
                 del known[next(iter(known))]
             known[key] = found
         return found

@@ -22,14 +22,9 @@ import numpy as np
 import numpy.typing as npt
 
 from fxremat.core.problem import Problem
+from fxremat.planner.clusters import tuning
 from fxremat.planner.indexed_problem import INPUT, IndexedProblem, build_model
 from fxremat.planner.options import ProblemRefused
-
-MOST_FIXED = 0.5
-"""Part of the bytes saved for the backward that may be fixed before it is no chain any more."""
-LARGE = 20
-"""A block of more ops than this must not have more than half of them all. A problem of fewer is
-a chain even if its backward reads the values of one block only."""
 
 
 class NotAChain(ProblemRefused, ValueError):
@@ -266,7 +261,7 @@ def _build(model: IndexedProblem, turn: int, cuts: Sequence[int]) -> Chain:
         for op, block in enumerate(owners, turn + 1)
         if any(value in parts.home for value in model.reads[op])
     }
-    if not read or (len(read) < 2 and model.n > LARGE):
+    if not read or (len(read) < 2 and model.n > tuning.CHAIN_LARGE):
         raise NotAChain("its backward ops read the values of one forward segment only")
     return _assemble(parts, owners)
 
@@ -301,7 +296,7 @@ def _assemble(parts: _Segments, owners: Sequence[int]) -> Chain:
 def _refuse_one_large(model: IndexedProblem, blocks: Sequence[Block]) -> None:
     large = max(blocks, key=lambda block: len(block.forward) + len(block.backward))
     size = len(large.forward) + len(large.backward)
-    if size > max(LARGE, model.n // 2):
+    if size > max(tuning.CHAIN_LARGE, model.n // 2):
         op, last = model.problem.ops[large.forward[0]].name, model.problem.ops[large.forward[-1]]
         raise NotAChain(f"one block, from {op} to {last.name}, has {size} of its {model.n} ops")
 
@@ -320,7 +315,7 @@ def _out_of_place(
                 (early if op < backward[parts.home[value]].start else fixed).add(value)
     wrong = fixed | early
     total, sizes = sum(parts.model.bytes[v] for v in saved), parts.model.bytes
-    if sum(sizes[v] for v in wrong) > MOST_FIXED * total:
+    if sum(sizes[v] for v in wrong) > tuning.CHAIN_MOST_FIXED * total:
         worst = max(wrong, key=lambda v: (sizes[v], v))
         name = _name(parts.model, worst)
         raise NotAChain(f"backward ops read {name} and others while another block's turn is on")

@@ -10,6 +10,7 @@ from __future__ import annotations
 from collections.abc import Callable, Iterator, Sequence
 
 from fxremat.core.problem import Op, Phase, Problem, Value
+from fxremat.planner.clusters import tuning
 from fxremat.planner.deadline import Deadline
 from fxremat.planner.indexed_problem import IndexedProblem
 from fxremat.planner.local.editable_schedule import EditableSchedule, Taste
@@ -18,11 +19,6 @@ from fxremat.planner.local.pareto_pool import ParetoPool, steps_of
 from fxremat.planner.local.stage_schedule import StageSchedule
 
 PAUSE = "pause"
-PAUSES = (0.0, 0.5, 1.0)
-"""Bytes of the pause, as a part of what is held at most."""
-LENGTHS = (0.0, 0.5, 1.0)
-WORK_PER_OP, MOST_WORK = 6_000, 400_000
-"""Work of one eviction path, in the units of `StageSchedule.work` (about a microsecond each)."""
 
 
 def paused_problem(
@@ -71,11 +67,13 @@ def evicted(model: IndexedProblem, deadline: Deadline) -> ParetoPool:
     """Keep-all and what evictions make of it."""
     pool = ParetoPool(model)
     pool.offer(StageSchedule(model))
-    for length in LENGTHS:
+    for length in tuning.CLUSTER_LENGTHS:
         if not deadline.running():
             break
         search = EditableSchedule(StageSchedule(model), Taste(length))
-        descend(search, pool, 0, min(MOST_WORK, WORK_PER_OP * model.n))
+        descend(
+            search, pool, 0, min(tuning.CLUSTER_MOST_WORK, tuning.CLUSTER_WORK_PER_OP * model.n)
+        )
     return pool
 
 

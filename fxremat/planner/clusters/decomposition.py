@@ -21,15 +21,12 @@ from itertools import accumulate, pairwise
 import numpy as np
 import numpy.typing as npt
 
+from fxremat.planner.clusters import tuning
 from fxremat.planner.clusters.chain import last_reads, never_rising, turns
 from fxremat.planner.indexed_problem import INPUT, IndexedProblem
 
 OUTSIDE = -1
 """The home of values that no cluster writes."""
-LEAST, MOST = 0.5, 1.6
-"""Sizes of clusters, as parts of the average."""
-EVEN = 1e-3
-"""What a cluster of half the average size costs, as a part of the bytes that cross a cut."""
 
 Cutter = Callable[[IndexedProblem, int, int], list[int]]
 """(model, turn, count) -> the first ops of all clusters but the first."""
@@ -177,8 +174,11 @@ def narrow_cuts(model: IndexedProblem, turn: int, count: int) -> list[int]:
     """
     bytes_across, n = crossing(model, turn, model.bytes), turn + 1
     average = n / count
-    low, high = max(1, int(average * LEAST)), max(1, int(np.ceil(average * MOST)))
-    even = EVEN * max(1.0, float(np.median(bytes_across[1:]) if n > 1 else 1.0))
+    low, high = (
+        max(1, int(average * tuning.CUT_LEAST)),
+        max(1, int(np.ceil(average * tuning.CUT_MOST))),
+    )
+    even = tuning.CUT_EVEN * max(1.0, float(np.median(bytes_across[1:]) if n > 1 else 1.0))
     sizes = np.arange(low, high + 1)
     uneven = even * (2 * (sizes - average) / average) ** 2
     best = np.full((count + 1, n + 1), np.inf)

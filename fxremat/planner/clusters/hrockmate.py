@@ -17,8 +17,9 @@ from itertools import islice
 
 from fxremat.core.plan import Plan
 from fxremat.core.problem import Problem
+from fxremat.planner.clusters import tuning
 from fxremat.planner.clusters.cluster_costs import ClusterCosts, ClusterOption, ClusterRuns, pareto
-from fxremat.planner.clusters.cluster_problem import PAUSES, backwards, evicted, paused_problem
+from fxremat.planner.clusters.cluster_problem import backwards, evicted, paused_problem
 from fxremat.planner.clusters.decomposition import (
     Cluster,
     Cutter,
@@ -45,24 +46,6 @@ from fxremat.planner.peak_bound import peak_bound
 from fxremat.planner.plans import make_plan
 
 NAME = "hrockmate"
-LEAF = 24
-"""Forward ops of a cluster that is not cut again."""
-MOST_CLUSTERS, FEWEST_CLUSTERS = 12, 6
-MOST_OPTIONS = 60
-GRID = (0.75, 0.5, 0.25, 0.0)
-"""Budgets of a cluster, between its least peak found and that of keep-all."""
-FEW = 5
-"""Options of a cluster that the programme with repeats has in any case."""
-NODES, INNER_NODES = 400, 30
-GAP = 1e-4
-LEAF_ROUNDS = 3
-"""Sets of moments tried for a budget of a cluster that is not cut again."""
-ROUNDS = 3
-"""Programmes with less and less room, where the schedule needs more than the budget."""
-MORE_ROOM = 0.04
-"""Part of the budget by which it is exceeded to find a schedule to begin with."""
-REPAIR = 200_000
-"""Work to evict from a schedule that does not fit, in the units of `StageSchedule.work`."""
 
 
 def solve(
@@ -82,7 +65,7 @@ def solve(
         watch = _watch(
             options, deadline, known.time_us if known.peak_bytes <= budget_bytes else None
         )
-        Hierarchy(deadline, cutter, watch=watch).fill(pool, budget_bytes, NODES)
+        Hierarchy(deadline, cutter, watch=watch).fill(pool, budget_bytes, tuning.HROCKMATE_NODES)
         polish(pool, budget_bytes, options.seed, deadline)
         entry = pool.best(budget_bytes) or pool.least()
         found = make_plan(problem, model.names(steps_of(model.n, entry.runs())), NAME)
@@ -131,8 +114,10 @@ class Hierarchy:
     def _cut(self, model: IndexedProblem) -> Decomposition:
         """Of the numbers of clusters the one with the fewest ops in distinct clusters."""
         forward = turn_of(model) + 1
-        most = max(2, min(MOST_CLUSTERS, forward // 3))
-        fewest = min(most, max(2, min(FEWEST_CLUSTERS, forward // LEAF)))
+        most = max(2, min(tuning.HROCKMATE_MOST_CLUSTERS, forward // 3))
+        fewest = min(
+            most, max(2, min(tuning.HROCKMATE_FEWEST_CLUSTERS, forward // tuning.HROCKMATE_LEAF))
+        )
         cuts = [decompose(model, count, self.cutter) for count in range(fewest, most + 1)]
         return min(cuts, key=lambda parts: (_distinct_ops(parts), -len(parts.clusters)))
 
@@ -144,7 +129,9 @@ class Hierarchy:
         key = shape(parts, cluster) if self.shares else (cluster.forward.start, len(self.solved))
         if key not in self.solved and self.deadline.running():
             place = {op: k for k, op in enumerate(ops)}
-            found = pareto(parts, cluster, self._search(parts, cluster), MOST_OPTIONS)
+            found = pareto(
+                parts, cluster, self._search(parts, cluster), tuning.HROCKMATE_MOST_OPTIONS
+            )
             self.solved[key] = [tuple(place[op] for op in option.backward) for option in found]
         moved = [ClusterOption(tuple(ops[k] for k in steps)) for steps in self.solved.get(key, ())]
         return list(dict.fromkeys([ClusterOption(tuple(cluster.backward)), *moved]))
@@ -152,7 +139,7 @@ class Hierarchy:
     def _search(self, parts: Decomposition, cluster: Cluster) -> Iterator[ClusterOption]:
         """Schedules of the cluster's own problem, for several pauses and budgets."""
         whole = _bytes_at_most(parts, cluster)
-        for pause in PAUSES:
+        for pause in tuning.CLUSTER_PAUSES:
             if not self.deadline.running():
                 return
             problem = paused_problem(
@@ -171,16 +158,16 @@ class Hierarchy:
         """What evictions find, and then the level below or the solver over moments."""
         pool = evicted(model, self.deadline)
         most, least = StageSchedule(model).max_peak(), pool.least().peak
-        level = self.level(model) if turn_of(model) + 1 > LEAF else None
-        for part in GRID:
+        level = self.level(model) if turn_of(model) + 1 > tuning.HROCKMATE_LEAF else None
+        for part in tuning.HROCKMATE_GRID:
             budget = least + int(part * (most - least))
             if not self.deadline.running():
                 break
             if level is not None:
-                level.fill(pool, budget, INNER_NODES, self.deadline, self.watch)
+                level.fill(pool, budget, tuning.HROCKMATE_INNER_NODES, self.deadline, self.watch)
             else:
                 rounds = Refinement.at_the_peak(pool, budget, self.deadline).rounds()
-                for state in islice(rounds, LEAF_ROUNDS):
+                for state in islice(rounds, tuning.HROCKMATE_LEAF_ROUNDS):
                     pool.offer(state)
         return pool
 
@@ -207,19 +194,21 @@ class Level:
         costs = [ClusterCosts(self.parts, cluster) for cluster in self.parts.clusters]
         runs = [cost.runs(its) for cost, its in zip(costs, self.options, strict=True)]
         room = budget
-        for _ in range(ROUNDS):
+        for _ in range(tuning.HROCKMATE_ROUNDS):
             choice = Quotient(self.parts, runs, room, repeats=False)
-            chosen = choice.mip.solve(deadline, nodes=nodes, gap=GAP, watch=watch)
+            chosen = choice.mip.solve(deadline, nodes=nodes, gap=tuning.HROCKMATE_GAP, watch=watch)
             over = self._offer(pool, choice, chosen, budget)
             if over == 0:
                 break
             # Where options are too coarse to fit, evictions may make a schedule of more bytes fit.
-            room += -over if chosen.values is not None else int(MORE_ROOM * budget)
+            room += -over if chosen.values is not None else int(tuning.HROCKMATE_MORE_ROOM * budget)
         whole = Quotient(self.parts, self._few(choice, chosen), min(room, budget))
         start = None
         if chosen.values is not None and room <= budget:
             start = whole.start(choice, chosen)
-        found = whole.mip.solve(deadline, nodes=nodes, gap=GAP, start=start, watch=watch)
+        found = whole.mip.solve(
+            deadline, nodes=nodes, gap=tuning.HROCKMATE_GAP, start=start, watch=watch
+        )
         self._offer(pool, whole, found, budget)
 
     def _offer(self, pool: ParetoPool, programme: Quotient, solution: Solution, budget: int) -> int:
@@ -232,7 +221,7 @@ class Level:
         over: int = max(0, state.max_peak() - budget)
         pool.offer(state)
         if over:
-            descend(EditableSchedule(state), pool, budget, REPAIR)
+            descend(EditableSchedule(state), pool, budget, tuning.HROCKMATE_REPAIR)
         return over
 
     def _few(self, programme: Quotient, solution: Solution) -> list[ClusterRuns]:
@@ -240,7 +229,7 @@ class Level:
         places: dict[Shape, set[int]] = {}
         keys = [shape(self.parts, cluster) for cluster in self.parts.clusters]
         for key, runs in zip(keys, programme.runs, strict=True):
-            places.setdefault(key, set()).update(_spread(len(runs.options), FEW))
+            places.setdefault(key, set()).update(_spread(len(runs.options), tuning.HROCKMATE_FEW))
         for (c, o), column in programme.use.items():
             if solution.chosen(column):
                 places[keys[c]].add(o)

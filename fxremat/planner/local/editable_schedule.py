@@ -14,15 +14,10 @@ import numpy as np
 import numpy.typing as npt
 
 from fxremat.planner.indexed_problem import INPUT
+from fxremat.planner.local import tuning
 from fxremat.planner.local.drops import Drop, fits_without, plan_drop, useless_after
 from fxremat.planner.local.gap_table import GapTable
 from fxremat.planner.local.stage_schedule import ExtraRun, StageSchedule, Undo
-
-CEILING = 8.0
-"""A drop this many times dearer than the best so far is not worked out: what it spares
-afterwards is seldom more."""
-TRIES = 40
-"""Gaps tried at one peak before it is given up."""
 
 
 @dataclass(frozen=True)
@@ -87,7 +82,7 @@ class EditableSchedule:
         """Lower the highest stage by the best drop; False if no drop does."""
         worst = int(self.state.peak.argmax())
         limit = int(self.state.peak[worst])
-        for _ in range(TRIES):
+        for _ in range(tuning.DROP_TRIES):
             found = self._best(worst, limit)
             if found is None:
                 return False
@@ -114,7 +109,7 @@ class EditableSchedule:
             found = fresh.get(k)
             if found is None:
                 # Not worked out, or given up at a ceiling that is no longer above the rest.
-                ceiling = math.inf if k in fresh else CEILING * least / factors[k]
+                ceiling = math.inf if k in fresh else tuning.DROP_CEILING * least / factors[k]
                 found, gaps.score[slot] = self._score(slot, worst, limit, ceiling)
                 fresh[k] = found
                 before, scores[k] = scores[k], gaps.score[slot] * factors[k]
@@ -148,7 +143,7 @@ class EditableSchedule:
         if not relief:
             return None, math.inf
         for rate in self.taste.rates:
-            most = min(ceiling, CEILING * least) * relief
+            most = min(ceiling, tuning.DROP_CEILING * least) * relief
             drop = plan_drop(self.state, op, stage, rate, limit, relief, most)
             if drop is None:
                 continue

@@ -8,15 +8,9 @@ later steps made needless are left out again.
 
 from __future__ import annotations
 
+from fxremat.planner.local import tuning
 from fxremat.planner.local.editable_schedule import EditableSchedule
 from fxremat.planner.local.pareto_pool import ParetoPool
-
-KEEP_EVERY = 8
-"""Steps from one look at needless runs to the next, at least."""
-KEEP_EVERY_RUNS = 25
-"""One more step for every so many extra runs: a look takes time in proportion to them."""
-GRAIN = 512
-"""States are offered when the peak fell by this part of what it was at the start."""
 
 
 def descend(search: EditableSchedule, pool: ParetoPool, target: int, work: int) -> None:
@@ -25,9 +19,9 @@ def descend(search: EditableSchedule, pool: ParetoPool, target: int, work: int) 
     States on the way are offered to the pool.
     """
     state = search.state
-    grain = state.max_peak() // GRAIN
+    grain = state.max_peak() // tuning.PATH_GRAIN
     offered = state.max_peak() + grain + 1
-    steps, look = 0, KEEP_EVERY
+    steps, look = 0, tuning.PATH_KEEP_EVERY
     while state.max_peak() > target and state.work < work:
         if state.max_peak() < offered - grain:
             offered = state.max_peak()
@@ -37,7 +31,9 @@ def descend(search: EditableSchedule, pool: ParetoPool, target: int, work: int) 
         steps += 1
         if steps >= look:
             search.keep_all(state.max_peak())
-            look = steps + max(KEEP_EVERY, len(state.all_extra()) // KEEP_EVERY_RUNS)
+            look = steps + max(
+                tuning.PATH_KEEP_EVERY, len(state.all_extra()) // tuning.PATH_KEEP_EVERY_RUNS
+            )
         search.settle()
     search.keep_all(state.max_peak())
     search.settle()

@@ -13,7 +13,7 @@ from dataclasses import dataclass, field, replace
 from fxremat.core.plan import Plan
 from fxremat.core.problem import Problem
 from fxremat.planner.indexed_problem import IndexedProblem, build_model
-from fxremat.planner.local import level_sweep
+from fxremat.planner.local import level_sweep, tuning
 from fxremat.planner.local.pareto_pool import Entry, ParetoPool, steps_of
 from fxremat.planner.local.stage_schedule import StageSchedule
 from fxremat.planner.options import SolverOptions
@@ -22,8 +22,6 @@ from fxremat.planner.plans import make_plan
 from fxremat.planner.remembered import remembered
 
 NAME, QUICK_NAME = "greedy", "quick"
-MOST_PLANS = 64
-"""Plans that `front` gives; `solve` chooses from all that were found."""
 
 
 @dataclass
@@ -91,7 +89,7 @@ def front(problem: Problem, options: SolverOptions) -> tuple[Plan, ...]:
     """Non-dominated plans from keep-all to least peak, evenly picked where there are many."""
     pool = found(problem, options)
     last = len(pool.entries) - 1
-    count = min(last, MOST_PLANS - 1)
+    count = min(last, tuning.GREEDY_MOST_PLANS - 1)
     picks = [round(k * last / count) for k in range(count + 1)] if count else [0]
     return tuple(pool.plan(k) for k in picks)
 

@@ -18,13 +18,10 @@ from dataclasses import dataclass
 from itertools import combinations
 
 from fxremat.planner.indexed_problem import INPUT, IndexedProblem
+from fxremat.planner.local import tuning
 from fxremat.planner.local.eviction_paths import evict_all
 from fxremat.planner.local.ruin_and_repair import Improver
 from fxremat.planner.local.stage_schedule import ExtraRun
-
-MOST_OPS = 10
-MOST_VALUES = 16
-MOST_NODES = 20_000
 
 Node = tuple[int, frozenset[int]]
 """First runs done, and the copies held (outputs, once written, are not among them)."""
@@ -49,9 +46,9 @@ def optima(model: IndexedProblem) -> tuple[list[tuple[int, list[ExtraRun]]], boo
     Nothing where the problem is too large.
     """
     found: list[tuple[int, list[ExtraRun]]] = []
-    if not 0 < model.n <= MOST_OPS or len(model.bytes) > MOST_VALUES:
+    if not 0 < model.n <= tuning.EXACT_MOST_OPS or len(model.bytes) > tuning.EXACT_MOST_VALUES:
         return found, False
-    nodes = MOST_NODES
+    nodes = tuning.EXACT_MOST_NODES
     cap = sum(model.bytes) + sum(model.workspace) + model.problem.resident_bytes
     try:
         while True:

@@ -12,6 +12,7 @@ from dataclasses import dataclass
 from itertools import pairwise
 
 from fxremat.planner.deadline import Deadline
+from fxremat.planner.local import tuning
 from fxremat.planner.local.editable_schedule import EditableSchedule, Taste
 from fxremat.planner.local.eviction_paths import descend
 from fxremat.planner.local.least_peak import optima, search_lower
@@ -22,8 +23,6 @@ from fxremat.planner.local.segment_starts import counts_for, offer_segments
 from fxremat.planner.local.stage_schedule import StageSchedule
 from fxremat.planner.options import SolverOptions
 from fxremat.planner.peak_bound import peak_bound
-
-LENGTHS = (0.0, 0.5, 1.0)
 
 
 @dataclass(frozen=True)
@@ -50,7 +49,7 @@ def fill(pool: ParetoPool, options: SolverOptions) -> None:
     pool.offer(StageSchedule(model))
     if not model.n:
         return
-    for k, length in enumerate(LENGTHS):
+    for k, length in enumerate(tuning.SWEEP_LENGTHS):
         if deadline.running():
             work = effort.path if k == 0 else effort.path // 3
             descend(EditableSchedule(StageSchedule(model), Taste(length)), pool, 0, work)
@@ -75,7 +74,7 @@ def reach(pool: ParetoPool, budget_bytes: int, options: SolverOptions) -> None:
     effort = effort_for(model.n)
     deadline = Deadline(options.time_limit_s)
     pool.offer(StageSchedule(model))
-    for length in LENGTHS:
+    for length in tuning.SWEEP_LENGTHS:
         if deadline.running() and model.n:
             descend(
                 EditableSchedule(StageSchedule(model), Taste(length)),

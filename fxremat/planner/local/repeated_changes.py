@@ -14,10 +14,8 @@ from collections.abc import Iterable, Iterator
 from dataclasses import dataclass
 
 from fxremat.planner.indexed_problem import IndexedProblem
+from fxremat.planner.local import tuning
 from fxremat.planner.local.stage_schedule import ExtraRun, StageSchedule, Undo
-
-REACH = 4
-"""How far from the offset position an alike op may lie."""
 
 
 @dataclass(frozen=True)
@@ -102,7 +100,7 @@ class RepeatedChanges:
         alike = self.alike[op]
         k = bisect_left(alike, position)
         near = min(alike[max(0, k - 1) : k + 1], key=lambda other: abs(other - position))
-        return near if abs(near - position) <= REACH else None
+        return near if abs(near - position) <= tuning.REPEAT_REACH else None
 
 
 def _sign(model: IndexedProblem, op: int) -> object:

@@ -15,24 +15,14 @@ from dataclasses import dataclass, field
 import numpy as np
 
 from fxremat.planner.deadline import Deadline
+from fxremat.planner.local import tuning
 from fxremat.planner.local.drops import plan_drop
 from fxremat.planner.local.editable_schedule import EditableSchedule, Taste
 from fxremat.planner.local.pareto_pool import ParetoPool
 from fxremat.planner.local.repeated_changes import RepeatedChanges, RunChange
 from fxremat.planner.local.stage_schedule import ExtraRun
 
-LENGTHS = (0.0, 0.0, 0.5, 1.0)
-NOISE = 0.5
-MOST_EVICTIONS = 40
-SLACK = 0.02
-"""A repair is given up once it costs this part of the schedule's time more than before."""
 NO_LIMIT = 1 << 62
-IN_VAIN = 40
-"""Rounds in a row that win nothing, before the rest are left out: without this, small problems
-took twice as long, and time added to ten problems fell by 0.003 points of 4.87 %."""
-POLISH_ROUNDS = 200
-POLISH, POLISH_PER_OP = 600_000, 100
-"""Work of `polish`, in the units of `StageSchedule.work`."""
 
 
 @dataclass
@@ -57,7 +47,7 @@ class Improver:
         state = self.search.state
         best, in_vain = state.time, 0
         for _ in range(count):
-            if state.work >= work or in_vain == IN_VAIN:
+            if state.work >= work or in_vain == tuning.RUIN_IN_VAIN:
                 break
             self._round(target)
             in_vain = 0 if state.time < best else in_vain + 1
@@ -82,10 +72,10 @@ class Improver:
 
     def _new_taste(self) -> None:
         search, rng = self.search, self.random
-        search.taste = Taste(rng.choice(LENGTHS))
+        search.taste = Taste(rng.choice(tuning.RUIN_LENGTHS))
         search.noise = None
         if rng.random() < 0.5:
-            search.noise = np.exp(self.normal.normal(0.0, NOISE, search.state.model.n))
+            search.noise = np.exp(self.normal.normal(0.0, tuning.RUIN_NOISE, search.state.model.n))
         search.gaps.unblock()
 
     # -- ruin ------------------------------------------------------------------------------
@@ -122,10 +112,10 @@ class Improver:
     def _repair(self, target: int, before: float) -> bool:
         """Bring the peak within target; False if that fails or takes longer than before."""
         search = self.search
-        for _ in range(MOST_EVICTIONS):
+        for _ in range(tuning.RUIN_MOST_EVICTIONS):
             if search.state.max_peak() <= target:
                 break
-            if search.state.time > before * (1 + SLACK) or not search.evict():
+            if search.state.time > before * (1 + tuning.RUIN_SLACK) or not search.evict():
                 return False
         else:
             return False
@@ -164,4 +154,6 @@ def polish(pool: ParetoPool, budget: int, seed: int, deadline: Deadline) -> None
         return
     search = EditableSchedule(pool.state(best))
     improver = Improver(search, pool, seed, RepeatedChanges(pool.model))
-    improver.rounds(budget, POLISH_ROUNDS, POLISH + POLISH_PER_OP * pool.model.n)
+    improver.rounds(
+        budget, tuning.POLISH_ROUNDS, tuning.POLISH + tuning.POLISH_PER_OP * pool.model.n
+    )

@@ -12,13 +12,11 @@ from bisect import bisect_right
 from collections.abc import Iterator
 
 from fxremat.planner.indexed_problem import INPUT, IndexedProblem
+from fxremat.planner.local import tuning
 from fxremat.planner.local.editable_schedule import EditableSchedule, Taste
 from fxremat.planner.local.eviction_paths import descend
 from fxremat.planner.local.pareto_pool import ParetoPool
 from fxremat.planner.local.stage_schedule import ExtraRun, StageSchedule
-
-WINDOW = 0.5
-"""A cut may move by this part of a segment to where fewer bytes cross."""
 
 
 def offer_segments(pool: ParetoPool, counts: list[int], work: int) -> None:
@@ -61,8 +59,8 @@ def _cuts(base: StageSchedule, turn: int, count: int) -> list[int]:
     width = (turn + 1) / count
     cuts = []
     for k in range(1, count):
-        low = int(k * width - WINDOW * width / 2)
-        near = range(max(1, low), min(turn, int(low + WINDOW * width)) + 1)
+        low = int(k * width - tuning.SEGMENT_WINDOW * width / 2)
+        near = range(max(1, low), min(turn, int(low + tuning.SEGMENT_WINDOW * width)) + 1)
         if near:
             cuts.append(min(near, key=lambda stage: (crossing[stage], stage)))
     return sorted(set(cuts))

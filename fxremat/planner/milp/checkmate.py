@@ -25,6 +25,7 @@ from fxremat.planner.deadline import Deadline
 from fxremat.planner.indexed_problem import IndexedProblem, build_model
 from fxremat.planner.local.pareto_pool import steps_of
 from fxremat.planner.local.stage_schedule import ExtraRun
+from fxremat.planner.milp import tuning
 from fxremat.planner.milp.checkmate_columns import Allowed, Staged
 from fxremat.planner.milp.checkmate_rows import programme
 from fxremat.planner.milp.highs import Solution, Status
@@ -35,16 +36,6 @@ from fxremat.planner.peak_bound import peak_bound
 from fxremat.planner.plans import make_plan
 
 NAME, PRUNED = "checkmate", "checkmate_pruned"
-MOST_RUNS = 20_000
-"""Repeats, of an op in a stage, that the full programme may choose from; the time to solve it
-grows faster than their number."""
-NODES, PRUNED_NODES = 1000, 200
-"""Nodes of the search tree per programme."""
-HOPS = (1, 2, 3, 4, 6, 8)
-PATIENCE = 2
-"""Programmes in a row that find nothing better, before more hops are given up."""
-ROUNDS = 4
-"""Programmes with more and more stages in order; then all stages are, in as many again."""
 CAREFUL = 1e-7
 """By this part a bound is lowered: HiGHS computes in floating point."""
 
@@ -58,8 +49,8 @@ class TooManyRuns(ProblemRefused, ValueError):
 
     def __str__(self) -> str:
         return (
-            f"solver {NAME!r} takes up to {MOST_RUNS:,} repeats to choose from, and this problem "
-            f"has {self.count:,}. What to do: use solver {PRUNED!r}, which looks at the likely ones"
+            f"solver {NAME!r} takes up to {tuning.CHECKMATE_MOST_RUNS:,} repeats to choose from, "
+            f"and this problem has {self.count:,}. What to do: use solver {PRUNED!r}, which looks at the likely ones"
         )
 
 
@@ -69,9 +60,9 @@ def solve(problem: Problem, budget_bytes: int | None, options: SolverOptions) ->
     if not work.settled():
         allowed = all_runs(work.model)
         count = sum(map(len, allowed))
-        if count > MOST_RUNS:
+        if count > tuning.CHECKMATE_MOST_RUNS:
             raise TooManyRuns(count)
-        work.improve(allowed, NODES, full=True)
+        work.improve(allowed, tuning.CHECKMATE_NODES, full=True)
     return work.plan()
 
 
@@ -81,14 +72,18 @@ def solve_pruned(problem: Problem, budget_bytes: int | None, options: SolverOpti
     if work.settled():
         return work.plan()
     idle, before = 0, None
-    for hops in HOPS:
+    for hops in tuning.CHECKMATE_HOPS:
         allowed = with_runs(near_runs(work.model, hops), work.best_runs)
-        if allowed == before or sum(map(len, allowed)) > MOST_RUNS or not work.deadline.running():
+        if (
+            allowed == before
+            or sum(map(len, allowed)) > tuning.CHECKMATE_MOST_RUNS
+            or not work.deadline.running()
+        ):
             break
         before = allowed
-        better = work.improve(allowed, PRUNED_NODES)
+        better = work.improve(allowed, tuning.CHECKMATE_PRUNED_NODES)
         idle = 0 if better or not work.fits() else idle + 1
-        if idle == PATIENCE:
+        if idle == tuning.CHECKMATE_PATIENCE:
             break
     return work.plan()
 
@@ -154,7 +149,7 @@ class _CheckmateCall:
         assert self.budget is not None
         ordered: set[int] = set()
         room = self.budget
-        for turn in range(2 * ROUNDS):
+        for turn in range(2 * tuning.CHECKMATE_ROUNDS):
             staged = programme(self.model, room, allowed, ordered)
             solution = self._solve(staged, nodes, proves=full and turn == 0)
             if full and turn == 0:
@@ -168,7 +163,7 @@ class _CheckmateCall:
                 return False
             if over <= ordered:
                 room -= max(1, replay(self.model.problem, steps).peak_bytes - room)
-            ordered |= over if turn + 1 < ROUNDS else set(range(self.model.n))
+            ordered |= over if turn + 1 < tuning.CHECKMATE_ROUNDS else set(range(self.model.n))
         return False
 
     def _solve(self, staged: Staged, nodes: int, proves: bool) -> Solution:

@@ -17,6 +17,7 @@ import numpy as np
 import numpy.typing as npt
 
 from fxremat.planner.deadline import Deadline
+from fxremat.planner.milp import tuning
 
 Term = tuple[int, float]
 """A column and its coefficient."""
@@ -24,7 +25,6 @@ Watch = Callable[[float, float], None]
 """Told the objective of the best solution so far and the bound, now and then."""
 
 FREE = math.inf
-GAP = 1e-6
 
 
 class Status(Enum):
@@ -102,7 +102,7 @@ class Mip:
         deadline: Deadline,
         *,
         nodes: int | None = None,
-        gap: float = GAP,
+        gap: float = tuning.HIGHS_GAP,
         absolute_gap: float = 0.0,
         start: Sequence[float] | npt.NDArray[np.float64] | None = None,
         watch: Watch | None = None,
@@ -166,7 +166,7 @@ class Mip:
         """The optimum of the linear relaxation: all columns continuous."""
         if not self.cost:
             return self._without_columns()
-        highs = self._highs(deadline, None, GAP, 0.0, relax=True)
+        highs = self._highs(deadline, None, tuning.HIGHS_GAP, 0.0, relax=True)
         highs.run()
         return self._read(highs)
 

@@ -27,24 +27,15 @@ from fxremat.planner.local.eviction_paths import descend
 from fxremat.planner.local.pareto_pool import ParetoPool, steps_of
 from fxremat.planner.local.ruin_and_repair import polish
 from fxremat.planner.local.stage_schedule import ExtraRun, StageSchedule
+from fxremat.planner.milp import tuning
 from fxremat.planner.milp.moments_relaxation import Needs, Relaxation, runs_for
 from fxremat.planner.options import Progress, SolverOptions
 from fxremat.planner.peak_bound import peak_bound
 from fxremat.planner.plans import make_plan
 
 NAME = "moments"
-ROUNDS = 12
-MOST_MOMENTS = 12
-PROOFS = 6
-"""Rounds in which moments are added as they are."""
-PROOF_PART = 0.75
-"""Of the time, for these rounds."""
-PER_ROUND = 3
-"""Stages over the budget that become moments in one round."""
 TIGHT = 1e-7
 """A plan this near to its bound is optimal."""
-REPAIR = 200_000
-"""Work, in the units of `StageSchedule.work`, to evict from a schedule that does not fit."""
 
 
 def solve(problem: Problem, budget_bytes: int | None, options: SolverOptions) -> Plan:
@@ -74,7 +65,7 @@ def improved(
     for state in refinement.rounds():
         pool.offer(state)
         if state.max_peak() > budget_bytes:
-            descend(EditableSchedule(state), pool, budget_bytes, REPAIR)
+            descend(EditableSchedule(state), pool, budget_bytes, tuning.MOMENTS_REPAIR)
         if options.progress is not None:
             options.progress(_progress(refinement, deadline))
     if not refinement.proven():
@@ -138,13 +129,13 @@ class Refinement:
         all the same, by the runs on the way, is then left free, which proves nothing.
         """
         first, whole = dict(self.reserve), self.deadline
-        self.deadline = Deadline(PROOF_PART * whole.left())
+        self.deadline = Deadline(tuning.MOMENTS_PROOF_PART * whole.left())
         yield from self._add_moments()
         self.reserve, self.deadline = first, whole
         yield from self._leave_free()
 
     def _add_moments(self) -> Iterator[StageSchedule]:
-        for _ in range(PROOFS):
+        for _ in range(tuning.MOMENTS_PROOFS):
             if not self.deadline.running() or self.proven():
                 return
             runs = self._next()
@@ -152,9 +143,11 @@ class Refinement:
                 return
             state = StageSchedule(self.pool.model, runs)
             new = [*dict.fromkeys(filter(None, map(self._further, self._worst(state))))]
-            self.reserve.update(dict.fromkeys(new[: MOST_MOMENTS - len(self.reserve)], 0))
+            self.reserve.update(
+                dict.fromkeys(new[: tuning.MOMENTS_MOST_MOMENTS - len(self.reserve)], 0)
+            )
             yield state
-            if not new or len(self.reserve) == MOST_MOMENTS:
+            if not new or len(self.reserve) == tuning.MOMENTS_MOST_MOMENTS:
                 return
 
     def _further(self, stage: int) -> int | None:
@@ -163,7 +156,7 @@ class Refinement:
 
     def _leave_free(self) -> Iterator[StageSchedule]:
         last: tuple[float, int] | None = None
-        for _ in range(ROUNDS):
+        for _ in range(tuning.MOMENTS_ROUNDS):
             if not self.deadline.running() or self.proven():
                 return
             runs = self._next()
@@ -201,7 +194,7 @@ class Refinement:
             excess = int(state.peak[stage]) - self.budget
             if stage in self.reserve:
                 self.reserve[stage] += excess * (1 + self.again)
-            elif len(self.reserve) < MOST_MOMENTS:
+            elif len(self.reserve) < tuning.MOMENTS_MOST_MOMENTS:
                 self.reserve[stage] = max(0, int(state.peak[stage]) - _seen(state, stage))
         return self.reserve != before
 
@@ -211,7 +204,9 @@ class Refinement:
         apart = max(1, state.model.n // 64)
         found: list[int] = []
         for stage in over:
-            if len(found) < PER_ROUND and all(abs(stage - other) >= apart for other in found):
+            if len(found) < tuning.MOMENTS_PER_ROUND and all(
+                abs(stage - other) >= apart for other in found
+            ):
                 found.append(stage)
         return found
 

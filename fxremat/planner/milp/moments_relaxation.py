@@ -20,20 +20,11 @@ from dataclasses import dataclass, field, replace
 
 from fxremat.planner.deadline import Deadline
 from fxremat.planner.indexed_problem import INPUT, IndexedProblem
+from fxremat.planner.milp import tuning
 from fxremat.planner.milp.highs import Mip, Solution, Status, Term
 
 UNIT = 1000.0
 """Budget and time of keep-all in the units of the MILP."""
-FEW_COLUMNS, MANY_COLUMNS = 1_500, 4_000
-"""With few, the MILP is solved to the end; with many, near its linear relaxation only."""
-NODES, FEW_NODES, ROOT = 400, 50, 1
-"""For one moment, for several, and for several that leave bytes free, which prove nothing."""
-GAP = 1e-5
-"""Of what is added to the time of keep-all."""
-CLOSE = 1e-4
-"""Of the time of keep-all: a choice near the relaxation that is so good is not improved."""
-SHORT = 1
-"""Stages from a moment to the next, in whose window the bytes of each run count."""
 CAREFUL = 1e-7
 """By this part a bound is lowered: HiGHS computes in floating point."""
 
@@ -98,7 +89,7 @@ class Relaxation:
         if len(self.moments) > 1:
             for j in range(len(self.moments) - 1):
                 self._once_for_all_windows(j)
-                if self.moments[j + 1] - self.moments[j] <= SHORT:
+                if self.moments[j + 1] - self.moments[j] <= tuning.RELAXATION_SHORT:
                     self._runs_fit(j)
 
     # -- columns ---------------------------------------------------------------------------
@@ -302,21 +293,23 @@ class Relaxation:
     # -- solve -----------------------------------------------------------------------------
 
     def solve(self, deadline: Deadline) -> Solution:
-        """A choice within `GAP` of the cheapest, or where there are many columns a good one.
+        """A choice near the cheapest, by `RELAXATION_GAP`; where there are many columns a good one.
 
         Objective and bound are in units of `UNIT` per time of keep-all.
         """
         if not self.fits:
             return Solution(Status.INFEASIBLE, None, float("inf"), float("inf"))
-        few = ROOT if any(self.reserve.values()) else FEW_NODES
-        if len(self.mip.cost) <= FEW_COLUMNS:
-            nodes = NODES if len(self.moments) == 1 else few
-            return self.mip.solve(deadline, nodes=nodes, gap=GAP)
-        near = self.mip.solve_near(self.mip.relaxed(deadline), deadline, nodes=few, gap=GAP)
-        close = near.objective - near.bound <= CLOSE * UNIT
-        if close or len(self.mip.cost) > MANY_COLUMNS:
+        few = tuning.RELAXATION_ROOT if any(self.reserve.values()) else tuning.RELAXATION_FEW_NODES
+        if len(self.mip.cost) <= tuning.RELAXATION_FEW_COLUMNS:
+            nodes = tuning.RELAXATION_NODES if len(self.moments) == 1 else few
+            return self.mip.solve(deadline, nodes=nodes, gap=tuning.RELAXATION_GAP)
+        near = self.mip.solve_near(
+            self.mip.relaxed(deadline), deadline, nodes=few, gap=tuning.RELAXATION_GAP
+        )
+        close = near.objective - near.bound <= tuning.RELAXATION_CLOSE * UNIT
+        if close or len(self.mip.cost) > tuning.RELAXATION_MANY_COLUMNS:
             return near
-        found = self.mip.solve(deadline, nodes=few, gap=GAP, start=near.values)
+        found = self.mip.solve(deadline, nodes=few, gap=tuning.RELAXATION_GAP, start=near.values)
         return found if found.values is not None else replace(near, bound=found.bound)
 
     def time_bound_us(self, solution: Solution) -> float:

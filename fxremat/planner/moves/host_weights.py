@@ -21,11 +21,9 @@ from itertools import pairwise
 
 from fxremat.core.plan import Plan
 from fxremat.core.problem import Problem
+from fxremat.planner.moves import tuning
 
 Planner = Callable[[Problem], Plan]
-
-STEPS = 6
-"""Plans that are made on the way to the best count of weights."""
 
 
 @dataclass(frozen=True)
@@ -87,7 +85,7 @@ def select(
 def _best_count(most: int, rank: Callable[[int], tuple[int, float, int]]) -> int:
     """The count of least rank among a few: first spread out, then around the best of these."""
     known: Sequence[int] = sorted({0, most, *(most * part // 4 for part in (1, 2, 3))})
-    for _ in range(STEPS):
+    for _ in range(tuning.HOST_WEIGHTS_STEPS):
         best = min(known, key=rank)
         at = known.index(best)
         sides = known[max(0, at - 1) : at + 2]

@@ -31,6 +31,7 @@ from fxremat.core.timing import transfer_us
 from fxremat.planner.deadline import Deadline
 from fxremat.planner.indexed_problem import build_model
 from fxremat.planner.local import greedy
+from fxremat.planner.moves import tuning
 from fxremat.planner.moves.time_bound import relax
 from fxremat.planner.moves.transfers import Fetch, Item, place
 from fxremat.planner.options import ProblemRefused, SolverOptions
@@ -124,14 +125,6 @@ MOVE_RULES = (
     MoveRule(0.03, 1.15),
 )
 """What is tried, by worth against the time on the engine and by load of the engine."""
-PRICES = (1.0, 0.3)
-"""Tried besides where values live in host memory: the engine is busy without any other."""
-ROOM = (0, 1, 2)
-"""Values of the largest size for which the budget leaves room."""
-CLOSE = 2e-3
-"""Of the time of keep-all: a plan so near to its bound is not worked on any more."""
-BACKLOG = 1.0
-"""A value joins the queue of the engine if that is no longer than the value's own transfer."""
 
 
 def chosen(problem: Problem, choice: MoveRule) -> set[str]:
@@ -157,7 +150,7 @@ def chosen(problem: Problem, choice: MoveRule) -> set[str]:
         takes = transfer_us(copies, "to host", can[op.name])
         back = transfer_us(copies, "to device", can[op.name])
         begin = max(now, engine)
-        queue = begin - now <= BACKLOG * takes
+        queue = begin - now <= tuning.OFFLOAD_BACKLOG * takes
         if again[op.name] >= choice.worth * back and queue and begin + takes <= end:
             engine = begin + takes
             found.add(op.name)
@@ -197,7 +190,7 @@ def solve(problem: Problem, budget_bytes: int | None, options: SolverOptions, in
     for question in questions:
         rank = search.offer(question, greedy.solve).rank
         best = min(best or (rank, question), (rank, question), key=lambda pair: pair[0])
-        if search.is_within(relaxed.bound_us + CLOSE * problem.base_time_us):
+        if search.is_within(relaxed.bound_us + tuning.OFFLOAD_CLOSE * problem.base_time_us):
             break
     if best is not None and inner is not greedy.solve:
         search.offer(best[1], inner)
@@ -208,8 +201,12 @@ def _choices(problem: Problem) -> list[MoveRule]:
     """What is tried for a problem."""
     choices = [*MOVE_RULES] if movable(problem) else []
     if problem.host:
-        choices += [replace(ALONE, price=price) for price in PRICES]
-        choices += [replace(MOVE_RULES[0], price=price) for price in PRICES if movable(problem)]
+        choices += [replace(ALONE, price=price) for price in tuning.OFFLOAD_PRICES]
+        choices += [
+            replace(MOVE_RULES[0], price=price)
+            for price in tuning.OFFLOAD_PRICES
+            if movable(problem)
+        ]
     return choices
 
 
@@ -293,7 +290,7 @@ class _MoveSearch:
         """
         largest = question.largest_bytes
         found: list[PlacedMoves] = []
-        for room in ROOM if largest and self.budget is not None else (0,):
+        for room in tuning.OFFLOAD_ROOM if largest and self.budget is not None else (0,):
             left = None if self.budget is None else self.budget - room * largest
             answer = inner(question.problem, left, self.options)
             line = place(self.problem, items_of(self.problem, answer.ops), self.budget)

@@ -20,10 +20,12 @@ from collections.abc import Iterable, Iterator
 from operator import le
 
 from fxremat.planner.clusters.chain import Block, Chain
-from fxremat.planner.clusters.cluster_problem import PAUSES, backwards, evicted, paused_problem
+from fxremat.planner.clusters.cluster_problem import backwards, evicted, paused_problem
+from fxremat.planner.clusters.tuning import CLUSTER_PAUSES
 from fxremat.planner.deadline import Deadline
 from fxremat.planner.indexed_problem import build_model
 from fxremat.planner.milp.highs import Mip, Term
+from fxremat.planner.published import tuning
 from fxremat.planner.published.chain_costs import (
     BlockOption,
     keep_all,
@@ -31,11 +33,6 @@ from fxremat.planner.published.chain_costs import (
     read_later,
 )
 
-GRID = 10
-"""Numbers of bytes held for which the integer programme is solved."""
-NODES = 2_000
-MOST_OPTIONS = 40
-"""Options of one block; the table takes time in proportion to them."""
 Shape = tuple[object, ...]
 
 
@@ -108,7 +105,7 @@ def pareto(chain: Chain, block: Block, options: Iterable[BlockOption]) -> list[B
     for figures, option in weighed:
         if not any(all(map(le, other, figures)) for other, _ in kept):
             kept.append((figures, option))
-    stride = max(1, -(-len(kept) // MOST_OPTIONS))
+    stride = max(1, -(-len(kept) // tuning.BLOCK_MOST_OPTIONS))
     return [option for _, option in kept[::stride]]
 
 
@@ -120,8 +117,8 @@ def held_options(chain: Chain, block: Block, deadline: Deadline) -> Iterator[Blo
     backward = tuple(block.backward)
     saved = read_later(chain, backward, block.reach)
     most = sum(chain.model.bytes[value] for value in saved)
-    for k in reversed(range(GRID)):
-        kept = _held(chain, block, saved, most * k // GRID, deadline)
+    for k in reversed(range(tuning.BLOCK_GRID)):
+        kept = _held(chain, block, saved, most * k // tuning.BLOCK_GRID, deadline)
         if kept is not None:
             yield BlockOption(_with_runs(chain, block, kept))
 
@@ -150,7 +147,7 @@ def _held(
         for value in sorted(block.reach.intersection(model.reads[op])):
             mip.row([*there(value), (again[op], -1.0)], low=0.0)
     mip.row([(column, float(model.bytes[value])) for value, column in hold.items()], high=limit)
-    solution = mip.solve(deadline, nodes=NODES)
+    solution = mip.solve(deadline, nodes=tuning.BLOCK_NODES)
     if solution.values is None:
         return None
     return frozenset(value for value, column in hold.items() if solution.chosen(column))
@@ -182,7 +179,7 @@ def path_options(chain: Chain, block: Block, deadline: Deadline) -> Iterator[Blo
     whole = sum(chain.model.bytes[value] for value in block.reach) + max(
         chain.model.own_bytes[op] for op in (*block.forward, *block.backward)
     )
-    for pause in PAUSES:
+    for pause in CLUSTER_PAUSES:
         problem = paused_problem(
             chain.model,
             block.forward,

@@ -22,10 +22,9 @@ from fxremat.planner.moves.offload import Inner, again_costs, items_of, least_by
 from fxremat.planner.moves.transfers import place
 from fxremat.planner.options import SolverOptions
 from fxremat.planner.plans import make_plan
+from fxremat.planner.published import tuning
 
 NAME = "energy"
-RATIOS = (math.inf, 4.0, 1.5, 1.0, 0.5, 0.0)
-"""A value may move if computing it again costs so many times what moving it does."""
 
 
 def solve(problem: Problem, budget_bytes: int | None, options: SolverOptions, inner: Inner) -> Plan:
@@ -34,7 +33,7 @@ def solve(problem: Problem, budget_bytes: int | None, options: SolverOptions, in
     own = replace(options, objective="time", most_time_us=None)
     limit = math.inf if options.most_time_us is None else options.most_time_us
     best: tuple[tuple[float, float, float], Timeline, str] | None = None
-    for ratio in RATIOS if problem.copies is not None else RATIOS[:1]:
+    for ratio in tuning.ENERGY_RATIOS if problem.copies is not None else tuning.ENERGY_RATIOS[:1]:
         line, solver = _schedule(problem, budget_bytes, own, inner, ratio)
         excess = 0 if budget_bytes is None else max(0, line.peak_bytes - budget_bytes)
         late = max(0.0, line.time_us - limit)

@@ -2,8 +2,8 @@
 
 Bartan et al., "Moccasin: efficient tensor rematerialization for neural networks"
 (arXiv 2304.14463). Time is made of slots: stage ``t`` has one for each op up to ``t``, in base
-order, and an op can run in its own slot of a stage only. Each op runs at most ``MOST_RUNS``
-times, and a copy of a value is kept from the slot of its run to some later slot. The copies kept
+order, and an op can run in its own slot of a stage only. Each op runs at most
+``MOCCASIN_MOST_RUNS`` times, and a copy of a value is kept from the slot of its run to some later slot. The copies kept
 in a slot must fit the budget together, and every read must fall within a copy.
 
     start[k, i]   slot of run i of op k; run 0 is its first, in stage k
@@ -41,17 +41,9 @@ from fxremat.planner.milp.warm_start import known_plan, runs_of, without_idle
 from fxremat.planner.options import ProblemRefused, Progress, SolverOptions
 from fxremat.planner.peak_bound import peak_bound
 from fxremat.planner.plans import make_plan
-from fxremat.planner.published import moccasin_intervals
+from fxremat.planner.published import moccasin_intervals, tuning
 
 NAME = "moccasin"
-MOST_RUNS = 3
-"""Runs of an op, its first among them; with two, good schedules are lost too often."""
-WORK = 60.0
-"""CP-SAT's own, repeatable measure of effort: about seconds of one thread."""
-BYTES, TIMES = 1 << 24, 1 << 40
-"""Parts into which budget and base time are divided at most: CP-SAT computes in integers."""
-GLANCE = 0.1
-"""Seconds between two looks at the clock."""
 
 
 class NotInstalled(ProblemRefused, ImportError):
@@ -135,8 +127,8 @@ class _MoccasinCall:
         Bytes are rounded so that what fits in these units fits in bytes.
         """
         model = self.model
-        unit = max(1, self.budget // BYTES)
-        tick = max(1e-9, model.problem.base_time_us) / TIMES
+        unit = max(1, self.budget // tuning.MOCCASIN_BYTES)
+        tick = max(1e-9, model.problem.base_time_us) / tuning.MOCCASIN_TIMES
         stages = [[op] for op in range(model.n)]
         for stage, again in enumerate(all_runs(model)):
             for op in again:
@@ -156,9 +148,9 @@ class _MoccasinCall:
             "room": max(0, (self.budget - model.problem.resident_bytes) // unit),
             "cost": [round(time / tick) for time in model.time],
             "hint": self._hint(),
-            "runs": MOST_RUNS,
+            "runs": tuning.MOCCASIN_MOST_RUNS,
             "seed": self.options.seed,
-            "work": WORK,
+            "work": tuning.MOCCASIN_WORK,
             "seconds": None if left == float("inf") else max(0.0, left),
         }
 
@@ -167,7 +159,7 @@ class _MoccasinCall:
         if not self._fits():
             return None
         runs = StageSchedule(self.model, runs_of(self.model, self.best.ops)).runs
-        return None if any(len(stages) > MOST_RUNS for stages in runs) else runs
+        return None if any(len(stages) > tuning.MOCCASIN_MOST_RUNS for stages in runs) else runs
 
 
 def _shares(model: IndexedProblem, op: int, first: bool, unit: int) -> list[tuple[int, int]]:
@@ -215,7 +207,7 @@ def _stop_in_time(process: subprocess.Popen[str], deadline: Deadline) -> None:
     """End the process when the clock stops."""
     while process.poll() is None:
         try:
-            process.wait(GLANCE)
+            process.wait(tuning.MOCCASIN_GLANCE)
         except subprocess.TimeoutExpired:
             if not deadline.running():
                 process.kill()

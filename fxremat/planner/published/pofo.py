@@ -28,7 +28,7 @@ from fxremat.planner.moves.offload import least_bytes
 from fxremat.planner.moves.transfers import Fetch, Item, place
 from fxremat.planner.options import ProblemRefused, SolverOptions
 from fxremat.planner.plans import make_plan
-from fxremat.planner.published import rotor
+from fxremat.planner.published import rotor, tuning
 from fxremat.planner.published.block_options import BlockOptions
 from fxremat.planner.published.chain_costs import BlockOption, block_costs
 from fxremat.planner.published.pofo_block_costs import Sender, Way, figures_of
@@ -44,16 +44,6 @@ from fxremat.planner.published.rotor import coarser, grains
 from fxremat.planner.published.rotor_table import PAID, PAY
 
 NAME = "pofo"
-MOST_BLOCKS = 60
-BLOCK_OPS = (1, 3, 8)
-"""Forward ops per block, on average, that merging goes for."""
-TRIES = ((0.0, 1.0), (0.05, 0.5), (0.1, 2.0))
-"""Bytes that the programme is not told of, in units of the largest value that may be sent, and
-the worth of a byte: see `Programme`."""
-OVER = (0.1, 0.3, 0.6, 1.0)
-"""Bytes too many that it is told of where no plan fits, as a part of those that the best has."""
-ANSWERS = 8
-"""Answers of one programme that are placed."""
 
 
 class LivesOnHost(ProblemRefused, ValueError):
@@ -112,14 +102,16 @@ class _PofoSearch:
     def run(self) -> None:
         """Ask the programmes of the chain and of one of larger blocks."""
         solved = BlockOptions(self.deadline)
-        for chain in grains(coarser(find_chain(self.problem), MOST_BLOCKS), BLOCK_OPS):
+        for chain in grains(
+            coarser(find_chain(self.problem), tuning.POFO_MOST_BLOCKS), tuning.POFO_BLOCK_OPS
+        ):
             its = [solved.of(chain, block) for block in chain.blocks]
             question = ChainQuestion.of(chain, its, self.copies, self.deadline)
             if question is None:
                 return
-            for room, worth in TRIES:
+            for room, worth in tuning.POFO_TRIES:
                 self._ask(question, self.budget - room * question.largest, worth)
-            for part in OVER if self.best.peak_bytes > self.budget else ():
+            for part in tuning.POFO_OVER if self.best.peak_bytes > self.budget else ():
                 self._ask(question, self.budget + part * (self.best.peak_bytes - self.budget))
 
     def _ask(self, question: ChainQuestion, memory: float, worth: float = 1.0) -> None:
@@ -175,7 +167,7 @@ class ChainQuestion:
         """What the programme answers, the best first."""
         ways = [[figures_of(each) for each in pair] for pair in self.choices]
         programme = Programme(self.segments, ways, asked, deadline)
-        return map(self.items, programme.answers(ANSWERS))
+        return map(self.items, programme.answers(tuning.POFO_ANSWERS))
 
     def items(self, decisions: Sequence[Decision]) -> list[Item]:
         """The ops in order, and what is fetched between them."""

@@ -27,16 +27,13 @@ from fxremat.core.schedule import Kind
 from fxremat.core.timing import transfer_us
 from fxremat.planner.clusters.chain import Block, Chain
 from fxremat.planner.indexed_problem import IndexedProblem
+from fxremat.planner.published import tuning
 from fxremat.planner.published.chain_costs import BlockCost, OptionCost, read_later
 from fxremat.planner.published.rotor_table import PAID
 
 Row = npt.NDArray[np.float64]
 Wait = tuple[float, float]
 """When a transfer may begin, and how long it takes."""
-
-MOST_SENT = 5
-"""Values of one block among which those that are sent are chosen."""
-MOST_WAYS = 60
 
 
 class Ways(NamedTuple):
@@ -111,7 +108,7 @@ class Sender:
     def ways(self, x: int) -> list[Way]:
         """The ways of the block that no other beats, and only some where they are many."""
         kept = pareto([way for option in self.cost.options for way in self._of(option, x)])
-        return kept[:: max(1, -(-len(kept) // MOST_WAYS))]
+        return kept[:: max(1, -(-len(kept) // tuning.POFO_BLOCK_MOST_WAYS))]
 
     def _of(self, option: OptionCost, x: int) -> Iterator[Way]:
         """The option, with every choice among the largest values that it holds."""
@@ -121,7 +118,7 @@ class Sender:
         may = (held - block.early) | self.own | ({block.enters} if stored else set())
         large = sorted((v for v in may if v is not None and sizes[v]), key=lambda v: (-sizes[v], v))
         figures = self._figures(option, x, stored)
-        moves = self._moves(option, large[:MOST_SENT])
+        moves = self._moves(option, large[: tuning.POFO_BLOCK_MOST_SENT])
         for count in range(len(moves) + 1):
             for sent in combinations(sorted(moves), count):
                 nbytes = sum(sizes[value] for value in sent)

@@ -36,6 +36,7 @@ import numpy.typing as npt
 from fxremat.core.problem import Copies
 from fxremat.core.timing import transfer_us
 from fxremat.planner.deadline import Deadline
+from fxremat.planner.published import tuning
 from fxremat.planner.published.pofo_block_costs import Ways
 from fxremat.planner.published.rotor_table import PAID, PAY, Table
 
@@ -44,21 +45,6 @@ Index = npt.NDArray[np.int64]
 Mask = npt.NDArray[np.bool_]
 Column = npt.NDArray[Any]
 Slots = tuple[int, int, int, int]
-
-SLOTS: Slots = (200, 25, 25, 1)
-CAPPED: Slots = (100, 16, 16, 8)
-"""Slots of the bytes kept, of the time of transfers that leave and that come, and of the bytes
-sent; these where the host may have no room for all."""
-COARSER = (0.8, 0.9, 0.9, 0.9)
-MOST_STATES = 3_000
-"""States in front of one block; where there are more, slots are made coarser."""
-LONGEST = 24
-"""Blocks of one segment that is recomputed."""
-ENDS = 3
-"""Answers taken from the states of one block."""
-LEFT = (1.0, 0.0)
-"""Parts of what still leaves at the turn that may have to be waited for: by the programme all of
-it, truly what is in the way of the backward."""
 RECOMPUTE, SEND_AND_RECOMPUTE, REST = -1, -2, -3
 """Decisions that are no way of a block: `REST` leaves all further blocks to Rotor."""
 
@@ -177,7 +163,7 @@ class Programme:
             states = self._best(States(*map(np.concatenate, zip(*parts, strict=True))))
             self.states[i][x] = states
             if i == self.count:
-                for part in LEFT:
+                for part in tuning.POFO_TABLE_LEFT:
                     self._end(i, x, states.added + part * states.leaving + states.coming)
                 continue
             self._rest(i, x, states)
@@ -219,7 +205,7 @@ class Programme:
     def _recompute(self, i: int, x: int, states: States, sent: bool) -> None:
         """The blocks i..j hold only the value that enters i, for every j before the last."""
         table, copies = self.segments, self.copies
-        stop = min(i + LONGEST, self.count - 1)
+        stop = min(i + tuning.POFO_TABLE_LONGEST, self.count - 1)
         if stop <= i:
             return
         enters = table.costs[i].enters
@@ -293,7 +279,7 @@ class Programme:
 
     def _end(self, i: int, x: int, added: Row, slots: Index | None = None) -> None:
         """Note the best answers that end in these states."""
-        for at in map(int, np.argsort(added, kind="stable")[:ENDS]):
+        for at in map(int, np.argsort(added, kind="stable")[: tuning.POFO_TABLE_ENDS]):
             time = float(added[at])
             if time <= self.most_added and time < np.inf:
                 last = self.count - 1
@@ -309,10 +295,13 @@ class Programme:
 
     def _best(self, states: States) -> States:
         """The states that stay with so many slots that they are not too many."""
-        slots = CAPPED if self.capped else SLOTS
+        slots = tuning.POFO_TABLE_CAPPED if self.capped else tuning.POFO_TABLE_SLOTS
         kept = self._fronts(states, slots)
-        while len(kept.added) > MOST_STATES:
-            a, b, c, d = (max(1, int(n * part)) for n, part in zip(slots, COARSER, strict=True))
+        while len(kept.added) > tuning.POFO_TABLE_MOST_STATES:
+            a, b, c, d = (
+                max(1, int(n * part))
+                for n, part in zip(slots, tuning.POFO_TABLE_COARSER, strict=True)
+            )
             slots = (a, b, c, d)
             kept = self._fronts(kept, slots)
         return kept

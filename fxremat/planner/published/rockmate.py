@@ -12,10 +12,11 @@ from fxremat.core.problem import Problem
 from fxremat.planner.clusters.chain import find_chain
 from fxremat.planner.deadline import Deadline
 from fxremat.planner.options import SolverOptions
+from fxremat.planner.published import tuning
 from fxremat.planner.published.block_options import BlockOptions
 from fxremat.planner.published.chain_costs import keep_all
 from fxremat.planner.published.rotor import (
-    MOST_BLOCKS,
+    tuning.ROTOR_MOST_BLOCKS,
     PlanFront,
     best_plans,
     chain_schedules,
@@ -25,8 +26,6 @@ from fxremat.planner.published.rotor import (
 from fxremat.planner.remembered import remembered
 
 NAME = "rockmate"
-BLOCK_OPS = (1, 8, 24)
-"""Forward ops per block, on average, that merging goes for."""
 
 
 def solve(problem: Problem, budget_bytes: int | None, options: SolverOptions) -> Plan:
@@ -41,10 +40,10 @@ def solve(problem: Problem, budget_bytes: int | None, options: SolverOptions) ->
 def found(problem: Problem, options: SolverOptions) -> PlanFront:
     """The plans of a problem, remembered for the last few problems."""
     deadline = Deadline(options.time_limit_s)
-    finest = coarser(find_chain(problem), MOST_BLOCKS)
+    finest = coarser(find_chain(problem), tuning.ROTOR_MOST_BLOCKS)
     solved = BlockOptions(deadline)
     schedules = chain_schedules(finest, [[keep_all(block)] for block in finest.blocks], deadline)
-    for chain in grains(finest, BLOCK_OPS):
+    for chain in grains(finest, tuning.ROCKMATE_BLOCK_OPS):
         its = [solved.of(chain, block) for block in chain.blocks]
         schedules.extend(chain_schedules(chain, its, deadline))
     return best_plans(problem, schedules, NAME, deadline)

@@ -17,14 +17,12 @@ from fxremat.planner.clusters.chain import Chain, NotAChain, find_chain
 from fxremat.planner.deadline import Deadline
 from fxremat.planner.options import SolverOptions
 from fxremat.planner.plans import make_plan
+from fxremat.planner.published import tuning
 from fxremat.planner.published.chain_costs import BlockOption, block_costs, keep_all
 from fxremat.planner.published.rotor_table import Table
 from fxremat.planner.remembered import remembered
 
 NAME = "rotor"
-MOST_BLOCKS = 100
-MOST_PLANS = 250
-"""Plans of one table that are replayed."""
 
 
 @dataclass(frozen=True)
@@ -51,7 +49,7 @@ def solve(problem: Problem, budget_bytes: int | None, options: SolverOptions) ->
 def found(problem: Problem, options: SolverOptions) -> PlanFront:
     """The plans of a problem, remembered for the last few problems."""
     deadline = Deadline(options.time_limit_s)
-    chain = coarser(find_chain(problem), MOST_BLOCKS)
+    chain = coarser(find_chain(problem), tuning.ROTOR_MOST_BLOCKS)
     schedules = chain_schedules(chain, [[keep_all(block)] for block in chain.blocks], deadline)
     return best_plans(problem, schedules, NAME, deadline)
 
@@ -64,7 +62,7 @@ def chain_schedules(
     if not table.done:
         return []
     levels = table.levels()
-    stride = max(1, -(-len(levels) // MOST_PLANS))
+    stride = max(1, -(-len(levels) // tuning.ROTOR_MOST_PLANS))
     picks = dict.fromkeys([*levels[::stride], *levels[-1:]])
     return [chain.model.names(table.steps(slots)) for slots in picks]
 

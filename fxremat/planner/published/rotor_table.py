@@ -28,14 +28,11 @@ import numpy as np
 import numpy.typing as npt
 
 from fxremat.planner.deadline import Deadline
+from fxremat.planner.published import tuning
 from fxremat.planner.published.chain_costs import BlockCost, BlockRun, OptionCost
 
 Row = npt.NDArray[np.float64]
 PAY, PAID = 0, 1
-SLOTS = 500
-MOST_SLOTS = 4_000
-CELLS = 5_000_000
-"""Cells of the table that are worth more than `SLOTS` slots."""
 
 
 @dataclass(frozen=True)
@@ -66,7 +63,10 @@ class Table:
         self.costs = costs
         self.count = len(costs)
         most = keep_all_bytes(costs)
-        slots = max(SLOTS, min(MOST_SLOTS, CELLS // self.count**2))
+        slots = max(
+            tuning.ROTOR_TABLE_SLOTS,
+            min(tuning.ROTOR_TABLE_MOST_SLOTS, tuning.ROTOR_TABLE_CELLS // self.count**2),
+        )
         self.slot = max(1.0, most / slots)
         self.slots = self._slots(most) + self.count
         self.two = [False, *(any(o.holds_leaves for o in cost.options) for cost in costs[:-1])]

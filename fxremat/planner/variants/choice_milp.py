@@ -28,17 +28,11 @@ from typing import Any
 
 from fxremat.planner.deadline import Deadline
 from fxremat.planner.milp.highs import Mip, Solution, Term
+from fxremat.planner.variants import tuning
 from fxremat.planner.variants.all_variants import AllVariants, Read, Wanted
 
 UNIT = 1000.0
 """Budget and time of keep-all in the units of the MILP."""
-NODES = 1
-"""Of the search tree, without restarts: with 10, and with restarts, the choices were the same on
-GPT, Llama, ResNet and U-Net at 80, 65, 50 and 33 %, and took 2.2 times as long."""
-GAP, GAP_OF_LEAST = 1e-3, 1e-2
-"""Of keep-all's time, and of the least peak."""
-LITTLE = 1e-3
-"""What time counts where the peak is to be least."""
 
 
 @dataclass
@@ -57,7 +51,7 @@ class ChoiceMilp:
     def __post_init__(self) -> None:
         union = self.union
         base = max(union.problem.base_time_us, 1e-9)
-        self.scale = UNIT / base if self.budget is not None else LITTLE * UNIT / base
+        self.scale = UNIT / base if self.budget is not None else tuning.CHOICE_LITTLE * UNIT / base
         self.unit = UNIT / max(1, self.budget or _all_bytes(union))
         self.peak = self.mip.real(1.0, high=float("inf")) if self.budget is None else None
         self.bytes_of = union.problem.bytes_of
@@ -285,12 +279,23 @@ class ChoiceMilp:
     def solve(self, deadline: Deadline) -> Solution:
         """A good choice; where there are many columns, near the linear relaxation."""
         if self.budget is None:
-            limits: dict[str, Any] = {"nodes": NODES, "gap": GAP_OF_LEAST}
+            limits: dict[str, Any] = {
+                "nodes": tuning.CHOICE_NODES,
+                "gap": tuning.CHOICE_GAP_OF_LEAST,
+            }
         else:
-            limits = {"nodes": NODES, "gap": 0.0, "absolute_gap": GAP * UNIT}
+            limits = {
+                "nodes": tuning.CHOICE_NODES,
+                "gap": 0.0,
+                "absolute_gap": tuning.CHOICE_GAP * UNIT,
+            }
         relaxed = self.mip.relaxed(deadline)
         near = self.mip.solve_near(relaxed, deadline, **limits)
-        enough = GAP * UNIT if self.budget is not None else GAP_OF_LEAST * abs(near.objective)
+        enough = (
+            tuning.CHOICE_GAP * UNIT
+            if self.budget is not None
+            else tuning.CHOICE_GAP_OF_LEAST * abs(near.objective)
+        )
         if near.values is not None and near.objective - near.bound <= enough:
             return near
         found = self.mip.solve(deadline, start=near.values, **limits)

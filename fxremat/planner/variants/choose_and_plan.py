@@ -23,32 +23,12 @@ from fxremat.planner.indexed_problem import build_model
 from fxremat.planner.local.stage_schedule import StageSchedule
 from fxremat.planner.milp.moments_relaxation import runs_for
 from fxremat.planner.options import SolverOptions
+from fxremat.planner.variants import tuning
 from fxremat.planner.variants.all_variants import AllVariants, unite
 from fxremat.planner.variants.choice_milp import ChoiceMilp
 
 Solve = Callable[[Problem], Plan]
 Names = tuple[str, ...]
-
-ROUNDS = 5
-MANY_COLUMNS = 6_000
-"""Of a MILP after the second: it takes minutes, and seldom finds something better."""
-LESS = 0.96
-"""Of the MILP's budget where what is left of its choice does not fit: it sees moments only."""
-IN_VAIN = 2
-"""Choices in a row that are no better than one that fits: then no more are looked for."""
-PER_ROUND, APART = 3, 64
-"""Highest stages of a schedule that become moments, and the part of it they are apart."""
-CLOSE = 0.03
-"""Of the time of the best choice: choices so near to it are planned with the solver as well."""
-A_LITTLE = 0.05
-"""Of the budget: choices that are over it by no more are planned with the solver if faster."""
-MOST_SOLVED = 2
-TRIED_OPS, TRIED_OPS_OF_LEAST = 10_000, 20_000
-"""Ops of all problems that are tried by taking one variant more, or one less; the second while
-nothing fits. With 40,000 where something does, GPT, Llama, ResNet and U-Net got the same plans at
-50 and 33 %; with 10,000 where nothing does, ResNet's least peak is higher by 6 %."""
-SETTLED = 2e-3
-"""Of the time of keep-all: a choice so near to it is not improved."""
 
 
 @dataclass(frozen=True)
@@ -94,11 +74,11 @@ def _near(found: Sequence[Tried], budget_bytes: int | None) -> list[Tried]:
     best = found[0]
     alike = [
         one
-        for one in found[:MOST_SOLVED]
+        for one in found[: tuning.SEARCH_MOST_SOLVED]
         if one.rank(budget_bytes)[0] == best.rank(budget_bytes)[0]
-        and one.plan.time_us <= best.plan.time_us * (1 + CLOSE)
+        and one.plan.time_us <= best.plan.time_us * (1 + tuning.SEARCH_CLOSE)
     ]
-    limit = 0 if budget_bytes is None else budget_bytes * (1 + A_LITTLE)
+    limit = 0 if budget_bytes is None else budget_bytes * (1 + tuning.SEARCH_A_LITTLE)
     a_little_over = [
         one
         for one in sorted(found, key=lambda one: (one.plan.peak_bytes, one.plan.time_us))
@@ -106,7 +86,7 @@ def _near(found: Sequence[Tried], budget_bytes: int | None) -> list[Tried]:
         and one.plan.peak_bytes <= limit
         and one.plan.time_us < best.plan.time_us
     ]
-    return alike + a_little_over[:MOST_SOLVED]
+    return alike + a_little_over[: tuning.SEARCH_MOST_SOLVED]
 
 
 @dataclass
@@ -152,13 +132,17 @@ class _VariantSearch:
         while best is not before:
             before = best
             for index in self._highest_first(union, best):
-                settled = self.problem.base_time_us * (1 + SETTLED)
+                settled = self.problem.base_time_us * (1 + tuning.SEARCH_SETTLED)
                 done = not self._over(best.names) and best.plan.time_us <= settled
                 if done or left <= 0 or not self.deadline.running():
                     return
                 names = self._toggled(union, best.names, index)
                 if names not in self.seen:
-                    most = TRIED_OPS_OF_LEAST if self._over(best.names) else TRIED_OPS
+                    most = (
+                        tuning.SEARCH_TRIED_OPS_OF_LEAST
+                        if self._over(best.names)
+                        else tuning.SEARCH_TRIED_OPS
+                    )
                     left -= ops / most
                     self._try(names)
                     best = self._leader()
@@ -199,7 +183,7 @@ class _VariantSearch:
             in_vain = 0 if self._best() < best else in_vain + 1
             best = self._best()
             fits = budget is None or not self._over(self._leader().names)
-            if fits and in_vain >= IN_VAIN:
+            if fits and in_vain >= tuning.SEARCH_IN_VAIN:
                 break
         return found
 
@@ -239,9 +223,11 @@ class _VariantSearch:
         """
         moments = self._highest(union, ()) | self._largest(union, ())
         target = budget
-        for number in range(ROUNDS):
+        for number in range(tuning.SEARCH_ROUNDS):
             choice = ChoiceMilp(union, sorted(moments), target)
-            if not self.deadline.running() or (number > 1 and choice.size > MANY_COLUMNS):
+            if not self.deadline.running() or (
+                number > 1 and choice.size > tuning.SEARCH_MANY_COLUMNS
+            ):
                 return
             solution = choice.solve(self.deadline)
             if solution.values is None:
@@ -253,7 +239,11 @@ class _VariantSearch:
                 new |= self._worst(union, names, choice.held_at(solution))
             before = target
             if number and budget is not None and target is not None:
-                target = int(target * LESS if self._over(names) else min(budget, target / LESS))
+                target = int(
+                    target * tuning.SEARCH_LESS
+                    if self._over(names)
+                    else min(budget, target / tuning.SEARCH_LESS)
+                )
             if target == before and new <= moments:
                 return
             moments |= new
@@ -276,7 +266,7 @@ class _VariantSearch:
         def own(op: Op) -> int:
             return op.workspace_bytes + sum(sizes[name] for name in {*op.reads, *op.writes})
 
-        largest = heapq.nlargest(PER_ROUND, left.ops, key=own)
+        largest = heapq.nlargest(tuning.SEARCH_PER_ROUND, left.ops, key=own)
         return _stages(union, (op for op in largest if own(op) > room))
 
     def _peak(self, union: AllVariants, names: Names) -> set[int]:
@@ -325,9 +315,9 @@ def _apart(places: Iterable[int], length: int) -> list[int]:
     """The first few of the places that are not close to one before them."""
     found: list[int] = []
     for place in places:
-        if all(abs(place - other) >= max(1, length // APART) for other in found):
+        if all(abs(place - other) >= max(1, length // tuning.SEARCH_APART) for other in found):
             found.append(place)
-        if len(found) == PER_ROUND:
+        if len(found) == tuning.SEARCH_PER_ROUND:
             break
     return found
 
