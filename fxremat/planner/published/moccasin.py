@@ -3,8 +3,9 @@
 Bartan et al., "Moccasin: efficient tensor rematerialization for neural networks"
 (arXiv 2304.14463). Time is made of slots: stage ``t`` has one for each op up to ``t``, in base
 order, and an op can run in its own slot of a stage only. Each op runs at most
-``MOCCASIN_MOST_RUNS`` times, and a copy of a value is kept from the slot of its run to some later slot. The copies kept
-in a slot must fit the budget together, and every read must fall within a copy.
+``MOCCASIN_MOST_RUNS`` times, and a copy of a value is kept from the slot of its run to some later
+slot. The copies kept in a slot must fit the budget together, and every read must fall within a
+copy.
 
     start[k, i]   slot of run i of op k; run 0 is its first, in stage k
     end[v, i]     last slot in which copy i of value v is kept

@@ -16,7 +16,6 @@ from fxremat.planner.published import tuning
 from fxremat.planner.published.block_options import BlockOptions
 from fxremat.planner.published.chain_costs import keep_all
 from fxremat.planner.published.rotor import (
-    tuning.ROTOR_MOST_BLOCKS,
     PlanFront,
     best_plans,
     chain_schedules,
