@@ -303,7 +303,7 @@ def test_nothing_to_decide(run: Solver) -> None:
 
 
 def test_too_large_for_the_full_programme(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(checkmate, "MOST_RUNS", 3)
+    monkeypatch.setattr("fxremat.planner.milp.tuning.CHECKMATE_MOST_RUNS", 3)
     with pytest.raises(TooManyRuns, match="use solver 'checkmate_pruned'"):
         solve(chain(5), 13, SolverOptions())
     assert solve_pruned(chain(5), 13, SolverOptions()).peak_bytes <= 13

@@ -50,8 +50,8 @@ class TooManyRuns(ProblemRefused, ValueError):
     def __str__(self) -> str:
         return (
             f"solver {NAME!r} takes up to {tuning.CHECKMATE_MOST_RUNS:,} repeats to choose from, "
-            f"and this problem has {self.count:,}. What to do: use solver {PRUNED!r}, which looks at "
-            "the likely ones"
+            f"and this problem has {self.count:,}. What to do: use solver {PRUNED!r}, which looks "
+            "at the likely ones"
         )
 
 
