@@ -18,15 +18,13 @@ from fxremat.compiling.request import Request
 from fxremat.compiling.searching.candidates import Candidate, Judged
 from fxremat.compiling.searching.planning import QUICK_SOLVER, Planning
 from fxremat.compiling.searching.proposals import (
-    CLOSE_ENOUGH,
-    FAR_ABOVE,
-    LOWEST_PERCENT,
     Proposals,
     fastest,
     least,
     next_target,
     under,
 )
+from fxremat.compiling.searching.tuning import CLOSE_ENOUGH, FAR_ABOVE, LOWEST_PERCENT
 from fxremat.compiling.stage_times import StageTimes
 from fxremat.core.plan import Plan
 from fxremat.core.problem import Op, Problem, Value

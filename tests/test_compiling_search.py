@@ -9,7 +9,7 @@ import torch
 from torch import Tensor, nn
 
 import fxremat
-from fxremat.compiling.searching.search import REHEARSALS
+from fxremat.compiling.searching.tuning import REHEARSALS
 from tests.small import Classifier, seeded
 
 

@@ -14,18 +14,19 @@ from dataclasses import replace
 from fxremat.compiling.draft import Draft
 from fxremat.compiling.searching.candidates import Candidate, Judged, Order
 from fxremat.compiling.searching.planning import QUICK_SOLVER, Planning
+from fxremat.compiling.searching.tuning import (
+    CLOSE_ENOUGH,
+    FAR_ABOVE,
+    LOWEST_PERCENT,
+    MOST_STEP,
+    OUT_OF_REACH,
+)
 from fxremat.core.plan import Plan
 from fxremat.core.problem import Problem
 from fxremat.core.schedule import keep_all
 from fxremat.core.timeline import replay
 
 Proposals = Generator[Candidate, Judged, None]
-
-CLOSE_ENOUGH = 0.02  # of the aim: a plan this near below it is not improved any further
-FAR_ABOVE = 1.1  # times the aim: a plan of least peak above that fits in no order
-OUT_OF_REACH = 1.5  # times the aim: above it, other solvers and orders do not help either
-MOST_STEP = 4  # times the last step: what the next one goes down by, at most
-LOWEST_PERCENT = (108, 120)  # of the least planned peak: what other plans of low peak aim at
 
 
 def under(draft: Draft, aim: int, planning: Planning) -> Proposals:

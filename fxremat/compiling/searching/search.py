@@ -26,6 +26,7 @@ from fxremat.compiling.searching.candidates import Candidate, Judge, Judged
 from fxremat.compiling.searching.planning import Planning
 from fxremat.compiling.searching.proposals import Proposals, fastest, least, may_fit, under
 from fxremat.compiling.searching.torch_plan import plan_of_torch
+from fxremat.compiling.searching.tuning import REHEARSALS
 from fxremat.compiling.searching.variant_sets import VariantSet, variant_set
 from fxremat.core.problem import Problem
 from fxremat.core.schedule import keep_all
@@ -33,18 +34,6 @@ from fxremat.core.timeline import replay
 from fxremat.passes.variants.table import rules_named
 
 log = logging.getLogger(__name__)
-
-
-@dataclass(frozen=True)
-class Rehearsals:
-    """How many candidates may be judged: under the aim in one attempt and in all, and at least."""
-
-    one_attempt: int
-    under: int
-    least: int
-
-
-REHEARSALS = Rehearsals(one_attempt=7, under=24, least=24)
 
 
 @dataclass(frozen=True)

@@ -1,0 +1,28 @@
+"""What bounds the search: how near is near enough, how far is out of reach, how much is rehearsed."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+
+CLOSE_ENOUGH = 0.02
+"""Of the aim: a plan this near below it is not improved any further."""
+FAR_ABOVE = 1.1
+"""Times the aim: a plan of least peak above that fits in no order."""
+OUT_OF_REACH = 1.5
+"""Times the aim: above it, other solvers and orders do not help either."""
+MOST_STEP = 4
+"""Times the last step: what the next one goes down by, at most."""
+LOWEST_PERCENT = (108, 120)
+"""Of the least planned peak: what other plans of low peak aim at."""
+
+
+@dataclass(frozen=True)
+class Rehearsals:
+    """How many candidates may be judged: under the aim in one attempt and in all, and at least."""
+
+    one_attempt: int
+    under: int
+    least: int
+
+
+REHEARSALS = Rehearsals(one_attempt=7, under=24, least=24)
