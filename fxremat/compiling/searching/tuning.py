@@ -1,4 +1,4 @@
-"""What bounds the search: how near is near enough, how far is out of reach, how much is rehearsed."""
+"""What bounds the search: what is near enough, what is out of reach, and how much is rehearsed."""
 
 from __future__ import annotations
 
