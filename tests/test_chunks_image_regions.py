@@ -34,7 +34,8 @@ from fxremat.runtime.chunks.operator import ROWS
 from fxremat.runtime.chunks.program import Instruction, Program, Ref, dump
 from fxremat.runtime.chunks.statistics import Moments
 from tests.conftest import Golden
-from tests.graphs import Net
+from tests.end_to_end import compiled_by_fxremat, least, measured, observed
+from tests.graphs import Net, joint_of_model, run_joint
 from tests.row_sites import (
     assert_close,
     check,
@@ -44,8 +45,6 @@ from tests.row_sites import (
     taken,
     trace,
 )
-from tests.test_split_gradients import joint_of, results
-from tests.test_variants_end_to_end import compiled, least, measured, observed
 
 WIDTH = 8
 RULE = CHUNKED_CONVOLUTIONS
@@ -239,11 +238,12 @@ def test_running_statistics() -> None:
 
 def test_each_half_reads_its_own() -> None:
     """As the planner takes a form: what is computed twice has a reader in either half."""
-    joint = joint_of(net(two_stages).double(), images(7, 3, 6, 6).detach().double(), fused=True)
+    x = images(7, 3, 6, 6).detach().double()
+    joint = joint_of_model(net(two_stages).double(), x, fused=True)
     torch.manual_seed(0)
     values = [node.meta["val"] for node in (*joint.primals, *joint.tangents)]
     inputs = [torch.rand(v.shape).to(v.dtype) for v in values]
-    best = results(joint, [x.clone() for x in inputs])
+    best = run_joint(joint, [x.clone() for x in inputs])
     for site in find(joint, RULE.name):
         taken = take(joint, [site])
         twice = [n for n in taken.module.graph.nodes if AGAIN in n.meta]
@@ -251,7 +251,7 @@ def test_each_half_reads_its_own() -> None:
         for one in twice:
             assert one.users
             assert one.meta[AGAIN].users
-        for new, old in zip(results(taken, [x.clone() for x in inputs]), best, strict=True):
+        for new, old in zip(run_joint(taken, [x.clone() for x in inputs]), best, strict=True):
             assert_close(new, old, 1e-10)
 
 
@@ -320,7 +320,7 @@ def test_random_shapes(
 
 def test_four_loops_between_two_convolutions() -> None:
     """Statistics, what comes next, what a normalisation's gradient adds up, and the rest."""
-    joint = joint_of(net(two_stages), images(9, 3, 6, 6).detach(), fused=True)
+    joint = joint_of_model(net(two_stages), images(9, 3, 6, 6).detach(), fused=True)
     first, second = find_image_regions(joint)
     for region in (first, second):
         assert max(levels(region, in_one=False).values()) == 3
@@ -332,12 +332,12 @@ def test_small_values_begin_no_region() -> None:
     """Less than half of the largest tensor of the graph."""
     small = nn.Conv2d(WIDTH, 2, 3, padding=1)
     model = net(two_stages, second=small, other=nn.BatchNorm2d(2))
-    joint = joint_of(model, images(9, 3, 6, 6).detach(), fused=True)
+    joint = joint_of_model(model, images(9, 3, 6, 6).detach(), fused=True)
     assert len(find_image_regions(joint)) == 1
 
 
 def test_graph_of_chunked_convolutions(golden: Golden) -> None:
-    joint = joint_of(net(two_stages), images(9, 3, 6, 6).detach(), fused=True)
+    joint = joint_of_model(net(two_stages), images(9, 3, 6, 6).detach(), fused=True)
     site = next(s for s in find(joint, RULE.name) if "twice" in s.name)
     taken = take(joint, [site])
     golden(f"before\n\n{joint.module.graph}\n\nafter\n\n{taken.module.graph}\n")
@@ -493,7 +493,7 @@ def test_far_fewer_bytes_and_the_same_step() -> None:
     budget = least(model, inputs, **options)
     assert budget < 0.85 * without
     twin = copy.deepcopy(model)
-    call = compiled(model, memory_budget=budget, **options)
+    call = compiled_by_fxremat(model, memory_budget=budget, **options)
     for one, other in zip(observed(model, call, inputs), observed(twin, twin, inputs), strict=True):
         assert_close(one, other, 2e-5)
     report = fxremat.reports()[-1]
@@ -503,7 +503,7 @@ def test_far_fewer_bytes_and_the_same_step() -> None:
 
 def test_gradients_that_are_made_of_less_are_not_written() -> None:
     """That of a pool: two groups of loops read it, and each makes it from masks and offsets."""
-    joint = joint_of(Pictures(), torch.randn(16, 3, 32, 32), fused=True)
+    joint = joint_of_model(Pictures(), torch.randn(16, 3, 32, 32), fused=True)
     rules = [rule for rule in RULES if rule.name in (RULE.name, "pool_gradient", "sign_masks")]
     sites = [s for s in find_sites(joint, rules) if "chunked" not in s.name]
     sites += [s for s in find_sites(joint, rules) if s.name.endswith("convolution twice 1")]

@@ -21,8 +21,7 @@ from fxremat import runtime
 from fxremat.checking.data_flow import check_arrivals
 from fxremat.model.stepping import StepInBackward
 from fxremat.runtime import CopyRecord
-from tests.small import Stack, seeded
-from tests.test_offloading import Layers, Tied
+from tests.small import Layers, Stack, Tied, seeded
 
 RATE = 2e9
 OPTIONS: dict[str, Any] = {"solver": "greedy", "host_bandwidth": int(RATE)}
