@@ -8,7 +8,7 @@ from hypothesis import strategies as st
 
 from fxremat.core.problem import Copies, Op, Problem, Value, validate
 
-COPIES = Copies(to_host=10.0, to_device=10.0)
+TEN_BYTES_PER_US = Copies(to_host=10.0, to_device=10.0)
 
 
 def chain(
@@ -134,7 +134,7 @@ def growing_chain(length: int, size: int = 10) -> Problem:
 
 
 def chain_with_copies(
-    layers: int, *, time_us: float = 10.0, copies: Copies | None = COPIES
+    layers: int, *, time_us: float = 10.0, copies: Copies | None = TEN_BYTES_PER_US
 ) -> Problem:
     """A chain: layer i keeps a value of 100 bytes for its backward, which takes twice as long."""
     ops, values = [], [Value("w", 7), Value("x0", 100)]

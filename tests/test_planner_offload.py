@@ -20,7 +20,7 @@ from fxremat.planner.deadline import Deadline
 from fxremat.planner.moves import offload
 from fxremat.planner.moves.time_bound import relax
 from fxremat.planner.moves.transfers import Fetch, Item, place, synchronous
-from tests.chains import COPIES, chain_with_copies, chain_with_host_weights
+from tests.chains import TEN_BYTES_PER_US, chain_with_copies, chain_with_host_weights
 from tests.strategies import problems, schedules
 
 
@@ -112,7 +112,7 @@ def test_the_host_has_limits() -> None:
     problem = chain_with_copies(10)
     budget = replay(problem, problem.base_steps()).peak_bytes // 2
     for cap in (0, 150, 250, 10_000):
-        few = replace(problem, copies=replace(COPIES, host_bytes=cap))
+        few = replace(problem, copies=replace(TEN_BYTES_PER_US, host_bytes=cap))
         assert replay(few, solved(few, budget).steps).host_peak_bytes <= cap
 
 
