@@ -11,8 +11,7 @@ from torch import Tensor, nn
 
 import fxremat
 from fxremat.runtime.gradients import accumulation
-from tests.small import seeded
-from tests.test_offloading import Layers
+from tests.small import Layers, seeded
 
 OPTIONS: dict[str, Any] = {"solver": "greedy", "variants": "none"}
 EAGER: dict[str, Any] = {**OPTIONS, "executor": "aot_eager"}

@@ -8,6 +8,7 @@ held values to free after it is tried, so nothing is assumed about when a copy s
 from __future__ import annotations
 
 import heapq
+from dataclasses import replace
 from itertools import combinations
 
 from fxremat.core.problem import Op, Problem
@@ -77,3 +78,15 @@ def least_peak(problem: Problem) -> int:
         else:
             high = middle
     return high
+
+
+def plain(problem: Problem) -> Problem:
+    """The problem with no value in two in-place pairs of an op: brute force counts such twice."""
+    ops = []
+    for op in problem.ops:
+        pairs: list[tuple[str, str]] = []
+        for pair in op.inplace:
+            if not {*pair} & {name for other in pairs for name in other}:
+                pairs.append(pair)
+        ops.append(replace(op, inplace=tuple(pairs)))
+    return replace(problem, ops=tuple(ops))

@@ -1,10 +1,14 @@
-"""Chains of blocks for the tests of the solvers that need them."""
+"""Chains of layers and of blocks: problems of planner tests, with and without copies."""
 
 from __future__ import annotations
 
+from dataclasses import replace
+
 from hypothesis import strategies as st
 
-from fxremat.core.problem import Op, Problem, Value, validate
+from fxremat.core.problem import Copies, Op, Problem, Value, validate
+
+TEN_BYTES_PER_US = Copies(to_host=10.0, to_device=10.0)
 
 
 def chain(
@@ -81,6 +85,93 @@ def skipping() -> Problem:
         reads = [f"v{k - 1}", f"v{4 * depth - 1 - k}"]
         ops.append(Op(f"o{k}", tuple(dict.fromkeys(reads)), (f"v{k}",), 1.0, 0, "backward", False))
     return validate(Problem("skipping", tuple(values), tuple(ops), outputs=(f"v{4 * depth - 1}",)))
+
+
+def phased_chain(forward: int, nbytes: int = 4) -> Problem:
+    """A chain whose backward needs every forward value: y0..yn-1, then gn-1..g0."""
+    names = [f"y{k}" for k in range(forward)]
+    ops = [
+        Op(name, names[k - 1 : k] if k else (), (name,), 1.0, 0, "forward")  # type: ignore[arg-type]
+        for k, name in enumerate(names)
+    ]
+    grad: tuple[str, ...] = ()
+    values = [Value(name, nbytes) for name in names]
+    for k in reversed(range(forward)):
+        values.append(Value(f"g{k}", 1))
+        ops.append(Op(f"g{k}", (names[k], *grad), (f"g{k}",), 1.0, 0, "backward", False))
+        grad = (f"g{k}",)
+    ops = [Op(o.name, tuple(o.reads), o.writes, o.time_us, 0, o.phase, o.repeatable) for o in ops]
+    return validate(Problem("chain", tuple(values), tuple(ops), outputs=grad))
+
+
+def unphased_chain(forward: int, frozen: tuple[int, ...] = ()) -> Problem:
+    """y0..yn-1 of 4 bytes, then gn-1..g0 of 1 byte, each of which reads its y and the last g."""
+    values: list[Value] = []
+    ops: list[Op] = []
+    for k in range(forward):
+        reads = tuple(f"y{j}" for j in range(max(0, k - 1), k))
+        values.append(Value(f"y{k}", 4))
+        ops.append(Op(f"y{k}", reads, (f"y{k}",), 1.0, repeatable=k not in frozen))
+    for k in reversed(range(forward)):
+        reads = (f"y{k}", *(f"g{j}" for j in range(k + 1, min(k + 2, forward))))
+        values.append(Value(f"g{k}", 1))
+        ops.append(Op(f"g{k}", reads, (f"g{k}",), 1.0, repeatable=False))
+    return validate(Problem("chain", tuple(values), tuple(ops), outputs=("g0",)))
+
+
+def growing_chain(length: int, size: int = 10) -> Problem:
+    """Forward ops f0.., backward ops that read what the forward made, last first."""
+    values, ops = [Value("x", size)], []
+    for k in range(length):
+        values.append(Value(f"a{k}", size))
+        read = f"a{k - 1}" if k else "x"
+        ops.append(Op(f"f{k}", (read,), (f"a{k}",), 1.0 + k, phase="forward"))
+    for k in reversed(range(length)):
+        values.append(Value(f"g{k}", size))
+        reads = (f"a{k}", f"g{k + 1}") if k + 1 < length else (f"a{k}",)
+        ops.append(Op(f"b{k}", reads, (f"g{k}",), 2.0, phase="backward", repeatable=False))
+    return validate(Problem("chain", tuple(values), tuple(ops), resident=("x",), outputs=("g0",)))
+
+
+def chain_with_copies(
+    layers: int, *, time_us: float = 10.0, copies: Copies | None = TEN_BYTES_PER_US
+) -> Problem:
+    """A chain: layer i keeps a value of 100 bytes for its backward, which takes twice as long."""
+    ops, values = [], [Value("w", 7), Value("x0", 100)]
+    for i in range(layers):
+        ops.append(Op(f"f{i}", (f"x{i}", "w"), (f"x{i + 1}",), time_us, 0, "forward"))
+        values.append(Value(f"x{i + 1}", 100))
+    ops.append(Op("loss", (f"x{layers}",), (f"d{layers}",), 1.0, 0, "backward", False))
+    values.append(Value(f"d{layers}", 100))
+    for i in reversed(range(layers)):
+        reads, writes = (f"x{i}", f"d{i + 1}", "w"), (f"d{i}",)
+        ops.append(Op(f"b{i}", reads, writes, 2 * time_us, 0, "backward", False))
+        values.append(Value(f"d{i}", 100))
+    return Problem(
+        "net", tuple(values), tuple(ops), ("x0",), ("w",), ("d0",), copies
+    )  # fmt: skip
+
+
+def chain_with_host_weights(layers: int, *, time_us: float = 10.0, rate: float = 10.0) -> Problem:
+    """The same with a weight of 100 bytes for each layer, and its gradient, in host memory."""
+    base = chain_with_copies(layers, time_us=time_us, copies=Copies(rate, rate))
+    names = [f"w{i}" for i in range(layers)] + [f"g{i}" for i in range(layers)]
+
+    def with_weight(op: Op) -> Op:
+        layer = op.name[1:]
+        reads = tuple(f"w{layer}" if name == "w" else name for name in op.reads)
+        writes = (*op.writes, f"g{layer}") if op.name.startswith("b") else op.writes
+        return replace(op, reads=reads, writes=writes)
+
+    return validate(
+        replace(
+            base,
+            values=(*base.values, *(Value(name, 100) for name in names)),
+            ops=tuple(op if op.name == "loss" else with_weight(op) for op in base.ops),
+            resident=(),
+            host=tuple(names),
+        )
+    )
 
 
 @st.composite

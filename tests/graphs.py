@@ -302,6 +302,17 @@ def capture(
     return seen
 
 
+def joint_of_model(model: nn.Module, x: torch.Tensor, fused: bool = False) -> JointGraph:
+    """The joint graph of a model whose only input has a gradient, too."""
+    return capture(model, (x.requires_grad_(),), fused=fused).joint
+
+
+def run_joint(joint: JointGraph, inputs: list[torch.Tensor]) -> list[torch.Tensor]:
+    """The tensors that a joint graph gives."""
+    found = fx.Interpreter(joint.module).run(*inputs)
+    return [each for each in found if isinstance(each, torch.Tensor)]
+
+
 def assert_plan_changes_nothing(
     function: Function, inputs: Sequence[Any], choose: Choose = everything_again,
     *, fused: bool = False, reference: str | None = None, **options: Any,

@@ -75,6 +75,34 @@ class Classifier(nn.Module):
         return F.cross_entropy(self.head(self.layers(x)), targets)
 
 
+class Layers(nn.Module):
+    """Linear layers whose weights take many more bytes than the activations; gives a loss."""
+
+    def __init__(self, layers: int = 4, width: int = 64) -> None:
+        super().__init__()
+        self.layers = nn.ModuleList(nn.Linear(width, width) for _ in range(layers))
+
+    def forward(self, x: Tensor) -> Tensor:
+        for layer in self.layers:
+            x = x + F.gelu(layer(x))
+        return x.square().mean()
+
+
+class Tied(nn.Module):
+    """One weight for the embedding and the last layer: its two gradients are added."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.embedding = nn.Embedding(32, 16)
+        self.layer = nn.Linear(16, 16)
+        self.head = nn.Linear(16, 32, bias=False)
+        self.head.weight = self.embedding.weight
+
+    def forward(self, index: Tensor) -> Tensor:
+        scores = self.head(torch.tanh(self.layer(self.embedding(index))))
+        return F.cross_entropy(scores, index)
+
+
 def seeded(make: Callable[[], nn.Module], *shape: int) -> tuple[nn.Module, Tensor]:
     """A model and its input, the same each time."""
     torch.manual_seed(0)

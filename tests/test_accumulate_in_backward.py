@@ -26,8 +26,7 @@ from tests.accumulating import (
     same,
     with_input,
 )
-from tests.small import Convolutions, seeded
-from tests.test_offloading import Layers
+from tests.small import Convolutions, Layers, seeded
 
 early = accumulating.early
 _fresh = accumulating.fresh

@@ -16,9 +16,9 @@ from fxremat.runtime.chunks.buffers import layout
 from fxremat.runtime.chunks.operator import ROWS
 from fxremat.runtime.chunks.program import Program, Ref, dump, parse
 from tests.graphs import calls
+from tests.loss_program import CLASSES, expected, inputs, one, program
+from tests.row_nets import STEPS, traced_step
 from tests.row_sites import sites, taken
-from tests.test_chunks_operator import V, expected, inputs, one, program
-from tests.test_chunks_regions import STEPS, traced
 
 NUMBER_BYTES = 12
 """A number that stands beside a tensor, in the last rows: counted as if beside a partial sum."""
@@ -87,7 +87,7 @@ def assert_fused_is_right(call: fx.Node) -> None:
 @pytest.mark.parametrize("name", STEPS)
 def test_calls_of_real_graphs(name: str) -> None:
     """50 rows: the last tile is not a whole one, and runs operator by operator."""
-    joint, tried = traced(name), 0
+    joint, tried = traced_step(name), 0
     for rule in (CHUNKED_LOSS, CHUNKED_MLP, CHUNKED_ATTENTION):
         for site in sites(rule, joint)[:1]:
             for call in calls(taken(joint, site).module.graph, ROWS):
@@ -158,4 +158,4 @@ def test_time_counts_one_call_for_each_tile() -> None:
     matmuls = 4 * 3
     assert fused.calls == matmuls + 16
     assert fused.bytes < inside(*args, on_cpu=True).bytes
-    assert fused.bytes > 64 * V * 4 * 2  # logits in and d_logits out, at the least
+    assert fused.bytes > 64 * CLASSES * 4 * 2  # logits in and d_logits out, at the least

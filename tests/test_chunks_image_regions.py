@@ -12,29 +12,21 @@ import torch.nn.functional as F
 from hypothesis import given, settings
 from hypothesis import strategies as st
 from torch import fx, nn
-from torch.fx.experimental.proxy_tensor import make_fx
-from torch.nn.grad import conv2d_weight
 
 import fxremat
-from fxremat import compat
-from fxremat.cost.peak import measure_peak
-from fxremat.cost.workspaces import Workspaces
 from fxremat.passes.joint_graph import Role
 from fxremat.passes.materialisation import materialise
 from fxremat.passes.variants.chunks.image_regions import find_image_regions
-from fxremat.passes.variants.chunks.inductor_kernels import suit_rows
 from fxremat.passes.variants.chunks.regions import levels
 from fxremat.passes.variants.chunks.rules import CHUNKED_CONVOLUTIONS, find
 from fxremat.passes.variants.insertion import find_sites, take
 from fxremat.passes.variants.rule import AGAIN
 from fxremat.passes.variants.table import RULES
-from fxremat.runtime import kernels
-from fxremat.runtime.chunks.buffers import places_of_images
 from fxremat.runtime.chunks.operator import ROWS
-from fxremat.runtime.chunks.program import Instruction, Program, Ref, dump
-from fxremat.runtime.chunks.statistics import Moments
 from tests.conftest import Golden
-from tests.graphs import Net
+from tests.end_to_end import compiled_by_fxremat, least, measured, observed
+from tests.graphs import Net, joint_of_model, run_joint
+from tests.images import WIDTH, images
 from tests.row_sites import (
     assert_close,
     check,
@@ -44,16 +36,8 @@ from tests.row_sites import (
     taken,
     trace,
 )
-from tests.test_split_gradients import joint_of, results
-from tests.test_variants_end_to_end import compiled, least, measured, observed
 
-WIDTH = 8
 RULE = CHUNKED_CONVOLUTIONS
-
-
-def images(*shape: int) -> torch.Tensor:
-    """Fixed random images that have a gradient."""
-    return torch.randn(*shape, generator=torch.Generator().manual_seed(2)).requires_grad_()
 
 
 def net(step: Callable[..., Any], **parts: nn.Module) -> Net:
@@ -239,11 +223,12 @@ def test_running_statistics() -> None:
 
 def test_each_half_reads_its_own() -> None:
     """As the planner takes a form: what is computed twice has a reader in either half."""
-    joint = joint_of(net(two_stages).double(), images(7, 3, 6, 6).detach().double(), fused=True)
+    x = images(7, 3, 6, 6).detach().double()
+    joint = joint_of_model(net(two_stages).double(), x, fused=True)
     torch.manual_seed(0)
     values = [node.meta["val"] for node in (*joint.primals, *joint.tangents)]
     inputs = [torch.rand(v.shape).to(v.dtype) for v in values]
-    best = results(joint, [x.clone() for x in inputs])
+    best = run_joint(joint, [x.clone() for x in inputs])
     for site in find(joint, RULE.name):
         taken = take(joint, [site])
         twice = [n for n in taken.module.graph.nodes if AGAIN in n.meta]
@@ -251,7 +236,7 @@ def test_each_half_reads_its_own() -> None:
         for one in twice:
             assert one.users
             assert one.meta[AGAIN].users
-        for new, old in zip(results(taken, [x.clone() for x in inputs]), best, strict=True):
+        for new, old in zip(run_joint(taken, [x.clone() for x in inputs]), best, strict=True):
             assert_close(new, old, 1e-10)
 
 
@@ -320,7 +305,7 @@ def test_random_shapes(
 
 def test_four_loops_between_two_convolutions() -> None:
     """Statistics, what comes next, what a normalisation's gradient adds up, and the rest."""
-    joint = joint_of(net(two_stages), images(9, 3, 6, 6).detach(), fused=True)
+    joint = joint_of_model(net(two_stages), images(9, 3, 6, 6).detach(), fused=True)
     first, second = find_image_regions(joint)
     for region in (first, second):
         assert max(levels(region, in_one=False).values()) == 3
@@ -332,138 +317,15 @@ def test_small_values_begin_no_region() -> None:
     """Less than half of the largest tensor of the graph."""
     small = nn.Conv2d(WIDTH, 2, 3, padding=1)
     model = net(two_stages, second=small, other=nn.BatchNorm2d(2))
-    joint = joint_of(model, images(9, 3, 6, 6).detach(), fused=True)
+    joint = joint_of_model(model, images(9, 3, 6, 6).detach(), fused=True)
     assert len(find_image_regions(joint)) == 1
 
 
 def test_graph_of_chunked_convolutions(golden: Golden) -> None:
-    joint = joint_of(net(two_stages), images(9, 3, 6, 6).detach(), fused=True)
+    joint = joint_of_model(net(two_stages), images(9, 3, 6, 6).detach(), fused=True)
     site = next(s for s in find(joint, RULE.name) if "twice" in s.name)
     taken = take(joint, [site])
     golden(f"before\n\n{joint.module.graph}\n\nafter\n\n{taken.module.graph}\n")
-
-
-# --- the operator ----------------------------------------------------------------------------
-
-
-def program(dtype: torch.dtype = torch.float32) -> str:
-    """x, w -> the convolution's result halved, its mean and variance, and a weight's gradient."""
-    how = ([1, 1], [1, 1], [1, 1], False, [0, 0], 1)
-    rest = (WIDTH, 6, 6)
-    steps = (
-        Instruction("aten.convolution.default", (Ref(0), Ref(1), None, *how), {}, "row", rest,
-                    dtype),
-        Instruction("aten.mul.Tensor", (Ref(2), 0.5), {}, "row", rest, dtype),
-        Instruction("aten.var_mean.correction#0", (Ref(2), [0, 2, 3]), {"correction": 1}, "sum",
-                    (WIDTH,), dtype),
-        Instruction("aten.var_mean.correction#1", (Ref(2), [0, 2, 3]), {"correction": 1}, "sum",
-                    (WIDTH,), dtype),
-        Instruction("aten.convolution_backward.default#1",
-                    (Ref(3), Ref(0), Ref(1), None, *how, [False, True, False]), {}, "sum",
-                    (WIDTH, 3, 3, 3), dtype),
-    )  # fmt: skip
-    return dump(Program(1, 1, (), steps, (3, 4, 5, 6)))
-
-
-def expected(x: torch.Tensor, w: torch.Tensor) -> list[torch.Tensor]:
-    """The same of all images at once, in float64."""
-    x, w = x.double(), w.double()
-    c = F.conv2d(x, w, padding=1)
-    variance, mean = torch.var_mean(c, (0, 2, 3))
-    gradient = conv2d_weight(x, [*w.shape], c / 2, padding=1)  # type: ignore[no-untyped-call]
-    return [c / 2, variance, mean, gradient]
-
-
-@pytest.mark.parametrize("fused", [False, True])
-@pytest.mark.parametrize("sizes", [(8, 2, 1), (9, 4, 2), (5, 5, 5), (7, 1, 1)])
-def test_the_operator(sizes: tuple[int, int, int], fused: bool) -> None:
-    """Values, and bytes: what is predicted is enough, and not by more than odds and ends."""
-    count, chunk, tile = sizes
-    x, w = images(count, 3, 6, 6).detach(), images(WIDTH, 3, 3, 3).detach()
-    args = ([x], [w], program(), chunk, tile, fused)
-    found = ROWS(*args)
-    for one, best in zip(found, expected(x, w), strict=True):
-        assert_close(one, best, 1e-5)
-    made = sum(t.nbytes for t in found)
-    peak = measure_peak(lambda: ROWS(*args)).above_start_bytes
-    predicted = kernels.WORKSPACES[ROWS](*args, measure=Workspaces(x.device).of_call)
-    assert 0 <= predicted - (peak - made) <= 16 * WIDTH * x.itemsize
-
-
-def alone() -> str:
-    """x, w -> the convolution's result."""
-    how = ([1, 1], [1, 1], [1, 1], False, [0, 0], 1)
-    one = Instruction("aten.convolution.default", (Ref(0), Ref(1), None, *how), {}, "row",
-                      (WIDTH, 6, 6), torch.float32)  # fmt: skip
-    return dump(Program(1, 1, (), (one,), (2,)))
-
-
-def test_results_with_the_channels_last() -> None:
-    """Same values; real and fake results lie alike, and take no more bytes than predicted."""
-    x, w, text = images(9, 3, 6, 6).detach(), images(WIDTH, 3, 3, 3).detach(), alone()
-    assert places_of_images(text) == {0}
-    assert places_of_images(program()) == set(), "what a kernel writes lies densely"
-    args, last = ([x], [w], text, 4, 1), {"fused": True, "channels_last": True}
-    (plain,), (found,) = ROWS(*args), ROWS(*args, **last)
-    assert found.is_contiguous(memory_format=torch.channels_last)
-    assert torch.equal(found, plain)
-    torch.library.opcheck(ROWS, args, last, test_utils=("test_schema", "test_faketensor"))
-    peak = measure_peak(lambda: ROWS(*args, **last)).above_start_bytes
-    predicted = kernels.WORKSPACES[ROWS](*args, **last, measure=Workspaces(x.device).of_call)
-    assert 0 <= predicted - (peak - found.nbytes) <= 16 * WIDTH * x.itemsize
-
-
-def rows_and(after: Callable[..., Any]) -> fx.GraphModule:
-    """A graph of convolutions of a few images at a time, and what is made of them."""
-    x, w, text = images(9, 3, 6, 6).detach(), images(WIDTH, 3, 3, 3).detach(), alone()
-
-    def run(x: torch.Tensor, w: torch.Tensor, v: torch.Tensor) -> Any:
-        return after(ROWS([x], [w], text, 4, 1)[0], v)
-
-    module = make_fx(run, tracing_mode="fake")(x, w, images(4, WIDTH, 3, 3).detach())
-    suit_rows(module)
-    return module
-
-
-def again(h: torch.Tensor) -> torch.Tensor:
-    """Another call that has these rows."""
-    one = Instruction("aten.sum.dim_IntList", (Ref(0), [0]), {}, "sum", (WIDTH, 6, 6),
-                      torch.float32)  # fmt: skip
-    (total,) = ROWS([h], [], dump(Program(1, 0, (), (one,), (1,))), 4, 1)
-    assert isinstance(total, torch.Tensor)
-    return total
-
-
-@pytest.mark.parametrize(
-    ("after", "is_last"),
-    [
-        (lambda y, v: F.conv2d(F.relu(y), v), True),
-        (lambda y, v: F.relu(y), False),  # no convolution, no such layout
-        (lambda y, v: (y, F.conv2d(F.relu(y), v)), False),  # the caller sees it
-        (lambda y, v: (again(y), F.conv2d(F.relu(y), v)), False),
-        (lambda y, v: (again(F.relu(y)), F.conv2d(F.relu(y), v)), False),
-    ],
-)
-def test_results_lie_as_inductor_lays_out_what_is_around(
-    after: Callable[..., Any], is_last: bool
-) -> None:
-    module = rows_and(after)
-    call = next(iter(module.graph.find_nodes(op="call_function", target=ROWS)))
-    assert call.kwargs["fused"]
-    assert call.kwargs.get("channels_last", False) is is_last
-    for user in call.users:
-        assert user.meta["val"].is_contiguous(memory_format=torch.channels_last) is is_last
-
-
-def test_a_loop_writes_over_a_result_that_lies_in_its_order() -> None:
-    module = rows_and(lambda y, v: [F.conv2d(F.relu(y), v)])
-    (call,) = module.graph.find_nodes(op="call_function", target=ROWS)
-    over = []
-    for last in (True, False):
-        call.kwargs = {**call.kwargs, "channels_last": last}
-        source = compat.generate(module, is_backward=False, seen_outputs=1).source
-        over.append("# reuse" in source)
-    assert over == [True, False]
 
 
 # --- the whole way ---------------------------------------------------------------------------
@@ -493,7 +355,7 @@ def test_far_fewer_bytes_and_the_same_step() -> None:
     budget = least(model, inputs, **options)
     assert budget < 0.85 * without
     twin = copy.deepcopy(model)
-    call = compiled(model, memory_budget=budget, **options)
+    call = compiled_by_fxremat(model, memory_budget=budget, **options)
     for one, other in zip(observed(model, call, inputs), observed(twin, twin, inputs), strict=True):
         assert_close(one, other, 2e-5)
     report = fxremat.reports()[-1]
@@ -503,7 +365,7 @@ def test_far_fewer_bytes_and_the_same_step() -> None:
 
 def test_gradients_that_are_made_of_less_are_not_written() -> None:
     """That of a pool: two groups of loops read it, and each makes it from masks and offsets."""
-    joint = joint_of(Pictures(), torch.randn(16, 3, 32, 32), fused=True)
+    joint = joint_of_model(Pictures(), torch.randn(16, 3, 32, 32), fused=True)
     rules = [rule for rule in RULES if rule.name in (RULE.name, "pool_gradient", "sign_masks")]
     sites = [s for s in find_sites(joint, rules) if "chunked" not in s.name]
     sites += [s for s in find_sites(joint, rules) if s.name.endswith("convolution twice 1")]
@@ -521,16 +383,3 @@ def test_no_convolutions_no_sites() -> None:
 
     model = Net(step, inner=nn.Linear(8, 64), head=nn.Linear(64, 8))
     assert not names_of(model, (images(32, 8),), RULE)
-
-
-def test_the_variance_of_values_far_from_zero() -> None:
-    """Sums of squares would lose all digits."""
-    one = Instruction("aten.var_mean.correction#0", (Ref(0), [0, 2]), {"correction": 1}, "sum",
-                      (4,), torch.float32)  # fmt: skip
-    x = 1000 + 0.01 * torch.randn(32, 4, 8, generator=torch.Generator().manual_seed(5))
-    moments = Moments(one, 0, x.device)
-    for part in (x[:5], x[5:6], x[6:]):
-        moments.add(part)
-    best = x.double().var((0, 2))
-    assert (moments.variance(1).double() - best).abs().max() <= 1e-3 * best.max()
-    assert (moments.mean.double() - x.double().mean((0, 2))).abs().max() <= 1e-3

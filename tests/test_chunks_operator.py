@@ -2,12 +2,10 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
 from typing import Any
 
 import pytest
 import torch
-import torch.nn.functional as F
 from hypothesis import given
 from hypothesis import strategies as st
 from torch.utils.flop_counter import FlopCounterMode
@@ -17,64 +15,8 @@ from fxremat.runtime import kernels
 from fxremat.runtime.chunks.buffers import MATMULS, layout
 from fxremat.runtime.chunks.call import even, pieces
 from fxremat.runtime.chunks.operator import ROWS
-from fxremat.runtime.chunks.program import Instruction, Program, Ref, RowCount, dump, parse
-
-D, V = 8, 300
-
-
-def one(op: str, *args: Any, rest: Sequence[int] = (V,), kind: Any = "row",
-        dtype: torch.dtype = torch.float32, **kwargs: Any) -> Instruction:  # fmt: skip
-    """An instruction; whole numbers that are values are written as `Ref`."""
-    return Instruction(op, args, kwargs, kind, tuple(rest), dtype)
-
-
-def program(dtype: torch.dtype = torch.float32) -> str:
-    """Cross-entropy and its gradients for x (0), labels (1), w.T (2) and w (3)."""
-    low = dtype != torch.float32
-    logits = 5 if low else 4
-    steps = [one("aten.mm.default", Ref(0), Ref(2), dtype=dtype)]
-    if low:
-        steps.append(one("prims.convert_element_type.default", Ref(4), torch.float32))
-    n = logits
-    steps += [
-        one("aten.amax.default", Ref(n), [1], True, rest=(1,)),  # n + 1
-        one("aten.sub.Tensor", Ref(n), Ref(n + 1)),
-        one("aten.exp.default", Ref(n + 2)),
-        one("aten.sum.dim_IntList", Ref(n + 3), [1], True, rest=(1,)),
-        one("aten.log.default", Ref(n + 4), rest=(1,)),
-        one("aten.sub.Tensor", Ref(n + 2), Ref(n + 5)),  # n + 6
-        one("aten.gather.default", Ref(n + 6), 1, Ref(1), rest=(1,)),
-        one("aten.exp.default", Ref(n + 6)),
-        one("aten.full.default", [RowCount(), 1], -1.0, rest=(1,), dtype=torch.float32),
-        one("aten.scatter_add.default", Ref(n + 8), 1, Ref(1), Ref(n + 9)),  # n + 10
-    ]
-    n += 10
-    if low:
-        steps.append(one("prims.convert_element_type.default", Ref(n), dtype, dtype=dtype))
-        n += 1
-    steps += [
-        one("aten.mm.default", Ref(n), Ref(3), rest=(D,), dtype=dtype),
-        one("aten.permute.default", Ref(n), [1, 0], kind="last", dtype=dtype),
-        one("aten.mm.default", Ref(n + 2), Ref(0), kind="sum", rest=(V, D), dtype=dtype),
-        one("aten.sum.dim_IntList", Ref(logits + 10), [0], kind="sum"),
-    ]
-    return dump(Program(2, 2, (), tuple(steps), (logits + 7, n + 1, n + 3, n + 4)))
-
-
-def inputs(count: int, dtype: torch.dtype = torch.float32) -> tuple[torch.Tensor, ...]:
-    """x, labels, w."""
-    dice = torch.Generator().manual_seed(0)
-    x = torch.randn(count, D, generator=dice).to(dtype)
-    y = torch.randint(0, V, (count, 1), generator=dice)
-    return x, y, torch.randn(V, D, generator=dice).to(dtype)
-
-
-def expected(x: torch.Tensor, y: torch.Tensor, w: torch.Tensor) -> list[torch.Tensor]:
-    """The same by autograd, in float64."""
-    x, w = x.double().requires_grad_(), w.double().requires_grad_()
-    bias = torch.zeros(V, dtype=torch.float64, requires_grad=True)
-    log = F.log_softmax(x @ w.t() + bias, 1).gather(1, y)
-    return [log, *torch.autograd.grad(-log.sum(), (x, w, bias))]
+from fxremat.runtime.chunks.program import Program, Ref, dump, parse
+from tests.loss_program import CLASSES, FEATURES, expected, inputs, one, program
 
 
 def run(given: tuple[torch.Tensor, ...], chunk: int, tile: int) -> list[torch.Tensor]:
@@ -114,13 +56,13 @@ def test_memory_is_known_to_the_byte(sizes: tuple[int, int, int]) -> None:
 def test_only_matmuls_need_a_whole_chunk() -> None:
     """One value of a chunk; exponentials and so on exist for a tile."""
     (chunk,) = [slot for slot in layout(program()).slots if slot.of_chunk]
-    assert chunk.numel == V
+    assert chunk.numel == CLASSES
 
 
 def test_flops_are_those_of_the_matmuls() -> None:
     with FlopCounterMode(display=False) as counted:
         run(inputs(32), 8, 4)
-    assert counted.get_total_flops() == 3 * 2 * 32 * D * V
+    assert counted.get_total_flops() == 3 * 2 * 32 * FEATURES * CLASSES
 
 
 def test_the_fake_results_are_like_the_real_ones() -> None:
@@ -209,9 +151,9 @@ def test_an_operator_with_a_temporary_is_known_to_the_byte() -> None:
     pytest.importorskip("torch._inductor.inductor_prims")  # which registers it
     if not hasattr(torch.ops.prims, "fma"):
         pytest.skip("this torch has no such operator")
-    steps = (one("prims.fma.default", Ref(0), Ref(0), Ref(0), rest=(V,)),)
+    steps = (one("prims.fma.default", Ref(0), Ref(0), Ref(0), rest=(CLASSES,)),)
     text = dump(Program(1, 0, (), steps, (1,)))
-    x = torch.randn(64, V)
+    x = torch.randn(64, CLASSES)
 
     def call() -> list[torch.Tensor]:
         found: list[torch.Tensor] = ROWS([x], [], text, 16, 16)

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import time
-from functools import cache
 from typing import Any
 
 import pytest
@@ -12,7 +11,6 @@ import torch.nn.functional as F
 from torch import fx, nn
 
 from fxremat.cost.peak import measure_peak
-from fxremat.passes.joint_graph import JointGraph
 from fxremat.passes.variants.chunks.calls import lead
 from fxremat.passes.variants.chunks.early_gradients import factor
 from fxremat.passes.variants.chunks.loops import plan_loops
@@ -23,40 +21,13 @@ from fxremat.runtime import kernels
 from fxremat.runtime.chunks.operator import ROWS
 from tests.conftest import Golden
 from tests.graphs import Net, calls
+from tests.row_nets import LOSS, STEPS, D, head, labels, rows, traced_step, up_and_down
 from tests.row_sites import Traced, ancestors, sites, taken, trace
-from tests.test_chunks_rules import WEIGHTS, D, Gated, head, labels, mlp, rows, z_loss
-
-LOSS = Net(lambda m, x, y: F.cross_entropy(m.head(x), y), head=head())
-STEPS: dict[str, tuple[Any, tuple[Any, ...]]] = {
-    "loss": (LOSS, (rows(50, D), labels(50))),
-    "z": (Net(lambda m, x, y: z_loss(m.head(x), y), head=head()), (rows(50, D), labels(50))),
-    "mlp": (mlp(nn.GELU), (rows(50, D),)),
-    "gated": (Gated(), (rows(50, D),)),
-    "norm": (
-        nn.Sequential(nn.Linear(D, 4 * D), nn.BatchNorm1d(4 * D), nn.ReLU(), nn.Linear(4 * D, D)),
-        (rows(50, D),),
-    ),
-    "weighted": (
-        Net(
-            lambda m, x, y: F.cross_entropy(
-                m.head(x), y, weight=WEIGHTS.to(x.dtype), label_smoothing=0.1
-            ),
-            head=head(),
-        ),
-        (rows(50, D), labels(50, ignored=True)),
-    ),
-}
-
-
-@cache
-def traced(name: str) -> JointGraph:
-    """The joint graph of a step, traced once for all tests; not to be changed."""
-    return trace(*STEPS[name]).joint
 
 
 def regions(name: str) -> list[Region]:
     """The regions of a step that belong to a rule."""
-    return find_regions(traced(name), lambda region: rule_of(region) is not None)
+    return find_regions(traced_step(name), lambda region: rule_of(region) is not None)
 
 
 @pytest.mark.parametrize("name", STEPS)
@@ -115,7 +86,7 @@ class Block(nn.Module):
 
     def __init__(self) -> None:
         super().__init__()
-        self.norm, self.mlp = nn.LayerNorm(D), mlp(nn.GELU)
+        self.norm, self.mlp = nn.LayerNorm(D), up_and_down(nn.GELU)
 
     def forward(self, x: torch.Tensor) -> Any:
         attended = F.scaled_dot_product_attention(x, x, x)
@@ -137,7 +108,7 @@ def test_a_deep_net_is_looked_at_fast() -> None:
 
 def with_sites(name: str, *rules: Rule) -> list[fx.Graph]:
     """The graphs of a step with one of the first two sites of each rule."""
-    joint = traced(name)
+    joint = traced_step(name)
     found = [site for rule in rules for site in sites(rule, joint)[:2]]
     return [taken(joint, site).module.graph for site in found]
 

@@ -14,33 +14,8 @@ from torch import nn
 from fxremat.passes.variants.chunks.rules import CHUNKED_ATTENTION, CHUNKED_LOSS, CHUNKED_MLP
 from fxremat.runtime.chunks.operator import ROWS
 from tests.graphs import Net, calls
+from tests.row_nets import WEIGHTS, D, Gated, V, head, labels, rows, up_and_down, z_loss
 from tests.row_sites import all_names, check, names_of, sites, taken, trace
-
-D, V = 16, 128
-
-
-def rows(*shape: int) -> torch.Tensor:
-    """A fixed random input that has a gradient."""
-    made = torch.randn(*shape, generator=torch.Generator().manual_seed(2))
-    return made.requires_grad_()
-
-
-def labels(*shape: int, most: int = V, ignored: bool = False) -> torch.Tensor:
-    """Fixed random labels; with ``ignored``, a third of them is -100."""
-    dice = torch.Generator().manual_seed(3)
-    made = torch.randint(0, most, shape, generator=dice)
-    return torch.where(torch.rand(shape, generator=dice) < 0.3, -100, made) if ignored else made
-
-
-def head(bias: bool = True, width: int = D, most: int = V) -> nn.Linear:
-    """A linear layer from features to logits."""
-    torch.manual_seed(1)
-    return nn.Linear(width, most, bias=bias)
-
-
-def z_loss(logits: torch.Tensor, y: torch.Tensor) -> torch.Tensor:
-    """Cross-entropy with a penalty on the size of the logits."""
-    return F.cross_entropy(logits, y) + 1e-2 * (torch.logsumexp(logits, -1) ** 2).mean()
 
 
 def written_out(logits: torch.Tensor, y: torch.Tensor) -> torch.Tensor:
@@ -49,7 +24,6 @@ def written_out(logits: torch.Tensor, y: torch.Tensor) -> torch.Tensor:
     return (shifted.exp().sum(-1).log() - shifted.gather(-1, y[:, None])[:, 0]).mean()
 
 
-WEIGHTS = torch.rand(V, generator=torch.Generator().manual_seed(4)) + 0.5
 LOSSES: dict[str, Any] = {
     "plain": F.cross_entropy,
     "module": lambda logits, y: nn.CrossEntropyLoss()(logits, y),
@@ -155,29 +129,9 @@ def test_random_sizes(count: int, width: int, most: int, bias: bool, ignored: bo
 # --- MLP -----------------------------------------------------------------------------------------
 
 
-class Gated(nn.Module):
-    """An MLP whose hidden layer is a product."""
-
-    def __init__(self) -> None:
-        super().__init__()
-        torch.manual_seed(1)
-        self.gate, self.up = nn.Linear(D, 4 * D, bias=False), nn.Linear(D, 4 * D, bias=False)
-        self.down = nn.Linear(4 * D, D, bias=False)
-
-    def forward(self, x: torch.Tensor) -> torch.Tensor:
-        made: torch.Tensor = x + self.down(F.silu(self.gate(x)) * self.up(x))
-        return made
-
-
-def mlp(activation: type[nn.Module]) -> nn.Module:
-    """Up, activation, down."""
-    torch.manual_seed(1)
-    return nn.Sequential(nn.Linear(D, 4 * D), activation(), nn.Linear(4 * D, D))
-
-
 @pytest.mark.parametrize("activation", [nn.GELU, nn.SiLU, nn.ReLU, nn.Tanh])
 def test_mlp(activation: type[nn.Module]) -> None:
-    names = check(mlp(activation), (rows(3, 17, D),), CHUNKED_MLP)
+    names = check(up_and_down(activation), (rows(3, 17, D),), CHUNKED_MLP)
     assert all("again" in name for name in names)
 
 

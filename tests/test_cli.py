@@ -26,18 +26,16 @@ from fxremat.core.timeline import replay
 from fxremat.planner import SolverOptions
 from fxremat.planner.options import Progress
 from fxremat.planner.plans import make_plan
-from tests.chains import skipping
+from tests.chains import chain_with_copies, phased_chain, skipping
 from tests.conftest import Golden
-from tests.test_planner_greedy import chain
-from tests.test_planner_offload import net
 
-KEEP_ALL = 33  # bytes of `chain(8)`
+KEEP_ALL = 33  # bytes of `phased_chain(8)`
 
 
 @pytest.fixture
 def problem(tmp_path: Path) -> str:
     path = tmp_path / "problem.json"
-    path.write_text(json.dumps(problem_to_json(chain(8))))
+    path.write_text(json.dumps(problem_to_json(phased_chain(8))))
     return str(path)
 
 
@@ -65,7 +63,7 @@ def test_solve_and_check(
     out = tmp_path / "plan.json"
     given = ["--budget", budget]
     assert main(["solve", problem, *given, "--solver", "greedy", "--out", str(out)]) == 0
-    assert check(chain(8), json.loads(out.read_text())["steps"], 26).ok
+    assert check(phased_chain(8), json.loads(out.read_text())["steps"], 26).ok
     assert main(["check", problem, str(out), *given]) == 0
     assert "ok: peak 2" in capsys.readouterr().out
     assert main(["check", problem, str(out), "--budget", "10"]) == 1
@@ -74,7 +72,7 @@ def test_solve_and_check(
 
 def test_solve_and_check_with_moves(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
     path, out = tmp_path / "net.json", tmp_path / "plan.json"
-    path.write_text(json.dumps(problem_to_json(net(8, copies=None))))
+    path.write_text(json.dumps(problem_to_json(chain_with_copies(8, copies=None))))
     moves = ["--host-bandwidth", "10MB/s"]  # ten bytes per microsecond
     given = [str(path), "--budget", "507"]
     assert main(["solve", *given, "--solver", "greedy", "--out", str(out), *moves]) == 0
@@ -122,7 +120,7 @@ def test_times_of_another_device(tmp_path: Path, capsys: pytest.CaptureFixture[s
 def test_check_of_a_bad_plan(
     problem: str, tmp_path: Path, capsys: pytest.CaptureFixture[str]
 ) -> None:
-    steps = chain(8).base_steps()
+    steps = phased_chain(8).base_steps()
     path = tmp_path / "plan.json"
     path.write_text(json.dumps({"steps": [*steps[1:], "y0"]}))
     assert main(["check", problem, str(path)]) == 1
@@ -135,7 +133,7 @@ def test_a_budget_that_nothing_fits(
     out = tmp_path / "plan.json"
     assert main(["solve", problem, "--budget", "5", "--solver", "greedy", "--out", str(out)]) == 1
     printed = capsys.readouterr()
-    least = planner.solve(chain(8), 0, "greedy")
+    least = planner.solve(phased_chain(8), 0, "greedy")
     assert printed.out == ""
     assert printed.err == (
         f"no plan within 5 bytes; the least peak found is {least.peak_bytes} bytes "
@@ -194,9 +192,9 @@ def test_ctrl_c_outside_of_solving(
 def test_budgets() -> None:
     assert read_budget("8GiB") == Budget(bytes=8 * 2**30)
     assert read_budget(" 1048576 ") == Budget(bytes=2**20)
-    assert read_budget("62.5%").bytes_for(chain(8)) == int(KEEP_ALL * 0.625)
-    assert read_budget("200%").bytes_for(chain(8)) == 2 * KEEP_ALL
-    assert replay(chain(8), chain(8).base_steps()).peak_bytes == KEEP_ALL
+    assert read_budget("62.5%").bytes_for(phased_chain(8)) == int(KEEP_ALL * 0.625)
+    assert read_budget("200%").bytes_for(phased_chain(8)) == 2 * KEEP_ALL
+    assert replay(phased_chain(8), phased_chain(8).base_steps()).peak_bytes == KEEP_ALL
 
 
 # --- progress ----------------------------------------------------------------------------
@@ -260,7 +258,7 @@ def test_pareto(problem: str, tmp_path: Path, capsys: pytest.CaptureFixture[str]
     data = json.loads(out.read_text())
     assert data["budget_bytes"] == int(0.8 * KEEP_ALL)
     assert [point["peak_bytes"] for point in data["points"]] == [
-        plan.peak_bytes for plan in planner.front(chain(8))
+        plan.peak_bytes for plan in planner.front(phased_chain(8))
     ]
     assert data["points"][0]["of_keep_all"] == 1.0
     assert data["points"][0]["added"] == 0.0
@@ -314,7 +312,7 @@ def test_refused_in_one_line(
     Path("text.json").write_text("no JSON")
     Path("bytes.json").write_bytes(b"\xff\xff")
     Path("plan.json").write_text('{"format": "plan"}')
-    data: Any = problem_to_json(chain(8))
+    data: Any = problem_to_json(phased_chain(8))
     data["ops"][3]["time_us"] = "long"
     Path("field.json").write_text(json.dumps(data))
     lines = []

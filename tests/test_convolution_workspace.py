@@ -24,9 +24,9 @@ from fxremat.passes.variants.convolutions.workspace import RULES
 from fxremat.runtime.chunks import convolutions
 from fxremat.runtime.kernels import INSIDE
 from tests.conftest import Golden
-from tests.graphs import on_cuda
-from tests.test_split_gradients import joint_of, results
-from tests.test_variants_end_to_end import compiled, least, measured, observed
+from tests.end_to_end import compiled_by_fxremat, least, measured, observed
+from tests.graphs import joint_of_model as joint_of  # a test's text seeds its examples
+from tests.graphs import on_cuda, run_joint
 
 ATEN = torch.ops.aten
 KINDS = (nn.Conv1d, nn.Conv2d, nn.Conv3d)
@@ -50,9 +50,9 @@ def assert_each_is_the_same(joint: JointGraph, tolerance: float) -> int:
         for value in values
     ]
     sites = insertion.find_sites(joint, RULES, much)
-    expected = results(joint, inputs)
+    expected = run_joint(joint, inputs)
     for site in sites:
-        found = results(insertion.take(joint, [site]), inputs)
+        found = run_joint(insertion.take(joint, [site]), inputs)
         for old, new in zip(expected, found, strict=True):
             assert (old.dtype, old.shape, old.stride()) == (new.dtype, new.shape, new.stride())
             torch.testing.assert_close(new, old, rtol=0, atol=tolerance * float(old.abs().max()))
@@ -234,7 +234,7 @@ def test_a_net_whose_columns_are_too_large_fits() -> None:
     budget = least(step, inputs, executor="aot_eager", variants=("convolution_workspace",))
     assert budget < 0.6 * plain
     twin = copy.deepcopy(step)
-    call = compiled(
+    call = compiled_by_fxremat(
         step, executor="aot_eager", memory_budget=budget, variants=("convolution_workspace",)
     )
     for one, other in zip(observed(step, call, inputs), observed(twin, twin, inputs), strict=True):

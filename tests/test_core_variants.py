@@ -22,42 +22,11 @@ from fxremat.core.problem import (
 )
 from fxremat.core.variants import exclude, run_once, take
 from tests.strategies import problems_with_variants
-
-LOSS = Problem(
-    name="loss",
-    values=tuple(
-        Value(name, size)
-        for name, size in [
-            ("x", 10), ("w", 50), ("logits", 1000), ("loss", 4), ("g", 4), ("dlogits", 1000),
-            ("dx", 10), ("loss2", 4), ("dx2", 10),
-        ]
-    ),
-    ops=(
-        Op("mm", ("x", "w"), ("logits",), 10.0, phase="forward"),
-        Op("nll", ("logits",), ("loss",), 2.0, phase="forward"),
-        Op("tangents", (), ("g",), 0.0, phase="backward", repeatable=False),
-        Op("softmax", ("logits", "g"), ("dlogits",), 2.0, phase="backward"),
-        Op("mm2", ("dlogits", "w"), ("dx",), 10.0, phase="backward"),
-    ),
-    inputs=("x",),
-    resident=("w",),
-    outputs=("loss", "g", "dx"),
-    variants=(
-        Variant(
-            "chunks",
-            ops=(
-                Op("loss_in_chunks", ("x", "w"), ("loss2",), 12.0, 100, "forward"),
-                Op("dx_in_chunks", ("x", "w", "g"), ("dx2",), 23.0, 200, "backward"),
-            ),
-            outputs=(("loss", "loss2"), ("dx", "dx2")),
-        ),
-        Variant("again", outputs=(("loss", "loss2"),)),
-    ),
-)  # fmt: skip
+from tests.variant_problem import LOSS_PROBLEM
 
 
 def test_what_nobody_needs_is_gone() -> None:
-    left = take(LOSS, ["chunks"])
+    left = take(LOSS_PROBLEM, ["chunks"])
     assert [op.name for op in left.ops] == ["loss_in_chunks", "tangents", "dx_in_chunks"]
     assert left.outputs == ("loss2", "g", "dx2")
     assert {value.name for value in left.values} == {"x", "w", "g", "loss2", "dx2"}
@@ -65,9 +34,10 @@ def test_what_nobody_needs_is_gone() -> None:
 
 
 def test_nothing_taken_leaves_the_base_problem() -> None:
-    left = take(LOSS, [])
-    assert left.ops == LOSS.ops
-    assert {value.name for value in LOSS.values if value not in left.values} == {"loss2", "dx2"}
+    left = take(LOSS_PROBLEM, [])
+    assert left.ops == LOSS_PROBLEM.ops
+    gone = {value.name for value in LOSS_PROBLEM.values if value not in left.values}
+    assert gone == {"loss2", "dx2"}
 
 
 def test_a_read_is_changed_and_the_new_op_stands_before_it() -> None:
@@ -79,7 +49,7 @@ def test_a_read_is_changed_and_the_new_op_stands_before_it() -> None:
         ),
         changes=(Change("softmax", ("logits",), ("dx2",), 0.5, 7),),
     )
-    left = take(validate(replace(LOSS, variants=(packed,))), ["packed"])
+    left = take(validate(replace(LOSS_PROBLEM, variants=(packed,))), ["packed"])
     names = [op.name for op in left.ops]
     assert names == ["mm", "pack", "nll", "tangents", "unpack", "softmax", "mm2"]
     softmax = left.op_of["softmax"]
@@ -102,10 +72,10 @@ def test_an_output_that_nobody_reads_is_made_when_it_lets_go_of_more(
     )
     other = Op("other", ("x", "g"), ("gradient",), 1.0, phase="backward")
     problem = replace(
-        LOSS,
-        values=(*LOSS.values, Value("dx1", size), Value("gradient", 10)),
-        ops=(*LOSS.ops, other),
-        outputs=(*LOSS.outputs, "gradient"),
+        LOSS_PROBLEM,
+        values=(*LOSS_PROBLEM.values, Value("dx1", size), Value("gradient", 10)),
+        ops=(*LOSS_PROBLEM.ops, other),
+        outputs=(*LOSS_PROBLEM.outputs, "gradient"),
         variants=(ahead,),
     )
     names = [op.name for op in take(validate(problem), ["ahead"]).ops]
@@ -120,8 +90,8 @@ def test_what_is_read_instead_may_be_written_over() -> None:
              Op("unpack", ("loss2",), ("dx2",), 1.0, phase="backward")),
         changes=(Change("softmax", ("logits",), ("dx2",), inplace=(("dx2", "dlogits"),)),),
     )  # fmt: skip
-    sizes = tuple(replace(v, bytes=1000) if v.name == "dx2" else v for v in LOSS.values)
-    given = validate(replace(LOSS, values=sizes, variants=(packed,)))
+    sizes = tuple(replace(v, bytes=1000) if v.name == "dx2" else v for v in LOSS_PROBLEM.values)
+    given = validate(replace(LOSS_PROBLEM, values=sizes, variants=(packed,)))
     assert problem_from_json(problem_to_json(given)) == given
     left = take(given, ["packed"])
     assert left.op_of["softmax"].inplace == (("dx2", "dlogits"),)
@@ -136,17 +106,17 @@ def test_what_is_read_instead_may_be_written_over() -> None:
 
 
 def test_nothing_runs_again_that_runs_once() -> None:
-    once = run_once(LOSS)
+    once = run_once(LOSS_PROBLEM)
     ops = [*once.ops, *(op for one in once.variants for op in one.ops)]
     assert ops
     assert not any(op.repeatable for op in ops)
 
 
 def test_two_forms_of_one_output_exclude_each_other() -> None:
-    one, other = LOSS.variants
+    one, other = LOSS_PROBLEM.variants
     assert exclude(one, other)
     with pytest.raises(InvalidProblem, match="'again' and 'chunks' exclude"):
-        take(LOSS, ["chunks", "again"])
+        take(LOSS_PROBLEM, ["chunks", "again"])
 
 
 def test_ops_that_wait_for_each_other_are_refused() -> None:
@@ -156,7 +126,7 @@ def test_ops_that_wait_for_each_other_are_refused() -> None:
         changes=(Change("mm2", ("dlogits",), ("loss2",)),),
     )
     with pytest.raises(InvalidProblem, match="wait for each other"):
-        take(validate(replace(LOSS, variants=(ring,))), ["ring"])
+        take(validate(replace(LOSS_PROBLEM, variants=(ring,))), ["ring"])
 
 
 @pytest.mark.parametrize(
@@ -172,11 +142,11 @@ def test_ops_that_wait_for_each_other_are_refused() -> None:
 )
 def test_wrong_alternatives_are_refused(variant: Variant, message: str) -> None:
     with pytest.raises(InvalidProblem, match=message):
-        validate(replace(LOSS, variants=(variant,)))
+        validate(replace(LOSS_PROBLEM, variants=(variant,)))
 
 
 def test_there_and_back() -> None:
-    assert problem_from_json(problem_to_json(LOSS)) == LOSS
+    assert problem_from_json(problem_to_json(LOSS_PROBLEM)) == LOSS_PROBLEM
 
 
 @given(problems_with_variants(), st.data())

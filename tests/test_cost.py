@@ -16,7 +16,7 @@ from fxremat.cost.device import CPU, GPUS, DeviceSpec, device_spec
 from fxremat.cost.op_times import call_key, measured_timer, numbers_path
 from fxremat.cost.roofline import flops_of, roofline_us
 from tests.graphs import batch, capture, mlp
-from tests.test_joint_graph import ATEN, KEY, call, item
+from tests.single_calls import ATEN, KEY, call, item
 
 SPEC = DeviceSpec("test", 1e12, 4e12, 1e9, 3.0, 1e9)
 A, B = torch.empty(8, 16), torch.empty(16, 32)

@@ -16,7 +16,7 @@ from fxremat.cost.peak import measure_peak
 from fxremat.cost.workspaces import Workspaces
 from fxremat.sizes import format_bytes
 from tests import nets
-from tests.test_joint_graph import ATEN, X, call, item
+from tests.single_calls import ATEN, X, call, item
 
 HOST = torch.device("cpu")
 CONV_BACKWARD = ATEN.convolution_backward.default

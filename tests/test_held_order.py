@@ -19,8 +19,8 @@ from fxremat.passes.held_order import Fence, WriteResults, fences, to_be_written
 from fxremat.passes.recompute import apply_plan
 from tests import nets
 from tests.graphs import Capture, batch, capture, everything_again, mlp
+from tests.single_calls import ATEN, X
 from tests.small import forward_code
-from tests.test_joint_graph import ATEN, X
 
 
 def recomputing() -> Capture:

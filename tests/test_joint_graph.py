@@ -22,35 +22,7 @@ from fxremat.passes.joint_graph import (
 from tests import nets
 from tests.conftest import Golden
 from tests.graphs import Net, batch, calls, capture, linear, mlp
-
-ATEN = torch.ops.aten
-X = torch.zeros(4, 4)
-KEY = torch.zeros(1, 2, 4, 8)
-
-
-def call(target: Any, *args: Any, **kwargs: Any) -> fx.Node:
-    """A node that calls ``target``; tensors become placeholders of a graph of its own."""
-    graph = fx.Graph()
-
-    def given(value: Any) -> Any:
-        if not isinstance(value, torch.Tensor):
-            return value
-        node = graph.placeholder("x")
-        node.meta["val"] = value
-        return node
-
-    node = graph.call_function(target, tuple(map(given, args)), kwargs)
-    node.meta["val"] = target(*args, **kwargs)
-    return node
-
-
-def item(node: fx.Node, index: int) -> fx.Node:
-    """The getitem of a call that returns a tuple."""
-    import operator
-
-    taken = node.graph.call_function(operator.getitem, (node, index))
-    taken.meta["val"] = node.meta["val"][index]
-    return taken
+from tests.single_calls import ATEN, KEY, X, call, item
 
 
 def test_roles(golden: Golden) -> None:

@@ -19,7 +19,7 @@ from fxremat.passes.materialisation import (
 from tests import nets
 from tests.conftest import Golden
 from tests.graphs import Capture, Net, batch, capture, linear, mlp
-from tests.test_joint_graph import ATEN, X, call, item
+from tests.single_calls import ATEN, X, call, item
 
 
 def rule(seen: Capture) -> Materialisation:

@@ -38,8 +38,9 @@ from tests.graphs import (
     mlp,
     moved_at_random,
 )
+from tests.plan_peaks import peaks
+from tests.random_nets import SIDE, random_nets
 from tests.small import Stack, seeded
-from tests.test_recompute import REFERENCE, SIDE, peaks, random_nets
 
 EAGER_NUMBER = 12  # bytes that eager torch needs for a moment to make tensors of numbers: x + 1
 PLANNED = 4 * 10**9  # bytes per second that plans count on
@@ -93,7 +94,7 @@ def test_nothing_changes(name: str) -> None:
     """Random ops, buffers that change, tied weights, views as tuples, user checkpoints, ..."""
     model, inputs = nets.make(name)
     with torch._dynamo.config.patch(capture_dynamic_output_shape_ops=True):
-        reference = REFERENCE.get(name)
+        reference = nets.REFERENCE.get(name)
         assert_plan_changes_nothing(model, inputs, saved_values_away, reference=reference)
 
 

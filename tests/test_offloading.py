@@ -15,24 +15,11 @@ from torch import nn
 import fxremat
 from fxremat import runtime
 from fxremat.cost.peak import measure_peak
-from tests.small import seeded
+from tests.small import Layers, Tied, seeded
 
 SPEED = 2e9
 RATE = int(SPEED)
 OPTIONS: dict[str, Any] = {"executor": "aot_eager", "solver": "greedy", "host_bandwidth": RATE}
-
-
-class Layers(nn.Module):
-    """Linear layers whose weights take many more bytes than the activations; gives a loss."""
-
-    def __init__(self, layers: int = 4, width: int = 64) -> None:
-        super().__init__()
-        self.layers = nn.ModuleList(nn.Linear(width, width) for _ in range(layers))
-
-    def forward(self, x: torch.Tensor) -> torch.Tensor:
-        for layer in self.layers:
-            x = x + torch.nn.functional.gelu(layer(x))
-        return x.square().mean()
 
 
 @pytest.fixture(autouse=True)
@@ -184,21 +171,6 @@ def test_through_inductor() -> None:
     for one, other in zip(model.parameters(), plain.parameters(), strict=True):
         assert one.grad is not None
         torch.testing.assert_close(one.grad, other.grad, rtol=1e-4, atol=1e-6)
-
-
-class Tied(nn.Module):
-    """One weight for the embedding and the last layer: its two gradients are added."""
-
-    def __init__(self) -> None:
-        super().__init__()
-        self.embedding = nn.Embedding(32, 16)
-        self.layer = nn.Linear(16, 16)
-        self.head = nn.Linear(16, 32, bias=False)
-        self.head.weight = self.embedding.weight
-
-    def forward(self, index: torch.Tensor) -> torch.Tensor:
-        scores = self.head(torch.tanh(self.layer(self.embedding(index))))
-        return torch.nn.functional.cross_entropy(scores, index)
 
 
 def test_gradients_of_a_tied_weight_are_added_before_they_leave() -> None:

@@ -25,8 +25,8 @@ from fxremat.planner.deadline import interruptible
 from fxremat.planner.plan_cache import PlanCache, digest
 from fxremat.planner.plans import make_plan
 from tests import strategies
+from tests.chains import phased_chain
 from tests.small import Stack, seeded
-from tests.test_planner_greedy import chain
 
 OPTIONS = SolverOptions()
 BUDGET = 25  # keep-all takes 33
@@ -34,7 +34,7 @@ BUDGET = 25  # keep-all takes 33
 
 @pytest.fixture
 def problem() -> Problem:
-    return chain(8)
+    return phased_chain(8)
 
 
 def ask(directory: Path, problem: Problem, **changes: Any) -> tuple[Plan, bool]:
@@ -51,7 +51,7 @@ def test_an_answer_is_kept_and_read_back(tmp_path: Path, problem: Problem) -> No
     plan, known = ask(tmp_path, problem)
     assert not known
     assert plan == planner.solve(problem, BUDGET, "greedy")
-    assert ask(tmp_path, chain(8)) == (plan, True)
+    assert ask(tmp_path, phased_chain(8)) == (plan, True)
     assert [path.suffix for path in tmp_path.iterdir()] == [".json"]
 
 
@@ -80,7 +80,7 @@ def test_the_name_of_the_problem_does_not_matter(tmp_path: Path, problem: Proble
         {"solver": "least_peak"},
         {"options": SolverOptions(seed=1)},
         {"options": SolverOptions(time_limit_s=100.0)},
-        {"options": SolverOptions(start=chain(8).base_steps())},
+        {"options": SolverOptions(start=phased_chain(8).base_steps())},
     ],
 )
 def test_another_question_has_its_own_answer(
@@ -93,7 +93,7 @@ def test_another_question_has_its_own_answer(
 
 def test_another_problem_has_its_own_answer(tmp_path: Path, problem: Problem) -> None:
     ask(tmp_path, problem)
-    assert not ask(tmp_path, chain(9))[1]
+    assert not ask(tmp_path, phased_chain(9))[1]
     slower = replace(problem.ops[0], time_us=2.0)
     assert not ask(tmp_path, replace(problem, ops=(slower, *problem.ops[1:])))[1]
 
@@ -211,7 +211,7 @@ def test_the_problem_is_written_out_once(
     for budget in range(20, 30):
         ask(tmp_path, problem, budget_bytes=budget)
     assert len(calls) == 1
-    assert digest(problem) == digest(chain(8))
+    assert digest(problem) == digest(phased_chain(8))
 
 
 @pytest.fixture

@@ -25,36 +25,14 @@ from fxremat.planner.milp.highs import Mip, Status
 from fxremat.planner.milp.rerun_candidates import all_runs, near_runs
 from fxremat.planner.milp.warm_start import columns_of, runs_of, without_idle
 from fxremat.planner.options import Progress, SolverOptions
-from fxremat.planner.peak_bound import peak_bound
 from tests import brute
+from tests.brute import plain
+from tests.budgets import budget_between, fits
+from tests.chains import unphased_chain
 from tests.strategies import problems, schedules
 
 SLACK = 1e-6
 FEW = settings(max_examples=25, deadline=None, suppress_health_check=list(HealthCheck))
-
-
-def plain(problem: Problem) -> Problem:
-    """The problem with no value in two in-place pairs of an op: brute force counts such twice."""
-    ops = []
-    for op in problem.ops:
-        pairs: list[tuple[str, str]] = []
-        for pair in op.inplace:
-            if not {*pair} & {name for other in pairs for name in other}:
-                pairs.append(pair)
-        ops.append(replace(op, inplace=tuple(pairs)))
-    return replace(problem, ops=tuple(ops))
-
-
-def budget_between(problem: Problem, percent: int) -> int:
-    """A budget from the bound on the least peak (0) to the peak of keep-all (100)."""
-    low = peak_bound(build_model(problem))
-    high = replay(problem, problem.base_steps()).peak_bytes
-    return low + (high - low) * percent // 100
-
-
-def fits(plan: Plan) -> bool:
-    """Whether the plan keeps to its budget."""
-    return plan.budget_bytes is None or plan.peak_bytes <= plan.budget_bytes
 
 
 def assert_honest(problem: Problem, plan: Plan, name: str) -> None:
@@ -160,42 +138,27 @@ def test_what_fits_the_rows_fits_the_budget(problem: Problem, percent: int) -> N
         assert replay(problem, steps).peak_bytes <= max(1, budget)
 
 
-def chain(forward: int, frozen: tuple[int, ...] = ()) -> Problem:
-    """y0..yn-1 of 4 bytes, then gn-1..g0 of 1 byte, each of which reads its y and the last g."""
-    values: list[Value] = []
-    ops: list[Op] = []
-    for k in range(forward):
-        reads = tuple(f"y{j}" for j in range(max(0, k - 1), k))
-        values.append(Value(f"y{k}", 4))
-        ops.append(Op(f"y{k}", reads, (f"y{k}",), 1.0, repeatable=k not in frozen))
-    for k in reversed(range(forward)):
-        reads = (f"y{k}", *(f"g{j}" for j in range(k + 1, min(k + 2, forward))))
-        values.append(Value(f"g{k}", 1))
-        ops.append(Op(f"g{k}", reads, (f"g{k}",), 1.0, repeatable=False))
-    return validate(Problem("chain", tuple(values), tuple(ops), outputs=("g0",)))
-
-
 @pytest.mark.parametrize(
     ("budget", "time_us"), [(21, 10.0), (17, 11.0), (13, 12.0), (12, 13.0), (10, 14.0), (9, 16.0)]
 )
 def test_chain_of_five(budget: int, time_us: float) -> None:
-    plan = solve(chain(5), budget, SolverOptions())
+    plan = solve(unphased_chain(5), budget, SolverOptions())
     assert plan.peak_bytes <= budget
     assert plan.time_us == time_us
     assert plan.time_bound_us == pytest.approx(time_us, rel=1e-5)
-    assert solve_pruned(chain(5), budget, SolverOptions()).peak_bytes <= budget
+    assert solve_pruned(unphased_chain(5), budget, SolverOptions()).peak_bytes <= budget
 
 
 @pytest.mark.parametrize("run", [solve, solve_pruned])
 def test_a_budget_below_any_schedule(run: Solver) -> None:
-    plan = run(chain(5), 8, SolverOptions())
+    plan = run(unphased_chain(5), 8, SolverOptions())
     assert plan.peak_bytes == 9
     assert plan.peak_bound_bytes == 9
 
 
 def test_infeasibility_is_proven_by_the_programme(monkeypatch: pytest.MonkeyPatch) -> None:
     """Where neither the bound nor the greedy solver know."""
-    problem = chain(5)
+    problem = unphased_chain(5)
     keep_all = solve(problem, None, SolverOptions())
     monkeypatch.setattr(checkmate, "known_plan", lambda *args: keep_all)
     monkeypatch.setattr(checkmate, "peak_bound", lambda model: 0)
@@ -204,7 +167,7 @@ def test_infeasibility_is_proven_by_the_programme(monkeypatch: pytest.MonkeyPatc
 
 
 def test_frozen_ops_run_once() -> None:
-    plan = solve(chain(6, frozen=(1, 3)), 18, SolverOptions())
+    plan = solve(unphased_chain(6, frozen=(1, 3)), 18, SolverOptions())
     assert plan.peak_bytes <= 18
     assert not {"y1", "y3"} & {*plan.repeats()}
 
@@ -256,7 +219,7 @@ def test_inplace_values_share_their_bytes() -> None:
 
 
 def test_a_start_is_used_and_improved(monkeypatch: pytest.MonkeyPatch) -> None:
-    problem = chain(5)
+    problem = unphased_chain(5)
     slow = next(plan for plan in greedy.front(problem, SolverOptions()) if plan.peak_bytes <= 10)
 
     def refuse(*args: object) -> Plan:
@@ -270,14 +233,14 @@ def test_a_start_is_used_and_improved(monkeypatch: pytest.MonkeyPatch) -> None:
 
 
 def test_a_start_that_the_programme_does_not_allow() -> None:
-    model = build_model(chain(5))
+    model = build_model(unphased_chain(5))
     staged = programme(model, 17, near_runs(model, 1), range(model.n))
     assert columns_of(staged, [(0, 8)]) is None
 
 
 def test_progress_and_no_limit_on_time() -> None:
     told: list[Progress] = []
-    plan = solve(chain(8), 14, SolverOptions(progress=told.append))
+    plan = solve(unphased_chain(8), 14, SolverOptions(progress=told.append))
     assert plan.peak_bytes <= 14
     for progress in told:
         assert progress.solver == "checkmate"
@@ -290,13 +253,13 @@ def test_progress_and_no_limit_on_time() -> None:
 
 @pytest.mark.parametrize("run", [solve, solve_pruned])
 def test_same_problem_same_plan(run: Solver) -> None:
-    first, second = (run(chain(8), 15, SolverOptions()) for _ in range(2))
+    first, second = (run(unphased_chain(8), 15, SolverOptions()) for _ in range(2))
     assert first.steps == second.steps
 
 
 @pytest.mark.parametrize("run", [solve, solve_pruned])
 def test_nothing_to_decide(run: Solver) -> None:
-    problem = chain(3)
+    problem = unphased_chain(3)
     assert run(problem, None, SolverOptions()).steps == problem.base_steps()
     empty = Problem("empty", (Value("w", 3),), (), resident=("w",))
     assert run(empty, 1, SolverOptions()).peak_bytes == 3
@@ -305,5 +268,5 @@ def test_nothing_to_decide(run: Solver) -> None:
 def test_too_large_for_the_full_programme(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr("fxremat.planner.milp.tuning.CHECKMATE_MOST_RUNS", 3)
     with pytest.raises(TooManyRuns, match="use solver 'checkmate_pruned'"):
-        solve(chain(5), 13, SolverOptions())
-    assert solve_pruned(chain(5), 13, SolverOptions()).peak_bytes <= 13
+        solve(unphased_chain(5), 13, SolverOptions())
+    assert solve_pruned(unphased_chain(5), 13, SolverOptions()).peak_bytes <= 13

@@ -14,15 +14,15 @@ from fxremat.core.plan import Plan
 from fxremat.core.problem import Copies, Problem
 from fxremat.core.timeline import replay
 from fxremat.planner import SolverOptions
+from tests.chains import chain_with_copies
 from tests.strategies import problems
-from tests.test_planner_offload import net
 
 BUDGET = 507
 
 
 def device(op_uj: float, byte_uj: float, *, rate: float = 10.0) -> Problem:
-    """The net on a device where each op and each moved byte take so much."""
-    problem = net(8, copies=Copies(rate, rate, energy_uj=byte_uj))
+    """The chain on a device where each op and each moved byte take so much."""
+    problem = chain_with_copies(8, copies=Copies(rate, rate, energy_uj=byte_uj))
     return replace(problem, ops=tuple(replace(op, energy_uj=op_uj) for op in problem.ops))
 
 

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import random
 from dataclasses import fields
 from itertools import pairwise
 
@@ -15,45 +14,8 @@ from fxremat.core.problem import Op, Problem, Value, validate
 from fxremat.core.timeline import replay
 from fxremat.planner import SOLVERS, SolverOptions, front, solve
 from tests import brute
-
-
-def chain(forward: int, nbytes: int = 4) -> Problem:
-    """A chain whose backward needs every forward value: y0..yn-1, then gn-1..g0."""
-    names = [f"y{k}" for k in range(forward)]
-    ops = [
-        Op(name, names[k - 1 : k] if k else (), (name,), 1.0, 0, "forward")  # type: ignore[arg-type]
-        for k, name in enumerate(names)
-    ]
-    grad: tuple[str, ...] = ()
-    values = [Value(name, nbytes) for name in names]
-    for k in reversed(range(forward)):
-        values.append(Value(f"g{k}", 1))
-        ops.append(Op(f"g{k}", (names[k], *grad), (f"g{k}",), 1.0, 0, "backward", False))
-        grad = (f"g{k}",)
-    ops = [Op(o.name, tuple(o.reads), o.writes, o.time_us, 0, o.phase, o.repeatable) for o in ops]
-    return validate(Problem("chain", tuple(values), tuple(ops), outputs=grad))
-
-
-@st.composite
-def problems(draw: st.DrawFn, most: int) -> Problem:
-    """A random problem with every feature of the format."""
-    rng = random.Random(draw(st.integers(0, 1 << 30)))
-    there = ["in", "res"]
-    values = [Value("in", rng.randint(0, 6)), Value("res", rng.randint(0, 3))]
-    ops: list[Op] = []
-    for k in range(draw(st.integers(1, most))):
-        reads = tuple(sorted(rng.sample(there, min(len(there), rng.randint(0, 3)))))
-        writes = (f"v{k}",) if len(values) > 9 or rng.random() < 0.8 else (f"v{k}", f"w{k}")
-        values.extend(Value(name, rng.randint(1, 8)) for name in writes)
-        pairs: tuple[tuple[str, str], ...] = ()
-        if reads and rng.random() < 0.3:
-            pairs = ((rng.choice(reads), writes[0]),)
-        time = float(rng.randint(1, 9))
-        again = rng.random() < 0.8
-        ops.append(Op(f"o{k}", reads, writes, time, rng.randint(0, 2), "any", again, pairs))
-        there.extend(writes)
-    outputs = tuple(name for name in there[2:] if rng.random() < 0.15)
-    return validate(Problem("r", tuple(values), tuple(ops), ("in",), ("res",), outputs))
+from tests.chains import phased_chain
+from tests.strategies import problems_from_a_seed
 
 
 def check(problem: Problem, plan: Plan) -> None:
@@ -70,7 +32,7 @@ def check(problem: Problem, plan: Plan) -> None:
 
 
 @settings(max_examples=25, deadline=None, suppress_health_check=list(HealthCheck))
-@given(problems(8))
+@given(problems_from_a_seed(8))
 def test_never_better_than_the_optimum(problem: Problem) -> None:
     plans = front(problem)
     for plan in plans:
@@ -86,7 +48,7 @@ def test_never_better_than_the_optimum(problem: Problem) -> None:
 
 
 @settings(max_examples=25, deadline=None, suppress_health_check=list(HealthCheck))
-@given(problems(5))
+@given(problems_from_a_seed(5))
 def test_tiny_problems_are_solved_to_the_optimum(problem: Problem) -> None:
     plans = front(problem)
     for plan in plans:
@@ -98,7 +60,7 @@ def test_tiny_problems_are_solved_to_the_optimum(problem: Problem) -> None:
 
 
 @settings(max_examples=25, deadline=None, suppress_health_check=list(HealthCheck))
-@given(problems(8))
+@given(problems_from_a_seed(8))
 def test_monotone_in_the_budget(problem: Problem) -> None:
     plans = front(problem)
     assert all(a.peak_bytes > b.peak_bytes for a, b in pairwise(plans))
@@ -117,7 +79,7 @@ def test_monotone_in_the_budget(problem: Problem) -> None:
 
 @pytest.mark.parametrize("name", [name for name in SOLVERS if name != "moccasin"])
 def test_every_solver_gives_a_valid_plan(name: str) -> None:
-    problem = chain(6)
+    problem = phased_chain(6)
     plan = solve(problem, 14, name)
     check(problem, plan)
     assert plan.solver in SOLVERS if name == "auto" else plan.solver == name
@@ -126,7 +88,7 @@ def test_every_solver_gives_a_valid_plan(name: str) -> None:
 
 def test_chain_of_five() -> None:
     """All optima: at most all five values and a gradient, at least two, a gradient more."""
-    found = {plan.peak_bytes: plan.time_us for plan in front(chain(5))}
+    found = {plan.peak_bytes: plan.time_us for plan in front(phased_chain(5))}
     assert found == {21: 10.0, 17: 11.0, 13: 12.0, 12: 13.0, 10: 14.0, 9: 16.0}
 
 
@@ -173,12 +135,12 @@ def test_inplace_values_share_their_bytes() -> None:
 
 def test_same_problem_same_plan() -> None:
     """Also for an equal problem that is another object, which no cache knows."""
-    first, second = chain(8), chain(8)
+    first, second = phased_chain(8), phased_chain(8)
     assert [p.steps for p in front(first)] == [p.steps for p in front(second)]
 
 
 @settings(max_examples=15, deadline=None)
-@given(problems(8), st.integers(0, 99))
+@given(problems_from_a_seed(8), st.integers(0, 99))
 def test_the_seed_changes_no_promise(problem: Problem, seed: int) -> None:
     options = SolverOptions(seed=seed)
     plans = front(problem, options)
@@ -195,4 +157,4 @@ def test_nothing_to_plan() -> None:
 
 def test_unknown_solver() -> None:
     with pytest.raises(ValueError, match="unknown solver 'best'"):
-        solve(chain(2), None, "best")
+        solve(phased_chain(2), None, "best")

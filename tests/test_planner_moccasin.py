@@ -20,8 +20,10 @@ from fxremat.planner.plans import make_plan
 from fxremat.planner.published import moccasin
 from fxremat.planner.published.moccasin import Failed, NotInstalled, solve
 from tests import brute
+from tests.brute import plain
+from tests.budgets import budget_between, fits
+from tests.chains import unphased_chain
 from tests.strategies import problems
-from tests.test_planner_checkmate import budget_between, chain, fits, plain
 
 needs_cp_sat = pytest.mark.skipif(
     importlib.util.find_spec("ortools") is None,
@@ -32,7 +34,7 @@ needs_cp_sat = pytest.mark.skipif(
 def test_without_or_tools(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setitem(sys.modules, "ortools", None)
     with pytest.raises(NotInstalled, match=r"pip install 'fxremat\[cpsat\]'"):
-        solve(chain(5), 13, SolverOptions())
+        solve(unphased_chain(5), 13, SolverOptions())
     assert issubclass(NotInstalled, ImportError)
 
 
@@ -63,7 +65,7 @@ def test_never_better_than_the_optimum(problem: Problem, percent: int, shared: b
 @needs_cp_sat
 @pytest.mark.parametrize(("budget", "time_us"), [(17, 11.0), (12, 13.0), (10, 14.0)])
 def test_chain_of_five(budget: int, time_us: float, monkeypatch: pytest.MonkeyPatch) -> None:
-    plan = alone(chain(5), budget, monkeypatch)
+    plan = alone(unphased_chain(5), budget, monkeypatch)
     assert plan.peak_bytes <= budget
     assert plan.time_us == time_us
     assert plan.solver == "moccasin"
@@ -71,14 +73,14 @@ def test_chain_of_five(budget: int, time_us: float, monkeypatch: pytest.MonkeyPa
 
 @needs_cp_sat
 def test_frozen_ops_run_once(monkeypatch: pytest.MonkeyPatch) -> None:
-    plan = alone(chain(6, frozen=(1, 3)), 18, monkeypatch)
+    plan = alone(unphased_chain(6, frozen=(1, 3)), 18, monkeypatch)
     assert plan.peak_bytes <= 18
     assert not {"y1", "y3"} & {*plan.repeats()}
 
 
 @needs_cp_sat
 def test_start_progress_and_the_same_plan_twice() -> None:
-    problem = chain(8)
+    problem = unphased_chain(8)
     slow = greedy.front(problem, SolverOptions())[-1]
     told: list[Progress] = []
     options = SolverOptions(start=slow.ops, progress=told.append)
@@ -91,7 +93,7 @@ def test_start_progress_and_the_same_plan_twice() -> None:
 @needs_cp_sat
 def test_the_time_limit_is_kept() -> None:
     started = time.perf_counter()
-    plan = solve(chain(40), 70, SolverOptions(time_limit_s=0.5))
+    plan = solve(unphased_chain(40), 70, SolverOptions(time_limit_s=0.5))
     assert plan.peak_bytes <= 70
     assert time.perf_counter() - started < 10
 
@@ -100,11 +102,11 @@ def test_the_time_limit_is_kept() -> None:
 def test_a_process_that_fails(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(moccasin, "WORK", "much")
     with pytest.raises(Failed, match="much"):
-        solve(chain(5), 13, SolverOptions())
+        solve(unphased_chain(5), 13, SolverOptions())
 
 
 @needs_cp_sat
 def test_a_budget_below_any_schedule() -> None:
-    plan = solve(chain(5), 8, SolverOptions())
+    plan = solve(unphased_chain(5), 8, SolverOptions())
     assert plan.peak_bytes == 9 == plan.peak_bound_bytes
-    assert solve(chain(5), None, SolverOptions()).steps == chain(5).base_steps()
+    assert solve(unphased_chain(5), None, SolverOptions()).steps == unphased_chain(5).base_steps()

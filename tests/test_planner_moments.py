@@ -20,24 +20,11 @@ from fxremat.planner.milp.highs import Mip, Status
 from fxremat.planner.milp.moments_relaxation import Needs, Relaxation, runs_for
 from fxremat.planner.options import Progress, SolverOptions
 from tests.brute import least_time
+from tests.chains import growing_chain
 from tests.strategies import problems
 
 OPTIONS = SolverOptions()
 NO_LIMIT = Deadline(None)
-
-
-def chain(length: int, size: int = 10) -> Problem:
-    """Forward ops f0.., backward ops that read what the forward made, last first."""
-    values, ops = [Value("x", size)], []
-    for k in range(length):
-        values.append(Value(f"a{k}", size))
-        read = f"a{k - 1}" if k else "x"
-        ops.append(Op(f"f{k}", (read,), (f"a{k}",), 1.0 + k, phase="forward"))
-    for k in reversed(range(length)):
-        values.append(Value(f"g{k}", size))
-        reads = (f"a{k}", f"g{k + 1}") if k + 1 < length else (f"a{k}",)
-        ops.append(Op(f"b{k}", reads, (f"g{k}",), 2.0, phase="backward", repeatable=False))
-    return validate(Problem("chain", tuple(values), tuple(ops), resident=("x",), outputs=("g0",)))
 
 
 def relaxation(problem: Problem, budget: int, *stages: int) -> Relaxation:
@@ -65,7 +52,7 @@ def test_no_schedule_within_the_budget_is_faster_than_the_bound(
 
 
 def test_one_moment_drops_what_is_cheapest_for_its_bytes() -> None:
-    problem = chain(4)
+    problem = growing_chain(4)
     found = relaxation(problem, 51, 4)  # the first backward op: x, four results, its own
     solution = found.solve(NO_LIMIT)
     ((stage, held),) = found.held_in(solution)
@@ -75,12 +62,12 @@ def test_one_moment_drops_what_is_cheapest_for_its_bytes() -> None:
 
 
 def test_a_budget_below_what_must_be_live_is_proven_to_be_too_small() -> None:
-    found = relaxation(chain(4), 20, 4)
+    found = relaxation(growing_chain(4), 20, 4)
     assert found.time_bound_us(found.solve(NO_LIMIT)) == math.inf
 
 
 def test_another_moment_never_lowers_the_bound() -> None:
-    problem = chain(6)
+    problem = growing_chain(6)
     bounds = []
     for stages in ((6,), (6, 8), (5, 6, 7, 8, 9)):
         found = relaxation(problem, 51, *stages)
@@ -132,7 +119,7 @@ def test_what_is_written_over_and_read_later_runs_again() -> None:
 
 
 def test_what_is_not_held_is_computed_again_with_all_it_needs() -> None:
-    model = build_model(chain(4))
+    model = build_model(growing_chain(4))
     names = [value.name for value in model.problem.values if value.name != "x"]
     held = {4: {names.index("a0"), names.index("a3"), names.index("g3")}}
     assert runs_for(model, held) == [(1, 5), (2, 5)]
@@ -172,7 +159,7 @@ def test_plans_are_possible_and_bounds_hold(problem: Problem, data: st.DataObjec
 
 @pytest.mark.parametrize("percent", [90, 75, 60])
 def test_chains_are_solved_to_the_optimum(percent: int) -> None:
-    problem = chain(5)
+    problem = growing_chain(5)
     budget = replay(problem, problem.base_steps()).peak_bytes * percent // 100
     best = least_time(problem, budget)
     assert best is not None
@@ -182,7 +169,7 @@ def test_chains_are_solved_to_the_optimum(percent: int) -> None:
 
 
 def test_a_larger_budget_never_takes_longer_than_proven_for_a_smaller_one() -> None:
-    problem = chain(24)
+    problem = growing_chain(24)
     full = replay(problem, problem.base_steps()).peak_bytes
     plans = [moments.solve(problem, full * p // 100, OPTIONS) for p in (40, 50, 60, 80)]
     for smaller, larger in itertools.pairwise(plans):
@@ -192,7 +179,7 @@ def test_a_larger_budget_never_takes_longer_than_proven_for_a_smaller_one() -> N
 
 
 def test_equal_plans_and_progress() -> None:
-    problem = chain(14)
+    problem = growing_chain(14)
     told: list[Progress] = []
     options = SolverOptions(progress=told.append)
     budget = replay(problem, problem.base_steps()).peak_bytes // 3

@@ -12,7 +12,7 @@ from hypothesis import strategies as st
 from fxremat import planner
 from fxremat.core.check import check
 from fxremat.core.plan import Plan
-from fxremat.core.problem import Copies, Op, Problem, Value, validate
+from fxremat.core.problem import Copies, Problem
 from fxremat.core.schedule import Move, keep_all, ops_of
 from fxremat.core.timeline import replay
 from fxremat.planner import SolverOptions
@@ -20,26 +20,8 @@ from fxremat.planner.deadline import Deadline
 from fxremat.planner.moves import offload
 from fxremat.planner.moves.time_bound import relax
 from fxremat.planner.moves.transfers import Fetch, Item, place, synchronous
+from tests.chains import TEN_BYTES_PER_US, chain_with_copies, chain_with_host_weights
 from tests.strategies import problems, schedules
-
-COPIES = Copies(to_host=10.0, to_device=10.0)
-
-
-def net(layers: int, *, time_us: float = 10.0, copies: Copies | None = COPIES) -> Problem:
-    """A chain: layer i keeps a value of 100 bytes for its backward, which takes twice as long."""
-    ops, values = [], [Value("w", 7), Value("x0", 100)]
-    for i in range(layers):
-        ops.append(Op(f"f{i}", (f"x{i}", "w"), (f"x{i + 1}",), time_us, 0, "forward"))
-        values.append(Value(f"x{i + 1}", 100))
-    ops.append(Op("loss", (f"x{layers}",), (f"d{layers}",), 1.0, 0, "backward", False))
-    values.append(Value(f"d{layers}", 100))
-    for i in reversed(range(layers)):
-        reads, writes = (f"x{i}", f"d{i + 1}", "w"), (f"d{i}",)
-        ops.append(Op(f"b{i}", reads, writes, 2 * time_us, 0, "backward", False))
-        values.append(Value(f"d{i}", 100))
-    return Problem(
-        "net", tuple(values), tuple(ops), ("x0",), ("w",), ("d0",), copies
-    )  # fmt: skip
 
 
 def moved_away(problem: Problem, *names: str) -> list[Item]:
@@ -54,7 +36,7 @@ def moved_away(problem: Problem, *names: str) -> list[Item]:
 
 def test_a_value_leaves_at_once_and_comes_back_in_time() -> None:
     """x1 leaves during f1 and f2 alone; it comes back during b2, for b1."""
-    problem = net(3)
+    problem = chain_with_copies(3)
     line = place(problem, moved_away(problem, "x1"), None)
     assert [str(step) for step in line.steps] == [
         "f0", "to host: x1", "f1", "wait: x1", "f2", "loss", "to device: x1", "b2", "wait: x1",
@@ -67,7 +49,7 @@ def test_a_value_leaves_at_once_and_comes_back_in_time() -> None:
 
 def test_without_room_a_value_comes_back_late() -> None:
     """The peak of 407 is at b2, which needs three values of the four: x1 must wait for it."""
-    problem = net(3)
+    problem = chain_with_copies(3)
     items = moved_away(problem, "x1")
     least = replay(problem, synchronous(problem, items)).peak_bytes
     line = place(problem, items, least)
@@ -76,7 +58,7 @@ def test_without_room_a_value_comes_back_late() -> None:
 
 
 def test_transfers_of_one_direction_queue() -> None:
-    problem = net(6, copies=Copies(5.0, 5.0))
+    problem = chain_with_copies(6, copies=Copies(5.0, 5.0))
     line = place(problem, moved_away(problem, "x1", "x2", "x3"), 10**6)
     out = [t for t in line.timing.transfers if t.kind == "to host"]
     assert [t.value for t in out] == ["x1", "x2", "x3"]
@@ -97,7 +79,7 @@ def solved(problem: Problem, budget: int, solver: str = "greedy") -> Plan:
 
 @pytest.mark.parametrize("solver", ["greedy", "auto", "moments", "checkmate_pruned", "hrockmate"])
 def test_every_solver_moves(solver: str) -> None:
-    problem = net(8)  # b6 takes 407 bytes, and 100 to fetch the next value meanwhile
+    problem = chain_with_copies(8)  # b6 takes 407 bytes, and 100 to fetch the next value meanwhile
     plan = solved(problem, 507, solver)
     assert plan.moves
     assert plan.solver.endswith("+offload")
@@ -105,7 +87,7 @@ def test_every_solver_moves(solver: str) -> None:
 
 
 def test_a_fast_link_leaves_nothing_to_recompute() -> None:
-    problem = net(12)
+    problem = chain_with_copies(12)
     budget = replay(problem, problem.base_steps()).peak_bytes // 2
     alone = planner.solve(replace(problem, copies=None), budget, "greedy")
     assert alone.time_us > problem.base_time_us
@@ -113,30 +95,30 @@ def test_a_fast_link_leaves_nothing_to_recompute() -> None:
 
 
 def test_no_bandwidth_gives_the_plan_without() -> None:
-    problem = net(8, copies=Copies(0.0, 0.0))
+    problem = chain_with_copies(8, copies=Copies(0.0, 0.0))
     budget = replay(problem, problem.base_steps()).peak_bytes // 2
     plan = solved(problem, budget)
     assert plan.steps == planner.solve(replace(problem, copies=None), budget, "greedy").steps
 
 
 def test_more_bandwidth_is_never_slower() -> None:
-    budget = replay(net(10), net(10).base_steps()).peak_bytes // 2
+    budget = replay(chain_with_copies(10), chain_with_copies(10).base_steps()).peak_bytes // 2
     rates = [0.0, 1.0, 2.0, 4.0, 8.0, 16.0, 64.0]
-    times = [solved(net(10, copies=Copies(r, r)), budget).time_us for r in rates]
+    times = [solved(chain_with_copies(10, copies=Copies(r, r)), budget).time_us for r in rates]
     assert times == sorted(times, reverse=True)
 
 
 def test_the_host_has_limits() -> None:
-    problem = net(10)
+    problem = chain_with_copies(10)
     budget = replay(problem, problem.base_steps()).peak_bytes // 2
     for cap in (0, 150, 250, 10_000):
-        few = replace(problem, copies=replace(COPIES, host_bytes=cap))
+        few = replace(problem, copies=replace(TEN_BYTES_PER_US, host_bytes=cap))
         assert replay(few, solved(few, budget).steps).host_peak_bytes <= cap
 
 
 def test_a_budget_below_what_recomputation_needs() -> None:
     """Random ops run once; without moves nothing can be saved."""
-    problem = net(8)
+    problem = chain_with_copies(8)
     once = replace(problem, ops=tuple(replace(op, repeatable=False) for op in problem.ops))
     full = replay(problem, problem.base_steps()).peak_bytes
     alone = planner.solve(replace(once, copies=None), full // 2, "greedy")
@@ -217,14 +199,14 @@ def test_no_schedule_is_faster_than_the_bound(
 
 def test_the_bound_counts_both_engines() -> None:
     """With a slow way out little can be away at the peak; with a slow way back little returns."""
-    full = replay(net(12), net(12).base_steps()).peak_bytes
-    once = tuple(replace(op, repeatable=False) for op in net(12).ops)
+    full = replay(chain_with_copies(12), chain_with_copies(12).base_steps()).peak_bytes
+    once = tuple(replace(op, repeatable=False) for op in chain_with_copies(12).ops)
 
     def bound(out: float, back: float) -> float:
-        problem = replace(net(12, copies=Copies(out, back)), ops=once)
+        problem = replace(chain_with_copies(12, copies=Copies(out, back)), ops=once)
         return relax(problem, full // 2, Deadline(None)).bound_us
 
-    base = net(12).base_time_us
+    base = chain_with_copies(12).base_time_us
     assert bound(100.0, 100.0) == pytest.approx(base)
     assert bound(3.0, 100.0) > 1.2 * base
     assert bound(100.0, 1.0) > 1.2 * base
@@ -234,34 +216,12 @@ def test_the_bound_counts_both_engines() -> None:
 # --- values that live in host memory -------------------------------------------------------
 
 
-def weighted(layers: int, *, time_us: float = 10.0, rate: float = 10.0) -> Problem:
-    """The net, with a weight of 100 bytes for each layer, and its gradient, in host memory."""
-    base = net(layers, time_us=time_us, copies=Copies(rate, rate))
-    names = [f"w{i}" for i in range(layers)] + [f"g{i}" for i in range(layers)]
-
-    def with_weight(op: Op) -> Op:
-        layer = op.name[1:]
-        reads = tuple(f"w{layer}" if name == "w" else name for name in op.reads)
-        writes = (*op.writes, f"g{layer}") if op.name.startswith("b") else op.writes
-        return replace(op, reads=reads, writes=writes)
-
-    return validate(
-        replace(
-            base,
-            values=(*base.values, *(Value(name, 100) for name in names)),
-            ops=tuple(op if op.name == "loss" else with_weight(op) for op in base.ops),
-            resident=(),
-            host=tuple(names),
-        )
-    )
-
-
 def test_weights_visit_the_device() -> None:
     """Of 8 weights and 8 gradients few are there at a time, and nothing has to wait for them.
 
     The first weight has nothing to hide behind, and neither has the last gradient.
     """
-    problem = weighted(8)
+    problem = chain_with_host_weights(8)
     full = check(problem, keep_all(problem)).peak_bytes
     plan = solved(problem, full // 2)
     assert plan.peak_bytes <= full // 2
@@ -273,7 +233,7 @@ def test_weights_visit_the_device() -> None:
 
 
 def test_with_room_each_weight_comes_once() -> None:
-    problem = weighted(4)
+    problem = chain_with_host_weights(4)
     plan = solved(problem, 10**6)
     fetched = [move.value for move in plan.moves if move.kind == "to device"]
     assert sorted(fetched) == [f"w{i}" for i in range(4)]
@@ -282,19 +242,19 @@ def test_with_room_each_weight_comes_once() -> None:
 
 def test_weights_without_bandwidth_are_refused() -> None:
     with pytest.raises(planner.ProblemRefused, match="bandwidth"):
-        planner.solve(weighted(2, rate=0.0), 10**6, "greedy")
+        planner.solve(chain_with_host_weights(2, rate=0.0), 10**6, "greedy")
 
 
 def test_the_least_with_weights_on_the_host() -> None:
     """One layer at a time: two activations, a gradient of each kind, a weight, the input."""
-    problem = weighted(6)
+    problem = chain_with_host_weights(6)
     plan = solved(problem, 0)
     assert plan.peak_bytes == plan.peak_bound_bytes == 600
 
 
 def test_the_front_with_moves() -> None:
     """Points from the fastest to the least peak, each a schedule that is possible."""
-    problem = net(6, copies=Copies(2.0, 2.0))
+    problem = chain_with_copies(6, copies=Copies(2.0, 2.0))
     plans = planner.front(problem, SolverOptions())
     assert all(check(problem, plan.steps).ok for plan in plans)
     peaks, times = [p.peak_bytes for p in plans], [p.time_us for p in plans]
@@ -302,4 +262,4 @@ def test_the_front_with_moves() -> None:
     assert times == sorted(times)
     assert len(plans) > 2
     assert any(plan.moves for plan in plans)
-    assert planner.front(weighted(4), SolverOptions())
+    assert planner.front(chain_with_host_weights(4), SolverOptions())

@@ -15,8 +15,8 @@ from fxremat.planner import SOLVERS, SolverOptions, solve
 from fxremat.planner.clusters.chain import NotAChain
 from fxremat.planner.published import rotor
 from tests.brute import least_time
+from tests.chains import growing_chain
 from tests.strategies import problems
-from tests.test_planner_moments import chain
 
 THERE = [name for name in SOLVERS if name != "moccasin" or find_spec("ortools")]
 CHAINS_ONLY = ("pofo", "rotor", "rockmate")
@@ -65,7 +65,7 @@ def test_on_random_problems(name: str, data: st.DataObject) -> None:
 @pytest.mark.parametrize("percent", [100, 80, 60])
 @pytest.mark.parametrize("name", THERE)
 def test_on_a_chain(name: str, percent: int) -> None:
-    problem = chain(5)
+    problem = growing_chain(5)
     budget = replay(problem, problem.base_steps()).peak_bytes * percent // 100
     assert plan_or_refusal(problem, budget, name)
     if name in OPTIMAL_ON_CHAINS:
@@ -76,20 +76,20 @@ def test_on_a_chain(name: str, percent: int) -> None:
 
 @pytest.mark.parametrize("name", THERE)
 def test_the_same_plan_every_time(name: str) -> None:
-    problem = chain(6)
+    problem = growing_chain(6)
     budget = replay(problem, problem.base_steps()).peak_bytes * 2 // 3
-    assert solve(problem, budget, name).steps == solve(chain(6), budget, name).steps
+    assert solve(problem, budget, name).steps == solve(growing_chain(6), budget, name).steps
 
 
 @pytest.mark.parametrize("name", THERE)
 def test_without_a_budget_nothing_runs_twice(name: str) -> None:
     if name != "least_peak":
-        assert solve(chain(4), None, name).steps == chain(4).base_steps()
+        assert solve(growing_chain(4), None, name).steps == growing_chain(4).base_steps()
 
 
 @pytest.mark.parametrize("name", THERE)
 def test_the_least_peak_where_nothing_fits(name: str) -> None:
-    plan = solve(chain(5), 1, name)
+    plan = solve(growing_chain(5), 1, name)
     assert plan.peak_bytes > 1
     assert plan.steps
-    assert solve(chain(5), 1, name, SolverOptions(time_limit_s=0.0)).steps
+    assert solve(growing_chain(5), 1, name, SolverOptions(time_limit_s=0.0)).steps

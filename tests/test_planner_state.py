@@ -13,8 +13,8 @@ from fxremat.core.timeline import replay
 from fxremat.planner.indexed_problem import build_model
 from fxremat.planner.local.editable_schedule import EditableSchedule
 from fxremat.planner.local.stage_schedule import StageSchedule
-from tests.test_planner_greedy import problems
-from tests.test_planner_scale import gpt
+from tests.strategies import problems_from_a_seed
+from tests.transformer_problem import gpt
 
 
 def agree(problem: Problem, state: StageSchedule) -> None:
@@ -49,7 +49,7 @@ def walk(problem: Problem, seed: int, count: int) -> None:
 
 
 @settings(max_examples=25, deadline=None, suppress_health_check=list(HealthCheck))
-@given(problems(8), st.integers(0, 1000))
+@given(problems_from_a_seed(8), st.integers(0, 1000))
 def test_the_profile_follows_every_change(problem: Problem, seed: int) -> None:
     walk(problem, seed, 12)
 

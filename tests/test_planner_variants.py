@@ -17,7 +17,7 @@ from fxremat.planner.plan_cache import PlanCache
 from fxremat.planner.variants.all_variants import unite
 from fxremat.planner.variants.choice_milp import ChoiceMilp
 from tests.strategies import problems_with_variants
-from tests.test_core_variants import LOSS
+from tests.variant_problem import LOSS_PROBLEM
 
 NO_LIMIT = SolverOptions()
 
@@ -64,19 +64,19 @@ def test_every_solver_takes_alternatives(solver: str) -> None:
 
 
 def test_a_form_of_several_ops_is_taken_where_nothing_else_fits() -> None:
-    plan = solve(LOSS, 400)
+    plan = solve(LOSS_PROBLEM, 400)
     assert plan.variants == ("chunks",)
     assert plan.peak_bytes <= 400
 
 
 def test_with_room_for_everything_the_fastest_forms_are_taken() -> None:
-    assert solve(LOSS, 10_000).variants == ()
-    assert solve(LOSS, None).variants == ()
+    assert solve(LOSS_PROBLEM, 10_000).variants == ()
+    assert solve(LOSS_PROBLEM, None).variants == ()
     quick = replace(
-        LOSS.variants[0],
-        ops=tuple(replace(op, time_us=3.0) for op in LOSS.variants[0].ops),
+        LOSS_PROBLEM.variants[0],
+        ops=tuple(replace(op, time_us=3.0) for op in LOSS_PROBLEM.variants[0].ops),
     )
-    assert solve(replace(LOSS, variants=(quick,)), None).variants == ("chunks",)
+    assert solve(replace(LOSS_PROBLEM, variants=(quick,)), None).variants == ("chunks",)
 
 
 def test_only_as_many_are_packed_as_have_to_be() -> None:
@@ -172,8 +172,8 @@ def test_a_result_may_overwrite_what_is_computed_again_for_a_later_read() -> Non
 
 def test_the_plan_comes_back_from_the_cache_with_its_variants(tmp_path: object) -> None:
     cache = PlanCache(tmp_path)  # type: ignore[arg-type]
-    plan, known = cache.solve(LOSS, 400, "greedy", NO_LIMIT)
-    again, known_again = cache.solve(LOSS, 400, "greedy", NO_LIMIT)
+    plan, known = cache.solve(LOSS_PROBLEM, 400, "greedy", NO_LIMIT)
+    again, known_again = cache.solve(LOSS_PROBLEM, 400, "greedy", NO_LIMIT)
     assert (known, known_again) == (False, True)
     assert again.variants == plan.variants == ("chunks",)
     assert again.steps == plan.steps

@@ -13,12 +13,12 @@ from fxremat.core.schedule import keep_all
 from fxremat.planner import SolverOptions
 from fxremat.planner.moves import offload
 from fxremat.planner.moves.host_weights import Selection, on_host, ranked, select
-from tests.test_planner_offload import weighted
+from tests.chains import chain_with_host_weights
 
 
 def resident(layers: int, rate: float = 10.0) -> tuple[Problem, dict[str, str | None]]:
     """The layers with their weights on the device, and the gradient of each weight."""
-    problem = weighted(layers, rate=rate)
+    problem = chain_with_host_weights(layers, rate=rate)
     weights: dict[str, str | None] = {f"w{i}": f"g{i}" for i in range(layers)}
     gradients = tuple(f"g{i}" for i in range(layers))
     outputs = (*problem.outputs, *gradients)

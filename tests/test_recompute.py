@@ -5,7 +5,6 @@ from __future__ import annotations
 import copy
 import re
 from collections import Counter
-from collections.abc import Sequence
 from typing import Any
 
 import hypothesis
@@ -14,9 +13,6 @@ import torch
 from hypothesis import strategies as st
 from torch import nn
 
-from fxremat.core.timeline import replay
-from fxremat.cost.peak import measure_peak
-from fxremat.cost.workspaces import Workspaces
 from fxremat.passes.halves import RECOMPUTED
 from fxremat.passes.memory_estimation import TANGENTS
 from fxremat.passes.recompute import apply_plan
@@ -38,6 +34,8 @@ from tests.graphs import (
     linear,
     mlp,
 )
+from tests.plan_peaks import peaks
+from tests.random_nets import SIDE, random_nets
 
 ATEN = torch.ops.aten
 
@@ -102,7 +100,6 @@ def test_a_result_of_the_graph_stays_when_its_op_runs_again() -> None:
 
 
 NOTHING_TO_REPEAT = ("buffer", "input overwritten", "odd results, input gradient")
-REFERENCE = {"gru": "aot_eager"}  # eager torch has a fused cell that rounds differently
 
 
 # --- what changes nothing -----------------------------------------------------------------
@@ -111,7 +108,7 @@ REFERENCE = {"gru": "aot_eager"}  # eager torch has a fused cell that rounds dif
 @pytest.mark.parametrize("name", nets.NAMES)
 def test_every_net_is_the_same_with_everything_run_again(name: str) -> None:
     model, inputs = nets.make(name)
-    seen = assert_plan_changes_nothing(model, inputs, reference=REFERENCE.get(name))
+    seen = assert_plan_changes_nothing(model, inputs, reference=nets.REFERENCE.get(name))
     assert seen.rewritten.recomputed or name in NOTHING_TO_REPEAT
 
 
@@ -233,68 +230,11 @@ def test_a_number_read_from_a_tensor() -> None:
 
 # --- properties ----------------------------------------------------------------------------
 
-UNARY = (torch.sin, torch.tanh, torch.exp, lambda t: t.t(), lambda t: t + 1, lambda t: t.relu())
-SIDE = 6
-
-
-def _layers(kinds: Sequence[int], net: Any, x: torch.Tensor) -> torch.Tensor:
-    values = [x]
-    for index, kind in enumerate(kinds):
-        last, other = values[-1], values[(index * 7 + kind) % len(values)]
-        if kind < len(UNARY):
-            made = UNARY[kind](last)
-        elif kind == len(UNARY):
-            made = last @ net.weight
-        elif kind == len(UNARY) + 1:
-            made = last * other
-        elif kind == len(UNARY) + 2:
-            made = torch.cat(torch.split(last, 2, 1)[::-1], 1) + other
-        elif kind == len(UNARY) + 3:
-            made = torch.softmax(last, 1)
-        elif kind == len(UNARY) + 4:
-            made = nn.functional.dropout(last, 0.3)
-        else:
-            made = last - last.mean(1, keepdim=True)
-        values.append(made)
-    result: torch.Tensor = values[-1] @ net.weight + values[len(values) // 2]
-    return result
-
-
-@st.composite
-def random_nets(draw: st.DrawFn) -> Net:
-    """A chain of layers with skip connections, over square matrices."""
-    kinds = draw(st.lists(st.integers(0, len(UNARY) + 5), min_size=2, max_size=10))
-    weight = nn.Parameter(batch(SIDE, SIDE) / SIDE)
-    return Net(lambda net, x: _layers(kinds, net, x), weight=weight)
-
 
 @hypothesis.settings(max_examples=12)
 @hypothesis.given(net=random_nets(), seed=st.integers(0, 1000), fused=st.booleans())
 def test_random_nets_are_the_same_under_random_plans(net: Net, seed: int, fused: bool) -> None:
     assert_plan_changes_nothing(net, [batch(SIDE, SIDE)], at_random(seed), fused=fused)
-
-
-def peaks(
-    model: nn.Module, inputs: Sequence[torch.Tensor], choose: Choose, workspaces: bool = False
-) -> tuple[int, int]:
-    """Measured and replayed bytes of a step that keeps its result and its tangent."""
-    model = copy.deepcopy(model)
-    given = [x.detach().clone().requires_grad_(x.requires_grad) for x in inputs]
-    seen = Capture(choose)
-    if workspaces:
-        seen.workspace = Workspaces(torch.device("cpu")).of_node
-    run = compiled(model, seen)
-
-    def step() -> None:
-        result = run(*given)
-        result.backward(torch.ones_like(result))
-
-    step()
-    for leaf in (*model.parameters(), *given):
-        leaf.grad = None
-    resident = sum(seen.problem.bytes_of[name] for name in seen.problem.resident)
-    peak = measure_peak(step, held=[model, *given]).above_start_bytes
-    return peak, replay(seen.problem, seen.steps).peak_bytes - resident
 
 
 EXACT = ("mlp", "frozen", "pieces", "custom op", "attention", "gru", "checkpoint",

@@ -17,9 +17,9 @@ from fxremat.core.problem import Op, Problem, Value
 from fxremat.report.front import Front, Point, front_of, together, undominated
 from fxremat.report.report import report_from_json, report_to_json
 from tests import strategies
+from tests.chains import phased_chain
 from tests.conftest import Golden
 from tests.small import Stack, seeded
-from tests.test_planner_greedy import chain
 
 EAGER = {"executor": "aot_eager", "solver": "greedy"}  # `front` is the pool of greedy
 MIB = 2**20
@@ -110,7 +110,7 @@ def test_dominated_points_are_left_out() -> None:
 
 
 def test_held_bytes_lie_under_every_point() -> None:
-    problem = chain(8)
+    problem = phased_chain(8)
     plans = planner.front(problem)
     plain, held = front_of(problem, plans), front_of(problem, plans, held_bytes=100)
     assert [p.peak_bytes + 100 for p in plain.points] == [p.peak_bytes for p in held.points]

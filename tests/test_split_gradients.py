@@ -8,7 +8,7 @@ import pytest
 import torch
 from hypothesis import given, settings
 from hypothesis import strategies as st
-from torch import fx, nn
+from torch import nn
 
 from fxremat.core.timeline import replay
 from fxremat.passes.joint_graph import JointGraph
@@ -16,16 +16,8 @@ from fxremat.passes.memory_estimation import estimate
 from fxremat.passes.variants import insertion
 from fxremat.passes.variants.convolutions.split_gradients import RULES
 from tests.conftest import Golden
-from tests.graphs import capture, no_workspace, unit_time
-
-
-def joint_of(model: nn.Module, x: torch.Tensor, fused: bool = False) -> JointGraph:
-    return capture(model, (x.requires_grad_(),), fused=fused).joint
-
-
-def results(joint: JointGraph, inputs: list[torch.Tensor]) -> list[torch.Tensor]:
-    found = fx.Interpreter(joint.module).run(*inputs)
-    return [each for each in found if isinstance(each, torch.Tensor)]
+from tests.graphs import capture, no_workspace, run_joint, unit_time
+from tests.graphs import joint_of_model as joint_of  # a test's text seeds its examples
 
 
 def assert_same(joint: JointGraph, tolerance: float) -> None:
@@ -33,7 +25,7 @@ def assert_same(joint: JointGraph, tolerance: float) -> None:
     values = [node.meta["val"] for node in (*joint.primals, *joint.tangents)]
     inputs = [torch.randn(value.shape, dtype=value.dtype) for value in values]
     taken = insertion.take(joint, insertion.find_sites(joint, RULES))
-    for old, new in zip(results(joint, inputs), results(taken, inputs), strict=True):
+    for old, new in zip(run_joint(joint, inputs), run_joint(taken, inputs), strict=True):
         assert old.dtype == new.dtype
         assert old.shape == new.shape
         torch.testing.assert_close(new, old, rtol=tolerance, atol=tolerance)

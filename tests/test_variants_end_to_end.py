@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import copy
-from collections.abc import Callable, Iterator
+from collections.abc import Iterator
 from typing import Any
 
 import pytest
@@ -15,12 +15,12 @@ from torch._dynamo.exc import BackendCompilerFailed
 import fxremat
 from fxremat.backend import fxremat as backend
 from fxremat.cli import main
-from fxremat.cost.peak import measure_peak
 from fxremat.errors import InvalidOption
 from fxremat.explaining import Explanation
 from fxremat.options import parse_options
 from fxremat.passes.variants.table import RULES, rules_named
 from tests.conftest import Golden
+from tests.end_to_end import compiled_by_fxremat, least, measured, observed, step
 
 WORDS, WIDTH = 3000, 16
 
@@ -83,41 +83,6 @@ def layers() -> tuple[nn.Module, tuple[Tensor, ...]]:
     return nn.Sequential(*inner, Loss()), (torch.randn(2048, 32),)
 
 
-def compiled(model: nn.Module, **options: Any) -> Callable[..., Any]:
-    return torch.compile(model, backend=backend, options=options)
-
-
-def least(model: nn.Module, inputs: tuple[Tensor, ...], **options: Any) -> int:
-    """What the error names."""
-    with pytest.raises(fxremat.InfeasibleBudget) as caught:
-        fxremat.explain(model, *inputs, memory_budget="1MiB", options=options)
-    assert caught.value.minimum_bytes is not None
-    return caught.value.minimum_bytes
-
-
-def step(model: nn.Module, call: Callable[..., Any], inputs: tuple[Tensor, ...]) -> Tensor:
-    model.zero_grad(set_to_none=True)
-    loss: Tensor = call(*inputs)
-    loss.backward()  # type: ignore[no-untyped-call]
-    return loss.detach()
-
-
-def observed(
-    model: nn.Module, call: Callable[..., Any], inputs: tuple[Tensor, ...]
-) -> list[Tensor]:
-    """Everything that the user can see of a step: loss, gradients, buffers, random state."""
-    torch.manual_seed(7)
-    loss = step(model, call, inputs)
-    gradients = [p.grad for p in model.parameters() if p.grad is not None]
-    return [loss, *gradients, *model.buffers(), torch.rand(1)]
-
-
-def measured(model: nn.Module, call: Callable[..., Any], inputs: tuple[Tensor, ...]) -> int:
-    step(model, call, inputs)
-    model.zero_grad(set_to_none=True)
-    return measure_peak(lambda: step(model, call, inputs), held=(model, inputs)).peak_bytes
-
-
 @pytest.mark.parametrize("executor", ["aot_eager", "inductor"])
 def test_a_vocabulary_fits_where_its_logits_do_not_and_its_peak_is_predicted(executor: str) -> None:
     model, inputs = words()
@@ -125,7 +90,7 @@ def test_a_vocabulary_fits_where_its_logits_do_not_and_its_peak_is_predicted(exe
     budget = least(model, inputs, executor=executor)
     assert budget < 0.8 * plain
     twin = copy.deepcopy(model)
-    call = compiled(model, executor=executor, memory_budget=budget)
+    call = compiled_by_fxremat(model, executor=executor, memory_budget=budget)
     for one, other in zip(observed(model, call, inputs), observed(twin, twin, inputs), strict=True):
         torch.testing.assert_close(one, other, rtol=2e-5, atol=1e-7)
     report = fxremat.reports()[-1]
@@ -136,7 +101,7 @@ def test_a_vocabulary_fits_where_its_logits_do_not_and_its_peak_is_predicted(exe
 
 def test_with_room_nothing_takes_another_form() -> None:
     model, inputs = words()
-    call = compiled(model, executor="aot_eager", memory_budget="1GiB")
+    call = compiled_by_fxremat(model, executor="aot_eager", memory_budget="1GiB")
     step(model, call, inputs)
     assert fxremat.reports()[-1].variants == ()
 
@@ -145,7 +110,7 @@ def test_running_statistics_and_pictures_are_the_same() -> None:
     model, inputs = pictures()
     budget = fxremat.explain(model, *inputs).keep_all_peak_bytes * 65 // 100
     twin = copy.deepcopy(model)
-    call = compiled(model, memory_budget=budget)
+    call = compiled_by_fxremat(model, memory_budget=budget)
     for one, other in zip(observed(model, call, inputs), observed(twin, twin, inputs), strict=True):
         torch.testing.assert_close(one, other, rtol=1e-4, atol=1e-6)
     assert fxremat.reports()[-1].variants
@@ -219,7 +184,7 @@ def test_refused_names(value: object, words: str) -> None:
 def test_a_refused_name_reaches_the_user() -> None:
     model, inputs = pictures()
     with pytest.raises(BackendCompilerFailed, match="allow_lossy"):
-        compiled(model, variants=["saved_4bit"])(*inputs)
+        compiled_by_fxremat(model, variants=["saved_4bit"])(*inputs)
 
 
 def test_the_table(golden: Golden, capsys: pytest.CaptureFixture[str]) -> None:

@@ -4,39 +4,24 @@ from __future__ import annotations
 
 import random
 from collections.abc import Callable, Sequence
-from dataclasses import replace
 from typing import Any
 
 import pytest
 import torch
 from hypothesis import given
 from hypothesis import strategies as st
-from torch import Tensor, fx, nn
-from torch.nn import functional
+from torch import Tensor, fx
 
-from fxremat import compat
 from fxremat.checking.aliasing import check_in_place
-from fxremat.cost.peak import measure_peak
 from fxremat.errors import VerificationFailed
 from fxremat.passes import inplace
-from fxremat.passes.gradient_sums import accumulate_sums
 from fxremat.passes.halves import Rewritten
-from fxremat.passes.inplace import possible, rewrite
+from fxremat.passes.inplace import rewrite
 from fxremat.passes.nodes import add_call
-from fxremat.passes.recompute import apply_plan
 from fxremat.runtime import inplace as runtime
 from tests.conftest import Golden
-from tests.graphs import (
-    Capture,
-    Net,
-    again_after_tangents,
-    assert_same,
-    batch,
-    capture,
-    compiled,
-    everything_again,
-    train,
-)
+from tests.graphs import batch
+from tests.in_place import judge
 
 aten = torch.ops.aten
 Build = Callable[["Graph"], Sequence[fx.Node]]
@@ -90,15 +75,6 @@ def after(build: Build, saved: Sequence[int] = (), forward: int = 99) -> inplace
     judge(before, found.rewritten, forward)
     assert_runs_alike(before.module, module)
     return found
-
-
-def judge(before: Rewritten, now: Rewritten, forward: int = 99) -> None:
-    check_in_place(
-        before.module.graph,
-        now.module.graph,
-        saved=[n.name for n in now.saved],
-        num_forward_outputs=forward,
-    )
 
 
 def arguments(module: fx.GraphModule) -> list[Tensor]:
@@ -448,211 +424,3 @@ def test_the_judge_misses_no_wrong_graph(seed: int) -> None:
     if not runs_alike(before.module, now.module):
         with pytest.raises(VerificationFailed):
             judge(before, now)
-
-
-# --- training steps ----------------------------------------------------------------------
-
-
-class InPlaceCapture(Capture):
-    """Also sums gradients where they are computed, writes in place, and judges."""
-
-    sums = True
-    pairs: tuple[tuple[str, str], ...] = ()
-
-    def __call__(self, module: fx.GraphModule, joint_inputs: Any, **kwargs: Any) -> Any:
-        with pytest.MonkeyPatch.context() as patch:
-
-            def in_place(found: Any, steps: Any, **more: Any) -> Rewritten:
-                before = apply_plan(found, steps, **more)
-                done = rewrite(before, found.joint.num_forward_outputs)
-                judge(before, done.rewritten, found.joint.num_forward_outputs)
-                self.pairs = done.pairs
-                return done.rewritten
-
-            patch.setattr("tests.graphs.apply_plan", in_place)
-            patch.setattr("tests.graphs.check_data_flow", lambda *_: None)
-            if self.sums:
-                accumulate_sums(module.graph)
-            return super().__call__(module, joint_inputs, **kwargs)
-
-
-def in_place(
-    function: Any, inputs: Any, choose: Any = None, *, fused: bool = True
-) -> InPlaceCapture:
-    """Trace a step, write in place, and compare it with the step that does not."""
-    seen = InPlaceCapture(choose or (lambda p: p.base_steps()), fused)
-    plain = train(function, inputs, lambda f: compiled(f, Capture(fused=fused)))
-    got = train(function, inputs, lambda f: compiled(f, seen))
-    for one, other in zip(plain.gradients, got.gradients, strict=True):
-        torch.testing.assert_close(one, other)
-    assert_same(replace(plain, gradients=()), replace(got, gradients=()))
-    return seen
-
-
-def tied(words: int = 50, width: int = 8, padding: int | None = None) -> Net:
-    torch.manual_seed(1)
-
-    def forward(net: Any, x: Tensor, y: Tensor) -> Any:
-        hidden = torch.tanh(net.inner(net.words(x)))
-        scores = functional.linear(hidden, net.words.weight)
-        return functional.cross_entropy(scores.view(-1, words), y.view(-1))
-
-    table = nn.Embedding(words, width, padding_idx=padding)
-    return Net(forward, words=table, inner=nn.Linear(width, width))
-
-
-def words(count: int, top: int = 50) -> tuple[Tensor, Tensor]:
-    dice = torch.Generator().manual_seed(4)
-    x, y = (torch.randint(0, top, (2, count), generator=dice) for _ in range(2))
-    return x, y
-
-
-def twice(width: int = 8) -> Net:
-    torch.manual_seed(1)
-
-    def forward(net: Any, x: Tensor) -> Any:
-        return torch.tanh(torch.tanh(torch.tanh(x @ net.w) @ net.w) @ net.w)
-
-    return Net(forward, w=nn.Parameter(torch.randn(width, width) / 3))
-
-
-def three_readers(width: int = 8) -> Net:
-    torch.manual_seed(1)
-
-    def forward(net: Any, x: Tensor) -> Any:
-        h = torch.tanh(x)
-        return net.q(h) * net.k(h) * net.v(h)
-
-    return Net(forward, **{name: nn.Linear(width, width) for name in "qkv"})
-
-
-@pytest.mark.parametrize("fused", [True, False])
-@pytest.mark.parametrize("padding", [None, 3])
-def test_gradients_of_a_tied_embedding(fused: bool, padding: int | None) -> None:
-    seen = in_place(tied(padding=padding), words(16), fused=fused)
-    known = fused or padding is None
-    assert len(seen.pairs) == (1 if known else 0)
-    assert len(seen.calls(aten.add.Tensor)) == (0 if known else 1)
-
-
-@pytest.mark.parametrize("fused", [True, False])
-def test_gradients_of_a_weight_used_three_times(fused: bool) -> None:
-    seen = in_place(twice(), [batch(4, 8)], fused=fused)
-    assert len(seen.pairs) == 2
-    assert len({owner for _, owner in seen.pairs}) == 1
-
-
-@pytest.mark.parametrize("fused", [True, False])
-def test_gradients_of_a_value_with_three_readers(fused: bool) -> None:
-    x = batch(2, 4, 8).requires_grad_()
-    assert len(in_place(three_readers(), [x], fused=fused).pairs) == 2
-
-
-def explicit(width: int = 8) -> Net:
-    torch.manual_seed(1)
-
-    def forward(net: Any, x: Tensor) -> Any:
-        h = net.inner(torch.tanh(x))
-        return torch.sin(torch.addmm(h, torch.cos(x), net.w)).sum()
-
-    return Net(forward, inner=nn.Linear(width, width), w=nn.Parameter(batch(width, width)))
-
-
-def test_an_operand_that_is_computed_anew_later_is_dead() -> None:
-    """Kept, the sum's operand dies in the sum; run again, each copy dies in its copy of it."""
-    net, x = explicit(), batch(8, 8).requires_grad_()
-    once = in_place(net, [x], lambda p: p.base_steps())
-    assert once.pairs == (("addmm_1", "addmm"),)
-    again = in_place(net, [x], again_after_tangents("addmm", "addmm_1"))
-    assert again.pairs == (
-        ("addmm_1", "addmm"),
-        ("addmm_1_recompute", "addmm_recompute"),
-    )
-    joint = again.joint
-    assert {n.name: owner.name for n, owner in possible(joint).items()} == {"addmm_1": "addmm"}
-
-
-@pytest.mark.parametrize("make", [tied, twice, three_readers])
-def test_plans_that_recompute(make: Callable[[], Net]) -> None:
-    inputs = words(16) if make is tied else [batch(2, 8, 8)[0].requires_grad_()]
-    assert in_place(make(), inputs, everything_again).pairs
-
-
-def test_possible_pairs_of_sums() -> None:
-    seen = in_place(twice(), [batch(4, 8)])
-    names = {n.name: owner.name for n, owner in possible(seen.joint).items()}
-    assert names == {"addmm_default": "mm_3", "addmm_default_1": "addmm_default"}
-
-
-def test_sums_of_others_stay() -> None:
-    def forward(net: Any, x: Tensor) -> Any:
-        h = torch.tanh(x)
-        return (torch.sin(h) + torch.cos(h)) @ net.w
-
-    seen = capture(Net(forward, w=nn.Parameter(batch(8, 8))), [batch(4, 8).requires_grad_()])
-    assert not accumulate_sums(seen.joint.module.graph)
-
-
-def tied_rows(words: int = 50, width: int = 8) -> Net:
-    """The same with rows picked by index: how an embedding is decomposed depends on torch."""
-    torch.manual_seed(1)
-
-    def forward(net: Any, x: Tensor, y: Tensor) -> Any:
-        scores = torch.tanh(net.inner(net.words[x])) @ net.words.t()
-        return functional.cross_entropy(scores, y)
-
-    inner = nn.Linear(width, width, bias=False)
-    return Net(forward, words=nn.Parameter(torch.randn(words, width)), inner=inner)
-
-
-def test_graph_of_tied_rows(golden: Golden) -> None:
-    seen = in_place(tied_rows(), [one.flatten() for one in words(16)])
-    golden(str(seen.backward.graph))
-
-
-# --- bytes -------------------------------------------------------------------------------
-
-
-def peak(model: nn.Module, inputs: Sequence[Tensor], partition: Any) -> int:
-    """Bytes of a step above what is there before, under Inductor with a partition of ours."""
-
-    def backend(gm: fx.GraphModule, given: Any) -> Any:
-        patches = {"custom_partitioner_fn": _Named(partition), "allow_buffer_reuse": False}
-        return compat.compile_with_inductor(gm, given, patches)
-
-    torch._dynamo.reset()
-    call = torch.compile(model, backend=backend)
-
-    call(*inputs).sum().backward()
-    for tensor in (*model.parameters(), *inputs):
-        tensor.grad = None
-    return measure_peak(lambda: call(*inputs).sum().backward()).above_start_bytes
-
-
-class _Named(compat.CustomPartitionerFn):
-    def __init__(self, partition: Any) -> None:
-        self.partition = partition
-
-    def __call__(self, gm: fx.GraphModule, joint_inputs: Any, **kwargs: Any) -> Any:
-        return self.partition(gm, joint_inputs, **kwargs)
-
-    def __deepcopy__(self, memo: Any) -> _Named:  # Inductor copies its configuration
-        return self
-
-    def uuid(self) -> Any:
-        return None
-
-
-def test_bytes_of_a_tied_embedding_under_inductor() -> None:
-    """One gradient of the table is there at the peak, not two."""
-    model, inputs = tied(5000, 64), words(16, 5000)
-    before = peak(model, inputs, Capture(fused=True))
-    now = peak(model, inputs, InPlaceCapture(fused=True))
-    assert before - now == 5000 * 64 * 4
-
-
-def test_bytes_of_a_weight_used_three_times_under_inductor() -> None:
-    model, inputs, weight = twice(512), [batch(16, 512)], 512 * 512 * 4
-    before = peak(model, inputs, Capture(fused=True))
-    now = peak(model, inputs, InPlaceCapture(fused=True))
-    assert (before // weight, now // weight) == (2, 1)

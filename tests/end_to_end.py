@@ -1,0 +1,49 @@
+"""The whole way: the least budget of a model, and what a compiled step of it does and takes."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from typing import Any
+
+import pytest
+import torch
+from torch import Tensor, nn
+
+import fxremat
+from fxremat.backend import fxremat as backend
+from fxremat.cost.peak import measure_peak
+
+
+def compiled_by_fxremat(model: nn.Module, **options: Any) -> Callable[..., Any]:
+    return torch.compile(model, backend=backend, options=options)
+
+
+def least(model: nn.Module, inputs: tuple[Tensor, ...], **options: Any) -> int:
+    """What the error names."""
+    with pytest.raises(fxremat.InfeasibleBudget) as caught:
+        fxremat.explain(model, *inputs, memory_budget="1MiB", options=options)
+    assert caught.value.minimum_bytes is not None
+    return caught.value.minimum_bytes
+
+
+def step(model: nn.Module, call: Callable[..., Any], inputs: tuple[Tensor, ...]) -> Tensor:
+    model.zero_grad(set_to_none=True)
+    loss: Tensor = call(*inputs)
+    loss.backward()  # type: ignore[no-untyped-call]
+    return loss.detach()
+
+
+def observed(
+    model: nn.Module, call: Callable[..., Any], inputs: tuple[Tensor, ...]
+) -> list[Tensor]:
+    """Everything that the user can see of a step: loss, gradients, buffers, random state."""
+    torch.manual_seed(7)
+    loss = step(model, call, inputs)
+    gradients = [p.grad for p in model.parameters() if p.grad is not None]
+    return [loss, *gradients, *model.buffers(), torch.rand(1)]
+
+
+def measured(model: nn.Module, call: Callable[..., Any], inputs: tuple[Tensor, ...]) -> int:
+    step(model, call, inputs)
+    model.zero_grad(set_to_none=True)
+    return measure_peak(lambda: step(model, call, inputs), held=(model, inputs)).peak_bytes

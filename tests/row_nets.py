@@ -1,0 +1,89 @@
+"""Models with parts that can be computed for a few rows at a time, and inputs for them."""
+
+from __future__ import annotations
+
+from functools import cache
+from typing import Any
+
+import torch
+import torch.nn.functional as F
+from torch import nn
+
+from fxremat.passes.joint_graph import JointGraph
+from tests.graphs import Net
+from tests.row_sites import trace
+
+D, V = 16, 128
+
+
+def rows(*shape: int) -> torch.Tensor:
+    """A fixed random input that has a gradient."""
+    made = torch.randn(*shape, generator=torch.Generator().manual_seed(2))
+    return made.requires_grad_()
+
+
+def labels(*shape: int, most: int = V, ignored: bool = False) -> torch.Tensor:
+    """Fixed random labels; with ``ignored``, a third of them is -100."""
+    dice = torch.Generator().manual_seed(3)
+    made = torch.randint(0, most, shape, generator=dice)
+    return torch.where(torch.rand(shape, generator=dice) < 0.3, -100, made) if ignored else made
+
+
+def head(bias: bool = True, width: int = D, most: int = V) -> nn.Linear:
+    """A linear layer from features to logits."""
+    torch.manual_seed(1)
+    return nn.Linear(width, most, bias=bias)
+
+
+def z_loss(logits: torch.Tensor, y: torch.Tensor) -> torch.Tensor:
+    """Cross-entropy with a penalty on the size of the logits."""
+    return F.cross_entropy(logits, y) + 1e-2 * (torch.logsumexp(logits, -1) ** 2).mean()
+
+
+class Gated(nn.Module):
+    """An MLP whose hidden layer is a product."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        torch.manual_seed(1)
+        self.gate, self.up = nn.Linear(D, 4 * D, bias=False), nn.Linear(D, 4 * D, bias=False)
+        self.down = nn.Linear(4 * D, D, bias=False)
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        made: torch.Tensor = x + self.down(F.silu(self.gate(x)) * self.up(x))
+        return made
+
+
+def up_and_down(activation: type[nn.Module]) -> nn.Module:
+    """Up, activation, down."""
+    torch.manual_seed(1)
+    return nn.Sequential(nn.Linear(D, 4 * D), activation(), nn.Linear(4 * D, D))
+
+
+WEIGHTS = torch.rand(V, generator=torch.Generator().manual_seed(4)) + 0.5
+LOSS = Net(lambda m, x, y: F.cross_entropy(m.head(x), y), head=head())
+STEPS: dict[str, tuple[Any, tuple[Any, ...]]] = {
+    "loss": (LOSS, (rows(50, D), labels(50))),
+    "z": (Net(lambda m, x, y: z_loss(m.head(x), y), head=head()), (rows(50, D), labels(50))),
+    "mlp": (up_and_down(nn.GELU), (rows(50, D),)),
+    "gated": (Gated(), (rows(50, D),)),
+    "norm": (
+        nn.Sequential(nn.Linear(D, 4 * D), nn.BatchNorm1d(4 * D), nn.ReLU(), nn.Linear(4 * D, D)),
+        (rows(50, D),),
+    ),
+    "weighted": (
+        Net(
+            lambda m, x, y: F.cross_entropy(
+                m.head(x), y, weight=WEIGHTS.to(x.dtype), label_smoothing=0.1
+            ),
+            head=head(),
+        ),
+        (rows(50, D), labels(50, ignored=True)),
+    ),
+}
+
+
+@cache
+def traced_step(name: str) -> JointGraph:
+    """The joint graph of a step, traced once for all tests; not to be changed."""
+    return trace(*STEPS[name]).joint

@@ -1,0 +1,345 @@
+"""Optimizers that step inside of the backward: the same training, beside it, in less memory."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from typing import Any, cast
+
+import pytest
+import torch
+from torch import Tensor, fx, nn
+from torch.nn import functional as F
+
+import fxremat
+from fxremat import runtime
+from fxremat.checking.data_flow import check_arrivals
+from tests import stepping
+from tests.host_weights import equal, moved
+from tests.small import Stack, Tied, seeded
+from tests.stepping import (
+    OPTIMIZERS,
+    RATE,
+    STEP_OPTIONS,
+    Loss,
+    Slow,
+    adamw,
+    compiled_model,
+    layers_and_input,
+    same_training,
+    trained,
+)
+
+_fresh = stepping.fresh
+
+# --- the same training -------------------------------------------------------------------
+
+
+@pytest.mark.parametrize("name", OPTIMIZERS)
+def test_any_optimizer_by_parameter(name: str) -> None:
+    assert len(same_training(layers_and_input, make_optimizer=OPTIMIZERS[name])) == 80
+
+
+@pytest.mark.parametrize("percent", [50, 100])
+def test_through_inductor(percent: int) -> None:
+    model, x = layers_and_input()
+    peak = fxremat.explain(model, x, options=STEP_OPTIONS).keep_all_peak_bytes
+    budget = f"{peak * percent // 100}B"
+    early = same_training(
+        layers_and_input,
+        lambda m: cast("Loss", compiled_model(m, "inductor", memory_budget=budget)),
+    )
+    assert len(early) == 80
+
+
+@pytest.mark.parametrize("speeds", [(3e6, 1e9), (1e9, 3e6), (1e7, 1e7)], ids=str)
+@pytest.mark.parametrize("executor", ["aot_eager", "inductor"])
+def test_whatever_the_copies_take(speeds: tuple[float, float], executor: str) -> None:
+    """Weights are fetched twice, and wait for copies of gradients, and the other way."""
+    model, x = layers_and_input()
+    budget = f"{fxremat.explain(model, x, options=STEP_OPTIONS).keep_all_peak_bytes // 3}B"
+    with runtime.set_copy_speed(*speeds):
+        loss_of = lambda m: cast("Loss", compiled_model(m, executor, memory_budget=budget))  # noqa: E731
+        assert len(same_training(layers_and_input, loss_of)) == 80
+    assert {row.times for row in fxremat.reports()[-1].moved} == {1, 2}
+
+
+def test_steps_that_are_slower_than_the_backward() -> None:
+    assert same_training(layers_and_input, make_optimizer=lambda p: Slow(p, lr=0.1))
+
+
+def test_large_parameters_and_two_threads() -> None:
+    threads = torch.get_num_threads()
+    torch.set_num_threads(2)
+    try:
+        same_training(lambda: layers_and_input(2, 517), make_optimizer=OPTIMIZERS["AdamW"])
+    finally:
+        torch.set_num_threads(threads)
+
+
+def test_eager_models_and_parameters_that_are_not_on_the_host() -> None:
+    assert same_training(layers_and_input, lambda m: m) == []
+    early = same_training(layers_and_input, weights="layers.[01].weight")
+    assert len(early) == 20
+
+
+def test_tied_weights() -> None:
+    def make() -> tuple[nn.Module, Tensor]:
+        torch.manual_seed(0)
+        return Tied(), torch.arange(64) % 32
+
+    assert len(same_training(make)) == 30
+
+
+def test_graph_breaks() -> None:
+    """The first graph of the backward knows which weights are those of one graph alone."""
+    early = same_training(lambda: seeded(lambda: Stack(broken=True), 4, 32))
+    assert len(early) == 10 * 24
+
+
+# --- whole gradients ---------------------------------------------------------------------
+
+
+def squares(model: nn.Module) -> Tensor:
+    return torch.stack([p.square().sum() for p in model.parameters()]).sum() * 1e-2
+
+
+LOSSES: dict[str, Callable[[nn.Module, Loss, Tensor], Tensor]] = {
+    "decay added after": lambda model, call, x: call(x) + squares(model),
+    "decay added before": lambda model, call, x: squares(model) + call(x),
+    "two calls": lambda model, call, x: call(x) + call(2 * x),
+    "loss outside": lambda model, call, x: call(x).square(),
+}
+
+
+@pytest.mark.parametrize("name", LOSSES)
+def test_what_else_reads_the_weights_is_waited_for(name: str) -> None:
+    def loss_of(model: nn.Module) -> Loss:
+        call = compiled_model(model)
+        return lambda x: LOSSES[name](model, call, x)
+
+    assert same_training(layers_and_input, loss_of) == []
+
+
+@pytest.mark.parametrize("swapped", [False, True])
+def test_two_losses_of_one_backward(swapped: bool) -> None:
+    results = []
+    for early in (False, True):
+        model, x = layers_and_input()
+        call = compiled_model(moved(model))
+        optimizer = None if early else adamw(list(model.parameters()))
+        if early:
+            fxremat.step_in_backward(model, adamw)
+        for _ in range(3):
+            losses = (squares(model), call(x)) if swapped else (call(x), squares(model))
+            torch.autograd.backward(losses[::-1])
+            if optimizer is not None:
+                optimizer.step()
+                optimizer.zero_grad()
+        results.append([p.detach() for p in model.parameters()])
+    assert equal(*results)
+
+
+def test_gradients_that_are_asked_for_are_no_steps() -> None:
+    model, x = layers_and_input()
+    before = [p.detach().clone() for p in model.parameters()]
+    call = compiled_model(moved(model))
+    expected = torch.autograd.grad(call(x), list(model.parameters()))
+    optimizer = fxremat.step_in_backward(model, adamw)
+    with runtime.copy_trace() as records:
+        found = torch.autograd.grad(call(x), list(model.parameters()))
+        assert equal(list(found), list(expected))
+        assert equal([p.detach() for p in model.parameters()], before)
+        parameters = list(model.parameters())
+        call(x).backward(inputs=parameters[:1])
+    assert [one.nbytes for one in records if one.what == "step"] == [parameters[0].nbytes]
+    changed = [not torch.equal(p, old) for p, old in zip(parameters, before, strict=True)]
+    assert changed == [True] + 7 * [False]
+    optimizer.remove()
+    call(x).backward()
+    assert all(p.grad is not None for p in parameters)
+
+
+def test_a_gradient_that_is_there_already_is_added() -> None:
+    model, x = layers_and_input()
+    call = compiled_model(moved(model))
+    call(x).backward()
+    weight = model.get_parameter("layers.1.weight")
+    gradient, before = cast("Tensor", weight.grad).clone(), weight.detach().clone()
+    fxremat.step_in_backward(model, lambda p: torch.optim.SGD(p, lr=0.5))
+    call(x).backward()
+    assert torch.equal(weight, before - 0.5 * (2 * gradient))
+
+
+def test_hooks_see_gradients() -> None:
+    """A hook on one weight: its step waits. A hook in the graph that changes gradients: refused."""
+    model, x = layers_and_input()
+    call = compiled_model(moved(model))
+    seen: list[Tensor] = []
+    weight: Any = model.get_parameter("layers.2.weight")
+    weight.register_hook(lambda gradient: seen.append(gradient.clone()))
+    fxremat.step_in_backward(model, adamw)
+    with runtime.copy_trace() as records:
+        call(x).backward()
+    assert seen[0].abs().sum() > 0
+    assert sum(one.what == "step" for one in records) == 7
+    loss = call(x)
+    node: Any = loss.grad_fn
+    node.register_hook(lambda inputs, _: tuple(g if g is None else 2 * g for g in inputs))
+    with pytest.raises(RuntimeError, match="a hook has changed a gradient"):
+        loss.backward()
+
+
+def test_a_second_backward_does_not_read_weights_that_have_changed() -> None:
+    model, x = layers_and_input()
+    fxremat.step_in_backward(moved(model), OPTIMIZERS["SGD"])
+    loss = compiled_model(model)(x)
+    loss.backward(retain_graph=True)
+    with pytest.raises(RuntimeError, match="modified by an inplace operation"):
+        loss.backward()
+
+
+def test_parameters_that_share_memory() -> None:
+    """Of two in the same memory one is fetched after the gradient of the other has arrived."""
+
+    class Shared(nn.Module):
+        def __init__(self) -> None:
+            super().__init__()
+            self.first = nn.Linear(16, 16, bias=False)
+            self.last = nn.Linear(16, 16, bias=False)
+
+        def forward(self, x: Tensor) -> Tensor:
+            return F.gelu(self.last(F.gelu(self.first(x)))).square().mean()
+
+    def make() -> tuple[nn.Module, Tensor]:
+        model, x = seeded(Shared, 4, 16)
+        moved(model)
+        model.last.weight.data = model.first.weight.data  # type: ignore[union-attr]
+        return model, x
+
+    plain, ours = make(), make()
+    fxremat.step_in_backward(ours[0], lambda p: torch.optim.SGD(p, lr=0.1))
+    optimizer = torch.optim.SGD(plain[0].parameters(), lr=0.1)
+    with runtime.copy_trace() as records:
+        found = trained(ours, compiled_model, None)
+    assert [one for one in records if one.what == "step"] == []
+    torch.testing.assert_close(found, trained(plain, compiled_model, optimizer))
+
+
+# --- parameters of all kinds -------------------------------------------------------------
+
+
+class Mixed(nn.Module):
+    """A sparse embedding, frozen weights, and weights that only some inputs need."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.embedding = nn.Embedding(32, 16, sparse=True)
+        self.frozen = nn.Linear(16, 16).requires_grad_(False)
+        self.layers = nn.ModuleList(nn.Linear(16, 16) for _ in range(3))
+        self.skip = False
+
+    def forward(self, index: Tensor) -> Tensor:
+        x = self.frozen(self.embedding(index))
+        for layer in self.layers[: 2 if self.skip else 3]:
+            x = x + torch.tanh(layer(x))
+        return cast("Tensor", x.square().mean())
+
+
+def test_sparse_frozen_and_unused_parameters() -> None:
+    def make() -> tuple[nn.Module, Tensor]:
+        torch.manual_seed(0)
+        return Mixed(), torch.arange(8)
+
+    def loss_of(model: nn.Module) -> Loss:
+        inner = cast("Any", model)
+        whole = compiled_model(inner)
+
+        def loss(index: Tensor) -> Tensor:
+            inner.skip = not inner.skip
+            return cast("Tensor", whole(index))
+
+        return loss
+
+    assert same_training(make, loss_of, lambda p: torch.optim.SGD(p, lr=0.1))
+
+
+def test_a_frozen_parameter_that_thaws() -> None:
+    model, x = layers_and_input()
+    weight = model.get_parameter("layers.0.weight").requires_grad_(False)
+    fxremat.step_in_backward(moved(model), adamw)
+    before = weight.detach().clone()
+    compiled_model(model)(x).backward()
+    assert torch.equal(weight, before)
+    weight.requires_grad_(True)
+    torch._dynamo.reset()  # torch 2.11 does not see that a parameter thaws
+    compiled_model(model)(x).backward()
+    assert not torch.equal(weight, before)
+    assert weight.grad is None
+
+
+# --- beside the backward, and in less memory ---------------------------------------------
+
+
+def test_steps_end_before_the_backward_does() -> None:
+    model, x = layers_and_input(8, 128)
+    fxremat.step_in_backward(moved(model), adamw)
+    call = compiled_model(model)
+    call(x).backward()
+    loss = call(x)
+    with runtime.set_copy_speed(5e6, RATE), runtime.copy_trace() as records:
+        loss.backward()
+    steps = [one for one in records if one.what == "step"]
+    waits = [one for one in records if one.what == "wait_host"]
+    assert len(steps) == len(waits) == 16
+    beside = [one for one in steps if one.end_s < waits[-1].end_s]
+    assert len(beside) >= 12
+
+
+@pytest.mark.parametrize("executor", ["aot_eager", "inductor"])
+@pytest.mark.parametrize("early", [False, True])
+def test_gradients_are_never_on_the_host_together(executor: str, early: bool) -> None:
+    """All at once if they step after it; else no more than the plan has on their way."""
+    model, x = layers_and_input(12, 256)
+    budget = fxremat.explain(model, x, options=STEP_OPTIONS).keep_all_peak_bytes // 4
+    moved(model)
+    gradients = sum(p.nbytes for p in model.parameters())
+    if early:
+        fxremat.step_in_backward(model, adamw)
+    call = compiled_model(model, executor, memory_budget=f"{budget}B")
+    with runtime.set_copy_speed(RATE, RATE):
+        call(x).backward()
+        model.zero_grad()
+        loss = call(x)
+        held = runtime.host_bytes().now_bytes
+        runtime.reset_host_peak()
+        loss.backward()
+    found = runtime.host_bytes()
+    assert (found.now_bytes == held) == early
+    assert (found.peak_bytes - held < gradients / 2) == early
+
+
+def test_a_step_waits_for_the_device(monkeypatch: pytest.MonkeyPatch) -> None:
+    """On CUDA a wait only holds the stream: the thread has to wait for what it was asked to do."""
+    done: list[str] = []
+
+    class Stream:
+        def record_event(self) -> Any:
+            return type("Event", (), {"synchronize": lambda self: done.append("here")})()
+
+    monkeypatch.setattr(torch.cuda, "current_stream", lambda device: Stream())
+    runtime.gradients.optimizer_steps._now_on(torch.device("cuda", 0))()
+    assert done == ["here"]
+
+
+def test_verification_notices_weights_that_are_read_too_late() -> None:
+    graph = fx.Graph()
+    gradient, weight = graph.placeholder("gradient"), graph.placeholder("weight")
+    cpu = torch.device("cpu")
+    graph.call_function(runtime.arrived, (gradient, weight, [], True, cpu))
+    late = graph.call_function(runtime.to_device, (weight, cpu))
+    graph.output((gradient, late))
+    with pytest.raises(fxremat.VerificationFailed, match="uses weight after"):
+        check_arrivals(graph)
+    late.replace_all_uses_with(gradient)
+    graph.erase_node(late)
+    check_arrivals(graph)
