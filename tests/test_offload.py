@@ -134,6 +134,14 @@ def test_a_missing_wait_is_found() -> None:
         check_waits(graph)
 
 
+def test_a_transfer_that_nobody_waits_for_is_found() -> None:
+    """Also where nothing reads what it fills: its source may change meanwhile."""
+    _, graph = rewritten()
+    graph.erase_node(the_moves(graph, "wait_host")[-1])
+    with pytest.raises(VerificationFailed, match="never waited for"):
+        check_waits(graph)
+
+
 def test_a_late_wait_is_found() -> None:
     _, graph = rewritten()
     wait = the_moves(graph, "wait_device")[0]

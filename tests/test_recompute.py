@@ -13,7 +13,8 @@ import torch
 from hypothesis import strategies as st
 from torch import nn
 
-from fxremat.passes.halves import RECOMPUTED
+from fxremat.core.problem import Problem
+from fxremat.passes.halves import INLINED, RECOMPUTED
 from fxremat.passes.memory_estimation import TANGENTS
 from fxremat.passes.recompute import apply_plan
 from tests import nets
@@ -22,6 +23,7 @@ from tests.graphs import (
     Capture,
     Choose,
     Net,
+    Steps,
     again_after_tangents,
     assert_plan_changes_nothing,
     at_random,
@@ -100,6 +102,39 @@ def test_a_result_of_the_graph_stays_when_its_op_runs_again() -> None:
 
 
 NOTHING_TO_REPEAT = ("buffer", "input overwritten", "odd results, input gradient")
+
+
+def test_a_result_is_the_first_copy() -> None:
+    """An op runs again before the forward ends; the caller gets what it made first."""
+
+    def both(net: Any, x: torch.Tensor) -> Any:
+        top, where = net.linear(x).topk(3, 1)
+        return top, where.float() * top.sin()
+
+    def twice(problem: Problem) -> Steps:
+        steps = problem.base_steps()
+        end = steps.index(TANGENTS)
+        return (*steps[:end], "topk", *steps[end:])
+
+    seen = capture(Net(both, linear=linear()), [batch(4, 8)], twice)
+    assert seen.rewritten.recomputed == ("topk",)
+    results = seen.rewritten.module.graph.output_node().all_input_nodes
+    assert not [node.name for node in results if RECOMPUTED in node.name]
+
+
+def test_equal_views_in_the_backward_are_one() -> None:
+    """Each op of the backward has its own copies of what it borrows, but one view for all."""
+
+    def step(m: Any, x: torch.Tensor) -> torch.Tensor:
+        turned = x.t()
+        return m.first(turned).square().sum() + m.second(turned).square().sum()
+
+    net = Net(step, first=nn.Linear(8, 4), second=nn.Linear(8, 4))
+    seen = capture(net, [batch(8, 4).requires_grad_()], everything_again)
+    views = [n for n in seen.rewritten.module.graph.nodes if n.target is ATEN.t.default]
+    looked_at = [tuple(n.all_input_nodes) for n in views if INLINED in n.name]
+    assert looked_at
+    assert len(set(looked_at)) == len(looked_at)
 
 
 # --- what changes nothing -----------------------------------------------------------------
