@@ -2,84 +2,28 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable
-from dataclasses import dataclass, field, replace
-from functools import cache
-from typing import Any, cast
+from dataclasses import replace
 
 import pytest
 from hypothesis import given
 from hypothesis import strategies as st
-from torch import fx
 
-from fxremat.compiling.draft import Draft, Learnt
+from fxremat.compiling.draft import Learnt
 from fxremat.compiling.rehearsal import Rehearsal
-from fxremat.compiling.request import Request
 from fxremat.compiling.searching.candidates import Candidate, Judged
-from fxremat.compiling.searching.planning import QUICK_SOLVER, Planning
+from fxremat.compiling.searching.planning import QUICK_SOLVER
 from fxremat.compiling.searching.proposals import (
-    Proposals,
     fastest,
     least,
     next_target,
     under,
 )
 from fxremat.compiling.searching.tuning import CLOSE_ENOUGH, FAR_ABOVE, LOWEST_PERCENT
-from fxremat.compiling.stage_times import StageTimes
 from fxremat.core.plan import Plan
 from fxremat.core.problem import Op, Problem, Value
-from fxremat.passes.memory_estimation import Estimate
-from tests.chains import blocks
+from tests.trial_judge import PROBLEM, Trial, draft_of, planning
 
 AIM = 1000
-PROBLEM = blocks(4)
-NOTHING = fx.GraphModule({}, fx.Graph())
-
-
-def draft_of(problem: Problem) -> Draft:
-    """A graph of which only the problem is known."""
-    estimate = Estimate(problem, cast(Any, None), {}, {}, fused=True)
-    return Draft(NOTHING, 0, estimate=estimate)
-
-
-@cache
-def planning(solver: str = "greedy") -> Planning:
-    """The planner itself; it answers each question once."""
-    return Planning(Request(solver=solver), StageTimes())
-
-
-@dataclass
-class Trial:
-    """A judge whose real peaks are made up of the planned ones, and what it was asked."""
-
-    real: Callable[[int, str], int]
-    scratch: dict[str, int] = field(default_factory=dict)
-    asked: list[Candidate] = field(default_factory=list)
-    judged: list[Judged] = field(default_factory=list)
-
-    def judge(self, candidate: Candidate) -> Judged:
-        """What the made-up compiler takes."""
-        peak = self.real(candidate.plan.peak_bytes, candidate.order)
-        self.asked.append(candidate)
-        self.judged.append(
-            Judged(candidate, candidate.draft, peak, Rehearsal(peak, (), (), self.scratch))
-        )
-        return self.judged[-1]
-
-    def follow(self, proposals: Proposals) -> list[Judged]:
-        """Judge all that is proposed."""
-        candidate = next(proposals, None)
-        while candidate is not None:
-            try:
-                candidate = proposals.send(self.judge(candidate))
-            except StopIteration:
-                break
-        return self.judged
-
-    @property
-    def orders(self) -> list[str]:
-        """Who ordered the candidates."""
-        return [one.order for one in self.asked]
 
 
 def within(trial: Trial, aim: int) -> Judged | None:

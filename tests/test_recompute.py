@@ -125,7 +125,7 @@ def test_a_result_is_the_first_copy() -> None:
 def test_equal_views_in_the_backward_are_one() -> None:
     """Each op of the backward has its own copies of what it borrows, but one view for all."""
 
-    def step(m: Any, x: torch.Tensor) -> torch.Tensor:
+    def step(m: Any, x: torch.Tensor) -> Any:
         turned = x.t()
         return m.first(turned).square().sum() + m.second(turned).square().sum()
 

@@ -164,9 +164,9 @@ class Search:
             chosen = self._chosen(variants.problem, aim, variants)
             if chosen is not None:
                 yield self._under(chosen, aim)
-            if not is_tried and self._plan_fits(problem, aim):
-                is_tried = True
-                yield self._under(plain, aim)
+        if not is_tried and self._plan_fits(problem, aim):
+            is_tried = True
+            yield self._under(plain, aim)
         yield Attempt(self._torch_alone(), for_least=True)
         if variants is not None:
             yield from self._of_least_peak(variants, aim)
