@@ -1,7 +1,4 @@
-"""What bounds the search over transfers.
-
-`python -m benchmarks.constants` shows what each is worth, halved and doubled.
-"""
+"""What bounds the search over transfers."""
 
 from __future__ import annotations
 

@@ -1,7 +1,4 @@
-"""What bounds the solvers of papers: grids of their tables, options and tries.
-
-`python -m benchmarks.constants` shows what each is worth, halved and doubled.
-"""
+"""What bounds the solvers of papers: grids of their tables, options and tries."""
 
 from __future__ import annotations
 
