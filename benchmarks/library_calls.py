@@ -29,6 +29,8 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
 
+from fxremat import compat
+
 from .machine import describe_machine
 from .nets.language import GPT
 from .offload_steps import compiled
@@ -174,7 +176,7 @@ def measure(shape: Shape, rounds: int, steps: int, least: bool = False) -> list[
         its.add(CALL, WithCall)
     else:
         its.rows[CALL] = Row(CALL, error=f"torch {torch.__version__} has none")
-    if hasattr(torch._inductor.config, "auto_chunker"):
+    if hasattr(compat.inductor_config, "auto_chunker"):
         its.add(CHUNKER, lambda gpt: gpt, **{"auto_chunker.enable": True})
     else:
         its.rows[CHUNKER] = Row(CHUNKER, error=f"torch {torch.__version__} has none")

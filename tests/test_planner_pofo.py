@@ -27,19 +27,10 @@ OPTIONS = SolverOptions()
 
 
 def net(layers: int, rate: float = 10.0, time_us: float = 10.0) -> Problem:
-    """A chain: layer i keeps a value of 100 bytes for its backward, which takes twice as long."""
-    ops, values = [], [Value("w", 7), Value("x0", 100)]
-    for i in range(layers):
-        ops.append(Op(f"f{i}", (f"x{i}", "w"), (f"x{i + 1}",), time_us, 0, "forward"))
-        values.append(Value(f"x{i + 1}", 100))
-    ops.append(Op("loss", (f"x{layers}",), (f"d{layers}",), 1.0, 0, "backward", False))
-    values.append(Value(f"d{layers}", 100))
-    for i in reversed(range(layers)):
-        reads, writes = (f"x{i}", f"d{i + 1}", "w"), (f"d{i}",)
-        ops.append(Op(f"b{i}", reads, writes, 2 * time_us, 0, "backward", False))
-        values.append(Value(f"d{i}", 100))
-    problem = Problem("net", tuple(values), tuple(ops), ("x0",), ("w",), ("d0",))
-    return validate(replace(problem, copies=Copies(rate, rate)))
+    """A chain whose values may be copied, at a rate both ways."""
+    return validate(
+        chains.chain_with_copies(layers, time_us=time_us, copies=Copies(rate, rate))
+    )
 
 
 def part_of(problem: Problem, part: float) -> int:

@@ -67,9 +67,13 @@ def under(draft: Draft, aim: int, planning: Planning) -> Proposals:
 
 def may_fit(problem: Problem, aim: int, planning: Planning) -> bool:
     """Whether it is worth asking the planner for the aim: the quick solver comes near it."""
-    if replay(problem, keep_all(problem)).peak_bytes <= aim:
-        return True
-    return planning.quick(problem, 0).peak_bytes <= OUT_OF_REACH * aim
+    near = OUT_OF_REACH * aim
+    return all_fits(problem, aim) or planning.quick(problem, 0).peak_bytes <= near
+
+
+def all_fits(problem: Problem, aim: int) -> bool:
+    """Whether everything can be kept."""
+    return replay(problem, keep_all(problem)).peak_bytes <= aim
 
 
 def _closer(

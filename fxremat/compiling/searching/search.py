@@ -24,13 +24,18 @@ from fxremat.compiling.draft import Draft, Learnt
 from fxremat.compiling.pipeline import AS_TORCH, DONATE, PLAN, Runner
 from fxremat.compiling.searching.candidates import Candidate, Judge, Judged
 from fxremat.compiling.searching.planning import Planning
-from fxremat.compiling.searching.proposals import Proposals, fastest, least, may_fit, under
+from fxremat.compiling.searching.proposals import (
+    Proposals,
+    all_fits,
+    fastest,
+    least,
+    may_fit,
+    under,
+)
 from fxremat.compiling.searching.torch_plan import plan_of_torch
 from fxremat.compiling.searching.tuning import REHEARSALS
 from fxremat.compiling.searching.variant_sets import VariantSet, variant_set
 from fxremat.core.problem import Problem
-from fxremat.core.schedule import keep_all
-from fxremat.core.timeline import replay
 from fxremat.passes.variants.table import rules_named
 
 log = logging.getLogger(__name__)
@@ -246,7 +251,7 @@ class Search:
         if problem.host:
             plan = self.planning.solve(problem, aim)
             return plan.peak_bytes <= aim and not plan.repeats() and not plan.moves
-        return replay(problem, keep_all(problem)).peak_bytes <= aim
+        return all_fits(problem, aim)
 
 
 def _learnt(judged: list[Judged]) -> Learnt:

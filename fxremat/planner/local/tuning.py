@@ -49,8 +49,8 @@ RUIN_MOST_EVICTIONS = 40
 RUIN_SLACK = 0.02
 """A repair is given up once it costs this part of the schedule's time more than before."""
 RUIN_IN_VAIN = 40
-"""Rounds in a row that win nothing, before the rest are left out: without this, small problems
-took twice as long, and time added to ten problems fell by 0.003 points of 4.87 %."""
+"""Rounds in a row that win nothing, before the rest are left out: most are in vain where a problem
+is small. Figures are in docs/benchmarks.md."""
 POLISH_ROUNDS = 200
 POLISH, POLISH_PER_OP = 600_000, 100
 """Work of `polish`, in the units of `StageSchedule.work`."""

@@ -24,7 +24,6 @@ from __future__ import annotations
 
 from collections.abc import Iterable, Sequence
 from dataclasses import dataclass, field
-from typing import Any
 
 from fxremat.planner.deadline import Deadline
 from fxremat.planner.milp.highs import Mip, Solution, Term
@@ -278,27 +277,20 @@ class ChoiceMilp:
 
     def solve(self, deadline: Deadline) -> Solution:
         """A good choice; where there are many columns, near the linear relaxation."""
-        if self.budget is None:
-            limits: dict[str, Any] = {
-                "nodes": tuning.CHOICE_NODES,
-                "gap": tuning.CHOICE_GAP_OF_LEAST,
-            }
-        else:
-            limits = {
-                "nodes": tuning.CHOICE_NODES,
-                "gap": 0.0,
-                "absolute_gap": tuning.CHOICE_GAP * UNIT,
-            }
-        relaxed = self.mip.relaxed(deadline)
-        near = self.mip.solve_near(relaxed, deadline, **limits)
-        enough = (
-            tuning.CHOICE_GAP * UNIT
-            if self.budget is not None
-            else tuning.CHOICE_GAP_OF_LEAST * abs(near.objective)
+        nodes = tuning.CHOICE_NODES
+        gap, absolute = (
+            (tuning.CHOICE_GAP_OF_LEAST, 0.0)
+            if self.budget is None
+            else (0.0, tuning.CHOICE_GAP * UNIT)
         )
+        relaxed = self.mip.relaxed(deadline)
+        near = self.mip.solve_near(relaxed, deadline, nodes=nodes, gap=gap, absolute_gap=absolute)
+        enough = gap * abs(near.objective) + absolute
         if near.values is not None and near.objective - near.bound <= enough:
             return near
-        found = self.mip.solve(deadline, start=near.values, **limits)
+        found = self.mip.solve(
+            deadline, nodes=nodes, gap=gap, absolute_gap=absolute, start=near.values
+        )
         return found if found.values is not None else near
 
     def names(self, solution: Solution) -> tuple[str, ...]:

@@ -8,8 +8,8 @@ from __future__ import annotations
 # -- choice_milp -------------------------------------------------------------------
 
 CHOICE_NODES = 1
-"""Of the search tree, without restarts: with 10, and with restarts, the choices were the same on
-GPT, Llama, ResNet and U-Net at 80, 65, 50 and 33 %, and took 2.2 times as long."""
+"""Of the search tree, without restarts: the heuristics at the root find the choice, and what comes
+after mostly raises the bound, which proves nothing here."""
 CHOICE_GAP, CHOICE_GAP_OF_LEAST = 1e-3, 1e-2
 """Of keep-all's time, and of the least peak."""
 CHOICE_LITTLE = 1e-3
@@ -33,7 +33,6 @@ SEARCH_A_LITTLE = 0.05
 SEARCH_MOST_SOLVED = 2
 SEARCH_TRIED_OPS, SEARCH_TRIED_OPS_OF_LEAST = 10_000, 20_000
 """Ops of all problems that are tried by taking one variant more, or one less; the second while
-nothing fits. With 40,000 where something does, GPT, Llama, ResNet and U-Net got the same plans at
-50 and 33 %; with 10,000 where nothing does, ResNet's least peak is higher by 6 %."""
+nothing fits: there they decide the least peak, elsewhere they seldom improve the choice."""
 SEARCH_SETTLED = 2e-3
 """Of the time of keep-all: a choice so near to it is not improved."""
