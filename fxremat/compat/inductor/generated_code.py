@@ -40,6 +40,7 @@ def generate(
 ) -> Generated:
     """Inductor's code for ``module`` under the current configuration; no kernel is compiled.
 
+    C++ kernels are written without vectors: nothing reads them, and it takes a third of the time.
     The user sees the first ``seen_outputs`` results, so that they keep their strides; None: those
     of a backward, as configured. ``input_strides`` replaces the strides of inputs, by name in the
     forward: the backward reads what the forward saved in the layout that Inductor chose there.
@@ -105,8 +106,40 @@ def _lowered(module: fx.GraphModule, inputs: list[Any], is_backward: bool) -> Ge
         lowering.bw_donated_idxs = donated_inputs(module) if is_backward else []
         lowering.freeze_runtime_asserts()
         lowering.run(*inputs)
-        code = lowering.codegen()[0]
+        with _without_vectors():
+            code = lowering.codegen()[0]
         return _generated(lowering, str(getattr(code, "value", code)))
+
+
+class _NoVectors:
+    """Stands for Inductor's module of vector instructions: this processor has none."""
+
+    def pick_vec_isa(self) -> Any:
+        from torch._inductor import cpu_vec_isa
+
+        return cpu_vec_isa.invalid_vec_isa
+
+    def __getattr__(self, name: str) -> Any:
+        from torch._inductor import cpu_vec_isa
+
+        return getattr(cpu_vec_isa, name)
+
+
+@contextmanager
+def _without_vectors() -> Iterator[None]:
+    """Inside, C++ kernels are scalar loops.
+
+    How loops are fused and what buffers hold does not depend on it. Which vectors there are is
+    not asked either, which compiles and runs a program for each kind.
+    """
+    from torch._inductor.codegen import cpp
+
+    known = cpp.cpu_vec_isa
+    cpp.cpu_vec_isa = _NoVectors()  # type: ignore[assignment]
+    try:
+        yield
+    finally:
+        cpp.cpu_vec_isa = known
 
 
 def code_key(module: fx.GraphModule, *, is_backward: bool) -> str | None:
