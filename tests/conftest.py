@@ -1,7 +1,7 @@
-"""What every test shares: golden texts, few threads, a cache for one run, hypothesis profiles.
+"""What every test shares: golden texts, few threads, a cache for one run, kernels without vectors.
 
 ``pytest --update-golden`` writes the golden texts anew. ``HYPOTHESIS_PROFILE=long`` looks at many
-random examples instead of a few fixed ones.
+random examples instead of a few fixed ones (see `tests.examples`).
 """
 
 from __future__ import annotations
@@ -12,6 +12,7 @@ import os
 import re
 import shutil
 import tempfile
+from collections.abc import Iterator
 from pathlib import Path
 
 THREADS = "2"
@@ -21,17 +22,16 @@ os.environ.setdefault("OMP_WAIT_POLICY", "PASSIVE")  # workers share the cores: 
 import hypothesis  # noqa: E402
 import pytest  # noqa: E402
 import torch  # noqa: E402
-import torch._inductor.config  # noqa: E402
+from torch._inductor import config as inductor_config  # noqa: E402
+
+from tests import examples  # noqa: E402
 
 GOLDEN = Path(__file__).parent / "golden"
 CACHE = "TORCHINDUCTOR_CACHE_DIR"
 TORCH_TRACE = "torch.__trace"
 """Torch writes each graph to this logger if anybody listens."""
-
-hypothesis.settings.register_profile(
-    "smoke", max_examples=30, deadline=None, derandomize=True, database=None
-)
-hypothesis.settings.register_profile("long", max_examples=3000, deadline=None, print_blob=True)
+NO_VECTORS = 1
+"""As many numbers at a time: g++ takes half as long for a kernel of Inductor's."""
 
 
 def pytest_addoption(parser: pytest.Parser) -> None:
@@ -44,9 +44,9 @@ def pytest_configure(config: pytest.Config) -> None:
 
     The processes of one run share a cache, which is empty when the run begins.
     """
-    hypothesis.settings.load_profile(os.environ.get("HYPOTHESIS_PROFILE", "smoke"))
+    hypothesis.settings.load_profile(os.environ.get("HYPOTHESIS_PROFILE", examples.SHORT))
     torch.set_num_threads(int(THREADS))
-    torch._inductor.config.cpp.simdlen = 1
+    inductor_config.cpp.simdlen = NO_VECTORS
     logging.getLogger(TORCH_TRACE).propagate = True  # pytest listens to those that do not
     for name in [name for name in os.environ if name.startswith("FXREMAT_")]:
         del os.environ[name]
@@ -106,3 +106,10 @@ def golden(request: pytest.FixtureRequest) -> Golden:
     """``golden(text)`` compares with ``tests/golden/<test name>.txt``."""
     name = re.sub(r"\W+", "_", request.node.name).strip("_")
     return Golden(GOLDEN / f"{name}.txt", request.config.getoption("--update-golden"))
+
+
+@pytest.fixture
+def vectors() -> Iterator[None]:
+    """Kernels as users have them, with the vectors of this machine."""
+    with inductor_config.patch({"cpp.simdlen": None}):
+        yield

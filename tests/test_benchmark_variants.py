@@ -9,7 +9,7 @@ from pathlib import Path
 
 import pytest
 import torch
-from hypothesis import given, settings
+from hypothesis import given
 
 from benchmarks import variants_convergence as convergence
 from benchmarks.variants import parse_arguments, ways
@@ -18,6 +18,7 @@ from fxremat.core.problem import Problem
 from fxremat.core.variants import run_once, take
 from fxremat.passes.variants.table import RULES
 from fxremat.planner import solve
+from tests.examples import examples
 from tests.strategies import problems_with_variants
 
 
@@ -28,7 +29,7 @@ def _fresh() -> Iterator[None]:
     torch.compiler.reset()
 
 
-@settings(deadline=None, max_examples=20)
+@examples(20)
 @given(problems_with_variants(max_ops=6))
 def test_in_turn_takes_the_better_forms(problem: Problem) -> None:
     """Those that need nothing to run again to fit, or those that save time."""

@@ -34,7 +34,7 @@ def step(model: nn.Module, arguments: tuple[Tensor, ...]) -> Step:
 def few(name: str) -> tuple[Network, tuple[Tensor, ...]]:
     """A model, and of its batch as much as a test needs of the large ones."""
     model, arguments = build(name)
-    return model, tuple(x[:4] for x in arguments) if name in LARGE else arguments
+    return model, tuple(x[:1] for x in arguments) if name in LARGE else arguments
 
 
 @cache

@@ -139,8 +139,11 @@ def traced(name: str, dtype: torch.dtype = torch.float32, fused: bool = True) ->
     return capture(net, inputs, fused=fused).joint
 
 
-@pytest.mark.parametrize("fused", [False, True], ids=["eager", "fused"])
-@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16], ids=str)
+@pytest.mark.parametrize(
+    ("dtype", "fused"),
+    [(torch.float32, False), (torch.float32, True), (torch.bfloat16, True)],
+    ids=["eager", "fused", "fused bfloat16"],
+)
 @pytest.mark.parametrize("name", NETS)
 def test_every_real_site_passes(name: str, dtype: torch.dtype, fused: bool) -> None:
     joint = traced(name, dtype, fused)

@@ -13,6 +13,7 @@ from torch import nn
 
 from fxremat.passes.variants.chunks.rules import CHUNKED_ATTENTION, CHUNKED_LOSS, CHUNKED_MLP
 from fxremat.runtime.chunks.operator import ROWS
+from tests.examples import examples
 from tests.graphs import Net, calls
 from tests.row_nets import WEIGHTS, D, Gated, V, head, labels, rows, up_and_down, z_loss
 from tests.row_sites import all_names, check, names_of, sites, taken, trace
@@ -119,6 +120,7 @@ def test_few_rows(count: int) -> None:
         check(net, (rows(count, D), labels(count)), CHUNKED_LOSS)
 
 
+@examples(10)
 @given(st.integers(17, 90), st.integers(1, 12), st.integers(30, 150), st.booleans(), st.booleans())
 def test_random_sizes(count: int, width: int, most: int, bias: bool, ignored: bool) -> None:
     net = Net(lambda m, x, y: F.cross_entropy(m.head(x), y), head=head(bias, width, most))

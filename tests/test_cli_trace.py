@@ -16,7 +16,7 @@ import fxremat
 from fxremat.cli import main
 from fxremat.core.check import check
 from fxremat.core.problem import Problem, load_problem, problem_to_json
-from tests.chains import skipping
+from tests.chains import phased_chain
 from tests.small import Stack, seeded
 
 ROOT = Path(__file__).parent.parent
@@ -168,7 +168,7 @@ def test_the_commands_one_after_the_other(models: str, tmp_path: Path) -> None:
 
 def test_only_trace_needs_torch(tmp_path: Path) -> None:
     problem = tmp_path / "problem.json"
-    problem.write_text(json.dumps(problem_to_json(skipping())))
+    problem.write_text(json.dumps(problem_to_json(phased_chain(3))))
     code = "import sys; from fxremat.cli import main; main(sys.argv[1:]); print(sys.modules.keys())"
     modules = python(tmp_path, "-c", code, "pareto", str(problem)).splitlines()[-1]
     assert "'fxremat.planner'" in modules

@@ -2,12 +2,16 @@
 
 from __future__ import annotations
 
+import re
+from contextlib import nullcontext
 from typing import Any
 
+import pytest
 import torch
 from torch import fx, nn
 
 from fxremat import compat
+from fxremat.compat.inductor import generated_code
 from tests.compat_graphs import half
 from tests.graphs import batch
 
@@ -34,6 +38,32 @@ def test_generate() -> None:
     assert not any(name.startswith("primals") for name in forward.origin_of.values())
     assert forward.strides[0] == (64, 1)
     assert forward.constants == {}
+
+
+def memory_lines(source: str) -> list[str]:
+    """Where the code allocates and lets go."""
+    return [line.strip() for line in source.splitlines() if re.search(r"= empty|reuse|del ", line)]
+
+
+@pytest.mark.usefixtures("vectors")
+def test_kernels_without_vectors(monkeypatch: pytest.MonkeyPatch) -> None:
+    """They are scalar loops; what is allocated and when it is freed is that of real kernels."""
+    from torch._inductor.codegen import cpp
+
+    known, sources = vars(cpp)["cpu_vec_isa"], []
+
+    def step(forward: fx.GraphModule, backward: fx.GraphModule) -> None:
+        for module in (forward, backward):
+            sources.append(compat.generate(module, is_backward=module is backward).source)
+
+    net = nn.Sequential(linear_gelu(), nn.LayerNorm(64), nn.Softmax(1))
+    half(net, step)
+    assert vars(cpp)["cpu_vec_isa"] is known
+    monkeypatch.setattr(generated_code, "_without_vectors", nullcontext)
+    half(net, step)
+    assert ["at::vec" in source for source in sources] == [False, False, True, True]
+    assert [memory_lines(one) for one in sources[:2]] == [memory_lines(one) for one in sources[2:]]
+    assert all(memory_lines(source) for source in sources)
 
 
 def test_code_key() -> None:

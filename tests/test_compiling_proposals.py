@@ -21,6 +21,7 @@ from fxremat.compiling.searching.proposals import (
 from fxremat.compiling.searching.tuning import CLOSE_ENOUGH, FAR_ABOVE, LOWEST_PERCENT
 from fxremat.core.plan import Plan
 from fxremat.core.problem import Op, Problem, Value
+from tests.chains import blocks
 from tests.trial_judge import PROBLEM, Trial, draft_of, planning
 
 AIM = 1000
@@ -138,7 +139,7 @@ def test_plans_of_least_peak_do_not_know_the_budget() -> None:
     found = []
     for _ in range(2):
         trial = Trial(lambda planned, order: planned + 3)
-        trial.follow(least(draft_of(PROBLEM), planning("auto")))
+        trial.follow(least(draft_of(blocks(2)), planning("auto")))
         assert set(trial.orders) == {"planned"}
         assert len(trial.asked) <= 3 + len(LOWEST_PERCENT)
         found.append([one.plan.steps for one in trial.asked])

@@ -10,7 +10,7 @@ from typing import Any
 import pytest
 import torch
 import torch.nn.functional as F
-from hypothesis import given, settings
+from hypothesis import given
 from hypothesis import strategies as st
 from torch import fx, nn
 
@@ -25,6 +25,7 @@ from fxremat.runtime.chunks import convolutions
 from fxremat.runtime.kernels import INSIDE
 from tests.conftest import Golden
 from tests.end_to_end import compiled_by_fxremat, least, measured, observed
+from tests.examples import examples
 from tests.graphs import joint_of_model as joint_of  # a test's text seeds its examples
 from tests.graphs import on_cuda, run_joint
 
@@ -73,7 +74,7 @@ def test_every_form_gives_what_the_call_gives(
     assert assert_each_is_the_same(joint_of(model, x), tolerance) == 6
 
 
-@settings(deadline=None, max_examples=25)
+@examples(25)
 @given(
     st.integers(1, 3), st.integers(1, 3), st.integers(0, 1), st.integers(1, 2), st.integers(5, 7),
     st.sampled_from((1, 2)), st.booleans(), st.sampled_from((1, 2, 3)), st.booleans(),

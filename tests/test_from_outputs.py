@@ -16,6 +16,7 @@ from fxremat.passes.joint_graph import JointGraph
 from fxremat.passes.variants import insertion
 from fxremat.passes.variants.from_outputs import RULES
 from fxremat.passes.variants.rule import Rule, Site
+from tests.examples import examples
 from tests.graphs import batch, linear
 from tests.variants import compare, crossing, gradients, joint_of, sites, stand_ins_of
 
@@ -113,6 +114,7 @@ def test_activations(name: str) -> None:
     assert_close(joint, site)
 
 
+@examples(12)
 @given(st.integers(2, 9), st.integers(2, 9), st.sampled_from(["rms", "elu", "softplus"]))
 def test_any_shape(rows: int, width: int, name: str) -> None:
     rule, middle = (PLAIN, NORMS["rms"][1](width)) if name == "rms" else (

@@ -38,6 +38,7 @@ def measured(model: nn.Module, x: Tensor, **options: Any) -> int:
     return measure_peak(step, held=(model, x)).peak_bytes
 
 
+@pytest.mark.usefixtures("vectors")
 def test_budget_prediction_gradients_and_dropout() -> None:
     model, x = seeded(lambda: Stack(2, dropout=0.2), 512, 32)
     other = copy.deepcopy(model)

@@ -21,6 +21,7 @@ from fxremat.passes.variants.lossy_saved import RULES
 from fxremat.passes.variants.rule import Rule, Site
 from fxremat.runtime.quantised import BLOCK
 from tests.conftest import Golden
+from tests.examples import examples
 from tests.variants import (
     Taken,
     calls,
@@ -149,6 +150,7 @@ def test_a_mean_over_values_has_no_bias() -> None:
     assert abs(mean) < 5 * deviation * 128**0.5
 
 
+@examples(12)
 @given(
     st.lists(st.integers(1, 5), min_size=1, max_size=4), st.permutations(range(4)),
     st.sampled_from(FORMS),

@@ -29,6 +29,7 @@ from fxremat.passes.memory_estimation import TANGENTS
 from fxremat.passes.offload import is_move
 from fxremat.planner.moves.transfers import Fetch, Item, place
 from tests import nets
+from tests.examples import examples
 from tests.graphs import (
     Capture,
     Steps,
@@ -98,7 +99,7 @@ def test_nothing_changes(name: str) -> None:
         assert_plan_changes_nothing(model, inputs, saved_values_away, reference=reference)
 
 
-@hypothesis.settings(max_examples=12, deadline=None)
+@examples(12)
 @hypothesis.given(
     net=random_nets(),
     seed=hypothesis.strategies.integers(0, 1000),
@@ -108,7 +109,7 @@ def test_random_nets_are_the_same_under_random_moves(net: Any, seed: int, fused:
     assert_plan_changes_nothing(net, [batch(SIDE, SIDE)], moved_at_random(seed), fused=fused)
 
 
-@hypothesis.settings(max_examples=10, deadline=None)
+@examples(10)
 @hypothesis.given(net=random_nets(), seed=hypothesis.strategies.integers(0, 1000))
 def test_the_replayed_peak_is_the_measured_one(net: Any, seed: int) -> None:
     measured, replayed = peaks(net, [batch(SIDE, SIDE)], moved_at_random(seed))

@@ -5,7 +5,7 @@ from __future__ import annotations
 from dataclasses import replace
 
 import pytest
-from hypothesis import given, settings
+from hypothesis import given
 from hypothesis import strategies as st
 
 from fxremat.core.plan import Plan
@@ -15,6 +15,7 @@ from fxremat.planner import SolverOptions, auto, solve, tuning
 from fxremat.planner.deadline import Deadline
 from tests.brute import least_time
 from tests.chains import blocks, chains, homogeneous, skipping
+from tests.examples import examples
 
 # For what is proven: the search ends by itself, within 2 s on an idle core. A busy machine can
 # reach the default limit first.
@@ -25,7 +26,7 @@ def peak(problem: Problem) -> int:
     return replay(problem, problem.base_steps()).peak_bytes
 
 
-@settings(max_examples=25, deadline=None)
+@examples(25)
 @given(chains(2, 3), st.integers(40, 100))
 def test_small_problems_are_solved_and_proven(problem: Problem, percent: int) -> None:
     budget = peak(problem) * percent // 100

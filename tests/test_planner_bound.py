@@ -2,16 +2,17 @@
 
 from __future__ import annotations
 
-from hypothesis import HealthCheck, given, settings
+from hypothesis import HealthCheck, given
 
 from fxremat.core.problem import Op, Problem, Value
 from fxremat.planner.indexed_problem import build_model
 from fxremat.planner.peak_bound import peak_bound
 from tests import brute
+from tests.examples import examples
 from tests.strategies import problems_from_a_seed
 
 
-@settings(max_examples=25, deadline=None, suppress_health_check=list(HealthCheck))
+@examples(25, suppress_health_check=list(HealthCheck))
 @given(problems_from_a_seed(8))
 def test_no_schedule_is_below_the_bound(problem: Problem) -> None:
     assert peak_bound(build_model(problem)) <= brute.least_peak(problem)

@@ -12,7 +12,7 @@ from pathlib import Path
 from typing import Any
 
 import pytest
-from hypothesis import HealthCheck, given, settings
+from hypothesis import HealthCheck, given
 
 import fxremat
 from fxremat import compat, planner
@@ -26,6 +26,7 @@ from fxremat.planner.plan_cache import PlanCache, digest
 from fxremat.planner.plans import make_plan
 from tests import strategies
 from tests.chains import phased_chain
+from tests.examples import examples
 from tests.small import Stack, seeded
 
 OPTIONS = SolverOptions()
@@ -55,7 +56,7 @@ def test_an_answer_is_kept_and_read_back(tmp_path: Path, problem: Problem) -> No
     assert [path.suffix for path in tmp_path.iterdir()] == [".json"]
 
 
-@settings(suppress_health_check=[HealthCheck.function_scoped_fixture], max_examples=15)
+@examples(15, suppress_health_check=[HealthCheck.function_scoped_fixture])
 @given(strategies.problems())
 def test_every_kind_of_plan_is_read_back(tmp_path: Path, problem: Problem) -> None:
     for budget in (None, 0, 100):

@@ -6,7 +6,7 @@ import math
 from dataclasses import replace
 
 import pytest
-from hypothesis import HealthCheck, given, settings
+from hypothesis import HealthCheck, given
 from hypothesis import strategies as st
 
 from fxremat.core.check import check
@@ -29,10 +29,11 @@ from tests import brute
 from tests.brute import plain
 from tests.budgets import budget_between, fits
 from tests.chains import unphased_chain
+from tests.examples import examples
 from tests.strategies import problems, schedules
 
 SLACK = 1e-6
-FEW = settings(max_examples=25, deadline=None, suppress_health_check=list(HealthCheck))
+FEW = examples(25, suppress_health_check=list(HealthCheck))
 
 
 def assert_honest(problem: Problem, plan: Plan, name: str) -> None:

@@ -5,7 +5,7 @@ from __future__ import annotations
 from dataclasses import replace
 
 import pytest
-from hypothesis import given, settings
+from hypothesis import given
 from hypothesis import strategies as st
 
 from fxremat import planner
@@ -15,6 +15,7 @@ from fxremat.core.problem import Copies, Problem
 from fxremat.core.timeline import replay
 from fxremat.planner import SolverOptions
 from tests.chains import chain_with_copies
+from tests.examples import examples
 from tests.strategies import problems
 
 BUDGET = 507
@@ -85,7 +86,7 @@ def test_energy_is_never_more_than_that_of_the_fastest_plan() -> None:
         assert solved(problem).energy_uj <= fastest.energy_uj
 
 
-@settings(max_examples=8, deadline=None)
+@examples(8)
 @given(problems(), st.floats(0.4, 1.0), st.sampled_from((0.0, 0.1, 5.0)))
 def test_random_problems(problem: Problem, part: float, byte_uj: float) -> None:
     ops = tuple(replace(op, energy_uj=op.time_us + 1.0) for op in problem.ops)

@@ -6,7 +6,7 @@ from dataclasses import fields
 from itertools import pairwise
 
 import pytest
-from hypothesis import HealthCheck, given, settings
+from hypothesis import HealthCheck, given
 from hypothesis import strategies as st
 
 from fxremat.core.plan import Plan
@@ -15,6 +15,7 @@ from fxremat.core.timeline import replay
 from fxremat.planner import SOLVERS, SolverOptions, front, solve
 from tests import brute
 from tests.chains import phased_chain
+from tests.examples import examples
 from tests.strategies import problems_from_a_seed
 
 
@@ -31,7 +32,7 @@ def check(problem: Problem, plan: Plan) -> None:
     assert plan.time_bound_us <= plan.time_us
 
 
-@settings(max_examples=25, deadline=None, suppress_health_check=list(HealthCheck))
+@examples(25, suppress_health_check=list(HealthCheck))
 @given(problems_from_a_seed(8))
 def test_never_better_than_the_optimum(problem: Problem) -> None:
     plans = front(problem)
@@ -47,7 +48,7 @@ def test_never_better_than_the_optimum(problem: Problem) -> None:
     assert bound <= least <= plans[-1].peak_bytes
 
 
-@settings(max_examples=25, deadline=None, suppress_health_check=list(HealthCheck))
+@examples(25, suppress_health_check=list(HealthCheck))
 @given(problems_from_a_seed(5))
 def test_tiny_problems_are_solved_to_the_optimum(problem: Problem) -> None:
     plans = front(problem)
@@ -59,7 +60,7 @@ def test_tiny_problems_are_solved_to_the_optimum(problem: Problem) -> None:
     assert plans[-1].peak_bytes == least == plans[-1].peak_bound_bytes
 
 
-@settings(max_examples=25, deadline=None, suppress_health_check=list(HealthCheck))
+@examples(8, suppress_health_check=list(HealthCheck))
 @given(problems_from_a_seed(8))
 def test_monotone_in_the_budget(problem: Problem) -> None:
     plans = front(problem)
@@ -139,7 +140,7 @@ def test_same_problem_same_plan() -> None:
     assert [p.steps for p in front(first)] == [p.steps for p in front(second)]
 
 
-@settings(max_examples=15, deadline=None)
+@examples(15)
 @given(problems_from_a_seed(8), st.integers(0, 99))
 def test_the_seed_changes_no_promise(problem: Problem, seed: int) -> None:
     options = SolverOptions(seed=seed)

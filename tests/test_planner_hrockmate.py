@@ -5,7 +5,7 @@ from __future__ import annotations
 import math
 
 import pytest
-from hypothesis import given, settings
+from hypothesis import given
 from hypothesis import strategies as st
 
 from fxremat.core.problem import Problem
@@ -33,6 +33,7 @@ from fxremat.planner.local.stage_schedule import StageSchedule
 from fxremat.planner.milp.highs import Solution
 from tests.brute import least_time
 from tests.chains import blocks, chains, skipping
+from tests.examples import examples
 from tests.strategies import problems
 
 CUTTERS = [narrow_cuts, even_cuts, separators, random_cuts(0)]
@@ -53,7 +54,7 @@ def reaches(model: IndexedProblem) -> list[set[int]]:
 
 
 @pytest.mark.parametrize("cutter", CUTTERS)
-@settings(max_examples=EXAMPLES, deadline=None)
+@examples(EXAMPLES)
 @given(st.data())
 def test_clusters_partition_the_ops_and_are_convex(cutter: Cutter, data: st.DataObject) -> None:
     model = build_model(data.draw(some_problems()))
@@ -68,7 +69,7 @@ def test_clusters_partition_the_ops_and_are_convex(cutter: Cutter, data: st.Data
 
 
 @pytest.mark.parametrize("cutter", CUTTERS)
-@settings(max_examples=EXAMPLES, deadline=None)
+@examples(EXAMPLES)
 @given(st.data())
 def test_what_crosses_is_known(cutter: Cutter, data: st.DataObject) -> None:
     model = build_model(data.draw(some_problems()))
@@ -94,7 +95,7 @@ def keep_all_programme(parts: Decomposition, budget: int) -> Solution:
     return Quotient(parts, runs, budget, repeats=False).mip.solve(Deadline(None))
 
 
-@settings(max_examples=EXAMPLES, deadline=None)
+@examples(EXAMPLES)
 @given(st.data())
 def test_the_peak_of_a_level_is_that_of_the_replay(data: st.DataObject) -> None:
     """Exactly, but where an op writes over a larger value: then it may be taken as more."""
@@ -108,7 +109,7 @@ def test_the_peak_of_a_level_is_that_of_the_replay(data: st.DataObject) -> None:
         assert keep_all_programme(parts, peak).values is not None
 
 
-@settings(max_examples=EXAMPLES, deadline=None)
+@examples(20)
 @given(st.data())
 def test_schedules_of_a_level_fit(data: st.DataObject) -> None:
     """With all options and repeats: what the programme allows is within the budget."""
@@ -171,7 +172,7 @@ def test_roles() -> None:
     assert "made" in roles  # the second half of the forward reads them across the bottom
 
 
-@settings(max_examples=20, deadline=None)
+@examples(20)
 @given(chains(2, 3), st.integers(50, 100))
 def test_never_better_than_the_best(problem: Problem, percent: int) -> None:
     budget = replay(problem, problem.base_steps()).peak_bytes * percent // 100

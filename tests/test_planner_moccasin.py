@@ -7,7 +7,7 @@ import sys
 import time
 
 import pytest
-from hypothesis import HealthCheck, assume, given, settings
+from hypothesis import HealthCheck, assume, given
 from hypothesis import strategies as st
 
 from fxremat.core.check import check
@@ -23,6 +23,7 @@ from tests import brute
 from tests.brute import plain
 from tests.budgets import budget_between, fits
 from tests.chains import unphased_chain
+from tests.examples import examples
 from tests.strategies import problems
 
 needs_cp_sat = pytest.mark.skipif(
@@ -46,7 +47,7 @@ def alone(problem: Problem, budget: int, monkeypatch: pytest.MonkeyPatch) -> Pla
 
 
 @needs_cp_sat
-@settings(max_examples=10, deadline=None, suppress_health_check=list(HealthCheck))
+@examples(10, suppress_health_check=list(HealthCheck))
 @given(problems(min_ops=4, max_ops=7), st.integers(0, 99), st.booleans())
 def test_never_better_than_the_optimum(problem: Problem, percent: int, shared: bool) -> None:
     problem = problem if shared else plain(problem)

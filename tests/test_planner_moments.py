@@ -6,7 +6,7 @@ import itertools
 import math
 
 import pytest
-from hypothesis import given, settings
+from hypothesis import given
 from hypothesis import strategies as st
 
 from fxremat.core.check import check
@@ -21,6 +21,7 @@ from fxremat.planner.milp.moments_relaxation import Needs, Relaxation, runs_for
 from fxremat.planner.options import Progress, SolverOptions
 from tests.brute import least_time
 from tests.chains import growing_chain
+from tests.examples import examples
 from tests.strategies import problems
 
 OPTIONS = SolverOptions()
@@ -35,7 +36,7 @@ def relaxation(problem: Problem, budget: int, *stages: int) -> Relaxation:
 # --- the bound -----------------------------------------------------------------------------------
 
 
-@settings(max_examples=40, deadline=None)
+@examples(40)
 @given(problems(max_ops=6), st.data())
 def test_no_schedule_within_the_budget_is_faster_than_the_bound(
     problem: Problem, data: st.DataObject
@@ -125,7 +126,7 @@ def test_what_is_not_held_is_computed_again_with_all_it_needs() -> None:
     assert runs_for(model, held) == [(1, 5), (2, 5)]
 
 
-@settings(max_examples=40, deadline=None)
+@examples(40)
 @given(problems(max_ops=7), st.data())
 def test_whatever_is_held_the_schedule_is_possible(problem: Problem, data: st.DataObject) -> None:
     model = build_model(problem)
@@ -139,7 +140,7 @@ def test_whatever_is_held_the_schedule_is_possible(problem: Problem, data: st.Da
 # --- plans ---------------------------------------------------------------------------------------
 
 
-@settings(max_examples=40, deadline=None)
+@examples(40)
 @given(problems(max_ops=6), st.data())
 def test_plans_are_possible_and_bounds_hold(problem: Problem, data: st.DataObject) -> None:
     full = replay(problem, problem.base_steps()).peak_bytes

@@ -6,7 +6,7 @@ from dataclasses import replace
 from itertools import pairwise
 
 import pytest
-from hypothesis import given, settings
+from hypothesis import given
 from hypothesis import strategies as st
 
 from fxremat import planner
@@ -21,6 +21,7 @@ from fxremat.planner.moves import offload
 from fxremat.planner.moves.time_bound import relax
 from fxremat.planner.moves.transfers import Fetch, Item, place, synchronous
 from tests.chains import TEN_BYTES_PER_US, chain_with_copies, chain_with_host_weights
+from tests.examples import examples
 from tests.strategies import problems, schedules
 
 
@@ -126,7 +127,7 @@ def test_a_budget_below_what_recomputation_needs() -> None:
     assert solved(once, full // 2).peak_bytes <= full // 2
 
 
-@settings(max_examples=10, deadline=None)
+@examples(10)
 @given(problems(), st.sampled_from((0.0, 1.0, 8.0)), st.floats(0.2, 1.0))
 def test_random_problems(problem: Problem, rate: float, part: float) -> None:
     problem = replace(problem, copies=Copies(rate, rate, latency_us=1.0))
@@ -156,7 +157,7 @@ def fetches(draw: st.DrawFn, problem: Problem, steps: tuple[str, ...]) -> list[I
     return items
 
 
-@settings(max_examples=100, deadline=None)
+@examples(100)
 @given(st.data(), problems(min_ops=3), st.sampled_from((1.0, 8.0)))
 def test_random_fetches_are_placed_within_the_budget(
     data: st.DataObject, problem: Problem, rate: float
@@ -179,7 +180,7 @@ def test_random_fetches_are_placed_within_the_budget(
 # --- bounds -------------------------------------------------------------------------------
 
 
-@settings(max_examples=20, deadline=None)
+@examples(20)
 @given(st.data(), problems(min_ops=3), st.sampled_from((0.0, 1.0, 8.0)), st.floats(0.2, 1.0))
 def test_no_schedule_is_faster_than_the_bound(
     data: st.DataObject, problem: Problem, rate: float, part: float

@@ -8,7 +8,7 @@ from dataclasses import replace
 from itertools import combinations
 
 import pytest
-from hypothesis import given, settings
+from hypothesis import given
 from hypothesis import strategies as st
 
 from fxremat import planner
@@ -22,15 +22,14 @@ from fxremat.planner.moves.transfers import Fetch, Item, place
 from fxremat.planner.options import SolverOptions
 from fxremat.planner.published import pofo, rockmate, rotor
 from tests import chains, strategies
+from tests.examples import examples
 
 OPTIONS = SolverOptions()
 
 
 def net(layers: int, rate: float = 10.0, time_us: float = 10.0) -> Problem:
     """A chain whose values may be copied, at a rate both ways."""
-    return validate(
-        chains.chain_with_copies(layers, time_us=time_us, copies=Copies(rate, rate))
-    )
+    return validate(chains.chain_with_copies(layers, time_us=time_us, copies=Copies(rate, rate)))
 
 
 def part_of(problem: Problem, part: float) -> int:
@@ -101,7 +100,7 @@ def test_rotors_plan_where_nothing_may_move(copies: Copies | None, part: float) 
     assert plan.solver == "pofo"
 
 
-@settings(max_examples=10, deadline=None)
+@examples(10)
 @given(
     chains.chains(),
     st.sampled_from((0.3, 1.0, 4.0)),
@@ -119,7 +118,7 @@ def test_never_slower_than_rotor(problem: Problem, out: float, back: float, part
     assert plan.time_bound_us == problem.base_time_us
 
 
-@settings(max_examples=15, deadline=None)
+@examples(15)
 @given(strategies.problems(min_ops=4, max_ops=10), st.floats(0.3, 1.0))
 def test_any_problem_is_solved_or_refused(problem: Problem, part: float) -> None:
     """Workspaces, in-place writes, outputs and ops that run once, in any arrangement."""

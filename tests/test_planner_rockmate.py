@@ -5,7 +5,7 @@ from __future__ import annotations
 from itertools import pairwise
 
 import pytest
-from hypothesis import given, settings
+from hypothesis import given
 
 from fxremat.core.check import check
 from fxremat.core.problem import Problem
@@ -17,6 +17,7 @@ from fxremat.planner.published import block_options, rockmate, rotor
 from fxremat.planner.published.block_options import BlockOptions, held_options, pareto, shape
 from fxremat.planner.published.chain_costs import BlockOption, keep_all, option_cost
 from tests import brute, chains, strategies
+from tests.examples import examples
 
 OPTIONS = SolverOptions()
 
@@ -63,7 +64,7 @@ def test_least_time_of_tiny_blocks() -> None:
         assert rockmate.solve(problem, budget, OPTIONS).time_us == best[0]
 
 
-@settings(max_examples=25, deadline=None)
+@examples(25)
 @given(strategies.problems(min_ops=4, max_ops=12))
 def test_any_problem_is_solved_or_refused(problem: Problem) -> None:
     try:

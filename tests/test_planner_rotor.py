@@ -6,7 +6,7 @@ import time
 from itertools import pairwise
 
 import pytest
-from hypothesis import given, settings
+from hypothesis import given
 
 from fxremat.core.check import check
 from fxremat.core.problem import Op, Problem, Value, validate
@@ -18,6 +18,7 @@ from fxremat.planner.published import rotor
 from fxremat.planner.published.chain_costs import block_costs, keep_all
 from fxremat.planner.published.rotor_table import Table
 from tests import brute, chains, strategies
+from tests.examples import examples
 
 OPTIONS = SolverOptions()
 
@@ -50,7 +51,7 @@ def test_least_time_of_a_chain_that_narrows() -> None:
         assert rotor.solve(problem, budget, OPTIONS).time_us == best[0], budget
 
 
-@settings(max_examples=40, deadline=None)
+@examples(40)
 @given(chains.chains())
 def test_never_better_than_the_best_and_always_possible(problem: Problem) -> None:
     most = keep_all_peak(problem)
@@ -65,7 +66,7 @@ def test_never_better_than_the_best_and_always_possible(problem: Problem) -> Non
             assert plan.time_us >= best[0]
 
 
-@settings(max_examples=60, deadline=None)
+@examples(60)
 @given(strategies.problems(min_ops=4, max_ops=12))
 def test_any_problem_is_solved_or_refused(problem: Problem) -> None:
     """Workspaces, in-place writes, outputs and ops that run once, in any arrangement."""

@@ -5,7 +5,7 @@ from __future__ import annotations
 from importlib.util import find_spec
 
 import pytest
-from hypothesis import given, settings
+from hypothesis import given
 from hypothesis import strategies as st
 
 from fxremat.core.check import check
@@ -16,6 +16,7 @@ from fxremat.planner.clusters.chain import NotAChain
 from fxremat.planner.published import rotor
 from tests.brute import least_time
 from tests.chains import growing_chain
+from tests.examples import examples
 from tests.strategies import problems
 
 THERE = [name for name in SOLVERS if name != "moccasin" or find_spec("ortools")]
@@ -54,7 +55,7 @@ def plan_or_refusal(problem: Problem, budget: int, name: str) -> bool:
 
 
 @pytest.mark.parametrize("name", THERE)
-@settings(max_examples=20, deadline=None)
+@examples(20)
 @given(st.data())
 def test_on_random_problems(name: str, data: st.DataObject) -> None:
     problem = data.draw(problems(max_ops=5))

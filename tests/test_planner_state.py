@@ -5,7 +5,7 @@ from __future__ import annotations
 import random
 
 import pytest
-from hypothesis import HealthCheck, given, settings
+from hypothesis import HealthCheck, given
 from hypothesis import strategies as st
 
 from fxremat.core.problem import Problem
@@ -13,6 +13,7 @@ from fxremat.core.timeline import replay
 from fxremat.planner.indexed_problem import build_model
 from fxremat.planner.local.editable_schedule import EditableSchedule
 from fxremat.planner.local.stage_schedule import StageSchedule
+from tests.examples import examples
 from tests.strategies import problems_from_a_seed
 from tests.transformer_problem import gpt
 
@@ -48,7 +49,7 @@ def walk(problem: Problem, seed: int, count: int) -> None:
     agree(problem, state)
 
 
-@settings(max_examples=25, deadline=None, suppress_health_check=list(HealthCheck))
+@examples(25, suppress_health_check=list(HealthCheck))
 @given(problems_from_a_seed(8), st.integers(0, 1000))
 def test_the_profile_follows_every_change(problem: Problem, seed: int) -> None:
     walk(problem, seed, 12)

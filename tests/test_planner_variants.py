@@ -5,7 +5,7 @@ from __future__ import annotations
 from dataclasses import replace
 
 import pytest
-from hypothesis import given, settings
+from hypothesis import given
 
 from fxremat.core.check import check
 from fxremat.core.problem import Change, Op, Problem, Value, Variant, validate
@@ -16,6 +16,7 @@ from fxremat.planner.local import greedy
 from fxremat.planner.plan_cache import PlanCache
 from fxremat.planner.variants.all_variants import unite
 from fxremat.planner.variants.choice_milp import ChoiceMilp
+from tests.examples import examples
 from tests.strategies import problems_with_variants
 from tests.variant_problem import LOSS_PROBLEM
 
@@ -116,7 +117,7 @@ def peaks(problem: Problem) -> tuple[int, int]:
     return least.peak_bytes, most.peak_bytes
 
 
-@settings(deadline=None, max_examples=60)
+@examples(60)
 @given(problems_with_variants(max_ops=7))
 def test_no_plan_is_better_than_what_the_choice_proves(problem: Problem) -> None:
     """All stages are moments, and so neighbours: what runs again counts, too."""
@@ -179,7 +180,7 @@ def test_the_plan_comes_back_from_the_cache_with_its_variants(tmp_path: object) 
     assert again.steps == plan.steps
 
 
-@settings(deadline=None, max_examples=40)
+@examples(40)
 @given(problems_with_variants(max_ops=6))
 def test_plans_are_never_worse_than_without_alternatives(problem: Problem) -> None:
     plain = take(problem, ())
@@ -194,7 +195,7 @@ def test_plans_are_never_worse_than_without_alternatives(problem: Problem) -> No
         assert not any(exclude(a, b) for a in chosen for b in chosen if a is not b)
 
 
-@settings(deadline=None, max_examples=40)
+@examples(40)
 @given(problems_with_variants(max_ops=7))
 def test_no_form_more_or_less_makes_a_plan_better(problem: Problem) -> None:
     plain = take(problem, ())

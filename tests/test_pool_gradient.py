@@ -8,7 +8,7 @@ from typing import Any
 import pytest
 import torch
 import torch.nn.functional as F
-from hypothesis import given, settings
+from hypothesis import given
 from hypothesis import strategies as st
 from torch import fx, nn
 
@@ -17,6 +17,7 @@ from fxremat.passes.nodes import add_call
 from fxremat.passes.variants import insertion
 from fxremat.passes.variants.pool_gradient import RULES
 from tests.conftest import Golden
+from tests.examples import examples
 from tests.graphs import Capture, capture, compiled
 
 ATEN = torch.ops.aten
@@ -98,7 +99,7 @@ def test_where_windows_do_not_overlap_nothing_is_stored(
     assert_same(joint)
 
 
-@settings(deadline=None, max_examples=15)
+@examples(8)
 @given(
     st.integers(1, 3), st.integers(1, 3), st.integers(4, 9), st.integers(4, 9), st.booleans(),
     st.integers(0, 9),

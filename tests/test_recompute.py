@@ -19,6 +19,7 @@ from fxremat.passes.memory_estimation import TANGENTS
 from fxremat.passes.recompute import apply_plan
 from tests import nets
 from tests.conftest import Golden
+from tests.examples import examples
 from tests.graphs import (
     Capture,
     Choose,
@@ -266,7 +267,7 @@ def test_a_number_read_from_a_tensor() -> None:
 # --- properties ----------------------------------------------------------------------------
 
 
-@hypothesis.settings(max_examples=12)
+@examples(12)
 @hypothesis.given(net=random_nets(), seed=st.integers(0, 1000), fused=st.booleans())
 def test_random_nets_are_the_same_under_random_plans(net: Net, seed: int, fused: bool) -> None:
     assert_plan_changes_nothing(net, [batch(SIDE, SIDE)], at_random(seed), fused=fused)
@@ -298,7 +299,7 @@ def test_with_workspaces_the_peak_of_library_calls_is_covered(choose: Choose) ->
     assert measured <= replayed <= 1.1 * measured
 
 
-@hypothesis.settings(max_examples=10)
+@examples(10)
 @hypothesis.given(net=random_nets(), seed=st.integers(0, 1000))
 def test_the_replayed_peak_of_random_nets_is_the_measured_one(net: Net, seed: int) -> None:
     measured, replayed = peaks(net, [batch(SIDE, SIDE)], at_random(seed))

@@ -6,7 +6,7 @@ import operator
 
 import pytest
 import torch
-from hypothesis import given, settings
+from hypothesis import given
 from hypothesis import strategies as st
 from torch import nn
 
@@ -16,6 +16,7 @@ from fxremat.passes.memory_estimation import estimate
 from fxremat.passes.variants import insertion
 from fxremat.passes.variants.convolutions.split_gradients import RULES
 from tests.conftest import Golden
+from tests.examples import examples
 from tests.graphs import capture, no_workspace, run_joint, unit_time
 from tests.graphs import joint_of_model as joint_of  # a test's text seeds its examples
 
@@ -42,7 +43,7 @@ def test_both_calls_give_what_one_gives(dtype: torch.dtype, tolerance: float) ->
     assert_same(joint, tolerance)
 
 
-@settings(deadline=None, max_examples=20)
+@examples(20)
 @given(
     st.integers(1, 3), st.integers(1, 3), st.integers(0, 2), st.integers(1, 2), st.integers(5, 9),
     st.sampled_from((1, 2)), st.booleans(), st.sampled_from((1, 2, 3)),

@@ -295,8 +295,9 @@ def test_steps_end_before_the_backward_does() -> None:
     assert len(beside) >= 12
 
 
-@pytest.mark.parametrize("executor", ["aot_eager", "inductor"])
-@pytest.mark.parametrize("early", [False, True])
+@pytest.mark.parametrize(
+    ("executor", "early"), [("aot_eager", False), ("aot_eager", True), ("inductor", True)]
+)
 def test_gradients_are_never_on_the_host_together(executor: str, early: bool) -> None:
     """All at once if they step after it; else those that the plan has on their way, and a few.
 

@@ -129,17 +129,18 @@ class _NoVectors:
 def _without_vectors() -> Iterator[None]:
     """Inside, C++ kernels are scalar loops.
 
-    How loops are fused and what buffers hold does not depend on it. Which vectors there are is
-    not asked either, which compiles and runs a program for each kind.
+    How loops are fused and what buffers hold does not depend on it. To ask which vectors there are
+    would take a program for each kind, compiled and run.
     """
     from torch._inductor.codegen import cpp
 
-    known = cpp.cpu_vec_isa
-    cpp.cpu_vec_isa = _NoVectors()  # type: ignore[assignment]
+    code: Any = cpp
+    known = code.cpu_vec_isa
+    code.cpu_vec_isa = _NoVectors()
     try:
         yield
     finally:
-        cpp.cpu_vec_isa = known
+        code.cpu_vec_isa = known
 
 
 def code_key(module: fx.GraphModule, *, is_backward: bool) -> str | None:
