@@ -11,7 +11,7 @@ import torch
 
 from fxremat import compat
 from fxremat.cost import workspaces
-from fxremat.cost.op_times import made_real
+from fxremat.cost.call_times import made_real
 from fxremat.cost.peak import measure_peak
 from fxremat.cost.workspaces import Workspaces
 from fxremat.sizes import format_bytes
@@ -56,7 +56,7 @@ def test_a_node_is_its_call() -> None:
     node = call(CONV_BACKWARD, *ARGS)
     spaces = Workspaces(HOST)
     assert spaces.of_node(node) == spaces.of_call(CONV_BACKWARD, ARGS, {})
-    assert len(spaces.file.times) == 1
+    assert len(spaces.file.numbers) == 1
 
 
 def test_scratch_memory_is_found() -> None:
@@ -93,7 +93,7 @@ def test_the_random_state_is_left_alone() -> None:
 def test_calls_that_need_none(node: torch.fx.Node) -> None:
     spaces = Workspaces(HOST)
     assert spaces.of_node(node) == 0
-    assert spaces.file.times == {}
+    assert spaces.file.numbers == {}
 
 
 def test_a_call_that_raises_counts_nothing_and_is_told_once(

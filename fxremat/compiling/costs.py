@@ -13,15 +13,15 @@ from fxremat import compat
 from fxremat.compiling.request import Request
 from fxremat.core.problem import Problem
 from fxremat.core.variants import run_once
+from fxremat.cost.call_times import CallTimes
 from fxremat.cost.device import DeviceSpec, device_spec
-from fxremat.cost.op_times import measured_timer
-from fxremat.cost.roofline import roofline_us
+from fxremat.cost.loop_rates import measured_rates
+from fxremat.cost.op_timers import Measured, Roofline
 from fxremat.cost.workspaces import Workspaces, declared
 from fxremat.passes.base import Changed, Pass
 from fxremat.passes.joint_graph import JointGraph, is_tensor
 from fxremat.passes.memory_estimation import Estimate, OpTimer, estimate
 from fxremat.passes.variants.insertion import InsertedVariant
-from fxremat.runtime import kernels
 
 
 def device_of(graph: fx.Graph) -> torch.device:
@@ -31,34 +31,16 @@ def device_of(graph: fx.Graph) -> torch.device:
 
 
 def op_timer(request: Request, device: torch.device, spec: DeviceSpec | None = None) -> OpTimer:
-    """The cost model asked for; ``spec`` is that of a device which is not here."""
+    """The times asked for; ``spec`` is that of a device which is not here."""
     rates = device_spec(device) if spec is None else spec
-    fused = request.compiled
-
-    def timer(nodes: tuple[fx.Node, ...], traffic_bytes: int) -> float:
-        dtype = next((n.meta["val"].dtype for n in nodes if is_tensor(n)), torch.float32)
-        on_cpu = rates.name == device_spec(torch.device("cpu")).name
-        inside = [_inside(n, on_cpu, fused) for n in nodes if n.target in kernels.INSIDE]
-        extra = sum(each.calls for each in inside) * (rates.launch_us + kernels.CALL_US)
-        extra += 1e6 * sum(each.again for each in inside) / rates.bytes_per_s
-        traffic = traffic_bytes + sum(each.bytes for each in inside)
-        return extra + roofline_us(nodes, traffic, dtype, rates, compat.size_bound)
-
-    if request.op_times == "measured":
-        return measured_timer(
-            timer,
-            device,
-            directory=Path(compat.cache_directory()) / "fxremat",
-            size=compat.size_bound,
-            outside_fake_mode=compat.outside_fake_mode,
-        )
-    return timer
-
-
-def _inside(node: fx.Node, on_cpu: bool, fused: bool) -> kernels.Inside:
-    assert isinstance(node.target, compat.OpOverload)
-    args, kwargs = fx.map_arg((node.args, node.kwargs), lambda n: n.meta["val"])
-    return kernels.INSIDE[node.target](*args, **kwargs, on_cpu=on_cpu, by_inductor=fused)
+    on_cpu = rates.name == device_spec(torch.device("cpu")).name
+    roofline = Roofline(rates, on_cpu, request.compiled)
+    if request.op_times != "measured" or spec is not None:
+        return roofline
+    directory = Path(compat.cache_directory()) / "fxremat"
+    calls = CallTimes(device, directory, compat.size_bound, compat.outside_fake_mode)
+    loops = measured_rates(device, directory, compat.outside_fake_mode)
+    return Measured(calls, loops, roofline)
 
 
 def with_energies(problem: Problem, spec: DeviceSpec) -> Problem:

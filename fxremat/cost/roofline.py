@@ -50,18 +50,28 @@ _EXTRA_FORMULAS: dict[str, Callable[..., float]] = {
 }
 
 
-def flops_of(node: fx.Node, size: SizeOf) -> float:
-    """Floating-point operations of one call, 0 for calls that only move memory."""
-    packet = getattr(node.target, "overloadpacket", None)
+def flops_of_call(target: Any, args: Any, kwargs: Any, result: Any, size: SizeOf) -> float:
+    """Floating-point operations of a call, 0 for one that only moves memory.
+
+    ``result`` is what it gives; tensors may be fake, or their shapes.
+    """
+    packet = getattr(target, "overloadpacket", None)
     formula = flop_registry.get(packet) or _EXTRA_FORMULAS.get(getattr(packet, "__name__", ""))
-    if formula is None or "val" not in node.meta:
+    if formula is None:
         return 0.0
-    args, kwargs = fx.map_arg((node.args, node.kwargs), lambda n: n.meta.get("val"))
     args, kwargs = _shape(args, size), {k: _shape(v, size) for k, v in kwargs.items()}
     try:
-        return float(formula(*args, **kwargs, out_val=_shape(node.meta["val"], size)))
+        return float(formula(*args, **kwargs, out_val=_shape(result, size)))
     except (TypeError, ValueError, AssertionError, RuntimeError, IndexError):
         return 0.0  # a formula that does not know this overload: traffic alone is counted
+
+
+def flops_of(node: fx.Node, size: SizeOf) -> float:
+    """Floating-point operations of the call that a node stands for."""
+    if "val" not in node.meta:
+        return 0.0
+    args, kwargs = fx.map_arg((node.args, node.kwargs), lambda n: n.meta.get("val"))
+    return flops_of_call(node.target, args, kwargs, node.meta["val"], size)
 
 
 def roofline_us(

@@ -12,7 +12,6 @@ with the batch. Such an estimate, and a call that cannot be run at all, is told 
 
 from __future__ import annotations
 
-import json
 import logging
 import os
 from collections.abc import Iterator
@@ -25,7 +24,8 @@ from torch import fx
 from torch.utils import _pytree as pytree
 
 from fxremat import compat
-from fxremat.cost.op_times import NumbersFile, described, made_real, numbers_path
+from fxremat.cost.call_times import call_key, made_real
+from fxremat.cost.number_file import NumberFile, number_path
 from fxremat.cost.peak import measure_call
 from fxremat.passes.joint_graph import is_mutating, is_random, is_view
 from fxremat.runtime import kernels
@@ -79,7 +79,7 @@ class Workspaces:
     def __init__(self, device: torch.device) -> None:
         directory = Path(compat.cache_directory()) / "fxremat"
         self.device = device
-        self.file = NumbersFile(numbers_path(directory, device, "workspaces"))
+        self.file = NumberFile(number_path(directory, device, "workspaces"))
 
     def of_node(self, node: fx.Node) -> int:
         """The workspace of a node of an FX graph."""
@@ -106,19 +106,17 @@ class Workspaces:
             return 0
 
     def _measured_once(self, target: Any, args: Any, kwargs: Any) -> int:
-        size = compat.size_bound
-        named = {k: described(v, size) for k, v in sorted(kwargs.items())}
-        key = json.dumps([str(target), described(args, size), named])
-        if key not in self.file.times and _ESTIMATE + key not in self.file.times:
+        key = call_key(target, args, kwargs, compat.size_bound)
+        if key not in self.file.numbers and _ESTIMATE + key not in self.file.numbers:
             with compat.outside_fake_mode(), torch.no_grad():
                 found, is_estimate = self._found(target, args, kwargs)
             if found is None:
                 _tell_once(f"{key}: {_NO_ROOM}, so none is counted. {_RESERVE}")
                 return 0
             self.file.add(_ESTIMATE + key if is_estimate else key, float(found))
-        if key in self.file.times:
-            return int(self.file.times[key])
-        estimate = int(self.file.times[_ESTIMATE + key])
+        if key in self.file.numbers:
+            return int(self.file.numbers[key])
+        estimate = int(self.file.numbers[_ESTIMATE + key])
         counted = f"{format_bytes(estimate)} are counted, by what a part of its batch needs"
         _tell_once(f"{key}: {_NO_ROOM}; {counted}. {_RESERVE}")
         return estimate

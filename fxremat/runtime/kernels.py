@@ -8,7 +8,7 @@ returns new memory. Every device has the same implementation.
 from __future__ import annotations
 
 from collections.abc import Callable
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from typing import Any
 
 import torch
@@ -36,20 +36,36 @@ WORKSPACES: dict[OpOverload, Callable[..., int]] = {}
 
 
 @dataclass(frozen=True)
+class LibraryCall:
+    """A call of an operator with (fake) arguments, made ``times`` times."""
+
+    target: Any
+    args: tuple[Any, ...]
+    times: int
+
+
+@dataclass(frozen=True)
 class Inside:
     """What a call that runs many calls does inside: how many they are, and the bytes they move.
 
     ``again`` are bytes of operands that matmuls read (and pack) anew in each of the calls: their
-    time comes on top, however long the matmuls take.
+    time comes on top, however long the matmuls take. ``library`` are the calls among them that
+    compute rather than move: matmuls and convolutions.
     """
 
     calls: int
     bytes: int
     again: int = 0
+    library: tuple[LibraryCall, ...] = field(default=(), compare=False)
 
     def __add__(self, other: Inside) -> Inside:
         """Both, one after the other."""
-        return Inside(self.calls + other.calls, self.bytes + other.bytes, self.again + other.again)
+        return Inside(
+            self.calls + other.calls,
+            self.bytes + other.bytes,
+            self.again + other.again,
+            (*self.library, *other.library),
+        )
 
 
 INSIDE: dict[OpOverload, Callable[..., Inside]] = {}

@@ -22,7 +22,7 @@ from torch.utils.flop_counter import flop_registry
 
 from fxremat.runtime import kernels
 from fxremat.runtime.chunks.call import pieces
-from fxremat.runtime.kernels import Inside
+from fxremat.runtime.kernels import Inside, LibraryCall
 
 _ATEN = torch.ops.aten
 ALGORITHMS = ("", "deterministic", "native")
@@ -158,7 +158,8 @@ def _inside(*args: Any, on_cpu: bool, by_inductor: bool = False) -> Inside:
     given, weight, (images, algorithm) = args[0], args[1], args[-2:]
     result = _fake_convolution(*args)
     wide, places = (result, given) if args[6] else (given, result)
-    return _of(wide, places, weight, images, algorithm, copied=result.nbytes, matmuls=1)
+    found = _of(wide, places, weight, images, algorithm, copied=result.nbytes, matmuls=1)
+    return found + _library(_ATEN.convolution.default, args, (0,))
 
 
 def _inside_gradients(*args: Any, on_cpu: bool, by_inductor: bool = False) -> Inside:
@@ -169,7 +170,22 @@ def _inside_gradients(*args: Any, on_cpu: bool, by_inductor: bool = False) -> In
     wide, places = (gradient, given) if args[7] else (given, gradient)
     matmuls = sum(mask[:2])
     found = _of(wide, places, weight, images, algorithm, copied=copied, matmuls=matmuls)
-    return found + Inside(0, 0, 2 * (len(pieces(len(given), images)) - 1) * weight.nbytes * mask[1])
+    added = 2 * (len(pieces(len(given), images)) - 1) * weight.nbytes * mask[1]
+    return found + Inside(0, 0, added) + _library(_ATEN.convolution_backward.default, args, (0, 1))
+
+
+def _library(target: Any, args: Sequence[Any], with_images: Sequence[int]) -> Inside:
+    """The calls of the parts; none are named where another algorithm than the usual is asked for.
+
+    ``with_images`` are the places of the arguments that have a part's images only.
+    """
+    *usual, images, algorithm = args
+    if algorithm:
+        return Inside(0, 0)
+    parts = len(pieces(len(args[0]), images))
+    for place in with_images:
+        usual[place] = args[place][:images]
+    return Inside(0, 0, library=(LibraryCall(target, tuple(usual), parts),))
 
 
 def _of(

@@ -21,7 +21,7 @@ from fxremat.runtime.chunks.buffers import (
 from fxremat.runtime.chunks.call import RowsCall, Tensors, pieces
 from fxremat.runtime.chunks.fused_kernels import is_worth_fusing, read, set_aside, written
 from fxremat.runtime.chunks.program import Instruction, Program, operator_of, parse, with_values
-from fxremat.runtime.kernels import Inside, Measure
+from fxremat.runtime.kernels import Inside, LibraryCall, Measure
 
 CACHE_SPEED = 4
 """How many times faster than memory a cache is taken to be, for the time of a call."""
@@ -50,6 +50,24 @@ def _other_tile(call: RowsCall) -> int:
     return max(sizes - {call.tile}, default=0)
 
 
+def _operands(call: RowsCall, one: Instruction, rows: int) -> tuple[Any, ...]:
+    """The arguments of an instruction for so many rows: tensors like those it gets."""
+    program = call.program
+
+    def value(number: int) -> torch.Tensor:
+        made = program.instruction(number)
+        if made is not None:
+            front = (rows,) if made.kind in ("row", "last") else ()
+            tensor = call.rows[0].new_empty((*front, *made.rest), dtype=made.dtype)
+            return tensor.movedim(0, -1) if made.kind == "last" else tensor
+        if number >= program.num_rows:
+            return call.whole[number - program.num_rows]
+        given = call.rows[number]
+        return given.new_empty((rows, *given.shape[1:]))
+
+    return tuple(with_values(one.args, value, rows))
+
+
 def _on_chunk(call: RowsCall, one: Instruction, rows: int, measure: Measure) -> int:
     """Bytes that one instruction takes of ``rows`` rows, beside what has a slot."""
     program = call.program
@@ -59,18 +77,8 @@ def _on_chunk(call: RowsCall, one: Instruction, rows: int, measure: Measure) -> 
     if one.op not in CONVOLUTIONS:
         return 0
 
-    def value(number: int) -> torch.Tensor:
-        made = program.instruction(number)
-        if made is not None:
-            front = () if made.kind == "whole" else (rows,)
-            return call.rows[0].new_empty((*front, *made.rest), dtype=made.dtype)
-        if number >= program.num_rows:
-            return call.whole[number - program.num_rows]
-        given = call.rows[number]
-        return given.new_empty((rows, *given.shape[1:]))
-
     results = one.numel * one.dtype.itemsize * (1 if one.kind == "sum" else rows)
-    return results + measure(operator_of(one.op), tuple(with_values(one.args, value, rows)), {})
+    return results + measure(operator_of(one.op), _operands(call, one, rows), {})
 
 
 def _on_chunks(call: RowsCall, values: Sequence[int], measure: Measure) -> int:
@@ -166,7 +174,10 @@ def inside(*args: Any, on_cpu: bool, by_inductor: bool = False, **kwargs: Any) -
                 again += (
                     2 * elements * one.dtype.itemsize if one.kind == "sum" and not on_cpu else 0
                 )
-                found += Inside(0, 0, (chunks - 1) * again)
+                times = chunks if stage.of_chunk else tiles
+                rows_each = chunk if stage.of_chunk else tile
+                made = LibraryCall(operator_of(one.op), _operands(call, one, rows_each), times)
+                found += Inside(0, 0, (chunks - 1) * again, (made,))
     return found
 
 

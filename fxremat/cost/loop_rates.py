@@ -1,0 +1,121 @@
+"""What generated loops reach on a device: bandwidths, costs of functions, microseconds of a call.
+
+A loop takes as long as the slower of two things: moving its bytes, and computing its functions.
+Both are measured once for each device, with torch's own elementwise operators, which are loops
+like those that Inductor writes; the numbers are kept on disk (`fxremat.cost.number_file`).
+"""
+
+from __future__ import annotations
+
+from bisect import bisect_right
+from collections.abc import Callable, Iterable, Mapping
+from contextlib import AbstractContextManager
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+import torch
+from torch import fx
+
+from fxremat.cost.call_times import quickest_us
+from fxremat.cost.device import DeviceSpec
+from fxremat.cost.number_file import NumberFile, number_path
+from fxremat.cost.roofline import SizeOf
+from fxremat.sizes import KIB, MIB
+
+KIND = "loop_rates"
+"""Of numbers on disk: what loops reach."""
+TRAFFIC = (256 * KIB, MIB, 4 * MIB, 16 * MIB, 64 * MIB, 256 * MIB)
+"""Bytes that a loop touches, for which its bandwidth is measured: from caches to memory."""
+ELEMENTS = 1 << 18
+"""Of the tensor that a function is measured on: it stays in a cache."""
+FUNCTIONS: Mapping[str, Callable[..., Any]] = {
+    "exp": torch.exp,
+    "expm1": torch.expm1,
+    "log": torch.log,
+    "log1p": torch.log1p,
+    "tanh": torch.tanh,
+    "sigmoid": torch.sigmoid,
+    "erf": torch.erf,
+    "sqrt": torch.sqrt,
+    "rsqrt": torch.rsqrt,
+    "sin": torch.sin,
+    "cos": torch.cos,
+    "pow": lambda given, out: torch.pow(given, 1.5, out=out),
+    "div": lambda given, out: torch.div(given, given, out=out),
+}
+"""Functions that cost more than to move their operands, by the name of the operator."""
+_BANDWIDTH, _CALL = "bytes_per_s of ", "call_us"
+
+
+@dataclass(frozen=True)
+class LoopRates:
+    """Rates of loops: bytes per second by the bytes touched, nanoseconds per element of functions.
+
+    ``call_us`` is what a loop takes that has next to nothing to do.
+    """
+
+    call_us: float
+    bytes_per_s: tuple[tuple[int, float], ...]
+    element_ns: Mapping[str, float]
+
+    @staticmethod
+    def of_spec(spec: DeviceSpec) -> LoopRates:
+        """By the vendor's figures: memory alone."""
+        return LoopRates(spec.launch_us, ((0, spec.bytes_per_s),), {})
+
+    def move_us(self, nbytes: int) -> float:
+        """Microseconds to move so many bytes."""
+        place = bisect_right(self.bytes_per_s, nbytes, key=lambda pair: pair[0])
+        return 1e6 * nbytes / self.bytes_per_s[max(0, place - 1)][1]
+
+    def us(self, nodes: Iterable[fx.Node], nbytes: int, size: SizeOf) -> float:
+        """Microseconds of one loop that computes ``nodes`` and moves ``nbytes``."""
+        computing = sum(self._compute_us(node, size) for node in nodes)
+        return self.call_us + max(self.move_us(nbytes), computing)
+
+    def _compute_us(self, node: fx.Node, size: SizeOf) -> float:
+        name = getattr(getattr(node.target, "overloadpacket", None), "__name__", "")
+        cost, value = self.element_ns.get(name), node.meta.get("val")
+        if cost is None or not isinstance(value, torch.Tensor):
+            return 0.0
+        return size(value.numel()) * cost / 1e3
+
+
+def measured_rates(
+    device: torch.device,
+    directory: Path,
+    outside_fake_mode: Callable[[], AbstractContextManager[Any]],
+) -> LoopRates:
+    """The rates of this device, measured where they are not on disk below ``directory``."""
+    file = NumberFile(number_path(directory, device, KIND))
+    if _CALL not in file.numbers:
+        with outside_fake_mode(), torch.no_grad():
+            for key, number in _measure(device).items():
+                file.add(key, number)
+    numbers = file.numbers
+    bandwidth = [
+        (int(key.removeprefix(_BANDWIDTH)), number)
+        for key, number in numbers.items()
+        if key.startswith(_BANDWIDTH)
+    ]
+    functions = {name: numbers[name] for name in FUNCTIONS if name in numbers}
+    return LoopRates(numbers[_CALL], tuple(sorted(bandwidth)), functions)
+
+
+def _measure(device: torch.device) -> dict[str, float]:
+    """All numbers; ``call_us`` is the last, so that its being there says that all are."""
+    one, two = torch.ones(1, device=device), torch.ones(1, device=device)
+    call_us = quickest_us(lambda: torch.add(one, one, out=two), device)
+    found = {}
+    for nbytes in TRAFFIC:
+        a, b, c = (torch.ones(nbytes // 12, device=device) for _ in range(3))
+        us = quickest_us(lambda a=a, b=b, c=c: torch.add(a, b, out=c), device) - call_us  # type: ignore[misc]
+        found[f"{_BANDWIDTH}{nbytes}"] = 1e6 * nbytes / max(us, 1e-3)
+    given = torch.full((ELEMENTS,), 0.5, device=device)
+    made = torch.empty_like(given)
+    moving = quickest_us(lambda: torch.neg(given, out=made), device)
+    for name, function in FUNCTIONS.items():
+        us = quickest_us(lambda f=function: f(given, out=made), device)  # type: ignore[misc]
+        found[name] = 1e3 * max(0.0, us - moving) / ELEMENTS
+    return {**found, _CALL: call_us}

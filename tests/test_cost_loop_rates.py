@@ -1,0 +1,55 @@
+"""What loops reach: bandwidth by size, functions, and that it is measured once."""
+
+from __future__ import annotations
+
+from pathlib import Path
+
+import pytest
+import torch
+
+from fxremat import compat
+from fxremat.cost import loop_rates
+from fxremat.cost.device import CPU
+from fxremat.cost.loop_rates import FUNCTIONS, TRAFFIC, LoopRates, measured_rates
+from fxremat.cost.number_file import number_path
+from tests.single_calls import ATEN, call
+
+HOST = torch.device("cpu")
+
+
+def test_bandwidth_is_that_of_the_next_smaller_size() -> None:
+    rates = LoopRates(0.0, ((100, 1e9), (1000, 1e8)), {})
+    assert rates.move_us(10) == pytest.approx(0.01)
+    assert rates.move_us(999) == pytest.approx(0.999)
+    assert rates.move_us(1000) == pytest.approx(10.0)
+
+
+def test_a_spec_knows_memory_alone() -> None:
+    rates = LoopRates.of_spec(CPU)
+    node = call(ATEN.exp.default, torch.zeros(1000))
+    moved = 30_000_000
+    assert rates.us([node], moved, int) == pytest.approx(CPU.launch_us + 1000.0)
+
+
+def test_rates_are_measured_once(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(loop_rates, "TRAFFIC", TRAFFIC[:2])
+    first = measured_rates(HOST, tmp_path, compat.outside_fake_mode)
+    assert [size for size, _ in first.bytes_per_s] == list(TRAFFIC[:2])
+    assert set(first.element_ns) == set(FUNCTIONS)
+    assert first.call_us > 0
+    assert all(rate > 0 for _, rate in first.bytes_per_s)
+
+    def never(device: torch.device) -> dict[str, float]:
+        raise AssertionError(device)
+
+    monkeypatch.setattr(loop_rates, "_measure", never)
+    assert measured_rates(HOST, tmp_path, compat.outside_fake_mode) == first
+
+
+def test_a_broken_off_measurement_is_made_again(tmp_path: Path) -> None:
+    path = number_path(tmp_path, HOST, loop_rates.KIND)
+    path.parent.mkdir(parents=True)
+    path.write_text('{"exp": 1.0}', encoding="utf-8")
+    found = measured_rates(HOST, tmp_path, compat.outside_fake_mode)
+    assert found.element_ns["exp"] != 1.0
+    assert found.bytes_per_s

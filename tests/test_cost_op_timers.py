@@ -1,0 +1,216 @@
+"""Times of ops: library calls, measured; calls made inside others; loops by measured rates."""
+
+from __future__ import annotations
+
+import json
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+from torch import fx
+
+from fxremat import compat
+from fxremat.cost import call_times
+from fxremat.cost.call_times import KIND, CallTimes, call_key
+from fxremat.cost.device import DeviceSpec
+from fxremat.cost.loop_rates import LoopRates
+from fxremat.cost.number_file import number_path
+from fxremat.cost.op_timers import Measured, Roofline
+from fxremat.runtime import kernels
+from fxremat.runtime.chunks.convolutions import CONVOLUTION, CONVOLUTION_BACKWARD
+from fxremat.runtime.chunks.operator import ROWS
+from tests.graphs import batch, capture, mlp
+from tests.loss_program import inputs, program
+from tests.single_calls import ATEN, KEY, call, item
+
+A, B = torch.empty(8, 16), torch.empty(16, 32)
+HOST = torch.device("cpu")
+SPEC = DeviceSpec("test", 1e12, 4e12, 1e9, 3.0, 1e9)
+LOOPS = LoopRates(1000.0, ((0, 1e9),), {})
+"""A loop takes a second's thousandth and more: far longer than the matmuls here."""
+
+
+def timer(directory: Path, loops: LoopRates = LOOPS) -> Measured:
+    calls = CallTimes(HOST, directory, compat.size_bound, compat.outside_fake_mode)
+    return Measured(calls, loops, Roofline(SPEC, on_cpu=True, fused=True))
+
+
+def key_of(node: fx.Node) -> str:
+    args, kwargs = fx.map_arg((node.args, node.kwargs), lambda n: n.meta["val"])
+    return call_key(node.target, args, kwargs, int)
+
+
+@pytest.fixture
+def runs(monkeypatch: pytest.MonkeyPatch) -> list[str]:
+    """Names of the calls that were really run."""
+    seen: list[str] = []
+    real = call_times.measure_us
+
+    def spy(target: Any, *others: Any) -> float:
+        seen.append(str(target))
+        return real(target, *others)
+
+    monkeypatch.setattr(call_times, "measure_us", spy)
+    return seen
+
+
+def test_a_matmul_is_measured_once(tmp_path: Path, runs: list[str]) -> None:
+    time_of = timer(tmp_path)
+    node = call(ATEN.mm.default, A, B)
+    first = time_of((node,), 100)
+    assert 0 < first < 1000.0
+    assert time_of((node,), 100) == first
+    assert timer(tmp_path)((call(ATEN.mm.default, A, B),), 100) == first
+    assert len(runs) == 1
+
+
+def test_other_shapes_strides_and_dtypes_are_other_calls() -> None:
+    nodes = [
+        call(ATEN.mm.default, A, B),
+        call(ATEN.mm.default, A, torch.empty(32, 16).t()),
+        call(ATEN.mm.default, A[:4], B),
+        call(ATEN.mm.default, A.double(), B.double()),
+        call(ATEN.addmm.default, torch.empty(32), A, B),
+        call(ATEN.addmm.default, torch.empty(32), A, B, beta=0.5),
+    ]
+    assert len(set(map(key_of, nodes))) == len(nodes)
+
+
+def test_loops_take_what_loops_take(tmp_path: Path, runs: list[str]) -> None:
+    assert timer(tmp_path)((call(ATEN.sin.default, A),), 5000) == 1000.0 + 5.0
+    assert runs == []
+
+
+def test_views_and_items_are_free(tmp_path: Path) -> None:
+    attention = call(ATEN._scaled_dot_product_flash_attention_for_cpu.default, KEY, KEY, KEY)
+    turned = call(ATEN.t.default, A)
+    assert timer(tmp_path)((turned, attention, item(attention, 0)), 100) < 1000.0
+
+
+def test_a_loop_beside_a_matmul_costs_its_traffic(tmp_path: Path) -> None:
+    matmul, loop = call(ATEN.mm.default, A, B), call(ATEN.sin.default, A)
+    alone = timer(tmp_path)((matmul,), 0)
+    assert timer(tmp_path)((matmul, loop), 5000) == pytest.approx(alone + 1005.0)
+
+
+def test_a_call_that_raises_is_left_to_the_roofline(tmp_path: Path) -> None:
+    node = call(ATEN.mm.default, A, B)
+    node.args[1].meta["val"] = B.double()  # type: ignore[union-attr]
+    assert timer(tmp_path)((node,), 100) == Roofline(SPEC, on_cpu=True, fused=True)((node,), 100)
+
+
+def test_functions_of_a_loop_count_where_they_take_longer_than_its_bytes(tmp_path: Path) -> None:
+    loops = LoopRates(1.0, ((0, 1e9),), {"exp": 50.0})
+    exp, sin = call(ATEN.exp.default, A), call(ATEN.sin.default, A)
+    assert timer(tmp_path, loops)((exp, sin), 1000) == pytest.approx(1.0 + A.numel() * 0.05)
+    assert timer(tmp_path, loops)((exp, sin), 10**6) == pytest.approx(1.0 + 1000.0)
+
+
+# --- calls made inside ---------------------------------------------------------------------
+
+
+def rows_call(chunk: int) -> fx.Node:
+    x, y, w = inputs(64)
+    node = fx.Graph().call_function(ROWS, ([x, y], [w.t(), w], program(), chunk, chunk))
+    node.meta["val"] = ROWS([x, y], [w.t(), w], program(), chunk, chunk)
+    return node
+
+
+def test_matmuls_of_chunks_are_measured_in_their_sizes(tmp_path: Path, runs: list[str]) -> None:
+    time_of = timer(tmp_path, LoopRates(1.0, ((0, 1e12),), {}))
+    node = rows_call(16)
+    inside = Roofline(SPEC, on_cpu=True, fused=True).inside(node)
+    assert inside.library
+    found = time_of((node,), 0)
+    assert len(runs) == len({call_key(one.target, one.args, {}, int) for one in inside.library})
+    times = [time_of.calls.of_call(one.target, one.args, {}) for one in inside.library]
+    library = sum(one.times * (us or 0.0) for one, us in zip(inside.library, times, strict=True))
+    assert library > 0
+    assert found >= library + inside.calls * kernels.CALL_US
+    assert all(one.args[0].shape[0] == 16 or one.args[0].shape[1] == 16 for one in inside.library)
+
+
+def test_smaller_chunks_cost_more_calls(tmp_path: Path) -> None:
+    inside = [Roofline(SPEC, on_cpu=True, fused=True).inside(rows_call(n)) for n in (64, 16)]
+    assert [sum(one.times for one in each.library) for each in inside] == [
+        len(inside[0].library), 4 * len(inside[0].library)
+    ]  # fmt: skip
+
+
+@pytest.mark.parametrize("images", [1, 2, 3])
+def test_convolutions_of_some_images_are_measured_so(tmp_path: Path, images: int) -> None:
+    x, w = torch.randn(6, 3, 8, 8), torch.randn(4, 3, 3, 3)
+    how = ([1, 1], [1, 1], [1, 1], False, [0, 0], 1)
+    line = Roofline(SPEC, on_cpu=True, fused=True)
+    forward = call(CONVOLUTION, x, w, None, *how, images, "")
+    (one,) = line.inside(forward).library
+    assert one.target is ATEN.convolution.default
+    assert one.args[0].shape[0] == images
+    assert one.times == 6 // images
+    grad = torch.randn(6, 4, 8, 8)
+    mask = [True, True, False]
+    backward = call(CONVOLUTION_BACKWARD, grad, x, w, None, *how, mask, images, "")
+    (one,) = line.inside(backward).library
+    assert [a.shape[0] for a in one.args[:2]] == [images, images]
+    assert 0 < timer(tmp_path)((backward,), 0) < 1e6
+
+
+def test_another_algorithm_is_left_to_the_roofline(tmp_path: Path, runs: list[str]) -> None:
+    x, w = torch.randn(2, 3, 8, 8), torch.randn(4, 3, 3, 3)
+    how = ([1, 1], [1, 1], [1, 1], False, [0, 0], 1)
+    node = call(CONVOLUTION, x, w, None, *how, 1, "native")
+    found = timer(tmp_path)((node,), 100)
+    assert found == Roofline(SPEC, on_cpu=True, fused=True)((node,), 100)
+    assert runs == []
+
+
+# --- files ---------------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize("text", ["", "{", "[1, 2]", '{"a": "b"}', "\x00\x01"])
+def test_a_damaged_file_counts_as_empty(tmp_path: Path, text: str, runs: list[str]) -> None:
+    path = number_path(tmp_path, HOST, KIND)
+    path.parent.mkdir(parents=True)
+    path.write_text(text, encoding="utf-8")
+    node = call(ATEN.mm.default, A, B)
+    assert timer(tmp_path)((node,), 100) < 1000.0
+    assert len(runs) == 1
+    assert list(json.loads(path.read_text(encoding="utf-8"))) == [key_of(node)]
+
+
+def test_what_another_process_wrote_meanwhile_stays(tmp_path: Path) -> None:
+    time_of = timer(tmp_path)
+    path = number_path(tmp_path, HOST, KIND)
+    path.parent.mkdir(parents=True)
+    path.write_text('{"theirs": 5.0}', encoding="utf-8")
+    time_of((call(ATEN.mm.default, A, B),), 100)
+    data = json.loads(path.read_text(encoding="utf-8"))
+    assert data["theirs"] == 5.0
+    assert len(data) == 2
+    assert list(path.parent.iterdir()) == [path]  # nothing half-written is left
+
+
+def test_a_directory_that_cannot_be_written_is_no_failure(tmp_path: Path) -> None:
+    blocked = tmp_path / "file"
+    blocked.write_text("in the way", encoding="utf-8")
+    assert timer(blocked)((call(ATEN.mm.default, A, B),), 100) < 1000.0
+
+
+def test_fake_tensors_of_a_trace_are_measured_for_real(tmp_path: Path, runs: list[str]) -> None:
+    seen = capture(mlp(), [batch(4, 8)])
+    nodes = seen.calls(ATEN.addmm)
+    with nodes[0].meta["val"].fake_mode:
+        time_of = timer(tmp_path)
+        times = [time_of((n,), 0) for n in nodes]
+    assert len(times) == 2
+    assert times[0] == times[1]  # the same call twice
+    assert len(runs) == 1
+
+
+def test_files_are_kept_apart_by_device_threads_and_torch_version(tmp_path: Path) -> None:
+    path = number_path(tmp_path, HOST, KIND)
+    assert path.parent.parent == tmp_path
+    assert path.name.startswith("cpu-")
+    assert f"{torch.get_num_threads()}threads" in path.name
+    assert torch.__version__.split("+")[0] in path.name

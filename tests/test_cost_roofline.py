@@ -1,0 +1,74 @@
+"""Rooflines and device specs."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import pytest
+import torch
+from torch import fx
+
+from fxremat import compat
+from fxremat.cost.device import CPU, GPUS, DeviceSpec, device_spec
+from fxremat.cost.roofline import flops_of, roofline_us
+from tests.graphs import batch, capture, mlp
+from tests.single_calls import ATEN, KEY, call
+
+SPEC = DeviceSpec("test", 1e12, 4e12, 1e9, 3.0, 1e9)
+A, B = torch.empty(8, 16), torch.empty(16, 32)
+HOST = torch.device("cpu")
+
+
+def size(value: Any) -> int:
+    return int(value)
+
+
+@pytest.mark.parametrize(
+    ("node", "flops"),
+    [
+        (call(ATEN.mm.default, A, B), 2 * 8 * 16 * 32),
+        (call(ATEN.addmm.default, torch.empty(32), A, B), 2 * 8 * 16 * 32),
+        (call(ATEN.bmm.default, torch.empty(3, 8, 16), torch.empty(3, 16, 32)), 3 * 8192),
+        (call(ATEN.sin.default, A), 0),
+        (call(ATEN.t.default, A), 0),
+        (
+            call(ATEN._scaled_dot_product_flash_attention_for_cpu.default, KEY, KEY, KEY),
+            2 * 2 * 2 * 4 * 4 * 8,
+        ),
+    ],
+    ids=["mm", "addmm", "bmm", "sin", "t", "attention"],
+)
+def test_floating_point_operations(node: fx.Node, flops: float) -> None:
+    assert flops_of(node, size) == flops
+
+
+def test_convolutions_are_counted() -> None:
+    image, weight = torch.empty(2, 3, 8, 8), torch.empty(4, 3, 3, 3)
+    node = call(ATEN.convolution.default, image, weight, None, [1, 1], [0, 0], [1, 1], False,
+                [0, 0], 1)  # fmt: skip
+    assert flops_of(node, size) == 2 * 2 * 4 * 36 * 3 * 9
+
+
+def test_the_slower_of_compute_and_traffic_counts() -> None:
+    node = call(ATEN.mm.default, A, B)
+    few = roofline_us([node], 0, torch.float32, SPEC, size)
+    many = roofline_us([node], 10**6, torch.float32, SPEC, size)
+    assert few == pytest.approx(3.0 + 1e6 * 8192 / 1e12)
+    assert many == pytest.approx(3.0 + 1000.0)
+    half = roofline_us([node], 0, torch.bfloat16, SPEC, size)
+    assert half == pytest.approx(3.0 + 1e6 * 8192 / 4e12)
+
+
+def test_dynamic_sizes_are_counted_at_their_bound() -> None:
+    x = batch(6, 8)
+    torch._dynamo.mark_dynamic(x, 0, min=2, max=64)
+    seen = capture(mlp(), [x])
+    assert flops_of(seen.calls(ATEN.addmm)[0], compat.size_bound) == 2 * 64 * 8 * 8
+
+
+def test_device_specs() -> None:
+    assert device_spec(HOST) is CPU
+    assert device_spec(torch.device("meta")).name == "gpu"
+    for spec in (*GPUS, CPU):
+        assert spec.flops(torch.bfloat16) >= spec.flops(torch.float32) > 0
+        assert spec.flops(torch.float16) == spec.flops(torch.bfloat16)
