@@ -46,7 +46,7 @@ __all__ = [
 
 EXECUTORS = ("inductor", "aot_eager")
 OBJECTIVES = ("time", "energy")
-OP_TIMES = ("roofline", "measured")
+OP_TIMES = ("auto", "roofline", "measured")
 DISABLE_VARIABLE = "FXREMAT_DISABLE"
 
 
@@ -170,11 +170,12 @@ class Options:
         unset="any",
     )
     op_times: str = _option(
-        "roofline",
+        "auto",
         lambda given: read_choice(given, OP_TIMES),
         "FXREMAT_OP_TIMES",
-        "'roofline' or 'measured'",
-        "Where the time of an op comes from: computed from its shapes, or run and measured once.",
+        "'auto', 'roofline' or 'measured'",
+        "Where the time of an op comes from: run and measured once on this device, or computed "
+        "from its shapes; 'auto' measures, but not where torch.distributed has several ranks.",
     )
     verify: bool = _option(
         True,

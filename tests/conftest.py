@@ -28,6 +28,7 @@ from tests import examples  # noqa: E402
 
 GOLDEN = Path(__file__).parent / "golden"
 CACHE = "TORCHINDUCTOR_CACHE_DIR"
+OP_TIMES = "FXREMAT_OP_TIMES"
 TORCH_TRACE = "torch.__trace"
 """Torch writes each graph to this logger if anybody listens."""
 NO_VECTORS = 1
@@ -50,6 +51,7 @@ def pytest_configure(config: pytest.Config) -> None:
     logging.getLogger(TORCH_TRACE).propagate = True  # pytest listens to those that do not
     for name in [name for name in os.environ if name.startswith("FXREMAT_")]:
         del os.environ[name]
+    os.environ[OP_TIMES] = "roofline"  # plans do not depend on what else the machine does
     if not _is_worker(config):
         os.environ[CACHE] = tempfile.mkdtemp(prefix="fxremat-tests-")
 

@@ -100,7 +100,7 @@ REFUSED = [
     ("solver_time_limit", float("inf"), "above 0"),
     ("solver_time_limit", True, "number of seconds"),
     ("solver_time_limit", "30", "number of seconds"),
-    ("op_times", "guessed", "one of 'roofline', 'measured'"),
+    ("op_times", "guessed", "one of 'auto', 'roofline', 'measured'"),
     ("verify", 1, "True or False"),
     ("verify", "yes", "True or False"),
     ("report", 3, "a path"),

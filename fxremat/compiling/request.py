@@ -37,7 +37,7 @@ class Request:
     executor: str = "inductor"
     solver: str = "auto"
     solver_time_limit: float | None = None
-    op_times: str = "roofline"
+    op_times: Literal["roofline", "measured"] = "roofline"
     verify: bool = True
     copies: Copies | None = None
     objective: Literal["time", "energy"] = "time"
@@ -89,7 +89,7 @@ def request_for(
         executor=options.executor,
         solver=options.solver,
         solver_time_limit=options.solver_time_limit,
-        op_times=options.op_times,
+        op_times=_op_times(options),
         verify=options.verify,
         copies=copies_of(options, device),
         objective="energy" if options.objective == "energy" else "time",
@@ -99,6 +99,15 @@ def request_for(
         disabled=options.disable_passes,
         accumulated=tuple(i for i, x in enumerate(inputs) if accumulation.will_be_added(x)),
     )
+
+
+def _op_times(options: Options) -> Literal["roofline", "measured"]:
+    """Where times come from. Ranks measure differently, and their plans have to be equal."""
+    if options.op_times != "auto":
+        return "measured" if options.op_times == "measured" else "roofline"
+    group = torch.distributed
+    several = group.is_available() and group.is_initialized() and group.get_world_size() > 1
+    return "roofline" if several else "measured"
 
 
 def copies_of(options: Options, device: torch.device) -> Copies:
