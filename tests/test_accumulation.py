@@ -50,10 +50,12 @@ def test_the_problem_ends_gradients_where_they_are_added() -> None:
         assert max(readers, key=order.index) == name
 
 
-def test_verification_notices_gradients_that_are_read_too_late() -> None:
+@pytest.mark.parametrize("through_view", [False, True], ids=["itself", "by a view"])
+def test_verification_notices_gradients_that_are_read_too_late(through_view: bool) -> None:
     graph = fx.Graph()
     gradient, weight = graph.placeholder("gradient"), graph.placeholder("weight")
-    graph.call_function(runtime.accumulated, (gradient, weight, []))
+    view = graph.call_function(torch.ops.aten.view.default, (gradient, [4]))
+    graph.call_function(runtime.accumulated, (view if through_view else gradient, weight, []))
     late = graph.call_function(torch.ops.aten.sin.default, (gradient,))
     graph.output((gradient, late))
     with pytest.raises(fxremat.VerificationFailed, match="uses gradient after"):

@@ -9,7 +9,7 @@ from typing import Any
 import pytest
 import torch
 import torch.nn.functional as F
-from torch import Tensor, nn
+from torch import Tensor, fx, nn
 
 from fxremat.checking import spot_checks
 from fxremat.checking.variants import NumbersTried, TakenVariant, check_variants
@@ -222,6 +222,47 @@ def test_a_lossy_stand_in_that_the_forward_reads_is_refused() -> None:
     site = one_site(joint, "chunked_mlp")
     with pytest.raises(VerificationFailed, match="a result of the forward depends on"):
         judge(joint, site, lossy=frozenset({"chunked_mlp"}))
+
+
+def writing(read: str, in_forward: bool) -> fx.Graph:
+    """A statistic is overwritten with ``sine``, or with what stands for it in the backward."""
+    graph = fx.Graph()
+
+    def call(name: str, target: Any, *args: fx.Node) -> fx.Node:
+        node = graph.create_node("call_function", target, args, name=name)
+        node.meta["val"] = torch.empty(4)
+        return node
+
+    x, statistic, tangent = map(graph.placeholder, ("primals_1", "primals_2", "tangents_1"))
+    for node in (x, statistic, tangent):
+        node.meta["val"] = torch.empty(4)
+    made = {"sine": call("sine", ATEN.sin.default, x)}
+    made["rough"] = call("rough", ATEN.neg.default, call("other", ATEN.neg.default, made["sine"]))
+    write = call("write", ATEN.copy_.default, statistic, made[read])
+    write.meta["partitioner_tag"] = f"must_be_in_{'forward' if in_forward else 'backward'}"
+    graph.output((x, call("gradient", ATEN.mul.Tensor, made[read], tangent)))
+    if read == "sine":
+        for name in ("rough", "other"):
+            graph.erase_node(next(n for n in graph.nodes if n.name == name))
+    return graph
+
+
+@pytest.mark.parametrize("in_forward", [True, False])
+def test_a_lossy_stand_in_that_the_forward_writes_into_an_input_is_refused(
+    in_forward: bool,
+) -> None:
+    """No result depends on it, but the next step does."""
+    before, after = writing("sine", in_forward), writing("rough", in_forward)
+    site = TakenVariant("rule", "site", (("sine", "rough"),), lossy=True)
+
+    def compare() -> None:
+        check_variants(before, after, [site], num_forward_outputs=1, numbers=False)
+
+    if in_forward:
+        with pytest.raises(VerificationFailed, match="a result of the forward depends on rough"):
+            compare()
+    else:
+        compare()
 
 
 def test_a_node_outside_of_the_sites_may_not_change() -> None:

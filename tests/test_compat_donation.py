@@ -10,6 +10,7 @@ from torch import fx, nn
 from torch.nn import functional as F
 
 from fxremat import compat
+from fxremat.passes.halves import DonateSaved
 from tests.compat_graphs import half
 from tests.graphs import batch
 
@@ -54,6 +55,24 @@ def test_the_gradient_of_logits_is_written_over_them() -> None:
     assert [LOGITS in code for code in codes] == [True, False]
     assert None not in keys
     assert keys[0] != keys[1]  # else Inductor's cache would give the one for the other
+
+
+def test_both_halves_are_marked_where_buffers_are_donated() -> None:
+    """The backward writes over the logits, and the forward may lay out its results as it likes."""
+    keys: list[str | None] = []
+    donated: list[list[str]] = []
+
+    def step(forward: fx.GraphModule, backward: fx.GraphModule) -> None:
+        keys.append(compat.code_key(forward, is_backward=False))
+        assert DonateSaved(backward, 1).call(forward).modified
+        keys.append(compat.code_key(forward, is_backward=False))
+        saved = compat.saved_names(backward)
+        donated.append([saved[index] for index in compat.donated_inputs(backward)])
+
+    half(Classifier(), step)
+    assert None not in keys
+    assert keys[0] != keys[1]
+    assert ["addmm" in names for names in donated] == [True]
 
 
 def test_names_in_the_forward() -> None:

@@ -11,10 +11,16 @@ from fxremat.compiling.draft import Draft
 from fxremat.compiling.request import Request
 from fxremat.compiling.searching.candidates import Candidate, Judged
 from fxremat.compiling.searching.planning import Planning
-from fxremat.compiling.searching.search import Search
+from fxremat.compiling.searching.proposals import Proposals
+from fxremat.compiling.searching.search import Attempt, Search
+from fxremat.compiling.searching.tuning import REHEARSALS
+from fxremat.compiling.searching.variant_sets import VariantSet
 from fxremat.compiling.stage_times import StageTimes
 from fxremat.core.plan import Plan
+from fxremat.core.problem import Problem, Value, Variant
+from fxremat.core.variants import take
 from tests.trial_judge import PROBLEM, Trial, draft_of
+from tests.variant_problem import LOSS_PROBLEM
 
 
 @dataclass
@@ -46,8 +52,11 @@ class JudgeOfTrials(Trial):
         return self.judged
 
 
-def searching(trial: Trial, budget: int, own: Plan | None = None) -> Alone:
-    planning = Planning(Request(solver="greedy", budget_bytes=budget), StageTimes())
+def searching(
+    trial: Trial, budget: int, own: Plan | None = None, wanted: int | None = None
+) -> Alone:
+    request = Request(solver="greedy", budget_bytes=budget, wanted_bytes=wanted)
+    planning = Planning(request, StageTimes())
     judge: Any = trial
     return Alone(cast(Any, None), planning, judge, draft_of(PROBLEM), own=own)
 
@@ -93,3 +102,94 @@ def test_the_least_that_is_named_is_of_candidates_that_no_budget_changes() -> No
     assert found.over
     assert found.judged.candidate.order == "planned"
     assert found.judged.peak_bytes == least + 1000
+
+
+def test_what_is_within_the_budget_is_not_taken_where_less_is_wanted_and_found() -> None:
+    wanted = plan_under(0.7).peak_bytes
+    trial = JudgeOfTrials(lambda planned, order: planned + (order == "inductor"))
+    found = searching(trial, 2 * wanted, wanted=wanted).run()
+    assert trial.judged[0].peak_bytes == wanted + 1
+    assert found.judged.candidate.order == "planned"
+    assert found.judged.peak_bytes <= wanted
+
+
+def without_end(plan: Plan) -> Proposals:
+    """The same, over and over."""
+    while True:
+        yield Candidate(draft_of(PROBLEM), plan, "planned")
+
+
+@pytest.mark.parametrize(
+    ("for_least", "most"), [(False, REHEARSALS.under), (True, REHEARSALS.least)]
+)
+def test_all_attempts_together_have_so_many_rehearsals(for_least: bool, most: int) -> None:
+    trial = JudgeOfTrials(lambda planned, order: planned)
+    search, plan = searching(trial, 1), plan_under(0.7)
+    counts = [len(search._follow(Attempt(without_end(plan), for_least), 1)) for _ in range(9)]
+    assert sum(counts) == len(trial.judged) == most
+    assert counts == sorted(counts, reverse=True)
+    assert for_least or counts[0] == REHEARSALS.one_attempt
+
+
+# --- variants that are made up ---------------------------------------------------------------
+
+
+class Choosing(Alone):
+    """A search over a problem that has variants."""
+
+    def draft(self, names: tuple[str, ...], variants: Any = None) -> Draft:
+        """The graph with these taken."""
+        if names not in self.drafts:
+            problem = self.prepared.estimate.problem
+            self.drafts[names] = draft_of(take(problem, names))
+        return self.drafts[names]
+
+    def _variants(self, *, allow_lossy: bool) -> VariantSet:  # type: ignore[override]
+        return VariantSet((), self.prepared.estimate)
+
+
+def choosing(problem: Problem, trial: Trial, budget: int) -> Choosing:
+    planning = Planning(Request(solver="greedy", budget_bytes=budget), StageTimes())
+    judge: Any = trial
+    return Choosing(cast(Any, None), planning, judge, draft_of(problem))
+
+
+@pytest.mark.parametrize(("less", "fits"), [(0, True), (1, False)])
+def test_variants_are_chosen_for_the_least_that_they_take(less: int, fits: bool) -> None:
+    search = choosing(LOSS_PROBLEM, JudgeOfTrials(lambda planned, order: planned), 1)
+    least = search.planning.quick(LOSS_PROBLEM, 0)
+    assert least.variants == ("chunks",)
+    offered = search._variants(allow_lossy=False)
+    chosen = search._chosen(LOSS_PROBLEM, least.peak_bytes - less, offered)
+    assert (chosen is not None) == fits
+
+
+def in_two_ways() -> Problem:
+    """A loss in chunks, or in parts that take a little more."""
+    chunks = LOSS_PROBLEM.variants[0]
+    parts = Variant(
+        "parts",
+        ops=tuple(
+            replace(
+                op,
+                name=op.name.replace("chunks", "parts"),
+                writes=tuple(name.replace("2", "3") for name in op.writes),
+                workspace_bytes=op.workspace_bytes + 10,
+            )
+            for op in chunks.ops
+        ),
+        outputs=tuple((old, new.replace("2", "3")) for old, new in chunks.outputs),
+    )
+    values = (*LOSS_PROBLEM.values, Value("loss3", 4), Value("dx3", 10))
+    return replace(LOSS_PROBLEM, values=values, variants=(chunks, parts))
+
+
+@pytest.mark.parametrize(("shown", "others"), [({}, []), ({"dx_in_chunks": 5000}, ["parts"])])
+def test_variants_of_least_peak_are_chosen_anew_by_what_was_shown(
+    shown: dict[str, int], others: list[str]
+) -> None:
+    """A call of the first choice takes much more than was known."""
+    trial = JudgeOfTrials(lambda planned, order: planned, scratch=shown)
+    search = choosing(in_two_ways(), trial, 1)
+    assert search.run().over
+    assert list(search.drafts) == [(), ("chunks",), *((name,) for name in others)]

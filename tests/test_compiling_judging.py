@@ -22,6 +22,14 @@ from tests.small import Classifier, seeded
 OPTIONS = {"variants": ["chunked_loss"]}
 
 
+@pytest.fixture(autouse=True)
+def _fresh() -> Iterator[None]:
+    """Dynamo does not know the model with another number of rows: it would make it dynamic."""
+    torch._dynamo.reset()
+    yield
+    torch._dynamo.reset()
+
+
 def negated(site: Site) -> Site:
     """The site, with the sign of its gradients turned: the step would train uphill."""
 

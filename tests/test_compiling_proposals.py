@@ -21,6 +21,7 @@ from fxremat.compiling.searching.proposals import (
 from fxremat.compiling.searching.tuning import CLOSE_ENOUGH, FAR_ABOVE, LOWEST_PERCENT
 from fxremat.core.plan import Plan
 from fxremat.core.problem import Op, Problem, Value
+from fxremat.passes.variants.insertion import InsertedVariant
 from tests.chains import blocks
 from tests.trial_judge import PROBLEM, Trial, draft_of, planning
 
@@ -160,6 +161,33 @@ def test_what_a_rehearsal_shows_of_scratch_memory_is_known_to_later_plans() -> N
     trial = Trial(lambda planned, order: planned, scratch={op.name: 500})
     judged = trial.follow(least(draft_of(PROBLEM), planning(QUICK_SOLVER)))
     assert judged[0].plan.peak_bytes < 500 <= judged[-1].plan.peak_bytes
+
+
+def test_plans_under_an_aim_know_what_a_rehearsal_has_shown() -> None:
+    """The first that was tried fits, but for scratch memory that nobody knew of."""
+    aim = round(0.8 * planning().solve(PROBLEM, None).peak_bytes)
+    trial = Trial(lambda planned, order: planned, scratch={PROBLEM.ops[5].name: 500})
+    judged = trial.follow(under(draft_of(PROBLEM), aim, planning()))
+    assert judged[0].plan.peak_bytes <= aim < 500 <= judged[1].plan.peak_bytes
+
+
+def test_candidates_are_equal_only_by_variants_plan_and_order() -> None:
+    draft, plan = draft_of(PROBLEM), planning().solve(PROBLEM, None)
+    one = InsertedVariant("one", "rule", (), {}, {}, frozenset(), {}, frozenset())
+    candidates = [
+        Candidate(draft, plan, "inductor"),
+        Candidate(draft, plan, "planned"),
+        Candidate(draft, planning().quick(PROBLEM, 0), "inductor"),
+        Candidate(replace(draft, taken=(one,)), plan, "inductor"),
+    ]
+    assert len({each.key for each in candidates}) == len(candidates)
+    assert candidates[0].key == Candidate(draft_of(PROBLEM), plan, "inductor").key
+
+
+def test_every_solver_is_asked_for_itself() -> None:
+    asked = planning("moments")
+    solvers = [asked.quick(PROBLEM, 100).solver, asked.solve(PROBLEM, 100).solver]
+    assert solvers == [QUICK_SOLVER, "moments"]
 
 
 def test_learnt_workspaces_reach_ops_by_name_and_nothing_else() -> None:

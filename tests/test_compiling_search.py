@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections.abc import Iterator
 from typing import Any
 
 import pytest
@@ -11,6 +12,14 @@ from torch import Tensor, nn
 import fxremat
 from fxremat.compiling.searching.tuning import REHEARSALS
 from tests.small import Classifier, seeded
+
+
+@pytest.fixture(autouse=True)
+def _fresh() -> Iterator[None]:
+    """Dynamo does not know the model with another number of rows: it would make it dynamic."""
+    torch._dynamo.reset()
+    yield
+    torch._dynamo.reset()
 
 
 def refused(model: nn.Module, x: Tensor, budget: str, **options: Any) -> fxremat.InfeasibleBudget:

@@ -2,14 +2,20 @@
 
 from __future__ import annotations
 
+import torch
 from hypothesis import given
 from hypothesis import strategies as st
 
-from fxremat.compiling.searching.torch_plan import steps_of_saved
+from fxremat import compat
+from fxremat.compiling.draft import Draft
+from fxremat.compiling.searching.torch_plan import plan_of_torch, steps_of_saved
 from fxremat.core.check import check
 from fxremat.core.problem import Problem
 from fxremat.core.timeline import replay
 from tests.chains import blocks, chains, homogeneous
+from tests.graphs import Net, batch, capture, linear
+
+ATEN = torch.ops.aten
 
 
 def forward_values(problem: Problem) -> list[str]:
@@ -40,3 +46,17 @@ def test_every_choice_of_saved_values_is_a_schedule(data: st.DataObject, problem
     assert verdict.ok, verdict.failures
     fewer_runs = replay(problem, steps_of_saved(problem, more)).time_us
     assert fewer_runs <= replay(problem, steps).time_us
+
+
+def test_what_is_saved_as_a_view_is_held() -> None:
+    """The forward saves the view, and the problem knows its owner."""
+    net = Net(lambda net, x: net.linear(x).view(-1).sin().sum(), linear=linear())
+    seen = capture(net, [batch(4, 8)])
+    joint = seen.joint
+    view = next(n for n in joint.module.graph.nodes if n.target is ATEN.view.default)
+    halves = compat.extract_forward_backward(
+        joint.module, [*joint.primals, view], num_fwd_outputs=1, static_inputs=()
+    )
+    draft = Draft(joint.module, 1, joint=joint, estimate=seen.found, halves=halves)
+    assert [node.name for node in draft.saved] == [view.name]
+    assert plan_of_torch(draft).steps == seen.problem.base_steps()

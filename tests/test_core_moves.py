@@ -153,6 +153,25 @@ def test_a_second_fetch_keeps_the_host_copy() -> None:
     assert replay(chain(), steps).live_bytes[5:8] == (120, 114, 116)
 
 
+BY_TURNS: tuple[Step, ...] = (
+    "make_a", OUT("a"), WAIT("a"), IN("a"), WAIT("a"), "make_b", OUT("b"), WAIT("b"),
+    "make_c", IN("b"), WAIT("b"), "make_db", "make_da",
+)  # fmt: skip
+TOGETHER: tuple[Step, ...] = (
+    "make_a", OUT("a"), "make_b", OUT("b"), WAIT("a"), WAIT("b"),
+    "make_c", IN("b"), WAIT("b"), "make_db", IN("a"), WAIT("a"), "make_da",
+)  # fmt: skip
+
+
+@pytest.mark.parametrize(("steps", "host_bytes"), [(BY_TURNS, 10), (TOGETHER, 20)])
+def test_what_came_back_for_good_is_not_on_the_host(
+    steps: tuple[Step, ...], host_bytes: int
+) -> None:
+    verdict = check(chain(), steps)
+    assert verdict.ok
+    assert verdict.host_peak_bytes == max(replay(chain(), steps).host_bytes) == host_bytes
+
+
 def test_json_of_steps_and_copies() -> None:
     plan = Plan(AWAY, "by hand", None, 126, 17.0)
     data = json.loads(json.dumps(plan_to_json(plan)))

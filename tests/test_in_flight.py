@@ -189,12 +189,16 @@ def exponential(x: Tensor) -> Tensor:
     return x.exp()
 
 
-def watched(forward: Callable[..., Any] = exponential) -> tuple[Callable[..., Any], Tensor]:
-    """A compiled function that may have one forward in flight, and an input for it."""
-    x = torch.linspace(0, 1, 2 * KIB, requires_grad=True)
+def watched(
+    forward: Callable[..., Any] = exponential,
+    saved_bytes: int = 8 * KIB,
+    peak_bytes: int = 40 * KIB,
+) -> tuple[Callable[..., Any], Tensor]:
+    """A compiled function that by default may have one forward in flight, and an input for it."""
+    x = torch.linspace(0, 1, saved_bytes // 4, requires_grad=True)
 
     def backend(gm: Any, inputs: Any) -> Callable[..., Any]:
-        promise = Promise("the graph", HOST, 40 * KIB, 40 * KIB, 0, 0, 8 * KIB)
+        promise = Promise("the graph", HOST, 40 * KIB, peak_bytes, 0, 0, saved_bytes)
         return watch_in_flight(torch._dynamo.lookup_backend("aot_eager")(gm, inputs), promise)
 
     return torch.compile(forward, backend=backend), x
@@ -219,6 +223,47 @@ def test_a_forward_is_in_flight_until_its_backward() -> None:
     assert (found[0].in_flight, found[0].expected_bytes - found[0].held_bytes) == (2, 40 * KIB)
     assert found[0].held_bytes == 8 * KIB
     del other, more
+
+
+@pytest.mark.parametrize(("more", "numbers"), [(0, []), (1, [2])])
+def test_the_last_byte_of_the_budget_may_be_used(more: int, numbers: list[int]) -> None:
+    call, x = watched(peak_bytes=32 * KIB + more)
+    with told() as found:
+        kept = [call(x), call(x)]
+    assert [each.in_flight for each in found] == numbers
+    del kept
+
+
+def test_as_many_forwards_that_hold_more_are_looked_at() -> None:
+    small, x = watched(peak_bytes=16 * KIB)
+    large, y = watched(lambda y: y.exp(), saved_bytes=32 * KIB, peak_bytes=16 * KIB)
+    with told() as first:
+        kept = [small(x), small(x)]
+    del kept
+    with told() as later:
+        kept = [large(y), large(y)]
+    assert first == []
+    assert [(each.in_flight, each.held_bytes) for each in later] == [(2, 32 * KIB)]
+    del kept
+
+
+def test_what_two_forwards_both_hold_is_there_once() -> None:
+    call, x = watched(lambda x: x.square())  # keeps its argument
+    with told() as found:
+        kept = [call(x), call(x)]
+        assert number_in_flight() == 2
+    assert found == []
+    del kept
+
+
+@pytest.mark.parametrize(("has_gradient", "held"), [(False, 8 * KIB), (True, 16 * KIB)])
+def test_gradients_of_what_others_hold_are_there_too(has_gradient: bool, held: int) -> None:
+    call, x = watched(lambda x: x.square())
+    x.grad = torch.zeros_like(x) if has_gradient else None
+    kept = [call(x)]
+    with told() as found:
+        kept.append(call(x.detach().clone().requires_grad_()))
+    assert [each.held_bytes for each in found] == [held]
 
 
 def test_a_forward_whose_graph_is_gone_holds_nothing() -> None:

@@ -336,11 +336,12 @@ def test_judge_sees_an_input_written(monkeypatch: Any) -> None:
     assert said == "addmm_default_into writes over primals_1, which the graph does not own"
 
 
-def test_judge_sees_a_saved_value_written(monkeypatch: Any) -> None:
+@pytest.mark.parametrize("through_view", [False, True], ids=["itself", "by a view"])
+def test_judge_sees_a_saved_value_written(through_view: bool, monkeypatch: Any) -> None:
     def build(g: Graph) -> list[fx.Node]:
         y = g.relu(g.x)
         tangent = g.relu(g.w)
-        return [g.relu(g.x), g.addmm(y, tangent), y]
+        return [g.relu(g.x), g.addmm(y, tangent), g.view(y, 16) if through_view else y]
 
     said = forced(build, monkeypatch, saved=[2], forward=1)
     assert said == "addmm_default_into writes over relu_default, which the forward saved"

@@ -16,8 +16,9 @@ from hypothesis import strategies as st
 import fxremat
 from fxremat import compat
 from fxremat.compiling.rehearsal import Rehearsal, rehearse
-from fxremat.compiling.rehearsal_cache import _rehearsal_of
+from fxremat.compiling.rehearsal_cache import _rehearsal_of, rehearse_once
 from fxremat.explaining import Explanation
+from tests.compat_graphs import Shared, half
 from tests.small import Convolutions, Stack, seeded
 
 
@@ -84,6 +85,29 @@ def test_another_batch_and_other_options_are_rehearsed(made: list[Any], change: 
     count = len(made)
     explain(**change)
     assert len(made) > count
+
+
+@pytest.mark.parametrize(
+    ("change", "threads", "count"),
+    [({}, 2, 1), ({"num_fwd_outputs": 2}, 2, 2), ({"device": "cuda"}, 2, 2), ({}, 1, 2)],
+    ids=["nothing", "results", "device", "threads"],
+)
+def test_the_same_graphs_are_rehearsed_anew_where_something_else_differs(
+    kept: Path, made: list[Any], change: dict[str, Any], threads: int, count: int
+) -> None:
+    def step(forward: Any, backward: Any) -> None:
+        asked: dict[str, Any] = {"num_fwd_outputs": 1, "device": "cpu"}
+        asked |= {"workspace": lambda *_: 0, "directory": kept}
+        rehearse_once(forward, backward, **asked)
+        before = torch.get_num_threads()
+        torch.set_num_threads(threads)
+        try:
+            rehearse_once(forward, backward, **{**asked, **change})
+        finally:
+            torch.set_num_threads(before)
+
+    half(Shared(), step)
+    assert len(made) == count
 
 
 SIZES = st.integers(0, 2**50)

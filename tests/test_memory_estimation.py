@@ -176,6 +176,20 @@ def test_what_is_added_to_zeros_takes_their_place() -> None:
     assert gradient.inplace == ((zeros, gradient.name),)
 
 
+def test_what_was_added_into_is_not_written_over() -> None:
+    """Inductor has no loop take the place of what a call of it has changed."""
+
+    def add_rows(net: Any, x: torch.Tensor, index: torch.Tensor) -> torch.Tensor:
+        rows = torch.zeros(4, 8).index_put((index,), net.linear(x), accumulate=True)
+        result: torch.Tensor = rows.sin() + net.linear(x).sin()
+        return result
+
+    seen = capture(Net(add_rows, linear=linear()), [batch(4, 8), torch.arange(4)], fused=True)
+    (loop,) = (op for op in seen.problem.ops if "index_put" in op.reads and op.phase == "forward")
+    assert set(loop.reads) == {"index_put", "sin_1"}  # both have the size of what it writes
+    assert loop.inplace == (("sin_1", "add"),)
+
+
 def test_node_by_node_nothing_is_in_place() -> None:
     seen = capture(mlp(), [batch(4, 8)])
     assert not any(op.inplace for op in seen.problem.ops)

@@ -152,6 +152,21 @@ def test_a_late_wait_is_found() -> None:
         check_waits(graph)
 
 
+def test_a_view_that_is_read_before_the_wait_is_found() -> None:
+    """To make it reads nothing."""
+    _, graph = rewritten()
+    wait = the_moves(graph, "wait_device")[0]
+    moved: Any = wait.args[0]
+    reader = next(n for n in moved.users if n is not wait)
+    with graph.inserting_after(moved):
+        view = graph.call_function(torch.ops.aten.view.default, (moved, [-1]))
+    reader.replace_input_with(moved, view)
+    check_waits(graph)
+    reader.append(wait)
+    with pytest.raises(VerificationFailed, match=f"{reader.name} reads {moved.name} before"):
+        check_waits(graph)
+
+
 def test_the_wrong_value_from_the_host_is_found() -> None:
     seen, graph = rewritten()
     first, second = the_moves(graph, "to_device")[:2]

@@ -11,12 +11,12 @@ import hypothesis
 import pytest
 import torch
 from hypothesis import strategies as st
-from torch import nn
+from torch import fx, nn
 
 from fxremat.core.problem import Problem
 from fxremat.passes.halves import INLINED, RECOMPUTED
 from fxremat.passes.memory_estimation import TANGENTS
-from fxremat.passes.recompute import apply_plan
+from fxremat.passes.recompute import _read_across, apply_plan
 from tests import nets
 from tests.conftest import Golden
 from tests.examples import examples
@@ -136,6 +136,33 @@ def test_equal_views_in_the_backward_are_one() -> None:
     looked_at = [tuple(n.all_input_nodes) for n in views if INLINED in n.name]
     assert looked_at
     assert len(set(looked_at)) == len(looked_at)
+
+
+def test_a_view_in_the_backward_is_of_the_latest_copy() -> None:
+    """One of an older copy would keep that in memory."""
+
+    def step(m: Any, x: torch.Tensor) -> Any:
+        turned = m.linear(x).t()
+        return m.first(turned).square().sum() + m.second(turned).square().sum()
+
+    net = Net(step, linear=linear(), first=nn.Linear(4, 4), second=nn.Linear(4, 4))
+    seen = capture(net, [batch(4, 8)], everything_again)
+    nodes = list(seen.rewritten.module.graph.nodes)
+    copies = [n for n in nodes if re.fullmatch(rf"addmm{RECOMPUTED}(_\d+)?", n.name)]
+    views = [n for n in nodes if set(n.all_input_nodes) & {*copies} and INLINED in n.name]
+    assert len({n.all_input_nodes[0] for n in views}) > 1
+    for view in views:
+        first = min(map(nodes.index, view.users))
+        assert view.all_input_nodes == [[n for n in copies if nodes.index(n) < first][-1]]
+
+
+def test_what_the_backward_returns_of_the_forward_is_saved() -> None:
+    graph = fx.Graph()
+    x = graph.placeholder("x")
+    read, returned, neither = (graph.call_function(ATEN.sin.default, (x,)) for _ in range(3))
+    late = graph.call_function(ATEN.cos.default, (read,))
+    forward = [x, read, returned, neither]
+    assert _read_across(forward, [late], [late, returned, None]) == (read, returned)
 
 
 # --- what changes nothing -----------------------------------------------------------------

@@ -9,10 +9,12 @@ from typing import Any
 
 import pytest
 import torch
+from torch import Tensor, nn
 
 import fxremat
 from fxremat import compat
-from fxremat.compiling.rehearsal import Workspace, _Meter, _rounded, _written, rehearse
+from fxremat.compiling.rehearsal import Rehearsal, Workspace, _Meter, _rounded, _written, rehearse
+from tests.compat_graphs import half
 from tests.small import Stack, seeded
 
 
@@ -117,6 +119,35 @@ def test_what_a_statement_writes(statement: str, written: str | None) -> None:
 
 
 # --- a rehearsed step -----------------------------------------------------------------------------
+
+
+class Two(nn.Module):
+    """Two products of matrices that are all of one size."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.first, self.second = (nn.Parameter(torch.ones(64, 64)) for _ in range(2))
+
+    def forward(self, x: Tensor) -> Tensor:
+        return x @ self.first @ self.second
+
+
+def test_what_the_caller_holds_is_there_to_the_end() -> None:
+    """Inputs, the result, and the incoming gradient, which the last product does not need.
+
+    Beside them the last product has its operand, its result and the other gradient.
+    """
+    found: list[Rehearsal] = []
+
+    def step(forward: Any, backward: Any) -> None:
+        asked: dict[str, Any] = {"num_fwd_outputs": 1, "device": "cpu", "workspace": lambda *_: 0}
+        found.append(rehearse(forward, backward, **asked))
+
+    half(Two(), step, torch.ones(64, 64))
+    (shown,) = found
+    assert shown.peak_bytes == 8 * 64 * 64 * 4
+    held = {"primals_1", "primals_2", "primals_3", "mm_1", "tangents_1"}
+    assert held <= dict(shown.at_peak).keys()
 
 
 def test_a_rehearsed_plan_names_what_is_live_at_the_peak() -> None:
