@@ -13,6 +13,7 @@ from torch import nn
 from fxremat.core.check import check
 from fxremat.core.problem import problem_from_json, problem_to_json, validate
 from fxremat.core.timeline import replay
+from fxremat.passes import inplace
 from fxremat.passes.joint_graph import Role, is_view, root
 from fxremat.passes.memory_estimation import TANGENTS, estimate, nbytes
 from tests import nets
@@ -217,3 +218,54 @@ def test_workspaces_come_from_who_knows_them() -> None:
     )
     assert found.problem.op_of["addmm"].workspace_bytes == 100
     assert found.problem.op_of["gelu"].workspace_bytes == 7
+
+
+@pytest.mark.parametrize("fused", [False, True], ids=["eager", "inductor"])
+def test_an_op_that_reads_what_the_step_overwrites_runs_once(fused: bool) -> None:
+    def shift(net: Any, x: torch.Tensor) -> torch.Tensor:
+        shifted: torch.Tensor = net.linear(x) + (net.level + 1.0).exp()
+        net.level.copy_(net.level * 0.5)
+        return shifted.sin()
+
+    net = Net(shift, linear=nn.Linear(8, 8), level=torch.ones(4, 8))
+    seen = capture(net, [batch(4, 8)], fused=fused)
+    reading = {
+        op.name: op.repeatable
+        for op in seen.problem.ops
+        for node in (seen.found.cones[op.name].nodes if op.name in seen.found.cones else ())
+        if any(root(source) in seen.joint.mutated for source in node.all_input_nodes)
+    }
+    assert len(reading) == 3  # the sum, the product, and the copy into the buffer
+    assert not any(reading.values())
+
+
+class _AddedInTheBackward(torch.autograd.Function):
+    """A matmul whose gradient is added onto its result."""
+
+    @staticmethod
+    def forward(ctx: Any, x: torch.Tensor, weight: torch.Tensor) -> torch.Tensor:
+        made = x @ weight
+        ctx.save_for_backward(weight, made)
+        return made.sin()
+
+    @staticmethod
+    def backward(ctx: Any, *grads: torch.Tensor) -> Any:
+        weight, made = ctx.saved_tensors
+        return torch.addmm(made, grads[0], weight.t()), None
+
+
+def test_a_call_may_write_over_an_operand_of_its_own_half() -> None:
+    """What the forward saved is autograd's."""
+
+    def add(net: Any, x: torch.Tensor) -> torch.Tensor:
+        result: torch.Tensor = _AddedInTheBackward.apply(net.linear(x), net.linear.weight)
+        return result
+
+    joint = capture(Net(add, linear=nn.Linear(8, 8)), [batch(4, 8)], fused=True).joint
+    calls = [n for n in joint.module.graph.nodes if inplace.operand_of(n) is not None]
+    halves = [
+        [joint.role[one] is Role.FORWARD for one in (node, inplace.operand_of(node)) if one]
+        for node in calls
+    ]
+    assert [False, True] in halves
+    assert all(node not in inplace.possible(joint) for node in calls)
