@@ -235,7 +235,7 @@ def test_an_op_that_reads_what_the_step_overwrites_runs_once(fused: bool) -> Non
         for node in (seen.found.cones[op.name].nodes if op.name in seen.found.cones else ())
         if any(root(source) in seen.joint.mutated for source in node.all_input_nodes)
     }
-    assert len(reading) == 3  # the sum, the product, and the copy into the buffer
+    assert {"add", "mul", "copy_"} <= set(reading)
     assert not any(reading.values())
 
 
