@@ -17,7 +17,7 @@ from fxremat.planner import Solver
 from fxremat.planner.deadline import Deadline
 from fxremat.planner.indexed_problem import build_model
 from fxremat.planner.local import greedy
-from fxremat.planner.local.pareto_pool import steps_of
+from fxremat.planner.local.pareto_front import steps_of
 from fxremat.planner.milp import checkmate
 from fxremat.planner.milp.checkmate import TooManyRuns, solve, solve_pruned
 from fxremat.planner.milp.checkmate_rows import programme

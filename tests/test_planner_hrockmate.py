@@ -28,7 +28,7 @@ from fxremat.planner.clusters.hrockmate import Hierarchy, Level
 from fxremat.planner.clusters.level_milp import Quotient
 from fxremat.planner.deadline import Deadline
 from fxremat.planner.indexed_problem import IndexedProblem, build_model
-from fxremat.planner.local.pareto_pool import ParetoPool
+from fxremat.planner.local.pareto_front import ParetoFront
 from fxremat.planner.local.stage_schedule import StageSchedule
 from fxremat.planner.milp.highs import Solution
 from tests.brute import least_time
@@ -82,7 +82,7 @@ def test_what_crosses_is_known(cutter: Cutter, data: st.DataObject) -> None:
         if local:
             assert users == set(local)
             assert value not in parts.home
-        elif model.droppable(value) and writer <= parts.turn and len(users) > 1:
+        elif model.evictable(value) and writer <= parts.turn and len(users) > 1:
             assert value in parts.clusters[whose[writer]].makes
             assert parts.home[value] == whose[writer]
 
@@ -135,10 +135,10 @@ def test_schedules_of_a_level_fit(data: st.DataObject) -> None:
 
 def best_of(problem: Problem, budget: int, *, shares: bool) -> tuple[float, Hierarchy]:
     model = build_model(problem)
-    pool, hierarchy = ParetoPool(model), Hierarchy(Deadline(None), shares=shares)
-    pool.offer(StageSchedule(model))
-    hierarchy.fill(pool, budget, tuning.HROCKMATE_NODES)
-    best = pool.best(budget)
+    front, hierarchy = ParetoFront(model), Hierarchy(Deadline(None), shares=shares)
+    front.offer(StageSchedule(model))
+    hierarchy.fill(front, budget, tuning.HROCKMATE_NODES)
+    best = front.best(budget)
     return math.inf if best is None else best.time, hierarchy
 
 

@@ -135,7 +135,7 @@ def _readers_across(model: IndexedProblem, cut: int) -> tuple[int, int]:
     seen: set[int] = set()
     alone = model.n
     for op in range(cut, model.n):
-        seen.update(v for v in model.reads[op] if model.writer[v] < cut and model.droppable(v))
+        seen.update(v for v in model.reads[op] if model.writer[v] < cut and model.evictable(v))
         if seen and alone == model.n:
             alone = op
         if len(seen) > 1:
@@ -147,7 +147,7 @@ def last_reads(model: IndexedProblem, turn: int) -> dict[int, int]:
     """The last op of the forward part that reads each droppable value."""
     last: dict[int, int] = {}
     for op in range(turn + 1):
-        last.update((value, op) for value in model.reads[op] if model.droppable(value))
+        last.update((value, op) for value in model.reads[op] if model.evictable(value))
     return last
 
 
@@ -205,7 +205,7 @@ def _segments(model: IndexedProblem, turn: int, starts: tuple[int, ...]) -> _Seg
     home = {
         value: int(block[op])
         for value, op in enumerate(model.writer)
-        if op <= turn and model.droppable(value)
+        if op <= turn and model.evictable(value)
     }
     last = last_reads(model, turn)
     enters = [
@@ -340,7 +340,7 @@ def _spans(model: IndexedProblem, blocks: Sequence[Block]) -> dict[int, tuple[in
                 for value in stop.keys() & model.reads[op]:
                     stop[value] = max(stop[value], block.backward.stop - 1)
     return {
-        value: (model.writer[value], model.n - 1 if model.kept[value] else last)
+        value: (model.writer[value], model.n - 1 if model.is_output[value] else last)
         for value, last in stop.items()
     }
 

@@ -229,7 +229,9 @@ class ClusterCosts:
                 begins.add(value)
         if first:
             fixed = [v for v in parts.model.reads[op] if self._fixed(v)]
-            ends.update(v for v in fixed if parts.last_reads[v] == op and not parts.model.kept[v])
+            ends.update(
+                v for v in fixed if parts.last_reads[v] == op and not parts.model.is_output[v]
+            )
         less = 0
         for read, write in parts.model.inplace[op]:
             if write not in begins:

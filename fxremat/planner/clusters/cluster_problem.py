@@ -13,9 +13,9 @@ from fxremat.core.problem import Op, Phase, Problem, Value
 from fxremat.planner.clusters import tuning
 from fxremat.planner.deadline import Deadline
 from fxremat.planner.indexed_problem import IndexedProblem
-from fxremat.planner.local.editable_schedule import EditableSchedule, Taste
+from fxremat.planner.local.editable_schedule import EditableSchedule, GapRanking
 from fxremat.planner.local.eviction_paths import descend
-from fxremat.planner.local.pareto_pool import ParetoPool, steps_of
+from fxremat.planner.local.pareto_front import ParetoFront, steps_of
 from fxremat.planner.local.stage_schedule import StageSchedule
 
 PAUSE = "pause"
@@ -63,25 +63,25 @@ def _op(model: IndexedProblem, op: int, phase: Phase, repeatable: bool) -> Op:
     )
 
 
-def evicted(model: IndexedProblem, deadline: Deadline) -> ParetoPool:
+def evicted(model: IndexedProblem, deadline: Deadline) -> ParetoFront:
     """Keep-all and what evictions make of it."""
-    pool = ParetoPool(model)
-    pool.offer(StageSchedule(model))
+    front = ParetoFront(model)
+    front.offer(StageSchedule(model))
     for length in tuning.CLUSTER_LENGTHS:
         if not deadline.running():
             break
-        search = EditableSchedule(StageSchedule(model), Taste(length))
+        search = EditableSchedule(StageSchedule(model), GapRanking(length))
         descend(
-            search, pool, 0, min(tuning.CLUSTER_MOST_WORK, tuning.CLUSTER_WORK_PER_OP * model.n)
+            search, front, 0, min(tuning.CLUSTER_MOST_WORK, tuning.CLUSTER_WORK_PER_OP * model.n)
         )
-    return pool
+    return front
 
 
 def backwards(
-    pool: ParetoPool, forward: Sequence[int], backward: Sequence[int]
+    front: ParetoFront, forward: Sequence[int], backward: Sequence[int]
 ) -> Iterator[list[int]]:
     """The steps after the pause of each schedule, as ops of the whole problem."""
     ops = (*forward, -1, *backward)
-    for entry in pool.settled():
-        steps = steps_of(pool.model.n, entry.runs())
+    for entry in front.final_entries():
+        steps = steps_of(front.model.n, entry.runs())
         yield [ops[k] for k in steps[steps.index(len(forward)) + 1 :]]

@@ -35,7 +35,7 @@ from fxremat.planner.deadline import Deadline
 from fxremat.planner.indexed_problem import IndexedProblem, build_model
 from fxremat.planner.local.editable_schedule import EditableSchedule
 from fxremat.planner.local.eviction_paths import descend
-from fxremat.planner.local.pareto_pool import ParetoPool, steps_of
+from fxremat.planner.local.pareto_front import ParetoFront, steps_of
 from fxremat.planner.local.ruin_and_repair import polish
 from fxremat.planner.local.stage_schedule import StageSchedule
 from fxremat.planner.milp.highs import Solution, Watch
@@ -60,14 +60,14 @@ def solve(
     model = build_model(problem)
     if budget_bytes is not None and best.peak_bytes > budget_bytes:
         known = known_plan(problem, budget_bytes, options)
-        pool = ParetoPool(model)
-        pool.offer(StageSchedule(model, without_idle(model, runs_of(model, known.ops))))
+        front = ParetoFront(model)
+        front.offer(StageSchedule(model, without_idle(model, runs_of(model, known.ops))))
         watch = _watch(
             options, deadline, known.time_us if known.peak_bytes <= budget_bytes else None
         )
-        Hierarchy(deadline, cutter, watch=watch).fill(pool, budget_bytes, tuning.HROCKMATE_NODES)
-        polish(pool, budget_bytes, options.seed, deadline)
-        entry = pool.best(budget_bytes) or pool.least()
+        Hierarchy(deadline, cutter, watch=watch).fill(front, budget_bytes, tuning.HROCKMATE_NODES)
+        polish(front, budget_bytes, options.seed, deadline)
+        entry = front.best(budget_bytes) or front.least()
         found = make_plan(problem, model.names(steps_of(model.n, entry.runs())), NAME)
         best = min((known, found), key=lambda p: (max(p.peak_bytes, budget_bytes), p.time_us))
     return make_plan(
@@ -98,11 +98,11 @@ class Hierarchy:
     watch: Watch | None = None
     solved: dict[Shape, list[tuple[int, ...]]] = field(default_factory=dict)
 
-    def fill(self, pool: ParetoPool, budget: int, nodes: int) -> None:
+    def fill(self, front: ParetoFront, budget: int, nodes: int) -> None:
         """Offer what the programme over clusters finds for the budget."""
-        level = self.level(pool.model)
+        level = self.level(front.model)
         if level is not None:
-            level.fill(pool, budget, nodes, self.deadline, self.watch)
+            level.fill(front, budget, nodes, self.deadline, self.watch)
 
     def level(self, model: IndexedProblem) -> Level | None:
         """The clusters of a model with their options; None where there is nothing to cut."""
@@ -150,26 +150,26 @@ class Hierarchy:
                 stays=lambda value: role(parts, cluster, value) == "staying",
                 again=lambda op: parts.model.repeatable[op],
             )
-            pool = self._pool(build_model(problem))
-            for steps in backwards(pool, cluster.forward, cluster.backward):
+            front = self._plans(build_model(problem))
+            for steps in backwards(front, cluster.forward, cluster.backward):
                 yield ClusterOption(tuple(steps))
 
-    def _pool(self, model: IndexedProblem) -> ParetoPool:
+    def _plans(self, model: IndexedProblem) -> ParetoFront:
         """What evictions find, and then the level below or the solver over moments."""
-        pool = evicted(model, self.deadline)
-        most, least = StageSchedule(model).max_peak(), pool.least().peak
+        front = evicted(model, self.deadline)
+        most, least = StageSchedule(model).max_peak(), front.least().peak
         level = self.level(model) if turn_of(model) + 1 > tuning.HROCKMATE_LEAF else None
         for part in tuning.HROCKMATE_GRID:
             budget = least + int(part * (most - least))
             if not self.deadline.running():
                 break
             if level is not None:
-                level.fill(pool, budget, tuning.HROCKMATE_INNER_NODES, self.deadline, self.watch)
+                level.fill(front, budget, tuning.HROCKMATE_INNER_NODES, self.deadline, self.watch)
             else:
-                rounds = Refinement.at_the_peak(pool, budget, self.deadline).rounds()
+                rounds = Refinement.at_the_peak(front, budget, self.deadline).rounds()
                 for state in islice(rounds, tuning.HROCKMATE_LEAF_ROUNDS):
-                    pool.offer(state)
-        return pool
+                    front.offer(state)
+        return front
 
 
 @dataclass(frozen=True)
@@ -181,7 +181,7 @@ class Level:
 
     def fill(
         self,
-        pool: ParetoPool,
+        front: ParetoFront,
         budget: int,
         nodes: int,
         deadline: Deadline,
@@ -197,7 +197,7 @@ class Level:
         for _ in range(tuning.HROCKMATE_ROUNDS):
             choice = Quotient(self.parts, runs, room, repeats=False)
             chosen = choice.mip.solve(deadline, nodes=nodes, gap=tuning.HROCKMATE_GAP, watch=watch)
-            over = self._offer(pool, choice, chosen, budget)
+            over = self._offer(front, choice, chosen, budget)
             if over == 0:
                 break
             # Where options are too coarse to fit, evictions may make a schedule of more bytes fit.
@@ -209,19 +209,21 @@ class Level:
         found = whole.mip.solve(
             deadline, nodes=nodes, gap=tuning.HROCKMATE_GAP, start=start, watch=watch
         )
-        self._offer(pool, whole, found, budget)
+        self._offer(front, whole, found, budget)
 
-    def _offer(self, pool: ParetoPool, programme: Quotient, solution: Solution, budget: int) -> int:
+    def _offer(
+        self, front: ParetoFront, programme: Quotient, solution: Solution, budget: int
+    ) -> int:
         """Offer the solution's schedule; by how many bytes it is over the budget, 1 for none."""
         if solution.values is None:
             return 1
-        model = pool.model
+        model = front.model
         steps = model.names(programme.steps(solution))
         state = StageSchedule(model, without_idle(model, runs_of(model, steps)))
         over: int = max(0, state.max_peak() - budget)
-        pool.offer(state)
+        front.offer(state)
         if over:
-            descend(EditableSchedule(state), pool, budget, tuning.HROCKMATE_REPAIR)
+            descend(EditableSchedule(state), front, budget, tuning.HROCKMATE_REPAIR)
         return over
 
     def _few(self, programme: Quotient, solution: Solution) -> list[ClusterRuns]:

@@ -79,7 +79,7 @@ class Quotient:
             self._add_frees(t)
             self._track(t)
         self._use_what_is_saved()
-        self.through = [self._through(t) for t in range(len(self.stages) + 1)]
+        self.bytes_at_start = [self._through(t) for t in range(len(self.stages) + 1)]
         for t, stage in enumerate(self.stages):
             self._fit_repeats(t)
             if stage.backward:
@@ -149,7 +149,7 @@ class Quotient:
         self.stay = [{} for _ in range(len(self.stages) + 1)]
         for value, home in self.parts.home.items():
             begin = 0 if home == OUTSIDE else home + 1
-            pinned = -1 if model.droppable(value) else max(self.first_need[value], 0)
+            pinned = -1 if model.evictable(value) else max(self.first_need[value], 0)
             for t in range(begin, max(pinned, self.until[value]) + 1):
                 if t <= pinned:
                     column = self.one
@@ -302,7 +302,7 @@ class Quotient:
     def _fit_repeats(self, t: int) -> None:
         """Bytes before the run + what of it is there at the moment <= budget."""
         room = SCALE - self.parts.fixed[1][self.stages[t].ops.start] / self.unit
-        before = self.through[t]
+        before = self.bytes_at_start[t]
         for c in sorted({c for c, _ in self.again[t]}):
             gone = {v: column for (v, d), column in self.free[t].items() if d == c}
             after = [*before, *((column, -self.size(v)) for v, column in gone.items())]
@@ -326,7 +326,7 @@ class Quotient:
         options = self.runs[c].options
         saves = {o: self.saved[t + 1][c, o] for o in range(len(options)) if options[o].saved}
         others = [
-            *self.through[t + 1],
+            *self.bytes_at_start[t + 1],
             *((column, -options[o].saved_bytes / self.unit) for o, column in saves.items()),
         ]
         for run, column in (
@@ -340,7 +340,9 @@ class Quotient:
         for o, option in enumerate(self.runs[c].options):
             column = self.use[c, o]
             for moment in option.backward.moments:
-                self._fit_segment(t, option.backward, moment, self.through[t + 1], column, column)
+                self._fit_segment(
+                    t, option.backward, moment, self.bytes_at_start[t + 1], column, column
+                )
 
     def _fit_segment(
         self, t: int, run: ClusterRun, moment: RunStep, others: list[Term], chosen: int, runs: int

@@ -23,7 +23,7 @@ from fxremat.core.problem import Problem
 from fxremat.core.timeline import replay
 from fxremat.planner.deadline import Deadline
 from fxremat.planner.indexed_problem import IndexedProblem, build_model
-from fxremat.planner.local.pareto_pool import steps_of
+from fxremat.planner.local.pareto_front import steps_of
 from fxremat.planner.local.stage_schedule import ExtraRun
 from fxremat.planner.milp import tuning
 from fxremat.planner.milp.checkmate_columns import Allowed, Staged

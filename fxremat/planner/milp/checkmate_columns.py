@@ -98,7 +98,7 @@ class Staged:
         for value in range(len(model.bytes)):
             writer = model.writer[value]
             begin = 0 if writer == INPUT else writer + 1
-            pinned = model.n if model.kept[value] else -1
+            pinned = model.n if model.is_output[value] else -1
             if writer not in again:
                 pinned = max(pinned, first[value], 0 if writer == INPUT else -1)
             for stage in range(begin, max(pinned, last[value]) + 1):
@@ -198,7 +198,7 @@ class Staged:
         out: dict[int, float] = {}
         met: set[int] = set()
         for read, write in model.inplace[op]:
-            if op != stage and model.kept[write]:
+            if op != stage and model.is_output[write]:
                 continue
             size = min(self.size(read), self.size(write))
             if stage not in self.ordered:

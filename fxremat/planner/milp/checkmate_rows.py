@@ -31,7 +31,7 @@ def programme(
 
 def _writes(it: Staged, op: int) -> float:
     """Bytes that a repeat of the op brings: outputs are there already."""
-    return sum(it.size(v) for v in it.model.writes[op] if not it.model.kept[v])
+    return sum(it.size(v) for v in it.model.writes[op] if not it.model.is_output[v])
 
 
 def _users(it: Staged, stage: int, value: int) -> list[int]:
@@ -45,7 +45,7 @@ def _add_frees(it: Staged, stage: int) -> None:
     kept_on = {*model.reads[stage], *model.writes[stage]}
     for op in it.allowed[stage]:
         for value in (*model.reads[op], *model.writes[op]):
-            if value not in kept_on and not model.kept[value]:
+            if value not in kept_on and not model.is_output[value]:
                 column = it.mip.real()
                 it.free[stage][value, op] = column
                 it.at_most([(column, 1.0)], [(it.run[stage][op], 1.0)])
@@ -58,7 +58,7 @@ def _track_order(it: Staged, stage: int) -> None:
     stage that runs w has v before, as its readers come later: S[t,v] + R[t,w] <= 1.
     """
     for value in it.touched[stage]:
-        if it.model.kept[value]:
+        if it.model.is_output[value]:
             continue
         there, writer = it.there(stage, value), it.model.writer[value]
         gone: list[Term] = []
@@ -109,7 +109,7 @@ def _gone(
 def _provide_reads(it: Staged, stage: int) -> None:
     """R[t,k] <= S[t,v] + R[t,w] for reads v of k; S[t+1,v] <= S[t,v] + R[t,w]."""
     for value in it.touched[stage]:
-        if not it.model.kept[value]:
+        if not it.model.is_output[value]:
             there = it.there(stage, value)
             for op in _users(it, stage, value):
                 it.at_most([(it.run[stage][op], 1.0)], there)
@@ -130,7 +130,7 @@ def _fit_in_any_order(it: Staged, stage: int) -> None:
         terms: list[Term] = [(others, 1.0)]
         own = model.workspace[op] / it.unit - sum(it.taken_over(stage, op).values())
         for value in (*model.reads[op], *model.writes[op]):
-            if not model.kept[value]:
+            if not model.is_output[value]:
                 own += it.size(value)
                 if value in held:
                     terms.append((held[value], -it.size(value)))
@@ -145,7 +145,7 @@ def _add_held(it: Staged, stage: int) -> dict[int, int]:
     """
     model, one = it.model, it.one
     for value in it.touched[stage]:
-        if value not in it.stay[stage] or model.kept[value]:
+        if value not in it.stay[stage] or model.is_output[value]:
             continue
         needed = one if value in model.reads[stage] else it.stays(stage + 1, value)
         terms: list[Term] = [(it.stay[stage][value], 1.0), (needed, 1.0), (one, -1.0)]

@@ -24,7 +24,7 @@ from fxremat.planner.indexed_problem import build_model
 from fxremat.planner.local import greedy
 from fxremat.planner.local.editable_schedule import EditableSchedule
 from fxremat.planner.local.eviction_paths import descend
-from fxremat.planner.local.pareto_pool import ParetoPool, steps_of
+from fxremat.planner.local.pareto_front import ParetoFront, steps_of
 from fxremat.planner.local.ruin_and_repair import polish
 from fxremat.planner.local.stage_schedule import ExtraRun, StageSchedule
 from fxremat.planner.milp import tuning
@@ -50,27 +50,27 @@ def solve(problem: Problem, budget_bytes: int | None, options: SolverOptions) ->
             seconds=deadline.seconds(),
             peak_bound_bytes=peak_bound(build_model(problem)),
         )
-    return improved(greedy.found(problem, options), budget_bytes, options, deadline)
+    return improved(greedy.whole_front(problem, options), budget_bytes, options, deadline)
 
 
 def improved(
-    known: greedy.SettledPool, budget_bytes: int | None, options: SolverOptions, deadline: Deadline
+    known: greedy.GreedyFront, budget_bytes: int | None, options: SolverOptions, deadline: Deadline
 ) -> Plan:
     """The same, from what the greedy solver found."""
     plan, problem = known.choose(budget_bytes), known.model.problem
     if budget_bytes is None or plan.time_us <= problem.base_time_us:
         return replace(plan, solver=NAME, budget_bytes=budget_bytes)
-    pool = ParetoPool(known.model, entries=sorted(known.entries, key=lambda entry: entry.peak))
-    refinement = Refinement.at_the_peak(pool, budget_bytes, deadline)
+    front = ParetoFront(known.model, entries=sorted(known.entries, key=lambda entry: entry.peak))
+    refinement = Refinement.at_the_peak(front, budget_bytes, deadline)
     for state in refinement.rounds():
-        pool.offer(state)
+        front.offer(state)
         if state.max_peak() > budget_bytes:
-            descend(EditableSchedule(state), pool, budget_bytes, tuning.MOMENTS_REPAIR)
+            descend(EditableSchedule(state), front, budget_bytes, tuning.MOMENTS_REPAIR)
         if options.progress is not None:
             options.progress(_progress(refinement, deadline))
     if not refinement.proven():
-        polish(pool, budget_bytes, options.seed, deadline)
-    best = pool.best(budget_bytes) or pool.least()
+        polish(front, budget_bytes, options.seed, deadline)
+    best = front.best(budget_bytes) or front.least()
     none_fits = refinement.bound_us == math.inf
     return make_plan(
         problem,
@@ -85,15 +85,15 @@ def improved(
 
 def time_bound(problem: Problem, budget_bytes: int, options: SolverOptions) -> float:
     """Microseconds that every schedule within the budget takes; infinite if there is none."""
-    pool = ParetoPool(build_model(problem))
-    pool.offer(StageSchedule(pool.model))
-    refinement = Refinement.at_the_peak(pool, budget_bytes, Deadline(options.time_limit_s))
+    front = ParetoFront(build_model(problem))
+    front.offer(StageSchedule(front.model))
+    refinement = Refinement.at_the_peak(front, budget_bytes, Deadline(options.time_limit_s))
     next(refinement.rounds(), None)
     return max(refinement.bound_us, problem.base_time_us)
 
 
 def _progress(refinement: Refinement, deadline: Deadline) -> Progress:
-    best = refinement.pool.best(refinement.budget)
+    best = refinement.front.best(refinement.budget)
     time_us = best.time if best is not None else None
     return Progress(NAME, deadline.seconds(), time_us, refinement.bound_us)
 
@@ -102,7 +102,7 @@ def _progress(refinement: Refinement, deadline: Deadline) -> Progress:
 class Refinement:
     """The moments so far and what each leaves free; the bound proven on the way."""
 
-    pool: ParetoPool
+    front: ParetoFront
     budget: int
     deadline: Deadline
     needs: Needs
@@ -112,14 +112,14 @@ class Refinement:
     """Rounds since the schedule last changed."""
 
     @staticmethod
-    def at_the_peak(pool: ParetoPool, budget: int, deadline: Deadline) -> Refinement:
+    def at_the_peak(front: ParetoFront, budget: int, deadline: Deadline) -> Refinement:
         """The one moment to begin with: the highest stage of keep-all."""
-        peak = int(StageSchedule(pool.model).peak.argmax())
-        return Refinement(pool, budget, deadline, Needs.of(pool.model), {peak: 0})
+        peak = int(StageSchedule(front.model).peak.argmax())
+        return Refinement(front, budget, deadline, Needs.of(front.model), {peak: 0})
 
     def proven(self) -> bool:
         """Whether the best plan so far is as good as the bound."""
-        best = self.pool.best(self.budget)
+        best = self.front.best(self.budget)
         return best is not None and best.time <= self.bound_us * (1 + TIGHT)
 
     def rounds(self) -> Iterator[StageSchedule]:
@@ -141,7 +141,7 @@ class Refinement:
             runs = self._next()
             if runs is None:
                 return
-            state = StageSchedule(self.pool.model, runs)
+            state = StageSchedule(self.front.model, runs)
             new = [*dict.fromkeys(filter(None, map(self._further, self._worst(state))))]
             self.reserve.update(
                 dict.fromkeys(new[: tuning.MOMENTS_MOST_MOMENTS - len(self.reserve)], 0)
@@ -165,7 +165,7 @@ class Refinement:
                     return
                 self.reserve = {stage: left // 2 for stage, left in self.reserve.items()}
                 continue
-            state = StageSchedule(self.pool.model, runs)
+            state = StageSchedule(self.front.model, runs)
             shape = (state.time, state.max_peak())
             self.again = self.again + 1 if shape == last else 0
             last = shape
@@ -179,13 +179,13 @@ class Refinement:
 
     def _next(self) -> list[ExtraRun] | None:
         """Extra runs of the cheapest choice; None where there is none."""
-        relaxation = Relaxation(self.pool.model, self.needs, self.budget, self.reserve)
+        relaxation = Relaxation(self.front.model, self.needs, self.budget, self.reserve)
         solution = relaxation.solve(self.deadline)
         if not any(self.reserve.values()):
             self.bound_us = max(self.bound_us, relaxation.time_bound_us(solution))
         if solution.values is None:
             return None
-        return runs_for(self.pool.model, dict(relaxation.held_in(solution)))
+        return runs_for(self.front.model, dict(relaxation.held_in(solution)))
 
     def _refine(self, state: StageSchedule) -> bool:
         """Make the worst stages moments; those that are leave more free. False if neither."""
@@ -213,4 +213,4 @@ class Refinement:
 
 def _seen(state: StageSchedule, stage: int) -> int:
     """Bytes at the first run of the stage: what the relaxation sees of it."""
-    return int(state.through[stage]) + state.model.own_bytes[stage]
+    return int(state.bytes_at_start[stage]) + state.model.own_bytes[stage]

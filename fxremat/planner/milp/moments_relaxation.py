@@ -49,7 +49,9 @@ class Needs:
         wanted = list(last)
         for op in reversed(range(model.n)):
             if model.repeatable[op]:
-                until = max((wanted[v] for v in model.writes[op] if not model.kept[v]), default=-1)
+                until = max(
+                    (wanted[v] for v in model.writes[op] if not model.is_output[v]), default=-1
+                )
                 for value in model.reads[op]:
                     wanted[value] = max(wanted[value], until)
         return Needs(last, wanted)
@@ -99,7 +101,7 @@ class Relaxation:
         model, found = self.model, dict[int, int | None]()
         own = {*model.reads[stage], *model.writes[stage]}
         for value, op in enumerate(model.writer):
-            if op > stage or model.kept[value]:
+            if op > stage or model.is_output[value]:
                 continue
             if value in own or self._stays(value, stage):
                 found[value] = None
@@ -108,7 +110,7 @@ class Relaxation:
         return found
 
     def _stays(self, value: int, stage: int) -> bool:
-        return not self.model.droppable(value) and self.needs.first_runs[value] > stage
+        return not self.model.evictable(value) and self.needs.first_runs[value] > stage
 
     def _brought(self, j: int, value: int) -> list[Term]:
         """What else may bring a value in the window after moment j: nothing, here."""
@@ -124,7 +126,9 @@ class Relaxation:
             op: self.mip.binary(self._cost(op))
             for op in range(stage + 1)
             if model.repeatable[op]
-            and any(not model.kept[v] and self.needs.any_runs[v] > stage for v in model.writes[op])
+            and any(
+                not model.is_output[v] and self.needs.any_runs[v] > stage for v in model.writes[op]
+            )
         }
 
     # -- rows ------------------------------------------------------------------------------
@@ -150,7 +154,7 @@ class Relaxation:
         return model.problem.resident_bytes + sum(
             size
             for value, size in enumerate(model.bytes)
-            if model.kept[value] and model.writer[value] <= stage
+            if model.is_output[value] and model.writer[value] <= stage
         )
 
     def _write_over(self, j: int) -> tuple[int, list[Term]]:
@@ -166,7 +170,7 @@ class Relaxation:
             size = min(model.bytes[read], model.bytes[write])
             if self.needs.first_runs[read] <= stage:
                 shared[write] = max(size, shared.get(write, 0))
-            elif model.droppable(read):
+            elif model.evictable(read):
                 over = self.over[j].setdefault(read, self.mip.binary())
                 runs = [window.get(model.writer[read]) for window in self.again[j:]]
                 found: list[Term] = [(column, -1.0) for column in runs if column is not None]
@@ -186,7 +190,7 @@ class Relaxation:
         done = self._read_in_window(j)
         for op, column in self.again[j].items():
             for value in self.model.reads[op]:
-                if value not in done and not self.model.kept[value]:
+                if value not in done and not self.model.is_output[value]:
                     self._at_least(j, value, (0.0, [(column, 1.0)]))
 
     def _held_values_come_from_somewhere(self, j: int) -> None:
@@ -233,7 +237,7 @@ class Relaxation:
 
     def _comes_and_goes(self, j: int, value: int) -> bool:
         """Whether the value is not one whose bytes are there throughout the window anyway."""
-        if self.model.kept[value]:
+        if self.model.is_output[value]:
             return False
         certain = self.held[j].get(value, -1) is None and self.held[j + 1].get(value, -1) is None
         return not certain or self.model.writer[value] in self.again[j]
@@ -256,11 +260,11 @@ class Relaxation:
             for part in parts:
                 self.mip.row([(ever[op], 1.0), (part, -1.0)], low=0.0)
         for value, op in enumerate(model.writer):
-            if op <= stage < self.needs.first_runs[value] and not model.kept[value]:
+            if op <= stage < self.needs.first_runs[value] and not model.is_output[value]:
                 self._at_least(j, value, (1.0, []), ever)
         for op, column in ever.items():
             for value in model.reads[op]:
-                if not model.kept[value]:
+                if not model.is_output[value]:
                     self._at_least(j, value, (0.0, [(column, 1.0)]), ever)
 
     def _at_least(
@@ -287,7 +291,7 @@ class Relaxation:
             value
             for op in range(start + 1, stop + 1)
             for value in model.reads[op]
-            if model.writer[value] <= start and not model.kept[value]
+            if model.writer[value] <= start and not model.is_output[value]
         }
 
     # -- solve -----------------------------------------------------------------------------
@@ -329,7 +333,7 @@ def runs_for(model: IndexedProblem, held: Mapping[int, set[int]]) -> list[tuple[
 
     What is missing is computed again when it is first read, with whatever that needs in turn.
     """
-    there = [not model.droppable(value) for value in range(len(model.bytes))]
+    there = [not model.evictable(value) for value in range(len(model.bytes))]
     out: list[tuple[int, int]] = []
     for stage in range(model.n):
         again: set[int] = set()
@@ -344,14 +348,14 @@ def runs_for(model: IndexedProblem, held: Mapping[int, set[int]]) -> list[tuple[
                 there[value] = True
         out.extend((op, stage) for op in sorted(again))
         if stage in held:
-            for value in _droppable_before(model, stage):
+            for value in _evictable_before(model, stage):
                 there[value] = there[value] and value in held[stage]
     return out
 
 
-def _droppable_before(model: IndexedProblem, stage: int) -> Sequence[int]:
+def _evictable_before(model: IndexedProblem, stage: int) -> Sequence[int]:
     return [
         value
         for value, op in enumerate(model.writer)
-        if op != INPUT and op <= stage and model.droppable(value)
+        if op != INPUT and op <= stage and model.evictable(value)
     ]

@@ -48,7 +48,7 @@ def runs_of(model: IndexedProblem, steps: Sequence[str]) -> list[ExtraRun]:
 def without_idle(model: IndexedProblem, runs: Iterable[ExtraRun]) -> list[ExtraRun]:
     """The runs without those whose copies nobody reads."""
     state = StageSchedule(model, runs)
-    while idle := tuple(run for run in state.all_extra() if not state.useful(run)):
+    while idle := tuple(run for run in state.all_extra() if not state.is_read(run)):
         state.change((), idle)
     return state.all_extra()
 

@@ -73,7 +73,7 @@ class MovingRelaxation(Relaxation):
         host = set(problem.host)
         can_return = bool(self.copies.to_host and self.copies.to_device)
         self.may_move = [
-            not self.model.kept[value]
+            not self.model.is_output[value]
             and (name in host or (not self.copies.only_host and can_return))
             and (self.model.writer[value] != INPUT or name in host)
             for value, name in enumerate(names)

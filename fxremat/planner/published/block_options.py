@@ -188,5 +188,5 @@ def path_options(chain: Chain, block: Block, deadline: Deadline) -> Iterator[Blo
             stays=lambda value: _role(chain, block, value)[3],
             again=lambda op: bool(block.local.intersection(chain.model.writes[op])),
         )
-        pool = evicted(build_model(problem), deadline)
-        yield from map(BlockOption, map(tuple, backwards(pool, block.forward, block.backward)))
+        front = evicted(build_model(problem), deadline)
+        yield from map(BlockOption, map(tuple, backwards(front, block.forward, block.backward)))

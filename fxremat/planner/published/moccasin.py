@@ -35,7 +35,7 @@ from fxremat.core.plan import Plan
 from fxremat.core.problem import Problem
 from fxremat.planner.deadline import Deadline
 from fxremat.planner.indexed_problem import IndexedProblem, build_model
-from fxremat.planner.local.pareto_pool import steps_of
+from fxremat.planner.local.pareto_front import steps_of
 from fxremat.planner.local.stage_schedule import ExtraRun, StageSchedule
 from fxremat.planner.milp.rerun_candidates import all_runs
 from fxremat.planner.milp.warm_start import known_plan, runs_of, without_idle
@@ -143,7 +143,7 @@ class _MoccasinCall:
                 for op in range(model.n)
             ],
             "writer": model.writer,
-            "kept": model.kept,
+            "kept": model.is_output,
             "bytes": [-(-size // unit) for size in model.bytes],
             "workspace": [-(-size // unit) for size in model.workspace],
             "room": max(0, (self.budget - model.problem.resident_bytes) // unit),
@@ -171,7 +171,7 @@ def _shares(model: IndexedProblem, op: int, first: bool, unit: int) -> list[tupl
     out = []
     met: set[int] = set()
     for read, write in model.inplace[op]:
-        if first or not model.kept[write]:
+        if first or not model.is_output[write]:
             if not met & {read, write}:
                 out.append((read, min(model.bytes[read], model.bytes[write]) // unit))
             met |= {read, write}
