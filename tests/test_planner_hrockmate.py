@@ -25,7 +25,7 @@ from fxremat.planner.clusters.decomposition import (
     shape,
 )
 from fxremat.planner.clusters.hrockmate import Hierarchy, Level
-from fxremat.planner.clusters.level_milp import Quotient
+from fxremat.planner.clusters.level_milp import LevelMilp
 from fxremat.planner.deadline import Deadline
 from fxremat.planner.indexed_problem import IndexedProblem, build_model
 from fxremat.planner.local.pareto_front import ParetoFront
@@ -92,7 +92,7 @@ def keep_all_programme(parts: Decomposition, budget: int) -> Solution:
         ClusterCosts(parts, its).runs([ClusterOption(tuple(its.backward))] if its.backward else [])
         for its in parts.clusters
     ]
-    return Quotient(parts, runs, budget, repeats=False).mip.solve(Deadline(None))
+    return LevelMilp(parts, runs, budget, allow_reruns=False).milp.solve(Deadline(None))
 
 
 @examples(EXAMPLES)
@@ -124,8 +124,8 @@ def test_schedules_of_a_level_fit(data: st.DataObject) -> None:
         ClusterCosts(level.parts, cluster).runs(its)
         for cluster, its in zip(level.parts.clusters, level.options, strict=True)
     ]
-    programme = Quotient(level.parts, runs, budget)
-    solution = programme.mip.solve(Deadline(None), nodes=200)
+    programme = LevelMilp(level.parts, runs, budget)
+    solution = programme.milp.solve(Deadline(None), nodes=200)
     if solution.values is not None:
         line = replay(problem, model.names(programme.steps(solution)))
         assert line.peak_bytes <= budget

@@ -127,9 +127,9 @@ def test_no_plan_is_better_than_what_the_choice_proves(problem: Problem) -> None
     for budget in {least, (least + most) // 2}:
         plan = greedy.solve(plain, budget, NO_LIMIT)
         choice = ChoiceMilp(union, range(len(union.ops)), plan.peak_bytes)
-        solution = choice.mip.solve(Deadline(None))
+        solution = choice.milp.solve(Deadline(None))
         assert solution.values is not None
-        time_us = plain.base_time_us + solution.bound / choice.scale
+        time_us = plain.base_time_us + solution.bound / choice.per_us
         assert time_us <= plan.time_us + 1e-6 * plain.base_time_us
 
 
@@ -164,11 +164,11 @@ def test_a_result_may_overwrite_what_is_computed_again_for_a_later_read() -> Non
     union = unite(Problem("small", values, ops, outputs=("out",)))
     for budget, again in ((81, 0), (41, 10), (39, None)):
         choice = ChoiceMilp(union, range(3), budget)
-        solution = choice.mip.solve(Deadline(None))
+        solution = choice.milp.solve(Deadline(None))
         if again is None:
             assert solution.values is None
         else:
-            assert solution.objective / choice.scale == pytest.approx(again), budget
+            assert solution.objective / choice.per_us == pytest.approx(again), budget
 
 
 def test_the_plan_comes_back_from_the_cache_with_its_variants(tmp_path: object) -> None:

@@ -30,7 +30,7 @@ from fxremat.planner.clusters.decomposition import (
     shape,
     turn_of,
 )
-from fxremat.planner.clusters.level_milp import Quotient
+from fxremat.planner.clusters.level_milp import LevelMilp
 from fxremat.planner.deadline import Deadline
 from fxremat.planner.indexed_problem import IndexedProblem, build_model
 from fxremat.planner.local.editable_schedule import EditableSchedule
@@ -38,9 +38,9 @@ from fxremat.planner.local.eviction_paths import descend
 from fxremat.planner.local.pareto_front import ParetoFront, steps_of
 from fxremat.planner.local.ruin_and_repair import polish
 from fxremat.planner.local.stage_schedule import StageSchedule
-from fxremat.planner.milp.highs import Solution, Watch
+from fxremat.planner.milp.highs import OnProgress, Solution
 from fxremat.planner.milp.moments import Refinement
-from fxremat.planner.milp.warm_start import known_plan, runs_of, without_idle
+from fxremat.planner.milp.warm_start import extra_runs_of, start_plan, without_unread
 from fxremat.planner.options import Progress, SolverOptions
 from fxremat.planner.peak_bound import peak_bound
 from fxremat.planner.plans import make_plan
@@ -59,13 +59,15 @@ def solve(
     best = make_plan(problem, problem.base_steps(), NAME)
     model = build_model(problem)
     if budget_bytes is not None and best.peak_bytes > budget_bytes:
-        known = known_plan(problem, budget_bytes, options)
+        known = start_plan(problem, budget_bytes, options)
         front = ParetoFront(model)
-        front.offer(StageSchedule(model, without_idle(model, runs_of(model, known.ops))))
-        watch = _watch(
+        front.offer(StageSchedule(model, without_unread(model, extra_runs_of(model, known.ops))))
+        on_progress = _progress_reporter(
             options, deadline, known.time_us if known.peak_bytes <= budget_bytes else None
         )
-        Hierarchy(deadline, cutter, watch=watch).fill(front, budget_bytes, tuning.HROCKMATE_NODES)
+        Hierarchy(deadline, cutter, on_progress=on_progress).fill(
+            front, budget_bytes, tuning.HROCKMATE_NODES
+        )
         polish(front, budget_bytes, options.seed, deadline)
         entry = front.best(budget_bytes) or front.least()
         found = make_plan(problem, model.names(steps_of(model.n, entry.runs())), NAME)
@@ -80,7 +82,9 @@ def solve(
     )
 
 
-def _watch(options: SolverOptions, deadline: Deadline, time_us: float | None) -> Watch | None:
+def _progress_reporter(
+    options: SolverOptions, deadline: Deadline, time_us: float | None
+) -> OnProgress | None:
     """Tells how long it takes; what a programme believes of time is not known to be so."""
     tell = options.progress
     if tell is None:
@@ -95,14 +99,14 @@ class Hierarchy:
     deadline: Deadline
     cutter: Cutter | None = None
     shares: bool = True
-    watch: Watch | None = None
+    on_progress: OnProgress | None = None
     solved: dict[Shape, list[tuple[int, ...]]] = field(default_factory=dict)
 
     def fill(self, front: ParetoFront, budget: int, nodes: int) -> None:
         """Offer what the programme over clusters finds for the budget."""
         level = self.level(front.model)
         if level is not None:
-            level.fill(front, budget, nodes, self.deadline, self.watch)
+            level.fill(front, budget, nodes, self.deadline, self.on_progress)
 
     def level(self, model: IndexedProblem) -> Level | None:
         """The clusters of a model with their options; None where there is nothing to cut."""
@@ -164,7 +168,9 @@ class Hierarchy:
             if not self.deadline.running():
                 break
             if level is not None:
-                level.fill(front, budget, tuning.HROCKMATE_INNER_NODES, self.deadline, self.watch)
+                level.fill(
+                    front, budget, tuning.HROCKMATE_INNER_NODES, self.deadline, self.on_progress
+                )
             else:
                 rounds = Refinement.at_the_peak(front, budget, self.deadline).rounds()
                 for state in islice(rounds, tuning.HROCKMATE_LEAF_ROUNDS):
@@ -185,7 +191,7 @@ class Level:
         budget: int,
         nodes: int,
         deadline: Deadline,
-        watch: Watch | None = None,
+        on_progress: OnProgress | None = None,
     ) -> None:
         """Offer the best schedules of two programmes: without repeats of clusters, and with them.
 
@@ -195,38 +201,40 @@ class Level:
         runs = [cost.runs(its) for cost, its in zip(costs, self.options, strict=True)]
         room = budget
         for _ in range(tuning.HROCKMATE_ROUNDS):
-            choice = Quotient(self.parts, runs, room, repeats=False)
-            chosen = choice.mip.solve(deadline, nodes=nodes, gap=tuning.HROCKMATE_GAP, watch=watch)
+            choice = LevelMilp(self.parts, runs, room, allow_reruns=False)
+            chosen = choice.milp.solve(
+                deadline, nodes=nodes, gap=tuning.HROCKMATE_GAP, on_progress=on_progress
+            )
             over = self._offer(front, choice, chosen, budget)
             if over == 0:
                 break
             # Where options are too coarse to fit, evictions may make a schedule of more bytes fit.
             room += -over if chosen.values is not None else int(tuning.HROCKMATE_MORE_ROOM * budget)
-        whole = Quotient(self.parts, self._few(choice, chosen), min(room, budget))
+        whole = LevelMilp(self.parts, self._few(choice, chosen), min(room, budget))
         start = None
         if chosen.values is not None and room <= budget:
             start = whole.start(choice, chosen)
-        found = whole.mip.solve(
-            deadline, nodes=nodes, gap=tuning.HROCKMATE_GAP, start=start, watch=watch
+        found = whole.milp.solve(
+            deadline, nodes=nodes, gap=tuning.HROCKMATE_GAP, start=start, on_progress=on_progress
         )
         self._offer(front, whole, found, budget)
 
     def _offer(
-        self, front: ParetoFront, programme: Quotient, solution: Solution, budget: int
+        self, front: ParetoFront, programme: LevelMilp, solution: Solution, budget: int
     ) -> int:
         """Offer the solution's schedule; by how many bytes it is over the budget, 1 for none."""
         if solution.values is None:
             return 1
         model = front.model
         steps = model.names(programme.steps(solution))
-        state = StageSchedule(model, without_idle(model, runs_of(model, steps)))
+        state = StageSchedule(model, without_unread(model, extra_runs_of(model, steps)))
         over: int = max(0, state.max_peak() - budget)
         front.offer(state)
         if over:
             descend(EditableSchedule(state), front, budget, tuning.HROCKMATE_REPAIR)
         return over
 
-    def _few(self, programme: Quotient, solution: Solution) -> list[ClusterRuns]:
+    def _few(self, programme: LevelMilp, solution: Solution) -> list[ClusterRuns]:
         """Of the options of each cluster those that any of its like takes, and a few others."""
         places: dict[Shape, set[int]] = {}
         keys = [shape(self.parts, cluster) for cluster in self.parts.clusters]

@@ -6,13 +6,13 @@ variant an op takes, what is kept and what runs again are chosen together.
 
     z[a]          variant a is taken; of those that exclude each other at most one
     held[v, j]    value v is live at moment j
-    again[q, j]   op q runs again in the window after moment j
+    rerun[q, j]   op q runs again in the window after moment j
 
-    minimise      sum(adds[a] z[a]) + sum(time[q] again[q, j])
+    minimise      sum(adds[a] z[a]) + sum(time[q] rerun[q, j])
     bytes         sum(bytes[v] held[v, j]) + outputs + workspace <= budget
-    reads         held[v, j] + again[writer of v, j] >= wanted       first runs in window j
-                  held[v, j] + again[writer of v, j] >= again[q, j] + wanted - 1     runs again
-    origin        held[v, j + 1] <= held[v, j] + again[writer of v, j]
+    reads         held[v, j] + rerun[writer of v, j] >= wanted       first runs in window j
+                  held[v, j] + rerun[writer of v, j] >= rerun[q, j] + wanted - 1     runs again
+    origin        held[v, j + 1] <= held[v, j] + rerun[writer of v, j]
     runs          what op q needs that runs again in the window after moment j, beside what stays
                   from moment j to the next, fits as well, where these are neighbours
 
@@ -26,12 +26,9 @@ from collections.abc import Iterable, Sequence
 from dataclasses import dataclass, field
 
 from fxremat.planner.deadline import Deadline
-from fxremat.planner.milp.highs import Mip, Solution, Term
+from fxremat.planner.milp.highs import SCALE, Milp, Solution, Term
 from fxremat.planner.variants import tuning
 from fxremat.planner.variants.all_variants import AllVariants, Read, Wanted
-
-UNIT = 1000.0
-"""Budget and time of keep-all in the units of the MILP."""
 
 
 @dataclass
@@ -41,28 +38,30 @@ class ChoiceMilp:
     union: AllVariants
     moments: Sequence[int]
     budget: int | None
-    mip: Mip = field(default_factory=lambda: Mip(restarts=False))
+    milp: Milp = field(default_factory=lambda: Milp(may_restart=False))
     taken: dict[int, int] = field(default_factory=dict)
     held: list[dict[str, int]] = field(default_factory=list)
     """Column of each value that may be live at the moment."""
-    again: list[dict[int, int]] = field(default_factory=list)
+    rerun: list[dict[int, int]] = field(default_factory=list)
 
     def __post_init__(self) -> None:
         union = self.union
         base = max(union.problem.base_time_us, 1e-9)
-        self.scale = UNIT / base if self.budget is not None else tuning.CHOICE_LITTLE * UNIT / base
-        self.unit = UNIT / max(1, self.budget or _all_bytes(union))
-        self.peak = self.mip.real(1.0, high=float("inf")) if self.budget is None else None
+        self.per_us = (
+            SCALE / base if self.budget is not None else tuning.CHOICE_LITTLE * SCALE / base
+        )
+        self.per_byte = SCALE / max(1, self.budget or _all_bytes(union))
+        self.peak = self.milp.real(1.0, high=float("inf")) if self.budget is None else None
         self.bytes_of = union.problem.bytes_of
         self.until, self.last_read = _until(union), _last_reads(union)
         for index in union.usable:
-            self.taken[index] = self.mip.binary(union.saves_us[index] * self.scale)
+            self.taken[index] = self.milp.binary(union.saves_us[index] * self.per_us)
         for group in union.excluding:
-            self.mip.row([(self.taken[index], 1.0) for index in group], high=1.0)
+            self.milp.row([(self.taken[index], 1.0) for index in group], high=1.0)
         for stage in self.moments:
             self.held.append(self._held_at(stage))
         for j in range(len(self.moments)):
-            self.again.append(self._runs_after(j))
+            self.rerun.append(self._runs_after(j))
         for j in range(len(self.moments)):
             self._bytes_fit(j)
             self._what_stays_is_held(j)
@@ -76,14 +75,14 @@ class ChoiceMilp:
     @property
     def size(self) -> int:
         """Columns of the MILP."""
-        return len(self.mip.cost)
+        return len(self.milp.cost)
 
     # -- columns ---------------------------------------------------------------------------
 
     def _held_at(self, stage: int) -> dict[str, int]:
         own = {*self.union.ops[stage].writes, *(read.value for read in self.union.reads[stage])}
         return {
-            name: self.mip.binary()
+            name: self.milp.binary()
             for name, until in self.until.items()
             if self._written(name) <= stage and (until > stage or name in own)
         }
@@ -94,7 +93,7 @@ class ChoiceMilp:
     def _runs_after(self, j: int) -> dict[int, int]:
         stage = self.moments[j]
         return {
-            q: self.mip.binary(op.time_us * self.scale)
+            q: self.milp.binary(op.time_us * self.per_us)
             for q, op in enumerate(self.union.ops[: stage + 1])
             if op.repeatable and any(self.until.get(name, -1) > stage for name in op.writes)
         }
@@ -108,12 +107,12 @@ class ChoiceMilp:
         stage, union = self.moments[j], self.union
         op = union.ops[stage]
         fixed, terms = self._outputs(stage)
-        terms += [(c, self.bytes_of[name] * self.unit) for name, c in self.held[j].items()]
+        terms += [(c, self.bytes_of[name] * self.per_byte) for name, c in self.held[j].items()]
         run = union.run_wanted(stage)
         fixed += op.workspace_bytes * run.constant
-        terms += [(c, f * op.workspace_bytes * self.unit) for c, f in self._terms(run)]
+        terms += [(c, f * op.workspace_bytes * self.per_byte) for c, f in self._terms(run)]
         terms += [
-            (self.taken[index], change.workspace_bytes * self.unit)
+            (self.taken[index], change.workspace_bytes * self.per_byte)
             for index in union.usable
             for change in union.problem.variants[index].changes
             if change.op == op.name and change.workspace_bytes
@@ -127,16 +126,18 @@ class ChoiceMilp:
         for name, wanted in self.union.output_wanted.items():
             if name not in resident and self._written(name) <= stage:
                 fixed += self.bytes_of[name] * wanted.constant
-                terms += [(c, f * self.bytes_of[name] * self.unit) for c, f in self._terms(wanted)]
+                terms += [
+                    (c, f * self.bytes_of[name] * self.per_byte) for c, f in self._terms(wanted)
+                ]
         return fixed, terms
 
     def _fit(self, terms: list[Term], fixed: float) -> None:
         """terms + fixed <= the budget, or the peak."""
         if self.peak is not None:
-            self.mip.row([*terms, (self.peak, -1.0)], high=-fixed * self.unit)
+            self.milp.row([*terms, (self.peak, -1.0)], high=-fixed * self.per_byte)
         else:
             assert self.budget is not None
-            self.mip.row(terms, high=(self.budget - fixed) * self.unit)
+            self.milp.row(terms, high=(self.budget - fixed) * self.per_byte)
 
     def _is_short(self, j: int) -> bool:
         """Whether no op of the base runs for the first time between this moment and the next."""
@@ -148,8 +149,8 @@ class ChoiceMilp:
 
         As in `fxremat.planner.milp.moments_relaxation`, where no variant is chosen:
 
-        stays[v] >= held[v, j] + held[v, j + 1] - 1 - again[writer of v, j]
-        sum(bytes[v] stays[v], v that q does not touch) + bytes of q again[q, j] <= budget
+        stays[v] >= held[v, j] + held[v, j + 1] - 1 - rerun[writer of v, j]
+        sum(bytes[v] stays[v], v that q does not touch) + bytes of q rerun[q, j] <= budget
         """
         fixed, outputs = self._outputs(self.moments[j])
         stays: dict[str, int] = {}
@@ -157,19 +158,19 @@ class ChoiceMilp:
             end = self.held[j + 1].get(name)
             if end is None:
                 continue
-            stays[name] = self.mip.real()
+            stays[name] = self.milp.real()
             ends = [(begin, -1.0), (end, -1.0)]
-            run = self.again[j].get(self._written(name))
+            run = self.rerun[j].get(self._written(name))
             runs = [] if run is None else [(run, 1.0)]
-            self.mip.row([(stays[name], 1.0), *ends, *runs], low=-1.0)
-        total = self.mip.real(high=float("inf"))
-        parts = [(column, self.bytes_of[name] * self.unit) for name, column in stays.items()]
-        self.mip.row([*parts, *outputs, (total, -1.0)], 0.0, 0.0)
-        for q, column in self.again[j].items():
+            self.milp.row([(stays[name], 1.0), *ends, *runs], low=-1.0)
+        total = self.milp.real(high=float("inf"))
+        parts = [(column, self.bytes_of[name] * self.per_byte) for name, column in stays.items()]
+        self.milp.row([*parts, *outputs, (total, -1.0)], 0.0, 0.0)
+        for q, column in self.rerun[j].items():
             touched = self._touched(q)
-            own = [(stays[v], -self.bytes_of[v] * self.unit) for v in touched if v in stays]
+            own = [(stays[v], -self.bytes_of[v] * self.per_byte) for v in touched if v in stays]
             self._fit(
-                [(total, 1.0), (column, self._own_bytes(q, touched) * self.unit), *own], fixed
+                [(total, 1.0), (column, self._own_bytes(q, touched) * self.per_byte), *own], fixed
             )
 
     def _touched(self, q: int) -> list[str]:
@@ -224,7 +225,7 @@ class ChoiceMilp:
     def _demand(self, found: list[Term], wanted: Wanted, more: Iterable[Term] = ()) -> None:
         """found >= wanted + more"""
         negative = [(column, -factor) for column, factor in (*self._terms(wanted), *more)]
-        self.mip.row([*found, *negative], low=float(wanted.constant))
+        self.milp.row([*found, *negative], low=float(wanted.constant))
 
     def _reads_between(self, after: int, stop: int) -> list[Read]:
         """Reads by first runs of the stages between, of what was written up to ``after``; once."""
@@ -242,7 +243,7 @@ class ChoiceMilp:
         column = self.held[j].get(name)
         if column is not None:
             terms.append((column, 1.0))
-        run = self.again[j].get(self._written(name))
+        run = self.rerun[j].get(self._written(name))
         if run is not None:
             terms.append((run, 1.0))
         return terms
@@ -254,14 +255,14 @@ class ChoiceMilp:
             self._demand(self._sources(j, read.value), read.wanted)
 
     def _runs_find_their_reads(self, j: int) -> None:
-        for q, column in self.again[j].items():
+        for q, column in self.rerun[j].items():
             own = self.union.own[q]
             for read in self.union.reads[q]:
                 if read.value not in self.until:
                     continue
                 sources = self._sources(j, read.value)
                 if own is not None or read.wanted.always:
-                    self.mip.row([*sources, (column, -1.0)], low=0.0)
+                    self.milp.row([*sources, (column, -1.0)], low=0.0)
                 else:
                     wanted = Wanted(read.wanted.constant - 1, read.wanted.factors)
                     self._demand(sources, wanted, [(column, 1.0)])
@@ -271,7 +272,7 @@ class ChoiceMilp:
             return
         for name, column in self.held[j + 1].items():
             if self._written(name) <= self.moments[j]:
-                self.mip.row([*self._sources(j, name), (column, -1.0)], low=0.0)
+                self.milp.row([*self._sources(j, name), (column, -1.0)], low=0.0)
 
     # -- solve -----------------------------------------------------------------------------
 
@@ -281,14 +282,14 @@ class ChoiceMilp:
         gap, absolute = (
             (tuning.CHOICE_GAP_OF_LEAST, 0.0)
             if self.budget is None
-            else (0.0, tuning.CHOICE_GAP * UNIT)
+            else (0.0, tuning.CHOICE_GAP * SCALE)
         )
-        relaxed = self.mip.relaxed(deadline)
-        near = self.mip.solve_near(relaxed, deadline, nodes=nodes, gap=gap, absolute_gap=absolute)
+        relaxed = self.milp.relaxed(deadline)
+        near = self.milp.solve_near(relaxed, deadline, nodes=nodes, gap=gap, absolute_gap=absolute)
         enough = gap * abs(near.objective) + absolute
         if near.values is not None and near.objective - near.bound <= enough:
             return near
-        found = self.mip.solve(
+        found = self.milp.solve(
             deadline, nodes=nodes, gap=gap, absolute_gap=absolute, start=near.values
         )
         return found if found.values is not None else near

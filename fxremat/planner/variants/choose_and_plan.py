@@ -21,7 +21,7 @@ from fxremat.core.variants import run_once, take
 from fxremat.planner.deadline import Deadline
 from fxremat.planner.indexed_problem import build_model
 from fxremat.planner.local.stage_schedule import StageSchedule
-from fxremat.planner.milp.moments_relaxation import runs_for
+from fxremat.planner.milp.moments_relaxation import extra_runs_for
 from fxremat.planner.options import SolverOptions
 from fxremat.planner.variants import tuning
 from fxremat.planner.variants.all_variants import AllVariants, unite
@@ -304,7 +304,7 @@ class _VariantSearch:
             for stage, its in held.items()
             if union.ops[stage].name in place
         }
-        state = StageSchedule(model, runs_for(model, outlives))
+        state = StageSchedule(model, extra_runs_for(model, outlives))
         highest = [int(stage) for stage in (-state.peak).argsort(kind="stable") if stage < model.n]
         over = (stage for stage in highest if state.peak[stage] > (self.budget or 0))
         found = _apart(itertools.chain(highest[:1], over), model.n)
