@@ -371,9 +371,9 @@ def test_gradients_that_are_made_of_less_are_not_written() -> None:
     sites += [s for s in find_sites(joint, rules) if s.name.endswith("convolution twice 1")]
     taken = take(joint, sites)
     found = materialise(taken, fused=True)
-    assert found.expanded
-    assert not found.expanded & found.written
-    for node in found.expanded:
+    assert found.inlined
+    assert not found.inlined & found.written
+    for node in found.inlined:
         assert taken.role[node] is not Role.FORWARD
 
 

@@ -25,7 +25,7 @@ import torch
 from torch import fx
 
 from fxremat import compat
-from fxremat.passes.nodes import Shape, bound, dtype_of, packet_name, shape_of
+from fxremat.passes.nodes import Shape, arguments_of, dtype_of, packet_name, shape_of
 from fxremat.passes.variants.chunks.calls import As, Call, Calls, Part, lead, rest_of
 from fxremat.passes.variants.convolutions.gradients import of_input
 from fxremat.runtime.chunks.buffers import CONVOLUTION, GRADIENT_OF_WEIGHT, accumulates_in
@@ -111,7 +111,7 @@ def _elementwise(node: fx.Node, rows: int, cut: int) -> Calls | None:
     """Operands of another type are cast in an instruction of their own, which has its memory."""
     shape = shape_of(node)
     assert shape is not None
-    name, named = packet_name(node), bound(node)
+    name, named = packet_name(node), arguments_of(node)
     given = [v for v in named.values() if isinstance(v, fx.Node)]
     values = [v for key, v in named.items() if isinstance(v, fx.Node) and key != "condition"]
     if not given or any(isinstance(v, (list, tuple)) for v in named.values()):
@@ -186,7 +186,7 @@ def _expand(node: fx.Node, rows: int, cut: int) -> Calls | None:
 
 def _order(node: fx.Node) -> list[int] | None:
     """The permutation that a view applies."""
-    named = bound(node)
+    named = arguments_of(node)
     source = named["self"]
     rank = source.meta["val"].dim()
     if "dims" in named:
@@ -223,7 +223,7 @@ def _transposed(node: fx.Node, rows: int) -> Calls | None:
 
 def _reduce(node: fx.Node, rows: int, cut: int) -> Calls | None:
     """Reductions along the rest; the first argument behind the operand says which dimensions."""
-    named, name = bound(node), packet_name(node)
+    named, name = arguments_of(node), packet_name(node)
     source = named["self"]
     own, shape = shape_of(source), shape_of(node)
     assert shape is not None
@@ -244,7 +244,7 @@ def _reduce(node: fx.Node, rows: int, cut: int) -> Calls | None:
 
 
 def _softmax_backward(node: fx.Node, rows: int, cut: int) -> Calls | None:
-    named, shape = bound(node), shape_of(node)
+    named, shape = arguments_of(node), shape_of(node)
     assert shape is not None
     grad = _same_rows(named["grad_output"], shape, rows, cut)
     output = _same_rows(named["output"], shape, rows, cut)
@@ -256,7 +256,7 @@ def _softmax_backward(node: fx.Node, rows: int, cut: int) -> Calls | None:
 
 def _pick(node: fx.Node, rows: int, cut: int) -> Calls | None:
     """slice and select along the rest."""
-    named, shape = bound(node), shape_of(node)
+    named, shape = arguments_of(node), shape_of(node)
     assert shape is not None
     source = _same_rows(named["self"], shape, rows, cut)
     if source is None:
@@ -269,7 +269,7 @@ def _pick(node: fx.Node, rows: int, cut: int) -> Calls | None:
 
 
 def _cat(node: fx.Node, rows: int, cut: int) -> Calls | None:
-    named, shape = bound(node), shape_of(node)
+    named, shape = arguments_of(node), shape_of(node)
     assert shape is not None
     parts = [_same_rows(one, shape, rows, cut) for one in named["tensors"]]
     dims = _behind(named["dim"], len(shape), cut)
@@ -279,7 +279,7 @@ def _cat(node: fx.Node, rows: int, cut: int) -> Calls | None:
 
 
 def _pad(node: fx.Node, rows: int, cut: int) -> Calls | None:
-    named, shape = bound(node), shape_of(node)
+    named, shape = arguments_of(node), shape_of(node)
     assert shape is not None
     source = _same_rows(named["self"], shape, rows, cut)
     if source is None or len(named["pad"]) // 2 > len(source.rest):
@@ -289,7 +289,7 @@ def _pad(node: fx.Node, rows: int, cut: int) -> Calls | None:
 
 def _gather(node: fx.Node, rows: int, cut: int) -> Calls | None:
     """gather and the scatters: along the rest, operands with the same rows."""
-    named, shape = bound(node), shape_of(node)
+    named, shape = arguments_of(node), shape_of(node)
     assert shape is not None
     dims = _behind(named["dim"], len(shape), cut)
     tensors = {k: _same_rows(v, shape, rows, cut) for k, v in named.items()
@@ -302,7 +302,7 @@ def _gather(node: fx.Node, rows: int, cut: int) -> Calls | None:
 
 
 def _full(node: fx.Node, rows: int, cut: int) -> Calls | None:
-    named, shape = bound(node), shape_of(node)
+    named, shape = arguments_of(node), shape_of(node)
     assert shape is not None
     if isinstance(named["fill_value"], fx.Node):
         return None
@@ -325,7 +325,7 @@ def _scales(named: Mapping[str, Any]) -> dict[str, Any]:
 
 
 def _mm(node: fx.Node, rows: int, cut: int) -> Calls | None:
-    named = bound(node)
+    named = arguments_of(node)
     left, right = named.get("self"), named["mat2"]
     added: list[As | None] = []
     if "mat1" in named:  # addmm
@@ -340,7 +340,7 @@ def _mm(node: fx.Node, rows: int, cut: int) -> Calls | None:
 
 
 def _bmm(node: fx.Node, rows: int, cut: int) -> Calls | None:
-    named, shape = bound(node), shape_of(node)
+    named, shape = arguments_of(node), shape_of(node)
     assert shape is not None
     added: list[As | None] = []
     pair = [named["self"], named["mat2"]] if "mat2" in named else [named["batch1"], named["batch2"]]
@@ -354,7 +354,7 @@ def _bmm(node: fx.Node, rows: int, cut: int) -> Calls | None:
 
 def _sum_of_products(node: fx.Node, rows: int) -> Calls | None:
     """[K, N] times [N, M]."""
-    named, shape = bound(node), shape_of(node)
+    named, shape = arguments_of(node), shape_of(node)
     left, right = named.get("self"), named.get("mat2")
     sizes = shape_of(left), shape_of(right)  # type: ignore[arg-type]
     if shape is None or None in sizes or len(named) != 2:
@@ -368,7 +368,7 @@ def _sum_of_products(node: fx.Node, rows: int) -> Calls | None:
 
 def _sum_over_rows(node: fx.Node, rows: int) -> Calls | None:
     """A sum over all row dimensions, and perhaps some of the rest, which is added up before."""
-    named = bound(node)
+    named = arguments_of(node)
     source, shape = named["self"], shape_of(node)
     rest, own = rest_of(source, rows), shape_of(source)
     if shape is None or rest is None or own is None:
@@ -447,7 +447,7 @@ def _images(node: Any, rows: int) -> As | None:
 
 def _moment(item: fx.Node, call: fx.Node, rows: int) -> Calls | None:
     """Mean or variance over all images and perhaps along the rest."""
-    named, shape = bound(call), shape_of(item)
+    named, shape = arguments_of(call), shape_of(item)
     read = _images(named["self"], rows)
     if read is None or shape is None or dtype_of(item) != accumulates_in(dtype_of(item)):
         return None
