@@ -22,7 +22,7 @@ from fxremat.planner.clusters.decomposition import (
     random_cuts,
     role,
     separators,
-    shape,
+    signature,
 )
 from fxremat.planner.clusters.hrockmate import Hierarchy, Level
 from fxremat.planner.clusters.level_milp import LevelMilp
@@ -121,10 +121,10 @@ def test_schedules_of_a_level_fit(data: st.DataObject) -> None:
     keep_all = replay(problem, problem.base_steps()).peak_bytes
     budget = data.draw(st.integers(keep_all // 2, keep_all))
     runs = [
-        ClusterCosts(level.parts, cluster).runs(its)
-        for cluster, its in zip(level.parts.clusters, level.options, strict=True)
+        ClusterCosts(level.decomposition, cluster).runs(its)
+        for cluster, its in zip(level.decomposition.clusters, level.options, strict=True)
     ]
-    programme = LevelMilp(level.parts, runs, budget)
+    programme = LevelMilp(level.decomposition, runs, budget)
     solution = programme.milp.solve(Deadline(None), nodes=200)
     if solution.values is not None:
         line = replay(problem, model.names(programme.steps(solution)))
@@ -152,17 +152,17 @@ def test_clusters_of_one_shape_are_solved_once_and_alike() -> None:
     assert len(once.solved) < len(each.solved)
     level = once.level(build_model(problem))
     assert isinstance(level, Level)
-    for cluster, options in zip(level.parts.clusters, level.options, strict=True):
-        own = Hierarchy(Deadline(None), shares=False).options(level.parts, cluster)
+    for cluster, options in zip(level.decomposition.clusters, level.options, strict=True):
+        own = Hierarchy(Deadline(None), shares=False).options(level.decomposition, cluster)
         assert own == options
 
 
 def test_shapes_tell_what_matters() -> None:
     parts = decompose(build_model(blocks(6)), 6)
-    shapes = [shape(parts, cluster) for cluster in parts.clusters]
-    assert len(set(shapes)) < len(shapes)
+    signatures = [signature(parts, cluster) for cluster in parts.clusters]
+    assert len(set(signatures)) < len(signatures)
     wider = decompose(build_model(blocks(6, wide=17)), 6)
-    assert not set(shapes) & {shape(wider, cluster) for cluster in wider.clusters}
+    assert not set(signatures) & {signature(wider, cluster) for cluster in wider.clusters}
 
 
 def test_roles() -> None:

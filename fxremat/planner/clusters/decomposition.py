@@ -226,13 +226,13 @@ def random_cuts(seed: int) -> Cutter:
 
 # -- which clusters are the same -------------------------------------------------------------
 
-Shape = tuple[object, ...]
+Signature = tuple[object, ...]
 
 
-def shape(parts: Decomposition, cluster: Cluster) -> Shape:
+def signature(parts: Decomposition, cluster: Cluster) -> Signature:
     """All that matters for planning the cluster apart, its values numbered as they come.
 
-    Two clusters of one shape have the same plans, op for op.
+    Two clusters of one signature have the same plans, op for op.
     """
     model, number = parts.model, dict[int, int]()
     rows: list[object] = [len(cluster.forward)]

@@ -19,15 +19,19 @@ from fxremat.core.plan import Plan
 from fxremat.core.problem import Problem
 from fxremat.planner.clusters import tuning
 from fxremat.planner.clusters.cluster_costs import ClusterCosts, ClusterOption, ClusterRuns, pareto
-from fxremat.planner.clusters.cluster_problem import backwards, evicted, paused_problem
+from fxremat.planner.clusters.cluster_problem import (
+    backward_schedules,
+    eviction_front,
+    isolated_problem,
+)
 from fxremat.planner.clusters.decomposition import (
     Cluster,
     Cutter,
     Decomposition,
-    Shape,
+    Signature,
     decompose,
     role,
-    shape,
+    signature,
     turn_of,
 )
 from fxremat.planner.clusters.level_milp import LevelMilp
@@ -100,7 +104,7 @@ class Hierarchy:
     cutter: Cutter | None = None
     shares: bool = True
     on_progress: OnProgress | None = None
-    solved: dict[Shape, list[tuple[int, ...]]] = field(default_factory=dict)
+    solved: dict[Signature, list[tuple[int, ...]]] = field(default_factory=dict)
 
     def fill(self, front: ParetoFront, budget: int, nodes: int) -> None:
         """Offer what the programme over clusters finds for the budget."""
@@ -110,10 +114,13 @@ class Hierarchy:
 
     def level(self, model: IndexedProblem) -> Level | None:
         """The clusters of a model with their options; None where there is nothing to cut."""
-        parts = self._cut(model)
-        if len(parts.clusters) < 2:
+        decomposition = self._cut(model)
+        if len(decomposition.clusters) < 2:
             return None
-        return Level(parts, [self.options(parts, cluster) for cluster in parts.clusters])
+        return Level(
+            decomposition,
+            [self.options(decomposition, cluster) for cluster in decomposition.clusters],
+        )
 
     def _cut(self, model: IndexedProblem) -> Decomposition:
         """Of the numbers of clusters the one with the fewest ops in distinct clusters."""
@@ -123,44 +130,54 @@ class Hierarchy:
             most, max(2, min(tuning.HROCKMATE_FEWEST_CLUSTERS, forward // tuning.HROCKMATE_LEAF))
         )
         cuts = [decompose(model, count, self.cutter) for count in range(fewest, most + 1)]
-        return min(cuts, key=lambda parts: (_distinct_ops(parts), -len(parts.clusters)))
+        return min(
+            cuts,
+            key=lambda decomposition: (_distinct_ops(decomposition), -len(decomposition.clusters)),
+        )
 
-    def options(self, parts: Decomposition, cluster: Cluster) -> list[ClusterOption]:
+    def options(self, decomposition: Decomposition, cluster: Cluster) -> list[ClusterOption]:
         """Keep-all and the others that are worth a choice."""
         if not cluster.backward:
             return []
         ops = (*cluster.forward, *cluster.backward)
-        key = shape(parts, cluster) if self.shares else (cluster.forward.start, len(self.solved))
+        key = (
+            signature(decomposition, cluster)
+            if self.shares
+            else (cluster.forward.start, len(self.solved))
+        )
         if key not in self.solved and self.deadline.running():
             place = {op: k for k, op in enumerate(ops)}
             found = pareto(
-                parts, cluster, self._search(parts, cluster), tuning.HROCKMATE_MOST_OPTIONS
+                decomposition,
+                cluster,
+                self._search(decomposition, cluster),
+                tuning.HROCKMATE_MOST_OPTIONS,
             )
             self.solved[key] = [tuple(place[op] for op in option.backward) for option in found]
         moved = [ClusterOption(tuple(ops[k] for k in steps)) for steps in self.solved.get(key, ())]
         return list(dict.fromkeys([ClusterOption(tuple(cluster.backward)), *moved]))
 
-    def _search(self, parts: Decomposition, cluster: Cluster) -> Iterator[ClusterOption]:
+    def _search(self, decomposition: Decomposition, cluster: Cluster) -> Iterator[ClusterOption]:
         """Schedules of the cluster's own problem, for several pauses and budgets."""
-        whole = _bytes_at_most(parts, cluster)
+        whole = _bytes_at_most(decomposition, cluster)
         for pause in tuning.CLUSTER_PAUSES:
             if not self.deadline.running():
                 return
-            problem = paused_problem(
-                parts.model,
+            problem = isolated_problem(
+                decomposition.model,
                 cluster.forward,
                 cluster.backward,
                 int(pause * whole),
-                stays=lambda value: role(parts, cluster, value) == "staying",
-                again=lambda op: parts.model.repeatable[op],
+                outlives=lambda value: role(decomposition, cluster, value) == "staying",
+                may_rerun=lambda op: decomposition.model.repeatable[op],
             )
             front = self._plans(build_model(problem))
-            for steps in backwards(front, cluster.forward, cluster.backward):
+            for steps in backward_schedules(front, cluster.forward, cluster.backward):
                 yield ClusterOption(tuple(steps))
 
     def _plans(self, model: IndexedProblem) -> ParetoFront:
         """What evictions find, and then the level below or the solver over moments."""
-        front = evicted(model, self.deadline)
+        front = eviction_front(model, self.deadline)
         most, least = StageSchedule(model).max_peak(), front.least().peak
         level = self.level(model) if turn_of(model) + 1 > tuning.HROCKMATE_LEAF else None
         for part in tuning.HROCKMATE_GRID:
@@ -182,7 +199,7 @@ class Hierarchy:
 class Level:
     """Clusters and the options of each: what one programme chooses from."""
 
-    parts: Decomposition
+    decomposition: Decomposition
     options: list[list[ClusterOption]]
 
     def fill(
@@ -197,11 +214,13 @@ class Level:
 
         The second chooses from the options that the first one took, and starts from it.
         """
-        costs = [ClusterCosts(self.parts, cluster) for cluster in self.parts.clusters]
+        costs = [
+            ClusterCosts(self.decomposition, cluster) for cluster in self.decomposition.clusters
+        ]
         runs = [cost.runs(its) for cost, its in zip(costs, self.options, strict=True)]
         room = budget
         for _ in range(tuning.HROCKMATE_ROUNDS):
-            choice = LevelMilp(self.parts, runs, room, allow_reruns=False)
+            choice = LevelMilp(self.decomposition, runs, room, allow_reruns=False)
             chosen = choice.milp.solve(
                 deadline, nodes=nodes, gap=tuning.HROCKMATE_GAP, on_progress=on_progress
             )
@@ -210,7 +229,7 @@ class Level:
                 break
             # Where options are too coarse to fit, evictions may make a schedule of more bytes fit.
             room += -over if chosen.values is not None else int(tuning.HROCKMATE_MORE_ROOM * budget)
-        whole = LevelMilp(self.parts, self._few(choice, chosen), min(room, budget))
+        whole = LevelMilp(self.decomposition, self._few(choice, chosen), min(room, budget))
         start = None
         if chosen.values is not None and room <= budget:
             start = whole.start(choice, chosen)
@@ -236,8 +255,8 @@ class Level:
 
     def _few(self, programme: LevelMilp, solution: Solution) -> list[ClusterRuns]:
         """Of the options of each cluster those that any of its like takes, and a few others."""
-        places: dict[Shape, set[int]] = {}
-        keys = [shape(self.parts, cluster) for cluster in self.parts.clusters]
+        places: dict[Signature, set[int]] = {}
+        keys = [signature(self.decomposition, cluster) for cluster in self.decomposition.clusters]
         for key, runs in zip(keys, programme.runs, strict=True):
             places.setdefault(key, set()).update(_spread(len(runs.options), tuning.HROCKMATE_FEW))
         for (c, o), column in programme.use.items():
@@ -254,14 +273,16 @@ def _spread(count: int, most: int) -> list[int]:
     return sorted({round(k * (count - 1) / (most - 1)) for k in range(most)}) if count else []
 
 
-def _distinct_ops(parts: Decomposition) -> int:
-    """Forward ops that are to be planned where clusters of one shape are planned once."""
-    return sum({shape(parts, c): len(c.forward) for c in parts.clusters}.values())
+def _distinct_ops(decomposition: Decomposition) -> int:
+    """Forward ops that are to be planned where clusters of one signature are planned once."""
+    return sum(
+        {signature(decomposition, c): len(c.forward) for c in decomposition.clusters}.values()
+    )
 
 
-def _bytes_at_most(parts: Decomposition, cluster: Cluster) -> int:
+def _bytes_at_most(decomposition: Decomposition, cluster: Cluster) -> int:
     """Bytes that the cluster's forward writes, and the most that one of its ops needs."""
-    model = parts.model
+    model = decomposition.model
     ops = (*cluster.forward, *cluster.backward)
     held = sum(model.bytes[v] for v in cluster.local | cluster.makes)
     most: int = max(model.own_bytes[op] for op in ops)

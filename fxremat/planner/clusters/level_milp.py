@@ -110,7 +110,7 @@ class LevelMilp:
         if stage.backward:
             yield from (option.backward for option in runs.options)
         else:
-            yield runs.skip_first
+            yield runs.first_unsaved
 
     def _allowed(self, t: int) -> Iterator[tuple[int, int]]:
         """(cluster, way) for each way in which a cluster may run again in the stage.
@@ -221,7 +221,9 @@ class LevelMilp:
         """FREE[t,v,c] <= what runs of the cluster touches the value."""
         row: dict[tuple[int, int], int] = {}
         needed = (
-            set() if self.stages[t].backward else self.runs[self.stages[t].cluster].skip_first.needs
+            set()
+            if self.stages[t].backward
+            else self.runs[self.stages[t].cluster].first_unsaved.needs
         )
         for value in self.touched[t] - needed:
             for c in sorted({c for c, _ in self.rerun[t]}):
@@ -252,7 +254,7 @@ class LevelMilp:
     def _segment_needs(self, stage: ClusterPart, value: int) -> list[Term]:
         runs = self.runs[stage.cluster]
         if not stage.backward:
-            return [(self.one, 1.0)] if value in runs.skip_first.needs else []
+            return [(self.one, 1.0)] if value in runs.first_unsaved.needs else []
         return [
             (self.use[stage.cluster, o], 1.0)
             for o, option in enumerate(runs.options)
@@ -310,7 +312,7 @@ class LevelMilp:
                     continue
                 way = self.cluster_reruns[c][k]
                 for moment in way.run.moments:
-                    born = sum(self.size(v) for v in way.run.makes - moment.unborn)
+                    born = sum(self.size(v) for v in way.run.makes - moment.not_yet_made)
                     done = [(gone[v], -self.size(v)) for v in moment.done if v in gone]
                     own = moment.bytes / self.byte_unit + born
                     self._at_most([*before, (column, own), *done], [], room)
@@ -329,7 +331,7 @@ class LevelMilp:
             *((column, -options[o].saved_bytes / self.byte_unit) for o, column in saves.items()),
         ]
         for run, column in (
-            (self.runs[c].skip_first, self.one),
+            (self.runs[c].first_unsaved, self.one),
             *((options[o].first, column) for o, column in saves.items()),
         ):
             for moment in run.moments:
@@ -350,7 +352,7 @@ class LevelMilp:
         terms = [*others, (chosen, moment.bytes / self.byte_unit)]
         for value in run.needs | run.makes:
             stays = (self.stays(t + 1, value), -self.size(value))
-            if value in moment.unborn:
+            if value in moment.not_yet_made:
                 terms.append(stays)
             elif value not in moment.done:
                 terms += [stays, (runs, self.size(value))]
@@ -414,10 +416,10 @@ def stages_of(decomposition: Decomposition) -> Iterator[ClusterPart]:
 
 
 def _cluster_reruns(runs: ClusterRuns) -> Iterator[ClusterRerun]:
-    if runs.skip_again.steps:
-        yield ClusterRerun(NOTHING, runs.skip_again)
+    if runs.rerun_unsaved.steps:
+        yield ClusterRerun(NOTHING, runs.rerun_unsaved)
     for o, option in enumerate(runs.options):
         if option.saved:
             yield ClusterRerun(o, option.only)
-            if option.again.makes:
-                yield ClusterRerun(o, option.again)
+            if option.rerun.makes:
+                yield ClusterRerun(o, option.rerun)

@@ -20,7 +20,11 @@ from collections.abc import Iterable, Iterator
 from operator import le
 
 from fxremat.planner.clusters.chain import Block, Chain
-from fxremat.planner.clusters.cluster_problem import backwards, evicted, paused_problem
+from fxremat.planner.clusters.cluster_problem import (
+    backward_schedules,
+    eviction_front,
+    isolated_problem,
+)
 from fxremat.planner.clusters.tuning import CLUSTER_PAUSES
 from fxremat.planner.deadline import Deadline
 from fxremat.planner.indexed_problem import build_model
@@ -180,13 +184,15 @@ def path_options(chain: Chain, block: Block, deadline: Deadline) -> Iterator[Blo
         chain.model.own_bytes[op] for op in (*block.forward, *block.backward)
     )
     for pause in CLUSTER_PAUSES:
-        problem = paused_problem(
+        problem = isolated_problem(
             chain.model,
             block.forward,
             block.backward,
             int(pause * whole),
-            stays=lambda value: _role(chain, block, value)[3],
-            again=lambda op: bool(block.local.intersection(chain.model.writes[op])),
+            outlives=lambda value: _role(chain, block, value)[3],
+            may_rerun=lambda op: bool(block.local.intersection(chain.model.writes[op])),
         )
-        front = evicted(build_model(problem), deadline)
-        yield from map(BlockOption, map(tuple, backwards(front, block.forward, block.backward)))
+        front = eviction_front(build_model(problem), deadline)
+        yield from map(
+            BlockOption, map(tuple, backward_schedules(front, block.forward, block.backward))
+        )
