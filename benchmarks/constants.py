@@ -110,8 +110,8 @@ Asked = Callable[[Problem, Sequence[int]], list[tuple[float, int]]]
 def ask_local(problem: Problem, budgets: Sequence[int]) -> list[tuple[float, int]]:
     """The front of the local search."""
     plain = take(problem, ())
-    pool = greedy.found(plain, SolverOptions())
-    plans = [pool.choose(budget) for budget in (*budgets, 0)]
+    front = greedy.whole_front(plain, SolverOptions())
+    plans = [front.choose(budget) for budget in (*budgets, 0)]
     return [(plan.time_us, plan.peak_bytes) for plan in plans]
 
 

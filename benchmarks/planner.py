@@ -37,7 +37,7 @@ from fxremat.planner.clusters.chain import NotAChain
 from fxremat.planner.clusters.decomposition import Cutter
 from fxremat.planner.deadline import Deadline
 from fxremat.planner.indexed_problem import build_model
-from fxremat.planner.local.pareto_pool import ParetoPool, steps_of
+from fxremat.planner.local.pareto_front import ParetoFront, steps_of
 from fxremat.planner.local.stage_schedule import StageSchedule
 from fxremat.planner.milp.checkmate import TooManyRuns
 from fxremat.planner.plans import make_plan
@@ -192,10 +192,10 @@ def _hierarchy_row(case: Case, problem: Problem, title: str, cutter: Cutter, lim
 def _by_clusters(hierarchy: hrockmate.Hierarchy, budget: int, problem: Problem) -> Plan:
     """What the hierarchy finds that knows keep-all and nothing else."""
     model = build_model(problem)
-    pool = ParetoPool(model)
-    pool.offer(StageSchedule(model))
-    hierarchy.fill(pool, budget, tuning.HROCKMATE_NODES)
-    entry = pool.best(budget) or pool.least()
+    front = ParetoFront(model)
+    front.offer(StageSchedule(model))
+    hierarchy.fill(front, budget, tuning.HROCKMATE_NODES)
+    entry = front.best(budget) or front.least()
     return make_plan(problem, model.names(steps_of(model.n, entry.runs())), hrockmate.NAME)
 
 

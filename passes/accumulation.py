@@ -3,15 +3,16 @@
     before:  ...  g = mm(...)                        ...  return g
     after:   ...  g = mm(...)  accumulated(g, w)     ...  return g
 
-``w`` is the graph's input and ``g`` what the graph returns for it. In the planned graph the call
-stands behind all that reads ``g`` or its memory. For the planner it is the end of that memory: the
-gradient is no result that has to stay, and the ``grad`` of ``w``, there from the beginning, belongs
-to what the graph cannot see.
+``w`` is an input of the graph, and ``g`` the gradient that the graph returns for it. In the planned
+graph the call stands behind all that reads ``g`` or its memory. For the planner that memory ends
+there: the gradient is no output that has to stay. The ``grad`` of ``w`` is there from the
+beginning, and belongs to what the graph cannot see.
 
-Only for gradients that the backward computes, each in memory of its own. Whether it is then added
-is decided when the graph runs (`fxremat.runtime.gradients.accumulation`). What the graph cannot
-know is whether an input that it reads later shares memory with a ``grad``, so once the graph has
-its final order each call names those. Tensors of modules, parameters above all, are not among them.
+It is done for gradients that the backward computes, each in memory of its own. Whether a gradient
+is then added is decided when the graph runs (`fxremat.runtime.gradients.accumulation`). The graph
+cannot know whether an input that it reads later shares memory with a ``grad``. So, once the graph
+has its final order, each call names the inputs that are read after it. Tensors of modules,
+parameters above all, are not among them.
 """
 
 from __future__ import annotations
@@ -41,9 +42,9 @@ LASTING = "fxremat_lasting"
 def accumulate(
     joint: JointGraph, parameters: Collection[int], lasting: Collection[int]
 ) -> JointGraph:
-    """Put the calls in, for those of the graph's arguments that are ``parameters``.
+    """Insert a call ``accumulated`` for each gradient of ``parameters`` that may be added early.
 
-    ``lasting`` are the positions of the inputs that belong to modules.
+    ``parameters`` are input positions, and ``lasting`` those of inputs that belong to modules.
     """
     results = joint.results[joint.num_forward_outputs :]
     if len(results) != len(joint.primals):
@@ -110,15 +111,15 @@ def _insert(graph: fx.Graph, result: fx.Node, weight: fx.Node) -> None:
 
 
 def is_accumulated(joint: JointGraph, result: fx.Node) -> bool:
-    """Whether a result of the graph is given up before its end."""
+    """Whether the memory of a gradient ends before the end of the graph, in an ``accumulated``."""
     calls = (user.target is runtime.accumulated for user in result.users)
     return joint.role[root(result)] is Role.BACKWARD and any(calls)
 
 
-def behind_readers(ops: Sequence[Op], gradient_of: Mapping[str, str]) -> list[Op]:
-    """The ops, with each that gives a gradient up right behind the last one that touches it.
+def after_last_use(ops: Sequence[Op], gradient_of: Mapping[str, str]) -> list[Op]:
+    """The ops, each ``accumulated`` right behind the last op that touches its gradient.
 
-    ``gradient_of`` has these ops, and the values that they give up.
+    ``gradient_of`` maps the names of these ops to the gradients' values.
     """
     rest = [op for op in ops if op.name not in gradient_of]
     last = {name: i for i, op in enumerate(rest) for name in (*op.reads, *op.writes)}
@@ -127,11 +128,11 @@ def behind_readers(ops: Sequence[Op], gradient_of: Mapping[str, str]) -> list[Op
     return sorted(ops, key=lambda op: place[op.name])
 
 
-def finish(graph: fx.Graph, backward: Sequence[fx.Node]) -> None:
-    """Name what is read later, in a planned graph; ``backward`` are the nodes of that half.
+def name_later_reads(graph: fx.Graph, backward: Sequence[fx.Node]) -> None:
+    """Give each ``accumulated`` the inputs that are read after it.
 
-    A variant that computes a gradient in the forward takes its call away: what the forward
-    saved belongs to autograd.
+    ``backward`` are the nodes of that half of the planned graph. Where a variant computes the
+    gradient in the forward, the call is erased: what the forward saves belongs to autograd.
     """
     inside = set(backward)
     later: dict[fx.Node, None] = {}
@@ -146,7 +147,10 @@ def finish(graph: fx.Graph, backward: Sequence[fx.Node]) -> None:
 
 
 def _from_outside(node: fx.Node, inside: Collection[fx.Node]) -> fx.Node | None:
-    """What the backward was given to read ``node``; None if that is no input, or a module's."""
+    """What reaches the backward from outside when it reads ``node``.
+
+    None where that is no input of the graph, or one that belongs to a module.
+    """
     owner = root(node)
     if owner.op != "placeholder" or not is_tensor(node) or LASTING in owner.meta:
         return None
@@ -157,9 +161,9 @@ def _from_outside(node: fx.Node, inside: Collection[fx.Node]) -> fx.Node | None:
 
 @dataclass(frozen=True)
 class Accumulation(Pass):
-    """Puts in where gradients of ``parameters`` are complete; both fields are input positions.
+    """Marks where gradients of ``parameters`` are complete. ``Changed.data`` is the `JointGraph`.
 
-    ``lasting`` are the inputs that belong to modules. ``Changed.data`` is the new `JointGraph`.
+    ``parameters`` and ``lasting``, the inputs that belong to modules, are input positions.
     """
 
     name = "accumulation"
@@ -168,8 +172,8 @@ class Accumulation(Pass):
     lasting: frozenset[int] = frozenset()
 
     def requires(self, module: fx.GraphModule) -> None:
-        """No gradient is given up yet."""
-        calls = [n.name for n in _given_up(module.graph)]
+        """No gradient is accumulated yet."""
+        calls = [n.name for n in _accumulated_calls(module.graph)]
         self.demand(not calls, f"{calls} have been put in before")
 
     def call(self, module: fx.GraphModule) -> Changed:
@@ -179,14 +183,14 @@ class Accumulation(Pass):
         return Changed(new.module, new is not joint, new)
 
     def ensures(self, module: fx.GraphModule) -> None:
-        """What is given up is a result of the backward, and no other parameter's than asked for."""
+        """What is accumulated is a result of the backward, for one of the ``parameters``."""
         joint = read_joint_graph(module, self.num_forward_outputs)
-        for node in _given_up(module.graph):
+        for node in _accumulated_calls(module.graph):
             result, weight = node.all_input_nodes[:2]
             self.demand(result in joint.backward_outputs, f"{result.name} is no gradient")
             asked = compat.input_index(weight) in self.parameters
             self.demand(asked, f"{weight.name} is no parameter that was asked for")
 
 
-def _given_up(graph: fx.Graph) -> list[fx.Node]:
+def _accumulated_calls(graph: fx.Graph) -> list[fx.Node]:
     return list(graph.find_nodes(op="call_function", target=runtime.accumulated))

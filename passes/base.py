@@ -1,4 +1,4 @@
-"""What every graph-to-graph pass is: options, a contract, and one call."""
+"""What every pass from graph to graph has: options, a contract, and one call."""
 
 from __future__ import annotations
 
@@ -18,7 +18,7 @@ class Changed(PassResult):
     data: Any
 
     def __new__(cls, graph_module: fx.GraphModule, modified: bool, data: Any = None) -> Changed:
-        """``data`` is None for a pass that tells nothing but the graph."""
+        """``data`` is None for a pass that gives nothing but the graph."""
         made = super().__new__(cls, graph_module, modified)
         assert isinstance(made, cls)
         made.data = data

@@ -10,11 +10,12 @@ The later summand has no storage of its own any more, and its op may write over 
 `passes.inplace` makes it do so. Inductor joins `add` and `mm` too, but into a third buffer, and
 only where there is no view between them; it adds gradients of embeddings to a buffer of zeros.
 
-Sound because a sum may be computed in any order: what changes is rounding, as in Inductor's own
-rewriting. It is done in the backward alone, where the later summand is read by the sum and by
-nobody else, where the earlier one is read by nobody after it, and where both are contiguous, so
-that views between them and the sum do nothing but regroup the same elements. Sizes that are
-not known when compiling are left alone.
+This is sound because a sum may be computed in any order: only rounding changes, as in Inductor's
+own rewriting. It is done in the backward alone, and where
+
+* only the sum reads the later summand, and nobody reads the earlier one after it is computed;
+* both are contiguous, so that views between them and the sum only regroup the same elements;
+* all sizes are known when compiling.
 """
 
 from __future__ import annotations
@@ -31,43 +32,43 @@ from fxremat import compat
 from fxremat.passes.base import Changed, Pass
 from fxremat.passes.joint_graph import is_view, root
 from fxremat.passes.materialisation import users_through_views
-from fxremat.passes.nodes import add_call, fake, shows_all
+from fxremat.passes.nodes import add_call, covers_storage, fake
 from fxremat.runtime import accumulated
 
 _ATEN = torch.ops.aten
 Accumulate = Callable[[fx.Graph, fx.Node, fx.Node], fx.Node]
 
 
-def _matrix_product(graph: fx.Graph, into: fx.Node, late: fx.Node) -> fx.Node:
-    batched = late.target is _ATEN.bmm.default
+def _matrix_product(graph: fx.Graph, into: fx.Node, later: fx.Node) -> fx.Node:
+    batched = later.target is _ATEN.bmm.default
     target = _ATEN.baddbmm.default if batched else _ATEN.addmm.default
-    return add_call(graph, target, (into, *late.args), late)
+    return add_call(graph, target, (into, *later.args), later)
 
 
-def _masked_rows(graph: fx.Graph, into: fx.Node, late: fx.Node) -> fx.Node:
+def _masked_rows(graph: fx.Graph, into: fx.Node, later: fx.Node) -> fx.Node:
     """The masked form of Inductor's decomposition: rows out of bounds get nothing."""
-    _, mask, indices, values = late.args
+    _, mask, indices, values = later.args
     like = fake(into)
     zero = add_call(
-        graph, _ATEN.full.default, ([], 0), late, dtype=like.dtype, device=like.device,
+        graph, _ATEN.full.default, ([], 0), later, dtype=like.dtype, device=like.device,
         pin_memory=False,
     )  # fmt: skip
-    kept = add_call(graph, _ATEN.where.self, (mask, values, zero), late)
+    kept = add_call(graph, _ATEN.where.self, (mask, values, zero), later)
     near = []
     for index, size in zip(indices, like.shape, strict=False):  # type: ignore[arg-type]
-        above = add_call(graph, _ATEN.clamp_min.default, (index, -size), late)
-        near.append(add_call(graph, _ATEN.clamp_max.default, (above, size - 1), late))
-    return add_call(graph, _ATEN.index_put.default, (into, near, kept, True), late)
+        above = add_call(graph, _ATEN.clamp_min.default, (index, -size), later)
+        near.append(add_call(graph, _ATEN.clamp_max.default, (above, size - 1), later))
+    return add_call(graph, _ATEN.index_put.default, (into, near, kept, True), later)
 
 
-def _rows(graph: fx.Graph, into: fx.Node, late: fx.Node) -> fx.Node:
-    _, indices, values, *_ = late.args
-    return add_call(graph, _ATEN.index_put.default, (into, indices, values, True), late)
+def _rows(graph: fx.Graph, into: fx.Node, later: fx.Node) -> fx.Node:
+    _, indices, values, *_ = later.args
+    return add_call(graph, _ATEN.index_put.default, (into, indices, values, True), later)
 
 
-def _embedding(graph: fx.Graph, into: fx.Node, late: fx.Node) -> fx.Node:
-    values, index, *_ = late.args
-    return add_call(graph, _ATEN.index_put.default, (into, [index], values, True), late)
+def _embedding(graph: fx.Graph, into: fx.Node, later: fx.Node) -> fx.Node:
+    values, index, *_ = later.args
+    return add_call(graph, _ATEN.index_put.default, (into, [index], values, True), later)
 
 
 _MAKERS: dict[Any, Accumulate] = {
@@ -79,7 +80,7 @@ _MAKERS: dict[Any, Accumulate] = {
     _ATEN.embedding_dense_backward.default: _embedding,
 }
 _EXTERN = {*_MAKERS, _ATEN.addmm.default, _ATEN.baddbmm.default}
-"""Calls whose result has memory of its own in any case: only these are added to."""
+"""Calls whose result always has memory of its own: only onto these is anything added."""
 
 
 def _is_zero(node: Any) -> bool:
@@ -90,14 +91,14 @@ def _is_zero(node: Any) -> bool:
     return node.target in (_ATEN.zeros.default, _ATEN.new_zeros.default, _ATEN.zeros_like.default)
 
 
-def _starts_at_zero(late: fx.Node) -> bool:
+def _starts_at_zero(later: fx.Node) -> bool:
     """Whether the call gives nothing but what is to be added."""
-    args = late.args
-    if late.target is _ATEN.embedding_dense_backward.default:
+    args = later.args
+    if later.target is _ATEN.embedding_dense_backward.default:
         return len(args) == 5 and args[3:] == (-1, False)
-    if late.target is _ATEN._unsafe_masked_index_put_accumulate.default:
+    if later.target is _ATEN._unsafe_masked_index_put_accumulate.default:
         return _is_zero(args[0]) and None not in args[2]  # type: ignore[operator]
-    if late.target in (_ATEN.index_put.default, _ATEN._unsafe_index_put.default):
+    if later.target in (_ATEN.index_put.default, _ATEN._unsafe_index_put.default):
         return _is_zero(args[0]) and len(args) == 4 and args[3] is True
     return True
 
@@ -105,34 +106,37 @@ def _starts_at_zero(late: fx.Node) -> bool:
 def _is_sum(node: fx.Node) -> bool:
     if node.target is not _ATEN.add.Tensor or node.kwargs or len(node.args) != 2:
         return False
-    if len(node.all_input_nodes) != 2 or not all(map(shows_all, (node, *node.all_input_nodes))):
+    nodes = (node, *node.all_input_nodes)
+    if len(nodes) != 3 or not all(map(covers_storage, nodes)):
         return False
-    kinds = {(fake(n).shape, fake(n).dtype) for n in (node, *node.all_input_nodes)}
-    return len(kinds) == 1
+    return len({(fake(n).shape, fake(n).dtype) for n in nodes}) == 1
 
 
-def _may_join(total: fx.Node, early: fx.Node, late: fx.Node, at: dict[fx.Node, int]) -> bool:
-    """Whether ``late`` may be computed onto ``early``: both own their storage."""
-    if early is late or early.target not in _EXTERN or late.target not in _MAKERS:
+def _may_join(
+    sum_node: fx.Node, earlier: fx.Node, later: fx.Node, position: dict[fx.Node, int]
+) -> bool:
+    """Whether ``later`` may be added onto ``earlier`` where it is computed; both own storage."""
+    if earlier is later or earlier.target not in _EXTERN or later.target not in _MAKERS:
         return False
-    if late.kwargs or not _starts_at_zero(late) or users_through_views(late) != [total]:
+    if later.kwargs or not _starts_at_zero(later) or users_through_views(later) != [sum_node]:
         return False
-    return all(user is total or at[user] < at[late] for user in users_through_views(early))
+    readers = users_through_views(earlier)
+    return all(user is sum_node or position[user] < position[later] for user in readers)
 
 
-def _join(graph: fx.Graph, total: fx.Node, early: fx.Node, late: fx.Node) -> fx.Node:
-    shape = list(fake(late).shape)
-    operand = next(n for n in total.all_input_nodes if root(n) is late)
-    with graph.inserting_before(late):
-        into = early
-        if list(fake(early).shape) != shape:
-            into = add_call(graph, _ATEN.view.default, (early, shape), late)
-        joined = _MAKERS[late.target](graph, into, late)
-    late.replace_all_uses_with(joined)
-    total.replace_all_uses_with(joined if operand is late else operand)
-    views = [n for n in total.all_input_nodes if n is not operand]
-    graph.erase_node(total)
-    _erase_unread(graph, [late, *(n for n in late.all_input_nodes if _is_zero(n)), *views])
+def _join(graph: fx.Graph, sum_node: fx.Node, earlier: fx.Node, later: fx.Node) -> fx.Node:
+    shape = list(fake(later).shape)
+    operand = next(n for n in sum_node.all_input_nodes if root(n) is later)
+    with graph.inserting_before(later):
+        into = earlier
+        if list(fake(earlier).shape) != shape:
+            into = add_call(graph, _ATEN.view.default, (earlier, shape), later)
+        joined = _MAKERS[later.target](graph, into, later)
+    later.replace_all_uses_with(joined)
+    sum_node.replace_all_uses_with(joined if operand is later else operand)
+    views = [n for n in sum_node.all_input_nodes if n is not operand]
+    graph.erase_node(sum_node)
+    _erase_unread(graph, [later, *(n for n in later.all_input_nodes if _is_zero(n)), *views])
     return joined
 
 
@@ -154,21 +158,21 @@ def _after_tangents(graph: fx.Graph) -> set[fx.Node]:
 
 
 def accumulate_sums(graph: fx.Graph) -> bool:
-    """Rewrite the sums of a joint graph, in place; whether there were any."""
+    """Rewrite the sums of a joint graph, in place; True if there were any."""
     backward = _after_tangents(graph)
-    at = dict(zip(graph.nodes, count()))
+    position = dict(zip(graph.nodes, count()))
     found = False
-    for total in list(graph.nodes):
-        if total not in backward or not _is_sum(total):
+    for sum_node in list(graph.nodes):
+        if sum_node not in backward or not _is_sum(sum_node):
             continue
-        early, late = sorted(map(root, total.all_input_nodes), key=at.__getitem__)
-        if not {early, late} <= backward or not _may_join(total, early, late, at):
+        earlier, later = sorted(map(root, sum_node.all_input_nodes), key=position.__getitem__)
+        if not {earlier, later} <= backward or not _may_join(sum_node, earlier, later, position):
             continue
-        place = at[late]
-        joined = _join(graph, total, early, late)
+        place = position[later]
+        joined = _join(graph, sum_node, earlier, later)
         backward.add(joined)
-        at[joined] = place
-        at.update((n, place) for n in joined.all_input_nodes if n not in at)
+        position[joined] = place
+        position.update((n, place) for n in joined.all_input_nodes if n not in position)
         found = True
     return found
 
@@ -177,13 +181,13 @@ def accumulate_sums(graph: fx.Graph) -> bool:
 class GradientSums(Pass):
     """Adds summands onto each other; for graphs that Inductor compiles.
 
-    It runs before gradients are given up: who gives one up reads it after the sum.
+    It runs before `passes.accumulation`, whose calls read gradients after the sum.
     """
 
     name = "gradient sums"
 
     def requires(self, module: fx.GraphModule) -> None:
-        """No gradient is given up yet."""
+        """No gradient is accumulated yet."""
         for node in module.graph.nodes:
             self.demand(node.target is not accumulated, f"{node.name} has been put in before")
 

@@ -1,21 +1,20 @@
 """Hold the planned order through Inductor.
 
-Inductor keeps the order of a graph's nodes, but for two things. A loop whose result a plan
-wants in memory may be computed again in each of its readers instead, which keeps alive what it is
-computed from. And two loops may be fused, and then run together where one of them can:
-what the one reads, or the other writes, lives longer than planned. Often that does no harm, and
-it is faster; where it would break the budget the plan is applied with marks in the names of
-the backward's nodes, for two passes of ours inside of Inductor. Calls that move values are always
-marked: they are where the plan has them so that their transfers run beside other work.
+Inductor keeps the order of a graph's nodes, but for two things. A loop whose result a plan wants in
+memory may be computed again in each of its readers instead. That keeps alive what it is computed
+from. And two loops may be fused. Then what one reads, or the other writes, lives longer than
+planned. Often that does no harm, and it is faster. Where it would break the budget, nodes of the
+backward get marks in their names, for two passes of ours inside of Inductor. Calls that move values
+are always marked: they stand where their transfers run beside other work.
 
 - `WriteResults`, on the graph after Inductor's own passes: planned results are written, and inputs
   that the backward reads are handed on themselves, not as copies with channels last.
-- `Fence`, on the kernels before fusion: no loop moves across a library call, except that one
-  whose results are small beside what it reads (the sum that is a bias gradient) may run earlier.
-  What only changes the layout for the library call runs last before it, and is fused with no loop
-  that does not make what it copies: the copy is then not there beside that loop's results. On the
-  CPU, where Inductor would put loops into one function, each is called by itself, so that what
-  dies between two of them is freed there.
+- `Fence`, on the kernels before fusion: no loop moves across a library call. Only a loop whose
+  results are small beside what it reads, such as the sum that is a bias gradient, may run earlier.
+  A copy that only changes the layout for a library call runs last before it. It is fused only with
+  the loop that makes what it copies, so that it is not there beside the results of other loops. On
+  the CPU each loop is called by itself, and not in one function with others, so that what dies
+  between two of them is freed there.
 
         mm_1   relu_recompute   mm_2   gelu_backward   mm_3   sum_1 (small)
                \\____ not here ____/         \\_____ may join ____/
@@ -39,11 +38,12 @@ from fxremat.passes.joint_graph import STORED, is_tensor, is_view
 from fxremat.passes.materialisation import is_fusable
 from fxremat.passes.offload import MOVED
 
-SMALL = 16  # times smaller than what it reads: then a result may be there early
+SMALL = 16
+"""A loop may run early if its results are this many times smaller than what it reads."""
 
 
-def to_be_written(graph: fx.Graph) -> list[fx.Node]:
-    """Results of loops that a plan or a variant wants in memory; several results of one each."""
+def results_to_write(graph: fx.Graph) -> list[fx.Node]:
+    """Results of loops that a plan or a variant wants in memory; each item of several results."""
     found = []
     for node in graph.nodes:
         call = node.args[0] if node.target is operator.getitem else node
@@ -100,43 +100,46 @@ def late_copies(
     ]
 
 
-def _uuid(name: str, version: str, then: Any) -> Any:
-    """None, which keeps the graph out of the cache, where the user's own pass asks for that."""
-    if then is None:
+def _uuid(name: str, version: str, user_pass: Any) -> Any:
+    """A pass's name in Inductor's cache.
+
+    None keeps the graph out of the cache; it is given where the user's own pass asks for that.
+    """
+    if user_pass is None:
         return f"fxremat.{name} {version}"
-    theirs = getattr(then, "uuid", lambda: None)()
+    theirs = getattr(user_pass, "uuid", lambda: None)()
     return (f"fxremat.{name} {version}", theirs) if theirs else None
 
 
 @dataclass(frozen=True)
 class WriteResults(compat.CustomGraphPass):
-    """Inductor's post-grad pass; ``then`` is what the user had configured there."""
+    """Inductor's post-grad pass; ``user_pass`` is what the user had configured there."""
 
     version: str
-    then: Callable[[fx.Graph], None] | None = None
+    user_pass: Callable[[fx.Graph], None] | None = None
 
     def __call__(self, graph: fx.Graph) -> None:
         """Mark the results in place, and what is handed on to the backward as it is."""
-        if self.then is not None:
-            self.then(graph)
-        compat.write_results(graph, to_be_written(graph))
+        if self.user_pass is not None:
+            self.user_pass(graph)
+        compat.write_results(graph, results_to_write(graph))
         compat.return_inputs_as_they_are(graph)
 
     def uuid(self) -> Any:
         """The pass's name in Inductor's cache."""
-        return _uuid("write_results", self.version, self.then)
+        return _uuid("write_results", self.version, self.user_pass)
 
 
 @dataclass(frozen=True)
 class Fence(compat.SchedulerPass):
-    """Inductor's pre-fusion pass; ``then`` is what the user had configured there."""
+    """Inductor's pre-fusion pass; ``user_pass`` is what the user had configured there."""
 
     version: str
-    then: Callable[[list[Any]], list[Any]] | None = None
+    user_pass: Callable[[list[Any]], list[Any]] | None = None
 
     def __call__(self, nodes: list[Any]) -> list[Any]:
         """The kernels, constrained if their graph has marks."""
-        nodes = nodes if self.then is None else self.then(nodes)
+        nodes = nodes if self.user_pass is None else self.user_pass(nodes)
         return self.hold(nodes)
 
     def hold(self, nodes: list[Any]) -> list[Any]:
@@ -148,4 +151,4 @@ class Fence(compat.SchedulerPass):
 
     def uuid(self) -> Any:
         """The pass's name in Inductor's cache."""
-        return _uuid("fence", self.version, self.then)
+        return _uuid("fence", self.version, self.user_pass)

@@ -4,9 +4,9 @@
     t = relu(s)                   becomes  t = relu(m)
 
 Inductor writes its generated loops over what they read for the last time, but gives every library
-call and every custom op new memory. Rows of `runtime.inplace.IN_PLACE` say which calls have a form
-that changes their first argument instead. The call changes the node that owns the storage, and who
-read the result reads a new view of it from then on, so that nothing seen before is seen again.
+call and every custom op new memory. `runtime.inplace.IN_PLACE` lists the calls that have a form
+which changes their first argument instead. Such a call changes the node that owns the storage.
+Whoever read the result reads a new view of that storage from then on; no older view is read again.
 
 An operand may be written over where
 
@@ -16,10 +16,10 @@ An operand may be written over where
 * the forward does not save it for the backward: autograd owns what is saved, and may run the
   backward twice.
 
-`possible` says before planning which pairs could be taken: the planner counts such an operand and
-its result as one, where the operand dies. `rewrite` takes those that hold in the planned graph.
-There every run of an op is a node of its own, so an operand that is computed anew later is dead
-like any other.
+Before planning, `overwritable` says which pairs are possible. The planner counts such an operand
+and its result as one where the operand dies. After planning, `rewrite` takes the pairs that hold in
+the planned graph. There every run of an op is a node of its own, so that an operand which is
+computed anew later is dead like any other.
 """
 
 from __future__ import annotations
@@ -37,7 +37,7 @@ from fxremat.passes.base import Changed, Pass
 from fxremat.passes.halves import Rewritten
 from fxremat.passes.joint_graph import JointGraph, Role, is_tensor, root
 from fxremat.passes.materialisation import users_through_views
-from fxremat.passes.nodes import fake, shows_all
+from fxremat.passes.nodes import covers_storage, fake
 from fxremat.runtime import inplace as runtime
 
 INTO = "_into"
@@ -64,7 +64,7 @@ def operand_of(node: fx.Node) -> fx.Node | None:
     owner = root(given)
     alone = all(root(n) is not owner for n in _tensors(node.args[1:]))
     shaped = owner is given or runtime.IN_PLACE[node.target] in _OWN_SHAPE
-    fits = _is_fresh(owner) and shows_all(given) and _matches(given, node)
+    fits = _is_fresh(owner) and covers_storage(given) and _matches(given, node)
     return owner if alone and shaped and fits else None
 
 
@@ -88,11 +88,11 @@ def _matches(given: fx.Node, node: fx.Node) -> bool:
     return same and all(type(n) is int for n in sizes) and tuple(one.shape) == sizes
 
 
-def possible(joint: JointGraph) -> dict[fx.Node, fx.Node]:
-    """Calls of the joint graph, each with the owner of the storage it may write over.
+def overwritable(joint: JointGraph) -> dict[fx.Node, fx.Node]:
+    """Calls of the joint graph, each with the owner of the storage that it could write over.
 
-    It may where that owner dies in the call: where the plan says so. Owners that live to the end,
-    and those on the other side of the border between forward and backward, are left out.
+    It may do so where the plan lets that owner die in the call. Owners that live to the end, and
+    those in the other half of the graph, are left out.
     """
     results = {root(n) for n in (*joint.forward_outputs, *joint.backward_outputs)}
     found = {}
@@ -118,19 +118,19 @@ def _forward_nodes(graph: fx.Graph, ends: Iterable[fx.Node]) -> set[fx.Node]:
 
 
 class _InPlaceWriter:
-    """Works on a graph of its own; ``at`` is each node's place in the order."""
+    """Rewrites a graph of its own; ``kept`` are owners that are saved for the backward."""
 
     def __init__(self, graph: fx.Graph, kept: set[fx.Node], forward: set[fx.Node]) -> None:
         self.graph, self.kept, self.forward = graph, kept, forward
-        self.at = dict(zip(graph.nodes, count()))
+        self.position = dict(zip(graph.nodes, count()))
         self.pairs: list[tuple[str, str]] = []
-        self.instead: dict[fx.Node, fx.Node] = {}
+        self.replacements: dict[fx.Node, fx.Node] = {}
 
-    def may(self, node: fx.Node, owner: fx.Node) -> bool:
+    def may_write(self, node: fx.Node, owner: fx.Node) -> bool:
         if owner in self.kept or (node in self.forward) != (owner in self.forward):
             return False
         others = (user for user in users_through_views(owner) if user is not node)
-        return all(self.at[user] < self.at[node] for user in others)
+        return all(self.position[user] < self.position[node] for user in others)
 
     def write(self, node: fx.Node, owner: fx.Node) -> None:
         half = "forward" if node in self.forward else "backward"
@@ -141,23 +141,23 @@ class _InPlaceWriter:
             )
             call.meta = {**node.meta, "partitioner_tag": f"must_be_in_{half}"}
             call.meta["val"] = None if _gives_nothing(call) else owner.meta["val"]
-            seen = self.view_again(node.args[0], owner)  # type: ignore[arg-type]
+            seen = self.same_view(node.args[0], owner)  # type: ignore[arg-type]
         node.replace_all_uses_with(seen)
         name = node.name
         self.pairs.append((name, owner.name))
-        self.instead[node] = seen
-        self.at[call] = self.at[node]
+        self.replacements[node] = seen
+        self.position[call] = self.position[node]
         self.graph.erase_node(node)
         call._rename(name + INTO)
 
-    def view_again(self, given: fx.Node, owner: fx.Node) -> fx.Node:
-        """The same look at the owner's storage, at the point of insertion."""
+    def same_view(self, given: fx.Node, owner: fx.Node) -> fx.Node:
+        """A new view of the owner's storage like ``given``, at the point of insertion."""
         if given is owner:
             return owner
-        base = self.view_again(given.all_input_nodes[0], owner)
+        base = self.same_view(given.all_input_nodes[0], owner)
         new = self.graph.node_copy(given, lambda n: base)
         new.meta = dict(given.meta)
-        self.at[new] = self.at[given]
+        self.position[new] = self.position[given]
         if owner in self.forward:
             self.forward.add(new)
         return new
@@ -177,9 +177,9 @@ def _copied(module: fx.GraphModule) -> tuple[fx.Graph, dict[fx.Node, fx.Node]]:
 
 
 def rewrite(rewritten: Rewritten, num_forward_outputs: int) -> InPlace:
-    """Write over dead operands in a planned joint graph, of which a new one is made.
+    """Write over dead operands in a copy of a planned joint graph.
 
-    To be done before the graph is split: what the forward saves may have another node then.
+    It comes before the graph is cut, because it may give other nodes to what the forward saves.
     """
     graph, env = _copied(rewritten.module)
     results: Sequence[Any] = graph.output_node().args[0]  # type: ignore[assignment]
@@ -188,13 +188,13 @@ def rewrite(rewritten: Rewritten, num_forward_outputs: int) -> InPlace:
     writer = _InPlaceWriter(graph, set(map(root, saved)), _forward_nodes(graph, [*ends, *saved]))
     for node in list(graph.nodes):
         owner = operand_of(node)
-        if owner is not None and writer.may(node, owner):
+        if owner is not None and writer.may_write(node, owner):
             writer.write(node, owner)
     if not writer.pairs:
         return InPlace(rewritten, ())
     module = fx.GraphModule(rewritten.module, graph)
     module.meta = dict(rewritten.module.meta)
-    now = tuple(writer.instead.get(n, n) for n in saved)
+    now = tuple(writer.replacements.get(n, n) for n in saved)
     new = replace(rewritten, module=module, saved=now)
     return InPlace(new, tuple(writer.pairs))
 

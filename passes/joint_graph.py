@@ -1,11 +1,11 @@
-"""Reading the joint graph: which node is computed when, which storage it looks into.
+"""Reading the joint graph: when each node is computed, and which storage it looks into.
 
-Every node has one of three roles (the placement of the third is what keeps peaks low):
+Every node has one of three roles:
 
 * FORWARD  - needed for an output of the forward or an assertion, or not allowed to leave it;
 * BACKWARD - depends on a tangent, or belongs to the backward by its tag;
 * LAZY     - needed by the backward alone, but depends on no tangent (derivative factors,
-  transposed weights): it runs in the backward, next to its first use.
+  transposed weights): it runs in the backward, next to its first use. That keeps peaks low.
 
 A *root* is the node that owns the storage another node looks into: views, and the items of
 an op with several results, are resolved to it.
@@ -78,7 +78,7 @@ def is_multi_output(node: fx.Node) -> bool:
 
 
 def is_view(node: fx.Node) -> bool:
-    """Whether a call returns a look into its first input's storage, and no bytes of its own."""
+    """Whether a call returns a view of its first input's storage, and no bytes of its own."""
     if node.op != "call_function" or not node.all_input_nodes:
         return False
     target = node.target
@@ -115,8 +115,8 @@ def is_repeatable(node: fx.Node, mutated: frozenset[fx.Node]) -> bool:
     """Whether running ``node`` again, later, gives the same result and does nothing else.
 
     ``mutated`` are the graph inputs that the step writes into: read again, they would differ.
-    Custom ops and collectives are not run again, nor is what the user told to save, nor a call
-    whose result has a size that only running it tells.
+    Not repeatable are custom ops, collectives, what the user told to save, and calls whose result
+    has a size that is known only when they have run.
     """
     target = node.target
     if target is operator.getitem:

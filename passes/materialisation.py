@@ -5,17 +5,18 @@ Inductor a result is written where something forces it to be:
 
 * it comes out of an *extern* kernel (matmul, convolution, attention, scatter, sort ...);
 * an extern kernel reads it;
-* it is a reduction, a concatenation, or a result of the graph; where a reduction is only read to be
-  converted, that is the end of the same loop, and what is written;
+* it is a reduction, a concatenation, or a result of the graph. Where a reduction is only read to be
+  converted, the conversion is the end of the same loop, and its result is what is written;
 * it may not be computed twice (random numbers, what the user said to save), or a variant wants it
   stored;
-* another fusion group reads it, unless the backward makes it of less, in few ops. A group is what
-  lies between two extern kernels: the elementwise ops and reductions that hang together and have
-  the same number of extern kernels behind them on the longest path (fusing across would close a
-  cycle);
-* the backward reads it, and it is narrower than what it was computed from (a mask): then
+* another fusion group reads it, unless the backward makes it of less, in few ops;
+* the backward reads it, and it is narrower than what it was computed from, as a mask is: then
   keeping it can pay. Any other elementwise result that the backward reads is computed again
   inside the loop that needs it.
+
+A *fusion group* is what lies between two extern kernels: elementwise ops and reductions that hang
+together and have equally many extern kernels before them on the longest path. To fuse others would
+close a cycle.
 
 The rule is a prediction; what Inductor really does is compared with it after lowering.
 """
@@ -77,8 +78,8 @@ SCATTERING = frozenset(
         _ATEN.scatter, _ATEN.scatter_add, _ATEN.scatter_reduce,
     }
 )  # fmt: skip
-MOST_OPS_AGAIN = 30
-"""Inductor writes what takes more ops than about so many, if several loops read it."""
+MOST_INLINED_OPS = 30
+"""If several loops read a result, Inductor writes it where it takes more ops than about so many."""
 REDUCTIONS = frozenset({_PRIMS._low_memory_max_pool_with_offsets, _ATEN.avg_pool2d})
 
 
@@ -131,8 +132,8 @@ class Materialisation:
     joint: JointGraph
     fused: bool
     written: set[fx.Node] = field(default_factory=set)
-    expanded: set[fx.Node] = field(default_factory=set)
-    """Nodes of the backward that several groups read, and each makes again from smaller ones."""
+    inlined: set[fx.Node] = field(default_factory=set)
+    """Nodes of the backward that several groups read; each computes them again from less."""
 
     def is_value(self, node: fx.Node) -> bool:
         """Whether ``node`` is a storage the planner sees (inputs of the graph included)."""
@@ -159,11 +160,11 @@ def _depths(joint: JointGraph) -> dict[fx.Node, int]:
     """Extern kernels on the longest path to a node, within its phase."""
     depth: dict[fx.Node, int] = {}
     for node in joint.module.graph.nodes:
-        late = joint.role[node] is not Role.FORWARD if node in joint.role else True
+        in_backward = joint.role[node] is not Role.FORWARD if node in joint.role else True
         inputs = [
             depth[i]
             for i in node.all_input_nodes
-            if i in depth and (joint.role[i] is not Role.FORWARD) == late
+            if i in depth and (joint.role[i] is not Role.FORWARD) == in_backward
         ]
         depth[node] = max(inputs, default=0)
         if _is_call(node) and not is_fusable(node) and node.target is not operator.getitem:
@@ -221,10 +222,13 @@ def _narrower_than_inputs(node: fx.Node) -> bool:
     return bool(widths) and val.dtype.itemsize < min(widths)
 
 
-def _expanded(node: fx.Node, written: Collection[fx.Node]) -> set[fx.Node]:
-    """The node and what is made for it, if that takes few ops and reads less than it gives."""
+def _inlinable(node: fx.Node, written: Collection[fx.Node]) -> set[fx.Node]:
+    """The node and what it is computed from within the loop, if that takes few ops.
+
+    Empty if it takes many, or if they read no less than the node's bytes.
+    """
     inside, sources, stack, ops = set[fx.Node](), set[fx.Node](), [node], 0
-    while stack and ops <= MOST_OPS_AGAIN:
+    while stack and ops <= MOST_INLINED_OPS:
         one = stack.pop()
         if one in inside:
             continue
@@ -235,7 +239,7 @@ def _expanded(node: fx.Node, written: Collection[fx.Node]) -> set[fx.Node]:
                 stack.append(source)
             elif is_tensor(source):
                 sources.add(source)
-    is_small = ops <= MOST_OPS_AGAIN and sum(map(_nbytes, sources)) < _nbytes(node)
+    is_small = ops <= MOST_INLINED_OPS and sum(map(_nbytes, sources)) < _nbytes(node)
     return inside if is_small else set()
 
 
@@ -276,9 +280,9 @@ def _is_written(
         ):
             is_read_apart = True
     is_late = is_read_apart and role is Role.BACKWARD
-    again = _expanded(node, result.written) if is_late else set()
-    result.expanded.update(one for one in again if joint.role[one] is Role.BACKWARD)
-    return is_read_apart and not again
+    inlined_nodes = _inlinable(node, result.written) if is_late else set()
+    result.inlined.update(one for one in inlined_nodes if joint.role[one] is Role.BACKWARD)
+    return is_read_apart and not inlined_nodes
 
 
 def _is_only_converted(
@@ -306,27 +310,27 @@ def _is_constant(node: fx.Node, joint: JointGraph) -> bool:
 
 
 def materialise(
-    joint: JointGraph, *, fused: bool, others: Mapping[fx.Node, fx.Node | None] | None = None
+    joint: JointGraph, *, fused: bool, variant_nodes: Mapping[fx.Node, fx.Node | None] | None = None
 ) -> Materialisation:
     """Apply the rule above to every node of the joint graph.
 
-    ``others`` are nodes of other variants of ops: what they read counts for themselves alone. Those
-    that stand in for a node (their entry) are read by its readers.
+    ``variant_nodes`` are nodes of inserted variants, each with the node that it stands in for, if
+    any. What they read counts for themselves alone. A stand-in has the readers of its old node too.
     """
     result = Materialisation(joint, fused)
     nodes = list(joint.module.graph.nodes)
-    others = others or {}
-    base = [node for node in nodes if node not in others]
+    variant_nodes = variant_nodes or {}
+    base = [node for node in nodes if node not in variant_nodes]
     depth = _depths(joint) if fused else {}
     groups = _fusion_groups(base, joint, depth) if fused else _Groups()
 
     def users_of(node: fx.Node) -> Iterator[fx.Node]:
         for user in users_through_views(node):
-            if node in others or user not in others:
+            if node in variant_nodes or user not in variant_nodes:
                 yield user
-        old = others.get(node)
+        old = variant_nodes.get(node)
         if old is not None:
-            yield from (user for user in users_through_views(old) if user not in others)
+            yield from (user for user in users_through_views(old) if user not in variant_nodes)
 
     for node in nodes:
         if not _is_call(node):
@@ -337,7 +341,7 @@ def materialise(
         elif is_multi_output(node):
             continue
         elif not fused or _is_written(
-            node, users_of(node), groups if node not in others else None, result
+            node, users_of(node), groups if node not in variant_nodes else None, result
         ):
             result.written.add(node)
     for node in nodes:

@@ -7,16 +7,15 @@ one op with several values. Nothing is changed in the graph.
     x ── mm ── h ── gelu ── g ── mm          values: x, h, g        ops: {mm}, {gelu}
     x ── cos ── sin ── mm                    values: x, sin         ops: {cos, sin}
 
-The base order is the one the joint graph has; ops that only the backward needs and that
-depend on no tangent stand right before the first op that reads them. A pseudo-op that does
-nothing writes the tangents, which appear only when the forward has ended.
+The base order is that of the joint graph. Only ops that the backward alone needs, and that depend
+on no tangent, are moved: right before the first op that reads them. A pseudo-op that does nothing
+writes the tangents, which appear only when the forward has ended.
 
-Variants of ops (`fxremat.passes.variants.insertion`) stand beside them in the graph. Each is an
-variant of the problem: its own ops, and what the ops that read a stand-in in place of a node
-read then.
+Inserted variants (`fxremat.passes.variants.insertion`) stand beside the old nodes in the graph.
+Each is a variant of the problem: its own ops, and the changes to ops that read a stand-in then.
 
 A parameter that lives in host memory has no bytes here. What the graph fetches of it is a value
-that comes from the host, and what it puts there is one that leaves: no ops, but moves.
+that comes from the host, and what it puts there is one that leaves: these are moves, and no ops.
 
 A gradient that the backward adds to a ``grad`` (`fxremat.passes.accumulation`) ends there.
 """
@@ -34,7 +33,7 @@ from torch import fx
 from fxremat import compat
 from fxremat.core.problem import Change, Copies, Op, Phase, Problem, Value, Variant, validate
 from fxremat.passes import inplace
-from fxremat.passes.accumulation import behind_readers, is_accumulated
+from fxremat.passes.accumulation import after_last_use, is_accumulated
 from fxremat.passes.joint_graph import (
     JointGraph,
     Role,
@@ -71,10 +70,10 @@ class OpTimer(Protocol):
 
 @dataclass(frozen=True)
 class Cone:
-    """The nodes of one op in graph order; its sinks are what it is run for.
+    """The nodes of one op in graph order; its *sinks* are what it is run for.
 
-    The sinks are the values it writes, the call that returns them as a tuple, or a call
-    that is run for its effect. All other nodes are inside.
+    They are the nodes of the values that it writes, the call that returns these as a tuple, or a
+    call that is run for its effect. All other nodes live only inside of the op.
     """
 
     nodes: tuple[fx.Node, ...]
@@ -91,11 +90,11 @@ class Estimate:
     cones: dict[str, Cone]
     node_of: dict[str, fx.Node]
     fused: bool
-    sources: dict[str, fx.Node] = field(default_factory=dict)
+    fetch_sources: dict[str, fx.Node] = field(default_factory=dict)
     """Of values that come from the host: the graph inputs they are fetched from."""
-    targets: dict[str, fx.Node] = field(default_factory=dict)
+    put_nodes: dict[str, fx.Node] = field(default_factory=dict)
     """Of values that leave for the host: the nodes that put them there."""
-    expanded: frozenset[fx.Node] = frozenset()
+    inlined: frozenset[fx.Node] = frozenset()
     """Nodes of the backward that have no memory: each loop that reads one computes it again."""
 
 
@@ -116,20 +115,21 @@ class _Builder:
     """Walks the joint graph once and collects values and ops."""
 
     def __init__(
-        self, joint: JointGraph, rule: Materialisation, timer: OpTimer,
+        self, joint: JointGraph, materialisation: Materialisation, timer: OpTimer,
         workspace: Callable[[fx.Node], int], device: str, inserted: Sequence[InsertedVariant],
-        over: Mapping[fx.Node, fx.Node],
+        overwritable: Mapping[fx.Node, fx.Node],
     ) -> None:  # fmt: skip
-        self.joint, self.rule, self.timer, self.device = joint, rule, timer, device
-        self.inserted, self.over = inserted, over
+        self.joint, self.materialisation = joint, materialisation
+        self.timer, self.device = timer, device
+        self.inserted, self.overwritable = inserted, overwritable
         self.workspace = workspace
         self.position = {n: i for i, n in enumerate(joint.module.graph.nodes)}
         self.bytes: dict[str, int] = {}
         self.cones: dict[str, Cone] = {}
         self.ops: dict[str, Op] = {}
-        self.sources: dict[str, fx.Node] = {}
-        self.targets: dict[str, fx.Node] = {}
-        self.given_up: dict[str, str] = {}
+        self.fetch_sources: dict[str, fx.Node] = {}
+        self.put_nodes: dict[str, fx.Node] = {}
+        self.accumulated_values: dict[str, str] = {}
 
     def size(self, node: fx.Node) -> int:
         """Bytes of a value on the budget's device; elsewhere it costs nothing here."""
@@ -143,8 +143,10 @@ class _Builder:
     def cone(
         self, sinks: Sequence[fx.Node], variant: InsertedVariant | None = None
     ) -> tuple[set[fx.Node], set[fx.Node]]:
-        """Nodes from the nearest values to ``sinks``, and those values; in a variant, where
-        given."""
+        """Nodes from the nearest values to ``sinks``, and those values.
+
+        With ``variant``, its stand-ins are read in place of the old nodes.
+        """
         inside, reads = set(), set()
         stack = list(sinks)
         while stack:
@@ -155,7 +157,7 @@ class _Builder:
             for source in node.all_input_nodes:
                 if variant is not None:
                     source = variant.read_by(node, source)
-                if self.rule.is_value(source) and source not in sinks:
+                if self.materialisation.is_value(source) and source not in sinks:
                     reads.add(source)
                 elif source.op == "call_function" and not self.is_host(source):
                     stack.append(source)
@@ -192,7 +194,7 @@ class _Builder:
 
     def scratch_bytes(self, sink: fx.Node) -> int:
         """What the library allocates inside the call; a generated loop allocates nothing."""
-        return 0 if self.rule.fused and is_fusable(sink) else self.workspace(sink)
+        return 0 if self.materialisation.fused and is_fusable(sink) else self.workspace(sink)
 
     def unread_bytes(self, sinks: list[fx.Node]) -> int:
         """Bytes of a call's results that nobody asks for: they are there while it runs."""
@@ -211,17 +213,18 @@ class _Builder:
         self, sinks: list[fx.Node], nodes: tuple[fx.Node, ...], reads: set[fx.Node],
         values: list[fx.Node],
     ) -> tuple[tuple[str, str], ...]:  # fmt: skip
-        """A loop may write over what it reads at the same index for the last time.
+        """(read, write) pairs of values: the op may write the second over the first.
 
-        So may what adds or puts values into a copy of its first operand, and a call that has a
-        form for it (`fxremat.passes.inplace`).
+        A loop may do so at its last read of the same index. So may an op that adds or puts values
+        into a copy of its first operand, and a call with a form for it (`fxremat.passes.inplace`).
         """
-        over = self.over.get(sinks[0])
-        if over is not None:
-            own = over in reads and sinks[0] in values
-            return ((over.name, sinks[0].name),) if own else ()
+        operand = self.overwritable.get(sinks[0])
+        if operand is not None:
+            own = operand in reads and sinks[0] in values
+            return ((operand.name, sinks[0].name),) if own else ()
         scatters = is_scattering(sinks[0])
-        if not self.rule.fused or len(values) != 1 or not (scatters or is_fusable(sinks[0])):
+        is_loop = self.materialisation.fused and len(values) == 1
+        if not is_loop or not (scatters or is_fusable(sinks[0])):
             return ()
         read = sinks[0].all_input_nodes[:1] if scatters else [
             source for node in nodes for source in node.all_input_nodes
@@ -229,7 +232,7 @@ class _Builder:
         return self.pairs({source for source in map(root, read) if source in reads}, values[0])
 
     def pairs(self, sources: Iterable[fx.Node], value: fx.Node) -> tuple[tuple[str, str], ...]:
-        """Those of the sources whose place a loop's result may take."""
+        """(source, value) for each source that the loop which makes the value may write over."""
         in_forward = self.joint.role[value] is Role.FORWARD
         return tuple(
             (source.name, value.name)
@@ -243,40 +246,41 @@ class _Builder:
         )
 
     def leaves(self, node: fx.Node) -> bool:
-        """Whether the node puts a value to the host that is nothing else to the outside.
+        """Whether the node puts a value to the host, as a move and not as an op.
 
-        What an op reads there, on the host, has to have arrived: that is no move, but an op.
+        It is an op where another op reads the result on the host, since it must have arrived then,
+        and where the value is a result of the graph on the device too.
         """
         if not is_put(node) or any(user.op != "output" for user in node.users):
             return False
         value = root(node.all_input_nodes[0])
         results = map(root, (r for r in self.joint.results if isinstance(r, fx.Node)))
-        known = value.name in self.targets or value in results
-        return value in self.rule.written and not is_fetch(value) and not known
+        known = value.name in self.put_nodes or value in results
+        return value in self.materialisation.written and not is_fetch(value) and not known
 
     def move(self, node: fx.Node) -> None:
         """Note a value that comes from the host, or leaves for it."""
         if is_fetch(node):
-            self.sources[node.name] = node.all_input_nodes[0]
+            self.fetch_sources[node.name] = node.all_input_nodes[0]
             self.bytes[node.name] = self.size(node)
         else:
             value = root(node.all_input_nodes[0])
-            self.targets[value.name] = node
+            self.put_nodes[value.name] = node
 
     def collect(self) -> None:
         """Every op of the graph without variants, in joint order."""
-        others = {node for variant in self.inserted for node in variant.nodes}
+        variant_nodes = {node for variant in self.inserted for node in variant.nodes}
         for node in self.joint.module.graph.nodes:
             if node.op != "call_function" or node.target is operator.getitem or is_view(node):
                 continue
-            if node in others:
+            if node in variant_nodes:
                 continue
             if is_fetch(node) or self.leaves(node):
                 self.move(node)
             elif is_mutating(node) or is_run_for_effect(node):
                 self.add_op([node], [])
                 if node.target is accumulated:
-                    self.given_up[node.name] = root(node.all_input_nodes[0]).name
+                    self.accumulated_values[node.name] = root(node.all_input_nodes[0]).name
             else:
                 self.op_of(node)
 
@@ -284,9 +288,10 @@ class _Builder:
         """The op that a call (of a variant) makes; None if it is part of the ops that read it."""
         if is_multi_output(node):  # numbers among its results are read off at once
             results = [u for u in node.users if u.target is operator.getitem]
-            written = [u for u in results if u in self.rule.written]
-            return self.add_op([node, *results], written, variant)
-        return self.add_op([node], [node], variant) if node in self.rule.written else None
+            values = [u for u in results if u in self.materialisation.written]
+            return self.add_op([node, *results], values, variant)
+        written = node in self.materialisation.written
+        return self.add_op([node], [node], variant) if written else None
 
     # -- variants ----------------------------------------------------------------------------
 
@@ -299,7 +304,7 @@ class _Builder:
                 ops_of.setdefault(node, []).append(name)
         found = []
         for variant in self.inserted:
-            if any(root(old).name in self.targets for old in variant.stand_ins):
+            if any(root(old).name in self.put_nodes for old in variant.stand_ins):
                 continue  # it leaves for the host, and no variant says so
             made = [self.op_of(n, variant) for n in variant.nodes if _makes_op(n)]
             touched = {
@@ -316,12 +321,12 @@ class _Builder:
     def replaced_outputs(
         self, variant: InsertedVariant, outputs: Sequence[str]
     ) -> tuple[tuple[str, str], ...]:
-        """(old, new) names of the outputs that are others in the variant."""
+        """(old, new) names of the outputs in whose place the variant returns another value."""
         joint, found = self.joint, dict[str, str]()
         for results, early in ((joint.forward_outputs, True), (joint.backward_outputs, False)):
             for result in results:
                 old, new = root(result), variant.root_of_result(result, early)
-                if old is not new and old.name in outputs and self.rule.is_value(new):
+                if old is not new and old.name in outputs and self.materialisation.is_value(new):
                     found[old.name] = new.name
         return tuple(found.items())
 
@@ -335,8 +340,9 @@ class _Builder:
             return None
         nodes = tuple(sorted(inside, key=self.position.__getitem__))
         traffic = sum(self.size(node) for node in (*reads, *cone.values))
-        loop = self.rule.fused and len(cone.values) == 1 and all(map(is_fusable, cone.sinks))
-        new = [node for node in reads if node.name not in before] if loop else []
+        is_loop = self.materialisation.fused and len(cone.values) == 1
+        is_loop = is_loop and all(map(is_fusable, cone.sinks))
+        new = [node for node in reads if node.name not in before] if is_loop else []
         return Change(
             op.name,
             inplace=self.pairs(new, cone.values[0]) if new else (),
@@ -402,34 +408,33 @@ def estimate(
     inserted: Sequence[InsertedVariant] = (),
     in_place: bool = True,
 ) -> Estimate:
-    """The problem of a joint graph, and the inserted variants to choose from.
+    """The problem of a joint graph, with the inserted variants to choose from.
 
-    ``fused`` tells whether the graph goes through Inductor or runs node by node. Bytes are
-    those on ``device``; times are the timer's microseconds; ``workspace`` gives the scratch
-    bytes of a library call. ``in_place`` says whether calls may be rewritten to write over what
-    dies in them.
+    ``fused`` says that the graph goes through Inductor; else it runs node by node. Bytes are those
+    on ``device``, times are in microseconds, and ``workspace`` gives the scratch bytes of a library
+    call. ``in_place`` says that calls may be rewritten to write over operands that die in them.
     """
     stand_ins = {new: old for variant in inserted for old, new in variant.stand_ins.items()}
-    others = {node: stand_ins.get(node) for variant in inserted for node in variant.nodes}
-    rule = materialise(joint, fused=fused, others=others)
-    over = inplace.possible(joint) if in_place else {}
-    builder = _Builder(joint, rule, timer, workspace, device, inserted, over)
+    variant_nodes = {node: stand_ins.get(node) for variant in inserted for node in variant.nodes}
+    materialisation = materialise(joint, fused=fused, variant_nodes=variant_nodes)
+    overwritable = inplace.overwritable(joint) if in_place else {}
+    builder = _Builder(joint, materialisation, timer, workspace, device, inserted, overwritable)
     builder.collect()
     primals = [n for n in joint.primals if is_tensor(n)]
     tangents = [n for n in joint.tangents if is_tensor(n)]
     for node in (*primals, *tangents):
         builder.bytes[node.name] = builder.size(node)
-    order = behind_readers(_base_order(dict(builder.ops)), builder.given_up)
+    order = after_last_use(_base_order(dict(builder.ops)), builder.accumulated_values)
     first_backward = next((i for i, op in enumerate(order) if op.phase == "backward"), len(order))
     arrival = Op(TANGENTS, (), tuple(n.name for n in tangents), 0.0, 0, "backward", False)
     order.insert(first_backward, arrival)
-    gone = {
-        *builder.targets.values(),
+    leaving = {
+        *builder.put_nodes.values(),
         *(n for n in joint.backward_outputs if is_accumulated(joint, n)),
     }
-    kept = [root(n) for n in (*joint.forward_outputs, *joint.backward_outputs) if n not in gone]
-    outputs = _distinct([n.name for n in kept if rule.is_value(n)])
-    host = (*builder.sources, *builder.targets)
+    kept = [root(n) for n in (*joint.forward_outputs, *joint.backward_outputs) if n not in leaving]
+    outputs = _distinct([n.name for n in kept if materialisation.is_value(n)])
+    host = (*builder.fetch_sources, *builder.put_nodes)
     variants = builder.variants(outputs)
     problem = Problem(
         name=name,
@@ -443,6 +448,6 @@ def estimate(
     )
     node_of = {n.name: n for n in joint.module.graph.nodes if n.name in builder.bytes}
     return Estimate(
-        validate(problem), joint, builder.cones, node_of, fused, builder.sources, builder.targets,
-        frozenset(rule.expanded),
+        validate(problem), joint, builder.cones, node_of, fused, builder.fetch_sources,
+        builder.put_nodes, frozenset(materialisation.inlined),
     )  # fmt: skip

@@ -1,4 +1,4 @@
-"""Helpers for single FX nodes: read a call and its result, add a call, find what it shows."""
+"""Helpers for single FX nodes: read a call and its result, add a call, look at its storage."""
 
 from __future__ import annotations
 
@@ -28,7 +28,7 @@ def dtype_of(node: fx.Node) -> torch.dtype:
     return dtype
 
 
-def bound(node: fx.Node) -> dict[str, Any]:
+def arguments_of(node: fx.Node) -> dict[str, Any]:
     """The arguments of a call by name, defaults included."""
     target = node.target
     assert isinstance(target, compat.OpOverload)
@@ -83,10 +83,10 @@ def fake(node: fx.Node) -> torch.Tensor:
     return value
 
 
-def shows_all(node: fx.Node) -> bool:
-    """Whether a node shows all of its storage, row by row: the same elements in the same order.
+def covers_storage(node: fx.Node) -> bool:
+    """Whether a node has all elements of its storage, in the same order.
 
-    Both are contiguous then. Sizes have to be known: comparing symbols would leave guards behind.
+    Both are contiguous then. False where sizes are not known: to compare symbols leaves guards.
     """
     owner = root(node)
     if not is_tensor(node) or not is_tensor(owner) or not _keeps_order(node):

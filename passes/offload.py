@@ -4,13 +4,14 @@
     graph:  a;  h = to_host(a);  b;  wait_host(h, a);  ...
             a_2 = to_device(h);  b' ;  wait_device(a_2, h);  a' reads a_2
 
-The host tensor ``h`` is what the forward saves in place of ``a``. A wait names what its copy
-reads, so that this lives until then, and changes what its copy writes, so that no reader comes
+The forward saves the host tensor ``h`` in place of ``a``. A wait has what its copy reads as an
+argument, so that this lives until then. It changes what its copy writes, so that no reader comes
 before it. From the wait on, ``a_2`` stands for ``a``: later readers, views and moves read it.
 
-Where the graph itself fetches a parameter from host memory, or puts a gradient there, its host
-tensor is that graph input, or becomes that result of the graph. Such a graph ends with a call that
-lets the host wait: optimizers read gradients, and write parameters, right after the backward.
+Where the graph itself fetches a parameter from host memory, the host tensor is that graph input.
+Where it puts a gradient there, the host tensor becomes that result of the graph. Such a graph ends
+with a call that lets the host wait: optimizers read gradients, and write parameters, right after
+the backward.
 
 Two gradients of one parameter are added on the device, before they leave:
 
@@ -53,7 +54,7 @@ def _adds_what_left(node: fx.Node) -> bool:
 
 
 def add_before_putting(graph: fx.Graph) -> bool:
-    """Rewrite sums of what was put to the host, in place; whether there were any."""
+    """Rewrite sums of what was put to the host, in place; True if there were any."""
     found = False
     for node in list(graph.nodes):
         summands = node.args[:2]
@@ -74,39 +75,42 @@ def add_before_putting(graph: fx.Graph) -> bool:
 
 @dataclass
 class Mover:
-    """Puts moves at the end of a graph; knows what is on its way, and where."""
+    """Appends moves to a graph; all fields are by the name of the moved value.
+
+    ``leaving`` are the tensors being copied to the host, ``arriving`` those being copied to.
+    """
 
     graph: fx.Graph
-    hosts: dict[str, fx.Node] = field(default_factory=dict)
+    host_tensors: dict[str, fx.Node] = field(default_factory=dict)
     leaving: dict[str, fx.Node] = field(default_factory=dict)
-    coming: dict[str, fx.Node] = field(default_factory=dict)
+    arriving: dict[str, fx.Node] = field(default_factory=dict)
 
     def to_host(self, name: str, current: fx.Node, half: str) -> fx.Node:
-        """Start copying what holds the value to a new host tensor, which is given."""
+        """Start copying the tensor ``current`` to a new host tensor, which is returned."""
         self.leaving[name] = current
-        self.hosts[name] = self._call(runtime.to_host, (current,), name, current, half)
-        return self.hosts[name]
+        self.host_tensors[name] = self._call(runtime.to_host, (current,), name, current, half)
+        return self.host_tensors[name]
 
     def to_device(self, name: str, host: fx.Node, like: fx.Node, half: str) -> None:
         """Start copying a host tensor to a new tensor like that of a node."""
         device = like.meta["val"].device
-        self.coming[name] = self._call(runtime.to_device, (host, device), name, like, half)
-        self.hosts[name] = host
+        self.arriving[name] = self._call(runtime.to_device, (host, device), name, like, half)
+        self.host_tensors[name] = host
 
     def wait(self, name: str, half: str) -> fx.Node | None:
-        """Wait for the copy under way; gives what holds the value if it comes to the device."""
-        host = self.hosts[name]
+        """Wait for the copy under way; the new device tensor if the value comes from the host."""
+        host = self.host_tensors[name]
         if name in self.leaving:
             left = self.leaving.pop(name)
             self._call(runtime.wait_host, (host, left), name, left, half)
             return None
-        arrived = self.coming.pop(name)
+        arrived = self.arriving.pop(name)
         self._call(runtime.wait_device, (arrived, host), name, arrived, half)
         return arrived
 
     def settle(self, name: str, device: torch.device) -> None:
         """End the backward: the host waits for the device, which has waited for all copies."""
-        host = self.hosts[name]
+        host = self.host_tensors[name]
         self._call(runtime.settle, (host, device), name, host, "backward")
 
     def _call(

@@ -3,13 +3,13 @@
     before:  ...  wait_host(g, x)  ...  wait_device(w_2, w)  ...  settle;  return g
     after:   ...  wait_host(g, x)  ...  wait_device(w_2, w)  arrived(g, w)  ...  settle;  return g
 
-``w`` is the graph's input and ``g`` what the graph returns for it. Behind the call nothing but the
-end of the graph uses either, whichever the order of their transfers was. Only for weights that
-the graph does nothing with but fetch, and for gradients that it does nothing with but return.
+``w`` is an input of the graph, and ``g`` the gradient that the graph returns for it. After the call
+only the end of the graph uses either, in whatever order their transfers were. It is done for
+weights that the graph only fetches, and for gradients that it only returns.
 
 Whether a step then begins is decided when the graph runs
-(`fxremat.runtime.gradients.optimizer_steps`). What the graph cannot know is whether two of its
-inputs share memory, so the first call names them.
+(`fxremat.runtime.gradients.optimizer_steps`). The graph cannot know whether two of its inputs share
+memory, so the first call names all inputs that are read after it.
 """
 
 from __future__ import annotations
@@ -34,9 +34,13 @@ class Gradient(NamedTuple):
     weight: fx.Node
     device: torch.device
 
+    def touching(self) -> tuple[fx.Node, ...]:
+        """The gradient's node, and all that reads the gradient or the weight."""
+        return self.result, *self.result.users, *self.weight.users
 
-def gradients(joint: JointGraph) -> list[Gradient]:
-    """The gradients of a joint graph with which an optimizer may step."""
+
+def host_gradients(joint: JointGraph) -> list[Gradient]:
+    """The gradients that a joint graph puts to host memory and only returns."""
     results = joint.results[joint.num_forward_outputs :]
     if len(results) != len(joint.primals):
         return []
@@ -52,23 +56,25 @@ def gradients(joint: JointGraph) -> list[Gradient]:
     ]
 
 
-def announce(graph: fx.Graph, found: Sequence[Gradient], backward: Sequence[fx.Node]) -> None:
-    """Put the calls in; ``found`` and ``backward``, the nodes of that half, are of ``graph``."""
+def insert_arrived(
+    graph: fx.Graph, gradients: Sequence[Gradient], backward: Sequence[fx.Node]
+) -> None:
+    """Insert a call ``arrived`` for each gradient; ``backward`` are the nodes of that half."""
     position = {node: index for index, node in enumerate(backward)}
     last = {
-        one: max(position.get(n, -1) for n in (one.result, *one.result.users, *one.weight.users))
-        for one in found
-        if one.result in position
+        gradient: max(position.get(node, -1) for node in gradient.touching())
+        for gradient in gradients
+        if gradient.result in position
     }
     in_order = sorted(last, key=last.__getitem__)
     if not in_order:
         return
     behind = backward[last[in_order[0]] + 1 :]
-    read = (*(one.weight for one in in_order[1:]), *_inputs_read(behind, position))
-    for one in reversed(in_order):  # the first of two at the same place comes first
-        is_first = one is in_order[0]
-        others = [node for node in dict.fromkeys(read) if is_first and node is not one.weight]
-        _insert(graph, backward[last[one]], one, others, is_first)
+    read = (*(gradient.weight for gradient in in_order[1:]), *_inputs_read(behind, position))
+    for gradient in reversed(in_order):  # the first of two at the same place comes first
+        is_first = gradient is in_order[0]
+        others = [node for node in dict.fromkeys(read) if is_first and node is not gradient.weight]
+        _insert(graph, backward[last[gradient]], gradient, others, is_first)
 
 
 def _inputs_read(nodes: Sequence[fx.Node], own: Container[fx.Node]) -> list[fx.Node]:
@@ -82,11 +88,11 @@ def _inputs_read(nodes: Sequence[fx.Node], own: Container[fx.Node]) -> list[fx.N
 
 
 def _insert(
-    graph: fx.Graph, anchor: fx.Node, one: Gradient, read: list[fx.Node], is_first: bool
+    graph: fx.Graph, anchor: fx.Node, gradient: Gradient, read: list[fx.Node], is_first: bool
 ) -> None:
-    arguments = (one.result, one.weight, read, is_first, one.device)
+    arguments = (gradient.result, gradient.weight, read, is_first, gradient.device)
     with graph.inserting_after(anchor):
         node = graph.call_function(runtime.arrived, arguments)
     node.meta["val"] = None
     node.meta["partitioner_tag"] = "must_be_in_backward"
-    node._rename(f"arrived_{one.result.name.removesuffix(MOVED)}{MOVED}")
+    node._rename(f"arrived_{gradient.result.name.removesuffix(MOVED)}{MOVED}")

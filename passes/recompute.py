@@ -8,13 +8,13 @@ values reads the copy.
     fwd:   a b c                  fwd:   a b c
     bwd:   c' b', reads a, b      bwd:   a_recompute b_recompute c' b', reads inputs alone
 
-Values that move to host memory and back: see `passes.offload`; gradients: `passes.arrivals` and
-`passes.accumulation`.
+Values that move to host memory and back: see `passes.offload`. Gradients that leave or are added
+up: `passes.optimizer_steps` and `passes.accumulation`.
 
-Sound because only ops that give the same result every time are run again (`is_repeatable`),
-and because a copy reads the latest copies of the values the op reads. Nodes inside a cone of
-the backward that are no values (views, cheap loops of the forward) are copied for each op
-that needs them, right before it: left where the forward had them they would hold memory.
+This is sound because only ops that give the same result every time are run again
+(`is_repeatable`), and because a copy reads the latest copies of the values that the op reads. Nodes
+inside a cone of the backward that are no values (views, cheap loops of the forward) are copied for
+each op that needs them, right before it. Left where the forward had them, they would hold memory.
 """
 
 from __future__ import annotations
@@ -26,20 +26,20 @@ from typing import Any
 from torch import fx
 
 from fxremat.core.schedule import Move, Step
-from fxremat.passes.accumulation import finish
+from fxremat.passes.accumulation import name_later_reads
 from fxremat.passes.base import Changed, Pass
 from fxremat.passes.halves import INLINED, RECOMPUTED, WRITTEN, Rewritten
 from fxremat.passes.joint_graph import Role, is_repeatable, is_view, root
 from fxremat.passes.materialisation import is_fusable
 from fxremat.passes.memory_estimation import TANGENTS, Cone, Estimate
 from fxremat.passes.offload import Mover
-from fxremat.passes.optimizer_steps import announce, gradients
+from fxremat.passes.optimizer_steps import host_gradients, insert_arrived
 
-Look = Callable[[fx.Node], fx.Node]
+Lookup = Callable[[fx.Node], fx.Node]
 
 
 @dataclass
-class _Emitter:
+class _PlanWriter:
     """Builds the new graph; ``env`` maps each old node to its latest copy."""
 
     estimate: Estimate
@@ -51,10 +51,10 @@ class _Emitter:
     def __post_init__(self) -> None:
         self.joint = self.estimate.joint
         self.mover = Mover(self.graph)
-        self.put: str | None = None  # the latest value that left to be a result
+        self.last_put: str | None = None  # the last value that was put to the host as a result
 
-    def copy(self, node: fx.Node, look: Look, suffix: str = "") -> fx.Node:
-        new = self.graph.node_copy(node, look)
+    def copy(self, node: fx.Node, lookup: Lookup, suffix: str = "") -> fx.Node:
+        new = self.graph.node_copy(node, lookup)
         new.meta = dict(node.meta)
         if self.runs_once(node):  # torch repeats impure calls in the other half if it can
             half = "forward" if self.joint.role[node] is Role.FORWARD else "backward"
@@ -69,39 +69,39 @@ class _Emitter:
         return call and not is_repeatable(node, self.joint.mutated)
 
     def resolve(self, node: fx.Node) -> fx.Node:
-        """The latest copy of ``node``; what belongs to no op is made when first asked for."""
+        """The latest copy of ``node``; what belongs to no op is copied when it is first needed."""
         if node not in self.env:
             for source in node.all_input_nodes:
                 self.resolve(source)
             self.env[node] = self.copy(node, self.env.__getitem__)
         return self.env[node]
 
-    def looker(self, private: dict[fx.Node, fx.Node]) -> Look:
+    def lookup_in(self, private: dict[fx.Node, fx.Node]) -> Lookup:
         return lambda n: private[n] if n in private else self.resolve(n)
 
     def inline(self, node: fx.Node, private: dict[fx.Node, fx.Node]) -> fx.Node:
         """A private copy; equal views of one node are one."""
-        look = self.looker(private)
+        lookup = self.lookup_in(private)
         if not is_view(node):
-            return self.copy(node, look, INLINED)
-        key = (node, *map(look, node.all_input_nodes))
+            return self.copy(node, lookup, INLINED)
+        key = (node, *map(lookup, node.all_input_nodes))
         if key not in self.views:
-            self.views[key] = self.copy(node, look, INLINED)
+            self.views[key] = self.copy(node, lookup, INLINED)
         return self.views[key]
 
     def first_run(self, cone: Cone, in_backward: bool) -> None:
-        """The op's own nodes; in the backward, what it borrows from the forward is private.
+        """Copy the op's nodes; in the backward, nodes of the forward are copied for this op alone.
 
-        So is what is to be made again in each loop: what several read, Inductor may well write.
+        So are nodes that each loop is to compute again: Inductor may well write what several read.
         """
         private: dict[fx.Node, fx.Node] = {}
         for node in cone.nodes:
-            shared = self.joint.role[node] is Role.BACKWARD and node not in self.estimate.expanded
+            shared = self.joint.role[node] is Role.BACKWARD and node not in self.estimate.inlined
             if in_backward and not shared and node not in cone.sinks:
                 private[node] = self.inline(node, private)
             elif node not in self.env:
                 mark = in_backward and self.mark_written and self.is_loop_value(node, cone)
-                self.env[node] = self.copy(node, self.looker(private), WRITTEN if mark else "")
+                self.env[node] = self.copy(node, self.lookup_in(private), WRITTEN if mark else "")
 
     def is_loop_value(self, node: fx.Node, cone: Cone) -> bool:
         """Whether a generated loop is to write this value; `passes.held_order` makes it do so."""
@@ -111,16 +111,16 @@ class _Emitter:
         return is_fusable(node) and is_repeatable(node, self.joint.mutated)
 
     def run_again(self, cone: Cone) -> None:
-        """A copy of the whole cone; its values take the place of the former ones.
+        """Copy the whole cone; its values take the place of the former ones.
 
-        Results of the graph stay: their first copies are there to the end anyway.
+        Results of the graph are not replaced: their first copies are there to the end anyway.
         """
         private: dict[fx.Node, fx.Node] = {}
         for node in cone.nodes:
             if node in cone.sinks:
                 mark = self.mark_written and self.is_loop(node)
                 suffix = RECOMPUTED + (WRITTEN if mark else "")
-                private[node] = self.copy(node, self.looker(private), suffix)
+                private[node] = self.copy(node, self.lookup_in(private), suffix)
             else:
                 private[node] = self.inline(node, private)
         results = set(map(root, (*self.joint.forward_outputs, *self.joint.backward_outputs)))
@@ -130,29 +130,29 @@ class _Emitter:
         """Start a transfer or wait for one; what has arrived takes the value's place."""
         name = move.value
         value = self.estimate.node_of[name]
-        source, target = self.estimate.sources.get(name), self.estimate.targets.get(name)
+        source, target = self.estimate.fetch_sources.get(name), self.estimate.put_nodes.get(name)
         if move.kind == "to host":
             left = self.resolve(value if target is None else target.all_input_nodes[0])
             host = self.mover.to_host(name, left, half)
             if target is not None:
                 self.env[target] = host
-                self.put = name
+                self.last_put = name
         elif move.kind == "to device":
-            host = self.mover.hosts[name] if source is None else self.resolve(source)
+            host = self.mover.host_tensors[name] if source is None else self.resolve(source)
             self.mover.to_device(name, host, value, half)
         elif (arrived := self.mover.wait(name, half)) is not None:
             self.env[value] = arrived
 
     def announce_gradients(self, start: int) -> None:
-        """Say where gradients are complete; the backward begins with node ``start``."""
-        finish(self.graph, list(self.graph.nodes)[start:])
+        """Insert the calls for complete gradients; the backward begins with node ``start``."""
+        name_later_reads(self.graph, list(self.graph.nodes)[start:])
         backward = list(self.graph.nodes)[start:]
         found = [
             one._replace(result=self.env[one.result], weight=self.resolve(one.weight))
-            for one in gradients(self.joint)
+            for one in host_gradients(self.joint)
             if one.result in self.env
         ]
-        announce(self.graph, found, backward)
+        insert_arrived(self.graph, found, backward)
 
 
 def boundary(steps: Sequence[Step]) -> int:
@@ -175,9 +175,9 @@ def apply_plan(estimate: Estimate, steps: Sequence[Step], *, hold: bool = True) 
     ``hold`` marks in the backward what `passes.held_order` is to hold through Inductor.
     """
     joint = estimate.joint
-    emitter = _Emitter(estimate, mark_written=hold and estimate.fused)
+    writer = _PlanWriter(estimate, mark_written=hold and estimate.fused)
     for node in (*joint.primals, *joint.tangents):
-        emitter.resolve(node)
+        writer.resolve(node)
     seen: set[str] = set()
     recomputed: list[str] = []
 
@@ -185,38 +185,38 @@ def apply_plan(estimate: Estimate, steps: Sequence[Step], *, hold: bool = True) 
         half = "backward" if in_backward else "forward"
         for step in part:
             if isinstance(step, Move):
-                emitter.move(step, half)
+                writer.move(step, half)
             elif step in seen:
                 recomputed.append(step)
-                emitter.run_again(estimate.cones[step])
+                writer.run_again(estimate.cones[step])
             elif step != TANGENTS:
-                emitter.first_run(estimate.cones[step], in_backward)
+                writer.first_run(estimate.cones[step], in_backward)
             if isinstance(step, str):
                 seen.add(step)
 
     def results(part: Sequence[Any]) -> list[Any]:
-        return [emitter.resolve(n) if isinstance(n, fx.Node) else n for n in part]
+        return [writer.resolve(n) if isinstance(n, fx.Node) else n for n in part]
 
     split, count = boundary(steps), joint.num_forward_outputs
     run(steps[:split], in_backward=False)
     late = {i for i, n in enumerate(joint.results[:count])
             if isinstance(n, fx.Node) and joint.role[n] is Role.BACKWARD}  # fmt: skip
     early = results([None if i in late else n for i, n in enumerate(joint.results[:count])])
-    forward = [n for n in emitter.graph.nodes if n not in map(emitter.env.get, joint.tangents)]
+    forward = [n for n in writer.graph.nodes if n not in map(writer.env.get, joint.tangents)]
     run(steps[split:], in_backward=True)
-    emitter.announce_gradients(len(forward) + len(joint.tangents))
-    if emitter.put is not None:
-        emitter.mover.settle(emitter.put, estimate.node_of[emitter.put].meta["val"].device)
+    writer.announce_gradients(len(forward) + len(joint.tangents))
+    if writer.last_put is not None:
+        writer.mover.settle(writer.last_put, estimate.node_of[writer.last_put].meta["val"].device)
     backward_results = results(joint.results[count:])
     for i in late:
-        early[i] = emitter.resolve(joint.results[i])
-    backward = list(emitter.graph.nodes)[len(forward) + len(joint.tangents) :]
-    output = emitter.graph.output(tuple(early + backward_results))
+        early[i] = writer.resolve(joint.results[i])
+    backward = list(writer.graph.nodes)[len(forward) + len(joint.tangents) :]
+    output = writer.graph.output(tuple(early + backward_results))
     output.meta = dict(joint.module.graph.output_node().meta)
-    module = fx.GraphModule(joint.module, emitter.graph)
+    module = fx.GraphModule(joint.module, writer.graph)
     module.meta = dict(joint.module.meta)
     saved = _read_across(forward, backward, backward_results)
-    return Rewritten(module, saved, tuple(recomputed), tuple(emitter.mover.hosts))
+    return Rewritten(module, saved, tuple(recomputed), tuple(writer.mover.host_tensors))
 
 
 @dataclass(frozen=True)

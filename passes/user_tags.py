@@ -1,9 +1,9 @@
 """The user's MUST_RECOMPUTE, and graph inputs that the step overwrites.
 
-`torch.utils.checkpoint` policies arrive as tags on nodes. MUST_SAVE makes an op one that is
-never run again. MUST_RECOMPUTE is obeyed here: the backward gets copies of the tagged nodes,
-which from then on are ops that only the backward needs, so nothing of them is saved.
-PREFER_SAVE and PREFER_RECOMPUTE leave the choice to the planner.
+`torch.utils.checkpoint` policies arrive as tags on nodes. An op tagged MUST_SAVE is never run
+again. MUST_RECOMPUTE is obeyed here: the backward gets copies of the tagged nodes. From then on
+only the backward needs these ops, so nothing of them is saved. PREFER_SAVE and PREFER_RECOMPUTE
+leave the choice to the planner.
 
     a = f(x) [MUST_RECOMPUTE]; b = g(a) | a' = h(a, t)      a' = h(f'(x), t)
 
@@ -44,14 +44,14 @@ def _must_recompute(node: fx.Node, joint: JointGraph) -> bool:
 
 
 def _tagged_behind(
-    reader: fx.Node, joint: JointGraph, known: dict[fx.Node, fx.Node]
+    reader: fx.Node, joint: JointGraph, copied: dict[fx.Node, fx.Node]
 ) -> list[fx.Node]:
-    """The tagged nodes, not known yet, that ``reader`` reads, straight or through others."""
+    """The tagged nodes, not ``copied`` yet, that ``reader`` reads, straight or through others."""
     found: dict[fx.Node, None] = {}
     stack = list(reader.all_input_nodes)
     while stack:
         node = stack.pop()
-        if node not in known and node not in found and _must_recompute(node, joint):
+        if node not in copied and node not in found and _must_recompute(node, joint):
             found[node] = None
             stack.extend(node.all_input_nodes)
     return list(found)
@@ -63,7 +63,7 @@ def obey_must_recompute(joint: JointGraph) -> bool:
     position = {node: index for index, node in enumerate(graph.nodes)}
     copies: dict[fx.Node, fx.Node] = {}
 
-    def look(node: fx.Node) -> fx.Node:
+    def copy_of(node: fx.Node) -> fx.Node:
         return copies.get(node, node)
 
     for reader in list(graph.nodes):
@@ -71,7 +71,7 @@ def obey_must_recompute(joint: JointGraph) -> bool:
             continue
         for node in sorted(_tagged_behind(reader, joint, copies), key=position.__getitem__):
             with graph.inserting_before(reader):
-                copies[node] = graph.node_copy(node, look)
+                copies[node] = graph.node_copy(node, copy_of)
             copies[node]._rename(node.name + RECOMPUTED)
             copies[node].meta = {k: v for k, v in node.meta.items() if k != "recompute"}
         for source in reader.all_input_nodes:

@@ -13,10 +13,10 @@ from fxremat.runtime.chunks.program import Instruction, Program, Ref, RowCount, 
 FEATURES, CLASSES = 8, 300
 
 
-def one(op: str, *args: Any, rest: Sequence[int] = (CLASSES,), kind: Any = "row",
+def one(op: str, *args: Any, row_shape: Sequence[int] = (CLASSES,), kind: Any = "row",
         dtype: torch.dtype = torch.float32, **kwargs: Any) -> Instruction:  # fmt: skip
     """An instruction; whole numbers that are values are written as `Ref`."""
-    return Instruction(op, args, kwargs, kind, tuple(rest), dtype)
+    return Instruction(op, args, kwargs, kind, tuple(row_shape), dtype)
 
 
 def program(dtype: torch.dtype = torch.float32) -> str:
@@ -28,15 +28,15 @@ def program(dtype: torch.dtype = torch.float32) -> str:
         steps.append(one("prims.convert_element_type.default", Ref(4), torch.float32))
     n = logits
     steps += [
-        one("aten.amax.default", Ref(n), [1], True, rest=(1,)),  # n + 1
+        one("aten.amax.default", Ref(n), [1], True, row_shape=(1,)),  # n + 1
         one("aten.sub.Tensor", Ref(n), Ref(n + 1)),
         one("aten.exp.default", Ref(n + 2)),
-        one("aten.sum.dim_IntList", Ref(n + 3), [1], True, rest=(1,)),
-        one("aten.log.default", Ref(n + 4), rest=(1,)),
+        one("aten.sum.dim_IntList", Ref(n + 3), [1], True, row_shape=(1,)),
+        one("aten.log.default", Ref(n + 4), row_shape=(1,)),
         one("aten.sub.Tensor", Ref(n + 2), Ref(n + 5)),  # n + 6
-        one("aten.gather.default", Ref(n + 6), 1, Ref(1), rest=(1,)),
+        one("aten.gather.default", Ref(n + 6), 1, Ref(1), row_shape=(1,)),
         one("aten.exp.default", Ref(n + 6)),
-        one("aten.full.default", [RowCount(), 1], -1.0, rest=(1,), dtype=torch.float32),
+        one("aten.full.default", [RowCount(), 1], -1.0, row_shape=(1,), dtype=torch.float32),
         one("aten.scatter_add.default", Ref(n + 8), 1, Ref(1), Ref(n + 9)),  # n + 10
     ]
     n += 10
@@ -44,10 +44,15 @@ def program(dtype: torch.dtype = torch.float32) -> str:
         steps.append(one("prims.convert_element_type.default", Ref(n), dtype, dtype=dtype))
         n += 1
     steps += [
-        one("aten.mm.default", Ref(n), Ref(3), rest=(FEATURES,), dtype=dtype),
+        one("aten.mm.default", Ref(n), Ref(3), row_shape=(FEATURES,), dtype=dtype),
         one("aten.permute.default", Ref(n), [1, 0], kind="last", dtype=dtype),
         one(
-            "aten.mm.default", Ref(n + 2), Ref(0), kind="sum", rest=(CLASSES, FEATURES), dtype=dtype
+            "aten.mm.default",
+            Ref(n + 2),
+            Ref(0),
+            kind="sum",
+            row_shape=(CLASSES, FEATURES),
+            dtype=dtype,
         ),
         one("aten.sum.dim_IntList", Ref(logits + 10), [0], kind="sum"),
     ]

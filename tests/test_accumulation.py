@@ -9,7 +9,7 @@ from torch import fx
 import fxremat
 from fxremat import compat, runtime
 from fxremat.checking.data_flow import check_arrivals
-from fxremat.passes.accumulation import LASTING, accumulate, finish
+from fxremat.passes.accumulation import LASTING, accumulate, name_later_reads
 from fxremat.passes.joint_graph import JointGraph, read_joint_graph
 from fxremat.passes.memory_estimation import estimate
 from tests import nets
@@ -81,6 +81,6 @@ def test_calls_name_what_is_read_later_and_stay_out_of_the_forward() -> None:
     for node in (early, gradient, seen, late):
         node.meta["val"] = torch.empty(2)
     graph.output((gradient, early, late))
-    finish(graph, [gradient, call, dropped, seen, late])
+    name_later_reads(graph, [gradient, call, dropped, seen, late])
     assert call.args == (gradient, weight, [x])
     assert dropped not in graph.nodes

@@ -44,10 +44,10 @@ def taken(joint: JointGraph, chosen: Sequence[Site], lossy: frozenset[str]) -> l
             pairs=tuple(
                 (old.name, one.name)
                 for old, new in form.stand_ins.items()
-                for one in dict.fromkeys((new, form.again.get(new, new)))
+                for one in dict.fromkeys((new, form.backward_stand_ins.get(new, new)))
             ),
             lossy=form.rule in lossy,
-            backward_only=frozenset(new.name for new in form.late),
+            backward_only=frozenset(new.name for new in form.backward_only),
         )
         for form in insertion.insert_all(joint, chosen).inserted
     ]

@@ -20,7 +20,7 @@ from fxremat.runtime import kernels
 from fxremat.runtime.chunks.buffers import places_of_images
 from fxremat.runtime.chunks.operator import ROWS
 from fxremat.runtime.chunks.program import Instruction, Program, Ref, dump
-from fxremat.runtime.chunks.statistics import Moments
+from fxremat.runtime.chunks.statistics import RunningStatistics
 from tests.images import WIDTH, images
 from tests.row_sites import assert_close
 
@@ -28,11 +28,11 @@ from tests.row_sites import assert_close
 def program(dtype: torch.dtype = torch.float32) -> str:
     """x, w -> the convolution's result halved, its mean and variance, and a weight's gradient."""
     how = ([1, 1], [1, 1], [1, 1], False, [0, 0], 1)
-    rest = (WIDTH, 6, 6)
+    row_shape = (WIDTH, 6, 6)
     steps = (
-        Instruction("aten.convolution.default", (Ref(0), Ref(1), None, *how), {}, "row", rest,
+        Instruction("aten.convolution.default", (Ref(0), Ref(1), None, *how), {}, "row", row_shape,
                     dtype),
-        Instruction("aten.mul.Tensor", (Ref(2), 0.5), {}, "row", rest, dtype),
+        Instruction("aten.mul.Tensor", (Ref(2), 0.5), {}, "row", row_shape, dtype),
         Instruction("aten.var_mean.correction#0", (Ref(2), [0, 2, 3]), {"correction": 1}, "sum",
                     (WIDTH,), dtype),
         Instruction("aten.var_mean.correction#1", (Ref(2), [0, 2, 3]), {"correction": 1}, "sum",
@@ -150,9 +150,9 @@ def test_the_variance_of_values_far_from_zero() -> None:
     one = Instruction("aten.var_mean.correction#0", (Ref(0), [0, 2]), {"correction": 1}, "sum",
                       (4,), torch.float32)  # fmt: skip
     x = 1000 + 0.01 * torch.randn(32, 4, 8, generator=torch.Generator().manual_seed(5))
-    moments = Moments(one, 0, x.device)
+    statistics = RunningStatistics(one, 0, x.device)
     for part in (x[:5], x[5:6], x[6:]):
-        moments.add(part)
+        statistics.add(part)
     best = x.double().var((0, 2))
-    assert (moments.variance(1).double() - best).abs().max() <= 1e-3 * best.max()
-    assert (moments.mean.double() - x.double().mean((0, 2))).abs().max() <= 1e-3
+    assert (statistics.variance(1).double() - best).abs().max() <= 1e-3 * best.max()
+    assert (statistics.mean.double() - x.double().mean((0, 2))).abs().max() <= 1e-3

@@ -20,7 +20,7 @@ from fxremat.passes.variants.chunks.image_regions import find_image_regions
 from fxremat.passes.variants.chunks.regions import levels
 from fxremat.passes.variants.chunks.rules import CHUNKED_CONVOLUTIONS, find
 from fxremat.passes.variants.insertion import find_sites, take
-from fxremat.passes.variants.rule import AGAIN
+from fxremat.passes.variants.rule import BACKWARD_STAND_IN
 from fxremat.passes.variants.table import RULES
 from fxremat.runtime.chunks.operator import ROWS
 from tests.conftest import Golden
@@ -232,11 +232,11 @@ def test_each_half_reads_its_own() -> None:
     best = run_joint(joint, [x.clone() for x in inputs])
     for site in find(joint, RULE.name):
         taken = take(joint, [site])
-        twice = [n for n in taken.module.graph.nodes if AGAIN in n.meta]
+        twice = [n for n in taken.module.graph.nodes if BACKWARD_STAND_IN in n.meta]
         assert bool(twice) == ("convolution twice" in site.name)  # the second has no such value
         for one in twice:
             assert one.users
-            assert one.meta[AGAIN].users
+            assert one.meta[BACKWARD_STAND_IN].users
         for new, old in zip(run_joint(taken, [x.clone() for x in inputs]), best, strict=True):
             assert_close(new, old, 1e-10)
 
@@ -310,7 +310,7 @@ def test_four_loops_between_two_convolutions() -> None:
     first, second = find_image_regions(joint)
     for region in (first, second):
         assert max(levels(region, in_one=False).values()) == 3
-    last = first.wanted_outside()
+    last = first.read_outside()
     assert sum(region_node.name.startswith("convolution") for region_node in last) == 1
 
 
@@ -371,9 +371,9 @@ def test_gradients_that_are_made_of_less_are_not_written() -> None:
     sites += [s for s in find_sites(joint, rules) if s.name.endswith("convolution twice 1")]
     taken = take(joint, sites)
     found = materialise(taken, fused=True)
-    assert found.expanded
-    assert not found.expanded & found.written
-    for node in found.expanded:
+    assert found.inlined
+    assert not found.inlined & found.written
+    for node in found.inlined:
         assert taken.role[node] is not Role.FORWARD
 
 

@@ -151,7 +151,7 @@ def test_an_operator_with_a_temporary_is_known_to_the_byte() -> None:
     pytest.importorskip("torch._inductor.inductor_prims")  # which registers it
     if not hasattr(torch.ops.prims, "fma"):
         pytest.skip("this torch has no such operator")
-    steps = (one("prims.fma.default", Ref(0), Ref(0), Ref(0), rest=(CLASSES,)),)
+    steps = (one("prims.fma.default", Ref(0), Ref(0), Ref(0), row_shape=(CLASSES,)),)
     text = dump(Program(1, 0, (), steps, (1,)))
     x = torch.randn(64, CLASSES)
 

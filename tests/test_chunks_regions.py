@@ -11,7 +11,7 @@ import torch.nn.functional as F
 from torch import fx, nn
 
 from fxremat.cost.peak import measure_peak
-from fxremat.passes.variants.chunks.calls import lead
+from fxremat.passes.variants.chunks.calls import row_cut
 from fxremat.passes.variants.chunks.early_gradients import factor
 from fxremat.passes.variants.chunks.loops import plan_loops
 from fxremat.passes.variants.chunks.regions import Region, find_regions, levels
@@ -43,7 +43,7 @@ def test_no_loop_reads_what_depends_on_it(name: str) -> None:
 @pytest.mark.parametrize("name", STEPS)
 def test_big_values_inside_are_no_inputs_of_loops(name: str) -> None:
     (region,) = regions(name)
-    outside = region.wanted_outside()
+    outside = region.read_outside()
     for loop in plan_loops(region, levels(region, in_one=False)):
         for node in (*loop.rows, *loop.whole):
             assert node not in region.kinds or node in outside or not region.is_big(node)
@@ -70,7 +70,7 @@ def test_an_mlp_is_not_linear_in_a_number() -> None:
 def test_which_dimensions_are_the_rows(
     shape: tuple[int, ...], count: int, found: int | None
 ) -> None:
-    assert lead(shape, count) == found
+    assert row_cut(shape, count) == found
 
 
 def test_unknown_sizes_are_left_alone() -> None:

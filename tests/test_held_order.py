@@ -15,7 +15,7 @@ from torch import fx, nn
 
 from fxremat import compat
 from fxremat.passes.halves import RECOMPUTED
-from fxremat.passes.held_order import Fence, WriteResults, fences, to_be_written
+from fxremat.passes.held_order import Fence, WriteResults, fences, results_to_write
 from fxremat.passes.recompute import apply_plan
 from tests import nets
 from tests.graphs import Capture, batch, capture, everything_again, mlp
@@ -58,7 +58,7 @@ def test_planned_results_of_loops_are_written() -> None:
     for name, target, args in rows:
         node = graph.create_node("call_function", target, args, name=name)
         node.meta["val"] = X
-    assert [n.name for n in to_be_written(graph)] == ["sin_written", "sin_recompute_written"]
+    assert [n.name for n in results_to_write(graph)] == ["sin_written", "sin_recompute_written"]
 
 
 def test_each_of_several_results_of_a_loop_is_written() -> None:
@@ -70,7 +70,7 @@ def test_each_of_several_results_of_a_loop_is_written() -> None:
     )  # fmt: skip
     for index in range(2):
         graph.call_function(operator.getitem, (both, index)).meta["val"] = X
-    assert [n.name for n in to_be_written(graph)] == ["getitem", "getitem_1"]
+    assert [n.name for n in results_to_write(graph)] == ["getitem", "getitem_1"]
 
 
 def test_a_graph_whose_order_is_not_held_is_left_alone() -> None:

@@ -307,7 +307,7 @@ def test_operators_add_to_what_is_there_in_any_layout() -> None:
 
 def forced(build: Build, monkeypatch: Any, saved: Sequence[int] = (), forward: int = 99) -> str:
     """What the judge says of a rewriting that asks nobody whether the operand dies."""
-    monkeypatch.setattr(inplace._InPlaceWriter, "may", lambda self, node, owner: True)
+    monkeypatch.setattr(inplace._InPlaceWriter, "may_write", lambda self, node, owner: True)
     before = planned(build, saved)
     now = rewrite(before, forward).rewritten
     assert now is not before
@@ -352,7 +352,7 @@ def test_judge_sees_a_saved_value_written(through_view: bool, monkeypatch: Any) 
     [operand_is_expanded, operand_is_transposed, operand_is_a_part, operand_is_shuffled],
 )
 def test_judge_sees_what_is_not_all_of_its_memory(build: Build, monkeypatch: Any) -> None:
-    monkeypatch.setattr(inplace, "shows_all", lambda given: True)
+    monkeypatch.setattr(inplace, "covers_storage", lambda given: True)
     said = forced(build, monkeypatch)
     assert said == "addmm_default_into computes what the graph did not compute before"
 
@@ -420,7 +420,7 @@ def test_the_judge_misses_no_wrong_graph(seed: int) -> None:
     """Where a rewriting without questions computes something else, the judge says so."""
     before = planned(random_graph(seed))
     with pytest.MonkeyPatch.context() as patch:
-        patch.setattr(inplace._InPlaceWriter, "may", lambda self, node, owner: True)
+        patch.setattr(inplace._InPlaceWriter, "may_write", lambda self, node, owner: True)
         now = rewrite(before, 99).rewritten
     if not runs_alike(before.module, now.module):
         with pytest.raises(VerificationFailed):

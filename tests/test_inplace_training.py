@@ -15,7 +15,7 @@ from fxremat import compat
 from fxremat.cost.peak import measure_peak
 from fxremat.passes.gradient_sums import accumulate_sums
 from fxremat.passes.halves import Rewritten
-from fxremat.passes.inplace import possible, rewrite
+from fxremat.passes.inplace import overwritable, rewrite
 from fxremat.passes.recompute import apply_plan
 from tests.conftest import Golden
 from tests.graphs import (
@@ -152,7 +152,7 @@ def test_an_operand_that_is_computed_anew_later_is_dead() -> None:
         ("addmm_1_recompute", "addmm_recompute"),
     )
     joint = again.joint
-    assert {n.name: owner.name for n, owner in possible(joint).items()} == {"addmm_1": "addmm"}
+    assert {n.name: owner.name for n, owner in overwritable(joint).items()} == {"addmm_1": "addmm"}
 
 
 @pytest.mark.parametrize("make", [tied, twice, three_readers])
@@ -163,7 +163,7 @@ def test_plans_that_recompute(make: Callable[[], Net]) -> None:
 
 def test_possible_pairs_of_sums() -> None:
     seen = in_place(twice(), [batch(4, 8)])
-    names = {n.name: owner.name for n, owner in possible(seen.joint).items()}
+    names = {n.name: owner.name for n, owner in overwritable(seen.joint).items()}
     assert names == {"addmm_default": "mm_3", "addmm_default_1": "addmm_default"}
 
 

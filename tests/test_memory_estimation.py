@@ -268,4 +268,4 @@ def test_a_call_may_write_over_an_operand_of_its_own_half() -> None:
         for node in calls
     ]
     assert [False, True] in halves
-    assert all(node not in inplace.possible(joint) for node in calls)
+    assert all(node not in inplace.overwritable(joint) for node in calls)

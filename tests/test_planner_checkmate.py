@@ -17,13 +17,13 @@ from fxremat.planner import Solver
 from fxremat.planner.deadline import Deadline
 from fxremat.planner.indexed_problem import build_model
 from fxremat.planner.local import greedy
-from fxremat.planner.local.pareto_pool import steps_of
+from fxremat.planner.local.pareto_front import steps_of
 from fxremat.planner.milp import checkmate
 from fxremat.planner.milp.checkmate import TooManyRuns, solve, solve_pruned
-from fxremat.planner.milp.checkmate_rows import programme
-from fxremat.planner.milp.highs import Mip, Status
+from fxremat.planner.milp.checkmate_rows import build_programme
+from fxremat.planner.milp.highs import Milp, Status
 from fxremat.planner.milp.rerun_candidates import all_runs, near_runs
-from fxremat.planner.milp.warm_start import columns_of, runs_of, without_idle
+from fxremat.planner.milp.warm_start import extra_runs_of, start_values, without_unread
 from fxremat.planner.options import Progress, SolverOptions
 from tests import brute
 from tests.brute import plain
@@ -86,14 +86,14 @@ def test_plans_are_honest_where_pairs_share_values(problem: Problem, percent: in
     assert_honest(problem, solve(problem, budget, SolverOptions()), "checkmate")
 
 
-def satisfied(mip: Mip, values: list[float]) -> bool:
+def satisfied(milp: Milp, values: list[float]) -> bool:
     """Whether the values are within the bounds of every column and row."""
-    limits = zip(mip.low, values, mip.high, strict=True)
+    limits = zip(milp.low, values, milp.high, strict=True)
     if not all(low - SLACK <= value <= high + SLACK for low, value, high in limits):
         return False
-    for row, (low, high) in enumerate(zip(mip.row_low, mip.row_high, strict=True)):
-        part = range(mip.starts[row], mip.starts[row + 1])
-        total = sum(values[mip.columns[k]] * mip.factors[k] for k in part)
+    for row, (low, high) in enumerate(zip(milp.row_low, milp.row_high, strict=True)):
+        part = range(milp.row_starts[row], milp.row_starts[row + 1])
+        total = sum(values[milp.row_columns[k]] * milp.row_factors[k] for k in part)
         if not low - SLACK <= total <= high + SLACK:
             return False
     return True
@@ -104,20 +104,20 @@ def satisfied(mip: Mip, values: list[float]) -> bool:
 def test_bytes_are_those_of_replay(problem: Problem, data: st.DataObject) -> None:
     """A schedule fits the rows of a budget if and only if it fits the budget."""
     model = build_model(problem)
-    runs = without_idle(model, runs_of(model, data.draw(schedules(problem))))
+    runs = without_unread(model, extra_runs_of(model, data.draw(schedules(problem))))
     peak = replay(problem, model.names(steps_of(model.n, runs))).peak_bytes
     everywhere = range(model.n)
     some = data.draw(st.frozensets(st.sampled_from(everywhere)))
     for ordered in (frozenset(everywhere), some, frozenset[int]()):
-        staged = programme(model, peak, all_runs(model), ordered)
-        values = columns_of(staged, runs)
+        programme = build_programme(model, peak, all_runs(model), ordered)
+        values = start_values(programme, runs)
         assert values is not None
-        assert satisfied(staged.mip, values)
+        assert satisfied(programme.milp, values)
     if peak > 1:
-        staged = programme(model, peak - 1, all_runs(model), everywhere)
-        values = columns_of(staged, runs)
+        programme = build_programme(model, peak - 1, all_runs(model), everywhere)
+        values = start_values(programme, runs)
         assert values is not None
-        assert not satisfied(staged.mip, values)
+        assert not satisfied(programme.milp, values)
 
 
 @FEW
@@ -126,14 +126,14 @@ def test_what_fits_the_rows_fits_the_budget(problem: Problem, percent: int) -> N
     """All stages in order: what the programme chooses needs no look at replay."""
     model, budget = build_model(problem), budget_between(problem, percent)
     allowed = all_runs(model)
-    staged = programme(model, budget, allowed, range(model.n))
-    solution = staged.mip.solve(Deadline(None))
+    programme = build_programme(model, budget, allowed, range(model.n))
+    solution = programme.milp.solve(Deadline(None))
     if solution.status is Status.OPTIMAL:
         runs = [
             (op, stage)
-            for stage, again in enumerate(allowed)
-            for op in again
-            if solution.chosen(staged.run[stage][op])
+            for stage, reruns in enumerate(allowed)
+            for op in reruns
+            if solution.chosen(programme.run[stage][op])
         ]
         steps = model.names(steps_of(model.n, runs))
         assert replay(problem, steps).peak_bytes <= max(1, budget)
@@ -161,7 +161,7 @@ def test_infeasibility_is_proven_by_the_programme(monkeypatch: pytest.MonkeyPatc
     """Where neither the bound nor the greedy solver know."""
     problem = unphased_chain(5)
     keep_all = solve(problem, None, SolverOptions())
-    monkeypatch.setattr(checkmate, "known_plan", lambda *args: keep_all)
+    monkeypatch.setattr(checkmate, "start_plan", lambda *args: keep_all)
     monkeypatch.setattr(checkmate, "peak_bound", lambda model: 0)
     plan = solve(problem, 8, SolverOptions())
     assert (plan.peak_bytes, plan.peak_bound_bytes) == (21, 9)
@@ -235,8 +235,8 @@ def test_a_start_is_used_and_improved(monkeypatch: pytest.MonkeyPatch) -> None:
 
 def test_a_start_that_the_programme_does_not_allow() -> None:
     model = build_model(unphased_chain(5))
-    staged = programme(model, 17, near_runs(model, 1), range(model.n))
-    assert columns_of(staged, [(0, 8)]) is None
+    programme = build_programme(model, 17, near_runs(model, 1), range(model.n))
+    assert start_values(programme, [(0, 8)]) is None
 
 
 def test_progress_and_no_limit_on_time() -> None:

@@ -1,4 +1,4 @@
-"""The greedy pool against brute force, and what every plan must hold to."""
+"""The greedy front against brute force, and what every plan must hold to."""
 
 from __future__ import annotations
 

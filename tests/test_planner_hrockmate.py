@@ -22,13 +22,13 @@ from fxremat.planner.clusters.decomposition import (
     random_cuts,
     role,
     separators,
-    shape,
+    signature,
 )
 from fxremat.planner.clusters.hrockmate import Hierarchy, Level
-from fxremat.planner.clusters.level_milp import Quotient
+from fxremat.planner.clusters.level_milp import LevelMilp
 from fxremat.planner.deadline import Deadline
 from fxremat.planner.indexed_problem import IndexedProblem, build_model
-from fxremat.planner.local.pareto_pool import ParetoPool
+from fxremat.planner.local.pareto_front import ParetoFront
 from fxremat.planner.local.stage_schedule import StageSchedule
 from fxremat.planner.milp.highs import Solution
 from tests.brute import least_time
@@ -82,7 +82,7 @@ def test_what_crosses_is_known(cutter: Cutter, data: st.DataObject) -> None:
         if local:
             assert users == set(local)
             assert value not in parts.home
-        elif model.droppable(value) and writer <= parts.turn and len(users) > 1:
+        elif model.evictable(value) and writer <= parts.turn and len(users) > 1:
             assert value in parts.clusters[whose[writer]].makes
             assert parts.home[value] == whose[writer]
 
@@ -92,7 +92,7 @@ def keep_all_programme(parts: Decomposition, budget: int) -> Solution:
         ClusterCosts(parts, its).runs([ClusterOption(tuple(its.backward))] if its.backward else [])
         for its in parts.clusters
     ]
-    return Quotient(parts, runs, budget, repeats=False).mip.solve(Deadline(None))
+    return LevelMilp(parts, runs, budget, allow_reruns=False).milp.solve(Deadline(None))
 
 
 @examples(EXAMPLES)
@@ -121,11 +121,11 @@ def test_schedules_of_a_level_fit(data: st.DataObject) -> None:
     keep_all = replay(problem, problem.base_steps()).peak_bytes
     budget = data.draw(st.integers(keep_all // 2, keep_all))
     runs = [
-        ClusterCosts(level.parts, cluster).runs(its)
-        for cluster, its in zip(level.parts.clusters, level.options, strict=True)
+        ClusterCosts(level.decomposition, cluster).runs(its)
+        for cluster, its in zip(level.decomposition.clusters, level.options, strict=True)
     ]
-    programme = Quotient(level.parts, runs, budget)
-    solution = programme.mip.solve(Deadline(None), nodes=200)
+    programme = LevelMilp(level.decomposition, runs, budget)
+    solution = programme.milp.solve(Deadline(None), nodes=200)
     if solution.values is not None:
         line = replay(problem, model.names(programme.steps(solution)))
         assert line.peak_bytes <= budget
@@ -135,10 +135,10 @@ def test_schedules_of_a_level_fit(data: st.DataObject) -> None:
 
 def best_of(problem: Problem, budget: int, *, shares: bool) -> tuple[float, Hierarchy]:
     model = build_model(problem)
-    pool, hierarchy = ParetoPool(model), Hierarchy(Deadline(None), shares=shares)
-    pool.offer(StageSchedule(model))
-    hierarchy.fill(pool, budget, tuning.HROCKMATE_NODES)
-    best = pool.best(budget)
+    front, hierarchy = ParetoFront(model), Hierarchy(Deadline(None), shares=shares)
+    front.offer(StageSchedule(model))
+    hierarchy.fill(front, budget, tuning.HROCKMATE_NODES)
+    best = front.best(budget)
     return math.inf if best is None else best.time, hierarchy
 
 
@@ -152,17 +152,17 @@ def test_clusters_of_one_shape_are_solved_once_and_alike() -> None:
     assert len(once.solved) < len(each.solved)
     level = once.level(build_model(problem))
     assert isinstance(level, Level)
-    for cluster, options in zip(level.parts.clusters, level.options, strict=True):
-        own = Hierarchy(Deadline(None), shares=False).options(level.parts, cluster)
+    for cluster, options in zip(level.decomposition.clusters, level.options, strict=True):
+        own = Hierarchy(Deadline(None), shares=False).options(level.decomposition, cluster)
         assert own == options
 
 
 def test_shapes_tell_what_matters() -> None:
     parts = decompose(build_model(blocks(6)), 6)
-    shapes = [shape(parts, cluster) for cluster in parts.clusters]
-    assert len(set(shapes)) < len(shapes)
+    signatures = [signature(parts, cluster) for cluster in parts.clusters]
+    assert len(set(signatures)) < len(signatures)
     wider = decompose(build_model(blocks(6, wide=17)), 6)
-    assert not set(shapes) & {shape(wider, cluster) for cluster in wider.clusters}
+    assert not set(signatures) & {signature(wider, cluster) for cluster in wider.clusters}
 
 
 def test_roles() -> None:

@@ -42,7 +42,7 @@ def test_without_or_tools(monkeypatch: pytest.MonkeyPatch) -> None:
 def alone(problem: Problem, budget: int, monkeypatch: pytest.MonkeyPatch) -> Plan:
     """What CP-SAT finds if only keep-all is known."""
     keep_all = make_plan(problem, problem.base_steps(), "keep all")
-    monkeypatch.setattr(moccasin, "known_plan", lambda *args: keep_all)
+    monkeypatch.setattr(moccasin, "start_plan", lambda *args: keep_all)
     return solve(problem, budget, SolverOptions())
 
 

@@ -16,8 +16,8 @@ from fxremat.planner.deadline import Deadline
 from fxremat.planner.indexed_problem import build_model
 from fxremat.planner.local.stage_schedule import StageSchedule
 from fxremat.planner.milp import moments
-from fxremat.planner.milp.highs import Mip, Status
-from fxremat.planner.milp.moments_relaxation import Needs, Relaxation, runs_for
+from fxremat.planner.milp.highs import Milp, Status
+from fxremat.planner.milp.moments_relaxation import LastReads, Relaxation, extra_runs_for
 from fxremat.planner.options import Progress, SolverOptions
 from tests.brute import least_time
 from tests.chains import growing_chain
@@ -30,7 +30,7 @@ NO_LIMIT = Deadline(None)
 
 def relaxation(problem: Problem, budget: int, *stages: int) -> Relaxation:
     model = build_model(problem)
-    return Relaxation(model, Needs.of(model), budget, dict.fromkeys(stages, 0))
+    return Relaxation(model, LastReads.of(model), budget, dict.fromkeys(stages, 0))
 
 
 # --- the bound -----------------------------------------------------------------------------------
@@ -113,7 +113,9 @@ def test_what_is_written_over_and_read_later_runs_again() -> None:
     assert best is not None
     assert best[0] == problem.base_time_us + 4.0
     model = build_model(problem)
-    assert StageSchedule(model, runs_for(model, dict(found.held_in(solution)))).max_peak() == 11
+    assert (
+        StageSchedule(model, extra_runs_for(model, dict(found.held_in(solution)))).max_peak() == 11
+    )
 
 
 # --- schedules -----------------------------------------------------------------------------------
@@ -123,7 +125,7 @@ def test_what_is_not_held_is_computed_again_with_all_it_needs() -> None:
     model = build_model(growing_chain(4))
     names = [value.name for value in model.problem.values if value.name != "x"]
     held = {4: {names.index("a0"), names.index("a3"), names.index("g3")}}
-    assert runs_for(model, held) == [(1, 5), (2, 5)]
+    assert extra_runs_for(model, held) == [(1, 5), (2, 5)]
 
 
 @examples(40)
@@ -133,7 +135,7 @@ def test_whatever_is_held_the_schedule_is_possible(problem: Problem, data: st.Da
     stages = st.integers(0, model.n - 1)
     values = st.sets(st.integers(0, max(0, len(model.bytes) - 1)))
     held = data.draw(st.dictionaries(stages, values, max_size=3))
-    steps = model.names(StageSchedule(model, runs_for(model, held)).steps())
+    steps = model.names(StageSchedule(model, extra_runs_for(model, held)).steps())
     assert check(problem, steps).ok
 
 
@@ -196,40 +198,40 @@ def test_equal_plans_and_progress() -> None:
 
 
 def test_a_mip_is_solved_and_its_bound_holds() -> None:
-    mip = Mip()
-    columns = [mip.binary(cost) for cost in (-5.0, -4.0, -3.0)]
-    mip.row(zip(columns, (2.0, 3.0, 1.0), strict=True), high=5.0)
-    solution = mip.solve(NO_LIMIT)
+    milp = Milp()
+    columns = [milp.binary(cost) for cost in (-5.0, -4.0, -3.0)]
+    milp.row(zip(columns, (2.0, 3.0, 1.0), strict=True), high=5.0)
+    solution = milp.solve(NO_LIMIT)
     assert solution.status is Status.OPTIMAL
     assert [solution.chosen(column) for column in columns] == [True, True, False]
     assert solution.objective == pytest.approx(-9.0)
-    assert mip.relaxed(NO_LIMIT).bound <= solution.bound <= solution.objective + 1e-9
+    assert milp.relaxed(NO_LIMIT).bound <= solution.bound <= solution.objective + 1e-9
 
 
 def test_no_solution_is_not_a_limit() -> None:
-    mip = Mip()
-    column = mip.binary()
-    mip.row([(column, 1.0)], low=2.0)
-    assert mip.solve(NO_LIMIT).status is Status.INFEASIBLE
-    assert mip.solve(NO_LIMIT).bound == math.inf
+    milp = Milp()
+    column = milp.binary()
+    milp.row([(column, 1.0)], low=2.0)
+    assert milp.solve(NO_LIMIT).status is Status.INFEASIBLE
+    assert milp.solve(NO_LIMIT).bound == math.inf
 
 
 def test_without_time_nothing_is_claimed() -> None:
-    mip = Mip()
-    columns = [mip.binary(-1.0 - k % 7) for k in range(60)]
+    milp = Milp()
+    columns = [milp.binary(-1.0 - k % 7) for k in range(60)]
     for k in range(60):
-        mip.row([(c, 1.0 + (k * c) % 5) for c in columns], high=40.0 + k)
-    solution = mip.solve(Deadline(0.0))
+        milp.row([(c, 1.0 + (k * c) % 5) for c in columns], high=40.0 + k)
+    solution = milp.solve(Deadline(0.0))
     assert solution.status in (Status.UNDECIDED, Status.FEASIBLE)
-    assert solution.bound <= mip.solve(NO_LIMIT, nodes=1).objective
+    assert solution.bound <= milp.solve(NO_LIMIT, nodes=1).objective
 
 
 def test_solving_near_the_relaxation_keeps_its_bound() -> None:
-    mip = Mip()
-    columns = [mip.binary(cost) for cost in (-5.0, -4.0, -3.0)]
-    mip.row(zip(columns, (2.0, 3.0, 1.0), strict=True), high=4.0)
-    relaxed = mip.relaxed(NO_LIMIT)
-    near = mip.solve_near(relaxed, NO_LIMIT, nodes=10, gap=1e-6)
+    milp = Milp()
+    columns = [milp.binary(cost) for cost in (-5.0, -4.0, -3.0)]
+    milp.row(zip(columns, (2.0, 3.0, 1.0), strict=True), high=4.0)
+    relaxed = milp.relaxed(NO_LIMIT)
+    near = milp.solve_near(relaxed, NO_LIMIT, nodes=10, gap=1e-6)
     assert near.values is not None
     assert relaxed.bound == near.bound <= near.objective
-    assert mip.high == [1.0, 1.0, 1.0]
+    assert milp.high == [1.0, 1.0, 1.0]

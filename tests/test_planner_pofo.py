@@ -160,7 +160,7 @@ def orders(problem: Problem) -> Iterator[tuple[str, ...]]:
     alone = replace(problem, copies=None)
     found = {problem.base_steps()}
     for solver in (rotor, rockmate):
-        found |= {plan.ops for plan in solver.found(alone, OPTIONS).plans}
+        found |= {plan.ops for plan in solver.whole_front(alone, OPTIONS).plans}
     yield from sorted(found)
 
 

@@ -71,7 +71,7 @@ def test_any_problem_is_solved_or_refused(problem: Problem) -> None:
         rockmate.solve(problem, 0, OPTIONS)
     except NotAChain:
         return
-    for plan in rockmate.found(problem, OPTIONS).plans:
+    for plan in rockmate.whole_front(problem, OPTIONS).plans:
         assert check(problem, plan.steps, plan.peak_bytes).ok
 
 

@@ -75,7 +75,7 @@ def test_any_problem_is_solved_or_refused(problem: Problem) -> None:
     except NotAChain:
         return
     assert check(problem, plan.steps).ok
-    for other in rotor.found(problem, OPTIONS).plans:
+    for other in rotor.whole_front(problem, OPTIONS).plans:
         assert check(problem, other.steps, other.peak_bytes).ok
 
 
@@ -156,7 +156,7 @@ def test_a_value_read_early_stays_until_then() -> None:
     problem = validate(Problem("early", problem.values, tuple(ops), (), ("x",), ("g0",)))
     chain = find_chain(problem)
     assert any(block.early for block in chain.blocks)
-    for plan in rotor.found(problem, OPTIONS).plans:
+    for plan in rotor.whole_front(problem, OPTIONS).plans:
         assert check(problem, plan.steps, plan.peak_bytes).ok
 
 

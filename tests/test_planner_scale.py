@@ -1,4 +1,4 @@
-"""The pool on deep transformer-like problems: time, validity, quality."""
+"""The front on deep transformer-like problems: time, validity, quality."""
 
 from __future__ import annotations
 

@@ -38,13 +38,13 @@ def walk(problem: Problem, seed: int, count: int) -> None:
     for _ in range(count):
         runs = state.all_extra()
         if runs and rng.random() < 0.4:
-            search.drop_runs((rng.choice(runs),))
+            search.remove_runs((rng.choice(runs),))
         else:
             op, stage = rng.randrange(state.model.n), rng.randrange(state.model.n)
             if op < stage and state.model.repeatable[op] and op not in state.extra[stage]:
                 search.change(((op, stage),), ())
         agree(problem, state)
-    search.back_to(0)
+    search.roll_back(0)
     assert state.all_extra() == []
     agree(problem, state)
 

@@ -14,7 +14,7 @@ from fxremat.planner import SOLVERS, SolverOptions, solve
 from fxremat.planner.deadline import Deadline
 from fxremat.planner.local import greedy
 from fxremat.planner.plan_cache import PlanCache
-from fxremat.planner.variants.all_variants import unite
+from fxremat.planner.variants.all_variants import combine
 from fxremat.planner.variants.choice_milp import ChoiceMilp
 from tests.examples import examples
 from tests.strategies import problems_with_variants
@@ -105,9 +105,9 @@ def test_packing_and_running_again_are_weighed_against_each_other() -> None:
 
 def test_the_choice_counts_on_what_is_held_at_the_moments() -> None:
     problem = layers(3)
-    union = unite(problem)
+    combined = combine(problem)
     for budget, packed in ((400, 0), (250, 1), (200, 2)):
-        choice = ChoiceMilp(union, [union.stage_of["down2"]], budget)
+        choice = ChoiceMilp(combined, [combined.stage_of["down2"]], budget)
         assert len(choice.names(choice.solve(Deadline(None)))) == packed
 
 
@@ -122,14 +122,14 @@ def peaks(problem: Problem) -> tuple[int, int]:
 def test_no_plan_is_better_than_what_the_choice_proves(problem: Problem) -> None:
     """All stages are moments, and so neighbours: what runs again counts, too."""
     plain = take(problem, ())
-    union = unite(plain)
+    combined = combine(plain)
     least, most = peaks(plain)
     for budget in {least, (least + most) // 2}:
         plan = greedy.solve(plain, budget, NO_LIMIT)
-        choice = ChoiceMilp(union, range(len(union.ops)), plan.peak_bytes)
-        solution = choice.mip.solve(Deadline(None))
+        choice = ChoiceMilp(combined, range(len(combined.ops)), plan.peak_bytes)
+        solution = choice.milp.solve(Deadline(None))
         assert solution.values is not None
-        time_us = plain.base_time_us + solution.bound / choice.scale
+        time_us = plain.base_time_us + solution.bound / choice.per_us
         assert time_us <= plan.time_us + 1e-6 * plain.base_time_us
 
 
@@ -145,11 +145,11 @@ def test_what_runs_again_counts_between_neighbours() -> None:
     sizes = {"x": 10, "a": 10, "b": 30, "c": 30, "g": 40, "loss": 1, "out": 10}
     values = tuple(Value(name, size) for name, size in sizes.items())
     problem = Problem("small", values, ops, resident=("x",), outputs=("loss", "out"))
-    union = unite(problem)
-    ends = [union.stage_of["up"], union.stage_of["down0"]]
+    combined = combine(problem)
+    ends = [combined.stage_of["up"], combined.stage_of["down0"]]
     for budget, fits in ((160, True), (115, True), (95, False)):
         for moments, known in ((ends[1:], False), (ends, True)):
-            solution = ChoiceMilp(union, moments, budget).solve(Deadline(None))
+            solution = ChoiceMilp(combined, moments, budget).solve(Deadline(None))
             assert (solution.values is not None) == (fits or not known), (budget, moments)
 
 
@@ -161,14 +161,14 @@ def test_a_result_may_overwrite_what_is_computed_again_for_a_later_read() -> Non
         Op("end", ("a",), ("out",), 10.0, phase="backward"),
     )
     values = tuple(Value(name, size) for name, size in {"a": 40, "b": 40, "out": 1}.items())
-    union = unite(Problem("small", values, ops, outputs=("out",)))
+    combined = combine(Problem("small", values, ops, outputs=("out",)))
     for budget, again in ((81, 0), (41, 10), (39, None)):
-        choice = ChoiceMilp(union, range(3), budget)
-        solution = choice.mip.solve(Deadline(None))
+        choice = ChoiceMilp(combined, range(3), budget)
+        solution = choice.milp.solve(Deadline(None))
         if again is None:
             assert solution.values is None
         else:
-            assert solution.objective / choice.scale == pytest.approx(again), budget
+            assert solution.objective / choice.per_us == pytest.approx(again), budget
 
 
 def test_the_plan_comes_back_from_the_cache_with_its_variants(tmp_path: object) -> None:

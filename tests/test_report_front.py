@@ -21,7 +21,7 @@ from tests.chains import phased_chain
 from tests.conftest import Golden
 from tests.small import Stack, seeded
 
-EAGER = {"executor": "aot_eager", "solver": "greedy"}  # `front` is the pool of greedy
+EAGER = {"executor": "aot_eager", "solver": "greedy"}  # `front` is that of greedy
 MIB = 2**20
 FRONT = Front(
     "small",

@@ -42,9 +42,9 @@ def _told(one: InsertedVariant, *, lossy: bool) -> TakenVariant:
     """What the judge is told of a variant: names alone."""
     pairs = [(old.name, new.name) for old, new in one.stand_ins.items()]
     for old, new in one.stand_ins.items():
-        if new in one.again:
-            pairs.append((old.name, one.again[new].name))
-    late = frozenset(new.name for new in (*one.late, *one.again.values()))
+        if new in one.backward_stand_ins:
+            pairs.append((old.name, one.backward_stand_ins[new].name))
+    late = frozenset(new.name for new in (*one.backward_only, *one.backward_stand_ins.values()))
     return TakenVariant(one.rule, one.name, tuple(pairs), lossy, late)
 
 

@@ -1,8 +1,8 @@
 """Decide: problem and budget in, plan out. Torch-free.
 
-Every solver has the one signature ``solve(problem, budget_bytes, options) -> Plan``. First
-runs stay in base order, non-repeatable ops run once. ``Plan.peak_bytes`` and ``time_us`` come
-from a replay. Where nothing found fits the budget the plan of least peak is returned, so the
+Every solver has the one signature ``solve(problem, budget_bytes, options) -> Plan``. First runs
+stay in base order, and ops that are not repeatable run once. ``Plan.peak_bytes`` and ``time_us``
+come from a replay. Where nothing found fits the budget, the plan of least peak is returned: the
 caller compares ``plan.peak_bytes`` with its budget.
 """
 
@@ -41,7 +41,7 @@ SOLVERS: dict[str, Solver] = {
     "least_peak": greedy.solve_least_peak,
 }
 MOVING = frozenset({"pofo"})
-"""Solvers that choose what moves themselves; the others are asked by `offload`."""
+"""Solvers that choose moves themselves; `offload` chooses them for the others."""
 
 
 def solve(
@@ -50,9 +50,9 @@ def solve(
     solver: str = "auto",
     options: SolverOptions | None = None,
 ) -> Plan:
-    """The plan of the named solver; where values may move, of that solver with moves.
+    """The plan of the named solver, with moves where values may move.
 
-    Where the problem has variants, the best choice of them that was found, and its plan.
+    Where the problem has variants, it is the plan of the best choice of them that was found.
 
     Raises `ProblemRefused` where the solver cannot take the problem: `rotor.NotAChain`,
     `checkmate.TooManyRuns`, `moccasin.NotInstalled`.
@@ -83,7 +83,7 @@ def solve(
 
 
 def _quick(problem: Problem, budget_bytes: int | None, options: SolverOptions) -> Plan:
-    """A plan to compare choices by."""
+    """A plan found with less work, to compare choices of variants by."""
     if options.objective == "energy":
         return energy.solve(problem, budget_bytes, options, greedy.quick)
     if problem.copies is not None:
@@ -92,7 +92,7 @@ def _quick(problem: Problem, budget_bytes: int | None, options: SolverOptions) -
 
 
 def _proves(plan: Plan, problem: Problem) -> bool:
-    """Whether more is known of its time than that nothing is faster than keep-all."""
+    """Whether a bound on the time is known that is above the time of keep-all, or is reached."""
     base = problem.base_time_us
     return plan.time_us <= base or (plan.time_bound_us or base) > base
 

@@ -1,6 +1,6 @@
-"""The default: the solver over moments, then what fits a problem that it leaves a gap on.
+"""The default solver: moments first, then what fits a problem on which they leave a gap.
 
-Each solver starts from the best plan so far, and what one proves holds for the others' plans.
+Each solver starts from the best plan so far. What one proves holds for the others' plans.
 """
 
 from __future__ import annotations
@@ -32,13 +32,13 @@ def solve(problem: Problem, budget_bytes: int | None, options: SolverOptions) ->
         )
         limit *= tuning.AUTO_PATIENCE if budget_bytes == 0 else 1
     deadline = Deadline(limit)
-    best = _solve(problem, budget_bytes, options, deadline)
+    best = _best_of_solvers(problem, budget_bytes, options, deadline)
     if budget_bytes is not None and best.peak_bytes > budget_bytes:
-        best = replace(_least(problem, best, options, deadline), budget_bytes=budget_bytes)
+        best = replace(_lower_peak(problem, best, options, deadline), budget_bytes=budget_bytes)
     return replace(best, seconds=deadline.seconds())
 
 
-def _solve(
+def _best_of_solvers(
     problem: Problem, budget_bytes: int | None, options: SolverOptions, deadline: Deadline
 ) -> Plan:
     """The best of the solvers that it takes."""
@@ -46,22 +46,22 @@ def _solve(
     best = moments.solve(problem, budget_bytes, first)
     if budget_bytes is None:
         return best
-    for solver in _others(problem):
-        if _settled(best, problem) or not deadline.running():
+    for solver in _further_solvers(problem):
+        if _is_solved(best, problem) or not deadline.running():
             break
         rest = replace(options, start=best.ops, time_limit_s=deadline.left())
         best = _better(best, solver(problem, budget_bytes, rest))
     return best
 
 
-def _least(problem: Problem, best: Plan, options: SolverOptions, deadline: Deadline) -> Plan:
+def _lower_peak(problem: Problem, best: Plan, options: SolverOptions, deadline: Deadline) -> Plan:
     """A plan of less peak still, or a proof that not much less will do.
 
-    Small problems: by halving what lies between the least peak and what is proven. A budget that
-    no plan is found for counts as too small, though only some are proven so.
+    On small problems the range between the least peak found and the bound is halved. A budget for
+    which no plan is found counts as too small there, even if that is not proven.
     """
     low = bound = best.peak_bound_bytes or 0
-    small = _small(problem)
+    small = _is_small(problem)
     while deadline.running() and best.peak_bytes - low > tuning.AUTO_NEAR * best.peak_bytes:
         budget = (
             (low + best.peak_bytes) // 2
@@ -69,7 +69,7 @@ def _least(problem: Problem, best: Plan, options: SolverOptions, deadline: Deadl
             else int(tuning.AUTO_LITTLE_LESS * best.peak_bytes)
         )
         part = Deadline(tuning.AUTO_LEAST_PART * deadline.left())
-        plan = _solve(problem, budget, replace(options, start=None), part)
+        plan = _best_of_solvers(problem, budget, replace(options, start=None), part)
         bound = max(bound, plan.peak_bound_bytes or 0)
         low = max(bound, budget if plan.peak_bytes > budget else low)
         if plan.peak_bytes < best.peak_bytes:
@@ -79,16 +79,18 @@ def _least(problem: Problem, best: Plan, options: SolverOptions, deadline: Deadl
     return replace(best, peak_bound_bytes=bound, time_bound_us=None)
 
 
-def _others(problem: Problem) -> list[Callable[[Problem, int | None, SolverOptions], Plan]]:
-    return [checkmate.solve, hrockmate.solve] if _small(problem) else [hrockmate.solve]
+def _further_solvers(
+    problem: Problem,
+) -> list[Callable[[Problem, int | None, SolverOptions], Plan]]:
+    return [checkmate.solve, hrockmate.solve] if _is_small(problem) else [hrockmate.solve]
 
 
-def _small(problem: Problem) -> bool:
+def _is_small(problem: Problem) -> bool:
     return sum(map(len, all_runs(build_model(problem)))) <= tuning.AUTO_FEW_RUNS
 
 
-def _settled(plan: Plan, problem: Problem) -> bool:
-    """Whether the plan is as good as proven, or proven not to exist."""
+def _is_solved(plan: Plan, problem: Problem) -> bool:
+    """Whether the plan is optimal but for a small gap, or proven that none fits."""
     assert plan.budget_bytes is not None
     if plan.peak_bytes > plan.budget_bytes:
         return plan.peak_bound_bytes is not None and plan.peak_bound_bytes > plan.budget_bytes

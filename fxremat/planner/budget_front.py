@@ -17,19 +17,21 @@ from fxremat.planner.options import SolverOptions
 
 def front(problem: Problem, options: SolverOptions | None = None) -> tuple[Plan, ...]:
     """Non-dominated plans: peak strictly decreasing, time strictly increasing."""
-    asked = options or SolverOptions()
+    options = options or SolverOptions()
     if problem.copies is not None:
-        return tuple(_best(_with_moves(problem, asked), problem.base_time_us))
-    known, plans = greedy.found(problem, asked), [*greedy.front(problem, asked)]
+        return tuple(_best(_with_moves(problem, options), problem.base_time_us))
+    known, plans = greedy.whole_front(problem, options), [*greedy.front(problem, options)]
     slow = [plan for plan in plans if plan.time_us > problem.base_time_us]
     count = min(tuning.FRONT_MOST_POINTS, len(slow))
     picks = [slow[round(k * (len(slow) - 1) / max(1, count - 1))] for k in range(count)]
-    deadline = Deadline(tuning.FRONT_SECONDS if asked.time_limit_s is None else asked.time_limit_s)
+    deadline = Deadline(
+        tuning.FRONT_SECONDS if options.time_limit_s is None else options.time_limit_s
+    )
     for k, pick in enumerate(picks):
         if not deadline.running():
             break
         part = Deadline(deadline.left() / (count - k))
-        plans.append(moments.improved(known, pick.peak_bytes, asked, part))
+        plans.append(moments.improved(known, pick.peak_bytes, options, part))
     return tuple(_best(plans, problem.base_time_us))
 
 
@@ -49,7 +51,7 @@ def _with_moves(problem: Problem, options: SolverOptions) -> Iterator[Plan]:
 
 
 def _best(plans: Iterable[Plan], base_us: float) -> list[Plan]:
-    """Without budgets: what is proven of a plan within its budget does not hold without."""
+    """The plans that none beats. Bounds that hold within one budget are left out."""
     out: list[Plan] = []
     for plan in sorted(plans, key=lambda each: (each.time_us, each.peak_bytes)):
         if not out or plan.peak_bytes < out[-1].peak_bytes:

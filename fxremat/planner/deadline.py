@@ -17,7 +17,7 @@ _interrupted = threading.Event()
 
 
 class Deadline:
-    """Says when the time limit is over; without one it never looks at the time."""
+    """A time limit in seconds; without one only Ctrl-C ends it."""
 
     def __init__(self, limit_s: float | None) -> None:
         self.started = time.perf_counter()

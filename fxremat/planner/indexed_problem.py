@@ -1,7 +1,7 @@
 """The problem by index: what the solvers' inner loops read.
 
-Resident values are left out of reads (they are always there); their bytes are the floor of
-every profile. Outputs never end once written, so they have no gaps and no copies either.
+Resident values are left out of reads, since they are always there. Their bytes are the floor of
+every profile. Outputs stay once written, so they have no gaps and no further copies.
 """
 
 from __future__ import annotations
@@ -18,7 +18,9 @@ INPUT = -1
 class IndexedProblem:
     """Ops and values as lists; a *stage* is the position of an op in base order.
 
-    ``worth`` is an op's time per byte written, ``own_bytes`` its writes and workspace.
+    ``n`` is the number of ops. Times are in microseconds, sizes in bytes. ``time_per_byte`` is an
+    op's time per byte written, ``own_bytes`` its writes and workspace. ``writer`` is `INPUT` for
+    values that no op writes.
     """
 
     problem: Problem
@@ -31,15 +33,15 @@ class IndexedProblem:
     inplace: list[tuple[tuple[int, int], ...]]
     bytes: list[int]
     writer: list[int]
-    kept: list[bool]
+    is_output: list[bool]
     inputs: tuple[int, ...]
-    worth: list[float]
+    time_per_byte: list[float]
     own_bytes: list[int]
 
-    def droppable(self, value: int) -> bool:
+    def evictable(self, value: int) -> bool:
         """Whether the value may be freed and computed again."""
         op = self.writer[value]
-        return op != INPUT and self.repeatable[op] and not self.kept[value]
+        return op != INPUT and self.repeatable[op] and not self.is_output[value]
 
     def names(self, steps: Iterable[int]) -> tuple[str, ...]:
         """Steps by op name."""
@@ -60,7 +62,7 @@ def build_model(problem: Problem) -> IndexedProblem:
     for i, op in enumerate(problem.ops):
         for name in op.writes:
             writer[index[name]] = i
-    kept = set(problem.outputs)
+    outputs = set(problem.outputs)
     return IndexedProblem(
         problem=problem,
         n=len(problem.ops),
@@ -70,13 +72,13 @@ def build_model(problem: Problem) -> IndexedProblem:
         reads=[_unique(index[r] for r in op.reads if r in index) for op in problem.ops],
         writes=[_unique(index[w] for w in op.writes) for op in problem.ops],
         inplace=[
-            tuple((index[r], index[w]) for r, w in op.inplace if r in index and r not in kept)
+            tuple((index[r], index[w]) for r, w in op.inplace if r in index and r not in outputs)
             for op in problem.ops
         ],
         bytes=[problem.bytes_of[name] for name in names],
         writer=writer,
-        kept=[name in kept for name in names],
-        worth=[
+        is_output=[name in outputs for name in names],
+        time_per_byte=[
             op.time_us / max(1, sum(problem.bytes_of[name] for name in op.writes))
             for op in problem.ops
         ],

@@ -1,4 +1,4 @@
-"""What a caller may ask of any solver."""
+"""Options of every solver, the progress that it reports, and how it refuses a problem."""
 
 from __future__ import annotations
 
@@ -8,12 +8,12 @@ from typing import Literal
 
 
 class ProblemRefused(Exception):
-    """A solver cannot take the problem; the message says which can, or what is missing."""
+    """A solver cannot take the problem; the message names one that can, or says what is missing."""
 
 
 @dataclass(frozen=True)
 class Progress:
-    """How far a solver is: microseconds of the best plan so far, and proven for every plan."""
+    """How far a solver is: the time of the best plan so far, and a bound on that of every plan."""
 
     solver: str
     seconds: float

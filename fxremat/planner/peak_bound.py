@@ -1,11 +1,14 @@
 """A lower bound on the peak of every schedule whose first runs come in base order.
 
-At the first run of op ``i`` these are live: the resident values; what it reads and writes,
-less what it may take over in place; its workspace; the outputs written by earlier ops; the
-inputs, and the values of non-repeatable earlier ops, that op ``i`` or a later one reads (its
-first run is still to come, and nothing can bring the value back). The bound is the largest
-such sum. It is proven for that class of schedules only: with another order of the first runs
-fewer outputs might be live at the worst op.
+At the first run of op ``i`` these are live:
+
+* the resident values, and the outputs written by earlier ops;
+* what the op reads and writes, less what it may take over in place, and its workspace;
+* inputs, and values of earlier ops that are not repeatable, if op ``i`` or a later one reads them:
+  that read is still to come, and nothing can bring the value back.
+
+The bound is the largest such sum. With another order of the first runs fewer outputs might be live
+at the worst op, so the bound is proven for base order only.
 """
 
 from __future__ import annotations
@@ -32,7 +35,7 @@ def _last_reads(model: IndexedProblem) -> list[int]:
 def _span(model: IndexedProblem, value: int, last: int) -> tuple[int, int] | None:
     """First and last stage at which the value is certainly live; None if none is certain."""
     op = model.writer[value]
-    if model.kept[value]:
+    if model.is_output[value]:
         return max(op, 0), model.n - 1
     if op == INPUT:
         return 0, last
@@ -64,6 +67,6 @@ def _own(model: IndexedProblem, op: int, last: list[int]) -> int:
             size += model.bytes[value]
     # A pair may be taken over in place only if its read can die here.
     for read, write in model.inplace[op]:
-        if model.droppable(read) or last[read] <= op:
+        if model.evictable(read) or last[read] <= op:
             size -= min(model.bytes[read], model.bytes[write])
     return size

@@ -1,8 +1,9 @@
 """Plans kept on disk, so that no question is answered twice.
 
 A question is the problem without its name, the budget, the solver with its options, and the
-version of highspy. An answer is a claim: its steps are replayed and its figures must come out; else
-it is ignored, and replaced by the next one. What a time limit or Ctrl-C cut short is not kept.
+version of highspy. An answer on disk is only a claim. Its steps are replayed, and if the figures
+differ it is ignored and replaced by the next answer. A plan that a time limit or Ctrl-C cut short
+is not kept.
 """
 
 from __future__ import annotations

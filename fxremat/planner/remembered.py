@@ -1,4 +1,4 @@
-"""Answers kept in memory for the last few problems, by what the problem is and not by its id."""
+"""A cache of search results in memory, for the last few problems; equal problems share one."""
 
 from __future__ import annotations
 

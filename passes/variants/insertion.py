@@ -30,7 +30,7 @@ from fxremat.passes.joint_graph import (
     is_view,
     read_joint_graph,
 )
-from fxremat.passes.variants.rule import AGAIN, Rule, Site
+from fxremat.passes.variants.rule import BACKWARD_STAND_IN, Rule, Site
 
 NEAR_THE_MOST = 0.25
 """Of the most that a call holds: one that holds less does not make the peak."""
@@ -48,11 +48,11 @@ class InsertedVariant:
     stand_ins: Mapping[fx.Node, fx.Node]
     computed_from: Mapping[fx.Node, frozenset[fx.Node]]
     """Of each stand-in: everything that it is computed from."""
-    late: frozenset[fx.Node]
-    """Stand-ins of the backward."""
-    again: Mapping[fx.Node, fx.Node]
-    """Of stand-ins that the backward has computed for itself: these."""
-    early: frozenset[fx.Node]
+    backward_only: frozenset[fx.Node]
+    """Stand-ins that only the backward reads."""
+    backward_stand_ins: Mapping[fx.Node, fx.Node]
+    """Of stand-ins that are computed once more for the backward: what it reads in their place."""
+    forward_readers: frozenset[fx.Node]
     """Old readers that run in the forward."""
 
     def replaces(self, reader: fx.Node, old: fx.Node) -> bool:
@@ -61,10 +61,14 @@ class InsertedVariant:
 
     def read_by(self, reader: fx.Node, source: fx.Node) -> fx.Node:
         """What ``reader`` reads in place of ``source``."""
-        new, is_early = self.stand_ins.get(source), reader in self.early
+        new, is_early = self.stand_ins.get(source), reader in self.forward_readers
         if new is not None and not is_early:
-            new = self.again.get(new, new)
-        if new is None or reader in self.computed_from[new] or (new in self.late and is_early):
+            new = self.backward_stand_ins.get(new, new)
+        if (
+            new is None
+            or reader in self.computed_from[new]
+            or (new in self.backward_only and is_early)
+        ):
             return source
         return new
 
@@ -79,8 +83,8 @@ class InsertedVariant:
         """What the graph returns in place of ``old``; the forward's has to be there by its end."""
         new = self.stand_ins.get(old, old)
         if of_forward:
-            return old if new in self.late else new
-        return self.again.get(new, new)
+            return old if new in self.backward_only else new
+        return self.backward_stand_ins.get(new, new)
 
     def root_of_result(self, old: fx.Node, of_forward: bool) -> fx.Node:
         """The node that owns the storage which the graph returns in place of that of ``old``."""
@@ -103,10 +107,10 @@ def find_sites(
     rules: Sequence[Rule],
     workspace: Callable[[fx.Node], int] = lambda call: 0,
 ) -> tuple[Site, ...]:
-    """Where the rules fit, and may matter for the peak. The names of sites are unique.
+    """The sites where the rules fit and may matter for the peak; their names are unique.
 
-    What spares nothing but the ``workspace`` of a call matters if that is a good part of what the
-    call holds, and no other call holds much more.
+    Some sites spare nothing but the ``workspace`` of a call, in bytes. They count only if that is a
+    good part of what the call holds, and if no other call holds much more.
     """
     sites = [site for rule in rules for site in rule.find(joint)]
     held = {node: _held_bytes(node) for node in joint.module.graph.nodes}
@@ -144,13 +148,13 @@ def insert_all(joint: JointGraph, sites: Iterable[Site]) -> GraphWithVariants:
 
 def take(joint: JointGraph, sites: Sequence[Site]) -> JointGraph:
     """A copy of the graph in these variants, without what nobody needs any more."""
-    return take_and_tell(joint, sites)[0]
+    return take_with_inserted(joint, sites)[0]
 
 
-def take_and_tell(
+def take_with_inserted(
     joint: JointGraph, sites: Sequence[Site]
 ) -> tuple[JointGraph, tuple[InsertedVariant, ...]]:
-    """The same, and what was inserted: some of its nodes may not be needed any more either."""
+    """What `take` gives, and the inserted variants; some of their nodes may be gone as well."""
     offered = insert_all(joint, sites)
     graph, results = offered.joint.module.graph, list(offered.joint.results)
     for variant in offered.inserted:
@@ -201,14 +205,20 @@ def _insert(
     found = site.insert(graph, copies)
     stand_ins = {copies.get(old, old): new for old, new in found.items()}
     nodes = tuple(node for node in graph.nodes if node not in before)
-    again = {new: new.meta[AGAIN] for new in stand_ins.values() if AGAIN in new.meta}
-    computed_from = {new: _ancestors(new) for new in (*stand_ins.values(), *again.values())}
+    backward_stand_ins = {
+        new: new.meta[BACKWARD_STAND_IN]
+        for new in stand_ins.values()
+        if BACKWARD_STAND_IN in new.meta
+    }
+    computed_from = {
+        new: _ancestors(new) for new in (*stand_ins.values(), *backward_stand_ins.values())
+    }
     returned = {stand_ins[old] for old in forward_results if old in stand_ins}
     rebuilt = {
         new for old, new in stand_ins.items() if site.backward_only or old in computed_from[new]
     } - returned
-    early = {new for old, new in stand_ins.items() if role[old] is Role.FORWARD} - rebuilt
-    needed = {node for new in early for node in computed_from[new]}
+    forward_readers = {new for old, new in stand_ins.items() if role[old] is Role.FORWARD} - rebuilt
+    needed = {node for new in forward_readers for node in computed_from[new]}
     role.update(_roles(graph, nodes, needed, rebuilt, role))
     for index, node in enumerate(nodes):
         stored = STORED if STORED in node.meta else ""
@@ -219,13 +229,13 @@ def _insert(
         nodes=nodes,
         stand_ins=stand_ins,
         computed_from=computed_from,
-        late=frozenset(
+        backward_only=frozenset(
             new
             for new in stand_ins.values()
             if role[new] is not Role.FORWARD or (site.backward_only and new in rebuilt)
         ),
-        again=again,
-        early=frozenset(
+        backward_stand_ins=backward_stand_ins,
+        forward_readers=frozenset(
             reader for old in stand_ins for reader in old.users if role[reader] is Role.FORWARD
         ),
     )
@@ -314,5 +324,5 @@ class TakeVariants(Pass):
         """Leaves the graph as it is where there is nothing to take."""
         if not self.sites:
             return Changed(module, False, (self.joint, ()))
-        joint, taken = take_and_tell(self.joint, self.sites)
+        joint, taken = take_with_inserted(self.joint, self.sites)
         return Changed(joint.module, True, (joint, taken))

@@ -9,9 +9,9 @@ may be read in place of an old one.
 
 Sites that name the same old node exclude one another: at most one of them is taken.
 
-What is read in the forward and in the backward may be computed for each: ``AGAIN`` in the meta of
-the first is the other. Nothing that the forward saves is ever written over, so the second can be
-what is written over by its last reader.
+A value that both forward and backward read may be computed once for each. Then the stand-in of the
+forward has the other one in its meta, as `BACKWARD_STAND_IN`. Nothing that the forward saves is
+ever written over; the second stand-in is not saved, so its last reader can write over it.
 """
 
 from __future__ import annotations
@@ -24,7 +24,7 @@ from torch import fx
 from fxremat.passes.joint_graph import JointGraph
 
 StandIns = dict[fx.Node, fx.Node]
-AGAIN = "fxremat_again"
+BACKWARD_STAND_IN = "fxremat_backward_stand_in"
 """In the meta of a stand-in: the node that the backward reads in place of it."""
 
 

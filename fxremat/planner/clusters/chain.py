@@ -1,6 +1,6 @@
 """Chains of blocks: a forward part that can be cut where one value crosses, and its backward.
 
-The forward part ends at the *turn*. It is cut between two ops wherever at most one droppable
+The forward part ends at the *turn*. It is cut between two ops wherever at most one evictable
 value is written before and read after, within the forward part. Each backward op then belongs
 to one block, in the reverse order of the blocks, such that it reads that block's values: Rotor's
 heterogeneous chains (Beaumont et al., "Optimal checkpointing for heterogeneous chains",
@@ -42,7 +42,7 @@ class Block:
     """A forward segment and the backward ops that read its values, or no such ops.
 
     ``enters`` is the value that crosses into it, ``leaves`` the one that crosses out; None where
-    nothing droppable does. ``local`` are the droppable values that it writes, ``leaves`` among
+    nothing evictable does. ``local`` are the evictable values that it writes, ``leaves`` among
     them. ``early`` are local values that earlier backward ops read as well.
     """
 
@@ -130,12 +130,12 @@ def _most_cuts(model: IndexedProblem) -> int:
 
 
 def _readers_across(model: IndexedProblem, cut: int) -> tuple[int, int]:
-    """The first op from ``cut`` on that reads a droppable value from before, and the first
+    """The first op from ``cut`` on that reads a evictable value from before, and the first
     that makes these two values."""
     seen: set[int] = set()
     alone = model.n
     for op in range(cut, model.n):
-        seen.update(v for v in model.reads[op] if model.writer[v] < cut and model.droppable(v))
+        seen.update(v for v in model.reads[op] if model.writer[v] < cut and model.evictable(v))
         if seen and alone == model.n:
             alone = op
         if len(seen) > 1:
@@ -144,15 +144,15 @@ def _readers_across(model: IndexedProblem, cut: int) -> tuple[int, int]:
 
 
 def last_reads(model: IndexedProblem, turn: int) -> dict[int, int]:
-    """The last op of the forward part that reads each droppable value."""
+    """The last op of the forward part that reads each evictable value."""
     last: dict[int, int] = {}
     for op in range(turn + 1):
-        last.update((value, op) for value in model.reads[op] if model.droppable(value))
+        last.update((value, op) for value in model.reads[op] if model.evictable(value))
     return last
 
 
 def _cuts(model: IndexedProblem, turn: int) -> list[int]:
-    """First ops of blocks: at most one droppable value from before is read from them on.
+    """First ops of blocks: at most one evictable value from before is read from them on.
 
     Where that is the same value at several cuts the first is taken: what lies between them is
     a side branch, and belongs to the block that the value enters.
@@ -187,7 +187,7 @@ def _name(model: IndexedProblem, value: int) -> str:
 
 @dataclass(frozen=True)
 class _Segments:
-    """The forward part, cut: the block that writes each droppable value, what enters each."""
+    """The forward part, cut: the block that writes each evictable value, what enters each."""
 
     model: IndexedProblem
     turn: int
@@ -205,7 +205,7 @@ def _segments(model: IndexedProblem, turn: int, starts: tuple[int, ...]) -> _Seg
     home = {
         value: int(block[op])
         for value, op in enumerate(model.writer)
-        if op <= turn and model.droppable(value)
+        if op <= turn and model.evictable(value)
     }
     last = last_reads(model, turn)
     enters = [
@@ -340,7 +340,7 @@ def _spans(model: IndexedProblem, blocks: Sequence[Block]) -> dict[int, tuple[in
                 for value in stop.keys() & model.reads[op]:
                     stop[value] = max(stop[value], block.backward.stop - 1)
     return {
-        value: (model.writer[value], model.n - 1 if model.kept[value] else last)
+        value: (model.writer[value], model.n - 1 if model.is_output[value] else last)
         for value, last in stop.items()
     }
 

@@ -1,11 +1,12 @@
 """What running a cluster takes: time, and bytes, with what crosses between clusters left open.
 
 A `ClusterOption` says how the backward of a cluster runs: its ops, and between them forward ops
-that run again. What must be saved for it from the forward follows. Whether an interface value is
-there while a cluster runs is for the level above to decide; so the bytes of a run are given as a
-few `RunStep` s, each with the interface values that its end of the run has already left, and those
-that are not made yet. These are the correction terms of Gusak et al., "HiRemate" (ICML 2025,
-PMLR 267): with them the peak one level up is that of the replay.
+that run again. From that follows what must be saved from the forward.
+
+The level above decides whether an interface value is there while a cluster runs. So the bytes of a
+run are given without these values, for a few steps (`RunStep`). Each step says which interface
+values it no longer needs, and which are not made yet. These are the correction terms of Gusak et
+al., "HiRemate" (ICML 2025, PMLR 267): with them the peak one level up is that of the replay.
 """
 
 from __future__ import annotations
@@ -28,17 +29,21 @@ class ClusterOption:
 class RunStep:
     """Bytes of a run at one step, without interface values.
 
-    ``done`` are those among them that the run touches before this step only, ``unborn`` those
+    ``done`` are those among them that the run touches before this step only, ``not_yet_made`` those
     that it makes after it.
     """
 
     bytes: int
     done: frozenset[int]
-    unborn: frozenset[int]
+    not_yet_made: frozenset[int]
 
     def beats(self, other: RunStep) -> bool:
         """Whether this moment is the worse one whatever the interface values do."""
-        return self.bytes >= other.bytes and self.done <= other.done and self.unborn <= other.unborn
+        return (
+            self.bytes >= other.bytes
+            and self.done <= other.done
+            and self.not_yet_made <= other.not_yet_made
+        )
 
 
 @dataclass(frozen=True)
@@ -66,24 +71,24 @@ class ClusterRun:
 class OptionRuns:
     """One option of a cluster: what is saved for it, and the runs that it is made of.
 
-    ``first`` is the forward that saves; ``again`` a repeat that saves and makes the interface
+    ``first`` is the forward that saves; ``rerun`` a repeat that saves and makes the interface
     values, ``only`` one that only saves.
     """
 
     saved: frozenset[int]
     saved_bytes: int
     first: ClusterRun
-    again: ClusterRun
+    rerun: ClusterRun
     only: ClusterRun
     backward: ClusterRun
 
 
 @dataclass(frozen=True)
 class ClusterRuns:
-    """The runs of a cluster: ``skip_first`` and ``skip_again`` save nothing."""
+    """The runs of a cluster: ``first_unsaved`` and ``rerun_unsaved`` save nothing."""
 
-    skip_first: ClusterRun
-    skip_again: ClusterRun
+    first_unsaved: ClusterRun
+    rerun_unsaved: ClusterRun
     options: tuple[OptionRuns, ...]
 
 
@@ -91,7 +96,7 @@ class ClusterRuns:
 class ClusterCosts:
     """Works out the runs of one cluster."""
 
-    parts: Decomposition
+    decomposition: Decomposition
     cluster: Cluster
 
     def runs(self, options: Iterable[ClusterOption]) -> ClusterRuns:
@@ -119,7 +124,7 @@ class ClusterCosts:
 
     def _again(self, saved: frozenset[int], makes: frozenset[int]) -> ClusterRun:
         """Only the ops that it takes: their other results go at once."""
-        model, missing, found = self.parts.model, set(saved | makes), []
+        model, missing, found = self.decomposition.model, set(saved | makes), []
         for op in reversed(self.cluster.forward):
             if not missing.isdisjoint(model.writes[op]):
                 found.append(op)
@@ -130,14 +135,14 @@ class ClusterCosts:
         return value in self.cluster.local or value in self.cluster.makes
 
     def _read_before_written(self, steps: Sequence[int]) -> frozenset[int]:
-        model, live = self.parts.model, set[int]()
+        model, live = self.decomposition.model, set[int]()
         for op in reversed(steps):
             live.difference_update(model.writes[op])
             live.update(model.reads[op])
         return frozenset(live)
 
     def _bytes(self, values: Iterable[int]) -> int:
-        return sum(self.parts.model.bytes[value] for value in values)
+        return sum(self.decomposition.model.bytes[value] for value in values)
 
     # -- moments ---------------------------------------------------------------------------
 
@@ -153,7 +158,7 @@ class ClusterCosts:
         Without ``makes`` it makes what its ops write, but for repeats within a backward: what
         these write of the interface is for the backward alone, like a local value.
         """
-        model, home = self.parts.model, self.parts.home
+        model, home = self.decomposition.model, self.decomposition.home
         needs = self._read_before_written(steps) & home.keys()
         written = {v for op in steps for v in model.writes[op] if v in home and v not in needs}
         if makes is None:
@@ -176,7 +181,7 @@ class ClusterCosts:
 
     def _spans(self, steps: Sequence[int], values: Collection[int]) -> dict[int, tuple[int, int]]:
         """First and last step that touch each interface value; first 0 where it was there."""
-        model, spans = self.parts.model, dict[int, tuple[int, int]]()
+        model, spans = self.decomposition.model, dict[int, tuple[int, int]]()
         for k, op in enumerate(steps):
             for value in model.writes[op]:
                 if value in values:
@@ -197,7 +202,7 @@ class ClusterCosts:
 
         Backwards: a copy is held while the next that happens to it is a read, as a replay does.
         """
-        model = self.parts.model
+        model = self.decomposition.model
         live, out = set(keep), list[tuple[int, frozenset[int]]]()
         total = self._bytes(live)
         ahead = None
@@ -207,8 +212,8 @@ class ClusterCosts:
             gone = (writes | reads) - live
             size = model.workspace[op] + total + self._bytes(gone)
             if op in first:
-                size += self.parts.fixed[0][op]
-                ahead = self.parts.fixed[1][op]
+                size += self.decomposition.fixed[0][op]
+                ahead = self.decomposition.fixed[1][op]
             elif ahead is not None:
                 size += ahead  # a repeat in front of the backward's next op
             less, over = self._overtaken(op, writes, gone, op in first)
@@ -221,36 +226,40 @@ class ClusterCosts:
         self, op: int, new: Iterable[int], gone: Iterable[int], first: bool
     ) -> tuple[int, frozenset[int]]:
         """Bytes that the op writes over what ends there, and interface values that it may."""
-        parts, sizes = self.parts, self.parts.model.bytes
+        decomposition, sizes = self.decomposition, self.decomposition.model.bytes
         begins, ends = set(new), set(gone)
         over: set[int] = set()
-        for value in parts.model.writes[op]:
+        for value in decomposition.model.writes[op]:
             if (first and self._fixed(value)) or value in self.cluster.makes:
                 begins.add(value)
         if first:
-            fixed = [v for v in parts.model.reads[op] if self._fixed(v)]
-            ends.update(v for v in fixed if parts.last_reads[v] == op and not parts.model.kept[v])
+            fixed = [v for v in decomposition.model.reads[op] if self._fixed(v)]
+            ends.update(
+                v
+                for v in fixed
+                if decomposition.last_reads[v] == op and not decomposition.model.is_output[v]
+            )
         less = 0
-        for read, write in parts.model.inplace[op]:
+        for read, write in decomposition.model.inplace[op]:
             if write not in begins:
                 continue
             if read in ends:
                 ends.remove(read)
                 begins.remove(write)
                 less += min(sizes[read], sizes[write])
-            elif read in parts.home and read not in over and sizes[read] <= sizes[write]:
+            elif read in decomposition.home and read not in over and sizes[read] <= sizes[write]:
                 over.add(read)
                 begins.remove(write)
         return less, frozenset(over)
 
     def _fixed(self, value: int) -> bool:
-        return value not in self.parts.home and value not in self.cluster.local
+        return value not in self.decomposition.home and value not in self.cluster.local
 
 
 def _worst(moments: Iterable[RunStep]) -> tuple[RunStep, ...]:
     """The moments that no other beats."""
     kept: list[RunStep] = []
-    for moment in sorted(moments, key=lambda m: (-m.bytes, len(m.done) + len(m.unborn))):
+    for moment in sorted(moments, key=lambda m: (-m.bytes, len(m.done) + len(m.not_yet_made))):
         if not any(other.beats(moment) for other in kept):
             kept.append(moment)
     return tuple(kept)
@@ -282,10 +291,10 @@ class Figures:
 
 
 def pareto(
-    parts: Decomposition, cluster: Cluster, options: Iterable[ClusterOption], most: int
+    decomposition: Decomposition, cluster: Cluster, options: Iterable[ClusterOption], most: int
 ) -> list[ClusterOption]:
     """Options that no other beats; thinned evenly by the bytes saved where there are many."""
-    costs, sizes = ClusterCosts(parts, cluster), parts.model.bytes
+    costs, sizes = ClusterCosts(decomposition, cluster), decomposition.model.bytes
     weighed = [
         (Figures.of(costs.option(option), sizes), option) for option in dict.fromkeys(options)
     ]

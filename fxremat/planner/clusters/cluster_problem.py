@@ -1,8 +1,8 @@
 """A part of a problem alone: its forward, a pause that needs memory, its backward.
 
-What may be held in the pause is what is left of the budget beside it; so the plans of this problem
-for several pauses and budgets are the ways to run the part (Zhao et al., "Rockmate", ICML 2023,
-section 3, solves each block for several bytes saved and several peaks).
+In the pause the rest of the problem runs, so the part may hold only what is left of the budget. The
+plans for several pauses and budgets are the ways to run the part (Zhao et al., "Rockmate", ICML
+2023, section 3, solves each block for several bytes saved and several peaks).
 """
 
 from __future__ import annotations
@@ -13,32 +13,33 @@ from fxremat.core.problem import Op, Phase, Problem, Value
 from fxremat.planner.clusters import tuning
 from fxremat.planner.deadline import Deadline
 from fxremat.planner.indexed_problem import IndexedProblem
-from fxremat.planner.local.editable_schedule import EditableSchedule, Taste
+from fxremat.planner.local.editable_schedule import EditableSchedule, GapRanking
 from fxremat.planner.local.eviction_paths import descend
-from fxremat.planner.local.pareto_pool import ParetoPool, steps_of
+from fxremat.planner.local.pareto_front import ParetoFront, steps_of
 from fxremat.planner.local.stage_schedule import StageSchedule
 
 PAUSE = "pause"
 
 
-def paused_problem(
+def isolated_problem(
     model: IndexedProblem,
     forward: Sequence[int],
     backward: Sequence[int],
     pause_bytes: int,
-    stays: Callable[[int], bool],
-    again: Callable[[int], bool],
+    outlives: Callable[[int], bool],
+    may_rerun: Callable[[int], bool],
 ) -> Problem:
-    """The ops alone: what comes from outside is there, and what stays is there for good.
+    """The problem of these ops alone, with a pause of ``pause_bytes`` between the two halves.
 
-    ``stays`` tells values that outlive the part, ``again`` forward ops that may run again.
+    ``outlives`` says which values are there after the part as well: they are outputs, or resident.
+    ``may_rerun`` says which forward ops may run again.
     """
-    ops = [_op(model, op, "forward", again(op)) for op in forward]
+    ops = [_op(model, op, "forward", may_rerun(op)) for op in forward]
     ops.append(Op(PAUSE, (), (), 0.0, pause_bytes, "any", False))
     ops.extend(_op(model, op, "backward", False) for op in backward)
     written = {name for op in ops for name in op.writes}
     names = dict.fromkeys(name for op in ops for name in (*op.reads, *op.writes))
-    staying = {name for name in names if stays(int(name))}
+    staying = {name for name in names if outlives(int(name))}
     outside = [name for name in names if name not in written]
     return Problem(
         name="part",
@@ -63,25 +64,25 @@ def _op(model: IndexedProblem, op: int, phase: Phase, repeatable: bool) -> Op:
     )
 
 
-def evicted(model: IndexedProblem, deadline: Deadline) -> ParetoPool:
-    """Keep-all and what evictions make of it."""
-    pool = ParetoPool(model)
-    pool.offer(StageSchedule(model))
+def eviction_front(model: IndexedProblem, deadline: Deadline) -> ParetoFront:
+    """The front that eviction paths from keep-all give."""
+    front = ParetoFront(model)
+    front.offer(StageSchedule(model))
     for length in tuning.CLUSTER_LENGTHS:
         if not deadline.running():
             break
-        search = EditableSchedule(StageSchedule(model), Taste(length))
+        search = EditableSchedule(StageSchedule(model), GapRanking(length))
         descend(
-            search, pool, 0, min(tuning.CLUSTER_MOST_WORK, tuning.CLUSTER_WORK_PER_OP * model.n)
+            search, front, 0, min(tuning.CLUSTER_MOST_WORK, tuning.CLUSTER_WORK_PER_OP * model.n)
         )
-    return pool
+    return front
 
 
-def backwards(
-    pool: ParetoPool, forward: Sequence[int], backward: Sequence[int]
+def backward_schedules(
+    front: ParetoFront, forward: Sequence[int], backward: Sequence[int]
 ) -> Iterator[list[int]]:
     """The steps after the pause of each schedule, as ops of the whole problem."""
     ops = (*forward, -1, *backward)
-    for entry in pool.settled():
-        steps = steps_of(pool.model.n, entry.runs())
+    for entry in front.final_entries():
+        steps = steps_of(front.model.n, entry.runs())
         yield [ops[k] for k in steps[steps.index(len(forward)) + 1 :]]

@@ -76,9 +76,9 @@ class Decomposition:
         local: list[set[int]] = [set() for _ in firsts]
         home: dict[int, int] = {}
         for value, op in enumerate(model.writer):
-            if model.kept[value]:
+            if model.is_output[value]:
                 continue
-            again = op <= turn and model.droppable(value)
+            again = op <= turn and model.evictable(value)
             if again and readers[value] <= {whose[op]}:
                 local[whose[op]].add(value)
             elif again or read_again[value]:
@@ -88,7 +88,7 @@ class Decomposition:
             ops = [turn + 1 + k for k, owner in enumerate(owners) if owner == c]
             backward = range(ops[0], ops[-1] + 1) if ops else range(model.n, model.n)
             makes = frozenset(
-                v for v, h in home.items() if h == c and model.droppable(v)
+                v for v, h in home.items() if h == c and model.evictable(v)
             )  # what cannot be computed again has a home, but only its first run makes it
             clusters.append(Cluster(range(start, stop), backward, frozenset(local[c]), makes))
         return Decomposition(model, turn, tuple(clusters), home)
@@ -113,7 +113,7 @@ class Decomposition:
                 continue
             start = model.writer[value]
             change[max(start, 0)] += size
-            change[(model.n - 1 if model.kept[value] else self.last_reads[value]) + 1] -= size
+            change[(model.n - 1 if model.is_output[value] else self.last_reads[value]) + 1] -= size
             if start != INPUT:
                 begins[start] += size
         live = [*accumulate(change[: model.n], initial=model.problem.resident_bytes)][1:]
@@ -130,7 +130,7 @@ def decompose(model: IndexedProblem, count: int, cutter: Cutter | None = None) -
 def turn_of(model: IndexedProblem) -> int:
     """The last op of the forward part that makes something that may be dropped."""
     turn = [*turns(model), model.n - 1][0]
-    while turn > 0 and not any(model.droppable(value) for value in model.writes[turn]):
+    while turn > 0 and not any(model.evictable(value) for value in model.writes[turn]):
         turn -= 1
     return turn
 
@@ -143,7 +143,7 @@ def _owners(model: IndexedProblem, turn: int, of_op: npt.NDArray[np.intp], count
     near: dict[int, set[int]] = {}
     for op in range(turn + 1):
         for value in (*model.reads[op], *model.writes[op]):
-            if model.droppable(value):
+            if model.evictable(value):
                 near.setdefault(value, set()).add(int(of_op[op]))
     costs: list[npt.NDArray[np.float64]] = []
     for op in range(turn + 1, model.n):
@@ -226,13 +226,13 @@ def random_cuts(seed: int) -> Cutter:
 
 # -- which clusters are the same -------------------------------------------------------------
 
-Shape = tuple[object, ...]
+Signature = tuple[object, ...]
 
 
-def shape(parts: Decomposition, cluster: Cluster) -> Shape:
+def signature(parts: Decomposition, cluster: Cluster) -> Signature:
     """All that matters for planning the cluster apart, its values numbered as they come.
 
-    Two clusters of one shape have the same plans, op for op.
+    Two clusters of one signature have the same plans, op for op.
     """
     model, number = parts.model, dict[int, int]()
     rows: list[object] = [len(cluster.forward)]
@@ -270,5 +270,5 @@ def role(parts: Decomposition, cluster: Cluster, value: int) -> str:
     if value in parts.home:
         return "entering"
     end = max(cluster.forward.stop, cluster.backward.stop)
-    stays = parts.model.kept[value] or parts.last_reads[value] >= end
+    stays = parts.model.is_output[value] or parts.last_reads[value] >= end
     return "staying" if stays else "passing"

@@ -19,28 +19,32 @@ from fxremat.core.plan import Plan
 from fxremat.core.problem import Problem
 from fxremat.planner.clusters import tuning
 from fxremat.planner.clusters.cluster_costs import ClusterCosts, ClusterOption, ClusterRuns, pareto
-from fxremat.planner.clusters.cluster_problem import backwards, evicted, paused_problem
+from fxremat.planner.clusters.cluster_problem import (
+    backward_schedules,
+    eviction_front,
+    isolated_problem,
+)
 from fxremat.planner.clusters.decomposition import (
     Cluster,
     Cutter,
     Decomposition,
-    Shape,
+    Signature,
     decompose,
     role,
-    shape,
+    signature,
     turn_of,
 )
-from fxremat.planner.clusters.level_milp import Quotient
+from fxremat.planner.clusters.level_milp import LevelMilp
 from fxremat.planner.deadline import Deadline
 from fxremat.planner.indexed_problem import IndexedProblem, build_model
 from fxremat.planner.local.editable_schedule import EditableSchedule
 from fxremat.planner.local.eviction_paths import descend
-from fxremat.planner.local.pareto_pool import ParetoPool, steps_of
+from fxremat.planner.local.pareto_front import ParetoFront, steps_of
 from fxremat.planner.local.ruin_and_repair import polish
 from fxremat.planner.local.stage_schedule import StageSchedule
-from fxremat.planner.milp.highs import Solution, Watch
+from fxremat.planner.milp.highs import OnProgress, Solution
 from fxremat.planner.milp.moments import Refinement
-from fxremat.planner.milp.warm_start import known_plan, runs_of, without_idle
+from fxremat.planner.milp.warm_start import extra_runs_of, start_plan, without_unread
 from fxremat.planner.options import Progress, SolverOptions
 from fxremat.planner.peak_bound import peak_bound
 from fxremat.planner.plans import make_plan
@@ -59,15 +63,17 @@ def solve(
     best = make_plan(problem, problem.base_steps(), NAME)
     model = build_model(problem)
     if budget_bytes is not None and best.peak_bytes > budget_bytes:
-        known = known_plan(problem, budget_bytes, options)
-        pool = ParetoPool(model)
-        pool.offer(StageSchedule(model, without_idle(model, runs_of(model, known.ops))))
-        watch = _watch(
+        known = start_plan(problem, budget_bytes, options)
+        front = ParetoFront(model)
+        front.offer(StageSchedule(model, without_unread(model, extra_runs_of(model, known.ops))))
+        on_progress = _progress_reporter(
             options, deadline, known.time_us if known.peak_bytes <= budget_bytes else None
         )
-        Hierarchy(deadline, cutter, watch=watch).fill(pool, budget_bytes, tuning.HROCKMATE_NODES)
-        polish(pool, budget_bytes, options.seed, deadline)
-        entry = pool.best(budget_bytes) or pool.least()
+        Hierarchy(deadline, cutter, on_progress=on_progress).fill(
+            front, budget_bytes, tuning.HROCKMATE_NODES
+        )
+        polish(front, budget_bytes, options.seed, deadline)
+        entry = front.best(budget_bytes) or front.least()
         found = make_plan(problem, model.names(steps_of(model.n, entry.runs())), NAME)
         best = min((known, found), key=lambda p: (max(p.peak_bytes, budget_bytes), p.time_us))
     return make_plan(
@@ -80,7 +86,9 @@ def solve(
     )
 
 
-def _watch(options: SolverOptions, deadline: Deadline, time_us: float | None) -> Watch | None:
+def _progress_reporter(
+    options: SolverOptions, deadline: Deadline, time_us: float | None
+) -> OnProgress | None:
     """Tells how long it takes; what a programme believes of time is not known to be so."""
     tell = options.progress
     if tell is None:
@@ -95,21 +103,24 @@ class Hierarchy:
     deadline: Deadline
     cutter: Cutter | None = None
     shares: bool = True
-    watch: Watch | None = None
-    solved: dict[Shape, list[tuple[int, ...]]] = field(default_factory=dict)
+    on_progress: OnProgress | None = None
+    solved: dict[Signature, list[tuple[int, ...]]] = field(default_factory=dict)
 
-    def fill(self, pool: ParetoPool, budget: int, nodes: int) -> None:
+    def fill(self, front: ParetoFront, budget: int, nodes: int) -> None:
         """Offer what the programme over clusters finds for the budget."""
-        level = self.level(pool.model)
+        level = self.level(front.model)
         if level is not None:
-            level.fill(pool, budget, nodes, self.deadline, self.watch)
+            level.fill(front, budget, nodes, self.deadline, self.on_progress)
 
     def level(self, model: IndexedProblem) -> Level | None:
         """The clusters of a model with their options; None where there is nothing to cut."""
-        parts = self._cut(model)
-        if len(parts.clusters) < 2:
+        decomposition = self._cut(model)
+        if len(decomposition.clusters) < 2:
             return None
-        return Level(parts, [self.options(parts, cluster) for cluster in parts.clusters])
+        return Level(
+            decomposition,
+            [self.options(decomposition, cluster) for cluster in decomposition.clusters],
+        )
 
     def _cut(self, model: IndexedProblem) -> Decomposition:
         """Of the numbers of clusters the one with the fewest ops in distinct clusters."""
@@ -119,115 +130,133 @@ class Hierarchy:
             most, max(2, min(tuning.HROCKMATE_FEWEST_CLUSTERS, forward // tuning.HROCKMATE_LEAF))
         )
         cuts = [decompose(model, count, self.cutter) for count in range(fewest, most + 1)]
-        return min(cuts, key=lambda parts: (_distinct_ops(parts), -len(parts.clusters)))
+        return min(
+            cuts,
+            key=lambda decomposition: (_distinct_ops(decomposition), -len(decomposition.clusters)),
+        )
 
-    def options(self, parts: Decomposition, cluster: Cluster) -> list[ClusterOption]:
+    def options(self, decomposition: Decomposition, cluster: Cluster) -> list[ClusterOption]:
         """Keep-all and the others that are worth a choice."""
         if not cluster.backward:
             return []
         ops = (*cluster.forward, *cluster.backward)
-        key = shape(parts, cluster) if self.shares else (cluster.forward.start, len(self.solved))
+        key = (
+            signature(decomposition, cluster)
+            if self.shares
+            else (cluster.forward.start, len(self.solved))
+        )
         if key not in self.solved and self.deadline.running():
             place = {op: k for k, op in enumerate(ops)}
             found = pareto(
-                parts, cluster, self._search(parts, cluster), tuning.HROCKMATE_MOST_OPTIONS
+                decomposition,
+                cluster,
+                self._search(decomposition, cluster),
+                tuning.HROCKMATE_MOST_OPTIONS,
             )
             self.solved[key] = [tuple(place[op] for op in option.backward) for option in found]
         moved = [ClusterOption(tuple(ops[k] for k in steps)) for steps in self.solved.get(key, ())]
         return list(dict.fromkeys([ClusterOption(tuple(cluster.backward)), *moved]))
 
-    def _search(self, parts: Decomposition, cluster: Cluster) -> Iterator[ClusterOption]:
+    def _search(self, decomposition: Decomposition, cluster: Cluster) -> Iterator[ClusterOption]:
         """Schedules of the cluster's own problem, for several pauses and budgets."""
-        whole = _bytes_at_most(parts, cluster)
+        whole = _bytes_at_most(decomposition, cluster)
         for pause in tuning.CLUSTER_PAUSES:
             if not self.deadline.running():
                 return
-            problem = paused_problem(
-                parts.model,
+            problem = isolated_problem(
+                decomposition.model,
                 cluster.forward,
                 cluster.backward,
                 int(pause * whole),
-                stays=lambda value: role(parts, cluster, value) == "staying",
-                again=lambda op: parts.model.repeatable[op],
+                outlives=lambda value: role(decomposition, cluster, value) == "staying",
+                may_rerun=lambda op: decomposition.model.repeatable[op],
             )
-            pool = self._pool(build_model(problem))
-            for steps in backwards(pool, cluster.forward, cluster.backward):
+            front = self._plans(build_model(problem))
+            for steps in backward_schedules(front, cluster.forward, cluster.backward):
                 yield ClusterOption(tuple(steps))
 
-    def _pool(self, model: IndexedProblem) -> ParetoPool:
+    def _plans(self, model: IndexedProblem) -> ParetoFront:
         """What evictions find, and then the level below or the solver over moments."""
-        pool = evicted(model, self.deadline)
-        most, least = StageSchedule(model).max_peak(), pool.least().peak
+        front = eviction_front(model, self.deadline)
+        most, least = StageSchedule(model).max_peak(), front.least().peak
         level = self.level(model) if turn_of(model) + 1 > tuning.HROCKMATE_LEAF else None
         for part in tuning.HROCKMATE_GRID:
             budget = least + int(part * (most - least))
             if not self.deadline.running():
                 break
             if level is not None:
-                level.fill(pool, budget, tuning.HROCKMATE_INNER_NODES, self.deadline, self.watch)
+                level.fill(
+                    front, budget, tuning.HROCKMATE_INNER_NODES, self.deadline, self.on_progress
+                )
             else:
-                rounds = Refinement.at_the_peak(pool, budget, self.deadline).rounds()
+                rounds = Refinement.at_the_peak(front, budget, self.deadline).rounds()
                 for state in islice(rounds, tuning.HROCKMATE_LEAF_ROUNDS):
-                    pool.offer(state)
-        return pool
+                    front.offer(state)
+        return front
 
 
 @dataclass(frozen=True)
 class Level:
     """Clusters and the options of each: what one programme chooses from."""
 
-    parts: Decomposition
+    decomposition: Decomposition
     options: list[list[ClusterOption]]
 
     def fill(
         self,
-        pool: ParetoPool,
+        front: ParetoFront,
         budget: int,
         nodes: int,
         deadline: Deadline,
-        watch: Watch | None = None,
+        on_progress: OnProgress | None = None,
     ) -> None:
         """Offer the best schedules of two programmes: without repeats of clusters, and with them.
 
         The second chooses from the options that the first one took, and starts from it.
         """
-        costs = [ClusterCosts(self.parts, cluster) for cluster in self.parts.clusters]
+        costs = [
+            ClusterCosts(self.decomposition, cluster) for cluster in self.decomposition.clusters
+        ]
         runs = [cost.runs(its) for cost, its in zip(costs, self.options, strict=True)]
         room = budget
         for _ in range(tuning.HROCKMATE_ROUNDS):
-            choice = Quotient(self.parts, runs, room, repeats=False)
-            chosen = choice.mip.solve(deadline, nodes=nodes, gap=tuning.HROCKMATE_GAP, watch=watch)
-            over = self._offer(pool, choice, chosen, budget)
+            choice = LevelMilp(self.decomposition, runs, room, allow_reruns=False)
+            chosen = choice.milp.solve(
+                deadline, nodes=nodes, gap=tuning.HROCKMATE_GAP, on_progress=on_progress
+            )
+            over = self._offer(front, choice, chosen, budget)
             if over == 0:
                 break
             # Where options are too coarse to fit, evictions may make a schedule of more bytes fit.
             room += -over if chosen.values is not None else int(tuning.HROCKMATE_MORE_ROOM * budget)
-        whole = Quotient(self.parts, self._few(choice, chosen), min(room, budget))
+        whole = LevelMilp(self.decomposition, self._few(choice, chosen), min(room, budget))
         start = None
         if chosen.values is not None and room <= budget:
             start = whole.start(choice, chosen)
-        found = whole.mip.solve(
-            deadline, nodes=nodes, gap=tuning.HROCKMATE_GAP, start=start, watch=watch
+        found = whole.milp.solve(
+            deadline, nodes=nodes, gap=tuning.HROCKMATE_GAP, start=start, on_progress=on_progress
         )
-        self._offer(pool, whole, found, budget)
+        self._offer(front, whole, found, budget)
 
-    def _offer(self, pool: ParetoPool, programme: Quotient, solution: Solution, budget: int) -> int:
+    def _offer(
+        self, front: ParetoFront, programme: LevelMilp, solution: Solution, budget: int
+    ) -> int:
         """Offer the solution's schedule; by how many bytes it is over the budget, 1 for none."""
         if solution.values is None:
             return 1
-        model = pool.model
+        model = front.model
         steps = model.names(programme.steps(solution))
-        state = StageSchedule(model, without_idle(model, runs_of(model, steps)))
+        state = StageSchedule(model, without_unread(model, extra_runs_of(model, steps)))
         over: int = max(0, state.max_peak() - budget)
-        pool.offer(state)
+        front.offer(state)
         if over:
-            descend(EditableSchedule(state), pool, budget, tuning.HROCKMATE_REPAIR)
+            descend(EditableSchedule(state), front, budget, tuning.HROCKMATE_REPAIR)
         return over
 
-    def _few(self, programme: Quotient, solution: Solution) -> list[ClusterRuns]:
+    def _few(self, programme: LevelMilp, solution: Solution) -> list[ClusterRuns]:
         """Of the options of each cluster those that any of its like takes, and a few others."""
-        places: dict[Shape, set[int]] = {}
-        keys = [shape(self.parts, cluster) for cluster in self.parts.clusters]
+        places: dict[Signature, set[int]] = {}
+        keys = [signature(self.decomposition, cluster) for cluster in self.decomposition.clusters]
         for key, runs in zip(keys, programme.runs, strict=True):
             places.setdefault(key, set()).update(_spread(len(runs.options), tuning.HROCKMATE_FEW))
         for (c, o), column in programme.use.items():
@@ -244,14 +273,16 @@ def _spread(count: int, most: int) -> list[int]:
     return sorted({round(k * (count - 1) / (most - 1)) for k in range(most)}) if count else []
 
 
-def _distinct_ops(parts: Decomposition) -> int:
-    """Forward ops that are to be planned where clusters of one shape are planned once."""
-    return sum({shape(parts, c): len(c.forward) for c in parts.clusters}.values())
+def _distinct_ops(decomposition: Decomposition) -> int:
+    """Forward ops that are to be planned where clusters of one signature are planned once."""
+    return sum(
+        {signature(decomposition, c): len(c.forward) for c in decomposition.clusters}.values()
+    )
 
 
-def _bytes_at_most(parts: Decomposition, cluster: Cluster) -> int:
+def _bytes_at_most(decomposition: Decomposition, cluster: Cluster) -> int:
     """Bytes that the cluster's forward writes, and the most that one of its ops needs."""
-    model = parts.model
+    model = decomposition.model
     ops = (*cluster.forward, *cluster.backward)
     held = sum(model.bytes[v] for v in cluster.local | cluster.makes)
     most: int = max(model.own_bytes[op] for op in ops)

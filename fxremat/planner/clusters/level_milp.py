@@ -4,7 +4,7 @@ The integer programme of Gusak et al., "HiRemate" (ICML 2025, PMLR 267), written
 stages are the clusters' forward and backward parts in base order; in front of each, clusters may
 run again, in order. After Checkmate (arXiv 1910.02653, section 4), with clusters for ops:
 
-    R    ``again[t][c, k]``, cluster c runs again in stage t, in its variant k
+    R    ``rerun[t][c, k]``, cluster c runs again in stage t, in way k
     S    ``stay[t][v]``, interface value v is there at the start of stage t
     P    ``saved[t][c, o]``, what option o of cluster c needs is there at the start of stage t
     use  ``use[c, o]``, the backward of cluster c runs as option o says
@@ -21,9 +21,8 @@ from dataclasses import dataclass, field
 
 from fxremat.planner.clusters.cluster_costs import ClusterRun, ClusterRuns, OptionRuns, RunStep
 from fxremat.planner.clusters.decomposition import OUTSIDE, Decomposition
-from fxremat.planner.milp.highs import FREE, Mip, Solution, Term
+from fxremat.planner.milp.highs import FREE, SCALE, Milp, Solution, Term
 
-SCALE = 1000.0
 NOTHING = -1
 """The option of a run that saves nothing."""
 
@@ -38,39 +37,39 @@ class ClusterPart:
 
 
 @dataclass(frozen=True)
-class Repeat:
-    """A way for a cluster to run again: what it saves and whether it makes the interface."""
+class ClusterRerun:
+    """A way for a cluster to run again: for which option it saves values, and what it runs."""
 
     option: int
     run: ClusterRun
 
 
 @dataclass
-class Quotient:
+class LevelMilp:
     """The programme of one decomposition, the options of its clusters, and one budget."""
 
-    parts: Decomposition
+    decomposition: Decomposition
     runs: Sequence[ClusterRuns]
     budget: int
-    repeats: bool = True
-    mip: Mip = field(default_factory=Mip)
-    again: list[dict[tuple[int, int], int]] = field(default_factory=list)
+    allow_reruns: bool = True
+    milp: Milp = field(default_factory=Milp)
+    rerun: list[dict[tuple[int, int], int]] = field(default_factory=list)
     stay: list[dict[int, int]] = field(default_factory=list)
     saved: list[dict[tuple[int, int], int]] = field(default_factory=list)
     use: dict[tuple[int, int], int] = field(default_factory=dict)
     free: list[dict[tuple[int, int], int]] = field(default_factory=list)
     sums: list[tuple[int, list[Term]]] = field(default_factory=list)
-    """Columns of bytes and what they are the sum of, in an order that they can be worked out."""
+    """Columns of bytes, each with the terms that it is the sum of; earlier sums come first."""
 
     def __post_init__(self) -> None:
-        model = self.parts.model
-        self.unit = max(1, self.budget) / SCALE
+        model = self.decomposition.model
+        self.byte_unit = max(1, self.budget) / SCALE
         self.time_unit = max(1e-9, model.problem.base_time_us) / SCALE
-        self.none = self.mip.real(high=0.0)
-        self.one = self.mip.real(low=1.0)
-        self.stages = [*stages_of(self.parts)]
+        self.zero = self.milp.real(high=0.0)
+        self.one = self.milp.real(low=1.0)
+        self.stages = [*stages_of(self.decomposition)]
         self.last = {s.cluster: t for t, s in enumerate(self.stages) if s.backward}
-        self.variants = [[*_variants(runs)] for runs in self.runs]
+        self.cluster_reruns = [[*_cluster_reruns(runs)] for runs in self.runs]
         self._find_untils()
         self._add_again()
         self._add_stays()
@@ -79,9 +78,9 @@ class Quotient:
             self._add_frees(t)
             self._track(t)
         self._use_what_is_saved()
-        self.through = [self._through(t) for t in range(len(self.stages) + 1)]
+        self.bytes_at_start = [self._bytes_at_start(t) for t in range(len(self.stages) + 1)]
         for t, stage in enumerate(self.stages):
-            self._fit_repeats(t)
+            self._fit_reruns(t)
             if stage.backward:
                 self._fit_backward(t, stage.cluster)
             else:
@@ -91,7 +90,7 @@ class Quotient:
 
     def _find_untils(self) -> None:
         """The last stage that may read each interface value, or want each cluster again."""
-        home = self.parts.home
+        home = self.decomposition.home
         self.first_need = dict.fromkeys(home, -1)
         for t, stage in enumerate(self.stages):
             for run in self._segment_runs(stage):
@@ -100,10 +99,10 @@ class Quotient:
         self.wanted = [-1] * len(self.runs)
         for c in reversed(range(len(self.runs))):
             saves = any(option.saved for option in self.runs[c].options)
-            ends = [self.until[value] for value in self.parts.clusters[c].makes]
+            ends = [self.until[value] for value in self.decomposition.clusters[c].makes]
             self.wanted[c] = max([self.last.get(c, -1) if saves else -1, *ends])
-            for variant in self.variants[c]:
-                for value in variant.run.needs:
+            for way in self.cluster_reruns[c]:
+                for value in way.run.needs:
                     self.until[value] = max(self.until[value], self.wanted[c])
 
     def _segment_runs(self, stage: ClusterPart) -> Iterator[ClusterRun]:
@@ -111,56 +110,56 @@ class Quotient:
         if stage.backward:
             yield from (option.backward for option in runs.options)
         else:
-            yield runs.skip_first
+            yield runs.first_unsaved
 
     def _allowed(self, t: int) -> Iterator[tuple[int, int]]:
-        """Clusters and their variants that may run again in the stage.
+        """(cluster, way) for each way in which a cluster may run again in the stage.
 
         What a backward needs is not saved anew before the backward part begins.
         """
         backward = self.stages[t].backward
-        if not self.repeats:
+        if not self.allow_reruns:
             return
         for c in range(len(self.runs) if backward else self.stages[t].cluster):
             if self.wanted[c] < t:
                 continue
-            makes = any(self.until[value] >= t for value in self.parts.clusters[c].makes)
-            for k, variant in enumerate(self.variants[c]):
-                saves = variant.option != NOTHING
+            makes = any(self.until[value] >= t for value in self.decomposition.clusters[c].makes)
+            for k, way in enumerate(self.cluster_reruns[c]):
+                saves = way.option != NOTHING
                 if saves and not (backward and t <= self.last[c]):
                     continue
-                if variant.run.makes and not makes:
+                if way.run.makes and not makes:
                     continue
                 yield c, k
 
     def _add_again(self) -> None:
         for t in range(len(self.stages)):
             row = {
-                (c, k): self.mip.binary(self.variants[c][k].run.time / self.time_unit)
+                (c, k): self.milp.binary(self.cluster_reruns[c][k].run.time / self.time_unit)
                 for c, k in self._allowed(t)
             }
-            self.again.append(row)
+            self.rerun.append(row)
             for c in {c for c, _ in row}:
-                self.mip.row([(column, 1.0) for (d, _), column in row.items() if d == c], high=1.0)
+                self.milp.row([(column, 1.0) for (d, _), column in row.items() if d == c], high=1.0)
 
     def _add_stays(self) -> None:
-        model = self.parts.model
+        model = self.decomposition.model
         self.touched = [self._touched(t) for t in range(len(self.stages))]
         self.stay = [{} for _ in range(len(self.stages) + 1)]
-        for value, home in self.parts.home.items():
+        for value, home in self.decomposition.home.items():
             begin = 0 if home == OUTSIDE else home + 1
-            pinned = -1 if model.droppable(value) else max(self.first_need[value], 0)
+            pinned = -1 if model.evictable(value) else max(self.first_need[value], 0)
             for t in range(begin, max(pinned, self.until[value]) + 1):
                 if t <= pinned:
                     column = self.one
                 elif t == begin or value in self.touched[t - 1]:
-                    column = self.mip.binary()
+                    column = self.milp.binary()
                 else:
                     column = self.stay[t - 1][value]
                 self.stay[t][value] = column
 
     def _touched(self, t: int) -> set[int]:
-        runs = [self.variants[c][k].run for c, k in self.again[t]]
+        runs = [self.cluster_reruns[c][k].run for c, k in self.rerun[t]]
         runs.extend(self._segment_runs(self.stages[t]))
         return {value for run in runs for value in (*run.needs, *run.makes)}
 
@@ -171,64 +170,66 @@ class Quotient:
             for o, option in enumerate(runs.options):
                 if not option.saved:
                     continue
-                changes = {k for k, v in enumerate(self.variants[c]) if v.option == o}
+                changes = {k for k, v in enumerate(self.cluster_reruns[c]) if v.option == o}
                 for t in range(c + 1, self.last[c] + 1):
-                    before = {(c, k) for k in changes} & self.again[t - 1].keys()
+                    before = {(c, k) for k in changes} & self.rerun[t - 1].keys()
                     self.saved[t][c, o] = (
-                        self.mip.binary() if t == c + 1 or before else self.saved[t - 1][c, o]
+                        self.milp.binary() if t == c + 1 or before else self.saved[t - 1][c, o]
                     )
             self._one_at_a_time(c)
             for o, option in enumerate(runs.options):
                 extra = option.backward.time - runs.options[0].backward.time
-                self.use[c, o] = self.mip.binary(extra / self.time_unit)
+                self.use[c, o] = self.milp.binary(extra / self.time_unit)
             if runs.options:
-                self.mip.row([(self.use[c, o], 1.0) for o in range(len(runs.options))], 1.0, 1.0)
+                self.milp.row([(self.use[c, o], 1.0) for o in range(len(runs.options))], 1.0, 1.0)
 
     def _one_at_a_time(self, c: int) -> None:
         done: set[int] = set()
         for t in range(len(self.stages) + 1):
             columns = [column for (d, _), column in self.saved[t].items() if d == c]
             if columns and not done.issuperset(columns):
-                self.mip.row([(column, 1.0) for column in columns], high=1.0)
+                self.milp.row([(column, 1.0) for column in columns], high=1.0)
             done.update(columns)
 
     def stays(self, t: int, value: int) -> int:
         """S[t,v], also where it can only be 0."""
-        return self.stay[t].get(value, self.none)
+        return self.stay[t].get(value, self.zero)
 
     def size(self, value: int) -> float:
         """Bytes of the value in units of the programme."""
-        return self.parts.model.bytes[value] / self.unit
+        return self.decomposition.model.bytes[value] / self.byte_unit
 
     def _at_most(self, left: Iterable[Term], right: Iterable[Term], slack: float = 0.0) -> None:
-        self.mip.row([*left, *((column, -factor) for column, factor in right)], -FREE, slack)
+        self.milp.row([*left, *((column, -factor) for column, factor in right)], -FREE, slack)
 
     # -- rows ------------------------------------------------------------------------------
 
     def _runs_with(self, t: int, c: int, value: int, makes: bool) -> list[Term]:
-        """The variants of the cluster in the stage that need the value, or make it."""
+        """The reruns of the cluster in the stage that need the value, or make it."""
+        runs = [way.run for way in self.cluster_reruns[c]]
         return [
             (column, 1.0)
-            for (d, k), column in self.again[t].items()
-            if d == c
-            and value in (self.variants[c][k].run.makes if makes else self.variants[c][k].run.needs)
+            for (d, k), column in self.rerun[t].items()
+            if d == c and value in (runs[k].makes if makes else runs[k].needs)
         ]
 
-    def _there(self, t: int, value: int) -> list[Term]:
-        home = self.parts.home[value]
+    def _available(self, t: int, value: int) -> list[Term]:
+        home = self.decomposition.home[value]
         return [(self.stays(t, value), 1.0), *self._runs_with(t, home, value, True)]
 
     def _add_frees(self, t: int) -> None:
         """FREE[t,v,c] <= what runs of the cluster touches the value."""
         row: dict[tuple[int, int], int] = {}
         needed = (
-            set() if self.stages[t].backward else self.runs[self.stages[t].cluster].skip_first.needs
+            set()
+            if self.stages[t].backward
+            else self.runs[self.stages[t].cluster].first_unsaved.needs
         )
         for value in self.touched[t] - needed:
-            for c in sorted({c for c, _ in self.again[t]}):
+            for c in sorted({c for c, _ in self.rerun[t]}):
                 terms = self._runs_with(t, c, value, True) + self._runs_with(t, c, value, False)
                 if terms:
-                    row[value, c] = self.mip.real()
+                    row[value, c] = self.milp.real()
                     self._at_most([(row[value, c], 1.0)], terms)
         self.free.append(row)
 
@@ -236,12 +237,12 @@ class Quotient:
         """need + what went before <= S[t,v] + R[t,home], for every need of v in turn."""
         stage = self.stages[t]
         for value in sorted(self.touched[t]):
-            if not stage.backward and self.parts.home[value] == stage.cluster:
+            if not stage.backward and self.decomposition.home[value] == stage.cluster:
                 continue
-            there = self._there(t, value)
+            there = self._available(t, value)
             self._at_most(there, [], 1.0)
             gone: list[Term] = []
-            for c in sorted({c for c, _ in self.again[t]}):
+            for c in sorted({c for c, _ in self.rerun[t]}):
                 needs = self._runs_with(t, c, value, False)
                 if needs:
                     self._at_most([*needs, *gone], there)
@@ -253,7 +254,7 @@ class Quotient:
     def _segment_needs(self, stage: ClusterPart, value: int) -> list[Term]:
         runs = self.runs[stage.cluster]
         if not stage.backward:
-            return [(self.one, 1.0)] if value in runs.skip_first.needs else []
+            return [(self.one, 1.0)] if value in runs.first_unsaved.needs else []
         return [
             (self.use[stage.cluster, o], 1.0)
             for o, option in enumerate(runs.options)
@@ -277,47 +278,47 @@ class Quotient:
     def _saving(self, t: int, c: int, o: int) -> list[Term]:
         return [
             (column, 1.0)
-            for (d, k), column in self.again[t].items()
-            if d == c and self.variants[c][k].option == o
+            for (d, k), column in self.rerun[t].items()
+            if d == c and self.cluster_reruns[c][k].option == o
         ]
 
     # -- bytes -----------------------------------------------------------------------------
 
-    def _through(self, t: int) -> list[Term]:
+    def _bytes_at_start(self, t: int) -> list[Term]:
         """Bytes between stages, without the fixed values."""
         terms: dict[int, float] = {}
         for value, column in self.stay[t].items():
             terms[column] = terms.get(column, 0.0) + self.size(value)
         for (c, o), column in self.saved[t].items():
-            size = self.runs[c].options[o].saved_bytes / self.unit
+            size = self.runs[c].options[o].saved_bytes / self.byte_unit
             terms[column] = terms.get(column, 0.0) + size
         return [(self._sum_of([*terms.items()]), 1.0)]
 
     def _sum_of(self, terms: list[Term]) -> int:
-        total = self.mip.real(high=SCALE)
+        total = self.milp.real(high=SCALE)
         self.sums.append((total, terms))
-        self.mip.row([*terms, (total, -1.0)], 0.0, 0.0)
+        self.milp.row([*terms, (total, -1.0)], 0.0, 0.0)
         return total
 
-    def _fit_repeats(self, t: int) -> None:
+    def _fit_reruns(self, t: int) -> None:
         """Bytes before the run + what of it is there at the moment <= budget."""
-        room = SCALE - self.parts.fixed[1][self.stages[t].ops.start] / self.unit
-        before = self.through[t]
-        for c in sorted({c for c, _ in self.again[t]}):
+        room = SCALE - self.decomposition.fixed[1][self.stages[t].ops.start] / self.byte_unit
+        before = self.bytes_at_start[t]
+        for c in sorted({c for c, _ in self.rerun[t]}):
             gone = {v: column for (v, d), column in self.free[t].items() if d == c}
             after = [*before, *((column, -self.size(v)) for v, column in gone.items())]
-            for (d, k), column in self.again[t].items():
+            for (d, k), column in self.rerun[t].items():
                 if d != c:
                     continue
-                variant = self.variants[c][k]
-                for moment in variant.run.moments:
-                    born = sum(self.size(v) for v in variant.run.makes - moment.unborn)
+                way = self.cluster_reruns[c][k]
+                for moment in way.run.moments:
+                    born = sum(self.size(v) for v in way.run.makes - moment.not_yet_made)
                     done = [(gone[v], -self.size(v)) for v in moment.done if v in gone]
-                    own = moment.bytes / self.unit + born
+                    own = moment.bytes / self.byte_unit + born
                     self._at_most([*before, (column, own), *done], [], room)
-                added = sum(self.size(v) for v in variant.run.makes)
-                if variant.option != NOTHING:
-                    added += self.runs[c].options[variant.option].saved_bytes / self.unit
+                added = sum(self.size(v) for v in way.run.makes)
+                if way.option != NOTHING:
+                    added += self.runs[c].options[way.option].saved_bytes / self.byte_unit
                 after.append((column, added))
             before = [(self._sum_of(after), 1.0)]
 
@@ -326,11 +327,11 @@ class Quotient:
         options = self.runs[c].options
         saves = {o: self.saved[t + 1][c, o] for o in range(len(options)) if options[o].saved}
         others = [
-            *self.through[t + 1],
-            *((column, -options[o].saved_bytes / self.unit) for o, column in saves.items()),
+            *self.bytes_at_start[t + 1],
+            *((column, -options[o].saved_bytes / self.byte_unit) for o, column in saves.items()),
         ]
         for run, column in (
-            (self.runs[c].skip_first, self.one),
+            (self.runs[c].first_unsaved, self.one),
             *((options[o].first, column) for o, column in saves.items()),
         ):
             for moment in run.moments:
@@ -340,16 +341,18 @@ class Quotient:
         for o, option in enumerate(self.runs[c].options):
             column = self.use[c, o]
             for moment in option.backward.moments:
-                self._fit_segment(t, option.backward, moment, self.through[t + 1], column, column)
+                self._fit_segment(
+                    t, option.backward, moment, self.bytes_at_start[t + 1], column, column
+                )
 
     def _fit_segment(
         self, t: int, run: ClusterRun, moment: RunStep, others: list[Term], chosen: int, runs: int
     ) -> None:
         """Values that the run touches: there from their birth until it is done with them."""
-        terms = [*others, (chosen, moment.bytes / self.unit)]
+        terms = [*others, (chosen, moment.bytes / self.byte_unit)]
         for value in run.needs | run.makes:
             stays = (self.stays(t + 1, value), -self.size(value))
-            if value in moment.unborn:
+            if value in moment.not_yet_made:
                 terms.append(stays)
             elif value not in moment.done:
                 terms += [stays, (runs, self.size(value))]
@@ -357,13 +360,13 @@ class Quotient:
 
     # -- solving ---------------------------------------------------------------------------
 
-    def start(self, other: Quotient, solution: Solution) -> list[float]:
+    def start(self, other: LevelMilp, solution: Solution) -> list[float]:
         """The columns for the solution of a programme of the same clusters without repeats."""
-        values = [0.0] * len(self.mip.cost)
+        values = [0.0] * len(self.milp.cost)
         values[self.one] = 1.0
         for mine, its in zip(self.stay, other.stay, strict=True):
             for value, column in mine.items():
-                values[column] = float(solution.chosen(its.get(value, other.none)))
+                values[column] = float(solution.chosen(its.get(value, other.zero)))
         for (c, o), column in self.use.items():
             option = self.runs[c].options[o]
             values[column] = float(other.uses(c, option, solution))
@@ -387,9 +390,9 @@ class Quotient:
         """The ops of a solution, in order."""
         out: list[int] = []
         for t, stage in enumerate(self.stages):
-            for (c, k), column in self.again[t].items():
+            for (c, k), column in self.rerun[t].items():
                 if solution.chosen(column):
-                    out.extend(self.variants[c][k].run.steps)
+                    out.extend(self.cluster_reruns[c][k].run.steps)
             out.extend(self._segment_steps(stage, solution))
         return out
 
@@ -403,20 +406,20 @@ class Quotient:
         return stage.ops
 
 
-def stages_of(parts: Decomposition) -> Iterator[ClusterPart]:
+def stages_of(decomposition: Decomposition) -> Iterator[ClusterPart]:
     """Forward parts in order, then backward parts as they come."""
-    for c, cluster in enumerate(parts.clusters):
+    for c, cluster in enumerate(decomposition.clusters):
         yield ClusterPart(c, False, cluster.forward)
-    for c, cluster in reversed([*enumerate(parts.clusters)]):
+    for c, cluster in reversed([*enumerate(decomposition.clusters)]):
         if cluster.backward:
             yield ClusterPart(c, True, cluster.backward)
 
 
-def _variants(runs: ClusterRuns) -> Iterator[Repeat]:
-    if runs.skip_again.steps:
-        yield Repeat(NOTHING, runs.skip_again)
+def _cluster_reruns(runs: ClusterRuns) -> Iterator[ClusterRerun]:
+    if runs.rerun_unsaved.steps:
+        yield ClusterRerun(NOTHING, runs.rerun_unsaved)
     for o, option in enumerate(runs.options):
         if option.saved:
-            yield Repeat(o, option.only)
-            if option.again.makes:
-                yield Repeat(o, option.again)
+            yield ClusterRerun(o, option.only)
+            if option.rerun.makes:
+                yield ClusterRerun(o, option.rerun)

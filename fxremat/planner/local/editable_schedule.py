@@ -1,6 +1,6 @@
-"""A state with its gap table and a journal: what every local search works on.
+"""A stage schedule with its gap table and a journal: what every local search works on.
 
-``EditableSchedule`` offers the moves drop, keep and take back; it holds no strategy.
+``EditableSchedule`` offers three changes and knows no strategy: evict, keep, and roll back.
 """
 
 from __future__ import annotations
@@ -15,29 +15,32 @@ import numpy.typing as npt
 
 from fxremat.planner.indexed_problem import INPUT
 from fxremat.planner.local import tuning
-from fxremat.planner.local.drops import Drop, fits_without, plan_drop, useless_after
+from fxremat.planner.local.evictions import Eviction, fits_without, plan_eviction, unread_after
 from fxremat.planner.local.gap_table import GapTable
 from fxremat.planner.local.stage_schedule import ExtraRun, StageSchedule, Undo
 
 
 @dataclass(frozen=True)
-class Taste:
-    """How gaps are ranked: added time per byte, times factors.
+class GapRanking:
+    """How gaps are ranked: by added time per byte, divided by a power of the gap's length.
 
-    ``length`` is the exponent of the gap's length, ``rates`` the times per byte, tried in turn,
-    above which a recompute holds its read instead of recomputing that as well.
+    ``length_exponent`` is that power. ``hold_rates`` are tried in turn: a read that costs more
+    time per byte than this is held, and not computed again as well.
     """
 
-    length: float = 0.0
-    rates: tuple[float, ...] = (math.inf, 0.0)
+    length_exponent: float = 0.0
+    hold_rates: tuple[float, ...] = (math.inf, 0.0)
 
 
 @dataclass
 class EditableSchedule:
-    """A state under local search."""
+    """A stage schedule under local search.
+
+    ``noise`` has a factor for each op, by which its gaps are ranked lower or higher.
+    """
 
     state: StageSchedule
-    taste: Taste = Taste()
+    ranking: GapRanking = GapRanking()
     noise: npt.NDArray[np.float64] | None = None
     journal: list[Undo] = field(default_factory=list)
 
@@ -50,7 +53,7 @@ class EditableSchedule:
         """A point to come back to."""
         return len(self.journal)
 
-    def back_to(self, mark: int) -> None:
+    def roll_back(self, mark: int) -> None:
         """Take back every change since the mark."""
         touched: set[int] = set()
         while len(self.journal) > mark:
@@ -59,7 +62,7 @@ class EditableSchedule:
             touched |= self._touched((*undo.added, *undo.removed))
         self.gaps.refresh(touched)
 
-    def settle(self) -> None:
+    def commit(self) -> None:
         """Make every change so far final."""
         self.journal.clear()
 
@@ -76,30 +79,33 @@ class EditableSchedule:
         out.discard(INPUT)
         return out
 
-    # -- drop ------------------------------------------------------------------------------
+    # -- evict -----------------------------------------------------------------------------
 
     def evict(self) -> bool:
-        """Lower the highest stage by the best drop; False if no drop does."""
+        """Lower the highest stage by the best eviction; False if none does."""
         worst = int(self.state.peak.argmax())
         limit = int(self.state.peak[worst])
-        for _ in range(tuning.DROP_TRIES):
+        for _ in range(tuning.EVICTION_TRIES):
             found = self._best(worst, limit)
             if found is None:
                 return False
-            op, stage, drop = found
-            if self._lowers(drop, worst, limit):
-                self.gaps.forget(stage)
+            op, stage, eviction = found
+            if self._lowers(eviction, worst, limit):
+                self.gaps.invalidate(stage)
                 return True
             self.gaps.block(op, stage)
         return False
 
-    def _best(self, worst: int, limit: int) -> tuple[int, int, Drop] | None:
-        """The best row over the stage, scored afresh until the best is fresh."""
+    def _best(self, worst: int, limit: int) -> tuple[int, int, Eviction] | None:
+        """The (op, stage) of the best gap over the stage, and its eviction.
+
+        Scores in the table may be stale: the best gap is scored again until a fresh score is best.
+        """
         gaps = self.gaps
         slots = gaps.covering(worst)
         factors = self._factors(slots)
         scores = gaps.score[slots] * factors
-        fresh: dict[int, Drop | None] = {}
+        fresh: dict[int, Eviction | None] = {}
         least = math.inf
         while len(slots):
             k = int(scores.argmin())
@@ -109,66 +115,67 @@ class EditableSchedule:
             found = fresh.get(k)
             if found is None:
                 # Not worked out, or given up at a ceiling that is no longer above the rest.
-                ceiling = math.inf if k in fresh else tuning.DROP_CEILING * least / factors[k]
+                ceiling = math.inf if k in fresh else tuning.EVICTION_CEILING * least / factors[k]
                 found, gaps.score[slot] = self._score(slot, worst, limit, ceiling)
                 fresh[k] = found
                 before, scores[k] = scores[k], gaps.score[slot] * factors[k]
                 if found is None or scores[k] > max(before, scores.min()):
                     least = least if found is None else min(least, scores[k])
                     continue
-            return int(gaps.op[slot]), int(gaps.high[slot]), found
+            return int(gaps.op[slot]), int(gaps.next_use[slot]), found
         return None
 
     def _factors(self, slots: npt.NDArray[np.intp]) -> npt.NDArray[np.float64]:
-        """What taste makes of each row's price."""
-        gaps, taste = self.gaps, self.taste
+        """What the ranking multiplies each gap's score by."""
+        gaps, ranking = self.gaps, self.ranking
         out = np.ones(len(slots))
-        if taste.length:
-            out /= (gaps.high[slots] - gaps.low[slots]) ** taste.length
+        if ranking.length_exponent:
+            out /= (gaps.next_use[slots] - gaps.last_use[slots]) ** ranking.length_exponent
         if self.noise is not None:
             out *= self.noise[gaps.op[slots]]
         return out
 
     def _score(
         self, slot: int, worst: int, limit: int, ceiling: float
-    ) -> tuple[Drop | None, float]:
-        """The cheaper way to drop a row: run all reads again, or hold the dear ones.
+    ) -> tuple[Eviction | None, float]:
+        """The cheaper way to evict a gap's values: run all reads again, or hold the dear ones.
 
-        Work on a drop stops once its price must be above the ceiling; that is then its score.
+        An eviction that must cost more than the ceiling is not worked out; the ceiling is then the
+        score.
         """
         gaps = self.gaps
-        op, stage = int(gaps.op[slot]), int(gaps.high[slot])
+        op, stage = int(gaps.op[slot]), int(gaps.next_use[slot])
         relief = int(gaps.bytes[slot])
         best, least = None, math.inf
         if not relief:
             return None, math.inf
-        for rate in self.taste.rates:
-            most = min(ceiling, tuning.DROP_CEILING * least) * relief
-            drop = plan_drop(self.state, op, stage, rate, limit, relief, most)
-            if drop is None:
+        for rate in self.ranking.hold_rates:
+            most = min(ceiling, tuning.EVICTION_CEILING * least) * relief
+            eviction = plan_eviction(self.state, op, stage, rate, limit, relief, most)
+            if eviction is None:
                 continue
-            score = self._price(drop, stage, worst, relief)
+            score = self._price(eviction, stage, worst, relief)
             if score < least:
-                best, least = drop, score
-            if len(drop.add) == 1:
+                best, least = eviction, score
+            if len(eviction.add) == 1:
                 break
         return best, least if best is not None else ceiling
 
-    def _price(self, drop: Drop, stage: int, worst: int, relief: int) -> float:
+    def _price(self, eviction: Eviction, stage: int, worst: int, relief: int) -> float:
         """Added time per byte relieved at the highest stage."""
         state = self.state
-        for value in drop.held:
-            if state.last_hold(value, stage) < worst:
+        for value in eviction.held_longer:
+            if state.held_until(value, stage) < worst:
                 relief -= state.model.bytes[value]
-        return max(drop.added_time, 1e-9) / relief if relief > 0 else math.inf
+        return max(eviction.added_time, 1e-9) / relief if relief > 0 else math.inf
 
-    def _lowers(self, drop: Drop, worst: int, limit: int) -> bool:
+    def _lowers(self, eviction: Eviction, worst: int, limit: int) -> bool:
         mark = self.mark()
-        self.change(drop.add, drop.remove)
+        self.change(eviction.add, eviction.remove)
         before, after = self.journal[-1].peak, self.state.peak
         if after[worst] < limit and not ((after >= limit) & (after > before)).any():
             return True
-        self.back_to(mark)
+        self.roll_back(mark)
         return False
 
     # -- keep ------------------------------------------------------------------------------
@@ -181,9 +188,9 @@ class EditableSchedule:
         runs: tuple[ExtraRun, ...] = (run,)
         while runs:
             done.append(state.change((), runs))
-            runs = useless_after(state, runs)
+            runs = unread_after(state, runs)
         if state.max_peak() > limit:
-            # The table was not told, so there is nothing to take back in it.
+            # The gap table does not know of the change yet, so only the state is reverted.
             for undo in reversed(done):
                 state.revert(undo)
             return False
@@ -191,29 +198,32 @@ class EditableSchedule:
         self.gaps.refresh(self._touched(gone for undo in done for gone in undo.removed))
         return True
 
-    def drop_runs(self, runs: tuple[ExtraRun, ...]) -> None:
+    def remove_runs(self, runs: tuple[ExtraRun, ...]) -> None:
         """Leave out extra runs and all that nothing reads any more."""
         while runs:
             self.change((), runs)
-            runs = useless_after(self.state, runs)
+            runs = unread_after(self.state, runs)
 
-    def sweep(self, runs: tuple[ExtraRun, ...]) -> None:
+    def remove_unread(self, runs: tuple[ExtraRun, ...]) -> None:
         """Leave out those of the runs that nothing reads."""
-        idle = tuple(run for run in runs if not self.state.useful(run))
-        self.drop_runs(idle)
+        idle = tuple(run for run in runs if not self.state.is_read(run))
+        self.remove_runs(idle)
 
     def _may_keep(self, run: ExtraRun, limit: int) -> bool:
-        """Whether there is room between the stages; the stages of use are not looked at."""
+        """Whether the values fit between the stages; the stages that use them are not looked at."""
         op, stage = run
-        since = max(self.state.last_hold(value, stage) for value in self.gaps.values[op])
+        since = max(self.state.held_until(value, stage) for value in self.gaps.values[op])
         k = bisect_left(self.state.runs[op], stage)
         return fits_without(self.state, op, k, since, limit + 1)
 
-    def keep_all(self, limit: int, runs: Iterable[ExtraRun] | None = None) -> None:
-        """Leave out all extra runs that can be, most time per byte first."""
-        state, worth = self.state, self.state.model.worth
+    def keep_what_fits(self, limit: int, runs: Iterable[ExtraRun] | None = None) -> None:
+        """Leave out every extra run without which the peak stays within the limit.
+
+        The runs of most time per byte come first.
+        """
+        state, time_per_byte = self.state, self.state.model.time_per_byte
         todo = list(state.all_extra() if runs is None else runs)
-        todo.sort(key=lambda run: -worth[run[0]])
+        todo.sort(key=lambda run: -time_per_byte[run[0]])
         for op, stage in todo:
             if op in state.extra[stage]:
                 self.keep((op, stage), limit)

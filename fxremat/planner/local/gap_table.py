@@ -1,8 +1,9 @@
 """The table of gaps: where values are held over stages that do not use them.
 
-One row per (op, stage): running the op again in that stage would end the hold of the op's
-values since their previous use. Rows carry a score that may be stale; a search takes the best
-row, scores it afresh and goes on to the next unless it is still the best (lazy greedy).
+A gap belongs to an op and ends at a stage that uses the op's values. Running the op again in that
+stage would make it needless to hold them since their use before. Gaps carry a score that may be
+stale: a search scores the best one again, and goes on to the next unless it is still the best
+(lazy greedy; Minoux, "Accelerated greedy algorithms", 1978).
 """
 
 from __future__ import annotations
@@ -15,99 +16,102 @@ import numpy.typing as npt
 
 from fxremat.planner.local.stage_schedule import StageSchedule
 
-Row = tuple[int, int, int]
-"""(low, high, bytes): held over the stages low + 1 .. high - 1, next used in ``high``."""
+Gap = tuple[int, int, int]
+"""(last use, next use, bytes): the stages between the two hold the bytes and do not use them."""
 UNKNOWN = -np.inf
 
 
 class GapTable:
-    """Rows of all ops in flat arrays; the rows of one op are replaced together."""
+    """Gaps of all ops in flat arrays; an op's gaps are replaced together.
+
+    A gap's place in the arrays is its *slot*; a free slot has the number of ops as ``last_use``.
+    """
 
     def __init__(self, state: StageSchedule) -> None:
         self.state = state
         model = state.model
         size = max(16, 2 * len(model.bytes))
         self.op: npt.NDArray[np.int64] = np.zeros(size, dtype=np.int64)
-        self.low: npt.NDArray[np.int64] = np.full(size, model.n, dtype=np.int64)
-        self.high: npt.NDArray[np.int64] = np.zeros(size, dtype=np.int64)
+        self.last_use: npt.NDArray[np.int64] = np.full(size, model.n, dtype=np.int64)
+        self.next_use: npt.NDArray[np.int64] = np.zeros(size, dtype=np.int64)
         self.bytes: npt.NDArray[np.int64] = np.zeros(size, dtype=np.int64)
         self.score: npt.NDArray[np.float64] = np.full(size, np.inf)
-        self.free = list(range(size - 1, -1, -1))
-        self.slots: list[dict[Row, int]] = [{} for _ in range(model.n)]
+        self.free_slots = list(range(size - 1, -1, -1))
+        self.slots: list[dict[Gap, int]] = [{} for _ in range(model.n)]
         self.values = [
-            tuple(v for v in model.writes[op] if model.droppable(v)) for op in range(model.n)
+            tuple(v for v in model.writes[op] if model.evictable(v)) for op in range(model.n)
         ]
         self.refresh(range(model.n))
 
     def refresh(self, ops: Iterable[int]) -> None:
-        """Bring the rows of these ops up to date; one that ends where one did keeps its score."""
+        """Bring the gaps of these ops up to date; the score stays where the next use does."""
         for op in ops:
             if not self.values[op]:
                 continue
-            old, rows = self.slots[op], self._rows(op)
+            old, gaps = self.slots[op], self._gaps_of(op)
             self.state.work += 4 * len(old)
-            if len(rows) == len(old) and all(row in old for row in rows):
+            if len(gaps) == len(old) and all(gap in old for gap in gaps):
                 continue
-            kept = {row: old.pop(row) for row in rows if row in old}
-            scores = {high: float(self.score[slot]) for (_, high, _), slot in old.items()}
+            kept = {gap: old.pop(gap) for gap in gaps if gap in old}
+            scores = {end: float(self.score[slot]) for (_, end, _), slot in old.items()}
             for slot in old.values():
-                self.low[slot] = self.state.model.n
-                self.free.append(slot)
+                self.last_use[slot] = self.state.model.n
+                self.free_slots.append(slot)
             self.slots[op] = kept
-            for row in rows:
-                if row not in kept:
-                    kept[row] = self._fill(op, row, scores)
+            for gap in gaps:
+                if gap not in kept:
+                    kept[gap] = self._fill(op, gap, scores)
 
     def covering(self, stage: int) -> npt.NDArray[np.intp]:
-        """Slots of the rows that hold something over the stage without using it.
+        """Slots of the gaps that hold values over the stage without using them.
 
-        Where the stage runs several ops, also of those it may use early and hold to its end.
+        A stage of several ops may use a value early and hold it to its end: such gaps count too.
         """
         early = stage + 1 if self.state.extra[stage] else stage
-        return np.flatnonzero((self.low < early) & (self.high > stage))
+        return np.flatnonzero((self.last_use < early) & (self.next_use > stage))
 
-    def forget(self, stage: int) -> None:
-        """Take the scores of the rows that end in this stage as unknown."""
-        self.score[self.high == stage] = UNKNOWN
+    def invalidate(self, stage: int) -> None:
+        """Take the scores of the gaps that end in this stage as unknown."""
+        self.score[self.next_use == stage] = UNKNOWN
 
     def block(self, op: int, stage: int) -> None:
-        """Pass the row over until `unblock`, or until it changes."""
+        """Pass the gap over until `unblock`, or until it changes."""
         for (_, high, _), slot in self.slots[op].items():
             if high == stage:
                 self.score[slot] = np.inf
 
     def unblock(self) -> bool:
-        """Take the scores of all rows that were passed over as unknown; False if none was."""
+        """Let gaps that were passed over be scored again; False if there were none."""
         passed = self.score == np.inf
         self.score[passed] = UNKNOWN
         return bool(passed.any())
 
-    def _fill(self, op: int, row: Row, scores: dict[int, float]) -> int:
-        if not self.free:
+    def _fill(self, op: int, gap: Gap, scores: dict[int, float]) -> int:
+        if not self.free_slots:
             self._grow()
-        slot = self.free.pop()
+        slot = self.free_slots.pop()
         self.op[slot] = op
-        self.low[slot], self.high[slot], self.bytes[slot] = row
-        self.score[slot] = scores.get(row[1], UNKNOWN)
+        self.last_use[slot], self.next_use[slot], self.bytes[slot] = gap
+        self.score[slot] = scores.get(gap[1], UNKNOWN)
         return slot
 
     def _grow(self) -> None:
         size = len(self.op)
         none = self.state.model.n
         self.op = np.concatenate([self.op, np.zeros(size, dtype=np.int64)])
-        self.low = np.concatenate([self.low, np.full(size, none, dtype=np.int64)])
-        self.high = np.concatenate([self.high, np.zeros(size, dtype=np.int64)])
+        self.last_use = np.concatenate([self.last_use, np.full(size, none, dtype=np.int64)])
+        self.next_use = np.concatenate([self.next_use, np.zeros(size, dtype=np.int64)])
         self.bytes = np.concatenate([self.bytes, np.zeros(size, dtype=np.int64)])
         self.score = np.concatenate([self.score, np.full(size, np.inf)])
-        self.free.extend(range(2 * size - 1, size - 1, -1))
+        self.free_slots.extend(range(2 * size - 1, size - 1, -1))
 
-    def _rows(self, op: int) -> list[Row]:
-        """Gaps of the op's values; values that a run in ``high`` also makes are added up."""
+    def _gaps_of(self, op: int) -> list[Gap]:
+        """The op's gaps, one for each next use, with the bytes of all values that a run makes."""
         found: dict[int, tuple[int, int]] = {}
         values = self.values[op]
         for value in values:
             size = self.state.model.bytes[value]
-            for low, high in self._gaps(value):
+            for low, high in self._gaps_of_value(value):
                 if high not in found or size > found[high][1]:
                     found[high] = (low, size)
         if len(values) == 1:
@@ -118,7 +122,7 @@ class GapTable:
         state = self.state
         return sum(state.model.bytes[v] for v in values if state.live_in(v, stage))
 
-    def _gaps(self, value: int) -> list[tuple[int, int]]:
+    def _gaps_of_value(self, value: int) -> list[tuple[int, int]]:
         out = []
         uses = self.state.uses[value]
         for start, stop in self.state.spans[value]:

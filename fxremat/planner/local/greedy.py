@@ -1,7 +1,7 @@
-"""The greedy solver: one budget-independent pool of plans, and the choice from it.
+"""The greedy solver: one front of schedules, whatever the budget, and the choice from it.
 
-The pool does not depend on the budget, so a smaller budget never gives a larger peak nor a
-smaller time: the plans that fit a smaller budget are a subset of those that fit a larger one.
+The plans that fit a smaller budget are among those that fit a larger one. So a smaller budget
+never gives a larger peak, nor less time.
 """
 
 from __future__ import annotations
@@ -14,7 +14,7 @@ from fxremat.core.plan import Plan
 from fxremat.core.problem import Problem
 from fxremat.planner.indexed_problem import IndexedProblem, build_model
 from fxremat.planner.local import level_sweep, tuning
-from fxremat.planner.local.pareto_pool import Entry, ParetoPool, steps_of
+from fxremat.planner.local.pareto_front import Entry, ParetoFront, steps_of
 from fxremat.planner.local.stage_schedule import StageSchedule
 from fxremat.planner.options import SolverOptions
 from fxremat.planner.peak_bound import peak_bound
@@ -25,8 +25,8 @@ NAME, QUICK_NAME = "greedy", "quick"
 
 
 @dataclass
-class SettledPool:
-    """The settled pool of one problem; plans are replayed when asked for."""
+class GreedyFront:
+    """The front of one problem; a plan is replayed when it is first asked for."""
 
     model: IndexedProblem
     entries: tuple[Entry, ...]
@@ -57,28 +57,28 @@ class SettledPool:
 
 def solve(problem: Problem, budget_bytes: int | None, options: SolverOptions) -> Plan:
     """The plan of least time within the budget, or of least peak where none fits."""
-    return replace(found(problem, options).choose(budget_bytes), budget_bytes=budget_bytes)
+    return replace(whole_front(problem, options).choose(budget_bytes), budget_bytes=budget_bytes)
 
 
 def solve_least_peak(problem: Problem, budget_bytes: int | None, options: SolverOptions) -> Plan:
-    """The plan of least peak, whatever the budget: the last plan of the pool."""
+    """The plan of least peak, whatever the budget: the last plan of the front."""
     plan = solve(problem, -1, options)
     return replace(plan, solver="least_peak", budget_bytes=budget_bytes)
 
 
 def quick(problem: Problem, budget_bytes: int | None, options: SolverOptions) -> Plan:
-    """A plan of less work than that of `solve`: one to compare problems by."""
+    """A plan found with less work than that of `solve`, to compare problems by."""
     started = time.perf_counter()
-    pool = ParetoPool(build_model(problem))
+    front = ParetoFront(build_model(problem))
     if budget_bytes is None:
-        pool.offer(StageSchedule(pool.model))
-        best = pool.least()
+        front.offer(StageSchedule(front.model))
+        best = front.least()
     else:
-        level_sweep.reach(pool, budget_bytes, options)
-        best = pool.best(budget_bytes) or pool.least()
+        level_sweep.fill_for_budget(front, budget_bytes, options)
+        best = front.best(budget_bytes) or front.least()
     return make_plan(
         problem,
-        pool.model.names(steps_of(pool.model.n, best.runs())),
+        front.model.names(steps_of(front.model.n, best.runs())),
         QUICK_NAME,
         budget_bytes=budget_bytes,
         seconds=time.perf_counter() - started,
@@ -87,19 +87,19 @@ def quick(problem: Problem, budget_bytes: int | None, options: SolverOptions) ->
 
 def front(problem: Problem, options: SolverOptions) -> tuple[Plan, ...]:
     """Non-dominated plans from keep-all to least peak, evenly picked where there are many."""
-    pool = found(problem, options)
-    last = len(pool.entries) - 1
+    front = whole_front(problem, options)
+    last = len(front.entries) - 1
     count = min(last, tuning.GREEDY_MOST_PLANS - 1)
     picks = [round(k * last / count) for k in range(count + 1)] if count else [0]
-    return tuple(pool.plan(k) for k in picks)
+    return tuple(front.plan(k) for k in picks)
 
 
 @remembered
-def found(problem: Problem, options: SolverOptions) -> SettledPool:
-    """The pool of a problem, remembered for the last few problems."""
+def whole_front(problem: Problem, options: SolverOptions) -> GreedyFront:
+    """The front of a problem, remembered for the last few problems."""
     started = time.perf_counter()
     model = build_model(problem)
-    pool = ParetoPool(model)
-    level_sweep.fill(pool, options)
-    bound = max(peak_bound(model), pool.exact_peak or 0)
-    return SettledPool(model, pool.settled(), bound, time.perf_counter() - started)
+    front = ParetoFront(model)
+    level_sweep.fill(front, options)
+    bound = max(peak_bound(model), front.exact_peak or 0)
+    return GreedyFront(model, front.final_entries(), bound, time.perf_counter() - started)

@@ -1,12 +1,12 @@
 """The least feasible peak: exact where the problem is small, else the best that was found.
 
-``optima`` is a shortest path in time over (ops run so far, copies held) among the runs whose
-bytes fit a cap; the cap goes down from one optimum to the next until nothing fits, which
-proves the last one to have the least peak of all schedules whose first runs come in base
-order, with any repeats anywhere. A copy is freed at the last step that reads it, or that
-writes it if none does, so those are the only choices.
+``optima`` is a shortest path in time. Its nodes are pairs of (ops run so far, copies held), and its
+edges are the runs whose bytes fit under a cap. The cap goes down from one optimum to the next until
+nothing fits. Then the last optimum has the least peak of all schedules whose first runs come in
+base order, with any repeats anywhere. A copy is freed at the last step that reads it, or at the one
+that writes it if none does; so no other choices need to be tried.
 
-``search_lower`` is for larger problems: ruin and descend again from the lowest schedule known.
+``search_lower`` is for larger problems: it ruins the lowest known schedule and evicts again.
 """
 
 from __future__ import annotations
@@ -41,9 +41,9 @@ class TooLarge(Exception):
 
 
 def optima(model: IndexedProblem) -> tuple[list[tuple[int, list[ExtraRun]]], bool]:
-    """Peaks and extra runs, in order, of optimal schedules; and whether these are all.
+    """(peak, extra runs in order) of the fastest schedule under each cap; True if these are all.
 
-    Nothing where the problem is too large.
+    There are none where the problem is too large.
     """
     found: list[tuple[int, list[ExtraRun]]] = []
     if not 0 < model.n <= tuning.EXACT_MOST_OPS or len(model.bytes) > tuning.EXACT_MOST_VALUES:
@@ -66,10 +66,10 @@ def _shortest(
     model: IndexedProblem, cap: int, nodes: int
 ) -> tuple[tuple[int, list[ExtraRun]] | None, int]:
     """Peak and extra runs of a fastest schedule within the cap, and the nodes used."""
-    start: Node = (0, frozenset(v for v in model.inputs if not model.kept[v]))
+    start: Node = (0, frozenset(v for v in model.inputs if not model.is_output[v]))
     last = _last_first_reads(model)
     best: dict[Node, float] = {start: 0.0}
-    came: dict[Node, tuple[Node, PathStep]] = {}
+    predecessor: dict[Node, tuple[Node, PathStep]] = {}
     queue: list[tuple[float, int, Node]] = [(0.0, 0, start)]
     count = 0
     while queue:
@@ -77,23 +77,25 @@ def _shortest(
         if time > best[node]:
             continue
         if node[0] == model.n:
-            return _follow(came, node), count
+            return _follow(predecessor, node), count
         if count > nodes:
             raise TooLarge
         for step in _steps(model, node, last):
             after = time + model.time[step.op]
             if step.bytes <= cap and after < best.get(step.node, math.inf):
-                best[step.node], came[step.node] = after, (node, step)
+                best[step.node], predecessor[step.node] = after, (node, step)
                 count += 1
                 heapq.heappush(queue, (after, count, step.node))
     return None, count
 
 
-def _follow(came: dict[Node, tuple[Node, PathStep]], node: Node) -> tuple[int, list[ExtraRun]]:
+def _follow(
+    predecessor: dict[Node, tuple[Node, PathStep]], node: Node
+) -> tuple[int, list[ExtraRun]]:
     """The path that ends at a node: its highest bytes and its extra runs in order."""
     peak, out = 0, []
-    while node in came:
-        before, step = came[node]
+    while node in predecessor:
+        before, step = predecessor[node]
         peak = max(peak, step.bytes)
         if node[0] == before[0]:
             out.append((step.op, before[0]))
@@ -117,26 +119,26 @@ def _steps(model: IndexedProblem, node: Node, last: list[int]) -> Iterator[PathS
         first = op == done
         if not first and (not model.repeatable[op] or not _makes_any(model, op, held)):
             continue
-        if all(_there(model, read, done, held) for read in model.reads[op]):
-            yield from _ways(model, node, op, first, last)
+        if all(_is_held(model, read, done, held) for read in model.reads[op]):
+            yield from _transitions(model, node, op, first, last)
 
 
 def _makes_any(model: IndexedProblem, op: int, held: frozenset[int]) -> bool:
     """Whether running the op again would make a copy that is not there."""
-    return any(value not in held and not model.kept[value] for value in model.writes[op])
+    return any(value not in held and not model.is_output[value] for value in model.writes[op])
 
 
-def _there(model: IndexedProblem, value: int, done: int, held: frozenset[int]) -> bool:
-    return value in held or (model.kept[value] and model.writer[value] < done)
+def _is_held(model: IndexedProblem, value: int, done: int, held: frozenset[int]) -> bool:
+    return value in held or (model.is_output[value] and model.writer[value] < done)
 
 
-def _ways(
+def _transitions(
     model: IndexedProblem, node: Node, op: int, first: bool, last: list[int]
 ) -> Iterator[PathStep]:
     done, held = node
     done += first
-    now = held | {value for value in model.writes[op] if not model.kept[value]}
-    kept = [v for v, keep in enumerate(model.kept) if keep and model.writer[v] < done]
+    now = held | {value for value in model.writes[op] if not model.is_output[value]}
+    kept = [v for v, keep in enumerate(model.is_output) if keep and model.writer[v] < done]
     full = model.problem.resident_bytes + model.workspace[op]
     full += sum(model.bytes[value] for value in (*now, *kept))
     ends = [v for v in (*model.reads[op], *model.writes[op]) if v in now]
@@ -145,15 +147,15 @@ def _ways(
     for size in range(len(ends) + 1):
         for freed in combinations(ends, size):
             after = now.difference(freed)
-            if _lost(model, after, done, last):
+            if _is_lost(model, after, done, last):
                 continue
             yield PathStep(op, full - _taken_over(model, op, first, freed), (done, after))
 
 
-def _lost(model: IndexedProblem, held: frozenset[int], done: int, last: list[int]) -> bool:
+def _is_lost(model: IndexedProblem, held: frozenset[int], done: int, last: list[int]) -> bool:
     """Whether a value that cannot be computed again is gone but still to be read."""
     return any(
-        last[value] >= done > op and value not in held and not model.kept[value]
+        last[value] >= done > op and value not in held and not model.is_output[value]
         for value, op in enumerate(model.writer)
         if op == INPUT or not model.repeatable[op]
     )
@@ -163,23 +165,23 @@ def _taken_over(model: IndexedProblem, op: int, first: bool, freed: tuple[int, .
     return sum(
         min(model.bytes[read], model.bytes[write])
         for read, write in model.inplace[op]
-        if read in freed and (first or not model.kept[write])
+        if read in freed and (first or not model.is_output[write])
     )
 
 
 def search_lower(improver: Improver, rounds: int, work: int) -> None:
-    """Ruin and descend from the improver's state; lower peaks go to its pool."""
+    """Ruin and evict again from the improver's state; lower peaks are offered to its front."""
     search = improver.search
     state = search.state
     for _ in range(rounds):
         if state.work >= work:
             break
-        search.settle()
+        search.commit()
         before = (state.max_peak(), state.time)
-        improver.shake()
+        improver.ruin()
         evict_all(search, work)
-        search.keep_all(state.max_peak())
+        search.keep_what_fits(state.max_peak())
         if (state.max_peak(), state.time) <= before:
-            improver.pool.offer(state)
+            improver.front.offer(state)
         else:
-            search.back_to(0)
+            search.roll_back(0)

@@ -1,7 +1,7 @@
-"""The whole pool: eviction paths, then improvement level by level from above.
+"""The whole front: eviction paths, then improvement level by level from above.
 
 The levels are fixed peaks between keep-all and the least peak found, evenly apart in the
-logarithm; they do not depend on the budget. What is won at one level is carried to the next
+logarithm. They do not depend on the budget. What is won at one level is carried to the next
 by evicting further.
 """
 
@@ -13,10 +13,10 @@ from itertools import pairwise
 
 from fxremat.planner.deadline import Deadline
 from fxremat.planner.local import tuning
-from fxremat.planner.local.editable_schedule import EditableSchedule, Taste
+from fxremat.planner.local.editable_schedule import EditableSchedule, GapRanking
 from fxremat.planner.local.eviction_paths import descend
 from fxremat.planner.local.least_peak import optima, search_lower
-from fxremat.planner.local.pareto_pool import ParetoPool
+from fxremat.planner.local.pareto_front import ParetoFront
 from fxremat.planner.local.repeated_changes import RepeatedChanges
 from fxremat.planner.local.ruin_and_repair import Improver
 from fxremat.planner.local.segment_starts import counts_for, offer_segments
@@ -41,97 +41,99 @@ def effort_for(ops: int) -> Effort:
     return Effort(path=min(6_000 * ops, 1_000_000 + 600 * ops), level=improve // 16)
 
 
-def fill(pool: ParetoPool, options: SolverOptions) -> None:
-    """Offer the pool everything found; the keep-all schedule is always in it."""
-    model = pool.model
+def fill(front: ParetoFront, options: SolverOptions) -> None:
+    """Offer the front everything found; the keep-all schedule is always in it."""
+    model = front.model
     effort = effort_for(model.n)
     deadline = Deadline(options.time_limit_s)
-    pool.offer(StageSchedule(model))
+    front.offer(StageSchedule(model))
     if not model.n:
         return
     for k, length in enumerate(tuning.SWEEP_LENGTHS):
         if deadline.running():
             work = effort.path if k == 0 else effort.path // 3
-            descend(EditableSchedule(StageSchedule(model), Taste(length)), pool, 0, work)
+            descend(EditableSchedule(StageSchedule(model), GapRanking(length)), front, 0, work)
     if deadline.running():
         counts = counts_for(model.n)
-        offer_segments(pool, counts, effort.path // len(counts))
-    analogues = RepeatedChanges(model)
-    _lower(_improver(pool, 0, options.seed * 1000 + 999, analogues), effort, deadline)
-    targets = _levels(pool, effort.levels)
+        offer_segments(front, counts, effort.path // len(counts))
+    repeated_changes = RepeatedChanges(model)
+    _lower(_improver(front, 0, options.seed * 1000 + 999, repeated_changes), effort, deadline)
+    targets = _levels(front, effort.levels)
     for k, target in enumerate(targets):
         below = targets[k + 1] if k + 1 < len(targets) else 0
         if deadline.running():
-            improver = _improver(pool, target, options.seed * 1000 + k, analogues)
+            improver = _improver(front, target, options.seed * 1000 + k, repeated_changes)
             _improve(improver, target, below, effort)
-    _ascend(pool, targets, deadline)
-    _solve_exactly(pool)
+    _climb(front, targets, deadline)
+    _solve_exactly(front)
 
 
-def reach(pool: ParetoPool, budget_bytes: int, options: SolverOptions) -> None:
-    """Offer the pool what leads to one budget, and little else: a tenth of the work of `fill`."""
-    model = pool.model
+def fill_for_budget(front: ParetoFront, budget_bytes: int, options: SolverOptions) -> None:
+    """Offer the front what leads to one budget, with about a tenth of the work of `fill`."""
+    model = front.model
     effort = effort_for(model.n)
     deadline = Deadline(options.time_limit_s)
-    pool.offer(StageSchedule(model))
+    front.offer(StageSchedule(model))
     for length in tuning.SWEEP_LENGTHS:
         if deadline.running() and model.n:
             descend(
-                EditableSchedule(StageSchedule(model), Taste(length)),
-                pool,
+                EditableSchedule(StageSchedule(model), GapRanking(length)),
+                front,
                 budget_bytes,
                 effort.path // 3,
             )
-    if deadline.running() and pool.best(budget_bytes) is not None:
-        improver = _improver(pool, budget_bytes, options.seed, RepeatedChanges(model))
+    if deadline.running() and front.best(budget_bytes) is not None:
+        improver = _improver(front, budget_bytes, options.seed, RepeatedChanges(model))
         improver.rounds(budget_bytes, effort.rounds, improver.search.state.work + effort.level)
 
 
-def _ascend(pool: ParetoPool, targets: list[int], deadline: Deadline) -> None:
+def _climb(front: ParetoFront, targets: list[int], deadline: Deadline) -> None:
     """From each level up to the one above: leave out the runs that fit there."""
     for below, target in pairwise(reversed(targets)):
-        entry = pool.best(below)
+        entry = front.best(below)
         if entry is not None and deadline.running():
-            search = EditableSchedule(pool.state(entry))
-            search.keep_all(target)
-            pool.offer(search.state)
+            search = EditableSchedule(front.state(entry))
+            search.keep_what_fits(target)
+            front.offer(search.state)
 
 
-def _improver(pool: ParetoPool, target: int, seed: int, analogues: RepeatedChanges) -> Improver:
+def _improver(
+    front: ParetoFront, target: int, seed: int, repeated_changes: RepeatedChanges
+) -> Improver:
     """For the best schedule within the target, or the lowest one."""
-    search = EditableSchedule(pool.state(pool.best(target) or pool.least()))
-    return Improver(search, pool, seed, analogues)
+    search = EditableSchedule(front.state(front.best(target) or front.least()))
+    return Improver(search, front, seed, repeated_changes)
 
 
 def _lower(improver: Improver, effort: Effort, deadline: Deadline) -> None:
     """Look for lower peaks, unless the lowest is proven to be the least."""
-    pool = improver.pool
-    if deadline.running() and pool.least().peak > peak_bound(pool.model):
+    front = improver.front
+    if deadline.running() and front.least().peak > peak_bound(front.model):
         search_lower(improver, effort.rounds, 5 * effort.level)
 
 
-def _solve_exactly(pool: ParetoPool) -> None:
+def _solve_exactly(front: ParetoFront) -> None:
     """Add the optimal schedules of a small problem."""
-    found, proven = optima(pool.model)
+    found, proven = optima(front.model)
     for peak, runs in found:
-        time = sum(pool.model.time) + sum(pool.model.time[op] for op, _ in runs)
-        pool.add(peak, time, runs)
+        time = sum(front.model.time) + sum(front.model.time[op] for op, _ in runs)
+        front.add(peak, time, runs)
     if found and proven:
-        pool.exact_peak = found[-1][0]
+        front.exact_peak = found[-1][0]
 
 
 def _improve(improver: Improver, target: int, below: int, effort: Effort) -> None:
     """Improve a schedule within the target, then evict on to the target below."""
     search = improver.search
     improver.rounds(target, effort.rounds, effort.level)
-    search.taste, search.noise = Taste(), None
+    search.ranking, search.noise = GapRanking(), None
     search.gaps.unblock()
-    descend(search, improver.pool, below, search.state.work + 2 * effort.level)
+    descend(search, improver.front, below, search.state.work + 2 * effort.level)
 
 
-def _levels(pool: ParetoPool, count: int) -> list[int]:
+def _levels(front: ParetoFront, count: int) -> list[int]:
     """Peaks from just under keep-all down to the least found."""
-    low, high = pool.least().peak, StageSchedule(pool.model).max_peak()
+    low, high = front.least().peak, StageSchedule(front.model).max_peak()
     if low <= 0 or high <= low:
         return []
     ratio = math.log(low / high) / count

@@ -1,10 +1,10 @@
 """Where a change of the schedule could be made again: at ops that look the same.
 
-Deep networks repeat their blocks. Two ops are alike when time, workspace, phase and the sizes
-of what they read and write agree. A change made at one run is moved to another by moving its
-ops and its stages by constant offsets, each to the nearest alike op. The offsets come from a
-run whose stage reads the op's values directly: its analogues are the alike pairs of writer
-and reader. This is only a guess at what to try; the search judges it by the replayed profile.
+Deep networks repeat their blocks. Two ops are *alike* when time, workspace, phase and the sizes
+of what they read and write agree. A change is moved to another place by moving its ops and its
+stages by constant offsets, each to the nearest alike op. The offsets come from a pair: an op of
+the change and a stage that reads its values directly. Every alike pair of writer and reader gives
+one place. This is only a guess at what to try: the search judges it by the bytes of the profile.
 """
 
 from __future__ import annotations
@@ -20,7 +20,7 @@ from fxremat.planner.local.stage_schedule import ExtraRun, StageSchedule, Undo
 
 @dataclass(frozen=True)
 class RunChange:
-    """Extra runs that came and went."""
+    """Extra runs that a change added and removed."""
 
     add: tuple[ExtraRun, ...]
     remove: tuple[ExtraRun, ...]
@@ -48,11 +48,11 @@ class RepeatedChanges:
 
     def __init__(self, model: IndexedProblem) -> None:
         self.model = model
-        signs: dict[object, list[int]] = {}
+        signatures: dict[object, list[int]] = {}
         for op in range(model.n):
-            signs.setdefault(_sign(model, op), []).append(op)
+            signatures.setdefault(_signature(model, op), []).append(op)
         self.alike: list[list[int]] = [[] for _ in range(model.n)]
-        for ops in signs.values():
+        for ops in signatures.values():
             for op in ops:
                 self.alike[op] = ops
         self.readers: list[list[int]] = [[] for _ in range(model.n)]
@@ -62,7 +62,7 @@ class RepeatedChanges:
                     self.readers[model.writer[value]].append(op)
 
     def of(self, change: RunChange) -> Iterator[RunChange]:
-        """The change moved to every analogue of its first directly read run."""
+        """The change, moved to every other place where alike ops stand."""
         anchor = self._anchor(change)
         if anchor is None:
             return
@@ -103,7 +103,7 @@ class RepeatedChanges:
         return near if abs(near - position) <= tuning.REPEAT_REACH else None
 
 
-def _sign(model: IndexedProblem, op: int) -> object:
+def _signature(model: IndexedProblem, op: int) -> object:
     reads = tuple(sorted(model.bytes[value] for value in model.reads[op]))
     writes = tuple(model.bytes[value] for value in model.writes[op])
     phase = model.problem.ops[op].phase

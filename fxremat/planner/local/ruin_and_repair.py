@@ -1,9 +1,10 @@
 """Large neighbourhood search at a target peak: ruin a part of a schedule, repair it.
 
-Ruin takes out a few related extra runs, or adds a drop; repair evicts until the target holds
-and then leaves out the runs that fit (Shaw, CP 1998, on retention instead of routes). What
-saves time is kept and tried on the analogues of the ops concerned (see `analogues`). Numbers
-of rounds are fixed beforehand and random numbers are seeded, so the outcome is deterministic.
+Ruin takes out a few related extra runs, or adds an eviction. Repair evicts until the target holds,
+and then leaves out the runs that fit (Shaw, "Using constraint programming and local search methods
+to solve vehicle routing problems", CP 1998; here for retention). What saves time is kept and tried
+at alike ops (`fxremat.planner.local.repeated_changes`). Numbers of rounds are fixed beforehand and
+random numbers are seeded, so the outcome is deterministic.
 """
 
 from __future__ import annotations
@@ -16,9 +17,9 @@ import numpy as np
 
 from fxremat.planner.deadline import Deadline
 from fxremat.planner.local import tuning
-from fxremat.planner.local.drops import plan_drop
-from fxremat.planner.local.editable_schedule import EditableSchedule, Taste
-from fxremat.planner.local.pareto_pool import ParetoPool
+from fxremat.planner.local.editable_schedule import EditableSchedule, GapRanking
+from fxremat.planner.local.evictions import plan_eviction
+from fxremat.planner.local.pareto_front import ParetoFront
 from fxremat.planner.local.repeated_changes import RepeatedChanges, RunChange
 from fxremat.planner.local.stage_schedule import ExtraRun
 
@@ -27,12 +28,12 @@ NO_LIMIT = 1 << 62
 
 @dataclass
 class Improver:
-    """Improves one search at one target after another."""
+    """Improves one schedule at one target after another; what it finds goes to the front."""
 
     search: EditableSchedule
-    pool: ParetoPool
+    front: ParetoFront
     seed: int
-    analogues: RepeatedChanges
+    repeated_changes: RepeatedChanges
     random: random.Random = field(init=False)
 
     def __post_init__(self) -> None:
@@ -55,24 +56,24 @@ class Improver:
 
     def _round(self, target: int) -> None:
         search = self.search
-        search.settle()
+        search.commit()
         before = search.state.time
-        self.shake()
+        self.ruin()
         if not self._repair(target, before):
-            search.back_to(0)
+            search.roll_back(0)
             return
-        self.pool.offer(search.state)
+        self.front.offer(search.state)
         if search.state.time < before - 1e-9 * before:
             self._repeat(RunChange.of(search.journal), target)
 
-    def shake(self) -> None:
-        """Ruin a part of the state and change the taste for its repair."""
-        self._new_taste()
+    def ruin(self) -> None:
+        """Ruin a part of the state, and rank gaps in another way for its repair."""
+        self._new_ranking()
         self._ruin()
 
-    def _new_taste(self) -> None:
+    def _new_ranking(self) -> None:
         search, rng = self.search, self.random
-        search.taste = Taste(rng.choice(tuning.RUIN_LENGTHS))
+        search.ranking = GapRanking(rng.choice(tuning.RUIN_LENGTHS))
         search.noise = None
         if rng.random() < 0.5:
             search.noise = np.exp(self.normal.normal(0.0, tuning.RUIN_NOISE, search.state.model.n))
@@ -93,19 +94,19 @@ class Improver:
         near = [(abs(run[key] - seed[key]) + 3 * rng.random(), run) for run in runs]
         for _, (op, stage) in sorted(near)[:count]:
             if op in self.search.state.extra[stage]:
-                self.search.drop_runs(((op, stage),))
+                self.search.remove_runs(((op, stage),))
 
     def _drop_one(self) -> None:
         gaps, state = self.search.gaps, self.search.state
-        slots = np.flatnonzero(gaps.low < state.model.n)
+        slots = np.flatnonzero(gaps.last_use < state.model.n)
         if not len(slots):
             return
         slot = slots[self.random.randrange(len(slots))]
         rate = self.random.choice((0.0, 0.0, math.inf))
-        op, stage = int(gaps.op[slot]), int(gaps.high[slot])
-        drop = plan_drop(state, op, stage, rate, NO_LIMIT, int(gaps.bytes[slot]))
-        if drop is not None:
-            self.search.change(drop.add, drop.remove)
+        op, stage = int(gaps.op[slot]), int(gaps.next_use[slot])
+        eviction = plan_eviction(state, op, stage, rate, NO_LIMIT, int(gaps.bytes[slot]))
+        if eviction is not None:
+            self.search.change(eviction.add, eviction.remove)
 
     # -- repair ----------------------------------------------------------------------------
 
@@ -119,7 +120,7 @@ class Improver:
                 return False
         else:
             return False
-        search.keep_all(target, self._touched_runs())
+        search.keep_what_fits(target, self._touched_runs())
         return search.state.time <= before
 
     def _touched_runs(self) -> list[ExtraRun]:
@@ -132,28 +133,28 @@ class Improver:
         return [(op, stage) for stage in sorted(near) for op in extra[stage]]
 
     def _repeat(self, change: RunChange, target: int) -> None:
-        for other in self.analogues.of(change):
+        for other in self.repeated_changes.of(change):
             search = self.search
-            search.settle()
+            search.commit()
             before = search.state.time
             add, remove = other.on(search.state)
             if not add and not remove:
                 continue
             search.change(add, remove)
-            search.sweep(add)
+            search.remove_unread(add)
             if self._repair(target, before):
-                self.pool.offer(search.state)
+                self.front.offer(search.state)
             else:
-                search.back_to(0)
+                search.roll_back(0)
 
 
-def polish(pool: ParetoPool, budget: int, seed: int, deadline: Deadline) -> None:
-    """Improve the best schedule of the pool within the budget, if there is one."""
-    best = pool.best(budget)
+def polish(front: ParetoFront, budget: int, seed: int, deadline: Deadline) -> None:
+    """Improve the best schedule of the front within the budget, if there is one."""
+    best = front.best(budget)
     if best is None or not deadline.running():
         return
-    search = EditableSchedule(pool.state(best))
-    improver = Improver(search, pool, seed, RepeatedChanges(pool.model))
+    search = EditableSchedule(front.state(best))
+    improver = Improver(search, front, seed, RepeatedChanges(front.model))
     improver.rounds(
-        budget, tuning.POLISH_ROUNDS, tuning.POLISH + tuning.POLISH_PER_OP * pool.model.n
+        budget, tuning.POLISH_ROUNDS, tuning.POLISH + tuning.POLISH_PER_OP * front.model.n
     )

@@ -1,9 +1,9 @@
 """Structured starts: keep little between segments, compute a whole segment again at once.
 
-The classic good plan for chains of blocks (Chen et al., arXiv 1604.06174, section 4.1, on any
-graph): the stages up to the highest one of keep-all are cut into segments where few bytes
-cross; values that later segments read stay; the others are freed and computed again, all of
-a segment together, in the first later stage that needs one of them.
+This is the classic plan for chains of blocks (Chen et al., arXiv 1604.06174, section 4.1), here
+on any graph. The stages up to the highest one of keep-all are cut into segments where few bytes
+cross. Values that later segments read stay. The others are freed, and are computed again, all of a
+segment together, in the first later stage that needs one of them.
 """
 
 from __future__ import annotations
@@ -13,23 +13,23 @@ from collections.abc import Iterator
 
 from fxremat.planner.indexed_problem import INPUT, IndexedProblem
 from fxremat.planner.local import tuning
-from fxremat.planner.local.editable_schedule import EditableSchedule, Taste
+from fxremat.planner.local.editable_schedule import EditableSchedule, GapRanking
 from fxremat.planner.local.eviction_paths import descend
-from fxremat.planner.local.pareto_pool import ParetoPool
+from fxremat.planner.local.pareto_front import ParetoFront
 from fxremat.planner.local.stage_schedule import ExtraRun, StageSchedule
 
 
-def offer_segments(pool: ParetoPool, counts: list[int], work: int) -> None:
+def offer_segments(front: ParetoFront, counts: list[int], work: int) -> None:
     """Schedules of so many segments each, and what evicting from them gives."""
-    base = StageSchedule(pool.model)
+    keep_all = StageSchedule(front.model)
     for count in counts:
-        runs = segment_runs(base, count)
+        runs = segment_runs(keep_all, count)
         if runs:
-            search = EditableSchedule(StageSchedule(pool.model, runs), Taste())
-            search.sweep(tuple(runs))
-            search.keep_all(search.state.max_peak())
-            search.settle()
-            descend(search, pool, 0, work)
+            search = EditableSchedule(StageSchedule(front.model, runs), GapRanking())
+            search.remove_unread(tuple(runs))
+            search.keep_what_fits(search.state.max_peak())
+            search.commit()
+            descend(search, front, 0, work)
 
 
 def counts_for(ops: int) -> list[int]:
@@ -43,34 +43,34 @@ def counts_for(ops: int) -> list[int]:
     return out[::-step]
 
 
-def segment_runs(base: StageSchedule, count: int) -> list[ExtraRun]:
+def segment_runs(keep_all: StageSchedule, count: int) -> list[ExtraRun]:
     """The runs that compute each segment again where it is first needed."""
-    turn = int(base.peak.argmax())
-    cuts = _cuts(base, turn, count)
+    peak_stage = int(keep_all.peak.argmax())
+    cuts = _cuts(keep_all, peak_stage, count)
     out: list[ExtraRun] = []
-    for start, stop in zip([0, *cuts], [*cuts, turn + 1], strict=True):
-        out.extend(_segment(base, start, stop, turn))
+    for start, stop in zip([0, *cuts], [*cuts, peak_stage + 1], strict=True):
+        out.extend(_segment(keep_all, start, stop, peak_stage))
     return out
 
 
-def _cuts(base: StageSchedule, turn: int, count: int) -> list[int]:
+def _cuts(keep_all: StageSchedule, peak_stage: int, count: int) -> list[int]:
     """Stages at which segments begin: evenly apart, moved to where few bytes cross."""
-    crossing = _crossing(base.model, turn)
-    width = (turn + 1) / count
+    crossing = _crossing(keep_all.model, peak_stage)
+    width = (peak_stage + 1) / count
     cuts = []
     for k in range(1, count):
         low = int(k * width - tuning.SEGMENT_WINDOW * width / 2)
-        near = range(max(1, low), min(turn, int(low + tuning.SEGMENT_WINDOW * width)) + 1)
+        near = range(max(1, low), min(peak_stage, int(low + tuning.SEGMENT_WINDOW * width)) + 1)
         if near:
             cuts.append(min(near, key=lambda stage: (crossing[stage], stage)))
     return sorted(set(cuts))
 
 
-def _crossing(model: IndexedProblem, turn: int) -> list[int]:
-    """Bytes written before each stage and read from it on, up to the turn."""
-    change = [0] * (turn + 3)
+def _crossing(model: IndexedProblem, peak_stage: int) -> list[int]:
+    """Bytes written before each stage and read from it on, up to the peak stage."""
+    change = [0] * (peak_stage + 3)
     last = [-1] * len(model.bytes)
-    for op in range(turn + 1):
+    for op in range(peak_stage + 1):
         for value in model.reads[op]:
             last[value] = op
     for value, op in enumerate(model.writer):
@@ -84,12 +84,12 @@ def _crossing(model: IndexedProblem, turn: int) -> list[int]:
     return out
 
 
-def _segment(base: StageSchedule, start: int, stop: int, turn: int) -> list[ExtraRun]:
-    dropped = list(_dropped(base, start, stop, turn))
+def _segment(keep_all: StageSchedule, start: int, stop: int, peak_stage: int) -> list[ExtraRun]:
+    dropped = list(_dropped(keep_all, start, stop, peak_stage))
     if not dropped:
         return []
-    stage = min(base.uses[v][bisect_right(base.uses[v], turn)] for v in dropped)
-    model, found = base.model, set()
+    stage = min(keep_all.uses[v][bisect_right(keep_all.uses[v], peak_stage)] for v in dropped)
+    model, found = keep_all.model, set()
     stack = [model.writer[value] for value in dropped]
     while stack:
         op = stack.pop()
@@ -97,22 +97,22 @@ def _segment(base: StageSchedule, start: int, stop: int, turn: int) -> list[Extr
             continue
         found.add(op)
         for read in model.reads[op]:
-            if model.writer[read] >= start and _local(base, read, stop, turn):
+            if model.writer[read] >= start and _local(keep_all, read, stop, peak_stage):
                 stack.append(model.writer[read])
     return [(op, stage) for op in sorted(found)]
 
 
-def _dropped(base: StageSchedule, start: int, stop: int, turn: int) -> Iterator[int]:
-    """Values of the segment that only it and the stages after the turn read."""
+def _dropped(keep_all: StageSchedule, start: int, stop: int, peak_stage: int) -> Iterator[int]:
+    """Values of the segment that only it and the stages after the peak stage read."""
     for op in range(start, stop):
-        for value in base.model.writes[op]:
-            uses = base.uses[value]
-            if uses and uses[-1] > turn and _local(base, value, stop, turn):
+        for value in keep_all.model.writes[op]:
+            uses = keep_all.uses[value]
+            if uses and uses[-1] > peak_stage and _local(keep_all, value, stop, peak_stage):
                 yield value
 
 
-def _local(base: StageSchedule, value: int, stop: int, turn: int) -> bool:
+def _local(keep_all: StageSchedule, value: int, stop: int, peak_stage: int) -> bool:
     """Whether the value can be computed again and no later segment reads it."""
-    uses = base.uses[value]
-    k = bisect_right(uses, turn)
-    return base.model.droppable(value) and (k == 0 or uses[k - 1] < stop)
+    uses = keep_all.uses[value]
+    k = bisect_right(uses, peak_stage)
+    return keep_all.model.evictable(value) and (k == 0 or uses[k - 1] < stop)

@@ -2,13 +2,14 @@
 
 Stage ``t`` runs some earlier ops again, in base order, and then op ``t`` for the first time:
 the frontier-advancing schedules of Checkmate (arXiv 1910.02653, section 4.2). A state is the
-set of extra runs of each stage. Which values stay from stage to stage follows from it: a copy
-lives from its run to its last use before the next run of the same op. So retention is never
-stored, and no copy is ever held for nothing.
+set of extra runs of each stage. Which values are held from stage to stage follows from it: a copy
+lives from its run to its last use before the next run of the same op. So no list of held values
+is stored, and no copy is ever held for nothing.
 
-Invariants: every extra run is of a repeatable op, in a stage after its own; every read of
+Invariants: every extra run is of a repeatable op, in a stage after its first run; every read of
 every run finds a copy. ``peak[t]`` is the largest number of bytes live at a step of stage
-``t``, exactly as `fxremat.core.timeline.replay` counts them.
+``t``, exactly as `fxremat.core.timeline.replay` counts them. ``bytes_at_start[t]`` are the bytes
+live at the start of stage ``t``.
 """
 
 from __future__ import annotations
@@ -27,7 +28,6 @@ ExtraRun = tuple[int, int]
 Span = tuple[int, int]
 """(start, stop): a copy is live at the start of the stages start + 1 .. stop."""
 
-
 _largest = np.maximum.reduce
 
 
@@ -37,7 +37,7 @@ class Undo:
 
     added: tuple[ExtraRun, ...]
     removed: tuple[ExtraRun, ...]
-    through: npt.NDArray[np.int64]
+    bytes_at_start: npt.NDArray[np.int64]
     peak: npt.NDArray[np.int64]
     time: float
     spans: tuple[tuple[int, list[Span]], ...]
@@ -45,7 +45,11 @@ class Undo:
 
 
 class StageSchedule:
-    """Extra runs of each stage and the profile that follows from them."""
+    """Extra runs of each stage and the profile that follows from them.
+
+    ``runs`` has the stages in which each op runs; ``uses`` those in which each value is read.
+    ``work`` counts what was done, about in microseconds: searches are bounded by it.
+    """
 
     def __init__(self, model: IndexedProblem, extra: Iterable[ExtraRun] = ()) -> None:
         self.model = model
@@ -61,7 +65,7 @@ class StageSchedule:
             self._insert(run)
         self.spans = [self._spans(value) for value in range(len(model.bytes))]
         """Of each value, the stages over which each copy is held, in order."""
-        self.through = np.zeros(model.n + 1, dtype=np.int64)
+        self.bytes_at_start = np.zeros(model.n + 1, dtype=np.int64)
         self.peak = np.zeros(model.n, dtype=np.int64)
         self._rebuild()
 
@@ -86,7 +90,7 @@ class StageSchedule:
     def _spans(self, value: int) -> list[Span]:
         model, uses = self.model, self.uses[value]
         op = model.writer[value]
-        if model.kept[value]:
+        if model.is_output[value]:
             return [(op, model.n)]
         if op == INPUT:
             return [(-1, uses[-1] if uses else 0)]
@@ -110,7 +114,7 @@ class StageSchedule:
     def live_in(self, value: int, stage: int) -> bool:
         """Whether a copy is live at the start of the stage."""
         model, op = self.model, self.model.writer[value]
-        if model.kept[value]:
+        if model.is_output[value]:
             return op < stage
         uses = self.uses[value]
         k = bisect_left(uses, stage)
@@ -129,13 +133,13 @@ class StageSchedule:
         op = self.model.writer[value]
         return op != INPUT and self.runs_at(op, stage)
 
-    def room(self, since: int, stage: int) -> int:
-        """The highest peak strictly between two stages; nothing between them leaves all room."""
+    def peak_between(self, since: int, stage: int) -> int:
+        """The highest peak strictly between two stages; -1 where none is between."""
         window = self.peak[since + 1 : stage]
         return int(_largest(window)) if window.size else -1
 
-    def last_hold(self, value: int, stage: int) -> int:
-        """Stage up to which the latest copy from before ``stage`` is held."""
+    def held_until(self, value: int, stage: int) -> int:
+        """The stage up to which the last copy made before ``stage`` is held."""
         op, uses = self.model.writer[value], self.uses[value]
         k = bisect_left(uses, stage)
         last = uses[k - 1] if k else -1
@@ -144,14 +148,14 @@ class StageSchedule:
         runs = self.runs[op]
         return max(last, runs[bisect_left(runs, stage) - 1])
 
-    def useful(self, run: ExtraRun) -> bool:
+    def is_read(self, run: ExtraRun) -> bool:
         """Whether a copy that the run makes is read before the op runs again."""
         op, stage = run
         runs = self.runs[op]
         k = bisect_right(runs, stage)
         limit = runs[k] if k < len(runs) else self.model.n
         for value in self.model.writes[op]:
-            if not self.model.kept[value]:
+            if not self.model.is_output[value]:
                 uses = self.uses[value]
                 j = bisect_left(uses, stage)
                 if j < len(uses) and uses[j] < limit:
@@ -161,9 +165,9 @@ class StageSchedule:
     # -- changes ---------------------------------------------------------------------------
 
     def change(self, add: Sequence[ExtraRun], remove: Sequence[ExtraRun]) -> Undo:
-        """Add and remove extra runs; the caller keeps every read provided for."""
+        """Add and remove extra runs; the caller sees to it that every read finds a copy."""
         before = tuple((value, self.spans[value]) for value in self._touched((*add, *remove)))
-        profile = self.through.copy(), self.peak.copy(), self.time
+        profile = self.bytes_at_start.copy(), self.peak.copy(), self.time
         undo = Undo(tuple(add), tuple(remove), *profile, before)
         for run in remove:
             self._delete(run)
@@ -185,7 +189,7 @@ class StageSchedule:
             self._delete(run)
         for run in undo.removed:
             self._insert(run)
-        self.through, self.peak, self.time = undo.through, undo.peak, undo.time
+        self.bytes_at_start, self.peak, self.time = undo.bytes_at_start, undo.peak, undo.time
         for value, spans in undo.spans:
             self.spans[value] = spans
 
@@ -195,7 +199,7 @@ class StageSchedule:
         for op, _ in runs:
             out.update(model.reads[op])
             out.update(model.writes[op])
-        return {value for value in out if not model.kept[value]}
+        return {value for value in out if not model.is_output[value]}
 
     def _insert(self, run: ExtraRun) -> None:
         op, stage = run
@@ -217,10 +221,10 @@ class StageSchedule:
     # -- the profile -----------------------------------------------------------------------
 
     def _rebuild(self) -> None:
-        self.through[:] = self.model.problem.resident_bytes
+        self.bytes_at_start[:] = self.model.problem.resident_bytes
         for value, size in enumerate(self.model.bytes):
             for start, stop in self.spans[value]:
-                self.through[start + 1 : stop + 1] += size
+                self.bytes_at_start[start + 1 : stop + 1] += size
         for stage in range(self.model.n):
             self.peak[stage] = self._simulate(stage)
 
@@ -234,20 +238,20 @@ class StageSchedule:
             for span in spans:
                 if span not in other:
                     start, stop = span
-                    self.through[start + 1 : stop + 1] += sign
+                    self.bytes_at_start[start + 1 : stop + 1] += sign
                     self.peak[start + 1 : stop + 1] += sign
                     dirty.update((start, stop))
 
     def _simulate(self, stage: int) -> int:
         """Bytes at the worst step of a stage, counted as `replay` counts them."""
-        model, sizes, kept = self.model, self.model.bytes, self.model.kept
+        model, sizes, kept = self.model, self.model.bytes, self.model.is_output
         extra = self.extra[stage]
         if not extra and not model.inplace[stage]:
-            return int(self.through[stage]) + model.own_bytes[stage]
+            return int(self.bytes_at_start[stage]) + model.own_bytes[stage]
         order = (*extra, stage)
         self.work += 4 * len(order)
         dies = self._deaths(order, stage)
-        live, worst = int(self.through[stage]), 0
+        live, worst = int(self.bytes_at_start[stage]), 0
         for step, op in enumerate(order):
             first = op == stage
             for value in model.writes[op]:
@@ -266,7 +270,7 @@ class StageSchedule:
 
     def _deaths(self, order: tuple[int, ...], stage: int) -> list[list[int]]:
         """Values whose copy ends at each step of a stage."""
-        model, kept = self.model, self.model.kept
+        model, kept = self.model, self.model.is_output
         last: dict[int, int] = {}
         for step, op in enumerate(order):
             for value in model.reads[op]:

@@ -18,9 +18,9 @@ REPEAT_REACH = 4
 # -- eviction_paths ----------------------------------------------------------------
 
 PATH_KEEP_EVERY = 8
-"""Steps from one look at needless runs to the next, at least."""
+"""At least so many steps, until needless runs are looked for again."""
 PATH_KEEP_EVERY_RUNS = 25
-"""One more step for every so many extra runs: a look takes time in proportion to them."""
+"""One more step for every so many extra runs: to look at them all takes time in proportion."""
 PATH_GRAIN = 512
 """States are offered when the peak fell by this part of what it was at the start."""
 
@@ -31,10 +31,10 @@ SEGMENT_WINDOW = 0.5
 
 # -- editable_schedule -------------------------------------------------------------
 
-DROP_CEILING = 8.0
-"""A drop this many times dearer than the best so far is not worked out: what it spares
+EVICTION_CEILING = 8.0
+"""An eviction this many times dearer than the best so far is not worked out: what it spares
 afterwards is seldom more."""
-DROP_TRIES = 40
+EVICTION_TRIES = 40
 """Gaps tried at one peak before it is given up."""
 
 # -- level_sweep -------------------------------------------------------------------

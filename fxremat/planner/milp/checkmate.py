@@ -3,13 +3,13 @@
 Jain et al., "Checkmate: breaking the memory wall with optimal tensor rematerialization"
 (arXiv 1910.02653), section 4; the programme is in `fxremat.planner.milp.checkmate_columns`.
 
-Checkmate runs the repeats of a stage in base order. Here that order counts only in the stages
-that exceed the budget without it: first in none, then in more and more. So the first programme
-is a relaxation of all schedules. Its bound holds for them all, and mostly its schedule fits, which
-is optimal then: both sooner than with Checkmate's own rows.
+Checkmate runs the repeats of a stage in base order. Here that order counts only in stages that
+exceed the budget without it: first in none, then in more and more. So the first programme is a
+relaxation of all schedules, and its bound holds for them all. Mostly its schedule fits too, and is
+then optimal. Both come sooner than with Checkmate's own rows.
 
-``solve`` allows every repeat. ``solve_pruned`` allows those a few hops before the op of their
-stage, then more hops as long as it pays; what it finds is good, but it proves nothing.
+``solve`` allows every repeat. ``solve_pruned`` allows those a few reads away from the op of their
+stage, then more as long as it pays. What it finds is good, but it proves nothing.
 """
 
 from __future__ import annotations
@@ -23,21 +23,19 @@ from fxremat.core.problem import Problem
 from fxremat.core.timeline import replay
 from fxremat.planner.deadline import Deadline
 from fxremat.planner.indexed_problem import IndexedProblem, build_model
-from fxremat.planner.local.pareto_pool import steps_of
+from fxremat.planner.local.pareto_front import steps_of
 from fxremat.planner.local.stage_schedule import ExtraRun
 from fxremat.planner.milp import tuning
-from fxremat.planner.milp.checkmate_columns import Allowed, Staged
-from fxremat.planner.milp.checkmate_rows import programme
-from fxremat.planner.milp.highs import Solution, Status
+from fxremat.planner.milp.checkmate_columns import Allowed, CheckmateMilp
+from fxremat.planner.milp.checkmate_rows import build_programme
+from fxremat.planner.milp.highs import BOUND_MARGIN, Solution, Status
 from fxremat.planner.milp.rerun_candidates import all_runs, near_runs, with_runs
-from fxremat.planner.milp.warm_start import columns_of, known_plan, runs_of, without_idle
+from fxremat.planner.milp.warm_start import extra_runs_of, start_plan, start_values, without_unread
 from fxremat.planner.options import ProblemRefused, Progress, SolverOptions
 from fxremat.planner.peak_bound import peak_bound
 from fxremat.planner.plans import make_plan
 
 NAME, PRUNED = "checkmate", "checkmate_pruned"
-CAREFUL = 1e-7
-"""By this part a bound is lowered: HiGHS computes in floating point."""
 
 
 class TooManyRuns(ProblemRefused, ValueError):
@@ -57,8 +55,8 @@ class TooManyRuns(ProblemRefused, ValueError):
 
 def solve(problem: Problem, budget_bytes: int | None, options: SolverOptions) -> Plan:
     """The plan of least time within the budget, proven so where the limits allow."""
-    work = _CheckmateCall.begin(NAME, problem, budget_bytes, options)
-    if not work.settled():
+    work = _CheckmateSearch.begin(NAME, problem, budget_bytes, options)
+    if not work.is_decided():
         allowed = all_runs(work.model)
         count = sum(map(len, allowed))
         if count > tuning.CHECKMATE_MOST_RUNS:
@@ -69,8 +67,8 @@ def solve(problem: Problem, budget_bytes: int | None, options: SolverOptions) ->
 
 def solve_pruned(problem: Problem, budget_bytes: int | None, options: SolverOptions) -> Plan:
     """The best plan found with repeats near to where they are read."""
-    work = _CheckmateCall.begin(PRUNED, problem, budget_bytes, options)
-    if work.settled():
+    work = _CheckmateSearch.begin(PRUNED, problem, budget_bytes, options)
+    if work.is_decided():
         return work.plan()
     idle, before = 0, None
     for hops in tuning.CHECKMATE_HOPS:
@@ -90,7 +88,7 @@ def solve_pruned(problem: Problem, budget_bytes: int | None, options: SolverOpti
 
 
 @dataclass
-class _CheckmateCall:
+class _CheckmateSearch:
     """One call: the best plan so far and what is proven."""
 
     name: str
@@ -105,25 +103,25 @@ class _CheckmateCall:
     @staticmethod
     def begin(
         name: str, problem: Problem, budget_bytes: int | None, options: SolverOptions
-    ) -> _CheckmateCall:
+    ) -> _CheckmateSearch:
         """Start from keep-all where that fits, else from a known plan."""
         deadline, model = Deadline(options.time_limit_s), build_model(problem)
         best = make_plan(problem, problem.base_steps(), name)
         if budget_bytes is not None and best.peak_bytes > budget_bytes:
-            best = known_plan(problem, budget_bytes, options)
+            best = start_plan(problem, budget_bytes, options)
         bound = max(peak_bound(model), best.peak_bound_bytes or 0)
-        return _CheckmateCall(name, model, budget_bytes, options, deadline, best, 0.0, bound)
+        return _CheckmateSearch(name, model, budget_bytes, options, deadline, best, 0.0, bound)
 
     @property
     def best_runs(self) -> list[ExtraRun]:
         """The extra runs of the best plan."""
-        return runs_of(self.model, self.best.ops)
+        return extra_runs_of(self.model, self.best.ops)
 
     def fits(self) -> bool:
         """Whether the best plan is within the budget."""
         return self.budget is None or self.best.peak_bytes <= self.budget
 
-    def settled(self) -> bool:
+    def is_decided(self) -> bool:
         """Whether nothing can be better, or the budget is proven to be too small."""
         if not self.fits():
             return self.budget is not None and self.peak_bound_bytes > self.budget
@@ -144,64 +142,70 @@ class _CheckmateCall:
     def improve(self, allowed: Allowed, nodes: int, full: bool = False) -> bool:
         """Look for a better plan among the allowed repeats; whether one was found.
 
-        ``room`` is what the programme believes to be the budget: less than it, where a schedule
-        whose order was modelled exceeds it all the same, by the solver's rounding.
+        ``room`` are the bytes that the programme may use. That is the budget, or a little less
+        where a schedule exceeds it, by the solver's rounding, although its order was in the rows.
         """
         assert self.budget is not None
         ordered: set[int] = set()
         room = self.budget
-        for turn in range(2 * tuning.CHECKMATE_ROUNDS):
-            staged = programme(self.model, room, allowed, ordered)
-            solution = self._solve(staged, nodes, proves=full and turn == 0)
-            if full and turn == 0:
-                self._learn(staged, solution)
+        for round_number in range(2 * tuning.CHECKMATE_ROUNDS):
+            programme = build_programme(self.model, room, allowed, ordered)
+            solution = self._solve(programme, nodes, proves=full and round_number == 0)
+            if full and round_number == 0:
+                self._note_bounds(programme, solution)
             if solution.values is None:
                 return False
-            steps, over = self._judge(staged, solution)
+            steps, over = self._steps_of(programme, solution)
             if not over:
-                return self._take(steps)
-            if not self.deadline.running() or self.settled():
+                return self._keep_if_better(steps)
+            if not self.deadline.running() or self.is_decided():
                 return False
             if over <= ordered:
                 room -= max(1, replay(self.model.problem, steps).peak_bytes - room)
-            ordered |= over if turn + 1 < tuning.CHECKMATE_ROUNDS else set(range(self.model.n))
+            ordered |= (
+                over if round_number + 1 < tuning.CHECKMATE_ROUNDS else set(range(self.model.n))
+            )
         return False
 
-    def _solve(self, staged: Staged, nodes: int, proves: bool) -> Solution:
+    def _solve(self, programme: CheckmateMilp, nodes: int, proves: bool) -> Solution:
         start = None
         if self.fits():
-            start = columns_of(staged, self.best_runs)
+            start = start_values(programme, self.best_runs)
         time = self.best.time_us if self.fits() else math.inf
 
-        def watch(objective: float, bound: float) -> None:
+        def on_progress(objective: float, bound: float) -> None:
             if self.options.progress is not None:
-                bound_us = max(self.model.problem.base_time_us, bound * staged.time_unit)
+                bound_us = max(self.model.problem.base_time_us, bound * programme.time_unit)
                 best_us = None if math.isinf(time) else time
                 seconds = self.deadline.seconds()
-                told = Progress(self.name, seconds, best_us, bound_us if proves else None)
-                self.options.progress(told)
+                report = Progress(self.name, seconds, best_us, bound_us if proves else None)
+                self.options.progress(report)
 
-        return staged.mip.solve(self.deadline, nodes=nodes, start=start, watch=watch)
+        return programme.milp.solve(
+            self.deadline, nodes=nodes, start=start, on_progress=on_progress
+        )
 
-    def _learn(self, staged: Staged, solution: Solution) -> None:
+    def _note_bounds(self, programme: CheckmateMilp, solution: Solution) -> None:
         """What a programme over all schedules proves."""
         assert self.budget is not None
         if solution.status is Status.INFEASIBLE:
             self.peak_bound_bytes = max(self.peak_bound_bytes, self.budget + 1)
         elif solution.bound > -math.inf:
-            self.time_bound_us = solution.bound * staged.time_unit * (1 - CAREFUL)
+            self.time_bound_us = solution.bound * programme.time_unit * (1 - BOUND_MARGIN)
 
-    def _judge(self, staged: Staged, solution: Solution) -> tuple[Sequence[str], set[int]]:
+    def _steps_of(
+        self, programme: CheckmateMilp, solution: Solution
+    ) -> tuple[Sequence[str], set[int]]:
         """The steps of a solution, and the stages in which they exceed the budget."""
         assert self.budget is not None
         model = self.model
         runs = [
             (op, stage)
-            for stage, again in enumerate(staged.allowed)
-            for op in again
-            if solution.chosen(staged.run[stage][op])
+            for stage, reruns in enumerate(programme.allowed)
+            for op in reruns
+            if solution.chosen(programme.run[stage][op])
         ]
-        tidy = model.names(steps_of(model.n, without_idle(model, runs)))
+        tidy = model.names(steps_of(model.n, without_unread(model, runs)))
         if replay(model.problem, tidy).peak_bytes <= self.budget:
             return tidy, set()
         steps = steps_of(model.n, runs)
@@ -213,7 +217,7 @@ class _CheckmateCall:
             stage += op == stage
         return model.names(steps), over
 
-    def _take(self, steps: Sequence[str]) -> bool:
+    def _keep_if_better(self, steps: Sequence[str]) -> bool:
         """Keep a schedule that fits, if it is better than the best."""
         plan = make_plan(self.model.problem, steps, self.name)
         if self.fits() and plan.time_us >= self.best.time_us:

@@ -1,8 +1,8 @@
-"""Mixed integer programmes on HiGHS: build, start, solve, and read the outcome honestly.
+"""Mixed integer linear programmes on HiGHS: build, start, solve, and read the outcome.
 
 Minimisation only. Rows and columns are plain arrays, handed over in one piece. HiGHS runs on one
 thread, with its own seed, so that the same programme under the same node limit gives the same
-outcome; only a limit in seconds can change it.
+outcome. Only a limit in seconds can change it.
 """
 
 from __future__ import annotations
@@ -21,10 +21,15 @@ from fxremat.planner.milp import tuning
 
 Term = tuple[int, float]
 """A column and its coefficient."""
-Watch = Callable[[float, float], None]
-"""Told the objective of the best solution so far and the bound, now and then."""
+OnProgress = Callable[[float, float], None]
+"""Called now and then with the objective of the best solution so far, and with the bound."""
 
 FREE = math.inf
+"""Of a row: no limit on this side."""
+SCALE = 1000.0
+"""What the budget, and the time of keep-all, are in the units of a programme."""
+BOUND_MARGIN = 1e-7
+"""By this part a bound is lowered: HiGHS computes in floating point."""
 
 
 class Status(Enum):
@@ -57,8 +62,8 @@ class Solution:
 
 
 @dataclass
-class Mip:
-    """Columns and rows under construction."""
+class Milp:
+    """Columns and rows under construction; rows are stored one after the other (CSR)."""
 
     cost: list[float] = field(default_factory=list)
     low: list[float] = field(default_factory=list)
@@ -66,10 +71,10 @@ class Mip:
     integer: list[bool] = field(default_factory=list)
     row_low: list[float] = field(default_factory=list)
     row_high: list[float] = field(default_factory=list)
-    starts: list[int] = field(default_factory=lambda: [0])
-    columns: list[int] = field(default_factory=list)
-    factors: list[float] = field(default_factory=list)
-    restarts: bool = True
+    row_starts: list[int] = field(default_factory=lambda: [0])
+    row_columns: list[int] = field(default_factory=list)
+    row_factors: list[float] = field(default_factory=list)
+    may_restart: bool = True
     """Whether HiGHS may presolve once more at the root and begin anew."""
 
     def real(self, cost: float = 0.0, low: float = 0.0, high: float = 1.0) -> int:
@@ -91,9 +96,9 @@ class Mip:
         together: dict[int, float] = {}
         for column, factor in terms:
             together[column] = together.get(column, 0.0) + factor
-        self.columns.extend(together)
-        self.factors.extend(together.values())
-        self.starts.append(len(self.columns))
+        self.row_columns.extend(together)
+        self.row_factors.extend(together.values())
+        self.row_starts.append(len(self.row_columns))
         self.row_low.append(low)
         self.row_high.append(high)
 
@@ -105,31 +110,31 @@ class Mip:
         gap: float = tuning.HIGHS_GAP,
         absolute_gap: float = 0.0,
         start: Sequence[float] | npt.NDArray[np.float64] | None = None,
-        watch: Watch | None = None,
+        on_progress: OnProgress | None = None,
     ) -> Solution:
         """The best solution found within the limits.
 
-        ``nodes`` of the search tree at most; a solution is good enough within ``gap`` of itself or
-        ``absolute_gap`` of the bound; ``start`` gives a value to each column, of a solution to
-        begin with.
+        At most ``nodes`` of the search tree are looked at. A solution is good enough if it is as
+        near to the bound as ``gap`` of itself, or as ``absolute_gap``. ``start`` is a solution to
+        begin with: a value for each column.
         """
         if not self.cost:
             return self._without_columns()
         highs = self._highs(deadline, nodes, gap, absolute_gap)
         if start is not None:
-            known = highspy.HighsSolution()
-            known.col_value = [float(value) for value in start]
-            highs.setSolution(known)
+            start_solution = highspy.HighsSolution()
+            start_solution.col_value = [float(value) for value in start]
+            highs.setSolution(start_solution)
 
-        def look(event: highspy.highs.HighsCallbackEvent) -> None:
-            if watch is not None:
-                watch(event.data_out.mip_primal_bound, event.data_out.mip_dual_bound)
+        def on_interrupt_check(event: highspy.highs.HighsCallbackEvent) -> None:
+            if on_progress is not None:
+                on_progress(event.data_out.mip_primal_bound, event.data_out.mip_dual_bound)
             if not deadline.running():
                 event.interrupt()
 
-        highs.cbMipInterrupt += look
+        highs.cbMipInterrupt += on_interrupt_check
         highs.run()
-        return self._read(highs)
+        return self._outcome_of(highs)
 
     def solve_near(
         self,
@@ -140,9 +145,10 @@ class Mip:
         gap: float,
         absolute_gap: float = 0.0,
     ) -> Solution:
-        """The best solution that agrees with the relaxation wherever that is integral.
+        """The best solution that agrees with the linear relaxation wherever that is integral.
 
-        Its bound is the relaxation's (relaxation enforced neighbourhood search, Berthold 2014).
+        Its bound is that of the relaxation. This is relaxation enforced neighbourhood search
+        (Berthold, "RENS", Mathematical Programming Computation 2014).
         """
         if relaxed.values is None:
             return relaxed
@@ -168,7 +174,7 @@ class Mip:
             return self._without_columns()
         highs = self._highs(deadline, None, tuning.HIGHS_GAP, 0.0, relax=True)
         highs.run()
-        return self._read(highs)
+        return self._outcome_of(highs)
 
     def _without_columns(self) -> Solution:
         """HiGHS calls such a programme empty, whatever its rows say."""
@@ -192,7 +198,7 @@ class Mip:
             "threads": 1,
             "mip_rel_gap": gap,
             "mip_abs_gap": absolute_gap,
-            "mip_allow_restart": self.restarts,
+            "mip_allow_restart": self.may_restart,
         }
         if nodes is not None:
             options["mip_max_nodes"] = nodes
@@ -211,16 +217,16 @@ class Mip:
         lp.row_lower_ = np.array(self.row_low, dtype=np.float64)
         lp.row_upper_ = np.array(self.row_high, dtype=np.float64)
         lp.a_matrix_.format_ = highspy.MatrixFormat.kRowwise
-        lp.a_matrix_.start_ = np.array(self.starts, dtype=np.int32)
-        lp.a_matrix_.index_ = np.array(self.columns, dtype=np.int32)
-        lp.a_matrix_.value_ = np.array(self.factors, dtype=np.float64)
+        lp.a_matrix_.start_ = np.array(self.row_starts, dtype=np.int32)
+        lp.a_matrix_.index_ = np.array(self.row_columns, dtype=np.int32)
+        lp.a_matrix_.value_ = np.array(self.row_factors, dtype=np.float64)
         if not relax:
             kinds = (highspy.HighsVarType.kContinuous, highspy.HighsVarType.kInteger)
             lp.integrality_ = [kinds[integer] for integer in self.integer]
         return lp
 
-    def _read(self, highs: highspy.Highs) -> Solution:
-        """A time limit with a solution is not an optimum, and one without is no proof."""
+    def _outcome_of(self, highs: highspy.Highs) -> Solution:
+        """What HiGHS found. At a limit a solution is no optimum, and no solution is no proof."""
         status, info = highs.getModelStatus(), highs.getInfo()
         if status == highspy.HighsModelStatus.kInfeasible:
             return Solution(Status.INFEASIBLE, None, FREE, FREE)

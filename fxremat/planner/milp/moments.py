@@ -1,12 +1,12 @@
-"""Plans from the relaxation over moments, refined where their real bytes are over the budget.
+"""Plans from the relaxation over moments, refined where their real bytes exceed the budget.
 
-The relaxation (`fxremat.planner.milp.moments_relaxation`) says what to hold at a few moments; what
-is missing later is computed again when it is read. Where that schedule needs more than the budget,
-the worst stages become moments too, as cuts are added: the bound rises, and a schedule that fits
-is optimal. What the relaxation does not see, the bytes of the runs on the way, may stand against
-that; then moments leave some bytes free for it, which gives plans but proves nothing.
+The relaxation (`fxremat.planner.milp.moments_relaxation`) says what to hold at a few moments. What
+is missing later is computed again when it is read. If that schedule exceeds the budget, its worst
+stages become moments too, as violated rows are added to a programme. The bound rises, and a
+schedule that fits is optimal. The relaxation does not see the bytes of the runs between moments. If
+these are too many, moments set some bytes aside for them; that gives plans, and proves nothing.
 
-Source: ours; the relaxation is one of Checkmate's MILP, the refinement is that of lazy rows.
+Source: ours. The relaxation is one of Checkmate's MILP, and the refinement is that of lazy rows.
 """
 
 from __future__ import annotations
@@ -24,11 +24,11 @@ from fxremat.planner.indexed_problem import build_model
 from fxremat.planner.local import greedy
 from fxremat.planner.local.editable_schedule import EditableSchedule
 from fxremat.planner.local.eviction_paths import descend
-from fxremat.planner.local.pareto_pool import ParetoPool, steps_of
+from fxremat.planner.local.pareto_front import ParetoFront, steps_of
 from fxremat.planner.local.ruin_and_repair import polish
 from fxremat.planner.local.stage_schedule import ExtraRun, StageSchedule
 from fxremat.planner.milp import tuning
-from fxremat.planner.milp.moments_relaxation import Needs, Relaxation, runs_for
+from fxremat.planner.milp.moments_relaxation import LastReads, Relaxation, extra_runs_for
 from fxremat.planner.options import Progress, SolverOptions
 from fxremat.planner.peak_bound import peak_bound
 from fxremat.planner.plans import make_plan
@@ -50,27 +50,27 @@ def solve(problem: Problem, budget_bytes: int | None, options: SolverOptions) ->
             seconds=deadline.seconds(),
             peak_bound_bytes=peak_bound(build_model(problem)),
         )
-    return improved(greedy.found(problem, options), budget_bytes, options, deadline)
+    return improved(greedy.whole_front(problem, options), budget_bytes, options, deadline)
 
 
 def improved(
-    known: greedy.SettledPool, budget_bytes: int | None, options: SolverOptions, deadline: Deadline
+    known: greedy.GreedyFront, budget_bytes: int | None, options: SolverOptions, deadline: Deadline
 ) -> Plan:
-    """The same, from what the greedy solver found."""
+    """The plan that `solve` gives, from what the greedy solver found."""
     plan, problem = known.choose(budget_bytes), known.model.problem
     if budget_bytes is None or plan.time_us <= problem.base_time_us:
         return replace(plan, solver=NAME, budget_bytes=budget_bytes)
-    pool = ParetoPool(known.model, entries=sorted(known.entries, key=lambda entry: entry.peak))
-    refinement = Refinement.at_the_peak(pool, budget_bytes, deadline)
+    front = ParetoFront(known.model, entries=sorted(known.entries, key=lambda entry: entry.peak))
+    refinement = Refinement.at_the_peak(front, budget_bytes, deadline)
     for state in refinement.rounds():
-        pool.offer(state)
+        front.offer(state)
         if state.max_peak() > budget_bytes:
-            descend(EditableSchedule(state), pool, budget_bytes, tuning.MOMENTS_REPAIR)
+            descend(EditableSchedule(state), front, budget_bytes, tuning.MOMENTS_REPAIR)
         if options.progress is not None:
             options.progress(_progress(refinement, deadline))
     if not refinement.proven():
-        polish(pool, budget_bytes, options.seed, deadline)
-    best = pool.best(budget_bytes) or pool.least()
+        polish(front, budget_bytes, options.seed, deadline)
+    best = front.best(budget_bytes) or front.least()
     none_fits = refinement.bound_us == math.inf
     return make_plan(
         problem,
@@ -85,89 +85,89 @@ def improved(
 
 def time_bound(problem: Problem, budget_bytes: int, options: SolverOptions) -> float:
     """Microseconds that every schedule within the budget takes; infinite if there is none."""
-    pool = ParetoPool(build_model(problem))
-    pool.offer(StageSchedule(pool.model))
-    refinement = Refinement.at_the_peak(pool, budget_bytes, Deadline(options.time_limit_s))
+    front = ParetoFront(build_model(problem))
+    front.offer(StageSchedule(front.model))
+    refinement = Refinement.at_the_peak(front, budget_bytes, Deadline(options.time_limit_s))
     next(refinement.rounds(), None)
     return max(refinement.bound_us, problem.base_time_us)
 
 
 def _progress(refinement: Refinement, deadline: Deadline) -> Progress:
-    best = refinement.pool.best(refinement.budget)
+    best = refinement.front.best(refinement.budget)
     time_us = best.time if best is not None else None
     return Progress(NAME, deadline.seconds(), time_us, refinement.bound_us)
 
 
 @dataclass
 class Refinement:
-    """The moments so far and what each leaves free; the bound proven on the way."""
+    """The moments so far, the bytes that each sets aside, and the bound proven on the way."""
 
-    pool: ParetoPool
+    front: ParetoFront
     budget: int
     deadline: Deadline
-    needs: Needs
-    reserve: dict[int, int]
+    last_reads: LastReads
+    set_aside: dict[int, int]
     bound_us: float = 0.0
-    again: int = 0
+    unchanged_rounds: int = 0
     """Rounds since the schedule last changed."""
 
     @staticmethod
-    def at_the_peak(pool: ParetoPool, budget: int, deadline: Deadline) -> Refinement:
+    def at_the_peak(front: ParetoFront, budget: int, deadline: Deadline) -> Refinement:
         """The one moment to begin with: the highest stage of keep-all."""
-        peak = int(StageSchedule(pool.model).peak.argmax())
-        return Refinement(pool, budget, deadline, Needs.of(pool.model), {peak: 0})
+        peak = int(StageSchedule(front.model).peak.argmax())
+        return Refinement(front, budget, deadline, LastReads.of(front.model), {peak: 0})
 
     def proven(self) -> bool:
         """Whether the best plan so far is as good as the bound."""
-        best = self.pool.best(self.budget)
+        best = self.front.best(self.budget)
         return best is not None and best.time <= self.bound_us * (1 + TIGHT)
 
     def rounds(self) -> Iterator[StageSchedule]:
         """A schedule for each set of moments; the caller may change it.
 
-        First moments are added as they are, which proves more and more. What is over the budget
-        all the same, by the runs on the way, is then left free, which proves nothing.
+        First moments are added that set nothing aside: each proves more. Then bytes are set aside
+        for the runs between moments, which proves nothing.
         """
-        first, whole = dict(self.reserve), self.deadline
+        first, whole = dict(self.set_aside), self.deadline
         self.deadline = Deadline(tuning.MOMENTS_PROOF_PART * whole.left())
         yield from self._add_moments()
-        self.reserve, self.deadline = first, whole
-        yield from self._leave_free()
+        self.set_aside, self.deadline = first, whole
+        yield from self._set_bytes_aside()
 
     def _add_moments(self) -> Iterator[StageSchedule]:
         for _ in range(tuning.MOMENTS_PROOFS):
             if not self.deadline.running() or self.proven():
                 return
-            runs = self._next()
+            runs = self._cheapest_runs()
             if runs is None:
                 return
-            state = StageSchedule(self.pool.model, runs)
-            new = [*dict.fromkeys(filter(None, map(self._further, self._worst(state))))]
-            self.reserve.update(
-                dict.fromkeys(new[: tuning.MOMENTS_MOST_MOMENTS - len(self.reserve)], 0)
+            state = StageSchedule(self.front.model, runs)
+            new = [*dict.fromkeys(filter(None, map(self._new_moment, self._worst(state))))]
+            self.set_aside.update(
+                dict.fromkeys(new[: tuning.MOMENTS_MOST_MOMENTS - len(self.set_aside)], 0)
             )
             yield state
-            if not new or len(self.reserve) == tuning.MOMENTS_MOST_MOMENTS:
+            if not new or len(self.set_aside) == tuning.MOMENTS_MOST_MOMENTS:
                 return
 
-    def _further(self, stage: int) -> int | None:
-        """The stage as a moment; if it is one, that before, to see the runs in between."""
-        return next((s for s in (stage, stage - 1) if s > 0 and s not in self.reserve), None)
+    def _new_moment(self, stage: int) -> int | None:
+        """The stage as a new moment; if it is one already, the stage before it."""
+        return next((s for s in (stage, stage - 1) if s > 0 and s not in self.set_aside), None)
 
-    def _leave_free(self) -> Iterator[StageSchedule]:
+    def _set_bytes_aside(self) -> Iterator[StageSchedule]:
         last: tuple[float, int] | None = None
         for _ in range(tuning.MOMENTS_ROUNDS):
             if not self.deadline.running() or self.proven():
                 return
-            runs = self._next()
+            runs = self._cheapest_runs()
             if runs is None:
-                if not any(self.reserve.values()):
+                if not any(self.set_aside.values()):
                     return
-                self.reserve = {stage: left // 2 for stage, left in self.reserve.items()}
+                self.set_aside = {stage: left // 2 for stage, left in self.set_aside.items()}
                 continue
-            state = StageSchedule(self.pool.model, runs)
+            state = StageSchedule(self.front.model, runs)
             shape = (state.time, state.max_peak())
-            self.again = self.again + 1 if shape == last else 0
+            self.unchanged_rounds = self.unchanged_rounds + 1 if shape == last else 0
             last = shape
             if state.max_peak() <= self.budget:
                 yield state
@@ -177,33 +177,37 @@ class Refinement:
             if not refined:
                 return
 
-    def _next(self) -> list[ExtraRun] | None:
+    def _cheapest_runs(self) -> list[ExtraRun] | None:
         """Extra runs of the cheapest choice; None where there is none."""
-        relaxation = Relaxation(self.pool.model, self.needs, self.budget, self.reserve)
+        relaxation = Relaxation(self.front.model, self.last_reads, self.budget, self.set_aside)
         solution = relaxation.solve(self.deadline)
-        if not any(self.reserve.values()):
+        if not any(self.set_aside.values()):
             self.bound_us = max(self.bound_us, relaxation.time_bound_us(solution))
         if solution.values is None:
             return None
-        return runs_for(self.pool.model, dict(relaxation.held_in(solution)))
+        return extra_runs_for(self.front.model, dict(relaxation.held_in(solution)))
 
     def _refine(self, state: StageSchedule) -> bool:
-        """Make the worst stages moments; those that are leave more free. False if neither."""
-        before = dict(self.reserve)
+        """Make the worst stages moments; those that are set more aside. True if any changed."""
+        before = dict(self.set_aside)
         for stage in self._worst(state):
             excess = int(state.peak[stage]) - self.budget
-            if stage in self.reserve:
-                self.reserve[stage] += excess * (1 + self.again)
-            elif len(self.reserve) < tuning.MOMENTS_MOST_MOMENTS:
-                self.reserve[stage] = max(0, int(state.peak[stage]) - _seen(state, stage))
-        return self.reserve != before
+            if stage in self.set_aside:
+                self.set_aside[stage] += excess * (1 + self.unchanged_rounds)
+            elif len(self.set_aside) < tuning.MOMENTS_MOST_MOMENTS:
+                self.set_aside[stage] = max(
+                    0, int(state.peak[stage]) - _bytes_at_first_run(state, stage)
+                )
+        return self.set_aside != before
 
     def _worst(self, state: StageSchedule) -> list[int]:
-        """Stages over the budget, worst first, away from each other."""
-        over = [int(s) for s in (-state.peak).argsort(kind="stable") if state.peak[s] > self.budget]
+        """A few stages over the budget, worst first, and not next to each other."""
+        over_budget = [
+            int(s) for s in (-state.peak).argsort(kind="stable") if state.peak[s] > self.budget
+        ]
         apart = max(1, state.model.n // 64)
         found: list[int] = []
-        for stage in over:
+        for stage in over_budget:
             if len(found) < tuning.MOMENTS_PER_ROUND and all(
                 abs(stage - other) >= apart for other in found
             ):
@@ -211,6 +215,6 @@ class Refinement:
         return found
 
 
-def _seen(state: StageSchedule, stage: int) -> int:
+def _bytes_at_first_run(state: StageSchedule, stage: int) -> int:
     """Bytes at the first run of the stage: what the relaxation sees of it."""
-    return int(state.through[stage]) + state.model.own_bytes[stage]
+    return int(state.bytes_at_start[stage]) + state.model.own_bytes[stage]

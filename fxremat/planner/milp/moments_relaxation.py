@@ -1,16 +1,16 @@
 """What must run again because of the bytes at a few moments: a small MILP and a proven bound.
 
-A *moment* is the first run of some op; the window after it reaches to the next moment, or to
-the end. Of Checkmate's MILP (arXiv 1910.02653, section 4) only this is kept: which values are
-live at each moment, and which ops run again in each window, whenever in it that is.
+A *moment* is the first run of some op. The window after it reaches to the next moment, or to the
+end. Of Checkmate's MILP (arXiv 1910.02653, section 4) only this is left: which values are live at
+each moment, and which ops run again in each window, whenever in it that is.
 
-    held[v, j]    value v is live at moment j
-    again[q, j]   op q runs again in the window after moment j
-    ever[q, j]    op q runs again in the window after moment j or a later one
+    held[v, j]         value v is live at moment j
+    rerun[q, j]        op q runs again in the window after moment j
+    rerun_from[q, j]   op q runs again in the window after moment j or a later one
 
-Every schedule gives a solution of no more cost, so that the optimum, or any bound on it, bounds
-the time of all schedules within the budget. With one moment it is a knapsack with precedence,
-and mostly as good as the whole; with each further one it gets closer.
+Every schedule gives a solution of no more cost. So the optimum, or any bound on it, bounds the time
+of all schedules within the budget. With one moment it is a knapsack with precedence, and mostly as
+good as the whole programme. With each further moment it gets closer.
 """
 
 from __future__ import annotations
@@ -21,27 +21,22 @@ from dataclasses import dataclass, field, replace
 from fxremat.planner.deadline import Deadline
 from fxremat.planner.indexed_problem import INPUT, IndexedProblem
 from fxremat.planner.milp import tuning
-from fxremat.planner.milp.highs import Mip, Solution, Status, Term
+from fxremat.planner.milp.highs import BOUND_MARGIN, SCALE, Milp, Solution, Status, Term
 
-UNIT = 1000.0
-"""Budget and time of keep-all in the units of the MILP."""
-CAREFUL = 1e-7
-"""By this part a bound is lowered: HiGHS computes in floating point."""
-
-Known = tuple[float, list[Term]]
-"""A sum: a constant and terms."""
+Affine = tuple[float, list[Term]]
+"""A constant, and the terms that are added to it."""
 
 
 @dataclass(frozen=True)
-class Needs:
-    """Up to which stage each value may be wanted: by first runs, and by any run at all."""
+class LastReads:
+    """The last stage in which each value may be read: by first runs, and by any run at all."""
 
-    first_runs: list[int]
-    any_runs: list[int]
+    by_first_runs: list[int]
+    by_any_run: list[int]
 
     @staticmethod
-    def of(model: IndexedProblem) -> Needs:
-        """Last reads in base order, and through what may run again."""
+    def of(model: IndexedProblem) -> LastReads:
+        """The last reads in base order, and those by ops that may run again for such a read."""
         last = [-1] * len(model.bytes)
         for op, reads in enumerate(model.reads):
             for value in reads:
@@ -49,10 +44,12 @@ class Needs:
         wanted = list(last)
         for op in reversed(range(model.n)):
             if model.repeatable[op]:
-                until = max((wanted[v] for v in model.writes[op] if not model.kept[v]), default=-1)
+                until = max(
+                    (wanted[v] for v in model.writes[op] if not model.is_output[v]), default=-1
+                )
                 for value in model.reads[op]:
                     wanted[value] = max(wanted[value], until)
-        return Needs(last, wanted)
+        return LastReads(last, wanted)
 
 
 @dataclass
@@ -64,23 +61,23 @@ class Relaxation:
     """
 
     model: IndexedProblem
-    needs: Needs
+    last_reads: LastReads
     budget: int
-    reserve: Mapping[int, int]
-    mip: Mip = field(default_factory=Mip)
+    set_aside: Mapping[int, int]
+    milp: Milp = field(default_factory=Milp)
     held: list[dict[int, int | None]] = field(default_factory=list)
     """Column of each value that may be live at the moment; None where it must be."""
-    again: list[dict[int, int]] = field(default_factory=list)
-    over: list[dict[int, int]] = field(default_factory=list)
+    rerun: list[dict[int, int]] = field(default_factory=list)
+    overwritten: list[dict[int, int]] = field(default_factory=list)
     """Column of each value that the first run at the moment may write over."""
     fits: bool = True
 
     def __post_init__(self) -> None:
-        self.moments = sorted(self.reserve)
+        self.moments = sorted(self.set_aside)
         for stage in self.moments:
             self.held.append(self._held_at(stage))
         for j in range(len(self.moments)):
-            self.again.append(self._runs_after(j))
+            self.rerun.append(self._runs_after(j))
         for j in range(len(self.moments)):
             self._bytes_fit(j)
             self._first_runs_find_their_reads(j)
@@ -99,32 +96,35 @@ class Relaxation:
         model, found = self.model, dict[int, int | None]()
         own = {*model.reads[stage], *model.writes[stage]}
         for value, op in enumerate(model.writer):
-            if op > stage or model.kept[value]:
+            if op > stage or model.is_output[value]:
                 continue
             if value in own or self._stays(value, stage):
                 found[value] = None
-            elif self.needs.any_runs[value] > stage:
-                found[value] = self.mip.binary()
+            elif self.last_reads.by_any_run[value] > stage:
+                found[value] = self.milp.binary()
         return found
 
     def _stays(self, value: int, stage: int) -> bool:
-        return not self.model.droppable(value) and self.needs.first_runs[value] > stage
+        return not self.model.evictable(value) and self.last_reads.by_first_runs[value] > stage
 
-    def _brought(self, j: int, value: int) -> list[Term]:
-        """What else may bring a value in the window after moment j: nothing, here."""
+    def _other_sources(self, j: int, value: int) -> list[Term]:
+        """Other columns that bring the value in the window after moment j; none here."""
         return []
 
     def _cost(self, op: int) -> float:
-        """Of running an op again."""
-        return self.model.time[op] * UNIT / max(self.model.problem.base_time_us, 1e-9)
+        """The cost of running the op again, in the units of the MILP."""
+        return self.model.time[op] * SCALE / max(self.model.problem.base_time_us, 1e-9)
 
     def _runs_after(self, j: int) -> dict[int, int]:
         model, stage = self.model, self.moments[j]
         return {
-            op: self.mip.binary(self._cost(op))
+            op: self.milp.binary(self._cost(op))
             for op in range(stage + 1)
             if model.repeatable[op]
-            and any(not model.kept[v] and self.needs.any_runs[v] > stage for v in model.writes[op])
+            and any(
+                not model.is_output[v] and self.last_reads.by_any_run[v] > stage
+                for v in model.writes[op]
+            )
         }
 
     # -- rows ------------------------------------------------------------------------------
@@ -132,17 +132,17 @@ class Relaxation:
     def _bytes_fit(self, j: int) -> None:
         """sum(bytes[v] held[v, j]) + what is there in any case <= budget - reserve[j]"""
         model, stage = self.model, self.moments[j]
-        over, terms = self._write_over(j)
-        fixed = self._fixed_bytes(stage) + model.workspace[stage] - over
-        unit = UNIT / max(1, self.budget)
+        overwritten, terms = self._write_over(j)
+        fixed = self._fixed_bytes(stage) + model.workspace[stage] - overwritten
+        per_byte = SCALE / max(1, self.budget)
         for value, column in self.held[j].items():
             if column is None:
                 fixed += model.bytes[value]
             else:
-                terms.append((column, model.bytes[value] * unit))
-        room = (self.budget - self.reserve[stage] - fixed) * unit
+                terms.append((column, model.bytes[value] * per_byte))
+        room = (self.budget - self.set_aside[stage] - fixed) * per_byte
         self.fits = self.fits and room >= sum(factor for _, factor in terms if factor < 0)
-        self.mip.row(terms, high=room)
+        self.milp.row(terms, high=room)
 
     def _fixed_bytes(self, stage: int) -> int:
         """Resident values and the outputs there are."""
@@ -150,47 +150,47 @@ class Relaxation:
         return model.problem.resident_bytes + sum(
             size
             for value, size in enumerate(model.bytes)
-            if model.kept[value] and model.writer[value] <= stage
+            if model.is_output[value] and model.writer[value] <= stage
         )
 
     def _write_over(self, j: int) -> tuple[int, list[Term]]:
         """Bytes that the first run may write over what it reads for the last time, at most.
 
         Where a later first run reads the value, too, it must be written again in between:
-        over[v] <= sum(again[writer of v, i], i >= j)
+        overwritten[v] <= sum(rerun[writer of v, i], i >= j)
         """
         model, stage = self.model, self.moments[j]
         shared, terms = dict[int, int](), list[Term]()
-        self.over.append({})
+        self.overwritten.append({})
         for read, write in model.inplace[stage]:
             size = min(model.bytes[read], model.bytes[write])
-            if self.needs.first_runs[read] <= stage:
+            if self.last_reads.by_first_runs[read] <= stage:
                 shared[write] = max(size, shared.get(write, 0))
-            elif model.droppable(read):
-                over = self.over[j].setdefault(read, self.mip.binary())
-                runs = [window.get(model.writer[read]) for window in self.again[j:]]
+            elif model.evictable(read):
+                overwritten = self.overwritten[j].setdefault(read, self.milp.binary())
+                runs = [window.get(model.writer[read]) for window in self.rerun[j:]]
                 found: list[Term] = [(column, -1.0) for column in runs if column is not None]
                 for i in range(j, len(self.moments)):
-                    found += [(column, -factor) for column, factor in self._brought(i, read)]
-                self.mip.row([(over, 1.0), *found], high=0.0)
-                terms.append((over, -size * UNIT / max(1, self.budget)))
+                    found += [(column, -factor) for column, factor in self._other_sources(i, read)]
+                self.milp.row([(overwritten, 1.0), *found], high=0.0)
+                terms.append((overwritten, -size * SCALE / max(1, self.budget)))
         return sum(shared.values()), terms
 
     def _first_runs_find_their_reads(self, j: int) -> None:
-        """held[v, j] + again[writer of v, j] >= 1 for first runs in the window that read v"""
+        """held[v, j] + rerun[writer of v, j] >= 1 for first runs in the window that read v"""
         for value in self._read_in_window(j):
             self._at_least(j, value, (1.0, []))
 
     def _runs_find_their_reads(self, j: int) -> None:
-        """again[q, j] <= held[v, j] + again[writer of v, j] for every v that q reads"""
+        """rerun[q, j] <= held[v, j] + rerun[writer of v, j] for every v that q reads"""
         done = self._read_in_window(j)
-        for op, column in self.again[j].items():
+        for op, column in self.rerun[j].items():
             for value in self.model.reads[op]:
-                if value not in done and not self.model.kept[value]:
+                if value not in done and not self.model.is_output[value]:
                     self._at_least(j, value, (0.0, [(column, 1.0)]))
 
     def _held_values_come_from_somewhere(self, j: int) -> None:
-        """held[v, j + 1] <= held[v, j] + again[writer of v, j] for v that is there at j"""
+        """held[v, j + 1] <= held[v, j] + rerun[writer of v, j] for v that is there at j"""
         if j + 1 == len(self.moments):
             return
         done = self._read_in_window(j)
@@ -200,84 +200,88 @@ class Relaxation:
                 self._at_least(j, value, demand)
 
     def _runs_fit(self, j: int) -> None:
-        """What an op needs that runs again, beside what stays from moment j to the next, fits.
+        """The bytes of an op that runs again fit beside what stays from moment j to the next.
 
-        stays[v] >= held[v, j] + held[v, j + 1] - 1 - again[writer of v, j]
-        sum(bytes[v] stays[v], v that q does not touch) + bytes of q again[q, j] <= budget
+        stays[v] >= held[v, j] + held[v, j + 1] - 1 - rerun[writer of v, j]
+        sum(bytes[v] stays[v], v that q does not touch) + bytes of q rerun[q, j] <= budget
         """
-        model, unit = self.model, UNIT / max(1, self.budget)
+        model, per_byte = self.model, SCALE / max(1, self.budget)
         room, stays = self.budget - self._fixed_bytes(self.moments[j]), dict[int, int]()
         for value, column in self.held[j].items():
             if value not in self.held[j + 1]:
                 continue
             known = [c for c in (column, self.held[j + 1][value]) if c is not None]
-            run = self.again[j].get(model.writer[value])
+            run = self.rerun[j].get(model.writer[value])
             if not known and run is None:
                 room -= model.bytes[value]
                 continue
-            stays[value] = self.mip.real()
+            stays[value] = self.milp.real()
             terms: list[Term] = [(stays[value], 1.0), *((c, -1.0) for c in known)]
             terms += [] if run is None else [(run, 1.0)]
-            self.mip.row(terms, low=1.0 - len(known))
-        total = self.mip.real(high=UNIT)
-        parts = [(column, model.bytes[value] * unit) for value, column in stays.items()]
-        self.mip.row([*parts, (total, -1.0)], 0.0, 0.0)
-        for op, column in self.again[j].items():
+            self.milp.row(terms, low=1.0 - len(known))
+        total = self.milp.real(high=SCALE)
+        parts = [(column, model.bytes[value] * per_byte) for value, column in stays.items()]
+        self.milp.row([*parts, (total, -1.0)], 0.0, 0.0)
+        for op, column in self.rerun[j].items():
             touched = {*model.reads[op], *model.writes[op]}
             own = [value for value in touched if value in stays or self._comes_and_goes(j, value)]
             size = model.workspace[op] + sum(model.bytes[value] for value in own)
             size -= sum(min(model.bytes[r], model.bytes[w]) for r, w in model.inplace[op])
-            terms = [(total, 1.0), (column, size * unit)]
-            terms += [(stays[v], -model.bytes[v] * unit) for v in touched if v in stays]
-            self.mip.row(terms, high=room * unit)
+            terms = [(total, 1.0), (column, size * per_byte)]
+            terms += [(stays[v], -model.bytes[v] * per_byte) for v in touched if v in stays]
+            self.milp.row(terms, high=room * per_byte)
 
     def _comes_and_goes(self, j: int, value: int) -> bool:
-        """Whether the value is not one whose bytes are there throughout the window anyway."""
-        if self.model.kept[value]:
+        """Whether the value's bytes may be missing somewhere in the window."""
+        if self.model.is_output[value]:
             return False
         certain = self.held[j].get(value, -1) is None and self.held[j + 1].get(value, -1) is None
-        return not certain or self.model.writer[value] in self.again[j]
+        return not certain or self.model.writer[value] in self.rerun[j]
 
     def _once_for_all_windows(self, j: int) -> None:
-        """The same from moment j to the end: tighter where runs in several windows add up.
+        """Reads find their values from moment j to the end, and not only to the next moment.
 
-        ever[q, j] <= sum(again[q, i], i >= j),  ever[q, j] >= again[q, i],
-        held[v, j] + ever[writer of v, j] >= 1,  ever[q, j] <= held[v, j] + ever[writer of v, j]
+        This is tighter where runs in several windows add up.
+
+        rerun_from[q, j] <= sum(rerun[q, i], i >= j)
+        rerun_from[q, j] >= rerun[q, i]
+        held[v, j] + rerun_from[writer of v, j] >= 1
+        rerun_from[q, j] <= held[v, j] + rerun_from[writer of v, j]
         """
         model, stage = self.model, self.moments[j]
-        ever: dict[int, int] = {}
-        for op in self.again[j]:
-            parts = [window[op] for window in self.again[j:] if op in window]
+        rerun_from: dict[int, int] = {}
+        for op in self.rerun[j]:
+            parts = [window[op] for window in self.rerun[j:] if op in window]
             if len(parts) == 1:
-                ever[op] = parts[0]
+                rerun_from[op] = parts[0]
                 continue
-            ever[op] = self.mip.real()
-            self.mip.row([(ever[op], -1.0), *((part, 1.0) for part in parts)], low=0.0)
+            rerun_from[op] = self.milp.real()
+            self.milp.row([(rerun_from[op], -1.0), *((part, 1.0) for part in parts)], low=0.0)
             for part in parts:
-                self.mip.row([(ever[op], 1.0), (part, -1.0)], low=0.0)
+                self.milp.row([(rerun_from[op], 1.0), (part, -1.0)], low=0.0)
         for value, op in enumerate(model.writer):
-            if op <= stage < self.needs.first_runs[value] and not model.kept[value]:
-                self._at_least(j, value, (1.0, []), ever)
-        for op, column in ever.items():
+            if op <= stage < self.last_reads.by_first_runs[value] and not model.is_output[value]:
+                self._at_least(j, value, (1.0, []), rerun_from)
+        for op, column in rerun_from.items():
             for value in model.reads[op]:
-                if not model.kept[value]:
-                    self._at_least(j, value, (0.0, [(column, 1.0)]), ever)
+                if not model.is_output[value]:
+                    self._at_least(j, value, (0.0, [(column, 1.0)]), rerun_from)
 
     def _at_least(
-        self, j: int, value: int, demand: Known, again: Mapping[int, int] | None = None
+        self, j: int, value: int, demand: Affine, rerun: Mapping[int, int] | None = None
     ) -> None:
-        """held[value, j] + again[writer of value, j] >= demand"""
+        """held[value, j] + rerun[writer of value, j] >= demand"""
         column = self.held[j].get(value, -1)
         if column is None:
             return  # held in any case
         terms: list[Term] = [] if column < 0 else [(column, 1.0)]
-        run = (self.again[j] if again is None else again).get(self.model.writer[value])
+        run = (self.rerun[j] if rerun is None else rerun).get(self.model.writer[value])
         if run is not None:
             terms.append((run, 1.0))
-        for i in range(j, j + 1 if again is None else len(self.moments)):
-            terms += self._brought(i, value)
+        for i in range(j, j + 1 if rerun is None else len(self.moments)):
+            terms += self._other_sources(i, value)
         low, wanted = demand
-        self.mip.row([*terms, *((c, -factor) for c, factor in wanted)], low=low)
+        self.milp.row([*terms, *((c, -factor) for c, factor in wanted)], low=low)
 
     def _read_in_window(self, j: int) -> set[int]:
         """Values there at moment j that first runs of the window after it read."""
@@ -287,71 +291,76 @@ class Relaxation:
             value
             for op in range(start + 1, stop + 1)
             for value in model.reads[op]
-            if model.writer[value] <= start and not model.kept[value]
+            if model.writer[value] <= start and not model.is_output[value]
         }
 
     # -- solve -----------------------------------------------------------------------------
 
     def solve(self, deadline: Deadline) -> Solution:
-        """A choice near the cheapest, by `RELAXATION_GAP`; where there are many columns a good one.
+        """The cheapest choice but for `RELAXATION_GAP`; with many columns a good one.
 
-        Objective and bound are in units of `UNIT` per time of keep-all.
+        In objective and bound, `SCALE` stands for the time of keep-all.
         """
         if not self.fits:
             return Solution(Status.INFEASIBLE, None, float("inf"), float("inf"))
-        few = tuning.RELAXATION_ROOT if any(self.reserve.values()) else tuning.RELAXATION_FEW_NODES
-        if len(self.mip.cost) <= tuning.RELAXATION_FEW_COLUMNS:
-            nodes = tuning.RELAXATION_NODES if len(self.moments) == 1 else few
-            return self.mip.solve(deadline, nodes=nodes, gap=tuning.RELAXATION_GAP)
-        near = self.mip.solve_near(
-            self.mip.relaxed(deadline), deadline, nodes=few, gap=tuning.RELAXATION_GAP
+        few = (
+            tuning.RELAXATION_ROOT if any(self.set_aside.values()) else tuning.RELAXATION_FEW_NODES
         )
-        close = near.objective - near.bound <= tuning.RELAXATION_CLOSE * UNIT
-        if close or len(self.mip.cost) > tuning.RELAXATION_MANY_COLUMNS:
+        if len(self.milp.cost) <= tuning.RELAXATION_FEW_COLUMNS:
+            nodes = tuning.RELAXATION_NODES if len(self.moments) == 1 else few
+            return self.milp.solve(deadline, nodes=nodes, gap=tuning.RELAXATION_GAP)
+        near = self.milp.solve_near(
+            self.milp.relaxed(deadline), deadline, nodes=few, gap=tuning.RELAXATION_GAP
+        )
+        close = near.objective - near.bound <= tuning.RELAXATION_CLOSE * SCALE
+        if close or len(self.milp.cost) > tuning.RELAXATION_MANY_COLUMNS:
             return near
-        found = self.mip.solve(deadline, nodes=few, gap=tuning.RELAXATION_GAP, start=near.values)
+        found = self.milp.solve(deadline, nodes=few, gap=tuning.RELAXATION_GAP, start=near.values)
         return found if found.values is not None else replace(near, bound=found.bound)
 
     def time_bound_us(self, solution: Solution) -> float:
         """Time of any schedule within the budget: at least this; infinite if there is none."""
         base = self.model.problem.base_time_us
-        return base + max(0.0, solution.bound / UNIT * base * (1 - CAREFUL))
+        return base + max(0.0, solution.bound / SCALE * base * (1 - BOUND_MARGIN))
 
     def held_in(self, solution: Solution) -> Iterator[tuple[int, set[int]]]:
         """The moments, as stages, and the values that outlive each."""
-        for stage, columns, over in zip(self.moments, self.held, self.over, strict=True):
-            gone = {v for v, c in over.items() if solution.chosen(c)}
+        for stage, columns, overwritten in zip(
+            self.moments, self.held, self.overwritten, strict=True
+        ):
+            gone = {v for v, c in overwritten.items() if solution.chosen(c)}
             yield stage, {v for v, c in columns.items() if c is None or solution.chosen(c)} - gone
 
 
-def runs_for(model: IndexedProblem, held: Mapping[int, set[int]]) -> list[tuple[int, int]]:
-    """Extra runs where, of values that can be computed again, only these outlive the moments.
+def extra_runs_for(model: IndexedProblem, held: Mapping[int, set[int]]) -> list[tuple[int, int]]:
+    """The extra runs of a schedule that holds only these values over the moments.
 
-    What is missing is computed again when it is first read, with whatever that needs in turn.
+    ``held`` is by stage. Values that cannot be computed again are always held. What is missing is
+    computed again when it is first read, with whatever that needs in turn.
     """
-    there = [not model.droppable(value) for value in range(len(model.bytes))]
+    there = [not model.evictable(value) for value in range(len(model.bytes))]
     out: list[tuple[int, int]] = []
     for stage in range(model.n):
-        again: set[int] = set()
+        rerun: set[int] = set()
         missing = [v for v in model.reads[stage] if not there[v]]
         while missing:
             op = model.writer[missing.pop()]
-            if op not in again:
-                again.add(op)
+            if op not in rerun:
+                rerun.add(op)
                 missing.extend(v for v in model.reads[op] if not there[v])
-        for op in (*sorted(again), stage):
+        for op in (*sorted(rerun), stage):
             for value in model.writes[op]:
                 there[value] = True
-        out.extend((op, stage) for op in sorted(again))
+        out.extend((op, stage) for op in sorted(rerun))
         if stage in held:
-            for value in _droppable_before(model, stage):
+            for value in _evictable_before(model, stage):
                 there[value] = there[value] and value in held[stage]
     return out
 
 
-def _droppable_before(model: IndexedProblem, stage: int) -> Sequence[int]:
+def _evictable_before(model: IndexedProblem, stage: int) -> Sequence[int]:
     return [
         value
         for value, op in enumerate(model.writer)
-        if op != INPUT and op <= stage and model.droppable(value)
+        if op != INPUT and op <= stage and model.evictable(value)
     ]

@@ -18,7 +18,7 @@ def all_runs(model: IndexedProblem) -> list[list[int]]:
     for op in reversed(range(model.n)):
         last = max(op, until[op]) if model.repeatable[op] else op
         for value in model.reads[op]:
-            if model.droppable(value):
+            if model.evictable(value):
                 writer = model.writer[value]
                 until[writer] = max(until[writer], last)
     return [[op for op in range(stage) if until[op] >= stage] for stage in range(model.n)]
@@ -34,7 +34,7 @@ def _ancestors(model: IndexedProblem, op: int, hops: int) -> list[int]:
     front = {op}
     for _ in range(hops):
         reads = {value for reader in front for value in model.reads[reader]}
-        front = {model.writer[value] for value in reads if model.droppable(value)} - found
+        front = {model.writer[value] for value in reads if model.evictable(value)} - found
         found |= front
     return sorted(found)
 

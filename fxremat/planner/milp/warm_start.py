@@ -14,12 +14,12 @@ from fxremat.core.problem import Problem
 from fxremat.planner.indexed_problem import IndexedProblem
 from fxremat.planner.local import greedy
 from fxremat.planner.local.stage_schedule import ExtraRun, StageSchedule
-from fxremat.planner.milp.checkmate_columns import Staged
+from fxremat.planner.milp.checkmate_columns import CheckmateMilp
 from fxremat.planner.options import SolverOptions
 from fxremat.planner.plans import make_plan
 
 
-def known_plan(problem: Problem, budget_bytes: int, options: SolverOptions) -> Plan:
+def start_plan(problem: Problem, budget_bytes: int, options: SolverOptions) -> Plan:
     """The plan in ``options.start`` if it fits, else it or the greedy solver's: the better one."""
     plans = []
     if options.start is not None:
@@ -30,7 +30,7 @@ def known_plan(problem: Problem, budget_bytes: int, options: SolverOptions) -> P
     return min(plans, key=lambda plan: (max(plan.peak_bytes, budget_bytes), plan.time_us))
 
 
-def runs_of(model: IndexedProblem, steps: Sequence[str]) -> list[ExtraRun]:
+def extra_runs_of(model: IndexedProblem, steps: Sequence[str]) -> list[ExtraRun]:
     """The extra runs of a schedule by stage, each op once and in base order.
 
     So it is a schedule in stage form with the same runs, not always with the same peak.
@@ -45,50 +45,50 @@ def runs_of(model: IndexedProblem, steps: Sequence[str]) -> list[ExtraRun]:
     return [(op, stage) for stage, op in sorted(found)]
 
 
-def without_idle(model: IndexedProblem, runs: Iterable[ExtraRun]) -> list[ExtraRun]:
+def without_unread(model: IndexedProblem, runs: Iterable[ExtraRun]) -> list[ExtraRun]:
     """The runs without those whose copies nobody reads."""
     state = StageSchedule(model, runs)
-    while idle := tuple(run for run in state.all_extra() if not state.useful(run)):
+    while idle := tuple(run for run in state.all_extra() if not state.is_read(run)):
         state.change((), idle)
     return state.all_extra()
 
 
-def columns_of(staged: Staged, runs: Collection[ExtraRun]) -> list[float] | None:
+def start_values(programme: CheckmateMilp, runs: Collection[ExtraRun]) -> list[float] | None:
     """The value of every column for a schedule; None where the programme does not allow it."""
-    if any(op not in staged.run[stage] for op, stage in runs):
+    if any(op not in programme.run[stage] for op, stage in runs):
         return None
-    state = StageSchedule(staged.model, runs)
-    values = [0.0] * len(staged.mip.cost)
-    values[staged.one] = 1.0
+    state = StageSchedule(programme.model, runs)
+    values = [0.0] * len(programme.milp.cost)
+    values[programme.one] = 1.0
     for op, stage in runs:
-        values[staged.run[stage][op]] = 1.0
-    for stage, row in enumerate(staged.stay):
+        values[programme.run[stage][op]] = 1.0
+    for stage, row in enumerate(programme.stay):
         for value, column in row.items():
-            values[column] = float(column == staged.one or state.live_in(value, stage))
-    for stage in range(staged.model.n):
-        _set_frees(staged, stage, values)
-        _set_held(staged, stage, values)
-    for column, terms in staged.sums:
+            values[column] = float(column == programme.one or state.live_in(value, stage))
+    for stage in range(programme.model.n):
+        _set_frees(programme, stage, values)
+        _set_held(programme, stage, values)
+    for column, terms in programme.sums:
         values[column] = sum(values[other] * factor for other, factor in terms)
     return values
 
 
-def _set_frees(staged: Staged, stage: int, values: list[float]) -> None:
+def _set_frees(programme: CheckmateMilp, stage: int, values: list[float]) -> None:
     """A value that does not stay goes after the last op that runs and touches it."""
     last: dict[int, int] = {}
-    for value, op in staged.free[stage]:
-        stays = values[staged.stays(stage + 1, value)]
-        if values[staged.run[stage][op]] and not stays:
+    for value, op in programme.free[stage]:
+        stays = values[programme.stays(stage + 1, value)]
+        if values[programme.run[stage][op]] and not stays:
             last[value] = max(op, last.get(value, op))
     for value, op in last.items():
-        values[staged.free[stage][value, op]] = 1.0
+        values[programme.free[stage][value, op]] = 1.0
 
 
-def _set_held(staged: Staged, stage: int, values: list[float]) -> None:
+def _set_held(programme: CheckmateMilp, stage: int, values: list[float]) -> None:
     """The least that the row of the column allows."""
-    reads = staged.model.reads[stage]
-    for value, column in staged.held[stage].items():
-        needed = value in reads or values[staged.stays(stage + 1, value)]
-        ran = staged.run[stage].get(staged.model.writer[value], staged.none)
-        there = values[staged.stays(stage, value)]
-        values[column] = max(0.0, there + needed - 1.0 - values[ran])
+    reads = programme.model.reads[stage]
+    for value, column in programme.held_throughout[stage].items():
+        needed = value in reads or values[programme.stays(stage + 1, value)]
+        ran = programme.run[stage].get(programme.model.writer[value], programme.zero)
+        available = values[programme.stays(stage, value)]
+        values[column] = max(0.0, available + needed - 1.0 - values[ran])

@@ -38,7 +38,7 @@ from fxremat.planner.options import ProblemRefused, SolverOptions
 from fxremat.planner.peak_bound import peak_bound
 from fxremat.planner.plans import make_plan
 
-Inner = Callable[[Problem, int | None, SolverOptions], Plan]
+Solver = Callable[[Problem, int | None, SolverOptions], Plan]
 
 NAME = "offload"
 TOKEN, GET = " on the host", "fetch "
@@ -104,13 +104,15 @@ def items_of(problem: Problem, steps: Sequence[str]) -> list[Item]:
 
 @dataclass(frozen=True)
 class MoveRule:
-    """Which values may move: see `chosen`. ``load`` None: all, and all at once.
+    """Which values may move: see `ops_to_move`.
 
-    ``price`` of a fetch, as a part of its time on the engine.
+    ``least_rerun_part`` is compared with the time to run the op again, as a part of the time of the
+    fetch. ``engine_load`` is the part of the forward's time for which the engine may be busy; with
+    None all values may move. ``price`` is that of a fetch, as a part of its time on the engine.
     """
 
-    worth: float
-    load: float | None
+    least_rerun_part: float
+    engine_load: float | None
     recompute: bool = True
     price: float = 1e-3
 
@@ -124,34 +126,34 @@ MOVE_RULES = (
     MoveRule(0.0, None),
     MoveRule(0.03, 1.15),
 )
-"""What is tried, by worth against the time on the engine and by load of the engine."""
+"""The rules that are tried where values may move."""
 
 
-def chosen(problem: Problem, choice: MoveRule) -> set[str]:
+def ops_to_move(problem: Problem, rule: MoveRule) -> set[str]:
     """Ops whose values may move, so many that the engine is busy during the forward.
 
     Walking through the forward, a value that the backward reads joins the engine's queue where it
     costs enough to compute again, the queue is short, and the transfer ends before the forward
-    does. With a ``load`` of 2, half of these transfers would have to be waited for.
+    does. With an ``engine_load`` of 2, half of these transfers would have to be waited for.
     """
     copies, can = problem.copies, movable(problem)
     assert copies is not None
-    if choice.load is None:
+    if rule.engine_load is None:
         return set(can)
-    again, wanted = again_costs(problem), _read_by_backward(problem)
+    reruns, wanted = rerun_costs(problem), _read_by_backward(problem)
     forward = [op for op in problem.ops if op.phase == "forward"]
-    end = choice.load * sum(op.time_us for op in forward)
+    end = rule.engine_load * sum(op.time_us for op in forward)
     now = engine = 0.0
     found = set()
     for op in forward:
-        now += choice.load * op.time_us
+        now += rule.engine_load * op.time_us
         if op.name not in can or wanted.isdisjoint(op.writes):
             continue
         takes = transfer_us(copies, "to host", can[op.name])
         back = transfer_us(copies, "to device", can[op.name])
         begin = max(now, engine)
         queue = begin - now <= tuning.OFFLOAD_BACKLOG * takes
-        if again[op.name] >= choice.worth * back and queue and begin + takes <= end:
+        if reruns[op.name] >= rule.least_rerun_part * back and queue and begin + takes <= end:
             engine = begin + takes
             found.add(op.name)
     return found
@@ -161,8 +163,11 @@ def _read_by_backward(problem: Problem) -> set[str]:
     return {name for op in problem.ops if op.phase == "backward" for name in op.reads}
 
 
-def again_costs(problem: Problem) -> dict[str, float]:
-    """Time to run each op again, with what it reads; what the backward reads too is there."""
+def rerun_costs(problem: Problem) -> dict[str, float]:
+    """Microseconds to run each op again, with the ops that it reads from.
+
+    What the backward reads as well counts as there.
+    """
     wanted = _read_by_backward(problem)
     cost: dict[str, float] = {}
     found = {}
@@ -173,41 +178,43 @@ def again_costs(problem: Problem) -> dict[str, float]:
     return found
 
 
-def solve(problem: Problem, budget_bytes: int | None, options: SolverOptions, inner: Inner) -> Plan:
-    """The fastest plan of the solver ``inner`` within the budget, with or without moves.
+def solve(
+    problem: Problem, budget_bytes: int | None, options: SolverOptions, solver: Solver
+) -> Plan:
+    """The fastest plan of the ``solver`` within the budget, with or without moves.
 
     Never slower than its plan without: that is among those compared.
     """
     search = _MoveSearch(problem, budget_bytes, options, Deadline(options.time_limit_s))
-    alone = search.offer(search.question(ALONE), inner)
+    alone = search.offer(search.priced_problem(ALONE), solver)
     if budget_bytes is None or (alone.fits and alone.line.time_us <= problem.base_time_us):
         return search.plan()
     relaxed = relax(problem, budget_bytes, search.deadline)
-    questions = [search.question(choice) for choice in _choices(problem)]
+    candidates = [search.priced_problem(rule) for rule in _rules_for(problem)]
     if relaxed.fetched and movable(problem):
-        questions.insert(0, search.question_of(_writers(problem, relaxed.fetched)))
+        candidates.insert(0, search.priced_problem_of(_writers(problem, relaxed.fetched)))
     best: tuple[tuple[int, float], PricedProblem] | None = None
-    for question in questions:
-        rank = search.offer(question, greedy.solve).rank
-        best = min(best or (rank, question), (rank, question), key=lambda pair: pair[0])
+    for priced_problem in candidates:
+        rank = search.offer(priced_problem, greedy.solve).rank
+        best = min(best or (rank, priced_problem), (rank, priced_problem), key=lambda pair: pair[0])
         if search.is_within(relaxed.bound_us + tuning.OFFLOAD_CLOSE * problem.base_time_us):
             break
-    if best is not None and inner is not greedy.solve:
-        search.offer(best[1], inner)
+    if best is not None and solver is not greedy.solve:
+        search.offer(best[1], solver)
     return search.plan(relaxed.bound_us)
 
 
-def _choices(problem: Problem) -> list[MoveRule]:
-    """What is tried for a problem."""
-    choices = [*MOVE_RULES] if movable(problem) else []
+def _rules_for(problem: Problem) -> list[MoveRule]:
+    """The rules that are tried for a problem."""
+    rules = [*MOVE_RULES] if movable(problem) else []
     if problem.host:
-        choices += [replace(ALONE, price=price) for price in tuning.OFFLOAD_PRICES]
-        choices += [
+        rules += [replace(ALONE, price=price) for price in tuning.OFFLOAD_PRICES]
+        rules += [
             replace(MOVE_RULES[0], price=price)
             for price in tuning.OFFLOAD_PRICES
             if movable(problem)
         ]
-    return choices
+    return rules
 
 
 def _writers(problem: Problem, values: Iterable[str]) -> set[str]:
@@ -219,9 +226,9 @@ def _writers(problem: Problem, values: Iterable[str]) -> set[str]:
 def quick(problem: Problem, budget_bytes: int | None, options: SolverOptions) -> Plan:
     """A plan to compare problems by, from the two choices that are mostly the best."""
     search = _MoveSearch(problem, budget_bytes, options, Deadline(options.time_limit_s))
-    search.offer(search.question(ALONE), greedy.quick)
+    search.offer(search.priced_problem(ALONE), greedy.quick)
     if budget_bytes is not None and movable(problem):
-        search.offer(search.question(MOVE_RULES[0]), greedy.quick)
+        search.offer(search.priced_problem(MOVE_RULES[0]), greedy.quick)
     return search.plan()
 
 
@@ -267,12 +274,12 @@ class _MoveSearch:
     deadline: Deadline
     best: PlacedMoves | None = None
 
-    def question(self, choice: MoveRule) -> PricedProblem:
-        """The priced problem of a choice."""
-        moved = chosen(self.problem, choice)
-        return self.question_of(moved, choice.price, recompute=choice.recompute)
+    def priced_problem(self, rule: MoveRule) -> PricedProblem:
+        """The priced problem of a rule."""
+        moved = ops_to_move(self.problem, rule)
+        return self.priced_problem_of(moved, rule.price, recompute=rule.recompute)
 
-    def question_of(
+    def priced_problem_of(
         self, moved: set[str], price: float = ALONE.price, *, recompute: bool = True
     ) -> PricedProblem:
         """The priced problem in which the values of these ops may move."""
@@ -283,16 +290,16 @@ class _MoveSearch:
         largest = max((sizes[name] for name in (*named, *self.problem.from_host)), default=0)
         return PricedProblem(priced(self.problem, moved, rate, recompute=recompute), largest)
 
-    def offer(self, question: PricedProblem, inner: Inner) -> PlacedMoves:
+    def offer(self, priced_problem: PricedProblem, solver: Solver) -> PlacedMoves:
         """The best schedule that a solver makes of a priced problem.
 
         Where its transfers have to be waited for, also with room left for values to come early.
         """
-        largest = question.largest_bytes
+        largest = priced_problem.largest_bytes
         found: list[PlacedMoves] = []
         for room in tuning.OFFLOAD_ROOM if largest and self.budget is not None else (0,):
             left = None if self.budget is None else self.budget - room * largest
-            answer = inner(question.problem, left, self.options)
+            answer = solver(priced_problem.problem, left, self.options)
             line = place(self.problem, items_of(self.problem, answer.ops), self.budget)
             found.append(PlacedMoves(line, answer, self.budget))
             if not line.timing.stall_us:

@@ -7,7 +7,7 @@ whole takes no less than ``base + added``:
     fetch[v, j]   value v comes from the host in the window after moment j
     away[v, j]    value v is on the host alone at moment j
 
-    added >= sum(time of q again[q, j])
+    added >= sum(time of q rerun[q, j])
     base + added >= sum(time of v on its way back fetch[v, j])
     time of first runs up to moment j + added >= sum(time of v on its way out away[v, j])
     time of first runs after moment j + added >= sum(time of v on its way back fetch[v, i], i >= j)
@@ -25,8 +25,8 @@ from fxremat.core.timing import transfer_us
 from fxremat.planner.deadline import Deadline
 from fxremat.planner.indexed_problem import INPUT, build_model
 from fxremat.planner.local.stage_schedule import StageSchedule
-from fxremat.planner.milp.highs import Term
-from fxremat.planner.milp.moments_relaxation import UNIT, Needs, Relaxation
+from fxremat.planner.milp.highs import SCALE, Term
+from fxremat.planner.milp.moments_relaxation import LastReads, Relaxation
 
 
 @dataclass(frozen=True)
@@ -46,7 +46,7 @@ def relax(problem: Problem, budget_bytes: int, deadline: Deadline) -> Relaxed:
     if not model.n:
         return Relaxed(0.0, frozenset())
     peak = int(StageSchedule(model).peak.argmax())
-    relaxation = MovingRelaxation(model, Needs.of(model), budget_bytes, {peak: 0})
+    relaxation = MovingRelaxation(model, LastReads.of(model), budget_bytes, {peak: 0})
     solution = relaxation.solve(deadline)
     bound = max(relaxation.time_bound_us(solution), problem.base_time_us)
     fetched = {
@@ -73,23 +73,23 @@ class MovingRelaxation(Relaxation):
         host = set(problem.host)
         can_return = bool(self.copies.to_host and self.copies.to_device)
         self.may_move = [
-            not self.model.kept[value]
+            not self.model.is_output[value]
             and (name in host or (not self.copies.only_host and can_return))
             and (self.model.writer[value] != INPUT or name in host)
             for value, name in enumerate(names)
         ]
         self.lives_there = [name in host for name in names]
-        self.added = self.mip.real(cost=1.0, high=float("inf"))
-        for stage in sorted(self.reserve):
+        self.added = self.milp.real(cost=1.0, high=float("inf"))
+        for stage in sorted(self.set_aside):
             self.fetch.append(
                 {
-                    value: self.mip.binary()
+                    value: self.milp.binary()
                     for value, op in enumerate(self.model.writer)
-                    if op <= stage < self.needs.any_runs[value] and self.may_move[value]
+                    if op <= stage < self.last_reads.by_any_run[value] and self.may_move[value]
                 }
             )
         super().__post_init__()
-        self.scale = UNIT / max(problem.base_time_us, 1e-9)
+        self.per_us = SCALE / max(problem.base_time_us, 1e-9)
         self._ops_take_time()
         for j in range(len(self.moments)):
             self._engines_take_time(j)
@@ -97,7 +97,7 @@ class MovingRelaxation(Relaxation):
     def _stays(self, value: int, stage: int) -> bool:
         return not self.may_move[value] and super()._stays(value, stage)
 
-    def _brought(self, j: int, value: int) -> list[Term]:
+    def _other_sources(self, j: int, value: int) -> list[Term]:
         column = self.fetch[j].get(value)
         return [] if column is None else [(column, 1.0)]
 
@@ -112,29 +112,29 @@ class MovingRelaxation(Relaxation):
         assert self.copies is not None
         kind = "to device" if back else "to host"
         size = self.model.bytes[value]
-        return min(transfer_us(self.copies, kind, size), 1e15) * self.scale  # type: ignore[arg-type]
+        return min(transfer_us(self.copies, kind, size), 1e15) * self.per_us  # type: ignore[arg-type]
 
     def _ops_take_time(self) -> None:
-        """added >= sum(time of q again[q, j]);  base + added >= sum(time back of v fetch[v, j])"""
+        """added >= sum(time of q rerun[q, j]);  base + added >= sum(time back of v fetch[v, j])"""
         runs = [
-            (column, -self.model.time[op] * self.scale)
-            for window in self.again
+            (column, -self.model.time[op] * self.per_us)
+            for window in self.rerun
             for op, column in window.items()
         ]
-        self.mip.row([(self.added, 1.0), *runs], low=0.0)
+        self.milp.row([(self.added, 1.0), *runs], low=0.0)
         fetches = [
             (column, -self._us(value, back=True))
             for window in self.fetch
             for value, column in window.items()
         ]
-        self.mip.row([(self.added, 1.0), *fetches], low=-UNIT)
+        self.milp.row([(self.added, 1.0), *fetches], low=-SCALE)
 
     def _engines_take_time(self, j: int) -> None:
-        """away[v, j] >= fetch[v, i] - held[v, j] - sum(again[writer of v, k], k >= j)
+        """away[v, j] >= fetch[v, i] - held[v, j] - sum(rerun[writer of v, k], k >= j)
 
         and what both engines do before and after the moment.
         """
-        before = sum(self.model.time[: self.moments[j] + 1]) * self.scale
+        before = sum(self.model.time[: self.moments[j] + 1]) * self.per_us
         out: list[Term] = [(self.added, 1.0)]
         back: list[Term] = [(self.added, 1.0)]
         for value in {v for window in self.fetch[j:] for v in window}:
@@ -147,12 +147,12 @@ class MovingRelaxation(Relaxation):
                 or self.model.writer[value] > self.moments[j]
             ):
                 continue
-            away = self.mip.real()
+            away = self.milp.real()
             out.append((away, -self._us(value, back=False)))
-            runs = [window.get(self.model.writer[value]) for window in self.again[j:]]
+            runs = [window.get(self.model.writer[value]) for window in self.rerun[j:]]
             others = [(run, 1.0) for run in runs if run is not None]
             others += [] if held < 0 else [(held, 1.0)]
             for column in columns:
-                self.mip.row([(away, 1.0), (column, -1.0), *others], low=0.0)
-        self.mip.row(out, low=-before)
-        self.mip.row(back, low=before - UNIT)
+                self.milp.row([(away, 1.0), (column, -1.0), *others], low=0.0)
+        self.milp.row(out, low=-before)
+        self.milp.row(back, low=before - SCALE)

@@ -20,11 +20,15 @@ from collections.abc import Iterable, Iterator
 from operator import le
 
 from fxremat.planner.clusters.chain import Block, Chain
-from fxremat.planner.clusters.cluster_problem import backwards, evicted, paused_problem
+from fxremat.planner.clusters.cluster_problem import (
+    backward_schedules,
+    eviction_front,
+    isolated_problem,
+)
 from fxremat.planner.clusters.tuning import CLUSTER_PAUSES
 from fxremat.planner.deadline import Deadline
 from fxremat.planner.indexed_problem import build_model
-from fxremat.planner.milp.highs import Mip, Term
+from fxremat.planner.milp.highs import Milp, Term
 from fxremat.planner.published import tuning
 from fxremat.planner.published.chain_costs import (
     BlockOption,
@@ -130,11 +134,11 @@ def _held(
 
     Wanted values are held or made again; so is what an op that runs again reads.
     """
-    model, mip = chain.model, Mip()
+    model, milp = chain.model, Milp()
     tie = 1e-6 * sum(model.time) / (1 + sum(model.bytes))
-    hold = {value: mip.binary(tie * model.bytes[value]) for value in sorted(block.reach)}
+    hold = {value: milp.binary(tie * model.bytes[value]) for value in sorted(block.reach)}
     makers = [op for op in block.forward if block.local.intersection(model.writes[op])]
-    again = {op: mip.binary(model.time[op]) for op in makers}
+    again = {op: milp.binary(model.time[op]) for op in makers}
 
     def there(value: int) -> list[Term]:
         op = model.writer[value]
@@ -142,12 +146,12 @@ def _held(
         return [(hold[value], 1.0), *made]
 
     for value in sorted(wanted):
-        mip.row(there(value), low=1.0)
+        milp.row(there(value), low=1.0)
     for op in makers:
         for value in sorted(block.reach.intersection(model.reads[op])):
-            mip.row([*there(value), (again[op], -1.0)], low=0.0)
-    mip.row([(column, float(model.bytes[value])) for value, column in hold.items()], high=limit)
-    solution = mip.solve(deadline, nodes=tuning.BLOCK_NODES)
+            milp.row([*there(value), (again[op], -1.0)], low=0.0)
+    milp.row([(column, float(model.bytes[value])) for value, column in hold.items()], high=limit)
+    solution = milp.solve(deadline, nodes=tuning.BLOCK_NODES)
     if solution.values is None:
         return None
     return frozenset(value for value, column in hold.items() if solution.chosen(column))
@@ -180,13 +184,15 @@ def path_options(chain: Chain, block: Block, deadline: Deadline) -> Iterator[Blo
         chain.model.own_bytes[op] for op in (*block.forward, *block.backward)
     )
     for pause in CLUSTER_PAUSES:
-        problem = paused_problem(
+        problem = isolated_problem(
             chain.model,
             block.forward,
             block.backward,
             int(pause * whole),
-            stays=lambda value: _role(chain, block, value)[3],
-            again=lambda op: bool(block.local.intersection(chain.model.writes[op])),
+            outlives=lambda value: _role(chain, block, value)[3],
+            may_rerun=lambda op: bool(block.local.intersection(chain.model.writes[op])),
         )
-        pool = evicted(build_model(problem), deadline)
-        yield from map(BlockOption, map(tuple, backwards(pool, block.forward, block.backward)))
+        front = eviction_front(build_model(problem), deadline)
+        yield from map(
+            BlockOption, map(tuple, backward_schedules(front, block.forward, block.backward))
+        )

@@ -46,7 +46,7 @@ class OptionCost:
     ``held`` are the bytes between forward and backward without the value that enters,
     ``held_first`` the same before the turn. ``needs_enters`` says whether the backward reads the
     value that enters, ``holds_leaves`` whether ``held`` counts the value that leaves. ``first``
-    is the forward before the turn, ``again`` after it, ``last`` where no later block follows.
+    is the forward before the turn, ``rerun`` after it, ``last`` where no later block follows.
     """
 
     held: int
@@ -70,8 +70,8 @@ class BlockCost:
     enters: int
     early: int
     gap: int
-    skip_first: BlockRun
-    skip_again: BlockRun
+    first_unsaved: BlockRun
+    rerun_unsaved: BlockRun
     options: tuple[OptionCost, ...]
 
 
@@ -104,8 +104,8 @@ class _BlockSums:
             enters=0 if block.enters is None else model.bytes[block.enters],
             early=self._bytes(block.early),
             gap=self.chain.before[block.backward.start],
-            skip_first=self._run(block.forward, leaves | block.early),
-            skip_again=self._again(leaves),
+            first_unsaved=self._run(block.forward, leaves | block.early),
+            rerun_unsaved=self._again(leaves),
             options=tuple(self._option(option) for option in options),
         )
 

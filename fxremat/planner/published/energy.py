@@ -18,7 +18,14 @@ from fxremat.core.plan import Plan
 from fxremat.core.problem import Problem
 from fxremat.core.timeline import Timeline
 from fxremat.planner.deadline import Deadline
-from fxremat.planner.moves.offload import Inner, again_costs, items_of, least_bytes, movable, priced
+from fxremat.planner.moves.offload import (
+    Solver,
+    items_of,
+    least_bytes,
+    movable,
+    priced,
+    rerun_costs,
+)
 from fxremat.planner.moves.transfers import place
 from fxremat.planner.options import SolverOptions
 from fxremat.planner.plans import make_plan
@@ -27,7 +34,9 @@ from fxremat.planner.published import tuning
 NAME = "energy"
 
 
-def solve(problem: Problem, budget_bytes: int | None, options: SolverOptions, inner: Inner) -> Plan:
+def solve(
+    problem: Problem, budget_bytes: int | None, options: SolverOptions, inner: Solver
+) -> Plan:
     """The plan of least energy found that keeps to budget and time; else the one nearest to it."""
     deadline = Deadline(options.time_limit_s)
     own = replace(options, objective="time", most_time_us=None)
@@ -52,12 +61,12 @@ def solve(problem: Problem, budget_bytes: int | None, options: SolverOptions, in
 
 
 def _schedule(
-    problem: Problem, budget: int | None, options: SolverOptions, inner: Inner, ratio: float
+    problem: Problem, budget: int | None, options: SolverOptions, inner: Solver, ratio: float
 ) -> tuple[Timeline, str]:
     """The schedule for one choice of what may move, and the solver that made it."""
     question = _in_energy(problem)
     price = 0.0 if problem.copies is None else 2 * problem.copies.energy_uj
-    can, again = movable(problem), again_costs(question)
+    can, again = movable(problem), rerun_costs(question)
     moved = {name for name, size in can.items() if again[name] >= ratio * price * size}
     moved = set() if ratio == math.inf else moved
     answer = inner(priced(question, moved, price, recompute=True), budget, options)

@@ -35,10 +35,10 @@ from fxremat.core.plan import Plan
 from fxremat.core.problem import Problem
 from fxremat.planner.deadline import Deadline
 from fxremat.planner.indexed_problem import IndexedProblem, build_model
-from fxremat.planner.local.pareto_pool import steps_of
+from fxremat.planner.local.pareto_front import steps_of
 from fxremat.planner.local.stage_schedule import ExtraRun, StageSchedule
 from fxremat.planner.milp.rerun_candidates import all_runs
-from fxremat.planner.milp.warm_start import known_plan, runs_of, without_idle
+from fxremat.planner.milp.warm_start import extra_runs_of, start_plan, without_unread
 from fxremat.planner.options import ProblemRefused, Progress, SolverOptions
 from fxremat.planner.peak_bound import peak_bound
 from fxremat.planner.plans import make_plan
@@ -76,7 +76,7 @@ def solve(problem: Problem, budget_bytes: int | None, options: SolverOptions) ->
     best = make_plan(problem, problem.base_steps(), NAME)
     bound = peak_bound(model)
     if budget_bytes is not None and best.peak_bytes > budget_bytes:
-        best = known_plan(problem, budget_bytes, options)
+        best = start_plan(problem, budget_bytes, options)
         bound = max(bound, best.peak_bound_bytes or 0)
         if bound <= budget_bytes:
             best = _MoccasinCall(model, budget_bytes, options, deadline, best).improve()
@@ -103,7 +103,7 @@ class _MoccasinCall:
     def improve(self) -> Plan:
         """The best plan of those known and those that CP-SAT finds."""
         for runs in _answers(self._question(), self.deadline):
-            self._look_at(without_idle(self.model, runs))
+            self._look_at(without_unread(self.model, runs))
             self._look_at(runs)
             if self.options.progress is not None:
                 time_us = self.best.time_us if self._fits() else None
@@ -143,7 +143,7 @@ class _MoccasinCall:
                 for op in range(model.n)
             ],
             "writer": model.writer,
-            "kept": model.kept,
+            "kept": model.is_output,
             "bytes": [-(-size // unit) for size in model.bytes],
             "workspace": [-(-size // unit) for size in model.workspace],
             "room": max(0, (self.budget - model.problem.resident_bytes) // unit),
@@ -159,7 +159,7 @@ class _MoccasinCall:
         """The stages in which each op runs in the best plan, if no op runs too often there."""
         if not self._fits():
             return None
-        runs = StageSchedule(self.model, runs_of(self.model, self.best.ops)).runs
+        runs = StageSchedule(self.model, extra_runs_of(self.model, self.best.ops)).runs
         return None if any(len(stages) > tuning.MOCCASIN_MOST_RUNS for stages in runs) else runs
 
 
@@ -171,7 +171,7 @@ def _shares(model: IndexedProblem, op: int, first: bool, unit: int) -> list[tupl
     out = []
     met: set[int] = set()
     for read, write in model.inplace[op]:
-        if first or not model.kept[write]:
+        if first or not model.is_output[write]:
             if not met & {read, write}:
                 out.append((read, min(model.bytes[read], model.bytes[write]) // unit))
             met |= {read, write}

@@ -188,7 +188,7 @@ class ChainQuestion:
                 after.append(part[turn:])
                 continue
             for cost in self.segments.costs[each.i : each.j + 1]:
-                before += cost.skip_first.steps
+                before += cost.first_unsaved.steps
             after.append(part)
             if each.choice == SEND_AND_RECOMPUTE:
                 enters = self.chain.blocks[each.i].enters

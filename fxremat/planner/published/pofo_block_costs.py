@@ -97,7 +97,7 @@ class Sender:
         return frozenset(
             value
             for value in (read & chain.spans.keys()) - elsewhere
-            if chain.model.writer[value] in block.forward and not chain.model.kept[value]
+            if chain.model.writer[value] in block.forward and not chain.model.is_output[value]
         )
 
     @cached_property

@@ -42,11 +42,11 @@ def solve(problem: Problem, budget_bytes: int | None, options: SolverOptions) ->
 
     Raises `NotAChain` for a problem that is not a chain of blocks.
     """
-    return found(problem, options).choose(budget_bytes)
+    return whole_front(problem, options).choose(budget_bytes)
 
 
 @remembered
-def found(problem: Problem, options: SolverOptions) -> PlanFront:
+def whole_front(problem: Problem, options: SolverOptions) -> PlanFront:
     """The plans of a problem, remembered for the last few problems."""
     deadline = Deadline(options.time_limit_s)
     chain = coarser(find_chain(problem), tuning.ROTOR_MOST_BLOCKS)

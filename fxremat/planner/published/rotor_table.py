@@ -106,7 +106,7 @@ class Table:
         ``skip_needs[first, i, k]`` are the bytes of running the blocks i..k, with what enters i
         held apart.
         """
-        again, first = [c.skip_again for c in self.costs], [c.skip_first for c in self.costs]
+        again, first = [c.rerun_unsaved for c in self.costs], [c.first_unsaved for c in self.costs]
         self.times = [
             np.array([*accumulate((run.time for run in runs), initial=0.0)])
             for runs in (again, first)
@@ -237,7 +237,7 @@ class Table:
     ) -> None:
         first = j == self.count - 1
         for cost in self.costs[i:cut]:
-            out.extend((cost.skip_first if first else cost.skip_again).steps)
+            out.extend((cost.first_unsaved if first else cost.rerun_unsaved).steps)
         self._expand(out, PAY, cut, j, m - holds)
         self._expand(out, x, i, cut - 1, m)
 

@@ -1,8 +1,8 @@
 """A problem with all of its variants side by side: what the MILP that chooses is built from.
 
-All ops, those of the problem and those of every variant, stand in one order. A read or a run
-that depends on what is taken is *wanted* by a sum over the choices: with z[a] = 1 if variant
-a is taken, an op of variant a is wanted by z[a], an op that a makes superfluous by 1 - z[a].
+All ops, those of the problem and those of every variant, stand in one order. A read or a run that
+depends on the variants taken has a *condition*, a sum over the choices z[a], which is 1 if variant
+a is taken. For an op of variant a it is z[a]; for an op that a makes superfluous it is 1 - z[a].
 """
 
 from __future__ import annotations
@@ -16,8 +16,8 @@ from fxremat.core.variants import exclude, take
 
 
 @dataclass(frozen=True)
-class Wanted:
-    """constant + sum(factor * z[variant]); something is wanted if it is 1 or more."""
+class Condition:
+    """constant + sum(factor * z[variant]): it holds if that is 1 or more."""
 
     constant: int
     factors: tuple[tuple[int, int], ...] = ()
@@ -30,25 +30,25 @@ class Wanted:
 
 @dataclass(frozen=True)
 class Read:
-    """A read of a value by the first run of an op, and when it is wanted."""
+    """A read of a value by the first run of an op, and the condition for it."""
 
     stage: int
     value: str
-    wanted: Wanted
+    condition: Condition
 
 
 @dataclass(frozen=True)
 class AllVariants:
-    """``ops`` in one order; ``own`` is the variant each belongs to, None for those of the base.
+    """All ops in one order; ``variant_of`` has the variant of each, None for ops of the problem.
 
     ``usable`` are the variants that can be taken by themselves, by their place in the problem.
     """
 
     problem: Problem
     ops: tuple[Op, ...]
-    own: tuple[int | None, ...]
+    variant_of: tuple[int | None, ...]
     usable: tuple[int, ...]
-    gone: Mapping[int, frozenset[str]]
+    superseded: Mapping[int, frozenset[str]]
     """Of each variant: the ops that are not needed once it is taken."""
 
     @cached_property
@@ -68,7 +68,7 @@ class AllVariants:
         resident = set(self.problem.resident)
         for stage, op in enumerate(self.ops):
             found[stage] = [
-                Read(stage, name, self._wanted_read(stage, name))
+                Read(stage, name, self._read_condition(stage, name))
                 for name in op.reads
                 if name not in resident
             ]
@@ -76,26 +76,28 @@ class AllVariants:
             for change in self.problem.variants[index].changes:
                 stage = self.stage_of[change.op]
                 found[stage] += [
-                    Read(stage, name, Wanted(0, ((index, 1),)))
+                    Read(stage, name, Condition(0, ((index, 1),)))
                     for name in change.adds
                     if name not in resident
                 ]
         return [tuple(each) for each in found]
 
-    def run_wanted(self, stage: int) -> Wanted:
-        """When an op has to run at all."""
-        own = self.own[stage]
+    def run_condition(self, stage: int) -> Condition:
+        """The condition for an op to run at all."""
+        own = self.variant_of[stage]
         if own is not None:
-            return Wanted(0, ((own, 1),))
+            return Condition(0, ((own, 1),))
         name = self.ops[stage].name
-        return Wanted(1, tuple((index, -1) for index in self.usable if name in self.gone[index]))
+        return Condition(
+            1, tuple((index, -1) for index in self.usable if name in self.superseded[index])
+        )
 
-    def _wanted_read(self, stage: int, value: str) -> Wanted:
-        wanted = self.run_wanted(stage)
-        if self.own[stage] is not None:
-            return wanted
+    def _read_condition(self, stage: int, value: str) -> Condition:
+        condition = self.run_condition(stage)
+        if self.variant_of[stage] is not None:
+            return condition
         name = self.ops[stage].name
-        known = {index for index, _ in wanted.factors}
+        known = {index for index, _ in condition.factors}
         dropping = tuple(
             (index, -1)
             for index in self.usable
@@ -103,30 +105,30 @@ class AllVariants:
             for change in self.problem.variants[index].changes
             if change.op == name and value in change.drops
         )
-        return Wanted(wanted.constant, (*wanted.factors, *dropping))
+        return Condition(condition.constant, (*condition.factors, *dropping))
 
     @cached_property
-    def output_wanted(self) -> dict[str, Wanted]:
-        """The outputs there may be, old and new."""
+    def output_conditions(self) -> dict[str, Condition]:
+        """The condition for each output that there may be, old and new."""
         found = {name: dict[int, int]() for name in self.problem.outputs}
-        out = dict[str, Wanted]()
+        out = dict[str, Condition]()
         for index in self.usable:
             for old, new in self.problem.variants[index].outputs:
                 found[old][index] = -1
-                out[new] = Wanted(0, ((index, 1),))
+                out[new] = Condition(0, ((index, 1),))
         for name, factors in found.items():
-            out[name] = Wanted(1, tuple(factors.items()))
+            out[name] = Condition(1, tuple(factors.items()))
         return out
 
     @cached_property
-    def saves_us(self) -> dict[int, float]:
-        """What taking an variant adds to the time of keep-all; negative if it saves some."""
+    def added_us(self) -> dict[int, float]:
+        """Microseconds that taking each variant adds to keep-all; negative where it saves time."""
         by_name = self.problem.op_of
         out = {}
         for index in self.usable:
             one = self.problem.variants[index]
             new = sum(op.time_us for op in one.ops) + sum(c.time_us for c in one.changes)
-            out[index] = new - sum(by_name[name].time_us for name in self.gone[index])
+            out[index] = new - sum(by_name[name].time_us for name in self.superseded[index])
         return out
 
     @cached_property
@@ -143,7 +145,7 @@ class AllVariants:
                     groups.setdefault((change.op, old), []).append(index)
         return sorted({tuple(group) for group in groups.values() if len(group) > 1})
 
-    def taken_together(self, indices: list[int]) -> list[int]:
+    def compatible(self, indices: list[int]) -> list[int]:
         """Those of ``indices`` that can be taken with all the earlier ones."""
         variants, out = self.problem.variants, list[int]()
         for index in indices:
@@ -152,8 +154,8 @@ class AllVariants:
         return out
 
 
-def unite(problem: Problem) -> AllVariants:
-    """All ops in one order: those of an variant where they stand if it is taken alone."""
+def combine(problem: Problem) -> AllVariants:
+    """All ops in one order: those of a variant stand where they do if it is taken alone."""
     base = {op.name: index for index, op in enumerate(problem.ops)}
     over: dict[str, list[tuple[str, str]]] = {}
     for change in (change for one in problem.variants for change in one.changes):

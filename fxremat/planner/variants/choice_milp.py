@@ -6,18 +6,18 @@ variant an op takes, what is kept and what runs again are chosen together.
 
     z[a]          variant a is taken; of those that exclude each other at most one
     held[v, j]    value v is live at moment j
-    again[q, j]   op q runs again in the window after moment j
+    rerun[q, j]   op q runs again in the window after moment j
 
-    minimise      sum(adds[a] z[a]) + sum(time[q] again[q, j])
+    minimise      sum(adds[a] z[a]) + sum(time[q] rerun[q, j])
     bytes         sum(bytes[v] held[v, j]) + outputs + workspace <= budget
-    reads         held[v, j] + again[writer of v, j] >= wanted       first runs in window j
-                  held[v, j] + again[writer of v, j] >= again[q, j] + wanted - 1     runs again
-    origin        held[v, j + 1] <= held[v, j] + again[writer of v, j]
+    reads         held[v, j] + rerun[writer of v, j] >= condition       first runs in window j
+                  held[v, j] + rerun[writer of v, j] >= rerun[q, j] + condition - 1     runs again
+    origin        held[v, j + 1] <= held[v, j] + rerun[writer of v, j]
     runs          what op q needs that runs again in the window after moment j, beside what stays
                   from moment j to the next, fits as well, where these are neighbours
 
-where *wanted* is 1, z[a] or 1 - z[a] as `fxremat.planner.variants.all_variants` says. It serves to
-choose; the figures of a plan come from the problem that is left.
+where *condition* is 1, z[a] or 1 - z[a], as `fxremat.planner.variants.all_variants` says. The MILP
+only chooses: the figures of a plan come from the problem that is left.
 """
 
 from __future__ import annotations
@@ -26,43 +26,45 @@ from collections.abc import Iterable, Sequence
 from dataclasses import dataclass, field
 
 from fxremat.planner.deadline import Deadline
-from fxremat.planner.milp.highs import Mip, Solution, Term
+from fxremat.planner.milp.highs import SCALE, Milp, Solution, Term
 from fxremat.planner.variants import tuning
-from fxremat.planner.variants.all_variants import AllVariants, Read, Wanted
-
-UNIT = 1000.0
-"""Budget and time of keep-all in the units of the MILP."""
+from fxremat.planner.variants.all_variants import AllVariants, Condition, Read
 
 
 @dataclass
 class ChoiceMilp:
-    """The MILP of a budget and some moments (stages of the union). None: the least peak."""
+    """The MILP of a budget and some moments, which are stages of ``combined``.
 
-    union: AllVariants
+    Without a budget it looks for the least peak.
+    """
+
+    combined: AllVariants
     moments: Sequence[int]
     budget: int | None
-    mip: Mip = field(default_factory=lambda: Mip(restarts=False))
+    milp: Milp = field(default_factory=lambda: Milp(may_restart=False))
     taken: dict[int, int] = field(default_factory=dict)
     held: list[dict[str, int]] = field(default_factory=list)
     """Column of each value that may be live at the moment."""
-    again: list[dict[int, int]] = field(default_factory=list)
+    rerun: list[dict[int, int]] = field(default_factory=list)
 
     def __post_init__(self) -> None:
-        union = self.union
-        base = max(union.problem.base_time_us, 1e-9)
-        self.scale = UNIT / base if self.budget is not None else tuning.CHOICE_LITTLE * UNIT / base
-        self.unit = UNIT / max(1, self.budget or _all_bytes(union))
-        self.peak = self.mip.real(1.0, high=float("inf")) if self.budget is None else None
-        self.bytes_of = union.problem.bytes_of
-        self.until, self.last_read = _until(union), _last_reads(union)
-        for index in union.usable:
-            self.taken[index] = self.mip.binary(union.saves_us[index] * self.scale)
-        for group in union.excluding:
-            self.mip.row([(self.taken[index], 1.0) for index in group], high=1.0)
+        combined = self.combined
+        base = max(combined.problem.base_time_us, 1e-9)
+        self.per_us = (
+            SCALE / base if self.budget is not None else tuning.CHOICE_LITTLE * SCALE / base
+        )
+        self.per_byte = SCALE / max(1, self.budget or _all_bytes(combined))
+        self.peak = self.milp.real(1.0, high=float("inf")) if self.budget is None else None
+        self.bytes_of = combined.problem.bytes_of
+        self.last_needed, self.last_read = _last_needed(combined), _last_reads(combined)
+        for index in combined.usable:
+            self.taken[index] = self.milp.binary(combined.added_us[index] * self.per_us)
+        for group in combined.excluding:
+            self.milp.row([(self.taken[index], 1.0) for index in group], high=1.0)
         for stage in self.moments:
             self.held.append(self._held_at(stage))
         for j in range(len(self.moments)):
-            self.again.append(self._runs_after(j))
+            self.rerun.append(self._runs_after(j))
         for j in range(len(self.moments)):
             self._bytes_fit(j)
             self._what_stays_is_held(j)
@@ -76,80 +78,85 @@ class ChoiceMilp:
     @property
     def size(self) -> int:
         """Columns of the MILP."""
-        return len(self.mip.cost)
+        return len(self.milp.cost)
 
     # -- columns ---------------------------------------------------------------------------
 
     def _held_at(self, stage: int) -> dict[str, int]:
-        own = {*self.union.ops[stage].writes, *(read.value for read in self.union.reads[stage])}
+        own = {
+            *self.combined.ops[stage].writes,
+            *(read.value for read in self.combined.reads[stage]),
+        }
         return {
-            name: self.mip.binary()
-            for name, until in self.until.items()
-            if self._written(name) <= stage and (until > stage or name in own)
+            name: self.milp.binary()
+            for name, last_needed in self.last_needed.items()
+            if self._written(name) <= stage and (last_needed > stage or name in own)
         }
 
     def _written(self, name: str) -> int:
-        return self.union.writer.get(name, -1)
+        return self.combined.writer.get(name, -1)
 
     def _runs_after(self, j: int) -> dict[int, int]:
         stage = self.moments[j]
         return {
-            q: self.mip.binary(op.time_us * self.scale)
-            for q, op in enumerate(self.union.ops[: stage + 1])
-            if op.repeatable and any(self.until.get(name, -1) > stage for name in op.writes)
+            q: self.milp.binary(op.time_us * self.per_us)
+            for q, op in enumerate(self.combined.ops[: stage + 1])
+            if op.repeatable and any(self.last_needed.get(name, -1) > stage for name in op.writes)
         }
 
     # -- rows ------------------------------------------------------------------------------
 
-    def _terms(self, wanted: Wanted) -> list[Term]:
-        return [(self.taken[index], float(factor)) for index, factor in wanted.factors]
+    def _terms(self, condition: Condition) -> list[Term]:
+        return [(self.taken[index], float(factor)) for index, factor in condition.factors]
 
     def _bytes_fit(self, j: int) -> None:
-        stage, union = self.moments[j], self.union
-        op = union.ops[stage]
+        stage, combined = self.moments[j], self.combined
+        op = combined.ops[stage]
         fixed, terms = self._outputs(stage)
-        terms += [(c, self.bytes_of[name] * self.unit) for name, c in self.held[j].items()]
-        run = union.run_wanted(stage)
+        terms += [(c, self.bytes_of[name] * self.per_byte) for name, c in self.held[j].items()]
+        run = combined.run_condition(stage)
         fixed += op.workspace_bytes * run.constant
-        terms += [(c, f * op.workspace_bytes * self.unit) for c, f in self._terms(run)]
+        terms += [(c, f * op.workspace_bytes * self.per_byte) for c, f in self._terms(run)]
         terms += [
-            (self.taken[index], change.workspace_bytes * self.unit)
-            for index in union.usable
-            for change in union.problem.variants[index].changes
+            (self.taken[index], change.workspace_bytes * self.per_byte)
+            for index in combined.usable
+            for change in combined.problem.variants[index].changes
             if change.op == op.name and change.workspace_bytes
         ]
         self._fit(terms, fixed)
 
     def _outputs(self, stage: int) -> tuple[float, list[Term]]:
         """Bytes that are there for good once ``stage`` has run, and those by the variants taken."""
-        fixed, terms = float(self.union.problem.resident_bytes), list[Term]()
-        resident = set(self.union.problem.resident)
-        for name, wanted in self.union.output_wanted.items():
+        fixed, terms = float(self.combined.problem.resident_bytes), list[Term]()
+        resident = set(self.combined.problem.resident)
+        for name, condition in self.combined.output_conditions.items():
             if name not in resident and self._written(name) <= stage:
-                fixed += self.bytes_of[name] * wanted.constant
-                terms += [(c, f * self.bytes_of[name] * self.unit) for c, f in self._terms(wanted)]
+                fixed += self.bytes_of[name] * condition.constant
+                terms += [
+                    (c, f * self.bytes_of[name] * self.per_byte) for c, f in self._terms(condition)
+                ]
         return fixed, terms
 
     def _fit(self, terms: list[Term], fixed: float) -> None:
         """terms + fixed <= the budget, or the peak."""
         if self.peak is not None:
-            self.mip.row([*terms, (self.peak, -1.0)], high=-fixed * self.unit)
+            self.milp.row([*terms, (self.peak, -1.0)], high=-fixed * self.per_byte)
         else:
             assert self.budget is not None
-            self.mip.row(terms, high=(self.budget - fixed) * self.unit)
+            self.milp.row(terms, high=(self.budget - fixed) * self.per_byte)
 
     def _is_short(self, j: int) -> bool:
-        """Whether no op of the base runs for the first time between this moment and the next."""
+        """Whether only ops of variants run for the first time before the next moment."""
         between = range(self.moments[j] + 1, self.moments[j + 1])
-        return all(self.union.own[stage] is not None for stage in between)
+        return all(self.combined.variant_of[stage] is not None for stage in between)
 
     def _runs_fit(self, j: int) -> None:
         """What runs again in the window fits beside what stays from its begin to its end.
 
         As in `fxremat.planner.milp.moments_relaxation`, where no variant is chosen:
 
-        stays[v] >= held[v, j] + held[v, j + 1] - 1 - again[writer of v, j]
-        sum(bytes[v] stays[v], v that q does not touch) + bytes of q again[q, j] <= budget
+        stays[v] >= held[v, j] + held[v, j + 1] - 1 - rerun[writer of v, j]
+        sum(bytes[v] stays[v], v that q does not touch) + bytes of q rerun[q, j] <= budget
         """
         fixed, outputs = self._outputs(self.moments[j])
         stays: dict[str, int] = {}
@@ -157,31 +164,31 @@ class ChoiceMilp:
             end = self.held[j + 1].get(name)
             if end is None:
                 continue
-            stays[name] = self.mip.real()
+            stays[name] = self.milp.real()
             ends = [(begin, -1.0), (end, -1.0)]
-            run = self.again[j].get(self._written(name))
+            run = self.rerun[j].get(self._written(name))
             runs = [] if run is None else [(run, 1.0)]
-            self.mip.row([(stays[name], 1.0), *ends, *runs], low=-1.0)
-        total = self.mip.real(high=float("inf"))
-        parts = [(column, self.bytes_of[name] * self.unit) for name, column in stays.items()]
-        self.mip.row([*parts, *outputs, (total, -1.0)], 0.0, 0.0)
-        for q, column in self.again[j].items():
+            self.milp.row([(stays[name], 1.0), *ends, *runs], low=-1.0)
+        total = self.milp.real(high=float("inf"))
+        parts = [(column, self.bytes_of[name] * self.per_byte) for name, column in stays.items()]
+        self.milp.row([*parts, *outputs, (total, -1.0)], 0.0, 0.0)
+        for q, column in self.rerun[j].items():
             touched = self._touched(q)
-            own = [(stays[v], -self.bytes_of[v] * self.unit) for v in touched if v in stays]
+            own = [(stays[v], -self.bytes_of[v] * self.per_byte) for v in touched if v in stays]
             self._fit(
-                [(total, 1.0), (column, self._own_bytes(q, touched) * self.unit), *own], fixed
+                [(total, 1.0), (column, self._own_bytes(q, touched) * self.per_byte), *own], fixed
             )
 
     def _touched(self, q: int) -> list[str]:
         """What the op reads and writes whatever is taken, if it is not there in any case."""
-        is_form = self.union.own[q] is not None
-        reads = (read.value for read in self.union.reads[q] if is_form or read.wanted.always)
-        names = dict.fromkeys((*reads, *self.union.ops[q].writes))
-        return [name for name in names if name in self.until]
+        is_form = self.combined.variant_of[q] is not None
+        reads = (read.value for read in self.combined.reads[q] if is_form or read.condition.always)
+        names = dict.fromkeys((*reads, *self.combined.ops[q].writes))
+        return [name for name in names if name in self.last_needed]
 
     def _own_bytes(self, q: int, touched: list[str]) -> int:
         """Of the op and of these; what it may write over counts once."""
-        op, shared = self.union.ops[q], dict[str, int]()
+        op, shared = self.combined.ops[q], dict[str, int]()
         for read, write in op.inplace:
             if read in touched and write in touched:
                 size = min(self.bytes_of[read], self.bytes_of[write])
@@ -190,22 +197,22 @@ class ChoiceMilp:
         return op.workspace_bytes + own - sum(shared.values())
 
     def _what_stays_is_held(self, j: int) -> None:
-        """held[v, j] >= wanted: what the moment's op touches, and what cannot be computed again.
+        """held[v, j] >= condition: what the moment's op touches, and what cannot be computed again.
 
         What the op may write over is held only if it is there afterwards: it has no bytes of its
         own where this is its last read, or where it is computed again for those that follow.
         """
-        stage, union = self.moments[j], self.union
-        op, run = union.ops[stage], union.run_wanted(stage)
+        stage, combined = self.moments[j], self.combined
+        op, run = combined.ops[stage], combined.run_condition(stage)
         over = {r for r, _ in op.inplace if self._may_go(r, stage)}
         for name in op.writes:
             self._held(j, name, run)
-        for read in union.reads[stage]:
+        for read in combined.reads[stage]:
             if read.value not in over:
-                self._held(j, read.value, read.wanted)
-        for read in self._reads_between(stage, len(union.ops)):
+                self._held(j, read.value, read.condition)
+        for read in self._reads_between(stage, len(combined.ops)):
             if not self._comes_back(read.value):
-                self._held(j, read.value, read.wanted)
+                self._held(j, read.value, read.condition)
 
     def _may_go(self, name: str, stage: int) -> bool:
         """Whether the value need not be there once the stage has run."""
@@ -214,64 +221,64 @@ class ChoiceMilp:
     def _comes_back(self, name: str) -> bool:
         """Whether the value can be computed again."""
         writer = self._written(name)
-        return writer >= 0 and self.union.ops[writer].repeatable
+        return writer >= 0 and self.combined.ops[writer].repeatable
 
-    def _held(self, j: int, name: str, wanted: Wanted) -> None:
+    def _held(self, j: int, name: str, condition: Condition) -> None:
         column = self.held[j].get(name)
         if column is not None and self._written(name) <= self.moments[j]:
-            self._demand([(column, 1.0)], wanted)
+            self._demand([(column, 1.0)], condition)
 
-    def _demand(self, found: list[Term], wanted: Wanted, more: Iterable[Term] = ()) -> None:
-        """found >= wanted + more"""
-        negative = [(column, -factor) for column, factor in (*self._terms(wanted), *more)]
-        self.mip.row([*found, *negative], low=float(wanted.constant))
+    def _demand(self, found: list[Term], condition: Condition, more: Iterable[Term] = ()) -> None:
+        """found >= condition + more"""
+        negative = [(column, -factor) for column, factor in (*self._terms(condition), *more)]
+        self.milp.row([*found, *negative], low=float(condition.constant))
 
     def _reads_between(self, after: int, stop: int) -> list[Read]:
         """Reads by first runs of the stages between, of what was written up to ``after``; once."""
         found = {
-            (read.value, read.wanted): read
+            (read.value, read.condition): read
             for stage in range(after + 1, stop)
-            for read in self.union.reads[stage]
-            if self._written(read.value) <= after and read.value in self.until
+            for read in self.combined.reads[stage]
+            if self._written(read.value) <= after and read.value in self.last_needed
         }
-        always = {value for value, wanted in found if wanted.always}
-        return [r for r in found.values() if r.wanted.always or r.value not in always]
+        always = {value for value, condition in found if condition.always}
+        return [r for r in found.values() if r.condition.always or r.value not in always]
 
     def _sources(self, j: int, name: str) -> list[Term]:
         terms: list[Term] = []
         column = self.held[j].get(name)
         if column is not None:
             terms.append((column, 1.0))
-        run = self.again[j].get(self._written(name))
+        run = self.rerun[j].get(self._written(name))
         if run is not None:
             terms.append((run, 1.0))
         return terms
 
     def _first_runs_find_their_reads(self, j: int) -> None:
         last = j + 1 == len(self.moments)
-        stop = len(self.union.ops) if last else self.moments[j + 1] + 1
+        stop = len(self.combined.ops) if last else self.moments[j + 1] + 1
         for read in self._reads_between(self.moments[j], stop):
-            self._demand(self._sources(j, read.value), read.wanted)
+            self._demand(self._sources(j, read.value), read.condition)
 
     def _runs_find_their_reads(self, j: int) -> None:
-        for q, column in self.again[j].items():
-            own = self.union.own[q]
-            for read in self.union.reads[q]:
-                if read.value not in self.until:
+        for q, column in self.rerun[j].items():
+            own = self.combined.variant_of[q]
+            for read in self.combined.reads[q]:
+                if read.value not in self.last_needed:
                     continue
                 sources = self._sources(j, read.value)
-                if own is not None or read.wanted.always:
-                    self.mip.row([*sources, (column, -1.0)], low=0.0)
+                if own is not None or read.condition.always:
+                    self.milp.row([*sources, (column, -1.0)], low=0.0)
                 else:
-                    wanted = Wanted(read.wanted.constant - 1, read.wanted.factors)
-                    self._demand(sources, wanted, [(column, 1.0)])
+                    condition = Condition(read.condition.constant - 1, read.condition.factors)
+                    self._demand(sources, condition, [(column, 1.0)])
 
     def _held_values_come_from_somewhere(self, j: int) -> None:
         if j + 1 == len(self.moments):
             return
         for name, column in self.held[j + 1].items():
             if self._written(name) <= self.moments[j]:
-                self.mip.row([*self._sources(j, name), (column, -1.0)], low=0.0)
+                self.milp.row([*self._sources(j, name), (column, -1.0)], low=0.0)
 
     # -- solve -----------------------------------------------------------------------------
 
@@ -281,21 +288,21 @@ class ChoiceMilp:
         gap, absolute = (
             (tuning.CHOICE_GAP_OF_LEAST, 0.0)
             if self.budget is None
-            else (0.0, tuning.CHOICE_GAP * UNIT)
+            else (0.0, tuning.CHOICE_GAP * SCALE)
         )
-        relaxed = self.mip.relaxed(deadline)
-        near = self.mip.solve_near(relaxed, deadline, nodes=nodes, gap=gap, absolute_gap=absolute)
+        relaxed = self.milp.relaxed(deadline)
+        near = self.milp.solve_near(relaxed, deadline, nodes=nodes, gap=gap, absolute_gap=absolute)
         enough = gap * abs(near.objective) + absolute
         if near.values is not None and near.objective - near.bound <= enough:
             return near
-        found = self.mip.solve(
+        found = self.milp.solve(
             deadline, nodes=nodes, gap=gap, absolute_gap=absolute, start=near.values
         )
         return found if found.values is not None else near
 
     def names(self, solution: Solution) -> tuple[str, ...]:
         """The variants that the solution takes."""
-        variants = self.union.problem.variants
+        variants = self.combined.problem.variants
         return tuple(variants[i].name for i, c in self.taken.items() if solution.chosen(c))
 
     def held_at(self, solution: Solution) -> dict[int, set[str]]:
@@ -306,32 +313,32 @@ class ChoiceMilp:
         }
 
 
-def _all_bytes(union: AllVariants) -> int:
-    return sum(union.problem.bytes_of.values())
+def _all_bytes(combined: AllVariants) -> int:
+    return sum(combined.problem.bytes_of.values())
 
 
-def _last_reads(union: AllVariants) -> dict[str, int]:
+def _last_reads(combined: AllVariants) -> dict[str, int]:
     """The last stage whose first run reads each value."""
-    return {read.value: read.stage for reads in union.reads for read in reads}
+    return {read.value: read.stage for reads in combined.reads for read in reads}
 
 
-def _until(union: AllVariants) -> dict[str, int]:
-    """The last stage at which each value may be wanted, also by what runs again.
+def _last_needed(combined: AllVariants) -> dict[str, int]:
+    """The last stage that may need each value, also by ops that run again.
 
     Outputs are left out: they stay. So are values that nothing reads.
     """
     last: dict[str, int] = {}
-    for stage, op in enumerate(union.ops):
+    for stage, op in enumerate(combined.ops):
         for name in op.writes:
             last.setdefault(name, stage)
-        for read in union.reads[stage]:
+        for read in combined.reads[stage]:
             last[read.value] = stage
-    kept = union.output_wanted.keys()
-    for q in reversed(range(len(union.ops))):
-        if union.ops[q].repeatable:
-            until = max(
-                (last[name] for name in union.ops[q].writes if name not in kept), default=-1
+    kept = combined.output_conditions.keys()
+    for q in reversed(range(len(combined.ops))):
+        if combined.ops[q].repeatable:
+            last_needed = max(
+                (last[name] for name in combined.ops[q].writes if name not in kept), default=-1
             )
-            for read in union.reads[q]:
-                last[read.value] = max(last[read.value], until)
+            for read in combined.reads[q]:
+                last[read.value] = max(last[read.value], last_needed)
     return {name: stage for name, stage in last.items() if name not in kept}

@@ -1,9 +1,9 @@
 """Solving problems with variants: choose variants, then plan what is left with any solver.
 
-The MILP of `fxremat.planner.variants.choice_milp` chooses; what is left is planned, its highest
-stages become moments of the MILP, and so on, as for a problem without variants. The best of
-these choices is improved by a variant more or less at a time. Of everything that was tried, taking
-none among it, the best goes to the solver that was asked for.
+The MILP of `fxremat.planner.variants.choice_milp` chooses. What is left is planned, its highest
+stages become moments of the MILP, and so on, as for a problem without variants. The best of these
+choices is improved by one variant more or less at a time. Of all choices tried, with the one that
+takes no variant, the best goes to the named solver.
 """
 
 from __future__ import annotations
@@ -21,10 +21,10 @@ from fxremat.core.variants import run_once, take
 from fxremat.planner.deadline import Deadline
 from fxremat.planner.indexed_problem import build_model
 from fxremat.planner.local.stage_schedule import StageSchedule
-from fxremat.planner.milp.moments_relaxation import runs_for
+from fxremat.planner.milp.moments_relaxation import extra_runs_for
 from fxremat.planner.options import SolverOptions
 from fxremat.planner.variants import tuning
-from fxremat.planner.variants.all_variants import AllVariants, unite
+from fxremat.planner.variants.all_variants import AllVariants, combine
 from fxremat.planner.variants.choice_milp import ChoiceMilp
 
 Solve = Callable[[Problem], Plan]
@@ -32,15 +32,15 @@ Names = tuple[str, ...]
 
 
 @dataclass(frozen=True)
-class Tried:
-    """A choice, what is left, and a quick plan of it."""
+class TriedChoice:
+    """A choice of variants, the problem that is left, and a quick plan of it."""
 
     names: Names
     problem: Problem
     plan: Plan
 
     def rank(self, budget_bytes: int | None) -> tuple[float, float]:
-        """That of its plan."""
+        """The rank of its plan; less is better."""
         return _rank(self.plan, budget_bytes)
 
 
@@ -60,7 +60,7 @@ def solve(
     deadline = Deadline(options.time_limit_s)
     search = _VariantSearch(problem, budget_bytes, quick, deadline)
     found = sorted(search.tried(), key=lambda one: one.rank(budget_bytes))
-    near = _near(found, budget_bytes)
+    near = _best_few(found, budget_bytes)
     if search.lowest is not None and search.lowest not in near:
         near.append(search.lowest)
     plans = [replace(solver(one.problem), variants=one.names) for one in near]
@@ -69,8 +69,8 @@ def solve(
     return replace(best_plan, budget_bytes=budget_bytes, seconds=deadline.seconds())
 
 
-def _near(found: Sequence[Tried], budget_bytes: int | None) -> list[Tried]:
-    """The best choice, and what a better solver may well make the best."""
+def _best_few(found: Sequence[TriedChoice], budget_bytes: int | None) -> list[TriedChoice]:
+    """The best choice, and a few others that a better solver may well find to be the best."""
     best = found[0]
     alike = [
         one
@@ -95,33 +95,33 @@ class _VariantSearch:
     budget: int | None
     quick: Solve
     deadline: Deadline
-    seen: dict[Names, Tried] = field(default_factory=dict)
-    lowest: Tried | None = None
+    tried_choices: dict[Names, TriedChoice] = field(default_factory=dict)
+    lowest: TriedChoice | None = None
     """Where nothing fits: the newest choice, as a rule of the MILP that knew the most moments.
 
     A quick plan may miss by far what is the least of a long problem.
     """
 
-    def tried(self) -> list[Tried]:
-        """The choices, no variant among them."""
-        union = unite(self.problem)
+    def tried(self) -> list[TriedChoice]:
+        """All choices tried; the one that takes no variant is among them."""
+        combined = combine(self.problem)
         self._try(())
         if self.budget is None:
-            self._try(self._fastest(union))
-            return list(self.seen.values())
-        if self.seen[()].plan.time_us > self.problem.base_time_us or self._over(()):
-            self._try_chosen(union, self.budget)
-            once = unite(run_once(self.problem))  # variants first, then what has to run again
+            self._try(self._fastest(combined))
+            return list(self.tried_choices.values())
+        if self.tried_choices[()].plan.time_us > self.problem.base_time_us or self._over(()):
+            self._try_chosen(combined, self.budget)
+            once = combine(run_once(self.problem))  # variants first, then what has to run again
             if not self._try_chosen(once, self.budget):
                 self._try_chosen(once, None)
         if self._over(self._leader().names):
-            self._try_chosen(union, None)
-            self.lowest = list(self.seen.values())[-1]
-        self._try(self._fastest(union))
-        self._improve(union)
-        return list(self.seen.values())
+            self._try_chosen(combined, None)
+            self.lowest = list(self.tried_choices.values())[-1]
+        self._try(self._fastest(combined))
+        self._improve(combined)
+        return list(self.tried_choices.values())
 
-    def _improve(self, union: AllVariants) -> None:
+    def _improve(self, combined: AllVariants) -> None:
         """Take one variant more or less of the best choice, for as long as that makes it better.
 
         The MILP sees some moments of what may run again, and plans of its choices differ by more
@@ -131,13 +131,13 @@ class _VariantSearch:
         best, before = self._leader(), None
         while best is not before:
             before = best
-            for index in self._highest_first(union, best):
+            for index in self._highest_first(combined, best):
                 settled = self.problem.base_time_us * (1 + tuning.SEARCH_SETTLED)
                 done = not self._over(best.names) and best.plan.time_us <= settled
                 if done or left <= 0 or not self.deadline.running():
                     return
-                names = self._toggled(union, best.names, index)
-                if names not in self.seen:
+                names = self._toggled(combined, best.names, index)
+                if names not in self.tried_choices:
                     most = (
                         tuning.SEARCH_TRIED_OPS_OF_LEAST
                         if self._over(best.names)
@@ -147,16 +147,16 @@ class _VariantSearch:
                     self._try(names)
                     best = self._leader()
 
-    def _leader(self) -> Tried:
-        return min(self.seen.values(), key=lambda one: one.rank(self.budget))
+    def _leader(self) -> TriedChoice:
+        return min(self.tried_choices.values(), key=lambda one: one.rank(self.budget))
 
-    def _toggled(self, union: AllVariants, names: Names, index: int) -> Names:
+    def _toggled(self, combined: AllVariants, names: Names, index: int) -> Names:
         """The choice with one variant less, or with one more and without what that excludes."""
-        taken = [i for i in union.usable if self.problem.variants[i].name in names]
+        taken = [i for i in combined.usable if self.problem.variants[i].name in names]
         new = [i for i in taken if i != index] if index in taken else [index, *taken]
-        return self._names(union, union.taken_together(new))
+        return self._names(combined, combined.compatible(new))
 
-    def _highest_first(self, union: AllVariants, one: Tried) -> list[int]:
+    def _highest_first(self, combined: AllVariants, one: TriedChoice) -> list[int]:
         """The variants by what is live where their ops run, or those that they do without."""
         steps = one.plan.steps
         live = dict[object, int]()
@@ -166,18 +166,18 @@ class _VariantSearch:
         def height(index: int) -> int:
             variant = self.problem.variants[index]
             ops = (
-                *union.gone[index],
+                *combined.superseded[index],
                 *(op.name for op in variant.ops),
                 *(c.op for c in variant.changes),
             )
             return max((live.get(op, 0) for op in ops), default=0)
 
-        return sorted(union.usable, key=height, reverse=True)
+        return sorted(combined.usable, key=height, reverse=True)
 
-    def _try_chosen(self, union: AllVariants, budget: int | None) -> bool:
+    def _try_chosen(self, combined: AllVariants, budget: int | None) -> bool:
         """Until more moments have led to nothing better. Whether there was a choice."""
         best, in_vain, found = self._best(), 0, False
-        for names in self._chosen(union, budget):
+        for names in self._chosen(combined, budget):
             self._try(names)
             found = True
             in_vain = 0 if self._best() < best else in_vain + 1
@@ -194,26 +194,29 @@ class _VariantSearch:
         """Whether what is left of a choice does not fit, or nothing is."""
         if self.budget is None:
             return False
-        return names not in self.seen or self.seen[names].plan.peak_bytes > self.budget
+        return (
+            names not in self.tried_choices
+            or self.tried_choices[names].plan.peak_bytes > self.budget
+        )
 
     def _try(self, names: Names) -> None:
-        if names not in self.seen:
+        if names not in self.tried_choices:
             try:
                 left = take(self.problem, names)
             except InvalidProblem:
                 return
-            self.seen[names] = Tried(names, left, self.quick(left))
+            self.tried_choices[names] = TriedChoice(names, left, self.quick(left))
 
-    def _fastest(self, union: AllVariants) -> Names:
+    def _fastest(self, combined: AllVariants) -> Names:
         """What saves time in any case."""
-        saving = [index for index in union.usable if union.saves_us[index] < 0]
-        best = union.taken_together(sorted(saving, key=lambda index: union.saves_us[index]))
-        return self._names(union, best)
+        saving = [index for index in combined.usable if combined.added_us[index] < 0]
+        best = combined.compatible(sorted(saving, key=lambda index: combined.added_us[index]))
+        return self._names(combined, best)
 
-    def _names(self, union: AllVariants, indices: list[int]) -> Names:
+    def _names(self, combined: AllVariants, indices: list[int]) -> Names:
         return tuple(self.problem.variants[index].name for index in sorted(indices))
 
-    def _chosen(self, union: AllVariants, budget: int | None) -> Iterator[Names]:
+    def _chosen(self, combined: AllVariants, budget: int | None) -> Iterator[Names]:
         """The MILP's choices, with more moments each time.
 
         The first are those of the ops that hold most by themselves, whatever is kept around them.
@@ -221,10 +224,10 @@ class _VariantSearch:
         under a budget, the highest of the MILP's own schedule. As long as what is left of its
         choices does not fit, the MILP gets less, and more again once it does.
         """
-        moments = self._highest(union, ()) | self._largest(union, ())
+        moments = self._highest(combined, ()) | self._largest(combined, ())
         target = budget
         for number in range(tuning.SEARCH_ROUNDS):
-            choice = ChoiceMilp(union, sorted(moments), target)
+            choice = ChoiceMilp(combined, sorted(moments), target)
             if not self.deadline.running() or (
                 number > 1 and choice.size > tuning.SEARCH_MANY_COLUMNS
             ):
@@ -234,9 +237,9 @@ class _VariantSearch:
                 return
             names = choice.names(solution)
             yield names
-            new = self._peak(union, names) | self._largest(union, names)
+            new = self._peak(combined, names) | self._largest(combined, names)
             if budget is not None:
-                new |= self._worst(union, names, choice.held_at(solution))
+                new |= self._worst(combined, names, choice.held_at(solution))
             before = target
             if number and budget is not None and target is not None:
                 target = int(
@@ -248,35 +251,35 @@ class _VariantSearch:
                 return
             moments |= new
 
-    def _highest(self, union: AllVariants, names: Names) -> set[int]:
+    def _highest(self, combined: AllVariants, names: Names) -> set[int]:
         left = build_model(take(self.problem, names))
         highest = (-StageSchedule(left).peak).argsort(kind="stable")[:1]
-        return _stages(union, (left.problem.ops[int(stage)] for stage in highest))
+        return _stages(combined, (left.problem.ops[int(stage)] for stage in highest))
 
-    def _largest(self, union: AllVariants, names: Names) -> set[int]:
+    def _largest(self, combined: AllVariants, names: Names) -> set[int]:
         """The stages whose ops hold most by what they read, write and need meanwhile.
 
         Under a budget, of those that are over it by themselves.
         """
-        if names not in self.seen:
+        if names not in self.tried_choices:
             return set()
-        left = self.seen[names].problem
+        left = self.tried_choices[names].problem
         sizes, room = left.bytes_of, (self.budget or 0) - left.resident_bytes
 
         def own(op: Op) -> int:
             return op.workspace_bytes + sum(sizes[name] for name in {*op.reads, *op.writes})
 
         largest = heapq.nlargest(tuning.SEARCH_PER_ROUND, left.ops, key=own)
-        return _stages(union, (op for op in largest if own(op) > room))
+        return _stages(combined, (op for op in largest if own(op) > room))
 
-    def _peak(self, union: AllVariants, names: Names) -> set[int]:
+    def _peak(self, combined: AllVariants, names: Names) -> set[int]:
         """Where the plan of a choice is highest, of the stages that are over the budget.
 
         Of an op that runs again there, the stages before and after.
         """
-        if names not in self.seen or not self._over(names):
+        if names not in self.tried_choices or not self._over(names):
             return set()
-        left, plan = self.seen[names].problem, self.seen[names].plan
+        left, plan = self.tried_choices[names].problem, self.tried_choices[names].plan
         steps, live = plan.steps, replay(left, plan.steps).live_bytes
         first = sorted({step: i for i, step in reversed([*enumerate(steps)])}.values())
         highest = sorted(range(len(live)), key=lambda i: -live[i])
@@ -286,10 +289,10 @@ class _VariantSearch:
             found.update(first[bisect_right(first, place) - 1 :][:1])
             found.update(first[bisect_left(first, place) :][:1])
         return _stages(
-            union, (left.op_of[step] for i in found if isinstance(step := steps[i], str))
+            combined, (left.op_of[step] for i in found if isinstance(step := steps[i], str))
         )
 
-    def _worst(self, union: AllVariants, names: Names, held: dict[int, set[str]]) -> set[int]:
+    def _worst(self, combined: AllVariants, names: Names, held: dict[int, set[str]]) -> set[int]:
         """The highest stages of the schedule that holds this, away from each other."""
         try:
             left = take(self.problem, names)
@@ -300,15 +303,15 @@ class _VariantSearch:
         index = {v.name: i for i, v in enumerate(w for w in left.values if w.name not in resident)}
         place = {op.name: stage for stage, op in enumerate(left.ops)}
         outlives = {
-            place[union.ops[stage].name]: {index[name] for name in its if name in index}
+            place[combined.ops[stage].name]: {index[name] for name in its if name in index}
             for stage, its in held.items()
-            if union.ops[stage].name in place
+            if combined.ops[stage].name in place
         }
-        state = StageSchedule(model, runs_for(model, outlives))
+        state = StageSchedule(model, extra_runs_for(model, outlives))
         highest = [int(stage) for stage in (-state.peak).argsort(kind="stable") if stage < model.n]
         over = (stage for stage in highest if state.peak[stage] > (self.budget or 0))
         found = _apart(itertools.chain(highest[:1], over), model.n)
-        return _stages(union, map(left.ops.__getitem__, found))
+        return _stages(combined, map(left.ops.__getitem__, found))
 
 
 def _apart(places: Iterable[int], length: int) -> list[int]:
@@ -322,6 +325,6 @@ def _apart(places: Iterable[int], length: int) -> list[int]:
     return found
 
 
-def _stages(union: AllVariants, ops: Iterable[Op]) -> set[int]:
+def _stages(combined: AllVariants, ops: Iterable[Op]) -> set[int]:
     """Their places; an op of a variant that is not needed where that is taken alone has none."""
-    return {union.stage_of[op.name] for op in ops if op.name in union.stage_of}
+    return {combined.stage_of[op.name] for op in ops if op.name in combined.stage_of}

@@ -38,8 +38,8 @@ GRADIENT_OF_WEIGHT = "aten.convolution_backward.default#1"
 CONVOLUTIONS = frozenset({CONVOLUTION, GRADIENT_OF_WEIGHT})
 """They return new tensors, and how much scratch memory they take is known by measuring only."""
 VARIANCE, MEAN = "aten.var_mean.correction#0", "aten.var_mean.correction#1"
-MOMENTS = frozenset({VARIANCE, MEAN})
-ON_CHUNKS = MATMULS | CONVOLUTIONS | MOMENTS
+STATISTICS = frozenset({VARIANCE, MEAN})
+ON_CHUNKS = MATMULS | CONVOLUTIONS | STATISTICS
 VIEWS = frozenset(
     {
         "aten.view.default", "aten.permute.default", "aten.expand.default", "aten.slice.Tensor",
@@ -230,12 +230,13 @@ class Layout:
     slot_of: dict[int, int]
     loose: frozenset[int]
     dies: dict[int, tuple[int, ...]]
-    moments: tuple[tuple[int, int], ...]
+    loose_bytes: tuple[tuple[int, int], ...]
     """Of each instruction on tiles: bytes of loose values for each row, and for its numbers."""
 
     def most_loose(self, tile: int) -> int:
         """Bytes beside the slots at the worst moment."""
-        return max((tile * each + fixed for each, fixed in self.moments), default=0) if tile else 0
+        bytes_at = (tile * each + fixed for each, fixed in self.loose_bytes)
+        return max(bytes_at, default=0) if tile else 0
 
 
 class _Assigner:
@@ -271,7 +272,7 @@ class _Assigner:
         """Whether what is computed at ``moment`` may write over what the slot holds till then."""
         one = _of(self.program, self.order[moment])
         held = [n for n, s in self.slot_of.items() if s == slot and self.life(n)[1] == moment]
-        same = all(_of(self.program, n).rest == one.rest for n in held)
+        same = all(_of(self.program, n).row_shape == one.row_shape for n in held)
         direct = {r for r in one.reads if r in held} == set(held)
         via_view = any(set(bases(self.program, r)) & set(held) for r in one.reads if r not in held)
         if one.op in IN_PLACE:
@@ -325,7 +326,7 @@ class _Assigner:
             dies.setdefault(self.order[self.life_of_loose(number)[1]], []).append(number)
         return Layout(
             self.stages, tuple(self.slots), self.slot_of, frozenset(loose),
-            {n: tuple(d) for n, d in dies.items()}, self.moments(loose),
+            {n: tuple(d) for n, d in dies.items()}, self.loose_bytes(loose),
         )  # fmt: skip
 
     def is_loose(self, number: int) -> bool:
@@ -338,7 +339,7 @@ class _Assigner:
         copied = number in self.slot_of or number in self.program.results
         return (start, start) if copied else (start, end)
 
-    def moments(self, loose: list[int]) -> tuple[tuple[int, int], ...]:
+    def loose_bytes(self, loose: list[int]) -> tuple[tuple[int, int], ...]:
         found = []
         for moment, number in enumerate(self.order):
             if self.stages[self.stage_of[number]].of_chunk:
@@ -386,7 +387,7 @@ def places_of_images(program_text: str) -> frozenset[int]:
         for place, number in enumerate(found.results)
         if number not in read
         and (one := _of(found, number)).op == CONVOLUTION
-        and len(one.rest) == 3
+        and len(one.row_shape) == 3
     )
 
 
@@ -409,10 +410,10 @@ def extra_of_sum(one: Instruction) -> int:
     sum has a partial sum and, in low precision, the sum so far.
     """
     wide = accumulates_in(one.dtype)
-    size = prod(one.rest)
+    size = prod(one.row_shape)
     if one.op in CONVOLUTIONS:  # what a chunk adds is counted with what the call takes
         return 0 if wide == one.dtype else size * 2 * wide.itemsize
-    if one.op in MOMENTS:
+    if one.op in STATISTICS:
         return 2 * size * one.dtype.itemsize
     if one.op in MATMULS:
         return 0 if wide == one.dtype else size * (2 * wide.itemsize + one.dtype.itemsize)
@@ -422,4 +423,4 @@ def extra_of_sum(one: Instruction) -> int:
 def of_total(one: Instruction) -> int:
     """Bytes of a sum so far, beside its result: something only where that is of low precision."""
     wide = accumulates_in(one.dtype)
-    return 0 if wide == one.dtype else prod(one.rest) * wide.itemsize
+    return 0 if wide == one.dtype else prod(one.row_shape) * wide.itemsize

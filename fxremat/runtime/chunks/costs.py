@@ -13,7 +13,7 @@ from fxremat.runtime.chunks.buffers import (
     CONVOLUTION,
     CONVOLUTIONS,
     MATMULS,
-    MOMENTS,
+    STATISTICS,
     VIEWS,
     extra_of_sum,
     of_total,
@@ -58,7 +58,7 @@ def _operands(call: RowsCall, one: Instruction, rows: int) -> tuple[Any, ...]:
         made = program.instruction(number)
         if made is not None:
             front = (rows,) if made.kind in ("row", "last") else ()
-            tensor = call.rows[0].new_empty((*front, *made.rest), dtype=made.dtype)
+            tensor = call.rows[0].new_empty((*front, *made.row_shape), dtype=made.dtype)
             return tensor.movedim(0, -1) if made.kind == "last" else tensor
         if number >= program.num_rows:
             return call.whole[number - program.num_rows]
@@ -71,7 +71,7 @@ def _operands(call: RowsCall, one: Instruction, rows: int) -> tuple[Any, ...]:
 def _on_chunk(call: RowsCall, one: Instruction, rows: int, measure: Measure) -> int:
     """Bytes that one instruction takes of ``rows`` rows, beside what has a slot."""
     program = call.program
-    if one.op in MOMENTS:
+    if one.op in STATISTICS:
         (given,) = (n for n in one.reads)
         return rows * _row_bytes(program, call.rows, given) + 4 * one.numel * one.dtype.itemsize
     if one.op not in CONVOLUTIONS:
@@ -107,8 +107,8 @@ def _scratch(call: RowsCall, measure: Measure) -> int:
         else:
             sums += sum(map(of_total, adding))
             partial = max((extra_of_sum(one) - of_total(one) for one in adding), default=0)
-            rest = set_aside(plan, other) + partial if other else 0
-            taken = max(taken, kernel.scratch_bytes, rest)
+            row_shape = set_aside(plan, other) + partial if other else 0
+            taken = max(taken, kernel.scratch_bytes, row_shape)
     return sums + taken
 
 
@@ -127,7 +127,9 @@ def flops(rows: Sequence[Any], whole: Sequence[Any], program: str, *_: Any, **__
             return _shape(rows[number])
         if one is None:
             return _shape(whole[number - parsed.num_rows])
-        return {"row": (total, *one.rest), "last": (*one.rest, total)}.get(one.kind, one.rest)
+        return {"row": (total, *one.row_shape), "last": (*one.row_shape, total)}.get(
+            one.kind, one.row_shape
+        )
 
     found = 0
     for one in parsed.loop:
@@ -137,7 +139,7 @@ def flops(rows: Sequence[Any], whole: Sequence[Any], program: str, *_: Any, **__
             found += 2 * results * int(shape(left.number)[-1])
         elif one.op in CONVOLUTIONS:
             args = with_values(one.args, shape, total)
-            made = (total, *one.rest) if one.op == CONVOLUTION else (None, one.rest, None)
+            made = (total, *one.row_shape) if one.op == CONVOLUTION else (None, one.row_shape, None)
             found += int(flop_registry[operator_of(one.op).overloadpacket](*args, out_val=made))
     return found
 

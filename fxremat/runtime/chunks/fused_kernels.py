@@ -76,7 +76,7 @@ class Memory:
 
     kind: str  # "value", "slot" or "sum"
     number: int
-    rest: tuple[int, ...] = ()
+    row_shape: tuple[int, ...] = ()
 
 
 def is_worth_fusing(stage: Stage) -> bool:
@@ -171,7 +171,9 @@ class _KernelWriter:
             return self.whole(number, given)
         if number < program.start:
             return self.whole(number, None)
-        return self.shaped(self.place(*self.memory_of(number), one.rest, one.dtype)[1], one.rest)
+        return self.shaped(
+            self.place(*self.memory_of(number), one.row_shape, one.dtype)[1], one.row_shape
+        )
 
     def memory_of(self, number: int) -> tuple[str, int]:
         if number in self.program.results:
@@ -179,13 +181,13 @@ class _KernelWriter:
         return "slot", self.plan.slot_of[number]
 
     def place(
-        self, kind: str, number: int, rest: tuple[int, ...], dtype: torch.dtype
+        self, kind: str, number: int, row_shape: tuple[int, ...], dtype: torch.dtype
     ) -> tuple[Memory, fx.Node]:
         """An input of the kernel: these rows of something."""
         key = kind, number
         if key not in self.places:
-            sizes = (self.tile, *rest)
-            self.places[key] = Memory(kind, number, rest), self.input(sizes, dtype)
+            sizes = (self.tile, *row_shape)
+            self.places[key] = Memory(kind, number, row_shape), self.input(sizes, dtype)
         return self.places[key]
 
     def whole(self, number: int, given: Shape | None) -> fx.Node:
@@ -216,24 +218,24 @@ class _KernelWriter:
         node.meta["val"] = empty if given is None else given.empty()
         return node
 
-    def shaped(self, node: fx.Node, rest: tuple[int, ...]) -> fx.Node:
+    def shaped(self, node: fx.Node, row_shape: tuple[int, ...]) -> fx.Node:
         """The same memory with other dimensions behind the rows."""
-        return self.graph.call_function(_ATEN.view.default, (node, [self.tile, *rest]))
+        return self.graph.call_function(_ATEN.view.default, (node, [self.tile, *row_shape]))
 
     def store(self, number: int, one: Instruction, node: fx.Node) -> fx.Node:
         """Write these rows where they belong; whoever reads on reads them there."""
         key = self.memory_of(number)
-        memory, place = self.place(*key, one.rest, one.dtype)
-        if memory.rest != one.rest:
-            node = self.shaped(node, memory.rest)
+        memory, place = self.place(*key, one.row_shape, one.dtype)
+        if memory.row_shape != one.row_shape:
+            node = self.shaped(node, memory.row_shape)
         stored = self.graph.call_function(_ATEN.copy_.default, (place, node))
         self.places[key] = memory, stored
-        return stored if memory.rest == one.rest else self.shaped(stored, one.rest)
+        return stored if memory.row_shape == one.row_shape else self.shaped(stored, one.row_shape)
 
     def add_to_sum(self, number: int, one: Instruction) -> None:
         wide = accumulates_in(one.dtype)
         key = "sum", number
-        self.places[key] = Memory("sum", number), self.input(one.rest, wide)
+        self.places[key] = Memory("sum", number), self.input(one.row_shape, wide)
         args = with_values(one.args, self.value, self.tile)
         named = {**one.kwargs, "dtype": wide}
         part = self.graph.call_function(overload(one.op), tuple(args), named)

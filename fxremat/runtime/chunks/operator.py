@@ -3,17 +3,19 @@
     rows(Tensor[] rows, Tensor[] whole, str program, int chunk_rows, int tile_rows,
          bool fused=False, bool channels_last=False) -> Tensor[]
 
-``rows`` are tensors with the rows in front, N of them; ``whole`` are those that each chunk reads
-as they are. ``program`` (see `row_program`) says what is computed, `row_plan` where it is kept.
-Results that have rows are written chunk by chunk into their place; sums over the rows are added
-up, those of low precision in float32. With ``channels_last``, results that come straight from a
-convolution of images have the channels last in memory; all others lie densely.
+``rows`` are tensors with the N rows in front. ``whole`` are those that each chunk reads as a whole.
+``program`` says what is computed (`fxremat.runtime.chunks.program`); where that is kept, says
+`fxremat.runtime.chunks.buffers`. Results that have rows are written chunk by chunk into their
+place. Sums over the rows are added up, those of low precision in float32. With ``channels_last``,
+results that come straight from a convolution of images have the channels last in memory. All others
+are contiguous.
 
-What lies between two matmuls or convolutions runs operator by operator, or, ``fused``, as one
-kernel (see `fused_kernels`); then some rows at the end, fewer than a tile, do not.
+What stands between two matmuls or convolutions runs operator by operator. With ``fused`` it runs as
+one kernel (`fxremat.runtime.chunks.fused_kernels`), but for the last rows of a chunk if they are
+fewer than a tile.
 
-It is pure: what it writes into is its own. The bytes that a call takes beside its results are what
-`row_plan` lays out, before the first chunk, and what loose values and convolutions add to that.
+The operator is pure: it writes only into memory of its own. Beside its results a call takes the
+bytes that are laid out before the first chunk, and those of loose values and convolutions.
 """
 
 from __future__ import annotations
@@ -29,7 +31,7 @@ from fxremat.runtime.chunks.buffers import (
     COPIES,
     IN_PLACE,
     MATMULS,
-    MOMENTS,
+    STATISTICS,
     VIEWS,
     accumulates_in,
     bases,
@@ -39,7 +41,7 @@ from fxremat.runtime.chunks.call import RowsCall, pieces
 from fxremat.runtime.chunks.costs import flops, inside, workspace
 from fxremat.runtime.chunks.fused_kernels import Memory
 from fxremat.runtime.chunks.program import Instruction, Ref, overload, with_values
-from fxremat.runtime.chunks.statistics import Moment, Moments
+from fxremat.runtime.chunks.statistics import RunningStatistics, StatisticResult
 
 
 class _RowSum:
@@ -47,7 +49,7 @@ class _RowSum:
 
     def __init__(self, one: Instruction, device: torch.device, is_fused: bool) -> None:
         self.one, self.wide = one, accumulates_in(one.dtype)
-        self.result = torch.empty(one.rest, dtype=one.dtype, device=device)
+        self.result = torch.empty(one.row_shape, dtype=one.dtype, device=device)
         self.is_wide = self.wide == one.dtype
         self.total = self.result if self.is_wide else self._new(self.wide)
         self.partial: torch.Tensor | None = None
@@ -68,7 +70,7 @@ class _RowSum:
             self.partial, self.cast = self._new(self.one.dtype), self._new(self.wide)
 
     def _new(self, dtype: torch.dtype) -> torch.Tensor:
-        return torch.empty(self.one.rest, dtype=dtype, device=self.result.device)
+        return torch.empty(self.one.row_shape, dtype=dtype, device=self.result.device)
 
     def add(self, args: list[Any], kwargs: dict[str, Any]) -> None:
         """Add what the instruction makes of some of the rows."""
@@ -110,7 +112,7 @@ class _RowSum:
         return self.result if self.is_wide else self.result.copy_(self.total)
 
 
-class _Run:
+class _Execution:
     """One call: inputs, results, slots; and what is known of the chunk being computed."""
 
     def __init__(self, call: RowsCall) -> None:
@@ -130,21 +132,23 @@ class _Run:
             for number in stage.values
         }
         self.results: dict[int, torch.Tensor] = {}
-        self.sums: dict[int, _RowSum | Moment] = {}
-        self.moments: dict[str, Moments] = {}
+        self.sums: dict[int, _RowSum | StatisticResult] = {}
+        self.statistics: dict[str, RunningStatistics] = {}
         for place, number in enumerate(self.program.results):
             self._make_result(number, number in fused, call.format_of(place))
         self.memory: dict[int, torch.Tensor] = {}
 
     def _make_result(self, number: int, is_fused: bool, form: torch.memory_format) -> None:
         one = self.instruction(number)
-        if one.op in MOMENTS:
-            both = self.moments.setdefault(repr(one.args), Moments(one, number, self.device))
-            self.sums[number] = Moment(both, number, one)
+        if one.op in STATISTICS:
+            both = self.statistics.setdefault(
+                repr(one.args), RunningStatistics(one, number, self.device)
+            )
+            self.sums[number] = StatisticResult(both, number, one)
         elif one.kind == "sum":
             self.sums[number] = _RowSum(one, self.device, is_fused)
         else:
-            shape = (self.total, *one.rest)
+            shape = (self.total, *one.row_shape)
             self.results[number] = torch.empty(
                 shape, dtype=one.dtype, device=self.device, memory_format=form
             )
@@ -198,7 +202,7 @@ class _Run:
 class _Piece:
     """Rows a to b of a chunk that begins at ``start``, and the values of these rows."""
 
-    def __init__(self, run: _Run, start: int, a: int, b: int) -> None:
+    def __init__(self, run: _Execution, start: int, a: int, b: int) -> None:
         self.run, self.start, self.a, self.b = run, start, a, b
         self.count = b - a
         self.seen: dict[int, torch.Tensor] = {}
@@ -238,13 +242,13 @@ class _Piece:
             total = self.run.sums[wanted.number]
             assert isinstance(total, _RowSum), "no kernel adds to moments"
             return total.total
-        return self.rows_of_slot(wanted.number, wanted.rest)
+        return self.rows_of_slot(wanted.number, wanted.row_shape)
 
-    def rows_of_slot(self, slot: int, rest: Sequence[int]) -> torch.Tensor:
+    def rows_of_slot(self, slot: int, row_shape: Sequence[int]) -> torch.Tensor:
         numel, of_chunk = self.run.plan.slots[slot].numel, self.run.plan.slots[slot].of_chunk
         begin = self.a - self.start if of_chunk else 0
         given = self.own if slot in self.own else self.run.memory
-        return given[slot].narrow(0, begin * numel, self.count * numel).view(self.count, *rest)
+        return given[slot].narrow(0, begin * numel, self.count * numel).view(self.count, *row_shape)
 
     def value(self, number: int) -> torch.Tensor:
         """These rows of a value, or a value that has none."""
@@ -266,7 +270,7 @@ class _Piece:
         if one.op in VIEWS:
             looked: torch.Tensor = run.call(one, self.value, self.count)
             return looked
-        return self.rows_of_slot(run.plan.slot_of[number], one.rest)
+        return self.rows_of_slot(run.plan.slot_of[number], one.row_shape)
 
     def write(self, number: int, one: Instruction) -> None:
         """Compute a value where it belongs."""
@@ -295,7 +299,7 @@ class _Piece:
 
 
 def _rows(*args: Any, **kwargs: Any) -> list[torch.Tensor]:
-    return _Run(RowsCall(*args, **kwargs)).run()
+    return _Execution(RowsCall(*args, **kwargs)).run()
 
 
 def compile_kernels(*args: Any, **kwargs: Any) -> None:
@@ -310,7 +314,7 @@ def _fake(*args: Any, **kwargs: Any) -> list[torch.Tensor]:
     for place, number in enumerate(call.program.results):
         one = call.program.instruction(number)
         assert one is not None
-        shape = one.rest if one.kind == "sum" else (call.total, *one.rest)
+        shape = one.row_shape if one.kind == "sum" else (call.total, *one.row_shape)
         like, form = call.rows[0], call.format_of(place)
         made.append(torch.empty(shape, dtype=one.dtype, device=like.device, memory_format=form))
     return made

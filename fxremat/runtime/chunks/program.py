@@ -8,10 +8,10 @@ copies of the graph. Its instructions are calls of torch's own operators on *val
 * results of instructions. ``kind`` says what they are: "row" (rows in front), "last" (a transposed
   look at rows), "whole" (made once, before the loop) or "sum" (added up over all rows).
 
-``rest`` is the shape of a result without its rows. Sums are results of a program only: no
-instruction reads one. An operator with several results is an instruction for each that is wanted,
-named with its place (``aten.convolution_backward.default#1``). Nothing here looks at another row,
-so any split into chunks computes the same, sums up to rounding.
+``row_shape`` is the shape of a result without its rows. Sums are results of a program only: no
+instruction reads one. An operator with several results has an instruction for each that is wanted,
+named with its position (``aten.convolution_backward.default#1``). No instruction mixes rows, so any
+split into chunks computes the same, sums up to rounding.
 """
 
 from __future__ import annotations
@@ -42,13 +42,13 @@ class RowCount:
 
 @dataclass(frozen=True)
 class Instruction:
-    """One call. ``rest`` and ``dtype`` describe its result."""
+    """One call. ``row_shape`` and ``dtype`` describe its result."""
 
     op: str
     args: tuple[Any, ...]
     kwargs: Mapping[str, Any]
     kind: Kind
-    rest: tuple[int, ...]
+    row_shape: tuple[int, ...]
     dtype: torch.dtype
 
     @property
@@ -59,7 +59,7 @@ class Instruction:
     @property
     def numel(self) -> int:
         """Elements of the result, for one row."""
-        return prod(self.rest)
+        return prod(self.row_shape)
 
 
 @dataclass(frozen=True)
@@ -143,13 +143,15 @@ def _decoded(thing: Any) -> Any:
 
 def _encoded_instruction(one: Instruction) -> list[Any]:
     named = {key: _encoded(value) for key, value in one.kwargs.items()}
-    return [one.op, _encoded(one.args), named, one.kind, list(one.rest), str(one.dtype)[6:]]
+    return [one.op, _encoded(one.args), named, one.kind, list(one.row_shape), str(one.dtype)[6:]]
 
 
 def _decoded_instruction(given: list[Any]) -> Instruction:
-    op, args, kwargs, kind, rest, dtype = given
+    op, args, kwargs, kind, row_shape, dtype = given
     named = {key: _decoded(value) for key, value in kwargs.items()}
-    return Instruction(op, tuple(_decoded(args)), named, kind, tuple(rest), getattr(torch, dtype))
+    return Instruction(
+        op, tuple(_decoded(args)), named, kind, tuple(row_shape), getattr(torch, dtype)
+    )
 
 
 def dump(program: Program) -> str:

@@ -16,14 +16,14 @@ from fxremat.runtime.chunks.buffers import VARIANCE
 from fxremat.runtime.chunks.program import Instruction
 
 
-class Moments:
+class RunningStatistics:
     """Mean and variance along some dimensions, the rows among them; biased until `variance`."""
 
     def __init__(self, one: Instruction, number: int, device: torch.device) -> None:
         _, self.dims = one.args
         self.asked_by = number
         self.count = 0
-        self.mean = torch.zeros(one.rest, dtype=one.dtype, device=device)
+        self.mean = torch.zeros(one.row_shape, dtype=one.dtype, device=device)
         self.squares = torch.zeros_like(self.mean)
 
     def add(self, given: torch.Tensor) -> None:
@@ -43,10 +43,10 @@ class Moments:
         return self.squares.div(max(0.0, self.count - correction))
 
 
-class Moment:
+class StatisticResult:
     """One of the two as a sum of a program; the one that they were made for takes chunks in."""
 
-    def __init__(self, both: Moments, number: int, one: Instruction) -> None:
+    def __init__(self, both: RunningStatistics, number: int, one: Instruction) -> None:
         self.both, self.one = both, one
         self.is_first = both.asked_by == number
 

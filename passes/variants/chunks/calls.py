@@ -1,8 +1,8 @@
 """Calls on a few rows: what they are made of, and which dimensions of a tensor are its rows.
 
-A tensor *has N rows* if some leading dimensions of it multiply to N; ``rest`` is the shape behind
-them. On a few rows it is [c, *rest]: row numbers are positions in the flattened leading dimensions,
-so any reshape that keeps all rows in front keeps every row where it is.
+A tensor *has N rows* if some leading dimensions of it multiply to N. Its ``row_shape`` is the shape
+behind these dimensions. On c rows it is [c, *row_shape]. Row numbers are positions in the flattened
+leading dimensions, so a reshape that keeps all rows in front keeps every row where it is.
 """
 
 from __future__ import annotations
@@ -26,16 +26,16 @@ VIEWS = frozenset(
 
 
 @dataclass(frozen=True)
-class As:
-    """An operand of one kind, in the shape ``rest`` behind its rows (or as a whole)."""
+class Operand:
+    """An operand of one kind; ``row_shape`` is that of one row, or the shape of the whole."""
 
     node: fx.Node
     kind: Kind
-    rest: Shape
+    row_shape: Shape
 
 
 @dataclass(frozen=True)
-class Part:
+class Result:
     """The result of an earlier call of the same node."""
 
     position: int
@@ -49,29 +49,29 @@ class Call:
     args: tuple[Any, ...]
     kwargs: Mapping[str, Any]
     kind: Kind
-    rest: Shape
+    row_shape: Shape
     dtype: torch.dtype
 
 
 Calls = tuple[Call, ...]
 
 
-def operands(calls: Calls) -> Iterator[As]:
+def operands(calls: Calls) -> Iterator[Operand]:
     """What the calls of a node read."""
     for call in calls:
         yield from _found((call.args, tuple(call.kwargs.values())))
 
 
-def _found(thing: Any) -> Iterator[As]:
-    if isinstance(thing, As):
+def _found(thing: Any) -> Iterator[Operand]:
+    if isinstance(thing, Operand):
         yield thing
     elif isinstance(thing, (list, tuple)):
         for part in thing:
             yield from _found(part)
 
 
-def lead(shape: Shape, rows: int) -> int | None:
-    """How many leading dimensions are the rows."""
+def row_cut(shape: Shape, rows: int) -> int | None:
+    """How many leading dimensions are the rows; None if their product is never ``rows``."""
     product = 1
     for position, size in enumerate(shape, 1):
         product *= size
@@ -82,10 +82,10 @@ def lead(shape: Shape, rows: int) -> int | None:
     return None
 
 
-def rest_of(node: fx.Node, rows: int) -> Shape | None:
+def row_shape_of(node: fx.Node, rows: int) -> Shape | None:
     """The shape behind the rows; None for what does not have so many rows."""
     shape = shape_of(node)
     if shape is None:
         return None
-    cut = lead(shape, rows)
+    cut = row_cut(shape, rows)
     return None if cut is None else shape[cut:]

@@ -23,7 +23,7 @@ from torch import fx
 
 from fxremat import compat
 from fxremat.passes.joint_graph import Role, is_repeatable, is_tensor
-from fxremat.passes.nodes import bound, dtype_of, packet_name, shape_of
+from fxremat.passes.nodes import arguments_of, dtype_of, packet_name, shape_of
 from fxremat.passes.variants.chunks.calls import VIEWS
 from fxremat.passes.variants.chunks.regions import Region, levels
 
@@ -123,7 +123,7 @@ def _is_linear(node: fx.Node, dependent: set[fx.Node]) -> bool:
     dtype = dtype_of(node)
     if not dtype.is_floating_point:
         return False
-    name, named = packet_name(node), bound(node)
+    name, named = packet_name(node), arguments_of(node)
     if "reduce" in named:
         return False
     read = {

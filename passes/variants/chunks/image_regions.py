@@ -26,15 +26,15 @@ from fxremat.passes.nodes import packet_name, shape_of
 from fxremat.passes.variants.chunks.regions import (
     LEAST_ROWS,
     MOST_NODES,
-    Known,
+    CallsCache,
     Region,
     add_between,
-    drop_loose_views,
-    fitting,
+    avoided_bytes,
+    drop_unread_views,
+    kind_of_read,
     levels,
     nbytes,
     readers,
-    vanishing,
 )
 
 LEAST_PART = 2
@@ -68,7 +68,7 @@ def _grow(region: Region, seed: fx.Node) -> None:
                 region.kinds[other] = "row"
                 todo.append(other)
         for reader in readers(node):
-            kind = fitting(region, reader, node)
+            kind = kind_of_read(region, reader, node)
             if kind is None or reader in region.kinds:
                 continue
             region.kinds[reader] = kind
@@ -77,18 +77,18 @@ def _grow(region: Region, seed: fx.Node) -> None:
 
 
 def _region(
-    joint: JointGraph, seed: fx.Node, position: dict[fx.Node, int], known: Known
+    joint: JointGraph, seed: fx.Node, position: dict[fx.Node, int], cache: CallsCache
 ) -> Region | None:
     shape = shape_of(seed)
     if shape is None or shape[0] < LEAST_ROWS:
         return None
-    region = Region(joint, shape[0], prod(shape[1:]), {}, position, around=seed, _calls=known)
+    region = Region(joint, shape[0], prod(shape[1:]), {}, position, convolution=seed, _calls=cache)
     if region.calls(seed, "row") is None:
         return None
     _grow(region, seed)
     add_between(region)
-    drop_loose_views(region)
-    if len(region.kinds) > MOST_NODES or not vanishing(region):
+    drop_unread_views(region)
+    if len(region.kinds) > MOST_NODES or not avoided_bytes(region):
         return None
     return region if max(levels(region, in_one=False).values()) < MOST_LEVELS else None
 
@@ -99,13 +99,13 @@ def find_image_regions(joint: JointGraph) -> list[Region]:
     position = {node: i for i, node in enumerate(nodes)}
     calls = [node for node in nodes if node.op == "call_function"]
     least = max(map(nbytes, calls), default=0) / LEAST_PART
-    known: dict[int, Known] = {}
+    cache: dict[int, CallsCache] = {}
     found: list[Region] = []
     for node in calls:
         shape = shape_of(node)
         if packet_name(node) != "convolution" or shape is None or nbytes(node) < least:
             continue
-        region = _region(joint, node, position, known.setdefault(shape[0], {}))
+        region = _region(joint, node, position, cache.setdefault(shape[0], {}))
         if region is not None and all(region.kinds != other.kinds for other in found):
             found.append(region)
     return found

@@ -1,9 +1,9 @@
 """From a region to loops: one call of `fxremat_kernels::rows` for each level.
 
-A loop computes what is read outside of the region, what later loops take from it, and nothing else.
-It begins at the border, and at narrow values of earlier loops, which it gets as rows; big values of
+A loop computes what is read outside of the region, what later loops read of it, and nothing else.
+It begins at the border and at narrow values of earlier loops, which it gets as rows. Big values of
 earlier loops it computes again, a chunk at a time. So big values never exist as a whole, unless
-somebody outside reads them.
+they are read outside.
 
     level 0   x, w, labels -> losses [N], max [N, 1], log [N, 1]
     level 1   x, w, labels, max, log, gradient -> dx, dw        logits of a chunk again
@@ -18,8 +18,14 @@ from typing import Any
 from torch import fx
 
 from fxremat.passes.nodes import dtype_of, shape_of
-from fxremat.passes.variants.chunks.calls import As, Calls, Part, operands, rest_of
-from fxremat.passes.variants.chunks.one_hot_rows import with_points, without_unused
+from fxremat.passes.variants.chunks.calls import (
+    Calls,
+    Operand,
+    Result,
+    operands,
+    row_shape_of,
+)
+from fxremat.passes.variants.chunks.one_hot_rows import with_one_hot_rows, without_unused
 from fxremat.passes.variants.chunks.regions import Region
 from fxremat.runtime.chunks.buffers import MATMULS
 from fxremat.runtime.chunks.program import Instruction, Kind, Program, Ref, RowCount
@@ -58,7 +64,7 @@ class _ProgramWriter:
         self.setup: list[Instruction] = []
         self.loop: list[Instruction] = []
         self.made: dict[tuple[fx.Node, Kind], int] = {}
-        self.looks: dict[tuple[int, tuple[int, ...]], int] = {}
+        self.reshaped_values: dict[tuple[int, tuple[int, ...]], int] = {}
 
     # What a value is computed from.
 
@@ -95,7 +101,7 @@ class _ProgramWriter:
             for call in calls:
                 args = self.translated(call.args, parts, call.op in MATMULS)
                 named = {k: self.translated(v, parts, False) for k, v in call.kwargs.items()}
-                one = Instruction(call.op, args, named, call.kind, call.rest, call.dtype)
+                one = Instruction(call.op, args, named, call.kind, call.row_shape, call.dtype)
                 parts.append(self.add(one))
             self.made[node, kind] = parts[-1]
 
@@ -104,46 +110,46 @@ class _ProgramWriter:
         return 3 * BLOCK + len(self.loop) - 1
 
     def translated(self, thing: Any, parts: list[int], for_matmul: bool) -> Any:
-        if isinstance(thing, As):
+        if isinstance(thing, Operand):
             return Ref(self.value(thing))
-        if isinstance(thing, Part):
+        if isinstance(thing, Result):
             return Ref(parts[thing.position])
         if isinstance(thing, (list, tuple)):
             return tuple(self.translated(part, parts, for_matmul) for part in thing)
         return thing
 
-    def value(self, wanted: As) -> int:
+    def value(self, wanted: Operand) -> int:
         """The number of a value, in the wanted shape."""
         node, kind = wanted.node, wanted.kind
         if (node, kind) not in self.made:
             self.made[node, kind] = self.input(node, kind)
         number = self.made[node, kind]
-        own = shape_of(node) if kind == "whole" else rest_of(node, self.region.rows)
-        if kind == "last" or own == wanted.rest:
+        own = shape_of(node) if kind == "whole" else row_shape_of(node, self.region.rows)
+        if kind == "last" or own == wanted.row_shape:
             return number
         return self.reshaped(number, wanted)
 
-    def reshaped(self, number: int, wanted: As) -> int:
+    def reshaped(self, number: int, wanted: Operand) -> int:
         """A look at a value in another shape; it has to be dense."""
-        key = number, wanted.rest
-        if key not in self.looks:
+        key = number, wanted.row_shape
+        if key not in self.reshaped_values:
             dtype = dtype_of(wanted.node)
             if wanted.kind == "whole":
                 self.setup.append(
-                    Instruction("aten.view.default", (Ref(number), wanted.rest), {}, "whole",
-                                wanted.rest, dtype)
+                    Instruction("aten.view.default", (Ref(number), wanted.row_shape), {}, "whole",
+                                wanted.row_shape, dtype)
                 )  # fmt: skip
-                self.looks[key] = 2 * BLOCK + len(self.setup) - 1
+                self.reshaped_values[key] = 2 * BLOCK + len(self.setup) - 1
             else:
-                number = self.densely(number, wanted.node)
-                shape = (RowCount(), *wanted.rest)
-                self.looks[key] = self.add(
+                number = self.as_dense(number, wanted.node)
+                shape = (RowCount(), *wanted.row_shape)
+                self.reshaped_values[key] = self.add(
                     Instruction("aten.view.default", (Ref(number), shape), {}, "row",
-                                wanted.rest, dtype)
+                                wanted.row_shape, dtype)
                 )  # fmt: skip
-        return self.looks[key]
+        return self.reshaped_values[key]
 
-    def densely(self, number: int, node: fx.Node) -> int:
+    def as_dense(self, number: int, node: fx.Node) -> int:
         """The value itself if its memory is dense, else a copy."""
         if number < BLOCK:
             self.dense.add(node)
@@ -152,7 +158,9 @@ class _ProgramWriter:
         if one.op not in ("aten.permute.default", "aten.expand.default", "aten.slice.Tensor",
                           "aten.select.int"):  # fmt: skip
             return number
-        copy = Instruction("aten.clone.default", (Ref(number),), {}, "row", one.rest, one.dtype)
+        copy = Instruction(
+            "aten.clone.default", (Ref(number),), {}, "row", one.row_shape, one.dtype
+        )
         return self.add(copy)
 
     def input(self, node: fx.Node, kind: Kind) -> int:
@@ -165,7 +173,7 @@ class _ProgramWriter:
         return (0 if kind == "row" else BLOCK) + len(where) - 1
 
     def program(self, results: list[fx.Node]) -> Program:
-        """Values numbered as `row_program` says."""
+        """The program, with values numbered as `Ref` says."""
         starts = [0, len(self.rows), len(self.rows) + len(self.whole)]
         starts.append(starts[-1] + len(self.setup))
 
@@ -176,7 +184,9 @@ class _ProgramWriter:
 
         def renumbered(one: Instruction) -> Instruction:
             kwargs = {k: numbered(v) for k, v in one.kwargs.items()}
-            return Instruction(one.op, numbered(one.args), kwargs, one.kind, one.rest, one.dtype)
+            return Instruction(
+                one.op, numbered(one.args), kwargs, one.kind, one.row_shape, one.dtype
+            )
 
         made = [self.made[node, self.region.kinds[node]] for node in results]
         return Program(
@@ -188,9 +198,9 @@ class _ProgramWriter:
 def plan_loops(region: Region, level: Mapping[fx.Node, int]) -> list[Loop]:
     """The loops of a region, first to last."""
     wanted: dict[int, set[fx.Node]] = {}
-    for node in region.wanted_outside():
+    for node in region.read_outside():
         wanted.setdefault(level[node], set()).add(node)
-    heavy, loops = region.heavy(), []
+    depending_on_big, loops = region.depending_on_big(), []
     for now in range(max(level.values()), -1, -1):
         results = sorted(wanted.get(now, ()), key=region.position.__getitem__)
         if not results:
@@ -198,7 +208,7 @@ def plan_loops(region: Region, level: Mapping[fx.Node, int]) -> list[Loop]:
 
         def stops(node: fx.Node, kind: Kind, now: int = now) -> bool:
             narrow = not region.is_big(node) and not region.is_view(node)
-            return level[node] < now and (kind == "sum" or (narrow and node in heavy))
+            return level[node] < now and (kind == "sum" or (narrow and node in depending_on_big))
 
         writer = _ProgramWriter(region, stops)
         writer.write(results)
@@ -213,8 +223,8 @@ def plan_loops(region: Region, level: Mapping[fx.Node, int]) -> list[Loop]:
 
 def _loop(writer: _ProgramWriter, level: int, results: list[fx.Node]) -> Loop:
     """The loop that was written, made simpler."""
-    rests = [rest_of(node, writer.region.rows) or () for node in writer.rows]
-    program = with_points(writer.program(results), rests, writer.whole)
+    row_shapes = [row_shape_of(node, writer.region.rows) or () for node in writer.rows]
+    program = with_one_hot_rows(writer.program(results), row_shapes, writer.whole)
     program, rows, whole = without_unused(program)
     return Loop(
         level, tuple(writer.rows[n] for n in rows), tuple(writer.whole[n] for n in whole),

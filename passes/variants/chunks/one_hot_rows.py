@@ -2,15 +2,15 @@
 
 The gradient of picking one element of each row is, after decomposition, a comparison of all
 positions with the index, a choice between two numbers, and a product: four passes over [N, V] for
-one number a row. A *point* is such a value: an index and an element for each row.
+one number a row. Such a value is a *one-hot row*: an index and an element for each row.
 
     eq(index, iota); where(.., -1, 0); mul(.., g); sum       before
     p = -g at the index; the sum is p                         after
     sub(mul(e, s), ..)  ->  scatter_add(mul(e, s), index, p)
 
 What is computed stays the same, element by element: zeros are neither multiplied nor added. (Zero
-times infinity is not looked for; a gradient that is infinite stays so in the element itself.) An
-index outside of the row has no element: its point is 0, at some place inside.
+times infinity does not become NaN; an infinite gradient stays so in the element itself.) An index
+outside of the row has no element: then a 0 is added at some place inside.
 """
 
 from __future__ import annotations
@@ -44,11 +44,11 @@ def constant_of(node: fx.Node) -> float | str | None:
     if name in ("view", "expand", "unsqueeze", "reshape"):
         source = node.args[0]
         assert isinstance(source, fx.Node)
-        known = constant_of(source)
+        constants = constant_of(source)
         shape, own = shape_of(node), shape_of(source)
-        if known == "iota" and (shape is None or own is None or shape[-1:] != own[-1:]):
+        if constants == "iota" and (shape is None or own is None or shape[-1:] != own[-1:]):
             return None
-        return known
+        return constants
     if name in ("full", "scalar_tensor"):
         value = node.args[1 if name == "full" else 0]
         return float(value) if isinstance(value, (int, float)) else None
@@ -62,46 +62,49 @@ class _Simplifier:
     """Walks a program once; new instructions go where the old ones are."""
 
     def __init__(
-        self, program: Program, rests: Sequence[tuple[int, ...]], known: Mapping[int, float | str]
+        self,
+        program: Program,
+        row_shapes: Sequence[tuple[int, ...]],
+        constants: Mapping[int, float | str],
     ) -> None:
-        self.program, self.rests, self.known = program, rests, known
+        self.program, self.row_shapes, self.constants = program, row_shapes, constants
         self.loop: list[Instruction] = []
         self.renamed: dict[int, int] = {}
-        self.hits: dict[int, Ref] = {}
-        self.points: dict[int, OneHotRow] = {}
-        self.safe: dict[int, tuple[int, int]] = {}
+        self.compared_indices: dict[int, Ref] = {}
+        self.one_hot_rows: dict[int, OneHotRow] = {}
+        self.placed_elements: dict[int, tuple[int, int]] = {}
 
-    def rest(self, number: int) -> tuple[int, ...]:
+    def row_shape(self, number: int) -> tuple[int, ...]:
         if number < self.program.first:
-            return self.rests[number]
+            return self.row_shapes[number]
         if number < self.program.start:
-            return self.program.setup[number - self.program.first].rest
-        return self.loop[number - self.program.start].rest
+            return self.program.setup[number - self.program.first].row_shape
+        return self.loop[number - self.program.start].row_shape
 
     def is_one_a_row(self, number: int) -> bool:
         has_rows = number < self.program.num_rows or number >= self.program.start
-        return has_rows and self.rest(number) == (1,)
+        return has_rows and self.row_shape(number) == (1,)
 
     def made_by(self, number: int) -> Instruction | None:
         number -= self.program.start
         return self.loop[number] if number >= 0 else None
 
-    def add(self, op: str, *args: Any, like: Instruction, rest: tuple[int, ...] = (1,),
+    def add(self, op: str, *args: Any, like: Instruction, row_shape: tuple[int, ...] = (1,),
             dtype: torch.dtype | None = None) -> int:  # fmt: skip
         dtype = like.dtype if dtype is None else dtype
-        self.loop.append(Instruction(op, args, {}, "row", rest, dtype))
+        self.loop.append(Instruction(op, args, {}, "row", row_shape, dtype))
         return self.program.start + len(self.loop) - 1
 
     def run(self) -> Program:
         for position, one in enumerate(self.program.loop):
             one = replace(one, args=self.named(one.args))
             number = self.program.start + position
-            instead = self.instead(one)
+            replacement = self.replacement(one)
             self.loop.append(one)
             mine = self.program.start + len(self.loop) - 1
-            self.renamed[number] = mine if instead is None else instead
-            if instead is None:
-                self.look(mine, one)
+            self.renamed[number] = mine if replacement is None else replacement
+            if replacement is None:
+                self.remember(mine, one)
         results = tuple(self.renamed.get(n, n) for n in self.program.results)
         return _without_dead(replace(self.program, loop=tuple(self.loop), results=results))
 
@@ -112,22 +115,24 @@ class _Simplifier:
 
     # What is a point.
 
-    def look(self, number: int, one: Instruction) -> None:
+    def remember(self, number: int, one: Instruction) -> None:
         """Remember an instruction that compares with positions or makes a point."""
         if one.kind != "row":
             return
         if one.op == "aten.eq.Tensor":
-            self.look_at_comparison(number, one)
+            self.remember_comparison(number, one)
         elif one.op == "aten.where.self":
             condition, true, false = (a.number for a in one.args)
-            if condition in self.hits and self.known.get(false) == 0.0:
-                element = self.known.get(true)
+            if condition in self.compared_indices and self.constants.get(false) == 0.0:
+                element = self.constants.get(true)
                 if isinstance(element, float):
-                    self.points[number] = OneHotRow(self.hits[condition].number, element, True)
+                    self.one_hot_rows[number] = OneHotRow(
+                        self.compared_indices[condition].number, element, True
+                    )
         elif one.op == "aten.mul.Tensor":
-            self.look_at_product(number, one)
+            self.remember_product(number, one)
 
-    def look_at_comparison(self, number: int, one: Instruction) -> None:
+    def remember_comparison(self, number: int, one: Instruction) -> None:
         pair = [a.number for a in one.args if isinstance(a, Ref)]
         if len(pair) != 2:
             return
@@ -135,70 +140,74 @@ class _Simplifier:
             made = self.made_by(index)
             if made is not None and made.op == "aten.expand.default":
                 index = made.args[0].number
-            if self.known.get(positions) != "iota" or not self.is_one_a_row(index):
+            if self.constants.get(positions) != "iota" or not self.is_one_a_row(index):
                 continue
-            if len(one.rest) == 1 and self.rest(positions)[-1:] == one.rest:
-                self.hits[number] = Ref(index)
+            if len(one.row_shape) == 1 and self.row_shape(positions)[-1:] == one.row_shape:
+                self.compared_indices[number] = Ref(index)
 
-    def look_at_product(self, number: int, one: Instruction) -> None:
+    def remember_product(self, number: int, one: Instruction) -> None:
         pair = [a.number for a in one.args if isinstance(a, Ref)]
-        for point, factor in (pair, pair[::-1]) if len(pair) == 2 else ():
-            if point not in self.points or factor in self.points or not self.is_one_a_row(factor):
+        for one_hot, factor in (pair, pair[::-1]) if len(pair) == 2 else ():
+            if (
+                one_hot not in self.one_hot_rows
+                or factor in self.one_hot_rows
+                or not self.is_one_a_row(factor)
+            ):
                 continue
-            found = self.points[point]
+            found = self.one_hot_rows[one_hot]
             element = found.element if found.is_number else Ref(int(found.element))
             made = self.add("aten.mul.Tensor", Ref(factor), element, like=one)
             # The instruction itself is in front of what was added; its number stays.
-            self.points[number] = OneHotRow(found.index, made, False)
+            self.one_hot_rows[number] = OneHotRow(found.index, made, False)
             return
 
     # What reads a point.
 
-    def instead(self, one: Instruction) -> int | None:
+    def replacement(self, one: Instruction) -> int | None:
         """The value that may be read in place of what the instruction gives."""
         numbers = [a.number for a in one.args if isinstance(a, Ref)]
         if one.kwargs or not any(self.is_element(n) for n in numbers):
             return None
-        if one.op == "aten.sum.dim_IntList" and one.kind == "row" and one.rest == (1,):
-            return self.placed(self.points[numbers[0]], one)[1]
+        if one.op == "aten.sum.dim_IntList" and one.kind == "row" and one.row_shape == (1,):
+            return self.placed(self.one_hot_rows[numbers[0]], one)[1]
         if one.op in ("aten.add.Tensor", "aten.sub.Tensor") and len(numbers) == 2:
             return self.added(one, *numbers)
         return None
 
     def is_element(self, number: int) -> bool:
-        return number in self.points and not self.points[number].is_number
+        return number in self.one_hot_rows and not self.one_hot_rows[number].is_number
 
-    def placed(self, point: OneHotRow, like: Instruction) -> tuple[int, int]:
+    def placed(self, one_hot: OneHotRow, like: Instruction) -> tuple[int, int]:
         """The index, inside the row, and the element there: 0 for an index outside."""
-        element = int(point.element)
-        if element not in self.safe:
-            width = self.width_of(point)
-            inside = self.add("aten.clamp.default", Ref(point.index), 0, width - 1, like=like,
+        element = int(one_hot.element)
+        if element not in self.placed_elements:
+            width = self.width_of(one_hot)
+            inside = self.add("aten.clamp.default", Ref(one_hot.index), 0, width - 1, like=like,
                               dtype=torch.int64)  # fmt: skip
-            same = self.add("aten.eq.Tensor", Ref(inside), Ref(point.index), like=like,
+            same = self.add("aten.eq.Tensor", Ref(inside), Ref(one_hot.index), like=like,
                             dtype=torch.bool)  # fmt: skip
             zero = self.add("aten.mul.Tensor", Ref(element), 0, like=like)
             kept = self.add("aten.where.self", Ref(same), Ref(element), Ref(zero), like=like)
-            self.safe[element] = inside, kept
-        return self.safe[element]
+            self.placed_elements[element] = inside, kept
+        return self.placed_elements[element]
 
-    def width_of(self, point: OneHotRow) -> int:
-        (hit,) = {self.rest(n) for n, p in self.points.items() if p == point}
+    def width_of(self, one_hot: OneHotRow) -> int:
+        (hit,) = {self.row_shape(n) for n, p in self.one_hot_rows.items() if p == one_hot}
         return hit[0]
 
     def added(self, one: Instruction, left: int, right: int) -> int | None:
         """A point and a row that has all elements."""
-        point, dense = (left, right) if self.is_element(left) else (right, left)
-        if dense in self.points or self.rest(dense) != one.rest:
+        one_hot, dense = (left, right) if self.is_element(left) else (right, left)
+        if dense in self.one_hot_rows or self.row_shape(dense) != one.row_shape:
             return None
-        index, element = self.placed(self.points[point], one)
+        index, element = self.placed(self.one_hot_rows[one_hot], one)
         if one.op == "aten.sub.Tensor":
-            if point == left:
+            if one_hot == left:
                 dense = self.negated(dense, one)
             else:
                 element = self.add("aten.neg.default", Ref(element), like=one)
         return self.add("aten.scatter_add.default", Ref(dense), 1, Ref(index), Ref(element),
-                        like=one, rest=one.rest)  # fmt: skip
+                        like=one, row_shape=one.row_shape)  # fmt: skip
 
     def negated(self, number: int, like: Instruction) -> int:
         """Minus a value; of a product with one number a row, that number is negated instead."""
@@ -208,8 +217,8 @@ class _Simplifier:
                 if isinstance(factor, Ref) and self.is_one_a_row(factor.number):
                     minus = Ref(self.add("aten.neg.default", factor, like=like))
                     args = tuple(minus if p == position else a for p, a in enumerate(made.args))
-                    return self.add(made.op, *args, like=made, rest=made.rest)
-        return self.add("aten.neg.default", Ref(number), like=like, rest=like.rest)
+                    return self.add(made.op, *args, like=made, row_shape=made.row_shape)
+        return self.add("aten.neg.default", Ref(number), like=like, row_shape=like.row_shape)
 
 
 def _without_dead(program: Program) -> Program:
@@ -256,22 +265,22 @@ def without_unused(program: Program) -> tuple[Program, list[int], list[int]]:
     return made, rows, [n - program.num_rows for n in whole]
 
 
-def with_points(
+def with_one_hot_rows(
     program: Program, rows: Sequence[tuple[int, ...]], whole: Sequence[fx.Node]
 ) -> Program:
     """The program with points where rows are zero but for one element.
 
     ``rows`` are the shapes of row inputs behind their rows, ``whole`` the nodes of whole inputs.
     """
-    known: dict[int, float | str] = {}
+    constants: dict[int, float | str] = {}
     shapes = list(rows)
     for number, node in enumerate(whole, program.num_rows):
         value = constant_of(node)
         if value is not None:
-            known[number] = value
+            constants[number] = value
         shapes.append(shape_of(node) or ())
     for number, one in enumerate(program.setup, program.first):
         (source,) = one.reads
-        if source in known:
-            known[number] = known[source]
-    return _Simplifier(program, shapes, known).run()
+        if source in constants:
+            constants[number] = constants[source]
+    return _Simplifier(program, shapes, constants).run()

@@ -1,17 +1,17 @@
 """Which operators work row by row, and how each is called on a few rows.
 
-`how` says of one node, wanted as one kind of value (see `row_program`), what it needs of its
-operands, and its call; None if the operator could mix rows, or is not known to keep them apart.
+`calls_of` gives, for one node and one kind of value (`fxremat.runtime.chunks.program`), what it
+needs of its operands and its calls. It is None if the operator could mix rows, or is not known.
 The kinds, and why a chunk of the result follows from chunks of the operands:
 
 * row: elementwise with broadcasting, where an operand has the very rows of the result or none;
-  reductions, gathers and scatters along the rest; mm and bmm of rows with what is the same for
+  reductions, gathers and scatters within a row; mm and bmm of rows with what is the same for
   all rows, or with the same rows;
 * last: a matrix [K, N] that is the transpose of [N, K];
 * sum: a matmul or a sum that contracts exactly over the rows.
 
-Where rows are images, a convolution is a row; of its backward, the gradient of the input is a row,
-those of weight and bias are sums; and so are mean and variance over all images.
+Where rows are images, a convolution and the gradient of its input are rows. Gradients of weight and
+bias are sums, and so are mean and variance over all images.
 """
 
 from __future__ import annotations
@@ -25,14 +25,14 @@ import torch
 from torch import fx
 
 from fxremat import compat
-from fxremat.passes.nodes import Shape, bound, dtype_of, packet_name, shape_of
-from fxremat.passes.variants.chunks.calls import As, Call, Calls, Part, lead, rest_of
+from fxremat.passes.nodes import Shape, arguments_of, dtype_of, packet_name, shape_of
+from fxremat.passes.variants.chunks.calls import Call, Calls, Operand, Result, row_cut, row_shape_of
 from fxremat.passes.variants.convolutions.gradients import of_input
 from fxremat.runtime.chunks.buffers import CONVOLUTION, GRADIENT_OF_WEIGHT, accumulates_in
 from fxremat.runtime.chunks.program import Kind, RowCount
 
 
-def how(node: fx.Node, kind: Kind, rows: int) -> Calls | None:
+def calls_of(node: fx.Node, kind: Kind, rows: int) -> Calls | None:
     """The calls that compute ``node`` as ``kind``, a few of ``rows`` rows at a time."""
     if node.target is operator.getitem:
         return _item(node, kind, rows)
@@ -47,7 +47,7 @@ def how(node: fx.Node, kind: Kind, rows: int) -> Calls | None:
         return rule(node, rows) if rule else None
     if kind == "last":
         return _transposed(node, rows) if name in ("permute", "t", "transpose") else None
-    cut = lead(shape, rows)
+    cut = row_cut(shape, rows)
     if kind != "row" or cut is None:
         return None
     special = _ROWS.get(name)
@@ -61,17 +61,17 @@ def how(node: fx.Node, kind: Kind, rows: int) -> Calls | None:
 # --- one row in, one row out ---------------------------------------------------------------
 
 
-def _aligned(node: fx.Node, shape: Shape, cut: int) -> As | None:
+def _aligned(node: fx.Node, shape: Shape, cut: int) -> Operand | None:
     """An operand that broadcasts to ``shape``, whose first ``cut`` dimensions are the rows."""
     own = shape_of(node)
     if own is None or len(own) > len(shape):
         return None
     padded = (1,) * (len(shape) - len(own)) + own
-    front, rest = padded[:cut], padded[cut:]
+    front, row_shape = padded[:cut], padded[cut:]
     if front == shape[:cut]:
-        return As(node, "row", rest)
+        return Operand(node, "row", row_shape)
     if all(size == 1 for size in front):
-        return As(node, "whole", own if len(own) <= len(rest) else rest)
+        return Operand(node, "whole", own if len(own) <= len(row_shape) else row_shape)
     return None
 
 
@@ -81,9 +81,9 @@ def _row(node: fx.Node, cut: int, op: str, *args: Any, **kwargs: Any) -> Call:
     return Call(op, args, kwargs, "row", shape[cut:], dtype_of(node))
 
 
-def _cast(given: As, dtype: torch.dtype) -> Call:
+def _cast(given: Operand, dtype: torch.dtype) -> Call:
     op = "prims.convert_element_type.default"
-    return Call(op, (given, dtype), {}, given.kind, given.rest, dtype)
+    return Call(op, (given, dtype), {}, given.kind, given.row_shape, dtype)
 
 
 _ELEMENTWISE = frozenset({"convert_element_type", "clone", "where"})
@@ -111,7 +111,7 @@ def _elementwise(node: fx.Node, rows: int, cut: int) -> Calls | None:
     """Operands of another type are cast in an instruction of their own, which has its memory."""
     shape = shape_of(node)
     assert shape is not None
-    name, named = packet_name(node), bound(node)
+    name, named = packet_name(node), arguments_of(node)
     given = [v for v in named.values() if isinstance(v, fx.Node)]
     values = [v for key, v in named.items() if isinstance(v, fx.Node) and key != "condition"]
     if not given or any(isinstance(v, (list, tuple)) for v in named.values()):
@@ -131,7 +131,7 @@ def _elementwise(node: fx.Node, rows: int, cut: int) -> Calls | None:
                 if given_as.kind == "whole":  # every instruction of the loop has rows
                     return None
                 calls.append(_cast(given_as, common))
-                replaced[one] = Part(len(calls) - 1)
+                replaced[one] = Result(len(calls) - 1)
     args = [replaced[v] if isinstance(v, fx.Node) else v for v in node.args]
     kwargs = {k: replaced[v] if isinstance(v, fx.Node) else v for k, v in node.kwargs.items()}
     if name == "clone":
@@ -148,16 +148,16 @@ _WRITTEN_INSTEAD = {
 }
 
 
-def _same_rows(node: Any, shape: Shape, rows: int, cut: int) -> As | None:
+def _same_rows(node: Any, shape: Shape, rows: int, cut: int) -> Operand | None:
     """An operand with the leading dimensions of the result."""
     own = shape_of(node) if isinstance(node, fx.Node) else None
     if own is None or own[:cut] != shape[:cut]:
         return None
-    return As(node, "row", own[cut:])
+    return Operand(node, "row", own[cut:])
 
 
 def _behind(dims: Any, rank: int, cut: int) -> list[int] | None:
-    """Dimensions of an operand as dimensions of [c, *rest]; None if one of them is of the rows."""
+    """Dimensions of an operand as those of [c, *row_shape]; None if one of them is of the rows."""
     listed = [dims] if isinstance(dims, int) else list(dims or [])
     found = [d + rank if d < 0 else d for d in listed]
     return [d - cut + 1 for d in found] if listed and min(found) >= cut else None
@@ -167,11 +167,11 @@ def _reshape(node: fx.Node, rows: int, cut: int) -> Calls | None:
     source, shape = node.args[0], shape_of(node)
     assert isinstance(source, fx.Node)
     assert shape is not None
-    if rest_of(source, rows) is None:
+    if row_shape_of(source, rows) is None:
         return None
-    rest = list(shape[cut:])
-    given = As(source, "row", shape[cut:])
-    return (_row(node, cut, "aten.view.default", given, [RowCount(), *rest]),)
+    row_shape = list(shape[cut:])
+    given = Operand(source, "row", shape[cut:])
+    return (_row(node, cut, "aten.view.default", given, [RowCount(), *row_shape]),)
 
 
 def _expand(node: fx.Node, rows: int, cut: int) -> Calls | None:
@@ -186,7 +186,7 @@ def _expand(node: fx.Node, rows: int, cut: int) -> Calls | None:
 
 def _order(node: fx.Node) -> list[int] | None:
     """The permutation that a view applies."""
-    named = bound(node)
+    named = arguments_of(node)
     source = named["self"]
     rank = source.meta["val"].dim()
     if "dims" in named:
@@ -201,12 +201,13 @@ def _permute(node: fx.Node, rows: int, cut: int) -> Calls | None:
     source, order = node.args[0], _order(node)
     assert isinstance(source, fx.Node)
     shape = shape_of(source)
-    if shape is None or order is None or lead(shape, rows) != cut:
+    if shape is None or order is None or row_cut(shape, rows) != cut:
         return None
     if order[:cut] != list(range(cut)):
         return None
     behind = [d - cut + 1 for d in order[cut:]]
-    return (_row(node, cut, "aten.permute.default", As(source, "row", shape[cut:]), [0, *behind]),)
+    read = Operand(source, "row", shape[cut:])
+    return (_row(node, cut, "aten.permute.default", read, [0, *behind]),)
 
 
 def _transposed(node: fx.Node, rows: int) -> Calls | None:
@@ -216,14 +217,13 @@ def _transposed(node: fx.Node, rows: int) -> Calls | None:
     shape = shape_of(source)
     if shape is None or len(shape) != 2 or shape[0] != rows or _order(node) != [1, 0]:
         return None
-    call = Call("aten.permute.default", (As(source, "row", shape[1:]), [1, 0]), {}, "last",
-                shape[1:], dtype_of(node))  # fmt: skip
-    return (call,)
+    args = (Operand(source, "row", shape[1:]), [1, 0])
+    return (Call("aten.permute.default", args, {}, "last", shape[1:], dtype_of(node)),)
 
 
 def _reduce(node: fx.Node, rows: int, cut: int) -> Calls | None:
     """Reductions along the rest; the first argument behind the operand says which dimensions."""
-    named, name = bound(node), packet_name(node)
+    named, name = arguments_of(node), packet_name(node)
     source = named["self"]
     own, shape = shape_of(source), shape_of(node)
     assert shape is not None
@@ -232,10 +232,10 @@ def _reduce(node: fx.Node, rows: int, cut: int) -> Calls | None:
     dims = _behind(named.get("dim"), len(own), cut)
     if dims is None:
         return None
-    given: Any = As(source, "row", own[cut:])
+    given: Any = Operand(source, "row", own[cut:])
     calls: list[Call] = []
     if name in ("sum", "mean") and dtype_of(source) != dtype_of(node):
-        calls, given = [_cast(given, dtype_of(node))], Part(0)
+        calls, given = [_cast(given, dtype_of(node))], Result(0)
     one = isinstance(named["dim"], int)
     args = [given, dims[0] if one else dims]
     args.append(named["half_to_float"] if "half_to_float" in named else named["keepdim"])
@@ -244,7 +244,7 @@ def _reduce(node: fx.Node, rows: int, cut: int) -> Calls | None:
 
 
 def _softmax_backward(node: fx.Node, rows: int, cut: int) -> Calls | None:
-    named, shape = bound(node), shape_of(node)
+    named, shape = arguments_of(node), shape_of(node)
     assert shape is not None
     grad = _same_rows(named["grad_output"], shape, rows, cut)
     output = _same_rows(named["output"], shape, rows, cut)
@@ -256,12 +256,12 @@ def _softmax_backward(node: fx.Node, rows: int, cut: int) -> Calls | None:
 
 def _pick(node: fx.Node, rows: int, cut: int) -> Calls | None:
     """slice and select along the rest."""
-    named, shape = bound(node), shape_of(node)
+    named, shape = arguments_of(node), shape_of(node)
     assert shape is not None
     source = _same_rows(named["self"], shape, rows, cut)
     if source is None:
         return None
-    dims = _behind(named["dim"], len(source.rest) + cut, cut)
+    dims = _behind(named["dim"], len(source.row_shape) + cut, cut)
     others = [v for key, v in named.items() if key not in ("self", "dim")]
     if dims is None or any(isinstance(v, fx.Node) for v in others):
         return None
@@ -269,7 +269,7 @@ def _pick(node: fx.Node, rows: int, cut: int) -> Calls | None:
 
 
 def _cat(node: fx.Node, rows: int, cut: int) -> Calls | None:
-    named, shape = bound(node), shape_of(node)
+    named, shape = arguments_of(node), shape_of(node)
     assert shape is not None
     parts = [_same_rows(one, shape, rows, cut) for one in named["tensors"]]
     dims = _behind(named["dim"], len(shape), cut)
@@ -279,17 +279,17 @@ def _cat(node: fx.Node, rows: int, cut: int) -> Calls | None:
 
 
 def _pad(node: fx.Node, rows: int, cut: int) -> Calls | None:
-    named, shape = bound(node), shape_of(node)
+    named, shape = arguments_of(node), shape_of(node)
     assert shape is not None
     source = _same_rows(named["self"], shape, rows, cut)
-    if source is None or len(named["pad"]) // 2 > len(source.rest):
+    if source is None or len(named["pad"]) // 2 > len(source.row_shape):
         return None
     return (_row(node, cut, str(node.target), source, list(named["pad"]), named["value"]),)
 
 
 def _gather(node: fx.Node, rows: int, cut: int) -> Calls | None:
     """gather and the scatters: along the rest, operands with the same rows."""
-    named, shape = bound(node), shape_of(node)
+    named, shape = arguments_of(node), shape_of(node)
     assert shape is not None
     dims = _behind(named["dim"], len(shape), cut)
     tensors = {k: _same_rows(v, shape, rows, cut) for k, v in named.items()
@@ -302,7 +302,7 @@ def _gather(node: fx.Node, rows: int, cut: int) -> Calls | None:
 
 
 def _full(node: fx.Node, rows: int, cut: int) -> Calls | None:
-    named, shape = bound(node), shape_of(node)
+    named, shape = arguments_of(node), shape_of(node)
     assert shape is not None
     if isinstance(named["fill_value"], fx.Node):
         return None
@@ -315,9 +315,9 @@ def _full(node: fx.Node, rows: int, cut: int) -> Calls | None:
 # --- matmuls ---------------------------------------------------------------------------------
 
 
-def _whole(node: Any) -> As | None:
+def _whole(node: Any) -> Operand | None:
     shape = shape_of(node) if isinstance(node, fx.Node) else None
-    return None if shape is None else As(node, "whole", shape)
+    return None if shape is None else Operand(node, "whole", shape)
 
 
 def _scales(named: Mapping[str, Any]) -> dict[str, Any]:
@@ -325,9 +325,9 @@ def _scales(named: Mapping[str, Any]) -> dict[str, Any]:
 
 
 def _mm(node: fx.Node, rows: int, cut: int) -> Calls | None:
-    named = bound(node)
+    named = arguments_of(node)
     left, right = named.get("self"), named["mat2"]
-    added: list[As | None] = []
+    added: list[Operand | None] = []
     if "mat1" in named:  # addmm
         shape = shape_of(node)
         assert shape is not None
@@ -335,14 +335,14 @@ def _mm(node: fx.Node, rows: int, cut: int) -> Calls | None:
     shape = shape_of(left)  # type: ignore[arg-type]
     if shape is None or cut != 1 or shape[0] != rows or None in added:
         return None
-    args = [*added, As(left, "row", shape[1:]), _whole(right)]  # type: ignore[arg-type]
+    args = [*added, Operand(left, "row", shape[1:]), _whole(right)]  # type: ignore[arg-type]
     return (_row(node, cut, str(node.target), *args, **_scales(named)),)
 
 
 def _bmm(node: fx.Node, rows: int, cut: int) -> Calls | None:
-    named, shape = bound(node), shape_of(node)
+    named, shape = arguments_of(node), shape_of(node)
     assert shape is not None
-    added: list[As | None] = []
+    added: list[Operand | None] = []
     pair = [named["self"], named["mat2"]] if "mat2" in named else [named["batch1"], named["batch2"]]
     if "batch1" in named:
         added = [_aligned(named["self"], shape, cut)]
@@ -354,7 +354,7 @@ def _bmm(node: fx.Node, rows: int, cut: int) -> Calls | None:
 
 def _sum_of_products(node: fx.Node, rows: int) -> Calls | None:
     """[K, N] times [N, M]."""
-    named, shape = bound(node), shape_of(node)
+    named, shape = arguments_of(node), shape_of(node)
     left, right = named.get("self"), named.get("mat2")
     sizes = shape_of(left), shape_of(right)  # type: ignore[arg-type]
     if shape is None or None in sizes or len(named) != 2:
@@ -362,38 +362,38 @@ def _sum_of_products(node: fx.Node, rows: int) -> Calls | None:
     (_, inner), (rows_of_right, width) = sizes  # type: ignore[misc]
     if inner != rows or rows_of_right != rows:
         return None
-    args = (As(left, "last", shape[:1]), As(right, "row", (width,)))  # type: ignore[arg-type]
+    args = (Operand(left, "last", shape[:1]), Operand(right, "row", (width,)))  # type: ignore[arg-type]
     return (Call("aten.mm.default", args, {}, "sum", shape, dtype_of(node)),)
 
 
 def _sum_over_rows(node: fx.Node, rows: int) -> Calls | None:
     """A sum over all row dimensions, and perhaps some of the rest, which is added up before."""
-    named = bound(node)
+    named = arguments_of(node)
     source, shape = named["self"], shape_of(node)
-    rest, own = rest_of(source, rows), shape_of(source)
-    if shape is None or rest is None or own is None:
+    row_shape, own = row_shape_of(source, rows), shape_of(source)
+    if shape is None or row_shape is None or own is None:
         return None
-    cut = len(own) - len(rest)
+    cut = len(own) - len(row_shape)
     dims = {d % len(own) for d in named.get("dim") or range(len(own))}
     if not dims >= set(range(cut)):
         return None
     behind = [d - cut + 1 for d in sorted(dims) if d >= cut]
-    return _added_up(As(source, "row", rest), behind, shape, dtype_of(node))
+    return _added_up(Operand(source, "row", row_shape), behind, shape, dtype_of(node))
 
 
-def _added_up(read: As, behind: list[int], shape: Shape, dtype: torch.dtype) -> Calls | None:
-    """A sum of type ``dtype`` along dimensions of [c, *rest] and then over the rows."""
-    wide, rest = accumulates_in(dtype), read.rest
+def _added_up(read: Operand, behind: list[int], shape: Shape, dtype: torch.dtype) -> Calls | None:
+    """A sum of type ``dtype`` along dimensions of [c, *row_shape] and then over the rows."""
+    wide, row_shape = accumulates_in(dtype), read.row_shape
     given: Any = read
     calls: list[Call] = []
     if dtype_of(read.node) != wide:
-        calls, given = [_cast(given, wide)], Part(0)
+        calls, given = [_cast(given, wide)], Result(0)
     if behind:
-        left = tuple(size for d, size in enumerate(rest, 1) if d not in behind)
+        left = tuple(size for d, size in enumerate(row_shape, 1) if d not in behind)
         calls.append(Call("aten.sum.dim_IntList", (given, behind), {}, "row", left, wide))
-        given, rest = Part(len(calls) - 1), left
-    calls.append(Call("aten.sum.dim_IntList", (given, [0]), {}, "sum", rest, dtype))
-    return tuple(calls) if prod(rest) == prod(shape) else None
+        given, row_shape = Result(len(calls) - 1), left
+    calls.append(Call("aten.sum.dim_IntList", (given, [0]), {}, "sum", row_shape, dtype))
+    return tuple(calls) if prod(row_shape) == prod(shape) else None
 
 
 # --- convolutions and normalisation: rows are images -------------------------------------------
@@ -435,25 +435,25 @@ def _gradient_of_bias(item: fx.Node, call: fx.Node, rows: int) -> Calls | None:
     read, shape = _images(call.args[0], rows), shape_of(item)
     if read is None or shape is None:
         return None
-    places = range(1, len(read.rest))
+    places = range(1, len(read.row_shape))
     return _added_up(read, [p + 1 for p in places], shape, dtype_of(item))
 
 
-def _images(node: Any, rows: int) -> As | None:
+def _images(node: Any, rows: int) -> Operand | None:
     """An operand whose first dimension is the rows."""
     shape = shape_of(node) if isinstance(node, fx.Node) else None
-    return As(node, "row", shape[1:]) if shape is not None and shape[0] == rows else None
+    return Operand(node, "row", shape[1:]) if shape is not None and shape[0] == rows else None
 
 
 def _moment(item: fx.Node, call: fx.Node, rows: int) -> Calls | None:
     """Mean or variance over all images and perhaps along the rest."""
-    named, shape = bound(call), shape_of(item)
+    named, shape = arguments_of(call), shape_of(item)
     read = _images(named["self"], rows)
     if read is None or shape is None or dtype_of(item) != accumulates_in(dtype_of(item)):
         return None
-    rank = len(read.rest) + 1
+    rank = len(read.row_shape) + 1
     dims = sorted(d % rank for d in named["dim"] or range(rank))
-    left = tuple(size for d, size in enumerate(read.rest, 1) if d not in dims)
+    left = tuple(size for d, size in enumerate(read.row_shape, 1) if d not in dims)
     if dims[0] != 0 or prod(left) != prod(shape):
         return None
     correction = 1 if named["correction"] is None else named["correction"]

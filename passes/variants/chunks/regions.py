@@ -28,8 +28,8 @@ from torch import fx
 
 from fxremat.passes.joint_graph import JointGraph, Role, is_random, is_repeatable, is_tensor
 from fxremat.passes.nodes import dtype_of, packet_name, shape_of
-from fxremat.passes.variants.chunks.calls import VIEWS, As, Calls, operands, rest_of
-from fxremat.passes.variants.chunks.operators import how
+from fxremat.passes.variants.chunks.calls import VIEWS, Calls, Operand, operands, row_shape_of
+from fxremat.passes.variants.chunks.operators import calls_of
 from fxremat.runtime.chunks.program import Kind
 
 LEAST_ROWS = 2
@@ -62,28 +62,28 @@ def _is_of_images(node: fx.Node) -> bool:
 
 @dataclass
 class Region:
-    """Nodes with their kinds, in graph order; ``width`` is the elements of a row of the widest."""
+    """Nodes with their kinds; ``width`` is the number of elements of the widest row."""
 
     joint: JointGraph
     rows: int
     width: int
     kinds: dict[fx.Node, Kind]
     position: dict[fx.Node, int]
-    around: fx.Node | None = None
+    convolution: fx.Node | None = None
     """The convolution of a region of images (see `image_regions`)."""
-    part: Literal["all", "early", "late"] = "all"
-    """Early: only the forward has loops. Late: only the backward has."""
+    half: Literal["both", "forward", "backward"] = "both"
+    """Which halves of the graph have loops."""
     _calls: dict[tuple[fx.Node, Kind], Calls | None] = field(default_factory=dict)
 
     @property
     def of_images(self) -> bool:
         """Whether rows are images, and convolutions known."""
-        return self.around is not None
+        return self.convolution is not None
 
     @property
     def name(self) -> str:
         """Of its convolution, or of the first node."""
-        return (self.around or self.in_order()[0]).name
+        return (self.convolution or self.in_order()[0]).name
 
     def calls(self, node: fx.Node, kind: Kind) -> Calls | None:
         """How a node is computed as ``kind``; None if it may not be in a region."""
@@ -91,10 +91,10 @@ class Region:
         if key not in self._calls:
             fits = is_repeatable(node, self.joint.mutated) and not _thins_out(node)
             fits = fits and (self.of_images or not _is_of_images(node))
-            self._calls[key] = how(node, kind, self.rows) if fits else None
+            self._calls[key] = calls_of(node, kind, self.rows) if fits else None
         return self._calls[key]
 
-    def operands(self, node: fx.Node) -> list[As]:
+    def operands(self, node: fx.Node) -> list[Operand]:
         """What a node of the region reads."""
         calls = self.calls(node, self.kinds[node])
         assert calls is not None
@@ -102,8 +102,8 @@ class Region:
 
     def is_big(self, node: fx.Node) -> bool:
         """Whether a row of the node is about as wide as the widest."""
-        rest = rest_of(node, self.rows)
-        return rest is not None and prod(rest) * 2 >= self.width
+        row_shape = row_shape_of(node, self.rows)
+        return row_shape is not None and prod(row_shape) * 2 >= self.width
 
     def is_view(self, node: fx.Node) -> bool:
         """Whether the node has no memory of its own."""
@@ -114,29 +114,29 @@ class Region:
         return sorted(self.kinds, key=self.position.__getitem__)
 
     def is_read_outside(self, node: fx.Node) -> bool:
-        """Whether anybody reads a node who is to get it from a loop."""
+        """Whether a node outside of the region reads this one from a loop."""
         outside = [reader for reader in readers(node) if reader not in self.kinds]
-        if self.part == "all" or self.kinds[node] == "sum" or not self.is_forward(node):
+        if self.half == "both" or self.kinds[node] == "sum" or not self.is_forward(node):
             return bool(outside)
         # Of a value with rows there may be two, one in the forward and one for the backward.
         early = [r for r in outside if self.is_forward(r) or r.op == "output"]
-        return bool(early) if self.part == "early" else len(early) < len(outside)
+        return bool(early) if self.half == "forward" else len(early) < len(outside)
 
     def is_forward(self, node: fx.Node) -> bool:
         """Whether the node runs in the forward."""
         return self.joint.role[node] is Role.FORWARD
 
-    def early(self) -> Region:
-        """The forward of the region. What it adds up is read in the backward as well."""
+    def forward_half(self) -> Region:
+        """The region with loops in the forward only; its sums are read in the backward too."""
         kinds = {n: k for n, k in self.kinds.items() if self.is_forward(n)}
-        return replace(self, kinds=kinds, part="early")
+        return replace(self, kinds=kinds, half="forward")
 
-    def late(self) -> Region:
-        """The backward of the region, and what it needs again of the forward, but for sums."""
+    def backward_half(self) -> Region:
+        """The region with loops in the backward only: they compute rows of the forward again."""
         kinds = {n: k for n, k in self.kinds.items() if k == "row" or not self.is_forward(n)}
-        return replace(self, kinds=kinds, part="late")
+        return replace(self, kinds=kinds, half="backward")
 
-    def wanted_outside(self) -> list[fx.Node]:
+    def read_outside(self) -> list[fx.Node]:
         """Nodes that somebody outside reads from a loop; of a view, what it looks into."""
         found: set[fx.Node] = set()
         for node in reversed(self.in_order()):
@@ -149,7 +149,7 @@ class Region:
                 found |= {o.node for o in self.operands(node) if o.node in self.kinds}
         return sorted(found, key=self.position.__getitem__)
 
-    def heavy(self) -> set[fx.Node]:
+    def depending_on_big(self) -> set[fx.Node]:
         """Nodes that depend on a big one inside the region, and big ones."""
         found: set[fx.Node] = set()
         for node in self.in_order():
@@ -161,7 +161,7 @@ class Region:
 # --- growing -----------------------------------------------------------------------------------
 
 
-def fitting(region: Region, user: fx.Node, node: fx.Node) -> Kind | None:
+def kind_of_read(region: Region, user: fx.Node, node: fx.Node) -> Kind | None:
     """The kind in which ``user`` reads the rows of ``node`` as they are."""
     kinds: tuple[Kind, ...] = ("row", "sum", "last")
     for kind in kinds:
@@ -185,7 +185,7 @@ def _grow(region: Region, seed: fx.Node) -> None:
                 for o in region.operands(node)
                 if o.kind == "row"
             ]
-        near += [(user, fitting(region, user, node)) for user in node.users]
+        near += [(user, kind_of_read(region, user, node)) for user in node.users]
         for other, kind in near:
             if kind is not None and other not in region.kinds:
                 region.kinds[other] = kind
@@ -236,23 +236,23 @@ def _reads_as_it_is(region: Region, user: fx.Node, node: fx.Node) -> bool:
     return all(o.kind == "row" for o in region.operands(user) if o.node is node)
 
 
-def drop_loose_views(region: Region) -> None:
+def drop_unread_views(region: Region) -> None:
     """Views that nobody in the region reads stay where they are."""
     for node in reversed(region.in_order()):
         if region.is_view(node) and not any(user in region.kinds for user in readers(node)):
             del region.kinds[node]
 
 
-Known = dict[tuple[fx.Node, Kind], Calls | None]
+CallsCache = dict[tuple[fx.Node, Kind], Calls | None]
 
 
 def grow(
-    joint: JointGraph, seed: fx.Node, rows: int, position: dict[fx.Node, int], known: Known
+    joint: JointGraph, seed: fx.Node, rows: int, position: dict[fx.Node, int], cache: CallsCache
 ) -> Region:
     """The region around a big value; ``known`` is what was found out about the same rows."""
-    rest = rest_of(seed, rows)
-    assert rest is not None
-    region = Region(joint, rows, prod(rest), {}, position, _calls=known)
+    row_shape = row_shape_of(seed, rows)
+    assert row_shape is not None
+    region = Region(joint, rows, prod(row_shape), {}, position, _calls=cache)
     if region.calls(seed, "row") is None:
         return region
     _grow(region, seed)
@@ -260,7 +260,7 @@ def grow(
         return region
     _add_transposes(region)
     add_between(region)
-    drop_loose_views(region)
+    drop_unread_views(region)
     return region
 
 
@@ -273,9 +273,9 @@ def nbytes(node: fx.Node) -> int:
     return 0 if shape is None else prod(shape) * dtype_of(node).itemsize
 
 
-def vanishing(region: Region) -> int:
+def avoided_bytes(region: Region) -> int:
     """Bytes of the big values of which never more than a chunk would exist."""
-    kept = set(region.wanted_outside())
+    kept = set(region.read_outside())
     return sum(
         nbytes(n) for n in region.kinds
         if region.is_big(n) and not region.is_view(n) and n not in kept
@@ -286,8 +286,10 @@ def border_width(region: Region) -> int:
     """Elements of a row of the widest row tensor at the border that is not itself big."""
     read = [o.node for n in region.kinds for o in region.operands(n)
             if o.kind == "row" and o.node not in region.kinds]  # fmt: skip
-    made = [n for n in region.wanted_outside() if region.kinds[n] == "row"]
-    widths = [prod(rest_of(n, region.rows) or (1,)) for n in read + made if not region.is_big(n)]
+    made = [n for n in region.read_outside() if region.kinds[n] == "row"]
+    widths = [
+        prod(row_shape_of(n, region.rows) or (1,)) for n in read + made if not region.is_big(n)
+    ]
     return max(widths, default=1)
 
 
@@ -300,13 +302,13 @@ def _row_counts(shape: tuple[int, ...]) -> Iterator[int]:
 
 
 def _grown(
-    joint: JointGraph, seed: fx.Node, position: dict[fx.Node, int], known: dict[int, Known]
+    joint: JointGraph, seed: fx.Node, position: dict[fx.Node, int], cache: dict[int, CallsCache]
 ) -> list[Region]:
     """The ways to see rows in a value."""
     shape = shape_of(seed)
     assert shape is not None
     counts = dict.fromkeys(_row_counts(shape))
-    regions = [grow(joint, seed, n, position, known.setdefault(n, {})) for n in counts]
+    regions = [grow(joint, seed, n, position, cache.setdefault(n, {})) for n in counts]
     return [r for r in regions if r.kinds]
 
 
@@ -326,15 +328,15 @@ def find_regions(
     found: list[Region] = []
     taken: set[fx.Node] = set()
     tried: set[fx.Node] = set()
-    known: dict[int, Known] = {}
+    cache: dict[int, CallsCache] = {}
     for seed in sorted(seeds, key=lambda n: (-sizes[n], position[n])):
         if seed in tried:
             continue
-        regions = _grown(joint, seed, position, known)
+        regions = _grown(joint, seed, position, cache)
         tried |= {seed, *(n for r in regions for n in r.kinds if r.is_big(n))}
         fit = [r for r in regions if _is_worth_it(r) and wanted(r) and not taken & set(r.kinds)]
         if fit:
-            found.append(max(fit, key=vanishing))
+            found.append(max(fit, key=avoided_bytes))
             taken |= set(found[-1].kinds)
     return found
 
@@ -342,7 +344,7 @@ def find_regions(
 def _is_worth_it(region: Region) -> bool:
     if len(region.kinds) > MOST_NODES:
         return False
-    return region.width >= LEAST_RATIO * border_width(region) and vanishing(region) > 0
+    return region.width >= LEAST_RATIO * border_width(region) and avoided_bytes(region) > 0
 
 
 # --- levels ------------------------------------------------------------------------------------

@@ -3,19 +3,21 @@
     x ── mm ── logits [N, V] ── ... ── loss          before: N rows of logits
     x ── rows(program) ── loss                       after: a chunk of logits
 
-What is a region, and why a chunk of it may be computed alone, says `row_regions`; of images,
-`image_regions`. Here regions are sorted into rules, and each is offered in several forms:
+`regions` says what a region is, and why a chunk of it may be computed alone; for images,
+`image_regions` does. Here each region gets its rule, and is offered in several forms:
 
 * *again*: one call for each loop; the backward computes a chunk of the forward again;
 * *at once*: the forward computes the gradients too, up to the factor that the backward brings (see
-  `row_gradients`); nothing is computed twice.
+  `early_gradients`); nothing is computed twice.
 
-Of images there are two others: *twice*, in which what both forward and backward read is computed
-for each, so that the last reader in the backward may write over it, as over nothing that the
-forward saved; and *late*, the same, but the forward stays as it is.
+Regions of images have two other forms:
 
-Each form comes in a few sizes of chunks. A result that is read outside of the region stands in for
-the old node: reshaped, and with the strides of the old one.
+* *twice*: what forward and backward both read is computed for each of them. The last reader in the
+  backward may then write over it, which it may not do with what the forward saves;
+* *late*: the same for the backward, and the forward stays as it is.
+
+Each form comes in a few sizes of chunks. A result that is read outside of the region gets the shape
+and the strides of the old node, and stands in for it.
 """
 
 from __future__ import annotations
@@ -31,12 +33,12 @@ from torch import fx
 
 from fxremat.passes.joint_graph import JointGraph, Role
 from fxremat.passes.nodes import add_call, dtype_of, last_of, packet_name, shape_of
-from fxremat.passes.variants.chunks.calls import rest_of
+from fxremat.passes.variants.chunks.calls import row_shape_of
 from fxremat.passes.variants.chunks.early_gradients import Factor, factor
 from fxremat.passes.variants.chunks.image_regions import find_image_regions
 from fxremat.passes.variants.chunks.loops import Loop, Refused, plan_loops
 from fxremat.passes.variants.chunks.regions import Region, find_regions, levels
-from fxremat.passes.variants.rule import AGAIN, Rule, Site, StandIns
+from fxremat.passes.variants.rule import BACKWARD_STAND_IN, Rule, Site, StandIns
 from fxremat.runtime.chunks.operator import ROWS
 from fxremat.runtime.chunks.program import dump
 
@@ -115,14 +117,14 @@ class _Insertion:
     size: Sizes
     scale: Factor | None = None
     made: dict[fx.Node, fx.Node] = field(default_factory=dict)
-    """What the loops gave so far, as [rows, *rest] or as a sum."""
-    ones: dict[fx.Node, fx.Node] = field(default_factory=dict)
+    """What the loops gave so far, as [rows, *row_shape] or as a sum."""
+    for_factor_one: dict[fx.Node, fx.Node] = field(default_factory=dict)
     """Nodes between the factor and the region, computed for a factor of 1."""
 
     def after(self, nodes: list[fx.Node]) -> None:
         """Go on behind the last of ``nodes``, of inputs, and of the forward if that has no loop."""
         joint = self.region.joint
-        if self.region.part == "late":
+        if self.region.half == "backward":
             backward = (n for n in joint.module.graph.nodes if joint.role[n] is Role.BACKWARD)
             nodes = [*nodes, self.nodes[next(n for n in backward if n.op == "call_function")]]
         last = last_of(nodes, self.graph)
@@ -135,18 +137,18 @@ class _Insertion:
         """The node that a loop reads for a node of the region's graph."""
         if node in self.made:
             return self.made[node]
-        return self.ones.get(node, self.nodes[node])
+        return self.for_factor_one.get(node, self.nodes[node])
 
     def rows(self, node: fx.Node, is_dense: bool) -> fx.Node:
         """A row input with the rows in one dimension."""
         given = self.input(node)
-        rest = rest_of(node, self.region.rows)
-        assert rest is not None
-        shape = [self.region.rows, *rest]
+        row_shape = row_shape_of(node, self.region.rows)
+        assert row_shape is not None
+        shape = [self.region.rows, *row_shape]
         tensor = given.meta["val"]
         if list(tensor.shape) == shape and (not is_dense or _is_dense(tensor, 1)):
             return given
-        if not _is_dense(tensor, 0 if is_dense else tensor.dim() - len(rest)):
+        if not _is_dense(tensor, 0 if is_dense else tensor.dim() - len(row_shape)):
             kwargs = {"memory_format": torch.contiguous_format}
             given = add_call(self.graph, _ATEN.clone.default, (given,), given, **kwargs)
         if list(tensor.shape) == shape:
@@ -178,14 +180,14 @@ class _Insertion:
         self.after([*anchors, inputs[-1]])
         tensor = one.meta["val"]
         kwargs = {"dtype": tensor.dtype, "device": tensor.device}
-        self.ones[self.scale.node] = add_call(
+        self.for_factor_one[self.scale.node] = add_call(
             self.graph, _ATEN.full.default, (list(tensor.shape), 1.0), one, **kwargs
         )
         for node in self.scale.between:
             last = self.nodes[node]
             args = fx.map_arg(last.args, self._for_one(node))
             named = fx.map_arg(dict(last.kwargs), self._for_one(node))
-            self.ones[node] = add_call(self.graph, last.target, args, last, **named)
+            self.for_factor_one[node] = add_call(self.graph, last.target, args, last, **named)
 
     def _for_one(self, node: fx.Node) -> Callable[[fx.Node], fx.Node]:
         back = {self.nodes[i]: i for i in node.all_input_nodes}
@@ -264,7 +266,7 @@ class _Form:
 
     def site(self, rule: str, name: str) -> Site:
         """Where it is put in."""
-        return Site(rule, name, self.insert, backward_only=self.region.part == "late")
+        return Site(rule, name, self.insert, backward_only=self.region.half == "backward")
 
     def insert(self, graph: fx.Graph, nodes: Mapping[fx.Node, fx.Node]) -> StandIns:
         """Put the calls in; the stand-ins for what is read outside of the region."""
@@ -278,7 +280,7 @@ class _Form:
         if self.scale is not None:
             one.copy_for_one()
             multiples = self.scale.depends(self.region)
-        outside = set(self.region.wanted_outside())
+        outside = set(self.region.read_outside())
         for loop in self.loops:
             one.call(loop)
             for node in loop.results:
@@ -305,7 +307,7 @@ def _loops(region: Region, scale: Factor | None = None) -> tuple[Loop, ...]:
 
 
 @dataclass(frozen=True)
-class _Twice:
+class _BothHalves:
     """The loops of the forward, and those of the backward."""
 
     early: _Form
@@ -324,29 +326,29 @@ class _Twice:
         other.made.update((n, one.made[n]) for n in sums)
         second = self.late.insert_loops(other)
         for old in first.keys() & second.keys():
-            first[old].meta[AGAIN] = second[old]
+            first[old].meta[BACKWARD_STAND_IN] = second[old]
         return second | first
 
 
-def _forms_of_images(region: Region) -> Iterator[tuple[str, _Form | _Twice]]:
-    parts = region.early(), region.late()
-    if not all(_keeps_strides(part, part.wanted_outside()) for part in parts):
+def _forms_of_images(region: Region) -> Iterator[tuple[str, _Form | _BothHalves]]:
+    parts = region.forward_half(), region.backward_half()
+    if not all(_keeps_strides(part, part.read_outside()) for part in parts):
         return
-    early, late = (_loops(part) if part.wanted_outside() else () for part in parts)
+    early, late = (_loops(part) if part.read_outside() else () for part in parts)
     for size in sizes(region):
         of_backward = _Form(parts[1], late, size)
         if late:
             yield f"late {size.chunk}", of_backward
         if early:
-            yield f"twice {size.chunk}", _Twice(_Form(parts[0], early, size), of_backward)
+            yield f"twice {size.chunk}", _BothHalves(_Form(parts[0], early, size), of_backward)
 
 
-def forms(region: Region) -> Iterator[tuple[str, _Form | _Twice]]:
+def forms(region: Region) -> Iterator[tuple[str, _Form | _BothHalves]]:
     """The ways to compute a region, by name."""
     if region.of_images:
         yield from _forms_of_images(region)
         return
-    if not _keeps_strides(region, region.wanted_outside()):
+    if not _keeps_strides(region, region.read_outside()):
         return
     again = _loops(region)
     has_backward = any(region.joint.role[n] is Role.BACKWARD for n in region.kinds)

@@ -1,6 +1,6 @@
-"""The pool: schedules of which none is beaten in both peak and time by another.
+"""The Pareto front: schedules of which none is beaten in both peak and time by another.
 
-A solver offers everything it meets; plans are made at the end, from a replay of the steps, so
+A solver offers everything it meets. Plans are made at the end, from a replay of the steps, so
 that no figure of a plan comes from a solver's own arithmetic.
 """
 
@@ -31,7 +31,7 @@ class Entry:
 
 
 @dataclass
-class ParetoPool:
+class ParetoFront:
     """Entries by increasing peak, hence by decreasing time."""
 
     model: IndexedProblem
@@ -75,8 +75,8 @@ class ParetoPool:
         """The entry as a state to start from."""
         return StageSchedule(self.model, entry.runs())
 
-    def settled(self) -> tuple[Entry, ...]:
-        """Entries by increasing time, summed as `replay` sums, each of less peak than before."""
+    def final_entries(self) -> tuple[Entry, ...]:
+        """Entries by increasing time and decreasing peak; times are summed in `replay`'s order."""
         rows = []
         for entry in self.entries:
             time = sum(self.model.time[op] for op in steps_of(self.model.n, entry.runs()))
