@@ -258,7 +258,8 @@ def test_a_call_may_write_over_an_operand_of_its_own_half() -> None:
     """What the forward saved is autograd's."""
 
     def add(net: Any, x: torch.Tensor) -> torch.Tensor:
-        result: torch.Tensor = _AddedInTheBackward.apply(net.linear(x), net.linear.weight)
+        function: Any = _AddedInTheBackward
+        result: torch.Tensor = function.apply(net.linear(x), net.linear.weight)
         return result
 
     joint = capture(Net(add, linear=nn.Linear(8, 8)), [batch(4, 8)], fused=True).joint
