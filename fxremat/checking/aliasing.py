@@ -27,8 +27,9 @@ from torch.utils import _pytree as pytree
 
 from fxremat import compat
 from fxremat.checking.predicates import (
-    UNDECLARED_VIEWS,
+    is_dense,
     is_mutating,
+    regroups,
     root,
     schema_of,
     tensor_of,
@@ -36,33 +37,6 @@ from fxremat.checking.predicates import (
 )
 from fxremat.errors import VerificationFailed
 from fxremat.runtime.inplace import IN_PLACE, addmm_into, baddbmm_into
-
-
-def _regroups(node: fx.Node, owner: fx.Node) -> bool:
-    """Whether a node shows all elements of its owner, in the same order.
-
-    So it is where both are dense and the strides are those of true views.
-    """
-    one, other = tensor_of(node), tensor_of(owner)
-    if one is None or other is None or not (_is_dense(one) and _is_dense(other)):
-        return False
-    return one.numel() == other.numel() and not _may_be_copied(node)
-
-
-def _may_be_copied(node: fx.Node) -> bool:
-    """Whether a reshape on the way may have put the elements into another order."""
-    while (base := viewed(node)) is not None:
-        shown = tensor_of(base)
-        if shown is None or (node.target in UNDECLARED_VIEWS and not _is_dense(shown)):
-            return True
-        node = base
-    return False
-
-
-def _is_dense(tensor: torch.Tensor) -> bool:
-    """Row by row, without gaps; not said of sizes that are not known."""
-    known = all(type(n) is int for n in (*tensor.shape, *tensor.stride()))
-    return known and tensor.is_contiguous()
 
 
 def _kind(node: fx.Node) -> tuple[str, str] | None:
@@ -92,7 +66,7 @@ class _Reader:
     def seen(self, node: fx.Node) -> int:
         """What reading the node gives now."""
         owner = root(node)
-        if owner is node or _regroups(node, owner):
+        if owner is node or regroups(node, owner):
             return self.holds[owner]
         return self.number(("view", node.target, self.arguments(node)))
 
@@ -154,8 +128,8 @@ def _check_write(node: fx.Node, kept: dict[fx.Node, str]) -> None:
     owner, tensor = root(target), tensor_of(target)
     if owner.op != "call_function":
         _fail(f"{node.name} writes over {owner.name}, which the graph does not own")
-    whole = tensor is not None and _is_dense(tensor)
-    if not whole or (target is not owner and not _regroups(target, owner)):
+    whole = tensor is not None and is_dense(tensor)
+    if not whole or (target is not owner and not regroups(target, owner)):
         _fail(f"{node.name} writes over {target.name}, which is not all of its memory, in order")
     if any(root(n) is owner for n in pytree.tree_leaves(node.args[1:]) if _is_node(n)):
         _fail(f"{node.name} reads {owner.name} while it writes over it")

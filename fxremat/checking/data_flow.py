@@ -19,7 +19,6 @@ from dataclasses import dataclass, field
 from typing import Any
 
 from torch import fx
-from torch.utils import _pytree as pytree
 
 from fxremat import runtime
 from fxremat.checking.predicates import (
@@ -46,7 +45,7 @@ class ReadGraph:
 
     def written_into(self, node: fx.Node) -> int | None:
         """The last write into the memory that a node shows, None where there was none."""
-        return self.written.get(root(node))
+        return self.written.get(root(node)) if self.written else None
 
 
 class Numbering:
@@ -59,11 +58,19 @@ class Numbering:
     def number(self, key: Any) -> int:
         return self.numbers.setdefault(key, len(self.numbers))
 
+    def begin(self) -> ReadGraph:
+        """What a reading starts with."""
+        return ReadGraph()
+
+    def only_moves(self, node: fx.Node) -> bool:
+        """Whether the call gives what it was given, elsewhere."""
+        return node.target in _MOVES or is_fetch(node) or is_put(node)
+
     def read(
         self, graph: fx.Graph, given: Mapping[fx.Node, tuple[int, int | None]] | None = None
     ) -> ReadGraph:
         """Number every node; ``given`` are inputs whose number, and last write, are known."""
-        found, known = ReadGraph(), given or {}
+        found, known = self.begin(), given or {}
         mutated = frozenset(
             n for n in graph.nodes if n.op == "placeholder" and n.name in self.mutated
         )
@@ -76,14 +83,14 @@ class Numbering:
                 found.of[node] = self.number((node.op, str(node.target)))
             elif node.target in _WAITS:
                 found.of[node] = self.number(("wait", node.name))
-            elif node.target in _MOVES or is_fetch(node) or is_put(node):
+            elif self.only_moves(node):
                 found.of[node] = found.of[node.args[0]]
             elif node.op == "call_function":
                 self.call(node, found, mutated)
         return found
 
     def call(self, node: fx.Node, found: ReadGraph, mutated: frozenset[fx.Node]) -> None:
-        args = self.arguments(node, found)
+        args = self.arguments((node.args, _meant(node)), found)
         if is_view(node) or is_repeatable(node, mutated):
             found.of[node] = self.number((node.target, args))
         else:
@@ -92,13 +99,19 @@ class Numbering:
         if is_mutating(node) and isinstance(node.args[0], fx.Node):
             found.written[root(node.args[0])] = found.of[node]
 
-    def arguments(self, node: fx.Node, found: ReadGraph) -> Any:
-        leaves, spec = pytree.tree_flatten((node.args, _meant(node)))
-        seen = (
-            ("node", found.of[a], found.written_into(a)) if isinstance(a, fx.Node) else _constant(a)
-            for a in leaves
-        )
-        return (*seen, str(spec))
+    def arguments(self, argument: Any, found: ReadGraph) -> Any:
+        """What a call is given, with the numbers of nodes in their place."""
+        if isinstance(argument, fx.Node):
+            return "node", found.of[argument], found.written_into(argument)
+        if isinstance(argument, (tuple, list)):
+            kind = "list" if isinstance(argument, list) else "tuple"
+            return kind, *(self.arguments(one, found) for one in argument)
+        if isinstance(argument, dict):
+            return "dict", *((key, self.arguments(one, found)) for key, one in argument.items())
+        if isinstance(argument, slice):
+            parts = (argument.start, argument.stop, argument.step)
+            return "slice", *(self.arguments(one, found) for one in parts)
+        return _constant(argument)
 
 
 def _meant(node: fx.Node) -> dict[str, Any]:

@@ -74,6 +74,33 @@ def root(node: fx.Node) -> fx.Node:
     return node
 
 
+def regroups(node: fx.Node, owner: fx.Node) -> bool:
+    """Whether a node shows all elements of its owner, in the same order.
+
+    So it is where both are dense and the strides are those of true views.
+    """
+    one, other = tensor_of(node), tensor_of(owner)
+    if one is None or other is None or not (is_dense(one) and is_dense(other)):
+        return False
+    return one.numel() == other.numel() and not _may_be_copied(node)
+
+
+def _may_be_copied(node: fx.Node) -> bool:
+    """Whether a reshape on the way may have put the elements into another order."""
+    while (base := viewed(node)) is not None:
+        shown = tensor_of(base)
+        if shown is None or (node.target in UNDECLARED_VIEWS and not is_dense(shown)):
+            return True
+        node = base
+    return False
+
+
+def is_dense(tensor: torch.Tensor) -> bool:
+    """Row by row, without gaps; not said of sizes that are not known."""
+    known = all(type(n) is int for n in (*tensor.shape, *tensor.stride()))
+    return known and tensor.is_contiguous()
+
+
 def is_fetch(node: fx.Node) -> bool:
     """Whether the call brings a graph input from host memory to the device."""
     return _is_called(node, "fxremat::fetch") and node.all_input_nodes[0].op == "placeholder"
@@ -132,4 +159,4 @@ def is_repeatable(node: fx.Node, mutated: frozenset[fx.Node]) -> bool:
     told = compat.user_tag(node) == "MUST_SAVE" or node.meta.get("has_backward_hook")
     if compat.must_be_in_forward(node) or (told and not is_view(node)):
         return False
-    return mutated.isdisjoint(map(root, node.all_input_nodes))
+    return not mutated or mutated.isdisjoint(map(root, node.all_input_nodes))

@@ -2,12 +2,19 @@
 
 from __future__ import annotations
 
+from collections.abc import Iterator
+from contextlib import contextmanager
+
+import torch
 import torch._functorch.partitioners as _partitioners
 from torch import fx
 from torch._functorch.compile_utils import fx_graph_cse
 from torch.fx.experimental.proxy_tensor import is_sym_node
 
 from fxremat.compat.configuration import functorch_config
+
+_ALONE = "fxremat_alone"
+"""While equal calls are merged: the argument that tells a call from all others."""
 
 
 def is_tangent(node: fx.Node) -> bool:
@@ -43,7 +50,8 @@ def prepare_joint_graph(module: fx.GraphModule) -> None:
     """
     module.graph.eliminate_dead_code()
     if functorch_config.cse:
-        module.graph = fx_graph_cse(module.graph)
+        with _told_apart(module):
+            module.graph = fx_graph_cse(module.graph)
     if _partitioners.has_recomputable_ops(module):
         _partitioners.cleanup_recompute_tags(module, is_default_partition=False)
     if not functorch_config.unsafe_allow_optimization_of_collectives:
@@ -51,6 +59,18 @@ def prepare_joint_graph(module: fx.GraphModule) -> None:
     _partitioners.force_save_effectful_ops(module)
     _partitioners.force_save_bw_mutation_src(module)
     module.recompile()
+
+
+@contextmanager
+def _told_apart(module: fx.GraphModule) -> Iterator[None]:
+    """No two random calls are equal: torch's list of those that it does not merge has gaps."""
+    for node in module.graph.nodes:
+        if torch.Tag.nondeterministic_seeded in getattr(node.target, "tags", ()):
+            node.update_kwarg(_ALONE, node.name)
+    yield
+    for node in module.graph.nodes:
+        if _ALONE in node.kwargs:
+            node.kwargs = {key: value for key, value in node.kwargs.items() if key != _ALONE}
 
 
 def is_symbol(node: fx.Node) -> bool:

@@ -1,30 +1,69 @@
 """What the judge is shown of each pass: the draft before, and the draft after.
 
-Every function raises `VerificationFailed` where the pass did something wrong. The judge itself is
-`fxremat.checking`, which knows no pass and no draft.
+A `Judge` is given the draft before the pass runs, since some passes work in place, and gives what
+judges the draft after: a `Verdict`, which raises `VerificationFailed` where the pass did something
+wrong. The judge itself is `fxremat.checking`, which knows no pass and no draft.
 """
 
 from __future__ import annotations
 
 import logging
+from collections.abc import Callable
+from functools import partial, wraps
 
 from torch import fx
 
 from fxremat.checking.aliasing import check_in_place
 from fxremat.checking.data_flow import check_data_flow, check_split, check_waits
 from fxremat.checking.halves import check_halves, check_rows
+from fxremat.checking.preparation import BeforePass, Rights
 from fxremat.checking.variants import TakenVariant, check_variants
 from fxremat.compiling.draft import Draft
+from fxremat.passes.base import Pass
 from fxremat.passes.variants.insertion import InsertedVariant
 from fxremat.passes.variants.table import RULES
 
 log = logging.getLogger(__name__)
 
+Verdict = Callable[[Draft], None]
+Judge = Callable[[Draft], Verdict]
 
+
+def _of_both(compare: Callable[[Draft, Draft], None]) -> Judge:
+    """The judge of a pass that leaves the graph before it as it was."""
+
+    @wraps(compare)
+    def judge(before: Draft) -> Verdict:
+        return partial(compare, before)
+
+    return judge
+
+
+@_of_both
 def nothing(before: Draft, after: Draft) -> None:
     """What the pass did is judged together with what comes later."""
 
 
+def prepared(by: type[Pass], rights: Rights) -> Judge:
+    """The pass works in place on the joint graph, and does nothing beyond its rights."""
+
+    def judge(before: Draft) -> Verdict:
+        seen = BeforePass(
+            by.name,
+            rights,
+            before.module.graph,
+            num_forward_outputs=before.num_forward_outputs,
+        )
+
+        def verdict(after: Draft) -> None:
+            seen.check((after.joint or after).module.graph)
+
+        return verdict
+
+    return judge
+
+
+@_of_both
 def stand_ins(before: Draft, after: Draft) -> None:
     """Each variant computes what it stands for."""
     lossy = {rule.name for rule in RULES if rule.lossy}
@@ -48,12 +87,14 @@ def _told(one: InsertedVariant, *, lossy: bool) -> TakenVariant:
     return TakenVariant(one.rule, one.name, tuple(pairs), lossy, late)
 
 
+@_of_both
 def data_flow(before: Draft, after: Draft) -> None:
     """The planned graph computes what the joint graph does."""
     mutated = [node.name for node in before.joint.mutated]
     check_data_flow(before.joint.module.graph, after.rewritten.module.graph, mutated)
 
 
+@_of_both
 def writes(before: Draft, after: Draft) -> None:
     """Nothing that anybody still reads is written over."""
     check_in_place(
@@ -64,6 +105,7 @@ def writes(before: Draft, after: Draft) -> None:
     )
 
 
+@_of_both
 def halves(before: Draft, after: Draft) -> None:
     """The halves compute what the planned graph does, and nothing twice."""
     cut = before.rewritten.module.graph
@@ -73,6 +115,7 @@ def halves(before: Draft, after: Draft) -> None:
     _computes(cut, after)
 
 
+@_of_both
 def halves_of_torch(before: Draft, after: Draft) -> None:
     """The halves compute what the joint graph does."""
     _computes(before.joint.module.graph, after)
@@ -89,6 +132,7 @@ def _computes(graph: fx.Graph, after: Draft) -> None:
     )
 
 
+@_of_both
 def rows(before: Draft, after: Draft) -> None:
     """What calls of ``rows`` give lies as they say."""
     for half in after.halves:

@@ -20,9 +20,11 @@ from dataclasses import dataclass, replace
 
 from torch import fx
 
+from fxremat.checking.preparation import Rights
 from fxremat.compiling import judging
 from fxremat.compiling.costs import CostModel, MemoryEstimation, cost_model
 from fxremat.compiling.draft import Draft
+from fxremat.compiling.judging import prepared
 from fxremat.compiling.request import Request
 from fxremat.compiling.stage_times import StageTimes
 from fxremat.passes.accumulation import Accumulation
@@ -87,27 +89,42 @@ def _compiled(request: Request) -> bool:
 class Use:
     """A pass in its place: how it is made, what becomes of its result, how that is judged.
 
+    The judge looks at the draft before the pass runs, and judges the draft after.
     Where ``halves`` are asked for it runs on the forward and then on the backward.
     """
 
     make: Callable[[Draft, CostModel], Pass]
     take: Take = _same
     when: Callable[[Request], bool] = _always
-    judge: Callable[[Draft, Draft], None] = judging.nothing
+    judge: judging.Judge = judging.nothing
     halves: bool = False
 
 
 PREPARE = (
-    Use(lambda d, costs: CleanUp()),
-    Use(lambda d, costs: AddBeforePutting()),
-    Use(lambda d, costs: GradientSums(), when=_sums),
-    Use(lambda d, costs: ObeyMustRecompute(d.num_forward_outputs)),
-    Use(lambda d, costs: ProtectMutatedInputs(d.num_forward_outputs)),
+    Use(lambda d, costs: CleanUp(), judge=prepared(CleanUp, Rights(merge=True))),
+    Use(
+        lambda d, costs: AddBeforePutting(),
+        judge=prepared(AddBeforePutting, Rights(regroup=True)),
+    ),
+    Use(
+        lambda d, costs: GradientSums(),
+        when=_sums,
+        judge=prepared(GradientSums, Rights(regroup=True)),
+    ),
+    Use(
+        lambda d, costs: ObeyMustRecompute(d.num_forward_outputs),
+        judge=prepared(ObeyMustRecompute, Rights()),
+    ),
+    Use(
+        lambda d, costs: ProtectMutatedInputs(d.num_forward_outputs),
+        judge=prepared(ProtectMutatedInputs, Rights(clone=True)),
+    ),
     Use(
         lambda d, costs: Accumulation(
             d.num_forward_outputs, frozenset(costs.request.accumulated), frozenset(d.static)
         ),
         _joint,
+        judge=prepared(Accumulation, Rights(give_up=True)),
     ),
 )
 PLAN = (
@@ -151,14 +168,22 @@ class Runner:
         for use in uses:
             if not use.when(request):
                 continue
+            verdict = self._look(use, draft)
             after = draft
             for module in draft.halves if use.halves else (draft.newest()[0],):
                 after = use.take(after, self._call(stage, use.make(draft, self.costs), module))
             if request.verify:
                 with self.times.stage("verify"):
-                    use.judge(draft, after)
+                    verdict(after)
             draft = after
         return draft
+
+    def _look(self, use: Use, draft: Draft) -> judging.Verdict:
+        """What will judge the pass, shown the draft before it."""
+        if not self.costs.request.verify:
+            return lambda after: None
+        with self.times.stage("verify"):
+            return use.judge(draft)
 
     def _call(self, stage: str, one: Pass, module: fx.GraphModule) -> Changed:
         """The pass, with its contract where that is asked for."""

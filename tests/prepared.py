@@ -1,0 +1,129 @@
+"""Joint graphs as torch gives them, and passes that prepare them, one of them spoilt."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass, replace
+from typing import Any, cast
+
+import torch
+from torch import fx, nn
+
+from fxremat import compat
+from fxremat.compiling.costs import cost_model
+from fxremat.compiling.draft import Draft
+from fxremat.compiling.pipeline import PREPARE, Runner, Use
+from fxremat.compiling.request import Request
+from fxremat.compiling.stage_times import StageTimes
+from fxremat.passes.base import Changed, Pass
+from fxremat.passes.joint_graph import JointGraph
+
+Spoil = Callable[[fx.Graph], None]
+
+
+class _Given(Exception):
+    """Ends a compilation where a graph would be cut."""
+
+
+def as_given(model: Callable[..., Any], inputs: Sequence[Any], *, fused: bool = False) -> Draft:
+    """The joint graph of a training step, before anything was done to it."""
+    found: list[Draft] = []
+
+    def keep(module: fx.GraphModule, inputs: Any, *, num_fwd_outputs: int, **kwargs: Any) -> Any:
+        found.append(Draft(module, num_fwd_outputs))
+        raise _Given
+
+    def backend(gm: fx.GraphModule, inputs: Sequence[Any]) -> Any:
+        if fused:
+            return compat.trace_as_inductor(gm, inputs, {}, keep)
+        return compat.compile_with_aot_eager(gm, inputs, keep)
+
+    torch._dynamo.reset()
+    with torch._dynamo.config.patch(capture_dynamic_output_shape_ops=True):
+        try:
+            torch.compile(model, backend=backend)(*inputs)
+        except Exception:
+            if not found:
+                raise
+    return found[0]
+
+
+@dataclass(frozen=True)
+class Spoilt(Pass):
+    """Does what a pass does, and then something that is wrong."""
+
+    name = "spoilt"
+    right: Pass
+    spoil: Spoil
+
+    def call(self, module: fx.GraphModule) -> Changed:
+        """Works in place."""
+        changed = self.right.call(module)
+        self.spoil(module.graph)
+        return changed
+
+
+@dataclass(frozen=True)
+class Noting(Pass):
+    """Does what a pass does, and notes its name if that was anything."""
+
+    name = "noting"
+    right: Pass
+    noted: list[str]
+
+    def call(self, module: fx.GraphModule) -> Changed:
+        """Works in place."""
+        before = str(module.graph)
+        changed = self.right.call(module)
+        if str(module.graph) != before:
+            self.noted.append(self.right.name)
+        return changed
+
+
+def _made(use: Use, around: Callable[[Pass], Pass]) -> Use:
+    return replace(use, make=lambda draft, costs: around(use.make(draft, costs)))
+
+
+def prepare(
+    draft: Draft, *, fused: bool, accumulate: bool = False, around: Callable[[Pass], Pass]
+) -> JointGraph:
+    """Run and judge the stage, each of its passes as ``around`` gives it."""
+    request = Request(
+        executor="inductor" if fused else "aot_eager",
+        accumulated=tuple(range(100)) if accumulate else (),
+    )
+    costs = cost_model(request, draft.module.graph, "test", measured=False)
+    uses = [_made(use, around) for use in PREPARE]
+    return Runner(costs, StageTimes()).run("prepare", uses, draft).joint
+
+
+def prepared(draft: Draft, *, fused: bool, accumulate: bool = False) -> list[str]:
+    """The names of the passes that did something, when all were judged right."""
+    noted: list[str] = []
+    prepare(draft, fused=fused, accumulate=accumulate, around=lambda one: Noting(one, noted))
+    return noted
+
+
+def prepare_wrongly(
+    draft: Draft, name: str, spoil: Spoil, *, fused: bool, accumulate: bool = False
+) -> None:
+    """Run and judge the stage with the pass of this name spoilt."""
+
+    def around(one: Pass) -> Pass:
+        return Spoilt(one, spoil) if one.name == name else one
+
+    prepare(draft, fused=fused, accumulate=accumulate, around=around)
+
+
+class Twice(nn.Module):
+    """One layer that is used twice, with as many rows as columns."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.linear = nn.Linear(8, 8, bias=False)
+        self.other = nn.Linear(8, 8, bias=False)
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        """A number."""
+        x = self.other(self.linear(x).sin())
+        return cast(torch.Tensor, self.linear(x).cos().sum())
