@@ -192,7 +192,7 @@ def rewrite(rewritten: Rewritten, num_forward_outputs: int) -> InPlace:
             writer.write(node, owner)
     if not writer.pairs:
         return InPlace(rewritten, ())
-    module = fx.GraphModule(rewritten.module, graph)
+    module = compat.module_of(rewritten.module, graph)
     module.meta = dict(rewritten.module.meta)
     now = tuple(writer.replacements.get(n, n) for n in saved)
     new = replace(rewritten, module=module, saved=now)

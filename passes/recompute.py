@@ -25,6 +25,7 @@ from typing import Any
 
 from torch import fx
 
+from fxremat import compat
 from fxremat.core.schedule import Move, Step
 from fxremat.passes.accumulation import name_later_reads
 from fxremat.passes.base import Changed, Pass
@@ -213,7 +214,7 @@ def apply_plan(estimate: Estimate, steps: Sequence[Step], *, hold: bool = True) 
     backward = list(writer.graph.nodes)[len(forward) + len(joint.tangents) :]
     output = writer.graph.output(tuple(early + backward_results))
     output.meta = dict(joint.module.graph.output_node().meta)
-    module = fx.GraphModule(joint.module, writer.graph)
+    module = compat.module_of(joint.module, writer.graph)
     module.meta = dict(joint.module.meta)
     saved = _read_across(forward, backward, backward_results)
     return Rewritten(module, saved, tuple(recomputed), tuple(writer.mover.host_tensors))

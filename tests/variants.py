@@ -58,7 +58,7 @@ def calls(x: torch.Tensor, make: Callable[[Callable[..., fx.Node], fx.Node], Any
         return add_call(graph, target, args, given_, **kwargs)
 
     graph.output(make(add, given_))
-    return fx.Interpreter(fx.GraphModule(nn.Module(), graph)).run(x)
+    return fx.Interpreter(compat.module_of(nn.Module(), graph)).run(x)
 
 
 def copied(joint: JointGraph) -> tuple[fx.GraphModule, dict[fx.Node, fx.Node]]:
@@ -67,7 +67,7 @@ def copied(joint: JointGraph) -> tuple[fx.GraphModule, dict[fx.Node, fx.Node]]:
     graph.output(graph.graph_copy(joint.module.graph, where))
     for old, new in where.items():
         new.meta = dict(old.meta)
-    return fx.GraphModule(joint.module, graph), where
+    return compat.module_of(joint.module, graph), where
 
 
 def _assert_alike(old: fx.Node, new: fx.Node) -> None:
@@ -123,7 +123,7 @@ def copied_module(module: fx.GraphModule) -> tuple[fx.GraphModule, dict[fx.Node,
     """A copy to run, so that the original is left alone."""
     graph, where = fx.Graph(), dict[fx.Node, fx.Node]()
     graph.output(graph.graph_copy(module.graph, where))
-    return fx.GraphModule(module, graph), where
+    return compat.module_of(module, graph), where
 
 
 def compare(joint: JointGraph, *chosen: Site, seed: int = 0) -> tuple[list[Any], list[Any]]:

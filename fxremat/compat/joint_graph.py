@@ -7,8 +7,9 @@ from contextlib import contextmanager
 
 import torch
 import torch._functorch.partitioners as _partitioners
-from torch import fx
+from torch import fx, nn
 from torch._functorch.compile_utils import fx_graph_cse
+from torch.fx._lazy_graph_module import _LazyGraphModule
 from torch.fx.experimental.proxy_tensor import is_sym_node
 
 from fxremat.compat.configuration import functorch_config
@@ -91,6 +92,14 @@ def input_index(node: fx.Node) -> int | None:
     return int(description.idx) if plain else None  # type: ignore[union-attr]
 
 
+def module_of(root: nn.Module, graph: fx.Graph) -> fx.GraphModule:
+    """A graph with the attributes of ``root``; its Python code is written once it is called.
+
+    Most modules of a compilation are never called, and each would write its code several times.
+    """
+    return _LazyGraphModule(root, graph)
+
+
 def copy_module(
     module: fx.GraphModule, copies: dict[fx.Node, fx.Node] | None = None
 ) -> fx.GraphModule:
@@ -100,4 +109,4 @@ def copy_module(
     for node, copy in copies.items():
         copy.meta = dict(node.meta)
     result.meta = dict(module.graph.output_node().meta)
-    return fx.GraphModule(module, graph)
+    return module_of(module, graph)
