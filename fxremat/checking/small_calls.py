@@ -46,7 +46,8 @@ def _kinds(op: Any) -> Mapping[str, str]:
     """Of each argument of an operator: "size", "number", or neither."""
     text = str(op._schema)
     sizes = set(re.findall(r"SymInt(?:\?|\[\d*\])* (\w+)", text))
-    numbers = set(re.findall(r"(?:Scalar|float)(?:\?|\[\d*\])* (\w+)", text))
+    # a number may stand where a tensor is asked for
+    numbers = set(re.findall(r"(?:Tensor|Scalar|float)(?:\?|\[\d*\])* (\w+)", text))
     names = [argument.name for argument in op._schema.arguments]
     return {n: "size" if n in sizes else "number" if n in numbers else "" for n in names}
 

@@ -10,7 +10,7 @@ demands that the calls of the graph agree.
 from __future__ import annotations
 
 import functools
-from collections.abc import Collection, Iterable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Collection, Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from functools import cached_property
 from math import gcd, isclose, prod, sqrt
@@ -25,6 +25,13 @@ TARGETS = (4, 5, 6, 7, 8, 9, 11, 12, 13, 16, 20, 24, 32, 48, 64, 96, 128)
 MOST_BASES = 16
 MOST_WAYS = 4
 """So many guesses of which dimensions are products."""
+
+
+_FORMS: tuple[Callable[[int], float], ...] = (
+    lambda n: n, lambda n: 1 / n, sqrt, lambda n: 1 / sqrt(n),
+    lambda n: 2 / n, lambda n: n - 1, lambda n: 1 / (n - 1), lambda n: n / (n - 1),
+)  # fmt: skip
+"""What constants are of sizes: scales, means, their derivatives, and variances."""
 
 
 @dataclass(frozen=True)
@@ -112,7 +119,7 @@ class Sizes:
     def constant(self, number: float) -> float:
         """A number that follows from a size, such as the scale of attention or of a mean."""
         for size, small in self._counts:
-            for form in (lambda n: n, lambda n: 1 / n, sqrt, lambda n: 1 / sqrt(n)):
+            for form in _FORMS:
                 if isclose(abs(number), form(size), rel_tol=1e-6):
                     return float(form(small)) if number > 0 else -float(form(small))
         return number
