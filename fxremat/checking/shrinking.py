@@ -24,7 +24,7 @@ from fxremat.checking.small_calls import Misfit, dims_of, is_own, on_device, sma
 from fxremat.checking.small_sizes import Change, Sizes, changes, with_change
 
 MOST_CHANGES = 5
-MOST_CALLS, FEW_CALLS = 12_000, 2_000
+MOST_CALLS, FEW_CALLS = 12_000, 1_000
 """So many calls on tensors without memory before giving up: a few seconds; and where there are
 sizes already that will do, or where the whole may be run."""
 ENOUGH_BYTES = 1 << 26
