@@ -30,7 +30,7 @@ LOSSY = {rule.name for rule in RULES if rule.lossy}
 @pytest.fixture(autouse=True)
 def _nothing_known(monkeypatch: pytest.MonkeyPatch) -> Iterator[None]:
     """Every test tries its numbers itself, and small values have other forms too."""
-    monkeypatch.setattr(spot_checks, "_right", set())
+    monkeypatch.setattr(spot_checks, "_right", {})
     with small_values():
         yield
 

@@ -5,13 +5,14 @@ read; what it begins with gets random numbers. Values may be functions of each o
 softmax and its input), so a difference counts only if it stays when the cut begins further back.
 What rounding makes is measured: the old computation is run again with numbers moved by a rounding
 error, and what that changes is allowed several times over.
+
+A part that is large runs in smaller sizes (see `shrinking`). Where small numbers differ, the part
+runs as it is, if it may be so large: sizes may be in constants in a way that nobody foresaw.
 """
 
 from __future__ import annotations
 
-import hashlib
-import operator
-from collections.abc import Callable, Iterable, Mapping, Sequence
+from collections.abc import Iterable, Mapping
 from dataclasses import dataclass
 from typing import Any
 
@@ -20,18 +21,33 @@ from torch import fx
 from torch.utils import _pytree as pytree
 
 from fxremat import compat
-from fxremat.checking.predicates import is_fetch, is_mutating, is_view
+from fxremat.checking.predicates import is_fetch, is_view
+from fxremat.checking.shrinking import (
+    FEW_CALLS,
+    MOST_CALLS,
+    Smaller,
+    called,
+    shrunk,
+    with_constants,
+)
+from fxremat.checking.site_cuts import Part, SiteCut, digest, tensors
+from fxremat.checking.small_calls import Misfit
+from fxremat.checking.small_sizes import Sizes
 
+WHOLE_BYTES = 1 << 25
+"""Of all values of a part together: it is run as it is."""
+SMALL_BYTES = 1 << 22
+"""A larger part is made as small as that, if it can be."""
 MOST_BYTES = 1 << 29
-"""Of all values of a cut together: a larger one is not run."""
+"""So large a part is run as it is where smaller sizes do not fit it, or seem to differ."""
 STEPS = (2, 8, 32, None)
-"""So many calls back from what is compared the cut begins; None: at the inputs of the graph."""
+"""So many calls back from what is compared a part begins; None: at the inputs of the graph."""
 SEEDS = (0, 1)
 SLACK = 16
 """Times the change that a rounding error of the inputs makes: what is allowed."""
 
-_right: set[str] = set()
-"""Digests of sites that were found right in this process."""
+_right: dict[str, Verdict] = {}
+"""Of sites that were found right in this process, by their digests."""
 
 
 class Unchecked(Exception):
@@ -43,90 +59,21 @@ class _Inconclusive(Exception):
 
 
 @dataclass(frozen=True)
-class SiteCut:
-    """What computes the stand-ins of one site.
+class Verdict:
+    """What differs, empty where nothing does; and whether smaller sizes were enough to tell."""
 
-    ``nodes`` are of the graph after, in its order; ``reads`` are nodes there that they read, with
-    the node of the graph before that has the same value.
-    """
-
-    before: fx.Graph
-    stand_ins: Mapping[fx.Node, fx.Node]
-    nodes: Sequence[fx.Node]
-    reads: Mapping[fx.Node, fx.Node]
-
-    @property
-    def wanted(self) -> set[fx.Node]:
-        """Nodes of the graph before whose values are compared or read."""
-        return {*self.stand_ins.values(), *self.reads.values()}
+    wrong: str
+    small: bool = False
 
 
-def _reach(start: Iterable[fx.Node], next_: Callable[[fx.Node], Iterable[fx.Node]]) -> set[fx.Node]:
-    found, stack = set[fx.Node](), list(start)
-    while stack:
-        node = stack.pop()
-        if node not in found and node.op != "output":
-            found.add(node)
-            stack.extend(next_(node))
-    return found
-
-
-def _inputs(node: fx.Node) -> list[fx.Node]:
-    return node.all_input_nodes
-
-
-def _computed(cut: SiteCut, steps: int | None) -> list[fx.Node]:
-    """The nodes of the graph before that are run: between what is wanted, and some before it."""
-    above = _reach(cut.wanted, _inputs)
-    if steps is None:
-        chosen = above
-    else:
-        chosen = above & _reach(cut.reads.values(), lambda n: n.users)
-        chosen |= cut.wanted
-        edge = set(chosen)
-        for _ in range(steps):
-            edge = {i for n in edge for i in n.all_input_nodes} - chosen
-            chosen |= edge
-    chosen = _whole(chosen)
-    return [n for n in cut.before.nodes if n in chosen and _runs(n)]
-
-
-def _whole(chosen: set[fx.Node]) -> set[fx.Node]:
-    """With the calls whose items or views are among them: those are no random numbers."""
-    found, stack = set(chosen), list(chosen)
-    while stack:
-        node = stack.pop()
-        if node.target is operator.getitem or is_view(node):
-            for source in node.all_input_nodes:
-                if source not in found:
-                    found.add(source)
-                    stack.append(source)
-    return found
-
-
-def _runs(node: fx.Node) -> bool:
-    return node.op == "call_function" and not is_mutating(node)
-
-
-def _tensors(node: fx.Node) -> list[torch.Tensor]:
-    leaves = pytree.tree_leaves(node.meta.get("val"))
-    return [leaf for leaf in leaves if isinstance(leaf, torch.Tensor)]
-
-
-def _bytes(nodes: Iterable[fx.Node]) -> int:
+def _nbytes(nodes: Iterable[fx.Node]) -> int:
     total = 0
     for node in nodes:
-        for one in _tensors(node) if not is_view(node) else ():
+        for one in tensors(node.meta.get("val")) if not is_view(node) else ():
             if not all(type(n) is int for n in (*one.shape, *one.stride())):
                 raise Unchecked("it has sizes that are not known")
             total += one.numel() * one.dtype.itemsize
     return total
-
-
-def _frontier(cut: SiteCut, computed: Sequence[fx.Node]) -> list[fx.Node]:
-    runs = set(computed)
-    read = {i for n in computed for i in n.all_input_nodes} | cut.wanted
-    return [n for n in cut.before.nodes if n in read and n not in runs]
 
 
 def _like(fake: torch.Tensor, generator: torch.Generator) -> torch.Tensor:
@@ -148,13 +95,13 @@ def _laid_out(data: torch.Tensor, like: torch.Tensor) -> torch.Tensor:
     return flat.as_strided(made.shape, made.stride())
 
 
-def _given(nodes: Iterable[fx.Node], seed: int) -> dict[fx.Node, Any]:
+def _given(forms: Mapping[fx.Node, Any], seed: int) -> dict[fx.Node, Any]:
     generator = torch.Generator().manual_seed(seed)
 
     def fill(leaf: Any) -> Any:
         return _like(leaf, generator) if isinstance(leaf, torch.Tensor) else leaf
 
-    return {n: pytree.tree_map(fill, n.meta.get("val")) for n in nodes}
+    return {node: pytree.tree_map(fill, form) for node, form in forms.items()}
 
 
 def _moved(values: Mapping[fx.Node, Any], eps: float) -> dict[fx.Node, Any]:
@@ -170,124 +117,140 @@ def _moved(values: Mapping[fx.Node, Any], eps: float) -> dict[fx.Node, Any]:
     return {node: pytree.tree_map(move, value) for node, value in values.items()}
 
 
-def _run(nodes: Iterable[fx.Node], values: dict[fx.Node, Any]) -> None:
+def _run(nodes: Iterable[fx.Node], values: dict[fx.Node, Any], smaller: Smaller | None) -> None:
     """Run calls on real tensors of the CPU; random operators draw the same in every run."""
     torch.manual_seed(0)
     for node in nodes:
         if is_fetch(node):
             values[node] = values[node.all_input_nodes[0]]
             continue
-        args, kwargs = fx.map_arg((node.args, dict(node.kwargs)), values.__getitem__)
-        args, kwargs = pytree.tree_map(_on_cpu, (args, kwargs))
-        values[node] = node.target(*args, **kwargs)  # type: ignore[operator]
-
-
-def _on_cpu(leaf: Any) -> Any:
-    return torch.device("cpu") if isinstance(leaf, torch.device) else leaf
+        call = (node.args, dict(node.kwargs)) if smaller is None else smaller.calls[node]
+        values[node] = called(node, call, values.__getitem__)
 
 
 def _eps(nodes: Iterable[fx.Node]) -> float:
     """The coarsest rounding among the values."""
-    floats = [t.dtype for n in nodes for t in _tensors(n) if t.dtype.is_floating_point]
-    return max((torch.finfo(d).eps for d in floats if d.itemsize > 1), default=0.0)
+    dtypes = {t.dtype for n in nodes for t in tensors(n.meta.get("val"))}
+    floats = [d for d in dtypes if d.is_floating_point and d.itemsize > 1]
+    return max((torch.finfo(d).eps for d in floats), default=0.0)
 
 
 def _norm(value: torch.Tensor) -> float:
     return float(torch.linalg.vector_norm(value.double()))
 
 
-def _difference(cut: SiteCut, computed: Sequence[fx.Node], error: float | None, seed: int) -> str:
+def _difference(part: Part, smaller: Smaller | None, error: float | None, seed: int) -> str:
     """What differs on the numbers of one seed; empty where nothing does."""
-    given = _given(_frontier(cut, computed), seed)
-    values, again = dict(given), _moved(given, _eps((*computed, *given)))
+    cut = part.cut
+    forms = {n: n.meta.get("val") if smaller is None else smaller.forms[n] for n in part.frontier}
+    known = (*part.computed, *part.frontier)
+    given = _given(forms, seed)
+    values, again = dict(given), _moved(given, _eps(known))
     try:
-        _run(computed, values)
-        _run(computed, again)
+        _run(part.computed, values, smaller)
+        _run(part.computed, again, smaller)
         made = {new: values[old] for new, old in cut.reads.items()}
-        _run(cut.nodes, made)
+        _run(cut.nodes, made, smaller)
     except Exception as refusal:  # any operator may refuse numbers that are not from the model
         raise _Inconclusive(f"{type(refusal).__name__}: {refusal}") from refusal
     # what a lossy form rounds is in the error it may make
-    eps = _eps((*computed, *given, *(cut.nodes if error is None else ())))
+    eps = _eps((*known, *(cut.nodes if error is None else ())))
     for new, old in cut.stand_ins.items():
-        one, other, near = values[old], made[new], again[old]
-        if not isinstance(one, torch.Tensor):
-            continue
-        if (one.shape, one.dtype) != (other.shape, other.dtype):
-            return f"{new.name} has another size or dtype than {old.name} when it runs"
-        if not (one.isfinite().all() and near.isfinite().all()):
-            raise _Inconclusive("numbers that are not finite")
-        allowed = SLACK * (_norm(near.double() - one.double()) + eps * _norm(one))
-        if one.dtype.is_floating_point and error is not None:
-            allowed += error * _norm(one)
-        off = _norm(other.double() - one.double())
-        if not off <= allowed:
-            return (
-                f"on random numbers {new.name} is off from {old.name} by {off:.3g} in norm, "
-                f"where {allowed:.3g} is allowed"
-            )
+        if isinstance(values[old], torch.Tensor):
+            names = new.name, old.name
+            found = _compared(names, values[old], made[new], again[old], eps, error)
+            if found:
+                return found
     return ""
 
 
-def spot_check(cut: SiteCut, error: float | None) -> str | None:
-    """What differs, None where nothing does; `error` is allowed beside rounding.
+def _compared(
+    names: tuple[str, str], one: torch.Tensor, other: torch.Tensor, near: torch.Tensor,
+    eps: float, error: float | None,
+) -> str:  # fmt: skip
+    new, old = names
+    if (one.shape, one.dtype) != (other.shape, other.dtype):
+        return f"{new} has another size or dtype than {old} when it runs"
+    if not (one.isfinite().all() and near.isfinite().all()):
+        raise _Inconclusive("numbers that are not finite")
+    allowed = SLACK * (_norm(near.double() - one.double()) + eps * _norm(one))
+    if one.dtype.is_floating_point and error is not None:
+        allowed += error * _norm(one)
+    off = _norm(other.double() - one.double())
+    if off <= allowed:
+        return ""
+    return (
+        f"on random numbers {new} is off from {old} by {off:.3g} in norm, "
+        f"where {allowed:.3g} is allowed"
+    )
+
+
+def spot_check(cut: SiteCut, error: float | None) -> Verdict:
+    """What differs; `error` is allowed beside rounding.
 
     Raises `Unchecked`, with the reason, where no numbers could be tried.
     """
     key = digest(cut)
     if key in _right:
-        return None
+        return _right[key]
     with compat.apart(), compat.random_state_kept(), torch.no_grad():
-        wrong = _first_verdict(cut, error)
-    if wrong is None:
-        _right.add(key)
-    return wrong
+        verdict = _Trial(cut, error).verdict()
+    if not verdict.wrong:
+        _right[key] = verdict
+    return verdict
 
 
-def _first_verdict(cut: SiteCut, error: float | None) -> str | None:
-    wrong, why = "", "it is too large to be run"
-    for steps in STEPS:
-        computed = _computed(cut, steps)
-        if _bytes((*computed, *_frontier(cut, computed), *cut.nodes)) > MOST_BYTES:
-            break
+@dataclass
+class _Trial:
+    """A site on its way through the parts; ``sizes`` are those that fitted the part before."""
+
+    cut: SiteCut
+    error: float | None
+    sizes: Sizes | None = None
+
+    def verdict(self) -> Verdict:
+        wrong, why = Verdict(""), "it is too large to be run"
+        for steps in STEPS:
+            try:
+                wrong = self.of_part(Part.of(self.cut, steps))
+            except Misfit as reason:
+                why = f"it is too large to be run, and {reason}"
+                break
+            except _Inconclusive as reason:
+                why = str(reason).partition("\n")[0]
+                continue
+            if not wrong.wrong:
+                return wrong
+            why = "a difference was seen, but not from far enough back"
+            if steps is None or steps >= (STEPS[-2] or 0):
+                return wrong
+        raise Unchecked(why)
+
+    def of_part(self, part: Part) -> Verdict:
+        """In smaller sizes where the part is large, and as it is where these do not tell."""
+        nbytes = _nbytes(part.nodes)
+        if nbytes <= WHOLE_BYTES:
+            return Verdict(self.wrong(part, None))
         try:
-            found = [_difference(cut, computed, error, seed) for seed in SEEDS]
-        except _Inconclusive as reason:
-            why = str(reason).partition("\n")[0]
-            continue
-        if not all(found):
-            return None
-        wrong, why = found[0], "a difference was seen, but not from far enough back"
-        if steps is None or steps >= STEPS[-2]:
-            return wrong
-    raise Unchecked(why)
+            found = self.in_small(part, FEW_CALLS if nbytes <= MOST_BYTES else MOST_CALLS)
+        except (Misfit, _Inconclusive):
+            if nbytes > MOST_BYTES:
+                raise
+            return Verdict(self.wrong(part, None))
+        if found.wrong and nbytes <= MOST_BYTES:
+            return Verdict(self.wrong(part, None))
+        return found
 
+    def in_small(self, part: Part, most_calls: int) -> Verdict:
+        """With constants as they are, and where that differs, as they would be for the sizes."""
+        smaller = shrunk(part, SMALL_BYTES, self.sizes, most_calls)
+        self.sizes = smaller.sizes
+        wrong = self.wrong(part, smaller)
+        if wrong and (other := with_constants(part, smaller)) is not None:
+            wrong = self.wrong(part, other) and wrong
+        return Verdict(wrong, small=True)
 
-def digest(cut: SiteCut) -> str:
-    """The same for sites that compute the same on values of the same form."""
-    known: dict[fx.Node, int] = {}
-
-    def name(node: fx.Node) -> str:
-        return f"%{known.setdefault(node, len(known))}"
-
-    def form(value: Any) -> str:
-        if isinstance(value, torch.Tensor):
-            return f"{tuple(value.shape)}{value.stride()}{value.dtype}"
-        return type(value).__name__
-
-    lines = []
-    near = _computed(cut, STEPS[0])
-    frontier = _frontier(cut, near)
-    for node in (*frontier, *near):
-        what = (
-            "" if node in frontier else f"{node.target}{fx.map_arg((node.args, node.kwargs), name)}"
-        )
-        lines.append(f"{name(node)} {what} {pytree.tree_map(form, node.meta.get('val'))}")
-    for new, old in cut.reads.items():
-        lines.append(f"{name(new)} is {name(old)}")
-    for node in cut.nodes:
-        what = f"{node.target}{fx.map_arg((node.args, node.kwargs), name)}"
-        lines.append(f"{name(node)} {what}")
-    for new, old in cut.stand_ins.items():
-        lines.append(f"{name(new)} for {name(old)}")
-    return hashlib.sha256("\n".join(lines).encode()).hexdigest()
+    def wrong(self, part: Part, smaller: Smaller | None) -> str:
+        """What differs, whatever the numbers."""
+        found = [_difference(part, smaller, self.error, seed) for seed in SEEDS]
+        return found[0] if all(found) else ""

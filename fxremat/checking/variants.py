@@ -34,7 +34,8 @@ from fxremat.checking.predicates import (
     is_view,
     root,
 )
-from fxremat.checking.spot_checks import SiteCut, Unchecked, spot_check
+from fxremat.checking.site_cuts import SiteCut
+from fxremat.checking.spot_checks import Unchecked, spot_check
 from fxremat.errors import VerificationFailed
 
 
@@ -59,6 +60,8 @@ class NumbersTried:
     """What was found right: how many sites numbers were tried on, and what was not tried."""
 
     checked: int = 0
+    small: int = 0
+    """Of these, sites that are too large and were tried in smaller sizes."""
     unchecked: tuple[tuple[str, str], ...] = ()
     """(site, why no numbers were tried); the structure around it was judged all the same."""
 
@@ -289,18 +292,18 @@ def check_variants(
     """
     judge = _Judge(before, after, taken, num_forward_outputs)
     judge.structure()
-    checked, unchecked = 0, []
+    checked, small, unchecked = 0, 0, []
     for one, cut in judge.cuts() if numbers else ():
         contract = CONTRACTS.get(one.rule, EXACT)
         if one.lossy and (contract.error is None or contract.error == float("inf")):
             unchecked.append((one.site, "its error has no bound"))
             continue
         try:
-            wrong = spot_check(cut, contract.error)
+            verdict = spot_check(cut, contract.error)
         except Unchecked as reason:
             unchecked.append((one.site, str(reason)))
             continue
-        checked += 1
-        if wrong is not None:
-            _fail(one, wrong)
-    return NumbersTried(checked, tuple(unchecked))
+        checked, small = checked + 1, small + verdict.small
+        if verdict.wrong:
+            _fail(one, verdict.wrong)
+    return NumbersTried(checked, small, tuple(unchecked))
