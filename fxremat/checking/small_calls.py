@@ -125,7 +125,7 @@ def _small_rows(
 
 def _small_instruction(one: Instruction, sizes: Sizes, constants: bool) -> Instruction:
     args, kwargs = small_arguments(operator_of(one.op), one.args, one.kwargs, sizes, constants)
-    return replace(one, args=args, kwargs=kwargs, rest=sizes.shape(one.rest))
+    return replace(one, args=args, kwargs=kwargs, row_shape=sizes.shape(one.row_shape))
 
 
 def _run_instructions(program: Program, given: Any, rows: int) -> None:
@@ -137,7 +137,7 @@ def _run_instructions(program: Program, given: Any, rows: int) -> None:
         kwargs = {k: with_values(v, values.__getitem__, rows) for k, v in one.kwargs.items()}
         args, kwargs = on_device((args, kwargs), torch.device("meta"))
         made = values[number] = overload(one.op)(*args, **kwargs)
-        shape = (rows, *one.rest) if one.kind == "row" else one.rest
+        shape = (rows, *one.row_shape) if one.kind == "row" else one.row_shape
         if one.kind != "last" and tuple(made.shape) != shape:
             raise Misfit(f"{one.op} in its rows gives {tuple(made.shape)} and not {shape}")
 
@@ -155,7 +155,7 @@ def dims_of(node: fx.Node) -> list[tuple[int, ...]]:
     if node.target is not ROWS:
         return []
     program = parse(str(node.args[2]))
-    return [one.rest for one in program.instructions]
+    return [one.row_shape for one in program.instructions]
 
 
 def on_device(thing: Any, device: torch.device) -> Any:
