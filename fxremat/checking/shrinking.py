@@ -89,7 +89,7 @@ class _Search:
             found = found if found and self.nbytes(found.sizes) <= self.most_bytes else None
         found = found or self.smaller(Sizes(self.shapes, ())) or self.best
         if found is None or not self.is_enough(found):
-            raise Misfit(self.why if found is None else "it stays too large")
+            raise Misfit(self.why if found is None else f"it stays too large; {self.why}")
         return found
 
     def smaller(self, sizes: Sizes, hopeless: frozenset[int] = frozenset()) -> Smaller | None:
