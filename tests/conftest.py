@@ -18,11 +18,14 @@ from pathlib import Path
 THREADS = "2"
 os.environ.setdefault("OMP_NUM_THREADS", THREADS)  # read when torch is imported
 os.environ.setdefault("OMP_WAIT_POLICY", "PASSIVE")  # workers share the cores: no waiting in loops
+os.environ.setdefault("TORCHINDUCTOR_COMPILE_THREADS", "1")  # nor processes of their own for g++
 
 import hypothesis  # noqa: E402
 import pytest  # noqa: E402
 import torch  # noqa: E402
+from torch._dynamo import guards  # noqa: E402
 from torch._inductor import config as inductor_config  # noqa: E402
+from torch._inductor import cpu_vec_isa  # noqa: E402
 
 from tests import examples  # noqa: E402
 
@@ -32,6 +35,8 @@ TORCH_TRACE = "torch.__trace"
 """Torch writes each graph to this logger if anybody listens."""
 NO_VECTORS = 1
 """As many numbers at a time: g++ takes half as long for a kernel of Inductor's."""
+NEW_OBJECTS = 20_000
+"""Until garbage is looked for: tracing makes some hundred thousand, nearly none of them garbage."""
 
 
 def pytest_addoption(parser: pytest.Parser) -> None:
@@ -46,7 +51,10 @@ def pytest_configure(config: pytest.Config) -> None:
     """
     hypothesis.settings.load_profile(os.environ.get("HYPOTHESIS_PROFILE", examples.SHORT))
     torch.set_num_threads(int(THREADS))
+    gc.set_threshold(NEW_OBJECTS)
     inductor_config.cpp.simdlen = NO_VECTORS
+    inductor_config.cpp.vec_isa_ok = False  # otherwise g++ tries each kind of vectors
+    _leave_guards_unmeasured()
     logging.getLogger(TORCH_TRACE).propagate = True  # pytest listens to those that do not
     for name in [name for name in os.environ if name.startswith("FXREMAT_")]:
         del os.environ[name]
@@ -76,6 +84,12 @@ def pytest_unconfigure(config: pytest.Config) -> None:
     """Remove the cache of this run."""
     if not _is_worker(config):
         shutil.rmtree(os.environ[CACHE], ignore_errors=True)
+
+
+def _leave_guards_unmeasured() -> None:
+    """Torch empties the processor's cache after each trace, to log how long guards take."""
+    if hasattr(guards, "profile_guard_manager"):  # torch's own, and not of every version
+        guards.profile_guard_manager = lambda *_: 0.0
 
 
 def _is_worker(config: pytest.Config) -> bool:
@@ -111,5 +125,7 @@ def golden(request: pytest.FixtureRequest) -> Golden:
 @pytest.fixture
 def vectors() -> Iterator[None]:
     """Kernels as users have them, with the vectors of this machine."""
-    with inductor_config.patch({"cpp.simdlen": None}):
+    cpu_vec_isa.valid_vec_isa_list.cache_clear()
+    with inductor_config.patch({"cpp.simdlen": None, "cpp.vec_isa_ok": None}):
         yield
+    cpu_vec_isa.valid_vec_isa_list.cache_clear()
