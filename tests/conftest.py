@@ -36,6 +36,8 @@ TORCH_TRACE = "torch.__trace"
 """Torch writes each graph to this logger if anybody listens."""
 NO_VECTORS = 1
 """As many numbers at a time: g++ takes half as long for a kernel of Inductor's."""
+NEW_OBJECTS = 20_000
+"""Until garbage is looked for: tracing makes some hundred thousand, nearly none of them garbage."""
 
 NEW_OBJECTS = 20_000
 """Until garbage is looked for: tracing makes some hundred thousand, nearly none of them garbage."""
