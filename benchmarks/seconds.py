@@ -22,8 +22,20 @@ from typing import Any
 
 import torch
 
-from fxremat.report.drawing import BOTTOM, HEIGHT, LEFT, RIGHT, TOP, WIDTH
-from fxremat.report.drawing import draw_captions, draw_grid, draw_line, draw_text, make_axis, svg
+from fxremat.report.drawing import (
+    BOTTOM,
+    HEIGHT,
+    LEFT,
+    RIGHT,
+    TOP,
+    WIDTH,
+    draw_captions,
+    draw_grid,
+    draw_line,
+    draw_text,
+    make_axis,
+    svg,
+)
 
 from .machine import describe_machine, live_workers
 from .models import MODELS, SIZES
@@ -132,7 +144,8 @@ def summary(figures: Sequence[Figures]) -> str:
     off = [abs(one.points) for one in ours if one.points is not None]
     lines = []
     if off:
-        lines.append(f"planned against measured: median {median(off):.1f} points, worst {max(off):.1f}")
+        worst = f"worst {max(off):.1f}"
+        lines.append(f"planned against measured: median {median(off):.1f} points, {worst}")
     groups = sorted({one.way for one in ours})
     for way in groups:
         times = [one.measured for one in ours if one.way == way and one.measured]
@@ -161,13 +174,13 @@ def picture(figures: Sequence[Figures]) -> str:
     across = make_axis(values, LEFT, WIDTH - RIGHT)
     up = make_axis(values, HEIGHT - BOTTOM, TOP)
     low, high = min(values), max(values)
-    parts = [draw_grid(across, up), draw_line("leader", across(low), up(low), across(high), up(high))]
+    parts = [*draw_grid(across, up), *draw_captions("Step time", "planned", "measured")]
+    parts.append(draw_line("leader", across(low), up(low), across(high), up(high)))
     for one, planned, measured in marks:
         x, y = across(planned), up(measured)
         parts.append(f'<circle cx="{x:.1f}" cy="{y:.1f}" r="3.5" fill="#0072b2"/>')
         parts.append(draw_text(x + 6, y + 4, f"{one.model} {one.way}", 'class="label"'))
-    parts.append(draw_captions("Step time", "planned", "measured"))
-    return svg(["".join(parts)], 1)
+    return svg(["\n".join(parts)])
 
 
 def parse_arguments(arguments: Sequence[str] | None = None) -> argparse.Namespace:
