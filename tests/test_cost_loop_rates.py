@@ -8,13 +8,19 @@ import pytest
 import torch
 
 from fxremat import compat
-from fxremat.cost import loop_rates
+from fxremat.cost import call_times, loop_rates
 from fxremat.cost.device import CPU
 from fxremat.cost.loop_rates import FUNCTIONS, TRAFFIC, LoopRates, measured_rates
 from fxremat.cost.number_file import number_path
 from tests.single_calls import ATEN, call
 
 HOST = torch.device("cpu")
+
+
+@pytest.fixture(autouse=True)
+def _undisturbed(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Whatever else the machine does: tests of times ask for no true ones."""
+    monkeypatch.setattr(call_times, "_interruptions", lambda device: 0)
 
 
 def test_bandwidth_is_that_of_the_next_smaller_size() -> None:
@@ -34,6 +40,7 @@ def test_a_spec_knows_memory_alone() -> None:
 def test_rates_are_measured_once(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(loop_rates, "TRAFFIC", TRAFFIC[:2])
     first = measured_rates(HOST, tmp_path, compat.outside_fake_mode)
+    assert first is not None
     assert [size for size, _ in first.bytes_per_s] == list(TRAFFIC[:2])
     assert set(first.element_ns) == set(FUNCTIONS)
     assert first.call_us > 0
@@ -51,5 +58,12 @@ def test_a_broken_off_measurement_is_made_again(tmp_path: Path) -> None:
     path.parent.mkdir(parents=True)
     path.write_text('{"exp": 1.0}', encoding="utf-8")
     found = measured_rates(HOST, tmp_path, compat.outside_fake_mode)
+    assert found is not None
     assert found.element_ns["exp"] != 1.0
     assert found.bytes_per_s
+
+
+def test_a_busy_machine_has_no_rates(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(loop_rates, "quickest_us", lambda call, device: None)
+    assert measured_rates(HOST, tmp_path, compat.outside_fake_mode) is None
+    assert not number_path(tmp_path, HOST, loop_rates.KIND).exists()

@@ -2,7 +2,8 @@
 
 A call is measured if its floating-point operations can be counted. What cannot be run is not
 timed: higher-order operators, sizes nobody knows, calls that raise or for which there is no room.
-Times are kept on disk (`fxremat.cost.number_file`).
+Nor is what other programs disturb: a thread that waits for a core, and all that wait for it, would
+count as work. Times are kept on disk (`fxremat.cost.number_file`).
 """
 
 from __future__ import annotations
@@ -16,6 +17,11 @@ from pathlib import Path
 from typing import Any
 
 import torch
+
+try:
+    import resource
+except ImportError:  # there is none on Windows
+    resource = None  # type: ignore[assignment]
 
 from fxremat.cost.number_file import NumberFile, number_path
 from fxremat.cost.roofline import SizeOf, flops_of_call
@@ -78,6 +84,8 @@ class CallTimes:
     size: SizeOf
     outside_fake_mode: Callable[[], AbstractContextManager[Any]]
     file: NumberFile = field(init=False)
+    given_up: set[str] = field(default_factory=set)
+    """What other programs have disturbed each time."""
 
     def __post_init__(self) -> None:
         path = number_path(self.directory, self.device, KIND)
@@ -88,42 +96,62 @@ class CallTimes:
         return flops_of_call(target, args, kwargs, result, self.size) > 0
 
     def of_call(self, target: Any, args: Any, kwargs: Any) -> float | None:
-        """The time of a call, whose tensors may be fake; None where it cannot be run."""
+        """The time of a call, whose tensors may be fake.
+
+        None where it cannot be run, or never undisturbed by other programs.
+        """
         try:
             key = call_key(target, args, kwargs, self.size)
-            if key not in self.file.numbers:
+            if key not in self.file.numbers and key not in self.given_up:
                 with self.outside_fake_mode():
-                    self.file.add(key, measure_us(target, args, kwargs, self.size, self.device))
+                    us = measure_us(target, args, kwargs, self.size, self.device)
+                if us is None:
+                    self.given_up.add(key)
+                else:
+                    self.file.add(key, us)
         except (RuntimeError, TypeError, ValueError, KeyError, NotImplementedError):
             return None
-        return self.file.numbers[key]
+        return self.file.numbers.get(key)
 
 
-def measure_us(target: Any, args: Any, kwargs: Any, size: SizeOf, device: torch.device) -> float:
-    """Run a call on random data of its shapes: microseconds of the quickest run.
-
-    Whatever else the machine does only adds to a time, so the quickest is the nearest to what the
-    call takes by itself.
-    """
+def measure_us(
+    target: Any, args: Any, kwargs: Any, size: SizeOf, device: torch.device
+) -> float | None:
+    """Run a call on random data of its shapes: microseconds, as of `quickest_us`."""
     real = made_real(args, size, device)
     named = {k: made_real(v, size, device) for k, v in kwargs.items()}
     with torch.no_grad():
         return quickest_us(lambda: target(*real, **named), device)
 
 
-def quickest_us(call: Callable[[], object], device: torch.device) -> float:
-    """Microseconds of the quickest run: after one to warm up, until two of them agree."""
+def quickest_us(call: Callable[[], object], device: torch.device) -> float | None:
+    """Microseconds of the quickest run in which no other program took one of our cores.
+
+    Such runs are made until two of them agree. None where the machine is too busy for any.
+    """
     call()
     times: list[float] = []
-    while len(times) < FEWEST_RUNS or not (_agree(times) or sum(times) > MOST_SECONDS):
-        times.append(_seconds(call, device))
-    return 1e6 * min(times)
+    spent = 0.0
+    while spent < MOST_SECONDS and not (len(times) >= FEWEST_RUNS and _agree(times)):
+        before = _interruptions(device)
+        seconds = _seconds(call, device)
+        spent += seconds
+        if _interruptions(device) == before:
+            times.append(seconds)
+    return 1e6 * min(times) if times else None
 
 
 def _agree(times: Sequence[float]) -> bool:
-    """Whether the two quickest are near each other: then nothing has disturbed them."""
+    """Whether the two quickest are near each other, and there have been enough."""
     first, second = sorted(times)[:2]
     return second <= first * (1 + NEAR) and sum(times) > ENOUGH_SECONDS
+
+
+def _interruptions(device: torch.device) -> int:
+    """How often other programs have taken a core from one of our threads; not told by Windows."""
+    if device.type != "cpu" or resource is None:
+        return 0
+    return resource.getrusage(resource.RUSAGE_SELF).ru_nivcsw
 
 
 def _seconds(call: Callable[[], object], device: torch.device) -> float:

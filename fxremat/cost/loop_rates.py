@@ -86,13 +86,20 @@ def measured_rates(
     device: torch.device,
     directory: Path,
     outside_fake_mode: Callable[[], AbstractContextManager[Any]],
-) -> LoopRates:
-    """The rates of this device, measured where they are not on disk below ``directory``."""
+) -> LoopRates | None:
+    """The rates of this device, measured where they are not on disk below ``directory``.
+
+    None where other programs disturb each try.
+    """
     file = NumberFile(number_path(directory, device, KIND))
     if _CALL not in file.numbers:
         with outside_fake_mode(), torch.no_grad():
-            for key, number in _measure(device).items():
-                file.add(key, number)
+            try:
+                measured = _measure(device)
+            except _Disturbed:
+                return None
+        for key, number in measured.items():
+            file.add(key, number)
     numbers = file.numbers
     bandwidth = [
         (int(key.removeprefix(_BANDWIDTH)), number)
@@ -103,19 +110,30 @@ def measured_rates(
     return LoopRates(numbers[_CALL], tuple(sorted(bandwidth)), functions)
 
 
+class _Disturbed(Exception):
+    """Other programs take our cores all the time."""
+
+
+def _us(call: Callable[[], object], device: torch.device) -> float:
+    found = quickest_us(call, device)
+    if found is None:
+        raise _Disturbed
+    return found
+
+
 def _measure(device: torch.device) -> dict[str, float]:
     """All numbers; ``call_us`` is the last, so that its being there says that all are."""
     one, two = torch.ones(1, device=device), torch.ones(1, device=device)
-    call_us = quickest_us(lambda: torch.add(one, one, out=two), device)
+    call_us = _us(lambda: torch.add(one, one, out=two), device)
     found = {}
     for nbytes in TRAFFIC:
         a, b, c = (torch.ones(nbytes // 12, device=device) for _ in range(3))
-        us = quickest_us(lambda a=a, b=b, c=c: torch.add(a, b, out=c), device) - call_us  # type: ignore[misc]
+        us = _us(lambda a=a, b=b, c=c: torch.add(a, b, out=c), device) - call_us  # type: ignore[misc]
         found[f"{_BANDWIDTH}{nbytes}"] = 1e6 * nbytes / max(us, 1e-3)
     given = torch.full((ELEMENTS,), 0.5, device=device)
     made = torch.empty_like(given)
-    moving = quickest_us(lambda: torch.neg(given, out=made), device)
+    moving = _us(lambda: torch.neg(given, out=made), device)
     for name, function in FUNCTIONS.items():
-        us = quickest_us(lambda f=function: f(given, out=made), device)  # type: ignore[misc]
+        us = _us(lambda f=function: f(given, out=made), device)  # type: ignore[misc]
         found[name] = 1e3 * max(0.0, us - moving) / ELEMENTS
     return {**found, _CALL: call_us}
