@@ -139,8 +139,12 @@ def turn_a_product_round(graph: fx.Graph) -> None:
 
 
 def let_a_bound_slip(graph: fx.Graph) -> None:
-    node = one(graph, ATEN.clamp_max)
-    node.args = (node.args[0], 3)
+    node = one(graph, ATEN.index_put)
+    index = operand(node, 1)
+    with graph.inserting_before(node):
+        bounded = graph.call_function(ATEN.clamp_max.default, (index, 3))
+    bounded.meta = dict(index.meta)
+    node.args = (node.args[0], [bounded], *node.args[2:])
 
 
 def take_another_index(graph: fx.Graph) -> None:
