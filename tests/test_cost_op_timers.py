@@ -11,7 +11,7 @@ import torch
 from torch import fx
 
 from fxremat import compat
-from fxremat.cost import call_times
+from fxremat.cost import call_times, memory_room
 from fxremat.cost.call_times import KIND, CallTimes, call_key
 from fxremat.cost.device import DeviceSpec
 from fxremat.cost.loop_rates import LoopRates
@@ -194,6 +194,15 @@ def test_what_is_always_disturbed_is_left_to_the_roofline_and_not_kept(
     assert time_of((node,), 100) == time_of((node,), 100) == roofline
     assert len(runs) == 1  # it is not tried for each node anew
     assert not number_path(tmp_path, HOST, KIND).exists()
+
+
+def test_what_has_no_room_is_not_run(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, runs: list[str]
+) -> None:
+    monkeypatch.setattr(memory_room, "_available_bytes", lambda: 4 * (A.nbytes + B.nbytes) - 1)
+    monkeypatch.setattr(call_times, "quickest_us", lambda call, device: pytest.fail("it was run"))
+    node = call(ATEN.mm.default, A, B)
+    assert timer(tmp_path)((node,), 100) == Roofline(SPEC, on_cpu=True, fused=True)((node,), 100)
 
 
 # --- files ---------------------------------------------------------------------------------

@@ -23,6 +23,7 @@ try:
 except ImportError:  # there is none on Windows
     resource = None  # type: ignore[assignment]
 
+from fxremat.cost.memory_room import has_room
 from fxremat.cost.number_file import NumberFile, number_path
 from fxremat.cost.roofline import SizeOf, flops_of_call
 
@@ -85,7 +86,7 @@ class CallTimes:
     outside_fake_mode: Callable[[], AbstractContextManager[Any]]
     file: NumberFile = field(init=False)
     given_up: set[str] = field(default_factory=set)
-    """What other programs have disturbed each time."""
+    """What has no room, or what other programs have disturbed each time."""
 
     def __post_init__(self) -> None:
         path = number_path(self.directory, self.device, KIND)
@@ -98,7 +99,7 @@ class CallTimes:
     def of_call(self, target: Any, args: Any, kwargs: Any) -> float | None:
         """The time of a call, whose tensors may be fake.
 
-        None where it cannot be run, or never undisturbed by other programs.
+        None where it cannot be run, has no room, or never runs undisturbed by other programs.
         """
         try:
             key = call_key(target, args, kwargs, self.size)
@@ -117,7 +118,12 @@ class CallTimes:
 def measure_us(
     target: Any, args: Any, kwargs: Any, size: SizeOf, device: torch.device
 ) -> float | None:
-    """Run a call on random data of its shapes: microseconds, as of `quickest_us`."""
+    """Run a call on random data of its shapes: microseconds, as of `quickest_us`.
+
+    None where there is no room for it either.
+    """
+    if not has_room(device, (args, kwargs)):
+        return None
     real = made_real(args, size, device)
     named = {k: made_real(v, size, device) for k, v in kwargs.items()}
     with torch.no_grad():

@@ -13,9 +13,7 @@ with the batch. Such an estimate, and a call that cannot be run at all, is told 
 from __future__ import annotations
 
 import logging
-import os
 from collections.abc import Iterator
-from contextlib import suppress
 from pathlib import Path
 from typing import Any
 
@@ -25,11 +23,12 @@ from torch.utils import _pytree as pytree
 
 from fxremat import compat
 from fxremat.cost.call_times import call_key, made_real
+from fxremat.cost.memory_room import has_room
 from fxremat.cost.number_file import NumberFile, number_path
 from fxremat.cost.peak import measure_call
 from fxremat.passes.joint_graph import is_mutating, is_random, is_view
 from fxremat.runtime import kernels
-from fxremat.sizes import KIB, format_bytes
+from fxremat.sizes import format_bytes
 
 log = logging.getLogger(__name__)
 
@@ -37,9 +36,6 @@ _ATEN = torch.ops.aten
 _WITHOUT = frozenset({_ATEN.mm, _ATEN.addmm, _ATEN.bmm, _ATEN.baddbmm})
 _WITHOUT_BATCH = frozenset({"weight", "bias", "running_mean", "running_var"})
 _ESTIMATE = "estimate of "
-_OPERANDS_IN_A_RUN = 4
-"""On a CPU, a run holds its operands, results, and workspace: taken to be this many times the
-operands. Linux kills a process for memory that it has promised and does not have."""
 _NO_ROOM = "not enough memory to run it and see how much scratch memory it needs"
 _RESERVE = "The option `reserve` can hold back what it needs beyond that."
 _NO_CPU_MEMORY = "DefaultCPUAllocator: can't allocate memory"
@@ -159,7 +155,7 @@ class Workspaces:
             given = None if name in _WITHOUT_BATCH else batch
             return made_real(value, compat.size_bound, self.device, given)
 
-        if self.device.type == "cpu" and _run_bytes(args, kwargs, batch) > _available_bytes():
+        if not has_room(self.device, (args, kwargs), batch):
             raise MemoryError
         with compat.random_state_kept():
             real = tuple(made(name, value) for name, value in _by_name(target, args))
@@ -184,23 +180,6 @@ def _batch_of(target: Any, args: Any, kwargs: Any) -> int:
             if name not in _WITHOUT_BATCH and tensor.dim():
                 return compat.size_bound(tensor.shape[0])
     return 1
-
-
-def _run_bytes(args: Any, kwargs: Any, batch: tuple[int, int] | None) -> int:
-    """About what a run on the CPU holds."""
-    size = compat.size_bound
-    operands = sum(size(t.numel()) * t.element_size() for t in _tensors((args, kwargs)))
-    whole, part = (1, 1) if batch is None else batch
-    return _OPERANDS_IN_A_RUN * operands * part // whole
-
-
-def _available_bytes() -> int:
-    """What this machine can still give to a process without writing anything out."""
-    with suppress(OSError):
-        for line in Path("/proc/meminfo").read_text(encoding="ascii").splitlines():
-            if line.startswith("MemAvailable:"):
-                return int(line.split()[1]) * KIB
-    return os.sysconf("SC_PAGE_SIZE") * os.sysconf("SC_PHYS_PAGES")
 
 
 def _tell_once(text: str) -> None:
