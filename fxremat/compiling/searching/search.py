@@ -5,8 +5,8 @@ some variants (`fxremat.compiling.searching.proposals`), and the judge says what
 first attempt that gets under the aim ends the search; of its candidates and torch's own partition,
 the one of least planned time is taken. Where none gets there, the lowest is what the error names.
 
-* Same question, same answer: candidates depend on the graph, the request and what rehearsals of
-  the same attempt have shown, never on the clock.
+* Same question, same answer: candidates depend on the graph, the request, what rehearsals of the
+  same attempt have shown, and the times of ops, which are kept on disk once they are measured.
 * The least that is named does not depend on the budget: it is the minimum over torch's partition
   and plans of least peak, which are looked for in the same way whatever the budget is. So it is
   found again, and obeyed, when it is asked for.
