@@ -156,7 +156,7 @@ def plan_only(
     parsed = parse_options(options, device_total_bytes=_total_bytes(device))
     ledger, frame = session.ledger(None), compat.current_frame()
     request = request_for(gm, example_inputs, parsed, ledger, frame)
-    partitioner = Partitioner(request, build())
+    partitioner = Partitioner(request, build(), plan_only=True)
     current = session.begin()
     with _written(parsed, current):
         if parsed.executor == "aot_eager":
@@ -173,6 +173,7 @@ def _reset() -> None:
     """Forget what was compiled; called by ``torch._dynamo.reset()``."""
     session.reset()
     in_flight.forget()
+    compat.forget_lowered()
 
 
 fxremat.reset = _reset  # type: ignore[attr-defined]

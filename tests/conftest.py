@@ -39,9 +39,6 @@ NO_VECTORS = 1
 NEW_OBJECTS = 20_000
 """Until garbage is looked for: tracing makes some hundred thousand, nearly none of them garbage."""
 
-NEW_OBJECTS = 20_000
-"""Until garbage is looked for: tracing makes some hundred thousand, nearly none of them garbage."""
-
 
 def pytest_addoption(parser: pytest.Parser) -> None:
     """``--update-golden``: write golden texts instead of comparing with them."""

@@ -13,7 +13,7 @@ from fxremat.compiling.searching.candidates import Candidate, Judged
 from fxremat.compiling.searching.planning import Planning
 from fxremat.compiling.searching.proposals import Proposals
 from fxremat.compiling.searching.search import Attempt, Search
-from fxremat.compiling.searching.tuning import REHEARSALS
+from fxremat.compiling.searching.tuning import FAR_ABOVE, REHEARSALS
 from fxremat.compiling.searching.variant_sets import VariantSet
 from fxremat.compiling.stage_times import StageTimes
 from fxremat.core.plan import Plan
@@ -86,6 +86,19 @@ def test_torchs_partition_is_taken_where_it_is_faster_and_fits(
     assert found.judged.candidate.order == order
     assert not found.over
     assert search.asked_of_torch == [False]
+
+
+@pytest.mark.parametrize(("above", "tried"), [(0, True), (2, False)])
+def test_a_partition_of_torch_that_is_far_too_large_is_not_rehearsed(
+    above: int, tried: bool
+) -> None:
+    best = plan_under(0.7)
+    much = int(FAR_ABOVE * best.peak_bytes) + above
+    own = replace(best, time_us=best.time_us / 2, peak_bytes=much)
+    trial = JudgeOfTrials(lambda planned, order: planned)
+    found = searching(trial, best.peak_bytes, own).run()
+    assert ("torch" in trial.orders) is tried
+    assert found.judged.candidate.order == "inductor"
 
 
 def test_the_least_that_is_named_is_of_candidates_that_no_budget_changes() -> None:

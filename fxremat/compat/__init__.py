@@ -8,7 +8,8 @@ The one place where versions differ; users say ``compat.name``. By theme:
   its backward may write over;
 - `compilers`, `post_grad`, `scheduling`: Inductor on its way from a graph to kernels;
 - `generated_code`, `loading`, `kernels`: the code that Inductor writes, run with and without its
-  kernels.
+  kernels;
+- `kernels_ahead`, `lowered_ahead`: what of it is done before Inductor's compiler comes to it.
 
 Each name has a test in ``tests/test_compat_<theme>.py``.
 """
@@ -60,12 +61,18 @@ from fxremat.compat.dynamo import current_frame, ends_in_graph_break, fresh_dyna
 from fxremat.compat.inductor.generated_code import Generated, code_key, generate
 from fxremat.compat.inductor.kernels import (
     apart,
+    begin_kernel,
     compile_kernel,
     decomposed,
     for_a_kernel,
     kernel_allocates,
 )
+from fxremat.compat.inductor.kernels_ahead import (
+    begin_kernels,
+    look_for_vectors,
+)
 from fxremat.compat.inductor.loading import load_without_kernels
+from fxremat.compat.inductor.lowered_ahead import forget_lowered, hand_over
 from fxremat.compat.inductor.post_grad import (
     is_noop_to_inductor,
     leave_layouts,
@@ -123,6 +130,8 @@ __all__ = [
     "accumulators_of",
     "apart",
     "at_end_of_backward",
+    "begin_kernel",
+    "begin_kernels",
     "cache_directory",
     "caches_disabled",
     "chain_passes",
@@ -141,9 +150,11 @@ __all__ = [
     "fake_mode_of",
     "fake_tensors",
     "for_a_kernel",
+    "forget_lowered",
     "fresh_dynamo_caches",
     "functorch_config",
     "generate",
+    "hand_over",
     "hooks_on",
     "hooks_on_node",
     "in_waiting_order",
@@ -160,6 +171,7 @@ __all__ = [
     "leaves_of_one_node",
     "leaves_of_this_node",
     "load_without_kernels",
+    "look_for_vectors",
     "module_of",
     "must_be_in_backward",
     "must_be_in_forward",

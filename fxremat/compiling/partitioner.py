@@ -29,10 +29,14 @@ from fxremat.passes.halves import Halves
 
 @dataclass(frozen=True)
 class Partitioner(compat.CustomPartitionerFn):
-    """Joint graph to (forward, backward), planned for ``request``."""
+    """Joint graph to (forward, backward), planned for ``request``.
+
+    They are not made ready for the compiler where only the plan is asked for.
+    """
 
     request: Request
     version: str
+    plan_only: bool = False
 
     def __call__(self, gm: fx.GraphModule, joint_inputs: Any, **kwargs: Any) -> Halves:
         """Called once per joint graph; raises fxremat's errors.
@@ -64,9 +68,11 @@ class Partitioner(compat.CustomPartitionerFn):
         costs = cost_model(request, draft.module.graph, f"graph {current.graph}")
         runner = Runner(costs, times)
         prepared = runner.run("prepare", PREPARE, draft)
-        found = Search(runner, Planning(request, times), Judge(runner), prepared).run()
+        judge = Judge(runner, self.plan_only)
+        found = Search(runner, Planning(request, times), judge, prepared).run()
         refusal = refusal_of(found, request)
-        if refusal is None:
+        if refusal is None and not self.plan_only:
+            found.judged.hand_over()
             runner.run("kernels", FINISH, found.judged.draft)
         current.report = report_of(found, request, current.graph, times.seconds)
         if refusal is not None:

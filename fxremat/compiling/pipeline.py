@@ -3,6 +3,7 @@
     PREPARE   the joint graph as torch gives it  ->  the joint graph to plan
     PLAN      with the variants of a candidate   ->  its problem
     APPLY     with the plan of a candidate       ->  forward and backward module
+    BEGIN     a candidate that may be taken      ->  the same, and its own kernels in the making
     FINISH    the candidate that was taken       ->  what Inductor compiles
 
 Torch's own partition is a candidate, too: AS_TORCH, and DONATE where its backward is to write over
@@ -36,7 +37,7 @@ from fxremat.passes.joint_graph import CleanUp, JointGraph
 from fxremat.passes.offload import AddBeforePutting
 from fxremat.passes.recompute import ApplyPlan
 from fxremat.passes.user_tags import ObeyMustRecompute, ProtectMutatedInputs
-from fxremat.passes.variants.chunks.inductor_kernels import CompileRows, LayOutRows
+from fxremat.passes.variants.chunks.inductor_kernels import BeginRows, CompileRows, LayOutRows
 from fxremat.passes.variants.insertion import TakeVariants
 
 log = logging.getLogger(__name__)
@@ -152,6 +153,7 @@ APPLY = (
 )
 AS_TORCH = (Use(lambda d, costs: CutAsTorch(d.partition), _halves, judge=judging.halves_of_torch),)
 DONATE = (Use(lambda d, costs: DonateSaved(d.halves[1], d.num_forward_outputs)),)
+BEGIN = (Use(lambda d, costs: BeginRows(), when=_compiled, halves=True),)
 FINISH = (Use(lambda d, costs: CompileRows(), when=_compiled, halves=True),)
 
 

@@ -41,6 +41,15 @@ class Rehearsal:
     live_bytes: tuple[int, ...]
     at_peak: tuple[tuple[str, int], ...]
     scratch: dict[str, int]
+    halves: tuple[compat.Generated, ...] = field(default=(), repr=False, compare=False)
+    """The code that ran, the forward's and the backward's; none where the answer was known."""
+
+    def hand_over(self) -> None:
+        """Have what ran compiled as it is; its kernels from now on, beside what Python does."""
+        for half in self.halves:
+            compat.begin_kernels(half)
+            if half.lowered is not None:
+                compat.hand_over(half.lowered)
 
 
 class _Code:
@@ -228,14 +237,18 @@ def rehearse(
     num_fwd_outputs: int,
     device: str,
     workspace: Workspace,
+    with_kernels: bool = False,
 ) -> Rehearsal:
     """Generate the code of both graphs of a training step, run one after the other, and count.
 
     ``workspace`` gives the scratch bytes of a library call (op, args, kwargs). The inputs of the
     forward are there throughout, its first ``num_fwd_outputs`` results and the incoming gradients
-    are the caller's, everything else is dropped when the code drops it.
+    are the caller's, everything else is dropped when the code drops it. Only code that comes
+    ``with_kernels`` can be handed over; it takes longer.
     """
-    first = compat.generate(forward, is_backward=False, seen_outputs=num_fwd_outputs)
+    first = compat.generate(
+        forward, is_backward=False, seen_outputs=num_fwd_outputs, with_kernels=with_kernels
+    )
     results = forward.graph.output_node().args[0]
     assert isinstance(results, (tuple, list))
     saved = {
@@ -244,7 +257,9 @@ def rehearse(
         if index >= num_fwd_outputs and isinstance(node, fx.Node)
     }
     strides = {name: s for name, i in saved.items() if (s := first.strides[i]) is not None}
-    second = compat.generate(backward, is_backward=True, input_strides=strides)
+    second = compat.generate(
+        backward, is_backward=True, input_strides=strides, with_kernels=with_kernels
+    )
 
     meter = _Meter(device, workspace)
     with compat.without_memory() as made:
@@ -269,6 +284,7 @@ def rehearse(
         live_bytes=tuple(total + n for n in meter.live_bytes),
         at_peak=tuple(resident) + meter.at_peak,
         scratch=meter.scratch,
+        halves=(first, second),
     )
 
 

@@ -7,7 +7,7 @@ that it has been at before, and what they take is known already.
 from __future__ import annotations
 
 from contextlib import suppress
-from dataclasses import asdict
+from dataclasses import asdict, replace
 from pathlib import Path
 from typing import Any
 
@@ -27,6 +27,7 @@ def rehearse_once(
     device: str,
     workspace: Workspace,
     directory: Path,
+    with_kernels: bool = False,
 ) -> Rehearsal:
     """`rehearsal.rehearse`, or what it gave for the same graphs before.
 
@@ -44,9 +45,10 @@ def rehearse_once(
         num_fwd_outputs=num_fwd_outputs,
         device=device,
         workspace=workspace,
+        with_kernels=with_kernels,
     )
     if question is not None:
-        answers.keep(question, asdict(shown))
+        answers.keep(question, asdict(replace(shown, halves=())))
     return shown
 
 

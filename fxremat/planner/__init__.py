@@ -31,6 +31,7 @@ SOLVERS: dict[str, Solver] = {
     "auto": auto.solve,
     "moments": moments.solve,
     "greedy": greedy.solve,
+    "quick": greedy.quick,
     "checkmate": checkmate.solve,
     "checkmate_pruned": checkmate.solve_pruned,
     "rotor": rotor.solve,

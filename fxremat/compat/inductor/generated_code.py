@@ -3,8 +3,8 @@
 from __future__ import annotations
 
 from collections.abc import Iterator, Mapping, Sequence
-from contextlib import contextmanager
-from dataclasses import dataclass
+from contextlib import contextmanager, nullcontext
+from dataclasses import dataclass, field, replace
 from typing import Any
 
 import torch
@@ -12,6 +12,7 @@ from torch import fx
 
 from fxremat.compat.configuration import caches_disabled, inductor_config
 from fxremat.compat.donation import donated_inputs, name_in_forward
+from fxremat.compat.inductor.lowered_ahead import Lowered, lowering_key
 from fxremat.compat.inductor.post_grad import unmarked
 from fxremat.compat.joint_graph import copy_module
 
@@ -29,6 +30,8 @@ class Generated:
     constants: Mapping[str, Any]
     origin_of: Mapping[str, str]
     strides: tuple[tuple[Any, ...] | None, ...]
+    lowered: Lowered | None = field(default=None, repr=False, compare=False)
+    """What Inductor's compiler can go on from; only where it came with kernels."""
 
 
 def generate(
@@ -37,13 +40,15 @@ def generate(
     is_backward: bool,
     seen_outputs: int | None = None,
     input_strides: Mapping[str, tuple[Any, ...]] | None = None,
+    with_kernels: bool = False,
 ) -> Generated:
     """Inductor's code for ``module`` under the current configuration; no kernel is compiled.
 
-    C++ kernels are written without vectors: nothing reads them, and it takes a third of the time.
-    The user sees the first ``seen_outputs`` results, so that they keep their strides; None: those
-    of a backward, as configured. ``input_strides`` replaces the strides of inputs, by name in the
-    forward: the backward reads what the forward saved in the layout that Inductor chose there.
+    Unless it is to come ``with_kernels`` that can be compiled, those in C++ are written without
+    vectors: it takes a third of the time. The user sees the first ``seen_outputs`` results, so
+    that they keep their strides; None: those of a backward, as configured. ``input_strides``
+    replaces the strides of inputs, by name in the forward: the backward reads what the forward
+    saved in the layout that Inductor chose there.
     """
     from torch._guards import detect_fake_mode
     from torch._inductor.compile_fx import (
@@ -54,7 +59,7 @@ def generate(
     from torch._inductor.fx_passes.post_grad import view_to_reshape
     from torch._inductor.virtualized import V
 
-    with _uncounted():
+    with _uncounted(), inductor_config.patch({"trace.enabled": False}):
         module = copy_module(module)
         placeholders = [n for n in module.graph.nodes if n.op == "placeholder"]
         mode = detect_fake_mode([n.meta.get("val") for n in placeholders])
@@ -69,7 +74,7 @@ def generate(
             _recursive_record_original_output_strides(module)
             _record_seen_outputs(module.graph.output_node(), seen_outputs)
             _recursive_post_grad_passes(module, is_inference=False)
-            return _lowered(module, inputs, is_backward)
+            return _lowered(module, inputs, is_backward, with_kernels)
 
 
 @contextmanager
@@ -83,13 +88,17 @@ def _uncounted() -> Iterator[None]:
         counters[key] = value
 
 
-def _lowered(module: fx.GraphModule, inputs: list[Any], is_backward: bool) -> Generated:
+def _lowered(
+    module: fx.GraphModule, inputs: list[Any], is_backward: bool, with_kernels: bool
+) -> Generated:
     """The code of a graph that Inductor's passes have gone over, in the fake mode of now."""
+    from torch._dynamo.utils import counters
     from torch._inductor.compile_fx import maybe_disable_comprehensive_padding
     from torch._inductor.debug import DebugContext
     from torch._inductor.graph import GraphLowering
     from torch._inductor.virtualized import V
 
+    before = counters["inductor"].copy()
     lowering: Any = GraphLowering(
         module,
         example_inputs=inputs,
@@ -103,12 +112,18 @@ def _lowered(module: fx.GraphModule, inputs: list[Any], is_backward: bool) -> Ge
         V.set_extern_kernel_nodes([]),
         maybe_disable_comprehensive_padding(inputs),
     ):
-        lowering.bw_donated_idxs = donated_inputs(module) if is_backward else []
+        donated = donated_inputs(module) if is_backward else []
+        lowering.bw_donated_idxs = donated
         lowering.freeze_runtime_asserts()
         lowering.run(*inputs)
-        with _without_vectors():
-            code = lowering.codegen()[0]
-        return _generated(lowering, str(getattr(code, "value", code)))
+        with nullcontext() if with_kernels else _without_vectors():
+            code = lowering.codegen()
+        generated = _generated(lowering, str(getattr(code[0], "value", code[0])))
+        if not with_kernels:
+            return generated
+        key = lowering_key(module, inputs, is_backward=is_backward, donated=donated)
+        counted = counters["inductor"] - before
+        return replace(generated, lowered=Lowered(key, lowering, code, counted))
 
 
 class _NoVectors:

@@ -18,7 +18,9 @@ from fxremat.compat.configuration import (
     inductor_config,
 )
 from fxremat.compat.inductor.generated_code import generate
+from fxremat.compat.inductor.kernels_ahead import begin_kernels
 from fxremat.compat.inductor.loading import load_without_kernels
+from fxremat.compat.inductor.lowered_ahead import hand_over
 from fxremat.compat.tensors import Watching, storage_key, storage_watch, without_memory
 
 
@@ -81,6 +83,15 @@ def kernel_allocates(module: fx.GraphModule) -> int:
         with Watching(count):
             call(list(given))
     return peak
+
+
+def begin_kernel(module: fx.GraphModule) -> None:
+    """Begin to compile a kernel without waiting for it; `compile_kernel` then finds it."""
+    with apart():
+        generated = generate(module, is_backward=False, with_kernels=True)
+        begin_kernels(generated)
+        if generated.lowered is not None:
+            hand_over(generated.lowered)
 
 
 def compile_kernel(module: fx.GraphModule) -> Callable[[list[torch.Tensor]], object]:

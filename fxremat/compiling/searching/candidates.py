@@ -20,7 +20,7 @@ from typing import Any, Literal
 
 from fxremat import compat
 from fxremat.compiling.draft import Draft, Learnt
-from fxremat.compiling.pipeline import APPLY, Runner
+from fxremat.compiling.pipeline import APPLY, BEGIN, Runner
 from fxremat.compiling.rehearsal import Rehearsal
 from fxremat.compiling.rehearsal_cache import rehearse_once
 from fxremat.core.plan import Plan
@@ -67,6 +67,11 @@ class Judged:
         """Whether anything runs more than once."""
         return bool(self.plan.repeats())
 
+    def hand_over(self) -> None:
+        """Have what was rehearsed compiled: this candidate is taken."""
+        if self.rehearsal is not None:
+            self.rehearsal.hand_over()
+
     def learnt(self) -> Learnt:
         """What it shows of the problem."""
         return Learnt(self.rehearsal.scratch if self.rehearsal is not None else {})
@@ -74,9 +79,13 @@ class Judged:
 
 @dataclass(frozen=True)
 class Judge:
-    """Makes and rehearses candidates, each only once."""
+    """Makes and rehearses candidates, each only once.
+
+    Kernels of their own are begun, for they take long, unless only the plan is asked for.
+    """
 
     runner: Runner
+    plan_only: bool = False
     seen: dict[Any, Judged] = field(default_factory=dict)
 
     def judge(self, candidate: Candidate) -> Judged:
@@ -85,6 +94,8 @@ class Judge:
         if known is not None:
             return replace(known, candidate=candidate)
         draft = self._halves(candidate)
+        if not self.plan_only:
+            draft = self.runner.run("kernels", BEGIN, draft)
         request = self.runner.costs.request
         shown = None
         if request.compiled and request.budget_bytes is not None:
@@ -116,6 +127,7 @@ class Judge:
                     device=costs.device.type,
                     workspace=costs.workspaces.of_call,
                     directory=Path(compat.cache_directory()) / "fxremat" / "rehearsals",
+                    with_kernels=not self.plan_only,
                 )
             except Exception as error:  # any op of any library may refuse
                 log.warning(

@@ -17,8 +17,8 @@ from fxremat.planner.plan_cache import PlanCache
 
 log = logging.getLogger(__name__)
 
-QUICK_SOLVER = "greedy"
-"""Its limits count work, never time: what it finds does not depend on the machine's speed."""
+QUICK_SOLVER, QUICKEST_SOLVER = "greedy", "quick"
+"""Their limits count work, never time: what they find does not depend on the machine's speed."""
 
 
 @dataclass(frozen=True)
@@ -32,6 +32,17 @@ class Planning:
     def quick(self, problem: Problem, budget: int) -> Plan:
         """The plan of the quick solver."""
         return self.solve(problem, budget, QUICK_SOLVER)
+
+    def variants(self, problem: Problem, budget: int) -> tuple[str, ...]:
+        """The variants to take for a budget, or for the least peak where it is 0; none: ().
+
+        Those of the quickest solver, if they fit by its plan; else of the quick one.
+        """
+        for solver in (QUICKEST_SOLVER, QUICK_SOLVER) if budget else (QUICK_SOLVER,):
+            plan = self.solve(problem, budget, solver)
+            if not budget or plan.peak_bytes <= budget:
+                return plan.variants
+        return ()
 
     def solve(self, problem: Problem, budget: int | None, solver: str | None = None) -> Plan:
         """The plan of a solver, by default of the one asked for.

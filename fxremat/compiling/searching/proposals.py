@@ -19,6 +19,7 @@ from fxremat.compiling.searching.tuning import (
     FAR_ABOVE,
     LOWEST_PERCENT,
     MOST_STEP,
+    NOT_SEEN,
     OUT_OF_REACH,
 )
 from fxremat.core.plan import Plan
@@ -46,7 +47,7 @@ def under(draft: Draft, aim: int, planning: Planning) -> Proposals:
         yield Candidate(draft, plan, "planned")
         return
     problem = loose.learnt().told(problem)
-    first = planning.solve(problem, aim)
+    first = _as_near(problem, plan, aim) or planning.solve(problem, aim)
     disorder = _disorder(problem, loose)
     if first.steps == plan.steps:  # the same graphs, whatever was learnt of their problem
         loose = replace(loose, candidate=Candidate(draft, first, "inductor"))
@@ -76,6 +77,13 @@ def all_fits(problem: Problem, aim: int) -> bool:
     return replay(problem, keep_all(problem)).peak_bytes <= aim
 
 
+def _as_near(problem: Problem, plan: Plan, aim: int) -> Plan | None:
+    """The plan by what has been learnt of its problem, if it comes as near to the aim as before."""
+    line = replay(problem, plan.steps)
+    low = min(plan.peak_bytes, (1 - CLOSE_ENOUGH) * aim)
+    return replace(plan, peak_bytes=line.peak_bytes) if low <= line.peak_bytes <= aim else None
+
+
 def _closer(
     draft: Draft, history: list[Judged], aim: int, planning: Planning, problem: Problem
 ) -> Proposals:
@@ -84,10 +92,16 @@ def _closer(
     tried = {history[0].plan.steps}
     while (target := next_target(history, aim)) is not None:
         plan = planning.solve(problem, target)
-        if plan.steps in tried:
+        best = fastest(each for each in history if each.peak_bytes <= aim)
+        if plan.steps in tried or (best is not None and not _is_seen(best.plan, plan)):
             return
         tried.add(plan.steps)
         history.append((yield Candidate(draft, plan, order)))
+
+
+def _is_seen(plan: Plan, better: Plan) -> bool:
+    """Whether the other plan is faster by more than measured times can tell."""
+    return better.time_us < plan.time_us * (1 - NOT_SEEN)
 
 
 def next_target(history: Sequence[Judged], aim: int) -> int | None:

@@ -20,6 +20,7 @@ import logging
 from collections.abc import Generator
 from dataclasses import dataclass, field, replace
 
+from fxremat import compat
 from fxremat.compiling.draft import Draft, Learnt
 from fxremat.compiling.pipeline import AS_TORCH, DONATE, PLAN, Runner
 from fxremat.compiling.searching.candidates import Candidate, Judge, Judged
@@ -33,7 +34,7 @@ from fxremat.compiling.searching.proposals import (
     under,
 )
 from fxremat.compiling.searching.torch_plan import plan_of_torch
-from fxremat.compiling.searching.tuning import REHEARSALS
+from fxremat.compiling.searching.tuning import FAR_ABOVE, REHEARSALS
 from fxremat.compiling.searching.variant_sets import VariantSet, variant_set
 from fxremat.core.problem import Problem
 from fxremat.passes.variants.table import rules_named
@@ -129,6 +130,8 @@ class Search:
             return best
         own = self._torch(donated=False)
         if own is None or own.plan.time_us >= best.plan.time_us:
+            return best
+        if own.plan.peak_bytes > FAR_ABOVE * aim:
             return best
         judged = self.judge.judge(own)
         return judged if judged.peak_bytes <= aim else best
@@ -226,7 +229,10 @@ class Search:
         """What the graph could take."""
         rules = rules_named(self.planning.request.variants, allow_lossy=allow_lossy)
         with self.runner.times.stage("estimate"):
-            return variant_set(self.prepared, rules, self.runner.costs)
+            found = variant_set(self.prepared, rules, self.runner.costs)
+        if not self.judge.plan_only and self.runner.costs.device.type == "cpu":
+            compat.look_for_vectors()  # no time is measured from here on that it could disturb
+        return found
 
     def _exact(self) -> VariantSet | None:
         return self._variants(allow_lossy=False) if self.planning.request.allow_lossy else None
@@ -237,10 +243,8 @@ class Search:
         With a budget of 0, those of least peak. The choice is that of a quick solver; once it is
         made, the graph with these variants is planned with the solver that was asked for.
         """
-        asked = self.planning.quick(problem, budget)
-        if not asked.variants or 0 < budget < asked.peak_bytes:
-            return None
-        return self.draft(asked.variants, variants)
+        names = self.planning.variants(problem, budget)
+        return self.draft(names, variants) if names else None
 
     def _plan_fits(self, problem: Problem, aim: int) -> bool:
         planning = self.planning

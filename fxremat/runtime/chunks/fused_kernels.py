@@ -275,12 +275,14 @@ def _is_aligned(program: Program, plan: Layout, inputs: Sequence[Shape], tile: i
 class Kernel:
     """A fused stage for some number of rows.
 
-    ``compiled()`` is called with the memory that the kernel names, in that order; it empties the
-    list. ``scratch_bytes`` is what it allocates meanwhile.
+    ``begin()`` has it compiled beside what Python does, ``compiled()`` waits for that. It is
+    called with the memory that the kernel names, in that order, in a list that it empties.
+    ``scratch_bytes`` is what it allocates meanwhile.
     """
 
     memory: tuple[Memory, ...]
     scratch_bytes: int
+    begin: Callable[[], None]
     compiled: Callable[[], Callable[[list[torch.Tensor]], object]]
 
 
@@ -312,5 +314,6 @@ def _kernel(writer: _KernelWriter, room: int) -> Kernel | None:
         log.info("a stage runs operator by operator: %s: %s", type(error).__name__, what)
         return None
     memory = tuple(memory for memory, _ in writer.places.values())
+    begin = functools.cache(functools.partial(compat.begin_kernel, module))
     compiled = functools.cache(functools.partial(compat.compile_kernel, module))
-    return Kernel(memory, taken, compiled) if taken <= room else None
+    return Kernel(memory, taken, begin, compiled) if taken <= room else None

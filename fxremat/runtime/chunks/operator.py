@@ -302,6 +302,13 @@ def _rows(*args: Any, **kwargs: Any) -> list[torch.Tensor]:
     return _Execution(RowsCall(*args, **kwargs)).run()
 
 
+def begin_kernels(*args: Any, **kwargs: Any) -> None:
+    """Begin to compile what a call with these arguments, of fake tensors, will run."""
+    for kernel in RowsCall(*args, **kwargs).kernels:
+        if kernel is not None:
+            kernel.begin()
+
+
 def compile_kernels(*args: Any, **kwargs: Any) -> None:
     """Compile what a call with these arguments, of fake tensors, will run."""
     for kernel in RowsCall(*args, **kwargs).kernels:

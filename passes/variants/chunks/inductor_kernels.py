@@ -17,7 +17,7 @@ from fxremat import compat
 from fxremat.passes.base import Changed, Pass
 from fxremat.passes.joint_graph import is_tensor
 from fxremat.runtime.chunks.buffers import places_of_images
-from fxremat.runtime.chunks.operator import ROWS, compile_kernels
+from fxremat.runtime.chunks.operator import ROWS, begin_kernels, compile_kernels
 
 
 def suit_rows(module: fx.GraphModule) -> None:
@@ -64,6 +64,13 @@ def _is_wanted_densely(result: fx.Node) -> bool:
     return False
 
 
+def begin_rows(module: fx.GraphModule) -> None:
+    """Begin to compile what the calls will run, beside what Python does."""
+    for node in _calls(module):
+        args, kwargs = fx.map_arg((node.args, dict(node.kwargs)), lambda n: n.meta["val"])
+        begin_kernels(*args, **kwargs)
+
+
 def compile_rows(module: fx.GraphModule) -> None:
     """Compile what the calls will run, while everything else is compiled too."""
     for node in _calls(module):
@@ -90,6 +97,18 @@ class LayOutRows(Pass):
         """All calls run fused."""
         for node in _calls(module):
             self.demand(bool(node.kwargs.get("fused")), f"{node.name} does not run fused")
+
+
+@dataclass(frozen=True)
+class BeginRows(Pass):
+    """Begins to compile the kernels that the calls of one half run; the graph stays as it is."""
+
+    name = "begin row kernels"
+
+    def call(self, module: fx.GraphModule) -> Changed:
+        """Changes nothing."""
+        begin_rows(module)
+        return Changed(module, False)
 
 
 @dataclass(frozen=True)

@@ -1,0 +1,131 @@
+"""Graphs that Inductor need not lower again: what was generated ahead is what is compiled.
+
+`generate` does what Inductor's compiler does until it has code. If the very same graph comes to
+the compiler later, under the same configuration, that code is taken. Everything before and after
+is done as always; what differs in any way is lowered as always.
+"""
+
+from __future__ import annotations
+
+import hashlib
+import logging
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass
+from typing import Any
+
+import torch
+from torch import fx
+
+from fxremat.compat.configuration import PARTITIONER, inductor_config
+
+log = logging.getLogger(__name__)
+
+_MOST_READY = 64
+"""Of one compilation there are two, and those of small kernels apart; a backward that never runs
+leaves its own."""
+_LIKE_OURS: dict[str, Any] = {
+    "cpp_wrapper": False,
+    "aot_mode": False,
+    "fx_wrapper": False,
+    "is_inference": False,
+    "is_const_graph": False,
+    "const_output_index": None,
+    "const_wrapper_code": None,
+    "const_kernel_code": None,
+    "const_module": None,
+    "inputs_to_check": None,
+}
+"""Arguments of Inductor's lowering that `generate` leaves as they are: falsy ones are alike."""
+
+_ready: dict[str, Lowered] = {}
+
+
+@dataclass(frozen=True)
+class Lowered:
+    """A lowering of Inductor's that has run, the code it gave, and the key of its graph.
+
+    ``counted`` is what Inductor has counted meanwhile: it counts where the code is taken.
+    """
+
+    key: str
+    lowering: Any
+    code: Any
+    counted: Mapping[str, int]
+
+
+def lowering_key(
+    module: fx.GraphModule, inputs: Sequence[Any], *, is_backward: bool, donated: Sequence[int]
+) -> str:
+    """Equal for graphs, with all of Inductor's passes behind them, whose code is the same."""
+    nodes = [
+        (n.op, n.name, str(n.target), repr(n.args), repr(n.kwargs)) for n in module.graph.nodes
+    ]
+    values = [_described(n.meta.get("val")) for n in module.graph.nodes]
+    output = module.graph.output_node().meta
+    seen = output.get("user_visible_output_idxs") or [], str(output.get("original_output_strides"))
+    text = repr((nodes, values, seen, list(map(_described, inputs)), is_backward, list(donated)))
+    with inductor_config.patch({PARTITIONER: None}):  # its work is done
+        return hashlib.sha256(text.encode() + inductor_config.get_hash()).hexdigest()
+
+
+def hand_over(lowered: Lowered) -> None:
+    """Have the compiler take the code of a lowering, when its graph comes."""
+    if inductor_config.trace.enabled:  # the user wants to see Inductor at work
+        return
+    _take_over()
+    lowered.lowering.run = lambda *inputs: None
+    lowered.lowering.codegen = lambda: lowered.code
+    _ready.pop(lowered.key, None)
+    _ready[lowered.key] = lowered
+    while len(_ready) > _MOST_READY:
+        del _ready[next(iter(_ready))]
+
+
+def forget_lowered() -> None:
+    """Drop what has been handed over and was never asked for."""
+    _ready.clear()
+
+
+def _described(value: Any) -> Any:
+    if isinstance(value, torch.Tensor):
+        return str(value.dtype), str(value.device), str(tuple(value.shape)), str(value.stride())
+    if isinstance(value, (list, tuple)):
+        return [_described(one) for one in value]
+    return str(value)
+
+
+def _take_over() -> None:
+    """Have Inductor's compiler ask us for the lowering of a graph first."""
+    from torch._inductor import compile_fx
+
+    compiler: Any = compile_fx
+    if getattr(compiler.GraphLowering, "fxremat_asked_first", False):
+        return
+    lowers = compiler.GraphLowering
+
+    def lower(gm: fx.GraphModule, *args: Any, **kwargs: Any) -> Any:
+        ready = None if args else _taken(gm, kwargs)
+        return lowers(gm, *args, **kwargs) if ready is None else ready
+
+    lower.fxremat_asked_first = True  # type: ignore[attr-defined]
+    compiler.GraphLowering = lower
+
+
+def _taken(gm: fx.GraphModule, kwargs: dict[str, Any]) -> Any:
+    """The lowering that was handed over for this graph, which no one else is given; or None."""
+    from torch._dynamo.utils import counters
+    from torch._inductor.utils import get_donated_idxs
+
+    if not _ready or any(kwargs.get(name) for name in _LIKE_OURS):
+        return None
+    is_backward = bool(kwargs.get("is_backward"))
+    donated = get_donated_idxs() or [] if is_backward else []
+    key = lowering_key(gm, kwargs["example_inputs"], is_backward=is_backward, donated=donated)
+    ready = _ready.pop(key, None)
+    log.debug("a %s is lowered %s", "backward" if is_backward else "forward",
+              "already" if ready is not None else "now")  # fmt: skip
+    if ready is None:
+        return None
+    counters["inductor"].update(ready.counted)
+    ready.lowering.graph_id = kwargs.get("graph_id")
+    return ready.lowering
