@@ -56,7 +56,7 @@ class WorkerProcess:
             self.process = subprocess.Popen(
                 [sys.executable, "-m", "benchmarks.worker", self._settings(case)],
                 cwd=ROOT,
-                env=_environment(cache, case.device),
+                env=_environment(cache),
                 stdin=subprocess.PIPE,
                 stdout=subprocess.PIPE,
                 stderr=stderr,
@@ -93,13 +93,11 @@ class WorkerProcess:
         self.process.communicate()
 
 
-def _environment(cache: Path | None, device: str) -> dict[str, str]:
+def _environment(cache: Path | None) -> dict[str, str]:
     """With a cache folder of its own, a worker compiles everything itself."""
     environment = dict(os.environ)
     if cache is not None:
         environment["TORCHINDUCTOR_CACHE_DIR"] = str(cache)
-    if device == "cpu":
-        environment.setdefault("TORCHINDUCTOR_COMPILE_THREADS", "1")
     return environment
 
 

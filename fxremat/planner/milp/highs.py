@@ -8,6 +8,7 @@ outcome. Only a limit in seconds can change it.
 from __future__ import annotations
 
 import math
+import threading
 from collections.abc import Callable, Iterable, Sequence
 from dataclasses import dataclass, field
 from enum import Enum
@@ -26,6 +27,8 @@ OnProgress = Callable[[float, float], None]
 
 FREE = math.inf
 """Of a row: no limit on this side."""
+LOOK_S = 0.2
+"""Seconds between two looks for Ctrl-C where another thread was told of it."""
 SCALE = 1000.0
 """What the budget, and the time of keep-all, are in the units of a programme."""
 BOUND_MARGIN = 1e-7
@@ -133,7 +136,7 @@ class Milp:
                 event.interrupt()
 
         highs.cbMipInterrupt += on_interrupt_check
-        highs.run()
+        _run(highs)
         return self._outcome_of(highs)
 
     def solve_near(
@@ -173,7 +176,7 @@ class Milp:
         if not self.cost:
             return self._without_columns()
         highs = self._highs(deadline, None, tuning.HIGHS_GAP, 0.0, relax=True)
-        highs.run()
+        _run(highs)
         return self._outcome_of(highs)
 
     def _without_columns(self) -> Solution:
@@ -239,3 +242,39 @@ class Milp:
             return Solution(Status.OPTIMAL, values, objective, bound)
         bound = -FREE if is_lp else info.mip_dual_bound
         return Solution(Status.FEASIBLE if feasible else Status.UNDECIDED, values, objective, bound)
+
+
+def _run(highs: highspy.Highs) -> None:
+    """Run HiGHS; Ctrl-C raises `KeyboardInterrupt` at once, and HiGHS ends when it looks next,
+    or at its time limit.
+
+    It runs in a thread of its own, for Python answers Ctrl-C only between its own instructions,
+    and only in the main thread.
+    """
+    if threading.current_thread() is not threading.main_thread():
+        highs.run()
+        return
+    given_up = threading.Event()
+    raised: list[BaseException] = []
+
+    def run() -> None:
+        try:
+            highs.run()
+        except BaseException as error:  # for the thread that waits
+            raised.append(error)
+
+    def look(event: highspy.highs.HighsCallbackEvent) -> None:
+        if given_up.is_set():
+            event.interrupt()
+
+    highs.cbMipInterrupt += look  # those of its linear programmes ask so often that it is slower
+    thread = threading.Thread(target=run, daemon=True)
+    thread.start()
+    try:
+        while thread.is_alive():
+            thread.join(LOOK_S)
+    except BaseException:
+        given_up.set()
+        raise
+    if raised:
+        raise raised[0]
