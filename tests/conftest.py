@@ -55,6 +55,9 @@ def pytest_configure(config: pytest.Config) -> None:
     gc.set_threshold(NEW_OBJECTS)
     inductor_config.cpp.simdlen = NO_VECTORS
     inductor_config.cpp.vec_isa_ok = False  # otherwise g++ tries each kind of vectors
+    for name in ("enable_frame_pointer", "enable_line_tables"):  # nobody profiles the kernels
+        if hasattr(inductor_config.aot_inductor, name):
+            setattr(inductor_config.aot_inductor, name, False)
     _leave_guards_unmeasured()
     logging.getLogger(TORCH_TRACE).propagate = True  # pytest listens to those that do not
     for name in [name for name in os.environ if name.startswith("FXREMAT_")]:

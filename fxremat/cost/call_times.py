@@ -9,8 +9,9 @@ count as work. Times are kept on disk (`fxremat.cost.number_file`).
 from __future__ import annotations
 
 import json
+import math
 import time
-from collections.abc import Callable, Sequence
+from collections.abc import Callable
 from contextlib import AbstractContextManager
 from dataclasses import dataclass, field
 from pathlib import Path
@@ -27,9 +28,9 @@ from fxremat.cost.memory_room import has_room
 from fxremat.cost.number_file import NumberFile, number_path
 from fxremat.cost.roofline import SizeOf, flops_of_call
 
-FEWEST_RUNS, NEAR = 3, 0.05
+FEWEST_RUNS, NEAR = 5, 0.03
 """A call is run so often at least, and until its two quickest runs differ by no more than this."""
-ENOUGH_SECONDS, MOST_SECONDS = 0.005, 0.5
+ENOUGH_SECONDS, MOST_SECONDS = 0.02, 0.5
 """In all runs of a call together: at least, and at most."""
 KIND = "call_times"
 """Of numbers on disk: microseconds of calls."""
@@ -136,21 +137,19 @@ def quickest_us(call: Callable[[], object], device: torch.device) -> float | Non
     Such runs are made until two of them agree. None where the machine is too busy for any.
     """
     call()
-    times: list[float] = []
-    spent = 0.0
-    while spent < MOST_SECONDS and not (len(times) >= FEWEST_RUNS and _agree(times)):
+    first = second = math.inf
+    runs, counted, spent = 0, 0.0, 0.0
+    while spent < MOST_SECONDS:
         before = _interruptions(device)
         seconds = _seconds(call, device)
         spent += seconds
-        if _interruptions(device) == before:
-            times.append(seconds)
-    return 1e6 * min(times) if times else None
-
-
-def _agree(times: Sequence[float]) -> bool:
-    """Whether the two quickest are near each other, and there have been enough."""
-    first, second = sorted(times)[:2]
-    return second <= first * (1 + NEAR) and sum(times) > ENOUGH_SECONDS
+        if _interruptions(device) != before:
+            continue
+        runs, counted = runs + 1, counted + seconds
+        first, second = sorted((first, second, seconds))[:2]
+        if runs >= FEWEST_RUNS and counted > ENOUGH_SECONDS and second <= first * (1 + NEAR):
+            break
+    return 1e6 * first if runs else None
 
 
 def _interruptions(device: torch.device) -> int:
