@@ -13,6 +13,7 @@ from torch import Tensor, nn
 from torch._dynamo.exc import BackendCompilerFailed
 
 import fxremat
+from fxremat import compat
 from fxremat.backend import fxremat as backend
 from fxremat.cost.peak import measure_peak
 from tests.small import Convolutions, Stack, seeded, train
@@ -282,3 +283,20 @@ def test_disabled_is_plain_inductor(monkeypatch: pytest.MonkeyPatch) -> None:
     loss.backward()  # type: ignore[no-untyped-call]
     torch.testing.assert_close(x.grad, 2 * x.detach())
     assert fxremat.reports() == []
+
+
+def test_graphs_that_run_node_by_node_ask_nothing_of_a_compiler(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    asked: list[str] = []
+    monkeypatch.setattr(compat, "look_for_vectors", lambda: asked.append("vectors"))
+    model, x = seeded(lambda: Stack(2), 64, 32)
+    full = fxremat.explain(model, x, options={"executor": "aot_eager"}).keep_all_peak_bytes
+    options: dict[str, Any] = {
+        "executor": "aot_eager",
+        "memory_budget": f"{int(0.8 * full)}B",
+        "solver": "greedy",
+    }
+    torch.compile(model, backend=backend, options=options)(x).backward()
+    assert fxremat.reports()[-1].recomputed or fxremat.reports()[-1].variants
+    assert not asked

@@ -23,19 +23,19 @@ log = logging.getLogger(__name__)
 _MOST_READY = 64
 """Of one compilation there are two, and those of small kernels apart; a backward that never runs
 leaves its own."""
-_LIKE_OURS: dict[str, Any] = {
-    "cpp_wrapper": False,
-    "aot_mode": False,
-    "fx_wrapper": False,
-    "is_inference": False,
-    "is_const_graph": False,
-    "const_output_index": None,
-    "const_wrapper_code": None,
-    "const_kernel_code": None,
-    "const_module": None,
-    "inputs_to_check": None,
-}
-"""Arguments of Inductor's lowering that `generate` leaves as they are: falsy ones are alike."""
+_LEFT_ALONE = (
+    "cpp_wrapper",
+    "aot_mode",
+    "fx_wrapper",
+    "is_inference",
+    "is_const_graph",
+    "const_output_index",
+    "const_wrapper_code",
+    "const_kernel_code",
+    "const_module",
+    "inputs_to_check",
+)
+"""Arguments of Inductor's lowering that `generate` does not give: falsy ones are alike."""
 
 _ready: dict[str, Lowered] = {}
 
@@ -116,7 +116,7 @@ def _taken(gm: fx.GraphModule, kwargs: dict[str, Any]) -> Any:
     from torch._dynamo.utils import counters
     from torch._inductor.utils import get_donated_idxs
 
-    if not _ready or any(kwargs.get(name) for name in _LIKE_OURS):
+    if not _ready or any(kwargs.get(name) for name in _LEFT_ALONE):
         return None
     is_backward = bool(kwargs.get("is_backward"))
     donated = get_donated_idxs() or [] if is_backward else []

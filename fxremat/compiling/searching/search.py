@@ -230,7 +230,8 @@ class Search:
         rules = rules_named(self.planning.request.variants, allow_lossy=allow_lossy)
         with self.runner.times.stage("estimate"):
             found = variant_set(self.prepared, rules, self.runner.costs)
-        if not self.judge.plan_only and self.runner.costs.device.type == "cpu":
+        compiles = self.planning.request.compiled and not self.judge.plan_only
+        if compiles and self.runner.costs.device.type == "cpu":
             compat.look_for_vectors()  # no time is measured from here on that it could disturb
         return found
 
