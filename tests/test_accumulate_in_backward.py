@@ -137,6 +137,7 @@ def test_the_peak_falls_by_the_gradients() -> None:
     assert report.held_bytes == gradients
 
 
+@cache
 def least() -> int:
     """The least budget that can be met without Inductor, each grad included."""
     model, x = seeded(lambda: Layers(4, 128), 4, 128)

@@ -68,7 +68,7 @@ def test_a_smaller_budget_never_gives_a_larger_peak() -> None:
     model, x = seeded(lambda: Stack(2), 512, 32)
     full = keep_all_peak(model, x)
     peaks = []
-    for percent in range(100, 65, -5):
+    for percent in range(100, 65, -10):
         torch._dynamo.reset()
         peaks.append(measured(model, compiled(model, memory_budget=full * percent // 100), x))
     assert peaks == sorted(peaks, reverse=True)
@@ -92,15 +92,16 @@ def test_training_is_bitwise_what_it_was(make: Callable[[], nn.Module]) -> None:
 
 def test_an_impossible_budget_names_one_that_is_met() -> None:
     model, x = seeded(lambda: Stack(2), 1024, 32)
+    options = {**RERUNS_ONLY, "solver": "greedy"}
     with pytest.raises(BackendCompilerFailed) as caught:
-        compiled(model, memory_budget="1.1MiB", **RERUNS_ONLY)(x)
+        compiled(model, memory_budget="1.1MiB", **options)(x)
     error = caught.value.inner_exception
     assert isinstance(error, fxremat.InfeasibleBudget)
     assert error.budget_bytes == int(1.1 * 2**20)
     assert error.minimum_bytes is not None
     assert any("blocks" in what and "small.py" in what for what, _ in error.contributors)
     torch._dynamo.reset()
-    peak = measured(model, compiled(model, memory_budget=error.minimum_bytes, **RERUNS_ONLY), x)
+    peak = measured(model, compiled(model, memory_budget=error.minimum_bytes, **options), x)
     assert peak <= error.minimum_bytes
 
 
@@ -120,7 +121,7 @@ def test_the_reserve_is_part_of_what_is_promised() -> None:
     """A buffer that nothing reads is no input of the graph, but it is there: the reserve."""
     model, x = seeded(lambda: Stack(2), 1024, 32)
     model.register_buffer("unread", torch.zeros(1000))
-    options = {**RERUNS_ONLY, "reserve": 4000}
+    options = {**RERUNS_ONLY, "solver": "greedy", "reserve": 4000}
     with pytest.raises(BackendCompilerFailed) as caught:
         compiled(model, memory_budget="1.1MiB", **options)(x)
     error = caught.value.inner_exception

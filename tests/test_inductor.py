@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import copy
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from typing import Any
 
 import pytest
@@ -27,8 +27,10 @@ def _fresh() -> Iterator[None]:
 
 
 def measured(model: nn.Module, x: Tensor, **options: Any) -> int:
-    call = torch.compile(model, backend=backend, options=options)
+    return peak_of(model, torch.compile(model, backend=backend, options=options), x)
 
+
+def peak_of(model: nn.Module, call: Callable[..., Any], x: Tensor) -> int:
     def step() -> None:
         model.zero_grad(set_to_none=True)
         call(x).backward()
@@ -43,12 +45,13 @@ def test_budget_prediction_gradients_and_dropout() -> None:
     other = copy.deepcopy(model)
     budget = int(0.7 * fxremat.explain(model, x).keep_all_peak_bytes)
     options: dict[str, Any] = {"memory_budget": budget, "variants": "none"}
-    peak = measured(model, x, **options)
+    call = torch.compile(model, backend=backend, options=options)
+    peak = peak_of(model, call, x)
     report = fxremat.reports()[-1]
     assert report.recomputed
     assert peak <= budget
     assert abs(report.predicted_peak_bytes - peak) <= 0.01 * peak
-    ours = train(model, x, torch.compile(model, backend=backend, options=options))
+    ours = train(model, x, call)
     theirs = train(other, x, torch.compile(other))
     for mine, its in zip(ours, theirs, strict=True):
         torch.testing.assert_close(mine, its)
@@ -56,13 +59,14 @@ def test_budget_prediction_gradients_and_dropout() -> None:
 
 def test_the_minimum_named_is_met() -> None:
     model, x = seeded(lambda: Stack(2), 1024, 32)
+    options: dict[str, Any] = {"variants": "none", "solver": "greedy"}
     with pytest.raises(BackendCompilerFailed) as caught:
-        measured(model, x, memory_budget="1MiB", variants="none")
+        measured(model, x, memory_budget="1MiB", **options)
     error = caught.value.inner_exception
     assert isinstance(error, fxremat.InfeasibleBudget)
     assert error.minimum_bytes is not None
     torch._dynamo.reset()
-    found = measured(model, x, memory_budget=error.minimum_bytes, variants="none")
+    found = measured(model, x, memory_budget=error.minimum_bytes, **options)
     assert found <= error.minimum_bytes
 
 
