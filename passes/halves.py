@@ -16,6 +16,8 @@ INLINED = "_inline"
 """In the name of a copy inside of one op, which nothing else reads."""
 WRITTEN = "_written"
 """In the name of a node that `passes.held_order` makes Inductor write to memory."""
+FREE = "_free"
+"""In the name of a node of a graph with such nodes, whose loop may be fused and moved."""
 
 Halves = tuple[fx.GraphModule, fx.GraphModule]
 

@@ -3,9 +3,10 @@
 Inductor keeps the order of a graph's nodes, but for two things. A loop whose result a plan wants in
 memory may be computed again in each of its readers instead. That keeps alive what it is computed
 from. And two loops may be fused. Then what one reads, or the other writes, lives longer than
-planned. Often that does no harm, and it is faster. Where it would break the budget, nodes of the
-backward get marks in their names, for two passes of ours inside of Inductor. Calls that move values
-are always marked: they stand where their transfers run beside other work.
+planned. Mostly that does no harm, and it is faster. Where it could break the budget, nodes of the
+backward get marks in their names, for two passes of ours inside of Inductor. That is where the plan
+is near the budget, or everywhere if that is not enough. Calls that move values are always marked:
+they stand where their transfers run beside other work.
 
 - `WriteResults`, on the graph after Inductor's own passes: planned results are written, and inputs
   that the backward reads are handed on themselves, not as copies with channels last.
@@ -33,7 +34,7 @@ from typing import Any
 from torch import fx
 
 from fxremat import compat
-from fxremat.passes.halves import WRITTEN
+from fxremat.passes.halves import FREE, WRITTEN
 from fxremat.passes.joint_graph import STORED, is_tensor, is_view
 from fxremat.passes.materialisation import is_fusable
 from fxremat.passes.offload import MOVED
@@ -61,25 +62,57 @@ def is_call(node: Any) -> bool:
 def fences(kernels: Sequence[compat.Scheduled]) -> dict[int, list[int]]:
     """Kernel -> the kernels it must run after, as positions in ``kernels``.
 
-    Every library call waits for the one before it and for the loops in between; every loop
-    waits for the library call before it, unless its results are small. Copies into another layout
-    wait for the other loops before the call.
+    Every library call waits for the one before it. One that begins or ends a held stretch waits
+    for all loops before it as well; a loop waits for the last such call, unless its results are
+    small. In a held stretch copies into another layout wait for the other loops before the call.
     """
     after: dict[int, list[int]] = {}
-    call: list[int] = []
-    loops: list[int] = []
+    held = held_stretches(kernels)
+    stretch, call, fence, loops, since = 0, list[int](), list[int](), list[int](), list[int]()
     for position, kernel in enumerate(kernels):
         if kernel.is_call:
-            after[position] = call + loops
-            late = late_copies(kernels, range(call[0] if call else 0, position), loops)
-            for copy in late:
-                after[copy] = after[copy] + [loop for loop in loops if loop not in late]
-            call, loops = [position], []
+            since += loops
+            after[position] = list(call)
+            if held[stretch]:
+                late = late_copies(kernels, range(call[0] if call else 0, position), loops)
+                for copy in late:
+                    after[copy] = after[copy] + [loop for loop in loops if loop not in late]
+            if held[stretch] or held[stretch + 1]:
+                after[position] += since
+                fence, since = [position], []
+            stretch, call, loops = stretch + 1, [position], []
         elif kernel.is_loop:
             small = SMALL * kernel.written_bytes <= kernel.read_bytes
-            after[position] = [] if small else list(call)
+            after[position] = [] if small else list(fence)
             loops.append(position)
     return {position: earlier for position, earlier in after.items() if earlier}
+
+
+def held_stretches(kernels: Sequence[compat.Scheduled]) -> list[bool]:
+    """Whether the order is held before the first library call, between the next two, and so on.
+
+    Marks in a stretch's loops say so. One without marks is like the one before it.
+    """
+    marks: list[list[str]] = [[]]
+    for kernel in kernels:
+        if kernel.is_call:
+            marks.append([])
+        marks[-1] += [mark for mark in (WRITTEN, FREE) for name in kernel.names if mark in name]
+    held, last = [], True
+    for found in marks:
+        last = WRITTEN in found or (last and FREE not in found)
+        held.append(last)
+    return held
+
+
+def held_loops(kernels: Sequence[compat.Scheduled]) -> list[int]:
+    """The loops of held stretches, as positions in ``kernels``."""
+    held, stretch, found = held_stretches(kernels), 0, []
+    for position, kernel in enumerate(kernels):
+        stretch += kernel.is_call
+        if kernel.is_loop and held[stretch]:
+            found.append(position)
+    return found
 
 
 def late_copies(
@@ -146,8 +179,9 @@ class Fence(compat.SchedulerPass):
         names = compat.names_being_scheduled()
         if not any(mark in name for name in names for mark in (WRITTEN, MOVED)):
             return nodes
-        compat.run_each_alone(nodes)
-        return compat.run_after(nodes, fences([compat.scheduled(node) for node in nodes]))
+        kernels = [compat.scheduled(node) for node in nodes]
+        compat.run_each_alone([nodes[position] for position in held_loops(kernels)])
+        return compat.run_after(nodes, fences(kernels))
 
     def uuid(self) -> Any:
         """The pass's name in Inductor's cache."""

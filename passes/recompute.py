@@ -19,7 +19,7 @@ each op that needs them, right before it. Left where the forward had them, they 
 
 from __future__ import annotations
 
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Collection, Sequence
 from dataclasses import dataclass, field
 from typing import Any
 
@@ -29,7 +29,7 @@ from fxremat import compat
 from fxremat.core.schedule import Move, Step
 from fxremat.passes.accumulation import name_later_reads
 from fxremat.passes.base import Changed, Pass
-from fxremat.passes.halves import INLINED, RECOMPUTED, WRITTEN, Rewritten
+from fxremat.passes.halves import FREE, INLINED, RECOMPUTED, WRITTEN, Rewritten
 from fxremat.passes.joint_graph import Role, is_repeatable, is_view, root
 from fxremat.passes.materialisation import is_fusable
 from fxremat.passes.memory_estimation import TANGENTS, Cone, Estimate
@@ -41,10 +41,13 @@ Lookup = Callable[[fx.Node], fx.Node]
 
 @dataclass
 class _PlanWriter:
-    """Builds the new graph; ``env`` maps each old node to its latest copy."""
+    """Builds the new graph; ``env`` maps each old node to its latest copy.
+
+    ``mark`` goes to the names of values of loops in the steps that come now.
+    """
 
     estimate: Estimate
-    mark_written: bool
+    mark: str = ""
     graph: fx.Graph = field(default_factory=fx.Graph)
     env: dict[fx.Node, fx.Node] = field(default_factory=dict)
     views: dict[tuple[Any, ...], fx.Node] = field(default_factory=dict)
@@ -101,11 +104,12 @@ class _PlanWriter:
             if in_backward and not shared and node not in cone.sinks:
                 private[node] = self.inline(node, private)
             elif node not in self.env:
-                mark = in_backward and self.mark_written and self.is_loop_value(node, cone)
-                self.env[node] = self.copy(node, self.lookup_in(private), WRITTEN if mark else "")
+                marked = in_backward and self.is_loop_value(node, cone)
+                mark = self.mark if marked else ""
+                self.env[node] = self.copy(node, self.lookup_in(private), mark)
 
     def is_loop_value(self, node: fx.Node, cone: Cone) -> bool:
-        """Whether a generated loop is to write this value; `passes.held_order` makes it do so."""
+        """Whether a generated loop may have to write this value."""
         return self.is_loop(node) and node in cone.values
 
     def is_loop(self, node: fx.Node) -> bool:
@@ -119,8 +123,7 @@ class _PlanWriter:
         private: dict[fx.Node, fx.Node] = {}
         for node in cone.nodes:
             if node in cone.sinks:
-                mark = self.mark_written and self.is_loop(node)
-                suffix = RECOMPUTED + (WRITTEN if mark else "")
+                suffix = RECOMPUTED + (self.mark if self.is_loop(node) else "")
                 private[node] = self.copy(node, self.lookup_in(private), suffix)
             else:
                 private[node] = self.inline(node, private)
@@ -170,21 +173,27 @@ def _read_across(
     return tuple(n for n in forward if n in read and n.op != "get_attr")
 
 
-def apply_plan(estimate: Estimate, steps: Sequence[Step], *, hold: bool = True) -> Rewritten:
+def apply_plan(
+    estimate: Estimate, steps: Sequence[Step], *, held: Collection[int] | None = None
+) -> Rewritten:
     """The joint graph with its nodes in the order of ``steps``, and copies where ops repeat.
 
-    ``hold`` marks in the backward what `passes.held_order` is to hold through Inductor.
+    ``held`` are the positions in ``steps`` at which `passes.held_order` is to hold the order
+    through Inductor, in the backward; None stands for all.
     """
     joint = estimate.joint
-    writer = _PlanWriter(estimate, mark_written=hold and estimate.fused)
+    writer = _PlanWriter(estimate)
+    holds = estimate.fused and (held is None or bool(held))
     for node in (*joint.primals, *joint.tangents):
         writer.resolve(node)
     seen: set[str] = set()
     recomputed: list[str] = []
 
-    def run(part: Sequence[Step], in_backward: bool) -> None:
+    def run(start: int, part: Sequence[Step], in_backward: bool) -> None:
         half = "backward" if in_backward else "forward"
-        for step in part:
+        for position, step in enumerate(part, start):
+            if holds:
+                writer.mark = WRITTEN if held is None or position in held else FREE
             if isinstance(step, Move):
                 writer.move(step, half)
             elif step in seen:
@@ -199,12 +208,12 @@ def apply_plan(estimate: Estimate, steps: Sequence[Step], *, hold: bool = True) 
         return [writer.resolve(n) if isinstance(n, fx.Node) else n for n in part]
 
     split, count = boundary(steps), joint.num_forward_outputs
-    run(steps[:split], in_backward=False)
+    run(0, steps[:split], in_backward=False)
     late = {i for i, n in enumerate(joint.results[:count])
             if isinstance(n, fx.Node) and joint.role[n] is Role.BACKWARD}  # fmt: skip
     early = results([None if i in late else n for i, n in enumerate(joint.results[:count])])
     forward = [n for n in writer.graph.nodes if n not in map(writer.env.get, joint.tangents)]
-    run(steps[split:], in_backward=True)
+    run(split, steps[split:], in_backward=True)
     writer.announce_gradients(len(forward) + len(joint.tangents))
     if writer.last_put is not None:
         writer.mover.settle(writer.last_put, estimate.node_of[writer.last_put].meta["val"].device)
@@ -222,7 +231,7 @@ def apply_plan(estimate: Estimate, steps: Sequence[Step], *, hold: bool = True) 
 
 @dataclass(frozen=True)
 class ApplyPlan(Pass):
-    """Makes the graph of a plan from the one that was estimated.
+    """Makes the graph of a plan from the one that was estimated; ``held`` as in `apply_plan`.
 
     ``Changed.data`` is the `Rewritten`, which says what the forward saves.
     """
@@ -230,7 +239,7 @@ class ApplyPlan(Pass):
     name = "recompute and offload"
     estimate: Estimate
     steps: tuple[Step, ...]
-    hold: bool = True
+    held: Collection[int] | None = None
 
     def requires(self, module: fx.GraphModule) -> None:
         """The graph is the estimated one, and the backward begins once."""
@@ -240,7 +249,7 @@ class ApplyPlan(Pass):
 
     def call(self, module: fx.GraphModule) -> Changed:
         """Makes a new graph."""
-        planned = apply_plan(self.estimate, self.steps, hold=self.hold)
+        planned = apply_plan(self.estimate, self.steps, held=self.held)
         return Changed(planned.module, True, planned)
 
     def ensures(self, module: fx.GraphModule) -> None:

@@ -19,7 +19,7 @@ from fxremat.compiling.stage_times import StageTimes
 from fxremat.core.plan import Plan
 from fxremat.core.problem import Problem, Value, Variant
 from fxremat.core.variants import take
-from tests.trial_judge import PROBLEM, Trial, draft_of
+from tests.trial_judge import NEAR_PEAK, PROBLEM, Trial, draft_of
 from tests.variant_problem import LOSS_PROBLEM
 
 
@@ -68,7 +68,7 @@ def plan_under(part: float) -> Plan:
 
 
 @pytest.mark.parametrize(
-    ("time", "peak", "order"), [(0.99, 0, "torch"), (1.01, 0, "inductor"), (0.99, 1, "inductor")]
+    ("time", "peak", "order"), [(0.99, 0, "torch"), (1.01, 0, NEAR_PEAK), (0.99, 1, NEAR_PEAK)]
 )
 def test_torchs_partition_is_taken_where_it_is_faster_and_fits(
     time: float, peak: int, order: str
@@ -98,7 +98,7 @@ def test_a_partition_of_torch_that_is_far_too_large_is_not_rehearsed(
     trial = JudgeOfTrials(lambda planned, order: planned)
     found = searching(trial, best.peak_bytes, own).run()
     assert ("torch" in trial.orders) is tried
-    assert found.judged.candidate.order == "inductor"
+    assert found.judged.candidate.order == NEAR_PEAK
 
 
 def test_the_least_that_is_named_is_of_candidates_that_no_budget_changes() -> None:
@@ -107,11 +107,11 @@ def test_the_least_that_is_named_is_of_candidates_that_no_budget_changes() -> No
     budget = int(1.05 * least)
 
     def real(planned: int, order: str) -> int:
-        return budget + 1 if order == "inductor" else planned + 1000
+        return budget + 1 if order == NEAR_PEAK else planned + 1000
 
     trial = JudgeOfTrials(real)
     found = searching(trial, budget).run()
-    assert "inductor" in trial.orders
+    assert NEAR_PEAK in trial.orders
     assert found.over
     assert found.judged.candidate.order == "planned"
     assert found.judged.peak_bytes == least + 1000
@@ -119,7 +119,7 @@ def test_the_least_that_is_named_is_of_candidates_that_no_budget_changes() -> No
 
 def test_what_is_within_the_budget_is_not_taken_where_less_is_wanted_and_found() -> None:
     wanted = plan_under(0.7).peak_bytes
-    trial = JudgeOfTrials(lambda planned, order: planned + (order == "inductor"))
+    trial = JudgeOfTrials(lambda planned, order: planned + (order == NEAR_PEAK))
     found = searching(trial, 2 * wanted, wanted=wanted).run()
     assert trial.judged[0].peak_bytes == wanted + 1
     assert found.judged.candidate.order == "planned"

@@ -11,6 +11,7 @@ from hypothesis import strategies as st
 
 from fxremat.compiling.draft import Learnt
 from fxremat.compiling.rehearsal import Rehearsal
+from fxremat.compiling.searching import tuning
 from fxremat.compiling.searching.candidates import Candidate, Judged
 from fxremat.compiling.searching.planning import QUICK_SOLVER
 from fxremat.compiling.searching.proposals import (
@@ -25,7 +26,7 @@ from fxremat.core.problem import Op, Problem, Value
 from fxremat.core.timeline import replay
 from fxremat.passes.variants.insertion import InsertedVariant
 from tests.chains import blocks
-from tests.trial_judge import PROBLEM, Trial, draft_of, planning
+from tests.trial_judge import NEAR_PEAK, PROBLEM, Trial, draft_of, planning
 
 AIM = 1000
 
@@ -65,15 +66,15 @@ def test_what_no_measured_time_could_tell_is_not_rehearsed() -> None:
 
 
 def test_the_order_is_held_only_where_it_must_be() -> None:
-    """A candidate in Inductor's order that fits ends it; one that does not is held."""
+    """A candidate that fits with its order held near the peak ends it; one that does not is held."""
     aim = round(0.7 * planning().solve(PROBLEM, None).peak_bytes)
     fits = Trial(lambda planned, order: planned)
     fits.follow(under(draft_of(PROBLEM), aim, planning()))
-    assert set(fits.orders) == {"inductor"}
+    assert set(fits.orders) == {NEAR_PEAK}
     missing = aim - planning().solve(PROBLEM, aim).peak_bytes + aim // 10
-    loose = Trial(lambda planned, order: planned + (missing if order == "inductor" else 0))
+    loose = Trial(lambda planned, order: planned + (missing if order == NEAR_PEAK else 0))
     loose.follow(under(draft_of(PROBLEM), aim, planning()))
-    assert loose.orders[:2] == ["inductor", "planned"]
+    assert loose.orders[:2] == [NEAR_PEAK, "planned"]
     assert within(loose, aim) is not None
 
 
@@ -81,14 +82,27 @@ def test_what_is_found_with_its_order_held_is_tried_without() -> None:
     """Both orders miss with the first plan, Inductor's by little more: the next fits in both."""
     aim = round(0.8 * planning().solve(PROBLEM, None).peak_bytes)
     missing = aim - planning().solve(PROBLEM, aim).peak_bytes + 1
-    errors = {"inductor": missing + 1, "planned": missing}
+    errors = {NEAR_PEAK: missing + 1, "planned": missing}
     trial = Trial(lambda planned, order: planned + errors[order])
     trial.follow(under(draft_of(PROBLEM), aim, planning()))
-    assert trial.orders[:3] == ["inductor", "planned", "planned"]
-    assert trial.orders[-1] == "inductor"
+    assert trial.orders[:3] == [NEAR_PEAK, "planned", "planned"]
+    assert trial.orders[-1] == NEAR_PEAK
     best = within(trial, aim)
     assert best is not None
-    assert best.candidate.order == "inductor"
+    assert best.candidate.order == NEAR_PEAK
+
+
+def test_where_a_plan_is_near_the_aim_its_order_is_held() -> None:
+    """At those steps alone; with room for all, nowhere."""
+    plan = planning().solve(PROBLEM, round(0.7 * planning().solve(PROBLEM, None).peak_bytes))
+    live = replay(PROBLEM, plan.steps).live_bytes
+    found = Candidate.near_peak(draft_of(PROBLEM), plan, plan.peak_bytes)
+    assert found.held is not None
+    assert 0 < len(found.held) < len(plan.steps)
+    for step, nbytes in enumerate(live):
+        assert (step in found.held) == (nbytes >= tuning.NEAR_PEAK * plan.peak_bytes)
+    with_room = Candidate.near_peak(draft_of(PROBLEM), plan, 10 * plan.peak_bytes)
+    assert (with_room.order, with_room.held) == ("inductor", frozenset())
 
 
 def test_an_aim_out_of_reach_is_not_rehearsed() -> None:
@@ -104,7 +118,7 @@ def test_without_a_rehearsal_the_order_is_held() -> None:
     proposals = under(draft_of(PROBLEM), aim, planning())
     first = next(proposals)
     second = proposals.send(Judged(first, first.draft, first.plan.peak_bytes, None))
-    assert (first.order, second.order) == ("inductor", "planned")
+    assert (first.order, second.order) == (NEAR_PEAK, "planned")
     assert first.plan == second.plan
 
 
@@ -112,7 +126,7 @@ def judged(planned: int, real: int, *, again: bool = True, time_us: float = 1.0)
     """A candidate of made-up figures."""
     plan = Plan(("a", "a") if again else ("a",), "made up", None, planned, time_us)
     shown = Rehearsal(real, (), (), {})
-    return Judged(Candidate(draft_of(PROBLEM), plan, "planned"), draft_of(PROBLEM), real, shown)
+    return Judged(Candidate.planned(draft_of(PROBLEM), plan), draft_of(PROBLEM), real, shown)
 
 
 def test_close_below_the_aim_is_good_enough() -> None:
@@ -143,9 +157,10 @@ def test_between_too_much_and_enough_the_gap_is_halved() -> None:
     assert next_target([judged(710, 1300), judged(700, 400)], AIM) is None
 
 
-def test_the_fastest_of_equals_holds_no_order() -> None:
+def test_the_fastest_of_equals_holds_its_order_at_the_fewest_steps() -> None:
     held, loose = judged(1, 1), judged(1, 1)
-    loose = replace(loose, candidate=replace(loose.candidate, order="inductor"))
+    loose = replace(loose, candidate=replace(loose.candidate, held=frozenset([0])))
+    loose = replace(loose, candidate=replace(loose.candidate, order=NEAR_PEAK))
     assert fastest(iter([held, loose])) is loose
     held, loose = replace(held, rehearsal=None), replace(loose, rehearsal=None)
     assert fastest(iter([loose, held])) is held
@@ -190,7 +205,7 @@ def test_a_plan_that_still_comes_as_near_is_kept(more: int, kept: bool) -> None:
     scratch = {
         str(highest): PROBLEM.op_of[str(highest)].workspace_bytes + aim - plan.peak_bytes + more
     }
-    trial = Trial(lambda planned, order: planned + aim * (order == "inductor"), scratch=scratch)
+    trial = Trial(lambda planned, order: planned + aim * (order == NEAR_PEAK), scratch=scratch)
     trial.follow(under(draft_of(PROBLEM), aim, planning()))
     assert (trial.asked[1].plan.steps == plan.steps) is kept
     if kept:
@@ -209,13 +224,13 @@ def test_candidates_are_equal_only_by_variants_plan_and_order() -> None:
     draft, plan = draft_of(PROBLEM), planning().solve(PROBLEM, None)
     one = InsertedVariant("one", "rule", (), {}, {}, frozenset(), {}, frozenset())
     candidates = [
-        Candidate(draft, plan, "inductor"),
+        Candidate(draft, plan, NEAR_PEAK),
         Candidate(draft, plan, "planned"),
-        Candidate(draft, planning().quick(PROBLEM, 0), "inductor"),
-        Candidate(replace(draft, taken=(one,)), plan, "inductor"),
+        Candidate(draft, planning().quick(PROBLEM, 0), NEAR_PEAK),
+        Candidate(replace(draft, taken=(one,)), plan, NEAR_PEAK),
     ]
     assert len({each.key for each in candidates}) == len(candidates)
-    assert candidates[0].key == Candidate(draft_of(PROBLEM), plan, "inductor").key
+    assert candidates[0].key == Candidate(draft_of(PROBLEM), plan, NEAR_PEAK).key
 
 
 def test_every_solver_is_asked_for_itself() -> None:
@@ -236,7 +251,7 @@ def test_learnt_workspaces_reach_ops_by_name_and_nothing_else() -> None:
 def test_any_errors_of_the_planner(errors: list[int], share: float) -> None:
     """Candidates differ, are few, and one that is under the aim is not left for a slower one."""
     aim = round(share * planning().solve(PROBLEM, None).peak_bytes)
-    trial = Trial(lambda planned, order: planned + errors[planned % 32] + (order == "inductor"))
+    trial = Trial(lambda planned, order: planned + errors[planned % 32] + (order == NEAR_PEAK))
     trial.follow(under(draft_of(PROBLEM), aim, planning()))
     keys = [one.key for one in trial.asked]
     assert len(keys) <= 40

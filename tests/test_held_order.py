@@ -15,7 +15,14 @@ from torch import fx, nn
 
 from fxremat import compat
 from fxremat.passes.halves import RECOMPUTED
-from fxremat.passes.held_order import Fence, WriteResults, fences, results_to_write
+from fxremat.passes.held_order import (
+    Fence,
+    WriteResults,
+    fences,
+    held_loops,
+    held_stretches,
+    results_to_write,
+)
 from fxremat.passes.recompute import apply_plan
 from tests import nets
 from tests.graphs import Capture, batch, capture, everything_again, mlp
@@ -75,7 +82,7 @@ def test_each_of_several_results_of_a_loop_is_written() -> None:
 
 def test_a_graph_whose_order_is_not_held_is_left_alone() -> None:
     seen = recomputing()
-    graph = apply_plan(seen.found, seen.steps, hold=False).module.graph
+    graph = apply_plan(seen.found, seen.steps, held=()).module.graph
     before = str(graph)
     WriteResults("1")(graph)
     assert str(graph) == before
@@ -135,6 +142,27 @@ def test_what_does_no_work_waits_for_nothing() -> None:
     assert fences([CALL, NONE, CALL]) == {2: [0]}
     assert fences([LOOP, LOOP]) == {}
     assert fences([]) == {}
+
+
+WRITTEN_LOOP = replace(LOOP, names=frozenset(["gelu_written", "mul"]))
+FREE_LOOP = replace(LOOP, names=frozenset(["gelu_free"]))
+
+
+def test_loops_move_where_no_order_is_held_but_not_into_a_held_stretch() -> None:
+    held, free = WRITTEN_LOOP, FREE_LOOP
+    assert fences([free, CALL, free, CALL, free]) == {3: [1]}
+    assert fences([free, CALL, free, CALL, held, CALL, free, CALL, free]) == {
+        3: [1, 0, 2], 4: [3], 5: [3, 4], 6: [5], 7: [5], 8: [5]
+    }  # fmt: skip
+
+
+def test_a_stretch_without_marks_is_like_the_one_before_it() -> None:
+    held, free = WRITTEN_LOOP, FREE_LOOP
+    assert held_stretches([LOOP, CALL, free, CALL, LOOP, CALL, CALL, held]) == [
+        True, False, False, False, True
+    ]  # fmt: skip
+    assert held_stretches([free, held, free]) == [True]
+    assert held_loops([LOOP, CALL, free, CALL, SUM, held, free]) == [0, 4, 5, 6]
 
 
 def copying(read: str, written: str) -> compat.Scheduled:

@@ -21,6 +21,7 @@ from fxremat.passes.memory_estimation import Estimate
 from tests.chains import blocks
 
 PROBLEM = blocks(4)
+NEAR_PEAK = "planned near the peak"
 NOTHING = fx.GraphModule({}, fx.Graph())
 
 

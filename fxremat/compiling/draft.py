@@ -25,8 +25,9 @@ class Draft:
 
     What no pass has made yet is None. ``static`` are the positions of inputs that stay where they
     are from step to step; ``partition`` is torch's own. ``sites``,
-    ``plan`` and ``holds_order`` say what is asked of the passes that come next, ``taken`` are the
-    variants that stand in the joint graph.
+    ``plan`` and ``held`` say what is asked of the passes that come next (``held``: at which steps
+    the plan's order is held, None for all), ``taken`` are the variants that stand in the joint
+    graph.
     """
 
     module: fx.GraphModule
@@ -38,7 +39,7 @@ class Draft:
     taken: tuple[InsertedVariant, ...] = ()
     estimate: Estimate = NOT_YET
     plan: Plan = NOT_YET
-    holds_order: bool = False
+    held: frozenset[int] | None = None
     rewritten: Rewritten = NOT_YET
     halves: Halves = NOT_YET
 

@@ -134,7 +134,7 @@ PLAN = (
 )
 APPLY = (
     Use(
-        lambda d, costs: ApplyPlan(d.estimate, d.plan.steps, d.holds_order),
+        lambda d, costs: ApplyPlan(d.estimate, d.plan.steps, d.held),
         _rewritten,
         judge=judging.data_flow,
     ),

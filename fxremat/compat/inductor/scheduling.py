@@ -7,12 +7,16 @@ from dataclasses import dataclass
 from typing import Any
 
 
+_NONE = frozenset[str]()
+
+
 @dataclass(frozen=True)
 class Scheduled:
     """A kernel before fusion: a library call, a loop, or (neither) something without work.
 
     ``is_copy`` of a loop that changes no value, only the layout. ``read_bytes`` of the largest
-    operand, ``written_bytes`` of all results; ``reads`` and ``writes`` name the buffers.
+    operand, ``written_bytes`` of all results; ``reads`` and ``writes`` name the buffers, ``names``
+    the nodes of the graph that it computes.
     """
 
     is_call: bool
@@ -22,6 +26,7 @@ class Scheduled:
     is_copy: bool = False
     reads: frozenset[str] = frozenset()
     writes: frozenset[str] = frozenset()
+    names: frozenset[str] = frozenset()
 
 
 def scheduled(node: Any) -> Scheduled:
@@ -44,6 +49,7 @@ def scheduled(node: Any) -> Scheduled:
         and not node.has_aliasing_or_mutation(),
         reads=frozenset(dep.name for dep in reads),
         writes=frozenset(dep.name for dep in writes),
+        names=frozenset(origin.name for origin in node.node.get_origins()) if is_loop else _NONE,
     )
 
 
@@ -82,14 +88,17 @@ def run_after(nodes: Sequence[Any], after: Mapping[int, Sequence[int]]) -> list[
 
 
 def run_each_alone(nodes: Sequence[Any]) -> None:
-    """Have each kernel called by itself: on the CPU Inductor puts several loops into one function.
+    """Have each of these called by itself: on the CPU Inductor puts several loops in one function.
 
     What such a function writes is allocated before it, and what it reads freed behind it.
     """
+    alone = set(map(id, nodes))
     for device in {node.get_device() for node in nodes} - {None}:
         if device.type == "cpu":
-            backend = nodes[0].scheduler.get_backend(device)
-            backend.ready_to_flush = lambda: True
+            scheduler = nodes[0].scheduler
+            scheduler.get_backend(device).ready_to_flush = lambda: any(
+                id(node) in alone for node in scheduler.current_node.get_nodes()
+            )
 
 
 def in_waiting_order(count: int, after: Mapping[int, Sequence[int]]) -> list[int]:

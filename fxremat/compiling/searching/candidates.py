@@ -3,7 +3,9 @@
 A candidate is data: the graph in some variants, a plan for it, and who orders what runs:
 
 * ``inductor``: the plan says what runs again and what is saved; Inductor orders the kernels;
-* ``planned``: the order of the plan is held through Inductor, at some cost in time;
+* ``planned near the peak``: the order of the plan is held through Inductor where it is near the
+  aim; elsewhere Inductor fuses and moves loops as it likes;
+* ``planned``: the order of the plan is held everywhere, at some cost in time;
 * ``torch``: torch's own partition is compiled; the plan only says what it comes to;
 * ``torch, donated``: the same, and the backward writes over what was saved.
 
@@ -23,26 +25,45 @@ from fxremat.compiling.draft import Draft, Learnt
 from fxremat.compiling.pipeline import APPLY, BEGIN, Runner
 from fxremat.compiling.rehearsal import Rehearsal
 from fxremat.compiling.rehearsal_cache import rehearse_once
+from fxremat.compiling.searching.tuning import NEAR_PEAK
 from fxremat.core.plan import Plan
 from fxremat.core.schedule import Step
+from fxremat.core.timeline import replay
 
 log = logging.getLogger(__name__)
 
-Order = Literal["inductor", "planned", "torch", "torch, donated"]
+Order = Literal["inductor", "planned near the peak", "planned", "torch", "torch, donated"]
 
 
 @dataclass(frozen=True)
 class Candidate:
-    """One way to run the graph. ``draft`` is the graph with its variants taken, and its problem."""
+    """One way to run the graph. ``draft`` is the graph with its variants taken, and its problem.
+
+    ``held`` are the steps of the plan at which its order is held; None stands for all.
+    """
 
     draft: Draft
     plan: Plan
     order: Order
+    held: frozenset[int] | None = frozenset()
+
+    @classmethod
+    def near_peak(cls, draft: Draft, plan: Plan, aim: int) -> Candidate:
+        """The plan with its order held where it is near the aim."""
+        live = replay(draft.estimate.problem, plan.steps).live_bytes
+        held = frozenset(k for k, nbytes in enumerate(live) if nbytes >= NEAR_PEAK * aim)
+        return cls(draft, plan, "planned near the peak" if held else "inductor", held)
+
+    @classmethod
+    def planned(cls, draft: Draft, plan: Plan) -> Candidate:
+        """The plan with its order held everywhere."""
+        return cls(draft, plan, "planned", None)
 
     @property
-    def key(self) -> tuple[tuple[str, ...], tuple[Step, ...], Order]:
+    def key(self) -> tuple[tuple[str, ...], tuple[Step, ...], Order, frozenset[int] | None]:
         """Equal for candidates that are the same two halves."""
-        return tuple(one.name for one in self.draft.taken), self.plan.steps, self.order
+        names = tuple(one.name for one in self.draft.taken)
+        return names, self.plan.steps, self.order, self.held
 
 
 @dataclass(frozen=True)
@@ -112,8 +133,7 @@ class Judge:
     def _halves(self, candidate: Candidate) -> Draft:
         if candidate.order.startswith("torch"):
             return candidate.draft
-        held = candidate.order == "planned"
-        draft = replace(candidate.draft, plan=candidate.plan, holds_order=held)
+        draft = replace(candidate.draft, plan=candidate.plan, held=candidate.held)
         return self.runner.run("apply", APPLY, draft)
 
     def _rehearse(self, draft: Draft) -> Rehearsal | None:

@@ -12,7 +12,7 @@ from collections.abc import Generator, Iterator, Sequence
 from dataclasses import replace
 
 from fxremat.compiling.draft import Draft
-from fxremat.compiling.searching.candidates import Candidate, Judged, Order
+from fxremat.compiling.searching.candidates import Candidate, Judged
 from fxremat.compiling.searching.planning import QUICK_SOLVER, Planning
 from fxremat.compiling.searching.tuning import (
     CLOSE_ENOUGH,
@@ -33,8 +33,8 @@ Proposals = Generator[Candidate, Judged, None]
 def under(draft: Draft, aim: int, planning: Planning) -> Proposals:
     """Plans whose real peak is to be under ``aim`` bytes, the cheapest that can be found.
 
-    The first is tried in Inductor's own order. Where that takes too much, orders are held from
-    there on; what is found so is tried once more without.
+    The first is tried with its order held near the peak alone. Where that takes too much, orders
+    are held everywhere from there on; what is found so is tried once more near the peak alone.
     """
     problem = draft.estimate.problem
     if not may_fit(problem, aim, planning):
@@ -42,28 +42,28 @@ def under(draft: Draft, aim: int, planning: Planning) -> Proposals:
     plan = planning.solve(problem, aim)
     if plan.peak_bytes > FAR_ABOVE * aim:
         return
-    loose = yield Candidate(draft, plan, "inductor")
+    loose = yield Candidate.near_peak(draft, plan, aim)
     if loose.rehearsal is None:  # nothing shows what Inductor's own order takes
-        yield Candidate(draft, plan, "planned")
+        yield Candidate.planned(draft, plan)
         return
     problem = loose.learnt().told(problem)
     first = _as_near(problem, plan, aim) or planning.solve(problem, aim)
     disorder = _disorder(problem, loose)
     if first.steps == plan.steps:  # the same graphs, whatever was learnt of their problem
-        loose = replace(loose, candidate=Candidate(draft, first, "inductor"))
+        loose = replace(loose, candidate=replace(loose.candidate, plan=first))
     elif loose.peak_bytes <= aim or disorder <= CLOSE_ENOUGH * aim:
-        loose = yield Candidate(draft, first, "inductor")
+        loose = yield Candidate.near_peak(draft, first, aim)
     if loose.peak_bytes <= aim:
         yield from _closer(draft, [loose], aim, planning, problem)
         return
-    held = yield Candidate(draft, first, "planned")
+    held = yield Candidate.planned(draft, first)
     if loose.plan.steps == held.plan.steps:
         disorder = max(disorder, loose.peak_bytes - held.peak_bytes)
     history = [held]
     yield from _closer(draft, history, aim, planning, problem)
     best = fastest(each for each in history if each.peak_bytes <= aim)
     if best is not None and best.peak_bytes + disorder // 2 <= aim:
-        yield Candidate(draft, best.plan, "inductor")
+        yield Candidate.near_peak(draft, best.plan, aim)
 
 
 def may_fit(problem: Problem, aim: int, planning: Planning) -> bool:
@@ -88,7 +88,7 @@ def _closer(
     draft: Draft, history: list[Judged], aim: int, planning: Planning, problem: Problem
 ) -> Proposals:
     """Plans for other targets, in the order of the first; adds what is said of them."""
-    order: Order = history[0].candidate.order
+    everywhere = history[0].candidate.held is None
     tried = {history[0].plan.steps}
     while (target := next_target(history, aim)) is not None:
         plan = planning.solve(problem, target)
@@ -96,7 +96,8 @@ def _closer(
         if plan.steps in tried or (best is not None and not _is_seen(best.plan, plan)):
             return
         tried.add(plan.steps)
-        history.append((yield Candidate(draft, plan, order)))
+        near = Candidate.near_peak(draft, plan, aim)
+        history.append((yield Candidate.planned(draft, plan) if everywhere else near))
 
 
 def _is_seen(plan: Plan, better: Plan) -> bool:
@@ -146,14 +147,15 @@ def _disorder(problem: Problem, judged: Judged) -> int:
 
 
 def fastest(judged: Iterator[Judged]) -> Judged | None:
-    """The one of least planned time; of these, one that holds no order.
+    """The one of least planned time; of these, the one that holds the order at the fewest steps.
 
     Where nothing was rehearsed, nothing shows what Inductor's own order takes: one that holds it.
     """
 
-    def rank(one: Judged) -> tuple[float, bool, str]:
-        order = one.candidate.order
-        return one.plan.time_us, one.rehearsal is None and order != "planned", order
+    def rank(one: Judged) -> tuple[float, bool, int]:
+        held, order = one.candidate.held, one.candidate.order
+        steps = len(one.plan.steps) if held is None else len(held)
+        return one.plan.time_us, one.rehearsal is None and order != "planned", steps
 
     return min(judged, key=rank, default=None)
 
@@ -167,13 +169,13 @@ def least(draft: Draft, planning: Planning) -> Proposals:
     lowest by falling short of its planned peak by more than those before it.
     """
     problem = draft.estimate.problem
-    judged = [(yield Candidate(draft, planning.quick(problem, 0), "planned"))]
+    judged = [(yield Candidate.planned(draft, planning.quick(problem, 0)))]
     problem = judged[0].learnt().told(problem)
     shortfalls = [replay(problem, judged[0].plan.steps).peak_bytes - judged[0].peak_bytes]
     for plan in _low_plans(problem, planning):
         lowest = min(each.peak_bytes for each in judged)
         if plan.peak_bytes - max(0, *shortfalls) <= lowest:
-            judged.append((yield Candidate(draft, plan, "planned")))
+            judged.append((yield Candidate.planned(draft, plan)))
             shortfalls.append(plan.peak_bytes - judged[-1].peak_bytes)
 
 
