@@ -5,14 +5,14 @@ from __future__ import annotations
 from collections.abc import Callable
 from dataclasses import dataclass, field
 from functools import cache
-from typing import Any, cast
+from typing import Any, Final, cast
 
 from torch import fx
 
 from fxremat.compiling.draft import Draft
 from fxremat.compiling.rehearsal import Rehearsal
 from fxremat.compiling.request import Request
-from fxremat.compiling.searching.candidates import Candidate, Judged
+from fxremat.compiling.searching.candidates import Candidate, Judged, Order
 from fxremat.compiling.searching.planning import Planning
 from fxremat.compiling.searching.proposals import Proposals
 from fxremat.compiling.stage_times import StageTimes
@@ -21,7 +21,7 @@ from fxremat.passes.memory_estimation import Estimate
 from tests.chains import blocks
 
 PROBLEM = blocks(4)
-NEAR_PEAK = "planned near the peak"
+NEAR_PEAK: Final[Order] = "planned near the peak"
 NOTHING = fx.GraphModule({}, fx.Graph())
 
 

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Callable
+from dataclasses import replace
 from functools import wraps
 from typing import TypeVar
 
@@ -16,16 +17,23 @@ Search = Callable[[Problem, SolverOptions], Answer]
 
 
 def remembered(search: Search[Answer]) -> Search[Answer]:
-    """The search, done once for equal problems and options. What Ctrl-C cut short is not kept."""
+    """The search, done once for equal problems and options. What Ctrl-C cut short is not kept.
+
+    A search that had time left is the answer whatever the time limit is: it looks at the clock only
+    to see whether it has to stop.
+    """
     known: dict[tuple[Problem, SolverOptions], Answer] = {}
 
     @wraps(search)
     def answer(problem: Problem, options: SolverOptions) -> Answer:
-        key = (problem, options)
-        if key in known:
-            return known[key]
+        unlimited = replace(options, time_limit_s=None)
+        for key in ((problem, unlimited), (problem, options)):
+            if key in known:
+                return known[key]
+        deadline = Deadline(options.time_limit_s)
         found = search(problem, options)
         if Deadline(None).running():
+            key = problem, unlimited if deadline.running() else options
             while len(known) >= tuning.REMEMBERED:
                 del known[next(iter(known))]
             known[key] = found

@@ -6,7 +6,6 @@ from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any
 
-
 _NONE = frozenset[str]()
 
 
@@ -92,13 +91,16 @@ def run_each_alone(nodes: Sequence[Any]) -> None:
 
     What such a function writes is allocated before it, and what it reads freed behind it.
     """
-    alone = set(map(id, nodes))
+    if not nodes:
+        return
+    alone, scheduler = set(map(id, nodes)), nodes[0].scheduler
+
+    def is_alone() -> bool:
+        return any(id(node) in alone for node in scheduler.current_node.get_nodes())
+
     for device in {node.get_device() for node in nodes} - {None}:
         if device.type == "cpu":
-            scheduler = nodes[0].scheduler
-            scheduler.get_backend(device).ready_to_flush = lambda: any(
-                id(node) in alone for node in scheduler.current_node.get_nodes()
-            )
+            scheduler.get_backend(device).ready_to_flush = is_alone
 
 
 def in_waiting_order(count: int, after: Mapping[int, Sequence[int]]) -> list[int]:

@@ -91,13 +91,22 @@ def _closer(
     everywhere = history[0].candidate.held is None
     tried = {history[0].plan.steps}
     while (target := next_target(history, aim)) is not None:
-        plan = planning.solve(problem, target)
         best = fastest(each for each in history if each.peak_bytes <= aim)
+        if best is not None and not _may_gain(best, target, planning):
+            return
+        plan = planning.solve(problem, target)
         if plan.steps in tried or (best is not None and not _is_seen(best.plan, plan)):
             return
         tried.add(plan.steps)
         near = Candidate.near_peak(draft, plan, aim)
         history.append((yield Candidate.planned(draft, plan) if everywhere else near))
+
+
+def _may_gain(best: Judged, target: int, planning: Planning) -> bool:
+    """Whether more bytes may save time that is seen: by the quick solver, which has both plans."""
+    problem = best.candidate.draft.estimate.problem
+    less, more = (planning.quick(problem, peak) for peak in (best.plan.peak_bytes, target))
+    return _is_seen(less, more)
 
 
 def _is_seen(plan: Plan, better: Plan) -> bool:
