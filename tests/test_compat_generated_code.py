@@ -40,6 +40,22 @@ def test_generate() -> None:
     assert forward.constants == {}
 
 
+def test_a_call_of_several_results_has_its_node() -> None:
+    """Not only its results have one: its scratch memory is known by that node."""
+    seen: list[compat.Generated] = []
+
+    def step(forward: fx.GraphModule, backward: fx.GraphModule) -> None:
+        seen.append(compat.generate(backward, is_backward=True))
+
+    model = nn.Sequential(nn.Conv2d(3, 8, 3), nn.ReLU(), nn.Conv2d(8, 8, 3))
+    half(model, step, torch.randn(2, 3, 8, 8))
+    (backward,) = seen
+    calls = re.findall(r"(\w+) = torch.ops.aten.convolution_backward", backward.source)
+    assert len(calls) == 2
+    names = {backward.origin_of[buffer] for buffer in calls}
+    assert names == {"convolution_backward", "convolution_backward_1"}
+
+
 def memory_lines(source: str) -> list[str]:
     """Where the code allocates and lets go."""
     return [line.strip() for line in source.splitlines() if re.search(r"= empty|reuse|del ", line)]

@@ -208,6 +208,7 @@ def _set_strides(placeholders: Sequence[fx.Node], strides: Mapping[str, Any]) ->
 
 def _generated(lowering: Any, source: str) -> Generated:
     named = {name: buffer.get_origin_node() for name, buffer in lowering.name_to_buffer.items()}
+    named |= _calls_of_several_results(lowering)
     return Generated(
         source=source,
         constants={
@@ -222,6 +223,21 @@ def _generated(lowering: Any, source: str) -> Generated:
         },
         strides=tuple(_output_strides(o) for o in lowering.graph_outputs),
     )
+
+
+def _calls_of_several_results(lowering: Any) -> dict[str, fx.Node]:
+    """The nodes of library calls that return several buffers; only these know theirs."""
+    from torch._inductor import ir
+
+    found = {}
+    for buffer in lowering.name_to_buffer.values():
+        origin = buffer.get_origin_node()
+        if isinstance(buffer, ir.MultiOutput) and origin is not None:
+            call: Any = buffer.inputs[0]
+            known = lowering.name_to_buffer[call.get_name()].get_origin_node()
+            if known is None and isinstance(origin.args[0], fx.Node):
+                found[call.get_name()] = origin.args[0]
+    return found
 
 
 def _output_strides(output: Any) -> tuple[Any, ...] | None:

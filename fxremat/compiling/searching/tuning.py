@@ -8,7 +8,7 @@ CLOSE_ENOUGH = 0.02
 """Of the aim: a plan this near below it is not improved any further."""
 NOT_SEEN = 0.01
 """Of the planned time: a plan faster by no more than this is no faster when it is measured."""
-NEAR_PEAK = 0.85
+NEAR_PEAK = 0.75
 """Of the aim: where a plan takes as much, Inductor's own order may take too much."""
 FAR_ABOVE = 1.1
 """Times the aim: a plan of least peak above that fits in no order; nor does torch's partition."""
