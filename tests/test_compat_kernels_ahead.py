@@ -66,7 +66,9 @@ def test_what_is_begun_is_not_compiled_again(monkeypatch: pytest.MonkeyPatch) ->
     build = CppBuilder.build
 
     def watched(self: CppBuilder) -> None:
-        built.append(str(self.get_target_file_path()))
+        target = str(self.get_target_file_path())
+        if target.endswith(".so"):  # the first kernel of a machine has its headers compiled as well
+            built.append(target)
         build(self)
 
     source = """
