@@ -64,6 +64,6 @@ def test_a_broken_off_measurement_is_made_again(tmp_path: Path) -> None:
 
 
 def test_a_busy_machine_has_no_rates(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(loop_rates, "quickest_us", lambda call, device: None)
+    monkeypatch.setattr(loop_rates, "quickest_us", lambda call, device, pace: None)
     assert measured_rates(HOST, tmp_path, compat.outside_fake_mode) is None
     assert not number_path(tmp_path, HOST, loop_rates.KIND).exists()

@@ -26,12 +26,18 @@ except ImportError:  # there is none on Windows
 
 from fxremat.cost.memory_room import has_room
 from fxremat.cost.number_file import NumberFile, number_path
+from fxremat.cost.pace import Pace, pace_of
 from fxremat.cost.roofline import SizeOf, flops_of_call
 
 FEWEST_RUNS, NEAR = 5, 0.03
 """A call is run so often at least, and until its two quickest runs differ by no more than this."""
 ENOUGH_SECONDS, MOST_SECONDS = 0.02, 0.5
 """In all runs of a call together: at least, and at most."""
+YARDSTICK_SHARE = 0.5
+"""Of that time: what runs of the yardstick may add."""
+SECONDS_TO_ONESELF = 0.01
+"""For each time that a core is taken away: the kernel's own tasks are rarer, and take next to
+nothing; another program takes turns of some 4 ms."""
 KIND = "call_times"
 """Of numbers on disk: microseconds of calls."""
 
@@ -86,12 +92,14 @@ class CallTimes:
     size: SizeOf
     outside_fake_mode: Callable[[], AbstractContextManager[Any]]
     file: NumberFile = field(init=False)
+    pace: Pace | None = field(init=False)
     given_up: set[str] = field(default_factory=set)
     """What has no room, or what other programs have disturbed each time."""
 
     def __post_init__(self) -> None:
         path = number_path(self.directory, self.device, KIND)
         object.__setattr__(self, "file", NumberFile(path))
+        object.__setattr__(self, "pace", pace_of(self.device, self.directory))
 
     def is_counted(self, target: Any, args: Any, kwargs: Any, result: Any) -> bool:
         """Whether the floating-point operations of a call are counted; ``result`` is its own."""
@@ -106,7 +114,7 @@ class CallTimes:
             key = call_key(target, args, kwargs, self.size)
             if key not in self.file.numbers and key not in self.given_up:
                 with self.outside_fake_mode():
-                    us = measure_us(target, args, kwargs, self.size, self.device)
+                    us = measure_us(target, args, kwargs, self.size, self.device, self.pace)
                 if us is None:
                     self.given_up.add(key)
                 else:
@@ -117,7 +125,12 @@ class CallTimes:
 
 
 def measure_us(
-    target: Any, args: Any, kwargs: Any, size: SizeOf, device: torch.device
+    target: Any,
+    args: Any,
+    kwargs: Any,
+    size: SizeOf,
+    device: torch.device,
+    pace: Pace | None = None,
 ) -> float | None:
     """Run a call on random data of its shapes: microseconds, as of `quickest_us`.
 
@@ -128,28 +141,60 @@ def measure_us(
     real = made_real(args, size, device)
     named = {k: made_real(v, size, device) for k, v in kwargs.items()}
     with torch.no_grad():
-        return quickest_us(lambda: target(*real, **named), device)
+        return quickest_us(lambda: target(*real, **named), device, pace)
 
 
-def quickest_us(call: Callable[[], object], device: torch.device) -> float | None:
+@dataclass
+class _Runs:
+    """Runs of one call in which no other program took one of our cores; seconds of them."""
+
+    call: Callable[[], object]
+    device: torch.device
+    quickest: float = math.inf
+    next_quickest: float = math.inf
+    counted: int = 0
+    counted_seconds: float = 0.0
+    spent: float = 0.0
+
+    def once_more(self) -> None:
+        """Run it; what others have disturbed is not counted."""
+        before = _interruptions(self.device)
+        seconds = _seconds(self.call, self.device)
+        self.spent += seconds
+        if _interruptions(self.device) - before <= seconds / SECONDS_TO_ONESELF:
+            self.counted, self.counted_seconds = self.counted + 1, self.counted_seconds + seconds
+            all_three = sorted((self.quickest, self.next_quickest, seconds))
+            self.quickest, self.next_quickest = all_three[:2]
+
+    def agree(self) -> bool:
+        """Whether the two quickest do, and there are enough of them."""
+        enough = self.counted >= FEWEST_RUNS and self.counted_seconds > ENOUGH_SECONDS
+        return enough and self.next_quickest <= self.quickest * (1 + NEAR)
+
+
+def quickest_us(
+    call: Callable[[], object], device: torch.device, pace: Pace | None = None
+) -> float | None:
     """Microseconds of the quickest run in which no other program took one of our cores.
 
-    Such runs are made until two of them agree. None where the machine is too busy for any.
+    Such runs are made until two of them agree. With a ``pace``, its yardstick runs between them,
+    and what is given is the time at its first pace. None where the machine is too busy for any.
     """
     call()
-    first = second = math.inf
-    runs, counted, spent = 0, 0.0, 0.0
-    while spent < MOST_SECONDS:
-        before = _interruptions(device)
-        seconds = _seconds(call, device)
-        spent += seconds
-        if _interruptions(device) != before:
-            continue
-        runs, counted = runs + 1, counted + seconds
-        first, second = sorted((first, second, seconds))[:2]
-        if runs >= FEWEST_RUNS and counted > ENOUGH_SECONDS and second <= first * (1 + NEAR):
-            break
-    return 1e6 * first if runs else None
+    runs = _Runs(call, device)
+    yardstick = None if pace is None else _Runs(pace.run, device)
+    if yardstick is not None:
+        yardstick.call()
+    while runs.spent < MOST_SECONDS and not runs.agree():
+        runs.once_more()
+        if yardstick is not None and yardstick.spent <= YARDSTICK_SHARE * runs.spent:
+            yardstick.once_more()
+    if not runs.counted:
+        return None
+    us = 1e6 * runs.quickest
+    if pace is None or yardstick is None or not yardstick.counted:
+        return us
+    return pace.to_first_pace(us, 1e6 * yardstick.quickest)
 
 
 def _interruptions(device: torch.device) -> int:

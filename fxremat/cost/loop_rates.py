@@ -20,6 +20,7 @@ from torch import fx
 from fxremat.cost.call_times import quickest_us
 from fxremat.cost.device import DeviceSpec
 from fxremat.cost.number_file import NumberFile, number_path
+from fxremat.cost.pace import Pace, pace_of
 from fxremat.cost.roofline import SizeOf
 from fxremat.sizes import KIB, MIB
 
@@ -95,7 +96,7 @@ def measured_rates(
     if _CALL not in file.numbers:
         with outside_fake_mode(), torch.no_grad():
             try:
-                measured = _measure(device)
+                measured = _measure(device, pace_of(device, directory))
             except _Disturbed:
                 return None
         for key, number in measured.items():
@@ -114,26 +115,26 @@ class _Disturbed(Exception):
     """Other programs take our cores all the time."""
 
 
-def _us(call: Callable[[], object], device: torch.device) -> float:
-    found = quickest_us(call, device)
+def _us(call: Callable[[], object], device: torch.device, pace: Pace | None) -> float:
+    found = quickest_us(call, device, pace)
     if found is None:
         raise _Disturbed
     return found
 
 
-def _measure(device: torch.device) -> dict[str, float]:
+def _measure(device: torch.device, pace: Pace | None) -> dict[str, float]:
     """All numbers; ``call_us`` is the last, so that its being there says that all are."""
     one, two = torch.ones(1, device=device), torch.ones(1, device=device)
-    call_us = _us(lambda: torch.add(one, one, out=two), device)
+    call_us = _us(lambda: torch.add(one, one, out=two), device, pace)
     found = {}
     for nbytes in TRAFFIC:
         a, b, c = (torch.ones(nbytes // 12, device=device) for _ in range(3))
-        us = _us(lambda a=a, b=b, c=c: torch.add(a, b, out=c), device) - call_us  # type: ignore[misc]
+        us = _us(lambda a=a, b=b, c=c: torch.add(a, b, out=c), device, pace) - call_us  # type: ignore[misc]
         found[f"{_BANDWIDTH}{nbytes}"] = 1e6 * nbytes / max(us, 1e-3)
     given = torch.full((ELEMENTS,), 0.5, device=device)
     made = torch.empty_like(given)
-    moving = _us(lambda: torch.neg(given, out=made), device)
+    moving = _us(lambda: torch.neg(given, out=made), device, pace)
     for name, function in FUNCTIONS.items():
-        us = _us(lambda f=function: f(given, out=made), device)  # type: ignore[misc]
+        us = _us(lambda f=function: f(given, out=made), device, pace)  # type: ignore[misc]
         found[name] = 1e3 * max(0.0, us - moving) / ELEMENTS
     return {**found, _CALL: call_us}
