@@ -13,9 +13,9 @@ import torch
 from torch import Tensor, nn
 from torch.utils.checkpoint import checkpoint
 
-from .nets.language import GPT, LSTM, EncoderDecoder, Llama
+from .nets.language import BERT, GPT, LSTM, EncoderDecoder, Llama
 from .nets.layers import Network
-from .nets.vision import VGG, Mixer, ResNet, UNet, ViT
+from .nets.vision import VGG, Mixer, RegNet, ResNet, UNet, ViT
 
 SIZES = ("small", "deep", "gpu")
 
@@ -38,6 +38,11 @@ MODELS: dict[str, dict[str, Config]] = {
         "small": _config(GPT, 8, layers=4, width=128, heads=4, length=128, vocabulary=1000),
         "deep": _config(GPT, 4, layers=24, width=128, heads=4, length=128, vocabulary=1000),
         "gpu": _config(GPT, 16, layers=24, width=2048, heads=16, length=2048, vocabulary=50304),
+    },
+    "bert": {
+        "small": _config(BERT, 8, layers=4, width=128, heads=4, length=128, vocabulary=1000),
+        "deep": _config(BERT, 4, layers=16, width=128, heads=4, length=128, vocabulary=1000),
+        "gpu": _config(BERT, 64, layers=24, width=1024, heads=16, length=512, vocabulary=30522),
     },
     "llama": {
         "small": _config(
@@ -87,6 +92,35 @@ MODELS: dict[str, dict[str, Config]] = {
         "small": _config(ResNet, 16, blocks=(1, 1, 1, 1), width=16, resolution=128, classes=100),
         "deep": _config(ResNet, 8, blocks=(3, 4, 6, 3), width=16, resolution=128, classes=100),
         "gpu": _config(ResNet, 768, blocks=(3, 4, 6, 3), width=64, resolution=224, classes=1000),
+    },
+    "regnet": {
+        "small": _config(
+            RegNet,
+            16,
+            blocks=(1, 1, 2, 1),
+            widths=(32, 64, 128, 256),
+            group_width=16,
+            resolution=128,
+            classes=100,
+        ),
+        "deep": _config(
+            RegNet,
+            8,
+            blocks=(2, 5, 14, 2),
+            widths=(32, 64, 128, 256),
+            group_width=16,
+            resolution=128,
+            classes=100,
+        ),
+        "gpu": _config(
+            RegNet,
+            256,
+            blocks=(2, 5, 14, 2),
+            widths=(224, 448, 1232, 3024),
+            group_width=112,
+            resolution=224,
+            classes=1000,
+        ),
     },
     "vgg": {
         "small": _config(VGG, 16, stages=(1, 1, 2), width=16, resolution=64, classes=100),

@@ -1,4 +1,4 @@
-"""Networks over tokens: GPT, Llama, an encoder-decoder Transformer and an unrolled LSTM."""
+"""Networks over tokens: GPT, BERT, Llama, an encoder-decoder Transformer, an unrolled LSTM."""
 
 from collections.abc import Callable
 
@@ -84,6 +84,64 @@ def distance_bias(heads: int, length: int) -> Tensor:
     distance = (places - places[:, None]).to(slopes.dtype)
     later = torch.full((length, length), -torch.inf).triu(1)
     return slopes[:, None, None] * distance.clamp(max=0) + later
+
+
+class PostNormBlock(nn.Module):
+    """Transformer block as Vaswani et al. (2017) have it: LayerNorm after each sum."""
+
+    def __init__(self, width: int, heads: int, dropout: float) -> None:
+        super().__init__()
+        self.attention = SelfAttention(width, heads, causal=False, dropout=dropout)
+        self.mlp = MLP(width, 4 * width)
+        self.norm1, self.norm2 = nn.LayerNorm(width), nn.LayerNorm(width)
+        self.drop = dropout_layer(dropout)
+
+    def forward(self, x: Tensor) -> Tensor:
+        x = self.norm1(x + self.drop(self.attention(x)))
+        result: Tensor = self.norm2(x + self.drop(self.mlp(x)))
+        return result
+
+
+class BERT(Network):
+    """BERT (Devlin et al. 2019): learned positions, dropout, and a head tied to the embedding.
+
+    Its loss is that of the tokens to be guessed; all others have the target -100.
+    """
+
+    def __init__(
+        self,
+        layers: int,
+        width: int,
+        heads: int,
+        length: int,
+        vocabulary: int,
+        dropout: float = 0.1,
+        guessed: float = 0.15,
+    ) -> None:
+        super().__init__()
+        self.length, self.vocabulary, self.guessed = length, vocabulary, guessed
+        self.tokens = nn.Embedding(vocabulary, width)
+        self.positions = nn.Embedding(length, width)
+        self.norm = nn.LayerNorm(width)
+        self.drop = dropout_layer(dropout)
+        self.blocks = nn.ModuleList(PostNormBlock(width, heads, dropout) for _ in range(layers))
+        self.transform, self.head_norm = nn.Linear(width, width), nn.LayerNorm(width)
+        self.head = nn.Linear(width, vocabulary)
+        self.head.weight = self.tokens.weight
+
+    def forward(self, inputs: Tensor, targets: Tensor) -> Tensor:
+        x = self.drop(self.norm(self.tokens(inputs) + self.positions.weight))
+        for block in self.blocks:
+            x = block(x)
+        return token_loss(self.head(self.head_norm(F.gelu(self.transform(x)))), targets)
+
+    def sample(self, batch: int, generator: torch.Generator) -> Batch:
+        text = random_tokens((batch, self.length), self.vocabulary, generator)
+        is_guessed = torch.rand(text.shape, generator=generator) < self.guessed
+        return text.masked_fill(is_guessed, 0), text.masked_fill(~is_guessed, -100)
+
+    def checkpoint_blocks(self) -> Blocks:
+        return children_of(self.blocks)
 
 
 def rotary_tables(length: int, size: int) -> tuple[Tensor, Tensor]:

@@ -1,4 +1,4 @@
-"""Networks over images: ViT, MLP-Mixer, ResNet, VGG and U-Net."""
+"""Networks over images: ViT, MLP-Mixer, ResNet, RegNet, VGG and U-Net."""
 
 from collections.abc import Callable
 from functools import partial
@@ -98,9 +98,11 @@ class Mixer(ImageClassifier):
         return children_of(self.blocks)
 
 
-def conv_bn(inputs: int, outputs: int, size: int, stride: int = 1) -> nn.Sequential:
+def conv_bn(
+    inputs: int, outputs: int, size: int, stride: int = 1, groups: int = 1
+) -> nn.Sequential:
     """Convolution without bias, then BatchNorm."""
-    conv = nn.Conv2d(inputs, outputs, size, stride, padding=size // 2, bias=False)
+    conv = nn.Conv2d(inputs, outputs, size, stride, size // 2, groups=groups, bias=False)
     return nn.Sequential(conv, nn.BatchNorm2d(outputs))
 
 
@@ -140,6 +142,61 @@ class ResNet(ImageClassifier):
 
     def forward(self, inputs: Tensor, targets: Tensor) -> Tensor:
         x = F.max_pool2d(F.relu(self.stem(inputs)), 3, stride=2, padding=1)
+        for block in self.blocks:
+            x = block(x)
+        return token_loss(self.head(x.mean(dim=(2, 3))), targets)
+
+    def checkpoint_blocks(self) -> Blocks:
+        return children_of(self.blocks)
+
+
+class RegNetBlock(nn.Module):
+    """1x1, grouped 3x3, 1x1 convolutions; between the last two, channels are weighed by their mean.
+
+    That is squeeze and excitation (Hu et al. 2018), as RegNetY has it.
+    """
+
+    def __init__(self, inputs: int, width: int, stride: int, group_width: int) -> None:
+        super().__init__()
+        self.narrow = conv_bn(inputs, width, 1)
+        self.middle = conv_bn(width, width, 3, stride, groups=width // group_width)
+        self.squeeze = nn.Conv2d(width, inputs // 4, 1)
+        self.excite = nn.Conv2d(inputs // 4, width, 1)
+        self.widen = conv_bn(width, width, 1)
+        same = inputs == width and stride == 1
+        self.shortcut = nn.Identity() if same else conv_bn(inputs, width, 1, stride)
+
+    def forward(self, x: Tensor) -> Tensor:
+        y = F.relu(self.middle(F.relu(self.narrow(x))))
+        mean = F.adaptive_avg_pool2d(y, 1)
+        y = y * self.excite(F.relu(self.squeeze(mean))).sigmoid()
+        return F.relu(self.widen(y) + self.shortcut(x))
+
+
+class RegNet(ImageClassifier):
+    """RegNetY (Radosavovic et al. 2020): every stage halves the image at its first block."""
+
+    def __init__(
+        self,
+        blocks: tuple[int, ...],
+        widths: tuple[int, ...],
+        group_width: int,
+        resolution: int,
+        classes: int,
+    ) -> None:
+        super().__init__(resolution, classes)
+        channels = 32
+        self.stem = conv_bn(RGB, channels, 3, stride=2)
+        self.blocks = nn.ModuleList()
+        for count, width in zip(blocks, widths, strict=True):
+            for index in range(count):
+                stride = 2 if index == 0 else 1
+                self.blocks.append(RegNetBlock(channels, width, stride, group_width))
+                channels = width
+        self.head = nn.Linear(channels, classes)
+
+    def forward(self, inputs: Tensor, targets: Tensor) -> Tensor:
+        x = F.relu(self.stem(inputs))
         for block in self.blocks:
             x = block(x)
         return token_loss(self.head(x.mean(dim=(2, 3))), targets)

@@ -8,6 +8,9 @@ CLOSE_ENOUGH = 0.02
 """Of the aim: a plan this near below it is not improved any further."""
 NOT_SEEN = 0.01
 """Of the planned time: a plan faster by no more than this is no faster when it is measured."""
+VARIANT_DOUBT = 0.03
+"""Of the time of a variant's ops: their sum may be too low by as much, so it has to save more. Two
+times of a call, taken on different occasions, differ by 5 %; one step of many calls by less."""
 NEAR_PEAK = 0.75
 """Of the aim: where a plan takes as much, Inductor's own order may take too much."""
 FAR_ABOVE = 1.1

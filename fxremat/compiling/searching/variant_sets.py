@@ -4,11 +4,12 @@ from __future__ import annotations
 
 import logging
 from collections.abc import Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 
 from fxremat.compiling.costs import CostModel
 from fxremat.compiling.draft import Draft
-from fxremat.core.problem import Problem
+from fxremat.compiling.searching.tuning import VARIANT_DOUBT
+from fxremat.core.problem import Op, Problem
 from fxremat.errors import VerificationFailed
 from fxremat.passes.joint_graph import JointGraph
 from fxremat.passes.memory_estimation import Estimate
@@ -20,7 +21,11 @@ log = logging.getLogger(__name__)
 
 @dataclass(frozen=True)
 class VariantSet:
-    """The sites of a graph, and its problem with what they would put there beside its ops."""
+    """The sites of a graph, and its problem with what they would put there beside its ops.
+
+    There, the ops of variants take longer by what measured times may be wrong by: a variant that
+    saves less may as well lose. Once it is taken, its ops take what was measured.
+    """
 
     sites: tuple[Site, ...]
     estimate: Estimate
@@ -46,7 +51,16 @@ def variant_set(draft: Draft, rules: Sequence[Rule], costs: CostModel) -> Varian
     if not sites:
         return None
     sites, offered = _insert(draft.joint, sites, costs)
-    return VariantSet(sites, costs.estimate(offered.joint, offered.inserted))
+    found = costs.estimate(offered.joint, offered.inserted)
+    return VariantSet(sites, replace(found, problem=_with_doubt(found.problem)))
+
+
+def _with_doubt(problem: Problem) -> Problem:
+    def slower(op: Op) -> Op:
+        return replace(op, time_us=op.time_us * (1 + VARIANT_DOUBT))
+
+    variants = (replace(v, ops=tuple(map(slower, v.ops))) for v in problem.variants)
+    return replace(problem, variants=tuple(variants))
 
 
 def _sites(joint: JointGraph, rule: Rule, costs: CostModel) -> tuple[Site, ...]:
