@@ -173,6 +173,22 @@ MODELS: dict[str, dict[str, Config]] = {
     "gpt16": {
         "exact": _config(GPT, 8, layers=16, width=128, heads=4, length=128, vocabulary=1000),
     },
+    "gpt48": {
+        "exact": _config(GPT, 4, layers=48, width=128, heads=4, length=128, vocabulary=1000),
+    },
+    "llama32": {
+        "exact": _config(
+            Llama,
+            4,
+            layers=32,
+            width=256,
+            heads=8,
+            kv_heads=4,
+            hidden=768,
+            length=128,
+            vocabulary=1000,
+        ),
+    },
     "gpt50k": {
         "exact": _config(GPT, 8, layers=4, width=256, heads=4, length=256, vocabulary=50257),
     },

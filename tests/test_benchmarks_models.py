@@ -11,7 +11,7 @@ from torch import Tensor, fx, nn
 from benchmarks.models import MODELS, build, find_config, uses_random_ops, with_checkpoint
 from benchmarks.nets.layers import Network
 
-NAMES = sorted(set(MODELS) - {"gpt16", "gpt6", "gpt50k"})
+NAMES = sorted(set(MODELS) - {"gpt16", "gpt6", "gpt48", "gpt50k", "llama32"})
 LARGE = ("resnet50", "vgg16")
 
 

@@ -20,7 +20,7 @@ from fxremat.compiling.searching.proposals import (
     next_target,
     under,
 )
-from fxremat.compiling.searching.tuning import CLOSE_ENOUGH, FAR_ABOVE, LOWEST_PERCENT, NOT_SEEN
+from fxremat.compiling.searching.tuning import CLOSE_ENOUGH, LOWEST_PERCENT, NOT_SEEN
 from fxremat.core.plan import Plan
 from fxremat.core.problem import Op, Problem, Value
 from fxremat.core.timeline import replay
@@ -107,7 +107,7 @@ def test_where_a_plan_is_near_the_aim_its_order_is_held() -> None:
 def test_an_aim_out_of_reach_is_not_rehearsed() -> None:
     lowest = planning().quick(PROBLEM, 0).peak_bytes
     trial = Trial(lambda planned, order: planned)
-    trial.follow(under(draft_of(PROBLEM), int(lowest / FAR_ABOVE) - 1, planning()))
+    trial.follow(under(draft_of(PROBLEM), lowest - 1, planning("greedy")))
     assert trial.asked == []
 
 
@@ -171,7 +171,7 @@ def test_plans_of_least_peak_do_not_know_the_budget() -> None:
     found = []
     for _ in range(2):
         trial = Trial(lambda planned, order: planned + 3)
-        trial.follow(least(draft_of(blocks(2)), planning("auto")))
+        trial.follow(least(draft_of(blocks(2)), planning("auto"), []))
         assert set(trial.orders) == {"planned"}
         assert len(trial.asked) <= 3 + len(LOWEST_PERCENT)
         found.append([one.plan.steps for one in trial.asked])
@@ -181,16 +181,26 @@ def test_plans_of_least_peak_do_not_know_the_budget() -> None:
 def test_only_plans_that_might_be_lowest_are_judged() -> None:
     """With no error, one of a higher planned peak than the lowest real one cannot be."""
     trial = Trial(lambda planned, order: planned)
-    judged = trial.follow(least(draft_of(PROBLEM), planning(QUICK_SOLVER)))
+    judged = trial.follow(least(draft_of(PROBLEM), planning(QUICK_SOLVER), []))
     lowest = min(one.peak_bytes for one in judged)
     assert all(one.plan.peak_bytes == lowest for one in judged)
+
+
+@pytest.mark.parametrize(("more", "tried"), [(0, False), (10, True)])
+def test_plans_of_other_graphs_count_for_the_lowest(more: int, tried: bool) -> None:
+    """A graph is left out whose least planned peak is no lower than what another one takes."""
+    before = Trial(lambda planned, order: planned + more)
+    others = before.follow(least(draft_of(PROBLEM), planning(QUICK_SOLVER), []))
+    trial = Trial(lambda planned, order: planned)
+    trial.follow(least(draft_of(PROBLEM), planning(QUICK_SOLVER), others))
+    assert bool(trial.asked) == tried
 
 
 def test_what_a_rehearsal_shows_of_scratch_memory_is_known_to_later_plans() -> None:
     """An op that needs much more than was known is planned for with that."""
     op = PROBLEM.ops[5]
     trial = Trial(lambda planned, order: planned, scratch={op.name: 500})
-    judged = trial.follow(least(draft_of(PROBLEM), planning(QUICK_SOLVER)))
+    judged = trial.follow(least(draft_of(PROBLEM), planning(QUICK_SOLVER), []))
     assert judged[0].plan.peak_bytes < 500 <= judged[-1].plan.peak_bytes
 
 

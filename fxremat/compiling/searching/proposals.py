@@ -11,12 +11,11 @@ from __future__ import annotations
 from collections.abc import Generator, Iterator, Sequence
 from dataclasses import replace
 
-from fxremat.compiling.draft import Draft
+from fxremat.compiling.draft import Draft, Learnt
 from fxremat.compiling.searching.candidates import Candidate, Judged
 from fxremat.compiling.searching.planning import QUICK_SOLVER, Planning
 from fxremat.compiling.searching.tuning import (
     CLOSE_ENOUGH,
-    FAR_ABOVE,
     LOWEST_PERCENT,
     MOST_STEP,
     NOT_SEEN,
@@ -40,7 +39,7 @@ def under(draft: Draft, aim: int, planning: Planning) -> Proposals:
     if not may_fit(problem, aim, planning):
         return
     plan = planning.solve(problem, aim)
-    if plan.peak_bytes > FAR_ABOVE * aim:
+    if plan.peak_bytes > aim:
         return
     loose = yield Candidate.near_peak(draft, plan, aim)
     if loose.rehearsal is None:  # nothing shows what Inductor's own order takes
@@ -169,23 +168,46 @@ def fastest(judged: Iterator[Judged]) -> Judged | None:
     return min(judged, key=rank, default=None)
 
 
-def least(draft: Draft, planning: Planning) -> Proposals:
+def least(draft: Draft, planning: Planning, others: Sequence[Judged]) -> Proposals:
     """Plans of low peak: by what was known before, and by what the first of them has shown.
 
     Which they are does not depend on the budget, so that the least that an error names is found
     again when it is asked for. The quick solver decides by the bytes it is given, and small
     changes of them can lead it to something better. A plan is left out that could only be the
-    lowest by falling short of its planned peak by more than those before it.
+    lowest by falling short of its planned peak by more than those before it. Those before are
+    also ``others``, plans of low peak for the graph in other variants.
     """
-    problem = draft.estimate.problem
-    judged = [(yield Candidate.planned(draft, planning.quick(problem, 0)))]
-    problem = judged[0].learnt().told(problem)
-    shortfalls = [replay(problem, judged[0].plan.steps).peak_bytes - judged[0].peak_bytes]
-    for plan in _low_plans(problem, planning):
-        lowest = min(each.peak_bytes for each in judged)
-        if plan.peak_bytes - max(0, *shortfalls) <= lowest:
-            judged.append((yield Candidate.planned(draft, plan)))
-            shortfalls.append(plan.peak_bytes - judged[-1].peak_bytes)
+    judged = list(others)
+    problem = learnt_of(judged).told(draft.estimate.problem)
+    first = planning.quick(problem, 0)
+    if _may_be_lowest(first, judged):
+        judged.append((yield Candidate.planned(draft, first)))
+        problem = judged[-1].learnt().told(problem)
+        for plan in _low_plans(problem, planning):
+            if _may_be_lowest(plan, judged):
+                judged.append((yield Candidate.planned(draft, plan)))
+
+
+def _may_be_lowest(plan: Plan, judged: Sequence[Judged]) -> bool:
+    """Whether it takes less than all of them, if it falls short of its plan as they have done."""
+    if not judged:
+        return True
+    learnt = learnt_of(judged)
+    shortfall = max(_shortfall(one, learnt) for one in judged)
+    return plan.peak_bytes - shortfall < min(one.peak_bytes for one in judged)
+
+
+def _shortfall(one: Judged, learnt: Learnt) -> int:
+    """By how much a candidate takes less than planned, with what has been learnt; 0 or more."""
+    if one.candidate.order.startswith("torch"):
+        return 0
+    problem = learnt.told(one.candidate.draft.estimate.problem)
+    return max(0, replay(problem, one.plan.steps).peak_bytes - one.peak_bytes)
+
+
+def learnt_of(judged: Sequence[Judged]) -> Learnt:
+    """What they have shown together."""
+    return Learnt({name: n for one in judged for name, n in one.learnt().scratch.items()})
 
 
 def _low_plans(problem: Problem, planning: Planning) -> Iterator[Plan]:

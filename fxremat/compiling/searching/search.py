@@ -21,7 +21,7 @@ from collections.abc import Generator
 from dataclasses import dataclass, field, replace
 
 from fxremat import compat
-from fxremat.compiling.draft import Draft, Learnt
+from fxremat.compiling.draft import Draft
 from fxremat.compiling.pipeline import AS_TORCH, DONATE, PLAN, Runner
 from fxremat.compiling.searching.candidates import Candidate, Judge, Judged
 from fxremat.compiling.searching.planning import Planning
@@ -29,6 +29,7 @@ from fxremat.compiling.searching.proposals import (
     Proposals,
     all_fits,
     fastest,
+    learnt_of,
     least,
     may_fit,
     under,
@@ -76,6 +77,8 @@ class Search:
     prepared: Draft
     drafts: dict[tuple[str, ...], Draft] = field(default_factory=dict)
     tried: dict[bool, int] = field(default_factory=lambda: {False: 0, True: 0})
+    lowest: list[Judged] = field(default_factory=list)
+    """What plans of least peak, and torch's partition, take."""
 
     def run(self) -> Found:
         """The best candidate found."""
@@ -84,7 +87,6 @@ class Search:
         if aim is None or budget is None:
             plan = self.planning.solve(plain.estimate.problem, None)
             return self._found(self.judge.judge(Candidate(plain, plan, "inductor")), over=False)
-        lowest: list[Judged] = []
         attempts = self._attempts(aim)
         attempt = next(attempts)
         while True:
@@ -92,14 +94,14 @@ class Search:
             best = fastest(each for each in judged if each.peak_bytes <= aim)
             if best is not None:
                 return self._found(self._or_torch(best, aim), over=False)
-            lowest += judged if attempt.for_least else []
-            if any(each.peak_bytes <= budget for each in lowest):
+            self.lowest += judged if attempt.for_least else []
+            if any(each.peak_bytes <= budget for each in self.lowest):
                 break
             try:
                 attempt = attempts.send(judged)
             except StopIteration:
                 break
-        best = min(lowest, key=lambda one: one.peak_bytes)
+        best = min(self.lowest, key=lambda one: one.peak_bytes)
         return self._found(best, over=best.peak_bytes > budget)
 
     def _found(self, judged: Judged, *, over: bool) -> Found:
@@ -180,7 +182,7 @@ class Search:
             yield from self._of_least_peak(variants, aim)
         if not is_tried:
             yield self._under(plain, aim)
-        yield Attempt(least(plain, self.planning), for_least=True)
+        yield self._least(plain)
 
     def _of_least_peak(self, variants: VariantSet, aim: int) -> Attempts:
         """The variants of least peak, chosen before and after what rehearsals taught.
@@ -191,7 +193,7 @@ class Search:
         """
         done: list[Draft] = []
         judged = yield from self._both(self._chosen(variants.problem, 0, variants), aim, done)
-        problem = _learnt(judged).told(variants.problem)
+        problem = learnt_of(judged).told(variants.problem)
         yield from self._both(self._chosen(problem, 0, variants), aim, done)
         lowest = self.planning.quick(variants.problem, 0).peak_bytes
         yield from self._both(self._chosen(variants.problem, lowest, variants), aim, done)
@@ -207,14 +209,21 @@ class Search:
             return []
         done.append(draft)
         yield self._under(draft, aim)
-        return (yield Attempt(least(draft, self.planning), for_least=True))
+        return (yield self._least(draft))
+
+    def _least(self, draft: Draft) -> Attempt:
+        return Attempt(least(draft, self.planning, self.lowest), for_least=True)
 
     def _under(self, draft: Draft, aim: int) -> Attempt:
         return Attempt(under(draft, aim, self.planning), for_least=False)
 
     def _torch_alone(self) -> Proposals:
+        """Torch's own partition, unless by its plan it takes far more than others would."""
         candidate = self._torch(donated=True)
-        if candidate is not None:
+        if candidate is None:
+            return
+        lowest = self.planning.quick(self.draft(()).estimate.problem, 0).peak_bytes
+        if candidate.plan.peak_bytes <= FAR_ABOVE * lowest:
             yield candidate
 
     def draft(self, names: tuple[str, ...], variants: VariantSet | None = None) -> Draft:
@@ -257,8 +266,3 @@ class Search:
             plan = self.planning.solve(problem, aim)
             return plan.peak_bytes <= aim and not plan.repeats() and not plan.moves
         return all_fits(problem, aim)
-
-
-def _learnt(judged: list[Judged]) -> Learnt:
-    """What they have shown together."""
-    return Learnt({name: n for one in judged for name, n in one.learnt().scratch.items()})

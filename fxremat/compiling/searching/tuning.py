@@ -14,9 +14,9 @@ times of a call, taken on different occasions, differ by 5 %; one step of many c
 NEAR_PEAK = 0.75
 """Of the aim: where a plan takes as much, Inductor's own order may take too much."""
 FAR_ABOVE = 1.1
-"""Times the aim: a plan of least peak above that fits in no order; nor does torch's partition."""
-OUT_OF_REACH = 1.5
-"""Times the aim: above it, other solvers and orders do not help either."""
+"""Times the aim, or the least that is planned: torch's partition, if planned above, is too high."""
+OUT_OF_REACH = 1.1
+"""Times the aim: where the quick solver's least is above it, so is that of other solvers."""
 MOST_STEP = 4
 """Times the last step: what the next one goes down by, at most."""
 LOWEST_PERCENT = (108, 120)

@@ -11,6 +11,7 @@ from __future__ import annotations
 import heapq
 import itertools
 from bisect import bisect_left, bisect_right
+from collections import Counter
 from collections.abc import Callable, Iterable, Iterator, Sequence
 from dataclasses import dataclass, field, replace
 
@@ -125,27 +126,48 @@ class _VariantSearch:
         """Take one variant more or less of the best choice, for as long as that makes it better.
 
         The MILP sees some moments of what may run again, and plans of its choices differ by more
-        than it tells apart. Forms go first whose ops run where the plan is highest.
+        than it tells apart. Forms go first whose ops run where the plan is highest. Of equal
+        variants, as those of equal layers are, two tell for all of them.
         """
         left, ops = 1.0, max(1, len(self.problem.ops))
         best, before = self._leader(), None
         while best is not before:
             before = best
+            in_vain = Counter[tuple[object, ...]]()
             for index in self._highest_first(combined, best):
                 settled = self.problem.base_time_us * (1 + tuning.SEARCH_SETTLED)
                 done = not self._over(best.names) and best.plan.time_us <= settled
                 if done or left <= 0 or not self.deadline.running():
                     return
                 names = self._toggled(combined, best.names, index)
-                if names not in self.tried_choices:
-                    most = (
-                        tuning.SEARCH_TRIED_OPS_OF_LEAST
-                        if self._over(best.names)
-                        else tuning.SEARCH_TRIED_OPS
-                    )
-                    left -= ops / most
-                    self._try(names)
+                kind = self._kind(index, best.names)
+                if names in self.tried_choices or in_vain[kind] >= tuning.SEARCH_ALIKE:
+                    continue
+                most = (
+                    tuning.SEARCH_TRIED_OPS_OF_LEAST
+                    if self._over(best.names)
+                    else tuning.SEARCH_TRIED_OPS
+                )
+                left -= ops / most
+                self._try(names)
+                if self._leader() is best:
+                    in_vain[kind] += 1
+                else:
                     best = self._leader()
+                    in_vain.clear()
+
+    def _kind(self, index: int, taken: Names) -> tuple[object, ...]:
+        """Equal for variants that cost the same and give the same, both taken or both not."""
+        variant, sizes = self.problem.variants[index], self.problem.bytes_of
+        ops = tuple(
+            (round(op.time_us, 3), op.workspace_bytes, tuple(sizes[name] for name in op.writes))
+            for op in variant.ops
+        )
+        changes = tuple(
+            (round(c.time_us, 3), c.workspace_bytes, len(c.drops), len(c.adds))
+            for c in variant.changes
+        )
+        return ops, changes, variant.name in taken
 
     def _leader(self) -> TriedChoice:
         return min(self.tried_choices.values(), key=lambda one: one.rank(self.budget))

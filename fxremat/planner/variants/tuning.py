@@ -34,5 +34,7 @@ SEARCH_MOST_SOLVED = 2
 SEARCH_TRIED_OPS, SEARCH_TRIED_OPS_OF_LEAST = 10_000, 20_000
 """Ops of all problems that are tried by taking one variant more, or one less; the second while
 nothing fits: there they decide the least peak, elsewhere they seldom improve the choice."""
+SEARCH_ALIKE = 2
+"""Equal variants that are tried in vain, one after the other, before the rest are left out."""
 SEARCH_SETTLED = 2e-3
 """Of the time of keep-all: a choice so near to it is not improved."""
