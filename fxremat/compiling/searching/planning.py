@@ -8,6 +8,7 @@ from pathlib import Path
 
 from fxremat import compat, planner
 from fxremat.compiling.request import Request
+from fxremat.compiling.searching.tuning import OUT_OF_REACH
 from fxremat.compiling.stage_times import StageTimes
 from fxremat.core.check import check
 from fxremat.core.plan import Plan
@@ -36,12 +37,17 @@ class Planning:
     def variants(self, problem: Problem, budget: int) -> tuple[str, ...]:
         """The variants to take for a budget, or for the least peak where it is 0; none: ().
 
-        Those of the quickest solver, if they fit by its plan; else of the quick one.
+        Those of the quickest solver, if they fit by its plan; else, if it comes near, of the quick
+        one.
         """
-        for solver in (QUICKEST_SOLVER, QUICK_SOLVER) if budget else (QUICK_SOLVER,):
+        if not budget:
+            return self.quick(problem, 0).variants
+        for solver in (QUICKEST_SOLVER, QUICK_SOLVER):
             plan = self.solve(problem, budget, solver)
-            if not budget or plan.peak_bytes <= budget:
+            if plan.peak_bytes <= budget:
                 return plan.variants
+            if plan.peak_bytes > OUT_OF_REACH * budget:
+                break
         return ()
 
     def solve(self, problem: Problem, budget: int | None, solver: str | None = None) -> Plan:

@@ -17,6 +17,8 @@ FAR_ABOVE = 1.1
 """Times the aim, or the least that is planned: torch's partition, if planned above, is too high."""
 OUT_OF_REACH = 1.1
 """Times the aim: where the quick solver's least is above it, so is that of other solvers."""
+AS_PLANNED = 0.01
+"""Of the least planned peak: where rehearsals are so near to it, variants are not chosen anew."""
 MOST_STEP = 4
 """Times the last step: what the next one goes down by, at most."""
 LOWEST_PERCENT = (108, 120)

@@ -119,7 +119,9 @@ class _VariantSearch:
             self._try_chosen(combined, None)
             self.lowest = list(self.tried_choices.values())[-1]
         self._try(self._fastest(combined))
-        self._improve(combined)
+        most = tuning.SEARCH_HOPELESS * self.budget
+        if not self.budget or self._leader().plan.peak_bytes <= most:
+            self._improve(combined)
         return list(self.tried_choices.values())
 
     def _improve(self, combined: AllVariants) -> None:
@@ -143,12 +145,7 @@ class _VariantSearch:
                 kind = self._kind(index, best.names)
                 if names in self.tried_choices or in_vain[kind] >= tuning.SEARCH_ALIKE:
                     continue
-                most = (
-                    tuning.SEARCH_TRIED_OPS_OF_LEAST
-                    if self._over(best.names)
-                    else tuning.SEARCH_TRIED_OPS
-                )
-                left -= ops / most
+                left -= ops / tuning.SEARCH_TRIED_OPS
                 self._try(names)
                 if self._leader() is best:
                     in_vain[kind] += 1

@@ -31,9 +31,11 @@ SEARCH_CLOSE = 0.03
 SEARCH_A_LITTLE = 0.05
 """Of the budget: choices that are over it by no more are planned with the solver if faster."""
 SEARCH_MOST_SOLVED = 2
-SEARCH_TRIED_OPS, SEARCH_TRIED_OPS_OF_LEAST = 10_000, 20_000
-"""Ops of all problems that are tried by taking one variant more, or one less; the second while
-nothing fits: there they decide the least peak, elsewhere they seldom improve the choice."""
+SEARCH_TRIED_OPS = 10_000
+"""Ops of all problems that are tried by taking one variant more, or one less. Where nothing fits,
+they decide the least peak; elsewhere they seldom improve the choice."""
+SEARCH_HOPELESS = 1.25
+"""Times the budget: a choice whose plan is so far over it is not improved: that gains a tenth."""
 SEARCH_ALIKE = 2
 """Equal variants that are tried in vain, one after the other, before the rest are left out."""
 SEARCH_SETTLED = 2e-3
