@@ -10,11 +10,11 @@ import pytest
 from fxremat.compiling.draft import Draft
 from fxremat.compiling.request import Request
 from fxremat.compiling.searching.candidates import Candidate, Judged
-from fxremat.compiling.searching.planning import Planning
+from fxremat.compiling.searching.planning import QUICK_SOLVER, Planning
 from fxremat.compiling.searching.proposals import Proposals
 from fxremat.compiling.searching.search import Attempt, Search
-from fxremat.compiling.searching.tuning import FAR_ABOVE, REHEARSALS
-from fxremat.compiling.searching.variant_sets import VariantSet
+from fxremat.compiling.searching.tuning import FAR_ABOVE, REHEARSALS, VARIANT_DOUBT
+from fxremat.compiling.searching.variant_sets import VariantSet, with_doubt
 from fxremat.compiling.stage_times import StageTimes
 from fxremat.core.plan import Plan
 from fxremat.core.problem import Problem, Value, Variant
@@ -124,6 +124,44 @@ def test_what_is_within_the_budget_is_not_taken_where_less_is_wanted_and_found()
     assert trial.judged[0].peak_bytes == wanted + 1
     assert found.judged.candidate.order == "planned"
     assert found.judged.peak_bytes <= wanted
+
+
+@pytest.mark.parametrize(("above", "asked"), [(1.05, True), (1.2, False)])
+def test_the_quick_solver_chooses_variants_where_the_quickest_comes_near(
+    above: float, asked: bool, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    planning = Planning(Request(solver="greedy"), StageTimes())
+    answer, solvers = planning.solve(PROBLEM, None), []
+
+    def solve(self: Planning, problem: Problem, budget: int, solver: str) -> Plan:
+        solvers.append(solver)
+        return replace(answer, peak_bytes=int(above * budget))
+
+    monkeypatch.setattr(Planning, "solve", solve)
+    assert planning.variants(PROBLEM, 1000) == ()
+    assert (QUICK_SOLVER in solvers) == asked
+
+
+@pytest.mark.parametrize(("above", "tried"), [(0, True), (2, False)])
+def test_torchs_partition_is_no_least_peak_where_its_plan_is_far_too_large(
+    above: int, tried: bool
+) -> None:
+    least = plan_under(0.0)
+    own = replace(least, peak_bytes=int(FAR_ABOVE * least.peak_bytes) + above)
+    trial = JudgeOfTrials(lambda planned, order: planned)
+    assert searching(trial, least.peak_bytes - 1, own).run().over
+    assert ("torch, donated" in trial.orders) is tried
+
+
+def test_a_variant_has_to_save_more_than_times_may_be_wrong_by() -> None:
+    """Its ops take longer in the choice; what it stands for takes what was measured."""
+    doubted = with_doubt(LOSS_PROBLEM)
+    assert doubted.ops == LOSS_PROBLEM.ops
+    assert doubted.base_time_us == LOSS_PROBLEM.base_time_us
+    for before, after in zip(LOSS_PROBLEM.variants, doubted.variants, strict=True):
+        assert after.outputs == before.outputs
+        for old, new in zip(before.ops, after.ops, strict=True):
+            assert new == replace(old, time_us=old.time_us * (1 + VARIANT_DOUBT))
 
 
 def without_end(plan: Plan) -> Proposals:

@@ -15,7 +15,7 @@ from fxremat.core.problem import Problem
 from fxremat.core.variants import run_once
 from fxremat.cost.call_times import CallTimes
 from fxremat.cost.device import DeviceSpec, device_spec
-from fxremat.cost.loop_rates import LoopRates, measured_rates
+from fxremat.cost.loop_rates import measured_rates
 from fxremat.cost.op_timers import Measured, Roofline
 from fxremat.cost.workspaces import Workspaces, declared
 from fxremat.passes.base import Changed, Pass
@@ -40,7 +40,7 @@ def op_timer(request: Request, device: torch.device, spec: DeviceSpec | None = N
     directory = Path(compat.cache_directory()) / "fxremat"
     calls = CallTimes(device, directory, compat.size_bound, compat.outside_fake_mode)
     loops = measured_rates(device, directory, compat.outside_fake_mode)
-    return Measured(calls, loops or LoopRates.of_spec(rates), roofline)
+    return Measured(calls, loops, roofline)
 
 
 def with_energies(problem: Problem, spec: DeviceSpec) -> Problem:

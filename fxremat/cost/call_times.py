@@ -2,8 +2,9 @@
 
 A call is measured if its floating-point operations can be counted. What cannot be run is not
 timed: higher-order operators, sizes nobody knows, calls that raise or for which there is no room.
-Nor is what other programs disturb: a thread that waits for a core, and all that wait for it, would
-count as work. Times are kept on disk (`fxremat.cost.number_file`).
+Runs that other programs disturb do not count: a thread that waits for a core, and all that wait for
+it, would count as work. Times are kept on disk (`fxremat.cost.number_file`), but for those of calls
+that were disturbed each time.
 """
 
 from __future__ import annotations
@@ -93,8 +94,8 @@ class CallTimes:
     outside_fake_mode: Callable[[], AbstractContextManager[Any]]
     file: NumberFile = field(init=False)
     pace: Pace | None = field(init=False)
-    given_up: set[str] = field(default_factory=set)
-    """What has no room, or what other programs have disturbed each time."""
+    unsure: dict[str, float | None] = field(default_factory=dict)
+    """What is not kept: None for what has no room, and what was disturbed each time."""
 
     def __post_init__(self) -> None:
         path = number_path(self.directory, self.device, KIND)
@@ -108,40 +109,45 @@ class CallTimes:
     def of_call(self, target: Any, args: Any, kwargs: Any) -> float | None:
         """The time of a call, whose tensors may be fake.
 
-        None where it cannot be run, has no room, or never runs undisturbed by other programs.
+        None where it cannot be run, or has no room.
         """
         try:
             key = call_key(target, args, kwargs, self.size)
-            if key not in self.file.numbers and key not in self.given_up:
+            if key not in self.file.numbers and key not in self.unsure:
                 with self.outside_fake_mode():
-                    us = measure_us(target, args, kwargs, self.size, self.device, self.pace)
-                if us is None:
-                    self.given_up.add(key)
+                    timing = measure(target, args, kwargs, self.size, self.device, self.pace)
+                if timing is None or timing.disturbed:
+                    self.unsure[key] = None if timing is None else timing.us
                 else:
-                    self.file.add(key, us)
+                    self.file.add(key, timing.us)
         except (RuntimeError, TypeError, ValueError, KeyError, NotImplementedError):
             return None
-        return self.file.numbers.get(key)
+        return self.file.numbers.get(key, self.unsure.get(key))
 
 
-def measure_us(
+@dataclass(frozen=True)
+class Timing:
+    """Microseconds of a call; ``disturbed`` if other programs took a core in each of its runs."""
+
+    us: float
+    disturbed: bool
+
+
+def measure(
     target: Any,
     args: Any,
     kwargs: Any,
     size: SizeOf,
     device: torch.device,
     pace: Pace | None = None,
-) -> float | None:
-    """Run a call on random data of its shapes: microseconds, as of `quickest_us`.
-
-    None where there is no room for it either.
-    """
+) -> Timing | None:
+    """Run a call on random data of its shapes: its `quickest` run. None where it has no room."""
     if not has_room(device, (args, kwargs)):
         return None
     real = made_real(args, size, device)
     named = {k: made_real(v, size, device) for k, v in kwargs.items()}
     with torch.no_grad():
-        return quickest_us(lambda: target(*real, **named), device, pace)
+        return quickest(lambda: target(*real, **named), device, pace)
 
 
 @dataclass
@@ -150,6 +156,8 @@ class _Runs:
 
     call: Callable[[], object]
     device: torch.device
+    quickest_of_all: float = math.inf
+    """Of the disturbed ones, too."""
     quickest: float = math.inf
     next_quickest: float = math.inf
     counted: int = 0
@@ -161,6 +169,7 @@ class _Runs:
         before = _interruptions(self.device)
         seconds = _seconds(self.call, self.device)
         self.spent += seconds
+        self.quickest_of_all = min(self.quickest_of_all, seconds)
         if _interruptions(self.device) - before <= seconds / SECONDS_TO_ONESELF:
             self.counted, self.counted_seconds = self.counted + 1, self.counted_seconds + seconds
             all_three = sorted((self.quickest, self.next_quickest, seconds))
@@ -172,13 +181,12 @@ class _Runs:
         return enough and self.next_quickest <= self.quickest * (1 + NEAR)
 
 
-def quickest_us(
-    call: Callable[[], object], device: torch.device, pace: Pace | None = None
-) -> float | None:
-    """Microseconds of the quickest run in which no other program took one of our cores.
+def quickest(call: Callable[[], object], device: torch.device, pace: Pace | None = None) -> Timing:
+    """The quickest run in which no other program took one of our cores.
 
     Such runs are made until two of them agree. With a ``pace``, its yardstick runs between them,
-    and what is given is the time at its first pace. None where the machine is too busy for any.
+    and what is given is the time at its first pace. Where the machine is too busy for any such run,
+    it is the quickest of all: more than the call takes, but of the same measure as other times.
     """
     call()
     runs = _Runs(call, device)
@@ -189,12 +197,11 @@ def quickest_us(
         runs.once_more()
         if yardstick is not None and yardstick.spent <= YARDSTICK_SHARE * runs.spent:
             yardstick.once_more()
-    if not runs.counted:
-        return None
-    us = 1e6 * runs.quickest
-    if pace is None or yardstick is None or not yardstick.counted:
-        return us
-    return pace.to_first_pace(us, 1e6 * yardstick.quickest)
+    disturbed = not runs.counted
+    us = 1e6 * (runs.quickest_of_all if disturbed else runs.quickest)
+    if pace is not None and yardstick is not None and yardstick.counted:
+        us = pace.to_first_pace(us, 1e6 * yardstick.quickest)
+    return Timing(us, disturbed)
 
 
 def _interruptions(device: torch.device) -> int:

@@ -17,8 +17,7 @@ from typing import Any
 import torch
 from torch import fx
 
-from fxremat.cost.call_times import quickest_us
-from fxremat.cost.device import DeviceSpec
+from fxremat.cost.call_times import Timing, quickest
 from fxremat.cost.number_file import NumberFile, number_path
 from fxremat.cost.pace import Pace, pace_of
 from fxremat.cost.roofline import SizeOf
@@ -60,11 +59,6 @@ class LoopRates:
     bytes_per_s: tuple[tuple[int, float], ...]
     element_ns: Mapping[str, float]
 
-    @staticmethod
-    def of_spec(spec: DeviceSpec) -> LoopRates:
-        """By the vendor's figures: memory alone."""
-        return LoopRates(spec.launch_us, ((0, spec.bytes_per_s),), {})
-
     def move_us(self, nbytes: int) -> float:
         """Microseconds to move so many bytes."""
         place = bisect_right(self.bytes_per_s, nbytes, key=lambda pair: pair[0])
@@ -87,21 +81,18 @@ def measured_rates(
     device: torch.device,
     directory: Path,
     outside_fake_mode: Callable[[], AbstractContextManager[Any]],
-) -> LoopRates | None:
+) -> LoopRates:
     """The rates of this device, measured where they are not on disk below ``directory``.
 
-    None where other programs disturb each try.
+    Where other programs disturb each run of a loop, they are not kept.
     """
     file = NumberFile(number_path(directory, device, KIND))
-    if _CALL not in file.numbers:
-        with outside_fake_mode(), torch.no_grad():
-            try:
-                measured = _measure(device, pace_of(device, directory))
-            except _Disturbed:
-                return None
-        for key, number in measured.items():
-            file.add(key, number)
     numbers = file.numbers
+    if _CALL not in numbers:
+        with outside_fake_mode(), torch.no_grad():
+            numbers, disturbed = _measure(device, pace_of(device, directory))
+        for key, number in numbers.items() if not disturbed else ():
+            file.add(key, number)
     bandwidth = [
         (int(key.removeprefix(_BANDWIDTH)), number)
         for key, number in numbers.items()
@@ -111,30 +102,28 @@ def measured_rates(
     return LoopRates(numbers[_CALL], tuple(sorted(bandwidth)), functions)
 
 
-class _Disturbed(Exception):
-    """Other programs take our cores all the time."""
+def _measure(device: torch.device, pace: Pace | None) -> tuple[dict[str, float], bool]:
+    """All numbers, and whether a run was disturbed each time.
 
+    ``call_us`` is the last, so that its being there says that all are.
+    """
+    timings = list[Timing]()
 
-def _us(call: Callable[[], object], device: torch.device, pace: Pace | None) -> float:
-    found = quickest_us(call, device, pace)
-    if found is None:
-        raise _Disturbed
-    return found
+    def us(call: Callable[[], object]) -> float:
+        timings.append(quickest(call, device, pace))
+        return timings[-1].us
 
-
-def _measure(device: torch.device, pace: Pace | None) -> dict[str, float]:
-    """All numbers; ``call_us`` is the last, so that its being there says that all are."""
     one, two = torch.ones(1, device=device), torch.ones(1, device=device)
-    call_us = _us(lambda: torch.add(one, one, out=two), device, pace)
+    call_us = us(lambda: torch.add(one, one, out=two))
     found = {}
     for nbytes in TRAFFIC:
         a, b, c = (torch.ones(nbytes // 12, device=device) for _ in range(3))
-        us = _us(lambda a=a, b=b, c=c: torch.add(a, b, out=c), device, pace) - call_us  # type: ignore[misc]
-        found[f"{_BANDWIDTH}{nbytes}"] = 1e6 * nbytes / max(us, 1e-3)
+        moved_us = us(lambda a=a, b=b, c=c: torch.add(a, b, out=c)) - call_us  # type: ignore[misc]
+        found[f"{_BANDWIDTH}{nbytes}"] = 1e6 * nbytes / max(moved_us, 1e-3)
     given = torch.full((ELEMENTS,), 0.5, device=device)
     made = torch.empty_like(given)
-    moving = _us(lambda: torch.neg(given, out=made), device, pace)
+    moving = us(lambda: torch.neg(given, out=made))
     for name, function in FUNCTIONS.items():
-        us = _us(lambda f=function: f(given, out=made), device, pace)  # type: ignore[misc]
-        found[name] = 1e3 * max(0.0, us - moving) / ELEMENTS
-    return {**found, _CALL: call_us}
+        computed_us = us(lambda f=function: f(given, out=made))  # type: ignore[misc]
+        found[name] = 1e3 * max(0.0, computed_us - moving) / ELEMENTS
+    return {**found, _CALL: call_us}, any(one.disturbed for one in timings)

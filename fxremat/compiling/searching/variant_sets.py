@@ -52,10 +52,12 @@ def variant_set(draft: Draft, rules: Sequence[Rule], costs: CostModel) -> Varian
         return None
     sites, offered = _insert(draft.joint, sites, costs)
     found = costs.estimate(offered.joint, offered.inserted)
-    return VariantSet(sites, replace(found, problem=_with_doubt(found.problem)))
+    return VariantSet(sites, replace(found, problem=with_doubt(found.problem)))
 
 
-def _with_doubt(problem: Problem) -> Problem:
+def with_doubt(problem: Problem) -> Problem:
+    """The problem in which the ops of variants take longer by what measured times are unsure of."""
+
     def slower(op: Op) -> Op:
         return replace(op, time_us=op.time_us * (1 + VARIANT_DOUBT))
 
