@@ -66,15 +66,19 @@ class LoopRates:
 
     def us(self, nodes: Iterable[fx.Node], nbytes: int, size: SizeOf) -> float:
         """Microseconds of one loop that computes ``nodes`` and moves ``nbytes``."""
-        computing = sum(self._compute_us(node, size) for node in nodes)
-        return self.call_us + max(self.move_us(nbytes), computing)
+        functions = ((_name(node), node.meta.get("val")) for node in nodes)
+        return self.call_us + self.loop_us(
+            ((n, size(v.numel())) for n, v in functions if isinstance(v, torch.Tensor)), nbytes
+        )
 
-    def _compute_us(self, node: fx.Node, size: SizeOf) -> float:
-        name = getattr(getattr(node.target, "overloadpacket", None), "__name__", "")
-        cost, value = self.element_ns.get(name), node.meta.get("val")
-        if cost is None or not isinstance(value, torch.Tensor):
-            return 0.0
-        return size(value.numel()) * cost / 1e3
+    def loop_us(self, functions: Iterable[tuple[str, int]], nbytes: int) -> float:
+        """Microseconds to compute functions of so many elements, and to move ``nbytes``."""
+        computing = sum(self.element_ns.get(name, 0.0) * count for name, count in functions) / 1e3
+        return max(self.move_us(nbytes), computing)
+
+
+def _name(node: fx.Node) -> str:
+    return str(getattr(getattr(node.target, "overloadpacket", None), "__name__", ""))
 
 
 def measured_rates(

@@ -98,7 +98,7 @@ class Measured:
         return self.calls.of_call(node.target, *_given(node))
 
     def _inside_us(self, node: fx.Node) -> float | None:
-        """Its library calls, and what lies between: calls from Python, and loops that move bytes.
+        """Its library calls, and what lies between: calls from Python, and loops.
 
         None where it does not say which they are, or one of them cannot be run.
         """
@@ -109,4 +109,4 @@ class Measured:
         library = sum(one.times * us for one, us in known if us is not None)
         others = inside.calls - sum(one.times for one, _ in known)
         between = others * self.rates.call_us + inside.calls * kernels.CALL_US
-        return library + between + self.rates.move_us(inside.bytes)
+        return library + between + self.rates.loop_us(inside.functions, inside.bytes)

@@ -50,13 +50,15 @@ class Inside:
 
     ``again`` are bytes of operands that matmuls read (and pack) anew in each of the calls: their
     time comes on top, however long the matmuls take. ``library`` are the calls among them that
-    compute rather than move: matmuls and convolutions.
+    compute rather than move: matmuls and convolutions. ``functions`` are those of single elements,
+    by the operator's name, with the number of elements.
     """
 
     calls: int
     bytes: int
     again: int = 0
     library: tuple[LibraryCall, ...] = field(default=(), compare=False)
+    functions: tuple[tuple[str, int], ...] = ()
 
     def __add__(self, other: Inside) -> Inside:
         """Both, one after the other."""
@@ -65,6 +67,7 @@ class Inside:
             self.bytes + other.bytes,
             self.again + other.again,
             (*self.library, *other.library),
+            (*self.functions, *other.functions),
         )
 
 

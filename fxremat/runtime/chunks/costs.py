@@ -15,6 +15,7 @@ from fxremat.runtime.chunks.buffers import (
     MATMULS,
     STATISTICS,
     VIEWS,
+    Stage,
     extra_of_sum,
     of_total,
 )
@@ -162,9 +163,10 @@ def inside(*args: Any, on_cpu: bool, by_inductor: bool = False, **kwargs: Any) -
         if by_inductor and is_worth_fusing(stage):
             touched = (*read(parsed, stage), *written(parsed, stage))
             moved = sum(_row_bytes(parsed, rows, number) for number in touched) * total
-            found += Inside(tiles, moved)
+            found += Inside(tiles, moved, functions=_functions(parsed, stage, total))
             continue
         in_cache = not stage.of_chunk and tile < chunk
+        found += Inside(0, 0, functions=_functions(parsed, stage, total))
         for number in stage.values:
             one = parsed.instruction(number)
             assert one is not None, "an input is not computed"
@@ -181,6 +183,16 @@ def inside(*args: Any, on_cpu: bool, by_inductor: bool = False, **kwargs: Any) -
                 made = LibraryCall(operator_of(one.op), _operands(call, one, rows_each), times)
                 found += Inside(0, 0, (chunks - 1) * again, (made,))
     return found
+
+
+def _functions(program: Program, stage: Stage, total: int) -> tuple[tuple[str, int], ...]:
+    """What a stage computes of single elements, in all its chunks together."""
+    found = [one for number in stage.values if (one := program.instruction(number)) is not None]
+    return tuple(
+        (operator_of(one.op).overloadpacket.__name__, one.numel * total)
+        for one in found
+        if one.kind == "row"
+    )
 
 
 def _row_bytes(program: Program, rows: Tensors, number: int) -> int:
