@@ -21,7 +21,7 @@ from fxremat.runtime import kernels
 from fxremat.runtime.chunks.convolutions import CONVOLUTION, CONVOLUTION_BACKWARD
 from fxremat.runtime.chunks.operator import ROWS
 from tests.graphs import batch, capture, mlp
-from tests.loss_program import inputs, program
+from tests.loss_program import CLASSES, inputs, program
 from tests.single_calls import ATEN, KEY, call, item
 
 A, B = torch.empty(8, 16), torch.empty(16, 32)
@@ -137,6 +137,19 @@ def test_matmuls_of_chunks_are_measured_in_their_sizes(tmp_path: Path, runs: lis
     assert library > 0
     assert found >= library + inside.calls * kernels.CALL_US
     assert all(one.args[0].shape[0] == 16 or one.args[0].shape[1] == 16 for one in inside.library)
+
+
+def test_functions_inside_chunks_take_their_time(tmp_path: Path) -> None:
+    """What a loop computes of its elements, where that takes longer than to move them."""
+    node = rows_call(16)
+    inside = Roofline(SPEC, on_cpu=True, fused=True).inside(node)
+    count = sum(count for name, count in inside.functions if name == "exp")
+    assert count == 2 * 64 * CLASSES
+    moving, computing = (
+        timer(tmp_path, LoopRates(1.0, ((0, 1e12),), costs))((node,), 0)
+        for costs in ({}, {"exp": 50.0})
+    )
+    assert computing - moving == pytest.approx(count * 50.0 / 1e3 - inside.bytes / 1e6)
 
 
 def test_smaller_chunks_cost_more_calls(tmp_path: Path) -> None:
