@@ -13,6 +13,8 @@ from fxremat.core.plan import Plan
 from fxremat.core.problem import Op, Problem, Value, validate
 from fxremat.core.timeline import replay
 from fxremat.planner import SOLVERS, SolverOptions, front, solve
+from fxremat.planner.indexed_problem import build_model
+from fxremat.planner.local import greedy
 from tests import brute
 from tests.chains import phased_chain
 from tests.examples import examples
@@ -58,6 +60,32 @@ def test_tiny_problems_are_solved_to_the_optimum(problem: Problem) -> None:
         assert plan.time_us == pytest.approx(best[0])
     least = brute.least_peak(problem)
     assert plans[-1].peak_bytes == least == plans[-1].peak_bound_bytes
+
+
+@examples(25, suppress_health_check=list(HealthCheck))
+@given(problems_from_a_seed(8), problems_from_a_seed(8), st.integers(30, 100))
+def test_a_plan_of_another_problem_becomes_one_of_this(
+    problem: Problem, other: Problem, percent: int
+) -> None:
+    """Whatever the other problem was; of the same problem it becomes no worse."""
+    budget = replay(problem, problem.base_steps()).peak_bytes * percent // 100
+    for source in (other, problem):
+        plan = greedy.quick(source, budget, SolverOptions())
+        adapted = greedy.adapt(plan, problem, budget, SolverOptions())
+        line = replay(problem, adapted.steps)
+        assert (adapted.peak_bytes, adapted.time_us) == (line.peak_bytes, line.time_us)
+        assert tuple(dict.fromkeys(adapted.steps)) == problem.base_steps()
+    assert adapted.peak_bytes <= max(plan.peak_bytes, budget)
+    if plan.peak_bytes <= budget:
+        assert adapted.time_us <= plan.time_us * (1 + 1e-9)
+
+
+def test_steps_of_unknown_ops_are_left_out() -> None:
+    model = build_model(phased_chain(3))
+    names = model.names(range(model.n))
+    again = names[0]
+    steps = [*names[:3], "other", again, "another", *names[3:]]
+    assert greedy.extra_runs(model, steps) == [(0, 3)]
 
 
 @examples(8, suppress_health_check=list(HealthCheck))

@@ -194,6 +194,23 @@ def test_equal_plans_and_progress() -> None:
     assert all(t.bound_us is not None for t in told)
 
 
+@pytest.mark.parametrize("percent", [70, 45, 33])
+def test_a_plan_near_enough_to_its_bound_is_not_worked_on(percent: int) -> None:
+    """It ends as soon as the gap is reached, which takes no more rounds than to close it."""
+    problem = growing_chain(14)
+    budget = replay(problem, problem.base_steps()).peak_bytes * percent // 100
+    rounds = []
+    for gap in (0.0, 0.2):
+        told: list[Progress] = []
+        plan = moments.solve(problem, budget, SolverOptions(gap=gap, progress=told.append))
+        rounds.append(len(told))
+        assert check(problem, plan.steps).ok
+        assert plan.peak_bytes <= budget
+    assert plan.time_bound_us is not None
+    assert plan.time_us - plan.time_bound_us <= 0.2 * problem.base_time_us
+    assert rounds[1] <= rounds[0]
+
+
 # --- HiGHS ---------------------------------------------------------------------------------------
 
 

@@ -246,7 +246,7 @@ def test_equal_variants_tell_for_each_other(monkeypatch: pytest.MonkeyPatch) -> 
     tries = []
     for count in (4, 12):
         search = choose_and_plan._VariantSearch(
-            layers(count), 350, lambda left: greedy.quick(left, 350, NO_LIMIT), Deadline(None)
+            layers(count), 350, lambda left, _: greedy.quick(left, 350, NO_LIMIT), Deadline(None)
         )
         combined = combine(search.problem)
         search._try(search._names(combined, list(combined.usable)))

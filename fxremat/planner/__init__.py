@@ -65,7 +65,7 @@ def solve(
             problem,
             budget_bytes,
             options or SolverOptions(),
-            lambda left: _quick(left, budget_bytes, options or SolverOptions()),
+            lambda left, near: _quick(left, budget_bytes, options or SolverOptions(), near),
             lambda left: solve(left, budget_bytes, solver, options),
         )
     if options is not None and options.objective == "energy":
@@ -83,12 +83,22 @@ def solve(
     return replace(plan, time_bound_us=min(bound, plan.time_us))
 
 
-def _quick(problem: Problem, budget_bytes: int | None, options: SolverOptions) -> Plan:
-    """A plan found with less work, to compare choices of variants by."""
+def _quick(
+    problem: Problem,
+    budget_bytes: int | None,
+    options: SolverOptions,
+    near: Plan | None,
+) -> Plan:
+    """A plan found with less work, to compare choices of variants by.
+
+    ``near`` is that of an almost equal choice.
+    """
     if options.objective == "energy":
         return energy.solve(problem, budget_bytes, options, greedy.quick)
     if problem.copies is not None:
         return offload.quick(problem, budget_bytes, options)
+    if near is not None and budget_bytes is not None:
+        return greedy.adapt(near, problem, budget_bytes, options)
     return greedy.quick(problem, budget_bytes, options)
 
 

@@ -42,14 +42,15 @@ def _best_of_solvers(
     problem: Problem, budget_bytes: int | None, options: SolverOptions, deadline: Deadline
 ) -> Plan:
     """The best of the solvers that it takes."""
-    first = replace(options, time_limit_s=tuning.AUTO_FIRST_PART * deadline.left())
+    gap = max(options.gap, tuning.AUTO_CLOSE)
+    first = replace(options, gap=gap, time_limit_s=tuning.AUTO_FIRST_PART * deadline.left())
     best = moments.solve(problem, budget_bytes, first)
     if budget_bytes is None:
         return best
     for solver in _further_solvers(problem):
-        if _is_solved(best, problem) or not deadline.running():
+        if _is_solved(best, problem, gap) or not deadline.running():
             break
-        rest = replace(options, start=best.ops, time_limit_s=deadline.left())
+        rest = replace(options, gap=gap, start=best.ops, time_limit_s=deadline.left())
         best = _better(best, solver(problem, budget_bytes, rest))
     return best
 
@@ -89,13 +90,13 @@ def _is_small(problem: Problem) -> bool:
     return sum(map(len, all_runs(build_model(problem)))) <= tuning.AUTO_FEW_RUNS
 
 
-def _is_solved(plan: Plan, problem: Problem) -> bool:
+def _is_solved(plan: Plan, problem: Problem, gap: float) -> bool:
     """Whether the plan is optimal but for a small gap, or proven that none fits."""
     assert plan.budget_bytes is not None
     if plan.peak_bytes > plan.budget_bytes:
         return plan.peak_bound_bytes is not None and plan.peak_bound_bytes > plan.budget_bytes
     bound = plan.time_bound_us or problem.base_time_us
-    return plan.time_us - bound <= tuning.AUTO_CLOSE * problem.base_time_us
+    return plan.time_us - bound <= gap * problem.base_time_us
 
 
 def _better(one: Plan, other: Plan) -> Plan:

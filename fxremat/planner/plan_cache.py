@@ -63,6 +63,7 @@ def question_of(
         "solver": solver,
         "seed": options.seed,
         "time_limit_s": options.time_limit_s,
+        "gap": options.gap,
         "objective": [options.objective, options.most_time_us],
         "start": None if options.start is None else list(options.start),
         "highspy": _highspy_version(),

@@ -7,7 +7,7 @@ from __future__ import annotations
 
 # -- auto --------------------------------------------------------------------------
 
-AUTO_CLOSE = 2e-3
+AUTO_CLOSE = 5e-3
 """Of the time of keep-all: a plan so near to its bound is not worked on any more."""
 AUTO_FEW_RUNS = 8_000
 """Repeats to choose from in a problem that the full programme of Checkmate mostly solves."""

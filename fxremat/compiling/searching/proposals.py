@@ -13,7 +13,7 @@ from dataclasses import replace
 
 from fxremat.compiling.draft import Draft, Learnt
 from fxremat.compiling.searching.candidates import Candidate, Judged
-from fxremat.compiling.searching.planning import QUICK_SOLVER, Planning
+from fxremat.compiling.searching.planning import QUICK_SOLVER, QUICKEST_SOLVER, Planning
 from fxremat.compiling.searching.tuning import (
     CLOSE_ENOUGH,
     LOWEST_PERCENT,
@@ -66,9 +66,12 @@ def under(draft: Draft, aim: int, planning: Planning) -> Proposals:
 
 
 def may_fit(problem: Problem, aim: int, planning: Planning) -> bool:
-    """Whether it is worth asking the planner for the aim: the quick solver comes near it."""
-    near = OUT_OF_REACH * aim
-    return all_fits(problem, aim) or planning.quick(problem, 0).peak_bytes <= near
+    """Whether it is worth asking the planner for the aim: a quick solver comes near it."""
+    return (
+        all_fits(problem, aim)
+        or planning.solve(problem, aim, QUICKEST_SOLVER).peak_bytes <= aim
+        or planning.quick(problem, 0).peak_bytes <= OUT_OF_REACH * aim
+    )
 
 
 def all_fits(problem: Problem, aim: int) -> bool:

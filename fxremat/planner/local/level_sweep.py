@@ -8,6 +8,7 @@ by evicting further.
 from __future__ import annotations
 
 import math
+from collections.abc import Sequence
 from dataclasses import dataclass
 from itertools import pairwise
 
@@ -20,7 +21,7 @@ from fxremat.planner.local.pareto_front import ParetoFront
 from fxremat.planner.local.repeated_changes import RepeatedChanges
 from fxremat.planner.local.ruin_and_repair import Improver
 from fxremat.planner.local.segment_starts import counts_for, offer_segments
-from fxremat.planner.local.stage_schedule import StageSchedule
+from fxremat.planner.local.stage_schedule import ExtraRun, StageSchedule
 from fxremat.planner.options import SolverOptions
 from fxremat.planner.peak_bound import peak_bound
 
@@ -85,6 +86,30 @@ def fill_for_budget(front: ParetoFront, budget_bytes: int, options: SolverOption
     if deadline.running() and front.best(budget_bytes) is not None:
         improver = _improver(front, budget_bytes, options.seed, RepeatedChanges(model))
         improver.rounds(budget_bytes, effort.rounds, improver.search.state.work + effort.level)
+
+
+def fill_from(
+    front: ParetoFront,
+    runs: Sequence[ExtraRun],
+    budget_bytes: int,
+    hoped_us: float,
+    options: SolverOptions,
+) -> None:
+    """Offer the front what leads from the schedule with these runs to one budget.
+
+    It is improved only where it comes near the time that is hoped for.
+    """
+    model = front.model
+    effort = effort_for(model.n)
+    front.offer(StageSchedule(model))
+    search = EditableSchedule(StageSchedule(model, runs))
+    search.keep_what_fits(budget_bytes)
+    descend(search, front, budget_bytes, effort.path // 3)
+    state = search.state
+    fits = state.max_peak() <= budget_bytes
+    if fits and state.time <= hoped_us * (1 + tuning.ADAPTED_NEAR):
+        improver = Improver(search, front, options.seed, RepeatedChanges(model))
+        improver.rounds(budget_bytes, effort.rounds, state.work + effort.level)
 
 
 def _climb(front: ParetoFront, targets: list[int], deadline: Deadline) -> None:

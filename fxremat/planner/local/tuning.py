@@ -40,6 +40,8 @@ EVICTION_TRIES = 40
 # -- level_sweep -------------------------------------------------------------------
 
 SWEEP_LENGTHS = (0.0, 0.5, 1.0)
+ADAPTED_NEAR = 0.01
+"""Of the time of a plan: what it becomes in another problem is improved only if so near to it."""
 
 # -- ruin_and_repair ---------------------------------------------------------------
 

@@ -50,37 +50,66 @@ def solve(problem: Problem, budget_bytes: int | None, options: SolverOptions) ->
             seconds=deadline.seconds(),
             peak_bound_bytes=peak_bound(build_model(problem)),
         )
-    return improved(greedy.whole_front(problem, options), budget_bytes, options, deadline)
+    front = greedy.quick_front(problem, budget_bytes, options)
+    if front.best(budget_bytes) is None:
+        return improved(greedy.whole_front(problem, options), budget_bytes, options, deadline)
+    return _refined(front, None, budget_bytes, options, deadline)
 
 
 def improved(
     known: greedy.GreedyFront, budget_bytes: int | None, options: SolverOptions, deadline: Deadline
 ) -> Plan:
-    """The plan that `solve` gives, from what the greedy solver found."""
+    """The best plan from what the greedy solver found."""
     plan, problem = known.choose(budget_bytes), known.model.problem
     if budget_bytes is None or plan.time_us <= problem.base_time_us:
         return replace(plan, solver=NAME, budget_bytes=budget_bytes)
     front = ParetoFront(known.model, entries=sorted(known.entries, key=lambda entry: entry.peak))
-    refinement = Refinement.at_the_peak(front, budget_bytes, deadline)
-    for state in refinement.rounds():
+    return _refined(front, known, budget_bytes, options, deadline)
+
+
+def _refined(
+    front: ParetoFront,
+    known: greedy.GreedyFront | None,
+    budget_bytes: int,
+    options: SolverOptions,
+    deadline: Deadline,
+) -> Plan:
+    """The best plan of all rounds, and of the greedy solver where the first ones do not do."""
+    model, problem = front.model, front.model.problem
+    near_us = options.gap * problem.base_time_us
+    before = 0.0 if known is None else known.seconds
+    refinement = Refinement.at_the_peak(front, budget_bytes, deadline, near_us)
+    for number, state in enumerate(refinement.rounds(), start=1):
         front.offer(state)
         if state.max_peak() > budget_bytes:
             descend(EditableSchedule(state), front, budget_bytes, tuning.MOMENTS_REPAIR)
         if options.progress is not None:
             options.progress(_progress(refinement, deadline))
+        if known is None and number == tuning.MOMENTS_QUICK_ROUNDS and not refinement.proven():
+            known = _join(front, greedy.whole_front(problem, options))
+    if known is None and not refinement.proven():
+        known = _join(front, greedy.whole_front(problem, options))
     if not refinement.proven():
         polish(front, budget_bytes, options.seed, deadline)
     best = front.best(budget_bytes) or front.least()
     none_fits = refinement.bound_us == math.inf
+    least = peak_bound(model) if known is None else known.bound
     return make_plan(
         problem,
-        known.model.names(steps_of(known.model.n, best.runs())),
+        model.names(steps_of(model.n, best.runs())),
         NAME,
         budget_bytes=budget_bytes,
-        seconds=known.seconds + deadline.seconds(),
+        seconds=before + deadline.seconds(),
         time_bound_us=None if none_fits else refinement.bound_us,
-        peak_bound_bytes=max(known.bound, budget_bytes + 1) if none_fits else known.bound,
+        peak_bound_bytes=max(least, budget_bytes + 1) if none_fits else least,
     )
+
+
+def _join(front: ParetoFront, known: greedy.GreedyFront) -> greedy.GreedyFront:
+    """The front with all that the greedy solver found."""
+    for entry in known.entries:
+        front.add(entry.peak, entry.time, entry.runs())
+    return known
 
 
 def time_bound(problem: Problem, budget_bytes: int, options: SolverOptions) -> float:
@@ -107,20 +136,24 @@ class Refinement:
     deadline: Deadline
     last_reads: LastReads
     set_aside: dict[int, int]
+    near_us: float = 0.0
+    """A plan so near to the bound is good enough."""
     bound_us: float = 0.0
     unchanged_rounds: int = 0
     """Rounds since the schedule last changed."""
 
     @staticmethod
-    def at_the_peak(front: ParetoFront, budget: int, deadline: Deadline) -> Refinement:
+    def at_the_peak(
+        front: ParetoFront, budget: int, deadline: Deadline, near_us: float = 0.0
+    ) -> Refinement:
         """The one moment to begin with: the highest stage of keep-all."""
         peak = int(StageSchedule(front.model).peak.argmax())
-        return Refinement(front, budget, deadline, LastReads.of(front.model), {peak: 0})
+        return Refinement(front, budget, deadline, LastReads.of(front.model), {peak: 0}, near_us)
 
     def proven(self) -> bool:
-        """Whether the best plan so far is as good as the bound."""
+        """Whether the best plan so far is as good as the bound, or near enough to it."""
         best = self.front.best(self.budget)
-        return best is not None and best.time <= self.bound_us * (1 + TIGHT)
+        return best is not None and best.time <= self.bound_us * (1 + TIGHT) + self.near_us
 
     def rounds(self) -> Iterator[StageSchedule]:
         """A schedule for each set of moments; the caller may change it.
@@ -180,7 +213,7 @@ class Refinement:
     def _cheapest_runs(self) -> list[ExtraRun] | None:
         """Extra runs of the cheapest choice; None where there is none."""
         relaxation = Relaxation(self.front.model, self.last_reads, self.budget, self.set_aside)
-        solution = relaxation.solve(self.deadline)
+        solution = relaxation.solve(self.deadline, tuning.MOMENTS_CHOICE_PART * self.near_us)
         if not any(self.set_aside.values()):
             self.bound_us = max(self.bound_us, relaxation.time_bound_us(solution))
         if solution.values is None:

@@ -18,6 +18,9 @@ from __future__ import annotations
 from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass, field, replace
 
+import numpy as np
+import numpy.typing as npt
+
 from fxremat.planner.deadline import Deadline
 from fxremat.planner.indexed_problem import INPUT, IndexedProblem
 from fxremat.planner.milp import tuning
@@ -296,27 +299,43 @@ class Relaxation:
 
     # -- solve -----------------------------------------------------------------------------
 
-    def solve(self, deadline: Deadline) -> Solution:
-        """The cheapest choice but for `RELAXATION_GAP`; with many columns a good one.
+    def solve(self, deadline: Deadline, near_us: float = 0.0) -> Solution:
+        """The cheapest choice but for ``near_us``; with many columns a good one.
 
         In objective and bound, `SCALE` stands for the time of keep-all.
         """
         if not self.fits:
             return Solution(Status.INFEASIBLE, None, float("inf"), float("inf"))
+        enough = near_us * SCALE / max(self.model.problem.base_time_us, 1e-9)
         few = (
             tuning.RELAXATION_ROOT if any(self.set_aside.values()) else tuning.RELAXATION_FEW_NODES
         )
         if len(self.milp.cost) <= tuning.RELAXATION_FEW_COLUMNS:
             nodes = tuning.RELAXATION_NODES if len(self.moments) == 1 else few
-            return self.milp.solve(deadline, nodes=nodes, gap=tuning.RELAXATION_GAP)
+            return self._solved(deadline, nodes, enough)
         near = self.milp.solve_near(
-            self.milp.relaxed(deadline), deadline, nodes=few, gap=tuning.RELAXATION_GAP
+            self.milp.relaxed(deadline),
+            deadline,
+            nodes=few,
+            gap=tuning.RELAXATION_GAP,
+            absolute_gap=enough,
         )
-        close = near.objective - near.bound <= tuning.RELAXATION_CLOSE * SCALE
+        close = near.objective - near.bound <= max(enough, tuning.RELAXATION_CLOSE * SCALE)
         if close or len(self.milp.cost) > tuning.RELAXATION_MANY_COLUMNS:
             return near
-        found = self.milp.solve(deadline, nodes=few, gap=tuning.RELAXATION_GAP, start=near.values)
+        found = self._solved(deadline, few, enough, near.values)
         return found if found.values is not None else replace(near, bound=found.bound)
+
+    def _solved(
+        self,
+        deadline: Deadline,
+        nodes: int,
+        enough: float,
+        start: npt.NDArray[np.float64] | None = None,
+    ) -> Solution:
+        return self.milp.solve(
+            deadline, nodes=nodes, gap=tuning.RELAXATION_GAP, absolute_gap=enough, start=start
+        )
 
     def time_bound_us(self, solution: Solution) -> float:
         """Time of any schedule within the budget: at least this; infinite if there is none."""

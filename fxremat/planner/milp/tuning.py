@@ -43,6 +43,11 @@ MOMENTS_PROOFS = 6
 """Rounds in which moments are added as they are."""
 MOMENTS_PROOF_PART = 0.75
 """Of the time, for these rounds."""
+MOMENTS_QUICK_ROUNDS = 2
+"""Rounds from what the quick solver found; where these do not prove a plan, that of the greedy
+solver joins, which takes longer to find."""
+MOMENTS_CHOICE_PART = 0.5
+"""Of the gap that is good enough: a choice may be off by as much, for its plan is dearer still."""
 MOMENTS_PER_ROUND = 3
 """Stages over the budget that become moments in one round."""
 MOMENTS_REPAIR = 200_000

@@ -29,6 +29,8 @@ from fxremat.planner.variants.all_variants import AllVariants, combine
 from fxremat.planner.variants.choice_milp import ChoiceMilp
 
 Solve = Callable[[Problem], Plan]
+Quick = Callable[[Problem, Plan | None], Plan]
+"""Also takes the plan of an almost equal problem, where there is one, to begin with."""
 Names = tuple[str, ...]
 
 
@@ -52,7 +54,7 @@ def _rank(plan: Plan, budget_bytes: int | None) -> tuple[float, float]:
 
 
 def solve(
-    problem: Problem, budget_bytes: int | None, options: SolverOptions, quick: Solve, solver: Solve
+    problem: Problem, budget_bytes: int | None, options: SolverOptions, quick: Quick, solver: Solve
 ) -> Plan:
     """The best plan over all choices tried. ``quick`` ranks them, ``solver`` plans the best.
 
@@ -94,7 +96,7 @@ def _best_few(found: Sequence[TriedChoice], budget_bytes: int | None) -> list[Tr
 class _VariantSearch:
     problem: Problem
     budget: int | None
-    quick: Solve
+    quick: Quick
     deadline: Deadline
     tried_choices: dict[Names, TriedChoice] = field(default_factory=dict)
     lowest: TriedChoice | None = None
@@ -146,7 +148,7 @@ class _VariantSearch:
                 if names in self.tried_choices or in_vain[kind] >= tuning.SEARCH_ALIKE:
                     continue
                 left -= ops / tuning.SEARCH_TRIED_OPS
-                self._try(names)
+                self._try(names, None if self._over(best.names) else best.plan)
                 if self._leader() is best:
                     in_vain[kind] += 1
                 else:
@@ -196,13 +198,14 @@ class _VariantSearch:
     def _try_chosen(self, combined: AllVariants, budget: int | None) -> bool:
         """Until more moments have led to nothing better. Whether there was a choice."""
         best, in_vain, found = self._best(), 0, False
+        patience = tuning.SEARCH_IN_VAIN_OF_LEAST if budget is None else tuning.SEARCH_IN_VAIN
         for names in self._chosen(combined, budget):
             self._try(names)
             found = True
             in_vain = 0 if self._best() < best else in_vain + 1
             best = self._best()
             fits = budget is None or not self._over(self._leader().names)
-            if fits and in_vain >= tuning.SEARCH_IN_VAIN:
+            if fits and in_vain >= patience:
                 break
         return found
 
@@ -218,13 +221,13 @@ class _VariantSearch:
             or self.tried_choices[names].plan.peak_bytes > self.budget
         )
 
-    def _try(self, names: Names) -> None:
+    def _try(self, names: Names, near: Plan | None = None) -> None:
         if names not in self.tried_choices:
             try:
                 left = take(self.problem, names)
             except InvalidProblem:
                 return
-            self.tried_choices[names] = TriedChoice(names, left, self.quick(left))
+            self.tried_choices[names] = TriedChoice(names, left, self.quick(left, near))
 
     def _fastest(self, combined: AllVariants) -> Names:
         """What saves time in any case."""

@@ -22,8 +22,9 @@ SEARCH_MANY_COLUMNS = 6_000
 """Of a MILP after the second: it takes minutes, and seldom finds something better."""
 SEARCH_LESS = 0.96
 """Of the MILP's budget where what is left of its choice does not fit: it sees moments only."""
-SEARCH_IN_VAIN = 2
-"""Choices in a row that are no better than one that fits: then no more are looked for."""
+SEARCH_IN_VAIN, SEARCH_IN_VAIN_OF_LEAST = 1, 2
+"""Choices in a row that are no better than one that fits: then no more are looked for. With one
+variant more or less most of what the next ones would find is found sooner."""
 SEARCH_PER_ROUND, SEARCH_APART = 3, 64
 """Highest stages of a schedule that become moments, and the part of it they are apart."""
 SEARCH_CLOSE = 0.03
