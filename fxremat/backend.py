@@ -77,6 +77,8 @@ def _compile(
 ) -> Callable[..., Any]:  # fmt: skip
     if options.executor == "aot_eager":
         return compat.compile_with_aot_eager(gm, inputs, partitioner)
+    if device_of_inputs(inputs).type == "cpu":
+        compat.look_for_vectors()  # while the graph is traced
     return compat.compile_with_inductor(gm, inputs, _patches(options, partitioner, mode))
 
 

@@ -11,24 +11,50 @@ from torch._inductor import async_compile, cpu_vec_isa
 from torch._inductor.async_compile import AsyncCompile
 
 from fxremat import compat
+from fxremat.compat.inductor import kernels_ahead
 from tests.test_compat_loading import GENERATED
 
 
+class Kind:
+    """Vector instructions; what is found out about them takes until all kinds are asked."""
+
+    def __init__(self, name: str, together: threading.Barrier, found: dict[str, Any]) -> None:
+        self.name, self.together, self.found = name, together, found
+
+    def __str__(self) -> str:
+        return self.name
+
+    def __bool__(self) -> bool:
+        self.together.wait(10)
+        self.found[self.name] = compat.inductor_config.max_fusion_size
+        if self.name == "broken":
+            raise ValueError(self.name)
+        return True
+
+
 def test_look_for_vectors(monkeypatch: pytest.MonkeyPatch) -> None:
-    """In a thread of its own, with the configuration of now."""
-    seen: list[Any] = []
-    ended = threading.Event()
+    """All kinds of this processor at the same time, with the configuration of now, and once.
 
-    def pick() -> None:
-        seen.extend([threading.current_thread(), compat.inductor_config.max_fusion_size])
-        ended.set()
-
-    monkeypatch.setattr(cpu_vec_isa, "pick_vec_isa", pick)
+    Inductor waits for them where it asks.
+    """
+    found: dict[str, Any] = {}
+    together = threading.Barrier(2)
+    kinds = [Kind(name, together, found) for name in ("one two", "broken", "none of ours")]
+    monkeypatch.setattr(kernels_ahead, "_looking", [])
+    monkeypatch.setattr(cpu_vec_isa, "supported_vec_isa_list", kinds)
+    monkeypatch.setattr(cpu_vec_isa, "x86_isa_checker", lambda: ["one", "two", "broken"])
+    monkeypatch.setattr(cpu_vec_isa, "valid_vec_isa_list", lambda: sorted(found))
     with compat.inductor_config.patch(max_fusion_size=7):
         compat.look_for_vectors()
-        assert ended.wait(10)
-    assert seen[0] is not threading.current_thread()
-    assert seen[1] == 7
+        compat.look_for_vectors()
+    assert cpu_vec_isa.valid_vec_isa_list() == ["broken", "one two"]
+    assert found == {"broken": 7, "one two": 7}
+
+
+def test_what_is_looked_for_is_what_inductor_asks_for() -> None:
+    """Those that it would try on this processor, in its own list of them."""
+    tried = kernels_ahead._kinds(cpu_vec_isa)
+    assert {str(kind) for kind in cpu_vec_isa.valid_vec_isa_list()} <= {str(kind) for kind in tried}
 
 
 @pytest.fixture

@@ -104,6 +104,26 @@ def test_where_a_plan_is_near_the_aim_its_order_is_held() -> None:
     assert (with_room.order, with_room.held) == ("inductor", frozenset())
 
 
+@pytest.mark.parametrize(("seed", "floats"), [(4, True), (400, False)])
+def test_where_a_mask_of_a_seed_runs_again_so_is_all_that_does(seed: int, floats: bool) -> None:
+    """Inductor could make it, and what reads it, far too early."""
+    sizes = {"seed": seed, "mask": 100, "dropped": 100, "x": 100, "wide": 900, "g": 1}
+    ops = (
+        Op("seed", (), ("seed",), 1.0, repeatable=False),
+        Op("mask", ("seed",), ("mask",), 1.0),
+        Op("drop", ("x", "mask"), ("dropped",), 1.0),
+        Op("wide", ("dropped",), ("wide",), 1.0, phase="backward"),
+        Op("g", ("x", "mask", "dropped"), ("g",), 1.0, phase="backward"),
+    )
+    values = tuple(Value(name, size) for name, size in sizes.items())
+    problem = Problem("masks", values, ops, (), ("x",), ("g",))
+    steps = ("seed", "mask", "drop", "wide", "mask", "drop", "g")
+    line = replay(problem, steps)
+    plan = Plan(steps, "by hand", 10_000, line.peak_bytes, line.time_us)
+    found = Candidate.near_peak(draft_of(problem), plan, 10_000)
+    assert found.held == (frozenset({4, 5}) if floats else frozenset())
+
+
 def test_an_aim_out_of_reach_is_not_rehearsed() -> None:
     lowest = planning().quick(PROBLEM, 0).peak_bytes
     trial = Trial(lambda planned, order: planned)

@@ -150,6 +150,31 @@ def test_what_the_caller_holds_is_there_to_the_end() -> None:
     assert held <= dict(shown.at_peak).keys()
 
 
+def test_kernels_of_the_forward_begin_before_the_backward_has_code(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    """What is begun is not begun again when it is taken; what was not, is."""
+    events: list[str] = []
+    generate = compat.generate
+
+    def generated(module: Any, *, is_backward: bool, **asked: Any) -> Any:
+        events.append("backward" if is_backward else "forward")
+        return generate(module, is_backward=is_backward, **asked)
+
+    def step(forward: Any, backward: Any) -> None:
+        asked: dict[str, Any] = {"num_fwd_outputs": 1, "device": "cpu", "workspace": lambda *_: 0}
+        for begin in (True, False):
+            shown = rehearse(forward, backward, **asked, begin=begin)
+            events.append("taken")
+            shown.hand_over()
+
+    monkeypatch.setattr(compat, "generate", generated)
+    monkeypatch.setattr(compat, "begin_kernels", lambda code: events.append("begun"))
+    half(Two(), step, torch.ones(64, 64))
+    likely = ["forward", "begun", "backward", "begun", "taken"]
+    assert events == [*likely, "forward", "backward", "taken", "begun", "begun"]
+
+
 def test_a_rehearsed_plan_names_what_is_live_at_the_peak() -> None:
     model, x = seeded(Stack, 512, 32)
     full = fxremat.explain(model, x)

@@ -70,6 +70,7 @@ from fxremat.compat.inductor.kernels import (
 from fxremat.compat.inductor.kernels_ahead import (
     begin_kernels,
     look_for_vectors,
+    wait_for_vectors,
 )
 from fxremat.compat.inductor.loading import load_without_kernels
 from fxremat.compat.inductor.lowered_ahead import forget_lowered, hand_over
@@ -199,6 +200,7 @@ __all__ = [
     "torch_partition",
     "trace_as_inductor",
     "user_tag",
+    "wait_for_vectors",
     "watch_backwards",
     "without_memory",
     "write_results",

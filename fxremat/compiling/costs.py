@@ -2,7 +2,8 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterator, Sequence
+from contextlib import contextmanager
 from dataclasses import dataclass, replace
 from pathlib import Path
 
@@ -38,9 +39,17 @@ def op_timer(request: Request, device: torch.device, spec: DeviceSpec | None = N
     if request.op_times != "measured" or spec is not None:
         return roofline
     directory = Path(compat.cache_directory()) / "fxremat"
-    calls = CallTimes(device, directory, compat.size_bound, compat.outside_fake_mode)
-    loops = measured_rates(device, directory, compat.outside_fake_mode)
+    calls = CallTimes(device, directory, compat.size_bound, _undisturbed)
+    loops = measured_rates(device, directory, _undisturbed)
     return Measured(calls, loops, roofline)
+
+
+@contextmanager
+def _undisturbed() -> Iterator[None]:
+    """Inside, tensors are real, and we compile nothing that could take a core."""
+    compat.wait_for_vectors()
+    with compat.outside_fake_mode():
+        yield
 
 
 def with_energies(problem: Problem, spec: DeviceSpec) -> Problem:

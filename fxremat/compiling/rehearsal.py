@@ -43,11 +43,14 @@ class Rehearsal:
     scratch: dict[str, int]
     halves: tuple[compat.Generated, ...] = field(default=(), repr=False, compare=False)
     """The code that ran, the forward's and the backward's; none where the answer was known."""
+    begun: bool = field(default=False, repr=False, compare=False)
+    """Whether its kernels are being compiled."""
 
     def hand_over(self) -> None:
         """Have what ran compiled as it is; its kernels from now on, beside what Python does."""
         for half in self.halves:
-            compat.begin_kernels(half)
+            if not self.begun:
+                compat.begin_kernels(half)
             if half.lowered is not None:
                 compat.hand_over(half.lowered)
 
@@ -238,17 +241,21 @@ def rehearse(
     device: str,
     workspace: Workspace,
     with_kernels: bool = False,
+    begin: bool = False,
 ) -> Rehearsal:
     """Generate the code of both graphs of a training step, run one after the other, and count.
 
     ``workspace`` gives the scratch bytes of a library call (op, args, kwargs). The inputs of the
     forward are there throughout, its first ``num_fwd_outputs`` results and the incoming gradients
     are the caller's, everything else is dropped when the code drops it. Only code that comes
-    ``with_kernels`` can be handed over; it takes longer.
+    ``with_kernels`` can be handed over; it takes longer. ``begin`` to compile them at once where
+    the code will most likely be taken: the forward's while the backward's code is generated.
     """
     first = compat.generate(
         forward, is_backward=False, seen_outputs=num_fwd_outputs, with_kernels=with_kernels
     )
+    if begin:
+        compat.begin_kernels(first)
     results = forward.graph.output_node().args[0]
     assert isinstance(results, (tuple, list))
     saved = {
@@ -260,6 +267,8 @@ def rehearse(
     second = compat.generate(
         backward, is_backward=True, input_strides=strides, with_kernels=with_kernels
     )
+    if begin:
+        compat.begin_kernels(second)
 
     meter = _Meter(device, workspace)
     with compat.without_memory() as made:
@@ -285,6 +294,7 @@ def rehearse(
         at_peak=tuple(resident) + meter.at_peak,
         scratch=meter.scratch,
         halves=(first, second),
+        begun=begin,
     )
 
 

@@ -28,6 +28,7 @@ def rehearse_once(
     workspace: Workspace,
     directory: Path,
     with_kernels: bool = False,
+    begin: bool = False,
 ) -> Rehearsal:
     """`rehearsal.rehearse`, or what it gave for the same graphs before.
 
@@ -46,9 +47,10 @@ def rehearse_once(
         device=device,
         workspace=workspace,
         with_kernels=with_kernels,
+        begin=begin,
     )
     if question is not None:
-        answers.keep(question, asdict(replace(shown, halves=())))
+        answers.keep(question, asdict(replace(shown, halves=(), begun=False)))
     return shown
 
 

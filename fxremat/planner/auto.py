@@ -42,13 +42,13 @@ def _best_of_solvers(
     problem: Problem, budget_bytes: int | None, options: SolverOptions, deadline: Deadline
 ) -> Plan:
     """The best of the solvers that it takes."""
-    gap = max(options.gap, tuning.AUTO_CLOSE)
+    gap, enough = max(options.gap, tuning.AUTO_CLOSE), max(options.gap, tuning.AUTO_ENOUGH)
     first = replace(options, gap=gap, time_limit_s=tuning.AUTO_FIRST_PART * deadline.left())
     best = moments.solve(problem, budget_bytes, first)
     if budget_bytes is None:
         return best
     for solver in _further_solvers(problem):
-        if _is_solved(best, problem, gap) or not deadline.running():
+        if _is_solved(best, problem, enough) or not deadline.running():
             break
         rest = replace(options, gap=gap, start=best.ops, time_limit_s=deadline.left())
         best = _better(best, solver(problem, budget_bytes, rest))

@@ -7,8 +7,9 @@ from __future__ import annotations
 
 # -- auto --------------------------------------------------------------------------
 
-AUTO_CLOSE = 5e-3
-"""Of the time of keep-all: a plan so near to its bound is not worked on any more."""
+AUTO_CLOSE, AUTO_ENOUGH = 5e-3, 1e-2
+"""Of the time of keep-all: where a plan is so near to its bound, the solver over moments stops, and
+no further one is asked. Measured times do not tell such plans apart."""
 AUTO_FEW_RUNS = 8_000
 """Repeats to choose from in a problem that the full programme of Checkmate mostly solves."""
 AUTO_SECONDS, AUTO_SECONDS_PER_OP, AUTO_MOST_SECONDS = 3.0, 0.008, 20.0

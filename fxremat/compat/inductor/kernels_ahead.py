@@ -6,21 +6,62 @@ import ast
 import contextvars
 import logging
 import threading
+from contextlib import suppress
+from typing import Any
 
 from fxremat.compat.inductor.generated_code import Generated
 
 log = logging.getLogger(__name__)
 
 
+_looking: list[threading.Thread] = []
+"""One for each kind of vector instructions that the processor has."""
+
+
 def look_for_vectors() -> None:
-    """Begin to find out which vector instructions there are, without waiting for it.
+    """Begin to find out which vector instructions can be used, without waiting for it.
 
-    Inductor compiles and runs a program for each kind, once in a process, and waits meanwhile.
+    Inductor compiles and runs a program for each kind, one after the other, once in a process.
+    Here all are compiled at the same time, and Inductor waits for them where it needs the answer.
     """
-    from torch._inductor.cpu_vec_isa import pick_vec_isa
+    from torch._inductor import cpu_vec_isa
 
-    context = contextvars.copy_context()  # the configuration of now
-    threading.Thread(target=context.run, args=(pick_vec_isa,), daemon=True).start()
+    if _looking:
+        return
+    module: Any = cpu_vec_isa
+    find = module.valid_vec_isa_list
+
+    def found() -> Any:
+        wait_for_vectors()
+        return find()
+
+    for kind in _kinds(module):
+        context = contextvars.copy_context()  # the configuration of now
+        thread = threading.Thread(target=context.run, args=(_try, kind), daemon=True)
+        _looking.append(thread)
+        thread.start()
+    module.valid_vec_isa_list = found
+
+
+def wait_for_vectors() -> None:
+    """Wait until nothing is compiled any more to find them: no time is measured meanwhile."""
+    for thread in _looking:
+        thread.join()
+
+
+def _kinds(module: Any) -> list[Any]:
+    """Those that this processor has, where Inductor asks for several."""
+    has = module.x86_isa_checker()
+    return [
+        kind
+        for kind in module.supported_vec_isa_list
+        if all(flag in has for flag in str(kind).split())
+    ]
+
+
+def _try(kind: Any) -> None:
+    with suppress(Exception):  # Inductor comes to it again, and says what is wrong
+        bool(kind)
 
 
 def begin_kernels(generated: Generated) -> None:

@@ -16,6 +16,7 @@ that Inductor would generate.
 from __future__ import annotations
 
 import logging
+from collections.abc import Iterator, Sequence
 from dataclasses import dataclass, field, replace
 from pathlib import Path
 from typing import Any, Literal
@@ -25,8 +26,9 @@ from fxremat.compiling.draft import Draft, Learnt
 from fxremat.compiling.pipeline import APPLY, BEGIN, Runner
 from fxremat.compiling.rehearsal import Rehearsal
 from fxremat.compiling.rehearsal_cache import rehearse_once
-from fxremat.compiling.searching.tuning import NEAR_PEAK
+from fxremat.compiling.searching.tuning import NEAR_PEAK, OF_SMALL
 from fxremat.core.plan import Plan
+from fxremat.core.problem import Op, Problem
 from fxremat.core.schedule import Step
 from fxremat.core.timeline import replay
 
@@ -49,10 +51,19 @@ class Candidate:
 
     @classmethod
     def near_peak(cls, draft: Draft, plan: Plan, aim: int) -> Candidate:
-        """The plan with its order held where it is near the aim."""
-        live = replay(draft.estimate.problem, plan.steps).live_bytes
-        held = frozenset(k for k, nbytes in enumerate(live) if nbytes >= NEAR_PEAK * aim)
-        return cls(draft, plan, "planned near the peak" if held else "inductor", held)
+        """The plan with its order held where it is near the aim.
+
+        Where an op runs again that makes much of next to nothing, as a mask of dropout of a seed,
+        all that runs again is held: Inductor would fuse such ops, and what reads them, into one
+        early loop, and what that makes is then there for long.
+        """
+        problem, steps = draft.estimate.problem, plan.steps
+        live = replay(problem, steps).live_bytes
+        held = {k for k, nbytes in enumerate(live) if nbytes >= NEAR_PEAK * aim}
+        again = dict(_runs_again(steps))
+        if any(_is_of_next_to_nothing(problem.op_of[name], problem) for name in again.values()):
+            held |= again.keys()
+        return cls(draft, plan, "planned near the peak" if held else "inductor", frozenset(held))
 
     @classmethod
     def planned(cls, draft: Draft, plan: Plan) -> Candidate:
@@ -64,6 +75,22 @@ class Candidate:
         """Equal for candidates that are the same two halves."""
         names = tuple(one.name for one in self.draft.taken)
         return names, self.plan.steps, self.order, self.held
+
+
+def _is_of_next_to_nothing(op: Op, problem: Problem) -> bool:
+    """Whether what an op reads is small beside what it writes."""
+    sizes = problem.bytes_of
+    read, written = (sum(sizes[name] for name in names) for names in (op.reads, op.writes))
+    return 0 < read * OF_SMALL <= written
+
+
+def _runs_again(steps: Sequence[Step]) -> Iterator[tuple[int, str]]:
+    """The steps that run an op again, by their places."""
+    seen = set[Step]()
+    for k, step in enumerate(steps):
+        if isinstance(step, str) and step in seen:
+            yield k, step
+        seen.add(step)
 
 
 @dataclass(frozen=True)
@@ -120,7 +147,8 @@ class Judge:
         request = self.runner.costs.request
         shown = None
         if request.compiled and request.budget_bytes is not None:
-            shown = self._rehearse(draft)
+            likely = candidate.plan.peak_bytes <= request.budget_bytes
+            shown = self._rehearse(draft, begin=likely and not self.plan_only)
         peak = candidate.plan.peak_bytes if shown is None else shown.peak_bytes
         judged = self.seen[candidate.key] = Judged(candidate, draft, peak, shown)
         log.debug(
@@ -136,8 +164,11 @@ class Judge:
         draft = replace(candidate.draft, plan=candidate.plan, held=candidate.held)
         return self.runner.run("apply", APPLY, draft)
 
-    def _rehearse(self, draft: Draft) -> Rehearsal | None:
-        """The real peak; None, with a warning, for code that does not run without data."""
+    def _rehearse(self, draft: Draft, *, begin: bool) -> Rehearsal | None:
+        """The real peak; None, with a warning, for code that does not run without data.
+
+        Kernels ``begin`` to be compiled where the candidate may well be taken.
+        """
         costs = self.runner.costs
         with self.runner.times.stage("rehearse"):
             try:
@@ -148,6 +179,7 @@ class Judge:
                     workspace=costs.workspaces.of_call,
                     directory=Path(compat.cache_directory()) / "fxremat" / "rehearsals",
                     with_kernels=not self.plan_only,
+                    begin=begin,
                 )
             except Exception as error:  # any op of any library may refuse
                 log.warning(

@@ -20,7 +20,6 @@ import logging
 from collections.abc import Generator
 from dataclasses import dataclass, field, replace
 
-from fxremat import compat
 from fxremat.compiling.draft import Draft
 from fxremat.compiling.pipeline import AS_TORCH, DONATE, PLAN, Runner
 from fxremat.compiling.searching.candidates import Candidate, Judge, Judged
@@ -238,11 +237,7 @@ class Search:
         """What the graph could take."""
         rules = rules_named(self.planning.request.variants, allow_lossy=allow_lossy)
         with self.runner.times.stage("estimate"):
-            found = variant_set(self.prepared, rules, self.runner.costs)
-        compiles = self.planning.request.compiled and not self.judge.plan_only
-        if compiles and self.runner.costs.device.type == "cpu":
-            compat.look_for_vectors()  # no time is measured from here on that it could disturb
-        return found
+            return variant_set(self.prepared, rules, self.runner.costs)
 
     def _exact(self) -> VariantSet | None:
         return self._variants(allow_lossy=False) if self.planning.request.allow_lossy else None

@@ -13,6 +13,8 @@ VARIANT_DOUBT = 0.03
 times of a call, taken on different occasions, differ by 5 %; one step of many calls by less."""
 NEAR_PEAK = 0.75
 """Of the aim: where a plan takes as much, Inductor's own order may take too much."""
+OF_SMALL = 16
+"""Times as many bytes as it reads: what an op writes that could as well run far too early."""
 FAR_ABOVE = 1.1
 """Times the aim, or the least that is planned: torch's partition, if planned above, is too high."""
 OUT_OF_REACH = 1.1
