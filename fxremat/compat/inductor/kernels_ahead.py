@@ -35,6 +35,8 @@ def look_for_vectors() -> None:
         wait_for_vectors()
         return find()
 
+    for name in ("cache_clear", "cache_info"):  # it is a cached function
+        setattr(found, name, getattr(find, name, None))
     for kind in _kinds(module):
         context = contextvars.copy_context()  # the configuration of now
         thread = threading.Thread(target=context.run, args=(_try, kind), daemon=True)
