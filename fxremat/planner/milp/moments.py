@@ -87,6 +87,8 @@ def _refined(
             options.progress(_progress(refinement, deadline))
         if known is None and number == tuning.MOMENTS_QUICK_ROUNDS and not refinement.proven():
             known = _join(front, greedy.whole_front(problem, options))
+        if number == tuning.MOMENTS_STRICT_ROUNDS:
+            refinement.near_us *= tuning.MOMENTS_EASED
     if known is None and not refinement.proven():
         known = _join(front, greedy.whole_front(problem, options))
     if not refinement.proven():

@@ -46,6 +46,9 @@ MOMENTS_PROOF_PART = 0.75
 MOMENTS_QUICK_ROUNDS = 2
 """Rounds from what the quick solver found; where these do not prove a plan, that of the greedy
 solver joins, which takes longer to find."""
+MOMENTS_STRICT_ROUNDS, MOMENTS_EASED = 3, 2.0
+"""After so many rounds, a plan may be so many times as far from its bound: programmes of many
+moments take seconds each."""
 MOMENTS_CHOICE_PART = 0.5
 """Of the gap that is good enough: a choice may be off by as much, for its plan is dearer still."""
 MOMENTS_PER_ROUND = 3
