@@ -7,6 +7,7 @@ import os
 import signal
 import threading
 import time
+from collections.abc import Iterator
 
 import highspy
 import pytest
@@ -19,6 +20,14 @@ from fxremat.planner.milp.highs import Milp
 from tests.chains import blocks
 
 
+@pytest.fixture
+def interruptible() -> Iterator[None]:
+    """Ctrl-C raises, also where the tests run in the background of a shell: that ignores it."""
+    before = signal.signal(signal.SIGINT, signal.default_int_handler)
+    yield
+    signal.signal(signal.SIGINT, before)
+
+
 def programme() -> Milp:
     """Of two columns that are 0 or 1, one at least is 1."""
     milp = Milp()
@@ -27,6 +36,7 @@ def programme() -> Milp:
     return milp
 
 
+@pytest.mark.usefixtures("interruptible")
 def test_ctrl_c_does_not_wait_for_a_solver(monkeypatch: pytest.MonkeyPatch) -> None:
     """However long it runs without looking up."""
     ended = threading.Event()
@@ -64,6 +74,7 @@ def test_what_the_solver_raises_is_raised(monkeypatch: pytest.MonkeyPatch) -> No
         programme().solve(Deadline(None))
 
 
+@pytest.mark.usefixtures("interruptible")
 def test_ctrl_c_ends_planning_within_two_seconds() -> None:
     """A problem that takes much longer; nothing is caught on the way."""
     problem = blocks(400)

@@ -15,7 +15,7 @@ from fxremat.core.timeline import replay
 from fxremat.planner.deadline import Deadline
 from fxremat.planner.indexed_problem import build_model
 from fxremat.planner.local.stage_schedule import StageSchedule
-from fxremat.planner.milp import moments
+from fxremat.planner.milp import moments, tuning
 from fxremat.planner.milp.highs import Milp, Status
 from fxremat.planner.milp.moments_relaxation import LastReads, Relaxation, extra_runs_for
 from fxremat.planner.options import Progress, SolverOptions
@@ -207,7 +207,10 @@ def test_a_plan_near_enough_to_its_bound_is_not_worked_on(percent: int) -> None:
         assert check(problem, plan.steps).ok
         assert plan.peak_bytes <= budget
     assert plan.time_bound_us is not None
-    assert plan.time_us - plan.time_bound_us <= 0.2 * problem.base_time_us
+    near_us = 0.2 * problem.base_time_us
+    if rounds[1] > tuning.MOMENTS_STRICT_ROUNDS:  # from there on it is content with less
+        near_us *= tuning.MOMENTS_EASED
+    assert plan.time_us - plan.time_bound_us <= near_us
     assert rounds[1] <= rounds[0]
 
 
