@@ -208,7 +208,7 @@ def test_a_plan_near_enough_to_its_bound_is_not_worked_on(percent: int) -> None:
         assert plan.peak_bytes <= budget
     assert plan.time_bound_us is not None
     near_us = 0.2 * problem.base_time_us
-    if rounds[1] > tuning.MOMENTS_STRICT_ROUNDS:  # from there on it is content with less
+    if rounds[1] >= tuning.MOMENTS_STRICT_ROUNDS:  # from there on it is content with less
         near_us *= tuning.MOMENTS_EASED
     assert plan.time_us - plan.time_bound_us <= near_us
     assert rounds[1] <= rounds[0]
