@@ -15,6 +15,8 @@ from torch._dynamo.exc import BackendCompilerFailed
 import fxremat
 from fxremat import compat
 from fxremat.backend import fxremat as backend
+from fxremat.compiling.costs import op_timer
+from fxremat.compiling.request import Request
 from fxremat.cost.peak import measure_peak
 from tests.small import Convolutions, Stack, seeded, train
 
@@ -301,3 +303,27 @@ def test_graphs_that_run_node_by_node_ask_nothing_of_a_compiler(
     torch.compile(model, backend=backend, options=options)(x).backward()
     assert fxremat.reports()[-1].recomputed or fxremat.reports()[-1].variants
     assert not asked
+
+
+def test_vectors_are_looked_for_beside_tracing(monkeypatch: pytest.MonkeyPatch) -> None:
+    events: list[str] = []
+
+    def compiled(gm: Any, *_: Any) -> Any:
+        events.append("trace")
+        return gm
+
+    monkeypatch.setattr(compat, "look_for_vectors", lambda: events.append("look"))
+    monkeypatch.setattr(compat, "compile_with_inductor", compiled)
+    model, x = seeded(Stack, 64, 32)
+    torch.compile(model, backend=backend, options={"memory_budget": "8MiB"})(x)
+    assert events == ["look", "trace"]
+
+
+def test_what_is_timed_waits_for_what_we_compile(monkeypatch: pytest.MonkeyPatch) -> None:
+    events: list[str] = []
+    monkeypatch.setattr(compat, "wait_for_vectors", lambda: events.append("wait"))
+    timer: Any = op_timer(Request(op_times="measured"), torch.device("cpu"))
+    events.clear()
+    with timer.calls.outside_fake_mode():
+        events.append("time")
+    assert events == ["wait", "time"]

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import platform
 import threading
 from typing import Any
 
@@ -52,10 +53,30 @@ def test_look_for_vectors(monkeypatch: pytest.MonkeyPatch) -> None:
     assert found == {"broken": 7, "one two": 7}
 
 
-def test_what_is_looked_for_is_what_inductor_asks_for() -> None:
-    """Those that it would try on this processor, in its own list of them."""
-    tried = kernels_ahead._kinds(cpu_vec_isa)
-    assert {str(kind) for kind in cpu_vec_isa.valid_vec_isa_list()} <= {str(kind) for kind in tried}
+def test_where_inductor_asks_for_no_kind_nothing_changes(monkeypatch: pytest.MonkeyPatch) -> None:
+    find = cpu_vec_isa.valid_vec_isa_list
+    monkeypatch.setattr(kernels_ahead, "_looking", [])
+    monkeypatch.setattr(cpu_vec_isa, "x86_isa_checker", list)
+    compat.look_for_vectors()
+    assert cpu_vec_isa.valid_vec_isa_list is find
+    assert not kernels_ahead._looking
+
+
+@pytest.mark.skipif(platform.machine() not in {"x86_64", "AMD64"}, reason="x86 has several kinds")
+def test_what_is_looked_for_is_what_inductor_asks_for(monkeypatch: pytest.MonkeyPatch) -> None:
+    """If all that it asks for can be used, as here, these are those that it finds."""
+    found: dict[str, Any] = {}
+    alone = threading.Barrier(1)
+    names = [str(kind) for kind in cpu_vec_isa.supported_vec_isa_list]
+    kinds = [Kind(name, alone, found) for name in names]
+    monkeypatch.setattr(cpu_vec_isa, "supported_vec_isa_list", kinds)
+    cpu_vec_isa.valid_vec_isa_list.cache_clear()
+    try:
+        valid: Any = cpu_vec_isa.valid_vec_isa_list()
+    finally:
+        cpu_vec_isa.valid_vec_isa_list.cache_clear()
+    assert valid
+    assert kernels_ahead._kinds(cpu_vec_isa) == valid
 
 
 @pytest.fixture

@@ -50,7 +50,7 @@ def _best_of_solvers(
     for solver in _further_solvers(problem):
         if _is_solved(best, problem, enough) or not deadline.running():
             break
-        rest = replace(options, gap=gap, start=best.ops, time_limit_s=deadline.left())
+        rest = replace(options, start=best.ops, time_limit_s=deadline.left())
         best = _better(best, solver(problem, budget_bytes, rest))
     return best
 

@@ -26,8 +26,8 @@ class SolverOptions:
     """Limits and the seed; limits count iterations before they count seconds.
 
     ``time_limit_s`` is None by default: then the plan depends on problem and seed alone.
-    ``gap`` is a part of the time of keep-all: a plan so near to its bound is not worked on; after
-    some rounds, nor is one that is twice as far.
+    ``gap`` is a part of the time of keep-all: the solver over moments does not work on a plan so
+    near to its bound; after some rounds, nor on one that is twice as far.
     ``start`` are the steps of a plan to begin with. ``progress`` is called now and then.
     ``objective`` is what is to be least; with "energy", a plan may take ``most_time_us``.
     """

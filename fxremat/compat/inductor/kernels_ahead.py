@@ -26,9 +26,10 @@ def look_for_vectors() -> None:
     """
     from torch._inductor import cpu_vec_isa
 
-    if _looking:
-        return
     module: Any = cpu_vec_isa
+    kinds = _kinds(module)
+    if _looking or not kinds:
+        return
     find = module.valid_vec_isa_list
 
     def found() -> Any:
@@ -37,7 +38,7 @@ def look_for_vectors() -> None:
 
     for name in ("cache_clear", "cache_info"):  # it is a cached function
         setattr(found, name, getattr(find, name, None))
-    for kind in _kinds(module):
+    for kind in kinds:
         context = contextvars.copy_context()  # the configuration of now
         thread = threading.Thread(target=context.run, args=(_try, kind), daemon=True)
         _looking.append(thread)

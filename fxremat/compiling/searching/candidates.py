@@ -78,7 +78,10 @@ class Candidate:
 
 
 def _is_of_next_to_nothing(op: Op, problem: Problem) -> bool:
-    """Whether what an op reads is small beside what it writes."""
+    """Whether what an op reads is small beside what it writes.
+
+    What reads nothing at all is a constant, which loops make for themselves.
+    """
     sizes = problem.bytes_of
     read, written = (sum(sizes[name] for name in names) for names in (op.reads, op.writes))
     return 0 < read * OF_SMALL <= written
@@ -146,8 +149,8 @@ class Judge:
             draft = self.runner.run("kernels", BEGIN, draft)
         request = self.runner.costs.request
         shown = None
-        if request.compiled and request.budget_bytes is not None:
-            likely = candidate.plan.peak_bytes <= request.budget_bytes
+        if request.compiled and request.aim is not None:
+            likely = candidate.plan.peak_bytes <= request.aim
             shown = self._rehearse(draft, begin=likely and not self.plan_only)
         peak = candidate.plan.peak_bytes if shown is None else shown.peak_bytes
         judged = self.seen[candidate.key] = Judged(candidate, draft, peak, shown)
