@@ -14,8 +14,7 @@ they stand where their transfers run beside other work.
   results are small beside what it reads, such as the sum that is a bias gradient, may run earlier.
   A copy that only changes the layout for a library call runs last before it. It is fused only with
   the loop that makes what it copies, so that it is not there beside the results of other loops. On
-  the CPU each loop is called by itself, and not in one function with others, so that what dies
-  between two of them is freed there.
+  the CPU, where loops share functions, a function ends where what has died must be freed.
 
         mm_1   relu_recompute   mm_2   gelu_backward   mm_3   sum_1 (small)
                \\____ not here ____/         \\_____ may join ____/
@@ -41,6 +40,8 @@ from fxremat.passes.offload import MOVED
 
 SMALL = 16
 """A loop may run early if its results are this many times smaller than what it reads."""
+NEXT_TO_NOTHING = 64
+"""Loops may share a function if that takes more by this part of the largest results at most."""
 
 
 def results_to_write(graph: fx.Graph) -> list[fx.Node]:
@@ -115,6 +116,28 @@ def held_loops(kernels: Sequence[compat.Scheduled]) -> list[int]:
     return found
 
 
+def last_of_functions(loops: Sequence[compat.Footprint]) -> set[int]:
+    """The loops behind which a function ends, of those between two library calls.
+
+    A function allocates what all its loops write before it, and frees behind it. Several loops
+    share one where it then takes, but for next to nothing, no more than the largest of them alone.
+    """
+    live, peaks = 0, list[int]()
+    for loop in loops:
+        peaks.append(live + loop.allocated)
+        live += loop.allocated - loop.freed
+    most = max(peaks, default=0)
+    most += max((loop.allocated for loop in loops), default=0) // NEXT_TO_NOTHING
+    ends, live, inside, dead = set[int](), 0, 0, 0
+    for place, loop in enumerate(loops):
+        if place and live + inside + loop.allocated > most:
+            ends.add(place - 1)
+            live, inside, dead = live + inside - dead, 0, 0
+        inside += loop.allocated
+        dead += loop.freed
+    return ends
+
+
 def late_copies(
     kernels: Sequence[compat.Scheduled], between: Sequence[int], loops: Sequence[int]
 ) -> list[int]:
@@ -180,7 +203,8 @@ class Fence(compat.SchedulerPass):
         if not any(mark in name for name in names for mark in (WRITTEN, MOVED)):
             return nodes
         kernels = [compat.scheduled(node) for node in nodes]
-        compat.run_each_alone([nodes[position] for position in held_loops(kernels)])
+        held = [nodes[position] for position in held_loops(kernels)]
+        compat.run_in_functions(held, last_of_functions)
         return compat.run_after(nodes, fences(kernels))
 
     def uuid(self) -> Any:

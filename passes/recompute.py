@@ -35,6 +35,7 @@ from fxremat.passes.materialisation import is_fusable
 from fxremat.passes.memory_estimation import TANGENTS, Cone, Estimate
 from fxremat.passes.offload import Mover
 from fxremat.passes.optimizer_steps import host_gradients, insert_arrived
+from fxremat.passes.saved_ends import save_ends
 
 Lookup = Callable[[fx.Node], fx.Node]
 
@@ -221,6 +222,9 @@ def apply_plan(
     for i in late:
         early[i] = writer.resolve(joint.results[i])
     backward = list(writer.graph.nodes)[len(forward) + len(joint.tangents) :]
+    kept = {node for node in (*early, *backward_results) if isinstance(node, fx.Node)}
+    save_ends(forward, backward, kept)
+    backward = [node for node in backward if not node._erased]
     output = writer.graph.output(tuple(early + backward_results))
     output.meta = dict(joint.module.graph.output_node().meta)
     module = compat.module_of(joint.module, writer.graph)

@@ -4,11 +4,13 @@ from __future__ import annotations
 
 from typing import Any
 
+import pytest
 import torch
 from torch import fx, nn
 from torch.fx.experimental.proxy_tensor import make_fx
 
 from fxremat import compat
+from fxremat.compat.inductor import post_grad
 from tests.compat_graphs import ATEN, Shared, half
 from tests.graphs import batch
 from tests.small import forward_code
@@ -25,6 +27,23 @@ def test_write_results() -> None:
     assert written.count("= empty_strided_cpu((32, 64)") == 1 + plain.count(
         "= empty_strided_cpu((32, 64)"
     )
+
+
+@pytest.mark.parametrize("read_twice", [False, True])
+def test_a_mark_stands_behind_the_views_through_which_all_read(read_twice: bool) -> None:
+    """A convolution that reads groups as an image has the loop write an image."""
+
+    def step(x: torch.Tensor, weight: torch.Tensor) -> Any:
+        groups = x.sin()
+        image = torch.conv2d(groups.view(2, 8, 6, 6), weight)
+        return (image, groups.cos()) if read_twice else image
+
+    module = make_fx(step, tracing_mode="fake")(torch.ones(2, 2, 4, 36), torch.ones(4, 8, 3, 3))
+    (sin,) = (n for n in module.graph.nodes if n.target is ATEN.sin.default)
+    compat.write_results(module.graph, [sin])
+    (mark,) = (n for n in module.graph.nodes if n.target is torch.ops.fxremat.written.default)
+    assert mark.meta["val"].shape == ((2, 2, 4, 36) if read_twice else (2, 8, 6, 6))
+    assert post_grad.unmarked(mark) is sin
 
 
 class Masked(nn.Module):

@@ -25,17 +25,25 @@ class Apart(nn.Module):
         return x.exp(), self.w.sin()
 
 
-def test_run_each_alone() -> None:
-    """Two functions, where Inductor would put both loops into one."""
+def test_run_in_functions() -> None:
+    """Functions end where it is said, and what a loop allocates and frees is told."""
+    seen: list[list[compat.Footprint]] = []
 
-    def alone(nodes: list[Any]) -> list[Any]:
-        compat.run_each_alone(nodes)
-        return nodes
+    def functions(ends: set[int]) -> int:
+        def last_of(loops: list[compat.Footprint]) -> set[int]:
+            seen.append(loops)
+            return ends
 
-    before = forward_code(Apart(), batch(32, 64))
-    after = forward_code(Apart(), batch(32, 64), **{compat.SCHEDULER_PASS: alone})
-    kernels = [code.count("async_compile.cpp_pybinding(") for code in (before, after)]
-    assert kernels == [1, 2]
+        def divide(nodes: list[Any]) -> list[Any]:
+            compat.run_in_functions(nodes, last_of)
+            return nodes
+
+        code = forward_code(Apart(), batch(32, 64), **{compat.SCHEDULER_PASS: divide})
+        return code.count("async_compile.cpp_pybinding(")
+
+    assert [functions(set()), functions({0})] == [1, 2]
+    loops = [loop for loops in seen for loop in loops]
+    assert {loop.allocated for loop in loops} == {32 * 64 * 4, 100 * 4}
 
 
 def test_run_after_reorders_what_has_to_wait() -> None:

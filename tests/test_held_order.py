@@ -16,11 +16,13 @@ from torch import fx, nn
 from fxremat import compat
 from fxremat.passes.halves import RECOMPUTED
 from fxremat.passes.held_order import (
+    NEXT_TO_NOTHING,
     Fence,
     WriteResults,
     fences,
     held_loops,
     held_stretches,
+    last_of_functions,
     results_to_write,
 )
 from fxremat.passes.recompute import apply_plan
@@ -226,6 +228,41 @@ def test_kernels_wait_for_earlier_ones_and_loops_for_their_fences(
             assert position in after[following[0]]
 
 
+# --- functions ------------------------------------------------------------------------------------
+
+
+def most_at_once(loops: list[compat.Footprint], ends: set[int]) -> int:
+    """Bytes there at most, beside what is there before, if functions end behind ``ends``."""
+    live, most, begin = 0, 0, 0
+    for place in range(len(loops)):
+        if place in ends or place == len(loops) - 1:
+            function = loops[begin : place + 1]
+            most = max(most, live + sum(loop.allocated for loop in function))
+            live += sum(loop.allocated - loop.freed for loop in function)
+            begin = place + 1
+    return most
+
+
+def test_loops_share_a_function_where_nothing_must_be_freed_between_them() -> None:
+    made, small, last = compat.Footprint(100, 0), compat.Footprint(1, 1), compat.Footprint(0, 100)
+    assert last_of_functions([made, small, last]) == set()
+    assert last_of_functions([small, made, small, last]) == set()  # but for next to nothing
+    assert last_of_functions([made, last, made, last]) == {1}
+    assert last_of_functions([]) == set()
+
+
+@given(st.lists(st.builds(compat.Footprint, st.integers(0, 200), st.integers(0, 200)), max_size=10))
+def test_functions_take_no_more_than_the_largest_loop(loops: list[compat.Footprint]) -> None:
+    ends = last_of_functions(loops)
+    alone = most_at_once(loops, set(range(len(loops))))
+    slack = max((loop.allocated for loop in loops), default=0) // NEXT_TO_NOTHING
+    assert most_at_once(loops, ends) <= alone + slack
+    for one in ends:  # and none could go on
+        assert most_at_once(loops, {end for end in ends if end <= one} - {one}) > alone or (
+            most_at_once(loops[: one + 2], {end for end in ends if end < one}) > alone
+        )
+
+
 class Late(nn.Module):
     """A loop, a matrix product, and another loop over what the first one reads."""
 
@@ -239,7 +276,7 @@ class Late(nn.Module):
 
 class Always(Fence):
     def hold(self, nodes: list[Any]) -> list[Any]:
-        compat.run_each_alone(nodes)
+        compat.run_in_functions(nodes, lambda loops: set(range(len(loops))))
         return compat.run_after(nodes, fences([compat.scheduled(node) for node in nodes]))
 
 

@@ -82,11 +82,12 @@ from fxremat.compat.inductor.post_grad import (
     write_results,
 )
 from fxremat.compat.inductor.scheduling import (
+    Footprint,
     Scheduled,
     in_waiting_order,
     names_being_scheduled,
     run_after,
-    run_each_alone,
+    run_in_functions,
     scheduled,
 )
 from fxremat.compat.joint_graph import (
@@ -122,6 +123,7 @@ __all__ = [
     "SCHEDULER_PASS",
     "CustomGraphPass",
     "CustomPartitionerFn",
+    "Footprint",
     "Generated",
     "OpOverload",
     "Scheduled",
@@ -189,7 +191,7 @@ __all__ = [
     "random_state_kept",
     "return_inputs_as_they_are",
     "run_after",
-    "run_each_alone",
+    "run_in_functions",
     "running_backward",
     "running_node",
     "saved_names",

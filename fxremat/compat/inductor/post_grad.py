@@ -10,6 +10,19 @@ from torch import fx
 
 _FREE = "_in_any_layout"
 
+_REGROUPING = frozenset(
+    {
+        torch.ops.aten.view.default,
+        torch.ops.aten.reshape.default,
+        torch.ops.aten._unsafe_view.default,
+        torch.ops.aten.unsqueeze.default,
+        torch.ops.aten.squeeze.default,
+        torch.ops.aten.squeeze.dim,
+        torch.ops.aten.squeeze.dims,
+    }
+)
+"""Views of all elements, in their order."""
+
 _LIBRARY: Any = torch.library.Library("fxremat", "DEF")  # type: ignore[no-untyped-call]
 _LIBRARY.define("written(Tensor(a) x) -> Tensor(a)")
 _LIBRARY.impl("written", torch.ops.aten.alias.default, "CompositeExplicitAutograd")
@@ -18,16 +31,26 @@ _LIBRARY.impl("written", torch.ops.aten.alias.default, "CompositeExplicitAutogra
 def write_results(graph: fx.Graph, nodes: Sequence[fx.Node]) -> None:
     """Make Inductor write these results to memory, not compute them in their readers' loops.
 
-    Each gets a mark behind it, through which all its readers read.
+    Each gets a mark behind it, through which all its readers read. It stands behind the views that
+    all of them read through: a library call that wants an order of dimensions has the loop write
+    in that order, if it reads its result as it is written.
     """
     _lower_written()
     for node in nodes:
-        readers = list(node.users)
-        with graph.inserting_after(node):
-            mark = graph.call_function(torch.ops.fxremat.written.default, (node,))
-        mark.meta = dict(node.meta)
+        seen = _as_all_see_it(node)
+        readers = list(seen.users)
+        with graph.inserting_after(seen):
+            mark = graph.call_function(torch.ops.fxremat.written.default, (seen,))
+        mark.meta = dict(seen.meta)
         for reader in readers:
-            reader.replace_input_with(node, mark)
+            reader.replace_input_with(seen, mark)
+
+
+def _as_all_see_it(node: fx.Node) -> fx.Node:
+    """The last of the views through which all readers of a node read its elements."""
+    while len(node.users) == 1 and (view := next(iter(node.users))).target in _REGROUPING:
+        node = view
+    return node
 
 
 def return_inputs_as_they_are(graph: fx.Graph) -> None:
@@ -66,8 +89,12 @@ def leave_layouts(forward: fx.GraphModule) -> None:
 
 
 def unmarked(node: fx.Node) -> fx.Node:
-    """What stands before a mark of `write_results`."""
-    marked = node.args[0] if node.target is torch.ops.fxremat.written.default else node
+    """What a mark of `write_results` is for."""
+    if node.target is not torch.ops.fxremat.written.default:
+        return node
+    marked = node.args[0]
+    while isinstance(marked, fx.Node) and marked.target in _REGROUPING:
+        marked = marked.args[0]
     assert isinstance(marked, fx.Node)
     return marked
 
@@ -84,7 +111,8 @@ def _lower_written() -> None:
     def written(x: Any) -> Any:
         node = V.graph.current_node
         value = node.meta["val"]
-        if node in V.graph.nodes_prefer_channels_last and value.dim() == 4:
+        is_image = any(user.target not in _REGROUPING for user in node.users)
+        if is_image and node in V.graph.nodes_prefer_channels_last and value.dim() == 4:
             strides = torch._prims_common.make_channels_last_strides_for(value.shape)
             x = ir.ExternKernel.require_stride_order(x, ir.get_stride_order(strides))
         if value.dtype is torch.bool and value.device.type == "cpu":
@@ -92,6 +120,9 @@ def _lower_written() -> None:
             x = convert(x, torch.uint8)
             x.realize()
             return lowerings[torch.ops.aten.ne.Scalar](convert(x, torch.float32), 0)
+        whole: Any = x.data.unwrap_view() if isinstance(x.data, ir.BaseView) else None
+        if whole is not None and isinstance(whole.data, ir.Pointwise):
+            x = ir.ExternKernel.copy_input(x)  # to realize a view writes what it is of, as it is
         x.realize()
         return x
 

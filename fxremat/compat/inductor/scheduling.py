@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any
 
@@ -28,14 +28,21 @@ class Scheduled:
     names: frozenset[str] = frozenset()
 
 
+@dataclass(frozen=True)
+class Footprint:
+    """Bytes that a loop allocates as it begins, and bytes that are freed behind it."""
+
+    allocated: int
+    freed: int
+
+
 def scheduled(node: Any) -> Scheduled:
     """What a scheduler node is."""
     from torch._inductor import ir
-    from torch._inductor.scheduler import SchedulerNode
     from torch._inductor.virtualized import V
 
     size = V.graph.get_dep_size_hint
-    is_loop = isinstance(node, SchedulerNode) and not node.is_template()
+    is_loop = _is_loop(node)
     reads, writes = node.read_writes.reads, node.read_writes.writes
     return Scheduled(
         is_call=bool(node.is_extern() or node.is_template())
@@ -86,21 +93,80 @@ def run_after(nodes: Sequence[Any], after: Mapping[int, Sequence[int]]) -> list[
     return ordered
 
 
-def run_each_alone(nodes: Sequence[Any]) -> None:
-    """Have each of these called by itself: on the CPU Inductor puts several loops in one function.
+def run_in_functions(nodes: Sequence[Any], last_of: Callable[[list[Footprint]], set[int]]) -> None:
+    """Have ``last_of`` say where functions end among loops of which some are in ``nodes``.
 
-    What such a function writes is allocated before it, and what it reads freed behind it.
+    On the CPU Inductor puts all loops between two library calls in one function. What the function
+    writes is allocated before it, and what it reads freed behind it. ``last_of`` is given the
+    loops between two calls, after fusion, and returns the places of those that end a function.
     """
     if not nodes:
         return
-    alone, scheduler = set(map(id, nodes)), nodes[0].scheduler
+    chosen, scheduler = set(map(id, nodes)), nodes[0].scheduler
+    ends: set[int] | None = None
 
-    def is_alone() -> bool:
-        return any(id(node) in alone for node in scheduler.current_node.get_nodes())
+    def is_last() -> bool:
+        nonlocal ends
+        if ends is None:
+            runs = _runs_of_loops(scheduler.nodes)
+            ends = {
+                id(run[place])
+                for run in runs
+                if any(id(node) in chosen for loop in run for node in loop.get_nodes())
+                for place in last_of(list(map(_footprint, run)))
+            }
+        return id(scheduler.current_node) in ends
 
     for device in {node.get_device() for node in nodes} - {None}:
         if device.type == "cpu":
-            scheduler.get_backend(device).ready_to_flush = is_alone
+            scheduler.get_backend(device).ready_to_flush = is_last
+
+
+def _runs_of_loops(nodes: Sequence[Any]) -> list[list[Any]]:
+    """The loops between two library calls, after fusion."""
+    runs: list[list[Any]] = [[]]
+    for node in nodes:
+        if node.is_extern() or node.is_template():
+            runs.append([])
+        elif _is_loop(node.get_nodes()[0]):
+            runs[-1].append(node)
+    return runs
+
+
+def _footprint(node: Any) -> Footprint:
+    """What a loop allocates and frees; a result takes the place of an equal buffer that dies."""
+    inside = {one.get_name() for one in node.get_nodes()}
+    allocated = [
+        _nbytes(buffer.get_name())
+        for buffer in node.get_outputs()
+        if buffer.node.should_allocate()
+        and not buffer.get_mutations()
+        and not buffer.get_aliases()
+        and any(user.node.get_name() not in inside for user in buffer.users)
+    ]
+    made = {buffer.get_name() for buffer in node.get_outputs()}
+    scheduler, freed = node.scheduler, 0
+    for name in node.last_usage - made:
+        size = _nbytes(name)
+        is_ours = name in scheduler.name_to_buf or name in scheduler.name_to_donated_buffer
+        if is_ours and size in allocated:
+            allocated.remove(size)
+        else:
+            freed += size
+    return Footprint(sum(allocated), freed)
+
+
+def _nbytes(name: str) -> int:
+    from torch._inductor.dependencies import StarDep
+    from torch._inductor.virtualized import V
+
+    return int(V.graph.get_dep_size_hint(StarDep(name)))
+
+
+def _is_loop(node: Any) -> bool:
+    from torch._inductor.scheduler import SchedulerNode
+
+    return isinstance(node, SchedulerNode) and not node.is_template()
 
 
 def in_waiting_order(count: int, after: Mapping[int, Sequence[int]]) -> list[int]:
