@@ -30,8 +30,8 @@ def test_write_results() -> None:
 
 
 @pytest.mark.parametrize("read_twice", [False, True])
-def test_a_mark_stands_behind_the_views_through_which_all_read(read_twice: bool) -> None:
-    """A convolution that reads groups as an image has the loop write an image."""
+def test_what_a_convolution_reads_as_an_image_is_written_as_one(read_twice: bool) -> None:
+    """The mark stands behind the view, if nothing else reads the groups of channels."""
 
     def step(x: torch.Tensor, weight: torch.Tensor) -> Any:
         groups = x.sin()

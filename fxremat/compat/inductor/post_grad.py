@@ -22,6 +22,9 @@ _REGROUPING = frozenset(
     }
 )
 """Views of all elements, in their order."""
+_CONVOLUTIONS = frozenset(
+    {torch.ops.aten.convolution.default, torch.ops.aten.convolution_backward.default}
+)
 
 _LIBRARY: Any = torch.library.Library("fxremat", "DEF")  # type: ignore[no-untyped-call]
 _LIBRARY.define("written(Tensor(a) x) -> Tensor(a)")
@@ -31,13 +34,12 @@ _LIBRARY.impl("written", torch.ops.aten.alias.default, "CompositeExplicitAutogra
 def write_results(graph: fx.Graph, nodes: Sequence[fx.Node]) -> None:
     """Make Inductor write these results to memory, not compute them in their readers' loops.
 
-    Each gets a mark behind it, through which all its readers read. It stands behind the views that
-    all of them read through: a library call that wants an order of dimensions has the loop write
-    in that order, if it reads its result as it is written.
+    Each gets a mark behind it, through which all its readers read. What a convolution reads as an
+    image is written as an image: in the order of dimensions that the convolution wants.
     """
     _lower_written()
     for node in nodes:
-        seen = _as_all_see_it(node)
+        seen = _as_an_image(node)
         readers = list(seen.users)
         with graph.inserting_after(seen):
             mark = graph.call_function(torch.ops.fxremat.written.default, (seen,))
@@ -46,11 +48,12 @@ def write_results(graph: fx.Graph, nodes: Sequence[fx.Node]) -> None:
             reader.replace_input_with(seen, mark)
 
 
-def _as_all_see_it(node: fx.Node) -> fx.Node:
-    """The last of the views through which all readers of a node read its elements."""
-    while len(node.users) == 1 and (view := next(iter(node.users))).target in _REGROUPING:
-        node = view
-    return node
+def _as_an_image(node: fx.Node) -> fx.Node:
+    """The view through which convolutions alone read all elements of a node; else the node."""
+    seen = node
+    while len(seen.users) == 1 and (view := next(iter(seen.users))).target in _REGROUPING:
+        seen = view
+    return seen if all(user.target in _CONVOLUTIONS for user in seen.users) else node
 
 
 def return_inputs_as_they_are(graph: fx.Graph) -> None:
