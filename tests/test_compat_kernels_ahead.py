@@ -7,9 +7,9 @@ import threading
 from typing import Any
 
 import pytest
-import torch
-from torch._inductor import async_compile, cpu_vec_isa
+from torch._inductor import cpu_vec_isa
 from torch._inductor.async_compile import AsyncCompile
+from torch._inductor.codecache import CppPythonBindingsCodeCache
 
 from fxremat import compat
 from fxremat.compat.inductor import kernels_ahead
@@ -83,56 +83,20 @@ def test_what_is_looked_for_is_what_inductor_asks_for(monkeypatch: pytest.Monkey
 def begun(monkeypatch: pytest.MonkeyPatch) -> list[str]:
     """The sources of kernels that are given to compilers."""
     sources: list[str] = []
-    for kind in ("cpp_pybinding", "triton"):
-        monkeypatch.setattr(AsyncCompile, kind, lambda self, *args: sources.append(args[1]))
+    monkeypatch.setattr(AsyncCompile, "triton", lambda self, *args: sources.append(args[1]))
+    monkeypatch.setattr(
+        CppPythonBindingsCodeCache, "load_pybinding_async", lambda *a, **_: sources.append(a[1])
+    )
     monkeypatch.setattr(AsyncCompile, "wait", lambda *_: pytest.fail("it waits"))
     return sources
 
 
-def test_begin_kernels(begun: list[str], monkeypatch: pytest.MonkeyPatch) -> None:
+def test_begin_kernels(begun: list[str]) -> None:
     """All of them, and nothing else of the code runs."""
-    generated = compat.Generated("import torch\n" + GENERATED, {}, {}, ())
-    compat.begin_kernels(generated)
-    assert not begun  # kernels are compiled in this process, one after the other
-    monkeypatch.setattr(async_compile, "get_compile_threads", lambda: 2)
-    compat.begin_kernels(generated)
+    compat.begin_kernels(compat.Generated("import torch\n" + GENERATED, {}, {}, ()))
     assert begun == ["this is no C++", "nor this"]
 
 
 @pytest.mark.parametrize("source", ["this is no Python", "raise ValueError", "1 / 0"])
-def test_what_cannot_be_begun_is_left(source: str, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(async_compile, "get_compile_threads", lambda: 2)
+def test_what_cannot_be_begun_is_left(source: str) -> None:
     compat.begin_kernels(compat.Generated(source, {}, {}, ()))
-
-
-def test_what_is_begun_is_not_compiled_again(monkeypatch: pytest.MonkeyPatch) -> None:
-    """Inductor finds it on disk, or waits for it."""
-    from torch._inductor.codecache import CppPythonBindingsCodeCache
-    from torch._inductor.cpp_builder import CppBuilder
-
-    built: list[str] = []
-    build = CppBuilder.build
-
-    def watched(self: CppBuilder) -> None:
-        target = str(self.get_target_file_path())
-        if target.endswith(".so"):  # the first kernel of a machine has its headers compiled as well
-            built.append(target)
-        build(self)
-
-    source = """
-#include <torch/csrc/inductor/cpp_prefix.h>
-extern "C" void kernel(float* out) { out[0] = 7.5; }
-"""
-    code = f"""
-from torch._inductor.async_compile import AsyncCompile
-async_compile = AsyncCompile()
-kernel = async_compile.cpp_pybinding(['float*'], {source!r})
-"""
-    monkeypatch.setattr(CppBuilder, "build", watched)
-    with monkeypatch.context() as several:
-        several.setattr(async_compile, "get_compile_threads", lambda: 2)
-        compat.begin_kernels(compat.Generated(code, {}, {}, ()))
-    out = torch.zeros(1)
-    CppPythonBindingsCodeCache.load_pybinding(["float*"], source)(out)
-    assert out.item() == 7.5
-    assert len(built) == len(set(built)) == 1

@@ -7,9 +7,11 @@ import contextvars
 import logging
 import threading
 from contextlib import suppress
+from itertools import takewhile
 from typing import Any
 
 from fxremat.compat.inductor.generated_code import Generated
+from fxremat.compat.inductor.kernels_together import compiled_together
 
 log = logging.getLogger(__name__)
 
@@ -73,22 +75,22 @@ def begin_kernels(generated: Generated) -> None:
     Inductor keeps what is compiled by its source: it finds it, or waits for what has begun. Where
     something fails, nothing is begun; Inductor itself will come to it and say why.
     """
-    from torch._inductor.async_compile import get_compile_threads
-
-    if get_compile_threads() <= 1:  # they are compiled in this process: nothing is won
-        return
     try:
         tree = ast.parse(generated.source)
-        tree.body = [statement for statement in tree.body if not _waits_or_runs(statement)]
-        exec(compile(tree, "<kernels ahead>", "exec"), {"__name__": "<kernels ahead>"})
+        tree.body = [one for one in takewhile(_is_no_wait, tree.body) if not _defines(one)]
+        with compiled_together():
+            exec(compile(tree, "<kernels ahead>", "exec"), {"__name__": "<kernels ahead>"})
     except Exception as error:  # whatever the code of any kernel may raise
         log.debug("kernels are not begun ahead: %s: %s", type(error).__name__, error)
 
 
-def _waits_or_runs(statement: ast.stmt) -> bool:
-    """Whether a statement at the top of generated code waits for kernels, or is no part of them."""
-    if isinstance(statement, (ast.FunctionDef, ast.ClassDef, ast.If)):
-        return True
+def _is_no_wait(statement: ast.stmt) -> bool:
+    """False for the statement at the top of generated code that waits for all kernels."""
     call = statement.value if isinstance(statement, ast.Expr) else None
     function = call.func if isinstance(call, ast.Call) else None
-    return isinstance(function, ast.Attribute) and function.attr == "wait"
+    return not (isinstance(function, ast.Attribute) and function.attr == "wait")
+
+
+def _defines(statement: ast.stmt) -> bool:
+    """Whether a statement defines what calls kernels, or is for a run as a program."""
+    return isinstance(statement, (ast.FunctionDef, ast.ClassDef, ast.If))

@@ -1,0 +1,117 @@
+"""Several kernels in one run of the compiler, each where Inductor looks for it."""
+
+from __future__ import annotations
+
+import subprocess
+import threading
+from itertools import chain
+from typing import Any
+
+import pytest
+import torch
+from hypothesis import given
+from hypothesis import strategies as st
+from torch._inductor import async_compile
+from torch._inductor.codecache import CppPythonBindingsCodeCache
+from torch._inductor.cpp_builder import CppBuilder
+
+from fxremat import compat
+from fxremat.compat.inductor import kernels_together
+
+SOURCE = """
+#include <torch/csrc/inductor/cpp_prefix.h>
+static float helper() {{ return {number}; }}
+extern "C" void kernel(const float* x, float* out)
+{{
+    out[0] = x[0] + helper();
+}}
+"""
+TYPES = ["const float*", "float*"]
+
+
+@pytest.fixture(autouse=True)
+def fresh(tmp_path: Any, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Nothing is compiled yet."""
+    monkeypatch.setenv("TORCHINDUCTOR_CACHE_DIR", str(tmp_path))
+    monkeypatch.setattr(CppPythonBindingsCodeCache, "cache", {})
+
+
+@pytest.fixture
+def runs(monkeypatch: pytest.MonkeyPatch) -> list[str]:
+    """Who ran the compiler to make a kernel."""
+    seen: list[str] = []
+    run, build = subprocess.run, CppBuilder.build
+
+    def ours(*args: Any, **kwargs: Any) -> Any:
+        if any(str(one).endswith("all.cpp") for one in args[0]):
+            seen.append("ours")
+        return run(*args, **kwargs)
+
+    def theirs(self: CppBuilder) -> None:
+        if self.get_target_file_path().endswith(".so"):  # headers are compiled as well
+            seen.append("Inductor")
+        build(self)
+
+    monkeypatch.setattr(subprocess, "run", ours)
+    monkeypatch.setattr(CppBuilder, "build", theirs)
+    return seen
+
+
+def generated(sources: list[str]) -> compat.Generated:
+    lines = "\n".join(f"k = async_compile.cpp_pybinding({TYPES}, {one!r})" for one in sources)
+    head = "from torch._inductor.async_compile import AsyncCompile\nasync_compile = AsyncCompile()"
+    return compat.Generated(f"{head}\n{lines}", {}, {}, ())
+
+
+def results(sources: list[str]) -> list[float]:
+    """What the kernels give when Inductor loads them."""
+    found = []
+    for source in sources:
+        out = torch.zeros(1)
+        CppPythonBindingsCodeCache.load_pybinding(TYPES, source)(torch.ones(1), out)
+        found.append(out.item())
+    return found
+
+
+@pytest.mark.parametrize("workers", [1, 2])
+def test_kernels_of_a_graph_are_compiled_together_and_once(
+    workers: int, runs: list[str], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    sources = [SOURCE.format(number=number) for number in (2.0, 3.0, 4.0)]
+    with monkeypatch.context() as several:
+        several.setattr(async_compile, "get_compile_threads", lambda: workers)
+        compat.begin_kernels(generated(sources))
+        compat.begin_kernels(generated(sources))
+    assert results(sources) == [3.0, 4.0, 5.0]
+    assert runs == ["ours"] * (1 if workers == 1 else 3)
+
+
+def test_what_cannot_be_compiled_together_inductor_compiles(
+    runs: list[str], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(kernels_together, "joined", lambda kernels: "this is no C++")
+    sources = [SOURCE.format(number=number) for number in (2.0, 3.0)]
+    compat.begin_kernels(generated(sources))
+    assert results(sources) == [3.0, 4.0]
+    assert runs == ["ours", "Inductor", "Inductor"]
+
+
+def test_what_another_thread_begins_is_its_own(monkeypatch: pytest.MonkeyPatch) -> None:
+    """It gets what Inductor gives, and is not waited for."""
+    begun: list[Any] = []
+    monkeypatch.setattr(async_compile.AsyncCompile, "cpp_pybinding", lambda *a: begun.append(a))
+    with kernels_together.compiled_together():
+        compiler = async_compile.AsyncCompile()
+        other = threading.Thread(target=lambda: compiler.cpp_pybinding(TYPES, "theirs"))
+        other.start()
+        other.join()
+    assert [source for _, _, source in begun] == ["theirs"]
+
+
+@given(st.integers(0, 100), st.integers(1, 40))
+def test_each_kernel_is_in_one_group(count: int, workers: int) -> None:
+    found = kernels_together.groups(range(count), workers)
+    assert list(chain.from_iterable(found)) == list(range(count))
+    assert all(0 < len(group) <= kernels_together.MOST_TOGETHER for group in found)
+    if 0 < count <= kernels_together.MOST_TOGETHER * 2 * workers:
+        assert len(found) <= 2 * workers
