@@ -48,7 +48,7 @@ def test_look_for_vectors(monkeypatch: pytest.MonkeyPatch) -> None:
     with compat.inductor_config.patch(max_fusion_size=7):
         compat.look_for_vectors()
         compat.look_for_vectors()
-    answer: Any = cpu_vec_isa.valid_vec_isa_list()
+        answer: Any = cpu_vec_isa.valid_vec_isa_list()  # configurations may be of the process
     assert answer == ["broken", "one two"]
     assert found == {"broken": 7, "one two": 7}
 
