@@ -45,12 +45,17 @@ NEXT_TO_NOTHING = 64
 
 
 def results_to_write(graph: fx.Graph) -> list[fx.Node]:
-    """Results of loops that a plan or a variant wants in memory; each item of several results."""
+    """Results of loops that a plan or a variant wants in memory; each item of several results.
+
+    What convolutions read as an image is written in any case, and here as they want it.
+    """
     found = []
     for node in graph.nodes:
         call = node.args[0] if node.target is operator.getitem else node
-        planned = is_call(call) and any(mark in call.name for mark in (WRITTEN, STORED))
-        if planned and is_tensor(node) and is_fusable(call) and not is_view(call):
+        if not is_call(call) or not is_tensor(node) or not is_fusable(call) or is_view(call):
+            continue
+        planned = any(mark in call.name for mark in (WRITTEN, STORED))
+        if planned or (FREE in call.name and compat.is_read_as_an_image(node)):
             found.append(node)
     return found
 

@@ -70,6 +70,21 @@ def test_planned_results_of_loops_are_written() -> None:
     assert [n.name for n in results_to_write(graph)] == ["sin_written", "sin_recompute_written"]
 
 
+@pytest.mark.parametrize("name", ["sin_free", "sin"])
+def test_what_a_convolution_reads_through_a_view_is_written_in_a_marked_graph(name: str) -> None:
+    """It would be written in any case, but not as the image that the convolution wants."""
+    graph = fx.Graph()
+    x, weight = graph.placeholder("x"), graph.placeholder("weight")
+    sin = graph.create_node("call_function", ATEN.sin.default, (x,), name=name)
+    sin.meta["val"] = torch.ones(2, 2, 2, 16)
+    image = graph.call_function(ATEN.reshape.default, (sin, [2, 4, 4, 4]))
+    arguments = (image, weight, None, [1, 1], [1, 1], [1, 1], False, [0, 0], 1)
+    graph.call_function(ATEN.convolution.default, arguments)
+    assert results_to_write(graph) == ([sin] if name == "sin_free" else [])
+    graph.call_function(ATEN.cos.default, (sin,))
+    assert results_to_write(graph) == []
+
+
 def test_each_of_several_results_of_a_loop_is_written() -> None:
     graph = fx.Graph()
     x = graph.placeholder("x")

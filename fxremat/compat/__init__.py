@@ -76,6 +76,7 @@ from fxremat.compat.inductor.loading import load_without_kernels
 from fxremat.compat.inductor.lowered_ahead import forget_lowered, hand_over
 from fxremat.compat.inductor.post_grad import (
     is_noop_to_inductor,
+    is_read_as_an_image,
     leave_layouts,
     prefers_channels_last,
     return_inputs_as_they_are,
@@ -166,6 +167,7 @@ __all__ = [
     "input_index",
     "is_noop_to_inductor",
     "is_opaque",
+    "is_read_as_an_image",
     "is_symbol",
     "is_tangent",
     "kernel_allocates",

@@ -48,6 +48,14 @@ def write_results(graph: fx.Graph, nodes: Sequence[fx.Node]) -> None:
             reader.replace_input_with(seen, mark)
 
 
+def is_read_as_an_image(node: fx.Node) -> bool:
+    """Whether convolutions alone read a node, through a view of all its elements.
+
+    Where Inductor puts channels last, it would write the node as it is, and copy it for them.
+    """
+    return _as_an_image(node) is not node
+
+
 def _as_an_image(node: fx.Node) -> fx.Node:
     """The view through which convolutions alone read all elements of a node; else the node."""
     seen = node
@@ -114,8 +122,10 @@ def _lower_written() -> None:
     def written(x: Any) -> Any:
         node = V.graph.current_node
         value = node.meta["val"]
-        is_image = any(user.target not in _REGROUPING for user in node.users)
-        if is_image and node in V.graph.nodes_prefer_channels_last and value.dim() == 4:
+        targets = {user.target for user in node.users}
+        wanted = bool(targets - _REGROUPING) and node in V.graph.nodes_prefer_channels_last
+        wanted |= V.graph.layout_opt and not targets.isdisjoint(_CONVOLUTIONS)
+        if wanted and value.dim() == 4:
             strides = torch._prims_common.make_channels_last_strides_for(value.shape)
             x = ir.ExternKernel.require_stride_order(x, ir.get_stride_order(strides))
         if value.dtype is torch.bool and value.device.type == "cpu":
