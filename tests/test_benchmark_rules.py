@@ -92,6 +92,9 @@ def test_broken_promises_are_failures() -> None:
     )
 
 
+@pytest.mark.skipif(
+    not hasattr(torch.nn, "LinearCrossEntropyOptions"), reason="this torch has no such call"
+)
 def test_the_call_of_torch_computes_the_same() -> None:
     shape = library_calls.Shape(2, 8, 8, 300)
     gpt, arguments = library_calls.make(shape)
