@@ -242,11 +242,23 @@ def test_a_plan_that_still_comes_as_near_is_kept(more: int, kept: bool) -> None:
 
 
 def test_plans_under_an_aim_know_what_a_rehearsal_has_shown() -> None:
-    """The first that was tried fits, but for scratch memory that nobody knew of."""
+    """The first that was tried would fit, but for scratch memory that nobody knew of."""
     aim = round(0.8 * planning().solve(PROBLEM, None).peak_bytes)
-    trial = Trial(lambda planned, order: planned, scratch={PROBLEM.ops[5].name: 500})
+    trial = Trial(lambda planned, order: 500, scratch={PROBLEM.ops[5].name: 500})
     judged = trial.follow(under(draft_of(PROBLEM), aim, planning()))
     assert judged[0].plan.peak_bytes <= aim < 500 <= judged[1].plan.peak_bytes
+
+
+@pytest.mark.parametrize("more", [False, True])
+def test_what_fits_is_left_only_for_what_is_faster(more: bool) -> None:
+    """The plan made anew, by what was learnt, takes as long: there is nothing to rehearse."""
+    aim = round(0.8 * planning().solve(PROBLEM, None).peak_bytes)
+    real = 0.5 if more else 0.99
+    trial = Trial(lambda planned, order: round(real * planned))
+    judged = trial.follow(under(draft_of(PROBLEM), aim, planning()))
+    times = [one.plan.time_us for one in judged]
+    assert all(later < first for first, later in pairwise(times))
+    assert (len(judged) > 1) == more
 
 
 def test_candidates_are_equal_only_by_variants_plan_and_order() -> None:

@@ -48,6 +48,10 @@ def under(draft: Draft, aim: int, planning: Planning) -> Proposals:
     problem = loose.learnt().told(problem)
     first = _as_near(problem, plan, aim) or planning.solve(problem, aim)
     disorder = _disorder(problem, loose)
+    fits = loose if loose.peak_bytes <= aim else None
+    if fits is not None and not _is_seen(plan, first):
+        yield from _closer(draft, [fits], aim, planning, problem)
+        return
     if first.steps == plan.steps:  # the same graphs, whatever was learnt of their problem
         loose = replace(loose, candidate=replace(loose.candidate, plan=first))
     elif loose.peak_bytes <= aim or disorder <= CLOSE_ENOUGH * aim:
@@ -55,11 +59,13 @@ def under(draft: Draft, aim: int, planning: Planning) -> Proposals:
     if loose.peak_bytes <= aim:
         yield from _closer(draft, [loose], aim, planning, problem)
         return
+    if fits is not None and not _is_seen(plan, first, tries=2):
+        return
     held = yield Candidate.planned(draft, first)
     if loose.plan.steps == held.plan.steps:
         disorder = max(disorder, loose.peak_bytes - held.peak_bytes)
     history = [held]
-    yield from _closer(draft, history, aim, planning, problem)
+    yield from _closer(draft, history, aim, planning, problem, fits)
     best = fastest(each for each in history if each.peak_bytes <= aim)
     if best is not None and best.peak_bytes + disorder // 2 <= aim:
         yield Candidate.near_peak(draft, best.plan, aim)
@@ -87,33 +93,45 @@ def _as_near(problem: Problem, plan: Plan, aim: int) -> Plan | None:
 
 
 def _closer(
-    draft: Draft, history: list[Judged], aim: int, planning: Planning, problem: Problem
+    draft: Draft,
+    history: list[Judged],
+    aim: int,
+    planning: Planning,
+    problem: Problem,
+    fits: Judged | None = None,
 ) -> Proposals:
-    """Plans for other targets, in the order of the first; adds what is said of them."""
+    """Plans for other targets, in the order of the first; adds what is said of them.
+
+    ``fits`` is known to be under the aim already. Each further try has to promise more.
+    """
     everywhere = history[0].candidate.held is None
-    tried = {history[0].plan.steps}
+    tried, known = {history[0].plan.steps}, [fits] if fits is not None else []
     while (target := next_target(history, aim)) is not None:
-        best = fastest(each for each in history if each.peak_bytes <= aim)
-        if best is not None and not _may_gain(best, target, planning):
+        best = fastest(each for each in (*known, *history) if each.peak_bytes <= aim)
+        tries = len(history) + 2 * len(known)
+        if best is not None and not _may_gain(best, target, planning, tries):
             return
         plan = planning.solve(problem, target)
-        if plan.steps in tried or (best is not None and not _is_seen(best.plan, plan)):
+        if plan.steps in tried or (best is not None and not _is_seen(best.plan, plan, tries)):
             return
         tried.add(plan.steps)
         near = Candidate.near_peak(draft, plan, aim)
         history.append((yield Candidate.planned(draft, plan) if everywhere else near))
 
 
-def _may_gain(best: Judged, target: int, planning: Planning) -> bool:
+def _may_gain(best: Judged, target: int, planning: Planning, tries: int) -> bool:
     """Whether more bytes may save time that is seen: by the quick solver, which has both plans."""
     problem = best.candidate.draft.estimate.problem
     less, more = (planning.quick(problem, peak) for peak in (best.plan.peak_bytes, target))
-    return _is_seen(less, more)
+    return _is_seen(less, more, tries)
 
 
-def _is_seen(plan: Plan, better: Plan) -> bool:
-    """Whether the other plan is faster by more than measured times can tell."""
-    return better.time_us < plan.time_us * (1 - NOT_SEEN)
+def _is_seen(plan: Plan, better: Plan, tries: int = 1) -> bool:
+    """Whether the other plan is faster by more than measured times can tell.
+
+    By so many times as much where there have been ``tries``: each takes as long as compiling does.
+    """
+    return better.time_us < plan.time_us * (1 - tries * NOT_SEEN)
 
 
 def next_target(history: Sequence[Judged], aim: int) -> int | None:
