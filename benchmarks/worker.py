@@ -6,6 +6,7 @@ Between commands the process blocks on its standard input, so that it takes no p
 import json
 import os
 import sys
+import time
 import traceback
 from dataclasses import asdict
 from typing import Any, TextIO
@@ -37,11 +38,16 @@ class Worker:
         return self._training
 
     def prepare(self, budget: int | None = None) -> dict[str, Any]:
-        """Compile, warm up, and measure the peak."""
+        """Compile, warm up, and measure the peak; of a refusal, what it took."""
+        begin = time.perf_counter()
         try:
             self._training = prepare(self.variant, self.model, self.arguments, budget)
         except Infeasible as refusal:
-            return {"infeasible": refusal.message, "minimum_bytes": refusal.minimum_bytes}
+            return {
+                "infeasible": refusal.message,
+                "minimum_bytes": refusal.minimum_bytes,
+                "compile_seconds": time.perf_counter() - begin,
+            }
         peak = asdict(self.training.measure())
         compile_seconds = self.training.compile_seconds
         return {**peak, "compile_seconds": compile_seconds, "report": self.training.report}

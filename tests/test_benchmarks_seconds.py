@@ -3,11 +3,14 @@
 from __future__ import annotations
 
 import json
+import time
 from dataclasses import replace
 from pathlib import Path
+from typing import Any
 
 import pytest
 
+from benchmarks import worker
 from benchmarks.rows import Row
 from benchmarks.runner import Timing
 from benchmarks.seconds import (
@@ -20,6 +23,7 @@ from benchmarks.seconds import (
     ways,
     write,
 )
+from benchmarks.training import Infeasible
 
 ONE = Figures(
     model="gpt6", way="fxremat50%", kind="fxremat", peak=0.5, obeyed=True, planned=1.08,
@@ -81,6 +85,17 @@ def test_what_is_refused_has_a_line_and_no_mark(tmp_path: Path) -> None:
     data = json.loads(path.read_text())
     assert [row["points"] for row in data["figures"]] == [pytest.approx(2.0), None]
     assert path.with_suffix(".svg").exists()
+
+
+def test_what_a_refusal_took_is_told(monkeypatch: pytest.MonkeyPatch) -> None:
+    def refuse(*_: Any) -> None:
+        time.sleep(0.01)
+        raise Infeasible("no", 7)
+
+    monkeypatch.setattr(worker, "prepare", refuse)
+    answer = worker.Worker("fxremat50%", "gpt", "small", "cpu", "float32", 0).prepare(5)
+    assert answer.pop("compile_seconds") >= 0.01
+    assert answer == {"infeasible": "no", "minimum_bytes": 7}
 
 
 def test_unknown_parts_are_refused() -> None:
