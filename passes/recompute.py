@@ -221,10 +221,10 @@ def apply_plan(
     backward_results = results(joint.results[count:])
     for i in late:
         early[i] = writer.resolve(joint.results[i])
-    backward = list(writer.graph.nodes)[len(forward) + len(joint.tangents) :]
+    begin = len(forward) + len(joint.tangents)
     kept = {node for node in (*early, *backward_results) if isinstance(node, fx.Node)}
-    save_ends(forward, backward, kept)
-    backward = [node for node in backward if not node._erased]
+    save_ends(forward, list(writer.graph.nodes)[begin:], kept)
+    backward = list(writer.graph.nodes)[begin:]
     output = writer.graph.output(tuple(early + backward_results))
     output.meta = dict(joint.module.graph.output_node().meta)
     module = compat.module_of(joint.module, writer.graph)

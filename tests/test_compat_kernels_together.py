@@ -108,6 +108,24 @@ def test_what_another_thread_begins_is_its_own(monkeypatch: pytest.MonkeyPatch) 
     assert [source for _, _, source in begun] == ["theirs"]
 
 
+def test_threads_that_begin_kernels_wait_for_one_another() -> None:
+    """Else one could put back what the other had put there, and kernels would never be done."""
+    inductors = async_compile.AsyncCompile.cpp_pybinding
+    entered = threading.Event()
+
+    def enter() -> None:
+        with kernels_together.compiled_together():
+            entered.set()
+
+    other = threading.Thread(target=enter)
+    with kernels_together.compiled_together():
+        other.start()
+        assert not entered.wait(0.05)
+    other.join()
+    assert entered.is_set()
+    assert async_compile.AsyncCompile.cpp_pybinding is inductors
+
+
 @given(st.integers(0, 100), st.integers(1, 40))
 def test_each_kernel_is_in_one_group(count: int, workers: int) -> None:
     found = kernels_together.groups(range(count), workers)

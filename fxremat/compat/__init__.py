@@ -9,7 +9,8 @@ The one place where versions differ; users say ``compat.name``. By theme:
 - `compilers`, `post_grad`, `scheduling`: Inductor on its way from a graph to kernels;
 - `generated_code`, `loading`, `kernels`: the code that Inductor writes, run with and without its
   kernels;
-- `kernels_ahead`, `lowered_ahead`: what of it is done before Inductor's compiler comes to it.
+- `kernels_ahead`, `kernels_together`, `lowered_ahead`: what of it is done before Inductor's
+  compiler comes to it.
 
 Each name has a test in ``tests/test_compat_<theme>.py``.
 """

@@ -1,7 +1,7 @@
 """Several C++ kernels in one run of the compiler.
 
-Inductor compiles each kernel by itself. Of the second that this takes, nine tenths go to the same
-headers. Here a few kernels are one source, each in a namespace of its own. The library is put where
+Inductor compiles each kernel by itself. Most of the time that this takes goes to headers, the same
+for all. Here a few kernels are one source, each in a namespace of its own. The library is put where
 Inductor looks for each of them. Asked for its one kernel, it looks at the name of its own file.
 
     a.cpp b.cpp c.cpp  ->  one source  ->  one library  ->  a.so = b.so = c.so
@@ -52,6 +52,10 @@ PyMODINIT_FUNC PyInit_kernel(void) {{
 """
 
 
+_gathering = threading.Lock()
+"""Held while Inductor's own way of beginning a kernel is replaced: by one thread at a time."""
+
+
 @dataclass(frozen=True)
 class _Kernel:
     """One kernel that Inductor asks for: the file it wants, and how it would make it."""
@@ -77,8 +81,7 @@ def compiled_together() -> Iterator[None]:
     from torch._inductor.codecache import CppPythonBindingsCodeCache
 
     owner: Any = AsyncCompile
-    begin_alone, thread = owner.cpp_pybinding, threading.get_ident()
-    kernels = list[_Kernel]()
+    thread, kernels = threading.get_ident(), list[_Kernel]()
 
     def gather(task: Any) -> Future[None]:
         kernel = _kernel_of(task)
@@ -95,14 +98,16 @@ def compiled_together() -> Iterator[None]:
         load: Any = CppPythonBindingsCodeCache.load_pybinding_async
         return load(argument_types, source, submit_fn=gather)
 
-    owner.cpp_pybinding = begin
-    try:
-        yield
-    finally:
-        owner.cpp_pybinding = begin_alone
-        workers = get_compile_threads()
-        for group in groups(kernels, workers):
-            _compile_in(workers, group)
+    with _gathering:
+        begin_alone = owner.cpp_pybinding
+        owner.cpp_pybinding = begin
+        try:
+            yield
+        finally:
+            owner.cpp_pybinding = begin_alone
+            workers = get_compile_threads()
+            for group in groups(kernels, workers):
+                _compile_in(workers, group)
 
 
 def groups(kernels: Sequence[Any], workers: int) -> list[Sequence[Any]]:

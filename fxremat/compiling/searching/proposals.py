@@ -46,15 +46,15 @@ def under(draft: Draft, aim: int, planning: Planning) -> Proposals:
         yield Candidate.planned(draft, plan)
         return
     problem = loose.learnt().told(problem)
-    first = _as_near(problem, plan, aim) or planning.solve(problem, aim)
-    disorder = _disorder(problem, loose)
+    loose = _by_what_was_learnt(problem, loose)
+    disorder = max(0, loose.peak_bytes - loose.plan.peak_bytes)
+    near = min(plan.peak_bytes, (1 - CLOSE_ENOUGH) * aim) <= loose.plan.peak_bytes <= aim
+    first = loose.plan if near else planning.solve(problem, aim)
     fits = loose if loose.peak_bytes <= aim else None
     if fits is not None and not _is_seen(plan, first):
         yield from _closer(draft, [fits], aim, planning, problem)
         return
-    if first.steps == plan.steps:  # the same graphs, whatever was learnt of their problem
-        loose = replace(loose, candidate=replace(loose.candidate, plan=first))
-    elif loose.peak_bytes <= aim or disorder <= CLOSE_ENOUGH * aim:
+    if first.steps != plan.steps and (fits is not None or disorder <= CLOSE_ENOUGH * aim):
         loose = yield Candidate.near_peak(draft, first, aim)
     if loose.peak_bytes <= aim:
         yield from _closer(draft, [loose], aim, planning, problem)
@@ -85,11 +85,11 @@ def all_fits(problem: Problem, aim: int) -> bool:
     return replay(problem, keep_all(problem)).peak_bytes <= aim
 
 
-def _as_near(problem: Problem, plan: Plan, aim: int) -> Plan | None:
-    """The plan by what has been learnt of its problem, if it comes as near to the aim as before."""
-    line = replay(problem, plan.steps)
-    low = min(plan.peak_bytes, (1 - CLOSE_ENOUGH) * aim)
-    return replace(plan, peak_bytes=line.peak_bytes) if low <= line.peak_bytes <= aim else None
+def _by_what_was_learnt(problem: Problem, judged: Judged) -> Judged:
+    """The same candidate; its plan's peak is that in the ``problem`` as it is known now."""
+    plan = judged.plan
+    plan = replace(plan, peak_bytes=replay(problem, plan.steps).peak_bytes)
+    return replace(judged, candidate=replace(judged.candidate, plan=plan))
 
 
 def _closer(
@@ -168,11 +168,6 @@ def _step_down(history: Sequence[Judged], miss: int, aim: int) -> int:
     most = MOST_STEP * planned
     step = min(miss * planned // real, most) if real > 0 else most
     return max(miss, step, int(CLOSE_ENOUGH * aim) // 2)
-
-
-def _disorder(problem: Problem, judged: Judged) -> int:
-    """How much more a candidate takes than its plan does by what has been learnt."""
-    return max(0, judged.peak_bytes - replay(problem, judged.plan.steps).peak_bytes)
 
 
 def fastest(judged: Iterator[Judged]) -> Judged | None:
