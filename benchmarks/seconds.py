@@ -192,7 +192,11 @@ def parse_arguments(arguments: Sequence[str] | None = None) -> argparse.Namespac
     add("--size", choices=SIZES, default="small")
     add("--device", choices=("cpu", "cuda"), default="cpu")
     add("--dtype", default="float32")
-    add("--parts", default="80%,50%,33%", help=f"of torch.compile's peak: {', '.join(PARTS)}".replace("%", "%%"))
+    add(
+        "--parts",
+        default="80%,50%,33%",
+        help=f"of torch.compile's peak: {', '.join(PARTS)}".replace("%", "%%"),
+    )
     add("--knob", action="store_true", help="torch's own knob too, and fxremat at its lowest peak")
     add("--bare", action="store_true", help="also without operator variants")
     add("--rounds", type=int, default=9, help="rounds of timed steps")

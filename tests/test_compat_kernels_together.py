@@ -5,6 +5,7 @@ from __future__ import annotations
 import subprocess
 import threading
 from itertools import chain
+from pathlib import Path
 from typing import Any
 
 import pytest
@@ -124,6 +125,45 @@ def test_threads_that_begin_kernels_wait_for_one_another() -> None:
     other.join()
     assert entered.is_set()
     assert async_compile.AsyncCompile.cpp_pybinding is inductors
+
+
+SHARED = """
+#pragma once
+inline float shared_work(const float* x, long number) {
+    float found = 0;
+LOOPS
+    return found;
+}
+""".replace(
+    "LOOPS", 30 * "    for (long i = 0; i < number; ++i) found += x[i] / (7 + i * found);\n"
+)
+SHARING = """
+#include <torch/csrc/inductor/cpp_prefix.h>
+#include "{header}"
+extern "C"  void  kernel(const float* x, float* out)
+{{
+    #pragma omp parallel for
+    for (long i = 0; i < {number}; ++i) out[i] = shared_work(x, i) * shared_work(x + 1, {number});
+}}
+"""
+
+
+def test_what_several_kernels_call_is_inlined(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Else a kernel may take twice as long as when it is compiled by itself."""
+    header = tmp_path / "shared.h"
+    header.write_text(SHARED)
+    sources = [SHARING.format(header=header, number=number) for number in range(8)]
+    with monkeypatch.context() as alone:
+        alone.setattr(async_compile, "get_compile_threads", lambda: 1)
+        compat.begin_kernels(generated(sources))
+    library = next(tmp_path.rglob("*.so"))
+    defined = subprocess.run(
+        ["nm", "-C", "--defined-only", library], capture_output=True, text=True
+    )
+    assert "kernel" in defined.stdout
+    assert "shared_work" not in defined.stdout
 
 
 @given(st.integers(0, 100), st.integers(1, 40))

@@ -31,11 +31,20 @@ def device_of(graph: fx.Graph) -> torch.device:
     return next((d for d in devices if d.type != "cpu"), torch.device("cpu"))
 
 
-def op_timer(request: Request, device: torch.device, spec: DeviceSpec | None = None) -> OpTimer:
-    """The times asked for; ``spec`` is that of a device which is not here."""
+def op_timer(
+    request: Request,
+    device: torch.device,
+    spec: DeviceSpec | None = None,
+    *,
+    images_last: bool = False,
+) -> OpTimer:
+    """The times asked for; ``spec`` is that of a device which is not here.
+
+    ``images_last``: Inductor lays images out with the channels last.
+    """
     rates = device_spec(device) if spec is None else spec
     on_cpu = rates.name == device_spec(torch.device("cpu")).name
-    roofline = Roofline(rates, on_cpu, request.compiled)
+    roofline = Roofline(rates, on_cpu, request.compiled, images_last)
     if request.op_times != "measured" or spec is not None:
         return roofline
     directory = Path(compat.cache_directory()) / "fxremat"
@@ -134,8 +143,9 @@ def cost_model(
     only those count that operators declare.
     """
     device = device_of(graph)
-    workspaces = Workspaces(device)
+    module = graph.owning_module if request.compiled else None
+    images_last = module is not None and compat.prefers_channels_last(module)
+    workspaces = Workspaces(device, images_last=images_last)
     workspace = workspaces.of_node if measured else declared
-    return CostModel(
-        request, device, op_timer(request, device, spec), workspaces, name, workspace, spec
-    )
+    timer = op_timer(request, device, spec, images_last=images_last)
+    return CostModel(request, device, timer, workspaces, name, workspace, spec)

@@ -17,16 +17,11 @@ from fxremat import compat
 from fxremat.cost.call_times import CallTimes
 from fxremat.cost.device import DeviceSpec
 from fxremat.cost.loop_rates import LoopRates
+from fxremat.cost.operands import operands
 from fxremat.cost.roofline import roofline_us
 from fxremat.passes.joint_graph import is_tensor
 from fxremat.runtime import kernels
 from fxremat.runtime.kernels import Inside
-
-
-def _given(node: fx.Node) -> tuple[Any, Any]:
-    """Arguments with the tensors (and symbols) that the nodes among them stand for."""
-    args, kwargs = fx.map_arg((node.args, node.kwargs), lambda n: n.meta["val"])
-    return args, kwargs
 
 
 def _is_free(node: fx.Node) -> bool:
@@ -41,12 +36,14 @@ def _is_free(node: fx.Node) -> bool:
 class Roofline:
     """Times by the rates of a device, which need not be here.
 
-    ``fused`` says whether Inductor generates code for the graph.
+    ``fused`` says whether Inductor generates code for the graph, and ``images_last`` whether it
+    lays images out with the channels last.
     """
 
     spec: DeviceSpec
     on_cpu: bool
     fused: bool
+    images_last: bool = False
 
     def __call__(self, nodes: tuple[fx.Node, ...], traffic_bytes: int) -> float:
         """Microseconds of running ``nodes`` as one kernel."""
@@ -61,7 +58,7 @@ class Roofline:
     def inside(self, node: fx.Node) -> Inside:
         """What a call of an operator of ours does inside."""
         assert isinstance(node.target, compat.OpOverload)
-        args, kwargs = _given(node)
+        args, kwargs = operands(node, images_last=self.images_last)
         how = {"on_cpu": self.on_cpu, "by_inductor": self.fused}
         return kernels.INSIDE[node.target](*args, **kwargs, **how)
 
@@ -87,7 +84,10 @@ class Measured:
 
     def _computes(self, node: fx.Node) -> bool:
         """Whether the node is a library call that could not be run."""
-        return self.calls.is_counted(node.target, *_given(node), node.meta.get("val"))
+        return self.calls.is_counted(node.target, *self._given(node), node.meta.get("val"))
+
+    def _given(self, node: fx.Node) -> tuple[Any, Any]:
+        return operands(node, images_last=self.otherwise.images_last)
 
     def _library_us(self, node: fx.Node) -> float | None:
         """The time of a library call, or of a call that makes some inside; None for others."""
@@ -95,7 +95,7 @@ class Measured:
             return self._inside_us(node)
         if not self._computes(node):
             return None
-        return self.calls.of_call(node.target, *_given(node))
+        return self.calls.of_call(node.target, *self._given(node))
 
     def _inside_us(self, node: fx.Node) -> float | None:
         """Its library calls, and what lies between: calls from Python, and loops.

@@ -25,6 +25,7 @@ from fxremat import compat
 from fxremat.cost.call_times import call_key, made_real
 from fxremat.cost.memory_room import has_room
 from fxremat.cost.number_file import NumberFile, number_path
+from fxremat.cost.operands import operands
 from fxremat.cost.peak import measure_call
 from fxremat.passes.joint_graph import is_mutating, is_random, is_view
 from fxremat.runtime import kernels
@@ -72,7 +73,9 @@ def declared(node: fx.Node) -> int:
 class Workspaces:
     """Answers how many bytes of scratch memory a call needs."""
 
-    def __init__(self, device: torch.device) -> None:
+    def __init__(self, device: torch.device, *, images_last: bool = False) -> None:
+        """``images_last``: Inductor lays images out with the channels last."""
+        self.images_last = images_last
         directory = Path(compat.cache_directory()) / "fxremat"
         self.device = device
         self.file = NumberFile(number_path(directory, device, "workspaces"))
@@ -83,7 +86,7 @@ class Workspaces:
             return 0
         if is_random(node):
             return 0
-        args, kwargs = fx.map_arg((node.args, node.kwargs), lambda n: n.meta["val"])
+        args, kwargs = operands(node, images_last=self.images_last)
         return self.of_call(node.target, args, kwargs)
 
     def of_call(self, target: Any, args: Any, kwargs: Any) -> int:
