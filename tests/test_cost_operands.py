@@ -19,7 +19,8 @@ def both(image: torch.Tensor, weight: torch.Tensor, gradient: torch.Tensor) -> t
     found = ATEN.convolution_backward.default(
         gradient, image, weight, None, *HOW, [True, True, False]
     )
-    return made.sum() + found[0].sum() + found[1].sum()
+    total: torch.Tensor = made.sum() + found[0].sum() + found[1].sum()
+    return total
 
 
 @pytest.fixture
