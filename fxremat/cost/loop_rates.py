@@ -43,9 +43,20 @@ FUNCTIONS: Mapping[str, Callable[..., Any]] = {
     "cos": torch.cos,
     "pow": lambda given, out: torch.pow(given, 1.5, out=out),
     "div": lambda given, out: torch.div(given, given, out=out),
+    "bitwise_left_shift": lambda given, out: _integers(out).copy_(torch.le(given, 0)),
+    "bitwise_right_shift": lambda given, out: torch.bitwise_right_shift(
+        _integers(given), 1, out=_integers(out)
+    ).ne(0),
 }
-"""Functions that cost more than to move their operands, by the name of the operator."""
+"""Functions that cost more than to move their operands, by the name of the operator.
+
+Shifts are of bits that are masks elsewhere: it is the way from one to the other that takes long.
+"""
 _BANDWIDTH, _CALL = "bytes_per_s of ", "call_us"
+
+
+def _integers(given: torch.Tensor) -> torch.Tensor:
+    return given.view(torch.int32)
 
 
 @dataclass(frozen=True)
@@ -92,7 +103,7 @@ def measured_rates(
     """
     file = NumberFile(number_path(directory, device, KIND))
     numbers = file.numbers
-    if _CALL not in numbers:
+    if not numbers.keys() >= {_CALL, *FUNCTIONS}:
         with outside_fake_mode(), torch.no_grad():
             numbers, disturbed = _measure(device, pace_of(device, directory))
         for key, number in numbers.items() if not disturbed else ():
