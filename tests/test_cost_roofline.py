@@ -9,7 +9,7 @@ import torch
 from torch import fx
 
 from fxremat import compat
-from fxremat.cost.device import CPU, GPUS, DeviceSpec, device_spec
+from fxremat.cost.device import CPU, GPUS, DeviceSpec, device_spec, spec_of_card
 from fxremat.cost.roofline import flops_of, roofline_us
 from tests.graphs import batch, capture, mlp
 from tests.single_calls import ATEN, KEY, call
@@ -64,6 +64,30 @@ def test_dynamic_sizes_are_counted_at_their_bound() -> None:
     torch._dynamo.mark_dynamic(x, 0, min=2, max=64)
     seen = capture(mlp(), [x])
     assert flops_of(seen.calls(ATEN.addmm)[0], compat.size_bound) == 2 * 64 * 8 * 8
+
+
+@pytest.mark.parametrize(
+    ("card", "name"),
+    [
+        ("NVIDIA H100 80GB HBM3", "H100"),
+        ("NVIDIA H100 PCIe", "H100"),
+        ("NVIDIA A100-SXM4-40GB", "A100-40GB"),
+        ("NVIDIA A100-PCIE-40GB", "A100-40GB"),
+        ("NVIDIA A100 80GB PCIe", "A100"),
+        ("NVIDIA L40S", "L40S"),
+        ("NVIDIA L4", "L4"),
+        ("Tesla V100-SXM2-16GB", "V100"),
+        ("Tesla T4", "T4"),
+        ("NVIDIA GeForce RTX 4090", "4090"),
+        ("NVIDIA RTX A6000", "A6000"),
+        ("NVIDIA GeForce RTX 4090 Laptop GPU", "gpu"),
+        ("NVIDIA RTX A1000", "gpu"),
+        ("NVIDIA T400 4GB", "gpu"),
+        ("NVIDIA A10G", "gpu"),
+    ],
+)
+def test_a_card_is_known_by_the_words_of_its_name(card: str, name: str) -> None:
+    assert spec_of_card(card).name == name
 
 
 def test_device_specs() -> None:

@@ -8,6 +8,7 @@ be equal on every rank and machine, so nothing here is probed at run time.
 
 from __future__ import annotations
 
+import re
 from dataclasses import dataclass
 
 import torch
@@ -37,16 +38,22 @@ class DeviceSpec:
 
 CPU = DeviceSpec("cpu", 120e9, 120e9, 30e9, 2.0, 4e9, 30.0)
 GPUS = (
+    DeviceSpec("B200", 75e12, 2250e12, 8.0e12, 4.0, 55e9),
     DeviceSpec("H200", 67e12, 990e12, 4.8e12, 4.0, 55e9),
     DeviceSpec("H100", 67e12, 990e12, 3.35e12, 4.0, 55e9),
+    DeviceSpec("A100-40GB", 19.5e12, 312e12, 1.55e12, 4.0, 25e9),
     DeviceSpec("A100", 19.5e12, 312e12, 2.0e12, 4.0, 25e9),
+    DeviceSpec("L40S", 91.6e12, 362e12, 0.864e12, 4.0, 25e9),
     DeviceSpec("A10", 31e12, 125e12, 0.6e12, 4.0, 25e9),
     DeviceSpec("L4", 30e12, 121e12, 0.3e12, 4.0, 25e9),
     DeviceSpec("V100", 15.7e12, 125e12, 0.9e12, 4.0, 12e9),
     DeviceSpec("T4", 8.1e12, 65e12, 0.32e12, 4.0, 12e9),
+    DeviceSpec("A6000", 38.7e12, 155e12, 0.768e12, 4.0, 25e9),
+    DeviceSpec("5090", 105e12, 210e12, 1.79e12, 4.0, 55e9),
     DeviceSpec("4090", 83e12, 165e12, 1.0e12, 4.0, 25e9),
     DeviceSpec("3090", 36e12, 71e12, 0.94e12, 4.0, 25e9),
 )
+"""By name; what is more special comes first."""
 MICROCONTROLLER = DeviceSpec("Cortex-M4", 30e6, 30e6, 200e6, 5.0, 1e6, 0.03, 100.0)
 """Kilobytes of memory, and an SD card to page to; of the order of such devices, none measured."""
 OTHER_GPU = DeviceSpec("gpu", 20e12, 160e12, 1.0e12, 4.0, 12e9)
@@ -56,8 +63,18 @@ def device_spec(device: torch.device) -> DeviceSpec:
     """The spec of ``device``, by its name; a middling GPU where the name is not known."""
     if device.type != "cuda" or not torch.cuda.is_available():
         return CPU if device.type == "cpu" else OTHER_GPU
-    name = torch.cuda.get_device_name(device)
-    return next((spec for spec in GPUS if spec.name in name), OTHER_GPU)
+    return spec_of_card(torch.cuda.get_device_name(device))
+
+
+def spec_of_card(card: str) -> DeviceSpec:
+    """The spec of a card by the whole name that CUDA gives it, as "NVIDIA H100 80GB HBM3".
+
+    Each word of the spec's name is one of the card's: an L40S is no L4. Cards of laptops share the
+    names of faster ones.
+    """
+    words = set(re.split(r"[\s-]+", card))
+    known = (spec for spec in GPUS if words.issuperset(spec.name.split("-")))
+    return OTHER_GPU if "Laptop" in words else next(known, OTHER_GPU)
 
 
 def spec_named(name: str) -> DeviceSpec:
