@@ -9,7 +9,8 @@ is near the budget, or everywhere if that is not enough. Calls that move values 
 they stand where their transfers run beside other work.
 
 - `WriteResults`, on the graph after Inductor's own passes: planned results are written, and inputs
-  that the backward reads are handed on themselves, not as copies with channels last.
+  that the backward reads are handed on themselves, not as copies with channels last. There it makes
+  such a copy where a convolution's gradient would be copied else.
 - `Fence`, on the kernels before fusion: no loop moves across a library call. Only a loop whose
   results are small beside what it reads, such as the sum that is a bias gradient, may run earlier.
   A copy that only changes the layout for a library call runs last before it. It is fused only with
@@ -185,6 +186,7 @@ class WriteResults(compat.CustomGraphPass):
             self.user_pass(graph)
         compat.write_results(graph, results_to_write(graph))
         compat.return_inputs_as_they_are(graph)
+        compat.copy_images(graph)
 
     def uuid(self) -> Any:
         """The pass's name in Inductor's cache."""

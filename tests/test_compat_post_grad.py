@@ -128,3 +128,26 @@ def test_the_order_of_channels_that_inductor_prefers() -> None:
     with torch._inductor.config.patch(layout_optimization=False):
         assert not compat.prefers_channels_last(convolution)
     assert not compat.prefers_channels_last(make_fx(torch.sin, tracing_mode="fake")(image))
+
+
+@pytest.mark.parametrize(("channels", "copied"), [(3, True), (32, False)])
+def test_images_are_copied_where_gradients_would_be(channels: int, copied: bool) -> None:
+    """The smaller of the two; values stay."""
+    image, gradient = torch.randn(2, channels, 8, 8), torch.randn(2, 16, 8, 8)
+    gradient = gradient.to(memory_format=torch.channels_last)
+    weight, how = torch.randn(16, channels, 3, 3), ([1, 1], [1, 1], [1, 1], False, [0, 0], 1)
+
+    def of_weight(gradient: torch.Tensor, image: torch.Tensor) -> torch.Tensor:
+        mask = [False, True, False]
+        backward: Any = ATEN.convolution_backward.default
+        found: torch.Tensor = backward(gradient, image, weight, None, *how, mask)[1]
+        return found
+
+    module = make_fx(of_weight, tracing_mode="fake", _allow_non_fake_inputs=True)(gradient, image)
+    with compat.fake_mode_of(module.graph):
+        compat.copy_images(module.graph)
+    module.recompile()
+    (node,) = module.graph.find_nodes(op="call_function", target=ATEN.convolution_backward.default)
+    read = node.args[1].meta["val"]
+    assert read.is_contiguous(memory_format=torch.channels_last) == copied
+    torch.testing.assert_close(module(gradient, image), of_weight(gradient, image))

@@ -42,6 +42,21 @@ def test_a_convolutions_backward_is_measured() -> None:
     assert Workspaces(HOST).of_call(CONV_BACKWARD, ARGS, {}) == peak.above_start_bytes - kept
 
 
+def test_what_only_checks_its_operands_is_not_run() -> None:
+    """On CUDA a failed check ends the context."""
+    check = ATEN._assert_async.default
+    assert Workspaces(HOST).of_call(check, (torch.zeros(1),), {}) == 0
+    assert not Workspaces(HOST).file.path.exists()
+
+
+def test_a_call_is_given_what_ops_take() -> None:
+    """Probabilities, masks that let something through, and indices that are in range."""
+    floats = made_real(torch.empty(1000), int, HOST)
+    assert 0 <= floats.min() < floats.max() < 1
+    assert made_real(torch.empty(3, dtype=torch.bool), int, HOST).all()
+    assert not made_real(torch.empty(3, dtype=torch.int64), int, HOST).any()
+
+
 def test_a_call_is_measured_once(monkeypatch: pytest.MonkeyPatch) -> None:
     spaces = Workspaces(HOST)
     first = spaces.of_call(CONV_BACKWARD, ARGS, {})

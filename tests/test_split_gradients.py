@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import operator
+from typing import Any
 
 import pytest
 import torch
@@ -11,6 +12,7 @@ from hypothesis import strategies as st
 from torch import nn
 
 from fxremat.core.timeline import replay
+from fxremat.core.variants import take as take_variants
 from fxremat.passes.joint_graph import JointGraph
 from fxremat.passes.memory_estimation import estimate
 from fxremat.passes.variants import insertion
@@ -92,3 +94,34 @@ def test_graph_of_split_gradients(golden: Golden) -> None:
     joint = joint_of(nn.Conv2d(2, 2, 3), torch.randn(1, 2, 5, 5))
     taken = insertion.take(joint, insertion.find_sites(joint, RULES))
     golden(f"before\n\n{joint.module.graph}\n\nafter\n\n{taken.module.graph}\n")
+
+
+class TwoWays(nn.Module):
+    """The gradient of one way waits for that of the other."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.first, self.short = nn.Conv2d(8, 8, 3, padding=1), nn.Conv2d(8, 8, 1)
+        self.long = nn.Sequential(nn.Conv2d(8, 8, 1), nn.Tanh(), nn.Conv2d(8, 8, 1))
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        hidden = self.first(x).tanh()
+        return (self.long(hidden) + self.short(hidden)).tanh()
+
+
+def test_gradients_of_inputs_are_where_the_planner_has_them() -> None:
+    """The graph with the variants is the problem that they were chosen for: in the same order."""
+    joint = joint_of(TwoWays(), torch.randn(4, 8, 16, 16))
+    sites = insertion.find_sites(joint, RULES)
+    assert len(sites) == 4
+    how: Any = {"fused": True, "device": "cpu", "name": "test"}
+    offered = insertion.insert_all(joint, sites)
+    whole = estimate(
+        offered.joint, unit_time, no_workspace, inserted=offered.inserted, **how
+    ).problem
+    chosen = take_variants(whole, [site.name for site in sites])
+    made = estimate(insertion.take(joint, sites), unit_time, no_workspace, **how).problem
+
+    assert [op.name for op in made.ops] == [op.name for op in chosen.ops]
+    peaks = [replay(one, one.base_steps()).peak_bytes for one in (chosen, made)]
+    assert peaks[0] == peaks[1]

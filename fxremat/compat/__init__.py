@@ -76,6 +76,7 @@ from fxremat.compat.inductor.kernels_ahead import (
 from fxremat.compat.inductor.loading import load_without_kernels
 from fxremat.compat.inductor.lowered_ahead import forget_lowered, hand_over
 from fxremat.compat.inductor.post_grad import (
+    copy_images,
     is_noop_to_inductor,
     is_read_as_an_image,
     leave_layouts,
@@ -144,6 +145,7 @@ __all__ = [
     "compile_kernel",
     "compile_with_aot_eager",
     "compile_with_inductor",
+    "copy_images",
     "copy_module",
     "current_frame",
     "decomposed",

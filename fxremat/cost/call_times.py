@@ -64,7 +64,8 @@ def call_key(target: Any, args: Any, kwargs: Any, size: SizeOf) -> str:
 def made_real(
     value: Any, size: SizeOf, device: torch.device, batch: tuple[int, int] | None = None
 ) -> Any:
-    """An argument to run with: random numbers, integers zero so that indices are in range.
+    """An argument to run with: numbers in [0, 1), True, and integers zero, so that indices are in
+    range. What else an op may refuse on CUDA is refused for good: nothing runs there any more.
 
     With a ``batch``, tensors whose first size is its first number get its second one instead.
     """
@@ -74,7 +75,9 @@ def made_real(
             shape[0] = batch[1]
         on = device if value.device.type == device.type else value.device
         tensor = torch.empty_strided(shape, stride, dtype=value.dtype, device=on)
-        return tensor.normal_() if value.dtype.is_floating_point else tensor.zero_()
+        if value.dtype is torch.bool:
+            return tensor.fill_(True)
+        return tensor.uniform_() if value.dtype.is_floating_point else tensor.zero_()
     if isinstance(value, (list, tuple)):
         return type(value)(made_real(v, size, device, batch) for v in value)
     return size(value) if isinstance(value, torch.SymInt) else value

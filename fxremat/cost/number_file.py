@@ -10,6 +10,7 @@ import platform
 import re
 from contextlib import suppress
 from pathlib import Path
+from typing import Any
 
 import torch
 
@@ -37,9 +38,25 @@ class NumberFile:
 
 
 def number_path(directory: Path, device: torch.device, kind: str) -> Path:
-    """The file for a kind of number, a device (a CPU with so many threads) and a torch version."""
+    """The file for a kind of number, a device (a CPU with so many threads) and a torch version.
+
+    On CUDA also for what decides which kernels the libraries take.
+    """
     name = f"{platform.machine()}-{torch.get_num_threads()}threads"
     if device.type == "cuda":
-        name = torch.cuda.get_device_name(device)
+        name = f"{torch.cuda.get_device_name(device)}-{_how_cuda_chooses()}"
     plain = re.sub(r"[^\w.+-]+", "_", f"{device.type}-{name}-torch{torch.__version__}")
     return directory / kind / f"{plain}.json"
+
+
+def _how_cuda_chooses() -> str:
+    """The settings, and the version of cuDNN, as a part of a name."""
+    cudnn: Any = torch.backends.cudnn
+    precisions = (cudnn.conv.fp32_precision, torch.backends.cuda.matmul.fp32_precision)
+    settings = {
+        "benchmark": cudnn.benchmark,
+        "deterministic": cudnn.deterministic or torch.are_deterministic_algorithms_enabled(),
+        "cudnn": cudnn.enabled,
+    }
+    chosen = [name for name, is_on in settings.items() if is_on]
+    return "-".join([f"cudnn{cudnn.version()}", *precisions, *chosen])

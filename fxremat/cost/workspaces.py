@@ -44,12 +44,18 @@ _TOLD: set[str] = set()
 
 
 def _may_have_workspace(target: object) -> bool:
+    """Whether an op is run to see what it takes.
+
+    None that only checks its operands, as ``_assert_async``: after what a kernel refuses on CUDA,
+    nothing runs there any more.
+    """
     return (
         isinstance(target, compat.OpOverload)
         and target.namespace in ("aten", kernels.NAMESPACE)
         and target.overloadpacket not in _WITHOUT
         and torch.Tag.pointwise not in target.tags
         and not target.is_view
+        and any("Tensor" in str(result.type) for result in target._schema.returns)
     )
 
 

@@ -169,6 +169,8 @@ def take_with_inserted(
             else one
             for index, one in enumerate(results)
         ]
+    new = [node for variant in offered.inserted for node in variant.nodes]
+    _move_to_readers([node for node in new if offered.joint.role[node] is not Role.FORWARD])
     _sort(graph)
     graph.output_node().args = (tuple(results),)
     graph.eliminate_dead_code()
@@ -275,6 +277,20 @@ def _roles(
         else:
             role[node] = Role.FORWARD
     return role
+
+
+def _move_to_readers(nodes: Sequence[fx.Node]) -> None:
+    """Put each right before what first reads it, but for the graph's results; in their order.
+
+    There the planner has them as long as it chooses (`fxremat.core.variants.take`).
+    """
+    first_moved: dict[fx.Node, fx.Node] = {}
+    for node in reversed(nodes):
+        readers = [user for user in node.users if user.op != "output"]
+        if readers:
+            reader = min(readers)
+            first_moved.get(reader, reader).prepend(node)
+            first_moved[reader] = node
 
 
 def _sort(graph: fx.Graph) -> None:

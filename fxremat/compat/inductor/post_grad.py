@@ -85,6 +85,29 @@ def return_inputs_as_they_are(graph: fx.Graph) -> None:
     output.meta["user_visible_output_idxs"] = sorted({*seen, *inputs})
 
 
+def copy_images(graph: fx.Graph) -> None:
+    """Copy images for the gradients of convolutions where they lie in another order than those.
+
+    Inductor copies the gradient else, into the order of the image. That of the first convolution of
+    a net is larger than the picture, and writing it so takes long.
+    """
+    last = torch.channels_last
+    for node in graph.find_nodes(
+        op="call_function", target=torch.ops.aten.convolution_backward.default
+    ):
+        gradient, image = (one.meta["val"] for one in node.args[:2])
+        if gradient.dim() != 4 or not gradient.is_contiguous(memory_format=last):
+            continue
+        if image.is_contiguous(memory_format=last) or image.numel() >= gradient.numel():
+            continue
+        with graph.inserting_before(node):
+            copy = graph.call_function(
+                torch.ops.aten.clone.default, (node.args[1],), {"memory_format": last}
+            )
+        copy.meta["val"] = image.clone(memory_format=last)
+        node.update_arg(1, copy)
+
+
 def leave_layouts(forward: fx.GraphModule) -> None:
     """Mark a forward whose inputs Inductor may return in any layout, as it does for plain torch.
 
