@@ -106,7 +106,8 @@ class TwoWays(nn.Module):
 
     def forward(self, x: torch.Tensor) -> torch.Tensor:
         hidden = self.first(x).tanh()
-        return (self.long(hidden) + self.short(hidden)).tanh()
+        both: torch.Tensor = (self.long(hidden) + self.short(hidden)).tanh()
+        return both
 
 
 def test_gradients_of_inputs_are_where_the_planner_has_them() -> None:
