@@ -114,7 +114,7 @@ def test_times_of_another_device(tmp_path: Path, capsys: pytest.CaptureFixture[s
     assert main(["trace", "tests.small:stack_and_input", "--out", "x", "--copies"]) == 2
     assert "--copies needs --device" in capsys.readouterr().err
     assert main(["trace", "tests.small:stack_and_input", "--out", "x", "--device", "H1000"]) == 2
-    assert "unknown device 'H1000'; there are cpu, H200" in capsys.readouterr().err
+    assert "unknown device 'H1000'; there are cpu, B200" in capsys.readouterr().err
 
 
 def test_check_of_a_bad_plan(
