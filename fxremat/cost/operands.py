@@ -40,6 +40,4 @@ def operands(node: fx.Node, *, images_last: bool) -> tuple[Any, Any]:
 def _laid_out(given: Any) -> Any:
     if not isinstance(given, torch.Tensor) or given.dim() != _IMAGES:
         return given
-    channels = given.shape[1]
-    batch, height, width = given.shape[0], given.shape[2], given.shape[3]
-    return given.new_empty((batch, height, width, channels)).permute(0, 3, 1, 2)
+    return torch.empty_like(given, memory_format=torch.channels_last)

@@ -7,7 +7,7 @@ Inductor looks for each of them. Asked for its one kernel, it looks at the name 
     a.cpp b.cpp c.cpp  ->  one source  ->  one library  ->  a.so = b.so = c.so
 
 A compiler inlines what is called from one place. What several kernels call it would not inline, and
-loops would take up to twice as long; so kernels ask for it.
+loops would take longer than compiled by themselves; so kernels ask for it.
 """
 
 from __future__ import annotations
