@@ -19,6 +19,7 @@ from fxremat import compat
 from fxremat.compiling import session
 from fxremat.compiling.partitioner import Partitioner
 from fxremat.compiling.request import Request, device_of_inputs, request_for
+from fxremat.device import absent_card
 from fxremat.options import Options, disabled, parse_options
 from fxremat.passes.held_order import Fence, WriteResults
 from fxremat.report.files import prepare_folder, write_report
@@ -31,6 +32,9 @@ log = logging.getLogger(__name__)
 
 
 def _total_bytes(device: torch.device) -> int | None:
+    card = absent_card()
+    if card is not None:
+        return card.usable_bytes
     if device.type != "cuda":
         return None
     return int(torch.cuda.get_device_properties(device).total_memory)
@@ -164,11 +168,23 @@ def plan_only(
         if parsed.executor == "aot_eager":
             compiled = compat.compile_with_aot_eager(gm, example_inputs, partitioner)
         else:
-            patches = _patches(parsed, partitioner, None)
-            compiled = compat.trace_as_inductor(gm, example_inputs, patches, partitioner)
+            compiled = _traced(gm, example_inputs, _patches(parsed, partitioner, None), partitioner)
     if current.report is not None:
         ledger.record(frame, current.report)
     return compiled, current.report
+
+
+def _traced(
+    gm: fx.GraphModule,
+    inputs: Sequence[Any],
+    patches: Mapping[str, Any],
+    partitioner: Partitioner,
+) -> Callable[..., Any]:
+    """The graph planned as Inductor would have it compiled, here or on a card that is not here."""
+    card = absent_card()
+    if card is None:
+        return compat.trace_as_inductor(gm, inputs, patches, partitioner)
+    return compat.trace_for_absent(gm, inputs, patches, partitioner, card.properties())
 
 
 def _reset() -> None:

@@ -199,3 +199,27 @@ class NotTraceable(FxrematError):
 
     def __str__(self) -> str:
         return f"{self.name}: {self.why}"
+
+
+class UnknownDevice(FxrematError, ValueError):
+    """There is no card of this name; ``known`` are those there are, ``near`` the most similar."""
+
+    def __init__(self, name: str, known: tuple[str, ...], near: str | None = None) -> None:
+        super().__init__(name, known, near)
+        self.name = name
+        self.known = known
+        self.near = near
+
+    def __str__(self) -> str:
+        hint = f"; did you mean {self.near!r}?" if self.near else ""
+        return f"there is no device {self.name!r}{hint} (devices: {', '.join(self.known)})"
+
+
+class NeedsTriton(FxrematError, ImportError):
+    """Code for a GPU that is not here is written by Triton, which is not installed."""
+
+    def __str__(self) -> str:
+        return (
+            "planning for a GPU that is not here needs the triton package, which writes its code\n"
+            "What to do: pip install 'fxremat[absent]'"
+        )

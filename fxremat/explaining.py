@@ -19,6 +19,7 @@ from fxremat import compat, planner
 from fxremat.backend import plan_only
 from fxremat.compiling import session
 from fxremat.core.plan import Plan
+from fxremat.device import absent_card
 from fxremat.errors import FxrematError, InfeasibleBudget
 from fxremat.planner import SolverOptions
 from fxremat.report.front import Front, front_of, together
@@ -106,6 +107,17 @@ class Explanation:
 
 
 @contextmanager
+def _as_planned(model: Callable[..., Any], given: Any) -> Iterator[Any]:
+    """What the model is run on: what is given, or for a card that is not here, its sizes."""
+    if absent_card() is None:
+        with _undisturbed(model):
+            yield given
+    else:
+        with compat.on_host_without_memory(model, given) as sizes:
+            yield sizes
+
+
+@contextmanager
 def _undisturbed(model: Callable[..., Any]) -> Iterator[None]:
     """Buffers and random state as they were, whatever happens inside."""
     buffers = dict(model.named_buffers()) if isinstance(model, nn.Module) else {}
@@ -153,9 +165,13 @@ def _planned(
             found.append(report)
         return compiled
 
-    with _undisturbed(model), session.separate(), compat.fresh_dynamo_caches():
+    with (
+        _as_planned(model, (inputs, keywords)) as (args, kwargs),
+        session.separate(),
+        compat.fresh_dynamo_caches(),
+    ):
         try:
-            torch.compile(model, backend=backend)(*inputs, **keywords)
+            torch.compile(model, backend=backend)(*args, **kwargs)
         except Exception as error:
             inner = getattr(error, "inner_exception", None)
             if isinstance(inner, FxrematError):

@@ -17,6 +17,9 @@ Each name has a test in ``tests/test_compat_<theme>.py``.
 
 from __future__ import annotations
 
+from fxremat.compat.absent.cubins import cubins
+from fxremat.compat.absent.pretending import CUDA, Properties, fake_cuda, has_triton
+from fxremat.compat.absent.tracing import trace_for_absent
 from fxremat.compat.backward import (
     accumulators_of,
     at_end_of_backward,
@@ -113,6 +116,7 @@ from fxremat.compat.tensors import (
     Watching,
     fake_mode_of,
     fake_tensors,
+    on_host_without_memory,
     outside_fake_mode,
     storage_key,
     storage_watch,
@@ -120,6 +124,7 @@ from fxremat.compat.tensors import (
 )
 
 __all__ = [
+    "CUDA",
     "CUDAGRAPHS",
     "PARTITIONER",
     "POST_GRAD_PASS",
@@ -129,6 +134,7 @@ __all__ = [
     "Footprint",
     "Generated",
     "OpOverload",
+    "Properties",
     "Scheduled",
     "SchedulerPass",
     "ShapeEnv",
@@ -147,6 +153,7 @@ __all__ = [
     "compile_with_inductor",
     "copy_images",
     "copy_module",
+    "cubins",
     "current_frame",
     "decomposed",
     "donatable",
@@ -154,6 +161,7 @@ __all__ = [
     "donated_inputs",
     "ends_in_graph_break",
     "extract_forward_backward",
+    "fake_cuda",
     "fake_mode_of",
     "fake_tensors",
     "for_a_kernel",
@@ -162,6 +170,7 @@ __all__ = [
     "functorch_config",
     "generate",
     "hand_over",
+    "has_triton",
     "hooks_on",
     "hooks_on_node",
     "in_waiting_order",
@@ -187,6 +196,7 @@ __all__ = [
     "name_in_forward",
     "names_being_scheduled",
     "no_other_backward",
+    "on_host_without_memory",
     "only_marked_buffers_donated",
     "outside_fake_mode",
     "plan_for_sizes_seen",
@@ -206,6 +216,7 @@ __all__ = [
     "storage_watch",
     "torch_partition",
     "trace_as_inductor",
+    "trace_for_absent",
     "user_tag",
     "wait_for_vectors",
     "watch_backwards",

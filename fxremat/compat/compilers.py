@@ -48,16 +48,10 @@ def trace_as_inductor(
     """The joint graph exactly as Inductor would give it to ``partition``; the parts run eagerly."""
     from torch._dynamo.backends.common import aot_autograd
     from torch._dynamo.backends.debugging import boxed_nop
-    from torch._guards import detect_fake_mode
-    from torch._inductor.compile_fx import _recursive_joint_graph_passes
     from torch._inductor.decomposition import select_decomp_table
-    from torch._inductor.virtualized import V
 
     def with_joint_passes(module: fx.GraphModule, joint_inputs: Any, **kwargs: Any) -> Any:
-        values = [n.meta.get("val") for n in module.graph.nodes if n.op == "placeholder"]
-        with V.set_fake_mode(detect_fake_mode(values)):
-            _recursive_joint_graph_passes(module)
-            return partition(module, joint_inputs, **kwargs)
+        return joint_passes(module, lambda: partition(module, joint_inputs, **kwargs))
 
     with inductor_config.patch(dict(patches)), only_marked_buffers_donated():
         compiler = aot_autograd(
@@ -68,3 +62,15 @@ def trace_as_inductor(
         )
         compiled: Callable[..., Any] = compiler(gm, inputs)
         return compiled
+
+
+def joint_passes(module: fx.GraphModule, then: Callable[[], Any]) -> Any:
+    """Run Inductor's passes on a joint graph, ``then`` what follows, in the graph's fake mode."""
+    from torch._guards import detect_fake_mode
+    from torch._inductor.compile_fx import _recursive_joint_graph_passes
+    from torch._inductor.virtualized import V
+
+    values = [n.meta.get("val") for n in module.graph.nodes if n.op == "placeholder"]
+    with V.set_fake_mode(detect_fake_mode(values)):
+        _recursive_joint_graph_passes(module)
+        return then()

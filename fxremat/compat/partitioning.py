@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import inspect
-from collections.abc import Sequence
+from collections.abc import Collection, Sequence
 from typing import Any
 
 import torch._functorch.partitioners as _partitioners
@@ -61,4 +61,19 @@ def extract_forward_backward(
     if thread is not None:
         forward = thread(forward, is_backward=False)
         backward = thread(backward, is_backward=True)
+    used = {node.name for node in module.graph.nodes if node.users}
+    for half in (forward, backward):
+        _drop_repeated(half, used)
     return forward, backward
+
+
+def _drop_repeated(half: fx.GraphModule, used: Collection[str]) -> None:
+    """Drop random calls that torch repeats in the other half: nothing reads them there.
+
+    Attention counts as random on CUDA. A call that nothing ever read stays: it draws numbers.
+    """
+
+    def stays(node: fx.Node) -> bool:
+        return bool(node.is_impure(impure_random=node.name not in used))
+
+    half.graph.eliminate_dead_code(is_impure_node=stays)

@@ -8,6 +8,7 @@ from typing import Any
 
 import torch
 from torch import fx
+from torch.utils import _pytree as pytree
 from torch.utils._python_dispatch import TorchDispatchMode
 
 
@@ -87,3 +88,46 @@ def outside_fake_mode() -> Iterator[None]:
 
     with unset_fake_temporarily():
         yield
+
+
+@contextmanager
+def on_host_without_memory(model: Any, given: Any) -> Iterator[Any]:
+    """Inside `fake_tensors`: yields ``given`` with tensors on the CPU that have no memory.
+
+    So are parameters and buffers of ``model`` until the end, wherever they lie.
+    """
+    known: dict[int, torch.Tensor] = {}
+
+    def stand_in(tensor: torch.Tensor) -> torch.Tensor:
+        if is_fake(tensor) and tensor.device.type == "cpu":
+            return tensor
+        if id(tensor) not in known:
+            like = torch.empty_strided(
+                tuple(tensor.shape), tuple(tensor.stride()), dtype=tensor.dtype, device="cpu"
+            )
+            if isinstance(tensor, torch.nn.Parameter):
+                known[id(tensor)] = torch.nn.Parameter(like, tensor.requires_grad)
+            else:
+                known[id(tensor)] = like.requires_grad_(tensor.requires_grad)
+        return known[id(tensor)]
+
+    before: list[tuple[dict[str, Any], str, Any]] = []
+    try:
+        for module in model.modules() if isinstance(model, torch.nn.Module) else ():
+            tables: list[dict[str, Any]] = [module._parameters, module._buffers]
+            for held in tables:
+                for name, tensor in held.items():
+                    if tensor is not None:
+                        before.append((held, name, tensor))
+                        held[name] = stand_in(tensor)
+        yield pytree.tree_map_only(torch.Tensor, stand_in, given)
+    finally:
+        for held, name, tensor in before:
+            held[name] = tensor
+
+
+def is_fake(tensor: torch.Tensor) -> bool:
+    """Whether a tensor has sizes but no memory."""
+    from torch._subclasses.fake_tensor import FakeTensor
+
+    return isinstance(tensor, FakeTensor)

@@ -15,6 +15,8 @@ from fxremat.compiling.request import Request
 from fxremat.core.problem import Problem
 from fxremat.core.variants import run_once
 from fxremat.cost.call_times import CallTimes
+from fxremat.cost.cards import card_named
+from fxremat.cost.cuda_scratch import CudaScratch
 from fxremat.cost.device import DeviceSpec, device_spec
 from fxremat.cost.loop_rates import measured_rates
 from fxremat.cost.op_timers import Measured, Roofline
@@ -88,7 +90,7 @@ class CostModel:
     request: Request
     device: torch.device
     timer: OpTimer
-    workspaces: Workspaces
+    workspaces: Workspaces | CudaScratch
     name: str
     workspace: Callable[[fx.Node], int]
     spec: DeviceSpec | None = None
@@ -145,6 +147,11 @@ def cost_model(
     device = device_of(graph)
     module = graph.owning_module if request.compiled else None
     images_last = module is not None and compat.prefers_channels_last(module)
+    if request.card is not None:
+        spec = card_named(request.card).spec
+        timer = op_timer(request, device, spec, images_last=images_last)
+        scratch = CudaScratch()
+        return CostModel(request, device, timer, scratch, name, scratch.of_node, spec)
     workspaces = Workspaces(device, images_last=images_last)
     workspace = workspaces.of_node if measured else declared
     timer = op_timer(request, device, spec, images_last=images_last)

@@ -12,7 +12,10 @@ from torch import fx
 from fxremat import compat
 from fxremat.compiling.session import Ledger
 from fxremat.core.problem import COPY_LATENCY_US, Copies
+from fxremat.cost.cards import Card
+from fxremat.cost.cuda_scratch import cublas_bytes
 from fxremat.cost.device import device_spec
+from fxremat.device import absent_card
 from fxremat.options import Options, machine_memory_bytes
 from fxremat.runtime import measure_copy_speed
 from fxremat.runtime.gradients import accumulation
@@ -28,7 +31,8 @@ class Request:
     "energy" a plan may take ``most_time`` times what running every op once takes. ``variants``
     are names of rules (None: all), ``disabled`` names of passes that are left out
     (`fxremat.option_values.PASSES`), ``accumulated`` the arguments of the graph whose gradients
-    are added to their ``grad`` in the backward.
+    are added to their ``grad`` in the backward. ``card`` is the name of one that is planned for
+    although it is not here; None: what is here.
     """
 
     budget_bytes: int | None = None
@@ -46,6 +50,7 @@ class Request:
     allow_lossy: bool = False
     disabled: tuple[str, ...] = ()
     accumulated: tuple[int, ...] = ()
+    card: str | None = None
 
     @property
     def own_budget(self) -> int | None:
@@ -78,8 +83,9 @@ def request_for(
     an error names count it: they are compared with the whole budget, and with what is measured.
     A graph that ends in a graph break should leave half of what is left to those that follow.
     """
-    device = device_of_inputs(inputs)
-    budget, reserve = _limits(options, device, inputs)
+    card = absent_card()
+    device = device_of_inputs(inputs) if card is None else compat.CUDA
+    budget, reserve = _limits(options, device, inputs, card)
     held = ledger.held_by_others(frame) + reserve
     more = compat.ends_in_graph_break(gm) and ledger.is_last(frame)
     return Request(
@@ -89,15 +95,16 @@ def request_for(
         executor=options.executor,
         solver=options.solver,
         solver_time_limit=options.solver_time_limit,
-        op_times=_op_times(options),
+        op_times=_op_times(options) if card is None else "roofline",
         verify=options.verify,
-        copies=copies_of(options, device),
+        copies=copies_of(options, device, card),
         objective="energy" if options.objective == "energy" else "time",
         most_time=options.most_time,
         variants=options.variants,
         allow_lossy=options.allow_lossy,
         disabled=options.disable_passes,
         accumulated=tuple(i for i, x in enumerate(inputs) if accumulation.will_be_added(x)),
+        card=None if card is None else card.name,
     )
 
 
@@ -110,12 +117,13 @@ def _op_times(options: Options) -> Literal["roofline", "measured"]:
     return "roofline" if several else "measured"
 
 
-def copies_of(options: Options, device: torch.device) -> Copies:
+def copies_of(options: Options, device: torch.device, card: Card | None = None) -> Copies:
     """What moving weights and activations takes; the latter move where that is asked for."""
-    rates = (device_spec(device).host_bytes_per_s,) * 2
+    spec = device_spec(device) if card is None else card.spec
+    rates = (spec.host_bytes_per_s,) * 2
     if options.host_bandwidth is not None:
         rates = (float(options.host_bandwidth),) * 2
-    elif options.op_times == "measured":
+    elif options.op_times == "measured" and card is None:
         rates = measure_copy_speed(device)
     cap = options.host_memory_budget
     out, back = (rate / 1e6 for rate in rates)
@@ -124,7 +132,7 @@ def copies_of(options: Options, device: torch.device) -> Copies:
 
 
 def _limits(
-    options: Options, device: torch.device, inputs: Sequence[Any]
+    options: Options, device: torch.device, inputs: Sequence[Any], card: Card | None
 ) -> tuple[int | None, int]:
     """The budget, and how many bytes of it are held by what the graph cannot see.
 
@@ -133,6 +141,9 @@ def _limits(
     grads = accumulation.expected_bytes(device)
     if device.type != "cuda":
         return options.memory_budget, (options.reserve or 0) + grads
+    if card is not None:
+        unseen = 2 * cublas_bytes(card.capability) if options.reserve is None else options.reserve
+        return options.memory_budget or card.usable_bytes, unseen + grads
     allocated = torch.cuda.memory_allocated(device)
     free = torch.cuda.mem_get_info(device)[0]
     idle = torch.cuda.memory_reserved(device) - allocated

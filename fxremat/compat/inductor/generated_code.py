@@ -59,7 +59,7 @@ def generate(
     from torch._inductor.fx_passes.post_grad import view_to_reshape
     from torch._inductor.virtualized import V
 
-    with _uncounted(), inductor_config.patch({"trace.enabled": False}):
+    with _uncounted(), inductor_config.patch(_ONLY_CODE):
         module = copy_module(module)
         placeholders = [n for n in module.graph.nodes if n.op == "placeholder"]
         mode = detect_fake_mode([n.meta.get("val") for n in placeholders])
@@ -75,6 +75,10 @@ def generate(
             _record_seen_outputs(module.graph.output_node(), seen_outputs)
             _recursive_post_grad_passes(module, is_inference=False)
             return _lowered(module, inputs, is_backward, with_kernels)
+
+
+_ONLY_CODE = {"trace.enabled": False, "compile_threads": 1}
+"""With more threads Triton kernels are compiled as soon as each is written."""
 
 
 @contextmanager

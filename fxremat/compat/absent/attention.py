@@ -1,0 +1,250 @@
+"""`scaled_dot_product_attention` as CUDA would run it, on tensors that lie elsewhere.
+
+Which kernel runs is torch's choice at run time: by capability, dtype, head size, mask and layout
+(`aten/src/ATen/native/transformers/cuda/sdp_utils.cpp`), and each wants its operands prepared in
+its own way (`attention.cpp`). On the CPU torch would choose another. So calls in Dynamo's graph are
+replaced by one that chooses for a capability, before autograd sees them.
+
+Nested tensors are not handled, and cuDNN is taken to be 9.15.1 or later, as in torch's own wheels.
+"""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Callable
+from dataclasses import dataclass
+
+import torch
+from torch import Tensor, fx
+
+_ATEN = torch.ops.aten
+_HALF = (torch.float16, torch.bfloat16)
+MOST_BATCH = 65535
+"""cuDNN's limit of batch and heads."""
+
+
+@dataclass(frozen=True)
+class Call:
+    """One attention: query [B, H, T, D], key [B, K, S, D], value [B, K, S, E], what is added."""
+
+    query: Tensor
+    key: Tensor
+    value: Tensor
+    mask: Tensor | None
+    dropout: float
+    is_causal: bool
+    scale: float | None
+    grouped: bool
+
+    @property
+    def operands(self) -> tuple[Tensor, Tensor, Tensor]:
+        """Query, key and value."""
+        return self.query, self.key, self.value
+
+    @property
+    def trains(self) -> bool:
+        """Whether a gradient is wanted."""
+        return torch.is_grad_enabled() and any(x.requires_grad for x in self.operands)
+
+    @property
+    def widths(self) -> tuple[int, int, int]:
+        """Last sizes."""
+        query, key, value = (int(x.shape[-1]) for x in self.operands)
+        return query, key, value
+
+    def is_dense(self) -> bool:
+        """Four dimensions, one dtype, nothing empty, batches that fit, heads that divide."""
+        one_type = len({x.dtype for x in self.operands}) == 1
+        if not one_type or any(x.dim() != 4 for x in self.operands):
+            return False
+        batches = {int(x.shape[0]) for x in self.operands}
+        heads, keys, values = (int(x.shape[1]) for x in self.operands)
+        fits = keys == values and (heads == keys or (self.grouped and heads % keys == 0))
+        return len(batches) == 1 and fits and all(x.shape[2] > 0 for x in self.operands)
+
+    def rows_lie_together(self) -> bool:
+        """Whether the last dimension is dense."""
+        with_mask = self.operands if self.mask is None else (*self.operands, self.mask)
+        return all(x.stride(-1) == 1 or x.shape[-1] == 1 for x in with_mask)
+
+
+Capability = tuple[int, int]
+
+
+def for_capability(gm: fx.GraphModule, capability: Capability) -> None:
+    """Have each attention of a Dynamo graph, and of its subgraphs, run as on that capability."""
+    for module in gm.modules():
+        if not isinstance(module, fx.GraphModule):
+            continue
+        for node in module.graph.nodes:
+            if node.op == "call_function" and node.target in _ATTENTION:
+                node.target = attention
+                node.kwargs = {**node.kwargs, "capability": capability}
+        module.recompile()
+
+
+_ATTENTION = (
+    torch.nn.functional.scaled_dot_product_attention,
+    torch._C._nn.scaled_dot_product_attention,
+    _ATEN.scaled_dot_product_attention.default,
+)
+
+
+def attention(
+    query: Tensor,
+    key: Tensor,
+    value: Tensor,
+    attn_mask: Tensor | None = None,
+    dropout_p: float = 0.0,
+    is_causal: bool = False,
+    *,
+    scale: float | None = None,
+    enable_gqa: bool = False,
+    capability: Capability,
+) -> Tensor:
+    """Attention by the kernel that CUDA would take; arguments as torch's own have them."""
+    call = Call(query, key, value, attn_mask, dropout_p, is_causal, scale, enable_gqa)
+    return chosen_kernel(call, capability)(call)
+
+
+def chosen_kernel(call: Call, capability: Capability) -> Callable[[Call], Tensor]:
+    """The first that takes the call, in the order of that capability."""
+    order = (
+        (_cudnn, _flash, _efficient) if capability[0] in (9, 10) else (_flash, _efficient, _cudnn)
+    )
+    takes = {_cudnn: _cudnn_takes, _flash: _flash_takes, _efficient: _efficient_takes}
+    return next((kernel for kernel in order if takes[kernel](call, capability)), _math)
+
+
+def _low_precision(capability: Capability) -> tuple[torch.dtype, ...]:
+    return _HALF if capability >= (8, 0) else (torch.float16,)
+
+
+def _flash_takes(call: Call, capability: Capability) -> bool:
+    enabled = torch.backends.cuda.flash_sdp_enabled()  # type: ignore[no-untyped-call]
+    query, key, value = call.widths
+    if not (enabled and (8, 0) <= capability <= (12, 1) and call.mask is None and call.is_dense()):
+        return False
+    if call.query.dtype not in _HALF or not query == key == value <= 256:
+        return False
+    narrow = (8, 6) <= capability <= (8, 9) or capability >= (12, 0)
+    if call.trains and narrow and not (query <= 192 or (call.dropout == 0 and query > 224)):
+        return False
+    square = call.query.shape[2] == call.key.shape[2]
+    return (square or not call.is_causal) and call.rows_lie_together()
+
+
+def _efficient_takes(call: Call, capability: Capability) -> bool:
+    enabled = torch.backends.cuda.mem_efficient_sdp_enabled()  # type: ignore[no-untyped-call]
+    if not (enabled and call.is_dense() and call.rows_lie_together()):
+        return False
+    dtype = call.query.dtype
+    if dtype not in (*_low_precision(capability), torch.float32):
+        return False
+    query, key, value = call.widths
+    aligned = _alignment(dtype, capability)
+    return query == key and query % aligned == value % aligned == 0
+
+
+def _alignment(dtype: torch.dtype, capability: Capability) -> int:
+    """Numbers that a row is a multiple of, for matmuls of that dtype."""
+    tensor_cores = capability >= (8, 0) or dtype in _HALF
+    least = 4 if capability >= (8, 0) else 1
+    return max(least, 16 // dtype.itemsize) if tensor_cores else least
+
+
+def _cudnn_takes(call: Call, capability: Capability) -> bool:
+    enabled = torch.backends.cuda.cudnn_sdp_enabled()  # type: ignore[no-untyped-call]
+    fits = (8, 0) <= capability <= (12, 1) and call.query.dtype in _HALF
+    if not (enabled and fits and call.is_dense() and call.rows_lie_together()):
+        return False
+    if torch.are_deterministic_algorithms_enabled() or (16 * call.dropout) % 1:
+        return False
+    query, _, value = call.widths
+    batch, heads = call.query.shape[:2]
+    return (
+        max(batch, heads) <= MOST_BATCH
+        and max(query, value) <= 128
+        and query % 8 == value % 8 == 0
+        and call.key.shape[2] != 1
+        and (call.dropout == 0 or call.query.shape[2] != 1)
+    )
+
+
+def _added(call: Call) -> Tensor | None:
+    """The mask as numbers to add: what is False is left out."""
+    if call.mask is None or call.mask.dtype is not torch.bool:
+        return call.mask
+    zeros = torch.zeros((), dtype=call.query.dtype, device=call.mask.device)
+    return torch.where(call.mask, zeros, -math.inf)
+
+
+def _cudnn(call: Call) -> Tensor:
+    """cuDNN's fused attention, which keeps the logarithms of the rows' sums."""
+    mask = _expanded(_added(call), call)
+    kept = _ATEN._scaled_dot_product_cudnn_attention.default(
+        *call.operands, mask, call.trains, call.dropout, call.is_causal, False, scale=call.scale
+    )
+    output: Tensor = kept[0]
+    return output
+
+
+def _flash(call: Call) -> Tensor:
+    """FlashAttention-2; widths that are no multiple of 8 are padded."""
+    width = call.widths[0]
+    scale = 1 / math.sqrt(width) if call.scale is None else call.scale
+    padded = [_padded(x, 8) for x in call.operands]
+    kept = _ATEN._scaled_dot_product_flash_attention.default(
+        *padded, call.dropout, call.is_causal, False, scale=scale
+    )
+    output: Tensor = kept[0]
+    return output if output.shape[-1] == width else output[..., :width]
+
+
+def _efficient(call: Call) -> Tensor:
+    """Memory-efficient attention, with rows of the mask padded to 16 numbers."""
+    query, key, value = call.operands
+    if call.grouped:
+        key, value = (_repeated(x, query) for x in (key, value))
+    mask = _expanded(_added(call), call)
+    if mask is not None and mask.shape[-1] % 16:
+        mask = _padded(mask, 16)[..., : mask.shape[-1]]
+    kept = _ATEN._scaled_dot_product_efficient_attention.default(
+        query, key, value, mask, call.trains, call.dropout, call.is_causal, scale=call.scale
+    )
+    output: Tensor = kept[0]
+    return output
+
+
+def _math(call: Call) -> Tensor:
+    """Matmuls and a softmax."""
+    kept = _ATEN._scaled_dot_product_attention_math.default(
+        *call.operands,
+        _added(call),
+        call.dropout,
+        call.is_causal,
+        None,
+        scale=call.scale,
+        enable_gqa=call.grouped,
+    )
+    output: Tensor = kept[0]
+    return output
+
+
+def _padded(tensor: Tensor, multiple: int) -> Tensor:
+    short = -tensor.shape[-1] % multiple
+    return torch.nn.functional.pad(tensor, (0, short)) if short else tensor
+
+
+def _expanded(mask: Tensor | None, call: Call) -> Tensor | None:
+    if mask is None:
+        return None
+    return mask.expand(*call.query.shape[:3], call.key.shape[2])
+
+
+def _repeated(tensor: Tensor, query: Tensor) -> Tensor:
+    """Keys or values once for each head of the queries."""
+    return tensor.repeat_interleave(query.shape[1] // tensor.shape[1], dim=1)
+
+
+__all__ = ["Call", "attention", "chosen_kernel", "for_capability"]

@@ -1,0 +1,92 @@
+"""A joint graph that was traced on the CPU, as it would be on a device that is not here.
+
+Autograd refuses fake tensors of a device that torch was built without. So the step is traced on
+the CPU, without any decomposition, and the joint graph is moved: its inputs and all device
+arguments. Then it is traced once more on fake tensors of the device, which decomposes it as
+Inductor would there; gradients are in the graph by then, and autograd has no part in it.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Mapping
+from typing import Any
+
+import torch
+from torch import fx
+from torch.utils import _pytree as pytree
+
+from fxremat.compat.joint_graph import copy_module
+
+
+def moved(
+    module: fx.GraphModule, device: torch.device, table: Mapping[Any, Callable[..., Any]]
+) -> fx.GraphModule:
+    """A copy of a joint graph on ``device``, decomposed by the ``table``.
+
+    Placeholders keep their names, and nodes what is known of where they come from.
+    """
+    from torch._subclasses.fake_tensor import FakeTensorMode
+    from torch.fx.experimental.proxy_tensor import make_fx
+
+    on_device = _with_device_arguments(copy_module(module), device)
+    mode: Any = FakeTensorMode(allow_non_fake_inputs=True, shape_env=_shape_env_of(module))
+    with mode, torch.no_grad():
+        inputs = [_placed(n.meta.get("val"), device) for n in _placeholders(module)]
+        with fx.traceback.preserve_node_meta():
+            traced: fx.GraphModule = make_fx(
+                fx.Interpreter(on_device).run,
+                decomposition_table=dict(table),
+                _allow_non_fake_inputs=True,
+            )(*inputs)
+    _as_named(module, traced)
+    return traced
+
+
+def _placeholders(module: fx.GraphModule) -> list[fx.Node]:
+    return [n for n in module.graph.nodes if n.op == "placeholder"]
+
+
+def _shape_env_of(module: fx.GraphModule) -> Any:
+    for node in _placeholders(module):
+        for size in getattr(node.meta.get("val"), "shape", ()):
+            if isinstance(size, torch.SymInt):
+                return size.node.shape_env
+    return None
+
+
+def _placed(value: Any, device: torch.device) -> Any:
+    """An input without memory on the device; numbers stay on the CPU, as scalars do."""
+    if not isinstance(value, torch.Tensor):
+        return value
+    return torch.empty_strided(value.shape, value.stride(), dtype=value.dtype, device=device)
+
+
+def _with_device_arguments(module: fx.GraphModule, device: torch.device) -> fx.GraphModule:
+    """Tensors are made on the device where they were made on the CPU; constants move there."""
+
+    def there(value: Any) -> Any:
+        return device if isinstance(value, torch.device) else value
+
+    for node in module.graph.nodes:
+        if node.op == "call_function":
+            node.args = pytree.tree_map(there, node.args)
+            node.kwargs = pytree.tree_map(there, node.kwargs)
+    module.recompile()
+    return module
+
+
+def _as_named(source: fx.GraphModule, traced: fx.GraphModule) -> None:
+    """Give placeholders, and what torch says of them and of the outputs, back to the new graph."""
+    for old, new in zip(_placeholders(source), _placeholders(traced), strict=True):
+        new.target = old.target
+        new._rename(str(old.target))
+        new.meta = {**old.meta, "val": new.meta["val"]}
+        new.meta.pop("tensor_meta", None)
+    before, after = source.graph.output_node(), traced.graph.output_node()
+    after.meta = {
+        **before.meta,
+        **after.meta,
+        **{k: v for k, v in before.meta.items() if k == "desc"},
+    }
+    traced.meta = dict(source.meta)
+    traced.recompile()

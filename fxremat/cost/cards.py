@@ -1,0 +1,145 @@
+"""Cards: what CUDA says of a GPU, so that code for it can be written where it is not.
+
+Multiprocessors, capabilities, cache and memory are as the vendor's data sheets and ``deviceQuery``
+give them; limits of a multiprocessor are those of its compute capability (CUDA programming guide,
+"Technical specifications per compute capability"). The memory is the least that drivers of the
+last years leave to a process, as torch's out-of-memory errors name it ("has a total capacity of").
+"""
+
+from __future__ import annotations
+
+import difflib
+import re
+from collections.abc import Mapping
+from dataclasses import dataclass
+
+from fxremat import compat
+from fxremat.cost.device import DeviceSpec, spec_named
+from fxremat.errors import UnknownDevice
+
+CONTEXT_BYTES = 600 * 2**20
+"""Of a card's memory: a CUDA context with the kernels of torch's libraries, which torch counts
+nowhere. It was 450 to 600 MiB with torch 2.x on the cards below."""
+
+BLOCK_SHARED_BYTES = 49152
+"""Of shared memory, what a block has without asking for more, on all of them."""
+
+
+@dataclass(frozen=True)
+class Limits:
+    """What one multiprocessor of a compute capability has; shared memory in bytes.
+
+    ``block_shared_bytes`` is the most that one block may ask for.
+    """
+
+    threads: int
+    shared_bytes: int
+    block_shared_bytes: int
+    registers: int = 65536
+    block_threads: int = 1024
+    warp: int = 32
+
+
+LIMITS: Mapping[tuple[int, int], Limits] = {
+    (7, 0): Limits(2048, 98304, 98304),
+    (7, 5): Limits(1024, 65536, 65536),
+    (8, 0): Limits(2048, 167936, 166912),
+    (8, 6): Limits(1536, 102400, 101376),
+    (8, 9): Limits(1536, 102400, 101376),
+    (9, 0): Limits(2048, 233472, 232448),
+    (10, 0): Limits(2048, 233472, 232448),
+    (12, 0): Limits(1536, 102400, 101376),
+}
+"""By compute capability."""
+
+
+@dataclass(frozen=True)
+class Card:
+    """One GPU. ``full_name`` is what CUDA calls it, ``spec`` what it can do at best."""
+
+    name: str
+    full_name: str
+    capability: tuple[int, int]
+    multiprocessors: int
+    total_bytes: int
+    cache_bytes: int
+
+    @property
+    def limits(self) -> Limits:
+        """What each of its multiprocessors has."""
+        return LIMITS[self.capability]
+
+    @property
+    def spec(self) -> DeviceSpec:
+        """Its rates."""
+        return spec_named(self.name)
+
+    @property
+    def usable_bytes(self) -> int:
+        """What torch may reserve: all but the CUDA context."""
+        return self.total_bytes - CONTEXT_BYTES
+
+    def properties(self) -> compat.Properties:
+        """What torch would say of it."""
+        limits = self.limits
+        return compat.Properties(
+            name=self.full_name,
+            major=self.capability[0],
+            minor=self.capability[1],
+            total_memory=self.total_bytes,
+            multi_processor_count=self.multiprocessors,
+            max_threads_per_multi_processor=limits.threads,
+            max_threads_per_block=limits.block_threads,
+            regs_per_multiprocessor=limits.registers,
+            shared_memory_per_block=BLOCK_SHARED_BYTES,
+            shared_memory_per_block_optin=limits.block_shared_bytes,
+            shared_memory_per_multiprocessor=limits.shared_bytes,
+            L2_cache_size=self.cache_bytes,
+            warp_size=limits.warp,
+        )
+
+
+def _gib(value: float) -> int:
+    """Whole MiB."""
+    return int(value * 1024) * 2**20
+
+
+_MIB = 2**20
+CARDS = (
+    Card("B200", "NVIDIA B200", (10, 0), 148, _gib(178.35), 126 * _MIB),
+    Card("H200", "NVIDIA H200", (9, 0), 132, _gib(139.80), 60 * _MIB),
+    Card("H100", "NVIDIA H100 80GB HBM3", (9, 0), 132, _gib(79.10), 50 * _MIB),
+    Card("A100-40GB", "NVIDIA A100-SXM4-40GB", (8, 0), 108, _gib(39.39), 40 * _MIB),
+    Card("A100", "NVIDIA A100-SXM4-80GB", (8, 0), 108, _gib(79.15), 40 * _MIB),
+    Card("L40S", "NVIDIA L40S", (8, 9), 142, _gib(44.39), 96 * _MIB),
+    Card("A10", "NVIDIA A10", (8, 6), 72, _gib(21.98), 6 * _MIB),
+    Card("L4", "NVIDIA L4", (8, 9), 58, _gib(21.95), 48 * _MIB),
+    Card("V100", "Tesla V100-SXM2-32GB", (7, 0), 80, _gib(31.73), 6 * _MIB),
+    Card("T4", "Tesla T4", (7, 5), 40, _gib(14.56), 4 * _MIB),
+    Card("A6000", "NVIDIA RTX A6000", (8, 6), 84, _gib(47.53), 6 * _MIB),
+    Card("5090", "NVIDIA GeForce RTX 5090", (12, 0), 170, _gib(31.36), 96 * _MIB),
+    Card("4090", "NVIDIA GeForce RTX 4090", (8, 9), 128, _gib(23.49), 72 * _MIB),
+    Card("3090", "NVIDIA GeForce RTX 3090", (8, 6), 82, _gib(23.67), 6 * _MIB),
+)
+
+
+def card_named(name: str) -> Card:
+    """The card of that name, as "H100", "a100-80gb" or "RTX 4090".
+
+    Raises `UnknownDevice`, with the names there are.
+    """
+    known = {_plain(card.name): card for card in CARDS}
+    known |= {_plain(card.full_name): card for card in CARDS}
+    known |= {"a10080gb": known["a100"], "h10080gb": known["h100"], "v10032gb": known["v100"]}
+    asked = _plain(name)
+    if asked not in known:
+        close = difflib.get_close_matches(asked, known, n=1)
+        near = known[close[0]].name if close else None
+        raise UnknownDevice(name, tuple(card.name for card in CARDS), near)
+    return known[asked]
+
+
+def _plain(name: str) -> str:
+    """Without what names of one card differ in."""
+    words = re.split(r"[\s_-]+", name.lower())
+    return "".join(w for w in words if w not in {"nvidia", "geforce", "rtx", "tesla", "sxm4"})

@@ -1,0 +1,175 @@
+"""Planning for a card that is not here: by its name, without a byte, and nothing left behind."""
+
+from __future__ import annotations
+
+import logging
+import re
+from typing import Any
+
+import pytest
+import torch
+from torch import nn
+
+import fxremat
+from fxremat import compat
+from fxremat.compat.absent.pretending import pretending
+from fxremat.cost.cards import CARDS, card_named
+from fxremat.cost.device import spec_of_card
+from fxremat.device import absent, absent_card
+from fxremat.errors import NeedsTriton, UnknownDevice
+from tests.absent_nets import halves_on, net_and_tokens
+
+KERNELS = {"H100": "cudnn", "A100": "flash", "T4": "math"}
+"""Of attention in bfloat16, by card."""
+
+
+def _attentions(graph: Any) -> list[str]:
+    return [str(n.target) for n in graph.nodes if "_scaled_dot_product" in str(n.target)]
+
+
+@pytest.mark.parametrize("name", KERNELS)
+def test_kernels_of_a_card_compile_for_it(name: str) -> None:
+    """Forward and backward, each kernel in each way to run it; attention as torch runs it there."""
+    card = card_named(name)
+    forward, backward, codes = halves_on(name)
+    called = _attentions(forward.graph) + _attentions(backward.graph)
+    expected = [] if KERNELS[name] == "math" else [KERNELS[name]]
+    assert all(any(word in target for word in expected) for target in called)
+    assert bool(called) == bool(expected)
+    for code in codes:
+        machine = compat.cubins(code, card.properties())
+        asked = set(re.findall(r"(triton_\w+) = async_compile\.triton", code.source))
+        assert set(machine) == asked
+        assert all(one.startswith(b"\x7fELF") for ways in machine.values() for one in ways)
+        assert all(ways for ways in machine.values())
+
+
+@pytest.mark.parametrize("name", KERNELS)
+def test_explained_as_on_the_card(name: str, caplog: pytest.LogCaptureFixture) -> None:
+    """The peak is the rehearsed one; a budget is obeyed, and what is less is refused."""
+    options = {"reserve": 0}
+    with absent(name), caplog.at_level(logging.WARNING, "fxremat"):
+        model, inputs = net_and_tokens()
+        whole = fxremat.explain(model, *inputs, options=options)
+        budget = int(0.7 * whole.predicted_peak_bytes)
+        less = fxremat.explain(model, *inputs, memory_budget=budget, options=options)
+        with pytest.raises(fxremat.InfeasibleBudget) as refused:
+            fxremat.explain(model, *inputs, memory_budget="1MiB", options=options)
+    assert not [r for r in caplog.records if r.name.startswith("fxremat")]
+    assert whole.graphs[0].rehearsals
+    assert less.predicted_peak_bytes <= budget
+    assert less.time_overhead >= 0
+    assert refused.value.minimum_bytes is not None
+    assert refused.value.minimum_bytes <= less.predicted_peak_bytes
+
+
+def test_budget_is_the_card_by_default() -> None:
+    """All but the context; what cuBLAS works in is held in both threads."""
+    with absent("A100-40GB") as card:
+        model, inputs = net_and_tokens()
+        [report] = fxremat.explain(model, *inputs).graphs
+    assert report.budget_bytes == card.usable_bytes
+    assert report.held_bytes == 2 * (2 * 4096 * 1024 + 16 * 8 * 1024)
+
+
+def test_models_from_elsewhere_are_taken_by_their_sizes() -> None:
+    """On meta tensors, or with real ones, or for CUDA: the same plan."""
+    peaks = set()
+    for make in (_on_meta, net_and_tokens):
+        model, inputs = make()
+        with absent("H100"):
+            peaks.add(fxremat.explain(model, *inputs).predicted_peak_bytes)
+    with absent("H100"):
+        model, inputs = net_and_tokens()
+        on_card = [x.to("cuda") for x in inputs]
+        peaks.add(fxremat.explain(model.to("cuda"), *on_card).predicted_peak_bytes)
+    assert len(peaks) == 1
+
+
+def _on_meta() -> tuple[nn.Module, list[torch.Tensor]]:
+    with torch.device("meta"):
+        model, inputs = net_and_tokens()
+    return model, list(inputs)
+
+
+def test_nothing_is_left_behind() -> None:
+    """Neither of what torch is asked, nor in the plans for what is here."""
+    from torch._dynamo.device_interface import get_interface_for_device
+
+    cuda = torch.cuda
+    asked = ("is_available", "get_device_properties", "get_device_capability", "current_device")
+    before = [getattr(cuda, name) for name in asked]
+    interface = get_interface_for_device("cuda")
+    with pytest.raises(ZeroDivisionError):
+        _explain_and_fail()
+    assert [getattr(cuda, name) for name in asked] == before
+    assert get_interface_for_device("cuda") is interface
+    assert absent_card() is None
+    assert torch.zeros(2).sum().item() == 0
+    if torch.version.cuda is None:
+        mode: Any = torch._subclasses.fake_tensor.FakeTensorMode()
+        with mode, pytest.raises(RuntimeError, match="not linked with support"):
+            ~torch.empty(2, dtype=torch.bool, device="cuda")
+
+
+def _explain_and_fail() -> None:
+    with absent("H100"):
+        model, inputs = net_and_tokens()
+        fxremat.explain(model, *inputs)
+        raise ZeroDivisionError
+
+
+def test_methods_work_while_pretending() -> None:
+    """Those of tensors without memory, on the device."""
+    mode: Any = torch._subclasses.fake_tensor.FakeTensorMode()
+    with pretending(card_named("L4").properties()), mode:
+        assert (~torch.empty(2, dtype=torch.bool, device="cuda")).device == compat.CUDA
+        assert torch.cuda.get_device_properties().multi_processor_count == 58
+
+
+def test_cards_are_known_by_any_name() -> None:
+    """By ours, by what CUDA calls them, and by what people write."""
+    for card in CARDS:
+        assert card_named(card.name) is card
+        assert card_named(card.full_name) is card
+        assert spec_of_card(card.full_name) == card.spec
+        assert 0 < card.usable_bytes < card.total_bytes
+    assert card_named("h100").name == "H100"
+    assert card_named("RTX 4090").name == "4090"
+    assert card_named("A100-80GB").name == "A100"
+
+
+def test_unknown_card_names_those_there_are() -> None:
+    with (
+        pytest.raises(UnknownDevice, match=r"'H10O'.*did you mean 'H100'.*A100-40GB"),
+        absent("H10O"),
+    ):
+        pass
+
+
+def test_without_triton(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(compat, "has_triton", lambda: False)
+    with pytest.raises(NeedsTriton, match="pip install"), absent("H100"):
+        pass
+
+
+@pytest.mark.skipif(not torch.cuda.is_available(), reason="compares with the GPU that is here")
+def test_code_is_that_of_the_card_that_is_here() -> None:
+    """Kernels of the absent card, against those that Inductor writes on the card."""
+    from torch._inductor.utils import run_and_get_code
+
+    name = next(c.name for c in CARDS if spec_of_card(torch.cuda.get_device_name()) == c.spec)
+    _, _, codes = halves_on(name)
+    model, inputs = net_and_tokens()
+    model, on_card = model.cuda(), [x.cuda() for x in inputs]
+
+    def step() -> None:
+        torch.compile(model)(*on_card).backward()
+
+    _, real = run_and_get_code(step)
+    for code, source in zip(codes, real, strict=True):
+        assert _kernel_bodies(code.source) == _kernel_bodies(source)
+
+
+def _kernel_bodies(source: str) -> list[str]:
+    return re.findall(r"@triton\.jit\n(def triton_.*?)\n'''", source, re.S)
