@@ -52,27 +52,32 @@ def _key(gm: fx.GraphModule, inputs: Sequence[Any], partitioner: Partitioner) ->
     return session.digest(gm.code, shapes, gradients, partitioner.uuid(), torch.__version__)
 
 
-def _patches(options: Options, partitioner: Partitioner, mode: str | None) -> dict[str, Any]:
-    """Inductor's configuration: the user's, with our partitioner and our ordering passes."""
+def patches_for(options: Options, request: Request, mode: str | None = None) -> dict[str, Any]:
+    """Inductor's configuration: the user's, with our ordering passes."""
     user = compat.inductor_patches(mode, options.inductor_options())
 
     def theirs(name: str) -> Any:
         return user.get(name, getattr(compat.inductor_config, name))
 
     # Reusing a buffer holds it from its last use to its next: the peak would exceed the plan's.
-    exact = {} if partitioner.request.budget_bytes is None else {"allow_buffer_reuse": False}
+    exact = {} if request.budget_bytes is None else {"allow_buffer_reuse": False}
     if options.offload and user.get(compat.CUDAGRAPHS):
         log.warning("cudagraphs are off: a graph that moves values to host memory has none")
         user = {**user, compat.CUDAGRAPHS: False}
     return {
         **exact,
         **user,
-        "custom_partitioner_fn": partitioner,
         compat.POST_GRAD_PASS: WriteResults(
             build(), compat.chain_passes(theirs(compat.POST_GRAD_PASS))
         ),
         compat.SCHEDULER_PASS: Fence(build(), theirs(compat.SCHEDULER_PASS)),
     }
+
+
+def _patches(options: Options, partitioner: Partitioner, mode: str | None) -> dict[str, Any]:
+    """The same with our partitioner."""
+    patches = patches_for(options, partitioner.request, mode)
+    return {**patches, compat.PARTITIONER: partitioner}
 
 
 def _compile(

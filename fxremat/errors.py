@@ -223,3 +223,19 @@ class NeedsTriton(FxrematError, ImportError):
             "planning for a GPU that is not here needs the triton package, which writes its code\n"
             "What to do: pip install 'fxremat[absent]'"
         )
+
+
+class CannotVary(FxrematError, ValueError):
+    """A size of the inputs was to vary that cannot; ``why`` says what stands against it."""
+
+    def __init__(self, what: str, why: str) -> None:
+        super().__init__(what, why)
+        self.what = what
+        self.why = why
+
+    def __str__(self) -> str:
+        return (
+            f"{self.what!r} cannot vary: {self.why}\n"
+            "What to do: name dimensions of the model's inputs, as batch=0:0,1:0 for the first "
+            "dimension of inputs 0 and 1, all those that have this size."
+        )

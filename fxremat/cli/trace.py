@@ -70,7 +70,7 @@ def run(given: argparse.Namespace) -> int:
     if given.copies and spec is None:
         raise UsageError("--copies needs --device: which device's copies?")
     with compat.fake_tensors():
-        model, inputs = _model_and_inputs(given.function, make())
+        model, inputs = model_and_inputs(given.function, make())
         try:
             problem = trace_problem(
                 given.function, model, inputs, given.mode, given.workspaces, spec, _rules(given)
@@ -130,7 +130,7 @@ def find_function(text: str) -> Callable[[], Any]:
     return found  # type: ignore[no-any-return]
 
 
-def _model_and_inputs(where: str, made: Any) -> tuple[Callable[..., Any], tuple[Any, ...]]:
+def model_and_inputs(where: str, made: Any) -> tuple[Callable[..., Any], tuple[Any, ...]]:
     if not (isinstance(made, tuple) and len(made) == 2 and callable(made[0])):
         raise UsageError(f"{where}: must return (model, inputs), not {type(made).__name__}")
     model, inputs = made

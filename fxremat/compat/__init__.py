@@ -61,7 +61,12 @@ from fxremat.compat.donation import (
     name_in_forward,
     only_marked_buffers_donated,
 )
-from fxremat.compat.dynamo import current_frame, ends_in_graph_break, fresh_dynamo_caches
+from fxremat.compat.dynamo import (
+    current_frame,
+    ends_in_graph_break,
+    fresh_dynamo_caches,
+    mark_dynamic,
+)
 from fxremat.compat.inductor.generated_code import Generated, code_key, generate
 from fxremat.compat.inductor.kernels import (
     apart,
@@ -111,7 +116,13 @@ from fxremat.compat.joint_graph import (
 )
 from fxremat.compat.measuring import profiler_memory_events, random_state_kept
 from fxremat.compat.partitioning import extract_forward_backward, saved_names, torch_partition
-from fxremat.compat.sizes import ShapeEnv, plan_for_sizes_seen, size_bound
+from fxremat.compat.sizes import (
+    ShapeEnv,
+    plan_for_sizes_seen,
+    size_bound,
+    sizes_at,
+    symbols_seen,
+)
 from fxremat.compat.tensors import (
     Watching,
     fake_mode_of,
@@ -189,6 +200,7 @@ __all__ = [
     "leaves_of_this_node",
     "load_without_kernels",
     "look_for_vectors",
+    "mark_dynamic",
     "module_of",
     "must_be_in_backward",
     "must_be_in_forward",
@@ -212,8 +224,10 @@ __all__ = [
     "saved_names",
     "scheduled",
     "size_bound",
+    "sizes_at",
     "storage_key",
     "storage_watch",
+    "symbols_seen",
     "torch_partition",
     "trace_as_inductor",
     "trace_for_absent",

@@ -5,6 +5,7 @@ from __future__ import annotations
 from collections.abc import Iterator
 from contextlib import contextmanager
 
+import torch
 from torch import fx
 
 
@@ -30,3 +31,10 @@ def fresh_dynamo_caches() -> Iterator[None]:
 
     with dynamo_config.patch(recompile_limit=64):
         yield
+
+
+def mark_dynamic(tensor: torch.Tensor, dimension: int) -> None:
+    """Have Dynamo trace a dimension as a symbol; it fails where the model fixes the size."""
+    import torch._dynamo
+
+    torch._dynamo.mark_dynamic(tensor, dimension)

@@ -2,14 +2,16 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping
+from collections.abc import Iterator, Mapping
+from contextlib import contextmanager
+from contextvars import ContextVar
 from typing import Any, cast
 
 import torch
 from torch import fx
 from torch.fx.experimental.symbolic_shapes import ShapeEnv
 
-__all__ = ["ShapeEnv", "plan_for_sizes_seen", "size_bound"]
+__all__ = ["ShapeEnv", "plan_for_sizes_seen", "size_bound", "sizes_at", "symbols_seen"]
 
 
 def size_bound(size: Any) -> int:
@@ -28,7 +30,34 @@ def size_bound(size: Any) -> int:
     return int(expression.xreplace(substitution))
 
 
+_AT: ContextVar[Mapping[Any, int]] = ContextVar("fxremat_sizes_at", default={})
+
+
+@contextmanager
+def sizes_at(values: Mapping[Any, int]) -> Iterator[None]:
+    """Inside, symbols have these values, whatever was seen or declared."""
+    token = _AT.set(values)
+    try:
+        yield
+    finally:
+        _AT.reset(token)
+
+
+def symbols_seen(graph: fx.Graph) -> dict[Any, int]:
+    """The symbols among the graph's inputs, and the sizes that they were traced with."""
+    values = [n.meta.get("val") for n in graph.nodes if n.op == "placeholder"]
+    nodes = [value.node for value in values if isinstance(value, torch.SymInt)]
+    return {
+        symbol: int(_hints(node.shape_env)[symbol])
+        for node in nodes
+        for symbol in node.expr.free_symbols
+    }
+
+
 def _symbol_bound(env: ShapeEnv, symbol: Any) -> int:
+    known = _AT.get()
+    if symbol in known:
+        return known[symbol]
     declared = _declared_bound(env, symbol)
     return int(_hints(env).get(symbol, 4096)) if declared is None else declared
 

@@ -29,13 +29,21 @@ def storage_key(tensor: torch.Tensor) -> int:
 
 
 class Watching(TorchDispatchMode):  # type: ignore[no-untyped-call]
-    """Calls ``seen(op, args, kwargs, result)`` after each op."""
+    """Calls ``seen(op, args, kwargs, result)`` after each op.
+
+    An op that runs with the random state of its first run is seen as the op that it is.
+    """
+
+    supports_higher_order_operators = True
 
     def __init__(self, seen: Callable[[Any, Any, Any, Any], None]) -> None:
         super().__init__()  # type: ignore[no-untyped-call]
         self.seen = seen
 
     def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+        if func is torch.ops.higher_order.graphsafe_run_with_rng_state:
+            func, *args = args
+            kwargs = {name: value for name, value in kwargs.items() if name != "rng_state"}
         result = func(*args, **(kwargs or {}))
         self.seen(func, args, kwargs or {}, result)
         return result

@@ -245,11 +245,31 @@ def rehearse(
 ) -> Rehearsal:
     """Generate the code of both graphs of a training step, run one after the other, and count.
 
-    ``workspace`` gives the scratch bytes of a library call (op, args, kwargs). The inputs of the
-    forward are there throughout, its first ``num_fwd_outputs`` results and the incoming gradients
-    are the caller's, everything else is dropped when the code drops it. Only code that comes
-    ``with_kernels`` can be handed over; it takes longer. ``begin`` to compile them at once where
-    the code will most likely be taken: the forward's while the backward's code is generated.
+    Arguments are those of `written` and of `run`.
+    """
+    scene = written(
+        forward,
+        backward,
+        num_fwd_outputs=num_fwd_outputs,
+        with_kernels=with_kernels,
+        begin=begin,
+    )
+    return scene.run(device, workspace)
+
+
+def written(
+    forward: fx.GraphModule,
+    backward: fx.GraphModule,
+    *,
+    num_fwd_outputs: int,
+    with_kernels: bool = False,
+    begin: bool = False,
+) -> Scene:
+    """The code of both graphs of a training step.
+
+    Only code that comes ``with_kernels`` can be handed over; it takes longer. ``begin`` to compile
+    them at once where the code will most likely be taken: the forward's while the backward's code
+    is generated.
     """
     first = compat.generate(
         forward, is_backward=False, seen_outputs=num_fwd_outputs, with_kernels=with_kernels
@@ -269,8 +289,39 @@ def rehearse(
     )
     if begin:
         compat.begin_kernels(second)
+    return Scene(forward, backward, num_fwd_outputs, saved, first, second, begin)
 
-    meter = _Meter(device, workspace)
+
+@dataclass(frozen=True)
+class Scene:
+    """The code of a training step; it can be rehearsed at several sizes (`compat.sizes_at`).
+
+    ``saved`` are the forward's results that the backward reads, by their names.
+    """
+
+    forward: fx.GraphModule
+    backward: fx.GraphModule
+    num_fwd_outputs: int
+    saved: dict[str, int]
+    first: compat.Generated
+    second: compat.Generated
+    begun: bool = False
+
+    @uncollected()
+    def run(self, device: str, workspace: Workspace) -> Rehearsal:
+        """One step, counted in bytes of ``device``.
+
+        ``workspace`` gives the scratch bytes of a library call (op, args, kwargs). The inputs of
+        the forward are there throughout, its first ``num_fwd_outputs`` results and the incoming
+        gradients are the caller's, everything else is dropped when the code drops it.
+        """
+        return _run(self, _Meter(device, workspace))
+
+
+def _run(scene: Scene, meter: _Meter) -> Rehearsal:
+    forward, backward, saved = scene.forward, scene.backward, scene.saved
+    first, second, device = scene.first, scene.second, meter.device
+    num_fwd_outputs = scene.num_fwd_outputs
     with compat.without_memory() as made:
         primals = {n.name: _input(n) for n in _placeholders(forward)}
         meter.ignore(t for t in primals.values() if isinstance(t, torch.Tensor))
@@ -294,7 +345,7 @@ def rehearse(
         at_peak=tuple(resident) + meter.at_peak,
         scratch=meter.scratch,
         halves=(first, second),
-        begun=begin,
+        begun=scene.begun,
     )
 
 

@@ -61,15 +61,17 @@ class _Traced(Exception):
         self.step = step
 
 
-class _WithLoss(nn.Module):
-    """A module whose result is one number to go backward from."""
+class WithLoss(nn.Module):
+    """A module whose result is one number to go backward from: its ``loss``, where it has one."""
 
     def __init__(self, model: Callable[..., Any]) -> None:
         super().__init__()
         self.model = model
 
     def forward(self, *inputs: Any) -> torch.Tensor:
-        leaves = pytree.tree_leaves(self.model(*inputs))
+        result = self.model(*inputs)
+        loss = getattr(result, "loss", None)
+        leaves = pytree.tree_leaves(result if loss is None else loss)
         tensors = [x for x in leaves if isinstance(x, torch.Tensor) and x.is_floating_point()]
         sums = [x.sum() if x.dim() else x for x in tensors]
         return sum(sums[1:], sums[0]) if sums else torch.zeros(())
@@ -104,7 +106,7 @@ def trace_step(
 
     try:
         with compat.fresh_dynamo_caches():
-            step = torch.compile(_WithLoss(model), backend=backend, fullgraph=True, dynamic=False)
+            step = torch.compile(WithLoss(model), backend=backend, fullgraph=True, dynamic=False)
             step(*inputs)
     except Exception as error:
         inner = getattr(error, "inner_exception", None)

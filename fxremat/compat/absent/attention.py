@@ -13,9 +13,12 @@ from __future__ import annotations
 import math
 from collections.abc import Callable
 from dataclasses import dataclass
+from typing import Any
 
 import torch
 from torch import Tensor, fx
+
+from fxremat.compat.sizes import size_bound
 
 _ATEN = torch.ops.aten
 _HALF = (torch.float16, torch.bfloat16)
@@ -49,7 +52,13 @@ class Call:
     @property
     def widths(self) -> tuple[int, int, int]:
         """Last sizes."""
-        query, key, value = (int(x.shape[-1]) for x in self.operands)
+        query, key, value = (size_bound(x.shape[-1]) for x in self.operands)
+        return query, key, value
+
+    @property
+    def lengths(self) -> tuple[Any, Any, Any]:
+        """T, S and S; they may be symbolic."""
+        query, key, value = (x.shape[2] for x in self.operands)
         return query, key, value
 
     def is_dense(self) -> bool:
@@ -57,10 +66,10 @@ class Call:
         one_type = len({x.dtype for x in self.operands}) == 1
         if not one_type or any(x.dim() != 4 for x in self.operands):
             return False
-        batches = {int(x.shape[0]) for x in self.operands}
-        heads, keys, values = (int(x.shape[1]) for x in self.operands)
+        batches = {size_bound(x.shape[0]) for x in self.operands}
+        heads, keys, values = (size_bound(x.shape[1]) for x in self.operands)
         fits = keys == values and (heads == keys or (self.grouped and heads % keys == 0))
-        return len(batches) == 1 and fits and all(x.shape[2] > 0 for x in self.operands)
+        return len(batches) == 1 and fits and all(map(size_bound, self.lengths))
 
     def rows_lie_together(self) -> bool:
         """Whether the last dimension is dense."""
@@ -130,7 +139,7 @@ def _flash_takes(call: Call, capability: Capability) -> bool:
     narrow = (8, 6) <= capability <= (8, 9) or capability >= (12, 0)
     if call.trains and narrow and not (query <= 192 or (call.dropout == 0 and query > 224)):
         return False
-    square = call.query.shape[2] == call.key.shape[2]
+    square = size_bound(call.lengths[0]) == size_bound(call.lengths[1])
     return (square or not call.is_causal) and call.rows_lie_together()
 
 
@@ -161,13 +170,14 @@ def _cudnn_takes(call: Call, capability: Capability) -> bool:
     if torch.are_deterministic_algorithms_enabled() or (16 * call.dropout) % 1:
         return False
     query, _, value = call.widths
-    batch, heads = call.query.shape[:2]
+    batch, heads = map(size_bound, call.query.shape[:2])
+    rows, columns = map(size_bound, call.lengths[:2])
     return (
         max(batch, heads) <= MOST_BATCH
         and max(query, value) <= 128
         and query % 8 == value % 8 == 0
-        and call.key.shape[2] != 1
-        and (call.dropout == 0 or call.query.shape[2] != 1)
+        and columns != 1
+        and (call.dropout == 0 or rows != 1)
     )
 
 

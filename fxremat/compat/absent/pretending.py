@@ -101,6 +101,7 @@ def _answers(properties: Properties) -> Iterator[tuple[Any, str, Any]]:
     yield cuda, "is_available", lambda: True
     yield cuda, "is_bf16_supported", lambda including_emulation=True: properties.major >= 8
     yield cuda, "synchronize", _nothing
+    yield cuda, "default_generators", (_Generator(),)
     yield cuda, "set_device", _nothing
     yield cuda, "_exchange_device", lambda device: 0
     yield cuda, "_maybe_exchange_device", lambda device: 0
@@ -168,6 +169,17 @@ def _guard() -> Iterator[None]:
 
 _CUDA, _META = 1, 14
 """Kinds of devices (`c10/core/DeviceType.h`)."""
+
+
+class _Generator(torch.Generator):
+    """The state of random numbers on the device, which the code of checkpointed blocks keeps."""
+
+    @property
+    def device(self) -> torch.device:  # type: ignore[override]
+        return CUDA
+
+    def clone_state(self) -> torch.Generator:
+        return self
 
 
 @contextmanager

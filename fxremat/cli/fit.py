@@ -1,0 +1,111 @@
+"""``fit``: the largest batch, or the longest sequence, that trains on a card within a budget.
+
+The named function makes the model and its inputs, on tensors that have sizes but no memory. The
+card need not be here.
+"""
+
+from __future__ import annotations
+
+import argparse
+from dataclasses import asdict
+from typing import TYPE_CHECKING
+
+from fxremat.cli import files
+from fxremat.cli.arguments import Commands
+from fxremat.cli.errors import UsageError
+from fxremat.cli.trace import find_function, model_and_inputs
+from fxremat.errors import FxrematError
+from fxremat.sizes import format_bytes
+
+if TYPE_CHECKING:
+    from fxremat.fitting import Fit
+
+Vary = tuple[str, tuple[tuple[int, int], ...]]
+
+
+def add(commands: Commands) -> None:
+    """Describe the command."""
+    parser = commands.add_parser("fit", help="the largest batch or sequence that trains on a card")
+    parser.add_argument(
+        "function",
+        metavar="MODULE:FUNCTION",
+        help="returns (model, inputs): a tuple of inputs or one tensor; the loss is the result, "
+        "its `loss`, or the sum of the outputs",
+    )
+    parser.add_argument("--device", metavar="NAME", required=True, help="a card, such as H100")
+    parser.add_argument(
+        "--budget", metavar="SIZE", help="bytes at most, such as 60GiB; by default the whole card"
+    )
+    parser.add_argument(
+        "--vary",
+        metavar="NAME=INPUT:DIMENSION,...",
+        action="append",
+        type=read_vary,
+        required=True,
+        help="a size, and the dimensions of the inputs that have it: batch=0:0,1:0",
+    )
+    parser.add_argument(
+        "--optimizer", metavar="NAME", default="none", help="whose states are held, such as adamw"
+    )
+    parser.add_argument("--json", metavar="FIT.json", help="write it here, too")
+    parser.set_defaults(run=run)
+
+
+def read_vary(text: str) -> Vary:
+    """``batch=0:0,1:0``: a name, and pairs of an input and a dimension."""
+    name, _, places = text.partition("=")
+    try:
+        pairs = [tuple(map(int, place.split(":"))) for place in places.split(",")]
+        found = tuple((argument, dimension) for argument, dimension in pairs)
+    except ValueError as error:
+        raise argparse.ArgumentTypeError(
+            f"{text!r}: write a name and pairs of an input and a dimension, as 'batch=0:0,1:0'"
+        ) from error
+    if not name:
+        raise argparse.ArgumentTypeError(f"{text!r}: what is it called? write 'batch={places}'")
+    return name, found
+
+
+def run(given: argparse.Namespace) -> int:
+    """Trace, plan, print, write."""
+    from fxremat.device import absent
+    from fxremat.fitting import fit
+
+    make = find_function(given.function)
+    try:
+        with absent(given.device):
+            model, inputs = model_and_inputs(given.function, make())
+            found = fit(
+                model,
+                inputs,
+                vary=dict(given.vary),
+                memory_budget=given.budget,
+                optimizer=given.optimizer,
+            )
+    except FxrematError as error:
+        raise UsageError(str(error)) from error
+    print(table(found))
+    if given.json is not None:
+        files.write_json(given.json, asdict(found))
+    return 0 if any(row.size for row in found.rows) else 1
+
+
+def table(found: Fit) -> str:
+    """What is held, then one line for each size and way to train."""
+    states = format_bytes(found.optimizer.states)
+    lines = [
+        f"{found.device}: {format_bytes(found.budget_bytes)}; weights "
+        f"{format_bytes(found.weights_bytes)}, optimizer {states}, "
+        f"held beside the graph {format_bytes(found.held_bytes)}",
+        f"{'varies':<10} {'way':<20} {'largest':>10} {'peak':>12} {'step':>12} {'a second':>12}",
+    ]
+    for row in found.rows:
+        step = f"{row.time_us / 1e3:,.1f} ms" if row.size else "-"
+        rate = f"{row.per_second:,.1f}" if row.size else "-"
+        peak = format_bytes(row.peak_bytes + found.held_bytes) if row.size else "-"
+        lines.append(
+            f"{row.what:<10} {row.way:<20} {row.size:>10,} {peak:>12} {step:>12} {rate:>12}"
+        )
+    others = ", ".join(f"{name} {size}" for name, size in found.traced.items())
+    lines.append(f"Each size with the others as given ({others}). Times are planned, not measured.")
+    return "\n".join(lines)

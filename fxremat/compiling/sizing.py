@@ -1,0 +1,141 @@
+"""One joint graph at many sizes: traced once with symbols, then asked what it takes at each.
+
+A plan is for one choice of sizes; a joint graph whose sizes are symbols stands for all of them.
+`compat.sizes_at` gives the symbols their values, and estimate, planner and rehearsal then see the
+problem of those sizes. Code is generated once for each way to cut the graph, and runs, on tensors
+without memory, at any size.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterator, Mapping
+from contextlib import contextmanager
+from dataclasses import dataclass, field, replace
+from typing import Any
+
+from fxremat import compat
+from fxremat.compiling.costs import CostModel, cost_model
+from fxremat.compiling.draft import Draft
+from fxremat.compiling.pipeline import AS_TORCH, DONATE, PLAN, PREPARE, Runner
+from fxremat.compiling.rehearsal import Scene, written
+from fxremat.compiling.request import Request
+from fxremat.compiling.searching.candidates import Judge
+from fxremat.compiling.searching.planning import Planning
+from fxremat.compiling.searching.search import Found, Search
+from fxremat.compiling.searching.torch_plan import plan_of_torch
+from fxremat.compiling.stage_times import StageTimes
+from fxremat.core.timeline import replay
+
+Sizes = Mapping[str, int]
+"""What varies, by name, and how large it is."""
+
+
+@dataclass(frozen=True)
+class Taken:
+    """What a step takes: peak bytes of the graph, and the planned time of its kernels."""
+
+    peak_bytes: int
+    time_us: float
+
+
+@dataclass(frozen=True)
+class AsTorch:
+    """Torch's own cut of the graph, and its code."""
+
+    draft: Draft
+    scene: Scene
+
+
+@dataclass
+class SymbolicStep:
+    """A training step on symbols; ``names`` gives the name of what each symbol stands for."""
+
+    prepared: Draft
+    costs: CostModel
+    names: Mapping[Any, str]
+    times: StageTimes = field(default_factory=StageTimes)
+    torch_cut: AsTorch | None = None
+    least: Found | None = None
+
+    @contextmanager
+    def at(self, sizes: Sizes) -> Iterator[None]:
+        """Inside, everything is of these sizes."""
+        with compat.sizes_at({symbol: sizes[name] for symbol, name in self.names.items()}):
+            yield
+
+    def _runner(self, request: Request) -> Runner:
+        return Runner(replace(self.costs, request=request), self.times)
+
+    def as_torch(self, sizes: Sizes) -> Taken:
+        """Torch's own partition at these sizes; what torch does is not ours to judge."""
+        runner = self._runner(replace(self.costs.request, verify=False))
+        with self.at(sizes):
+            if self.torch_cut is None:
+                estimated = runner.run("estimate", PLAN, self.prepared)
+                cut = runner.run("apply", AS_TORCH, estimated)
+                cut = runner.run("apply", DONATE, cut)
+                with self.times.stage("rehearse"), compat.inductor_config.patch(UNTOUCHED):
+                    scene = written(*cut.halves, num_fwd_outputs=cut.num_forward_outputs)
+                self.torch_cut = AsTorch(cut, scene)
+            cut, scene = self.torch_cut.draft, self.torch_cut.scene
+            estimated = runner.run("estimate", PLAN, self.prepared)
+            plan = plan_of_torch(replace(estimated, halves=cut.halves))
+            with self.times.stage("rehearse"):
+                shown = scene.run(self.costs.device.type, self.costs.workspaces.of_call)
+        return Taken(shown.peak_bytes, plan.time_us)
+
+    def planned(self, sizes: Sizes, budget_bytes: int) -> Found:
+        """The best plan found for these sizes and bytes; ``over`` where none was within them."""
+        request = replace(self.costs.request, budget_bytes=budget_bytes, held_bytes=0)
+        runner = self._runner(request)
+        with self.at(sizes):
+            planning = Planning(request, self.times)
+            return Search(runner, planning, Judge(runner, plan_only=True), self.prepared).run()
+
+    def least_peak(self, sizes: Sizes) -> int:
+        """Bytes of the plan of least peak, as it was chosen at the first sizes asked for."""
+        if self.least is None:
+            self.least = self.planned(sizes, NOTHING)
+            return self.least.judged.peak_bytes
+        draft, plan = self.least.judged.draft, self.least.judged.plan
+        runner = self._runner(self.costs.request)
+        with self.at(sizes):
+            estimated = runner.run("estimate", PLAN, _anew(draft, self.prepared))
+            return replay(estimated.estimate.problem, plan.steps).peak_bytes
+
+
+UNTOUCHED = {
+    "allow_buffer_reuse": True,
+    compat.POST_GRAD_PASS: None,
+    compat.SCHEDULER_PASS: None,
+    compat.PARTITIONER: None,
+}
+"""Inductor's configuration as it is without us."""
+NOTHING = 1
+"""Bytes that no step is within: the answer is the least."""
+
+
+def _anew(draft: Draft, prepared: Draft) -> Draft:
+    """The graph before anything was planned, with the variants that the draft takes."""
+    return replace(prepared, sites=draft.sites)
+
+
+def symbolic_step(draft: Draft, request: Request, given: Sizes, name: str) -> SymbolicStep:
+    """Prepare a joint graph that was traced with the sizes ``given`` as symbols.
+
+    Raises `KeyError` with the name of what is no symbol: the model fixes it.
+    """
+    graph = draft.module.graph
+    costs = cost_model(request, graph, name)
+    by_size = {size: what for what, size in given.items()}
+    names = {
+        symbol: by_size[size]
+        for symbol, size in compat.symbols_seen(graph).items()
+        if size in by_size
+    }
+    for what in given:
+        if what not in names.values():
+            raise KeyError(what)
+    times = StageTimes()
+    prepared = Runner(costs, times).run("prepare", PREPARE, draft)
+    return SymbolicStep(prepared, costs, names, times)

@@ -1,0 +1,127 @@
+"""Blocks of device memory, and the pools that hold those that are free.
+
+A segment is a chain of blocks, linked in the order of their addresses. Free blocks of a pool are
+ordered by stream, size and address, as in torch (c10/cuda/CUDACachingAllocator.cpp, `BlockPool`).
+"""
+
+from __future__ import annotations
+
+from bisect import bisect_left, insort
+from collections.abc import Iterator
+from dataclasses import dataclass, field
+
+
+@dataclass(frozen=True)
+class AddressSpace:
+    """Addresses kept for one expandable segment; pages of it are mapped when they are needed."""
+
+    address: int
+    nbytes: int
+    page_bytes: int
+
+
+@dataclass(slots=True, eq=False)
+class Block:
+    """A stretch of a segment: allocated, free, or (``mapped`` false) addresses without memory."""
+
+    address: int
+    nbytes: int
+    stream: int
+    space: AddressSpace | None = None
+    mapped: bool = True
+    allocated: bool = False
+    requested_bytes: int = 0
+    freed_at: int = 0
+    before: Block | None = None
+    after: Block | None = None
+
+    @property
+    def is_split(self) -> bool:
+        """Whether the segment holds more than this block."""
+        return self.before is not None or self.after is not None
+
+    @property
+    def reach_bytes(self) -> int:
+        """Bytes that the block can grow to: its own, and addresses without memory behind it."""
+        after = self.after
+        return self.nbytes + (after.nbytes if after is not None and not after.mapped else 0)
+
+    def cut(self, nbytes: int) -> Block:
+        """Shortens the block to ``nbytes``; the rest, of the same kind, becomes its neighbour."""
+        rest = Block(
+            self.address + nbytes, self.nbytes - nbytes, self.stream, self.space, self.mapped
+        )
+        rest.before, rest.after = self, self.after
+        if self.after is not None:
+            self.after.before = rest
+        self.after = rest
+        self.nbytes = nbytes
+        return rest
+
+    def absorb_after(self) -> None:
+        """Takes over the bytes of the block behind it, which is gone after that."""
+        gone = self.after
+        assert gone is not None
+        self.nbytes += gone.nbytes
+        self.after = gone.after
+        if gone.after is not None:
+            gone.after.before = self
+
+
+@dataclass(eq=False)
+class Pool:
+    """The free blocks of one pool. ``searches`` is its clock, by which blocks have an age."""
+
+    small: bool
+    searches: int = 0
+    _free: dict[int, list[tuple[int, int, Block]]] = field(default_factory=dict)
+    _unmapped: dict[int, list[tuple[int, Block]]] = field(default_factory=dict)
+
+    def add(self, block: Block) -> None:
+        """Puts in a free block, or addresses without memory."""
+        if block.mapped:
+            block.freed_at = self.searches
+            rows = self._free.setdefault(block.stream, [])
+            insort(rows, (block.nbytes, block.address, block))
+        else:
+            insort(self._unmapped.setdefault(block.stream, []), (block.address, block))
+
+    def remove(self, block: Block) -> None:
+        """Takes a block out; it has to have the size and the address that it was put in with."""
+        if block.mapped:
+            rows = self._free[block.stream]
+            del rows[bisect_left(rows, (block.nbytes, block.address))]
+        else:
+            places = self._unmapped[block.stream]
+            del places[bisect_left(places, (block.address,))]
+
+    def at_least(self, stream: int, nbytes: int) -> Iterator[Block]:
+        """Free blocks of ``stream`` with ``nbytes`` or more, smallest first."""
+        rows = self._free.get(stream, [])
+        for index in range(bisect_left(rows, (nbytes,)), len(rows)):
+            yield rows[index][2]
+
+    def less_than(self, stream: int, nbytes: int) -> list[Block]:
+        """Free blocks of ``stream`` with less than ``nbytes``, largest first."""
+        rows = self._free.get(stream, [])
+        return [row[2] for row in rows[: bisect_left(rows, (nbytes,))][::-1]]
+
+    def free_blocks(self) -> list[Block]:
+        """All free blocks by stream, size and address."""
+        return [row[2] for stream in sorted(self._free) for row in self._free[stream]]
+
+    def unmapped(self, stream: int) -> list[Block]:
+        """Addresses of ``stream`` without memory, lowest first."""
+        return [row[1] for row in self._unmapped.get(stream, [])]
+
+    def merge(self, block: Block) -> Block:
+        """``block``, which is not in the pool, together with free neighbours of its kind."""
+        after, before = block.after, block.before
+        if after is not None and not after.allocated and after.mapped == block.mapped:
+            self.remove(after)
+            block.absorb_after()
+        if before is not None and not before.allocated and before.mapped == block.mapped:
+            self.remove(before)
+            before.absorb_after()
+            return before
+        return block

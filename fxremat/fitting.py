@@ -1,0 +1,379 @@
+"""`fit`: the largest batch, or the longest sequence, that trains within a number of bytes.
+
+The step is traced once, with what varies as symbols (`fxremat.compiling.sizing`); what it takes is
+then asked at one size after the other, for torch's own compile, for checkpointing of every block,
+and for fxremat. No byte of the model is in memory, and the device need not be here.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Mapping, Sequence
+from contextlib import nullcontext
+from dataclasses import dataclass, replace
+from typing import Any, Literal
+
+import torch
+from torch import fx, nn
+
+from fxremat import compat
+from fxremat.backend import patches_for
+from fxremat.compiling import session
+from fxremat.compiling.draft import Draft
+from fxremat.compiling.request import Request, request_for
+from fxremat.compiling.searching.search import Found
+from fxremat.compiling.sizing import NOTHING, Sizes, SymbolicStep, Taken, symbolic_step
+from fxremat.compiling.tracing import WithLoss
+from fxremat.cost.device import DeviceSpec, device_spec
+from fxremat.cost.optimizer_states import OPTIMIZERS, Held, held_by
+from fxremat.device import absent, absent_card
+from fxremat.errors import CannotVary, FxrematError, InvalidOption, NotTraceable
+from fxremat.model.blocks import checkpointed
+from fxremat.options import parse_options
+
+Places = Sequence[tuple[int, int]]
+"""What a size is of: an input, by its position, and a dimension of it."""
+Way = Literal["torch.compile", "checkpointed blocks", "fxremat"]
+WAYS: tuple[Way, ...] = ("torch.compile", "checkpointed blocks", "fxremat")
+
+
+@dataclass(frozen=True)
+class Largest:
+    """The largest size of what varies, by one way to train; 0 where not even 1 fits.
+
+    Peak and time are those at that size; the time is that of the whole step, in microseconds.
+    """
+
+    what: str
+    way: Way
+    size: int
+    peak_bytes: int
+    time_us: float
+
+    @property
+    def per_second(self) -> float:
+        """Sizes a second, as samples or tokens."""
+        return 1e6 * self.size / self.time_us if self.time_us else 0.0
+
+
+@dataclass(frozen=True)
+class Fit:
+    """What fits. ``held_bytes`` are the optimizer's states and what no graph sees."""
+
+    device: str
+    budget_bytes: int
+    weights_bytes: int
+    optimizer: Held
+    held_bytes: int
+    traced: Sizes
+    rows: tuple[Largest, ...]
+
+    def largest(self, what: str, way: Way = "fxremat") -> Largest:
+        """The row of one way."""
+        return next(row for row in self.rows if row.what == what and row.way == way)
+
+
+def fit(
+    model: Callable[..., Any],
+    inputs: Sequence[Any],
+    *,
+    vary: Mapping[str, Places],
+    memory_budget: int | str | None = None,
+    device: str | None = None,
+    optimizer: str = "none",
+    options: Mapping[str, Any] | None = None,
+) -> Fit:
+    """The largest sizes at which ``model(*inputs)`` trains within ``memory_budget``.
+
+    Each name in ``vary`` is one size: the dimensions of the inputs it gives, as ``{"batch":
+    [(0, 0), (1, 0)]}``. It is looked for with the others as they are. ``device`` names a card that
+    need not be here, by default it is what the inputs lie on. The loss is what the model returns,
+    its ``loss``, or the sum of its results.
+
+    Raises `CannotVary` where an input has no such dimension, or the model fixes it, `NotTraceable`
+    where the step is not one graph, and `InvalidOption`.
+    """
+    if optimizer not in OPTIMIZERS:
+        raise InvalidOption("optimizer", optimizer, "a known optimizer", tuple(OPTIMIZERS))
+    given = dict(options or {})
+    if memory_budget is not None:
+        given["memory_budget"] = memory_budget
+    with absent(device) if device is not None else nullcontext():
+        return _Fitting(model, tuple(inputs), dict(vary), optimizer, given).run()
+
+
+Study = Callable[[SymbolicStep, Request], None]
+
+
+class _Studied(Exception):
+    """Ends a compilation as soon as its graph has been studied."""
+
+
+@dataclass
+class _Fitting:
+    """One question."""
+
+    model: Callable[..., Any]
+    inputs: tuple[Any, ...]
+    vary: Mapping[str, Places]
+    optimizer: str
+    options: Mapping[str, Any]
+
+    def run(self) -> Fit:
+        """The answer."""
+        weights = list(self.model.parameters()) if isinstance(self.model, nn.Module) else []
+        held = held_by(self.optimizer, weights)
+        inputs, sizes = _resized(self.inputs, self.vary)
+        budgets: list[tuple[int, Request]] = []
+        guesses: dict[str, int] = {}
+        rows: dict[tuple[str, Way], Largest] = {}
+
+        def look_at_torch(way: Way) -> Study:
+            def look(step: SymbolicStep, request: Request) -> None:
+                budget = _left(request, held)
+                budgets.append((budget, request))
+                for what in self.vary:
+                    rows[what, way] = _largest_of_torch(step, way, what, sizes, budget)
+                    if way == "torch.compile":
+                        guesses[what] = _guess(step, what, sizes, budget)
+
+            return look
+
+        self._study(inputs, sizes, look_at_torch("torch.compile"))
+        with checkpointed(self.model) as blocks:
+            if blocks:
+                self._study(inputs, sizes, look_at_torch("checkpointed blocks"))
+        budget, request = budgets[0]
+        weights_bytes = sum(weight.numel() * weight.dtype.itemsize for weight in weights)
+        for what in self.vary:
+            guess = guesses[what]
+            rows[what, "fxremat"] = self._largest_of_ours(what, sizes, guess, budget, weights_bytes)
+        after_us = self._after_us(held)
+        return Fit(
+            request.card or "here",
+            budget + request.held_bytes + held.states,
+            weights_bytes,
+            held,
+            request.held_bytes + held.states,
+            sizes,
+            tuple(
+                replace(rows[what, way], time_us=rows[what, way].time_us + after_us)
+                for what in self.vary
+                for way in WAYS
+                if (what, way) in rows
+            ),
+        )
+
+    def _largest_of_ours(
+        self, what: str, sizes: Sizes, guess: int, budget: int, weights_bytes: int
+    ) -> Largest:
+        """By the least peak near the guess, and the best plan where that meets the budget."""
+
+        def planned(size: int, budget: int) -> Found:
+            found: list[Found] = []
+            inputs = _of_sizes(self.inputs, self.vary, {**sizes, what: size})
+
+            def look(step: SymbolicStep, _: Request) -> None:
+                found.append(step.planned({}, budget))
+
+            self._study(inputs, {}, look)
+            return found[0]
+
+        size = max(1, guess)
+        least = planned(size, NOTHING).judged.peak_bytes
+        size = _scaled(size, budget, least, weights_bytes)
+        while size > 0:
+            found = planned(size, budget)
+            judged = found.judged
+            if not found.over:
+                return Largest(what, "fxremat", size, judged.peak_bytes, judged.plan.time_us)
+            size = min(size - 1, _scaled(size, budget, judged.peak_bytes, weights_bytes))
+        return Largest(what, "fxremat", 0, 0, 0.0)
+
+    def _after_us(self, held: Held) -> float:
+        """Microseconds of the optimizer's step: it reads and writes all it holds."""
+        card = absent_card()
+        spec: DeviceSpec = card.spec if card is not None else device_spec(torch.device("cpu"))
+        return 1e6 * 2 * (held.states + held.step) / spec.bytes_per_s
+
+    def _study(
+        self,
+        inputs: tuple[Any, ...],
+        sizes: Sizes,
+        study: Study,
+    ) -> None:
+        """Trace the step with its sizes as symbols, and study it while its device is there."""
+        parsed = parse_options(self.options, device_total_bytes=_total_bytes())
+
+        def backend(gm: fx.GraphModule, given: Sequence[Any]) -> Callable[..., Any]:
+            request = request_for(gm, given, parsed, session.ledger(None), 0)
+            if request.budget_bytes is None:
+                raise InvalidOption("memory_budget", None, "a number of bytes to fit into")
+
+            def partition(module: fx.GraphModule, joint_inputs: Any, **kwargs: Any) -> Any:
+                def as_torch_does(one: fx.GraphModule) -> Any:
+                    return compat.torch_partition(one, joint_inputs, **kwargs)
+
+                static = tuple(kwargs.get("static_lifetime_input_indices") or ())
+                draft = Draft(module, kwargs["num_fwd_outputs"], static, as_torch_does)
+                try:
+                    step = symbolic_step(draft, request, sizes, "step")
+                except KeyError as error:
+                    raise CannotVary(str(error.args[0]), "the model fixes it") from error
+                study(step, request)
+                raise _Studied
+
+            return _traced(gm, given, patches_for(parsed, request), partition)
+
+        with compat.on_host_without_memory(self.model, inputs) as there, session.separate():
+            if sizes:
+                _mark(there, self.vary)
+            _trace(self.model, there, backend)
+
+
+def _total_bytes() -> int | None:
+    card = absent_card()
+    return None if card is None else card.usable_bytes
+
+
+def _left(request: Request, held: Held) -> int:
+    """Bytes for the graph."""
+    assert request.own_budget is not None
+    return request.own_budget - held.states
+
+
+def _traced(
+    gm: fx.GraphModule,
+    given: Sequence[Any],
+    patches: Mapping[str, Any],
+    partition: Callable[..., Any],
+) -> Callable[..., Any]:
+    card = absent_card()
+    if card is None:
+        return compat.trace_as_inductor(gm, given, patches, partition)
+    return compat.trace_for_absent(gm, given, patches, partition, card.properties())
+
+
+def _trace(model: Callable[..., Any], inputs: tuple[Any, ...], backend: Callable[..., Any]) -> None:
+    name = type(model).__name__
+    try:
+        with compat.fresh_dynamo_caches():
+            torch.compile(WithLoss(model), backend=backend, fullgraph=True)(*inputs)
+    except Exception as error:
+        inner = getattr(error, "inner_exception", error)
+        if isinstance(inner, _Studied):
+            return
+        if isinstance(inner, FxrematError):
+            raise inner from None
+        raise NotTraceable(name, f"cannot be traced as one graph: {error}") from error
+    raise NotTraceable(name, "nothing in the model needs a gradient, so there is no backward")
+
+
+def _resized(
+    inputs: tuple[Any, ...], vary: Mapping[str, Places]
+) -> tuple[tuple[Any, ...], dict[str, int]]:
+    """The inputs with sizes that tell by themselves what they are of, and these sizes."""
+    shapes = _shapes(inputs)
+    for what, places in vary.items():
+        for argument, dimension in places:
+            if not 0 <= dimension < len(shapes.get(argument, ())):
+                raise CannotVary(what, f"there is no dimension {dimension} of input {argument}")
+    varied = {place for places in vary.values() for place in places}
+    taken = {
+        size
+        for argument, shape in shapes.items()
+        for dimension, size in enumerate(shape)
+        if (argument, dimension) not in varied
+    }
+    sizes: dict[str, int] = {}
+    for what, [(argument, dimension), *_] in vary.items():
+        size = max(2, shapes[argument][dimension])
+        while size in taken:
+            size += 1
+        sizes[what] = size
+        taken.add(size)
+    return _of_sizes(inputs, vary, sizes), sizes
+
+
+def _shapes(inputs: tuple[Any, ...]) -> dict[int, list[int]]:
+    return {k: list(x.shape) for k, x in enumerate(inputs) if isinstance(x, torch.Tensor)}
+
+
+def _of_sizes(inputs: tuple[Any, ...], vary: Mapping[str, Places], sizes: Sizes) -> tuple[Any, ...]:
+    """Inputs like these in other sizes, without memory."""
+    shapes = _shapes(inputs)
+    for what, places in vary.items():
+        for argument, dimension in places:
+            shapes[argument][dimension] = sizes[what]
+    return tuple(
+        torch.empty(shapes[k], dtype=x.dtype, device="meta", requires_grad=x.requires_grad)
+        if k in shapes
+        else x
+        for k, x in enumerate(inputs)
+    )
+
+
+def _mark(inputs: tuple[Any, ...], vary: Mapping[str, Places]) -> None:
+    for places in vary.values():
+        for argument, dimension in places:
+            compat.mark_dynamic(inputs[argument], dimension)
+
+
+def _largest_of_torch(
+    step: SymbolicStep, way: Way, what: str, sizes: Sizes, budget: int
+) -> Largest:
+    """The largest size with the graph as torch cuts it."""
+    taken: dict[int, Taken] = {}
+
+    def peak(size: int) -> int:
+        taken[size] = step.as_torch({**sizes, what: size})
+        return taken[size].peak_bytes
+
+    size = largest_within(peak, budget, sizes[what])
+    best = taken.get(size, Taken(0, 0.0))
+    return Largest(what, way, size, best.peak_bytes, best.time_us)
+
+
+def _guess(step: SymbolicStep, what: str, sizes: Sizes, budget: int) -> int:
+    """The largest size with plans of least peak, without variants: these need sizes as numbers."""
+    return largest_within(lambda size: step.least_peak({**sizes, what: size}), budget, sizes[what])
+
+
+def _scaled(size: int, budget: int, peak: int, fixed: int) -> int:
+    """The size that meets the budget if all but the ``fixed`` bytes of a peak grow with it."""
+    return max(0, size * (budget - fixed) // max(1, peak - fixed))
+
+
+def largest_within(peak: Callable[[int], int], budget: int, first: int) -> int:
+    """The largest size whose ``peak`` is within the budget, for a peak that grows with it.
+
+    Peaks are nearly straight lines, so the next size asked for is where the line through the last
+    two meets the budget.
+    """
+    known: dict[int, int] = {}
+    low, high, size = 0, None, max(1, first)
+    while high is None or high - low > 1:
+        known[size] = peak(size)
+        if known[size] <= budget:
+            low = size
+        else:
+            high = size
+        size = _next_size(known, budget, low, high)
+    return low
+
+
+MOST_GROWTH = 16
+"""Times the largest size that fits: what is asked for next, at most."""
+
+
+def _next_size(known: Mapping[int, int], budget: int, low: int, high: int | None) -> int:
+    """Strictly between the largest that fits and the smallest that does not."""
+    top = MOST_GROWTH * low + 1 if high is None else high - 1
+    near = sorted(known, key=lambda size: abs(known[size] - budget))[:2]
+    guess = 2 * low if high is None else (low + high) // 2
+    if len(near) == 2:
+        one, other = near
+        slope = (known[one] - known[other]) / (one - other)
+        if slope > 0:
+            guess = one + int((budget - known[one]) // slope)
+            guess += guess == low
+    return max(low + 1, min(top, guess))

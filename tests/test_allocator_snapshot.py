@@ -1,0 +1,206 @@
+"""Memory snapshots of torch: written by hand as torch.cuda.memory._snapshot documents them."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import pytest
+
+from fxremat.cost.allocator import (
+    Allocate,
+    AllocatorSettings,
+    EmptyCache,
+    Free,
+    compare,
+    from_snapshot,
+    replay,
+)
+
+MIB = 2**20
+LARGE, SMALL, OTHER = 0x7F0000000000, 0x7F0010000000, 0x7F0020000000
+
+Row = dict[str, Any]
+
+
+def entry(action: str, addr: int, nbytes: int, **more: Any) -> Row:
+    """One entry of a trace."""
+    return {"action": action, "addr": addr, "size": nbytes, "stream": 0, "frames": [], **more}
+
+
+def freed(addr: int, nbytes: int) -> list[Row]:
+    """The two entries of one free."""
+    return [entry("free_requested", addr, nbytes), entry("free_completed", addr, nbytes)]
+
+
+def block(nbytes: int, state: str = "inactive", requested: int | None = None) -> Row:
+    """A block of a segment as it is at the end."""
+    return {"size": nbytes, "requested_size": requested or nbytes, "state": state, "frames": []}
+
+
+def segment(address: int, *blocks: Row) -> Row:
+    """A segment as it is at the end."""
+    total = sum(b["size"] for b in blocks)
+    return {"device": 0, "address": address, "total_size": total, "stream": 0, "blocks": [*blocks]}
+
+
+def snapshot(trace: list[Row], *segments: Row) -> Row:
+    return {"segments": [*segments], "device_traces": [trace, []]}
+
+
+def training() -> Row:
+    """Three blocks, of which 3 MiB are freed and used again for 2 MiB."""
+    trace = [
+        entry("segment_alloc", LARGE, 20 * MIB),
+        entry("alloc", LARGE, 3 * MIB),
+        entry("alloc", LARGE + 3 * MIB, 17 * MIB),
+        entry("segment_alloc", SMALL, 2 * MIB),
+        entry("alloc", SMALL, 100),
+        *freed(LARGE, 3 * MIB),
+        entry("alloc", LARGE, 2 * MIB),
+        entry("snapshot", 0, 0),
+    ]
+    large = segment(
+        LARGE,
+        block(3 * MIB, "active_allocated", 2 * MIB),
+        block(17 * MIB, "active_allocated"),
+    )
+    small = segment(SMALL, block(512, "active_allocated", 100), block(2 * MIB - 512))
+    return snapshot(trace, large, small)
+
+
+def test_events_and_history() -> None:
+    recording = from_snapshot(training())
+    first = Allocate(f"{LARGE:#x}.1", 3 * MIB)
+    assert recording.events == (
+        first,
+        Allocate(f"{LARGE + 3 * MIB:#x}.1", 17 * MIB),
+        Allocate(f"{SMALL:#x}.1", 100),
+        Free(first.name),
+        Allocate(f"{LARGE:#x}.2", 2 * MIB),
+    )
+    assert recording.reserved_bytes == (20 * MIB, 20 * MIB, 22 * MIB, 22 * MIB, 22 * MIB)
+    assert recording.preexisting == 0
+
+
+def test_the_model_agrees_with_the_recording() -> None:
+    result = compare(training())
+    assert result.recorded_peak_bytes == result.modelled_peak_bytes == 22 * MIB
+    assert (result.worst_difference_bytes, result.peak_difference_bytes) == (0, 0)
+    assert (result.last_difference_bytes, result.steps) == (0, 5)
+
+
+def test_the_wrong_settings_show() -> None:
+    """With segments of 40 MiB the model reserves 20 MiB more from the first event on."""
+    result = compare(training(), AllocatorSettings(40 * MIB, 40 * MIB, 40 * MIB))
+    assert (result.worst_difference_bytes, result.worst_step) == (20 * MIB, 0)
+    assert result.peak_difference_bytes == result.last_difference_bytes == 20 * MIB
+
+
+def test_a_model_that_reserves_less_shows() -> None:
+    """1.5 and 30 MiB take 20 and 30 from cudaMalloc, but 40 as pages."""
+    trace = [
+        entry("segment_alloc", LARGE, 20 * MIB),
+        entry("alloc", LARGE, 3 * MIB // 2),
+        entry("segment_alloc", OTHER, 30 * MIB),
+        entry("alloc", OTHER, 30 * MIB),
+    ]
+    first = segment(LARGE, block(3 * MIB // 2, "active_allocated"), block(37 * MIB // 2))
+    recorded = snapshot(trace, first, segment(OTHER, block(30 * MIB, "active_allocated")))
+    assert compare(recorded).worst_difference_bytes == 0
+    result = compare(recorded, AllocatorSettings(expandable_segments=True))
+    assert (result.worst_difference_bytes, result.worst_step) == (-10 * MIB, 1)
+    assert result.peak_difference_bytes == -10 * MIB
+
+
+def test_a_recording_of_expandable_segments() -> None:
+    """Pages of 20 MiB: 30 MiB after 1.5 map one more; two go back when the cache is emptied."""
+    rest = 3 * MIB // 2
+    trace = [
+        entry("segment_map", LARGE, 20 * MIB),
+        entry("alloc", LARGE, rest),
+        entry("segment_map", LARGE + 20 * MIB, 20 * MIB),
+        entry("alloc", LARGE + rest, 30 * MIB),
+        *freed(LARGE + rest, 30 * MIB),
+        entry("segment_unmap", LARGE + 20 * MIB, 20 * MIB),
+    ]
+    end = segment(LARGE, block(rest, "active_allocated"), block(20 * MIB - rest))
+    recorded = snapshot(trace, end)
+    assert from_snapshot(recorded).events[-1] == EmptyCache()
+    result = compare(recorded, AllocatorSettings(expandable_segments=True))
+    assert (result.recorded_peak_bytes, result.worst_difference_bytes) == (40 * MIB, 0)
+    assert compare(recorded).peak_difference_bytes == 10 * MIB
+
+
+def test_a_retry_is_an_emptied_cache() -> None:
+    """A free segment goes back when 30 MiB find no room; the failed 90 MiB leave no event."""
+    trace = [
+        entry("segment_alloc", LARGE, 20 * MIB),
+        entry("alloc", LARGE, 3 * MIB),
+        *freed(LARGE, 3 * MIB),
+        entry("segment_free", LARGE, 20 * MIB),
+        entry("segment_alloc", OTHER, 30 * MIB),
+        entry("alloc", OTHER, 30 * MIB),
+        {"action": "oom", "size": 90 * MIB, "device_free": 10 * MIB, "stream": 0, "frames": []},
+    ]
+    recorded = snapshot(trace, segment(OTHER, block(30 * MIB, "active_allocated")))
+    recording = from_snapshot(recorded)
+    kinds = [type(event) for event in recording.events]
+    assert kinds == [Allocate, Free, EmptyCache, Allocate]
+    assert recording.reserved_bytes == (20 * MIB, 20 * MIB, 0, 30 * MIB)
+    assert compare(recorded).worst_difference_bytes == 0
+    usage = replay(event for event in recording.events if event != EmptyCache())
+    assert usage.peak_reserved_bytes == 50 * MIB
+
+
+def test_what_was_there_before() -> None:
+    """4 MiB live through; 5 MiB are freed in the trace, so both were allocated before it."""
+    trace = [
+        *freed(LARGE + 4 * MIB, 5 * MIB),
+        entry("alloc", LARGE + 4 * MIB, 6 * MIB),
+    ]
+    end = segment(
+        LARGE,
+        block(4 * MIB, "active_allocated"),
+        block(6 * MIB, "active_allocated"),
+        block(10 * MIB),
+    )
+    recording = from_snapshot(snapshot(trace, end))
+    names = [f"{LARGE:#x}.1", f"{LARGE + 4 * MIB:#x}.1"]
+    assert recording.preexisting == 2
+    assert recording.events[:3] == (
+        Allocate(names[0], 4 * MIB),
+        Allocate(names[1], 5 * MIB),
+        Free(names[1]),
+    )
+    assert recording.reserved_bytes == (20 * MIB,) * 4
+    result = compare(snapshot(trace, end))
+    assert (result.worst_difference_bytes, result.steps, result.preexisting) == (0, 2, 2)
+
+
+def test_a_block_that_another_stream_still_uses_is_live() -> None:
+    """Freed but not yet usable: torch calls it active, and the trace has no completed free."""
+    trace = [
+        entry("segment_alloc", LARGE, 20 * MIB),
+        entry("alloc", LARGE, 3 * MIB),
+        entry("free_requested", LARGE, 3 * MIB),
+    ]
+    end = segment(LARGE, block(3 * MIB, "active_pending_free"), block(17 * MIB))
+    recording = from_snapshot(snapshot(trace, end))
+    assert [type(event) for event in recording.events] == [Allocate]
+
+
+def test_other_devices_have_their_own_traces() -> None:
+    recorded = training()
+    assert from_snapshot(recorded, device=1).events == ()
+    assert compare(recorded, device=1).steps == 0
+
+
+def test_private_pools_are_refused() -> None:
+    trace = [entry("segment_alloc", LARGE, 20 * MIB, pool_id=(0, 1))]
+    with pytest.raises(ValueError, match="record without CUDA graphs"):
+        from_snapshot(snapshot(trace, segment(LARGE, block(20 * MIB))))
+
+
+def test_actions_that_are_not_known_are_refused() -> None:
+    with pytest.raises(ValueError, match="'teleport'"):
+        from_snapshot(snapshot([entry("teleport", LARGE, 1)]))

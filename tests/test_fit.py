@@ -1,0 +1,209 @@
+"""The largest size that fits: the search, the states of optimizers, blocks, and the whole of it."""
+
+from __future__ import annotations
+
+import json
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+from hypothesis import given
+from hypothesis import strategies as st
+from torch import Tensor, nn
+
+import fxremat
+from fxremat.cli import main
+from fxremat.cost.optimizer_states import OPTIMIZERS, held_by
+from fxremat.device import absent
+from fxremat.errors import CannotVary
+from fxremat.fitting import fit, largest_within
+from fxremat.model.blocks import checkpointed, repeated_blocks
+from tests.absent_nets import net_and_tokens
+
+BATCH = {"batch": [(0, 0), (1, 0)]}
+BUDGET = "96MiB"
+
+
+@given(
+    st.integers(0, 50),
+    st.integers(1, 1000),
+    st.integers(0, 5),
+    st.integers(0, 100_000),
+    st.integers(1, 300),
+)
+def test_largest_is_the_last_that_is_within(
+    fixed: int, slope: int, bend: int, budget: int, first: int
+) -> None:
+    """Whatever is asked first, for lines and for what bends upwards."""
+
+    def peak(size: int) -> int:
+        return fixed + slope * size + bend * size * size // 7
+
+    found = largest_within(peak, budget, first)
+    assert found == 0 or peak(found) <= budget
+    assert peak(found + 1) > budget
+
+
+def test_few_sizes_are_asked_for() -> None:
+    asked: list[int] = []
+
+    def peak(size: int) -> int:
+        asked.append(size)
+        return 10**6 + 12_345 * size
+
+    assert largest_within(peak, 10**10, 8) == (10**10 - 10**6) // 12_345
+    assert len(asked) <= 6
+
+
+def _weights() -> list[nn.Parameter]:
+    matrix = nn.Parameter(torch.zeros(100, 200, dtype=torch.bfloat16))
+    vector = nn.Parameter(torch.zeros(30))
+    frozen = nn.Parameter(torch.zeros(7, 7), requires_grad=False)
+    return [matrix, vector, frozen]
+
+
+@pytest.mark.parametrize(
+    ("name", "states"),
+    [
+        ("none", 0),
+        ("sgd", 0),
+        ("sgd-momentum", 40_000 + 120),
+        ("adamw", 2 * (40_000 + 120)),
+        ("adamw-master", 20_000 * 12 + 30 * 8),
+        ("adamw-8bit", 2 * (20_000 + 79 * 4) + 2 * 120),
+        ("adafactor", 300 * 4 + 120),
+    ],
+)
+def test_states_by_hand(name: str, states: int) -> None:
+    assert held_by(name, _weights()).states == states
+
+
+@pytest.mark.parametrize(
+    ("name", "make"),
+    [
+        ("sgd", lambda p: torch.optim.SGD(p, 0.1)),
+        ("sgd-momentum", lambda p: torch.optim.SGD(p, 0.1, momentum=0.9)),
+        ("adam", lambda p: torch.optim.Adam(p)),
+        ("adamw", lambda p: torch.optim.AdamW(p)),
+    ],
+)
+def test_states_are_those_that_torch_makes(name: str, make: Any) -> None:
+    """Counted after a step; what counts the steps is left out."""
+    weights = _weights()
+    optimizer = make([w for w in weights if w.requires_grad])
+    for weight in weights[:2]:
+        weight.grad = torch.ones_like(weight)
+    optimizer.step()
+    held = [
+        value
+        for state in optimizer.state.values()
+        for value in state.values()
+        if isinstance(value, Tensor) and value.dim()
+    ]
+    assert sum(v.numel() * v.element_size() for v in held) == held_by(name, weights).states
+
+
+def test_blocks_are_the_list_with_the_most_weights() -> None:
+    model = nn.ModuleDict(
+        {
+            "few": nn.ModuleList([nn.Linear(2, 2), nn.Linear(2, 2)]),
+            "many": nn.Sequential(*(nn.Linear(8, 8) for _ in range(3))),
+            "mixed": nn.Sequential(nn.Linear(50, 50), nn.ReLU()),
+        }
+    )
+    assert repeated_blocks(model) == list(model["many"])  # type: ignore[call-overload]
+    x = torch.randn(4, 8, requires_grad=True)
+    before = model["many"](x)
+    with checkpointed(model) as count:
+        after = model["many"](x)
+    assert count == 3
+    torch.testing.assert_close(after, before)
+    assert all("forward" not in vars(block) for block in model["many"])
+    with checkpointed(nn.Linear(2, 2)) as count:
+        assert count == 0
+
+
+def test_what_fits_on_a_card(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Ours is the largest; the plan at that size is within the budget, by itself."""
+    with torch.device("meta"):
+        model, inputs = net_and_tokens()
+    found = fit(model, inputs, vary=BATCH, memory_budget=BUDGET, device="H100", optimizer="adamw")
+    plain, ours = found.largest("batch", "torch.compile"), found.largest("batch")
+    assert 0 < plain.size < ours.size
+    assert plain.time_us > 0
+    assert ours.per_second > 0
+    assert found.held_bytes == found.optimizer.states + 2 * 32 * 2**20
+    size, held = ours.size, found.optimizer.states
+    with absent("H100"):
+        tokens = torch.zeros(size, inputs[0].shape[1], dtype=torch.long)
+        options = {"reserve": found.held_bytes}
+        report = fxremat.explain(
+            model, tokens, tokens.clone(), memory_budget=BUDGET, options=options
+        )
+        with pytest.raises(fxremat.InfeasibleBudget):
+            more = torch.zeros(size + 1 + size // 20, inputs[0].shape[1], dtype=torch.long)
+            fxremat.explain(model, more, more.clone(), memory_budget=BUDGET, options=options)
+    assert report.predicted_peak_bytes == ours.peak_bytes + found.held_bytes
+    assert held == found.optimizer.states
+
+
+def test_command(tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: Any) -> None:
+    (tmp_path / "small_model.py").write_text(
+        "from tests.absent_nets import net_and_tokens as make\n", encoding="utf-8"
+    )
+    monkeypatch.syspath_prepend(tmp_path)
+    out = tmp_path / "fit.json"
+    vary = ["--vary", "batch=0:0,1:0"]
+    asked = ["fit", "small_model:make", "--device", "A100", "--budget", BUDGET, *vary]
+    assert main([*asked, "--json", str(out)]) == 0
+    text = capsys.readouterr().out
+    assert "fxremat" in text
+    assert "torch.compile" in text
+    rows = json.loads(out.read_text())["rows"]
+    assert {row["way"] for row in rows} >= {"torch.compile", "fxremat"}
+
+
+@pytest.mark.parametrize(
+    ("change", "expected"),
+    [
+        (["--device", "H10O"], "did you mean 'H100'"),
+        (["--vary", "depth=0:5"], "no dimension 5 of input 0"),
+        (["--vary", "depth=9:0"], "no dimension 0 of input 9"),
+        (["--vary", "depth"], "pairs of an input and a dimension"),
+        (["--optimizer", "adamx"], "did you mean 'adam"),
+        (["--budget", "lots"], "memory_budget"),
+    ],
+)
+def test_mistakes_are_told(
+    change: list[str], expected: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: Any
+) -> None:
+    (tmp_path / "small_model.py").write_text(
+        "from tests.absent_nets import net_and_tokens as make\n", encoding="utf-8"
+    )
+    monkeypatch.syspath_prepend(tmp_path)
+    asked = ["fit", "small_model:make", "--device", "A100", "--vary", "batch=0:0,1:0", *change]
+    assert main(asked) == 2
+    assert expected in capsys.readouterr().err
+
+
+class _Fixed(nn.Module):
+    """Its batch is in its code."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.weight = nn.Parameter(torch.zeros(4, 4))
+
+    def forward(self, x: Tensor) -> Tensor:
+        return (x.view(8, 4) @ self.weight).sum()
+
+
+def test_what_the_model_fixes_cannot_vary() -> None:
+    with pytest.raises((CannotVary, fxremat.errors.NotTraceable)):
+        fit(_Fixed(), [torch.zeros(8, 4)], vary={"batch": [(0, 0)]}, device="H100")
+
+
+def test_every_optimizer_has_a_name_that_is_told() -> None:
+    with pytest.raises(fxremat.InvalidOption, match="optimizer"):
+        fit(nn.Linear(2, 2), [torch.zeros(2, 2)], vary={}, optimizer="other", device="H100")
+    assert "adamw" in OPTIMIZERS
