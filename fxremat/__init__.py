@@ -2,7 +2,8 @@
 
     torch.compile(model, backend="fxremat", options={"memory_budget": "8GiB"})
 
-To plan without compiling there is `explain`, to look back `reports`, to measure `measure_peak`, and
+To plan without compiling there is `explain`, for a GPU that is not here `device.absent`, to find the
+largest batch that fits `fit`; to look back `reports`, to measure `measure_peak`, and
 `list_options` describes every option. `offload`, `accumulate_in_backward` and `step_in_backward`
 change a model before it is compiled. All errors are subclasses of `FxrematError`.
 """
@@ -23,6 +24,7 @@ if TYPE_CHECKING:
     from fxremat.compiling.session import reports
     from fxremat.cost.peak import measure_peak
     from fxremat.explaining import explain
+    from fxremat.fitting import fit
     from fxremat.model.accumulating import accumulate_in_backward
     from fxremat.model.offloading import offload
     from fxremat.model.stepping import step_in_backward
@@ -38,6 +40,7 @@ __all__ = [
     "__version__",
     "accumulate_in_backward",
     "explain",
+    "fit",
     "list_options",
     "measure_peak",
     "offload",
@@ -48,6 +51,7 @@ __all__ = [
 _LAZY = {
     "accumulate_in_backward": "fxremat.model.accumulating",
     "explain": "fxremat.explaining",
+    "fit": "fxremat.fitting",
     "list_options": "fxremat.options",
     "measure_peak": "fxremat.cost.peak",
     "offload": "fxremat.model.offloading",
@@ -58,8 +62,10 @@ _LAZY = {
 
 def __getattr__(name: str) -> object:
     """Public functions that need torch are imported when first used."""
-    if name not in _LAZY:
-        raise AttributeError(f"module 'fxremat' has no attribute {name!r}")
     from importlib import import_module
 
+    if name == "device":
+        return import_module("fxremat.device")
+    if name not in _LAZY:
+        raise AttributeError(f"module 'fxremat' has no attribute {name!r}")
     return getattr(import_module(_LAZY[name]), name)

@@ -227,7 +227,7 @@ class _Fitting:
         with compat.on_host_without_memory(self.model, inputs) as there, session.separate():
             if sizes:
                 _mark(there, self.vary)
-            _trace(self.model, there, backend)
+            _trace(self.model, there, backend, None if sizes else False)
 
 
 def _total_bytes() -> int | None:
@@ -253,11 +253,18 @@ def _traced(
     return compat.trace_for_absent(gm, given, patches, partition, card.properties())
 
 
-def _trace(model: Callable[..., Any], inputs: tuple[Any, ...], backend: Callable[..., Any]) -> None:
+def _trace(
+    model: Callable[..., Any],
+    inputs: tuple[Any, ...],
+    backend: Callable[..., Any],
+    dynamic: bool | None,
+) -> None:
+    """Compile until the graph is studied; not ``dynamic``: every size is a number."""
     name = type(model).__name__
     try:
         with compat.fresh_dynamo_caches():
-            torch.compile(WithLoss(model), backend=backend, fullgraph=True)(*inputs)
+            step = torch.compile(WithLoss(model), backend=backend, fullgraph=True, dynamic=dynamic)
+            step(*inputs)
     except Exception as error:
         inner = getattr(error, "inner_exception", error)
         if isinstance(inner, _Studied):

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import sys
 from pathlib import Path
 from typing import Any
 
@@ -53,7 +54,7 @@ def test_few_sizes_are_asked_for() -> None:
         return 10**6 + 12_345 * size
 
     assert largest_within(peak, 10**10, 8) == (10**10 - 10**6) // 12_345
-    assert len(asked) <= 6
+    assert len(asked) <= 7  # grows 16 times at most at each of the first
 
 
 def _weights() -> list[nn.Parameter]:
@@ -112,19 +113,21 @@ def test_blocks_are_the_list_with_the_most_weights() -> None:
             "mixed": nn.Sequential(nn.Linear(50, 50), nn.ReLU()),
         }
     )
-    assert repeated_blocks(model) == list(model["many"])  # type: ignore[call-overload]
+    many = model["many"]
+    assert isinstance(many, nn.Sequential)
+    assert repeated_blocks(model) == list(many)
     x = torch.randn(4, 8, requires_grad=True)
-    before = model["many"](x)
+    before = many(x)
     with checkpointed(model) as count:
-        after = model["many"](x)
+        after = many(x)
     assert count == 3
     torch.testing.assert_close(after, before)
-    assert all("forward" not in vars(block) for block in model["many"])
+    assert all("forward" not in vars(block) for block in many)
     with checkpointed(nn.Linear(2, 2)) as count:
         assert count == 0
 
 
-def test_what_fits_on_a_card(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_what_fits_on_a_card() -> None:
     """Ours is the largest; the plan at that size is within the budget, by itself."""
     with torch.device("meta"):
         model, inputs = net_and_tokens()
@@ -134,28 +137,36 @@ def test_what_fits_on_a_card(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) ->
     assert plain.time_us > 0
     assert ours.per_second > 0
     assert found.held_bytes == found.optimizer.states + 2 * 32 * 2**20
-    size, held = ours.size, found.optimizer.states
+    size = ours.size
     with absent("H100"):
         tokens = torch.zeros(size, inputs[0].shape[1], dtype=torch.long)
         options = {"reserve": found.held_bytes}
         report = fxremat.explain(
             model, tokens, tokens.clone(), memory_budget=BUDGET, options=options
         )
+        more = torch.zeros(size + 1 + size // 20, inputs[0].shape[1], dtype=torch.long)
         with pytest.raises(fxremat.InfeasibleBudget):
-            more = torch.zeros(size + 1 + size // 20, inputs[0].shape[1], dtype=torch.long)
             fxremat.explain(model, more, more.clone(), memory_budget=BUDGET, options=options)
     assert report.predicted_peak_bytes == ours.peak_bytes + found.held_bytes
-    assert held == found.optimizer.states
+
+
+SMALL_MODEL = """
+import torch
+from torch import nn
+
+def make():
+    model = nn.Sequential(nn.Linear(64, 64), nn.GELU(), nn.Linear(64, 8))
+    return model.to(torch.bfloat16), torch.zeros(16, 64, dtype=torch.bfloat16)
+"""
 
 
 def test_command(tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: Any) -> None:
-    (tmp_path / "small_model.py").write_text(
-        "from tests.absent_nets import net_and_tokens as make\n", encoding="utf-8"
-    )
+    (tmp_path / "small_model.py").write_text(SMALL_MODEL, encoding="utf-8")
     monkeypatch.syspath_prepend(tmp_path)
+    monkeypatch.delitem(sys.modules, "small_model", raising=False)
     out = tmp_path / "fit.json"
-    vary = ["--vary", "batch=0:0,1:0"]
-    asked = ["fit", "small_model:make", "--device", "A100", "--budget", BUDGET, *vary]
+    asked = ["fit", "small_model:make", "--device", "A100", "--vary", "rows=0:0"]
+    asked += ["--budget", "32MiB"]
     assert main([*asked, "--json", str(out)]) == 0
     text = capsys.readouterr().out
     assert "fxremat" in text
@@ -178,11 +189,10 @@ def test_command(tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: Any) -
 def test_mistakes_are_told(
     change: list[str], expected: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: Any
 ) -> None:
-    (tmp_path / "small_model.py").write_text(
-        "from tests.absent_nets import net_and_tokens as make\n", encoding="utf-8"
-    )
+    (tmp_path / "small_model.py").write_text(SMALL_MODEL, encoding="utf-8")
     monkeypatch.syspath_prepend(tmp_path)
-    asked = ["fit", "small_model:make", "--device", "A100", "--vary", "batch=0:0,1:0", *change]
+    monkeypatch.delitem(sys.modules, "small_model", raising=False)
+    asked = ["fit", "small_model:make", "--device", "A100", "--vary", "rows=0:0", *change]
     assert main(asked) == 2
     assert expected in capsys.readouterr().err
 

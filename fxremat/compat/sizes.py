@@ -5,6 +5,7 @@ from __future__ import annotations
 from collections.abc import Iterator, Mapping
 from contextlib import contextmanager
 from contextvars import ContextVar
+from types import MappingProxyType
 from typing import Any, cast
 
 import torch
@@ -30,7 +31,8 @@ def size_bound(size: Any) -> int:
     return int(expression.xreplace(substitution))
 
 
-_AT: ContextVar[Mapping[Any, int]] = ContextVar("fxremat_sizes_at", default={})
+_NONE: Mapping[Any, int] = MappingProxyType({})
+_AT: ContextVar[Mapping[Any, int]] = ContextVar("fxremat_sizes_at", default=_NONE)
 
 
 @contextmanager
