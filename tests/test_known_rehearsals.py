@@ -89,8 +89,14 @@ def test_another_batch_and_other_options_are_rehearsed(made: list[Any], change: 
 
 @pytest.mark.parametrize(
     ("change", "threads", "count"),
-    [({}, 2, 1), ({"num_fwd_outputs": 2}, 2, 2), ({"device": "cuda"}, 2, 2), ({}, 1, 2)],
-    ids=["nothing", "results", "device", "threads"],
+    [
+        ({}, 2, 1),
+        ({"num_fwd_outputs": 2}, 2, 2),
+        ({"device": "cuda"}, 2, 2),
+        ({"card": "H100"}, 2, 2),
+        ({}, 1, 2),
+    ],
+    ids=["nothing", "results", "device", "card", "threads"],
 )
 def test_the_same_graphs_are_rehearsed_anew_where_something_else_differs(
     kept: Path, made: list[Any], change: dict[str, Any], threads: int, count: int

@@ -19,6 +19,7 @@ from torch import fx
 from torch.utils import _pytree as pytree
 
 from fxremat import compat, runtime
+from fxremat.cost.allocator import Allocate, AllocatorSettings, Event, Free, Usage, replay
 from fxremat.cost.peak import uncollected
 from fxremat.passes.joint_graph import is_fetch, is_tensor
 from fxremat.passes.memory_estimation import nbytes
@@ -41,6 +42,8 @@ class Rehearsal:
     live_bytes: tuple[int, ...]
     at_peak: tuple[tuple[str, int], ...]
     scratch: dict[str, int]
+    events: tuple[Event, ...] = field(default=(), repr=False, compare=False)
+    """What is asked of the allocator, first of all for what is resident."""
     halves: tuple[compat.Generated, ...] = field(default=(), repr=False, compare=False)
     """The code that ran, the forward's and the backward's; none where the answer was known."""
     begun: bool = field(default=False, repr=False, compare=False)
@@ -113,6 +116,8 @@ class _Storage:
     is_gone: Callable[[], bool]
     buffer: str
     code: _Code | None
+    name: str
+    """Among the events."""
 
 
 @dataclass
@@ -129,6 +134,7 @@ class _Meter:
     at_peak: tuple[tuple[str, int], ...] = ()
     live_bytes: list[int] = field(default_factory=list)
     scratch: dict[str, int] = field(default_factory=dict)
+    events: list[Event] = field(default_factory=list)
 
     def ignore(self, tensors: Iterable[torch.Tensor]) -> None:
         """These live outside of the step."""
@@ -142,10 +148,22 @@ class _Meter:
             key, is_gone = compat.storage_watch(tensor)
             known = key in self.live or key in self.uncounted
             if tensor.device.type == self.device and not known:
-                nbytes = _rounded(tensor.untyped_storage().nbytes(), self.device)
-                self.live[key] = _Storage(nbytes, is_gone, buffer, self.code)
+                asked = tensor.untyped_storage().nbytes()
+                nbytes = _rounded(asked, self.device)
+                self.live[key] = _Storage(nbytes, is_gone, buffer, self.code, self.allocated(asked))
                 self.current += nbytes
                 self.record(self.current)
+
+    def allocated(self, nbytes: int) -> str:
+        """The name among the events of what is allocated now."""
+        name = f"{len(self.events)}"
+        self.events.append(Allocate(name, nbytes))
+        return name
+
+    def freed(self, storage: _Storage) -> None:
+        """Its bytes are no longer there."""
+        self.current -= storage.nbytes
+        self.events.append(Free(storage.name))
 
     def call(self, op: Any, args: Any, kwargs: Any, result: Any) -> None:
         """Count an op that has run: its new storages, and its scratch memory while it ran."""
@@ -164,11 +182,13 @@ class _Meter:
         self.add([t for t in pytree.tree_leaves(result) if isinstance(t, torch.Tensor)], name)
         if scratch:
             self.record(self.current + scratch)
+            self.events.append(Free(self.allocated(scratch)))
 
     def drop(self, tensor: torch.Tensor) -> None:
         """Take off what is freed, although something still refers to it."""
         gone = self.live.pop(compat.storage_watch(tensor)[0], None)
-        self.current -= gone.nbytes if gone is not None else 0
+        if gone is not None:
+            self.freed(gone)
         self.ignore([tensor])
 
     def sweep(self) -> None:
@@ -176,7 +196,7 @@ class _Meter:
         for key in [key for key, is_gone in self.uncounted.items() if is_gone()]:
             del self.uncounted[key]
         for key in [key for key, storage in self.live.items() if storage.is_gone()]:
-            self.current -= self.live.pop(key).nbytes
+            self.freed(self.live.pop(key))
 
     def record(self, nbytes: int) -> None:
         self.live_bytes.append(nbytes)
@@ -339,11 +359,13 @@ def _run(scene: Scene, meter: _Meter) -> Rehearsal:
     resident = [(n.name, nbytes(n.meta["val"])) for n in _placeholders(forward) if is_tensor(n)
                 and n.meta["val"].device.type == device and not _is_on_host(n)]  # fmt: skip
     total = sum(size for _, size in resident)
+    there = [Allocate(name, size) for name, size in resident]
     return Rehearsal(
         peak_bytes=meter.peak + total,
         live_bytes=tuple(total + n for n in meter.live_bytes),
         at_peak=tuple(resident) + meter.at_peak,
         scratch=meter.scratch,
+        events=(*there, *meter.events),
         halves=(first, second),
         begun=scene.begun,
     )
@@ -367,3 +389,25 @@ def _pass_on(
             meter.add([argument], name)
         arguments[name] = argument
     return arguments
+
+
+def reserved(shown: Rehearsal, settings: AllocatorSettings, held_bytes: int) -> Usage:
+    """What torch's allocator reserves for two steps of what was rehearsed, one after the other.
+
+    What a step leaves, as gradients, is freed before the next one. ``held_bytes`` lie beside it,
+    in one block.
+    """
+    left: list[str] = []
+    step = [event for event in shown.events if not _is_resident(event)]
+    for event in step:
+        if isinstance(event, Allocate):
+            left.append(event.name)
+        elif isinstance(event, Free):
+            left.remove(event.name)
+    resident = [event for event in shown.events if _is_resident(event)]
+    ends = [Free(name) for name in left]
+    return replay([Allocate("held", held_bytes), *resident, *step, *ends, *step], settings)
+
+
+def _is_resident(event: Event) -> bool:
+    return isinstance(event, Allocate) and not event.name.isdigit()

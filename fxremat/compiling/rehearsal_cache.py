@@ -6,6 +6,7 @@ that it has been at before, and what they take is known already.
 
 from __future__ import annotations
 
+from collections.abc import Iterable, Iterator
 from contextlib import suppress
 from dataclasses import asdict, replace
 from pathlib import Path
@@ -16,6 +17,7 @@ from torch import fx
 
 from fxremat import compat
 from fxremat.compiling.rehearsal import Rehearsal, Workspace, rehearse
+from fxremat.cost.allocator import Allocate, Event, Free
 from fxremat.disk_cache import Answers, Question
 
 
@@ -29,13 +31,15 @@ def rehearse_once(
     directory: Path,
     with_kernels: bool = False,
     begin: bool = False,
+    card: str | None = None,
 ) -> Rehearsal:
     """`rehearsal.rehearse`, or what it gave for the same graphs before.
 
     Equal are graphs that Inductor would take from its own cache, under the same configuration, in
-    the same version of torch; ``workspace`` is taken to be that of the device.
+    the same version of torch; ``workspace`` is taken to be that of the device. ``card`` is the name
+    of one that is planned for although it is not here.
     """
-    question = _question(forward, backward, num_fwd_outputs, device)
+    question = _question(forward, backward, num_fwd_outputs, card or device)
     answers = Answers(directory)
     known = _rehearsal_of(answers.read(question)) if question is not None else None
     if known is not None:
@@ -50,7 +54,8 @@ def rehearse_once(
         begin=begin,
     )
     if question is not None:
-        answers.keep(question, asdict(replace(shown, halves=(), begun=False)))
+        kept = asdict(replace(shown, halves=(), events=(), begun=False))
+        answers.keep(question, {**kept, "events": list(_written(shown.events))})
     return shown
 
 
@@ -71,6 +76,21 @@ def _question(
     }
 
 
+def _written(events: Iterable[Event]) -> Iterator[list[Any]]:
+    """A name and bytes for what is allocated, a name for what is freed."""
+    for event in events:
+        match event:
+            case Allocate(name, size):
+                yield [name, size]
+            case Free(name):
+                yield [name]
+
+
+def _read(written: Iterable[Any]) -> Iterator[Event]:
+    for name, *size in written:
+        yield Allocate(str(name), int(size[0])) if size else Free(str(name))
+
+
 def _rehearsal_of(answer: Any) -> Rehearsal | None:
     with suppress(KeyError, TypeError, ValueError, AttributeError):
         return Rehearsal(
@@ -78,5 +98,6 @@ def _rehearsal_of(answer: Any) -> Rehearsal | None:
             live_bytes=tuple(map(int, answer["live_bytes"])),
             at_peak=tuple((str(name), int(size)) for name, size in answer["at_peak"]),
             scratch={str(name): int(size) for name, size in answer["scratch"].items()},
+            events=tuple(_read(answer["events"])),
         )
     return None

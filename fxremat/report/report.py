@@ -26,9 +26,11 @@ class Report:
     """What was decided for one graph. Peaks are bytes in all, resident ones included.
 
     ``predicted_peak_bytes`` is the peak of Inductor's own kernels where they were rehearsed, else
-    that of the planned graph. ``minimum_peak_bytes`` is the least budget that can be met, as the
-    error names it; None where it was not looked for (`Explanation.minimum_peak_bytes` looks).
-    ``order`` says who orders what runs: Inductor, the plan, or torch's own partition.
+    that of the planned graph. ``predicted_reserved_bytes`` is what a model of torch's allocator
+    reserves for two steps on CUDA; None elsewhere. ``minimum_peak_bytes`` is the least budget that
+    can be met, as the error names it; None where it was not looked for
+    (`Explanation.minimum_peak_bytes` looks). ``order`` says who orders what runs: Inductor, the
+    plan, or torch's own partition.
     ``time_overhead`` is the added time over the keep-all schedule's, as a fraction. ``timeline`` is
     bytes live per step. ``moved`` are the values that go to host memory, and how often each comes
     back. ``variants`` are the variants taken, with the bytes of what they stand in for; overhead
@@ -53,6 +55,7 @@ class Report:
     problem: Problem = field(repr=False)
     plan: Plan
     rehearsals: int
+    predicted_reserved_bytes: int | None = None
     order: str = "inductor"
     moved: tuple[Row, ...] = ()
     variants: tuple[Row, ...] = ()
@@ -99,6 +102,8 @@ class Report:
     def __str__(self) -> str:
         resident, saved = format_bytes(self.resident_bytes), format_bytes(self.saved_bytes)
         lines = [self.summary(), f"  resident {resident}, saved {saved}"]
+        if self.predicted_reserved_bytes is not None:
+            lines[-1] += f", reserved {format_bytes(self.predicted_reserved_bytes)}"
         if self.minimum_peak_bytes is not None:
             lines[-1] += f", least peak {format_bytes(self.minimum_peak_bytes)}"
         lines += _table("largest at the peak", self.at_peak)

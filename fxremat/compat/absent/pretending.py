@@ -213,12 +213,12 @@ def _interface(properties: Properties) -> Iterator[None]:
 def _prepare_patterns() -> None:
     """Trace Inductor's patterns where they can be traced: autograd refuses a device without code.
 
-    Traced once, they serve graphs on any device.
+    Traced once, they serve graphs on any device. They are asked for just as Inductor does.
     """
     from torch._inductor.fx_passes import joint_graph, post_grad
 
     joint_graph.lazy_init(_HERE)
-    post_grad.lazy_init(_HERE)
+    post_grad.lazy_init()
 
 
 _HERE = torch.device("cpu")

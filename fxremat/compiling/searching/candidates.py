@@ -183,6 +183,7 @@ class Judge:
                     directory=Path(compat.cache_directory()) / "fxremat" / "rehearsals",
                     with_kernels=not self.plan_only,
                     begin=begin,
+                    card=self.runner.costs.request.card,
                 )
             except Exception as error:  # any op of any library may refuse
                 log.warning(
