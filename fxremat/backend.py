@@ -116,8 +116,13 @@ def fxremat(
     """Compile one graph for a byte budget; the entry point that torch.compile finds by name.
 
     Raises `InvalidOption`, `InfeasibleBudget` or `VerificationFailed`; through torch.compile
-    they arrive as ``BackendCompilerFailed.inner_exception``.
+    they arrive as ``BackendCompilerFailed.inner_exception``. For a card that is not here the graph
+    is planned, and runs without memory as its inputs do.
     """
+    if absent_card() is not None:
+        planned, report = plan_only(gm, example_inputs, options or {})
+        session.STATE.reports += [] if report is None else [report]
+        return planned
     device = device_of_inputs(example_inputs)
     parsed = parse_options(options, device_total_bytes=_total_bytes(device))
     if disabled():

@@ -150,6 +150,18 @@ def test_cards_are_known_by_any_name() -> None:
     assert card_named("A100-80GB").name == "A100"
 
 
+def test_compiled_models_are_planned_and_run_without_memory() -> None:
+    """As in a training loop that is not told where it runs."""
+    with absent("H100"):
+        model, inputs = net_and_tokens()
+        before = len(fxremat.reports())
+        loss = torch.compile(model, backend="fxremat", options={"memory_budget": "1GiB"})(*inputs)
+        [report] = fxremat.reports()[before:]
+    assert loss.shape == ()
+    assert report.budget_bytes == 2**30
+    assert report.predicted_peak_bytes <= 2**30
+
+
 def test_unknown_card_names_those_there_are() -> None:
     with (
         pytest.raises(UnknownDevice, match=r"'H10O'.*did you mean 'H100'.*A100-40GB"),
