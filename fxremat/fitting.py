@@ -10,6 +10,7 @@ from __future__ import annotations
 from collections.abc import Callable, Mapping, Sequence
 from contextlib import nullcontext
 from dataclasses import dataclass, replace
+from functools import partial
 from typing import Any, Literal
 
 import torch
@@ -124,29 +125,25 @@ class _Fitting:
         held = held_by(self.optimizer, weights)
         inputs, sizes = _resized(self.inputs, self.vary)
         budgets: list[tuple[int, Request]] = []
-        guesses: dict[str, int] = {}
+        weights_bytes = sum(weight.numel() * weight.dtype.itemsize for weight in weights)
         rows: dict[tuple[str, Way], Largest] = {}
 
-        def look_at_torch(way: Way) -> Study:
-            def look(step: SymbolicStep, request: Request) -> None:
-                budget = _left(request, held)
-                budgets.append((budget, request))
-                for what in self.vary:
-                    rows[what, way] = _largest_of_torch(step, way, what, sizes, budget)
-                    if way == "torch.compile":
-                        guesses[what] = _guess(step, what, sizes, budget)
+        def look(step: SymbolicStep, request: Request, ways: tuple[Way, ...]) -> None:
+            budget = _left(request, held)
+            budgets.append((budget, request))
+            for what in self.vary:
+                for way in ways:
+                    if way == "fxremat":
+                        found = _largest_of_ours(step, what, sizes, budget, weights_bytes)
+                    else:
+                        found = _largest_of_torch(step, way, what, sizes, budget)
+                    rows[what, way] = found
 
-            return look
-
-        self._study(inputs, sizes, look_at_torch("torch.compile"))
+        self._study(inputs, sizes, partial(look, ways=("torch.compile", "fxremat")))
         with checkpointed(self.model) as blocks:
             if blocks:
-                self._study(inputs, sizes, look_at_torch("checkpointed blocks"))
+                self._study(inputs, sizes, partial(look, ways=("checkpointed blocks",)))
         budget, request = budgets[0]
-        weights_bytes = sum(weight.numel() * weight.dtype.itemsize for weight in weights)
-        for what in self.vary:
-            guess = guesses[what]
-            rows[what, "fxremat"] = self._largest_of_ours(what, sizes, guess, budget, weights_bytes)
         after_us = self._after_us(held)
         return Fit(
             request.card or "here",
@@ -162,32 +159,6 @@ class _Fitting:
                 if (what, way) in rows
             ),
         )
-
-    def _largest_of_ours(
-        self, what: str, sizes: Sizes, guess: int, budget: int, weights_bytes: int
-    ) -> Largest:
-        """By the least peak near the guess, and the best plan where that meets the budget."""
-
-        def planned(size: int, budget: int) -> Found:
-            found: list[Found] = []
-            inputs = _of_sizes(self.inputs, self.vary, {**sizes, what: size})
-
-            def look(step: SymbolicStep, _: Request) -> None:
-                found.append(step.planned({}, budget))
-
-            self._study(inputs, {}, look)
-            return found[0]
-
-        size = max(1, guess)
-        least = planned(size, NOTHING).judged.peak_bytes
-        size = _scaled(size, budget, least, weights_bytes)
-        while size > 0:
-            found = planned(size, budget)
-            judged = found.judged
-            if not found.over:
-                return Largest(what, "fxremat", size, judged.peak_bytes, judged.plan.time_us)
-            size = min(size - 1, _scaled(size, budget, judged.peak_bytes, weights_bytes))
-        return Largest(what, "fxremat", 0, 0, 0.0)
 
     def _after_us(self, held: Held) -> float:
         """Microseconds of the optimizer's step: it reads and writes all it holds."""
@@ -210,24 +181,25 @@ class _Fitting:
                 raise InvalidOption("memory_budget", None, "a number of bytes to fit into")
 
             def partition(module: fx.GraphModule, joint_inputs: Any, **kwargs: Any) -> Any:
+                static = tuple(kwargs.pop("static_lifetime_input_indices", None) or ())
+
                 def as_torch_does(one: fx.GraphModule) -> Any:
                     return compat.torch_partition(one, joint_inputs, **kwargs)
 
-                static = tuple(kwargs.get("static_lifetime_input_indices") or ())
                 draft = Draft(module, kwargs["num_fwd_outputs"], static, as_torch_does)
-                try:
-                    step = symbolic_step(draft, request, sizes, "step")
-                except KeyError as error:
-                    raise CannotVary(str(error.args[0]), "the model fixes it") from error
-                study(step, request)
+                with compat.apart_from_tracing():
+                    try:
+                        step = symbolic_step(draft, request, sizes, "step")
+                    except KeyError as error:
+                        raise CannotVary(str(error.args[0]), "the model fixes it") from error
+                    study(step, request)
                 raise _Studied
 
             return _traced(gm, given, patches_for(parsed, request), partition)
 
         with compat.on_host_without_memory(self.model, inputs) as there, session.separate():
-            if sizes:
-                _mark(there, self.vary)
-            _trace(self.model, there, backend, None if sizes else False)
+            _mark(there, self.vary)
+            _trace(self.model, there, backend)
 
 
 def _total_bytes() -> int | None:
@@ -253,18 +225,12 @@ def _traced(
     return compat.trace_for_absent(gm, given, patches, partition, card.properties())
 
 
-def _trace(
-    model: Callable[..., Any],
-    inputs: tuple[Any, ...],
-    backend: Callable[..., Any],
-    dynamic: bool | None,
-) -> None:
-    """Compile until the graph is studied; not ``dynamic``: every size is a number."""
+def _trace(model: Callable[..., Any], inputs: tuple[Any, ...], backend: Callable[..., Any]) -> None:
+    """Compile until the graph is studied."""
     name = type(model).__name__
     try:
         with compat.fresh_dynamo_caches():
-            step = torch.compile(WithLoss(model), backend=backend, fullgraph=True, dynamic=dynamic)
-            step(*inputs)
+            torch.compile(WithLoss(model), backend=backend, fullgraph=True)(*inputs)
     except Exception as error:
         inner = getattr(error, "inner_exception", error)
         if isinstance(inner, _Studied):
@@ -340,9 +306,28 @@ def _largest_of_torch(
     return Largest(what, way, size, best.peak_bytes, best.time_us)
 
 
-def _guess(step: SymbolicStep, what: str, sizes: Sizes, budget: int) -> int:
-    """The largest size with plans of least peak, without variants: these need sizes as numbers."""
-    return largest_within(lambda size: step.least_peak({**sizes, what: size}), budget, sizes[what])
+def _largest_of_ours(
+    step: SymbolicStep, what: str, sizes: Sizes, budget: int, weights_bytes: int
+) -> Largest:
+    """The largest size that a plan was found for.
+
+    Plans of least peak without variants give a guess, for variants need sizes as numbers. The least
+    peak at the guess leads to the size that is planned, smaller ones follow where it does not fit.
+    """
+
+    def planned(size: int, nbytes: int) -> Found:
+        return step.with_numbers({**sizes, what: size}).planned({}, nbytes)
+
+    guess = largest_within(lambda size: step.least_peak({**sizes, what: size}), budget, sizes[what])
+    least = planned(max(1, guess), NOTHING).judged.peak_bytes
+    size = _scaled(max(1, guess), budget, least, weights_bytes)
+    while size > 0:
+        found = planned(size, budget)
+        judged = found.judged
+        if not found.over:
+            return Largest(what, "fxremat", size, judged.peak_bytes, judged.plan.time_us)
+        size = min(size - 1, _scaled(size, budget, judged.peak_bytes, weights_bytes))
+    return Largest(what, "fxremat", 0, 0, 0.0)
 
 
 def _scaled(size: int, budget: int, peak: int, fixed: int) -> int:

@@ -18,8 +18,9 @@ Each name has a test in ``tests/test_compat_<theme>.py``.
 from __future__ import annotations
 
 from fxremat.compat.absent.cubins import cubins
+from fxremat.compat.absent.moving import with_numbers
 from fxremat.compat.absent.pretending import CUDA, Properties, fake_cuda, has_triton
-from fxremat.compat.absent.tracing import trace_for_absent
+from fxremat.compat.absent.tracing import apart_from_tracing, trace_for_absent
 from fxremat.compat.backward import (
     accumulators_of,
     at_end_of_backward,
@@ -36,6 +37,7 @@ from fxremat.compat.backward import (
 from fxremat.compat.compilers import (
     compile_with_aot_eager,
     compile_with_inductor,
+    joint_passes,
     trace_as_inductor,
 )
 from fxremat.compat.configuration import (
@@ -152,6 +154,7 @@ __all__ = [
     "Watching",
     "accumulators_of",
     "apart",
+    "apart_from_tracing",
     "at_end_of_backward",
     "begin_kernel",
     "begin_kernels",
@@ -193,6 +196,7 @@ __all__ = [
     "is_read_as_an_image",
     "is_symbol",
     "is_tangent",
+    "joint_passes",
     "kernel_allocates",
     "leave_layouts",
     "leaves_of_one_edge",
@@ -234,6 +238,7 @@ __all__ = [
     "user_tag",
     "wait_for_vectors",
     "watch_backwards",
+    "with_numbers",
     "without_memory",
     "write_results",
 ]

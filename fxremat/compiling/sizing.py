@@ -53,6 +53,8 @@ class SymbolicStep:
     prepared: Draft
     costs: CostModel
     names: Mapping[Any, str]
+    given: Draft
+    """As it was traced."""
     times: StageTimes = field(default_factory=StageTimes)
     torch_cut: AsTorch | None = None
     least: Found | None = None
@@ -83,6 +85,18 @@ class SymbolicStep:
             with self.times.stage("rehearse"):
                 shown = scene.run(self.costs.device.type, self.costs.workspaces.of_call)
         return Taken(shown.peak_bytes, plan.time_us)
+
+    def with_numbers(self, sizes: Sizes) -> SymbolicStep:
+        """The same step with its sizes as numbers, which variants need."""
+        values = {symbol: sizes[name] for symbol, name in self.names.items()}
+        module, kept = compat.with_numbers(self.given.module, values)
+        static = tuple(kept.index(k) for k in self.given.static if k in kept)
+        draft = Draft(module, self.given.num_forward_outputs, static, self.given.partition)
+        request = self.costs.request
+        made: SymbolicStep = compat.joint_passes(
+            module, lambda: symbolic_step(draft, request, {}, self.costs.name)
+        )
+        return replace(made, times=self.times)
 
     def planned(self, sizes: Sizes, budget_bytes: int) -> Found:
         """The best plan found for these sizes and bytes; ``over`` where none was within them."""
@@ -127,6 +141,7 @@ def symbolic_step(draft: Draft, request: Request, given: Sizes, name: str) -> Sy
     """
     graph = draft.module.graph
     costs = cost_model(request, graph, name)
+    traced = replace(draft, module=compat.copy_module(draft.module))
     by_size = {size: what for what, size in given.items()}
     names = {
         symbol: by_size[size]
@@ -138,4 +153,4 @@ def symbolic_step(draft: Draft, request: Request, given: Sizes, name: str) -> Sy
             raise KeyError(what)
     times = StageTimes()
     prepared = Runner(costs, times).run("prepare", PREPARE, draft)
-    return SymbolicStep(prepared, costs, names, times)
+    return SymbolicStep(prepared, costs, names, traced, times)

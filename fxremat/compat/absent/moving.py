@@ -8,7 +8,7 @@ Inductor would there; gradients are in the graph by then, and autograd has no pa
 
 from __future__ import annotations
 
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Mapping, Sequence
 from typing import Any
 
 import torch
@@ -16,6 +16,7 @@ from torch import fx
 from torch.utils import _pytree as pytree
 
 from fxremat.compat.joint_graph import copy_module
+from fxremat.compat.sizes import size_bound, sizes_at
 
 
 def moved(
@@ -26,19 +27,63 @@ def moved(
     Placeholders keep their names, and nodes what is known of where they come from.
     """
     from torch._subclasses.fake_tensor import FakeTensorMode
-    from torch.fx.experimental.proxy_tensor import make_fx
 
     on_device = _with_device_arguments(copy_module(module), device)
     mode: Any = FakeTensorMode(allow_non_fake_inputs=True, shape_env=_shape_env_of(module))
-    with mode, torch.no_grad():
+    with mode:
         inputs = [_placed(n.meta.get("val"), device) for n in _placeholders(module)]
-        with fx.traceback.preserve_node_meta():
-            traced: fx.GraphModule = make_fx(
-                fx.Interpreter(on_device).run,
-                decomposition_table=dict(table),
-                _allow_non_fake_inputs=True,
-            )(*inputs)
-    _as_named(module, traced)
+    traced = _traced(on_device, inputs, mode, table)
+    _as_named(module, _placeholders(module), traced)
+    return traced
+
+
+def with_numbers(
+    module: fx.GraphModule, sizes: Mapping[Any, int]
+) -> tuple[fx.GraphModule, list[int]]:
+    """A copy of a joint graph with numbers in place of its symbols, and which inputs it keeps.
+
+    Inputs that are symbols go; of the others, the positions are given. ``sizes`` has a number for
+    each symbol.
+    """
+    from torch._subclasses.fake_tensor import FakeTensorMode
+
+    mode: Any = FakeTensorMode(allow_non_fake_inputs=True)
+    with mode, sizes_at(sizes):
+        given = [_numbered(node.meta.get("val")) for node in _placeholders(module)]
+    kept = [k for k, value in enumerate(given) if isinstance(value, torch.Tensor)]
+
+    class OfTensors(torch.nn.Module):
+        def forward(self, *tensors: torch.Tensor) -> Any:
+            for k, tensor in zip(kept, tensors, strict=True):
+                given[k] = tensor
+            return fx.Interpreter(module).run(*given)
+
+    traced = _traced(OfTensors(), [given[k] for k in kept], mode, {})
+    _as_named(module, [_placeholders(module)[k] for k in kept], traced)
+    return traced, kept
+
+
+def _numbered(value: Any) -> Any:
+    """An input without memory, or a number."""
+    if isinstance(value, torch.Tensor):
+        shape, strides = map(size_bound, value.shape), map(size_bound, value.stride())
+        return torch.empty_strided(
+            list(shape), list(strides), dtype=value.dtype, device=value.device
+        )
+    return size_bound(value) if isinstance(value, torch.SymInt) else value
+
+
+def _traced(
+    module: torch.nn.Module, inputs: list[Any], mode: Any, table: Mapping[Any, Any]
+) -> fx.GraphModule:
+    """Trace once more, in this fake mode; nodes keep what is known of where they come from."""
+    from torch.fx.experimental.proxy_tensor import make_fx
+
+    run = fx.Interpreter(module).run if isinstance(module, fx.GraphModule) else module.forward
+    with mode, torch.no_grad(), fx.traceback.preserve_node_meta():
+        traced: fx.GraphModule = make_fx(
+            run, decomposition_table=dict(table), _allow_non_fake_inputs=True
+        )(*inputs)
     return traced
 
 
@@ -75,9 +120,11 @@ def _with_device_arguments(module: fx.GraphModule, device: torch.device) -> fx.G
     return module
 
 
-def _as_named(source: fx.GraphModule, traced: fx.GraphModule) -> None:
+def _as_named(
+    source: fx.GraphModule, placeholders: Sequence[fx.Node], traced: fx.GraphModule
+) -> None:
     """Give placeholders, and what torch says of them and of the outputs, back to the new graph."""
-    for old, new in zip(_placeholders(source), _placeholders(traced), strict=True):
+    for old, new in zip(placeholders, _placeholders(traced), strict=True):
         new.target = old.target
         new._rename(str(old.target))
         new.meta = {**old.meta, "val": new.meta["val"]}

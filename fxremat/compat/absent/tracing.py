@@ -39,7 +39,11 @@ def trace_for_absent(
     for_capability(gm, properties.capability)
 
     def on_device(module: fx.GraphModule, joint_inputs: Any, **kwargs: Any) -> Any:
-        with _apart(), pretending(properties), inductor_config.patch({**patches, **ABSENT}):
+        with (
+            apart_from_tracing(),
+            pretending(properties),
+            inductor_config.patch({**patches, **ABSENT}),
+        ):
             there = moved(module, CUDA, select_decomp_table())
             joint_passes(there, lambda: partition(there, joint_inputs, **kwargs))
         return torch_partition(module, joint_inputs, **kwargs)
@@ -56,7 +60,7 @@ def trace_for_absent(
 
 
 @contextmanager
-def _apart() -> Iterator[None]:
+def apart_from_tracing() -> Iterator[None]:
     """Inside, the fake tensors that the step was traced on are not those of the moment."""
     from torch._guards import tracing
     from torch._subclasses.fake_tensor import unset_fake_temporarily
