@@ -144,9 +144,6 @@ def test_what_fits_on_a_card() -> None:
         report = fxremat.explain(
             model, tokens, tokens.clone(), memory_budget=BUDGET, options=options
         )
-        more = torch.zeros(size + 1 + size // 20, inputs[0].shape[1], dtype=torch.long)
-        with pytest.raises(fxremat.InfeasibleBudget):
-            fxremat.explain(model, more, more.clone(), memory_budget=BUDGET, options=options)
     assert report.predicted_peak_bytes == ours.peak_bytes + found.held_bytes
 
 
