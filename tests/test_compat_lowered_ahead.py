@@ -84,8 +84,10 @@ def nothing(forward: fx.GraphModule, backward: fx.GraphModule) -> None:
     pass
 
 
-def test_it_is_lowered_once_and_computes_the_same(lowered: list[bool]) -> None:
-    with compat.inductor_config.patch(fx_graph_cache=False):
+@pytest.mark.parametrize("threads", [1, 2])
+def test_it_is_lowered_once_and_computes_the_same(lowered: list[bool], threads: int) -> None:
+    """However many threads compile kernels."""
+    with compat.inductor_config.patch(fx_graph_cache=False, compile_threads=threads):
         expected = trained(net(), nothing)
         assert lowered == [False, True]
         found = trained(net(), ahead)

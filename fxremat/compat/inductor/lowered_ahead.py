@@ -64,7 +64,8 @@ def lowering_key(
     output = module.graph.output_node().meta
     seen = output.get("user_visible_output_idxs") or [], str(output.get("original_output_strides"))
     text = repr((nodes, values, seen, list(map(_described, inputs)), is_backward, list(donated)))
-    with inductor_config.patch({PARTITIONER: None}):  # its work is done
+    # The partitioner's work is done, and code does not depend on the threads that compile it.
+    with inductor_config.patch({PARTITIONER: None, "compile_threads": 1}):
         return hashlib.sha256(text.encode() + inductor_config.get_hash()).hexdigest()
 
 
