@@ -152,11 +152,11 @@ def test_cards_are_known_by_any_name() -> None:
 
 def test_compiled_models_are_planned_and_run_without_memory() -> None:
     """As in a training loop that is not told where it runs."""
+    torch.compiler.reset()  # Dynamo compiles the same code so often only
     with absent("H100"):
         model, inputs = net_and_tokens()
-        before = len(fxremat.reports())
         loss = torch.compile(model, backend="fxremat", options={"memory_budget": "1GiB"})(*inputs)
-        [report] = fxremat.reports()[before:]
+        [report] = fxremat.reports()
     assert loss.shape == ()
     assert report.budget_bytes == 2**30
     assert report.predicted_peak_bytes <= 2**30
