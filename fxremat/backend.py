@@ -31,7 +31,8 @@ from fxremat.version import build
 log = logging.getLogger(__name__)
 
 
-def _total_bytes(device: torch.device) -> int | None:
+def total_bytes(device: torch.device) -> int | None:
+    """Of the device, or of the card that is planned for; None for the CPU."""
     card = absent_card()
     if card is not None:
         return card.usable_bytes
@@ -124,7 +125,7 @@ def fxremat(
         session.STATE.reports += [] if report is None else [report]
         return planned
     device = device_of_inputs(example_inputs)
-    parsed = parse_options(options, device_total_bytes=_total_bytes(device))
+    parsed = parse_options(options, device_total_bytes=total_bytes(device))
     if disabled():
         patches = compat.inductor_patches(mode, parsed.inductor_options())
         return compat.compile_with_inductor(gm, example_inputs, patches)
@@ -169,7 +170,7 @@ def plan_only(
 ) -> tuple[Callable[..., Any], Report | None]:
     """Plan one graph as `fxremat` would, but run it node by node instead of compiling it."""
     device = device_of_inputs(example_inputs)
-    parsed = parse_options(options, device_total_bytes=_total_bytes(device))
+    parsed = parse_options(options, device_total_bytes=total_bytes(device))
     ledger, frame = session.ledger(None), compat.current_frame()
     request = request_for(gm, example_inputs, parsed, ledger, frame)
     partitioner = Partitioner(request, build(), plan_only=True)
@@ -178,23 +179,23 @@ def plan_only(
         if parsed.executor == "aot_eager":
             compiled = compat.compile_with_aot_eager(gm, example_inputs, partitioner)
         else:
-            compiled = _traced(gm, example_inputs, _patches(parsed, partitioner, None), partitioner)
+            compiled = traced(gm, example_inputs, _patches(parsed, partitioner, None), partitioner)
     if current.report is not None:
         ledger.record(frame, current.report)
     return compiled, current.report
 
 
-def _traced(
+def traced(
     gm: fx.GraphModule,
     inputs: Sequence[Any],
     patches: Mapping[str, Any],
-    partitioner: Partitioner,
+    partition: Callable[..., Any],
 ) -> Callable[..., Any]:
-    """The graph planned as Inductor would have it compiled, here or on a card that is not here."""
+    """The joint graph for ``partition``, as Inductor would have it here, or on an absent card."""
     card = absent_card()
     if card is None:
-        return compat.trace_as_inductor(gm, inputs, patches, partitioner)
-    return compat.trace_for_absent(gm, inputs, patches, partitioner, card.properties())
+        return compat.trace_as_inductor(gm, inputs, patches, partition)
+    return compat.trace_for_absent(gm, inputs, patches, partition, card.properties())
 
 
 def _reset() -> None:

@@ -8,7 +8,7 @@ and for fxremat. No byte of the model is in memory, and the device need not be h
 from __future__ import annotations
 
 from collections.abc import Callable, Mapping, Sequence
-from contextlib import nullcontext
+from contextlib import AbstractContextManager, nullcontext
 from dataclasses import dataclass, replace
 from functools import partial
 from typing import Any, Literal
@@ -17,17 +17,17 @@ import torch
 from torch import fx, nn
 
 from fxremat import compat
-from fxremat.backend import patches_for
+from fxremat.backend import patches_for, total_bytes, traced
 from fxremat.compiling import session
 from fxremat.compiling.draft import Draft
 from fxremat.compiling.request import Request, request_for
 from fxremat.compiling.searching.search import Found
 from fxremat.compiling.sizing import NOTHING, Sizes, SymbolicStep, Taken, symbolic_step
-from fxremat.compiling.tracing import WithLoss
+from fxremat.compiling.tracing import Ended, compile_until_ended
 from fxremat.cost.device import DeviceSpec, device_spec
 from fxremat.cost.optimizer_states import OPTIMIZERS, Held, held_by
 from fxremat.device import absent, absent_card
-from fxremat.errors import CannotVary, FxrematError, InvalidOption, NotTraceable
+from fxremat.errors import CannotVary, InvalidOption
 from fxremat.model.blocks import checkpointed
 from fxremat.options import parse_options
 
@@ -86,9 +86,9 @@ def fit(
     """The largest sizes at which ``model(*inputs)`` trains within ``memory_budget``.
 
     Each name in ``vary`` is one size: the dimensions of the inputs it gives, as ``{"batch":
-    [(0, 0), (1, 0)]}``. It is looked for with the others as they are. ``device`` names a card that
-    need not be here, by default it is what the inputs lie on. The loss is what the model returns,
-    its ``loss``, or the sum of its results.
+    [(0, 0), (1, 0)]}``. It is looked for with the others as they are. ``device`` names a card,
+    which need not be here; by default it is that of `fxremat.device.absent`, else the CPU. The loss
+    is what the model returns, its ``loss``, or the sum of its results.
 
     Raises `CannotVary` where an input has no such dimension, or the model fixes it, `NotTraceable`
     where the step is not one graph, and `InvalidOption`.
@@ -98,15 +98,19 @@ def fit(
     given = dict(options or {})
     if memory_budget is not None:
         given["memory_budget"] = memory_budget
-    with absent(device) if device is not None else nullcontext():
+    with _tensors_for(device):
         return _Fitting(model, tuple(inputs), dict(vary), optimizer, given).run()
 
 
+_HOST = torch.device("cpu")
 Study = Callable[[SymbolicStep, Request], None]
 
 
-class _Studied(Exception):
-    """Ends a compilation as soon as its graph has been studied."""
+def _tensors_for(device: str | None) -> AbstractContextManager[Any]:
+    """Tensors without memory, for a card or for the CPU; for a card they may be there already."""
+    if device is not None:
+        return absent(device)
+    return compat.fake_tensors() if absent_card() is None else nullcontext()
 
 
 @dataclass
@@ -163,7 +167,7 @@ class _Fitting:
     def _after_us(self, held: Held) -> float:
         """Microseconds of the optimizer's step: it reads and writes all it holds."""
         card = absent_card()
-        spec: DeviceSpec = card.spec if card is not None else device_spec(torch.device("cpu"))
+        spec: DeviceSpec = card.spec if card is not None else device_spec(_HOST)
         return 1e6 * 2 * (held.states + held.step) / spec.bytes_per_s
 
     def _study(
@@ -173,7 +177,7 @@ class _Fitting:
         study: Study,
     ) -> None:
         """Trace the step with its sizes as symbols, and study it while its device is there."""
-        parsed = parse_options(self.options, device_total_bytes=_total_bytes())
+        parsed = parse_options(self.options, device_total_bytes=total_bytes(_HOST))
 
         def backend(gm: fx.GraphModule, given: Sequence[Any]) -> Callable[..., Any]:
             request = request_for(gm, given, parsed, session.ledger(None), 0)
@@ -193,52 +197,19 @@ class _Fitting:
                     except KeyError as error:
                         raise CannotVary(str(error.args[0]), "the model fixes it") from error
                     study(step, request)
-                raise _Studied
+                raise Ended(None)
 
-            return _traced(gm, given, patches_for(parsed, request), partition)
+            return traced(gm, given, patches_for(parsed, request), partition)
 
         with compat.on_host_without_memory(self.model, inputs) as there, session.separate():
             _mark(there, self.vary)
-            _trace(self.model, there, backend)
-
-
-def _total_bytes() -> int | None:
-    card = absent_card()
-    return None if card is None else card.usable_bytes
+            compile_until_ended(type(self.model).__name__, self.model, there, backend)
 
 
 def _left(request: Request, held: Held) -> int:
     """Bytes for the graph."""
     assert request.own_budget is not None
     return request.own_budget - held.states
-
-
-def _traced(
-    gm: fx.GraphModule,
-    given: Sequence[Any],
-    patches: Mapping[str, Any],
-    partition: Callable[..., Any],
-) -> Callable[..., Any]:
-    card = absent_card()
-    if card is None:
-        return compat.trace_as_inductor(gm, given, patches, partition)
-    return compat.trace_for_absent(gm, given, patches, partition, card.properties())
-
-
-def _trace(model: Callable[..., Any], inputs: tuple[Any, ...], backend: Callable[..., Any]) -> None:
-    """Compile until the graph is studied."""
-    name = type(model).__name__
-    try:
-        with compat.fresh_dynamo_caches():
-            torch.compile(WithLoss(model), backend=backend, fullgraph=True)(*inputs)
-    except Exception as error:
-        inner = getattr(error, "inner_exception", error)
-        if isinstance(inner, _Studied):
-            return
-        if isinstance(inner, FxrematError):
-            raise inner from None
-        raise NotTraceable(name, f"cannot be traced as one graph: {error}") from error
-    raise NotTraceable(name, "nothing in the model needs a gradient, so there is no backward")
 
 
 def _resized(

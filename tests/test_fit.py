@@ -214,3 +214,14 @@ def test_every_optimizer_has_a_name_that_is_told() -> None:
     with pytest.raises(fxremat.InvalidOption, match="optimizer"):
         fit(nn.Linear(2, 2), [torch.zeros(2, 2)], vary={}, optimizer="other", device="H100")
     assert "adamw" in OPTIMIZERS
+
+
+def test_without_a_card_it_is_the_cpu() -> None:
+    """The model stays as it was, and takes no more memory."""
+    model = nn.Sequential(nn.Linear(64, 64), nn.GELU(), nn.Linear(64, 8))
+    before = [weight.data_ptr() for weight in model.parameters()]
+    found = fit(model, [torch.zeros(16, 64)], vary={"rows": [(0, 0)]}, memory_budget="1MiB")
+    assert found.device == "here"
+    assert found.budget_bytes == 2**20
+    assert 0 < found.largest("rows", "torch.compile").size <= found.largest("rows").size
+    assert [weight.data_ptr() for weight in model.parameters()] == before

@@ -34,6 +34,16 @@ class Budget:
         return int(keep_all_peak(problem) * self.percent / 100)
 
 
+def add_function(parser: Any) -> None:
+    """The function that makes a model and its inputs."""
+    parser.add_argument(
+        "function",
+        metavar="MODULE:FUNCTION",
+        help="returns (model, inputs): a tuple of inputs or one tensor; the loss is the "
+        "result, its `loss`, or the sum of its tensors",
+    )
+
+
 def keep_all_peak(problem: Problem) -> int:
     """The peak of running every op once, in base order."""
     return replay(problem, keep_all(problem)).peak_bytes

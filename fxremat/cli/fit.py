@@ -11,7 +11,7 @@ from dataclasses import asdict
 from typing import TYPE_CHECKING
 
 from fxremat.cli import files
-from fxremat.cli.arguments import Commands
+from fxremat.cli.arguments import Commands, add_function
 from fxremat.cli.errors import UsageError
 from fxremat.cli.trace import find_function, model_and_inputs
 from fxremat.errors import FxrematError
@@ -26,12 +26,7 @@ Vary = tuple[str, tuple[tuple[int, int], ...]]
 def add(commands: Commands) -> None:
     """Describe the command."""
     parser = commands.add_parser("fit", help="the largest batch or sequence that trains on a card")
-    parser.add_argument(
-        "function",
-        metavar="MODULE:FUNCTION",
-        help="returns (model, inputs): a tuple of inputs or one tensor; the loss is the result, "
-        "its `loss`, or the sum of the outputs",
-    )
+    add_function(parser)
     parser.add_argument("--device", metavar="NAME", required=True, help="a card, such as H100")
     parser.add_argument(
         "--budget", metavar="SIZE", help="bytes at most, such as 60GiB; by default the whole card"

@@ -15,7 +15,7 @@ from dataclasses import replace
 from typing import TYPE_CHECKING, Any
 
 from fxremat.cli import files
-from fxremat.cli.arguments import Commands, keep_all_peak, sized
+from fxremat.cli.arguments import Commands, add_function, keep_all_peak, sized
 from fxremat.cli.errors import UsageError
 from fxremat.core.problem import COPY_LATENCY_US, Copies, Problem, problem_to_json
 from fxremat.errors import NotTraceable, nearest
@@ -29,12 +29,7 @@ MODES = ("inductor", "aot_eager")
 def add(commands: Commands) -> None:
     """Describe the command."""
     parser = commands.add_parser("trace", help="write the problem of a model's training step")
-    parser.add_argument(
-        "function",
-        metavar="MODULE:FUNCTION",
-        help="returns (model, inputs): a tuple of inputs or one tensor; the loss is the sum of "
-        "the outputs, if they are not one number already",
-    )
+    add_function(parser)
     parser.add_argument("--out", metavar="PROBLEM.json", required=True, help="write it here")
     parser.add_argument(
         "--mode", choices=MODES, default="inductor", help="what would run the graphs"

@@ -43,7 +43,7 @@ class Rehearsal:
     at_peak: tuple[tuple[str, int], ...]
     scratch: dict[str, int]
     events: tuple[Event, ...] = field(default=(), repr=False, compare=False)
-    """What is asked of the allocator, first of all for what is resident."""
+    """What is asked of the allocator, first of all for what is resident; on CUDA only."""
     halves: tuple[compat.Generated, ...] = field(default=(), repr=False, compare=False)
     """The code that ran, the forward's and the backward's; none where the answer was known."""
     begun: bool = field(default=False, repr=False, compare=False)
@@ -365,7 +365,7 @@ def _run(scene: Scene, meter: _Meter) -> Rehearsal:
         live_bytes=tuple(total + n for n in meter.live_bytes),
         at_peak=tuple(resident) + meter.at_peak,
         scratch=meter.scratch,
-        events=(*there, *meter.events),
+        events=(*there, *meter.events) if device == "cuda" else (),
         halves=(first, second),
         begun=scene.begun,
     )
@@ -397,13 +397,13 @@ def reserved(shown: Rehearsal, settings: AllocatorSettings, held_bytes: int) -> 
     What a step leaves, as gradients, is freed before the next one. ``held_bytes`` lie beside it,
     in one block.
     """
-    left: list[str] = []
+    left: dict[str, None] = {}
     step = [event for event in shown.events if not _is_resident(event)]
     for event in step:
         if isinstance(event, Allocate):
-            left.append(event.name)
+            left[event.name] = None
         elif isinstance(event, Free):
-            left.remove(event.name)
+            del left[event.name]
     resident = [event for event in shown.events if _is_resident(event)]
     ends = [Free(name) for name in left]
     return replay([Allocate("held", held_bytes), *resident, *step, *ends, *step], settings)

@@ -23,7 +23,7 @@ from fxremat.compiling.request import Request
 from fxremat.compiling.searching.variant_sets import variant_set
 from fxremat.compiling.stage_times import StageTimes
 from fxremat.cost.device import DeviceSpec
-from fxremat.errors import NotTraceable
+from fxremat.errors import FxrematError, NotTraceable
 from fxremat.passes.joint_graph import root
 from fxremat.passes.memory_estimation import Estimate
 from fxremat.passes.variants.rule import Rule
@@ -53,12 +53,38 @@ class TracedStep:
         return found
 
 
-class _Traced(Exception):
-    """Ends a compilation as soon as its problem is known."""
+class Ended(Exception):
+    """Ends a compilation as soon as what is wanted of it is known: the ``result``."""
 
-    def __init__(self, step: TracedStep) -> None:
-        super().__init__(step)
-        self.step = step
+    def __init__(self, result: Any) -> None:
+        super().__init__(result)
+        self.result = result
+
+
+def compile_until_ended(
+    name: str,
+    model: Callable[..., Any],
+    inputs: Sequence[Any],
+    backend: Callable[..., Any],
+    *,
+    dynamic: bool | None = None,
+) -> Any:
+    """Compile ``model(*inputs)`` with its loss until the ``backend`` raises `Ended`: its result.
+
+    Raises `NotTraceable` where that never happens, and what the backend raises of our own errors.
+    """
+    try:
+        with compat.fresh_dynamo_caches():
+            step = torch.compile(WithLoss(model), backend=backend, fullgraph=True, dynamic=dynamic)
+            step(*inputs)
+    except Exception as error:
+        inner = getattr(error, "inner_exception", error)
+        if isinstance(inner, Ended):
+            return inner.result
+        if isinstance(inner, FxrematError):
+            raise inner from None
+        raise NotTraceable(name, f"cannot be traced as one graph: {error}") from error
+    raise NotTraceable(name, "nothing in the model needs a gradient, so there is no backward")
 
 
 class WithLoss(nn.Module):
@@ -98,22 +124,14 @@ def trace_step(
         def partition(module: fx.GraphModule, joint_inputs: Any, **kwargs: Any) -> Any:
             count = kwargs["num_fwd_outputs"]
             found = _estimate(name, module, count, mode, workspaces, spec, rules)
-            raise _Traced(TracedStep(found, example_inputs))
+            raise Ended(TracedStep(found, example_inputs))
 
         if mode == "aot_eager":
             return compat.compile_with_aot_eager(gm, example_inputs, partition)
         return compat.trace_as_inductor(gm, example_inputs, {}, partition)
 
-    try:
-        with compat.fresh_dynamo_caches():
-            step = torch.compile(WithLoss(model), backend=backend, fullgraph=True, dynamic=False)
-            step(*inputs)
-    except Exception as error:
-        inner = getattr(error, "inner_exception", None)
-        if isinstance(inner, _Traced):
-            return inner.step
-        raise NotTraceable(name, f"cannot be traced as one graph: {error}") from error
-    raise NotTraceable(name, "nothing in the model needs a gradient, so there is no backward")
+    step: TracedStep = compile_until_ended(name, model, inputs, backend, dynamic=False)
+    return step
 
 
 def _estimate(

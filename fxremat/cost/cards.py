@@ -8,18 +8,17 @@ last years leave to a process, as torch's out-of-memory errors name it ("has a t
 
 from __future__ import annotations
 
-import difflib
 import re
 from collections.abc import Mapping
 from dataclasses import dataclass
 
 from fxremat import compat
 from fxremat.cost.device import DeviceSpec, spec_named
-from fxremat.errors import UnknownDevice
+from fxremat.errors import UnknownDevice, nearest
 
 CONTEXT_BYTES = 600 * 2**20
 """Of a card's memory: a CUDA context with the kernels of torch's libraries, which torch counts
-nowhere. It was 450 to 600 MiB with torch 2.x on the cards below."""
+nowhere: an assumption, measured on none of the cards below."""
 
 BLOCK_SHARED_BYTES = 49152
 """Of shared memory, what a block has without asking for more, on all of them."""
@@ -133,8 +132,8 @@ def card_named(name: str) -> Card:
     known |= {"a10080gb": known["a100"], "h10080gb": known["h100"], "v10032gb": known["v100"]}
     asked = _plain(name)
     if asked not in known:
-        close = difflib.get_close_matches(asked, known, n=1)
-        near = known[close[0]].name if close else None
+        close = nearest(asked, known)
+        near = known[close].name if close else None
         raise UnknownDevice(name, tuple(card.name for card in CARDS), near)
     return known[asked]
 

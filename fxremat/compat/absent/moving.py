@@ -32,7 +32,7 @@ def moved(
     mode: Any = FakeTensorMode(allow_non_fake_inputs=True, shape_env=_shape_env_of(module))
     with mode:
         inputs = [_placed(n.meta.get("val"), device) for n in _placeholders(module)]
-    traced = _traced(on_device, inputs, mode, table)
+    traced = _traced(fx.Interpreter(on_device).run, inputs, mode, table)
     _as_named(module, _placeholders(module), traced)
     return traced
 
@@ -52,13 +52,12 @@ def with_numbers(
         given = [_numbered(node.meta.get("val")) for node in _placeholders(module)]
     kept = [k for k, value in enumerate(given) if isinstance(value, torch.Tensor)]
 
-    class OfTensors(torch.nn.Module):
-        def forward(self, *tensors: torch.Tensor) -> Any:
-            for k, tensor in zip(kept, tensors, strict=True):
-                given[k] = tensor
-            return fx.Interpreter(module).run(*given)
+    def run(*tensors: torch.Tensor) -> Any:
+        for k, tensor in zip(kept, tensors, strict=True):
+            given[k] = tensor
+        return fx.Interpreter(module).run(*given)
 
-    traced = _traced(OfTensors(), [given[k] for k in kept], mode, {})
+    traced = _traced(run, [given[k] for k in kept], mode, {})
     _as_named(module, [_placeholders(module)[k] for k in kept], traced)
     return traced, kept
 
@@ -74,12 +73,11 @@ def _numbered(value: Any) -> Any:
 
 
 def _traced(
-    module: torch.nn.Module, inputs: list[Any], mode: Any, table: Mapping[Any, Any]
+    run: Callable[..., Any], inputs: list[Any], mode: Any, table: Mapping[Any, Any]
 ) -> fx.GraphModule:
     """Trace once more, in this fake mode; nodes keep what is known of where they come from."""
     from torch.fx.experimental.proxy_tensor import make_fx
 
-    run = fx.Interpreter(module).run if isinstance(module, fx.GraphModule) else module.forward
     with mode, torch.no_grad(), fx.traceback.preserve_node_meta():
         traced: fx.GraphModule = make_fx(
             run, decomposition_table=dict(table), _allow_non_fake_inputs=True
