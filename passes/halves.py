@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import re
 from collections.abc import Callable
 from dataclasses import dataclass
 
@@ -19,7 +20,14 @@ WRITTEN = "_written"
 FREE = "_free"
 """In the name of a node of a graph with such nodes, whose loop may be fused and moved."""
 
+_COPIED = re.compile(f"({RECOMPUTED}|{INLINED}|{WRITTEN}|{FREE})(_.*)?$")
+
 Halves = tuple[fx.GraphModule, fx.GraphModule]
+
+
+def original(name: str) -> str:
+    """The name of the node that a node of a rewritten graph is a copy of, or is itself."""
+    return _COPIED.split(name, maxsplit=1)[0]
 
 
 @dataclass(frozen=True)

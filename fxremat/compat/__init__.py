@@ -34,6 +34,7 @@ from fxremat.compat.backward import (
     running_node,
     watch_backwards,
 )
+from fxremat.compat.call_stack import with_stack_room
 from fxremat.compat.compilers import (
     compile_with_aot_eager,
     compile_with_inductor,
@@ -239,6 +240,7 @@ __all__ = [
     "wait_for_vectors",
     "watch_backwards",
     "with_numbers",
+    "with_stack_room",
     "without_memory",
     "write_results",
 ]

@@ -7,10 +7,13 @@ from typing import Any, cast
 
 from torch import fx
 
+from fxremat.compat.call_stack import with_stack_room
 from fxremat.compat.configuration import inductor_config
+from fxremat.compat.decompositions import inductor_decompositions
 from fxremat.compat.donation import only_marked_buffers_donated
 
 
+@with_stack_room
 def compile_with_inductor(
     gm: fx.GraphModule, inputs: Sequence[Any], patches: Mapping[str, Any], **kwargs: Any
 ) -> Callable[..., Any]:
@@ -22,6 +25,7 @@ def compile_with_inductor(
     return cast("Callable[..., Any]", compiled)
 
 
+@with_stack_room
 def compile_with_aot_eager(
     gm: fx.GraphModule, inputs: Sequence[Any], partition: Callable[..., Any]
 ) -> Callable[..., Any]:
@@ -39,6 +43,7 @@ def compile_with_aot_eager(
     return compiled
 
 
+@with_stack_room
 def trace_as_inductor(
     gm: fx.GraphModule,
     inputs: Sequence[Any],
@@ -48,7 +53,6 @@ def trace_as_inductor(
     """The joint graph exactly as Inductor would give it to ``partition``; the parts run eagerly."""
     from torch._dynamo.backends.common import aot_autograd
     from torch._dynamo.backends.debugging import boxed_nop
-    from torch._inductor.decomposition import select_decomp_table
 
     def with_joint_passes(module: fx.GraphModule, joint_inputs: Any, **kwargs: Any) -> Any:
         return joint_passes(module, lambda: partition(module, joint_inputs, **kwargs))
@@ -57,7 +61,7 @@ def trace_as_inductor(
         compiler = aot_autograd(
             fw_compiler=boxed_nop,
             partition_fn=with_joint_passes,
-            decompositions=select_decomp_table(),
+            decompositions=inductor_decompositions(),
             keep_inference_input_mutations=True,
         )
         compiled: Callable[..., Any] = compiler(gm, inputs)

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Iterable, Mapping
 from dataclasses import dataclass, field, replace
 from typing import Any
 
@@ -65,9 +65,14 @@ class Draft:
 
 @dataclass(frozen=True)
 class Learnt:
-    """What rehearsals have shown: scratch bytes of library calls in Inductor's layouts, by op."""
+    """What rehearsals have shown, by op.
+
+    ``scratch`` are bytes of library calls in Inductor's layouts. ``beside`` is by how much more
+    than planned is live while an op runs: loops that Inductor did not fuse, or fused otherwise.
+    """
 
     scratch: Mapping[str, int] = field(default_factory=dict)
+    beside: Mapping[str, int] = field(default_factory=dict)
 
     def told(self, problem: Problem) -> Problem:
         """The problem with these workspaces, also in its variants; itself where none differs."""
@@ -78,7 +83,18 @@ class Learnt:
         return replace(problem, ops=ops, variants=others)
 
     def _told(self, ops: tuple[Op, ...]) -> tuple[Op, ...]:
-        known = self.scratch
-        return tuple(
-            replace(op, workspace_bytes=known.get(op.name, op.workspace_bytes)) for op in ops
-        )
+        def workspace(op: Op) -> int:
+            return self.scratch.get(op.name, op.workspace_bytes) + self.beside.get(op.name, 0)
+
+        return tuple(replace(op, workspace_bytes=workspace(op)) for op in ops)
+
+    @classmethod
+    def of_all(cls, several: Iterable[Learnt]) -> Learnt:
+        """What they show together."""
+        scratch: dict[str, int] = {}
+        beside: dict[str, int] = {}
+        for one in several:
+            scratch.update(one.scratch)
+            for name, nbytes in one.beside.items():
+                beside[name] = max(nbytes, beside.get(name, 0))
+        return cls(scratch, beside)

@@ -33,9 +33,10 @@ CUDA_BLOCK_BYTES = 512  # CUDA's allocator hands out multiples of it
 class Rehearsal:
     """One training step of the generated code.
 
-    ``live_bytes`` after each allocation and during each library call, ``at_peak`` the FX nodes
-    whose storages are live at the peak, with their bytes. ``scratch`` gives the workspace of a
-    library call by its FX node, in the layout that Inductor chose.
+    ``live_bytes`` after each allocation and during each library call, ``making`` the FX node that
+    is computed then, "" where it has none; ``at_peak`` the FX nodes whose storages are live at the
+    peak, with their bytes. ``scratch`` gives the workspace of a library call by its FX node, in the
+    layout that Inductor chose.
     """
 
     peak_bytes: int
@@ -44,6 +45,7 @@ class Rehearsal:
     scratch: dict[str, int]
     events: tuple[Event, ...] = field(default=(), repr=False, compare=False)
     """What is asked of the allocator, first of all for what is resident; on CUDA only."""
+    making: tuple[str, ...] = field(default=(), repr=False)
     halves: tuple[compat.Generated, ...] = field(default=(), repr=False, compare=False)
     """The code that ran, the forward's and the backward's; none where the answer was known."""
     begun: bool = field(default=False, repr=False, compare=False)
@@ -133,6 +135,7 @@ class _Meter:
     peak: int = 0
     at_peak: tuple[tuple[str, int], ...] = ()
     live_bytes: list[int] = field(default_factory=list)
+    making: list[str] = field(default_factory=list)
     scratch: dict[str, int] = field(default_factory=dict)
     events: list[Event] = field(default_factory=list)
 
@@ -152,7 +155,7 @@ class _Meter:
                 nbytes = _rounded(asked, self.device)
                 self.live[key] = _Storage(nbytes, is_gone, buffer, self.code, self.allocated(asked))
                 self.current += nbytes
-                self.record(self.current)
+                self.record(self.current, buffer)
 
     def allocated(self, nbytes: int) -> str:
         """The name among the events of what is allocated now."""
@@ -181,7 +184,7 @@ class _Meter:
             self.scratch[self.code.origin(name, 0)] = scratch
         self.add([t for t in pytree.tree_leaves(result) if isinstance(t, torch.Tensor)], name)
         if scratch:
-            self.record(self.current + scratch)
+            self.record(self.current + scratch, name)
             self.events.append(Free(self.allocated(scratch)))
 
     def drop(self, tensor: torch.Tensor) -> None:
@@ -198,11 +201,14 @@ class _Meter:
         for key in [key for key, storage in self.live.items() if storage.is_gone()]:
             self.freed(self.live.pop(key))
 
-    def record(self, nbytes: int) -> None:
+    def record(self, nbytes: int, buffer: str) -> None:
+        """So many bytes are live, while the buffer is made."""
+        line = (self.code.line() if self.code is not None else None) or 0
         self.live_bytes.append(nbytes)
+        origins = self.code.generated.origin_of if self.code is not None else {}
+        self.making.append(origins.get(buffer, ""))
         if nbytes > self.peak:
             self.peak = nbytes
-            line = (self.code.line() if self.code is not None else None) or 0
             self.at_peak = tuple((self.label(s, line), s.nbytes) for s in self.live.values())
 
     def label(self, storage: _Storage, line: int) -> str:
@@ -363,6 +369,7 @@ def _run(scene: Scene, meter: _Meter) -> Rehearsal:
     return Rehearsal(
         peak_bytes=meter.peak + total,
         live_bytes=tuple(total + n for n in meter.live_bytes),
+        making=tuple(meter.making),
         at_peak=tuple(resident) + meter.at_peak,
         scratch=meter.scratch,
         events=(*there, *meter.events) if device == "cuda" else (),

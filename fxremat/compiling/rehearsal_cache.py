@@ -96,6 +96,7 @@ def _rehearsal_of(answer: Any) -> Rehearsal | None:
         return Rehearsal(
             peak_bytes=int(answer["peak_bytes"]),
             live_bytes=tuple(map(int, answer["live_bytes"])),
+            making=tuple(map(str, answer["making"])),
             at_peak=tuple((str(name), int(size)) for name, size in answer["at_peak"]),
             scratch={str(name): int(size) for name, size in answer["scratch"].items()},
             events=tuple(_read(answer["events"])),

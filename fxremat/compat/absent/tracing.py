@@ -11,8 +11,10 @@ from torch import fx
 from fxremat.compat.absent.attention import for_capability
 from fxremat.compat.absent.moving import moved
 from fxremat.compat.absent.pretending import CUDA, Properties, pretending
+from fxremat.compat.call_stack import with_stack_room
 from fxremat.compat.compilers import joint_passes
 from fxremat.compat.configuration import inductor_config
+from fxremat.compat.decompositions import inductor_decompositions
 from fxremat.compat.donation import only_marked_buffers_donated
 from fxremat.compat.partitioning import torch_partition
 
@@ -20,6 +22,7 @@ ABSENT = {"shape_padding": False, "max_autotune": False, "max_autotune_gemm": Fa
 """What Inductor decides by running kernels cannot be decided here."""
 
 
+@with_stack_room
 def trace_for_absent(
     gm: fx.GraphModule,
     inputs: Sequence[Any],
@@ -34,7 +37,6 @@ def trace_for_absent(
     """
     from torch._dynamo.backends.common import aot_autograd
     from torch._dynamo.backends.debugging import boxed_nop
-    from torch._inductor.decomposition import select_decomp_table
 
     for_capability(gm, properties.capability)
 
@@ -44,7 +46,7 @@ def trace_for_absent(
             pretending(properties),
             inductor_config.patch({**patches, **ABSENT}),
         ):
-            there = moved(module, CUDA, select_decomp_table())
+            there = moved(module, CUDA, inductor_decompositions())
             joint_passes(there, lambda: partition(there, joint_inputs, **kwargs))
         return torch_partition(module, joint_inputs, **kwargs)
 

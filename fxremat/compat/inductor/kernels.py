@@ -17,6 +17,7 @@ from fxremat.compat.configuration import (
     SCHEDULER_PASS,
     inductor_config,
 )
+from fxremat.compat.decompositions import inductor_decompositions
 from fxremat.compat.inductor.generated_code import generate
 from fxremat.compat.inductor.kernels_ahead import begin_kernels
 from fxremat.compat.inductor.loading import load_without_kernels
@@ -50,11 +51,10 @@ def for_a_kernel() -> Iterator[None]:
 
 def decomposed(module: fx.GraphModule) -> fx.GraphModule:
     """The graph in the operators that Inductor has kernels for; inside `for_a_kernel`."""
-    from torch._inductor.decomposition import select_decomp_table
     from torch.fx.experimental.proxy_tensor import make_fx
 
     inputs = [n.meta["val"] for n in module.graph.nodes if n.op == "placeholder"]
-    table = select_decomp_table()
+    table = inductor_decompositions()
     traced: fx.GraphModule = make_fx(module, decomposition_table=table)(*inputs)
     return traced
 

@@ -31,6 +31,7 @@ from fxremat.core.plan import Plan
 from fxremat.core.problem import Op, Problem
 from fxremat.core.schedule import Step
 from fxremat.core.timeline import replay
+from fxremat.passes.halves import original
 
 log = logging.getLogger(__name__)
 
@@ -124,8 +125,33 @@ class Judged:
             self.rehearsal.hand_over()
 
     def learnt(self) -> Learnt:
-        """What it shows of the problem."""
+        """What it shows of library calls."""
         return Learnt(self.rehearsal.scratch if self.rehearsal is not None else {})
+
+    def learnt_above(self, aim: int) -> Learnt:
+        """The same, and by how much the plan was wrong where more than ``aim`` bytes are live."""
+        learnt, shown = self.learnt(), self.rehearsal
+        if shown is None or self.candidate.order.startswith("torch"):
+            return learnt
+        problem = learnt.told(self.candidate.draft.estimate.problem)
+        planned = _most_live(problem, self.plan.steps)
+        op_of = {**problem.writer_of, **{op.name: op.name for op in problem.ops}}
+        beside: dict[str, int] = {}
+        making = ""
+        for name, live in zip(reversed(shown.making), reversed(shown.live_bytes), strict=True):
+            making = op_of.get(original(name), making)  # a loop makes its result last
+            if live > aim and live > planned.get(making, live):
+                beside[making] = max(beside.get(making, 0), live - planned[making])
+        return replace(learnt, beside=beside)
+
+
+def _most_live(problem: Problem, steps: Sequence[Step]) -> dict[str, int]:
+    """The most bytes that are live while an op runs, by the op."""
+    most: dict[str, int] = {}
+    for step, live in zip(steps, replay(problem, steps).live_bytes, strict=True):
+        if isinstance(step, str):
+            most[step] = max(live, most.get(step, 0))
+    return most
 
 
 @dataclass(frozen=True)

@@ -17,6 +17,7 @@ from fxremat.compiling.searching.planning import QUICK_SOLVER, QUICKEST_SOLVER, 
 from fxremat.compiling.searching.tuning import (
     CLOSE_ENOUGH,
     LOWEST_PERCENT,
+    MADE_ANEW,
     MOST_STEP,
     NOT_SEEN,
     OUT_OF_REACH,
@@ -32,8 +33,9 @@ Proposals = Generator[Candidate, Judged, None]
 def under(draft: Draft, aim: int, planning: Planning) -> Proposals:
     """Plans whose real peak is to be under ``aim`` bytes, the cheapest that can be found.
 
-    The first is tried with its order held near the peak alone. Where that takes too much, orders
-    are held everywhere from there on; what is found so is tried once more near the peak alone.
+    The first is tried with its order held near the peak alone. Where that takes too much, the plan
+    is made anew by what was learnt, a few times. Where that does not help, orders are held
+    everywhere from there on; what is found so is tried once more near the peak alone.
     """
     problem = draft.estimate.problem
     if not may_fit(problem, aim, planning):
@@ -54,10 +56,23 @@ def under(draft: Draft, aim: int, planning: Planning) -> Proposals:
     if fits is not None and not _is_seen(plan, first):
         yield from _closer(draft, [fits], aim, planning, problem)
         return
-    if first.steps != plan.steps and (fits is not None or disorder <= CLOSE_ENOUGH * aim):
+    if fits is not None and first.steps != plan.steps:
         loose = yield Candidate.near_peak(draft, first, aim)
+    learnt = loose.learnt_above(aim)
+    tried = {plan.steps, first.steps} if fits is not None else {plan.steps}
+    for _ in range(MADE_ANEW):
+        if loose.peak_bytes <= aim:
+            break
+        told = learnt.told(draft.estimate.problem)
+        anew = planning.solve(told, aim)
+        if anew.peak_bytes > aim or anew.steps in tried:
+            break
+        tried.add(anew.steps)
+        loose = yield Candidate.near_peak(draft, anew, aim)
+        learnt = Learnt.of_all((learnt, loose.learnt_above(aim)))
     if loose.peak_bytes <= aim:
-        yield from _closer(draft, [loose], aim, planning, problem)
+        told = learnt.told(draft.estimate.problem)
+        yield from _closer(draft, [loose], aim, planning, told)
         return
     if fits is not None and not _is_seen(plan, first, tries=2):
         return
@@ -222,8 +237,8 @@ def _shortfall(one: Judged, learnt: Learnt) -> int:
 
 
 def learnt_of(judged: Sequence[Judged]) -> Learnt:
-    """What they have shown together."""
-    return Learnt({name: n for one in judged for name, n in one.learnt().scratch.items()})
+    """What they have shown together of library calls."""
+    return Learnt.of_all(one.learnt() for one in judged)
 
 
 def _low_plans(problem: Problem, planning: Planning) -> Iterator[Plan]:

@@ -21,6 +21,8 @@ OUT_OF_REACH = 1.1
 """Times the aim: where the quick solver's least is above it, so is that of other solvers."""
 AS_PLANNED = 0.01
 """Of the least planned peak: where rehearsals are so near to it, variants are not chosen anew."""
+MADE_ANEW = 3
+"""Times a plan is made anew by what is live where it took too much."""
 MOST_STEP = 4
 """Times the last step: what the next one goes down by, at most."""
 LOWEST_PERCENT = (108, 120)
