@@ -20,17 +20,13 @@ from fxremat.planner.options import SolverOptions
 
 
 def solve(problem: Problem, budget_bytes: int | None, options: SolverOptions) -> Plan:
-    """The plan of least time within the budget, or of least peak where none fits.
-
-    A budget of 0 asks for the least peak, and may take longer.
-    """
+    """The plan of least time within the budget, or of least peak where none fits."""
     limit = options.time_limit_s
     if limit is None:
         limit = min(
             tuning.AUTO_MOST_SECONDS,
             tuning.AUTO_SECONDS + tuning.AUTO_SECONDS_PER_OP * len(problem.ops),
         )
-        limit *= tuning.AUTO_PATIENCE if budget_bytes == 0 else 1
     deadline = Deadline(limit)
     best = _best_of_solvers(problem, budget_bytes, options, deadline)
     if budget_bytes is not None and best.peak_bytes > budget_bytes:

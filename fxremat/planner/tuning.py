@@ -14,8 +14,6 @@ AUTO_FEW_RUNS = 8_000
 """Repeats to choose from in a problem that the full programme of Checkmate mostly solves."""
 AUTO_SECONDS, AUTO_SECONDS_PER_OP, AUTO_MOST_SECONDS = 3.0, 0.008, 20.0
 """Time limit where the caller gives none: small against the time to compile such a graph."""
-AUTO_PATIENCE = 3
-"""Times that limit where the least peak is asked for: it decides what can be trained at all."""
 AUTO_FIRST_PART = 0.7
 """Of the time, for the solver over moments."""
 AUTO_LITTLE_LESS = 0.96

@@ -15,6 +15,7 @@ from fxremat.compiling.draft import Draft, Learnt
 from fxremat.compiling.searching.candidates import Candidate, Judged
 from fxremat.compiling.searching.planning import QUICK_SOLVER, QUICKEST_SOLVER, Planning
 from fxremat.compiling.searching.tuning import (
+    AS_PLANNED,
     CLOSE_ENOUGH,
     LOWEST_PERCENT,
     MADE_ANEW,
@@ -24,7 +25,7 @@ from fxremat.compiling.searching.tuning import (
 )
 from fxremat.core.plan import Plan
 from fxremat.core.problem import Problem
-from fxremat.core.schedule import keep_all
+from fxremat.core.schedule import Step, keep_all
 from fxremat.core.timeline import replay
 
 Proposals = Generator[Candidate, Judged, None]
@@ -200,23 +201,31 @@ def fastest(judged: Iterator[Judged]) -> Judged | None:
 
 
 def least(draft: Draft, planning: Planning, others: Sequence[Judged]) -> Proposals:
-    """Plans of low peak: by what was known before, and by what the first of them has shown.
+    """Plans of low peak: by what was known before, and by what each of them has shown.
 
     Which they are does not depend on the budget, so that the least that an error names is found
-    again when it is asked for. The quick solver decides by the bytes it is given, and small
-    changes of them can lead it to something better. A plan is left out that could only be the
-    lowest by falling short of its planned peak by more than those before it. Those before are
-    also ``others``, plans of low peak for the graph in other variants.
+    again when it is asked for. A plan is left out that could only be the lowest by falling short of
+    its planned peak by more than those before it. Those before are also ``others``, plans of low
+    peak for the graph in other variants.
     """
-    judged = list(others)
-    problem = learnt_of(judged).told(draft.estimate.problem)
-    first = planning.quick(problem, 0)
-    if _may_be_lowest(first, judged):
-        judged.append((yield Candidate.planned(draft, first)))
-        problem = judged[-1].learnt().told(problem)
-        for plan in _low_plans(problem, planning):
-            if _may_be_lowest(plan, judged):
-                judged.append((yield Candidate.planned(draft, plan)))
+    problem, judged, tried = draft.estimate.problem, list(others), set[tuple[Step, ...]]()
+    learnt = Learnt.of_all(one.learnt_above(one.plan.peak_bytes) for one in judged)
+    for _ in range(2):
+        plan = planning.quick(learnt.told(problem), 0)
+        if plan.steps in tried or not _may_be_lowest(plan, judged):
+            break
+        tried.add(plan.steps)
+        judged.append((yield Candidate.planned(draft, plan)))
+        learnt = Learnt.of_all((learnt, judged[-1].learnt_above(plan.peak_bytes)))
+    if not tried:
+        return
+    for plan in _low_plans(learnt.told(problem), planning):
+        if plan.steps not in tried and _may_be_lowest(plan, judged):
+            judged.append((yield Candidate.planned(draft, plan)))
+            break
+    lowest = min(judged[len(others) :], key=lambda one: one.peak_bytes)
+    if lowest.peak_bytes > (1 + AS_PLANNED) * lowest.plan.peak_bytes:
+        yield Candidate.near_peak(draft, lowest.plan, lowest.plan.peak_bytes)
 
 
 def _may_be_lowest(plan: Plan, judged: Sequence[Judged]) -> bool:
@@ -242,8 +251,8 @@ def learnt_of(judged: Sequence[Judged]) -> Learnt:
 
 
 def _low_plans(problem: Problem, planning: Planning) -> Iterator[Plan]:
+    """The quick solver decides by the bytes it is given: other bytes lead it elsewhere."""
     lowest = planning.quick(problem, 0)
-    yield lowest
     for percent in LOWEST_PERCENT:
         yield planning.quick(problem, lowest.peak_bytes * percent // 100)
     if planning.request.solver != QUICK_SOLVER:

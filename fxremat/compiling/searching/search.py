@@ -34,7 +34,7 @@ from fxremat.compiling.searching.proposals import (
     under,
 )
 from fxremat.compiling.searching.torch_plan import plan_of_torch
-from fxremat.compiling.searching.tuning import AS_PLANNED, FAR_ABOVE, REHEARSALS
+from fxremat.compiling.searching.tuning import CHOSEN_ANEW, FAR_ABOVE, REHEARSALS
 from fxremat.compiling.searching.variant_sets import VariantSet, variant_set
 from fxremat.core.problem import Problem
 from fxremat.passes.variants.table import rules_named
@@ -186,14 +186,14 @@ class Search:
     def _of_least_peak(self, variants: VariantSet, aim: int) -> Attempts:
         """The variants of least peak, chosen before and after what rehearsals taught.
 
-        Where these show what was planned, there is nothing to choose anew. Exact ones are tried
-        without the lossy ones too: more to choose from is never to end in more bytes.
+        Where these show about what was planned, there is nothing to choose anew. Exact ones are
+        tried without the lossy ones too: more to choose from is never to end in more bytes.
         """
         done: list[Draft] = []
         judged = yield from self._both(self._chosen(variants.problem, 0, variants), aim, done)
         planned = self.planning.quick(variants.problem, 0).peak_bytes
         real = min((one.peak_bytes for one in judged), default=0)
-        if abs(real - planned) > AS_PLANNED * planned:
+        if real > (1 + CHOSEN_ANEW) * planned:
             problem = learnt_of(judged).told(variants.problem)
             yield from self._both(self._chosen(problem, 0, variants), aim, done)
         exact = self._exact()

@@ -20,7 +20,9 @@ FAR_ABOVE = 1.1
 OUT_OF_REACH = 1.1
 """Times the aim: where the quick solver's least is above it, so is that of other solvers."""
 AS_PLANNED = 0.01
-"""Of the least planned peak: where rehearsals are so near to it, variants are not chosen anew."""
+"""Of a planned peak: where a low plan takes more, its order is held near the peak alone, too."""
+CHOSEN_ANEW = 0.05
+"""Of the least planned peak: where so much more is taken, variants are chosen anew."""
 MADE_ANEW = 3
 """Times a plan is made anew by what is live where it took too much."""
 MOST_STEP = 4

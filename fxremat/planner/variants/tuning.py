@@ -32,7 +32,7 @@ SEARCH_CLOSE = 0.03
 SEARCH_A_LITTLE = 0.05
 """Of the budget: choices that are over it by no more are planned with the solver if faster."""
 SEARCH_MOST_SOLVED = 2
-SEARCH_TRIED_OPS = 10_000
+SEARCH_TRIED_OPS = 5_000
 """Ops of all problems that are tried by taking one variant more, or one less. Where nothing fits,
 they decide the least peak; elsewhere they seldom improve the choice."""
 SEARCH_HOPELESS = 1.25
