@@ -10,6 +10,8 @@ Inductor a result is written where something forces it to be:
 * it may not be computed twice (random numbers, what the user said to save), or a variant wants it
   stored;
 * another fusion group reads it, unless the backward makes it of less, in few ops;
+* two loops of its group read it that cannot be fused, and it is dear
+  (`fxremat.passes.reused_in_loops`);
 * the backward reads it, and it is narrower than what it was computed from, as a mask is: then
   keeping it can pay. Any other elementwise result that the backward reads is computed again
   inside the loop that needs it.
@@ -43,6 +45,7 @@ from fxremat.passes.joint_graph import (
     root,
 )
 from fxremat.passes.nodes import packet_of
+from fxremat.passes.reused_in_loops import ReusedInLoops
 
 _ATEN = torch.ops.aten
 _PRIMS = torch.ops.prims
@@ -344,6 +347,10 @@ def materialise(
             node, users_of(node), groups if node not in variant_nodes else None, result
         ):
             result.written.add(node)
+    if fused:
+        group_of = {node: groups.find(node) for node in groups.parent}
+        reused = ReusedInLoops(base, result.written, group_of, is_reduction)
+        result.written |= reused.find()
     for node in nodes:
         if not fused or node not in result.written:
             continue

@@ -21,7 +21,7 @@ def leaf(a: int, b: int, c: int) -> int:
 
 def faults_of_calls() -> int:
     """Pages that the system had to give while a loop called a function."""
-    before = resource.getrusage(resource.RUSAGE_SELF).ru_minflt
+    before = int(resource.getrusage(resource.RUSAGE_SELF).ru_minflt)
     for k in range(CALLS):
         leaf(k, k, k)
     return int(resource.getrusage(resource.RUSAGE_SELF).ru_minflt) - before
@@ -29,7 +29,7 @@ def faults_of_calls() -> int:
 
 def at_depth(depth: int, then: Callable[[], int]) -> int:
     """Call something from so many frames down."""
-    return then() if depth == 0 else at_depth(depth - 1, then)
+    return at_depth(depth - 1, then) if depth else then()
 
 
 def worst(enter: Callable[[int], int]) -> int:

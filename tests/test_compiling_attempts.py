@@ -107,7 +107,9 @@ def test_the_least_that_is_named_is_of_candidates_that_no_budget_changes() -> No
     budget = int(1.05 * least)
 
     def real(planned: int, order: str) -> int:
-        return budget + 1 if order == NEAR_PEAK else planned + 1000
+        if order == NEAR_PEAK and planned > least:
+            return budget + 1
+        return planned + (2000 if order == NEAR_PEAK else 1000)
 
     trial = JudgeOfTrials(real)
     found = searching(trial, budget).run()

@@ -20,7 +20,7 @@ from fxremat.compiling.searching.proposals import (
     next_target,
     under,
 )
-from fxremat.compiling.searching.tuning import CLOSE_ENOUGH, LOWEST_PERCENT, NOT_SEEN
+from fxremat.compiling.searching.tuning import CLOSE_ENOUGH, MADE_ANEW, NOT_SEEN
 from fxremat.core.plan import Plan
 from fxremat.core.problem import Op, Problem, Value
 from fxremat.core.timeline import replay
@@ -187,13 +187,14 @@ def test_the_fastest_of_equals_holds_its_order_at_the_fewest_steps() -> None:
 
 
 def test_plans_of_least_peak_do_not_know_the_budget() -> None:
-    """Asked twice they are the same, and all hold their order."""
+    """Asked twice they are the same. All hold their order; what takes too much is tried looser."""
     found = []
     for _ in range(2):
         trial = Trial(lambda planned, order: planned + 3)
         trial.follow(least(draft_of(blocks(2)), planning("auto"), []))
-        assert set(trial.orders) == {"planned"}
-        assert len(trial.asked) <= 3 + len(LOWEST_PERCENT)
+        assert set(trial.orders[:-1]) == {"planned"}
+        assert trial.orders[-1] == NEAR_PEAK
+        assert len(trial.asked) <= 2 + 1 + 1
         found.append([one.plan.steps for one in trial.asked])
     assert found[0] == found[1]
 
@@ -222,6 +223,56 @@ def test_what_a_rehearsal_shows_of_scratch_memory_is_known_to_later_plans() -> N
     trial = Trial(lambda planned, order: planned, scratch={op.name: 500})
     judged = trial.follow(least(draft_of(PROBLEM), planning(QUICK_SOLVER), []))
     assert judged[0].plan.peak_bytes < 500 <= judged[-1].plan.peak_bytes
+
+
+def showing(candidate: Candidate, more: dict[str, int]) -> Judged:
+    """What a rehearsal shows whose ops take more than planned by so many bytes each."""
+    problem = candidate.draft.estimate.problem
+    line = replay(problem, candidate.plan.steps)
+    live = [n + more.get(str(s), 0) for s, n in zip(line.steps, line.live_bytes, strict=True)]
+    making = tuple(f"{step}_recompute" for step in line.steps)
+    shown = Rehearsal(max(live), tuple(live), (), {}, making=making)
+    return Judged(candidate, candidate.draft, shown.peak_bytes, shown)
+
+
+def test_what_is_live_beside_an_op_is_learnt_where_it_is_too_much() -> None:
+    """By how much the plan was wrong there; what is within the aim is left as it was."""
+    plan = planning().solve(PROBLEM, None)
+    candidate = Candidate.planned(draft_of(PROBLEM), plan)
+    line = replay(PROBLEM, plan.steps)
+    highest = str(line.steps[line.live_bytes.index(plan.peak_bytes)])
+    lowest = str(line.steps[line.live_bytes.index(min(line.live_bytes))])
+    shown = showing(candidate, {highest: 7, lowest: 1})
+    learnt = shown.learnt_above(plan.peak_bytes)
+    assert learnt.beside == {highest: 7}
+    told = learnt.told(PROBLEM)
+    assert replay(told, plan.steps).peak_bytes == shown.peak_bytes == plan.peak_bytes + 7
+    assert shown.learnt_above(plan.peak_bytes + 7).told(PROBLEM) == PROBLEM
+
+
+def test_what_several_have_shown_is_the_most_of_each_op() -> None:
+    one, other = Learnt({"a": 1}, {"a": 5, "b": 1}), Learnt({"b": 2}, {"a": 3, "c": 4})
+    assert Learnt.of_all([one, other]) == Learnt({"a": 1, "b": 2}, {"a": 5, "b": 1, "c": 4})
+
+
+@pytest.mark.parametrize("times", [1, MADE_ANEW])
+def test_a_plan_that_takes_too_much_is_made_anew_by_what_was_live(times: int) -> None:
+    """A loop of one op takes more than planned; the plan that knows it fits, at the same aim."""
+    aim = round(0.8 * planning().solve(PROBLEM, None).peak_bytes)
+    proposals = under(draft_of(PROBLEM), aim, planning())
+    candidate, more = next(proposals), dict[str, int]()
+    for _ in range(times):
+        line = replay(PROBLEM, candidate.plan.steps)
+        highest = max(
+            (s for s in line.steps if str(s) not in more),
+            key=lambda s: line.live_bytes[line.steps.index(s)],
+        )
+        more[str(highest)] = 1 + aim - line.live_bytes[line.steps.index(highest)]
+        shown = showing(candidate, more)
+        assert shown.peak_bytes > aim
+        candidate = proposals.send(shown)
+        assert candidate.order != "planned"
+    assert showing(candidate, more).peak_bytes <= aim
 
 
 @pytest.mark.parametrize(("more", "kept"), [(0, True), (1, False)])

@@ -15,6 +15,7 @@ from fxremat.passes.materialisation import (
     is_reduction,
     is_scalar,
     materialise,
+    users_through_views,
 )
 from tests import nets
 from tests.conftest import Golden
@@ -168,3 +169,30 @@ def test_dynamic_sizes_leave_no_guards() -> None:
     before = len(env.guards)
     rule(seen)
     assert len(env.guards) == before
+
+
+def reused(*layers: nn.Module, x: torch.Tensor) -> set[str]:
+    """What is written although only loops of one group read it."""
+    seen = capture(nn.Sequential(*layers), [x], fused=True)
+    loops = [n for n in seen.joint.module.graph.nodes if n in rule(seen).written and is_fusable(n)]
+    return {
+        n.name
+        for n in loops
+        if seen.joint.role[n] is Role.BACKWARD
+        and not is_reduction(n)
+        and all(is_fusable(user) for user in users_through_views(n))
+    }
+
+
+def test_a_dear_result_that_two_loops_read_is_written() -> None:
+    """The gradient of a group norm needs sums of sums: the loop that ends it comes later."""
+    image = batch(2, 8, 4, 4)
+    ends = nn.Conv2d(8, 8, 3, padding=1), nn.GroupNorm(2, 8), nn.Conv2d(8, 8, 3, padding=1)
+    assert len(reused(*ends[:2], nn.SiLU(), ends[2], x=image)) == 1
+    assert reused(*ends, x=image) == set()  # the gradient is read as it is
+
+
+def test_rows_share_a_loop_with_what_follows() -> None:
+    """In a layer norm sums are of rows: nothing is written between them and what reads them."""
+    assert reused(linear(), nn.LayerNorm(8), nn.SiLU(), linear(), x=batch(4, 8)) == set()
+    assert reused(linear(), nn.SiLU(), nn.Softmax(1), linear(), x=batch(4, 8)) == set()

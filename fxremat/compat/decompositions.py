@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Callable
+from importlib import import_module
 from typing import Any
 
 
@@ -10,4 +11,5 @@ def inductor_decompositions() -> dict[Any, Callable[..., Any]]:
     """Inductor's table; some of its functions look up lowerings, which nothing else may import."""
     from torch._inductor.decomposition import select_decomp_table
 
+    import_module("torch._inductor.lowering")
     return dict(select_decomp_table())
