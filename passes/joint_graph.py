@@ -16,6 +16,7 @@ from __future__ import annotations
 import operator
 from dataclasses import dataclass
 from enum import Enum
+from functools import cache
 from typing import Any
 
 import torch
@@ -79,17 +80,22 @@ def is_multi_output(node: fx.Node) -> bool:
 
 def is_view(node: fx.Node) -> bool:
     """Whether a call returns a view of its first input's storage, and no bytes of its own."""
-    if node.op != "call_function" or not node.all_input_nodes:
+    if node.op != "call_function":
         return False
-    target = node.target
-    if target is operator.getitem:  # of split, unbind ...: a tuple of views
+    if node.target is operator.getitem:  # of split, unbind ...: a tuple of views
         return is_view(node.all_input_nodes[0])
+    return _gives_view(node.target) and bool(node.all_input_nodes)
+
+
+@cache
+def _gives_view(target: Any) -> bool:
     if target in _VIEWS_WITHOUT_ALIAS:
         return True
     if not isinstance(target, compat.OpOverload):
         return False
     returns = target._schema.returns
-    return len(returns) == 1 and returns[0].alias_info is not None and not is_mutating(node)
+    is_mutating = target._schema.is_mutable
+    return len(returns) == 1 and returns[0].alias_info is not None and not is_mutating
 
 
 def is_random(node: fx.Node) -> bool:

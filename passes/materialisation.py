@@ -28,7 +28,9 @@ from __future__ import annotations
 import operator
 from collections.abc import Collection, Iterable, Iterator, Mapping
 from dataclasses import dataclass, field
+from functools import cache
 from math import prod
+from typing import Any
 
 import torch
 from torch import fx
@@ -86,8 +88,8 @@ MOST_INLINED_OPS = 30
 REDUCTIONS = frozenset({_PRIMS._low_memory_max_pool_with_offsets, _ATEN.avg_pool2d})
 
 
-def _has_tag(node: fx.Node, tag: str) -> bool:
-    target = node.target
+@cache
+def _has_tag(target: Any, tag: str) -> bool:
     return isinstance(target, compat.OpOverload) and any(str(t).endswith(tag) for t in target.tags)
 
 
@@ -104,7 +106,7 @@ def is_reduction(node: fx.Node) -> bool:
     """Whether the node is computed by a loop that reduces, so that its result is stored."""
     packet = packet_of(node)
     name = getattr(packet, "__name__", "")
-    return packet in REDUCTIONS or name in _REDUCTION_NAMES or _has_tag(node, "reduction")
+    return packet in REDUCTIONS or name in _REDUCTION_NAMES or _has_tag(node.target, "reduction")
 
 
 def is_fusable(node: fx.Node) -> bool:
@@ -114,7 +116,7 @@ def is_fusable(node: fx.Node) -> bool:
         packet in FUSABLE
         or packet in CONCATENATIONS
         or is_reduction(node)
-        or _has_tag(node, "pointwise")
+        or _has_tag(node.target, "pointwise")
     )
 
 

@@ -113,6 +113,8 @@ def find_sites(
     good part of what the call holds, and if no other call holds much more.
     """
     sites = [site for rule in rules for site in rule.find(joint)]
+    if all(site.spares is None for site in sites):
+        return tuple(sites)
     held = {node: _held_bytes(node) for node in joint.module.graph.nodes}
     spared = {site.spares: workspace(site.spares) for site in sites if site.spares is not None}
     held.update({call: held[call] + nbytes for call, nbytes in spared.items()})
