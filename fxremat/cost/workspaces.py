@@ -47,8 +47,8 @@ _TOLD: set[str] = set()
 def _may_have_workspace(target: object) -> bool:
     """Whether an op is run to see what it takes.
 
-    None that checks its operands, as ``_assert_async``, or has more or fewer results by what they
-    hold, as ``repeat_interleave``: after what a kernel refuses on CUDA, nothing runs there any more.
+    None that checks its operands, as ``_assert_async``, or whose results are as large as these say,
+    as ``repeat_interleave``: after what a kernel refuses on CUDA, nothing runs there any more.
     """
     return (
         isinstance(target, compat.OpOverload)
