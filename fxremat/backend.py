@@ -129,8 +129,9 @@ def fxremat(
     if disabled():
         patches = compat.inductor_patches(mode, parsed.inductor_options())
         return compat.compile_with_inductor(gm, example_inputs, patches)
-    ledger, frame = session.ledger(options), compat.current_frame()
-    request = request_for(gm, example_inputs, parsed, ledger, frame)
+    ledger, place = session.ledger(options), compat.current_compilation()
+    request = request_for(gm, example_inputs, parsed, ledger, place)
+    others = ledger.held_by_others(*place)
     partitioner = Partitioner(request, build())
     key = _key(gm, example_inputs, partitioner)
     current = session.begin()
@@ -143,10 +144,11 @@ def fxremat(
     report = current.report
     if report is None:
         return compiled
-    ledger.record(frame, report)
+    frame, compilation = place
+    ledger.record(frame, report, compilation)
     session.STATE.reports.append(report)
     log.info("%s", report.summary())
-    promise = _promise(report, device, request, ledger.held_by_others(frame))
+    promise = _promise(report, device, request, others)
     return compiled if promise is None else watch_in_flight(compiled, promise)
 
 
@@ -171,8 +173,8 @@ def plan_only(
     """Plan one graph as `fxremat` would, but run it node by node instead of compiling it."""
     device = device_of_inputs(example_inputs)
     parsed = parse_options(options, device_total_bytes=total_bytes(device))
-    ledger, frame = session.ledger(None), compat.current_frame()
-    request = request_for(gm, example_inputs, parsed, ledger, frame)
+    ledger, place = session.ledger(None), compat.current_compilation()
+    request = request_for(gm, example_inputs, parsed, ledger, place)
     partitioner = Partitioner(request, build(), plan_only=True)
     current = session.begin()
     with _written(parsed, current):
@@ -181,7 +183,8 @@ def plan_only(
         else:
             compiled = traced(gm, example_inputs, _patches(parsed, partitioner, None), partitioner)
     if current.report is not None:
-        ledger.record(frame, current.report)
+        frame, compilation = place
+        ledger.record(frame, current.report, compilation)
     return compiled, current.report
 
 

@@ -180,7 +180,7 @@ class _Fitting:
         parsed = parse_options(self.options, device_total_bytes=total_bytes(_HOST))
 
         def backend(gm: fx.GraphModule, given: Sequence[Any]) -> Callable[..., Any]:
-            request = request_for(gm, given, parsed, session.ledger(None), 0)
+            request = request_for(gm, given, parsed, session.ledger(None), (0, None))
             if request.budget_bytes is None:
                 raise InvalidOption("memory_budget", None, "a number of bytes to fit into")
 

@@ -16,7 +16,7 @@ def test_graphs_of_a_model_with_graph_breaks() -> None:
     seen: list[tuple[int, bool]] = []
 
     def backend(gm: fx.GraphModule, inputs: Any) -> Any:
-        seen.append((compat.current_frame(), compat.ends_in_graph_break(gm)))
+        seen.append((compat.current_compilation()[0], compat.ends_in_graph_break(gm)))
         return gm
 
     def broken(x: torch.Tensor) -> torch.Tensor:
@@ -29,7 +29,23 @@ def test_graphs_of_a_model_with_graph_breaks() -> None:
     frames, breaks = zip(*seen, strict=True)
     assert breaks == (True, False)
     assert frames[0] < frames[1]
-    assert compat.current_frame() == -1
+    assert compat.current_compilation() == (-1, None)
+
+
+def test_compilations_of_a_frame_have_numbers() -> None:
+    seen: list[tuple[int, int | None]] = []
+
+    def backend(gm: fx.GraphModule, inputs: Any) -> Any:
+        seen.append(compat.current_compilation())
+        return gm
+
+    torch._dynamo.reset()
+    compiled = torch.compile(torch.sin, backend=backend, dynamic=False)
+    compiled(X)
+    compiled(X[:2])
+    (frame, first), (again, second) = seen
+    assert frame == again
+    assert first != second
 
 
 def test_fresh_dynamo_caches() -> None:

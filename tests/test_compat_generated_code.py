@@ -40,6 +40,30 @@ def test_generate() -> None:
     assert forward.constants == {}
 
 
+def test_nothing_is_tuned_on_tensors_without_memory(monkeypatch: pytest.MonkeyPatch) -> None:
+    """What Inductor found of them would be kept on disk."""
+    from torch._inductor.graph import GraphLowering
+    from torch.utils._python_dispatch import _get_current_dispatch_mode_stack
+
+    seen: list[Any] = []
+    codegen = GraphLowering.codegen
+
+    def noted(lowering: GraphLowering) -> Any:
+        config: Any = compat.inductor_config
+        tunes = config.max_autotune or config.max_autotune_gemm or config.benchmark_fusion
+        seen.append((tunes, _get_current_dispatch_mode_stack()))
+        return codegen(lowering)
+
+    def step(forward: fx.GraphModule, backward: fx.GraphModule) -> None:
+        assert _get_current_dispatch_mode_stack() != []
+        with compat.inductor_config.patch(compat.inductor_patches("max-autotune", {})):
+            compat.generate(forward, is_backward=False)
+
+    monkeypatch.setattr(GraphLowering, "codegen", noted)
+    half(linear_gelu(), step)
+    assert seen == [(False, [])]
+
+
 def test_a_call_of_several_results_has_its_node() -> None:
     """Not only its results have one: its scratch memory is known by that node."""
     seen: list[compat.Generated] = []

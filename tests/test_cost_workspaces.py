@@ -42,10 +42,19 @@ def test_a_convolutions_backward_is_measured() -> None:
     assert Workspaces(HOST).of_call(CONV_BACKWARD, ARGS, {}) == peak.above_start_bytes - kept
 
 
-def test_what_only_checks_its_operands_is_not_run() -> None:
+@pytest.mark.parametrize(
+    ("target", "args"),
+    [
+        (ATEN._assert_async.default, (torch.ones(1),)),
+        (ATEN._functional_assert_async.msg, (torch.ones(1), "", torch.ones(1))),
+        (ATEN.repeat_interleave.Tensor, (torch.tensor([2, 3]),)),
+        (ATEN.nonzero.default, (torch.ones(3),)),
+    ],
+    ids=lambda value: str(value) if isinstance(value, compat.OpOverload) else "",
+)
+def test_what_checks_its_operands_is_not_run(target: Any, args: Any) -> None:
     """On CUDA a failed check ends the context."""
-    check = ATEN._assert_async.default
-    assert Workspaces(HOST).of_call(check, (torch.zeros(1),), {}) == 0
+    assert Workspaces(HOST).of_call(target, args, {}) == 0
     assert not Workspaces(HOST).file.path.exists()
 
 

@@ -145,10 +145,40 @@ def test_graphs_of_one_model_hold_bytes_for_each_other() -> None:
 
 def test_of_the_versions_of_a_graph_the_largest_counts() -> None:
     ledger = Ledger()
-    for peak in (20, 30, 10):
-        ledger.record(0, own_peak(peak))
+    for version, peak in enumerate((20, 30, 10)):
+        ledger.record(0, own_peak(peak), version)
     assert ledger.held_by_others(0) == 0
+    assert ledger.held_by_others(0, 3) == 0
     assert ledger.held_by_others(1) == 30
+
+
+def test_graphs_of_one_compilation_add_up() -> None:
+    """DDP splits the graph of a frame."""
+    ledger = Ledger()
+    for peak in (20, 30):
+        ledger.record(0, own_peak(peak), 1)
+    assert ledger.held_by_others(0, 1) == 50
+    assert ledger.held_by_others(0, 2) == 0
+    ledger.record(0, own_peak(10), 2)
+    assert ledger.held_by_others(1, 0) == 50
+
+
+def test_outside_of_a_compilation_graphs_replace_each_other() -> None:
+    ledger = Ledger()
+    for peak in (20, 30, 10):
+        ledger.record(-1, own_peak(peak))
+    assert ledger.held_by_others(-1) == 0
+    assert ledger.held_by_others(0) == 30
+
+
+def test_what_no_graph_sees_counts_once() -> None:
+    """What is allocated beside the second graph is of the first one, too."""
+    ledger = Ledger()
+    assert ledger.held_beside(0, 0, unseen=7) == 7
+    ledger.record(0, own_peak(30), 0)
+    assert ledger.held_beside(1, 0, unseen=7 + 20) == 7 + 30
+    ledger.record(1, own_peak(5), 0)
+    assert ledger.held_beside(0, 1, unseen=100) == 100  # an optimizer's state came since
 
 
 def test_planning_apart_leaves_no_trace_and_reset_forgets() -> None:

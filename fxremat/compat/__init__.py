@@ -65,10 +65,11 @@ from fxremat.compat.donation import (
     only_marked_buffers_donated,
 )
 from fxremat.compat.dynamo import (
-    current_frame,
+    current_compilation,
     ends_in_graph_break,
     fresh_dynamo_caches,
     mark_dynamic,
+    splits_for_ddp,
 )
 from fxremat.compat.inductor.generated_code import Generated, code_key, generate
 from fxremat.compat.inductor.kernels import (
@@ -169,7 +170,7 @@ __all__ = [
     "copy_images",
     "copy_module",
     "cubins",
-    "current_frame",
+    "current_compilation",
     "decomposed",
     "donatable",
     "donate",
@@ -230,6 +231,7 @@ __all__ = [
     "scheduled",
     "size_bound",
     "sizes_at",
+    "splits_for_ddp",
     "storage_key",
     "storage_watch",
     "symbols_seen",

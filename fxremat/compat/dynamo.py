@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Iterator
 from contextlib import contextmanager
+from typing import Any
 
 import torch
 from torch import fx
@@ -15,13 +16,30 @@ def ends_in_graph_break(gm: fx.GraphModule) -> bool:
     return bool(getattr(reason, "graph_break", False))
 
 
-def current_frame() -> int:
-    """The number of the frame that Dynamo is compiling; graphs of one frame replace each other."""
+def current_compilation() -> tuple[int, int | None]:
+    """Numbers of the frame that Dynamo is compiling, and of this compilation of it; -1 and None
+    outside.
+
+    Compilations of one frame replace each other. One compilation has several graphs where DDP
+    splits its own (`splits_for_ddp`).
+    """
     from torch._guards import CompileContext
 
     identifier = CompileContext.current_compile_id()
     frame = getattr(identifier, "frame_id", None)
-    return -1 if frame is None else int(frame)
+    if frame is None:
+        return -1, None
+    return int(frame), int(getattr(identifier, "frame_compile_id", 0) or 0)
+
+
+def splits_for_ddp() -> bool:
+    """Whether Dynamo splits the graphs that it compiles now, so that gradients are sent early."""
+    from torch._dynamo.utils import get_optimize_ddp_mode
+
+    if not torch.distributed.is_available() or get_optimize_ddp_mode() != "ddp_optimizer":
+        return False
+    parallel: Any = torch.nn.parallel.DistributedDataParallel
+    return parallel._get_active_ddp_module() is not None
 
 
 @contextmanager

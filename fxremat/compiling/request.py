@@ -17,8 +17,13 @@ from fxremat.cost.cuda_scratch import cublas_bytes
 from fxremat.cost.device import device_spec
 from fxremat.device import absent_card
 from fxremat.options import Options, machine_memory_bytes
+from fxremat.passes.memory_estimation import nbytes
 from fxremat.runtime import measure_copy_speed
 from fxremat.runtime.gradients import accumulation
+
+BUDGET_MARGIN, BUDGET_STEPS = 0.03, 64
+"""Of a budget that nobody asked for: what is left to others, and to how many parts of the device's
+memory it is rounded."""
 
 
 @dataclass(frozen=True)
@@ -75,19 +80,27 @@ def device_of_inputs(inputs: Sequence[Any]) -> torch.device:
 
 
 def request_for(
-    gm: fx.GraphModule, inputs: Sequence[Any], options: Options, ledger: Ledger, frame: int
+    gm: fx.GraphModule,
+    inputs: Sequence[Any],
+    options: Options,
+    ledger: Ledger,
+    place: tuple[int, int | None],
 ) -> Request:
     """What to ask for this graph, given what other graphs of the model hold.
 
+    ``place`` is its frame and the compilation of that (`compat.current_compilation`).
+
     The reserve is held beside the graph like they are, so that peaks and the least budget that
     an error names count it: they are compared with the whole budget, and with what is measured.
-    A graph that ends in a graph break should leave half of what is left to those that follow.
+    A graph that ends in a graph break, or in a split for DDP, should leave half of what is left to
+    those that follow.
     """
     card = absent_card()
     device = device_of_inputs(inputs) if card is None else compat.CUDA
-    budget, reserve = _limits(options, device, inputs, card)
-    held = ledger.held_by_others(frame) + reserve
-    more = compat.ends_in_graph_break(gm) and ledger.is_last(frame)
+    budget = _budget(options, device, card)
+    held = _held_bytes(options, device, inputs, card, ledger, place)
+    more = compat.ends_in_graph_break(gm) or compat.splits_for_ddp()
+    more = more and ledger.is_last(place[0])
     return Request(
         budget_bytes=budget,
         held_bytes=held,
@@ -131,29 +144,58 @@ def copies_of(options: Options, device: torch.device, card: Card | None = None) 
     return Copies(out, back, COPY_LATENCY_US, cap, only_host=not options.offload)
 
 
-def _limits(
-    options: Options, device: torch.device, inputs: Sequence[Any], card: Card | None
-) -> tuple[int | None, int]:
-    """The budget, and how many bytes of it are held by what the graph cannot see.
+def _budget(options: Options, device: torch.device, card: Card | None) -> int | None:
+    """The bytes that were asked for; on CUDA else nearly all that torch can have."""
+    if options.memory_budget is not None or device.type != "cuda":
+        return options.memory_budget
+    return _free_bytes(device) if card is None else card.usable_bytes
+
+
+def _free_bytes(device: torch.device) -> int:
+    """What this process has of the device, and may have, less a margin.
+
+    Rounded coarsely: what other programs take now makes no other plan, which no cache would know.
+    """
+    free, total = torch.cuda.mem_get_info(device)
+    of_all = getattr(torch.cuda, "get_per_process_memory_fraction", lambda device: 1.0)(device)
+    there = min(torch.cuda.memory_reserved(device) + free, int(of_all * total))
+    step = total // BUDGET_STEPS
+    return int((1 - BUDGET_MARGIN) * there) // step * step or there
+
+
+def _held_bytes(
+    options: Options,
+    device: torch.device,
+    inputs: Sequence[Any],
+    card: Card | None,
+    ledger: Ledger,
+    place: tuple[int, int | None],
+) -> int:
+    """How many bytes are held by other graphs, and by what no graph sees.
 
     Each ``grad`` that gradients are to be added to is held; those that are there are allocated.
     """
     grads = accumulation.expected_bytes(device)
-    if device.type != "cuda":
-        return options.memory_budget, (options.reserve or 0) + grads
+    if options.reserve is not None or device.type != "cuda":
+        return ledger.held_by_others(*place) + (options.reserve or 0) + grads
     if card is not None:
-        unseen = 2 * cublas_bytes(card.capability) if options.reserve is None else options.reserve
-        return options.memory_budget or card.usable_bytes, unseen + grads
-    allocated = torch.cuda.memory_allocated(device)
-    free = torch.cuda.mem_get_info(device)[0]
-    idle = torch.cuda.memory_reserved(device) - allocated
-    unseen = max(0, allocated - _input_bytes(inputs, device))
+        return ledger.held_by_others(*place) + 2 * cublas_bytes(card.capability) + grads
     missing = accumulation.expected_bytes(device, missing_only=True)
-    reserve = unseen + missing if options.reserve is None else options.reserve + grads
-    return options.memory_budget or allocated + idle + free, reserve
+    return ledger.held_beside(*place, _unseen_bytes(inputs, device)) + missing
+
+
+def _unseen_bytes(inputs: Sequence[Any], device: torch.device) -> int:
+    """Bytes that are allocated now, and are no inputs of the graph."""
+    return max(0, torch.cuda.memory_allocated(device) - _input_bytes(inputs, device))
 
 
 def _input_bytes(inputs: Sequence[Any], device: torch.device) -> int:
-    tensors = [x for x in inputs if isinstance(x, torch.Tensor) and x.device.type == device.type]
-    storages = {compat.storage_key(x): x for x in tensors}
-    return sum(compat.size_bound(x.untyped_storage().nbytes()) for x in storages.values())
+    """Of the storages of inputs, what the graph counts: from first to last elements."""
+    storages: dict[int, int] = {}
+    whole: dict[int, int] = {}
+    for x in inputs:
+        if isinstance(x, torch.Tensor) and x.device.type == device.type:
+            key = compat.storage_key(x)
+            storages[key] = storages.get(key, 0) + nbytes(x)
+            whole[key] = compat.size_bound(x.untyped_storage().nbytes())
+    return sum(min(counted, whole[key]) for key, counted in storages.items())

@@ -32,27 +32,43 @@ class Session:
 
 @dataclass
 class Ledger:
-    """The peaks of the graphs of one model, by Dynamo's frame; together they share one budget.
+    """The peaks of the graphs of one model; together they share one budget.
 
     While one graph runs, no other can hold more than its own peak, so peaks that add up to
-    the budget keep the whole step within it.
+    the budget keep the whole step within it. Graphs are told apart by the frame that Dynamo
+    compiles. Of the compilations of a frame only one runs in a step; the graphs of one
+    compilation all do.
     """
 
     owner: object = None  # kept alive, so that its id names this ledger alone
-    peaks: dict[int, int] = field(default_factory=dict)
+    peaks: dict[int, dict[int | None, int]] = field(default_factory=dict)
+    unseen: int | None = None
+    """The least that was allocated beside a graph, of all of them."""
 
-    def held_by_others(self, frame: int) -> int:
-        """Bytes that graphs of other frames may hold while this one runs."""
-        return sum(peak for other, peak in self.peaks.items() if other != frame)
+    def held_by_others(self, frame: int, compilation: int | None = None) -> int:
+        """Bytes that other graphs may hold while one of this compilation of the frame runs."""
+        others = (max(each.values()) for other, each in self.peaks.items() if other != frame)
+        own = 0 if compilation is None else self.peaks.get(frame, {}).get(compilation, 0)
+        return sum(others) + own
+
+    def held_beside(self, frame: int, compilation: int | None, unseen: int) -> int:
+        """The same with what no graph sees; ``unseen`` bytes lie beside this graph now.
+
+        Among these are tensors of the other graphs, but not all that they may hold.
+        """
+        self.unseen = unseen if self.unseen is None else min(unseen, self.unseen)
+        return max(unseen, self.unseen + self.held_by_others(frame, compilation))
 
     def is_last(self, frame: int) -> bool:
         """Whether no graph of a later frame is known yet."""
         return all(other <= frame for other in self.peaks)
 
-    def record(self, frame: int, report: Report) -> None:
-        """Keep the largest peak of the versions of a graph: only one of them runs in a step."""
+    def record(self, frame: int, report: Report, compilation: int | None = None) -> None:
+        """Add the peak of a graph to those of its compilation; outside of one, keep the largest."""
         own = report.predicted_peak_bytes - report.held_bytes
-        self.peaks[frame] = max(own, self.peaks.get(frame, 0))
+        peaks = self.peaks.setdefault(frame, {})
+        known = peaks.get(compilation, 0)
+        peaks[compilation] = max(own, known) if compilation is None else own + known
 
 
 @dataclass

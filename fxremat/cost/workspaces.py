@@ -35,6 +35,7 @@ log = logging.getLogger(__name__)
 
 _ATEN = torch.ops.aten
 _WITHOUT = frozenset({_ATEN.mm, _ATEN.addmm, _ATEN.bmm, _ATEN.baddbmm})
+_BY_CONTENTS = frozenset({torch.Tag.dynamic_output_shape, torch.Tag.data_dependent_output})
 _WITHOUT_BATCH = frozenset({"weight", "bias", "running_mean", "running_var"})
 _ESTIMATE = "estimate of "
 _NO_ROOM = "not enough memory to run it and see how much scratch memory it needs"
@@ -46,13 +47,15 @@ _TOLD: set[str] = set()
 def _may_have_workspace(target: object) -> bool:
     """Whether an op is run to see what it takes.
 
-    None that only checks its operands, as ``_assert_async``: after what a kernel refuses on CUDA,
-    nothing runs there any more.
+    None that checks its operands, as ``_assert_async``, or whose results are as large as these say,
+    as ``repeat_interleave``: after what a kernel refuses on CUDA, nothing runs there any more.
     """
     return (
         isinstance(target, compat.OpOverload)
         and target.namespace in ("aten", kernels.NAMESPACE)
         and target.overloadpacket not in _WITHOUT
+        and "assert" not in target._schema.name
+        and not _BY_CONTENTS.intersection(target.tags)
         and torch.Tag.pointwise not in target.tags
         and not target.is_view
         and any("Tensor" in str(result.type) for result in target._schema.returns)

@@ -23,6 +23,7 @@ from typing import Any
 import torch
 
 from fxremat.compat.saved_tensors import autograd_position, node_of_forward, saved_by, when_freed
+from fxremat.compat.tensors import is_fake
 from fxremat.errors import PromiseBroken
 from fxremat.runtime.host_memory import is_host
 
@@ -164,6 +165,8 @@ def watch_in_flight(compiled: Compiled, promise: Promise) -> Compiled:
     def watched(*args: Any) -> Any:
         before = autograd_position()
         results = compiled(*args)
+        if any(isinstance(one, torch.Tensor) and is_fake(one) for one in args):
+            return results  # Dynamo asks for their sizes, to split what follows for DDP
         node = node_of_forward(results, before)
         if node is not None:
             own = (*args, *results) if isinstance(results, (list, tuple)) else (*args, results)

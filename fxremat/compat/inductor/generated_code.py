@@ -77,8 +77,16 @@ def generate(
             return _lowered(module, inputs, is_backward, with_kernels)
 
 
-_ONLY_CODE = {"trace.enabled": False, "compile_threads": 1}
-"""With more threads Triton kernels are compiled as soon as each is written."""
+_ONLY_CODE = {
+    "trace.enabled": False,
+    "compile_threads": 1,
+    "max_autotune": False,
+    "max_autotune_gemm": False,
+    "benchmark_fusion": False,
+}
+"""With more threads Triton kernels are compiled as soon as each is written. No kernel is run: what
+tuning finds is kept on disk, and it would be found while the user's memory is full. Code that is
+to be tuned is lowered anew, as its configuration differs."""
 
 
 @contextmanager
@@ -101,6 +109,7 @@ def _lowered(
     from torch._inductor.debug import DebugContext
     from torch._inductor.graph import GraphLowering
     from torch._inductor.virtualized import V
+    from torch.utils._python_dispatch import _disable_current_modes
 
     before = counters["inductor"].copy()
     lowering: Any = GraphLowering(
@@ -111,6 +120,7 @@ def _lowered(
         is_inference=False,
     )
     with (
+        _disable_current_modes(),  # what runs meanwhile runs on real tensors, as in Inductor
         V.set_debug_handler(DebugContext()),
         V.set_graph_handler(lowering),
         V.set_extern_kernel_nodes([]),
