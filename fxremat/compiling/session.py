@@ -51,7 +51,7 @@ class Ledger:
 
     def record(self, frame: int, report: Report) -> None:
         """Keep the largest peak of the versions of a graph: only one of them runs in a step."""
-        own = report.predicted_peak_bytes - report.held_bytes
+        own = report.counted_peak_bytes - report.held_bytes
         self.peaks[frame] = max(own, self.peaks.get(frame, 0))
 
 
