@@ -160,7 +160,7 @@ def _promise(report: Report, device: torch.device, request: Request, others: int
         graph=f"graph {report.graph}",
         device=device,
         budget_bytes=request.budget_bytes,
-        peak_bytes=report.predicted_peak_bytes - report.held_bytes,
+        peak_bytes=report.counted_peak_bytes - report.held_bytes,
         held_bytes=report.held_bytes,
         reserve_bytes=request.held_bytes - others,
         saved_bytes=report.saved_bytes,

@@ -32,7 +32,8 @@ class InfeasibleBudget(FxrematError):
 
     ``minimum_bytes`` is the smallest peak of any schedule that was found, None if there is none.
     ``contributors`` are the largest things live at that peak: what and where (module and source
-    line), and bytes; largest first.
+    line), and bytes; largest first. ``fragmentation_bytes`` of the smallest peak are reserved by
+    torch's allocator and not allocated.
     """
 
     def __init__(
@@ -40,11 +41,13 @@ class InfeasibleBudget(FxrematError):
         budget_bytes: int,
         minimum_bytes: int | None,
         contributors: tuple[tuple[str, int], ...] = (),
+        fragmentation_bytes: int = 0,
     ) -> None:
-        super().__init__(budget_bytes, minimum_bytes, contributors)
+        super().__init__(budget_bytes, minimum_bytes, contributors, fragmentation_bytes)
         self.budget_bytes = budget_bytes
         self.minimum_bytes = minimum_bytes
         self.contributors = contributors
+        self.fragmentation_bytes = fragmentation_bytes
 
     def __str__(self) -> str:
         return "\n".join([self._what(), *self._largest(), self._advice()])
@@ -53,7 +56,11 @@ class InfeasibleBudget(FxrematError):
         budget = f"this graph cannot be trained within {_exact(self.budget_bytes)}"
         if self.minimum_bytes is None:
             return f"{budget}; how few bytes would do is not known"
-        return f"{budget}; the least that fxremat can plan is {_exact(self.minimum_bytes)}"
+        least = f"{budget}; the least that fxremat can plan is {_exact(self.minimum_bytes)}"
+        if not self.fragmentation_bytes:
+            return least
+        unused = format_bytes(self.fragmentation_bytes)
+        return f"{least}, of which torch's allocator reserves {unused} without using them"
 
     def _largest(self) -> list[str]:
         if not self.contributors:

@@ -37,8 +37,14 @@ class Explanation:
 
     @property
     def predicted_peak_bytes(self) -> int:
-        """The peak that the compiled step will have."""
+        """The peak that the compiled step will have, in allocated bytes."""
         return max((g.predicted_peak_bytes for g in self.graphs), default=0)
+
+    @property
+    def predicted_reserved_bytes(self) -> int | None:
+        """What torch's allocator will take from the device; None where that is not known."""
+        known = [g.predicted_reserved_bytes for g in self.graphs]
+        return max((nbytes for nbytes in known if nbytes is not None), default=None)
 
     @cached_property
     def minimum_peak_bytes(self) -> int:
@@ -82,7 +88,7 @@ class Explanation:
         return top.plan if top is not None else None
 
     def pareto(self, time_limit_s: float | None = None) -> Front:
-        """What other budgets would cost: peak against time, by the model of the problem.
+        """What other budgets would cost: allocated peak against time, by the model of the problem.
 
         Forms of ops are those taken here, whatever the budget. The plans explained here are among
         its points, where nothing beats them. With graph breaks

@@ -41,7 +41,8 @@ WAYS: tuple[Way, ...] = ("torch.compile", "checkpointed blocks", "fxremat")
 class Largest:
     """The largest size of what varies, by one way to train; 0 where not even 1 fits.
 
-    Peak and time are those at that size; the time is that of the whole step, in microseconds.
+    Peak and time are those at that size: the peak in the bytes that the budget counts, beside what
+    is held, the time that of the whole step, in microseconds.
     """
 
     what: str
@@ -133,7 +134,8 @@ class _Fitting:
         rows: dict[tuple[str, Way], Largest] = {}
 
         def look(step: SymbolicStep, request: Request, ways: tuple[Way, ...]) -> None:
-            budget = _left(request, held)
+            assert request.own_budget is not None
+            budget = request.own_budget
             budgets.append((budget, request))
             for what in self.vary:
                 for way in ways:
@@ -143,18 +145,18 @@ class _Fitting:
                         found = _largest_of_torch(step, way, what, sizes, budget)
                     rows[what, way] = found
 
-        self._study(inputs, sizes, partial(look, ways=("torch.compile", "fxremat")))
+        self._study(inputs, sizes, held, partial(look, ways=("torch.compile", "fxremat")))
         with checkpointed(self.model) as blocks:
             if blocks:
-                self._study(inputs, sizes, partial(look, ways=("checkpointed blocks",)))
+                self._study(inputs, sizes, held, partial(look, ways=("checkpointed blocks",)))
         budget, request = budgets[0]
         after_us = self._after_us(held)
         return Fit(
             request.card or "here",
-            budget + request.held_bytes + held.states,
+            budget + request.held_bytes,
             weights_bytes,
             held,
-            request.held_bytes + held.states,
+            request.held_bytes,
             sizes,
             tuple(
                 replace(rows[what, way], time_us=rows[what, way].time_us + after_us)
@@ -174,15 +176,20 @@ class _Fitting:
         self,
         inputs: tuple[Any, ...],
         sizes: Sizes,
+        held: Held,
         study: Study,
     ) -> None:
-        """Trace the step with its sizes as symbols, and study it while its device is there."""
+        """Trace the step with its sizes as symbols, and study it while its device is there.
+
+        The states of the optimizer are held beside it.
+        """
         parsed = parse_options(self.options, device_total_bytes=total_bytes(_HOST))
 
         def backend(gm: fx.GraphModule, given: Sequence[Any]) -> Callable[..., Any]:
             request = request_for(gm, given, parsed, session.ledger(None), (0, None))
             if request.budget_bytes is None:
                 raise InvalidOption("memory_budget", None, "a number of bytes to fit into")
+            request = replace(request, held_bytes=request.held_bytes + held.states)
 
             def partition(module: fx.GraphModule, joint_inputs: Any, **kwargs: Any) -> Any:
                 static = tuple(kwargs.pop("static_lifetime_input_indices", None) or ())
@@ -204,12 +211,6 @@ class _Fitting:
         with compat.on_host_without_memory(self.model, inputs) as there, session.separate():
             _mark(there, self.vary)
             compile_until_ended(type(self.model).__name__, self.model, there, backend)
-
-
-def _left(request: Request, held: Held) -> int:
-    """Bytes for the graph."""
-    assert request.own_budget is not None
-    return request.own_budget - held.states
 
 
 def _resized(

@@ -16,6 +16,8 @@ from typing import Any
 from fxremat.errors import InvalidOption
 from fxremat.sizes import MIB, format_bytes, has_unit, parse_bytes
 
+COUNTS = ("reserved", "allocated")
+
 
 @dataclass(frozen=True)
 class Given:
@@ -112,6 +114,15 @@ def read_choice(given: Given, choices: tuple[str, ...]) -> str:
     if given.value not in choices:
         raise given.refuse("one of " + ", ".join(map(repr, choices)), choices)
     return str(given.value)
+
+
+def read_count(given: Given) -> str | None:
+    if given.value is None:
+        return None
+    count = read_choice(given, COUNTS)
+    if count == "reserved" and given.device_total_bytes is None:
+        raise given.refuse("'allocated' on the CPU: no allocator there keeps what is freed")
+    return count
 
 
 def read_solver(given: Given) -> str:

@@ -21,6 +21,7 @@ from fxremat.option_values import (
     read_bool,
     read_budget,
     read_choice,
+    read_count,
     read_factor,
     read_inductor,
     read_passes,
@@ -73,7 +74,7 @@ class Options:
         read_budget,
         "FXREMAT_MEMORY_BUDGET",
         "bytes: int, '8GiB', '8GB', '80%' (of the device), or None",
-        "Most bytes allocated on the device at any moment of forward and backward.",
+        "Most bytes on the device at any moment of forward and backward.",
         unset="CUDA: what is free when compiling; elsewhere: no limit",
     )
     reserve: int | None = _option(
@@ -83,6 +84,15 @@ class Options:
         "bytes, as memory_budget; may be 0",
         "Part of the budget held by what the graph does not see, such as optimizer state.",
         unset="CUDA: what is allocated when compiling and is no input of the graph; elsewhere: 0",
+    )
+    count: str | None = _option(
+        None,
+        read_count,
+        "FXREMAT_COUNT",
+        "'reserved' or 'allocated'",
+        "What the budget counts: all that torch's allocator takes from the device, with what it "
+        "keeps of freed memory, or what is allocated. On the CPU both are the same.",
+        unset="CUDA: 'reserved'; elsewhere: 'allocated'",
     )
     executor: str = _option(
         "inductor",
@@ -254,6 +264,9 @@ def _checked_together(options: Options) -> Options:
     if budget is not None and reserve is not None and reserve >= budget:
         expected = f"less than memory_budget, {format_bytes(budget)}"
         raise InvalidOption("reserve", reserve, expected)
+    if options.count == "reserved" and options.executor == "aot_eager":
+        expected = "'allocated' with executor='aot_eager': eager operators are not rehearsed"
+        raise InvalidOption("count", options.count, expected)
     return options
 
 

@@ -46,7 +46,7 @@ def test_kernels_of_a_card_compile_for_it(name: str) -> None:
 
 def test_explained_as_on_the_card(caplog: pytest.LogCaptureFixture) -> None:
     """The peak is the rehearsed one; a budget is obeyed, and what is less is refused."""
-    options = {"reserve": 0}
+    options = {"reserve": 0, "count": "allocated"}
     with absent("A100"), caplog.at_level(logging.WARNING, "fxremat"):
         model, inputs = net_and_tokens()
         whole = fxremat.explain(model, *inputs, options=options)
@@ -60,6 +60,50 @@ def test_explained_as_on_the_card(caplog: pytest.LogCaptureFixture) -> None:
     assert less.time_overhead >= 0
     assert refused.value.minimum_bytes is not None
     assert refused.value.minimum_bytes <= less.predicted_peak_bytes
+
+
+def test_budgets_count_reserved_bytes() -> None:
+    """The count decides for a budget between the two peaks; the least that is named is obeyed."""
+    options = {"reserve": 0, "variants": "none", "solver": "greedy"}
+    with absent("H100"):
+        model, inputs = _layers()
+        [whole] = fxremat.explain(model, *inputs, options=options).graphs
+        assert whole.predicted_reserved_bytes is not None
+        assert whole.count == "reserved"
+        between = (whole.predicted_peak_bytes + whole.predicted_reserved_bytes) // 2
+        options["memory_budget"] = between
+        [loose] = fxremat.explain(model, *inputs, options={**options, "count": "allocated"}).graphs
+        tight = fxremat.explain(model, *inputs, options=options)
+        with pytest.raises(fxremat.InfeasibleBudget, match="without using them") as refused:
+            fxremat.explain(model, *inputs, memory_budget="1MiB", options=options)
+        least = refused.value.minimum_bytes
+        assert least is not None
+        lowest = fxremat.explain(model, *inputs, memory_budget=least, options=options)
+    assert loose.predicted_reserved_bytes is not None
+    assert loose.counted_peak_bytes <= between < loose.predicted_reserved_bytes
+    assert tight.predicted_reserved_bytes is not None
+    assert tight.predicted_peak_bytes < tight.predicted_reserved_bytes <= between
+    assert "reserved; the budget counts what is reserved" in str(tight)
+    assert lowest.predicted_reserved_bytes is not None
+    assert lowest.predicted_reserved_bytes <= least
+
+
+def _layers() -> tuple[nn.Module, list[torch.Tensor]]:
+    """Values of 6 MiB, in segments of 20."""
+    layers = [layer for _ in range(3) for layer in (nn.Linear(256, 256), nn.GELU())]
+    model = nn.Sequential(*layers, nn.Linear(256, 1), nn.Flatten(0)).to(torch.bfloat16)
+    return model, [torch.zeros(12 * 1024, 256, dtype=torch.bfloat16)]
+
+
+def test_other_allocators_are_not_modelled(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Allocated bytes are counted then; who asks for reserved ones is told."""
+    monkeypatch.setenv("PYTORCH_ALLOC_CONF", "backend:cudaMallocAsync")
+    with absent("H100"):
+        model, inputs = net_and_tokens()
+        [report] = fxremat.explain(model, *inputs).graphs
+        with pytest.raises(fxremat.InvalidOption, match="the model is of that allocator alone"):
+            fxremat.explain(model, *inputs, options={"count": "reserved"})
+    assert (report.count, report.predicted_reserved_bytes) == ("allocated", None)
 
 
 def test_budget_is_the_card_by_default() -> None:

@@ -176,6 +176,14 @@ def test_between_too_much_and_enough_the_gap_is_halved() -> None:
     assert next_target([judged(710, 1300), judged(700, 400)], AIM) is None
 
 
+def test_fragmentation_is_something_to_gain() -> None:
+    """Of a plan that meets the aim by what it reserves: another may reserve as little."""
+    over, exact = judged(900, 1200), judged(600, AIM)
+    assert next_target([over, exact], AIM) is None
+    shown = Rehearsal(700, (), (), {})
+    assert next_target([over, replace(exact, rehearsal=shown)], AIM) == 750
+
+
 def test_the_fastest_of_equals_holds_its_order_at_the_fewest_steps() -> None:
     held, loose = judged(1, 1), judged(1, 1)
     loose = replace(loose, candidate=replace(loose.candidate, held=frozenset([0])))

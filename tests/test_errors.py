@@ -29,6 +29,7 @@ ERRORS: dict[str, FxrematError] = {
             ("gelu in layers.3.mlp (model.py:41)", 1_000_000),
         ),
     ),
+    "infeasible, reserved": InfeasibleBudget(2**30, 3 * 2**29, fragmentation_bytes=2**27),
     "infeasible, minimum unknown": InfeasibleBudget(2**20, None),
     "value": InvalidOption("verify", "maybe", "1 or 0", variable="FXREMAT_VERIFY"),
     "choice": InvalidOption("solver", "gredy", "'auto' or 'greedy'", ("auto", "greedy")),

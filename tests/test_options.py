@@ -48,6 +48,9 @@ ACCEPTED = [
     ("memory_budget", None, None),
     ("reserve", 0, 0),
     ("reserve", "2GiB", 2**31),
+    ("count", "reserved", "reserved"),
+    ("count", "allocated", "allocated"),
+    ("count", None, None),
     ("executor", "aot_eager", "aot_eager"),
     ("disable_passes", ["recompute"], ("recompute",)),
     ("disable_passes", "none", ()),
@@ -88,6 +91,7 @@ REFUSED = [
     ("memory_budget", "81GiB", "at most what the device has, 80.00 GiB"),
     ("reserve", -1, "zero bytes or more"),
     ("reserve", False, "number of bytes"),
+    ("count", "freed", "one of 'reserved', 'allocated'"),
     ("executor", "inductr", "did you mean 'inductor'"),
     ("executor", None, "one of 'inductor', 'aot_eager'"),
     ("disable_passes", "recomputation", "did you mean 'recompute'"),
@@ -127,6 +131,16 @@ def test_reserve_must_leave_something_of_the_budget() -> None:
         parse(memory_budget="8GiB", reserve="8GiB")
 
 
+def test_the_cpu_reserves_nothing() -> None:
+    """Nor is reserved what eager operators take: nothing shows it before they run."""
+    with pytest.raises(InvalidOption, match="'allocated' on the CPU: no allocator there keeps"):
+        parse_options({"count": "reserved"}, device_total_bytes=None, environment={})
+    allocated = parse_options({"count": "allocated"}, device_total_bytes=None, environment={})
+    assert allocated.count == "allocated"
+    with pytest.raises(InvalidOption, match="eager operators are not rehearsed"):
+        parse(count="reserved", executor="aot_eager")
+
+
 def test_without_a_device_percentages_are_of_this_machine() -> None:
     options = parse_options({"memory_budget": "50%"}, device_total_bytes=None, environment={})
     assert options.memory_budget == machine_memory_bytes() // 2
@@ -140,6 +154,7 @@ def test_without_a_device_no_budget_is_too_large() -> None:
 ENVIRONMENT = {
     "FXREMAT_MEMORY_BUDGET": "4GiB",
     "FXREMAT_RESERVE": "1GiB",
+    "FXREMAT_COUNT": "allocated",
     "FXREMAT_EXECUTOR": "aot_eager",
     "FXREMAT_SOLVER": "greedy",
     "FXREMAT_SOLVER_TIME_LIMIT": "1.5",
@@ -158,7 +173,7 @@ ENVIRONMENT = {
 
 
 def test_every_variable_is_read() -> None:
-    given = (2**32, 2**30, "aot_eager", "greedy", 1.5, True, 3 * 2**30, 25 * 10**9, (), True)
+    given = (2**32, 2**30, "allocated", "aot_eager", "greedy", 1.5, True, 3 * 2**30, 25 * 10**9, (), True)
     read = Options(*given, ("sums", "inplace"), "energy", 1.25, "measured", False, "there")
     assert parse(ENVIRONMENT) == read
     assert set(ENVIRONMENT) == {row.variable for row in list_options() if row.variable}

@@ -402,7 +402,7 @@ def reserved(shown: Rehearsal, settings: AllocatorSettings, held_bytes: int) -> 
     """What torch's allocator reserves for two steps of what was rehearsed, one after the other.
 
     What a step leaves, as gradients, is freed before the next one. ``held_bytes`` lie beside it,
-    in one block.
+    in one block. What the allocator has taken it keeps: it never runs out.
     """
     left: dict[str, None] = {}
     step = [event for event in shown.events if not _is_resident(event)]

@@ -2,20 +2,16 @@
 
 from __future__ import annotations
 
-import logging
-import os
 from collections import Counter
 
 from torch import fx
 
-from fxremat.compiling.costs import device_of
 from fxremat.compiling.draft import Draft
-from fxremat.compiling.rehearsal import reserved
 from fxremat.compiling.request import Request
+from fxremat.compiling.searching.candidates import reserved_usage
 from fxremat.compiling.searching.search import Found
 from fxremat.core.schedule import keep_all
 from fxremat.core.timeline import replay
-from fxremat.cost.allocator import parse_settings
 from fxremat.errors import InfeasibleBudget
 from fxremat.passes.joint_graph import is_tensor
 from fxremat.passes.memory_estimation import nbytes
@@ -23,8 +19,6 @@ from fxremat.passes.variants.insertion import InsertedVariant
 from fxremat.passes.variants.table import RULES
 from fxremat.report.report import Report, Row
 from fxremat.report.where import describe
-
-log = logging.getLogger(__name__)
 
 MOST_ROWS = 20
 
@@ -35,7 +29,8 @@ def refusal_of(found: Found, request: Request) -> InfeasibleBudget | None:
         return None
     largest = tuple((row.what, row.bytes) for row in at_peak(found)[:8])
     least = found.judged.peak_bytes + request.held_bytes
-    return InfeasibleBudget(request.budget_bytes, least, largest)
+    unused = found.judged.fragmentation_bytes
+    return InfeasibleBudget(request.budget_bytes, least, largest, unused)
 
 
 def at_peak(found: Found) -> list[Row]:
@@ -72,7 +67,7 @@ def report_of(found: Found, request: Request, graph: int, seconds: dict[str, flo
         resident_bytes=problem.resident_bytes,
         keep_all_peak_bytes=replay(plain, keep_all(plain)).peak_bytes + held,
         planned_peak_bytes=plan.peak_bytes + held,
-        predicted_peak_bytes=judged.peak_bytes + held,
+        predicted_peak_bytes=judged.allocated_bytes + held,
         minimum_peak_bytes=judged.peak_bytes + held if found.over else None,
         held_bytes=held,
         time_overhead=plan.time_us / base - 1 if base else 0.0,
@@ -84,6 +79,7 @@ def report_of(found: Found, request: Request, graph: int, seconds: dict[str, flo
         at_peak=tuple(at_peak(found)[:MOST_ROWS]),
         timeline=_live_bytes(found),
         predicted_reserved_bytes=_reserved(found, request),
+        count=request.count,
         order=judged.candidate.order,
         plan=plan,
         rehearsals=found.judged_candidates if judged.rehearsal is not None else 0,
@@ -93,22 +89,10 @@ def report_of(found: Found, request: Request, graph: int, seconds: dict[str, flo
 
 
 def _reserved(found: Found, request: Request) -> int | None:
-    """Bytes that the allocator takes from the device, under the settings of the environment."""
-    shown, graph = found.judged.rehearsal, found.judged.draft.joint.module.graph
-    if shown is None or not shown.events or device_of(graph).type != "cuda":
-        return None
-    try:
-        settings = parse_settings(allocator_settings())
-    except ValueError as error:  # another allocator, which the model does not know
-        log.info("reserved memory is not predicted: %s", error)
-        return None
-    return reserved(shown, settings, request.held_bytes).peak_reserved_bytes
-
-
-def allocator_settings() -> str:
-    """As torch reads them: the newer name of the variable first."""
-    names = ("PYTORCH_ALLOC_CONF", "PYTORCH_CUDA_ALLOC_CONF")
-    return next((os.environ[name] for name in names if name in os.environ), "")
+    """Bytes that the allocator takes from the device."""
+    shown = found.judged.rehearsal
+    usage = reserved_usage(shown, request) if shown is not None else None
+    return None if usage is None else usage.peak_reserved_bytes
 
 
 def _saved(draft: Draft) -> tuple[Row, ...]:

@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import logging
+import os
 from collections.abc import Sequence
 from dataclasses import dataclass
 from typing import Any, Literal
@@ -12,6 +14,7 @@ from torch import fx
 from fxremat import compat
 from fxremat.compiling.session import Ledger
 from fxremat.core.problem import COPY_LATENCY_US, Copies
+from fxremat.cost.allocator import AllocatorSettings, parse_settings
 from fxremat.cost.cards import Card
 from fxremat.cost.cuda_scratch import cublas_bytes
 from fxremat.cost.device import device_spec
@@ -20,6 +23,8 @@ from fxremat.options import Options, machine_memory_bytes
 from fxremat.passes.memory_estimation import nbytes
 from fxremat.runtime import measure_copy_speed
 from fxremat.runtime.gradients import accumulation
+
+log = logging.getLogger(__name__)
 
 BUDGET_MARGIN, BUDGET_STEPS = 0.03, 64
 """Of a budget that nobody asked for: what is left to others, and to how many parts of the device's
@@ -37,7 +42,8 @@ class Request:
     are names of rules (None: all), ``disabled`` names of passes that are left out
     (`fxremat.option_values.PASSES`), ``accumulated`` the arguments of the graph whose gradients
     are added to their ``grad`` in the backward. ``card`` is the name of one that is planned for
-    although it is not here; None: what is here.
+    although it is not here; None: what is here. ``allocator`` is how torch's allocator is set; None
+    where the device has none, or one that is not modelled. ``count`` is what the budget counts.
     """
 
     budget_bytes: int | None = None
@@ -56,6 +62,8 @@ class Request:
     disabled: tuple[str, ...] = ()
     accumulated: tuple[int, ...] = ()
     card: str | None = None
+    allocator: AllocatorSettings | None = None
+    count: Literal["allocated", "reserved"] = "allocated"
 
     @property
     def own_budget(self) -> int | None:
@@ -97,6 +105,7 @@ def request_for(
     """
     card = absent_card()
     device = device_of_inputs(inputs) if card is None else compat.CUDA
+    allocator = _allocator(options, device)
     budget = _budget(options, device, card)
     held = _held_bytes(options, device, inputs, card, ledger, place)
     more = compat.ends_in_graph_break(gm) or compat.splits_for_ddp()
@@ -118,7 +127,39 @@ def request_for(
         disabled=options.disable_passes,
         accumulated=tuple(i for i, x in enumerate(inputs) if accumulation.will_be_added(x)),
         card=None if card is None else card.name,
+        allocator=allocator,
+        count=_count(options, allocator),
     )
+
+
+def _allocator(options: Options, device: torch.device) -> AllocatorSettings | None:
+    """The settings of the environment; None for an allocator that is not modelled.
+
+    Raises `InvalidOption` where its reserved bytes are asked for.
+    """
+    if device.type != "cuda":
+        return None
+    try:
+        return parse_settings(_settings_text())
+    except ValueError as error:
+        if options.count == "reserved":
+            raise
+        log.warning("reserved memory is not known, the budget counts allocated bytes: %s", error)
+        return None
+
+
+def _settings_text() -> str:
+    """As torch reads them: the newer name of the variable first."""
+    names = ("PYTORCH_ALLOC_CONF", "PYTORCH_CUDA_ALLOC_CONF")
+    return next((os.environ[name] for name in names if name in os.environ), "")
+
+
+def _count(
+    options: Options, allocator: AllocatorSettings | None
+) -> Literal["allocated", "reserved"]:
+    """Reserved bytes where they are known, unless it is asked otherwise."""
+    known = allocator is not None and options.executor == "inductor"
+    return "reserved" if known and options.count != "allocated" else "allocated"
 
 
 def _op_times(options: Options) -> Literal["roofline", "measured"]:

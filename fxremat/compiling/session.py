@@ -65,7 +65,7 @@ class Ledger:
 
     def record(self, frame: int, report: Report, compilation: int | None = None) -> None:
         """Add the peak of a graph to those of its compilation; outside of one, keep the largest."""
-        own = report.predicted_peak_bytes - report.held_bytes
+        own = report.counted_peak_bytes - report.held_bytes
         peaks = self.peaks.setdefault(frame, {})
         known = peaks.get(compilation, 0)
         peaks[compilation] = max(own, known) if compilation is None else own + known

@@ -19,7 +19,7 @@ from fxremat.compiling.draft import Draft
 from fxremat.compiling.pipeline import AS_TORCH, DONATE, PLAN, PREPARE, Runner
 from fxremat.compiling.rehearsal import Scene, written
 from fxremat.compiling.request import Request
-from fxremat.compiling.searching.candidates import Judge
+from fxremat.compiling.searching.candidates import Judge, counted_bytes
 from fxremat.compiling.searching.planning import Planning
 from fxremat.compiling.searching.search import Found, Search
 from fxremat.compiling.searching.torch_plan import plan_of_torch
@@ -32,7 +32,7 @@ Sizes = Mapping[str, int]
 
 @dataclass(frozen=True)
 class Taken:
-    """What a step takes: peak bytes of the graph, and the planned time of its kernels."""
+    """What a step takes: the graph's peak in what the budget counts, and its planned time."""
 
     peak_bytes: int
     time_us: float
@@ -84,7 +84,7 @@ class SymbolicStep:
             plan = plan_of_torch(replace(estimated, halves=cut.halves))
             with self.times.stage("rehearse"):
                 shown = scene.run(self.costs.device.type, self.costs.workspaces.of_call)
-        return Taken(shown.peak_bytes, plan.time_us)
+        return Taken(counted_bytes(shown, self.costs.request), plan.time_us)
 
     def with_numbers(self, sizes: Sizes) -> SymbolicStep:
         """The same step with its sizes as numbers, which variants need."""
@@ -99,8 +99,12 @@ class SymbolicStep:
         return replace(made, times=self.times)
 
     def planned(self, sizes: Sizes, budget_bytes: int) -> Found:
-        """The best plan found for these sizes and bytes; ``over`` where none was within them."""
-        request = replace(self.costs.request, budget_bytes=budget_bytes, held_bytes=0)
+        """The best plan found for these sizes, and bytes of the graph alone.
+
+        ``over`` where none was within them.
+        """
+        asked = self.costs.request
+        request = replace(asked, budget_bytes=budget_bytes + asked.held_bytes)
         runner = self._runner(request)
         with self.at(sizes):
             planning = Planning(request, self.times)

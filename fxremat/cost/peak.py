@@ -2,8 +2,9 @@
 
 On CPU it is the running maximum of the profiler's memory events, on top of the bytes of what the
 caller says it holds; memory inside libraries that do not use torch's allocator is not seen. On
-CUDA it is ``max_memory_allocated``: absolute, in the allocator's blocks of 512 bytes. Run the
-function once or twice before, so that compiling and tuning are not measured.
+CUDA it is ``max_memory_allocated``: absolute, in the allocator's blocks of 512 bytes. What is
+reserved there besides counts what was cached before. Run the function once or twice before, so that
+compiling and tuning are not measured.
 
 Tensors in host memory, such as weights that `fxremat.offload` moved there, are on no device: they
 do not count, even where the CPU is the device and both look alike.
@@ -28,12 +29,16 @@ DeviceLike = torch.device | str | None
 
 @dataclass(frozen=True)
 class MeasuredPeak:
-    """Bytes at the start, at most while running, and the difference."""
+    """Bytes at the start, at most while running, and the difference.
+
+    ``reserved_bytes`` is the most that CUDA's allocator held of the device; None elsewhere.
+    """
 
     peak_bytes: int
     start_bytes: int
     above_start_bytes: int
     device: str
+    reserved_bytes: int | None = None
 
 
 def measure_peak(
@@ -51,7 +56,8 @@ def measure_peak(
     start = held_bytes(held, device=where)  # before fn adds gradients to it
     seen, above = _measure(fn, where)
     start = start if seen is None else seen
-    return MeasuredPeak(start + above, start, above, str(where))
+    reserved = torch.cuda.max_memory_reserved(where) if where.type == "cuda" else None
+    return MeasuredPeak(start + above, start, above, str(where), reserved)
 
 
 def measure_call(fn: Callable[[], object], device: torch.device) -> int:

@@ -26,11 +26,11 @@ class Report:
     """What was decided for one graph. Peaks are bytes in all, resident ones included.
 
     ``predicted_peak_bytes`` is the peak of Inductor's own kernels where they were rehearsed, else
-    that of the planned graph. ``predicted_reserved_bytes`` is what a model of torch's allocator
-    reserves for two steps on CUDA; None elsewhere. ``minimum_peak_bytes`` is the least budget that
-    can be met, as the error names it; None where it was not looked for
-    (`Explanation.minimum_peak_bytes` looks). ``order`` says who orders what runs: Inductor, the
-    plan, or torch's own partition.
+    that of the planned graph; it is in allocated bytes. ``predicted_reserved_bytes`` is what a
+    model of torch's allocator reserves for two steps on CUDA; None elsewhere. ``count`` says which
+    of the two the budget counts. ``minimum_peak_bytes`` is the least budget that can be met, as the
+    error names it; None where it was not looked for (`Explanation.minimum_peak_bytes` looks).
+    ``order`` says who orders what runs: Inductor, the plan, or torch's own partition.
     ``time_overhead`` is the added time over the keep-all schedule's, as a fraction. ``timeline`` is
     bytes live per step. ``moved`` are the values that go to host memory, and how often each comes
     back. ``variants`` are the variants taken, with the bytes of what they stand in for; overhead
@@ -56,12 +56,26 @@ class Report:
     plan: Plan
     rehearsals: int
     predicted_reserved_bytes: int | None = None
+    count: str = "allocated"
     order: str = "inductor"
     moved: tuple[Row, ...] = ()
     variants: tuple[Row, ...] = ()
     host_peak_bytes: int = 0
     seconds: dict[str, float] = field(default_factory=dict)
     from_cache: bool = False
+
+    @property
+    def counted_peak_bytes(self) -> int:
+        """The peak that is compared with the budget."""
+        if self.count == "reserved" and self.predicted_reserved_bytes is not None:
+            return self.predicted_reserved_bytes
+        return self.predicted_peak_bytes
+
+    @property
+    def fragmentation_bytes(self) -> int:
+        """What the allocator reserves beyond the peak of what is allocated."""
+        reserved = self.predicted_reserved_bytes
+        return 0 if reserved is None else reserved - self.predicted_peak_bytes
 
     @property
     def saved_bytes(self) -> int:
@@ -88,6 +102,8 @@ class Report:
         budget = "no budget" if self.budget_bytes is None else format_bytes(self.budget_bytes)
         runs = sum(row.times for row in self.recomputed)
         peak = format_bytes(self.predicted_peak_bytes)
+        if self.counted_peak_bytes != self.predicted_peak_bytes:
+            peak += f" ({format_bytes(self.counted_peak_bytes)} reserved)"
         moved = f"{len(self.moved)} moved ({format_bytes(self.moved_bytes)}) | "
         moved = moved if self.moved else ""
         taken = f"{len(self.variants)} variants | " if self.variants else ""
@@ -102,10 +118,9 @@ class Report:
     def __str__(self) -> str:
         resident, saved = format_bytes(self.resident_bytes), format_bytes(self.saved_bytes)
         lines = [self.summary(), f"  resident {resident}, saved {saved}"]
-        if self.predicted_reserved_bytes is not None:
-            lines[-1] += f", reserved {format_bytes(self.predicted_reserved_bytes)}"
         if self.minimum_peak_bytes is not None:
             lines[-1] += f", least peak {format_bytes(self.minimum_peak_bytes)}"
+        lines += self._of_the_allocator()
         lines += _table("largest at the peak", self.at_peak)
         lines += _table("saved for the backward", self.saved)
         lines += _table("recomputed in the backward", self.recomputed)
@@ -113,6 +128,19 @@ class Report:
         lines += _table("operator variants taken", self.variants)
         stages = ", ".join(f"{name} {value:.2f}" for name, value in self.seconds.items())
         return "\n".join([*lines, f"  seconds: {stages}"])
+
+    def _of_the_allocator(self) -> list[str]:
+        """What it reserves, and what the budget counts; nothing where that is the same."""
+        if self.predicted_reserved_bytes is None:
+            return []
+        allocated, reserved, unused = map(
+            format_bytes,
+            (self.predicted_peak_bytes, self.predicted_reserved_bytes, self.fragmentation_bytes),
+        )
+        return [
+            f"  peak: {allocated} allocated + {unused} fragmentation = {reserved} reserved; "
+            f"the budget counts what is {self.count}"
+        ]
 
 
 def _table(title: str, rows: tuple[Row, ...], limit: int = 10) -> list[str]:

@@ -36,9 +36,10 @@ Compiled = Callable[..., Any]
 class Promise:
     """What was promised of one compiled graph; all but the first two are bytes.
 
-    ``peak_bytes`` is the peak predicted for the graph by itself, its inputs included. Besides,
-    ``held_bytes`` of the budget are held by what the graph does not see, of which
-    ``reserve_bytes`` are no saved tensors. Each forward keeps ``saved_bytes`` for its backward.
+    ``peak_bytes`` is the peak predicted for the graph by itself, with its inputs, and with
+    fragmentation where the budget counts reserved bytes. Besides, ``held_bytes`` of the budget are
+    held by what the graph does not see, of which ``reserve_bytes`` are no saved tensors. Each
+    forward keeps ``saved_bytes`` for its backward.
     """
 
     graph: str
@@ -107,7 +108,10 @@ class _SharedBudget:
 
 
 def _beside(promise: Promise, held: int, own: int) -> int:
-    """Bytes on the device beside those of the graph; CUDA's allocator knows all of them."""
+    """Bytes on the device beside those of the graph; CUDA's allocator knows all of them.
+
+    Those allocated: what it has reserved for the graph itself is there from the first step on.
+    """
     if promise.device.type == "cuda":
         return torch.cuda.memory_allocated(promise.device) - own
     return held + promise.reserve_bytes

@@ -24,13 +24,15 @@ from typing import Any, Literal
 from fxremat import compat
 from fxremat.compiling.draft import Draft, Learnt
 from fxremat.compiling.pipeline import APPLY, BEGIN, Runner
-from fxremat.compiling.rehearsal import Rehearsal
+from fxremat.compiling.rehearsal import Rehearsal, reserved
 from fxremat.compiling.rehearsal_cache import rehearse_once
+from fxremat.compiling.request import Request
 from fxremat.compiling.searching.tuning import NEAR_PEAK, OF_SMALL
 from fxremat.core.plan import Plan
 from fxremat.core.problem import Op, Problem
 from fxremat.core.schedule import Step
 from fxremat.core.timeline import replay
+from fxremat.cost.allocator import Usage
 from fxremat.passes.halves import original
 
 log = logging.getLogger(__name__)
@@ -101,7 +103,7 @@ def _runs_again(steps: Sequence[Step]) -> Iterator[tuple[int, str]]:
 class Judged:
     """A candidate with its halves made, and the peak that they really have.
 
-    Without a ``rehearsal`` the peak is the plan's.
+    The peak is in the bytes that the budget counts. Without a ``rehearsal`` it is the plan's.
     """
 
     candidate: Candidate
@@ -113,6 +115,16 @@ class Judged:
     def plan(self) -> Plan:
         """The candidate's plan."""
         return self.candidate.plan
+
+    @property
+    def allocated_bytes(self) -> int:
+        """The peak in allocated bytes."""
+        return self.peak_bytes if self.rehearsal is None else self.rehearsal.peak_bytes
+
+    @property
+    def fragmentation_bytes(self) -> int:
+        """What the budget counts beyond allocated bytes; plans know nothing of it."""
+        return self.peak_bytes - self.allocated_bytes
 
     @property
     def runs_again(self) -> bool:
@@ -154,6 +166,19 @@ def _most_live(problem: Problem, steps: Sequence[Step]) -> dict[str, int]:
     return most
 
 
+def counted_bytes(shown: Rehearsal, request: Request) -> int:
+    """The peak of a rehearsal in the bytes that the budget counts, beside what is held."""
+    usage = reserved_usage(shown, request) if request.count == "reserved" else None
+    return shown.peak_bytes if usage is None else usage.peak_reserved_bytes - request.held_bytes
+
+
+def reserved_usage(shown: Rehearsal, request: Request) -> Usage | None:
+    """What the allocator of the request takes for a rehearsal; None where that is not known."""
+    if request.allocator is None or not shown.events:
+        return None
+    return reserved(shown, request.allocator, request.held_bytes)
+
+
 @dataclass(frozen=True)
 class Judge:
     """Makes and rehearses candidates, each only once.
@@ -178,7 +203,7 @@ class Judge:
         if request.compiled and request.aim is not None:
             likely = candidate.plan.peak_bytes <= request.aim
             shown = self._rehearse(draft, begin=likely and not self.plan_only)
-        peak = candidate.plan.peak_bytes if shown is None else shown.peak_bytes
+        peak = candidate.plan.peak_bytes if shown is None else counted_bytes(shown, request)
         judged = self.seen[candidate.key] = Judged(candidate, draft, peak, shown)
         log.debug(
             "candidate %d: %d variants, %d runs again, order of %s: planned %d bytes, takes %d",

@@ -1,9 +1,9 @@
 """What to try for one graph: plans under a number of bytes, or plans of least peak.
 
 Both are generators: they propose a candidate, are sent what the judge says of it, and propose the
-next. The planner's peak and the real one differ, so the planner's target moves by as much as the
-real peak missed the aim, by more where it hardly followed the last move, and is halved in where
-that has been tried before.
+next. The planner's peak and the real one differ, where the aim is in reserved bytes by
+fragmentation too. So the planner's target moves by as much as the real peak missed the aim, by more
+where it hardly followed the last move, and is halved in where that has been tried before.
 """
 
 from __future__ import annotations
@@ -50,7 +50,7 @@ def under(draft: Draft, aim: int, planning: Planning) -> Proposals:
         return
     problem = loose.learnt().told(problem)
     loose = _by_what_was_learnt(problem, loose)
-    disorder = max(0, loose.peak_bytes - loose.plan.peak_bytes)
+    disorder = max(0, loose.allocated_bytes - loose.plan.peak_bytes)
     near = min(plan.peak_bytes, (1 - CLOSE_ENOUGH) * aim) <= loose.plan.peak_bytes <= aim
     first = loose.plan if near else planning.solve(problem, aim)
     fits = loose if loose.peak_bytes <= aim else None
@@ -59,18 +59,18 @@ def under(draft: Draft, aim: int, planning: Planning) -> Proposals:
         return
     if fits is not None and first.steps != plan.steps:
         loose = yield Candidate.near_peak(draft, first, aim)
-    learnt = loose.learnt_above(aim)
+    learnt = loose.learnt_above(_for_plans(aim, loose))
     tried = {plan.steps, first.steps} if fits is not None else {plan.steps}
     for _ in range(MADE_ANEW):
         if loose.peak_bytes <= aim:
             break
-        told = learnt.told(draft.estimate.problem)
-        anew = planning.solve(told, aim)
-        if anew.peak_bytes > aim or anew.steps in tried:
+        told, target = learnt.told(draft.estimate.problem), _for_plans(aim, loose)
+        anew = planning.solve(told, target)
+        if anew.peak_bytes > target or anew.steps in tried:
             break
         tried.add(anew.steps)
-        loose = yield Candidate.near_peak(draft, anew, aim)
-        learnt = Learnt.of_all((learnt, loose.learnt_above(aim)))
+        loose = yield Candidate.near_peak(draft, anew, target)
+        learnt = Learnt.of_all((learnt, loose.learnt_above(_for_plans(aim, loose))))
     if loose.peak_bytes <= aim:
         told = learnt.told(draft.estimate.problem)
         yield from _closer(draft, [loose], aim, planning, told)
@@ -84,7 +84,12 @@ def under(draft: Draft, aim: int, planning: Planning) -> Proposals:
     yield from _closer(draft, history, aim, planning, problem, fits)
     best = fastest(each for each in history if each.peak_bytes <= aim)
     if best is not None and best.peak_bytes + disorder // 2 <= aim:
-        yield Candidate.near_peak(draft, best.plan, aim)
+        yield Candidate.near_peak(draft, best.plan, _for_plans(aim, best))
+
+
+def _for_plans(aim: int, seen: Judged) -> int:
+    """What plans may allocate, if they leave as much unused as what was seen."""
+    return max(0, aim - seen.fragmentation_bytes)
 
 
 def may_fit(problem: Problem, aim: int, planning: Planning) -> bool:
@@ -131,7 +136,7 @@ def _closer(
         if plan.steps in tried or (best is not None and not _is_seen(best.plan, plan, tries)):
             return
         tried.add(plan.steps)
-        near = Candidate.near_peak(draft, plan, aim)
+        near = Candidate.near_peak(draft, plan, _for_plans(aim, history[-1]))
         history.append((yield Candidate.planned(draft, plan) if everywhere else near))
 
 
@@ -151,12 +156,16 @@ def _is_seen(plan: Plan, better: Plan, tries: int = 1) -> bool:
 
 
 def next_target(history: Sequence[Judged], aim: int) -> int | None:
-    """The peak to plan for next; None where there is nothing left to gain."""
+    """The peak to plan for next; None where there is nothing left to gain.
+
+    Plans that allocate more may reserve as little: fragmentation is something to gain.
+    """
     last = history[-1]
     miss = last.peak_bytes - aim
-    if miss <= 0 and (-miss <= CLOSE_ENOUGH * aim or not last.runs_again):
+    left = last.fragmentation_bytes - miss
+    if miss <= 0 and (left <= CLOSE_ENOUGH * aim or not last.runs_again):
         return None
-    target = last.plan.peak_bytes - _step_down(history, miss, aim)
+    target = max(0, last.plan.peak_bytes - _step_down(history, miss, aim))
     best = fastest(each for each in history if each.peak_bytes <= aim)
     over = [each.plan.peak_bytes for each in history if each.peak_bytes > aim]
     if best is None or not over:
