@@ -16,6 +16,7 @@ counted. cuBLAS has one workspace for all its calls: `cublas_bytes`.
 from __future__ import annotations
 
 from collections.abc import Callable, Mapping
+from functools import cache
 from typing import Any
 
 import torch
@@ -37,6 +38,14 @@ def cublas_bytes(capability: tuple[int, int]) -> int:
     (`aten/src/ATen/cuda/CublasHandlePool.cpp`).
     """
     return 32 * 2**20 if capability >= (9, 0) else 4096 * 1024 * 2 + 16 * 8 * 1024
+
+
+@cache
+def allocate_cublas(device: torch.device) -> None:
+    """Have both workspaces allocated: whoever counts what is allocated from now on sees them."""
+    with compat.outside_fake_mode(), torch.inference_mode(False), torch.enable_grad():
+        small = torch.ones(2, 2, device=device, requires_grad=True)
+        torch.autograd.grad((small @ small).sum(), small)
 
 
 def _up(size: int, multiple: int) -> int:
