@@ -24,7 +24,7 @@ from torch import fx
 
 from fxremat import compat
 from fxremat.cost.workspaces import declared
-from fxremat.runtime import kernels
+from fxremat.runtime import kernels, quantised
 
 _ATEN = torch.ops.aten
 _FLOAT = 4
@@ -75,6 +75,12 @@ def _index_put(target: Any, indices: Any, *_: Any, **__: Any) -> int:
     return 5 * count * _INDEX
 
 
+def _in_pieces(x: Any, *_: Any, **__: Any) -> int:
+    """At most, of the operators that encode floats piece by piece."""
+    count = min(compat.size_bound(x.numel()), quantised.CHUNK_ON_GPU)
+    return count * quantised.BYTES_PER_ELEMENT
+
+
 FORMULAS: Mapping[Any, Callable[..., int]] = {
     _ATEN._scaled_dot_product_flash_attention_backward.default: _flash_backward,
     _ATEN._scaled_dot_product_cudnn_attention_backward.default: _flash_backward,
@@ -83,6 +89,8 @@ FORMULAS: Mapping[Any, Callable[..., int]] = {
     _ATEN.index_put_.default: _index_put,
     _ATEN._unsafe_index_put.default: _index_put,
     _ATEN._index_put_impl_.default: _index_put,
+    quantised.quantised: _in_pieces,
+    quantised.as_fp8: _in_pieces,
 }
 """Bytes of scratch memory by operator, of its arguments; tensors may be fake."""
 
