@@ -24,7 +24,7 @@ from fxremat.options import Options, disabled, parse_options
 from fxremat.passes.held_order import Fence, WriteResults
 from fxremat.report.files import prepare_folder, write_report
 from fxremat.report.report import Report
-from fxremat.runtime import in_flight
+from fxremat.runtime import in_flight, is_host
 from fxremat.runtime.in_flight import Promise, watch_in_flight
 from fxremat.version import build
 
@@ -53,7 +53,9 @@ def _key(gm: fx.GraphModule, inputs: Sequence[Any], partitioner: Partitioner) ->
     return session.digest(gm.code, shapes, gradients, partitioner.uuid(), torch.__version__)
 
 
-def patches_for(options: Options, request: Request, mode: str | None = None) -> dict[str, Any]:
+def patches_for(
+    options: Options, request: Request, mode: str | None = None, inputs: Sequence[Any] = ()
+) -> dict[str, Any]:
     """Inductor's configuration: the user's, with our ordering passes."""
     user = compat.inductor_patches(mode, options.inductor_options())
 
@@ -62,7 +64,8 @@ def patches_for(options: Options, request: Request, mode: str | None = None) -> 
 
     # Reusing a buffer holds it from its last use to its next: the peak would exceed the plan's.
     exact = {} if request.budget_bytes is None else {"allow_buffer_reuse": False}
-    if options.offload and user.get(compat.CUDAGRAPHS):
+    moves = options.offload or any(isinstance(x, torch.Tensor) and is_host(x) for x in inputs)
+    if moves and theirs(compat.CUDAGRAPHS):
         log.warning("cudagraphs are off: a graph that moves values to host memory has none")
         user = {**user, compat.CUDAGRAPHS: False}
     return {
@@ -75,9 +78,11 @@ def patches_for(options: Options, request: Request, mode: str | None = None) -> 
     }
 
 
-def _patches(options: Options, partitioner: Partitioner, mode: str | None) -> dict[str, Any]:
+def _patches(
+    options: Options, partitioner: Partitioner, mode: str | None, inputs: Sequence[Any]
+) -> dict[str, Any]:
     """The same with our partitioner."""
-    patches = patches_for(options, partitioner.request, mode)
+    patches = patches_for(options, partitioner.request, mode, inputs)
     return {**patches, compat.PARTITIONER: partitioner}
 
 
@@ -89,7 +94,7 @@ def _compile(
         return compat.compile_with_aot_eager(gm, inputs, partitioner)
     if device_of_inputs(inputs).type == "cpu":
         compat.look_for_vectors()  # while the graph is traced
-    return compat.compile_with_inductor(gm, inputs, _patches(options, partitioner, mode))
+    return compat.compile_with_inductor(gm, inputs, _patches(options, partitioner, mode, inputs))
 
 
 @contextmanager
@@ -181,7 +186,8 @@ def plan_only(
         if parsed.executor == "aot_eager":
             compiled = compat.compile_with_aot_eager(gm, example_inputs, partitioner)
         else:
-            compiled = traced(gm, example_inputs, _patches(parsed, partitioner, None), partitioner)
+            patches = _patches(parsed, partitioner, None, example_inputs)
+            compiled = traced(gm, example_inputs, patches, partitioner)
     if current.report is not None:
         frame, compilation = place
         ledger.record(frame, current.report, compilation)

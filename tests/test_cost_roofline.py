@@ -90,6 +90,25 @@ def test_a_card_is_known_by_the_words_of_its_name(card: str, name: str) -> None:
     assert spec_of_card(card).name == name
 
 
+def test_convolutions_in_float32_are_computed_in_tf32_where_there_is_such() -> None:
+    spec = {one.name: one for one in GPUS}
+    for card, dtype, half in [("A100", torch.float32, True), ("V100", torch.float32, False),
+                              ("A100", torch.float64, False)]:  # fmt: skip
+        rate = spec[card].flops(dtype, is_convolution=True)
+        assert rate == (spec[card].flops(torch.float16) / 2 if half else spec[card].flops(dtype))
+    image, weight = torch.empty(8, 64, 32, 32), torch.empty(64, 64, 3, 3)
+    node = call(ATEN.convolution.default, image, weight, None, [1, 1], [1, 1], [1, 1], False,
+                [0, 0], 1)  # fmt: skip
+    us = roofline_us([node], 0, torch.float32, spec["A100"], size) - spec["A100"].launch_us
+    assert us == pytest.approx(1e6 * flops_of(node, size) / (0.65 * 156e12))
+
+
+def test_kernels_reach_a_part_of_the_peak_rate_of_a_gpu() -> None:
+    for spec in GPUS:
+        assert spec.flops(torch.float16) == 0.65 * spec.flops_16bit
+    assert CPU.flops(torch.float32) == CPU.flops_fp32
+
+
 def test_device_specs() -> None:
     assert device_spec(HOST) is CPU
     assert device_spec(torch.device("meta")).name == "gpu"

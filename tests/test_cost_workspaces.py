@@ -124,7 +124,9 @@ def test_a_call_that_raises_counts_nothing_and_is_told_once(
     caplog: pytest.LogCaptureFixture,
 ) -> None:
     for _ in range(2):
-        assert Workspaces(HOST).of_call(CONV_BACKWARD, (X, X), {}) == 0
+        spaces = Workspaces(HOST)
+        assert spaces.of_call(CONV_BACKWARD, (X, X), {}) == 0
+        assert spaces.refused == 1
     (line,) = caplog.messages
     assert "convolution_backward" in line
     assert "TypeError" in line or "RuntimeError" in line
@@ -188,7 +190,9 @@ def test_a_call_that_never_has_room_is_told(
 ) -> None:
     no_room_above(0, torch.OutOfMemoryError(), monkeypatch)
     for _ in range(2):
-        assert Workspaces(HOST).of_call(CONV_BACKWARD, batch_of(32), {}) == 0
+        spaces = Workspaces(HOST)
+        assert spaces.of_call(CONV_BACKWARD, batch_of(32), {}) == 0
+        assert spaces.refused == 1
     (line,) = caplog.messages
     assert "convolution_backward" in line
     assert "`reserve`" in line

@@ -18,6 +18,7 @@ from fxremat.compiling.pipeline import prepare
 from fxremat.cost.peak import measure_peak
 from fxremat.passes.joint_graph import JointGraph
 from fxremat.passes.variants import insertion
+from fxremat.passes.variants.attention import kernels
 from fxremat.passes.variants.attention.fused import RULES
 from tests.attentions import (
     ALONE,
@@ -281,3 +282,28 @@ def test_the_whole_way() -> None:
     assert any("fused_attention" in row for row in rows)
     model.zero_grad()
     assert measure_peak(lambda: call(x).backward(), held=(model, x)).peak_bytes <= budget
+
+
+@pytest.mark.parametrize(
+    ("capability", "width", "is_taken"),
+    [
+        ((8, 0), 256, True),
+        ((9, 0), 208, True),
+        ((8, 9), 192, True),
+        ((8, 9), 208, False),
+        ((8, 6), 224, False),
+        ((12, 0), 200, False),
+        ((8, 9), 256, True),
+        ((9, 0), 264, False),
+        ((7, 5), 64, False),
+    ],
+)
+def test_widths_that_flash_attention_takes(
+    capability: tuple[int, int], width: int, is_taken: bool, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Where it trains: there is no backward for some of them on cards with little shared memory."""
+    monkeypatch.setattr(kernels, "_capability", lambda: capability)
+    node = fx.Graph().placeholder("x")
+    node.meta["val"] = torch.empty(1, 2, 8, width, dtype=torch.bfloat16, device="meta")
+    given = kernels.Inputs(node, node, node, None, is_causal=False, scale=1.0)
+    assert kernels.FlashOnCuda().takes(given) is is_taken

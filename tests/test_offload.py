@@ -28,6 +28,7 @@ from fxremat.options import parse_options
 from fxremat.passes.memory_estimation import TANGENTS
 from fxremat.passes.offload import is_move
 from fxremat.planner.moves.transfers import Fetch, Item, place
+from fxremat.runtime import host_copy
 from tests import nets
 from tests.examples import examples
 from tests.graphs import (
@@ -249,11 +250,14 @@ def test_without_bandwidth_the_plan_is_the_one_without() -> None:
     assert plain.plan.steps == other.plan.steps
 
 
-def test_cudagraphs_are_off_with_a_message(caplog: pytest.LogCaptureFixture) -> None:
-    options = parse_options({"offload": True}, device_total_bytes=None)
+@pytest.mark.parametrize("what", ["activations", "weights"])
+def test_cudagraphs_are_off_with_a_message(what: str, caplog: pytest.LogCaptureFixture) -> None:
+    options = parse_options({"offload": what == "activations"}, device_total_bytes=None)
+    x = torch.zeros(4)
+    inputs = [host_copy(x, x.device) if what == "weights" else x]
     request = Request()
     with caplog.at_level(logging.WARNING):
-        patches = _patches(options, Partitioner(request, "0"), "reduce-overhead")
+        patches = _patches(options, Partitioner(request, "0"), "reduce-overhead", inputs)
     assert patches[compat.CUDAGRAPHS] is False
     assert "cudagraphs are off" in caplog.text
 

@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+from collections.abc import Iterator
+
 import pytest
 import torch
 from hypothesis import given
@@ -208,3 +210,24 @@ def test_a_product_of_sketches_is_unbiased() -> None:
     spread = float(every.sub(x.t() @ y).square().sum((1, 2)).mean())
     stated = float(x.square().sum() * y.square().sum()) / 10
     assert 0.7 * stated < spread < 1.5 * stated
+
+
+@pytest.mark.parametrize("encode", ["quantised", "as_fp8"])
+def test_pieces_are_large_on_a_gpu(encode: str, monkeypatch: pytest.MonkeyPatch) -> None:
+    """There a small one takes less time than the launch of a kernel."""
+    seen: list[tuple[int, int]] = []
+
+    def noted(total: int, size: int) -> Iterator[tuple[int, int]]:
+        for piece in quantised_pieces(total, size):
+            seen.append(piece)
+            yield piece
+
+    quantised_pieces = quantised.pieces
+    monkeypatch.setattr(quantised, "pieces", noted)
+    x = torch.empty(2 * quantised.CHUNK_ON_GPU, device="meta")
+    if encode == "quantised":
+        quantised._quantised(x, 4, 1)
+    else:
+        quantised._as_fp8(x)
+    assert len(seen) == 2
+    assert quantised.chunk_on(torch.device("cpu")) == quantised.CHUNK

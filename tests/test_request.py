@@ -3,18 +3,22 @@
 from __future__ import annotations
 
 from collections.abc import Callable
+from types import SimpleNamespace
 from typing import Any
 
 import pytest
 import torch
+from torch.utils._python_dispatch import TorchDispatchMode
 
 from fxremat.compiling import request
 from fxremat.compiling.session import Ledger
+from fxremat.cost.cuda_scratch import allocate_cublas
 from fxremat.options import Options, parse_options
+from fxremat.runtime.host_memory import is_on
 from fxremat.sizes import GIB, MIB
 
 GPU = torch.device("cuda", 0)
-TOTAL = 80 * GIB
+TOTAL, CACHE = 80 * GIB, 1000
 Card = Callable[..., None]
 
 
@@ -28,6 +32,9 @@ def card(monkeypatch: pytest.MonkeyPatch) -> Card:
 
     def say(allocated: int = 0, idle: int = 0, free: int = TOTAL, fraction: float = 1.0) -> None:
         cuda: Any = torch.cuda
+        monkeypatch.setattr(request, "allocate_cublas", lambda device: None)
+        properties = SimpleNamespace(L2_cache_size=CACHE)
+        monkeypatch.setattr(cuda, "get_device_properties", lambda device: properties)
         monkeypatch.setattr(cuda, "memory_allocated", lambda device: allocated)
         monkeypatch.setattr(cuda, "memory_reserved", lambda device: allocated + idle)
         monkeypatch.setattr(cuda, "mem_get_info", lambda device: (free, TOTAL))
@@ -85,8 +92,46 @@ def test_of_a_slice_the_rest_is_held(card: Card, monkeypatch: pytest.MonkeyPatch
 def test_tensors_of_the_first_graph_are_not_held_twice(card: Card) -> None:
     ledger = Ledger()
     card(allocated=100)
-    assert request._held_bytes(options(), GPU, [], None, ledger, (0, 0)) == 100
+    assert request._held_bytes(options(), GPU, [], None, ledger, (0, 0)) == 100 + CACHE
     ledger.peaks[0] = {0: 40}
     card(allocated=130)
-    assert request._held_bytes(options(), GPU, [], None, ledger, (1, 0)) == 140
+    assert request._held_bytes(options(), GPU, [], None, ledger, (1, 0)) == 140 + CACHE
     assert request._held_bytes(options(reserve=7), GPU, [], None, ledger, (1, 0)) == 47
+
+
+def test_kernels_are_tuned_only_where_there_are_some(card: Card) -> None:
+    """In the first step, beside all that is there."""
+    eager = options(executor="aot_eager")
+    card(allocated=100)
+    assert request._held_bytes(eager, GPU, [], None, Ledger(), (0, 0)) == 100
+
+
+def test_workspaces_of_cublas_are_allocated_before_bytes_are_counted(
+    card: Card, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    card(allocated=100)
+    monkeypatch.setattr(request, "allocate_cublas", lambda device: card(allocated=164))
+    assert request._unseen_bytes([], GPU) == 164
+
+
+def test_both_threads_compute_a_product(monkeypatch: pytest.MonkeyPatch) -> None:
+    """The forward's and that of the backward."""
+    products: list[int] = []
+
+    class Seen(TorchDispatchMode):  # type: ignore[no-untyped-call]
+        def __torch_dispatch__(
+            self, op: Any, types: Any, args: Any = (), kwargs: Any = None
+        ) -> Any:
+            products.append("mm" in str(op))
+            return op(*args, **(kwargs or {}))
+
+    with torch.no_grad(), Seen():  # type: ignore[no-untyped-call]
+        allocate_cublas(torch.device("cpu"))
+    assert sum(products) == 3
+
+
+def test_tensors_of_another_device_are_no_inputs_here(monkeypatch: pytest.MonkeyPatch) -> None:
+    x = torch.empty(8, device="meta")
+    assert request._input_bytes([x], torch.device("meta")) == 32
+    assert not is_on(x, torch.device("meta", 1))
+    assert request._input_bytes([x], torch.device("meta", 1)) == 0

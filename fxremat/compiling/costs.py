@@ -109,9 +109,22 @@ class CostModel:
         )
         spec = device_spec(self.device) if self.spec is None else self.spec
         problem = _with_costs(found.problem, self.request, spec)
+        runs = {variant.name for variant in inserted if self._runs(variant)}
+        if len(runs) < len(inserted):
+            kept = tuple(variant for variant in problem.variants if variant.name in runs)
+            problem = replace(problem, variants=kept)
         if "recompute" in self.request.disabled:
             problem = run_once(problem)
         return replace(found, problem=problem)
+
+    def _runs(self, variant: InsertedVariant) -> bool:
+        """Whether each call of a variant that was tried has run: else the first step might fail."""
+        if isinstance(self.workspaces, CudaScratch):
+            return True
+        refused = self.workspaces.refused
+        for node in variant.nodes:
+            self.workspace(node)
+        return self.workspaces.refused == refused
 
 
 @dataclass(frozen=True)

@@ -16,13 +16,14 @@ from fxremat.compiling.session import Ledger
 from fxremat.core.problem import COPY_LATENCY_US, Copies
 from fxremat.cost.allocator import AllocatorSettings, parse_settings
 from fxremat.cost.cards import Card
-from fxremat.cost.cuda_scratch import cublas_bytes
+from fxremat.cost.cuda_scratch import allocate_cublas, cublas_bytes
 from fxremat.cost.device import device_spec
 from fxremat.device import absent_card
 from fxremat.options import Options, machine_memory_bytes
 from fxremat.passes.memory_estimation import nbytes
 from fxremat.runtime import measure_copy_speed
 from fxremat.runtime.gradients import accumulation
+from fxremat.runtime.host_memory import is_on
 
 log = logging.getLogger(__name__)
 
@@ -219,14 +220,19 @@ def _held_bytes(
     grads = accumulation.expected_bytes(device)
     if options.reserve is not None or device.type != "cuda":
         return ledger.held_by_others(*place) + (options.reserve or 0) + grads
+    # In the first step Triton tunes kernels: before each run it writes over the whole cache.
+    tuned = options.executor == "inductor"
     if card is not None:
-        return ledger.held_by_others(*place) + 2 * cublas_bytes(card.capability) + grads
+        beside = 2 * cublas_bytes(card.capability) + (card.cache_bytes if tuned else 0) + grads
+        return ledger.held_by_others(*place) + beside
+    tuning = torch.cuda.get_device_properties(device).L2_cache_size if tuned else 0
     missing = accumulation.expected_bytes(device, missing_only=True)
-    return ledger.held_beside(*place, _unseen_bytes(inputs, device)) + missing
+    return ledger.held_beside(*place, _unseen_bytes(inputs, device)) + tuning + missing
 
 
 def _unseen_bytes(inputs: Sequence[Any], device: torch.device) -> int:
-    """Bytes that are allocated now, and are no inputs of the graph."""
+    """Bytes that are allocated now, and are no inputs of the graph; with those of cuBLAS."""
+    allocate_cublas(device)
     return max(0, torch.cuda.memory_allocated(device) - _input_bytes(inputs, device))
 
 
@@ -235,7 +241,7 @@ def _input_bytes(inputs: Sequence[Any], device: torch.device) -> int:
     storages: dict[int, int] = {}
     whole: dict[int, int] = {}
     for x in inputs:
-        if isinstance(x, torch.Tensor) and x.device.type == device.type:
+        if isinstance(x, torch.Tensor) and is_on(x, device):
             key = compat.storage_key(x)
             storages[key] = storages.get(key, 0) + nbytes(x)
             whole[key] = compat.size_bound(x.untyped_storage().nbytes())

@@ -16,6 +16,7 @@ counted. cuBLAS has one workspace for all its calls: `cublas_bytes`.
 from __future__ import annotations
 
 from collections.abc import Callable, Mapping
+from functools import cache
 from typing import Any
 
 import torch
@@ -23,7 +24,7 @@ from torch import fx
 
 from fxremat import compat
 from fxremat.cost.workspaces import declared
-from fxremat.runtime import kernels
+from fxremat.runtime import kernels, quantised
 
 _ATEN = torch.ops.aten
 _FLOAT = 4
@@ -37,6 +38,14 @@ def cublas_bytes(capability: tuple[int, int]) -> int:
     (`aten/src/ATen/cuda/CublasHandlePool.cpp`).
     """
     return 32 * 2**20 if capability >= (9, 0) else 4096 * 1024 * 2 + 16 * 8 * 1024
+
+
+@cache
+def allocate_cublas(device: torch.device) -> None:
+    """Have both workspaces allocated: whoever counts what is allocated from now on sees them."""
+    with compat.outside_fake_mode(), torch.inference_mode(False), torch.enable_grad():
+        small = torch.ones(2, 2, device=device, requires_grad=True)
+        torch.autograd.grad((small @ small).sum(), small)
 
 
 def _up(size: int, multiple: int) -> int:
@@ -66,6 +75,12 @@ def _index_put(target: Any, indices: Any, *_: Any, **__: Any) -> int:
     return 5 * count * _INDEX
 
 
+def _in_pieces(x: Any, *_: Any, **__: Any) -> int:
+    """At most, of the operators that encode floats piece by piece."""
+    count = min(compat.size_bound(x.numel()), quantised.CHUNK_ON_GPU)
+    return count * quantised.BYTES_PER_ELEMENT
+
+
 FORMULAS: Mapping[Any, Callable[..., int]] = {
     _ATEN._scaled_dot_product_flash_attention_backward.default: _flash_backward,
     _ATEN._scaled_dot_product_cudnn_attention_backward.default: _flash_backward,
@@ -74,6 +89,8 @@ FORMULAS: Mapping[Any, Callable[..., int]] = {
     _ATEN.index_put_.default: _index_put,
     _ATEN._unsafe_index_put.default: _index_put,
     _ATEN._index_put_impl_.default: _index_put,
+    quantised.quantised: _in_pieces,
+    quantised.as_fp8: _in_pieces,
 }
 """Bytes of scratch memory by operator, of its arguments; tensors may be fake."""
 

@@ -1,9 +1,10 @@
 """What a device can do at best: rates by dtype, bandwidths, launch time.
 
-Figures for GPUs are the vendors' dense peak rates; those for a CPU are what matmuls and copies
-reach on two cores of a server. They matter by their ratios, to each other and to the microseconds
-of a launch. Watts and nanojoules are of the right order, and only their ratio matters. Plans must
-be equal on every rank and machine, so nothing here is probed at run time.
+Figures for GPUs are the vendors' dense peak rates, of which kernels reach a part; those for a CPU
+are what matmuls and copies reach on two cores of a server. They matter by their ratios, to each
+other and to the microseconds of a launch. Watts and nanojoules are of the right order, and only
+their ratio matters. Plans must be equal on every rank and machine, so nothing here is probed at run
+time.
 """
 
 from __future__ import annotations
@@ -19,7 +20,10 @@ class DeviceSpec:
     """Rates of one device: operations per second, bytes per second, microseconds.
 
     ``host_bytes_per_s`` is what a copy to or from pinned host memory reaches in each direction.
-    An op takes ``watts`` for as long as it runs, a copy ``host_nj_per_byte``.
+    An op takes ``watts`` for as long as it runs, a copy ``host_nj_per_byte``. ``reached`` is the
+    part of its operations per second that kernels reach. With ``tf32`` there is a format for
+    float32 in which it computes half as fast as in 16 bits; torch has convolutions computed so, not
+    matmuls.
     """
 
     name: str
@@ -30,33 +34,64 @@ class DeviceSpec:
     host_bytes_per_s: float
     watts: float = 300.0
     host_nj_per_byte: float = 10.0
+    reached: float = 1.0
+    tf32: bool = False
 
-    def flops(self, dtype: torch.dtype) -> float:
-        """Floating-point operations per second at ``dtype``."""
-        return self.flops_16bit if dtype.itemsize <= 2 else self.flops_fp32
+    def flops(self, dtype: torch.dtype, *, is_convolution: bool = False) -> float:
+        """Floating-point operations per second that kernels reach at ``dtype``."""
+        peak = self.flops_16bit if dtype.itemsize <= 2 else self.flops_fp32
+        if self.tf32 and is_convolution and dtype == torch.float32:
+            peak = max(peak, self.flops_16bit / 2)
+        return self.reached * peak
+
+
+PEAK_REACHED = 0.65
+"""Of the peak rates of GPUs: what large matmuls reach, and convolutions hardly."""
+
+
+def _gpu(
+    name: str,
+    fp32: float,
+    in_16bit: float,
+    bytes_per_s: float,
+    launch_us: float,
+    host_bytes_per_s: float,
+    *,
+    tf32: bool = True,
+) -> DeviceSpec:
+    return DeviceSpec(
+        name,
+        fp32,
+        in_16bit,
+        bytes_per_s,
+        launch_us,
+        host_bytes_per_s,
+        reached=PEAK_REACHED,
+        tf32=tf32,
+    )
 
 
 CPU = DeviceSpec("cpu", 120e9, 120e9, 30e9, 2.0, 4e9, 30.0)
 GPUS = (
-    DeviceSpec("B200", 75e12, 2250e12, 8.0e12, 4.0, 55e9),
-    DeviceSpec("H200", 67e12, 990e12, 4.8e12, 4.0, 55e9),
-    DeviceSpec("H100", 67e12, 990e12, 3.35e12, 4.0, 55e9),
-    DeviceSpec("A100-40GB", 19.5e12, 312e12, 1.55e12, 4.0, 25e9),
-    DeviceSpec("A100", 19.5e12, 312e12, 2.0e12, 4.0, 25e9),
-    DeviceSpec("L40S", 91.6e12, 362e12, 0.864e12, 4.0, 25e9),
-    DeviceSpec("A10", 31e12, 125e12, 0.6e12, 4.0, 25e9),
-    DeviceSpec("L4", 30e12, 121e12, 0.3e12, 4.0, 25e9),
-    DeviceSpec("V100", 15.7e12, 125e12, 0.9e12, 4.0, 12e9),
-    DeviceSpec("T4", 8.1e12, 65e12, 0.32e12, 4.0, 12e9),
-    DeviceSpec("A6000", 38.7e12, 155e12, 0.768e12, 4.0, 25e9),
-    DeviceSpec("5090", 105e12, 210e12, 1.79e12, 4.0, 55e9),
-    DeviceSpec("4090", 83e12, 165e12, 1.0e12, 4.0, 25e9),
-    DeviceSpec("3090", 36e12, 71e12, 0.94e12, 4.0, 25e9),
+    _gpu("B200", 75e12, 2250e12, 8.0e12, 4.0, 55e9),
+    _gpu("H200", 67e12, 990e12, 4.8e12, 4.0, 55e9),
+    _gpu("H100", 67e12, 990e12, 3.35e12, 4.0, 55e9),
+    _gpu("A100-40GB", 19.5e12, 312e12, 1.55e12, 4.0, 25e9),
+    _gpu("A100", 19.5e12, 312e12, 2.0e12, 4.0, 25e9),
+    _gpu("L40S", 91.6e12, 362e12, 0.864e12, 4.0, 25e9),
+    _gpu("A10", 31e12, 125e12, 0.6e12, 4.0, 25e9),
+    _gpu("L4", 30e12, 121e12, 0.3e12, 4.0, 25e9),
+    _gpu("V100", 15.7e12, 125e12, 0.9e12, 4.0, 12e9, tf32=False),
+    _gpu("T4", 8.1e12, 65e12, 0.32e12, 4.0, 12e9, tf32=False),
+    _gpu("A6000", 38.7e12, 155e12, 0.768e12, 4.0, 25e9),
+    _gpu("5090", 105e12, 210e12, 1.79e12, 4.0, 55e9),
+    _gpu("4090", 83e12, 165e12, 1.0e12, 4.0, 25e9),
+    _gpu("3090", 36e12, 71e12, 0.94e12, 4.0, 25e9),
 )
 """By name; what is more special comes first."""
 MICROCONTROLLER = DeviceSpec("Cortex-M4", 30e6, 30e6, 200e6, 5.0, 1e6, 0.03, 100.0)
 """Kilobytes of memory, and an SD card to page to; of the order of such devices, none measured."""
-OTHER_GPU = DeviceSpec("gpu", 20e12, 160e12, 1.0e12, 4.0, 12e9)
+OTHER_GPU = _gpu("gpu", 20e12, 160e12, 1.0e12, 4.0, 12e9)
 
 
 def device_spec(device: torch.device) -> DeviceSpec:

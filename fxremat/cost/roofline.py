@@ -78,6 +78,8 @@ def roofline_us(
     nodes: Iterable[fx.Node], traffic_bytes: int, dtype: torch.dtype, spec: DeviceSpec, size: SizeOf
 ) -> float:
     """Microseconds that ``nodes`` take as one kernel which moves ``traffic_bytes``."""
-    flops = sum(flops_of(node, size) for node in nodes)
-    compute_s = flops / spec.flops(dtype)
+    compute_s = sum(
+        flops_of(node, size) / spec.flops(dtype, is_convolution="convolution" in str(node.target))
+        for node in nodes
+    )
     return spec.launch_us + 1e6 * max(compute_s, traffic_bytes / spec.bytes_per_s)

@@ -85,6 +85,8 @@ class Workspaces:
     def __init__(self, device: torch.device, *, images_last: bool = False) -> None:
         """``images_last``: Inductor lays images out with the channels last."""
         self.images_last = images_last
+        self.refused = 0
+        """How many calls could not be run."""
         directory = Path(compat.cache_directory()) / "fxremat"
         self.device = device
         self.file = NumberFile(number_path(directory, device, "workspaces"))
@@ -107,6 +109,7 @@ class Workspaces:
         try:
             return self._measured_once(target, args, kwargs)
         except (RuntimeError, TypeError, ValueError, KeyError, AttributeError, IndexError) as error:
+            self.refused += 1
             _tell_once(
                 f"{target} is taken to need no scratch memory, as it does not run on random data "
                 f"({type(error).__name__}: {str(error).partition(chr(10))[0]})"
@@ -119,6 +122,7 @@ class Workspaces:
             with compat.outside_fake_mode(), torch.no_grad():
                 found, is_estimate = self._found(target, args, kwargs)
             if found is None:
+                self.refused += 1
                 _tell_once(f"{key}: {_NO_ROOM}, so none is counted. {_RESERVE}")
                 return 0
             self.file.add(_ESTIMATE + key if is_estimate else key, float(found))
@@ -154,6 +158,8 @@ class Workspaces:
         try:
             return self._measure(target, args, kwargs, batch)
         except (torch.OutOfMemoryError, MemoryError):
+            if self.device.type == "cuda":
+                torch.cuda.empty_cache()  # blocks of sizes that no step asks for
             return None
         except RuntimeError as error:
             if _NO_CPU_MEMORY not in str(error):

@@ -107,6 +107,12 @@ def is_host(tensor: torch.Tensor) -> bool:
     return HOST_MEMORY.holds(tensor.untyped_storage())
 
 
+def is_on(tensor: torch.Tensor, device: torch.device) -> bool:
+    """Whether ``tensor`` lies in memory of ``device``, of any of its type if it has no number."""
+    same = tensor.device.type == device.type and device.index in (None, tensor.device.index)
+    return same and not is_host(tensor)
+
+
 def reset_host_peak() -> None:
     """Let ``host_bytes().peak_bytes`` begin anew with what is held now."""
     HOST_MEMORY.reset_peak()

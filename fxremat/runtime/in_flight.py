@@ -25,7 +25,7 @@ import torch
 from fxremat.compat.saved_tensors import autograd_position, node_of_forward, saved_by, when_freed
 from fxremat.compat.tensors import is_fake
 from fxremat.errors import PromiseBroken
-from fxremat.runtime.host_memory import is_host
+from fxremat.runtime.host_memory import is_on
 
 log = logging.getLogger(__name__)
 
@@ -132,7 +132,7 @@ def _storages(values: Iterable[object], device: torch.device) -> dict[int, int]:
     sizes: dict[int, int] = {}
     for value in values:
         for tensor in _plain(value):
-            if tensor.device.type == device.type and not is_host(tensor):
+            if is_on(tensor, device):
                 storage = tensor.untyped_storage()
                 sizes[storage.data_ptr()] = storage.nbytes()
     return sizes

@@ -22,7 +22,7 @@ its columns at a time is made from a hash.
 and a call that runs again gives the same. The seed is a number that is given, mixed with the bits
 of some of the values: what is fixed in the graph would otherwise be the same in each step.
 
-Scratch memory is that of one piece of CHUNK elements: at most BYTES_PER_ELEMENT each in
+Scratch memory is that of one piece of `chunk_on` elements: at most BYTES_PER_ELEMENT each in
 `quantised`, and less elsewhere, besides a copy where memory is not dense. Whoever plans measures
 it (`fxremat.cost.workspaces`).
 """
@@ -36,7 +36,7 @@ import torch
 from fxremat.runtime.kernels import define
 
 BLOCK = 128
-CHUNK = 1 << 18
+CHUNK, CHUNK_ON_GPU = 1 << 18, 1 << 22
 BYTES_PER_ELEMENT = 27
 FP8 = torch.float8_e4m3fn
 FP8_LARGEST = 448.0
@@ -45,6 +45,11 @@ SAMPLES = 256
 
 _MASK = 0xFFFFFFFF
 _WORD = 32
+
+
+def chunk_on(device: torch.device) -> int:
+    """Elements of a piece: they stay in a CPU's cache; a GPU is busy for longer than a launch."""
+    return CHUNK if device.type == "cpu" else CHUNK_ON_GPU
 
 
 def flat(x: torch.Tensor) -> torch.Tensor:
@@ -120,7 +125,7 @@ def _quantised(x: torch.Tensor, bits: int, seed: int) -> tuple[torch.Tensor, tor
     codes, scales = _quantised_like(x, bits, seed)
     x = flat(x)
     salt = salt_of(x, seed)
-    for start, end in pieces(_blocks(x.numel()), CHUNK // BLOCK):
+    for start, end in pieces(_blocks(x.numel()), chunk_on(x.device) // BLOCK):
         rows = _rows(x, start, end)
         least, largest = rows.aminmax(dim=1)
         step = (largest - least).div_(2**bits - 1)
@@ -142,7 +147,7 @@ def _quantised_like(x: torch.Tensor, bits: int, seed: int) -> tuple[torch.Tensor
 def _as_fp8(x: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
     codes, scales = _as_fp8_like(x)
     x = flat(x)
-    for start, end in pieces(_blocks(x.numel()), CHUNK // BLOCK):
+    for start, end in pieces(_blocks(x.numel()), chunk_on(x.device) // BLOCK):
         rows = _rows(x, start, end)
         scale = rows.abs().amax(dim=1).div_(FP8_LARGEST)
         scales[start:end] = scale
@@ -174,7 +179,7 @@ def _signs(rows: int, start: int, end: int, salt: torch.Tensor, dtype: torch.dty
 def sketch_with(x: torch.Tensor, rows: int, salt: torch.Tensor) -> torch.Tensor:
     """``S @ x``, summed in float32 or better."""
     total = x.new_zeros((rows, x.shape[1]), dtype=exact(x.dtype))
-    for start, end in pieces(x.shape[0], max(1, CHUNK // rows)):
+    for start, end in pieces(x.shape[0], max(1, chunk_on(x.device) // rows)):
         signs = _signs(rows, start, end, salt, total.dtype)
         total.addmm_(signs.t(), x[start:end].to(total.dtype))
     return total.to(x.dtype)

@@ -32,7 +32,7 @@ import torch
 
 from fxremat import compat
 from fxremat.runtime.dense_layout import extent, extent_bytes, storage_address
-from fxremat.runtime.host_memory import is_host
+from fxremat.runtime.host_memory import is_host, is_on
 
 log = logging.getLogger(__name__)
 
@@ -113,10 +113,7 @@ def expected_bytes(device: torch.device, *, missing_only: bool = False) -> int:
     return sum(
         one.numel() * one.element_size()
         for one in _ASKED
-        if one.requires_grad
-        and one.device.type == device.type
-        and not is_host(one)
-        and (one.grad is None or not missing_only)
+        if one.requires_grad and is_on(one, device) and (one.grad is None or not missing_only)
     )
 
 

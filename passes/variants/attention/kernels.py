@@ -122,6 +122,11 @@ def _capability() -> tuple[int, int]:
     return torch.cuda.get_device_capability() if torch.cuda.is_available() else (8, 0)
 
 
+def _has_little_shared_memory() -> bool:
+    """Cards on which flash attention has no backward for widths from 193 to 224."""
+    return (8, 6) <= _capability() <= (8, 9) or _capability()[0] == 12
+
+
 @dataclass(frozen=True)
 class FlashOnCuda:
     """FlashAttention-2: no mask but the causal one, 16 bits, widths up to 256."""
@@ -140,6 +145,7 @@ class FlashOnCuda:
             and given.bias is None
             and len(widths) == 1
             and all(width % 8 == 0 and width <= self.most_width for width in widths)
+            and not (_has_little_shared_memory() and any(192 < width <= 224 for width in widths))
         )
 
     def forward(self, add: Add, given: Inputs) -> Kept:
