@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+from contextlib import nullcontext
+
 import pytest
 import torch
 
@@ -26,3 +28,12 @@ def test_random_state_kept() -> None:
     with compat.random_state_kept():
         torch.rand(10)
     assert torch.equal(torch.rand(2), expected)
+
+
+def test_keep_busy(monkeypatch: pytest.MonkeyPatch) -> None:
+    """A GPU waits for so many of its cycles; the host does not."""
+    asked: list[int] = []
+    monkeypatch.setattr(torch.cuda, "_sleep", asked.append)
+    monkeypatch.setattr(torch.cuda, "device", lambda device: nullcontext())
+    compat.keep_busy(torch.device("cuda", 0), 1000)
+    assert asked == [1000]

@@ -201,6 +201,35 @@ def test_runs_that_other_programs_disturb_do_not_count(monkeypatch: pytest.Monke
     assert call_times.quickest(lambda: None, HOST).us == pytest.approx(5000.0)
 
 
+def test_on_cuda_several_calls_are_timed_behind_a_busy_device(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    """Events hold what the device does, and not what the host takes to ask for it."""
+    log: list[str] = []
+
+    class Event:
+        def __init__(self, *, enable_timing: bool) -> None:
+            assert enable_timing
+
+        def record(self) -> None:
+            log.append("event")
+
+        def synchronize(self) -> None:
+            log.append("wait")
+
+        def elapsed_time(self, other: Event) -> float:
+            return 50.0
+
+    monkeypatch.setattr(torch.cuda, "Event", Event)
+    monkeypatch.setattr(torch.cuda, "synchronize", lambda device: log.append("idle"))
+    monkeypatch.setattr(compat, "keep_busy", lambda device: log.append("busy"))
+    gpu = torch.device("cuda", 0)
+    seconds = call_times._seconds(lambda: log.append("call"), gpu)
+    calls = ["call"] * call_times.CALLS_BETWEEN_EVENTS
+    assert log == ["idle", "busy", "event", *calls, "event", "wait"]
+    assert seconds == pytest.approx(0.05 / len(calls))
+
+
 def test_a_long_run_may_lose_a_core_now_and_then(monkeypatch: pytest.MonkeyPatch) -> None:
     """The kernel's own tasks come every few hundredths of a second: without other programs, too."""
     counted = iter(range(10**9))

@@ -215,13 +215,21 @@ def test_what_is_host_memory() -> None:
 def test_complete_means_on_the_host_too(monkeypatch: pytest.MonkeyPatch) -> None:
     waited: list[str] = []
 
-    class Stream:
+    class Event:
+        def __init__(self, *, blocking: bool) -> None:
+            waited.append("asleep" if blocking else "spinning")
+
         def synchronize(self) -> None:
             waited.append("here")
 
+    class Stream:
+        def record_event(self, event: Event) -> None:
+            waited.append("recorded")
+
+    monkeypatch.setattr(torch.cuda, "Event", Event)
     monkeypatch.setattr(torch.cuda, "current_stream", lambda device: Stream())
     runtime.copies.weights._finish(torch.device("cuda", 0))
-    assert waited == ["here"]
+    assert waited == ["asleep", "recorded", "here"]
 
 
 # --- where the bytes are -----------------------------------------------------------------

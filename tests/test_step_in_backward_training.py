@@ -326,13 +326,21 @@ def test_a_step_waits_for_the_device(monkeypatch: pytest.MonkeyPatch) -> None:
     """On CUDA a wait only holds the stream: the thread has to wait for what it was asked to do."""
     done: list[str] = []
 
-    class Stream:
-        def record_event(self) -> Any:
-            return type("Event", (), {"synchronize": lambda self: done.append("here")})()
+    class Event:
+        def __init__(self, *, blocking: bool) -> None:
+            assert blocking
 
+        def synchronize(self) -> None:
+            done.append("here")
+
+    class Stream:
+        def record_event(self, event: Event) -> None:
+            done.append("recorded")
+
+    monkeypatch.setattr(torch.cuda, "Event", Event)
     monkeypatch.setattr(torch.cuda, "current_stream", lambda device: Stream())
-    runtime.gradients.optimizer_steps._now_on(torch.device("cuda", 0))()
-    assert done == ["here"]
+    runtime.gradients.optimizer_steps.now_on(torch.device("cuda", 0))()
+    assert done == ["recorded", "here"]
 
 
 def test_verification_notices_weights_that_are_read_too_late() -> None:

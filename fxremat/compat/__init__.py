@@ -118,7 +118,7 @@ from fxremat.compat.joint_graph import (
     prepare_joint_graph,
     user_tag,
 )
-from fxremat.compat.measuring import profiler_memory_events, random_state_kept
+from fxremat.compat.measuring import keep_busy, profiler_memory_events, random_state_kept
 from fxremat.compat.partitioning import extract_forward_backward, saved_names, torch_partition
 from fxremat.compat.sizes import (
     ShapeEnv,
@@ -199,6 +199,7 @@ __all__ = [
     "is_symbol",
     "is_tangent",
     "joint_passes",
+    "keep_busy",
     "kernel_allocates",
     "leave_layouts",
     "leaves_of_one_edge",

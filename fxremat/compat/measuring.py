@@ -19,6 +19,12 @@ def random_state_kept() -> Iterator[None]:
         yield
 
 
+def keep_busy(device: torch.device, cycles: int = 400_000) -> None:
+    """Have a GPU do nothing for some 0.2 ms, in which the host asks it for what is to be timed."""
+    with torch.cuda.device(device):
+        torch.cuda._sleep(cycles)  # type: ignore[no-untyped-call]
+
+
 def profiler_memory_events(prof: profile) -> list[tuple[int, int, str]]:
     """(start in ns, bytes allocated or, negative, freed, "CPU" or other), in recorded order."""
     results: Any = prof.profiler.kineto_results if prof.profiler is not None else None

@@ -25,6 +25,7 @@ try:
 except ImportError:  # there is none on Windows
     resource = None  # type: ignore[assignment]
 
+from fxremat import compat
 from fxremat.cost.memory_room import has_room
 from fxremat.cost.number_file import NumberFile, number_path
 from fxremat.cost.pace import Pace, pace_of
@@ -39,6 +40,8 @@ YARDSTICK_SHARE = 0.5
 SECONDS_TO_ONESELF = 0.01
 """For each time that a core is taken away: the kernel's own tasks are rarer, and take next to
 nothing; another program takes turns of some 4 ms."""
+CALLS_BETWEEN_EVENTS = 10
+"""On CUDA: the clock of events is no finer than half a microsecond."""
 KIND = "call_times"
 """Of numbers on disk: microseconds of calls."""
 
@@ -171,10 +174,11 @@ class _Runs:
         """Run it; what others have disturbed is not counted."""
         before = _interruptions(self.device)
         seconds = _seconds(self.call, self.device)
-        self.spent += seconds
+        together = seconds * _calls_of(self.device)
+        self.spent += together
         self.quickest_of_all = min(self.quickest_of_all, seconds)
         if _interruptions(self.device) - before <= seconds / SECONDS_TO_ONESELF:
-            self.counted, self.counted_seconds = self.counted + 1, self.counted_seconds + seconds
+            self.counted, self.counted_seconds = self.counted + 1, self.counted_seconds + together
             all_three = sorted((self.quickest, self.next_quickest, seconds))
             self.quickest, self.next_quickest = all_three[:2]
 
@@ -207,6 +211,11 @@ def quickest(call: Callable[[], object], device: torch.device, pace: Pace | None
     return Timing(us, disturbed)
 
 
+def _calls_of(device: torch.device) -> int:
+    """How many calls are one run."""
+    return CALLS_BETWEEN_EVENTS if device.type == "cuda" else 1
+
+
 def _interruptions(device: torch.device) -> int:
     """How often other programs have taken a core from one of our threads; not told by Windows."""
     if device.type != "cpu" or resource is None:
@@ -215,7 +224,7 @@ def _interruptions(device: torch.device) -> int:
 
 
 def _seconds(call: Callable[[], object], device: torch.device) -> float:
-    """Seconds of one run; on CUDA by its own clock, so that waiting for the host is not counted."""
+    """Seconds of one run; on CUDA by its own clock, while the host is ahead of the device."""
     if device.type != "cuda":
         start = time.perf_counter()
         call()
@@ -223,8 +232,10 @@ def _seconds(call: Callable[[], object], device: torch.device) -> float:
     event: Any = torch.cuda.Event
     begin, end = event(enable_timing=True), event(enable_timing=True)
     torch.cuda.synchronize(device)
+    compat.keep_busy(device)
     begin.record()
-    call()
+    for _ in range(_calls_of(device)):
+        call()
     end.record()
     end.synchronize()
-    return float(begin.elapsed_time(end)) / 1e3
+    return float(begin.elapsed_time(end)) / 1e3 / _calls_of(device)

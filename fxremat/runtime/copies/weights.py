@@ -58,8 +58,7 @@ def host_copy(x: torch.Tensor, device: torch.device) -> torch.Tensor:
 
 def _finish(device: torch.device) -> None:
     """Let the host wait for the copies that ``device`` waits for."""
-    if device.type == "cuda":
-        torch.cuda.current_stream(device).synchronize()
+    optimizer_steps.now_on(device)()
 
 
 def _fetch(host: torch.Tensor, device: torch.device) -> torch.Tensor:

@@ -29,6 +29,7 @@ from collections import Counter
 from collections.abc import Callable, Sequence
 from queue import SimpleQueue
 from threading import Event, Lock, Thread
+from typing import Any
 from weakref import WeakValueDictionary
 
 import torch
@@ -204,7 +205,7 @@ def _arrived(
         _begin([weight, *read])
     stepped = _STEPPED.get(id(weight))
     if stepped is not None and stepped.parameter is weight and _may_step(weight, gradient):
-        _BACKWARD.steps.append(stepped.start(gradient, _now_on(device)))
+        _BACKWARD.steps.append(stepped.start(gradient, now_on(device)))
         finish(but=MOST_AHEAD)
 
 
@@ -260,12 +261,17 @@ def before_reading(host: torch.Tensor) -> None:
             step.wait()
 
 
-def _now_on(device: torch.device) -> Callable[[], object]:
-    """What blocks until ``device`` has come as far as it has been asked to until now."""
+def now_on(device: torch.device) -> Callable[[], object]:
+    """What blocks until ``device`` has come as far as it has been asked to until now.
+
+    The thread sleeps: one that spins would take a core from optimizer steps.
+    """
     if device.type != "cuda":
         return bool
-    event: torch.cuda.Event = torch.cuda.current_stream(device).record_event()
-    return event.synchronize
+    event: Any = torch.cuda.Event(blocking=True)  # type: ignore[no-untyped-call]
+    torch.cuda.current_stream(device).record_event(event)
+    wait: Callable[[], object] = event.synchronize
+    return wait
 
 
 def _stand_in(gradient: torch.Tensor) -> torch.Tensor:
