@@ -291,14 +291,16 @@ def _largest_of_ours(
         return step.with_numbers({**sizes, what: size}).planned({}, nbytes)
 
     guess = largest_within(lambda size: step.least_peak({**sizes, what: size}), budget, sizes[what])
-    least = planned(max(1, guess), NOTHING).judged.peak_bytes
-    size = _scaled(max(1, guess), budget, least, weights_bytes)
+    least = planned(max(1, guess), NOTHING).judged
+    fixed = weights_bytes + least.fragmentation_bytes
+    size = _scaled(max(1, guess), budget, least.peak_bytes, fixed)
     while size > 0:
         found = planned(size, budget)
         judged = found.judged
         if not found.over:
             return Largest(what, "fxremat", size, judged.peak_bytes, judged.plan.time_us)
-        size = min(size - 1, _scaled(size, budget, judged.peak_bytes, weights_bytes))
+        fixed = weights_bytes + judged.fragmentation_bytes
+        size = min(size - 1, _scaled(size, budget, judged.peak_bytes, fixed))
     return Largest(what, "fxremat", 0, 0, 0.0)
 
 
@@ -338,6 +340,8 @@ def _next_size(known: Mapping[int, int], budget: int, low: int, high: int | None
         one, other = near
         slope = (known[one] - known[other]) / (one - other)
         if slope > 0:
-            guess = one + int((budget - known[one]) // slope)
-            guess += guess == low
+            line = one + int((budget - known[one]) // slope)
+            line += line == low
+            if high is None or low < line < high:  # reserved bytes rise in steps: halves else
+                guess = line
     return max(low + 1, min(top, guess))
