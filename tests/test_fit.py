@@ -164,7 +164,7 @@ def test_command(tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: Any) -
     monkeypatch.delitem(sys.modules, "small_model", raising=False)
     out = tmp_path / "fit.json"
     asked = ["fit", "small_model:make", "--device", "A100", "--vary", "rows=0:0"]
-    asked += ["--budget", "32MiB"]
+    asked += ["--budget", "128MiB"]
     assert main([*asked, "--json", str(out)]) == 0
     text = capsys.readouterr().out
     assert "fxremat" in text
