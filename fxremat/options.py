@@ -75,7 +75,7 @@ class Options:
         "FXREMAT_MEMORY_BUDGET",
         "bytes: int, '8GiB', '8GB', '80%' (of the device), or None",
         "Most bytes on the device at any moment of forward and backward.",
-        unset="CUDA: what is free when compiling; elsewhere: no limit",
+        unset="CUDA: nearly all that is free when compiling; elsewhere: no limit",
     )
     reserve: int | None = _option(
         None,
@@ -83,7 +83,8 @@ class Options:
         "FXREMAT_RESERVE",
         "bytes, as memory_budget; may be 0",
         "Part of the budget held by what the graph does not see, such as optimizer state.",
-        unset="CUDA: what is allocated when compiling and is no input of the graph; elsewhere: 0",
+        unset="CUDA: what is allocated when compiling and is no input of the graph, and what "
+        "cuBLAS and tuning take; elsewhere: 0",
     )
     count: str | None = _option(
         None,
