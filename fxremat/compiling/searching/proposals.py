@@ -52,15 +52,17 @@ def under(draft: Draft, aim: int, planning: Planning) -> Proposals:
     loose = _by_what_was_learnt(problem, loose)
     disorder = max(0, loose.allocated_bytes - loose.plan.peak_bytes)
     near = min(plan.peak_bytes, (1 - CLOSE_ENOUGH) * aim) <= loose.plan.peak_bytes <= aim
-    first = loose.plan if near else planning.solve(problem, aim)
-    fits = loose if loose.peak_bytes <= aim else None
-    if fits is not None and not _is_seen(plan, first):
-        yield from _closer(draft, [fits], aim, planning, problem)
-        return
-    if fits is not None and first.steps != plan.steps:
-        loose = yield Candidate.near_peak(draft, first, aim)
+    kept = loose.plan if near else None
+    fits, tried = (loose if loose.peak_bytes <= aim else None), {plan.steps}
+    if fits is not None:
+        first = kept or planning.solve(problem, aim)
+        if not _is_seen(plan, first):
+            yield from _closer(draft, [fits], aim, planning, problem)
+            return
+        if first.steps not in tried:
+            tried.add(first.steps)
+            loose = yield Candidate.near_peak(draft, first, aim)
     learnt = loose.learnt_above(_for_plans(aim, loose))
-    tried = {plan.steps, first.steps} if fits is not None else {plan.steps}
     for _ in range(MADE_ANEW):
         if loose.peak_bytes <= aim:
             break
@@ -75,6 +77,7 @@ def under(draft: Draft, aim: int, planning: Planning) -> Proposals:
         told = learnt.told(draft.estimate.problem)
         yield from _closer(draft, [loose], aim, planning, told)
         return
+    first = kept or planning.solve(problem, aim)
     if fits is not None and not _is_seen(plan, first, tries=2):
         return
     held = yield Candidate.planned(draft, first)
