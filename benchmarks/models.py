@@ -2,7 +2,8 @@
 
 `build` returns a model and its (inputs, targets); `model(*args)` is the scalar loss, so that a
 whole training step is one graph. Sizes: `small` (few layers, quick to compile), `deep` (more
-layers), both for a small CPU machine, and `gpu` (bf16, for one GPU of 80 GB or more).
+layers), both for a small CPU machine; `base` (bf16, the base sizes that are published, some GB of
+a GPU), and `gpu` (bf16, for one GPU of 80 GB or more).
 """
 
 from collections.abc import Callable
@@ -17,7 +18,7 @@ from .nets.language import BERT, GPT, LSTM, EncoderDecoder, Llama
 from .nets.layers import Network
 from .nets.vision import VGG, Mixer, RegNet, ResNet, UNet, ViT
 
-SIZES = ("small", "deep", "gpu")
+SIZES = ("small", "deep", "base", "gpu")
 
 
 @dataclass(frozen=True)
@@ -37,11 +38,13 @@ MODELS: dict[str, dict[str, Config]] = {
     "gpt": {
         "small": _config(GPT, 8, layers=4, width=128, heads=4, length=128, vocabulary=1000),
         "deep": _config(GPT, 4, layers=24, width=128, heads=4, length=128, vocabulary=1000),
+        "base": _config(GPT, 16, layers=12, width=768, heads=12, length=1024, vocabulary=50304),
         "gpu": _config(GPT, 16, layers=24, width=2048, heads=16, length=2048, vocabulary=50304),
     },
     "bert": {
         "small": _config(BERT, 8, layers=4, width=128, heads=4, length=128, vocabulary=1000),
         "deep": _config(BERT, 4, layers=16, width=128, heads=4, length=128, vocabulary=1000),
+        "base": _config(BERT, 32, layers=12, width=768, heads=12, length=512, vocabulary=30522),
         "gpu": _config(BERT, 64, layers=24, width=1024, heads=16, length=512, vocabulary=30522),
     },
     "llama": {
@@ -67,6 +70,17 @@ MODELS: dict[str, dict[str, Config]] = {
             length=128,
             vocabulary=1000,
         ),
+        "base": _config(
+            Llama,
+            8,
+            layers=12,
+            width=1024,
+            heads=16,
+            kv_heads=4,
+            hidden=2816,
+            length=2048,
+            vocabulary=32000,
+        ),
         "gpu": _config(
             Llama,
             8,
@@ -84,6 +98,9 @@ MODELS: dict[str, dict[str, Config]] = {
             ViT, 16, layers=4, width=128, heads=4, resolution=64, patch=8, classes=100
         ),
         "deep": _config(ViT, 8, layers=20, width=128, heads=4, resolution=64, patch=8, classes=100),
+        "base": _config(
+            ViT, 128, layers=12, width=768, heads=12, resolution=224, patch=16, classes=1000
+        ),
         "gpu": _config(
             ViT, 256, layers=24, width=1024, heads=16, resolution=224, patch=16, classes=1000
         ),
@@ -91,6 +108,7 @@ MODELS: dict[str, dict[str, Config]] = {
     "resnet": {
         "small": _config(ResNet, 16, blocks=(1, 1, 1, 1), width=16, resolution=128, classes=100),
         "deep": _config(ResNet, 8, blocks=(3, 4, 6, 3), width=16, resolution=128, classes=100),
+        "base": _config(ResNet, 128, blocks=(3, 4, 6, 3), width=64, resolution=224, classes=1000),
         "gpu": _config(ResNet, 768, blocks=(3, 4, 6, 3), width=64, resolution=224, classes=1000),
     },
     "regnet": {
@@ -112,6 +130,15 @@ MODELS: dict[str, dict[str, Config]] = {
             resolution=128,
             classes=100,
         ),
+        "base": _config(
+            RegNet,
+            128,
+            blocks=(2, 4, 10, 2),
+            widths=(72, 168, 408, 912),
+            group_width=24,
+            resolution=224,
+            classes=1000,
+        ),
         "gpu": _config(
             RegNet,
             256,
@@ -125,11 +152,13 @@ MODELS: dict[str, dict[str, Config]] = {
     "vgg": {
         "small": _config(VGG, 16, stages=(1, 1, 2), width=16, resolution=64, classes=100),
         "deep": _config(VGG, 8, stages=(2, 2, 3, 3, 3), width=16, resolution=64, classes=100),
+        "base": _config(VGG, 64, stages=(2, 2, 3, 3, 3), width=64, resolution=224, classes=1000),
         "gpu": _config(VGG, 176, stages=(2, 2, 3, 3, 3), width=64, resolution=224, classes=1000),
     },
     "unet": {
         "small": _config(UNet, 8, levels=3, width=16, resolution=64, classes=8),
         "deep": _config(UNet, 4, levels=5, width=8, resolution=128, classes=8),
+        "base": _config(UNet, 16, levels=4, width=64, resolution=256, classes=21),
         "gpu": _config(UNet, 64, levels=4, width=64, resolution=256, classes=21),
     },
     "encdec": {
@@ -139,6 +168,9 @@ MODELS: dict[str, dict[str, Config]] = {
         "deep": _config(
             EncoderDecoder, 4, layers=8, width=128, heads=4, length=128, vocabulary=1000
         ),
+        "base": _config(
+            EncoderDecoder, 32, layers=6, width=512, heads=8, length=512, vocabulary=32128
+        ),
         "gpu": _config(
             EncoderDecoder, 64, layers=16, width=1024, heads=16, length=512, vocabulary=32128
         ),
@@ -146,11 +178,13 @@ MODELS: dict[str, dict[str, Config]] = {
     "mixer": {
         "small": _config(Mixer, 16, layers=4, width=128, resolution=64, patch=8, classes=100),
         "deep": _config(Mixer, 8, layers=20, width=128, resolution=64, patch=8, classes=100),
+        "base": _config(Mixer, 128, layers=12, width=768, resolution=224, patch=16, classes=1000),
         "gpu": _config(Mixer, 256, layers=24, width=1024, resolution=224, patch=16, classes=1000),
     },
     "lstm": {
         "small": _config(LSTM, 256, layers=2, width=128, length=16, segment=4, vocabulary=500),
         "deep": _config(LSTM, 256, layers=2, width=128, length=32, segment=4, vocabulary=500),
+        "base": _config(LSTM, 1024, layers=2, width=512, length=32, segment=4, vocabulary=8192),
         "gpu": _config(LSTM, 2048, layers=4, width=1024, length=64, segment=8, vocabulary=8192),
     },
     "dropout": {
@@ -159,6 +193,9 @@ MODELS: dict[str, dict[str, Config]] = {
         ),
         "deep": _config(
             GPT, 4, layers=16, width=128, heads=4, length=128, vocabulary=1000, dropout=0.1
+        ),
+        "base": _config(
+            GPT, 16, layers=12, width=768, heads=12, length=1024, vocabulary=50304, dropout=0.1
         ),
         "gpu": _config(
             GPT, 16, layers=24, width=1024, heads=16, length=1024, vocabulary=50304, dropout=0.1

@@ -17,6 +17,9 @@ class Row:
     budget_bytes: int | None = None
     start_bytes: int | None = None
     peak_bytes: int | None = None
+    reserved_bytes: int | None = None
+    first_bytes: int | None = None
+    retries: int | None = None
     compile_seconds: float | None = None
     loss: float | None = None
     gradient_error: float | None = None
@@ -32,6 +35,16 @@ class Row:
         if self.peak_bytes is None or self.start_bytes is None:
             return None
         return self.peak_bytes - self.start_bytes
+
+    @property
+    def counted_bytes(self) -> int | None:
+        """What a budget limits: on CUDA the bytes that are reserved, elsewhere the peak."""
+        return self.peak_bytes if self.reserved_bytes is None else self.reserved_bytes
+
+    @property
+    def predicted_reserved_bytes(self) -> int | None:
+        """What fxremat said that CUDA's allocator would reserve."""
+        return self.report.get("predicted_reserved_bytes") if self.report else None
 
     @property
     def predicted_bytes(self) -> int | None:
@@ -50,10 +63,10 @@ class Row:
 
     @property
     def obeyed(self) -> bool | None:
-        """Whether the measured peak is within the budget."""
-        if self.budget_bytes is None or self.peak_bytes is None:
+        """Whether the measured peak, on CUDA that of reserved bytes, is within the budget."""
+        if self.budget_bytes is None or self.counted_bytes is None:
             return None
-        return self.peak_bytes <= self.budget_bytes
+        return self.counted_bytes <= self.budget_bytes
 
     @property
     def prediction_error(self) -> float | None:

@@ -168,7 +168,8 @@ class Runner:
         return row.peak_bytes is not None
 
     def _peaks(self) -> dict[str, int]:
-        return {n: row.peak_bytes for n, row in self.rows.items() if row.peak_bytes is not None}
+        counted = {name: row.counted_bytes for name, row in self.rows.items()}
+        return {name: peak for name, peak in counted.items() if peak is not None}
 
     def _compare_gradients(self, worker: WorkerProcess, row: Row) -> None:
         path = self.folder / f"{row.variant}.gradients"
@@ -198,6 +199,8 @@ def _fill(row: Row, answer: dict[str, Any]) -> None:
     row.error = answer.get("error") or answer.get("infeasible")
     row.minimum_bytes = answer.get("minimum_bytes")
     row.start_bytes, row.peak_bytes = answer.get("start_bytes"), answer.get("peak_bytes")
+    row.reserved_bytes, row.retries = answer.get("reserved_bytes"), answer.get("retries")
+    row.first_bytes = answer.get("first_bytes")
     row.compile_seconds, row.report = answer.get("compile_seconds"), answer.get("report")
     if row.budget_bytes is None and row.report:
         row.budget_bytes = row.report["budget_bytes"]

@@ -1,10 +1,11 @@
 """A training step of one variant, in this process: compile it, time it, measure it."""
 
+import os
 import re
 import time
 from collections import Counter
 from collections.abc import Callable, Iterator, Mapping
-from dataclasses import dataclass, field
+from dataclasses import asdict, dataclass, field
 from typing import Any
 
 import torch
@@ -16,6 +17,8 @@ from .ways import Variant
 
 IMPOSSIBLE_BYTES = 2**20
 WARM_STEPS = 2
+MOST_RECORDED = 1_000_000
+"""Entries of the allocator's history."""
 
 
 class Infeasible(Exception):
@@ -28,10 +31,18 @@ class Infeasible(Exception):
 
 @dataclass(frozen=True)
 class Peak:
-    """Measured bytes of a step: before it, and at most during it."""
+    """Measured bytes of a step: before it, and at most during it; more of CUDA's allocator.
+
+    ``reserved_bytes`` is the most that it held, with nothing cached before. ``first_bytes`` is the
+    most that was allocated until the first step was done, compiling included. ``retries`` is how
+    often it gave back what it had cached because the device was full, in the whole process.
+    """
 
     start_bytes: int
     peak_bytes: int
+    reserved_bytes: int | None = None
+    first_bytes: int | None = None
+    retries: int | None = None
 
 
 @dataclass
@@ -44,6 +55,7 @@ class Training:
     compile_seconds: float = 0.0
     report: dict[str, Any] | None = None
     explanation: str = ""
+    first_bytes: int | None = None
     device: torch.device = field(init=False)
 
     def __post_init__(self) -> None:
@@ -82,8 +94,41 @@ class Training:
         from fxremat.cost.peak import measure_peak
 
         self.model.zero_grad(set_to_none=True)
+        if self.device.type == "cuda":
+            torch.cuda.empty_cache()
+            self.step()  # a second step reserves more, where the first has left pieces
+            self.model.zero_grad(set_to_none=True)
         result = measure_peak(self.run, held=(self.model, self.arguments))
-        return Peak(result.start_bytes, result.peak_bytes)
+        return Peak(
+            result.start_bytes,
+            result.peak_bytes,
+            result.reserved_bytes,
+            self.first_bytes,
+            self._retries(),
+        )
+
+    def _retries(self) -> int | None:
+        if self.device.type != "cuda":
+            return None
+        retries: int = torch.cuda.memory_stats(self.device)["num_alloc_retries"]
+        return retries
+
+    def recorded(self) -> dict[str, int]:
+        """Reserved bytes of two steps: what the model of CUDA's allocator says, and what was."""
+        from fxremat.cost.allocator import AllocatorSettings, compare, parse_settings
+
+        self.model.zero_grad(set_to_none=True)
+        torch.cuda.empty_cache()
+        record: Any = torch.cuda.memory._record_memory_history
+        record(max_entries=MOST_RECORDED, context=None, stacks="python")
+        for _ in range(2):
+            self.step()
+        self.synchronize()
+        snapshot = torch.cuda.memory._snapshot(self.device)
+        record(enabled=None)
+        said = os.environ.get("PYTORCH_ALLOC_CONF") or os.environ.get("PYTORCH_CUDA_ALLOC_CONF")
+        settings = parse_settings(said) if said else AllocatorSettings()
+        return asdict(compare(snapshot, settings, self.device.index or 0))
 
     def gradients(self, seed: int) -> tuple[float, dict[str, Tensor]]:
         """Loss and gradients of a step under `seed`, on the CPU, by position."""
@@ -158,6 +203,8 @@ def _warm(training: Training) -> Training:
     training.step()
     training.synchronize()
     first = time.perf_counter() - start
+    if training.device.type == "cuda":
+        training.first_bytes = torch.cuda.max_memory_allocated(training.device)
     training.compile_seconds = max(0.0, first - min(training.time_steps(WARM_STEPS - 1)))
     return training
 
@@ -232,6 +279,10 @@ def infeasible_budget(error: BaseException | None) -> Infeasible | None:
 
 NUMBERS = (
     "predicted_peak_bytes",
+    "predicted_reserved_bytes",
+    "count",
+    "held_bytes",
+    "resident_bytes",
     "planned_peak_bytes",
     "minimum_peak_bytes",
     "keep_all_peak_bytes",

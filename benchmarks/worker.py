@@ -60,6 +60,10 @@ class Worker:
             torch.cuda.empty_cache()
         return {"seconds": seconds}
 
+    def recorded(self) -> dict[str, Any]:
+        """The allocator's history of two steps beside the model of it."""
+        return {"allocator": self.training.recorded()}
+
     def gradients(self, path: str) -> dict[str, Any]:
         """Save the gradients of one seeded step."""
         loss, gradients = self.training.gradients(self.seed)

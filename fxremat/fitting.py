@@ -59,13 +59,16 @@ class Largest:
 
 @dataclass(frozen=True)
 class Fit:
-    """What fits. ``held_bytes`` are the optimizer's states and what no graph sees."""
+    """What fits. ``held_bytes`` are the optimizer's states and what no graph sees;
+    ``tuning_bytes`` is what the first step takes more, while kernels are tuned.
+    """
 
     device: str
     budget_bytes: int
     weights_bytes: int
     optimizer: Held
     held_bytes: int
+    tuning_bytes: int
     traced: Sizes
     rows: tuple[Largest, ...]
 
@@ -153,10 +156,11 @@ class _Fitting:
         after_us = self._after_us(held)
         return Fit(
             request.card or "here",
-            budget + request.held_bytes,
+            budget + request.beside_bytes,
             weights_bytes,
             held,
             request.held_bytes,
+            request.tuning_bytes,
             sizes,
             tuple(
                 replace(rows[what, way], time_us=rows[what, way].time_us + after_us)

@@ -92,10 +92,10 @@ def test_of_a_slice_the_rest_is_held(card: Card, monkeypatch: pytest.MonkeyPatch
 def test_tensors_of_the_first_graph_are_not_held_twice(card: Card) -> None:
     ledger = Ledger()
     card(allocated=100)
-    assert request._held_bytes(options(), GPU, [], None, ledger, (0, 0)) == 100 + CACHE
+    assert request._held_bytes(options(), GPU, [], None, ledger, (0, 0)) == 100
     ledger.peaks[0] = {0: 40}
     card(allocated=130)
-    assert request._held_bytes(options(), GPU, [], None, ledger, (1, 0)) == 140 + CACHE
+    assert request._held_bytes(options(), GPU, [], None, ledger, (1, 0)) == 140
     assert request._held_bytes(options(reserve=7), GPU, [], None, ledger, (1, 0)) == 47
 
 
@@ -103,7 +103,10 @@ def test_kernels_are_tuned_only_where_there_are_some(card: Card) -> None:
     """In the first step, beside all that is there."""
     eager = options(executor="aot_eager")
     card(allocated=100)
-    assert request._held_bytes(eager, GPU, [], None, Ledger(), (0, 0)) == 100
+    assert request._tuning_bytes(eager, GPU, None) == 0
+    assert request._tuning_bytes(options(), torch.device("cpu"), None) == 0
+    assert request._tuning_bytes(options(), GPU, None) == CACHE
+    assert request._tuning_bytes(options(reserve=7), GPU, None) == 0
 
 
 def test_workspaces_of_cublas_are_allocated_before_bytes_are_counted(

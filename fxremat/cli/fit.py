@@ -91,7 +91,8 @@ def table(found: Fit) -> str:
     lines = [
         f"{found.device}: {format_bytes(found.budget_bytes)}; weights "
         f"{format_bytes(found.weights_bytes)}, optimizer {states}, "
-        f"held beside the graph {format_bytes(found.held_bytes)}",
+        f"held beside the graph {format_bytes(found.held_bytes)}, "
+        f"for tuning kernels in the first step {format_bytes(found.tuning_bytes)}",
         f"{'varies':<10} {'way':<20} {'largest':>10} {'peak':>12} {'step':>12} {'a second':>12}",
     ]
     for row in found.rows:

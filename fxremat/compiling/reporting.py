@@ -28,7 +28,7 @@ def refusal_of(found: Found, request: Request) -> InfeasibleBudget | None:
     if not found.over or request.budget_bytes is None:
         return None
     largest = tuple((row.what, row.bytes) for row in at_peak(found)[:8])
-    least = found.judged.peak_bytes + request.held_bytes
+    least = found.judged.peak_bytes + request.beside_bytes
     unused = found.judged.fragmentation_bytes
     return InfeasibleBudget(request.budget_bytes, least, largest, unused)
 
@@ -68,8 +68,9 @@ def report_of(found: Found, request: Request, graph: int, seconds: dict[str, flo
         keep_all_peak_bytes=replay(plain, keep_all(plain)).peak_bytes + held,
         planned_peak_bytes=plan.peak_bytes + held,
         predicted_peak_bytes=judged.allocated_bytes + held,
-        minimum_peak_bytes=judged.peak_bytes + held if found.over else None,
+        minimum_peak_bytes=judged.peak_bytes + request.beside_bytes if found.over else None,
         held_bytes=held,
+        tuning_bytes=request.tuning_bytes,
         time_overhead=plan.time_us / base - 1 if base else 0.0,
         saved=_saved(draft),
         recomputed=_recomputed(found),

@@ -36,7 +36,8 @@ memory it is rounded."""
 class Request:
     """What is asked of one graph. All that a plan depends on, and nothing else.
 
-    ``held_bytes`` of the budget belong to other graphs of the model, and to what no graph sees.
+    ``held_bytes`` of the budget belong to other graphs of the model, and to what no graph sees;
+    ``tuning_bytes`` to what the first step takes more than the others, while kernels are tuned.
     ``wanted_bytes`` is what this graph should make do with if it can, because more graphs follow.
     ``copies`` is what moving values takes; None where nothing is to move. With the objective
     "energy" a plan may take ``most_time`` times what running every op once takes. ``variants``
@@ -49,6 +50,7 @@ class Request:
 
     budget_bytes: int | None = None
     held_bytes: int = 0
+    tuning_bytes: int = 0
     wanted_bytes: int | None = None
     executor: str = "inductor"
     solver: str = "auto"
@@ -69,7 +71,12 @@ class Request:
     @property
     def own_budget(self) -> int | None:
         """Bytes left for this graph; None without a budget."""
-        return None if self.budget_bytes is None else self.budget_bytes - self.held_bytes
+        return None if self.budget_bytes is None else self.budget_bytes - self.beside_bytes
+
+    @property
+    def beside_bytes(self) -> int:
+        """Bytes of the budget that are not the graph's, in the step that needs most of them."""
+        return self.held_bytes + self.tuning_bytes
 
     @property
     def aim(self) -> int | None:
@@ -109,12 +116,14 @@ def request_for(
     allocator = _allocator(options, device)
     budget = _budget(options, device, card)
     held = _held_bytes(options, device, inputs, card, ledger, place)
+    tuning = _tuning_bytes(options, device, card)
     more = compat.ends_in_graph_break(gm) or compat.splits_for_ddp()
     more = more and ledger.is_last(place[0])
     return Request(
         budget_bytes=budget,
         held_bytes=held,
-        wanted_bytes=(budget - held) // 2 if more and budget is not None else None,
+        tuning_bytes=tuning,
+        wanted_bytes=(budget - held - tuning) // 2 if more and budget is not None else None,
         executor=options.executor,
         solver=options.solver,
         solver_time_limit=options.solver_time_limit,
@@ -220,14 +229,20 @@ def _held_bytes(
     grads = accumulation.expected_bytes(device)
     if options.reserve is not None or device.type != "cuda":
         return ledger.held_by_others(*place) + (options.reserve or 0) + grads
-    # In the first step Triton tunes kernels: before each run it writes over the whole cache.
-    tuned = options.executor == "inductor"
     if card is not None:
-        beside = 2 * cublas_bytes(card.capability) + (card.cache_bytes if tuned else 0) + grads
-        return ledger.held_by_others(*place) + beside
-    tuning = torch.cuda.get_device_properties(device).L2_cache_size if tuned else 0
+        return ledger.held_by_others(*place) + 2 * cublas_bytes(card.capability) + grads
     missing = accumulation.expected_bytes(device, missing_only=True)
-    return ledger.held_beside(*place, _unseen_bytes(inputs, device)) + tuning + missing
+    return ledger.held_beside(*place, _unseen_bytes(inputs, device)) + missing
+
+
+def _tuning_bytes(options: Options, device: torch.device, card: Card | None) -> int:
+    """What Triton writes over before each run while it tunes kernels: the whole cache."""
+    if options.reserve is not None or device.type != "cuda" or options.executor != "inductor":
+        return 0
+    if card is not None:
+        return card.cache_bytes
+    size: int = torch.cuda.get_device_properties(device).L2_cache_size
+    return size
 
 
 def _unseen_bytes(inputs: Sequence[Any], device: torch.device) -> int:

@@ -104,7 +104,7 @@ class SymbolicStep:
         ``over`` where none was within them.
         """
         asked = self.costs.request
-        request = replace(asked, budget_bytes=budget_bytes + asked.held_bytes)
+        request = replace(asked, budget_bytes=budget_bytes + asked.beside_bytes)
         runner = self._runner(request)
         with self.at(sizes):
             planning = Planning(request, self.times)

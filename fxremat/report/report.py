@@ -28,8 +28,10 @@ class Report:
     ``predicted_peak_bytes`` is the peak of Inductor's own kernels where they were rehearsed, else
     that of the planned graph; it is in allocated bytes. ``predicted_reserved_bytes`` is what a
     model of torch's allocator reserves for two steps on CUDA; None elsewhere. ``count`` says which
-    of the two the budget counts. ``minimum_peak_bytes`` is the least budget that can be met, as the
-    error names it; None where it was not looked for (`Explanation.minimum_peak_bytes` looks).
+    of the two the budget counts. Peaks are those of every step; the first takes up to
+    ``tuning_bytes`` more, while kernels are tuned, and that is within the budget as well.
+    ``minimum_peak_bytes`` is the least budget that can be met, as the error names it; None where it
+    was not looked for (`Explanation.minimum_peak_bytes` looks).
     ``order`` says who orders what runs: Inductor, the plan, or torch's own partition.
     ``time_overhead`` is the added time over the keep-all schedule's, as a fraction. ``timeline`` is
     bytes live per step. ``moved`` are the values that go to host memory, and how often each comes
@@ -56,6 +58,7 @@ class Report:
     plan: Plan
     rehearsals: int
     predicted_reserved_bytes: int | None = None
+    tuning_bytes: int = 0
     count: str = "allocated"
     order: str = "inductor"
     moved: tuple[Row, ...] = ()
@@ -137,8 +140,10 @@ class Report:
             format_bytes,
             (self.predicted_peak_bytes, self.predicted_reserved_bytes, self.fragmentation_bytes),
         )
+        tuning = format_bytes(self.tuning_bytes)
+        more = f", and up to {tuning} more in the first step" if self.tuning_bytes else ""
         return [
-            f"  peak: {allocated} allocated + {unused} fragmentation = {reserved} reserved; "
+            f"  peak: {allocated} allocated + {unused} fragmentation = {reserved} reserved{more}; "
             f"the budget counts what is {self.count}"
         ]
 

@@ -32,9 +32,31 @@ def moved(
     mode: Any = FakeTensorMode(allow_non_fake_inputs=True, shape_env=_shape_env_of(module))
     with mode:
         inputs = [_placed(n.meta.get("val"), device) for n in _placeholders(module)]
-    traced = _traced(fx.Interpreter(on_device).run, inputs, mode, table)
+    traced = _traced(_Decomposing(on_device, table).run, inputs, mode, table)
     _as_named(module, _placeholders(module), traced)
     return traced
+
+
+class _Decomposing(fx.Interpreter):
+    """Takes ops apart by the table before torch asks for their kernels.
+
+    A torch without CUDA has none for it. Of an op that has a kernel for each device, and one in
+    terms of other ops for the rest, it would run the latter, in place and unseen by the tracer.
+    """
+
+    def __init__(self, module: fx.GraphModule, table: Mapping[Any, Callable[..., Any]]) -> None:
+        super().__init__(module)
+        self.table = table
+
+    def call_function(self, target: Any, args: Any, kwargs: Any) -> Any:
+        if target in self.table and _can_be_taken_apart(target):
+            target = self.table[target]
+        return super().call_function(target, args, kwargs)
+
+
+def _can_be_taken_apart(op: Any) -> bool:
+    name: str = op.name()
+    return torch._C._dispatch_has_kernel_for_dispatch_key(name, "CompositeImplicitAutograd")
 
 
 def with_numbers(

@@ -137,7 +137,13 @@ _FIELDS = (
 @contextmanager
 def fake_cuda() -> Iterator[None]:
     """Inside, tensors without memory may lie on CUDA, whether torch knows CUDA or not."""
-    with _guard(), mock.patch.object(torch.cuda, "_lazy_init", _nothing):
+    from torch._subclasses import fake_tensor
+
+    with (
+        _guard(),
+        mock.patch.object(torch.cuda, "_lazy_init", _nothing),
+        mock.patch.object(fake_tensor, "init_gpu_context", _nothing),  # a byte on the device
+    ):
         yield
 
 
