@@ -71,7 +71,7 @@ def test_the_readme_is_short() -> None:
 
 def test_limits_and_commands_are_on_the_first_screen() -> None:
     screen = " ".join(text_of(README).splitlines()[:35])
-    for needed in ("No GPU has run this code yet", "make demo", "make test", "torch.compile("):
+    for needed in ("One GPU has run it, for minutes", "make demo", "make test", "torch.compile("):
         assert needed in screen
 
 
