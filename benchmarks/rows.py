@@ -63,10 +63,13 @@ class Row:
 
     @property
     def obeyed(self) -> bool | None:
-        """Whether the measured peak, on CUDA that of reserved bytes, is within the budget."""
+        """Whether the measured peak is within the budget.
+
+        On CUDA that of reserved bytes, and what was allocated until the first step was done.
+        """
         if self.budget_bytes is None or self.counted_bytes is None:
             return None
-        return self.counted_bytes <= self.budget_bytes
+        return max(self.counted_bytes, self.first_bytes or 0) <= self.budget_bytes
 
     @property
     def prediction_error(self) -> float | None:
@@ -102,32 +105,35 @@ def add_ratios(rows: Iterable[Row], reference: Row) -> None:
         row.time_ratios = [mine / base for mine, base in zip(timed, bases, strict=True)]
 
 
-def _mib(count: int | None) -> str:
+def mib(count: int | None) -> str:
+    """Bytes in MiB, for a cell."""
     return "" if count is None else f"{count / MIB:.1f}"
 
 
-def _number(value: float | None, form: str) -> str:
+def number(value: float | None, form: str) -> str:
+    """A figure, or an empty cell."""
     return "" if value is None else format(value, form)
 
 
-def _yes_no(value: bool | None) -> str:
+def yes_no(value: bool | None) -> str:
+    """An answer, the bad one loudly, or an empty cell."""
     return {None: "", True: "yes", False: "NO"}[value]
 
 
 COLUMNS: dict[str, Any] = {
     "variant": lambda row: row.variant,
-    "peak MiB": lambda row: _mib(row.peak_bytes),
-    "above start": lambda row: _mib(row.above_bytes),
-    "predicted": lambda row: _mib(row.predicted_bytes),
-    "budget": lambda row: _mib(row.budget_bytes),
-    "obeyed": lambda row: _yes_no(row.obeyed),
-    "error": lambda row: _number(row.prediction_error, ".2%"),
-    "step ms": lambda row: _number(row.step_ms, ".1f"),
-    "time": lambda row: _number(row.time_ratio, ".3f"),
-    "planned": lambda row: _number(row.planned_ratio, ".3f"),
-    "compile s": lambda row: _number(row.compile_seconds, ".1f"),
-    "loss": lambda row: _number(row.loss, ".5f"),
-    "gradients": lambda row: _number(row.gradient_error, ".1e"),
+    "peak MiB": lambda row: mib(row.peak_bytes),
+    "above start": lambda row: mib(row.above_bytes),
+    "predicted": lambda row: mib(row.predicted_bytes),
+    "budget": lambda row: mib(row.budget_bytes),
+    "obeyed": lambda row: yes_no(row.obeyed),
+    "error": lambda row: number(row.prediction_error, ".2%"),
+    "step ms": lambda row: number(row.step_ms, ".1f"),
+    "time": lambda row: number(row.time_ratio, ".3f"),
+    "planned": lambda row: number(row.planned_ratio, ".3f"),
+    "compile s": lambda row: number(row.compile_seconds, ".1f"),
+    "loss": lambda row: number(row.loss, ".5f"),
+    "gradients": lambda row: number(row.gradient_error, ".1e"),
     "variants": lambda row: str(sum(row.variants.values())) if row.report else "",
 }
 
@@ -153,7 +159,7 @@ def _remark(row: Row) -> str | None:
     if row.variants:
         return f"  {row.variant}: {counts(row.variants)}"
     if row.minimum_bytes is not None:
-        return f"  {row.variant}: the budget cannot be met; least {_mib(row.minimum_bytes)} MiB"
+        return f"  {row.variant}: the budget cannot be met; least {mib(row.minimum_bytes)} MiB"
     return f"  {row.variant}: {row.error}" if row.error else None
 
 

@@ -1,6 +1,5 @@
 """A training step of one variant, in this process: compile it, time it, measure it."""
 
-import os
 import re
 import time
 from collections import Counter
@@ -17,8 +16,6 @@ from .ways import Variant
 
 IMPOSSIBLE_BYTES = 2**20
 WARM_STEPS = 2
-MOST_RECORDED = 1_000_000
-"""Entries of the allocator's history."""
 
 
 class Infeasible(Exception):
@@ -115,20 +112,17 @@ class Training:
 
     def recorded(self) -> dict[str, int]:
         """Reserved bytes of two steps: what the model of CUDA's allocator says, and what was."""
-        from fxremat.cost.allocator import AllocatorSettings, compare, parse_settings
+        from fxremat.compat import recorded_allocations
+        from fxremat.cost.allocator import compare, settings_of_environment
+
+        def steps() -> None:
+            self.step()
+            self.step()
 
         self.model.zero_grad(set_to_none=True)
         torch.cuda.empty_cache()
-        record: Any = torch.cuda.memory._record_memory_history
-        record(max_entries=MOST_RECORDED, context=None, stacks="python")
-        for _ in range(2):
-            self.step()
-        self.synchronize()
-        snapshot = torch.cuda.memory._snapshot(self.device)
-        record(enabled=None)
-        said = os.environ.get("PYTORCH_ALLOC_CONF") or os.environ.get("PYTORCH_CUDA_ALLOC_CONF")
-        settings = parse_settings(said) if said else AllocatorSettings()
-        return asdict(compare(snapshot, settings, self.device.index or 0))
+        snapshot = recorded_allocations(steps, self.device)
+        return asdict(compare(snapshot, settings_of_environment(), self.device.index or 0))
 
     def gradients(self, seed: int) -> tuple[float, dict[str, Tensor]]:
         """Loss and gradients of a step under `seed`, on the CPU, by position."""

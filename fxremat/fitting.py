@@ -60,7 +60,7 @@ class Largest:
 @dataclass(frozen=True)
 class Fit:
     """What fits. ``held_bytes`` are the optimizer's states and what no graph sees;
-    ``tuning_bytes`` is what the first step takes more, while kernels are tuned.
+    ``tuning_bytes`` are left to the first step, in which kernels are tuned.
     """
 
     device: str

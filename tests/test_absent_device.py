@@ -183,6 +183,19 @@ def test_methods_work_while_pretending() -> None:
         assert torch.cuda.get_device_properties().multi_processor_count == 58
 
 
+def test_nothing_is_made_on_a_device_while_pretending(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Torch starts the device for the first fake tensor on it, where it knows CUDA."""
+    from torch._subclasses import fake_tensor
+
+    def start(device: torch.device) -> None:
+        raise AssertionError(device)
+
+    monkeypatch.setattr(fake_tensor, "init_gpu_context", start)
+    mode: Any = fake_tensor.FakeTensorMode()
+    with pretending(card_named("L4").properties()), mode:
+        assert torch.empty(2, device="cuda").device == compat.CUDA
+
+
 def test_cards_are_known_by_any_name() -> None:
     """By ours, by what CUDA calls them, and by what people write."""
     for card in CARDS:

@@ -42,18 +42,25 @@ def test_budgets_count_reserved_bytes(tmp_path: Path) -> None:
     assert "-10.00%" in text([broken])
 
 
-def test_gradients_may_be_off_as_much_as_checkpointings(tmp_path: Path) -> None:
+def test_the_first_step_counts_too(tmp_path: Path) -> None:
+    row = measured("fxremat50%", "fxremat", 99)
+    row.first_bytes = 101 * MIB
+    assert group(tmp_path, row).failures == ["gpt fxremat50%: the budget is not obeyed"]
+
+
+def test_gradients_that_are_off_are_a_failure(tmp_path: Path) -> None:
+    """Ours alone: nobody promised the others'."""
     row = measured("fxremat50%", "fxremat", 99, error=0.07)
-    assert group(tmp_path, row).failures == ["gpt fxremat50%: gradients are off by 7.0e-02"]
     repeated = measured("checkpoint", "checkpoint", 99, error=0.17)
-    assert group(tmp_path, repeated, row).failures == []
+    found = group(tmp_path, repeated, row).failures
+    assert found == ["gpt fxremat50%: gradients are off by 7.0e-02"]
 
 
 def test_a_refusal_is_no_failure(tmp_path: Path) -> None:
     row = Row("fxremat33%", "fxremat", budget_bytes=10 * MIB, minimum_bytes=20 * MIB, error="no")
     found = group(tmp_path, row)
     assert found.failures == []
-    assert found.refusals == ["gpt fxremat33%: refused at 10 MiB, least 20 MiB"]
+    assert found.refusals == ["gpt fxremat33%: refused at 10.0 MiB, least 20.0 MiB"]
 
 
 def test_the_models_allocator_stands_beside_the_record(tmp_path: Path) -> None:

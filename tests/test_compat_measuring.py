@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from contextlib import nullcontext
+from typing import Any
 
 import pytest
 import torch
@@ -37,3 +38,19 @@ def test_keep_busy(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(torch.cuda, "device", lambda device: nullcontext())
     compat.keep_busy(torch.device("cuda", 0), 1000)
     assert asked == [1000]
+
+
+def test_recording_ends_also_after_an_error(monkeypatch: pytest.MonkeyPatch) -> None:
+    log: list[Any] = []
+    names = torch.cuda.memory
+    assert all(hasattr(names, name) for name in ("_record_memory_history", "_snapshot"))
+    monkeypatch.setattr(names, "_record_memory_history", lambda **given: log.append(given))
+    monkeypatch.setattr(names, "_snapshot", lambda device: {"segments": [*log]})
+    monkeypatch.setattr(torch.cuda, "synchronize", lambda device: log.append("idle"))
+    gpu = torch.device("cuda", 0)
+    snapshot = compat.recorded_allocations(lambda: log.append("run"), gpu)
+    assert snapshot["segments"][1:] == ["run", "idle"]
+    assert log[3:] == [{"enabled": None}]
+    with pytest.raises(ZeroDivisionError):
+        compat.recorded_allocations(lambda: 1 // 0, gpu)
+    assert log[-1] == {"enabled": None}

@@ -118,7 +118,12 @@ from fxremat.compat.joint_graph import (
     prepare_joint_graph,
     user_tag,
 )
-from fxremat.compat.measuring import keep_busy, profiler_memory_events, random_state_kept
+from fxremat.compat.measuring import (
+    keep_busy,
+    profiler_memory_events,
+    random_state_kept,
+    recorded_allocations,
+)
 from fxremat.compat.partitioning import extract_forward_backward, saved_names, torch_partition
 from fxremat.compat.sizes import (
     ShapeEnv,
@@ -223,6 +228,7 @@ __all__ = [
     "prepare_joint_graph",
     "profiler_memory_events",
     "random_state_kept",
+    "recorded_allocations",
     "return_inputs_as_they_are",
     "run_after",
     "run_in_functions",

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from typing import Any
 
@@ -23,6 +23,23 @@ def keep_busy(device: torch.device, cycles: int = 400_000) -> None:
     """Have a GPU do nothing for some 0.2 ms, in which the host asks it for what is to be timed."""
     with torch.cuda.device(device):
         torch.cuda._sleep(cycles)  # type: ignore[no-untyped-call]
+
+
+MOST_RECORDED = 1_000_000
+"""Entries of the allocator's history."""
+
+
+def recorded_allocations(run: Callable[[], object], device: torch.device) -> dict[str, Any]:
+    """What CUDA's allocator did while ``run`` ran, as `torch.cuda.memory._snapshot` gives it."""
+    record: Any = torch.cuda.memory._record_memory_history
+    record(max_entries=MOST_RECORDED, context=None, stacks="python")
+    try:
+        run()
+        torch.cuda.synchronize(device)
+        snapshot: dict[str, Any] = torch.cuda.memory._snapshot(device)
+    finally:
+        record(enabled=None)
+    return snapshot
 
 
 def profiler_memory_events(prof: profile) -> list[tuple[int, int, str]]:

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import logging
-import os
 from collections.abc import Sequence
 from dataclasses import dataclass
 from typing import Any, Literal
@@ -14,7 +13,7 @@ from torch import fx
 from fxremat import compat
 from fxremat.compiling.session import Ledger
 from fxremat.core.problem import COPY_LATENCY_US, Copies
-from fxremat.cost.allocator import AllocatorSettings, parse_settings
+from fxremat.cost.allocator import AllocatorSettings, settings_of_environment
 from fxremat.cost.cards import Card
 from fxremat.cost.cuda_scratch import allocate_cublas, cublas_bytes
 from fxremat.cost.device import device_spec
@@ -37,7 +36,7 @@ class Request:
     """What is asked of one graph. All that a plan depends on, and nothing else.
 
     ``held_bytes`` of the budget belong to other graphs of the model, and to what no graph sees;
-    ``tuning_bytes`` to what the first step takes more than the others, while kernels are tuned.
+    ``tuning_bytes`` to the first step, in which kernels are tuned.
     ``wanted_bytes`` is what this graph should make do with if it can, because more graphs follow.
     ``copies`` is what moving values takes; None where nothing is to move. With the objective
     "energy" a plan may take ``most_time`` times what running every op once takes. ``variants``
@@ -150,18 +149,12 @@ def _allocator(options: Options, device: torch.device) -> AllocatorSettings | No
     if device.type != "cuda":
         return None
     try:
-        return parse_settings(_settings_text())
+        return settings_of_environment()
     except ValueError as error:
         if options.count == "reserved":
             raise
         log.warning("reserved memory is not known, the budget counts allocated bytes: %s", error)
         return None
-
-
-def _settings_text() -> str:
-    """As torch reads them: the newer name of the variable first."""
-    names = ("PYTORCH_ALLOC_CONF", "PYTORCH_CUDA_ALLOC_CONF")
-    return next((os.environ[name] for name in names if name in os.environ), "")
 
 
 def _count(

@@ -28,8 +28,8 @@ class Report:
     ``predicted_peak_bytes`` is the peak of Inductor's own kernels where they were rehearsed, else
     that of the planned graph; it is in allocated bytes. ``predicted_reserved_bytes`` is what a
     model of torch's allocator reserves for two steps on CUDA; None elsewhere. ``count`` says which
-    of the two the budget counts. Peaks are those of every step; the first takes up to
-    ``tuning_bytes`` more, while kernels are tuned, and that is within the budget as well.
+    of the two the budget counts. Peaks are those of every step but the first, to which
+    ``tuning_bytes`` of the budget are left: kernels are tuned in it.
     ``minimum_peak_bytes`` is the least budget that can be met, as the error names it; None where it
     was not looked for (`Explanation.minimum_peak_bytes` looks).
     ``order`` says who orders what runs: Inductor, the plan, or torch's own partition.
@@ -141,7 +141,7 @@ class Report:
             (self.predicted_peak_bytes, self.predicted_reserved_bytes, self.fragmentation_bytes),
         )
         tuning = format_bytes(self.tuning_bytes)
-        more = f", and up to {tuning} more in the first step" if self.tuning_bytes else ""
+        more = f", {tuning} left for tuning in the first step" if self.tuning_bytes else ""
         return [
             f"  peak: {allocated} allocated + {unused} fragmentation = {reserved} reserved{more}; "
             f"the budget counts what is {self.count}"

@@ -5,7 +5,7 @@ from fxremat.cost.allocator.device import Entry
 from fxremat.cost.allocator.errors import OutOfMemory
 from fxremat.cost.allocator.replay import Allocate, EmptyCache, Event, Free, Usage, replay
 from fxremat.cost.allocator.settings import AllocatorSettings
-from fxremat.cost.allocator.settings_text import parse_settings
+from fxremat.cost.allocator.settings_text import parse_settings, settings_of_environment
 from fxremat.cost.allocator.snapshot import Comparison, Recording, compare, from_snapshot
 
 __all__ = [
@@ -24,4 +24,5 @@ __all__ = [
     "from_snapshot",
     "parse_settings",
     "replay",
+    "settings_of_environment",
 ]

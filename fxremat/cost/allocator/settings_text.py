@@ -7,6 +7,7 @@ that their order does not matter; torch checks them in order.
 
 from __future__ import annotations
 
+import os
 import re
 from collections.abc import Callable, Iterator
 from typing import Any
@@ -140,6 +141,15 @@ def _check_modelled(key: str, value: str) -> None:
         raise _invalid(key, value, expected)
     if key == "throw_on_cudamalloc_oom" and _truth(key, value):
         raise _invalid(key, value, "False: failing before cached blocks are freed is not modelled")
+
+
+def settings_of_environment() -> AllocatorSettings:
+    """Those that torch's allocator runs with in this process; it reads the newer name first.
+
+    Raises as `parse_settings` does.
+    """
+    names = ("PYTORCH_ALLOC_CONF", "PYTORCH_CUDA_ALLOC_CONF")
+    return parse_settings(next((os.environ[name] for name in names if name in os.environ), ""))
 
 
 def parse_settings(text: str) -> AllocatorSettings:
