@@ -38,15 +38,15 @@ def test_decomposed() -> None:
     assert not any("gelu" in name for name in names)
 
 
-def test_kernel_allocates() -> None:
+def test_unbuilt_kernel() -> None:
     """A sum of each row has memory of its own before it is written where it belongs."""
-    assert compat.kernel_allocates(kernel_graph()) == 16 * 4
+    assert compat.unbuilt_kernel(kernel_graph()).allocates == 16 * 4
 
     def function(x: torch.Tensor, y: torch.Tensor) -> tuple[()]:
         y.copy_((x @ x).sum(1))
         return ()
 
-    assert compat.kernel_allocates(kernel_of(function, (16, 16), (16,))) == 17 * 16 * 4
+    assert compat.unbuilt_kernel(kernel_of(function, (16, 16), (16,))).allocates == 17 * 16 * 4
 
 
 def test_compile_kernel() -> None:

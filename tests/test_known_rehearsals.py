@@ -103,7 +103,7 @@ def test_the_same_graphs_are_rehearsed_anew_where_something_else_differs(
 ) -> None:
     def step(forward: Any, backward: Any) -> None:
         asked: dict[str, Any] = {"num_fwd_outputs": 1, "device": "cpu"}
-        asked |= {"workspace": lambda *_: 0, "directory": kept}
+        asked |= {"workspace": lambda *_: (), "directory": kept}
         before = torch.get_num_threads()
         try:
             torch.set_num_threads(2)

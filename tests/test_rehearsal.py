@@ -55,7 +55,7 @@ CHAIN = """
 ORIGINS = {"buf0": "mul", "buf1": "gelu", "buf2": "sum_1", "buf3": "sort"}
 
 
-def counted(body: str, workspace: Workspace = lambda op, args, kwargs: 0) -> tuple[_Meter, Any]:
+def counted(body: str, workspace: Workspace = lambda op, args, kwargs: ()) -> tuple[_Meter, Any]:
     """The meter and the results after ``body`` has run on 8 bytes."""
     meter = _Meter("cpu", workspace)
     generated = compat.Generated(HEADER + body, {}, ORIGINS, ())
@@ -85,9 +85,9 @@ def test_the_peak_is_named_after_what_its_memory_holds_then() -> None:
 def test_scratch_memory_of_a_library_call_is_on_top_of_its_results() -> None:
     asked: list[str] = []
 
-    def workspace(op: Any, args: Any, kwargs: Any) -> int:
+    def workspace(op: Any, args: Any, kwargs: Any) -> tuple[int, ...]:
         asked.append(str(op))
-        return 1000 if op is torch.ops.aten.sort.default else 0
+        return (600, 400) if op is torch.ops.aten.sort.default else ()
 
     meter, _ = counted(CHAIN, workspace)
     assert meter.peak == 1300
@@ -140,7 +140,7 @@ def test_what_the_caller_holds_is_there_to_the_end() -> None:
     found: list[Rehearsal] = []
 
     def step(forward: Any, backward: Any) -> None:
-        asked: dict[str, Any] = {"num_fwd_outputs": 1, "device": "cpu", "workspace": lambda *_: 0}
+        asked: dict[str, Any] = {"num_fwd_outputs": 1, "device": "cpu", "workspace": lambda *_: ()}
         found.append(rehearse(forward, backward, **asked))
 
     half(Two(), step, torch.ones(64, 64))
@@ -162,7 +162,7 @@ def test_kernels_of_the_forward_begin_before_the_backward_has_code(
         return generate(module, is_backward=is_backward, **asked)
 
     def step(forward: Any, backward: Any) -> None:
-        asked: dict[str, Any] = {"num_fwd_outputs": 1, "device": "cpu", "workspace": lambda *_: 0}
+        asked: dict[str, Any] = {"num_fwd_outputs": 1, "device": "cpu", "workspace": lambda *_: ()}
         for begin in (True, False):
             shown = rehearse(forward, backward, **asked, begin=begin)
             events.append("taken")
@@ -208,7 +208,7 @@ def test_the_cyclic_collector_rests_and_is_left_as_it_was(
     (gc.enable if enabled else gc.disable)()
     try:
         with pytest.raises(NotImplementedError):
-            rehearse(empty, empty, num_fwd_outputs=0, device="cpu", workspace=lambda *_: 0)
+            rehearse(empty, empty, num_fwd_outputs=0, device="cpu", workspace=lambda *_: ())
         assert gc.isenabled() == enabled
     finally:
         gc.enable()

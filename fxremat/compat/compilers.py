@@ -11,6 +11,7 @@ from fxremat.compat.call_stack import with_stack_room
 from fxremat.compat.configuration import inductor_config
 from fxremat.compat.decompositions import inductor_decompositions
 from fxremat.compat.donation import only_marked_buffers_donated
+from fxremat.compat.inductor.tuning import tuned_below_the_peak
 
 
 @with_stack_room
@@ -20,7 +21,7 @@ def compile_with_inductor(
     """Inductor's whole compiler with ``patches`` in its configuration, backward included."""
     from torch._inductor.compile_fx import compile_fx
 
-    with only_marked_buffers_donated():
+    with only_marked_buffers_donated(), tuned_below_the_peak():
         compiled: Any = compile_fx(gm, inputs, config_patches=dict(patches), **kwargs)
     return cast("Callable[..., Any]", compiled)
 

@@ -20,11 +20,12 @@ from fxremat.cost.cuda_scratch import CudaScratch
 from fxremat.cost.device import DeviceSpec, device_spec
 from fxremat.cost.loop_rates import measured_rates
 from fxremat.cost.op_timers import Measured, Roofline
-from fxremat.cost.workspaces import Workspaces, declared
+from fxremat.cost.workspaces import Workspaces
 from fxremat.passes.base import Changed, Pass
 from fxremat.passes.joint_graph import JointGraph, is_tensor
 from fxremat.passes.memory_estimation import Estimate, OpTimer, estimate
 from fxremat.passes.variants.insertion import InsertedVariant
+from fxremat.runtime import kernels
 
 
 def device_of(graph: fx.Graph) -> torch.device:
@@ -163,9 +164,9 @@ def cost_model(
     if request.card is not None:
         spec = card_named(request.card).spec
         timer = op_timer(request, device, spec, images_last=images_last)
-        scratch = CudaScratch()
+        scratch = CudaScratch(request.compiled)
         return CostModel(request, device, timer, scratch, name, scratch.of_node, spec)
-    workspaces = Workspaces(device, images_last=images_last)
-    workspace = workspaces.of_node if measured else declared
+    workspaces = Workspaces(device, images_last=images_last, by_inductor=request.compiled)
+    workspace = workspaces.of_node if measured else kernels.declared
     timer = op_timer(request, device, spec, images_last=images_last)
     return CostModel(request, device, timer, workspaces, name, workspace, spec)

@@ -9,8 +9,9 @@ the libraries' own scratch memory is known.
 from __future__ import annotations
 
 import ast
+import logging
 import sys
-from collections.abc import Callable, Iterable
+from collections.abc import Callable, Iterable, Sequence
 from dataclasses import dataclass, field
 from typing import Any
 
@@ -20,13 +21,17 @@ from torch.utils import _pytree as pytree
 
 from fxremat import compat, runtime
 from fxremat.cost.allocator import Allocate, AllocatorSettings, Event, Free, Usage, replay
+from fxremat.cost.allocator.rules import MIN_BLOCK_BYTES, round_up
+from fxremat.cost.call_times import call_key
 from fxremat.cost.peak import uncollected
 from fxremat.passes.joint_graph import is_fetch, is_tensor
 from fxremat.passes.memory_estimation import nbytes
-from fxremat.runtime import accumulated
+from fxremat.runtime import accumulated, kernels
 
-Workspace = Callable[[Any, Any, Any], int]
-CUDA_BLOCK_BYTES = 512  # CUDA's allocator hands out multiples of it
+log = logging.getLogger(__name__)
+
+Workspace = Callable[[Any, Any, Any], Sequence[int]]
+"""Scratch memory of a library call (op, args, kwargs): bytes of blocks that live together."""
 
 
 @dataclass(frozen=True)
@@ -122,6 +127,34 @@ class _Storage:
     """Among the events."""
 
 
+@dataclass(frozen=True)
+class _Inside:
+    """What a call allocates and frees; ``results`` are names among the events, None if given."""
+
+    events: tuple[Event, ...]
+    results: tuple[str | None, ...]
+    scratch_bytes: int
+
+
+def _inside(meter: _Meter, op: Any, args: Any, kwargs: Any) -> _Inside | None:
+    """An operator of ours, run without memory."""
+    given = [t for t in pytree.tree_leaves((args, kwargs)) if isinstance(t, torch.Tensor)]
+    meter.ignore(given)
+    if op in kernels.WORKSPACES:  # kernels that it runs are written now, unseen
+        kernels.WORKSPACES[op](*args, **kwargs, measure=kernels.unmeasured)
+    try:
+        with compat.Watching(meter.call):
+            made = kernels.IMPLEMENTATIONS[op](*args, **kwargs)
+    except Exception as error:  # it may look at its data
+        log.debug("%s is counted as one block: %s: %s", op, type(error).__name__, error)
+        return None
+    meter.sweep()
+    leaves = [t for t in pytree.tree_leaves(made) if isinstance(t, torch.Tensor)]
+    found = [meter.live.get(compat.storage_watch(t)[0]) for t in leaves]
+    names = tuple(None if one is None else one.name for one in found)
+    return _Inside(tuple(meter.events), names, meter.peak - meter.current)
+
+
 @dataclass
 class _Meter:
     """Counts the bytes of ``device`` as the code runs."""
@@ -138,6 +171,7 @@ class _Meter:
     making: list[str] = field(default_factory=list)
     scratch: dict[str, int] = field(default_factory=dict)
     events: list[Event] = field(default_factory=list)
+    known: dict[str, _Inside | None] = field(default_factory=dict)
 
     def ignore(self, tensors: Iterable[torch.Tensor]) -> None:
         """These live outside of the step."""
@@ -179,13 +213,55 @@ class _Meter:
             return
         line = self.code.line() if self.code is not None else None
         name = self.code.named_at.get(line, "") if self.code is not None and line else ""
-        scratch = self.workspace(op, args, kwargs)
+        results = [t for t in pytree.tree_leaves(result) if isinstance(t, torch.Tensor)]
+        inside = self.inside(op, args, kwargs)
+        blocks = self.workspace(op, args, kwargs) if inside is None else ()
+        scratch = sum(_rounded(n, self.device) for n in blocks)
+        if inside is not None:
+            scratch = inside.scratch_bytes
         if scratch and self.code is not None:
             self.scratch[self.code.origin(name, 0)] = scratch
-        self.add([t for t in pytree.tree_leaves(result) if isinstance(t, torch.Tensor)], name)
+        if inside is not None:
+            self.add_inside(inside, results, name)
+        self.add(results, name)
         if scratch:
             self.record(self.current + scratch, name)
-            self.events.append(Free(self.allocated(scratch)))
+        names = [self.allocated(nbytes) for nbytes in blocks]
+        self.events += [Free(name) for name in reversed(names)]
+
+    def inside(self, op: Any, args: Any, kwargs: Any) -> _Inside | None:
+        """What a call of an operator of ours allocates one after the other, on CUDA.
+
+        None where it does not run without memory, and for others: what these take is known as a
+        number of bytes only.
+        """
+        if self.device != "cuda" or op not in kernels.IMPLEMENTATIONS:
+            return None
+        key = call_key(op, args, kwargs, compat.size_bound)
+        if key not in self.known:
+            self.known[key] = _inside(_Meter(self.device, self.workspace), op, args, kwargs)
+        return self.known[key]
+
+    def add_inside(self, inside: _Inside, results: list[torch.Tensor], buffer: str) -> None:
+        """Its events; ``results`` take the names of those that were counted there."""
+        begin = len(self.events)
+
+        def named(name: str) -> str:
+            return f"{begin + int(name)}"
+
+        for event in inside.events:
+            if isinstance(event, Allocate):
+                self.events.append(Allocate(named(event.name), event.nbytes))
+            elif isinstance(event, Free):
+                self.events.append(Free(named(event.name)))
+        for tensor, name in zip(results, inside.results, strict=True):
+            key, is_gone = compat.storage_watch(tensor)
+            if name is None or key in self.live:
+                continue
+            nbytes = _rounded(tensor.untyped_storage().nbytes(), self.device)
+            self.live[key] = _Storage(nbytes, is_gone, buffer, self.code, named(name))
+            self.current += nbytes
+            self.record(self.current, buffer)
 
     def drop(self, tensor: torch.Tensor) -> None:
         """Take off what is freed, although something still refers to it."""
@@ -235,8 +311,7 @@ class _Meter:
 
 
 def _rounded(nbytes: int, device: str) -> int:
-    block = CUDA_BLOCK_BYTES if device == "cuda" else 1
-    return -(-nbytes // block) * block
+    return round_up(nbytes, MIN_BLOCK_BYTES if device == "cuda" else 1)
 
 
 def _input(node: fx.Node) -> Any:
@@ -337,7 +412,7 @@ class Scene:
     def run(self, device: str, workspace: Workspace) -> Rehearsal:
         """One step, counted in bytes of ``device``.
 
-        ``workspace`` gives the scratch bytes of a library call (op, args, kwargs). The inputs of
+        ``workspace`` gives the scratch memory of a library call. The inputs of
         the forward are there throughout, its first ``num_fwd_outputs`` results and the incoming
         gradients are the caller's, everything else is dropped when the code drops it.
         """

@@ -83,7 +83,7 @@ class SymbolicStep:
             estimated = runner.run("estimate", PLAN, self.prepared)
             plan = plan_of_torch(replace(estimated, halves=cut.halves))
             with self.times.stage("rehearse"):
-                shown = scene.run(self.costs.device.type, self.costs.workspaces.of_call)
+                shown = scene.run(self.costs.device.type, self.costs.workspaces.blocks_of_call)
         return Taken(counted_bytes(shown, self.costs.request), plan.time_us)
 
     def with_numbers(self, sizes: Sizes) -> SymbolicStep:

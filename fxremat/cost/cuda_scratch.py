@@ -2,12 +2,16 @@
 
 * Flash attention's backward adds up the gradient of the queries in float32, and keeps a number for
   each row (`aten/src/ATen/native/transformers/cuda/flash_attn/flash_api.cpp`, ``mha_bwd``); where
-  heads share keys, it makes gradients of keys and values for each head. cuDNN's is taken to need
-  the same.
-* Memory-efficient attention's backward adds up in float32 where its result has 16 bits
-  (`.../cuda/mem_eff_attention/kernel_backward.h`, ``workspace_elements_gq``).
+  heads share keys, it makes gradients of keys and values for each head. cuDNN's takes the same, in
+  one block and without rounding rows up.
+* Memory-efficient attention's backward adds up the gradient of the queries in float32, in tiles of
+  64 rows with two counters each (`.../cuda/mem_eff_attention/kernel_backward.h`,
+  ``workspace_elements_gq``). Before that, in float32, it multiplies gradient and result.
 * Adding by an index sorts the indices, with what cub needs to sort them
   (`aten/src/ATen/native/cuda/Indexing.cu`).
+
+Each comes as the blocks that live together at the worst moment of a call: one block of the same
+size would find other room. The tests compare them with what an H200 recorded.
 
 What cuDNN takes for a convolution depends on the algorithm that it picks on the card, and is not
 counted. cuBLAS has one workspace for all its calls: `cublas_bytes`.
@@ -17,6 +21,7 @@ from __future__ import annotations
 
 from collections.abc import Callable, Mapping
 from contextlib import suppress
+from dataclasses import dataclass
 from functools import cache
 from typing import Any
 
@@ -24,12 +29,15 @@ import torch
 from torch import fx
 
 from fxremat import compat
-from fxremat.cost.workspaces import declared
 from fxremat.runtime import kernels, quantised
 
 _ATEN = torch.ops.aten
 _FLOAT = 4
 _INDEX = 8
+_CUDNN_ALIGNMENT = 256
+_CUB_BYTES = 4608
+Blocks = tuple[int, ...]
+"""Bytes of blocks that live at the same time."""
 
 
 def cublas_bytes(capability: tuple[int, int]) -> int:
@@ -57,38 +65,57 @@ def _up(size: int, multiple: int) -> int:
     return -(-size // multiple) * multiple
 
 
-def _flash_backward(gradient: Any, query: Any, key: Any, *_: Any, **__: Any) -> int:
-    batch, heads, rows, width = map(compat.size_bound, query.shape)
+def _expanded(query: Any, key: Any) -> Blocks:
+    """Gradients of keys and values for each head, where heads share them."""
+    batch, heads, _, width = map(compat.size_bound, query.shape)
     key_heads, columns = map(compat.size_bound, key.shape[1:3])
-    long_rows, wide = _up(rows, 128), _up(width, 32)
-    for_rows = batch * heads * long_rows * (wide + 1) * _FLOAT
-    expanded = 2 * batch * heads * columns * width * int(query.dtype.itemsize)
-    return for_rows + (expanded if key_heads != heads else 0)
+    size = batch * heads * columns * width * int(query.dtype.itemsize)
+    return (size, size) if key_heads != heads else ()
 
 
-def _efficient_backward(gradient: Any, query: Any, *_: Any, **__: Any) -> int:
+def _flash_backward(gradient: Any, query: Any, key: Any, *_: Any, **__: Any) -> Blocks:
+    batch, heads, rows, width = map(compat.size_bound, query.shape)
+    long_rows = batch * heads * _up(rows, 128)
+    return (long_rows * _FLOAT, long_rows * _up(width, 32) * _FLOAT, *_expanded(query, key))
+
+
+def _cudnn_backward(gradient: Any, query: Any, key: Any, *_: Any, **__: Any) -> Blocks:
+    batch, heads, rows, width = map(compat.size_bound, query.shape)
+    sums = batch * heads * rows * (width + 1) * _FLOAT
+    return (sums + sum(_expanded(query, key)) + _CUDNN_ALIGNMENT,)
+
+
+def _cudnn_forward(*_: Any, **__: Any) -> Blocks:
+    return (_CUDNN_ALIGNMENT,)
+
+
+def _efficient_backward(gradient: Any, query: Any, *_: Any, **__: Any) -> Blocks:
     batch, heads, rows, width = map(compat.size_bound, query.shape)
     sums = batch * heads * rows * _FLOAT
-    if query.dtype.itemsize == _FLOAT:
-        return sums
-    return sums + batch * heads * _up(rows, 64) * _up(width, 64) * _FLOAT
+    tile = 64 * _up(width, 64) * _FLOAT + 2 * _INDEX
+    adding = (sums, batch * heads * -(-rows // 64) * tile)
+    multiplying = (batch * heads * rows * width * _FLOAT, sums, sums)
+    is_wide = query.dtype.itemsize == _FLOAT
+    return max(adding, multiplying, key=sum) if is_wide else adding
 
 
-def _index_put(target: Any, indices: Any, *_: Any, **__: Any) -> int:
+def _index_put(target: Any, indices: Any, *_: Any, **__: Any) -> Blocks:
     given = [x for x in indices if isinstance(x, torch.Tensor)]
     count = max((compat.size_bound(x.numel()) for x in given), default=0)
-    return 5 * count * _INDEX
+    of_all = count * _INDEX
+    return (*(of_all,) * 4, 2 * of_all + count // 4 + _CUB_BYTES)
 
 
-def _in_pieces(x: Any, *_: Any, **__: Any) -> int:
+def _in_pieces(x: Any, *_: Any, **__: Any) -> Blocks:
     """At most, of the operators that encode floats piece by piece."""
     count = min(compat.size_bound(x.numel()), quantised.CHUNK_ON_GPU)
-    return count * quantised.BYTES_PER_ELEMENT
+    return (count * quantised.BYTES_PER_ELEMENT,)
 
 
-FORMULAS: Mapping[Any, Callable[..., int]] = {
+FORMULAS: Mapping[Any, Callable[..., Blocks]] = {
     _ATEN._scaled_dot_product_flash_attention_backward.default: _flash_backward,
-    _ATEN._scaled_dot_product_cudnn_attention_backward.default: _flash_backward,
+    _ATEN._scaled_dot_product_cudnn_attention.default: _cudnn_forward,
+    _ATEN._scaled_dot_product_cudnn_attention_backward.default: _cudnn_backward,
     _ATEN._scaled_dot_product_efficient_attention_backward.default: _efficient_backward,
     _ATEN.index_put.default: _index_put,
     _ATEN.index_put_.default: _index_put,
@@ -97,16 +124,19 @@ FORMULAS: Mapping[Any, Callable[..., int]] = {
     quantised.quantised: _in_pieces,
     quantised.as_fp8: _in_pieces,
 }
-"""Bytes of scratch memory by operator, of its arguments; tensors may be fake."""
+"""Scratch memory by operator, of its arguments; tensors may be fake."""
 
 
+@dataclass(frozen=True)
 class CudaScratch:
     """Answers as `fxremat.cost.workspaces.Workspaces` does, without running anything."""
+
+    by_inductor: bool = False
 
     def of_node(self, node: fx.Node) -> int:
         """The scratch bytes of a node of an FX graph."""
         if node.target not in FORMULAS:
-            return declared(node)
+            return kernels.declared(node, self.of_call, by_inductor=self.by_inductor)
         args, kwargs = fx.map_arg((node.args, node.kwargs), lambda n: n.meta["val"])
         return self.of_call(node.target, args, kwargs)
 
@@ -114,5 +144,11 @@ class CudaScratch:
         """The scratch bytes of ``target(*args, **kwargs)``."""
         if target in kernels.WORKSPACES:
             return kernels.WORKSPACES[target](*args, **kwargs, measure=self.of_call)
+        return sum(self.blocks_of_call(target, args, kwargs))
+
+    def blocks_of_call(self, target: Any, args: Any, kwargs: Any) -> Blocks:
+        """The same as blocks that live together."""
+        if target in kernels.WORKSPACES:
+            return (self.of_call(target, args, kwargs),)
         formula = FORMULAS.get(target)
-        return 0 if formula is None else formula(*args, **kwargs)
+        return () if formula is None else formula(*args, **kwargs)

@@ -22,7 +22,9 @@ from torch import fx
 from torch.utils import _pytree as pytree
 
 from fxremat import compat
+from fxremat.cost.allocator.rules import MIN_BLOCK_BYTES, round_up
 from fxremat.cost.call_times import call_key, made_real
+from fxremat.cost.cuda_scratch import FORMULAS
 from fxremat.cost.memory_room import has_room
 from fxremat.cost.number_file import NumberFile, number_path
 from fxremat.cost.operands import operands
@@ -71,20 +73,14 @@ def _bytes_of_storages(values: Any) -> dict[int, int]:
     return {storage.data_ptr(): storage.nbytes() for storage in storages}
 
 
-def declared(node: fx.Node) -> int:
-    """The workspace of a node, where its operator says it; nothing is run."""
-    if node.target not in kernels.WORKSPACES:
-        return 0
-    args, kwargs = fx.map_arg((node.args, node.kwargs), lambda n: n.meta["val"])
-    return kernels.WORKSPACES[node.target](*args, **kwargs, measure=kernels.unmeasured)
-
-
 class Workspaces:
     """Answers how many bytes of scratch memory a call needs."""
 
-    def __init__(self, device: torch.device, *, images_last: bool = False) -> None:
-        """``images_last``: Inductor lays images out with the channels last."""
-        self.images_last = images_last
+    def __init__(
+        self, device: torch.device, *, images_last: bool = False, by_inductor: bool = False
+    ) -> None:
+        """Of graphs that will be compiled ``by_inductor``, which may have ``images_last``."""
+        self.images_last, self.by_inductor = images_last, by_inductor
         self.refused = 0
         """How many calls could not be run."""
         directory = Path(compat.cache_directory()) / "fxremat"
@@ -98,6 +94,9 @@ class Workspaces:
         if is_random(node):
             return 0
         args, kwargs = operands(node, images_last=self.images_last)
+        if node.target in kernels.WORKSPACES:
+            how = {"measure": self.of_call, "by_inductor": self.by_inductor}
+            return kernels.WORKSPACES[node.target](*args, **kwargs, **how)
         return self.of_call(node.target, args, kwargs)
 
     def of_call(self, target: Any, args: Any, kwargs: Any) -> int:
@@ -115,6 +114,15 @@ class Workspaces:
                 f"({type(error).__name__}: {str(error).partition(chr(10))[0]})"
             )
             return 0
+
+    def blocks_of_call(self, target: Any, args: Any, kwargs: Any) -> tuple[int, ...]:
+        """The same as blocks that live together, where it is known how it is divided."""
+        whole = self.of_call(target, args, kwargs)
+        if self.device.type == "cuda" and target in FORMULAS:
+            blocks = FORMULAS[target](*args, **kwargs)
+            if sum(round_up(n, MIN_BLOCK_BYTES) for n in blocks) == whole:
+                return blocks
+        return (whole,) if whole else ()
 
     def _measured_once(self, target: Any, args: Any, kwargs: Any) -> int:
         key = call_key(target, args, kwargs, compat.size_bound)
@@ -180,7 +188,9 @@ class Workspaces:
             named = {name: made(name, value) for name, value in kwargs.items()}
             results = _bytes_of_storages(target(*real, **named))  # also warms the library up
             given = _bytes_of_storages((real, named))
-            made_anew = sum(n for storage, n in results.items() if storage not in given)
+            block = MIN_BLOCK_BYTES if self.device.type == "cuda" else 1
+            anew = [n for storage, n in results.items() if storage not in given]
+            made_anew = sum(round_up(n, block) for n in anew)
             above = measure_call(lambda: target(*real, **named), self.device)
         return max(0, above - made_anew)
 

@@ -12,6 +12,7 @@ from dataclasses import dataclass, field
 from typing import Any
 
 import torch
+from torch import fx
 from torch.utils.flop_counter import flop_registry
 
 from fxremat.compat import OpOverload
@@ -33,6 +34,22 @@ def unmeasured(*_: Any) -> int:
 
 WORKSPACES: dict[OpOverload, Callable[..., int]] = {}
 """Of the operators that say themselves how many bytes of scratch memory a call takes."""
+
+
+IMPLEMENTATIONS: dict[OpOverload, Callable[..., Any]] = {}
+"""What computes a call, of all operators of ours."""
+
+
+def declared(node: fx.Node, measure: Measure = unmeasured, *, by_inductor: bool = False) -> int:
+    """The scratch memory of a node whose operator says it, else 0, in a graph still to compile.
+
+    Nothing is run but what ``measure`` runs.
+    """
+    if node.target not in WORKSPACES:
+        return 0
+    args, kwargs = fx.map_arg((node.args, node.kwargs), lambda n: n.meta["val"])
+    found = WORKSPACES[node.target](*args, **kwargs, measure=measure, by_inductor=by_inductor)
+    return int(found)
 
 
 @dataclass(frozen=True)
@@ -88,8 +105,8 @@ def define(
     """Register ``fxremat_kernels::name``; ``fake`` says shapes, strides and dtypes.
 
     ``workspace`` gives the bytes of scratch memory of a call from its (fake) arguments, exactly,
-    and from ``measure``, which says what another call takes that it makes inside; without it the
-    call is run once to find out. ``flops`` gives the floating-point operations of a
+    and from ``measure``, which says what another call takes that it makes inside, and less exactly
+    for one that will be compiled ``by_inductor``; without it the call is run once to find out. ``flops`` gives the floating-point operations of a
     call, which has shapes in place of tensors, as in `torch.utils.flop_counter`. ``inside`` says
     from the (fake) arguments, whether it runs ``on_cpu`` and whether in a graph that is compiled
     ``by_inductor``, what a call does beyond reading arguments and writing results.
@@ -100,6 +117,7 @@ def define(
     torch.library.register_fake(qualified, fake)
     packet = getattr(getattr(torch.ops, NAMESPACE), name)
     overload: OpOverload = packet.default
+    IMPLEMENTATIONS[overload] = real
     if workspace is not None:
         WORKSPACES[overload] = workspace
     if flops is not None:

@@ -216,7 +216,7 @@ def _narrowed_like(x: torch.Tensor, dtype: torch.dtype) -> torch.Tensor:
 
 narrowed = define(
     "narrowed", "(Tensor x, ScalarType dtype) -> Tensor", _narrowed, _narrowed_like,
-    workspace=lambda x, dtype, measure: 0,
+    workspace=lambda x, dtype, **_: 0,
 )  # fmt: skip
 quantised = define(
     "quantised", "(Tensor x, int bits, int seed) -> (Tensor, Tensor)", _quantised, _quantised_like

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
+from dataclasses import dataclass
 from typing import Any, cast
 
 import torch
@@ -22,6 +23,7 @@ from fxremat.compat.inductor.generated_code import generate
 from fxremat.compat.inductor.kernels_ahead import begin_kernels
 from fxremat.compat.inductor.loading import load_without_kernels
 from fxremat.compat.inductor.lowered_ahead import hand_over
+from fxremat.compat.inductor.tuning import tuned_below_the_peak
 from fxremat.compat.tensors import Watching, storage_key, storage_watch, without_memory
 
 
@@ -32,7 +34,13 @@ def apart() -> Iterator[None]:
     from torch._subclasses.fake_tensor import unset_fake_temporarily
 
     own = {CUDAGRAPHS: False, POST_GRAD_PASS: None, SCHEDULER_PASS: None, PARTITIONER: None}
-    with unset_fake_temporarily(), tracing(None), inductor_config.patch(own), torch.no_grad():
+    with (
+        unset_fake_temporarily(),
+        tracing(None),
+        inductor_config.patch(own),
+        tuned_below_the_peak(),
+        torch.no_grad(),
+    ):
         yield
 
 
@@ -59,12 +67,25 @@ def decomposed(module: fx.GraphModule) -> fx.GraphModule:
     return traced
 
 
-def kernel_allocates(module: fx.GraphModule) -> int:
-    """Bytes that a kernel allocates beside its inputs, at its peak; compiles nothing."""
+@dataclass(frozen=True)
+class Unbuilt:
+    """A kernel as Inductor wrote it, not compiled.
+
+    ``allocates`` are bytes beside its inputs, at its peak. ``run`` allocates as the kernel does, on
+    tensors without memory, given in a list.
+    """
+
+    allocates: int
+    run: Callable[[list[torch.Tensor]], object]
+
+
+def unbuilt_kernel(module: fx.GraphModule) -> Unbuilt:
+    """What a kernel allocates; compiles nothing."""
     with apart():
         generated = generate(module, is_backward=False)
     live: dict[int, tuple[int, Callable[[], bool]]] = {}
     peak = 0
+    call = load_without_kernels(generated, generated.constants, "<kernel>")
     with without_memory() as made:
         given = [made(_like(n)) for n in module.graph.nodes if n.op == "placeholder"]
         known = {storage_key(tensor) for tensor in given}
@@ -79,10 +100,9 @@ def kernel_allocates(module: fx.GraphModule) -> int:
                     live[key] = leaf.untyped_storage().nbytes(), is_gone
             peak = max(peak, sum(size for size, _ in live.values()))
 
-        call = load_without_kernels(generated, generated.constants, "<kernel>")
         with Watching(count):
             call(list(given))
-    return peak
+    return Unbuilt(peak, call)
 
 
 def begin_kernel(module: fx.GraphModule) -> None:

@@ -230,7 +230,7 @@ class Judge:
                     *draft.halves,
                     num_fwd_outputs=draft.num_forward_outputs,
                     device=costs.device.type,
-                    workspace=costs.workspaces.of_call,
+                    workspace=costs.workspaces.blocks_of_call,
                     directory=Path(compat.cache_directory()) / "fxremat" / "rehearsals",
                     with_kernels=not self.plan_only,
                     begin=begin,

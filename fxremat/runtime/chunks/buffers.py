@@ -402,21 +402,31 @@ def accumulates_in(dtype: torch.dtype) -> torch.dtype:
     return torch.float32 if dtype in (torch.bfloat16, torch.float16) else dtype
 
 
-def extra_of_sum(one: Instruction) -> int:
-    """Bytes that a sum over rows takes beside its result.
+def adds_straight(one: Instruction, device: str) -> bool:
+    """Whether a matmul adds to the sum so far by itself.
 
-    Moments are a mean and a sum of squares. A matmul adds straight into the result; of a
-    low-precision one there are the partial sum, the same as float32, and the sum so far. Any other
-    sum has a partial sum and, in low precision, the sum so far.
+    In low precision cuBLAS alone does: it multiplies what has 16 bits, and adds in float32.
+    """
+    return one.op in MATMULS and (accumulates_in(one.dtype) == one.dtype or device == "cuda")
+
+
+def extra_of_sum(one: Instruction, device: str) -> int:
+    """Bytes that a sum over rows takes beside its result, on a device of this type.
+
+    Moments are a mean and a sum of squares. A matmul that `adds_straight` has the sum so far, if
+    that is not the result; any other one of low precision the partial sum, the same as float32, and
+    the sum so far. Any other sum has a partial sum and, in low precision, the sum so far.
     """
     wide = accumulates_in(one.dtype)
+    if adds_straight(one, device):
+        return of_total(one)
     size = prod(one.row_shape)
     if one.op in CONVOLUTIONS:  # what a chunk adds is counted with what the call takes
         return 0 if wide == one.dtype else size * 2 * wide.itemsize
     if one.op in STATISTICS:
         return 2 * size * one.dtype.itemsize
     if one.op in MATMULS:
-        return 0 if wide == one.dtype else size * (2 * wide.itemsize + one.dtype.itemsize)
+        return size * (2 * wide.itemsize + one.dtype.itemsize)
     return size * wide.itemsize * (1 if wide == one.dtype else 2)
 
 

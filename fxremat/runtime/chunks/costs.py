@@ -20,7 +20,13 @@ from fxremat.runtime.chunks.buffers import (
     of_total,
 )
 from fxremat.runtime.chunks.call import RowsCall, Tensors, pieces
-from fxremat.runtime.chunks.fused_kernels import is_worth_fusing, read, set_aside, written
+from fxremat.runtime.chunks.fused_kernels import (
+    NARROW_BYTES,
+    is_worth_fusing,
+    read,
+    set_aside,
+    written,
+)
 from fxremat.runtime.chunks.program import Instruction, Program, operator_of, parse, with_values
 from fxremat.runtime.kernels import Inside, LibraryCall, Measure
 
@@ -28,19 +34,22 @@ CACHE_SPEED = 4
 """How many times faster than memory a cache is taken to be, for the time of a call."""
 
 
-def workspace(*args: Any, measure: Measure, **kwargs: Any) -> int:
+def workspace(*args: Any, measure: Measure, by_inductor: bool = False, **kwargs: Any) -> int:
     """Slots, sums in the making, what is made before the loop, loose values, and rows in order.
 
-    What a convolution of a chunk takes is measured.
+    What a convolution of a chunk takes is measured. Of a call that will run fused
+    ``by_inductor``, on a GPU, each kernel is taken to have a few numbers a row of its own, as
+    nothing is known of its code. (On a CPU, tiles are too small for that to matter.)
     """
     call = RowsCall(*args, **kwargs)
+    may_fuse = by_inductor and not call.fused and call.rows[0].device.type != "cpu"
     before = [one for one in call.program.setup if one.op not in VIEWS]
     copied = [row for row in call.rows if not row.is_contiguous()]
     return (
         sum(row.numel() * row.dtype.itemsize for row in copied)
         + sum(one.numel * one.dtype.itemsize for one in before)
         + sum(slot.nbytes(call.chunk, call.tile) for slot in call.plan.slots if slot.of_chunk)
-        + _scratch(call, measure)
+        + _scratch(call, _expected(call) if may_fuse else _known(call), measure)
     )
 
 
@@ -90,26 +99,42 @@ def _on_chunks(call: RowsCall, values: Sequence[int], measure: Measure) -> int:
     return max(found, default=0)
 
 
-def _scratch(call: RowsCall, measure: Measure) -> int:
-    """Bytes of sums in the making, and of what exists for as long as a chunk is computed."""
-    program, plan, found, tile = call.program, call.plan, call.kernels, call.tile
-    other = _other_tile(call)
-    slots = 0 if any(found) else sum(s.nbytes(tile, tile) for s in plan.slots if not s.of_chunk)
-    sums, taken = 0, 0 if any(found) else set_aside(plan, tile)
-    for stage, kernel in zip(plan.stages, found, strict=True):
+def _known(call: RowsCall) -> list[int | None]:
+    """Bytes that the kernel of each stage allocates; None where it runs operator by operator."""
+    return [None if kernel is None else kernel.scratch_bytes for kernel in call.kernels]
+
+
+def _expected(call: RowsCall) -> list[int | None]:
+    """The same, before any kernel is written."""
+    few = call.tile * NARROW_BYTES
+    return [few if is_worth_fusing(stage) else None for stage in call.plan.stages]
+
+
+def _scratch(call: RowsCall, kernels: Sequence[int | None], measure: Measure) -> int:
+    """Bytes of sums in the making, and of what exists for as long as a chunk is computed.
+
+    ``kernels`` are bytes of the fused stages, None for the others.
+    """
+    program, plan, tile = call.program, call.plan, call.tile
+    any_fused = any(one is not None for one in kernels)
+    other, device = _other_tile(call), call.rows[0].device.type
+    slots = 0 if any_fused else sum(s.nbytes(tile, tile) for s in plan.slots if not s.of_chunk)
+    sums, taken = 0, 0 if any_fused else set_aside(plan, tile)
+    for stage, kernel in zip(plan.stages, kernels, strict=True):
         adding = [one for n in stage.values if (one := program.instruction(n)) is not None]
         adding = [one for one in adding if one.kind == "sum"]
         if kernel is None:
-            sums += sum(map(extra_of_sum, adding))
+            sums += sum(extra_of_sum(one, device) for one in adding)
             if stage.of_chunk:
                 taken = max(taken, slots + _on_chunks(call, stage.values, measure))
             else:
                 taken = max(taken, set_aside(plan, tile))
         else:
             sums += sum(map(of_total, adding))
-            partial = max((extra_of_sum(one) - of_total(one) for one in adding), default=0)
+            extra = [extra_of_sum(one, device) - of_total(one) for one in adding]
+            partial = max(extra, default=0)
             row_shape = set_aside(plan, other) + partial if other else 0
-            taken = max(taken, kernel.scratch_bytes, row_shape)
+            taken = max(taken, kernel, row_shape)
     return sums + taken
 
 

@@ -33,7 +33,7 @@ from fxremat.runtime.chunks.buffers import (
     layout,
     of_total,
 )
-from fxremat.runtime.chunks.program import Instruction, Program, overload, parse, with_values
+from fxremat.runtime.chunks.program import Instruction, Program, Ref, overload, parse, with_values
 
 log = logging.getLogger(__name__)
 
@@ -146,11 +146,34 @@ class _KernelWriter:
         return fx.GraphModule({}, self.graph)
 
     def call(self, one: Instruction) -> fx.Node:
+        if self.device.type != "cpu" and self.adds_one_a_row(one):
+            return self.added_by_comparison(one)
         args = with_values(one.args, self.value, self.tile)
         named = {key: with_values(arg, self.value, self.tile) for key, arg in one.kwargs.items()}
         if one.op == "aten.clone.default":
             named["memory_format"] = torch.contiguous_format
         return self.graph.call_function(overload(one.op), tuple(args), named)
+
+    def adds_one_a_row(self, one: Instruction) -> bool:
+        """Whether an instruction adds one number to one element of each row of a matrix."""
+        if one.op != "aten.scatter_add.default":
+            return False
+        into, dim, index = one.args[:3]
+        assert isinstance(into, Ref)
+        assert isinstance(index, Ref)
+        return dim == 1 and len(one.row_shape) == 1 and self.row_shape(index.number) == (1,)
+
+    def row_shape(self, number: int) -> tuple[int, ...]:
+        made = self.program.instruction(number)
+        return self.inputs[number].sizes[1:] if made is None else made.row_shape
+
+    def added_by_comparison(self, one: Instruction) -> fx.Node:
+        """As one loop over all elements: adding at an index, a GPU would write, add, and read."""
+        into, _, index, element = with_values(one.args, self.value, self.tile)
+        call, positions = self.graph.call_function, (0, one.row_shape[0], 1)
+        named = {"dtype": torch.int64, "device": self.device}
+        hit = call(_ATEN.eq.Tensor, (index, call(_ATEN.arange.start_step, positions, named)))
+        return call(_ATEN.where.self, (hit, call(_ATEN.add.Tensor, (into, element)), into))
 
     def value(self, number: int) -> fx.Node:
         if number not in self.made:
@@ -250,7 +273,7 @@ def set_aside(plan: Layout, tile: int) -> int:
     return slots + plan.most_loose(tile)
 
 
-def _room(program: Program, plan: Layout, tile: int) -> int:
+def _room(program: Program, plan: Layout, tile: int, device: str) -> int:
     """Bytes that a fused stage may take.
 
     Beside what it has no use for, a few numbers for each row: maxima, sums and the like, each of
@@ -258,7 +281,7 @@ def _room(program: Program, plan: Layout, tile: int) -> int:
     when the code is rehearsed.
     """
     sums = [one for one in program.loop if one.kind == "sum" and one.op not in MATMULS]
-    partial = sum(extra_of_sum(one) - of_total(one) for one in sums)
+    partial = sum(extra_of_sum(one, device) - of_total(one) for one in sums)
     return set_aside(plan, tile) + partial + tile * NARROW_BYTES
 
 
@@ -275,15 +298,20 @@ def _is_aligned(program: Program, plan: Layout, inputs: Sequence[Shape], tile: i
 class Kernel:
     """A fused stage for some number of rows.
 
-    ``begin()`` has it compiled beside what Python does, ``compiled()`` waits for that. It is
-    called with the memory that the kernel names, in that order, in a list that it empties.
-    ``scratch_bytes`` is what it allocates meanwhile.
+    ``begin()`` has it compiled beside what Python does, ``compiled()`` waits for that. ``run`` is
+    called with the memory that the kernel names, in that order, in a list that it empties; on
+    tensors without memory it allocates only. ``scratch_bytes`` is what it allocates meanwhile.
     """
 
     memory: tuple[Memory, ...]
     scratch_bytes: int
     begin: Callable[[], None]
     compiled: Callable[[], Callable[[list[torch.Tensor]], object]]
+    unbuilt: Callable[[list[torch.Tensor]], object]
+
+    def run(self, memory: list[torch.Tensor]) -> None:
+        """Compute, or allocate as if."""
+        (self.unbuilt if compat.is_fake(memory[0]) else self.compiled())(memory)
 
 
 @functools.lru_cache(maxsize=512)
@@ -293,11 +321,12 @@ def kernels_of(text: str, inputs: tuple[Shape, ...], tile: int) -> tuple[Kernel 
     ``inputs`` are the shapes of all inputs. Nothing is compiled yet.
     """
     program, plan = parse(text), layout(text)
-    on_cpu = inputs[0].device.type == "cpu"
-    if not tile or not (on_cpu or _is_aligned(program, plan, inputs, tile)):
+    device = inputs[0].device.type
+    if not tile or not (device == "cpu" or _is_aligned(program, plan, inputs, tile)):
         return (None,) * len(plan.stages)
+    room = _room(program, plan, tile, device)
     return tuple(
-        _kernel(_KernelWriter(program, plan, stage, inputs, tile), _room(program, plan, tile))
+        _kernel(_KernelWriter(program, plan, stage, inputs, tile), room)
         if is_worth_fusing(stage)
         else None
         for stage in plan.stages
@@ -308,7 +337,7 @@ def _kernel(writer: _KernelWriter, room: int) -> Kernel | None:
     try:
         with compat.for_a_kernel():
             module = compat.decomposed(writer.write())
-        taken = compat.kernel_allocates(module)
+        unbuilt = compat.unbuilt_kernel(module)
     except Exception as error:  # whatever Inductor cannot write: the operators can do it
         what = str(error).partition("\n")[0]
         log.info("a stage runs operator by operator: %s: %s", type(error).__name__, what)
@@ -316,4 +345,5 @@ def _kernel(writer: _KernelWriter, room: int) -> Kernel | None:
     memory = tuple(memory for memory, _ in writer.places.values())
     begin = functools.cache(functools.partial(compat.begin_kernel, module))
     compiled = functools.cache(functools.partial(compat.compile_kernel, module))
-    return Kernel(memory, taken, begin, compiled) if taken <= room else None
+    taken = unbuilt.allocates
+    return Kernel(memory, taken, begin, compiled, unbuilt.run) if taken <= room else None

@@ -25,6 +25,7 @@ from typing import Any
 
 import torch
 
+from fxremat import compat
 from fxremat.runtime import kernels
 from fxremat.runtime.chunks.buffers import (
     CONVOLUTIONS,
@@ -34,6 +35,7 @@ from fxremat.runtime.chunks.buffers import (
     STATISTICS,
     VIEWS,
     accumulates_in,
+    adds_straight,
     bases,
     out_form,
 )
@@ -43,6 +45,8 @@ from fxremat.runtime.chunks.fused_kernels import Memory
 from fxremat.runtime.chunks.program import Instruction, Ref, overload, with_values
 from fxremat.runtime.chunks.statistics import RunningStatistics, StatisticResult
 
+_ATEN = torch.ops.aten
+
 
 class _RowSum:
     """A sum over all rows, while it is being added up."""
@@ -51,6 +55,7 @@ class _RowSum:
         self.one, self.wide = one, accumulates_in(one.dtype)
         self.result = torch.empty(one.row_shape, dtype=one.dtype, device=device)
         self.is_wide = self.wide == one.dtype
+        self.is_straight = adds_straight(one, device.type)
         self.total = self.result if self.is_wide else self._new(self.wide)
         self.partial: torch.Tensor | None = None
         self.cast: torch.Tensor | None = None
@@ -62,11 +67,13 @@ class _RowSum:
 
     def _make_room(self) -> None:
         """For what some of the rows add up to; beside a kernel only while it is needed."""
+        if self.is_straight:
+            return
         if self.one.op in CONVOLUTIONS:
             self.cast = None if self.is_wide else self._new(self.wide)
         elif self.one.op not in MATMULS:
             self.partial = self._new(self.wide)
-        elif not self.is_wide:
+        else:
             self.partial, self.cast = self._new(self.one.dtype), self._new(self.wide)
 
     def _new(self, dtype: torch.dtype) -> torch.Tensor:
@@ -74,11 +81,10 @@ class _RowSum:
 
     def add(self, args: list[Any], kwargs: dict[str, Any]) -> None:
         """Add what the instruction makes of some of the rows."""
-        straight = self.one.op in MATMULS and self.is_wide
         if self.is_fused:
             self._make_room()
-        if straight and not self.is_empty:
-            self.total.addmm_(*args)
+        if self.is_straight:
+            self._add_straight(*args)
             return
         if self.one.op in CONVOLUTIONS:
             self._take(overload(self.one.op)(*args, **kwargs))
@@ -91,6 +97,14 @@ class _RowSum:
         self._take(target)
         if self.is_fused:
             self.partial = None
+
+    def _add_straight(self, left: torch.Tensor, right: torch.Tensor) -> None:
+        total, times = self.total, float(not self.is_empty)
+        if self.is_wide:
+            torch.addmm(total, left, right, beta=times, out=total)
+        elif not compat.is_fake(total):  # torch 2.11 has no shapes for this one
+            _ATEN.addmm.dtype_out(total, left, right, total.dtype, beta=times, out=total)
+        self.is_empty = False
 
     @property
     def made_in(self) -> torch.dtype:
@@ -194,7 +208,7 @@ class _Execution:
                 is_all = b - a == chunk.count
                 part = chunk if is_all else _Piece(self, chunk.start, chunk.a + a, chunk.a + b)
                 if kernel is not None and b - a == tile:
-                    kernel.compiled()([part.memory(one) for one in kernel.memory])
+                    kernel.run([part.memory(one) for one in kernel.memory])
                 else:
                     part.compute_tile(stage.values)
 
@@ -285,7 +299,7 @@ class _Piece:
         if one.op in COPIES or one.op in IN_PLACE:
             assert isinstance(one.args[0], Ref)
             given = self.value(one.args[0].number)
-            if given.data_ptr() != out.data_ptr() or given.dtype != out.dtype:
+            if not _is_same(given, out):
                 out.copy_(given)
             if one.op in IN_PLACE:
                 args = with_values(one.args[1:], self.value, self.count)
@@ -296,6 +310,12 @@ class _Piece:
         args = with_values(one.args, self.value, self.count)
         named = {key: with_values(arg, self.value, self.count) for key, arg in one.kwargs.items()}
         form(*args, **named, out=out)
+
+
+def _is_same(one: torch.Tensor, other: torch.Tensor) -> bool:
+    """Whether rows of one shape are the same memory, if it exists; read as the same type."""
+    begins = one.storage_offset() == other.storage_offset() and one.dtype == other.dtype
+    return begins and compat.storage_key(one) == compat.storage_key(other)
 
 
 def _rows(*args: Any, **kwargs: Any) -> list[torch.Tensor]:

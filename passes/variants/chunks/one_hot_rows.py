@@ -4,7 +4,7 @@ The gradient of picking one element of each row is, after decomposition, a compa
 positions with the index, a choice between two numbers, and a product: four passes over [N, V] for
 one number a row. Such a value is a *one-hot row*: an index and an element for each row.
 
-    eq(index, iota); where(.., -1, 0); mul(.., g); sum       before
+    eq(index, iota); where(.., -1, 0); mul(.., g); sum       before (low precision: and converted)
     p = -g at the index; the sum is p                         after
     sub(mul(e, s), ..)  ->  scatter_add(mul(e, s), index, p)
 
@@ -131,6 +131,8 @@ class _Simplifier:
                     )
         elif one.op == "aten.mul.Tensor":
             self.remember_product(number, one)
+        elif one.op == "prims.convert_element_type.default":
+            self.remember_conversion(number, one)
 
     def remember_comparison(self, number: int, one: Instruction) -> None:
         pair = [a.number for a in one.args if isinstance(a, Ref)]
@@ -160,6 +162,18 @@ class _Simplifier:
             # The instruction itself is in front of what was added; its number stays.
             self.one_hot_rows[number] = OneHotRow(found.index, made, False)
             return
+
+    def remember_conversion(self, number: int, one: Instruction) -> None:
+        """Zeros stay zeros in another type."""
+        (source,) = one.reads
+        found = self.one_hot_rows.get(source)
+        if found is None:
+            return
+        if not found.is_number:
+            made = self.add(one.op, Ref(int(found.element)), *one.args[1:], like=one)
+            self.one_hot_rows[number] = OneHotRow(found.index, made, False)
+        elif torch.tensor(found.element, dtype=one.dtype).item() == found.element:
+            self.one_hot_rows[number] = found
 
     # What reads a point.
 
