@@ -19,8 +19,9 @@ def one(op: str, *args: Any, row_shape: Sequence[int] = (CLASSES,), kind: Any = 
     return Instruction(op, args, kwargs, kind, tuple(row_shape), dtype)
 
 
-def program(dtype: torch.dtype = torch.float32) -> str:
+def program(dtype: torch.dtype = torch.float32, device: str | None = None) -> str:
     """Cross-entropy and its gradients for x (0), labels (1), w.T (2) and w (3)."""
+    where = {} if device is None else {"device": torch.device(device)}
     low = dtype != torch.float32
     logits = 5 if low else 4
     steps = [one("aten.mm.default", Ref(0), Ref(2), dtype=dtype)]
@@ -36,7 +37,9 @@ def program(dtype: torch.dtype = torch.float32) -> str:
         one("aten.sub.Tensor", Ref(n + 2), Ref(n + 5)),  # n + 6
         one("aten.gather.default", Ref(n + 6), 1, Ref(1), row_shape=(1,)),
         one("aten.exp.default", Ref(n + 6)),
-        one("aten.full.default", [RowCount(), 1], -1.0, row_shape=(1,), dtype=torch.float32),
+        one(
+            "aten.full.default", [RowCount(), 1], -1.0, row_shape=(1,), dtype=torch.float32, **where
+        ),
         one("aten.scatter_add.default", Ref(n + 8), 1, Ref(1), Ref(n + 9)),  # n + 10
     ]
     n += 10

@@ -2,8 +2,6 @@
 
 from __future__ import annotations
 
-from typing import Any
-
 import pytest
 import torch
 from torch import Tensor, fx
@@ -12,7 +10,7 @@ from torch.nn import functional
 from fxremat import compat
 from fxremat.compat.absent import attention
 from fxremat.compat.absent.attention import Call, chosen_kernel
-from fxremat.cost.cuda_scratch import CudaScratch, cublas_bytes
+from fxremat.cost.cuda_scratch import cublas_bytes
 
 BF16, HALF, FULL = torch.bfloat16, torch.float16, torch.float32
 CHOICES = [
@@ -129,28 +127,6 @@ def test_every_attention_of_a_graph_is_replaced() -> None:
     assert call.target is attention.attention
     assert call.kwargs["capability"] == (7, 5)
     torch.testing.assert_close(gm(x), before)
-
-
-def _scratch(name: str, *shapes: tuple[int, ...], dtype: torch.dtype = BF16) -> int:
-    target = getattr(torch.ops.aten, name).default
-    tensors: list[Any] = [torch.empty(shape, dtype=dtype, device="meta") for shape in shapes]
-    return CudaScratch().of_call(target, tuple(tensors), {})
-
-
-def test_scratch_of_attention() -> None:
-    """Worked out by hand from the kernels' sources."""
-    four = [(2, 4, 100, 60)] * 4
-    rows, width = 128, 64  # rounded up
-    flash = 2 * 4 * rows * width * 4 + 2 * 4 * rows * 4
-    assert _scratch("_scaled_dot_product_flash_attention_backward", *four) == flash
-    shared = [(2, 4, 100, 60), (2, 4, 100, 60), (2, 2, 90, 60), (2, 2, 90, 60)]
-    more = 2 * (2 * 4 * 90 * 60) * 2
-    assert _scratch("_scaled_dot_product_cudnn_attention_backward", *shared) == flash + more
-    efficient = 2 * 4 * 100 * 4
-    name = "_scaled_dot_product_efficient_attention_backward"
-    assert _scratch(name, *four, dtype=FULL) == efficient
-    assert _scratch(name, *four) == efficient + 2 * 4 * 128 * 64 * 4
-    assert _scratch("mm", (4, 4), (4, 4)) == 0
 
 
 def test_cublas_works_in_32_mebibytes_from_hopper_on() -> None:

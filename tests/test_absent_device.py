@@ -284,3 +284,11 @@ def test_reserved_bytes_of_two_steps() -> None:
     usage = reserved(Rehearsal(0, (), (), {}, events), AllocatorSettings(), 64 * mib)
     assert usage.peak_reserved_bytes == (64 + 30 + 16 + 2) * mib
     assert usage.peak_allocated_bytes == (64 + 30 + 16) * mib
+
+
+def test_kernels_of_the_forward_are_tuned_below_the_peak() -> None:
+    """Inductor alone would copy what a forward's kernel overwrites, whatever is free."""
+    _, _, codes = halves_on("H100")
+    for code in codes:
+        assert "'optimize_mem': True" in code.source
+        assert "'optimize_mem': False" not in code.source

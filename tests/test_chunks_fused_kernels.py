@@ -63,6 +63,25 @@ def test_memory_is_known_to_the_byte(sizes: tuple[int, int, int]) -> None:
     assert kernels.WORKSPACES[ROWS](*args, measure=kernels.unmeasured) == peak - made
 
 
+def test_adding_at_an_index_as_a_comparison(monkeypatch: pytest.MonkeyPatch) -> None:
+    """As on a GPU: one loop over all elements, and no memory for the row that is added to."""
+    x, y, w = tensors = inputs(64)
+    shapes = tuple(fused_kernels.Shape.of(t) for t in (x, y, w.t(), w))
+    begin = fused_kernels._KernelWriter.__post_init__
+
+    def compares(writer: Any) -> None:
+        begin(writer)
+        writer.by_comparison = True
+
+    fused_kernels.kernels_of.cache_clear()
+    with monkeypatch.context() as patch:
+        patch.setattr(fused_kernels._KernelWriter, "__post_init__", compares)
+        [kernel] = filter(None, fused_kernels.kernels_of(program(), shapes, 16))
+        assert_close(run(tensors, 16, 16), expected(*tensors))
+    fused_kernels.kernels_of.cache_clear()
+    assert kernel.scratch_bytes <= 4 * CLASSES + 4 * 16 * 4  # a sum over rows, a few numbers a row
+
+
 def real(value: Any) -> Any:
     """A tensor of data that every operator takes."""
     if isinstance(value, torch.Tensor):

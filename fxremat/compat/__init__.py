@@ -143,6 +143,7 @@ from fxremat.compat.tensors import (
     storage_watch,
     without_memory,
 )
+from fxremat.compat.tuning import tuned_below_the_peak
 
 __all__ = [
     "CUDA",
@@ -246,6 +247,7 @@ __all__ = [
     "torch_partition",
     "trace_as_inductor",
     "trace_for_absent",
+    "tuned_below_the_peak",
     "unbuilt_kernel",
     "user_tag",
     "wait_for_vectors",

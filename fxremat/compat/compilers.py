@@ -11,7 +11,7 @@ from fxremat.compat.call_stack import with_stack_room
 from fxremat.compat.configuration import inductor_config
 from fxremat.compat.decompositions import inductor_decompositions
 from fxremat.compat.donation import only_marked_buffers_donated
-from fxremat.compat.inductor.tuning import tuned_below_the_peak
+from fxremat.compat.tuning import tuned_below_the_peak
 
 
 @with_stack_room

@@ -105,11 +105,12 @@ def define(
     """Register ``fxremat_kernels::name``; ``fake`` says shapes, strides and dtypes.
 
     ``workspace`` gives the bytes of scratch memory of a call from its (fake) arguments, exactly,
-    and from ``measure``, which says what another call takes that it makes inside, and less exactly
-    for one that will be compiled ``by_inductor``; without it the call is run once to find out. ``flops`` gives the floating-point operations of a
-    call, which has shapes in place of tensors, as in `torch.utils.flop_counter`. ``inside`` says
-    from the (fake) arguments, whether it runs ``on_cpu`` and whether in a graph that is compiled
-    ``by_inductor``, what a call does beyond reading arguments and writing results.
+    and from ``measure``, which says what another call takes that it makes inside; less exactly for
+    a call that will be compiled ``by_inductor``. Without it the call is run once to find out.
+    ``flops`` gives the floating-point operations of a call, which has shapes in place of tensors,
+    as in `torch.utils.flop_counter`. ``inside`` says from the (fake) arguments, whether it runs
+    ``on_cpu`` and whether in a graph that is compiled ``by_inductor``, what a call does beyond
+    reading arguments and writing results.
     """
     qualified = f"{NAMESPACE}::{name}"
     torch.library.define(qualified, schema, tags=(torch.Tag.pt2_compliant_tag,))

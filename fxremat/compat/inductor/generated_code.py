@@ -14,8 +14,8 @@ from fxremat.compat.configuration import caches_disabled, inductor_config
 from fxremat.compat.donation import donated_inputs, name_in_forward
 from fxremat.compat.inductor.lowered_ahead import Lowered, lowering_key
 from fxremat.compat.inductor.post_grad import unmarked
-from fxremat.compat.inductor.tuning import tuned_below_the_peak
 from fxremat.compat.joint_graph import copy_module
+from fxremat.compat.tuning import tuned_below_the_peak
 
 
 @dataclass(frozen=True)

@@ -23,8 +23,8 @@ from fxremat.compat.inductor.generated_code import generate
 from fxremat.compat.inductor.kernels_ahead import begin_kernels
 from fxremat.compat.inductor.loading import load_without_kernels
 from fxremat.compat.inductor.lowered_ahead import hand_over
-from fxremat.compat.inductor.tuning import tuned_below_the_peak
 from fxremat.compat.tensors import Watching, storage_key, storage_watch, without_memory
+from fxremat.compat.tuning import tuned_below_the_peak
 
 
 @contextmanager

@@ -16,6 +16,7 @@ from fxremat.runtime.chunks.buffers import (
     STATISTICS,
     VIEWS,
     Stage,
+    accumulates_in,
     extra_of_sum,
     of_total,
 )
@@ -200,9 +201,8 @@ def inside(*args: Any, on_cpu: bool, by_inductor: bool = False, **kwargs: Any) -
             found += Inside(chunks if stage.of_chunk else tiles, moved)
             if one.op in MATMULS or one.op in CONVOLUTIONS:
                 again = sum(_whole_bytes(parsed, whole, n) for n in one.reads)
-                again += (
-                    2 * elements * one.dtype.itemsize if one.kind == "sum" and not on_cpu else 0
-                )
+                if one.kind == "sum" and not on_cpu:
+                    again += 2 * elements * accumulates_in(one.dtype).itemsize
                 times = chunks if stage.of_chunk else tiles
                 rows_each = chunk if stage.of_chunk else tile
                 made = LibraryCall(operator_of(one.op), _operands(call, one, rows_each), times)

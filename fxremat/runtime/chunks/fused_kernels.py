@@ -17,6 +17,7 @@ import logging
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field
 from math import prod
+from typing import Any
 
 import torch
 from torch import fx
@@ -129,9 +130,12 @@ class _KernelWriter:
     made: dict[int, fx.Node] = field(default_factory=dict)
     places: dict[tuple[str, int], tuple[Memory, fx.Node]] = field(default_factory=dict)
     device: torch.device = field(init=False)
+    by_comparison: bool = field(init=False)
+    """Whether one number a row is added where positions and index are equal."""
 
     def __post_init__(self) -> None:
         self.device = self.inputs[0].device
+        self.by_comparison = self.device.type != "cpu"
 
     def write(self) -> fx.GraphModule:
         kept = set(written(self.program, self.stage))
@@ -146,7 +150,7 @@ class _KernelWriter:
         return fx.GraphModule({}, self.graph)
 
     def call(self, one: Instruction) -> fx.Node:
-        if self.device.type != "cpu" and self.adds_one_a_row(one):
+        if self.by_comparison and self.adds_one_a_row(one):
             return self.added_by_comparison(one)
         args = with_values(one.args, self.value, self.tile)
         named = {key: with_values(arg, self.value, self.tile) for key, arg in one.kwargs.items()}
@@ -171,7 +175,7 @@ class _KernelWriter:
         """As one loop over all elements: adding at an index, a GPU would write, add, and read."""
         into, _, index, element = with_values(one.args, self.value, self.tile)
         call, positions = self.graph.call_function, (0, one.row_shape[0], 1)
-        named = {"dtype": torch.int64, "device": self.device}
+        named: dict[str, Any] = {"dtype": torch.int64, "device": self.device}
         hit = call(_ATEN.eq.Tensor, (index, call(_ATEN.arange.start_step, positions, named)))
         return call(_ATEN.where.self, (hit, call(_ATEN.add.Tensor, (into, element)), into))
 
