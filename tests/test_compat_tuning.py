@@ -8,12 +8,15 @@ from torch._inductor.codegen.triton import TritonKernel
 from fxremat import compat
 
 
-@pytest.mark.skipif(not compat.has_triton(), reason="asks Triton for its version")
-def test_tuned_below_the_peak() -> None:
-    before = TritonKernel.inductor_meta_common()
+def test_tuned_below_the_peak(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Torch's own answer needs a card."""
+    assert isinstance(TritonKernel.__dict__["inductor_meta_common"], classmethod)
+    mine = classmethod(lambda cls: {"optimize_mem": False, "name": cls.__name__})
+    monkeypatch.setattr(TritonKernel, "inductor_meta_common", mine)
+    expected = {"optimize_mem": True, "name": "TritonKernel"}
     with compat.tuned_below_the_peak():
-        assert TritonKernel.inductor_meta_common() == {**before, "optimize_mem": True}
+        assert TritonKernel.inductor_meta_common() == expected
         with compat.tuned_below_the_peak():
             pass
-        assert TritonKernel.inductor_meta_common()["optimize_mem"] is True
-    assert TritonKernel.inductor_meta_common() == before
+        assert TritonKernel.inductor_meta_common() == expected
+    assert TritonKernel.__dict__["inductor_meta_common"] is mine
