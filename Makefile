@@ -1,5 +1,5 @@
-# make demo | test | test-all | check. `test-all` tries
-# many more random examples. The environment, .venv, is made on first use and after every change
+# make demo | test | test-all | check | gpu. `test-all` tries
+# many more random examples. `gpu` measures on the GPU of this machine, see docs/benchmarks.md. The environment, .venv, is made on first use and after every change
 # of pyproject.toml. TORCH is the version the project is tested with; a torch that is there stays.
 
 PYTHON3 ?= python3
@@ -9,7 +9,7 @@ PYTHON := $(VENV)/bin/python
 STAMP := $(VENV)/.installed
 
 .DEFAULT_GOAL := test
-.PHONY: demo test test-all check venv
+.PHONY: demo test test-all check gpu venv
 
 demo: venv
 	$(PYTHON) -m benchmarks.demo
@@ -24,6 +24,21 @@ check: venv
 	$(PYTHON) -m ruff check .
 	$(PYTHON) -m mypy --strict
 	$(VENV)/bin/lint-imports
+
+# With the torch and triton of GPU_PYTHON, and without a network: WHEELS are files for what it lacks.
+GPU_PYTHON ?= python3
+WHEELS ?=
+GPU_MODELS ?= gpt,llama,vit
+GPU := build/gpu
+ON_GPU := PYTHONPATH=$(CURDIR):$(CURDIR)/$(GPU) PYTHONUNBUFFERED=1 $(GPU_PYTHON)
+
+gpu:
+	rm -rf $(GPU)
+	$(GPU_PYTHON) -m pip install -q --no-index --no-deps --no-build-isolation --target $(GPU) $(WHEELS) .
+	$(ON_GPU) -m pytest -q -m gpu -p no:cacheprovider
+	$(ON_GPU) -m benchmarks.gpu --models $(GPU_MODELS) --ways checkpoint,fxremat80%,fxremat50% \
+		--together 3 --out $(GPU)/gpu.json
+	$(ON_GPU) -m benchmarks.offload measure --device cuda --dtype bfloat16 --out $(GPU)/offload.json
 
 venv: $(STAMP)
 

@@ -9,6 +9,9 @@ rounds. Each process also trains two steps while torch records what its allocato
 the record with fxremat's model of the allocator. Exits with 1 if a budget was not obeyed, a
 process failed, or a gradient of fxremat's is off. The JSON file is written as soon as bytes are
 known, and again after each model is timed: a run that is stopped leaves what it has.
+
+With ``--absent H100`` no GPU is needed: the same models and budgets are planned for that card, and
+what is said of them is printed.
 """
 
 from __future__ import annotations
@@ -26,6 +29,7 @@ from typing import Any
 
 import torch
 
+from . import gpu_absent
 from .machine import describe_machine
 from .models import MODELS, SIZES
 from .rows import Row, format_table, mib, number, yes_no
@@ -174,6 +178,7 @@ def parse_arguments(arguments: Sequence[str] | None = None) -> argparse.Namespac
     add("--models", default=DEFAULT_MODELS, help=f"of {', '.join(MODELS)}")
     add("--size", choices=SIZES, default="base")
     add("--device", choices=("cpu", "cuda"), default="cuda")
+    add("--absent", metavar="CARD", help="plan for a card that is not here; nothing is measured")
     add("--dtype", default="bfloat16")
     add("--ways", default=DEFAULT_WAYS, help="of the variants of `python -m benchmarks`")
     add("--together", type=int, default=8, help="processes that compile at the same time")
@@ -188,18 +193,26 @@ def parse_arguments(arguments: Sequence[str] | None = None) -> argparse.Namespac
         parser.error(f"unknown models {unknown}; there are {', '.join(MODELS)}")
     if unknown := sorted(set(options.ways.split(",")) - set(VARIANTS)):
         parser.error(f"unknown ways {unknown}; there are {', '.join(VARIANTS)}")
+    without = [name for name in options.ways.split(",") if VARIANTS[name].at != "fraction"]
+    if options.absent and without:
+        parser.error(f"{without} are no parts of what plain reserves: --absent leaves them out")
     return options
 
 
-def main() -> int:
+def main(arguments: Sequence[str] | None = None) -> int:
     """Run, print and write."""
-    options = parse_arguments()
+    options = parse_arguments(arguments)
     variants = [VARIANTS[name] for name in options.ways.split(",")]
     timing = Timing(options.rounds, options.steps, options.together)
     cases = [
         Case(name, options.size, options.device, options.dtype, options.seed, options.threads)
         for name in options.models.split(",")
     ]
+    if options.absent:
+        said = gpu_absent.run(cases, variants, options.absent)
+        if options.out:
+            options.out.write_text(json.dumps({"card": options.absent, "said": said}, indent=1))
+        return 0
     head = {
         "machine": describe_machine(options.device, options.threads),
         "versions": {"cuda": torch.version.cuda, "cudnn": cudnn_version()},

@@ -15,7 +15,8 @@ from fxremat.runtime.copies.operators import to_device, to_host, wait_device, wa
 from fxremat.runtime.copy_trace import CopyRecord
 
 CPU = torch.device("cpu")
-DEVICES = ["cpu", *(["cuda"] if torch.cuda.is_available() else [])]
+ON_GPU = [pytest.param("cuda", marks=pytest.mark.gpu)] if torch.cuda.is_available() else []
+DEVICES = ["cpu", *ON_GPU]
 TENTH = torch.zeros(25_000)  # 100 kB: a tenth of a second at 1 MB/s
 RANDOM = torch.Generator().manual_seed(0)
 

@@ -234,7 +234,7 @@ def test_without_triton(monkeypatch: pytest.MonkeyPatch) -> None:
         pass
 
 
-@pytest.mark.skipif(not torch.cuda.is_available(), reason="compares with the GPU that is here")
+@pytest.mark.gpu
 def test_code_is_that_of_the_card_that_is_here() -> None:
     """Kernels of the absent card, against those that Inductor writes on the card.
 

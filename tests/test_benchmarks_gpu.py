@@ -2,13 +2,18 @@
 
 from __future__ import annotations
 
+import json
 from pathlib import Path
+from types import SimpleNamespace
+from typing import Any
 
 import pytest
 
-from benchmarks.gpu import Group, parse_arguments, text
+import fxremat
+from benchmarks.gpu import Group, main, parse_arguments, text
 from benchmarks.rows import MIB, Row
 from benchmarks.runner import Case, Timing
+from fxremat.device import absent_card
 
 
 def group(folder: Path, *rows: Row) -> Group:
@@ -67,6 +72,44 @@ def test_the_models_allocator_stands_beside_the_record(tmp_path: Path) -> None:
     found = group(tmp_path, measured("compile", "compile", 99))
     found.recorded["compile"] = {"modelled_peak_bytes": 101, "recorded_peak_bytes": 100}
     assert "+1.00%" in text([found])
+
+
+def test_an_absent_card_is_told_of(
+    tmp_path: Path, capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Plain, a budget that is obeyed, and one that is refused; nothing is measured."""
+    asked: list[int | None] = []
+
+    def explain(model: Any, *inputs: Any, options: dict[str, Any]) -> Any:
+        assert absent_card() is not None
+        assert inputs
+        budget = options.get("memory_budget")
+        asked.append(budget)
+        if budget is not None and budget < 50 * MIB:
+            raise fxremat.InfeasibleBudget(budget, 55 * MIB)
+        reserved = 100 * MIB if budget is None else budget - 1
+        report = SimpleNamespace(
+            predicted_peak_bytes=reserved - MIB,
+            predicted_reserved_bytes=reserved,
+            time_overhead=0.0 if budget is None else 0.25,
+        )
+        return SimpleNamespace(graphs=[report])
+
+    monkeypatch.setattr(fxremat, "explain", explain)
+    out = tmp_path / "said.json"
+    arguments = ["--absent", "T4", "--models", "mixer", "--size", "small", "--out", str(out)]
+    assert main([*arguments, "--ways", "plain80%,fxremat33%"]) == 0
+    assert asked == [None, 80 * MIB, 33 * MIB]
+    plain, most, third = json.loads(out.read_text())["said"]
+    assert (plain["way"], plain["time"], most["time"]) == ("compile", 1.0, 1.25)
+    assert (third["allocated_bytes"], third["minimum_bytes"]) == (None, 55 * MIB)
+    assert "refused: 55.0" in capsys.readouterr().out
+
+
+def test_an_absent_card_takes_budgets_alone(capsys: pytest.CaptureFixture[str]) -> None:
+    with pytest.raises(SystemExit):
+        parse_arguments(["--absent", "H100", "--ways", "checkpoint,fxremat50%"])
+    assert "['checkpoint'] are no parts" in capsys.readouterr().err
 
 
 @pytest.mark.parametrize("arguments", [["--models", "gpt,x"], ["--ways", "x"]])

@@ -160,7 +160,7 @@ def test_compiled_before_it_is_moved() -> None:
 # --- with a GPU --------------------------------------------------------------------------
 
 
-@pytest.mark.skipif(not torch.cuda.is_available(), reason="needs a GPU")
+@pytest.mark.gpu
 def test_training_on_cuda() -> None:
     plain = seeded(lambda: Stack(width=256), 4, 256)[0]
     model = fxremat.offload(copy.deepcopy(plain))

@@ -130,7 +130,7 @@ def test_unknown_device() -> None:
         measure_peak(steps, device="meta")
 
 
-@pytest.mark.skipif(not torch.cuda.is_available(), reason="needs a GPU")
+@pytest.mark.gpu
 def test_peak_of_allocations_on_cuda() -> None:
     held = torch.empty(2**20, dtype=torch.uint8, device="cuda")
     before = torch.cuda.memory_allocated()

@@ -109,7 +109,7 @@ def test_an_operator_that_looks_at_its_data_is_one_block() -> None:
             kernels.IMPLEMENTATIONS[target] = before
 
 
-@pytest.mark.skipif(not torch.cuda.is_available(), reason="needs a GPU")
+@pytest.mark.gpu
 @pytest.mark.parametrize("fused", [False, True])
 def test_values_and_bytes_on_a_gpu(fused: bool) -> None:
     """Against float64, and what the allocator says against what the operator declares."""

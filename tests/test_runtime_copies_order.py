@@ -402,7 +402,7 @@ def test_cuda_records_times_of_the_device(log: list[Any]) -> None:
     assert copied.end_s - copied.start_s == pytest.approx(0.001)
 
 
-@pytest.mark.skipif("cuda" not in DEVICES, reason="needs a GPU")
+@pytest.mark.gpu
 def test_cuda_copies_beside_the_computation() -> None:
     x = torch.randn(4096, 4096, device="cuda")
     fetched(sent(x), "cuda")
