@@ -276,12 +276,12 @@ def test_ops_are_taken_apart_as_on_the_card() -> None:
 
 def test_reserved_bytes_of_two_steps() -> None:
     """By hand: what a step leaves is freed before the next; what is small has a segment."""
-    from fxremat.compiling.rehearsal import Rehearsal, reserved
+    from fxremat.compiling.reserved_bytes import reserved
     from fxremat.cost.allocator import Allocate, AllocatorSettings, Free
 
     mib = 2**20
     events = (Allocate("weights", 30 * mib), Allocate("1", 16 * mib), Free("1"), Allocate("2", 100))
-    usage = reserved(Rehearsal(0, (), (), {}, events), AllocatorSettings(), 64 * mib)
+    usage = reserved(events, AllocatorSettings(), 64 * mib)
     assert usage.peak_reserved_bytes == (64 + 30 + 16 + 2) * mib
     assert usage.peak_allocated_bytes == (64 + 30 + 16) * mib
 

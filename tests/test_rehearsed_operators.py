@@ -14,8 +14,9 @@ from fxremat.cost.allocator.rules import MIN_BLOCK_BYTES, round_up
 from fxremat.cost.cuda_scratch import CudaScratch
 from fxremat.device import absent
 from fxremat.runtime import kernels
-from fxremat.runtime.chunks import fused_kernels
+from fxremat.runtime.chunks.buffers import adds_straight, extra_of_sum
 from fxremat.runtime.chunks.operator import ROWS
+from fxremat.runtime.chunks.program import parse
 from tests.loss_program import CLASSES, FEATURES, program
 
 BF16 = torch.bfloat16
@@ -63,9 +64,7 @@ def test_events_have_the_peak_that_the_operator_declares(fused: bool) -> None:
 
 def test_products_add_to_the_sum_in_float32() -> None:
     """On CUDA no partial sum exists: beside the result, in low precision, the sum so far."""
-    one = next(s for s in fused_kernels.parse(program(BF16)).loop if s.kind == "sum")
-    from fxremat.runtime.chunks.buffers import adds_straight, extra_of_sum
-
+    one = next(s for s in parse(program(BF16)).loop if s.kind == "sum")
     size = CLASSES * FEATURES
     assert adds_straight(one, "cuda")
     assert not adds_straight(one, "cpu")

@@ -20,7 +20,7 @@ from torch import fx
 from torch.utils import _pytree as pytree
 
 from fxremat import compat, runtime
-from fxremat.cost.allocator import Allocate, AllocatorSettings, Event, Free, Usage, replay
+from fxremat.cost.allocator import Allocate, Event, Free
 from fxremat.cost.allocator.rules import MIN_BLOCK_BYTES, round_up
 from fxremat.cost.call_times import call_key
 from fxremat.cost.peak import uncollected
@@ -471,25 +471,3 @@ def _pass_on(
             meter.add([argument], name)
         arguments[name] = argument
     return arguments
-
-
-def reserved(shown: Rehearsal, settings: AllocatorSettings, held_bytes: int) -> Usage:
-    """What torch's allocator reserves for two steps of what was rehearsed, one after the other.
-
-    What a step leaves, as gradients, is freed before the next one. ``held_bytes`` lie beside it,
-    in one block. What the allocator has taken it keeps: it never runs out.
-    """
-    left: dict[str, None] = {}
-    step = [event for event in shown.events if not _is_resident(event)]
-    for event in step:
-        if isinstance(event, Allocate):
-            left[event.name] = None
-        elif isinstance(event, Free):
-            del left[event.name]
-    resident = [event for event in shown.events if _is_resident(event)]
-    ends = [Free(name) for name in left]
-    return replay([Allocate("held", held_bytes), *resident, *step, *ends, *step], settings)
-
-
-def _is_resident(event: Event) -> bool:
-    return isinstance(event, Allocate) and not event.name.isdigit()

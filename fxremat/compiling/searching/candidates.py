@@ -24,9 +24,10 @@ from typing import Any, Literal
 from fxremat import compat
 from fxremat.compiling.draft import Draft, Learnt
 from fxremat.compiling.pipeline import APPLY, BEGIN, Runner
-from fxremat.compiling.rehearsal import Rehearsal, reserved
+from fxremat.compiling.rehearsal import Rehearsal
 from fxremat.compiling.rehearsal_cache import rehearse_once
 from fxremat.compiling.request import Request
+from fxremat.compiling.reserved_bytes import reserved
 from fxremat.compiling.searching.tuning import NEAR_PEAK, OF_SMALL
 from fxremat.core.plan import Plan
 from fxremat.core.problem import Op, Problem
@@ -176,7 +177,7 @@ def reserved_usage(shown: Rehearsal, request: Request) -> Usage | None:
     """What the allocator of the request takes for a rehearsal; None where that is not known."""
     if request.allocator is None or not shown.events:
         return None
-    return reserved(shown, request.allocator, request.held_bytes)
+    return reserved(shown.events, request.allocator, request.held_bytes)
 
 
 @dataclass(frozen=True)

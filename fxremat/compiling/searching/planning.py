@@ -8,11 +8,13 @@ from pathlib import Path
 
 from fxremat import compat, planner
 from fxremat.compiling.request import Request
-from fxremat.compiling.searching.tuning import OUT_OF_REACH
+from fxremat.compiling.reserved_bytes import events_of_plan, reserved
+from fxremat.compiling.searching.tuning import EXPECTED_ANEW, EXPECTED_WRONG, OUT_OF_REACH
 from fxremat.compiling.stage_times import StageTimes
 from fxremat.core.check import check
 from fxremat.core.plan import Plan
 from fxremat.core.problem import Problem
+from fxremat.core.schedule import Step
 from fxremat.errors import SolverRefused, VerificationFailed
 from fxremat.planner.plan_cache import PlanCache
 
@@ -29,6 +31,7 @@ class Planning:
     request: Request
     times: StageTimes
     answers: dict[tuple[Problem, int | None, str], Plan] = field(default_factory=dict)
+    expected: dict[tuple[Problem, tuple[Step, ...]], int] = field(default_factory=dict)
 
     def quick(self, problem: Problem, budget: int) -> Plan:
         """The plan of the quick solver."""
@@ -65,6 +68,51 @@ class Planning:
                     _check(problem, plan)
             self.answers[asked] = plan
         return self.answers[asked]
+
+    @property
+    def _unused_counts(self) -> bool:
+        return self.request.count == "reserved" and self.request.allocator is not None
+
+    def expected_bytes(self, problem: Problem, plan: Plan) -> int:
+        """The peak of a plan in the bytes that the budget counts, beside what is held.
+
+        As if every value lay in memory of its own, where what the allocator leaves unused counts.
+        What Inductor makes of the plan may take more or less.
+        """
+        allocator = self.request.allocator
+        if not self._unused_counts or allocator is None:
+            return plan.peak_bytes
+        key = problem, plan.steps
+        if key not in self.expected:
+            events = events_of_plan(problem, plan.steps)
+            usage = reserved(events, allocator, self.request.held_bytes)
+            self.expected[key] = usage.peak_reserved_bytes - self.request.held_bytes
+        return self.expected[key]
+
+    def expected_under(self, problem: Problem, aim: int, target: int, more: int = 0) -> Plan:
+        """A plan for the target, or for less, that is expected under the aim.
+
+        ``more`` is by how much another plan took more than expected. Where none is found, the plan
+        that is expected to exceed the aim by the least. Its peak is above the target where the
+        solver does not get there. Where what is unused does not count, the plan for the target.
+        """
+        best, least = self.solve(problem, target), None
+        plan, room = best, int((1 - EXPECTED_WRONG) * aim)
+        if not self._unused_counts:
+            return best
+        for _ in range(EXPECTED_ANEW):
+            if plan.peak_bytes > target:
+                break
+            over = self.expected_bytes(problem, plan) + more - room
+            if least is None or over < least:
+                best, least = plan, over
+            if over <= 0:
+                break
+            target = plan.peak_bytes - over
+            if target <= 0:
+                break
+            plan = self.solve(problem, target)
+        return best
 
     def _ask(self, problem: Problem, budget: int | None, solver: str) -> Plan:
         request = self.request

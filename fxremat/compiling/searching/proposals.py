@@ -41,7 +41,7 @@ def under(draft: Draft, aim: int, planning: Planning) -> Proposals:
     problem = draft.estimate.problem
     if not may_fit(problem, aim, planning):
         return
-    plan = planning.solve(problem, aim)
+    plan = planning.expected_under(problem, aim, aim)
     if plan.peak_bytes > aim:
         return
     loose = yield Candidate.near_peak(draft, plan, aim)
@@ -67,7 +67,7 @@ def under(draft: Draft, aim: int, planning: Planning) -> Proposals:
         if loose.peak_bytes <= aim:
             break
         told, target = learnt.told(draft.estimate.problem), _for_plans(aim, loose)
-        anew = planning.solve(told, target)
+        anew = planning.expected_under(told, aim, target, _surprise(told, loose, planning))
         if anew.peak_bytes > target or anew.steps in tried:
             break
         tried.add(anew.steps)
@@ -93,6 +93,11 @@ def under(draft: Draft, aim: int, planning: Planning) -> Proposals:
 def _for_plans(aim: int, seen: Judged) -> int:
     """What plans may allocate, if they leave as much unused as what was seen."""
     return max(0, aim - seen.fragmentation_bytes)
+
+
+def _surprise(problem: Problem, seen: Judged, planning: Planning) -> int:
+    """By how much a candidate took more than was expected of its plan."""
+    return seen.peak_bytes - planning.expected_bytes(problem, seen.plan)
 
 
 def may_fit(problem: Problem, aim: int, planning: Planning) -> bool:
@@ -135,7 +140,8 @@ def _closer(
         tries = len(history) + 2 * len(known)
         if best is not None and not _may_gain(best, target, planning, tries):
             return
-        plan = planning.solve(problem, target)
+        more = _surprise(problem, history[-1], planning)
+        plan = planning.expected_under(problem, aim, target, more)
         if plan.steps in tried or (best is not None and not _is_seen(best.plan, plan, tries)):
             return
         tried.add(plan.steps)

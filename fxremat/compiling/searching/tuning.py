@@ -25,6 +25,10 @@ CHOSEN_ANEW = 0.05
 """Of the least planned peak: where so much more is taken, variants are chosen anew."""
 MADE_ANEW = 3
 """Times a plan is made anew by what is live where it took too much."""
+EXPECTED_ANEW = 5
+"""Plans that are asked for until one is expected under the aim."""
+EXPECTED_WRONG = 0.002
+"""Of the aim: what is expected of a plan may be too little by as much."""
 MOST_STEP = 4
 """Times the last step: what the next one goes down by, at most."""
 LOWEST_PERCENT = (108, 120)

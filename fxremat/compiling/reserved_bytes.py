@@ -1,0 +1,73 @@
+"""What torch's CUDA allocator reserves for a step: of a rehearsal, and of a plan before that."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+
+from fxremat.core.problem import Problem
+from fxremat.core.schedule import Step
+from fxremat.core.timeline import Interval
+from fxremat.core.timeline import replay as timeline_of
+from fxremat.cost.allocator import Allocate, AllocatorSettings, Event, Free, Usage, replay
+
+
+def reserved(events: Sequence[Event], settings: AllocatorSettings, held_bytes: int) -> Usage:
+    """What is reserved for two steps, one after the other.
+
+    ``events`` are of one step; what is resident has a name that is no number, and comes first. What
+    a step leaves, as gradients, is freed before the next one. ``held_bytes`` lie beside it, in one
+    block. What the allocator has taken it keeps: it never runs out.
+    """
+    left: dict[str, None] = {}
+    step = [event for event in events if not _is_resident(event)]
+    for event in step:
+        if isinstance(event, Allocate):
+            left[event.name] = None
+        elif isinstance(event, Free):
+            del left[event.name]
+    resident = [event for event in events if _is_resident(event)]
+    ends = [Free(name) for name in left]
+    return replay([Allocate("held", held_bytes), *resident, *step, *ends, *step], settings)
+
+
+def _is_resident(event: Event) -> bool:
+    return isinstance(event, Allocate) and not event.name.isdigit()
+
+
+def events_of_plan(problem: Problem, steps: Sequence[Step]) -> tuple[Event, ...]:
+    """What the allocator would be asked for if every value lay in memory of its own.
+
+    Nearly so, that is: what fuses with its reader has no memory in the problem either, and a value
+    that may be written over another one of at least its size takes that one's block.
+    """
+    sizes = problem.bytes_of
+    events: list[Event] = [Allocate(f"resident {v}", sizes[v]) for v in problem.resident]
+    starting: list[list[Interval]] = [[] for _ in steps]
+    ending: list[list[Interval]] = [[] for _ in steps]
+    for one in timeline_of(problem, steps).intervals:
+        starting[one.start].append(one)
+        if one.stop < len(steps) or one.value not in problem.outputs:
+            ending[one.stop - 1].append(one)
+    name_of: dict[Interval, str] = {}
+
+    def allocate(nbytes: int) -> str:
+        name = f"{len(events)}"
+        events.append(Allocate(name, nbytes))
+        return name
+
+    for index, step in enumerate(steps):
+        begun, over = starting[index], ending[index]
+        if isinstance(step, str):
+            op = problem.op_of[step]
+            for read, write in op.inplace:
+                old = next((one for one in over if one.value == read and one in name_of), None)
+                new = next((o for o in begun if o.value == write and o not in name_of), None)
+                if old is not None and new is not None and sizes[read] >= sizes[write]:
+                    name_of[new] = name_of.pop(old)
+        for one in begun:
+            if one not in name_of:
+                name_of[one] = allocate(sizes[one.value])
+        if isinstance(step, str) and op.workspace_bytes:
+            events.append(Free(allocate(op.workspace_bytes)))
+        events += [Free(name_of.pop(one)) for one in over if one in name_of]
+    return tuple(events)

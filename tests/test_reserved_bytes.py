@@ -1,0 +1,124 @@
+"""What a plan is expected to reserve, before it is rehearsed."""
+
+from __future__ import annotations
+
+from dataclasses import replace
+from typing import Literal
+
+from hypothesis import given
+from hypothesis import strategies as st
+
+from fxremat.compiling.request import Request
+from fxremat.compiling.reserved_bytes import events_of_plan, reserved
+from fxremat.compiling.searching.planning import Planning
+from fxremat.compiling.stage_times import StageTimes
+from fxremat.core.plan import Plan
+from fxremat.core.problem import Op, Problem, Value
+from fxremat.core.schedule import keep_all
+from fxremat.core.timeline import replay as timeline_of
+from fxremat.cost.allocator import Allocate, AllocatorSettings, Free, replay
+from tests.chains import blocks
+from tests.strategies import scheduled_problems
+
+MIB = 2**20
+
+
+@given(scheduled_problems())
+def test_the_peak_is_that_of_the_timeline(case: tuple[Problem, tuple[str, ...]]) -> None:
+    """Where nothing is written over; else a smaller value may keep the block of a larger one."""
+    problem, steps = case
+    problem = replace(problem, ops=tuple(replace(op, inplace=()) for op in problem.ops))
+    usage = replay(events_of_plan(problem, steps))
+    assert usage.peak_requested_bytes == timeline_of(problem, steps).peak_bytes
+
+
+@given(scheduled_problems())
+def test_events_free_what_they_allocate(case: tuple[Problem, tuple[str, ...]]) -> None:
+    """Each name once; what is resident or an output is there at the end."""
+    problem, steps = case
+    live: set[str] = set()
+    names: list[str] = []
+    for event in events_of_plan(problem, steps):
+        if isinstance(event, Allocate):
+            names.append(event.name)
+            live.add(event.name)
+        elif isinstance(event, Free):
+            live.remove(event.name)
+    assert len(set(names)) == len(names)
+    ends = [one for one in timeline_of(problem, steps).intervals if one.stop == len(steps)]
+    kept = [one for one in ends if one.value in problem.outputs]
+    assert len(live) == len(problem.resident) + len(kept)
+    usage = replay(events_of_plan(problem, steps))
+    assert usage.peak_requested_bytes >= timeline_of(problem, steps).peak_bytes
+
+
+def test_a_value_written_over_another_takes_its_block() -> None:
+    problem = Problem(
+        "one after the other",
+        (Value("a", 4 * MIB), Value("b", 3 * MIB), Value("c", 5 * MIB)),
+        (
+            Op("make_a", (), ("a",), 1.0),
+            Op("make_b", ("a",), ("b",), 1.0, inplace=(("a", "b"),)),
+            Op("make_c", ("b",), ("c",), 1.0, inplace=(("b", "c"),)),
+        ),
+        outputs=("c",),
+    )
+    events = events_of_plan(problem, keep_all(problem))
+    assert events == (Allocate("0", 4 * MIB), Allocate("1", 5 * MIB), Free("0"))
+
+
+def asked(count: Literal["allocated", "reserved"] = "reserved") -> Planning:
+    """The planner, for budgets of the allocator with its usual settings."""
+    request = Request(solver="greedy", count=count, allocator=AllocatorSettings())
+    return Planning(request, StageTimes())
+
+
+def large_blocks() -> Problem:
+    """Values of some MiB, which do not divide the segments of 20 MiB."""
+    problem = blocks(6)
+    values = tuple(replace(v, bytes=v.bytes * MIB // 8) for v in problem.values)
+    ops = tuple(replace(op, workspace_bytes=op.workspace_bytes * MIB // 8) for op in problem.ops)
+    return replace(problem, values=values, ops=ops)
+
+
+@given(st.integers(50, 100))
+def test_plans_are_expected_under_the_aim(percent: int) -> None:
+    """With what they leave unused, or no other plan that was looked at comes nearer."""
+    problem, planning = large_blocks(), asked()
+    whole = planning.solve(problem, None)
+    aim = planning.expected_bytes(problem, whole) * percent // 100
+    plan = planning.expected_under(problem, aim, aim)
+    plain = planning.solve(problem, aim)
+
+    def over(one: Plan) -> int:
+        return planning.expected_bytes(problem, one) - aim
+
+    assert plan.peak_bytes <= plain.peak_bytes
+    assert over(plan) <= max(0, over(plain))
+
+
+def test_what_is_expected_is_what_the_allocator_says() -> None:
+    problem, planning = large_blocks(), asked()
+    plan = planning.solve(problem, None)
+    usage = reserved(events_of_plan(problem, plan.steps), AllocatorSettings(), 0)
+    assert planning.expected_bytes(problem, plan) == usage.peak_reserved_bytes
+    assert usage.peak_reserved_bytes > plan.peak_bytes
+
+
+def test_a_surprise_lowers_the_plan() -> None:
+    """What another plan left unused beyond expectation is expected of this one too."""
+    problem, planning = large_blocks(), asked()
+    whole = planning.solve(problem, None)
+    aim = planning.expected_bytes(problem, whole)
+    aim += aim // 100  # what is expected is not trusted to the last byte
+    assert planning.expected_under(problem, aim, aim).steps == whole.steps
+    less = planning.expected_under(problem, aim, aim, more=aim // 5)
+    assert less.peak_bytes < whole.peak_bytes
+
+
+def test_without_reserved_bytes_plans_are_for_the_target() -> None:
+    problem, planning = large_blocks(), asked("allocated")
+    whole = planning.solve(problem, None).peak_bytes
+    plan = planning.expected_under(problem, whole // 2, whole, more=whole)
+    assert plan == planning.solve(problem, whole)
+    assert planning.expected_bytes(problem, plan) == plan.peak_bytes
