@@ -1,5 +1,6 @@
-# make demo | test | test-all | check | gpu. `test-all` tries
-# many more random examples. `gpu` measures on the GPU of this machine, see docs/benchmarks.md. The environment, .venv, is made on first use and after every change
+# make demo | test | test-all | check | gpu. `test-all` tries many more random examples, `gpu`
+# measures on the GPU of this machine (docs/benchmarks.md). The environment, .venv, is made on
+# first use and after every change
 # of pyproject.toml. TORCH is the version the project is tested with; a torch that is there stays.
 
 PYTHON3 ?= python3

@@ -29,6 +29,9 @@ from typing import Any
 
 import torch
 
+from fxremat.cost.cards import card_named
+from fxremat.errors import UnknownDevice
+
 from . import gpu_absent
 from .machine import describe_machine
 from .models import MODELS, SIZES
@@ -193,10 +196,21 @@ def parse_arguments(arguments: Sequence[str] | None = None) -> argparse.Namespac
         parser.error(f"unknown models {unknown}; there are {', '.join(MODELS)}")
     if unknown := sorted(set(options.ways.split(",")) - set(VARIANTS)):
         parser.error(f"unknown ways {unknown}; there are {', '.join(VARIANTS)}")
+    if options.absent:
+        try:
+            card_named(options.absent)
+        except UnknownDevice as error:
+            parser.error(str(error))
     without = [name for name in options.ways.split(",") if VARIANTS[name].at != "fraction"]
     if options.absent and without:
         parser.error(f"{without} are no parts of what plain reserves: --absent leaves them out")
     return options
+
+
+def _write(out: Path | None, result: dict[str, Any]) -> None:
+    if out is not None:
+        out.parent.mkdir(parents=True, exist_ok=True)
+        out.write_text(json.dumps(result, indent=1) + "\n")
 
 
 def main(arguments: Sequence[str] | None = None) -> int:
@@ -210,8 +224,7 @@ def main(arguments: Sequence[str] | None = None) -> int:
     ]
     if options.absent:
         said = gpu_absent.run(cases, variants, options.absent)
-        if options.out:
-            options.out.write_text(json.dumps({"card": options.absent, "said": said}, indent=1))
+        _write(options.out, {"card": options.absent, "said": said})
         return 0
     head = {
         "machine": describe_machine(options.device, options.threads),
@@ -220,10 +233,7 @@ def main(arguments: Sequence[str] | None = None) -> int:
     }
 
     def keep(groups: Sequence[Group]) -> None:
-        if options.out:
-            result = {**head, "results": [group.to_json() for group in groups]}
-            options.out.parent.mkdir(parents=True, exist_ok=True)
-            options.out.write_text(json.dumps(result, indent=1) + "\n")
+        _write(options.out, {**head, "results": [group.to_json() for group in groups]})
 
     with tempfile.TemporaryDirectory(prefix="fxremat-gpu-") as folder:
         groups = run(cases, variants, timing, options.logs or Path(folder), keep)

@@ -17,6 +17,8 @@ from .rows import format_table, mib, number
 from .runner import Case
 from .ways import Variant, budget_bytes
 
+PLAIN = {"variants": "none", "disable_passes": ["recompute"]}
+"""Nothing runs again: where the card has too little for that, it is refused, and told."""
 HEAD = ["model", "way", "budget", "allocated", "reserved", "time", "seconds"]
 
 
@@ -51,17 +53,18 @@ class Said:
 
 
 def said_of(case: Case, variants: Sequence[Variant], card: str) -> list[Said]:
-    """Plain first; budgets are parts of what that reserves."""
+    """Plain first, if only to be refused; budgets are parts of what that reserves."""
     with absent(card):
         model, arguments = build(
             case.model, case.size, "cpu", getattr(torch, case.dtype), case.seed
         )
-        everything = _explained(case.model, "compile", model, arguments, {"variants": "none"})
-        assert everything.reserved_bytes is not None
-        peaks = {"compile": everything.reserved_bytes}
+        everything = _explained(case.model, "compile", model, arguments, PLAIN)
+        reserved = everything.reserved_bytes or everything.minimum_bytes
+        assert reserved is not None, "what is refused is told the least"
+        peaks = {"compile": reserved}
         rows = [everything]
         for variant in variants:
-            asked = {**dict(variant.options), "memory_budget": budget_bytes(variant, peaks)}
+            asked = {"memory_budget": budget_bytes(variant, peaks), **dict(variant.options)}
             rows.append(_explained(case.model, variant.name, model, arguments, asked))
     return rows
 

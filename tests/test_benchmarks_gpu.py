@@ -96,7 +96,7 @@ def test_an_absent_card_is_told_of(
         return SimpleNamespace(graphs=[report])
 
     monkeypatch.setattr(fxremat, "explain", explain)
-    out = tmp_path / "said.json"
+    out = tmp_path / "new" / "said.json"
     arguments = ["--absent", "T4", "--models", "mixer", "--size", "small", "--out", str(out)]
     assert main([*arguments, "--ways", "plain80%,fxremat33%"]) == 0
     assert asked == [None, 80 * MIB, 33 * MIB]
@@ -110,6 +110,9 @@ def test_an_absent_card_takes_budgets_alone(capsys: pytest.CaptureFixture[str]) 
     with pytest.raises(SystemExit):
         parse_arguments(["--absent", "H100", "--ways", "checkpoint,fxremat50%"])
     assert "['checkpoint'] are no parts" in capsys.readouterr().err
+    with pytest.raises(SystemExit):
+        parse_arguments(["--absent", "H10O", "--ways", "fxremat50%"])
+    assert "did you mean 'H100'" in capsys.readouterr().err
 
 
 @pytest.mark.parametrize("arguments", [["--models", "gpt,x"], ["--ways", "x"]])
