@@ -173,15 +173,22 @@ def _promise(report: Report, device: torch.device, request: Request, others: int
 
 
 def plan_only(
-    gm: fx.GraphModule, example_inputs: Sequence[Any], options: Mapping[str, Any]
+    gm: fx.GraphModule,
+    example_inputs: Sequence[Any],
+    options: Mapping[str, Any],
+    study: session.Study | None = None,
 ) -> tuple[Callable[..., Any], Report | None]:
-    """Plan one graph as `fxremat` would, but run it node by node instead of compiling it."""
+    """Plan one graph as `fxremat` would, but run it node by node instead of compiling it.
+
+    ``study`` is told what the search found.
+    """
     device = device_of_inputs(example_inputs)
     parsed = parse_options(options, device_total_bytes=total_bytes(device))
     ledger, place = session.ledger(None), compat.current_compilation()
     request = request_for(gm, example_inputs, parsed, ledger, place)
     partitioner = Partitioner(request, build(), plan_only=True)
     current = session.begin()
+    current.study = study
     with _written(parsed, current):
         if parsed.executor == "aot_eager":
             compiled = compat.compile_with_aot_eager(gm, example_inputs, partitioner)

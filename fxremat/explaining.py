@@ -18,9 +18,13 @@ from torch import fx, nn
 from fxremat import compat, planner
 from fxremat.backend import plan_only
 from fxremat.compiling import session
+from fxremat.compiling.expressing import expression_of
+from fxremat.compiling.pipeline import Runner
+from fxremat.compiling.searching.search import Found
 from fxremat.core.plan import Plan
+from fxremat.cost.peak_expression import PeakExpression
 from fxremat.device import absent_card
-from fxremat.errors import FxrematError, InfeasibleBudget
+from fxremat.errors import CannotVary, FxrematError, InfeasibleBudget
 from fxremat.planner import SolverOptions
 from fxremat.report.front import Front, front_of, together
 from fxremat.report.report import Report, Row
@@ -34,6 +38,7 @@ class Explanation:
 
     graphs: tuple[Report, ...]
     look_for_least: Callable[[], int] = field(repr=False, compare=False)
+    look_at_sizes: Callable[[], tuple[PeakExpression, ...]] = field(repr=False, compare=False)
 
     @property
     def predicted_peak_bytes(self) -> int:
@@ -53,6 +58,19 @@ class Explanation:
         It is looked for when it is first read, by planning and rehearsing again.
         """
         return self.look_for_least()
+
+    @cached_property
+    def peak_expression(self) -> PeakExpression:
+        """The peak in allocated bytes at every size that was traced as a symbol.
+
+        It is of the graph with the highest peak, and looked for when it is first read, by planning
+        again and rehearsing at a few sizes. Sizes are those of `torch._dynamo.mark_dynamic`, up to
+        what was declared. Raises `CannotVary` where the bytes are no polynomials of them.
+        """
+        found = self.look_at_sizes()
+        if not found:
+            raise CannotVary("peak", "no graph has a backward")
+        return max(found, key=lambda one: one.at({each.name: each.high for each in one.ranges}))
 
     @property
     def keep_all_peak_bytes(self) -> int:
@@ -153,7 +171,11 @@ def explain(
     if memory_budget is not None:
         given["memory_budget"] = memory_budget
     reports = _planned(model, inputs, keywords, given)
-    return Explanation(reports, lambda: _least_budget(model, inputs, keywords, given))
+    return Explanation(
+        reports,
+        lambda: _least_budget(model, inputs, keywords, given),
+        lambda: _expressions(model, inputs, keywords, given),
+    )
 
 
 def _planned(
@@ -161,12 +183,13 @@ def _planned(
     inputs: tuple[Any, ...],
     keywords: Mapping[str, Any],
     options: Mapping[str, Any],
+    study: session.Study | None = None,
 ) -> tuple[Report, ...]:
-    """The reports of all graphs of one step."""
+    """The reports of all graphs of one step; what was found for each is told to ``study``."""
     found: list[Report] = []
 
     def backend(gm: fx.GraphModule, example_inputs: Sequence[Any]) -> Callable[..., Any]:
-        compiled, report = plan_only(gm, example_inputs, options)
+        compiled, report = plan_only(gm, example_inputs, options, study)
         if report is not None:
             found.append(report)
         return compiled
@@ -184,6 +207,28 @@ def _planned(
                 raise inner from None
             raise
     return tuple(found)
+
+
+def _expressions(
+    model: Callable[..., Any],
+    inputs: tuple[Any, ...],
+    keywords: Mapping[str, Any],
+    options: Mapping[str, Any],
+) -> tuple[PeakExpression, ...]:
+    """The peak of each graph as an expression."""
+    made: list[PeakExpression] = []
+    refused: list[CannotVary] = []
+
+    def study(found: Found, runner: Runner) -> None:
+        try:
+            made.append(expression_of(found, runner))
+        except CannotVary as error:  # raised where Dynamo does not wrap it
+            refused.append(error)
+
+    _planned(model, inputs, keywords, options, study)
+    if refused:
+        raise refused[0]
+    return tuple(made)
 
 
 def _least_budget(

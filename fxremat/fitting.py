@@ -30,6 +30,8 @@ from fxremat.device import absent, absent_card
 from fxremat.errors import CannotVary, InvalidOption
 from fxremat.model.blocks import checkpointed
 from fxremat.options import parse_options
+from fxremat.report.fit_picture import Dot, draw_fit
+from fxremat.sizes import format_bytes
 
 Places = Sequence[tuple[int, int]]
 """What a size is of: an input, by its position, and a dimension of it."""
@@ -38,11 +40,11 @@ WAYS: tuple[Way, ...] = ("torch.compile", "checkpointed blocks", "fxremat")
 
 
 @dataclass(frozen=True)
-class Largest:
-    """The largest size of what varies, by one way to train; 0 where not even 1 fits.
+class Point:
+    """A step of one size of what varies, by one way to train; of size 0 where not even 1 fits.
 
-    Peak and time are those at that size: the peak in the bytes that the budget counts, beside what
-    is held, the time that of the whole step, in microseconds.
+    The peak is in the bytes that the budget counts, beside what is held, the time that of the whole
+    step, in microseconds.
     """
 
     what: str
@@ -59,8 +61,10 @@ class Largest:
 
 @dataclass(frozen=True)
 class Fit:
-    """What fits. ``held_bytes`` are the optimizer's states and what no graph sees;
-    ``tuning_bytes`` are left to the first step, in which kernels are tuned.
+    """What fits: ``rows`` are the largest sizes, ``points`` all that were looked at and fit.
+
+    ``held_bytes`` are the optimizer's states and what no graph sees; ``tuning_bytes`` are left to
+    the first step, in which kernels are tuned.
     """
 
     device: str
@@ -70,11 +74,27 @@ class Fit:
     held_bytes: int
     tuning_bytes: int
     traced: Sizes
-    rows: tuple[Largest, ...]
+    rows: tuple[Point, ...]
+    points: tuple[Point, ...]
 
-    def largest(self, what: str, way: Way = "fxremat") -> Largest:
+    def largest(self, what: str, way: Way = "fxremat") -> Point:
         """The row of one way."""
         return next(row for row in self.rows if row.what == what and row.way == way)
+
+    def fastest(self, what: str, way: Way = "fxremat") -> Point:
+        """The size with the most of them a second, of those that were looked at."""
+        seen = [one for one in (*self.points, *self.rows) if (one.what, one.way) == (what, way)]
+        return max(seen, key=lambda one: one.per_second)
+
+    def picture(self) -> str:
+        """SVG text: peak and throughput over each size, a line for each way to train."""
+        found: dict[str, dict[str, list[Dot]]] = {}
+        for one in sorted(self.points, key=lambda one: (WAYS.index(one.way), one.size)):
+            dot = Dot(one.size, one.peak_bytes + self.held_bytes, one.per_second)
+            found.setdefault(one.what, {}).setdefault(one.way, []).append(dot)
+        return draw_fit(
+            f"{self.device}, {format_bytes(self.budget_bytes)}", found, self.budget_bytes
+        )
 
 
 def fit(
@@ -134,7 +154,7 @@ class _Fitting:
         inputs, sizes = _resized(self.inputs, self.vary)
         budgets: list[tuple[int, Request]] = []
         weights_bytes = sum(weight.numel() * weight.dtype.itemsize for weight in weights)
-        rows: dict[tuple[str, Way], Largest] = {}
+        found: dict[tuple[str, Way], list[Point]] = {}
 
         def look(step: SymbolicStep, request: Request, ways: tuple[Way, ...]) -> None:
             assert request.own_budget is not None
@@ -143,10 +163,11 @@ class _Fitting:
             for what in self.vary:
                 for way in ways:
                     if way == "fxremat":
-                        found = _largest_of_ours(step, what, sizes, budget, weights_bytes)
+                        plain = found[what, "torch.compile"]
+                        points = _ours(step, what, sizes, budget, weights_bytes, plain)
                     else:
-                        found = _largest_of_torch(step, way, what, sizes, budget)
-                    rows[what, way] = found
+                        points = _of_torch(step, way, what, sizes, budget)
+                    found[what, way] = points
 
         self._study(inputs, sizes, held, partial(look, ways=("torch.compile", "fxremat")))
         with checkpointed(self.model) as blocks:
@@ -154,6 +175,13 @@ class _Fitting:
                 self._study(inputs, sizes, held, partial(look, ways=("checkpointed blocks",)))
         budget, request = budgets[0]
         after_us = self._after_us(held)
+
+        def whole(point: Point) -> Point:
+            return replace(point, time_us=point.time_us + after_us) if point.size else point
+
+        asked = [
+            found[key] for key in ((w, way) for w in self.vary for way in WAYS) if key in found
+        ]
         return Fit(
             request.card or "here",
             budget + request.beside_bytes,
@@ -162,12 +190,8 @@ class _Fitting:
             request.held_bytes,
             request.tuning_bytes,
             sizes,
-            tuple(
-                replace(rows[what, way], time_us=rows[what, way].time_us + after_us)
-                for what in self.vary
-                for way in WAYS
-                if (what, way) in rows
-            ),
+            tuple(whole(points[-1]) for points in asked),
+            tuple(whole(point) for points in asked for point in points if point.size),
         )
 
     def _after_us(self, held: Held) -> float:
@@ -267,25 +291,35 @@ def _mark(inputs: tuple[Any, ...], vary: Mapping[str, Places]) -> None:
             compat.mark_dynamic(inputs[argument], dimension)
 
 
-def _largest_of_torch(
-    step: SymbolicStep, way: Way, what: str, sizes: Sizes, budget: int
-) -> Largest:
-    """The largest size with the graph as torch cuts it."""
+PARTS = (0.25, 0.5, 0.75)
+"""Of the largest size that fits: what else is looked at, for the throughput."""
+
+
+def _of_torch(step: SymbolicStep, way: Way, what: str, sizes: Sizes, budget: int) -> list[Point]:
+    """The graph as torch cuts it: at parts of the largest size that fits, and at that size."""
     taken: dict[int, Taken] = {}
 
     def peak(size: int) -> int:
-        taken[size] = step.as_torch({**sizes, what: size})
+        if size not in taken:
+            taken[size] = step.as_torch({**sizes, what: size})
         return taken[size].peak_bytes
 
-    size = largest_within(peak, budget, sizes[what])
-    best = taken.get(size, Taken(0, 0.0))
-    return Largest(what, way, size, best.peak_bytes, best.time_us)
+    largest = largest_within(peak, budget, sizes[what])
+    if not largest:
+        return [Point(what, way, 0, 0, 0.0)]
+    asked = sorted({largest, *(max(1, int(part * largest)) for part in PARTS)})
+    return [Point(what, way, size, peak(size), taken[size].time_us) for size in asked]
 
 
-def _largest_of_ours(
-    step: SymbolicStep, what: str, sizes: Sizes, budget: int, weights_bytes: int
-) -> Largest:
-    """The largest size that a plan was found for.
+def _ours(
+    step: SymbolicStep,
+    what: str,
+    sizes: Sizes,
+    budget: int,
+    weights_bytes: int,
+    plain: Sequence[Point],
+) -> list[Point]:
+    """Where torch's own partition fits it is ours, too; then halfway, and the largest size.
 
     Plans of least peak without variants give a guess, for variants need sizes as numbers. The least
     peak at the guess leads to the size that is planned, smaller ones follow where it does not fit.
@@ -294,18 +328,29 @@ def _largest_of_ours(
     def planned(size: int, nbytes: int) -> Found:
         return step.with_numbers({**sizes, what: size}).planned({}, nbytes)
 
+    def point(size: int, found: Found) -> Point:
+        judged = found.judged
+        return Point(what, "fxremat", size, judged.peak_bytes, judged.plan.time_us)
+
+    below = [replace(one, way="fxremat") for one in plain if one.size]
     guess = largest_within(lambda size: step.least_peak({**sizes, what: size}), budget, sizes[what])
     least = planned(max(1, guess), NOTHING).judged
     fixed = weights_bytes + least.fragmentation_bytes
     size = _scaled(max(1, guess), budget, least.peak_bytes, fixed)
     while size > 0:
         found = planned(size, budget)
-        judged = found.judged
         if not found.over:
-            return Largest(what, "fxremat", size, judged.peak_bytes, judged.plan.time_us)
+            break
+        judged = found.judged
         fixed = weights_bytes + judged.fragmentation_bytes
         size = min(size - 1, _scaled(size, budget, judged.peak_bytes, fixed))
-    return Largest(what, "fxremat", 0, 0, 0.0)
+    if size <= (below[-1].size if below else 0):
+        return below or [Point(what, "fxremat", 0, 0, 0.0)]
+    middle = (size + (below[-1].size if below else 0)) // 2
+    if middle and (not below or middle > below[-1].size):
+        between = planned(middle, budget)
+        below += [] if between.over else [point(middle, between)]
+    return [*below, point(size, found)]
 
 
 def _scaled(size: int, budget: int, peak: int, fixed: int) -> int:

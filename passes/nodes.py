@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterable
+from collections.abc import Iterable, Mapping
 from typing import Any
 
 import torch
@@ -74,6 +74,40 @@ def last_of(nodes: Iterable[fx.Node], graph: fx.Graph) -> fx.Node:
     wanted = set(nodes)
     found: fx.Node = next(node for node in reversed(graph.nodes) if node in wanted)
     return found
+
+
+class Ancestry:
+    """What the nodes of a graph are computed from: a bit for each, in one number for each node."""
+
+    def __init__(self, nodes: Iterable[fx.Node]) -> None:
+        """Of nodes in the order of their graph."""
+        self._place: dict[fx.Node, int] = {}
+        self._bits: dict[fx.Node, int] = {}
+        self.add(nodes)
+
+    def add(self, nodes: Iterable[fx.Node]) -> None:
+        """More nodes, which no other one reads yet."""
+        for node in nodes:
+            place = self._place[node] = len(self._place)
+            bits = 1 << place
+            for source in node.all_input_nodes:
+                bits |= self._bits[source]
+            self._bits[node] = bits
+
+    def of(self, node: fx.Node) -> Ancestors:
+        """The node and everything that it is computed from."""
+        return Ancestors(self._bits[node], self._place)
+
+
+class Ancestors:
+    """A set of nodes that only tells whether a node is in it."""
+
+    def __init__(self, bits: int, place: Mapping[fx.Node, int]) -> None:
+        self._bits, self._place = bits, place
+
+    def __contains__(self, node: object) -> bool:
+        place = self._place.get(node) if isinstance(node, fx.Node) else None
+        return place is not None and bool(self._bits >> place & 1)
 
 
 def fake(node: fx.Node) -> torch.Tensor:

@@ -48,3 +48,13 @@ def test_plan_for_sizes_seen_guards_what_has_no_bound() -> None:
         before = len(env.guards)
         compat.plan_for_sizes_seen(seen.joint.module.graph)
         assert len(env.guards) == before + guards
+
+
+def test_size_ranges_are_named_by_their_source() -> None:
+    """Up to what is planned for: what was declared, else what was seen."""
+    for bounds, high in (({"min": 2, "max": 64}, 64), ({}, 6)):
+        graph = dynamic(**bounds).joint.module.graph
+        assert list(compat.size_ranges(graph).values()) == [("args[0].size()[0]", 2, high)]
+        [symbol] = compat.size_ranges(graph)
+        with compat.sizes_at({symbol: 40}):
+            assert compat.size_ranges(graph)[symbol][1:] == (2, high)

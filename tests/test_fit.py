@@ -6,6 +6,7 @@ import json
 import sys
 from pathlib import Path
 from typing import Any
+from xml.etree import ElementTree
 
 import pytest
 import torch
@@ -141,6 +142,17 @@ def test_what_fits_on_a_card() -> None:
     cublas, cache = 2 * 32 * 2**20, card_named("H100").cache_bytes
     assert found.held_bytes == found.optimizer.states + cublas
     assert found.tuning_bytes == cache
+    seen = [one.size for one in found.points if one.way == "fxremat"]
+    assert seen == sorted(set(seen))
+    assert seen[-1] == ours.size
+    assert plain.size in seen
+    assert found.fastest("batch").per_second == max(
+        one.per_second for one in found.points if one.way == "fxremat"
+    )
+    assert all(one.peak_bytes <= found.budget_bytes - found.held_bytes for one in found.points)
+    drawn = ElementTree.fromstring(found.picture())
+    texts = [element.text for element in drawn.iter() if element.text]
+    assert {"batch", "torch.compile", "fxremat", "budget: 242.00 MiB"} <= set(texts)
     size = ours.size
     with absent("H100"):
         tokens = torch.zeros(size, inputs[0].shape[1], dtype=torch.long)
@@ -166,7 +178,9 @@ def test_command(tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: Any) -
     out = tmp_path / "fit.json"
     asked = ["fit", "small_model:make", "--device", "A100", "--vary", "rows=0:0"]
     asked += ["--budget", "128MiB"]
-    assert main([*asked, "--json", str(out)]) == 0
+    picture = tmp_path / "fit.svg"
+    assert main([*asked, "--json", str(out), "--picture", str(picture)]) == 0
+    assert ElementTree.parse(picture).getroot().tag.endswith("svg")
     text = capsys.readouterr().out
     assert "fxremat" in text
     assert "torch.compile" in text

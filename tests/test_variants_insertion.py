@@ -6,13 +6,15 @@ from collections.abc import Callable, Iterator, Mapping, Sequence
 
 import pytest
 import torch
+from hypothesis import given
+from hypothesis import strategies as st
 from torch import fx
 
 from fxremat.core.problem import Problem
 from fxremat.core.variants import take as take_alternatives
 from fxremat.passes.joint_graph import JointGraph, Role, is_tensor
 from fxremat.passes.memory_estimation import Estimate, estimate
-from fxremat.passes.nodes import add_call
+from fxremat.passes.nodes import Ancestry, add_call
 from fxremat.passes.variants import insertion
 from fxremat.passes.variants.rule import Rule, Site, StandIns
 from tests.graphs import Capture, batch, capture, mlp, no_workspace, unit_time
@@ -167,3 +169,24 @@ def test_what_is_saved_in_another_form_is_made_in_the_forward() -> None:
 
 def test_no_rules_find_no_sites() -> None:
     assert insertion.find_sites(seen().joint, ()) == ()
+
+
+@given(st.lists(st.lists(st.integers(0, 20), max_size=3), min_size=1, max_size=20), st.data())
+def test_ancestry_is_what_a_walk_finds(reads: list[list[int]], data: st.DataObject) -> None:
+    """Also of nodes that are added later."""
+    graph = fx.Graph()
+    nodes = [graph.placeholder("x")]
+    for each in reads:
+        nodes.append(graph.call_function(len, tuple(nodes[k % len(nodes)] for k in each)))
+    first = data.draw(st.integers(0, len(nodes)))
+    ancestry = Ancestry(nodes[:first])
+    ancestry.add(nodes[first:])
+    for node in nodes:
+        walked, stack = {node}, [node]
+        while stack:
+            new = [i for i in stack.pop().all_input_nodes if i not in walked]
+            walked.update(new)
+            stack += new
+        found = ancestry.of(node)
+        assert {other for other in nodes if other in found} == walked
+        assert "x" not in found

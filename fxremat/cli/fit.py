@@ -43,6 +43,7 @@ def add(commands: Commands) -> None:
         "--optimizer", metavar="NAME", default="none", help="whose states are held, such as adamw"
     )
     parser.add_argument("--json", metavar="FIT.json", help="write it here, too")
+    parser.add_argument("--picture", metavar="FIT.svg", help="draw peak and throughput here")
     parser.set_defaults(run=run)
 
 
@@ -82,6 +83,8 @@ def run(given: argparse.Namespace) -> int:
     print(table(found))
     if given.json is not None:
         files.write_json(given.json, asdict(found))
+    if given.picture is not None:
+        files.write_text(given.picture, found.picture())
     return 0 if any(row.size for row in found.rows) else 1
 
 
@@ -93,14 +96,18 @@ def table(found: Fit) -> str:
         f"{format_bytes(found.weights_bytes)}, optimizer {states}, "
         f"held beside the graph {format_bytes(found.held_bytes)}, "
         f"for tuning kernels in the first step {format_bytes(found.tuning_bytes)}",
-        f"{'varies':<10} {'way':<20} {'largest':>10} {'peak':>12} {'step':>12} {'a second':>12}",
+        f"{'varies':<10} {'way':<20} {'largest':>10} {'peak':>12} {'step':>12} {'a second':>12} "
+        f"{'at most':>18}",
     ]
     for row in found.rows:
         step = f"{row.time_us / 1e3:,.1f} ms" if row.size else "-"
         rate = f"{row.per_second:,.1f}" if row.size else "-"
         peak = format_bytes(row.peak_bytes + found.held_bytes) if row.size else "-"
+        best = found.fastest(row.what, row.way)
+        most = f"{best.per_second:,.1f} with {best.size:,}" if row.size else "-"
         lines.append(
-            f"{row.what:<10} {row.way:<20} {row.size:>10,} {peak:>12} {step:>12} {rate:>12}"
+            f"{row.what:<10} {row.way:<20} {row.size:>10,} {peak:>12} {step:>12} {rate:>12} "
+            f"{most:>18}"
         )
     others = ", ".join(f"{name} {size}" for name, size in found.traced.items())
     lines.append(f"Each size with the others as given ({others}). Times are planned, not measured.")

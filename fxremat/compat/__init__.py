@@ -129,6 +129,7 @@ from fxremat.compat.sizes import (
     ShapeEnv,
     plan_for_sizes_seen,
     size_bound,
+    size_ranges,
     sizes_at,
     symbols_seen,
 )
@@ -239,6 +240,7 @@ __all__ = [
     "saved_names",
     "scheduled",
     "size_bound",
+    "size_ranges",
     "sizes_at",
     "splits_for_ddp",
     "storage_key",

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import re
 from collections.abc import Iterator, Mapping
 from contextlib import contextmanager
 from contextvars import ContextVar
@@ -12,7 +13,14 @@ import torch
 from torch import fx
 from torch.fx.experimental.symbolic_shapes import ShapeEnv
 
-__all__ = ["ShapeEnv", "plan_for_sizes_seen", "size_bound", "sizes_at", "symbols_seen"]
+__all__ = [
+    "ShapeEnv",
+    "plan_for_sizes_seen",
+    "size_bound",
+    "size_ranges",
+    "sizes_at",
+    "symbols_seen",
+]
 
 
 def size_bound(size: Any) -> int:
@@ -54,6 +62,34 @@ def symbols_seen(graph: fx.Graph) -> dict[Any, int]:
         for node in nodes
         for symbol in node.expr.free_symbols
     }
+
+
+def size_ranges(graph: fx.Graph) -> dict[Any, tuple[str, int, int]]:
+    """The symbols among the graph's inputs: what each is a size of, its least and its largest.
+
+    The name is that of the source, as ``x.size()[0]``; the largest is what is planned for.
+    """
+    ranges: dict[Any, tuple[str, int, int]] = {}
+    for node in graph.nodes:
+        value = node.meta.get("val")
+        if node.op == "placeholder" and isinstance(value, torch.SymInt):
+            env = value.node.shape_env
+            for symbol in value.node.expr.free_symbols:
+                low = int(env.var_to_range[symbol].lower)
+                high = _declared_bound(env, symbol)
+                seen = int(_hints(env)[symbol])
+                ranges[symbol] = (_source(env, symbol), low, seen if high is None else high)
+    return ranges
+
+
+def _source(env: ShapeEnv, symbol: Any) -> str:
+    """``L['x'].size()[0]`` without what says that it is local."""
+    sources = env.var_to_sources.get(symbol)
+    if not sources:
+        return str(symbol)
+    name = sources[0].name
+    text = str(name() if callable(name) else name)
+    return re.sub(r"L\['(\w+)'\]", r"\1", text)
 
 
 def _symbol_bound(env: ShapeEnv, symbol: Any) -> int:

@@ -77,6 +77,8 @@ class Partitioner(compat.CustomPartitionerFn):
         current.report = report_of(found, request, current.graph, times.seconds)
         if refusal is not None:
             raise refusal
+        if current.study is not None:
+            current.study(found, runner)
         return found.judged.draft.halves
 
     def uuid(self) -> str:

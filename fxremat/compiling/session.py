@@ -10,7 +10,7 @@ from __future__ import annotations
 import hashlib
 import json
 import time
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from contextlib import contextmanager, suppress
 from dataclasses import dataclass, field, replace
 from pathlib import Path
@@ -20,6 +20,9 @@ from fxremat import compat
 from fxremat.disk_cache import write_whole
 from fxremat.report.report import Report, report_from_json, report_to_json
 
+Study = Callable[[Any, Any], None]
+"""Told what the search found, and its runner, where more than a report is asked for."""
+
 
 @dataclass
 class Session:
@@ -28,6 +31,7 @@ class Session:
     graph: int
     started: float = field(default_factory=time.perf_counter)
     report: Report | None = None
+    study: Study | None = None
 
 
 @dataclass

@@ -13,7 +13,7 @@ from __future__ import annotations
 
 import operator
 import re
-from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Container, Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, replace
 
 import torch
@@ -30,6 +30,7 @@ from fxremat.passes.joint_graph import (
     is_view,
     read_joint_graph,
 )
+from fxremat.passes.nodes import Ancestry
 from fxremat.passes.variants.rule import BACKWARD_STAND_IN, Rule, Site
 
 NEAR_THE_MOST = 0.25
@@ -46,7 +47,7 @@ class InsertedVariant:
     rule: str
     nodes: tuple[fx.Node, ...]
     stand_ins: Mapping[fx.Node, fx.Node]
-    computed_from: Mapping[fx.Node, frozenset[fx.Node]]
+    computed_from: Mapping[fx.Node, Container[fx.Node]]
     """Of each stand-in: everything that it is computed from."""
     backward_only: frozenset[fx.Node]
     """Stand-ins that only the backward reads."""
@@ -143,7 +144,8 @@ def insert_all(joint: JointGraph, sites: Iterable[Site]) -> GraphWithVariants:
     role = {copies[node]: role for node, role in joint.role.items() if node in copies}
     role[module.graph.output_node()] = joint.role[joint.module.graph.output_node()]
     returned = [copies[node] for node in joint.forward_outputs]
-    inserted = tuple(_insert(module.graph, site, copies, role, returned) for site in sites)
+    inserting = _Inserting(module.graph, copies, role, returned)
+    inserted = tuple(map(inserting.insert, sites))
     module.graph.lint()
     return GraphWithVariants(_copied(joint, module, copies, role), inserted)
 
@@ -198,87 +200,103 @@ def _copied(
     )
 
 
-def _insert(
-    graph: fx.Graph,
-    site: Site,
-    copies: Mapping[fx.Node, fx.Node],
-    role: dict[fx.Node, Role],
-    forward_results: Iterable[fx.Node],
-) -> InsertedVariant:
-    before = set(graph.nodes)
-    found = site.insert(graph, copies)
-    stand_ins = {copies.get(old, old): new for old, new in found.items()}
-    nodes = tuple(node for node in graph.nodes if node not in before)
-    backward_stand_ins = {
-        new: new.meta[BACKWARD_STAND_IN]
-        for new in stand_ins.values()
-        if BACKWARD_STAND_IN in new.meta
-    }
-    computed_from = {
-        new: _ancestors(new) for new in (*stand_ins.values(), *backward_stand_ins.values())
-    }
-    returned = {stand_ins[old] for old in forward_results if old in stand_ins}
-    rebuilt = {
-        new for old, new in stand_ins.items() if site.backward_only or old in computed_from[new]
-    } - returned
-    forward_readers = {new for old, new in stand_ins.items() if role[old] is Role.FORWARD} - rebuilt
-    needed = {node for new in forward_readers for node in computed_from[new]}
-    role.update(_roles(graph, nodes, needed, rebuilt, role))
-    for index, node in enumerate(nodes):
-        stored = STORED if STORED in node.meta else ""
-        node._rename(f"{re.sub('[^0-9a-zA-Z]+', '_', site.name)}_{index}{stored}")
-    return InsertedVariant(
-        name=site.name,
-        rule=site.rule,
-        nodes=nodes,
-        stand_ins=stand_ins,
-        computed_from=computed_from,
-        backward_only=frozenset(
-            new
-            for new in stand_ins.values()
-            if role[new] is not Role.FORWARD or (site.backward_only and new in rebuilt)
-        ),
-        backward_stand_ins=backward_stand_ins,
-        forward_readers=frozenset(
-            reader for old in stand_ins for reader in old.users if role[reader] is Role.FORWARD
-        ),
-    )
+class _Inserting:
+    """Sites put into a graph, one after the other.
 
-
-def _roles(
-    graph: fx.Graph,
-    nodes: Sequence[fx.Node],
-    needed: set[fx.Node],
-    rebuilt: set[fx.Node],
-    known: Mapping[fx.Node, Role],
-) -> dict[fx.Node, Role]:
-    """The roles of new nodes: those that stand in the forward belong to it.
-
-    So does, wherever it stands, what stand-ins for values of the forward are computed from
-    (``needed``), but for those that are ``rebuilt`` from the very values that they stand in for.
-    Between the last node of the forward and the first of the backward, what reads only new nodes
-    belongs to the backward.
+    What is asked of the whole graph is kept up, and not looked for again at each of many sites.
     """
-    new, role = set(nodes), dict[fx.Node, Role]()
-    calls = [n for n in graph.nodes if n.op == "call_function" and n not in new]
-    position = {node: index for index, node in enumerate(graph.nodes)}
-    last = max((position[n] for n in calls if known[n] is Role.FORWARD), default=-1)
-    first = min((position[n] for n in calls if known[n] is Role.BACKWARD), default=len(position))
-    for node in nodes:
-        inputs = {role.get(i) or known[i] for i in node.all_input_nodes}
-        between = last < position[node] < first
-        kept = node not in rebuilt and any(i not in new for i in node.all_input_nodes)
-        if Role.BACKWARD in inputs:
-            role[node] = Role.BACKWARD
-        elif node.target is operator.getitem:  # an item is there as soon as its call has run
-            (role[node],) = inputs
-        elif node in needed:
-            role[node] = Role.FORWARD
-        elif position[node] > first or Role.LAZY in inputs or (between and not kept):
-            role[node] = Role.LAZY
-        else:
-            role[node] = Role.FORWARD
-    return role
+
+    def __init__(
+        self,
+        graph: fx.Graph,
+        copies: Mapping[fx.Node, fx.Node],
+        role: dict[fx.Node, Role],
+        forward_results: Sequence[fx.Node],
+    ) -> None:
+        self.graph, self.copies, self.role = graph, copies, role
+        self.forward_results = forward_results
+        self.known = set(graph.nodes)
+        self.ancestry = Ancestry(graph.nodes)
+        calls = [node for node in graph.nodes if node.op == "call_function"]
+        self.last = max((n for n in calls if role[n] is Role.FORWARD), default=None)
+        """The last node of the forward."""
+        self.first = min((n for n in calls if role[n] is Role.BACKWARD), default=None)
+        """The first node that depends on a tangent."""
+
+    def insert(self, site: Site) -> InsertedVariant:
+        """Put a site beside what it may stand in for."""
+        found, role = site.insert(self.graph, self.copies), self.role
+        stand_ins = {self.copies.get(old, old): new for old, new in found.items()}
+        nodes = tuple(node for node in self.graph.nodes if node not in self.known)
+        self.known.update(nodes)
+        self.ancestry.add(nodes)
+        backward_stand_ins = {
+            new: new.meta[BACKWARD_STAND_IN]
+            for new in stand_ins.values()
+            if BACKWARD_STAND_IN in new.meta
+        }
+        computed_from = {
+            new: self.ancestry.of(new)
+            for new in (*stand_ins.values(), *backward_stand_ins.values())
+        }
+        returned = {stand_ins[old] for old in self.forward_results if old in stand_ins}
+        rebuilt = {
+            new for old, new in stand_ins.items() if site.backward_only or old in computed_from[new]
+        } - returned
+        early = {new for old, new in stand_ins.items() if role[old] is Role.FORWARD} - rebuilt
+        needed = {node for node in nodes if any(node in computed_from[new] for new in early)}
+        self._give_roles(nodes, needed, rebuilt)
+        for index, node in enumerate(nodes):
+            stored = STORED if STORED in node.meta else ""
+            node._rename(f"{re.sub('[^0-9a-zA-Z]+', '_', site.name)}_{index}{stored}")
+        return InsertedVariant(
+            name=site.name,
+            rule=site.rule,
+            nodes=nodes,
+            stand_ins=stand_ins,
+            computed_from=computed_from,
+            backward_only=frozenset(
+                new
+                for new in stand_ins.values()
+                if role[new] is not Role.FORWARD or (site.backward_only and new in rebuilt)
+            ),
+            backward_stand_ins=backward_stand_ins,
+            forward_readers=frozenset(
+                reader for old in stand_ins for reader in old.users if role[reader] is Role.FORWARD
+            ),
+        )
+
+    def _give_roles(
+        self, nodes: Sequence[fx.Node], needed: Container[fx.Node], rebuilt: Container[fx.Node]
+    ) -> None:
+        """The roles of new nodes: those that stand in the forward belong to it.
+
+        So does, wherever it stands, what stand-ins for values of the forward are computed from
+        (``needed``), but for those that are ``rebuilt`` from the very values that they stand in
+        for. Between the last node of the forward and the first of the backward, what reads only new
+        nodes belongs to the backward.
+        """
+        new, role = set(nodes), self.role
+        for node in nodes:
+            inputs = {role[i] for i in node.all_input_nodes}
+            is_late = self.first is not None and node > self.first
+            between = not is_late and (self.last is None or node > self.last)
+            kept = node not in rebuilt and any(i not in new for i in node.all_input_nodes)
+            if Role.BACKWARD in inputs:
+                role[node] = Role.BACKWARD
+            elif node.target is operator.getitem:  # an item is there as soon as its call has run
+                (role[node],) = inputs
+            elif node in needed:
+                role[node] = Role.FORWARD
+            elif is_late or Role.LAZY in inputs or (between and not kept):
+                role[node] = Role.LAZY
+            else:
+                role[node] = Role.FORWARD
+        calls = [node for node in nodes if node.op == "call_function"]
+        forward = [node for node in calls if role[node] is Role.FORWARD]
+        backward = [node for node in calls if role[node] is Role.BACKWARD]
+        self.last = max([*forward, *([] if self.last is None else [self.last])], default=None)
+        self.first = min([*backward, *([] if self.first is None else [self.first])], default=None)
 
 
 def _move_to_readers(nodes: Sequence[fx.Node]) -> None:
@@ -310,17 +328,6 @@ def _sort(graph: fx.Graph) -> None:
                 placed.add(ready)
                 if ready is not node:
                     node.prepend(ready)
-
-
-def _ancestors(node: fx.Node) -> frozenset[fx.Node]:
-    found = {node}
-    stack = [node]
-    while stack:
-        for source in stack.pop().all_input_nodes:
-            if source not in found:
-                found.add(source)
-                stack.append(source)
-    return frozenset(found)
 
 
 @dataclass(frozen=True)
