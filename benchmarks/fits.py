@@ -227,7 +227,10 @@ def main() -> None:
     given = parser.parse_args()
     rows = run(given.models.split(","), given.cards.split(","), given.optimizer)
     if given.out is not None:
-        data = {"machine": describe_machine(), "rows": [asdict(row) for row in rows]}
+        data = {
+            "machine": describe_machine("cpu", torch.get_num_threads()),
+            "rows": [asdict(row) for row in rows],
+        }
         given.out.write_text(json.dumps(data, indent=1))
 
 

@@ -169,6 +169,7 @@ def _promise(report: Report, device: torch.device, request: Request, others: int
         held_bytes=report.held_bytes,
         reserve_bytes=request.held_bytes - others,
         saved_bytes=report.saved_bytes,
+        segment_bytes=report.segment_bytes,
     )
 
 

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import itertools
+from typing import Any
 
 import pytest
 import torch
@@ -112,8 +113,9 @@ def test_of_a_plan_it_is_what_a_step_of_each_size_takes(
 
     With scores Inductor does not take the whole range: it chooses loops by it.
     """
+    torch._dynamo.reset()
     model = _Net(scores=executor == "aot_eager")
-    options = {"executor": executor, "memory_budget": budget}
+    options: dict[str, Any] = {"executor": executor, "memory_budget": budget}
     found = fxremat.explain(model, _dynamic(bound // 3, bound), options=options)
     expression = found.peak_expression
     [size] = expression.ranges

@@ -5,11 +5,13 @@ from __future__ import annotations
 from dataclasses import replace
 from typing import Literal
 
+import pytest
+import torch
 from hypothesis import given
 from hypothesis import strategies as st
 
 from fxremat.compiling.request import Request
-from fxremat.compiling.reserved_bytes import events_of_plan, reserved
+from fxremat.compiling.reserved_bytes import events_of_plan, least_reserved, reserved
 from fxremat.compiling.searching.planning import Planning
 from fxremat.compiling.stage_times import StageTimes
 from fxremat.core.plan import Plan
@@ -17,6 +19,7 @@ from fxremat.core.problem import Op, Problem, Value
 from fxremat.core.schedule import keep_all
 from fxremat.core.timeline import replay as timeline_of
 from fxremat.cost.allocator import Allocate, AllocatorSettings, Free, replay
+from fxremat.runtime.segments import Segment
 from tests.chains import blocks
 from tests.strategies import scheduled_problems
 
@@ -100,9 +103,12 @@ def test_plans_are_expected_under_the_aim(percent: int) -> None:
 def test_what_is_expected_is_what_the_allocator_says() -> None:
     problem, planning = large_blocks(), asked()
     plan = planning.solve(problem, None)
-    usage = reserved(events_of_plan(problem, plan.steps), AllocatorSettings(), 0)
-    assert planning.expected_bytes(problem, plan) == usage.peak_reserved_bytes
-    assert usage.peak_reserved_bytes > plan.peak_bytes
+    events = events_of_plan(problem, plan.steps)
+    taken = least_reserved(events, AllocatorSettings(), 0)
+    assert planning.expected_bytes(problem, plan) == taken.usage.peak_reserved_bytes
+    assert taken.usage.peak_reserved_bytes > plan.peak_bytes
+    without = reserved(events, AllocatorSettings(), 0)
+    assert taken.usage.peak_reserved_bytes <= without.peak_reserved_bytes
 
 
 def test_a_surprise_lowers_the_plan() -> None:
@@ -122,3 +128,53 @@ def test_without_reserved_bytes_plans_are_for_the_target() -> None:
     plan = planning.expected_under(problem, whole // 2, whole, more=whole)
     assert plan == planning.solve(problem, whole)
     assert planning.expected_bytes(problem, plan) == plan.peak_bytes
+
+
+def test_one_segment_leaves_less_unused() -> None:
+    """By hand: 30 and 40 MiB come one after the other, and fit none of each other's segments."""
+    events = (Allocate("0", 30 * MIB), Free("0"), Allocate("2", 40 * MIB), Free("2"))
+    settings = AllocatorSettings()
+    assert reserved(events, settings, 0).peak_reserved_bytes == 70 * MIB
+    taken = least_reserved(events, settings, 0)
+    assert taken.usage.peak_reserved_bytes == taken.segment_bytes == 40 * MIB
+
+
+def test_no_segment_where_none_is_better() -> None:
+    for events in ((), (Allocate("weights", 30 * MIB),), (Allocate("0", 30 * MIB), Free("0"))):
+        assert least_reserved(events, AllocatorSettings(), 64 * MIB).segment_bytes == 0
+    whole = AllocatorSettings(expandable_segments=True)
+    grows = (Allocate("0", 30 * MIB), Free("0"), Allocate("2", 40 * MIB), Free("2"))
+    assert least_reserved(grows, whole, 0).segment_bytes == 0
+
+
+class _Device:
+    """What a segment asks of CUDA."""
+
+    def __init__(self, monkeypatch: pytest.MonkeyPatch, free: int, allocated: int) -> None:
+        self.asked: list[int] = []
+        self.free = free
+        monkeypatch.setattr(torch.cuda, "memory_allocated", lambda device: allocated)
+        monkeypatch.setattr(torch.cuda, "empty_cache", lambda: self.asked.append(0))
+        monkeypatch.setattr(torch, "empty", self.empty)
+
+    def empty(self, nbytes: int, *, dtype: torch.dtype, device: torch.device) -> None:
+        assert dtype.itemsize == 1
+        self.asked.append(nbytes)
+        if nbytes > self.free:
+            raise torch.OutOfMemoryError("none left")
+
+
+def test_a_segment_is_taken_once_with_room_for_what_is_to_come(
+    monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
+) -> None:
+    """30 of the 50 MiB that are held beside the graph are there; 20 are still to come."""
+    device = _Device(monkeypatch, free=1000 * MIB, allocated=40 * MIB)
+    segment = Segment(torch.device("cuda"), 100 * MIB, reserve_bytes=50 * MIB)
+    assert segment.is_due
+    segment.take(own_bytes=10 * MIB)
+    assert device.asked == [0, 120 * MIB]
+    assert not segment.is_due
+    assert not Segment(torch.device("cuda"), 0, 0).is_due
+    device.free = 90 * MIB
+    Segment(torch.device("cuda"), 100 * MIB, 0).take(0)
+    assert "no 100.00 MiB in one piece" in caplog.text

@@ -8,7 +8,6 @@ from torch import fx
 
 from fxremat.compiling.draft import Draft
 from fxremat.compiling.request import Request
-from fxremat.compiling.searching.candidates import reserved_usage
 from fxremat.compiling.searching.search import Found
 from fxremat.core.schedule import keep_all
 from fxremat.core.timeline import replay
@@ -59,7 +58,7 @@ def report_of(found: Found, request: Request, graph: int, seconds: dict[str, flo
     """What was decided for one graph."""
     judged, draft, plan = found.judged, found.judged.draft, found.judged.plan
     problem, plain = draft.estimate.problem, found.plain.estimate.problem
-    held, base = request.held_bytes, plain.base_time_us
+    held, base, taken = request.held_bytes, plain.base_time_us, judged.reserved
     return Report(
         graph=graph,
         nodes=len(draft.joint.module.graph.nodes),
@@ -79,7 +78,8 @@ def report_of(found: Found, request: Request, graph: int, seconds: dict[str, flo
         host_peak_bytes=replay(problem, plan.steps).host_peak_bytes,
         at_peak=tuple(at_peak(found)[:MOST_ROWS]),
         timeline=_live_bytes(found),
-        predicted_reserved_bytes=_reserved(found, request),
+        predicted_reserved_bytes=None if taken is None else taken.usage.peak_reserved_bytes,
+        segment_bytes=0 if taken is None else taken.segment_bytes,
         count=request.count,
         order=judged.candidate.order,
         plan=plan,
@@ -87,13 +87,6 @@ def report_of(found: Found, request: Request, graph: int, seconds: dict[str, flo
         seconds=seconds,
         problem=problem,
     )
-
-
-def _reserved(found: Found, request: Request) -> int | None:
-    """Bytes that the allocator takes from the device."""
-    shown = found.judged.rehearsal
-    usage = reserved_usage(shown, request) if shown is not None else None
-    return None if usage is None else usage.peak_reserved_bytes
 
 
 def _saved(draft: Draft) -> tuple[Row, ...]:

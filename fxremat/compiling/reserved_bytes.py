@@ -3,20 +3,62 @@
 from __future__ import annotations
 
 from collections.abc import Sequence
+from dataclasses import dataclass
+from typing import TypeGuard
 
 from fxremat.core.problem import Problem
 from fxremat.core.schedule import Step
 from fxremat.core.timeline import Interval
 from fxremat.core.timeline import replay as timeline_of
 from fxremat.cost.allocator import Allocate, AllocatorSettings, Event, Free, Usage, replay
+from fxremat.cost.allocator.rules import SEGMENT_STEP_BYTES, round_up
+
+LARGER = tuple(1 + k / 400 for k in range(6))
+"""Times the bytes that a step needs: segments to choose from; some of them stay unused."""
 
 
-def reserved(events: Sequence[Event], settings: AllocatorSettings, held_bytes: int) -> Usage:
+@dataclass(frozen=True)
+class Reserved:
+    """What the allocator takes for a step, with a segment that it takes first; 0 for none."""
+
+    usage: Usage
+    segment_bytes: int
+
+
+def least_reserved(
+    events: Sequence[Event],
+    settings: AllocatorSettings,
+    held_bytes: int,
+    larger: Sequence[float] = LARGER,
+) -> Reserved:
+    """With the segment that leaves the least unused.
+
+    Segments that are taken as a step needs them fit what was asked for then, and not what comes
+    later; one segment for the whole step can be divided as the step goes on.
+    """
+    without = reserved(events, settings, held_bytes)
+    beside = held_bytes + sum(e.nbytes for e in events if _is_resident(e))
+    needed = without.peak_allocated_bytes - beside
+    tried = [Reserved(without, 0)]
+    for factor in larger:
+        segment = round_up(int(factor * needed), SEGMENT_STEP_BYTES)
+        if needed > 0:
+            tried.append(Reserved(reserved(events, settings, held_bytes, segment), segment))
+    return min(tried, key=lambda one: (one.usage.peak_reserved_bytes, one.segment_bytes))
+
+
+def reserved(
+    events: Sequence[Event],
+    settings: AllocatorSettings,
+    held_bytes: int,
+    segment_bytes: int = 0,
+) -> Usage:
     """What is reserved for two steps, one after the other.
 
     ``events`` are of one step; what is resident has a name that is no number, and comes first. What
     a step leaves, as gradients, is freed before the next one. ``held_bytes`` lie beside it, in one
-    block. What the allocator has taken it keeps: it never runs out.
+    block. ``segment_bytes`` are asked for, and freed, before the first step. What the allocator has
+    taken it keeps: it never runs out.
     """
     left: dict[str, None] = {}
     step = [event for event in events if not _is_resident(event)]
@@ -27,10 +69,13 @@ def reserved(events: Sequence[Event], settings: AllocatorSettings, held_bytes: i
             del left[event.name]
     resident = [event for event in events if _is_resident(event)]
     ends = [Free(name) for name in left]
-    return replay([Allocate("held", held_bytes), *resident, *step, *ends, *step], settings)
+    first: list[Event] = [Allocate("held", held_bytes), *resident]
+    if segment_bytes:
+        first += [Allocate("segment", segment_bytes), Free("segment")]
+    return replay([*first, *step, *ends, *step], settings)
 
 
-def _is_resident(event: Event) -> bool:
+def _is_resident(event: Event) -> TypeGuard[Allocate]:
     return isinstance(event, Allocate) and not event.name.isdigit()
 
 

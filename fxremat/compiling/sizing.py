@@ -19,7 +19,7 @@ from fxremat.compiling.draft import Draft
 from fxremat.compiling.pipeline import AS_TORCH, DONATE, PLAN, PREPARE, Runner
 from fxremat.compiling.rehearsal import Scene, written
 from fxremat.compiling.request import Request
-from fxremat.compiling.searching.candidates import Judge, counted_bytes
+from fxremat.compiling.searching.candidates import Judge, plain_bytes
 from fxremat.compiling.searching.planning import Planning
 from fxremat.compiling.searching.search import Found, Search
 from fxremat.compiling.searching.torch_plan import plan_of_torch
@@ -84,7 +84,7 @@ class SymbolicStep:
             plan = plan_of_torch(replace(estimated, halves=cut.halves))
             with self.times.stage("rehearse"):
                 shown = scene.run(self.costs.device.type, self.costs.workspaces.blocks_of_call)
-        return Taken(counted_bytes(shown, self.costs.request), plan.time_us)
+        return Taken(plain_bytes(shown, self.costs.request), plan.time_us)
 
     def with_numbers(self, sizes: Sizes) -> SymbolicStep:
         """The same step with its sizes as numbers, which variants need."""

@@ -27,8 +27,9 @@ class Report:
 
     ``predicted_peak_bytes`` is the peak of Inductor's own kernels where they were rehearsed, else
     that of the planned graph; it is in allocated bytes. ``predicted_reserved_bytes`` is what a
-    model of torch's allocator reserves for two steps on CUDA; None elsewhere. ``count`` says which
-    of the two the budget counts. Peaks are those of every step but the first, to which
+    model of torch's allocator reserves for two steps on CUDA; None elsewhere. ``segment_bytes`` of
+    it are one segment, taken before the first step. ``count`` says which of the two the budget
+    counts. Peaks are those of every step but the first, to which
     ``tuning_bytes`` of the budget are left: kernels are tuned in it.
     ``minimum_peak_bytes`` is the least budget that can be met, as the error names it; None where it
     was not looked for (`Explanation.minimum_peak_bytes` looks).
@@ -58,6 +59,7 @@ class Report:
     plan: Plan
     rehearsals: int
     predicted_reserved_bytes: int | None = None
+    segment_bytes: int = 0
     tuning_bytes: int = 0
     count: str = "allocated"
     order: str = "inductor"
@@ -142,6 +144,8 @@ class Report:
         )
         tuning = format_bytes(self.tuning_bytes)
         more = f", {tuning} left for tuning in the first step" if self.tuning_bytes else ""
+        if self.segment_bytes:
+            more = f", of which {format_bytes(self.segment_bytes)} are one segment{more}"
         return [
             f"  peak: {allocated} allocated + {unused} fragmentation = {reserved} reserved{more}; "
             f"the budget counts what is {self.count}"

@@ -26,6 +26,7 @@ from fxremat.compat.saved_tensors import autograd_position, node_of_forward, sav
 from fxremat.compat.tensors import is_fake
 from fxremat.errors import PromiseBroken
 from fxremat.runtime.host_memory import is_on
+from fxremat.runtime.segments import Segment
 
 log = logging.getLogger(__name__)
 
@@ -39,7 +40,8 @@ class Promise:
     ``peak_bytes`` is the peak predicted for the graph by itself, with its inputs, and with
     fragmentation where the budget counts reserved bytes. Besides, ``held_bytes`` of the budget are
     held by what the graph does not see, of which ``reserve_bytes`` are no saved tensors. Each
-    forward keeps ``saved_bytes`` for its backward.
+    forward keeps ``saved_bytes`` for its backward. ``segment_bytes`` are what the allocator takes
+    for it in one piece, before it runs for the first time.
     """
 
     graph: str
@@ -49,6 +51,7 @@ class Promise:
     held_bytes: int
     reserve_bytes: int
     saved_bytes: int
+    segment_bytes: int = 0
 
 
 @dataclass(frozen=True)
@@ -161,16 +164,20 @@ def forget() -> None:
 def watch_in_flight(compiled: Compiled, promise: Promise) -> Compiled:
     """The same callable, which warns with `PromiseBroken` when a budget will not be kept.
 
-    That is when several of its forwards are in flight at once, or forwards of other graphs with
-    the same budget on the same device: once for each number of them that is larger than before.
+    The warning comes when several of its forwards are in flight at once, or forwards of other
+    graphs with the same budget on the same device: once for each number of them that is larger than
+    before. Before the graph first runs, the allocator takes its segment.
     """
     shared = _BUDGETS.setdefault((promise.device, promise.budget_bytes), _SharedBudget())
+    segment = Segment(promise.device, promise.segment_bytes, promise.reserve_bytes)
 
     def watched(*args: Any) -> Any:
         before = autograd_position()
-        results = compiled(*args)
         if any(isinstance(one, torch.Tensor) and is_fake(one) for one in args):
-            return results  # Dynamo asks for their sizes, to split what follows for DDP
+            return compiled(*args)  # Dynamo asks for their sizes, to split what follows for DDP
+        if segment.is_due:
+            segment.take(sum(_storages(args, promise.device).values()))
+        results = compiled(*args)
         node = node_of_forward(results, before)
         if node is not None:
             own = (*args, *results) if isinstance(results, (list, tuple)) else (*args, results)

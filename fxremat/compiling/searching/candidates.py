@@ -27,13 +27,12 @@ from fxremat.compiling.pipeline import APPLY, BEGIN, Runner
 from fxremat.compiling.rehearsal import Rehearsal
 from fxremat.compiling.rehearsal_cache import rehearse_once
 from fxremat.compiling.request import Request
-from fxremat.compiling.reserved_bytes import reserved
+from fxremat.compiling.reserved_bytes import LARGER, Reserved, least_reserved, reserved
 from fxremat.compiling.searching.tuning import NEAR_PEAK, OF_SMALL
 from fxremat.core.plan import Plan
 from fxremat.core.problem import Op, Problem
 from fxremat.core.schedule import Step
 from fxremat.core.timeline import replay
-from fxremat.cost.allocator import Usage
 from fxremat.passes.halves import original
 
 log = logging.getLogger(__name__)
@@ -111,6 +110,8 @@ class Judged:
     draft: Draft
     peak_bytes: int
     rehearsal: Rehearsal | None
+    reserved: Reserved | None = None
+    """What torch's allocator takes, where the budget counts that."""
 
     @property
     def plan(self) -> Plan:
@@ -167,17 +168,26 @@ def _most_live(problem: Problem, steps: Sequence[Step]) -> dict[str, int]:
     return most
 
 
-def counted_bytes(shown: Rehearsal, request: Request) -> int:
-    """The peak of a rehearsal in the bytes that the budget counts, beside what is held."""
-    usage = reserved_usage(shown, request) if request.count == "reserved" else None
-    return shown.peak_bytes if usage is None else usage.peak_reserved_bytes - request.held_bytes
+def plain_bytes(shown: Rehearsal, request: Request) -> int:
+    """The peak of a rehearsal of code that is not ours, in the bytes that the budget counts.
+
+    Beside what is held.
+    """
+    if request.count != "reserved" or request.allocator is None or not shown.events:
+        return shown.peak_bytes
+    usage = reserved(shown.events, request.allocator, request.held_bytes)
+    return usage.peak_reserved_bytes - request.held_bytes
 
 
-def reserved_usage(shown: Rehearsal, request: Request) -> Usage | None:
-    """What the allocator of the request takes for a rehearsal; None where that is not known."""
-    if request.allocator is None or not shown.events:
+def _reserved(shown: Rehearsal | None, request: Request) -> Reserved | None:
+    """What the allocator of the request takes for a rehearsal; None where that is not known.
+
+    Where the budget counts it, a segment of the best size is taken before the first step.
+    """
+    if shown is None or request.allocator is None or not shown.events:
         return None
-    return reserved(shown.events, request.allocator, request.held_bytes)
+    sizes = LARGER if request.count == "reserved" else ()
+    return least_reserved(shown.events, request.allocator, request.held_bytes, sizes)
 
 
 @dataclass(frozen=True)
@@ -204,8 +214,11 @@ class Judge:
         if request.compiled and request.aim is not None:
             likely = candidate.plan.peak_bytes <= request.aim
             shown = self._rehearse(draft, begin=likely and not self.plan_only)
-        peak = candidate.plan.peak_bytes if shown is None else counted_bytes(shown, request)
-        judged = self.seen[candidate.key] = Judged(candidate, draft, peak, shown)
+        taken = _reserved(shown, request)
+        peak = candidate.plan.peak_bytes if shown is None else shown.peak_bytes
+        if taken is not None and request.count == "reserved":
+            peak = taken.usage.peak_reserved_bytes - request.held_bytes
+        judged = self.seen[candidate.key] = Judged(candidate, draft, peak, shown, taken)
         log.debug(
             "candidate %d: %d variants, %d runs again, order of %s: planned %d bytes, takes %d",
             len(self.seen), len(draft.taken), sum(candidate.plan.repeats().values()),

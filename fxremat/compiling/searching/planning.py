@@ -8,7 +8,7 @@ from pathlib import Path
 
 from fxremat import compat, planner
 from fxremat.compiling.request import Request
-from fxremat.compiling.reserved_bytes import events_of_plan, reserved
+from fxremat.compiling.reserved_bytes import events_of_plan, least_reserved
 from fxremat.compiling.searching.tuning import EXPECTED_ANEW, EXPECTED_WRONG, OUT_OF_REACH
 from fxremat.compiling.stage_times import StageTimes
 from fxremat.core.check import check
@@ -85,8 +85,8 @@ class Planning:
         key = problem, plan.steps
         if key not in self.expected:
             events = events_of_plan(problem, plan.steps)
-            usage = reserved(events, allocator, self.request.held_bytes)
-            self.expected[key] = usage.peak_reserved_bytes - self.request.held_bytes
+            taken = least_reserved(events, allocator, self.request.held_bytes)
+            self.expected[key] = taken.usage.peak_reserved_bytes - self.request.held_bytes
         return self.expected[key]
 
     def expected_under(self, problem: Problem, aim: int, target: int, more: int = 0) -> Plan:

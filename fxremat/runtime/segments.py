@@ -1,0 +1,50 @@
+"""One segment of CUDA memory, taken before a graph first runs, for all that it will allocate.
+
+torch's allocator takes segments from the device as a step asks for memory, and later requests fit
+these only in part. From one segment that is large enough for the whole step, it cuts what is asked
+for, joins what is freed, and cuts again. How large that segment is best is found by a model of the
+allocator (`fxremat.compiling.reserved_bytes`).
+"""
+
+from __future__ import annotations
+
+import logging
+from dataclasses import dataclass
+
+import torch
+
+from fxremat.sizes import format_bytes
+
+log = logging.getLogger(__name__)
+
+
+@dataclass
+class Segment:
+    """``nbytes`` on a device; more for the part of ``reserve_bytes`` that is not there yet."""
+
+    device: torch.device
+    nbytes: int
+    reserve_bytes: int
+    is_taken: bool = False
+
+    @property
+    def is_due(self) -> bool:
+        """Whether there is one, and it is not taken yet."""
+        return self.nbytes > 0 and not self.is_taken
+
+    def take(self, own_bytes: int) -> None:
+        """Have the allocator take it; ``own_bytes`` of what is allocated are the graph's.
+
+        Optimizer states that the first step makes would be cut from it, too: there is room for
+        them. What the allocator keeps from before goes back to the device. Where the device has no
+        such piece, the allocator takes its segments as it goes.
+        """
+        self.is_taken = True
+        beside = torch.cuda.memory_allocated(self.device) - own_bytes
+        wanted = self.nbytes + max(0, self.reserve_bytes - beside)
+        torch.cuda.empty_cache()
+        try:
+            torch.empty(wanted, dtype=torch.uint8, device=self.device)
+        except torch.OutOfMemoryError:
+            size = format_bytes(wanted)
+            log.warning("the device has no %s in one piece: more may be left unused", size)
