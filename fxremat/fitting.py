@@ -22,7 +22,7 @@ from fxremat.compiling import session
 from fxremat.compiling.draft import Draft
 from fxremat.compiling.request import Request, request_for
 from fxremat.compiling.searching.search import Found
-from fxremat.compiling.sizing import NOTHING, Sizes, SymbolicStep, Taken, symbolic_step
+from fxremat.compiling.sizing import NOTHING, Sizes, SymbolicStep, symbolic_step
 from fxremat.compiling.tracing import Ended, compile_until_ended
 from fxremat.cost.device import DeviceSpec, device_spec
 from fxremat.cost.optimizer_states import OPTIMIZERS, Held, held_by
@@ -297,18 +297,21 @@ PARTS = (0.25, 0.5, 0.75)
 
 def _of_torch(step: SymbolicStep, way: Way, what: str, sizes: Sizes, budget: int) -> list[Point]:
     """The graph as torch cuts it: at parts of the largest size that fits, and at that size."""
-    taken: dict[int, Taken] = {}
+    taken: dict[int, int] = {}
 
     def peak(size: int) -> int:
         if size not in taken:
-            taken[size] = step.as_torch({**sizes, what: size})
-        return taken[size].peak_bytes
+            taken[size] = step.torch_peak_bytes({**sizes, what: size})
+        return taken[size]
+
+    def point(size: int) -> Point:
+        return Point(what, way, size, peak(size), step.torch_time_us({**sizes, what: size}))
 
     largest = largest_within(peak, budget, sizes[what])
     if not largest:
         return [Point(what, way, 0, 0, 0.0)]
     asked = sorted({largest, *(max(1, int(part * largest)) for part in PARTS)})
-    return [Point(what, way, size, peak(size), taken[size].time_us) for size in asked]
+    return [point(size) for size in asked]
 
 
 def _ours(

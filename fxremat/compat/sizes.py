@@ -6,7 +6,7 @@ import re
 from collections.abc import Iterator, Mapping
 from contextlib import contextmanager
 from contextvars import ContextVar
-from types import MappingProxyType
+from dataclasses import dataclass, field
 from typing import Any, cast
 
 import torch
@@ -33,20 +33,32 @@ def size_bound(size: Any) -> int:
     node = getattr(size, "node", None)
     if node is None:
         return int(size)
+    at, expression = _AT.get(), node.expr
+    if at is not None and expression in at.found:
+        return at.found[expression]
     env: ShapeEnv = node.shape_env
-    expression = node.expr
     substitution = {s: _symbol_bound(env, s) for s in expression.free_symbols}
-    return int(expression.xreplace(substitution))
+    bound = int(expression.xreplace(substitution))
+    if at is not None and substitution.keys() <= at.values.keys():
+        at.found[expression] = bound
+    return bound
 
 
-_NONE: Mapping[Any, int] = MappingProxyType({})
-_AT: ContextVar[Mapping[Any, int]] = ContextVar("fxremat_sizes_at", default=_NONE)
+@dataclass(frozen=True)
+class _At:
+    """Values of symbols, and what expressions of these alone have come to."""
+
+    values: Mapping[Any, int]
+    found: dict[Any, int] = field(default_factory=dict)
+
+
+_AT: ContextVar[_At | None] = ContextVar("fxremat_sizes_at", default=None)
 
 
 @contextmanager
 def sizes_at(values: Mapping[Any, int]) -> Iterator[None]:
     """Inside, symbols have these values, whatever was seen or declared."""
-    token = _AT.set(values)
+    token = _AT.set(_At(values))
     try:
         yield
     finally:
@@ -93,9 +105,9 @@ def _source(env: ShapeEnv, symbol: Any) -> str:
 
 
 def _symbol_bound(env: ShapeEnv, symbol: Any) -> int:
-    known = _AT.get()
-    if symbol in known:
-        return known[symbol]
+    at = _AT.get()
+    if at is not None and symbol in at.values:
+        return at.values[symbol]
     declared = _declared_bound(env, symbol)
     return int(_hints(env).get(symbol, 4096)) if declared is None else declared
 

@@ -31,14 +31,6 @@ Sizes = Mapping[str, int]
 
 
 @dataclass(frozen=True)
-class Taken:
-    """What a step takes: the graph's peak in what the budget counts, and its planned time."""
-
-    peak_bytes: int
-    time_us: float
-
-
-@dataclass(frozen=True)
 class AsTorch:
     """Torch's own cut of the graph, and its code."""
 
@@ -68,23 +60,31 @@ class SymbolicStep:
     def _runner(self, request: Request) -> Runner:
         return Runner(replace(self.costs, request=request), self.times)
 
-    def as_torch(self, sizes: Sizes) -> Taken:
-        """Torch's own partition at these sizes; what torch does is not ours to judge."""
-        runner = self._runner(replace(self.costs.request, verify=False))
+    def torch_peak_bytes(self, sizes: Sizes) -> int:
+        """The peak with torch's own partition at these sizes, in what the budget counts."""
         with self.at(sizes):
-            if self.torch_cut is None:
-                estimated = runner.run("estimate", PLAN, self.prepared)
-                cut = runner.run("apply", AS_TORCH, estimated)
-                cut = runner.run("apply", DONATE, cut)
-                with self.times.stage("rehearse"), compat.inductor_config.patch(UNTOUCHED):
-                    scene = written(*cut.halves, num_fwd_outputs=cut.num_forward_outputs)
-                self.torch_cut = AsTorch(cut, scene)
-            cut, scene = self.torch_cut.draft, self.torch_cut.scene
-            estimated = runner.run("estimate", PLAN, self.prepared)
-            plan = plan_of_torch(replace(estimated, halves=cut.halves))
+            scene = self._as_torch().scene
             with self.times.stage("rehearse"):
                 shown = scene.run(self.costs.device.type, self.costs.workspaces.blocks_of_call)
-        return Taken(plain_bytes(shown, self.costs.request), plan.time_us)
+        return plain_bytes(shown, self.costs.request)
+
+    def torch_time_us(self, sizes: Sizes) -> float:
+        """The planned time of torch's own partition at these sizes, in microseconds."""
+        with self.at(sizes):
+            halves = self._as_torch().draft.halves
+            estimated = self._runner(self.costs.request).run("estimate", PLAN, self.prepared)
+            return plan_of_torch(replace(estimated, halves=halves)).time_us
+
+    def _as_torch(self) -> AsTorch:
+        """What torch does is not ours to judge."""
+        if self.torch_cut is None:
+            runner = self._runner(replace(self.costs.request, verify=False))
+            cut = runner.run("apply", AS_TORCH, runner.run("estimate", PLAN, self.prepared))
+            cut = runner.run("apply", DONATE, cut)
+            with self.times.stage("rehearse"), compat.inductor_config.patch(UNTOUCHED):
+                scene = written(*cut.halves, num_fwd_outputs=cut.num_forward_outputs)
+            self.torch_cut = AsTorch(cut, scene)
+        return self.torch_cut
 
     def with_numbers(self, sizes: Sizes) -> SymbolicStep:
         """The same step with its sizes as numbers, which variants need."""
