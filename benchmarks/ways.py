@@ -11,7 +11,7 @@ from typing import Any, Literal
 Kind = Literal["eager", "compile", "knob", "checkpoint", "fxremat"]
 
 KNOB_BUDGETS = (0.0, 0.05, 0.1, 0.15, 0.2, 0.3, 0.5, 0.7)
-FXREMAT_FRACTIONS = (0.9, 0.8, 0.6, 0.5, 0.4, 0.33)
+FXREMAT_FRACTIONS = (0.9, 0.8, 0.6, 0.5, 0.4, 0.33, 0.1)
 
 
 @dataclass(frozen=True)

@@ -22,7 +22,7 @@ from fxremat.compiling import session
 from fxremat.compiling.draft import Draft
 from fxremat.compiling.request import Request, request_for
 from fxremat.compiling.searching.search import Found
-from fxremat.compiling.sizing import NOTHING, Sizes, SymbolicStep, symbolic_step
+from fxremat.compiling.sizing import Sizes, SymbolicStep, symbolic_step
 from fxremat.compiling.tracing import Ended, compile_until_ended
 from fxremat.cost.device import DeviceSpec, device_spec
 from fxremat.cost.optimizer_states import OPTIMIZERS, Held, held_by
@@ -324,36 +324,49 @@ def _ours(
 ) -> list[Point]:
     """Where torch's own partition fits it is ours, too; then halfway, and the largest size.
 
-    Plans of least peak without variants give a guess, for variants need sizes as numbers. The least
-    peak at the guess leads to the size that is planned, smaller ones follow where it does not fit.
+    Variants need sizes as numbers. So the least peak that the planner expects at one size leads to
+    the next; the last one is planned and rehearsed, and smaller ones follow where it does not fit.
     """
+    steps: dict[int, SymbolicStep] = {}
 
-    def planned(size: int, nbytes: int) -> Found:
-        return step.with_numbers({**sizes, what: size}).planned({}, nbytes)
+    def at(size: int) -> SymbolicStep:
+        if size not in steps:
+            steps[size] = step.with_numbers({**sizes, what: size})
+        return steps[size]
 
     def point(size: int, found: Found) -> Point:
         judged = found.judged
         return Point(what, "fxremat", size, judged.peak_bytes, judged.plan.time_us)
 
     below = [replace(one, way="fxremat") for one in plain if one.size]
-    guess = largest_within(lambda size: step.least_peak({**sizes, what: size}), budget, sizes[what])
-    least = planned(max(1, guess), NOTHING).judged
-    fixed = weights_bytes + least.fragmentation_bytes
-    size = _scaled(max(1, guess), budget, least.peak_bytes, fixed)
-    while size > 0:
-        found = planned(size, budget)
+    fits = below[-1].size if below else 0
+    size = max(1, FIRST_GUESS * fits)
+    for _ in range(GUESSES):
+        guess = max(1, _scaled(size, budget, at(size).least_expected(), weights_bytes))
+        is_near = abs(guess - size) <= NEAR * size
+        size = guess
+        if is_near:
+            break
+    while size > fits:
+        found = at(size).planned(budget)
         if not found.over:
             break
         judged = found.judged
         fixed = weights_bytes + judged.fragmentation_bytes
         size = min(size - 1, _scaled(size, budget, judged.peak_bytes, fixed))
-    if size <= (below[-1].size if below else 0):
+    if size <= fits:
         return below or [Point(what, "fxremat", 0, 0, 0.0)]
-    middle = (size + (below[-1].size if below else 0)) // 2
-    if middle and (not below or middle > below[-1].size):
-        between = planned(middle, budget)
+    middle = (size + fits) // 2
+    if fits < middle < size:
+        between = at(middle).planned(budget)
         below += [] if between.over else [point(middle, between)]
     return [*below, point(size, found)]
+
+
+FIRST_GUESS = 3
+"""Times the largest size that fits without us: where the planner is first asked."""
+GUESSES, NEAR = 3, 0.05
+"""Sizes that the planner is asked at most; fewer where one is so near, as a part, to the next."""
 
 
 def _scaled(size: int, budget: int, peak: int, fixed: int) -> int:

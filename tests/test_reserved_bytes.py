@@ -10,6 +10,7 @@ import torch
 from hypothesis import given
 from hypothesis import strategies as st
 
+import fxremat
 from fxremat.compiling.request import Request
 from fxremat.compiling.reserved_bytes import events_of_plan, least_reserved, reserved
 from fxremat.compiling.searching.planning import Planning
@@ -178,3 +179,24 @@ def test_a_segment_is_taken_once_with_room_for_what_is_to_come(
     device.free = 90 * MIB
     Segment(torch.device("cuda"), 100 * MIB, 0).take(0)
     assert "no 100.00 MiB in one piece" in caplog.text
+
+
+@pytest.mark.gpu
+def test_steps_with_an_optimizer_stay_within_the_budget() -> None:
+    """Its states are made after the first backward, and cut from the segment, too."""
+    torch._dynamo.reset()
+    layers = [m for _ in range(8) for m in (torch.nn.Linear(1024, 1024), torch.nn.GELU())]
+    model = torch.nn.Sequential(*layers).cuda()
+    inputs = torch.randn(16_384, 1024, device="cuda")
+    states = sum(2 * p.numel() * p.element_size() for p in model.parameters())
+    budget = 900 * MIB
+    options = {"memory_budget": budget, "reserve": states + 64 * MIB}
+    step = torch.compile(lambda x: model(x).square().mean(), backend="fxremat", options=options)
+    optimizer = torch.optim.AdamW(model.parameters(), fused=True)
+    torch.cuda.reset_peak_memory_stats()
+    for _ in range(4):
+        step(inputs).backward()
+        optimizer.step()
+        optimizer.zero_grad(set_to_none=True)
+    assert fxremat.reports()[-1].segment_bytes > 0
+    assert torch.cuda.max_memory_reserved() <= budget

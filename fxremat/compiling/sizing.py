@@ -24,7 +24,6 @@ from fxremat.compiling.searching.planning import Planning
 from fxremat.compiling.searching.search import Found, Search
 from fxremat.compiling.searching.torch_plan import plan_of_torch
 from fxremat.compiling.stage_times import StageTimes
-from fxremat.core.timeline import replay
 
 Sizes = Mapping[str, int]
 """What varies, by name, and how large it is."""
@@ -49,7 +48,6 @@ class SymbolicStep:
     """As it was traced."""
     times: StageTimes = field(default_factory=StageTimes)
     torch_cut: AsTorch | None = None
-    least: Found | None = None
 
     @contextmanager
     def at(self, sizes: Sizes) -> Iterator[None]:
@@ -98,28 +96,23 @@ class SymbolicStep:
         )
         return replace(made, times=self.times)
 
-    def planned(self, sizes: Sizes, budget_bytes: int) -> Found:
-        """The best plan found for these sizes, and bytes of the graph alone.
+    def planned(self, budget_bytes: int) -> Found:
+        """The best plan found for sizes that are numbers, and bytes of the graph alone.
 
         ``over`` where none was within them.
         """
+        return self._search(budget_bytes).run()
+
+    def least_expected(self) -> int:
+        """Bytes that the plan of least peak is expected to take, for sizes that are numbers."""
+        return self._search(NOTHING).least_expected()
+
+    def _search(self, budget_bytes: int) -> Search:
         asked = self.costs.request
         request = replace(asked, budget_bytes=budget_bytes + asked.beside_bytes)
         runner = self._runner(request)
-        with self.at(sizes):
-            planning = Planning(request, self.times)
-            return Search(runner, planning, Judge(runner, plan_only=True), self.prepared).run()
-
-    def least_peak(self, sizes: Sizes) -> int:
-        """Bytes of the plan of least peak, as it was chosen at the first sizes asked for."""
-        if self.least is None:
-            self.least = self.planned(sizes, NOTHING)
-            return self.least.judged.peak_bytes
-        draft, plan = self.least.judged.draft, self.least.judged.plan
-        runner = self._runner(self.costs.request)
-        with self.at(sizes):
-            estimated = runner.run("estimate", PLAN, _anew(draft, self.prepared))
-            return replay(estimated.estimate.problem, plan.steps).peak_bytes
+        planning = Planning(request, self.times)
+        return Search(runner, planning, Judge(runner, plan_only=True), self.prepared)
 
 
 UNTOUCHED = {
@@ -131,11 +124,6 @@ UNTOUCHED = {
 """Inductor's configuration as it is without us."""
 NOTHING = 1
 """Bytes that no step is within: the answer is the least."""
-
-
-def _anew(draft: Draft, prepared: Draft) -> Draft:
-    """The graph before anything was planned, with the variants that the draft takes."""
-    return replace(prepared, sites=draft.sites)
 
 
 def symbolic_step(draft: Draft, request: Request, given: Sizes, name: str) -> SymbolicStep:

@@ -103,6 +103,16 @@ class Search:
         best = min(self.lowest, key=lambda one: one.peak_bytes)
         return self._found(best, over=best.peak_bytes > budget)
 
+    def least_expected(self) -> int:
+        """Bytes that the plan of least peak is expected to take; nothing is rehearsed."""
+        drafts = [self.draft(())]
+        variants = self._variants(allow_lossy=self.planning.request.allow_lossy)
+        chosen = None if variants is None else self._chosen(variants.problem, 0, variants)
+        drafts += [] if chosen is None else [chosen]
+        problems = [draft.estimate.problem for draft in drafts]
+        planning = self.planning
+        return min(planning.expected_bytes(one, planning.quick(one, 0)) for one in problems)
+
     def _found(self, judged: Judged, *, over: bool) -> Found:
         return Found(judged, self.draft(()), over, len(self.judge.seen))
 
