@@ -9,7 +9,9 @@ takes if nothing runs again. Every difference is printed; one ends the command w
 import argparse
 from collections.abc import Sequence
 from dataclasses import dataclass
+from typing import Any
 
+import sympy
 import torch
 from torch import Tensor
 
@@ -51,7 +53,7 @@ class Row:
     @property
     def is_maximum(self) -> bool:
         """Whether another moment makes the peak at other batches."""
-        return self.expression.expression.func.__name__ == "Max"
+        return isinstance(self.expression.expression, sympy.Max)
 
 
 def row_of(name: str, size: str, low: int, high: int, percent: int) -> Row:
@@ -61,7 +63,7 @@ def row_of(name: str, size: str, low: int, high: int, percent: int) -> Row:
     config = find_config(name, size)
     model = config.network(**config.arguments).train()
     whole = fxremat.explain(model, *_inputs(model, high)).keep_all_peak_bytes
-    options: dict[str, int] = {"memory_budget": whole * percent // 100}
+    options: dict[str, Any] = {"memory_budget": whole * percent // 100}
     given = _inputs(model, (low + high) // 2)
     for tensor in given:
         torch._dynamo.mark_dynamic(tensor, 0, min=low, max=high)

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from dataclasses import replace
-from typing import Literal
+from typing import Any, Literal
 
 import pytest
 import torch
@@ -190,7 +190,7 @@ def test_steps_with_an_optimizer_stay_within_the_budget() -> None:
     inputs = torch.randn(16_384, 1024, device="cuda")
     states = sum(2 * p.numel() * p.element_size() for p in model.parameters())
     budget = 900 * MIB
-    options = {"memory_budget": budget, "reserve": states + 64 * MIB}
+    options: dict[str, Any] = {"memory_budget": budget, "reserve": states + 64 * MIB}
     step = torch.compile(lambda x: model(x).square().mean(), backend="fxremat", options=options)
     optimizer = torch.optim.AdamW(model.parameters(), fused=True)
     torch.cuda.reset_peak_memory_stats()

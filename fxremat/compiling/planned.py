@@ -1,0 +1,45 @@
+"""One joint graph, planned: prepared, searched, judged, reported, and handed over."""
+
+from __future__ import annotations
+
+import time
+
+from fxremat import compat
+from fxremat.compiling.costs import cost_model
+from fxremat.compiling.draft import Draft
+from fxremat.compiling.pipeline import FINISH, PREPARE, Runner
+from fxremat.compiling.reporting import refusal_of, report_of
+from fxremat.compiling.request import Request
+from fxremat.compiling.searching.candidates import Judge
+from fxremat.compiling.searching.planning import Planning
+from fxremat.compiling.searching.search import Search
+from fxremat.compiling.session import Session
+from fxremat.compiling.stage_times import StageTimes
+from fxremat.passes.halves import Halves
+
+
+def planned(draft: Draft, request: Request, current: Session, *, plan_only: bool) -> Halves:
+    """The halves of the best candidate; its report goes to the session.
+
+    They are not made ready for the compiler where only the plan is asked for. Raises
+    `InfeasibleBudget` where not even the candidate of least peak fits the budget, and
+    `VerificationFailed` where the judge finds a mistake of ours.
+    """
+    times = StageTimes({"trace": time.perf_counter() - current.started})
+    if request.budget_bytes is not None:
+        compat.plan_for_sizes_seen(draft.module.graph)
+    costs = cost_model(request, draft.module.graph, f"graph {current.graph}")
+    runner = Runner(costs, times)
+    prepared = runner.run("prepare", PREPARE, draft)
+    judge = Judge(runner, plan_only)
+    found = Search(runner, Planning(request, times), judge, prepared).run()
+    refusal = refusal_of(found, request)
+    if refusal is None and not plan_only:
+        found.judged.hand_over()
+        runner.run("kernels", FINISH, found.judged.draft)
+    current.report = report_of(found, request, current.graph, times.seconds)
+    if refusal is not None:
+        raise refusal
+    if current.study is not None:
+        current.study(found, runner)
+    return found.judged.draft.halves
