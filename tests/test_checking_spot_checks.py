@@ -37,6 +37,7 @@ ATEN = torch.ops.aten
 def _only_small(monkeypatch: pytest.MonkeyPatch) -> Iterator[None]:
     """Nothing runs as it is, however small."""
     monkeypatch.setattr(spot_checks, "_right", {})
+    monkeypatch.setattr(spot_checks, "_unchecked", {})
     monkeypatch.setattr(spot_checks, "WHOLE_BYTES", 0)
     monkeypatch.setattr(spot_checks, "MOST_BYTES", 0)
     with small_values():
@@ -299,13 +300,16 @@ class Odd(nn.Module):
         return F.dropout(x.relu(), 0.5).square().sum()
 
 
-def test_a_site_that_cannot_be_shrunk_says_so() -> None:
+def test_a_site_that_cannot_be_shrunk_says_so(monkeypatch: pytest.MonkeyPatch) -> None:
+    """And is not looked at again: sizes are tried for seconds, and layers are alike."""
     joint = capture(Odd(), [torch.randn(5, 3, requires_grad=True)], fused=True).joint
     site = next(s for rule in RULES if rule.name == "packed_masks" for s in rule.find(joint))
     verdict = judge(joint, site)
     assert not verdict.checked
     ((_, why),) = verdict.unchecked
     assert why.startswith("it is too large to be run, and no smaller sizes fit it")
+    monkeypatch.delattr(spot_checks._Trial, "verdict")
+    assert judge(joint, site).unchecked == verdict.unchecked
 
 
 def test_sizes_that_calls_contradict_do_not_fit() -> None:

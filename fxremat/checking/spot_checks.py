@@ -48,6 +48,8 @@ SLACK = 16
 
 _right: dict[str, Verdict] = {}
 """Of sites that were found right in this process, by their digests."""
+_unchecked: dict[str, str] = {}
+"""Why no numbers could be tried on sites: layers that are alike are not looked at again."""
 
 
 class Unchecked(Exception):
@@ -193,8 +195,14 @@ def spot_check(cut: SiteCut, error: float | None) -> Verdict:
     key = digest(cut)
     if key in _right:
         return _right[key]
+    if key in _unchecked:
+        raise Unchecked(_unchecked[key])
     with compat.apart(), compat.random_state_kept(), torch.no_grad():
-        verdict = _Trial(cut, error).verdict()
+        try:
+            verdict = _Trial(cut, error).verdict()
+        except Unchecked as reason:
+            _unchecked[key] = str(reason)
+            raise
     if not verdict.wrong:
         _right[key] = verdict
     return verdict
