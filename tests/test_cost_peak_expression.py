@@ -70,6 +70,12 @@ def test_allocators_round_so_multiples_are_exact_and_others_take_the_next() -> N
     assert all(found.at({"batch": n}) == live({"batch": n})[0] for n in range(8, 801))
 
 
+def test_without_symbols_it_is_a_number() -> None:
+    found = peak_expression(lambda sizes: [3, 7, 5], ())
+    assert found.at({}) == 7
+    assert str(found) == "7"
+
+
 def test_what_is_no_polynomial_is_refused() -> None:
     with pytest.raises(CannotVary, match="batch"):
         peak_expression(lambda sizes: [2 ** sizes["batch"]], (BATCH,))
@@ -128,3 +134,6 @@ def test_of_a_plan_it_is_what_a_step_of_each_size_takes(
         assert peak == expression.at({size.name: rows}), rows
     assert len(fxremat.reports()) == 1
     assert fxremat.reports()[0].recomputed
+    torch._dynamo.reset()  # it has learnt that rows vary
+    fixed = fxremat.explain(model, torch.randn(200, 32), options=options)
+    assert fixed.peak_expression.at({}) == fixed.predicted_peak_bytes

@@ -51,8 +51,10 @@ def fresh_dynamo_caches() -> Iterator[None]:
         yield
 
 
-def mark_dynamic(tensor: torch.Tensor, dimension: int) -> None:
+def mark_dynamic(
+    tensor: torch.Tensor, dimension: int, low: int | None = None, high: int | None = None
+) -> None:
     """Have Dynamo trace a dimension as a symbol; it fails where the model fixes the size."""
     import torch._dynamo
 
-    torch._dynamo.mark_dynamic(tensor, dimension)
+    torch._dynamo.mark_dynamic(tensor, dimension, min=low, max=high)

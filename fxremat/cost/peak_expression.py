@@ -76,7 +76,7 @@ class PeakExpression:
     def __str__(self) -> str:
         sizes = ", ".join(f"{one.low} <= {one.name} <= {one.high}" for one in self.ranges)
         multiple = f", multiples of {self.multiple_of}" if self.multiple_of > 1 else ""
-        return f"{self.expression} for {sizes}{multiple}"
+        return f"{self.expression} for {sizes}{multiple}" if sizes else str(self.expression)
 
 
 def _symbol(name: str) -> sympy.Symbol:
@@ -131,20 +131,14 @@ class _Axis:
         return len(self.nodes) - 1
 
     def basis(self, x: Any) -> list[Any]:
-        """Bernstein's polynomials of this degree over the range, at ``x``."""
+        """Bernstein's polynomials of this degree over the range, at a number or a symbol."""
         n = self.degree
-        t = (x - self.low) * sympy.Rational(1, max(1, self.high - self.low))
-        return [comb(n, k) * t**k * (1 - t) ** (n - k) for k in range(n + 1)]
-
-    def numbers(self, x: int) -> list[Fraction]:
-        """The same for a number."""
-        n = self.degree
-        t = Fraction(x - self.low, max(1, self.high - self.low))
+        t = (x - self.low) * Fraction(1, max(1, self.high - self.low))
         return [comb(n, k) * t**k * (1 - t) ** (n - k) for k in range(n + 1)]
 
     def from_values(self) -> list[list[Fraction]]:
         """The matrix that turns values at the nodes into coefficients."""
-        rows = sympy.Matrix([[sympy.Rational(b) for b in self.numbers(x)] for x in self.nodes])
+        rows = sympy.Matrix([[sympy.Rational(b) for b in self.basis(x)] for x in self.nodes])
         inverse = rows.inv()
         count = len(self.nodes)
         return [
@@ -187,7 +181,7 @@ def _product(factors: Iterable[Any]) -> Any:
 def _checks(axes: Sequence[_Axis]) -> list[tuple[int, ...]]:
     """Sizes at which nothing was looked at: along the diagonal and along each axis."""
     points: list[tuple[int, ...]] = []
-    most = max(len(axis.checks) for axis in axes)
+    most = max((len(axis.checks) for axis in axes), default=0)
     for k in range(most):
         points.append(tuple((axis.checks or axis.nodes)[k % len(axis.checks or axis.nodes)]
                             for axis in axes))  # fmt: skip
@@ -207,7 +201,7 @@ def _is_right(
     """Whether the live bytes at a point are those of the polynomials, all of them."""
     basis = [
         _product(each)
-        for each in product(*(axis.numbers(x) for axis, x in zip(axes, point, strict=True)))
+        for each in product(*(axis.basis(x) for axis, x in zip(axes, point, strict=True)))
     ]
     told = {sum(c * b for c, b in zip(one, basis, strict=True)) for one in polynomials}
     names = [axis.name for axis in axes]
