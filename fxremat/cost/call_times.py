@@ -26,6 +26,7 @@ except ImportError:  # there is none on Windows
     resource = None  # type: ignore[assignment]
 
 from fxremat import compat
+from fxremat.cost.device_lock import alone_on
 from fxremat.cost.memory_room import has_room
 from fxremat.cost.number_file import NumberFile, number_path
 from fxremat.cost.pace import Pace, pace_of
@@ -200,10 +201,11 @@ def quickest(call: Callable[[], object], device: torch.device, pace: Pace | None
     yardstick = None if pace is None else _Runs(pace.run, device)
     if yardstick is not None:
         yardstick.call()
-    while runs.spent < MOST_SECONDS and not runs.agree():
-        runs.once_more()
-        if yardstick is not None and yardstick.spent <= YARDSTICK_SHARE * runs.spent:
-            yardstick.once_more()
+    with alone_on(device):
+        while runs.spent < MOST_SECONDS and not runs.agree():
+            runs.once_more()
+            if yardstick is not None and yardstick.spent <= YARDSTICK_SHARE * runs.spent:
+                yardstick.once_more()
     disturbed = not runs.counted
     us = 1e6 * (runs.quickest_of_all if disturbed else runs.quickest)
     if pace is not None and yardstick is not None and yardstick.counted:
