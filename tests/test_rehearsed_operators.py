@@ -123,5 +123,6 @@ def test_values_and_bytes_on_a_gpu(fused: bool) -> None:
     made = sum(round_up(t.nbytes, MIN_BLOCK_BYTES) for t in found)
     del found
     declared = kernels.WORKSPACES[ROWS](*args, measure=kernels.unmeasured)
+    torch.cuda.empty_cache()  # a free block that is a little larger would count in full
     above = measure_call(lambda: ROWS(*args), x.device) - made
     assert 0 <= above - declared <= 20 * MIN_BLOCK_BYTES

@@ -154,7 +154,9 @@ class _Device:
     def __init__(self, monkeypatch: pytest.MonkeyPatch, free: int, allocated: int) -> None:
         self.asked: list[int] = []
         self.free = free
+        self.reserved = allocated
         monkeypatch.setattr(torch.cuda, "memory_allocated", lambda device: allocated)
+        monkeypatch.setattr(torch.cuda, "memory_stats_as_nested_dict", self.statistics)
         monkeypatch.setattr(torch.cuda, "empty_cache", lambda: self.asked.append(0))
         monkeypatch.setattr(torch, "empty", self.empty)
 
@@ -163,9 +165,13 @@ class _Device:
         self.asked.append(nbytes)
         if nbytes > self.free:
             raise torch.OutOfMemoryError("none left")
+        self.reserved += nbytes
+
+    def statistics(self, device: torch.device) -> dict[str, Any]:
+        return {"reserved_bytes": {"all": {"current": self.reserved}}}
 
 
-def test_a_segment_is_taken_once_with_room_for_what_is_to_come(
+def test_a_segment_is_taken_with_room_for_what_is_to_come_and_again_when_it_is_lost(
     monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
 ) -> None:
     """30 of the 50 MiB that are held beside the graph are there; 20 are still to come."""
@@ -176,6 +182,12 @@ def test_a_segment_is_taken_once_with_room_for_what_is_to_come(
     assert device.asked == [0, 120 * MIB]
     assert not segment.is_due
     assert not Segment(torch.device("cuda"), 0, 0).is_due
+    device.reserved += 500 * MIB
+    assert not segment.is_due
+    device.reserved -= 620 * MIB  # torch.cuda.empty_cache()
+    assert segment.is_due
+    segment.take(own_bytes=10 * MIB)
+    assert not segment.is_due
     device.free = 90 * MIB
     Segment(torch.device("cuda"), 100 * MIB, 0).take(0)
     assert "no 100.00 MiB in one piece" in caplog.text
@@ -185,18 +197,23 @@ def test_a_segment_is_taken_once_with_room_for_what_is_to_come(
 def test_steps_with_an_optimizer_stay_within_the_budget() -> None:
     """Its states are made after the first backward, and cut from the segment, too."""
     torch._dynamo.reset()
-    layers = [m for _ in range(8) for m in (torch.nn.Linear(1024, 1024), torch.nn.GELU())]
+    sizes = (1024, 1536, 640, 2048) * 3
+    pairs = zip(sizes, (*sizes[1:], 1024), strict=True)
+    layers = [m for a, b in pairs for m in (torch.nn.Linear(a, b), torch.nn.GELU())]
     model = torch.nn.Sequential(*layers).cuda()
-    inputs = torch.randn(16_384, 1024, device="cuda")
+    inputs = torch.randn(10_000, 1024, device="cuda")
     states = sum(2 * p.numel() * p.element_size() for p in model.parameters())
-    budget = 900 * MIB
+    budget = 1000 * MIB
     options: dict[str, Any] = {"memory_budget": budget, "reserve": states + 64 * MIB}
     step = torch.compile(lambda x: model(x).square().mean(), backend="fxremat", options=options)
     optimizer = torch.optim.AdamW(model.parameters(), fused=True)
+    torch.cuda.empty_cache()
     torch.cuda.reset_peak_memory_stats()
-    for _ in range(4):
+    for index in range(5):
         step(inputs).backward()
         optimizer.step()
         optimizer.zero_grad(set_to_none=True)
+        if index == 2:
+            torch.cuda.empty_cache()
     assert fxremat.reports()[-1].segment_bytes > 0
     assert torch.cuda.max_memory_reserved() <= budget

@@ -25,12 +25,18 @@ class Segment:
     device: torch.device
     nbytes: int
     reserve_bytes: int
-    is_taken: bool = False
+    reserved_bytes: int | None = None
+    """All that the allocator had from the device when it was taken last."""
 
     @property
     def is_due(self) -> bool:
-        """Whether there is one, and it is not taken yet."""
-        return self.nbytes > 0 and not self.is_taken
+        """Whether there is one, and it is not taken yet, or was given back to the device.
+
+        `torch.cuda.empty_cache()` gives it back between two steps.
+        """
+        if self.nbytes == 0:
+            return False
+        return self.reserved_bytes is None or _reserved_bytes(self.device) < self.reserved_bytes
 
     def take(self, own_bytes: int) -> None:
         """Have the allocator take it; ``own_bytes`` of what is allocated are the graph's.
@@ -39,7 +45,6 @@ class Segment:
         them. What the allocator keeps from before goes back to the device. Where the device has no
         such piece, the allocator takes its segments as it goes.
         """
-        self.is_taken = True
         beside = torch.cuda.memory_allocated(self.device) - own_bytes
         wanted = self.nbytes + max(0, self.reserve_bytes - beside)
         torch.cuda.empty_cache()
@@ -48,3 +53,10 @@ class Segment:
         except torch.OutOfMemoryError:
             size = format_bytes(wanted)
             log.warning("the device has no %s in one piece: more may be left unused", size)
+        self.reserved_bytes = _reserved_bytes(self.device)
+
+
+def _reserved_bytes(device: torch.device) -> int:
+    """Now; `torch.cuda.memory_reserved` takes ten times as long."""
+    statistics = torch.cuda.memory_stats_as_nested_dict(device)
+    return int(statistics["reserved_bytes"]["all"]["current"])
