@@ -12,6 +12,7 @@ from fxremat.compiling.rehearsal import _inside, _Meter
 from fxremat.cost.allocator import Allocate, Free
 from fxremat.cost.allocator.rules import MIN_BLOCK_BYTES, round_up
 from fxremat.cost.cuda_scratch import CudaScratch
+from fxremat.cost.workspaces import Workspaces
 from fxremat.device import absent
 from fxremat.runtime import kernels
 from fxremat.runtime.chunks.buffers import adds_straight, extra_of_sum
@@ -41,7 +42,7 @@ def test_events_have_the_peak_that_the_operator_declares(fused: bool) -> None:
     count, chunk = 4096, 1024
     with absent("H100"), compat.without_memory():
         args = loss_on_cuda(count, chunk, fused=fused)
-        declared = kernels.WORKSPACES[ROWS](*args, measure=kernels.unmeasured)
+        declared = kernels.WORKSPACES[ROWS](*args, measure=CudaScratch().of_call)
         found = _inside(meter(), ROWS, args, {})
         results = [t.untyped_storage().nbytes() for t in ROWS(*args)]
     assert found is not None
@@ -122,7 +123,7 @@ def test_values_and_bytes_on_a_gpu(fused: bool) -> None:
         assert (one.cpu().double() - best).abs().max() <= 2e-2 * best.abs().max()
     made = sum(round_up(t.nbytes, MIN_BLOCK_BYTES) for t in found)
     del found
-    declared = kernels.WORKSPACES[ROWS](*args, measure=kernels.unmeasured)
+    declared = kernels.WORKSPACES[ROWS](*args, measure=Workspaces(x.device).of_call)
     torch.cuda.empty_cache()  # a free block that is a little larger would count in full
     above = measure_call(lambda: ROWS(*args), x.device) - made
     assert 0 <= above - declared <= 20 * MIN_BLOCK_BYTES

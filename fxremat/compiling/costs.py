@@ -16,6 +16,7 @@ from fxremat.core.problem import Problem
 from fxremat.core.variants import run_once
 from fxremat.cost.call_times import CallTimes
 from fxremat.cost.cards import card_named
+from fxremat.cost.cuda_reductions import Multiprocessors
 from fxremat.cost.cuda_scratch import CudaScratch
 from fxremat.cost.device import DeviceSpec, device_spec
 from fxremat.cost.loop_rates import measured_rates
@@ -162,9 +163,11 @@ def cost_model(
     module = graph.owning_module if request.compiled else None
     images_last = module is not None and compat.prefers_channels_last(module)
     if request.card is not None:
-        spec = card_named(request.card).spec
+        card = card_named(request.card)
+        spec = card.spec
         timer = op_timer(request, device, spec, images_last=images_last)
-        scratch = CudaScratch(request.compiled)
+        threads = Multiprocessors(card.multiprocessors, card.limits.threads)
+        scratch = CudaScratch(request.compiled, threads)
         return CostModel(request, device, timer, scratch, name, scratch.of_node, spec)
     workspaces = Workspaces(device, images_last=images_last, by_inductor=request.compiled)
     workspace = workspaces.of_node if measured else kernels.declared

@@ -7,6 +7,7 @@
 * Memory-efficient attention's backward adds up the gradient of the queries in float32, in tiles of
   64 rows with two counters each (`.../cuda/mem_eff_attention/kernel_backward.h`,
   ``workspace_elements_gq``). Before that, in float32, it multiplies gradient and result.
+* A reduction keeps what its blocks of threads have: `fxremat.cost.cuda_reductions`.
 * Adding by an index sorts the indices, with what cub needs to sort them
   (`aten/src/ATen/native/cuda/Indexing.cu`).
 
@@ -29,6 +30,13 @@ import torch
 from torch import fx
 
 from fxremat import compat
+from fxremat.cost.cuda_reductions import (
+    HOPPER,
+    IN_FORM_OUT,
+    REDUCTIONS,
+    Multiprocessors,
+    blocks_of_reduction,
+)
 from fxremat.runtime import kernels, quantised
 
 _ATEN = torch.ops.aten
@@ -132,10 +140,11 @@ class CudaScratch:
     """Answers as `fxremat.cost.workspaces.Workspaces` does, without running anything."""
 
     by_inductor: bool = False
+    card: Multiprocessors = HOPPER
 
     def of_node(self, node: fx.Node) -> int:
         """The scratch bytes of a node of an FX graph."""
-        if node.target not in FORMULAS:
+        if node.target not in FORMULAS:  # reductions of the graph are loops of Inductor's
             return kernels.declared(node, self.of_call, by_inductor=self.by_inductor)
         args, kwargs = fx.map_arg((node.args, node.kwargs), lambda n: n.meta["val"])
         return self.of_call(node.target, args, kwargs)
@@ -150,5 +159,7 @@ class CudaScratch:
         """The same as blocks that live together."""
         if target in kernels.WORKSPACES:
             return (self.of_call(target, args, kwargs),)
+        if IN_FORM_OUT.get(target, target) in REDUCTIONS:
+            return blocks_of_reduction(self.card, *args, **kwargs)
         formula = FORMULAS.get(target)
         return () if formula is None else formula(*args, **kwargs)

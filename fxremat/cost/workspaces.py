@@ -24,6 +24,12 @@ from torch.utils import _pytree as pytree
 from fxremat import compat
 from fxremat.cost.allocator.rules import MIN_BLOCK_BYTES, round_up
 from fxremat.cost.call_times import call_key, made_real
+from fxremat.cost.cuda_reductions import (
+    IN_FORM_OUT,
+    REDUCTIONS,
+    Multiprocessors,
+    blocks_of_reduction,
+)
 from fxremat.cost.cuda_scratch import FORMULAS
 from fxremat.cost.memory_room import has_room
 from fxremat.cost.number_file import NumberFile, number_path
@@ -117,9 +123,15 @@ class Workspaces:
 
     def blocks_of_call(self, target: Any, args: Any, kwargs: Any) -> tuple[int, ...]:
         """The same as blocks that live together, where it is known how it is divided."""
+        if target in IN_FORM_OUT:
+            given = {name: value for name, value in kwargs.items() if name != "out"}
+            return self.blocks_of_call(IN_FORM_OUT[target], args, given)
         whole = self.of_call(target, args, kwargs)
-        if self.device.type == "cuda" and target in FORMULAS:
-            blocks = FORMULAS[target](*args, **kwargs)
+        if self.device.type == "cuda" and (target in FORMULAS or target in REDUCTIONS):
+            if target in FORMULAS:
+                blocks = FORMULAS[target](*args, **kwargs)
+            else:
+                blocks = blocks_of_reduction(_multiprocessors(self.device), *args, **kwargs)
             if sum(round_up(n, MIN_BLOCK_BYTES) for n in blocks) == whole:
                 return blocks
         return (whole,) if whole else ()
@@ -193,6 +205,11 @@ class Workspaces:
             made_anew = sum(round_up(n, block) for n in anew)
             above = measure_call(lambda: target(*real, **named), self.device)
         return max(0, above - made_anew)
+
+
+def _multiprocessors(device: torch.device) -> Multiprocessors:
+    of = torch.cuda.get_device_properties(device)
+    return Multiprocessors(of.multi_processor_count, of.max_threads_per_multi_processor)
 
 
 def _by_name(target: Any, args: Any) -> Iterator[tuple[str, Any]]:

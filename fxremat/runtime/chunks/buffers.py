@@ -39,6 +39,7 @@ CONVOLUTIONS = frozenset({CONVOLUTION, GRADIENT_OF_WEIGHT})
 """They return new tensors, and how much scratch memory they take is known by measuring only."""
 VARIANCE, MEAN = "aten.var_mean.correction#0", "aten.var_mean.correction#1"
 STATISTICS = frozenset({VARIANCE, MEAN})
+REDUCTIONS = frozenset({"aten.sum.dim_IntList", "aten.amax.default", "aten.amin.default"})
 ON_CHUNKS = MATMULS | CONVOLUTIONS | STATISTICS
 VIEWS = frozenset(
     {

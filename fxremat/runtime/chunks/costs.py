@@ -13,6 +13,7 @@ from fxremat.runtime.chunks.buffers import (
     CONVOLUTION,
     CONVOLUTIONS,
     MATMULS,
+    REDUCTIONS,
     STATISTICS,
     VIEWS,
     Stage,
@@ -100,6 +101,19 @@ def _on_chunks(call: RowsCall, values: Sequence[int], measure: Measure) -> int:
     return max(found, default=0)
 
 
+def _reducing(call: RowsCall, values: Sequence[int], measure: Measure) -> int:
+    """Bytes that torch's own kernel takes for the worst reduction of a tile: on a GPU, some do."""
+    ones = [one for n in values if (one := call.program.instruction(n)) is not None]
+    return max(
+        (
+            measure(operator_of(one.op), _operands(call, one, call.tile), {})
+            for one in ones
+            if one.op in REDUCTIONS
+        ),
+        default=0,
+    )
+
+
 def _known(call: RowsCall) -> list[int | None]:
     """Bytes that the kernel of each stage allocates; None where it runs operator by operator."""
     return [None if kernel is None else kernel.scratch_bytes for kernel in call.kernels]
@@ -129,7 +143,9 @@ def _scratch(call: RowsCall, kernels: Sequence[int | None], measure: Measure) ->
             if stage.of_chunk:
                 taken = max(taken, slots + _on_chunks(call, stage.values, measure))
             else:
-                taken = max(taken, set_aside(plan, tile))
+                reduced = _reducing(call, stage.values, measure) if device == "cuda" else 0
+                held = sum(s.nbytes(tile, tile) for s in plan.slots if not s.of_chunk)
+                taken = max(taken, set_aside(plan, tile), held + reduced)
         else:
             sums += sum(map(of_total, adding))
             extra = [extra_of_sum(one, device) - of_total(one) for one in adding]
