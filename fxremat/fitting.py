@@ -21,7 +21,7 @@ from fxremat.backend import patches_for, total_bytes, traced
 from fxremat.compiling import session
 from fxremat.compiling.draft import Draft
 from fxremat.compiling.request import Request, request_for
-from fxremat.compiling.searching.search import Found
+from fxremat.compiling.searching.candidates import Judged
 from fxremat.compiling.sizing import Sizes, SymbolicStep, symbolic_step
 from fxremat.compiling.tracing import Ended, compile_until_ended
 from fxremat.cost.device import DeviceSpec, device_spec
@@ -217,7 +217,9 @@ class _Fitting:
             request = request_for(gm, given, parsed, session.ledger(None), (0, None))
             if request.budget_bytes is None:
                 raise InvalidOption("memory_budget", None, "a number of bytes to fit into")
-            request = replace(request, held_bytes=request.held_bytes + held.states)
+            held_bytes = request.held_bytes + held.states
+            # Nothing of it will run: whoever compiles the step has it judged then.
+            request = replace(request, held_bytes=held_bytes, verify=False)
 
             def partition(module: fx.GraphModule, joint_inputs: Any, **kwargs: Any) -> Any:
                 static = tuple(kwargs.pop("static_lifetime_input_indices", None) or ())
@@ -296,22 +298,23 @@ PARTS = (0.25, 0.5, 0.75)
 
 
 def _of_torch(step: SymbolicStep, way: Way, what: str, sizes: Sizes, budget: int) -> list[Point]:
-    """The graph as torch cuts it: at parts of the largest size that fits, and at that size."""
-    taken: dict[int, int] = {}
+    """The graph as torch cuts it: at parts of the largest size that fits, and at that size.
 
-    def peak(size: int) -> int:
-        if size not in taken:
-            taken[size] = step.torch_peak_bytes({**sizes, what: size})
-        return taken[size]
-
-    def point(size: int) -> Point:
-        return Point(what, way, size, peak(size), step.torch_time_us({**sizes, what: size}))
-
-    largest = largest_within(peak, budget, sizes[what])
+    The largest is rehearsed, and the next size, too; at parts of it the peak is the expected one.
+    """
+    first = sizes[what]
+    peaks = step.torch_peaks(sizes, what)
+    guess = largest_within(lambda size: peaks.expected(size, first), budget, first)
+    known = {size: peaks.at(size) for size in peaks.shown}
+    largest = largest_within(peaks.at, budget, max(1, guess), known)
     if not largest:
         return [Point(what, way, 0, 0, 0.0)]
-    asked = sorted({largest, *(max(1, int(part * largest)) for part in PARTS)})
-    return [point(size) for size in asked]
+
+    def point(size: int) -> Point:
+        peak = peaks.expected(size, first)
+        return Point(what, way, size, peak, step.torch_time_us({**sizes, what: size}))
+
+    return [point(size) for size in sorted({largest, *(max(1, int(p * largest)) for p in PARTS)})]
 
 
 def _ours(
@@ -325,48 +328,75 @@ def _ours(
     """Where torch's own partition fits it is ours, too; then halfway, and the largest size.
 
     Variants need sizes as numbers. So the least peak that the planner expects at one size leads to
-    the next; the last one is planned and rehearsed, and smaller ones follow where it does not fit.
+    the next. The last one is rehearsed, and smaller ones follow where it does not fit; what is said
+    of the size halfway is as planned. Plans are those of the quickest solver.
     """
-    steps: dict[int, SymbolicStep] = {}
 
     def at(size: int) -> SymbolicStep:
-        if size not in steps:
-            steps[size] = step.with_numbers({**sizes, what: size})
-        return steps[size]
+        return step.with_numbers({**sizes, what: size})
 
-    def point(size: int, found: Found) -> Point:
-        judged = found.judged
-        return Point(what, "fxremat", size, judged.peak_bytes, judged.plan.time_us)
+    def point(size: int, peak: int, time_us: float) -> Point:
+        return Point(what, "fxremat", size, peak, time_us)
 
     below = [replace(one, way="fxremat") for one in plain if one.size]
     fits = below[-1].size if below else 0
     size = max(1, FIRST_GUESS * fits)
+    known = {0: GROWN * weights_bytes}
     for _ in range(GUESSES):
-        guess = max(1, _scaled(size, budget, at(size).least_expected(), weights_bytes))
+        known[size] = at(size).quickest(0).peak_bytes
+        guess = _by_line(known, budget)
         is_near = abs(guess - size) <= NEAR * size
         size = guess
         if is_near:
             break
-    while size > fits:
-        found = at(size).planned(budget)
-        if not found.over:
-            break
-        judged = found.judged
-        fixed = weights_bytes + judged.fragmentation_bytes
-        size = min(size - 1, _scaled(size, budget, judged.peak_bytes, fixed))
-    if size <= fits:
+    judged = _rehearsed(at, size, fits, budget, GROWN * weights_bytes)
+    if judged is None:
         return below or [Point(what, "fxremat", 0, 0, 0.0)]
+    size, real = judged
     middle = (size + fits) // 2
     if fits < middle < size:
-        between = at(middle).planned(budget)
-        below += [] if between.over else [point(middle, between)]
-    return [*below, point(size, found)]
+        between = at(middle).quickest(budget)
+        if between.peak_bytes <= budget:
+            below.append(point(middle, between.peak_bytes, between.time_us))
+    return [*below, point(size, real.peak_bytes, real.plan.time_us)]
+
+
+def _rehearsed(
+    at: Callable[[int], SymbolicStep], size: int, fits: int, budget: int, fixed: int
+) -> tuple[int, Judged] | None:
+    """The size, or a smaller one above ``fits``, whose plan is rehearsed within the budget.
+
+    Where a plan takes more than was expected, the next one aims lower by as much: at the same size
+    if a plan for that is to be expected, else at a smaller one.
+    """
+    target, step = budget, None
+    while size > fits:
+        step = step or at(size)
+        expected = step.quickest(target)
+        if expected.peak_bytes <= target:
+            judged = expected.judged()
+            if judged.peak_bytes <= budget:
+                return size, judged
+            target = min(target - 1, target * budget // judged.peak_bytes)
+        else:
+            size = min(size - 1, _scaled(size, target, expected.peak_bytes, fixed))
+            step = None
+    return None
 
 
 FIRST_GUESS = 3
 """Times the largest size that fits without us: where the planner is first asked."""
-GUESSES, NEAR = 3, 0.05
+GUESSES, NEAR = 2, 0.05
 """Sizes that the planner is asked at most; fewer where one is so near, as a part, to the next."""
+GROWN = 2
+"""Times the bytes of weights: what a step takes at no size at all, weights and their gradients."""
+
+
+def _by_line(known: Mapping[int, int], budget: int) -> int:
+    """The size, from 1 on, at which the line through the last two peaks meets the budget."""
+    (one, low), (other, high) = list(known.items())[-2:]
+    slope = (high - low) / (other - one)
+    return max(1, other + int((budget - high) // slope)) if slope > 0 else other
 
 
 def _scaled(size: int, budget: int, peak: int, fixed: int) -> int:
@@ -374,14 +404,18 @@ def _scaled(size: int, budget: int, peak: int, fixed: int) -> int:
     return max(0, size * (budget - fixed) // max(1, peak - fixed))
 
 
-def largest_within(peak: Callable[[int], int], budget: int, first: int) -> int:
+def largest_within(
+    peak: Callable[[int], int], budget: int, first: int, seen: Mapping[int, int] | None = None
+) -> int:
     """The largest size whose ``peak`` is within the budget, for a peak that grows with it.
 
     Peaks are nearly straight lines, so the next size asked for is where the line through the last
-    two meets the budget.
+    two meets the budget. ``seen`` are peaks that are known before.
     """
-    known: dict[int, int] = {}
-    low, high, size = 0, None, max(1, first)
+    known = dict(seen or {})
+    low = max((size for size, found in known.items() if found <= budget), default=0)
+    high = min((size for size, found in known.items() if found > budget), default=None)
+    size = max(low + 1, first) if high is None else max(low + 1, min(first, high - 1))
     while high is None or high - low > 1:
         known[size] = peak(size)
         if known[size] <= budget:

@@ -2,10 +2,13 @@
 
 from __future__ import annotations
 
+from typing import Any
+
 import pytest
 import torch
 from torch import Tensor, fx
 from torch.nn import functional
+from torch.utils._python_dispatch import TorchDispatchMode
 
 from fxremat import compat
 from fxremat.compat.absent import attention
@@ -112,6 +115,33 @@ def test_operands_are_prepared_as_torch_does(kernel: str, width: int, masked: bo
         gradient: Tensor = torch.autograd.grad(output.sum(), query)[0]
     assert output.shape == gradient.shape == (2, 4, 50, width)
     assert output.dtype is BF16
+
+
+class _Masks(TorchDispatchMode):  # type: ignore[no-untyped-call]
+    """The masks that attention is given; nothing runs but their own making."""
+
+    def __init__(self) -> None:
+        super().__init__()  # type: ignore[no-untyped-call]
+        self.seen: list[Any] = []
+
+    def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+        if "attention" in func._schema.name:
+            self.seen.append(args[3])
+        return func(*args, **(kwargs or {}))
+
+
+@pytest.mark.parametrize(
+    ("kernel", "shape"), [("_cudnn", (2, 1, 50, 50)), ("_efficient", (2, 4, 50, 50))]
+)
+def test_cudnn_repeats_masks_by_itself(kernel: str, shape: tuple[int, ...]) -> None:
+    """A mask that is the same for all heads; repeated here it would be copied for each of them."""
+    with compat.fake_tensors(), _Masks() as masks:
+        query = torch.empty(2, 4, 50, 64, dtype=BF16)
+        mask = torch.empty(2, 1, 50, 50, dtype=torch.bool)
+        getattr(attention, kernel)(Call(query, query, query, mask, 0.0, False, None, False))
+    [given] = masks.seen
+    assert given.shape == shape
+    assert given.dtype is BF16
 
 
 def test_every_attention_of_a_graph_is_replaced() -> None:

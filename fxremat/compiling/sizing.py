@@ -8,22 +8,26 @@ without memory, at any size.
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Mapping
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass, field, replace
+from fractions import Fraction
+from functools import partial
+from math import prod
 from typing import Any
 
 from fxremat import compat
 from fxremat.compiling.costs import CostModel, cost_model
 from fxremat.compiling.draft import Draft
 from fxremat.compiling.pipeline import AS_TORCH, DONATE, PLAN, PREPARE, Runner
-from fxremat.compiling.rehearsal import Scene, written
+from fxremat.compiling.rehearsal import Rehearsal, Scene, written
 from fxremat.compiling.request import Request
-from fxremat.compiling.searching.candidates import Judge, plain_bytes
+from fxremat.compiling.searching.candidates import Candidate, Judge, Judged, plain_bytes
 from fxremat.compiling.searching.planning import Planning
-from fxremat.compiling.searching.search import Found, Search
+from fxremat.compiling.searching.search import Search
 from fxremat.compiling.searching.torch_plan import plan_of_torch
 from fxremat.compiling.stage_times import StageTimes
+from fxremat.cost.allocator import Allocate, Event
 
 Sizes = Mapping[str, int]
 """What varies, by name, and how large it is."""
@@ -35,6 +39,90 @@ class AsTorch:
 
     draft: Draft
     scene: Scene
+
+
+SAMPLES = (1, 2, 3)
+"""Times the first size: where a step is rehearsed to know it at others."""
+
+
+@dataclass
+class PeaksBySize:
+    """The peak of a step as one size of it varies.
+
+    The code of the step is the same at every size, and so is the order of what it allocates, and
+    each allocation is a polynomial of the size, of degree 2 at most: what was rehearsed at three
+    sizes says what to expect at any other. Only what a library rounds up differs from that.
+    """
+
+    rehearse: Callable[[int], Rehearsal]
+    peak_of: Callable[[Rehearsal], int]
+    shown: dict[int, Rehearsal] = field(default_factory=dict)
+
+    def at(self, size: int) -> int:
+        """Rehearsed at this size."""
+        if size not in self.shown:
+            self.shown[size] = self.rehearse(size)
+        return self.peak_of(self.shown[size])
+
+    def expected(self, size: int, first: int) -> int:
+        """By rehearsals at multiples of ``first``; rehearsed where these are not alike."""
+        samples = [times * first for times in SAMPLES]
+        for one in samples:
+            self.at(one)
+        if size in self.shown:
+            return self.at(size)
+        found = _between([(one, self.shown[one]) for one in samples], size)
+        return self.at(size) if found is None else self.peak_of(found)
+
+
+def _between(samples: Sequence[tuple[int, Rehearsal]], size: int) -> Rehearsal | None:
+    """The rehearsal at another size, by Lagrange's polynomials; None where events differ."""
+    sizes = [one for one, _ in samples]
+    weights = [
+        prod((Fraction(size - other, one - other) for other in sizes if other != one), start=ONE)
+        for one in sizes
+    ]
+
+    def told(values: Sequence[int]) -> int:
+        return int(sum(w * v for w, v in zip(weights, values, strict=True)))
+
+    first, shown = samples[0][1], [one for _, one in samples]
+    if len({(len(one.events), len(one.live_bytes)) for one in shown}) != 1:
+        return None
+    events: list[Event] = []
+    for each in zip(*(one.events for one in shown), strict=True):
+        if isinstance(each[0], Allocate):
+            if not all(isinstance(e, Allocate) and e.name == each[0].name for e in each):
+                return None
+            asked = told([e.nbytes for e in each if isinstance(e, Allocate)])
+            events.append(replace(each[0], nbytes=asked))
+        elif any(e != each[0] for e in each):
+            return None
+        else:
+            events.append(each[0])
+    live = tuple(map(told, zip(*(one.live_bytes for one in shown), strict=True)))
+    return replace(first, events=tuple(events), live_bytes=live, peak_bytes=max(live, default=0))
+
+
+ONE = Fraction(1)
+
+
+@dataclass(frozen=True)
+class Expected:
+    """A plan, and the peak to be expected, in what the budget counts."""
+
+    judge: Judge
+    candidate: Candidate
+    peak_bytes: int
+
+    @property
+    def time_us(self) -> float:
+        """Of the planned step."""
+        return self.candidate.plan.time_us
+
+    def judged(self) -> Judged:
+        """Rehearsed: the peak that it really has."""
+        return self.judge.judge(self.candidate)
 
 
 @dataclass
@@ -58,13 +146,20 @@ class SymbolicStep:
     def _runner(self, request: Request) -> Runner:
         return Runner(replace(self.costs, request=request), self.times)
 
-    def torch_peak_bytes(self, sizes: Sizes) -> int:
-        """The peak with torch's own partition at these sizes, in what the budget counts."""
+    def torch_rehearsal(self, sizes: Sizes) -> Rehearsal:
+        """A step with torch's own partition, at these sizes."""
         with self.at(sizes):
             scene = self._as_torch().scene
             with self.times.stage("rehearse"):
-                shown = scene.run(self.costs.device.type, self.costs.workspaces.blocks_of_call)
-        return plain_bytes(shown, self.costs.request)
+                return scene.run(self.costs.device.type, self.costs.workspaces.blocks_of_call)
+
+    def torch_peaks(self, sizes: Sizes, what: str) -> PeaksBySize:
+        """Its peaks as one of the sizes varies, in what the budget counts."""
+
+        def rehearsed(size: int) -> Rehearsal:
+            return self.torch_rehearsal({**sizes, what: size})
+
+        return PeaksBySize(rehearsed, partial(plain_bytes, request=self.costs.request))
 
     def torch_time_us(self, sizes: Sizes) -> float:
         """The planned time of torch's own partition at these sizes, in microseconds."""
@@ -96,16 +191,14 @@ class SymbolicStep:
         )
         return replace(made, times=self.times)
 
-    def planned(self, budget_bytes: int) -> Found:
-        """The best plan found for sizes that are numbers, and bytes of the graph alone.
+    def quickest(self, budget_bytes: int) -> Expected:
+        """A plan that is found quickly for sizes that are numbers, and bytes of the graph alone.
 
-        ``over`` where none was within them.
+        It is expected to be within them, or, where none is, to take the least.
         """
-        return self._search(budget_bytes).run()
-
-    def least_expected(self) -> int:
-        """Bytes that the plan of least peak is expected to take, for sizes that are numbers."""
-        return self._search(NOTHING).least_expected()
+        search = self._search(budget_bytes)
+        found = search.quickest(budget_bytes)
+        return Expected(search.judge, found, search.expected_bytes(found))
 
     def _search(self, budget_bytes: int) -> Search:
         asked = self.costs.request
@@ -122,8 +215,6 @@ UNTOUCHED = {
     compat.PARTITIONER: None,
 }
 """Inductor's configuration as it is without us."""
-NOTHING = 1
-"""Bytes that no step is within: the answer is the least."""
 
 
 def symbolic_step(draft: Draft, request: Request, given: Sizes, name: str) -> SymbolicStep:

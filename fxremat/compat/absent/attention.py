@@ -190,8 +190,11 @@ def _added(call: Call) -> Tensor | None:
 
 
 def _cudnn(call: Call) -> Tensor:
-    """cuDNN's fused attention, which keeps the logarithms of the rows' sums."""
-    mask = _expanded(_added(call), call)
+    """cuDNN's fused attention, which keeps the logarithms of the rows' sums.
+
+    It repeats a mask over batch and heads by itself.
+    """
+    mask = _added(call)
     kept = _ATEN._scaled_dot_product_cudnn_attention.default(
         *call.operands, mask, call.trains, call.dropout, call.is_causal, False, scale=call.scale
     )

@@ -23,7 +23,7 @@ from dataclasses import dataclass, field, replace
 from fxremat.compiling.draft import Draft
 from fxremat.compiling.pipeline import AS_TORCH, DONATE, PLAN, Runner
 from fxremat.compiling.searching.candidates import Candidate, Judge, Judged
-from fxremat.compiling.searching.planning import Planning
+from fxremat.compiling.searching.planning import QUICKEST_SOLVER, Planning
 from fxremat.compiling.searching.proposals import (
     Proposals,
     all_fits,
@@ -34,7 +34,12 @@ from fxremat.compiling.searching.proposals import (
     under,
 )
 from fxremat.compiling.searching.torch_plan import plan_of_torch
-from fxremat.compiling.searching.tuning import CHOSEN_ANEW, FAR_ABOVE, REHEARSALS
+from fxremat.compiling.searching.tuning import (
+    CHOSEN_ANEW,
+    EXPECTED_WRONG,
+    FAR_ABOVE,
+    REHEARSALS,
+)
 from fxremat.compiling.searching.variant_sets import VariantSet, variant_set
 from fxremat.core.problem import Problem
 from fxremat.passes.variants.table import rules_named
@@ -103,15 +108,29 @@ class Search:
         best = min(self.lowest, key=lambda one: one.peak_bytes)
         return self._found(best, over=best.peak_bytes > budget)
 
-    def least_expected(self) -> int:
-        """Bytes that the plan of least peak is expected to take; nothing is rehearsed."""
+    def quickest(self, budget_bytes: int) -> Candidate:
+        """A plan of the quickest solver, with its order held everywhere; nothing is rehearsed.
+
+        It is expected to be within the budget; where none is, it is the one expected to take least.
+        """
+        planning, target = self.planning, int((1 - EXPECTED_WRONG) * budget_bytes)
         drafts = [self.draft(())]
-        variants = self._variants(allow_lossy=self.planning.request.allow_lossy)
-        chosen = None if variants is None else self._chosen(variants.problem, 0, variants)
-        drafts += [] if chosen is None else [chosen]
-        problems = [draft.estimate.problem for draft in drafts]
-        planning = self.planning
-        return min(planning.expected_bytes(one, planning.quick(one, 0)) for one in problems)
+        variants = self._variants(allow_lossy=planning.request.allow_lossy)
+        if variants is not None:
+            names = planning.solve(variants.problem, target, QUICKEST_SOLVER).variants
+            drafts += [self.draft(names, variants)] if names else []
+        found = [
+            Candidate.planned(one, planning.solve(one.estimate.problem, target, QUICKEST_SOLVER))
+            for one in drafts
+        ]
+        within = [one for one in found if self.expected_bytes(one) <= budget_bytes]
+        if within:
+            return min(within, key=lambda one: one.plan.time_us)
+        return min(found, key=self.expected_bytes)
+
+    def expected_bytes(self, candidate: Candidate) -> int:
+        """The peak of a candidate in the bytes that the budget counts, beside what is held."""
+        return self.planning.expected_bytes(candidate.draft.estimate.problem, candidate.plan)
 
     def _found(self, judged: Judged, *, over: bool) -> Found:
         return Found(judged, self.draft(()), over, len(self.judge.seen))

@@ -1,0 +1,84 @@
+"""A step's peak at many sizes: expected from a few rehearsals, and the line between two plans."""
+
+from __future__ import annotations
+
+from dataclasses import replace
+
+from hypothesis import given
+from hypothesis import strategies as st
+
+from fxremat.compiling.rehearsal import Rehearsal
+from fxremat.compiling.sizing import PeaksBySize
+from fxremat.cost.allocator import Allocate, Free
+from fxremat.fitting import _by_line, largest_within
+
+
+def shown(size: int, scores: int, kept: int, rounded: int = 1) -> Rehearsal:
+    """Weights, activations and scores; what is ``rounded`` up is no polynomial."""
+    row, square = kept * size, scores * size * size
+    scratch = -(-size // rounded) * 64
+    events = (
+        Allocate("weights", 1000), Allocate("0", row), Allocate("1", square), Free("1"),
+        Allocate("2", scratch), Free("2"), Free("0"),
+    )  # fmt: skip
+    live = (1000 + row, 1000 + row + square, 1000 + row + scratch)
+    return Rehearsal(max(live), live, (), {}, events)
+
+
+@given(st.integers(0, 9), st.integers(1, 50), st.integers(1, 8), st.integers(1, 300))
+def test_polynomials_are_known_from_three_sizes(
+    scores: int, kept: int, first: int, size: int
+) -> None:
+    """Every event and every moment, and nothing more is rehearsed."""
+    asked: list[int] = []
+
+    def rehearse(size: int) -> Rehearsal:
+        asked.append(size)
+        return shown(size, scores, kept)
+
+    peaks = PeaksBySize(rehearse, lambda one: one.peak_bytes)
+    told = PeaksBySize(rehearse, lambda one: sum(
+        e.nbytes for e in one.events if isinstance(e, Allocate)
+    ))  # fmt: skip
+    assert peaks.expected(size, first) == shown(size, scores, kept).peak_bytes
+    assert asked == [first, 2 * first, 3 * first]
+    asked.clear()
+    events = shown(size, scores, kept).events
+    assert told.expected(size, first) == sum(e.nbytes for e in events if isinstance(e, Allocate))
+    assert len(asked) == 3
+
+
+def test_other_events_are_rehearsed() -> None:
+    """As where a size of one leaves out what others do."""
+
+    def rehearse(size: int) -> Rehearsal:
+        one = shown(size, 1, 3)
+        return replace(one, events=one.events[:-1]) if size == 2 else one
+
+    peaks = PeaksBySize(rehearse, lambda one: one.peak_bytes)
+    assert peaks.expected(50, 2) == shown(50, 1, 3).peak_bytes
+    assert sorted(peaks.shown) == [2, 4, 6, 50]
+
+
+def test_what_is_rounded_up_is_found_by_rehearsing() -> None:
+    """What is expected is off by a little; the largest that fits is right all the same."""
+    rehearsed: list[int] = []
+
+    def rehearse(size: int) -> Rehearsal:
+        rehearsed.append(size)
+        return shown(size, 0, 3, rounded=7)
+
+    peaks, budget = PeaksBySize(rehearse, lambda one: one.peak_bytes), 10_000
+    guess = largest_within(lambda size: peaks.expected(size, 2), budget, 2)
+    known = {size: peaks.at(size) for size in peaks.shown}
+    largest = largest_within(peaks.at, budget, max(1, guess), known)
+    assert shown(largest, 0, 3, rounded=7).peak_bytes <= budget
+    assert shown(largest + 1, 0, 3, rounded=7).peak_bytes > budget
+    assert len(rehearsed) < 12
+
+
+def test_the_line_through_two_peaks_meets_the_budget() -> None:
+    assert _by_line({0: 100, 10: 200}, 1000) == 90
+    assert _by_line({0: 100, 10: 200, 50: 700}, 1000) == 74
+    assert _by_line({0: 100, 10: 100}, 1000) == 10
+    assert _by_line({0: 500, 10: 600}, 100) == 1
