@@ -10,8 +10,8 @@ the record with fxremat's model of the allocator. Exits with 1 if a budget was n
 process failed, or a gradient of fxremat's is off. The JSON file is written as soon as bytes are
 known, and again after each model is timed: a run that is stopped leaves what it has.
 
-With ``--absent H100`` no GPU is needed: the same models and budgets are planned for that card, and
-what is said of them is printed.
+With ``--absent H100`` no GPU is needed: the same models are planned for that card, at parts of what
+keeping everything reserves, and what is said of them is printed.
 """
 
 from __future__ import annotations
