@@ -36,6 +36,7 @@ from fxremat.compiling.searching.proposals import (
 from fxremat.compiling.searching.torch_plan import plan_of_torch
 from fxremat.compiling.searching.tuning import (
     CHOSEN_ANEW,
+    EXPECTED_ANEW,
     EXPECTED_WRONG,
     FAR_ABOVE,
     REHEARSALS,
@@ -113,20 +114,30 @@ class Search:
 
         It is expected to be within the budget; where none is, it is the one expected to take least.
         """
-        planning, target = self.planning, int((1 - EXPECTED_WRONG) * budget_bytes)
-        drafts = [self.draft(())]
-        variants = self._variants(allow_lossy=planning.request.allow_lossy)
+        variants = self._variants(allow_lossy=self.planning.request.allow_lossy)
+        target, found = int((1 - EXPECTED_WRONG) * budget_bytes), list[Candidate]()
+        for _ in range(EXPECTED_ANEW):
+            anew = self._quickest_under(target, variants)
+            found += anew
+            within = [one for one in anew if self.expected_bytes(one) <= budget_bytes]
+            if within:
+                return min(within, key=lambda one: one.plan.time_us)
+            nearest = min(anew, key=self.expected_bytes)
+            if nearest.plan.peak_bytes > target:  # no plan gets there
+                break
+            target = min(target - 1, target * budget_bytes // self.expected_bytes(nearest))
+        return min(found, key=self.expected_bytes)
+
+    def _quickest_under(self, target: int, variants: VariantSet | None) -> list[Candidate]:
+        """With those of the variants that are chosen for so many bytes, and without any."""
+        planning, drafts = self.planning, [self.draft(())]
         if variants is not None:
             names = planning.solve(variants.problem, target, QUICKEST_SOLVER).variants
             drafts += [self.draft(names, variants)] if names else []
-        found = [
+        return [
             Candidate.planned(one, planning.solve(one.estimate.problem, target, QUICKEST_SOLVER))
             for one in drafts
         ]
-        within = [one for one in found if self.expected_bytes(one) <= budget_bytes]
-        if within:
-            return min(within, key=lambda one: one.plan.time_us)
-        return min(found, key=self.expected_bytes)
 
     def expected_bytes(self, candidate: Candidate) -> int:
         """The peak of a candidate in the bytes that the budget counts, beside what is held."""
