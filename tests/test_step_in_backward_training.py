@@ -48,9 +48,9 @@ def full_peak(*size: int) -> int:
     return fxremat.explain(model, x, options=STEP_OPTIONS).keep_all_peak_bytes
 
 
-@pytest.mark.parametrize("percent", [50, 100])
-def test_through_inductor(percent: int) -> None:
-    budget = f"{full_peak() * percent // 100}B"
+def test_through_inductor() -> None:
+    """With room for all; less than that is below."""
+    budget = f"{full_peak()}B"
     early = same_training(
         layers_and_input,
         lambda m: cast("Loss", compiled_model(m, "inductor", memory_budget=budget)),
@@ -61,25 +61,27 @@ def test_through_inductor(percent: int) -> None:
 SPEEDS = [(3e6, 1e9), (1e9, 3e6), (1e7, 1e7)]
 
 
-@pytest.mark.parametrize("executor", ["aot_eager", "inductor"])
-def test_whatever_the_copies_take(executor: str) -> None:
+@pytest.mark.parametrize(
+    ("executor", "depth", "percent"), [("aot_eager", 4, 33), ("inductor", 2, 60)]
+)
+def test_whatever_the_copies_take(executor: str, depth: int, percent: int) -> None:
     """Weights are fetched twice, and wait for copies of gradients, and the other way.
 
     Compiled once, and trained on at each speed.
     """
-    budget = f"{full_peak() // 3}B"
-    plain, ours = layers_and_input(), layers_and_input()
+    is_eager = executor == "aot_eager"
+    budget = f"{full_peak(depth) * percent // 100}B"
+    plain, ours = layers_and_input(depth), layers_and_input(depth)
     optimizer = adamw(list(moved(plain[0]).parameters()))
     fxremat.step_in_backward(moved(ours[0]), adamw)
     call = compiled_model(ours[0], executor, memory_budget=budget)
-    is_eager = executor == "aot_eager"
     reference = plain[0] if is_eager else compiled_model(plain[0], executor, memory_budget=budget)
     for speeds in SPEEDS:
         expected = trained(plain, lambda _: reference, optimizer)
         with runtime.set_copy_speed(*speeds), runtime.copy_trace() as records:
             found = trained(ours, lambda _: call, None)
         assert equal(found, expected)
-        assert sum(record.what == "step" for record in records) == 80
+        assert sum(record.what == "step" for record in records) == 10 * 2 * depth
     assert {row.times for row in fxremat.reports()[-1].moved} == {1, 2}
 
 
