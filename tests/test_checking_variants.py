@@ -281,8 +281,8 @@ def test_a_node_outside_of_the_sites_may_not_change() -> None:
         twice = add_call(graph, ATEN.mul.Tensor, (last, 2), last)
     results[results.index(last)] = twice
     graph.output_node().args = (tuple(results),)
+    variants = told(insertion.insert_all(joint, [site]).inserted, frozenset())
     with pytest.raises(VerificationFailed, match="is computed differently"):
         check_variants(
-            joint.module.graph, graph, told(insertion.insert_all(joint, [site]).inserted, frozenset()),
-            num_forward_outputs=joint.num_forward_outputs,
-        )  # fmt: skip
+            joint.module.graph, graph, variants, num_forward_outputs=joint.num_forward_outputs
+        )

@@ -74,8 +74,9 @@ def test_whatever_the_copies_take(executor: str, depth: int, percent: int) -> No
     plain, ours = layers_and_input(depth), layers_and_input(depth)
     optimizer = adamw(list(moved(plain[0]).parameters()))
     fxremat.step_in_backward(moved(ours[0]), adamw)
-    call = compiled_model(ours[0], executor, memory_budget=budget)
-    reference = plain[0] if is_eager else compiled_model(plain[0], executor, memory_budget=budget)
+    options = {"executor": executor, "memory_budget": budget, "variants": "none"}
+    call = compiled_model(ours[0], **options)
+    reference = plain[0] if is_eager else compiled_model(plain[0], **options)
     for speeds in SPEEDS:
         expected = trained(plain, lambda _: reference, optimizer)
         with runtime.set_copy_speed(*speeds), runtime.copy_trace() as records:
@@ -337,7 +338,7 @@ def test_gradients_are_never_on_the_host_together(executor: str, early: bool) ->
     gradients = sum(p.nbytes for p in model.parameters())
     if early:
         fxremat.step_in_backward(model, adamw)
-    call = compiled_model(model, executor, memory_budget=f"{budget}B", solver="greedy")
+    call = compiled_model(model, executor, memory_budget=f"{budget}B", variants="none")
     with runtime.set_copy_speed(RATE, RATE):
         call(x).backward()
         model.zero_grad()
