@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from functools import cache
 from typing import Any
 
 import torch
@@ -53,6 +54,7 @@ def net_and_tokens(batch: int = 8, length: int = 128) -> tuple[nn.Module, tuple[
     return Net().to(torch.bfloat16), (tokens, tokens.clone())
 
 
+@cache
 def halves_on(name: str) -> tuple[fx.GraphModule, fx.GraphModule, list[compat.Generated]]:
     """Forward and backward as torch cuts them, on a card, and the code of both."""
     found: list[Any] = []

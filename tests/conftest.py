@@ -14,6 +14,7 @@ import shutil
 import tempfile
 from collections.abc import Iterator
 from pathlib import Path
+from typing import Any
 
 THREADS = "2"
 os.environ.setdefault("OMP_NUM_THREADS", THREADS)  # read when torch is imported
@@ -24,6 +25,7 @@ import hypothesis  # noqa: E402
 import pytest  # noqa: E402
 import torch  # noqa: E402
 from torch._dynamo import guards  # noqa: E402
+from torch._functorch._aot_autograd import graph_compile  # noqa: E402
 from torch._inductor import config as inductor_config  # noqa: E402
 from torch._inductor import cpu_vec_isa  # noqa: E402
 
@@ -59,6 +61,8 @@ def pytest_configure(config: pytest.Config) -> None:
         if hasattr(inductor_config.aot_inductor, name):
             setattr(inductor_config.aot_inductor, name, False)
     _leave_guards_unmeasured()
+    _leave_graphs_unwritten()
+    _seed_what_is_there()
     logging.getLogger(TORCH_TRACE).propagate = True  # pytest listens to those that do not
     for name in [name for name in os.environ if name.startswith("FXREMAT_")]:
         del os.environ[name]
@@ -104,6 +108,21 @@ def _leave_guards_unmeasured() -> None:
     """Torch empties the processor's cache after each trace, to log how long guards take."""
     if hasattr(guards, "profile_guard_manager"):  # torch's own, and not of every version
         guards.profile_guard_manager = lambda *_: 0.0
+
+
+def _leave_graphs_unwritten() -> None:
+    """Torch writes each joint graph and its halves as text, whether anybody reads it or not."""
+    for name, nothing in (("_log_joint_graph", None), ("_log_fw_bw_graphs", (None, None))):
+        if hasattr(graph_compile, name):  # torch's own, and not of every version
+            setattr(graph_compile, name, lambda *_, nothing=nothing: nothing)
+
+
+def _seed_what_is_there() -> None:
+    """For each seed torch writes the stack down, once for each kind of device that is not there."""
+    devices: tuple[Any, ...] = (torch.cuda, torch.xpu, torch.mtia)
+    for device in devices:
+        if not device.is_available():
+            device.manual_seed_all = lambda seed: None
 
 
 def _is_worker(config: pytest.Config) -> bool:

@@ -120,6 +120,13 @@ def in_double(thing: Any) -> Any:
     return thing.detach().double().requires_grad_(thing.requires_grad) if is_float else thing
 
 
+def _is_double(function: Function, inputs: Sequence[Any]) -> bool:
+    """Whether a step is in float64 as it is."""
+    state = function.state_dict().values() if isinstance(function, nn.Module) else ()
+    tensors = [x for x in (*inputs, *state) if isinstance(x, torch.Tensor)]
+    return all(x.dtype == torch.float64 for x in tensors if x.is_floating_point())
+
+
 def assert_close(one: Any, other: Any, tolerance: float) -> None:
     """Close, relative to the largest entry; infinities and NaN in the same places."""
     assert (one is None) == (other is None)
@@ -166,7 +173,7 @@ def check(
     its name.
     """
     exact = _traced_in_double(function, inputs, tolerance)
-    seen = trace(function, inputs)
+    seen = exact if _is_double(function, inputs) else trace(function, inputs)
     best, before = exact.values(exact.joint), seen.values(seen.joint)
     graphs = {}
     for site in sites(rule, seen.joint):

@@ -42,6 +42,11 @@ def compiled_model(model: nn.Module, executor: str = "aot_eager", **options: Any
     return torch.compile(model, backend="fxremat", options=options)
 
 
+def eager(model: nn.Module) -> Loss:
+    """What ops that run as they are give, too, without a trace."""
+    return model
+
+
 def layers_and_input(depth: int = 4, width: int = 64) -> tuple[nn.Module, Tensor]:
     return seeded(lambda: Layers(depth, width), 8, width)
 
@@ -71,12 +76,17 @@ def same_training(
     make: Callable[[], tuple[nn.Module, Tensor]],
     loss_of: Callable[[nn.Module], Loss] = compiled_model,
     make_optimizer: Make = adamw,
+    plain_loss_of: Callable[[nn.Module], Loss] | None = None,
     **weights: Any,
 ) -> list[CopyRecord]:
-    """Train with steps after and in the backward, and compare; the steps that began early."""
+    """Train with steps after and in the backward, and compare; the steps that began early.
+
+    The former as ``plain_loss_of`` says, or as the latter.
+    """
     plain = make()
     moved(plain[0], **weights)
-    expected = trained(plain, loss_of, make_optimizer(list(plain[0].parameters())))
+    optimizer = make_optimizer(list(plain[0].parameters()))
+    expected = trained(plain, plain_loss_of or loss_of, optimizer)
     ours = make()
     fxremat.step_in_backward(moved(ours[0], **weights), make_optimizer)
     with runtime.copy_trace() as records:

@@ -2,7 +2,9 @@
 
 from __future__ import annotations
 
-from dataclasses import dataclass
+import copy
+from dataclasses import dataclass, replace
+from functools import cache
 from typing import Any, cast
 
 import pytest
@@ -27,6 +29,13 @@ ATEN = torch.ops.aten
 
 
 def draft_of(name: str, fused: bool) -> Draft:
+    """A graph to prepare or to spoil: a copy, as each is traced once for all tests."""
+    given = _traced(name, fused)
+    return replace(given, module=copy.deepcopy(given.module))
+
+
+@cache
+def _traced(name: str, fused: bool) -> Draft:
     if name == "twice":
         return as_given(Twice(), [batch(8, 8)], fused=fused)
     if name == "noise":

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Callable, Iterator, Sequence
 from dataclasses import replace
+from functools import cache
 from typing import Any
 
 import pytest
@@ -35,8 +36,10 @@ def _nothing_known(monkeypatch: pytest.MonkeyPatch) -> Iterator[None]:
         yield
 
 
-def taken(joint: JointGraph, chosen: Sequence[Site], lossy: frozenset[str]) -> list[TakenVariant]:
-    """What the judge is told of sites."""
+def told(
+    inserted: Sequence[insertion.InsertedVariant], lossy: frozenset[str]
+) -> list[TakenVariant]:
+    """What the judge is told of variants."""
     return [
         TakenVariant(
             rule=form.rule,
@@ -49,7 +52,7 @@ def taken(joint: JointGraph, chosen: Sequence[Site], lossy: frozenset[str]) -> l
             lossy=form.rule in lossy,
             backward_only=frozenset(new.name for new in form.backward_only),
         )
-        for form in insertion.insert_all(joint, chosen).inserted
+        for form in inserted
     ]
 
 
@@ -57,11 +60,11 @@ def judge(
     joint: JointGraph, *chosen: Site, lossy: frozenset[str] = frozenset(LOSSY)
 ) -> NumbersTried:
     """Take sites, and compare the graphs before and after."""
-    after = insertion.take(joint, chosen)
+    after, inserted = insertion.take_with_inserted(joint, chosen)
     return check_variants(
         joint.module.graph,
         after.module.graph,
-        taken(joint, chosen, lossy),
+        told(inserted, lossy),
         num_forward_outputs=joint.num_forward_outputs,
     )
 
@@ -132,7 +135,9 @@ NETS: dict[str, Callable[[torch.dtype], tuple[Any, list[Tensor]]]] = {
 }  # fmt: skip
 
 
+@cache
 def traced(name: str, dtype: torch.dtype = torch.float32, fused: bool = True) -> JointGraph:
+    """The joint graph of a step, traced once for all tests; not to be changed."""
     torch.manual_seed(0)
     net, inputs = NETS[name](dtype)
     inputs = [x.detach().requires_grad_() if x.is_floating_point() else x for x in inputs]
@@ -276,8 +281,8 @@ def test_a_node_outside_of_the_sites_may_not_change() -> None:
         twice = add_call(graph, ATEN.mul.Tensor, (last, 2), last)
     results[results.index(last)] = twice
     graph.output_node().args = (tuple(results),)
+    variants = told(insertion.insert_all(joint, [site]).inserted, frozenset())
     with pytest.raises(VerificationFailed, match="is computed differently"):
         check_variants(
-            joint.module.graph, graph, taken(joint, [site], frozenset()),
-            num_forward_outputs=joint.num_forward_outputs,
-        )  # fmt: skip
+            joint.module.graph, graph, variants, num_forward_outputs=joint.num_forward_outputs
+        )

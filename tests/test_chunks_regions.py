@@ -96,14 +96,15 @@ class Block(nn.Module):
 def test_a_deep_net_is_looked_at_fast() -> None:
     """Each layer has its own region; the stream between layers is none."""
     torch.manual_seed(1)
-    step = nn.Sequential(*(Block() for _ in range(24)))
+    step = nn.Sequential(*(Block() for _ in range(12)))
     started = time.process_time()
     joint = trace(step, (rows(4, 32, D),)).joint
     seen = time.process_time()
     found = {site.name.split()[1] for rule in RULES for site in rule.find(joint)}
-    assert len(found) == 24
-    # A sixth of it where this was written; in one run, so that a busy machine changes both.
-    assert time.process_time() - seen < seen - started
+    assert len(found) == 12
+    # Of twice as many layers it may take as long as the trace: work that grows with the square is
+    # seen. In one run, so that a busy machine changes both.
+    assert 2 * (time.process_time() - seen) < seen - started
 
 
 def with_sites(name: str, *rules: Rule) -> list[fx.Graph]:

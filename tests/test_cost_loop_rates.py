@@ -18,8 +18,9 @@ HOST = torch.device("cpu")
 
 @pytest.fixture(autouse=True)
 def _undisturbed(monkeypatch: pytest.MonkeyPatch) -> None:
-    """Whatever else the machine does: tests of times ask for no true ones."""
+    """Whatever else the machine does: tests of times ask for no true ones, nor for all sizes."""
     monkeypatch.setattr(call_times, "_interruptions", lambda device: 0)
+    monkeypatch.setattr(loop_rates, "TRAFFIC", TRAFFIC[:2])
 
 
 def test_bandwidth_is_that_of_the_next_smaller_size() -> None:
@@ -30,7 +31,6 @@ def test_bandwidth_is_that_of_the_next_smaller_size() -> None:
 
 
 def test_rates_are_measured_once(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(loop_rates, "TRAFFIC", TRAFFIC[:2])
     first = measured_rates(HOST, tmp_path, compat.outside_fake_mode)
     assert first is not None
     assert [size for size, _ in first.bytes_per_s] == list(TRAFFIC[:2])

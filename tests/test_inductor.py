@@ -41,7 +41,7 @@ def peak_of(model: nn.Module, call: Callable[..., Any], x: Tensor) -> int:
 
 
 def test_budget_prediction_gradients_and_dropout() -> None:
-    model, x = seeded(lambda: Stack(2, dropout=0.2), 512, 32)
+    model, x = seeded(lambda: Stack(1, dropout=0.2), 1024, 32)
     other = copy.deepcopy(model)
     budget = int(0.7 * fxremat.explain(model, x).keep_all_peak_bytes)
     options: dict[str, Any] = {"memory_budget": budget, "variants": "none"}
@@ -58,7 +58,7 @@ def test_budget_prediction_gradients_and_dropout() -> None:
 
 
 def test_the_minimum_named_is_met() -> None:
-    model, x = seeded(lambda: Stack(2), 1024, 32)
+    model, x = seeded(lambda: Stack(1), 1024, 32)
     options: dict[str, Any] = {"variants": "none", "solver": "greedy"}
     with pytest.raises(BackendCompilerFailed) as caught:
         measured(model, x, memory_budget="1MiB", **options)
@@ -72,7 +72,7 @@ def test_the_minimum_named_is_met() -> None:
 
 def test_caches_know_the_budget(monkeypatch: pytest.MonkeyPatch) -> None:
     """The same budget hits and still reports; another one never gets the cached graph."""
-    model, x = seeded(lambda: Stack(2), 512, 32)
+    model, x = seeded(lambda: Stack(1), 1024, 32)
     full = fxremat.explain(model, x).keep_all_peak_bytes
     plans = []
     for fraction in (0.8, 0.8, 0.7):
@@ -92,7 +92,7 @@ def test_the_users_inductor_options_and_passes_stay() -> None:
     def theirs(graph: torch.fx.Graph) -> None:
         seen.append(len(list(graph.nodes)))
 
-    model, x = seeded(lambda: Stack(2), 64, 32)
+    model, x = seeded(lambda: Stack(1), 64, 32)
     peak = measured(model, x, memory_budget="8MiB", inductor={"post_grad_custom_post_pass": theirs})
     assert seen
     assert peak == fxremat.reports()[-1].predicted_peak_bytes

@@ -197,7 +197,7 @@ def test_equal_plans_and_progress() -> None:
 @pytest.mark.parametrize("percent", [70, 45, 33])
 def test_a_plan_near_enough_to_its_bound_is_not_worked_on(percent: int) -> None:
     """It ends as soon as the gap is reached, which takes no more rounds than to close it."""
-    problem = growing_chain(14)
+    problem = growing_chain(12)
     budget = replay(problem, problem.base_steps()).peak_bytes * percent // 100
     rounds = []
     for gap in (0.0, 0.2):

@@ -119,7 +119,6 @@ def peaks(problem: Problem) -> tuple[int, int]:
     return least.peak_bytes, most.peak_bytes
 
 
-@examples(60)
 @given(problems_with_variants(max_ops=7))
 def test_no_plan_is_better_than_what_the_choice_proves(problem: Problem) -> None:
     """All stages are moments, and so neighbours: what runs again counts, too."""
@@ -197,7 +196,7 @@ def test_plans_are_never_worse_than_without_alternatives(problem: Problem) -> No
         assert not any(exclude(a, b) for a in chosen for b in chosen if a is not b)
 
 
-@examples(40)
+@examples(25)
 @given(problems_with_variants(max_ops=7))
 def test_no_form_more_or_less_makes_a_plan_better(problem: Problem) -> None:
     plain = take(problem, ())
@@ -287,7 +286,7 @@ def test_the_least_peak_is_found_where_one_op_makes_it(
     part: float, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """Also where fewer variants can be tried than there are: the one at the peak comes first."""
-    problem = one_wide_layer(24)
+    problem = one_wide_layer(12)
     most = int(part * len(problem.ops) * len(problem.variants))
     monkeypatch.setattr("fxremat.planner.variants.tuning.SEARCH_TRIED_OPS", most)
     plan = solve(problem, 0, "greedy")

@@ -17,6 +17,7 @@ from fxremat.compiling import session
 from fxremat.compiling.session import Ledger
 from fxremat.core.plan import Plan
 from fxremat.core.problem import Op, Problem, Value
+from fxremat.cost.loop_rates import TRAFFIC
 from fxremat.report.report import Report, Row, report_from_json, report_to_json
 from tests.conftest import Golden
 
@@ -85,8 +86,11 @@ def test_a_stored_report_is_read_back() -> None:
     assert [path.name for path in session.store_path("key").parent.iterdir()] == ["key.json"]
 
 
-def test_a_cache_that_cannot_be_written_fails_no_compilation(tmp_path: Path) -> None:
+def test_a_cache_that_cannot_be_written_fails_no_compilation(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
     """A file stands where the folder for our files should be."""
+    monkeypatch.setattr("fxremat.cost.loop_rates.TRAFFIC", TRAFFIC[:1])  # measured each time
     (tmp_path / "fxremat").write_text("no folder")
     torch._dynamo.reset()
     options: dict[str, Any] = {
