@@ -18,7 +18,7 @@ GPU = torch.device("cuda", 0)
 @pytest.fixture
 def lock(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
     """The lock file of a GPU that need not be here."""
-    monkeypatch.setattr(device_lock.tempfile, "gettempdir", lambda: str(tmp_path))
+    monkeypatch.setattr("tempfile.gettempdir", lambda: str(tmp_path))
     monkeypatch.setattr(device_lock, "_name", lambda device: "a-gpu")
     return tmp_path / "fxremat-timing-a-gpu.lock"
 
@@ -51,6 +51,6 @@ def test_no_lock_where_none_is_needed_or_can_be(
     """A CPU notices disturbances itself; a folder that cannot be written stops nobody."""
     with alone_on(torch.device("cpu")):
         assert not lock.exists()
-    monkeypatch.setattr(device_lock.tempfile, "gettempdir", lambda: str(tmp_path / "missing"))
+    monkeypatch.setattr("tempfile.gettempdir", lambda: str(tmp_path / "missing"))
     with alone_on(GPU):
         assert not lock.exists()
