@@ -158,7 +158,10 @@ def test_what_fits_on_a_card() -> None:
         tokens = torch.zeros(size, inputs[0].shape[1], dtype=torch.long)
         options["reserve"] = found.held_bytes + found.tuning_bytes
         [report] = fxremat.explain(model, tokens, tokens.clone(), options=options).graphs
-    assert report.predicted_reserved_bytes == ours.peak_bytes + options["reserve"]
+    reserved = report.predicted_reserved_bytes
+    assert reserved is not None
+    assert reserved <= found.budget_bytes  # by a plan that may be slower to find, and better
+    assert ours.peak_bytes + found.held_bytes + found.tuning_bytes <= found.budget_bytes
 
 
 SMALL_MODEL = """
