@@ -2,7 +2,9 @@
 
 from __future__ import annotations
 
-from dataclasses import replace
+from dataclasses import dataclass, replace
+from types import SimpleNamespace
+from typing import Any
 
 from hypothesis import given
 from hypothesis import strategies as st
@@ -10,7 +12,7 @@ from hypothesis import strategies as st
 from fxremat.compiling.rehearsal import Rehearsal
 from fxremat.compiling.sizing import PeaksBySize
 from fxremat.cost.allocator import Allocate, Free
-from fxremat.fitting import _by_line, largest_within
+from fxremat.fitting import _by_line, _rehearsed, largest_within
 
 
 def shown(size: int, scores: int, kept: int, rounded: int = 1) -> Rehearsal:
@@ -82,3 +84,34 @@ def test_the_line_through_two_peaks_meets_the_budget() -> None:
     assert _by_line({0: 100, 10: 200, 50: 700}, 1000) == 74
     assert _by_line({0: 100, 10: 100}, 1000) == 10
     assert _by_line({0: 500, 10: 600}, 100) == 1
+
+
+@dataclass
+class Surprising:
+    """A step of which each plan really takes a tenth more; at least 10 bytes of each size."""
+
+    size: int
+    log: list[tuple[int, int]]
+
+    def quickest(self, target: int) -> Any:
+        self.log.append((self.size, target))
+        peak = max(target, 10 * self.size)
+        return SimpleNamespace(
+            peak_bytes=peak, judged=lambda: SimpleNamespace(peak_bytes=peak * 11 // 10)
+        )
+
+
+def test_what_takes_more_than_expected_aims_lower_and_then_is_smaller() -> None:
+    """The same size first; what is named has been rehearsed within the budget."""
+    log: list[tuple[int, int]] = []
+
+    def at(size: int) -> Any:
+        return Surprising(size, log)
+
+    found = _rehearsed(at, 95, 50, 1000, 0)
+    assert found is not None
+    size, judged = found
+    assert log[:2] == [(95, 1000), (95, 909)]
+    assert 50 < size <= 90
+    assert judged.peak_bytes <= 1000
+    assert _rehearsed(at, 95, 94, 1000, 0) is None

@@ -135,6 +135,14 @@ FORMULAS: Mapping[Any, Callable[..., Blocks]] = {
 """Scratch memory by operator, of its arguments; tensors may be fake."""
 
 
+def known_blocks(target: Any, args: Any, kwargs: Any, card: Multiprocessors) -> Blocks | None:
+    """What a library call takes, where that follows from its arguments and the card."""
+    if IN_FORM_OUT.get(target, target) in REDUCTIONS:
+        return blocks_of_reduction(card, *args, **kwargs)
+    formula = FORMULAS.get(target)
+    return None if formula is None else formula(*args, **kwargs)
+
+
 @dataclass(frozen=True)
 class CudaScratch:
     """Answers as `fxremat.cost.workspaces.Workspaces` does, without running anything."""
@@ -159,7 +167,4 @@ class CudaScratch:
         """The same as blocks that live together."""
         if target in kernels.WORKSPACES:
             return (self.of_call(target, args, kwargs),)
-        if IN_FORM_OUT.get(target, target) in REDUCTIONS:
-            return blocks_of_reduction(self.card, *args, **kwargs)
-        formula = FORMULAS.get(target)
-        return () if formula is None else formula(*args, **kwargs)
+        return known_blocks(target, args, kwargs, self.card) or ()

@@ -24,13 +24,8 @@ from torch.utils import _pytree as pytree
 from fxremat import compat
 from fxremat.cost.allocator.rules import MIN_BLOCK_BYTES, round_up
 from fxremat.cost.call_times import call_key, made_real
-from fxremat.cost.cuda_reductions import (
-    IN_FORM_OUT,
-    REDUCTIONS,
-    Multiprocessors,
-    blocks_of_reduction,
-)
-from fxremat.cost.cuda_scratch import FORMULAS
+from fxremat.cost.cuda_reductions import IN_FORM_OUT, Multiprocessors
+from fxremat.cost.cuda_scratch import known_blocks
 from fxremat.cost.memory_room import has_room
 from fxremat.cost.number_file import NumberFile, number_path
 from fxremat.cost.operands import operands
@@ -127,12 +122,9 @@ class Workspaces:
             given = {name: value for name, value in kwargs.items() if name != "out"}
             return self.blocks_of_call(IN_FORM_OUT[target], args, given)
         whole = self.of_call(target, args, kwargs)
-        if self.device.type == "cuda" and (target in FORMULAS or target in REDUCTIONS):
-            if target in FORMULAS:
-                blocks = FORMULAS[target](*args, **kwargs)
-            else:
-                blocks = blocks_of_reduction(_multiprocessors(self.device), *args, **kwargs)
-            if sum(round_up(n, MIN_BLOCK_BYTES) for n in blocks) == whole:
+        if self.device.type == "cuda" and whole:
+            blocks = known_blocks(target, args, kwargs, _multiprocessors(self.device))
+            if blocks and sum(round_up(n, MIN_BLOCK_BYTES) for n in blocks) == whole:
                 return blocks
         return (whole,) if whole else ()
 
