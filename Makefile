@@ -10,7 +10,7 @@ PYTHON := $(VENV)/bin/python
 STAMP := $(VENV)/.installed
 
 .DEFAULT_GOAL := test
-.PHONY: demo test test-all check gpu venv
+.PHONY: demo test test-all check gpu gpu-install gpu-tests gpu-steps gpu-offload venv
 
 demo: venv
 	$(PYTHON) -m benchmarks.demo
@@ -27,19 +27,33 @@ check: venv
 	$(VENV)/bin/lint-imports
 
 # With the torch and triton of GPU_PYTHON, and without a network: WHEELS are files for what it lacks.
+# GPU_TOGETHER is how many processes compile, or test, at the same time.
 GPU_PYTHON ?= python3
 WHEELS ?=
 GPU_MODELS ?= gpt,llama,vit
+GPU_WAYS ?= checkpoint,fxremat80%,fxremat50%
+GPU_TOGETHER ?= 3
 GPU := build/gpu
 ON_GPU := PYTHONPATH=$(CURDIR):$(CURDIR)/$(GPU) PYTHONUNBUFFERED=1 $(GPU_PYTHON)
 
-gpu:
+gpu: gpu-install
+	$(MAKE) gpu-tests
+	$(MAKE) gpu-steps
+	$(MAKE) gpu-offload
+
+gpu-install:
 	rm -rf $(GPU)
 	$(GPU_PYTHON) -m pip install -q --no-index --no-deps --no-build-isolation --target $(GPU) $(WHEELS) .
-	$(ON_GPU) -m pytest -q -m gpu -p no:cacheprovider
-	$(ON_GPU) -m benchmarks.gpu --models $(GPU_MODELS) --ways checkpoint,fxremat80%,fxremat50% \
-		--together 3 --out $(GPU)/gpu.json
-	$(ON_GPU) -m benchmarks.offload measure --device cuda --dtype bfloat16 --out $(GPU)/offload.json
+
+gpu-tests:
+	$(ON_GPU) -m pytest -q -m gpu -n $(GPU_TOGETHER) -p no:cacheprovider
+
+gpu-steps:
+	$(ON_GPU) -m benchmarks.gpu --models $(GPU_MODELS) --ways $(GPU_WAYS) \
+		--together $(GPU_TOGETHER) --out $(GPU)/gpu.json
+
+gpu-offload:
+	$(ON_GPU) -m benchmarks.offload measure --device cuda --dtype bfloat16 --size base --out $(GPU)/offload.json
 
 venv: $(STAMP)
 

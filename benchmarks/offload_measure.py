@@ -178,7 +178,9 @@ def measured_anew() -> Iterator[None]:
     """Inductor's cache, and with it plans and op times, in a folder of its own."""
     name = "TORCHINDUCTOR_CACHE_DIR"
     before = os.environ.get(name)
-    with tempfile.TemporaryDirectory(prefix="fxremat-benchmark-") as folder:
+    prefix = "fxremat-benchmark-"
+    # Inductor's workers may still write into it
+    with tempfile.TemporaryDirectory(prefix=prefix, ignore_cleanup_errors=True) as folder:
         os.environ[name] = folder
         try:
             yield

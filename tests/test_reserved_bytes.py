@@ -19,7 +19,7 @@ from fxremat.core.plan import Plan
 from fxremat.core.problem import Op, Problem, Value
 from fxremat.core.schedule import keep_all
 from fxremat.core.timeline import replay as timeline_of
-from fxremat.cost.allocator import Allocate, AllocatorSettings, Free, replay
+from fxremat.cost.allocator import Allocate, AllocatorSettings, Event, Free, replay
 from fxremat.runtime.segments import Segment
 from tests.chains import blocks
 from tests.strategies import scheduled_problems
@@ -140,6 +140,18 @@ def test_one_segment_leaves_less_unused() -> None:
     assert taken.usage.peak_reserved_bytes == taken.segment_bytes == 40 * MIB
 
 
+def test_a_much_larger_segment_where_large_blocks_fit_badly() -> None:
+    """By hand: of 100 MiB, 30 are free on either side of 40, and 50 fit neither.
+
+    That needs 90 MiB at once; in 120, 50 fit beside the 40.
+    """
+    first: list[Event] = [Allocate(f"{k}", n * MIB) for k, n in enumerate((30, 40, 20))]
+    events = [*first, Free("0"), Free("2"), Allocate("3", 50 * MIB), Free("3"), Free("1")]
+    taken = least_reserved(events, AllocatorSettings(), 0)
+    assert reserved(events, AllocatorSettings(), 0).peak_allocated_bytes == 90 * MIB
+    assert taken.usage.peak_reserved_bytes == taken.segment_bytes == 120 * MIB
+
+
 def test_no_segment_where_none_is_better() -> None:
     for events in ((), (Allocate("weights", 30 * MIB),), (Allocate("0", 30 * MIB), Free("0"))):
         assert least_reserved(events, AllocatorSettings(), 64 * MIB).segment_bytes == 0
@@ -155,17 +167,22 @@ class _Device:
         self.asked: list[int] = []
         self.free = free
         self.reserved = allocated
+        self.segments: list[dict[str, int]] = []
+        monkeypatch.setattr(torch.cuda, "memory_snapshot", lambda: self.segments)
         monkeypatch.setattr(torch.cuda, "memory_allocated", lambda device: allocated)
         monkeypatch.setattr(torch.cuda, "memory_stats_as_nested_dict", self.statistics)
         monkeypatch.setattr(torch.cuda, "empty_cache", lambda: self.asked.append(0))
         monkeypatch.setattr(torch, "empty", self.empty)
 
-    def empty(self, nbytes: int, *, dtype: torch.dtype, device: torch.device) -> None:
+    def empty(self, nbytes: int, *, dtype: torch.dtype, device: torch.device) -> torch.Tensor:
         assert dtype.itemsize == 1
         self.asked.append(nbytes)
         if nbytes > self.free:
             raise torch.OutOfMemoryError("none left")
         self.reserved += nbytes
+        one = torch.zeros(1)
+        self.segments.append({"address": one.data_ptr(), "total_size": nbytes})
+        return one
 
     def statistics(self, device: torch.device) -> dict[str, Any]:
         return {"reserved_bytes": {"all": {"current": self.reserved}}}
@@ -184,7 +201,10 @@ def test_a_segment_is_taken_with_room_for_what_is_to_come_and_again_when_it_is_l
     assert not Segment(torch.device("cuda"), 0, 0).is_due
     device.reserved += 500 * MIB
     assert not segment.is_due
-    device.reserved -= 620 * MIB  # torch.cuda.empty_cache()
+    device.reserved -= 510 * MIB  # torch.cuda.empty_cache(), while something lives in it
+    assert not segment.is_due
+    device.reserved -= 120 * MIB
+    device.segments.clear()
     assert segment.is_due
     segment.take(own_bytes=10 * MIB)
     assert not segment.is_due

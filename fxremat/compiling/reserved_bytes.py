@@ -15,6 +15,10 @@ from fxremat.cost.allocator.rules import SEGMENT_STEP_BYTES, round_up
 
 LARGER = tuple(1 + k / 400 for k in range(6))
 """Times the bytes that a step needs: segments to choose from; some of them stay unused."""
+MUCH_LARGER = tuple(1 + k / 50 for k in range(1, 31))
+"""The same, where these leave much unused: large blocks that live across each other fit badly."""
+MUCH_UNUSED = 0.02
+"""In parts of what the step needs."""
 
 
 @dataclass(frozen=True)
@@ -39,12 +43,16 @@ def least_reserved(
     without = reserved(events, settings, held_bytes)
     beside = held_bytes + sum(e.nbytes for e in events if _is_resident(e))
     needed = without.peak_allocated_bytes - beside
-    tried = [Reserved(without, 0)]
-    for factor in larger:
+    best = Reserved(without, 0)
+    for factor in (*larger, *MUCH_LARGER) if larger and needed > 0 else ():
         segment = round_up(int(factor * needed), SEGMENT_STEP_BYTES)
-        if needed > 0:
-            tried.append(Reserved(reserved(events, settings, held_bytes, segment), segment))
-    return min(tried, key=lambda one: (one.usage.peak_reserved_bytes, one.segment_bytes))
+        least = best.usage.peak_reserved_bytes
+        if factor > larger[-1] and least <= without.peak_allocated_bytes + MUCH_UNUSED * needed:
+            break
+        if beside + segment < least:
+            one = Reserved(reserved(events, settings, held_bytes, segment), segment)
+            best = min(best, one, key=lambda one: one.usage.peak_reserved_bytes)
+    return best
 
 
 def reserved(

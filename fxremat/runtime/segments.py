@@ -10,6 +10,7 @@ from __future__ import annotations
 
 import logging
 from dataclasses import dataclass
+from typing import Any
 
 import torch
 
@@ -27,16 +28,31 @@ class Segment:
     reserve_bytes: int
     reserved_bytes: int | None = None
     """All that the allocator had from the device when it was taken last."""
+    address: int | None = None
+    """Where it lies; None where the device had no such piece."""
 
     @property
     def is_due(self) -> bool:
         """Whether there is one, and it is not taken yet, or was given back to the device.
 
-        `torch.cuda.empty_cache()` gives it back between two steps.
+        `torch.cuda.empty_cache()` gives it back between two steps, unless something lives in it.
         """
         if self.nbytes == 0:
             return False
-        return self.reserved_bytes is None or _reserved_bytes(self.device) < self.reserved_bytes
+        if self.reserved_bytes is None:
+            return True
+        reserved_bytes = _reserved_bytes(self.device)
+        if reserved_bytes >= self.reserved_bytes:
+            return False
+        self.reserved_bytes = reserved_bytes
+        return not self._is_there()
+
+    def _is_there(self) -> bool:
+        """Whether the allocator has it; this asks for a list of all segments, and takes long."""
+        snapshot: Any = torch.cuda.memory_snapshot
+        return self.address is not None and any(
+            0 <= self.address - one["address"] < one["total_size"] for one in snapshot()
+        )
 
     def take(self, own_bytes: int) -> None:
         """Have the allocator take it; ``own_bytes`` of what is allocated are the graph's.
@@ -49,8 +65,10 @@ class Segment:
         wanted = self.nbytes + max(0, self.reserve_bytes - beside)
         torch.cuda.empty_cache()
         try:
-            torch.empty(wanted, dtype=torch.uint8, device=self.device)
+            whole = torch.empty(wanted, dtype=torch.uint8, device=self.device)
+            self.address = whole.data_ptr()
         except torch.OutOfMemoryError:
+            self.address = None
             size = format_bytes(wanted)
             log.warning("the device has no %s in one piece: more may be left unused", size)
         self.reserved_bytes = _reserved_bytes(self.device)
