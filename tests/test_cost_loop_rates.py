@@ -30,6 +30,20 @@ def test_bandwidth_is_that_of_the_next_smaller_size() -> None:
     assert rates.move_us(1000) == pytest.approx(10.0)
 
 
+@pytest.mark.parametrize(
+    ("exponent", "ns"),
+    [(2, 0.0), (3.0, 0.0), (-2, 7.0), (0.5, 5.0), (2.5, 100.0), (-0.5, 100.0), (40, 100.0)],
+)
+def test_a_power_costs_what_inductor_computes_for_it(exponent: float, ns: float) -> None:
+    """Small whole ones are products, as the square in every RMSNorm."""
+    graph = torch.fx.Graph()
+    x = graph.placeholder("x")
+    power = graph.call_function(torch.ops.aten.pow.Tensor_Scalar, (x, exponent))
+    power.meta["val"] = torch.ones(1000)
+    rates = LoopRates(0.0, ((0, 1e15),), {"pow": 100.0, "sqrt": 5.0, "div": 7.0})
+    assert rates.us([power], 8, int) == pytest.approx(ns, abs=1e-6)
+
+
 def test_rates_are_measured_once(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     first = measured_rates(HOST, tmp_path, compat.outside_fake_mode)
     assert first is not None

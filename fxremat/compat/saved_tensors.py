@@ -70,6 +70,19 @@ def _unless_kept(call: Callable[[], object], _: object) -> None:
         call()
 
 
+def when_backward_ends(node: Any, call: Callable[[], object]) -> None:
+    """Have ``call()`` called at the end of each backward that runs ``node``."""
+    hook: Any = partial(_at_the_end, call)
+    hook.is_ours = True
+    node.register_prehook(hook)
+
+
+@torch.compiler.disable  # type: ignore[untyped-decorator]
+def _at_the_end(call: Callable[[], object], _: object) -> None:
+    engine: Any = torch.autograd.Variable._execution_engine
+    engine.queue_callback(call)
+
+
 def saved_by(node: Any) -> list[torch.Tensor]:
     """The tensors that ``node`` has saved; raises RuntimeError where one was overwritten since."""
     return [*node.saved_tensors, *(getattr(node, "_tensors_no_vc_check", None) or ())]

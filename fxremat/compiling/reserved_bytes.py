@@ -12,6 +12,7 @@ from fxremat.core.timeline import Interval
 from fxremat.core.timeline import replay as timeline_of
 from fxremat.cost.allocator import Allocate, AllocatorSettings, Event, Free, Usage, replay
 from fxremat.cost.allocator.rules import SEGMENT_STEP_BYTES, round_up
+from fxremat.runtime.segments import WALL_BYTES
 
 LARGER = tuple(1 + k / 400 for k in range(6))
 """Times the bytes that a step needs: segments to choose from; some of them stay unused."""
@@ -49,7 +50,7 @@ def least_reserved(
         least = best.usage.peak_reserved_bytes
         if factor > larger[-1] and least <= without.peak_allocated_bytes + MUCH_UNUSED * needed:
             break
-        if beside + segment < least:
+        if beside + segment + WALL_BYTES < least:
             one = Reserved(reserved(events, settings, held_bytes, segment), segment)
             best = min(best, one, key=lambda one: one.usage.peak_reserved_bytes)
     return best
@@ -66,7 +67,7 @@ def reserved(
     ``events`` are of one step; what is resident has a name that is no number, and comes first. What
     a step leaves, as gradients, is freed before the next one. ``held_bytes`` lie beside it, in one
     block. ``segment_bytes`` are asked for, and freed, before the first step. What the allocator has
-    taken it keeps: it never runs out.
+    taken it keeps: it never runs out. A segment has a wall, too.
     """
     left: dict[str, None] = {}
     step = [event for event in events if not _is_resident(event)]
@@ -79,7 +80,8 @@ def reserved(
     ends = [Free(name) for name in left]
     first: list[Event] = [Allocate("held", held_bytes), *resident]
     if segment_bytes:
-        first += [Allocate("segment", segment_bytes), Free("segment")]
+        first += [Allocate("segment", segment_bytes + WALL_BYTES), Free("segment")]
+        first += [Allocate("wall", WALL_BYTES)]
     return replay([*first, *step, *ends, *step], settings)
 
 

@@ -88,8 +88,19 @@ class LoopRates:
         return max(self.move_us(nbytes), computing)
 
 
+MOST_PRODUCTS = 32
+"""Inductor multiplies where the exponent is a whole number below this."""
+
+
 def _name(node: fx.Node) -> str:
-    return str(getattr(getattr(node.target, "overloadpacket", None), "__name__", ""))
+    """What a loop computes for the node; a power may be products, or a root."""
+    name = str(getattr(getattr(node.target, "overloadpacket", None), "__name__", ""))
+    exponent = node.args[1] if name == "pow" and len(node.args) > 1 else None
+    if not isinstance(exponent, (int, float)):
+        return name
+    if float(exponent).is_integer() and abs(exponent) < MOST_PRODUCTS:
+        return "mul" if exponent >= 0 else "div"
+    return "sqrt" if exponent == 0.5 else name
 
 
 def measured_rates(

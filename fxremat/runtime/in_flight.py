@@ -22,7 +22,13 @@ from typing import Any
 
 import torch
 
-from fxremat.compat.saved_tensors import autograd_position, node_of_forward, saved_by, when_freed
+from fxremat.compat.saved_tensors import (
+    autograd_position,
+    node_of_forward,
+    saved_by,
+    when_backward_ends,
+    when_freed,
+)
 from fxremat.compat.tensors import is_fake
 from fxremat.errors import PromiseBroken
 from fxremat.runtime.host_memory import is_on
@@ -120,6 +126,13 @@ def _beside(promise: Promise, held: int, own: int) -> int:
     return held + promise.reserve_bytes
 
 
+def _own_bytes(args: Iterable[object], device: torch.device) -> int:
+    """Bytes of the arguments of a graph, and of gradients that they have."""
+    tensors = [one for one in args if isinstance(one, torch.Tensor)]
+    gradients = [one.grad for one in tensors if one.is_leaf]
+    return sum(_storages([*tensors, *gradients], device).values())
+
+
 def _saved(node: Any, promise: Promise) -> dict[int, int]:
     """The storages that a forward has saved, and those of gradients beside what it saved."""
     try:
@@ -176,10 +189,14 @@ def watch_in_flight(compiled: Compiled, promise: Promise) -> Compiled:
         if any(isinstance(one, torch.Tensor) and is_fake(one) for one in args):
             return compiled(*args)  # Dynamo asks for their sizes, to split what follows for DDP
         if segment.is_due:
-            segment.take(sum(_storages(args, promise.device).values()))
+            segment.take(_own_bytes(args, promise.device))
+        elif segment.has_room:
+            segment.close_room(_own_bytes(args, promise.device))
         results = compiled(*args)
         node = node_of_forward(results, before)
         if node is not None:
+            if segment.has_room:
+                when_backward_ends(node, segment.open_room)
             own = (*args, *results) if isinstance(results, (list, tuple)) else (*args, results)
             shared.add(node, promise, own)
         return results

@@ -4,24 +4,39 @@ torch's allocator takes segments from the device as a step asks for memory, and 
 these only in part. From one segment that is large enough for the whole step, it cuts what is asked
 for, joins what is freed, and cuts again. How large that segment is best is found by a model of the
 allocator (`fxremat.compiling.reserved_bytes`).
+
+What the first step makes to stay, as the optimizer's states, is cut from the segment, too. The
+allocator would put it wherever a hole is large enough, and between such pieces no later step finds
+its room. So a room for it is kept at the beginning of the segment while the graph runs. Where the
+backward ends, the room is left, and smaller holes are held until the next forward: of all that is
+free, the allocator takes the smallest that is large enough.
 """
 
 from __future__ import annotations
 
 import logging
-from dataclasses import dataclass
+from collections.abc import Iterator
+from dataclasses import dataclass, field
 from typing import Any
 
 import torch
 
-from fxremat.sizes import format_bytes
+from fxremat.sizes import MIB, format_bytes
 
 log = logging.getLogger(__name__)
+
+WALL_BYTES = 2 * MIB
+"""Of a segment, between the room and the rest: without it, both would be one hole."""
+LEAST_ROOM_BYTES = 4 * MIB
+LEAST_HOLE_BYTES = MIB + 1
+"""The allocator cuts requests of less from other segments."""
+MOST_WAITS = 64
+"""Backward passes after which nobody is expected to come into the room."""
 
 
 @dataclass
 class Segment:
-    """``nbytes`` on a device; more for the part of ``reserve_bytes`` that is not there yet."""
+    """``nbytes`` on a device, and the wall; more for what of ``reserve_bytes`` is not there yet."""
 
     device: torch.device
     nbytes: int
@@ -30,6 +45,10 @@ class Segment:
     """All that the allocator had from the device when it was taken last."""
     address: int | None = None
     """Where it lies; None where the device had no such piece."""
+    _room: torch.Tensor | None = None
+    _wall: torch.Tensor | None = None
+    _holes: list[torch.Tensor] = field(default_factory=list)
+    _waits: int = 0
 
     @property
     def is_due(self) -> bool:
@@ -45,33 +64,94 @@ class Segment:
         if reserved_bytes >= self.reserved_bytes:
             return False
         self.reserved_bytes = reserved_bytes
-        return not self._is_there()
+        return not any(self._is_in(one["address"], one["total_size"]) for one in _segments())
 
-    def _is_there(self) -> bool:
-        """Whether the allocator has it; this asks for a list of all segments, and takes long."""
-        snapshot: Any = torch.cuda.memory_snapshot
-        return self.address is not None and any(
-            0 <= self.address - one["address"] < one["total_size"] for one in snapshot()
-        )
+    def _is_in(self, address: int, nbytes: int) -> bool:
+        return self.address is not None and 0 <= self.address - address < nbytes
 
     def take(self, own_bytes: int) -> None:
         """Have the allocator take it; ``own_bytes`` of what is allocated are the graph's.
 
-        Optimizer states that the first step makes would be cut from it, too: there is room for
-        them. What the allocator keeps from before goes back to the device. Where the device has no
-        such piece, the allocator takes its segments as it goes.
+        What the allocator keeps from before goes back to the device. Where the device has no such
+        piece, the allocator takes its segments as it goes.
         """
-        beside = torch.cuda.memory_allocated(self.device) - own_bytes
-        wanted = self.nbytes + max(0, self.reserve_bytes - beside)
+        self._room = self._wall = None
+        self._holes.clear()
+        _have_workspaces(self.device)
+        missing = self._missing_bytes(own_bytes)
+        whole = self.nbytes + WALL_BYTES + missing
         torch.cuda.empty_cache()
         try:
-            whole = torch.empty(wanted, dtype=torch.uint8, device=self.device)
-            self.address = whole.data_ptr()
+            self.address = self._hold(whole).data_ptr()
         except torch.OutOfMemoryError:
             self.address = None
-            size = format_bytes(wanted)
-            log.warning("the device has no %s in one piece: more may be left unused", size)
+            log.warning(
+                "the device has no %s in one piece: more may be left unused", format_bytes(whole)
+            )
+        self._waits = 0
+        if self.address is not None and missing >= LEAST_ROOM_BYTES:
+            self._room = self._hold(missing)
+            self._wall = self._hold(WALL_BYTES)
         self.reserved_bytes = _reserved_bytes(self.device)
+
+    @property
+    def has_room(self) -> bool:
+        """Whether something is expected that stays."""
+        return self._wall is not None
+
+    def close_room(self, own_bytes: int) -> None:
+        """Before a forward: what is left of the room is kept, and holes are there for the step."""
+        if self._room is not None:
+            return  # nothing ran backward since
+        missing = self._missing_bytes(own_bytes + sum(map(_bytes, (*self._holes, self._wall))))
+        if missing >= LEAST_ROOM_BYTES and self._waits < MOST_WAITS:
+            self._room = self._hold(missing)
+        else:
+            self._wall = None
+        self._holes.clear()
+
+    def open_room(self) -> None:
+        """After a backward: who comes to stay finds the room, and no smaller hole.
+
+        Where the room is larger than all holes, they may be filled: the step then has the room.
+        """
+        if self._room is None:
+            return
+        room_bytes = _bytes(self._room)
+        holes = [
+            block["size"]
+            for one in _segments()
+            if self._is_in(one["address"], one["total_size"])
+            for block in one["blocks"]
+            if block["state"] == "inactive" and block["size"] >= LEAST_HOLE_BYTES
+        ]
+        if max(holes, default=0) > room_bytes:
+            self._holes += [self._hold(size) for size in sorted(holes) if size <= room_bytes]
+        self._room = None
+        self._waits += 1
+
+    def _missing_bytes(self, own_bytes: int) -> int:
+        """Of what is reserved beside the graph, that which is not there yet."""
+        return max(0, self.reserve_bytes - torch.cuda.memory_allocated(self.device) + own_bytes)
+
+    def _hold(self, nbytes: int) -> torch.Tensor:
+        return torch.empty(nbytes, dtype=torch.uint8, device=self.device)
+
+
+def _have_workspaces(device: torch.device) -> None:
+    """Those of cuBLAS are made when it first multiplies, and stay."""
+    one = torch.ones(1, 1, device=device)
+    torch.mm(one, one)
+
+
+def _bytes(tensor: torch.Tensor | None) -> int:
+    return 0 if tensor is None else tensor.nbytes
+
+
+def _segments() -> Iterator[dict[str, Any]]:
+    """All of the allocator; to ask for them takes long."""
+    snapshot: Any = torch.cuda.memory_snapshot
+    yield from snapshot()
 
 
 def _reserved_bytes(device: torch.device) -> int:

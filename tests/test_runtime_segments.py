@@ -1,0 +1,197 @@
+"""The segment of CUDA memory that a graph runs in, on a model of the allocator."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterable
+from typing import Any
+
+import pytest
+import torch
+
+from fxremat.cost.allocator import CachingAllocator
+from fxremat.runtime import in_flight, segments
+from fxremat.runtime.segments import WALL_BYTES, Segment
+from fxremat.sizes import MIB
+
+CUDA = torch.device("cuda")
+
+
+class _Piece:
+    """A tensor, as far as segments ask; freed when nobody has it."""
+
+    def __init__(self, allocator: CachingAllocator, nbytes: int) -> None:
+        self.nbytes = nbytes
+        self.allocator = allocator
+        self.address = allocator.allocate(nbytes)
+
+    def data_ptr(self) -> int:
+        return self.address
+
+    def __del__(self) -> None:
+        if hasattr(self, "address"):
+            self.allocator.free(self.address)
+
+
+class _Device:
+    """What a segment asks of CUDA."""
+
+    def __init__(self, monkeypatch: pytest.MonkeyPatch) -> None:
+        self.allocator = CachingAllocator()
+        self.free_bytes = 1 << 40
+        for name, function in (
+            ("memory_allocated", lambda device: self.allocator.allocated_bytes),
+            ("memory_stats_as_nested_dict", self.statistics),
+            ("memory_snapshot", self.snapshot),
+            ("empty_cache", self.allocator.empty_cache),
+        ):
+            monkeypatch.setattr(torch.cuda, name, function)
+        monkeypatch.setattr(segments, "_have_workspaces", lambda device: None)
+        monkeypatch.setattr(torch, "empty", self.empty)
+
+    def piece(self, nbytes: int) -> _Piece:
+        return _Piece(self.allocator, nbytes)
+
+    def empty(self, nbytes: int, *, dtype: torch.dtype, device: torch.device) -> _Piece:
+        assert dtype.itemsize == 1
+        if nbytes > self.free_bytes:
+            raise torch.OutOfMemoryError("none left")
+        return self.piece(nbytes)
+
+    def statistics(self, device: torch.device) -> dict[str, Any]:
+        return {"reserved_bytes": {"all": {"current": self.allocator.reserved_bytes}}}
+
+    def snapshot(self) -> list[dict[str, Any]]:
+        """All segments as one, which is there while there are any."""
+        if not self.allocator.reserved_bytes:
+            return []
+        blocks = [
+            {"state": "inactive", "size": nbytes, "address": address}
+            for _, nbytes, address, small in self.allocator.free_blocks()
+            if not small
+        ]
+        return [{"address": 0, "total_size": 1 << 62, "blocks": blocks}]
+
+
+def test_a_segment_is_taken_with_room_for_what_is_to_come(
+    monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
+) -> None:
+    """30 of the 50 MiB that are held beside the graph are there; 20 are still to come."""
+    device = _Device(monkeypatch)
+    held = device.piece(40 * MIB)
+    segment = Segment(CUDA, 100 * MIB, reserve_bytes=50 * MIB)
+    assert segment.is_due
+    segment.take(own_bytes=10 * MIB)
+    assert device.allocator.reserved_bytes == 160 * MIB + WALL_BYTES
+    assert not segment.is_due
+    assert not Segment(CUDA, 0, 0).is_due
+    device.free_bytes = 90 * MIB
+    Segment(CUDA, 100 * MIB, 0).take(0)
+    assert "no 102.00 MiB in one piece" in caplog.text
+    assert held.nbytes == 40 * MIB
+
+
+def test_a_segment_is_taken_again_when_it_was_given_back(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Something else that is given back is no reason, nor is it while something lives in it."""
+    device = _Device(monkeypatch)
+    other = device.piece(30 * MIB)
+    segment = Segment(CUDA, 100 * MIB, reserve_bytes=0)
+    segment.take(own_bytes=30 * MIB)
+    state = device.piece(50 * MIB)
+    del other
+    torch.cuda.empty_cache()
+    assert device.allocator.reserved_bytes == 100 * MIB + WALL_BYTES
+    assert not segment.is_due
+    del state
+    torch.cuda.empty_cache()
+    assert segment.is_due
+    segment.take(own_bytes=0)
+    assert not segment.is_due
+    assert device.allocator.reserved_bytes == 100 * MIB + WALL_BYTES
+
+
+def _step(device: _Device) -> list[_Piece]:
+    """Gradients of 30 MiB in all, between activations; 230 MiB at once."""
+    activations = [device.piece(50 * MIB) for _ in range(4)]
+    gradients = []
+    for k in range(3):
+        del activations[-1]
+        gradients.append(device.piece((5 + 5 * k) * MIB))
+        device.piece(45 * MIB)
+    return gradients
+
+
+def _train(
+    device: _Device, segment: Segment, steps: Iterable[int], states: list[_Piece]
+) -> list[_Piece]:
+    """Steps of a graph and of an optimizer, which makes two states for each gradient."""
+    for _ in steps:
+        if segment.is_due:
+            segment.take(0)
+        elif segment.has_room:
+            segment.close_room(0)
+        gradients = _step(device)
+        if segment.has_room:
+            segment.open_room()
+        if not states:
+            states += [device.piece(g.nbytes) for g in gradients for _ in range(2)]
+            device.piece(8 * MIB)  # for a moment
+        del gradients
+    return states
+
+
+@pytest.mark.parametrize("keep", [False, True])
+def test_states_come_into_the_room(monkeypatch: pytest.MonkeyPatch, keep: bool) -> None:
+    """They are cut from the segment where steps have no use for it, but without a room."""
+    device = _Device(monkeypatch)
+    segment = Segment(CUDA, 200 * MIB, reserve_bytes=62 * MIB)
+    if not keep:
+        monkeypatch.setattr(segments, "LEAST_ROOM_BYTES", 1 << 40)
+    states = _train(device, segment, range(6), [])
+    assert len(states) == 6
+    assert (device.allocator.peak_reserved_bytes == 262 * MIB + WALL_BYTES) is keep
+    assert segment.has_room is False
+
+
+def test_the_room_is_kept_until_states_come(monkeypatch: pytest.MonkeyPatch) -> None:
+    """As while gradients are accumulated; and not for ever."""
+    device = _Device(monkeypatch)
+    segment = Segment(CUDA, 200 * MIB, reserve_bytes=62 * MIB)
+    nobody = [device.piece(MIB)]
+    _train(device, segment, range(5), nobody)
+    assert segment.has_room
+    states = _train(device, segment, range(3), [])
+    assert not segment.has_room
+    assert device.allocator.peak_reserved_bytes <= 264 * MIB + WALL_BYTES
+    other = Segment(CUDA, 200 * MIB, reserve_bytes=1000 * MIB)
+    monkeypatch.setattr(segments, "MOST_WAITS", 3)
+    _train(device, other, range(3), nobody)
+    assert other.has_room
+    _train(device, other, range(2), nobody)
+    assert not other.has_room
+    assert len(states) == 6
+
+
+def test_the_room_opens_at_the_end_of_a_backward(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Of a compiled graph; nothing runs on CUDA here, so the segment only notes what is asked."""
+    asked = list[str]()
+
+    def note(name: str) -> Callable[..., None]:
+        return lambda *_: asked.append(name)
+
+    class Noted(Segment):
+        is_due = property(lambda self: not asked)
+        has_room = property(lambda self: True)
+        take = note("take")
+        close_room = note("close")
+        open_room = note("open")
+
+    monkeypatch.setattr(in_flight, "Segment", Noted)
+    promise = in_flight.Promise("graph", torch.device("cpu"), 1 << 40, 0, 0, 0, 0, 1)
+    module = torch.nn.Sequential(torch.nn.Linear(4, 4), torch.nn.Tanh())
+    compiled = in_flight.watch_in_flight(torch.compile(module, backend="aot_eager"), promise)
+    x = torch.ones(2, 4)
+    for _ in range(2):
+        result = compiled(x).sum()
+        result.register_hook(lambda _: asked.append("backward"))
+        result.backward()
+    assert asked == ["take", "backward", "open", "close", "backward", "open"]
