@@ -1,7 +1,7 @@
 """Judging what prepares the joint graph, with nothing taken from the passes that do it.
 
-These passes work in place. So a graph is read before a pass runs, and what was seen of it is kept
-as numbers: `BeforePass`. The graph after it is right if
+These passes work in place. So what a graph is before a pass runs is kept: `BeforePass`. The graph
+after it is right if it is the same, or, by numbers for what each node computes, if
 
 * it has the same inputs, and its results have the numbers that they had (`sums`);
 * a result that shows the memory of an input does so still, and of no other;
@@ -96,19 +96,72 @@ def written_inputs(graph: fx.Graph) -> frozenset[str]:
     return frozenset(node.name for node in found if node.op == "placeholder")
 
 
+@dataclass(frozen=True)
+class _Seen:
+    """A node as it was before a pass; ``args`` and ``kwargs`` name other nodes by themselves."""
+
+    node: fx.Node
+    name: str
+    op: str
+    target: Any
+    args: Any
+    kwargs: Any
+    meta: dict[str, Any]
+
+    def is_still(self, node: fx.Node) -> bool:
+        """Whether it is this node, and nothing of it has changed but what is noted of it."""
+        return (
+            node is self.node
+            and (node.name, node.op, node.target) == (self.name, self.op, self.target)
+            and (node.args, node.kwargs) == (self.args, self.kwargs)
+        )
+
+
+def _seen(graph: fx.Graph) -> list[_Seen]:
+    return [
+        _Seen(n, n.name, n.op, n.target, n.args, n.kwargs, dict(n.meta)) for n in graph.nodes
+    ]
+
+
+def _graph_of(seen: Iterable[_Seen]) -> fx.Graph:
+    """The graph as it was, of new nodes."""
+    graph, new = fx.Graph(), dict[fx.Node, fx.Node]()
+    for one in seen:
+        args, kwargs = fx.map_arg((one.args, one.kwargs), new.__getitem__)
+        new[one.node] = graph.create_node(one.op, one.target, args, kwargs, one.name)
+        new[one.node].meta = one.meta
+    return graph
+
+
 class BeforePass:
-    """What was seen of a graph before a pass; `check` judges the graph after it."""
+    """What was seen of a graph before a pass; `check` judges the graph after it.
+
+    Most passes change nothing in most graphs. So a graph is read only if it was changed.
+    """
 
     def __init__(
         self, name: str, rights: Rights, graph: fx.Graph, *, num_forward_outputs: int
     ) -> None:
         self.name, self.rights, self.early = name, rights, num_forward_outputs
+        self.seen = _seen(graph)
         self.written = written_inputs(graph)
         self.numbering = SumNumbering(self.written, sums=rights.regroup, clones=rights.clone)
-        self.account = self._account(graph, self._read(graph))
+
+    def _is_as_before(self, graph: fx.Graph) -> bool:
+        """Whether nothing is changed, and nothing but changes is to be judged."""
+        if self.rights.clone and self.written:
+            return False  # a clone may be missing
+        now = list(graph.nodes)
+        return len(now) == len(self.seen) and all(
+            one.is_still(node) for one, node in zip(self.seen, now, strict=True)
+        )
 
     def check(self, graph: fx.Graph) -> None:
         """Raise `VerificationFailed`, with the pass's name, where the graph is not right."""
+        if self._is_as_before(graph):
+            return
+        before = _graph_of(self.seen)
+        self.account = self._account(before, self._read(before))
         self._demand(written_inputs(graph) == self.written, "the step writes other inputs")
         found = self._read(graph)
         new = self._account(graph, found)
