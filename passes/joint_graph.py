@@ -14,7 +14,7 @@ an op with several results, are resolved to it.
 from __future__ import annotations
 
 import operator
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from enum import Enum
 from functools import cache
 from typing import Any
@@ -52,6 +52,8 @@ class JointGraph:
     results: tuple[Any, ...]
     num_forward_outputs: int
     mutated: frozenset[fx.Node]
+    notes: dict[str, Any] = field(default_factory=dict, compare=False, repr=False)
+    """What several rules find out about the graph as it is, by the name of whoever notes it."""
 
     @property
     def forward_outputs(self) -> tuple[fx.Node, ...]:

@@ -298,6 +298,7 @@ class _Builder:
     def variants(self, outputs: Sequence[str]) -> tuple[Variant, ...]:
         """What each variant is to the planner; those that change nothing it sees are left out."""
         base = dict(self.ops)
+        order = {name: place for place, name in enumerate(base)}
         ops_of: dict[fx.Node, list[str]] = {}
         for name in base:
             for node in self.cones[name].nodes:
@@ -310,7 +311,8 @@ class _Builder:
             touched = {
                 name for _, reader in variant.redirected() for name in ops_of.get(reader, ())
             }
-            changes = [self.change(base[name], variant) for name in base if name in touched]
+            changed = sorted(touched, key=order.__getitem__)
+            changes = [self.change(base[name], variant) for name in changed]
             replaced = self.replaced_outputs(variant, outputs)
             changes = [change for change in changes if change is not None]
             if changes or replaced:

@@ -116,9 +116,14 @@ def _ordered(
     for op in new:
         sources = (place.get(writer[r], 0.0) for r in op.reads if r in writer)
         place[op.name] = max(sources, default=-1.0) + 0.5
+    made = {name for op in new for name in op.writes}
+    readers_of: dict[str, list[str]] = {}
+    for op in ops:
+        for name in made.intersection(op.reads):
+            readers_of.setdefault(name, []).append(op.name)
     for op in reversed(new):
         if op.phase != "forward":
-            readers = [place[o.name] for o in ops if not {*o.reads}.isdisjoint(op.writes)]
+            readers = [place[reader] for name in op.writes for reader in readers_of.get(name, ())]
             freed = sum(mortal.get(name, 0) for name in op.reads)
             held = sum(sizes[name] for name in op.writes)
             if readers:

@@ -301,15 +301,36 @@ def _row_counts(shape: tuple[int, ...]) -> Iterator[int]:
             yield rows
 
 
-def _grown(
-    joint: JointGraph, seed: fx.Node, position: dict[fx.Node, int], cache: dict[int, CallsCache]
-) -> list[Region]:
-    """The ways to see rows in a value."""
-    shape = shape_of(seed)
-    assert shape is not None
-    counts = dict.fromkeys(_row_counts(shape))
-    regions = [grow(joint, seed, n, position, cache.setdefault(n, {})) for n in counts]
-    return [r for r in regions if r.kinds]
+@dataclass
+class _Grower:
+    """Grows regions of one graph, each only once: several rules want some of them."""
+
+    joint: JointGraph
+    position: dict[fx.Node, int]
+    calls: dict[int, CallsCache] = field(default_factory=dict)
+    grown: dict[fx.Node, list[Region]] = field(default_factory=dict)
+
+    @classmethod
+    def of(cls, joint: JointGraph) -> _Grower:
+        """The one of this graph."""
+        position = {n: i for i, n in enumerate(joint.module.graph.nodes)}
+        known = joint.notes.get(cls.__name__)
+        if known is None or known.position != position:
+            known = joint.notes[cls.__name__] = cls(joint, position)
+        assert isinstance(known, cls)
+        return known
+
+    def around(self, seed: fx.Node) -> list[Region]:
+        """The ways to see rows in a value."""
+        if seed not in self.grown:
+            shape = shape_of(seed)
+            assert shape is not None
+            regions = (
+                grow(self.joint, seed, n, self.position, self.calls.setdefault(n, {}))
+                for n in dict.fromkeys(_row_counts(shape))
+            )
+            self.grown[seed] = [r for r in regions if r.kinds]
+        return self.grown[seed]
 
 
 def find_regions(
@@ -321,18 +342,17 @@ def find_regions(
     big in a region that is not wanted begins no other one, so the graph is looked at a few times.
     """
     nodes = [n for n in joint.module.graph.nodes if n.op == "call_function"]
-    position = {n: i for i, n in enumerate(joint.module.graph.nodes)}
+    grower = _Grower.of(joint)
     sizes = {n: nbytes(n) for n in nodes if packet_name(n) not in VIEWS}
     least = max(sizes.values(), default=0) / LEAST_PART
     seeds = [n for n in nodes if sizes.get(n, 0) >= max(least, 1)]
     found: list[Region] = []
     taken: set[fx.Node] = set()
     tried: set[fx.Node] = set()
-    cache: dict[int, CallsCache] = {}
-    for seed in sorted(seeds, key=lambda n: (-sizes[n], position[n])):
+    for seed in sorted(seeds, key=lambda n: (-sizes[n], grower.position[n])):
         if seed in tried:
             continue
-        regions = _grown(joint, seed, position, cache)
+        regions = grower.around(seed)
         tried |= {seed, *(n for r in regions for n in r.kinds if r.is_big(n))}
         fit = [r for r in regions if _is_worth_it(r) and wanted(r) and not taken & set(r.kinds)]
         if fit:
