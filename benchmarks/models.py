@@ -16,7 +16,7 @@ from torch.utils.checkpoint import checkpoint
 
 from .nets.language import BERT, GPT, LSTM, EncoderDecoder, Llama
 from .nets.layers import Network
-from .nets.vision import VGG, Mixer, RegNet, ResNet, UNet, ViT
+from .nets.vision import VGG, Mixer, MobileNetV2, RegNet, ResNet, UNet, ViT
 
 SIZES = ("small", "deep", "base", "gpu")
 
@@ -33,6 +33,12 @@ class Config:
 def _config(network: Callable[..., Network], batch: int, **arguments: Any) -> Config:
     return Config(network, batch, arguments)
 
+
+MOBILENET_V2 = (
+    (1, 16, 1, 1), (6, 24, 2, 2), (6, 32, 3, 2), (6, 64, 4, 2),
+    (6, 96, 3, 1), (6, 160, 3, 2), (6, 320, 1, 1),
+)  # fmt: skip
+"""Of each stage as published: expansion, channels, blocks and the stride of the first."""
 
 MODELS: dict[str, dict[str, Config]] = {
     "gpt": {
@@ -145,6 +151,44 @@ MODELS: dict[str, dict[str, Config]] = {
             blocks=(2, 5, 14, 2),
             widths=(224, 448, 1232, 3024),
             group_width=112,
+            resolution=224,
+            classes=1000,
+        ),
+    },
+    "mobilenet": {
+        "small": _config(
+            MobileNetV2,
+            16,
+            stages=((1, 16, 1, 1), (6, 24, 1, 2), (6, 32, 2, 2)),
+            stem=16,
+            last=128,
+            resolution=128,
+            classes=100,
+        ),
+        "deep": _config(
+            MobileNetV2,
+            8,
+            stages=tuple((t, c // 2, n, s) for t, c, n, s in MOBILENET_V2),
+            stem=16,
+            last=640,
+            resolution=128,
+            classes=100,
+        ),
+        "base": _config(
+            MobileNetV2,
+            128,
+            stages=MOBILENET_V2,
+            stem=32,
+            last=1280,
+            resolution=224,
+            classes=1000,
+        ),
+        "gpu": _config(
+            MobileNetV2,
+            768,
+            stages=MOBILENET_V2,
+            stem=32,
+            last=1280,
             resolution=224,
             classes=1000,
         ),

@@ -205,6 +205,58 @@ class RegNet(ImageClassifier):
         return children_of(self.blocks)
 
 
+class InvertedResidual(nn.Module):
+    """Channels are widened, each is convolved by itself, and few are left."""
+
+    def __init__(self, inputs: int, outputs: int, stride: int, expansion: int) -> None:
+        super().__init__()
+        hidden = inputs * expansion
+        self.widen = nn.Identity() if expansion == 1 else conv_bn(inputs, hidden, 1)
+        self.middle = conv_bn(hidden, hidden, 3, stride, groups=hidden)
+        self.narrow = conv_bn(hidden, outputs, 1)
+        self.expansion = expansion
+        self.same = inputs == outputs and stride == 1
+
+    def forward(self, x: Tensor) -> Tensor:
+        wide = x if self.expansion == 1 else F.relu6(self.widen(x))
+        y: Tensor = self.narrow(F.relu6(self.middle(wide)))
+        return x + y if self.same else y
+
+
+class MobileNetV2(ImageClassifier):
+    """MobileNetV2 (Sandler et al. 2018); of each stage: expansion, channels, blocks and stride."""
+
+    def __init__(
+        self,
+        stages: tuple[tuple[int, int, int, int], ...],
+        stem: int,
+        last: int,
+        resolution: int,
+        classes: int,
+    ) -> None:
+        super().__init__(resolution, classes)
+        channels = stem
+        self.stem = conv_bn(RGB, channels, 3, stride=2)
+        self.blocks = nn.ModuleList()
+        for expansion, width, count, stride in stages:
+            for index in range(count):
+                step = stride if index == 0 else 1
+                self.blocks.append(InvertedResidual(channels, width, step, expansion))
+                channels = width
+        self.last = conv_bn(channels, last, 1)
+        self.head = nn.Linear(last, classes)
+
+    def forward(self, inputs: Tensor, targets: Tensor) -> Tensor:
+        x = F.relu6(self.stem(inputs))
+        for block in self.blocks:
+            x = block(x)
+        x = F.relu6(self.last(x))
+        return token_loss(self.head(x.mean(dim=(2, 3))), targets)
+
+    def checkpoint_blocks(self) -> Blocks:
+        return children_of(self.blocks)
+
+
 class VGG(ImageClassifier):
     """VGG with BatchNorm: 3x3 convolutions, each with BatchNorm and ReLU, and max-pools between.
 
