@@ -12,9 +12,9 @@ from torch.utils._python_dispatch import TorchDispatchMode
 
 from fxremat.compiling import request
 from fxremat.compiling.session import Ledger
-from fxremat.cost.cuda_scratch import allocate_cublas
 from fxremat.options import Options, parse_options
 from fxremat.runtime.host_memory import is_on
+from fxremat.runtime.segments import allocate_cublas
 from fxremat.sizes import GIB, MIB
 
 GPU = torch.device("cuda", 0)
@@ -91,12 +91,16 @@ def test_of_a_slice_the_rest_is_held(card: Card, monkeypatch: pytest.MonkeyPatch
 
 def test_tensors_of_the_first_graph_are_not_held_twice(card: Card) -> None:
     ledger = Ledger()
-    card(allocated=100)
-    assert request._held_bytes(options(), GPU, [], None, ledger, (0, 0)) == 100
-    ledger.peaks[0] = {0: 40}
-    card(allocated=130)
-    assert request._held_bytes(options(), GPU, [], None, ledger, (1, 0)) == 140
-    assert request._held_bytes(options(reserve=7), GPU, [], None, ledger, (1, 0)) == 47
+
+    def held(place: tuple[int, int], **given: Any) -> int:
+        return request._held_bytes(options(**given), GPU, [], None, ledger, place)
+
+    card(allocated=100 * MIB)
+    assert held((0, 0)) == 100 * MIB
+    ledger.peaks[0] = {0: 40 * MIB}
+    card(allocated=130 * MIB)
+    assert held((1, 0)) == 140 * MIB
+    assert held((1, 0), reserve=7) == 40 * MIB + 7
 
 
 def test_kernels_are_tuned_only_where_there_are_some(card: Card) -> None:
@@ -115,6 +119,15 @@ def test_workspaces_of_cublas_are_allocated_before_bytes_are_counted(
     card(allocated=100)
     monkeypatch.setattr(request, "allocate_cublas", lambda device: card(allocated=164))
     assert request._unseen_bytes([], GPU) == 164
+
+
+def test_a_few_bytes_more_that_no_graph_sees_ask_for_no_other_plan(card: Card) -> None:
+    """As a metric that is kept from one run to the next; the next larger step counts in full."""
+    held = []
+    for allocated in (64 * MIB + 1, 64 * MIB + 5000, 66 * MIB, 66 * MIB + 1):
+        card(allocated=allocated)
+        held.append(request._held_bytes(options(), GPU, [], None, Ledger(), (0, None)))
+    assert held == [66 * MIB, 66 * MIB, 66 * MIB, 68 * MIB]
 
 
 def test_both_threads_compute_a_product(monkeypatch: pytest.MonkeyPatch) -> None:

@@ -45,7 +45,7 @@ class _Device:
             ("empty_cache", self.allocator.empty_cache),
         ):
             monkeypatch.setattr(torch.cuda, name, function)
-        monkeypatch.setattr(segments, "_have_workspaces", lambda device: None)
+        monkeypatch.setattr(segments, "allocate_cublas", lambda device: None)
         monkeypatch.setattr(torch, "empty", self.empty)
 
     def piece(self, nbytes: int) -> _Piece:

@@ -14,8 +14,9 @@ from fxremat import compat
 from fxremat.compiling.session import Ledger
 from fxremat.core.problem import COPY_LATENCY_US, Copies
 from fxremat.cost.allocator import AllocatorSettings, settings_of_environment
+from fxremat.cost.allocator.rules import SEGMENT_STEP_BYTES, round_up
 from fxremat.cost.cards import Card
-from fxremat.cost.cuda_scratch import allocate_cublas, cublas_bytes
+from fxremat.cost.cuda_scratch import cublas_bytes
 from fxremat.cost.device import device_spec
 from fxremat.device import absent_card
 from fxremat.options import Options, machine_memory_bytes
@@ -23,6 +24,7 @@ from fxremat.passes.memory_estimation import nbytes
 from fxremat.runtime import measure_copy_speed
 from fxremat.runtime.gradients import accumulation
 from fxremat.runtime.host_memory import is_on
+from fxremat.runtime.segments import allocate_cublas
 
 log = logging.getLogger(__name__)
 
@@ -218,6 +220,7 @@ def _held_bytes(
     """How many bytes are held by other graphs, and by what no graph sees.
 
     Each ``grad`` that gradients are to be added to is held; those that are there are allocated.
+    What no graph sees is rounded up: a few bytes more make no other plan, unknown to caches.
     """
     grads = accumulation.expected_bytes(device)
     if options.reserve is not None or device.type != "cuda":
@@ -225,7 +228,8 @@ def _held_bytes(
     if card is not None:
         return ledger.held_by_others(*place) + 2 * cublas_bytes(card.capability) + grads
     missing = accumulation.expected_bytes(device, missing_only=True)
-    return ledger.held_beside(*place, _unseen_bytes(inputs, device)) + missing
+    unseen = round_up(_unseen_bytes(inputs, device), SEGMENT_STEP_BYTES)
+    return ledger.held_beside(*place, unseen) + missing
 
 
 def _tuning_bytes(options: Options, device: torch.device, card: Card | None) -> int:

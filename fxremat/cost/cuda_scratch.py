@@ -21,7 +21,6 @@ counted. cuBLAS has one workspace for all its calls: `cublas_bytes`.
 from __future__ import annotations
 
 from collections.abc import Callable, Mapping
-from contextlib import suppress
 from dataclasses import dataclass
 from functools import cache
 from typing import Any
@@ -58,17 +57,6 @@ def cublas_bytes(capability: tuple[int, int]) -> int:
 
 
 @cache
-def allocate_cublas(device: torch.device) -> None:
-    """Have both workspaces allocated: whoever counts what is allocated from now on sees them.
-
-    Where nothing but deterministic algorithms may run, a product may be refused.
-    """
-    with compat.outside_fake_mode(), torch.inference_mode(False), torch.enable_grad():
-        small = torch.ones(2, 2, device=device, requires_grad=True)
-        with suppress(RuntimeError):
-            torch.autograd.grad((small @ small).sum(), small)
-
-
 def _up(size: int, multiple: int) -> int:
     return -(-size // multiple) * multiple
 

@@ -16,11 +16,13 @@ from __future__ import annotations
 
 import logging
 from collections.abc import Iterator
+from contextlib import suppress
 from dataclasses import dataclass, field
 from typing import Any
 
 import torch
 
+from fxremat.compat.tensors import outside_fake_mode
 from fxremat.sizes import MIB, format_bytes
 
 log = logging.getLogger(__name__)
@@ -77,7 +79,7 @@ class Segment:
         """
         self._room = self._wall = None
         self._holes.clear()
-        _have_workspaces(self.device)
+        allocate_cublas(self.device)
         missing = self._missing_bytes(own_bytes)
         whole = self.nbytes + WALL_BYTES + missing
         torch.cuda.empty_cache()
@@ -138,10 +140,16 @@ class Segment:
         return torch.empty(nbytes, dtype=torch.uint8, device=self.device)
 
 
-def _have_workspaces(device: torch.device) -> None:
-    """Those of cuBLAS are made when it first multiplies, and stay."""
-    one = torch.ones(1, 1, device=device)
-    torch.mm(one, one)
+def allocate_cublas(device: torch.device) -> None:
+    """Have both workspaces allocated: whoever counts what is allocated from now on sees them.
+
+    That of the thread that runs forwards, and that of backwards. Where nothing but deterministic
+    algorithms may run, a product may be refused.
+    """
+    with outside_fake_mode(), torch.inference_mode(False), torch.enable_grad():
+        small = torch.ones(2, 2, device=device, requires_grad=True)
+        with suppress(RuntimeError):
+            torch.autograd.grad((small @ small).sum(), small)
 
 
 def _bytes(tensor: torch.Tensor | None) -> int:
