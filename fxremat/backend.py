@@ -53,6 +53,9 @@ def _key(gm: fx.GraphModule, inputs: Sequence[Any], partitioner: Partitioner) ->
     return session.digest(gm.code, shapes, gradients, partitioner.uuid(), torch.__version__)
 
 
+NO_POOLS = "they keep memory of their own, which no plan counts; give no memory_budget to have them"
+
+
 def patches_for(
     options: Options, request: Request, mode: str | None = None, inputs: Sequence[Any] = ()
 ) -> dict[str, Any]:
@@ -65,8 +68,11 @@ def patches_for(
     # Reusing a buffer holds it from its last use to its next: the peak would exceed the plan's.
     exact = {} if request.budget_bytes is None else {"allow_buffer_reuse": False}
     moves = options.offload or any(isinstance(x, torch.Tensor) and is_host(x) for x in inputs)
-    if moves and theirs(compat.CUDAGRAPHS):
-        log.warning("cudagraphs are off: a graph that moves values to host memory has none")
+    # They allocate in pools of their own, beside the segment that the plan is cut from.
+    counted = options.memory_budget is not None and request.allocator is not None
+    if (moves or counted) and theirs(compat.CUDAGRAPHS):
+        why = "a graph that moves values to host memory has none" if moves else NO_POOLS
+        log.warning("cudagraphs are off: %s", why)
         user = {**user, compat.CUDAGRAPHS: False}
     return {
         **exact,
@@ -88,13 +94,13 @@ def _patches(
 
 def _compile(
     gm: fx.GraphModule, inputs: Sequence[Any], options: Options, partitioner: Partitioner,
-    mode: str | None,
+    patches: dict[str, Any],
 ) -> Callable[..., Any]:  # fmt: skip
     if options.executor == "aot_eager":
         return compat.compile_with_aot_eager(gm, inputs, partitioner)
     if device_of_inputs(inputs).type == "cpu":
         compat.look_for_vectors()  # while the graph is traced
-    return compat.compile_with_inductor(gm, inputs, _patches(options, partitioner, mode, inputs))
+    return compat.compile_with_inductor(gm, inputs, patches)
 
 
 @contextmanager
@@ -140,8 +146,9 @@ def fxremat(
     partitioner = Partitioner(request, build())
     key = _key(gm, example_inputs, partitioner)
     current = session.begin()
+    patches = _patches(parsed, partitioner, mode, example_inputs)
     with _written(parsed, current):
-        compiled = _compile(gm, example_inputs, parsed, partitioner, mode)
+        compiled = _compile(gm, example_inputs, parsed, partitioner, patches)
         if current.report is not None:
             session.store(key, current.report)
         else:
@@ -153,12 +160,18 @@ def fxremat(
     ledger.record(frame, report, compilation)
     session.STATE.reports.append(report)
     log.info("%s", report.summary())
-    promise = _promise(report, device, request, others)
+    pooled = patches.get(compat.CUDAGRAPHS, getattr(compat.inductor_config, compat.CUDAGRAPHS))
+    promise = _promise(report, device, request, others, pooled=pooled)
     return compiled if promise is None else watch_in_flight(compiled, promise)
 
 
-def _promise(report: Report, device: torch.device, request: Request, others: int) -> Promise | None:
-    """What the plan promises of the graph; None without a budget."""
+def _promise(
+    report: Report, device: torch.device, request: Request, others: int, *, pooled: bool
+) -> Promise | None:
+    """What the plan promises of the graph; None without a budget.
+
+    A graph that is ``pooled`` allocates in pools of its own: no segment is taken for it.
+    """
     if request.budget_bytes is None:
         return None
     return Promise(
@@ -169,7 +182,7 @@ def _promise(report: Report, device: torch.device, request: Request, others: int
         held_bytes=report.held_bytes,
         reserve_bytes=request.held_bytes - others,
         saved_bytes=report.saved_bytes,
-        segment_bytes=report.segment_bytes,
+        segment_bytes=0 if pooled else report.segment_bytes,
     )
 
 

@@ -22,6 +22,7 @@ from fxremat.compiling.request import Request
 from fxremat.core.problem import Problem
 from fxremat.core.schedule import Move
 from fxremat.core.timeline import replay
+from fxremat.cost.allocator import AllocatorSettings
 from fxremat.cost.peak import measure_peak
 from fxremat.errors import VerificationFailed
 from fxremat.options import parse_options
@@ -250,12 +251,14 @@ def test_without_bandwidth_the_plan_is_the_one_without() -> None:
     assert plain.plan.steps == other.plan.steps
 
 
-@pytest.mark.parametrize("what", ["activations", "weights"])
+@pytest.mark.parametrize("what", ["activations", "weights", "a budget"])
 def test_cudagraphs_are_off_with_a_message(what: str, caplog: pytest.LogCaptureFixture) -> None:
-    options = parse_options({"offload": what == "activations"}, device_total_bytes=None)
+    asked = 1 << 30 if what == "a budget" else None
+    given = {"offload": what == "activations", "memory_budget": asked}
+    options = parse_options(given, device_total_bytes=None)
     x = torch.zeros(4)
     inputs = [host_copy(x, x.device) if what == "weights" else x]
-    request = Request()
+    request = Request(budget_bytes=asked, allocator=AllocatorSettings() if asked else None)
     with caplog.at_level(logging.WARNING):
         patches = _patches(options, Partitioner(request, "0"), "reduce-overhead", inputs)
     assert patches[compat.CUDAGRAPHS] is False
