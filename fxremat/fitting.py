@@ -17,7 +17,7 @@ import torch
 from torch import fx, nn
 
 from fxremat import compat
-from fxremat.backend import patches_for, total_bytes, traced
+from fxremat.backend import generating, patches_for, total_bytes, traced
 from fxremat.compiling import session
 from fxremat.compiling.draft import Draft
 from fxremat.compiling.request import Request, request_for
@@ -228,19 +228,22 @@ class _Fitting:
                     return compat.torch_partition(one, joint_inputs, **kwargs)
 
                 draft = Draft(module, kwargs["num_fwd_outputs"], static, as_torch_does)
+                there = partial(generating, module, patches)
                 with compat.apart_from_tracing():
                     try:
-                        step = symbolic_step(draft, request, sizes, "step")
+                        step = symbolic_step(draft, request, sizes, "step", there)
                     except KeyError as error:
                         raise CannotVary(str(error.args[0]), "the model fixes it") from error
-                    study(step, request)
-                raise Ended(None)
+                raise Ended((step, request))
 
-            return traced(gm, given, patches_for(parsed, request), partition)
+            patches = patches_for(parsed, request)
+            return traced(gm, given, patches, partition)
 
         with compat.on_host_without_memory(self.model, inputs) as there, session.separate():
             _mark(there, self.vary)
-            compile_until_ended(type(self.model).__name__, self.model, there, backend)
+            found = compile_until_ended(type(self.model).__name__, self.model, there, backend)
+        with session.separate():
+            study(*found)
 
 
 def _resized(

@@ -9,7 +9,7 @@ without memory, at any size.
 from __future__ import annotations
 
 from collections.abc import Callable, Iterator, Mapping, Sequence
-from contextlib import contextmanager
+from contextlib import AbstractContextManager, contextmanager
 from dataclasses import dataclass, field, replace
 from fractions import Fraction
 from functools import partial
@@ -31,6 +31,8 @@ from fxremat.cost.allocator import Allocate, Event
 
 Sizes = Mapping[str, int]
 """What varies, by name, and how large it is."""
+There = Callable[[], AbstractContextManager[Any]]
+"""Inside, code can be generated for the device of a step."""
 
 
 @dataclass(frozen=True)
@@ -114,38 +116,47 @@ class Expected:
     judge: Judge
     candidate: Candidate
     peak_bytes: int
+    there: There
 
     @property
     def time_us(self) -> float:
         """Of the planned step."""
         return self.candidate.plan.time_us
 
+    @compat.with_stack_room
     def judged(self) -> Judged:
         """Rehearsed: the peak that it really has."""
-        return self.judge.judge(self.candidate)
+        with self.there():
+            return self.judge.judge(self.candidate)
 
 
 @dataclass
 class SymbolicStep:
-    """A training step on symbols; ``names`` gives the name of what each symbol stands for."""
+    """A training step on symbols; ``names`` gives the name of what each symbol stands for.
+
+    It is asked ``there``: where code can be generated for its device.
+    """
 
     prepared: Draft
     costs: CostModel
     names: Mapping[Any, str]
     given: Draft
     """As it was traced."""
+    there: There
     times: StageTimes = field(default_factory=StageTimes)
     torch_cut: AsTorch | None = None
 
     @contextmanager
     def at(self, sizes: Sizes) -> Iterator[None]:
         """Inside, everything is of these sizes."""
-        with compat.sizes_at({symbol: sizes[name] for symbol, name in self.names.items()}):
+        at = compat.sizes_at({symbol: sizes[name] for symbol, name in self.names.items()})
+        with self.there(), at:
             yield
 
     def _runner(self, request: Request) -> Runner:
         return Runner(replace(self.costs, request=request), self.times)
 
+    @compat.with_stack_room
     def torch_rehearsal(self, sizes: Sizes) -> Rehearsal:
         """A step with torch's own partition, at these sizes."""
         with self.at(sizes):
@@ -161,6 +172,7 @@ class SymbolicStep:
 
         return PeaksBySize(rehearsed, partial(plain_bytes, request=self.costs.request))
 
+    @compat.with_stack_room
     def torch_time_us(self, sizes: Sizes) -> float:
         """The planned time of torch's own partition at these sizes, in microseconds."""
         with self.at(sizes):
@@ -179,6 +191,7 @@ class SymbolicStep:
             self.torch_cut = AsTorch(cut, scene)
         return self.torch_cut
 
+    @compat.with_stack_room
     def with_numbers(self, sizes: Sizes) -> SymbolicStep:
         """The same step with its sizes as numbers, which variants need."""
         values = {symbol: sizes[name] for symbol, name in self.names.items()}
@@ -186,19 +199,22 @@ class SymbolicStep:
         static = tuple(kept.index(k) for k in self.given.static if k in kept)
         draft = Draft(module, self.given.num_forward_outputs, static, self.given.partition)
         request = self.costs.request
-        made: SymbolicStep = compat.joint_passes(
-            module, lambda: symbolic_step(draft, request, {}, self.costs.name)
-        )
+        with self.there():
+            made: SymbolicStep = compat.joint_passes(
+                module, lambda: symbolic_step(draft, request, {}, self.costs.name, self.there)
+            )
         return replace(made, times=self.times)
 
+    @compat.with_stack_room
     def quickest(self, budget_bytes: int) -> Expected:
         """A plan that is found quickly for sizes that are numbers, and bytes of the graph alone.
 
         It is expected to be within them, or, where none is, to take the least.
         """
         search = self._search(budget_bytes)
-        found = search.quickest(budget_bytes)
-        return Expected(search.judge, found, search.expected_bytes(found))
+        with self.there():
+            found = search.quickest(budget_bytes)
+            return Expected(search.judge, found, search.expected_bytes(found), self.there)
 
     def _search(self, budget_bytes: int) -> Search:
         asked = self.costs.request
@@ -217,7 +233,9 @@ UNTOUCHED = {
 """Inductor's configuration as it is without us."""
 
 
-def symbolic_step(draft: Draft, request: Request, given: Sizes, name: str) -> SymbolicStep:
+def symbolic_step(
+    draft: Draft, request: Request, given: Sizes, name: str, there: There
+) -> SymbolicStep:
     """Prepare a joint graph that was traced with the sizes ``given`` as symbols.
 
     Raises `KeyError` with the name of what is no symbol: the model fixes it.
@@ -236,4 +254,4 @@ def symbolic_step(draft: Draft, request: Request, given: Sizes, name: str) -> Sy
             raise KeyError(what)
     times = StageTimes()
     prepared = Runner(costs, times).run("prepare", PREPARE, draft)
-    return SymbolicStep(prepared, costs, names, traced, times)
+    return SymbolicStep(prepared, costs, names, traced, there, times)
