@@ -215,9 +215,7 @@ def traced(
     return compat.trace_for_absent(gm, inputs, patches, partition, card.properties())
 
 
-def generating(
-    module: fx.GraphModule, patches: Mapping[str, Any]
-) -> AbstractContextManager[None]:
+def generating(module: fx.GraphModule, patches: Mapping[str, Any]) -> AbstractContextManager[None]:
     """Inside, code can be generated for a joint graph that was traced by `traced`."""
     card = absent_card()
     return compat.generating(module, patches, None if card is None else card.properties())

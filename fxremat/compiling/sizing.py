@@ -62,19 +62,24 @@ class PeaksBySize:
 
     def at(self, size: int) -> int:
         """Rehearsed at this size."""
-        if size not in self.shown:
-            self.shown[size] = self.rehearse(size)
-        return self.peak_of(self.shown[size])
+        return self.peak_of(self.rehearsed(size))
 
     def expected(self, size: int, first: int) -> int:
         """By rehearsals at multiples of ``first``; rehearsed where these are not alike."""
-        samples = [times * first for times in SAMPLES]
-        for one in samples:
-            self.at(one)
+        return self.peak_of(self.told(size, first))
+
+    def rehearsed(self, size: int) -> Rehearsal:
+        """At this size, once."""
+        if size not in self.shown:
+            self.shown[size] = self.rehearse(size)
+        return self.shown[size]
+
+    def told(self, size: int, first: int) -> Rehearsal:
+        """What to expect of a rehearsal at this size."""
+        samples = [(one, self.rehearsed(one)) for one in (times * first for times in SAMPLES)]
         if size in self.shown:
-            return self.at(size)
-        found = _between([(one, self.shown[one]) for one in samples], size)
-        return self.at(size) if found is None else self.peak_of(found)
+            return self.shown[size]
+        return _between(samples, size) or self.rehearsed(size)
 
 
 def _between(samples: Sequence[tuple[int, Rehearsal]], size: int) -> Rehearsal | None:

@@ -1,4 +1,4 @@
-"""The repeated blocks of a model: checkpointing of each, as trainers offer it, and fewer of them."""
+"""The repeated blocks of a model: checkpointing of each, as trainers offer it; fewer of them."""
 
 from __future__ import annotations
 
@@ -76,7 +76,9 @@ def are_alike(blocks: Sequence[nn.Module]) -> bool:
 
 def _form(block: nn.Module) -> tuple[Any, ...]:
     """What is the same for blocks that are alike."""
-    return tuple((name, type(one), _tensors(one), _told(one)) for name, one in block.named_modules())
+    return tuple(
+        (name, type(one), _tensors(one), _told(one)) for name, one in block.named_modules()
+    )
 
 
 def _tensors(module: nn.Module) -> tuple[Any, ...]:

@@ -1,0 +1,159 @@
+"""Steps with few of the blocks that a model repeats, continued to all of them.
+
+Blocks between the first and the last are alike: each adds the same to the peak and to the time of
+a step as torch cuts it. So two steps that differ in nothing but the number of blocks give a
+straight line, which is continued to the whole model.
+
+Plans of the planner are no straight lines: of few blocks all but one may run again from the inputs
+of the first, of many not. So the step with most blocks is planned, and each further block is taken
+to be either checkpointed or as torch has it. There is such a plan: what it takes is known from the
+two lines. A better one may run several blocks again from one input; it is not looked for.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import dataclass, field
+
+from fxremat.compiling.rehearsal import Rehearsal
+from fxremat.compiling.sizing import Expected, PeaksBySize, Sizes, SymbolicStep
+
+
+@dataclass(frozen=True)
+class Line:
+    """Over numbers of blocks: those ``studied``, one or two of them, continued to ``whole``."""
+
+    studied: tuple[int, ...]
+    whole: int
+
+    @property
+    def further(self) -> int:
+        """Blocks of the whole that are in no step."""
+        return self.whole - self.studied[-1]
+
+    def slope(self, values: Sequence[float]) -> float:
+        """What each block adds; nothing is less for more blocks. 0 where one number is studied."""
+        if len(values) == 1:
+            return 0.0
+        return max(0.0, (values[-1] - values[0]) / (self.studied[-1] - self.studied[0]))
+
+    def continued(self, values: Sequence[float]) -> float:
+        """The value of the whole."""
+        return values[-1] + self.further * self.slope(values)
+
+
+@dataclass
+class TorchSteps:
+    """Steps with torch's own partition, one for each number of blocks, as one size varies."""
+
+    line: Line
+    steps: Sequence[SymbolicStep]
+    sizes: Sizes
+    what: str
+    peaks: Sequence[PeaksBySize] = field(init=False)
+
+    def __post_init__(self) -> None:
+        self.peaks = [step.torch_peaks(self.sizes, self.what) for step in self.steps]
+
+    def peak_bytes(self, size: int) -> int:
+        """Of the whole, with each step rehearsed at this size."""
+        return self._continued([peaks.rehearsed(size) for peaks in self.peaks])
+
+    def expected_bytes(self, size: int) -> int:
+        """Of the whole, with each step as its rehearsals at other sizes say."""
+        return self._continued(self._told(size))
+
+    def time_us(self, size: int) -> float:
+        """The planned time of the whole."""
+        return self.line.continued(self._times(size))
+
+    def bytes_per_block(self, size: int) -> float:
+        """What each further block adds to what is live, at the peak or at the end."""
+        shown = self._told(size)
+        ends = [one.live_bytes[-1] for one in shown if one.live_bytes]
+        return max(self.line.slope(ends), self.line.slope([one.peak_bytes for one in shown]))
+
+    def us_per_block(self, size: int) -> float:
+        """What each further block adds to the planned time."""
+        return self.line.slope(self._times(size))
+
+    def _told(self, size: int) -> list[Rehearsal]:
+        return [peaks.told(size, self.sizes[self.what]) for peaks in self.peaks]
+
+    def _times(self, size: int) -> list[float]:
+        return [step.torch_time_us({**self.sizes, self.what: size}) for step in self.steps]
+
+    def _continued(self, shown: Sequence[Rehearsal]) -> int:
+        """The peak of the whole is where that of few is, or at the end, where gradients are."""
+        counted = [peaks.peak_of(one) for peaks, one in zip(self.peaks, shown, strict=True)]
+        ends = [one.live_bytes[-1] for one in shown if one.live_bytes]
+        peak = self.line.continued(counted)
+        return int(max(peak, self.line.continued(ends)) if ends else peak)
+
+
+@dataclass(frozen=True)
+class Further:
+    """What the blocks that are in no step add to it."""
+
+    nbytes: int = 0
+    time_us: float = 0.0
+
+
+@dataclass(frozen=True)
+class ContinuedPlan:
+    """A plan for a step, and the blocks that are not in it."""
+
+    planned: Expected
+    further: Further
+
+    @property
+    def peak_bytes(self) -> int:
+        """To be expected, in what the budget counts."""
+        return self.planned.peak_bytes + self.further.nbytes
+
+    @property
+    def time_us(self) -> float:
+        """Of the planned step."""
+        return self.planned.time_us + self.further.time_us
+
+    def rehearsed_bytes(self) -> int:
+        """The peak with the step rehearsed."""
+        return self.planned.judged().peak_bytes + self.further.nbytes
+
+
+@dataclass(frozen=True)
+class ContinuedStep:
+    """A step at sizes that are numbers, and the blocks that are not in it."""
+
+    step: SymbolicStep
+    further: Further
+
+    def quickest(self, budget_bytes: int) -> ContinuedPlan:
+        """A plan that is found quickly; where none is within the bytes, the one of least."""
+        left = max(0, budget_bytes - self.further.nbytes)
+        return ContinuedPlan(self.step.quickest(left), self.further)
+
+
+@dataclass
+class PlannedSteps:
+    """The step with most blocks, planned at one size after the other.
+
+    Of further blocks it is known what they take as torch has them, ``plain``, and ``checkpointed``.
+    """
+
+    plain: TorchSteps
+    checkpointed: TorchSteps | None
+
+    def at(self, size: int, kept: float = 0.0) -> ContinuedStep:
+        """At a size, with so large a part of the further blocks as torch has them."""
+        step = self.plain.steps[-1].with_numbers({**self.plain.sizes, self.plain.what: size})
+        return ContinuedStep(step, self._further(size, kept))
+
+    def _further(self, size: int, kept: float) -> Further:
+        further = self.plain.line.further
+        if not further:
+            return Further()
+        whole, again = self.plain, self.checkpointed or self.plain
+        nbytes = kept * whole.bytes_per_block(size) + (1 - kept) * again.bytes_per_block(size)
+        time_us = kept * whole.us_per_block(size) + (1 - kept) * again.us_per_block(size)
+        return Further(int(further * nbytes), further * time_us)
