@@ -399,20 +399,21 @@ def _rehearsed(
     """The size, or a smaller one above ``fits``, whose plan is rehearsed within the budget.
 
     With its peak and its time. Where a plan takes more than was expected, the next one aims lower
-    by as much: at the same size if a plan for that is to be expected, else at a smaller one.
+    by as much: once at the same size, if a plan for that is to be expected, else at a smaller one.
     """
-    target, step = budget, None
+    target, has_aimed_lower = budget, False
     while size > fits:
-        step = step or at(size)
-        expected = step.quickest(target)
-        if expected.peak_bytes <= target:
-            peak = expected.rehearsed_bytes()
-            if peak <= budget:
-                return size, peak, expected.time_us
-            target = min(target - 1, target * budget // peak)
-        else:
-            size = min(size - 1, _scaled(size, target, expected.peak_bytes, fixed))
-            step = None
+        plan, within = at(size).quickest(target), target
+        taken = plan.peak_bytes
+        if taken <= target:
+            taken, within = plan.rehearsed_bytes(), budget
+            if taken <= budget:
+                return size, taken, plan.time_us
+            target = min(target - 1, target * budget // taken)
+            if not has_aimed_lower:
+                has_aimed_lower = True
+                continue
+        size, has_aimed_lower = min(size - 1, _scaled(size, within, taken, fixed)), False
     return None
 
 

@@ -1,8 +1,9 @@
 """Steps with few of the blocks that a model repeats, continued to all of them.
 
-Blocks between the first and the last are alike: each adds the same to the peak and to the time of
-a step as torch cuts it. So two steps that differ in nothing but the number of blocks give a
-straight line, which is continued to the whole model.
+Blocks between the first and the last are alike: as torch cuts a step, each adds the same to its
+time, to what is live between forward and backward, and to what is live at the end. So two steps
+that differ in nothing but the number of blocks give straight lines, which are continued to the
+whole model.
 
 Plans of the planner are no straight lines: of few blocks all but one may run again from the inputs
 of the first, of many not. So the step with most blocks is planned, and each further block is taken
@@ -68,10 +69,8 @@ class TorchSteps:
         return self.line.continued(self._times(size))
 
     def bytes_per_block(self, size: int) -> float:
-        """What each further block adds to what is live, at the peak or at the end."""
-        shown = self._told(size)
-        ends = [one.live_bytes[-1] for one in shown if one.live_bytes]
-        return max(self.line.slope(ends), self.line.slope([one.peak_bytes for one in shown]))
+        """What each further block adds to what is live: what it saves, or its gradients."""
+        return max(self._saved_and_left(self._told(size)))
 
     def us_per_block(self, size: int) -> float:
         """What each further block adds to the planned time."""
@@ -84,11 +83,30 @@ class TorchSteps:
         return [step.torch_time_us({**self.sizes, self.what: size}) for step in self.steps]
 
     def _continued(self, shown: Sequence[Rehearsal]) -> int:
-        """The peak of the whole is where that of few is, or at the end, where gradients are."""
-        counted = [peaks.peak_of(one) for peaks, one in zip(self.peaks, shown, strict=True)]
-        ends = [one.live_bytes[-1] for one in shown if one.live_bytes]
-        peak = self.line.continued(counted)
-        return int(max(peak, self.line.continued(ends)) if ends else peak)
+        """The peak of the whole, in what the budget counts.
+
+        Where the backward begins, all blocks have saved; where it ends, all have gradients. In
+        between more and more of these take the place of those. So the peak is that before or after
+        the middle of the backward. What the budget counts beyond live bytes is a line, too, but
+        not less than it was, and no larger a part.
+        """
+        last, further = shown[-1], self.line.further
+        saved, left = self._saved_and_left(shown)
+        middle = (last.forward_moments + len(last.live_bytes)) // 2
+        early = max(last.live_bytes[:middle], default=0) + further * saved
+        late = max(last.live_bytes[middle:], default=0) + further * left
+        live = max(early, late)
+        unused = [
+            peaks.peak_of(one) - one.peak_bytes
+            for peaks, one in zip(self.peaks, shown, strict=True)
+        ]
+        most = unused[-1] * live / max(1, last.peak_bytes)
+        return int(live + min(self.line.continued(unused), most))
+
+    def _saved_and_left(self, shown: Sequence[Rehearsal]) -> tuple[float, float]:
+        """What each block adds to what is live between forward and backward, and at the end."""
+        saved = self.line.slope([one.saved_bytes for one in shown])
+        return saved, self.line.slope([one.left_bytes for one in shown])
 
 
 @dataclass(frozen=True)
@@ -143,11 +161,14 @@ class PlannedSteps:
 
     plain: TorchSteps
     checkpointed: TorchSteps | None
+    asked: dict[int, SymbolicStep] = field(default_factory=dict)
 
     def at(self, size: int, kept: float = 0.0) -> ContinuedStep:
         """At a size, with so large a part of the further blocks as torch has them."""
-        step = self.plain.steps[-1].with_numbers({**self.plain.sizes, self.plain.what: size})
-        return ContinuedStep(step, self._further(size, kept))
+        if size not in self.asked:
+            sizes = {**self.plain.sizes, self.plain.what: size}
+            self.asked[size] = self.plain.steps[-1].with_numbers(sizes)
+        return ContinuedStep(self.asked[size], self._further(size, kept))
 
     def _further(self, size: int, kept: float) -> Further:
         further = self.plain.line.further

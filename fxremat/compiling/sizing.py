@@ -108,7 +108,14 @@ def _between(samples: Sequence[tuple[int, Rehearsal]], size: int) -> Rehearsal |
         else:
             events.append(each[0])
     live = tuple(map(told, zip(*(one.live_bytes for one in shown), strict=True)))
-    return replace(first, events=tuple(events), live_bytes=live, peak_bytes=max(live, default=0))
+    return replace(
+        first,
+        events=tuple(events),
+        live_bytes=live,
+        peak_bytes=max(live, default=0),
+        saved_bytes=told([one.saved_bytes for one in shown]),
+        left_bytes=told([one.left_bytes for one in shown]),
+    )
 
 
 ONE = Fraction(1)

@@ -1,0 +1,141 @@
+"""Few of a model's repeated blocks: kept and restored, continued to the whole, or not used."""
+
+from __future__ import annotations
+
+from types import SimpleNamespace
+from typing import Any
+
+import pytest
+import torch
+from hypothesis import given
+from hypothesis import strategies as st
+from torch import Tensor, nn
+
+from fxremat.cli.fit import table
+from fxremat.compiling.continuing import Line, TorchSteps
+from fxremat.compiling.rehearsal import Rehearsal
+from fxremat.compiling.sizing import PeaksBySize
+from fxremat.fitting import FEW_BLOCKS, WAYS, fit
+from fxremat.model.blocks import are_alike, repeated_blocks, shortened
+from tests.absent_nets import Net
+
+BATCH = {"batch": [(0, 0), (1, 0)]}
+BLOCKS = 8
+
+
+def test_blocks_are_fewer_inside_and_as_before_after() -> None:
+    model = Net(5)
+    before = list(model.blocks)
+    with shortened(model, 2):
+        assert list(model.blocks) == before[:2]
+        with shortened(model, 1):
+            assert list(model.blocks) == before[:1]
+    assert list(model.blocks) == before
+    with pytest.raises(RuntimeError, match="stop"), shortened(model, 3):
+        raise RuntimeError("stop")
+    assert repeated_blocks(model) == before
+    with pytest.raises(ValueError, match="6 of 5 blocks"), shortened(model, 6):
+        pass
+
+
+class _Numbered(nn.Module):
+    """A block with a number and a way to go."""
+
+    def __init__(self, number: int, way: str = "full", width: int = 4) -> None:
+        super().__init__()
+        self.number, self.way, self.linear = number, way, nn.Linear(4, width)
+
+
+def test_blocks_are_alike_but_for_values_and_numbers() -> None:
+    first = _Numbered(0)
+    assert are_alike([first, _Numbered(1)])
+    assert not are_alike([first, _Numbered(1, "sliding")])
+    assert not are_alike([first, _Numbered(1, width=5)])
+    assert not are_alike([first, _Numbered(1).to(torch.bfloat16)])
+    frozen = _Numbered(1)
+    frozen.linear.weight.requires_grad_(False)
+    assert not are_alike([first, frozen])
+    buffered = _Numbered(1)
+    buffered.register_buffer("mask", torch.zeros(3))
+    assert not are_alike([first, buffered])
+
+
+@given(st.integers(0, 9), st.integers(0, 9), st.integers(0, 50), st.integers(4, 40))
+def test_the_peak_is_continued_where_all_have_saved_and_where_all_have_gradients(
+    saved: int, left: int, scratch: int, whole: int
+) -> None:
+    """Of a step whose blocks are all the same, every number is met."""
+
+    def shown(blocks: int) -> Rehearsal:
+        forward = [100 + saved * (k + 1) for k in range(blocks)]
+        backward = [100 + saved * (blocks - k) + left * k + scratch for k in range(blocks)]
+        live = (*forward, *backward, 100 + left * blocks)
+        return Rehearsal(
+            max(live), live, (), {},
+            forward_moments=blocks, saved_bytes=100 + saved * blocks, left_bytes=live[-1],
+        )  # fmt: skip
+
+    def step(blocks: int) -> Any:
+        peaks = PeaksBySize(lambda size: shown(blocks), lambda one: one.peak_bytes)
+        return SimpleNamespace(torch_peaks=lambda *_: peaks, torch_time_us=lambda _: 3.0 * blocks)
+
+    steps = TorchSteps(Line((2, 3), whole), [step(2), step(3)], {"batch": 1}, "batch")
+    if saved >= left:
+        assert steps.peak_bytes(7) == shown(whole).peak_bytes
+    assert steps.peak_bytes(7) >= shown(whole).peak_bytes - abs(saved - left)
+    assert steps.time_us(7) == 3.0 * whole
+    assert steps.bytes_per_block(7) == max(saved, left)
+
+
+def _net(blocks: int, kind: type[Net] = Net) -> tuple[Net, tuple[Tensor, Tensor]]:
+    tokens = torch.zeros(8, 128, dtype=torch.long)
+    with torch.device("meta"):
+        return kind(blocks).to(torch.bfloat16), (tokens, tokens.clone())
+
+
+class _Indexing(Net):
+    """Takes the last of eight blocks by its number."""
+
+    def forward(self, tokens: Tensor, targets: Tensor) -> Tensor:
+        scores = self.head(self.blocks[7](self.blocks(self.words(tokens))))
+        return nn.functional.cross_entropy(scores.flatten(0, 1).float(), targets.flatten())
+
+
+OPTIONS: dict[str, Any] = {"variants": "none", "solver": "greedy", "memory_budget": "700MiB"}
+OPTIONS["count"] = "allocated"
+
+
+def test_few_blocks_say_what_the_whole_says() -> None:
+    """The same of torch's partition; ours is not better than of the whole, and not far below."""
+    model, inputs = _net(BLOCKS)
+    few, whole = (
+        fit(
+            model, inputs, vary=BATCH, device="H100", optimizer="adamw", options=OPTIONS,
+            whole=all_of_them,
+        )
+        for all_of_them in (False, True)
+    )  # fmt: skip
+    assert (few.blocks, few.studied_blocks) == (BLOCKS, FEW_BLOCKS)
+    assert (whole.blocks, whole.studied_blocks) == (BLOCKS, (BLOCKS,))
+    assert len(model.blocks) == BLOCKS
+    assert few.optimizer == whole.optimizer
+    assert few.weights_bytes == whole.weights_bytes
+    assert (few.held_bytes, few.tuning_bytes) == (whole.held_bytes, whole.tuning_bytes)
+    for way in WAYS:
+        one, other = few.largest("batch", way), whole.largest("batch", way)
+        print(way, one, other)
+        if way == "fxremat":
+            assert 0.75 * other.size <= one.size <= 1.02 * other.size
+            continue
+        assert one.size == pytest.approx(other.size, rel=0.02)
+        assert one.peak_bytes == pytest.approx(other.peak_bytes, rel=0.01)
+        assert one.time_us / one.size == pytest.approx(other.time_us / other.size, rel=0.02)
+    assert few.largest("batch", "checkpointed blocks").size < few.largest("batch").size
+    assert f"steps with 2 and 3 of {BLOCKS} blocks, continued" in table(few)
+    assert "continued" not in table(whole)
+
+
+def test_a_model_that_names_its_blocks_by_number_is_studied_as_a_whole() -> None:
+    model, inputs = _net(BLOCKS, _Indexing)
+    found = fit(model, inputs, vary={}, device="H100", options=OPTIONS)
+    assert found.studied_blocks == (found.blocks,) == (BLOCKS,)
