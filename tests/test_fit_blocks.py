@@ -18,7 +18,7 @@ from fxremat.compiling.sizing import PeaksBySize
 from fxremat.fitting import FEW_BLOCKS, WAYS, fit
 from fxremat.model.blocks import are_alike, repeated_blocks, shortened
 
-BLOCKS = 8
+BLOCKS = 6
 
 
 class _Block(nn.Module):
@@ -26,10 +26,10 @@ class _Block(nn.Module):
 
     def __init__(self) -> None:
         super().__init__()
-        self.norm, self.up, self.down = nn.LayerNorm(64), nn.Linear(64, 256), nn.Linear(256, 64)
+        self.up, self.down = nn.Linear(64, 256), nn.Linear(256, 64)
 
     def forward(self, x: Tensor) -> Tensor:
-        hidden: Tensor = self.down(nn.functional.gelu(self.up(self.norm(x))))
+        hidden: Tensor = self.down(nn.functional.gelu(self.up(x)))
         return x + hidden
 
 
@@ -45,7 +45,8 @@ class _Net(nn.Module):
         x = self.first(x)
         for block in self.blocks:
             x = block(x)
-        return self.last(x).float().logsumexp(-1).sum()
+        loss: Tensor = self.last(x).float().logsumexp(-1).sum()
+        return loss
 
 
 def test_blocks_are_fewer_inside_and_as_before_after() -> None:
@@ -59,7 +60,7 @@ def test_blocks_are_fewer_inside_and_as_before_after() -> None:
     with pytest.raises(RuntimeError, match="stop"), shortened(model, 3):
         raise RuntimeError("stop")
     assert repeated_blocks(model) == before
-    with pytest.raises(ValueError, match="9 of 8 blocks"), shortened(model, 9):
+    with pytest.raises(ValueError, match="7 of 6 blocks"), shortened(model, 7):
         pass
 
 
@@ -117,7 +118,8 @@ class _Indexing(_Net):
 
     def forward(self, x: Tensor) -> Tensor:
         x = self.blocks[BLOCKS - 1](self.first(x))
-        return self.last(x).float().sum()
+        loss: Tensor = self.last(x).float().sum()
+        return loss
 
 
 OPTIONS: dict[str, Any] = {"variants": "none", "solver": "greedy", "memory_budget": "700MiB"}
@@ -143,7 +145,7 @@ def test_few_blocks_say_what_the_whole_says() -> None:
     for way in WAYS:
         one, other = few.largest("rows", way), whole.largest("rows", way)
         if way == "fxremat":
-            assert 0.75 * other.size <= one.size <= 1.02 * other.size
+            assert 0.85 * other.size <= one.size <= 1.02 * other.size
             continue
         assert one.size == pytest.approx(other.size, rel=0.02)
         assert one.peak_bytes == pytest.approx(other.peak_bytes, rel=0.01)
