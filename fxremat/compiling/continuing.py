@@ -87,14 +87,16 @@ class TorchSteps:
 
         Where the backward begins, all blocks have saved; where it ends, all have gradients. In
         between more and more of these take the place of those. So the peak is that before or after
-        the middle of the backward. What the budget counts beyond live bytes is a line, too, but
+        the middle of the backward. Before it, Inductor may run parts of many blocks again at once:
+        each block then adds more than it has saved. What the budget counts beyond live bytes is a line, too, but
         not less than it was, and no larger a part.
         """
         last, further = shown[-1], self.line.further
         saved, left = self._saved_and_left(shown)
-        middle = (last.forward_moments + len(last.live_bytes)) // 2
-        early = max(last.live_bytes[:middle], default=0) + further * saved
-        late = max(last.live_bytes[middle:], default=0) + further * left
+        parts = [_early_and_late(one) for one in shown]
+        again = self.line.slope([early for early, _ in parts])
+        early = parts[-1][0] + further * max(saved, again)
+        late = parts[-1][1] + further * left
         live = max(early, late)
         unused = [
             peaks.peak_of(one) - one.peak_bytes
@@ -107,6 +109,12 @@ class TorchSteps:
         """What each block adds to what is live between forward and backward, and at the end."""
         saved = self.line.slope([one.saved_bytes for one in shown])
         return saved, self.line.slope([one.left_bytes for one in shown])
+
+
+def _early_and_late(shown: Rehearsal) -> tuple[int, int]:
+    """The most live bytes before the middle of the backward, and after it."""
+    live, middle = shown.live_bytes, (shown.forward_moments + len(shown.live_bytes)) // 2
+    return max(live[:middle], default=0), max(live[middle:], default=0)
 
 
 @dataclass(frozen=True)
