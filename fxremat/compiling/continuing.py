@@ -88,8 +88,8 @@ class TorchSteps:
         Where the backward begins, all blocks have saved; where it ends, all have gradients. In
         between more and more of these take the place of those. So the peak is that before or after
         the middle of the backward. Before it, Inductor may run parts of many blocks again at once:
-        each block then adds more than it has saved. What the budget counts beyond live bytes is a line, too, but
-        not less than it was, and no larger a part.
+        each block then adds more than it has saved. What the budget counts beyond live bytes is a
+        line, too, but not less than it was, and no larger a part.
         """
         last, further = shown[-1], self.line.further
         saved, left = self._saved_and_left(shown)
