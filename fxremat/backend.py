@@ -9,7 +9,7 @@ from __future__ import annotations
 
 import logging
 from collections.abc import Callable, Iterator, Mapping, Sequence
-from contextlib import contextmanager
+from contextlib import AbstractContextManager, contextmanager
 from typing import Any
 
 import torch
@@ -226,6 +226,12 @@ def traced(
     if card is None:
         return compat.trace_as_inductor(gm, inputs, patches, partition)
     return compat.trace_for_absent(gm, inputs, patches, partition, card.properties())
+
+
+def generating(module: fx.GraphModule, patches: Mapping[str, Any]) -> AbstractContextManager[None]:
+    """Inside, code can be generated for a joint graph that was traced by `traced`."""
+    card = absent_card()
+    return compat.generating(module, patches, None if card is None else card.properties())
 
 
 def _reset() -> None:

@@ -7,6 +7,7 @@ and for fxremat. No byte of the model is in memory, and the device need not be h
 
 from __future__ import annotations
 
+import logging
 from collections.abc import Callable, Mapping, Sequence
 from contextlib import AbstractContextManager, nullcontext
 from dataclasses import dataclass, replace
@@ -17,21 +18,23 @@ import torch
 from torch import fx, nn
 
 from fxremat import compat
-from fxremat.backend import patches_for, total_bytes, traced
+from fxremat.backend import generating, patches_for, total_bytes, traced
 from fxremat.compiling import session
+from fxremat.compiling.continuing import ContinuedStep, Line, PlannedSteps, TorchSteps
 from fxremat.compiling.draft import Draft
-from fxremat.compiling.request import Request, request_for
-from fxremat.compiling.searching.candidates import Judged
+from fxremat.compiling.request import request_for
 from fxremat.compiling.sizing import Sizes, SymbolicStep, symbolic_step
 from fxremat.compiling.tracing import Ended, compile_until_ended
 from fxremat.cost.device import DeviceSpec, device_spec
 from fxremat.cost.optimizer_states import OPTIMIZERS, Held, held_by
 from fxremat.device import absent, absent_card
-from fxremat.errors import CannotVary, InvalidOption
-from fxremat.model.blocks import checkpointed
+from fxremat.errors import CannotVary, InvalidOption, NotTraceable
+from fxremat.model.blocks import are_alike, checkpointed, repeated_blocks, shortened
 from fxremat.options import parse_options
 from fxremat.report.fit_picture import Dot, draw_fit
 from fxremat.sizes import format_bytes
+
+log = logging.getLogger(__name__)
 
 Places = Sequence[tuple[int, int]]
 """What a size is of: an input, by its position, and a dimension of it."""
@@ -64,7 +67,8 @@ class Fit:
     """What fits: ``rows`` are the largest sizes, ``points`` all that were looked at and fit.
 
     ``held_bytes`` are the optimizer's states and what no graph sees; ``tuning_bytes`` are left to
-    the first step, in which kernels are tuned.
+    the first step, in which kernels are tuned. ``blocks`` are what the model repeats; where
+    ``studied_blocks`` are fewer, peaks and times are those of steps with so many, continued.
     """
 
     device: str
@@ -74,6 +78,8 @@ class Fit:
     held_bytes: int
     tuning_bytes: int
     traced: Sizes
+    blocks: int
+    studied_blocks: tuple[int, ...]
     rows: tuple[Point, ...]
     points: tuple[Point, ...]
 
@@ -106,6 +112,7 @@ def fit(
     device: str | None = None,
     optimizer: str = "none",
     options: Mapping[str, Any] | None = None,
+    whole: bool = False,
 ) -> Fit:
     """The largest sizes at which ``model(*inputs)`` trains within ``memory_budget``.
 
@@ -113,6 +120,9 @@ def fit(
     [(0, 0), (1, 0)]}``. It is looked for with the others as they are. ``device`` names a card,
     which need not be here; by default it is that of `fxremat.device.absent`, else the CPU. The loss
     is what the model returns, its ``loss``, or the sum of its results.
+
+    Of a model that repeats many alike blocks, few are studied, and what they take is continued in a
+    straight line; ``whole`` studies all of them, which may take many minutes.
 
     Raises `CannotVary` where an input has no such dimension, or the model fixes it, `NotTraceable`
     where the step is not one graph, and `InvalidOption`.
@@ -123,11 +133,13 @@ def fit(
     if memory_budget is not None:
         given["memory_budget"] = memory_budget
     with _tensors_for(device):
-        return _Fitting(model, tuple(inputs), dict(vary), optimizer, given).run()
+        return _Fitting(model, tuple(inputs), dict(vary), optimizer, given, whole).run()
 
 
 _HOST = torch.device("cpu")
-Study = Callable[[SymbolicStep, Request], None]
+FEW_BLOCKS = (2, 3)
+"""Of a model with at least `LEAST_BLOCKS`: how many are studied."""
+LEAST_BLOCKS = 6
 
 
 def _tensors_for(device: str | None) -> AbstractContextManager[Any]:
@@ -146,42 +158,33 @@ class _Fitting:
     vary: Mapping[str, Places]
     optimizer: str
     options: Mapping[str, Any]
+    whole: bool
 
     def run(self) -> Fit:
         """The answer."""
         weights = list(self.model.parameters()) if isinstance(self.model, nn.Module) else []
         held = held_by(self.optimizer, weights)
-        inputs, sizes = _resized(self.inputs, self.vary)
-        budgets: list[tuple[int, Request]] = []
         weights_bytes = sum(weight.numel() * weight.dtype.itemsize for weight in weights)
-        found: dict[tuple[str, Way], list[Point]] = {}
-
-        def look(step: SymbolicStep, request: Request, ways: tuple[Way, ...]) -> None:
+        inputs, sizes = _resized(self.inputs, self.vary)
+        with session.separate():
+            line, steps = self._steps(inputs, sizes, held)
+            request = steps["torch.compile"][0].costs.request
             assert request.own_budget is not None
             budget = request.own_budget
-            budgets.append((budget, request))
+            found: list[Point] = []
             for what in self.vary:
-                for way in ways:
-                    if way == "fxremat":
-                        plain = found[what, "torch.compile"]
-                        points = _ours(step, what, sizes, budget, weights_bytes, plain)
-                    else:
-                        points = _of_torch(step, way, what, sizes, budget)
-                    found[what, way] = points
-
-        self._study(inputs, sizes, held, partial(look, ways=("torch.compile", "fxremat")))
-        with checkpointed(self.model) as blocks:
-            if blocks:
-                self._study(inputs, sizes, held, partial(look, ways=("checkpointed blocks",)))
-        budget, request = budgets[0]
+                by_torch = {way: TorchSteps(line, few, sizes, what) for way, few in steps.items()}
+                of_way = {way: _of_torch(few, way, budget) for way, few in by_torch.items()}
+                planned = PlannedSteps(
+                    by_torch["torch.compile"], by_torch.get("checkpointed blocks")
+                )
+                of_way["fxremat"] = _ours(planned, of_way, budget, weights_bytes)
+                found += [point for way in WAYS for point in of_way.get(way, ())]
         after_us = self._after_us(held)
-
-        def whole(point: Point) -> Point:
-            return replace(point, time_us=point.time_us + after_us) if point.size else point
-
-        asked = [
-            found[key] for key in ((w, way) for w in self.vary for way in WAYS) if key in found
+        points = [
+            replace(one, time_us=one.time_us + after_us) if one.size else one for one in found
         ]
+        largest = {(one.what, one.way): one for one in points}  # the last of each
         return Fit(
             request.card or "here",
             budget + request.beside_bytes,
@@ -190,9 +193,39 @@ class _Fitting:
             request.held_bytes,
             request.tuning_bytes,
             sizes,
-            tuple(whole(points[-1]) for points in asked),
-            tuple(whole(point) for points in asked for point in points if point.size),
+            line.whole,
+            line.studied,
+            tuple(largest.values()),
+            tuple(one for one in points if one.size),
         )
+
+    def _steps(
+        self, inputs: tuple[Any, ...], sizes: Sizes, held: Held
+    ) -> tuple[Line, dict[Way, list[SymbolicStep]]]:
+        """The steps to study, and the line through them: few of the blocks, or the whole."""
+        blocks = repeated_blocks(self.model)
+        count = len(blocks)
+        if not self.whole and count >= LEAST_BLOCKS and are_alike(blocks):
+            try:
+                return Line(FEW_BLOCKS, count), self._traced(FEW_BLOCKS, inputs, sizes, held)
+            except NotTraceable as error:  # such as of a model that names its blocks by number
+                log.info("the whole model is studied: with few of its blocks, %s", error)
+        return Line((count,), count), self._traced((count,), inputs, sizes, held)
+
+    def _traced(
+        self, counts: Sequence[int], inputs: tuple[Any, ...], sizes: Sizes, held: Held
+    ) -> dict[Way, list[SymbolicStep]]:
+        """A step for each number of blocks, as it is and with every block checkpointed."""
+        steps: dict[Way, list[SymbolicStep]] = {}
+        for count in counts:
+            with shortened(self.model, count) if count else nullcontext():
+                plain = self._trace(inputs, sizes, held)
+                steps.setdefault("torch.compile", []).append(plain)
+                with checkpointed(self.model) if count else nullcontext():
+                    if count:
+                        again = self._trace(inputs, sizes, held)
+                        steps.setdefault("checkpointed blocks", []).append(again)
+        return steps
 
     def _after_us(self, held: Held) -> float:
         """Microseconds of the optimizer's step: it reads and writes all it holds."""
@@ -200,17 +233,8 @@ class _Fitting:
         spec: DeviceSpec = card.spec if card is not None else device_spec(_HOST)
         return 1e6 * 2 * (held.states + held.step) / spec.bytes_per_s
 
-    def _study(
-        self,
-        inputs: tuple[Any, ...],
-        sizes: Sizes,
-        held: Held,
-        study: Study,
-    ) -> None:
-        """Trace the step with its sizes as symbols, and study it while its device is there.
-
-        The states of the optimizer are held beside it.
-        """
+    def _trace(self, inputs: tuple[Any, ...], sizes: Sizes, held: Held) -> SymbolicStep:
+        """The step with its sizes as symbols; the states of the optimizer are held beside it."""
         parsed = parse_options(self.options, device_total_bytes=total_bytes(_HOST))
 
         def backend(gm: fx.GraphModule, given: Sequence[Any]) -> Callable[..., Any]:
@@ -228,19 +252,22 @@ class _Fitting:
                     return compat.torch_partition(one, joint_inputs, **kwargs)
 
                 draft = Draft(module, kwargs["num_fwd_outputs"], static, as_torch_does)
+                there = partial(generating, module, patches)
                 with compat.apart_from_tracing():
                     try:
-                        step = symbolic_step(draft, request, sizes, "step")
+                        step = symbolic_step(draft, request, sizes, "step", there)
                     except KeyError as error:
                         raise CannotVary(str(error.args[0]), "the model fixes it") from error
-                    study(step, request)
-                raise Ended(None)
+                raise Ended(step)
 
-            return traced(gm, given, patches_for(parsed, request), partition)
+            patches = patches_for(parsed, request)
+            return traced(gm, given, patches, partition)
 
-        with compat.on_host_without_memory(self.model, inputs) as there, session.separate():
+        with compat.on_host_without_memory(self.model, inputs) as there:
             _mark(there, self.vary)
-            compile_until_ended(type(self.model).__name__, self.model, there, backend)
+            name = type(self.model).__name__
+            step: SymbolicStep = compile_until_ended(name, self.model, there, backend)
+            return step
 
 
 def _resized(
@@ -297,33 +324,41 @@ PARTS = (0.25, 0.5, 0.75)
 """Of the largest size that fits: what else is looked at, for the throughput."""
 
 
-def _of_torch(step: SymbolicStep, way: Way, what: str, sizes: Sizes, budget: int) -> list[Point]:
+def _of_torch(steps: TorchSteps, way: Way, budget: int) -> list[Point]:
     """The graph as torch cuts it: at parts of the largest size that fits, and at that size.
 
-    The largest is rehearsed, and the next size, too; at parts of it the peak is the expected one.
+    The largest is rehearsed; at parts of it the peak is the expected one.
     """
-    first = sizes[what]
-    peaks = step.torch_peaks(sizes, what)
-    guess = largest_within(lambda size: peaks.expected(size, first), budget, first)
-    known = {size: peaks.at(size) for size in peaks.shown}
-    largest = largest_within(peaks.at, budget, max(1, guess), known)
-    if not largest:
-        return [Point(what, way, 0, 0, 0.0)]
+    found = _largest_of_torch(steps, budget)
+    if found is None:
+        return [Point(steps.what, way, 0, 0, 0.0)]
+    largest, peak = found
+    below = sorted({max(1, int(part * largest)) for part in PARTS} - {largest})
+    peaks = {**{size: steps.expected_bytes(size) for size in below}, largest: peak}
+    return [Point(steps.what, way, size, peaks[size], steps.time_us(size)) for size in peaks]
 
-    def point(size: int) -> Point:
-        peak = peaks.expected(size, first)
-        return Point(what, way, size, peak, step.torch_time_us({**sizes, what: size}))
 
-    return [point(size) for size in sorted({largest, *(max(1, int(p * largest)) for p in PARTS)})]
+def _largest_of_torch(steps: TorchSteps, budget: int) -> tuple[int, int] | None:
+    """The largest size that is expected to fit, and its peak when it is rehearsed.
+
+    Where that takes more than was expected, the next one aims lower by as much.
+    """
+    first, target = steps.sizes[steps.what], budget
+    size = largest_within(steps.expected_bytes, target, first)
+    while size:
+        peak = steps.peak_bytes(size)
+        if peak <= budget:
+            return size, peak
+        target -= peak - budget
+        size = min(size - 1, largest_within(steps.expected_bytes, target, size))
+    return None
 
 
 def _ours(
-    step: SymbolicStep,
-    what: str,
-    sizes: Sizes,
+    steps: PlannedSteps,
+    by_torch: Mapping[Way, Sequence[Point]],
     budget: int,
     weights_bytes: int,
-    plain: Sequence[Point],
 ) -> list[Point]:
     """Where torch's own partition fits it is ours, too; then halfway, and the largest size.
 
@@ -331,56 +366,54 @@ def _ours(
     the next. The last one is rehearsed, and smaller ones follow where it does not fit; what is said
     of the size halfway is as planned. Plans are those of the quickest solver.
     """
-
-    def at(size: int) -> SymbolicStep:
-        return step.with_numbers({**sizes, what: size})
-
-    def point(size: int, peak: int, time_us: float) -> Point:
-        return Point(what, "fxremat", size, peak, time_us)
-
-    below = [replace(one, way="fxremat") for one in plain if one.size]
+    what = steps.plain.what
+    below = [replace(one, way="fxremat") for one in by_torch["torch.compile"] if one.size]
     fits = below[-1].size if below else 0
-    size = max(1, FIRST_GUESS * fits)
+    size = max(1, FIRST_GUESS * fits, *(points[-1].size for points in by_torch.values()))
     known = {0: GROWN * weights_bytes}
     for _ in range(GUESSES):
-        known[size] = at(size).quickest(0).peak_bytes
+        known[size] = steps.at(size).quickest(0).peak_bytes
         guess = _by_line(known, budget)
         is_near = abs(guess - size) <= NEAR * size
         size = guess
         if is_near:
             break
-    judged = _rehearsed(at, size, fits, budget, GROWN * weights_bytes)
-    if judged is None:
+    found = _rehearsed(steps.at, size, fits, budget, GROWN * weights_bytes)
+    if found is None:
         return below or [Point(what, "fxremat", 0, 0, 0.0)]
-    size, real = judged
+    size, peak, time_us = found
     middle = (size + fits) // 2
     if fits < middle < size:
-        between = at(middle).quickest(budget)
+        least = peak * middle / size
+        most = steps.plain.expected_bytes(middle)
+        kept = min(1.0, max(0.0, (budget - least) / max(1.0, most - least)))
+        between = steps.at(middle, kept).quickest(budget)
         if between.peak_bytes <= budget:
-            below.append(point(middle, between.peak_bytes, between.time_us))
-    return [*below, point(size, real.peak_bytes, real.plan.time_us)]
+            below.append(Point(what, "fxremat", middle, between.peak_bytes, between.time_us))
+    return [*below, Point(what, "fxremat", size, peak, time_us)]
 
 
 def _rehearsed(
-    at: Callable[[int], SymbolicStep], size: int, fits: int, budget: int, fixed: int
-) -> tuple[int, Judged] | None:
+    at: Callable[[int], ContinuedStep], size: int, fits: int, budget: int, fixed: int
+) -> tuple[int, int, float] | None:
     """The size, or a smaller one above ``fits``, whose plan is rehearsed within the budget.
 
-    Where a plan takes more than was expected, the next one aims lower by as much: at the same size
-    if a plan for that is to be expected, else at a smaller one.
+    With its peak and its time. Where a plan takes more than was expected, the next one aims lower
+    by as much: once at the same size, if a plan for that is to be expected, else at a smaller one.
     """
-    target, step = budget, None
+    target, has_aimed_lower = budget, False
     while size > fits:
-        step = step or at(size)
-        expected = step.quickest(target)
-        if expected.peak_bytes <= target:
-            judged = expected.judged()
-            if judged.peak_bytes <= budget:
-                return size, judged
-            target = min(target - 1, target * budget // judged.peak_bytes)
-        else:
-            size = min(size - 1, _scaled(size, target, expected.peak_bytes, fixed))
-            step = None
+        plan, within = at(size).quickest(target), target
+        taken = plan.peak_bytes
+        if taken <= target:
+            taken, within = plan.rehearsed_bytes(), budget
+            if taken <= budget:
+                return size, taken, plan.time_us
+            target = min(target - 1, target * budget // taken)
+            if not has_aimed_lower:
+                has_aimed_lower = True
+                continue
+        size, has_aimed_lower = min(size - 1, _scaled(size, within, taken, fixed)), False
     return None
 
 

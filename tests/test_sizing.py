@@ -97,7 +97,7 @@ class Surprising:
         self.log.append((self.size, target))
         peak = max(target, 10 * self.size)
         return SimpleNamespace(
-            peak_bytes=peak, judged=lambda: SimpleNamespace(peak_bytes=peak * 11 // 10)
+            peak_bytes=peak, time_us=1.0, rehearsed_bytes=lambda: peak * 11 // 10
         )
 
 
@@ -110,8 +110,8 @@ def test_what_takes_more_than_expected_aims_lower_and_then_is_smaller() -> None:
 
     found = _rehearsed(at, 95, 50, 1000, 0)
     assert found is not None
-    size, judged = found
+    size, peak, _ = found
     assert log[:2] == [(95, 1000), (95, 909)]
     assert 50 < size <= 90
-    assert judged.peak_bytes <= 1000
+    assert peak <= 1000
     assert _rehearsed(at, 95, 94, 1000, 0) is None

@@ -42,6 +42,9 @@ def add(commands: Commands) -> None:
     parser.add_argument(
         "--optimizer", metavar="NAME", default="none", help="whose states are held, such as adamw"
     )
+    parser.add_argument(
+        "--whole", action="store_true", help="study all blocks of the model, not few of them"
+    )
     parser.add_argument("--json", metavar="FIT.json", help="write it here, too")
     parser.add_argument("--picture", metavar="FIT.svg", help="draw peak and throughput here")
     parser.set_defaults(run=run)
@@ -77,6 +80,7 @@ def run(given: argparse.Namespace) -> int:
                 vary=dict(given.vary),
                 memory_budget=given.budget,
                 optimizer=given.optimizer,
+                whole=given.whole,
             )
     except FxrematError as error:
         raise UsageError(str(error)) from error
@@ -111,4 +115,9 @@ def table(found: Fit) -> str:
         )
     others = ", ".join(f"{name} {size}" for name, size in found.traced.items())
     lines.append(f"Each size with the others as given ({others}). Times are planned, not measured.")
+    if found.studied_blocks != (found.blocks,):
+        few = " and ".join(map(str, found.studied_blocks))
+        lines.append(
+            f"Peaks and times are those of steps with {few} of {found.blocks} blocks, continued."
+        )
     return "\n".join(lines)

@@ -20,7 +20,7 @@ from __future__ import annotations
 from fxremat.compat.absent.cubins import cubins
 from fxremat.compat.absent.moving import with_numbers
 from fxremat.compat.absent.pretending import CUDA, Properties, fake_cuda, has_triton
-from fxremat.compat.absent.tracing import apart_from_tracing, trace_for_absent
+from fxremat.compat.absent.tracing import apart_from_tracing, generating, trace_for_absent
 from fxremat.compat.backward import (
     accumulators_of,
     at_end_of_backward,
@@ -193,6 +193,7 @@ __all__ = [
     "fresh_dynamo_caches",
     "functorch_config",
     "generate",
+    "generating",
     "hand_over",
     "has_triton",
     "hooks_on",

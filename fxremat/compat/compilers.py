@@ -2,7 +2,8 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from contextlib import contextmanager
 from typing import Any, cast
 
 from torch import fx
@@ -71,11 +72,19 @@ def trace_as_inductor(
 
 def joint_passes(module: fx.GraphModule, then: Callable[[], Any]) -> Any:
     """Run Inductor's passes on a joint graph, ``then`` what follows, in the graph's fake mode."""
-    from torch._guards import detect_fake_mode
     from torch._inductor.compile_fx import _recursive_joint_graph_passes
+
+    with in_fake_mode_of(module):
+        _recursive_joint_graph_passes(module)
+        return then()
+
+
+@contextmanager
+def in_fake_mode_of(module: fx.GraphModule) -> Iterator[None]:
+    """Inside, Inductor makes its fake tensors in the mode of the graph's inputs."""
+    from torch._guards import detect_fake_mode
     from torch._inductor.virtualized import V
 
     values = [n.meta.get("val") for n in module.graph.nodes if n.op == "placeholder"]
     with V.set_fake_mode(detect_fake_mode(values)):
-        _recursive_joint_graph_passes(module)
-        return then()
+        yield

@@ -55,6 +55,12 @@ class Rehearsal:
     """The code that ran, the forward's and the backward's; none where the answer was known."""
     begun: bool = field(default=False, repr=False, compare=False)
     """Whether its kernels are being compiled."""
+    forward_moments: int = 0
+    """How many of ``live_bytes`` are in the forward."""
+    saved_bytes: int = 0
+    """Live between forward and backward, inputs among them."""
+    left_bytes: int = 0
+    """Live at the end of the step."""
 
     def hand_over(self) -> None:
         """Have what ran compiled as it is; its kernels from now on, beside what Python does."""
@@ -432,6 +438,7 @@ def _run(scene: Scene, meter: _Meter) -> Rehearsal:
             given[name] = returned[index]
         del returned
         arguments = _pass_on(meter, backward, given, saved)
+        forward_moments, saved_bytes = len(meter.live_bytes), meter.current
         kept += [arguments[name] for name in arguments if name not in given]
         del given
         passed = list(arguments.values())
@@ -450,6 +457,9 @@ def _run(scene: Scene, meter: _Meter) -> Rehearsal:
         events=(*there, *meter.events) if device == "cuda" else (),
         halves=(first, second),
         begun=scene.begun,
+        forward_moments=forward_moments,
+        saved_bytes=total + saved_bytes,
+        left_bytes=total + meter.current,
     )
 
 

@@ -100,5 +100,8 @@ def _rehearsal_of(answer: Any) -> Rehearsal | None:
             at_peak=tuple((str(name), int(size)) for name, size in answer["at_peak"]),
             scratch={str(name): int(size) for name, size in answer["scratch"].items()},
             events=tuple(_read(answer["events"])),
+            forward_moments=int(answer["forward_moments"]),
+            saved_bytes=int(answer["saved_bytes"]),
+            left_bytes=int(answer["left_bytes"]),
         )
     return None

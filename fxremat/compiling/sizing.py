@@ -9,7 +9,7 @@ without memory, at any size.
 from __future__ import annotations
 
 from collections.abc import Callable, Iterator, Mapping, Sequence
-from contextlib import contextmanager
+from contextlib import AbstractContextManager, contextmanager
 from dataclasses import dataclass, field, replace
 from fractions import Fraction
 from functools import partial
@@ -31,6 +31,8 @@ from fxremat.cost.allocator import Allocate, Event
 
 Sizes = Mapping[str, int]
 """What varies, by name, and how large it is."""
+There = Callable[[], AbstractContextManager[Any]]
+"""Inside, code can be generated for the device of a step."""
 
 
 @dataclass(frozen=True)
@@ -60,19 +62,24 @@ class PeaksBySize:
 
     def at(self, size: int) -> int:
         """Rehearsed at this size."""
-        if size not in self.shown:
-            self.shown[size] = self.rehearse(size)
-        return self.peak_of(self.shown[size])
+        return self.peak_of(self.rehearsed(size))
 
     def expected(self, size: int, first: int) -> int:
         """By rehearsals at multiples of ``first``; rehearsed where these are not alike."""
-        samples = [times * first for times in SAMPLES]
-        for one in samples:
-            self.at(one)
+        return self.peak_of(self.told(size, first))
+
+    def rehearsed(self, size: int) -> Rehearsal:
+        """At this size, once."""
+        if size not in self.shown:
+            self.shown[size] = self.rehearse(size)
+        return self.shown[size]
+
+    def told(self, size: int, first: int) -> Rehearsal:
+        """What to expect of a rehearsal at this size."""
+        samples = [(one, self.rehearsed(one)) for one in (times * first for times in SAMPLES)]
         if size in self.shown:
-            return self.at(size)
-        found = _between([(one, self.shown[one]) for one in samples], size)
-        return self.at(size) if found is None else self.peak_of(found)
+            return self.shown[size]
+        return _between(samples, size) or self.rehearsed(size)
 
 
 def _between(samples: Sequence[tuple[int, Rehearsal]], size: int) -> Rehearsal | None:
@@ -101,7 +108,14 @@ def _between(samples: Sequence[tuple[int, Rehearsal]], size: int) -> Rehearsal |
         else:
             events.append(each[0])
     live = tuple(map(told, zip(*(one.live_bytes for one in shown), strict=True)))
-    return replace(first, events=tuple(events), live_bytes=live, peak_bytes=max(live, default=0))
+    return replace(
+        first,
+        events=tuple(events),
+        live_bytes=live,
+        peak_bytes=max(live, default=0),
+        saved_bytes=told([one.saved_bytes for one in shown]),
+        left_bytes=told([one.left_bytes for one in shown]),
+    )
 
 
 ONE = Fraction(1)
@@ -114,38 +128,47 @@ class Expected:
     judge: Judge
     candidate: Candidate
     peak_bytes: int
+    there: There
 
     @property
     def time_us(self) -> float:
         """Of the planned step."""
         return self.candidate.plan.time_us
 
+    @compat.with_stack_room
     def judged(self) -> Judged:
         """Rehearsed: the peak that it really has."""
-        return self.judge.judge(self.candidate)
+        with self.there():
+            return self.judge.judge(self.candidate)
 
 
 @dataclass
 class SymbolicStep:
-    """A training step on symbols; ``names`` gives the name of what each symbol stands for."""
+    """A training step on symbols; ``names`` gives the name of what each symbol stands for.
+
+    It is asked ``there``: where code can be generated for its device.
+    """
 
     prepared: Draft
     costs: CostModel
     names: Mapping[Any, str]
     given: Draft
     """As it was traced."""
+    there: There
     times: StageTimes = field(default_factory=StageTimes)
     torch_cut: AsTorch | None = None
 
     @contextmanager
     def at(self, sizes: Sizes) -> Iterator[None]:
         """Inside, everything is of these sizes."""
-        with compat.sizes_at({symbol: sizes[name] for symbol, name in self.names.items()}):
+        at = compat.sizes_at({symbol: sizes[name] for symbol, name in self.names.items()})
+        with self.there(), at:
             yield
 
     def _runner(self, request: Request) -> Runner:
         return Runner(replace(self.costs, request=request), self.times)
 
+    @compat.with_stack_room
     def torch_rehearsal(self, sizes: Sizes) -> Rehearsal:
         """A step with torch's own partition, at these sizes."""
         with self.at(sizes):
@@ -161,6 +184,7 @@ class SymbolicStep:
 
         return PeaksBySize(rehearsed, partial(plain_bytes, request=self.costs.request))
 
+    @compat.with_stack_room
     def torch_time_us(self, sizes: Sizes) -> float:
         """The planned time of torch's own partition at these sizes, in microseconds."""
         with self.at(sizes):
@@ -179,6 +203,7 @@ class SymbolicStep:
             self.torch_cut = AsTorch(cut, scene)
         return self.torch_cut
 
+    @compat.with_stack_room
     def with_numbers(self, sizes: Sizes) -> SymbolicStep:
         """The same step with its sizes as numbers, which variants need."""
         values = {symbol: sizes[name] for symbol, name in self.names.items()}
@@ -186,19 +211,22 @@ class SymbolicStep:
         static = tuple(kept.index(k) for k in self.given.static if k in kept)
         draft = Draft(module, self.given.num_forward_outputs, static, self.given.partition)
         request = self.costs.request
-        made: SymbolicStep = compat.joint_passes(
-            module, lambda: symbolic_step(draft, request, {}, self.costs.name)
-        )
+        with self.there():
+            made: SymbolicStep = compat.joint_passes(
+                module, lambda: symbolic_step(draft, request, {}, self.costs.name, self.there)
+            )
         return replace(made, times=self.times)
 
+    @compat.with_stack_room
     def quickest(self, budget_bytes: int) -> Expected:
         """A plan that is found quickly for sizes that are numbers, and bytes of the graph alone.
 
         It is expected to be within them, or, where none is, to take the least.
         """
         search = self._search(budget_bytes)
-        found = search.quickest(budget_bytes)
-        return Expected(search.judge, found, search.expected_bytes(found))
+        with self.there():
+            found = search.quickest(budget_bytes)
+            return Expected(search.judge, found, search.expected_bytes(found), self.there)
 
     def _search(self, budget_bytes: int) -> Search:
         asked = self.costs.request
@@ -217,7 +245,9 @@ UNTOUCHED = {
 """Inductor's configuration as it is without us."""
 
 
-def symbolic_step(draft: Draft, request: Request, given: Sizes, name: str) -> SymbolicStep:
+def symbolic_step(
+    draft: Draft, request: Request, given: Sizes, name: str, there: There
+) -> SymbolicStep:
     """Prepare a joint graph that was traced with the sizes ``given`` as symbols.
 
     Raises `KeyError` with the name of what is no symbol: the model fixes it.
@@ -236,4 +266,4 @@ def symbolic_step(draft: Draft, request: Request, given: Sizes, name: str) -> Sy
             raise KeyError(what)
     times = StageTimes()
     prepared = Runner(costs, times).run("prepare", PREPARE, draft)
-    return SymbolicStep(prepared, costs, names, traced, times)
+    return SymbolicStep(prepared, costs, names, traced, there, times)

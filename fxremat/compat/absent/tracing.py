@@ -12,7 +12,7 @@ from fxremat.compat.absent.attention import for_capability
 from fxremat.compat.absent.moving import moved
 from fxremat.compat.absent.pretending import CUDA, Properties, pretending
 from fxremat.compat.call_stack import with_stack_room
-from fxremat.compat.compilers import joint_passes
+from fxremat.compat.compilers import in_fake_mode_of, joint_passes
 from fxremat.compat.configuration import inductor_config
 from fxremat.compat.decompositions import inductor_decompositions
 from fxremat.compat.donation import only_marked_buffers_donated
@@ -41,11 +41,7 @@ def trace_for_absent(
     for_capability(gm, properties.capability)
 
     def on_device(module: fx.GraphModule, joint_inputs: Any, **kwargs: Any) -> Any:
-        with (
-            apart_from_tracing(),
-            pretending(properties),
-            inductor_config.patch({**patches, **ABSENT}),
-        ):
+        with apart_from_tracing(), _configured(patches, properties):
             there = moved(module, CUDA, inductor_decompositions())
             joint_passes(there, lambda: partition(there, joint_inputs, **kwargs))
         return torch_partition(module, joint_inputs, **kwargs)
@@ -59,6 +55,29 @@ def trace_for_absent(
         )
         compiled: Callable[..., Any] = compiler(gm, inputs)
         return compiled
+
+
+@contextmanager
+def _configured(patches: Mapping[str, Any], properties: Properties | None) -> Iterator[None]:
+    """Inside, Inductor is configured, for a device that is not here where there are properties."""
+    if properties is None:
+        with inductor_config.patch(dict(patches)):
+            yield
+    else:
+        with pretending(properties), inductor_config.patch({**patches, **ABSENT}):
+            yield
+
+
+@contextmanager
+def generating(
+    module: fx.GraphModule, patches: Mapping[str, Any], properties: Properties | None
+) -> Iterator[None]:
+    """Inside, code can be generated for a joint graph, as in the partition that it was given to.
+
+    It need not be traced any more. ``properties`` are those of a device that is not here.
+    """
+    with apart_from_tracing(), _configured(patches, properties), in_fake_mode_of(module):
+        yield
 
 
 @contextmanager

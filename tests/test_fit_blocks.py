@@ -1,0 +1,160 @@
+"""Few of a model's repeated blocks: kept and restored, continued to the whole, or not used."""
+
+from __future__ import annotations
+
+from types import SimpleNamespace
+from typing import Any
+
+import pytest
+import torch
+from hypothesis import given
+from hypothesis import strategies as st
+from torch import Tensor, nn
+
+from fxremat.cli.fit import table
+from fxremat.compiling.continuing import Line, TorchSteps
+from fxremat.compiling.rehearsal import Rehearsal
+from fxremat.compiling.sizing import PeaksBySize
+from fxremat.fitting import FEW_BLOCKS, WAYS, fit
+from fxremat.model.blocks import are_alike, repeated_blocks, shortened
+
+BLOCKS = 6
+
+
+class _Block(nn.Module):
+    """Two layers, and what came in."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.up, self.down = nn.Linear(64, 256), nn.Linear(256, 64)
+
+    def forward(self, x: Tensor) -> Tensor:
+        hidden: Tensor = self.down(nn.functional.gelu(self.up(x)))
+        return x + hidden
+
+
+class _Net(nn.Module):
+    """Rows in, a number out."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.first, self.last = nn.Linear(32, 64), nn.Linear(64, 512)
+        self.blocks = nn.ModuleList(_Block() for _ in range(BLOCKS))
+
+    def forward(self, x: Tensor) -> Tensor:
+        x = self.first(x)
+        for block in self.blocks:
+            x = block(x)
+        loss: Tensor = self.last(x).float().logsumexp(-1).sum()
+        return loss
+
+
+def test_blocks_are_fewer_inside_and_as_before_after() -> None:
+    model = _Net()
+    before = list(model.blocks)
+    with shortened(model, 2):
+        assert list(model.blocks) == before[:2]
+        with shortened(model, 1):
+            assert list(model.blocks) == before[:1]
+    assert list(model.blocks) == before
+    with pytest.raises(RuntimeError, match="stop"), shortened(model, 3):
+        raise RuntimeError("stop")
+    assert repeated_blocks(model) == before
+    with pytest.raises(ValueError, match="7 of 6 blocks"), shortened(model, 7):
+        pass
+
+
+class _Numbered(nn.Module):
+    """A block with a number and a way to go."""
+
+    def __init__(self, number: int, way: str = "full", width: int = 4) -> None:
+        super().__init__()
+        self.number, self.way, self.linear = number, way, nn.Linear(4, width)
+
+
+def test_blocks_are_alike_but_for_values_and_numbers() -> None:
+    first = _Numbered(0)
+    assert are_alike([first, _Numbered(1)])
+    assert not are_alike([first, _Numbered(1, "sliding")])
+    assert not are_alike([first, _Numbered(1, width=5)])
+    assert not are_alike([first, _Numbered(1).to(torch.bfloat16)])
+    frozen = _Numbered(1)
+    frozen.linear.weight.requires_grad_(False)
+    assert not are_alike([first, frozen])
+    buffered = _Numbered(1)
+    buffered.register_buffer("mask", torch.zeros(3))
+    assert not are_alike([first, buffered])
+
+
+@given(st.integers(0, 9), st.integers(0, 9), st.integers(0, 50), st.integers(4, 40))
+def test_the_peak_is_continued_where_all_have_saved_and_where_all_have_gradients(
+    saved: int, left: int, scratch: int, whole: int
+) -> None:
+    """Of a step whose blocks are all the same, every number is met."""
+
+    def shown(blocks: int) -> Rehearsal:
+        forward = [100 + saved * (k + 1) for k in range(blocks)]
+        backward = [100 + saved * (blocks - k) + left * k + scratch for k in range(blocks)]
+        live = (*forward, *backward, 100 + left * blocks)
+        return Rehearsal(
+            max(live), live, (), {},
+            forward_moments=blocks, saved_bytes=100 + saved * blocks, left_bytes=live[-1],
+        )  # fmt: skip
+
+    def step(blocks: int) -> Any:
+        peaks = PeaksBySize(lambda size: shown(blocks), lambda one: one.peak_bytes)
+        return SimpleNamespace(torch_peaks=lambda *_: peaks, torch_time_us=lambda _: 3.0 * blocks)
+
+    steps = TorchSteps(Line((2, 3), whole), [step(2), step(3)], {"batch": 1}, "batch")
+    if saved >= left:
+        assert steps.peak_bytes(7) == shown(whole).peak_bytes
+    assert steps.peak_bytes(7) >= shown(whole).peak_bytes - abs(saved - left)
+    assert steps.time_us(7) == 3.0 * whole
+    assert steps.bytes_per_block(7) == max(saved, left)
+
+
+class _Indexing(_Net):
+    """Takes its last block by its number."""
+
+    def forward(self, x: Tensor) -> Tensor:
+        x = self.blocks[BLOCKS - 1](self.first(x))
+        loss: Tensor = self.last(x).float().sum()
+        return loss
+
+
+OPTIONS: dict[str, Any] = {"variants": "none", "solver": "greedy", "memory_budget": "700MiB"}
+OPTIONS["count"] = "allocated"
+
+
+def test_few_blocks_say_what_the_whole_says() -> None:
+    """The same of torch's partition; ours is not better than of the whole, and not far below."""
+    model, inputs = _Net().to(torch.bfloat16), [torch.zeros(4096, 32, dtype=torch.bfloat16)]
+    few, whole = (
+        fit(
+            model, inputs, vary={"rows": [(0, 0)]}, device="H100", optimizer="adamw",
+            options=OPTIONS, whole=all_of_them,
+        )
+        for all_of_them in (False, True)
+    )  # fmt: skip
+    assert (few.blocks, few.studied_blocks) == (BLOCKS, FEW_BLOCKS)
+    assert (whole.blocks, whole.studied_blocks) == (BLOCKS, (BLOCKS,))
+    assert len(model.blocks) == BLOCKS
+    assert few.optimizer == whole.optimizer
+    assert few.weights_bytes == whole.weights_bytes
+    assert (few.held_bytes, few.tuning_bytes) == (whole.held_bytes, whole.tuning_bytes)
+    for way in WAYS:
+        one, other = few.largest("rows", way), whole.largest("rows", way)
+        if way == "fxremat":
+            assert 0.85 * other.size <= one.size <= 1.02 * other.size
+            continue
+        assert one.size == pytest.approx(other.size, rel=0.02)
+        assert one.peak_bytes == pytest.approx(other.peak_bytes, rel=0.01)
+        assert one.time_us / one.size == pytest.approx(other.time_us / other.size, rel=0.02)
+    assert few.largest("rows", "checkpointed blocks").size < few.largest("rows").size
+    assert f"steps with 2 and 3 of {BLOCKS} blocks, continued" in table(few)
+    assert "continued" not in table(whole)
+
+
+def test_a_model_that_names_its_blocks_by_number_is_studied_as_a_whole() -> None:
+    found = fit(_Indexing(), [torch.zeros(128, 32)], vary={}, device="H100", options=OPTIONS)
+    assert found.studied_blocks == (found.blocks,) == (BLOCKS,)
