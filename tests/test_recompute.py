@@ -13,6 +13,7 @@ import torch
 from hypothesis import strategies as st
 from torch import fx, nn
 
+import fxremat
 from fxremat.core.problem import Problem
 from fxremat.passes.halves import INLINED, RECOMPUTED
 from fxremat.passes.memory_estimation import TANGENTS
@@ -256,6 +257,19 @@ def test_a_gradient_for_each_input_that_wants_one() -> None:
     results = seen.joint.results[seen.joint.num_forward_outputs :]
     assert None in results
     assert len(seen.joint.backward_outputs) == sum(p.requires_grad for p in model.parameters())
+
+
+def test_numbers_of_elements_are_computed_where_they_are_needed() -> None:
+    """BatchNorm's backward divides by one, which is a product of sizes; it may run anywhere."""
+    x = batch(20, 3, 8, 8)
+    torch._dynamo.mark_dynamic(x, 0, min=17, max=31)
+    first = nn.Sequential(nn.Conv2d(3, 8, 3), nn.BatchNorm2d(8), nn.ReLU())
+    model = nn.Sequential(first, nn.Conv2d(8, 8, 3), nn.ReLU(), nn.Conv2d(8, 8, 3), nn.ReLU())
+    options: dict[str, Any] = {"executor": "aot_eager"}
+    budget = fxremat.explain(model, x, options=options).keep_all_peak_bytes * 9 // 10
+    explained = fxremat.explain(model, x, options={**options, "memory_budget": f"{budget}B"})
+    assert explained.predicted_peak_bytes <= budget
+    assert explained.graphs[0].plan.repeats()
 
 
 @pytest.mark.parametrize("bounded", [True, False], ids=["bound", "no bound"])

@@ -137,9 +137,20 @@ def has_effect(node: fx.Node) -> bool:
     )
 
 
+def counts(node: fx.Node) -> bool:
+    """Whether the call computes a number from numbers, as sizes that are symbols are computed."""
+    numbers = (int, float, torch.SymInt, torch.SymFloat, torch.SymBool)
+    if node.op != "call_function" or not isinstance(node.meta.get("val"), numbers):
+        return False
+    module = getattr(node.target, "__module__", None)
+    return module in ("_operator", "math") or str(getattr(node.target, "__name__", "")).startswith(
+        "sym_"
+    )
+
+
 def is_function(node: fx.Node) -> bool:
     """Whether the call's result follows from its arguments, and nothing else happens."""
-    if node.target is operator.getitem:
+    if node.target is operator.getitem or counts(node):
         return True
     schema = schema_of(node)
     if schema is None or schema.name.partition("::")[0] not in _NAMESPACES:
@@ -152,7 +163,7 @@ def is_repeatable(node: fx.Node, mutated: frozenset[fx.Node]) -> bool:
 
     ``mutated`` are the graph inputs that the step writes into; what reads them is not run again.
     """
-    if node.target is operator.getitem:
+    if node.target is operator.getitem or counts(node):
         return True
     if not is_function(node) or node.meta.get("unbacked_bindings"):
         return False
