@@ -118,9 +118,7 @@ class _Seen:
 
 
 def _seen(graph: fx.Graph) -> list[_Seen]:
-    return [
-        _Seen(n, n.name, n.op, n.target, n.args, n.kwargs, dict(n.meta)) for n in graph.nodes
-    ]
+    return [_Seen(n, n.name, n.op, n.target, n.args, n.kwargs, dict(n.meta)) for n in graph.nodes]
 
 
 def _graph_of(seen: Iterable[_Seen]) -> fx.Graph:
