@@ -360,11 +360,12 @@ def _ours(
     budget: int,
     weights_bytes: int,
 ) -> list[Point]:
-    """Where torch's own partition fits it is ours, too; then halfway, and the largest size.
+    """Where torch's own partition fits it is ours, too; then what lies between, and the largest.
 
     Variants need sizes as numbers. So the least peak that the planner expects at one size leads to
-    the next. The last one is rehearsed, and smaller ones follow where it does not fit; what is said
-    of the size halfway is as planned. Plans are those of the quickest solver.
+    the next. The last one is rehearsed, and smaller ones follow where it does not fit. In between,
+    halfway and at the largest size that checkpointing fits, what is said is as planned. Plans are
+    those of the quickest solver.
     """
     what = steps.plain.what
     below = [replace(one, way="fxremat") for one in by_torch["torch.compile"] if one.size]
@@ -382,14 +383,15 @@ def _ours(
     if found is None:
         return below or [Point(what, "fxremat", 0, 0, 0.0)]
     size, peak, time_us = found
-    middle = (size + fits) // 2
-    if fits < middle < size:
-        least = peak * middle / size
-        most = steps.plain.expected_bytes(middle)
+    again = by_torch.get("checkpointed blocks", ())
+    looked_at = {(size + fits) // 2, *(point.size for point in again[-1:])}
+    for between in sorted(one for one in looked_at if fits < one < size):
+        least = peak * between / size
+        most = steps.plain.expected_bytes(between)
         kept = min(1.0, max(0.0, (budget - least) / max(1.0, most - least)))
-        between = steps.at(middle, kept).quickest(budget)
-        if between.peak_bytes <= budget:
-            below.append(Point(what, "fxremat", middle, between.peak_bytes, between.time_us))
+        plan = steps.at(between, kept).quickest(budget)
+        if plan.peak_bytes <= budget:
+            below.append(Point(what, "fxremat", between, plan.peak_bytes, plan.time_us))
     return [*below, Point(what, "fxremat", size, peak, time_us)]
 
 
