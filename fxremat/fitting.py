@@ -341,7 +341,8 @@ def _of_torch(steps: TorchSteps, way: Way, budget: int) -> list[Point]:
 def _largest_of_torch(steps: TorchSteps, budget: int) -> tuple[int, int] | None:
     """The largest size that is expected to fit, and its peak when it is rehearsed.
 
-    Where that takes more than was expected, the next one aims lower by as much.
+    Where that takes more than was expected, the next one aims lower by as much. Where nothing is
+    expected to fit any more, sizes are rehearsed until the largest is found.
     """
     first, target = steps.sizes[steps.what], budget
     size = largest_within(steps.expected_bytes, target, first)
@@ -351,7 +352,8 @@ def _largest_of_torch(steps: TorchSteps, budget: int) -> tuple[int, int] | None:
             return size, peak
         target -= peak - budget
         size = min(size - 1, largest_within(steps.expected_bytes, target, size))
-    return None
+    size = largest_within(steps.peak_bytes, budget, first)
+    return (size, steps.peak_bytes(size)) if size else None
 
 
 def _ours(
@@ -439,18 +441,14 @@ def _scaled(size: int, budget: int, peak: int, fixed: int) -> int:
     return max(0, size * (budget - fixed) // max(1, peak - fixed))
 
 
-def largest_within(
-    peak: Callable[[int], int], budget: int, first: int, seen: Mapping[int, int] | None = None
-) -> int:
+def largest_within(peak: Callable[[int], int], budget: int, first: int) -> int:
     """The largest size whose ``peak`` is within the budget, for a peak that grows with it.
 
     Peaks are nearly straight lines, so the next size asked for is where the line through the last
-    two meets the budget. ``seen`` are peaks that are known before.
+    two meets the budget.
     """
-    known = dict(seen or {})
-    low = max((size for size, found in known.items() if found <= budget), default=0)
-    high = min((size for size, found in known.items() if found > budget), default=None)
-    size = max(low + 1, first) if high is None else max(low + 1, min(first, high - 1))
+    known = dict[int, int]()
+    low, high, size = 0, None, max(1, first)
     while high is None or high - low > 1:
         known[size] = peak(size)
         if known[size] <= budget:

@@ -171,6 +171,21 @@ def test_the_room_is_kept_until_states_come(monkeypatch: pytest.MonkeyPatch) -> 
     assert len(states) == 6
 
 
+def test_who_came_in_part_ends_the_room(monkeypatch: pytest.MonkeyPatch) -> None:
+    """What is left may be in several pieces: to keep it could take more from the device."""
+    device = _Device(monkeypatch)
+    segment = Segment(CUDA, 100 * MIB, reserve_bytes=60 * MIB)
+    segment.take(0)
+    taken = device.allocator.reserved_bytes
+    segment.open_room()
+    first, state = device.piece(20 * MIB), device.piece(10 * MIB)
+    del first
+    segment.close_room(0)
+    assert not segment.has_room
+    assert device.allocator.reserved_bytes == taken
+    assert state.nbytes == 10 * MIB
+
+
 def test_the_room_opens_at_the_end_of_a_backward(monkeypatch: pytest.MonkeyPatch) -> None:
     """Of a compiled graph; nothing runs on CUDA here, so the segment only notes what is asked."""
     asked = list[str]()

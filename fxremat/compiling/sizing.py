@@ -60,14 +60,6 @@ class PeaksBySize:
     peak_of: Callable[[Rehearsal], int]
     shown: dict[int, Rehearsal] = field(default_factory=dict)
 
-    def at(self, size: int) -> int:
-        """Rehearsed at this size."""
-        return self.peak_of(self.rehearsed(size))
-
-    def expected(self, size: int, first: int) -> int:
-        """By rehearsals at multiples of ``first``; rehearsed where these are not alike."""
-        return self.peak_of(self.told(size, first))
-
     def rehearsed(self, size: int) -> Rehearsal:
         """At this size, once."""
         if size not in self.shown:
@@ -75,7 +67,10 @@ class PeaksBySize:
         return self.shown[size]
 
     def told(self, size: int, first: int) -> Rehearsal:
-        """What to expect of a rehearsal at this size."""
+        """What to expect of a rehearsal at this size, by those at multiples of ``first``.
+
+        Rehearsed where these are not alike.
+        """
         samples = [(one, self.rehearsed(one)) for one in (times * first for times in SAMPLES)]
         if size in self.shown:
             return self.shown[size]

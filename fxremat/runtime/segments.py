@@ -48,6 +48,7 @@ class Segment:
     address: int | None = None
     """Where it lies; None where the device had no such piece."""
     _room: torch.Tensor | None = None
+    _room_bytes: int = 0
     _wall: torch.Tensor | None = None
     _holes: list[torch.Tensor] = field(default_factory=list)
     _waits: int = 0
@@ -92,7 +93,7 @@ class Segment:
             )
         self._waits = 0
         if self.address is not None and missing >= LEAST_ROOM_BYTES:
-            self._room = self._hold(missing)
+            self._room, self._room_bytes = self._hold(missing), missing
             self._wall = self._hold(WALL_BYTES)
         self.reserved_bytes = _reserved_bytes(self.device)
 
@@ -102,13 +103,17 @@ class Segment:
         return self._wall is not None
 
     def close_room(self, own_bytes: int) -> None:
-        """Before a forward: what is left of the room is kept, and holes are there for the step."""
+        """Before a forward: the room is kept if nobody came, and holes are there for the step.
+
+        Who came may lie anywhere in it, and what is left is in no piece for certain.
+        """
         if self._room is not None:
             return  # nothing ran backward since
         missing = self._missing_bytes(own_bytes + sum(map(_bytes, (*self._holes, self._wall))))
-        if missing >= LEAST_ROOM_BYTES and self._waits < MOST_WAITS:
-            self._room = self._hold(missing)
-        else:
+        if missing > self._room_bytes - LEAST_ROOM_BYTES and self._waits < MOST_WAITS:
+            with suppress(torch.OutOfMemoryError):  # somebody came, and as much went elsewhere
+                self._room = self._hold(min(missing, self._room_bytes))
+        if self._room is None:
             self._wall = None
         self._holes.clear()
 
@@ -119,7 +124,7 @@ class Segment:
         """
         if self._room is None:
             return
-        room_bytes = _bytes(self._room)
+        room_bytes = self._room_bytes
         holes = [
             block["size"]
             for one in _segments()
