@@ -10,6 +10,7 @@ from __future__ import annotations
 import logging
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import AbstractContextManager, contextmanager
+from dataclasses import dataclass
 from typing import Any
 
 import torch
@@ -17,15 +18,19 @@ from torch import fx
 
 from fxremat import compat
 from fxremat.compiling import session
+from fxremat.compiling.draft import Draft
 from fxremat.compiling.partitioner import Partitioner
 from fxremat.compiling.request import Request, device_of_inputs, request_for
+from fxremat.compiling.tracing import Ended
+from fxremat.compiling.units import Unit, look_at_unit
 from fxremat.device import absent_card
 from fxremat.options import Options, disabled, parse_options
 from fxremat.passes.held_order import Fence, WriteResults
 from fxremat.report.files import prepare_folder, write_report
 from fxremat.report.report import Report
 from fxremat.runtime import in_flight, is_host
-from fxremat.runtime.in_flight import Promise, watch_in_flight
+from fxremat.runtime.in_flight import Places, Runs, watch_in_flight
+from fxremat.units import CompiledVersion, RunsOfOneGraph, surroundings
 from fxremat.version import build
 
 log = logging.getLogger(__name__)
@@ -141,49 +146,94 @@ def fxremat(
         patches = compat.inductor_patches(mode, parsed.inductor_options())
         return compat.compile_with_inductor(gm, example_inputs, patches)
     ledger, place = session.ledger(options), compat.current_compilation()
-    request = request_for(gm, example_inputs, parsed, ledger, place)
-    others = ledger.held_by_others(*place)
-    partitioner = Partitioner(request, build())
-    key = _key(gm, example_inputs, partitioner)
-    current = session.begin()
-    patches = _patches(parsed, partitioner, mode, example_inputs)
-    with _written(parsed, current):
-        compiled = _compile(gm, example_inputs, parsed, partitioner, patches)
-        if current.report is not None:
-            session.store(key, current.report)
-        else:
-            current.report = session.load(key, current.graph)
-    report = current.report
-    if report is None:
-        return compiled
+    around = surroundings(parsed, device)
+    request = request_for(gm, example_inputs, parsed, ledger, place, around.nbytes)
+    graph = _Graph(gm, compat.copy_module(gm), example_inputs, parsed, mode)
+    unseen = request.held_bytes - ledger.held_by_others(*place)
+    runs = RunsOfOneGraph(request, device, around, unseen, graph.compile, graph.plan, graph.as_unit)
+    if around.runs > 1 and request.budget_bytes is not None and graph.has_backward:
+        found = runs.compiled_for(around.runs)
+    else:
+        alone = graph.compile(request)
+        if alone.report is None or request.budget_bytes is None:
+            return alone.call
+        promised = runs.promised(alone, request)
+        found = Runs((promised,), (0,), promised.promise.peak_bytes)
     frame, compilation = place
-    ledger.record(frame, report, compilation)
-    session.STATE.reports.append(report)
-    log.info("%s", report.summary())
-    pooled = patches.get(compat.CUDAGRAPHS, getattr(compat.inductor_config, compat.CUDAGRAPHS))
-    promise = _promise(report, device, request, others, pooled=pooled)
-    return compiled if promise is None else watch_in_flight(compiled, promise)
+    ledger.record(frame, found.peak_bytes, compilation)
+    places = ledger.places.setdefault(frame, Places())
+    return watch_in_flight(found, places, runs.compiled_for)
 
 
-def _promise(
-    report: Report, device: torch.device, request: Request, others: int, *, pooled: bool
-) -> Promise | None:
-    """What the plan promises of the graph; None without a budget.
+@dataclass
+class _Graph:
+    """A graph that Dynamo gave us, and how it is to be compiled."""
 
-    A graph that is ``pooled`` allocates in pools of its own: no segment is taken for it.
-    """
-    if request.budget_bytes is None:
-        return None
-    return Promise(
-        graph=f"graph {report.graph}",
-        device=device,
-        budget_bytes=request.budget_bytes,
-        peak_bytes=report.counted_peak_bytes - report.held_bytes,
-        held_bytes=report.held_bytes,
-        reserve_bytes=request.held_bytes - others,
-        saved_bytes=report.saved_bytes,
-        segment_bytes=0 if pooled else report.segment_bytes,
-    )
+    gm: fx.GraphModule | None
+    kept: fx.GraphModule
+    inputs: Sequence[Any]
+    options: Options
+    mode: str | None
+
+    @property
+    def has_backward(self) -> bool:
+        """Whether gradients are asked for, so that runs may wait for their backward."""
+        needed = any(isinstance(x, torch.Tensor) and x.requires_grad for x in self.inputs)
+        return needed and torch.is_grad_enabled()
+
+    def fresh(self) -> fx.GraphModule:
+        """The graph as Dynamo gave it: what compiles it may change it."""
+        gm, self.gm = self.gm, None
+        return compat.copy_module(self.kept) if gm is None else gm
+
+    def compile(self, request: Request) -> CompiledVersion:
+        """Compiled as the request says."""
+        gm, partitioner = self.fresh(), Partitioner(request, build())
+        key = _key(gm, self.inputs, partitioner)
+        current = session.begin()
+        patches = _patches(self.options, partitioner, self.mode, self.inputs)
+        with _written(self.options, current):
+            compiled = _compile(gm, self.inputs, self.options, partitioner, patches)
+            if current.report is not None:
+                session.store(key, current.report)
+            else:
+                current.report = session.load(key, current.graph)
+        report = current.report
+        if report is not None:
+            session.STATE.reports.append(report)
+            log.info("%s", report.summary())
+        pooled = patches.get(compat.CUDAGRAPHS, getattr(compat.inductor_config, compat.CUDAGRAPHS))
+        return CompiledVersion(compiled, report, pooled=pooled)
+
+    def plan(self, request: Request) -> Report:
+        """Planned for the request, and not compiled."""
+        partitioner, current = Partitioner(request, build(), plan_only=True), session.begin()
+        self._trace(partitioner, partitioner)
+        assert current.report is not None
+        return current.report
+
+    def as_unit(self, request: Request, count: int) -> Unit:
+        """The versions that it may take."""
+
+        def partition(module: fx.GraphModule, joint_inputs: Any, **kwargs: Any) -> Any:
+            static = tuple(kwargs.get("static_lifetime_input_indices") or ())
+            draft = Draft(module, kwargs["num_fwd_outputs"], static)
+            raise Ended(look_at_unit(draft, request, count))
+
+        try:
+            self._trace(Partitioner(request, build()), partition)
+        except Ended as ended:
+            unit: Unit = ended.result
+            return unit
+        raise AssertionError("a graph without a backward")
+
+    def _trace(self, partitioner: Partitioner, partition: Callable[..., Any]) -> Callable[..., Any]:
+        """The joint graph is given to ``partition``, as when it is compiled."""
+        gm = compat.copy_module(self.kept)
+        if self.options.executor == "aot_eager":
+            return compat.compile_with_aot_eager(gm, self.inputs, partition)
+        patches = _patches(self.options, partitioner, self.mode, self.inputs)
+        return traced(gm, self.inputs, patches, partition)
 
 
 def plan_only(
@@ -211,7 +261,8 @@ def plan_only(
             compiled = traced(gm, example_inputs, patches, partitioner)
     if current.report is not None:
         frame, compilation = place
-        ledger.record(frame, current.report, compilation)
+        report = current.report
+        ledger.record(frame, report.counted_peak_bytes - report.held_bytes, compilation)
     return compiled, current.report
 
 

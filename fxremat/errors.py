@@ -154,28 +154,47 @@ class PromiseBroken(UserWarning):
 
     ``in_flight`` forwards wait, the last of them that of ``graph``; the others hold
     ``held_bytes`` by what they have saved. The peak of the last, on top of what others hold, is
-    ``expected_bytes``, which is more than ``budget_bytes``.
+    ``expected_bytes``, which is more than ``budget_bytes``. It has been planned again for
+    ``planned_for`` runs that wait at once, None: it has not.
     """
 
     def __init__(
-        self, graph: str, in_flight: int, held_bytes: int, expected_bytes: int, budget_bytes: int
+        self,
+        graph: str,
+        in_flight: int,
+        held_bytes: int,
+        expected_bytes: int,
+        budget_bytes: int,
+        planned_for: int | None = None,
     ) -> None:
-        super().__init__(graph, in_flight, held_bytes, expected_bytes, budget_bytes)
+        super().__init__(graph, in_flight, held_bytes, expected_bytes, budget_bytes, planned_for)
         self.graph = graph
         self.in_flight = in_flight
         self.held_bytes = held_bytes
         self.expected_bytes = expected_bytes
         self.budget_bytes = budget_bytes
+        self.planned_for = planned_for
 
     def __str__(self) -> str:
         return (
             f"the memory budget of {_exact(self.budget_bytes)} will be exceeded: about "
             f"{_exact(self.expected_bytes)} are needed. {self.in_flight} forwards wait for their "
-            f"backward at once, and {self.graph} was planned as if it were the only one; what the "
+            f"backward at once, more than {self.graph} was planned for; what the "
             f"others have saved holds {_exact(self.held_bytes)}.\n"
-            "What to do: compile the whole model by one torch.compile, so that one plan counts "
-            "everything; or run the backward of each forward before the next forward; or use "
-            "torch.utils.checkpoint around what is compiled; or set a smaller memory_budget."
+            f"What to do: {self._advice()}"
+        )
+
+    def _advice(self) -> str:
+        if self.planned_for is not None:
+            return (
+                f"nothing, if the next step fits: {self.graph} has been planned again for "
+                f"{self.planned_for} runs at once. instances={self.planned_for} among the options "
+                "plans for as many from the start."
+            )
+        return (
+            "compile the whole model by one torch.compile, so that one plan counts "
+            "everything; or say by the option instances how many runs wait at once; or run the "
+            "backward of each forward before the next forward; or set a smaller memory_budget."
         )
 
 

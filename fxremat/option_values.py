@@ -156,6 +156,15 @@ def read_factor(given: Given) -> float | None:
     return value
 
 
+def read_number_of_runs(given: Given) -> int | None:
+    if given.value is None:
+        return None
+    value = _float_or_nan(str(given.value))
+    if isinstance(given.value, bool) or not 1 <= value < math.inf or value != int(value):
+        raise given.refuse("a whole number of 1 or more")
+    return int(value)
+
+
 def _float_or_nan(text: str) -> float:
     try:
         return float(text)

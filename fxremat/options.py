@@ -24,6 +24,7 @@ from fxremat.option_values import (
     read_count,
     read_factor,
     read_inductor,
+    read_number_of_runs,
     read_passes,
     read_path,
     read_reserve,
@@ -94,6 +95,15 @@ class Options:
         "What the budget counts: all that torch's allocator takes from the device, with what it "
         "keeps of freed memory, or what is allocated. On the CPU both are the same.",
         unset="CUDA: 'reserved'; elsewhere: 'allocated'",
+    )
+    instances: int | None = _option(
+        None,
+        read_number_of_runs,
+        "FXREMAT_INSTANCES",
+        "int or None",
+        "How many runs of a compiled part wait for their backward at once, as blocks do that are "
+        "compiled one by one, or micro-batches.",
+        unset="as many as modules of its class are compiled in the model",
     )
     executor: str = _option(
         "inductor",

@@ -133,16 +133,11 @@ def test_digests_differ_by_every_part() -> None:
 # --- the ledger and the state -------------------------------------------------------------------
 
 
-def own_peak(peak: int) -> Report:
-    """A report of a graph that takes ``peak`` bytes beside what others hold."""
-    return replace(REPORT, predicted_peak_bytes=peak + REPORT.held_bytes)
-
-
 def test_graphs_of_one_model_hold_bytes_for_each_other() -> None:
     ledger = Ledger()
     assert ledger.held_by_others(0) == 0
-    ledger.record(0, own_peak(30))
-    ledger.record(1, own_peak(20))
+    ledger.record(0, 30)
+    ledger.record(1, 20)
     assert [ledger.held_by_others(frame) for frame in (0, 1, 2)] == [20, 30, 50]
     assert [ledger.is_last(frame) for frame in (0, 1, 2)] == [False, True, True]
 
@@ -150,7 +145,7 @@ def test_graphs_of_one_model_hold_bytes_for_each_other() -> None:
 def test_of_the_versions_of_a_graph_the_largest_counts() -> None:
     ledger = Ledger()
     for version, peak in enumerate((20, 30, 10)):
-        ledger.record(0, own_peak(peak), version)
+        ledger.record(0, peak, version)
     assert ledger.held_by_others(0) == 0
     assert ledger.held_by_others(0, 3) == 0
     assert ledger.held_by_others(1) == 30
@@ -160,17 +155,17 @@ def test_graphs_of_one_compilation_add_up() -> None:
     """DDP splits the graph of a frame."""
     ledger = Ledger()
     for peak in (20, 30):
-        ledger.record(0, own_peak(peak), 1)
+        ledger.record(0, peak, 1)
     assert ledger.held_by_others(0, 1) == 50
     assert ledger.held_by_others(0, 2) == 0
-    ledger.record(0, own_peak(10), 2)
+    ledger.record(0, 10, 2)
     assert ledger.held_by_others(1, 0) == 50
 
 
 def test_outside_of_a_compilation_graphs_replace_each_other() -> None:
     ledger = Ledger()
     for peak in (20, 30, 10):
-        ledger.record(-1, own_peak(peak))
+        ledger.record(-1, peak)
     assert ledger.held_by_others(-1) == 0
     assert ledger.held_by_others(0) == 30
 
@@ -179,15 +174,15 @@ def test_what_no_graph_sees_counts_once() -> None:
     """What is allocated beside the second graph is of the first one, too."""
     ledger = Ledger()
     assert ledger.held_beside(0, 0, unseen=7) == 7
-    ledger.record(0, own_peak(30), 0)
+    ledger.record(0, 30, 0)
     assert ledger.held_beside(1, 0, unseen=7 + 20) == 7 + 30
-    ledger.record(1, own_peak(5), 0)
+    ledger.record(1, 5, 0)
     assert ledger.held_beside(0, 1, unseen=100) == 100  # an optimizer's state came since
 
 
 def test_planning_apart_leaves_no_trace_and_reset_forgets() -> None:
     with session.separate():
-        session.ledger(1).record(0, REPORT)
+        session.ledger(1).record(0, 30)
         session.STATE.reports.append(REPORT)
         assert session.begin().graph == 0
         with session.separate():

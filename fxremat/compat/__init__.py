@@ -34,7 +34,7 @@ from fxremat.compat.backward import (
     running_node,
     watch_backwards,
 )
-from fxremat.compat.call_stack import with_stack_room
+from fxremat.compat.call_stack import calling_modules, with_stack_room
 from fxremat.compat.compilers import (
     compile_with_aot_eager,
     compile_with_inductor,
@@ -65,6 +65,7 @@ from fxremat.compat.donation import (
     only_marked_buffers_donated,
 )
 from fxremat.compat.dynamo import (
+    compiled_parts,
     current_compilation,
     ends_in_graph_break,
     fresh_dynamo_caches,
@@ -170,11 +171,13 @@ __all__ = [
     "begin_kernels",
     "cache_directory",
     "caches_disabled",
+    "calling_modules",
     "chain_passes",
     "code_key",
     "compile_kernel",
     "compile_with_aot_eager",
     "compile_with_inductor",
+    "compiled_parts",
     "copy_images",
     "copy_module",
     "cubins",

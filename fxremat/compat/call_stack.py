@@ -1,4 +1,4 @@
-"""Room on the interpreter's stack for all that a compilation calls.
+"""The interpreter's stack: whose forward calls us, and room for all that a compilation calls.
 
 CPython keeps frames in chunks of memory. A call that does not fit into the chunk takes a new one
 from the system, and returning gives it back. Compilers call deeply, so that a loop deep inside may
@@ -8,9 +8,12 @@ that asks for many slots takes one large chunk, and what it calls finds the rest
 
 from __future__ import annotations
 
+import sys
 from collections.abc import Callable
 from functools import wraps
 from typing import Any, ParamSpec, TypeVar
+
+from torch import fx, nn
 
 Given = ParamSpec("Given")
 Result = TypeVar("Result")
@@ -36,3 +39,18 @@ def with_stack_room(function: Callable[Given, Result]) -> Callable[Given, Result
         return result
 
     return entered
+
+
+def calling_modules() -> list[nn.Module]:
+    """The modules whose call is running, each once, the outermost first."""
+    found: dict[nn.Module, None] = {}
+    frame = sys._getframe(1)
+    while frame is not None:
+        caller = frame.f_locals.get("self") if frame.f_code.co_name in _CALLS else None
+        if isinstance(caller, nn.Module) and not isinstance(caller, fx.GraphModule):
+            found[caller] = None
+        frame = frame.f_back  # type: ignore[assignment]
+    return list(reversed(found))
+
+
+_CALLS = ("_call_impl", "_wrapped_call_impl")

@@ -7,7 +7,19 @@ from contextlib import contextmanager
 from typing import Any
 
 import torch
-from torch import fx
+from torch import fx, nn
+from torch._dynamo import OptimizedModule
+
+
+def compiled_parts(model: nn.Module) -> list[nn.Module]:
+    """The modules inside of ``model`` that are compiled by themselves, each as it was before."""
+    found = []
+    for module in model.modules():
+        if isinstance(module, OptimizedModule):
+            found.append(module._orig_mod)
+        elif module._compiled_call_impl is not None:
+            found.append(module)
+    return list(dict.fromkeys(found))
 
 
 def ends_in_graph_break(gm: fx.GraphModule) -> bool:

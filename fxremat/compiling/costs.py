@@ -24,7 +24,7 @@ from fxremat.cost.op_timers import Measured, Roofline
 from fxremat.cost.workspaces import Workspaces
 from fxremat.passes.base import Changed, Pass
 from fxremat.passes.joint_graph import JointGraph, is_tensor
-from fxremat.passes.memory_estimation import Estimate, OpTimer, estimate
+from fxremat.passes.memory_estimation import TANGENTS, Estimate, OpTimer, estimate
 from fxremat.passes.variants.insertion import InsertedVariant
 from fxremat.runtime import kernels
 
@@ -74,6 +74,14 @@ def with_energies(problem: Problem, spec: DeviceSpec) -> Problem:
     return replace(problem, ops=ops, copies=copies)
 
 
+def with_between(problem: Problem, nbytes: int) -> Problem:
+    """The problem in which so many bytes are held between the forward and the backward."""
+    if TANGENTS not in problem.op_of or problem.op_of[TANGENTS].workspace_bytes == nbytes:
+        return problem
+    ops = (replace(op, workspace_bytes=nbytes) if op.name == TANGENTS else op for op in problem.ops)
+    return replace(problem, ops=tuple(ops))
+
+
 def _with_costs(problem: Problem, request: Request, spec: DeviceSpec) -> Problem:
     """The problem with the copies of the request, if anything may move, and with energies."""
     if request.copies is not None and (problem.host or not request.copies.only_host):
@@ -117,7 +125,7 @@ class CostModel:
             problem = replace(problem, variants=kept)
         if "recompute" in self.request.disabled:
             problem = run_once(problem)
-        return replace(found, problem=problem)
+        return replace(found, problem=with_between(problem, self.request.between_bytes))
 
     def _runs(self, variant: InsertedVariant) -> bool:
         """Whether each call of a variant that was tried has run: else the first step might fail."""

@@ -12,7 +12,7 @@ import ast
 import logging
 import sys
 from collections.abc import Callable, Iterable, Sequence
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from typing import Any
 
 import torch
@@ -25,7 +25,7 @@ from fxremat.cost.allocator.rules import MIN_BLOCK_BYTES, round_up
 from fxremat.cost.call_times import call_key
 from fxremat.cost.peak import uncollected
 from fxremat.passes.joint_graph import is_fetch, is_tensor
-from fxremat.passes.memory_estimation import nbytes
+from fxremat.passes.memory_estimation import TANGENTS, nbytes
 from fxremat.runtime import accumulated, kernels
 
 log = logging.getLogger(__name__)
@@ -61,6 +61,29 @@ class Rehearsal:
     """Live between forward and backward, inputs among them."""
     left_bytes: int = 0
     """Live at the end of the step."""
+    forward_events: int = 0
+    """How many of ``events`` are in the forward, or before it."""
+
+    def with_between(self, nbytes: int) -> Rehearsal:
+        """The same, with so many bytes that are live between forward and backward only."""
+        if not nbytes:
+            return self
+        there, before = self.saved_bytes + nbytes, self.forward_events
+        moments = self.forward_moments
+        peak, at_peak = self.peak_bytes, self.at_peak
+        if there > peak:
+            peak, at_peak = there, ((TANGENTS, nbytes),)
+        name = f"{len(self.events)}"
+        other = (Allocate(name, nbytes), Free(name)) if self.events else ()
+        return replace(
+            self,
+            peak_bytes=peak,
+            at_peak=at_peak,
+            live_bytes=(*self.live_bytes[:moments], there, *self.live_bytes[moments:]),
+            making=(*self.making[:moments], TANGENTS, *self.making[moments:]),
+            events=(*self.events[:before], *other, *self.events[before:]),
+            forward_moments=moments + 1,
+        )
 
     def hand_over(self) -> None:
         """Have what ran compiled as it is; its kernels from now on, beside what Python does."""
@@ -439,6 +462,7 @@ def _run(scene: Scene, meter: _Meter) -> Rehearsal:
         del returned
         arguments = _pass_on(meter, backward, given, saved)
         forward_moments, saved_bytes = len(meter.live_bytes), meter.current
+        forward_events = len(meter.events)
         kept += [arguments[name] for name in arguments if name not in given]
         del given
         passed = list(arguments.values())
@@ -460,6 +484,7 @@ def _run(scene: Scene, meter: _Meter) -> Rehearsal:
         forward_moments=forward_moments,
         saved_bytes=total + saved_bytes,
         left_bytes=total + meter.current,
+        forward_events=len(there) + forward_events if device == "cuda" else 0,
     )
 
 

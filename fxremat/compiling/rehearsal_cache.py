@@ -103,5 +103,6 @@ def _rehearsal_of(answer: Any) -> Rehearsal | None:
             forward_moments=int(answer["forward_moments"]),
             saved_bytes=int(answer["saved_bytes"]),
             left_bytes=int(answer["left_bytes"]),
+            forward_events=int(answer["forward_events"]),
         )
     return None

@@ -9,6 +9,7 @@ from torch import fx
 from fxremat.compiling.draft import Draft
 from fxremat.compiling.request import Request
 from fxremat.compiling.searching.search import Found
+from fxremat.compiling.units import version_of
 from fxremat.core.schedule import keep_all
 from fxremat.core.timeline import replay
 from fxremat.errors import InfeasibleBudget
@@ -86,6 +87,7 @@ def report_of(found: Found, request: Request, graph: int, seconds: dict[str, flo
         rehearsals=found.judged_candidates if judged.rehearsal is not None else 0,
         seconds=seconds,
         problem=problem,
+        as_unit=version_of(draft, plan, judged.rehearsal, request.parameters),
     )
 
 

@@ -8,7 +8,7 @@ from dataclasses import dataclass
 from typing import Any, Literal
 
 import torch
-from torch import fx
+from torch import fx, nn
 
 from fxremat import compat
 from fxremat.compiling.session import Ledger
@@ -38,19 +38,22 @@ class Request:
     """What is asked of one graph. All that a plan depends on, and nothing else.
 
     ``held_bytes`` of the budget belong to other graphs of the model, and to what no graph sees;
-    ``tuning_bytes`` to the first step, in which kernels are tuned.
+    ``between_bytes`` to what runs between its forward and its backward, ``tuning_bytes`` to the
+    first step, in which kernels are tuned.
     ``wanted_bytes`` is what this graph should make do with if it can, because more graphs follow.
     ``copies`` is what moving values takes; None where nothing is to move. With the objective
     "energy" a plan may take ``most_time`` times what running every op once takes. ``variants``
     are names of rules (None: all), ``disabled`` names of passes that are left out
     (`fxremat.option_values.PASSES`), ``accumulated`` the arguments of the graph whose gradients
-    are added to their ``grad`` in the backward. ``card`` is the name of one that is planned for
-    although it is not here; None: what is here. ``allocator`` is how torch's allocator is set; None
-    where the device has none, or one that is not modelled. ``count`` is what the budget counts.
+    are added to their ``grad`` in the backward, ``parameters`` those that are parameters. ``card``
+    is the name of one that is planned for although it is not here; None: what is here.
+    ``allocator`` is how torch's allocator is set; None where the device has none, or one that is
+    not modelled. ``count`` is what the budget counts.
     """
 
     budget_bytes: int | None = None
     held_bytes: int = 0
+    between_bytes: int = 0
     tuning_bytes: int = 0
     wanted_bytes: int | None = None
     executor: str = "inductor"
@@ -65,6 +68,7 @@ class Request:
     allow_lossy: bool = False
     disabled: tuple[str, ...] = ()
     accumulated: tuple[int, ...] = ()
+    parameters: tuple[int, ...] = ()
     card: str | None = None
     allocator: AllocatorSettings | None = None
     count: Literal["allocated", "reserved"] = "allocated"
@@ -102,10 +106,12 @@ def request_for(
     options: Options,
     ledger: Ledger,
     place: tuple[int, int | None],
+    around_bytes: int = 0,
 ) -> Request:
     """What to ask for this graph, given what other graphs of the model hold.
 
     ``place`` is its frame and the compilation of that (`compat.current_compilation`).
+    ``around_bytes`` are held around it: they count where nothing else says what is there.
 
     The reserve is held beside the graph like they are, so that peaks and the least budget that
     an error names count it: they are compared with the whole budget, and with what is measured.
@@ -117,6 +123,8 @@ def request_for(
     allocator = _allocator(options, device)
     budget = _budget(options, device, card)
     held = _held_bytes(options, device, inputs, card, ledger, place)
+    if options.reserve is None and device.type != "cuda":
+        held += around_bytes
     tuning = _tuning_bytes(options, device, card)
     more = compat.ends_in_graph_break(gm) or compat.splits_for_ddp()
     more = more and ledger.is_last(place[0])
@@ -137,6 +145,7 @@ def request_for(
         allow_lossy=options.allow_lossy,
         disabled=options.disable_passes,
         accumulated=tuple(i for i, x in enumerate(inputs) if accumulation.will_be_added(x)),
+        parameters=tuple(i for i, x in enumerate(inputs) if isinstance(x, nn.Parameter)),
         card=None if card is None else card.name,
         allocator=allocator,
         count=_count(options, allocator),

@@ -19,6 +19,7 @@ from typing import Any
 from fxremat import compat
 from fxremat.disk_cache import write_whole
 from fxremat.report.report import Report, report_from_json, report_to_json
+from fxremat.runtime.in_flight import Places
 
 Study = Callable[[Any, Any], None]
 """Told what the search found, and its runner, where more than a report is asked for."""
@@ -46,6 +47,8 @@ class Ledger:
 
     owner: object = None  # kept alive, so that its id names this ledger alone
     peaks: dict[int, dict[int | None, int]] = field(default_factory=dict)
+    places: dict[int, Places] = field(default_factory=dict)
+    """Of each frame: its runs that wait for their backward."""
     unseen: int | None = None
     """The least that was allocated beside a graph, of all of them."""
 
@@ -67,9 +70,11 @@ class Ledger:
         """Whether no graph of a later frame is known yet."""
         return all(other <= frame for other in self.peaks)
 
-    def record(self, frame: int, report: Report, compilation: int | None = None) -> None:
-        """Add the peak of a graph to those of its compilation; outside of one, keep the largest."""
-        own = report.counted_peak_bytes - report.held_bytes
+    def record(self, frame: int, own: int, compilation: int | None = None) -> None:
+        """Add the peak of a graph to those of its compilation; outside of one, keep the largest.
+
+        ``own`` bytes are without what is held beside the graph.
+        """
         peaks = self.peaks.setdefault(frame, {})
         known = peaks.get(compilation, 0)
         peaks[compilation] = max(own, known) if compilation is None else own + known

@@ -36,3 +36,10 @@ FRONT_SECONDS = 10.0
 
 REMEMBERED = 8
 """Problems kept: one step has a few, each asked for under many budgets."""
+
+# -- units -------------------------------------------------------------------------
+
+UNITS_GAP, UNITS_NODES = 1e-3, 5_000
+"""Of the time of all runs: as near to the bound as measured times can tell; and nodes at most."""
+UNITS_BYTES_PART = 1e-6
+"""Of the budget: by so much HiGHS may exceed it, since it computes in floating point."""

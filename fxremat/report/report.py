@@ -8,6 +8,7 @@ from typing import Any
 
 from fxremat.core.plan import Plan, plan_to_json, steps_from_json
 from fxremat.core.problem import Problem, problem_from_json, problem_to_json
+from fxremat.core.units import Version
 from fxremat.sizes import format_bytes
 
 
@@ -38,7 +39,8 @@ class Report:
     bytes live per step. ``moved`` are the values that go to host memory, and how often each comes
     back. ``variants`` are the variants taken, with the bytes of what they stand in for; overhead
     and keep-all peak are those of the graph without them. ``problem`` is what was planned: the
-    graph with those variants in place.
+    graph with those variants in place. ``as_unit`` is what the graph takes beside what others hold,
+    where several of its runs wait at once.
     """
 
     graph: int
@@ -66,6 +68,7 @@ class Report:
     moved: tuple[Row, ...] = ()
     variants: tuple[Row, ...] = ()
     host_peak_bytes: int = 0
+    as_unit: Version | None = None
     seconds: dict[str, float] = field(default_factory=dict)
     from_cache: bool = False
 
@@ -177,4 +180,6 @@ def report_from_json(data: dict[str, Any]) -> Report:
     rows = {key: tuple(Row(**row) for row in data[key]) for key in tables}
     plan = Plan(**{**data["plan"], "steps": steps_from_json(data["plan"])})
     problem, timeline = problem_from_json(data["problem"]), tuple(data["timeline"])
-    return Report(**{**data, **rows, "plan": plan, "problem": problem, "timeline": timeline})
+    unit = None if data["as_unit"] is None else Version(**data["as_unit"])
+    made = {"plan": plan, "problem": problem, "timeline": timeline, "as_unit": unit}
+    return Report(**{**data, **rows, **made})

@@ -37,6 +37,8 @@ from fxremat.runtime.segments import Segment
 log = logging.getLogger(__name__)
 
 Compiled = Callable[..., Any]
+Around = tuple[weakref.ref[torch.Tensor], ...]
+"""Tensors that live as long as others want."""
 
 
 @dataclass(frozen=True)
@@ -47,7 +49,8 @@ class Promise:
     fragmentation where the budget counts reserved bytes. Besides, ``held_bytes`` of the budget are
     held by what the graph does not see, of which ``reserve_bytes`` are no saved tensors. Each
     forward keeps ``saved_bytes`` for its backward. ``segment_bytes`` are what the allocator takes
-    for it in one piece, before it runs for the first time.
+    for it in one piece, before it runs for the first time. What lies ``around`` is part of
+    ``reserve_bytes``.
     """
 
     graph: str
@@ -58,6 +61,7 @@ class Promise:
     reserve_bytes: int
     saved_bytes: int
     segment_bytes: int = 0
+    around: Around = ()
 
 
 @dataclass(frozen=True)
@@ -73,47 +77,58 @@ class _SharedBudget:
     """The forwards in flight of all graphs that share one budget.
 
     ``looked_at`` is the most that was ever looked at closely: how many, and how many bytes their
-    plans say. ``told`` is the number of forwards in the last warning.
+    plans say. ``told`` is the number of forwards in the last warning. Where it was planned
+    ``anew``, what is in flight now is known to be too much, and the next flight is looked at anew.
     """
 
     forwards: dict[int, _Forward] = field(default_factory=dict)
     looked_at: tuple[int, int] = (1, 0)
     told: int = 1
+    anew: bool = False
 
-    def add(self, node: Any, promise: Promise, own: Iterable[object]) -> None:
-        """Count one more forward; ``own`` are its arguments and results."""
+    def add(self, node: Any, promise: Promise, own: Iterable[object]) -> PromiseBroken | None:
+        """Count one more forward; ``own`` are its arguments and results.
+
+        The warning to give where a budget will be exceeded.
+        """
         key, forwards = id(node), self.forwards
         reference = weakref.ref(node, lambda _: forwards.pop(key, None))
         forwards[key] = _Forward(reference, promise)
         when_freed(node, partial(forwards.pop, key, None))
         if len(forwards) == 1:
-            return
+            if self.anew:
+                self.looked_at, self.told, self.anew = (1, 0), 1, False
+            return None
+        if self.anew:
+            return None
         number, nbytes = self._planned()
-        if number > self.looked_at[0] or nbytes > self.looked_at[1]:
-            self.looked_at = max(number, self.looked_at[0]), max(nbytes, self.looked_at[1])
-            self._compare(node, promise, own)
+        if number <= self.looked_at[0] and nbytes <= self.looked_at[1]:
+            return None
+        self.looked_at = max(number, self.looked_at[0]), max(nbytes, self.looked_at[1])
+        return self._compare(node, promise, own)
 
     def _planned(self) -> tuple[int, int]:
         forwards = list(self.forwards.values())
         return len(forwards), sum(forward.promise.saved_bytes for forward in forwards)
 
-    def _compare(self, node: Any, promise: Promise, own: Iterable[object]) -> None:
-        """Warn if the backward of this forward will exceed the budget, for what others hold."""
+    def _compare(self, node: Any, promise: Promise, own: Iterable[object]) -> PromiseBroken | None:
+        """The warning if the backward of this forward will exceed the budget, for what others hold."""
         number = len(self.forwards)
+        counted = _storages([each() for each in promise.around], promise.device)
         known = {**_storages(own, promise.device), **_saved(node, promise)}
+        known = {key: size for key, size in known.items() if key not in counted}
         others: dict[int, int] = {}
         for forward in list(self.forwards.values()):
             other = forward.node()
             if other is not None and other is not node:
                 others |= _saved(other, forward.promise)
-        held = sum(size for key, size in others.items() if key not in known)
+        held = sum(size for key, size in others.items() if key not in {**known, **counted})
         beside = _beside(promise, held, sum(known.values()))
         expected = promise.peak_bytes + max(beside, promise.held_bytes)
         if expected > promise.budget_bytes and number > self.told:
             self.told = number
-            broken = PromiseBroken(promise.graph, number, held, expected, promise.budget_bytes)
-            log.warning("%s", broken)
-            warnings.warn(broken, stacklevel=3)
+            return PromiseBroken(promise.graph, number, held, expected, promise.budget_bytes)
+        return None
 
 
 def _beside(promise: Promise, held: int, own: int) -> int:
@@ -174,40 +189,131 @@ def forget() -> None:
     _BUDGETS.clear()
 
 
-def watch_in_flight(compiled: Compiled, promise: Promise) -> Compiled:
-    """The same callable, which warns with `PromiseBroken` when a budget will not be kept.
+@dataclass(frozen=True)
+class Promised:
+    """A compiled graph, and what was promised of it."""
 
-    The warning comes when several of its forwards are in flight at once, or forwards of other
-    graphs with the same budget on the same device: once for each number of them that is larger than
-    before. Before the graph first runs, the allocator takes its segment.
+    call: Compiled
+    promise: Promise
+
+
+@dataclass(frozen=True)
+class Runs:
+    """The versions of a graph, and which one each of its runs takes that wait at once.
+
+    A run that none was planned for takes the last. ``peak_bytes`` are of all runs together, without
+    what the promises hold.
     """
-    shared = _BUDGETS.setdefault((promise.device, promise.budget_bytes), _SharedBudget())
-    segment = Segment(promise.device, promise.segment_bytes, promise.reserve_bytes)
+
+    versions: tuple[Promised, ...]
+    version_of_run: tuple[int, ...]
+    peak_bytes: int
+
+    def of_run(self, place: int) -> Promised:
+        """The version of the run at a place among those that wait."""
+        return self.versions[self.version_of_run[min(place, len(self.version_of_run) - 1)]]
+
+
+@dataclass
+class Places:
+    """The runs of a graph that wait, each at the lowest place that was free when it came."""
+
+    taken: dict[int, object] = field(default_factory=dict)
+
+    def free(self) -> int:
+        """The lowest place that no run has."""
+        return next(place for place in range(len(self.taken) + 1) if place not in self.taken)
+
+    def take(self, place: int, node: Any) -> None:
+        """The run of this node has the place, until its backward has freed what it saved."""
+        run = self.taken[place] = object()
+
+        def leave() -> None:
+            if self.taken.get(place) is run:
+                del self.taken[place]
+
+        when_freed(node, leave)
+        weakref.finalize(node, leave)
+
+
+def watch_in_flight(
+    runs: Runs, places: Places, again: Callable[[int], Runs] | None = None
+) -> Compiled:
+    """One callable for all runs of a graph, which warns when a budget will not be kept.
+
+    The warning, `PromiseBroken`, comes when several forwards are in flight at once, of this graph
+    or of others with the same budget on the same device: once for each number of them that is
+    larger than before. Where more runs of the graph wait than were planned for, they are planned
+    ``again`` for as many, with immediate effect. Before a version first runs, the allocator takes
+    its segment.
+    """
+    watched_runs = _WatchedRuns(runs, places, again)
 
     def watched(*args: Any) -> Any:
-        before = autograd_position()
-        if any(isinstance(one, torch.Tensor) and is_fake(one) for one in args):
-            return compiled(*args)  # Dynamo asks for their sizes, to split what follows for DDP
-        if segment.is_due:
-            segment.take(_own_bytes(args, promise.device))
-        elif segment.has_room:
-            segment.close_room(_own_bytes(args, promise.device))
-        results = compiled(*args)
-        node = node_of_forward(results, before)
-        if node is not None:
-            if segment.has_room:
-                when_backward_ends(node, segment.open_room)
-            own = (*args, *results) if isinstance(results, (list, tuple)) else (*args, results)
-            shared.add(node, promise, own)
-        return results
+        return watched_runs.run(args)
 
     kept = {
         k: v
-        for k, v in getattr(compiled, "__dict__", {}).items()
+        for k, v in getattr(runs.versions[0].call, "__dict__", {}).items()
         if not k.startswith(_DYNAMO_MARKS)
     }
     vars(watched).update(kept)
     return watched
+
+
+@dataclass
+class _WatchedRuns:
+    """The runs of one graph as they are now."""
+
+    runs: Runs
+    places: Places
+    again: Callable[[int], Runs] | None
+    segments: dict[int, Segment] = field(default_factory=dict)
+
+    def run(self, args: tuple[Any, ...]) -> Any:
+        """One forward."""
+        place, before = self.places.free(), autograd_position()
+        one = self.runs.of_run(place)
+        if any(isinstance(each, torch.Tensor) and is_fake(each) for each in args):
+            return one.call(*args)  # Dynamo asks for their sizes, to split what follows for DDP
+        promise, segment = one.promise, self.segment(one.promise)
+        if segment.is_due:
+            segment.take(_own_bytes(args, promise.device))
+        elif segment.has_room:
+            segment.close_room(_own_bytes(args, promise.device))
+        results = one.call(*args)
+        node = node_of_forward(results, before)
+        if node is not None:
+            if segment.has_room:
+                when_backward_ends(node, segment.open_room)
+            self.places.take(place, node)
+            own = (*args, *results) if isinstance(results, (list, tuple)) else (*args, results)
+            self.look(node, promise, own)
+        return results
+
+    def segment(self, promise: Promise) -> Segment:
+        """What the allocator takes for a version."""
+        key = id(promise)
+        if key not in self.segments:
+            made = Segment(promise.device, promise.segment_bytes, promise.reserve_bytes)
+            self.segments[key] = made
+        return self.segments[key]
+
+    def look(self, node: Any, promise: Promise, own: Iterable[object]) -> None:
+        """Warn, and plan again, where more runs wait than were planned for."""
+        key = promise.device, promise.budget_bytes
+        shared = _BUDGETS.setdefault(key, _SharedBudget())
+        broken = shared.add(node, promise, own)
+        if broken is None:
+            return
+        waiting, planned = len(self.places.taken), len(self.runs.version_of_run)
+        if waiting > planned and self.again is not None:
+            count = 1 << (waiting - 1).bit_length()
+            log.warning("%d runs wait for their backward at once: planned for %d", waiting, count)
+            self.runs = self.again(count)
+            broken.planned_for, shared.anew = count, True
+        log.warning("%s", broken)
+        warnings.warn(broken, stacklevel=4)
 
 
 # By these Dynamo finds the function below a wrapper, and would call that.

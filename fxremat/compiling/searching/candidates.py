@@ -240,7 +240,7 @@ class Judge:
         costs = self.runner.costs
         with self.runner.times.stage("rehearse"):
             try:
-                return rehearse_once(
+                shown = rehearse_once(
                     *draft.halves,
                     num_fwd_outputs=draft.num_forward_outputs,
                     device=costs.device.type,
@@ -248,8 +248,9 @@ class Judge:
                     directory=Path(compat.cache_directory()) / "fxremat" / "rehearsals",
                     with_kernels=not self.plan_only,
                     begin=begin,
-                    card=self.runner.costs.request.card,
+                    card=costs.request.card,
                 )
+                return shown.with_between(costs.request.between_bytes)
             except Exception as error:  # any op of any library may refuse
                 log.warning(
                     "the generated code could not be rehearsed (%s: %s); the budget is held by the "

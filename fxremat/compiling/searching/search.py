@@ -84,6 +84,7 @@ class Search:
     tried: dict[bool, int] = field(default_factory=lambda: {False: 0, True: 0})
     lowest: list[Judged] = field(default_factory=list)
     """What plans of least peak, and torch's partition, take."""
+    looked: list[VariantSet | None] = field(default_factory=list)
 
     def run(self) -> Found:
         """The best candidate found."""
@@ -114,7 +115,7 @@ class Search:
 
         It is expected to be within the budget; where none is, it is the one expected to take least.
         """
-        variants = self._variants(allow_lossy=self.planning.request.allow_lossy)
+        variants = self.offered()
         target, found = int((1 - EXPECTED_WRONG) * budget_bytes), list[Candidate]()
         for _ in range(EXPECTED_ANEW):
             anew = self._quickest_under(target, variants)
@@ -208,7 +209,7 @@ class Search:
         is_tried = self._is_free(problem, aim)
         if is_tried:
             yield self._under(plain, aim)
-        variants = self._variants(allow_lossy=self.planning.request.allow_lossy)
+        variants = self.offered()
         if variants is not None:
             chosen = self._chosen(variants.problem, aim, variants)
             if chosen is not None:
@@ -278,6 +279,12 @@ class Search:
         rules = rules_named(self.planning.request.variants, allow_lossy=allow_lossy)
         with self.runner.times.stage("estimate"):
             return variant_set(self.prepared, rules, self.runner.costs)
+
+    def offered(self) -> VariantSet | None:
+        """What the graph could take, as the request allows; looked for once."""
+        if not self.looked:
+            self.looked.append(self._variants(allow_lossy=self.planning.request.allow_lossy))
+        return self.looked[0]
 
     def _exact(self) -> VariantSet | None:
         return self._variants(allow_lossy=False) if self.planning.request.allow_lossy else None

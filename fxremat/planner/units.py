@@ -1,0 +1,123 @@
+"""Which version each run of a unit takes: the level above the plans of the units.
+
+The hierarchy is that of H-Rockmate (Gusak et al., "HiRemate", ICML 2025), with the units that the
+model is compiled by as its clusters: each offers a few versions, and an integer programme chooses.
+
+    x[r, v]   run r takes version v of its unit
+    y[u, v]   version v of unit u is compiled
+
+minimise the time of all runs, with bytes under the budget at each moment, and at most so many
+versions of each unit, since each has to be compiled.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+
+from fxremat.core.units import Moment, UnitStep, Version
+from fxremat.planner.deadline import Deadline
+from fxremat.planner.milp.highs import Milp, Status, Term
+from fxremat.planner.tuning import UNITS_BYTES_PART, UNITS_GAP, UNITS_NODES
+
+Chosen = tuple[int, ...]
+"""The version of each run, by its place among those of its unit."""
+
+
+def fastest(step: UnitStep, budget_bytes: int, most_versions: int = 2) -> Chosen | None:
+    """The versions of least time within the budget; None where no choice is within it."""
+    asked = budget_bytes
+    for _ in range(2):
+        found = _Programme(step, most_versions).solve(asked)
+        if found is None or step.peak_bytes(found) <= budget_bytes:
+            return found
+        asked = int((1 - UNITS_BYTES_PART) * asked) - 1
+    return None
+
+
+def lowest(step: UnitStep, most_versions: int = 2) -> Chosen:
+    """The versions of least peak."""
+    found = _Programme(step, most_versions, for_peak=True).solve(None)
+    assert found is not None  # every unit has a version
+    return found
+
+
+def not_beaten(versions: Sequence[Version]) -> list[int]:
+    """The places of those that no other one beats in time and in all bytes."""
+
+    def beats(one: Version, other: Version) -> bool:
+        pairs = list(zip(one.figures, other.figures, strict=True))
+        return all(a <= b for a, b in pairs) and any(a < b for a, b in pairs)
+
+    kept: list[int] = []
+    for k, version in enumerate(versions):
+        twin = any(versions[other].figures == version.figures for other in kept)
+        if not twin and not any(beats(other, version) for other in versions):
+            kept.append(k)
+    return kept
+
+
+class _Programme:
+    """The integer programme of a step."""
+
+    def __init__(self, step: UnitStep, most_versions: int, *, for_peak: bool = False) -> None:
+        self.step, self.milp, self.for_peak = step, Milp(), for_peak
+        self.kept = [not_beaten(versions) for versions in step.versions]
+        slowest = max((v.time_us for each in step.versions for v in each), default=0.0)
+        self.time_unit = max(1e-9, slowest)
+        self.byte_unit = max(1, max((m.outside_bytes for m in step.moments), default=1))
+        self.take = [self._columns(unit) for unit in step.unit_of]
+        self.peak = self.milp.real(cost=1.0, high=float("inf")) if for_peak else None
+        self._limit(most_versions)
+
+    def _columns(self, unit: int) -> dict[int, int]:
+        """Of one run: the column of each version."""
+
+        def cost(version: int) -> float:
+            time = self.step.versions[unit][version].time_us / self.time_unit
+            return 0.0 if self.for_peak else time
+
+        columns = {version: self.milp.binary(cost(version)) for version in self.kept[unit]}
+        self.milp.row([(column, 1.0) for column in columns.values()], 1.0, 1.0)
+        return columns
+
+    def _limit(self, most_versions: int) -> None:
+        """At most so many versions of each unit."""
+        for unit, kept in enumerate(self.kept):
+            runs = [r for r, u in enumerate(self.step.unit_of) if u == unit]
+            if len(kept) <= most_versions or len(runs) <= most_versions:
+                continue
+            compiled = {version: self.milp.binary() for version in kept}
+            self.milp.row([(column, 1.0) for column in compiled.values()], high=most_versions)
+            for run in runs:
+                for version, column in self.take[run].items():
+                    self.milp.row([(column, 1.0), (compiled[version], -1.0)], high=0.0)
+
+    def solve(self, budget_bytes: int | None) -> Chosen | None:
+        for moment in self.step.moments:
+            self._fit(moment, budget_bytes)
+        solution = self.milp.solve(Deadline(None), nodes=UNITS_NODES, gap=UNITS_GAP)
+        if solution.status in (Status.INFEASIBLE, Status.UNDECIDED):
+            return None
+        return tuple(
+            next(v for v, column in columns.items() if solution.chosen(column))
+            for columns in self.take
+        )
+
+    def _fit(self, moment: Moment, budget_bytes: int | None) -> None:
+        """The bytes of a moment are under the budget, or under the peak."""
+        unit = self.byte_unit
+        terms: list[Term] = []
+        for run in moment.waiting:
+            versions = self.step.versions[self.step.unit_of[run]]
+            terms += [(c, versions[v].saved_bytes / unit) for v, c in self.take[run].items()]
+        if moment.running is not None:
+            versions = self.step.versions[self.step.unit_of[moment.running]]
+            forward = moment.phase == "forward"
+            terms += [
+                (c, (versions[v].forward_bytes if forward else versions[v].backward_bytes) / unit)
+                for v, c in self.take[moment.running].items()
+            ]
+        if self.peak is not None:
+            self.milp.row([*terms, (self.peak, -1.0)], high=-moment.outside_bytes / unit)
+        elif budget_bytes is not None:
+            self.milp.row(terms, high=(budget_bytes - moment.outside_bytes) / unit)
