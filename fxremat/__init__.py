@@ -29,6 +29,7 @@ if TYPE_CHECKING:
     from fxremat.model.offloading import offload
     from fxremat.model.stepping import step_in_backward
     from fxremat.options import list_options
+    from fxremat.preparing import prepare
 
 __all__ = [
     "FxrematError",
@@ -44,6 +45,7 @@ __all__ = [
     "list_options",
     "measure_peak",
     "offload",
+    "prepare",
     "reports",
     "step_in_backward",
 ]
@@ -55,6 +57,7 @@ _LAZY = {
     "list_options": "fxremat.options",
     "measure_peak": "fxremat.cost.peak",
     "offload": "fxremat.model.offloading",
+    "prepare": "fxremat.preparing",
     "reports": "fxremat.compiling.session",
     "step_in_backward": "fxremat.model.stepping",
 }

@@ -48,14 +48,9 @@ def total_bytes(device: torch.device) -> int | None:
 
 def _key(gm: fx.GraphModule, inputs: Sequence[Any], partitioner: Partitioner) -> str:
     """Names the graph, its inputs and all that a plan depends on."""
-    shapes = [
-        (tuple(map(str, x.shape)), tuple(map(str, x.stride())), str(x.dtype), str(x.device),
-         x.requires_grad)
-        if isinstance(x, torch.Tensor) else str(x)
-        for x in inputs
-    ]  # fmt: skip
     gradients = torch.is_grad_enabled()  # without them nothing is planned
-    return session.digest(gm.code, shapes, gradients, partitioner.uuid(), torch.__version__)
+    graph = session.signature(gm, inputs)
+    return session.digest(graph, gradients, partitioner.uuid(), torch.__version__)
 
 
 NO_POOLS = "they keep memory of their own, which no plan counts; give no memory_budget to have them"
@@ -148,11 +143,16 @@ def fxremat(
     ledger, place = session.ledger(options), compat.current_compilation()
     around = surroundings(parsed, device)
     request = request_for(gm, example_inputs, parsed, ledger, place, around.nbytes)
-    graph = _Graph(gm, compat.copy_module(gm), example_inputs, parsed, mode)
+    graph = Graph(gm, compat.copy_module(gm), example_inputs, parsed, mode)
     unseen = request.held_bytes - ledger.held_by_others(*place)
-    runs = RunsOfOneGraph(request, device, around, unseen, graph.compile, graph.plan, graph.as_unit)
-    if around.runs > 1 and request.budget_bytes is not None and graph.has_backward:
-        found = runs.compiled_for(around.runs)
+    seen, index = session.STATE.seen.get(session.signature(gm, example_inputs), (None, 0))
+    runs = RunsOfOneGraph(
+        request, device, around, unseen, graph.compile, graph.plan, graph.as_unit, seen, index
+    )
+    count = around.runs if seen is None else len(seen.runs_of(index))
+    together = count > 1 or seen is not None
+    if together and request.budget_bytes is not None and graph.has_backward:
+        found = runs.compiled_for(count)
     else:
         alone = graph.compile(request)
         if alone.report is None or request.budget_bytes is None:
@@ -166,7 +166,7 @@ def fxremat(
 
 
 @dataclass
-class _Graph:
+class Graph:
     """A graph that Dynamo gave us, and how it is to be compiled."""
 
     gm: fx.GraphModule | None

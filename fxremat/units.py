@@ -21,7 +21,7 @@ from torch import nn
 from fxremat import compat
 from fxremat.compiling.request import Request
 from fxremat.compiling.units import Boundary, Offer, Unit, repeated
-from fxremat.core.units import UnitStep, Version
+from fxremat.core.units import Moment, UnitStep, Version
 from fxremat.errors import InfeasibleBudget
 from fxremat.options import Options
 from fxremat.planner import units as planner
@@ -87,12 +87,55 @@ class CompiledVersion:
 
 
 @dataclass
+class SeenStep:
+    """A step that was looked at before it is compiled (`fxremat.preparing`).
+
+    A run of a unit is told by its place: the lowest that no other run of the unit had when it came.
+    ``unit_of`` and ``place_of`` are those of each run. ``units`` offer fewer versions once they are
+    compiled.
+    """
+
+    moments: tuple[Moment, ...]
+    unit_of: tuple[int, ...]
+    place_of: tuple[int, ...]
+    units: list[Unit]
+
+    def step(self) -> UnitStep:
+        """Its moments, and what the units offer now."""
+        versions = (tuple(offer.version for offer in unit.offers) for unit in self.units)
+        return UnitStep(self.moments, self.unit_of, tuple(versions))
+
+    def outside_bytes(self, unit: int) -> int:
+        """Live outside when the last run of a unit goes backward, beside the gradients it gets."""
+        last = self.runs_of(unit)[-1]
+        outside = [
+            moment.outside_bytes
+            for moment in self.moments
+            if (moment.running, moment.phase) == (last, "backward")
+        ]
+        return max(0, max(outside, default=0) - self.units[unit].boundary.incoming)
+
+    def runs_of(self, unit: int) -> tuple[int, ...]:
+        """The runs of a unit, by their places."""
+        runs = [run for run, own in enumerate(self.unit_of) if own == unit]
+        return tuple(sorted(runs, key=self.place_of.__getitem__))
+
+
+def repeated_step(unit: Unit, count: int, held_bytes: int) -> SeenStep:
+    """A step in which so many runs of one unit wait at once, and nothing else is known."""
+    own = unit.boundary
+    step = repeated(unit, count, held_bytes + own.resident - own.given)
+    return SeenStep(step.moments, step.unit_of, tuple(range(count)), [unit])
+
+
+@dataclass
 class RunsOfOneGraph:
     """One graph, asked to run so many times at once.
 
     ``compile`` and ``plan`` are given a request: the latter generates no kernels, and both raise
     `InfeasibleBudget`. ``look`` traces the graph as a unit. ``unseen_bytes`` of what is held are no
-    saved tensors.
+    saved tensors. ``seen`` is the step that was looked at, in which the graph is the unit of this
+    ``index``.
     """
 
     request: Request
@@ -102,8 +145,9 @@ class RunsOfOneGraph:
     compile: Callable[[Request], CompiledVersion]
     plan: Callable[[Request], Report]
     look: Callable[[Request, int], Unit]
+    seen: SeenStep | None = None
+    index: int = 0
     known: dict[Request, CompiledVersion] = field(default_factory=dict)
-    looked: dict[int, Unit] = field(default_factory=dict)
 
     @property
     def budget_bytes(self) -> int:
@@ -111,41 +155,35 @@ class RunsOfOneGraph:
         assert self.request.budget_bytes is not None
         return self.request.budget_bytes - self.request.tuning_bytes
 
-    def unit(self, count: int) -> Unit:
-        """The graph as a unit of which so many runs wait at once."""
-        if count not in self.looked:
-            self.looked[count] = self.look(self.request, count)
-        return self.looked[count]
-
     def compiled_for(self, count: int) -> Runs:
         """The versions for so many runs; raises `InfeasibleBudget` with the least for as many."""
-        offers = list(self.unit(count).offers)
+        seen = self.seen
+        if seen is None or count != len(seen.runs_of(self.index)):
+            unit, self.index = self.look(self.request, count), 0
+            seen = repeated_step(unit, count, self.request.held_bytes)
+        unit = seen.units[self.index]
+        runs, offers = seen.runs_of(self.index), list(unit.offers)
         for _ in range(TRIES):
-            step = self._step(offers, count)
-            chosen = planner.fastest(step, self.budget_bytes)
+            seen.units[self.index] = replace(unit, offers=tuple(offers))
+            chosen = planner.fastest(seen.step(), self.budget_bytes)
             if chosen is None:
                 break
+            mine = [chosen[run] for run in runs]
             try:
-                made = {
-                    place: self._compiled(offers, place, count) for place in sorted(set(chosen))
-                }
+                made = {k: self._compiled(offers, k, unit.boundary) for k in sorted(set(mine))}
             except InfeasibleBudget:
                 continue
-            step = self._step(offers, count)
-            peak = step.peak_bytes(chosen)
+            seen.units[self.index] = replace(unit, offers=tuple(offers))
+            peak = seen.step().peak_bytes(chosen)
             if peak <= self.budget_bytes:
-                log.info("%s", _told(step, chosen, peak, self.budget_bytes))
-                places = list(made)
-                of_run = tuple(places.index(place) for place in chosen)
+                kept = tuple(offers[k] for k in made)
+                seen.units[self.index] = replace(unit, offers=kept)
+                of_run = tuple(list(made).index(k) for k in mine)
+                log.info("%s", _told(kept, of_run, peak, self.budget_bytes))
                 return Runs(tuple(made.values()), of_run, peak - self.request.held_bytes)
-        raise self._refusal(offers, count)
+        raise self._refusal(seen, offers)
 
-    def _step(self, offers: Sequence[Offer], count: int) -> UnitStep:
-        unit = replace(self.unit(count), offers=tuple(offers))
-        own = unit.boundary
-        return repeated(unit, count, self.request.held_bytes + own.resident - own.given)
-
-    def _compiled(self, offers: list[Offer], place: int, count: int) -> Promised:
+    def _compiled(self, offers: list[Offer], place: int, own: Boundary) -> Promised:
         """A version, compiled; what it really takes is offered from now on.
 
         Raises `InfeasibleBudget` where that is more than was asked for.
@@ -159,7 +197,7 @@ class RunsOfOneGraph:
                 raise
         made = self.known[request]
         offers[place] = replace(offers[place], version=_version(made.report))
-        return self.promised(made, request, self.unit(count).boundary)
+        return self.promised(made, request, own)
 
     def promised(
         self, version: CompiledVersion, request: Request, own: Boundary | None = None
@@ -176,6 +214,8 @@ class RunsOfOneGraph:
         if own is not None:
             unit, around = _version(report), self.around.everything
             unseen += own.resident - own.given
+            if self.seen is not None:
+                unseen = self.seen.outside_bytes(self.index)
             peak = max(unit.forward_bytes + own.given, unit.backward_bytes + own.incoming)
         promise = Promise(
             graph=f"graph {report.graph}",
@@ -190,21 +230,23 @@ class RunsOfOneGraph:
         )
         return Promised(version.call, promise)
 
-    def _refusal(self, offers: list[Offer], count: int) -> InfeasibleBudget:
-        """The error that names the least, by versions that have been rehearsed."""
+    def _refusal(self, seen: SeenStep, offers: list[Offer]) -> InfeasibleBudget:
+        """The error that names the least, by versions of this graph that have been rehearsed."""
         assert self.request.budget_bytes is not None
+        unit, runs = seen.units[self.index], seen.runs_of(self.index)
         for _ in range(TRIES):
-            step = self._step(offers, count)
-            chosen = planner.lowest(step)
-            least = step.peak_bytes(chosen)
-            for place in sorted(set(chosen)):
+            seen.units[self.index] = replace(unit, offers=tuple(offers))
+            chosen = planner.lowest(seen.step())
+            least = seen.step().peak_bytes(chosen)
+            for place in sorted({chosen[run] for run in runs}):
                 asked = replace(self.request, budget_bytes=least + self.request.tuning_bytes)
                 try:
                     report = self.plan(offers[place].asked(asked))
                     offers[place] = replace(offers[place], version=_version(report))
                 except InfeasibleBudget as refused:
                     offers[place] = _raised(offers[place], refused)
-            if self._step(offers, count).peak_bytes(chosen) <= least:
+            seen.units[self.index] = replace(unit, offers=tuple(offers))
+            if seen.step().peak_bytes(chosen) <= least:
                 break
         return InfeasibleBudget(self.request.budget_bytes, least + self.request.tuning_bytes)
 
@@ -228,13 +270,13 @@ def _raised(one: Offer, refused: InfeasibleBudget) -> Offer:
     return replace(one, version=version, peak_bytes=one.peak_bytes + more)
 
 
-def _told(step: UnitStep, of_run: Sequence[int], peak_bytes: int, budget_bytes: int) -> str:
+def _told(offers: Sequence[Offer], of_run: Sequence[int], peak_bytes: int, budget: int) -> str:
     """One line for the log."""
     each = ", ".join(
-        f"{of_run.count(k)} save {format_bytes(step.versions[0][k].saved_bytes)}"
+        f"{of_run.count(k)} save {format_bytes(offers[k].version.saved_bytes)}"
         for k in sorted(set(of_run))
     )
     return (
         f"fxremat: {len(of_run)} runs wait at once: {each}; peak {format_bytes(peak_bytes)} of "
-        f"{format_bytes(budget_bytes)}"
+        f"{format_bytes(budget)}"
     )

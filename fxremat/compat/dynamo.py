@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator
+from collections.abc import Iterable, Iterator
 from contextlib import contextmanager
 from typing import Any
 
@@ -20,6 +20,35 @@ def compiled_parts(model: nn.Module) -> list[nn.Module]:
         elif module._compiled_call_impl is not None:
             found.append(module)
     return list(dict.fromkeys(found))
+
+
+def compile_parts(model: nn.Module, parts: Iterable[nn.Module], **how: Any) -> None:
+    """Compile these modules inside of ``model`` anew, where they stand and as they are wrapped."""
+    wrapped = [one for one in model.modules() if isinstance(one, OptimizedModule)]
+    for part in parts:
+        around = [one for one in wrapped if one._orig_mod is part]
+        for one in around:
+            anew: Any = torch.compile(part, **how)
+            one.dynamo_ctx, one.forward = anew.dynamo_ctx, anew.forward
+        if not around:
+            part.compile(**how)
+
+
+@contextmanager
+def compiled_in_place(model: nn.Module) -> Iterator[None]:
+    """Inside, what ``torch.compile`` wraps among the modules of ``model`` stands there itself."""
+    before = []
+    for module in model.modules():
+        for name, child in module._modules.items():
+            if isinstance(child, OptimizedModule):
+                before.append((module._modules, name, child))
+    try:
+        for table, name, child in before:
+            table[name] = child._orig_mod
+        yield
+    finally:
+        for table, name, child in before:
+            table[name] = child
 
 
 def ends_in_graph_break(gm: fx.GraphModule) -> bool:

@@ -61,13 +61,23 @@ def without_memory() -> Iterator[Callable[[torch.Tensor], torch.Tensor]]:
 
 
 @contextmanager
-def fake_tensors() -> Iterator[None]:
-    """Inside, tensors have sizes and devices but no memory; models of them can be traced."""
+def fake_tensors(seen: Callable[[Any], None] | None = None) -> Iterator[None]:
+    """Inside, tensors have sizes and devices but no memory; models of them can be traced.
+
+    ``seen`` is told what each op gives. Unlike in another mode, compiled parts stay compiled.
+    """
     from unittest import mock
 
     from torch._subclasses.fake_tensor import FakeTensorMode
 
-    mode: Any = FakeTensorMode(allow_non_fake_inputs=True)
+    class Seeing(FakeTensorMode):
+        def dispatch(self, *args: Any, **kwargs: Any) -> Any:
+            result = super().dispatch(*args, **kwargs)
+            if seen is not None:
+                seen(result)
+            return result
+
+    mode: Any = Seeing(allow_non_fake_inputs=True)
     swap: Any = torch.utils.swap_tensors
 
     def swap_fake(one: torch.Tensor, other: torch.Tensor) -> None:
@@ -98,20 +108,29 @@ def outside_fake_mode() -> Iterator[None]:
         yield
 
 
-@contextmanager
-def on_host_without_memory(model: Any, given: Any) -> Iterator[Any]:
-    """Inside `fake_tensors`: yields ``given`` with tensors on the CPU that have no memory.
+def on_host_without_memory(model: Any, given: Any) -> AbstractContextManager[Any]:
+    """`on_device_without_memory` for the CPU, wherever the tensors lie."""
+    return on_device_without_memory(model, given, torch.device("cpu"))
 
-    So are parameters and buffers of ``model`` until the end, wherever they lie.
+
+@contextmanager
+def on_device_without_memory(
+    model: Any, given: Any, device: torch.device | None = None
+) -> Iterator[Any]:
+    """Inside `fake_tensors`: yields ``given`` with tensors on the device that have no memory.
+
+    So are parameters and buffers of ``model`` until the end. Without a ``device`` each is where it
+    lies.
     """
     known: dict[int, torch.Tensor] = {}
 
     def stand_in(tensor: torch.Tensor) -> torch.Tensor:
-        if is_fake(tensor) and tensor.device.type == "cpu":
+        where = tensor.device if device is None else device
+        if is_fake(tensor) and tensor.device.type == where.type:
             return tensor
         if id(tensor) not in known:
             like = torch.empty_strided(
-                tuple(tensor.shape), tuple(tensor.stride()), dtype=tensor.dtype, device="cpu"
+                tuple(tensor.shape), tuple(tensor.stride()), dtype=tensor.dtype, device=where
             )
             if isinstance(tensor, torch.nn.Parameter):
                 known[id(tensor)] = torch.nn.Parameter(like, tensor.requires_grad)

@@ -10,11 +10,14 @@ from __future__ import annotations
 import hashlib
 import json
 import time
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager, suppress
 from dataclasses import dataclass, field, replace
 from pathlib import Path
 from typing import Any
+
+import torch
+from torch import fx
 
 from fxremat import compat
 from fxremat.disk_cache import write_whole
@@ -88,6 +91,9 @@ class State:
     ledgers: dict[int, Ledger] = field(default_factory=dict)
     current: Session | None = None
     graphs: int = 0
+    seen: dict[str, tuple[Any, int]] = field(default_factory=dict)
+    """Of graphs in steps that were looked at (`fxremat.prepare`): the step, and which unit it is.
+    By their signature."""
 
 
 STATE = State()
@@ -104,6 +110,7 @@ def reset() -> None:
     STATE.ledgers.clear()
     STATE.current = None
     STATE.graphs = 0
+    STATE.seen.clear()
 
 
 def ledger(owner: object) -> Ledger:
@@ -137,6 +144,21 @@ def store_path(key: str) -> Path:
 def digest(*parts: Any) -> str:
     """A name for everything that a report depends on."""
     return hashlib.sha256(repr(parts).encode()).hexdigest()
+
+
+def signature(gm: fx.GraphModule, inputs: Sequence[Any]) -> str:
+    """Names a graph and its inputs, whatever class of tensors these are."""
+    gm = compat.copy_module(gm)
+    for node in gm.graph.nodes:
+        node.type = None
+    gm.recompile()
+    shapes = [
+        (tuple(map(str, x.shape)), tuple(map(str, x.stride())), str(x.dtype), str(x.device),
+         x.requires_grad)
+        if isinstance(x, torch.Tensor) else str(x)
+        for x in inputs
+    ]  # fmt: skip
+    return digest(gm.code, shapes)
 
 
 def store(key: str, report: Report) -> None:

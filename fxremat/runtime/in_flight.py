@@ -112,7 +112,7 @@ class _SharedBudget:
         return len(forwards), sum(forward.promise.saved_bytes for forward in forwards)
 
     def _compare(self, node: Any, promise: Promise, own: Iterable[object]) -> PromiseBroken | None:
-        """The warning if the backward of this forward will exceed the budget, for what others hold."""
+        """The warning if its backward will exceed the budget, for what others hold."""
         number = len(self.forwards)
         counted = _storages([each() for each in promise.around], promise.device)
         known = {**_storages(own, promise.device), **_saved(node, promise)}

@@ -1,0 +1,300 @@
+"""`prepare`: a step is looked at as a whole, before its compiled parts are compiled one by one.
+
+Where blocks are compiled by themselves, each compiler call sees one block. What runs between the
+blocks, the loss, and how often each block runs is in the Python code around them. So one step runs
+on tensors without memory. The compiled parts are stood in for: each gives results of the right
+sizes, saves nothing, and notes when its forward and its backward run. What is live then, outside of
+all parts, is counted. With what the parts offer (`fxremat.compiling.units`), that is the whole step.
+"""
+
+from __future__ import annotations
+
+import logging
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from contextlib import contextmanager
+from dataclasses import dataclass, field
+from typing import Any
+
+import torch
+from torch import fx, nn
+from torch.utils import _pytree as pytree
+
+from fxremat import compat
+from fxremat.backend import Graph, total_bytes
+from fxremat.compiling import session
+from fxremat.compiling.request import device_of_inputs, request_for
+from fxremat.core.units import Moment
+from fxremat.errors import InfeasibleBudget, NotTraceable
+from fxremat.options import Options, parse_options
+from fxremat.planner import units as planner
+from fxremat.runtime.host_memory import is_on
+from fxremat.sizes import format_bytes
+from fxremat.units import SeenStep
+
+log = logging.getLogger(__name__)
+
+
+def prepare(
+    model: nn.Module,
+    *inputs: Any,
+    loss: Callable[[Any], torch.Tensor] | None = None,
+    memory_budget: int | str | None = None,
+    options: Mapping[str, Any] | None = None,
+    **keywords: Any,
+) -> nn.Module:
+    """Plan all compiled parts of ``model`` together, by a look at one step; gives the model back.
+
+    The parts are the modules inside that are compiled by themselves, by ``block.compile()`` or by
+    ``torch.compile(block)``; without any, the model is compiled as a whole. In place, they are
+    compiled by fxremat with these ``options``, when they first run. The step is
+    ``loss(model(*inputs, **keywords))``, forward and backward; ``loss`` is not needed where the
+    model gives one number, or an object with a ``loss``. No tensor gets memory, and nothing of the
+    model changes. ``memory_budget`` is a shorthand for the option that matters most.
+
+    Raises `InfeasibleBudget` with the least that all parts together need, `NotTraceable` where the
+    model gives no loss, and `InvalidOption`.
+    """
+    given = dict(options or {})
+    if memory_budget is not None:
+        given["memory_budget"] = memory_budget
+    own = model._orig_mod if isinstance(model, torch._dynamo.OptimizedModule) else model
+    device = device_of_inputs([*own.parameters(), *pytree.tree_leaves((inputs, keywords))])
+    parsed = parse_options(given, device_total_bytes=total_bytes(device))
+    parts = compat.compiled_parts(model) or [own]
+    look = _Look(parsed, device)
+    with look.at(own, parts, (inputs, keywords)) as (args, named):
+        for look.counts in (False, True):  # compiled first, and then counted
+            look.begin(own, args, named)
+            result = own(*args, **named)
+            _loss_of(own, result, loss).backward()
+            look.end()
+            own.zero_grad(set_to_none=True)
+            del result
+    seen = look.seen_step()
+    _check_budget(seen, parsed)
+    for index, graph in enumerate(look.graphs):
+        session.STATE.seen[graph.signature] = seen, index
+    compat.compile_parts(model, parts, backend="fxremat", options=given)
+    return model
+
+
+def _loss_of(model: nn.Module, result: Any, loss: Callable[[Any], torch.Tensor] | None) -> Any:
+    """What the backward begins with."""
+    found = getattr(result, "loss", result) if loss is None else loss(result)
+    if isinstance(found, torch.Tensor) and found.numel() == 1 and found.requires_grad:
+        return found.sum()
+    why = "gives no loss to go backward from; say how it is computed: prepare(..., loss=...)"
+    raise NotTraceable(type(model).__name__, why)
+
+
+def _check_budget(seen: SeenStep, options: Options) -> None:
+    """Raise `InfeasibleBudget` where no choice of versions is within the budget."""
+    step, budget = seen.step(), options.memory_budget
+    if budget is None or not seen.units:
+        return
+    if planner.fastest(step, budget) is None:
+        raise InfeasibleBudget(budget, step.peak_bytes(planner.lowest(step)))
+    outside = max(moment.outside_bytes for moment in step.moments)
+    log.info(
+        "fxremat: %d graphs run %d times in a step; outside of them at most %s are live",
+        len(seen.units), len(seen.unit_of), format_bytes(outside),
+    )  # fmt: skip
+
+
+@dataclass
+class _SeenGraph:
+    """A compiled part, as Dynamo gave it."""
+
+    graph: Graph
+    signature: str
+    taken: set[int] = field(default_factory=set)
+    """Places of runs that wait."""
+
+
+@dataclass
+class _Look:
+    """One step on tensors without memory: what is live outside of the compiled parts, and when."""
+
+    options: Options
+    device: torch.device
+    counts: bool = False
+    graphs: list[_SeenGraph] = field(default_factory=list)
+    moments: list[Moment] = field(default_factory=list)
+    runs: dict[tuple[int, int], int] = field(default_factory=dict)
+    """By graph and place."""
+    waiting: list[int] = field(default_factory=list)
+    live: dict[int, tuple[int, Callable[[], bool]]] = field(default_factory=dict)
+    current: int = 0
+    most: int = 0
+    paused: bool = False
+
+    @contextmanager
+    def at(self, model: nn.Module, parts: Sequence[nn.Module], given: Any) -> Iterator[Any]:
+        """Inside, tensors have no memory and parts are stood in for; all is undone at the end."""
+        before = [(part, part._compiled_call_impl) for part in parts]
+        with (
+            session.separate(),
+            compat.fresh_dynamo_caches(),
+            compat.fake_tensors(self.see),
+            compat.on_device_without_memory(model, given) as inside,
+            compat.compiled_in_place(model),
+        ):
+            try:
+                for part in parts:
+                    part.compile(backend=self.stand_in)
+                yield inside
+            finally:
+                for part, compiled in before:
+                    part._compiled_call_impl = compiled
+
+    def begin(self, model: nn.Module, args: Any, named: Any) -> None:
+        """A step begins: parameters, buffers and inputs are there."""
+        self.live.clear()
+        self.current = self.most = self.options.reserve or 0
+        tensors = [*model.parameters(), *model.buffers(), *pytree.tree_leaves((args, named))]
+        self.add(x for x in tensors if isinstance(x, torch.Tensor))
+
+    def end(self) -> None:
+        """The step has ended."""
+        self.between()
+
+    def add(self, tensors: Iterator[torch.Tensor]) -> None:
+        """Count the storages that are not yet counted."""
+        for tensor in tensors:
+            key, is_gone = compat.storage_watch(tensor)
+            if key not in self.live and is_on(tensor, self.device):
+                size = tensor.untyped_storage().nbytes()
+                self.live[key] = size, is_gone
+                self.current += size
+        self.most = max(self.most, self.current)
+
+    def see(self, result: Any) -> None:
+        """What an op has given."""
+        if self.counts and not self.paused:
+            self.sweep()
+            leaves = pytree.tree_leaves(result)
+            self.add(x for x in leaves if isinstance(x, torch.Tensor) and compat.is_fake(x))
+
+    def sweep(self) -> None:
+        """Take off what is gone."""
+        for key in [key for key, (_, is_gone) in self.live.items() if is_gone()]:
+            self.current -= self.live.pop(key)[0]
+
+    def between(self) -> None:
+        """What was live at most since the last run of a part."""
+        if self.counts:
+            self.moments.append(Moment(self.most, tuple(self.waiting)))
+        self.sweep()
+        self.most = self.current
+
+    @contextmanager
+    def pause(self) -> Iterator[None]:
+        """Nothing that is made inside counts."""
+        outer, self.paused = self.paused, True
+        try:
+            yield
+        finally:
+            self.paused = outer
+
+    def stand_in(self, gm: fx.GraphModule, inputs: Sequence[Any]) -> Callable[..., Any]:
+        """The backend: notes the graph, and gives what stands in for it."""
+        signature = session.signature(gm, inputs)
+        known = [k for k, one in enumerate(self.graphs) if one.signature == signature]
+        if not known:
+            graph = Graph(None, compat.copy_module(gm), inputs, self.options, None)
+            self.graphs.append(_SeenGraph(graph, signature))
+        index = known[0] if known else len(self.graphs) - 1
+
+        def run(*args: Any) -> Any:
+            return self.run(index, gm, args)
+
+        return run
+
+    def run(self, index: int, gm: fx.GraphModule, args: tuple[Any, ...]) -> Any:
+        """A forward of a graph."""
+        with self.pause():
+            shown = gm(*args)
+        given = {compat.storage_key(x) for x in args if isinstance(x, torch.Tensor)}
+        flat, shape = pytree.tree_flatten(shown)
+        made = [
+            k for k, x in enumerate(flat)
+            if isinstance(x, torch.Tensor) and compat.storage_key(x) not in given
+        ]  # fmt: skip
+        waits = torch.is_grad_enabled() and any(flat[k].requires_grad for k in made)
+        taken = self.graphs[index].taken
+        place = next(p for p in range(len(taken) + 1) if p not in taken)
+        run = self.runs.setdefault((index, place), len(self.runs))
+        self.between()
+        if self.counts:
+            self.moments.append(Moment(self.current, tuple(self.waiting), run, "forward"))
+        likes = [(flat[k].shape, flat[k].stride(), flat[k].dtype, flat[k].device,
+                  flat[k].requires_grad) for k in made]  # fmt: skip
+        del shown
+        for k in made:
+            flat[k] = None
+        tensors = [x for x in args if isinstance(x, torch.Tensor)]
+        if waits:
+            taken.add(place)
+        results = _StandIn.apply(self, index, place, likes, *tensors)  # type: ignore[no-untyped-call]
+        if waits:
+            self.waiting.append(run)
+        for k, result in zip(made, results, strict=True):
+            flat[k] = result
+        self.most = self.current
+        return pytree.tree_unflatten(flat, shape)
+
+    def backward(self, index: int, place: int) -> None:
+        """The backward of a run begins."""
+        run = self.runs[index, place]
+        self.between()
+        self.waiting.remove(run)
+        self.graphs[index].taken.discard(place)
+        if self.counts:
+            self.moments.append(Moment(self.current, tuple(self.waiting), run, "backward"))
+
+    def seen_step(self) -> SeenStep:
+        """The step, with what each graph offers."""
+        runs = sorted(self.runs, key=self.runs.__getitem__)
+        count = max(1, len(runs))
+        units = []
+        for one in self.graphs:
+            gm, inputs = one.graph.kept, one.graph.inputs
+            request = request_for(gm, inputs, self.options, session.Ledger(), (-1, None))
+            units.append(one.graph.as_unit(request, count))
+        return SeenStep(
+            tuple(self.moments),
+            tuple(index for index, _ in runs),
+            tuple(place for _, place in runs),
+            units,
+        )
+
+
+class _StandIn(torch.autograd.Function):
+    """Gives results, and then gradients, of the right sizes; saves nothing but what others hold."""
+
+    @staticmethod
+    def forward(  # type: ignore[override]
+        ctx: Any, look: _Look, index: int, place: int, likes: Any, *tensors: torch.Tensor
+    ) -> Any:
+        ctx.look, ctx.run = look, (index, place)
+        ctx.held = [x for x in tensors if not x.requires_grad]
+        ctx.gradients = [
+            (x.shape, x.stride(), x.dtype, x.device) if x.requires_grad else None for x in tensors
+        ]
+        made = tuple(_empty(like[:4]) for like in likes)
+        ctx.mark_non_differentiable(
+            *(x for x, like in zip(made, likes, strict=True) if not like[4])
+        )
+        return made
+
+    @staticmethod
+    def backward(ctx: Any, *gradients: Any) -> Any:
+        ctx.look.backward(*ctx.run)
+        made = [None if like is None else _empty(like) for like in ctx.gradients]
+        ctx.look.most = ctx.look.current
+        return (None, None, None, None, *made)
+
+
+def _empty(like: Any) -> torch.Tensor:
+    shape, stride, dtype, device = like
+    return torch.empty_strided(shape, stride, dtype=dtype, device=device)

@@ -1,0 +1,196 @@
+"""A step that is looked at before its parts are compiled: bytes are exact, budgets are kept."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterator
+from typing import Any
+
+import pytest
+import torch
+from torch import Tensor, nn
+from torch.nn import functional as F
+
+import fxremat
+from fxremat.compiling import session
+from tests.small import Block
+
+QUICK: dict[str, Any] = {"executor": "aot_eager", "solver": "greedy", "variants": "none"}
+WORDS = 600
+
+
+@pytest.fixture(autouse=True)
+def _fresh() -> Iterator[None]:
+    torch._dynamo.reset()
+    yield
+    torch._dynamo.reset()
+
+
+class Language(nn.Module):
+    """Embedding, blocks of one or two widths, and a head that is large beside them."""
+
+    def __init__(self, depth: int = 6, width: int = 64, wide: int = 0) -> None:
+        super().__init__()
+        self.embedding = nn.Embedding(WORDS, width)
+        self.blocks = nn.ModuleList(Block(width) for _ in range(depth))
+        self.widen = nn.Linear(width, 2 * width) if wide else nn.Identity()
+        self.wide = nn.ModuleList(Block(2 * width) for _ in range(wide))
+        self.head = nn.Linear(2 * width if wide else width, WORDS)
+
+    def forward(self, tokens: Tensor) -> Tensor:
+        x = self.embedding(tokens)
+        for block in self.blocks:
+            x = block(x)
+        x = self.widen(x)
+        for block in self.wide:
+            x = block(x)
+        logits: Tensor = self.head(x)
+        return logits
+
+
+def loss_of(logits: Tensor) -> Tensor:
+    """Of every token as its own next one."""
+    return logits.flatten(0, 1).logsumexp(1).mean() - logits[..., 0].mean()
+
+
+class WithLoss(nn.Module):
+    """The same, with the loss inside."""
+
+    def __init__(self, **given: Any) -> None:
+        super().__init__()
+        self.model = Language(**given)
+
+    def forward(self, tokens: Tensor) -> Tensor:
+        return loss_of(self.model(tokens))
+
+
+def blocks_of(model: nn.Module) -> list[nn.Module]:
+    return [one for one in model.modules() if isinstance(one, Block)]
+
+
+def compile_blocks(model: nn.Module) -> None:
+    for block in blocks_of(model):
+        block.compile(backend="aot_eager")
+
+
+def wrap_blocks(model: nn.Module) -> None:
+    for module in list(model.modules()):
+        if isinstance(module, nn.ModuleList):
+            for name, block in list(module._modules.items()):
+                assert block is not None
+                module._modules[name] = torch.compile(block, backend="aot_eager")
+
+
+def compile_nothing(model: nn.Module) -> None:
+    """`prepare` compiles the whole then."""
+
+
+class Case:
+    """A model, its plain step, what that takes, and the gradients that it gives."""
+
+    def __init__(self, compile_parts: Callable[[nn.Module], None], *, inside: bool, wide: int = 0):
+        torch.manual_seed(0)
+        self.model: nn.Module = WithLoss(wide=wide) if inside else Language(wide=wide)
+        self.loss = None if inside else loss_of
+        self.tokens = torch.randint(WORDS, (4, 64))
+        self.step()
+        self.gradients = [p.grad for p in self.model.parameters()]
+        compile_parts(self.model)
+        self.step()
+        self.plain_bytes = self.peak_bytes()
+
+    def step(self) -> None:
+        self.model.zero_grad(set_to_none=True)
+        result = self.model(self.tokens)
+        (result if self.loss is None else self.loss(result)).backward()
+
+    def peak_bytes(self) -> int:
+        self.step()
+        self.model.zero_grad(set_to_none=True)
+        return fxremat.measure_peak(self.step, held=(self.model, self.tokens)).peak_bytes
+
+    def prepare(self, budget: int) -> None:
+        torch._dynamo.reset()
+        self.model.zero_grad(set_to_none=True)
+        fxremat.prepare(
+            self.model, self.tokens, loss=self.loss, memory_budget=budget, options=QUICK
+        )
+
+
+PARTS = [compile_blocks, wrap_blocks, compile_nothing]
+
+
+@pytest.mark.parametrize("inside", [True, False])
+@pytest.mark.parametrize("compile_parts", PARTS)
+def test_budgets_are_kept_and_gradients_stay(
+    compile_parts: Callable[[nn.Module], None], inside: bool
+) -> None:
+    """At 80 % of what the plain step takes, and at the least that is named."""
+    case = Case(compile_parts, inside=inside)
+    with pytest.raises(fxremat.InfeasibleBudget) as refused:
+        case.prepare(1 << 20)
+    least = refused.value.minimum_bytes
+    assert least is not None
+    for budget in (case.plain_bytes * 8 // 10, least):
+        case.prepare(budget)
+        case.step()
+        for parameter, gradient in zip(case.model.parameters(), case.gradients, strict=True):
+            torch.testing.assert_close(parameter.grad, gradient)
+        assert case.peak_bytes() <= budget
+
+
+def test_blocks_of_two_kinds_share_the_budget() -> None:
+    case = Case(compile_blocks, inside=True, wide=3)
+    case.prepare(case.plain_bytes * 7 // 10)
+    seen, _ = next(iter(session.STATE.seen.values()))
+    assert len(seen.units) == 2
+    assert sorted(len(seen.runs_of(unit)) for unit in range(2)) == [3, 6]
+    case.step()
+    assert case.peak_bytes() <= case.plain_bytes * 7 // 10
+
+
+def test_what_is_predicted_is_what_is_measured() -> None:
+    case = Case(compile_blocks, inside=True)
+    case.prepare(case.plain_bytes * 8 // 10)
+    seen, _ = next(iter(session.STATE.seen.values()))
+    case.step()
+    measured = case.peak_bytes()
+    step = seen.step()
+    places = range(len(seen.units[0].offers))
+    predicted = [step.peak_bytes([k] * len(step.unit_of)) for k in places]
+    assert min(predicted) * 0.99 <= measured <= max(predicted) * 1.01
+
+
+def test_the_model_is_left_as_it_was_when_it_is_refused() -> None:
+    case = Case(compile_blocks, inside=True)
+    before = dict(case.model.named_parameters())
+    compiled = [block._compiled_call_impl for block in blocks_of(case.model)]
+    with pytest.raises(fxremat.InfeasibleBudget):
+        case.prepare(1 << 20)
+    assert all(one is before[name] for name, one in case.model.named_parameters())
+    assert [block._compiled_call_impl for block in blocks_of(case.model)] == compiled
+    assert all(p.grad is None for p in case.model.parameters())
+    case.step()
+
+
+def test_a_model_without_a_loss_is_told_what_to_give() -> None:
+    with pytest.raises(fxremat.FxrematError, match="loss="):
+        fxremat.prepare(Language(), torch.zeros(2, 8, dtype=torch.long), memory_budget="1GiB")
+
+
+def test_an_object_with_a_loss_is_gone_backward_from() -> None:
+    class Output:
+        def __init__(self, logits: Tensor) -> None:
+            self.loss = F.mse_loss(logits, torch.zeros_like(logits))
+
+    class Model(nn.Module):
+        def __init__(self) -> None:
+            super().__init__()
+            self.block = Block(16)
+
+        def forward(self, x: Tensor) -> Output:
+            return Output(self.block(x))
+
+    model = Model()
+    model.block.compile(backend="aot_eager")
+    assert fxremat.prepare(model, torch.ones(2, 16), memory_budget="1GiB", options=QUICK) is model
+    model(torch.ones(2, 16)).loss.backward()
