@@ -20,7 +20,7 @@ import torch
 from torch import Tensor, nn
 
 import fxremat
-from fxremat.fitting import WAYS, Fit
+from fxremat.fitting import WAYS, Fit, Way
 from fxremat.sizes import format_bytes
 
 from .machine import describe_machine
@@ -29,7 +29,10 @@ from .rows import format_table
 Vary = dict[str, list[tuple[int, int]]]
 CARDS = ("H100", "A100-40GB", "4090")
 TOKENS: Vary = {"batch": [(0, 0), (1, 0)], "sequence": [(0, 1), (1, 1)]}
-HEAD = ["model", "card", "varies", *WAYS, "a second, checkpointed", "fxremat", "seconds"]
+HEAD = [
+    "model", "card", "varies", *WAYS, "a second, checkpointed", "fxremat there", "fxremat at most",
+    "seconds", "of the processor",
+]  # fmt: skip
 
 
 @dataclass(frozen=True)
@@ -170,6 +173,7 @@ class Row:
     card: str
     found: Fit
     seconds: float
+    processor_seconds: float
     most_resident_bytes: int
 
     def lines(self) -> list[list[str]]:
@@ -179,24 +183,33 @@ class Row:
                 self.model,
                 self.card,
                 what,
-                *(f"{size(self.found, what, way):,}" for way in WAYS),
-                f"{rate(self.found, what, 'checkpointed blocks'):,.1f}",
-                f"{rate(self.found, what, 'fxremat'):,.1f}",
+                *(size(self.found, what, way) for way in WAYS),
+                *rates(self.found, what),
                 f"{self.seconds:.0f}",
+                f"{self.processor_seconds:.0f}",
             ]
             for what in dict.fromkeys(row.what for row in self.found.rows)
         ]
 
 
-def size(found: Fit, what: str, way: Any) -> int:
-    """The largest; 0 where a model has nothing to check-point by."""
-    return next((r.size for r in found.rows if (r.what, r.way) == (what, way)), 0)
+def size(found: Fit, what: str, way: Way) -> str:
+    """The largest; "-" where a model has nothing to checkpoint by."""
+    return next((f"{r.size:,}" for r in found.rows if (r.what, r.way) == (what, way)), "-")
 
 
-def rate(found: Fit, what: str, way: Any) -> float:
-    """Of its own largest size."""
-    rows = [r.per_second for r in found.rows if (r.what, r.way) == (what, way)]
-    return rows[0] if rows else 0.0
+def rates(found: Fit, what: str) -> list[str]:
+    """A second: of checkpointing at its largest size, of fxremat there, and the most of fxremat."""
+    rows = (r for r in found.rows if (r.what, r.way) == (what, "checkpointed blocks"))
+    end = next(rows, None)
+    there = found.at(what, end.size) if end is not None else None
+    shown = end, there, found.fastest(what)
+    return [f"{one.per_second:,.1f}" if one is not None and one.size else "-" for one in shown]
+
+
+def processor_seconds() -> float:
+    """That this process has taken so far."""
+    used = resource.getrusage(resource.RUSAGE_SELF)
+    return used.ru_utime + used.ru_stime
 
 
 def run(models: Sequence[str], cards: Sequence[str], optimizer: str = "adamw") -> list[Row]:
@@ -204,13 +217,14 @@ def run(models: Sequence[str], cards: Sequence[str], optimizer: str = "adamw") -
     rows: list[Row] = []
     for name in models:
         for card in cards:
-            begin = time.perf_counter()
+            begin, used = time.perf_counter(), processor_seconds()
             case = case_of(name)
             found = fxremat.fit(
                 case.model, case.inputs, vary=case.vary, device=card, optimizer=optimizer
             )
             resident = resource.getrusage(resource.RUSAGE_SELF).ru_maxrss * 1024
-            rows.append(Row(name, card, found, time.perf_counter() - begin, resident))
+            seconds, used = time.perf_counter() - begin, processor_seconds() - used
+            rows.append(Row(name, card, found, seconds, used, resident))
             lines = [line for row in rows for line in row.lines()]
             print(format_table([HEAD, *lines]), flush=True)
             print(f"resident memory so far: {format_bytes(resident)}", flush=True)

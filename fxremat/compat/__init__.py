@@ -65,6 +65,7 @@ from fxremat.compat.donation import (
     only_marked_buffers_donated,
 )
 from fxremat.compat.dynamo import (
+    checkpointed_regions,
     current_compilation,
     ends_in_graph_break,
     fresh_dynamo_caches,
@@ -117,6 +118,7 @@ from fxremat.compat.joint_graph import (
     mutated_input_of,
     prepare_joint_graph,
     user_tag,
+    without_user_tags,
 )
 from fxremat.compat.measuring import (
     keep_busy,
@@ -171,6 +173,7 @@ __all__ = [
     "cache_directory",
     "caches_disabled",
     "chain_passes",
+    "checkpointed_regions",
     "code_key",
     "compile_kernel",
     "compile_with_aot_eager",
@@ -258,5 +261,6 @@ __all__ = [
     "with_numbers",
     "with_stack_room",
     "without_memory",
+    "without_user_tags",
     "write_results",
 ]

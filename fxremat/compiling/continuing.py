@@ -94,9 +94,10 @@ class TorchSteps:
         last, further = shown[-1], self.line.further
         saved, left = self._saved_and_left(shown)
         parts = [_early_and_late(one) for one in shown]
-        again = self.line.slope([early for early, _ in parts])
-        early = parts[-1][0] + further * max(saved, again)
-        late = parts[-1][1] + further * left
+        early, late = (
+            values[-1] + further * max(least, self.line.slope(values))
+            for values, least in zip(zip(*parts, strict=True), (saved, left), strict=True)
+        )
         live = max(early, late)
         unused = [
             peaks.peak_of(one) - one.peak_bytes
