@@ -397,15 +397,15 @@ def _ours(
 
     Variants need sizes as numbers. So the least peak that the planner expects at one size leads to
     the next. The last one is rehearsed, and smaller ones follow where it does not fit. In between,
-    halfway and at the largest size that checkpointing fits, what is said is as planned. Plans are
+    at the largest size that checkpointing fits, else halfway, what is said is as planned. Plans are
     those of the quickest solver.
     """
     what, plain = steps.plain.what, steps.plain
     below = [replace(one, way="fxremat") for one in by_torch["torch.compile"] if one.size]
     fits = below[-1].size if below else 0
-    ends = [points[-1].size for way, points in by_torch.items() if way == "checkpointed blocks"]
+    ends = [one.size for one in by_torch.get("checkpointed blocks", ())[-1:] if one.size]
     for end in ends:
-        if 0 < end < fits and all(one.size != end for one in below):
+        if end < fits and all(one.size != end for one in below):
             there = plain.expected_bytes(end), plain.time_us(end)
             below = sorted([*below, Point(what, "fxremat", end, *there)], key=lambda one: one.size)
     size = max(1, FIRST_GUESS * fits, *(points[-1].size for points in by_torch.values()))
@@ -421,7 +421,7 @@ def _ours(
     if found is None:
         return below or [Point(what, "fxremat", 0, 0, 0.0)]
     size, peak, time_us = found
-    for between in sorted(one for one in {(size + fits) // 2, *ends} if fits < one < size):
+    for between in (one for one in ends or [(size + fits) // 2] if fits < one < size):
         least = peak * between / size
         most = plain.expected_bytes(between)
         kept = min(1.0, max(0.0, (budget - least) / max(1.0, most - least)))
