@@ -240,11 +240,11 @@ class _Fitting:
         steps: dict[Way, list[SymbolicStep]] = {}
         for count in counts:
             few = partial(shortened, self.model, count) if count else nullcontext
-            with checkpointed(self.model), few():
+            with checkpointed(self.model) as blocks, few():
                 step, regions = self._trace(inputs, sizes, held)
-            if count:
+            if blocks:
                 steps.setdefault("checkpointed blocks", []).append(step)
-                if regions == count:
+                if regions == blocks - len(repeated_blocks(self.model)) + count:
                     step = step.untagged()
                 else:
                     with few():
