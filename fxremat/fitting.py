@@ -409,7 +409,8 @@ def _ours(
             there = plain.expected_bytes(end), plain.time_us(end)
             below = sorted([*below, Point(what, "fxremat", end, *there)], key=lambda one: one.size)
     size = max(1, FIRST_GUESS * fits, *(points[-1].size for points in by_torch.values()))
-    known = {0: GROWN * weights_bytes}
+    fixed = GROWN * weights_bytes
+    known = {0: fixed}
     for _ in range(GUESSES):
         known[size] = steps.at(size).quickest(0).peak_bytes
         guess = _by_line(known, budget)
@@ -417,17 +418,19 @@ def _ours(
         size = guess
         if is_near:
             break
-    found = _rehearsed(steps.at, size, fits, budget, GROWN * weights_bytes)
+    found = _rehearsed(steps.at, size, fits, budget, fixed)
     if found is None:
         return below or [Point(what, "fxremat", 0, 0, 0.0)]
     size, peak, time_us = found
     for between in (one for one in ends or [(size + fits) // 2] if fits < one < size):
-        least = peak * between / size
+        least = fixed + (peak - fixed) * between / size
         most = plain.expected_bytes(between)
         kept = min(1.0, max(0.0, (budget - least) / max(1.0, most - least)))
-        plan = steps.at(between, kept).quickest(budget)
-        if plan.peak_bytes <= budget:
-            below.append(Point(what, "fxremat", between, plan.peak_bytes, plan.time_us))
+        for part in (kept, kept / 2, 0.0):
+            plan = steps.at(between, part).quickest(budget)
+            if plan.peak_bytes <= budget:
+                below.append(Point(what, "fxremat", between, plan.peak_bytes, plan.time_us))
+                break
     return [*below, Point(what, "fxremat", size, peak, time_us)]
 
 
@@ -457,7 +460,7 @@ def _rehearsed(
 
 FIRST_GUESS = 3
 """Times the largest size that fits without us: where the planner is first asked."""
-GUESSES, NEAR = 2, 0.05
+GUESSES, NEAR = 4, 0.15
 """Sizes that the planner is asked at most; fewer where one is so near, as a part, to the next."""
 GROWN = 2
 """Times the bytes of weights: what a step takes at no size at all, weights and their gradients."""
