@@ -1,6 +1,7 @@
 """What fits on cards that are not here: the largest batch and sequence of models as published.
 
     python -m benchmarks.fits [--models llama-3.2-1b,vit-l] [--cards H100] [--out fits.json]
+                              [--blocks 8] [--whole]
 
 Models are those of `transformers` and `diffusers`, which fxremat itself does not need, made of
 their published configurations on tensors without memory. Weights are in bf16, AdamW's states too.
@@ -12,6 +13,7 @@ import json
 import resource
 import time
 from collections.abc import Callable, Sequence
+from contextlib import nullcontext
 from dataclasses import asdict, dataclass
 from pathlib import Path
 from typing import Any
@@ -21,6 +23,7 @@ from torch import Tensor, nn
 
 import fxremat
 from fxremat.fitting import WAYS, Fit, Way
+from fxremat.model.blocks import shortened
 from fxremat.sizes import format_bytes
 
 from .machine import describe_machine
@@ -212,16 +215,29 @@ def processor_seconds() -> float:
     return used.ru_utime + used.ru_stime
 
 
-def run(models: Sequence[str], cards: Sequence[str], optimizer: str = "adamw") -> list[Row]:
-    """Prints the table as it grows."""
+def run(
+    models: Sequence[str],
+    cards: Sequence[str],
+    optimizer: str = "adamw",
+    *,
+    blocks: int | None = None,
+    whole: bool = False,
+) -> list[Row]:
+    """Prints the table as it grows; of models with fewer ``blocks`` where that is asked for."""
     rows: list[Row] = []
     for name in models:
         for card in cards:
             begin, used = time.perf_counter(), processor_seconds()
             case = case_of(name)
-            found = fxremat.fit(
-                case.model, case.inputs, vary=case.vary, device=card, optimizer=optimizer
-            )
+            with nullcontext() if blocks is None else shortened(case.model, blocks):
+                found = fxremat.fit(
+                    case.model,
+                    case.inputs,
+                    vary=case.vary,
+                    device=card,
+                    optimizer=optimizer,
+                    whole=whole,
+                )
             resident = resource.getrusage(resource.RUSAGE_SELF).ru_maxrss * 1024
             seconds, used = time.perf_counter() - begin, processor_seconds() - used
             rows.append(Row(name, card, found, seconds, used, resident))
@@ -237,9 +253,12 @@ def main() -> None:
     parser.add_argument("--models", default=",".join(MODELS))
     parser.add_argument("--cards", default=",".join(CARDS))
     parser.add_argument("--optimizer", default="adamw")
+    parser.add_argument("--blocks", type=int, help="of the model's blocks: the first so many")
+    parser.add_argument("--whole", action="store_true", help="study all blocks, not few of them")
     parser.add_argument("--out", type=Path)
     given = parser.parse_args()
-    rows = run(given.models.split(","), given.cards.split(","), given.optimizer)
+    models, cards = given.models.split(","), given.cards.split(",")
+    rows = run(models, cards, given.optimizer, blocks=given.blocks, whole=given.whole)
     if given.out is not None:
         data = {
             "machine": describe_machine("cpu", torch.get_num_threads()),
