@@ -183,10 +183,9 @@ def test_without_our_checkpoints_a_step_is_as_it_is_given(model: nn.Module) -> N
     given = [torch.zeros(8, 32)]
     with absent("H100"):
         asked = _Fitting(model, tuple(given), {}, "none", {}, whole=False)
-        inputs, sizes, held = tuple(given), {}, Held(0)
-        steps = asked._traced((2,), inputs, sizes, held)
+        steps = asked._traced((2,), tuple(given), {}, Held(0))
         with shortened(model, 2):
-            alone, regions = asked._trace(inputs, sizes, held)
+            alone, regions = asked._trace(tuple(given), {}, Held(0))
     [plain], [checkpointed] = steps["torch.compile"], steps["checkpointed blocks"]
     assert regions == (1 if isinstance(model, _Checkpointing) else 0)
     assert _nodes(plain) == _nodes(alone)
