@@ -427,7 +427,7 @@ def _ours(
         most = plain.expected_bytes(between)
         kept = min(1.0, max(0.0, (budget - least) / max(1.0, most - least)))
         for part in (kept, kept / 2, 0.0):
-            plan = steps.at(between, part).quickest(budget)
+            plan = steps.at(between, part).quickest(int(BETWEEN * budget))
             if plan.peak_bytes <= budget:
                 below.append(Point(what, "fxremat", between, plan.peak_bytes, plan.time_us))
                 break
@@ -462,6 +462,8 @@ FIRST_GUESS = 3
 """Times the largest size that fits without us: where the planner is first asked."""
 GUESSES, NEAR = 4, 0.15
 """Sizes that the planner is asked at most; fewer where one is so near, as a part, to the next."""
+BETWEEN = 0.99
+"""Of the budget: what plans are made for that are not rehearsed; some take a little more."""
 GROWN = 2
 """Times the bytes of weights: what a step takes at no size at all, weights and their gradients."""
 
