@@ -1,6 +1,7 @@
 """What fits on cards that are not here: the largest batch and sequence of models as published.
 
     python -m benchmarks.fits [--models llama-3.2-1b,vit-l] [--cards H100] [--out fits.json]
+                              [--blocks 8] [--whole]
 
 Models are those of `transformers` and `diffusers`, which fxremat itself does not need, made of
 their published configurations on tensors without memory. Weights are in bf16, AdamW's states too.
@@ -12,6 +13,7 @@ import json
 import resource
 import time
 from collections.abc import Callable, Sequence
+from contextlib import nullcontext
 from dataclasses import asdict, dataclass
 from pathlib import Path
 from typing import Any
@@ -20,7 +22,8 @@ import torch
 from torch import Tensor, nn
 
 import fxremat
-from fxremat.fitting import WAYS, Fit
+from fxremat.fitting import WAYS, Fit, Way
+from fxremat.model.blocks import shortened
 from fxremat.sizes import format_bytes
 
 from .machine import describe_machine
@@ -29,7 +32,10 @@ from .rows import format_table
 Vary = dict[str, list[tuple[int, int]]]
 CARDS = ("H100", "A100-40GB", "4090")
 TOKENS: Vary = {"batch": [(0, 0), (1, 0)], "sequence": [(0, 1), (1, 1)]}
-HEAD = ["model", "card", "varies", *WAYS, "a second, checkpointed", "fxremat", "seconds"]
+HEAD = [
+    "model", "card", "varies", *WAYS, "a second, checkpointed", "fxremat there", "fxremat at most",
+    "seconds", "of the processor",
+]  # fmt: skip
 
 
 @dataclass(frozen=True)
@@ -170,6 +176,7 @@ class Row:
     card: str
     found: Fit
     seconds: float
+    processor_seconds: float
     most_resident_bytes: int
 
     def lines(self) -> list[list[str]]:
@@ -179,38 +186,61 @@ class Row:
                 self.model,
                 self.card,
                 what,
-                *(f"{size(self.found, what, way):,}" for way in WAYS),
-                f"{rate(self.found, what, 'checkpointed blocks'):,.1f}",
-                f"{rate(self.found, what, 'fxremat'):,.1f}",
+                *(size(self.found, what, way) for way in WAYS),
+                *rates(self.found, what),
                 f"{self.seconds:.0f}",
+                f"{self.processor_seconds:.0f}",
             ]
             for what in dict.fromkeys(row.what for row in self.found.rows)
         ]
 
 
-def size(found: Fit, what: str, way: Any) -> int:
-    """The largest; 0 where a model has nothing to check-point by."""
-    return next((r.size for r in found.rows if (r.what, r.way) == (what, way)), 0)
+def size(found: Fit, what: str, way: Way) -> str:
+    """The largest; "-" where a model has nothing to checkpoint by."""
+    return next((f"{r.size:,}" for r in found.rows if (r.what, r.way) == (what, way)), "-")
 
 
-def rate(found: Fit, what: str, way: Any) -> float:
-    """Of its own largest size."""
-    rows = [r.per_second for r in found.rows if (r.what, r.way) == (what, way)]
-    return rows[0] if rows else 0.0
+def rates(found: Fit, what: str) -> list[str]:
+    """A second: of checkpointing at its largest size, of fxremat there, and the most of fxremat."""
+    rows = (r for r in found.rows if (r.what, r.way) == (what, "checkpointed blocks"))
+    end = next(rows, None)
+    there = found.at(what, end.size) if end is not None else None
+    shown = end, there, found.fastest(what)
+    return [f"{one.per_second:,.1f}" if one is not None and one.size else "-" for one in shown]
 
 
-def run(models: Sequence[str], cards: Sequence[str], optimizer: str = "adamw") -> list[Row]:
-    """Prints the table as it grows."""
+def processor_seconds() -> float:
+    """That this process has taken so far."""
+    used = resource.getrusage(resource.RUSAGE_SELF)
+    return used.ru_utime + used.ru_stime
+
+
+def run(
+    models: Sequence[str],
+    cards: Sequence[str],
+    optimizer: str = "adamw",
+    *,
+    blocks: int | None = None,
+    whole: bool = False,
+) -> list[Row]:
+    """Prints the table as it grows; of models with fewer ``blocks`` where that is asked for."""
     rows: list[Row] = []
     for name in models:
         for card in cards:
-            begin = time.perf_counter()
+            begin, used = time.perf_counter(), processor_seconds()
             case = case_of(name)
-            found = fxremat.fit(
-                case.model, case.inputs, vary=case.vary, device=card, optimizer=optimizer
-            )
+            with nullcontext() if blocks is None else shortened(case.model, blocks):
+                found = fxremat.fit(
+                    case.model,
+                    case.inputs,
+                    vary=case.vary,
+                    device=card,
+                    optimizer=optimizer,
+                    whole=whole,
+                )
             resident = resource.getrusage(resource.RUSAGE_SELF).ru_maxrss * 1024
-            rows.append(Row(name, card, found, time.perf_counter() - begin, resident))
+            seconds, used = time.perf_counter() - begin, processor_seconds() - used
+            rows.append(Row(name, card, found, seconds, used, resident))
             lines = [line for row in rows for line in row.lines()]
             print(format_table([HEAD, *lines]), flush=True)
             print(f"resident memory so far: {format_bytes(resident)}", flush=True)
@@ -223,9 +253,12 @@ def main() -> None:
     parser.add_argument("--models", default=",".join(MODELS))
     parser.add_argument("--cards", default=",".join(CARDS))
     parser.add_argument("--optimizer", default="adamw")
+    parser.add_argument("--blocks", type=int, help="of the model's blocks: the first so many")
+    parser.add_argument("--whole", action="store_true", help="study all blocks, not few of them")
     parser.add_argument("--out", type=Path)
     given = parser.parse_args()
-    rows = run(given.models.split(","), given.cards.split(","), given.optimizer)
+    models, cards = given.models.split(","), given.cards.split(",")
+    rows = run(models, cards, given.optimizer, blocks=given.blocks, whole=given.whole)
     if given.out is not None:
         data = {
             "machine": describe_machine("cpu", torch.get_num_threads()),

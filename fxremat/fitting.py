@@ -8,7 +8,7 @@ and for fxremat. No byte of the model is in memory, and the device need not be h
 from __future__ import annotations
 
 import logging
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import AbstractContextManager, nullcontext
 from dataclasses import dataclass, replace
 from functools import partial
@@ -27,6 +27,7 @@ from fxremat.compiling.sizing import Sizes, SymbolicStep, symbolic_step
 from fxremat.compiling.tracing import Ended, compile_until_ended
 from fxremat.cost.device import DeviceSpec, device_spec
 from fxremat.cost.optimizer_states import OPTIMIZERS, Held, held_by
+from fxremat.cost.peak import uncollected
 from fxremat.device import absent, absent_card
 from fxremat.errors import CannotVary, InvalidOption, NotTraceable
 from fxremat.model.blocks import are_alike, checkpointed, repeated_blocks, shortened
@@ -86,6 +87,11 @@ class Fit:
     def largest(self, what: str, way: Way = "fxremat") -> Point:
         """The row of one way."""
         return next(row for row in self.rows if row.what == what and row.way == way)
+
+    def at(self, what: str, size: int, way: Way = "fxremat") -> Point | None:
+        """What one way takes at a size; None where that was not looked at, or does not fit."""
+        asked = what, way, size
+        return next((one for one in self.points if (one.what, one.way, one.size) == asked), None)
 
     def fastest(self, what: str, way: Way = "fxremat") -> Point:
         """The size with the most of them a second, of those that were looked at."""
@@ -166,20 +172,17 @@ class _Fitting:
         held = held_by(self.optimizer, weights)
         weights_bytes = sum(weight.numel() * weight.dtype.itemsize for weight in weights)
         inputs, sizes = _resized(self.inputs, self.vary)
-        with session.separate():
+        with session.separate(), uncollected():
             line, steps = self._steps(inputs, sizes, held)
             request = steps["torch.compile"][0].costs.request
             assert request.own_budget is not None
             budget = request.own_budget
-            found: list[Point] = []
-            for what in self.vary:
-                by_torch = {way: TorchSteps(line, few, sizes, what) for way, few in steps.items()}
-                of_way = {way: _of_torch(few, way, budget) for way, few in by_torch.items()}
-                planned = PlannedSteps(
-                    by_torch["torch.compile"], by_torch.get("checkpointed blocks")
-                )
-                of_way["fxremat"] = _ours(planned, of_way, budget, weights_bytes)
-                found += [point for way in WAYS for point in of_way.get(way, ())]
+            found = [
+                point
+                for what in self.vary
+                for points in self._looked_at(line, steps, sizes, what, budget, weights_bytes)
+                for point in points
+            ]
         after_us = self._after_us(held)
         points = [
             replace(one, time_us=one.time_us + after_us) if one.size else one for one in found
@@ -199,6 +202,20 @@ class _Fitting:
             tuple(one for one in points if one.size),
         )
 
+    def _looked_at(
+        self, line: Line, steps: Mapping[Way, Sequence[SymbolicStep]], sizes: Sizes, what: str,
+        budget: int, weights_bytes: int,
+    ) -> Iterator[Sequence[Point]]:  # fmt: skip
+        """The points of each way, as one size varies; the last of each way is the largest."""
+        if weights_bytes > budget:  # whatever else a step takes
+            yield [Point(what, way, 0, 0, 0.0) for way in WAYS if way in steps or way == "fxremat"]
+            return
+        by_torch = {way: TorchSteps(line, few, sizes, what) for way, few in steps.items()}
+        of_way = {way: _of_torch(few, way, budget) for way, few in by_torch.items()}
+        planned = PlannedSteps(by_torch["torch.compile"], by_torch.get("checkpointed blocks"))
+        of_way["fxremat"] = _ours(planned, of_way, budget, weights_bytes)
+        yield from (of_way[way] for way in WAYS if way in of_way)
+
     def _steps(
         self, inputs: tuple[Any, ...], sizes: Sizes, held: Held
     ) -> tuple[Line, dict[Way, list[SymbolicStep]]]:
@@ -215,16 +232,24 @@ class _Fitting:
     def _traced(
         self, counts: Sequence[int], inputs: tuple[Any, ...], sizes: Sizes, held: Held
     ) -> dict[Way, list[SymbolicStep]]:
-        """A step for each number of blocks, as it is and with every block checkpointed."""
+        """A step for each number of blocks, as it is and with every block checkpointed.
+
+        Checkpoints add tags to the graph of a step and nothing else, so it is traced once. A model
+        that has some by itself, which are to stay, is traced without ours too.
+        """
         steps: dict[Way, list[SymbolicStep]] = {}
         for count in counts:
-            with shortened(self.model, count) if count else nullcontext():
-                plain = self._trace(inputs, sizes, held)
-                steps.setdefault("torch.compile", []).append(plain)
-                with checkpointed(self.model) if count else nullcontext():
-                    if count:
-                        again = self._trace(inputs, sizes, held)
-                        steps.setdefault("checkpointed blocks", []).append(again)
+            few = partial(shortened, self.model, count) if count else nullcontext
+            with checkpointed(self.model) as blocks, few():
+                step, regions = self._trace(inputs, sizes, held)
+            if blocks:
+                steps.setdefault("checkpointed blocks", []).append(step)
+                if regions == blocks - len(repeated_blocks(self.model)) + count:
+                    step = step.untagged()
+                else:
+                    with few():
+                        step, _ = self._trace(inputs, sizes, held)
+            steps.setdefault("torch.compile", []).append(step)
         return steps
 
     def _after_us(self, held: Held) -> float:
@@ -233,11 +258,15 @@ class _Fitting:
         spec: DeviceSpec = card.spec if card is not None else device_spec(_HOST)
         return 1e6 * 2 * (held.states + held.step) / spec.bytes_per_s
 
-    def _trace(self, inputs: tuple[Any, ...], sizes: Sizes, held: Held) -> SymbolicStep:
-        """The step with its sizes as symbols; the states of the optimizer are held beside it."""
+    def _trace(self, inputs: tuple[Any, ...], sizes: Sizes, held: Held) -> tuple[SymbolicStep, int]:
+        """The step with its sizes as symbols, and how many regions of it are checkpointed.
+
+        The states of the optimizer are held beside it.
+        """
         parsed = parse_options(self.options, device_total_bytes=total_bytes(_HOST))
 
         def backend(gm: fx.GraphModule, given: Sequence[Any]) -> Callable[..., Any]:
+            regions = compat.checkpointed_regions(gm)
             request = request_for(gm, given, parsed, session.ledger(None), (0, None))
             if request.budget_bytes is None:
                 raise InvalidOption("memory_budget", None, "a number of bytes to fit into")
@@ -258,7 +287,7 @@ class _Fitting:
                         step = symbolic_step(draft, request, sizes, "step", there)
                     except KeyError as error:
                         raise CannotVary(str(error.args[0]), "the model fixes it") from error
-                raise Ended(step)
+                raise Ended((step, regions))
 
             patches = patches_for(parsed, request)
             return traced(gm, given, patches, partition)
@@ -266,8 +295,10 @@ class _Fitting:
         with compat.on_host_without_memory(self.model, inputs) as there:
             _mark(there, self.vary)
             name = type(self.model).__name__
-            step: SymbolicStep = compile_until_ended(name, self.model, there, backend)
-            return step
+            traced_step: tuple[SymbolicStep, int] = compile_until_ended(
+                name, self.model, there, backend
+            )
+            return traced_step
 
 
 def _resized(
@@ -366,14 +397,20 @@ def _ours(
 
     Variants need sizes as numbers. So the least peak that the planner expects at one size leads to
     the next. The last one is rehearsed, and smaller ones follow where it does not fit. In between,
-    halfway and at the largest size that checkpointing fits, what is said is as planned. Plans are
+    at the largest size that checkpointing fits, else halfway, what is said is as planned. Plans are
     those of the quickest solver.
     """
-    what = steps.plain.what
+    what, plain = steps.plain.what, steps.plain
     below = [replace(one, way="fxremat") for one in by_torch["torch.compile"] if one.size]
     fits = below[-1].size if below else 0
+    ends = [one.size for one in by_torch.get("checkpointed blocks", ())[-1:] if one.size]
+    for end in ends:
+        if end < fits and all(one.size != end for one in below):
+            there = plain.expected_bytes(end), plain.time_us(end)
+            below = sorted([*below, Point(what, "fxremat", end, *there)], key=lambda one: one.size)
     size = max(1, FIRST_GUESS * fits, *(points[-1].size for points in by_torch.values()))
-    known = {0: GROWN * weights_bytes}
+    fixed = GROWN * weights_bytes
+    known = {0: fixed}
     for _ in range(GUESSES):
         known[size] = steps.at(size).quickest(0).peak_bytes
         guess = _by_line(known, budget)
@@ -381,19 +418,19 @@ def _ours(
         size = guess
         if is_near:
             break
-    found = _rehearsed(steps.at, size, fits, budget, GROWN * weights_bytes)
+    found = _rehearsed(steps.at, size, fits, budget, fixed)
     if found is None:
         return below or [Point(what, "fxremat", 0, 0, 0.0)]
     size, peak, time_us = found
-    again = by_torch.get("checkpointed blocks", ())
-    looked_at = {(size + fits) // 2, *(point.size for point in again[-1:])}
-    for between in sorted(one for one in looked_at if fits < one < size):
-        least = peak * between / size
-        most = steps.plain.expected_bytes(between)
+    for between in (one for one in ends or [(size + fits) // 2] if fits < one < size):
+        least = fixed + (peak - fixed) * between / size
+        most = plain.expected_bytes(between)
         kept = min(1.0, max(0.0, (budget - least) / max(1.0, most - least)))
-        plan = steps.at(between, kept).quickest(budget)
-        if plan.peak_bytes <= budget:
-            below.append(Point(what, "fxremat", between, plan.peak_bytes, plan.time_us))
+        for part in (kept, kept / 2, 0.0):
+            plan = steps.at(between, part).quickest(int(BETWEEN * budget))
+            if plan.peak_bytes <= budget:
+                below.append(Point(what, "fxremat", between, plan.peak_bytes, plan.time_us))
+                break
     return [*below, Point(what, "fxremat", size, peak, time_us)]
 
 
@@ -423,8 +460,10 @@ def _rehearsed(
 
 FIRST_GUESS = 3
 """Times the largest size that fits without us: where the planner is first asked."""
-GUESSES, NEAR = 2, 0.05
+GUESSES, NEAR = 4, 0.15
 """Sizes that the planner is asked at most; fewer where one is so near, as a part, to the next."""
+BETWEEN = 0.99
+"""Of the budget: what plans are made for that are not rehearsed; some take a little more."""
 GROWN = 2
 """Times the bytes of weights: what a step takes at no size at all, weights and their gradients."""
 

@@ -6,6 +6,7 @@ from typing import Any
 
 import torch
 from torch import fx
+from torch.utils.checkpoint import checkpoint
 
 from fxremat import compat
 from tests.compat_graphs import X
@@ -55,3 +56,27 @@ def test_fresh_dynamo_caches() -> None:
     with compat.fresh_dynamo_caches():
         assert config.recompile_limit >= before
     assert config.recompile_limit == before
+
+
+def test_regions_that_run_again_are_counted_also_inside_of_each_other() -> None:
+    seen: list[int] = []
+
+    def backend(gm: fx.GraphModule, inputs: Any) -> Any:
+        seen.append(compat.checkpointed_regions(gm))
+        return gm
+
+    def inner(x: torch.Tensor) -> torch.Tensor:
+        return x.sin().cos()
+
+    def outer(x: torch.Tensor) -> torch.Tensor:
+        again: torch.Tensor = checkpoint(inner, x.exp(), use_reentrant=False)
+        return again
+
+    def step(x: torch.Tensor) -> torch.Tensor:
+        again: torch.Tensor = checkpoint(outer, inner(x), use_reentrant=False)
+        return again
+
+    for function in (inner, outer, step):
+        torch._dynamo.reset()
+        torch.compile(function, backend=backend, fullgraph=True)(X)
+    assert seen == [0, 1, 2]

@@ -100,3 +100,16 @@ def test_inputs_of_the_joint_graph_are_arguments_of_the_compiled_one() -> None:
     found = [compat.input_index(node) for node in captured.joint.primals]
     assert found == list(range(len(found)))
     assert compat.input_index(captured.joint.tangents[0]) is None
+
+
+def test_tags_are_taken_off_a_copy() -> None:
+    """All else is as it was, and so is the graph that they are taken off."""
+    module = nets.traced("save nothing").joint.module
+    tagged = [node.name for node in module.graph.nodes if compat.user_tag(node)]
+    copy = compat.without_user_tags(module)
+    assert tagged
+    assert tagged == [node.name for node in module.graph.nodes if compat.user_tag(node)]
+    assert not any(compat.user_tag(node) for node in copy.graph.nodes)
+    assert copy.graph.python_code("self").src == module.graph.python_code("self").src
+    for one, other in zip(module.graph.nodes, copy.graph.nodes, strict=True):
+        assert one.meta.keys() - other.meta.keys() <= {"recompute", "ac_graph_id"}

@@ -122,11 +122,21 @@ def test_blocks_are_the_list_with_the_most_weights() -> None:
     before = many(x)
     with checkpointed(model) as count:
         after = many(x)
-    assert count == 3
+        assert all("forward" in vars(block) for block in many)
+    assert count == 5  # the few, too
     torch.testing.assert_close(after, before)
     assert all("forward" not in vars(block) for block in many)
     with checkpointed(nn.Linear(2, 2)) as count:
         assert count == 0
+
+
+def test_blocks_inside_of_blocks_are_not_checkpointed_by_themselves() -> None:
+    blocks = [nn.Sequential(nn.Linear(4, 4), nn.Linear(4, 4)) for _ in range(3)]
+    model = nn.ModuleDict({"down": nn.ModuleList(blocks), "up": nn.ModuleList(blocks[:2])})
+    with checkpointed(model) as count:
+        assert all("forward" in vars(block) for block in blocks)
+        assert all("forward" not in vars(inner) for block in blocks for inner in block)
+    assert count == 3
 
 
 def test_what_fits_on_a_card() -> None:

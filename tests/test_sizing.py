@@ -12,7 +12,7 @@ from hypothesis import strategies as st
 from fxremat.compiling.rehearsal import Rehearsal
 from fxremat.compiling.sizing import PeaksBySize
 from fxremat.cost.allocator import Allocate, Free
-from fxremat.fitting import _by_line, _largest_of_torch, _rehearsed
+from fxremat.fitting import Point, Way, _by_line, _largest_of_torch, _ours, _rehearsed
 
 
 def shown(size: int, scores: int, kept: int, rounded: int = 1) -> Rehearsal:
@@ -119,3 +119,41 @@ def test_what_takes_more_than_expected_aims_lower_and_then_is_smaller() -> None:
     assert 50 < size <= 90
     assert peak <= 1000
     assert _rehearsed(at, 95, 94, 1000, 0) is None
+
+
+@dataclass(frozen=True)
+class Bent:
+    """A step that takes 300 bytes at least, and 10 of each size, and runs again what it must."""
+
+    size: int
+    part: float
+
+    def quickest(self, budget: int) -> Any:
+        peak = max(300, 10 * self.size) + int(500 * self.part)
+        return SimpleNamespace(peak_bytes=peak, time_us=1.0, rehearsed_bytes=lambda: peak)
+
+
+def test_guesses_end_where_they_are_near() -> None:
+    """The line through the first two peaks leads far beyond what fits."""
+    plain = SimpleNamespace(what="rows", expected_bytes=lambda size: 200 * size)
+    steps: Any = SimpleNamespace(plain=plain, at=lambda size, part=0.0: Bent(size, part))
+    by_torch: dict[Way, list[Point]] = {
+        "torch.compile": [Point("rows", "torch.compile", 2, 400, 1.0)],
+        "checkpointed blocks": [Point("rows", "checkpointed blocks", 60, 900, 1.0)],
+    }
+    found = _ours(steps, by_torch, 1000, 140)
+    assert [one.size for one in found] == [2, 60, 100]
+    by_torch["checkpointed blocks"] = [Point("rows", "checkpointed blocks", 6, 900, 1.0)]
+    assert [one.size for one in _ours(steps, by_torch, 1000, 140)] == [2, 6, 100]
+
+
+def test_fewer_blocks_are_kept_where_a_plan_does_not_fit() -> None:
+    """At 90 rows there is room for a hundred bytes; what few say of the whole is more."""
+    plain = SimpleNamespace(what="rows", expected_bytes=lambda size: 1010.0)
+    steps: Any = SimpleNamespace(plain=plain, at=lambda size, part=0.0: Bent(size, part))
+    by_torch: dict[Way, list[Point]] = {
+        "torch.compile": [Point("rows", "torch.compile", 2, 400, 1.0)],
+        "checkpointed blocks": [Point("rows", "checkpointed blocks", 90, 900, 1.0)],
+    }
+    [_, between, _] = _ours(steps, by_torch, 1000, 1)
+    assert (between.size, between.peak_bytes) == (90, 900)

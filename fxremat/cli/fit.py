@@ -113,6 +113,13 @@ def table(found: Fit) -> str:
             f"{row.what:<10} {row.way:<20} {row.size:>10,} {peak:>12} {step:>12} {rate:>12} "
             f"{most:>18}"
         )
+    for row in found.rows:
+        ours = found.at(row.what, row.size) if row.way == "checkpointed blocks" else None
+        if ours is not None:
+            lines.append(
+                f"{row.what} {row.size:,}, the largest of {row.way}: {row.per_second:,.1f} "
+                f"a second, fxremat {ours.per_second:,.1f}"
+            )
     others = ", ".join(f"{name} {size}" for name, size in found.traced.items())
     lines.append(f"Each size with the others as given ({others}). Times are planned, not measured.")
     if found.studied_blocks != (found.blocks,):

@@ -65,6 +65,7 @@ from fxremat.compat.donation import (
     only_marked_buffers_donated,
 )
 from fxremat.compat.dynamo import (
+    checkpointed_regions,
     compile_parts,
     compiled_in_place,
     compiled_parts,
@@ -120,6 +121,7 @@ from fxremat.compat.joint_graph import (
     mutated_input_of,
     prepare_joint_graph,
     user_tag,
+    without_user_tags,
 )
 from fxremat.compat.measuring import (
     keep_busy,
@@ -176,6 +178,7 @@ __all__ = [
     "caches_disabled",
     "calling_modules",
     "chain_passes",
+    "checkpointed_regions",
     "code_key",
     "compile_kernel",
     "compile_parts",
@@ -267,5 +270,6 @@ __all__ = [
     "with_numbers",
     "with_stack_room",
     "without_memory",
+    "without_user_tags",
     "write_results",
 ]

@@ -57,6 +57,13 @@ def ends_in_graph_break(gm: fx.GraphModule) -> bool:
     return bool(getattr(reason, "graph_break", False))
 
 
+def checkpointed_regions(gm: fx.GraphModule) -> int:
+    """How many calls of a Dynamo graph, and of its subgraphs, run again in the backward."""
+    region: Any = torch.ops.higher_order.tag_activation_checkpoint
+    graphs = [one.graph for one in gm.modules() if isinstance(one, fx.GraphModule)]
+    return sum(node.target is region for graph in graphs for node in graph.nodes)
+
+
 def current_compilation() -> tuple[int, int | None]:
     """Numbers of the frame that Dynamo is compiling, and of this compilation of it; -1 and None
     outside.

@@ -44,6 +44,14 @@ def user_tag(node: fx.Node) -> str | None:
     return getattr(tag, "name", None)
 
 
+def without_user_tags(module: fx.GraphModule) -> fx.GraphModule:
+    """A copy of a joint graph whose nodes have no `torch.utils.checkpoint` policies."""
+    copy = copy_module(module)
+    for node in copy.graph.nodes:
+        node.meta = {k: v for k, v in node.meta.items() if k not in ("recompute", "ac_graph_id")}
+    return copy
+
+
 def prepare_joint_graph(module: fx.GraphModule) -> None:
     """Dead code out, common subexpressions merged, the user's checkpoint tags made consistent.
 

@@ -88,15 +88,16 @@ class TorchSteps:
         Where the backward begins, all blocks have saved; where it ends, all have gradients. In
         between more and more of these take the place of those. So the peak is that before or after
         the middle of the backward. Before it, Inductor may run parts of many blocks again at once:
-        each block then adds more than it has saved. What the budget counts beyond live bytes is a
-        line, too, but not less than it was, and no larger a part.
+        each block then adds more than it has saved. What of that is held beyond the middle is no
+        more than that. What the budget counts beyond live bytes is a line, too, but not less than
+        it was, and no larger a part.
         """
         last, further = shown[-1], self.line.further
         saved, left = self._saved_and_left(shown)
         parts = [_early_and_late(one) for one in shown]
-        again = self.line.slope([early for early, _ in parts])
+        again, held = (self.line.slope(values) for values in zip(*parts, strict=True))
         early = parts[-1][0] + further * max(saved, again)
-        late = parts[-1][1] + further * left
+        late = parts[-1][1] + further * max(left, min(again, held))
         live = max(early, late)
         unused = [
             peaks.peak_of(one) - one.peak_bytes

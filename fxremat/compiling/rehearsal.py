@@ -203,7 +203,7 @@ class _Meter:
     known: dict[str, _Inside | None] = field(default_factory=dict)
 
     def ignore(self, tensors: Iterable[torch.Tensor]) -> None:
-        """These live outside of the step."""
+        """These live outside of the step. Their numbers stay theirs, also when they are dropped."""
         for tensor in tensors:
             key, is_gone = compat.storage_watch(tensor)
             self.uncounted[key] = is_gone
@@ -301,8 +301,6 @@ class _Meter:
 
     def sweep(self) -> None:
         """Take off what has been dropped."""
-        for key in [key for key, is_gone in self.uncounted.items() if is_gone()]:
-            del self.uncounted[key]
         for key in [key for key, storage in self.live.items() if storage.is_gone()]:
             self.freed(self.live.pop(key))
 

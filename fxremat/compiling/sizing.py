@@ -213,6 +213,19 @@ class SymbolicStep:
         return replace(made, times=self.times)
 
     @compat.with_stack_room
+    def untagged(self) -> SymbolicStep:
+        """The same step without the tags of checkpoints, which leave all else as it is."""
+        module = compat.without_user_tags(self.given.module)
+        with self.there():
+            return _prepared(
+                replace(self.given, module=module),
+                self.costs.request,
+                self.names,
+                self.costs.name,
+                self.there,
+            )
+
+    @compat.with_stack_room
     def quickest(self, budget_bytes: int) -> Expected:
         """A plan that is found quickly for sizes that are numbers, and bytes of the graph alone.
 
@@ -247,18 +260,20 @@ def symbolic_step(
 
     Raises `KeyError` with the name of what is no symbol: the model fixes it.
     """
-    graph = draft.module.graph
-    costs = cost_model(request, graph, name)
-    traced = replace(draft, module=compat.copy_module(draft.module))
     by_size = {size: what for what, size in given.items()}
-    names = {
-        symbol: by_size[size]
-        for symbol, size in compat.symbols_seen(graph).items()
-        if size in by_size
-    }
+    seen = compat.symbols_seen(draft.module.graph)
+    names = {symbol: by_size[size] for symbol, size in seen.items() if size in by_size}
     for what in given:
         if what not in names.values():
             raise KeyError(what)
+    return _prepared(draft, request, names, name, there)
+
+
+def _prepared(
+    draft: Draft, request: Request, names: Mapping[Any, str], name: str, there: There
+) -> SymbolicStep:
+    costs = cost_model(request, draft.module.graph, name)
+    traced = replace(draft, module=compat.copy_module(draft.module))
     times = StageTimes()
     prepared = Runner(costs, times).run("prepare", PREPARE, draft)
     return SymbolicStep(prepared, costs, names, traced, there, times)

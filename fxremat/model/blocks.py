@@ -10,6 +10,8 @@ from typing import Any
 from torch import nn
 from torch.utils.checkpoint import checkpoint
 
+Blocks = nn.ModuleList | nn.Sequential
+
 
 def repeated_blocks(model: object) -> list[nn.Module]:
     """The modules of one class, in one list, that have the most weights together.
@@ -19,10 +21,22 @@ def repeated_blocks(model: object) -> list[nn.Module]:
     return list(_list_of_blocks(model) or ())
 
 
-def _list_of_blocks(model: object) -> nn.ModuleList | nn.Sequential | None:
-    lists = [m for m in _modules(model) if isinstance(m, (nn.ModuleList, nn.Sequential))]
-    repeated = [one for one in lists if len(one) > 1 and len(set(map(type, one))) == 1]
-    return max(repeated, key=lambda one: _weights(list(one)), default=None)
+def _list_of_blocks(model: object) -> Blocks | None:
+    return max(_lists(model), key=lambda one: _weights(list(one)), default=None)
+
+
+def _lists(model: object) -> list[Blocks]:
+    """The lists of two modules and more, all of one class."""
+    lists = (m for m in _modules(model) if isinstance(m, (nn.ModuleList, nn.Sequential)))
+    return [one for one in lists if len(one) > 1 and len(set(map(type, one))) == 1]
+
+
+def _outermost_blocks(model: object) -> list[nn.Module]:
+    """The modules of all these lists, but for what lies in another such module."""
+    lists = _lists(model)
+    inside = {id(m) for one in lists for block in one for m in block.modules()}
+    found = (block for one in lists if id(one) not in inside for block in one)
+    return list(dict.fromkeys(found))
 
 
 def _modules(model: object) -> Iterator[nn.Module]:
@@ -35,8 +49,11 @@ def _weights(blocks: list[nn.Module]) -> int:
 
 @contextmanager
 def checkpointed(model: object) -> Iterator[int]:
-    """Inside, each block keeps only its inputs and runs again in the backward; yields how many."""
-    blocks = repeated_blocks(model)
+    """Inside, each block keeps only its inputs and runs again in the backward; yields how many.
+
+    Blocks are the modules of all lists as `repeated_blocks` looks for: a U-Net has several.
+    """
+    blocks = _outermost_blocks(model)
     for block in blocks:
         own: Callable[..., Any] = block.forward
         block.forward = partial(checkpoint, own, use_reentrant=False)
