@@ -183,7 +183,8 @@ def solve(
 ) -> Plan:
     """The fastest plan of the ``solver`` within the budget, with or without moves.
 
-    Never slower than its plan without: that is among those compared.
+    Never slower than its plan without: that is among those compared. Which values may move is
+    chosen by quick plans; the solver then looks at that problem alone.
     """
     search = _MoveSearch(problem, budget_bytes, options, Deadline(options.time_limit_s))
     alone = search.offer(search.priced_problem(ALONE), solver)
@@ -193,14 +194,14 @@ def solve(
     candidates = [search.priced_problem(rule) for rule in _rules_for(problem)]
     if relaxed.fetched and movable(problem):
         candidates.insert(0, search.priced_problem_of(_writers(problem, relaxed.fetched)))
-    best: tuple[tuple[int, float], PricedProblem] | None = None
+    close_us = relaxed.bound_us + tuning.OFFLOAD_CLOSE * problem.base_time_us
+    ranked: list[tuple[tuple[int, float], PricedProblem]] = []
     for priced_problem in candidates:
-        rank = search.offer(priced_problem, greedy.solve).rank
-        best = min(best or (rank, priced_problem), (rank, priced_problem), key=lambda pair: pair[0])
-        if search.is_within(relaxed.bound_us + tuning.OFFLOAD_CLOSE * problem.base_time_us):
+        ranked.append((search.offer(priced_problem, greedy.quick).rank, priced_problem))
+        if search.is_within(close_us):
             break
-    if best is not None and solver is not greedy.solve:
-        search.offer(best[1], solver)
+    if ranked and not search.is_within(close_us):
+        search.offer(min(ranked, key=lambda pair: pair[0])[1], solver)
     return search.plan(relaxed.bound_us)
 
 
