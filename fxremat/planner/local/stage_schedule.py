@@ -16,7 +16,7 @@ from __future__ import annotations
 
 from bisect import bisect_left, bisect_right, insort
 from collections.abc import Iterable, Sequence
-from dataclasses import dataclass
+from typing import NamedTuple
 
 import numpy as np
 import numpy.typing as npt
@@ -31,8 +31,7 @@ Span = tuple[int, int]
 _largest = np.maximum.reduce
 
 
-@dataclass(frozen=True)
-class Undo:
+class Undo(NamedTuple):
     """What `StageSchedule.revert` needs to take a change back."""
 
     added: tuple[ExtraRun, ...]
