@@ -47,13 +47,14 @@ def fill(front: ParetoFront, options: SolverOptions) -> None:
     model = front.model
     effort = effort_for(model.n)
     deadline = Deadline(options.time_limit_s)
-    front.offer(StageSchedule(model))
+    keep_all = StageSchedule(model)
+    front.offer(keep_all)
     if not model.n or _solve_exactly(front):
         return
     for k, length in enumerate(tuning.SWEEP_LENGTHS):
         if deadline.running():
             work = effort.path if k == 0 else effort.path // 3
-            descend(EditableSchedule(StageSchedule(model), GapRanking(length)), front, 0, work)
+            descend(EditableSchedule(keep_all.copy(), GapRanking(length)), front, 0, work)
     if deadline.running():
         counts = counts_for(model.n)
         offer_segments(front, counts, effort.path // len(counts))
@@ -73,11 +74,12 @@ def fill_for_budget(front: ParetoFront, budget_bytes: int, options: SolverOption
     model = front.model
     effort = effort_for(model.n)
     deadline = Deadline(options.time_limit_s)
-    front.offer(StageSchedule(model))
+    keep_all = StageSchedule(model)
+    front.offer(keep_all)
     for length in tuning.SWEEP_LENGTHS:
         if deadline.running() and model.n:
             descend(
-                EditableSchedule(StageSchedule(model), GapRanking(length)),
+                EditableSchedule(keep_all.copy(), GapRanking(length)),
                 front,
                 budget_bytes,
                 effort.path // 3,
