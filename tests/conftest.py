@@ -24,6 +24,7 @@ os.environ.setdefault("TORCHINDUCTOR_COMPILE_THREADS", "1")  # nor processes of 
 import hypothesis  # noqa: E402
 import pytest  # noqa: E402
 import torch  # noqa: E402
+from torch._dynamo import config as dynamo_config  # noqa: E402
 from torch._dynamo import guards  # noqa: E402
 from torch._functorch._aot_autograd import graph_compile  # noqa: E402
 from torch._inductor import config as inductor_config  # noqa: E402
@@ -60,6 +61,7 @@ def pytest_configure(config: pytest.Config) -> None:
     for name in ("enable_frame_pointer", "enable_line_tables"):  # nobody profiles the kernels
         if hasattr(inductor_config.aot_inductor, name):
             setattr(inductor_config.aot_inductor, name, False)
+    dynamo_config.run_gc_after_compile = False  # there is little to find, see NEW_OBJECTS
     _leave_guards_unmeasured()
     _leave_graphs_unwritten()
     _seed_what_is_there()

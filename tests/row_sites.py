@@ -7,7 +7,7 @@ it was and with each site.
 from __future__ import annotations
 
 import copy
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field
 from typing import Any
 
@@ -67,7 +67,7 @@ class Traced:
         kwargs["num_fwd_outputs"] = num_fwd_outputs
         halves = compat.torch_partition(copy.copy(self.joint.module), joint_inputs, **kwargs)
         for half in halves:
-            _keep_inputs(half.graph, self.inputs)
+            keep_inputs(half.graph, self.inputs)
         return halves
 
     def compiled(self, function: Function) -> Function:
@@ -80,19 +80,11 @@ class Traced:
         return torch.compile(function, backend=backend)
 
     def values(self, joint: JointGraph) -> list[Any]:
-        """What a graph makes of the step's inputs, and what it leaves in those.
-
-        The last is the next random number.
-        """
-        torch.manual_seed(0)
-        names = [node.name for node in joint.module.graph.nodes if node.op == "placeholder"]
-        given = [copy.deepcopy(self.inputs[name].detach()) for name in names]
-        with torch.no_grad():
-            found = fx.Interpreter(joint.module).run(*given)
-        return [*found, *given, torch.rand(1)]
+        """What a graph makes of the step's inputs: see `run_on`."""
+        return run_on(joint, self.inputs)
 
 
-def _keep_inputs(graph: fx.Graph, inputs: dict[str, Any]) -> None:
+def keep_inputs(graph: fx.Graph, inputs: dict[str, Any]) -> None:
     """Before a half does anything else, it says what it was given."""
 
     def keep(names: Sequence[str], values: Sequence[Any]) -> None:
@@ -102,6 +94,19 @@ def _keep_inputs(graph: fx.Graph, inputs: dict[str, Any]) -> None:
     given = [node for node in graph.nodes if node.op == "placeholder"]
     with graph.inserting_before(next(n for n in graph.nodes if n.op != "placeholder")):
         graph.call_function(keep, ([node.name for node in given], given))
+
+
+def run_on(joint: JointGraph, inputs: Mapping[str, Any]) -> list[Any]:
+    """What a graph makes of the inputs of these names, and what it leaves in those.
+
+    The last is the next random number.
+    """
+    torch.manual_seed(0)
+    names = [node.name for node in joint.module.graph.nodes if node.op == "placeholder"]
+    given = [copy.deepcopy(inputs[name].detach()) for name in names]
+    with torch.no_grad():
+        found = fx.Interpreter(joint.module).run(*given)
+    return [*found, *given, torch.rand(1)]
 
 
 def trace(function: Function, inputs: Sequence[Any]) -> Traced:

@@ -37,6 +37,15 @@ def few(name: str) -> tuple[Network, tuple[Tensor, ...]]:
     return model, tuple(x[:1] for x in arguments) if name in LARGE else arguments
 
 
+def shallow(name: str) -> tuple[Network, tuple[Tensor, ...]]:
+    """A model with two layers at most, where further ones are the same again, and its batch."""
+    config = find_config(name)
+    layers = config.arguments.get("layers")
+    fewer = {} if layers is None else {"layers": min(layers, 2)}
+    model = config.network(**{**config.arguments, **fewer}).train()
+    return model, model.sample(config.batch, torch.Generator().manual_seed(0))
+
+
 @cache
 def plain_step(name: str) -> Step:
     """The step of a model as it is, run once for all tests."""
@@ -72,7 +81,7 @@ def test_dynamo_captures_one_graph(name: str, checkpointed: bool) -> None:
         return lambda *_: (torch.zeros(()),)
 
     torch._dynamo.reset()
-    model, arguments = build(name)
+    model, arguments = shallow(name)
     if checkpointed:
         model = with_checkpoint(model)
     torch.compile(model, backend=keep, fullgraph=True)(*arguments)

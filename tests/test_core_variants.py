@@ -3,11 +3,13 @@
 from __future__ import annotations
 
 from dataclasses import replace
+from unittest import mock
 
 import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
+from fxremat.core import variants as core_variants
 from fxremat.core.check import check
 from fxremat.core.problem import (
     Change,
@@ -149,16 +151,30 @@ def test_there_and_back() -> None:
     assert problem_from_json(problem_to_json(LOSS_PROBLEM)) == LOSS_PROBLEM
 
 
+def as_many_as_go_together(problem: Problem, data: st.DataObject) -> list[str]:
+    """Names of variants, looked at in any order."""
+    names: list[str] = []
+    for one in data.draw(st.permutations(problem.variants)):
+        if not any(exclude(one, other) for other in problem.variants if other.name in names):
+            names.append(one.name)
+    return names
+
+
 @given(problems_with_variants(), st.data())
 def test_whatever_is_taken_leaves_a_problem_whose_base_order_is_a_schedule(
     problem: Problem, data: st.DataObject
 ) -> None:
     assert problem_from_json(problem_to_json(problem)) == problem
-    names: list[str] = []
-    for one in data.draw(st.permutations(problem.variants)):
-        if not any(exclude(one, other) for other in problem.variants if other.name in names):
-            names.append(one.name)
-    left = take(problem, names)
+    left = take(problem, as_many_as_go_together(problem, data))
     assert not left.variants
     assert check(left, left.base_steps()).ok
     assert len(left.outputs) <= len(problem.outputs)
+
+
+@given(problems_with_variants(), st.data())
+def test_merging_gives_the_order_of_the_queue(problem: Problem, data: st.DataObject) -> None:
+    """Where new ops are put between those of the base order, sorting all gives the same."""
+    names = as_many_as_go_together(problem, data)
+    merged = take(problem, names)
+    with mock.patch.object(core_variants, "_merged", return_value=None):
+        assert take(problem, names) == merged

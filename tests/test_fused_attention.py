@@ -35,7 +35,7 @@ from tests.attentions import (
 )
 from tests.conftest import Golden
 from tests.graphs import capture, on_cuda, train
-from tests.row_sites import assert_close, in_double
+from tests.row_sites import assert_close, in_double, keep_inputs, run_on
 
 
 @pytest.fixture(autouse=True)
@@ -52,30 +52,34 @@ TOLERANCES = {torch.float64: 1e-12, torch.float32: 1e-5, torch.bfloat16: 4e-2, t
 
 @dataclass
 class Taken:
-    """A partition function that takes all sites of the rule (``is_taken``)."""
+    """A partition function that takes all sites of the rule."""
 
     fused: bool
-    is_taken: bool = True
     names: list[str] = field(default_factory=list)
+    before: JointGraph = field(init=False)
     joint: JointGraph = field(init=False)
+    inputs: dict[str, Any] = field(default_factory=dict)
+    """What the step is given, by the names of nodes."""
 
     def __call__(
         self, module: fx.GraphModule, joint_inputs: Any, *, num_fwd_outputs: int, **kwargs: Any
     ) -> Any:
         """Called with the joint graph."""
-        self.joint = prepare(module, num_fwd_outputs)
-        sites = insertion.find_sites(self.joint, RULES)
+        self.before = prepare(module, num_fwd_outputs)
+        sites = insertion.find_sites(self.before, RULES)
         self.names = [site.name for site in sites]
-        for form in insertion.insert_all(self.joint, sites).inserted:
+        for form in insertion.insert_all(self.before, sites).inserted:
             for old, new in form.stand_ins.items():
                 one, other = old.meta["val"], new.meta["val"]
                 assert (one.shape, one.stride(), one.dtype) == (
                     other.shape, other.stride(), other.dtype
                 )  # fmt: skip
-        if self.is_taken:
-            self.joint = insertion.take(self.joint, sites)
+        self.joint = insertion.take(self.before, sites)
         module, kwargs["num_fwd_outputs"] = copy.copy(self.joint.module), num_fwd_outputs
-        return compat.torch_partition(module, joint_inputs, **kwargs)
+        halves = compat.torch_partition(module, joint_inputs, **kwargs)
+        for half in halves:
+            keep_inputs(half.graph, self.inputs)
+        return halves
 
     def compiled(self, function: Function) -> Function:
         """``function``, run node by node."""
@@ -140,19 +144,18 @@ def test_values_and_gradients(name: str, kind: str, fused: bool) -> None:
     function, inputs = squared(CASES[name][0]), CASES[name][1]
     given = inputs(dtype)
     exact = train(in_double(function), [in_double(x) for x in given])
-    before = train(function, given, Taken(fused, is_taken=False).compiled)
     seen = Taken(fused)
     after = train(function, given, seen.compiled)
     assert len(seen.names) == 1
     assert_kernel_alone(seen.joint)
-    for one, other, best in zip(
-        (*after.results, *after.gradients),
-        (*before.results, *before.gradients),
-        (*exact.results, *exact.gradients),
-        strict=True,
+    for one, best in zip(
+        (*after.results, *after.gradients), (*exact.results, *exact.gradients), strict=True
+    ):
+        assert_close(one, best, TOLERANCES[dtype])
+    for one, other in zip(
+        run_on(seen.joint, seen.inputs), run_on(seen.before, seen.inputs), strict=True
     ):
         assert_close(one, other, TOLERANCES[dtype])
-        assert_close(one, best, TOLERANCES[dtype])
     values = [n.meta["val"] for n in (*seen.joint.primals, *seen.joint.tangents)]
     with torch.no_grad():
         Checked(seen.joint.module).run(*[torch.empty_strided(

@@ -34,6 +34,7 @@ from fxremat.checking.predicates import (
     schema_of,
     tensor_of,
     viewed,
+    with_nodes_as,
 )
 from fxremat.errors import VerificationFailed
 from fxremat.runtime.inplace import IN_PLACE, addmm_into, baddbmm_into
@@ -71,12 +72,13 @@ class _Reader:
         return self.number(("view", node.target, self.arguments(node)))
 
     def arguments(self, node: fx.Node) -> Any:
-        leaves, spec = pytree.tree_flatten((node.args, node.kwargs))
-        found = [
-            (self.seen(leaf), _kind(leaf)) if isinstance(leaf, fx.Node) else repr(leaf)
-            for leaf in leaves
-        ]
-        return (*found, str(spec))
+        def read(source: fx.Node) -> Any:
+            return self.seen(source), _kind(source)
+
+        return (
+            *(with_nodes_as(each, read) for each in node.args),
+            with_nodes_as(node.kwargs, read),
+        )
 
     def run(self, graph: fx.Graph) -> Iterator[tuple[fx.Node, int]]:
         """Every call that computes something, and what it gave."""

@@ -29,6 +29,7 @@ from fxremat.checking.predicates import (
     is_tensor,
     is_view,
     root,
+    with_nodes_as,
 )
 from fxremat.errors import VerificationFailed
 from fxremat.runtime import accumulated, arrived, settle
@@ -101,17 +102,11 @@ class Numbering:
 
     def arguments(self, argument: Any, found: ReadGraph) -> Any:
         """What a call is given, with the numbers of nodes in their place."""
-        if isinstance(argument, fx.Node):
-            return "node", found.of[argument], found.written_into(argument)
-        if isinstance(argument, (tuple, list)):
-            kind = "list" if isinstance(argument, list) else "tuple"
-            return kind, *(self.arguments(one, found) for one in argument)
-        if isinstance(argument, dict):
-            return "dict", *((key, self.arguments(one, found)) for key, one in argument.items())
-        if isinstance(argument, slice):
-            parts = (argument.start, argument.stop, argument.step)
-            return "slice", *(self.arguments(one, found) for one in parts)
-        return _constant(argument)
+
+        def number(source: fx.Node) -> Any:
+            return "node", found.of[source], found.written_into(source)
+
+        return with_nodes_as(argument, number)
 
 
 def _meant(node: fx.Node) -> dict[str, Any]:
@@ -165,10 +160,6 @@ def check_arrivals(graph: fx.Graph) -> None:
             gone.update(node.args[:2])
         if node.target is accumulated:
             gone.add(root(node.args[0]))
-
-
-def _constant(leaf: Any) -> Any:
-    return (type(leaf).__name__, repr(leaf))
 
 
 def _results(graph: fx.Graph, of: dict[fx.Node, int]) -> list[Any]:

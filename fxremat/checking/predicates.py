@@ -7,6 +7,7 @@ What is shared with them is below all of them: operators of the runtime and `fxr
 from __future__ import annotations
 
 import operator
+from collections.abc import Callable
 from typing import Any
 
 import torch
@@ -171,3 +172,18 @@ def is_repeatable(node: fx.Node, mutated: frozenset[fx.Node]) -> bool:
     if compat.must_be_in_forward(node) or (told and not is_view(node)):
         return False
     return not mutated or mutated.isdisjoint(map(root, node.all_input_nodes))
+
+
+def with_nodes_as(argument: Any, of_node: Callable[[fx.Node], Any]) -> Any:
+    """An argument of a call, hashable, with something else in the place of its nodes."""
+    if isinstance(argument, fx.Node):
+        return of_node(argument)
+    if isinstance(argument, (tuple, list)):
+        kind = "list" if isinstance(argument, list) else "tuple"
+        return kind, *(with_nodes_as(one, of_node) for one in argument)
+    if isinstance(argument, dict):
+        return "dict", *((key, with_nodes_as(one, of_node)) for key, one in argument.items())
+    if isinstance(argument, slice):
+        parts = (argument.start, argument.stop, argument.step)
+        return "slice", *(with_nodes_as(one, of_node) for one in parts)
+    return type(argument).__name__, repr(argument)

@@ -23,7 +23,6 @@ from typing import Any
 
 import torch
 from torch import fx
-from torch.utils import _pytree as pytree
 
 from fxremat import compat
 from fxremat.checking.predicates import (
@@ -33,6 +32,7 @@ from fxremat.checking.predicates import (
     is_put,
     is_view,
     root,
+    with_nodes_as,
 )
 from fxremat.checking.site_cuts import SiteCut
 from fxremat.checking.spot_checks import Unchecked, spot_check
@@ -128,14 +128,10 @@ class _Numbers:
 
     @staticmethod
     def arguments(node: fx.Node, of: dict[fx.Node, int], written: dict[fx.Node, int]) -> Any:
-        leaves, spec = pytree.tree_flatten((node.args, node.kwargs))
-        seen = (
-            ("node", of[a], written.get(root(a)))
-            if isinstance(a, fx.Node)
-            else (type(a).__name__, repr(a))
-            for a in leaves
-        )
-        return (*seen, str(spec))
+        def read(source: fx.Node) -> Any:
+            return "node", of[source], written.get(root(source))
+
+        return with_nodes_as(node.args, read), with_nodes_as(node.kwargs, read)
 
 
 def _results(graph: fx.Graph) -> list[Any]:

@@ -93,9 +93,11 @@ def fake_tensors(seen: Callable[[Any], None] | None = None) -> Iterator[None]:
 def fake_mode_of(graph: fx.Graph) -> AbstractContextManager[Any]:
     """The mode that the fake tensors of the graph's inputs belong to, to make more of them."""
     from torch._guards import detect_fake_mode
+    from torch._subclasses.fake_tensor import FakeTensor
 
-    values = [n.meta.get("val") for n in graph.nodes if n.op == "placeholder"]
-    mode = detect_fake_mode(values)
+    values = (n.meta.get("val") for n in graph.find_nodes(op="placeholder", sort=False))
+    one = next((value for value in values if isinstance(value, FakeTensor)), None)
+    mode = detect_fake_mode([one])  # asked for each node that is added: they all share it
     return nullcontext() if mode is None else mode
 
 

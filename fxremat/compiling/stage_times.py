@@ -8,6 +8,7 @@ import time
 from collections.abc import Iterator
 from contextlib import contextmanager
 from dataclasses import dataclass, field
+from itertools import count
 
 log = logging.getLogger(__name__)
 
@@ -22,6 +23,60 @@ NAMES = {
     "verify": "verifying a plan",
     "kernels": "compiling kernels",
 }
+
+
+@dataclass(frozen=True)
+class _Running:
+    """A stage that has not ended: from when on it takes long, and what the log says of it then."""
+
+    long_from: float
+    known: str
+    spent: float
+
+
+class _Watch:
+    """Names on the log what takes long.
+
+    One thread looks at all stages while there are any: to start one for each stage would take
+    longer than most stages do.
+    """
+
+    def __init__(self) -> None:
+        self._lock, self._keys = threading.Lock(), count()
+        self._running: dict[int, _Running] = {}
+        self._is_looking = False
+
+    @contextmanager
+    def watched(self, known: str, spent_before: float) -> Iterator[None]:
+        """What runs inside is named once it takes long."""
+        key, long_from = next(self._keys), time.perf_counter() + LONG_S
+        with self._lock:
+            self._running[key] = _Running(long_from, known, spent_before + LONG_S)
+            if not self._is_looking:
+                self._is_looking = True
+                threading.Thread(target=self._look, daemon=True).start()
+        try:
+            yield
+        finally:
+            with self._lock:
+                self._running.pop(key, None)
+
+    def _look(self) -> None:
+        """Until nothing runs any more; each stage is named once."""
+        while True:
+            time.sleep(LONG_S / 10)
+            with self._lock:
+                if not self._running:
+                    self._is_looking = False
+                    return
+                now = time.perf_counter()
+                late = [key for key, one in self._running.items() if one.long_from <= now]
+                told = [self._running.pop(key) for key in late]
+            for one in told:
+                log.info("still %s; %.0f s so far", one.known, one.spent)
+
+
+_watch = _Watch()
 
 
 @dataclass
@@ -40,15 +95,10 @@ class StageTimes:
         """Count what runs inside to ``name``."""
         start, outer, self.inner = time.perf_counter(), self.inner, 0.0
         spent_before = sum(self.seconds.values())
-        known = NAMES.get(name, name)
-        message = "still %s; %.0f s so far"
-        progress = threading.Timer(LONG_S, log.info, (message, known, spent_before + LONG_S))
-        progress.daemon = True
-        progress.start()
         try:
-            yield
+            with _watch.watched(NAMES.get(name, name), spent_before):
+                yield
         finally:
-            progress.cancel()
             spent = time.perf_counter() - start
             self.seconds[name] = self.seconds.get(name, 0.0) + spent - self.inner
             self.inner = outer + spent

@@ -7,8 +7,11 @@ plan with variants does so on the problem that is left.
 from __future__ import annotations
 
 import heapq
-from collections.abc import Iterable, Mapping, Sequence
+from bisect import bisect
+from collections.abc import Iterable, Mapping, Sequence, Set
 from dataclasses import replace
+from itertools import groupby
+from math import ceil
 
 from fxremat.core.problem import Change, InvalidProblem, Op, Problem, Variant, validate
 
@@ -47,9 +50,7 @@ def take(problem: Problem, names: Iterable[str]) -> Problem:
     wanted = (*outputs, *problem.host)
     ops = problem.ops
     if taken:
-        kept = {*problem.inputs, *problem.resident, *wanted}
-        mortal = {name: size for name, size in problem.bytes_of.items() if name not in kept}
-        ops = _needed(_changed(problem.ops, taken), new, wanted, mortal, problem.bytes_of)
+        ops = _needed(problem, _changed(problem.ops, taken), new, wanted)
     touched = {name for op in ops for name in (*op.reads, *op.writes)}
     touched |= {*problem.inputs, *problem.resident, *outputs, *problem.host}
     values = tuple(value for value in problem.values if value.name in touched)
@@ -63,7 +64,7 @@ def _changed(ops: Sequence[Op], taken: Sequence[Variant]) -> list[Op]:
     for one in taken:
         for change in one.changes:
             changes.setdefault(change.op, []).append(change)
-    return [_change(op, changes.get(op.name, ())) for op in ops]
+    return [_change(op, changes[op.name]) if op.name in changes else op for op in ops]
 
 
 def _change(op: Op, changes: Iterable[Change]) -> Op:
@@ -81,11 +82,7 @@ def _change(op: Op, changes: Iterable[Change]) -> Op:
 
 
 def _needed(
-    base: Sequence[Op],
-    new: Sequence[Op],
-    outputs: Sequence[str],
-    mortal: Mapping[str, int],
-    sizes: Mapping[str, int],
+    problem: Problem, base: Sequence[Op], new: Sequence[Op], outputs: Sequence[str]
 ) -> tuple[Op, ...]:
     """The ops that lead to an output, or that are there for what they do, in a valid order."""
     everything = [*base, *new]
@@ -98,19 +95,23 @@ def _needed(
         if op.name not in found:
             found.add(op.name)
             stack.extend(writer[name] for name in op.reads if name in writer)
-    order = _ordered(base, new, mortal, sizes)
+    kept = {*problem.inputs, *problem.resident, *outputs}
+    order = _ordered(problem, base, new, kept)
     return tuple(op for op in order if op.name in found)
 
 
 def _ordered(
-    base: Sequence[Op], new: Sequence[Op], mortal: Mapping[str, int], sizes: Mapping[str, int]
+    problem: Problem, base: Sequence[Op], new: Sequence[Op], kept: Set[str]
 ) -> tuple[Op, ...]:
     """Base order as far as what is read allows, with the new ops where they belong.
 
-    ``mortal`` are the bytes of what dies when nobody reads it any more.
+    ``base`` are the ops of the problem, each with its changes. All values but those ``kept`` die
+    when nobody reads them any more.
     """
+    sizes = problem.bytes_of
     ops = [*base, *new]
     writer = {name: op.name for op in ops for name in op.writes}
+    read_anew = [op for op, before in zip(base, problem.ops, strict=True) if op is not before]
     place = {op.name: float(index) for index, op in enumerate(base)}
     last_forward = max((place[op.name] for op in base if op.phase == "forward"), default=-1.0)
     for op in new:
@@ -118,13 +119,13 @@ def _ordered(
         place[op.name] = max(sources, default=-1.0) + 0.5
     made = {name for op in new for name in op.writes}
     readers_of: dict[str, list[str]] = {}
-    for op in ops:
+    for op in (*read_anew, *new):
         for name in made.intersection(op.reads):
             readers_of.setdefault(name, []).append(op.name)
     for op in reversed(new):
         if op.phase != "forward":
             readers = [place[reader] for name in op.writes for reader in readers_of.get(name, ())]
-            freed = sum(mortal.get(name, 0) for name in op.reads)
+            freed = sum(sizes[name] for name in op.reads if name not in kept)
             held = sum(sizes[name] for name in op.writes)
             if readers:
                 place[op.name] = min(readers) - 0.5 / (len(new) + 1)
@@ -132,10 +133,49 @@ def _ordered(
                 place[op.name] = max(place[op.name], last_forward + 0.5)
             else:
                 place[op.name] = float(len(base))
-    return _sorted(ops, writer, place)
+    return _merged(base, new, read_anew, writer, place) or _sorted(ops, writer, place)
 
 
-def _sorted(ops: Sequence[Op], writer: dict[str, str], place: dict[str, float]) -> tuple[Op, ...]:
+def _merged(
+    base: Sequence[Op],
+    new: Sequence[Op],
+    read_anew: Sequence[Op],
+    writer: Mapping[str, str],
+    place: Mapping[str, float],
+) -> tuple[Op, ...] | None:
+    """What `_sorted` gives where each op's place is above those of what it reads; None elsewhere.
+
+    That is nearly always so. The new ops are then put between those of the base order.
+    """
+    for op in (*new, *read_anew):
+        if any(r in writer and place[writer[r]] >= place[op.name] for r in op.reads):
+            return None
+    order: list[Op] = []
+    done, places, at = 0, list[float](), dict[str, int]()
+
+    def since(entry: tuple[int, Op]) -> tuple[int, str]:
+        """From where on a new op may come, as `_sorted` counts: it breaks ties by that."""
+        number, op = entry
+        sources = [writer[r] for r in op.reads if r in writer]
+        steps = [at[s] if s in at else int(place[s] + bisect(places, place[s])) for s in sources]
+        return max((step + 1 for step in steps), default=len(base) + number), op.name
+
+    ranked = sorted(enumerate(new), key=lambda entry: place[entry[1].name])
+    for here, tied in groupby(ranked, key=lambda entry: place[entry[1].name]):
+        if here.is_integer() and here < len(base):
+            return None
+        order += base[done : ceil(here)]
+        done = ceil(here)
+        for _, op in sorted(tied, key=since):
+            places.append(here)
+            at[op.name] = len(order)
+            order.append(op)
+    return (*order, *base[done:])
+
+
+def _sorted(
+    ops: Sequence[Op], writer: Mapping[str, str], place: Mapping[str, float]
+) -> tuple[Op, ...]:
     """Topological order in which, of the ops that may come next, that of least place does."""
     by_name = {op.name: op for op in ops}
     waits = {op.name: {writer[r] for r in op.reads if r in writer} for op in ops}

@@ -12,14 +12,13 @@ from __future__ import annotations
 
 import math
 from bisect import bisect_left, bisect_right
-from dataclasses import dataclass
+from typing import NamedTuple
 
 from fxremat.planner.indexed_problem import INPUT
 from fxremat.planner.local.stage_schedule import ExtraRun, StageSchedule
 
 
-@dataclass(frozen=True)
-class Eviction:
+class Eviction(NamedTuple):
     """Extra runs to add and to remove so that an op's values need not be held up to a stage.
 
     ``added_time`` is in microseconds; ``held_longer`` are reads that are held, not computed again.

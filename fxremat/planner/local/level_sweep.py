@@ -1,4 +1,4 @@
-"""The whole front: eviction paths, then improvement level by level from above.
+"""The whole front: of a small problem the optima; else eviction paths, then improvement by levels.
 
 The levels are fixed peaks between keep-all and the least peak found, evenly apart in the
 logarithm. They do not depend on the budget. What is won at one level is carried to the next
@@ -47,13 +47,14 @@ def fill(front: ParetoFront, options: SolverOptions) -> None:
     model = front.model
     effort = effort_for(model.n)
     deadline = Deadline(options.time_limit_s)
-    front.offer(StageSchedule(model))
-    if not model.n:
+    keep_all = StageSchedule(model)
+    front.offer(keep_all)
+    if not model.n or _solve_exactly(front):
         return
     for k, length in enumerate(tuning.SWEEP_LENGTHS):
         if deadline.running():
             work = effort.path if k == 0 else effort.path // 3
-            descend(EditableSchedule(StageSchedule(model), GapRanking(length)), front, 0, work)
+            descend(EditableSchedule(keep_all.copy(), GapRanking(length)), front, 0, work)
     if deadline.running():
         counts = counts_for(model.n)
         offer_segments(front, counts, effort.path // len(counts))
@@ -66,7 +67,6 @@ def fill(front: ParetoFront, options: SolverOptions) -> None:
             improver = _improver(front, target, options.seed * 1000 + k, repeated_changes)
             _improve(improver, target, below, effort)
     _climb(front, targets, deadline)
-    _solve_exactly(front)
 
 
 def fill_for_budget(front: ParetoFront, budget_bytes: int, options: SolverOptions) -> None:
@@ -74,11 +74,12 @@ def fill_for_budget(front: ParetoFront, budget_bytes: int, options: SolverOption
     model = front.model
     effort = effort_for(model.n)
     deadline = Deadline(options.time_limit_s)
-    front.offer(StageSchedule(model))
+    keep_all = StageSchedule(model)
+    front.offer(keep_all)
     for length in tuning.SWEEP_LENGTHS:
         if deadline.running() and model.n:
             descend(
-                EditableSchedule(StageSchedule(model), GapRanking(length)),
+                EditableSchedule(keep_all.copy(), GapRanking(length)),
                 front,
                 budget_bytes,
                 effort.path // 3,
@@ -137,14 +138,15 @@ def _lower(improver: Improver, effort: Effort, deadline: Deadline) -> None:
         search_lower(improver, effort.rounds, 5 * effort.level)
 
 
-def _solve_exactly(front: ParetoFront) -> None:
-    """Add the optimal schedules of a small problem."""
+def _solve_exactly(front: ParetoFront) -> bool:
+    """Add the optimal schedules of a small problem; whether these are all, so that none is left."""
     found, proven = optima(front.model)
     for peak, runs in found:
         time = sum(front.model.time) + sum(front.model.time[op] for op, _ in runs)
         front.add(peak, time, runs)
     if found and proven:
         front.exact_peak = found[-1][0]
+    return proven
 
 
 def _improve(improver: Improver, target: int, below: int, effort: Effort) -> None:

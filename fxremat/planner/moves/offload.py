@@ -119,10 +119,11 @@ class MoveRule:
 
 ALONE = MoveRule(0.0, 0.0)
 """Nothing moves but what lives in host memory."""
+ONLY_MOVES = MoveRule(0.0, None, recompute=False)
+"""All that may move may, and nothing else runs again."""
 MOVE_RULES = (
     MoveRule(0.03, 1.0),
     MoveRule(0.15, 1.0),
-    MoveRule(0.0, None, recompute=False),
     MoveRule(0.0, None),
     MoveRule(0.03, 1.15),
 )
@@ -183,7 +184,9 @@ def solve(
 ) -> Plan:
     """The fastest plan of the ``solver`` within the budget, with or without moves.
 
-    Never slower than its plan without: that is among those compared.
+    Never slower than its plan without: that is among those compared. Which values may move is
+    chosen by quick plans; the solver then looks at that problem, and, as such plans are poor where
+    only moves are left, at the one in which nothing else runs again.
     """
     search = _MoveSearch(problem, budget_bytes, options, Deadline(options.time_limit_s))
     alone = search.offer(search.priced_problem(ALONE), solver)
@@ -193,14 +196,17 @@ def solve(
     candidates = [search.priced_problem(rule) for rule in _rules_for(problem)]
     if relaxed.fetched and movable(problem):
         candidates.insert(0, search.priced_problem_of(_writers(problem, relaxed.fetched)))
-    best: tuple[tuple[int, float], PricedProblem] | None = None
+    ranked: list[tuple[tuple[int, float], PricedProblem]] = []
     for priced_problem in candidates:
-        rank = search.offer(priced_problem, greedy.solve).rank
-        best = min(best or (rank, priced_problem), (rank, priced_problem), key=lambda pair: pair[0])
-        if search.is_within(relaxed.bound_us + tuning.OFFLOAD_CLOSE * problem.base_time_us):
+        ranked.append((search.offer(priced_problem, greedy.quick).rank, priced_problem))
+        if search.is_within(relaxed.bound_us):
             break
-    if best is not None and solver is not greedy.solve:
-        search.offer(best[1], solver)
+    best = [min(ranked, key=lambda pair: pair[0])[1]] if ranked else []
+    nothing_again = [search.priced_problem(ONLY_MOVES)] if movable(problem) else []
+    for priced_problem in (*best, *nothing_again):
+        if search.is_within(relaxed.bound_us):
+            break
+        search.offer(priced_problem, solver)
     return search.plan(relaxed.bound_us)
 
 

@@ -13,8 +13,6 @@ OFFLOAD_PRICES = (1.0, 0.3)
 """Tried besides where values live in host memory: the engine is busy without any other."""
 OFFLOAD_ROOM = (0, 1, 2)
 """Values of the largest size for which the budget leaves room."""
-OFFLOAD_CLOSE = 2e-3
-"""Of the time of keep-all: a plan so near to its bound is not worked on any more."""
 OFFLOAD_BACKLOG = 1.0
 """A value joins the queue of the engine if that is no longer than the value's own transfer."""
 

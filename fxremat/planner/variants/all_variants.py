@@ -87,23 +87,36 @@ class AllVariants:
         own = self.variant_of[stage]
         if own is not None:
             return Condition(0, ((own, 1),))
-        name = self.ops[stage].name
-        return Condition(
-            1, tuple((index, -1) for index in self.usable if name in self.superseded[index])
-        )
+        superseding = self._superseding.get(self.ops[stage].name, ())
+        return Condition(1, tuple((index, -1) for index in superseding))
+
+    @cached_property
+    def _superseding(self) -> dict[str, list[int]]:
+        """Of each op: the variants that make it superfluous."""
+        found: dict[str, list[int]] = {}
+        for index in self.usable:
+            for name in self.superseded[index]:
+                found.setdefault(name, []).append(index)
+        return found
+
+    @cached_property
+    def _dropping(self) -> dict[tuple[str, str], list[int]]:
+        """Of each read, by op and value: the variants that drop it."""
+        found: dict[tuple[str, str], list[int]] = {}
+        for index in self.usable:
+            for change in self.problem.variants[index].changes:
+                for value in dict.fromkeys(change.drops):
+                    found.setdefault((change.op, value), []).append(index)
+        return found
 
     def _read_condition(self, stage: int, value: str) -> Condition:
         condition = self.run_condition(stage)
         if self.variant_of[stage] is not None:
             return condition
-        name = self.ops[stage].name
         known = {index for index, _ in condition.factors}
+        names = self.ops[stage].name, value
         dropping = tuple(
-            (index, -1)
-            for index in self.usable
-            if index not in known
-            for change in self.problem.variants[index].changes
-            if change.op == name and value in change.drops
+            (index, -1) for index in self._dropping.get(names, ()) if index not in known
         )
         return Condition(condition.constant, (*condition.factors, *dropping))
 
