@@ -4,7 +4,7 @@ Where blocks are compiled by themselves, each compiler call sees one block. What
 blocks, the loss, and how often each block runs is in the Python code around them. So one step runs
 on tensors without memory. The compiled parts are stood in for: each gives results of the right
 sizes, saves nothing, and notes when its forward and its backward run. What is live then, outside of
-all parts, is counted. With what the parts offer (`fxremat.compiling.units`), that is the whole step.
+all parts, is counted. With what the parts offer (`fxremat.compiling.units`) that is the step.
 """
 
 from __future__ import annotations
@@ -273,7 +273,7 @@ class _StandIn(torch.autograd.Function):
     """Gives results, and then gradients, of the right sizes; saves nothing but what others hold."""
 
     @staticmethod
-    def forward(  # type: ignore[override]
+    def forward(
         ctx: Any, look: _Look, index: int, place: int, likes: Any, *tensors: torch.Tensor
     ) -> Any:
         ctx.look, ctx.run = look, (index, place)

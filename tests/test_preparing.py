@@ -77,7 +77,8 @@ def wrap_blocks(model: nn.Module) -> None:
         if isinstance(module, nn.ModuleList):
             for name, block in list(module._modules.items()):
                 assert block is not None
-                module._modules[name] = torch.compile(block, backend="aot_eager")
+                wrapped: Any = torch.compile(block, backend="aot_eager")
+                module._modules[name] = wrapped
 
 
 def compile_nothing(model: nn.Module) -> None:

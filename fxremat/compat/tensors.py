@@ -70,7 +70,7 @@ def fake_tensors(seen: Callable[[Any], None] | None = None) -> Iterator[None]:
 
     from torch._subclasses.fake_tensor import FakeTensorMode
 
-    class Seeing(FakeTensorMode):
+    class Seeing(FakeTensorMode):  # type: ignore[no-untyped-call]
         def dispatch(self, *args: Any, **kwargs: Any) -> Any:
             result = super().dispatch(*args, **kwargs)
             if seen is not None:
