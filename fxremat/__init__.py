@@ -4,8 +4,9 @@
 
 To plan without compiling there is `explain`, for a GPU that is not here `device.absent`, to find
 the largest batch that fits `fit`; to look back `reports`, to measure `measure_peak`, and
-`list_options` describes every option. `offload`, `accumulate_in_backward` and `step_in_backward`
-change a model before it is compiled. All errors are subclasses of `FxrematError`.
+`list_options` describes every option. `prepare` plans parts together that are compiled one by one.
+`offload`, `accumulate_in_backward` and `step_in_backward` change a model before it is compiled. All
+errors are subclasses of `FxrematError`.
 """
 
 from typing import TYPE_CHECKING

@@ -26,8 +26,7 @@ from fxremat.errors import InfeasibleBudget
 from fxremat.options import Options
 from fxremat.planner import units as planner
 from fxremat.report.report import Report
-from fxremat.runtime.host_memory import is_on
-from fxremat.runtime.in_flight import Around, Promise, Promised, Runs
+from fxremat.runtime.in_flight import Around, Promise, Promised, Runs, storage_bytes
 from fxremat.sizes import format_bytes
 
 log = logging.getLogger(__name__)
@@ -63,11 +62,13 @@ def surroundings(options: Options, device: torch.device) -> Surroundings:
     model, unit = modules[0], modules[-1]
     alike = [one for one in compat.compiled_parts(model) if type(one) is type(unit)]
     own = {id(x) for x in _tensors_of(unit)}
-    others = [x for x in _tensors_of(model) if id(x) not in own and is_on(x, device)]
-    storages = {compat.storage_key(x): x.untyped_storage().nbytes() for x in others}
+    others = [x for x in _tensors_of(model) if id(x) not in own]
     runs = options.instances or max(1, len(alike))
     return Surroundings(
-        runs, sum(storages.values()), tuple(map(ref, others)), tuple(map(ref, _tensors_of(model)))
+        runs,
+        storage_bytes(others, device),
+        tuple(map(ref, others)),
+        tuple(map(ref, _tensors_of(model))),
     )
 
 

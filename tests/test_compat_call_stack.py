@@ -7,6 +7,7 @@ from collections.abc import Callable
 from threading import Thread
 
 import pytest
+import torch
 
 from fxremat import compat
 
@@ -61,3 +62,18 @@ def test_it_is_the_same_function() -> None:
     assert roomy.__doc__ == add.__doc__
     with pytest.raises(TypeError, match="other"):
         roomy(1)  # type: ignore[call-arg]
+
+
+def test_modules_whose_call_is_running() -> None:
+    seen: list[list[torch.nn.Module]] = []
+
+    class Inner(torch.nn.Module):
+        def forward(self, x: torch.Tensor) -> torch.Tensor:
+            seen.append(compat.calling_modules())
+            return x
+
+    inner = Inner()
+    outer = torch.nn.Sequential(torch.nn.Identity(), inner)
+    outer(torch.ones(1))
+    assert seen == [[outer, inner]]
+    assert compat.calling_modules() == []

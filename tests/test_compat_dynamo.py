@@ -80,3 +80,58 @@ def test_regions_that_run_again_are_counted_also_inside_of_each_other() -> None:
         torch._dynamo.reset()
         torch.compile(function, backend=backend, fullgraph=True)(X)
     assert seen == [0, 1, 2]
+
+
+class Doubled(torch.nn.Module):
+    """A compiled part: twice a linear layer."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.linear = torch.nn.Linear(4, 4)
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        y: torch.Tensor = 2 * self.linear(x)
+        return y
+
+
+def parts_of_all_sorts() -> torch.nn.Sequential:
+    """One part that is compiled in place, one that is wrapped, one that is not compiled."""
+    model = torch.nn.Sequential(Doubled(), Doubled(), Doubled())
+    model[0].compile(backend="eager")
+    wrapped: Any = torch.compile(model[1], backend="eager")
+    model[1] = wrapped
+    return model
+
+
+def test_compiled_parts() -> None:
+    model = parts_of_all_sorts()
+    first, second = compat.compiled_parts(model)
+    assert first is model[0]
+    assert model[1]._orig_mod is second
+    assert compat.compiled_parts(torch.nn.Linear(2, 2)) == []
+
+
+def test_compiled_in_place() -> None:
+    model = parts_of_all_sorts()
+    wrapped = model[1]
+    with compat.compiled_in_place(model):
+        assert type(model[1]) is Doubled
+    assert model[1] is wrapped
+
+
+def test_compile_parts() -> None:
+    """Where they stand, and as they are wrapped."""
+    seen: list[int] = []
+
+    def backend(gm: fx.GraphModule, inputs: Any) -> Any:
+        seen.append(len(inputs))
+        return gm
+
+    torch._dynamo.reset()
+    model = parts_of_all_sorts()
+    expected = model(torch.ones(2, 4))
+    before = list(model)
+    compat.compile_parts(model, compat.compiled_parts(model), backend=backend)
+    torch.testing.assert_close(model(torch.ones(2, 4)), expected)
+    assert list(model) == before
+    assert len(seen) == 2  # an input with a gradient, and one without

@@ -81,3 +81,39 @@ def test_outside_fake_mode() -> None:
         assert isinstance(torch.empty(1), FakeTensor)
     with compat.outside_fake_mode():
         assert float(torch.ones(1)) == 1.0
+
+
+def test_fake_tensors_that_are_seen_leave_compiled_parts_compiled() -> None:
+    sizes: list[int] = []
+    compiled: list[int] = []
+
+    def seen(result: Any) -> None:
+        sizes.append(result.numel() if isinstance(result, torch.Tensor) else 0)
+
+    def backend(gm: Any, inputs: Any) -> Any:
+        compiled.append(len(inputs))
+        return gm
+
+    torch._dynamo.reset()
+    with compat.fake_tensors(seen):
+        x = torch.empty(6)
+        assert sizes == [6]
+        torch.compile(lambda x: x.sin(), backend=backend)(x)
+    assert compiled == [1]
+
+
+def test_on_device_without_memory() -> None:
+    """Everything is where it lies, has no memory, and is back at the end; what is tied stays so."""
+    model = torch.nn.Sequential(torch.nn.Linear(3, 3), torch.nn.BatchNorm1d(3))
+    tied = torch.nn.Linear(3, 3)
+    tied.weight = model[0].weight
+    model.append(tied)
+    before = dict(model.named_parameters())
+    with compat.fake_tensors(), compat.on_device_without_memory(model, torch.ones(2, 3)) as x:
+        assert compat.is_fake(x)
+        assert all(compat.is_fake(p) for p in model.parameters())
+        assert all(compat.is_fake(b) for b in model.buffers())
+        assert isinstance(model[0].weight, torch.nn.Parameter)
+        assert model[0].weight is tied.weight
+        assert x.device.type == "cpu"
+    assert all(one is before[name] for name, one in model.named_parameters())

@@ -14,6 +14,7 @@ from torch import Tensor, nn
 import fxremat
 from fxremat import compat
 from fxremat.compiling.rehearsal import Rehearsal, Workspace, _Meter, _rounded, _written, rehearse
+from fxremat.cost.allocator import Allocate, Free
 from tests.compat_graphs import half
 from tests.small import Stack, seeded
 
@@ -148,6 +149,29 @@ def test_what_the_caller_holds_is_there_to_the_end() -> None:
     assert shown.peak_bytes == 8 * 64 * 64 * 4
     held = {"primals_1", "primals_2", "primals_3", "mm_1", "tangents_1"}
     assert held <= dict(shown.at_peak).keys()
+
+
+def test_what_others_hold_between_the_halves_is_live_there_and_nowhere_else() -> None:
+    shown = Rehearsal(
+        peak_bytes=90,
+        live_bytes=(50, 70, 60, 90),
+        at_peak=(("b", 90),),
+        scratch={},
+        events=(Allocate("0", 50), Allocate("1", 20), Free("1"), Allocate("3", 30)),
+        making=("a", "t", "b", "c"),
+        forward_moments=2,
+        saved_bytes=70,
+        forward_events=2,
+    )
+    assert shown.with_between(0) == shown
+    assert shown.with_between(20).peak_bytes == 90
+    more = shown.with_between(40)
+    assert more.peak_bytes == 110
+    assert more.at_peak == (("tangents", 40),)
+    assert more.live_bytes == (50, 70, 110, 60, 90)
+    assert more.making == ("a", "t", "tangents", "b", "c")
+    assert more.events[2:4] == (Allocate("4", 40), Free("4"))
+    assert (more.saved_bytes, more.forward_moments) == (70, 3)
 
 
 def test_kernels_of_the_forward_begin_before_the_backward_has_code(

@@ -141,11 +141,16 @@ def _beside(promise: Promise, held: int, own: int) -> int:
     return held + promise.reserve_bytes
 
 
+def storage_bytes(values: Iterable[object], device: torch.device) -> int:
+    """Bytes of the storages that the tensors among ``values`` have on the device."""
+    return sum(_storages(values, device).values())
+
+
 def _own_bytes(args: Iterable[object], device: torch.device) -> int:
     """Bytes of the arguments of a graph, and of gradients that they have."""
     tensors = [one for one in args if isinstance(one, torch.Tensor)]
     gradients = [one.grad for one in tensors if one.is_leaf]
-    return sum(_storages([*tensors, *gradients], device).values())
+    return storage_bytes([*tensors, *gradients], device)
 
 
 def _saved(node: Any, promise: Promise) -> dict[int, int]:

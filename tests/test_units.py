@@ -1,0 +1,90 @@
+"""How many runs of a compiled part wait at once, and what lies around it."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from typing import Any
+
+import pytest
+import torch
+from torch import Tensor, nn
+
+from fxremat import units
+from fxremat.options import Options
+from tests.small import Block
+
+HOST = torch.device("cpu")
+
+
+@pytest.fixture(autouse=True)
+def _fresh() -> Iterator[None]:
+    torch._dynamo.reset()
+    yield
+    torch._dynamo.reset()
+
+
+class Model(nn.Module):
+    """A head, and blocks of which some are compiled by themselves."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.blocks = nn.ModuleList(Block(8) for _ in range(4))
+        self.head = nn.Linear(8, 3)
+
+    def forward(self, x: Tensor) -> Tensor:
+        for block in self.blocks:
+            x = block(x)
+        y: Tensor = self.head(x)
+        return y
+
+
+def bytes_of(module: nn.Module) -> int:
+    return sum(p.nbytes for p in module.parameters())
+
+
+def seen_in(model: nn.Module, parts: list[nn.Module], **given: Any) -> units.Surroundings:
+    """What the backend sees around the first part that is compiled."""
+    found: list[units.Surroundings] = []
+
+    def backend(gm: Any, inputs: Any) -> Any:
+        found.append(units.surroundings(Options(**given), HOST))
+        return gm
+
+    for part in parts:
+        part.compile(backend=backend)
+    model(torch.ones(2, 8))
+    return found[0]
+
+
+def test_runs_are_modules_of_the_class_that_are_compiled_by_themselves() -> None:
+    model = Model()
+    found = seen_in(model, list(model.blocks)[:3])
+    assert found.runs == 3
+    assert found.nbytes == bytes_of(model) - bytes_of(model.blocks[0])
+    assert len(found.everything) == len(list(model.parameters()))
+
+
+def test_a_model_that_is_compiled_as_a_whole_runs_once_and_has_nothing_around() -> None:
+    model = Model()
+    found = seen_in(model, [model])
+    assert (found.runs, found.nbytes) == (1, 0)
+
+
+def test_what_is_said_comes_first() -> None:
+    model = Model()
+    assert seen_in(model, list(model.blocks), instances=7).runs == 7
+
+
+def test_outside_of_any_module_a_function_runs_once() -> None:
+    assert units.surroundings(Options(), HOST) == units.Surroundings()
+
+
+def test_what_lies_around_is_not_kept_alive() -> None:
+    model = Model()
+    found = seen_in(model, list(model.blocks))
+    torch._dynamo.reset()
+    del model
+    import gc
+
+    gc.collect()
+    assert all(tensor() is None for tensor in found.others)
