@@ -54,13 +54,16 @@ def surroundings(options: Options, device: torch.device) -> Surroundings:
     """Of the graph that Dynamo compiles now, by the modules whose forward is running.
 
     Its unit is the innermost of them, and the model the outermost. As many runs wait at once as
-    there are modules of the unit's class that are compiled by themselves.
+    there are modules like the unit that are compiled by themselves. Where Dynamo could not go on
+    into the unit, and so compiles it by itself, these are all modules like it.
     """
     modules = compat.calling_modules()
     if not modules:
         return Surroundings(options.instances or 1)
     model, unit = modules[0], modules[-1]
-    alike = [one for one in compat.compiled_parts(model) if type(one) is type(unit)]
+    parts = compat.compiled_parts(model)
+    parts = parts if unit in parts else list(model.modules())
+    alike = [one for one in parts if _form(one) == _form(unit)]
     own = {id(x) for x in _tensors_of(unit)}
     others = [x for x in _tensors_of(model) if id(x) not in own]
     runs = options.instances or max(1, len(alike))
@@ -70,6 +73,11 @@ def surroundings(options: Options, device: torch.device) -> Surroundings:
         tuple(map(ref, others)),
         tuple(map(ref, _tensors_of(model))),
     )
+
+
+def _form(module: nn.Module) -> Any:
+    """What is the same for modules that make the same graph."""
+    return type(module), [tuple(x.shape) for x in _tensors_of(module)]
 
 
 def _tensors_of(module: nn.Module) -> Iterable[torch.Tensor]:

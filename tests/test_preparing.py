@@ -90,7 +90,8 @@ class Case:
 
     def __init__(self, compile_parts: Callable[[nn.Module], None], *, inside: bool, wide: int = 0):
         torch.manual_seed(0)
-        self.model: nn.Module = WithLoss(wide=wide) if inside else Language(wide=wide)
+        size = {"wide": wide, "depth": 2 if compile_parts is compile_nothing else 6}
+        self.model: nn.Module = WithLoss(**size) if inside else Language(**size)
         self.loss = None if inside else loss_of
         self.tokens = torch.randint(WORDS, (4, 64))
         self.step()

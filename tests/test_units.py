@@ -70,6 +70,24 @@ def test_a_model_that_is_compiled_as_a_whole_runs_once_and_has_nothing_around() 
     assert (found.runs, found.nbytes) == (1, 0)
 
 
+def test_parts_that_a_graph_break_leads_to_are_counted_too() -> None:
+    class Broken(Block):
+        def forward(self, x: Tensor) -> Tensor:
+            torch._dynamo.graph_break()
+            return super().forward(x)
+
+    model, found = Model(), list[units.Surroundings]()
+    model.blocks = nn.ModuleList([Broken(8), Broken(8), Broken(4)])
+    model.forward = lambda x: model.blocks[1](model.blocks[0](x))  # type: ignore[method-assign]
+
+    def backend(gm: Any, inputs: Any) -> Any:
+        found.append(units.surroundings(Options(), HOST))
+        return gm
+
+    torch.compile(model, backend=backend)(torch.ones(2, 8))
+    assert max(each.runs for each in found) == 2
+
+
 def test_what_is_said_comes_first() -> None:
     model = Model()
     assert seen_in(model, list(model.blocks), instances=7).runs == 7
