@@ -17,6 +17,7 @@ from weakref import ref
 
 import torch
 from torch import nn
+from torch.utils import _pytree as pytree
 
 from fxremat import compat
 from fxremat.compiling.request import Request
@@ -40,14 +41,16 @@ TRIES = 6
 class Surroundings:
     """Where a graph is compiled: how often it will run, and what lies around it.
 
-    ``others`` are the parameters and buffers of the model that are not the unit's own, which take
-    ``nbytes``; ``everything`` are its own too.
+    ``others`` are the parameters and buffers of the model that are not the unit's own, and what the
+    model is given. They take ``nbytes``; ``everything`` are its own too. ``left_bytes`` are the
+    gradients of one run that stay, None: as many as its graph gives.
     """
 
     runs: int = 1
     nbytes: int = 0
     others: Around = ()
     everything: Around = ()
+    left_bytes: int | None = None
 
 
 def surroundings(options: Options, device: torch.device) -> Surroundings:
@@ -57,22 +60,46 @@ def surroundings(options: Options, device: torch.device) -> Surroundings:
     there are modules like the unit that are compiled by themselves. Where Dynamo could not go on
     into the unit, and so compiles it by itself, these are all modules like it.
     """
-    modules = compat.calling_modules()
-    if not modules:
+    calls = compat.calling_modules()
+    if not calls:
         return Surroundings(options.instances or 1)
-    model, unit = modules[0], modules[-1]
+    model, unit = next(iter(calls)), next(reversed(calls))
     parts = compat.compiled_parts(model)
     parts = parts if unit in parts else list(model.modules())
     alike = [one for one in parts if _form(one) == _form(unit)]
     own = {id(x) for x in _tensors_of(unit)}
     others = [x for x in _tensors_of(model) if id(x) not in own]
     runs = options.instances or max(1, len(alike))
+    if runs > 1:  # else the graph itself is given what the model is
+        given = pytree.tree_leaves(calls[model])
+        others += [x for x in given if isinstance(x, torch.Tensor)]
+    sharded = _sharded_bytes(unit, device)
+    gathered, left = (0, None) if sharded is None else sharded
     return Surroundings(
         runs,
-        storage_bytes(others, device),
+        storage_bytes(others, device) + gathered,
         tuple(map(ref, others)),
         tuple(map(ref, _tensors_of(model))),
+        left,
     )
+
+
+def _sharded_bytes(unit: nn.Module, device: torch.device) -> tuple[int, int] | None:
+    """What FSDP2 holds beside a unit whose backward runs, and what stays of its gradients.
+
+    Beside the gathered parameters, which the graph is given, these are its own parts of them, the
+    parameters of the next unit, gathered ahead, and the gradients of the last one on their way.
+    None where it shards nothing.
+    """
+    if not torch.distributed.is_available():
+        return None
+    from torch.distributed.fsdp import FSDPModule
+
+    if not isinstance(unit, FSDPModule):
+        return None
+    own = list(unit.parameters())
+    part, whole = storage_bytes(own, device), sum(x.nbytes for x in own)
+    return part + 2 * whole, part
 
 
 def _form(module: nn.Module) -> Any:
@@ -169,6 +196,9 @@ class RunsOfOneGraph:
         seen = self.seen
         if seen is None or count != len(seen.runs_of(self.index)):
             unit, self.index = self.look(self.request, count), 0
+            if self.around.left_bytes is not None:
+                left = min(unit.boundary.left, self.around.left_bytes)
+                unit = replace(unit, boundary=replace(unit.boundary, left=left))
             seen = repeated_step(unit, count, self.request.held_bytes)
         unit = seen.units[self.index]
         runs, offers = seen.runs_of(self.index), list(unit.offers)

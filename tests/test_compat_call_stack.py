@@ -5,6 +5,7 @@ from __future__ import annotations
 import sys
 from collections.abc import Callable
 from threading import Thread
+from typing import Any
 
 import pytest
 import torch
@@ -65,7 +66,7 @@ def test_it_is_the_same_function() -> None:
 
 
 def test_modules_whose_call_is_running() -> None:
-    seen: list[list[torch.nn.Module]] = []
+    seen: list[dict[torch.nn.Module, Any]] = []
 
     class Inner(torch.nn.Module):
         def forward(self, x: torch.Tensor) -> torch.Tensor:
@@ -74,6 +75,9 @@ def test_modules_whose_call_is_running() -> None:
 
     inner = Inner()
     outer = torch.nn.Sequential(torch.nn.Identity(), inner)
-    outer(torch.ones(1))
-    assert seen == [[outer, inner]]
-    assert compat.calling_modules() == []
+    x = torch.ones(1)
+    outer(x)
+    (found,) = seen
+    assert list(found) == [outer, inner]
+    assert all(given is x for (given,) in found.values())
+    assert compat.calling_modules() == {}

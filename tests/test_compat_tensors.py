@@ -104,16 +104,15 @@ def test_fake_tensors_that_are_seen_leave_compiled_parts_compiled() -> None:
 
 def test_on_device_without_memory() -> None:
     """Everything is where it lies, has no memory, and is back at the end; what is tied stays so."""
-    model = torch.nn.Sequential(torch.nn.Linear(3, 3), torch.nn.BatchNorm1d(3))
-    tied = torch.nn.Linear(3, 3)
-    tied.weight = model[0].weight
-    model.append(tied)
+    first, tied = torch.nn.Linear(3, 3), torch.nn.Linear(3, 3)
+    tied.weight = first.weight
+    model = torch.nn.Sequential(first, torch.nn.BatchNorm1d(3), tied)
     before = dict(model.named_parameters())
     with compat.fake_tensors(), compat.on_device_without_memory(model, torch.ones(2, 3)) as x:
         assert compat.is_fake(x)
         assert all(compat.is_fake(p) for p in model.parameters())
         assert all(compat.is_fake(b) for b in model.buffers())
-        assert isinstance(model[0].weight, torch.nn.Parameter)
-        assert model[0].weight is tied.weight
+        assert isinstance(first.weight, torch.nn.Parameter)
+        assert first.weight is tied.weight
         assert x.device.type == "cpu"
     assert all(one is before[name] for name, one in model.named_parameters())

@@ -41,16 +41,19 @@ def with_stack_room(function: Callable[Given, Result]) -> Callable[Given, Result
     return entered
 
 
-def calling_modules() -> list[nn.Module]:
-    """The modules whose call is running, each once, the outermost first."""
-    found: dict[nn.Module, None] = {}
+def calling_modules() -> dict[nn.Module, tuple[Any, ...]]:
+    """The modules whose call is running, the outermost first, with what each was given."""
+    found: dict[nn.Module, tuple[Any, ...]] = {}
     frame = sys._getframe(1)
     while frame is not None:
-        caller = frame.f_locals.get("self") if frame.f_code.co_name in _CALLS else None
+        names = frame.f_locals if frame.f_code.co_name in _CALLS else {}
+        caller = names.get("self")
         if isinstance(caller, nn.Module) and not isinstance(caller, fx.GraphModule):
-            found[caller] = None
+            given = *names.get("args", ()), *names.get("kwargs", {}).values()
+            found.pop(caller, None)
+            found[caller] = given
         frame = frame.f_back  # type: ignore[assignment]
-    return list(reversed(found))
+    return dict(reversed(found.items()))
 
 
 _CALLS = ("_call_impl", "_wrapped_call_impl")

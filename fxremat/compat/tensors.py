@@ -160,3 +160,15 @@ def is_fake(tensor: torch.Tensor) -> bool:
     from torch._subclasses.fake_tensor import FakeTensor
 
     return isinstance(tensor, FakeTensor)
+
+
+def plain_tensors(value: object) -> Iterator[torch.Tensor]:
+    """A tensor itself, or the parts of one of a subclass; nothing of what is no tensor."""
+    if not isinstance(value, torch.Tensor):
+        return
+    flatten = getattr(value, "__tensor_flatten__", None)
+    if flatten is None:
+        yield value
+        return
+    for name in flatten()[0]:
+        yield from plain_tensors(getattr(value, name))

@@ -21,7 +21,7 @@ from typing import Any
 import torch
 from torch.profiler import ProfilerActivity, profile
 
-from fxremat.compat import profiler_memory_events
+from fxremat.compat import plain_tensors, profiler_memory_events
 from fxremat.runtime import is_host
 
 DeviceLike = torch.device | str | None
@@ -126,11 +126,12 @@ def held_bytes(*things: Any, device: DeviceLike = None) -> int:
     """Bytes of the storages that ``things`` hold, each storage once.
 
     Modules count with parameters, buffers and gradients, optimizers with their state, tensors
-    with their gradient. With ``device``, only what lives there. Host memory of
+    with their gradient, tensors of subclasses with their parts. With ``device``, only what lives
+    there. Host memory of
     `fxremat.runtime` is left out.
     """
     sizes: dict[tuple[torch.device, int], int] = {}
-    for tensor in _tensors(things):
+    for tensor in (part for each in _tensors(things) for part in plain_tensors(each)):
         if is_host(tensor):
             continue
         if device is None or _same_device(tensor.device, torch.device(device)):

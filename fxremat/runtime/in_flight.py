@@ -15,7 +15,7 @@ from __future__ import annotations
 import logging
 import warnings
 import weakref
-from collections.abc import Callable, Iterable, Iterator
+from collections.abc import Callable, Iterable
 from dataclasses import dataclass, field
 from functools import partial
 from typing import Any
@@ -29,7 +29,7 @@ from fxremat.compat.saved_tensors import (
     when_backward_ends,
     when_freed,
 )
-from fxremat.compat.tensors import is_fake
+from fxremat.compat.tensors import is_fake, plain_tensors
 from fxremat.errors import PromiseBroken
 from fxremat.runtime.host_memory import is_on
 from fxremat.runtime.segments import Segment
@@ -167,23 +167,11 @@ def _storages(values: Iterable[object], device: torch.device) -> dict[int, int]:
     """Bytes of the storages that the tensors among ``values`` have on the device, by address."""
     sizes: dict[int, int] = {}
     for value in values:
-        for tensor in _plain(value):
+        for tensor in plain_tensors(value):
             if is_on(tensor, device):
                 storage = tensor.untyped_storage()
                 sizes[storage.data_ptr()] = storage.nbytes()
     return sizes
-
-
-def _plain(value: object) -> Iterator[torch.Tensor]:
-    """A tensor itself, or the parts of one of a subclass; nothing of what is no tensor."""
-    if not isinstance(value, torch.Tensor):
-        return
-    flatten = getattr(value, "__tensor_flatten__", None)
-    if flatten is None:
-        yield value
-        return
-    for name in flatten()[0]:
-        yield from _plain(getattr(value, name))
 
 
 _BUDGETS: dict[tuple[torch.device, int], _SharedBudget] = {}
