@@ -27,6 +27,7 @@ COLUMNS = 2
 CHARACTER, LINE = 6.8, 13.0
 COLOURS = {
     "compile": "#000000",
+    "blocks": "#000000",
     "eager": "#888888",
     "knob": "#d55e00",
     "checkpoint": "#009e73",

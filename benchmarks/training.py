@@ -173,6 +173,8 @@ def prepare(
     For fxremat, `budget` is the number of bytes, None the least it can do, and `reserve` its
     option of that name; raises `Infeasible`.
     """
+    if variant.kind == "fxremat" and variant.blocks:
+        return _prepare_blocks(model, arguments, budget, reserve, dict(variant.options))
     if variant.kind == "fxremat":
         return _prepare_fxremat(model, arguments, budget, reserve, dict(variant.options))
     return _warm(Training(model, arguments, _compiled(variant, model)))
@@ -180,6 +182,9 @@ def prepare(
 
 def _compiled(variant: Variant, model: nn.Module) -> Callable[..., Any]:
     if variant.kind == "eager":
+        return model
+    if variant.kind == "blocks":
+        _compile_blocks(model)
         return model
     if variant.kind == "knob":
         from fxremat.compat import functorch_config
@@ -189,6 +194,39 @@ def _compiled(variant: Variant, model: nn.Module) -> Callable[..., Any]:
         assert isinstance(model, Network)
         model = with_checkpoint(model)
     return torch.compile(model)
+
+
+def _compile_blocks(model: nn.Module) -> None:
+    """Each block that a user would checkpoint, by itself."""
+    assert isinstance(model, Network)
+    for parent, name in model.checkpoint_blocks():
+        getattr(parent, name).compile()
+
+
+def _prepare_blocks(
+    model: nn.Module,
+    arguments: tuple[Any, ...],
+    budget: int | None,
+    reserve: int | None,
+    more: dict[str, Any],
+) -> Training:
+    """The same with fxremat, after a look at the step, which counts as compiling."""
+    import fxremat
+
+    _compile_blocks(model)
+    start = time.perf_counter()
+    try:
+        options = {"reserve": reserve, **more}
+        fxremat.prepare(model, *arguments, memory_budget=budget, options=options)
+        looked = time.perf_counter() - start
+        training = _warm(Training(model, arguments, model))
+    except Exception as error:
+        infeasible = infeasible_budget(error)
+        if infeasible is None:
+            raise
+        raise infeasible from error
+    training.compile_seconds += looked
+    return training
 
 
 def _warm(training: Training) -> Training:

@@ -8,7 +8,7 @@ from collections.abc import Mapping
 from dataclasses import dataclass
 from typing import Any, Literal
 
-Kind = Literal["eager", "compile", "knob", "checkpoint", "fxremat"]
+Kind = Literal["eager", "compile", "blocks", "knob", "checkpoint", "fxremat"]
 
 KNOB_BUDGETS = (0.0, 0.05, 0.1, 0.15, 0.2, 0.3, 0.5, 0.7)
 FXREMAT_FRACTIONS = (0.9, 0.8, 0.6, 0.5, 0.4, 0.33, 0.1)
@@ -21,6 +21,7 @@ class Variant:
     `value` is the knob's ratio, or for fxremat the fraction of compile's measured peak;
     `at` says what fxremat's budget is: that fraction, the minimum, or the measured peak of
     checkpointing by hand or of the knob at its best; `options` are further ones for fxremat.
+    With `blocks` each block is compiled by itself.
     """
 
     name: str
@@ -28,6 +29,7 @@ class Variant:
     value: float | None = None
     at: Literal["fraction", "minimum", "knob", "checkpoint"] | None = None
     options: tuple[tuple[str, Any], ...] = ()
+    blocks: bool = False
 
 
 def _standard() -> tuple[Variant, ...]:
@@ -46,7 +48,15 @@ def _standard() -> tuple[Variant, ...]:
         Variant("plain@min", "fxremat", at="minimum", options=as_it_is),
         *(Variant(f"plain{v:.0%}", "fxremat", v, "fraction", as_it_is) for v in FXREMAT_FRACTIONS),
     )
-    return (*plain, Variant("checkpoint", "checkpoint"), *knobs, *fractions, *others, *bare)
+    by_block = (
+        Variant("blocks", "blocks", blocks=True),
+        *(
+            Variant(f"blocks{v:.0%}", "fxremat", v, "fraction", blocks=True)
+            for v in FXREMAT_FRACTIONS
+        ),
+    )
+    checkpoint = Variant("checkpoint", "checkpoint")
+    return (*plain, checkpoint, *knobs, *fractions, *others, *bare, *by_block)
 
 
 VARIANTS = {variant.name: variant for variant in _standard()}
