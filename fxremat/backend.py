@@ -159,6 +159,7 @@ def fxremat(
             return alone.call
         promised = runs.promised(alone, request)
         found = Runs((promised,), (0,), promised.promise.peak_bytes)
+    graph.forget_inputs()
     frame, compilation = place
     ledger.record(frame, found.peak_bytes, compilation)
     places = ledger.places.setdefault(frame, Places())
@@ -180,6 +181,11 @@ class Graph:
         """Whether gradients are asked for, so that runs may wait for their backward."""
         needed = any(isinstance(x, torch.Tensor) and x.requires_grad for x in self.inputs)
         return needed and torch.is_grad_enabled()
+
+    def forget_inputs(self) -> None:
+        """Keep no tensor alive: what compiles the graph again is given their sizes alone."""
+        self.inputs = [node.meta.get("example_value") for node in self.kept.graph.nodes
+                       if node.op == "placeholder"]  # fmt: skip
 
     def fresh(self) -> fx.GraphModule:
         """The graph as Dynamo gave it: what compiles it may change it."""

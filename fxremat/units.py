@@ -230,7 +230,9 @@ class RunsOfOneGraph:
         request = offers[place].asked(self.request)
         if request not in self.known:
             try:
-                self.known[request] = self.compile(request)
+                made = self.compile(request)
+                # A cache answered, and has forgotten what it took.
+                self.known[request] = replace(made, report=made.report or self.plan(request))
             except InfeasibleBudget as refused:
                 offers[place] = _raised(offers[place], refused)
                 raise

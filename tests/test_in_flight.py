@@ -5,6 +5,7 @@ from __future__ import annotations
 import gc
 import logging
 import warnings
+import weakref
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from typing import Any
@@ -123,6 +124,23 @@ def test_what_is_said_to_wait_alone_is_told_of_and_planned_again(
     assert any("planned for 8" in each.getMessage() for each in caplog.records)
     assert later == []
     assert peak <= given["memory_budget"]
+
+
+def test_inputs_are_not_kept_alive() -> None:
+    model, tokens, given = chain(3)
+    for block in model.blocks:
+        block.compile(backend="fxremat", options=given)
+    given_to_model = tokens.clone()
+    step_of(model, model, given_to_model)()
+    there = weakref.ref(given_to_model)
+    call = torch.compile(exponential, backend="fxremat", options={**QUICK, "memory_budget": "1MiB"})
+    x = torch.linspace(0, 1, 64, requires_grad=True)
+    call(x).sum().backward()  # type: ignore[no-untyped-call]
+    also_there = weakref.ref(x)
+    del given_to_model, x
+    gc.collect()
+    assert there() is None
+    assert also_there() is None
 
 
 def test_blocks_that_cannot_share_the_budget_are_refused_with_the_least() -> None:
