@@ -41,5 +41,7 @@ REMEMBERED = 8
 
 UNITS_GAP, UNITS_NODES = 1e-3, 5_000
 """Of the time of all runs: as near to the bound as measured times can tell; and nodes at most."""
+UNITS_NOT_SEEN = 0.01
+"""Of the time of all runs: so little is no reason to compile one more version."""
 UNITS_BYTES_PART = 1e-6
 """Of the budget: by so much HiGHS may exceed it, since it computes in floating point."""
