@@ -20,7 +20,7 @@ from torch import fx, nn
 from torch.utils import _pytree as pytree
 
 from fxremat import compat
-from fxremat.backend import Graph, total_bytes
+from fxremat.backend import Graph, fxremat, total_bytes
 from fxremat.compiling import session
 from fxremat.compiling.request import device_of_inputs, request_for
 from fxremat.core.units import Moment
@@ -74,7 +74,7 @@ def prepare(
     _check_budget(seen, parsed)
     for index, graph in enumerate(look.graphs):
         session.STATE.seen[graph.signature] = seen, index
-    compat.compile_parts(model, parts, backend="fxremat", options=given)
+    compat.compile_parts(model, parts, backend=fxremat, options=given)
     return model
 
 
