@@ -4,6 +4,7 @@ import re
 import time
 from collections import Counter
 from collections.abc import Callable, Iterator, Mapping
+from contextlib import contextmanager
 from dataclasses import asdict, dataclass, field
 from typing import Any
 
@@ -196,6 +197,18 @@ def _compiled(variant: Variant, model: nn.Module) -> Callable[..., Any]:
     return torch.compile(model)
 
 
+@contextmanager
+def _refusals_told() -> Iterator[None]:
+    """Inside, a refused budget is raised as `Infeasible`."""
+    try:
+        yield
+    except Exception as error:
+        infeasible = infeasible_budget(error)
+        if infeasible is None:
+            raise
+        raise infeasible from error
+
+
 def _compile_blocks(model: nn.Module) -> None:
     """Each block that a user would checkpoint, by itself."""
     assert isinstance(model, Network)
@@ -215,16 +228,11 @@ def _prepare_blocks(
 
     _compile_blocks(model)
     start = time.perf_counter()
-    try:
+    with _refusals_told():
         options = {"reserve": reserve, **more}
         fxremat.prepare(model, *arguments, memory_budget=budget, options=options)
         looked = time.perf_counter() - start
         training = _warm(Training(model, arguments, model))
-    except Exception as error:
-        infeasible = infeasible_budget(error)
-        if infeasible is None:
-            raise
-        raise infeasible from error
     training.compile_seconds += looked
     return training
 
@@ -250,13 +258,8 @@ def _prepare_fxremat(
 ) -> Training:
     if budget is None:
         budget = find_minimum(model, arguments, reserve, more)
-    try:
+    with _refusals_told():
         return compile_fxremat(model, arguments, budget, reserve, more)
-    except Exception as error:
-        infeasible = infeasible_budget(error)
-        if infeasible is None:
-            raise
-        raise infeasible from error
 
 
 def compile_fxremat(

@@ -9,7 +9,7 @@ from __future__ import annotations
 
 import logging
 from collections.abc import Callable, Iterator, Mapping, Sequence
-from contextlib import AbstractContextManager, contextmanager
+from contextlib import AbstractContextManager, contextmanager, suppress
 from dataclasses import dataclass
 from typing import Any
 
@@ -30,7 +30,7 @@ from fxremat.report.files import prepare_folder, write_report
 from fxremat.report.report import Report
 from fxremat.runtime import in_flight, is_host
 from fxremat.runtime.in_flight import Places, Runs, watch_in_flight
-from fxremat.units import CompiledVersion, RunsOfOneGraph, surroundings
+from fxremat.units import CompiledVersion, NoBackward, RunsOfOneGraph, surroundings
 from fxremat.version import build
 
 log = logging.getLogger(__name__)
@@ -49,8 +49,8 @@ def total_bytes(device: torch.device) -> int | None:
 def _key(gm: fx.GraphModule, inputs: Sequence[Any], partitioner: Partitioner) -> str:
     """Names the graph, its inputs and all that a plan depends on."""
     gradients = torch.is_grad_enabled()  # without them nothing is planned
-    graph = session.signature(gm, inputs)
-    return session.digest(graph, gradients, partitioner.uuid(), torch.__version__)
+    sizes = session.sizes_of(inputs)
+    return session.digest(gm.code, sizes, gradients, partitioner.uuid(), torch.__version__)
 
 
 NO_POOLS = "they keep memory of their own, which no plan counts; give no memory_budget to have them"
@@ -145,15 +145,17 @@ def fxremat(
     request = request_for(gm, example_inputs, parsed, ledger, place, around.nbytes)
     graph = Graph(gm, compat.copy_module(gm), example_inputs, parsed, mode)
     unseen = request.held_bytes - ledger.held_by_others(*place)
-    seen, index = session.STATE.seen.get(session.signature(gm, example_inputs), (None, 0))
+    seen, index = session.seen_as(gm, example_inputs)
     runs = RunsOfOneGraph(
         request, device, around, unseen, graph.compile, graph.plan, graph.as_unit, seen, index
     )
     count = around.runs if seen is None else len(seen.runs_of(index))
     together = count > 1 or seen is not None
-    if together and request.budget_bytes is not None and graph.has_backward:
-        found = runs.compiled_for(count)
-    else:
+    found = None
+    if together and request.budget_bytes is not None and graph.needs_gradients:
+        with suppress(NoBackward):
+            found = runs.compiled_for(count)
+    if found is None:
         alone = graph.compile(request)
         if alone.report is None or request.budget_bytes is None:
             return alone.call
@@ -177,8 +179,8 @@ class Graph:
     mode: str | None
 
     @property
-    def has_backward(self) -> bool:
-        """Whether gradients are asked for, so that runs may wait for their backward."""
+    def needs_gradients(self) -> bool:
+        """Whether an input needs one, so that runs may wait for their backward."""
         needed = any(isinstance(x, torch.Tensor) and x.requires_grad for x in self.inputs)
         return needed and torch.is_grad_enabled()
 
@@ -219,7 +221,7 @@ class Graph:
         return current.report
 
     def as_unit(self, request: Request, count: int) -> Unit:
-        """The versions that it may take."""
+        """The versions that it may take. Raises `NoBackward`."""
 
         def partition(module: fx.GraphModule, joint_inputs: Any, **kwargs: Any) -> Any:
             static = tuple(kwargs.get("static_lifetime_input_indices") or ())
@@ -231,7 +233,7 @@ class Graph:
         except Ended as ended:
             unit: Unit = ended.result
             return unit
-        raise AssertionError("a graph without a backward")
+        raise NoBackward
 
     def _trace(self, partitioner: Partitioner, partition: Callable[..., Any]) -> Callable[..., Any]:
         """The joint graph is given to ``partition``, as when it is compiled."""

@@ -103,7 +103,7 @@ class Options:
         "int or None",
         "How many runs of a compiled part wait for their backward at once, as blocks do that are "
         "compiled one by one, or micro-batches.",
-        unset="as many as modules of its class are compiled in the model",
+        unset="as many as modules like it are compiled in the model",
     )
     executor: str = _option(
         "inductor",

@@ -57,7 +57,7 @@ def prepare(
     given = dict(options or {})
     if memory_budget is not None:
         given["memory_budget"] = memory_budget
-    own = model._orig_mod if isinstance(model, torch._dynamo.OptimizedModule) else model
+    own = compat.unwrapped(model)
     device = device_of_inputs([*own.parameters(), *pytree.tree_leaves((inputs, keywords))])
     parsed = parse_options(given, device_total_bytes=total_bytes(device))
     parts = compat.compiled_parts(model) or [own]
@@ -67,7 +67,7 @@ def prepare(
             look.begin(own, args, named)
             result = own(*args, **named)
             _loss_of(own, result, loss).backward()
-            look.end()
+            look.between()
             own.zero_grad(set_to_none=True)
             del result
     seen = look.seen_step()
@@ -131,21 +131,14 @@ class _Look:
     @contextmanager
     def at(self, model: nn.Module, parts: Sequence[nn.Module], given: Any) -> Iterator[Any]:
         """Inside, tensors have no memory and parts are stood in for; all is undone at the end."""
-        before = [(part, part._compiled_call_impl) for part in parts]
         with (
             session.separate(),
             compat.fresh_dynamo_caches(),
             compat.fake_tensors(self.see),
             compat.on_device_without_memory(model, given) as inside,
-            compat.compiled_in_place(model),
+            compat.compiled_in_place(model, parts, self.stand_in),
         ):
-            try:
-                for part in parts:
-                    part.compile(backend=self.stand_in)
-                yield inside
-            finally:
-                for part, compiled in before:
-                    part._compiled_call_impl = compiled
+            yield inside
 
     def begin(self, model: nn.Module, args: Any, named: Any) -> None:
         """A step begins: parameters, buffers and inputs are there."""
@@ -153,10 +146,6 @@ class _Look:
         self.current = self.most = self.options.reserve or 0
         tensors = [*model.parameters(), *model.buffers(), *pytree.tree_leaves((args, named))]
         self.add(x for x in tensors if isinstance(x, torch.Tensor))
-
-    def end(self) -> None:
-        """The step has ended."""
-        self.between()
 
     def add(self, tensors: Iterator[torch.Tensor]) -> None:
         """Count the storages that are not yet counted."""
@@ -223,6 +212,9 @@ class _Look:
         waits = torch.is_grad_enabled() and any(flat[k].requires_grad for k in made)
         taken = self.graphs[index].taken
         place = next(p for p in range(len(taken) + 1) if p not in taken)
+        if not waits:  # it saves nothing: as if it were not compiled
+            self.see(shown)
+            return shown
         run = self.runs.setdefault((index, place), len(self.runs))
         self.between()
         if self.counts:
@@ -233,11 +225,9 @@ class _Look:
         for k in made:
             flat[k] = None
         tensors = [x for x in args if isinstance(x, torch.Tensor)]
-        if waits:
-            taken.add(place)
+        taken.add(place)
         results = _StandIn.apply(self, index, place, likes, *tensors)  # type: ignore[no-untyped-call]
-        if waits:
-            self.waiting.append(run)
+        self.waiting.append(run)
         for k, result in zip(made, results, strict=True):
             flat[k] = result
         self.most = self.current
@@ -253,17 +243,18 @@ class _Look:
             self.moments.append(Moment(self.current, tuple(self.waiting), run, "backward"))
 
     def seen_step(self) -> SeenStep:
-        """The step, with what each graph offers."""
+        """The step, with what each graph offers; graphs that never wait are left out."""
         runs = sorted(self.runs, key=self.runs.__getitem__)
-        count = max(1, len(runs))
+        used = sorted({index for index, _ in runs})
+        self.graphs = [self.graphs[index] for index in used]
         units = []
         for one in self.graphs:
             gm, inputs = one.graph.kept, one.graph.inputs
             request = request_for(gm, inputs, self.options, session.Ledger(), (-1, None))
-            units.append(one.graph.as_unit(request, count))
+            units.append(one.graph.as_unit(request, len(runs)))
         return SeenStep(
             tuple(self.moments),
-            tuple(index for index, _ in runs),
+            tuple(used.index(index) for index, _ in runs),
             tuple(place for _, place in runs),
             units,
         )

@@ -112,6 +112,10 @@ def _tensors_of(module: nn.Module) -> Iterable[torch.Tensor]:
     yield from module.buffers()
 
 
+class NoBackward(Exception):
+    """A graph that was asked for its versions has no backward, so that no run of it waits."""
+
+
 @dataclass(frozen=True)
 class CompiledVersion:
     """A graph as it was compiled for one request; without a report if it has no backward."""
@@ -169,9 +173,9 @@ class RunsOfOneGraph:
     """One graph, asked to run so many times at once.
 
     ``compile`` and ``plan`` are given a request: the latter generates no kernels, and both raise
-    `InfeasibleBudget`. ``look`` traces the graph as a unit. ``unseen_bytes`` of what is held are no
-    saved tensors. ``seen`` is the step that was looked at, in which the graph is the unit of this
-    ``index``.
+    `InfeasibleBudget`. ``look`` traces the graph as a unit, and raises `NoBackward`.
+    ``unseen_bytes`` of what is held are no saved tensors. ``seen`` is the step that was looked at,
+    in which the graph is the unit of this ``index``.
     """
 
     request: Request
@@ -195,7 +199,8 @@ class RunsOfOneGraph:
         """The versions for so many runs; raises `InfeasibleBudget` with the least for as many."""
         seen = self.seen
         if seen is None or count != len(seen.runs_of(self.index)):
-            unit, self.index = self.look(self.request, count), 0
+            unit = self.look(self.request, count)
+            self.seen, self.index = None, 0  # the step is not as it was seen
             if self.around.left_bytes is not None:
                 left = min(unit.boundary.left, self.around.left_bytes)
                 unit = replace(unit, boundary=replace(unit.boundary, left=left))

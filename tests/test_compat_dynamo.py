@@ -114,9 +114,27 @@ def test_compiled_parts() -> None:
 def test_compiled_in_place() -> None:
     model = parts_of_all_sorts()
     wrapped = model[1]
-    with compat.compiled_in_place(model):
+    seen: list[int] = []
+
+    def backend(gm: fx.GraphModule, inputs: Any) -> Any:
+        seen.append(len(inputs))
+        return gm
+
+    torch._dynamo.reset()
+    first = model[0]._compiled_call_impl
+    with compat.compiled_in_place(model, compat.compiled_parts(model), backend):
         assert type(model[1]) is Doubled
+        model(torch.ones(2, 4))
+    assert len(seen) == 2  # an input with a gradient, and one without
     assert model[1] is wrapped
+    assert model[0]._compiled_call_impl is first
+    assert compat.unwrapped(wrapped)._compiled_call_impl is None
+
+
+def test_unwrapped() -> None:
+    model = parts_of_all_sorts()
+    assert type(compat.unwrapped(model[1])) is Doubled
+    assert compat.unwrapped(model[0]) is model[0]
 
 
 def test_compile_parts() -> None:

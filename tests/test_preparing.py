@@ -196,3 +196,55 @@ def test_an_object_with_a_loss_is_gone_backward_from() -> None:
     model.block.compile(backend="aot_eager")
     assert fxremat.prepare(model, torch.ones(2, 16), memory_budget="1GiB", options=QUICK) is model
     model(torch.ones(2, 16)).loss.backward()
+
+
+def test_a_part_without_a_backward_is_no_unit() -> None:
+    """It is compiled, and saves nothing; without a look it is no unit either."""
+
+    class Choice(nn.Module):
+        def __init__(self) -> None:
+            super().__init__()
+            self.linear = nn.Linear(16, 16)
+
+        def forward(self, x: Tensor) -> Tensor:
+            chosen: Tensor = self.linear(x).argmax(-1)
+            return chosen
+
+    class Model(nn.Module):
+        def __init__(self) -> None:
+            super().__init__()
+            self.choices = nn.ModuleList(Choice() for _ in range(2))
+            self.block = Block(16)
+
+        def forward(self, x: Tensor) -> Tensor:
+            y = self.block(x)
+            for choice in self.choices:
+                y = y + choice(x).unsqueeze(-1)
+            loss: Tensor = y.square().mean()
+            return loss
+
+    model, x = Model(), torch.ones(2, 16)
+    expected = model(x)
+    options = {**QUICK, "memory_budget": "1GiB"}
+    for part in (*model.choices, model.block):
+        part.compile(backend="fxremat", options=options)
+    torch.testing.assert_close(model(x), expected)
+    torch._dynamo.reset()
+    fxremat.prepare(model, x, options=options)
+    seen, _ = next(iter(session.STATE.seen.values()))
+    assert len(seen.units) == 1
+    torch.testing.assert_close(model(x), expected)
+    model(x).backward()
+
+
+def test_more_runs_than_were_seen_are_planned_again() -> None:
+    """The second kind of block runs more often than in the look; the units stay apart."""
+    case = Case(compile_blocks, inside=True, wide=2)
+    case.prepare(case.plain_bytes)
+    case.step()
+    losses = [case.model(case.tokens) for _ in range(4)]
+    for loss in losses:
+        loss.backward()
+    case.step()
+    for parameter, gradient in zip(case.model.parameters(), case.gradients, strict=True):
+        torch.testing.assert_close(parameter.grad, gradient)

@@ -74,6 +74,7 @@ from fxremat.compat.dynamo import (
     fresh_dynamo_caches,
     mark_dynamic,
     splits_for_ddp,
+    unwrapped,
 )
 from fxremat.compat.inductor.generated_code import Generated, code_key, generate
 from fxremat.compat.inductor.kernels import (
@@ -266,6 +267,7 @@ __all__ = [
     "trace_for_absent",
     "tuned_below_the_peak",
     "unbuilt_kernel",
+    "unwrapped",
     "user_tag",
     "wait_for_vectors",
     "watch_backwards",

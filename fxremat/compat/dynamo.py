@@ -2,17 +2,18 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Iterator
+from collections.abc import Callable, Iterable, Iterator
 from contextlib import contextmanager
 from typing import Any
 
 import torch
 from torch import fx, nn
-from torch._dynamo import OptimizedModule
 
 
 def compiled_parts(model: nn.Module) -> list[nn.Module]:
     """The modules inside of ``model`` that are compiled by themselves, each as it was before."""
+    from torch._dynamo import OptimizedModule
+
     found = []
     for module in model.modules():
         if isinstance(module, OptimizedModule):
@@ -24,6 +25,8 @@ def compiled_parts(model: nn.Module) -> list[nn.Module]:
 
 def compile_parts(model: nn.Module, parts: Iterable[nn.Module], **how: Any) -> None:
     """Compile these modules inside of ``model`` anew, where they stand and as they are wrapped."""
+    from torch._dynamo import OptimizedModule
+
     wrapped = [one for one in model.modules() if isinstance(one, OptimizedModule)]
     for part in parts:
         around = [one for one in wrapped if one._orig_mod is part]
@@ -34,21 +37,36 @@ def compile_parts(model: nn.Module, parts: Iterable[nn.Module], **how: Any) -> N
             part.compile(**how)
 
 
+def unwrapped(model: nn.Module) -> nn.Module:
+    """The module that ``torch.compile`` has wrapped; itself if it is none of these."""
+    from torch._dynamo import OptimizedModule
+
+    return model._orig_mod if isinstance(model, OptimizedModule) else model
+
+
 @contextmanager
-def compiled_in_place(model: nn.Module) -> Iterator[None]:
-    """Inside, what ``torch.compile`` wraps among the modules of ``model`` stands there itself."""
-    before = []
-    for module in model.modules():
-        for name, child in module._modules.items():
-            if isinstance(child, OptimizedModule):
-                before.append((module._modules, name, child))
+def compiled_in_place(
+    model: nn.Module, parts: Iterable[nn.Module], backend: Callable[..., Any]
+) -> Iterator[None]:
+    """Inside, the ``backend`` compiles these parts; what wraps them in ``model`` is taken off."""
+    compiled = [(part, part._compiled_call_impl) for part in parts]
+    wrapped = [
+        (module._modules, name, child)
+        for module in model.modules()
+        for name, child in module._modules.items()
+        if child is not None and unwrapped(child) is not child
+    ]
     try:
-        for table, name, child in before:
-            table[name] = child._orig_mod
+        for table, name, child in wrapped:
+            table[name] = unwrapped(child)
+        for part, _ in compiled:
+            part.compile(backend=backend)
         yield
     finally:
-        for table, name, child in before:
+        for table, name, child in wrapped:
             table[name] = child
+        for part, before in compiled:
+            part._compiled_call_impl = before
 
 
 def ends_in_graph_break(gm: fx.GraphModule) -> bool:

@@ -146,19 +146,30 @@ def digest(*parts: Any) -> str:
     return hashlib.sha256(repr(parts).encode()).hexdigest()
 
 
+def sizes_of(inputs: Sequence[Any]) -> list[Any]:
+    """What a compiled graph depends on of its inputs."""
+    return [
+        (tuple(map(str, x.shape)), tuple(map(str, x.stride())), str(x.dtype), str(x.device),
+         x.requires_grad)
+        if isinstance(x, torch.Tensor) else str(x)
+        for x in inputs
+    ]  # fmt: skip
+
+
 def signature(gm: fx.GraphModule, inputs: Sequence[Any]) -> str:
     """Names a graph and its inputs, whatever class of tensors these are."""
     gm = compat.copy_module(gm)
     for node in gm.graph.nodes:
         node.type = None
     gm.recompile()
-    shapes = [
-        (tuple(map(str, x.shape)), tuple(map(str, x.stride())), str(x.dtype), str(x.device),
-         x.requires_grad)
-        if isinstance(x, torch.Tensor) else str(x)
-        for x in inputs
-    ]  # fmt: skip
-    return digest(gm.code, shapes)
+    return digest(gm.code, sizes_of(inputs))
+
+
+def seen_as(gm: fx.GraphModule, inputs: Sequence[Any]) -> tuple[Any, int]:
+    """The step in which a graph was seen, and which unit it is there; None and 0 if in none."""
+    if not STATE.seen:
+        return None, 0
+    return STATE.seen.get(signature(gm, inputs), (None, 0))
 
 
 def store(key: str, report: Report) -> None:

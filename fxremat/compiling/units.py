@@ -110,7 +110,7 @@ def _plans(
     yield search.draft(()), search.planning.solve(plain, most, QUICK_SOLVER)
     least_peak = least_saved = most
     for parts in UNIT_BALANCES:
-        for draft in _lowest(search, plain, int(parts * most)):
+        for draft in _lowest(search, int(parts * most)):
             problem = with_between(draft.estimate.problem, int(parts * most))
             plan = search.planning.quick(problem, 0)
             yield draft, plan
@@ -138,7 +138,7 @@ def _under(search: Search, peak: int, between: int) -> Iterator[tuple[Draft, Pla
             yield draft, plan
 
 
-def _lowest(search: Search, plain: Problem, between: int) -> Iterator[Draft]:
+def _lowest(search: Search, between: int) -> Iterator[Draft]:
     """The graph as it is, and in the variants of least peak where so much is held in between."""
     yield search.draft(())
     variants = search.offered()
