@@ -147,8 +147,9 @@ def fxremat(
     unseen = request.held_bytes - ledger.held_by_others(*place)
     seen, index = session.seen_as(gm, example_inputs)
     runs = RunsOfOneGraph(
-        request, device, around, unseen, graph.compile, graph.plan, graph.as_unit, seen, index
-    )
+        request, device, around, unseen, graph.compile, graph.plan, graph.as_unit, seen, index,
+        coming_bytes=parsed.reserve or 0,
+    )  # fmt: skip
     count = around.runs if seen is None else len(seen.runs_of(index))
     together = count > 1 or seen is not None
     found = None

@@ -29,7 +29,7 @@ from fxremat.options import Options, parse_options
 from fxremat.planner import units as planner
 from fxremat.runtime.host_memory import is_on
 from fxremat.sizes import format_bytes
-from fxremat.units import SeenStep
+from fxremat.units import SeenStep, budget_for, unplanned_bytes
 
 log = logging.getLogger(__name__)
 
@@ -89,11 +89,12 @@ def _loss_of(model: nn.Module, result: Any, loss: Callable[[Any], torch.Tensor] 
 
 def _check_budget(seen: SeenStep, options: Options) -> None:
     """Raise `InfeasibleBudget` where no choice of versions is within the budget."""
-    step, budget = seen.step(), options.memory_budget
-    if budget is None or not seen.units:
+    step, budget, request = seen.step(), options.memory_budget, seen.request
+    if budget is None or request is None:
         return
-    if planner.fastest(step, budget) is None:
-        raise InfeasibleBudget(budget, step.peak_bytes(planner.lowest(step)))
+    if planner.fastest(step, budget - unplanned_bytes(request)) is None:
+        least = step.peak_bytes(planner.lowest(step))
+        raise InfeasibleBudget(budget, budget_for(least, request))
     outside = max(moment.outside_bytes for moment in step.moments)
     log.info(
         "fxremat: %d graphs run %d times in a step; outside of them at most %s are live",
@@ -247,7 +248,7 @@ class _Look:
         runs = sorted(self.runs, key=self.runs.__getitem__)
         used = sorted({index for index, _ in runs})
         self.graphs = [self.graphs[index] for index in used]
-        units = []
+        units, request = [], None
         for one in self.graphs:
             gm, inputs = one.graph.kept, one.graph.inputs
             request = request_for(gm, inputs, self.options, session.Ledger(), (-1, None))
@@ -257,6 +258,7 @@ class _Look:
             tuple(used.index(index) for index, _ in runs),
             tuple(place for _, place in runs),
             units,
+            request,
         )
 
 

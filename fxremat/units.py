@@ -10,6 +10,7 @@ compiled as any graph is, within the bytes that the others leave.
 from __future__ import annotations
 
 import logging
+import math
 from collections.abc import Callable, Iterable, Sequence
 from dataclasses import dataclass, field, replace
 from typing import Any
@@ -35,6 +36,10 @@ log = logging.getLogger(__name__)
 Compiled = Callable[..., Any]
 TRIES = 6
 """Times the choice is made anew, after versions that took more than was offered."""
+
+
+UNUSED_PART = 0.03
+"""Of a budget in reserved bytes that several runs share: what may stay unused between blocks."""
 
 
 @dataclass(frozen=True)
@@ -132,13 +137,14 @@ class SeenStep:
 
     A run of a unit is told by its place: the lowest that no other run of the unit had when it came.
     ``unit_of`` and ``place_of`` are those of each run. ``units`` offer fewer versions once they are
-    compiled.
+    compiled. The ``request`` is one of a unit: what is the same for all of them.
     """
 
     moments: tuple[Moment, ...]
     unit_of: tuple[int, ...]
     place_of: tuple[int, ...]
     units: list[Unit]
+    request: Request | None = None
 
     def step(self) -> UnitStep:
         """Its moments, and what the units offer now."""
@@ -161,6 +167,22 @@ class SeenStep:
         return tuple(sorted(runs, key=self.place_of.__getitem__))
 
 
+def unplanned_bytes(request: Request) -> int:
+    """Of a budget, what no version is planned to take: for tuning, and what may stay unused.
+
+    How blocks of several graphs come to lie is not known beforehand.
+    """
+    assert request.budget_bytes is not None
+    unused = UNUSED_PART * request.budget_bytes if request.count == "reserved" else 0
+    return request.tuning_bytes + int(unused)
+
+
+def budget_for(nbytes: int, request: Request) -> int:
+    """The least that leaves so many bytes for all versions together."""
+    part = UNUSED_PART if request.count == "reserved" else 0.0
+    return math.ceil((nbytes + request.tuning_bytes) / (1 - part))
+
+
 def repeated_step(unit: Unit, count: int, held_bytes: int) -> SeenStep:
     """A step in which so many runs of one unit wait at once, and nothing else is known."""
     own = unit.boundary
@@ -174,8 +196,9 @@ class RunsOfOneGraph:
 
     ``compile`` and ``plan`` are given a request: the latter generates no kernels, and both raise
     `InfeasibleBudget`. ``look`` traces the graph as a unit, and raises `NoBackward`.
-    ``unseen_bytes`` of what is held are no saved tensors. ``seen`` is the step that was looked at,
-    in which the graph is the unit of this ``index``.
+    ``unseen_bytes`` of what is held are no saved tensors, and ``coming_bytes`` are said to come
+    beside the graph. ``seen`` is the step that was looked at, in which the graph is the unit of
+    this ``index``.
     """
 
     request: Request
@@ -187,13 +210,14 @@ class RunsOfOneGraph:
     look: Callable[[Request, int], Unit]
     seen: SeenStep | None = None
     index: int = 0
+    coming_bytes: int = 0
     known: dict[Request, CompiledVersion] = field(default_factory=dict)
 
     @property
     def budget_bytes(self) -> int:
         """What the runs may take together, with all that lives outside."""
         assert self.request.budget_bytes is not None
-        return self.request.budget_bytes - self.request.tuning_bytes
+        return self.request.budget_bytes - unplanned_bytes(self.request)
 
     def compiled_for(self, count: int) -> Runs:
         """The versions for so many runs; raises `InfeasibleBudget` with the least for as many."""
@@ -271,10 +295,19 @@ class RunsOfOneGraph:
             held_bytes=report.held_bytes,
             reserve_bytes=unseen,
             saved_bytes=report.saved_bytes,
-            segment_bytes=0 if version.pooled else report.segment_bytes,
+            segment_bytes=report.segment_bytes if self._takes_segment(version) else None,
+            tuning_bytes=request.tuning_bytes,
+            coming_bytes=self.coming_bytes,
+            several=own is not None,
             around=around,
         )
         return Promised(version.call, promise)
+
+    def _takes_segment(self, version: CompiledVersion) -> bool:
+        """Whether the allocator is one that takes segments, and this version asks it."""
+        settings = self.request.allocator
+        one_by_one = settings is not None and not settings.expandable_segments
+        return one_by_one and self.request.count == "reserved" and not version.pooled
 
     def _refusal(self, seen: SeenStep, offers: list[Offer]) -> InfeasibleBudget:
         """The error that names the least, by versions of this graph that have been rehearsed."""
@@ -285,7 +318,7 @@ class RunsOfOneGraph:
             chosen = planner.lowest(seen.step())
             least = seen.step().peak_bytes(chosen)
             for place in sorted({chosen[run] for run in runs}):
-                asked = replace(self.request, budget_bytes=least + self.request.tuning_bytes)
+                asked = replace(self.request, budget_bytes=budget_for(least, self.request))
                 try:
                     report = self.plan(offers[place].asked(asked))
                     offers[place] = replace(offers[place], version=_version(report))
@@ -294,7 +327,7 @@ class RunsOfOneGraph:
             seen.units[self.index] = replace(unit, offers=tuple(offers))
             if seen.step().peak_bytes(chosen) <= least:
                 break
-        return InfeasibleBudget(self.request.budget_bytes, least + self.request.tuning_bytes)
+        return InfeasibleBudget(self.request.budget_bytes, budget_for(least, self.request))
 
 
 def _version(report: Report | None) -> Version:

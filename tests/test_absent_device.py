@@ -287,7 +287,7 @@ def test_reserved_bytes_of_two_steps() -> None:
     assert usage.peak_allocated_bytes == (64 + 30 + 16) * mib
 
 
-def test_kernels_of_the_forward_are_tuned_below_the_peak() -> None:
+def test_kernels_of_the_forward_are_tuned_in_the_step() -> None:
     """Inductor alone would copy what a forward's kernel overwrites, whatever is free."""
     _, _, codes = halves_on("H100")
     for code in codes:

@@ -211,3 +211,67 @@ def test_the_room_opens_at_the_end_of_a_backward(monkeypatch: pytest.MonkeyPatch
         result.register_hook(lambda _: asked.append("backward"))
         result.backward()
     assert asked == ["take", "backward", "open", "close", "backward", "open"]
+
+
+def _promise(name: str, *, several: bool = False, **more: Any) -> in_flight.Promise:
+    given = {"tuning_bytes": 60 * MIB, "segment_bytes": 100 * MIB, **more}
+    return in_flight.Promise(name, CUDA, 400 * MIB, 0, 0, 0, 0, several=several, **given)
+
+
+def test_versions_of_a_graph_share_what_the_budget_leaves(monkeypatch: pytest.MonkeyPatch) -> None:
+    """400 MiB less 60 for tuning, 16 for small blocks, and 40 that are held."""
+    device = _Device(monkeypatch)
+    held = device.piece(40 * MIB)
+    shared = in_flight._Segments()
+    both = [_promise("one", several=True), _promise("other", several=True)]
+    for waiting, promise in enumerate([*both, *both]):
+        segment = shared.before(promise, waiting, ())
+        assert segment is not None
+        assert not segment.has_room
+        assert device.allocator.reserved_bytes == 324 * MIB
+    device.piece(280 * MIB)
+    assert device.allocator.reserved_bytes == 324 * MIB
+    assert held.nbytes == 40 * MIB
+
+
+def test_a_second_graph_with_the_budget_gets_the_rest(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Beside the segment of the first, which is in use; from the next step on both are one."""
+    device = _Device(monkeypatch)
+    shared, first, second = in_flight._Segments(), _promise("first"), _promise("second")
+    shared.before(first, 0, ())
+    assert device.allocator.reserved_bytes == 100 * MIB + WALL_BYTES
+    saved = [device.piece(60 * MIB)]
+    shared.before(second, 1, ())
+    assert device.allocator.reserved_bytes == 324 * MIB
+    saved.append(device.piece(200 * MIB))
+    saved.clear()
+    shared.before(first, 0, ())
+    device.piece(320 * MIB)
+    assert device.allocator.reserved_bytes == 324 * MIB
+    shared.before(second, 1, ())
+    assert device.allocator.reserved_bytes == 324 * MIB
+    none = _promise("none", segment_bytes=None)
+    assert shared.before(none, 0, ()) is None
+
+
+def test_what_is_to_come_has_a_room_in_the_shared_segment(monkeypatch: pytest.MonkeyPatch) -> None:
+    device = _Device(monkeypatch)
+    shared = in_flight._Segments()
+    promise = _promise("blocks", several=True, coming_bytes=50 * MIB)
+    segment = shared.before(promise, 0, ())
+    assert segment is not None
+    assert segment.has_room
+    assert device.allocator.reserved_bytes == 324 * MIB
+    segment.open_room()
+    state = device.piece(50 * MIB)
+    assert shared.before(promise, 0, ()) is segment
+    assert not segment.has_room
+    assert device.allocator.reserved_bytes == 324 * MIB
+    assert state.nbytes == 50 * MIB
+
+
+def test_no_segment_where_hardly_anything_is_left(monkeypatch: pytest.MonkeyPatch) -> None:
+    device = _Device(monkeypatch)
+    held = device.piece(310 * MIB)
+    in_flight._Segments().before(_promise("one", several=True), 0, ())
+    assert device.allocator.reserved_bytes == held.nbytes

@@ -152,7 +152,7 @@ from fxremat.compat.tensors import (
     storage_watch,
     without_memory,
 )
-from fxremat.compat.tuning import tuned_below_the_peak
+from fxremat.compat.tuning import tuned_in_the_step
 
 __all__ = [
     "CUDA",
@@ -265,7 +265,7 @@ __all__ = [
     "torch_partition",
     "trace_as_inductor",
     "trace_for_absent",
-    "tuned_below_the_peak",
+    "tuned_in_the_step",
     "unbuilt_kernel",
     "unwrapped",
     "user_tag",

@@ -12,7 +12,7 @@ from fxremat.compat.call_stack import with_stack_room
 from fxremat.compat.configuration import inductor_config
 from fxremat.compat.decompositions import inductor_decompositions
 from fxremat.compat.donation import only_marked_buffers_donated
-from fxremat.compat.tuning import tuned_below_the_peak
+from fxremat.compat.tuning import tuned_in_the_step
 
 
 @with_stack_room
@@ -22,7 +22,7 @@ def compile_with_inductor(
     """Inductor's whole compiler with ``patches`` in its configuration, backward included."""
     from torch._inductor.compile_fx import compile_fx
 
-    with only_marked_buffers_donated(), tuned_below_the_peak():
+    with only_marked_buffers_donated(), tuned_in_the_step():
         compiled: Any = compile_fx(gm, inputs, config_patches=dict(patches), **kwargs)
     return cast("Callable[..., Any]", compiled)
 

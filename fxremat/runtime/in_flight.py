@@ -33,8 +33,12 @@ from fxremat.compat.tensors import is_fake, plain_tensors
 from fxremat.errors import PromiseBroken
 from fxremat.runtime.host_memory import is_on
 from fxremat.runtime.segments import Segment
+from fxremat.sizes import MIB
 
 log = logging.getLogger(__name__)
+
+SMALL_BYTES = 16 * MIB
+"""Of a budget that graphs share: small blocks lie in segments of their own."""
 
 Compiled = Callable[..., Any]
 Around = tuple[weakref.ref[torch.Tensor], ...]
@@ -49,8 +53,10 @@ class Promise:
     fragmentation where the budget counts reserved bytes. Besides, ``held_bytes`` of the budget are
     held by what the graph does not see, of which ``reserve_bytes`` are no saved tensors. Each
     forward keeps ``saved_bytes`` for its backward. ``segment_bytes`` are what the allocator takes
-    for it in one piece, before it runs for the first time. What lies ``around`` is part of
-    ``reserve_bytes``.
+    for it in one piece, before it runs for the first time, 0 where none is better; None where it
+    takes memory from elsewhere. Kernels are tuned in ``tuning_bytes`` beside that, and
+    ``coming_bytes`` are still to come into it. With ``several`` a version is one of those of its
+    graph. What lies ``around`` is part of ``reserve_bytes``.
     """
 
     graph: str
@@ -60,7 +66,10 @@ class Promise:
     held_bytes: int
     reserve_bytes: int
     saved_bytes: int
-    segment_bytes: int = 0
+    segment_bytes: int | None = None
+    tuning_bytes: int = 0
+    coming_bytes: int = 0
+    several: bool = False
     around: Around = ()
 
 
@@ -70,6 +79,53 @@ class _Forward:
 
     node: weakref.ref[Any]
     promise: Promise
+
+
+@dataclass
+class _Segments:
+    """What the allocator takes for all graphs that share one budget.
+
+    One graph has a segment of its own, in which its blocks are known to fit. With a second one
+    comes a segment for all of them. Taken in the middle of a step, it lies beside the first, so
+    both make one when the next step begins.
+    """
+
+    known: weakref.WeakValueDictionary[int, Promise] = field(
+        default_factory=weakref.WeakValueDictionary
+    )
+    one: Segment | None = None
+    parts: bool = False
+    there_bytes: int | None = None
+    """Allocated when the segment for all was taken first; None before."""
+
+    def before(self, promise: Promise, waiting: int, args: Iterable[object]) -> Segment | None:
+        """The segment that a forward of a graph runs in, taken; ``waiting`` forwards wait."""
+        if promise.segment_bytes is None:
+            return None
+        device, new = promise.device, id(promise) not in self.known
+        self.known[id(promise)] = promise
+        if not promise.several and len(self.known) == 1:
+            if self.one is None:
+                self.one = Segment(device, promise.segment_bytes, promise.reserve_bytes)
+            return self._ready(self.one, _own_bytes(args, device))
+        if self.there_bytes is None:
+            self.there_bytes = torch.cuda.memory_allocated(device)
+            limit = promise.budget_bytes - promise.tuning_bytes - SMALL_BYTES
+            self.one = Segment(device, 0, promise.coming_bytes, limit)
+        assert self.one is not None
+        if waiting == 0 and self.parts:
+            self.one.reserved_bytes, self.parts = None, False
+            self.there_bytes = torch.cuda.memory_allocated(device)
+        elif new and waiting:
+            self.one.reserved_bytes, self.parts = None, True
+        return self._ready(self.one, self.there_bytes)
+
+    def _ready(self, segment: Segment, own_bytes: int) -> Segment:
+        if segment.is_due:
+            segment.take(own_bytes)
+        elif segment.has_room:
+            segment.close_room(own_bytes)
+        return segment
 
 
 @dataclass
@@ -85,6 +141,7 @@ class _SharedBudget:
     looked_at: tuple[int, int] = (1, 0)
     told: int = 1
     anew: bool = False
+    segments: _Segments = field(default_factory=_Segments)
 
     def add(self, node: Any, promise: Promise, own: Iterable[object]) -> PromiseBroken | None:
         """Count one more forward; ``own`` are its arguments and results.
@@ -177,6 +234,10 @@ def _storages(values: Iterable[object], device: torch.device) -> dict[int, int]:
 _BUDGETS: dict[tuple[torch.device, int], _SharedBudget] = {}
 
 
+def _shared_budget(promise: Promise) -> _SharedBudget:
+    return _BUDGETS.setdefault((promise.device, promise.budget_bytes), _SharedBudget())
+
+
 def forget() -> None:
     """Count anew: graphs compiled from now on are told of again."""
     _BUDGETS.clear()
@@ -261,7 +322,6 @@ class _WatchedRuns:
     runs: Runs
     places: Places
     again: Callable[[int], Runs] | None
-    segments: dict[int, Segment] = field(default_factory=dict)
 
     def run(self, args: tuple[Any, ...]) -> Any:
         """One forward."""
@@ -269,33 +329,21 @@ class _WatchedRuns:
         one = self.runs.of_run(place)
         if any(isinstance(each, torch.Tensor) and is_fake(each) for each in args):
             return one.call(*args)  # Dynamo asks for their sizes, to split what follows for DDP
-        promise, segment = one.promise, self.segment(one.promise)
-        if segment.is_due:
-            segment.take(_own_bytes(args, promise.device))
-        elif segment.has_room:
-            segment.close_room(_own_bytes(args, promise.device))
+        promise, shared = one.promise, _shared_budget(one.promise)
+        segment = shared.segments.before(promise, len(shared.forwards), args)
         results = one.call(*args)
         node = node_of_forward(results, before)
         if node is not None:
-            if segment.has_room:
+            if segment is not None and segment.has_room:
                 when_backward_ends(node, segment.open_room)
             self.places.take(place, node)
             own = (*args, *results) if isinstance(results, (list, tuple)) else (*args, results)
             self.look(node, promise, own)
         return results
 
-    def segment(self, promise: Promise) -> Segment:
-        """What the allocator takes for a version."""
-        key = id(promise)
-        if key not in self.segments:
-            made = Segment(promise.device, promise.segment_bytes, promise.reserve_bytes)
-            self.segments[key] = made
-        return self.segments[key]
-
     def look(self, node: Any, promise: Promise, own: Iterable[object]) -> None:
         """Warn, and plan again, where more runs wait than were planned for."""
-        key = promise.device, promise.budget_bytes
-        shared = _BUDGETS.setdefault(key, _SharedBudget())
+        shared = _shared_budget(promise)
         broken = shared.add(node, promise, own)
         if broken is None:
             return

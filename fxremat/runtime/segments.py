@@ -29,6 +29,8 @@ log = logging.getLogger(__name__)
 
 WALL_BYTES = 2 * MIB
 """Of a segment, between the room and the rest: without it, both would be one hole."""
+LEAST_SEGMENT_BYTES = 20 * MIB
+"""The allocator takes no smaller ones for blocks that it does not cut from the smallest."""
 LEAST_ROOM_BYTES = 4 * MIB
 LEAST_HOLE_BYTES = MIB + 1
 """The allocator cuts requests of less from other segments."""
@@ -36,13 +38,21 @@ MOST_WAITS = 64
 """Backward passes after which nobody is expected to come into the room."""
 
 
+_HAVE_CUBLAS: set[torch.device] = set()
+
+
 @dataclass
 class Segment:
-    """``nbytes`` on a device, and the wall; more for what of ``reserve_bytes`` is not there yet."""
+    """``nbytes`` on a device, and the wall; more for what of ``reserve_bytes`` is not there yet.
+
+    Where several graphs share a budget, nobody knows beforehand how their blocks come to lie. Then
+    ``limit_bytes`` is what may be reserved in all, and the segment is what is left of it.
+    """
 
     device: torch.device
     nbytes: int
     reserve_bytes: int
+    limit_bytes: int | None = None
     reserved_bytes: int | None = None
     """All that the allocator had from the device when it was taken last."""
     address: int | None = None
@@ -59,7 +69,7 @@ class Segment:
 
         `torch.cuda.empty_cache()` gives it back between two steps, unless something lives in it.
         """
-        if self.nbytes == 0:
+        if self.nbytes == 0 and self.limit_bytes is None:
             return False
         if self.reserved_bytes is None:
             return True
@@ -84,6 +94,12 @@ class Segment:
         missing = self._missing_bytes(own_bytes)
         whole = self.nbytes + WALL_BYTES + missing
         torch.cuda.empty_cache()
+        if self.limit_bytes is not None:
+            left = self.limit_bytes - _reserved_bytes(self.device)
+            whole = left // WALL_BYTES * WALL_BYTES  # the device gives multiples of that
+        if whole < LEAST_SEGMENT_BYTES:
+            self.reserved_bytes = _reserved_bytes(self.device)
+            return
         try:
             self.address = self._hold(whole).data_ptr()
         except torch.OutOfMemoryError:
@@ -92,7 +108,7 @@ class Segment:
                 "the device has no %s in one piece: more may be left unused", format_bytes(whole)
             )
         self._waits = 0
-        if self.address is not None and missing >= LEAST_ROOM_BYTES:
+        if self.address is not None and LEAST_ROOM_BYTES <= missing <= whole - WALL_BYTES:
             self._room, self._room_bytes = self._hold(missing), missing
             self._wall = self._hold(WALL_BYTES)
         self.reserved_bytes = _reserved_bytes(self.device)
@@ -148,9 +164,13 @@ class Segment:
 def allocate_cublas(device: torch.device) -> None:
     """Have both workspaces allocated: whoever counts what is allocated from now on sees them.
 
-    That of the thread that runs forwards, and that of backwards. Where nothing but deterministic
-    algorithms may run, a product may be refused.
+    That of the thread that runs forwards, and that of backwards. They stay, so they come from no
+    larger piece, of which the rest would be lost: what the allocator keeps goes back to the device
+    before. Where nothing but deterministic algorithms may run, a product may be refused.
     """
+    if device not in _HAVE_CUBLAS and torch.cuda.is_available():
+        torch.cuda.empty_cache()
+        _HAVE_CUBLAS.add(device)
     with outside_fake_mode(), torch.inference_mode(False), torch.enable_grad():
         small = torch.ones(2, 2, device=device, requires_grad=True)
         with suppress(RuntimeError):

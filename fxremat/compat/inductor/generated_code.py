@@ -15,7 +15,7 @@ from fxremat.compat.donation import donated_inputs, name_in_forward
 from fxremat.compat.inductor.lowered_ahead import Lowered, lowering_key
 from fxremat.compat.inductor.post_grad import unmarked
 from fxremat.compat.joint_graph import copy_module
-from fxremat.compat.tuning import tuned_below_the_peak
+from fxremat.compat.tuning import tuned_in_the_step
 
 
 @dataclass(frozen=True)
@@ -60,7 +60,7 @@ def generate(
     from torch._inductor.fx_passes.post_grad import view_to_reshape
     from torch._inductor.virtualized import V
 
-    with _uncounted(), inductor_config.patch(_ONLY_CODE), tuned_below_the_peak():
+    with _uncounted(), inductor_config.patch(_ONLY_CODE), tuned_in_the_step():
         module = copy_module(module)
         placeholders = [n for n in module.graph.nodes if n.op == "placeholder"]
         mode = detect_fake_mode([n.meta.get("val") for n in placeholders])

@@ -24,7 +24,7 @@ from fxremat.compat.inductor.kernels_ahead import begin_kernels
 from fxremat.compat.inductor.loading import load_without_kernels
 from fxremat.compat.inductor.lowered_ahead import hand_over
 from fxremat.compat.tensors import Watching, storage_key, storage_watch, without_memory
-from fxremat.compat.tuning import tuned_below_the_peak
+from fxremat.compat.tuning import tuned_in_the_step
 
 
 @contextmanager
@@ -38,7 +38,7 @@ def apart() -> Iterator[None]:
         unset_fake_temporarily(),
         tracing(None),
         inductor_config.patch(own),
-        tuned_below_the_peak(),
+        tuned_in_the_step(),
         torch.no_grad(),
     ):
         yield
