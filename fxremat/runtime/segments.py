@@ -97,9 +97,9 @@ class Segment:
         if self.limit_bytes is not None:
             left = self.limit_bytes - _reserved_bytes(self.device)
             whole = left // WALL_BYTES * WALL_BYTES  # the device gives multiples of that
-        if whole < LEAST_SEGMENT_BYTES:
-            self.reserved_bytes = _reserved_bytes(self.device)
-            return
+            if whole < LEAST_SEGMENT_BYTES:
+                self.reserved_bytes = _reserved_bytes(self.device)
+                return
         try:
             self.address = self._hold(whole).data_ptr()
         except torch.OutOfMemoryError:
