@@ -9,7 +9,9 @@ from typing import Any
 
 import pytest
 import torch
+from torch._inductor import config as inductor_config
 from torch._inductor.codegen import triton
+from torch._inductor.graph import GraphLowering
 from torch._inductor.runtime import triton_heuristics
 
 from fxremat import compat
@@ -89,6 +91,30 @@ def test_only_marked_kernels_are_tuned_in_the_step(monkeypatch: pytest.MonkeyPat
     tuning.tune_in_the_step()
     marked.benchmark_all_configs(torch.ones(3))
     assert before[5:] == ["benchmark", "copy"]
+
+
+def test_a_backward_that_is_compiled_when_it_runs_is_marked(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    """Nothing was handed over for it, so that Inductor lowers it after the forward has run."""
+    marked: list[tuple[bool, bool]] = []
+    before = GraphLowering.codegen
+
+    def codegen(self: Any) -> Any:
+        meta = TritonKernel.__dict__["inductor_meta_common"]
+        marked.append((bool(self.is_backward), meta.__func__.__qualname__.startswith("tuned_in")))
+        return before(self)
+
+    monkeypatch.setattr(GraphLowering, "codegen", codegen)
+    torch._dynamo.reset()
+    with inductor_config.patch(force_disable_caches=True):
+        weight = torch.ones(8, 8, requires_grad=True)
+        gm = torch.fx.symbolic_trace(lambda w, x: ((x @ w).relu().sum(),))
+        compiled = compat.compile_with_inductor(gm, [weight, torch.ones(4, 8)], {})
+        result = compiled(weight, torch.ones(4, 8))
+        assert marked == [(False, True)]
+        result[0].backward()
+    assert marked == [(False, True), (True, True)]
 
 
 def test_names_that_tuning_relies_on() -> None:

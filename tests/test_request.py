@@ -117,8 +117,13 @@ def test_workspaces_of_cublas_are_allocated_before_bytes_are_counted(
     card: Card, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     card(allocated=100)
-    monkeypatch.setattr(request, "allocate_cublas", lambda device: card(allocated=164))
-    assert request._unseen_bytes([], GPU) == 164
+    monkeypatch.setattr(request, "allocate_cublas", lambda device: card(allocated=5 * MIB))
+    weight = torch.empty(8, device="meta")
+    monkeypatch.setattr(request, "device_of_inputs", lambda inputs: GPU)
+    asked = request.request_for(
+        torch.fx.symbolic_trace(torch.nn.Identity()), [weight], options(), Ledger(), (0, None)
+    )
+    assert asked.held_bytes == 6 * MIB
 
 
 def test_a_few_bytes_more_that_no_graph_sees_ask_for_no_other_plan(card: Card) -> None:

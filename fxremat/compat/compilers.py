@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
+from functools import wraps
 from typing import Any, cast
 
 from torch import fx
@@ -20,10 +21,16 @@ def compile_with_inductor(
     gm: fx.GraphModule, inputs: Sequence[Any], patches: Mapping[str, Any], **kwargs: Any
 ) -> Callable[..., Any]:
     """Inductor's whole compiler with ``patches`` in its configuration, backward included."""
-    from torch._inductor.compile_fx import compile_fx
+    from torch._inductor.compile_fx import compile_fx, compile_fx_inner
 
-    with only_marked_buffers_donated(), tuned_in_the_step():
-        compiled: Any = compile_fx(gm, inputs, config_patches=dict(patches), **kwargs)
+    @wraps(compile_fx_inner)
+    def compile_half(*args: Any, **kwargs: Any) -> Any:
+        with tuned_in_the_step():  # the backward may be compiled when it first runs
+            return compile_fx_inner(*args, **kwargs)
+
+    given = {"inner_compile": compile_half, "config_patches": dict(patches), **kwargs}
+    with only_marked_buffers_donated():
+        compiled: Any = compile_fx(gm, inputs, **given)
     return cast("Callable[..., Any]", compiled)
 
 

@@ -122,6 +122,8 @@ def request_for(
     device = device_of_inputs(inputs) if card is None else compat.CUDA
     allocator = _allocator(options, device)
     budget = _budget(options, device, card)
+    if device.type == "cuda" and card is None:
+        allocate_cublas(device)  # whoever counts or times from now on finds its workspaces
     held = _held_bytes(options, device, inputs, card, ledger, place)
     if options.reserve is None and device.type != "cuda":
         held += around_bytes
@@ -253,7 +255,6 @@ def _tuning_bytes(options: Options, device: torch.device, card: Card | None) -> 
 
 def _unseen_bytes(inputs: Sequence[Any], device: torch.device) -> int:
     """Bytes that are allocated now, and are no inputs of the graph; with those of cuBLAS."""
-    allocate_cublas(device)
     return max(0, torch.cuda.memory_allocated(device) - _input_bytes(inputs, device))
 
 
