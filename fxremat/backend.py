@@ -20,9 +20,10 @@ from fxremat import compat
 from fxremat.compiling import session
 from fxremat.compiling.draft import Draft
 from fxremat.compiling.partitioner import Partitioner
+from fxremat.compiling.ranks import agreed
 from fxremat.compiling.request import Request, device_of_inputs, request_for
 from fxremat.compiling.tracing import Ended
-from fxremat.compiling.units import Unit, look_at_unit
+from fxremat.compiling.units import Unit, unit_on_all_ranks
 from fxremat.device import absent_card
 from fxremat.options import Options, disabled, parse_options
 from fxremat.passes.held_order import Fence, WriteResults
@@ -142,7 +143,9 @@ def fxremat(
         return compat.compile_with_inductor(gm, example_inputs, patches)
     ledger, place = session.ledger(options), compat.current_compilation()
     around = surroundings(parsed, device)
+    session.STATE.rank_timeout = parsed.rank_timeout
     request = request_for(gm, example_inputs, parsed, ledger, place, around.nbytes)
+    request = agreed(gm, example_inputs, request)
     graph = Graph(gm, compat.copy_module(gm), example_inputs, parsed, mode)
     unseen = request.held_bytes - ledger.held_by_others(*place)
     seen, index = session.seen_as(gm, example_inputs)
@@ -227,7 +230,7 @@ class Graph:
         def partition(module: fx.GraphModule, joint_inputs: Any, **kwargs: Any) -> Any:
             static = tuple(kwargs.get("static_lifetime_input_indices") or ())
             draft = Draft(module, kwargs["num_fwd_outputs"], static)
-            raise Ended(look_at_unit(draft, request, count))
+            raise Ended(unit_on_all_ranks(draft, request, count))
 
         try:
             self._trace(Partitioner(request, build()), partition)

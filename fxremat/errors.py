@@ -215,6 +215,61 @@ class VerificationFailed(FxrematError):
         )
 
 
+class GraphsDiffer(FxrematError):
+    """Ranks that have to run a graph together compile different ones.
+
+    ``others`` are those whose graph is not that of rank ``first``; ``about`` says something of each
+    of the graphs, by rank.
+    """
+
+    def __init__(self, first: int, others: tuple[int, ...], about: dict[int, str]) -> None:
+        super().__init__(first, others, about)
+        self.first = first
+        self.others = others
+        self.about = about
+
+    def __str__(self) -> str:
+        names = ", ".join(map(str, self.others))
+        rank = "ranks" if len(self.others) > 1 else "rank"
+        about = "; ".join(f"rank {one}: {what}" for one, what in self.about.items())
+        return (
+            f"{rank} {names} compile{'' if len(self.others) > 1 else 's'} another graph than rank "
+            f"{self.first}, and collectives inside have them run it together ({about})\n"
+            "What to do: see that model, options and the sizes of inputs are the same on these "
+            "ranks; TORCH_LOGS=graph_code prints the graphs."
+        )
+
+
+class RankMissing(FxrematError):
+    """Something that another rank of the job was to give did not come within ``seconds``.
+
+    ``what`` it is, as a noun; ``rank`` which rank, None where that is not known; ``why``, None
+    where nothing was heard of it.
+    """
+
+    def __init__(
+        self, what: str, seconds: float, rank: int | None = None, why: str | None = None
+    ) -> None:
+        super().__init__(what, seconds, rank, why)
+        self.what = what
+        self.seconds = seconds
+        self.rank = rank
+        self.why = why
+
+    def __str__(self) -> str:
+        whose = "another rank" if self.rank is None else f"rank {self.rank}"
+        if self.why is not None:
+            return f"no {self.what} came from {whose}: {self.why}\nWhat to do: {self._look()}"
+        return (
+            f"no {self.what} came from {whose} within {self.seconds:g} s\n"
+            f"What to do: {self._look()} Where planning takes longer than that, set the option "
+            "rank_timeout."
+        )
+
+    def _look(self) -> str:
+        return "look at what the other ranks say; one of them may have failed, or wait elsewhere."
+
+
 class NotTraceable(FxrematError):
     """A training step could not be made into one graph of forward and backward."""
 

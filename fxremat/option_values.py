@@ -147,6 +147,14 @@ def read_seconds(given: Given) -> float | None:
     return float(value)
 
 
+def read_seconds_of_waiting(given: Given) -> float:
+    """A number above 0."""
+    seconds = read_seconds(given)
+    if seconds is None:
+        raise given.refuse("a number of seconds")
+    return seconds
+
+
 def read_factor(given: Given) -> float | None:
     if given.value is None:
         return None

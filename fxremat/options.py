@@ -29,6 +29,7 @@ from fxremat.option_values import (
     read_path,
     read_reserve,
     read_seconds,
+    read_seconds_of_waiting,
     read_solver,
     read_variants,
 )
@@ -104,6 +105,13 @@ class Options:
         "How many runs of a compiled part wait for their backward at once, as blocks do that are "
         "compiled one by one, or micro-batches.",
         unset="as many as modules like it are compiled in the model",
+    )
+    rank_timeout: float = _option(
+        300.0,
+        read_seconds_of_waiting,
+        "FXREMAT_RANK_TIMEOUT",
+        "seconds",
+        "How long a rank waits for the plan of another one that compiles the same graph.",
     )
     executor: str = _option(
         "inductor",

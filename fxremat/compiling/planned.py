@@ -3,19 +3,24 @@
 from __future__ import annotations
 
 import time
+from dataclasses import astuple
+from typing import Any
 
 from fxremat import compat
+from fxremat.compiling import session
 from fxremat.compiling.costs import cost_model
 from fxremat.compiling.draft import Draft
 from fxremat.compiling.pipeline import FINISH, PREPARE, Runner
+from fxremat.compiling.ranks import graph_digest, shared_answer
 from fxremat.compiling.reporting import refusal_of, report_of
 from fxremat.compiling.request import Request
 from fxremat.compiling.searching.candidates import Judge
 from fxremat.compiling.searching.planning import Planning
-from fxremat.compiling.searching.search import Search
+from fxremat.compiling.searching.search import Found, Search, decision_of
 from fxremat.compiling.session import Session
 from fxremat.compiling.stage_times import StageTimes
 from fxremat.passes.halves import Halves
+from fxremat.version import build
 
 
 def planned(draft: Draft, request: Request, current: Session, *, plan_only: bool) -> Halves:
@@ -32,7 +37,7 @@ def planned(draft: Draft, request: Request, current: Session, *, plan_only: bool
     runner = Runner(costs, times)
     prepared = runner.run("prepare", PREPARE, draft)
     judge = Judge(runner, plan_only)
-    found = Search(runner, Planning(request, times), judge, prepared).run()
+    found = _searched(Search(runner, Planning(request, times), judge, prepared))
     refusal = refusal_of(found, request)
     if refusal is None and not plan_only:
         found.judged.hand_over()
@@ -43,3 +48,20 @@ def planned(draft: Draft, request: Request, current: Session, *, plan_only: bool
     if current.study is not None:
         current.study(found, runner)
     return found.judged.draft.halves
+
+
+def _searched(search: Search) -> Found:
+    """What this rank's search ends with, or that of a rank that has looked for the same."""
+    request = search.planning.request
+    if request.budget_bytes is None or not compat.is_a_rank():
+        return search.run()
+    own: list[Found] = []
+
+    def decide() -> Any:
+        own.append(search.run())
+        return decision_of(own[0])
+
+    graph = graph_digest(search.prepared.module)
+    question = session.digest("plan", build(), graph, astuple(request))
+    decision, _ = shared_answer("plan", question, decide)
+    return own[0] if own else search.taken(decision)

@@ -91,6 +91,8 @@ class State:
     ledgers: dict[int, Ledger] = field(default_factory=dict)
     current: Session | None = None
     graphs: int = 0
+    rank_timeout: float = 300.0
+    """Seconds to wait for another rank; as the options of the last graph say."""
     seen: dict[str, tuple[Any, int]] = field(default_factory=dict)
     """Of graphs in steps that were looked at (`fxremat.prepare`): the step, and which unit it is.
     By their signature."""

@@ -9,14 +9,17 @@ a limit of the first kind where the rest is held in between (`Request.between_by
 from __future__ import annotations
 
 from collections.abc import Callable, Iterable, Iterator, Sequence
-from dataclasses import dataclass, replace
+from dataclasses import asdict, astuple, dataclass, replace
+from typing import Any
 
 import torch
 from torch import fx
 
+from fxremat.compiling import session
 from fxremat.compiling.costs import cost_model, with_between
 from fxremat.compiling.draft import Draft
 from fxremat.compiling.pipeline import PREPARE, Runner
+from fxremat.compiling.ranks import graph_digest, shared_answer
 from fxremat.compiling.rehearsal import Rehearsal
 from fxremat.compiling.request import Request
 from fxremat.compiling.searching.candidates import Judge
@@ -31,6 +34,7 @@ from fxremat.core.timeline import replay
 from fxremat.core.units import Moment, UnitStep, Version
 from fxremat.passes.joint_graph import JointGraph, root
 from fxremat.passes.memory_estimation import TANGENTS, nbytes
+from fxremat.version import build
 
 
 @dataclass(frozen=True)
@@ -75,6 +79,25 @@ class Unit:
 
     boundary: Boundary
     offers: tuple[Offer, ...]
+
+
+def unit_on_all_ranks(draft: Draft, request: Request, count: int) -> Unit:
+    """What `look_at_unit` sees on this rank, or on one that has looked at the same before."""
+    graph = graph_digest(draft.module)
+    question = session.digest("unit", build(), graph, astuple(request), count)
+
+    def look() -> Any:
+        return asdict(look_at_unit(draft, request, count))
+
+    return _unit_from_json(shared_answer("look at a compiled part", question, look)[0])
+
+
+def _unit_from_json(data: Any) -> Unit:
+    offers = (
+        Offer(Version(**one["version"]), one["peak_bytes"], one["between_bytes"])
+        for one in data["offers"]
+    )
+    return Unit(Boundary(**data["boundary"]), tuple(offers))
 
 
 def look_at_unit(draft: Draft, request: Request, count: int) -> Unit:

@@ -12,23 +12,21 @@ import hashlib
 import importlib.metadata
 import json
 import time
-from collections import Counter
-from collections.abc import Mapping, Sequence
+from collections.abc import Mapping
 from contextlib import suppress
 from dataclasses import dataclass, replace
 from functools import cache, lru_cache
 from pathlib import Path
 from typing import Any
 
-from fxremat.core.plan import Plan, plan_to_json, steps_from_json, variants_from_json
+from fxremat.core.plan import Plan, plan_to_json, variants_from_json
 from fxremat.core.problem import Problem, problem_to_json
-from fxremat.core.schedule import Step, ops_of
 from fxremat.core.variants import take
 from fxremat.disk_cache import Answers, Question
 from fxremat.planner import solve, tuning
 from fxremat.planner.deadline import Deadline
 from fxremat.planner.options import SolverOptions
-from fxremat.planner.plans import make_plan
+from fxremat.planner.plans import claimed_plan
 
 
 @dataclass(frozen=True)
@@ -102,31 +100,11 @@ def _plan_of(claims: Any, problem: Problem, budget_bytes: int | None) -> Plan | 
 
 def _replayed(problem: Problem, budget_bytes: int | None, claims: Any) -> Plan | None:
     """The plan that the steps make; None where it is not what is claimed."""
-    steps, variants = steps_from_json(claims), variants_from_json(claims)
-    problem = take(problem, variants)
-    if not _may_run(problem, steps):
+    variants = variants_from_json(claims)
+    plan = claimed_plan(take(problem, variants), claims, budget_bytes)
+    if plan is None or not _agrees(plan, claims):
         return None
-    plan = make_plan(
-        problem,
-        steps,
-        str(claims["solver"]),
-        budget_bytes=budget_bytes,
-        seconds=float(claims["seconds"]),
-        time_bound_us=_number_or_none(claims["time_bound_us"]),
-        peak_bound_bytes=None
-        if claims["peak_bound_bytes"] is None
-        else int(claims["peak_bound_bytes"]),
-    )
-    return replace(plan, variants=variants) if _agrees(plan, claims) else None
-
-
-def _may_run(problem: Problem, steps: Sequence[Step]) -> bool:
-    """Whether first runs are in base order, and what is not repeatable runs once."""
-    ops = ops_of(steps)
-    counts = Counter(ops)
-    return tuple(dict.fromkeys(ops)) == problem.base_steps() and all(
-        op.repeatable or counts[op.name] == 1 for op in problem.ops
-    )
+    return replace(plan, variants=variants)
 
 
 def _agrees(plan: Plan, claims: Mapping[str, Any]) -> bool:
@@ -138,7 +116,3 @@ def _agrees(plan: Plan, claims: Mapping[str, Any]) -> bool:
     return (plan.peak_bound_bytes or 0) <= plan.peak_bytes and (
         not fits or bound is None or bound <= plan.time_us * (1 + 1e-9)
     )
-
-
-def _number_or_none(value: Any) -> float | None:
-    return None if value is None else float(value)

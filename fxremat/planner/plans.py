@@ -2,11 +2,13 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections import Counter
+from collections.abc import Mapping, Sequence
+from typing import Any
 
-from fxremat.core.plan import Plan
+from fxremat.core.plan import Plan, steps_from_json
 from fxremat.core.problem import Problem
-from fxremat.core.schedule import Step
+from fxremat.core.schedule import Step, ops_of
 from fxremat.core.timeline import replay
 
 
@@ -34,3 +36,38 @@ def make_plan(
         peak_bound_bytes=peak_bound_bytes,
         energy_uj=line.energy_uj,
     )
+
+
+def claimed_plan(
+    problem: Problem, claims: Mapping[str, Any], budget_bytes: int | None = None
+) -> Plan | None:
+    """The plan of steps in JSON data from elsewhere; None where they are none of this problem.
+
+    Solver, seconds and bounds are as claimed, all other figures are computed anew.
+    """
+    steps = steps_from_json(claims)
+    if not _may_run(problem, steps):
+        return None
+    peak_bound = claims["peak_bound_bytes"]
+    return make_plan(
+        problem,
+        steps,
+        str(claims["solver"]),
+        budget_bytes=budget_bytes,
+        seconds=float(claims["seconds"]),
+        time_bound_us=_number_or_none(claims["time_bound_us"]),
+        peak_bound_bytes=None if peak_bound is None else int(peak_bound),
+    )
+
+
+def _may_run(problem: Problem, steps: Sequence[Step]) -> bool:
+    """Whether first runs are in base order, and what is not repeatable runs once."""
+    ops = ops_of(steps)
+    counts = Counter(ops)
+    return tuple(dict.fromkeys(ops)) == problem.base_steps() and all(
+        op.repeatable or counts[op.name] == 1 for op in problem.ops
+    )
+
+
+def _number_or_none(value: Any) -> float | None:
+    return None if value is None else float(value)

@@ -17,8 +17,9 @@ the one of least planned time is taken. Where none gets there, the lowest is wha
 from __future__ import annotations
 
 import logging
-from collections.abc import Generator
+from collections.abc import Generator, Mapping
 from dataclasses import dataclass, field, replace
+from typing import Any
 
 from fxremat.compiling.draft import Draft
 from fxremat.compiling.pipeline import AS_TORCH, DONATE, PLAN, Runner
@@ -42,8 +43,11 @@ from fxremat.compiling.searching.tuning import (
     REHEARSALS,
 )
 from fxremat.compiling.searching.variant_sets import VariantSet, variant_set
+from fxremat.core.plan import plan_to_json
 from fxremat.core.problem import Problem
+from fxremat.errors import VerificationFailed
 from fxremat.passes.variants.table import rules_named
+from fxremat.planner.plans import claimed_plan
 
 log = logging.getLogger(__name__)
 
@@ -70,6 +74,17 @@ class Found:
     plain: Draft
     over: bool
     judged_candidates: int
+
+
+def decision_of(found: Found) -> dict[str, Any]:
+    """What a search has ended with, as JSON data: `Search.taken` makes the same of it."""
+    candidate = found.judged.candidate
+    return {
+        "variants": [one.name for one in candidate.draft.taken],
+        "order": candidate.order,
+        "held": None if candidate.held is None else sorted(candidate.held),
+        "plan": plan_to_json(candidate.plan),
+    }
 
 
 @dataclass
@@ -109,6 +124,26 @@ class Search:
                 break
         best = min(self.lowest, key=lambda one: one.peak_bytes)
         return self._found(best, over=best.peak_bytes > budget)
+
+    def taken(self, decision: Mapping[str, Any]) -> Found:
+        """What another search for the same has ended with (`decision_of`), made here and judged.
+
+        Raises `VerificationFailed` where it does not go with this graph.
+        """
+        order, names = decision["order"], tuple(decision["variants"])
+        candidate: Candidate | None
+        if order in ("torch", "torch, donated"):
+            candidate = self._torch(donated=order == "torch, donated")
+        else:
+            draft = self.draft(names, self.offered() if names else None)
+            budget = self.planning.request.own_budget
+            plan = claimed_plan(draft.estimate.problem, decision["plan"], budget)
+            held = None if decision["held"] is None else frozenset(decision["held"])
+            candidate = None if plan is None else Candidate(draft, plan, order, held)
+        if candidate is None:
+            raise VerificationFailed("the plan of another rank", "it is none for this graph")
+        judged, budget = self.judge.judge(candidate), self.planning.request.own_budget
+        return self._found(judged, over=budget is not None and judged.peak_bytes > budget)
 
     def quickest(self, budget_bytes: int) -> Candidate:
         """A plan of the quickest solver, with its order held everywhere; nothing is rehearsed.

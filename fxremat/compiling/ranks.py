@@ -1,0 +1,159 @@
+"""One plan for all ranks of a job that compile the same graph.
+
+Under torch.distributed, the rank that asks first plans a graph; what it has decided goes to the
+store that the ranks have met at, under a digest of the graph and of the request. Ranks that come to
+the same question later, or meanwhile, take that answer. So no two ranks plan the same graph, and
+none has another plan for it. Ranks with other graphs, as the stages of a pipeline, or with other
+sizes, plan for themselves. Nobody waits for a rank that has not asked.
+
+Graphs with collectives inside are run by several ranks at the same time. So these ranks are to
+compile the same graph, which they tell each other first (`agreed`); of their requests, the smallest
+budget and the most that is held count for all.
+
+A rank that has to wait longer than the option ``rank_timeout`` raises `RankMissing`. A rank that
+fails while it plans says so, and all that wait for it raise that.
+"""
+
+from __future__ import annotations
+
+import json
+import re
+import time
+from collections import Counter
+from collections.abc import Callable, Sequence
+from dataclasses import replace
+from typing import Any
+
+import torch
+from torch import fx
+from torch.fx.node import map_aggregate
+from torch.utils import _pytree as pytree
+
+from fxremat import compat
+from fxremat.compiling import session
+from fxremat.compiling.request import Request
+from fxremat.errors import GraphsDiffer, RankMissing
+
+_met: Counter[tuple[int, ...]] = Counter()
+"""How many graphs were agreed on, by the ranks that have to run them together."""
+
+
+def shared_answer(what: str, question: str, make: Callable[[], Any]) -> tuple[Any, bool]:
+    """The answer of the rank that asks first, as JSON data, and whether that is this rank.
+
+    ``what`` is looked for, as a noun. Raises `RankMissing` where the other rank gives none.
+    """
+    if not compat.is_a_rank():
+        return make(), True
+    store, rank = compat.job_store(), torch.distributed.get_rank()
+    claim, answer = f"claim/{question}", f"answer/{question}"
+    if _reached(store.add, what, claim, 1) == 1:
+        return _made(store, what, answer, rank, make), True
+    found = _received(store, what, answer, None)
+    if "failed" in found:
+        raise RankMissing(what, session.STATE.rank_timeout, found["rank"], found["failed"])
+    return found["made"], False
+
+
+def _made(store: Any, what: str, answer: str, rank: int, make: Callable[[], Any]) -> Any:
+    try:
+        made = make()
+    except BaseException as error:
+        failed = f"{type(error).__name__}: {error}"
+        _reached(store.set, what, answer, json.dumps({"failed": failed, "rank": rank}))
+        raise
+    _reached(store.set, what, answer, json.dumps({"made": made, "rank": rank}))
+    return made
+
+
+def agreed(gm: fx.GraphModule, inputs: Sequence[Any], request: Request) -> Request:
+    """The request, as the ranks that run this graph together have it in common.
+
+    Raises `GraphsDiffer` where they compile different graphs, and `RankMissing` where one of them
+    compiles none.
+    """
+    ranks = compat.ranks_together(gm, inputs)
+    if not ranks:
+        return request
+    _met[ranks] += 1
+    store, rank = compat.job_store(), torch.distributed.get_rank()
+    place = f"together/{'-'.join(map(str, ranks))}/{_met[ranks]}"
+    what = "word of the graph that ranks compile together"
+    mine = {
+        "graph": graph_digest(gm),
+        "about": f"{len(gm.graph.nodes)} nodes, {len(inputs)} inputs",
+        "budget": request.budget_bytes,
+        "beside": [request.held_bytes, request.between_bytes, request.tuning_bytes],
+    }
+    _reached(store.set, what, f"{place}/{rank}", json.dumps(mine))
+    told = {one: _received(store, what, f"{place}/{one}", one) for one in ranks}
+    first = told[ranks[0]]
+    others = tuple(one for one in ranks if told[one]["graph"] != first["graph"])
+    if others:
+        about = {one: told[one]["about"] for one in (ranks[0], *others)}
+        raise GraphsDiffer(ranks[0], others, about)
+    budgets = [one["budget"] for one in told.values() if one["budget"] is not None]
+    held, between, tuning = (
+        max(each) for each in zip(*(one["beside"] for one in told.values()), strict=True)
+    )
+    return replace(
+        request,
+        budget_bytes=min(budgets, default=None),
+        held_bytes=held,
+        between_bytes=between,
+        tuning_bytes=tuning,
+    )
+
+
+def graph_digest(gm: fx.GraphModule) -> str:
+    """Equal on all ranks for the same graph: whatever device, and group of ranks, is theirs."""
+    nodes = [
+        (node.op, node.name, _same(str(node.target)), _arguments(node), _described(node))
+        for node in gm.graph.nodes
+    ]
+    return session.digest(nodes)
+
+
+def _arguments(node: fx.Node) -> str:
+    given: Any = node.args, dict(node.kwargs)
+    if compat.is_collective(node):  # each rank names groups in its own way
+        given = map_aggregate(given, lambda one: "" if isinstance(one, str) else one)
+    return _same(repr(given))
+
+
+def _same(text: str) -> str:
+    """Without what differs from process to process: addresses, and numbers of devices."""
+    return _OF_THIS_PROCESS.sub("", text)
+
+
+def _described(node: fx.Node) -> Any:
+    """Of the tensors that a node gives."""
+    leaves = pytree.tree_leaves(node.meta.get("val", node.meta.get("example_value")))
+    return [
+        (tuple(map(str, x.shape)), tuple(map(str, x.stride())), str(x.dtype), x.device.type)
+        for x in leaves
+        if isinstance(x, torch.Tensor) and not x.is_sparse
+    ]
+
+
+_OF_THIS_PROCESS = re.compile(r"0x[0-9a-f]+|, index=\d+|(?<=cuda):\d+")
+
+
+def _reached(ask: Callable[..., Any], what: str, *given: Any) -> Any:
+    """What the store answers."""
+    try:
+        return ask(*given)
+    except Exception as error:
+        raise RankMissing(what, 0, None, f"the store cannot be reached: {error}") from error
+
+
+def _received(store: Any, what: str, key: str, rank: int | None) -> Any:
+    """What another rank has left there, as JSON data; it may be long in coming."""
+    limit, end = session.STATE.rank_timeout, time.monotonic() + session.STATE.rank_timeout
+    try:
+        while not compat.has_within(store, key, min(1.0, max(0.01, end - time.monotonic()))):
+            if time.monotonic() >= end:
+                raise RankMissing(what, limit, rank)
+        return json.loads(store.get(key))
+    except ConnectionError as error:
+        raise RankMissing(what, 0, None, f"the store cannot be reached: {error}") from error

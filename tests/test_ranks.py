@@ -1,0 +1,272 @@
+"""One plan for all ranks of a job: who makes it, who gets it, and what is said where none comes."""
+
+from __future__ import annotations
+
+import json
+import os
+import time
+from collections.abc import Callable
+from datetime import timedelta
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+from torch import nn
+
+import fxremat
+from fxremat import compat
+from fxremat.compiling import ranks, session
+from fxremat.errors import GraphsDiffer, RankMissing
+from fxremat.sizes import MIB
+from tests.small import Stack
+
+if not torch.distributed.is_available():
+    pytest.skip("torch without torch.distributed", allow_module_level=True)
+
+from torch import distributed
+from torch.distributed.tensor.parallel import ColwiseParallel, RowwiseParallel, parallelize_module
+
+WIDTH, ROWS = 64, 512
+OPTIONS: dict[str, Any] = {"executor": "aot_eager", "solver": "greedy", "rank_timeout": 20.0}
+
+
+def joined(rank: int, folder: str, count: int) -> None:
+    """This process as a rank of a job on the loopback address."""
+    os.environ["GLOO_SOCKET_IFNAME"] = "lo"
+    torch.set_num_threads(1)
+    store = f"file://{folder}/store"
+    distributed.init_process_group("gloo", init_method=store, rank=rank, world_size=count)
+
+
+def say(rank: int, folder: str, **found: Any) -> None:
+    (Path(folder) / f"rank{rank}.json").write_text(json.dumps(found))
+
+
+def heard(folder: Path, count: int) -> list[dict[str, Any]]:
+    return [json.loads((folder / f"rank{rank}.json").read_text()) for rank in range(count)]
+
+
+def spawned(work: Callable[..., None], folder: Path, *given: Any, count: int = 2) -> None:
+    spawn: Any = torch.multiprocessing.spawn  # type: ignore[attr-defined]
+    spawn(work, (str(folder), *given), nprocs=count)
+
+
+def step_of(model: nn.Module, budget: int, **more: Any) -> float:
+    """The seconds of a step, compiling among them."""
+    torch._dynamo.reset()
+    options = {**OPTIONS, "memory_budget": budget, **more}
+    call = torch.compile(lambda x: model(x).square().mean(), backend="fxremat", options=options)
+    begin = time.monotonic()
+    call(torch.ones(ROWS, WIDTH)).backward()
+    return time.monotonic() - begin
+
+
+class Parallel(nn.Module):
+    """Two layers that two ranks share; ``more`` makes the graph another one."""
+
+    def __init__(self, *, more: bool = False) -> None:
+        super().__init__()
+        self.first, self.second = nn.Linear(WIDTH, 4 * WIDTH), nn.Linear(4 * WIDTH, WIDTH)
+        self.more = more
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        hidden = torch.nn.functional.gelu(self.first(x))
+        result: torch.Tensor = self.second(hidden.tanh() if self.more else hidden)
+        return result
+
+
+def parallel(*, more: bool = False) -> nn.Module:
+    torch.manual_seed(0)
+    mesh = distributed.device_mesh.init_device_mesh("cpu", (distributed.get_world_size(),))
+    plan = {"first": ColwiseParallel(), "second": RowwiseParallel()}
+    return parallelize_module(Parallel(more=more), mesh, plan)
+
+
+def one_plans(rank: int, folder: str) -> None:
+    """Of two ranks, the search of the second one is out of order."""
+    joined(rank, folder, 2)
+    torch.manual_seed(0)
+    model, searches = Stack(width=WIDTH, depth=6), list[int]()
+    from fxremat.compiling.searching.search import Search
+
+    run = Search.run
+
+    def counted(self: Search) -> Any:
+        searches.append(rank)
+        return run(self)
+
+    Search.run = counted  # type: ignore[method-assign]
+    if rank == 1:
+        time.sleep(1.0)  # the other one asks first
+    for budget in (4 * MIB, 4 * MIB, 6 * MIB):
+        step_of(model, budget)
+    plans = [list(map(str, report.plan.steps)) for report in fxremat.reports()]
+    refused = None
+    try:
+        step_of(model, MIB)
+    except Exception as error:
+        cause: Any = getattr(error, "inner_exception", error)
+        refused = cause.minimum_bytes
+    say(rank, folder, searches=len(searches), plans=plans, refused=refused)
+    distributed.barrier()
+    distributed.destroy_process_group()
+
+
+def test_the_rank_that_asks_first_plans_for_all(tmp_path: Path) -> None:
+    """Two budgets, one of them asked for twice, and one that is refused: three searches."""
+    spawned(one_plans, tmp_path)
+    first, second = heard(tmp_path, 2)
+    assert (first["searches"], second["searches"]) == (3, 0)
+    assert first["plans"] == second["plans"]
+    assert first["plans"]
+    assert first["refused"] == second["refused"] > MIB
+
+
+def other_graph(rank: int, folder: str, ways: list[str]) -> None:
+    joined(rank, folder, 2)
+    said, budgets = list[str](), list[int | None]()
+    for way in ways:
+        model = parallel(more=way == "another" and rank == 1)
+        begin = time.monotonic()
+        try:
+            if way != "none" or rank == 0:
+                step_of(model, (1000 - rank) * MIB, rank_timeout=3.0)
+                budgets += [report.budget_bytes for report in fxremat.reports()]
+            said.append("")
+        except Exception as error:
+            cause: Any = getattr(error, "inner_exception", error)
+            said.append(f"{type(cause).__name__}: {cause}")
+        assert time.monotonic() - begin < 30
+    say(rank, folder, said=said, budgets=budgets, together=ranks_of_a_collective())
+    distributed.destroy_process_group()
+
+
+def ranks_of_a_collective() -> list[int]:
+    """Those that have to run a graph with a collective of all ranks among its calls."""
+    graph = torch.fx.Graph()
+    name = distributed.group.WORLD.group_name  # type: ignore[union-attr]
+    all_reduce: Any = torch.ops._c10d_functional.all_reduce.default
+    graph.output(graph.call_function(all_reduce, (graph.placeholder("x"), "sum", name)))
+    gm = torch.fx.GraphModule(nn.Module(), graph)
+    assert [compat.is_collective(node) for node in graph.nodes] == [False, True, False]
+    return list(compat.ranks_together(gm, [torch.ones(2)]))
+
+
+def test_ranks_that_compile_different_graphs_say_so(tmp_path: Path) -> None:
+    """On all of them, in a graph with collectives; and where one of them compiles none."""
+    spawned(other_graph, tmp_path, ["same", "another", "none"])
+    found = heard(tmp_path, 2)
+    first, second = (each["said"] for each in found)
+    assert [each["together"] for each in found] == [[0, 1], [0, 1]]
+    assert [each["budgets"][0] for each in found] == [999 * MIB, 999 * MIB]
+    assert first[0] == second[0] == ""
+    for each in (first, second):
+        assert each[1].startswith("GraphsDiffer: rank 1 compiles another graph than rank 0")
+    assert first[2].startswith(
+        "RankMissing: no word of the graph that ranks compile together came from rank 1"
+    )
+    assert "within 3 s" in first[2]
+    assert second[2] == ""
+
+
+def dying(rank: int, folder: str) -> None:
+    """The rank that plans fails, then is gone; then the store cannot be written."""
+    joined(rank, folder, 2)
+    session.STATE.rank_timeout = 2.0
+    said = []
+
+    def fail() -> Any:
+        raise MemoryError("out of memory")
+
+    def vanish() -> Any:
+        raise AssertionError("asked to plan")
+
+    if rank == 0:
+        with pytest.raises(MemoryError):
+            ranks.shared_answer("plan", "fails", fail)
+        compat.job_store().add("claim/gone", 1)
+    distributed.barrier()
+    if rank == 1:
+        for question in ("fails", "gone"):
+            with pytest.raises(RankMissing) as missing:
+                ranks.shared_answer("plan", question, vanish)
+            said.append(str(missing.value))
+    say(rank, folder, said=said)
+    distributed.barrier()
+    distributed.destroy_process_group()
+
+
+def test_a_rank_that_fails_while_it_plans_is_not_waited_for(tmp_path: Path) -> None:
+    spawned(dying, tmp_path)
+    _, second = heard(tmp_path, 2)
+    assert "no plan came from rank 0: MemoryError: out of memory" in second["said"][0]
+    assert "no plan came from another rank within 2 s" in second["said"][1]
+    assert "rank_timeout" in second["said"][1]
+
+
+class _Store:
+    """One that nobody can reach, or nobody can write to."""
+
+    def __init__(self, *, claims: bool) -> None:
+        self.claims = claims
+
+    def add(self, key: str, count: int) -> int:
+        if not self.claims:
+            raise ConnectionError("broken pipe")
+        return count
+
+    def set(self, key: str, value: str) -> None:
+        raise OSError("no space left")
+
+    def wait(self, keys: list[str], limit: timedelta) -> None:
+        raise RuntimeError("connection reset")
+
+
+@pytest.mark.parametrize(("claims", "why"), [(True, "no space left"), (False, "broken pipe")])
+def test_a_store_that_fails_is_named(
+    monkeypatch: pytest.MonkeyPatch, claims: bool, why: str
+) -> None:
+    monkeypatch.setattr(compat, "is_a_rank", lambda: True)
+    monkeypatch.setattr(compat, "job_store", lambda: _Store(claims=claims))
+    monkeypatch.setattr(distributed, "get_rank", lambda: 0)
+    with pytest.raises(RankMissing, match=f"the store cannot be reached: {why}"):
+        ranks.shared_answer("plan", "question", lambda: 1)
+    with pytest.raises(RankMissing, match="the store cannot be reached: connection reset"):
+        ranks._received(_Store(claims=True), "plan", "answer", None)
+
+
+def test_a_key_is_waited_for() -> None:
+    group: Any = distributed
+    store = group.HashStore()
+    begin = time.monotonic()
+    assert not compat.has_within(store, "key", 0.1)
+    assert time.monotonic() - begin < 5
+    store.set("key", "value")
+    assert compat.has_within(store, "key", 0.1)
+    with pytest.raises(ConnectionError, match="connection reset"):
+        compat.has_within(_Store(claims=True), "key", 0.1)
+
+
+def test_alone_nobody_is_asked() -> None:
+    assert not compat.is_a_rank()
+    assert ranks.shared_answer("plan", "question", lambda: 7) == (7, True)
+    gm = torch.fx.symbolic_trace(nn.Linear(2, 2))
+    assert compat.ranks_together(gm, [torch.ones(2)]) == ()
+
+
+def test_a_digest_is_the_same_on_all_devices() -> None:
+    def graph(device: str) -> str:
+        made = torch.fx.Graph()
+        made.output(made.call_function(torch.arange, (5,), {"device": torch.device(device)}))
+        return ranks.graph_digest(torch.fx.GraphModule(nn.Module(), made))
+
+    assert graph("cuda:0") == graph("cuda:3") == graph("cuda")
+    assert graph("cpu") != graph("cuda")
+
+
+def test_messages() -> None:
+    both = GraphsDiffer(0, (1, 2), {0: "5 nodes", 1: "6 nodes", 2: "7 nodes"})
+    assert "ranks 1, 2 compile another graph than rank 0" in str(both)
+    assert "rank 2: 7 nodes" in str(both)
+    assert "no plan came from another rank within 5 s" in str(RankMissing("plan", 5.0))
