@@ -78,7 +78,7 @@ def surroundings(options: Options, device: torch.device) -> Surroundings:
     if runs > 1:  # else the graph itself is given what the model is
         given = pytree.tree_leaves(calls[model])
         others += [x for x in given if isinstance(x, torch.Tensor)]
-    sharded = _sharded_bytes(unit, device)
+    sharded = _sharded_bytes(model, unit, device)
     gathered, left = (0, None) if sharded is None else sharded
     return Surroundings(
         runs,
@@ -89,12 +89,15 @@ def surroundings(options: Options, device: torch.device) -> Surroundings:
     )
 
 
-def _sharded_bytes(unit: nn.Module, device: torch.device) -> tuple[int, int] | None:
+def _sharded_bytes(
+    model: nn.Module, unit: nn.Module, device: torch.device
+) -> tuple[int, int] | None:
     """What FSDP2 holds beside a unit whose backward runs, and what stays of its gradients.
 
     Beside the gathered parameters, which the graph is given, these are its own parts of them, the
     parameters of the next unit, gathered ahead, and the gradients of the last one on their way.
-    None where it shards nothing.
+    Modules around the unit have gathered the parameters that they shard themselves, and keep the
+    whole gradients of these to their own end. None where it shards nothing.
     """
     if not torch.distributed.is_available():
         return None
@@ -104,7 +107,11 @@ def _sharded_bytes(unit: nn.Module, device: torch.device) -> tuple[int, int] | N
         return None
     own = list(unit.parameters())
     part, whole = storage_bytes(own, device), sum(x.nbytes for x in own)
-    return part + 2 * whole, part
+    shards = [one for one in model.modules() if isinstance(one, FSDPModule)]
+    around = [one for one in shards if one is not unit and unit in set(one.modules())]
+    inner = {id(x) for one in shards if one not in around for x in one.parameters()}
+    outer = {id(x): x.nbytes for one in around for x in one.parameters() if id(x) not in inner}
+    return part + 2 * whole + 2 * sum(outer.values()), part
 
 
 def _form(module: nn.Module) -> Any:

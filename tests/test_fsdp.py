@@ -10,32 +10,19 @@ from typing import Any
 
 import pytest
 import torch
-from torch import nn
 
 import fxremat
-from tests.small import Block
+from tests.test_in_flight import Chain
 
 if not torch.distributed.is_available():
     pytest.skip("torch without torch.distributed", allow_module_level=True)
 
 from torch import distributed
+from torch.distributed.checkpoint.state_dict import get_model_state_dict, set_model_state_dict
 from torch.distributed.fsdp import fully_shard
 
-RANKS, WIDTH, PERCENT = 2, 64, 65
+RANKS, WIDTH, PERCENT = 2, 64, (80, 60)
 OPTIONS: dict[str, Any] = {"executor": "aot_eager", "solver": "greedy", "variants": "none"}
-
-
-class Blocks(nn.Module):
-    """Blocks, each of which FSDP2 gathers by itself."""
-
-    def __init__(self) -> None:
-        super().__init__()
-        self.blocks = nn.ModuleList(Block(WIDTH) for _ in range(5))
-
-    def forward(self, x: torch.Tensor) -> torch.Tensor:
-        for block in self.blocks:
-            x = block(x)
-        return x.square().mean()
 
 
 class Sharded:
@@ -44,7 +31,7 @@ class Sharded:
     def __init__(self, rank: int, way: str, **how: Any) -> None:
         torch._dynamo.reset()
         torch.manual_seed(0)
-        self.model = Blocks()
+        self.model = Chain(6, WIDTH)
         for block in self.model.blocks:
             fully_shard(block)
         fully_shard(self.model)
@@ -53,11 +40,15 @@ class Sharded:
                 block.compile(**how)
         call: Any = self.model
         self.call = torch.compile(self.model, **how) if way == "the whole" else call
-        self.x = torch.randn(16, 64, WIDTH, generator=torch.Generator().manual_seed(rank))
+        self.x = torch.randint(32, (8, 128), generator=torch.Generator().manual_seed(rank))
 
     def step(self) -> None:
         self.model.zero_grad(set_to_none=True)
         self.call(self.x).backward()
+
+    def loss(self) -> float:
+        loss: torch.Tensor = self.call(self.x)
+        return loss.item()
 
     def gradients(self) -> list[torch.Tensor]:
         self.step()
@@ -69,6 +60,15 @@ class Sharded:
         self.model.zero_grad(set_to_none=True)
         return fxremat.measure_peak(self.step, held=(self.model, self.x)).peak_bytes
 
+    def train(self, steps: int = 3) -> list[torch.Tensor]:
+        """The rank's parts of the parameters after some steps of AdamW."""
+        optimizer = torch.optim.AdamW(self.model.parameters(), lr=1e-2)
+        for _ in range(steps):
+            self.step()
+            optimizer.step()
+        found: list[Any] = [*self.model.parameters()]
+        return [parameter.to_local().detach().clone() for parameter in found]
+
 
 def on_a_rank(rank: int, folder: str, way: str) -> None:
     """What is found goes into a file of the rank."""
@@ -78,25 +78,42 @@ def on_a_rank(rank: int, folder: str, way: str) -> None:
     distributed.init_process_group("gloo", init_method=store, rank=rank, world_size=RANKS)
     plain = Sharded(rank, way, backend="aot_eager")
     expected, peak = plain.gradients(), plain.peak_bytes()
-    budget = peak * PERCENT // 100
+    trained = plain.train()
+
+    def ours(budget: int) -> Sharded:
+        options = {**OPTIONS, "memory_budget": budget}
+        return Sharded(rank, way, backend="fxremat", options=options)
+
+    found = []
     with warnings.catch_warnings(record=True) as caught:
         warnings.simplefilter("always")
-        options = {**OPTIONS, "memory_budget": budget}
-        ours = Sharded(rank, way, backend="fxremat", options=options)
-        for mine, its in zip(ours.gradients(), expected, strict=True):
-            torch.testing.assert_close(mine, its)
-        measured = ours.peak_bytes()
-    broken = [each for each in caught if isinstance(each.message, fxremat.PromiseBroken)]
-    plans = [list(map(str, report.plan.steps)) for report in fxremat.reports()]
-    found: dict[str, Any] = {
-        "peak": peak,
-        "budget": budget,
-        "measured": measured,
-        "broken": len(broken),
-        "plans": plans,
-    }
-    (Path(folder) / f"rank{rank}.json").write_text(json.dumps(found))
+        for budget in (*(peak * percent // 100 for percent in PERCENT), least_of(ours(1 << 20))):
+            mine = ours(budget)
+            for one, other in zip(mine.gradients(), expected, strict=True):
+                torch.testing.assert_close(one, other)
+            plans = [list(map(str, report.plan.steps)) for report in fxremat.reports()]
+            found.append({"budget": budget, "measured": mine.peak_bytes(), "plans": plans})
+        for one, other in zip(mine.train(), trained, strict=True):
+            torch.testing.assert_close(one, other)
+    state = get_model_state_dict(mine.model)
+    other_model = Sharded(rank, way, backend="aot_eager")
+    set_model_state_dict(other_model.model, state)
+    assert other_model.loss() == pytest.approx(mine.loss())
+    set_model_state_dict(mine.model, get_model_state_dict(other_model.model))
+    assert other_model.loss() == pytest.approx(mine.loss())
+    broken = sum(isinstance(each.message, fxremat.PromiseBroken) for each in caught)
+    text = json.dumps({"found": found, "broken": broken})
+    (Path(folder) / f"rank{rank}.json").write_text(text)
     distributed.destroy_process_group()
+
+
+def least_of(model: Sharded) -> int:
+    """The number that the error names."""
+    with pytest.raises(torch._dynamo.exc.BackendCompilerFailed) as refused:
+        model.step()
+    error: Any = refused.value.inner_exception
+    assert isinstance(error.minimum_bytes, int)
+    return error.minimum_bytes
 
 
 @pytest.mark.parametrize("way", ["each block", "the whole"])
@@ -104,9 +121,11 @@ def test_a_budget_is_kept_on_each_rank_and_gradients_stay(tmp_path: Path, way: s
     """Compiled as a whole, the hooks of FSDP2 break the graph, and each block is one again."""
     spawn: Any = torch.multiprocessing.spawn  # type: ignore[attr-defined]
     spawn(on_a_rank, (str(tmp_path), way), nprocs=RANKS)
-    found = [json.loads((tmp_path / f"rank{rank}.json").read_text()) for rank in range(RANKS)]
-    for each in found:
-        assert each["measured"] <= each["budget"]
-        assert each["broken"] == 0
-        assert each["plans"]
-    assert found[0]["plans"] == found[1]["plans"]
+    both = [json.loads((tmp_path / f"rank{rank}.json").read_text()) for rank in range(RANKS)]
+    for rank in both:
+        assert rank["broken"] == 0
+        for each in rank["found"]:
+            assert each["measured"] <= each["budget"]
+            assert each["plans"]
+    for one, other in zip(*(rank["found"] for rank in both), strict=True):
+        assert one["plans"] == other["plans"]
