@@ -12,6 +12,7 @@ errors are subclasses of `FxrematError`.
 from typing import TYPE_CHECKING
 
 from fxremat.errors import (
+    BudgetExceeded,
     FxrematError,
     InfeasibleBudget,
     InvalidOption,
@@ -33,6 +34,7 @@ if TYPE_CHECKING:
     from fxremat.preparing import prepare
 
 __all__ = [
+    "BudgetExceeded",
     "FxrematError",
     "InfeasibleBudget",
     "InvalidOption",

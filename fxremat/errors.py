@@ -198,6 +198,40 @@ class PromiseBroken(UserWarning):
         )
 
 
+class BudgetExceeded(UserWarning):
+    """A step took more than the budget: something takes memory that no plan has seen.
+
+    ``taken_bytes`` were there at most, beside a budget of ``budget_bytes``. About ``outside_bytes``
+    of them belong to what ``graph`` does not see, for which ``counted_bytes`` had been set aside.
+    """
+
+    def __init__(
+        self,
+        graph: str,
+        taken_bytes: int,
+        budget_bytes: int,
+        outside_bytes: int,
+        counted_bytes: int,
+    ) -> None:
+        super().__init__(graph, taken_bytes, budget_bytes, outside_bytes, counted_bytes)
+        self.graph = graph
+        self.taken_bytes = taken_bytes
+        self.budget_bytes = budget_bytes
+        self.outside_bytes = outside_bytes
+        self.counted_bytes = counted_bytes
+
+    def __str__(self) -> str:
+        over = self.taken_bytes - self.budget_bytes
+        return (
+            f"a step took {_exact(self.taken_bytes)}, {format_bytes(over)} more than the memory "
+            f"budget of {_exact(self.budget_bytes)}: what runs outside of {self.graph}, or is kept "
+            f"by hooks, takes about {format_bytes(self.outside_bytes)}, and "
+            f"{format_bytes(self.counted_bytes)} had been counted for it.\n"
+            "What to do: have fxremat.prepare look at the step; or put the loss into what is "
+            f"compiled; or set reserve={round_up_bytes(self.outside_bytes)!r}."
+        )
+
+
 class VerificationFailed(FxrematError):
     """What fxremat made is not what it promised: a bug of fxremat, caught before it could harm."""
 

@@ -305,6 +305,7 @@ class RunsOfOneGraph:
             segment_bytes=report.segment_bytes if self._takes_segment(version) else None,
             tuning_bytes=request.tuning_bytes,
             coming_bytes=self.coming_bytes,
+            unseen_bytes=self.unseen_bytes,
             several=own is not None,
             around=around,
         )

@@ -98,6 +98,13 @@ def current_compilation() -> tuple[int, int | None]:
     return int(frame), int(getattr(identifier, "frame_compile_id", 0) or 0)
 
 
+def compilations() -> int:
+    """How many graphs Dynamo has given to a compiler."""
+    from torch._dynamo.utils import counters
+
+    return int(counters["stats"]["unique_graphs"])
+
+
 def splits_for_ddp() -> bool:
     """Whether Dynamo splits the graphs that it compiles now, so that gradients are sent early."""
     from torch._dynamo.utils import get_optimize_ddp_mode

@@ -22,6 +22,7 @@ from typing import Any
 
 import torch
 
+from fxremat.compat.dynamo import compilations
 from fxremat.compat.saved_tensors import (
     autograd_position,
     node_of_forward,
@@ -33,6 +34,7 @@ from fxremat.compat.tensors import is_fake, plain_tensors
 from fxremat.errors import PromiseBroken
 from fxremat.runtime.host_memory import is_on
 from fxremat.runtime.segments import Segment
+from fxremat.runtime.watched_steps import StepWatch
 from fxremat.sizes import MIB
 
 log = logging.getLogger(__name__)
@@ -55,7 +57,8 @@ class Promise:
     forward keeps ``saved_bytes`` for its backward. ``segment_bytes`` are what the allocator takes
     for it in one piece, before it runs for the first time, 0 where none is better; None where it
     takes memory from elsewhere. Kernels are tuned in ``tuning_bytes`` beside that, and
-    ``coming_bytes`` are still to come into it. With ``several`` a version is one of those of its
+    ``coming_bytes`` are still to come into it. ``unseen_bytes`` were counted for what no graph
+    sees. With ``several`` a version is one of those of its
     graph. What lies ``around`` is part of ``reserve_bytes``.
     """
 
@@ -69,6 +72,7 @@ class Promise:
     segment_bytes: int | None = None
     tuning_bytes: int = 0
     coming_bytes: int = 0
+    unseen_bytes: int = 0
     several: bool = False
     around: Around = ()
 
@@ -142,6 +146,27 @@ class _SharedBudget:
     told: int = 1
     anew: bool = False
     segments: _Segments = field(default_factory=_Segments)
+    watch: StepWatch | None = None
+    saved_bytes: int = 0
+    """Of all forwards that wait, by their plans; the most since a step began."""
+
+    def begin(self, promise: Promise, args: Iterable[object]) -> None:
+        """A forward begins; if none waits, a step does."""
+        if self.watch is None:
+            reserved = promise.segment_bytes is not None
+            self.watch = StepWatch(promise.device, promise.budget_bytes, reserved, compilations)
+        if not self.forwards and not self.watch.is_over:
+            around, self.saved_bytes = [each() for each in promise.around], 0
+            self.watch.begin(_own_bytes([*args, *around], promise.device))
+
+    def end(self, promise: Promise) -> None:
+        """A backward has ended; if no forward waits, a step has, and may have taken too much."""
+        if self.forwards or self.watch is None:
+            return
+        exceeded = self.watch.end(promise.graph, self.saved_bytes, promise.unseen_bytes)
+        if exceeded is not None:
+            log.warning("%s", exceeded)
+            warnings.warn(exceeded, stacklevel=4)
 
     def add(self, node: Any, promise: Promise, own: Iterable[object]) -> PromiseBroken | None:
         """Count one more forward; ``own`` are its arguments and results.
@@ -152,6 +177,7 @@ class _SharedBudget:
         reference = weakref.ref(node, lambda _: forwards.pop(key, None))
         forwards[key] = _Forward(reference, promise)
         when_freed(node, partial(forwards.pop, key, None))
+        self.saved_bytes = max(self.saved_bytes, self._planned()[1])
         if len(forwards) == 1:
             if self.anew:
                 self.looked_at, self.told, self.anew = (1, 0), 1, False
@@ -331,11 +357,14 @@ class _WatchedRuns:
             return one.call(*args)  # Dynamo asks for their sizes, to split what follows for DDP
         promise, shared = one.promise, _shared_budget(one.promise)
         segment = shared.segments.before(promise, len(shared.forwards), args)
+        shared.begin(promise, args)
         results = one.call(*args)
         node = node_of_forward(results, before)
         if node is not None:
             if segment is not None and segment.has_room:
                 when_backward_ends(node, segment.open_room)
+            if shared.watch is not None and not shared.watch.is_over:
+                when_backward_ends(node, partial(shared.end, promise))
             self.places.take(place, node)
             own = (*args, *results) if isinstance(results, (list, tuple)) else (*args, results)
             self.look(node, promise, own)
