@@ -149,9 +149,12 @@ def fxremat(
     graph = Graph(gm, compat.copy_module(gm), example_inputs, parsed, mode)
     unseen = request.held_bytes - ledger.held_by_others(*place)
     seen, index = session.seen_as(gm, example_inputs)
+    as_seen = seen is not None
+    if seen is None:
+        seen, index = session.seen_in(next(reversed(compat.calling_modules()), None))
     runs = RunsOfOneGraph(
         request, device, around, unseen, graph.compile, graph.plan, graph.as_unit, seen, index,
-        coming_bytes=parsed.reserve or 0,
+        as_seen=as_seen, coming_bytes=parsed.reserve or 0,
     )  # fmt: skip
     count = around.runs if seen is None else len(seen.runs_of(index))
     together = count > 1 or seen is not None

@@ -74,6 +74,9 @@ def prepare(
     _check_budget(seen, parsed)
     for index, graph in enumerate(look.graphs):
         session.STATE.seen[graph.signature] = seen, index
+    for part, indices in look.graphs_of.items():
+        if len(indices) == 1:
+            session.STATE.seen_parts[part] = seen, min(indices)
     compat.compile_parts(model, parts, backend=fxremat, options=given)
     return model
 
@@ -123,6 +126,8 @@ class _Look:
     moments: list[Moment] = field(default_factory=list)
     runs: dict[tuple[int, int], int] = field(default_factory=dict)
     """By graph and place."""
+    graphs_of: dict[nn.Module, set[int]] = field(default_factory=dict)
+    """The graphs of each part that ran."""
     waiting: list[int] = field(default_factory=list)
     live: dict[int, tuple[int, Callable[[], bool]]] = field(default_factory=dict)
     current: int = 0
@@ -217,6 +222,9 @@ class _Look:
             self.see(shown)
             return shown
         run = self.runs.setdefault((index, place), len(self.runs))
+        part = next(reversed(compat.calling_modules()), None)
+        if part is not None:
+            self.graphs_of.setdefault(part, set()).add(index)
         self.between()
         if self.counts:
             self.moments.append(Moment(self.current, tuple(self.waiting), run, "forward"))
@@ -248,6 +256,8 @@ class _Look:
         runs = sorted(self.runs, key=self.runs.__getitem__)
         used = sorted({index for index, _ in runs})
         self.graphs = [self.graphs[index] for index in used]
+        for part, indices in self.graphs_of.items():
+            self.graphs_of[part] = {used.index(index) for index in indices}
         units, request = [], None
         for one in self.graphs:
             gm, inputs = one.graph.kept, one.graph.inputs

@@ -205,7 +205,7 @@ class RunsOfOneGraph:
     `InfeasibleBudget`. ``look`` traces the graph as a unit, and raises `NoBackward`.
     ``unseen_bytes`` of what is held are no saved tensors, and ``coming_bytes`` are said to come
     beside the graph. ``seen`` is the step that was looked at, in which the graph is the unit of
-    this ``index``.
+    this ``index``; or another graph of the same module is, if it is not there ``as_seen``.
     """
 
     request: Request
@@ -217,6 +217,7 @@ class RunsOfOneGraph:
     look: Callable[[Request, int], Unit]
     seen: SeenStep | None = None
     index: int = 0
+    as_seen: bool = True
     coming_bytes: int = 0
     known: dict[Request, CompiledVersion] = field(default_factory=dict)
 
@@ -236,6 +237,9 @@ class RunsOfOneGraph:
                 left = min(unit.boundary.left, self.around.left_bytes)
                 unit = replace(unit, boundary=replace(unit.boundary, left=left))
             seen = repeated_step(unit, count, self.request.held_bytes)
+        elif not self.as_seen:
+            beside = replace(self.request, held_bytes=self.coming_bytes)
+            seen.units[self.index], self.as_seen = self.look(beside, count), True
         unit = seen.units[self.index]
         runs, offers = seen.runs_of(self.index), list(unit.offers)
         for _ in range(TRIES):

@@ -58,6 +58,26 @@ def test_fresh_dynamo_caches() -> None:
     assert config.recompile_limit == before
 
 
+def test_sizes_that_are_seen_apart_do_not_vary_outside() -> None:
+    """Nor the other way round: what is compiled inside has symbols only if sizes vary there."""
+    torch._dynamo.reset()
+    symbols: list[int] = []
+
+    def backend(gm: fx.GraphModule, inputs: Any) -> Any:
+        symbols.append(sum(isinstance(x, torch.SymInt) for x in inputs))
+        return gm
+
+    compiled = torch.compile(lambda x: x.sin(), backend=backend)
+    compiled(torch.ones(3))
+    with compat.fresh_dynamo_caches():
+        compiled(torch.ones(4))
+    torch._dynamo.reset_code_caches()
+    compiled(torch.ones(3))
+    assert symbols == [0, 0, 0]
+    compiled(torch.ones(5))
+    assert symbols == [0, 0, 0, 1]
+
+
 def test_regions_that_run_again_are_counted_also_inside_of_each_other() -> None:
     seen: list[int] = []
 

@@ -8,6 +8,7 @@ from typing import Any
 import pytest
 import torch
 from torch import Tensor, nn
+from torch._subclasses.fake_tensor import FakeTensor
 from torch.nn import functional as F
 
 import fxremat
@@ -248,6 +249,39 @@ def test_more_runs_than_were_seen_are_planned_again() -> None:
     case.step()
     for parameter, gradient in zip(case.model.parameters(), case.gradients, strict=True):
         torch.testing.assert_close(parameter.grad, gradient)
+
+
+class Looking(Block):
+    """A block that does more where it is given a tensor without memory."""
+
+    def forward(self, x: Tensor) -> Tensor:
+        result: Tensor = super().forward(x)
+        return result + x.sin() if isinstance(x, FakeTensor) else result
+
+
+def test_regions_of_a_model_are_wrapped_and_look_at_tensors() -> None:
+    """As those that accelerate compiles: layers of torch too, and code that knows fake tensors."""
+
+    def wrap(model: nn.Module) -> None:
+        assert isinstance(model, WithLoss)
+        language: Any = model.model
+        language.embedding = torch.compile(language.embedding, backend="aot_eager")
+        language.head = torch.compile(language.head, backend="aot_eager")
+        language.blocks = nn.ModuleList(Looking(64) for _ in range(6))
+        wrap_blocks(model)
+
+    case = Case(wrap, inside=True)
+    case.step()
+    expected = [None if p.grad is None else p.grad.clone() for p in case.model.parameters()]
+    budget = case.plain_bytes * 7 // 10
+    case.prepare(budget)
+    (seen, _), *_ = session.STATE.seen.values()
+    assert sorted(len(seen.runs_of(unit)) for unit in range(len(seen.units))) == [1, 1, 6]
+    case.step()
+    for parameter, gradient in zip(case.model.parameters(), expected, strict=True):
+        torch.testing.assert_close(parameter.grad, gradient)
+    assert case.peak_bytes() <= budget
+    assert len(fxremat.reports()) <= 4
 
 
 @pytest.mark.gpu

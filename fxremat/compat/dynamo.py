@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections import defaultdict
 from collections.abc import Callable, Iterable, Iterator
 from contextlib import contextmanager
 from typing import Any
@@ -31,8 +32,7 @@ def compile_parts(model: nn.Module, parts: Iterable[nn.Module], **how: Any) -> N
     for part in parts:
         around = [one for one in wrapped if one._orig_mod is part]
         for one in around:
-            anew: Any = torch.compile(part, **how)
-            one.dynamo_ctx, one.forward = anew.dynamo_ctx, anew.forward
+            _compile_wrapped(one, **how)
         if not around:
             part.compile(**how)
 
@@ -48,25 +48,48 @@ def unwrapped(model: nn.Module) -> nn.Module:
 def compiled_in_place(
     model: nn.Module, parts: Iterable[nn.Module], backend: Callable[..., Any]
 ) -> Iterator[None]:
-    """Inside, the ``backend`` compiles these parts; what wraps them in ``model`` is taken off."""
+    """Inside, the ``backend`` compiles these parts; what wraps them in ``model`` is taken off.
+
+    But for modules of torch itself: Dynamo looks into those only where they are wrapped.
+    """
     compiled = [(part, part._compiled_call_impl) for part in parts]
-    wrapped = [
+    around = [
         (module._modules, name, child)
         for module in model.modules()
         for name, child in module._modules.items()
         if child is not None and unwrapped(child) is not child
     ]
+    kept: list[Any] = [child for _, _, child in around if _is_torchs_own(unwrapped(child))]
+    before = [(one, one.dynamo_ctx, one.forward) for one in kept]
+    inside = {id(unwrapped(one)) for one in kept}
     try:
-        for table, name, child in wrapped:
-            table[name] = unwrapped(child)
+        for table, name, child in around:
+            if id(unwrapped(child)) not in inside:
+                table[name] = unwrapped(child)
+        for one in kept:
+            _compile_wrapped(one, backend=backend)
         for part, _ in compiled:
-            part.compile(backend=backend)
+            if id(part) not in inside:
+                part.compile(backend=backend)
         yield
     finally:
-        for table, name, child in wrapped:
+        for table, name, child in around:
             table[name] = child
-        for part, before in compiled:
-            part._compiled_call_impl = before
+        for one, context, forward in before:
+            one.dynamo_ctx, one.forward = context, forward
+        for part, call in compiled:
+            part._compiled_call_impl = call
+
+
+def _is_torchs_own(module: nn.Module) -> bool:
+    """Whether Dynamo takes the module's forward for a part of torch."""
+    return type(module).forward.__module__.startswith("torch.nn.")
+
+
+def _compile_wrapped(wrapped: Any, **how: Any) -> None:
+    """Compile anew what `torch.compile` has wrapped."""
+    anew: Any = torch.compile(wrapped._orig_mod, **how)
+    wrapped.dynamo_ctx, wrapped.forward = anew.dynamo_ctx, anew.forward
 
 
 def ends_in_graph_break(gm: fx.GraphModule) -> bool:
@@ -117,11 +140,21 @@ def splits_for_ddp() -> bool:
 
 @contextmanager
 def fresh_dynamo_caches() -> Iterator[None]:
-    """Compilations inside are not counted against the recompile limit outside."""
-    import torch._dynamo.config as dynamo_config
+    """Compilations inside are not counted against the recompile limit outside.
 
-    with dynamo_config.patch(recompile_limit=64):
-        yield
+    Nor are sizes that are seen inside: else Dynamo would take those outside for ones that vary.
+    """
+    import torch._dynamo.config as dynamo_config
+    from torch._dynamo import pgo
+
+    seen: Any = pgo
+    before = seen._CODE_STATE
+    seen._CODE_STATE = defaultdict(seen.CodeState)
+    try:
+        with dynamo_config.patch(recompile_limit=64):
+            yield
+    finally:
+        seen._CODE_STATE = before
 
 
 def mark_dynamic(

@@ -15,9 +15,10 @@ from contextlib import contextmanager, suppress
 from dataclasses import dataclass, field, replace
 from pathlib import Path
 from typing import Any
+from weakref import WeakKeyDictionary
 
 import torch
-from torch import fx
+from torch import fx, nn
 
 from fxremat import compat
 from fxremat.disk_cache import write_whole
@@ -96,6 +97,10 @@ class State:
     seen: dict[str, tuple[Any, int]] = field(default_factory=dict)
     """Of graphs in steps that were looked at (`fxremat.prepare`): the step, and which unit it is.
     By their signature."""
+    seen_parts: WeakKeyDictionary[nn.Module, tuple[Any, int]] = field(
+        default_factory=WeakKeyDictionary
+    )
+    """The same by the module that the graph was made of, where it has no other one."""
 
 
 STATE = State()
@@ -113,6 +118,7 @@ def reset() -> None:
     STATE.current = None
     STATE.graphs = 0
     STATE.seen.clear()
+    STATE.seen_parts.clear()
 
 
 def ledger(owner: object) -> Ledger:
@@ -172,6 +178,14 @@ def seen_as(gm: fx.GraphModule, inputs: Sequence[Any]) -> tuple[Any, int]:
     if not STATE.seen:
         return None, 0
     return STATE.seen.get(signature(gm, inputs), (None, 0))
+
+
+def seen_in(part: nn.Module | None) -> tuple[Any, int]:
+    """The step in which another graph of this module was seen; None and 0 if in none.
+
+    Code may look at what it is given, and a tensor without memory cannot show that.
+    """
+    return (None, 0) if part is None else STATE.seen_parts.get(part, (None, 0))
 
 
 def store(key: str, report: Report) -> None:
