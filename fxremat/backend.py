@@ -141,6 +141,7 @@ def fxremat(
     if disabled():
         patches = compat.inductor_patches(mode, parsed.inductor_options())
         return compat.compile_with_inductor(gm, example_inputs, patches)
+    gm = compat.inline_regions(gm)
     ledger, place = session.ledger(options), compat.current_compilation()
     around = surroundings(parsed, device)
     session.STATE.rank_timeout = parsed.rank_timeout
@@ -263,6 +264,7 @@ def plan_only(
     """
     device = device_of_inputs(example_inputs)
     parsed = parse_options(options, device_total_bytes=total_bytes(device))
+    gm = compat.inline_regions(gm)
     ledger, place = session.ledger(None), compat.current_compilation()
     request = request_for(gm, example_inputs, parsed, ledger, place)
     partitioner = Partitioner(request, build(), plan_only=True)

@@ -327,3 +327,29 @@ def test_what_is_timed_waits_for_what_we_compile(monkeypatch: pytest.MonkeyPatch
     with timer.calls.outside_fake_mode():
         events.append("time")
     assert events == ["wait", "time"]
+
+
+class Regions(Stack):
+    """A stack whose blocks are one region, of which torch would compile one code."""
+
+    def forward(self, x: Tensor) -> Tensor:
+        def one(block: nn.Module, x: Tensor) -> Tensor:
+            result: Tensor = block(x)
+            return result
+
+        region: Any = torch.compiler.nested_compile_region(one)
+        for block in self.blocks:
+            x = region(block, x)
+        return x.square().mean()
+
+
+def test_nested_regions_are_planned_with_all_that_runs() -> None:
+    model, x = seeded(lambda: Regions(depth=6), 512, 32)
+    budget = keep_all_peak(model, x) * 7 // 10
+    call = compiled(model, memory_budget=budget, variants="none")
+    assert measured(model, call, x) <= budget
+    gradients = [p.grad for p in model.parameters()]
+    model.zero_grad(set_to_none=True)
+    model(x).backward()
+    for gradient, parameter in zip(gradients, model.parameters(), strict=True):
+        torch.testing.assert_close(gradient, parameter.grad)

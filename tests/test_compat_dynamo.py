@@ -173,3 +173,37 @@ def test_compile_parts() -> None:
     torch.testing.assert_close(model(torch.ones(2, 4)), expected)
     assert list(model) == before
     assert len(seen) == 2  # an input with a gradient, and one without
+
+
+def test_regions_are_inlined_also_inside_of_each_other() -> None:
+    """Each call gives what it gave; constants of a region keep their values."""
+    torch._dynamo.reset()
+    weight = torch.arange(3.0)
+
+    @torch.compiler.nested_compile_region
+    def inner(x: torch.Tensor) -> torch.Tensor:
+        return x.sin() * weight
+
+    @torch.compiler.nested_compile_region
+    def outer(x: torch.Tensor, y: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
+        return inner(x) + torch.tensor([2.0, 3.0, 4.0]), inner(y)
+
+    seen: list[fx.GraphModule] = []
+
+    def backend(gm: fx.GraphModule, inputs: Any) -> Any:
+        seen.append(compat.inline_regions(gm))
+        return seen[-1]
+
+    def step(x: torch.Tensor) -> torch.Tensor:
+        a, b = outer(x, x + 1)
+        c, d = outer(b, a)
+        product: torch.Tensor = c * d
+        return product
+
+    region = torch.ops.higher_order.invoke_subgraph
+    x = torch.tensor([0.1, 0.2, 0.3])
+    assert torch.equal(torch.compile(step, backend=backend)(x), step(x))
+    assert not any(node.target is region for gm in seen for node in gm.graph.nodes)
+    assert sum(node.target == "sin" for node in seen[0].graph.nodes) == 4
+    plain = fx.symbolic_trace(lambda x: x.cos())
+    assert compat.inline_regions(plain) is plain

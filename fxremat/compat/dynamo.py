@@ -2,9 +2,12 @@
 
 from __future__ import annotations
 
+import itertools
+import operator
 from collections import defaultdict
 from collections.abc import Callable, Iterable, Iterator
 from contextlib import contextmanager
+from operator import attrgetter
 from typing import Any
 
 import torch
@@ -103,6 +106,58 @@ def checkpointed_regions(gm: fx.GraphModule) -> int:
     region: Any = torch.ops.higher_order.tag_activation_checkpoint
     graphs = [one.graph for one in gm.modules() if isinstance(one, fx.GraphModule)]
     return sum(node.target is region for graph in graphs for node in graph.nodes)
+
+
+def inline_regions(gm: fx.GraphModule) -> fx.GraphModule:
+    """The graph with the bodies of `torch.compiler.nested_compile_region` in place of their calls.
+
+    A region has one code, and so one plan, however often it is called; a plan for all that runs
+    chooses anew each time. The graph itself where there are none.
+    """
+    region: Any = torch.ops.higher_order.invoke_subgraph
+    calls = [node for node in gm.graph.nodes if node.target is region]
+    if not calls:
+        return gm
+    for call in calls:
+        holder: Any = call.args[0]
+        body: Any = gm.get_submodule(str(holder.target))
+        _inline(gm, call, inline_regions(body), call.args[2:])
+    for node in [node for node in gm.graph.nodes if node.op == "get_attr" and not node.users]:
+        gm.graph.erase_node(node)
+    gm.delete_all_unused_submodules()
+    gm.graph.lint()
+    gm.recompile()
+    return gm
+
+
+def _inline(gm: fx.GraphModule, call: fx.Node, body: fx.GraphModule, given: Any) -> None:
+    """What a call gives is computed where it stands."""
+    arguments, copies = iter(given), dict[fx.Node, Any]()
+    results: Any = ()
+    with gm.graph.inserting_before(call):
+        for node in body.graph.nodes:
+            if node.op == "placeholder":
+                copies[node] = next(arguments)
+            elif node.op == "output":
+                results = fx.map_arg(node.args[0], copies.__getitem__)
+            elif node.op == "get_attr":
+                name = _unused_name(gm, str(node.target))
+                setattr(gm, name, attrgetter(str(node.target))(body))
+                copies[node] = gm.graph.get_attr(name)
+                copies[node].meta = dict(node.meta)
+            else:
+                copies[node] = gm.graph.node_copy(node, copies.__getitem__)
+    for user in list(call.users):
+        assert user.target is operator.getitem  # a region gives a tuple
+        user.replace_all_uses_with(results[user.args[1]])
+        gm.graph.erase_node(user)
+    gm.graph.erase_node(call)
+
+
+def _unused_name(gm: fx.GraphModule, target: str) -> str:
+    base = target.replace(".", "_")
+    names = (base if k == 0 else f"{base}_{k}" for k in itertools.count())
+    return next(name for name in names if not hasattr(gm, name))
 
 
 def current_compilation() -> tuple[int, int | None]:
