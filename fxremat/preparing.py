@@ -10,6 +10,7 @@ CUDA what is allocated and freed outside is kept in order, too, for the model of
 
 from __future__ import annotations
 
+import itertools
 import logging
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
@@ -159,6 +160,7 @@ class _Look:
     waiting: list[int] = field(default_factory=list)
     live: dict[int, _Storage] = field(default_factory=dict)
     events: list[Outside] = field(default_factory=list)
+    numbers: Iterator[int] = field(default_factory=itertools.count)
     current: int = 0
     most: int = 0
     paused: bool = False
@@ -188,7 +190,7 @@ class _Look:
             key, is_gone = compat.storage_watch(tensor)
             if key not in self.live and is_on(tensor, self.device):
                 size = tensor.untyped_storage().nbytes()
-                self.live[key] = _Storage(size, is_gone, f"{kind}{len(self.events)}")
+                self.live[key] = _Storage(size, is_gone, f"{kind}{next(self.numbers)}")
                 self.events.append(Allocate(self.live[key].name, size))
                 self.current += size
         self.most = max(self.most, self.current)

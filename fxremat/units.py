@@ -11,7 +11,7 @@ from __future__ import annotations
 
 import logging
 import math
-from collections.abc import Callable, Iterable, Sequence
+from collections.abc import Callable, Iterable, Iterator, Sequence
 from dataclasses import dataclass, field, replace
 from typing import Any
 from weakref import ref
@@ -45,7 +45,7 @@ log = logging.getLogger(__name__)
 Compiled = Callable[..., Any]
 TRIES = 6
 """Times the choice is made anew, after versions that took more than was offered."""
-RESERVED_TRIES = 12
+RESERVED_TRIES = 16
 """The same where the budget counts reserved bytes: a step may leave more unused than thought."""
 UNUSED_PART = 0.03
 """Of a budget in reserved bytes that several runs share: what may stay unused between blocks.
@@ -278,12 +278,14 @@ class RunsOfOneGraph:
             seen = repeated_step(unit, count, self.request.held_bytes, self.around.left_bytes)
         unit = seen.units[self.index]
         offers, aim = list(unit.offers), self._first_aim(seen)
-        failed: list[list[Compiled]] = []
+        failed: set[planner.Chosen] = set()
+        ways = tuple(self._lowest_ways())
         for _ in range(TRIES if self.request.count == "allocated" else RESERVED_TRIES):
             seen.units[self.index] = replace(unit, offers=tuple(offers))
             chosen = planner.fastest(seen.step(), aim)
             if chosen is None and failed:
-                chosen = planner.lowest(seen.step())
+                step = seen.step()
+                chosen = next((one for way in ways if (one := way(step)) not in failed), None)
             if chosen is None:
                 break
             mine = [chosen[run] for run in seen.runs_of(self.index)]
@@ -301,12 +303,19 @@ class RunsOfOneGraph:
             over = taken.usage.peak_reserved_bytes - self._most_bytes
             if over <= 0:
                 return self._settled(seen, offers, made, mine, peak, taken)
-            calls = [made[k].call for k in mine]
-            if calls in failed:
-                break
-            failed.append(calls)
+            failed.add(chosen)
             aim = min(aim, peak) - over
         raise self._refusal(seen, offers)
+
+    def _lowest_ways(self) -> Iterator[Callable[[UnitStep], planner.Chosen]]:
+        """How to choose versions that take little.
+
+        Where what is outside makes the peak, any versions have it that are low enough beside it.
+        More may then stay unused between what they save: so they are also chosen by themselves.
+        """
+        yield planner.lowest
+        if self.request.count == "reserved":
+            yield lambda step: planner.lowest(_by_itself(step))
 
     @property
     def _most_bytes(self) -> int:
@@ -424,11 +433,18 @@ class RunsOfOneGraph:
 
     def _refusal(self, seen: SeenStep, offers: list[Offer]) -> InfeasibleBudget:
         """The error that names the least, by versions of this graph that have been rehearsed."""
+        refusals = [self._refused(seen, offers, way) for way in self._lowest_ways()]
+        return min(refusals, key=lambda one: one.minimum_bytes or 0)
+
+    def _refused(
+        self, seen: SeenStep, offers: list[Offer], choose: Callable[[UnitStep], planner.Chosen]
+    ) -> InfeasibleBudget:
+        """The error that names what one way to choose needs."""
         assert self.request.budget_bytes is not None
         unit, runs = seen.units[self.index], seen.runs_of(self.index)
         for _ in range(TRIES):
             seen.units[self.index] = replace(unit, offers=tuple(offers))
-            chosen = planner.lowest(seen.step())
+            chosen = choose(seen.step())
             least = seen.step().peak_bytes(chosen)
             for place in sorted({chosen[run] for run in runs}):
                 asked = replace(self.request, budget_bytes=budget_for(least, self.request))
@@ -446,6 +462,12 @@ class RunsOfOneGraph:
         needed = taken.usage.peak_reserved_bytes + self.request.tuning_bytes
         unused = taken.usage.peak_reserved_bytes - taken.usage.peak_allocated_bytes
         return InfeasibleBudget(self.request.budget_bytes, needed, (), unused)
+
+
+def _by_itself(step: UnitStep) -> UnitStep:
+    """The same without what is live outside."""
+    moments = tuple(replace(moment, outside_bytes=0) for moment in step.moments)
+    return replace(step, moments=moments)
 
 
 def _version(report: Report | None) -> Version:
