@@ -460,8 +460,8 @@ class RunsOfOneGraph:
         if taken is None:
             return InfeasibleBudget(self.request.budget_bytes, budget_for(least, self.request))
         needed = taken.usage.peak_reserved_bytes + self.request.tuning_bytes
-        unused = taken.usage.peak_reserved_bytes - taken.usage.peak_allocated_bytes
-        return InfeasibleBudget(self.request.budget_bytes, needed, (), unused)
+        unused = taken.usage.peak_reserved_bytes - seen.step().peak_bytes(chosen)
+        return InfeasibleBudget(self.request.budget_bytes, needed, (), max(0, unused))
 
 
 def _by_itself(step: UnitStep) -> UnitStep:
