@@ -4,7 +4,9 @@ A block that is compiled by itself is one graph that runs once for each block, a
 stage once for each micro-batch. What each run saves counts as often as it waits. So the graph is
 traced first, and the versions that it may take are offered (`fxremat.compiling.units`); which run
 takes which is chosen for all of them together (`fxremat.planner.units`). Each version is then
-compiled as any graph is, within the bytes that the others leave.
+compiled as any graph is, within the bytes that the others leave. Where the budget counts reserved
+bytes, the events of the step they make are replayed in the model of torch's allocator, and the
+choice is made anew where that takes too much.
 """
 
 from __future__ import annotations
@@ -205,7 +207,7 @@ class SeenStep:
 def unplanned_bytes(request: Request) -> int:
     """Of a budget, what no version is planned to take: for tuning, and what may stay unused.
 
-    How blocks of several graphs come to lie is not known beforehand.
+    How blocks of several graphs come to lie is not known before the events of the step are.
     """
     assert request.budget_bytes is not None
     unused = UNUSED_PART * request.budget_bytes if request.count == "reserved" else 0

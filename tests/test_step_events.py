@@ -151,7 +151,7 @@ def runs(draw: st.DrawFn, *, saves_result: bool = False) -> RunEvents:
     events.append(Allocate(incoming, wide))  # takes the number
     other, gradients = some(3), []
     for nbytes in (wide, weight):
-        if saved and draw(st.booleans()):
+        if draw(st.booleans()) and saved:
             events.append(Free(saved.pop()))
         gradients.append(f"{len(events)}")
         events.append(Allocate(gradients[-1], nbytes))
