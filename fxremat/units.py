@@ -449,6 +449,8 @@ class RunsOfOneGraph:
             chosen = choose(seen.step())
             least = seen.step().peak_bytes(chosen)
             for place in sorted({chosen[run] for run in runs}):
+                if offers[place].events is not None:
+                    continue  # what it takes is known
                 asked = replace(self.request, budget_bytes=budget_for(least, self.request))
                 try:
                     report = self.plan(offers[place].asked(asked))
@@ -501,7 +503,7 @@ def _raised(one: Offer, refused: InfeasibleBudget) -> Offer:
         forward_bytes=one.version.forward_bytes + more,
         backward_bytes=one.version.backward_bytes + more,
     )
-    return replace(one, version=version, peak_bytes=one.peak_bytes + more)
+    return replace(one, version=version, peak_bytes=one.peak_bytes + more, events=None)
 
 
 def _told(
