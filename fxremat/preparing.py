@@ -4,13 +4,15 @@ Where blocks are compiled by themselves, each compiler call sees one block. What
 blocks, the loss, and how often each block runs is in the Python code around them. So one step runs
 on tensors without memory. The compiled parts are stood in for: each gives results of the right
 sizes, saves nothing, and notes when its forward and its backward run. What is live then, outside of
-all parts, is counted. With what the parts offer (`fxremat.compiling.units`) that is the step.
+all parts, is counted. With what the parts offer (`fxremat.compiling.units`) that is the step. On
+CUDA what is allocated and freed outside is kept in order, too, for the model of torch's allocator.
 """
 
 from __future__ import annotations
 
+import itertools
 import logging
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass, field
 from typing import Any
@@ -22,12 +24,15 @@ from torch.utils import _pytree as pytree
 from fxremat import compat
 from fxremat.backend import Graph, fxremat, total_bytes
 from fxremat.compiling import session
-from fxremat.compiling.request import device_of_inputs, request_for
+from fxremat.compiling.request import device_of_inputs, request_for, unseen_bytes
 from fxremat.core.units import Moment
+from fxremat.cost.allocator import Allocate, Free
+from fxremat.cost.step_events import Backward, Forward, Outside
 from fxremat.errors import InfeasibleBudget, NotTraceable
 from fxremat.options import Options, parse_options
 from fxremat.planner import units as planner
 from fxremat.runtime.host_memory import is_on
+from fxremat.runtime.segments import allocate_cublas
 from fxremat.sizes import format_bytes
 from fxremat.units import SeenStep, budget_for, unplanned_bytes
 
@@ -61,7 +66,8 @@ def prepare(
     device = device_of_inputs([*own.parameters(), *pytree.tree_leaves((inputs, keywords))])
     parsed = parse_options(given, device_total_bytes=total_bytes(device))
     parts = compat.compiled_parts(model) or [own]
-    look = _Look(parsed, device)
+    look = _Look(parsed, device, records=device.type == "cuda")
+    look.held_bytes = _held_bytes(own, (inputs, keywords), parsed, device)
     with look.at(own, parts, (inputs, keywords)) as (args, named):
         for look.counts in (False, True):  # compiled first, and then counted
             look.begin(own, args, named)
@@ -81,6 +87,20 @@ def prepare(
     return model
 
 
+def _held_bytes(model: nn.Module, given: Any, options: Options, device: torch.device) -> int:
+    """What lies beside the model and its inputs, by what is said, or what CUDA's allocator has."""
+    if options.reserve is not None or device.type != "cuda":
+        return options.reserve or 0
+    allocate_cublas(device)  # it would come later
+    return unseen_bytes(_tensors_of(model, given), device)
+
+
+def _tensors_of(model: nn.Module, given: Any) -> list[torch.Tensor]:
+    """Parameters, buffers and what the model is given."""
+    found = [*model.parameters(), *model.buffers(), *pytree.tree_leaves(given)]
+    return [one for one in found if isinstance(one, torch.Tensor)]
+
+
 def _loss_of(model: nn.Module, result: Any, loss: Callable[[Any], torch.Tensor] | None) -> Any:
     """What the backward begins with."""
     found = getattr(result, "loss", result) if loss is None else loss(result)
@@ -95,7 +115,8 @@ def _check_budget(seen: SeenStep, options: Options) -> None:
     step, budget, request = seen.step(), options.memory_budget, seen.request
     if budget is None or request is None:
         return
-    if planner.fastest(step, budget - unplanned_bytes(request)) is None:
+    unplanned = unplanned_bytes(request) if seen.outside is None else request.tuning_bytes
+    if planner.fastest(step, budget - unplanned) is None:
         least = step.peak_bytes(planner.lowest(step))
         raise InfeasibleBudget(budget, budget_for(least, request))
     outside = max(moment.outside_bytes for moment in step.moments)
@@ -115,6 +136,15 @@ class _SeenGraph:
     """Places of runs that wait."""
 
 
+@dataclass(frozen=True)
+class _Storage:
+    """Bytes that are live outside of the parts, by their name among the events."""
+
+    nbytes: int
+    is_gone: Callable[[], bool]
+    name: str
+
+
 @dataclass
 class _Look:
     """One step on tensors without memory: what is live outside of the compiled parts, and when."""
@@ -122,6 +152,10 @@ class _Look:
     options: Options
     device: torch.device
     counts: bool = False
+    records: bool = False
+    """Whether events are kept: on CUDA."""
+    held_bytes: int = 0
+    """There all the time, beside the model and its inputs."""
     graphs: list[_SeenGraph] = field(default_factory=list)
     moments: list[Moment] = field(default_factory=list)
     runs: dict[tuple[int, int], int] = field(default_factory=dict)
@@ -129,7 +163,9 @@ class _Look:
     graphs_of: dict[nn.Module, set[int]] = field(default_factory=dict)
     """The graphs of each part that ran."""
     waiting: list[int] = field(default_factory=list)
-    live: dict[int, tuple[int, Callable[[], bool]]] = field(default_factory=dict)
+    live: dict[int, _Storage] = field(default_factory=dict)
+    events: list[Outside] = field(default_factory=list)
+    numbers: Iterator[int] = field(default_factory=itertools.count)
     current: int = 0
     most: int = 0
     paused: bool = False
@@ -149,19 +185,35 @@ class _Look:
     def begin(self, model: nn.Module, args: Any, named: Any) -> None:
         """A step begins: parameters, buffers and inputs are there."""
         self.live.clear()
-        self.current = self.most = self.options.reserve or 0
-        tensors = [*model.parameters(), *model.buffers(), *pytree.tree_leaves((args, named))]
-        self.add(x for x in tensors if isinstance(x, torch.Tensor))
+        self.current = self.most = self.held_bytes
+        self.events = [Allocate("held", self.held_bytes)]
+        self.add(iter(_tensors_of(model, (args, named))), "resident ")
 
-    def add(self, tensors: Iterator[torch.Tensor]) -> None:
+    def add(self, tensors: Iterator[torch.Tensor], kind: str = "") -> None:
         """Count the storages that are not yet counted."""
         for tensor in tensors:
             key, is_gone = compat.storage_watch(tensor)
             if key not in self.live and is_on(tensor, self.device):
                 size = tensor.untyped_storage().nbytes()
-                self.live[key] = size, is_gone
+                self.live[key] = _Storage(size, is_gone, f"{kind}{next(self.numbers)}")
+                self.events.append(Allocate(self.live[key].name, size))
                 self.current += size
         self.most = max(self.most, self.current)
+
+    def names(self, tensors: Iterable[Any]) -> tuple[str, ...]:
+        """Of their storages among the events."""
+        keys = (compat.storage_key(x) for x in tensors if isinstance(x, torch.Tensor))
+        return tuple(self.live[key].name for key in dict.fromkeys(keys) if key in self.live)
+
+    @contextmanager
+    def made_by(self, run: Callable[[tuple[Allocate, ...]], Outside]) -> Iterator[None]:
+        """What is allocated inside comes from a run of a part; ``run`` makes its event."""
+        begun = len(self.events)
+        yield
+        inside = self.events[begun:]
+        made = tuple(event for event in inside if isinstance(event, Allocate))
+        others = (event for event in inside if not isinstance(event, Allocate))
+        self.events[begun:] = [*others, run(made)] if self.counts else inside
 
     def see(self, result: Any) -> None:
         """What an op has given."""
@@ -172,8 +224,10 @@ class _Look:
 
     def sweep(self) -> None:
         """Take off what is gone."""
-        for key in [key for key, (_, is_gone) in self.live.items() if is_gone()]:
-            self.current -= self.live.pop(key)[0]
+        for key in [key for key, one in self.live.items() if one.is_gone()]:
+            gone = self.live.pop(key)
+            self.current -= gone.nbytes
+            self.events.append(Free(gone.name))
 
     def between(self) -> None:
         """What was live at most since the last run of a part."""
@@ -235,14 +289,16 @@ class _Look:
             flat[k] = None
         tensors = [x for x in args if isinstance(x, torch.Tensor)]
         taken.add(place)
-        results = _StandIn.apply(self, index, place, likes, *tensors)  # type: ignore[no-untyped-call]
+        inputs = self.names(tensors)
+        with self.made_by(lambda made: Forward(run, inputs, made)):
+            results = _StandIn.apply(self, index, place, likes, *tensors)  # type: ignore[no-untyped-call]
         self.waiting.append(run)
         for k, result in zip(made, results, strict=True):
             flat[k] = result
         self.most = self.current
         return pytree.tree_unflatten(flat, shape)
 
-    def backward(self, index: int, place: int) -> None:
+    def backward(self, index: int, place: int) -> int:
         """The backward of a run begins."""
         run = self.runs[index, place]
         self.between()
@@ -250,6 +306,7 @@ class _Look:
         self.graphs[index].taken.discard(place)
         if self.counts:
             self.moments.append(Moment(self.current, tuple(self.waiting), run, "backward"))
+        return run
 
     def seen_step(self) -> SeenStep:
         """The step, with what each graph offers; graphs that never wait are left out."""
@@ -269,6 +326,7 @@ class _Look:
             tuple(place for _, place in runs),
             units,
             request,
+            tuple(self.events) if self.records else None,
         )
 
 
@@ -292,9 +350,11 @@ class _StandIn(torch.autograd.Function):
 
     @staticmethod
     def backward(ctx: Any, *gradients: Any) -> Any:
-        ctx.look.backward(*ctx.run)
-        made = [None if like is None else _empty(like) for like in ctx.gradients]
-        ctx.look.most = ctx.look.current
+        look, run = ctx.look, ctx.look.backward(*ctx.run)
+        incoming = look.names(gradients)
+        with look.made_by(lambda made: Backward(run, incoming, made)):
+            made = [None if like is None else _empty(like) for like in ctx.gradients]
+        look.most = look.current
         return (None, None, None, None, *made)
 
 

@@ -4,14 +4,16 @@ A block that is compiled by itself is one graph that runs once for each block, a
 stage once for each micro-batch. What each run saves counts as often as it waits. So the graph is
 traced first, and the versions that it may take are offered (`fxremat.compiling.units`); which run
 takes which is chosen for all of them together (`fxremat.planner.units`). Each version is then
-compiled as any graph is, within the bytes that the others leave.
+compiled as any graph is, within the bytes that the others leave. Where the budget counts reserved
+bytes, the events of the step they make are replayed in the model of torch's allocator, and the
+choice is made anew where that takes too much.
 """
 
 from __future__ import annotations
 
 import logging
 import math
-from collections.abc import Callable, Iterable, Sequence
+from collections.abc import Callable, Iterable, Iterator, Sequence
 from dataclasses import dataclass, field, replace
 from typing import Any
 from weakref import ref
@@ -22,13 +24,22 @@ from torch.utils import _pytree as pytree
 
 from fxremat import compat
 from fxremat.compiling.request import Request
+from fxremat.compiling.reserved_bytes import LARGER, Reserved, least_reserved, reserved_with_rest
 from fxremat.compiling.units import Boundary, Offer, Unit, repeated
 from fxremat.core.units import Moment, UnitStep, Version
+from fxremat.cost.step_events import Outside, StepEvents, composed, repeated_outside
 from fxremat.errors import InfeasibleBudget
 from fxremat.options import Options
 from fxremat.planner import units as planner
 from fxremat.report.report import Report
-from fxremat.runtime.in_flight import Around, Promise, Promised, Runs, storage_bytes
+from fxremat.runtime.in_flight import (
+    SMALL_BYTES,
+    Around,
+    Promise,
+    Promised,
+    Runs,
+    storage_bytes,
+)
 from fxremat.sizes import format_bytes
 
 log = logging.getLogger(__name__)
@@ -36,10 +47,14 @@ log = logging.getLogger(__name__)
 Compiled = Callable[..., Any]
 TRIES = 6
 """Times the choice is made anew, after versions that took more than was offered."""
-
-
+RESERVED_TRIES = 16
+"""The same where the budget counts reserved bytes: a step may leave more unused than thought."""
 UNUSED_PART = 0.03
-"""Of a budget in reserved bytes that several runs share: what may stay unused between blocks."""
+"""Of a budget in reserved bytes that several runs share: what may stay unused between blocks.
+
+Only as long as the events of the step are not known: some of its units are not compiled yet, or
+their code cannot be rehearsed.
+"""
 
 
 @dataclass(frozen=True)
@@ -144,7 +159,9 @@ class SeenStep:
 
     A run of a unit is told by its place: the lowest that no other run of the unit had when it came.
     ``unit_of`` and ``place_of`` are those of each run. ``units`` offer fewer versions once they are
-    compiled. The ``request`` is one of a unit: what is the same for all of them.
+    compiled. The ``request`` is one of a unit: what is the same for all of them. ``outside`` is
+    what is asked of the allocator outside of the units, on CUDA. Where the step was not looked at,
+    ``held_bytes`` are there all the time, and of gradients ``left_bytes`` stay (None: all).
     """
 
     moments: tuple[Moment, ...]
@@ -152,6 +169,26 @@ class SeenStep:
     place_of: tuple[int, ...]
     units: list[Unit]
     request: Request | None = None
+    outside: tuple[Outside, ...] | None = None
+    held_bytes: int = 0
+    left_bytes: int | None = None
+    fixed: dict[int, int] = field(default_factory=dict)
+    """The versions of runs whose unit is compiled, by their places."""
+
+    def events(self, chosen: Sequence[int]) -> StepEvents | None:
+        """What the step asks of the allocator; None where a version is not known so well.
+
+        ``chosen`` is the version of each run that is not compiled yet.
+        """
+        places = {**dict(enumerate(chosen)), **self.fixed}
+        found = [self.units[unit].offers[places[k]].events for k, unit in enumerate(self.unit_of)]
+        runs = [one for one in found if one is not None]
+        if not runs or len(runs) < len(found):
+            return None
+        outside: Iterable[Outside] | None = self.outside
+        if outside is None:
+            outside = repeated_outside(len(runs), runs[0], self.held_bytes, self.left_bytes)
+        return composed(outside, runs.__getitem__)
 
     def step(self) -> UnitStep:
         """Its moments, and what the units offer now."""
@@ -177,7 +214,7 @@ class SeenStep:
 def unplanned_bytes(request: Request) -> int:
     """Of a budget, what no version is planned to take: for tuning, and what may stay unused.
 
-    How blocks of several graphs come to lie is not known beforehand.
+    How blocks of several graphs come to lie is not known before the events of the step are.
     """
     assert request.budget_bytes is not None
     unused = UNUSED_PART * request.budget_bytes if request.count == "reserved" else 0
@@ -190,11 +227,26 @@ def budget_for(nbytes: int, request: Request) -> int:
     return math.ceil((nbytes + request.tuning_bytes) / (1 - part))
 
 
-def repeated_step(unit: Unit, count: int, held_bytes: int) -> SeenStep:
-    """A step in which so many runs of one unit wait at once, and nothing else is known."""
+def repeated_step(
+    unit: Unit, count: int, held_bytes: int, left_bytes: int | None = None
+) -> SeenStep:
+    """A step in which so many runs of one unit wait at once, and nothing else is known.
+
+    Of the gradients of a run ``left_bytes`` stay; None: all that are no inputs' of its own.
+    """
+    if left_bytes is not None:
+        left = min(unit.boundary.left, left_bytes)
+        unit = replace(unit, boundary=replace(unit.boundary, left=left))
     own = unit.boundary
     step = repeated(unit, count, held_bytes + own.resident - own.given)
-    return SeenStep(step.moments, step.unit_of, tuple(range(count)), [unit])
+    return SeenStep(
+        step.moments,
+        step.unit_of,
+        tuple(range(count)),
+        [unit],
+        held_bytes=held_bytes,
+        left_bytes=left_bytes,
+    )
 
 
 @dataclass
@@ -233,34 +285,106 @@ class RunsOfOneGraph:
         if seen is None or count != len(seen.runs_of(self.index)):
             unit = self.look(self.request, count)
             self.seen, self.index = None, 0  # the step is not as it was seen
-            if self.around.left_bytes is not None:
-                left = min(unit.boundary.left, self.around.left_bytes)
-                unit = replace(unit, boundary=replace(unit.boundary, left=left))
-            seen = repeated_step(unit, count, self.request.held_bytes)
+            seen = repeated_step(unit, count, self.request.held_bytes, self.around.left_bytes)
         elif not self.as_seen:
             beside = replace(self.request, held_bytes=self.coming_bytes)
             seen.units[self.index], self.as_seen = self.look(beside, count), True
         unit = seen.units[self.index]
-        runs, offers = seen.runs_of(self.index), list(unit.offers)
-        for _ in range(TRIES):
+        offers, aim = list(unit.offers), self._first_aim(seen)
+        failed: set[planner.Chosen] = set()
+        ways = tuple(self._lowest_ways())
+        for _ in range(TRIES if self.request.count == "allocated" else RESERVED_TRIES):
             seen.units[self.index] = replace(unit, offers=tuple(offers))
-            chosen = planner.fastest(seen.step(), self.budget_bytes)
+            chosen = planner.fastest(seen.step(), aim)
+            if chosen is None and failed:
+                step = seen.step()
+                chosen = next((one for way in ways if (one := way(step)) not in failed), None)
             if chosen is None:
                 break
-            mine = [chosen[run] for run in runs]
+            mine = [chosen[run] for run in seen.runs_of(self.index)]
             try:
                 made = {k: self._compiled(offers, k, unit.boundary) for k in sorted(set(mine))}
             except InfeasibleBudget:
                 continue
             seen.units[self.index] = replace(unit, offers=tuple(offers))
-            peak = seen.step().peak_bytes(chosen)
-            if peak <= self.budget_bytes:
-                kept = tuple(offers[k] for k in made)
-                seen.units[self.index] = replace(unit, offers=kept)
-                of_run = tuple(list(made).index(k) for k in mine)
-                log.info("%s", _told(kept, of_run, peak, self.budget_bytes))
-                return Runs(tuple(made.values()), of_run, peak - self.request.held_bytes)
+            peak, taken = seen.step().peak_bytes(chosen), self._reserved(seen, chosen)
+            if taken is None:
+                aim = min(aim, self.budget_bytes)
+                if peak <= self.budget_bytes:
+                    return self._settled(seen, offers, made, mine, peak, None)
+                continue
+            over = taken.usage.peak_reserved_bytes - self._most_bytes
+            if over <= 0:
+                return self._settled(seen, offers, made, mine, peak, taken)
+            failed.add(chosen)
+            aim = min(aim, peak) - over
         raise self._refusal(seen, offers)
+
+    def _lowest_ways(self) -> Iterator[Callable[[UnitStep], planner.Chosen]]:
+        """How to choose versions that take little.
+
+        Where what is outside makes the peak, any versions have it that are low enough beside it.
+        More may then stay unused between what they save: so they are also chosen by themselves.
+        """
+        yield planner.lowest
+        if self.request.count == "reserved":
+            yield lambda step: planner.lowest(_by_itself(step))
+
+    @property
+    def _most_bytes(self) -> int:
+        """What may be reserved, where that is known."""
+        assert self.request.budget_bytes is not None
+        return self.request.budget_bytes - self.request.tuning_bytes
+
+    def _first_aim(self, seen: SeenStep) -> int:
+        """All that may be taken, if what stays unused will be known; else some of it is left."""
+        others = [unit for k, unit in enumerate(seen.units) if k != self.index]
+        known = all(offer.events is not None for unit in others for offer in unit.offers)
+        recorded = seen.outside is not None or self.seen is None
+        return self._most_bytes if known and recorded else self.budget_bytes
+
+    def _reserved(self, seen: SeenStep, chosen: Sequence[int]) -> Reserved | None:
+        """What the allocator takes for the whole step; None where that is not known.
+
+        Of several units each first runs before the next is compiled. So all that the budget leaves
+        is one segment before anybody knows which size is best, and that is what is modelled.
+        """
+        settings = self.request.allocator
+        if self.request.count != "reserved" or settings is None:
+            return None
+        if self.seen is not None and seen.outside is None:
+            return None
+        found = seen.events(chosen)
+        if found is None:
+            return None
+        if len(seen.units) > 1 and not settings.expandable_segments:
+            limit = self._most_bytes - SMALL_BYTES
+            return reserved_with_rest(found.events, settings, limit, found.before)
+        sizes = () if settings.expandable_segments else LARGER
+        return least_reserved(found.events, settings, 0, sizes, found.before)
+
+    def _settled(
+        self,
+        seen: SeenStep,
+        offers: Sequence[Offer],
+        made: dict[int, Promised],
+        mine: Sequence[int],
+        peak: int,
+        taken: Reserved | None,
+    ) -> Runs:
+        """The versions that were chosen; no other ones are offered from now on."""
+        kept = tuple(offers[k] for k in made)
+        of_run = tuple(list(made).index(k) for k in mine)
+        seen.units[self.index] = replace(seen.units[self.index], offers=kept)
+        seen.fixed.update(zip(seen.runs_of(self.index), of_run, strict=True))
+        versions, limit = tuple(made.values()), self.budget_bytes
+        if taken is not None:
+            peak, limit = taken.usage.peak_reserved_bytes, self._most_bytes
+            if len(seen.units) == 1:
+                versions = tuple(_with_segment(one, taken.segment_bytes) for one in versions)
+        counted = "allocated" if taken is None else "reserved"
+        log.info("%s", _told(kept, of_run, peak, limit, counted))
+        return Runs(versions, of_run, peak - self.request.held_bytes)
 
     def _compiled(self, offers: list[Offer], place: int, own: Boundary) -> Promised:
         """A version, compiled; what it really takes is offered from now on.
@@ -277,7 +401,7 @@ class RunsOfOneGraph:
                 offers[place] = _raised(offers[place], refused)
                 raise
         made = self.known[request]
-        offers[place] = replace(offers[place], version=_version(made.report))
+        offers[place] = _rehearsed(offers[place], made.report)
         return self.promised(made, request, own)
 
     def promised(
@@ -323,29 +447,62 @@ class RunsOfOneGraph:
 
     def _refusal(self, seen: SeenStep, offers: list[Offer]) -> InfeasibleBudget:
         """The error that names the least, by versions of this graph that have been rehearsed."""
+        refusals = [self._refused(seen, offers, way) for way in self._lowest_ways()]
+        return min(refusals, key=lambda one: one.minimum_bytes or 0)
+
+    def _refused(
+        self, seen: SeenStep, offers: list[Offer], choose: Callable[[UnitStep], planner.Chosen]
+    ) -> InfeasibleBudget:
+        """The error that names what one way to choose needs."""
         assert self.request.budget_bytes is not None
         unit, runs = seen.units[self.index], seen.runs_of(self.index)
         for _ in range(TRIES):
             seen.units[self.index] = replace(unit, offers=tuple(offers))
-            chosen = planner.lowest(seen.step())
+            chosen = choose(seen.step())
             least = seen.step().peak_bytes(chosen)
             for place in sorted({chosen[run] for run in runs}):
+                if offers[place].events is not None:
+                    continue  # what it takes is known
                 asked = replace(self.request, budget_bytes=budget_for(least, self.request))
                 try:
                     report = self.plan(offers[place].asked(asked))
-                    offers[place] = replace(offers[place], version=_version(report))
+                    offers[place] = _rehearsed(offers[place], report)
                 except InfeasibleBudget as refused:
                     offers[place] = _raised(offers[place], refused)
             seen.units[self.index] = replace(unit, offers=tuple(offers))
             if seen.step().peak_bytes(chosen) <= least:
                 break
-        return InfeasibleBudget(self.request.budget_bytes, budget_for(least, self.request))
+        taken = self._reserved(seen, chosen)
+        if taken is None:
+            return InfeasibleBudget(self.request.budget_bytes, budget_for(least, self.request))
+        needed = taken.usage.peak_reserved_bytes + self.request.tuning_bytes
+        unused = taken.usage.peak_reserved_bytes - seen.step().peak_bytes(chosen)
+        return InfeasibleBudget(self.request.budget_bytes, needed, (), max(0, unused))
+
+
+def _by_itself(step: UnitStep) -> UnitStep:
+    """The same without what is live outside."""
+    moments = tuple(replace(moment, outside_bytes=0) for moment in step.moments)
+    return replace(step, moments=moments)
 
 
 def _version(report: Report | None) -> Version:
     assert report is not None
     assert report.as_unit is not None
     return report.as_unit
+
+
+def _rehearsed(one: Offer, report: Report | None) -> Offer:
+    """The offer with what it really takes."""
+    version = _version(report)
+    return replace(one, version=version, events=None if report is None else report.events)
+
+
+def _with_segment(one: Promised, shared_bytes: int) -> Promised:
+    """The same in one segment of that size for the whole step."""
+    if one.promise.segment_bytes is None:
+        return one
+    return replace(one, promise=replace(one.promise, shared_bytes=shared_bytes))
 
 
 def _raised(one: Offer, refused: InfeasibleBudget) -> Offer:
@@ -358,16 +515,18 @@ def _raised(one: Offer, refused: InfeasibleBudget) -> Offer:
         forward_bytes=one.version.forward_bytes + more,
         backward_bytes=one.version.backward_bytes + more,
     )
-    return replace(one, version=version, peak_bytes=one.peak_bytes + more)
+    return replace(one, version=version, peak_bytes=one.peak_bytes + more, events=None)
 
 
-def _told(offers: Sequence[Offer], of_run: Sequence[int], peak_bytes: int, budget: int) -> str:
+def _told(
+    offers: Sequence[Offer], of_run: Sequence[int], peak_bytes: int, limit_bytes: int, counted: str
+) -> str:
     """One line for the log."""
     each = ", ".join(
         f"{of_run.count(k)} save {format_bytes(offers[k].version.saved_bytes)}"
         for k in sorted(set(of_run))
     )
     return (
-        f"fxremat: {len(of_run)} runs wait at once: {each}; peak {format_bytes(peak_bytes)} of "
-        f"{format_bytes(budget)}"
+        f"fxremat: {len(of_run)} runs wait at once: {each}; peak {format_bytes(peak_bytes)} "
+        f"{counted}, of {format_bytes(limit_bytes)}"
     )

@@ -12,7 +12,9 @@ from torch._subclasses.fake_tensor import FakeTensor
 from torch.nn import functional as F
 
 import fxremat
+from fxremat import preparing
 from fxremat.compiling import session
+from fxremat.options import Options
 from tests.small import Block
 
 QUICK: dict[str, Any] = {"executor": "aot_eager", "solver": "greedy", "variants": "none"}
@@ -319,3 +321,17 @@ def test_reserved_bytes_of_blocks_on_a_gpu(how: str) -> None:
         assert parameter.grad is not None
         torch.testing.assert_close(parameter.grad.cpu(), gradient, rtol=0.05, atol=0.05)
     assert max(taken) <= options["memory_budget"], (taken, torch.cuda.max_memory_allocated())
+
+
+def test_what_lies_beside_the_model_counts_on_cuda(monkeypatch: pytest.MonkeyPatch) -> None:
+    """All that is allocated there and is not the model's; what is said to be there comes first."""
+    cuda, model = torch.device("cuda"), nn.Linear(4, 4)
+    monkeypatch.setattr(preparing, "allocate_cublas", lambda device: None)
+    monkeypatch.setattr(torch.cuda, "memory_allocated", lambda device: 5000)
+
+    def held(device: torch.device, reserve: int | None) -> int:
+        return preparing._held_bytes(model, (), Options(reserve=reserve), device)
+
+    assert held(cuda, None) == 5000
+    assert held(cuda, 300) == 300
+    assert held(torch.device("cpu"), None) == 0

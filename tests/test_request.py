@@ -83,10 +83,10 @@ def test_of_a_slice_the_rest_is_held(card: Card, monkeypatch: pytest.MonkeyPatch
     whole = torch.zeros(1024)
     card(allocated=4096)
     here = torch.device("cpu")
-    assert request._unseen_bytes([whole], here) == 0
-    assert request._unseen_bytes([whole[:256]], here) == 3072
-    assert request._unseen_bytes([whole[:256], whole[256:512]], here) == 2048
-    assert request._unseen_bytes([whole, whole[:512]], here) == 0
+    assert request.unseen_bytes([whole], here) == 0
+    assert request.unseen_bytes([whole[:256]], here) == 3072
+    assert request.unseen_bytes([whole[:256], whole[256:512]], here) == 2048
+    assert request.unseen_bytes([whole, whole[:512]], here) == 0
 
 
 def test_tensors_of_the_first_graph_are_not_held_twice(card: Card) -> None:

@@ -275,3 +275,52 @@ def test_no_segment_where_hardly_anything_is_left(monkeypatch: pytest.MonkeyPatc
     held = device.piece(310 * MIB)
     in_flight._Segments().before(_promise("one", several=True), 0, ())
     assert device.allocator.reserved_bytes == held.nbytes
+
+
+def test_a_segment_of_the_size_that_all_promises_name(monkeypatch: pytest.MonkeyPatch) -> None:
+    """One for all versions, which a second one that comes in the middle of a step runs in, too."""
+    device = _Device(monkeypatch)
+    shared = in_flight._Segments()
+    both = [_promise("one", several=True, shared_bytes=200 * MIB) for _ in range(2)]
+    for waiting, promise in enumerate([*both, *both]):
+        shared.before(promise, waiting, ())
+        assert device.allocator.reserved_bytes == 200 * MIB + WALL_BYTES
+    device.piece(200 * MIB)
+    assert device.allocator.reserved_bytes == 200 * MIB + WALL_BYTES
+
+
+def test_promises_that_do_not_agree_get_all_that_is_left(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Beside what is there already; when the old one is gone, the next step has the new size."""
+    device = _Device(monkeypatch)
+    shared = in_flight._Segments()
+    old = _promise("old", several=True, shared_bytes=200 * MIB)
+    shared.before(old, 0, ())
+    saved = [device.piece(190 * MIB)]
+    new = _promise("new", several=True, shared_bytes=280 * MIB)
+    shared.before(new, 1, ())
+    assert device.allocator.reserved_bytes == 324 * MIB
+    saved.clear()
+    del old
+    shared.before(new, 0, ())
+    assert device.allocator.reserved_bytes == 280 * MIB + WALL_BYTES
+    state = device.piece(100 * MIB)
+    last = _promise("last", several=True, shared_bytes=300 * MIB)
+    shared.before(last, 0, ())
+    assert device.allocator.reserved_bytes <= 340 * MIB  # the old one is in use, and stays
+    assert state.nbytes == 100 * MIB
+
+
+def test_no_segment_where_none_is_better(monkeypatch: pytest.MonkeyPatch) -> None:
+    device = _Device(monkeypatch)
+    none = _promise("none", several=True, shared_bytes=0)
+    in_flight._Segments().before(none, 0, ())
+    assert device.allocator.reserved_bytes == 0
+
+
+def test_a_known_size_is_no_more_than_the_budget_leaves(monkeypatch: pytest.MonkeyPatch) -> None:
+    device = _Device(monkeypatch)
+    held = device.piece(100 * MIB)
+    large = _promise("large", several=True, shared_bytes=300 * MIB)
+    in_flight._Segments().before(large, 0, ())
+    assert device.allocator.reserved_bytes == 340 * MIB
+    assert held.nbytes == 100 * MIB

@@ -24,6 +24,7 @@ from fxremat.cost.allocator import Allocate, Event, Free
 from fxremat.cost.allocator.rules import MIN_BLOCK_BYTES, round_up
 from fxremat.cost.call_times import call_key
 from fxremat.cost.peak import uncollected
+from fxremat.cost.step_events import Given, RunEvents
 from fxremat.passes.joint_graph import is_fetch, is_tensor
 from fxremat.passes.memory_estimation import TANGENTS, nbytes
 from fxremat.runtime import accumulated, kernels
@@ -63,6 +64,8 @@ class Rehearsal:
     """Live at the end of the step."""
     forward_events: int = 0
     """How many of ``events`` are in the forward, or before it."""
+    as_run: RunEvents | None = field(default=None, repr=False, compare=False)
+    """The events as those of a run beside others, its ``own`` inputs not told; on CUDA only."""
 
     def with_between(self, nbytes: int) -> Rehearsal:
         """The same, with so many bytes that are live between forward and backward only."""
@@ -225,6 +228,12 @@ class _Meter:
         name = f"{len(self.events)}"
         self.events.append(Allocate(name, nbytes))
         return name
+
+    def names(self, values: Iterable[Any]) -> list[str | None]:
+        """Of their storages among the events; None where they have none."""
+        keys = [compat.storage_watch(x)[0] if isinstance(x, torch.Tensor) else None for x in values]
+        found = [self.live.get(key) if key is not None else None for key in keys]
+        return [None if one is None else one.name for one in found]
 
     def freed(self, storage: _Storage) -> None:
         """Its bytes are no longer there."""
@@ -457,19 +466,36 @@ def _run(scene: Scene, meter: _Meter) -> Rehearsal:
         kept, given = returned[:num_fwd_outputs], dict(primals)
         for name, index in saved.items():
             given[name] = returned[index]
+        results, again = meter.names(kept), meter.names(given.values())
         del returned
         arguments = _pass_on(meter, backward, given, saved)
         forward_moments, saved_bytes = len(meter.live_bytes), meter.current
         forward_events = len(meter.events)
-        kept += [arguments[name] for name in arguments if name not in given]
+        tangents = [arguments[name] for name in arguments if name not in given]
+        read_again, incoming = arguments.keys() & primals.keys(), meter.names(tangents)
+        kept += tangents
         del given
         passed = list(arguments.values())
         del arguments
-        kept += list(meter.run(second, "<rehearsed backward>", passed, made))
+        gradients = list(meter.run(second, "<rehearsed backward>", passed, made))
+        gradient_of = dict(zip(primals, meter.names(gradients), strict=False))
+        kept += gradients
     resident = [(n.name, nbytes(n.meta["val"])) for n in _placeholders(forward) if is_tensor(n)
                 and n.meta["val"].device.type == device and not _is_on_host(n)]  # fmt: skip
     total = sum(size for _, size in resident)
     there = [Allocate(name, size) for name, size in resident]
+    asked = {e.name: e.nbytes for e in meter.events if isinstance(e, Allocate)}
+    ours = {name for name in incoming if name is not None}
+    as_run = RunEvents(
+        forward=tuple(e for e in meter.events[:forward_events]
+                      if not isinstance(e, Allocate) or e.name not in ours),
+        backward=tuple(meter.events[forward_events:]),
+        inputs=tuple(Given(size, again=name in read_again, gradient=gradient_of.get(name))
+                     for name, size in resident),
+        results=tuple(name for name in results if name is not None),
+        again=tuple(name for name in results if name is not None and name in again),
+        incoming=tuple((name, asked[name]) for name in incoming if name is not None),
+    )  # fmt: skip
     return Rehearsal(
         peak_bytes=meter.peak + total,
         live_bytes=tuple(total + n for n in meter.live_bytes),
@@ -483,6 +509,7 @@ def _run(scene: Scene, meter: _Meter) -> Rehearsal:
         saved_bytes=total + saved_bytes,
         left_bytes=total + meter.current,
         forward_events=len(there) + forward_events if device == "cuda" else 0,
+        as_run=as_run if device == "cuda" else None,
     )
 
 

@@ -6,7 +6,6 @@ that it has been at before, and what they take is known already.
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Iterator
 from contextlib import suppress
 from dataclasses import asdict, replace
 from pathlib import Path
@@ -17,7 +16,12 @@ from torch import fx
 
 from fxremat import compat
 from fxremat.compiling.rehearsal import Rehearsal, Workspace, rehearse
-from fxremat.cost.allocator import Allocate, Event, Free
+from fxremat.cost.step_events import (
+    events_from_json,
+    events_to_json,
+    run_events_from_json,
+    run_events_to_json,
+)
 from fxremat.disk_cache import Answers, Question
 
 
@@ -54,8 +58,9 @@ def rehearse_once(
         begin=begin,
     )
     if question is not None:
-        kept = asdict(replace(shown, halves=(), events=(), begun=False))
-        answers.keep(question, {**kept, "events": list(_written(shown.events))})
+        kept = asdict(replace(shown, halves=(), events=(), begun=False, as_run=None))
+        run = None if shown.as_run is None else run_events_to_json(shown.as_run)
+        answers.keep(question, {**kept, "events": events_to_json(shown.events), "as_run": run})
     return shown
 
 
@@ -76,21 +81,6 @@ def _question(
     }
 
 
-def _written(events: Iterable[Event]) -> Iterator[list[Any]]:
-    """A name and bytes for what is allocated, a name for what is freed."""
-    for event in events:
-        match event:
-            case Allocate(name, size):
-                yield [name, size]
-            case Free(name):
-                yield [name]
-
-
-def _read(written: Iterable[Any]) -> Iterator[Event]:
-    for name, *size in written:
-        yield Allocate(str(name), int(size[0])) if size else Free(str(name))
-
-
 def _rehearsal_of(answer: Any) -> Rehearsal | None:
     with suppress(KeyError, TypeError, ValueError, AttributeError):
         return Rehearsal(
@@ -99,10 +89,11 @@ def _rehearsal_of(answer: Any) -> Rehearsal | None:
             making=tuple(map(str, answer["making"])),
             at_peak=tuple((str(name), int(size)) for name, size in answer["at_peak"]),
             scratch={str(name): int(size) for name, size in answer["scratch"].items()},
-            events=tuple(_read(answer["events"])),
+            events=tuple(events_from_json(answer["events"])),
             forward_moments=int(answer["forward_moments"]),
             saved_bytes=int(answer["saved_bytes"]),
             left_bytes=int(answer["left_bytes"]),
             forward_events=int(answer["forward_events"]),
+            as_run=None if answer["as_run"] is None else run_events_from_json(answer["as_run"]),
         )
     return None

@@ -9,7 +9,7 @@ from torch import fx
 from fxremat.compiling.draft import Draft
 from fxremat.compiling.request import Request
 from fxremat.compiling.searching.search import Found
-from fxremat.compiling.units import version_of
+from fxremat.compiling.units import run_events_of, version_of
 from fxremat.core.schedule import keep_all
 from fxremat.core.timeline import replay
 from fxremat.errors import InfeasibleBudget
@@ -88,6 +88,7 @@ def report_of(found: Found, request: Request, graph: int, seconds: dict[str, flo
         seconds=seconds,
         problem=problem,
         as_unit=version_of(draft, plan, judged.rehearsal, request.parameters),
+        events=run_events_of(draft, judged.rehearsal, request.parameters),
     )
 
 

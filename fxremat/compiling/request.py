@@ -239,7 +239,7 @@ def _held_bytes(
     if card is not None:
         return ledger.held_by_others(*place) + 2 * cublas_bytes(card.capability) + grads
     missing = accumulation.expected_bytes(device, missing_only=True)
-    unseen = round_up(_unseen_bytes(inputs, device), SEGMENT_STEP_BYTES)
+    unseen = round_up(unseen_bytes(inputs, device), SEGMENT_STEP_BYTES)
     return ledger.held_beside(*place, unseen) + missing
 
 
@@ -253,8 +253,8 @@ def _tuning_bytes(options: Options, device: torch.device, card: Card | None) -> 
     return size
 
 
-def _unseen_bytes(inputs: Sequence[Any], device: torch.device) -> int:
-    """Bytes that are allocated now, and are no inputs of the graph; with those of cuBLAS."""
+def unseen_bytes(inputs: Sequence[Any], device: torch.device) -> int:
+    """Bytes that are allocated now on CUDA, and are no inputs; with those of cuBLAS."""
     return max(0, torch.cuda.memory_allocated(device) - _input_bytes(inputs, device))
 
 

@@ -10,9 +10,19 @@ from fxremat.core.problem import Problem
 from fxremat.core.schedule import Step
 from fxremat.core.timeline import Interval
 from fxremat.core.timeline import replay as timeline_of
-from fxremat.cost.allocator import Allocate, AllocatorSettings, Event, Free, Usage, replay
+from fxremat.cost.allocator import (
+    Allocate,
+    AllocatorSettings,
+    CachingAllocator,
+    EmptyCache,
+    Event,
+    Free,
+    Usage,
+    replay,
+)
+from fxremat.cost.allocator.replay import apply_events
 from fxremat.cost.allocator.rules import SEGMENT_STEP_BYTES, round_up
-from fxremat.runtime.segments import WALL_BYTES
+from fxremat.runtime.segments import LEAST_SEGMENT_BYTES, WALL_BYTES
 
 LARGER = tuple(1 + k / 400 for k in range(6))
 """Times the bytes that a step needs: segments to choose from; some of them stay unused."""
@@ -35,8 +45,9 @@ def least_reserved(
     settings: AllocatorSettings,
     held_bytes: int,
     larger: Sequence[float] = LARGER,
+    before: int = 0,
 ) -> Reserved:
-    """With the segment that leaves the least unused.
+    """With the segment that leaves the least unused, taken after ``before`` of the events.
 
     Segments that are taken as a step needs them fit what was asked for then, and not what comes
     later; one segment for the whole step can be divided as the step goes on.
@@ -51,7 +62,7 @@ def least_reserved(
         if factor > larger[-1] and least <= without.peak_allocated_bytes + MUCH_UNUSED * needed:
             break
         if beside + segment + WALL_BYTES < least:
-            one = Reserved(reserved(events, settings, held_bytes, segment), segment)
+            one = Reserved(reserved(events, settings, held_bytes, segment, before), segment)
             best = min(best, one, key=lambda one: one.usage.peak_reserved_bytes)
     return best
 
@@ -61,15 +72,18 @@ def reserved(
     settings: AllocatorSettings,
     held_bytes: int,
     segment_bytes: int = 0,
+    before: int = 0,
 ) -> Usage:
     """What is reserved for two steps, one after the other.
 
     ``events`` are of one step; what is resident has a name that is no number, and comes first. What
     a step leaves, as gradients, is freed before the next one. ``held_bytes`` lie beside it, in one
-    block. ``segment_bytes`` are asked for, and freed, before the first step. What the allocator has
-    taken it keeps: it never runs out. A segment has a wall, too.
+    block. ``segment_bytes`` are asked for, and freed, in the first step after ``before`` of the
+    events; what is cached goes back to the device then. What the allocator has taken it keeps
+    otherwise: it never runs out. A segment has a wall, too.
     """
     left: dict[str, None] = {}
+    begun = [event for event in events[:before] if not _is_resident(event)]
     step = [event for event in events if not _is_resident(event)]
     for event in step:
         if isinstance(event, Allocate):
@@ -78,11 +92,25 @@ def reserved(
             del left[event.name]
     resident = [event for event in events if _is_resident(event)]
     ends = [Free(name) for name in left]
-    first: list[Event] = [Allocate("held", held_bytes), *resident]
+    first: list[Event] = [Allocate("held beside", held_bytes), *resident, *begun]
     if segment_bytes:
+        first += [EmptyCache()] if begun else []
         first += [Allocate("segment", segment_bytes + WALL_BYTES), Free("segment")]
         first += [Allocate("wall", WALL_BYTES)]
-    return replay([*first, *step, *ends, *step], settings)
+    return replay([*first, *step[len(begun) :], *ends, *step], settings)
+
+
+def reserved_with_rest(
+    events: Sequence[Event], settings: AllocatorSettings, limit_bytes: int, before: int = 0
+) -> Reserved:
+    """With all that a limit leaves as the segment, taken after ``before`` of the events."""
+    allocator = CachingAllocator(settings)
+    later = [event for event in events[before:] if _is_resident(event)]
+    for _ in apply_events(allocator, [*events[:before], *later, EmptyCache()]):
+        pass
+    left = (limit_bytes - allocator.reserved_bytes) // WALL_BYTES * WALL_BYTES
+    segment = max(0, left - WALL_BYTES) if left >= LEAST_SEGMENT_BYTES else 0
+    return Reserved(reserved(events, settings, 0, segment, before), segment)
 
 
 def _is_resident(event: Event) -> TypeGuard[Allocate]:

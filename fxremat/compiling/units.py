@@ -32,6 +32,8 @@ from fxremat.core.problem import Problem
 from fxremat.core.schedule import keep_all, ops_of
 from fxremat.core.timeline import replay
 from fxremat.core.units import Moment, UnitStep, Version
+from fxremat.cost.allocator import Allocate
+from fxremat.cost.step_events import RunEvents
 from fxremat.passes.joint_graph import JointGraph, root
 from fxremat.passes.memory_estimation import TANGENTS, nbytes
 from fxremat.version import build
@@ -58,12 +60,13 @@ class Offer:
     """A version of a unit, and the limits under which the search finds it.
 
     ``peak_bytes`` are those of the graph by itself, ``between_bytes`` what is held beside it
-    between its halves.
+    between its halves. Of a version that has been rehearsed on CUDA the ``events`` are known.
     """
 
     version: Version
     peak_bytes: int
     between_bytes: int
+    events: RunEvents | None = None
 
     def asked(self, request: Request) -> Request:
         """The request for this version; all else that the budget counts is held."""
@@ -194,6 +197,19 @@ def version_of(
         for half in (live[: shown.forward_moments], live[shown.forward_moments :])
     )
     return _figures(draft, plan, parameters, before, [shown.saved_bytes, *after])
+
+
+def run_events_of(
+    draft: Draft, shown: Rehearsal | None, parameters: Sequence[int]
+) -> RunEvents | None:
+    """What a version asks of CUDA's allocator; None where it was not rehearsed there."""
+    if shown is None or shown.as_run is None:
+        return None
+    own = {node.name for node in _given(draft.joint, parameters)}
+    names = [e.name for e in shown.events if isinstance(e, Allocate)]
+    pairs = zip(names, shown.as_run.inputs, strict=False)  # what is resident comes first
+    inputs = tuple(replace(one, own=name in own) for name, one in pairs)
+    return replace(shown.as_run, inputs=inputs)
 
 
 def _figures(

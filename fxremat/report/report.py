@@ -9,6 +9,7 @@ from typing import Any
 from fxremat.core.plan import Plan, plan_to_json, steps_from_json
 from fxremat.core.problem import Problem, problem_from_json, problem_to_json
 from fxremat.core.units import Version
+from fxremat.cost.step_events import RunEvents, run_events_from_json, run_events_to_json
 from fxremat.sizes import format_bytes
 
 
@@ -40,7 +41,7 @@ class Report:
     back. ``variants`` are the variants taken, with the bytes of what they stand in for; overhead
     and keep-all peak are those of the graph without them. ``problem`` is what was planned: the
     graph with those variants in place. ``as_unit`` is what the graph takes beside what others hold,
-    where several of its runs wait at once.
+    where several of its runs wait at once, and ``events`` what it asks of CUDA's allocator then.
     """
 
     graph: int
@@ -69,6 +70,7 @@ class Report:
     variants: tuple[Row, ...] = ()
     host_peak_bytes: int = 0
     as_unit: Version | None = None
+    events: RunEvents | None = field(default=None, repr=False)
     seconds: dict[str, float] = field(default_factory=dict)
     from_cache: bool = False
 
@@ -168,9 +170,10 @@ def _table(title: str, rows: tuple[Row, ...], limit: int = 10) -> list[str]:
 
 def report_to_json(report: Report) -> dict[str, Any]:
     """The report as JSON data."""
-    data = dataclasses.asdict(report)
+    data = dataclasses.asdict(dataclasses.replace(report, events=None))
     data["problem"] = problem_to_json(report.problem)
     data["plan"] = plan_to_json(report.plan)
+    data["events"] = None if report.events is None else run_events_to_json(report.events)
     return data
 
 
@@ -181,5 +184,8 @@ def report_from_json(data: dict[str, Any]) -> Report:
     plan = Plan(**{**data["plan"], "steps": steps_from_json(data["plan"])})
     problem, timeline = problem_from_json(data["problem"]), tuple(data["timeline"])
     unit = None if data["as_unit"] is None else Version(**data["as_unit"])
-    made = {"plan": plan, "problem": problem, "timeline": timeline, "as_unit": unit}
+    events = None if data["events"] is None else run_events_from_json(data["events"])
+    made = {
+        "plan": plan, "problem": problem, "timeline": timeline, "as_unit": unit, "events": events,
+    }  # fmt: skip
     return Report(**{**data, **rows, **made})

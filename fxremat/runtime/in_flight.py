@@ -58,8 +58,9 @@ class Promise:
     for it in one piece, before it runs for the first time, 0 where none is better; None where it
     takes memory from elsewhere. Kernels are tuned in ``tuning_bytes`` beside that, and
     ``coming_bytes`` are still to come into it. ``unseen_bytes`` were counted for what no graph
-    sees. With ``several`` a version is one of those of its
-    graph. What lies ``around`` is part of ``reserve_bytes``.
+    sees. With ``several`` a version is one of those of its graph; ``shared_bytes`` are then one
+    segment for the whole step, 0 where none is better, None where that is not known. What lies
+    ``around`` is part of ``reserve_bytes``.
     """
 
     graph: str
@@ -74,6 +75,7 @@ class Promise:
     coming_bytes: int = 0
     unseen_bytes: int = 0
     several: bool = False
+    shared_bytes: int | None = None
     around: Around = ()
 
 
@@ -90,8 +92,9 @@ class _Segments:
     """What the allocator takes for all graphs that share one budget.
 
     One graph has a segment of its own, in which its blocks are known to fit. With a second one
-    comes a segment for all of them. Taken in the middle of a step, it lies beside the first, so
-    both make one when the next step begins.
+    comes a segment for all of them: of the size that all promises name, else all that the budget
+    leaves. Taken in the middle of a step, it lies beside the first, so both make one when the next
+    step begins.
     """
 
     known: weakref.WeakValueDictionary[int, Promise] = field(
@@ -101,6 +104,8 @@ class _Segments:
     parts: bool = False
     there_bytes: int | None = None
     """Allocated when the segment for all was taken first; None before."""
+    shared_bytes: int | None = None
+    """The size that all promises name."""
 
     def before(self, promise: Promise, waiting: int, args: Iterable[object]) -> Segment | None:
         """The segment that a forward of a graph runs in, taken; ``waiting`` forwards wait."""
@@ -112,17 +117,30 @@ class _Segments:
             if self.one is None:
                 self.one = Segment(device, promise.segment_bytes, promise.reserve_bytes)
             return self._ready(self.one, _own_bytes(args, device))
-        if self.there_bytes is None:
+        if self._agree() or self.there_bytes is None:
+            self.one = self._for_all(promise)
+            self.parts = waiting > 0 and self.there_bytes is not None
             self.there_bytes = torch.cuda.memory_allocated(device)
-            limit = promise.budget_bytes - promise.tuning_bytes - SMALL_BYTES
-            self.one = Segment(device, 0, promise.coming_bytes, limit)
         assert self.one is not None
         if waiting == 0 and self.parts:
             self.one.reserved_bytes, self.parts = None, False
             self.there_bytes = torch.cuda.memory_allocated(device)
-        elif new and waiting:
+        elif new and waiting and self.shared_bytes is None:
             self.one.reserved_bytes, self.parts = None, True
         return self._ready(self.one, self.there_bytes)
+
+    def _agree(self) -> bool:
+        """Note the size that all promises name; whether it is another one than before."""
+        sizes = {promise.shared_bytes for promise in self.known.values()}
+        before, self.shared_bytes = self.shared_bytes, sizes.pop() if len(sizes) == 1 else None
+        return self.shared_bytes != before
+
+    def _for_all(self, promise: Promise) -> Segment:
+        """The segment of that size, or of all that is left; not taken yet."""
+        size, left = self.shared_bytes, promise.budget_bytes - promise.tuning_bytes
+        if size is None:
+            return Segment(promise.device, 0, promise.coming_bytes, left - SMALL_BYTES)
+        return Segment(promise.device, size, promise.coming_bytes, left if size else None)
 
     def _ready(self, segment: Segment, own_bytes: int) -> Segment:
         if segment.is_due:

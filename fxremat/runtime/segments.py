@@ -45,8 +45,8 @@ _HAVE_CUBLAS: set[torch.device] = set()
 class Segment:
     """``nbytes`` on a device, and the wall; more for what of ``reserve_bytes`` is not there yet.
 
-    Where several graphs share a budget, nobody knows beforehand how their blocks come to lie. Then
-    ``limit_bytes`` is what may be reserved in all, and the segment is what is left of it.
+    Where several graphs share a budget, ``limit_bytes`` is what may be reserved in all. Where
+    nobody knows how their blocks come to lie, ``nbytes`` are 0: the segment is what is left of it.
     """
 
     device: torch.device
@@ -96,7 +96,8 @@ class Segment:
         torch.cuda.empty_cache()
         if self.limit_bytes is not None:
             left = self.limit_bytes - _reserved_bytes(self.device)
-            whole = left // WALL_BYTES * WALL_BYTES  # the device gives multiples of that
+            left = left // WALL_BYTES * WALL_BYTES  # the device gives multiples of that
+            whole = min(whole, left) if self.nbytes else left
             if whole < LEAST_SEGMENT_BYTES:
                 self.reserved_bytes = _reserved_bytes(self.device)
                 return

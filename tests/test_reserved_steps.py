@@ -1,0 +1,372 @@
+"""Units that share a budget in reserved bytes: what the allocator takes for the whole step."""
+
+from __future__ import annotations
+
+import logging
+from collections.abc import Iterator
+from contextlib import contextmanager
+from dataclasses import dataclass, field, replace
+from types import SimpleNamespace
+from typing import Any
+
+import pytest
+import torch
+from torch import Tensor, nn
+from torch.nn import functional as F
+
+import fxremat
+from fxremat import compat
+from fxremat import device as devices
+from fxremat.compiling.request import Request
+from fxremat.compiling.reserved_bytes import reserved
+from fxremat.compiling.units import Boundary, Offer, Unit
+from fxremat.core.units import Moment, Version
+from fxremat.cost.allocator import Allocate, AllocatorSettings, Event, Free, replay
+from fxremat.cost.cards import card_named
+from fxremat.cost.step_events import Backward, Forward, Given, Outside, RunEvents
+from fxremat.options import parse_options
+from fxremat.preparing import _Look, _loss_of
+from fxremat.runtime.in_flight import SMALL_BYTES, Runs
+from fxremat.sizes import MIB
+from fxremat.units import CompiledVersion, RunsOfOneGraph, SeenStep, Surroundings
+from tests.small import Block
+
+HERE = torch.device("cpu")
+RUNS = 4
+WIDE, LARGE = 20 * MIB, 150 * MIB
+"""What a block gives to the next, and what the loss works on."""
+
+
+def events_of(saved: tuple[int, ...], again: int) -> RunEvents:
+    """A block that saves blocks of so many MiB, each between others, or computes as many again."""
+    names = iter(f"{k}" for k in range(100))
+    halves: tuple[list[Event], list[Event]] = [], []
+
+    def make(half: int, nbytes: int) -> str:
+        halves[half].append(Allocate(next(names), nbytes))
+        return str(halves[half][-1].name)  # type: ignore[union-attr]
+
+    kept = []
+    for nbytes in saved:
+        other = make(0, 17 * MIB)
+        kept.append(make(0, nbytes * MIB))
+        halves[0].append(Free(other))
+    result, incoming = make(0, WIDE), next(names)
+    others = [make(1, 30 * MIB) for _ in range(again)]
+    gradients = make(1, WIDE), make(1, 4 * MIB)
+    halves[1].extend(Free(name) for name in (*kept, *others))
+    return RunEvents(
+        tuple(halves[0]),
+        tuple(halves[1]),
+        (
+            Given(WIDE, own=True, again=bool(again), gradient=gradients[0]),
+            Given(4 * MIB, gradient=gradients[1]),
+        ),
+        (result,),
+        (),
+        ((incoming, WIDE),),
+    )
+
+
+def figures(events: RunEvents, time_us: float) -> Version:
+    """Of a version with these events."""
+    first = replay(events.forward).peak_requested_bytes
+    both = replay((*events.forward, *events.backward)).peak_requested_bytes
+    sizes = events.sizes()
+    live = {e.name for e in events.forward if isinstance(e, Allocate)}
+    live -= {e.name for e in events.forward if isinstance(e, Free)}
+    held = WIDE if events.inputs[0].again else 0
+    saved = sum(map(sizes.__getitem__, live)) - WIDE + held
+    return Version(time_us, saved, first, both - WIDE + held)
+
+
+def offer(time_us: float, saved: tuple[int, ...], again: int) -> Offer:
+    """Of what was rehearsed, without what was seen then."""
+    version = figures(events_of(saved, again), time_us)
+    return Offer(version, max(version.forward_bytes, version.backward_bytes), 0)
+
+
+WAYS = {(31, 30, 33): 0, (31,): 2, (7,): 3}
+"""What is saved, and how many blocks are computed again: from the fastest to the least."""
+OFFERS = tuple(offer(100.0 + 10 * n, saved, n) for n, (saved, _) in enumerate(WAYS.items()))
+
+
+def outside_of(runs: int) -> Iterator[Outside]:
+    """An embedding, blocks, and a loss of three large values."""
+    yield Allocate("weights", 40 * MIB)
+    yield Allocate("0", WIDE)
+    for run in range(runs):
+        yield Forward(run, (f"{run}", "weights"), (Allocate(f"{run + 1}", WIDE),))
+        yield Free(f"{run}")
+    for k in range(3):
+        yield Allocate(f"{100 + k}", LARGE)
+    yield from (Free(f"{100 + k}") for k in range(3))
+    yield Allocate(f"{200 + runs}", WIDE)
+    yield Free(f"{runs}")
+    for run in reversed(range(runs)):
+        made = Allocate(f"{200 + run}", WIDE), Allocate(f"{300 + run}", 4 * MIB)
+        yield Backward(run, (f"{201 + run}",), made)
+        yield Free(f"{201 + run}")
+    yield Free("200")
+
+
+def moments_of(outside: Iterator[Outside]) -> tuple[Moment, ...]:
+    """As the look counts them."""
+    live, waiting, most = dict[str, int](), list[int](), 0
+    moments = []
+    for event in outside:
+        match event:
+            case Allocate(name, nbytes):
+                live[name] = nbytes
+                most = max(most, sum(live.values()))
+            case Free(name):
+                del live[name]
+            case Forward(run, _, made) | Backward(run, _, made):
+                there = sum(live.values())
+                moments.append(Moment(most, tuple(waiting)))
+                if isinstance(event, Forward):
+                    moments.append(Moment(there, tuple(waiting), run, "forward"))
+                    waiting.append(run)
+                else:
+                    waiting.remove(run)
+                    moments.append(Moment(there, tuple(waiting), run, "backward"))
+                live |= {one.name: one.nbytes for one in made}
+                most = sum(live.values())
+    return (*moments, Moment(most, tuple(waiting)))
+
+
+@dataclass
+class Step:
+    """A step whose versions are compiled in a moment."""
+
+    budget: int
+    tuning: int = 10 * MIB
+    rehearses: bool = True
+    unit_of: tuple[int, ...] = (0,) * RUNS
+    compiled: list[Offer] = field(default_factory=list)
+
+    def seen(self) -> SeenStep:
+        """As it was looked at."""
+        unit = Unit(Boundary(WIDE + 4 * MIB, WIDE, WIDE, WIDE, 4 * MIB), OFFERS)
+        places = tuple(self.unit_of[:k].count(own) for k, own in enumerate(self.unit_of))
+        return SeenStep(
+            moments_of(outside_of(RUNS)),
+            self.unit_of,
+            places,
+            [unit] * len(set(self.unit_of)),
+            None,
+            tuple(outside_of(RUNS)),
+        )
+
+    def plan(self, request: Request) -> Any:
+        """The report of the version that is asked for."""
+        own = request.own_budget
+        place = next(k for k, one in enumerate(OFFERS) if one.peak_bytes == own)
+        saved, again = list(WAYS.items())[place]
+        return SimpleNamespace(
+            graph=0,
+            as_unit=OFFERS[place].version,
+            events=events_of(saved, again) if self.rehearses else None,
+            counted_peak_bytes=OFFERS[place].peak_bytes,
+            held_bytes=0,
+            saved_bytes=0,
+            segment_bytes=0,
+        )
+
+    def runs(self, seen: SeenStep | None, index: int = 0) -> RunsOfOneGraph:
+        """The runs of one of the units."""
+
+        def compile_version(request: Request) -> CompiledVersion:
+            report = self.plan(request)
+            self.compiled += [one for one in OFFERS if one.peak_bytes == request.own_budget]
+            return CompiledVersion(lambda: report, report)
+
+        def look(request: Request, count: int) -> Unit:
+            return Unit(Boundary(WIDE + 4 * MIB, WIDE, WIDE, WIDE, 4 * MIB), OFFERS)
+
+        request = Request(
+            budget_bytes=self.budget,
+            tuning_bytes=self.tuning,
+            count="reserved",
+            allocator=AllocatorSettings(),
+        )
+        around = Surroundings(RUNS)
+        return RunsOfOneGraph(
+            request, HERE, around, 0, compile_version, self.plan, look, seen, index
+        )
+
+
+def compiled(step: Step) -> Runs:
+    """What all runs of its one unit take."""
+    return step.runs(step.seen()).compiled_for(RUNS)
+
+
+def reserved_bytes(seen: SeenStep, runs: Runs) -> int:
+    """What the model of the allocator takes for what was compiled, in the segment that is taken."""
+    found = seen.events(runs.version_of_run)
+    assert found is not None
+    (segment,) = {one.promise.shared_bytes for one in runs.versions}
+    assert segment is not None
+    usage = reserved(found.events, AllocatorSettings(), 0, segment, found.before)
+    return usage.peak_reserved_bytes
+
+
+def test_the_fastest_where_there_is_room(caplog: pytest.LogCaptureFixture) -> None:
+    step = Step(4096 * MIB)
+    seen = step.seen()
+    runs = step.runs(seen).compiled_for(RUNS)
+    assert step.compiled == [OFFERS[0]]
+    assert reserved_bytes(seen, runs) == runs.peak_bytes <= step.budget - step.tuning
+    assert "reserved, of 3.99 GiB" in caplog.text
+
+
+def test_large_blocks_that_do_not_fit_between_others_are_planned_for() -> None:
+    """At what the fastest versions allocate, slower ones are taken: more would be reserved."""
+    fastest = Step(4096 * MIB)
+    seen = fastest.seen()
+    taken = fastest.runs(seen).compiled_for(RUNS)
+    allocated = seen.step().peak_bytes([0] * RUNS)
+    assert taken.peak_bytes > allocated + 8 * MIB
+    budget = allocated + 8 * MIB + fastest.tuning
+    tight = Step(budget)
+    seen = tight.seen()
+    runs = tight.runs(seen).compiled_for(RUNS)
+    assert runs.version_of_run != (0,) * RUNS or tight.compiled[-1:] != [OFFERS[0]]
+    assert reserved_bytes(seen, runs) == runs.peak_bytes <= budget - tight.tuning
+
+
+def test_the_least_that_is_named_is_reserved_and_enough() -> None:
+    with pytest.raises(fxremat.InfeasibleBudget, match="without using them") as refused:
+        compiled(Step(100 * MIB))
+    least = refused.value.minimum_bytes
+    assert least is not None
+    for budget in (least, least + 50 * MIB):
+        step = Step(budget)
+        seen = step.seen()
+        runs = step.runs(seen).compiled_for(RUNS)
+        assert reserved_bytes(seen, runs) <= budget - step.tuning
+    with pytest.raises(fxremat.InfeasibleBudget) as again:
+        compiled(Step(least - MIB))
+    assert again.value.minimum_bytes == least
+
+
+def test_without_a_look_runs_follow_each_other() -> None:
+    step = Step(1024 * MIB)
+    runs = step.runs(None).compiled_for(RUNS)
+    assert all(one.promise.shared_bytes is not None for one in runs.versions)
+    assert runs.peak_bytes <= step.budget - step.tuning
+    more = step.runs(None).compiled_for(2 * RUNS)
+    assert runs.peak_bytes < more.peak_bytes <= step.budget - step.tuning
+
+
+def test_without_a_rehearsal_some_of_the_budget_is_left() -> None:
+    """3 %, for what stays unused is not known; the segment is all that is left."""
+    fits = Step(4096 * MIB).seen().step().peak_bytes([0] * RUNS)
+    for budget, fastest in ((int(fits / 0.96), True), (int(fits / 0.98), False)):
+        step = Step(budget, tuning=0, rehearses=False)
+        runs = step.runs(step.seen()).compiled_for(RUNS)
+        assert all(one.promise.shared_bytes is None for one in runs.versions)
+        assert (OFFERS[0] in step.compiled and len(step.compiled) == 1) is fastest
+
+
+def test_two_units_are_known_when_the_last_is_compiled(caplog: pytest.LogCaptureFixture) -> None:
+    """The first one has run by then: the segment is what the budget leaves, and that is counted."""
+    step = Step(1200 * MIB, unit_of=(0, 0, 1, 1))
+    seen = step.seen()
+    first = step.runs(seen, 0).compiled_for(2)
+    assert "allocated, of" in caplog.text
+    assert "reserved, of" not in caplog.text
+    second = step.runs(seen, 1).compiled_for(2)
+    assert "reserved, of" in caplog.text
+    assert second.peak_bytes <= step.budget - step.tuning
+    sizes = {one.promise.shared_bytes for one in (*first.versions, *second.versions)}
+    assert sizes == {None}
+    assert second.peak_bytes >= step.budget - step.tuning - SMALL_BYTES - 2 * MIB
+    assert seen.events((0,) * RUNS) is not None
+
+
+class Language(nn.Module):
+    """Blocks between an embedding and a loss that is large beside them."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.embedding = nn.Embedding(2000, 128)
+        self.blocks = nn.ModuleList(Block(128) for _ in range(3))
+        self.head = nn.Linear(128, 2000)
+
+    def forward(self, tokens: Tensor) -> Tensor:
+        x = self.embedding(tokens)
+        for block in self.blocks:
+            x = block(x)
+        return F.cross_entropy(self.head(x).flatten(0, 1), tokens.flatten())
+
+
+def looked_at() -> _Look:
+    """One step of a model, with its events."""
+    torch._dynamo.reset()
+    model, tokens = Language(), torch.zeros(8, 512, dtype=torch.long)
+    for block in model.blocks:
+        block.compile()
+    options = {"memory_budget": "1GiB", "solver": "greedy", "variants": "none"}
+    look = _Look(
+        parse_options(options, device_total_bytes=None), HERE, records=True, held_bytes=4096
+    )
+    with look.at(model, list(model.blocks), ((tokens,), {})) as (args, named):
+        for look.counts in (False, True):
+            look.begin(model, args, named)
+            result = model(*args, **named)
+            _loss_of(model, result, None).backward()
+            look.between()
+            model.zero_grad(set_to_none=True)
+            del result
+    return look
+
+
+def test_events_outside_are_the_moments_of_the_look() -> None:
+    look = looked_at()
+    moments = moments_of(iter(look.events))
+    assert [m for m in moments if m.running is not None] == [
+        m for m in look.moments if m.running is not None
+    ]
+    assert [m.outside_bytes for m in moments] == [m.outside_bytes for m in look.moments]
+    assert look.events[0] == Allocate("held", 4096)
+    forwards = [event for event in look.events if isinstance(event, Forward)]
+    before = [event.results[0].name for event in forwards[:-1]]
+    assert all(name in one.inputs for name, one in zip(before, forwards[1:], strict=True))
+    backwards = [event for event in look.events if isinstance(event, Backward)]
+    assert [event.run for event in backwards] == [2, 1, 0]
+    assert all(len(event.incoming) == 1 and len(event.gradients) == 7 for event in backwards)
+
+
+@contextmanager
+def planned_for(name: str) -> Iterator[None]:
+    """Graphs that were traced here are planned for a card that is not."""
+    token = devices._CARD.set(card_named(name))
+    try:
+        with compat.fake_cuda():
+            yield
+    finally:
+        devices._CARD.reset(token)
+
+
+def test_rehearsed_versions_in_a_step_that_was_looked_at(caplog: pytest.LogCaptureFixture) -> None:
+    """On a card that is not here: requested bytes are those of the moments, to the byte."""
+    caplog.set_level(logging.INFO, "fxremat")
+    look = looked_at()
+    with planned_for("H100"):
+        seen = look.seen_step()
+        graph = look.graphs[0].graph
+        assert seen.request is not None
+        assert seen.request.count == "reserved"
+        asked = replace(seen.request, tuning_bytes=0)
+        runs = RunsOfOneGraph(
+            asked, HERE, Surroundings(3), 0,
+            lambda request: CompiledVersion(lambda: None, graph.plan(request)),
+            graph.plan, graph.as_unit, seen, 0,
+        ).compiled_for(3)  # fmt: skip
+    found = seen.events(runs.version_of_run)
+    assert found is not None
+    usage = replay(found.events)
+    assert usage.peak_requested_bytes == seen.step().peak_bytes(runs.version_of_run)
+    assert reserved_bytes(seen, runs) == runs.peak_bytes + asked.held_bytes
+    assert "reserved, of 1.00 GiB" in caplog.text

@@ -1,0 +1,209 @@
+"""Events of a step, put together from those of its units and of what is outside of them."""
+
+from __future__ import annotations
+
+import json
+from dataclasses import replace
+
+import pytest
+from hypothesis import given
+from hypothesis import strategies as st
+
+from fxremat.compiling.units import Boundary, Offer, Unit, repeated
+from fxremat.core.units import Version
+from fxremat.cost.allocator import Allocate, Event, Free, replay
+from fxremat.cost.step_events import (
+    Backward,
+    Forward,
+    Given,
+    RunEvents,
+    StepEvents,
+    composed,
+    paired,
+    repeated_outside,
+    run_events_from_json,
+    run_events_to_json,
+)
+from fxremat.units import repeated_step
+
+BLOCK = RunEvents(
+    forward=(Allocate("0", 7), Allocate("1", 5), Allocate("2", 10), Free("0")),
+    backward=(Allocate("6", 3), Free("1"), Allocate("7", 10), Allocate("8", 2), Free("6")),
+    inputs=(Given(10, own=True, gradient="7"), Given(2, gradient="8")),
+    results=("2",),
+    incoming=(("5", 10),),
+)
+"""Of 7 bytes for a moment, 5 that are saved, and its result; with one weight of 2 bytes."""
+
+
+def live_after(step: StepEvents) -> list[int]:
+    """Bytes after each event."""
+    sizes: dict[str, int] = {}
+    live: list[int] = []
+    for event in step.events:
+        if isinstance(event, Allocate):
+            sizes[event.name] = event.nbytes
+        elif isinstance(event, Free):
+            del sizes[event.name]
+        live.append(sum(sizes.values()))
+    return live
+
+
+def test_a_step_by_hand() -> None:
+    """Two runs: the result of the first is the input of the second, and no byte is there twice."""
+    outside = (
+        Allocate("weight", 2),
+        Allocate("0", 10),
+        Forward(0, ("0", "weight"), (Allocate("1", 10),)),
+        Free("0"),
+        Forward(1, ("1", "weight"), (Allocate("2", 10),)),
+        Free("1"),
+        Allocate("3", 10),
+        Free("2"),
+        Backward(1, ("3",), (Allocate("4", 10), Allocate("5", 2))),
+        Free("3"),
+        Backward(0, ("4",), (Allocate("6", 10), Allocate("7", 2))),
+        Free("4"),
+        Free("6"),
+    )
+    step = composed(outside, lambda run: BLOCK)
+    assert step.before == 2
+    before, first, second = [2, 12], [19, 24, 34, 27, 17], [24, 29, 39, 32, 22]
+    loss, last = [32, 22], [25, 20, 30, 32, 29, 19]
+    assert live_after(step) == [*before, *first, *second, *loss, *last, 22, 17, 27, 29, 26, 16, 6]
+
+
+def test_an_input_that_is_read_again_is_held_by_the_run() -> None:
+    outside = (
+        Allocate("0", 10),
+        Forward(0, ("0",), (Allocate("1", 10),)),
+        Free("0"),
+        Allocate("2", 10),
+        Backward(0, ("2",), ()),
+    )
+    version = replace(BLOCK, inputs=(replace(BLOCK.inputs[0], again=True),))
+    held = live_after(composed(outside, lambda run: version))
+    plain = live_after(composed(outside, lambda run: BLOCK))
+    assert (plain[4:7], held[4:6]) == ([25, 15, 25], [25, 35])
+    assert held[-1] == plain[-1] == 20  # the result, and what came in
+
+
+def test_what_cannot_be_paired_is_there_twice() -> None:
+    """Another size, as of a view: each side has a block of its own, and a run's goes with it."""
+    outside = (
+        Allocate("0", 4),
+        Forward(0, (), (Allocate("1", 11),)),
+        Allocate("2", 1),
+        Backward(0, ("2",), (Allocate("3", 9),)),
+    )
+    version = replace(BLOCK, inputs=(replace(BLOCK.inputs[0], again=True),))
+    step = composed(outside, lambda run: version)
+    live = live_after(step)
+    assert live[1] == 14  # its input comes first
+    assert max(live[:7]) == 4 + 10 + 5 + 10 + 11
+    assert live[-1] == 4 + 11 + 1 + 9
+    assert sum(isinstance(event, Allocate) for event in step.events) == 12
+
+
+def test_a_part_of_something_larger_holds_the_whole() -> None:
+    outside = (Allocate("0", 30), Forward(0, ("0",), ()), Free("0"), Backward(0, (), ()))
+    version = RunEvents((), (), (Given(10, own=True, again=True),))
+    step = composed(outside, lambda run: version)
+    assert step.events == (Allocate("0", 30), Free("0"))
+
+
+def test_what_was_never_there_is_told_of() -> None:
+    with pytest.raises(ValueError, match="'0' is not there"):
+        composed([Free("0")], lambda run: BLOCK)
+
+
+def test_sizes_are_paired_in_their_places_first() -> None:
+    assert paired([5, 7, 5], [5, 5, 7]) == [0, 2, 1]
+    assert paired([5, 5], [7, 5, 5, 5]) == [1, 2]
+    assert paired([5, 6], [5]) == [0, None]
+
+
+def test_read_back_from_json() -> None:
+    version = replace(BLOCK, again=("2",))
+    assert run_events_from_json(json.loads(json.dumps(run_events_to_json(version)))) == version
+
+
+@st.composite
+def runs(draw: st.DrawFn, *, saves_result: bool = False) -> RunEvents:
+    """A unit that gives what it is given: blocks that are saved, and that are not."""
+    sizes = st.integers(1, 1000)
+    wide, weight = draw(sizes), draw(sizes)
+    events: list[Event] = []
+
+    def some(most: int) -> list[str]:
+        names = []
+        for _ in range(draw(st.integers(0, most))):
+            names.append(f"{len(events)}")
+            events.append(Allocate(names[-1], draw(sizes)))
+        return names
+
+    saved, other = some(3), some(3)
+    result = f"{len(events)}"
+    events.append(Allocate(result, wide))
+    events += [Free(name) for name in other]
+    begun = len(events)
+    incoming = f"{begun}"
+    events.append(Allocate(incoming, wide))  # takes the number
+    other, gradients = some(3), []
+    for nbytes in (wide, weight):
+        if draw(st.booleans()) and saved:
+            events.append(Free(saved.pop()))
+        gradients.append(f"{len(events)}")
+        events.append(Allocate(gradients[-1], nbytes))
+    events += [Free(name) for name in (*saved, *other)]
+    first, second = gradients
+    again = draw(st.booleans())
+    return RunEvents(
+        tuple(events[:begun]),
+        tuple(events[begun + 1 :]),
+        (Given(wide, own=True, again=again, gradient=first), Given(weight, gradient=second)),
+        (result,),
+        (result,) if saves_result else (),
+        ((incoming, wide),),
+    )
+
+
+def unit_of(run: RunEvents) -> Unit:
+    """What the figures of a version say of the same."""
+    wide, weight = (one.nbytes for one in run.inputs)
+    before = live_after(StepEvents(run.forward, 0))
+    after = live_after(StepEvents((*run.forward, *run.backward), 0))[len(before) :]
+    kept = 0 if run.again else wide
+    more = wide if run.inputs[0].again else 0
+    version = Version(
+        1.0,
+        saved_bytes=before[-1] - kept + more,
+        forward_bytes=max(before),
+        backward_bytes=max(before[-1], *after) - kept + more,
+    )
+    boundary = Boundary(wide + weight, wide, wide, wide, weight)
+    return Unit(boundary, (Offer(version, 0, 0, run),))
+
+
+@given(runs(), st.integers(1, 4), st.integers(0, 5000), st.none() | st.integers(0, 1000))
+def test_the_peak_is_that_of_the_moments(
+    run: RunEvents, count: int, held: int, left: int | None
+) -> None:
+    """To the byte; gradients that leave little behind are made before that is there."""
+    seen = repeated_step(unit_of(run), count, held, left)
+    expected = seen.step().peak_bytes([0] * count)
+    found = seen.events([0] * count)
+    assert found is not None
+    usage = replay(found.events)
+    assert expected <= usage.peak_requested_bytes <= expected + (left or 0)
+    blocks = sum(isinstance(event, Allocate) for event in found.events)
+    if usage.segment_count == 1:  # of the smallest blocks: each takes a multiple of 512 bytes
+        assert usage.peak_allocated_bytes <= usage.peak_requested_bytes + 512 * blocks
+
+
+@given(runs(saves_result=True), st.integers(1, 4))
+def test_what_two_hold_is_there_once(run: RunEvents, count: int) -> None:
+    """A result that is saved, too: the figures of a version count it twice."""
+    found = composed(repeated_outside(count, run, 0), lambda _: run)
+    expected = repeated(unit_of(run), count, run.inputs[1].nbytes).peak_bytes([0] * count)
+    assert replay(found.events).peak_requested_bytes <= expected
