@@ -10,7 +10,7 @@ from __future__ import annotations
 import logging
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import AbstractContextManager, contextmanager, suppress
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import Any
 
 import torch
@@ -143,6 +143,8 @@ def fxremat(
     ledger, place = session.ledger(options), compat.current_compilation()
     around = surroundings(parsed, device)
     request = request_for(gm, example_inputs, parsed, ledger, place, around.nbytes)
+    if around.pipeline is not None and around.pipeline.whole:  # others hold what it is given
+        request = replace(request, parameters=tuple(range(len(example_inputs))))
     graph = Graph(gm, compat.copy_module(gm), example_inputs, parsed, mode)
     unseen = request.held_bytes - ledger.held_by_others(*place)
     seen, index = session.seen_as(gm, example_inputs)
@@ -151,7 +153,7 @@ def fxremat(
         coming_bytes=parsed.reserve or 0,
     )  # fmt: skip
     count = around.runs if seen is None else len(seen.runs_of(index))
-    together = count > 1 or seen is not None
+    together = count > 1 or seen is not None or around.pipeline is not None
     found = None
     if together and request.budget_bytes is not None and graph.needs_gradients:
         with suppress(NoBackward):

@@ -26,6 +26,7 @@ from fxremat.compiling.units import Boundary, Offer, Unit, repeated
 from fxremat.core.units import Moment, UnitStep, Version
 from fxremat.errors import InfeasibleBudget
 from fxremat.options import Options
+from fxremat.pipelines import Pipeline, pipeline_of
 from fxremat.planner import units as planner
 from fxremat.report.report import Report
 from fxremat.runtime.in_flight import Around, Promise, Promised, Runs, storage_bytes
@@ -48,7 +49,8 @@ class Surroundings:
 
     ``others`` are the parameters and buffers of the model that are not the unit's own, and what the
     model is given. They take ``nbytes``; ``everything`` are its own too. ``left_bytes`` are the
-    gradients of one run that stay, None: as many as its graph gives.
+    gradients of one run that stay, None: as many as its graph gives. Where a schedule runs it, the
+    ``pipeline`` says what the rank does in a step.
     """
 
     runs: int = 1
@@ -56,6 +58,7 @@ class Surroundings:
     others: Around = ()
     everything: Around = ()
     left_bytes: int | None = None
+    pipeline: Pipeline | None = None
 
 
 def surroundings(options: Options, device: torch.device) -> Surroundings:
@@ -69,23 +72,35 @@ def surroundings(options: Options, device: torch.device) -> Surroundings:
     if not calls:
         return Surroundings(options.instances or 1)
     model, unit = next(iter(calls)), next(reversed(calls))
-    parts = compat.compiled_parts(model)
-    parts = parts if unit in parts else list(model.modules())
-    alike = [one for one in parts if _form(one) == _form(unit)]
+
+    def alike(module: nn.Module) -> int:
+        """How many modules inside are compiled by themselves, and like the unit."""
+        parts = compat.compiled_parts(module)
+        parts = parts if unit in compat.compiled_parts(model) else list(module.modules())
+        return sum(_form(one) == _form(unit) for one in parts)
+
+    pipeline = pipeline_of(unit, device, alike) if options.instances is None else None
+    modules = (model,) if pipeline is None else pipeline.modules
+    everything = [x for module in modules for x in _tensors_of(module)]
     own = {id(x) for x in _tensors_of(unit)}
-    others = [x for x in _tensors_of(model) if id(x) not in own]
-    runs = options.instances or max(1, len(alike))
-    if runs > 1:  # else the graph itself is given what the model is
+    others = [x for x in everything if id(x) not in own]
+    runs = options.instances or max(1, alike(model))
+    if pipeline is not None:
+        runs = max(1, pipeline.runs)
+        others += pipeline.batch
+    elif runs > 1:  # else the graph itself is given what the model is
         given = pytree.tree_leaves(calls[model])
         others += [x for x in given if isinstance(x, torch.Tensor)]
     sharded = _sharded_bytes(unit, device)
     gathered, left = (0, None) if sharded is None else sharded
+    arriving = 0 if pipeline is None else pipeline.buffer_bytes
     return Surroundings(
         runs,
-        storage_bytes(others, device) + gathered,
+        storage_bytes(others, device) + gathered + arriving,
         tuple(map(ref, others)),
-        tuple(map(ref, _tensors_of(model))),
+        tuple(map(ref, everything)),
         left,
+        pipeline,
     )
 
 
@@ -228,7 +243,7 @@ class RunsOfOneGraph:
             if self.around.left_bytes is not None:
                 left = min(unit.boundary.left, self.around.left_bytes)
                 unit = replace(unit, boundary=replace(unit.boundary, left=left))
-            seen = repeated_step(unit, count, self.request.held_bytes)
+            seen = self._step_of(unit, count)
         unit = seen.units[self.index]
         runs, offers = seen.runs_of(self.index), list(unit.offers)
         for _ in range(TRIES):
@@ -250,6 +265,14 @@ class RunsOfOneGraph:
                 log.info("%s", _told(kept, of_run, peak, self.budget_bytes))
                 return Runs(tuple(made.values()), of_run, peak - self.request.held_bytes)
         raise self._refusal(seen, offers)
+
+    def _step_of(self, unit: Unit, count: int) -> SeenStep:
+        """A step in which so many runs wait: the one of its pipeline, if that says as many."""
+        pipeline, held = self.around.pipeline, self.request.held_bytes
+        if pipeline is None or count != pipeline.runs:
+            return repeated_step(unit, count, held)
+        step = pipeline.step(unit, held)
+        return SeenStep(step.moments, step.unit_of, tuple(range(count)), [unit])
 
     def _compiled(self, offers: list[Offer], place: int, own: Boundary) -> Promised:
         """A version, compiled; what it really takes is offered from now on.

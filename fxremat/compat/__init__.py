@@ -131,6 +131,13 @@ from fxremat.compat.measuring import (
     recorded_allocations,
 )
 from fxremat.compat.partitioning import extract_forward_backward, saved_names, torch_partition
+from fxremat.compat.pipelining import (
+    RunningPipeline,
+    is_stage,
+    received_by,
+    running_pipeline,
+    shown_stages,
+)
 from fxremat.compat.sizes import (
     ShapeEnv,
     plan_for_sizes_seen,
@@ -166,6 +173,7 @@ __all__ = [
     "Generated",
     "OpOverload",
     "Properties",
+    "RunningPipeline",
     "Scheduled",
     "SchedulerPass",
     "ShapeEnv",
@@ -219,6 +227,7 @@ __all__ = [
     "is_noop_to_inductor",
     "is_opaque",
     "is_read_as_an_image",
+    "is_stage",
     "is_symbol",
     "is_tangent",
     "joint_passes",
@@ -247,14 +256,17 @@ __all__ = [
     "prepare_joint_graph",
     "profiler_memory_events",
     "random_state_kept",
+    "received_by",
     "recorded_allocations",
     "return_inputs_as_they_are",
     "run_after",
     "run_in_functions",
     "running_backward",
     "running_node",
+    "running_pipeline",
     "saved_names",
     "scheduled",
+    "shown_stages",
     "size_bound",
     "size_ranges",
     "sizes_at",
