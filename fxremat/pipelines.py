@@ -35,16 +35,14 @@ SENT_AT_ONCE = 2
 class StageOfRank:
     """A stage of this rank: how often a micro-batch runs the unit in it, and bytes of each.
 
-    ``given_bytes`` arrive from the stage before, and as many go back; ``result_bytes`` are given to
-    the next one, or to the loss, which saves ``loss_bytes`` more.
+    What a micro-batch is given arrives from the stage before, and as many bytes go back. What it
+    gives goes to the next one, or to the loss.
     """
 
     parts: int
     first: bool
     last: bool
-    given_bytes: int
-    result_bytes: int
-    loss_bytes: int = 0
+    shown: compat.ShownStage
 
 
 @dataclass(frozen=True)
@@ -81,10 +79,10 @@ class Pipeline:
 
         Negative where that is no buffer, but a part of the batch.
         """
-        arrive = -self.stages[self.current].given_bytes if self.whole else 0
+        arrive = -self.stages[self.current].shown.given_bytes if self.whole else 0
         for one in self.stages:
-            arrive += self.micro_batches * (0 if one.first else one.given_bytes)
-            arrive += self.micro_batches * (0 if one.last else one.result_bytes)
+            arrive += self.micro_batches * (0 if one.first else one.shown.given_bytes)
+            arrive += self.micro_batches * (0 if one.last else one.shown.result_bytes)
         return arrive
 
     def step(self, unit: Unit, held_bytes: int) -> UnitStep:
@@ -109,6 +107,7 @@ class _Walk:
     runs_of: dict[int, deque[list[int]]] = field(default_factory=dict)
     """Of each stage: the runs of its micro-batches that wait, the oldest first."""
     outputs: dict[int, int] = field(default_factory=dict)
+    losses: dict[int, int] = field(default_factory=dict)
     sent: dict[int, int] = field(default_factory=dict)
     left: set[tuple[int, int]] = field(default_factory=set)
 
@@ -117,13 +116,14 @@ class _Walk:
         own, total = self.unit.boundary, self.held_bytes
         total += own.resident - own.given
         for k, one in enumerate(self.pipeline.stages):
-            total += self.outputs.get(k, 0) * one.result_bytes
-            total += len(self.runs_of.get(k, ())) * one.loss_bytes
-            total += self.sent.get(k, 0) * one.given_bytes
+            total += self.outputs.get(k, 0) * one.shown.result_bytes
+            total += len(self.runs_of.get(k, ())) * one.shown.loss_bytes
+            total += self.losses.get(k, 0) * one.shown.value_bytes
+            total += self.sent.get(k, 0) * one.shown.given_bytes
         left = own.left
         current = self.pipeline.stages[self.pipeline.current]
         if self.pipeline.whole and not current.first:  # the gradient of its input is sent
-            left -= current.given_bytes
+            left -= current.shown.given_bytes
         return total + len(self.left) * max(0, left)
 
     def forward(self, stage: int) -> None:
@@ -137,6 +137,7 @@ class _Walk:
             runs.append(run)
         self.runs_of.setdefault(stage, deque()).append(runs)
         self.outputs[stage] = self.outputs.get(stage, 0) + 1
+        self.losses[stage] = self.losses.get(stage, 0) + 1
         self.moments.append(Moment(self.outside(), tuple(self.waiting)))
 
     def backward(self, stage: int) -> None:
@@ -160,7 +161,7 @@ class _Walk:
     def end(self) -> None:
         """What the last stage has given is put together."""
         merged = sum(
-            self.pipeline.micro_batches * one.result_bytes
+            self.pipeline.micro_batches * one.shown.result_bytes
             for one in self.pipeline.stages
             if one.last and self.pipeline.keeps_outputs
         )
@@ -182,9 +183,9 @@ def pipeline_of(
     except Exception as error:  # whatever a module raises that runs without memory
         log.warning("stages of a pipeline are taken to give as much as they get: %s", error)
         given = _bytes_of(found.given, device)
-        shown = [(given, given, given) for _ in found.stages]
+        shown = [compat.ShownStage(given, given, given, given) for _ in found.stages]
     stages = tuple(
-        StageOfRank(alike(one.submod), one.is_first, one.is_last, *figures)
+        StageOfRank(alike(one.submod), one.is_first, one.is_last, figures)
         for one, figures in zip(found.stages, shown, strict=True)
     )
     return Pipeline(

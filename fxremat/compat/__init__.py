@@ -133,6 +133,7 @@ from fxremat.compat.measuring import (
 from fxremat.compat.partitioning import extract_forward_backward, saved_names, torch_partition
 from fxremat.compat.pipelining import (
     RunningPipeline,
+    ShownStage,
     is_stage,
     received_by,
     running_pipeline,
@@ -177,6 +178,7 @@ __all__ = [
     "Scheduled",
     "SchedulerPass",
     "ShapeEnv",
+    "ShownStage",
     "Watching",
     "accumulators_of",
     "apart",

@@ -16,6 +16,7 @@ import torch
 from torch import nn
 from torch.utils import _pytree as pytree
 
+from fxremat.compat.measuring import random_state_kept
 from fxremat.compat.tensors import on_device_without_memory, storage_key
 
 
@@ -124,62 +125,79 @@ def received_by(stage: Any) -> list[torch.Tensor]:
     return [one for one in buffers if isinstance(one, torch.Tensor)]
 
 
-def shown_stages(pipeline: RunningPipeline) -> list[tuple[int, int, int]]:
-    """Of each stage of the rank and one micro-batch: bytes that it is given, that it gives, and
-    that the loss saves beside these.
+@dataclass(frozen=True)
+class ShownStage:
+    """Bytes of one micro-batch at a stage: what it is given and gives, and beside these what the
+    loss saves until its backward, and what its value takes that the schedule keeps."""
 
-    Stages run uncompiled on tensors without memory; nothing of them changes. Where it is not known
-    what one is given, it is what the one before gives. Raises whatever a module raises that cannot
+    given_bytes: int
+    result_bytes: int
+    loss_bytes: int = 0
+    value_bytes: int = 0
+
+
+def shown_stages(pipeline: RunningPipeline) -> list[ShownStage]:
+    """What a micro-batch takes at each stage of the rank, without what its module saves.
+
+    Stages run uncompiled on tensors without memory, and nothing of them changes. The loss runs on
+    zeros: its kernels may keep more than the sizes of their results say. Where it is not known what
+    a stage is given, it is what the one before gives. Raises whatever a module raises that cannot
     run so.
     """
     from torch._guards import tracing
     from torch._subclasses.fake_tensor import FakeTensorMode, unset_fake_temporarily
 
-    found, mode = list[tuple[int, int, int]](), FakeTensorMode(allow_non_fake_inputs=True)
+    found = []
     with ExitStack() as inside:
         inside.enter_context(unset_fake_temporarily())
         inside.enter_context(tracing(None))
         inside.enter_context(torch.compiler.set_stance("force_eager"))
-        inside.enter_context(mode)
+        inside.enter_context(random_state_kept())
         inside.enter_context(torch.enable_grad())
-        everything = nn.ModuleList(one.submod for one in pipeline.stages)
-        current, first, target = inside.enter_context(
-            on_device_without_memory(
-                everything, (pipeline.given, pipeline.first_given, pipeline.target)
-            )
-        )
-        given = current
+        for stage, given, output in _shown(pipeline, FakeTensorMode(allow_non_fake_inputs=True)):
+            loss = (0, 0)
+            if stage.is_last and pipeline.target is not None:
+                loss = _kept_by_loss(pipeline.loss, output, pipeline.target)
+            found.append(ShownStage(_bytes(given), _bytes(output), *loss))
+    return found
+
+
+def _shown(pipeline: RunningPipeline, mode: Any) -> list[tuple[Any, Any, Any]]:
+    """Each stage, what it is given and what it gives; these have no memory."""
+    found, everything = [], nn.ModuleList(one.submod for one in pipeline.stages)
+    with mode, on_device_without_memory(everything, (pipeline.given, pipeline.first_given)) as made:
+        current, first = made
+        given = first
         for k, stage in enumerate(pipeline.stages):
             if k == pipeline.current:
                 given = current
             elif stage.is_first:
                 given = first
             output = stage.submod(*given)
-            saved = 0
-            if stage.is_last and target is not None:
-                saved = _saved_by_loss(pipeline.loss, output, target, list(everything.parameters()))
-            found.append((_bytes(given), _bytes(output), saved))
-            leaves = pytree.tree_leaves(output)
-            given = tuple(
-                x.detach().requires_grad_(x.requires_grad)
-                for x in leaves
-                if isinstance(x, torch.Tensor)
-            )
+            found.append((stage, given, output))
+            leaves = [x for x in pytree.tree_leaves(output) if isinstance(x, torch.Tensor)]
+            given = tuple(x.detach().requires_grad_(x.requires_grad) for x in leaves)
     return found
 
 
-def _saved_by_loss(loss: Any, output: Any, target: Any, known: list[torch.Tensor]) -> int:
-    """Bytes that a loss saves for its backward, without what it is given and what is ``known``."""
-    saved = list[torch.Tensor]()
+def _kept_by_loss(loss: Any, shown: Any, target: Any) -> tuple[int, int]:
+    """Bytes that a loss saves for its backward beside what it is given, and those of its value."""
+
+    def zeros(like: torch.Tensor) -> torch.Tensor:
+        with torch.no_grad():
+            made = torch.zeros(like.shape, dtype=like.dtype, device=like.device)
+        return made.requires_grad_(like.requires_grad)
+
+    output, saved = pytree.tree_map_only(torch.Tensor, zeros, shown), list[torch.Tensor]()
 
     def note(tensor: torch.Tensor) -> torch.Tensor:
         saved.append(tensor)
         return tensor
 
     with torch.autograd.graph.saved_tensors_hooks(note, lambda tensor: tensor):
-        loss(output, target)
-    there = [*pytree.tree_leaves((output, target)), *known]
-    return _bytes([*saved, *there]) - _bytes(there)
+        value = loss(output, target)
+    there = [output, target, value]
+    return _bytes([*saved, *there]) - _bytes(there), _bytes(value)
 
 
 def _bytes(values: Any) -> int:
