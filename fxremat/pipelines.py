@@ -85,6 +85,11 @@ class Pipeline:
             arrive += self.micro_batches * (0 if one.last else one.shown.result_bytes)
         return arrive
 
+    def arriving_bytes(self, incoming: int) -> int:
+        """Of the gradients of a run's results, those that lie in buffers where it is the first that
+        goes backward."""
+        return 0 if self.stages[self.current].last else incoming
+
     def step(self, unit: Unit, held_bytes: int) -> UnitStep:
         """The moments of a step; ``held_bytes`` are live all the time beside the unit's inputs."""
         walk = _Walk(self, unit, held_bytes)

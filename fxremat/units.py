@@ -48,9 +48,9 @@ class Surroundings:
     """Where a graph is compiled: how often it will run, and what lies around it.
 
     ``others`` are the parameters and buffers of the model that are not the unit's own, and what the
-    model is given. They take ``nbytes``; ``everything`` are its own too. ``left_bytes`` are the
-    gradients of one run that stay, None: as many as its graph gives. Where a schedule runs it, the
-    ``pipeline`` says what the rank does in a step.
+    model is given. They take ``nbytes``; ``everything`` are its own too, and buffers of a pipeline.
+    ``left_bytes`` are the gradients of one run that stay, None: as many as its graph gives. Where a
+    schedule runs it, the ``pipeline`` says what the rank does in a step.
     """
 
     runs: int = 1
@@ -93,12 +93,15 @@ def surroundings(options: Options, device: torch.device) -> Surroundings:
         others += [x for x in given if isinstance(x, torch.Tensor)]
     sharded = _sharded_bytes(unit, device)
     gathered, left = (0, None) if sharded is None else sharded
+    around: Around = tuple(ref(x) for x in {id(x): x for x in (*everything, *others)}.values())
+    if pipeline is not None:
+        around += (pipeline.buffers,)
     arriving = 0 if pipeline is None else pipeline.buffer_bytes
     return Surroundings(
         runs,
         storage_bytes(others, device) + gathered + arriving,
         tuple(map(ref, others)),
-        tuple(map(ref, everything)),
+        around,
         left,
         pipeline,
     )
@@ -307,6 +310,8 @@ class RunsOfOneGraph:
         if own is not None:
             unit, around = _version(report), self.around.everything
             unseen += own.resident - own.given
+            if self.around.pipeline is not None:
+                unseen -= self.around.pipeline.arriving_bytes(own.incoming)
             if self.seen is not None:
                 unseen = self.seen.outside_bytes(self.index)
             peak = max(unit.forward_bytes + own.given, unit.backward_bytes + own.incoming)
