@@ -91,7 +91,7 @@ def surroundings(options: Options, device: torch.device) -> Surroundings:
     elif runs > 1:  # else the graph itself is given what the model is
         given = pytree.tree_leaves(calls[model])
         others += [x for x in given if isinstance(x, torch.Tensor)]
-    sharded = _sharded_bytes(unit, device)
+    sharded = _sharded_bytes(unit, device) or _bucket_bytes(calls, device)
     gathered, left = (0, None) if sharded is None else sharded
     around: Around = tuple(ref(x) for x in {id(x): x for x in (*everything, *others)}.values())
     if pipeline is not None:
@@ -123,6 +123,24 @@ def _sharded_bytes(unit: nn.Module, device: torch.device) -> tuple[int, int] | N
     own = list(unit.parameters())
     part, whole = storage_bytes(own, device), sum(x.nbytes for x in own)
     return part + 2 * whole, part
+
+
+def _bucket_bytes(
+    calls: Iterable[nn.Module], device: torch.device
+) -> tuple[int, int | None] | None:
+    """What DDP's buckets take, and what stays of a unit's gradients beside them.
+
+    A bucket holds a gradient as long as DDP lives, and the parameter has it once more unless its
+    ``grad`` is a view of that. None outside of DDP.
+    """
+    if not torch.distributed.is_available():
+        return None
+    parallel = nn.parallel.DistributedDataParallel
+    for module in calls:
+        if isinstance(module, parallel):
+            buckets = sum(x.nbytes for x in module.parameters() if x.requires_grad)
+            return buckets, 0 if module.gradient_as_bucket_view else None
+    return None
 
 
 def _form(module: nn.Module) -> Any:
@@ -260,6 +278,8 @@ class RunsOfOneGraph:
             except InfeasibleBudget:
                 continue
             seen.units[self.index] = replace(unit, offers=tuple(offers))
+            if self.seen is None:
+                mine, chosen = self._saving_most_first(seen, chosen)
             peak = seen.step().peak_bytes(chosen)
             if peak <= self.budget_bytes:
                 kept = tuple(offers[k] for k in made)
@@ -268,6 +288,21 @@ class RunsOfOneGraph:
                 log.info("%s", _told(kept, of_run, peak, self.budget_bytes))
                 return Runs(tuple(made.values()), of_run, peak - self.request.held_bytes)
         raise self._refusal(seen, offers)
+
+    def _saving_most_first(
+        self, seen: SeenStep, chosen: Sequence[int]
+    ) -> tuple[list[int], Sequence[int]]:
+        """The versions of the runs by what they save, the most first, where the budget allows it.
+
+        Blocks of one class are several graphs where their inputs differ: the first block's needs no
+        gradient. These share the places, and each is planned as if it had all of them. So at each
+        place they should save about as much.
+        """
+        versions = seen.step().versions[0]
+        by_saved = sorted(chosen, key=lambda k: versions[k].saved_bytes, reverse=True)
+        if seen.step().peak_bytes(by_saved) <= self.budget_bytes:
+            chosen = by_saved
+        return list(chosen), chosen
 
     def _step_of(self, unit: Unit, count: int) -> SeenStep:
         """A step in which so many runs wait: the one of its pipeline, if that says as many."""

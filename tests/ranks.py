@@ -16,7 +16,6 @@ from typing import Any
 import torch
 from torch import Tensor, distributed, nn
 from torch.distributed.checkpoint.state_dict import (
-    StateDictOptions,
     get_model_state_dict,
     set_model_state_dict,
 )
@@ -85,8 +84,7 @@ def compared(make: Callable[..., Trained], percents: tuple[int, ...]) -> Found:
     """
     torch._dynamo.reset()
     plain, found = make(**PLAIN), Found()
-    before = get_model_state_dict(plain.model, options=StateDictOptions(full_state_dict=True))
-    before = {name: value.clone() for name, value in before.items()}
+    before = _state(plain.model)
     gradients, peak, parameters = plain.gradients(), plain.peak_bytes(), plain.trained()
     for percent in percents:
         torch._dynamo.reset()
@@ -112,14 +110,17 @@ def compared(make: Callable[..., Trained], percents: tuple[int, ...]) -> Found:
 
 def _exchange(plain: nn.Module, ours: nn.Module, before: dict[str, Any]) -> None:
     """The state of each is taken by the other, as it is in a checkpoint."""
-    whole = StateDictOptions(full_state_dict=True)
-    trained = get_model_state_dict(ours, options=whole)
+    trained = _state(ours)
     assert trained.keys() == before.keys()
-    set_model_state_dict(plain, trained, options=whole)
-    torch.testing.assert_close(get_model_state_dict(plain, options=whole), trained)
-    set_model_state_dict(plain, before, options=whole)
-    set_model_state_dict(ours, get_model_state_dict(plain, options=whole), options=whole)
-    torch.testing.assert_close(get_model_state_dict(ours, options=whole), before)
+    for taker, state in ((plain, trained), (ours, before)):
+        set_model_state_dict(taker, {name: value.clone() for name, value in state.items()})
+        for name, value in _state(taker).items():
+            torch.testing.assert_close(local(value), local(state[name]))
+
+
+def _state(model: nn.Module) -> dict[str, Any]:
+    """As it is saved."""
+    return {name: value.clone() for name, value in get_model_state_dict(model).items()}
 
 
 def on_ranks(ranks: int, folder: Path, what: Callable[[int], Any]) -> list[Any]:
