@@ -10,7 +10,7 @@ from __future__ import annotations
 import logging
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import AbstractContextManager, contextmanager, suppress
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import Any
 
 import torch
@@ -146,6 +146,8 @@ def fxremat(
     around = surroundings(parsed, device)
     session.STATE.rank_timeout = parsed.rank_timeout
     request = request_for(gm, example_inputs, parsed, ledger, place, around.nbytes)
+    if around.pipeline is not None and around.pipeline.whole:  # others hold what it is given
+        request = replace(request, parameters=tuple(range(len(example_inputs))))
     request = agreed(gm, example_inputs, request)
     graph = Graph(gm, compat.copy_module(gm), example_inputs, parsed, mode)
     unseen = request.held_bytes - ledger.held_by_others(*place)
@@ -158,7 +160,7 @@ def fxremat(
         as_seen=as_seen, coming_bytes=parsed.reserve or 0,
     )  # fmt: skip
     count = around.runs if seen is None else len(seen.runs_of(index))
-    together = count > 1 or seen is not None
+    together = count > 1 or seen is not None or around.pipeline is not None
     found = None
     if together and request.budget_bytes is not None and graph.needs_gradients:
         with suppress(NoBackward):

@@ -30,6 +30,7 @@ from fxremat.core.units import Moment, UnitStep, Version
 from fxremat.cost.step_events import Outside, StepEvents, composed, repeated_outside
 from fxremat.errors import InfeasibleBudget
 from fxremat.options import Options
+from fxremat.pipelines import Pipeline, pipeline_of
 from fxremat.planner import units as planner
 from fxremat.report.report import Report
 from fxremat.runtime.in_flight import (
@@ -62,8 +63,9 @@ class Surroundings:
     """Where a graph is compiled: how often it will run, and what lies around it.
 
     ``others`` are the parameters and buffers of the model that are not the unit's own, and what the
-    model is given. They take ``nbytes``; ``everything`` are its own too. ``left_bytes`` are the
-    gradients of one run that stay, None: as many as its graph gives.
+    model is given. They take ``nbytes``; ``everything`` are its own too, and buffers of a pipeline.
+    ``left_bytes`` are the gradients of one run that stay, None: as many as its graph gives. Where a
+    schedule runs it, the ``pipeline`` says what the rank does in a step.
     """
 
     runs: int = 1
@@ -71,6 +73,7 @@ class Surroundings:
     others: Around = ()
     everything: Around = ()
     left_bytes: int | None = None
+    pipeline: Pipeline | None = None
 
 
 def surroundings(options: Options, device: torch.device) -> Surroundings:
@@ -84,23 +87,38 @@ def surroundings(options: Options, device: torch.device) -> Surroundings:
     if not calls:
         return Surroundings(options.instances or 1)
     model, unit = next(iter(calls)), next(reversed(calls))
-    parts = compat.compiled_parts(model)
-    parts = parts if unit in parts else list(model.modules())
-    alike = [one for one in parts if _form(one) == _form(unit)]
+
+    def alike(module: nn.Module) -> int:
+        """How many modules inside are compiled by themselves, and like the unit."""
+        parts = compat.compiled_parts(module)
+        parts = parts if unit in compat.compiled_parts(model) else list(module.modules())
+        return sum(_form(one) == _form(unit) for one in parts)
+
+    pipeline = pipeline_of(unit, device, alike) if options.instances is None else None
+    modules = (model,) if pipeline is None else pipeline.modules
+    everything = [x for module in modules for x in _tensors_of(module)]
     own = {id(x) for x in _tensors_of(unit)}
-    others = [x for x in _tensors_of(model) if id(x) not in own]
-    runs = options.instances or max(1, len(alike))
-    if runs > 1:  # else the graph itself is given what the model is
+    others = [x for x in everything if id(x) not in own]
+    runs = options.instances or max(1, alike(model))
+    if pipeline is not None:
+        runs = max(1, pipeline.runs)
+        others += pipeline.batch
+    elif runs > 1:  # else the graph itself is given what the model is
         given = pytree.tree_leaves(calls[model])
         others += [x for x in given if isinstance(x, torch.Tensor)]
-    sharded = _sharded_bytes(model, unit, device)
+    sharded = _sharded_bytes(model, unit, device) or _bucket_bytes(calls, device)
     gathered, left = (0, None) if sharded is None else sharded
+    around: Around = tuple(ref(x) for x in {id(x): x for x in (*everything, *others)}.values())
+    if pipeline is not None:
+        around += (pipeline.buffers,)
+    arriving = 0 if pipeline is None else pipeline.buffer_bytes
     return Surroundings(
         runs,
-        storage_bytes(others, device) + gathered,
+        storage_bytes(others, device) + gathered + arriving,
         tuple(map(ref, others)),
-        tuple(map(ref, _tensors_of(model))),
+        around,
         left,
+        pipeline,
     )
 
 
@@ -127,6 +145,24 @@ def _sharded_bytes(
     inner = {id(x) for one in shards if one not in around for x in one.parameters()}
     outer = {id(x): x.nbytes for one in around for x in one.parameters() if id(x) not in inner}
     return part + 2 * whole + 2 * sum(outer.values()), part
+
+
+def _bucket_bytes(
+    calls: Iterable[nn.Module], device: torch.device
+) -> tuple[int, int | None] | None:
+    """What DDP's buckets take, and what stays of a unit's gradients beside them.
+
+    A bucket holds a gradient as long as DDP lives, and the parameter has it once more unless its
+    ``grad`` is a view of that. None outside of DDP.
+    """
+    if not torch.distributed.is_available():
+        return None
+    parallel = nn.parallel.DistributedDataParallel
+    for module in calls:
+        if isinstance(module, parallel):
+            buckets = sum(x.nbytes for x in module.parameters() if x.requires_grad)
+            return buckets, 0 if module.gradient_as_bucket_view else None
+    return None
 
 
 def _form(module: nn.Module) -> Any:
@@ -285,7 +321,7 @@ class RunsOfOneGraph:
         if seen is None or count != len(seen.runs_of(self.index)):
             unit = self.look(self.request, count)
             self.seen, self.index = None, 0  # the step is not as it was seen
-            seen = repeated_step(unit, count, self.request.held_bytes, self.around.left_bytes)
+            seen = self._step_of(unit, count)
         elif not self.as_seen:
             beside = replace(self.request, held_bytes=self.coming_bytes)
             seen.units[self.index], self.as_seen = self.look(beside, count), True
@@ -307,6 +343,8 @@ class RunsOfOneGraph:
             except InfeasibleBudget:
                 continue
             seen.units[self.index] = replace(unit, offers=tuple(offers))
+            if self.seen is None:
+                mine, chosen = self._saving_most_first(seen, chosen)
             peak, taken = seen.step().peak_bytes(chosen), self._reserved(seen, chosen)
             if taken is None:
                 aim = min(aim, self.budget_bytes)
@@ -354,6 +392,8 @@ class RunsOfOneGraph:
             return None
         if self.seen is not None and seen.outside is None:
             return None
+        if self.around.pipeline is not None:  # halves take turns there in another order
+            return None
         found = seen.events(chosen)
         if found is None:
             return None
@@ -385,6 +425,32 @@ class RunsOfOneGraph:
         counted = "allocated" if taken is None else "reserved"
         log.info("%s", _told(kept, of_run, peak, limit, counted))
         return Runs(versions, of_run, peak - self.request.held_bytes)
+
+    def _saving_most_first(
+        self, seen: SeenStep, chosen: Sequence[int]
+    ) -> tuple[list[int], Sequence[int]]:
+        """The versions of the runs by what they save, the most first, where the budget allows it.
+
+        Blocks of one class are several graphs where their inputs differ: the first block's needs no
+        gradient. These share the places, and each is planned as if it had all of them. So at each
+        place they should save about as much.
+        """
+        versions = seen.step().versions[0]
+        by_saved = sorted(chosen, key=lambda k: versions[k].saved_bytes, reverse=True)
+        if seen.step().peak_bytes(by_saved) <= self.budget_bytes:
+            chosen = by_saved
+        return list(chosen), chosen
+
+    def _step_of(self, unit: Unit, count: int) -> SeenStep:
+        """A step in which so many runs wait: the one of its pipeline, if that says as many."""
+        pipeline, held, left = self.around.pipeline, self.request.held_bytes, self.around.left_bytes
+        if pipeline is None or count != pipeline.runs:
+            return repeated_step(unit, count, held, left)
+        if left is not None:
+            left = min(unit.boundary.left, left)
+            unit = replace(unit, boundary=replace(unit.boundary, left=left))
+        step = pipeline.step(unit, held)
+        return SeenStep(step.moments, step.unit_of, tuple(range(count)), [unit])
 
     def _compiled(self, offers: list[Offer], place: int, own: Boundary) -> Promised:
         """A version, compiled; what it really takes is offered from now on.
@@ -419,6 +485,8 @@ class RunsOfOneGraph:
         if own is not None:
             unit, around = _version(report), self.around.everything
             unseen += own.resident - own.given
+            if self.around.pipeline is not None:
+                unseen -= self.around.pipeline.arriving_bytes(own.incoming)
             if self.seen is not None:
                 unseen = self.seen.outside_bytes(self.index)
             peak = max(unit.forward_bytes + own.given, unit.backward_bytes + own.incoming)

@@ -21,6 +21,7 @@ from functools import partial
 from typing import Any
 
 import torch
+from torch.utils import _pytree as pytree
 
 from fxremat.compat.dynamo import compilations
 from fxremat.compat.saved_tensors import (
@@ -43,8 +44,8 @@ SMALL_BYTES = 16 * MIB
 """Of a budget that graphs share: small blocks lie in segments of their own."""
 
 Compiled = Callable[..., Any]
-Around = tuple[weakref.ref[torch.Tensor], ...]
-"""Tensors that live as long as others want."""
+Around = tuple[Callable[[], torch.Tensor | list[torch.Tensor] | None], ...]
+"""They give tensors that live as long as others want, and None where these are gone."""
 
 
 @dataclass(frozen=True)
@@ -215,7 +216,8 @@ class _SharedBudget:
     def _compare(self, node: Any, promise: Promise, own: Iterable[object]) -> PromiseBroken | None:
         """The warning if its backward will exceed the budget, for what others hold."""
         number = len(self.forwards)
-        counted = _storages([each() for each in promise.around], promise.device)
+        around = pytree.tree_leaves([each() for each in promise.around])
+        counted = _storages(around, promise.device)
         known = {**_storages(own, promise.device), **_saved(node, promise)}
         known = {key: size for key, size in known.items() if key not in counted}
         others: dict[int, int] = {}

@@ -1,0 +1,218 @@
+"""A rank's part of a pipeline: which micro-batches wait at once, and what lives around them.
+
+A schedule of ``torch.distributed.pipelining`` says in which order a rank runs micro-batches forward
+and backward. So the moments of its step are known when a part of a stage is compiled, and with them
+how many runs of it wait. Around them live the buffers that activations and gradients arrive in, one
+for each micro-batch, what a stage has given and keeps, what the loss saves, and what is being sent.
+"""
+
+from __future__ import annotations
+
+import logging
+from collections import deque
+from collections.abc import Callable, Iterable
+from dataclasses import dataclass, field
+from functools import partial
+from typing import Any
+from weakref import ref
+
+import torch
+from torch import nn
+from torch.utils import _pytree as pytree
+
+from fxremat import compat
+from fxremat.compiling.units import Unit
+from fxremat.core.units import Moment, UnitStep
+from fxremat.runtime.in_flight import storage_bytes
+
+log = logging.getLogger(__name__)
+
+SENT_AT_ONCE = 2
+"""Gradients on their way where each is waited for: the last one, and the one before."""
+
+
+@dataclass(frozen=True)
+class StageOfRank:
+    """A stage of this rank: how often a micro-batch runs the unit in it, and bytes of each.
+
+    What a micro-batch is given arrives from the stage before, and as many bytes go back. What it
+    gives goes to the next one, or to the loss.
+    """
+
+    parts: int
+    first: bool
+    last: bool
+    shown: compat.ShownStage
+
+
+@dataclass(frozen=True)
+class Pipeline:
+    """What a rank runs in a step of a schedule, seen from one unit; ``whole`` if it is the stage.
+
+    ``order`` and the rest are as in `compat.RunningPipeline`. ``buffers`` give the tensors in which
+    things arrive, once they exist.
+    """
+
+    stages: tuple[StageOfRank, ...]
+    order: tuple[tuple[bool, int], ...]
+    micro_batches: int
+    whole: bool
+    current: int
+    keeps_sent: bool
+    keeps_outputs: bool
+    batch: tuple[torch.Tensor, ...] = field(compare=False)
+    modules: tuple[nn.Module, ...] = field(compare=False)
+    buffers: Callable[[], list[torch.Tensor]] = field(compare=False)
+
+    @property
+    def runs(self) -> int:
+        """How many runs of the unit wait at once, of all micro-batches."""
+        waiting = most = 0
+        for forward, stage in self.order:
+            waiting += self.stages[stage].parts * (1 if forward else -1)
+            most = max(most, waiting)
+        return most
+
+    @property
+    def buffer_bytes(self) -> int:
+        """Of all buffers in which activations and gradients arrive, without what the unit is given.
+
+        Negative where that is no buffer, but a part of the batch.
+        """
+        arrive = -self.stages[self.current].shown.given_bytes if self.whole else 0
+        for one in self.stages:
+            arrive += self.micro_batches * (0 if one.first else one.shown.given_bytes)
+            arrive += self.micro_batches * (0 if one.last else one.shown.result_bytes)
+        return arrive
+
+    def arriving_bytes(self, incoming: int) -> int:
+        """Of the gradients of a run's results, those that lie in buffers where it is the first that
+        goes backward."""
+        return 0 if self.stages[self.current].last else incoming
+
+    def step(self, unit: Unit, held_bytes: int) -> UnitStep:
+        """The moments of a step; ``held_bytes`` are live all the time beside the unit's inputs."""
+        walk = _Walk(self, unit, held_bytes)
+        for forward, stage in self.order:
+            (walk.forward if forward else walk.backward)(stage)
+        walk.end()
+        versions = tuple(offer.version for offer in unit.offers)
+        return UnitStep(tuple(walk.moments), (0,) * self.runs, (versions,))
+
+
+@dataclass
+class _Walk:
+    """A step of a rank, from its beginning on."""
+
+    pipeline: Pipeline
+    unit: Unit
+    held_bytes: int
+    moments: list[Moment] = field(default_factory=list)
+    waiting: list[int] = field(default_factory=list)
+    runs_of: dict[int, deque[list[int]]] = field(default_factory=dict)
+    """Of each stage: the runs of its micro-batches that wait, the oldest first."""
+    outputs: dict[int, int] = field(default_factory=dict)
+    losses: dict[int, int] = field(default_factory=dict)
+    sent: dict[int, int] = field(default_factory=dict)
+    left: set[tuple[int, int]] = field(default_factory=set)
+
+    def outside(self) -> int:
+        """Live now beside what runs have saved."""
+        own, total = self.unit.boundary, self.held_bytes
+        total += own.resident - own.given
+        for k, one in enumerate(self.pipeline.stages):
+            total += self.outputs.get(k, 0) * one.shown.result_bytes
+            total += len(self.runs_of.get(k, ())) * one.shown.loss_bytes
+            total += self.losses.get(k, 0) * one.shown.value_bytes
+            total += self.sent.get(k, 0) * one.shown.given_bytes
+        left = own.left
+        current = self.pipeline.stages[self.pipeline.current]
+        if self.pipeline.whole and not current.first:  # the gradient of its input is sent
+            left -= current.shown.given_bytes
+        return total + len(self.left) * max(0, left)
+
+    def forward(self, stage: int) -> None:
+        """A micro-batch goes forward through a stage."""
+        runs = list[int]()
+        for _ in range(self.pipeline.stages[stage].parts):
+            run = next(k for k in range(len(self.waiting) + 1) if k not in self.waiting)
+            given = self.unit.boundary.given
+            self.moments.append(Moment(self.outside() + given, tuple(self.waiting), run, "forward"))
+            self.waiting.append(run)
+            runs.append(run)
+        self.runs_of.setdefault(stage, deque()).append(runs)
+        self.outputs[stage] = self.outputs.get(stage, 0) + 1
+        self.losses[stage] = self.losses.get(stage, 0) + 1
+        self.moments.append(Moment(self.outside(), tuple(self.waiting)))
+
+    def backward(self, stage: int) -> None:
+        """The micro-batch that came first of those that wait goes backward."""
+        one, own = self.pipeline.stages[stage], self.unit.boundary
+        if one.last:  # the loss goes first
+            self.moments.append(Moment(self.outside() + own.incoming, tuple(self.waiting)))
+        runs = self.runs_of[stage].popleft()
+        for part, run in reversed(list(enumerate(runs))):
+            arrives = part == one.parts - 1 and not one.last  # in a buffer
+            self.waiting.remove(run)
+            outside = self.outside() + (0 if arrives else own.incoming)
+            self.moments.append(Moment(outside, tuple(self.waiting), run, "backward"))
+            self.left.add((stage, part))
+        kept = self.pipeline.keeps_outputs if one.last else self.pipeline.keeps_sent
+        self.outputs[stage] -= 0 if kept else 1
+        if not one.first:
+            most = len(self.pipeline.order) if self.pipeline.keeps_sent else SENT_AT_ONCE
+            self.sent[stage] = min(most, self.sent.get(stage, 0) + 1)
+
+    def end(self) -> None:
+        """What the last stage has given is put together."""
+        merged = sum(
+            self.pipeline.micro_batches * one.shown.result_bytes
+            for one in self.pipeline.stages
+            if one.last and self.pipeline.keeps_outputs
+        )
+        self.moments.append(Moment(self.outside() + merged, tuple(self.waiting)))
+
+
+def pipeline_of(
+    unit: nn.Module, device: torch.device, alike: Callable[[nn.Module], int]
+) -> Pipeline | None:
+    """The pipeline in whose step ``unit`` is compiled now; None where there is none.
+
+    ``alike`` counts the modules like the unit in the module of a stage.
+    """
+    found = compat.running_pipeline()
+    if found is None:
+        return None
+    try:
+        shown = compat.shown_stages(found)
+    except Exception as error:  # whatever a module raises that runs without memory
+        log.warning("stages of a pipeline are taken to give as much as they get: %s", error)
+        given = _bytes_of(found.given, device)
+        shown = [compat.ShownStage(given, given, given, given) for _ in found.stages]
+    stages = tuple(
+        StageOfRank(alike(one.submod), one.is_first, one.is_last, figures)
+        for one, figures in zip(found.stages, shown, strict=True)
+    )
+    return Pipeline(
+        stages,
+        found.order,
+        found.micro_batches,
+        compat.is_stage(found, unit),
+        found.current,
+        found.keeps_sent,
+        found.keeps_outputs,
+        found.batch,
+        tuple(one.submod for one in found.stages),
+        partial(_buffers, tuple(map(ref, found.stages))),
+    )
+
+
+def _buffers(stages: Iterable[ref[Any]]) -> list[torch.Tensor]:
+    known = (one() for one in stages)
+    return [tensor for one in known if one is not None for tensor in compat.received_by(one)]
+
+
+def _bytes_of(given: Any, device: torch.device) -> int:
+    """Bytes of the tensors themselves, which may be parts of larger storages."""
+    tensors = [x for x in pytree.tree_leaves(given) if isinstance(x, torch.Tensor)]
+    return sum(x.nbytes for x in tensors if storage_bytes([x], device))

@@ -1,0 +1,157 @@
+"""Ranks on this machine that train the same model without fxremat and with it, and say how it went.
+
+Ranks find each other by a file, and talk over the loopback device alone.
+"""
+
+from __future__ import annotations
+
+import json
+import os
+import warnings
+from abc import ABC, abstractmethod
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+import torch
+from torch import Tensor, distributed, nn
+from torch.distributed.checkpoint.state_dict import (
+    get_model_state_dict,
+    set_model_state_dict,
+)
+
+import fxremat
+
+OPTIONS: dict[str, Any] = {"executor": "aot_eager", "solver": "greedy", "variants": "none"}
+PLAIN: dict[str, Any] = {"backend": "aot_eager"}
+Found = list[dict[str, Any]]
+
+
+class Trained(ABC):
+    """One rank's model, compiled as ``how`` says, with what a step of it needs."""
+
+    model: nn.Module
+
+    @abstractmethod
+    def run(self) -> None:
+        """Forward and backward."""
+
+    @abstractmethod
+    def held(self) -> Any:
+        """What lives on the device before a step."""
+
+    def step(self) -> None:
+        """Gradients anew."""
+        self.model.zero_grad(set_to_none=True)
+        self.run()
+
+    def gradients(self) -> list[Tensor]:
+        """Of a step, those of this rank's parts of the parameters."""
+        self.step()
+        return [local(p.grad).clone() for p in self.model.parameters()]
+
+    def beside_bytes(self) -> int:
+        """Held, too, but by no tensor that Python sees."""
+        return 0
+
+    def peak_bytes(self) -> int:
+        """Of a step, after some."""
+        for _ in range(2):
+            self.step()
+        self.model.zero_grad(set_to_none=True)
+        peak = fxremat.measure_peak(self.step, held=self.held()).peak_bytes
+        return peak + self.beside_bytes()
+
+    def trained(self) -> list[Tensor]:
+        """This rank's parts of the parameters after three steps."""
+        optimizer = torch.optim.AdamW(self.model.parameters(), lr=0.01)
+        for _ in range(3):
+            self.step()
+            optimizer.step()
+        return [local(p).detach().clone() for p in self.model.parameters()]
+
+
+def local(tensor: Any) -> Tensor:
+    """This rank's part of a tensor."""
+    found: Tensor = getattr(tensor, "to_local", lambda: tensor)()
+    return found
+
+
+def compared(make: Callable[..., Trained], percents: tuple[int, ...]) -> Found:
+    """Train plain and with each budget, parts of what plain takes; gradients and parameters agree.
+
+    State goes from one to the other and back.
+    """
+    torch._dynamo.reset()
+    plain, found = make(**PLAIN), Found()
+    before = _state(plain.model)
+    gradients, peak, parameters = plain.gradients(), plain.peak_bytes(), plain.trained()
+    for percent in percents:
+        torch._dynamo.reset()
+        budget = peak * percent // 100
+        with warnings.catch_warnings(record=True) as caught:
+            warnings.simplefilter("always")
+            ours = make(backend="fxremat", options={**OPTIONS, "memory_budget": budget})
+            torch.testing.assert_close(ours.gradients(), gradients)
+            measured = ours.peak_bytes()
+            torch.testing.assert_close(ours.trained(), parameters)
+        _exchange(plain.model, ours.model, before)
+        broken = [str(c.message) for c in caught if isinstance(c.message, fxremat.PromiseBroken)]
+        found.append({
+            "percent": percent,
+            "plain": peak,
+            "budget": budget,
+            "measured": measured,
+            "broken": broken,
+            "reports": len(fxremat.reports()),
+        })  # fmt: skip
+    return found
+
+
+def _exchange(plain: nn.Module, ours: nn.Module, before: dict[str, Any]) -> None:
+    """The state of each is taken by the other, as it is in a checkpoint."""
+    trained = _state(ours)
+    assert trained.keys() == before.keys()
+    for taker, state in ((plain, trained), (ours, before)):
+        set_model_state_dict(taker, {name: value.clone() for name, value in state.items()})
+        for name, value in _state(taker).items():
+            torch.testing.assert_close(local(value), local(state[name]))
+
+
+def _state(model: nn.Module) -> dict[str, Any]:
+    """As it is saved."""
+    return {name: value.clone() for name, value in get_model_state_dict(model).items()}
+
+
+def on_ranks(ranks: int, folder: Path, what: Callable[[int], Any]) -> list[Any]:
+    """What each rank finds; ``what`` has to be a function of a module."""
+    spawn: Any = torch.multiprocessing.spawn  # type: ignore[attr-defined]
+    spawn(_on_a_rank, (ranks, str(folder), what), nprocs=ranks)
+    return [json.loads((folder / f"rank{rank}.json").read_text()) for rank in range(ranks)]
+
+
+def _on_a_rank(rank: int, ranks: int, folder: str, what: Callable[[int], Any]) -> None:
+    """What is found goes into a file of the rank."""
+    os.environ["GLOO_SOCKET_IFNAME"] = "lo"
+    torch.set_num_threads(1)
+    store = f"file://{folder}/store"
+    distributed.init_process_group("gloo", init_method=store, rank=rank, world_size=ranks)
+    found = what(rank)
+    (Path(folder) / f"rank{rank}.json").write_text(json.dumps(found))
+    distributed.destroy_process_group()
+
+
+def kept(found: list[dict[str, Found]]) -> None:
+    """Each rank has kept each budget, by plans, and nothing was warned of."""
+    told = "\n".join(
+        f"rank {rank} {name} {one}"
+        for rank, of_rank in enumerate(found)
+        for name, each in of_rank.items()
+        for one in each
+    )
+    print(told)
+    for of_rank in found:
+        for one in (one for each in of_rank.values() for one in each):
+            assert one["measured"] <= one["budget"], told
+            assert one["broken"] == [], told
+            assert one["reports"], told

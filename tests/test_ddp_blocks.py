@@ -1,0 +1,85 @@
+"""DDP: its buckets are counted, whether Dynamo splits graphs for it or not."""
+
+from __future__ import annotations
+
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+from torch import Tensor, nn
+
+if not torch.distributed.is_available():
+    pytest.skip("torch without torch.distributed", allow_module_level=True)
+
+from tests.ranks import Found, Trained, compared, kept, on_ranks
+from tests.small import Block
+
+RANKS, WIDTH = 2, 128
+
+
+class Blocks(nn.Module):
+    """Blocks and a head, whose part in the peak is small."""
+
+    def __init__(self, depth: int = 4) -> None:
+        super().__init__()
+        self.blocks = nn.ModuleList(Block(WIDTH) for _ in range(depth))
+        self.head = nn.Linear(WIDTH, 1)
+
+    def forward(self, x: Tensor) -> Tensor:
+        for block in self.blocks:
+            x = block(x)
+        loss: Tensor = self.head(x).square().mean()
+        return loss
+
+
+class Parallel(Trained):
+    """One rank's copy of a model in DDP, with small buckets."""
+
+    def __init__(self, rank: int, way: str, split: bool, views: bool, **how: Any) -> None:
+        torch._dynamo.config.optimize_ddp = split
+        torch.manual_seed(0)
+        self.model = Blocks()
+        if way == "each block":
+            for block in self.model.blocks:
+                block.compile(**how)
+        self.parallel = nn.parallel.DistributedDataParallel(
+            self.model, bucket_cap_mb=1, gradient_as_bucket_view=views
+        )
+        call: Any = self.parallel
+        self.call = torch.compile(call, **how) if way == "the whole" else call
+        numbers = torch.Generator().manual_seed(rank)
+        self.x = torch.randn(16, 32, WIDTH, generator=numbers)
+
+    def run(self) -> None:
+        self.call(self.x).backward()
+
+    def held(self) -> Any:
+        return self.model, self.x
+
+    def beside_bytes(self) -> int:
+        """Of the buckets, which hold each gradient."""
+        return sum(p.nbytes for p in self.model.parameters())
+
+
+CASES: list[tuple[str, bool, bool, tuple[int, ...]]] = [
+    ("the whole", False, False, (60,)),
+    ("the whole", True, True, (95,)),
+    ("each block", False, True, (80,)),
+    ("each block", True, False, (70,)),
+]
+
+
+def parallel(rank: int) -> dict[str, Found]:
+    found = {}
+    for way, split, views, percents in CASES:
+
+        def make(way: str = way, split: bool = split, views: bool = views, **how: Any) -> Parallel:
+            return Parallel(rank, way, split, views, **how)
+
+        found[f"{way}, {split=}, {views=}"] = compared(make, percents)
+    return found
+
+
+def test_each_rank_keeps_its_budget_with_the_buckets(tmp_path: Path) -> None:
+    kept(on_ranks(RANKS, tmp_path, parallel))

@@ -1,0 +1,97 @@
+"""Stages of a pipeline: as many micro-batches are planned for as their schedule has in flight."""
+
+from __future__ import annotations
+
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+from torch import Tensor, nn
+
+if not torch.distributed.is_available():
+    pytest.skip("torch without torch.distributed", allow_module_level=True)
+
+from torch.distributed import pipelining
+
+from fxremat import compat
+from tests.ranks import Found, Trained, compared, kept, on_ranks
+from tests.small import Block
+
+RANKS, WIDTH, MICRO_BATCHES = 2, 64, 4
+HOST = torch.device("cpu")
+
+
+class Part(nn.Module):
+    """The blocks of one stage."""
+
+    def __init__(self, depth: int) -> None:
+        super().__init__()
+        self.blocks = nn.ModuleList(Block(WIDTH) for _ in range(depth))
+
+    def forward(self, x: Tensor) -> Tensor:
+        for block in self.blocks:
+            x = block(x)
+        return x
+
+
+def loss_of(result: Tensor, target: Tensor) -> Tensor:
+    """Saves as many bytes as it is given."""
+    return (result - target).square().mean()
+
+
+class Piped(Trained):
+    """One rank's stages; with ``several`` there are two of them."""
+
+    def __init__(self, rank: int, schedule: Any, way: str, several: bool = False, **how: Any):
+        torch.manual_seed(rank)
+        count = 2 if several else 1
+        parts = [Part(6 // count) for _ in range(count)]
+        self.model = nn.ModuleList(parts)
+        for part in parts:
+            compiled = part.blocks if way == "each block" else [part]
+            for module in compiled:
+                module.compile(**how)
+        self.stages = [
+            pipelining.PipelineStage(part, rank + RANKS * k, RANKS * count, HOST)
+            for k, part in enumerate(parts)
+        ]
+        given: Any = self.stages if several else self.stages[0]
+        self.schedule = schedule(given, n_microbatches=MICRO_BATCHES, loss_fn=loss_of)
+        numbers = torch.Generator().manual_seed(7)
+        self.batch = torch.randn(8 * MICRO_BATCHES, 64, WIDTH, generator=numbers)
+        self.first = rank == 0
+
+    def run(self) -> None:
+        if self.first:
+            self.schedule.step(self.batch)
+        else:
+            self.schedule.step(target=self.batch, losses=[])
+
+    def held(self) -> Any:
+        return self.model, self.batch, [compat.received_by(stage) for stage in self.stages]
+
+
+CASES: list[tuple[str, str, tuple[int, ...]]] = [
+    ("ScheduleGPipe", "the whole", (60,)),
+    ("ScheduleGPipe", "each block", (80,)),
+    ("Schedule1F1B", "the whole", (80, 60)),
+    ("Schedule1F1B", "each block", (60,)),
+    ("ScheduleInterleaved1F1B", "each block", (70,)),
+]
+
+
+def piped(rank: int) -> dict[str, Found]:
+    found = {}
+    for name, way, percents in CASES:
+        several = "Interleaved" in name
+
+        def make(name: str = name, way: str = way, several: bool = several, **how: Any) -> Piped:
+            return Piped(rank, getattr(pipelining, name), way, several, **how)
+
+        found[f"{name}, {way}"] = compared(make, percents)
+    return found
+
+
+def test_each_stage_keeps_its_budget(tmp_path: Path) -> None:
+    kept(on_ranks(RANKS, tmp_path, piped))

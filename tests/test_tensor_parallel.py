@@ -1,0 +1,95 @@
+"""Tensor parallel, alone and below FSDP2: parameters are DTensors, and graphs hold collectives."""
+
+from __future__ import annotations
+
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+from torch import Tensor, nn
+
+if not torch.distributed.is_available():
+    pytest.skip("torch without torch.distributed", allow_module_level=True)
+
+from torch.distributed.device_mesh import init_device_mesh
+from torch.distributed.fsdp import fully_shard
+from torch.distributed.tensor.parallel import (
+    ColwiseParallel,
+    RowwiseParallel,
+    parallelize_module,
+)
+
+from tests.ranks import Found, Trained, compared, kept, on_ranks
+from tests.small import Block
+
+WIDTH = 64
+
+
+class Blocks(nn.Module):
+    """Blocks and the mean of what they give."""
+
+    def __init__(self, depth: int = 4) -> None:
+        super().__init__()
+        self.blocks = nn.ModuleList(Block(WIDTH) for _ in range(depth))
+
+    def forward(self, x: Tensor) -> Tensor:
+        for block in self.blocks:
+            x = block(x)
+        return x.square().mean()
+
+
+class Parallel(Trained):
+    """One rank's model; the second dimension of the ranks is that of tensor parallel."""
+
+    def __init__(self, rank: int, data: int, way: str, **how: Any) -> None:
+        torch.manual_seed(0)
+        mesh = init_device_mesh("cpu", (data, 2), mesh_dim_names=("data", "tensor"))
+        self.model = Blocks()
+        for block in self.model.blocks:
+            plan = {"up": ColwiseParallel(), "down": RowwiseParallel()}
+            parallelize_module(block, mesh["tensor"], plan)
+            if data > 1:
+                fully_shard(block, mesh=mesh["data"])
+        if data > 1:
+            fully_shard(self.model, mesh=mesh["data"])
+        if way == "each block":
+            for block in self.model.blocks:
+                block.compile(**how)
+        call: Any = self.model
+        self.call = torch.compile(call, **how) if way == "the whole" else call
+        numbers = torch.Generator().manual_seed(rank // 2)
+        self.x = torch.randn(16, 64, WIDTH, generator=numbers)
+
+    def run(self) -> None:
+        self.call(self.x).backward()
+
+    def held(self) -> Any:
+        return self.model, self.x
+
+
+def parallel(rank: int, data: int, cases: list[tuple[str, tuple[int, ...]]]) -> dict[str, Found]:
+    found = {}
+    for way, percents in cases:
+
+        def make(way: str = way, **how: Any) -> Parallel:
+            return Parallel(rank, data, way, **how)
+
+        found[way] = compared(make, percents)
+    return found
+
+
+def tensor_parallel(rank: int) -> dict[str, Found]:
+    return parallel(rank, 1, [("the whole", (80,)), ("each block", (80, 60))])
+
+
+def below_fsdp(rank: int) -> dict[str, Found]:
+    return parallel(rank, 2, [("the whole", (80,)), ("each block", (60,))])
+
+
+def test_ranks_of_one_model_keep_their_budgets(tmp_path: Path) -> None:
+    kept(on_ranks(2, tmp_path, tensor_parallel))
+
+
+def test_four_ranks_keep_their_budgets_below_fsdp(tmp_path: Path) -> None:
+    kept(on_ranks(4, tmp_path, below_fsdp))
