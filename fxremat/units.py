@@ -65,7 +65,8 @@ class Surroundings:
     ``others`` are the parameters and buffers of the model that are not the unit's own, and what the
     model is given. They take ``nbytes``; ``everything`` are its own too, and buffers of a pipeline.
     ``left_bytes`` are the gradients of one run that stay, None: as many as its graph gives. Where a
-    schedule runs it, the ``pipeline`` says what the rank does in a step.
+    schedule runs it, the ``pipeline`` says what the rank does in a step. Of ``nbytes``,
+    ``late_bytes`` may be there for a moment, and are not compared with what is seen at run time.
     """
 
     runs: int = 1
@@ -74,6 +75,7 @@ class Surroundings:
     everything: Around = ()
     left_bytes: int | None = None
     pipeline: Pipeline | None = None
+    late_bytes: int = 0
 
 
 def surroundings(options: Options, device: torch.device) -> Surroundings:
@@ -111,14 +113,17 @@ def surroundings(options: Options, device: torch.device) -> Surroundings:
     around: Around = tuple(ref(x) for x in {id(x): x for x in (*everything, *others)}.values())
     if pipeline is not None:
         around += (pipeline.buffers,)
-    arriving = 0 if pipeline is None else pipeline.buffer_bytes
+    late = _late_bytes(unit, calls[unit], device)
+    beside = gathered + late
+    beside += 0 if pipeline is None else pipeline.buffer_bytes
     return Surroundings(
         runs,
-        storage_bytes(others, device) + gathered + arriving,
+        storage_bytes(others, device) + beside,
         tuple(map(ref, others)),
         around,
         left,
         pipeline,
+        late,
     )
 
 
@@ -163,6 +168,22 @@ def _bucket_bytes(
             buckets = sum(x.nbytes for x in module.parameters() if x.requires_grad)
             return buckets, 0 if module.gradient_as_bucket_view else None
     return None
+
+
+LATE_RESULTS = 2
+"""Of collectives on the CPU: so many were seen to live on after the last who knows them."""
+
+
+def _late_bytes(unit: nn.Module, given: Iterable[Any], device: torch.device) -> int:
+    """What gloo's threads hold of results that nobody else holds any more.
+
+    They let go of a result a moment after whoever waits for it has it. Where parameters are
+    DTensors, results are taken to be as large as the largest tensor that the unit is given.
+    """
+    if device.type != "cpu" or not any(compat.is_dtensor(x) for x in unit.parameters()):
+        return 0
+    tensors = [x for x in pytree.tree_leaves(list(given)) if isinstance(x, torch.Tensor)]
+    return LATE_RESULTS * max((x.nbytes for x in tensors), default=0)
 
 
 def _form(module: nn.Module) -> Any:
@@ -427,8 +448,8 @@ class RunsOfOneGraph:
         return Runs(versions, of_run, peak - self.request.held_bytes)
 
     def _saving_most_first(
-        self, seen: SeenStep, chosen: Sequence[int]
-    ) -> tuple[list[int], Sequence[int]]:
+        self, seen: SeenStep, chosen: tuple[int, ...]
+    ) -> tuple[list[int], tuple[int, ...]]:
         """The versions of the runs by what they save, the most first, where the budget allows it.
 
         Blocks of one class are several graphs where their inputs differ: the first block's needs no
@@ -436,7 +457,7 @@ class RunsOfOneGraph:
         place they should save about as much.
         """
         versions = seen.step().versions[0]
-        by_saved = sorted(chosen, key=lambda k: versions[k].saved_bytes, reverse=True)
+        by_saved = tuple(sorted(chosen, key=lambda k: versions[k].saved_bytes, reverse=True))
         if seen.step().peak_bytes(by_saved) <= self.budget_bytes:
             chosen = by_saved
         return list(chosen), chosen
@@ -485,6 +506,7 @@ class RunsOfOneGraph:
         if own is not None:
             unit, around = _version(report), self.around.everything
             unseen += own.resident - own.given
+            unseen -= self.around.late_bytes
             if self.around.pipeline is not None:
                 unseen -= self.around.pipeline.arriving_bytes(own.incoming)
             if self.seen is not None:

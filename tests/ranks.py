@@ -120,7 +120,8 @@ def _exchange(plain: nn.Module, ours: nn.Module, before: dict[str, Any]) -> None
 
 def _state(model: nn.Module) -> dict[str, Any]:
     """As it is saved."""
-    return {name: value.clone() for name, value in get_model_state_dict(model).items()}
+    state: dict[str, Any] = get_model_state_dict(model)
+    return {name: value.clone() for name, value in state.items()}
 
 
 def on_ranks(ranks: int, folder: Path, what: Callable[[int], Any]) -> list[Any]:

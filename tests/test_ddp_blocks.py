@@ -66,7 +66,6 @@ CASES: list[tuple[str, bool, bool, tuple[int, ...]]] = [
     ("the whole", False, False, (60,)),
     ("the whole", True, True, (95,)),
     ("each block", False, True, (80,)),
-    ("each block", True, False, (70,)),
 ]
 
 

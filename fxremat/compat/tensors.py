@@ -162,6 +162,15 @@ def is_fake(tensor: torch.Tensor) -> bool:
     return isinstance(tensor, FakeTensor)
 
 
+def is_dtensor(tensor: torch.Tensor) -> bool:
+    """Whether a tensor is a part of one that ranks share."""
+    if not torch.distributed.is_available():
+        return False
+    from torch.distributed.tensor import DTensor
+
+    return isinstance(tensor, DTensor)
+
+
 def plain_tensors(value: object) -> Iterator[torch.Tensor]:
     """A tensor itself, or the parts of one of a subclass; nothing of what is no tensor."""
     if not isinstance(value, torch.Tensor):
