@@ -50,10 +50,14 @@ def running_pipeline() -> RunningPipeline | None:
     schedules_of_torch = sys.modules.get("torch.distributed.pipelining.schedules")
     if stages_of_torch is None or schedules_of_torch is None:
         return None
+    # A frame that was asked for its locals keeps them alive: the user's are not asked.
+    files = {stages_of_torch.__file__, schedules_of_torch.__file__}
     stage, given, micro, frame = None, (), {}, sys._getframe(1)
     while frame is not None:
-        caller = frame.f_locals.get("self")
-        name = frame.f_code.co_name
+        if frame.f_code.co_filename not in files:
+            frame = frame.f_back  # type: ignore[assignment]
+            continue
+        caller, name = frame.f_locals.get("self"), frame.f_code.co_name
         if stage is None and isinstance(caller, stages_of_torch._PipelineStageBase):
             args = next((frame.f_locals[n] for n in _GIVEN if n in frame.f_locals), None)
             if args is not None:
