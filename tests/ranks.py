@@ -6,6 +6,7 @@ Ranks find each other by a file, and talk over the loopback device alone.
 from __future__ import annotations
 
 import json
+import multiprocessing
 import os
 import warnings
 from abc import ABC, abstractmethod
@@ -25,6 +26,27 @@ import fxremat
 OPTIONS: dict[str, Any] = {"executor": "aot_eager", "solver": "greedy", "variants": "none"}
 PLAIN: dict[str, Any] = {"backend": "aot_eager"}
 Found = list[dict[str, Any]]
+PRELOADED = [
+    "torch._dynamo",
+    "torch._inductor.compile_fx",
+    "torch.distributed.checkpoint.state_dict",
+    "torch.distributed.fsdp",
+    "torch.distributed.pipelining",
+    "torch.distributed.tensor.parallel",
+    "fxremat.backend",
+    "fxremat.compiling.planned",
+]
+"""What takes a process seconds to import: a server has it, and ranks are forked from that."""
+
+
+def spawned(work: Callable[..., None], *given: Any, count: int) -> None:
+    """``work(rank, *given)`` in so many processes, one for each rank; raises what one of them does.
+
+    A module of tests that ``work`` is in is imported by each of them.
+    """
+    multiprocessing.set_forkserver_preload(PRELOADED)
+    start: Any = torch.multiprocessing.start_processes  # type: ignore[attr-defined]
+    start(work, given, nprocs=count, start_method="forkserver")
 
 
 class Trained(ABC):
@@ -126,8 +148,7 @@ def _state(model: nn.Module) -> dict[str, Any]:
 
 def on_ranks(ranks: int, folder: Path, what: Callable[[int], Any]) -> list[Any]:
     """What each rank finds; ``what`` has to be a function of a module."""
-    spawn: Any = torch.multiprocessing.spawn  # type: ignore[attr-defined]
-    spawn(_on_a_rank, (ranks, str(folder), what), nprocs=ranks)
+    spawned(_on_a_rank, ranks, str(folder), what, count=ranks)
     return [json.loads((folder / f"rank{rank}.json").read_text()) for rank in range(ranks)]
 
 

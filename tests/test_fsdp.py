@@ -12,6 +12,7 @@ import pytest
 import torch
 
 import fxremat
+from tests.ranks import spawned
 from tests.test_in_flight import Chain
 
 if not torch.distributed.is_available():
@@ -119,8 +120,7 @@ def least_of(model: Sharded) -> int:
 @pytest.mark.parametrize("way", ["each block", "the whole"])
 def test_a_budget_is_kept_on_each_rank_and_gradients_stay(tmp_path: Path, way: str) -> None:
     """Compiled as a whole, the hooks of FSDP2 break the graph, and each block is one again."""
-    spawn: Any = torch.multiprocessing.spawn  # type: ignore[attr-defined]
-    spawn(on_a_rank, (str(tmp_path), way), nprocs=RANKS)
+    spawned(on_a_rank, str(tmp_path), way, count=RANKS)
     both = [json.loads((tmp_path / f"rank{rank}.json").read_text()) for rank in range(RANKS)]
     for rank in both:
         assert rank["broken"] == 0

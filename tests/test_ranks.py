@@ -5,7 +5,6 @@ from __future__ import annotations
 import json
 import os
 import time
-from collections.abc import Callable
 from datetime import timedelta
 from pathlib import Path
 from typing import Any
@@ -19,6 +18,7 @@ from fxremat import compat
 from fxremat.compiling import ranks, session
 from fxremat.errors import GraphsDiffer, RankMissing
 from fxremat.sizes import MIB
+from tests.ranks import spawned
 from tests.small import Stack
 
 if not torch.distributed.is_available():
@@ -45,11 +45,6 @@ def say(rank: int, folder: str, **found: Any) -> None:
 
 def heard(folder: Path, count: int) -> list[dict[str, Any]]:
     return [json.loads((folder / f"rank{rank}.json").read_text()) for rank in range(count)]
-
-
-def spawned(work: Callable[..., None], folder: Path, *given: Any, count: int = 2) -> None:
-    spawn: Any = torch.multiprocessing.spawn  # type: ignore[attr-defined]
-    spawn(work, (str(folder), *given), nprocs=count)
 
 
 def step_of(model: nn.Module, budget: int, **more: Any) -> float:
@@ -113,7 +108,7 @@ def one_plans(rank: int, folder: str) -> None:
 
 def test_the_rank_that_asks_first_plans_for_all(tmp_path: Path) -> None:
     """Two budgets, one of them asked for twice, and one that is refused: three searches."""
-    spawned(one_plans, tmp_path)
+    spawned(one_plans, str(tmp_path), count=2)
     first, second = heard(tmp_path, 2)
     assert first["searches"] + second["searches"] == 3
     assert first["plans"] == second["plans"]
@@ -153,7 +148,7 @@ def ranks_of_a_collective() -> list[int]:
 
 def test_ranks_that_compile_different_graphs_say_so(tmp_path: Path) -> None:
     """On all of them, in a graph with collectives; and where one of them compiles none."""
-    spawned(other_graph, tmp_path, ["same", "another", "none"])
+    spawned(other_graph, str(tmp_path), ["same", "another", "none"], count=2)
     found = heard(tmp_path, 2)
     first, second = (each["said"] for each in found)
     assert [each["together"] for each in found] == [[0, 1], [0, 1]]
@@ -196,7 +191,7 @@ def dying(rank: int, folder: str) -> None:
 
 
 def test_a_rank_that_fails_while_it_plans_is_not_waited_for(tmp_path: Path) -> None:
-    spawned(dying, tmp_path)
+    spawned(dying, str(tmp_path), count=2)
     _, second = heard(tmp_path, 2)
     assert "no plan came from rank 0: MemoryError: out of memory" in second["said"][0]
     assert "no plan came from another rank within 2 s" in second["said"][1]
