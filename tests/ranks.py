@@ -22,6 +22,7 @@ from torch.distributed.checkpoint.state_dict import (
 )
 
 import fxremat
+from tests.small import Block
 
 OPTIONS: dict[str, Any] = {"executor": "aot_eager", "solver": "greedy", "variants": "none"}
 PLAIN: dict[str, Any] = {"backend": "aot_eager"}
@@ -47,6 +48,21 @@ def spawned(work: Callable[..., None], *given: Any, count: int) -> None:
     multiprocessing.set_forkserver_preload(PRELOADED)
     start: Any = torch.multiprocessing.start_processes  # type: ignore[attr-defined]
     start(work, given, nprocs=count, start_method="forkserver")
+
+
+class Blocks(nn.Module):
+    """Blocks and a head, whose part in the peak is small."""
+
+    def __init__(self, depth: int, width: int) -> None:
+        super().__init__()
+        self.blocks = nn.ModuleList(Block(width) for _ in range(depth))
+        self.head = nn.Linear(width, 1)
+
+    def forward(self, x: Tensor) -> Tensor:
+        for block in self.blocks:
+            x = block(x)
+        loss: Tensor = self.head(x).square().mean()
+        return loss
 
 
 class Trained(ABC):

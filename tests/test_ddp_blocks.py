@@ -7,30 +7,14 @@ from typing import Any
 
 import pytest
 import torch
-from torch import Tensor, nn
+from torch import nn
 
 if not torch.distributed.is_available():
     pytest.skip("torch without torch.distributed", allow_module_level=True)
 
-from tests.ranks import Found, Trained, compared, kept, on_ranks
-from tests.small import Block
+from tests.ranks import Blocks, Found, Trained, compared, kept, on_ranks
 
 RANKS, WIDTH = 2, 128
-
-
-class Blocks(nn.Module):
-    """Blocks and a head, whose part in the peak is small."""
-
-    def __init__(self, depth: int = 4) -> None:
-        super().__init__()
-        self.blocks = nn.ModuleList(Block(WIDTH) for _ in range(depth))
-        self.head = nn.Linear(WIDTH, 1)
-
-    def forward(self, x: Tensor) -> Tensor:
-        for block in self.blocks:
-            x = block(x)
-        loss: Tensor = self.head(x).square().mean()
-        return loss
 
 
 class Parallel(Trained):
@@ -39,7 +23,7 @@ class Parallel(Trained):
     def __init__(self, rank: int, way: str, split: bool, views: bool, **how: Any) -> None:
         torch._dynamo.config.optimize_ddp = split
         torch.manual_seed(0)
-        self.model = Blocks()
+        self.model = Blocks(4, WIDTH)
         if way == "each block":
             for block in self.model.blocks:
                 block.compile(**how)

@@ -7,7 +7,6 @@ from typing import Any
 
 import pytest
 import torch
-from torch import Tensor, nn
 
 if not torch.distributed.is_available():
     pytest.skip("torch without torch.distributed", allow_module_level=True)
@@ -20,25 +19,9 @@ from torch.distributed.tensor.parallel import (
     parallelize_module,
 )
 
-from tests.ranks import Found, Trained, compared, kept, on_ranks
-from tests.small import Block
+from tests.ranks import Blocks, Found, Trained, compared, kept, on_ranks
 
 WIDTH = 64
-
-
-class Blocks(nn.Module):
-    """Blocks and a head, whose part in the peak is small."""
-
-    def __init__(self, depth: int = 3) -> None:
-        super().__init__()
-        self.blocks = nn.ModuleList(Block(WIDTH) for _ in range(depth))
-        self.head = nn.Linear(WIDTH, 1)
-
-    def forward(self, x: Tensor) -> Tensor:
-        for block in self.blocks:
-            x = block(x)
-        loss: Tensor = self.head(x).square().mean()
-        return loss
 
 
 class Parallel(Trained):
@@ -47,7 +30,7 @@ class Parallel(Trained):
     def __init__(self, rank: int, data: int, way: str, **how: Any) -> None:
         torch.manual_seed(0)
         mesh = init_device_mesh("cpu", (data, 2), mesh_dim_names=("data", "tensor"))
-        self.model = Blocks()
+        self.model = Blocks(3, WIDTH)
         for block in self.model.blocks:
             plan = {"up": ColwiseParallel(), "down": RowwiseParallel()}
             parallelize_module(block, mesh["tensor"], plan)

@@ -63,5 +63,5 @@ def _searched(search: Search) -> Found:
 
     graph = graph_digest(search.prepared.module)
     question = session.digest("plan", build(), graph, astuple(request))
-    decision, _ = shared_answer("plan", question, decide)
+    decision = shared_answer("plan", question, decide)
     return own[0] if own else search.taken(decision)

@@ -38,21 +38,21 @@ _met: Counter[tuple[int, ...]] = Counter()
 """How many graphs were agreed on, by the ranks that have to run them together."""
 
 
-def shared_answer(what: str, question: str, make: Callable[[], Any]) -> tuple[Any, bool]:
-    """The answer of the rank that asks first, as JSON data, and whether that is this rank.
+def shared_answer(what: str, question: str, make: Callable[[], Any]) -> Any:
+    """The answer of the rank that asks first, as JSON data.
 
     ``what`` is looked for, as a noun. Raises `RankMissing` where the other rank gives none.
     """
     if not compat.is_a_rank():
-        return make(), True
+        return make()
     store, rank = compat.job_store(), torch.distributed.get_rank()
     claim, answer = f"claim/{question}", f"answer/{question}"
     if _reached(store.add, what, claim, 1) == 1:
-        return _made(store, what, answer, rank, make), True
+        return _made(store, what, answer, rank, make)
     found = _received(store, what, answer, None)
     if "failed" in found:
         raise RankMissing(what, session.STATE.rank_timeout, found["rank"], found["failed"])
-    return found["made"], False
+    return found["made"]
 
 
 def _made(store: Any, what: str, answer: str, rank: int, make: Callable[[], Any]) -> Any:

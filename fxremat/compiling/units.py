@@ -92,7 +92,7 @@ def unit_on_all_ranks(draft: Draft, request: Request, count: int) -> Unit:
     def look() -> Any:
         return asdict(look_at_unit(draft, request, count))
 
-    return _unit_from_json(shared_answer("look at a compiled part", question, look)[0])
+    return _unit_from_json(shared_answer("look at a compiled part", question, look))
 
 
 def _unit_from_json(data: Any) -> Unit:

@@ -131,18 +131,18 @@ class Search:
         Raises `VerificationFailed` where it does not go with this graph.
         """
         order, names = decision["order"], tuple(decision["variants"])
+        budget = self.planning.request.own_budget
         candidate: Candidate | None
         if order in ("torch", "torch, donated"):
             candidate = self._torch(donated=order == "torch, donated")
         else:
             draft = self.draft(names, self.offered() if names else None)
-            budget = self.planning.request.own_budget
             plan = claimed_plan(draft.estimate.problem, decision["plan"], budget)
             held = None if decision["held"] is None else frozenset(decision["held"])
             candidate = None if plan is None else Candidate(draft, plan, order, held)
         if candidate is None:
             raise VerificationFailed("the plan of another rank", "it is none for this graph")
-        judged, budget = self.judge.judge(candidate), self.planning.request.own_budget
+        judged = self.judge.judge(candidate)
         return self._found(judged, over=budget is not None and judged.peak_bytes > budget)
 
     def quickest(self, budget_bytes: int) -> Candidate:
