@@ -319,7 +319,8 @@ class _Look:
         for one in self.graphs:
             gm, inputs = one.graph.kept, one.graph.inputs
             request = request_for(gm, inputs, self.options, session.Ledger(), (-1, None))
-            units.append(one.graph.as_unit(request, len(runs)))
+            with self.pause():  # tracing the graph is no part of the step
+                units.append(one.graph.as_unit(request, len(runs)))
         return SeenStep(
             tuple(self.moments),
             tuple(used.index(index) for index, _ in runs),

@@ -338,6 +338,12 @@ def test_events_outside_are_the_moments_of_the_look() -> None:
     assert all(len(event.incoming) == 1 and len(event.gradients) == 7 for event in backwards)
 
 
+def test_what_is_traced_after_the_step_is_no_part_of_it() -> None:
+    look = looked_at()
+    events = tuple(look.events)
+    assert look.seen_step().outside == events
+
+
 @contextmanager
 def planned_for(name: str) -> Iterator[None]:
     """Graphs that were traced here are planned for a card that is not."""
