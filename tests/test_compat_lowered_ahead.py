@@ -148,3 +148,19 @@ def test_the_counters_of_inductor_are_those_of_one_compilation() -> None:
         counters.clear()
         trained(net(), ahead)
     assert dict(counters["inductor"]) == expected
+
+
+def test_inputs_that_are_checked(lowered: list[bool], monkeypatch: pytest.MonkeyPatch) -> None:
+    """As on a GPU: the code is taken where what calls it checks, lowered anew where it does."""
+    expected = trained(net(), nothing)
+    lowered.clear()
+
+    def checked(inputs: Any, static: Any) -> list[int]:
+        return [k for k, x in enumerate(inputs) if isinstance(x, torch.Tensor)]
+
+    monkeypatch.setattr("torch._inductor.compile_fx.get_input_idxs_to_check", checked)
+    with compat.inductor_config.patch(fx_graph_cache=False):
+        found = trained(net(), ahead)
+    assert lowered == [False, True] * (2 if lowered_ahead.checks_are_written() else 1)
+    for mine, theirs in zip(found, expected, strict=True):
+        assert torch.equal(mine, theirs)

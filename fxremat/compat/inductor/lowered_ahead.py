@@ -33,7 +33,6 @@ _LEFT_ALONE = (
     "const_wrapper_code",
     "const_kernel_code",
     "const_module",
-    "inputs_to_check",
 )
 """Arguments of Inductor's lowering that `generate` does not give: falsy ones are alike."""
 
@@ -82,6 +81,16 @@ def hand_over(lowered: Lowered) -> None:
         del _ready[next(iter(_ready))]
 
 
+def checks_are_written() -> bool:
+    """Whether the code itself checks that inputs on a GPU are aligned, as from torch 2.13 on.
+
+    Which ones it checks is not known ahead. Before, what calls the code checks them.
+    """
+    from torch._inductor.codegen.wrapper import PythonWrapperCodegen
+
+    return hasattr(PythonWrapperCodegen, "register_alignment_check_inputs")
+
+
 def forget_lowered() -> None:
     """Drop what has been handed over and was never asked for."""
     _ready.clear()
@@ -119,6 +128,9 @@ def _taken(gm: fx.GraphModule, kwargs: dict[str, Any]) -> Any:
 
     if not _ready or any(kwargs.get(name) for name in _LEFT_ALONE):
         return None
+    checked = kwargs.get("inputs_to_check")
+    if checked and checks_are_written():
+        return None
     is_backward = bool(kwargs.get("is_backward"))
     donated = get_donated_idxs() or [] if is_backward else []
     key = lowering_key(gm, kwargs["example_inputs"], is_backward=is_backward, donated=donated)
@@ -129,4 +141,5 @@ def _taken(gm: fx.GraphModule, kwargs: dict[str, Any]) -> Any:
         return None
     counters["inductor"].update(ready.counted)
     ready.lowering.graph_id = kwargs.get("graph_id")
+    ready.lowering.inputs_to_check = checked
     return ready.lowering
