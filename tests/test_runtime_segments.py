@@ -39,7 +39,6 @@ class _Device:
         self.allocator = CachingAllocator()
         self.free_bytes = 1 << 40
         for name, function in (
-            ("memory_allocated", lambda device: self.allocator.allocated_bytes),
             ("memory_stats_as_nested_dict", self.statistics),
             ("memory_snapshot", self.snapshot),
             ("empty_cache", self.allocator.empty_cache),
@@ -58,7 +57,11 @@ class _Device:
         return self.piece(nbytes)
 
     def statistics(self, device: torch.device) -> dict[str, Any]:
-        return {"reserved_bytes": {"all": {"current": self.allocator.reserved_bytes}}}
+        now = {
+            "reserved_bytes": self.allocator.reserved_bytes,
+            "requested_bytes": self.allocator.requested_bytes,
+        }
+        return {name: {"all": {"current": nbytes}} for name, nbytes in now.items()}
 
     def snapshot(self) -> list[dict[str, Any]]:
         """All segments as one, which is there while there are any."""
@@ -150,6 +153,19 @@ def test_states_come_into_the_room(monkeypatch: pytest.MonkeyPatch, keep: bool) 
     assert len(states) == 6
     assert (device.allocator.peak_reserved_bytes == 262 * MIB + WALL_BYTES) is keep
     assert segment.has_room is False
+
+
+def test_the_room_is_as_large_where_weights_have_larger_blocks(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    """The allocator does not cut a megabyte or less off; states are as large as was asked for."""
+    device = _Device(monkeypatch)
+    weights = [device.piece(39 * MIB // 2) for _ in range(4)]
+    assert device.allocator.allocated_bytes == 80 * MIB
+    segment = Segment(CUDA, 200 * MIB, reserve_bytes=60 * MIB)
+    segment.take(own_bytes=78 * MIB)
+    assert device.allocator.reserved_bytes == 80 * MIB + 260 * MIB + WALL_BYTES
+    assert weights[0].nbytes == 39 * MIB // 2
 
 
 def test_the_room_is_kept_until_states_come(monkeypatch: pytest.MonkeyPatch) -> None:

@@ -155,8 +155,12 @@ class Segment:
         self._waits += 1
 
     def _missing_bytes(self, own_bytes: int) -> int:
-        """Of what is reserved beside the graph, that which is not there yet."""
-        return max(0, self.reserve_bytes - torch.cuda.memory_allocated(self.device) + own_bytes)
+        """Of what is reserved beside the graph, that which is not there yet, in bytes asked for.
+
+        Blocks that the allocator did not cut to size count as more, and belong to what is there.
+        """
+        requested_bytes = _now(self.device, "requested_bytes")
+        return max(0, self.reserve_bytes - requested_bytes + own_bytes)
 
     def _hold(self, nbytes: int) -> torch.Tensor:
         return torch.empty(nbytes, dtype=torch.uint8, device=self.device)
@@ -190,5 +194,10 @@ def _segments() -> Iterator[dict[str, Any]]:
 
 def _reserved_bytes(device: torch.device) -> int:
     """Now; `torch.cuda.memory_reserved` takes ten times as long."""
+    return _now(device, "reserved_bytes")
+
+
+def _now(device: torch.device, statistic: str) -> int:
+    """Of the allocator's statistics, in bytes."""
     statistics = torch.cuda.memory_stats_as_nested_dict(device)
-    return int(statistics["reserved_bytes"]["all"]["current"])
+    return int(statistics[statistic]["all"]["current"])
