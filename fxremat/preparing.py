@@ -68,14 +68,7 @@ def prepare(
     parts = compat.compiled_parts(model) or [own]
     look = _Look(parsed, device, records=device.type == "cuda")
     look.held_bytes = _held_bytes(own, (inputs, keywords), parsed, device)
-    with look.at(own, parts, (inputs, keywords)) as (args, named):
-        for look.counts in (False, True):  # compiled first, and then counted
-            look.begin(own, args, named)
-            result = own(*args, **named)
-            _loss_of(own, result, loss).backward()
-            look.between()
-            own.zero_grad(set_to_none=True)
-            del result
+    look.over(own, parts, (inputs, keywords), loss)
     seen = look.seen_step()
     _check_budget(seen, parsed)
     for index, graph in enumerate(look.graphs):
@@ -169,6 +162,27 @@ class _Look:
     current: int = 0
     most: int = 0
     paused: bool = False
+
+    def over(
+        self,
+        model: nn.Module,
+        parts: Sequence[nn.Module],
+        given: Any,
+        loss: Callable[[Any], torch.Tensor] | None = None,
+    ) -> None:
+        """Two steps of a model that is ``given`` arguments and keywords; the second one counts.
+
+        What is traced of its graphs later is no part of it.
+        """
+        with self.at(model, parts, given) as (args, named):
+            for self.counts in (False, True):  # compiled first, and then counted
+                self.begin(model, args, named)
+                result = model(*args, **named)
+                _loss_of(model, result, loss).backward()
+                self.between()
+                model.zero_grad(set_to_none=True)
+                del result
+        self.counts = False
 
     @contextmanager
     def at(self, model: nn.Module, parts: Sequence[nn.Module], given: Any) -> Iterator[Any]:
@@ -319,8 +333,7 @@ class _Look:
         for one in self.graphs:
             gm, inputs = one.graph.kept, one.graph.inputs
             request = request_for(gm, inputs, self.options, session.Ledger(), (-1, None))
-            with self.pause():  # tracing the graph is no part of the step
-                units.append(one.graph.as_unit(request, len(runs)))
+            units.append(one.graph.as_unit(request, len(runs)))
         return SeenStep(
             tuple(self.moments),
             tuple(used.index(index) for index, _ in runs),

@@ -25,7 +25,7 @@ from fxremat.cost.allocator import Allocate, AllocatorSettings, Event, Free, rep
 from fxremat.cost.cards import card_named
 from fxremat.cost.step_events import Backward, Forward, Given, Outside, RunEvents
 from fxremat.options import parse_options
-from fxremat.preparing import _Look, _loss_of
+from fxremat.preparing import _Look
 from fxremat.runtime.in_flight import SMALL_BYTES, Runs
 from fxremat.sizes import MIB
 from fxremat.units import CompiledVersion, RunsOfOneGraph, SeenStep, Surroundings
@@ -311,14 +311,7 @@ def looked_at() -> _Look:
     look = _Look(
         parse_options(options, device_total_bytes=None), HERE, records=True, held_bytes=4096
     )
-    with look.at(model, list(model.blocks), ((tokens,), {})) as (args, named):
-        for look.counts in (False, True):
-            look.begin(model, args, named)
-            result = model(*args, **named)
-            _loss_of(model, result, None).backward()
-            look.between()
-            model.zero_grad(set_to_none=True)
-            del result
+    look.over(model, list(model.blocks), ((tokens,), {}))
     return look
 
 
