@@ -17,6 +17,7 @@ import fxremat
 from fxremat import compat
 from fxremat.compiling.rehearsal import Rehearsal, rehearse
 from fxremat.compiling.rehearsal_cache import _rehearsal_of, rehearse_once
+from fxremat.core.timeline import Lifetime
 from fxremat.explaining import Explanation
 from tests.compat_graphs import Shared, half
 from tests.small import Convolutions, Stack, seeded
@@ -124,6 +125,9 @@ REHEARSALS = st.builds(
     live_bytes=st.lists(SIZES).map(tuple),
     at_peak=st.lists(st.tuples(st.text(), SIZES)).map(tuple),
     scratch=st.dictionaries(st.text(), SIZES),
+    lifetimes=st.lists(st.builds(Lifetime, st.text(), SIZES, SIZES, SIZES, st.booleans())).map(
+        tuple
+    ),
 )
 
 
@@ -134,7 +138,13 @@ def test_every_rehearsal_is_read_back(shown: Rehearsal) -> None:
 
 @pytest.mark.parametrize(
     "damage",
-    [{"peak_bytes": None}, {"at_peak": [1, 2]}, {"scratch": []}, {"live_bytes": "much"}],
+    [
+        {"peak_bytes": None},
+        {"at_peak": [1, 2]},
+        {"scratch": []},
+        {"live_bytes": "much"},
+        {"lifetimes": 3},
+    ],
 )
 def test_what_is_no_rehearsal_is_not_believed(damage: dict[str, Any]) -> None:
     answer = asdict(Rehearsal(1, (1,), (("x", 1),), {"x": 1}))

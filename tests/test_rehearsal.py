@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import ast
 import gc
-from collections.abc import Iterator
+from collections.abc import Iterable, Iterator
 from typing import Any
 
 import pytest
@@ -14,6 +14,7 @@ from torch import Tensor, nn
 import fxremat
 from fxremat import compat
 from fxremat.compiling.rehearsal import Rehearsal, Workspace, _Meter, _rounded, _written, rehearse
+from fxremat.core.timeline import Lifetime
 from fxremat.cost.allocator import Allocate, Free
 from tests.compat_graphs import half
 from tests.small import Stack, seeded
@@ -96,6 +97,12 @@ def test_scratch_memory_of_a_library_call_is_on_top_of_its_results() -> None:
     assert "aten.empty_strided.default" in asked
 
 
+def bytes_at(lifetimes: Iterable[Lifetime], moments: int) -> list[int]:
+    """What is live at each of so many moments."""
+    shown = list(lifetimes)
+    return [sum(x.nbytes for x in shown if x.start <= k < x.stop) for k in range(moments)]
+
+
 def test_cuda_hands_out_blocks() -> None:
     assert _rounded(1, "cuda") == 512
     assert _rounded(1024, "cuda") == 1024
@@ -120,6 +127,19 @@ def test_what_a_statement_writes(statement: str, written: str | None) -> None:
 
 
 # --- a rehearsed step -----------------------------------------------------------------------------
+
+
+def test_lifetimes_add_up_to_what_is_live() -> None:
+    """The scratch memory of the sort among them; what is freed in between is not."""
+
+    def workspace(op: Any, args: Any, kwargs: Any) -> tuple[int, ...]:
+        return (600, 400) if op is torch.ops.aten.sort.default else ()
+
+    meter, _ = counted(CHAIN, workspace)
+    shown = [*meter.lifetimes, *map(meter.lifetime, meter.live.values())]
+    assert bytes_at(shown, len(meter.live_bytes)) == meter.live_bytes
+    assert [one.nbytes for one in shown if one.workspace] == [1000]
+    assert {one.value for one in shown} == {"mul", "sum_1", "sort"}
 
 
 class Two(nn.Module):
@@ -149,6 +169,9 @@ def test_what_the_caller_holds_is_there_to_the_end() -> None:
     assert shown.peak_bytes == 8 * 64 * 64 * 4
     held = {"primals_1", "primals_2", "primals_3", "mm_1", "tangents_1"}
     assert held <= dict(shown.at_peak).keys()
+    assert bytes_at(shown.lifetimes, len(shown.live_bytes)) == list(shown.live_bytes)
+    ends = {one.value: one.stop for one in shown.lifetimes}
+    assert all(ends[name] == len(shown.live_bytes) for name in held)
 
 
 def test_what_others_hold_between_the_halves_is_live_there_and_nowhere_else() -> None:
@@ -162,6 +185,12 @@ def test_what_others_hold_between_the_halves_is_live_there_and_nowhere_else() ->
         forward_moments=2,
         saved_bytes=70,
         forward_events=2,
+        lifetimes=(
+            Lifetime("a", 50, 0, 2),
+            Lifetime("t", 20, 1, 3),
+            Lifetime("b", 40, 2, 4),
+            Lifetime("c", 50, 3, 4),
+        ),
     )
     assert shown.with_between(0) == shown
     assert shown.with_between(20).peak_bytes == 90
@@ -172,6 +201,8 @@ def test_what_others_hold_between_the_halves_is_live_there_and_nowhere_else() ->
     assert more.making == ("a", "t", "tangents", "b", "c")
     assert more.events[2:4] == (Allocate("4", 40), Free("4"))
     assert (more.saved_bytes, more.forward_moments) == (70, 3)
+    stays = [(one.value, one.start, one.stop) for one in more.lifetimes]
+    assert stays == [("a", 0, 2), ("t", 1, 4), ("b", 3, 5), ("c", 4, 5), ("tangents", 2, 3)]
 
 
 def test_kernels_of_the_forward_begin_before_the_backward_has_code(

@@ -20,6 +20,7 @@ from torch import fx
 from torch.utils import _pytree as pytree
 
 from fxremat import compat, runtime
+from fxremat.core.timeline import Lifetime
 from fxremat.cost.allocator import Allocate, Event, Free
 from fxremat.cost.allocator.rules import MIN_BLOCK_BYTES, round_up
 from fxremat.cost.call_times import call_key
@@ -66,6 +67,8 @@ class Rehearsal:
     """How many of ``events`` are in the forward, or before it."""
     as_run: RunEvents | None = field(default=None, repr=False, compare=False)
     """The events as those of a run beside others, its ``own`` inputs not told; on CUDA only."""
+    lifetimes: tuple[Lifetime, ...] = field(default=(), repr=False)
+    """When each storage is there, in moments; what is live at one adds up to its ``live_bytes``."""
 
     def with_between(self, nbytes: int) -> Rehearsal:
         """The same, with so many bytes that are live between forward and backward only."""
@@ -86,6 +89,10 @@ class Rehearsal:
             making=(*self.making[:moments], TANGENTS, *self.making[moments:]),
             events=(*self.events[:before], *other, *self.events[before:]),
             forward_moments=moments + 1,
+            lifetimes=(
+                *(one.with_step_before(moments) for one in self.lifetimes),
+                Lifetime(TANGENTS, nbytes, moments, moments + 1),
+            ),
         )
 
     def hand_over(self) -> None:
@@ -157,6 +164,8 @@ class _Storage:
     code: _Code | None
     name: str
     """Among the events."""
+    since: int
+    """The moment from which on it is there."""
 
 
 @dataclass(frozen=True)
@@ -204,6 +213,7 @@ class _Meter:
     scratch: dict[str, int] = field(default_factory=dict)
     events: list[Event] = field(default_factory=list)
     known: dict[str, _Inside | None] = field(default_factory=dict)
+    lifetimes: list[Lifetime] = field(default_factory=list)
 
     def ignore(self, tensors: Iterable[torch.Tensor]) -> None:
         """These live outside of the step. Their numbers stay theirs, also when they are dropped."""
@@ -219,9 +229,16 @@ class _Meter:
             if tensor.device.type == self.device and not known:
                 asked = tensor.untyped_storage().nbytes()
                 nbytes = _rounded(asked, self.device)
-                self.live[key] = _Storage(nbytes, is_gone, buffer, self.code, self.allocated(asked))
-                self.current += nbytes
-                self.record(self.current, buffer)
+                self.take(key, nbytes, is_gone, buffer, self.allocated(asked))
+
+    def take(
+        self, key: int, nbytes: int, is_gone: Callable[[], bool], buffer: str, name: str
+    ) -> None:
+        """Count a storage from now on."""
+        since = len(self.live_bytes)
+        self.live[key] = _Storage(nbytes, is_gone, buffer, self.code, name, since)
+        self.current += nbytes
+        self.record(self.current, buffer)
 
     def allocated(self, nbytes: int) -> str:
         """The name among the events of what is allocated now."""
@@ -239,6 +256,11 @@ class _Meter:
         """Its bytes are no longer there."""
         self.current -= storage.nbytes
         self.events.append(Free(storage.name))
+        self.lifetimes.append(self.lifetime(storage))
+
+    def lifetime(self, storage: _Storage) -> Lifetime:
+        """It until now, by what it held first."""
+        return Lifetime(self.label(storage, 0), storage.nbytes, storage.since, len(self.live_bytes))
 
     def call(self, op: Any, args: Any, kwargs: Any, result: Any) -> None:
         """Count an op that has run: its new storages, and its scratch memory while it ran."""
@@ -263,7 +285,9 @@ class _Meter:
             self.add_inside(inside, results, name)
         self.add(results, name)
         if scratch:
+            now = len(self.live_bytes)
             self.record(self.current + scratch, name)
+            self.lifetimes.append(Lifetime(self.making[-1] or name, scratch, now, now + 1, True))
         names = [self.allocated(nbytes) for nbytes in blocks]
         self.events += [Free(name) for name in reversed(names)]
 
@@ -297,9 +321,7 @@ class _Meter:
             if name is None or key in self.live:
                 continue
             nbytes = _rounded(tensor.untyped_storage().nbytes(), self.device)
-            self.live[key] = _Storage(nbytes, is_gone, buffer, self.code, named(name))
-            self.current += nbytes
-            self.record(self.current, buffer)
+            self.take(key, nbytes, is_gone, buffer, named(name))
 
     def drop(self, tensor: torch.Tensor) -> None:
         """Take off what is freed, although something still refers to it."""
@@ -508,6 +530,11 @@ def _run(scene: Scene, meter: _Meter) -> Rehearsal:
         forward_moments=forward_moments,
         saved_bytes=total + saved_bytes,
         left_bytes=total + meter.current,
+        lifetimes=(
+            *(Lifetime(name, size, 0, len(meter.live_bytes)) for name, size in resident),
+            *meter.lifetimes,
+            *map(meter.lifetime, meter.live.values()),
+        ),
         forward_events=len(there) + forward_events if device == "cuda" else 0,
         as_run=as_run if device == "cuda" else None,
     )

@@ -16,6 +16,7 @@ from torch import fx
 
 from fxremat import compat
 from fxremat.compiling.rehearsal import Rehearsal, Workspace, rehearse
+from fxremat.core.timeline import Lifetime
 from fxremat.cost.step_events import (
     events_from_json,
     events_to_json,
@@ -95,5 +96,6 @@ def _rehearsal_of(answer: Any) -> Rehearsal | None:
             left_bytes=int(answer["left_bytes"]),
             forward_events=int(answer["forward_events"]),
             as_run=None if answer["as_run"] is None else run_events_from_json(answer["as_run"]),
+            lifetimes=tuple(Lifetime(**one) for one in answer["lifetimes"]),
         )
     return None

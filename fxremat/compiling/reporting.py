@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections import Counter
+from dataclasses import dataclass
 
 from torch import fx
 
@@ -11,14 +12,14 @@ from fxremat.compiling.request import Request
 from fxremat.compiling.searching.search import Found
 from fxremat.compiling.units import run_events_of, version_of
 from fxremat.core.schedule import keep_all
-from fxremat.core.timeline import replay
+from fxremat.core.timeline import Lifetime, lifetimes_of, replay
 from fxremat.errors import InfeasibleBudget
 from fxremat.passes.joint_graph import is_tensor
-from fxremat.passes.memory_estimation import nbytes
+from fxremat.passes.memory_estimation import TANGENTS, nbytes
 from fxremat.passes.variants.insertion import InsertedVariant
 from fxremat.passes.variants.table import RULES
 from fxremat.report.report import Report, Row
-from fxremat.report.where import describe
+from fxremat.report.where import Place, describe, place_of
 
 MOST_ROWS = 20
 
@@ -36,11 +37,7 @@ def refusal_of(found: Found, request: Request) -> InfeasibleBudget | None:
 def at_peak(found: Found) -> list[Row]:
     """The largest values live at the peak."""
     judged = found.judged
-    modules = [*judged.draft.newest()]
-    if judged.draft.rewritten is not None:
-        modules.append(judged.draft.rewritten.module)
-    nodes = {node.name: node for module in modules for node in module.graph.nodes}
-    nodes |= judged.draft.estimate.node_of
+    nodes = _nodes(found)
     if judged.rehearsal is not None:
         live = judged.rehearsal.at_peak
     else:
@@ -60,12 +57,13 @@ def report_of(found: Found, request: Request, graph: int, seconds: dict[str, flo
     judged, draft, plan = found.judged, found.judged.draft, found.judged.plan
     problem, plain = draft.estimate.problem, found.plain.estimate.problem
     held, base, taken = request.held_bytes, plain.base_time_us, judged.reserved
+    plain_timeline, course = replay(plain, keep_all(plain)), _course(found)
     return Report(
         graph=graph,
         nodes=len(draft.joint.module.graph.nodes),
         budget_bytes=request.budget_bytes,
         resident_bytes=problem.resident_bytes,
-        keep_all_peak_bytes=replay(plain, keep_all(plain)).peak_bytes + held,
+        keep_all_peak_bytes=plain_timeline.peak_bytes + held,
         planned_peak_bytes=plan.peak_bytes + held,
         predicted_peak_bytes=judged.allocated_bytes + held,
         minimum_peak_bytes=judged.peak_bytes + request.beside_bytes if found.over else None,
@@ -78,7 +76,12 @@ def report_of(found: Found, request: Request, graph: int, seconds: dict[str, flo
         variants=tuple(map(_variant, draft.taken)),
         host_peak_bytes=replay(problem, plan.steps).host_peak_bytes,
         at_peak=tuple(at_peak(found)[:MOST_ROWS]),
-        timeline=_live_bytes(found),
+        timeline=course.live_bytes,
+        lifetimes=course.lifetimes,
+        making=course.making,
+        forward_steps=course.forward_steps,
+        places=_places(found, course),
+        keep_all_timeline=plain_timeline.live_bytes,
         predicted_reserved_bytes=None if taken is None else taken.usage.peak_reserved_bytes,
         segment_bytes=0 if taken is None else taken.segment_bytes,
         count=request.count,
@@ -129,8 +132,41 @@ def _bytes(node: fx.Node) -> int:
     return nbytes(node.meta["val"])
 
 
-def _live_bytes(found: Found) -> tuple[int, ...]:
+@dataclass(frozen=True)
+class _Course:
+    """The step as it will run: the kernels that were rehearsed, else the steps of the plan."""
+
+    live_bytes: tuple[int, ...]
+    lifetimes: tuple[Lifetime, ...]
+    making: tuple[str, ...]
+    forward_steps: int
+
+
+def _course(found: Found) -> _Course:
     judged = found.judged
-    if judged.rehearsal is not None:
-        return judged.rehearsal.live_bytes
-    return replay(judged.draft.estimate.problem, judged.plan.steps).live_bytes
+    shown = judged.rehearsal
+    if shown is not None:
+        return _Course(shown.live_bytes, shown.lifetimes, shown.making, shown.forward_moments)
+    problem, steps = judged.draft.estimate.problem, judged.plan.steps
+    timeline = replay(problem, steps)
+    making = tuple(map(str, steps))
+    forward = making.index(TANGENTS) if TANGENTS in making else len(making)
+    return _Course(timeline.live_bytes, lifetimes_of(timeline), making, forward)
+
+
+def _nodes(found: Found) -> dict[str, fx.Node]:
+    """All that a rehearsal or a problem can name."""
+    draft = found.judged.draft
+    modules = [*draft.newest()]
+    if draft.rewritten is not None:
+        modules.append(draft.rewritten.module)
+    nodes = {node.name: node for module in modules for node in module.graph.nodes}
+    return nodes | draft.estimate.node_of
+
+
+def _places(found: Found, course: _Course) -> dict[str, Place]:
+    """Of what the step computes and holds, and of the values of the problem."""
+    nodes = _nodes(found)
+    problem = found.judged.draft.estimate.problem
+    names = {*course.making, *(one.value for one in course.lifetimes), *problem.bytes_of}
+    return {name: place_of(nodes[name]) for name in sorted(names) if name in nodes}

@@ -14,7 +14,7 @@ alone, however fast the transfers are.
 from __future__ import annotations
 
 from collections.abc import Iterable, Mapping, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from functools import cached_property
 from itertools import accumulate
 
@@ -30,6 +30,25 @@ class Interval:
     value: str
     start: int
     stop: int
+
+
+@dataclass(frozen=True)
+class Lifetime:
+    """Bytes of one storage, live during steps ``start <= step < stop``, and what it holds first.
+
+    ``workspace`` is the scratch memory of the call that computes ``value``.
+    """
+
+    value: str
+    nbytes: int
+    start: int
+    stop: int
+    workspace: bool = False
+
+    def with_step_before(self, step: int) -> Lifetime:
+        """The same, where one more step comes before ``step``."""
+        later = self.start >= step, self.stop > step
+        return replace(self, start=self.start + later[0], stop=self.stop + later[1])
 
 
 @dataclass(frozen=True)
@@ -190,3 +209,22 @@ def replay(problem: Problem, steps: Sequence[Step]) -> Timeline:
         live.append(total + own)
     host = _host_bytes(problem, steps) if problem.copies is not None else (0,) * len(steps)
     return Timeline(problem, tuple(steps), tuple(intervals), tuple(live), host)
+
+
+def lifetimes_of(timeline: Timeline) -> tuple[Lifetime, ...]:
+    """When each storage is there: resident values, copies, workspaces.
+
+    They add up to `live_bytes`, but where an op writes over what it reads: both are counted.
+    """
+    problem, end = timeline.problem, len(timeline.steps)
+    sizes, ops = problem.bytes_of, problem.op_of
+    workspaces = [
+        Lifetime(ops[step].writes[0], ops[step].workspace_bytes, index, index + 1, workspace=True)
+        for index, step in enumerate(timeline.steps)
+        if isinstance(step, str) and ops[step].workspace_bytes and ops[step].writes
+    ]
+    return (
+        *(Lifetime(name, sizes[name], 0, end) for name in problem.resident),
+        *(Lifetime(one.value, sizes[one.value], one.start, one.stop) for one in timeline.intervals),
+        *workspaces,
+    )

@@ -8,8 +8,10 @@ from typing import Any
 
 from fxremat.core.plan import Plan, plan_to_json, steps_from_json
 from fxremat.core.problem import Problem, problem_from_json, problem_to_json
+from fxremat.core.timeline import Lifetime
 from fxremat.core.units import Version
 from fxremat.cost.step_events import RunEvents, run_events_from_json, run_events_to_json
+from fxremat.report.where import Place
 from fxremat.sizes import format_bytes
 
 
@@ -42,6 +44,10 @@ class Report:
     and keep-all peak are those of the graph without them. ``problem`` is what was planned: the
     graph with those variants in place. ``as_unit`` is what the graph takes beside what others hold,
     where several of its runs wait at once, and ``events`` what it asks of CUDA's allocator then.
+    ``lifetimes`` say when each storage is there, in steps of ``timeline``; ``making`` is the node
+    that each of these steps computes, "" where none is known, and the first ``forward_steps`` of
+    them are the forward's. ``places`` are the nodes' modules and source lines.
+    ``keep_all_timeline`` is bytes live per step of the keep-all schedule.
     """
 
     graph: int
@@ -73,6 +79,11 @@ class Report:
     events: RunEvents | None = field(default=None, repr=False)
     seconds: dict[str, float] = field(default_factory=dict)
     from_cache: bool = False
+    lifetimes: tuple[Lifetime, ...] = field(default=(), repr=False)
+    making: tuple[str, ...] = field(default=(), repr=False)
+    forward_steps: int = 0
+    places: dict[str, Place] = field(default_factory=dict, repr=False)
+    keep_all_timeline: tuple[int, ...] = field(default=(), repr=False)
 
     @property
     def counted_peak_bytes(self) -> int:
@@ -187,5 +198,9 @@ def report_from_json(data: dict[str, Any]) -> Report:
     events = None if data["events"] is None else run_events_from_json(data["events"])
     made = {
         "plan": plan, "problem": problem, "timeline": timeline, "as_unit": unit, "events": events,
+        "lifetimes": tuple(Lifetime(**one) for one in data["lifetimes"]),
+        "making": tuple(data["making"]),
+        "places": {name: Place(**place) for name, place in data["places"].items()},
+        "keep_all_timeline": tuple(data["keep_all_timeline"]),
     }  # fmt: skip
     return Report(**{**data, **rows, **made})

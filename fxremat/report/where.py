@@ -3,10 +3,24 @@
 from __future__ import annotations
 
 import re
+from dataclasses import dataclass
 
 from torch import fx
 
 _FRAME = re.compile(r'File "(?P<file>[^"]+)", line (?P<line>\d+)')
+
+
+@dataclass(frozen=True)
+class Place:
+    """The innermost module and the line that a node comes from; "" and 0 where not known."""
+
+    module: str = ""
+    file: str = ""
+    line: int = 0
+
+    def __str__(self) -> str:
+        source = f"{self.file}:{self.line}" if self.file else ""
+        return ", ".join(filter(None, (self.module, source)))
 
 
 def module_of(node: fx.Node) -> str:
@@ -19,19 +33,19 @@ def module_of(node: fx.Node) -> str:
     return text.replace("__", ".") if text.startswith("L__self__") else text
 
 
-def source_line(node: fx.Node) -> str:
-    """``file.py:line`` of the call that made the node; empty where it is not known."""
+def place_of(node: fx.Node) -> Place:
+    """The module, and the innermost line of a file that is not torch's own."""
     trace = node.meta.get("stack_trace") or ""
     frames = list(_FRAME.finditer(trace))
     own = [f for f in frames if "/torch/" not in f["file"]] or frames
     if not own:
-        return ""
-    return f"{own[-1]['file'].rsplit('/', 1)[-1]}:{own[-1]['line']}"
+        return Place(module_of(node))
+    return Place(module_of(node), own[-1]["file"].rsplit("/", 1)[-1], int(own[-1]["line"]))
 
 
 def describe(node: fx.Node) -> str:
     """A node with its module and source line: ``addmm_3 [layers.1.mlp, model.py:88]``."""
     if node.op == "placeholder":
         return f"{node.name} [graph input]"
-    places = ", ".join(filter(None, (module_of(node), source_line(node))))
-    return f"{node.name} [{places}]" if places else node.name
+    place = str(place_of(node))
+    return f"{node.name} [{place}]" if place else node.name
