@@ -1,7 +1,7 @@
-# make demo | test | test-all | check | gpu. `test-all` tries many more random examples, `gpu`
-# measures on the GPU of this machine (docs/benchmarks.md). The environment, .venv, is made on
-# first use and after every change
-# of pyproject.toml. TORCH is the version the project is tested with; a torch that is there stays.
+# make demo | test | test-all | test-integrations | check | gpu. `test-all` tries many more random
+# examples, `test-integrations` runs the examples of docs/trainers in their frameworks, which it
+# installs, `gpu` measures on the GPU of this machine (docs/benchmarks.md). The environment, .venv,
+# is made on first use and after every change of pyproject.toml. TORCH is the version the project is tested with; a torch that is there stays.
 
 PYTHON3 ?= python3
 TORCH ?= torch==2.13.0
@@ -10,7 +10,7 @@ PYTHON := $(VENV)/bin/python
 STAMP := $(VENV)/.installed
 
 .DEFAULT_GOAL := test
-.PHONY: demo test test-all check gpu gpu-install gpu-tests gpu-steps gpu-offload venv
+.PHONY: demo test test-all test-integrations check gpu gpu-install gpu-tests gpu-steps gpu-offload venv
 
 demo: venv
 	$(PYTHON) -m benchmarks.demo
@@ -20,6 +20,18 @@ test: venv
 
 test-all: venv
 	HYPOTHESIS_PROFILE=long $(PYTHON) -m pytest -q -n auto --dist worksteal
+
+# In an environment of its own: the suite is to pass without these.
+TRAINERS := build/trainers/bin/python
+
+test-integrations: $(TRAINERS)
+	$(TRAINERS) -m pytest -q tests/integrations
+
+$(TRAINERS): pyproject.toml
+	test -x $@ || $(PYTHON3) -m venv build/trainers
+	$@ -m pip install -q "$(TORCH)"
+	$@ -m pip install -q -e ".[trainers]" pytest
+	touch $@
 
 check: venv
 	$(PYTHON) -m ruff check .

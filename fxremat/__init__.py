@@ -5,7 +5,8 @@
 To plan without compiling there is `explain`, for a GPU that is not here `device.absent`, to find
 the largest batch that fits `fit`; to look back `reports`, to measure `measure_peak`, and
 `list_options` describes every option. `prepare` plans parts together that are compiled one by one.
-`offload`, `accumulate_in_backward` and `step_in_backward` change a model before it is compiled. All
+`offload`, `accumulate_in_backward`, `step_in_backward` and `loss_only` change a model before it is
+compiled; `optimizer_state_bytes` says what to reserve. `fxremat.integrations` is for trainers. All
 errors are subclasses of `FxrematError`.
 """
 
@@ -28,7 +29,9 @@ if TYPE_CHECKING:
     from fxremat.explaining import explain
     from fxremat.fitting import fit
     from fxremat.model.accumulating import accumulate_in_backward
+    from fxremat.model.loss_only import loss_only
     from fxremat.model.offloading import offload
+    from fxremat.model.optimizer_bytes import optimizer_state_bytes
     from fxremat.model.stepping import step_in_backward
     from fxremat.options import list_options
     from fxremat.preparing import prepare
@@ -46,8 +49,10 @@ __all__ = [
     "explain",
     "fit",
     "list_options",
+    "loss_only",
     "measure_peak",
     "offload",
+    "optimizer_state_bytes",
     "prepare",
     "reports",
     "step_in_backward",
@@ -58,8 +63,10 @@ _LAZY = {
     "explain": "fxremat.explaining",
     "fit": "fxremat.fitting",
     "list_options": "fxremat.options",
+    "loss_only": "fxremat.model.loss_only",
     "measure_peak": "fxremat.cost.peak",
     "offload": "fxremat.model.offloading",
+    "optimizer_state_bytes": "fxremat.model.optimizer_bytes",
     "prepare": "fxremat.preparing",
     "reports": "fxremat.compiling.session",
     "step_in_backward": "fxremat.model.stepping",

@@ -27,13 +27,24 @@ def nearest(name: str, choices: Iterable[str]) -> str | None:
     return by_lower[close[0]] if close else None
 
 
+def output_advice(what: str, nbytes: int) -> str:
+    """What to do about an output that takes much of the peak, with its gradient."""
+    return (
+        f"Much of it is an output: {what} and the gradient that comes for it take "
+        f"{format_bytes(nbytes)}. If only the loss is used in training, call "
+        "fxremat.loss_only(model) before the model first runs; if the loss is computed from that "
+        "output, put the loss into what you compile."
+    )
+
+
 class InfeasibleBudget(FxrematError):
     """No schedule was found that stays within the budget.
 
     ``minimum_bytes`` is the smallest peak of any schedule that was found, None if there is none.
     ``contributors`` are the largest things live at that peak: what and where (module and source
     line), and bytes; largest first. ``fragmentation_bytes`` of the smallest peak are reserved by
-    torch's allocator and not allocated.
+    torch's allocator and not allocated. ``returned`` is an output that takes much of it with the
+    gradient that comes for it: what, and bytes of both.
     """
 
     def __init__(
@@ -42,15 +53,17 @@ class InfeasibleBudget(FxrematError):
         minimum_bytes: int | None,
         contributors: tuple[tuple[str, int], ...] = (),
         fragmentation_bytes: int = 0,
+        returned: tuple[str, int] | None = None,
     ) -> None:
-        super().__init__(budget_bytes, minimum_bytes, contributors, fragmentation_bytes)
+        super().__init__(budget_bytes, minimum_bytes, contributors, fragmentation_bytes, returned)
         self.budget_bytes = budget_bytes
         self.minimum_bytes = minimum_bytes
         self.contributors = contributors
         self.fragmentation_bytes = fragmentation_bytes
+        self.returned = returned
 
     def __str__(self) -> str:
-        return "\n".join([self._what(), *self._largest(), self._advice()])
+        return "\n".join([self._what(), *self._largest(), self._advice(), *self._of_outputs()])
 
     def _what(self) -> str:
         budget = f"this graph cannot be trained within {_exact(self.budget_bytes)}"
@@ -74,6 +87,9 @@ class InfeasibleBudget(FxrematError):
         else:
             budget = f'set memory_budget="{round_up_bytes(self.minimum_bytes)}" or more'
         return f"What to do: {budget}, or use a smaller batch or shorter sequences."
+
+    def _of_outputs(self) -> list[str]:
+        return [] if self.returned is None else [output_advice(*self.returned)]
 
 
 class InvalidOption(FxrematError, ValueError):

@@ -66,6 +66,7 @@ from fxremat.compat.donation import (
 )
 from fxremat.compat.dynamo import (
     checkpointed_regions,
+    compile_in_training,
     compile_parts,
     compiled_in_place,
     compiled_parts,
@@ -201,6 +202,7 @@ __all__ = [
     "chain_passes",
     "checkpointed_regions",
     "code_key",
+    "compile_in_training",
     "compile_kernel",
     "compile_parts",
     "compile_with_aot_eager",

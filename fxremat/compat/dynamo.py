@@ -40,6 +40,23 @@ def compile_parts(model: nn.Module, parts: Iterable[nn.Module], **how: Any) -> N
             part.compile(**how)
 
 
+def compile_in_training(model: nn.Module, **how: Any) -> None:
+    """Compile a module in place, for training: in evaluation it runs as it is.
+
+    Training is in training mode with gradients enabled. So what is generated word by word, or
+    evaluated in other sizes, is not compiled for each of them.
+    """
+    model.compile(**how)
+    compiled: Any = model._compiled_call_impl
+
+    def call(*args: Any, **kwargs: Any) -> Any:
+        if model.training and torch.is_grad_enabled():
+            return compiled(*args, **kwargs)
+        return model._call_impl(*args, **kwargs)
+
+    model._compiled_call_impl = call
+
+
 def unwrapped(model: nn.Module) -> nn.Module:
     """The module that ``torch.compile`` has wrapped; itself if it is none of these."""
     from torch._dynamo import OptimizedModule

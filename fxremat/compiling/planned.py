@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import logging
 import time
 from dataclasses import astuple
 from typing import Any
@@ -12,15 +13,18 @@ from fxremat.compiling.costs import cost_model
 from fxremat.compiling.draft import Draft
 from fxremat.compiling.pipeline import FINISH, PREPARE, Runner
 from fxremat.compiling.ranks import graph_digest, shared_answer
-from fxremat.compiling.reporting import refusal_of, report_of
+from fxremat.compiling.reporting import large_output, refusal_of, report_of
 from fxremat.compiling.request import Request
 from fxremat.compiling.searching.candidates import Judge
 from fxremat.compiling.searching.planning import Planning
 from fxremat.compiling.searching.search import Found, Search, decision_of
 from fxremat.compiling.session import Session
 from fxremat.compiling.stage_times import StageTimes
+from fxremat.errors import output_advice
 from fxremat.passes.halves import Halves
 from fxremat.version import build
+
+log = logging.getLogger(__name__)
 
 
 def planned(draft: Draft, request: Request, current: Session, *, plan_only: bool) -> Halves:
@@ -45,6 +49,9 @@ def planned(draft: Draft, request: Request, current: Session, *, plan_only: bool
     current.report = report_of(found, request, current.graph, times.seconds)
     if refusal is not None:
         raise refusal
+    output = large_output(found)
+    if output is not None and request.budget_bytes is not None:
+        log.warning("fxremat: graph %d: %s", current.graph, output_advice(*output))
     if current.study is not None:
         current.study(found, runner)
     return found.judged.draft.halves

@@ -14,7 +14,7 @@ from fxremat.compiling.units import run_events_of, version_of
 from fxremat.core.schedule import keep_all
 from fxremat.core.timeline import Lifetime, lifetimes_of, replay
 from fxremat.errors import InfeasibleBudget
-from fxremat.passes.joint_graph import is_tensor
+from fxremat.passes.joint_graph import is_tensor, root
 from fxremat.passes.memory_estimation import TANGENTS, nbytes
 from fxremat.passes.variants.insertion import InsertedVariant
 from fxremat.passes.variants.table import RULES
@@ -22,6 +22,8 @@ from fxremat.report.report import Report, Row
 from fxremat.report.where import Place, describe, place_of
 
 MOST_ROWS = 20
+MUCH = 1 / 4
+"""Of what is live at the peak, an output and its gradient are worth a word."""
 
 
 def refusal_of(found: Found, request: Request) -> InfeasibleBudget | None:
@@ -31,25 +33,46 @@ def refusal_of(found: Found, request: Request) -> InfeasibleBudget | None:
     largest = tuple((row.what, row.bytes) for row in at_peak(found)[:8])
     least = found.judged.peak_bytes + request.beside_bytes
     unused = found.judged.fragmentation_bytes
-    return InfeasibleBudget(request.budget_bytes, least, largest, unused)
+    return InfeasibleBudget(request.budget_bytes, least, largest, unused, large_output(found))
+
+
+def large_output(found: Found) -> tuple[str, int] | None:
+    """The output that takes much of the peak with its gradient: what, and bytes of both.
+
+    None where no output and its gradient are `MUCH` of what is live at the peak.
+    """
+    joint = found.judged.draft.joint
+    live = dict(_live_at_peak(found))
+    incoming = [node for node in joint.tangents if node.name in live]
+    outputs = [node for node in map(root, joint.forward_outputs) if node.name in live]
+    outputs = [node for node in outputs if node.op != "placeholder" and is_tensor(node)]
+    taken = sum(live[node.name] for node in {*incoming, *outputs})
+    if not taken or taken < MUCH * sum(live.values()):
+        return None
+    given = [node for node in joint.forward_outputs if is_tensor(node)]
+    largest = max((node for node in given if node.op != "placeholder"), key=_bytes, default=None)
+    return None if largest is None else (describe(largest), taken)
 
 
 def at_peak(found: Found) -> list[Row]:
     """The largest values live at the peak."""
-    judged = found.judged
     nodes = _nodes(found)
-    if judged.rehearsal is not None:
-        live = judged.rehearsal.at_peak
-    else:
-        timeline = replay(judged.draft.estimate.problem, judged.plan.steps)
-        sizes = timeline.problem.bytes_of
-        live = tuple((name, sizes[name]) for name in timeline.live_at(timeline.peak_step))
     rows = [
         Row(describe(nodes[name]) if name in nodes else f"{name} [Inductor's temporary]", size)
-        for name, size in live
+        for name, size in _live_at_peak(found)
         if size
     ]
     return sorted(rows, key=lambda row: -row.bytes)
+
+
+def _live_at_peak(found: Found) -> tuple[tuple[str, int], ...]:
+    """By name, and bytes."""
+    judged = found.judged
+    if judged.rehearsal is not None:
+        return judged.rehearsal.at_peak
+    timeline = replay(judged.draft.estimate.problem, judged.plan.steps)
+    sizes = timeline.problem.bytes_of
+    return tuple((name, sizes[name]) for name in timeline.live_at(timeline.peak_step))
 
 
 def report_of(found: Found, request: Request, graph: int, seconds: dict[str, float]) -> Report:

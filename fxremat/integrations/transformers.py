@@ -1,0 +1,120 @@
+"""Hugging Face's `Trainer`, and what derives from it, TRL's trainers among them.
+
+    trainer = Trainer(model, args, train_dataset=data)
+    fxremat.integrations.transformers.train_within(trainer, memory_budget="8GiB")
+    trainer.train()
+
+`TrainingArguments(torch_compile_backend=...)` takes a closed list of names. So the model is
+compiled in place when training begins: by then the trainer has put it on its device, wrapped it,
+and made its optimizer.
+"""
+
+from __future__ import annotations
+
+import logging
+from collections.abc import Mapping
+from typing import Any
+
+import torch
+from torch import nn
+from transformers import Trainer, TrainerCallback
+
+from fxremat import compat
+from fxremat.compiling.request import unseen_bytes
+from fxremat.model.accumulating import accumulate_in_backward
+from fxremat.model.loss_only import loss_only
+from fxremat.model.optimizer_bytes import optimizer_state_bytes
+from fxremat.report.figures import figures
+from fxremat.runtime.segments import allocate_cublas
+from fxremat.sizes import format_bytes
+
+log = logging.getLogger(__name__)
+
+
+def train_within(
+    trainer: Trainer,
+    memory_budget: int | str | None = None,
+    *,
+    options: Mapping[str, Any] | None = None,
+) -> Trainer:
+    """Let ``trainer.train()`` train within ``memory_budget`` bytes; gives the trainer back.
+
+    When training begins, the model is compiled in place with these ``options`` (of
+    `torch.compile`; ``memory_budget`` is a shorthand, and both may come from the environment). What
+    is evaluated or generated meanwhile runs uncompiled.
+
+    * Where the trainer takes the loss that the model gives, the model returns nothing else in
+      training (`fxremat.loss_only`). Evaluation gets its logits.
+    * Unless ``reserve`` is given, what the optimizer will hold is reserved.
+    * With ``gradient_accumulation_steps`` gradients are added in the backward
+      (`fxremat.accumulate_in_backward`).
+    * What was planned is among the figures that the trainer logs.
+
+    Parts of the model that are compiled already stay as they are.
+    """
+    given = dict(options or {})
+    if memory_budget is not None:
+        given["memory_budget"] = memory_budget
+    callbacks = trainer.callback_handler.callbacks
+    callbacks.insert(0, _TrainWithin(trainer, given))  # before those that write figures
+    return trainer
+
+
+class _TrainWithin(TrainerCallback):  # type: ignore[misc]
+    """Compiles when training begins, and adds figures to the logs."""
+
+    def __init__(self, trainer: Trainer, options: dict[str, Any]) -> None:
+        self._trainer = trainer
+        self._options = options
+        self._is_compiled = False
+
+    def on_train_begin(self, args: Any, state: Any, control: Any, **kwargs: Any) -> None:
+        """Compile the model, once."""
+        if self._is_compiled:
+            return
+        self._is_compiled = True
+        model: nn.Module = kwargs["model"]
+        optimizer = getattr(kwargs["optimizer"], "optimizer", kwargs["optimizer"])
+        if _takes_loss_of_model(self._trainer):
+            loss_only(model)
+        if args.gradient_accumulation_steps > 1:
+            accumulate_in_backward(model)
+        options = dict(self._options)
+        if "reserve" not in options:
+            options["reserve"] = _reserve(model, optimizer, args.device)
+            log.info("fxremat: %s are reserved", format_bytes(options["reserve"]))
+        compat.compile_in_training(model, backend="fxremat", options=options)
+
+    def on_log(
+        self, args: Any, state: Any, control: Any, logs: dict[str, Any] | None = None, **kwargs: Any
+    ) -> None:
+        """Add what was planned, and on CUDA what was taken."""
+        if logs is not None and "loss" in logs:
+            found = figures()
+            logs.update(found)
+            state.log_history[-1].update(found)
+
+
+def _takes_loss_of_model(trainer: Trainer) -> bool:
+    """Whether nothing but the loss of the model's outputs is read in training."""
+    own = type(trainer).compute_loss is Trainer.compute_loss
+    return own and trainer.compute_loss_func is None and trainer.label_smoother is None
+
+
+def _reserve(model: nn.Module, optimizer: torch.optim.Optimizer, device: torch.device) -> int:
+    """What lies beside the model when it is trained: states to come, and on CUDA what is there."""
+    coming = optimizer_state_bytes(optimizer)
+    if device.type != "cuda":
+        return coming
+    allocate_cublas(device)  # it would come later
+    own = [*model.parameters(), *model.buffers()]
+    held = unseen_bytes([t for t in own if isinstance(t, torch.Tensor)], device)
+    return held + max(0, coming - _held(optimizer, device))
+
+
+def _held(optimizer: torch.optim.Optimizer, device: torch.device) -> int:
+    """States that are there already."""
+    states = [value for state in optimizer.state.values() for value in state.values()]
+    tensors = [s for s in states if isinstance(s, torch.Tensor) and s.device == device]
+    storages = {compat.storage_key(t): t.untyped_storage().nbytes() for t in tensors}
+    return sum(storages.values())

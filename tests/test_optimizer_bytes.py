@@ -1,0 +1,71 @@
+"""The bytes of an optimizer's states, before it has any."""
+
+from __future__ import annotations
+
+import copy
+from collections.abc import Callable
+from functools import partial
+from typing import Any
+
+import pytest
+import torch
+from torch import nn, optim
+
+import fxremat
+from fxremat.errors import NotTraceable
+
+
+def model() -> nn.Module:
+    return nn.Sequential(nn.Linear(16, 24), nn.ReLU(), nn.Linear(24, 8, bias=False))
+
+
+def states(optimizer: optim.Optimizer) -> int:
+    tensors = [v for state in optimizer.state.values() for v in state.values()]
+    return sum(t.untyped_storage().nbytes() for t in tensors if isinstance(t, torch.Tensor))
+
+
+@pytest.mark.parametrize(
+    "make",
+    [
+        optim.AdamW,
+        partial(optim.AdamW, fused=True, amsgrad=True),
+        partial(optim.Adam, foreach=True),
+        partial(optim.SGD, lr=0.1),
+        partial(optim.SGD, lr=0.1, momentum=0.9),
+        partial(optim.Adadelta, capturable=False),
+        optim.RMSprop,
+    ],
+)
+def test_they_are_those_that_a_step_makes(make: Callable[..., optim.Optimizer]) -> None:
+    net = model()
+    optimizer = make(net.parameters())
+    before = copy.deepcopy(net.state_dict())
+    told = fxremat.optimizer_state_bytes(optimizer)
+    assert states(optimizer) == 0
+    torch.testing.assert_close(net.state_dict(), before)
+    net(torch.ones(4, 16)).sum().backward()
+    optimizer.step()
+    assert told == states(optimizer)
+    assert fxremat.optimizer_state_bytes(optimizer) == told
+
+
+def test_a_scheduler_and_hooks_are_left_alone() -> None:
+    net = model()
+    optimizer = optim.AdamW(net.parameters())
+    optim.lr_scheduler.LambdaLR(optimizer, lambda _: 1.0)
+    called: list[Any] = []
+    optimizer.register_step_pre_hook(lambda *_: called.append(1))
+    assert fxremat.optimizer_state_bytes(optimizer) > 0
+    assert not called
+
+
+def test_frozen_weights_have_none() -> None:
+    net = model()
+    net[0].requires_grad_(False)
+    assert fxremat.optimizer_state_bytes(optim.SGD(net.parameters(), momentum=0.9)) == 24 * 8 * 4
+
+
+def test_a_step_that_looks_at_its_data_is_refused() -> None:
+    """Adafactor looks at the norm of each weight."""
+    with pytest.raises(NotTraceable, match="Adafactor: cannot step without data"):
+        fxremat.optimizer_state_bytes(optim.Adafactor(model().parameters()))
