@@ -3,10 +3,10 @@
     torch.compile(model, backend="fxremat", options={"memory_budget": "8GiB"})
 
 To plan without compiling there is `explain`, for a GPU that is not here `device.absent`, to find
-the largest batch that fits `fit`; to look back `reports`, to measure `measure_peak`, and
-`list_options` describes every option. `prepare` plans parts together that are compiled one by one.
-`offload`, `accumulate_in_backward` and `step_in_backward` change a model before it is compiled. All
-errors are subclasses of `FxrematError`.
+the largest batch that fits `fit`; to look back `reports`, to measure `measure_peak`, for loggers
+`metrics`, and `list_options` describes every option. `prepare` plans parts together that are
+compiled one by one. `offload`, `accumulate_in_backward` and `step_in_backward` change a model
+before it is compiled. All errors are subclasses of `FxrematError`.
 """
 
 from typing import TYPE_CHECKING
@@ -26,6 +26,7 @@ if TYPE_CHECKING:
     from fxremat.compiling.session import reports
     from fxremat.cost.peak import measure_peak
     from fxremat.explaining import explain
+    from fxremat.figures import metrics
     from fxremat.fitting import fit
     from fxremat.model.accumulating import accumulate_in_backward
     from fxremat.model.offloading import offload
@@ -47,6 +48,7 @@ __all__ = [
     "fit",
     "list_options",
     "measure_peak",
+    "metrics",
     "offload",
     "prepare",
     "reports",
@@ -59,6 +61,7 @@ _LAZY = {
     "fit": "fxremat.fitting",
     "list_options": "fxremat.options",
     "measure_peak": "fxremat.cost.peak",
+    "metrics": "fxremat.figures",
     "offload": "fxremat.model.offloading",
     "prepare": "fxremat.preparing",
     "reports": "fxremat.compiling.session",

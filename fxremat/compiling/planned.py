@@ -20,6 +20,7 @@ from fxremat.compiling.searching.search import Found, Search, decision_of
 from fxremat.compiling.session import Session
 from fxremat.compiling.stage_times import StageTimes
 from fxremat.passes.halves import Halves
+from fxremat.report.telling import tell_halves
 from fxremat.version import build
 
 
@@ -47,7 +48,10 @@ def planned(draft: Draft, request: Request, current: Session, *, plan_only: bool
         raise refusal
     if current.study is not None:
         current.study(found, runner)
-    return found.judged.draft.halves
+    halves = found.judged.draft.halves
+    if not plan_only:
+        tell_halves(current.graph, halves)
+    return halves
 
 
 def _searched(search: Search) -> Found:
