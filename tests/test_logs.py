@@ -1,4 +1,4 @@
-"""What TORCH_LOGS and TORCH_TRACE show of fxremat, in a process of its own: torch reads both once."""
+"""TORCH_LOGS and TORCH_TRACE, each in a process of its own: torch reads them once."""
 
 from __future__ import annotations
 
