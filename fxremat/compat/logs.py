@@ -9,7 +9,6 @@ from __future__ import annotations
 
 import logging
 from collections.abc import Callable
-from typing import Any
 
 from torch._logging import _internal as torch_logs
 
@@ -18,16 +17,18 @@ __all__ = ["GRAPH_LOG", "PLAN_LOG", "artifact_logger", "trace_artifact"]
 PLAN_LOG, GRAPH_LOG = "fxremat_plan", "fxremat_graph"
 """Artifacts: what is shown where it is asked for by this name."""
 
-_register: Any = torch_logs.register_artifact
 # With "+fxremat" alone they stay off: it shows a line for each graph, and what the passes do.
-_register(PLAN_LOG, "The report of each graph that fxremat plans", True, True)
-_register(GRAPH_LOG, "Forward and backward that fxremat gives to the compiler", True, True)
-torch_logs.register_log("fxremat", "fxremat")  # type: ignore[no-untyped-call]
+for name, what in (
+    (PLAN_LOG, "The report of each graph that fxremat plans"),
+    (GRAPH_LOG, "Forward and backward that fxremat gives to the compiler"),
+):
+    torch_logs.register_artifact(name, what, visible=True, off_by_default=True)
+torch_logs.register_log("fxremat", "fxremat")
 
 
 def artifact_logger(name: str) -> logging.Logger:
     """The logger of an artifact; it shows what is logged with ``debug`` where that is asked for."""
-    logger: logging.Logger = torch_logs.getArtifactLogger("fxremat", name)  # type: ignore[no-untyped-call]
+    logger: logging.Logger = torch_logs.getArtifactLogger("fxremat", name)
     return logger
 
 
