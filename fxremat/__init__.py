@@ -3,11 +3,11 @@
     torch.compile(model, backend="fxremat", options={"memory_budget": "8GiB"})
 
 To plan without compiling there is `explain`, for a GPU that is not here `device.absent`, to find
-the largest batch that fits `fit`; to look back `reports`, to measure `measure_peak`, and
-`list_options` describes every option. `prepare` plans parts together that are compiled one by one.
-`offload`, `accumulate_in_backward`, `step_in_backward` and `loss_only` change a model before it is
-compiled; `optimizer_state_bytes` says what to reserve. `fxremat.integrations` is for trainers. All
-errors are subclasses of `FxrematError`.
+the largest batch that fits `fit`; to look back `reports`, to measure `measure_peak`, for loggers
+`metrics`, and `list_options` describes every option. `prepare` plans parts together that are
+compiled one by one. `offload`, `accumulate_in_backward`, `step_in_backward` and `loss_only` change
+a model before it is compiled; `optimizer_state_bytes` says what to reserve. `fxremat.integrations`
+is for trainers. All errors are subclasses of `FxrematError`.
 """
 
 from typing import TYPE_CHECKING
@@ -27,6 +27,7 @@ if TYPE_CHECKING:
     from fxremat.compiling.session import reports
     from fxremat.cost.peak import measure_peak
     from fxremat.explaining import explain
+    from fxremat.figures import metrics
     from fxremat.fitting import fit
     from fxremat.model.accumulating import accumulate_in_backward
     from fxremat.model.loss_only import loss_only
@@ -51,6 +52,7 @@ __all__ = [
     "list_options",
     "loss_only",
     "measure_peak",
+    "metrics",
     "offload",
     "optimizer_state_bytes",
     "prepare",
@@ -65,6 +67,7 @@ _LAZY = {
     "list_options": "fxremat.options",
     "loss_only": "fxremat.model.loss_only",
     "measure_peak": "fxremat.cost.peak",
+    "metrics": "fxremat.figures",
     "offload": "fxremat.model.offloading",
     "optimizer_state_bytes": "fxremat.model.optimizer_bytes",
     "prepare": "fxremat.preparing",

@@ -29,6 +29,7 @@ from fxremat.options import Options, disabled, parse_options
 from fxremat.passes.held_order import Fence, WriteResults
 from fxremat.report.files import prepare_folder, write_report
 from fxremat.report.report import Report
+from fxremat.report.telling import tell_report
 from fxremat.runtime import in_flight, is_host
 from fxremat.runtime.in_flight import Places, Runs, watch_in_flight
 from fxremat.units import CompiledVersion, NoBackward, RunsOfOneGraph, surroundings
@@ -105,17 +106,17 @@ def _compile(
 
 
 @contextmanager
-def _written(options: Options, current: session.Session) -> Iterator[None]:
-    """The report in files, where that is asked for; a refused budget has one too."""
-    if options.report is None:
-        yield
-        return
-    prepare_folder(options.report)
+def _told(options: Options, current: session.Session) -> Iterator[None]:
+    """The report in logs and files, where that is asked for; a refused budget has one too."""
+    if options.report is not None:
+        prepare_folder(options.report)
     try:
         yield
     finally:
         if current.report is not None:
-            write_report(options.report, current.report)
+            tell_report(current.report)
+            if options.report is not None:
+                write_report(options.report, current.report)
 
 
 def fxremat(
@@ -210,7 +211,7 @@ class Graph:
         key = _key(gm, self.inputs, partitioner)
         current = session.begin()
         patches = _patches(self.options, partitioner, self.mode, self.inputs)
-        with _written(self.options, current):
+        with _told(self.options, current):
             compiled = _compile(gm, self.inputs, self.options, partitioner, patches)
             if current.report is not None:
                 session.store(key, current.report)
@@ -272,7 +273,7 @@ def plan_only(
     partitioner = Partitioner(request, build(), plan_only=True)
     current = session.begin()
     current.study = study
-    with _written(parsed, current):
+    with _told(parsed, current):
         if parsed.executor == "aot_eager":
             compiled = compat.compile_with_aot_eager(gm, example_inputs, partitioner)
         else:

@@ -10,6 +10,7 @@ from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass, field
 from functools import cached_property
+from pathlib import Path
 from typing import Any
 
 import torch
@@ -26,8 +27,10 @@ from fxremat.cost.peak_expression import PeakExpression
 from fxremat.device import absent_card
 from fxremat.errors import CannotVary, FxrematError, InfeasibleBudget
 from fxremat.planner import SolverOptions
+from fxremat.report.chrome_trace import write_chrome_trace
 from fxremat.report.front import Front, front_of, together
-from fxremat.report.report import Report, Row
+from fxremat.report.report import Report, Row, added_time
+from fxremat.report.snapshot import write_snapshot
 
 NOTHING = 1  # bytes: a budget that no graph with a backward is within
 
@@ -80,9 +83,7 @@ class Explanation:
     @property
     def time_overhead(self) -> float:
         """Added time over keep-all, as a fraction of the time of all graphs."""
-        time = sum(g.plan.time_us for g in self.graphs)
-        base = sum(g.plan.time_us / (1 + g.time_overhead) for g in self.graphs)
-        return time / base - 1 if base else 0.0
+        return added_time(self.graphs)
 
     @property
     def saved(self) -> tuple[Row, ...]:
@@ -123,6 +124,14 @@ class Explanation:
             for g in self.graphs
         ]
         return together(fronts)
+
+    def save_trace(self, path: str | Path) -> None:
+        """Write the planned step as a Chrome trace, for ui.perfetto.dev; a graph is a process."""
+        write_chrome_trace(path, self.graphs)
+
+    def save_snapshot(self, path: str | Path) -> None:
+        """Write the planned step for pytorch.org/memory_viz; a graph is a device there."""
+        write_snapshot(path, self.graphs)
 
     def __str__(self) -> str:
         if not self.graphs:

@@ -18,7 +18,11 @@ from fxremat.report.report import report_from_json
 from tests.small import Stack, seeded
 
 EAGER = {"executor": "aot_eager"}
-KINDS = ("plan", "problem", "report")
+FILES = [
+    *(f"graph_0.{kind}.json" for kind in ("plan", "problem", "report")),
+    "graph_0.snapshot.pickle",
+    "graph_0.trace.json",
+]
 
 
 @pytest.fixture(autouse=True)
@@ -38,7 +42,7 @@ def test_files_of_a_compiled_graph(tmp_path: Path, capsys: pytest.CaptureFixture
     folder = tmp_path / "new" / "folder"
     model, x = compiled(folder, memory_budget="8MiB")
     model(x).sum().backward()
-    assert sorted(p.name for p in folder.iterdir()) == [f"graph_0.{k}.json" for k in KINDS]
+    assert sorted(p.name for p in folder.iterdir()) == FILES
     written = report_from_json(json.loads((folder / "graph_0.report.json").read_text()))
     assert written == reports()[-1]
     main(["check", str(folder / "graph_0.problem.json"), str(folder / "graph_0.plan.json")])

@@ -15,7 +15,8 @@ from fxremat.core.schedule import Step
 
 
 @contextmanager
-def _naming(path: str) -> Iterator[None]:
+def naming(path: str) -> Iterator[None]:
+    """Inside, what goes wrong with a file is a `UsageError` that names it."""
     try:
         yield
     except OSError as error:
@@ -26,26 +27,32 @@ def _naming(path: str) -> Iterator[None]:
 
 def read_problem(path: str) -> Problem:
     """The problem in a file; a malformed one is an `InvalidProblem` that names the field."""
-    with _naming(path):
+    with naming(path):
         return load_problem(path)
+
+
+def read_json(path: str) -> Any:
+    """The JSON data in a file."""
+    with naming(path):
+        text = Path(path).read_text(encoding="utf-8")
+    try:
+        return json.loads(text)
+    except json.JSONDecodeError as error:
+        raise UsageError(f"{path}: not JSON ({error})") from error
 
 
 def read_plan(path: str) -> tuple[tuple[Step, ...], tuple[str, ...]]:
     """The steps of the plan in a file, and the variants it takes."""
-    with _naming(path):
-        text = Path(path).read_text(encoding="utf-8")
+    data = read_json(path)
     try:
-        data = json.loads(text)
         return steps_from_json(data), variants_from_json(data)
-    except json.JSONDecodeError as error:
-        raise UsageError(f"{path}: not JSON ({error})") from error
     except InvalidProblem as error:
         raise UsageError(f"{path}: {error}") from error
 
 
 def write_text(path: str, text: str) -> None:
     """Write a file and say so."""
-    with _naming(path):
+    with naming(path):
         Path(path).write_text(text, encoding="utf-8")
     print(f"written   {path}")
 

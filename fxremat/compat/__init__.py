@@ -6,6 +6,7 @@ The one place where versions differ; users say ``compat.name``. By theme:
   is doing, symbolic sizes, tensors without memory, autograd, the profiler;
 - `joint_graph`, `partitioning`, `donation`: the graph that we plan, how it is cut in two, and what
   its backward may write over;
+- `logs`: names in torch's logs, and what it writes of a compilation;
 - `compilers`, `post_grad`, `scheduling`: Inductor on its way from a graph to kernels;
 - `generated_code`, `loading`, `kernels`: the code that Inductor writes, run with and without its
   kernels;
@@ -126,6 +127,7 @@ from fxremat.compat.joint_graph import (
     user_tag,
     without_user_tags,
 )
+from fxremat.compat.logs import GRAPH_LOG, PLAN_LOG, artifact_logger, trace_artifact
 from fxremat.compat.measuring import (
     keep_busy,
     profiler_memory_events,
@@ -175,7 +177,9 @@ from fxremat.compat.tuning import tuned_in_the_step
 __all__ = [
     "CUDA",
     "CUDAGRAPHS",
+    "GRAPH_LOG",
     "PARTITIONER",
+    "PLAN_LOG",
     "POST_GRAD_PASS",
     "SCHEDULER_PASS",
     "CustomGraphPass",
@@ -193,6 +197,7 @@ __all__ = [
     "accumulators_of",
     "apart",
     "apart_from_tracing",
+    "artifact_logger",
     "at_end_of_backward",
     "begin_kernel",
     "begin_kernels",
@@ -295,6 +300,7 @@ __all__ = [
     "storage_watch",
     "symbols_seen",
     "torch_partition",
+    "trace_artifact",
     "trace_as_inductor",
     "trace_for_absent",
     "tuned_in_the_step",

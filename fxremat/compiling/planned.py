@@ -22,6 +22,7 @@ from fxremat.compiling.session import Session
 from fxremat.compiling.stage_times import StageTimes
 from fxremat.errors import output_advice
 from fxremat.passes.halves import Halves
+from fxremat.report.telling import tell_halves
 from fxremat.version import build
 
 log = logging.getLogger(__name__)
@@ -54,7 +55,10 @@ def planned(draft: Draft, request: Request, current: Session, *, plan_only: bool
         log.warning("fxremat: graph %d: %s", current.graph, output_advice(*output))
     if current.study is not None:
         current.study(found, runner)
-    return found.judged.draft.halves
+    halves = found.judged.draft.halves
+    if not plan_only:
+        tell_halves(current.graph, halves)
+    return halves
 
 
 def _searched(search: Search) -> Found:

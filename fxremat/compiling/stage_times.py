@@ -1,4 +1,7 @@
-"""Seconds spent in each stage of compiling a graph."""
+"""Seconds spent in each stage of compiling a graph, and who hears of the long ones.
+
+The log names each long stage once. Where it is not shown, a terminal has a line that goes on.
+"""
 
 from __future__ import annotations
 
@@ -10,10 +13,12 @@ from contextlib import contextmanager
 from dataclasses import dataclass, field
 from itertools import count
 
+from fxremat.compiling.progress_line import ProgressLine
+
 log = logging.getLogger(__name__)
 
 LONG_S = 5.0
-"""Seconds: a stage that takes longer says so."""
+"""Seconds: a stage that takes longer says so, and planning that does."""
 NAMES = {
     "prepare": "preparing the graph",
     "estimate": "estimating bytes and times",
@@ -25,17 +30,18 @@ NAMES = {
 }
 
 
-@dataclass(frozen=True)
+@dataclass
 class _Running:
-    """A stage that has not ended: from when on it takes long, and what the log says of it then."""
+    """A stage that has not ended: what it does, since when, and the seconds spent before it."""
 
-    long_from: float
+    begun: float
     known: str
-    spent: float
+    spent_before: float
+    is_told: bool = False
 
 
 class _Watch:
-    """Names on the log what takes long.
+    """Names what takes long, while it does.
 
     One thread looks at all stages while there are any: to start one for each stage would take
     longer than most stages do.
@@ -45,13 +51,14 @@ class _Watch:
         self._lock, self._keys = threading.Lock(), count()
         self._running: dict[int, _Running] = {}
         self._is_looking = False
+        self._line = ProgressLine()
 
     @contextmanager
     def watched(self, known: str, spent_before: float) -> Iterator[None]:
         """What runs inside is named once it takes long."""
-        key, long_from = next(self._keys), time.perf_counter() + LONG_S
+        key = next(self._keys)
         with self._lock:
-            self._running[key] = _Running(long_from, known, spent_before + LONG_S)
+            self._running[key] = _Running(time.perf_counter(), known, spent_before)
             if not self._is_looking:
                 self._is_looking = True
                 threading.Thread(target=self._look, daemon=True).start()
@@ -60,20 +67,27 @@ class _Watch:
         finally:
             with self._lock:
                 self._running.pop(key, None)
+                if not self._running:  # what is written next begins a line
+                    self._line.clear()
 
     def _look(self) -> None:
-        """Until nothing runs any more; each stage is named once."""
+        """Until nothing runs any more; the log names each stage once."""
         while True:
             time.sleep(LONG_S / 10)
             with self._lock:
                 if not self._running:
                     self._is_looking = False
                     return
-                now = time.perf_counter()
-                late = [key for key, one in self._running.items() if one.long_from <= now]
-                told = [self._running.pop(key) for key in late]
-            for one in told:
-                log.info("still %s; %.0f s so far", one.known, one.spent)
+                now, running = time.perf_counter(), list(self._running.values())
+                late = [one for one in running if now >= one.begun + LONG_S and not one.is_told]
+                for one in late:
+                    one.is_told = True
+                outer, inner = running[0], running[-1]
+                spent = outer.spent_before + now - outer.begun
+                if spent >= LONG_S and not log.isEnabledFor(logging.INFO):
+                    self._line.show(f"{inner.known}; {spent:.0f} s so far")
+            for one in late:
+                log.info("still %s; %.0f s so far", one.known, one.spent_before + LONG_S)
 
 
 _watch = _Watch()

@@ -21,10 +21,10 @@ from transformers import Trainer, TrainerCallback
 
 from fxremat import compat
 from fxremat.compiling.request import unseen_bytes
+from fxremat.figures import metrics
 from fxremat.model.accumulating import accumulate_in_backward
 from fxremat.model.loss_only import loss_only
 from fxremat.model.optimizer_bytes import optimizer_state_bytes
-from fxremat.report.figures import figures
 from fxremat.runtime.segments import allocate_cublas
 from fxremat.sizes import format_bytes
 
@@ -90,7 +90,7 @@ class _TrainWithin(TrainerCallback):  # type: ignore[misc]
     ) -> None:
         """Add what was planned, and on CUDA what was taken."""
         if logs is not None and "loss" in logs:
-            found = figures()
+            found = metrics()
             logs.update(found)
             state.log_history[-1].update(found)
 

@@ -2,7 +2,9 @@
 
 Graph n of the compilation gives ``graph_n.report.json`` (the whole report: timeline, rows, seconds,
 plan and problem), and ``graph_n.problem.json`` and ``graph_n.plan.json``, which ``python -m fxremat
-check``, ``solve`` and ``pareto`` read. A later compilation into the same folder writes over them.
+check``, ``solve`` and ``pareto`` read. ``graph_n.trace.json`` is for ui.perfetto.dev, and
+``graph_n.snapshot.pickle`` for pytorch.org/memory_viz. A later compilation into the same folder
+writes over them.
 """
 
 from __future__ import annotations
@@ -43,5 +45,7 @@ def write_report(path: str, report: Report) -> None:
         for name, data in files.items():
             target = Path(path) / f"graph_{report.graph}.{name}.json"
             target.write_text(json.dumps(data, indent=1) + "\n", encoding="utf-8")
+        report.save_trace(Path(path) / f"graph_{report.graph}.trace.json")
+        report.save_snapshot(Path(path) / f"graph_{report.graph}.snapshot.pickle")
     except OSError as error:
         log.warning("the report of graph %d could not be written: %s", report.graph, error)

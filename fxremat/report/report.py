@@ -3,7 +3,9 @@
 from __future__ import annotations
 
 import dataclasses
+from collections.abc import Sequence
 from dataclasses import dataclass, field
+from pathlib import Path
 from typing import Any
 
 from fxremat.core.plan import Plan, plan_to_json, steps_from_json
@@ -11,6 +13,7 @@ from fxremat.core.problem import Problem, problem_from_json, problem_to_json
 from fxremat.core.timeline import Lifetime
 from fxremat.core.units import Version
 from fxremat.cost.step_events import RunEvents, run_events_from_json, run_events_to_json
+from fxremat.report.chrome_trace import write_chrome_trace
 from fxremat.report.where import Place
 from fxremat.sizes import format_bytes
 
@@ -118,6 +121,16 @@ class Report:
         """What we added to compilation: all stages but the tracing of the joint graph."""
         return sum(spent for stage, spent in self.seconds.items() if stage != "trace")
 
+    def save_trace(self, path: str | Path) -> None:
+        """Write the planned step as a Chrome trace, for ui.perfetto.dev and others."""
+        write_chrome_trace(path, [self])
+
+    def save_snapshot(self, path: str | Path) -> None:
+        """Write the planned step as a snapshot of the allocator, for pytorch.org/memory_viz."""
+        from fxremat.report.snapshot import write_snapshot  # needs a planner, and few ask for it
+
+        write_snapshot(path, [self])
+
     def summary(self) -> str:
         """One line for the log."""
         budget = "no budget" if self.budget_bytes is None else format_bytes(self.budget_bytes)
@@ -166,6 +179,13 @@ class Report:
             f"  peak: {allocated} allocated + {unused} fragmentation = {reserved} reserved{more}; "
             f"the budget counts what is {self.count}"
         ]
+
+
+def added_time(reports: Sequence[Report]) -> float:
+    """Added time over the keep-all schedule's, as a fraction of the time of all graphs."""
+    time = sum(each.plan.time_us for each in reports)
+    base = sum(each.plan.time_us / (1 + each.time_overhead) for each in reports)
+    return time / base - 1 if base else 0.0
 
 
 def _table(title: str, rows: tuple[Row, ...], limit: int = 10) -> list[str]:

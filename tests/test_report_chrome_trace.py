@@ -1,0 +1,97 @@
+"""The Chrome trace of a planned step: what the format asks for, and that it tells the plan."""
+
+from __future__ import annotations
+
+import json
+from collections import defaultdict
+from collections.abc import Callable
+from itertools import pairwise
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from fxremat.core.timeline import replay
+from fxremat.report.chrome_trace import OPS, TO_DEVICE, TO_HOST, chrome_trace
+from fxremat.report.report import Report
+from tests.step_reports import moving, planned, rehearsed
+
+Event = dict[str, Any]
+every_report = pytest.mark.parametrize("make", [planned, rehearsed, moving])
+
+
+def events_of(*reports: Report) -> list[Event]:
+    found: list[Event] = json.loads(json.dumps(chrome_trace(reports)))["traceEvents"]
+    return found
+
+
+def complete(events: list[Event], thread: int) -> list[Event]:
+    return [event for event in events if event["ph"] == "X" and event["tid"] == thread]
+
+
+@every_report
+def test_rules_of_the_format(make: Callable[[], Report]) -> None:
+    events = events_of(make())
+    threads: defaultdict[tuple[int, int], list[Event]] = defaultdict(list)
+    for event in events:
+        assert event["ph"] in {"M", "X", "C"}
+        assert {"name", "pid", "tid", "ts", "args"} <= set(event)
+        assert event["ts"] >= 0
+        if event["ph"] == "X":
+            assert event["dur"] >= 0
+            threads[event["pid"], event["tid"]].append(event)
+        if event["ph"] == "C":
+            assert all(isinstance(value, int) for value in event["args"].values())
+    times = [event["ts"] for event in events if event["ph"] != "M"]
+    assert times == sorted(times)
+    named = {(e["pid"], e["tid"]) for e in events if e["name"] == "thread_name"}
+    assert set(threads) <= named
+    for each in threads.values():
+        for first, second in pairwise(each):
+            end = round(1e3 * first["ts"]) + round(1e3 * first["dur"])
+            assert end <= round(1e3 * second["ts"])  # in nanoseconds
+
+
+@every_report
+def test_it_is_the_plan(make: Callable[[], Report]) -> None:
+    report = make()
+    events, timeline = events_of(report), replay(report.problem, report.plan.steps)
+    counted = [e["args"]["bytes"] for e in events if e["name"] == "bytes on the device"]
+    assert counted == list(timeline.live_bytes)
+    assert max(counted) == report.plan.peak_bytes
+    ops = [event for event in complete(events, OPS) if event["cat"] != "wait"]
+    assert [event["name"] for event in ops] == list(report.plan.ops)
+    again = [event["name"] for event in ops if event["args"]["runs again"]]
+    assert len(again) == sum(report.plan.repeats().values())
+    ends = [event["ts"] + event["dur"] for event in events if event["ph"] == "X"]
+    assert max(ends) == pytest.approx(report.plan.time_us, abs=1e-2)
+
+
+def test_where_ops_come_from() -> None:
+    sources = {event["args"].get("source") for event in complete(events_of(planned()), OPS)}
+    assert any(source and source.startswith("small.py:") for source in sources)
+    first = complete(events_of(moving()), OPS)[0]
+    assert (first["args"]["module"], first["args"]["source"]) == ("layers.0", "net.py:7")
+
+
+def test_copies_have_threads_of_their_own() -> None:
+    report = moving()
+    events, timing = events_of(report), replay(report.problem, report.plan.steps).timing
+    for thread, kind in ((TO_HOST, "to host"), (TO_DEVICE, "to device")):
+        expected = [copy for copy in timing.transfers if copy.kind == kind]
+        shown = complete(events, thread)
+        assert expected
+        assert [event["name"] for event in shown] == [copy.value for copy in expected]
+        assert [event["ts"] for event in shown] == pytest.approx(
+            [copy.start_us for copy in expected], abs=1e-3
+        )
+    waits = [event for event in complete(events, OPS) if event["cat"] == "wait"]
+    assert sum(event["dur"] for event in waits) == pytest.approx(timing.stall_us, abs=1e-2)
+    host = [e["args"]["bytes"] for e in events if e["name"] == "bytes moved to host memory"]
+    assert max(host) == replay(report.problem, report.plan.steps).host_peak_bytes
+
+
+def test_graphs_are_processes(tmp_path: Path) -> None:
+    assert {event["pid"] for event in events_of(planned(), moving())} == {0, 3}
+    planned().save_trace(tmp_path / "step.json")
+    assert json.loads((tmp_path / "step.json").read_text()) == chrome_trace([planned()])
