@@ -1,5 +1,6 @@
-# make demo | test | test-all | check | gpu. `test-all` tries many more random examples, `gpu`
-# measures on the GPU of this machine (docs/benchmarks.md). The environment, .venv, is made on
+# make demo | test | test-all | test-pages | check | gpu. `test-all` tries many more random
+# examples, `test-pages` opens pages in chromium, which has to be installed, `gpu` measures on the
+# GPU of this machine (docs/benchmarks.md). The environment, .venv, is made on
 # first use and after every change
 # of pyproject.toml. TORCH is the version the project is tested with; a torch that is there stays.
 
@@ -10,7 +11,7 @@ PYTHON := $(VENV)/bin/python
 STAMP := $(VENV)/.installed
 
 .DEFAULT_GOAL := test
-.PHONY: demo test test-all check gpu gpu-install gpu-tests gpu-steps gpu-offload venv
+.PHONY: demo test test-all test-pages check gpu gpu-install gpu-tests gpu-steps gpu-offload venv
 
 demo: venv
 	$(PYTHON) -m benchmarks.demo
@@ -20,6 +21,9 @@ test: venv
 
 test-all: venv
 	HYPOTHESIS_PROFILE=long $(PYTHON) -m pytest -q -n auto --dist worksteal
+
+test-pages: venv
+	$(PYTHON) -m pytest -q -m browser
 
 check: venv
 	$(PYTHON) -m ruff check .

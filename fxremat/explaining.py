@@ -10,6 +10,7 @@ from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass, field
 from functools import cached_property
+from pathlib import Path
 from typing import Any
 
 import torch
@@ -27,6 +28,7 @@ from fxremat.device import absent_card
 from fxremat.errors import CannotVary, FxrematError, InfeasibleBudget
 from fxremat.planner import SolverOptions
 from fxremat.report.front import Front, front_of, together
+from fxremat.report.page.writing import page_of
 from fxremat.report.report import Report, Row
 
 NOTHING = 1  # bytes: a budget that no graph with a backward is within
@@ -123,6 +125,14 @@ class Explanation:
             for g in self.graphs
         ]
         return together(fronts)
+
+    def write_page(self, path: str | Path, front: Front | None = None) -> None:
+        """Write the step as a page: one HTML file that needs no network (`docs/looking_inside.md`).
+
+        It shows the memory of each graph over the step, and every value in it. ``front`` is drawn
+        beside it, as `pareto` finds it.
+        """
+        Path(path).write_text(page_of(self.graphs, front), encoding="utf-8")
 
     def __str__(self) -> str:
         if not self.graphs:

@@ -4,6 +4,7 @@
     python -m fxremat solve problem.json --budget 80% --out plan.json
     python -m fxremat check problem.json plan.json --budget 80%
     python -m fxremat pareto problem.json --picture front.svg
+    python -m fxremat draw graph_0.report.json --out step.html
     python -m fxremat variants
     python -m fxremat fit module:function --device H100 --vary batch=0:0,1:0
 
@@ -19,7 +20,7 @@ import sys
 from collections.abc import Sequence
 from typing import NoReturn
 
-from fxremat.cli import check, fit, pareto, solve, trace, variants
+from fxremat.cli import check, draw, fit, pareto, solve, trace, variants
 from fxremat.cli.errors import UsageError
 from fxremat.core.problem import InvalidProblem
 from fxremat.planner import ProblemRefused
@@ -38,7 +39,7 @@ def make_parser() -> argparse.ArgumentParser:
     parser = _Parser(prog="python -m fxremat", description="Plans for a byte budget.")
     parser.add_argument("--version", action="version", version=f"fxremat {__version__}")
     commands = parser.add_subparsers(title="commands", required=True, metavar="COMMAND")
-    for command in (trace, solve, check, pareto, variants, fit):
+    for command in (trace, solve, check, pareto, draw, variants, fit):
         command.add(commands)
     return parser
 

@@ -12,6 +12,8 @@ from fxremat.cli.errors import UsageError
 from fxremat.core.plan import steps_from_json, variants_from_json
 from fxremat.core.problem import InvalidProblem, Problem, load_problem
 from fxremat.core.schedule import Step
+from fxremat.report.front import Front, front_from_json
+from fxremat.report.report import Report, report_from_json
 
 
 @contextmanager
@@ -24,6 +26,15 @@ def _naming(path: str) -> Iterator[None]:
         raise UsageError(f"{path}: not JSON (not even UTF-8)") from error
 
 
+def _read_json(path: str) -> Any:
+    with _naming(path):
+        text = Path(path).read_text(encoding="utf-8")
+    try:
+        return json.loads(text)
+    except json.JSONDecodeError as error:
+        raise UsageError(f"{path}: not JSON ({error})") from error
+
+
 def read_problem(path: str) -> Problem:
     """The problem in a file; a malformed one is an `InvalidProblem` that names the field."""
     with _naming(path):
@@ -32,15 +43,30 @@ def read_problem(path: str) -> Problem:
 
 def read_plan(path: str) -> tuple[tuple[Step, ...], tuple[str, ...]]:
     """The steps of the plan in a file, and the variants it takes."""
-    with _naming(path):
-        text = Path(path).read_text(encoding="utf-8")
+    data = _read_json(path)
     try:
-        data = json.loads(text)
         return steps_from_json(data), variants_from_json(data)
-    except json.JSONDecodeError as error:
-        raise UsageError(f"{path}: not JSON ({error})") from error
     except InvalidProblem as error:
         raise UsageError(f"{path}: {error}") from error
+
+
+def read_report(path: str) -> Report:
+    """The report in a file, as the option ``report`` leaves it."""
+    data = _read_json(path)
+    try:
+        return report_from_json(data)
+    except (KeyError, TypeError, ValueError) as error:
+        what = "no report of this version of fxremat; the option report writes graph_0.report.json"
+        raise UsageError(f"{path}: {what}") from error
+
+
+def read_front(path: str) -> Front:
+    """The front in a file, as ``pareto`` writes it."""
+    data = _read_json(path)
+    try:
+        return front_from_json(data)
+    except (KeyError, TypeError, ValueError) as error:
+        raise UsageError(f"{path}: no front; pareto --out writes one") from error
 
 
 def write_text(path: str, text: str) -> None:

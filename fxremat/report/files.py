@@ -1,8 +1,9 @@
 """The option ``report``: what was decided for each graph, in a folder, for the command line too.
 
 Graph n of the compilation gives ``graph_n.report.json`` (the whole report: timeline, rows, seconds,
-plan and problem), and ``graph_n.problem.json`` and ``graph_n.plan.json``, which ``python -m fxremat
-check``, ``solve`` and ``pareto`` read. A later compilation into the same folder writes over them.
+plan and problem), ``graph_n.problem.json`` and ``graph_n.plan.json``, which ``python -m fxremat
+check``, ``solve`` and ``pareto`` read, and ``graph_n.html``, a page that shows the memory of the
+step. A later compilation into the same folder writes over them.
 """
 
 from __future__ import annotations
@@ -16,6 +17,7 @@ from typing import Any
 from fxremat.core.plan import plan_to_json
 from fxremat.core.problem import problem_to_json
 from fxremat.errors import InvalidOption
+from fxremat.report.page.writing import page_of
 from fxremat.report.report import Report, report_to_json
 
 log = logging.getLogger(__name__)
@@ -43,5 +45,7 @@ def write_report(path: str, report: Report) -> None:
         for name, data in files.items():
             target = Path(path) / f"graph_{report.graph}.{name}.json"
             target.write_text(json.dumps(data, indent=1) + "\n", encoding="utf-8")
+        page = Path(path) / f"graph_{report.graph}.html"
+        page.write_text(page_of([report]), encoding="utf-8")
     except OSError as error:
         log.warning("the report of graph %d could not be written: %s", report.graph, error)
