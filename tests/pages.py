@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import random
 from collections.abc import Iterable, Sequence
+from dataclasses import replace
 from itertools import accumulate
 
 from fxremat.core.plan import Plan
@@ -190,8 +191,6 @@ def large_report(layers: int) -> Report:
 
 def with_plan(report: Report, steps: Sequence[Step]) -> Report:
     """The same with a plan, its budget a little above the peak."""
-    from dataclasses import replace
-
     budget = report.predicted_peak_bytes * 102 // 100
     return replace(report, budget_bytes=budget, plan=replace(report.plan, steps=tuple(steps)))
 

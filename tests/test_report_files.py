@@ -14,6 +14,7 @@ import fxremat
 from fxremat.cli import main
 from fxremat.compiling.session import reports
 from fxremat.errors import InvalidOption
+from fxremat.report.page.writing import page_of
 from fxremat.report.report import report_from_json
 from tests.small import Stack, seeded
 
@@ -38,9 +39,11 @@ def test_files_of_a_compiled_graph(tmp_path: Path, capsys: pytest.CaptureFixture
     folder = tmp_path / "new" / "folder"
     model, x = compiled(folder, memory_budget="8MiB")
     model(x).sum().backward()
-    assert sorted(p.name for p in folder.iterdir()) == [f"graph_0.{k}.json" for k in KINDS]
+    files = ["graph_0.html", *(f"graph_0.{kind}.json" for kind in KINDS)]
+    assert sorted(p.name for p in folder.iterdir()) == files
     written = report_from_json(json.loads((folder / "graph_0.report.json").read_text()))
     assert written == reports()[-1]
+    assert (folder / "graph_0.html").read_text(encoding="utf-8") == page_of([written])
     main(["check", str(folder / "graph_0.problem.json"), str(folder / "graph_0.plan.json")])
     assert f"{written.plan.peak_bytes:,}" in capsys.readouterr().out
 

@@ -1,6 +1,9 @@
 // One graph of the step: its storages as columns, and questions that can be asked of them.
 
 const NONE = -1;
+const STACKED = [
+  "outside", "resident", "saved", "end", "moved", "again", "forward", "backward", "scratch",
+];
 
 class Graph {
   constructor(raw, kinds) {
@@ -25,13 +28,14 @@ class Graph {
       [name, this.moduleOf(i), this.sourceOf(i)].join("\n").toLowerCase());
   }
 
-  // What is there longest lies lowest: what is saved first is freed last, so bands stay in place.
+  // Kind after kind; of each, what is there longest lies lowest: what is saved first is freed last,
+  // so bands stay in place.
   stackingOrder() {
-    const { start, stop, kind, kinds } = this;
-    const outside = (i) => (kinds[kind[i]].key === "outside" ? 0 : 1);
+    const { start, stop, kind } = this;
+    const place = this.kinds.map(({ key }) => STACKED.indexOf(key));
     return Int32Array.from({ length: this.count }, (_, i) => i).sort((a, b) =>
-      outside(a) - outside(b) || stop[b] - start[b] - (stop[a] - start[a]) || start[a] - start[b]
-      || a - b);
+      place[kind[a]] - place[kind[b]] || stop[b] - start[b] - (stop[a] - start[a])
+      || start[a] - start[b] || a - b);
   }
 
   moduleOf(name) {

@@ -208,7 +208,7 @@ class Page {
     const kinds = graph.kinds.filter((_, i) => there.has(i));
     const entries = colourBy === "kind"
       ? kinds.map((kind) => entry(swatch(themed(kind.key)), kind.text)) : [];
-    entries.push(entry(swatch(themed("small")), "small ones together (zoom in to part them)"));
+    if (colourBy === "module") entries.push(entry(swatch(themed("small")), "small ones together"));
     if (graph.plain.length) entries.push(entry(stroke("quiet", "dashed"), "plain: every op once"));
     if (graph.raw.budget_bytes !== null) entries.push(entry(stroke("budget", "dashed"), "budget"));
     get("legend").replaceChildren(...entries);
@@ -252,12 +252,13 @@ class Page {
     if (storage >= 0) {
       parts.push(make("div", { class: "name" }, graph.names.name[graph.name[storage]]),
         definitions(graph.facts(storage)));
-    } else if (storage === SMALL) {
-      const { isSmall } = this.timeline.painted;
-      const small = graph.liveAt(step).filter(isSmall);
+    } else if (storage <= SMALL) {
+      const { isSmall } = this.timeline.painted, kind = SMALL - storage;
+      const small = graph.liveAt(step).filter((i) => graph.kind[i] === kind && isSmall(i));
       const bytes = small.reduce((sum, i) => sum + graph.bytes[i], 0);
       parts.push(make("div", { class: "name" },
-        `${several(small.length, "small storage")}, ${formatBytes(bytes)} together`));
+        `${several(small.length, "small storage")}, ${formatBytes(bytes)} together`),
+      make("div", {}, `${graph.kinds[kind].text}; zoom in to part them`));
     }
     const now = `Step ${formatCount(step)}${done ? `, ${done}` : ""}: ${formatBytes(graph.timeline[step])} live`;
     parts.push(make("div", { class: "hint" }, now));

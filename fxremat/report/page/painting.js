@@ -1,10 +1,10 @@
 // Painting the storages, pixel by pixel: each band's colour, and whose pixel it is.
 //
 // A column of pixels shows one step: of those that fall into it, the one that holds most, so that
-// no peak is lost, however many steps there are. Storages lie on each other in one fixed order.
-// What is too low to be seen is painted on top of the others, as one band.
+// no peak is lost, however many steps there are. Storages lie on each other in one fixed order,
+// kind after kind. Those that are too low to be seen lie on the others of their kind, as one band.
 
-const SMALL = -2;
+const SMALL = -2;  // the owner of such a band is SMALL less the number of its kind
 const LEAST_PIXELS = 1.5;
 
 // The step that each column shows.
@@ -43,32 +43,61 @@ function paint(graph, view, width, height, ratio, colours, stressed) {
   const scale = height / (view.high - view.low);
   const least = (LEAST_PIXELS * ratio) / scale;
   const isSmall = (i) => graph.bytes[i] < least && !stressed(i);
-  const band = (storage, mark, colour) => {
-    const from = firstColumn(shown, graph.start[storage]);
-    const end = firstColumn(shown, graph.stop[storage]);
-    const fill = packed(colour), edge = packed(mixed(colour, colours.plot, 0.45));
-    const wide = end - from > 4 * ratio;
-    for (let column = from; column < end; column++) {
-      const low = top[column], high = low + graph.bytes[storage];
-      top[column] = high;
-      if (high <= view.low || low >= view.high) continue;
-      const first = Math.max(Math.ceil(height - (high - view.low) * scale - 0.5), 0);
-      const last = Math.min(Math.ceil(height - (low - view.low) * scale - 0.5), height);
-      const lined = last - first > 3 * ratio;
-      for (let row = first; row < last; row++) {
-        const isEdge = lined && (row === first || (wide && column === from));
-        pixels[row * width + column] = isEdge && mark !== SMALL ? edge : fill;
-        owner[row * width + column] = mark;
-      }
+
+  const fillColumn = (column, bytes, mark, fill, edge, isFirst) => {
+    const low = top[column], high = low + bytes;
+    top[column] = high;
+    if (high <= view.low || low >= view.high) return;
+    const first = Math.max(Math.ceil(height - (high - view.low) * scale - 0.5), 0);
+    const last = Math.min(Math.ceil(height - (low - view.low) * scale - 0.5), height);
+    const lined = last - first > 3 * ratio;
+    for (let row = first; row < last; row++) {
+      const place = row * width + column;
+      pixels[place] = lined && (isFirst || row === first) ? edge : fill;
+      owner[place] = mark;
     }
   };
-  const small = [];
+
+  const band = (storage) => {
+    const from = firstColumn(shown, graph.start[storage]);
+    const end = firstColumn(shown, graph.stop[storage]);
+    const colour = colours.of(storage), wide = end - from > 4 * ratio;
+    const fill = packed(colour), edge = packed(mixed(colour, colours.plot, 0.5));
+    for (let column = from; column < end; column++) {
+      fillColumn(column, graph.bytes[storage], storage, fill, edge, wide && column === from);
+    }
+  };
+
+  // The small ones of one kind, as one band.
+  const changes = new Float64Array(width + 1);
+  const together = (kind) => {
+    const colour = packed(colours.together(kind));
+    let bytes = 0;
+    for (let column = 0; column < width; column++) {
+      bytes += changes[column];
+      if (bytes) fillColumn(column, bytes, SMALL - kind, colour, colour, false);
+    }
+    changes.fill(0);
+  };
+
+  let kind = NONE, anySmall = false;
+  const flush = () => {
+    if (anySmall) together(kind);
+    anySmall = false;
+  };
   for (const storage of graph.order) {
+    if (graph.kind[storage] !== kind) flush();
+    kind = graph.kind[storage];
     if (!graph.bytes[storage]) continue;
-    if (isSmall(storage)) small.push(storage);
-    else band(storage, storage, colours.of(storage));
+    if (isSmall(storage)) {
+      anySmall = true;
+      changes[firstColumn(shown, graph.start[storage])] += graph.bytes[storage];
+      changes[firstColumn(shown, graph.stop[storage])] -= graph.bytes[storage];
+    } else {
+      band(storage);
+    }
   }
-  for (const storage of small) band(storage, SMALL, colours.small);
+  flush();
   return { pixels, owner, shown, width, height, isSmall };
 }
 
@@ -107,7 +136,10 @@ class Colours {
       return basic.get(name);
     };
     this.plot = named("plot");
-    this.small = matches ? mixed(named("small"), this.plot, 0.6) : named("small");
+    this.together = (kind) => {
+      const colour = by === "module" ? named("small") : named(graph.kinds[kind].key);
+      return mixed(colour, this.plot, matches ? 0.86 : 0.35);
+    };
     const byModule = (storage) => {
       const module = graph.names.module[graph.name[storage]];
       if (!graph.names.modules[module]) return "resident";

@@ -1,4 +1,4 @@
-"""What the page shows of a report: plain JSON data in columns; bytes outside of the graph are in it.
+"""What the page shows of a report: plain JSON data in columns, what is held outside included.
 
 A name stands once, with its place; a storage refers to it by its number. What is live at a step
 adds up to the ``timeline`` there, but where the report says otherwise (`lifetimes_of`).

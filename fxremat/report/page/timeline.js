@@ -205,7 +205,7 @@ class TimelineChart {
     const area = this.area, { graph } = this.page;
     const { owner, shown, width, height, isSmall } = this.painted;
     const column = within(firstColumn(shown, step), 0, width - 1);
-    const mark = storage >= 0 && isSmall(storage) ? SMALL : storage;
+    const mark = storage >= 0 && isSmall(storage) ? SMALL - graph.kind[storage] : storage;
     let row = 0;
     while (row < height && owner[row * width + column] !== mark) row++;
     const y = row === height ? area.y(graph.timeline[step]) : area.top + (row / height) * area.height;
