@@ -14,17 +14,19 @@ function drawFront(front, budget) {
     "aria-label": `Added time against peak, ${several(points.length, "plan")}` });
   const text = (at, up, words, more = {}) =>
     svg.append(makeSvg("text", { x: at, y: up, ...more }, words));
-  const rule = (kind, x1, y1, x2, y2) => svg.append(makeSvg("line", { class: kind, x1, y1, x2, y2 }));
+  const rule = (kind, x1, y1, x2, y2) =>
+    svg.append(makeSvg("line", { class: kind, x1, y1, x2, y2 }));
+  const round = (number) => String(Number(number.toPrecision(6)));
 
   const across = roundStep(most / size, 6), up = roundStep(room, 6);
   for (let k = 0; k * across * size <= most; k++) {
     const at = x(k * across * size);
     rule("grid", at, PAD.top, at, HIGH - PAD.bottom);
-    text(at, HIGH - PAD.bottom + 15, String(Number((k * across).toPrecision(6))), { "text-anchor": "middle" });
+    text(at, HIGH - PAD.bottom + 15, round(k * across), { "text-anchor": "middle" });
   }
   for (let k = Math.ceil(low / up); k * up <= low + room; k++) {
     rule("grid", PAD.left, y(k * up), WIDE - PAD.right, y(k * up));
-    text(PAD.left - 7, y(k * up) + 4, `${Number((k * up).toPrecision(6))} %`, { "text-anchor": "end" });
+    text(PAD.left - 7, y(k * up) + 4, `${round(k * up)} %`, { "text-anchor": "end" });
   }
   text((PAD.left + WIDE) / 2, HIGH - 6, `peak, ${unit}`, { "text-anchor": "middle" });
   text(PAD.left + 4, PAD.top - 6, "added time");

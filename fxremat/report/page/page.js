@@ -30,7 +30,8 @@ class Page {
     const { graph } = this;
     this.all = { from: 0, to: Math.max(graph.steps, 1), low: 0, high: this.top() };
     this.view = { ...this.all };
-    this.step = within(Number(given.get("step") ?? graph.peakStep) || 0, 0, Math.max(graph.steps - 1, 0));
+    const step = Number(given.get("step") ?? graph.peakStep) || 0;
+    this.step = within(step, 0, Math.max(graph.steps - 1, 0));
     this.selected = NONE;
     this.hovered = null;
     get("graph").value = String(graph.raw.graph);
@@ -89,7 +90,8 @@ class Page {
 
   showPeak() {
     const { graph } = this, half = Math.max(graph.steps / 20, 10);
-    this.show({ from: graph.peakStep - half, to: graph.peakStep + half, low: 0, high: this.all.high });
+    const [from, to] = [graph.peakStep - half, graph.peakStep + half];
+    this.show({ from, to, low: 0, high: this.all.high });
     this.pin(graph.peakStep);
   }
 
@@ -176,7 +178,8 @@ class Page {
     const counted = raw.count === "reserved" && raw.predicted_reserved_bytes !== null;
     const figures = [
       ["Budget", budget === null ? "none" : formatBytes(budget),
-        raw.minimum_peak_bytes === null ? "" : `the least is ${formatBytes(raw.minimum_peak_bytes)}`],
+        raw.minimum_peak_bytes === null ? ""
+          : `the least is ${formatBytes(raw.minimum_peak_bytes)}`],
       [counted ? "Predicted peak, reserved" : "Predicted peak", formatBytes(peak),
         budget === null ? "" : `${formatShare(peak / budget)} of the budget`],
       counted && ["Predicted peak, allocated", formatBytes(raw.predicted_peak_bytes),
@@ -210,22 +213,25 @@ class Page {
       ? kinds.map((kind) => entry(swatch(themed(kind.key)), kind.text)) : [];
     if (colourBy === "module") entries.push(entry(swatch(themed("small")), "small ones together"));
     if (graph.plain.length) entries.push(entry(stroke("quiet", "dashed"), "plain: every op once"));
-    if (graph.raw.budget_bytes !== null) entries.push(entry(stroke("budget", "dashed"), "budget"));
+    if (graph.raw.budget_bytes !== null) {
+      entries.push(entry(stroke("budget", "dashed"), "budget"));
+    }
     get("legend").replaceChildren(...entries);
   }
 
   drawLiveTitle() {
     const { graph, step } = this, atPeak = step === graph.peakStep;
     const total = graph.steps ? formatBytes(graph.timeline[step]) : "0 B";
-    const which = atPeak ? "the peak" : "step";
-    get("live-title").textContent = `Live at ${which}${atPeak ? ", step" : ""} ${formatCount(step)}: ${total}`;
+    const which = atPeak ? "the peak, step" : "step";
+    get("live-title").textContent = `Live at ${which} ${formatCount(step)}: ${total}`;
     get("back-to-peak").hidden = atPeak;
   }
 
   drawSelected() {
     const { graph, selected } = this, box = get("selected");
     if (selected === NONE) {
-      box.replaceChildren(make("p", { class: "empty" }, "Click a storage in the picture or in a list."));
+      const words = "Click a storage in the picture or in a list.";
+      box.replaceChildren(make("p", { class: "empty" }, words));
       return;
     }
     const parts = [make("p", { class: "name" }, graph.names.name[graph.name[selected]]),
@@ -234,8 +240,9 @@ class Page {
     if (others.length) {
       parts.push(make("p", { class: "hint" }, "Other storages of the same value:"));
       for (const other of others.slice(0, 8)) {
-        const words = `${graph.names.name[graph.name[other]]}, steps ${formatCount(graph.start[other])}`
-          + ` to ${formatCount(graph.stop[other] - 1)}`;
+        const [name, first, last] = [graph.names.name[graph.name[other]],
+          graph.start[other], graph.stop[other] - 1];
+        const words = `${name}, steps ${formatCount(first)} to ${formatCount(last)}`;
         parts.push(make("button", { type: "button",
           onclick: () => this.choose(other, this.step, true) }, words));
       }
@@ -260,14 +267,16 @@ class Page {
         `${several(small.length, "small storage")}, ${formatBytes(bytes)} together`),
       make("div", {}, `${graph.kinds[kind].text}; zoom in to part them`));
     }
-    const now = `Step ${formatCount(step)}${done ? `, ${done}` : ""}: ${formatBytes(graph.timeline[step])} live`;
-    parts.push(make("div", { class: "hint" }, now));
+    const live = formatBytes(graph.timeline[step]);
+    const words = `Step ${formatCount(step)}${done ? `, ${done}` : ""}: ${live} live`;
+    parts.push(make("div", { class: "hint" }, words));
     tip.replaceChildren(...parts);
     const box = get("timeline").getBoundingClientRect();
     const x = box.left + hovered.x, y = box.top + hovered.y;
-    const left = x + 18 + tip.offsetWidth > window.innerWidth ? x - 18 - tip.offsetWidth : x + 18;
-    tip.style.left = `${Math.max(left, 4)}px`;
-    tip.style.top = `${within(y + 14, 4, Math.max(window.innerHeight - tip.offsetHeight - 4, 4))}px`;
+    const isFar = x + 18 + tip.offsetWidth > window.innerWidth;
+    const lowest = Math.max(window.innerHeight - tip.offsetHeight - 4, 4);
+    tip.style.left = `${Math.max(isFar ? x - 18 - tip.offsetWidth : x + 18, 4)}px`;
+    tip.style.top = `${within(y + 14, 4, lowest)}px`;
     if (hovered.aloud) get("said").textContent = tip.innerText.replace(/\s+/g, " ");
   }
 
@@ -338,7 +347,8 @@ class Page {
 }
 
 function definitions(facts) {
-  return make("dl", {}, ...facts.flatMap(([word, text]) => [make("dt", {}, word), make("dd", {}, text)]));
+  const pairs = facts.flatMap(([word, text]) => [make("dt", {}, word), make("dd", {}, text)]);
+  return make("dl", {}, ...pairs);
 }
 
 function isDark() {

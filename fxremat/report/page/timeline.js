@@ -71,11 +71,11 @@ class TimelineChart {
       lineOver(context, area, graph.plain, positionInPlain(graph));
       context.restore();
     }
-    const border = area.x(raw.forward_steps);
+    const border = Math.round(area.x(raw.forward_steps)) + 0.5;
     if (raw.forward_steps > 0 && raw.forward_steps < graph.steps) {
       context.strokeStyle = text;
       context.setLineDash([2, 3]);
-      line(context, Math.round(border) + 0.5, area.top - 16, Math.round(border) + 0.5, area.top + area.height);
+      line(context, border, area.top - 16, border, area.top + area.height);
       context.setLineDash([]);
       label(context, "forward", border - 7, area.top - 9, quiet, "right");
       label(context, "backward", border + 7, area.top - 9, quiet);
@@ -208,8 +208,8 @@ class TimelineChart {
     const mark = storage >= 0 && isSmall(storage) ? SMALL - graph.kind[storage] : storage;
     let row = 0;
     while (row < height && owner[row * width + column] !== mark) row++;
-    const y = row === height ? area.y(graph.timeline[step]) : area.top + (row / height) * area.height;
-    return { x: area.x(step + 0.5), y };
+    const y = area.top + (row / height) * area.height;
+    return { x: area.x(step + 0.5), y: row === height ? area.y(graph.timeline[step]) : y };
   }
 
   moved(event) {
@@ -235,7 +235,8 @@ class TimelineChart {
     if (Math.abs(x - drag.x) > 4) drag.band = !drag.moving;
     if (drag.moving) {
       const { view } = drag, old = new Area(view, LEFT, TOP, area.width, area.height);
-      const steps = old.stepAt(drag.x) - old.stepAt(x), bytes = old.bytesAt(drag.y) - old.bytesAt(y);
+      const steps = old.stepAt(drag.x) - old.stepAt(x);
+      const bytes = old.bytesAt(drag.y) - old.bytesAt(y);
       page.show({ from: view.from + steps, to: view.to + steps,
         low: view.low + bytes, high: view.high + bytes });
     } else {
