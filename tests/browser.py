@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import base64
+import fcntl
 import json
 import os
 import select
@@ -149,10 +150,17 @@ def opened(
         "--disable-background-networking", "--hide-scrollbars", "--remote-debugging-pipe",
         "--force-device-scale-factor=1", f"--user-data-dir={profile}", "about:blank",
     ]  # fmt: skip
-    redirected = f'exec "$@" 3<&{to_browser} 4>&{from_browser}'
+
+    def at_three_and_four() -> None:
+        """Where the browser looks for the pipe."""
+        ends = [fcntl.fcntl(end, fcntl.F_DUPFD, 10) for end in (to_browser, from_browser)]
+        for number, end in enumerate(ends, start=3):
+            os.dup2(end, number)
+
     process = subprocess.Popen(
-        ["sh", "-c", redirected, "sh", *arguments],
-        pass_fds=(to_browser, from_browser),
+        arguments,
+        preexec_fn=at_three_and_four,
+        close_fds=False,  # those of this process are not inherited anyway
         stdout=subprocess.DEVNULL,
         stderr=subprocess.DEVNULL,
     )

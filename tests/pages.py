@@ -100,7 +100,7 @@ def small_report(graph: int = 0) -> Report:
         Lifetime("gelu_recompute", MIB, 5, 7),
         Lifetime("to_device_view_moved_on_moved", MIB, 5, 7),
         Lifetime("mm_2", MIB, 6, 7),
-        Lifetime("mm_3", 4 * MIB, 7, 8),
+        Lifetime("mm_3", 11 * MIB // 2, 7, 8),
     ]
     making = ["mm", "gelu", "", "mm_1", "tangents", "gelu", "mm_2", "mm_3"]
     places = {
@@ -130,7 +130,8 @@ def small_report(graph: int = 0) -> Report:
 def large_report(layers: int) -> Report:
     """A deep net, 40 storages a layer: all is saved but what every other layer computes again."""
     rng = random.Random(7)
-    parameters, lifetimes, places, making, plan = [], [], {}, [], list[Step]()
+    parameters, making, lifetimes = list[str](), list[str](), list[Lifetime]()
+    places, plan = dict[str, Place](), list[Step]()
 
     def place(name: str, layer: int, line: int, value: str = "", copy: str = "") -> str:
         module = f"layers.{layer}.{('attention', 'mlp')[line % 2]}"
