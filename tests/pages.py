@@ -43,8 +43,8 @@ def report_of(
     """A report of which only what the page shows is thought through."""
     timeline = live_bytes(lifetimes, len(making))
     peak, plain_peak = max(timeline) + held_bytes, max(plain, default=0) + held_bytes
-    ops = tuple(Op(name, (), (name,), 1.0) for name in dict.fromkeys(making) if name)
     sizes = {one.value: one.nbytes for one in lifetimes}
+    ops = tuple(Op(name, (), (name,), 1.0) for name in dict.fromkeys(making) if name in sizes)
     problem = Problem(
         "hand-made",
         tuple(Value(name, nbytes) for name, nbytes in sizes.items()),

@@ -91,6 +91,22 @@ function label(context, text, x, y, colour, align = "left") {
   context.restore();
 }
 
+// A label on a ground of its own, for where bands are behind it; ``y`` is its upper edge.
+function boxed(context, text, x, y, isLeft) {
+  context.font = "600 12px system-ui, sans-serif";
+  const width = context.measureText(text).width + 10, left = isLeft ? x - width : x;
+  context.fillStyle = rgb("plot");
+  context.strokeStyle = rgb("quiet");
+  context.lineWidth = 1;
+  context.beginPath();
+  context.roundRect(Math.round(left) + 0.5, Math.round(y) + 0.5, Math.round(width), 18, 4);
+  context.fill();
+  context.stroke();
+  context.fillStyle = rgb("text");
+  context.textAlign = "left";
+  context.fillText(text, Math.round(left) + 5.5, Math.round(y) + 13.5);
+}
+
 function drawAxes(context, area, steps) {
   const quiet = rgb("quiet"), grid = rgb("line"), { view } = area;
   context.font = "11.5px system-ui, sans-serif";

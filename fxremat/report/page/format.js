@@ -18,7 +18,7 @@ function formatCount(count) {
 }
 
 function formatShare(part) {
-  return `${(100 * part).toFixed(1)} %`;
+  return `${(100 * part).toFixed(part && Math.abs(part) < 0.001 ? 2 : 1)} %`;
 }
 
 function formatAdded(part) {

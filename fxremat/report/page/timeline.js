@@ -108,9 +108,8 @@ class TimelineChart {
     context.lineTo(x - 5, y + 10);
     context.lineTo(x + 5, y + 10);
     context.fill();
-    const right = x > area.left + area.width - 150;
-    label(context, `peak ${formatBytes(graph.peakBytes)}`, right ? x - 9 : x + 9, y + 15, text,
-      right ? "right" : "left");
+    const right = x > area.left + area.width - 160;
+    boxed(context, `peak ${formatBytes(graph.peakBytes)}`, right ? x - 10 : x + 10, y + 8, right);
   }
 
   drawCursor(context, area, step) {
