@@ -1,7 +1,9 @@
-# make demo | test | test-all | test-integrations | check | gpu. `test-all` tries many more random
-# examples, `test-integrations` runs the examples of docs/trainers in their frameworks, which it
-# installs, `gpu` measures on the GPU of this machine (docs/benchmarks.md). The environment, .venv,
-# is made on first use and after every change of pyproject.toml. TORCH is the version the project is tested with; a torch that is there stays.
+# make demo | test | test-all | test-integrations | test-pages | check | gpu. `test-all` tries many
+# more random examples, `test-integrations` runs the examples of docs/trainers in their frameworks,
+# which it installs, `test-pages` opens pages in chromium, which has to be installed, `gpu` measures
+# on the GPU of this machine (docs/benchmarks.md). The environment, .venv, is made on first use and
+# after every change of pyproject.toml. TORCH is the version the project is tested with; a torch
+# that is there stays.
 
 PYTHON3 ?= python3
 TORCH ?= torch==2.13.0
@@ -10,7 +12,7 @@ PYTHON := $(VENV)/bin/python
 STAMP := $(VENV)/.installed
 
 .DEFAULT_GOAL := test
-.PHONY: demo test test-all test-integrations check gpu gpu-install gpu-tests gpu-steps gpu-offload venv
+.PHONY: demo test test-all test-integrations test-pages check gpu gpu-install gpu-tests gpu-steps gpu-offload venv
 
 demo: venv
 	$(PYTHON) -m benchmarks.demo
@@ -32,6 +34,9 @@ $(TRAINERS): pyproject.toml
 	$@ -m pip install -q "$(TORCH)"
 	$@ -m pip install -q -e ".[trainers]" pytest
 	touch $@
+
+test-pages: venv
+	$(PYTHON) -m pytest -q -m browser
 
 check: venv
 	$(PYTHON) -m ruff check .

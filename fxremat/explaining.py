@@ -29,6 +29,7 @@ from fxremat.errors import CannotVary, FxrematError, InfeasibleBudget
 from fxremat.planner import SolverOptions
 from fxremat.report.chrome_trace import write_chrome_trace
 from fxremat.report.front import Front, front_of, together
+from fxremat.report.page.writing import write_page
 from fxremat.report.report import Report, Row, added_time
 from fxremat.report.snapshot import write_snapshot
 
@@ -132,6 +133,14 @@ class Explanation:
     def save_snapshot(self, path: str | Path) -> None:
         """Write the planned step for pytorch.org/memory_viz; a graph is a device there."""
         write_snapshot(path, self.graphs)
+
+    def save_page(self, path: str | Path, front: Front | None = None) -> None:
+        """Write the step as a page: one HTML file that needs no network (`docs/looking_inside.md`).
+
+        It shows the memory of each graph over the step, and every value in it. ``front`` is drawn
+        beside it, as `pareto` finds it.
+        """
+        write_page(path, self.graphs, front)
 
     def __str__(self) -> str:
         if not self.graphs:

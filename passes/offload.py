@@ -20,6 +20,7 @@ Two gradients of one parameter are added on the device, before they leave:
 
 from __future__ import annotations
 
+import re
 from dataclasses import dataclass, field
 
 import torch
@@ -45,6 +46,12 @@ _CALLS: dict[object, str] = {
     runtime.to_device: "to_device",
     runtime.wait_device: "wait_device",
 }
+
+
+def arrived_value(name: str) -> str | None:
+    """The value that a node of this name brings back from the host; None where it brings none."""
+    call = re.fullmatch(f"{_CALLS[runtime.to_device]}_(.+){MOVED}(_\\d+)?", name)
+    return None if call is None else call[1]
 
 
 def _adds_what_left(node: fx.Node) -> bool:

@@ -41,10 +41,10 @@ def test_graphs_of_one_step(tmp_path: Path) -> None:
 @pytest.mark.parametrize(
     ("text", "more", "said"),
     [
-        ("{}", ["--perfetto", "out.json"], "no report as the option `report` writes it"),
-        ("[]", ["--perfetto", "out.json"], "no report as the option `report` writes it"),
+        ("{}", ["--perfetto", "out.json"], "no report of this version of fxremat"),
+        ("[]", ["--perfetto", "out.json"], "no report of this version of fxremat"),
         ("{", ["--perfetto", "out.json"], "not JSON"),
-        ("{}", [], "nothing to write; give --perfetto"),
+        ("{}", [], "nothing to write; give --page"),
     ],
 )
 def test_refused(

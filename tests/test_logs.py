@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import json
 import os
+import re
 import subprocess
 import sys
 from pathlib import Path
@@ -35,7 +36,8 @@ def run(logs: str, imports: str = "import torch", **environment: str) -> list[st
         timeout=300,
     )
     assert done.returncode == 0, done.stderr
-    return [line for line in done.stderr.splitlines() if " fxremat/" in line]
+    ours = re.compile(r"[ /]fxremat/(\w+/)*\w+\.py:\d+\] ")
+    return [line for line in done.stderr.splitlines() if ours.search(line)]
 
 
 def artifacts(folder: Path) -> dict[str, str]:

@@ -74,7 +74,8 @@ def test_a_copy_of_the_model_runs_itself() -> None:
 
 def test_a_forward_that_was_put_on_the_model_comes_back() -> None:
     model = Words()
-    own = model.forward = partial(Words.forward, model)
+    own = partial(Words.forward, model)
+    model.forward = own  # type: ignore[method-assign]
     handle = fxremat.loss_only(model)
     assert set(model(words())) == {"loss"}
     handle.remove()

@@ -27,7 +27,7 @@ from fxremat.cost.peak import measure_peak
 from fxremat.errors import VerificationFailed
 from fxremat.options import parse_options
 from fxremat.passes.memory_estimation import TANGENTS
-from fxremat.passes.offload import is_move
+from fxremat.passes.offload import arrived_value, is_move
 from fxremat.planner.moves.transfers import Fetch, Item, place
 from fxremat.runtime import host_copy
 from tests import nets
@@ -143,6 +143,20 @@ def test_a_transfer_that_nobody_waits_for_is_found() -> None:
     graph.erase_node(the_moves(graph, "wait_host")[-1])
     with pytest.raises(VerificationFailed, match="never waited for"):
         check_waits(graph)
+
+
+@pytest.mark.parametrize(
+    ("name", "value"),
+    [
+        ("to_device_mm_1_moved", "mm_1"),
+        ("to_device_mm_moved_2", "mm"),
+        ("to_host_mm_moved", None),
+        ("wait_device_mm_moved", None),
+        ("mm_1", None),
+    ],
+)
+def test_whose_value_arrives(name: str, value: str | None) -> None:
+    assert arrived_value(name) == value
 
 
 def test_a_late_wait_is_found() -> None:

@@ -15,7 +15,7 @@ import fxremat
 from fxremat.errors import NotTraceable
 
 
-def model() -> nn.Module:
+def model() -> nn.Sequential:
     return nn.Sequential(nn.Linear(16, 24), nn.ReLU(), nn.Linear(24, 8, bias=False))
 
 

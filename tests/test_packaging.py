@@ -14,6 +14,8 @@ from typing import Any
 
 import pytest
 
+from fxremat.report.page.writing import SCRIPTS
+
 ROOT = Path(__file__).parent.parent
 GROUP = "torch_dynamo_backends"
 
@@ -91,5 +93,7 @@ def test_the_wheel_holds_each_file_once(tmp_path: Path) -> None:
     (wheel,) = tmp_path.glob("*.whl")
     names = zipfile.ZipFile(wheel).namelist()
     assert {"fxremat/passes/__init__.py", "fxremat/core/check.py", "fxremat/py.typed"} <= {*names}
+    page = {"page.html", "page.css", *SCRIPTS}
+    assert {f"fxremat/report/page/{name}" for name in page} <= {*names}
     assert {name.split("/")[0].split("-")[0] for name in names} == {"fxremat"}
     assert any(name.endswith("LICENSE") for name in names)

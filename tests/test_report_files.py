@@ -14,11 +14,13 @@ import fxremat
 from fxremat.cli import main
 from fxremat.compiling.session import reports
 from fxremat.errors import InvalidOption
+from fxremat.report.page.writing import page_of
 from fxremat.report.report import report_from_json
 from tests.small import Stack, seeded
 
 EAGER = {"executor": "aot_eager"}
 FILES = [
+    "graph_0.html",
     *(f"graph_0.{kind}.json" for kind in ("plan", "problem", "report")),
     "graph_0.snapshot.pickle",
     "graph_0.trace.json",
@@ -45,6 +47,7 @@ def test_files_of_a_compiled_graph(tmp_path: Path, capsys: pytest.CaptureFixture
     assert sorted(p.name for p in folder.iterdir()) == FILES
     written = report_from_json(json.loads((folder / "graph_0.report.json").read_text()))
     assert written == reports()[-1]
+    assert (folder / "graph_0.html").read_text(encoding="utf-8") == page_of([written])
     main(["check", str(folder / "graph_0.problem.json"), str(folder / "graph_0.plan.json")])
     assert f"{written.plan.peak_bytes:,}" in capsys.readouterr().out
 

@@ -4,7 +4,7 @@
     python -m fxremat solve problem.json --budget 80% --out plan.json
     python -m fxremat check problem.json plan.json --budget 80%
     python -m fxremat pareto problem.json --picture front.svg
-    python -m fxremat timeline graph_0.report.json --perfetto step.json --memory-viz step.pickle
+    python -m fxremat timeline graph_0.report.json --page step.html --perfetto step.json
     python -m fxremat variants
     python -m fxremat fit module:function --device H100 --vary batch=0:0,1:0
 

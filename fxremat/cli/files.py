@@ -6,12 +6,16 @@ import json
 from collections.abc import Iterator, Mapping
 from contextlib import contextmanager
 from pathlib import Path
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 from fxremat.cli.errors import UsageError
 from fxremat.core.plan import steps_from_json, variants_from_json
 from fxremat.core.problem import InvalidProblem, Problem, load_problem
 from fxremat.core.schedule import Step
+
+if TYPE_CHECKING:
+    from fxremat.report.front import Front
+    from fxremat.report.report import Report
 
 
 @contextmanager
@@ -48,6 +52,29 @@ def read_plan(path: str) -> tuple[tuple[Step, ...], tuple[str, ...]]:
         return steps_from_json(data), variants_from_json(data)
     except InvalidProblem as error:
         raise UsageError(f"{path}: {error}") from error
+
+
+def read_report(path: str) -> Report:
+    """The report in a file, as the option ``report`` leaves it."""
+    from fxremat.report.report import report_from_json  # it needs torch
+
+    data = read_json(path)
+    try:
+        return report_from_json(data)
+    except (KeyError, TypeError, ValueError, AttributeError) as error:
+        what = "no report of this version of fxremat; the option report writes graph_0.report.json"
+        raise UsageError(f"{path}: {what}") from error
+
+
+def read_front(path: str) -> Front:
+    """The front in a file, as ``pareto`` writes it."""
+    from fxremat.report.front import front_from_json
+
+    data = read_json(path)
+    try:
+        return front_from_json(data)
+    except (KeyError, TypeError, ValueError) as error:
+        raise UsageError(f"{path}: no front; pareto --out writes one") from error
 
 
 def write_text(path: str, text: str) -> None:

@@ -1,8 +1,9 @@
-"""``timeline``: planned steps, as files for the viewers that people have."""
+"""``timeline``: planned steps, as a page of HTML and for the viewers that people have."""
 
 from __future__ import annotations
 
 import argparse
+from collections.abc import Callable
 from typing import TYPE_CHECKING
 
 from fxremat.cli import files
@@ -15,10 +16,12 @@ if TYPE_CHECKING:
 
 def add(commands: Commands) -> None:
     """Describe the command."""
-    parser = commands.add_parser("timeline", help="a planned step for Perfetto and memory_viz")
+    parser = commands.add_parser("timeline", help="a planned step, to be looked at")
     parser.add_argument(
         "report", metavar="GRAPH.report.json", nargs="+", help="as the option `report` writes them"
     )
+    parser.add_argument("--page", metavar="OUT.html", help="a page that shows the step's memory")
+    parser.add_argument("--front", metavar="FRONT.json", help="on the page, too; from pareto --out")
     parser.add_argument(
         "--perfetto", metavar="OUT.json", help="a Chrome trace, for ui.perfetto.dev"
     )
@@ -31,26 +34,25 @@ def add(commands: Commands) -> None:
 def run(given: argparse.Namespace) -> int:
     """Read, write what is asked for, and say of each graph what is in there."""
     from fxremat.report.chrome_trace import write_chrome_trace
+    from fxremat.report.page.writing import write_page
     from fxremat.report.snapshot import write_snapshot
 
-    if given.perfetto is None and given.memory_viz is None:
-        raise UsageError("nothing to write; give --perfetto OUT.json or --memory-viz OUT.pickle")
-    reports = [_read(path) for path in given.report]
+    if given.page is None and given.perfetto is None and given.memory_viz is None:
+        options = "--page OUT.html, --perfetto OUT.json or --memory-viz OUT.pickle"
+        raise UsageError(f"nothing to write; give {options}")
+    front = None if given.front is None else files.read_front(given.front)
+    reports = [files.read_report(path) for path in given.report]
     for report in reports:
         print(report.summary())
-    for path, write in ((given.perfetto, write_chrome_trace), (given.memory_viz, write_snapshot)):
-        if path is not None:
-            with files.naming(path):
-                write(path, reports)
-            print(f"written   {path}")
+    outputs: list[tuple[str | None, Callable[[str, list[Report]], None]]] = [
+        (given.page, lambda path, reports: write_page(path, reports, front)),
+        (given.perfetto, write_chrome_trace),
+        (given.memory_viz, write_snapshot),
+    ]
+    for path, write in outputs:
+        if path is None:
+            continue
+        with files.naming(path):
+            write(path, reports)
+        print(f"written   {path}")
     return 0
-
-
-def _read(path: str) -> Report:
-    """The report in a file."""
-    from fxremat.report.report import report_from_json
-
-    try:
-        return report_from_json(files.read_json(path))
-    except (KeyError, TypeError, AttributeError) as error:
-        raise UsageError(f"{path}: no report as the option `report` writes it") from error

@@ -48,11 +48,11 @@ def compile_in_training(model: nn.Module, **how: Any) -> None:
     """
     model.compile(**how)
     compiled: Any = model._compiled_call_impl
+    own: Any = model._call_impl
 
     def call(*args: Any, **kwargs: Any) -> Any:
-        if model.training and torch.is_grad_enabled():
-            return compiled(*args, **kwargs)
-        return model._call_impl(*args, **kwargs)
+        is_training = model.training and torch.is_grad_enabled()
+        return (compiled if is_training else own)(*args, **kwargs)
 
     model._compiled_call_impl = call
 

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections import Counter
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 
 from torch import fx
 
@@ -14,8 +14,10 @@ from fxremat.compiling.units import run_events_of, version_of
 from fxremat.core.schedule import keep_all
 from fxremat.core.timeline import Lifetime, lifetimes_of, replay
 from fxremat.errors import InfeasibleBudget
+from fxremat.passes.halves import RECOMPUTED, original
 from fxremat.passes.joint_graph import is_tensor, root
 from fxremat.passes.memory_estimation import TANGENTS, nbytes
+from fxremat.passes.offload import arrived_value
 from fxremat.passes.variants.insertion import InsertedVariant
 from fxremat.passes.variants.table import RULES
 from fxremat.report.report import Report, Row
@@ -105,6 +107,7 @@ def report_of(found: Found, request: Request, graph: int, seconds: dict[str, flo
         forward_steps=course.forward_steps,
         places=_places(found, course),
         keep_all_timeline=plain_timeline.live_bytes,
+        keep_all_forward_steps=_forward_steps(tuple(map(str, plain_timeline.steps))),
         predicted_reserved_bytes=None if taken is None else taken.usage.peak_reserved_bytes,
         segment_bytes=0 if taken is None else taken.segment_bytes,
         count=request.count,
@@ -173,8 +176,12 @@ def _course(found: Found) -> _Course:
     problem, steps = judged.draft.estimate.problem, judged.plan.steps
     timeline = replay(problem, steps)
     making = tuple(map(str, steps))
-    forward = making.index(TANGENTS) if TANGENTS in making else len(making)
-    return _Course(timeline.live_bytes, lifetimes_of(timeline), making, forward)
+    return _Course(timeline.live_bytes, lifetimes_of(timeline), making, _forward_steps(making))
+
+
+def _forward_steps(making: tuple[str, ...]) -> int:
+    """How many steps come before the gradients do; all, where none come."""
+    return making.index(TANGENTS) if TANGENTS in making else len(making)
 
 
 def _nodes(found: Found) -> dict[str, fx.Node]:
@@ -192,4 +199,13 @@ def _places(found: Found, course: _Course) -> dict[str, Place]:
     nodes = _nodes(found)
     problem = found.judged.draft.estimate.problem
     names = {*course.making, *(one.value for one in course.lifetimes), *problem.bytes_of}
-    return {name: place_of(nodes[name]) for name in sorted(names) if name in nodes}
+    return {name: _place(nodes[name]) for name in sorted(names) if name in nodes}
+
+
+def _place(node: fx.Node) -> Place:
+    """Where it comes from, and whose copy it is."""
+    arrived = arrived_value(node.name)
+    if arrived is not None:
+        return replace(place_of(node), value=arrived, copy="moved")
+    again = "again" if RECOMPUTED in node.name else ""
+    return replace(place_of(node), value=original(node.name), copy=again)

@@ -1,10 +1,10 @@
 """The option ``report``: what was decided for each graph, in a folder, for the command line too.
 
 Graph n of the compilation gives ``graph_n.report.json`` (the whole report: timeline, rows, seconds,
-plan and problem), and ``graph_n.problem.json`` and ``graph_n.plan.json``, which ``python -m fxremat
-check``, ``solve`` and ``pareto`` read. ``graph_n.trace.json`` is for ui.perfetto.dev, and
-``graph_n.snapshot.pickle`` for pytorch.org/memory_viz. A later compilation into the same folder
-writes over them.
+plan and problem), ``graph_n.problem.json`` and ``graph_n.plan.json``, which ``python -m fxremat
+check``, ``solve`` and ``pareto`` read, and ``graph_n.html``, a page that shows the memory of the
+step. ``graph_n.trace.json`` is for ui.perfetto.dev, and ``graph_n.snapshot.pickle`` for
+pytorch.org/memory_viz. A later compilation into the same folder writes over them.
 """
 
 from __future__ import annotations
@@ -18,6 +18,7 @@ from typing import Any
 from fxremat.core.plan import plan_to_json
 from fxremat.core.problem import problem_to_json
 from fxremat.errors import InvalidOption
+from fxremat.report.page.writing import write_page
 from fxremat.report.report import Report, report_to_json
 
 log = logging.getLogger(__name__)
@@ -47,5 +48,6 @@ def write_report(path: str, report: Report) -> None:
             target.write_text(json.dumps(data, indent=1) + "\n", encoding="utf-8")
         report.save_trace(Path(path) / f"graph_{report.graph}.trace.json")
         report.save_snapshot(Path(path) / f"graph_{report.graph}.snapshot.pickle")
+        write_page(Path(path) / f"graph_{report.graph}.html", [report])
     except OSError as error:
         log.warning("the report of graph %d could not be written: %s", report.graph, error)

@@ -104,6 +104,21 @@ class Front:
         return f"{row}  <- fastest of these within {format_bytes(self.budget_bytes)}"
 
 
+def front_from_json(data: dict[str, Any]) -> Front:
+    """A front read back; raises `KeyError`, `TypeError` or `ValueError` where it is not one."""
+    if data["format"] != FORMAT:
+        raise ValueError(f"format {data['format']!r}, where {FORMAT!r} is read")
+    points = (Point(p["peak_bytes"], p["time_us"], p["added"]) for p in data["points"])
+    return Front(
+        data["name"],
+        tuple(points),
+        data["base_time_us"],
+        data["keep_all_peak_bytes"],
+        data["budget_bytes"],
+        data["peak_bound_bytes"],
+    )
+
+
 def _exact(nbytes: int) -> str:
     return f"{nbytes:,} bytes ({format_bytes(nbytes)})"
 

@@ -50,7 +50,8 @@ class Report:
     ``lifetimes`` say when each storage is there, in steps of ``timeline``; ``making`` is the node
     that each of these steps computes, "" where none is known, and the first ``forward_steps`` of
     them are the forward's. ``places`` are the nodes' modules and source lines.
-    ``keep_all_timeline`` is bytes live per step of the keep-all schedule.
+    ``keep_all_timeline`` is bytes live per step of the keep-all schedule, of which the first
+    ``keep_all_forward_steps`` are the forward's.
     """
 
     graph: int
@@ -87,6 +88,7 @@ class Report:
     forward_steps: int = 0
     places: dict[str, Place] = field(default_factory=dict, repr=False)
     keep_all_timeline: tuple[int, ...] = field(default=(), repr=False)
+    keep_all_forward_steps: int = 0
 
     @property
     def counted_peak_bytes(self) -> int:

@@ -4,19 +4,27 @@ from __future__ import annotations
 
 import re
 from dataclasses import dataclass
+from typing import TYPE_CHECKING
 
-from torch import fx
+if TYPE_CHECKING:  # a report is read, and drawn, without torch
+    from torch import fx
 
 _FRAME = re.compile(r'File "(?P<file>[^"]+)", line (?P<line>\d+)')
 
 
 @dataclass(frozen=True)
 class Place:
-    """The innermost module and the line that a node comes from; "" and 0 where not known."""
+    """The innermost module and the line that a node comes from; "" and 0 where not known.
+
+    ``value`` is the value of the problem that the node holds, and ``copy`` says why it holds it
+    once more: "again" where it is computed again, "moved" where it comes back from the host.
+    """
 
     module: str = ""
     file: str = ""
     line: int = 0
+    value: str = ""
+    copy: str = ""
 
     def __str__(self) -> str:
         source = f"{self.file}:{self.line}" if self.file else ""

@@ -37,7 +37,7 @@ class Watch:
     """Measures the peak of a loop from its fourth step on, whatever runs in it."""
 
     def __init__(self) -> None:
-        self._profile = profile(activities=[ProfilerActivity.CPU], profile_memory=True)
+        self._profile: Any = profile(activities=[ProfilerActivity.CPU], profile_memory=True)
         self._is_on = False
         self._held = 0
 

@@ -1,0 +1,135 @@
+"""What the page shows of a report: plain JSON data in columns, what is held outside included.
+
+A name stands once, with its place; a storage refers to it by its number. What is live at a step
+adds up to the ``timeline`` there, but where the report says otherwise (`lifetimes_of`).
+"""
+
+from __future__ import annotations
+
+from collections import Counter
+from collections.abc import Iterable, Iterator, Sequence
+from dataclasses import asdict
+from typing import Any
+
+from fxremat.core.timeline import Lifetime
+from fxremat.report.front import Front
+from fxremat.report.report import Report
+from fxremat.report.where import Place
+
+FORMAT = "fxremat-page/1"
+OUTSIDE = "held outside of the graph"
+
+KINDS = {
+    "outside": OUTSIDE,
+    "resident": "resident: there throughout",
+    "saved": "saved for the backward",
+    "forward": "in the forward only",
+    "again": "computed again",
+    "moved": "back from host memory",
+    "backward": "in the backward only",
+    "end": "kept to the end",
+    "scratch": "scratch memory of a call",
+}
+"""What a storage is there for, and the words for it; in the order in which they are explained."""
+
+_FIGURES = (
+    "graph", "nodes", "count", "order", "budget_bytes", "held_bytes", "resident_bytes",
+    "planned_peak_bytes", "predicted_peak_bytes", "predicted_reserved_bytes", "counted_peak_bytes",
+    "keep_all_peak_bytes", "minimum_peak_bytes", "time_overhead", "recomputed_bytes", "moved_bytes",
+    "saved_bytes", "forward_steps", "keep_all_forward_steps",
+)  # fmt: skip
+"""What is shown of a report as it is."""
+
+
+def page_data(reports: Sequence[Report], front: Front | None = None) -> dict[str, Any]:
+    """All that the page of one step needs."""
+    return {
+        "format": FORMAT,
+        "kinds": [{"key": key, "text": text} for key, text in KINDS.items()],
+        "graphs": [_graph(report) for report in reports],
+        "front": None if front is None else front.to_json(),
+    }
+
+
+def _graph(report: Report) -> dict[str, Any]:
+    kinds, held, steps = list(KINDS), report.held_bytes, len(report.timeline)
+    lifetimes = list(report.lifetimes)
+    if held:
+        lifetimes.insert(0, Lifetime(OUTSIDE, held, 0, steps))
+    names = sorted({one.value for one in lifetimes} | {*report.making} - {""})
+    number = {name: index for index, name in enumerate(names)}
+    return {
+        **{key: getattr(report, key) for key in _FIGURES},
+        "name": report.problem.name,
+        "solver": report.plan.solver,
+        "runs_again": sum(row.times for row in report.recomputed),
+        "moves": sum(row.times for row in report.moved),
+        "variants": [asdict(row) for row in report.variants],
+        "timeline": [nbytes + held for nbytes in report.timeline],
+        "keep_all_timeline": [nbytes + held for nbytes in report.keep_all_timeline],
+        "making": [number.get(name, -1) for name in report.making],
+        "names": _names(report, names),
+        "storages": {
+            "name": [number[one.value] for one in lifetimes],
+            "kind": [kinds.index(kind) for kind in _kinds(report, lifetimes)],
+            "bytes": [one.nbytes for one in lifetimes],
+            "start": [one.start for one in lifetimes],
+            "stop": [one.stop for one in lifetimes],
+        },
+    }
+
+
+def _names(report: Report, names: Sequence[str]) -> dict[str, Any]:
+    """Each name's place and value, and how often that value is computed or moved again."""
+    problem, repeats = report.problem, report.plan.repeats()
+    again = {value: repeats[op.name] for op in problem.ops for value in op.writes}
+    moves = Counter(move.value for move in report.plan.moves if move.kind == "to device")
+    places = [report.places.get(name, Place()) for name in names]
+    values = [place.value or name for name, place in zip(names, places, strict=True)]
+    modules, files = _numbered(p.module for p in places), _numbered(p.file for p in places)
+    return {
+        "name": list(names),
+        "value": values,
+        "known": [int(name in report.places or name == OUTSIDE) for name in names],
+        "again": [again.get(value, 0) for value in values],
+        "moves": [moves[value] for value in values],
+        "line": [place.line for place in places],
+        "module": [modules[place.module] for place in places],
+        "file": [files[place.file] for place in places],
+        "modules": list(modules),
+        "files": list(files),
+    }
+
+
+def _numbered(texts: Iterable[str]) -> dict[str, int]:
+    """Each text once, with its number."""
+    return {text: index for index, text in enumerate(dict.fromkeys(texts))}
+
+
+def _kinds(report: Report, lifetimes: Sequence[Lifetime]) -> Iterator[str]:
+    """What each storage is there for; of several reasons the one that says most."""
+    border, end = report.forward_steps, len(report.timeline)
+    resident, until = set(report.problem.resident), dict[str, int]()
+    repeats = report.plan.repeats()
+    again = {value for op in report.problem.ops if repeats[op.name] for value in op.writes}
+    moved = {move.value for move in report.plan.moves}
+    for one in lifetimes:
+        copy = report.places.get(one.value, Place()).copy
+        if not copy and one.start >= until.get(one.value, end):  # by the plan: one name for copies
+            copy = "again" if one.value in again else "moved" if one.value in moved else ""
+        if one.value == OUTSIDE:
+            yield "outside"
+        elif one.workspace:
+            yield "scratch"
+        elif one.start == 0 and one.stop == end and one.value in resident:
+            yield "resident"
+        elif copy:
+            yield copy
+        elif one.stop == end:
+            yield "end"
+        elif one.start >= border:
+            yield "backward"
+        else:
+            yield "saved" if one.stop > border else "forward"
+        if not one.workspace:
+            until[one.value] = one.stop
