@@ -58,7 +58,7 @@ def artifacts(folder: Path) -> dict[str, str]:
 
 
 def test_one_line_for_each_graph() -> None:
-    (line,) = run("fxremat")
+    (line,) = (line for line in run("fxremat") if "] still " not in line)  # on a slow machine
     assert "fxremat: graph 0: " in line
 
 

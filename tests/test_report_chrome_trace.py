@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import pickle
 from collections import defaultdict
 from collections.abc import Callable
 from itertools import pairwise
@@ -11,9 +12,12 @@ from typing import Any
 
 import pytest
 
+import fxremat
 from fxremat.core.timeline import replay
 from fxremat.report.chrome_trace import OPS, TO_DEVICE, TO_HOST, chrome_trace
 from fxremat.report.report import Report
+from fxremat.report.snapshot import memory_snapshot
+from tests.small import Stack, seeded
 from tests.step_reports import moving, planned, rehearsed
 
 Event = dict[str, Any]
@@ -95,3 +99,15 @@ def test_graphs_are_processes(tmp_path: Path) -> None:
     assert {event["pid"] for event in events_of(planned(), moving())} == {0, 3}
     planned().save_trace(tmp_path / "step.json")
     assert json.loads((tmp_path / "step.json").read_text()) == chrome_trace([planned()])
+
+
+def test_an_explanation_has_all_its_graphs(tmp_path: Path) -> None:
+    model, x = seeded(lambda: Stack(2, broken=True), 64, 32)
+    options = {"executor": "aot_eager", "op_times": "roofline"}
+    found = fxremat.explain(model, x, options=options)
+    assert len(found.graphs) == 2
+    found.save_trace(tmp_path / "step.json")
+    found.save_snapshot(tmp_path / "step.pickle")
+    assert json.loads((tmp_path / "step.json").read_text()) == chrome_trace(found.graphs)
+    written = pickle.loads((tmp_path / "step.pickle").read_bytes())
+    assert written == memory_snapshot(found.graphs)
