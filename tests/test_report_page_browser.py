@@ -102,7 +102,11 @@ def test_figures_and_peak(page: Open) -> None:
             assert said in figures
         assert text_of(tab, "#live-title") == "Live at the peak, step 7: 10.50 MiB"
         live = text_of(tab, "#live").splitlines()
-        assert [one for one in live if one.startswith(("prim", "mm"))] == ["mm_3", "primals_1", "mm_1"]
+        assert [one for one in live if one.startswith(("prim", "mm"))] == [
+            "mm_3",
+            "primals_1",
+            "mm_1",
+        ]
 
 
 def test_finding_by_module_and_source(page: Open) -> None:

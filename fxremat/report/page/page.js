@@ -242,7 +242,7 @@ class Page {
       for (const other of others.slice(0, 8)) {
         const [name, first, last] = [graph.names.name[graph.name[other]],
           graph.start[other], graph.stop[other] - 1];
-        const words = `${name}, steps ${formatCount(first)} to ${formatCount(last)}`;
+        const words = `${name}, ${steps(first, last)}`;
         parts.push(make("button", { type: "button",
           onclick: () => this.choose(other, this.step, true) }, words));
       }
