@@ -23,7 +23,7 @@ test-all: venv
 	HYPOTHESIS_PROFILE=long $(PYTHON) -m pytest -q -n auto --dist worksteal
 
 test-pages: venv
-	$(PYTHON) -m pytest -q -m browser
+	$(PYTHON) -m pytest -q -m browser tests/test_report_page_browser.py
 
 check: venv
 	$(PYTHON) -m ruff check .
