@@ -36,7 +36,7 @@ $(TRAINERS): pyproject.toml
 	touch $@
 
 test-pages: venv
-	$(PYTHON) -m pytest -q -m browser
+	$(PYTHON) -m pytest -q -m browser tests/test_report_page_browser.py
 
 check: venv
 	$(PYTHON) -m ruff check .

@@ -35,6 +35,7 @@ def report_of(
     *,
     plain: Sequence[int] = (),
     resident: Sequence[str] = (),
+    results: Sequence[str] = (),
     plan_steps: Sequence[Step] = (),
     held_bytes: int = 0,
     budget_bytes: int | None = None,
@@ -51,7 +52,7 @@ def report_of(
         ops,
         tuple(resident),
         tuple(resident),
-        (),
+        tuple(results),
     )
     counts = [(op.name, list(plan_steps).count(op.name) - 1) for op in ops] if plan_steps else []
     again = tuple(Row(name, sizes.get(name, 0), n) for name, n in counts if n > 0)
@@ -120,6 +121,7 @@ def small_report(graph: int = 0) -> Report:
         places,
         plain=[6 * MIB, 8 * MIB, 10 * MIB, 12 * MIB, 9 * MIB, 8 * MIB],
         resident=["primals_1"],
+        results=["mm_1"],
         plan_steps=["mm", "gelu", "mm_1", Move("to device", "view_moved_on"), "gelu", "mm_2"],
         held_bytes=MIB // 2,
         budget_bytes=12 * MIB,
@@ -184,7 +186,7 @@ def large_report(layers: int) -> Report:
     weights = sum(one.nbytes for one in lifetimes if one.value in set(parameters))
     half = 10 * layers
     plain = [weights + kept * k // half for k in range(half)]
-    plain += [weights + kept - (kept - weights // 2) * k // half for k in range(half)]
+    plain += [weights + kept + (weights - kept) * k // half for k in range(half)]
     found = report_of(lifetimes, making, forward, places, plain=plain, resident=parameters,
                       held_bytes=500 * MIB)  # fmt: skip
     return with_plan(found, plan)

@@ -77,6 +77,13 @@ def test_what_each_storage_is_there_for() -> None:
     ]
 
 
+def test_a_storage_that_is_taken_over_by_a_gradient_was_saved() -> None:
+    """It is there from the forward to the end, and is no result of the forward."""
+    report = small_report()
+    longer = [replace(x, stop=8) if x.value == "mm" else x for x in report.lifetimes]
+    assert kinds_of(replace(report, lifetimes=tuple(longer)))[2] == ("mm", "saved")
+
+
 def test_a_plan_has_one_name_for_all_copies_of_a_value() -> None:
     """Where nothing was rehearsed, storages have the names of the problem."""
     report = small_report()

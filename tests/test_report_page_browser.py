@@ -18,7 +18,7 @@ from fxremat.report.front import Front
 from fxremat.report.page.writing import page_of
 from fxremat.report.report import Report
 from tests.browser import Tab, opened
-from tests.pages import EVIL, large_report, small_front, small_report
+from tests.pages import EVIL, MIB, large_report, small_front, small_report
 
 pytestmark = pytest.mark.browser
 
@@ -86,6 +86,13 @@ def test_hovering_tells_about_a_storage(page: Open) -> None:
             assert said in tip
         tab.point(5, 5)
         assert tab.evaluate("document.querySelector('#tip').hidden")
+
+
+def test_a_budget_far_above_is_told_in_words(page: Open) -> None:
+    """The picture would be flat if it reached there."""
+    with page(replace(small_report(), budget_bytes=100 * MIB)) as tab:
+        assert "budget, 100.00 MiB: above" in text_of(tab, "#legend")
+        assert view_of(tab)["high"] < 20 * MIB
 
 
 def test_a_name_that_is_html_is_shown_as_text(page: Open) -> None:

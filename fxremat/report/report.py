@@ -146,7 +146,7 @@ class Report:
         return (
             f"fxremat: graph {self.graph}: {self.nodes} nodes, keep-all peak "
             f"{format_bytes(self.keep_all_peak_bytes)} -> {peak} of {budget} | "
-            f"+{self.time_overhead:.1%} time | {runs} recomputed "
+            f"{self.time_overhead:+.1%} time | {runs} recomputed "
             f"({format_bytes(self.recomputed_bytes)}) | {moved}{taken}{self.plan.solver} | "
             f"{self.own_seconds:.1f} s{' (cached)' if self.from_cache else ''}"
         )

@@ -29,6 +29,11 @@ function several(count, one, many = `${one}s`) {
   return `${formatCount(count)} ${count === 1 ? one : many}`;
 }
 
+function steps(first, last) {
+  return first === last ? `step ${formatCount(first)}`
+    : `steps ${formatCount(first)} to ${formatCount(last)}`;
+}
+
 // The least of 1, 2, 5, 10, 20 ... that cuts a range into at most so many parts.
 function roundStep(range, most) {
   let power = 10 ** Math.floor(Math.log10(Math.max(range / most, 1e-12)));

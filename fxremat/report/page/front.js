@@ -1,6 +1,6 @@
 // The front: the time that each peak costs, the budget and the proven least marked.
 
-const WIDE = 480, HIGH = 320, PAD = { left: 56, right: 16, top: 18, bottom: 40 };
+const WIDE = 380, HIGH = 300, PAD = { left: 48, right: 14, top: 20, bottom: 38 };
 
 function drawFront(front, budget) {
   const points = front.points;
@@ -18,7 +18,7 @@ function drawFront(front, budget) {
     svg.append(makeSvg("line", { class: kind, x1, y1, x2, y2 }));
   const round = (number) => String(Number(number.toPrecision(6)));
 
-  const across = roundStep(most / size, 6), up = roundStep(room, 6);
+  const across = roundStep(most / size, 5), up = roundStep(room, 6);
   for (let k = 0; k * across * size <= most; k++) {
     const at = x(k * across * size);
     rule("grid", at, PAD.top, at, HIGH - PAD.bottom);
@@ -38,7 +38,7 @@ function drawFront(front, budget) {
   });
   svg.append(makeSvg("polyline", { class: "stairs", points: corners.map(String).join(" ") }));
   const mark = (kind, words, bytes, lift) => {
-    const at = x(bytes), left = at > WIDE - 160;
+    const at = x(bytes), left = at > WIDE / 2 || (kind === "least" && at > PAD.left + 150);
     rule(kind, at, PAD.top, at, HIGH - PAD.bottom);
     text(left ? at - 5 : at + 5, lift, `${words} ${formatBytes(bytes)}`,
       { class: "halo", "text-anchor": left ? "end" : "start" });
@@ -47,7 +47,9 @@ function drawFront(front, budget) {
   if (least !== null) mark("least", "proven least", least, HIGH - PAD.bottom - 8);
   if (budget !== null) mark("limit", "budget", budget, PAD.top + 12);
   const chosen = budget === null ? undefined : points.find((p) => p.peak_bytes <= budget);
-  for (const point of points) {
+  const inOrder = points.filter((point) => point !== chosen);
+  if (chosen) inOrder.push(chosen);  // over the others
+  for (const point of inOrder) {
     const words = `${formatBytes(point.peak_bytes)}, ${formatAdded(point.added)} time`;
     svg.append(makeSvg("circle", { class: point === chosen ? "here" : "plan",
       cx: x(point.peak_bytes), cy: y(100 * point.added), r: point === chosen ? 5.5 : 3.5 },

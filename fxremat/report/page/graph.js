@@ -93,9 +93,8 @@ class Graph {
       ["Module", this.moduleOf(name) || "—"],
       ["Source", this.sourceOf(name) || (names.known[name] ? "—" : "temporary of the compiler")],
       ["Bytes", `${formatBytes(this.bytes[storage])} (${formatCount(this.bytes[storage])})`],
-      ["Live", length === this.steps ? "in all steps"
-        : `steps ${formatCount(this.start[storage])} to ${formatCount(last)}`
-          + ` (${formatCount(length)} of ${formatCount(this.steps)})`],
+      ["Live", length === this.steps ? "in all steps" : `${steps(this.start[storage], last)}`
+        + ` (${formatCount(length)} of ${formatCount(this.steps)})`],
       ["Computed again", names.again[name] ? several(names.again[name], "time") : "never"],
       names.moves[name] > 0 && ["Back from host", several(names.moves[name], "time")],
     ].filter(Boolean);

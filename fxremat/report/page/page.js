@@ -213,8 +213,10 @@ class Page {
       ? kinds.map((kind) => entry(swatch(themed(kind.key)), kind.text)) : [];
     if (colourBy === "module") entries.push(entry(swatch(themed("small")), "small ones together"));
     if (graph.plain.length) entries.push(entry(stroke("quiet", "dashed"), "plain: every op once"));
-    if (graph.raw.budget_bytes !== null) {
-      entries.push(entry(stroke("budget", "dashed"), "budget"));
+    const budget = graph.raw.budget_bytes;
+    if (budget !== null) {
+      const words = budget > this.all.high ? `budget, ${formatBytes(budget)}: above` : "budget";
+      entries.push(entry(stroke("budget", "dashed"), words));
     }
     get("legend").replaceChildren(...entries);
   }
@@ -242,7 +244,7 @@ class Page {
       for (const other of others.slice(0, 8)) {
         const [name, first, last] = [graph.names.name[graph.name[other]],
           graph.start[other], graph.stop[other] - 1];
-        const words = `${name}, steps ${formatCount(first)} to ${formatCount(last)}`;
+        const words = `${name}, ${steps(first, last)}`;
         parts.push(make("button", { type: "button",
           onclick: () => this.choose(other, this.step, true) }, words));
       }

@@ -159,7 +159,8 @@ class Colours {
     };
     this.of = (storage) => {
       const faint = matches !== null && !matches[storage] && storage !== selected;
-      return shade(nameOf(storage), graph.name[storage] % 3, faint);
+      const which = byKind(storage) === "outside" ? 0 : graph.name[storage] % 3;
+      return shade(nameOf(storage), which, faint);
     };
   }
 }

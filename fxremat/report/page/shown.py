@@ -109,12 +109,14 @@ def _numbered(texts: Iterable[str]) -> dict[str, int]:
 def _kinds(report: Report, lifetimes: Sequence[Lifetime]) -> Iterator[str]:
     """What each storage is there for; of several reasons the one that says most."""
     border, end = report.forward_steps, len(report.timeline)
+    results = set(report.problem.outputs)
     resident, until = set(report.problem.resident), dict[str, int]()
     repeats = report.plan.repeats()
     again = {value for op in report.problem.ops if repeats[op.name] for value in op.writes}
     moved = {move.value for move in report.plan.moves}
     for one in lifetimes:
-        copy = report.places.get(one.value, Place()).copy
+        place = report.places.get(one.value, Place())
+        copy, value = place.copy, place.value or one.value
         if not copy and one.start >= until.get(one.value, end):  # by the plan: one name for copies
             copy = "again" if one.value in again else "moved" if one.value in moved else ""
         if one.value == OUTSIDE:
@@ -125,7 +127,7 @@ def _kinds(report: Report, lifetimes: Sequence[Lifetime]) -> Iterator[str]:
             yield "resident"
         elif copy:
             yield copy
-        elif one.stop == end:
+        elif one.stop == end and (one.start >= border or value in results):
             yield "end"
         elif one.start >= border:
             yield "backward"
