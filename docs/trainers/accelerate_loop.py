@@ -10,7 +10,7 @@ from typing import Any
 
 import torch
 from accelerate import Accelerator
-from tiny import Watch, language_model, run, texts, unwatched
+from tiny import LOOP_BYTES, Watch, language_model, run, texts, unwatched
 from torch.utils.data import DataLoader
 
 import fxremat
@@ -23,13 +23,14 @@ def train(backend: str, options: Mapping[str, Any], watch: Watch = unwatched) ->
     optimizer = torch.optim.AdamW(model.parameters(), lr=1e-3)
     if backend == "fxremat":
         fxremat.loss_only(model)
-        options = {"reserve": fxremat.optimizer_state_bytes(optimizer), **options}
+        reserve = fxremat.optimizer_state_bytes(optimizer) + LOOP_BYTES
+        options = {"reserve": reserve, **options}
     model.compile(backend=backend, options=dict(options))
     loader = DataLoader(texts(40), batch_size=4)  # type: ignore[arg-type]
     model, optimizer, loader = accelerator.prepare(model, optimizer, loader)
     losses = []
     for step, batch in enumerate(loader):
-        watch(step, [model, optimizer.optimizer, batch])
+        watch(step, [model, optimizer.optimizer])
         loss = model(**batch).loss
         accelerator.backward(loss)
         accelerator.clip_grad_norm_(model.parameters(), 1.0)

@@ -10,7 +10,7 @@ from typing import Any
 
 import torch
 from diffusers import DDPMScheduler, DiTTransformer2DModel, UNet2DModel
-from tiny import Watch, run, unwatched
+from tiny import LOOP_BYTES, Watch, run, unwatched
 from torch import nn
 from torch.nn import functional as F
 
@@ -81,13 +81,14 @@ def train(
         step_loss, shape = Denoising(dit().eval(), class_labels=labels), (8, 4, 16, 16)
     optimizer = torch.optim.AdamW(step_loss.parameters(), lr=1e-4)
     if backend == "fxremat":
-        options = {"reserve": fxremat.optimizer_state_bytes(optimizer), **options}
+        reserve = fxremat.optimizer_state_bytes(optimizer) + LOOP_BYTES
+        options = {"reserve": reserve, **options}
     step_loss.compile(backend=backend, options=dict(options))
     losses = []
     for step in range(10):
         images, noise = (torch.randn(shape, generator=made) for _ in range(2))
         times = torch.randint(0, 1000, (shape[0],), generator=made)
-        watch(step, [step_loss, optimizer, images, noise, times])
+        watch(step, [step_loss, optimizer])
         loss = step_loss(images, noise, times)
         loss.backward()
         optimizer.step()

@@ -10,7 +10,7 @@ from typing import Any
 
 import lightning
 import torch
-from tiny import Watch, language_model, run, texts, unwatched
+from tiny import LOOP_BYTES, Watch, language_model, run, texts, unwatched
 from torch.utils.data import DataLoader
 
 import fxremat
@@ -23,13 +23,14 @@ def train(backend: str, options: Mapping[str, Any], watch: Watch = unwatched) ->
     own = torch.optim.AdamW(model.parameters(), lr=1e-3)
     if backend == "fxremat":
         fxremat.loss_only(model)
-        options = {"reserve": fxremat.optimizer_state_bytes(own), **options}
+        reserve = fxremat.optimizer_state_bytes(own) + LOOP_BYTES
+        options = {"reserve": reserve, **options}
     compiled: Any = torch.compile(model, backend=backend, options=dict(options))
     ready, optimizer = fabric.setup(compiled, own)
     loader: Any = fabric.setup_dataloaders(DataLoader(texts(40), batch_size=4))  # type: ignore[arg-type]
     losses = []
     for step, batch in enumerate(loader):
-        watch(step, [model, own, batch])
+        watch(step, [model, own])
         loss = ready(**batch).loss
         fabric.backward(loss)
         optimizer.step()

@@ -11,7 +11,7 @@ from typing import Any
 
 import lightning
 import torch
-from tiny import Watch, language_model, run, texts, unwatched
+from tiny import LOOP_BYTES, Watch, language_model, run, texts, unwatched
 from torch.utils.data import DataLoader
 
 import fxremat
@@ -34,10 +34,11 @@ class Language(lightning.LightningModule):
         return torch.optim.AdamW(self.parameters(), lr=1e-3)
 
     def on_train_batch_start(self, batch: Any, batch_idx: int) -> None:
-        self.watch(batch_idx, [self.model, self.optimizers(use_pl_optimizer=False), batch])
+        self.watch(batch_idx, [self.model, self.optimizers(use_pl_optimizer=False)])
 
     def on_train_batch_end(self, outputs: Any, batch: Any, batch_idx: int) -> None:
         self.losses.append(float(outputs["loss"]))
+        self.zero_grad()  # Lightning would keep the gradients until the next forward has run
 
 
 def train(backend: str, options: Mapping[str, Any], watch: Watch = unwatched) -> list[float]:
@@ -46,7 +47,8 @@ def train(backend: str, options: Mapping[str, Any], watch: Watch = unwatched) ->
     module = Language(watch)
     if backend == "fxremat":
         optimizer = module.configure_optimizers()
-        options = {"reserve": fxremat.optimizer_state_bytes(optimizer), **options}
+        reserve = fxremat.optimizer_state_bytes(optimizer) + LOOP_BYTES
+        options = {"reserve": reserve, **options}
     compiled: Any = torch.compile(module, backend=backend, options=dict(options))
     trainer = lightning.Trainer(
         accelerator="cpu",

@@ -10,7 +10,7 @@ from typing import Any
 
 import torch
 from peft import LoraConfig, get_peft_model
-from tiny import Watch, language_model, run, texts, unwatched
+from tiny import LOOP_BYTES, Watch, language_model, run, texts, unwatched
 from torch import nn
 from torch.utils.data import DataLoader
 
@@ -32,11 +32,12 @@ def train(
     optimizer = torch.optim.AdamW(trained, lr=1e-3)
     if backend == "fxremat":
         fxremat.loss_only(model)
-        options = {"reserve": fxremat.optimizer_state_bytes(optimizer), **options}
+        reserve = fxremat.optimizer_state_bytes(optimizer) + LOOP_BYTES
+        options = {"reserve": reserve, **options}
     model.compile(backend=backend, options=dict(options))
     losses = []
     for step, batch in enumerate(DataLoader(texts(40), batch_size=4)):  # type: ignore[arg-type]
-        watch(step, [model, optimizer, batch])
+        watch(step, [model, optimizer])
         loss = model(**batch).loss
         loss.backward()
         optimizer.step()

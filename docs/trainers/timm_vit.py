@@ -10,7 +10,7 @@ from typing import Any
 
 import timm
 import torch
-from tiny import Watch, run, unwatched
+from tiny import LOOP_BYTES, Watch, run, unwatched
 from torch import nn
 from torch.nn import functional as F
 
@@ -37,14 +37,15 @@ def train(backend: str, options: Mapping[str, Any], watch: Watch = unwatched) ->
     step_loss = Classified(model)
     optimizer = torch.optim.AdamW(step_loss.parameters(), lr=1e-4)
     if backend == "fxremat":
-        options = {"reserve": fxremat.optimizer_state_bytes(optimizer), **options}
+        reserve = fxremat.optimizer_state_bytes(optimizer) + LOOP_BYTES
+        options = {"reserve": reserve, **options}
     step_loss.compile(backend=backend, options=dict(options))
     made = torch.Generator().manual_seed(1)
     losses = []
     for step in range(10):
         images = torch.randn(16, 3, 64, 64, generator=made)
         classes = torch.randint(0, 100, (16,), generator=made)
-        watch(step, [step_loss, optimizer, images, classes])
+        watch(step, [step_loss, optimizer])
         loss = step_loss(images, classes)
         loss.backward()
         optimizer.step()

@@ -65,8 +65,11 @@ def tokenizer(words: int = WORDS) -> PreTrainedTokenizerFast:
     )
 
 
+LOOP_BYTES = 2**17
+"""A batch that a loader has ready, and a loop's own numbers."""
+
 Watch = Callable[[int, Any], None]
-"""Told before each step: its number, and what lives on the device."""
+"""Told before each step: its number, and what stays on the device from step to step."""
 
 
 def unwatched(step: int, held: Any) -> None:

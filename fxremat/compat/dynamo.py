@@ -40,19 +40,22 @@ def compile_parts(model: nn.Module, parts: Iterable[nn.Module], **how: Any) -> N
             part.compile(**how)
 
 
-def compile_in_training(model: nn.Module, **how: Any) -> None:
+def compile_in_training(model: nn.Module, how: Callable[[Any], dict[str, Any]]) -> None:
     """Compile a module in place, for training: in evaluation it runs as it is.
 
     Training is in training mode with gradients enabled. So what is generated word by word, or
-    evaluated in other sizes, is not compiled for each of them.
+    evaluated in other sizes, is not compiled for each of them. ``how`` gives the arguments of
+    `torch.compile` when the module is first trained, for what it is called with.
     """
-    model.compile(**how)
-    compiled: Any = model._compiled_call_impl
     own: Any = model._call_impl
+    compiled: list[Any] = []
 
     def call(*args: Any, **kwargs: Any) -> Any:
-        is_training = model.training and torch.is_grad_enabled()
-        return (compiled if is_training else own)(*args, **kwargs)
+        if not (model.training and torch.is_grad_enabled()):
+            return own(*args, **kwargs)
+        if not compiled:
+            compiled.append(torch.compile(own, **how((args, kwargs))))
+        return compiled[0](*args, **kwargs)
 
     model._compiled_call_impl = call
 

@@ -11,7 +11,6 @@ and made its optimizer.
 
 from __future__ import annotations
 
-import logging
 from collections.abc import Mapping
 from typing import Any
 
@@ -21,14 +20,15 @@ from transformers import Trainer, TrainerCallback
 
 from fxremat import compat
 from fxremat.compiling.request import unseen_bytes
+from fxremat.cost.peak import held_bytes
 from fxremat.figures import metrics
 from fxremat.model.accumulating import accumulate_in_backward
 from fxremat.model.loss_only import loss_only
 from fxremat.model.optimizer_bytes import optimizer_state_bytes
 from fxremat.runtime.segments import allocate_cublas
-from fxremat.sizes import format_bytes
 
-log = logging.getLogger(__name__)
+LOOP_BYTES = 2**16
+"""The trainer's own numbers: losses, norms of gradients."""
 
 
 def train_within(
@@ -45,7 +45,8 @@ def train_within(
 
     * Where the trainer takes the loss that the model gives, the model returns nothing else in
       training (`fxremat.loss_only`). Evaluation gets its logits.
-    * Unless ``reserve`` is given, what the optimizer will hold is reserved.
+    * Unless ``reserve`` is given, it is what the optimizer will hold, a batch that the loader has
+      ready, and on CUDA what is there already beside the model.
     * With ``gradient_accumulation_steps`` gradients are added in the backward
       (`fxremat.accumulate_in_backward`).
     * What was planned is among the figures that the trainer logs.
@@ -79,11 +80,14 @@ class _TrainWithin(TrainerCallback):  # type: ignore[misc]
             loss_only(model)
         if args.gradient_accumulation_steps > 1:
             accumulate_in_backward(model)
-        options = dict(self._options)
-        if "reserve" not in options:
-            options["reserve"] = _reserve(model, optimizer, args.device)
-            log.info("fxremat: %s are reserved", format_bytes(options["reserve"]))
-        compat.compile_in_training(model, backend="fxremat", options=options)
+        beside = _beside(model, optimizer, args.device)
+
+        def how(inputs: Any) -> dict[str, Any]:
+            """The loader may have the next batch ready, of the size of this one."""
+            options = {"reserve": beside + held_bytes(inputs, device=args.device) + LOOP_BYTES}
+            return {"backend": "fxremat", "options": {**options, **self._options}}
+
+        compat.compile_in_training(model, how)
 
     def on_log(
         self, args: Any, state: Any, control: Any, logs: dict[str, Any] | None = None, **kwargs: Any
@@ -101,7 +105,7 @@ def _takes_loss_of_model(trainer: Trainer) -> bool:
     return own and trainer.compute_loss_func is None and trainer.label_smoother is None
 
 
-def _reserve(model: nn.Module, optimizer: torch.optim.Optimizer, device: torch.device) -> int:
+def _beside(model: nn.Module, optimizer: torch.optim.Optimizer, device: torch.device) -> int:
     """What lies beside the model when it is trained: states to come, and on CUDA what is there."""
     coming = optimizer_state_bytes(optimizer)
     if device.type != "cuda":
