@@ -77,8 +77,8 @@ def train(
     if kind == "unet":
         step_loss, shape = Denoising(unet()), (8, 3, 32, 32)
     else:
-        labels = torch.arange(8) % 10
-        step_loss, shape = Denoising(dit().eval(), class_labels=labels), (8, 4, 16, 16)
+        labels = torch.arange(64) % 10
+        step_loss, shape = Denoising(dit().eval(), class_labels=labels), (64, 4, 16, 16)
     optimizer = torch.optim.AdamW(step_loss.parameters(), lr=1e-4)
     if backend == "fxremat":
         reserve = fxremat.optimizer_state_bytes(optimizer) + LOOP_BYTES

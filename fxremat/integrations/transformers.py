@@ -51,11 +51,17 @@ def train_within(
       (`fxremat.accumulate_in_backward`).
     * What was planned is among the figures that the trainer logs.
 
+    Heads that TRL gives to models are traced as plain ops (`fxremat.integrations.trl`).
+
     Parts of the model that are compiled already stay as they are.
     """
     given = dict(options or {})
     if memory_budget is not None:
         given["memory_budget"] = memory_budget
+    if any(kind.__module__.startswith("trl.") for kind in type(trainer).__mro__):
+        from fxremat.integrations.trl import use_plain_heads
+
+        use_plain_heads()
     callbacks = trainer.callback_handler.callbacks
     callbacks.insert(0, _TrainWithin(trainer, given))  # before those that write figures
     return trainer

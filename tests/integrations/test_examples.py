@@ -85,15 +85,17 @@ EXAMPLE = {
     "dpo": ("trl_trainers", {"kind": "dpo"}),
     "grpo": ("trl_trainers", {"kind": "grpo"}),
 }
+SMALLER = {"dpo": 1 / 3, "grpo": 1 / 3}
+"""Parts of plain's peak for heads of 50,000 words."""
 
 
 @pytest.mark.parametrize("name", EXAMPLE)
-def test_a_loop_within_60_percent_has_the_losses_of_plain_compile(name: str) -> None:
+def test_a_loop_within_its_part_of_the_peak_has_the_losses_of_plain_compile(name: str) -> None:
     module, arguments = EXAMPLE[name]
     train = partial(importlib.import_module(module).train, **arguments)
     expected, plain = loop(train, "inductor", {})
     torch._dynamo.reset()
-    budget = int(PART * plain)
+    budget = int(SMALLER.get(name, PART) * plain)
     losses, peak = loop(train, "fxremat", {"memory_budget": budget})
     promised = predicted_bytes()
     print(f"{name}: plain {plain:,} budget {budget:,} measured {peak:,} promised {promised:,}")
