@@ -217,7 +217,7 @@ class Options:
         read_path,
         "FXREMAT_REPORT",
         "path or None",
-        "Folder for JSON files of each graph: problem, plan and report, with its timeline; "
+        "Folder for files of each graph: problem, plan and report, the step as a page and for viewers; "
         "of a refused budget too.",
         unset="no report",
     )
