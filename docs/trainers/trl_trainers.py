@@ -18,6 +18,7 @@ from tiny import TOKENS, Watch, language_model, run, tokenizer, unwatched
 from transformers import Trainer
 from trl import DPOConfig, DPOTrainer, GRPOConfig, GRPOTrainer, SFTConfig, SFTTrainer
 
+from fxremat.compat import compile_in_training
 from fxremat.integrations.transformers import train_within
 
 MANY_WORDS = 50_000
@@ -67,6 +68,7 @@ def dpo(folder: str, **more: Any) -> Trainer:
     model = language_model(words=MANY_WORDS)
     return DPOTrainer(
         model,
+        ref_model=language_model(words=MANY_WORDS),
         args=config,
         train_dataset=Dataset.from_list(rows),
         processing_class=tokenizer(MANY_WORDS),
@@ -83,13 +85,13 @@ def _even(completions: list[str], **_: Any) -> list[float]:
 
 
 def grpo(folder: str, **more: Any) -> Trainer:
-    """Four answers of 96 words to questions of 32."""
+    """Four answers of 64 words to questions of 32."""
     made = torch.Generator().manual_seed(1)
     data = Dataset.from_list([{"prompt": _words(32, made)} for _ in range(40)])
     config = GRPOConfig(
         per_device_train_batch_size=8,
         num_generations=4,
-        max_completion_length=96,
+        max_completion_length=64,
         **_arguments(folder),
     )
     model = language_model(words=MANY_WORDS)
@@ -115,7 +117,7 @@ def train(
         if backend == "fxremat":
             train_within(trainer, options=options)
         else:
-            trainer.model.compile(backend=backend)
+            compile_in_training(trainer.model, lambda _: {"backend": backend})
         trainer.train()
         return losses_of(trainer)
 
