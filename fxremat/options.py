@@ -217,8 +217,8 @@ class Options:
         read_path,
         "FXREMAT_REPORT",
         "path or None",
-        "Folder for files of each graph: problem, plan and report, the step as a page and for viewers; "
-        "of a refused budget too.",
+        "Folder for files of each graph: problem, plan and report, the step as a page and for "
+        "viewers; of a refused budget too.",
         unset="no report",
     )
     inductor: tuple[tuple[str, Any], ...] = _option(

@@ -32,7 +32,7 @@ def test_scratch_of_a_matmul(dtype: torch.dtype) -> None:
 
 
 def test_the_predicted_peak_is_the_measured_one() -> None:
-    model, x = seeded(lambda: Stack(2), 512, 32)
+    model, x = seeded(lambda: Stack(2), 4096, 32)
 
     def compiled(**options: Any) -> Any:
         torch._dynamo.reset()

@@ -1,0 +1,88 @@
+"""Fifty steps of a loop that does what loops do between two backwards: within the budget."""
+
+from __future__ import annotations
+
+import copy
+import io
+from collections.abc import Iterator
+from typing import Any
+
+import pytest
+import torch
+from torch import nn
+
+import fxremat
+from fxremat.cost.peak import held_bytes
+from tests.small import Stack, seeded
+
+STEPS = 50
+SMALL = 2**16
+"""Losses, norms, scales, and what a step makes for one weight."""
+
+
+@pytest.fixture(autouse=True)
+def _fresh() -> Iterator[None]:
+    torch._dynamo.reset()
+    yield
+    torch._dynamo.reset()
+
+
+class Loop:
+    """Micro-batches, clipping, a scaler, averaged weights, evaluation and saving."""
+
+    def __init__(self, model: nn.Module, x: torch.Tensor) -> None:
+        self.model, self.x = model, x
+        self.average = copy.deepcopy(model)
+        self.optimizer = torch.optim.AdamW(model.parameters(), lr=1e-3, fused=True)
+        self.scaler = torch.amp.GradScaler("cpu", init_scale=8.0)
+        self.losses: list[float] = []
+
+    def held(self) -> list[Any]:
+        """What stays from step to step."""
+        return [self.model, self.average, self.optimizer, self.x]
+
+    def run(self, compiled: Any, steps: int) -> None:
+        for step in range(steps):
+            self.model.train()
+            for _ in range(2):
+                loss = compiled(self.x) / 2
+                self.scaler.scale(loss).backward()
+            self.losses.append(float(loss))
+            self.scaler.unscale_(self.optimizer)
+            nn.utils.clip_grad_norm_(self.model.parameters(), 1.0)
+            self.scaler.step(self.optimizer)
+            self.scaler.update()
+            self.optimizer.zero_grad()
+            with torch.no_grad():
+                for mean, weight in zip(
+                    self.average.parameters(), self.model.parameters(), strict=True
+                ):
+                    mean.lerp_(weight, 0.1)
+            if step % 10 == 0:
+                self.model.eval()
+                with torch.no_grad():
+                    self.losses.append(float(compiled(self.x[:32])))
+                torch.save(self.model.state_dict(), io.BytesIO())
+
+
+def trained(options: dict[str, Any] | None) -> tuple[list[float], int]:
+    """The losses, and the measured peak of fifty steps, after a few that compile."""
+    model, x = seeded(lambda: Stack(2, 64), 2048, 64)
+    loop = Loop(model, x)
+    compiled: Any = model
+    if options is not None:
+        fxremat.accumulate_in_backward(model)
+        beside = fxremat.optimizer_state_bytes(loop.optimizer) + held_bytes(loop.average)
+        reserved = {"reserve": beside + SMALL, **options}
+        compiled = torch.compile(model, backend="fxremat", options=reserved)
+    loop.run(compiled, 2)
+    peak = fxremat.measure_peak(lambda: loop.run(compiled, STEPS), held=loop.held()).peak_bytes
+    return loop.losses, peak
+
+
+def test_fifty_steps_stay_within_the_budget() -> None:
+    expected, plain = trained(None)
+    budget = int(0.6 * plain)
+    losses, peak = trained({"memory_budget": budget})
+    assert peak <= budget
+    torch.testing.assert_close(losses, expected, rtol=1e-3, atol=1e-3)
