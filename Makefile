@@ -27,12 +27,13 @@ test-all: venv
 TRAINERS := build/trainers/bin/python
 
 test-integrations: $(TRAINERS)
-	$(TRAINERS) -m pytest -q tests/integrations
+	$(TRAINERS) -m pytest -q -s tests/integrations
 
 $(TRAINERS): pyproject.toml
 	test -x $@ || $(PYTHON3) -m venv build/trainers
 	$@ -m pip install -q "$(TORCH)"
 	$@ -m pip install -q -e ".[trainers]" pytest
+	$@ -c "import torchvision" 2>/dev/null || $@ -m pip uninstall -q -y torchvision  # for another torch
 	touch $@
 
 test-pages: venv
