@@ -15,13 +15,13 @@ WORDS = 4096
 TOKENS = 256
 
 
-def language_model(seed: int = 0, words: int = WORDS) -> LlamaForCausalLM:
+def language_model(seed: int = 0, words: int = WORDS, width: int = 256) -> LlamaForCausalLM:
     """A Llama of 4 layers."""
     torch.manual_seed(seed)
     config = LlamaConfig(
         vocab_size=words,
-        hidden_size=256,
-        intermediate_size=704,
+        hidden_size=width,
+        intermediate_size=11 * width // 4,
         num_hidden_layers=4,
         num_attention_heads=4,
         num_key_value_heads=4,

@@ -48,7 +48,7 @@ def sft(folder: str, **more: Any) -> Trainer:
     made = torch.Generator().manual_seed(1)
     data = Dataset.from_list([{"text": _words(TOKENS - 1, made)} for _ in range(40)])
     config = SFTConfig(per_device_train_batch_size=4, max_length=TOKENS, **_arguments(folder))
-    model = language_model(words=MANY_WORDS)
+    model = language_model(words=MANY_WORDS, width=64)
     return SFTTrainer(
         model, config, train_dataset=data, processing_class=tokenizer(MANY_WORDS), **more
     )
@@ -64,11 +64,16 @@ def dpo(folder: str, **more: Any) -> Trainer:
         }
         for _ in range(40)
     ]
-    config = DPOConfig(per_device_train_batch_size=4, max_length=TOKENS // 2, **_arguments(folder))
-    model = language_model(words=MANY_WORDS)
+    config = DPOConfig(
+        per_device_train_batch_size=4,
+        max_length=TOKENS // 2,
+        precompute_ref_log_probs=True,  # the other model would run between forward and backward
+        **_arguments(folder),
+    )
+    model = language_model(words=MANY_WORDS, width=64)
     return DPOTrainer(
         model,
-        ref_model=language_model(words=MANY_WORDS),
+        ref_model=language_model(words=MANY_WORDS, width=64),
         args=config,
         train_dataset=Dataset.from_list(rows),
         processing_class=tokenizer(MANY_WORDS),
@@ -94,7 +99,7 @@ def grpo(folder: str, **more: Any) -> Trainer:
         max_completion_length=64,
         **_arguments(folder),
     )
-    model = language_model(words=MANY_WORDS)
+    model = language_model(words=MANY_WORDS, width=64)
     return GRPOTrainer(
         model,
         reward_funcs=_even,
