@@ -25,7 +25,7 @@ if TYPE_CHECKING:
 class Partitioner(compat.CustomPartitionerFn):
     """Joint graph to (forward, backward), planned for ``request``.
 
-    They are not made ready for the compiler where only the plan is asked for.
+    Where only the plan is asked for, they are made ready to run uncompiled.
     """
 
     request: Request

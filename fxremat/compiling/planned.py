@@ -11,7 +11,7 @@ from fxremat import compat
 from fxremat.compiling import session
 from fxremat.compiling.costs import cost_model
 from fxremat.compiling.draft import Draft
-from fxremat.compiling.pipeline import FINISH, PREPARE, Runner
+from fxremat.compiling.pipeline import EXPLAIN, FINISH, PREPARE, Runner
 from fxremat.compiling.ranks import graph_digest, shared_answer
 from fxremat.compiling.reporting import large_output, refusal_of, report_of
 from fxremat.compiling.request import Request
@@ -31,7 +31,7 @@ log = logging.getLogger(__name__)
 def planned(draft: Draft, request: Request, current: Session, *, plan_only: bool) -> Halves:
     """The halves of the best candidate; its report goes to the session.
 
-    They are not made ready for the compiler where only the plan is asked for. Raises
+    Where only the plan is asked for, they are made ready to run uncompiled. Raises
     `InfeasibleBudget` where not even the candidate of least peak fits the budget, and
     `VerificationFailed` where the judge finds a mistake of ours.
     """
@@ -56,7 +56,9 @@ def planned(draft: Draft, request: Request, current: Session, *, plan_only: bool
     if current.study is not None:
         current.study(found, runner)
     halves = found.judged.draft.halves
-    if not plan_only:
+    if plan_only:
+        runner.run("apply", EXPLAIN, found.judged.draft)
+    else:
         tell_halves(current.graph, halves)
     return halves
 
