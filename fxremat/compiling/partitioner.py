@@ -49,8 +49,9 @@ class Partitioner(compat.CustomPartitionerFn):
             kwargs["num_fwd_outputs"],
             tuple(kwargs.get("static_lifetime_input_indices") or ()),
             as_torch_does,
+            self.plan_only,
         )
-        return planned(draft, self.request, current, plan_only=self.plan_only)
+        return planned(draft, self.request, current)
 
     def uuid(self) -> str:
         """Everything the partition depends on, as text."""

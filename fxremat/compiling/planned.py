@@ -28,7 +28,7 @@ from fxremat.version import build
 log = logging.getLogger(__name__)
 
 
-def planned(draft: Draft, request: Request, current: Session, *, plan_only: bool) -> Halves:
+def planned(draft: Draft, request: Request, current: Session) -> Halves:
     """The halves of the best candidate; its report goes to the session.
 
     Where only the plan is asked for, they are made ready to run uncompiled. Raises
@@ -41,10 +41,10 @@ def planned(draft: Draft, request: Request, current: Session, *, plan_only: bool
     costs = cost_model(request, draft.module.graph, f"graph {current.graph}")
     runner = Runner(costs, times)
     prepared = runner.run("prepare", PREPARE, draft)
-    judge = Judge(runner, plan_only)
+    judge = Judge(runner, draft.plan_only)
     found = _searched(Search(runner, Planning(request, times), judge, prepared))
     refusal = refusal_of(found, request)
-    if refusal is None and not plan_only:
+    if refusal is None and not draft.plan_only:
         found.judged.hand_over()
         runner.run("kernels", FINISH, found.judged.draft)
     current.report = report_of(found, request, current.graph, times.seconds)
@@ -56,7 +56,7 @@ def planned(draft: Draft, request: Request, current: Session, *, plan_only: bool
     if current.study is not None:
         current.study(found, runner)
     halves = found.judged.draft.halves
-    if plan_only:
+    if draft.plan_only:
         runner.run("apply", EXPLAIN, found.judged.draft)
     else:
         tell_halves(current.graph, halves)
