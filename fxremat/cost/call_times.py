@@ -36,7 +36,7 @@ FEWEST_RUNS, NEAR = 5, 0.03
 """A call is run so often at least, and until its two quickest runs differ by no more than this."""
 ENOUGH_SECONDS = 0.006
 """In all runs of a call together, at least."""
-MOST_RUNS, SHORT_SECONDS, MOST_SECONDS = 20, 0.04, 0.5
+MOST_RUNS, SHORT_SECONDS, MOST_SECONDS = 8, 0.04, 0.5
 """A call that takes longer is run so often at most; a shorter one for ``SHORT_SECONDS``, and none
 for more than ``MOST_SECONDS``."""
 YARDSTICK_SHARE = 0.5
@@ -210,8 +210,8 @@ def quickest(call: Callable[[], object], device: torch.device, pace: Pace | None
     call()
     runs = _Runs(call, device)
     yardstick = None if pace is None or pace.is_known else _Runs(pace.run, device)
-    if yardstick is not None:
-        yardstick.call()
+    if pace is not None and not pace.lately:
+        pace.run()
     with alone_on(device):
         while runs.go_on:
             runs.once_more()
