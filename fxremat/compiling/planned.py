@@ -20,6 +20,7 @@ from fxremat.compiling.searching.planning import Planning
 from fxremat.compiling.searching.search import Found, Search, decision_of
 from fxremat.compiling.session import Session
 from fxremat.compiling.stage_times import StageTimes
+from fxremat.cost.peak import uncollected
 from fxremat.errors import output_advice
 from fxremat.passes.halves import Halves
 from fxremat.report.telling import tell_halves
@@ -28,6 +29,7 @@ from fxremat.version import build
 log = logging.getLogger(__name__)
 
 
+@uncollected()  # a graph that is compiled lives on: there is little to collect
 def planned(draft: Draft, request: Request, current: Session) -> Halves:
     """The halves of the best candidate; its report goes to the session.
 

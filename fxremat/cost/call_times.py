@@ -36,9 +36,9 @@ FEWEST_RUNS, NEAR = 5, 0.03
 """A call is run so often at least, and until its two quickest runs differ by no more than this."""
 ENOUGH_SECONDS = 0.006
 """In all runs of a call together, at least."""
-MOST_RUNS, SHORT_SECONDS, MOST_SECONDS = 8, 0.04, 0.5
-"""A call that takes longer is run so often at most; a shorter one for ``SHORT_SECONDS``, and none
-for more than ``MOST_SECONDS``."""
+SHORT_SECONDS, MOST_SECONDS = 0.04, 0.5
+"""Where runs do not agree, they end after ``SHORT_SECONDS``, if they were so many; after
+``MOST_SECONDS`` in any case."""
 YARDSTICK_SHARE = 0.5
 """Of that time: what runs of the yardstick may add."""
 SECONDS_TO_ONESELF = 0.01
@@ -170,6 +170,7 @@ class _Runs:
     """Of the disturbed ones, too."""
     quickest: float = math.inf
     next_quickest: float = math.inf
+    made: int = 0
     counted: int = 0
     counted_seconds: float = 0.0
     spent: float = 0.0
@@ -179,7 +180,7 @@ class _Runs:
         before = _interruptions(self.device)
         seconds = _seconds(self.call, self.device)
         together = seconds * _calls_of(self.device)
-        self.spent += together
+        self.made, self.spent = self.made + 1, self.spent + together
         self.quickest_of_all = min(self.quickest_of_all, seconds)
         if _interruptions(self.device) - before > seconds / SECONDS_TO_ONESELF:
             return None
@@ -191,8 +192,8 @@ class _Runs:
     @property
     def go_on(self) -> bool:
         """Whether another run is to be made."""
-        most = MOST_RUNS * self.quickest_of_all * _calls_of(self.device) if self.spent else 0.0
-        return self.spent < min(MOST_SECONDS, max(SHORT_SECONDS, most)) and not self.agree()
+        most = SHORT_SECONDS if self.made >= FEWEST_RUNS else MOST_SECONDS
+        return self.spent < min(most, MOST_SECONDS) and not self.agree()
 
     def agree(self) -> bool:
         """Whether the two quickest do, and there are enough of them."""
