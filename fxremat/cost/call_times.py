@@ -37,7 +37,7 @@ FEWEST_RUNS, NEAR = 5, 0.03
 ENOUGH_SECONDS = 0.006
 """In all runs of a call together, at least."""
 SHORT_SECONDS, MOST_SECONDS = 0.04, 0.5
-"""Where runs do not agree, they end after ``SHORT_SECONDS``, if they were so many; after
+"""Where runs do not agree, they end after ``SHORT_SECONDS``, once two of them count; after
 ``MOST_SECONDS`` in any case."""
 YARDSTICK_SHARE = 0.5
 """Of that time: what runs of the yardstick may add."""
@@ -170,7 +170,6 @@ class _Runs:
     """Of the disturbed ones, too."""
     quickest: float = math.inf
     next_quickest: float = math.inf
-    made: int = 0
     counted: int = 0
     counted_seconds: float = 0.0
     spent: float = 0.0
@@ -180,7 +179,7 @@ class _Runs:
         before = _interruptions(self.device)
         seconds = _seconds(self.call, self.device)
         together = seconds * _calls_of(self.device)
-        self.made, self.spent = self.made + 1, self.spent + together
+        self.spent += together
         self.quickest_of_all = min(self.quickest_of_all, seconds)
         if _interruptions(self.device) - before > seconds / SECONDS_TO_ONESELF:
             return None
@@ -192,7 +191,7 @@ class _Runs:
     @property
     def go_on(self) -> bool:
         """Whether another run is to be made."""
-        most = SHORT_SECONDS if self.made >= FEWEST_RUNS else MOST_SECONDS
+        most = SHORT_SECONDS if self.counted > 1 else MOST_SECONDS
         return self.spent < min(most, MOST_SECONDS) and not self.agree()
 
     def agree(self) -> bool:
