@@ -5,6 +5,7 @@ from __future__ import annotations
 import logging
 from collections.abc import Iterator, Mapping
 from dataclasses import replace
+from typing import Any
 
 import pytest
 import torch
@@ -80,7 +81,7 @@ def test_a_wrong_gradient_is_refused_with_the_name_of_the_rule(
     use(monkeypatch, replace(CHUNKED_LOSS, find=find_negated))
     assert explained().graphs[0].variants
     model, x = seeded(Classifier, 512, 16)
-    given = {**OPTIONS, "memory_budget": "6MiB"}
+    given: dict[str, Any] = {**OPTIONS, "memory_budget": "6MiB"}
     step = torch.compile(model, backend="fxremat", options=given)
     with pytest.raises(BackendCompilerFailed) as refused:
         step(x)
