@@ -2,10 +2,9 @@
 
     python -m benchmarks.explaining [--models gpt,gpt256,gpt32] [--percents 50,80] [--times 3]
 
-Budgets are parts of the peak if nothing runs again. Each row is a process of its own, in which
-torch is imported, and every explanation has empty caches on disk. ``first`` is the first explanation
-of the process, which imports Inductor too; ``again`` is the median of those after it, and so are the
-stages.
+Budgets are parts of the peak if nothing runs again. Each row is a process of its own in which torch
+is imported, and every explanation has empty caches on disk. ``first`` is the first explanation of
+the process, which imports Inductor too. ``again`` is the median of those after it; so are stages.
 """
 
 import argparse
