@@ -110,3 +110,11 @@ def test_without_verification_it_is_left_out_with_a_warning(
     with caplog.at_level(logging.WARNING), pytest.raises(fxremat.InfeasibleBudget):
         explained(verify=False)
     assert "the rule chunked_loss is left out: finding its sites raised KeyError" in caplog.text
+
+
+def test_what_is_compiled_takes_what_was_explained() -> None:
+    told = explained()
+    model, x = seeded(Classifier, 512, 16)
+    given: dict[str, Any] = {**OPTIONS, "memory_budget": "6MiB"}
+    torch.compile(model, backend="fxremat", options=given)(x)
+    assert fxremat.reports()[-1].predicted_peak_bytes == told.predicted_peak_bytes
