@@ -19,7 +19,7 @@ from fxremat.passes.inplace import WriteInPlace
 from fxremat.passes.offload import AddBeforePutting
 from fxremat.passes.recompute import ApplyPlan
 from fxremat.passes.user_tags import ObeyMustRecompute, ProtectMutatedInputs
-from fxremat.passes.variants.chunks.inductor_kernels import CompileRows, LayOutRows
+from fxremat.passes.variants.chunks.inductor_kernels import CompileRows, InterpretRows, LayOutRows
 from fxremat.runtime.chunks.operator import ROWS
 from tests.graphs import batch, capture, mlp
 
@@ -145,3 +145,12 @@ def test_rows_are_laid_out_before_they_are_compiled() -> None:
     module = small.module(small.y)
     refused(LayOutRows(), module, "ensures")
     refused(CompileRows(), module, "requires")
+
+
+def test_rows_are_interpreted_where_nothing_is_compiled() -> None:
+    small = Small()
+    call = small.graph.call_function(ROWS, (), {"fused": True})
+    module = small.module(small.y)
+    assert InterpretRows().call(module).modified
+    assert call.kwargs == {"fused": False}
+    assert not InterpretRows().call(Small().module()).modified

@@ -337,3 +337,20 @@ def test_where_small_numbers_differ_the_whole_decides(monkeypatch: pytest.Monkey
     monkeypatch.setattr(spot_checks, "_compared", differs_where_small)
     verdict = judge(joint, site)
     assert (verdict.checked, verdict.small) == (1, 0)
+
+
+def test_numbers_are_tried_on_one_thread(monkeypatch: pytest.MonkeyPatch) -> None:
+    threads, seen, run = torch.get_num_threads(), set[int](), spot_checks._run
+    torch.set_num_threads(threads + 1)
+
+    def counted(*args: Any) -> None:
+        seen.add(torch.get_num_threads())
+        run(*args)
+
+    monkeypatch.setattr(spot_checks, "_run", counted)
+    try:
+        joint = graph_of("mlp")
+        assert judge(joint, one_site(joint, "chunked_mlp")).checked == 1
+        assert (seen, torch.get_num_threads()) == ({1}, threads + 1)
+    finally:
+        torch.set_num_threads(threads)

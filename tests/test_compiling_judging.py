@@ -5,12 +5,15 @@ from __future__ import annotations
 import logging
 from collections.abc import Iterator, Mapping
 from dataclasses import replace
+from typing import Any
 
 import pytest
 import torch
 from torch import fx
+from torch._dynamo.exc import BackendCompilerFailed
 
 import fxremat
+from fxremat import compat
 from fxremat.explaining import Explanation
 from fxremat.passes.joint_graph import JointGraph
 from fxremat.passes.nodes import add_call
@@ -74,9 +77,24 @@ def test_the_rule_is_taken_as_it_is() -> None:
 def test_a_wrong_gradient_is_refused_with_the_name_of_the_rule(
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:
+    """Numbers are tried where it is to be compiled; a plan alone runs none."""
     use(monkeypatch, replace(CHUNKED_LOSS, find=find_negated))
-    with pytest.raises(fxremat.VerificationFailed, match="variant chunked_loss"):
-        explained()
+    assert explained().graphs[0].variants
+    model, x = seeded(Classifier, 512, 16)
+    given: dict[str, Any] = {**OPTIONS, "memory_budget": "6MiB"}
+    step = torch.compile(model, backend="fxremat", options=given)
+    with pytest.raises(BackendCompilerFailed) as refused:
+        step(x)
+    error = refused.value.inner_exception
+    assert isinstance(error, fxremat.VerificationFailed)
+    assert "variant chunked_loss" in str(error)
+
+
+def test_no_kernel_of_a_variant_is_compiled_for_a_plan(monkeypatch: pytest.MonkeyPatch) -> None:
+    """The forward runs once, operator by operator."""
+    monkeypatch.setattr(compat, "compile_kernel", lambda module: pytest.fail("it was compiled"))
+    monkeypatch.setattr(compat, "begin_kernel", lambda module: pytest.fail("it was begun"))
+    assert explained().graphs[0].variants
 
 
 def test_a_rule_that_raises_is_refused_with_its_name(monkeypatch: pytest.MonkeyPatch) -> None:
@@ -92,3 +110,11 @@ def test_without_verification_it_is_left_out_with_a_warning(
     with caplog.at_level(logging.WARNING), pytest.raises(fxremat.InfeasibleBudget):
         explained(verify=False)
     assert "the rule chunked_loss is left out: finding its sites raised KeyError" in caplog.text
+
+
+def test_what_is_compiled_takes_what_was_explained() -> None:
+    told = explained()
+    model, x = seeded(Classifier, 512, 16)
+    given: dict[str, Any] = {**OPTIONS, "memory_budget": "6MiB"}
+    torch.compile(model, backend="fxremat", options=given)(x)
+    assert fxremat.reports()[-1].predicted_peak_bytes == told.predicted_peak_bytes

@@ -8,7 +8,9 @@ from typing import Any
 import pytest
 import torch
 
-from fxremat.cost.number_file import NumberFile, number_path
+from fxremat.cost import number_file
+from fxremat.cost.number_file import NumberFile, number_path, written_together
+from fxremat.disk_cache import write_whole
 
 
 @pytest.fixture
@@ -41,3 +43,23 @@ def test_numbers_of_a_cpu_are_those_of_its_threads(tmp_path: Path) -> None:
         assert number_path(tmp_path, host, "workspaces") != before
     finally:
         torch.set_num_threads(threads)
+
+
+def test_numbers_that_are_added_together_are_written_once(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    path, written = tmp_path / "numbers.json", list[Path]()
+
+    def write(to: Path, text: str) -> None:
+        written.append(to)
+        write_whole(to, text)
+
+    monkeypatch.setattr(number_file, "write_whole", write)
+    with written_together():
+        file = NumberFile(path)
+        for number in range(10):
+            file.add(f"{number}", float(number))
+        NumberFile(path).add("theirs", 0.5)
+        assert (len(file.numbers), written) == (10, [])
+    assert written == [path, path]
+    assert len(NumberFile(path).numbers) == 11

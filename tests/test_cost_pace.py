@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import time
 from collections.abc import Callable
 from pathlib import Path
 
@@ -18,16 +19,20 @@ class Machine:
     """Every run takes its seconds times how slow the machine is just now."""
 
     def __init__(self, pace: Pace, monkeypatch: pytest.MonkeyPatch) -> None:
-        self.slowness, self.pace, self.runs = 1.0, pace, 0
+        self.slowness, self.pace, self.runs, self.now = 1.0, pace, 0, 0.0
+        monkeypatch.setattr(time, "monotonic", lambda: self.now)
         monkeypatch.setattr(call_times, "_interruptions", lambda device: 0)
         monkeypatch.setattr(call_times, "_seconds", self.seconds)
 
     def seconds(self, call: Callable[[], object], device: torch.device) -> float:
         is_yardstick = call == self.pace.run
         self.runs += is_yardstick
-        return self.slowness * (1e-3 if is_yardstick else 7e-3)
+        took = self.slowness * (1e-3 if is_yardstick else 7e-3)
+        self.now += took
+        return took
 
-    def timed(self) -> float:
+    def timed(self, after: float = 60.0) -> float:
+        self.now += after
         return call_times.quickest(lambda: None, HOST, self.pace).us
 
 
@@ -58,6 +63,16 @@ def test_another_process_goes_on_from_the_pace_on_disk(machine: Machine, tmp_pat
 def test_the_yardstick_takes_part_of_the_time(machine: Machine) -> None:
     machine.timed()
     assert 5 <= machine.runs <= 20  # of 1 ms, beside five runs of 7 ms
+
+
+def test_runs_of_the_yardstick_count_for_some_moments(machine: Machine) -> None:
+    """Calls that are timed one after the other share them."""
+    for _ in range(20):
+        machine.timed(after=0.0)
+    shared, machine.runs = machine.runs, 0
+    for _ in range(20):
+        machine.timed()
+    assert 20 <= shared < machine.runs / 2
 
 
 def test_the_yardstick_is_a_matmul(tmp_path: Path) -> None:

@@ -12,7 +12,8 @@ runs as it is, if it may be so large: sizes may be in constants in a way that no
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Mapping
+from collections.abc import Iterable, Iterator, Mapping
+from contextlib import contextmanager
 from dataclasses import dataclass
 from typing import Any
 
@@ -187,6 +188,17 @@ def _compared(
     )
 
 
+@contextmanager
+def _on_one_thread() -> Iterator[None]:
+    """Parts are small: threads would wait for each other longer than they compute."""
+    threads = torch.get_num_threads()
+    torch.set_num_threads(1)
+    try:
+        yield
+    finally:
+        torch.set_num_threads(threads)
+
+
 def spot_check(cut: SiteCut, error: float | None) -> Verdict:
     """What differs; `error` is allowed beside rounding.
 
@@ -197,7 +209,7 @@ def spot_check(cut: SiteCut, error: float | None) -> Verdict:
         return _right[key]
     if key in _unchecked:
         raise Unchecked(_unchecked[key])
-    with compat.apart(), compat.random_state_kept(), torch.no_grad():
+    with compat.apart(), compat.random_state_kept(), _on_one_thread():
         try:
             verdict = _Trial(cut, error).verdict()
         except Unchecked as reason:

@@ -20,6 +20,7 @@ from fxremat.cost.cuda_reductions import Multiprocessors
 from fxremat.cost.cuda_scratch import CudaScratch
 from fxremat.cost.device import DeviceSpec, device_spec
 from fxremat.cost.loop_rates import measured_rates
+from fxremat.cost.number_file import written_together
 from fxremat.cost.op_timers import Measured, Roofline
 from fxremat.cost.workspaces import Workspaces
 from fxremat.passes.base import Changed, Pass
@@ -107,6 +108,10 @@ class CostModel:
 
     def estimate(self, joint: JointGraph, inserted: Sequence[InsertedVariant] = ()) -> Estimate:
         """And the variants that are inserted to choose from."""
+        with written_together():
+            return self._estimate(joint, inserted)
+
+    def _estimate(self, joint: JointGraph, inserted: Sequence[InsertedVariant]) -> Estimate:
         found = estimate(
             joint,
             self.timer,

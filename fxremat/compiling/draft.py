@@ -24,16 +24,17 @@ class Draft:
     """A graph, and what the passes have made of it so far, in this order.
 
     What no pass has made yet is None. ``static`` are the positions of inputs that stay where they
-    are from step to step; ``partition`` is torch's own. ``sites``,
-    ``plan`` and ``held`` say what is asked of the passes that come next (``held``: at which steps
-    the plan's order is held, None for all), ``taken`` are the variants that stand in the joint
-    graph.
+    are from step to step; ``partition`` is torch's own; ``plan_only`` says that nothing of it will
+    be compiled. ``sites``, ``plan`` and ``held`` say what is asked of the passes that come next
+    (``held``: at which steps the plan's order is held, None for all), ``taken`` are the variants
+    that stand in the joint graph.
     """
 
     module: fx.GraphModule
     num_forward_outputs: int
     static: tuple[int, ...] = ()
     partition: Callable[[fx.GraphModule], Halves] = NOT_YET
+    plan_only: bool = False
     joint: JointGraph = NOT_YET
     sites: tuple[Site, ...] = ()
     taken: tuple[InsertedVariant, ...] = ()

@@ -65,13 +65,14 @@ def prepared(by: type[Pass], rights: Rights) -> Judge:
 
 @_of_both
 def stand_ins(before: Draft, after: Draft) -> None:
-    """Each variant computes what it stands for."""
+    """Each variant computes what it stands for; numbers are tried where it is to be compiled."""
     lossy = {rule.name for rule in RULES if rule.lossy}
     verdict = check_variants(
         before.joint.module.graph,
         after.joint.module.graph,
         [_told(one, lossy=one.rule in lossy) for one in after.taken],
         num_forward_outputs=before.num_forward_outputs,
+        numbers=not before.plan_only,
     )
     for site, why in verdict.unchecked:
         log.debug("%s was not tried on numbers: %s", site, why)

@@ -25,7 +25,7 @@ if TYPE_CHECKING:
 class Partitioner(compat.CustomPartitionerFn):
     """Joint graph to (forward, backward), planned for ``request``.
 
-    They are not made ready for the compiler where only the plan is asked for.
+    Where only the plan is asked for, they are made ready to run uncompiled.
     """
 
     request: Request
@@ -49,8 +49,9 @@ class Partitioner(compat.CustomPartitionerFn):
             kwargs["num_fwd_outputs"],
             tuple(kwargs.get("static_lifetime_input_indices") or ()),
             as_torch_does,
+            self.plan_only,
         )
-        return planned(draft, self.request, current, plan_only=self.plan_only)
+        return planned(draft, self.request, current)
 
     def uuid(self) -> str:
         """Everything the partition depends on, as text."""

@@ -5,6 +5,7 @@
     APPLY     with the plan of a candidate       ->  forward and backward module
     BEGIN     a candidate that may be taken      ->  the same, and its own kernels in the making
     FINISH    the candidate that was taken       ->  what Inductor compiles
+    EXPLAIN   the same, where only plans count   ->  what runs uncompiled
 
 Torch's own partition is a candidate, too: AS_TORCH, and DONATE where its backward is to write over
 what was saved. Candidates, and which of them is taken: `fxremat.compiling.searching.search`.
@@ -37,7 +38,12 @@ from fxremat.passes.joint_graph import CleanUp, JointGraph
 from fxremat.passes.offload import AddBeforePutting
 from fxremat.passes.recompute import ApplyPlan
 from fxremat.passes.user_tags import ObeyMustRecompute, ProtectMutatedInputs
-from fxremat.passes.variants.chunks.inductor_kernels import BeginRows, CompileRows, LayOutRows
+from fxremat.passes.variants.chunks.inductor_kernels import (
+    BeginRows,
+    CompileRows,
+    InterpretRows,
+    LayOutRows,
+)
 from fxremat.passes.variants.insertion import TakeVariants
 
 log = logging.getLogger(__name__)
@@ -155,6 +161,7 @@ AS_TORCH = (Use(lambda d, costs: CutAsTorch(d.partition), _halves, judge=judging
 DONATE = (Use(lambda d, costs: DonateSaved(d.halves[1], d.num_forward_outputs)),)
 BEGIN = (Use(lambda d, costs: BeginRows(), when=_compiled, halves=True),)
 FINISH = (Use(lambda d, costs: CompileRows(), when=_compiled, halves=True),)
+EXPLAIN = (Use(lambda d, costs: InterpretRows(), when=_compiled, halves=True),)
 
 
 @dataclass(frozen=True)

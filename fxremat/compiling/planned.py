@@ -11,7 +11,7 @@ from fxremat import compat
 from fxremat.compiling import session
 from fxremat.compiling.costs import cost_model
 from fxremat.compiling.draft import Draft
-from fxremat.compiling.pipeline import FINISH, PREPARE, Runner
+from fxremat.compiling.pipeline import EXPLAIN, FINISH, PREPARE, Runner
 from fxremat.compiling.ranks import graph_digest, shared_answer
 from fxremat.compiling.reporting import large_output, refusal_of, report_of
 from fxremat.compiling.request import Request
@@ -20,6 +20,7 @@ from fxremat.compiling.searching.planning import Planning
 from fxremat.compiling.searching.search import Found, Search, decision_of
 from fxremat.compiling.session import Session
 from fxremat.compiling.stage_times import StageTimes
+from fxremat.cost.peak import uncollected
 from fxremat.errors import output_advice
 from fxremat.passes.halves import Halves
 from fxremat.report.telling import tell_halves
@@ -28,10 +29,11 @@ from fxremat.version import build
 log = logging.getLogger(__name__)
 
 
-def planned(draft: Draft, request: Request, current: Session, *, plan_only: bool) -> Halves:
+@uncollected()  # a graph that is compiled lives on: there is little to collect
+def planned(draft: Draft, request: Request, current: Session) -> Halves:
     """The halves of the best candidate; its report goes to the session.
 
-    They are not made ready for the compiler where only the plan is asked for. Raises
+    Where only the plan is asked for, they are made ready to run uncompiled. Raises
     `InfeasibleBudget` where not even the candidate of least peak fits the budget, and
     `VerificationFailed` where the judge finds a mistake of ours.
     """
@@ -41,10 +43,10 @@ def planned(draft: Draft, request: Request, current: Session, *, plan_only: bool
     costs = cost_model(request, draft.module.graph, f"graph {current.graph}")
     runner = Runner(costs, times)
     prepared = runner.run("prepare", PREPARE, draft)
-    judge = Judge(runner, plan_only)
+    judge = Judge(runner, draft.plan_only)
     found = _searched(Search(runner, Planning(request, times), judge, prepared))
     refusal = refusal_of(found, request)
-    if refusal is None and not plan_only:
+    if refusal is None and not draft.plan_only:
         found.judged.hand_over()
         runner.run("kernels", FINISH, found.judged.draft)
     current.report = report_of(found, request, current.graph, times.seconds)
@@ -56,7 +58,9 @@ def planned(draft: Draft, request: Request, current: Session, *, plan_only: bool
     if current.study is not None:
         current.study(found, runner)
     halves = found.judged.draft.halves
-    if not plan_only:
+    if draft.plan_only:
+        runner.run("apply", EXPLAIN, found.judged.draft)
+    else:
         tell_halves(current.graph, halves)
     return halves
 

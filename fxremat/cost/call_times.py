@@ -34,8 +34,11 @@ from fxremat.cost.roofline import SizeOf, flops_of_call
 
 FEWEST_RUNS, NEAR = 5, 0.03
 """A call is run so often at least, and until its two quickest runs differ by no more than this."""
-ENOUGH_SECONDS, MOST_SECONDS = 0.02, 0.5
-"""In all runs of a call together: at least, and at most."""
+ENOUGH_SECONDS = 0.006
+"""In all runs of a call together, at least."""
+SHORT_SECONDS, MOST_SECONDS = 0.04, 0.5
+"""Where runs do not agree, they end after ``SHORT_SECONDS``, once two of them count; after
+``MOST_SECONDS`` in any case."""
 YARDSTICK_SHARE = 0.5
 """Of that time: what runs of the yardstick may add."""
 SECONDS_TO_ONESELF = 0.01
@@ -171,17 +174,25 @@ class _Runs:
     counted_seconds: float = 0.0
     spent: float = 0.0
 
-    def once_more(self) -> None:
-        """Run it; what others have disturbed is not counted."""
+    def once_more(self) -> float | None:
+        """Run it; its seconds, or None, not counted, where others have disturbed it."""
         before = _interruptions(self.device)
         seconds = _seconds(self.call, self.device)
         together = seconds * _calls_of(self.device)
         self.spent += together
         self.quickest_of_all = min(self.quickest_of_all, seconds)
-        if _interruptions(self.device) - before <= seconds / SECONDS_TO_ONESELF:
-            self.counted, self.counted_seconds = self.counted + 1, self.counted_seconds + together
-            all_three = sorted((self.quickest, self.next_quickest, seconds))
-            self.quickest, self.next_quickest = all_three[:2]
+        if _interruptions(self.device) - before > seconds / SECONDS_TO_ONESELF:
+            return None
+        self.counted, self.counted_seconds = self.counted + 1, self.counted_seconds + together
+        all_three = sorted((self.quickest, self.next_quickest, seconds))
+        self.quickest, self.next_quickest = all_three[:2]
+        return seconds
+
+    @property
+    def go_on(self) -> bool:
+        """Whether another run is to be made."""
+        most = SHORT_SECONDS if self.counted > 1 else MOST_SECONDS
+        return self.spent < min(most, MOST_SECONDS) and not self.agree()
 
     def agree(self) -> bool:
         """Whether the two quickest do, and there are enough of them."""
@@ -198,19 +209,19 @@ def quickest(call: Callable[[], object], device: torch.device, pace: Pace | None
     """
     call()
     runs = _Runs(call, device)
-    yardstick = None if pace is None else _Runs(pace.run, device)
-    if yardstick is not None:
-        yardstick.call()
+    yardstick = None if pace is None or pace.is_known else _Runs(pace.run, device)
+    if pace is not None and not pace.lately:
+        pace.run()
     with alone_on(device):
-        while runs.spent < MOST_SECONDS and not runs.agree():
+        while runs.go_on:
             runs.once_more()
-            if yardstick is not None and yardstick.spent <= YARDSTICK_SHARE * runs.spent:
-                yardstick.once_more()
+            if pace is None or yardstick is None or pace.is_known:
+                continue
+            if yardstick.spent <= YARDSTICK_SHARE * runs.spent:
+                pace.note(yardstick.once_more())
     disturbed = not runs.counted
     us = 1e6 * (runs.quickest_of_all if disturbed else runs.quickest)
-    if pace is not None and yardstick is not None and yardstick.counted:
-        us = pace.to_first_pace(us, 1e6 * yardstick.quickest)
-    return Timing(us, disturbed)
+    return Timing(us if pace is None else pace.to_first_pace(us), disturbed)
 
 
 def _calls_of(device: torch.device) -> int:

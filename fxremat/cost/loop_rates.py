@@ -117,8 +117,8 @@ def measured_rates(
     if not numbers.keys() >= {_CALL, *FUNCTIONS}:
         with outside_fake_mode(), torch.no_grad():
             numbers, disturbed = _measure(device, pace_of(device, directory))
-        for key, number in numbers.items() if not disturbed else ():
-            file.add(key, number)
+        if not disturbed:
+            file.add_all(numbers)
     bandwidth = [
         (int(key.removeprefix(_BANDWIDTH)), number)
         for key, number in numbers.items()

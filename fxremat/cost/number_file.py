@@ -8,7 +8,9 @@ from __future__ import annotations
 import json
 import platform
 import re
-from contextlib import suppress
+from collections.abc import Iterator, Mapping
+from contextlib import contextmanager, suppress
+from contextvars import ContextVar
 from pathlib import Path
 from typing import Any
 
@@ -32,9 +34,38 @@ class NumberFile:
         return {}
 
     def add(self, key: str, number: float) -> None:
-        """Keep one more number, and what other processes have written meanwhile."""
-        self.numbers = {**self._read(), **self.numbers, key: number}
+        """Keep one more number."""
+        self.add_all({key: number})
+
+    def add_all(self, numbers: Mapping[str, float]) -> None:
+        """Keep more numbers."""
+        self.numbers = {**self.numbers, **numbers}
+        waiting = _waiting.get()
+        if waiting is None:
+            self.write()
+        else:
+            waiting[id(self)] = self
+
+    def write(self) -> None:
+        """All numbers, and what other processes have written meanwhile."""
+        self.numbers = {**self._read(), **self.numbers}
         write_whole(self.path, json.dumps(self.numbers, indent=0))
+
+
+_waiting: ContextVar[dict[int, NumberFile] | None] = ContextVar("_waiting", default=None)
+
+
+@contextmanager
+def written_together() -> Iterator[None]:
+    """Inside, numbers are added in memory; each file is written once, at the end."""
+    waiting: dict[int, NumberFile] = {}
+    token = _waiting.set(waiting)
+    try:
+        yield
+    finally:
+        _waiting.reset(token)
+        for file in waiting.values():
+            file.write()
 
 
 def number_path(directory: Path, device: torch.device, kind: str) -> Path:

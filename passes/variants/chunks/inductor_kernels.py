@@ -100,6 +100,20 @@ class LayOutRows(Pass):
 
 
 @dataclass(frozen=True)
+class InterpretRows(Pass):
+    """Has the calls of one half run operator by operator: nothing is compiled for a run or two."""
+
+    name = "rows by operator"
+
+    def call(self, module: fx.GraphModule) -> Changed:
+        """Works in place."""
+        for node in _calls(module):
+            node.kwargs = {**node.kwargs, "fused": False}
+        module.recompile()
+        return Changed(module, any(True for _ in _calls(module)))
+
+
+@dataclass(frozen=True)
 class BeginRows(Pass):
     """Begins to compile the kernels that the calls of one half run; the graph stays as it is."""
 
