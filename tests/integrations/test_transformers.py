@@ -1,0 +1,102 @@
+"""`train_within` beside what else a Trainer does; TRL's heads as plain ops."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+
+import fxremat
+
+EXAMPLES = Path(__file__).parents[2] / "docs" / "trainers"
+
+
+@pytest.fixture(autouse=True)
+def _fresh(monkeypatch: pytest.MonkeyPatch) -> Iterator[None]:
+    monkeypatch.syspath_prepend(str(EXAMPLES))
+    torch._dynamo.reset()
+    yield
+    torch._dynamo.reset()
+
+
+def test_micro_batches_and_evaluation_and_figures_in_the_logs(tmp_path: Path) -> None:
+    """Evaluation gets logits, also in the middle; losses are those without fxremat."""
+    from hf_trainer import losses_of
+    from tiny import WORDS, language_model, texts
+    from transformers import Trainer, TrainingArguments
+
+    from fxremat.integrations.transformers import train_within
+
+    shapes: list[tuple[int, ...]] = []
+
+    def look(prediction: Any) -> dict[str, float]:
+        shapes.append(prediction.predictions.shape)
+        return {}
+
+    def trained(folder: Path, *, within: bool) -> Trainer:
+        arguments = TrainingArguments(
+            output_dir=str(folder),
+            per_device_train_batch_size=2,
+            gradient_accumulation_steps=2,
+            max_steps=4,
+            logging_steps=1,
+            eval_strategy="steps",
+            eval_steps=2,
+            save_strategy="no",
+            report_to=[],
+            use_cpu=True,
+        )
+        data = texts(16)
+        trainer = Trainer(
+            language_model(),
+            arguments,
+            train_dataset=data,
+            eval_dataset=data[:2],
+            compute_metrics=look,
+        )
+        if within:
+            train_within(trainer, "150MiB", options={"executor": "aot_eager"})
+        trainer.train()
+        return trainer
+
+    expected, trainer = trained(tmp_path, within=False), trained(tmp_path, within=True)
+    torch.testing.assert_close(losses_of(trainer), losses_of(expected), rtol=1e-4, atol=1e-4)
+    assert len(shapes) == 4
+    assert {shape[-1] for shape in shapes} == {WORDS}
+    logged = [line for line in trainer.state.log_history if "loss" in line]
+    assert all(line["fxremat/budget(GiB)"] == pytest.approx(150 / 1024) for line in logged)
+    (report,) = fxremat.reports()
+    assert report.predicted_peak_bytes <= 150 * 2**20
+
+
+@pytest.mark.parametrize("bias", [True, False])
+@pytest.mark.parametrize(("softcap", "scale", "temperature"), [(None, 1.0, 1.0), (5.0, 0.5, 0.7)])
+def test_a_plain_head_computes_what_the_head_of_trl_does(
+    bias: bool, softcap: float | None, scale: float, temperature: float
+) -> None:
+    """All outputs, and the gradients that log-probability and entropy give."""
+    from trl.trainer import utils
+
+    from fxremat.integrations.trl import OUTPUTS, head, use_plain_heads
+
+    use_plain_heads()
+    use_plain_heads()  # again is no change
+    own: Any = utils._ChunkedLogProbFunction
+    torch.manual_seed(0)
+    made = [torch.randn(24, 16), torch.randn(100, 16), torch.randn(100) if bias else None]
+    targets = torch.randint(0, 100, (24,))
+    found = []
+    for compute in (own.apply, head):
+        given = [None if x is None else x.clone().requires_grad_() for x in made]
+        results = compute(*given, targets, temperature, 32, softcap, scale, OUTPUTS)
+        (results[0].sum() + 0.3 * results[1].square().sum()).backward()
+        found.append((results, [None if x is None else x.grad for x in given]))
+    (theirs, their_grads), (ours, our_grads) = found
+    torch.testing.assert_close(ours[:4], theirs[:4], rtol=1e-4, atol=1e-4)
+    assert torch.equal(ours[4], theirs[4])
+    torch.testing.assert_close(our_grads, their_grads, rtol=1e-4, atol=1e-4)
+    only = head(*made, targets, temperature, 32, softcap, scale, ("log_probs",))  # type: ignore[arg-type]
+    assert [x is None for x in only] == [False, True, True, True, True]
