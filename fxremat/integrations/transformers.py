@@ -11,6 +11,7 @@ and made its optimizer.
 
 from __future__ import annotations
 
+import os
 from collections.abc import Mapping
 from typing import Any
 
@@ -86,12 +87,16 @@ class _TrainWithin(TrainerCallback):  # type: ignore[misc]
             loss_only(model)
         if args.gradient_accumulation_steps > 1:
             accumulate_in_backward(model)
-        beside = _beside(model, optimizer, args.device)
+        is_told = "reserve" in self._options or "FXREMAT_RESERVE" in os.environ
+        beside = None if is_told else _beside(model, optimizer, args.device)
 
         def how(inputs: Any) -> dict[str, Any]:
             """The loader may have the next batch ready, of the size of this one."""
-            options = {"reserve": beside + held_bytes(inputs, device=args.device) + LOOP_BYTES}
-            return {"backend": "fxremat", "options": {**options, **self._options}}
+            options = dict(self._options)
+            if beside is not None:
+                batch = held_bytes(inputs, device=args.device)
+                options["reserve"] = beside + batch + LOOP_BYTES
+            return {"backend": "fxremat", "options": options}
 
         compat.compile_in_training(model, how)
 
