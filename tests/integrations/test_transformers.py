@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import importlib
 from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
@@ -24,8 +25,8 @@ def _fresh(monkeypatch: pytest.MonkeyPatch) -> Iterator[None]:
 
 def test_micro_batches_and_evaluation_and_figures_in_the_logs(tmp_path: Path) -> None:
     """Evaluation gets logits, also in the middle; losses are those without fxremat."""
-    from hf_trainer import losses_of
-    from tiny import WORDS, language_model, texts
+    losses_of: Any = importlib.import_module("hf_trainer").losses_of
+    tiny: Any = importlib.import_module("tiny")
     from transformers import Trainer, TrainingArguments
 
     from fxremat.integrations.transformers import train_within
@@ -49,9 +50,9 @@ def test_micro_batches_and_evaluation_and_figures_in_the_logs(tmp_path: Path) ->
             report_to=[],
             use_cpu=True,
         )
-        data = texts(16)
+        data = tiny.texts(16)
         trainer = Trainer(
-            language_model(),
+            tiny.language_model(),
             arguments,
             train_dataset=data,
             eval_dataset=data[:2],
@@ -65,7 +66,7 @@ def test_micro_batches_and_evaluation_and_figures_in_the_logs(tmp_path: Path) ->
     expected, trainer = trained(tmp_path, within=False), trained(tmp_path, within=True)
     torch.testing.assert_close(losses_of(trainer), losses_of(expected), rtol=1e-4, atol=1e-4)
     assert len(shapes) == 4
-    assert {shape[-1] for shape in shapes} == {WORDS}
+    assert {shape[-1] for shape in shapes} == {tiny.WORDS}
     logged = [line for line in trainer.state.log_history if "loss" in line]
     assert all(line["fxremat/budget(GiB)"] == pytest.approx(150 / 1024) for line in logged)
     (report,) = fxremat.reports()
@@ -89,7 +90,8 @@ def test_a_plain_head_computes_what_the_head_of_trl_does(
     made = [torch.randn(24, 16), torch.randn(100, 16), torch.randn(100) if bias else None]
     targets = torch.randint(0, 100, (24,))
     found = []
-    for compute in (own.apply, head):
+    plain: Any = head
+    for compute in (own.apply, plain):
         given = [None if x is None else x.clone().requires_grad_() for x in made]
         results = compute(*given, targets, temperature, 32, softcap, scale, OUTPUTS)
         (results[0].sum() + 0.3 * results[1].square().sum()).backward()
@@ -98,5 +100,5 @@ def test_a_plain_head_computes_what_the_head_of_trl_does(
     torch.testing.assert_close(ours[:4], theirs[:4], rtol=1e-4, atol=1e-4)
     assert torch.equal(ours[4], theirs[4])
     torch.testing.assert_close(our_grads, their_grads, rtol=1e-4, atol=1e-4)
-    only = head(*made, targets, temperature, 32, softcap, scale, ("log_probs",))  # type: ignore[arg-type]
+    only = plain(*made, targets, temperature, 32, softcap, scale, ("log_probs",))
     assert [x is None for x in only] == [False, True, True, True, True]
