@@ -5,7 +5,7 @@ from __future__ import annotations
 from typing import Any
 
 import torch
-from torch import fx
+from torch import fx, nn
 from torch.utils.checkpoint import checkpoint
 
 from fxremat import compat
@@ -207,3 +207,36 @@ def test_regions_are_inlined_also_inside_of_each_other() -> None:
     assert sum(node.target == "sin" for node in seen[0].graph.nodes) == 4
     plain = fx.symbolic_trace(lambda x: x.cos())
     assert compat.inline_regions(plain) is plain
+
+
+def test_what_is_compiled_in_training_only() -> None:
+    """Evaluation, and what runs without gradients, is not; how is asked at the first training."""
+    compiled: list[torch.Size] = []
+    asked: list[Any] = []
+
+    def backend(gm: fx.GraphModule, inputs: Any) -> Any:
+        compiled.append(X.shape)
+        return gm
+
+    def how(inputs: Any) -> dict[str, Any]:
+        asked.append(inputs)
+        return {"backend": backend}
+
+    torch._dynamo.reset()
+
+    class Own(nn.Module):
+        def forward(self, x: torch.Tensor) -> torch.Tensor:
+            return x.sin() * 2
+
+    model = Own()
+    expected = model(X)
+    compat.compile_in_training(model, how)
+    with torch.no_grad():
+        model(X)
+    model.eval()(X)
+    assert (compiled, asked) == ([], [])
+    model.train()
+    for _ in range(2):
+        torch.testing.assert_close(model(X), expected)
+    assert len(compiled) == 1
+    assert asked == [((X,), {})]

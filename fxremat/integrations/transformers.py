@@ -122,14 +122,6 @@ def _beside(model: nn.Module, optimizer: torch.optim.Optimizer, device: torch.de
     if device.type != "cuda":
         return coming
     allocate_cublas(device)  # it would come later
-    own = [*model.parameters(), *model.buffers()]
-    held = unseen_bytes([t for t in own if isinstance(t, torch.Tensor)], device)
-    return held + max(0, coming - _held(optimizer, device))
-
-
-def _held(optimizer: torch.optim.Optimizer, device: torch.device) -> int:
-    """States that are there already."""
-    states = [value for state in optimizer.state.values() for value in state.values()]
-    tensors = [s for s in states if isinstance(s, torch.Tensor) and s.device == device]
-    storages = {compat.storage_key(t): t.untyped_storage().nbytes() for t in tensors}
-    return sum(storages.values())
+    held = unseen_bytes([*model.parameters(), *model.buffers()], device)
+    there = held_bytes(*optimizer.state.values(), device=device)
+    return held + max(0, coming - there)

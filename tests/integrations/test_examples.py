@@ -17,7 +17,7 @@ from torch.profiler import ProfilerActivity, profile
 
 import fxremat
 from fxremat.compat import profiler_memory_events
-from fxremat.cost.peak import held_bytes
+from fxremat.cost.peak import _running_peak, held_bytes
 
 EXAMPLES = Path(__file__).parents[2] / "docs" / "trainers"
 FIRST = 3
@@ -51,12 +51,7 @@ class Watch:
         """Of all steps since."""
         assert self._is_on
         self._profile.__exit__(None, None, None)
-        current = peak = self._held
-        for _, nbytes, device in sorted(profiler_memory_events(self._profile), key=lambda e: e[0]):
-            if device == "CPU":
-                current += nbytes
-                peak = max(peak, current)
-        return peak
+        return self._held + _running_peak(profiler_memory_events(self._profile))
 
 
 def loop(train: Any, backend: str, options: dict[str, Any]) -> tuple[list[float], int]:
