@@ -89,14 +89,17 @@ class Planning:
             self.expected[key] = taken.usage.peak_reserved_bytes - self.request.held_bytes
         return self.expected[key]
 
-    def expected_under(self, problem: Problem, aim: int, target: int, more: int = 0) -> Plan:
+    def expected_under(
+        self, problem: Problem, aim: int, target: int, more: int = 0, *, solver: str | None = None
+    ) -> Plan:
         """A plan for the target, or for less, that is expected under the aim.
 
         ``more`` is by how much another plan took more than expected. Where none is found, the plan
         that is expected to exceed the aim by the least. Its peak is above the target where the
-        solver does not get there. Where what is unused does not count, the plan for the target.
+        solver does not get there. Where what is unused does not count, the plan for the target. The
+        ``solver`` is by default the one asked for.
         """
-        best, least = self.solve(problem, target), None
+        best, least = self.solve(problem, target, solver), None
         plan, room = best, int((1 - EXPECTED_WRONG) * aim)
         if not self._unused_counts:
             return best
@@ -111,7 +114,7 @@ class Planning:
             target = plan.peak_bytes - over
             if target <= 0:
                 break
-            plan = self.solve(problem, target)
+            plan = self.solve(problem, target, solver)
         return best
 
     def _ask(self, problem: Problem, budget: int | None, solver: str) -> Plan:
