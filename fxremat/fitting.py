@@ -414,6 +414,8 @@ def _ours(
     for _ in range(GUESSES):
         known[size] = steps.at(size).quickest(0).peak_bytes
         guess = _by_line(known, budget)
+        if 0 <= guess - size <= HARDLY_MORE * size:
+            break
         is_near = abs(guess - size) <= NEAR * size
         size = guess
         if is_near:
@@ -460,8 +462,9 @@ def _rehearsed(
 
 FIRST_GUESS = 3
 """Times the largest size that fits without us: where the planner is first asked."""
-GUESSES, NEAR = 4, 0.15
-"""Sizes that the planner is asked at most; fewer where one is so near, as a part, to the next."""
+GUESSES, NEAR, HARDLY_MORE = 4, 0.15, 0.02
+"""Sizes that the planner is asked at most; fewer where one is so near, as a part, to the next. What
+is larger by hardly more is not worth a plan that hardly ever fits."""
 BETWEEN = 0.99
 """Of the budget: what plans are made for that are not rehearsed; some take a little more."""
 GROWN = 2
