@@ -35,6 +35,7 @@ from fxremat.passes.joint_graph import JointGraph, Role
 from fxremat.passes.nodes import add_call, dtype_of, last_of, packet_name, shape_of
 from fxremat.passes.variants.chunks.calls import row_shape_of
 from fxremat.passes.variants.chunks.early_gradients import Factor, factor
+from fxremat.passes.variants.chunks.ignored_rows import without_ignored_rows
 from fxremat.passes.variants.chunks.image_regions import find_image_regions
 from fxremat.passes.variants.chunks.loops import Loop, Refused, plan_loops
 from fxremat.passes.variants.chunks.regions import Region, find_regions, levels
@@ -299,6 +300,8 @@ def _loops(region: Region, scale: Factor | None = None) -> tuple[Loop, ...]:
     try:
         level = levels(region, in_one=scale is not None, given=given)
         loops = tuple(plan_loops(region, level))
+        if rule_of(region) == "chunked_loss":
+            loops = without_ignored_rows(region, loops)
         for loop in loops:
             dump(loop.program)
     except (Refused, TypeError):
