@@ -5,15 +5,15 @@
 
 Take a row and suppose that its label is the number that labels are compared with (or that its
 mask is zero). What follows is worked out node by node (`row_numbers`): the gradient of its loss is
-0, so is that of its logits, so are dx of the row and what it adds to dw. A loop may leave such rows
+0, so is that of its logits, so are dx of the row and what it adds to dw. Loops may leave such rows
 out if
 
-* what they add to each of its sums is 0;
-* each of its results that has rows holds a known number there, or does not matter there.
+* what they add to each sum is 0;
+* what is read outside of the loops holds a known number in such a row.
 
-A result does not matter if whoever reads it outside of the loops gets, in such a row, the same from
-a 0: a loss that a `where` replaces, or that is multiplied by a mask of 0. Loops that read it
-leave the same rows out: it is all loops of a region, or none.
+The loss of a row is not known before a `where` or a mask has made it 0. So the region grows by what
+lies between: narrow nodes of the forward that read one of its results, row by row. What only loops
+read does not matter, as all loops of a region leave out the same rows; it is all of them, or none.
 
 It is exact where the numbers of the row are finite. If they are not, a row that is left out adds
 nothing, where torch may make NaN of zero times infinity.
@@ -21,7 +21,7 @@ nothing, where torch may make NaN of zero times infinity.
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Sequence
 from dataclasses import dataclass, field, replace
 from math import prod
 from typing import Any
@@ -33,20 +33,16 @@ from fxremat.passes.nodes import dtype_of, packet_name
 from fxremat.passes.variants.chunks.calls import Operand, Result, row_shape_of
 from fxremat.passes.variants.chunks.loops import Loop
 from fxremat.passes.variants.chunks.one_hot_rows import constant_of
-from fxremat.passes.variants.chunks.regions import Region
-from fxremat.passes.variants.chunks.row_numbers import (
-    ANY,
-    FINITE,
-    Known,
-    Value,
-    is_zero,
-    known,
-    result_of,
-)
-from fxremat.runtime.chunks.program import Ignored, Instruction, Number, Program, Ref
+from fxremat.passes.variants.chunks.regions import Region, readers
+from fxremat.passes.variants.chunks.row_numbers import Known, Value, is_zero, known, result_of
+from fxremat.runtime.chunks.program import Ignored, Instruction, Kind, Number, Program, Ref
 
 MOST_LABELS = 4
 """So many labels and masks of a region are tried."""
+
+
+MOST_BETWEEN = 50
+"""So many nodes a region may grow by."""
 
 
 @dataclass(frozen=True)
@@ -57,13 +53,56 @@ class Label:
     number: Number
 
 
-def without_ignored_rows(region: Region, loops: tuple[Loop, ...]) -> tuple[Loop, ...]:
-    """The loops, told which rows to leave out; as they are where nothing can be shown."""
+@dataclass(frozen=True)
+class IgnoredRows:
+    """A region of which some rows add nothing, and what is known in one of these."""
+
+    region: Region
+    row: _Row
+
+    def told(self, loops: tuple[Loop, ...]) -> tuple[Loop, ...]:
+        """All loops of the region, with the rows to leave out; none where it cannot be shown."""
+        told = []
+        outside = set(self.region.read_outside())
+        for loop in loops:
+            results = _results(self.row, loop, outside)
+            if results is None:
+                return ()
+            told.append(_with_ignored(self.row, loop, results))
+        return tuple(told)
+
+
+def ignored_rows(region: Region) -> IgnoredRows | None:
+    """What says of rows that they add nothing to the region; None where nothing can be shown."""
     for label in _labels(region):
-        told = _told(region, loops, label)
-        if told is not None:
-            return told
-    return loops
+        row = _Row(region, label).follow()
+        grown = _grown(region, row)
+        if grown is not None and all(row.adds_nothing(n) for n in _sums(grown)):
+            return IgnoredRows(grown, row)
+    return None
+
+
+def _sums(region: Region) -> list[fx.Node]:
+    return [node for node, kind in region.kinds.items() if kind == "sum"]
+
+
+def _grown(region: Region, row: _Row) -> Region | None:
+    """The region with all that lies between its results and where they are known."""
+    kinds = dict(region.kinds)
+    todo = [n for n, kind in kinds.items() if kind == "row" and not row.is_known(n)]
+    while todo:
+        for reader in readers(todo.pop()):
+            if reader in kinds:
+                continue
+            joins = reader.op == "call_function" and region.is_forward(reader)
+            if not joins or region.is_big(reader) or region.calls(reader, "row") is None:
+                return None
+            kinds[reader] = "row"
+            if not row.is_known(reader):
+                todo.append(reader)
+        if len(kinds) > len(region.kinds) + MOST_BETWEEN:
+            return None
+    return replace(region, kinds=kinds)
 
 
 # --- labels --------------------------------------------------------------------------------------
@@ -126,10 +165,7 @@ def _depends(region: Region, node: fx.Node) -> bool:
 
 @dataclass
 class _Row:
-    """What is known of the nodes of the graph in a row with this label.
-
-    ``assumed`` are nodes with what they hold there whatever they compute.
-    """
+    """What is known of the nodes of the graph in a row with this label."""
 
     region: Region
     label: Label
@@ -140,27 +176,36 @@ class _Row:
         if node in self.values:
             return self.values[node]
         constant = constant_of(node)
-        return known(constant, dtype_of(node)) if isinstance(constant, float) else FINITE
+        return known(constant, dtype_of(node)) if isinstance(constant, float) else None
 
-    def result(self, node: fx.Node) -> Value | None:
-        """What follows for a node from its operands; None for what does not go row by row."""
-        calls = self.region.calls(node, self.region.kinds.get(node, "row"))
-        if calls is None or calls[-1].kind == "sum":
-            return None
+    def is_known(self, node: fx.Node) -> bool:
+        """Whether all elements of the row are one number."""
+        return self.value(node) is not None
+
+    def result(self, node: fx.Node, kind: Kind) -> Value:
+        """What follows for a node from its operands."""
+        calls = self.region.calls(node, kind)
         parts: list[Value] = []
-        for call in calls:
+        for call in calls or ():
             args = _with_values(call.args, self, parts)
-            parts.append(result_of(call.op, args, call.dtype) if not call.kwargs else ANY)
-        return parts[-1]
+            parts.append(None if call.kwargs else result_of(call.op, args, call.dtype))
+        return parts[-1] if parts else None
+
+    def adds_nothing(self, node: fx.Node) -> bool:
+        """Whether the row adds 0 to a sum over the rows."""
+        return is_zero(self.result(node, "sum"))
 
     def follow(self) -> _Row:
         """Everything that is known because of the label."""
         self.values[self.label.node] = Known(self.label.number)
-        for node in _behind(self.region, [self.label.node]):
-            if any(i in self.values for i in node.all_input_nodes):
-                found = self.result(node)
-                if isinstance(found, Known):
+        node = self.label.node.next
+        while node.op != "root":
+            kind = self.region.kinds.get(node, "row")
+            if kind != "sum" and any(i in self.values for i in node.all_input_nodes):
+                found = self.result(node, kind)
+                if found is not None:
                     self.values[node] = found
+            node = node.next
         return self
 
 
@@ -174,62 +219,22 @@ def _with_values(thing: Any, row: _Row, parts: Sequence[Value]) -> Any:
     return thing
 
 
-def _behind(region: Region, nodes: Sequence[fx.Node]) -> Iterator[fx.Node]:
-    """The nodes of the graph behind the first of some."""
-    first = min(nodes, key=region.position.__getitem__)
-    node = first.next
-    while node.op != "root":
-        yield node
-        node = node.next
-
-
-def _do_not_matter(row: _Row, results: Sequence[fx.Node]) -> bool:
-    """Whether a 0 in place of each result gives the same outside of the loops."""
-    region, zeros = row.region, _Row(row.region, row.label, dict(row.values))
-    open_ = set(results)
-    zeros.values.update((node, known(0, dtype_of(node))) for node in results)
-    for node in _behind(region, results) if results else ():
-        if open_.isdisjoint(node.all_input_nodes):
-            continue
-        if node in region.kinds and not region.is_view(node):
-            continue  # it is computed in loops, which leave the row out
-        found, was = zeros.result(node), row.values.get(node)
-        if found is None or (was is not None and found != was):
-            return False
-        if was is None:
-            open_.add(node)
-            zeros.values[node] = found
-    return True
-
-
 # --- loops ---------------------------------------------------------------------------------------
 
 
-def _told(region: Region, loops: tuple[Loop, ...], label: Label) -> tuple[Loop, ...] | None:
-    row = _Row(region, label).follow()
-    told, unknown = [], list[fx.Node]()
-    for loop in loops:
-        found = _results(row, loop)
-        if found is None:
-            return None
-        unknown += [n for n, value in zip(loop.results, found, strict=True) if value is None]
-        told.append(_with_ignored(row, loop, [value or 0 for value in found]))
-    return tuple(told) if _do_not_matter(row, unknown) else None
-
-
-def _results(row: _Row, loop: Loop) -> list[Number | None] | None:
-    """What the results of a loop are in the row; None if it adds to a sum."""
+def _results(row: _Row, loop: Loop, outside: set[fx.Node]) -> list[Number] | None:
+    """What the results of a loop are in the row; None if one is not known that is read outside."""
     program = loop.program
     values = [row.value(node) for node in (*loop.rows, *loop.whole)]
     for one in program.instructions:
-        made_of = result_of(one.op, _of_values(one.args, values), one.dtype)
-        values.append(made_of if isinstance(made_of, Known) else FINITE)
-    found: list[Number | None] = []
-    for number in program.results:
-        made, value = program.instruction(number), values[number]
-        if made is not None and made.kind == "sum" and not is_zero(value):
+        values.append(result_of(one.op, _of_values(one.args, values), one.dtype))
+    found: list[Number] = []
+    for node, number in zip(loop.results, program.results, strict=True):
+        value, made = values[number], program.instruction(number)
+        is_sum = made is not None and made.kind == "sum"
+        if (value is None and node in outside) or (is_sum and not is_zero(value)):
             return None
-        found.append(value.number if isinstance(value, Known) else None)
+        found.append(0 if value is None else value.number)
     return found
 
 
@@ -246,8 +251,8 @@ def _with_ignored(row: _Row, loop: Loop, results: Sequence[Number]) -> Loop:
     program, rows = loop.program, loop.rows
     if node not in rows:
         program, rows = _with_row_input(program), (*rows, node)
-    values: Mapping[fx.Node, Value] = {n: row.value(n) for n in rows}
-    inputs = tuple(v.number if isinstance(v, Known) else None for v in values.values())
+    values = [row.value(n) for n in rows]
+    inputs = tuple(None if value is None else value.number for value in values)
     ignored = Ignored(rows.index(node), row.label.number, inputs, tuple(results))
     return replace(loop, rows=rows, program=replace(program, ignored=ignored))
 
