@@ -96,6 +96,10 @@ def _product(left: Any, right: Any, *_: Any) -> Value:
     return None
 
 
+def _both(left: Any, right: Any) -> Value:
+    return next((one for one in (left, right) if is_zero(one)), None)
+
+
 def _choice(condition: Value, true: Value, false: Value) -> Value:
     if condition is None:
         return true if true == false else None
@@ -115,6 +119,7 @@ def _added(into: Value, _: int, __: Value, source: Value) -> Value:
 _RULES: Mapping[str, Callable[..., Value]] = {
     **dict.fromkeys((*map(_name, VIEWS), "clone", "amax", "amin", "mean", "gather"), _same),
     **dict.fromkeys(("mul", "mm", "bmm"), _product),
+    **dict.fromkeys(("logical_and", "bitwise_and"), _both),
     "where": _choice,
     "scatter": _written,
     "scatter_add": _added,
@@ -128,4 +133,4 @@ _RULES: Mapping[str, Callable[..., Value]] = {
         _zero,
     ),
 }  # fmt: skip
-"""What follows by itself. Of operators on elements that are not here, torch says what numbers give."""
+"""What follows by itself; of known numbers, torch says what an operator on elements gives."""
