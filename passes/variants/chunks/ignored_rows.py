@@ -21,7 +21,7 @@ nothing, where torch may make NaN of zero times infinity.
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Sequence, Set
 from dataclasses import dataclass, field, replace
 from math import prod
 from typing import Any
@@ -72,11 +72,14 @@ class IgnoredRows:
         return tuple(told)
 
 
-def ignored_rows(region: Region) -> IgnoredRows | None:
-    """What says of rows that they add nothing to the region; None where nothing can be shown."""
+def ignored_rows(region: Region, others: Set[fx.Node] = frozenset()) -> IgnoredRows | None:
+    """What says of rows that they add nothing to the region; None where nothing can be shown.
+
+    The region may grow, but not by ``others``, which are in other regions.
+    """
     for label in _labels(region):
         row = _Row(region, label).follow()
-        grown = _grown(region, row)
+        grown = _grown(region, row, others)
         if grown is not None and all(row.adds_nothing(n) for n in _sums(grown)):
             return IgnoredRows(grown, row)
     return None
@@ -86,7 +89,7 @@ def _sums(region: Region) -> list[fx.Node]:
     return [node for node, kind in region.kinds.items() if kind == "sum"]
 
 
-def _grown(region: Region, row: _Row) -> Region | None:
+def _grown(region: Region, row: _Row, others: Set[fx.Node]) -> Region | None:
     """The region with all that lies between its results and where they are known."""
     kinds = dict(region.kinds)
     todo = [n for n, kind in kinds.items() if kind == "row" and not row.is_known(n)]
@@ -94,8 +97,7 @@ def _grown(region: Region, row: _Row) -> Region | None:
         for reader in readers(todo.pop()):
             if reader in kinds:
                 continue
-            joins = reader.op == "call_function" and region.is_forward(reader)
-            if not joins or region.is_big(reader) or region.calls(reader, "row") is None:
+            if reader in others or not _may_join(region, reader):
                 return None
             kinds[reader] = "row"
             if not row.is_known(reader):
@@ -103,6 +105,13 @@ def _grown(region: Region, row: _Row) -> Region | None:
         if len(kinds) > len(region.kinds) + MOST_BETWEEN:
             return None
     return replace(region, kinds=kinds)
+
+
+def _may_join(region: Region, node: fx.Node) -> bool:
+    """Whether a node is a narrow one of the forward that goes row by row."""
+    if node.op != "call_function" or not region.is_forward(node) or region.is_big(node):
+        return False
+    return region.calls(node, "row") is not None
 
 
 # --- labels --------------------------------------------------------------------------------------
@@ -172,11 +181,8 @@ class _Row:
     values: dict[fx.Node, Value] = field(default_factory=dict)
 
     def value(self, node: fx.Node) -> Value:
-        """Numbers that the model computes are taken to be finite; constants are known."""
-        if node in self.values:
-            return self.values[node]
-        constant = constant_of(node)
-        return known(constant, dtype_of(node)) if isinstance(constant, float) else None
+        """Of a node that has rows."""
+        return self.values.get(node) or _constant(node)
 
     def is_known(self, node: fx.Node) -> bool:
         """Whether all elements of the row are one number."""
@@ -188,7 +194,7 @@ class _Row:
         parts: list[Value] = []
         for call in calls or ():
             args = _with_values(call.args, self, parts)
-            parts.append(None if call.kwargs else result_of(call.op, args, call.dtype))
+            parts.append(result_of(call.op, args, call.kwargs, call.dtype))
         return parts[-1] if parts else None
 
     def adds_nothing(self, node: fx.Node) -> bool:
@@ -209,9 +215,16 @@ class _Row:
         return self
 
 
+def _constant(node: fx.Node) -> Value:
+    """The number that a tensor is filled with, in all rows."""
+    constant = constant_of(node)
+    return known(constant, dtype_of(node)) if isinstance(constant, float) else None
+
+
 def _with_values(thing: Any, row: _Row, parts: Sequence[Value]) -> Any:
     if isinstance(thing, Operand):
-        return row.value(thing.node)
+        # what all rows share is not that of one row, even if it has as many elements
+        return _constant(thing.node) if thing.kind == "whole" else row.value(thing.node)
     if isinstance(thing, Result):
         return parts[thing.position]
     if isinstance(thing, (list, tuple)):
@@ -225,9 +238,9 @@ def _with_values(thing: Any, row: _Row, parts: Sequence[Value]) -> Any:
 def _results(row: _Row, loop: Loop, outside: set[fx.Node]) -> list[Number] | None:
     """What the results of a loop are in the row; None if one is not known that is read outside."""
     program = loop.program
-    values = [row.value(node) for node in (*loop.rows, *loop.whole)]
+    values = [*map(row.value, loop.rows), *map(_constant, loop.whole)]
     for one in program.instructions:
-        values.append(result_of(one.op, _of_values(one.args, values), one.dtype))
+        values.append(result_of(one.op, _of_values(one.args, values), one.kwargs, one.dtype))
     found: list[Number] = []
     for node, number in zip(loop.results, program.results, strict=True):
         value, made = values[number], program.instruction(number)

@@ -41,11 +41,16 @@ def is_zero(value: Any) -> bool:
     return isinstance(value, Known) and value.number == 0
 
 
-def result_of(op: str, args: tuple[Any, ...], dtype: torch.dtype) -> Value:
+def result_of(
+    op: str, args: tuple[Any, ...], kwargs: Mapping[str, Any], dtype: torch.dtype
+) -> Value:
     """What is known of a result; ``args`` have a `Value` in place of each tensor.
 
-    ``op`` is an operator as in programs over rows, ``dtype`` that of its result.
+    ``op`` is an operator as in programs over rows, ``dtype`` that of its result. What is named may
+    change what an operator does, so then nothing is known.
     """
+    if kwargs and _name(op) != "full":
+        return None
     rule = _RULES.get(_name(op))
     found = None if rule is None else rule(*args)
     if found is not None:
@@ -87,11 +92,15 @@ def _zero(given: Value, *_: Any) -> Value:
     return given if is_zero(given) else None
 
 
-def _product(left: Any, right: Any, *_: Any) -> Value:
+def _value(given: Value | Number) -> Value:
+    """Of a number that stands in an argument, or of a tensor."""
+    return Known(given) if isinstance(given, (bool, int, float)) else given
+
+
+def _product(left: Any, right: Any) -> Value:
     """Zero, if one is zero and nothing says that the other is infinite."""
-    for one, other in ((left, right), (right, left)):
-        number = other.number if isinstance(other, Known) else other
-        if is_zero(one) and (number is None or isfinite(number)):
+    for one, other in ((left, _value(right)), (right, _value(left))):
+        if is_zero(one) and (other is None or isfinite(other.number)):
             return Known(0)
     return None
 
@@ -100,16 +109,16 @@ def _both(left: Any, right: Any) -> Value:
     return next((one for one in (left, right) if is_zero(one)), None)
 
 
-def _choice(condition: Value, true: Value, false: Value) -> Value:
+def _choice(condition: Value, true: Value | Number, false: Value | Number) -> Value:
     if condition is None:
-        return true if true == false else None
-    return true if condition.number else false
+        return _value(true) if _value(true) == _value(false) else None
+    return _value(true if condition.number else false)
 
 
 def _written(into: Value, _: int, __: Value, source: Any) -> Value:
     """With what is written equal to what is there."""
-    number = source.number if isinstance(source, Known) else source
-    return into if into is not None and into.number == number else None
+    value = _value(source)
+    return into if into is not None and value is not None and into.number == value.number else None
 
 
 def _added(into: Value, _: int, __: Value, source: Value) -> Value:

@@ -26,7 +26,7 @@ from __future__ import annotations
 
 import itertools
 import operator
-from collections.abc import Callable, Iterator, Mapping
+from collections.abc import Callable, Iterator, Mapping, Set
 from dataclasses import dataclass, field
 from math import ceil, prod
 
@@ -384,13 +384,15 @@ class _Seen:
         return _Way(region, loops, scale) if loops else None
 
 
-def forms(region: Region) -> Iterator[tuple[str, _Form | _BothHalves]]:
-    """The ways to compute a region, by name."""
+def forms(
+    region: Region, others: Set[fx.Node] = frozenset()
+) -> Iterator[tuple[str, _Form | _BothHalves]]:
+    """The ways to compute a region, by name; it may grow, but not by ``others``."""
     if region.of_images:
         yield from _forms_of_images(region)
         return
     seen = [_Seen(region)]
-    if rule_of(region) == "chunked_loss" and (ignored := ignored_rows(region)) is not None:
+    if rule_of(region) == "chunked_loss" and (ignored := ignored_rows(region, others)):
         seen.insert(0, _Seen(ignored.region, ignored))
     again = next((way for one in seen if (way := one.again())), None)
     at_once = next((way for one in seen if (way := one.at_once())), None)
@@ -420,8 +422,11 @@ def find(joint: JointGraph, rule: str) -> list[Site]:
         if rule == "chunked_convolutions"
         else find_regions(joint, lambda region: rule_of(region) == rule)
     )
+    claimed = {node for region in regions for node in region.kinds}
     for region in regions:
-        found += [made.site(rule, f"{rule} {region.name} {form}") for form, made in forms(region)]
+        for form, made in list(forms(region, claimed)):
+            found.append(made.site(rule, f"{rule} {region.name} {form}"))
+            claimed |= set(made.region.kinds) if isinstance(made, _Form) else set()
     return found
 
 
