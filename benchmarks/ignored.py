@@ -1,6 +1,6 @@
 """What it saves to leave out the rows of a loss whose label is ignored, and what it costs to look.
 
-    python -m benchmarks.ignored [--model gpt50k] [--parts 0,50,75,90] [--percent 50] [--rounds 5]
+    python -m benchmarks.ignored [--model gpt50k] [--batch 2] [--parts 0,50,75,90] [--rounds 5]
 
 A model with a large vocabulary is compiled once, within a part of what keep-all takes. Then steps
 are timed in pairs on the same batch, of whose labels a part is -100: all rows computed, and those
@@ -99,9 +99,12 @@ def row_of(
     )
 
 
-def rows(name: str, size: str, parts: Sequence[int], percent: int, rounds: int) -> list[Row]:
+def rows(
+    name: str, size: str, batch_size: int, parts: Sequence[int], percent: int, rounds: int
+) -> list[Row]:
     """One row for each part of ignored labels; raises RuntimeError where a peak is not promised."""
     model, (inputs, targets) = build(name, size)
+    inputs, targets = inputs[:batch_size], targets[:batch_size]
     budget = fxremat.explain(model, inputs, targets).keep_all_peak_bytes * percent // 100
     call: Any = torch.compile(model, backend="fxremat", options={"memory_budget": budget})
     found = []
@@ -130,6 +133,7 @@ def parse_arguments(arguments: Sequence[str] | None = None) -> argparse.Namespac
     parser = argparse.ArgumentParser(description=(__doc__ or "").partition("\n")[0])
     parser.add_argument("--model", choices=MODELS, default="gpt50k")
     parser.add_argument("--size", default="small")
+    parser.add_argument("--batch", type=int, default=2, help="texts in a batch")
     parser.add_argument("--parts", default="0,50,75,90", help="percent of labels ignored")
     parser.add_argument("--percent", type=int, default=50, help="budget, of keep-all's peak")
     parser.add_argument("--rounds", type=int, default=5, help="pairs of steps that are timed")
@@ -140,7 +144,7 @@ def main() -> None:
     """Print the table."""
     given = parse_arguments()
     parts = [int(part) for part in given.parts.split(",")]
-    found = rows(given.model, given.size, parts, given.percent, given.rounds)
+    found = rows(given.model, given.size, given.batch, parts, given.percent, given.rounds)
     print(format_table([HEAD, *(row.cells() for row in found)]))
 
 

@@ -109,7 +109,8 @@ def test_a_vocabulary_fits_where_its_logits_do_not_and_its_peak_is_predicted(exe
             torch.testing.assert_close(one, other, rtol=2e-5, atol=1e-7, equal_nan=True)
         assert measured(model, call, batch) == report.predicted_peak_bytes
         count = int((batch[1] != IGNORED).sum())
-        assert {one.args[0] for one in run.call_args_list} == ({count} if count else set())
+        leaves_out = count and executor == "inductor"  # eager graphs have the loss as one op
+        assert {one.args[0] for one in run.call_args_list} == ({count} if leaves_out else set())
 
 
 def test_with_room_nothing_takes_another_form() -> None:
