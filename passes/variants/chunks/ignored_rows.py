@@ -39,8 +39,6 @@ from fxremat.runtime.chunks.program import Ignored, Instruction, Kind, Number, P
 
 MOST_LABELS = 4
 """So many labels and masks of a region are tried."""
-
-
 MOST_BETWEEN = 50
 """So many nodes a region may grow by."""
 
@@ -118,7 +116,10 @@ def _may_join(region: Region, node: fx.Node) -> bool:
 
 
 def _labels(region: Region) -> list[Label]:
-    """What labels are compared with, then masks of 0, that do not depend on the region."""
+    """What labels are compared with, then masks of 0, that do not depend on the region.
+
+    Not what the step writes: the backward would read something else.
+    """
     found: dict[Label, None] = {}
     nodes = [n for n in region.joint.module.graph.nodes if n.op == "call_function"]
     for node in nodes:
@@ -133,7 +134,8 @@ def _labels(region: Region) -> list[Label]:
                 source = _source(region, mask)
                 if source.op == "placeholder" and not compat.is_tangent(source):
                     found[Label(source, known(0, dtype_of(source)).number)] = None
-    outside = (label for label in found if not _depends(region, label.node))
+    kept = (label for label in found if label.node not in region.joint.mutated)
+    outside = (label for label in kept if not _depends(region, label.node))
     return [label for label, _ in zip(outside, range(MOST_LABELS), strict=False)]
 
 
