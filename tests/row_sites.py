@@ -20,6 +20,7 @@ from fxremat.passes.joint_graph import JointGraph
 from fxremat.passes.variants.chunks.rules import RULES
 from fxremat.passes.variants.insertion import take
 from fxremat.passes.variants.rule import Rule, Site
+from fxremat.runtime.chunks.operator import ROWS
 from tests.graphs import Observed, train
 from tests.variants import assert_alike
 
@@ -107,6 +108,28 @@ def run_on(joint: JointGraph, inputs: Mapping[str, Any]) -> list[Any]:
     with torch.no_grad():
         found = fx.Interpreter(joint.module).run(*given)
     return [*found, *given, torch.rand(1)]
+
+
+class _Given(fx.Interpreter):
+    """Keeps what the calls of ``rows`` are given."""
+
+    def __init__(self, joint: JointGraph) -> None:
+        super().__init__(joint.module)
+        self.calls: list[tuple[Any, Any]] = []
+
+    def run_node(self, n: fx.Node) -> Any:
+        if n.target is ROWS:
+            self.calls.append(self.fetch_args_kwargs_from_env(n))
+        return super().run_node(n)
+
+
+def given_to_rows(joint: JointGraph, inputs: Mapping[str, Any]) -> list[tuple[Any, Any]]:
+    """Arguments by position and by name of the calls of ``rows`` in a graph, on these inputs."""
+    one = _Given(joint)
+    names = [node.name for node in joint.module.graph.nodes if node.op == "placeholder"]
+    with torch.no_grad():
+        one.run(*[inputs[name] for name in names])
+    return one.calls
 
 
 def trace(function: Function, inputs: Sequence[Any]) -> Traced:

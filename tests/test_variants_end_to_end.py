@@ -5,6 +5,7 @@ from __future__ import annotations
 import copy
 from collections.abc import Iterator
 from typing import Any
+from unittest import mock
 
 import pytest
 import torch
@@ -19,10 +20,11 @@ from fxremat.errors import InvalidOption
 from fxremat.explaining import Explanation
 from fxremat.options import parse_options
 from fxremat.passes.variants.table import RULES, rules_named
+from fxremat.runtime.chunks import counted_rows
 from tests.conftest import Golden
 from tests.end_to_end import compiled_by_fxremat, least, measured, observed, step
 
-WORDS, WIDTH = 3000, 16
+WORDS, WIDTH, IGNORED = 3000, 16, 0
 
 
 @pytest.fixture(autouse=True)
@@ -43,7 +45,7 @@ class Words(nn.Module):
 
     def forward(self, tokens: Tensor, targets: Tensor) -> Tensor:
         scores = self.head(self.inner(self.embedding(tokens)))
-        return F.cross_entropy(scores.view(-1, WORDS), targets.view(-1), ignore_index=0)
+        return F.cross_entropy(scores.view(-1, WORDS), targets.view(-1), ignore_index=IGNORED)
 
 
 class Pictures(nn.Module):
@@ -98,6 +100,17 @@ def test_a_vocabulary_fits_where_its_logits_do_not_and_its_peak_is_predicted(exe
     assert measured(model, call, inputs) == report.predicted_peak_bytes <= budget
     assert any("chunked_" in row.what for row in report.variants)
     assert "operator variants taken" in str(report)
+    for part in (0.0, 0.5, 0.9, 1.0):
+        tokens, targets = inputs
+        batch = tokens, torch.where(torch.rand(targets.shape) < part, IGNORED, targets)
+        with mock.patch.object(counted_rows, "rows_to_run", wraps=counted_rows.rows_to_run) as run:
+            new, old = (observed(*pair, batch) for pair in ((model, call), (twin, twin)))
+        for one, other in zip(new, old, strict=True):
+            torch.testing.assert_close(one, other, rtol=2e-5, atol=1e-7, equal_nan=True)
+        assert measured(model, call, batch) == report.predicted_peak_bytes
+        count = int((batch[1] != IGNORED).sum())
+        leaves_out = count and executor == "inductor"  # eager graphs have the loss as one op
+        assert {one.args[0] for one in run.call_args_list} == ({count} if leaves_out else set())
 
 
 def test_with_room_nothing_takes_another_form() -> None:

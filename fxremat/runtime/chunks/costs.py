@@ -1,4 +1,4 @@
-"""What a call of the operator ``rows`` takes: bytes of scratch memory, operations, and moves."""
+"""What a call of the operator ``rows`` takes: bytes of scratch memory, calls, and moves."""
 
 from __future__ import annotations
 
@@ -7,10 +7,8 @@ from math import prod
 from typing import Any
 
 import torch
-from torch.utils.flop_counter import flop_registry
 
 from fxremat.runtime.chunks.buffers import (
-    CONVOLUTION,
     CONVOLUTIONS,
     MATMULS,
     REDUCTIONS,
@@ -22,6 +20,7 @@ from fxremat.runtime.chunks.buffers import (
     of_total,
 )
 from fxremat.runtime.chunks.call import RowsCall, Tensors, pieces
+from fxremat.runtime.chunks.counted_rows import bytes_to_leave_out
 from fxremat.runtime.chunks.fused_kernels import (
     NARROW_BYTES,
     is_worth_fusing,
@@ -29,7 +28,7 @@ from fxremat.runtime.chunks.fused_kernels import (
     set_aside,
     written,
 )
-from fxremat.runtime.chunks.program import Instruction, Program, operator_of, parse, with_values
+from fxremat.runtime.chunks.program import Instruction, Program, operator_of, with_values
 from fxremat.runtime.kernels import Inside, LibraryCall, Measure
 
 CACHE_SPEED = 4
@@ -39,6 +38,8 @@ CACHE_SPEED = 4
 def workspace(*args: Any, measure: Measure, by_inductor: bool = False, **kwargs: Any) -> int:
     """Slots, sums in the making, what is made before the loop, loose values, and rows in order.
 
+    And what it takes to leave ignored rows out, however many there are.
+
     What a convolution of a chunk takes is measured. Of a call that will run fused
     ``by_inductor``, on a GPU, each kernel is taken to have a few numbers a row of its own, as
     nothing is known of its code. (On a CPU, tiles are too small for that to matter.)
@@ -47,10 +48,12 @@ def workspace(*args: Any, measure: Measure, by_inductor: bool = False, **kwargs:
     may_fuse = by_inductor and not call.fused and call.rows[0].device.type != "cpu"
     before = [one for one in call.program.setup if one.op not in VIEWS]
     copied = [row for row in call.rows if not row.is_contiguous()]
+    slots = sum(slot.nbytes(call.chunk, call.tile) for slot in call.plan.slots if slot.of_chunk)
     return (
         sum(row.numel() * row.dtype.itemsize for row in copied)
         + sum(one.numel * one.dtype.itemsize for one in before)
-        + sum(slot.nbytes(call.chunk, call.tile) for slot in call.plan.slots if slot.of_chunk)
+        + slots
+        + bytes_to_leave_out(call, slots)
         + _scratch(call, _expected(call) if may_fuse else _known(call), measure)
     )
 
@@ -153,38 +156,6 @@ def _scratch(call: RowsCall, kernels: Sequence[int | None], measure: Measure) ->
             row_shape = set_aside(plan, other) + partial if other else 0
             taken = max(taken, kernel, row_shape)
     return sums + taken
-
-
-def _shape(given: Any) -> Sequence[int]:
-    """The shape of a tensor, or the shape itself."""
-    return tuple(getattr(given, "shape", given))
-
-
-def flops(rows: Sequence[Any], whole: Sequence[Any], program: str, *_: Any, **__: Any) -> int:
-    """Of matmuls and convolutions: a multiplication and an addition for each term."""
-    parsed, total = parse(program), int(_shape(rows[0])[0])
-
-    def shape(number: int) -> Sequence[int]:
-        one = parsed.instruction(number)
-        if number < parsed.num_rows:
-            return _shape(rows[number])
-        if one is None:
-            return _shape(whole[number - parsed.num_rows])
-        return {"row": (total, *one.row_shape), "last": (*one.row_shape, total)}.get(
-            one.kind, one.row_shape
-        )
-
-    found = 0
-    for one in parsed.loop:
-        if one.op in MATMULS:
-            left = one.args[-2]
-            results = one.numel * (1 if one.kind == "sum" else total)
-            found += 2 * results * int(shape(left.number)[-1])
-        elif one.op in CONVOLUTIONS:
-            args = with_values(one.args, shape, total)
-            made = (total, *one.row_shape) if one.op == CONVOLUTION else (None, one.row_shape, None)
-            found += int(flop_registry[operator_of(one.op).overloadpacket](*args, out_val=made))
-    return found
 
 
 def inside(*args: Any, on_cpu: bool, by_inductor: bool = False, **kwargs: Any) -> Inside:

@@ -10,6 +10,9 @@ place. Sums over the rows are added up, those of low precision in float32. With 
 results that come straight from a convolution of images have the channels last in memory. All others
 are contiguous.
 
+If the program says which rows are ignored, only the others run
+(`fxremat.runtime.chunks.counted_rows`).
+
 What stands between two matmuls or convolutions runs operator by operator. With ``fused`` it runs as
 one kernel (`fxremat.runtime.chunks.fused_kernels`), but for the last rows of a chunk if they are
 fewer than a tile.
@@ -40,7 +43,9 @@ from fxremat.runtime.chunks.buffers import (
     out_form,
 )
 from fxremat.runtime.chunks.call import RowsCall, pieces
-from fxremat.runtime.chunks.costs import flops, inside, workspace
+from fxremat.runtime.chunks.costs import inside, workspace
+from fxremat.runtime.chunks.counted_rows import CountedRows, leaves_out
+from fxremat.runtime.chunks.flops import flops
 from fxremat.runtime.chunks.fused_kernels import Memory
 from fxremat.runtime.chunks.program import Instruction, Ref, overload, with_values
 from fxremat.runtime.chunks.statistics import RunningStatistics, StatisticResult
@@ -130,6 +135,7 @@ class _Execution:
     """One call: inputs, results, slots; and what is known of the chunk being computed."""
 
     def __init__(self, call: RowsCall) -> None:
+        self.arguments = call
         self.program, self.plan, self.kernels = call.program, call.plan, call.kernels
         self.total, self.chunk_rows, self.tile_rows = call.total, call.chunk, call.tile
         # a compiler may have given them other strides
@@ -151,6 +157,7 @@ class _Execution:
         for place, number in enumerate(self.program.results):
             self._make_result(number, number in fused, call.format_of(place))
         self.memory: dict[int, torch.Tensor] = {}
+        self.counted: CountedRows | None = None
 
     def _make_result(self, number: int, is_fused: bool, form: torch.memory_format) -> None:
         one = self.instruction(number)
@@ -189,15 +196,37 @@ class _Execution:
 
     def run(self) -> list[torch.Tensor]:
         """All chunks, one after the other."""
-        chunk, tile = self.chunk_rows, self.tile_rows
+        chunk, tile, total = self.chunk_rows, self.tile_rows, self.total
+        if leaves_out(self.arguments):
+            self.counted = CountedRows(self.arguments, self.rows)
+            total = self.counted.total
         self.memory = self.slots(chunk, of_chunk=True)
+        room = sum(slot.nbytes for slot in self.memory.values())
         if not any(self.kernels):
             self.memory |= self.slots(tile, of_chunk=False)
-        for start, end in pieces(self.total, chunk):
+        for start, end in pieces(total, chunk):
+            if self.counted is not None:
+                self.counted.gather(start, end)
             self.run_chunk(_Piece(self, start, start, end), tile)
         self.memory.clear()
+        if self.counted is not None:
+            self.spread(self.counted, room)
         done = {number: one.finish() for number, one in self.sums.items()}
         return [done[n] if n in done else self.results[n] for n in self.program.results]
+
+    def spread(self, counted: CountedRows, room: int) -> None:
+        """Bring the results of rows to their places, in the room that the loop no longer needs."""
+        room += counted.nbytes
+        counted.gathered.clear()
+        for number, known in zip(self.program.results, counted.ignored.results, strict=True):
+            if number in self.results:
+                counted.spread(self.results[number], known, room)
+
+    def row_input(self, number: int, start: int, a: int, b: int) -> torch.Tensor:
+        """Rows a to b of an input, in the chunk that begins at ``start``."""
+        if self.counted is None or self.counted.are_all:
+            return self.rows[number][a:b]
+        return self.counted.gathered[number][a - start : b - start]
 
     def run_chunk(self, chunk: _Piece, tile: int) -> None:
         for stage, kernel in zip(self.plan.stages, self.kernels, strict=True):
@@ -277,7 +306,7 @@ class _Piece:
     def look(self, number: int) -> torch.Tensor:
         run = self.run
         if number < run.program.num_rows:
-            return run.rows[number][self.a : self.b]
+            return run.row_input(number, self.start, self.a, self.b)
         if number in run.results:
             return run.results[number][self.a : self.b]
         one = run.instruction(number)

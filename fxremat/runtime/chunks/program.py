@@ -12,6 +12,9 @@ copies of the graph. Its instructions are calls of torch's own operators on *val
 instruction reads one. An operator with several results has an instruction for each that is wanted,
 named with its position (``aten.convolution_backward.default#1``). No instruction mixes rows, so any
 split into chunks computes the same, sums up to rounding.
+
+A program may say which rows are *ignored*: those add nothing to any sum, and what the results hold
+there is known without computing it. Whoever writes the program has shown that.
 """
 
 from __future__ import annotations
@@ -62,15 +65,36 @@ class Instruction:
         return prod(self.row_shape)
 
 
+Number = bool | int | float
+
+
+@dataclass(frozen=True)
+class Ignored:
+    """Which rows are ignored: those where row input ``label``, one number a row, is ``number``.
+
+    ``inputs`` says of each row input what all its elements are in such a row, None where nothing
+    is known. ``results`` says the same of each result that has rows; of a sum, 0.
+    """
+
+    label: int
+    number: Number
+    inputs: tuple[Number | None, ...]
+    results: tuple[Number, ...]
+
+
 @dataclass(frozen=True)
 class Program:
-    """Instructions before the loop and inside it; ``results`` are numbers of values."""
+    """Instructions before the loop and inside it; ``results`` are numbers of values.
+
+    ``ignored`` says which rows need not be computed; None where each has to be.
+    """
 
     num_rows: int
     num_whole: int
     setup: tuple[Instruction, ...]
     loop: tuple[Instruction, ...]
     results: tuple[int, ...]
+    ignored: Ignored | None = None
 
     @property
     def first(self) -> int:
@@ -156,15 +180,22 @@ def _decoded_instruction(given: list[Any]) -> Instruction:
 
 def dump(program: Program) -> str:
     """The program as text; raises TypeError where an argument is none that text can hold."""
-    return json.dumps(
-        {
-            "inputs": [program.num_rows, program.num_whole],
-            "setup": [_encoded_instruction(one) for one in program.setup],
-            "loop": [_encoded_instruction(one) for one in program.loop],
-            "results": list(program.results),
-        },
-        separators=(",", ":"),
-    )
+    text: dict[str, Any] = {
+        "inputs": [program.num_rows, program.num_whole],
+        "setup": [_encoded_instruction(one) for one in program.setup],
+        "loop": [_encoded_instruction(one) for one in program.loop],
+        "results": list(program.results),
+    }
+    if (left_out := program.ignored) is not None:
+        text["ignored"] = [left_out.label, left_out.number, left_out.inputs, left_out.results]
+    return json.dumps(text, separators=(",", ":"))
+
+
+def _decoded_ignored(given: list[Any] | None) -> Ignored | None:
+    if given is None:
+        return None
+    label, number, inputs, results = given
+    return Ignored(label, number, tuple(inputs), tuple(results))
 
 
 @functools.lru_cache(maxsize=512)
@@ -178,6 +209,7 @@ def parse(text: str) -> Program:
         setup=tuple(_decoded_instruction(one) for one in given["setup"]),
         loop=tuple(_decoded_instruction(one) for one in given["loop"]),
         results=tuple(given["results"]),
+        ignored=_decoded_ignored(given.get("ignored")),
     )
 
 

@@ -16,6 +16,8 @@ Regions of images have two other forms:
   backward may then write over it, which it may not do with what the forward saves;
 * *late*: the same for the backward, and the forward stays as it is.
 
+A loss leaves out the rows that add nothing to it (see `ignored_rows`).
+
 Each form comes in a few sizes of chunks. A result that is read outside of the region gets the shape
 and the strides of the old node, and stands in for it.
 """
@@ -24,7 +26,7 @@ from __future__ import annotations
 
 import itertools
 import operator
-from collections.abc import Callable, Iterator, Mapping
+from collections.abc import Callable, Iterator, Mapping, Set
 from dataclasses import dataclass, field
 from math import ceil, prod
 
@@ -35,6 +37,7 @@ from fxremat.passes.joint_graph import JointGraph, Role
 from fxremat.passes.nodes import add_call, dtype_of, last_of, packet_name, shape_of
 from fxremat.passes.variants.chunks.calls import row_shape_of
 from fxremat.passes.variants.chunks.early_gradients import Factor, factor
+from fxremat.passes.variants.chunks.ignored_rows import IgnoredRows, ignored_rows
 from fxremat.passes.variants.chunks.image_regions import find_image_regions
 from fxremat.passes.variants.chunks.loops import Loop, Refused, plan_loops
 from fxremat.passes.variants.chunks.regions import Region, find_regions, levels
@@ -343,22 +346,61 @@ def _forms_of_images(region: Region) -> Iterator[tuple[str, _Form | _BothHalves]
             yield f"twice {size.chunk}", _BothHalves(_Form(parts[0], early, size), of_backward)
 
 
-def forms(region: Region) -> Iterator[tuple[str, _Form | _BothHalves]]:
-    """The ways to compute a region, by name."""
+@dataclass(frozen=True)
+class _Way:
+    """The loops of a region, for any size of chunks."""
+
+    region: Region
+    loops: tuple[Loop, ...]
+    scale: Factor | None = None
+
+
+@dataclass(frozen=True)
+class _Seen:
+    """A region, as it was found or grown to leave rows out."""
+
+    region: Region
+    ignored: IgnoredRows | None = None
+
+    def again(self) -> _Way | None:
+        """One loop for each level."""
+        return self._way(None)
+
+    def at_once(self) -> _Way | None:
+        """One loop for everything, the gradients up to a factor."""
+        region = self.region
+        has_backward = any(region.joint.role[n] is Role.BACKWARD for n in region.kinds)
+        scale = factor(region) if has_backward else None
+        way = self._way(scale) if scale is not None else None
+        return way if way is not None and len(way.loops) == 1 else None
+
+    def _way(self, scale: Factor | None) -> _Way | None:
+        region, ignored = self.region, self.ignored
+        if not _keeps_strides(region, region.read_outside()):
+            return None
+        loops = _loops(region, scale)
+        if ignored is not None and loops:
+            loops = ignored.told(loops)
+        return _Way(region, loops, scale) if loops else None
+
+
+def forms(
+    region: Region, others: Set[fx.Node] = frozenset()
+) -> Iterator[tuple[str, _Form | _BothHalves]]:
+    """The ways to compute a region, by name; it may grow, but not by ``others``."""
     if region.of_images:
         yield from _forms_of_images(region)
         return
-    if not _keeps_strides(region, region.read_outside()):
-        return
-    again = _loops(region)
-    has_backward = any(region.joint.role[n] is Role.BACKWARD for n in region.kinds)
-    scale = factor(region) if has_backward else None
-    at_once = _loops(region, scale) if scale is not None else ()
+    seen = [_Seen(region)]
+    if rule_of(region) == "chunked_loss" and (ignored := ignored_rows(region, others)):
+        seen.insert(0, _Seen(ignored.region, ignored))
+    again = next((way for one in seen if (way := one.again())), None)
+    at_once = next((way for one in seen if (way := one.at_once())), None)
     for size in sizes(region):
         if again:
-            yield f"again {size.chunk}", _Form(region, again, size)
-        if len(at_once) == 1:
-            yield f"at once {size.chunk}", _Form(region, at_once, size, scale)
+            yield f"again {size.chunk}", _Form(again.region, again.loops, size)
+        if at_once:
+            yield f"at once {size.chunk}", _Form(at_once.region, at_once.loops, size, at_once.scale)
 
 
 _NEEDED = {
@@ -380,8 +422,11 @@ def find(joint: JointGraph, rule: str) -> list[Site]:
         if rule == "chunked_convolutions"
         else find_regions(joint, lambda region: rule_of(region) == rule)
     )
+    claimed = {node for region in regions for node in region.kinds}
     for region in regions:
-        found += [made.site(rule, f"{rule} {region.name} {form}") for form, made in forms(region)]
+        for form, made in list(forms(region, claimed)):
+            found.append(made.site(rule, f"{rule} {region.name} {form}"))
+            claimed |= set(made.region.kinds) if isinstance(made, _Form) else set()
     return found
 
 
