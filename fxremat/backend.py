@@ -32,7 +32,13 @@ from fxremat.report.report import Report
 from fxremat.report.telling import tell_report
 from fxremat.runtime import in_flight, is_host
 from fxremat.runtime.in_flight import Places, Runs, watch_in_flight
-from fxremat.units import CompiledVersion, NoBackward, RunsOfOneGraph, surroundings
+from fxremat.units import (
+    CompiledVersion,
+    NoBackward,
+    RunsOfOneGraph,
+    fixed_inputs,
+    surroundings,
+)
 from fxremat.version import build
 
 log = logging.getLogger(__name__)
@@ -148,7 +154,8 @@ def fxremat(
     session.STATE.rank_timeout = parsed.rank_timeout
     request = request_for(gm, example_inputs, parsed, ledger, place, around.nbytes)
     if around.pipeline is not None and around.pipeline.whole:  # others hold what it is given
-        request = replace(request, parameters=tuple(range(len(example_inputs))))
+        everything = compat.places_in_joint(example_inputs)
+        request = replace(request, parameters=tuple(range(everything[-1].stop)))
     request = agreed(gm, example_inputs, request)
     graph = Graph(gm, compat.copy_module(gm), example_inputs, parsed, mode)
     unseen = request.held_bytes - ledger.held_by_others(*place)
@@ -156,13 +163,18 @@ def fxremat(
     as_seen = seen is not None
     if seen is None:
         seen, index = session.seen_in(next(reversed(compat.calling_modules()), None))
+    frame, compilation = place
+    places = ledger.places.setdefault(frame, Places())
+    count = around.runs if seen is None else len(seen.runs_of(index))
+    first = places.first_units() if request.count == "allocated" else ()
+    first = first if len(first) < count else ()
     runs = RunsOfOneGraph(
         request, device, around, unseen, graph.compile, graph.plan, graph.as_unit, seen, index,
-        as_seen=as_seen, coming_bytes=parsed.reserve or 0,
+        as_seen=as_seen, coming_bytes=parsed.reserve or 0, first=first,
+        fixed_inputs=fixed_inputs(example_inputs) if request.count == "allocated" else (),
     )  # fmt: skip
-    count = around.runs if seen is None else len(seen.runs_of(index))
     together = count > 1 or seen is not None or around.pipeline is not None
-    found = None
+    found, told = None, len(session.STATE.reports)
     if together and request.budget_bytes is not None and graph.needs_gradients:
         with suppress(NoBackward):
             found = runs.compiled_for(count)
@@ -171,12 +183,26 @@ def fxremat(
         if alone.report is None or request.budget_bytes is None:
             return alone.call
         promised = runs.promised(alone, request)
-        found = Runs((promised,), (0,), promised.promise.peak_bytes)
+        own = promised.promise.peak_bytes
+        found = Runs((promised,), (0,), own, request.held_bytes - around.late_bytes + own)
     graph.forget_inputs()
-    frame, compilation = place
     ledger.record(frame, found.peak_bytes, compilation)
-    places = ledger.places.setdefault(frame, Places())
-    return watch_in_flight(found, places, runs.compiled_for)
+    _tell_step(parsed, told, found)
+
+    def again(count: int) -> Runs:
+        told = len(session.STATE.reports)
+        anew = runs.compiled_for(count)
+        _tell_step(parsed, told, anew)
+        return anew
+
+    return watch_in_flight(found, places, again)
+
+
+def _tell_step(options: Options, since: int, runs: Runs) -> None:
+    """The peak of the step, in the reports made since then, and in their files."""
+    for report in session.note_step_peak(since, runs.step_peak_bytes):
+        if options.report is not None:
+            write_report(options.report, report)
 
 
 @dataclass

@@ -9,7 +9,7 @@ for each micro-batch, what a stage has given and keeps, what the loss saves, and
 from __future__ import annotations
 
 import logging
-from collections import deque
+from collections import Counter, deque
 from collections.abc import Callable, Iterable
 from dataclasses import dataclass, field
 from functools import partial
@@ -27,8 +27,8 @@ from fxremat.runtime.in_flight import storage_bytes
 
 log = logging.getLogger(__name__)
 
-SENT_AT_ONCE = 2
-"""Gradients on their way where each is waited for: the last one, and the one before."""
+SENT_AT_ONCE = 1
+"""Gradients on their way where each is waited for: the list of what is sent holds the last one."""
 
 
 @dataclass(frozen=True)
@@ -85,6 +85,17 @@ class Pipeline:
             arrive += self.micro_batches * (0 if one.last else one.shown.result_bytes)
         return arrive
 
+    def first_sent(self, stage: int, ended: int) -> int:
+        """Results that are sent, and stay beyond their backward, once so many have ``ended``.
+
+        1F1B keeps what it sent last before its first backward, until it has no forward left.
+        """
+        if self.keeps_sent or self.stages[stage].last:
+            return 0
+        first_backward = self.order.index((False, stage))
+        sent = self.order[:first_backward].count((True, stage)) - 2  # the last one is sent later
+        return int(0 <= sent < ended < self.micro_batches - sent - 1)
+
     def arriving_bytes(self, incoming: int) -> int:
         """Of the gradients of a run's results, those that lie in buffers where it is the first that
         goes backward."""
@@ -114,6 +125,8 @@ class _Walk:
     outputs: dict[int, int] = field(default_factory=dict)
     losses: dict[int, int] = field(default_factory=dict)
     sent: dict[int, int] = field(default_factory=dict)
+    ended: Counter[int] = field(default_factory=Counter)
+    """Backwards of each stage."""
     left: set[tuple[int, int]] = field(default_factory=set)
 
     def outside(self) -> int:
@@ -121,7 +134,8 @@ class _Walk:
         own, total = self.unit.boundary, self.held_bytes
         total += own.resident - own.given
         for k, one in enumerate(self.pipeline.stages):
-            total += self.outputs.get(k, 0) * one.shown.result_bytes
+            outputs = self.outputs.get(k, 0) + self.pipeline.first_sent(k, self.ended[k])
+            total += outputs * one.shown.result_bytes
             total += len(self.runs_of.get(k, ())) * one.shown.loss_bytes
             total += self.losses.get(k, 0) * one.shown.value_bytes
             total += self.sent.get(k, 0) * one.shown.given_bytes
@@ -159,6 +173,7 @@ class _Walk:
             self.left.add((stage, part))
         kept = self.pipeline.keeps_outputs if one.last else self.pipeline.keeps_sent
         self.outputs[stage] -= 0 if kept else 1
+        self.ended[stage] += 1
         if not one.first:
             most = len(self.pipeline.order) if self.pipeline.keeps_sent else SENT_AT_ONCE
             self.sent[stage] = min(most, self.sent.get(stage, 0) + 1)

@@ -25,11 +25,12 @@ from torch.utils import _pytree as pytree
 from fxremat import compat
 from fxremat.compiling.request import Request
 from fxremat.compiling.reserved_bytes import LARGER, Reserved, least_reserved, reserved_with_rest
-from fxremat.compiling.units import Boundary, Offer, Unit, repeated
+from fxremat.compiling.units import Boundary, Offer, Unit, followed_by, repeated
 from fxremat.core.units import Moment, UnitStep, Version
 from fxremat.cost.step_events import Outside, StepEvents, composed, repeated_outside
 from fxremat.errors import InfeasibleBudget
 from fxremat.options import Options
+from fxremat.passes.memory_estimation import nbytes
 from fxremat.pipelines import Pipeline, pipeline_of
 from fxremat.planner import units as planner
 from fxremat.report.report import Report
@@ -67,6 +68,8 @@ class Surroundings:
     ``left_bytes`` are the gradients of one run that stay, None: as many as its graph gives. Where a
     schedule runs it, the ``pipeline`` says what the rank does in a step. Of ``nbytes``,
     ``late_bytes`` may be there for a moment, and are not compared with what is seen at run time.
+    Besides, ``gathered_bytes`` are there in a forward, and once for each neighbour that a run has
+    in the backward.
     """
 
     runs: int = 1
@@ -76,6 +79,7 @@ class Surroundings:
     left_bytes: int | None = None
     pipeline: Pipeline | None = None
     late_bytes: int = 0
+    gathered_bytes: int = 0
 
 
 def surroundings(options: Options, device: torch.device) -> Surroundings:
@@ -106,36 +110,57 @@ def surroundings(options: Options, device: torch.device) -> Surroundings:
         runs = max(1, pipeline.runs)
         others += pipeline.batch
     elif runs > 1:  # else the graph itself is given what the model is
+        own |= {id(x) for x in pytree.tree_leaves(calls[unit]) if not _needs_gradient(x)}
         given = pytree.tree_leaves(calls[model])
         others += [x for x in given if isinstance(x, torch.Tensor)]
-    sharded = _sharded_bytes(model, unit, device) or _bucket_bytes(calls, device)
-    gathered, left = (0, None) if sharded is None else sharded
+    beside = _sharded_bytes(model, unit, device, runs) or _bucket_bytes(calls, device)
+    beside = _Beside(0, None) if beside is None else beside
     around: Around = tuple(ref(x) for x in {id(x): x for x in (*everything, *others)}.values())
     if pipeline is not None:
         around += (pipeline.buffers,)
-    late = _late_bytes(unit, calls[unit], device)
-    beside = gathered + late
-    beside += 0 if pipeline is None else pipeline.buffer_bytes
+    late = _late_bytes(unit, calls[unit], device, beside.gathered)
+    total = storage_bytes([x for x in others if id(x) not in own], device)
+    total, gathered = total + beside.held + late, beside.gathered
+    if pipeline is not None or runs == 1:  # then it is not known when they are there
+        total, gathered = total + 2 * gathered, 0
+    if options.reserve is not None or device.type == "cuda":  # as all around, counted elsewhere
+        gathered = 0
+    total += 0 if pipeline is None else pipeline.buffer_bytes
     return Surroundings(
         runs,
-        storage_bytes(others, device) + beside,
+        total,
         tuple(map(ref, others)),
         around,
-        left,
+        beside.left,
         pipeline,
         late,
+        gathered,
     )
 
 
-def _sharded_bytes(
-    model: nn.Module, unit: nn.Module, device: torch.device
-) -> tuple[int, int] | None:
-    """What FSDP2 holds beside a unit whose backward runs, and what stays of its gradients.
+@dataclass(frozen=True)
+class _Beside:
+    """What wrappers hold beside a unit, in bytes.
 
-    Beside the gathered parameters, which the graph is given, these are its own parts of them, the
-    parameters of the next unit, gathered ahead, and the gradients of the last one on their way.
-    Modules around the unit have gathered the parameters that they shard themselves, and keep the
-    whole gradients of these to their own end. None where it shards nothing.
+    ``held`` are there all the time, ``left`` stay of a run's gradients, None: all. ``gathered`` are
+    there in a forward, and once for each neighbour that a run has in the backward.
+    """
+
+    held: int
+    left: int | None
+    gathered: int = 0
+
+
+def _sharded_bytes(
+    model: nn.Module, unit: nn.Module, device: torch.device, alike: int
+) -> _Beside | None:
+    """What FSDP2 holds beside a unit; None where it shards nothing. ``alike`` units are like it.
+
+    The graph is given the gathered parameters. Beside them are its own parts of these. In the
+    backward the next unit is gathered ahead, and the gradients of the last one are on their way: of
+    the last unit nothing is on its way, and nothing is gathered beside the first. Modules around
+    the unit have gathered the parameters that they shard themselves, and keep the whole gradients
+    of these to their own end.
     """
     if not torch.distributed.is_available():
         return None
@@ -143,18 +168,21 @@ def _sharded_bytes(
 
     if not isinstance(unit, FSDPModule):
         return None
-    own = list(unit.parameters())
-    part, whole = storage_bytes(own, device), sum(x.nbytes for x in own)
     shards = [one for one in model.modules() if isinstance(one, FSDPModule)]
     around = [one for one in shards if one is not unit and unit in set(one.modules())]
+    inside = [one for one in unit.modules() if isinstance(one, FSDPModule)]
+    part, whole = map(sum, zip(*map(compat.sharded_and_gathered, inside), strict=True))
     inner = {id(x) for one in shards if one not in around for x in one.parameters()}
-    outer = {id(x): x.nbytes for one in around for x in one.parameters() if id(x) not in inner}
-    return part + 2 * whole + 2 * sum(outer.values()), part
+    outer = {id(x): x for one in around for x in one.parameters() if id(x) not in inner}
+    held = part - storage_bytes(outer.values(), device)
+    for parts, gathered in map(compat.sharded_and_gathered, around):
+        held += parts + 2 * gathered
+    if len(shards) - len(around) > alike * len(inside):
+        return _Beside(held + 2 * whole, part)  # units of another kind are its neighbours
+    return _Beside(held, part, whole)
 
 
-def _bucket_bytes(
-    calls: Iterable[nn.Module], device: torch.device
-) -> tuple[int, int | None] | None:
+def _bucket_bytes(calls: Iterable[nn.Module], device: torch.device) -> _Beside | None:
     """What DDP's buckets take, and what stays of a unit's gradients beside them.
 
     A bucket holds a gradient as long as DDP lives, and the parameter has it once more unless its
@@ -166,7 +194,7 @@ def _bucket_bytes(
     for module in calls:
         if isinstance(module, parallel):
             buckets = sum(x.nbytes for x in module.parameters() if x.requires_grad)
-            return buckets, 0 if module.gradient_as_bucket_view else None
+            return _Beside(buckets, 0 if module.gradient_as_bucket_view else None)
     return None
 
 
@@ -174,16 +202,26 @@ LATE_RESULTS = 2
 """Of collectives on the CPU: so many were seen to live on after the last who knows them."""
 
 
-def _late_bytes(unit: nn.Module, given: Iterable[Any], device: torch.device) -> int:
+def _late_bytes(
+    unit: nn.Module, given: Iterable[Any], device: torch.device, gathered_bytes: int
+) -> int:
     """What gloo's threads hold of results that nobody else holds any more.
 
     They let go of a result a moment after whoever waits for it has it. Where parameters are
-    DTensors, results are taken to be as large as the largest tensor that the unit is given.
+    DTensors, results are taken to be as large as the largest tensor that the unit is given; where
+    they are gathered, so are these.
     """
-    if device.type != "cpu" or not any(compat.is_dtensor(x) for x in unit.parameters()):
+    if device.type != "cpu":
         return 0
-    tensors = [x for x in pytree.tree_leaves(list(given)) if isinstance(x, torch.Tensor)]
-    return LATE_RESULTS * max((x.nbytes for x in tensors), default=0)
+    largest = 0
+    if any(compat.is_dtensor(x) for x in unit.parameters()):
+        tensors = [x for x in pytree.tree_leaves(list(given)) if isinstance(x, torch.Tensor)]
+        largest = max((x.nbytes for x in tensors), default=0)
+    return LATE_RESULTS * (largest + gathered_bytes)
+
+
+def _needs_gradient(value: object) -> bool:
+    return isinstance(value, torch.Tensor) and value.requires_grad
 
 
 def _form(module: nn.Module) -> Any:
@@ -218,7 +256,8 @@ class SeenStep:
     ``unit_of`` and ``place_of`` are those of each run. ``units`` offer fewer versions once they are
     compiled. The ``request`` is one of a unit: what is the same for all of them. ``outside`` is
     what is asked of the allocator outside of the units, on CUDA. Where the step was not looked at,
-    ``held_bytes`` are there all the time, and of gradients ``left_bytes`` stay (None: all).
+    ``held_bytes`` are there all the time, and of gradients ``left_bytes`` stay (None: all). Where
+    unit 1 stands for blocks that follow unit 0, ``followed_bytes`` are what these are given.
     """
 
     moments: tuple[Moment, ...]
@@ -229,6 +268,7 @@ class SeenStep:
     outside: tuple[Outside, ...] | None = None
     held_bytes: int = 0
     left_bytes: int | None = None
+    followed_bytes: int | None = None
     fixed: dict[int, int] = field(default_factory=dict)
     """The versions of runs whose unit is compiled, by their places."""
 
@@ -246,6 +286,12 @@ class SeenStep:
         if outside is None:
             outside = repeated_outside(len(runs), runs[0], self.held_bytes, self.left_bytes)
         return composed(outside, runs.__getitem__)
+
+    def offer(self, index: int, offers: Iterable[Offer]) -> None:
+        """From now on the unit offers these versions."""
+        self.units[index] = replace(self.units[index], offers=tuple(offers))
+        if self.followed_bytes is not None:
+            self.units[1] = followed_by(self.units[0], self.followed_bytes)
 
     def step(self) -> UnitStep:
         """Its moments, and what the units offer now."""
@@ -268,6 +314,12 @@ class SeenStep:
         return tuple(sorted(runs, key=self.place_of.__getitem__))
 
 
+def fixed_inputs(inputs: Iterable[Any]) -> tuple[int, ...]:
+    """Bytes of each input of a graph that could have a gradient, and needs none."""
+    tensors = [x for x in inputs if isinstance(x, torch.Tensor) and not isinstance(x, nn.Parameter)]
+    return tuple(nbytes(x) for x in tensors if x.is_floating_point() and not x.requires_grad)
+
+
 def unplanned_bytes(request: Request) -> int:
     """Of a budget, what no version is planned to take: for tuning, and what may stay unused.
 
@@ -285,23 +337,34 @@ def budget_for(nbytes: int, request: Request) -> int:
 
 
 def repeated_step(
-    unit: Unit, count: int, held_bytes: int, left_bytes: int | None = None
+    unit: Unit,
+    count: int,
+    held_bytes: int,
+    left_bytes: int | None = None,
+    gathered_bytes: int = 0,
+    others: Sequence[Unit] = (),
+    unit_of: Sequence[int] | None = None,
 ) -> SeenStep:
     """A step in which so many runs of one unit wait at once, and nothing else is known.
 
-    Of the gradients of a run ``left_bytes`` stay; None: all that are no inputs' of its own.
+    Where ``unit_of`` is given, it says of which unit each run is: of this one, 0, or of one of the
+    ``others``. Of the gradients of a run ``left_bytes`` stay; None: all that are no inputs' of its
+    own.
     """
     if left_bytes is not None:
         left = min(unit.boundary.left, left_bytes)
         unit = replace(unit, boundary=replace(unit.boundary, left=left))
     own = unit.boundary
-    step = repeated(unit, count, held_bytes + own.resident - own.given)
+    outside = held_bytes + own.resident - own.given
+    units = [unit, *others]
+    unit_of = (0,) * count if unit_of is None else unit_of
+    step = repeated(units, unit_of, outside, gathered_bytes)
     return SeenStep(
         step.moments,
         step.unit_of,
         tuple(range(count)),
-        [unit],
-        held_bytes=held_bytes,
+        units,
+        held_bytes=held_bytes + 2 * gathered_bytes,
         left_bytes=left_bytes,
     )
 
@@ -314,7 +377,10 @@ class RunsOfOneGraph:
     `InfeasibleBudget`. ``look`` traces the graph as a unit, and raises `NoBackward`.
     ``unseen_bytes`` of what is held are no saved tensors, and ``coming_bytes`` are said to come
     beside the graph. ``seen`` is the step that was looked at, in which the graph is the unit of
-    this ``index``; or another graph of the same module is, if it is not there ``as_seen``.
+    this ``index``; or another graph of the same module is, if it is not there ``as_seen``. Where it
+    was not looked at, the ``first`` runs are those of other graphs, which wait already; else of the
+    inputs that need no gradient, and are no parameters, ``fixed_inputs`` are the bytes: where one
+    is as large as the results, the blocks that follow are given what needs one.
     """
 
     request: Request
@@ -328,6 +394,8 @@ class RunsOfOneGraph:
     index: int = 0
     as_seen: bool = True
     coming_bytes: int = 0
+    first: tuple[Unit, ...] = ()
+    fixed_inputs: tuple[int, ...] = ()
     known: dict[Request, CompiledVersion] = field(default_factory=dict)
 
     @property
@@ -351,7 +419,7 @@ class RunsOfOneGraph:
         failed: set[planner.Chosen] = set()
         ways = tuple(self._lowest_ways())
         for _ in range(TRIES if self.request.count == "allocated" else RESERVED_TRIES):
-            seen.units[self.index] = replace(unit, offers=tuple(offers))
+            seen.offer(self.index, offers)
             chosen = planner.fastest(seen.step(), aim)
             if chosen is None and failed:
                 step = seen.step()
@@ -363,7 +431,7 @@ class RunsOfOneGraph:
                 made = {k: self._compiled(offers, k, unit.boundary) for k in sorted(set(mine))}
             except InfeasibleBudget:
                 continue
-            seen.units[self.index] = replace(unit, offers=tuple(offers))
+            seen.offer(self.index, offers)
             if self.seen is None:
                 mine, chosen = self._saving_most_first(seen, chosen)
             peak, taken = seen.step().peak_bytes(chosen), self._reserved(seen, chosen)
@@ -437,7 +505,8 @@ class RunsOfOneGraph:
         kept = tuple(offers[k] for k in made)
         of_run = tuple(list(made).index(k) for k in mine)
         seen.units[self.index] = replace(seen.units[self.index], offers=kept)
-        seen.fixed.update(zip(seen.runs_of(self.index), of_run, strict=True))
+        runs = seen.runs_of(self.index)
+        seen.fixed.update(zip(runs, of_run, strict=True))
         versions, limit = tuple(made.values()), self.budget_bytes
         if taken is not None:
             peak, limit = taken.usage.peak_reserved_bytes, self._most_bytes
@@ -445,7 +514,14 @@ class RunsOfOneGraph:
                 versions = tuple(_with_segment(one, taken.segment_bytes) for one in versions)
         counted = "allocated" if taken is None else "reserved"
         log.info("%s", _told(kept, of_run, peak, limit, counted))
-        return Runs(versions, of_run, peak - self.request.held_bytes)
+        late = self.around.late_bytes if self.seen is None else 0
+        units: tuple[Unit, ...] = ()
+        if self.seen is None and self.around.pipeline is None:
+            own = seen.units[self.index].boundary
+            units = (*self.first, *(Unit(own, (kept[k],)) for k in of_run))
+        least = min(of_run, key=lambda k: kept[k].version.saved_bytes)
+        of_run = (least,) * runs[0] + of_run  # others have these places
+        return Runs(versions, of_run, peak - self.request.held_bytes, peak - late, units)
 
     def _saving_most_first(
         self, seen: SeenStep, chosen: tuple[int, ...]
@@ -456,17 +532,31 @@ class RunsOfOneGraph:
         gradient. These share the places, and each is planned as if it had all of them. So at each
         place they should save about as much.
         """
-        versions = seen.step().versions[0]
-        by_saved = tuple(sorted(chosen, key=lambda k: versions[k].saved_bytes, reverse=True))
-        if seen.step().peak_bytes(by_saved) <= self.budget_bytes:
-            chosen = by_saved
-        return list(chosen), chosen
+        step, runs = seen.step(), seen.runs_of(self.index)
+        versions, mine = step.versions[self.index], [chosen[run] for run in runs]
+        by_saved = sorted(mine, key=lambda k: versions[k].saved_bytes, reverse=True)
+        sorted_so = list(chosen)
+        for run, k in zip(runs, by_saved, strict=True):
+            sorted_so[run] = k
+        if step.peak_bytes(sorted_so) <= self.budget_bytes:
+            return by_saved, tuple(sorted_so)
+        return mine, chosen
 
     def _step_of(self, unit: Unit, count: int) -> SeenStep:
         """A step in which so many runs wait: the one of its pipeline, if that says as many."""
         pipeline, held, left = self.around.pipeline, self.request.held_bytes, self.around.left_bytes
         if pipeline is None or count != pipeline.runs:
-            return repeated_step(unit, count, held, left)
+            gathered = self.around.gathered_bytes
+            if self.first:
+                unit_of = *range(1, len(self.first) + 1), *[0] * (count - len(self.first))
+                return repeated_step(unit, count, held, left, gathered, self.first, unit_of)
+            given = unit.boundary.results
+            if given in self.fixed_inputs and count > 1 and not self.known:
+                others, unit_of = [followed_by(unit, given)], (0, *[1] * (count - 1))
+                followed = repeated_step(unit, count, held, left, gathered, others, unit_of)
+                followed.followed_bytes = given
+                return followed
+            return repeated_step(unit, count, held, left, gathered)
         if left is not None:
             left = min(unit.boundary.left, left)
             unit = replace(unit, boundary=replace(unit.boundary, left=left))
@@ -545,9 +635,11 @@ class RunsOfOneGraph:
     ) -> InfeasibleBudget:
         """The error that names what one way to choose needs."""
         assert self.request.budget_bytes is not None
-        unit, runs = seen.units[self.index], seen.runs_of(self.index)
+        runs = seen.runs_of(self.index)
+        if seen.followed_bytes is not None:
+            runs += seen.runs_of(1)  # by versions of this unit
         for _ in range(TRIES):
-            seen.units[self.index] = replace(unit, offers=tuple(offers))
+            seen.offer(self.index, offers)
             chosen = choose(seen.step())
             least = seen.step().peak_bytes(chosen)
             for place in sorted({chosen[run] for run in runs}):
@@ -559,7 +651,7 @@ class RunsOfOneGraph:
                     offers[place] = _rehearsed(offers[place], report)
                 except InfeasibleBudget as refused:
                     offers[place] = _raised(offers[place], refused)
-            seen.units[self.index] = replace(unit, offers=tuple(offers))
+            seen.offer(self.index, offers)
             if seen.step().peak_bytes(chosen) <= least:
                 break
         taken = self._reserved(seen, chosen)

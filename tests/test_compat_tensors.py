@@ -116,3 +116,14 @@ def test_on_device_without_memory() -> None:
         assert first.weight is tied.weight
         assert x.device.type == "cpu"
     assert all(one is before[name] for name, one in model.named_parameters())
+
+
+def test_a_tensor_of_a_subclass_becomes_its_parts_in_the_joint_graph() -> None:
+    from torch.testing._internal import two_tensor
+
+    two: Any = two_tensor.TwoTensor
+    plain = torch.ones(2)
+    both = two(plain, plain.clone())
+    given = [plain, 3, both, two(both, both), plain]
+    expected = [range(1), range(1, 2), range(2, 4), range(4, 8), range(8, 9)]
+    assert compat.places_in_joint(given) == expected

@@ -240,7 +240,7 @@ def exponential(x: Tensor) -> Tensor:
 
 def alone(compiled: Callable[..., Any], promise: Promise) -> Callable[..., Any]:
     """A graph of one version, which is planned to run by itself."""
-    runs = Runs((Promised(compiled, promise),), (0,), promise.peak_bytes)
+    runs = Runs((Promised(compiled, promise),), (0,), promise.peak_bytes, promise.peak_bytes)
     return watch_in_flight(runs, Places())
 
 

@@ -205,5 +205,5 @@ def test_the_peak_is_that_of_the_moments(
 def test_what_two_hold_is_there_once(run: RunEvents, count: int) -> None:
     """A result that is saved, too: the figures of a version count it twice."""
     found = composed(repeated_outside(count, run, 0), lambda _: run)
-    expected = repeated(unit_of(run), count, run.inputs[1].nbytes).peak_bytes([0] * count)
+    expected = repeated([unit_of(run)], [0] * count, run.inputs[1].nbytes).peak_bytes([0] * count)
     assert replay(found.events).peak_requested_bytes <= expected

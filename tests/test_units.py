@@ -10,6 +10,8 @@ import torch
 from torch import Tensor, nn
 
 from fxremat import units
+from fxremat.compiling.units import Boundary, Offer, Unit, followed_by, repeated
+from fxremat.core.units import Version
 from fxremat.options import Options
 from tests.small import Block
 
@@ -60,7 +62,7 @@ def test_runs_are_modules_of_the_class_that_are_compiled_by_themselves() -> None
     model = Model()
     found = seen_in(model, list(model.blocks)[:3])
     assert found.runs == 3
-    assert found.nbytes == bytes_of(model) - bytes_of(model.blocks[0]) + 2 * 8 * 4
+    assert found.nbytes == bytes_of(model) - bytes_of(model.blocks[0])  # it has the input itself
     assert len(found.everything) == len(list(model.parameters())) + 1
 
 
@@ -106,3 +108,25 @@ def test_what_lies_around_is_not_kept_alive() -> None:
 
     gc.collect()
     assert all(tensor() is None for tensor in found.others)
+
+
+def unit_of(given: int) -> Unit:
+    """It saves 1,000 bytes beside what it is given."""
+    version = Version(1.0, 1000, 3000, 5000)
+    return Unit(Boundary(200 + given, given, 50, 50, 20), (Offer(version, 0, 0),))
+
+
+def test_neighbours_of_a_run_are_gathered_in_the_backward() -> None:
+    step = repeated([unit_of(0)], [0, 0, 0], 100, 7)
+    outside = [moment.outside_bytes for moment in step.moments]
+    assert outside == [107, 107, 107, 207, 157, 184, 197]
+
+
+def test_blocks_that_follow_hold_what_they_are_given() -> None:
+    first = unit_of(0)
+    others = followed_by(first, 50)
+    assert others.boundary.given == 50
+    step = repeated([first, others], [0, 1, 1], 100)
+    assert [moment.outside_bytes for moment in step.moments] == [100, 150, 150, 200, 150, 170, 190]
+    last = step.moments[4]
+    assert step.bytes_at(last, [0, 0, 0]) == 150 + 1000 + 1050 + 5050

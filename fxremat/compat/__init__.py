@@ -149,6 +149,7 @@ from fxremat.compat.ranks import (
     is_collective,
     job_store,
     ranks_together,
+    sharded_and_gathered,
 )
 from fxremat.compat.sizes import (
     ShapeEnv,
@@ -167,6 +168,7 @@ from fxremat.compat.tensors import (
     on_device_without_memory,
     on_host_without_memory,
     outside_fake_mode,
+    places_in_joint,
     plain_tensors,
     storage_key,
     storage_watch,
@@ -274,6 +276,7 @@ __all__ = [
     "on_host_without_memory",
     "only_marked_buffers_donated",
     "outside_fake_mode",
+    "places_in_joint",
     "plain_tensors",
     "plan_for_sizes_seen",
     "prefers_channels_last",
@@ -291,6 +294,7 @@ __all__ = [
     "running_pipeline",
     "saved_names",
     "scheduled",
+    "sharded_and_gathered",
     "shown_stages",
     "size_bound",
     "size_ranges",

@@ -88,3 +88,19 @@ def _ranks_of(group_name: str) -> list[int]:
     group: Any = distributed_c10d
     ranks: list[int] = group.get_process_group_ranks(group._resolve_process_group(group_name))
     return ranks
+
+
+def sharded_and_gathered(module: Any) -> tuple[int, int]:
+    """Bytes of the parameters that FSDP2 shards at this module: this rank's parts, and gathered.
+
+    Gathered they are as wide as the gradients that are reduced, if these are wider.
+    """
+    state, part, whole = module._get_fsdp_state(), 0, 0
+    groups = getattr(state, "_fsdp_param_groups", None)
+    groups = [state._fsdp_param_group] if groups is None else groups
+    for one in (one for group in groups if group is not None for one in group.fsdp_params):
+        policy, own = one.mp_policy, one._sharded_param_data
+        widths = [each.itemsize for each in (policy.param_dtype, policy.reduce_dtype) if each]
+        part += own.numel() * own.dtype.itemsize
+        whole += one._orig_size.numel() * max(widths, default=own.dtype.itemsize)
+    return part, whole

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterable, Iterator
 from contextlib import AbstractContextManager, contextmanager, nullcontext
 from typing import Any
 
@@ -169,6 +169,25 @@ def is_dtensor(tensor: torch.Tensor) -> bool:
     from torch.distributed.tensor import DTensor
 
     return isinstance(tensor, DTensor)
+
+
+def places_in_joint(inputs: Iterable[object]) -> list[range]:
+    """Of each input of a graph, which inputs of its joint graph stand for it.
+
+    A tensor of a subclass becomes its parts there, and the mesh of a DTensor is one of these.
+    """
+    places, begin = list[range](), 0
+    for value in inputs:
+        places.append(range(begin, begin + _parts_in_joint(value)))
+        begin = places[-1].stop
+    return places
+
+
+def _parts_in_joint(value: object) -> int:
+    flatten = getattr(value, "__tensor_flatten__", None)
+    if flatten is None or not isinstance(value, torch.Tensor):
+        return 1
+    return sum(_parts_in_joint(getattr(value, name)) for name in flatten()[0])
 
 
 def plain_tensors(value: object) -> Iterator[torch.Tensor]:

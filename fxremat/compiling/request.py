@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import logging
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from typing import Any, Literal
 
@@ -44,9 +44,10 @@ class Request:
     ``copies`` is what moving values takes; None where nothing is to move. With the objective
     "energy" a plan may take ``most_time`` times what running every op once takes. ``variants``
     are names of rules (None: all), ``disabled`` names of passes that are left out
-    (`fxremat.option_values.PASSES`), ``accumulated`` the arguments of the graph whose gradients
-    are added to their ``grad`` in the backward, ``parameters`` those that are parameters. ``card``
-    is the name of one that is planned for although it is not here; None: what is here.
+    (`fxremat.option_values.PASSES`). By their places in the joint graph, ``accumulated`` are the
+    arguments whose gradients are added to their ``grad`` in the backward, and ``parameters`` those
+    that are parameters. ``card`` is the name of one that is planned for although it is not here;
+    None: what is here.
     ``allocator`` is how torch's allocator is set; None where the device has none, or one that is
     not modelled. ``count`` is what the budget counts.
     """
@@ -146,12 +147,18 @@ def request_for(
         variants=options.variants,
         allow_lossy=options.allow_lossy,
         disabled=options.disable_passes,
-        accumulated=tuple(i for i, x in enumerate(inputs) if accumulation.will_be_added(x)),
-        parameters=tuple(i for i, x in enumerate(inputs) if isinstance(x, nn.Parameter)),
+        accumulated=_places(inputs, accumulation.will_be_added),
+        parameters=_places(inputs, lambda x: isinstance(x, nn.Parameter)),
         card=None if card is None else card.name,
         allocator=allocator,
         count=_count(options, allocator),
     )
+
+
+def _places(inputs: Sequence[Any], which: Callable[[Any], bool]) -> tuple[int, ...]:
+    """Which inputs of the joint graph stand for ``which`` inputs of the graph."""
+    pairs = zip(inputs, compat.places_in_joint(inputs), strict=True)
+    return tuple(place for one, places in pairs if which(one) for place in places)
 
 
 def _allocator(options: Options, device: torch.device) -> AllocatorSettings | None:

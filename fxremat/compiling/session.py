@@ -111,6 +111,13 @@ def reports() -> list[Report]:
     return list(STATE.reports)
 
 
+def note_step_peak(since: int, step_peak_bytes: int) -> list[Report]:
+    """Say it in all reports but the first ``since``; gives those."""
+    newest = [replace(one, step_peak_bytes=step_peak_bytes) for one in STATE.reports[since:]]
+    STATE.reports[since:] = newest
+    return newest
+
+
 def reset() -> None:
     """Forget reports and ledgers; called by ``torch._dynamo.reset()``."""
     STATE.reports.clear()

@@ -265,18 +265,45 @@ def _bytes_of(nodes: Iterable[fx.Node]) -> int:
     return sum(nbytes(value) for value in values if isinstance(value, torch.Tensor))
 
 
-def repeated(unit: Unit, count: int, outside_bytes: int) -> UnitStep:
-    """A step in which so many runs of one unit wait at once, and the last runs backward first.
+def followed_by(unit: Unit, given_bytes: int) -> Unit:
+    """The unit of blocks like this one that come after it, and so are given what needs a gradient.
 
-    ``outside_bytes`` are there all the time, what no run has of its own among them.
+    What they are given has ``given_bytes``. They hold it while they wait, and make its gradient.
     """
-    own, moments = unit.boundary, []
-    for run in range(count):
-        outside = outside_bytes + own.given
+    more, own = given_bytes, unit.boundary
+    versions = (
+        replace(
+            one.version,
+            saved_bytes=one.version.saved_bytes + more,
+            backward_bytes=one.version.backward_bytes + more,
+        )
+        for one in unit.offers
+    )
+    pairs = zip(unit.offers, versions, strict=True)
+    offers = tuple(replace(one, version=version, events=None) for one, version in pairs)
+    return Unit(replace(own, given=own.given + more), offers)
+
+
+def repeated(
+    units: Sequence[Unit], unit_of: Sequence[int], outside_bytes: int, gathered_bytes: int = 0
+) -> UnitStep:
+    """A step in which some runs wait at once, and the last runs backward first.
+
+    ``unit_of`` each run says which of the ``units`` it is of. ``outside_bytes`` are there all the
+    time, what no run has of its own among them. In a forward ``gathered_bytes`` are there beside
+    them. In the backward they are there for each neighbour of the run: for the one that comes next,
+    and for the one that came before.
+    """
+    moments, owns = list[Moment](), [units[k].boundary for k in unit_of]
+    for run, own in enumerate(owns):
+        outside = outside_bytes + gathered_bytes + own.given
         moments.append(Moment(outside, tuple(range(run)), run, "forward"))
-    moments.append(Moment(outside_bytes + own.results + own.incoming, tuple(range(count))))
-    for run in reversed(range(count)):
-        outside = outside_bytes + own.incoming + (count - 1 - run) * own.left
+    between = outside_bytes + gathered_bytes + owns[-1].results + owns[-1].incoming
+    moments.append(Moment(between, tuple(range(len(owns)))))
+    for run, own in reversed(list(enumerate(owns))):
+        neighbours = (run > 0) + (run < len(owns) - 1)
+        outside = outside_bytes + own.incoming + neighbours * gathered_bytes
+        outside += sum(later.left for later in owns[run + 1 :])
         moments.append(Moment(outside, tuple(range(run)), run, "backward"))
-    versions = tuple(offer.version for offer in unit.offers)
-    return UnitStep(tuple(moments), (0,) * count, (versions,))
+    versions = (tuple(offer.version for offer in unit.offers) for unit in units)
+    return UnitStep(tuple(moments), tuple(unit_of), tuple(versions))

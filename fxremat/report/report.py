@@ -50,6 +50,10 @@ class Report:
     ``lifetimes`` say when each storage is there, in steps of ``timeline``; ``making`` is the node
     that each of these steps computes, "" where none is known, and the first ``forward_steps`` of
     them are the forward's. ``places`` are the nodes' modules and source lines.
+    ``step_peak_bytes`` is the predicted peak of a whole step, as far as it is known when the graph
+    is compiled: with all runs of it that wait at once, and all that is held beside them. So that of
+    the newest report knows most. What threads of gloo hold for a moment is planned for, and no part
+    of it. None without a budget.
     ``keep_all_timeline`` is bytes live per step of the keep-all schedule, of which the first
     ``keep_all_forward_steps`` are the forward's.
     """
@@ -89,6 +93,7 @@ class Report:
     places: dict[str, Place] = field(default_factory=dict, repr=False)
     keep_all_timeline: tuple[int, ...] = field(default=(), repr=False)
     keep_all_forward_steps: int = 0
+    step_peak_bytes: int | None = None
 
     @property
     def counted_peak_bytes(self) -> int:

@@ -302,31 +302,54 @@ class Runs:
     """The versions of a graph, and which one each of its runs takes that wait at once.
 
     A run that none was planned for takes the last. ``peak_bytes`` are of all runs together, without
-    what the promises hold.
+    what the promises hold; ``step_peak_bytes`` are those of the step, with all that is there most
+    of the time. ``units`` say what the planner knows of each run, where it knows that.
     """
 
     versions: tuple[Promised, ...]
     version_of_run: tuple[int, ...]
     peak_bytes: int
+    step_peak_bytes: int
+    units: tuple[Any, ...] = ()
 
     def of_run(self, place: int) -> Promised:
         """The version of the run at a place among those that wait."""
         return self.versions[self.version_of_run[min(place, len(self.version_of_run) - 1)]]
 
 
+@dataclass(eq=False)
+class _Waiting:
+    """A run that waits; it is one of these."""
+
+    runs: Runs
+
+
 @dataclass
 class Places:
-    """The runs of a graph that wait, each at the lowest place that was free when it came."""
+    """The runs of a graph that wait, each at the lowest place that was free when it came.
 
-    taken: dict[int, object] = field(default_factory=dict)
+    Graphs of one frame share places: blocks that differ in what they are given.
+    """
+
+    taken: dict[int, _Waiting] = field(default_factory=dict)
 
     def free(self) -> int:
         """The lowest place that no run has."""
         return next(place for place in range(len(self.taken) + 1) if place not in self.taken)
 
-    def take(self, place: int, node: Any) -> None:
+    def first_units(self) -> tuple[Any, ...]:
+        """What the planner knows of the runs that wait now; nothing where it does not of all."""
+        found = []
+        for place in range(len(self.taken)):
+            units = self.taken[place].runs.units if place in self.taken else ()
+            if place >= len(units):
+                return ()
+            found.append(units[place])
+        return tuple(found)
+
+    def take(self, place: int, node: Any, runs: Runs) -> None:
         """The run of this node has the place, until its backward has freed what it saved."""
-        run = self.taken[place] = object()
+        run = self.taken[place] = _Waiting(runs)
 
         def leave() -> None:
             if self.taken.get(place) is run:
@@ -385,7 +408,7 @@ class _WatchedRuns:
                 when_backward_ends(node, segment.open_room)
             if shared.watch is not None and not shared.watch.is_over:
                 when_backward_ends(node, partial(shared.end, promise))
-            self.places.take(place, node)
+            self.places.take(place, node, self.runs)
             own = (*args, *results) if isinstance(results, (list, tuple)) else (*args, results)
             self.look(node, promise, own)
         return results
