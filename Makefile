@@ -37,7 +37,7 @@ $(TRAINERS): pyproject.toml
 	touch $@
 
 test-pages: venv
-	$(PYTHON) -m pytest -q -m browser tests/test_report_page_browser.py
+	$(PYTHON) -m pytest -q -m browser
 
 check: venv
 	$(PYTHON) -m ruff check .

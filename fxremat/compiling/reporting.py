@@ -11,6 +11,8 @@ from fxremat.compiling.draft import Draft
 from fxremat.compiling.request import Request
 from fxremat.compiling.searching.search import Found
 from fxremat.compiling.units import run_events_of, version_of
+from fxremat.core.plan import Plan
+from fxremat.core.problem import Problem
 from fxremat.core.schedule import keep_all
 from fxremat.core.timeline import Lifetime, lifetimes_of, replay
 from fxremat.errors import InfeasibleBudget
@@ -79,7 +81,8 @@ def _live_at_peak(found: Found) -> tuple[tuple[str, int], ...]:
 
 def report_of(found: Found, request: Request, graph: int, seconds: dict[str, float]) -> Report:
     """What was decided for one graph."""
-    judged, draft, plan = found.judged, found.judged.draft, found.judged.plan
+    judged, draft = found.judged, found.judged.draft
+    plan = by_the_bytes_of(draft.estimate.problem, judged.plan)
     problem, plain = draft.estimate.problem, found.plain.estimate.problem
     held, base, taken = request.held_bytes, plain.base_time_us, judged.reserved
     plain_timeline, course = replay(plain, keep_all(plain)), _course(found)
@@ -119,6 +122,18 @@ def report_of(found: Found, request: Request, graph: int, seconds: dict[str, flo
         as_unit=version_of(draft, plan, judged.rehearsal, request.parameters),
         events=run_events_of(draft, judged.rehearsal, request.parameters),
     )
+
+
+def by_the_bytes_of(problem: Problem, plan: Plan) -> Plan:
+    """The plan with the peak that it has in this problem.
+
+    It may have been made by more bytes, which a rehearsal of another plan had shown. What is proven
+    by these bounds no peak here.
+    """
+    peak_bytes = replay(problem, plan.steps).peak_bytes
+    if peak_bytes == plan.peak_bytes:
+        return plan
+    return replace(plan, peak_bytes=peak_bytes, peak_bound_bytes=None)
 
 
 def _saved(draft: Draft) -> tuple[Row, ...]:
