@@ -24,6 +24,7 @@ from torch.distributed.checkpoint.state_dict import (
 
 import fxremat
 from fxremat.sizes import MIB
+from tests.examples import LONG
 from tests.small import Block
 
 OPTIONS: dict[str, Any] = {"executor": "aot_eager", "solver": "greedy", "variants": "none"}
@@ -159,6 +160,8 @@ def least_named(error: Any) -> int:
 
 LEAST = 0
 """Instead of percents: the budget is the least that the error names by which less is refused."""
+PERCENTS = (80, 60, LEAST) if os.environ.get("HYPOTHESIS_PROFILE") == LONG else (60, LEAST)
+"""Of what plain takes: the budgets, one more in the long profile."""
 
 
 def compared(

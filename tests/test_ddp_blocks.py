@@ -12,7 +12,7 @@ from torch import nn
 if not torch.distributed.is_available():
     pytest.skip("torch without torch.distributed", allow_module_level=True)
 
-from tests.ranks import LEAST, Blocks, Found, Trained, compared, kept, on_ranks
+from tests.ranks import LEAST, PERCENTS, Blocks, Found, Trained, compared, kept, on_ranks
 
 RANKS, WIDTH = 2, 128
 
@@ -47,7 +47,7 @@ class Parallel(Trained):
 
 
 CASES: list[tuple[str, bool, bool, tuple[int, ...]]] = [
-    ("the whole", False, False, (80, 60, LEAST)),
+    ("the whole", False, False, PERCENTS),
     ("the whole", True, True, (95,)),
     ("each block", False, True, (LEAST,)),
 ]

@@ -19,7 +19,7 @@ from torch.distributed.tensor.parallel import (
     parallelize_module,
 )
 
-from tests.ranks import LEAST, Blocks, Found, Trained, compared, kept, on_ranks
+from tests.ranks import PERCENTS, Blocks, Found, Trained, compared, kept, on_ranks
 
 WIDTH = 64
 
@@ -67,11 +67,11 @@ def parallel(rank: int, data: int, cases: list[tuple[str, tuple[int, ...]]]) -> 
 
 
 def tensor_parallel(rank: int) -> dict[str, Found]:
-    return parallel(rank, 1, [("the whole", (80, 60, LEAST)), ("each block", (60,))])
+    return parallel(rank, 1, [("the whole", PERCENTS), ("each block", (60,))])
 
 
 def below_fsdp(rank: int) -> dict[str, Found]:
-    return parallel(rank, 2, [("each block", (80, 60, LEAST))])
+    return parallel(rank, 2, [("each block", PERCENTS)])
 
 
 def test_ranks_of_one_model_keep_their_budgets(tmp_path: Path) -> None:
