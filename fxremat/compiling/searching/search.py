@@ -163,7 +163,8 @@ class Search:
             nearest = min(anew, key=self.expected_bytes)
             if nearest.plan.peak_bytes > target:  # no plan gets there
                 break
-            target = min(target - 1, target * budget_bytes // self.expected_bytes(nearest))
+            planned, expected = nearest.plan.peak_bytes, self.expected_bytes(nearest)
+            target = min(target - 1, planned * budget_bytes // expected)
         return min(found, key=self.expected_bytes)
 
     def _quickest_under(self, aim: int, target: int) -> list[Candidate]:
