@@ -153,33 +153,38 @@ class Search:
         too much, the plan aims lower with the same variants, which takes a moment; only where that
         does not do are they chosen anew.
         """
-        target, found = int((1 - EXPECTED_WRONG) * budget_bytes), list[Candidate]()
+        planning, found = self.planning, list[Candidate]()
+        target = int((1 - EXPECTED_WRONG) * budget_bytes)
         for _ in range(CHOICES):
-            anew = self._quickest_under(budget_bytes, target)
-            found += anew
-            within = [one for one in anew if self.expected_bytes(one) <= budget_bytes]
+            drafts = self._quickest_drafts(target)
+            first = [
+                Candidate.planned(
+                    one, planning.solve(one.estimate.problem, target, QUICKEST_SOLVER)
+                )
+                for one in drafts
+            ]
+            found += first
+            for one in drafts:
+                lower = planning.expected_under(
+                    one.estimate.problem, budget_bytes, target, solver=QUICKEST_SOLVER
+                )
+                found.append(Candidate.planned(one, lower))
+            within = [one for one in found if self.expected_bytes(one) <= budget_bytes]
             if within:
                 return min(within, key=lambda one: one.plan.time_us)
-            nearest = min(anew, key=self.expected_bytes)
+            nearest = min(first, key=self.expected_bytes)
             if nearest.plan.peak_bytes > target:  # no plan gets there
                 break
-            planned, expected = nearest.plan.peak_bytes, self.expected_bytes(nearest)
-            target = min(target - 1, planned * budget_bytes // expected)
+            target = min(target - 1, target * budget_bytes // self.expected_bytes(nearest))
         return min(found, key=self.expected_bytes)
 
-    def _quickest_under(self, aim: int, target: int) -> list[Candidate]:
-        """With those of the variants that are chosen for the target, and without any."""
-        planning, variants, drafts = self.planning, self.offered(), [self.draft(())]
+    def _quickest_drafts(self, target: int) -> list[Draft]:
+        """Without variants, and with those that are chosen for the target."""
+        variants, drafts = self.offered(), [self.draft(())]
         if variants is not None:
-            names = planning.solve(variants.problem, target, QUICKEST_SOLVER).variants
+            names = self.planning.solve(variants.problem, target, QUICKEST_SOLVER).variants
             drafts += [self.draft(names, variants)] if names else []
-        return [
-            Candidate.planned(
-                one,
-                planning.expected_under(one.estimate.problem, aim, target, solver=QUICKEST_SOLVER),
-            )
-            for one in drafts
-        ]
+        return drafts
 
     def expected_bytes(self, candidate: Candidate) -> int:
         """The peak of a candidate in the bytes that the budget counts, beside what is held."""

@@ -25,7 +25,7 @@ CHOSEN_ANEW = 0.05
 """Of the least planned peak: where so much more is taken, variants are chosen anew."""
 MADE_ANEW = 3
 """Times a plan is made anew by what is live where it took too much."""
-CHOICES = 2
+CHOICES = 4
 """Times variants are chosen where the quickest plan is to be expected under the aim."""
 EXPECTED_ANEW = 5
 """Plans that are asked for until one is expected under the aim."""
