@@ -63,7 +63,13 @@ class RowsCall:
 
     @property
     def chunk(self) -> int:
-        """Rows of a chunk; the last may have fewer."""
+        """Rows of a chunk; the last may have fewer.
+
+        On a GPU it has what is left over, and all others as many as were chosen: memory of whole
+        chunks is aligned as kernels expect it.
+        """
+        if self.rows[0].device.type != "cpu":
+            return min(self.total, self.chunk_rows)
         return even(self.total, self.chunk_rows)
 
     @property

@@ -54,6 +54,9 @@ LEAST_CHUNK = 16
 TILE_BYTES = 2**22
 """Between two matmuls, so much of the widest value is computed at a time, on the CPU."""
 LEAST_TILE = 4
+ALIGNED_ROWS = 16
+"""On a GPU a chunk has a multiple of so many rows: then each begins where kernels expect memory to,
+however narrow a row is, and hardly anything is left over for the last one."""
 
 
 @dataclass(frozen=True)
@@ -68,10 +71,12 @@ def sizes(region: Region) -> list[Sizes]:
     """The sizes that a region is offered in, large chunks first."""
     in_batches = region.of_images or "bmm" in _names(region)
     least = 1 if in_batches else LEAST_CHUNK
+    is_cpu = next(iter(region.kinds)).meta["val"].device.type == "cpu"
     chunks = {max(least, ceil(region.rows / part)) for part in PARTS}
+    if not in_batches and not is_cpu:
+        chunks = {max(least, chunk // ALIGNED_ROWS * ALIGNED_ROWS) for chunk in chunks}
     widest = max(dtype_of(n).itemsize for n in region.kinds if region.is_big(n)) * region.width
     tile = max(1 if in_batches else LEAST_TILE, TILE_BYTES // widest)
-    is_cpu = next(iter(region.kinds)).meta["val"].device.type == "cpu"
     return [
         Sizes(chunk, min(tile, chunk) if is_cpu else chunk)
         for chunk in sorted(chunks, reverse=True)
