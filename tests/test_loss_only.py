@@ -11,6 +11,7 @@ from typing import Any
 import pytest
 import torch
 from torch import Tensor, nn
+from torch._dynamo.testing import CompileCounter
 from torch.nn import functional as F
 
 import fxremat
@@ -162,3 +163,34 @@ def test_small_outputs_are_not_worth_a_word(form: str, caplog: pytest.LogCapture
     fxremat.loss_only(model)
     fxremat.explain(model, words(), memory_budget="1GiB")
     assert not [r for r in caplog.records if "is an output" in r.getMessage()]
+
+
+class ChoosesItsLoss(Words):
+    """As models of Hugging Face: the first choice is logged, which ends a graph."""
+
+    chosen: Any = None
+
+    @property
+    def loss_function(self) -> Any:
+        if self.chosen is None:
+            torch._dynamo.graph_break()  # as what logs once does
+        return self.chosen or F.cross_entropy
+
+    @loss_function.setter
+    def loss_function(self, value: Any) -> None:
+        self.chosen = value
+
+    def forward(self, words: Tensor) -> Any:
+        logits = self.head(torch.tanh(self.embedding(words)))
+        loss = self.loss_function(logits.flatten(0, -2), words.flatten())
+        return {"loss": loss, "logits": logits}
+
+
+def test_a_loss_that_is_chosen_in_the_forward_ends_no_graph() -> None:
+    model = ChoosesItsLoss()
+    fxremat.loss_only(model)
+    counted = CompileCounter()
+    model.compile(backend=counted)
+    words = torch.randint(WORDS, (2, 8))
+    assert set(model(words)) == {"loss"}
+    assert counted.frame_count == 1

@@ -27,9 +27,21 @@ def loss_only(model: nn.Module, keep: Sequence[str] = ()) -> LossOnly:
     returned as it is, as is all that is computed in ``model.eval()`` or in ``torch.no_grad()``: so
     metrics of an evaluation get their logits.
 
+    Models of Hugging Face choose their loss when it is first asked for, and some log then, as GPT-2
+    does. Inside of a graph that would end it before the loss, and logits would leave it. So they
+    choose now.
+
     ``remove()`` of what is returned ends it, for graphs that are compiled later.
     """
+    _choose_losses(model)
     return LossOnly(model, keep)
+
+
+def _choose_losses(model: nn.Module) -> None:
+    for module in model.modules():
+        choice = getattr(type(module), "loss_function", None)
+        if isinstance(choice, property) and choice.fset is not None:
+            module.loss_function = module.loss_function
 
 
 class LossOnly:
