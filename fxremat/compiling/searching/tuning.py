@@ -31,7 +31,7 @@ EXPECTED_ANEW = 5
 """Plans that are asked for until one is expected under the aim."""
 EXPECTED_WRONG = 0.002
 """Of the aim: what is expected of a plan may be too little by as much."""
-UNIT_SAVED, UNIT_BALANCES = 8, (0.0, 0.25, 0.5, 4.0)
+UNIT_SAVED, UNIT_BALANCES = 6, (0.0, 0.25, 0.5, 4.0)
 """Limits of what a unit saves, between the least and all, that plans are offered for; and how much
 is held between its halves where the least peak is looked for, in parts of its own."""
 MOST_STEP = 4
