@@ -6,9 +6,7 @@
 from __future__ import annotations
 
 import importlib
-from collections.abc import Iterator
 from functools import partial
-from pathlib import Path
 from typing import Any
 
 import pytest
@@ -19,18 +17,9 @@ import fxremat
 from fxremat.compat import profiler_memory_events
 from fxremat.cost.peak import _running_peak, held_bytes
 
-EXAMPLES = Path(__file__).parents[2] / "docs" / "trainers"
 FIRST = 3
 """Of the steps that are measured: before it everything is compiled, and states are there."""
 PART = 0.6
-
-
-@pytest.fixture(autouse=True)
-def _fresh(monkeypatch: pytest.MonkeyPatch) -> Iterator[None]:
-    monkeypatch.syspath_prepend(str(EXAMPLES))
-    torch._dynamo.reset()
-    yield
-    torch._dynamo.reset()
 
 
 class Watch:

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import importlib
-from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
 
@@ -11,16 +10,6 @@ import pytest
 import torch
 
 import fxremat
-
-EXAMPLES = Path(__file__).parents[2] / "docs" / "trainers"
-
-
-@pytest.fixture(autouse=True)
-def _fresh(monkeypatch: pytest.MonkeyPatch) -> Iterator[None]:
-    monkeypatch.syspath_prepend(str(EXAMPLES))
-    torch._dynamo.reset()
-    yield
-    torch._dynamo.reset()
 
 
 def test_micro_batches_and_evaluation_and_figures_in_the_logs(tmp_path: Path) -> None:
