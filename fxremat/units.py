@@ -344,6 +344,8 @@ def repeated_step(
     gathered_bytes: int = 0,
     others: Sequence[Unit] = (),
     unit_of: Sequence[int] | None = None,
+    *,
+    either_order: bool = False,
 ) -> SeenStep:
     """A step in which so many runs of one unit wait at once, and nothing else is known.
 
@@ -358,7 +360,7 @@ def repeated_step(
     outside = held_bytes + own.resident - own.given
     units = [unit, *others]
     unit_of = (0,) * count if unit_of is None else unit_of
-    step = repeated(units, unit_of, outside, gathered_bytes)
+    step = repeated(units, unit_of, outside, gathered_bytes, either_order=either_order)
     return SeenStep(
         step.moments,
         step.unit_of,
@@ -556,7 +558,9 @@ class RunsOfOneGraph:
                 followed = repeated_step(unit, count, held, left, gathered, others, unit_of)
                 followed.followed_bytes = given
                 return followed
-            return repeated_step(unit, count, held, left, gathered)
+            # More wait than modules are alike: these are micro-batches, which may go either way.
+            either = count > self.around.runs
+            return repeated_step(unit, count, held, left, gathered, either_order=either)
         if left is not None:
             left = min(unit.boundary.left, left)
             unit = replace(unit, boundary=replace(unit.boundary, left=left))

@@ -130,3 +130,15 @@ def test_blocks_that_follow_hold_what_they_are_given() -> None:
     assert [moment.outside_bytes for moment in step.moments] == [100, 150, 150, 200, 150, 170, 190]
     last = step.moments[4]
     assert step.bytes_at(last, [0, 0, 0]) == 150 + 1000 + 1050 + 5050
+
+
+def test_micro_batches_may_go_backward_in_turn() -> None:
+    """Of two versions the one that saves more may wait while the other runs backward."""
+    little, much = Version(2.0, 1000, 3000, 5000), Version(1.0, 4000, 4500, 6000)
+    unit = Unit(Boundary(200, 0, 50, 50, 20), (Offer(little, 0, 0), Offer(much, 0, 0)))
+    last_first = repeated([unit], [0, 0], 100)
+    assert last_first.peak_bytes([0, 1]) == 150 + 1000 + 6000
+    assert last_first.peak_bytes([1, 0]) == 150 + 4000 + 5000
+    either = repeated([unit], [0, 0], 100, either_order=True)
+    assert either.peak_bytes([0, 1]) == either.peak_bytes([1, 0]) == 150 + 4000 + 5000
+    assert [moment.outside_bytes for moment in either.moments[3:]] == [150, 170, 170, 150]

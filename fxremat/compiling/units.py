@@ -285,9 +285,16 @@ def followed_by(unit: Unit, given_bytes: int) -> Unit:
 
 
 def repeated(
-    units: Sequence[Unit], unit_of: Sequence[int], outside_bytes: int, gathered_bytes: int = 0
+    units: Sequence[Unit],
+    unit_of: Sequence[int],
+    outside_bytes: int,
+    gathered_bytes: int = 0,
+    *,
+    either_order: bool = False,
 ) -> UnitStep:
     """A step in which some runs wait at once, and the last runs backward first.
+
+    In ``either_order`` the first may be the first, too, as where micro-batches go backward in turn.
 
     ``unit_of`` each run says which of the ``units`` it is of. ``outside_bytes`` are there all the
     time, what no run has of its own among them. In a forward ``gathered_bytes`` are there beside
@@ -303,7 +310,11 @@ def repeated(
     for run, own in reversed(list(enumerate(owns))):
         neighbours = (run > 0) + (run < len(owns) - 1)
         outside = outside_bytes + own.incoming + neighbours * gathered_bytes
-        outside += sum(later.left for later in owns[run + 1 :])
-        moments.append(Moment(outside, tuple(range(run)), run, "backward"))
+        last_first = outside + sum(later.left for later in owns[run + 1 :])
+        moments.append(Moment(last_first, tuple(range(run)), run, "backward"))
+        if either_order:
+            in_turn = outside + sum(earlier.left for earlier in owns[:run])
+            waiting = tuple(range(run + 1, len(owns)))
+            moments.append(Moment(in_turn, waiting, run, "backward"))
     versions = (tuple(offer.version for offer in unit.offers) for unit in units)
     return UnitStep(tuple(moments), tuple(unit_of), tuple(versions))
