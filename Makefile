@@ -12,7 +12,7 @@ PYTHON := $(VENV)/bin/python
 STAMP := $(VENV)/.installed
 
 .DEFAULT_GOAL := test
-.PHONY: demo test test-all test-integrations test-pages check gpu gpu-install gpu-tests gpu-steps gpu-offload venv
+.PHONY: demo test test-all test-integrations test-pages check gpu gpu-install gpu-tests gpu-steps gpu-offload gpu-published venv
 
 demo: venv
 	$(PYTHON) -m benchmarks.demo
@@ -51,6 +51,7 @@ WHEELS ?=
 GPU_MODELS ?= gpt,llama,vit
 GPU_WAYS ?= checkpoint,fxremat80%,fxremat50%
 GPU_TOGETHER ?= 3
+GPU_SETTINGS ?= 24-layers,qwen3-8b-16k
 GPU := build/gpu
 ON_GPU := PYTHONPATH=$(CURDIR):$(CURDIR)/$(GPU) PYTHONUNBUFFERED=1 $(GPU_PYTHON)
 
@@ -58,6 +59,7 @@ gpu: gpu-install
 	$(MAKE) gpu-tests
 	$(MAKE) gpu-steps
 	$(MAKE) gpu-offload
+	$(MAKE) gpu-published
 
 gpu-install:
 	rm -rf $(GPU)
@@ -72,6 +74,9 @@ gpu-steps:
 
 gpu-offload:
 	$(ON_GPU) -m benchmarks.offload measure --device cuda --dtype bfloat16 --size base --out $(GPU)/offload.json
+
+gpu-published:
+	$(ON_GPU) -m benchmarks.published --device cuda --settings $(GPU_SETTINGS) --out $(GPU)/published.json
 
 venv: $(STAMP)
 

@@ -2,9 +2,7 @@
 
     python -m benchmarks.fits [--models llama-3.2-1b,vit-l] [--cards H100] [--out fits.json]
                               [--blocks 8] [--whole]
-    python -m benchmarks.fits --published
 
-``--published`` asks how many tokens train in the bytes that others have published for theirs.
 Models are those of `transformers` and `diffusers`, which fxremat itself does not need, made of
 their published configurations on tensors without memory. Weights are in bf16, AdamW's states too.
 """
@@ -171,27 +169,6 @@ def case_of(name: str) -> Case:
 
 
 @dataclass(frozen=True)
-class Published:
-    """Tokens of one sequence that others trained in so many bytes, and what they held beside it."""
-
-    source: str
-    model: str
-    optimizer: str
-    budget: str
-    tokens: int
-
-
-CHECKPOINTS = "axolotl, pull request 3733"
-PUBLISHED = (
-    Published(CHECKPOINTS, "qwen3-8b", "adamw-8bit", "63.3GB", 16_384),
-    Published(CHECKPOINTS, "qwen3-8b", "adamw-8bit", "73.1GB", 32_768),
-    Published("TRL's guide, chunked loss", "qwen3-4b", "adamw", "80GB", 131_072),
-)
-"""All with every block checkpointed, on one GPU. The optimizer of the first two is not said: with
-two numbers in 16 bits for each weight, states alone would leave too little."""
-
-
-@dataclass(frozen=True)
 class Row:
     """What fits of one model on one card, and what it took to say so."""
 
@@ -270,31 +247,6 @@ def run(
     return rows
 
 
-def one_sequence(case: Case) -> Case:
-    """The same model, given one sequence, of which the length varies."""
-    return Case(case.model, tuple(x[:1] for x in case.inputs), {"sequence": TOKENS["sequence"]})
-
-
-def run_published(card: str) -> None:
-    """Prints how many tokens fit into the bytes published."""
-    head = ["model", "source", "optimizer", "bytes", "tokens there", *WAYS, "tokens a second"]
-    lines: list[list[str]] = []
-    for one in PUBLISHED:
-        case = one_sequence(case_of(one.model))
-        found = fxremat.fit(
-            case.model,
-            case.inputs,
-            vary=case.vary,
-            memory_budget=one.budget,
-            device=card,
-            optimizer=one.optimizer,
-        )
-        sizes = [size(found, "sequence", way) for way in WAYS]
-        shown = [*sizes, f"{found.largest('sequence').per_second:,.0f}"]
-        lines.append([one.model, one.source, one.optimizer, one.budget, f"{one.tokens:,}", *shown])
-        print(format_table([head, *lines]), flush=True)
-
-
 def main() -> None:
     """The command line."""
     parser = argparse.ArgumentParser(description=__doc__.partition("\n")[0])
@@ -303,12 +255,8 @@ def main() -> None:
     parser.add_argument("--optimizer", default="adamw")
     parser.add_argument("--blocks", type=int, help="of the model's blocks: the first so many")
     parser.add_argument("--whole", action="store_true", help="study all blocks, not few of them")
-    parser.add_argument("--published", action="store_true", help="tokens in the bytes of others")
     parser.add_argument("--out", type=Path)
     given = parser.parse_args()
-    if given.published:
-        run_published(given.cards.split(",")[0])
-        return
     models, cards = given.models.split(","), given.cards.split(",")
     rows = run(models, cards, given.optimizer, blocks=given.blocks, whole=given.whole)
     if given.out is not None:

@@ -52,9 +52,10 @@ class WithCall(nn.Module):
         self.gpt = gpt
 
     def forward(self, inputs: Tensor, targets: Tensor) -> Tensor:
-        x = self.gpt.features(inputs).flatten(0, 1)
+        head = self.gpt.head
+        x = head.norm(self.gpt.features(inputs)).flatten(0, 1)
         options = nn.LinearCrossEntropyOptions(allow_retain_graph=True)
-        return F.linear_cross_entropy(x, self.gpt.head.weight, targets.flatten(), options=options)
+        return F.linear_cross_entropy(x, head.linear.weight, targets.flatten(), options=options)
 
 
 @dataclass

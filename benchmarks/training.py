@@ -210,9 +210,9 @@ def _refusals_told() -> Iterator[None]:
 
 
 def _compile_blocks(model: nn.Module) -> None:
-    """Each block that a user would checkpoint, by itself."""
+    """Each block, and what comes after them, by itself."""
     assert isinstance(model, Network)
-    for parent, name in model.checkpoint_blocks():
+    for parent, name in model.units():
         getattr(parent, name).compile()
 
 

@@ -15,6 +15,7 @@ from .layers import (
     Network,
     SelfAttention,
     Spelling,
+    TokenHead,
     children_of,
     dropout_layer,
     merge_heads,
@@ -52,22 +53,21 @@ class GPT(Network):
         self.blocks = nn.ModuleList(
             Block(width, heads, True, dropout, spelling, norm) for _ in range(layers)
         )
-        self.norm = norm(width)
         added = distance_bias(heads, length) if spelling == "biased" else None
         self.register_buffer("bias", added, persistent=False)
-        self.head = nn.Linear(width, vocabulary, bias=False)
+        self.head = TokenHead(norm(width), nn.Linear(width, vocabulary, bias=False))
 
     def forward(self, inputs: Tensor, targets: Tensor) -> Tensor:
-        return token_loss(self.head(self.features(inputs)), targets)
+        loss: Tensor = self.head(self.features(inputs), targets)
+        return loss
 
     def features(self, inputs: Tensor) -> Tensor:
-        """What the head reads: (B, T, width)."""
+        """What the blocks make: (B, T, width)."""
         places = torch.arange(inputs.shape[1], device=inputs.device)
-        x = self.drop(self.tokens(inputs) + self.positions(places))
+        x: Tensor = self.drop(self.tokens(inputs) + self.positions(places))
         for block in self.blocks:
             x = block(x) if self.bias is None else block(x, self.bias)
-        result: Tensor = self.norm(x)
-        return result
+        return x
 
     def sample(self, batch: int, generator: torch.Generator) -> Batch:
         text = random_tokens((batch, self.length + 1), self.vocabulary, generator)
@@ -75,6 +75,9 @@ class GPT(Network):
 
     def checkpoint_blocks(self) -> Blocks:
         return children_of(self.blocks)
+
+    def units(self) -> Blocks:
+        return [*self.checkpoint_blocks(), (self, "head")]
 
 
 def distance_bias(heads: int, length: int) -> Tensor:
@@ -158,20 +161,27 @@ def rotate(x: Tensor, cosine: Tensor, sine: Tensor) -> Tensor:
 
 
 class GroupedAttention(nn.Module):
-    """Causal attention with rotary positions, where groups of heads share keys and values."""
+    """Causal attention with rotary positions, where groups of heads share keys and values.
 
-    def __init__(self, width: int, heads: int, kv_heads: int) -> None:
+    Queries and keys of each head may be ``normed``, as Qwen3's are.
+    """
+
+    def __init__(
+        self, width: int, heads: int, kv_heads: int, head_width: int, normed: bool
+    ) -> None:
         super().__init__()
         self.heads, self.kv_heads = heads, kv_heads
-        kv_width = width // heads * kv_heads
-        self.q = nn.Linear(width, width, bias=False)
-        self.k = nn.Linear(width, kv_width, bias=False)
-        self.v = nn.Linear(width, kv_width, bias=False)
-        self.out = nn.Linear(width, width, bias=False)
+        self.q = nn.Linear(width, heads * head_width, bias=False)
+        self.k = nn.Linear(width, kv_heads * head_width, bias=False)
+        self.v = nn.Linear(width, kv_heads * head_width, bias=False)
+        self.out = nn.Linear(heads * head_width, width, bias=False)
+        self.norm_q, self.norm_k = (
+            nn.RMSNorm(head_width) if normed else nn.Identity() for _ in range(2)
+        )
 
     def forward(self, x: Tensor, cosine: Tensor, sine: Tensor) -> Tensor:
-        q = rotate(split_heads(self.q(x), self.heads), cosine, sine)
-        k = rotate(split_heads(self.k(x), self.kv_heads), cosine, sine)
+        q = rotate(self.norm_q(split_heads(self.q(x), self.heads)), cosine, sine)
+        k = rotate(self.norm_k(split_heads(self.k(x), self.kv_heads)), cosine, sine)
         v = split_heads(self.v(x), self.kv_heads)
         k, v = (part.repeat_interleave(self.heads // self.kv_heads, dim=1) for part in (k, v))
         y = F.scaled_dot_product_attention(q, k, v, is_causal=True)
@@ -182,10 +192,12 @@ class GroupedAttention(nn.Module):
 class LlamaBlock(nn.Module):
     """RMSNorm, grouped-query attention, RMSNorm, SwiGLU."""
 
-    def __init__(self, width: int, heads: int, kv_heads: int, hidden: int) -> None:
+    def __init__(
+        self, width: int, heads: int, kv_heads: int, hidden: int, head_width: int, normed: bool
+    ) -> None:
         super().__init__()
         self.norm1, self.norm2 = nn.RMSNorm(width), nn.RMSNorm(width)
-        self.attention = GroupedAttention(width, heads, kv_heads)
+        self.attention = GroupedAttention(width, heads, kv_heads, head_width, normed)
         self.gate = nn.Linear(width, hidden, bias=False)
         self.up = nn.Linear(width, hidden, bias=False)
         self.down = nn.Linear(hidden, width, bias=False)
@@ -198,7 +210,10 @@ class LlamaBlock(nn.Module):
 
 
 class Llama(Network):
-    """Llama: RMSNorm, SwiGLU, grouped-query attention, rotary positions."""
+    """Llama: RMSNorm, SwiGLU, grouped-query attention, rotary positions.
+
+    With ``normed`` queries and keys, heads of any ``head_width`` and a ``tied`` head it is Qwen3.
+    """
 
     cosine: Tensor
     sine: Tensor
@@ -212,16 +227,21 @@ class Llama(Network):
         hidden: int,
         length: int,
         vocabulary: int,
+        head_width: int | None = None,
+        normed: bool = False,
+        tied: bool = False,
     ) -> None:
         super().__init__()
         self.length, self.vocabulary = length, vocabulary
+        head_width = head_width or width // heads
         self.tokens = nn.Embedding(vocabulary, width)
         self.blocks = nn.ModuleList(
-            LlamaBlock(width, heads, kv_heads, hidden) for _ in range(layers)
+            LlamaBlock(width, heads, kv_heads, hidden, head_width, normed) for _ in range(layers)
         )
-        self.norm = nn.RMSNorm(width)
-        self.head = nn.Linear(width, vocabulary, bias=False)
-        cosine, sine = rotary_tables(length, width // heads)
+        self.head = TokenHead(nn.RMSNorm(width), nn.Linear(width, vocabulary, bias=False))
+        if tied:
+            self.head.linear.weight = self.tokens.weight
+        cosine, sine = rotary_tables(length, head_width)
         self.register_buffer("cosine", cosine)
         self.register_buffer("sine", sine)
 
@@ -229,7 +249,8 @@ class Llama(Network):
         x = self.tokens(inputs)
         for block in self.blocks:
             x = block(x, self.cosine, self.sine)
-        return token_loss(self.head(self.norm(x)), targets)
+        loss: Tensor = self.head(x, targets)
+        return loss
 
     def sample(self, batch: int, generator: torch.Generator) -> Batch:
         text = random_tokens((batch, self.length + 1), self.vocabulary, generator)
@@ -237,6 +258,9 @@ class Llama(Network):
 
     def checkpoint_blocks(self) -> Blocks:
         return children_of(self.blocks)
+
+    def units(self) -> Blocks:
+        return [*self.checkpoint_blocks(), (self, "head")]
 
 
 class DecoderBlock(nn.Module):

@@ -24,6 +24,10 @@ class Network(nn.Module):
         """The (parent, attribute) places of the blocks a user would checkpoint by hand."""
         raise NotImplementedError
 
+    def units(self) -> Blocks:
+        """The same of what a user would compile by itself: blocks, and what comes after them."""
+        return self.checkpoint_blocks()
+
 
 def children_of(*parents: nn.Module) -> Blocks:
     """The places of all direct children of `parents`."""
@@ -38,6 +42,20 @@ def random_tokens(shape: tuple[int, ...], vocabulary: int, generator: torch.Gene
 def token_loss(logits: Tensor, targets: Tensor) -> Tensor:
     """Cross-entropy over the last dimension."""
     return F.cross_entropy(logits.flatten(0, -2), targets.flatten())
+
+
+class TokenHead(nn.Module):
+    """The last norm, the logits and their loss in one module, which can be compiled by itself.
+
+    Compiled together, logits need not be in memory as a whole.
+    """
+
+    def __init__(self, norm: nn.Module, linear: nn.Linear) -> None:
+        super().__init__()
+        self.norm, self.linear = norm, linear
+
+    def forward(self, x: Tensor, targets: Tensor) -> Tensor:
+        return token_loss(self.linear(self.norm(x)), targets)
 
 
 def dropout_layer(p: float) -> nn.Module:

@@ -1,0 +1,99 @@
+"""Published settings, trained and planned."""
+
+from __future__ import annotations
+
+import json
+import re
+import sys
+from pathlib import Path
+
+import pytest
+
+from benchmarks import published
+from benchmarks.nets.language import Llama
+from benchmarks.published import GB, NONE, SETTINGS, Figure, Setting, jobs, measured, planned
+from benchmarks.training import Peak
+
+
+def tiny(length: int) -> Llama:
+    """As wide as a head, and with as many words as make the loss large."""
+    return Llama(
+        layers=2, width=64, heads=4, kv_heads=2, hidden=128, length=length, vocabulary=2000,
+        head_width=32, normed=True, tied=True,
+    )  # fmt: skip
+
+
+def setting(gigabytes: float) -> Setting:
+    """Small enough for a CPU."""
+    figure = Figure(published.CHECKPOINTS, gigabytes, 1000.0)
+    return Setting("nobody", tiny, 2, 256, "adamw-8bit", (figure,))
+
+
+def test_a_setting_is_trained_within_its_bytes() -> None:
+    """What is refused is told the least, and the least is enough."""
+    refused = measured("tiny", setting(0.0015), setting(0.0015).figures[0], "fxremat", "cpu", 1)
+    assert refused.peak is None
+    assert not refused.is_broken
+    least = re.fullmatch(r"refused, least (\d\.\d+) GB", refused.error or "")
+    assert least is not None
+    given = setting(float(least[1]) + 0.0001)  # it is rounded
+    ours = measured("tiny", given, given.figures[0], "fxremat", "cpu", 1)
+    assert ours.peak is not None, ours.error
+    assert ours.budget_bytes is not None
+    assert ours.peak.peak_bytes <= ours.budget_bytes
+    assert not ours.is_broken
+    assert ours.per_second > 0
+    assert ours.cells()[-1] == ""
+
+
+def test_more_than_its_budget_is_told() -> None:
+    figure = Figure(published.CHECKPOINTS, 1.0)
+    over = published.Measured("tiny", "fxremat", figure, GB, Peak(0, GB // 2, GB + 1), 1.0, 1.0)
+    assert over.is_broken
+    assert over.cells()[-1] == "over its budget"
+    failed = published.Measured("tiny", "fxremat", figure, GB, error="RuntimeError: no")
+    assert failed.is_broken
+    by_hand = published.Measured("tiny", "checkpoints", figure, None, Peak(0, 2 * GB, 2 * GB))
+    assert not by_hand.is_broken
+
+
+def test_tokens_in_published_bytes() -> None:
+    pytest.importorskip("triton")
+    row = planned("tiny", setting(0.2), setting(0.2).figures[0], "H100")
+    assert row.fits["fxremat"] >= row.fits["torch.compile"] > 0
+    assert row.per_second > 0
+    assert len(row.cells()) == len(published.PLANNED)
+
+
+def test_each_budget_is_measured_once() -> None:
+    """Beside checkpoints by hand; what needs none is no budget."""
+    found = jobs(["24-layers"])
+    assert [way for _, _, way in found] == ["checkpoints", "fxremat", "fxremat"]
+    assert sorted(one.gigabytes for _, one, way in found if way == "fxremat") == [24.7, 50.0]
+    assert all(one.way != NONE for _, one, _ in jobs(list(SETTINGS)))
+
+
+@pytest.mark.parametrize(("name", "billions"), [("qwen3-8b-16k", 8.19), ("qwen3-4b-32k", 4.02)])
+def test_models_have_their_published_sizes(name: str, billions: float) -> None:
+    import torch
+
+    with torch.device("meta"):
+        model = SETTINGS[name].network(16)
+    assert sum(p.numel() for p in model.parameters()) / GB == pytest.approx(billions, abs=0.005)
+
+
+def test_the_command_writes_what_it_prints(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    def said(name: str, setting: Setting, figure: Figure, card: str) -> published.Planned:
+        return published.Planned(name, figure, setting.tokens, {"fxremat": 7}, 1.0, 2.0)
+
+    monkeypatch.setattr(published, "planned", said)
+    out = tmp_path / "published.json"
+    monkeypatch.setattr(sys, "argv", ["published", "--settings", "qwen3-8b-16k", "--out", str(out)])
+    assert published.main() == 0
+    assert "qwen3-8b-16k" in capsys.readouterr().out
+    assert [row["fits"] for row in json.loads(out.read_text())["rows"]] == [{"fxremat": 7}] * 2
+    monkeypatch.setattr(sys, "argv", ["published", "--settings", "nothing"])
+    with pytest.raises(SystemExit):
+        published.main()
