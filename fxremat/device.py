@@ -4,7 +4,8 @@
         model, tokens = make()
         print(fxremat.explain(model, tokens, memory_budget="60GiB"))
 
-Inside, tensors have no memory, and models are traced, planned and rehearsed as on that card.
+Inside, tensors have no memory, and models are traced, planned and rehearsed as on that card,
+under ``torch.autocast("cuda")`` too.
 """
 
 from __future__ import annotations
@@ -33,7 +34,8 @@ def absent(name: str) -> Iterator[Card]:
         raise NeedsTriton
     token = _CARD.set(card)
     try:
-        with compat.fake_cuda(), compat.fake_tensors():
+        autocast = compat.cuda_autocast(supports_bfloat16=card.capability >= (8, 0))
+        with compat.fake_cuda(), autocast, compat.fake_tensors():
             yield card
     finally:
         _CARD.reset(token)

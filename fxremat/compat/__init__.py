@@ -18,6 +18,7 @@ Each name has a test in ``tests/test_compat_<theme>.py``.
 
 from __future__ import annotations
 
+from fxremat.compat.absent.autocast import cuda_autocast
 from fxremat.compat.absent.cubins import cubins
 from fxremat.compat.absent.moving import with_numbers
 from fxremat.compat.absent.pretending import CUDA, Properties, fake_cuda, has_triton
@@ -219,6 +220,7 @@ __all__ = [
     "copy_images",
     "copy_module",
     "cubins",
+    "cuda_autocast",
     "current_compilation",
     "decomposed",
     "donatable",

@@ -18,6 +18,7 @@ from typing import Any
 import torch
 from torch import Tensor, fx
 
+from fxremat.compat.absent.autocast import low_precision
 from fxremat.compat.sizes import size_bound
 
 _ATEN = torch.ops.aten
@@ -112,8 +113,11 @@ def attention(
     capability: Capability,
 ) -> Tensor:
     """Attention by the kernel that CUDA would take; arguments as torch's own have them."""
-    call = Call(query, key, value, attn_mask, dropout_p, is_causal, scale, enable_gqa)
-    return chosen_kernel(call, capability)(call)
+    with low_precision() as low:
+        query, key, value = map(low, (query, key, value))
+        mask = None if attn_mask is None else low(attn_mask)
+        call = Call(query, key, value, mask, dropout_p, is_causal, scale, enable_gqa)
+        return chosen_kernel(call, capability)(call)
 
 
 def chosen_kernel(call: Call, capability: Capability) -> Callable[[Call], Tensor]:
