@@ -443,21 +443,38 @@ def _rehearsed(
 
     With its peak and its time. Where a plan takes more than was expected, the next one aims lower
     by as much: once at the same size, if a plan for that is to be expected, else at a smaller one.
+    Where that is far smaller, a size between the two is tried.
     """
-    target, has_aimed_lower = budget, False
+    target, has_aimed_lower, too_large = budget, False, 0
     while size > fits:
         plan, within = at(size).quickest(target), target
         taken = plan.peak_bytes
         if taken <= target:
             taken, within = plan.rehearsed_bytes(), budget
             if taken <= budget:
-                return size, taken, plan.time_us
+                found = size, taken, plan.time_us
+                return _between(at, (size + too_large) // 2, target, budget, found) or found
             target = min(target - 1, target * budget // taken)
             if not has_aimed_lower:
                 has_aimed_lower = True
                 continue
+        too_large = size
         size, has_aimed_lower = min(size - 1, _scaled(size, within, taken, fixed)), False
     return None
+
+
+def _between(
+    at: Callable[[int], ContinuedStep], size: int, target: int, budget: int,
+    found: tuple[int, int, float],
+) -> tuple[int, int, float] | None:  # fmt: skip
+    """A size that is far larger than what was found, if its plan is rehearsed within the budget."""
+    if size <= MUCH_MORE * found[0]:
+        return None
+    plan = at(size).quickest(target)
+    if plan.peak_bytes > target:
+        return None
+    taken = plan.rehearsed_bytes()
+    return (size, taken, plan.time_us) if taken <= budget else None
 
 
 FIRST_GUESS = 3
@@ -465,6 +482,8 @@ FIRST_GUESS = 3
 GUESSES, NEAR, HARDLY_MORE = 4, 0.15, 0.02
 """Sizes that the planner is asked at most; fewer where one is so near, as a part, to the next. What
 is larger by hardly more is not worth a plan that hardly ever fits."""
+MUCH_MORE = 1.08
+"""Times a size that fits: what is worth one more plan and its rehearsal."""
 BETWEEN = 0.99
 """Of the budget: what plans are made for that are not rehearsed; some take a little more."""
 GROWN = 2

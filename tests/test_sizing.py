@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections.abc import Callable
 from dataclasses import dataclass, replace
 from types import SimpleNamespace
 from typing import Any
@@ -119,6 +120,30 @@ def test_what_takes_more_than_expected_aims_lower_and_then_is_smaller() -> None:
     assert 50 < size <= 90
     assert peak <= 1000
     assert _rehearsed(at, 95, 94, 1000, 0) is None
+
+
+def test_far_below_what_does_not_fit_a_size_between_is_tried() -> None:
+    """Once, and where that does not fit either, the smaller one is named."""
+    log: list[tuple[int, int]] = []
+
+    def larger_from(limit: int) -> Callable[[int], Any]:
+        """A step that takes four times as much from a size on."""
+
+        def at(size: int) -> Any:
+            log.append((size, 0))
+            peak = 10 * size if size < limit else 40 * size
+            return SimpleNamespace(
+                quickest=lambda target: SimpleNamespace(
+                    peak_bytes=peak, time_us=1.0, rehearsed_bytes=lambda: peak
+                )
+            )
+
+        return at
+
+    assert _rehearsed(larger_from(80), 100, 0, 1000, 0) == (62, 620, 1.0)
+    assert [size for size, _ in log] == [100, 25, 62]
+    assert _rehearsed(larger_from(50), 100, 0, 1000, 0) == (25, 250, 1.0)
+    assert _rehearsed(larger_from(200), 100, 0, 1000, 0) == (100, 1000, 1.0)
 
 
 @dataclass(frozen=True)
