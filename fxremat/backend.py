@@ -221,15 +221,14 @@ def _alone(
         if refused.minimum_bytes is None:
             raise
         missing = refused.minimum_bytes - refused.budget_bytes
-        own = refused.minimum_bytes - request.beside_bytes
-        least = ledger.least_bytes(own)
+        needed, least = refused.minimum_bytes, ledger.least_bytes(refused.minimum_bytes)
         if least is None:
             raise
         if least > refused.budget_bytes:
             raise InfeasibleBudget(refused.budget_bytes, least, *refused.args[2:]) from None
     more = format_bytes(missing)
     log.warning("this step takes %s too much: parts of it are planned anew for the next", more)
-    ledger.leave(own)
+    ledger.leave(needed)
     request = replace(request, held_bytes=request.held_bytes - missing)
     return graph.compile(request), request
 

@@ -478,15 +478,23 @@ class RunsOfOneGraph:
         """What all runs have saved, and what their own parameters take."""
         return self.saved_bytes
 
-    def least_bytes(self, between: int) -> int:
-        """The least budget, where so many bytes are needed while all runs wait, as offered."""
+    def least_bytes(self, needed: int) -> int:
+        """The least budget, by what was offered, where others need so many bytes while all wait.
+
+        What the runs hold then is among these bytes.
+        """
         assert self.offered is not None
-        step = _with_between(self.offered, max(between, self.between_bytes))
+        step = _with_between(self.offered, self._between(needed))
         return budget_for(step.peak_bytes(planner.lowest(step)), self.request)
 
-    def leave(self, between: int) -> None:
-        """Have the runs leave so much while all wait, once they are `compiled_for` anew."""
-        self.between_bytes, self.is_asked = max(between, self.between_bytes), True
+    def leave(self, needed: int) -> None:
+        """Have the runs hold less while all wait, once they are `compiled_for` anew."""
+        self.between_bytes, self.is_asked = self._between(needed), True
+
+    def _between(self, needed: int) -> int:
+        """Of the bytes that others need, those that are neither the runs' nor around them."""
+        beside = self.request.tuning_bytes + self.request.held_bytes + self.saved_bytes
+        return max(self.between_bytes, needed - beside)
 
     def _lowest_ways(self) -> Iterator[Callable[[UnitStep], planner.Chosen]]:
         """How to choose versions that take little.
@@ -543,9 +551,7 @@ class RunsOfOneGraph:
         taken: Reserved | None,
     ) -> Runs:
         """The versions that were chosen; no other ones are offered from now on."""
-        own = seen.units[self.index].boundary
-        self.saved_bytes = sum(offers[k].version.saved_bytes for k in mine)
-        self.saved_bytes += own.resident - own.given
+        self.saved_bytes = _saved_bytes(seen, self.index, [offers[k] for k in mine])
         kept = tuple(offers[k] for k in made)
         of_run = tuple(list(made).index(k) for k in mine)
         seen.units[self.index] = replace(seen.units[self.index], offers=kept)
@@ -706,6 +712,13 @@ class RunsOfOneGraph:
         needed = taken.usage.peak_reserved_bytes + self.request.tuning_bytes
         unused = taken.usage.peak_reserved_bytes - seen.step().peak_bytes(chosen)
         return InfeasibleBudget(self.request.budget_bytes, needed, (), max(0, unused))
+
+
+def _saved_bytes(seen: SeenStep, index: int, taken: Sequence[Offer]) -> int:
+    """By all runs, with the parameters of the unit of this ``index``, which has ``taken`` these."""
+    own = seen.units[index].boundary
+    others = [seen.units[unit].offers[0] for unit in seen.unit_of if unit != index]
+    return own.resident - own.given + sum(one.version.saved_bytes for one in (*taken, *others))
 
 
 def _with_between(step: UnitStep, nbytes: int) -> UnitStep:

@@ -58,12 +58,12 @@ class Waiting(Protocol):
         """What all of them have saved, where all wait."""
         ...
 
-    def least_bytes(self, between: int) -> int:
-        """The least budget, where so many bytes are needed while all wait."""
+    def least_bytes(self, needed: int) -> int:
+        """The least budget, where others need so many bytes with what they hold now."""
         ...
 
-    def leave(self, between: int) -> None:
-        """From the next step on they leave so many bytes while all wait."""
+    def leave(self, needed: int) -> None:
+        """From the next step on they hold so much less that others need no more than the budget."""
         ...
 
 
@@ -129,15 +129,15 @@ class Ledger:
         """What lives around runs that wait now: the model, for a loss outside of it."""
         return max((runs.outside_bytes for _, runs in self._all_waiting()), default=0)
 
-    def least_bytes(self, between: int) -> int | None:
-        """The least budget where so many bytes are needed while runs wait; None where none do."""
-        least = [runs.least_bytes(between) for _, runs in self._all_waiting()]
+    def least_bytes(self, needed: int) -> int | None:
+        """The least budget where others need so many bytes while runs wait; None where none do."""
+        least = [runs.least_bytes(needed) for _, runs in self._all_waiting()]
         return least[0] if len(least) == 1 else None
 
-    def leave(self, between: int) -> None:
-        """Have runs that wait leave so many bytes, from the next step on."""
+    def leave(self, needed: int) -> None:
+        """Have runs that wait hold so much less that others need no more than the budget."""
         for _, runs in self._all_waiting():
-            runs.leave(between)
+            runs.leave(needed)
 
 
 @dataclass
