@@ -25,6 +25,7 @@ from fxremat.compiling.request import Request, device_of_inputs, request_for
 from fxremat.compiling.tracing import Ended
 from fxremat.compiling.units import Unit, unit_on_all_ranks
 from fxremat.device import absent_card
+from fxremat.errors import InfeasibleBudget
 from fxremat.options import Options, disabled, parse_options
 from fxremat.passes.held_order import Fence, WriteResults
 from fxremat.report.files import prepare_folder, write_report
@@ -32,6 +33,7 @@ from fxremat.report.report import Report
 from fxremat.report.telling import tell_report
 from fxremat.runtime import in_flight, is_host
 from fxremat.runtime.in_flight import Places, Runs, watch_in_flight
+from fxremat.sizes import format_bytes
 from fxremat.units import (
     CompiledVersion,
     NoBackward,
@@ -152,7 +154,8 @@ def fxremat(
     ledger, place = session.ledger(options), compat.current_compilation()
     around = surroundings(parsed, device)
     session.STATE.rank_timeout = parsed.rank_timeout
-    request = request_for(gm, example_inputs, parsed, ledger, place, around.nbytes)
+    outside = around.nbytes if compat.calling_modules() else ledger.outside_bytes()
+    request = request_for(gm, example_inputs, parsed, ledger, place, outside)
     if around.pipeline is not None and around.pipeline.whole:  # others hold what it is given
         everything = compat.places_in_joint(example_inputs)
         request = replace(request, parameters=tuple(range(everything[-1].stop)))
@@ -172,6 +175,7 @@ def fxremat(
         request, device, around, unseen, graph.compile, graph.plan, graph.as_unit, seen, index,
         as_seen=as_seen, coming_bytes=parsed.reserve or 0, first=first,
         fixed_inputs=fixed_inputs(example_inputs) if request.count == "allocated" else (),
+        places=places,
     )  # fmt: skip
     together = count > 1 or seen is not None or around.pipeline is not None
     found, told = None, len(session.STATE.reports)
@@ -179,7 +183,7 @@ def fxremat(
         with suppress(NoBackward):
             found = runs.compiled_for(count)
     if found is None:
-        alone = graph.compile(request)
+        alone, request = _alone(graph, request, ledger)
         if alone.report is None or request.budget_bytes is None:
             return alone.call
         promised = runs.promised(alone, request)
@@ -195,7 +199,38 @@ def fxremat(
         _tell_step(parsed, told, anew)
         return anew
 
-    return watch_in_flight(found, places, again)
+    def less() -> Runs | None:
+        return again(runs.count) if runs.is_asked else None
+
+    if runs.count and runs.seen is None and around.pipeline is None:
+        ledger.runs[frame] = runs
+    return watch_in_flight(found, places, again, less)
+
+
+def _alone(
+    graph: Graph, request: Request, ledger: session.Ledger
+) -> tuple[CompiledVersion, Request]:
+    """The graph by itself, with the request that it was compiled for.
+
+    Where runs that wait leave it too few bytes, they leave more from the next step on; this step
+    takes more than the budget. Raises `InfeasibleBudget` with what all need together.
+    """
+    try:
+        return graph.compile(request), request
+    except InfeasibleBudget as refused:
+        if refused.minimum_bytes is None:
+            raise
+        missing = refused.minimum_bytes - refused.budget_bytes
+        needed, least = refused.minimum_bytes, ledger.least_bytes(refused.minimum_bytes)
+        if least is None:
+            raise
+        if least > refused.budget_bytes:
+            raise InfeasibleBudget(refused.budget_bytes, least, *refused.args[2:]) from None
+    more = format_bytes(missing)
+    log.warning("this step takes %s too much: parts of it are planned anew for the next", more)
+    ledger.leave(needed)
+    request = replace(request, held_bytes=request.held_bytes - missing)
+    return graph.compile(request), request
 
 
 def _tell_step(options: Options, since: int, runs: Runs) -> None:

@@ -37,6 +37,7 @@ from fxremat.report.report import Report
 from fxremat.runtime.in_flight import (
     SMALL_BYTES,
     Around,
+    Places,
     Promise,
     Promised,
     Runs,
@@ -399,6 +400,17 @@ class RunsOfOneGraph:
     first: tuple[Unit, ...] = ()
     fixed_inputs: tuple[int, ...] = ()
     known: dict[Request, CompiledVersion] = field(default_factory=dict)
+    count: int = 0
+    """Of the runs that were planned for last."""
+    between_bytes: int = 0
+    """That others need while all runs wait."""
+    saved_bytes: int = 0
+    """By all runs, as they were chosen."""
+    offered: UnitStep | None = None
+    """What they could choose from."""
+    is_asked: bool = False
+    """Whether others need more since."""
+    places: Places = field(default_factory=Places)
 
     @property
     def budget_bytes(self) -> int:
@@ -416,6 +428,8 @@ class RunsOfOneGraph:
         elif not self.as_seen:
             beside = replace(self.request, held_bytes=self.coming_bytes)
             seen.units[self.index], self.as_seen = self.look(beside, count), True
+        self.count, self.offered, self.is_asked = count, seen.step(), False
+        seen.moments = _with_between(self.offered, self.between_bytes).moments
         unit = seen.units[self.index]
         offers, aim = list(unit.offers), self._first_aim(seen)
         failed: set[planner.Chosen] = set()
@@ -448,6 +462,39 @@ class RunsOfOneGraph:
             failed.add(chosen)
             aim = min(aim, peak) - over
         raise self._refusal(seen, offers)
+
+    @property
+    def outside_bytes(self) -> int:
+        """What lives around the unit, without what its own graph is given."""
+        return self.around.nbytes
+
+    @property
+    def all_wait(self) -> bool:
+        """Whether as many runs wait now as were planned for."""
+        return 0 < self.count <= len(self.places.taken)
+
+    @property
+    def waiting_bytes(self) -> int:
+        """What all runs have saved, and what their own parameters take."""
+        return self.saved_bytes
+
+    def least_bytes(self, needed: int) -> int:
+        """The least budget, by what was offered, where others need so many bytes while all wait.
+
+        What the runs hold then is among these bytes.
+        """
+        assert self.offered is not None
+        step = _with_between(self.offered, self._between(needed))
+        return budget_for(step.peak_bytes(planner.lowest(step)), self.request)
+
+    def leave(self, needed: int) -> None:
+        """Have the runs hold less while all wait, once they are `compiled_for` anew."""
+        self.between_bytes, self.is_asked = self._between(needed), True
+
+    def _between(self, needed: int) -> int:
+        """Of the bytes that others need, those that are neither the runs' nor around them."""
+        beside = self.request.tuning_bytes + self.request.held_bytes + self.saved_bytes
+        return max(self.between_bytes, needed - beside)
 
     def _lowest_ways(self) -> Iterator[Callable[[UnitStep], planner.Chosen]]:
         """How to choose versions that take little.
@@ -504,6 +551,7 @@ class RunsOfOneGraph:
         taken: Reserved | None,
     ) -> Runs:
         """The versions that were chosen; no other ones are offered from now on."""
+        self.saved_bytes = _saved_bytes(seen, self.index, [offers[k] for k in mine])
         kept = tuple(offers[k] for k in made)
         of_run = tuple(list(made).index(k) for k in mine)
         seen.units[self.index] = replace(seen.units[self.index], offers=kept)
@@ -664,6 +712,24 @@ class RunsOfOneGraph:
         needed = taken.usage.peak_reserved_bytes + self.request.tuning_bytes
         unused = taken.usage.peak_reserved_bytes - seen.step().peak_bytes(chosen)
         return InfeasibleBudget(self.request.budget_bytes, needed, (), max(0, unused))
+
+
+def _saved_bytes(seen: SeenStep, index: int, taken: Sequence[Offer]) -> int:
+    """By all runs, with the parameters of the unit of this ``index``, which has ``taken`` these."""
+    own = seen.units[index].boundary
+    others = [seen.units[unit].offers[0] for unit in seen.unit_of if unit != index]
+    return own.resident - own.given + sum(one.version.saved_bytes for one in (*taken, *others))
+
+
+def _with_between(step: UnitStep, nbytes: int) -> UnitStep:
+    """The same where so many bytes more are live while all runs wait."""
+    moments = (
+        replace(moment, outside_bytes=moment.outside_bytes + nbytes)
+        if moment.running is None and len(moment.waiting) == len(step.unit_of)
+        else moment
+        for moment in step.moments
+    )
+    return replace(step, moments=tuple(moments))
 
 
 def _by_itself(step: UnitStep) -> UnitStep:

@@ -69,3 +69,22 @@ def test_a_step_that_looks_at_its_data_is_refused() -> None:
     """Adafactor looks at the norm of each weight."""
     with pytest.raises(NotTraceable, match="Adafactor: cannot step without data"):
         fxremat.optimizer_state_bytes(optim.Adafactor(model().parameters()))
+
+
+def test_of_parameters_that_ranks_share_this_ranks_parts_count() -> None:
+    if not torch.distributed.is_available():
+        pytest.skip("torch without torch.distributed")
+    from torch import distributed
+    from torch.distributed.device_mesh import init_device_mesh
+    from torch.distributed.tensor import DTensor, Shard
+    from torch.testing._internal.distributed.fake_pg import FakeStore
+
+    distributed.init_process_group("fake", store=FakeStore(), rank=0, world_size=4)
+    try:
+        mesh, part = init_device_mesh("cpu", (4,)), torch.ones(2, 3)
+        shared = nn.Parameter(DTensor.from_local(part, mesh, [Shard(0)]))
+        assert shared.shape == (8, 3)
+        told = fxremat.optimizer_state_bytes(optim.AdamW([shared]))
+        assert told == fxremat.optimizer_state_bytes(optim.AdamW([nn.Parameter(part)]))
+    finally:
+        distributed.destroy_process_group()

@@ -171,6 +171,13 @@ def is_dtensor(tensor: torch.Tensor) -> bool:
     return isinstance(tensor, DTensor)
 
 
+def local_part(tensor: torch.Tensor) -> torch.Tensor:
+    """Of a DTensor what lies on this rank; any other tensor itself."""
+    one: Any = tensor
+    local: torch.Tensor = one.to_local() if is_dtensor(tensor) else tensor
+    return local
+
+
 def places_in_joint(inputs: Iterable[object]) -> list[range]:
     """Of each input of a graph, which inputs of its joint graph stand for it.
 

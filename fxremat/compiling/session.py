@@ -2,7 +2,8 @@
 
 A model with graph breaks is several graphs, compiled one after another by the same
 ``torch.compile`` call. While one runs, the others' inputs and what they saved are there too:
-the ledger tells each new graph how many bytes of the budget are taken.
+the ledger tells each new graph how many bytes of the budget are taken. Where too few are left,
+graphs whose runs wait are asked to leave more.
 """
 
 from __future__ import annotations
@@ -14,7 +15,7 @@ from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager, suppress
 from dataclasses import dataclass, field, replace
 from pathlib import Path
-from typing import Any
+from typing import Any, Protocol
 from weakref import WeakKeyDictionary
 
 import torch
@@ -39,6 +40,33 @@ class Session:
     study: Study | None = None
 
 
+class Waiting(Protocol):
+    """The runs of a graph, between whose forwards and backwards others run."""
+
+    @property
+    def outside_bytes(self) -> int:
+        """What lives around them, that no graph is given."""
+        ...
+
+    @property
+    def all_wait(self) -> bool:
+        """Whether as many wait now as were planned for."""
+        ...
+
+    @property
+    def waiting_bytes(self) -> int:
+        """What all of them have saved, where all wait."""
+        ...
+
+    def least_bytes(self, needed: int) -> int:
+        """The least budget, where others need so many bytes with what they hold now."""
+        ...
+
+    def leave(self, needed: int) -> None:
+        """From the next step on they hold so much less that others need no more than the budget."""
+        ...
+
+
 @dataclass
 class Ledger:
     """The peaks of the graphs of one model; together they share one budget.
@@ -53,14 +81,28 @@ class Ledger:
     peaks: dict[int, dict[int | None, int]] = field(default_factory=dict)
     places: dict[int, Places] = field(default_factory=dict)
     """Of each frame: its runs that wait for their backward."""
+    runs: dict[int, Waiting] = field(default_factory=dict)
+    """Of each frame whose graph runs several times: those of the newest compilation."""
     unseen: int | None = None
     """The least that was allocated beside a graph, of all of them."""
 
     def held_by_others(self, frame: int, compilation: int | None = None) -> int:
-        """Bytes that other graphs may hold while one of this compilation of the frame runs."""
-        others = (max(each.values()) for other, each in self.peaks.items() if other != frame)
+        """Bytes that other graphs may hold while one of this compilation of the frame runs.
+
+        Where all runs of another graph wait now, that is what they have saved.
+        """
+        waiting = {other: runs.waiting_bytes for other, runs in self._all_waiting(frame)}
+        others = sum(
+            waiting.get(other, max(each.values()))
+            for other, each in self.peaks.items()
+            if other != frame
+        )
         own = 0 if compilation is None else self.peaks.get(frame, {}).get(compilation, 0)
-        return sum(others) + own
+        return others + own
+
+    def _all_waiting(self, frame: int | None = None) -> list[tuple[int, Waiting]]:
+        found = self.runs.items()
+        return [(other, runs) for other, runs in found if other != frame and runs.all_wait]
 
     def held_beside(self, frame: int, compilation: int | None, unseen: int) -> int:
         """The same with what no graph sees; ``unseen`` bytes lie beside this graph now.
@@ -82,6 +124,20 @@ class Ledger:
         peaks = self.peaks.setdefault(frame, {})
         known = peaks.get(compilation, 0)
         peaks[compilation] = max(own, known) if compilation is None else own + known
+
+    def outside_bytes(self) -> int:
+        """What lives around runs that wait now: the model, for a loss outside of it."""
+        return max((runs.outside_bytes for _, runs in self._all_waiting()), default=0)
+
+    def least_bytes(self, needed: int) -> int | None:
+        """The least budget where others need so many bytes while runs wait; None where none do."""
+        least = [runs.least_bytes(needed) for _, runs in self._all_waiting()]
+        return least[0] if len(least) == 1 else None
+
+    def leave(self, needed: int) -> None:
+        """Have runs that wait hold so much less that others need no more than the budget."""
+        for _, runs in self._all_waiting():
+            runs.leave(needed)
 
 
 @dataclass

@@ -19,7 +19,8 @@ def optimizer_state_bytes(optimizer: torch.optim.Optimizer) -> int:
 
     For the option ``reserve``: states come when the optimizer first steps, after the model was
     compiled. The step is made on tensors without memory; parameters, states and what is registered
-    with the optimizer stay as they are. On CUDA each state takes whole blocks of the allocator.
+    with the optimizer stay as they are. On CUDA each state takes whole blocks of the allocator. Of
+    parameters that ranks share, this rank's parts count.
 
     Raises `NotTraceable` where the step needs data, or kernels that have no such form.
     """
@@ -43,7 +44,8 @@ def _states_after_a_step(optimizer: torch.optim.Optimizer) -> Iterator[int]:
         devices = set()
         groups = []
         for group in optimizer.param_groups:
-            weights = [made(weight.detach()) for weight in group["params"] if weight.requires_grad]
+            own = [weight for weight in group["params"] if weight.requires_grad]
+            weights = [made(compat.local_part(weight.detach())) for weight in own]
             for weight in weights:
                 weight.grad = torch.empty_like(weight)
                 devices.add(weight.device)

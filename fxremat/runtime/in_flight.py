@@ -360,17 +360,21 @@ class Places:
 
 
 def watch_in_flight(
-    runs: Runs, places: Places, again: Callable[[int], Runs] | None = None
+    runs: Runs,
+    places: Places,
+    again: Callable[[int], Runs] | None = None,
+    less: Callable[[], Runs | None] = lambda: None,
 ) -> Compiled:
     """One callable for all runs of a graph, which warns when a budget will not be kept.
 
     The warning, `PromiseBroken`, comes when several forwards are in flight at once, of this graph
     or of others with the same budget on the same device: once for each number of them that is
     larger than before. Where more runs of the graph wait than were planned for, they are planned
-    ``again`` for as many, with immediate effect. Before a version first runs, the allocator takes
-    its segment.
+    ``again`` for as many, with immediate effect. Where other graphs need a part of what these take,
+    ``less`` gives other runs; it is asked when none of them waits. Before a version first runs, the
+    allocator takes its segment.
     """
-    watched_runs = _WatchedRuns(runs, places, again)
+    watched_runs = _WatchedRuns(runs, places, again, less)
 
     def watched(*args: Any) -> Any:
         return watched_runs.run(args)
@@ -391,9 +395,12 @@ class _WatchedRuns:
     runs: Runs
     places: Places
     again: Callable[[int], Runs] | None
+    less: Callable[[], Runs | None]
 
     def run(self, args: tuple[Any, ...]) -> Any:
         """One forward."""
+        if not any(waiting.runs is self.runs for waiting in self.places.taken.values()):
+            self.runs = self.less() or self.runs
         place, before = self.places.free(), autograd_position()
         one = self.runs.of_run(place)
         if any(isinstance(each, torch.Tensor) and is_fake(each) for each in args):

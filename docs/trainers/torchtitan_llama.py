@@ -1,0 +1,98 @@
+"""torchtitan: its Llama, sharded and compiled as it does that, with options in the environment.
+
+FXREMAT_MEMORY_BUDGET=120MiB torchrun --nproc-per-node 2 docs/trainers/torchtitan_llama.py
+"""
+
+from __future__ import annotations
+
+import os
+from collections.abc import Iterator, Mapping
+from contextlib import contextmanager
+from typing import Any
+
+import torch
+from tiny import LOOP_BYTES, Watch, run, unwatched, without
+from torch import distributed, nn
+from torch.distributed.fsdp import FSDPModule
+from torchtitan.components.loss import CrossEntropyLoss
+from torchtitan.config import CompileConfig, ParallelismConfig, TrainingConfig
+from torchtitan.distributed import ParallelDims, parallel_dims
+from torchtitan.models.common.attention import ScaledDotProductAttention
+from torchtitan.models.llama3 import model_registry
+
+import fxremat
+
+WORDS, TOKENS = 2048, 256
+COMPILE = {"enable": True, "components": ["model", "loss"]}
+
+
+@contextmanager
+def on_any_device() -> Iterator[None]:
+    """torchtitan takes CUDA to be there where no accelerator is."""
+    before = parallel_dims.device_type
+    parallel_dims.device_type = "cuda" if torch.cuda.is_available() else "cpu"
+    try:
+        yield
+    finally:
+        parallel_dims.device_type = before
+
+
+def sharded_model(backend: str) -> nn.Module:
+    """torchtitan's model for tests; each block is compiled, then sharded, by torchtitan itself."""
+    spec = model_registry("debugmodel")
+    for layer in spec.model.layers:  # FlexAttention is for its own two backends alone
+        layer.attention.inner_attention = ScaledDotProductAttention.Config()
+    ranks = distributed.get_world_size()
+    parallelism = ParallelismConfig(
+        data_parallel_shard_degree=ranks, spmd_backend="partial_dtensor"
+    )
+    with on_any_device():
+        model: nn.Module = spec.parallelize_fn(
+            spec.model.build(),
+            parallel_dims=ParallelDims.from_config(parallelism, ranks),
+            training=TrainingConfig(mixed_precision_param="float32"),
+            parallelism=parallelism,
+            compile_config=CompileConfig(backend=backend, **COMPILE),
+            ac_config=None,
+            dump_folder="",
+        )
+    for module in model.modules():
+        if isinstance(module, FSDPModule):  # for gloo
+            module.set_force_sum_reduction_for_comms(True)
+    torch.manual_seed(0)
+    model.init_states(buffer_device=torch.device("cpu"))  # type: ignore[operator]
+    return model
+
+
+def train(backend: str, options: Mapping[str, Any], watch: Watch = unwatched) -> list[float]:
+    """Ten steps; the loss of each on this rank."""
+    if not distributed.is_initialized():
+        distributed.init_process_group("gloo")
+    model = sharded_model(backend)
+    compile_config = CompileConfig(backend=backend, **COMPILE)
+    loss_of = CrossEntropyLoss.Config(global_vocab_size=WORDS).build(compile_config=compile_config)
+    optimizer = torch.optim.AdamW(model.parameters(), lr=1e-3)
+    if backend == "fxremat":
+        given = {"memory_budget": os.environ.get("FXREMAT_MEMORY_BUDGET"), **options}
+        states = fxremat.optimizer_state_bytes(optimizer)
+        for name, value in without(given, states + LOOP_BYTES).items():
+            if value is not None:  # blocks that torchtitan compiles get no options of ours
+                os.environ[f"FXREMAT_{name.upper()}"] = str(value)
+    numbers = torch.Generator().manual_seed(distributed.get_rank())
+    count = torch.tensor(float(4 * TOKENS * distributed.get_world_size()))
+    losses = []
+    for step in range(10):
+        words = torch.randint(WORDS, (4, TOKENS + 1), generator=numbers)
+        watch(step, [model, optimizer])
+        predicted = model(words[:, :-1])
+        loss, _ = loss_of(predicted, words[:, 1:], count)
+        del predicted
+        loss.backward()
+        optimizer.step()
+        optimizer.zero_grad()
+        losses.append(float(loss))
+    return losses
+
+
+if __name__ == "__main__":
+    run(train)

@@ -1,0 +1,80 @@
+"""Plans for a cluster on paper: the order of a stage, what it holds, and a tiny one as a whole."""
+
+from __future__ import annotations
+
+import pytest
+import torch
+
+if not torch.distributed.is_available():
+    pytest.skip("torch without torch.distributed", allow_module_level=True)
+
+from benchmarks import cluster
+from benchmarks.cluster_model import Job
+from fxremat import compat
+from fxremat.core.units import Moment, UnitStep, Version
+
+TINY = Job(
+    layers=4,
+    width=64,
+    heads=4,
+    kv_heads=2,
+    hidden=128,
+    words=256,
+    tokens=32,
+    sequences=2,
+    micro_batches=3,
+    shards=2,
+    tensor=2,
+    stages=2,
+)
+
+
+@pytest.mark.parametrize(
+    ("stage", "expected"), [(0, "FFFFBFBFBBBB"), (2, "FFBFBFBFBFBB"), (3, "FBFBFBFBFBFB")]
+)
+def test_the_order_of_a_stage_under_1f1b(stage: int, expected: str) -> None:
+    order = cluster.order_of(stage, 4, 6)
+    assert "".join("F" if forward else "B" for forward, _ in order) == expected
+
+
+def test_fewer_micro_batches_than_stages_all_wait() -> None:
+    assert cluster.order_of(0, 4, 2) == ((True, 0), (True, 0), (False, 0), (False, 0))
+
+
+def test_bytes_that_a_rank_holds() -> None:
+    """A part of each number in float32 with two moments; whole, 2 bytes and a gradient of 4."""
+    blocks = 2 * 1000
+    assert cluster.resident_bytes(TINY, 0, 1000, 0) == (blocks + 128 * 64) * (12 // 2 + 6)
+    assert cluster.resident_bytes(TINY, 1, 1000, 50) == (blocks + 50) * (12 // 2 + 6)
+
+
+def test_the_head_runs_after_each_forward_of_a_micro_batch() -> None:
+    one = Version(1.0, 10, 20, 30)
+    inner = (
+        Moment(5, (), 0, "forward"),
+        Moment(5, (0,)),
+        Moment(6, (0,)),
+        Moment(5, (), 0, "backward"),
+    )
+    step = cluster.with_head(UnitStep(inner, (0,), ((one,),)), [Version(2.0, 3, 100, 200)])
+    assert step.moments[2:4] == (Moment(5, (0,), 1, "forward"), Moment(5, (0,), 1, "backward"))
+    assert step.peak_bytes((0, 0)) == 5 + 10 + 200
+    assert cluster.time_us(step, (0, 0)) == 3.0
+
+
+@pytest.mark.skipif(not compat.has_triton(), reason="an absent card needs triton")
+def test_stages_of_a_tiny_job() -> None:
+    budget, stages = cluster.stages_of(TINY)
+    assert [stage.in_flight for stage in stages] == [2, 1]
+    for stage in stages:
+        plain, checkpointed, ours = (stage.ways[way] for way in cluster.WAYS)
+        assert plain is not None
+        assert checkpointed is not None
+        assert ours is not None
+        assert stage.resident_bytes < checkpointed.peak_bytes < plain.peak_bytes
+        assert stage.least_bytes <= ours.peak_bytes <= budget
+        assert plain.time_us < checkpointed.time_us
+        assert ours.time_us <= plain.time_us  # all fits
+    *_, whole = cluster.lines(TINY, budget, stages)
+    assert whole[0] == "all"
+    assert not torch.distributed.is_initialized()
