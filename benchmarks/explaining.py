@@ -4,7 +4,8 @@
 
 Budgets are parts of the peak if nothing runs again. Each row is a process of its own in which torch
 is imported, and every explanation has empty caches on disk. ``first`` is the first explanation of
-the process, which imports Inductor too. ``again`` is the median of those after it; so are stages.
+the process, which imports Inductor too. ``again`` is the median of those after it; so are stages,
+and ``processor``: seconds of all cores, which say more than others where the machine is busy.
 """
 
 import argparse
@@ -38,7 +39,7 @@ CONFIGS = {
     "llama32": _with(LLAMA, layers=32),
 }
 STAGES = ("trace", "prepare", "estimate", "plan", "apply", "rehearse", "verify")
-HEAD = ["model", "budget", "first", "again", *STAGES, "other", "peak, MiB"]
+HEAD = ["model", "budget", "first", "again", "processor", *STAGES, "other", "peak, MiB"]
 
 
 @dataclass(frozen=True)
@@ -46,6 +47,7 @@ class Explained:
     """Seconds of one explanation, of its stages, and what it said."""
 
     seconds: float
+    processor_seconds: float
     stages: dict[str, float]
     keep_all_bytes: int
     peak_bytes: int
@@ -60,12 +62,12 @@ def explained(name: str, budget_bytes: int | None, times: int) -> list[Explained
     for _ in range(times):
         with TemporaryDirectory() as folder:
             os.environ["TORCHINDUCTOR_CACHE_DIR"] = folder
-            begin = time.perf_counter()
+            begin, processor = time.perf_counter(), time.process_time()
             told = fxremat.explain(model, *batch, memory_budget=budget_bytes)
-            seconds = time.perf_counter() - begin
+            seconds = time.perf_counter() - begin, time.process_time() - processor
         [graph] = told.graphs
         peaks = told.keep_all_peak_bytes, told.predicted_peak_bytes
-        found.append(Explained(seconds, dict(graph.seconds), *peaks))
+        found.append(Explained(*seconds, dict(graph.seconds), *peaks))
     return found
 
 
@@ -79,7 +81,9 @@ def row_of(name: str, percent: int, keep_all_bytes: int, times: int) -> list[str
     first, *again = _apart(name, keep_all_bytes * percent // 100, times + 1)
     stages = [median(one.stages.get(stage, 0.0) for one in again) for stage in STAGES]
     other = median(one.seconds - sum(one.stages.values()) for one in again)
-    seconds = first.seconds, median(one.seconds for one in again), *stages, other
+    whole = median(one.seconds for one in again)
+    processor = median(one.processor_seconds for one in again)
+    seconds = first.seconds, whole, processor, *stages, other
     peak = f"{again[-1].peak_bytes / 2**20:.1f}"
     return [name, f"{percent} %", *(f"{each:.1f}" for each in seconds), peak]
 

@@ -1,11 +1,13 @@
 """`explain`: what would be done to a model under a budget, without compiling it.
 
-The model's forward runs once, eagerly, so that every graph is met with the inputs it will
-really have; parameters, buffers and the random state are as before afterwards.
+A graph that others follow runs eagerly, so that these are met with the inputs that they will really
+have. Where one graph is all of the model, nothing runs. Parameters, buffers and the random state
+are as before afterwards.
 """
 
 from __future__ import annotations
 
+import sys
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass, field
@@ -35,6 +37,10 @@ from fxremat.report.report import Report, Row, added_time
 from fxremat.report.snapshot import write_snapshot
 
 NOTHING = 1  # bytes: a budget that no graph with a backward is within
+
+
+class _NothingFollows(Exception):
+    """The graph that was to run is the last, and nobody asks for its results."""
 
 
 @dataclass(frozen=True)
@@ -206,12 +212,20 @@ def _planned(
 ) -> tuple[Report, ...]:
     """The reports of all graphs of one step; what was found for each is told to ``study``."""
     found: list[Report] = []
+    caller = sys._getframe()
 
     def backend(gm: fx.GraphModule, example_inputs: Sequence[Any]) -> Callable[..., Any]:
         compiled, report = plan_only(gm, example_inputs, options, study)
         if report is not None:
             found.append(report)
-        return compiled
+        more = compat.more_follow(gm)
+
+        def run(*given: Any) -> Any:
+            if not more and compat.is_whole_call(caller):
+                raise _NothingFollows
+            return compiled(*given)
+
+        return run
 
     with (
         _as_planned(model, (inputs, keywords)) as (args, kwargs),
@@ -221,6 +235,8 @@ def _planned(
     ):
         try:
             torch.compile(model, backend=backend)(*args, **kwargs)
+        except _NothingFollows:
+            pass
         except Exception as error:
             inner = getattr(error, "inner_exception", None)
             if isinstance(inner, FxrematError):

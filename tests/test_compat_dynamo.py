@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import sys
 from typing import Any
 
 import torch
@@ -17,7 +18,7 @@ def test_graphs_of_a_model_with_graph_breaks() -> None:
     seen: list[tuple[int, bool]] = []
 
     def backend(gm: fx.GraphModule, inputs: Any) -> Any:
-        seen.append((compat.current_compilation()[0], compat.ends_in_graph_break(gm)))
+        seen.append((compat.current_compilation()[0], compat.more_follow(gm)))
         return gm
 
     def broken(x: torch.Tensor) -> torch.Tensor:
@@ -31,6 +32,47 @@ def test_graphs_of_a_model_with_graph_breaks() -> None:
     assert breaks == (True, False)
     assert frames[0] < frames[1]
     assert compat.current_compilation() == (-1, None)
+
+
+def test_a_graph_is_the_whole_call_unless_somebody_goes_on_with_its_results() -> None:
+    """A break, a function around the one that is compiled, and a hook that is not traced go on."""
+    whole: list[bool] = []
+
+    def backend(gm: fx.GraphModule, inputs: Any) -> Any:
+        def run(*given: Any) -> Any:
+            whole.append(compat.is_whole_call(caller))
+            return gm(*given)
+
+        return run
+
+    def broken(x: torch.Tensor) -> torch.Tensor:
+        y = x.sin()
+        torch._dynamo.graph_break()
+        return y.cos()
+
+    def inner(x: torch.Tensor) -> torch.Tensor:
+        return x.sin()
+
+    def around(x: torch.Tensor) -> torch.Tensor:
+        return torch.compile(inner, backend=backend)(x)
+
+    hooked = nn.Linear(4, 4)
+    unseen: Any = torch._dynamo.disable(lambda module, given, result: None)  # type: ignore[no-untyped-call]
+    hooked.register_forward_hook(unseen)
+    caller = sys._getframe()
+    compiled = [torch.compile(one, backend=backend) for one in (
+        nn.Linear(4, 4), torch.sin, nn.Sequential(nn.Linear(4, 4)), broken, hooked
+    )]  # fmt: skip
+    said = []
+    for model in (*compiled, around):
+        torch._dynamo.reset()
+        model(torch.ones(4, 4))
+        said.append(whole.copy())
+        whole.clear()
+    assert said[:3] == [[True]] * 3
+    # The first graph of two is called straight, too: `more_follow` tells that it is not the last.
+    assert said[3] == [True, False]
+    assert said[4:] == [[False], [False]]
 
 
 def test_compilations_of_a_frame_have_numbers() -> None:

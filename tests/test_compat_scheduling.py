@@ -2,13 +2,16 @@
 
 from __future__ import annotations
 
+from contextlib import nullcontext
 from typing import Any
 
 import pytest
 import torch
 from torch import nn
+from torch._inductor import scheduler
 
 from fxremat import compat
+from fxremat.compat.inductor import generated_code, scheduling
 from tests.compat_graphs import Shared
 from tests.graphs import batch
 from tests.small import forward_code
@@ -71,3 +74,47 @@ def test_scheduled_and_run_after() -> None:
     assert {k.written_bytes for k in kernels} == {32 * 64 * 4}
     assert kernels[0].read_bytes == 32 * 64 * 4
     assert any(name.startswith("mm") for name in names)
+
+
+class Layers(nn.Module):
+    """Layers with library calls between loops that all read one table."""
+
+    table: torch.Tensor
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.layers = nn.ModuleList(nn.Linear(64, 64) for _ in range(4))
+        self.norm = nn.LayerNorm(64)
+        self.register_buffer("table", torch.rand(64))
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        for layer in self.layers:
+            x = x + layer(self.norm(x) * self.table).relu()
+        x = torch.cat([x[:16] * self.table, x[16:]])
+        return torch.zeros(8, 64).index_put((x.sum(1).long() % 8,), x, accumulate=True)
+
+
+def test_only_loops_that_are_never_fused_are_apart(monkeypatch: pytest.MonkeyPatch) -> None:
+    """And the code is the same byte for byte."""
+    inductor: Any = scheduler.Scheduler
+    asked, can_fuse = list[tuple[bool, bool]](), inductor.can_fuse
+
+    def asks(self: Any, first: Any, second: Any, *args: Any, **kwargs: Any) -> bool:
+        apart = scheduling._are_apart(self, first, second)
+        asked.append((apart, can_fuse(self, first, second, *args, **kwargs)))
+        return asked[-1][1]
+
+    def code_of(model: nn.Module) -> str:
+        numbered, _, code = forward_code(model, batch(32, 64)).partition("\n")
+        assert numbered.startswith("# AOT ID")
+        return code
+
+    for model in (Layers(), Shared()):
+        near = code_of(model)
+        with monkeypatch.context() as patch:
+            patch.setattr(inductor, "can_fuse", asks)
+            patch.setattr(generated_code, "far_loops_apart", nullcontext)
+            assert code_of(model) == near
+    assert inductor.can_fuse is can_fuse
+    assert {apart for apart, fused in asked if fused} == {False}
+    assert sum(apart for apart, _ in asked) > 10

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections.abc import Callable
 from pathlib import Path
 
 import pytest
@@ -10,21 +11,28 @@ import torch
 from fxremat import compat
 from fxremat.cost import call_times, loop_rates
 from fxremat.cost.call_times import Timing
-from fxremat.cost.loop_rates import FUNCTIONS, TRAFFIC, LoopRates, measured_rates
-from fxremat.cost.number_file import number_path
+from fxremat.cost.loop_rates import (
+    FUNCTIONS,
+    TRAFFIC,
+    LoopRates,
+    bandwidth_name,
+    measured_rates,
+)
+from fxremat.cost.number_file import NumberFile, number_path
 
 HOST = torch.device("cpu")
 
 
 @pytest.fixture(autouse=True)
 def _undisturbed(monkeypatch: pytest.MonkeyPatch) -> None:
-    """Whatever else the machine does: tests of times ask for no true ones, nor for all sizes."""
+    """Whatever else the machine does: tests of times ask for no true ones."""
     monkeypatch.setattr(call_times, "_interruptions", lambda device: 0)
-    monkeypatch.setattr(loop_rates, "TRAFFIC", TRAFFIC[:2])
 
 
-def test_bandwidth_is_that_of_the_next_smaller_size() -> None:
-    rates = LoopRates(0.0, ((100, 1e9), (1000, 1e8)), {})
+def test_bandwidth_is_that_of_the_next_smaller_size(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(loop_rates, "TRAFFIC", (100, 1000))
+    numbers = {bandwidth_name(100): 1e9, bandwidth_name(1000): 1e8}
+    rates = LoopRates(numbers.__getitem__)
     assert rates.move_us(10) == pytest.approx(0.01)
     assert rates.move_us(999) == pytest.approx(0.999)
     assert rates.move_us(1000) == pytest.approx(10.0)
@@ -40,40 +48,57 @@ def test_a_power_costs_what_inductor_computes_for_it(exponent: float, ns: float)
     x = graph.placeholder("x")
     power = graph.call_function(torch.ops.aten.pow.Tensor_Scalar, (x, exponent))
     power.meta["val"] = torch.ones(1000)
-    rates = LoopRates(0.0, ((0, 1e15),), {"pow": 100.0, "sqrt": 5.0, "div": 7.0})
+    numbers = {"pow": 100.0, "sqrt": 5.0, "div": 7.0, "call_us": 0.0}
+    rates = LoopRates({bandwidth_name(TRAFFIC[0]): 1e15, **numbers}.__getitem__)
     assert rates.us([power], 8, int) == pytest.approx(ns, abs=1e-6)
 
 
-def test_rates_are_measured_once(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_what_is_asked_for_is_measured_once(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
     first = measured_rates(HOST, tmp_path, compat.outside_fake_mode)
-    assert first is not None
-    assert [size for size, _ in first.bytes_per_s] == list(TRAFFIC[:2])
-    assert set(first.element_ns) == set(FUNCTIONS)
-    assert first.call_us > 0
-    assert all(rate > 0 for _, rate in first.bytes_per_s)
+    exp, neg = first.loop_us([("exp", 10**9)], 0), first.loop_us([("neg", 10**9)], 0)
+    moved, call = first.move_us(TRAFFIC[1]), first.call_us
+    assert neg == 0.0
+    assert min(exp, moved, call) > 0
+    kept = NumberFile(number_path(tmp_path, HOST, loop_rates.KIND)).numbers
+    sizes = [bandwidth_name(size) for size in TRAFFIC[:2]]
+    assert kept.keys() == {"call_us", "moving_us", "exp", *sizes}
 
-    def never(device: torch.device) -> dict[str, float]:
+    def never(call: object, device: torch.device, pace: object) -> Timing:
         raise AssertionError(device)
 
-    monkeypatch.setattr(loop_rates, "_measure", never)
-    assert measured_rates(HOST, tmp_path, compat.outside_fake_mode) == first
+    monkeypatch.setattr(loop_rates, "quickest", never)
+    again = measured_rates(HOST, tmp_path, compat.outside_fake_mode)
+    assert again.loop_us([("exp", 10**9)], 0) == exp
+    assert again.move_us(TRAFFIC[1]) == moved
+    with pytest.raises(AssertionError):
+        again.loop_us([("tanh", 10**9)], 0)
 
 
-def test_a_broken_off_measurement_is_made_again(tmp_path: Path) -> None:
-    path = number_path(tmp_path, HOST, loop_rates.KIND)
-    path.parent.mkdir(parents=True)
-    path.write_text('{"exp": 1.0}', encoding="utf-8")
-    found = measured_rates(HOST, tmp_path, compat.outside_fake_mode)
-    assert found is not None
-    assert found.element_ns["exp"] != 1.0
-    assert found.bytes_per_s
+@pytest.mark.parametrize("name", FUNCTIONS)
+def test_functions_can_be_timed(name: str, monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
+    def once(call: Callable[[], object], device: torch.device, pace: object) -> Timing:
+        call()
+        return Timing(50.0, False)
+
+    monkeypatch.setattr(loop_rates, "quickest", once)
+    rates = measured_rates(HOST, tmp_path, compat.outside_fake_mode)
+    assert rates.loop_us([(name, 1)], 0) == 0.0  # no dearer than to move
 
 
 def test_the_rates_of_a_busy_machine_are_not_kept(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """They are better than none: a vendor's figures would be of another kind than measured ones."""
-    monkeypatch.setattr(loop_rates, "quickest", lambda call, device, pace: Timing(50.0, True))
+    asked = list[object]()
+
+    def disturbed(call: object, device: torch.device, pace: object) -> Timing:
+        asked.append(call)
+        return Timing(50.0, True)
+
+    monkeypatch.setattr(loop_rates, "quickest", disturbed)
     rates = measured_rates(HOST, tmp_path, compat.outside_fake_mode)
-    assert rates.call_us == 50.0
+    assert rates.call_us == rates.call_us == 50.0
+    assert len(asked) == 1
     assert not number_path(tmp_path, HOST, loop_rates.KIND).exists()

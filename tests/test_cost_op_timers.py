@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+from collections.abc import Mapping
 from pathlib import Path
 from typing import Any
 
@@ -14,7 +15,7 @@ from fxremat import compat
 from fxremat.cost import call_times, memory_room
 from fxremat.cost.call_times import KIND, CallTimes, Timing, call_key
 from fxremat.cost.device import DeviceSpec
-from fxremat.cost.loop_rates import LoopRates
+from fxremat.cost.loop_rates import FUNCTIONS, LoopRates
 from fxremat.cost.number_file import number_path
 from fxremat.cost.op_timers import Measured, Roofline
 from fxremat.runtime import kernels
@@ -29,7 +30,20 @@ HOST = torch.device("cpu")
 SPEC = DeviceSpec("test", 1e12, 4e12, 1e9, 3.0, 1e9)
 A_LOOP = 1e9
 """Microseconds: longer than any call here takes, however busy the machine is."""
-LOOPS = LoopRates(A_LOOP, ((0, 1e9),), {})
+
+
+def loop_rates(call_us: float, bytes_per_s: float, functions: Mapping[str, float]) -> LoopRates:
+    """Rates at which all sizes move alike, and other functions cost nothing."""
+
+    def number_of(name: str) -> float:
+        if name == "call_us":
+            return call_us
+        return functions.get(name, 0.0) if name in FUNCTIONS else bytes_per_s
+
+    return LoopRates(number_of)
+
+
+LOOPS = loop_rates(A_LOOP, 1e9, {})
 
 
 def timer(directory: Path, loops: LoopRates = LOOPS) -> Measured:
@@ -109,7 +123,7 @@ def test_a_call_that_raises_is_left_to_the_roofline(tmp_path: Path) -> None:
 
 
 def test_functions_of_a_loop_count_where_they_take_longer_than_its_bytes(tmp_path: Path) -> None:
-    loops = LoopRates(1.0, ((0, 1e9),), {"exp": 50.0})
+    loops = loop_rates(1.0, 1e9, {"exp": 50.0})
     exp, sin = call(ATEN.exp.default, A), call(ATEN.sin.default, A)
     assert timer(tmp_path, loops)((exp, sin), 1000) == pytest.approx(1.0 + A.numel() * 0.05)
     assert timer(tmp_path, loops)((exp, sin), 10**6) == pytest.approx(1.0 + 1000.0)
@@ -126,7 +140,7 @@ def rows_call(chunk: int) -> fx.Node:
 
 
 def test_matmuls_of_chunks_are_measured_in_their_sizes(tmp_path: Path, runs: list[str]) -> None:
-    time_of = timer(tmp_path, LoopRates(1.0, ((0, 1e12),), {}))
+    time_of = timer(tmp_path, loop_rates(1.0, 1e12, {}))
     node = rows_call(16)
     inside = Roofline(SPEC, on_cpu=True, fused=True).inside(node)
     assert inside.library
@@ -146,8 +160,7 @@ def test_functions_inside_chunks_take_their_time(tmp_path: Path) -> None:
     count = sum(count for name, count in inside.functions if name == "exp")
     assert count == 2 * 64 * CLASSES
     moving, computing = (
-        timer(tmp_path, LoopRates(1.0, ((0, 1e12),), costs))((node,), 0)
-        for costs in ({}, {"exp": 50.0})
+        timer(tmp_path, loop_rates(1.0, 1e12, costs))((node,), 0) for costs in ({}, {"exp": 50.0})
     )
     assert computing - moving == pytest.approx(count * 50.0 / 1e3 - inside.bytes / 1e6)
 
@@ -174,7 +187,7 @@ def test_convolutions_of_some_images_are_measured_so(tmp_path: Path, images: int
     backward = call(CONVOLUTION_BACKWARD, grad, x, w, None, *how, mask, images, "")
     (one,) = line.inside(backward).library
     assert [a.shape[0] for a in one.args[:2]] == [images, images]
-    time_of = timer(tmp_path, LoopRates(1.0, ((0, 1e12),), {}))
+    time_of = timer(tmp_path, loop_rates(1.0, 1e12, {}))
     us = time_of.calls.of_call(one.target, one.args, {})
     assert us is not None
     assert time_of((backward,), 0) >= one.times * us > 0

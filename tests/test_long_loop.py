@@ -86,3 +86,44 @@ def test_fifty_steps_stay_within_the_budget() -> None:
     losses, peak = trained({"memory_budget": budget})
     assert peak <= budget
     torch.testing.assert_close(losses, expected, rtol=1e-3, atol=1e-3)
+
+
+def functional(options: dict[str, Any] | None) -> tuple[list[float], int]:
+    """Losses, and the peak, of steps with weights that are given to a model that has none left."""
+    model, x = seeded(Stack, 1024, 32)
+    weights = {name: w.detach().clone().requires_grad_() for name, w in model.named_parameters()}
+    model.to("meta")
+
+    def loss_of(weights: dict[str, torch.Tensor], x: torch.Tensor) -> Any:
+        return torch.func.functional_call(model, weights, (x,))
+
+    compiled: Any = loss_of
+    if options is not None:
+        compiled = torch.compile(loss_of, backend="fxremat", options=options)
+    losses = []
+
+    def run(steps: int) -> None:
+        for _ in range(steps):
+            loss = compiled(weights, x)
+            losses.append(float(loss.detach()))
+            found = torch.autograd.grad(loss, list(weights.values()))
+            with torch.no_grad():
+                torch._foreach_sub_(list(weights.values()), found)
+
+    run(2)
+    peak = fxremat.measure_peak(lambda: run(STEPS), held=(weights, x)).peak_bytes
+    whole = torch.func.grad(compiled)(weights, x)  # inside of a transform nothing is compiled
+    for each, own in zip(
+        whole.values(), torch.func.grad(loss_of)(weights, x).values(), strict=True
+    ):
+        torch.testing.assert_close(each, own)
+    return losses, peak
+
+
+def test_steps_of_a_functional_call_stay_within_the_budget() -> None:
+    expected, plain = functional(None)
+    budget = plain // 2
+    losses, peak = functional({"executor": "aot_eager", "memory_budget": budget, "reserve": SMALL})
+    assert peak <= budget
+    assert losses[-1] < losses[0]
+    torch.testing.assert_close(losses, expected)

@@ -4,10 +4,12 @@ from __future__ import annotations
 
 import itertools
 import operator
+import sys
 from collections import defaultdict
 from collections.abc import Callable, Iterable, Iterator
 from contextlib import contextmanager
 from operator import attrgetter
+from types import FrameType
 from typing import Any
 
 import torch
@@ -115,10 +117,34 @@ def _compile_wrapped(wrapped: Any, **how: Any) -> None:
     wrapped.dynamo_ctx, wrapped.forward = anew.dynamo_ctx, anew.forward
 
 
-def ends_in_graph_break(gm: fx.GraphModule) -> bool:
-    """Whether Dynamo ended the graph because it could not go on, so that another follows."""
+def more_follow(gm: fx.GraphModule) -> bool:
+    """Whether other graphs come after this one in the function that Dynamo compiles.
+
+    It ended the graph because it could not go on, or splits it so that gradients are sent early.
+    """
     reason = getattr(gm, "compile_subgraph_reason", None)
-    return bool(getattr(reason, "graph_break", False))
+    return bool(getattr(reason, "graph_break", False)) or splits_for_ddp()
+
+
+def is_whole_call(caller: FrameType) -> bool:
+    """Whether the graph that calls us is all that ``caller`` has called, as far as it is compiled.
+
+    Then one compiled function lies between, and nothing else but Dynamo and the way in which a
+    module calls its ``forward``: no hook that is not traced, and no function that would go on with
+    the results.
+    """
+    from torch._dynamo import eval_frame
+
+    own: Any = nn.Module
+    ways = own._call_impl.__code__, own._wrapped_call_impl.__code__
+    frame: FrameType | None = sys._getframe(2)
+    between = 0
+    while frame is not None and frame is not caller:
+        code = frame.f_code
+        is_way = any(code is way for way in ways)  # not each code has a hash: Dynamo makes some
+        between += not is_way and code.co_filename != eval_frame.__file__
+        frame = frame.f_back
+    return frame is caller and between == 1
 
 
 def checkpointed_regions(gm: fx.GraphModule) -> int:

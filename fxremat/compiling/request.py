@@ -129,8 +129,7 @@ def request_for(
     if options.reserve is None and device.type != "cuda":
         held += around_bytes
     tuning = _tuning_bytes(options, device, card)
-    more = compat.ends_in_graph_break(gm) or compat.splits_for_ddp()
-    more = more and ledger.is_last(place[0])
+    more = compat.more_follow(gm) and ledger.is_last(place[0])
     return Request(
         budget_bytes=budget,
         held_bytes=held,

@@ -1,8 +1,9 @@
 """What generated loops reach on a device: bandwidths, costs of functions, microseconds of a call.
 
 A loop takes as long as the slower of two things: moving its bytes, and computing its functions.
-Both are measured once for each device, with torch's own elementwise operators, which are loops
-like those that Inductor writes; the numbers are kept on disk (`fxremat.cost.number_file`).
+Both are measured with torch's own elementwise operators, which are loops like those that Inductor
+writes. Each number is measured once for each device, when it is first asked for, and kept on disk
+(`fxremat.cost.number_file`).
 """
 
 from __future__ import annotations
@@ -10,14 +11,14 @@ from __future__ import annotations
 from bisect import bisect_right
 from collections.abc import Callable, Iterable, Mapping
 from contextlib import AbstractContextManager
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
 
 import torch
 from torch import fx
 
-from fxremat.cost.call_times import Timing, quickest
+from fxremat.cost.call_times import quickest
 from fxremat.cost.number_file import NumberFile, number_path
 from fxremat.cost.pace import Pace, pace_of
 from fxremat.cost.roofline import SizeOf
@@ -52,7 +53,7 @@ FUNCTIONS: Mapping[str, Callable[..., Any]] = {
 
 Shifts are of bits that are masks elsewhere: it is the way from one to the other that takes long.
 """
-_BANDWIDTH, _CALL = "bytes_per_s of ", "call_us"
+_BANDWIDTH, _CALL, _MOVING = "bytes_per_s of ", "call_us", "moving_us"
 
 
 def _integers(given: torch.Tensor) -> torch.Tensor:
@@ -61,19 +62,23 @@ def _integers(given: torch.Tensor) -> torch.Tensor:
 
 @dataclass(frozen=True)
 class LoopRates:
-    """Rates of loops: bytes per second by the bytes touched, nanoseconds per element of functions.
+    """Rates of loops. ``number_of`` gives them by name.
 
-    ``call_us`` is what a loop takes that has next to nothing to do.
+    These are the nanoseconds of a function for each element, `bandwidth_name` in bytes per second,
+    and ``call_us``: what a loop takes that has next to nothing to do.
     """
 
-    call_us: float
-    bytes_per_s: tuple[tuple[int, float], ...]
-    element_ns: Mapping[str, float]
+    number_of: Callable[[str], float]
+
+    @property
+    def call_us(self) -> float:
+        """Microseconds of a loop that has next to nothing to do."""
+        return self.number_of(_CALL)
 
     def move_us(self, nbytes: int) -> float:
-        """Microseconds to move so many bytes."""
-        place = bisect_right(self.bytes_per_s, nbytes, key=lambda pair: pair[0])
-        return 1e6 * nbytes / self.bytes_per_s[max(0, place - 1)][1]
+        """Microseconds to move so many bytes, at the rate of the next smaller size measured."""
+        place = bisect_right(TRAFFIC, nbytes)
+        return 1e6 * nbytes / self.number_of(bandwidth_name(TRAFFIC[max(0, place - 1)]))
 
     def us(self, nodes: Iterable[fx.Node], nbytes: int, size: SizeOf) -> float:
         """Microseconds of one loop that computes ``nodes`` and moves ``nbytes``."""
@@ -84,8 +89,14 @@ class LoopRates:
 
     def loop_us(self, functions: Iterable[tuple[str, int]], nbytes: int) -> float:
         """Microseconds to compute functions of so many elements, and to move ``nbytes``."""
-        computing = sum(self.element_ns.get(name, 0.0) * count for name, count in functions) / 1e3
+        dear = ((name, count) for name, count in functions if name in FUNCTIONS)
+        computing = sum(self.number_of(name) * count for name, count in dear) / 1e3
         return max(self.move_us(nbytes), computing)
+
+
+def bandwidth_name(nbytes: int) -> str:
+    """The name of the bandwidth that a loop has which touches so many bytes, one of `TRAFFIC`."""
+    return f"{_BANDWIDTH}{nbytes}"
 
 
 MOST_PRODUCTS = 32
@@ -103,53 +114,70 @@ def _name(node: fx.Node) -> str:
     return "sqrt" if exponent == 0.5 else name
 
 
+@dataclass(frozen=True)
+class MeasuredNumbers:
+    """The numbers of a device by their names, measured where they are not on disk.
+
+    Where other programs disturb each run of a loop, they are not kept there. ``outside_fake_mode``
+    is a context in which tensors are real.
+    """
+
+    device: torch.device
+    file: NumberFile
+    pace: Pace | None
+    outside_fake_mode: Callable[[], AbstractContextManager[Any]]
+    unsure: dict[str, float] = field(default_factory=dict)
+
+    def __call__(self, name: str) -> float:
+        """A number of `LoopRates`."""
+        known = self.file.numbers.get(name, self.unsure.get(name))
+        if known is not None:
+            return known
+        if name == _CALL:
+            found, disturbed = self._call_us()
+        elif name.startswith(_BANDWIDTH):
+            found, disturbed = self._bytes_per_s(int(name.removeprefix(_BANDWIDTH)))
+        elif name == _MOVING:
+            found, disturbed = self._function_us(torch.neg)
+        else:
+            us, disturbed = self._function_us(FUNCTIONS[name])
+            found = 1e3 * max(0.0, us - self(_MOVING)) / ELEMENTS
+        if disturbed:
+            self.unsure[name] = found
+        else:
+            self.file.add(name, found)
+        return found
+
+    def _us(self, call: Callable[[], object]) -> tuple[float, bool]:
+        timing = quickest(call, self.device, self.pace)
+        return timing.us, timing.disturbed
+
+    def _call_us(self) -> tuple[float, bool]:
+        with self.outside_fake_mode(), torch.no_grad():
+            one, two = torch.ones(1, device=self.device), torch.ones(1, device=self.device)
+            return self._us(lambda: torch.add(one, one, out=two))
+
+    def _bytes_per_s(self, nbytes: int) -> tuple[float, bool]:
+        call_us = self(_CALL)
+        with self.outside_fake_mode(), torch.no_grad():
+            a, b, c = (torch.ones(nbytes // 12, device=self.device) for _ in range(3))
+            us, disturbed = self._us(lambda: torch.add(a, b, out=c))
+        return 1e6 * nbytes / max(us - call_us, 1e-3), disturbed
+
+    def _function_us(self, function: Callable[..., Any]) -> tuple[float, bool]:
+        with self.outside_fake_mode(), torch.no_grad():
+            given = torch.full((ELEMENTS,), 0.5, device=self.device)
+            made = torch.empty_like(given)
+            return self._us(lambda: function(given, out=made))
+
+
 def measured_rates(
     device: torch.device,
     directory: Path,
     outside_fake_mode: Callable[[], AbstractContextManager[Any]],
 ) -> LoopRates:
-    """The rates of this device, measured where they are not on disk below ``directory``.
-
-    Where other programs disturb each run of a loop, they are not kept.
-    """
+    """The rates of this device; each is measured when it is asked for, unless it is on disk below
+    ``directory``."""
     file = NumberFile(number_path(directory, device, KIND))
-    numbers = file.numbers
-    if not numbers.keys() >= {_CALL, *FUNCTIONS}:
-        with outside_fake_mode(), torch.no_grad():
-            numbers, disturbed = _measure(device, pace_of(device, directory))
-        if not disturbed:
-            file.add_all(numbers)
-    bandwidth = [
-        (int(key.removeprefix(_BANDWIDTH)), number)
-        for key, number in numbers.items()
-        if key.startswith(_BANDWIDTH)
-    ]
-    functions = {name: numbers[name] for name in FUNCTIONS if name in numbers}
-    return LoopRates(numbers[_CALL], tuple(sorted(bandwidth)), functions)
-
-
-def _measure(device: torch.device, pace: Pace | None) -> tuple[dict[str, float], bool]:
-    """All numbers, and whether a run was disturbed each time.
-
-    ``call_us`` is the last, so that its being there says that all are.
-    """
-    timings = list[Timing]()
-
-    def us(call: Callable[[], object]) -> float:
-        timings.append(quickest(call, device, pace))
-        return timings[-1].us
-
-    one, two = torch.ones(1, device=device), torch.ones(1, device=device)
-    call_us = us(lambda: torch.add(one, one, out=two))
-    found = {}
-    for nbytes in TRAFFIC:
-        a, b, c = (torch.ones(nbytes // 12, device=device) for _ in range(3))
-        moved_us = us(lambda a=a, b=b, c=c: torch.add(a, b, out=c)) - call_us  # type: ignore[misc]
-        found[f"{_BANDWIDTH}{nbytes}"] = 1e6 * nbytes / max(moved_us, 1e-3)
-    given = torch.full((ELEMENTS,), 0.5, device=device)
-    made = torch.empty_like(given)
-    moving = us(lambda: torch.neg(given, out=made))
-    for name, function in FUNCTIONS.items():
-        computed_us = us(lambda f=function: f(given, out=made))  # type: ignore[misc]
-        found[name] = 1e3 * max(0.0, computed_us - moving) / ELEMENTS
-    return {**found, _CALL: call_us}, any(one.disturbed for one in timings)
+    pace = pace_of(device, directory)
+    return LoopRates(MeasuredNumbers(device, file, pace, outside_fake_mode))

@@ -14,6 +14,7 @@ from fxremat.compat.configuration import caches_disabled, inductor_config
 from fxremat.compat.donation import donated_inputs, name_in_forward
 from fxremat.compat.inductor.lowered_ahead import Lowered, lowering_key
 from fxremat.compat.inductor.post_grad import unmarked
+from fxremat.compat.inductor.scheduling import far_loops_apart
 from fxremat.compat.joint_graph import copy_module
 from fxremat.compat.tuning import tuned_in_the_step
 
@@ -126,6 +127,7 @@ def _lowered(
         V.set_graph_handler(lowering),
         V.set_extern_kernel_nodes([]),
         maybe_disable_comprehensive_padding(inputs),
+        far_loops_apart(),
     ):
         donated = donated_inputs(module) if is_backward else []
         lowering.bw_donated_idxs = donated

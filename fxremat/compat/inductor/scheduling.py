@@ -2,7 +2,8 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from contextlib import contextmanager
 from dataclasses import dataclass
 from typing import Any
 
@@ -57,6 +58,55 @@ def scheduled(node: Any) -> Scheduled:
         writes=frozenset(dep.name for dep in writes),
         names=frozenset(origin.name for origin in node.node.get_origins()) if is_loop else _NONE,
     )
+
+
+@contextmanager
+def far_loops_apart() -> Iterator[None]:
+    """Inside, Inductor does not compare loops that something between them keeps apart.
+
+    It never fuses two of them, but finds that out last. What all layers read, as a table of
+    positions, makes it compare each loop with up to 64 others, several times.
+    """
+    from torch._inductor.scheduler import Scheduler
+
+    inductor: Any = Scheduler
+    can_fuse = inductor.can_fuse
+
+    def can_fuse_near(scheduler: Any, first: Any, second: Any, *args: Any, **kwargs: Any) -> Any:
+        if _are_apart(scheduler, first, second):
+            return False
+        return can_fuse(scheduler, first, second, *args, **kwargs)
+
+    inductor.can_fuse = can_fuse_near
+    try:
+        yield
+    finally:
+        inductor.can_fuse = can_fuse
+
+
+def _are_apart(scheduler: Any, first: Any, second: Any) -> bool:
+    """Whether the second loop needs what cannot be made before the first has run.
+
+    What the first writes itself does not count.
+    """
+    from torch._inductor.scheduler import FusedSchedulerNode, SchedulerNode
+
+    for one in (first, second):
+        if type(one) not in (SchedulerNode, FusedSchedulerNode) or one.is_template():
+            return False
+    made = first.get_operation_names()
+    if second.ancestors.isdisjoint(made):
+        return False
+    renames = scheduler.mutation_renames
+    written = {renames.get(dep.name, dep.name) for dep in first.read_writes.writes}
+    written |= set(first.get_buffer_names())
+    for dep in second.unmet_dependencies:
+        if dep.name in written or renames.get(dep.name, dep.name) in written:
+            continue
+        maker = scheduler.name_to_buf[dep.name].defining_op_name()
+        if not scheduler.name_to_fused_node[maker].ancestors.isdisjoint(made):
+            return True
+    return False
 
 
 def names_being_scheduled() -> list[str]:
