@@ -64,33 +64,47 @@ def sharded_model(backend: str) -> nn.Module:
     return model
 
 
+def loss_function(backend: str) -> Any:
+    """torchtitan's, compiled by itself."""
+    config = CompileConfig(backend=backend, **COMPILE)
+    return CrossEntropyLoss.Config(global_vocab_size=WORDS).build(compile_config=config)
+
+
+def into_environment(options: Mapping[str, Any]) -> None:
+    """Blocks that torchtitan compiles get no options of ours."""
+    for name, value in options.items():
+        if value is not None:
+            os.environ[f"FXREMAT_{name.upper()}"] = str(value)
+
+
+def step_loss(model: nn.Module, loss_of: Any, words: torch.Tensor, count: torch.Tensor) -> float:
+    """Forward and backward; nothing of them is there afterwards but gradients."""
+    predicted = model(words[:, :-1].contiguous())
+    loss, _ = loss_of(predicted, words[:, 1:].contiguous(), count)
+    del predicted
+    loss.backward()
+    return float(loss.detach())
+
+
 def train(backend: str, options: Mapping[str, Any], watch: Watch = unwatched) -> list[float]:
     """Ten steps; the loss of each on this rank."""
     if not distributed.is_initialized():
         distributed.init_process_group("gloo")
     model = sharded_model(backend)
-    compile_config = CompileConfig(backend=backend, **COMPILE)
-    loss_of = CrossEntropyLoss.Config(global_vocab_size=WORDS).build(compile_config=compile_config)
+    loss_of = loss_function(backend)
     optimizer = torch.optim.AdamW(model.parameters(), lr=1e-3)
     if backend == "fxremat":
         given = {"memory_budget": os.environ.get("FXREMAT_MEMORY_BUDGET"), **options}
-        states = fxremat.optimizer_state_bytes(optimizer)
-        for name, value in without(given, states + LOOP_BYTES).items():
-            if value is not None:  # blocks that torchtitan compiles get no options of ours
-                os.environ[f"FXREMAT_{name.upper()}"] = str(value)
+        into_environment(without(given, fxremat.optimizer_state_bytes(optimizer) + LOOP_BYTES))
     numbers = torch.Generator().manual_seed(distributed.get_rank())
     count = torch.tensor(float(4 * TOKENS * distributed.get_world_size()))
     losses = []
     for step in range(10):
         words = torch.randint(WORDS, (4, TOKENS + 1), generator=numbers)
         watch(step, [model, optimizer])
-        predicted = model(words[:, :-1])
-        loss, _ = loss_of(predicted, words[:, 1:], count)
-        del predicted
-        loss.backward()
+        losses.append(step_loss(model, loss_of, words, count))
         optimizer.step()
         optimizer.zero_grad()
-        losses.append(float(loss))
     return losses
 
 
