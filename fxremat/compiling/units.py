@@ -159,7 +159,7 @@ def _under(search: Search, peak: int, between: int) -> Iterator[tuple[Draft, Pla
         names = planning.solve(offered, peak, QUICKEST_SOLVER).variants
         drafts += [search.draft(names, variants)] if names else []
     for draft in drafts:
-        plan = planning.solve(with_between(draft.estimate.problem, between), peak, QUICK_SOLVER)
+        plan = planning.solve(with_between(draft.estimate.problem, between), peak, QUICKEST_SOLVER)
         if plan.peak_bytes <= peak:
             yield draft, plan
 
