@@ -138,7 +138,7 @@ def _plans(
     for parts in UNIT_BALANCES:
         for draft in _lowest(search, int(parts * most)):
             problem = with_between(draft.estimate.problem, int(parts * most))
-            plan = search.planning.quick(problem, 0)
+            plan = search.planning.solve(problem, 0, QUICKEST_SOLVER)
             yield draft, plan
             line = replay(with_between(problem, 0), plan.steps)
             least_peak = min(least_peak, line.peak_bytes)
@@ -170,7 +170,9 @@ def _lowest(search: Search, between: int) -> Iterator[Draft]:
     variants = search.offered()
     if variants is None:
         return
-    names = search.planning.quick(with_between(variants.problem, between), 0).variants
+    names = search.planning.solve(
+        with_between(variants.problem, between), 0, QUICKEST_SOLVER
+    ).variants
     if names:
         yield search.draft(names, variants)
 
