@@ -76,7 +76,7 @@ class Setting:
 def _qwen3(width: int, hidden: int, *, tied: bool) -> Callable[[int], Llama]:
     made: Any = partial(
         Llama, layers=36, width=width, heads=32, kv_heads=8, hidden=hidden, vocabulary=151_936,
-        head_width=128, normed=True, tied=tied,
+        head_width=128, normed=True, tied=tied, any_length=True,
     )  # fmt: skip
     return lambda length: made(length=length)
 

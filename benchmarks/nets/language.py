@@ -147,10 +147,12 @@ class BERT(Network):
         return children_of(self.blocks)
 
 
-def rotary_tables(length: int, size: int) -> tuple[Tensor, Tensor]:
+def rotary_tables(
+    length: int, size: int, device: torch.device | None = None
+) -> tuple[Tensor, Tensor]:
     """Cosines and sines (length, size) of the rotary position embedding."""
-    frequency = 10_000.0 ** (-torch.arange(0, size, 2) / size)
-    angle = torch.outer(torch.arange(length), frequency).repeat(1, 2)
+    frequency = 10_000.0 ** (-torch.arange(0, size, 2, device=device) / size)
+    angle = torch.outer(torch.arange(length, device=device), frequency).repeat(1, 2)
     return angle.cos(), angle.sin()
 
 
@@ -213,6 +215,7 @@ class Llama(Network):
     """Llama: RMSNorm, SwiGLU, grouped-query attention, rotary positions.
 
     With ``normed`` queries and keys, heads of any ``head_width`` and a ``tied`` head it is Qwen3.
+    For texts of ``any_length`` each step makes its tables of positions anew.
     """
 
     cosine: Tensor
@@ -230,10 +233,11 @@ class Llama(Network):
         head_width: int | None = None,
         normed: bool = False,
         tied: bool = False,
+        any_length: bool = False,
     ) -> None:
         super().__init__()
-        self.length, self.vocabulary = length, vocabulary
-        head_width = head_width or width // heads
+        self.length, self.vocabulary, self.any_length = length, vocabulary, any_length
+        self.head_width = head_width = head_width or width // heads
         self.tokens = nn.Embedding(vocabulary, width)
         self.blocks = nn.ModuleList(
             LlamaBlock(width, heads, kv_heads, hidden, head_width, normed) for _ in range(layers)
@@ -241,16 +245,24 @@ class Llama(Network):
         self.head = TokenHead(nn.RMSNorm(width), nn.Linear(width, vocabulary, bias=False))
         if tied:
             self.head.linear.weight = self.tokens.weight
-        cosine, sine = rotary_tables(length, head_width)
-        self.register_buffer("cosine", cosine)
-        self.register_buffer("sine", sine)
+        if not any_length:
+            cosine, sine = rotary_tables(length, head_width)
+            self.register_buffer("cosine", cosine)
+            self.register_buffer("sine", sine)
 
     def forward(self, inputs: Tensor, targets: Tensor) -> Tensor:
         x = self.tokens(inputs)
+        cosine, sine = self._tables(x)
         for block in self.blocks:
-            x = block(x, self.cosine, self.sine)
+            x = block(x, cosine, sine)
         loss: Tensor = self.head(x, targets)
         return loss
+
+    def _tables(self, x: Tensor) -> tuple[Tensor, Tensor]:
+        if not self.any_length:
+            return self.cosine, self.sine
+        cosine, sine = rotary_tables(x.shape[1], self.head_width, x.device)
+        return cosine.to(x.dtype), sine.to(x.dtype)
 
     def sample(self, batch: int, generator: torch.Generator) -> Batch:
         text = random_tokens((batch, self.length + 1), self.vocabulary, generator)
