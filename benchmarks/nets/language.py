@@ -76,9 +76,6 @@ class GPT(Network):
     def checkpoint_blocks(self) -> Blocks:
         return children_of(self.blocks)
 
-    def units(self) -> Blocks:
-        return [*self.checkpoint_blocks(), (self, "head")]
-
 
 def distance_bias(heads: int, length: int) -> Tensor:
     """ALiBi's (heads, length, length): less for each place back, nothing for what comes later."""
@@ -270,9 +267,6 @@ class Llama(Network):
 
     def checkpoint_blocks(self) -> Blocks:
         return children_of(self.blocks)
-
-    def units(self) -> Blocks:
-        return [*self.checkpoint_blocks(), (self, "head")]
 
 
 class DecoderBlock(nn.Module):

@@ -25,8 +25,9 @@ class Network(nn.Module):
         raise NotImplementedError
 
     def units(self) -> Blocks:
-        """The same of what a user would compile by itself: blocks, and what comes after them."""
-        return self.checkpoint_blocks()
+        """The same of what a user would compile by itself: blocks, and a head with its loss."""
+        heads = [(self, name) for name, one in self.named_children() if isinstance(one, TokenHead)]
+        return [*self.checkpoint_blocks(), *heads]
 
 
 def children_of(*parents: nn.Module) -> Blocks:
