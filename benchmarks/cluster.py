@@ -29,8 +29,6 @@ from fxremat.units import unplanned_bytes
 
 WAYS = ("plain", "checkpointed", "fxremat")
 FLOAT, MOMENTS = 4, 2
-LINK_BYTES_PER_S = 450e9
-"""NVLink of an H100, one direction, as its data sheet has it."""
 
 
 @dataclass(frozen=True)
@@ -127,19 +125,6 @@ def time_us(step: UnitStep, chosen: Chosen) -> float:
     return sum(step.version(run, chosen).time_us for run in forwards)
 
 
-def link_us(job: Job, block: Traced, head: Traced | None, way: str) -> float:
-    """Of the collectives of tensor parallel, as if nothing ran meanwhile.
-
-    Checkpointed blocks gather once more what their forward gathers.
-    """
-    nbytes = job.layers_of_stage * block.link_bytes
-    if way == "checkpointed":
-        nbytes += job.layers_of_stage * block.forward_link_bytes
-    nbytes += 0 if head is None else head.link_bytes
-    others = (job.tensor - 1) / job.tensor
-    return 1e6 * job.micro_batches * nbytes * others / LINK_BYTES_PER_S
-
-
 def planned(job: Job, stage: int, block: Traced, head: Traced | None, budget: int) -> Stage:
     """A stage by each way."""
     pipeline = pipeline_of(job, stage)
@@ -149,8 +134,7 @@ def planned(job: Job, stage: int, block: Traced, head: Traced | None, budget: in
     def by(way: str, chosen: Chosen | None) -> Planned | None:
         if chosen is None:
             return None
-        taken = time_us(steps[way], chosen) + link_us(job, block, head, way)
-        return Planned(steps[way].peak_bytes(chosen), taken)
+        return Planned(steps[way].peak_bytes(chosen), time_us(steps[way], chosen))
 
     own = steps["fxremat"]
     only = (0,) * len(own.unit_of)  # other ways have one version

@@ -41,7 +41,6 @@ from fxremat.core.plan import Plan
 from fxremat.core.timeline import replay
 from fxremat.core.units import Version
 from fxremat.options import parse_options
-from fxremat.passes.memory_estimation import nbytes
 
 HALF = torch.bfloat16
 HOST = torch.device("cpu")
@@ -200,16 +199,12 @@ class Traced:
 
     ``plain`` is as torch cuts the graph. ``checkpointed`` keeps what it is given, and runs all of
     its forward again, collectives too. ``parameters`` are this rank's, gathered.
-    ``forward_link_bytes`` and ``link_bytes`` are what goes over the link in the forward, and in
-    both halves.
     """
 
     unit: Unit
     plain: Version
     checkpointed: Version
     parameters: int
-    forward_link_bytes: int
-    link_bytes: int
     request: Request
 
     def within(self, kind: str) -> tuple[Version, ...]:
@@ -277,14 +272,11 @@ def _studied(draft: Draft, request: Request, count: int, parameters: int) -> Tra
     runner = Runner(cost_model(request, copy.module.graph, "unit"), StageTimes())
     seen = runner.run("estimate", PLAN, runner.run("prepare", PREPARE, copy))
     as_torch = plan_of_torch(runner.run("apply", AS_TORCH, seen))
-    forward, backward = _link_bytes(seen)
     return Traced(
         unit,
         version_of(seen, as_torch, None, request.parameters),
         _checkpointed(seen, request),
         parameters,
-        forward,
-        forward + backward,
         request,
     )
 
@@ -299,13 +291,3 @@ def _checkpointed(draft: Draft, request: Request) -> Version:
     plan = Plan(line.steps, "checkpoint", None, line.peak_bytes, line.time_us)
     estimate = replace(draft.estimate, problem=problem)
     return version_of(replace(draft, estimate=estimate), plan, None, request.parameters)
-
-
-def _link_bytes(draft: Draft) -> tuple[int, int]:
-    """Of the forward's collectives and the backward's, the larger of what each takes and gives."""
-    found = [0, 0]
-    for node in draft.joint.module.graph.nodes:
-        if compat.is_collective(node) and "wait" not in str(node.target):
-            tensors = [n.meta["val"] for n in (node, *node.all_input_nodes)]
-            found[draft.joint.role[node].name != "FORWARD"] += max(map(nbytes, tensors))
-    return found[0], found[1]

@@ -20,7 +20,7 @@ from fxremat import compat
 from fxremat.compiling import session
 from fxremat.compiling.draft import Draft
 from fxremat.compiling.partitioner import Partitioner
-from fxremat.compiling.ranks import agreed
+from fxremat.compiling.ranks import agreed, see_same_plan
 from fxremat.compiling.request import Request, device_of_inputs, request_for
 from fxremat.compiling.tracing import Ended
 from fxremat.compiling.units import Unit, unit_on_all_ranks
@@ -159,8 +159,9 @@ def fxremat(
     if around.pipeline is not None and around.pipeline.whole:  # others hold what it is given
         everything = compat.places_in_joint(example_inputs)
         request = replace(request, parameters=tuple(range(everything[-1].stop)))
-    request = agreed(gm, example_inputs, request)
-    graph = Graph(gm, compat.copy_module(gm), example_inputs, parsed, mode)
+    ranks = compat.ranks_together(gm, example_inputs)
+    request = agreed(gm, ranks, request)
+    graph = Graph(gm, compat.copy_module(gm), example_inputs, parsed, mode, ranks)
     unseen = request.held_bytes - ledger.held_by_others(*place)
     seen, index = session.seen_as(gm, example_inputs)
     as_seen = seen is not None
@@ -242,13 +243,14 @@ def _tell_step(options: Options, since: int, runs: Runs) -> None:
 
 @dataclass
 class Graph:
-    """A graph that Dynamo gave us, and how it is to be compiled."""
+    """A graph that Dynamo gave us, and how it is to be compiled; ``ranks`` run it together."""
 
     gm: fx.GraphModule | None
     kept: fx.GraphModule
     inputs: Sequence[Any]
     options: Options
     mode: str | None
+    ranks: tuple[int, ...] = ()
 
     @property
     def needs_gradients(self) -> bool:
@@ -279,6 +281,7 @@ class Graph:
             else:
                 current.report = session.load(key, current.graph)
         report = current.report
+        see_same_plan(self.ranks, report)
         if report is not None:
             session.STATE.reports.append(report)
             log.info("%s", report.summary())

@@ -8,6 +8,7 @@ from __future__ import annotations
 
 from collections.abc import Iterable
 from difflib import get_close_matches
+from typing import Literal
 
 from fxremat.sizes import format_bytes, round_up_bytes
 
@@ -266,27 +267,43 @@ class VerificationFailed(FxrematError):
 
 
 class GraphsDiffer(FxrematError):
-    """Ranks that have to run a graph together compile different ones.
+    """Ranks that have to run a graph together compile different ones, or have other plans of it.
 
-    ``others`` are those whose graph is not that of rank ``first``; ``about`` says something of each
-    of the graphs, by rank.
+    ``others`` are those whose graph, or ``plan``, is not that of rank ``first``; ``about`` says
+    something of each of them, by rank.
     """
 
-    def __init__(self, first: int, others: tuple[int, ...], about: dict[int, str]) -> None:
-        super().__init__(first, others, about)
+    def __init__(
+        self,
+        first: int,
+        others: tuple[int, ...],
+        about: dict[int, str],
+        what: Literal["graph", "plan"] = "graph",
+    ) -> None:
+        super().__init__(first, others, about, what)
         self.first = first
         self.others = others
         self.about = about
+        self.what = what
 
     def __str__(self) -> str:
-        names = ", ".join(map(str, self.others))
-        rank = "ranks" if len(self.others) > 1 else "rank"
-        about = "; ".join(f"rank {one}: {what}" for one, what in self.about.items())
+        names, several = ", ".join(map(str, self.others)), len(self.others) > 1
+        about = "; ".join(f"rank {one}: {said}" for one, said in self.about.items())
+        rank, compiles = ("ranks", "compile") if several else ("rank", "compiles")
         return (
-            f"{rank} {names} compile{'' if len(self.others) > 1 else 's'} another graph than rank "
-            f"{self.first}, and collectives inside have them run it together ({about})\n"
-            "What to do: see that model, options and the sizes of inputs are the same on these "
-            "ranks; TORCH_LOGS=graph_code prints the graphs."
+            f"{rank} {names} {compiles} another {self.what} than rank {self.first}, and "
+            f"collectives inside have them run it together ({about})\nWhat to do: {self._advice()}"
+        )
+
+    def _advice(self) -> str:
+        if self.what == "plan":
+            return (
+                "a cache on disk knows a plan of another job: empty it (TORCHINDUCTOR_CACHE_DIR) "
+                "on each machine, or have all of them use one."
+            )
+        return (
+            "see that model, options and the sizes of inputs are the same on these ranks; "
+            "TORCH_LOGS=graph_code prints the graphs."
         )
 
 

@@ -110,6 +110,13 @@ def read_bandwidth(given: Given) -> int | None:
     return rate
 
 
+def read_link(given: Given) -> int | None:
+    rate = read_bandwidth(given)
+    if rate == 0:
+        raise given.refuse("more than zero bytes per second")
+    return rate
+
+
 def read_choice(given: Given, choices: tuple[str, ...]) -> str:
     if given.value not in choices:
         raise given.refuse("one of " + ", ".join(map(repr, choices)), choices)

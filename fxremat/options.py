@@ -24,6 +24,7 @@ from fxremat.option_values import (
     read_count,
     read_factor,
     read_inductor,
+    read_link,
     read_number_of_runs,
     read_passes,
     read_path,
@@ -158,6 +159,14 @@ class Options:
         "bytes per second: int, '25GB', or None",
         "What a copy to host memory, or from there, reaches beside another one.",
         unset="by the name of the device; with op_times='measured' as measured here",
+    )
+    link_bandwidth: int | None = _option(
+        None,
+        read_link,
+        "FXREMAT_LINK_BANDWIDTH",
+        "bytes per second: int, '25GB', or None",
+        "What a rank sends to others in a collective, as between nodes.",
+        unset="by the name of the device, between ranks of one machine",
     )
     variants: tuple[str, ...] | None = _option(
         None,

@@ -123,13 +123,16 @@ def is_repeatable(node: fx.Node, mutated: frozenset[fx.Node]) -> bool:
     """Whether running ``node`` again, later, gives the same result and does nothing else.
 
     ``mutated`` are the graph inputs that the step writes into: read again, they would differ.
-    Not repeatable are custom ops, collectives, what the user told to save, and calls whose result
-    has a size that is known only when they have run.
+    Not repeatable are custom ops, what the user told to save, and calls whose result has a size
+    that is known only when they have run. Of collectives those are that only move what ranks have;
+    sums over ranks only where the user's checkpoint has them run again.
     """
     target = node.target
     if target is operator.getitem:
         return True
-    if not isinstance(target, compat.OpOverload) or target.namespace not in _PURE_NAMESPACES:
+    if not isinstance(target, compat.OpOverload):
+        return False
+    if target.namespace not in _PURE_NAMESPACES and not _is_repeatable_collective(node):
         return False
     if is_mutating(node) or is_random(node) or is_run_for_effect(node):
         return False
@@ -141,6 +144,14 @@ def is_repeatable(node: fx.Node, mutated: frozenset[fx.Node]) -> bool:
 
 
 _PURE_NAMESPACES = frozenset({"aten", "prims", kernels.NAMESPACE})
+
+
+def _is_repeatable_collective(node: fx.Node) -> bool:
+    """All ranks run it again, at the same place, for they have one graph and one plan."""
+    checkpointed = compat.user_tag(node) in ("MUST_RECOMPUTE", "PREFER_RECOMPUTE")
+    if compat.is_wait(node) or compat.moves_between_ranks(node):
+        return True
+    return compat.sums_over_ranks(node) and checkpointed
 
 
 def _is_told_to_save(node: fx.Node) -> bool:
@@ -158,6 +169,18 @@ _VIEWS_WITHOUT_ALIAS = frozenset(
         torch.ops.aten.unsafe_split_with_sizes.default,
     }
 )
+
+
+def waits_for(node: fx.Node) -> tuple[fx.Node, ...]:
+    """What waits for the results of a collective, if nothing else reads these; else nothing."""
+    if not compat.is_collective(node) or compat.is_wait(node):
+        return ()
+    items = [user for user in node.users if user.target is operator.getitem]
+    started = items if is_multi_output(node) else [node]
+    readers = [list(one.users) for one in started]
+    if any(len(each) != 1 or not compat.is_wait(each[0]) for each in readers):
+        return ()
+    return tuple(each[0] for each in readers)
 
 
 def is_mutating(node: fx.Node) -> bool:

@@ -7,6 +7,7 @@ Inductor a result is written where something forces it to be:
 * an extern kernel reads it;
 * it is a reduction, a concatenation, or a result of the graph. Where a reduction is only read to be
   converted, the conversion is the end of the same loop, and its result is what is written;
+* it is what ranks gather or sum, once it has been waited for;
 * it may not be computed twice (random numbers, what the user said to save), or a variant wants it
   stored;
 * another fusion group reads it, unless the backward makes it of less, in few ops;
@@ -45,6 +46,7 @@ from fxremat.passes.joint_graph import (
     is_tensor,
     is_view,
     root,
+    waits_for,
 )
 from fxremat.passes.nodes import packet_of
 from fxremat.passes.reused_in_loops import ReusedInLoops
@@ -338,10 +340,10 @@ def materialise(
             yield from (user for user in users_through_views(old) if user not in variant_nodes)
 
     for node in nodes:
-        if not _is_call(node):
+        if not _is_call(node) or waits_for(node):
             continue
         if node.target is operator.getitem:
-            if is_tensor(node):
+            if is_tensor(node) and not waits_for(node.all_input_nodes[0]):
                 result.written.add(node)
         elif is_multi_output(node):
             continue

@@ -46,6 +46,7 @@ from fxremat.passes.joint_graph import (
     is_tensor,
     is_view,
     root,
+    waits_for,
 )
 from fxremat.passes.materialisation import (
     Materialisation,
@@ -285,13 +286,29 @@ class _Builder:
                 self.op_of(node)
 
     def op_of(self, node: fx.Node, variant: InsertedVariant | None = None) -> Op | None:
-        """The op that a call (of a variant) makes; None if it is part of the ops that read it."""
+        """The op that a call (of a variant) makes; None if it is part of another op.
+
+        A collective and what waits for it are one: until then its operands must stay, too.
+        """
+        if waits := waits_for(node):
+            items = [u for u in node.users if u.target is operator.getitem]
+            return self.add_op([node, *items, *waits], list(waits), variant)
+        if self.is_awaited(node):
+            return None
         if is_multi_output(node):  # numbers among its results are read off at once
             results = [u for u in node.users if u.target is operator.getitem]
             values = [u for u in results if u in self.materialisation.written]
             return self.add_op([node, *results], values, variant)
         written = node in self.materialisation.written
         return self.add_op([node], [node], variant) if written else None
+
+    def is_awaited(self, node: fx.Node) -> bool:
+        """Whether the node belongs to the op of the collective that it waits for."""
+        if not compat.is_wait(node):
+            return False
+        started = node.all_input_nodes[0]
+        call = started.all_input_nodes[0] if started.target is operator.getitem else started
+        return node in waits_for(call)
 
     # -- variants ----------------------------------------------------------------------------
 

@@ -44,11 +44,13 @@ Lookup = Callable[[fx.Node], fx.Node]
 class _PlanWriter:
     """Builds the new graph; ``env`` maps each old node to its latest copy.
 
-    ``mark`` goes to the names of values of loops in the steps that come now.
+    ``mark`` goes to the names of values of loops in the steps that come now, which belong to
+    ``half``.
     """
 
     estimate: Estimate
     mark: str = ""
+    half: str = "forward"
     graph: fx.Graph = field(default_factory=fx.Graph)
     env: dict[fx.Node, fx.Node] = field(default_factory=dict)
     views: dict[tuple[Any, ...], fx.Node] = field(default_factory=dict)
@@ -64,6 +66,8 @@ class _PlanWriter:
         if self.runs_once(node):  # torch repeats impure calls in the other half if it can
             half = "forward" if self.joint.role[node] is Role.FORWARD else "backward"
             new.meta["partitioner_tag"] = f"must_be_in_{half}"
+        elif compat.is_wait(node):
+            new.meta["partitioner_tag"] = f"must_be_in_{self.half}"
         if suffix:
             new._rename(node.name + suffix)
             new.meta.pop("recompute", None)
@@ -131,9 +135,9 @@ class _PlanWriter:
         results = set(map(root, (*self.joint.forward_outputs, *self.joint.backward_outputs)))
         self.env.update((v, private[v]) for v in cone.values if v not in results)
 
-    def move(self, move: Move, half: str) -> None:
+    def move(self, move: Move) -> None:
         """Start a transfer or wait for one; what has arrived takes the value's place."""
-        name = move.value
+        name, half = move.value, self.half
         value = self.estimate.node_of[name]
         source, target = self.estimate.fetch_sources.get(name), self.estimate.put_nodes.get(name)
         if move.kind == "to host":
@@ -191,12 +195,12 @@ def apply_plan(
     recomputed: list[str] = []
 
     def run(start: int, part: Sequence[Step], in_backward: bool) -> None:
-        half = "backward" if in_backward else "forward"
+        writer.half = "backward" if in_backward else "forward"
         for position, step in enumerate(part, start):
             if holds:
                 writer.mark = WRITTEN if held is None or position in held else FREE
             if isinstance(step, Move):
-                writer.move(step, half)
+                writer.move(step)
             elif step in seen:
                 recomputed.append(step)
                 writer.run_again(estimate.cones[step])

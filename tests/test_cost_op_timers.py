@@ -27,7 +27,7 @@ from tests.single_calls import ATEN, KEY, call, item
 
 A, B = torch.empty(8, 16), torch.empty(16, 32)
 HOST = torch.device("cpu")
-SPEC = DeviceSpec("test", 1e12, 4e12, 1e9, 3.0, 1e9)
+SPEC = DeviceSpec("test", 1e12, 4e12, 1e9, 3.0, 1e9, 1e8, 20.0)
 A_LOOP = 1e9
 """Microseconds: longer than any call here takes, however busy the machine is."""
 

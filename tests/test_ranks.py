@@ -7,6 +7,7 @@ import os
 import time
 from datetime import timedelta
 from pathlib import Path
+from types import SimpleNamespace
 from typing import Any
 
 import pytest
@@ -118,7 +119,7 @@ def test_the_rank_that_asks_first_plans_for_all(tmp_path: Path) -> None:
 
 def other_graph(rank: int, folder: str, ways: list[str]) -> None:
     joined(rank, folder, 2)
-    said, budgets = list[str](), list[int | None]()
+    said, budgets = [another_plan(rank)], list[int | None]()
     for way in ways:
         model = parallel(more=way == "another" and rank == 1)
         begin = time.monotonic()
@@ -133,6 +134,19 @@ def other_graph(rank: int, folder: str, ways: list[str]) -> None:
         assert time.monotonic() - begin < 30
     say(rank, folder, said=said, budgets=budgets, together=ranks_of_a_collective())
     distributed.destroy_process_group()
+
+
+def another_plan(rank: int) -> str:
+    """What is said where each rank has a plan of its own; the same plan is fine."""
+
+    def planned(steps: str) -> Any:
+        return SimpleNamespace(plan=SimpleNamespace(steps=tuple(steps)))
+
+    ranks.see_same_plan((0, 1), planned("abc"))
+    ranks.see_same_plan((0, 1), None)
+    with pytest.raises(GraphsDiffer) as differ:
+        ranks.see_same_plan((0, 1), planned("abcb" if rank else "abc"))
+    return str(differ.value)
 
 
 def ranks_of_a_collective() -> list[int]:
@@ -153,6 +167,8 @@ def test_ranks_that_compile_different_graphs_say_so(tmp_path: Path) -> None:
     first, second = (each["said"] for each in found)
     assert [each["together"] for each in found] == [[0, 1], [0, 1]]
     assert [each["budgets"][0] for each in found] == [999 * MIB, 999 * MIB]
+    for each in (first, second):
+        assert each.pop(0).startswith("rank 1 compiles another plan than rank 0")
     assert first[0] == second[0] == ""
     for each in (first, second):
         assert each[1].startswith("GraphsDiffer: rank 1 compiles another graph than rank 0")
@@ -262,4 +278,8 @@ def test_messages() -> None:
     both = GraphsDiffer(0, (1, 2), {0: "5 nodes", 1: "6 nodes", 2: "7 nodes"})
     assert "ranks 1, 2 compile another graph than rank 0" in str(both)
     assert "rank 2: 7 nodes" in str(both)
+    assert "TORCH_LOGS=graph_code" in str(both)
+    plans = GraphsDiffer(0, (1,), {0: "5 steps", 1: "6 steps"}, "plan")
+    assert "rank 1 compiles another plan than rank 0" in str(plans)
+    assert "TORCHINDUCTOR_CACHE_DIR" in str(plans)
     assert "no plan came from another rank within 5 s" in str(RankMissing("plan", 5.0))

@@ -1,4 +1,7 @@
-"""Tensor parallel, alone and below FSDP2: parameters are DTensors, and graphs hold collectives."""
+"""Tensor parallel, alone and below FSDP2: parameters are DTensors, and graphs hold collectives.
+
+So they do where the graph gathers its parameters itself: there a plan may gather them again.
+"""
 
 from __future__ import annotations
 
@@ -11,15 +14,17 @@ import torch
 if not torch.distributed.is_available():
     pytest.skip("torch without torch.distributed", allow_module_level=True)
 
+from torch import Tensor, nn
 from torch.distributed.device_mesh import init_device_mesh
 from torch.distributed.fsdp import fully_shard
+from torch.distributed.tensor import Partial, Replicate, Shard, distribute_tensor
 from torch.distributed.tensor.parallel import (
     ColwiseParallel,
     RowwiseParallel,
     parallelize_module,
 )
 
-from tests.ranks import PERCENTS, Blocks, Found, Trained, compared, kept, on_ranks
+from tests.ranks import LEAST, PERCENTS, Blocks, Found, Trained, compared, kept, on_ranks
 
 WIDTH = 64
 
@@ -72,6 +77,56 @@ def tensor_parallel(rank: int) -> dict[str, Found]:
 
 def below_fsdp(rank: int) -> dict[str, Found]:
     return parallel(rank, 2, [("each block", PERCENTS)])
+
+
+class GathersItself(nn.Linear):
+    """A layer whose weight lies in parts on the ranks, and is gathered in its forward."""
+
+    def __init__(self, width: int) -> None:
+        super().__init__(width, width, bias=False)
+        mesh = init_device_mesh("cpu", (2,))
+        self.weight = nn.Parameter(distribute_tensor(self.weight.data, mesh, [Shard(0)]))
+
+    def forward(self, x: Tensor) -> Tensor:
+        part: Any = self.weight
+        weight = part.redistribute(placements=[Replicate()])
+        return torch.relu(x @ weight.to_local(grad_placements=[Partial()]).t())
+
+
+class Gathering(Trained):
+    """One rank's model, compiled whole; its batch is small beside its weights."""
+
+    most_steps = 10
+
+    def __init__(self, rank: int, **how: Any) -> None:
+        torch.manual_seed(0)
+        self.model = nn.Sequential(*(GathersItself(256) for _ in range(6)))
+        self.call = torch.compile(lambda x: self.model(x).square().mean(), **how)
+        self.x = torch.randn(16, 256, generator=torch.Generator().manual_seed(rank))
+
+    def run(self) -> None:
+        self.call(self.x).backward()
+
+    def held(self) -> Any:
+        return self.model, self.x
+
+
+def gathering(rank: int) -> dict[str, Found]:
+    def make(**how: Any) -> Gathering:
+        return Gathering(rank, **how)
+
+    return {"gathering": compared(make, (90, LEAST))}
+
+
+def test_parameters_are_gathered_again_where_that_saves_bytes(tmp_path: Path) -> None:
+    """What is gathered is most of what plain keeps; sums over ranks run once."""
+    found = on_ranks(2, tmp_path, gathering)
+    kept(found)
+    high, least = found[0]["gathering"]
+    assert least["budget"] < 0.85 * high["plain"]
+    [steps] = least["plans"]
+    assert sum(step.startswith("all_gather") for step in steps) > 6
+    assert sum(step.startswith("reduce_scatter") for step in steps) == 6
 
 
 def test_ranks_of_one_model_keep_their_budgets(tmp_path: Path) -> None:

@@ -55,7 +55,7 @@ def viewed(node: fx.Node) -> fx.Node | None:
         return None
     if node.target is operator.getitem:
         return sources[0] if viewed(sources[0]) is not None else None
-    if node.target in UNDECLARED_VIEWS:
+    if node.target in UNDECLARED_VIEWS or compat.is_wait(node):
         return sources[0]
     schema = schema_of(node)
     if schema is None or schema.is_mutable or len(schema.returns) != 1:
@@ -154,9 +154,19 @@ def is_function(node: fx.Node) -> bool:
     if node.target is operator.getitem or counts(node):
         return True
     schema = schema_of(node)
-    if schema is None or schema.name.partition("::")[0] not in _NAMESPACES:
+    if schema is None:
+        return False
+    if schema.name.partition("::")[0] not in _NAMESPACES and not _is_function_of_ranks(node):
         return False
     return not (schema.is_mutable or is_random(node) or has_effect(node))
+
+
+def _is_function_of_ranks(node: fx.Node) -> bool:
+    """Whether the call gives what all ranks have, moved; or a sum that a checkpoint repeats."""
+    if compat.is_wait(node) or compat.moves_between_ranks(node):
+        return True
+    checkpointed = compat.user_tag(node) in ("MUST_RECOMPUTE", "PREFER_RECOMPUTE")
+    return compat.sums_over_ranks(node) and checkpointed
 
 
 def is_repeatable(node: fx.Node, mutated: frozenset[fx.Node]) -> bool:

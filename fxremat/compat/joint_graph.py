@@ -63,8 +63,6 @@ def prepare_joint_graph(module: fx.GraphModule) -> None:
             module.graph = fx_graph_cse(module.graph)
     if _partitioners.has_recomputable_ops(module):
         _partitioners.cleanup_recompute_tags(module, is_default_partition=False)
-    if not functorch_config.unsafe_allow_optimization_of_collectives:
-        _partitioners.force_save_collectives(module)
     _partitioners.force_save_effectful_ops(module)
     _partitioners.force_save_bw_mutation_src(module)
     module.recompile()

@@ -22,11 +22,17 @@ def torch_partition(
 
     The arguments are those that Inductor gives to a partitioner; ``activation_memory_budget`` and
     the other options are as configured where it is called. Unlike torch's own function it leaves
-    ``module`` as it was. Both halves keep the names of the joint graph's nodes.
+    ``module`` as it was. Both halves keep the names of the joint graph's nodes, and the user's tags
+    alone: torch adds some of its own.
     """
-    return _partitioners.min_cut_rematerialization_partition(
+    halves = _partitioners.min_cut_rematerialization_partition(
         copy_module(module), joint_inputs, **kwargs
     )
+    tags = {node.name: node.meta.get("recompute") for node in module.graph.nodes}
+    for node in (node for half in halves for node in half.graph.nodes):
+        if node.meta.get("recompute") is not None and tags.get(node.name, node) is None:
+            del node.meta["recompute"]
+    return halves
 
 
 def saved_names(backward: fx.GraphModule) -> tuple[str, ...]:

@@ -11,6 +11,10 @@ import torch
 from torch import fx
 
 _COLLECTIVES = ("_c10d_functional", "c10d_functional", "_c10d_functional_autograd")
+_GATHERS = frozenset({"all_gather_into_tensor", "all_gather_into_tensor_coalesced"})
+_MOVES = _GATHERS | {"all_to_all_single", "broadcast"}
+_SUMS_TO_PARTS = frozenset({"reduce_scatter_tensor", "reduce_scatter_tensor_coalesced"})
+_SUMS_TO_ALL = frozenset({"all_reduce", "all_reduce_coalesced"})
 
 
 def is_a_rank() -> bool:
@@ -66,19 +70,68 @@ def ranks_together(gm: fx.GraphModule, inputs: Sequence[Any]) -> tuple[int, ...]
 
 def is_collective(node: fx.Node) -> bool:
     """Whether a node has ranks talk to each other, or waits for that."""
-    return getattr(node.target, "namespace", None) in _COLLECTIVES
+    return _name(node.target) is not None
+
+
+def is_wait(node: fx.Node) -> bool:
+    """Whether a node waits for a collective: it gives that one's result, in the same memory."""
+    return _name(node.target) == "wait_tensor"
+
+
+def moves_between_ranks(node: fx.Node) -> bool:
+    """Whether a collective gives what the ranks gave it, and computes nothing."""
+    return _name(node.target) in _MOVES
+
+
+def sums_over_ranks(node: fx.Node) -> bool:
+    """Whether a collective adds up, or the like, what the ranks gave it, into new memory."""
+    return _name(node.target) in _SUMS_TO_PARTS | _SUMS_TO_ALL
+
+
+def sums_for_all_ranks(node: fx.Node) -> bool:
+    """Whether a collective sums, and each rank gets the whole of it."""
+    return _name(node.target) in _SUMS_TO_ALL
+
+
+def number_of_ranks(node: fx.Node) -> int | None:
+    """How many take part in a collective; None where the node does not say it."""
+    arguments = _arguments(node)
+    told = arguments.get("group_size")
+    if isinstance(told, int):
+        return told
+    parts = arguments.get("input_split_sizes")
+    if isinstance(parts, (tuple, list)):
+        return len(parts)
+    return next((len(_ranks_of(name)) for name in _groups(node)), None)
+
+
+def gathers(target: object) -> bool:
+    """Whether an operator gives each rank what all of them have."""
+    return _name(target) in _GATHERS
+
+
+def sums_into_parts(target: object) -> bool:
+    """Whether an operator sums over ranks, and gives each of them a part."""
+    return _name(target) in _SUMS_TO_PARTS
+
+
+def _name(target: object) -> str | None:
+    """The name of a collective, without its namespace; None of what is none."""
+    if getattr(target, "namespace", None) not in _COLLECTIVES:
+        return None
+    schema: Any = getattr(target, "_schema", None)
+    return "" if schema is None else str(schema.name.partition("::")[2])
+
+
+def _arguments(node: fx.Node) -> dict[str, Any]:
+    schema: Any = getattr(node.target, "_schema", None)
+    names = [] if schema is None else [argument.name for argument in schema.arguments]
+    return {**dict(zip(names, node.args, strict=False)), **node.kwargs}
 
 
 def _groups(node: fx.Node) -> list[str]:
     """Names of process groups among the arguments of a collective."""
-    if not is_collective(node):
-        return []
-    schema: Any = getattr(node.target, "_schema", None)
-    if schema is None:
-        return []
-    names = [argument.name for argument in schema.arguments]
-    given = {**dict(zip(names, node.args, strict=False)), **node.kwargs}
-    name = given.get("group_name")
+    name = _arguments(node).get("group_name") if is_collective(node) else None
     return [name] if isinstance(name, str) else []
 
 

@@ -48,6 +48,8 @@ def op_timer(
     ``images_last``: Inductor lays images out with the channels last.
     """
     rates = device_spec(device) if spec is None else spec
+    if request.link_bytes_per_s is not None:
+        rates = replace(rates, link_bytes_per_s=float(request.link_bytes_per_s))
     on_cpu = rates.name == device_spec(torch.device("cpu")).name
     roofline = Roofline(rates, on_cpu, request.compiled, images_last)
     if request.op_times != "measured" or spec is not None:

@@ -7,8 +7,10 @@ none has another plan for it. Ranks with other graphs, as the stages of a pipeli
 sizes, plan for themselves. Nobody waits for a rank that has not asked.
 
 Graphs with collectives inside are run by several ranks at the same time. So these ranks are to
-compile the same graph, which they tell each other first (`agreed`); of their requests, the smallest
-budget and the most that is held count for all.
+compile the same graph, which they tell each other first (`agreed`); the first one's request counts
+for all, with the smallest budget and the most that is held of any. A plan may run collectives
+again. So when these ranks have compiled they tell each other what (`see_same_plan`): a cache of one
+machine may have given it a plan of another job.
 
 A rank that has to wait longer than the option ``rank_timeout`` raises `RankMissing`. A rank that
 fails while it plans says so, and all that wait for it raise that.
@@ -17,12 +19,13 @@ fails while it plans says so, and all that wait for it raise that.
 from __future__ import annotations
 
 import json
+import pickle
 import re
 import time
 from collections import Counter
-from collections.abc import Callable, Sequence
+from collections.abc import Callable
 from dataclasses import replace
-from typing import Any
+from typing import TYPE_CHECKING, Any, Literal
 
 import torch
 from torch import fx
@@ -34,8 +37,11 @@ from fxremat.compiling import session
 from fxremat.compiling.request import Request
 from fxremat.errors import GraphsDiffer, RankMissing
 
+if TYPE_CHECKING:
+    from fxremat.report.report import Report
+
 _met: Counter[tuple[int, ...]] = Counter()
-"""How many graphs were agreed on, by the ranks that have to run them together."""
+"""How often word was exchanged, by the ranks that run graphs together."""
 
 
 def shared_answer(what: str, question: str, make: Callable[[], Any]) -> Any:
@@ -66,43 +72,64 @@ def _made(store: Any, what: str, answer: str, rank: int, make: Callable[[], Any]
     return made
 
 
-def agreed(gm: fx.GraphModule, inputs: Sequence[Any], request: Request) -> Request:
-    """The request, as the ranks that run this graph together have it in common.
+def agreed(gm: fx.GraphModule, ranks: tuple[int, ...], request: Request) -> Request:
+    """The request, as the ``ranks`` that run this graph together have it in common.
 
     Raises `GraphsDiffer` where they compile different graphs, and `RankMissing` where one of them
     compiles none.
     """
-    ranks = compat.ranks_together(gm, inputs)
     if not ranks:
         return request
-    _met[ranks] += 1
-    store, rank = compat.job_store(), torch.distributed.get_rank()
-    place = f"together/{'-'.join(map(str, ranks))}/{_met[ranks]}"
-    what = "word of the graph that ranks compile together"
     mine = {
-        "graph": graph_digest(gm),
-        "about": f"{len(gm.graph.nodes)} nodes, {len(inputs)} inputs",
+        "graph": [graph_digest(gm), request.accumulated, request.parameters],
+        "about": f"{len(gm.graph.nodes)} nodes, {len(request.parameters)} parameters",
         "budget": request.budget_bytes,
         "beside": [request.held_bytes, request.between_bytes, request.tuning_bytes],
+        "request": pickle.dumps(request).hex(),
     }
-    _reached(store.set, what, f"{place}/{rank}", json.dumps(mine))
-    told = {one: _received(store, what, f"{place}/{one}", one) for one in ranks}
-    first = told[ranks[0]]
-    others = tuple(one for one in ranks if told[one]["graph"] != first["graph"])
-    if others:
-        about = {one: told[one]["about"] for one in (ranks[0], *others)}
-        raise GraphsDiffer(ranks[0], others, about)
+    told = _exchanged(ranks, "word of the graph that ranks compile together", mine)
+    _see_same(told, "graph")
     budgets = [one["budget"] for one in told.values() if one["budget"] is not None]
     held, between, tuning = (
         max(each) for each in zip(*(one["beside"] for one in told.values()), strict=True)
     )
+    first: Request = pickle.loads(bytes.fromhex(told[ranks[0]]["request"]))
     return replace(
-        request,
+        first,
         budget_bytes=min(budgets, default=None),
         held_bytes=held,
         between_bytes=between,
         tuning_bytes=tuning,
     )
+
+
+def see_same_plan(ranks: tuple[int, ...], report: Report | None) -> None:
+    """Raises `GraphsDiffer` where ``ranks`` that run a graph together have different plans of it.
+
+    The report is that of this rank; None where nothing is planned.
+    """
+    if ranks:
+        steps = None if report is None else list(map(str, report.plan.steps))
+        mine = {"plan": session.digest(steps), "about": f"{len(steps or ())} steps"}
+        told = _exchanged(ranks, "word of the plan that ranks run together", mine)
+        _see_same(told, "plan")
+
+
+def _exchanged(ranks: tuple[int, ...], what: str, mine: dict[str, Any]) -> dict[int, Any]:
+    """What each of the ranks says at the same place in its program, as JSON data."""
+    _met[ranks] += 1
+    store, rank = compat.job_store(), torch.distributed.get_rank()
+    place = f"together/{'-'.join(map(str, ranks))}/{_met[ranks]}"
+    _reached(store.set, what, f"{place}/{rank}", json.dumps(mine))
+    return {one: _received(store, what, f"{place}/{one}", one) for one in ranks}
+
+
+def _see_same(told: dict[int, Any], what: Literal["graph", "plan"]) -> None:
+    first = next(iter(told))
+    others = tuple(one for one, each in told.items() if each[what] != told[first][what])
+    if others:
+        about = {one: told[one]["about"] for one in (first, *others)}
+        raise GraphsDiffer(first, others, about, what)
 
 
 def graph_digest(gm: fx.GraphModule) -> str:

@@ -41,7 +41,8 @@ class Request:
     ``between_bytes`` to what runs between its forward and its backward, ``tuning_bytes`` to the
     first step, in which kernels are tuned.
     ``wanted_bytes`` is what this graph should make do with if it can, because more graphs follow.
-    ``copies`` is what moving values takes; None where nothing is to move. With the objective
+    ``copies`` is what moving values takes; None where nothing is to move. ``link_bytes_per_s`` is
+    what a rank sends to others; None: as the device's name says. With the objective
     "energy" a plan may take ``most_time`` times what running every op once takes. ``variants``
     are names of rules (None: all), ``disabled`` names of passes that are left out
     (`fxremat.option_values.PASSES`). By their places in the joint graph, ``accumulated`` are the
@@ -63,6 +64,7 @@ class Request:
     op_times: Literal["roofline", "measured"] = "roofline"
     verify: bool = True
     copies: Copies | None = None
+    link_bytes_per_s: int | None = None
     objective: Literal["time", "energy"] = "time"
     most_time: float | None = None
     variants: tuple[str, ...] | None = None
@@ -141,6 +143,7 @@ def request_for(
         op_times=_op_times(options) if card is None else "roofline",
         verify=options.verify,
         copies=copies_of(options, device, card),
+        link_bytes_per_s=options.link_bandwidth,
         objective="energy" if options.objective == "energy" else "time",
         most_time=options.most_time,
         variants=options.variants,

@@ -20,6 +20,7 @@ class DeviceSpec:
     """Rates of one device: operations per second, bytes per second, microseconds.
 
     ``host_bytes_per_s`` is what a copy to or from pinned host memory reaches in each direction.
+    ``link_bytes_per_s`` is what a rank sends to others, and starting that takes ``link_us``.
     An op takes ``watts`` for as long as it runs, a copy ``host_nj_per_byte``. ``reached`` is the
     part of its operations per second that kernels reach. With ``tf32`` there is a format for
     float32 in which it computes half as fast as in 16 bits; torch has convolutions computed so, not
@@ -32,6 +33,8 @@ class DeviceSpec:
     bytes_per_s: float
     launch_us: float
     host_bytes_per_s: float
+    link_bytes_per_s: float
+    link_us: float = 15.0
     watts: float = 300.0
     host_nj_per_byte: float = 10.0
     reached: float = 1.0
@@ -56,9 +59,11 @@ def _gpu(
     bytes_per_s: float,
     launch_us: float,
     host_bytes_per_s: float,
+    link_bytes_per_s: float | None = None,
     *,
     tf32: bool = True,
 ) -> DeviceSpec:
+    """Without NVLink, ranks are linked by the bus to the host."""
     return DeviceSpec(
         name,
         fp32,
@@ -66,30 +71,32 @@ def _gpu(
         bytes_per_s,
         launch_us,
         host_bytes_per_s,
+        host_bytes_per_s if link_bytes_per_s is None else link_bytes_per_s,
         reached=PEAK_REACHED,
         tf32=tf32,
     )
 
 
-CPU = DeviceSpec("cpu", 120e9, 120e9, 30e9, 2.0, 4e9, 30.0)
+CPU = DeviceSpec("cpu", 120e9, 120e9, 30e9, 2.0, 4e9, 1e9, 500.0, 30.0)
 GPUS = (
-    _gpu("B200", 75e12, 2250e12, 8.0e12, 4.0, 55e9),
-    _gpu("H200", 67e12, 990e12, 4.8e12, 4.0, 55e9),
-    _gpu("H100", 67e12, 990e12, 3.35e12, 4.0, 55e9),
-    _gpu("A100-40GB", 19.5e12, 312e12, 1.55e12, 4.0, 25e9),
-    _gpu("A100", 19.5e12, 312e12, 2.0e12, 4.0, 25e9),
+    _gpu("B200", 75e12, 2250e12, 8.0e12, 4.0, 55e9, 900e9),
+    _gpu("H200", 67e12, 990e12, 4.8e12, 4.0, 55e9, 450e9),
+    _gpu("H100", 67e12, 990e12, 3.35e12, 4.0, 55e9, 450e9),
+    _gpu("A100-40GB", 19.5e12, 312e12, 1.55e12, 4.0, 25e9, 300e9),
+    _gpu("A100", 19.5e12, 312e12, 2.0e12, 4.0, 25e9, 300e9),
     _gpu("L40S", 91.6e12, 362e12, 0.864e12, 4.0, 25e9),
     _gpu("A10", 31e12, 125e12, 0.6e12, 4.0, 25e9),
     _gpu("L4", 30e12, 121e12, 0.3e12, 4.0, 25e9),
-    _gpu("V100", 15.7e12, 125e12, 0.9e12, 4.0, 12e9, tf32=False),
+    _gpu("V100", 15.7e12, 125e12, 0.9e12, 4.0, 12e9, 150e9, tf32=False),
     _gpu("T4", 8.1e12, 65e12, 0.32e12, 4.0, 12e9, tf32=False),
     _gpu("A6000", 38.7e12, 155e12, 0.768e12, 4.0, 25e9),
     _gpu("5090", 105e12, 210e12, 1.79e12, 4.0, 55e9),
     _gpu("4090", 83e12, 165e12, 1.0e12, 4.0, 25e9),
     _gpu("3090", 36e12, 71e12, 0.94e12, 4.0, 25e9),
 )
-"""By name; what is more special comes first."""
-MICROCONTROLLER = DeviceSpec("Cortex-M4", 30e6, 30e6, 200e6, 5.0, 1e6, 0.03, 100.0)
+"""By name; what is more special comes first. Links are NVLink where the card has it: one direction,
+as its data sheet says."""
+MICROCONTROLLER = DeviceSpec("Cortex-M4", 30e6, 30e6, 200e6, 5.0, 1e6, 1e6, 15.0, 0.03, 100.0)
 """Kilobytes of memory, and an SD card to page to; of the order of such devices, none measured."""
 OTHER_GPU = _gpu("gpu", 20e12, 160e12, 1.0e12, 4.0, 12e9)
 

@@ -16,6 +16,7 @@ from torch import fx
 from fxremat import compat
 from fxremat.cost.call_times import CallTimes
 from fxremat.cost.device import DeviceSpec
+from fxremat.cost.links import link_bytes
 from fxremat.cost.loop_rates import LoopRates
 from fxremat.cost.operands import operands
 from fxremat.cost.roofline import roofline_us
@@ -53,6 +54,8 @@ class Roofline:
         extra = sum(each.calls for each in inside) * (rates.launch_us + kernels.CALL_US)
         extra += 1e6 * sum(each.again for each in inside) / rates.bytes_per_s
         traffic = traffic_bytes + sum(each.bytes for each in inside)
+        sent = [link_bytes(n, compat.size_bound) for n in nodes if compat.is_collective(n)]
+        extra += sum(rates.link_us + 1e6 * each / rates.link_bytes_per_s for each in sent if each)
         return extra + roofline_us(nodes, traffic, dtype, rates, compat.size_bound)
 
     def inside(self, node: fx.Node) -> Inside:
@@ -78,9 +81,12 @@ class Measured:
         rest = tuple(node for node, each in times.items() if each is None)
         if total and all(map(_is_free, rest)):
             return total
-        if any(node.target in kernels.INSIDE or self._computes(node) for node in rest):
+        if any(node.target in kernels.INSIDE or self._is_no_loop(node) for node in rest):
             return total + self.otherwise(rest, traffic_bytes)
         return total + self.rates.us(rest, traffic_bytes, compat.size_bound)
+
+    def _is_no_loop(self, node: fx.Node) -> bool:
+        return self._computes(node) or compat.is_collective(node)
 
     def _computes(self, node: fx.Node) -> bool:
         """Whether the node is a library call that could not be run."""

@@ -27,6 +27,7 @@ from fxremat.cost.allocator.rules import MIN_BLOCK_BYTES, round_up
 from fxremat.cost.call_times import call_key, made_real
 from fxremat.cost.cuda_reductions import IN_FORM_OUT, Multiprocessors
 from fxremat.cost.cuda_scratch import known_blocks
+from fxremat.cost.links import scratch_bytes
 from fxremat.cost.memory_room import has_room
 from fxremat.cost.number_file import NumberFile, number_path
 from fxremat.cost.operands import operands
@@ -98,6 +99,8 @@ class Workspaces:
 
     def of_node(self, node: fx.Node) -> int:
         """The workspace of a node of an FX graph."""
+        if compat.is_collective(node):
+            return self.of_call(node.target, *operands(node, images_last=False))
         if not _may_have_workspace(node.target) or is_view(node) or is_mutating(node):
             return 0
         if is_random(node):
@@ -110,6 +113,10 @@ class Workspaces:
 
     def of_call(self, target: Any, args: Any, kwargs: Any) -> int:
         """The workspace of ``target(*args, **kwargs)``; 0, with a warning, if it cannot be run."""
+        if self.device.type == "cpu" and (
+            scratch := scratch_bytes(target, args, compat.size_bound)
+        ):
+            return scratch
         if not _may_have_workspace(target) or not _tensors((args, kwargs)):
             return 0
         if _is_matmul_without(target, args, self.device):
