@@ -184,10 +184,13 @@ def fxremat(
         with suppress(NoBackward):
             found = runs.compiled_for(count)
     if found is None:
-        alone, request = _alone(graph, request, ledger)
+        alone, left_bytes = _alone(graph, request, ledger)
         if alone.report is None or request.budget_bytes is None:
             return alone.call
+        request = replace(request, held_bytes=request.held_bytes - left_bytes)
         promised = runs.promised(alone, request)
+        if left_bytes:
+            promised = replace(promised, promise=replace(promised.promise, left_bytes=left_bytes))
         own = promised.promise.peak_bytes
         found = Runs((promised,), (0,), own, request.held_bytes - around.late_bytes + own)
     graph.forget_inputs()
@@ -208,16 +211,14 @@ def fxremat(
     return watch_in_flight(found, places, again, less)
 
 
-def _alone(
-    graph: Graph, request: Request, ledger: session.Ledger
-) -> tuple[CompiledVersion, Request]:
-    """The graph by itself, with the request that it was compiled for.
+def _alone(graph: Graph, request: Request, ledger: session.Ledger) -> tuple[CompiledVersion, int]:
+    """The graph by itself, and how many bytes others are to leave it more from the next step on.
 
-    Where runs that wait leave it too few bytes, they leave more from the next step on; this step
-    takes more than the budget. Raises `InfeasibleBudget` with what all need together.
+    So they are where runs that wait leave it too few; this step takes more than the budget. Raises
+    `InfeasibleBudget` with what all need together.
     """
     try:
-        return graph.compile(request), request
+        return graph.compile(request), 0
     except InfeasibleBudget as refused:
         if refused.minimum_bytes is None:
             raise
@@ -230,8 +231,7 @@ def _alone(
     more = format_bytes(missing)
     log.warning("this step takes %s too much: parts of it are planned anew for the next", more)
     ledger.leave(needed)
-    request = replace(request, held_bytes=request.held_bytes - missing)
-    return graph.compile(request), request
+    return graph.compile(replace(request, held_bytes=request.held_bytes - missing)), missing
 
 
 def _tell_step(options: Options, since: int, runs: Runs) -> None:

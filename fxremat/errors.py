@@ -172,7 +172,8 @@ class PromiseBroken(UserWarning):
     ``in_flight`` forwards wait, the last of them that of ``graph``; the others hold
     ``held_bytes`` by what they have saved. The peak of the last, on top of what others hold, is
     ``expected_bytes``, which is more than ``budget_bytes``. It has been planned again for
-    ``planned_for`` runs that wait at once, None: it has not.
+    ``planned_for`` runs that wait at once, None: it has not. From the next step on the others leave
+    ``left_bytes`` more to it, None: they do not.
     """
 
     def __init__(
@@ -183,25 +184,38 @@ class PromiseBroken(UserWarning):
         expected_bytes: int,
         budget_bytes: int,
         planned_for: int | None = None,
+        left_bytes: int | None = None,
     ) -> None:
-        super().__init__(graph, in_flight, held_bytes, expected_bytes, budget_bytes, planned_for)
+        super().__init__(
+            graph, in_flight, held_bytes, expected_bytes, budget_bytes, planned_for, left_bytes
+        )
         self.graph = graph
         self.in_flight = in_flight
         self.held_bytes = held_bytes
         self.expected_bytes = expected_bytes
         self.budget_bytes = budget_bytes
         self.planned_for = planned_for
+        self.left_bytes = left_bytes
 
     def __str__(self) -> str:
+        more = f"more than {self.graph} was planned for"
+        if self.left_bytes is not None:
+            more = f"which was not known of {self.graph} when the others were planned"
         return (
             f"the memory budget of {_exact(self.budget_bytes)} will be exceeded: about "
             f"{_exact(self.expected_bytes)} are needed. {self.in_flight} forwards wait for their "
-            f"backward at once, more than {self.graph} was planned for; what the "
+            f"backward at once, {more}; what the "
             f"others have saved holds {_exact(self.held_bytes)}.\n"
             f"What to do: {self._advice()}"
         )
 
     def _advice(self) -> str:
+        if self.left_bytes is not None:
+            return (
+                "nothing, if the next step fits: from then on the others leave "
+                f"{format_bytes(self.left_bytes)} more to {self.graph}. fxremat.prepare, called "
+                "before the first step, sees all of them together."
+            )
         if self.planned_for is not None:
             return (
                 f"nothing, if the next step fits: {self.graph} has been planned again for "

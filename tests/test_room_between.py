@@ -100,9 +100,15 @@ def test_blocks_leave_room_for_what_runs_while_they_wait(percent: int | None) ->
     expected, peak = plain.gradients(), plain.peak_bytes()
     budget = least_budget() if percent is None else peak * percent // 100
     step = ours(budget)
-    with warnings.catch_warnings():
-        warnings.simplefilter("ignore", fxremat.PromiseBroken)  # of the first step, which tells
+    with warnings.catch_warnings(record=True) as caught:
+        warnings.simplefilter("always")
         torch.testing.assert_close(step.gradients(), expected)
+    told = [each.message for each in caught if isinstance(each.message, fxremat.PromiseBroken)]
+    for one in told:  # the first step tells how much more the next ones leave to the head
+        assert one.left_bytes
+        assert "from then on the others leave" in str(one)
+        assert "fxremat.prepare" in str(one)
+    assert told
     with warnings.catch_warnings():
         warnings.simplefilter("error", fxremat.PromiseBroken)
         torch.testing.assert_close(step.gradients(), expected)

@@ -61,7 +61,8 @@ class Promise:
     ``coming_bytes`` are still to come into it. ``unseen_bytes`` were counted for what no graph
     sees. With ``several`` a version is one of those of its graph; ``shared_bytes`` are then one
     segment for the whole step, 0 where none is better, None where that is not known. What lies
-    ``around`` is part of ``reserve_bytes``.
+    ``around`` is part of ``reserve_bytes``. From the next step on those that wait leave it
+    ``left_bytes`` more, None: they need not.
     """
 
     graph: str
@@ -78,6 +79,7 @@ class Promise:
     several: bool = False
     shared_bytes: int | None = None
     around: Around = ()
+    left_bytes: int | None = None
 
 
 @dataclass(frozen=True)
@@ -230,7 +232,8 @@ class _SharedBudget:
         expected = promise.peak_bytes + max(beside, promise.held_bytes)
         if expected > promise.budget_bytes and number > self.told:
             self.told = number
-            return PromiseBroken(promise.graph, number, held, expected, promise.budget_bytes)
+            budget, left = promise.budget_bytes, promise.left_bytes
+            return PromiseBroken(promise.graph, number, held, expected, budget, left_bytes=left)
         return None
 
 
