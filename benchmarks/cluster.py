@@ -104,7 +104,7 @@ def step_of(
     own = block.unit.boundary
     unit = replace(block.unit, boundary=replace(own, left=0))
     held = resident + pipeline.buffer_bytes - block.parameters * HALF.itemsize  # the unit's own
-    step = replace(pipeline.step(unit, held), versions=(block.within(way),))
+    step = replace(pipeline.step([unit], held), versions=(block.within(way),))
     return step if head is None else with_head(step, head.within(way))
 
 

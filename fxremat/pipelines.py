@@ -10,7 +10,7 @@ from __future__ import annotations
 
 import logging
 from collections import Counter, deque
-from collections.abc import Callable, Iterable
+from collections.abc import Callable, Iterable, Sequence
 from dataclasses import dataclass, field
 from functools import partial
 from typing import Any
@@ -50,7 +50,8 @@ class Pipeline:
     """What a rank runs in a step of a schedule, seen from one unit; ``whole`` if it is the stage.
 
     ``order`` and the rest are as in `compat.RunningPipeline`. ``buffers`` give the tensors in which
-    things arrive, once they exist.
+    things arrive, once they exist. ``gathered_bytes`` are the parameters of a unit that FSDP2
+    shards, whole; 0 where it does not shard the stage.
     """
 
     stages: tuple[StageOfRank, ...]
@@ -63,6 +64,7 @@ class Pipeline:
     batch: tuple[torch.Tensor, ...] = field(compare=False)
     modules: tuple[nn.Module, ...] = field(compare=False)
     buffers: Callable[[], list[torch.Tensor]] = field(compare=False)
+    gathered_bytes: int = 0
 
     @property
     def runs(self) -> int:
@@ -101,14 +103,29 @@ class Pipeline:
         goes backward."""
         return 0 if self.stages[self.current].last else incoming
 
-    def step(self, unit: Unit, held_bytes: int) -> UnitStep:
-        """The moments of a step; ``held_bytes`` are live all the time beside the unit's inputs."""
-        walk = _Walk(self, unit, held_bytes)
+    @property
+    def parts(self) -> int | None:
+        """How many runs of a micro-batch wait, if each has places of its own; None if they do not.
+
+        A run has the lowest place that is free. With one stage on the rank, part k of a micro-batch
+        is at place k, or so many times ``parts`` behind it.
+        """
+        return self.stages[0].parts if len(self.stages) == 1 else None
+
+    def step(
+        self, units: Sequence[Unit], held_bytes: int, unit_of: Sequence[int] | None = None
+    ) -> UnitStep:
+        """The moments of a step; ``held_bytes`` are live all the time beside a unit's inputs.
+
+        Where ``unit_of`` is given, it says of which of the ``units`` the run at each place is.
+        """
+        unit_of = (0,) * self.runs if unit_of is None else tuple(unit_of)
+        walk = _Walk(self, units, unit_of, held_bytes)
         for forward, stage in self.order:
             (walk.forward if forward else walk.backward)(stage)
         walk.end()
-        versions = tuple(offer.version for offer in unit.offers)
-        return UnitStep(tuple(walk.moments), (0,) * self.runs, (versions,))
+        versions = (tuple(offer.version for offer in unit.offers) for unit in units)
+        return UnitStep(tuple(walk.moments), unit_of, tuple(versions))
 
 
 @dataclass
@@ -116,7 +133,8 @@ class _Walk:
     """A step of a rank, from its beginning on."""
 
     pipeline: Pipeline
-    unit: Unit
+    units: Sequence[Unit]
+    unit_of: Sequence[int]
     held_bytes: int
     moments: list[Moment] = field(default_factory=list)
     waiting: list[int] = field(default_factory=list)
@@ -127,11 +145,19 @@ class _Walk:
     sent: dict[int, int] = field(default_factory=dict)
     ended: Counter[int] = field(default_factory=Counter)
     """Backwards of each stage."""
-    left: set[tuple[int, int]] = field(default_factory=set)
+    left: dict[tuple[int, int], int] = field(default_factory=dict)
+    """Bytes of the gradients of each part that has gone backward."""
+    gathered: set[tuple[int, int]] = field(default_factory=set)
+    """Parts whose parameters FSDP2 has gathered: in a stage they stay so from their first backward
+    on, until they next go forward, and gradients are not reduced before the step ends."""
+
+    def beside(self, *parts: tuple[int, int]) -> int:
+        """Of gathered parameters: those of others than the first of the ``parts``, which runs."""
+        return len((self.gathered | {*parts}) - {parts[0]}) * self.pipeline.gathered_bytes
 
     def outside(self) -> int:
         """Live now beside what runs have saved."""
-        own, total = self.unit.boundary, self.held_bytes
+        own, total = self.units[0].boundary, self.held_bytes
         total += own.resident - own.given
         for k, one in enumerate(self.pipeline.stages):
             outputs = self.outputs.get(k, 0) + self.pipeline.first_sent(k, self.ended[k])
@@ -139,19 +165,31 @@ class _Walk:
             total += len(self.runs_of.get(k, ())) * one.shown.loss_bytes
             total += self.losses.get(k, 0) * one.shown.value_bytes
             total += self.sent.get(k, 0) * one.shown.given_bytes
-        left = own.left
-        current = self.pipeline.stages[self.pipeline.current]
-        if self.pipeline.whole and not current.first:  # the gradient of its input is sent
-            left -= current.shown.given_bytes
-        return total + len(self.left) * max(0, left)
+        return total - self.in_buffers() + sum(self.left.values())
+
+    def in_buffers(self) -> int:
+        """Of what runs are given, and hold while they wait, what arrived in a buffer."""
+        if self.pipeline.whole or self.pipeline.parts is None or self.pipeline.stages[0].first:
+            return 0
+        given = self.pipeline.stages[0].shown.given_bytes
+        return given * sum(run % self.pipeline.parts == 0 for run in self.waiting)
+
+    def stays(self, stage: int, run: int) -> int:
+        """Bytes of the gradients of a run that stay."""
+        left, one = self.units[self.unit_of[run]].boundary.left, self.pipeline.stages[stage]
+        if self.pipeline.whole and not one.first:  # the gradient of its input is sent
+            left -= one.shown.given_bytes
+        return max(0, left)
 
     def forward(self, stage: int) -> None:
         """A micro-batch goes forward through a stage."""
         runs = list[int]()
-        for _ in range(self.pipeline.stages[stage].parts):
+        for part in range(self.pipeline.stages[stage].parts):
             run = next(k for k in range(len(self.waiting) + 1) if k not in self.waiting)
-            given = self.unit.boundary.given
-            self.moments.append(Moment(self.outside() + given, tuple(self.waiting), run, "forward"))
+            given = self.units[self.unit_of[run]].boundary.given
+            outside = self.outside() + given + self.beside((stage, part))
+            self.moments.append(Moment(outside, tuple(self.waiting), run, "forward"))
+            self.gathered.discard((stage, part))
             self.waiting.append(run)
             runs.append(run)
         self.runs_of.setdefault(stage, deque()).append(runs)
@@ -161,16 +199,20 @@ class _Walk:
 
     def backward(self, stage: int) -> None:
         """The micro-batch that came first of those that wait goes backward."""
-        one, own = self.pipeline.stages[stage], self.unit.boundary
+        one, runs = self.pipeline.stages[stage], self.runs_of[stage].popleft()
         if one.last:  # the loss goes first
-            self.moments.append(Moment(self.outside() + own.incoming, tuple(self.waiting)))
-        runs = self.runs_of[stage].popleft()
+            incoming = self.units[self.unit_of[runs[-1]]].boundary.incoming
+            self.moments.append(Moment(self.outside() + incoming, tuple(self.waiting)))
         for part, run in reversed(list(enumerate(runs))):
             arrives = part == one.parts - 1 and not one.last  # in a buffer
+            incoming = 0 if arrives else self.units[self.unit_of[run]].boundary.incoming
+            in_buffers = self.in_buffers()
             self.waiting.remove(run)
-            outside = self.outside() + (0 if arrives else own.incoming)
+            outside = self.outside() + incoming - in_buffers + self.in_buffers()
+            outside += self.beside((stage, part), (stage, max(0, part - 1)))  # gathered ahead
+            self.gathered.add((stage, part))
             self.moments.append(Moment(outside, tuple(self.waiting), run, "backward"))
-            self.left.add((stage, part))
+            self.left[stage, part] = self.stays(stage, run)
         kept = self.pipeline.keeps_outputs if one.last else self.pipeline.keeps_sent
         self.outputs[stage] -= 0 if kept else 1
         self.ended[stage] += 1
@@ -185,7 +227,10 @@ class _Walk:
             for one in self.pipeline.stages
             if one.last and self.pipeline.keeps_outputs
         )
-        self.moments.append(Moment(self.outside() + merged, tuple(self.waiting)))
+        outside = self.outside() + len(self.gathered) * self.pipeline.gathered_bytes
+        if self.pipeline.gathered_bytes:  # a unit's gradients are copied, and reduced to a part
+            outside += 2 * self.pipeline.gathered_bytes
+        self.moments.append(Moment(outside + merged, tuple(self.waiting)))
 
 
 def pipeline_of(

@@ -119,10 +119,15 @@ def surroundings(options: Options, device: torch.device) -> Surroundings:
     around: Around = tuple(ref(x) for x in {id(x): x for x in (*everything, *others)}.values())
     if pipeline is not None:
         around += (pipeline.buffers,)
+    if pipeline is not None and _is_sharded(model) and beside.gathered:
+        pipeline = replace(pipeline, gathered_bytes=beside.gathered)
+        beside = replace(beside, left=None)
     late = _late_bytes(unit, calls[unit], device, beside.gathered)
     total = storage_bytes([x for x in others if id(x) not in own], device)
     total, gathered = total + beside.held + late, beside.gathered
-    if pipeline is not None or runs == 1:  # then it is not known when they are there
+    if pipeline is not None and pipeline.gathered_bytes:
+        gathered = 0
+    elif pipeline is not None or runs == 1:  # then it is not known when they are there
         total, gathered = total + 2 * gathered, 0
     if options.reserve is not None or device.type == "cuda":  # as all around, counted elsewhere
         gathered = 0
@@ -163,12 +168,10 @@ def _sharded_bytes(
     the unit have gathered the parameters that they shard themselves, and keep the whole gradients
     of these to their own end.
     """
-    if not torch.distributed.is_available():
+    if not _is_sharded(unit):
         return None
     from torch.distributed.fsdp import FSDPModule
 
-    if not isinstance(unit, FSDPModule):
-        return None
     shards = [one for one in model.modules() if isinstance(one, FSDPModule)]
     around = [one for one in shards if one is not unit and unit in set(one.modules())]
     inside = [one for one in unit.modules() if isinstance(one, FSDPModule)]
@@ -181,6 +184,15 @@ def _sharded_bytes(
     if len(shards) - len(around) > alike * len(inside):
         return _Beside(held + 2 * whole, part)  # units of another kind are its neighbours
     return _Beside(held, part, whole)
+
+
+def _is_sharded(module: nn.Module) -> bool:
+    """Whether FSDP2 shards a module."""
+    if not torch.distributed.is_available():
+        return False
+    from torch.distributed.fsdp import FSDPModule
+
+    return isinstance(module, FSDPModule)
 
 
 def _bucket_bytes(calls: Iterable[nn.Module], device: torch.device) -> _Beside | None:
@@ -381,7 +393,8 @@ class RunsOfOneGraph:
     ``unseen_bytes`` of what is held are no saved tensors, and ``coming_bytes`` are said to come
     beside the graph. ``seen`` is the step that was looked at, in which the graph is the unit of
     this ``index``; or another graph of the same module is, if it is not there ``as_seen``. Where it
-    was not looked at, the ``first`` runs are those of other graphs, which wait already; else of the
+    was not looked at, the ``first`` runs are those of other graphs, which wait already, with what
+    each of these takes at each place; else of the
     inputs that need no gradient, and are no parameters, ``fixed_inputs`` are the bytes: where one
     is as large as the results, the blocks that follow are given what needs one.
     """
@@ -397,7 +410,7 @@ class RunsOfOneGraph:
     index: int = 0
     as_seen: bool = True
     coming_bytes: int = 0
-    first: tuple[Unit, ...] = ()
+    first: tuple[tuple[Unit, ...], ...] = ()
     fixed_inputs: tuple[int, ...] = ()
     known: dict[Request, CompiledVersion] = field(default_factory=dict)
     count: int = 0
@@ -565,13 +578,14 @@ class RunsOfOneGraph:
         counted = "allocated" if taken is None else "reserved"
         log.info("%s", _told(kept, of_run, peak, limit, counted))
         late = self.around.late_bytes if self.seen is None else 0
-        units: tuple[Unit, ...] = ()
-        if self.seen is None and self.around.pipeline is None:
-            own = seen.units[self.index].boundary
-            units = (*self.first, *(Unit(own, (kept[k],)) for k in of_run))
         least = min(of_run, key=lambda k: kept[k].version.saved_bytes)
-        of_run = (least,) * runs[0] + of_run  # others have these places
-        return Runs(versions, of_run, peak - self.request.held_bytes, peak - late, units)
+        taken_by = dict(zip(runs, of_run, strict=True))  # others have the other places
+        at_place = tuple(taken_by.get(place, least) for place in range(runs[-1] + 1))
+        units: tuple[Unit, ...] = ()
+        if self.seen is None:
+            own = seen.units[self.index].boundary
+            units = tuple(Unit(own, (kept[k],)) for k in at_place)
+        return Runs(versions, at_place, peak - self.request.held_bytes, peak - late, units)
 
     def _saving_most_first(
         self, seen: SeenStep, chosen: tuple[int, ...]
@@ -598,8 +612,9 @@ class RunsOfOneGraph:
         if pipeline is None or count != pipeline.runs:
             gathered = self.around.gathered_bytes
             if self.first:
-                unit_of = *range(1, len(self.first) + 1), *[0] * (count - len(self.first))
-                return repeated_step(unit, count, held, left, gathered, self.first, unit_of)
+                before = [units[place] for place, units in enumerate(self.first)]
+                unit_of = *range(1, len(before) + 1), *[0] * (count - len(before))
+                return repeated_step(unit, count, held, left, gathered, before, unit_of)
             given = unit.boundary.results
             if given in self.fixed_inputs and count > 1 and not self.known:
                 others, unit_of = [followed_by(unit, given)], (0, *[1] * (count - 1))
@@ -612,8 +627,30 @@ class RunsOfOneGraph:
         if left is not None:
             left = min(unit.boundary.left, left)
             unit = replace(unit, boundary=replace(unit.boundary, left=left))
-        step = pipeline.step(unit, held)
-        return SeenStep(step.moments, step.unit_of, tuple(range(count)), [unit])
+        return self._step_of_pipeline(unit, pipeline)
+
+    def _step_of_pipeline(self, unit: Unit, pipeline: Pipeline) -> SeenStep:
+        """The step of its schedule; the first blocks of the first stage are another graph.
+
+        Their input needs no gradient, and is a part of the batch, which lies around.
+        """
+        held, given, places = self.request.held_bytes, unit.boundary.results, range(pipeline.runs)
+        parts, units, unit_of = pipeline.parts, [unit], [0] * pipeline.runs
+        followed = None
+        if parts is not None and 0 < len(self.first) < parts:
+            if all(len(known) >= pipeline.runs - parts + 1 for known in self.first):
+                for place in places:
+                    if place % parts < len(self.first):
+                        unit_of[place] = len(units)
+                        units.append(self.first[place % parts][place])
+        elif parts is not None and parts > 1 and given in self.fixed_inputs and not self.known:
+            units.append(followed_by(unit, given))
+            unit_of = [int(place % parts > 0) for place in places]
+            held, followed = held - given, given
+        step = pipeline.step(units, held, unit_of)
+        found = SeenStep(step.moments, step.unit_of, tuple(places), units)
+        found.followed_bytes = followed
+        return found
 
     def _compiled(self, offers: list[Offer], place: int, own: Boundary) -> Promised:
         """A version, compiled; what it really takes is offered from now on.

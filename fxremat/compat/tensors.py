@@ -121,8 +121,8 @@ def on_device_without_memory(
 ) -> Iterator[Any]:
     """Inside `fake_tensors`: yields ``given`` with tensors on the device that have no memory.
 
-    So are parameters and buffers of ``model`` until the end. Without a ``device`` each is where it
-    lies.
+    So are parameters and buffers of ``model`` until the end; what is sharded over ranks is whole,
+    and FSDP2 does not gather it. Without a ``device`` each is where it lies.
     """
     known: dict[int, torch.Tensor] = {}
 
@@ -141,8 +141,15 @@ def on_device_without_memory(
         return known[id(tensor)]
 
     before: list[tuple[dict[str, Any], str, Any]] = []
+    modules = list(model.modules()) if isinstance(model, torch.nn.Module) else []
     try:
-        for module in model.modules() if isinstance(model, torch.nn.Module) else ():
+        for module in modules:
+            for name in _HOOKS:
+                hooks = module.__dict__[name]
+                if any(map(_gathers, hooks.values())):
+                    before.append((module.__dict__, name, hooks))
+                    others = ((key, hook) for key, hook in hooks.items() if not _gathers(hook))
+                    module.__dict__[name] = type(hooks)(others)
             tables: list[dict[str, Any]] = [module._parameters, module._buffers]
             for held in tables:
                 for name, tensor in held.items():
@@ -153,6 +160,14 @@ def on_device_without_memory(
     finally:
         for held, name, tensor in before:
             held[name] = tensor
+
+
+_HOOKS = ("_forward_pre_hooks", "_forward_hooks")
+
+
+def _gathers(hook: Any) -> bool:
+    """Whether a hook of a module is FSDP2's: it would take what has no memory for its own."""
+    return str(getattr(hook, "__module__", None)).startswith("torch.distributed.fsdp")
 
 
 def is_fake(tensor: torch.Tensor) -> bool:

@@ -306,7 +306,7 @@ class Runs:
 
     A run that none was planned for takes the last. ``peak_bytes`` are of all runs together, without
     what the promises hold; ``step_peak_bytes`` are those of the step, with all that is there most
-    of the time. ``units`` say what the planner knows of each run, where it knows that.
+    of the time. ``units`` say what the planner knows of the run at each place, where it knows that.
     """
 
     versions: tuple[Promised, ...]
@@ -340,14 +340,17 @@ class Places:
         """The lowest place that no run has."""
         return next(place for place in range(len(self.taken) + 1) if place not in self.taken)
 
-    def first_units(self) -> tuple[Any, ...]:
-        """What the planner knows of the runs that wait now; nothing where it does not of all."""
+    def first_units(self) -> tuple[tuple[Any, ...], ...]:
+        """What the planner knows of the runs that wait now; nothing where it does not of all.
+
+        Of the graph of each it is what its runs take at each place.
+        """
         found = []
         for place in range(len(self.taken)):
             units = self.taken[place].runs.units if place in self.taken else ()
             if place >= len(units):
                 return ()
-            found.append(units[place])
+            found.append(units)
         return tuple(found)
 
     def take(self, place: int, node: Any, runs: Runs) -> None:
