@@ -274,7 +274,7 @@ def _studied(draft: Draft, request: Request, count: int, parameters: int) -> Tra
     as_torch = plan_of_torch(runner.run("apply", AS_TORCH, seen))
     return Traced(
         unit,
-        version_of(seen, as_torch, None, request.parameters),
+        version_of(seen, as_torch, None, request),
         _checkpointed(seen, request),
         parameters,
         request,
@@ -290,4 +290,4 @@ def _checkpointed(draft: Draft, request: Request) -> Version:
     line = replay(problem, steps_again(problem, {name for op in again for name in op.writes}))
     plan = Plan(line.steps, "checkpoint", None, line.peak_bytes, line.time_us)
     estimate = replace(draft.estimate, problem=problem)
-    return version_of(replace(draft, estimate=estimate), plan, None, request.parameters)
+    return version_of(replace(draft, estimate=estimate), plan, None, request)

@@ -24,8 +24,9 @@ from fxremat.compiling.ranks import agreed, see_same_plan
 from fxremat.compiling.request import Request, device_of_inputs, request_for
 from fxremat.compiling.tracing import Ended
 from fxremat.compiling.units import Unit, unit_on_all_ranks
+from fxremat.ddp import see_parts
 from fxremat.device import absent_card
-from fxremat.errors import InfeasibleBudget
+from fxremat.errors import InfeasibleBudget, forget_frames
 from fxremat.options import Options, disabled, parse_options
 from fxremat.passes.held_order import Fence, WriteResults
 from fxremat.report.files import prepare_folder, write_report
@@ -163,8 +164,13 @@ def fxremat(
     request = agreed(gm, ranks, request)
     graph = Graph(gm, compat.copy_module(gm), example_inputs, parsed, mode, ranks)
     unseen = request.held_bytes - ledger.held_by_others(*place)
+    if request.budget_bytes is not None and compat.splits_for_ddp():
+        see_parts(replace(request, wanted_bytes=None), around.left_bytes, graph.of_another)
     seen, index = session.seen_as(gm, example_inputs)
     as_seen = seen is not None
+    if as_seen:  # all that follow have their part
+        passed = seen.request is not None and seen.request.is_passed_on
+        request = replace(request, wanted_bytes=None, is_passed_on=passed)
     if seen is None:
         seen, index = session.seen_in(next(reversed(compat.calling_modules()), None))
     frame, compilation = place
@@ -228,6 +234,7 @@ def _alone(graph: Graph, request: Request, ledger: session.Ledger) -> tuple[Comp
             raise
         if least > refused.budget_bytes:
             raise InfeasibleBudget(refused.budget_bytes, least, *refused.args[2:]) from None
+        forget_frames(refused)
     more = format_bytes(missing)
     log.warning("this step takes %s too much: parts of it are planned anew for the next", more)
     ledger.leave(needed)
@@ -307,8 +314,15 @@ class Graph:
             self._trace(Partitioner(request, build()), partition)
         except Ended as ended:
             unit: Unit = ended.result
+            forget_frames(ended)
             return unit
         raise NoBackward
+
+    def of_another(
+        self, gm: fx.GraphModule, inputs: Sequence[Any], request: Request, count: int
+    ) -> Unit:
+        """The same of another graph, with the options of this one."""
+        return replace(self, gm=None, kept=gm, inputs=inputs).as_unit(request, count)
 
     def _trace(self, partitioner: Partitioner, partition: Callable[..., Any]) -> Callable[..., Any]:
         """The joint graph is given to ``partition``, as when it is compiled."""

@@ -17,6 +17,17 @@ class FxrematError(Exception):
     """Base of all errors that fxremat raises on purpose."""
 
 
+def forget_frames(error: BaseException) -> None:
+    """Of an error that was dealt with: its frames would keep those that call us, and their locals.
+
+    They may do so for long, since a frame that raised an error often has it among its locals.
+    """
+    seen: BaseException | None = error
+    while seen is not None:
+        seen.__traceback__ = None
+        seen = seen.__cause__ or seen.__context__
+
+
 def _exact(nbytes: int) -> str:
     return f"{format_bytes(nbytes)} ({nbytes:,} bytes)"
 

@@ -28,7 +28,7 @@ from fxremat.compiling.reserved_bytes import LARGER, Reserved, least_reserved, r
 from fxremat.compiling.units import Boundary, Offer, Unit, followed_by, repeated
 from fxremat.core.units import Moment, UnitStep, Version
 from fxremat.cost.step_events import Outside, StepEvents, composed, repeated_outside
-from fxremat.errors import InfeasibleBudget
+from fxremat.errors import InfeasibleBudget, forget_frames
 from fxremat.options import Options
 from fxremat.passes.memory_estimation import nbytes
 from fxremat.pipelines import Pipeline, pipeline_of
@@ -458,7 +458,8 @@ class RunsOfOneGraph:
             mine = [chosen[run] for run in seen.runs_of(self.index)]
             try:
                 made = {k: self._compiled(offers, k, unit.boundary) for k in sorted(set(mine))}
-            except InfeasibleBudget:
+            except InfeasibleBudget as refused:
+                forget_frames(refused)
                 continue
             seen.offer(self.index, offers)
             if self.seen is None:
@@ -740,6 +741,7 @@ class RunsOfOneGraph:
                     offers[place] = _rehearsed(offers[place], report)
                 except InfeasibleBudget as refused:
                     offers[place] = _raised(offers[place], refused)
+                    forget_frames(refused)
             seen.offer(self.index, offers)
             if seen.step().peak_bytes(chosen) <= least:
                 break

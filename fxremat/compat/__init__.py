@@ -59,6 +59,7 @@ from fxremat.compat.configuration import (
     inductor_config,
     inductor_patches,
 )
+from fxremat.compat.ddp_parts import parts_split_for_ddp
 from fxremat.compat.donation import (
     donatable,
     donate,
@@ -293,6 +294,7 @@ __all__ = [
     "on_host_without_memory",
     "only_marked_buffers_donated",
     "outside_fake_mode",
+    "parts_split_for_ddp",
     "places_in_joint",
     "plain_tensors",
     "plan_for_sizes_seen",

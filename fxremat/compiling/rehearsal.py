@@ -11,7 +11,7 @@ from __future__ import annotations
 import ast
 import logging
 import sys
-from collections.abc import Callable, Iterable, Sequence
+from collections.abc import Callable, Collection, Iterable, Mapping, Sequence
 from dataclasses import dataclass, field, replace
 from typing import Any
 
@@ -34,6 +34,16 @@ log = logging.getLogger(__name__)
 
 Workspace = Callable[[Any, Any, Any], Sequence[int]]
 """Scratch memory of a library call (op, args, kwargs): bytes of blocks that live together."""
+
+
+@dataclass(frozen=True)
+class Dropped:
+    """From this moment on nobody needs an input of the step of this name, or another storage: a
+    result of the forward, or a gradient that came in."""
+
+    name: str
+    nbytes: int
+    since: int
 
 
 @dataclass(frozen=True)
@@ -69,6 +79,17 @@ class Rehearsal:
     """The events as those of a run beside others, its ``own`` inputs not told; on CUDA only."""
     lifetimes: tuple[Lifetime, ...] = field(default=(), repr=False)
     """When each storage is there, in moments; what is live at one adds up to its ``live_bytes``."""
+    dropped: tuple[Dropped, ...] = ()
+    """What others pass on to the step, or are given, and nobody needs any more if they drop it."""
+
+    def live_where_dropped(self, inputs: Collection[str]) -> tuple[int, ...]:
+        """Live bytes of the backward where others drop what they pass on, ``inputs`` among it."""
+        gone = [one for one in self.dropped if not one.name or one.name in inputs]
+        return tuple(
+            nbytes - sum(one.nbytes for one in gone if one.since <= moment)
+            for moment, nbytes in enumerate(self.live_bytes)
+            if moment >= self.forward_moments
+        )
 
     def with_between(self, nbytes: int) -> Rehearsal:
         """The same, with so many bytes that are live between forward and backward only."""
@@ -93,6 +114,7 @@ class Rehearsal:
                 *(one.with_step_before(moments) for one in self.lifetimes),
                 Lifetime(TANGENTS, nbytes, moments, moments + 1),
             ),
+            dropped=tuple(replace(one, since=one.since + 1) for one in self.dropped),
         )
 
     def hand_over(self) -> None:
@@ -214,6 +236,28 @@ class _Meter:
     events: list[Event] = field(default_factory=list)
     known: dict[str, _Inside | None] = field(default_factory=dict)
     lifetimes: list[Lifetime] = field(default_factory=list)
+    passed: set[int] = field(default_factory=set)
+    """Storages that others are given, or pass on. They count to the end."""
+    inputs: dict[int, tuple[str, int, Callable[[], bool]]] = field(default_factory=dict)
+    """Those of inputs, which are not counted here: name, bytes, and whether it is gone."""
+    dropped: list[Dropped] = field(default_factory=list)
+    gone: list[_Storage] = field(default_factory=list)
+    """What others were given, or have passed on, and is dropped."""
+
+    def pass_on(self, tensors: Iterable[Any]) -> None:
+        """Others may drop these."""
+        tensors = (tensor for tensor in tensors if isinstance(tensor, torch.Tensor))
+        self.passed.update(compat.storage_key(tensor) for tensor in tensors)
+
+    def watch(self, inputs: Mapping[str, Any]) -> None:
+        """These live outside of the step, but others may drop them."""
+        for name, tensor in inputs.items():
+            if not isinstance(tensor, torch.Tensor):
+                continue
+            self.ignore([tensor])
+            if tensor.device.type == self.device:
+                key, is_gone = compat.storage_watch(tensor)
+                self.inputs[key] = name, nbytes(tensor), is_gone
 
     def ignore(self, tensors: Iterable[torch.Tensor]) -> None:
         """These live outside of the step. Their numbers stay theirs, also when they are dropped."""
@@ -333,7 +377,15 @@ class _Meter:
     def sweep(self) -> None:
         """Take off what has been dropped."""
         for key in [key for key, storage in self.live.items() if storage.is_gone()]:
-            self.freed(self.live.pop(key))
+            storage = self.live.pop(key)
+            if key in self.passed:
+                self.gone.append(storage)
+                self.dropped.append(Dropped("", storage.nbytes, len(self.live_bytes)))
+            else:
+                self.freed(storage)
+        for key in [key for key, (_, _, is_gone) in self.inputs.items() if is_gone()]:
+            name, nbytes, _ = self.inputs.pop(key)
+            self.dropped.append(Dropped(name, nbytes, len(self.live_bytes)))
 
     def record(self, nbytes: int, buffer: str) -> None:
         """So many bytes are live, while the buffer is made."""
@@ -343,7 +395,8 @@ class _Meter:
         self.making.append(origins.get(buffer, ""))
         if nbytes > self.peak:
             self.peak = nbytes
-            self.at_peak = tuple((self.label(s, line), s.nbytes) for s in self.live.values())
+            there = (*self.live.values(), *self.gone)
+            self.at_peak = tuple((self.label(s, line), s.nbytes) for s in there)
 
     def label(self, storage: _Storage, line: int) -> str:
         """The FX node whose value a storage holds."""
@@ -483,9 +536,10 @@ def _run(scene: Scene, meter: _Meter) -> Rehearsal:
     num_fwd_outputs = scene.num_fwd_outputs
     with compat.without_memory() as made:
         primals = {n.name: _input(n) for n in _placeholders(forward)}
-        meter.ignore(t for t in primals.values() if isinstance(t, torch.Tensor))
+        meter.watch(primals)
         returned = list(meter.run(first, "<rehearsed forward>", list(primals.values()), made))
         kept, given = returned[:num_fwd_outputs], dict(primals)
+        meter.pass_on(kept)
         for name, index in saved.items():
             given[name] = returned[index]
         results, again = meter.names(kept), meter.names(given.values())
@@ -494,14 +548,12 @@ def _run(scene: Scene, meter: _Meter) -> Rehearsal:
         forward_moments, saved_bytes = len(meter.live_bytes), meter.current
         forward_events = len(meter.events)
         tangents = [arguments[name] for name in arguments if name not in given]
+        meter.pass_on(tangents)
         read_again, incoming = arguments.keys() & primals.keys(), meter.names(tangents)
-        kept += tangents
-        del given
-        passed = list(arguments.values())
-        del arguments
+        passed, names = list(arguments.values()), list(primals)
+        del given, kept, tangents, arguments, primals
         gradients = list(meter.run(second, "<rehearsed backward>", passed, made))
-        gradient_of = dict(zip(primals, meter.names(gradients), strict=False))
-        kept += gradients
+        gradient_of = dict(zip(names, meter.names(gradients), strict=False))
     resident = [(n.name, nbytes(n.meta["val"])) for n in _placeholders(forward) if is_tensor(n)
                 and n.meta["val"].device.type == device and not _is_on_host(n)]  # fmt: skip
     total = sum(size for _, size in resident)
@@ -533,8 +585,9 @@ def _run(scene: Scene, meter: _Meter) -> Rehearsal:
         lifetimes=(
             *(Lifetime(name, size, 0, len(meter.live_bytes)) for name, size in resident),
             *meter.lifetimes,
-            *map(meter.lifetime, meter.live.values()),
+            *map(meter.lifetime, (*meter.gone, *meter.live.values())),
         ),
+        dropped=tuple(meter.dropped),
         forward_events=len(there) + forward_events if device == "cuda" else 0,
         as_run=as_run if device == "cuda" else None,
     )

@@ -15,7 +15,7 @@ import torch
 from torch import fx
 
 from fxremat import compat
-from fxremat.compiling.rehearsal import Rehearsal, Workspace, rehearse
+from fxremat.compiling.rehearsal import Dropped, Rehearsal, Workspace, rehearse
 from fxremat.core.timeline import Lifetime
 from fxremat.cost.step_events import (
     events_from_json,
@@ -97,5 +97,6 @@ def _rehearsal_of(answer: Any) -> Rehearsal | None:
             forward_events=int(answer["forward_events"]),
             as_run=None if answer["as_run"] is None else run_events_from_json(answer["as_run"]),
             lifetimes=tuple(Lifetime(**one) for one in answer["lifetimes"]),
+            dropped=tuple(Dropped(**one) for one in answer["dropped"]),
         )
     return None

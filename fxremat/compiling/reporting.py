@@ -119,7 +119,7 @@ def report_of(found: Found, request: Request, graph: int, seconds: dict[str, flo
         rehearsals=found.judged_candidates if judged.rehearsal is not None else 0,
         seconds=seconds,
         problem=problem,
-        as_unit=version_of(draft, plan, judged.rehearsal, request.parameters),
+        as_unit=version_of(draft, plan, judged.rehearsal, request),
         events=run_events_of(draft, judged.rehearsal, request.parameters),
     )
 

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import logging
 from collections.abc import Callable, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import Any, Literal
 
 import torch
@@ -47,8 +47,9 @@ class Request:
     are names of rules (None: all), ``disabled`` names of passes that are left out
     (`fxremat.option_values.PASSES`). By their places in the joint graph, ``accumulated`` are the
     arguments whose gradients are added to their ``grad`` in the backward, and ``parameters`` those
-    that are parameters. ``card`` is the name of one that is planned for although it is not here;
-    None: what is here.
+    that are parameters. Where what it is given and gives ``is_passed_on``, others drop that as soon
+    as the graph, or the next one, has it. ``card`` is the name of one that is planned for although
+    it is not here; None: what is here.
     ``allocator`` is how torch's allocator is set; None where the device has none, or one that is
     not modelled. ``count`` is what the budget counts.
     """
@@ -72,6 +73,7 @@ class Request:
     disabled: tuple[str, ...] = ()
     accumulated: tuple[int, ...] = ()
     parameters: tuple[int, ...] = ()
+    is_passed_on: bool = False
     card: str | None = None
     allocator: AllocatorSettings | None = None
     count: Literal["allocated", "reserved"] = "allocated"
@@ -132,7 +134,7 @@ def request_for(
         held += around_bytes
     tuning = _tuning_bytes(options, device, card)
     more = compat.more_follow(gm) and ledger.is_last(place[0])
-    return Request(
+    request = Request(
         budget_bytes=budget,
         held_bytes=held,
         tuning_bytes=tuning,
@@ -149,11 +151,19 @@ def request_for(
         variants=options.variants,
         allow_lossy=options.allow_lossy,
         disabled=options.disable_passes,
-        accumulated=_places(inputs, accumulation.will_be_added),
-        parameters=_places(inputs, lambda x: isinstance(x, nn.Parameter)),
         card=None if card is None else card.name,
         allocator=allocator,
         count=_count(options, allocator),
+    )
+    return for_inputs(request, inputs)
+
+
+def for_inputs(request: Request, inputs: Sequence[Any]) -> Request:
+    """The same request for a graph with these inputs."""
+    return replace(
+        request,
+        accumulated=_places(inputs, accumulation.will_be_added),
+        parameters=_places(inputs, lambda x: isinstance(x, nn.Parameter)),
     )
 
 

@@ -122,7 +122,7 @@ def look_at_unit(draft: Draft, request: Request, count: int) -> Unit:
         return request.own_budget - (count - 1) * (saved_limit - own.resident + own.given)
 
     for found, plan in _plans(search, search.draft(()).estimate.problem, left):
-        offer = _offer(found, plan, request.parameters)
+        offer = _offer(found, plan, request)
         offers.setdefault(offer.version, offer)
     return Unit(own, tuple(offers.values()))
 
@@ -177,28 +177,56 @@ def _lowest(search: Search, between: int) -> Iterator[Draft]:
         yield search.draft(names, variants)
 
 
-def _offer(draft: Draft, plan: Plan, parameters: Sequence[int]) -> Offer:
+def _offer(draft: Draft, plan: Plan, request: Request) -> Offer:
     """The version that a plan is, with what it takes as limits."""
     problem = with_between(draft.estimate.problem, 0)
     line = replay(problem, plan.steps)
     between = plan.steps.index(TANGENTS)
-    live = line.live_bytes
-    figures = _figures(draft, plan, parameters, live[:between], live[between:])
+    live, parameters, dropped = line.live_bytes, request.parameters, tuple[int, ...]()
+    if request.is_passed_on:
+        passed = _passed_on(problem, draft.joint, parameters)
+        dropped = replay(passed, plan.steps).live_bytes[between + 1 :]
+    figures = _figures(draft, plan, parameters, live[:between], live[between:], dropped)
     return Offer(figures, line.peak_bytes, line.peak_bytes - line.live_bytes[between])
 
 
-def version_of(
-    draft: Draft, plan: Plan, shown: Rehearsal | None, parameters: Sequence[int]
-) -> Version:
+def _passed_on(problem: Problem, joint: JointGraph, parameters: Sequence[int]) -> Problem:
+    """The problem as others have it: they pass on what the unit is given and gives.
+
+    They drop results when the forward has ended, and gradients that come in when these are passed;
+    then all that lives is what is read later. Inputs of its own live as long.
+    """
+    given = {node.name for node in _given(joint, parameters)}
+    results = {root(node).name for node in joint.forward_outputs} & {*problem.outputs}
+    dropped = results | {node.name for node in joint.tangents}
+    ops = tuple(
+        replace(op, reads=(*op.reads, *sorted(results - {*op.reads})))
+        if op.name == TANGENTS
+        else op
+        for op in problem.ops
+    )
+    return replace(
+        problem,
+        ops=ops,
+        inputs=tuple(name for name in problem.resident if name in given),
+        resident=tuple(name for name in problem.resident if name not in given),
+        outputs=tuple(name for name in problem.outputs if name not in dropped),
+    )
+
+
+def version_of(draft: Draft, plan: Plan, shown: Rehearsal | None, request: Request) -> Version:
     """What a plan takes as a version of its unit, as it was rehearsed if it was."""
     if shown is None:
-        return _offer(draft, plan, parameters).version
+        return _offer(draft, plan, request).version
+    parameters = request.parameters
     live = list(zip(shown.making, shown.live_bytes, strict=True))
     before, after = (
         [nbytes for making, nbytes in half if making != TANGENTS]  # what others hold in between
         for half in (live[: shown.forward_moments], live[shown.forward_moments :])
     )
-    return _figures(draft, plan, parameters, before, [shown.saved_bytes, *after])
+    given = {node.name for node in _given(draft.joint, parameters)}
+    dropped = shown.live_where_dropped(given) if request.is_passed_on else ()
+    return _figures(draft, plan, parameters, before, [shown.saved_bytes, *after], dropped)
 
 
 def run_events_of(
@@ -220,8 +248,12 @@ def _figures(
     parameters: Sequence[int],
     forward: Sequence[int],
     backward: Sequence[int],
+    dropped: Sequence[int] = (),
 ) -> Version:
-    """By the bytes that are live at each moment; the first of the backward is before it begins."""
+    """By the bytes that are live at each moment; the first of the backward is before it begins.
+
+    ``dropped`` are those of the backward where others drop what they pass on.
+    """
     own, joint = _boundary(draft, parameters), draft.joint
     again = {
         name
@@ -235,7 +267,11 @@ def _figures(
         plan.time_us,
         saved_bytes=max(0, backward[0] - beside),
         forward_bytes=max(0, max(forward, default=0) - own.resident),
-        backward_bytes=max(0, max(backward) - beside),
+        backward_bytes=max(
+            0,
+            (max(backward) if not dropped else backward[0]) - beside,
+            max(dropped, default=0) - own.resident - own.incoming + own.given,
+        ),
     )
 
 
