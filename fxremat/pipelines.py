@@ -51,7 +51,8 @@ class Pipeline:
 
     ``order`` and the rest are as in `compat.RunningPipeline`. ``buffers`` give the tensors in which
     things arrive, once they exist. ``gathered_bytes`` are the parameters of a unit that FSDP2
-    shards, whole; 0 where it does not shard the stage.
+    shards, whole; 0 where it does not shard the stage. Where it ``gives_back``, they are gathered
+    for each forward anew.
     """
 
     stages: tuple[StageOfRank, ...]
@@ -65,6 +66,7 @@ class Pipeline:
     modules: tuple[nn.Module, ...] = field(compare=False)
     buffers: Callable[[], list[torch.Tensor]] = field(compare=False)
     gathered_bytes: int = 0
+    gives_back: bool = True
 
     @property
     def runs(self) -> int:
@@ -189,7 +191,10 @@ class _Walk:
             given = self.units[self.unit_of[run]].boundary.given
             outside = self.outside() + given + self.beside((stage, part))
             self.moments.append(Moment(outside, tuple(self.waiting), run, "forward"))
-            self.gathered.discard((stage, part))
+            if self.pipeline.gives_back:
+                self.gathered.discard((stage, part))
+            else:
+                self.gathered.add((stage, part))
             self.waiting.append(run)
             runs.append(run)
         self.runs_of.setdefault(stage, deque()).append(runs)

@@ -25,7 +25,15 @@ from torch.utils import _pytree as pytree
 from fxremat import compat
 from fxremat.compiling.request import Request
 from fxremat.compiling.reserved_bytes import LARGER, Reserved, least_reserved, reserved_with_rest
-from fxremat.compiling.units import Boundary, Offer, Unit, followed_by, repeated
+from fxremat.compiling.units import (
+    NOTHING_GATHERED,
+    Boundary,
+    Gathered,
+    Offer,
+    Unit,
+    followed_by,
+    repeated,
+)
 from fxremat.core.units import Moment, UnitStep, Version
 from fxremat.cost.step_events import Outside, StepEvents, composed, repeated_outside
 from fxremat.errors import InfeasibleBudget, forget_frames
@@ -69,8 +77,7 @@ class Surroundings:
     ``left_bytes`` are the gradients of one run that stay, None: as many as its graph gives. Where a
     schedule runs it, the ``pipeline`` says what the rank does in a step. Of ``nbytes``,
     ``late_bytes`` may be there for a moment, and are not compared with what is seen at run time.
-    Besides, ``gathered_bytes`` are there in a forward, and once for each neighbour that a run has
-    in the backward.
+    Besides there is what is ``gathered``.
     """
 
     runs: int = 1
@@ -80,7 +87,7 @@ class Surroundings:
     left_bytes: int | None = None
     pipeline: Pipeline | None = None
     late_bytes: int = 0
-    gathered_bytes: int = 0
+    gathered: Gathered = NOTHING_GATHERED
 
 
 def surroundings(options: Options, device: torch.device) -> Surroundings:
@@ -119,18 +126,21 @@ def surroundings(options: Options, device: torch.device) -> Surroundings:
     around: Around = tuple(ref(x) for x in {id(x): x for x in (*everything, *others)}.values())
     if pipeline is not None:
         around += (pipeline.buffers,)
-    if pipeline is not None and _is_sharded(model) and beside.gathered:
-        pipeline = replace(pipeline, gathered_bytes=beside.gathered)
+    gathered = beside.gathered
+    if pipeline is not None and _is_sharded(model) and gathered.ahead:
+        most, gives_back = max(gathered.ahead, gathered.sent), gathered.kept < gathered.ahead
+        pipeline = replace(pipeline, gathered_bytes=most, gives_back=gives_back)
         beside = replace(beside, left=None)
-    late = _late_bytes(unit, calls[unit], device, beside.gathered)
+    late = _late_bytes(unit, calls[unit], device, max(gathered.ahead, gathered.sent))
     total = storage_bytes([x for x in others if id(x) not in own], device)
-    total, gathered = total + beside.held + late, beside.gathered
+    total += beside.held + late
     if pipeline is not None and pipeline.gathered_bytes:
-        gathered = 0
+        gathered = NOTHING_GATHERED
     elif pipeline is not None or runs == 1:  # then it is not known when they are there
-        total, gathered = total + 2 * gathered, 0
+        total += gathered.ahead + gathered.sent + runs * gathered.kept
+        gathered = NOTHING_GATHERED
     if options.reserve is not None or device.type == "cuda":  # as all around, counted elsewhere
-        gathered = 0
+        gathered = NOTHING_GATHERED
     total += 0 if pipeline is None else pipeline.buffer_bytes
     return Surroundings(
         runs,
@@ -148,13 +158,12 @@ def surroundings(options: Options, device: torch.device) -> Surroundings:
 class _Beside:
     """What wrappers hold beside a unit, in bytes.
 
-    ``held`` are there all the time, ``left`` stay of a run's gradients, None: all. ``gathered`` are
-    there in a forward, and once for each neighbour that a run has in the backward.
+    ``held`` are there all the time, ``left`` stay of a run's gradients, None: all.
     """
 
     held: int
     left: int | None
-    gathered: int = 0
+    gathered: Gathered = NOTHING_GATHERED
 
 
 def _sharded_bytes(
@@ -175,15 +184,18 @@ def _sharded_bytes(
     shards = [one for one in model.modules() if isinstance(one, FSDPModule)]
     around = [one for one in shards if one is not unit and unit in set(one.modules())]
     inside = [one for one in unit.modules() if isinstance(one, FSDPModule)]
-    part, whole = map(sum, zip(*map(compat.sharded_and_gathered, inside), strict=True))
+    own = sum(map(compat.shards_of, inside), compat.Shards())
     inner = {id(x) for one in shards if one not in around for x in one.parameters()}
     outer = {id(x): x for one in around for x in one.parameters() if id(x) not in inner}
-    held = part - storage_bytes(outer.values(), device)
-    for parts, gathered in map(compat.sharded_and_gathered, around):
-        held += parts + 2 * gathered
-    if len(shards) - len(around) > alike * len(inside):
-        return _Beside(held + 2 * whole, part)  # units of another kind are its neighbours
-    return _Beside(held, part, whole)
+    held = own.part - storage_bytes(outer.values(), device)
+    for outside in map(compat.shards_of, around):
+        held += outside.part + outside.gathered + outside.sent
+    gathered = Gathered(own.gathered, own.sent, own.kept)
+    if len(shards) - len(around) > alike * len(inside):  # its neighbours are of another kind
+        others = (one for one in shards if one not in around and one not in inside)
+        held += own.gathered + own.sent + sum(compat.shards_of(one).kept for one in others)
+        gathered = NOTHING_GATHERED
+    return _Beside(held, own.part, gathered)
 
 
 def _is_sharded(module: nn.Module) -> bool:
@@ -354,7 +366,7 @@ def repeated_step(
     count: int,
     held_bytes: int,
     left_bytes: int | None = None,
-    gathered_bytes: int = 0,
+    gathered: Gathered = NOTHING_GATHERED,
     others: Sequence[Unit] = (),
     unit_of: Sequence[int] | None = None,
     *,
@@ -373,13 +385,13 @@ def repeated_step(
     outside = held_bytes + own.resident - own.given
     units = [unit, *others]
     unit_of = (0,) * count if unit_of is None else unit_of
-    step = repeated(units, unit_of, outside, gathered_bytes, either_order=either_order)
+    step = repeated(units, unit_of, outside, gathered, either_order=either_order)
     return SeenStep(
         step.moments,
         step.unit_of,
         tuple(range(count)),
         units,
-        held_bytes=held_bytes + 2 * gathered_bytes,
+        held_bytes=held_bytes + gathered.ahead + gathered.sent + count * gathered.kept,
         left_bytes=left_bytes,
     )
 
@@ -611,7 +623,7 @@ class RunsOfOneGraph:
         """A step in which so many runs wait: the one of its pipeline, if that says as many."""
         pipeline, held, left = self.around.pipeline, self.request.held_bytes, self.around.left_bytes
         if pipeline is None or count != pipeline.runs:
-            gathered = self.around.gathered_bytes
+            gathered = self.around.gathered
             if self.first:
                 before = [units[place] for place, units in enumerate(self.first)]
                 unit_of = *range(1, len(before) + 1), *[0] * (count - len(before))

@@ -5,6 +5,7 @@ from __future__ import annotations
 import json
 import os
 import warnings
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
@@ -27,6 +28,9 @@ RANKS, WIDTH, MOST_STEPS = 2, 64, 10
 OPTIONS: dict[str, Any] = {"executor": "aot_eager", "solver": "greedy", "variants": "none"}
 
 
+KEPT = "each block, whole from forward to backward, in bf16"
+
+
 class Sharded:
     """One rank's model, and a step of it."""
 
@@ -34,10 +38,12 @@ class Sharded:
         torch._dynamo.reset()
         torch.manual_seed(0)
         self.model = Chain(6, WIDTH)
+        policy = MixedPrecisionPolicy(torch.bfloat16, torch.float32) if way == KEPT else None
+        mixed: dict[str, Any] = {} if policy is None else {"mp_policy": policy}
         for block in self.model.blocks:
-            fully_shard(block)
-        fully_shard(self.model)
-        if way == "each block":
+            fully_shard(block, reshard_after_forward=way != KEPT, **mixed)
+        fully_shard(self.model, **mixed)
+        if way in ("each block", KEPT):
             for block in self.model.blocks:
                 block.compile(**how)
         call: Any = self.model
@@ -135,25 +141,30 @@ def least_of(model: Sharded) -> int:
 
 
 def test_bytes_of_the_parts_and_gathered(tmp_path: Path) -> None:
-    """Gathered they are as wide as what is reduced, if that is wider."""
+    """Gathered, and reduced, they are as wide as the policy says."""
     store = f"file://{tmp_path}/store"
     distributed.init_process_group("gloo", init_method=store, rank=0, world_size=1)
     try:
         narrow, half, wide = MixedPrecisionPolicy, torch.bfloat16, torch.float32
-        for policy, width in (
-            (narrow(), 4),
-            (narrow(param_dtype=half), 2),
-            (narrow(param_dtype=half, reduce_dtype=wide), 4),
+        for policy, width, sent in (
+            (narrow(), 4, 4),
+            (narrow(param_dtype=half), 2, 2),
+            (narrow(param_dtype=half, reduce_dtype=wide), 2, 4),
         ):
             mesh = distributed.device_mesh.init_device_mesh("cpu", (1,))
             module: Any = fully_shard(torch.nn.Linear(4, 3), mesh=mesh, mp_policy=policy)
             module(torch.ones(2, 4))
-            assert compat.sharded_and_gathered(module) == (15 * 4, 15 * width)
+            shards = compat.shards_of(module)
+            whole = compat.Shards(15 * 4, 15 * width, 15 * sent, kept=15 * width)
+            assert shards == whole  # the outermost module keeps what it has gathered
+            module.set_reshard_after_forward(True)
+            assert compat.shards_of(module) == replace(whole, kept=0)
+            assert shards + shards == compat.Shards(30 * 4, 30 * width, 30 * sent, 30 * width)
     finally:
         distributed.destroy_process_group()
 
 
-@pytest.mark.parametrize("way", ["each block", "the whole"])
+@pytest.mark.parametrize("way", ["each block", KEPT, "the whole"])
 def test_a_budget_is_kept_on_each_rank_and_gradients_stay(tmp_path: Path, way: str) -> None:
     """Compiled as a whole, the hooks of FSDP2 break the graph, and each block is one again."""
     spawned(on_a_rank, str(tmp_path), way, count=RANKS)

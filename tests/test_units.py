@@ -10,7 +10,7 @@ import torch
 from torch import Tensor, nn
 
 from fxremat import units
-from fxremat.compiling.units import Boundary, Offer, Unit, followed_by, repeated
+from fxremat.compiling.units import Boundary, Gathered, Offer, Unit, followed_by, repeated
 from fxremat.core.units import Version
 from fxremat.options import Options
 from tests.small import Block
@@ -117,9 +117,19 @@ def unit_of(given: int) -> Unit:
 
 
 def test_neighbours_of_a_run_are_gathered_in_the_backward() -> None:
-    step = repeated([unit_of(0)], [0, 0, 0], 100, 7)
+    step = repeated([unit_of(0)], [0, 0, 0], 100, Gathered(ahead=7, sent=8))
     outside = [moment.outside_bytes for moment in step.moments]
-    assert outside == [107, 107, 107, 207, 157, 184, 197]
+    assert outside == [107, 107, 107, 207, 157, 185, 198]
+
+
+def test_what_is_not_given_back_stays_while_a_run_waits() -> None:
+    """All of the parameters, which are then not gathered again; or a part, and they are."""
+    for kept, again in ((7, 0), (3, 7)):
+        step = repeated([unit_of(0)], [0, 0, 0], 100, Gathered(ahead=7, sent=8, kept=kept))
+        outside = [moment.outside_bytes for moment in step.moments]
+        forward = [107, 107 + kept, 107 + 2 * kept, 207 + 3 * kept]
+        backward = [150 + again + 2 * kept, 178 + again + kept, 198]
+        assert outside == forward + backward
 
 
 def test_blocks_that_follow_hold_what_they_are_given() -> None:

@@ -147,6 +147,7 @@ from fxremat.compat.pipelining import (
     shown_stages,
 )
 from fxremat.compat.ranks import (
+    Shards,
     gathers,
     has_within,
     is_a_rank,
@@ -156,7 +157,7 @@ from fxremat.compat.ranks import (
     moves_between_ranks,
     number_of_ranks,
     ranks_together,
-    sharded_and_gathered,
+    shards_of,
     sums_for_all_ranks,
     sums_into_parts,
     sums_over_ranks,
@@ -205,6 +206,7 @@ __all__ = [
     "Scheduled",
     "SchedulerPass",
     "ShapeEnv",
+    "Shards",
     "ShownStage",
     "Watching",
     "accumulators_of",
@@ -313,7 +315,7 @@ __all__ = [
     "running_pipeline",
     "saved_names",
     "scheduled",
-    "sharded_and_gathered",
+    "shards_of",
     "shown_stages",
     "size_bound",
     "size_ranges",

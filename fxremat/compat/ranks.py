@@ -4,6 +4,7 @@ compile the same graph."""
 from __future__ import annotations
 
 from collections.abc import Sequence
+from dataclasses import dataclass
 from datetime import timedelta
 from typing import Any
 
@@ -143,17 +144,43 @@ def _ranks_of(group_name: str) -> list[int]:
     return ranks
 
 
-def sharded_and_gathered(module: Any) -> tuple[int, int]:
-    """Bytes of the parameters that FSDP2 shards at this module: this rank's parts, and gathered.
+@dataclass(frozen=True)
+class Shards:
+    """Of the parameters that FSDP2 shards at a module, in bytes.
 
-    Gathered they are as wide as the gradients that are reduced, if these are wider.
+    ``part`` is this rank's, ``gathered`` is all of them. Their gradients are ``sent`` to be
+    reduced. Between the forward and the backward ``kept`` stay: all where they are not given back
+    after the forward, a part of these where they are given to fewer ranks.
     """
-    state, part, whole = module._get_fsdp_state(), 0, 0
+
+    part: int = 0
+    gathered: int = 0
+    sent: int = 0
+    kept: int = 0
+
+    def __add__(self, other: Shards) -> Shards:
+        return Shards(
+            self.part + other.part,
+            self.gathered + other.gathered,
+            self.sent + other.sent,
+            self.kept + other.kept,
+        )
+
+
+def shards_of(module: Any) -> Shards:
+    """What FSDP2 shards at this module, and not further inside."""
+    state, found = module._get_fsdp_state(), Shards()
     groups = getattr(state, "_fsdp_param_groups", None)
     groups = [state._fsdp_param_group] if groups is None else groups
-    for one in (one for group in groups if group is not None for one in group.fsdp_params):
-        policy, own = one.mp_policy, one._sharded_param_data
-        widths = [each.itemsize for each in (policy.param_dtype, policy.reduce_dtype) if each]
-        part += own.numel() * own.dtype.itemsize
-        whole += one._orig_size.numel() * max(widths, default=own.dtype.itemsize)
-    return part, whole
+    for group in (one for one in groups if one is not None):
+        later = group.post_forward_mesh_info
+        for one in group.fsdp_params:
+            policy, own, numel = one.mp_policy, one._sharded_param_data, one._orig_size.numel()
+            width = (policy.param_dtype or own.dtype).itemsize
+            sent = policy.reduce_dtype.itemsize if policy.reduce_dtype else width
+            kept = numel * width
+            if later is not None:
+                kept = 0 if later == group.mesh_info else kept // later.shard_mesh_size
+            part = own.numel() * own.dtype.itemsize
+            found += Shards(part, numel * width, numel * sent, kept)
+    return found

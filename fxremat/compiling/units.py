@@ -322,11 +322,32 @@ def followed_by(unit: Unit, given_bytes: int) -> Unit:
     return Unit(replace(own, given=own.given + more), offers)
 
 
+@dataclass(frozen=True)
+class Gathered:
+    """What FSDP2 holds beside the units that it shards, in bytes.
+
+    While one runs, the parameters of the next one are gathered ``ahead``, and in the backward the
+    gradients of the last one are ``sent``. While a run waits, ``kept`` of its parameters stay.
+    """
+
+    ahead: int = 0
+    sent: int = 0
+    kept: int = 0
+
+    @property
+    def again(self) -> int:
+        """Of ``ahead``, what is gathered in the backward: nothing where all are there still."""
+        return self.ahead if self.kept < self.ahead else 0
+
+
+NOTHING_GATHERED = Gathered()
+
+
 def repeated(
     units: Sequence[Unit],
     unit_of: Sequence[int],
     outside_bytes: int,
-    gathered_bytes: int = 0,
+    gathered: Gathered = NOTHING_GATHERED,
     *,
     either_order: bool = False,
 ) -> UnitStep:
@@ -335,24 +356,25 @@ def repeated(
     In ``either_order`` the first may be the first, too, as where micro-batches go backward in turn.
 
     ``unit_of`` each run says which of the ``units`` it is of. ``outside_bytes`` are there all the
-    time, what no run has of its own among them. In a forward ``gathered_bytes`` are there beside
-    them. In the backward they are there for each neighbour of the run: for the one that comes next,
-    and for the one that came before.
+    time, what no run has of its own among them; what is ``gathered`` comes in addition.
     """
     moments, owns = list[Moment](), [units[k].boundary for k in unit_of]
     for run, own in enumerate(owns):
-        outside = outside_bytes + gathered_bytes + own.given
+        outside = outside_bytes + gathered.ahead + run * gathered.kept + own.given
         moments.append(Moment(outside, tuple(range(run)), run, "forward"))
-    between = outside_bytes + gathered_bytes + owns[-1].results + owns[-1].incoming
+    between = outside_bytes + gathered.ahead + len(owns) * gathered.kept
+    between += owns[-1].results + owns[-1].incoming
     moments.append(Moment(between, tuple(range(len(owns)))))
     for run, own in reversed(list(enumerate(owns))):
-        neighbours = (run > 0) + (run < len(owns) - 1)
-        outside = outside_bytes + own.incoming + neighbours * gathered_bytes
-        last_first = outside + sum(later.left for later in owns[run + 1 :])
+        outside = outside_bytes + own.incoming
+        outside += gathered.again if run else 0
+        outside += gathered.sent if run < len(owns) - 1 else 0
+        last_first = outside + sum(later.left for later in owns[run + 1 :]) + run * gathered.kept
         moments.append(Moment(last_first, tuple(range(run)), run, "backward"))
         if either_order:
             in_turn = outside + sum(earlier.left for earlier in owns[:run])
             waiting = tuple(range(run + 1, len(owns)))
+            in_turn += len(waiting) * gathered.kept
             moments.append(Moment(in_turn, waiting, run, "backward"))
     versions = (tuple(offer.version for offer in unit.offers) for unit in units)
     return UnitStep(tuple(moments), tuple(unit_of), tuple(versions))
