@@ -66,8 +66,9 @@ def prepare(
     device = device_of_inputs([*own.parameters(), *pytree.tree_leaves((inputs, keywords))])
     parsed = parse_options(given, device_total_bytes=total_bytes(device))
     parts = compat.compiled_parts(model) or [own]
-    look = _Look(parsed, device, records=device.type == "cuda")
-    look.held_bytes = _held_bytes(own, (inputs, keywords), parsed, device)
+    sharded, gathered = compat.parts_given_back(own)
+    look = _Look(parsed, device, records=device.type == "cuda" and not sharded, sharded=sharded)
+    look.held_bytes = _held_bytes(own, (inputs, keywords), parsed, device) + gathered
     look.over(own, parts, (inputs, keywords), loss)
     seen = look.seen_step()
     _check_budget(seen, parsed)
@@ -149,6 +150,12 @@ class _Look:
     """Whether events are kept: on CUDA."""
     held_bytes: int = 0
     """There all the time, beside the model and its inputs."""
+    sharded: Mapping[str, int] = field(default_factory=dict)
+    """Of parameters that FSDP2 gathers when their module runs: bytes of this rank's parts."""
+    parts: dict[int, int] = field(default_factory=dict)
+    """The same by their storages, which are whole."""
+    makes_part: int | None = None
+    """Bytes of what is made now, and will be reduced to this rank's part."""
     graphs: list[_SeenGraph] = field(default_factory=list)
     moments: list[Moment] = field(default_factory=list)
     runs: dict[tuple[int, int], int] = field(default_factory=dict)
@@ -201,6 +208,9 @@ class _Look:
         self.live.clear()
         self.current = self.most = self.held_bytes
         self.events = [Allocate("held", self.held_bytes)]
+        for name, parameter in model.named_parameters():
+            if name in self.sharded:
+                self.parts[compat.storage_key(parameter)] = self.sharded[name]
         self.add(iter(_tensors_of(model, (args, named))), "resident ")
 
     def add(self, tensors: Iterator[torch.Tensor], kind: str = "") -> None:
@@ -208,7 +218,8 @@ class _Look:
         for tensor in tensors:
             key, is_gone = compat.storage_watch(tensor)
             if key not in self.live and is_on(tensor, self.device):
-                size = tensor.untyped_storage().nbytes()
+                size = self.parts.get(key, self.makes_part)
+                size = tensor.untyped_storage().nbytes() if size is None else size
                 self.live[key] = _Storage(size, is_gone, f"{kind}{next(self.numbers)}")
                 self.events.append(Allocate(self.live[key].name, size))
                 self.current += size
@@ -294,14 +305,16 @@ class _Look:
         if part is not None:
             self.graphs_of.setdefault(part, set()).add(index)
         self.between()
-        if self.counts:
-            self.moments.append(Moment(self.current, tuple(self.waiting), run, "forward"))
+        tensors = [x for x in args if isinstance(x, torch.Tensor)]
+        gathered = self.gathered_bytes(tensors)
+        if self.counts:  # those of the next part are gathered ahead
+            outside = self.current + 2 * gathered
+            self.moments.append(Moment(outside, tuple(self.waiting), run, "forward"))
         likes = [(flat[k].shape, flat[k].stride(), flat[k].dtype, flat[k].device,
                   flat[k].requires_grad) for k in made]  # fmt: skip
         del shown
         for k in made:
             flat[k] = None
-        tensors = [x for x in args if isinstance(x, torch.Tensor)]
         taken.add(place)
         inputs = self.names(tensors)
         with self.made_by(lambda made: Forward(run, inputs, made)):
@@ -312,14 +325,24 @@ class _Look:
         self.most = self.current
         return pytree.tree_unflatten(flat, shape)
 
-    def backward(self, index: int, place: int) -> int:
-        """The backward of a run begins."""
+    def gathered_bytes(self, given: Iterable[torch.Tensor]) -> int:
+        """Of what a part is given, the parameters that are gathered for it."""
+        storages = {compat.storage_key(x): x.untyped_storage().nbytes() for x in given}
+        return sum(nbytes for key, nbytes in storages.items() if key in self.parts)
+
+    def backward(self, index: int, place: int, gathered: int) -> int:
+        """The backward of a run begins; so many bytes are gathered for it.
+
+        Those of the next part are gathered ahead, and gradients of the last one are on their way.
+        """
         run = self.runs[index, place]
         self.between()
         self.waiting.remove(run)
         self.graphs[index].taken.discard(place)
         if self.counts:
-            self.moments.append(Moment(self.current, tuple(self.waiting), run, "backward"))
+            ended = any(moment.phase == "backward" for moment in self.moments)
+            outside = self.current + (1 + bool(self.waiting) + ended) * gathered
+            self.moments.append(Moment(outside, tuple(self.waiting), run, "backward"))
         return run
 
     def seen_step(self) -> SeenStep:
@@ -351,11 +374,12 @@ class _StandIn(torch.autograd.Function):
     def forward(
         ctx: Any, look: _Look, index: int, place: int, likes: Any, *tensors: torch.Tensor
     ) -> Any:
-        ctx.look, ctx.run = look, (index, place)
+        ctx.look, ctx.run = look, (index, place, look.gathered_bytes(tensors))
         ctx.held = [x for x in tensors if not x.requires_grad]
         ctx.gradients = [
             (x.shape, x.stride(), x.dtype, x.device) if x.requires_grad else None for x in tensors
         ]
+        ctx.parts = [look.parts.get(compat.storage_key(x)) for x in tensors]
         made = tuple(_empty(like[:4]) for like in likes)
         ctx.mark_non_differentiable(
             *(x for x, like in zip(made, likes, strict=True) if not like[4])
@@ -367,7 +391,10 @@ class _StandIn(torch.autograd.Function):
         look, run = ctx.look, ctx.look.backward(*ctx.run)
         incoming = look.names(gradients)
         with look.made_by(lambda made: Backward(run, incoming, made)):
-            made = [None if like is None else _empty(like) for like in ctx.gradients]
+            made = []
+            for like, look.makes_part in zip(ctx.gradients, ctx.parts, strict=True):
+                made.append(None if like is None else _empty(like))
+            look.makes_part = None
         look.most = look.current
         return (None, None, None, None, *made)
 

@@ -5,6 +5,7 @@ from __future__ import annotations
 import json
 import os
 import warnings
+from collections.abc import Callable
 from dataclasses import replace
 from pathlib import Path
 from typing import Any
@@ -29,6 +30,7 @@ OPTIONS: dict[str, Any] = {"executor": "aot_eager", "solver": "greedy", "variant
 
 
 KEPT = "each block, whole from forward to backward, in bf16"
+PREPARED = "each block, looked at by prepare"
 
 
 class Sharded:
@@ -43,12 +45,19 @@ class Sharded:
         for block in self.model.blocks:
             fully_shard(block, reshard_after_forward=way != KEPT, **mixed)
         fully_shard(self.model, **mixed)
-        if way in ("each block", KEPT):
+        if way != "the whole":
             for block in self.model.blocks:
                 block.compile(**how)
         call: Any = self.model
         self.call = torch.compile(self.model, **how) if way == "the whole" else call
         self.x = torch.randint(32, (8, 128), generator=torch.Generator().manual_seed(rank))
+        self.prepared = how.get("options") if way == PREPARED else None
+        self.prepare()
+
+    def prepare(self) -> None:
+        """Anew where Dynamo has forgotten it."""
+        if self.prepared is not None:
+            fxremat.prepare(self.model, self.x, options=self.prepared)
 
     def step(self) -> None:
         self.model.zero_grad(set_to_none=True)
@@ -104,7 +113,7 @@ def on_a_rank(rank: int, folder: str, way: str) -> None:
         warnings.simplefilter("always")
         for budget in (
             *(peak * percent // 100 for percent in PERCENTS if percent),
-            least_of(ours(1 << 20)),
+            least_of(lambda: ours(1 << 20)),
         ):
             mine = ours(budget)
             for one, other in zip(mine.gradients(), expected, strict=True):
@@ -121,6 +130,7 @@ def on_a_rank(rank: int, folder: str, way: str) -> None:
             torch.testing.assert_close(one, other)
     state = get_model_state_dict(mine.model)
     other_model = Sharded(rank, way, backend="aot_eager")
+    mine.prepare()
     set_model_state_dict(other_model.model, state)
     assert other_model.loss() == pytest.approx(mine.loss())
     set_model_state_dict(mine.model, get_model_state_dict(other_model.model))
@@ -131,11 +141,12 @@ def on_a_rank(rank: int, folder: str, way: str) -> None:
     distributed.destroy_process_group()
 
 
-def least_of(model: Sharded) -> int:
-    """The number that the error names."""
-    with pytest.raises(torch._dynamo.exc.BackendCompilerFailed) as refused:
-        model.step()
-    error: Any = refused.value.inner_exception
+def least_of(make: Callable[[], Sharded]) -> int:
+    """The number that the error names, of `fxremat.prepare` or when it is compiled."""
+    refusals = torch._dynamo.exc.BackendCompilerFailed, fxremat.InfeasibleBudget
+    with pytest.raises(refusals) as refused:
+        make().step()
+    error: Any = getattr(refused.value, "inner_exception", refused.value)
     assert isinstance(error.minimum_bytes, int)
     return error.minimum_bytes
 
@@ -164,7 +175,7 @@ def test_bytes_of_the_parts_and_gathered(tmp_path: Path) -> None:
         distributed.destroy_process_group()
 
 
-@pytest.mark.parametrize("way", ["each block", KEPT, "the whole"])
+@pytest.mark.parametrize("way", ["each block", KEPT, PREPARED, "the whole"])
 def test_a_budget_is_kept_on_each_rank_and_gradients_stay(tmp_path: Path, way: str) -> None:
     """Compiled as a whole, the hooks of FSDP2 break the graph, and each block is one again."""
     spawned(on_a_rank, str(tmp_path), way, count=RANKS)

@@ -167,6 +167,34 @@ class Shards:
         )
 
 
+def parts_given_back(model: torch.nn.Module) -> tuple[dict[str, int], int]:
+    """This rank's parts of parameters that FSDP2 gathers for their module alone; bytes by name.
+
+    Besides, the bytes of all other parts: of parameters that stay gathered from the forward on, as
+    those of the outermost module do.
+    """
+    if not torch.distributed.is_available():
+        return {}, 0
+    from torch.distributed.fsdp import FSDPModule
+
+    names, found, others = {id(x): name for name, x in model.named_parameters()}, {}, 0
+    modules = [one for one in model.modules() if isinstance(one, FSDPModule)]
+    for module in modules:
+        state: Any = module._get_fsdp_state()
+        groups = getattr(state, "_fsdp_param_groups", None)
+        groups = [state._fsdp_param_group] if groups is None else groups
+        for group in (one for one in groups if one is not None):
+            given_back = module is not modules[0] and group.post_forward_mesh_info is not None
+            for one in group.fsdp_params:
+                part = one._sharded_param_data.numel() * one._sharded_param_data.dtype.itemsize
+                name = names.get(id(one.sharded_param))
+                if given_back and name is not None:
+                    found[name] = part
+                else:
+                    others += part
+    return found, others
+
+
 def shards_of(module: Any) -> Shards:
     """What FSDP2 shards at this module, and not further inside."""
     state, found = module._get_fsdp_state(), Shards()
