@@ -57,7 +57,7 @@ def prepare(
     model changes. ``memory_budget`` is a shorthand for the option that matters most.
 
     Raises `InfeasibleBudget` with the least that all parts together need, `NotTraceable` where the
-    model gives no loss, and `InvalidOption`.
+    model gives no loss, or has parameters in parts by tensor parallel, and `InvalidOption`.
     """
     given = dict(options or {})
     if memory_budget is not None:
@@ -66,6 +66,9 @@ def prepare(
     device = device_of_inputs([*own.parameters(), *pytree.tree_leaves((inputs, keywords))])
     parsed = parse_options(given, device_total_bytes=total_bytes(device))
     parts = compat.compiled_parts(model) or [own]
+    shared = compat.shared_over_ranks(own)
+    if shared:
+        raise NotTraceable(type(own).__name__, _SHARED.format(shared[0]))
     sharded, gathered = compat.parts_given_back(own)
     look = _Look(parsed, device, records=device.type == "cuda" and not sharded, sharded=sharded)
     look.held_bytes = _held_bytes(own, (inputs, keywords), parsed, device) + gathered
@@ -79,6 +82,12 @@ def prepare(
             session.STATE.seen_parts[part] = seen, min(indices)
     compat.compile_parts(model, parts, backend=fxremat, options=given)
     return model
+
+
+_SHARED = (
+    "{} is a part of a tensor that ranks share, as in tensor parallel, and prepare cannot look at "
+    "that; compile the blocks by fxremat without it: what they hold is counted then, too"
+)
 
 
 def _held_bytes(model: nn.Module, given: Any, options: Options, device: torch.device) -> int:

@@ -15,7 +15,8 @@ import torch
 
 import fxremat
 from fxremat import compat
-from tests.ranks import PERCENTS, least_on_all_ranks, least_peak, spawned
+from fxremat.errors import NotTraceable
+from tests.ranks import PERCENTS, Blocks, least_on_all_ranks, least_peak, spawned
 from tests.test_in_flight import Chain
 
 if not torch.distributed.is_available():
@@ -24,6 +25,11 @@ if not torch.distributed.is_available():
 from torch import distributed
 from torch.distributed.checkpoint.state_dict import get_model_state_dict, set_model_state_dict
 from torch.distributed.fsdp import MixedPrecisionPolicy, fully_shard
+from torch.distributed.tensor.parallel import (
+    ColwiseParallel,
+    RowwiseParallel,
+    parallelize_module,
+)
 
 RANKS, WIDTH, MOST_STEPS = 2, 64, 10
 OPTIONS: dict[str, Any] = {"executor": "aot_eager", "solver": "greedy", "variants": "none"}
@@ -139,6 +145,27 @@ def on_a_rank(rank: int, folder: str, way: str) -> None:
     text = json.dumps({"found": found, "broken": broken})
     (Path(folder) / f"rank{rank}.json").write_text(text)
     distributed.destroy_process_group()
+
+
+@pytest.mark.parametrize("sharded", [False, True], ids=["tensor parallel", "below FSDP2"])
+def test_prepare_refuses_what_it_cannot_look_at(tmp_path: Path, sharded: bool) -> None:
+    """And leaves the model as it was."""
+    store = f"file://{tmp_path}/store"
+    distributed.init_process_group("gloo", init_method=store, rank=0, world_size=1)
+    try:
+        mesh = distributed.device_mesh.init_device_mesh("cpu", (1, 1), mesh_dim_names=("a", "b"))
+        model: Any = Blocks(2, 16)
+        for block in model.blocks:
+            plan = {"up": ColwiseParallel(), "down": RowwiseParallel()}
+            parallelize_module(block, mesh["b"], plan)
+            if sharded:
+                fully_shard(block, mesh=mesh["a"])
+        x = torch.randn(4, 8, 16)
+        with pytest.raises(NotTraceable, match=r"blocks\.0\.up\.weight is a part of"):
+            fxremat.prepare(model, x, memory_budget="1GiB")
+        model(x).backward()
+    finally:
+        distributed.destroy_process_group()
 
 
 def least_of(make: Callable[[], Sharded]) -> int:

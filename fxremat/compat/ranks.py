@@ -173,34 +173,52 @@ def parts_given_back(model: torch.nn.Module) -> tuple[dict[str, int], int]:
     Besides, the bytes of all other parts: of parameters that stay gathered from the forward on, as
     those of the outermost module do.
     """
+    names, found, others = {id(x): name for name, x in model.named_parameters()}, {}, 0
+    for outermost, group in _groups_of_fsdp(model):
+        given_back = not outermost and group.post_forward_mesh_info is not None
+        for one in group.fsdp_params:
+            part = one._sharded_param_data.numel() * one._sharded_param_data.dtype.itemsize
+            name = names.get(id(one.sharded_param))
+            if given_back and name is not None:
+                found[name] = part
+            else:
+                others += part
+    return found, others
+
+
+def shared_over_ranks(model: torch.nn.Module) -> list[str]:
+    """Names of parameters that are DTensors when their module runs, as in tensor parallel."""
     if not torch.distributed.is_available():
-        return {}, 0
+        return []
+    from torch.distributed.tensor import DTensor
+
+    shards = (one for _, group in _groups_of_fsdp(model) for one in group.fsdp_params)
+    gathered = {id(one.sharded_param) for one in shards if not one.is_dtensor}
+    named = model.named_parameters()
+    return [name for name, x in named if isinstance(x, DTensor) and id(x) not in gathered]
+
+
+def _groups_of_fsdp(model: torch.nn.Module) -> list[tuple[bool, Any]]:
+    """What FSDP2 gathers at once, and whether it is that of the outermost module."""
+    if not torch.distributed.is_available():
+        return []
     from torch.distributed.fsdp import FSDPModule
 
-    names, found, others = {id(x): name for name, x in model.named_parameters()}, {}, 0
     modules = [one for one in model.modules() if isinstance(one, FSDPModule)]
-    for module in modules:
-        state: Any = module._get_fsdp_state()
-        groups = getattr(state, "_fsdp_param_groups", None)
-        groups = [state._fsdp_param_group] if groups is None else groups
-        for group in (one for one in groups if one is not None):
-            given_back = module is not modules[0] and group.post_forward_mesh_info is not None
-            for one in group.fsdp_params:
-                part = one._sharded_param_data.numel() * one._sharded_param_data.dtype.itemsize
-                name = names.get(id(one.sharded_param))
-                if given_back and name is not None:
-                    found[name] = part
-                else:
-                    others += part
-    return found, others
+    return [(one is modules[0], group) for one in modules for group in _groups_at(one)]
+
+
+def _groups_at(module: Any) -> list[Any]:
+    state = module._get_fsdp_state()
+    groups = getattr(state, "_fsdp_param_groups", None)
+    groups = [state._fsdp_param_group] if groups is None else groups
+    return [one for one in groups if one is not None]
 
 
 def shards_of(module: Any) -> Shards:
     """What FSDP2 shards at this module, and not further inside."""
-    state, found = module._get_fsdp_state(), Shards()
-    groups = getattr(state, "_fsdp_param_groups", None)
-    groups = [state._fsdp_param_group] if groups is None else groups
-    for group in (one for one in groups if one is not None):
+    found = Shards()
+    for group in _groups_at(module):
         later = group.post_forward_mesh_info
         for one in group.fsdp_params:
             policy, own, numel = one.mp_policy, one._sharded_param_data, one._orig_size.numel()
