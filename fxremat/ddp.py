@@ -35,7 +35,7 @@ def see_parts(request: Request, left_bytes: int | None, look_at: LookAt) -> None
     The ``request`` is that of the first part. Of each part's gradients ``left_bytes`` stay beside
     DDP's buckets, None: all.
     """
-    request = replace(request, is_passed_on=True)
+    request = replace(request, is_passed_on=compat.backward_drops_gradients())
     try:
         parts = compat.parts_split_for_ddp()
         if len(parts) < 2:

@@ -205,15 +205,16 @@ class _Walk:
     def backward(self, stage: int) -> None:
         """The micro-batch that came first of those that wait goes backward."""
         one, runs = self.pipeline.stages[stage], self.runs_of[stage].popleft()
+        value = one.shown.value_bytes if one.last else 0  # as much is the loss's own gradient
         if one.last:  # the loss goes first
             incoming = self.units[self.unit_of[runs[-1]]].boundary.incoming
-            self.moments.append(Moment(self.outside() + incoming, tuple(self.waiting)))
+            self.moments.append(Moment(self.outside() + value + incoming, tuple(self.waiting)))
         for part, run in reversed(list(enumerate(runs))):
             arrives = part == one.parts - 1 and not one.last  # in a buffer
             incoming = 0 if arrives else self.units[self.unit_of[run]].boundary.incoming
             in_buffers = self.in_buffers()
             self.waiting.remove(run)
-            outside = self.outside() + incoming - in_buffers + self.in_buffers()
+            outside = self.outside() + value + incoming - in_buffers + self.in_buffers()
             outside += self.beside((stage, part), (stage, max(0, part - 1)))  # gathered ahead
             self.gathered.add((stage, part))
             self.moments.append(Moment(outside, tuple(self.waiting), run, "backward"))

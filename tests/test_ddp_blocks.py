@@ -12,6 +12,7 @@ from torch import nn
 if not torch.distributed.is_available():
     pytest.skip("torch without torch.distributed", allow_module_level=True)
 
+from fxremat import compat
 from tests.ranks import LEAST, PERCENTS, Blocks, Found, Trained, compared, kept, on_ranks
 
 RANKS, WIDTH = 2, 128
@@ -49,7 +50,7 @@ class Parallel(Trained):
 CASES: list[tuple[str, bool, bool, tuple[int, ...]]] = [
     ("the whole", False, False, PERCENTS),
     ("the whole", True, True, PERCENTS),
-    ("the whole", True, False, (65,)),
+    ("the whole", True, False, (70,)),
     ("each block", False, True, (LEAST,)),
 ]
 
@@ -61,7 +62,8 @@ def parallel(rank: int) -> dict[str, Found]:
         def make(way: str = way, split: bool = split, views: bool = views, **how: Any) -> Parallel:
             return Parallel(rank, way, split, views, **how)
 
-        found[f"{way}, {split=}, {views=}"] = compared(make, percents, exactly=True)
+        exactly = not split or compat.backward_drops_gradients()
+        found[f"{way}, {split=}, {views=}"] = compared(make, percents, exactly=exactly)
     return found
 
 

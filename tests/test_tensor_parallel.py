@@ -96,7 +96,7 @@ class GathersItself(nn.Linear):
 class Gathering(Trained):
     """One rank's model, compiled whole; its batch is small beside its weights."""
 
-    most_steps = 10
+    most_steps = 40
 
     def __init__(self, rank: int, **how: Any) -> None:
         torch.manual_seed(0)

@@ -26,6 +26,7 @@ from fxremat.compat.absent.tracing import apart_from_tracing, generating, trace_
 from fxremat.compat.backward import (
     accumulators_of,
     at_end_of_backward,
+    backward_drops_gradients,
     hooks_on,
     hooks_on_node,
     leaves_of_one_edge,
@@ -216,6 +217,7 @@ __all__ = [
     "apart_from_tracing",
     "artifact_logger",
     "at_end_of_backward",
+    "backward_drops_gradients",
     "begin_kernel",
     "begin_kernels",
     "cache_directory",

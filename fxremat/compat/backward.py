@@ -181,3 +181,12 @@ def at_end_of_backward(call: Callable[[], None]) -> None:
 
 def _no_hook(*_: Any) -> None:
     """Stands among the hooks of a node, to see them."""
+
+
+def backward_drops_gradients() -> bool:
+    """Whether a compiled backward lets go of a gradient that it is given when that was read.
+
+    In torch before 2.13 whoever calls it holds them to its end.
+    """
+    version: Any = torch.__version__
+    return bool(version >= (2, 13))
