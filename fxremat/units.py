@@ -137,7 +137,7 @@ def surroundings(options: Options, device: torch.device) -> Surroundings:
     if pipeline is not None and pipeline.gathered_bytes:
         gathered = NOTHING_GATHERED
     elif pipeline is not None or runs == 1:  # then it is not known when they are there
-        total += gathered.ahead + gathered.sent + runs * gathered.kept
+        total += gathered.ahead + gathered.sent + (runs - 1) * gathered.kept
         gathered = NOTHING_GATHERED
     if options.reserve is not None or device.type == "cuda":  # as all around, counted elsewhere
         gathered = NOTHING_GATHERED
@@ -175,7 +175,7 @@ def _sharded_bytes(
     backward the next unit is gathered ahead, and the gradients of the last one are on their way: of
     the last unit nothing is on its way, and nothing is gathered beside the first. Modules around
     the unit have gathered the parameters that they shard themselves, and keep the whole gradients
-    of these to their own end.
+    of these to their own end. Of modules inside of the unit one after the other is gathered.
     """
     if not _is_sharded(unit):
         return None
@@ -190,12 +190,16 @@ def _sharded_bytes(
     held = own.part - storage_bytes(outer.values(), device)
     for outside in map(compat.shards_of, around):
         held += outside.part + outside.gathered + outside.sent
-    gathered = Gathered(own.gathered, own.sent, own.kept)
+    mine = compat.shards_of(unit)
+    nested = [compat.shards_of(one) for one in inside if one is not unit]
+    ahead = mine.gathered + max((one.gathered for one in nested), default=0)
+    sent = mine.sent + max((one.sent for one in nested), default=0)
+    others = (one for one in shards if one is not unit and one not in around)
     if len(shards) - len(around) > alike * len(inside):  # its neighbours are of another kind
-        others = (one for one in shards if one not in around and one not in inside)
-        held += own.gathered + own.sent + sum(compat.shards_of(one).kept for one in others)
-        gathered = NOTHING_GATHERED
-    return _Beside(held, own.part, gathered)
+        held += ahead + sent + sum(compat.shards_of(one).kept for one in others)
+        return _Beside(held, own.part)
+    held += own.kept - mine.kept
+    return _Beside(held, own.part, Gathered(ahead, sent, mine.kept))
 
 
 def _is_sharded(module: nn.Module) -> bool:
