@@ -1,7 +1,7 @@
 """Judging a rewritten joint graph by its data flow, with nothing taken from the rewriting.
 
 Every node gets a number that says what it computes: the same call on the same arguments has
-the same number. A call that may not be run again (random numbers, effects, collectives,
+the same number. A call that may not be run again (random numbers, effects, sums over ranks,
 custom ops) has a number of its own for each node, so a second copy of it is a difference.
 A graph input that is written into counts as another argument from then on.
 Calls that only wait, or say that something has arrived, compute nothing.
