@@ -27,7 +27,7 @@ from fxremat.passes.joint_graph import is_repeatable, waits_for
 from tests.conftest import Golden
 from tests.graphs import Capture, again_after_tangents, capture, everything_again
 from tests.single_calls import call
-from tests.test_cost_roofline import SPEC, size
+from tests.test_cost_roofline import SPEC
 
 RANKS, ROWS, WIDTH = 4, 4, 8
 OPS: Any = torch.ops._c10d_functional
@@ -98,9 +98,9 @@ def test_each_collective(kind: str, again: bool, sent: int, scratch: int) -> Non
     assert compat.is_wait(node) == (kind == "wait")
     assert is_repeatable(node, frozenset()) == again
     assert predicates.is_repeatable(node, frozenset()) == again
-    assert link_bytes(node, size) == sent
+    assert link_bytes(node) == sent
     args = fx.map_arg(node.args, lambda one: one.meta["val"])
-    assert scratch_bytes(node.target, args, size) == scratch
+    assert scratch_bytes(node.target, args) == scratch
 
 
 @pytest.mark.parametrize("kind", ["sum to parts", "sum for all"])
@@ -116,8 +116,8 @@ def test_a_sum_runs_again_where_a_checkpoint_says_so(kind: str) -> None:
 def test_other_nodes_are_no_collectives() -> None:
     node = call(torch.ops.aten.mm.default, torch.empty(2, 2), torch.empty(2, 2))
     assert not compat.is_collective(node)
-    assert link_bytes(node, size) == 0
-    assert scratch_bytes(node.target, node.args, size) == 0
+    assert link_bytes(node) == 0
+    assert scratch_bytes(node.target, node.args) == 0
     assert compat.number_of_ranks(node) is None
 
 

@@ -177,7 +177,7 @@ def parts_given_back(model: torch.nn.Module) -> tuple[dict[str, int], int]:
     for outermost, group in _groups_of_fsdp(model):
         given_back = not outermost and group.post_forward_mesh_info is not None
         for one in group.fsdp_params:
-            part = one._sharded_param_data.numel() * one._sharded_param_data.dtype.itemsize
+            part = one._sharded_param_data.nbytes
             name = names.get(id(one.sharded_param))
             if given_back and name is not None:
                 found[name] = part
@@ -227,6 +227,5 @@ def shards_of(module: Any) -> Shards:
             kept = numel * width
             if later is not None:
                 kept = 0 if later == group.mesh_info else kept // later.shard_mesh_size
-            part = own.numel() * own.dtype.itemsize
-            found += Shards(part, numel * width, numel * sent, kept)
+            found += Shards(own.nbytes, numel * width, numel * sent, kept)
     return found

@@ -7,43 +7,40 @@ section 3: to gather what n ranks have, or to sum it into a part for each, every
 
 from __future__ import annotations
 
-from collections.abc import Callable, Sequence
+from collections.abc import Sequence
 from typing import Any
 
 import torch
 from torch import fx
+from torch.utils import _pytree as pytree
 
 from fxremat import compat
+from fxremat.passes.memory_estimation import nbytes
 
 
-def link_bytes(node: fx.Node, size: Callable[[Any], int]) -> int:
-    """Bytes that a rank sends in the collective that a node starts; 0 for other nodes.
-
-    ``size`` gives a symbolic size as a number.
-    """
+def link_bytes(node: fx.Node) -> int:
+    """Bytes that a rank sends in the collective that a node starts; 0 for other nodes."""
     if not (compat.moves_between_ranks(node) or compat.sums_over_ranks(node)):
         return 0
-    given = sum(_bytes(one.meta.get("val"), size) for one in node.all_input_nodes)
-    whole, ranks = max(_bytes(node.meta.get("val"), size), given), compat.number_of_ranks(node)
+    given = _bytes([one.meta.get("val") for one in node.all_input_nodes])
+    whole, ranks = max(_bytes(node.meta.get("val")), given), compat.number_of_ranks(node)
     sent = whole if ranks is None else whole * (ranks - 1) // ranks
     return 2 * sent if compat.sums_for_all_ranks(node) else sent
 
 
-def scratch_bytes(target: object, args: Sequence[Any], size: Callable[[Any], int]) -> int:
+def scratch_bytes(target: object, args: Sequence[Any]) -> int:
     """What gloo allocates inside of a collective on the CPU, by its arguments.
 
     It gathers into a list of results, and copies them; it sums into a copy of what it is given.
     NCCL has buffers that torch's allocator does not know.
     """
-    given = _bytes(list(args), size)
     if compat.gathers(target):
+        given = _bytes(args)
         whole = given * next(one for one in args if isinstance(one, int))
         return whole + (given if isinstance(args[0], (tuple, list)) else 0)
-    return given if compat.sums_into_parts(target) else 0
+    return _bytes(args) if compat.sums_into_parts(target) else 0
 
 
-def _bytes(value: Any, size: Callable[[Any], int]) -> int:
-    if isinstance(value, (tuple, list)):
-        return sum(_bytes(one, size) for one in value)
-    is_tensor = isinstance(value, torch.Tensor)
-    return size(value.numel()) * value.dtype.itemsize if is_tensor else 0
+def _bytes(values: Any) -> int:
+    tensors = (x for x in pytree.tree_leaves(values) if isinstance(x, torch.Tensor))
+    return sum(map(nbytes, tensors))

@@ -54,7 +54,7 @@ class Roofline:
         extra = sum(each.calls for each in inside) * (rates.launch_us + kernels.CALL_US)
         extra += 1e6 * sum(each.again for each in inside) / rates.bytes_per_s
         traffic = traffic_bytes + sum(each.bytes for each in inside)
-        sent = [link_bytes(n, compat.size_bound) for n in nodes if compat.is_collective(n)]
+        sent = [link_bytes(n) for n in nodes if compat.is_collective(n)]
         extra += sum(rates.link_us + 1e6 * each / rates.link_bytes_per_s for each in sent if each)
         return extra + roofline_us(nodes, traffic, dtype, rates, compat.size_bound)
 

@@ -113,9 +113,7 @@ class Workspaces:
 
     def of_call(self, target: Any, args: Any, kwargs: Any) -> int:
         """The workspace of ``target(*args, **kwargs)``; 0, with a warning, if it cannot be run."""
-        if self.device.type == "cpu" and (
-            scratch := scratch_bytes(target, args, compat.size_bound)
-        ):
+        if self.device.type == "cpu" and (scratch := scratch_bytes(target, args)):
             return scratch
         if not _may_have_workspace(target) or not _tensors((args, kwargs)):
             return 0
