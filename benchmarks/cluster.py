@@ -4,8 +4,8 @@
 
 The ranks are those of torch's fake process group, tensors have no memory, and the card is absent.
 One rank of each stage is planned: a block is traced under tensor parallel, and its versions are
-chosen for all micro-batches that wait at once under 1F1B (`fxremat.pipelines`). What FSDP2 holds is
-counted from the sizes. docs/design/ranks.md says what is not exact.
+chosen for all micro-batches that wait at once under 1F1B (`fxremat.step.pipelines`). What FSDP2
+holds is counted from the sizes. docs/design/ranks.md says what is not exact.
 """
 
 from __future__ import annotations
@@ -18,14 +18,14 @@ from dataclasses import dataclass, fields, replace
 import fxremat
 from benchmarks.cluster_model import HALF, Job, Traced, fake_ranks, traced_block, traced_head
 from benchmarks.rows import format_table
-from fxremat import compat
-from fxremat.core.units import Moment, UnitStep, Version
+from fxremat.compat.distributed.pipelining import ShownStage
+from fxremat.core.step import Moment, UnitStep, Version
 from fxremat.cost.cards import card_named
-from fxremat.pipelines import Pipeline, StageOfRank
 from fxremat.planner import units as planner
 from fxremat.planner.units import Chosen
 from fxremat.sizes import GIB
-from fxremat.units import unplanned_bytes
+from fxremat.step.pipelines import Pipeline, StageOfRank
+from fxremat.step.runs import unplanned_bytes
 
 WAYS = ("plain", "checkpointed", "fxremat")
 FLOAT, MOMENTS = 4, 2
@@ -79,7 +79,7 @@ def resident_bytes(job: Job, stage: int, block: int, head: int) -> int:
 def pipeline_of(job: Job, stage: int) -> Pipeline:
     """The rank's part in a step; the head counts as a unit of its own, and gives one number."""
     last, given = stage == job.stages - 1, job.activation_bytes
-    shown = compat.ShownStage(given, 0 if last else given)
+    shown = ShownStage(given, 0 if last else given)
     return Pipeline(
         (StageOfRank(job.layers_of_stage, stage == 0, last, shown),),
         order_of(stage, job.stages, job.micro_batches),

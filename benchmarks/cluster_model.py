@@ -26,21 +26,25 @@ from torch.distributed.tensor.parallel import (
 from torch.nn import functional as F
 from torch.testing._internal.distributed.fake_pg import FakeStore
 
-from fxremat import compat
-from fxremat.backend import total_bytes, traced
-from fxremat.compiling import session
-from fxremat.compiling.costs import cost_model
-from fxremat.compiling.draft import Draft
-from fxremat.compiling.pipeline import AS_TORCH, PLAN, PREPARE, Runner
-from fxremat.compiling.request import Request, request_for
-from fxremat.compiling.searching.torch_plan import plan_of_torch, steps_again
-from fxremat.compiling.stage_times import StageTimes
-from fxremat.compiling.tracing import Ended
-from fxremat.compiling.units import Unit, look_at_unit, version_of
+from fxremat.compat.dynamo import fresh_dynamo_caches
+from fxremat.compat.joint_graph import copy_module
+from fxremat.compat.partitioning import torch_partition
+from fxremat.compat.tensors import plain_tensors
+from fxremat.compile import session
+from fxremat.compile.cost_model import cost_model
+from fxremat.compile.draft import Draft
+from fxremat.compile.driver import total_bytes, traced
+from fxremat.compile.pipeline import AS_TORCH, PLAN, PREPARE, Runner
+from fxremat.compile.request import Request, request_for
+from fxremat.compile.run_figures import version_of
+from fxremat.compile.search.torch_plan import plan_of_torch, steps_again
+from fxremat.compile.stage_times import StageTimes
+from fxremat.compile.tracing import Ended
 from fxremat.core.plan import Plan
+from fxremat.core.step import Version
 from fxremat.core.timeline import replay
-from fxremat.core.units import Version
 from fxremat.options import parse_options
+from fxremat.step.versions import Unit, look_at_unit
 
 HALF = torch.bfloat16
 HOST = torch.device("cpu")
@@ -237,7 +241,7 @@ def _parallel(module: nn.Module, mesh: DeviceMesh, plan: Mapping[str, ParallelSt
 
 def _traced(module: nn.Module, given: Sequence[Tensor], count: int) -> Traced:
     """The joint graph of the module on the absent card, and what it may take."""
-    parameters = sum(part.numel() for x in module.parameters() for part in compat.plain_tensors(x))
+    parameters = sum(part.numel() for x in module.parameters() for part in plain_tensors(x))
     options = parse_options({"reserve": 0}, device_total_bytes=total_bytes(HOST))
 
     def backend(gm: fx.GraphModule, inputs: Sequence[Any]) -> Callable[..., Any]:
@@ -247,7 +251,7 @@ def _traced(module: nn.Module, given: Sequence[Tensor], count: int) -> Traced:
             static = tuple(kwargs.pop("static_lifetime_input_indices", None) or ())
 
             def as_torch_does(one: fx.GraphModule) -> Any:
-                return compat.torch_partition(one, joint_inputs, **kwargs)
+                return torch_partition(one, joint_inputs, **kwargs)
 
             draft = Draft(joint, kwargs["num_fwd_outputs"], static, as_torch_does)
             raise Ended(_studied(draft, request, count, parameters))
@@ -255,7 +259,7 @@ def _traced(module: nn.Module, given: Sequence[Tensor], count: int) -> Traced:
         return traced(gm, inputs, {}, partition)
 
     try:
-        with session.separate(), compat.fresh_dynamo_caches():
+        with session.separate(), fresh_dynamo_caches():
             torch.compile(module, backend=backend, fullgraph=True)(*given)
     except Exception as error:
         ended = getattr(error, "inner_exception", error)
@@ -267,7 +271,7 @@ def _traced(module: nn.Module, given: Sequence[Tensor], count: int) -> Traced:
 
 
 def _studied(draft: Draft, request: Request, count: int, parameters: int) -> Traced:
-    copy = replace(draft, module=compat.copy_module(draft.module))
+    copy = replace(draft, module=copy_module(draft.module))
     unit = look_at_unit(draft, request, count)
     runner = Runner(cost_model(request, copy.module.graph, "unit"), StageTimes())
     seen = runner.run("estimate", PLAN, runner.run("prepare", PREPARE, copy))

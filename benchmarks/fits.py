@@ -22,9 +22,9 @@ import torch
 from torch import Tensor, nn
 
 import fxremat
-from fxremat.fitting import WAYS, Fit, Way
-from fxremat.model.blocks import shortened
 from fxremat.sizes import format_bytes
+from fxremat.training.blocks import shortened
+from fxremat.whatif.fitting import WAYS, Fit, Way
 
 from .machine import describe_machine
 from .rows import format_table

@@ -10,7 +10,7 @@ from typing import Any
 import torch
 
 import fxremat
-from fxremat.device import absent
+from fxremat.whatif.device import absent
 
 from .models import build
 from .rows import format_table, mib, number

@@ -22,7 +22,7 @@ import torch
 from torch import Tensor
 
 import fxremat
-from fxremat.cost.peak import measure_peak
+from fxremat.memory.measured_peak import measure_peak
 from fxremat.runtime.chunks import counted_rows
 
 from .models import MODELS, build

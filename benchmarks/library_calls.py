@@ -29,7 +29,7 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
 
-from fxremat import compat
+from fxremat.compat.configuration import inductor_config
 
 from .machine import describe_machine
 from .nets.language import GPT
@@ -177,7 +177,7 @@ def measure(shape: Shape, rounds: int, steps: int, least: bool = False) -> list[
         its.add(CALL, WithCall)
     else:
         its.rows[CALL] = Row(CALL, error=f"torch {torch.__version__} has none")
-    if hasattr(compat.inductor_config, "auto_chunker"):
+    if hasattr(inductor_config, "auto_chunker"):
         its.add(CHUNKER, lambda gpt: gpt, **{"auto_chunker.enable": True})
     else:
         its.rows[CHUNKER] = Row(CHUNKER, error=f"torch {torch.__version__} has none")

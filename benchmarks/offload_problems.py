@@ -17,8 +17,8 @@ from functools import cached_property
 import torch
 from torch import fx
 
-from fxremat import compat
-from fxremat.compiling.tracing import trace_step
+from fxremat.compat.tensors import fake_tensors
+from fxremat.compile.tracing import trace_step
 from fxremat.core.problem import COPY_LATENCY_US, Copies, Problem
 from fxremat.core.timeline import replay
 from fxremat.cost.device import DeviceSpec, spec_named
@@ -115,7 +115,7 @@ class Traced:
 
 def trace(architecture: Architecture, layers: int, batch: int, spec: DeviceSpec) -> Traced:
     """A training step of so many samples on a device of these rates."""
-    with compat.fake_tensors():
+    with fake_tensors():
         model = architecture.build(layers)
         inputs = model.sample(batch, torch.Generator())
         found = trace_step(architecture.name, model, inputs, spec=spec).found

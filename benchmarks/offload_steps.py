@@ -16,7 +16,7 @@ import torch
 from fxremat import runtime
 from fxremat.core.schedule import Kind
 from fxremat.core.timeline import replay
-from fxremat.cost.peak import held_bytes, measure_peak
+from fxremat.memory.measured_peak import held_bytes, measure_peak
 from fxremat.report.report import Report
 from fxremat.runtime import CopyRecord
 from fxremat.runtime.copies import cpu_engine

@@ -30,8 +30,8 @@ import torch
 from torch import Tensor
 
 import fxremat
-from fxremat.cost.optimizer_states import held_by
-from fxremat.fitting import WAYS
+from fxremat.memory.optimizer_states import held_by
+from fxremat.whatif.fitting import WAYS
 
 from .machine import describe_machine
 from .nets.language import Llama

@@ -32,8 +32,8 @@ from typing import Any
 
 import torch
 
-from fxremat import compat
-from fxremat.compiling.tracing import trace_step
+from fxremat.compat.tensors import fake_tensors
+from fxremat.compile.tracing import trace_step
 from fxremat.core.check import check
 from fxremat.core.plan import Plan
 from fxremat.core.problem import Problem
@@ -144,7 +144,7 @@ def problem_of(model: str, size: str, names: tuple[str, ...]) -> Problem:
         return trace_step(
             model, module, inputs, workspaces=True, spec=spec, rules=rules
         ).found.problem
-    with compat.fake_tensors():
+    with fake_tensors():
         module, inputs = build(model, size, dtype=DTYPES[size])
         return trace_step(model, module, inputs, spec=spec, rules=rules).found.problem
 

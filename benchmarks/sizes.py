@@ -16,9 +16,9 @@ import torch
 from torch import Tensor
 
 import fxremat
-from fxremat import compat
-from fxremat.cost.peak import measure_peak
-from fxremat.cost.peak_expression import PeakExpression
+from fxremat.compat.dynamo import mark_dynamic
+from fxremat.memory.measured_peak import measure_peak
+from fxremat.whatif.peak_expression import PeakExpression
 
 from .models import find_config
 from .nets.layers import Network
@@ -67,7 +67,7 @@ def row_of(name: str, size: str, low: int, high: int, percent: int) -> Row:
     options: dict[str, Any] = {"memory_budget": whole * percent // 100}
     given = _inputs(model, (low + high) // 2)
     for tensor in given:
-        compat.mark_dynamic(tensor, 0, low, high)
+        mark_dynamic(tensor, 0, low, high)
     found = fxremat.explain(model, *given, options=options).peak_expression
     call = torch.compile(model, backend="fxremat", options=options)
     call(*given).backward()

@@ -89,7 +89,7 @@ class Training:
 
     def measure(self) -> Peak:
         """Peak of one step; call it after the warm-up steps."""
-        from fxremat.cost.peak import measure_peak
+        from fxremat.memory.measured_peak import measure_peak
 
         self.model.zero_grad(set_to_none=True)
         if self.device.type == "cuda":
@@ -113,8 +113,8 @@ class Training:
 
     def recorded(self) -> dict[str, int]:
         """Reserved bytes of two steps: what the model of CUDA's allocator says, and what was."""
-        from fxremat.compat import recorded_allocations
-        from fxremat.cost.allocator import compare, settings_of_environment
+        from fxremat.compat.measuring import recorded_allocations
+        from fxremat.memory.allocator import compare, settings_of_environment
 
         def steps() -> None:
             self.step()
@@ -188,7 +188,7 @@ def _compiled(variant: Variant, model: nn.Module) -> Callable[..., Any]:
         _compile_blocks(model)
         return model
     if variant.kind == "knob":
-        from fxremat.compat import functorch_config
+        from fxremat.compat.configuration import functorch_config
 
         functorch_config.activation_memory_budget = variant.value or 0.0
     if variant.kind == "checkpoint":

@@ -22,7 +22,7 @@ from typing import Any
 import torch
 from torch import Tensor, fx, nn
 
-from fxremat.cost.peak import held_bytes
+from fxremat.memory.measured_peak import held_bytes
 
 from .machine import describe_machine
 from .training import Infeasible, Training, gradient_error, prepare

@@ -29,8 +29,8 @@ from typing import Any
 
 import torch
 
-from fxremat import compat
-from fxremat.compiling.tracing import trace_step
+from fxremat.compat.tensors import fake_tensors
+from fxremat.compile.tracing import trace_step
 from fxremat.core.check import check
 from fxremat.core.plan import Plan
 from fxremat.core.problem import Problem
@@ -82,7 +82,7 @@ def problem_of(name: str, size: str, device: str, lossy: bool) -> Problem:
     spec = spec_named(device)
     rules = rules_named(None, allow_lossy=lossy)
     dtype = torch.bfloat16 if size == "gpu" else torch.float32
-    with compat.fake_tensors():
+    with fake_tensors():
         model, inputs = build(name, size, dtype=dtype)
         return trace_step(name, model, inputs, spec=spec, rules=rules).found.problem
 

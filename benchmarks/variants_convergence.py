@@ -26,8 +26,9 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor, fx, nn
 
-from fxremat import compat
-from fxremat.compiling.pipeline import prepare
+from fxremat.compat.compilers import trace_as_inductor
+from fxremat.compat.partitioning import extract_forward_backward
+from fxremat.compile.pipeline import prepare
 from fxremat.passes.joint_graph import JointGraph, Role, is_tensor, root
 from fxremat.passes.nodes import fake
 from fxremat.passes.variants.few_bit import MOST_BITS
@@ -221,7 +222,7 @@ class Taken:
         joint = take(before, chosen)
         nodes = crossing(joint)
         self.sites, self.saved = tuple(site.name for site in chosen), saved_bytes(nodes)
-        return compat.extract_forward_backward(
+        return extract_forward_backward(
             joint.module, nodes, num_fwd_outputs=num_fwd_outputs, static_inputs=()
         )
 
@@ -229,7 +230,7 @@ class Taken:
         """The model, run node by node in these forms."""
 
         def backend(gm: fx.GraphModule, inputs: Sequence[Any]) -> Callable[..., Any]:
-            return compat.trace_as_inductor(gm, inputs, {}, self)
+            return trace_as_inductor(gm, inputs, {}, self)
 
         torch.compiler.reset()
         return torch.compile(model, backend=backend)

@@ -14,39 +14,57 @@ from typing import TYPE_CHECKING
 
 from fxremat.errors import (
     BudgetExceeded,
+    CannotVary,
     FxrematError,
+    GraphsDiffer,
+    HostMemoryExceeded,
     InfeasibleBudget,
     InvalidOption,
+    NeedsTriton,
+    NotTraceable,
     PromiseBroken,
+    RankMissing,
     SolverRefused,
+    UnknownDevice,
+    UnknownOption,
     VerificationFailed,
 )
 from fxremat.version import __version__
 
 if TYPE_CHECKING:
-    from fxremat.compiling.session import reports
-    from fxremat.cost.peak import measure_peak
-    from fxremat.explaining import explain
-    from fxremat.figures import metrics
-    from fxremat.fitting import fit
-    from fxremat.model.accumulating import accumulate_in_backward
-    from fxremat.model.loss_only import loss_only
-    from fxremat.model.offloading import offload
-    from fxremat.model.optimizer_bytes import optimizer_state_bytes
-    from fxremat.model.stepping import step_in_backward
+    from fxremat.compile.session import reports
+    from fxremat.memory.measured_peak import measure_peak
+    from fxremat.metrics import metrics
     from fxremat.options import list_options
-    from fxremat.preparing import prepare
+    from fxremat.step.preparation import prepare
+    from fxremat.training.accumulation import accumulate_in_backward
+    from fxremat.training.loss_only import loss_only
+    from fxremat.training.offloading import offload
+    from fxremat.training.optimizer_bytes import optimizer_state_bytes
+    from fxremat.training.stepping import step_in_backward
+    from fxremat.whatif import device
+    from fxremat.whatif.explanation import explain
+    from fxremat.whatif.fitting import fit
 
 __all__ = [
     "BudgetExceeded",
+    "CannotVary",
     "FxrematError",
+    "GraphsDiffer",
+    "HostMemoryExceeded",
     "InfeasibleBudget",
     "InvalidOption",
+    "NeedsTriton",
+    "NotTraceable",
     "PromiseBroken",
+    "RankMissing",
     "SolverRefused",
+    "UnknownDevice",
+    "UnknownOption",
     "VerificationFailed",
     "__version__",
     "accumulate_in_backward",
+    "device",
     "explain",
     "fit",
     "list_options",
@@ -61,18 +79,18 @@ __all__ = [
 ]
 
 _LAZY = {
-    "accumulate_in_backward": "fxremat.model.accumulating",
-    "explain": "fxremat.explaining",
-    "fit": "fxremat.fitting",
+    "accumulate_in_backward": "fxremat.training.accumulation",
+    "explain": "fxremat.whatif.explanation",
+    "fit": "fxremat.whatif.fitting",
     "list_options": "fxremat.options",
-    "loss_only": "fxremat.model.loss_only",
-    "measure_peak": "fxremat.cost.peak",
-    "metrics": "fxremat.figures",
-    "offload": "fxremat.model.offloading",
-    "optimizer_state_bytes": "fxremat.model.optimizer_bytes",
-    "prepare": "fxremat.preparing",
-    "reports": "fxremat.compiling.session",
-    "step_in_backward": "fxremat.model.stepping",
+    "loss_only": "fxremat.training.loss_only",
+    "measure_peak": "fxremat.memory.measured_peak",
+    "metrics": "fxremat.metrics",
+    "offload": "fxremat.training.offloading",
+    "optimizer_state_bytes": "fxremat.training.optimizer_bytes",
+    "prepare": "fxremat.step.preparation",
+    "reports": "fxremat.compile.session",
+    "step_in_backward": "fxremat.training.stepping",
 }
 
 
@@ -81,7 +99,7 @@ def __getattr__(name: str) -> object:
     from importlib import import_module
 
     if name == "device":
-        return import_module("fxremat.device")
+        return import_module("fxremat.whatif.device")
     if name not in _LAZY:
         raise AttributeError(f"module 'fxremat' has no attribute {name!r}")
     return getattr(import_module(_LAZY[name]), name)

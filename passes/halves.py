@@ -8,7 +8,9 @@ from dataclasses import dataclass
 
 from torch import fx
 
-from fxremat import compat
+from fxremat.compat.donation import donatable, donate
+from fxremat.compat.inductor.post_grad import leave_layouts
+from fxremat.compat.partitioning import extract_forward_backward
 from fxremat.passes.base import Changed, Pass
 
 RECOMPUTED = "_recompute"
@@ -61,7 +63,7 @@ class Cut(Pass):
     def call(self, module: fx.GraphModule) -> Changed:
         """Leaves the graph as it is."""
         inputs = {n.name: n for n in module.graph.nodes if n.op == "placeholder"}
-        halves = compat.extract_forward_backward(
+        halves = extract_forward_backward(
             module,
             list(self.rewritten.saved),
             num_fwd_outputs=self.num_forward_outputs,
@@ -95,7 +97,7 @@ class DonateSaved(Pass):
 
     def call(self, module: fx.GraphModule) -> Changed:
         """Marks inputs of the backward, and the forward; both stay what they compute."""
-        names = compat.donatable(module, self.backward, self.num_forward_outputs)
-        compat.donate(self.backward, names)
-        compat.leave_layouts(module)
+        names = donatable(module, self.backward, self.num_forward_outputs)
+        donate(self.backward, names)
+        leave_layouts(module)
         return Changed(module, bool(names))

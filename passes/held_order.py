@@ -33,7 +33,21 @@ from typing import Any
 
 from torch import fx
 
-from fxremat import compat
+from fxremat.compat.configuration import CustomGraphPass, SchedulerPass
+from fxremat.compat.inductor.post_grad import (
+    copy_images,
+    is_read_as_an_image,
+    return_inputs_as_they_are,
+    write_results,
+)
+from fxremat.compat.inductor.scheduling import (
+    Footprint,
+    Scheduled,
+    names_being_scheduled,
+    run_after,
+    run_in_functions,
+    scheduled,
+)
 from fxremat.passes.halves import FREE, WRITTEN
 from fxremat.passes.joint_graph import STORED, is_tensor, is_view
 from fxremat.passes.materialisation import is_fusable
@@ -56,7 +70,7 @@ def results_to_write(graph: fx.Graph) -> list[fx.Node]:
         if not is_call(call) or not is_tensor(node) or not is_fusable(call) or is_view(call):
             continue
         planned = any(mark in call.name for mark in (WRITTEN, STORED))
-        if planned or (FREE in call.name and compat.is_read_as_an_image(node)):
+        if planned or (FREE in call.name and is_read_as_an_image(node)):
             found.append(node)
     return found
 
@@ -66,7 +80,7 @@ def is_call(node: Any) -> bool:
     return isinstance(node, fx.Node) and node.op == "call_function"
 
 
-def fences(kernels: Sequence[compat.Scheduled]) -> dict[int, list[int]]:
+def fences(kernels: Sequence[Scheduled]) -> dict[int, list[int]]:
     """Kernel -> the kernels it must run after, as positions in ``kernels``.
 
     Every library call waits for the one before it. One that begins or ends a held stretch waits
@@ -95,7 +109,7 @@ def fences(kernels: Sequence[compat.Scheduled]) -> dict[int, list[int]]:
     return {position: earlier for position, earlier in after.items() if earlier}
 
 
-def held_stretches(kernels: Sequence[compat.Scheduled]) -> list[bool]:
+def held_stretches(kernels: Sequence[Scheduled]) -> list[bool]:
     """Whether the order is held before the first library call, between the next two, and so on.
 
     Marks in a stretch's loops say so. One without marks is like the one before it.
@@ -112,7 +126,7 @@ def held_stretches(kernels: Sequence[compat.Scheduled]) -> list[bool]:
     return held
 
 
-def held_loops(kernels: Sequence[compat.Scheduled]) -> list[int]:
+def held_loops(kernels: Sequence[Scheduled]) -> list[int]:
     """The loops of held stretches, as positions in ``kernels``."""
     held, stretch, found = held_stretches(kernels), 0, []
     for position, kernel in enumerate(kernels):
@@ -122,7 +136,7 @@ def held_loops(kernels: Sequence[compat.Scheduled]) -> list[int]:
     return found
 
 
-def last_of_functions(loops: Sequence[compat.Footprint]) -> set[int]:
+def last_of_functions(loops: Sequence[Footprint]) -> set[int]:
     """The loops behind which a function ends, of those between two library calls.
 
     A function allocates what all its loops write before it, and frees behind it. Several loops
@@ -145,7 +159,7 @@ def last_of_functions(loops: Sequence[compat.Footprint]) -> set[int]:
 
 
 def late_copies(
-    kernels: Sequence[compat.Scheduled], between: Sequence[int], loops: Sequence[int]
+    kernels: Sequence[Scheduled], between: Sequence[int], loops: Sequence[int]
 ) -> list[int]:
     """The loops that only copy what no other loop makes, for a reader that comes after ``between``.
 
@@ -174,7 +188,7 @@ def _uuid(name: str, version: str, user_pass: Any) -> Any:
 
 
 @dataclass(frozen=True)
-class WriteResults(compat.CustomGraphPass):
+class WriteResults(CustomGraphPass):
     """Inductor's post-grad pass; ``user_pass`` is what the user had configured there."""
 
     version: str
@@ -184,9 +198,9 @@ class WriteResults(compat.CustomGraphPass):
         """Mark the results in place, and what is handed on to the backward as it is."""
         if self.user_pass is not None:
             self.user_pass(graph)
-        compat.write_results(graph, results_to_write(graph))
-        compat.return_inputs_as_they_are(graph)
-        compat.copy_images(graph)
+        write_results(graph, results_to_write(graph))
+        return_inputs_as_they_are(graph)
+        copy_images(graph)
 
     def uuid(self) -> Any:
         """The pass's name in Inductor's cache."""
@@ -194,7 +208,7 @@ class WriteResults(compat.CustomGraphPass):
 
 
 @dataclass(frozen=True)
-class Fence(compat.SchedulerPass):
+class Fence(SchedulerPass):
     """Inductor's pre-fusion pass; ``user_pass`` is what the user had configured there."""
 
     version: str
@@ -206,13 +220,13 @@ class Fence(compat.SchedulerPass):
         return self.hold(nodes)
 
     def hold(self, nodes: list[Any]) -> list[Any]:
-        names = compat.names_being_scheduled()
+        names = names_being_scheduled()
         if not any(mark in name for name in names for mark in (WRITTEN, MOVED)):
             return nodes
-        kernels = [compat.scheduled(node) for node in nodes]
+        kernels = [scheduled(node) for node in nodes]
         held = [nodes[position] for position in held_loops(kernels)]
-        compat.run_in_functions(held, last_of_functions)
-        return compat.run_after(nodes, fences(kernels))
+        run_in_functions(held, last_of_functions)
+        return run_after(nodes, fences(kernels))
 
     def uuid(self) -> Any:
         """The pass's name in Inductor's cache."""

@@ -32,7 +32,8 @@ from typing import Any
 from torch import fx
 from torch.utils import _pytree as pytree
 
-from fxremat import compat
+from fxremat.compat.configuration import OpOverload
+from fxremat.compat.joint_graph import module_of, must_be_in_forward
 from fxremat.passes.base import Changed, Pass
 from fxremat.passes.halves import Rewritten
 from fxremat.passes.joint_graph import JointGraph, Role, is_tensor, root
@@ -75,7 +76,7 @@ def _tensors(args: Any) -> list[fx.Node]:
 def _is_fresh(owner: fx.Node) -> bool:
     """Whether the node has new memory that torch gave it; constants live in loops alone."""
     target = owner.target
-    if owner.op != "call_function" or not isinstance(target, compat.OpOverload):
+    if owner.op != "call_function" or not isinstance(target, OpOverload):
         return False
     known = target.namespace in _FRESH or target in runtime.IN_PLACE
     return known and is_tensor(owner) and any(map(is_tensor, owner.all_input_nodes))
@@ -107,7 +108,7 @@ def overwritable(joint: JointGraph) -> dict[fx.Node, fx.Node]:
 
 def _forward_nodes(graph: fx.Graph, ends: Iterable[fx.Node]) -> set[fx.Node]:
     """What the forward computes: all that its results and what it saves are made of."""
-    stack = [*ends, *(n for n in graph.nodes if compat.must_be_in_forward(n))]
+    stack = [*ends, *(n for n in graph.nodes if must_be_in_forward(n))]
     reached: set[fx.Node] = set()
     while stack:
         node = stack.pop()
@@ -192,7 +193,7 @@ def rewrite(rewritten: Rewritten, num_forward_outputs: int) -> InPlace:
             writer.write(node, owner)
     if not writer.pairs:
         return InPlace(rewritten, ())
-    module = compat.module_of(rewritten.module, graph)
+    module = module_of(rewritten.module, graph)
     module.meta = dict(rewritten.module.meta)
     now = tuple(writer.replacements.get(n, n) for n in saved)
     new = replace(rewritten, module=module, saved=now)

@@ -22,7 +22,21 @@ from typing import Any
 import torch
 from torch import fx
 
-from fxremat import compat
+from fxremat.compat.configuration import OpOverload
+from fxremat.compat.distributed.ranks import (
+    is_collective,
+    is_wait,
+    moves_between_ranks,
+    sums_over_ranks,
+)
+from fxremat.compat.joint_graph import (
+    is_tangent,
+    must_be_in_backward,
+    must_be_in_forward,
+    mutated_input_of,
+    prepare_joint_graph,
+    user_tag,
+)
 from fxremat.passes.base import Changed, Pass
 from fxremat.runtime import kernels
 
@@ -93,7 +107,7 @@ def is_view(node: fx.Node) -> bool:
 def _gives_view(target: Any) -> bool:
     if target in _VIEWS_WITHOUT_ALIAS:
         return True
-    if not isinstance(target, compat.OpOverload):
+    if not isinstance(target, OpOverload):
         return False
     returns = target._schema.returns
     is_mutating = target._schema.is_mutable
@@ -106,7 +120,7 @@ def is_random(node: fx.Node) -> bool:
     Fused attention is tagged random for its dropout; with probability 0 it draws nothing.
     """
     target = node.target
-    if not isinstance(target, compat.OpOverload):
+    if not isinstance(target, OpOverload):
         return False
     if torch.Tag.nondeterministic_seeded not in target.tags:
         return False
@@ -130,7 +144,7 @@ def is_repeatable(node: fx.Node, mutated: frozenset[fx.Node]) -> bool:
     target = node.target
     if target is operator.getitem:
         return True
-    if not isinstance(target, compat.OpOverload):
+    if not isinstance(target, OpOverload):
         return False
     if target.namespace not in _PURE_NAMESPACES and not _is_repeatable_collective(node):
         return False
@@ -138,7 +152,7 @@ def is_repeatable(node: fx.Node, mutated: frozenset[fx.Node]) -> bool:
         return False
     if node.meta.get("unbacked_bindings"):
         return False
-    if compat.must_be_in_forward(node) or _is_told_to_save(node):
+    if must_be_in_forward(node) or _is_told_to_save(node):
         return False
     return not any(root(i) in mutated for i in node.all_input_nodes)
 
@@ -148,15 +162,15 @@ _PURE_NAMESPACES = frozenset({"aten", "prims", kernels.NAMESPACE})
 
 def _is_repeatable_collective(node: fx.Node) -> bool:
     """All ranks run it again, at the same place, for they have one graph and one plan."""
-    checkpointed = compat.user_tag(node) in ("MUST_RECOMPUTE", "PREFER_RECOMPUTE")
-    if compat.is_wait(node) or compat.moves_between_ranks(node):
+    checkpointed = user_tag(node) in ("MUST_RECOMPUTE", "PREFER_RECOMPUTE")
+    if is_wait(node) or moves_between_ranks(node):
         return True
-    return compat.sums_over_ranks(node) and checkpointed
+    return sums_over_ranks(node) and checkpointed
 
 
 def _is_told_to_save(node: fx.Node) -> bool:
     """Saving a view is saving what it looks into, and running it again costs nothing."""
-    told = compat.user_tag(node) == "MUST_SAVE" or node.meta.get("has_backward_hook")
+    told = user_tag(node) == "MUST_SAVE" or node.meta.get("has_backward_hook")
     return bool(told) and not is_view(node)
 
 
@@ -173,12 +187,12 @@ _VIEWS_WITHOUT_ALIAS = frozenset(
 
 def waits_for(node: fx.Node) -> tuple[fx.Node, ...]:
     """What waits for the results of a collective, if nothing else reads these; else nothing."""
-    if not compat.is_collective(node) or compat.is_wait(node):
+    if not is_collective(node) or is_wait(node):
         return ()
     items = [user for user in node.users if user.target is operator.getitem]
     started = items if is_multi_output(node) else [node]
     readers = [list(one.users) for one in started]
-    if any(len(each) != 1 or not compat.is_wait(each[0]) for each in readers):
+    if any(len(each) != 1 or not is_wait(each[0]) for each in readers):
         return ()
     return tuple(each[0] for each in readers)
 
@@ -186,7 +200,7 @@ def waits_for(node: fx.Node) -> tuple[fx.Node, ...]:
 def is_mutating(node: fx.Node) -> bool:
     """Whether a call writes into one of its inputs."""
     target = node.target
-    return isinstance(target, compat.OpOverload) and target._schema.is_mutable
+    return isinstance(target, OpOverload) and target._schema.is_mutable
 
 
 def is_fetch(node: fx.Node) -> bool:
@@ -226,7 +240,7 @@ def _forward_closure(
     stack = list(outputs)
     for node in graph.nodes:
         asserts = is_run_for_effect(node) and node not in in_backward
-        if asserts or compat.must_be_in_forward(node) or IN_FORWARD in node.meta:
+        if asserts or must_be_in_forward(node) or IN_FORWARD in node.meta:
             stack.append(node)
     while stack:
         node = stack.pop()
@@ -243,8 +257,8 @@ def _backward_closure(graph: fx.Graph) -> set[fx.Node]:
         if node.op == "output":
             continue
         if (
-            compat.is_tangent(node)
-            or compat.must_be_in_backward(node)
+            is_tangent(node)
+            or must_be_in_backward(node)
             or any(i in reached for i in node.all_input_nodes)
         ):
             reached.add(node)
@@ -261,7 +275,7 @@ def _mutated_inputs(graph: fx.Graph, descriptions: list[Any]) -> set[fx.Node]:
     by_target = {n.target: n for n in graph.nodes if n.op == "placeholder"}
     by_desc = {n.meta.get("desc"): n for n in by_target.values() if n.meta.get("desc") is not None}
     for description in descriptions:
-        source = compat.mutated_input_of(description)
+        source = mutated_input_of(description)
         if source is not None and source in by_desc:
             found.add(by_desc[source])
     return {node for node in found if node.op == "placeholder"}
@@ -291,8 +305,8 @@ def read_joint_graph(module: fx.GraphModule, num_fwd_outputs: int) -> JointGraph
     return JointGraph(
         module=module,
         role=role,
-        primals=tuple(n for n in placeholders if not compat.is_tangent(n)),
-        tangents=tuple(n for n in placeholders if compat.is_tangent(n)),
+        primals=tuple(n for n in placeholders if not is_tangent(n)),
+        tangents=tuple(n for n in placeholders if is_tangent(n)),
         results=results,
         num_forward_outputs=num_fwd_outputs,
         mutated=frozenset(_mutated_inputs(graph, descriptions)),
@@ -311,7 +325,7 @@ class CleanUp(Pass):
     def call(self, module: fx.GraphModule) -> Changed:
         """Works in place."""
         before = len(module.graph.nodes)
-        compat.prepare_joint_graph(module)
+        prepare_joint_graph(module)
         return Changed(module, len(module.graph.nodes) != before)
 
     def ensures(self, module: fx.GraphModule) -> None:

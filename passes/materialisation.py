@@ -36,7 +36,8 @@ from typing import Any
 import torch
 from torch import fx
 
-from fxremat import compat
+from fxremat.compat.configuration import OpOverload
+from fxremat.compat.sizes import size_bound
 from fxremat.passes.joint_graph import (
     STORED,
     JointGraph,
@@ -92,7 +93,7 @@ REDUCTIONS = frozenset({_PRIMS._low_memory_max_pool_with_offsets, _ATEN.avg_pool
 
 @cache
 def _has_tag(target: Any, tag: str) -> bool:
-    return isinstance(target, compat.OpOverload) and any(str(t).endswith(tag) for t in target.tags)
+    return isinstance(target, OpOverload) and any(str(t).endswith(tag) for t in target.tags)
 
 
 _REDUCTION_NAMES = frozenset(
@@ -216,7 +217,7 @@ def _fusion_groups(
 
 def _bounds(tensor: torch.Tensor) -> list[int]:
     """The shape in numbers: comparing symbolic sizes would leave guards behind."""
-    return [compat.size_bound(size) for size in tensor.shape]
+    return [size_bound(size) for size in tensor.shape]
 
 
 def _narrower_than_inputs(node: fx.Node) -> bool:

@@ -17,7 +17,7 @@ Each is a variant of the problem: its own ops, and the changes to ops that read 
 A parameter that lives in host memory has no bytes here. What the graph fetches of it is a value
 that comes from the host, and what it puts there is one that leaves: these are moves, and no ops.
 
-A gradient that the backward adds to a ``grad`` (`fxremat.passes.accumulation`) ends there.
+Gradients that the backward adds to a ``grad`` end there (`fxremat.passes.gradients.accumulation`).
 """
 
 from __future__ import annotations
@@ -30,10 +30,11 @@ from typing import Protocol
 import torch
 from torch import fx
 
-from fxremat import compat
+from fxremat.compat.distributed.ranks import is_wait
+from fxremat.compat.sizes import size_bound
 from fxremat.core.problem import Change, Copies, Op, Phase, Problem, Value, Variant, validate
 from fxremat.passes import inplace
-from fxremat.passes.accumulation import after_last_use, is_accumulated
+from fxremat.passes.gradients.accumulation import after_last_use, is_accumulated
 from fxremat.passes.joint_graph import (
     JointGraph,
     Role,
@@ -102,13 +103,13 @@ class Estimate:
 def nbytes(tensor: torch.Tensor) -> int:
     """Bytes of a tensor's storage; dynamic sizes at their declared bound or as seen."""
     if tensor.layout is not torch.strided:
-        return compat.size_bound(tensor.numel()) * tensor.dtype.itemsize
+        return size_bound(tensor.numel()) * tensor.dtype.itemsize
     span = 1
     for size, stride in zip(tensor.shape, tensor.stride(), strict=True):
-        extent = compat.size_bound(size)
+        extent = size_bound(size)
         if extent == 0:
             return 0
-        span += (extent - 1) * compat.size_bound(stride)
+        span += (extent - 1) * size_bound(stride)
     return span * tensor.dtype.itemsize
 
 
@@ -304,7 +305,7 @@ class _Builder:
 
     def is_awaited(self, node: fx.Node) -> bool:
         """Whether the node belongs to the op of the collective that it waits for."""
-        if not compat.is_wait(node):
+        if not is_wait(node):
             return False
         started = node.all_input_nodes[0]
         call = started.all_input_nodes[0] if started.target is operator.getitem else started

@@ -8,7 +8,8 @@ from typing import Any
 import torch
 from torch import fx
 
-from fxremat import compat
+from fxremat.compat.configuration import OpOverload
+from fxremat.compat.tensors import fake_mode_of
 from fxremat.passes.joint_graph import is_tensor, is_view, root
 
 Shape = tuple[int, ...]
@@ -31,7 +32,7 @@ def dtype_of(node: fx.Node) -> torch.dtype:
 def arguments_of(node: fx.Node) -> dict[str, Any]:
     """The arguments of a call by name, defaults included."""
     target = node.target
-    assert isinstance(target, compat.OpOverload)
+    assert isinstance(target, OpOverload)
     given = {}
     for position, argument in enumerate(target._schema.arguments):
         default = argument.default_value if argument.has_default_value() else None
@@ -43,13 +44,13 @@ def arguments_of(node: fx.Node) -> dict[str, Any]:
 def packet_of(node: fx.Node) -> object:
     """The operator without its overload; the target itself where it is no operator."""
     target = node.target
-    return target.overloadpacket if isinstance(target, compat.OpOverload) else target
+    return target.overloadpacket if isinstance(target, OpOverload) else target
 
 
 def packet_name(node: fx.Node) -> str:
     """The operator's name without namespace and overload; empty for what is no operator."""
     target = node.target
-    return target.overloadpacket.__name__ if isinstance(target, compat.OpOverload) else ""
+    return target.overloadpacket.__name__ if isinstance(target, OpOverload) else ""
 
 
 def add_call(
@@ -62,7 +63,7 @@ def add_call(
     """
     node = graph.call_function(target, args, kwargs)
     fake_args, fake_kwargs = fx.map_arg((args, kwargs), lambda n: n.meta["val"])
-    with compat.fake_mode_of(graph):
+    with fake_mode_of(graph):
         node.meta["val"] = target(*fake_args, **fake_kwargs)
     kept = ("stack_trace", "nn_module_stack", "source_fn_stack", "partitioner_tag", "seq_nr")
     node.meta.update({key: like.meta[key] for key in kept if key in like.meta})

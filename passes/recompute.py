@@ -25,16 +25,17 @@ from typing import Any
 
 from torch import fx
 
-from fxremat import compat
+from fxremat.compat.distributed.ranks import is_wait
+from fxremat.compat.joint_graph import module_of
 from fxremat.core.schedule import Move, Step
-from fxremat.passes.accumulation import name_later_reads
 from fxremat.passes.base import Changed, Pass
+from fxremat.passes.gradients.accumulation import name_later_reads
+from fxremat.passes.gradients.optimizer_steps import host_gradients, insert_arrived
 from fxremat.passes.halves import FREE, INLINED, RECOMPUTED, WRITTEN, Rewritten
 from fxremat.passes.joint_graph import Role, is_repeatable, is_view, root
 from fxremat.passes.materialisation import is_fusable
 from fxremat.passes.memory_estimation import TANGENTS, Cone, Estimate
 from fxremat.passes.offload import Mover
-from fxremat.passes.optimizer_steps import host_gradients, insert_arrived
 from fxremat.passes.saved_ends import save_ends
 
 Lookup = Callable[[fx.Node], fx.Node]
@@ -66,7 +67,7 @@ class _PlanWriter:
         if self.runs_once(node):  # torch repeats impure calls in the other half if it can
             half = "forward" if self.joint.role[node] is Role.FORWARD else "backward"
             new.meta["partitioner_tag"] = f"must_be_in_{half}"
-        elif compat.is_wait(node):
+        elif is_wait(node):
             new.meta["partitioner_tag"] = f"must_be_in_{self.half}"
         if suffix:
             new._rename(node.name + suffix)
@@ -231,7 +232,7 @@ def apply_plan(
     backward = list(writer.graph.nodes)[begin:]
     output = writer.graph.output(tuple(early + backward_results))
     output.meta = dict(joint.module.graph.output_node().meta)
-    module = compat.module_of(joint.module, writer.graph)
+    module = module_of(joint.module, writer.graph)
     module.meta = dict(joint.module.meta)
     saved = _read_across(forward, backward, backward_results)
     return Rewritten(module, saved, tuple(recomputed), tuple(writer.mover.host_tensors))

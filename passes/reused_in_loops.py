@@ -24,7 +24,7 @@ from typing import Any
 import torch
 from torch import fx
 
-from fxremat import compat
+from fxremat.compat.sizes import size_bound
 from fxremat.passes.joint_graph import is_tensor, is_view
 from fxremat.passes.nodes import packet_of
 
@@ -118,7 +118,7 @@ class ReusedInLoops:
         source = next((i for i in node.all_input_nodes if is_tensor(i)), None)
         if source is None:
             return False
-        shape = [compat.size_bound(size) for size in source.meta["val"].shape]
+        shape = [size_bound(size) for size in source.meta["val"].shape]
         of_sums = prod(shape) < self.widest[node]
         return of_sums or not _is_of_last_dimensions(node, shape)
 
@@ -144,7 +144,7 @@ def _numel(node: fx.Node) -> int:
     value = node.meta.get("val")
     if not isinstance(value, torch.Tensor):  # a reduction with several results
         return 0
-    return prod(compat.size_bound(size) for size in value.shape)
+    return prod(size_bound(size) for size in value.shape)
 
 
 def _is_of_last_dimensions(node: fx.Node, shape: list[int]) -> bool:

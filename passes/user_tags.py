@@ -19,7 +19,7 @@ from dataclasses import dataclass
 import torch
 from torch import fx
 
-from fxremat import compat
+from fxremat.compat.joint_graph import user_tag
 from fxremat.passes.base import Changed, Pass
 from fxremat.passes.halves import RECOMPUTED
 from fxremat.passes.joint_graph import (
@@ -38,7 +38,7 @@ def _must_recompute(node: fx.Node, joint: JointGraph) -> bool:
         return False
     if node.target is operator.getitem and not is_view(node):  # goes where its call goes
         return _must_recompute(node.all_input_nodes[0], joint)
-    return compat.user_tag(node) == "MUST_RECOMPUTE" and (
+    return user_tag(node) == "MUST_RECOMPUTE" and (
         is_view(node) or is_repeatable(node, joint.mutated)
     )
 

@@ -9,7 +9,11 @@ import torch
 from torch import Tensor, fx, nn
 from torch.nn import functional
 
-from fxremat import compat
+from fxremat.compat.absent.tracing import trace_for_absent
+from fxremat.compat.dynamo import fresh_dynamo_caches
+from fxremat.compat.inductor.generated_code import Generated, generate
+from fxremat.compat.partitioning import torch_partition
+from fxremat.compat.tensors import fake_tensors
 from fxremat.cost.cards import card_named
 
 WIDTH, HEADS, WORDS = 128, 2, 500
@@ -55,26 +59,26 @@ def net_and_tokens(batch: int = 8, length: int = 128) -> tuple[nn.Module, tuple[
 
 
 @cache
-def halves_on(name: str) -> tuple[fx.GraphModule, fx.GraphModule, list[compat.Generated]]:
+def halves_on(name: str) -> tuple[fx.GraphModule, fx.GraphModule, list[Generated]]:
     """Forward and backward as torch cuts them, on a card, and the code of both."""
     found: list[Any] = []
 
     def partition(module: fx.GraphModule, joint_inputs: Any, **kwargs: Any) -> Any:
-        forward, backward = compat.torch_partition(module, joint_inputs, **kwargs)
+        forward, backward = torch_partition(module, joint_inputs, **kwargs)
         count = kwargs["num_fwd_outputs"]
         codes = [
-            compat.generate(forward, is_backward=False, seen_outputs=count, with_kernels=True),
-            compat.generate(backward, is_backward=True, with_kernels=True),
+            generate(forward, is_backward=False, seen_outputs=count, with_kernels=True),
+            generate(backward, is_backward=True, with_kernels=True),
         ]
         found.append((forward, backward, codes))
         return forward, backward
 
     def backend(gm: fx.GraphModule, inputs: Any) -> Any:
-        return compat.trace_for_absent(gm, inputs, {}, partition, card_named(name).properties())
+        return trace_for_absent(gm, inputs, {}, partition, card_named(name).properties())
 
-    with compat.fake_tensors():
+    with fake_tensors():
         model, inputs = net_and_tokens()
-        with compat.fresh_dynamo_caches():
+        with fresh_dynamo_caches():
             torch.compile(model, backend=backend)(*inputs)
     [(forward, backward, codes)] = found
     return forward, backward, codes

@@ -7,7 +7,7 @@ from __future__ import annotations
 
 from dataclasses import dataclass, field
 
-from fxremat.cost.allocator import Entry
+from fxremat.memory.allocator import Entry
 
 MIB = 1024 * 1024
 

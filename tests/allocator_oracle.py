@@ -9,7 +9,7 @@ from __future__ import annotations
 from collections.abc import Sequence
 from dataclasses import dataclass
 
-from fxremat.cost.allocator import AllocatorSettings, Entry
+from fxremat.memory.allocator import AllocatorSettings, Entry
 from tests.allocator_memory import MIB, Gap, Memory
 
 

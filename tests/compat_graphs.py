@@ -8,7 +8,8 @@ from typing import Any
 import torch
 from torch import fx, nn
 
-from fxremat import compat
+from fxremat.compat.compilers import trace_as_inductor
+from fxremat.compat.partitioning import torch_partition
 from tests.graphs import Capture, batch, capture, mlp
 
 ATEN = torch.ops.aten
@@ -26,12 +27,12 @@ def half(model: nn.Module, step: Callable[[Any, Any], None], *inputs_: torch.Ten
     """Run a small model; ``step`` gets its forward and its backward as Inductor would."""
 
     def partition(module: fx.GraphModule, inputs: Any, **kwargs: Any) -> Any:
-        halves = compat.torch_partition(module, inputs, **kwargs)
+        halves = torch_partition(module, inputs, **kwargs)
         step(*halves)
         return halves
 
     def backend(gm: fx.GraphModule, inputs: Any) -> Any:
-        return compat.trace_as_inductor(gm, inputs, {}, partition)
+        return trace_as_inductor(gm, inputs, {}, partition)
 
     torch._dynamo.reset()
     torch.compile(model, backend=backend)(*(inputs_ or [batch(32, 64)])).sum().backward()

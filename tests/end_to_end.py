@@ -11,7 +11,7 @@ from torch import Tensor, nn
 
 import fxremat
 from fxremat.backend import fxremat as backend
-from fxremat.cost.peak import measure_peak
+from fxremat.memory.measured_peak import measure_peak
 
 
 def compiled_by_fxremat(model: nn.Module, **options: Any) -> Callable[..., Any]:

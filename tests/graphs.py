@@ -16,9 +16,9 @@ import torch
 from torch import fx, nn
 from torch._subclasses.fake_tensor import FakeTensor
 
-from fxremat import compat
-from fxremat.checking.data_flow import check_data_flow, check_split, check_waits
-from fxremat.compiling.pipeline import prepare
+from fxremat.compat.compilers import compile_with_aot_eager, trace_as_inductor
+from fxremat.compat.partitioning import extract_forward_backward
+from fxremat.compile.pipeline import prepare
 from fxremat.core.check import check
 from fxremat.core.problem import Copies, Problem
 from fxremat.core.schedule import Step
@@ -28,6 +28,7 @@ from fxremat.passes.memory_estimation import TANGENTS, Estimate, estimate
 from fxremat.passes.recompute import apply_plan
 from fxremat.planner.moves.offload import movable
 from fxremat.planner.moves.transfers import Fetch, Item, place
+from fxremat.verify.data_flow import check_data_flow, check_split, check_waits
 
 Steps = tuple[Step, ...]
 COPIES = Copies(to_host=1.0, to_device=1.0)
@@ -171,7 +172,7 @@ class Capture:
         mutated = [n.name for n in self.joint.mutated]
         check_data_flow(self.joint.module.graph, self.rewritten.module.graph, mutated)
         check_waits(self.rewritten.module.graph)
-        self.forward, self.backward = compat.extract_forward_backward(
+        self.forward, self.backward = extract_forward_backward(
             self.rewritten.module,
             list(self.rewritten.saved),
             num_fwd_outputs=num_fwd_outputs,
@@ -229,8 +230,8 @@ def compiled(function: Function, capture: Capture | str, **options: Any) -> Func
     def backend(gm: fx.GraphModule, inputs: Sequence[Any]) -> Function:
         assert isinstance(capture, Capture)
         if capture.fused:
-            return compat.trace_as_inductor(gm, inputs, {}, capture)
-        return compat.compile_with_aot_eager(gm, inputs, capture)
+            return trace_as_inductor(gm, inputs, {}, capture)
+        return compile_with_aot_eager(gm, inputs, capture)
 
     torch._dynamo.reset()
     chosen = capture if isinstance(capture, str) else backend

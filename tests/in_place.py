@@ -2,8 +2,8 @@
 
 from __future__ import annotations
 
-from fxremat.checking.aliasing import check_in_place
 from fxremat.passes.halves import Rewritten
+from fxremat.verify.aliasing import check_in_place
 
 
 def judge(before: Rewritten, now: Rewritten, forward: int = 99) -> None:

@@ -13,7 +13,7 @@ from fxremat.core.schedule import Move, Step
 from fxremat.core.timeline import Lifetime
 from fxremat.report.front import Front, Point
 from fxremat.report.report import Report, Row
-from fxremat.report.where import Place
+from fxremat.report.source_location import Place
 
 MIB = 2**20
 

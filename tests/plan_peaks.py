@@ -9,8 +9,8 @@ import torch
 from torch import nn
 
 from fxremat.core.timeline import replay
-from fxremat.cost.peak import measure_peak
 from fxremat.cost.workspaces import Workspaces
+from fxremat.memory.measured_peak import measure_peak
 from tests.graphs import Capture, Choose, compiled
 
 

@@ -9,12 +9,12 @@ from typing import Any, cast
 import torch
 from torch import fx, nn
 
-from fxremat import compat
-from fxremat.compiling.costs import cost_model
-from fxremat.compiling.draft import Draft
-from fxremat.compiling.pipeline import PREPARE, Runner, Use
-from fxremat.compiling.request import Request
-from fxremat.compiling.stage_times import StageTimes
+from fxremat.compat.compilers import compile_with_aot_eager, trace_as_inductor
+from fxremat.compile.cost_model import cost_model
+from fxremat.compile.draft import Draft
+from fxremat.compile.pipeline import PREPARE, Runner, Use
+from fxremat.compile.request import Request
+from fxremat.compile.stage_times import StageTimes
 from fxremat.passes.base import Changed, Pass
 from fxremat.passes.joint_graph import JointGraph
 
@@ -35,8 +35,8 @@ def as_given(model: Callable[..., Any], inputs: Sequence[Any], *, fused: bool = 
 
     def backend(gm: fx.GraphModule, inputs: Sequence[Any]) -> Any:
         if fused:
-            return compat.trace_as_inductor(gm, inputs, {}, keep)
-        return compat.compile_with_aot_eager(gm, inputs, keep)
+            return trace_as_inductor(gm, inputs, {}, keep)
+        return compile_with_aot_eager(gm, inputs, keep)
 
     torch._dynamo.reset()
     with torch._dynamo.config.patch(capture_dynamic_output_shape_ops=True):

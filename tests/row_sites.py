@@ -14,8 +14,9 @@ from typing import Any
 import torch
 from torch import fx, nn
 
-from fxremat import compat
-from fxremat.compiling.pipeline import prepare
+from fxremat.compat.compilers import trace_as_inductor
+from fxremat.compat.partitioning import torch_partition
+from fxremat.compile.pipeline import prepare
 from fxremat.passes.joint_graph import JointGraph
 from fxremat.passes.variants.chunks.rules import RULES
 from fxremat.passes.variants.insertion import take
@@ -66,7 +67,7 @@ class Traced:
         self.inputs = {}
         self.joint = prepare(module, num_fwd_outputs)
         kwargs["num_fwd_outputs"] = num_fwd_outputs
-        halves = compat.torch_partition(copy.copy(self.joint.module), joint_inputs, **kwargs)
+        halves = torch_partition(copy.copy(self.joint.module), joint_inputs, **kwargs)
         for half in halves:
             keep_inputs(half.graph, self.inputs)
         return halves
@@ -75,7 +76,7 @@ class Traced:
         """``function``, run as its joint graph."""
 
         def backend(gm: fx.GraphModule, inputs: Sequence[Any]) -> Function:
-            return compat.trace_as_inductor(gm, inputs, {}, self)
+            return trace_as_inductor(gm, inputs, {}, self)
 
         torch._dynamo.reset()
         return torch.compile(function, backend=backend)

@@ -9,7 +9,10 @@ import torch
 from torch import Tensor, fx, nn
 from torch.nn import functional as F
 
-from fxremat import compat
+from fxremat.compat.compilers import trace_as_inductor
+from fxremat.compat.configuration import inductor_config
+from fxremat.compat.inductor.generated_code import generate
+from fxremat.compat.partitioning import torch_partition
 
 
 class Block(nn.Module):
@@ -134,13 +137,13 @@ def forward_code(model: nn.Module, x: Tensor, **patches: Any) -> str:
     found: list[str] = []
 
     def partition(module: fx.GraphModule, inputs: Any, **kwargs: Any) -> Any:
-        halves = compat.torch_partition(module, inputs, **kwargs)
-        with compat.inductor_config.patch(patches):
-            found.append(compat.generate(halves[0], is_backward=False).source)
+        halves = torch_partition(module, inputs, **kwargs)
+        with inductor_config.patch(patches):
+            found.append(generate(halves[0], is_backward=False).source)
         return halves
 
     def backend(gm: fx.GraphModule, inputs: Any) -> Any:
-        return compat.trace_as_inductor(gm, inputs, {}, partition)
+        return trace_as_inductor(gm, inputs, {}, partition)
 
     torch._dynamo.reset()
     torch.compile(model, backend=backend)(x)

@@ -10,7 +10,7 @@ from fxremat.core.problem import Problem
 from fxremat.core.timeline import lifetimes_of, replay
 from fxremat.planner import SolverOptions, solve
 from fxremat.report.report import Report
-from fxremat.report.where import Place
+from fxremat.report.source_location import Place
 from tests.chains import chain_with_copies
 from tests.small import Stack, seeded
 

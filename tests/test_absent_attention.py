@@ -10,9 +10,9 @@ from torch import Tensor, fx
 from torch.nn import functional
 from torch.utils._python_dispatch import TorchDispatchMode
 
-from fxremat import compat
 from fxremat.compat.absent import attention
 from fxremat.compat.absent.attention import Call, chosen_kernel
+from fxremat.compat.tensors import fake_tensors
 from fxremat.cost.cuda_scratch import cublas_bytes
 
 BF16, HALF, FULL = torch.bfloat16, torch.float16, torch.float32
@@ -105,7 +105,7 @@ def test_operands_are_prepared_as_torch_does(kernel: str, width: int, masked: bo
     """The output and its gradient have the sizes of torch's own; tensors have no memory."""
     if masked and kernel == "_flash":
         pytest.skip("takes no mask")
-    with compat.fake_tensors():
+    with fake_tensors():
         query, key, value = (
             torch.empty(2, 4, 50, width, dtype=BF16, requires_grad=True) for _ in range(3)
         )
@@ -135,7 +135,7 @@ class _Masks(TorchDispatchMode):  # type: ignore[no-untyped-call]
 )
 def test_cudnn_repeats_masks_by_itself(kernel: str, shape: tuple[int, ...]) -> None:
     """A mask that is the same for all heads; repeated here it would be copied for each of them."""
-    with compat.fake_tensors(), _Masks() as masks:
+    with fake_tensors(), _Masks() as masks:
         query = torch.empty(2, 4, 50, 64, dtype=BF16)
         mask = torch.empty(2, 1, 50, 50, dtype=torch.bool)
         getattr(attention, kernel)(Call(query, query, query, mask, 0.0, False, None, False))

@@ -10,8 +10,9 @@ from torch import Tensor, nn
 from torch.nn import functional as F
 
 import fxremat
-from fxremat import compat
 from fxremat.compat.absent import attention, autocast
+from fxremat.compat.absent.autocast import cuda_autocast
+from fxremat.compat.tensors import fake_tensors
 from fxremat.report.report import Report
 from tests.absent_nets import HEADS, WIDTH, Net
 
@@ -72,7 +73,7 @@ def squares(device: str) -> tuple[Tensor, Tensor]:
 
 @pytest.fixture
 def on_a_card() -> Iterator[None]:
-    with compat.cuda_autocast(supports_bfloat16=True):
+    with cuda_autocast(supports_bfloat16=True):
         yield
 
 
@@ -139,7 +140,7 @@ def test_all_is_as_before_at_the_end() -> None:
     """Also after an error: the CPU's autocast has its own ops, CUDA's is not there."""
     _, full = squares("cpu")
     before = torch.set_autocast_enabled, torch.set_autocast_dtype
-    with pytest.raises(ZeroDivisionError), compat.cuda_autocast(True), torch.autocast("cuda", LOW):
+    with pytest.raises(ZeroDivisionError), cuda_autocast(True), torch.autocast("cuda", LOW):
         raise ZeroDivisionError
     assert before == (torch.set_autocast_enabled, torch.set_autocast_dtype)
     assert not torch.is_autocast_enabled("cpu")
@@ -149,7 +150,7 @@ def test_all_is_as_before_at_the_end() -> None:
 
 
 def test_bfloat16_needs_a_card_that_has_it() -> None:
-    with compat.cuda_autocast(supports_bfloat16=False):
+    with cuda_autocast(supports_bfloat16=False):
         with pytest.raises(RuntimeError, match="bfloat16"):
             torch.autocast("cuda", LOW)
         with torch.autocast("cuda"):
@@ -202,9 +203,9 @@ def test_attention_runs_in_the_low_type() -> None:
 
     chosen = attention.chosen_kernel
     x = torch.rand(2, HEADS, 16, WIDTH // HEADS)
-    with pytest.MonkeyPatch.context() as patch, compat.cuda_autocast(True):
+    with pytest.MonkeyPatch.context() as patch, cuda_autocast(True):
         patch.setattr(attention, "chosen_kernel", spied)
-        with compat.fake_tensors(), torch.autocast("cuda", LOW):
+        with fake_tensors(), torch.autocast("cuda", LOW):
             fake = torch.empty_like(x)
             assert attention.attention(fake, fake, fake, capability=(8, 0)).dtype == LOW
     assert seen == [[LOW] * 3]

@@ -11,12 +11,13 @@ import torch
 from torch import nn
 
 import fxremat
-from fxremat import compat
-from fxremat.compat.absent.pretending import pretending
-from fxremat.cost.cards import CARDS, card_named
+from fxremat.compat.absent.cubins import cubins
+from fxremat.compat.absent.pretending import CUDA, pretending
+from fxremat.compat.configuration import functorch_config
+from fxremat.cost.cards import CARDS, absent_card, card_named
 from fxremat.cost.device import spec_of_card
-from fxremat.device import absent, absent_card
 from fxremat.errors import NeedsTriton, UnknownDevice
+from fxremat.whatif.device import absent
 from tests.absent_nets import halves_on, net_and_tokens
 
 KERNELS = {"H100": "cudnn", "A100": "flash", "T4": "math"}
@@ -37,7 +38,7 @@ def test_kernels_of_a_card_compile_for_it(name: str) -> None:
     assert all(any(word in target for word in expected) for target in called)
     assert bool(called) == bool(expected)
     for code in codes:
-        machine = compat.cubins(code, card.properties())
+        machine = cubins(code, card.properties())
         asked = set(re.findall(r"(triton_\w+) = async_compile\.triton", code.source))
         assert set(machine) == asked
         assert all(one.startswith(b"\x7fELF") for ways in machine.values() for one in ways)
@@ -180,7 +181,7 @@ def test_methods_work_while_pretending() -> None:
     """Those of tensors without memory, on the device."""
     mode: Any = torch._subclasses.fake_tensor.FakeTensorMode()
     with pretending(card_named("L4").properties()), mode:
-        assert (~torch.empty(2, dtype=torch.bool, device="cuda")).device == compat.CUDA
+        assert (~torch.empty(2, dtype=torch.bool, device="cuda")).device == CUDA
         assert torch.cuda.get_device_properties().multi_processor_count == 58
 
 
@@ -194,7 +195,7 @@ def test_nothing_is_made_on_a_device_while_pretending(monkeypatch: pytest.Monkey
     monkeypatch.setattr(fake_tensor, "init_gpu_context", start)
     mode: Any = fake_tensor.FakeTensorMode()
     with pretending(card_named("L4").properties()), mode:
-        assert torch.empty(2, device="cuda").device == compat.CUDA
+        assert torch.empty(2, device="cuda").device == CUDA
 
 
 def test_cards_are_known_by_any_name() -> None:
@@ -230,7 +231,7 @@ def test_unknown_card_names_those_there_are() -> None:
 
 
 def test_without_triton(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(compat, "has_triton", lambda: False)
+    monkeypatch.setattr("fxremat.whatif.device.has_triton", lambda: False)
     with pytest.raises(NeedsTriton, match="pip install"), absent("H100"):
         pass
 
@@ -251,7 +252,7 @@ def test_code_is_that_of_the_card_that_is_here() -> None:
     def step() -> None:
         torch.compile(model, options={"shape_padding": False})(*on_card).backward()
 
-    with compat.functorch_config.patch(donated_buffer=False):  # unless fxremat marks one
+    with functorch_config.patch(donated_buffer=False):  # unless fxremat marks one
         _, real = run_and_get_code(step)
     for code, source in zip(codes, real, strict=True):
         assert "\n".join(_kernel_bodies(code.source)) == "\n".join(_kernel_bodies(source))
@@ -277,8 +278,9 @@ def test_ops_are_taken_apart_as_on_the_card() -> None:
 
 def test_reserved_bytes_of_two_steps() -> None:
     """By hand: what a step leaves is freed before the next; what is small has a segment."""
-    from fxremat.compiling.reserved_bytes import reserved
-    from fxremat.cost.allocator import Allocate, AllocatorSettings, Free
+    from fxremat.core.events import Allocate, Free
+    from fxremat.memory.allocator import AllocatorSettings
+    from fxremat.memory.reserved_bytes import reserved
 
     mib = 2**20
     events = (Allocate("weights", 30 * mib), Allocate("1", 16 * mib), Free("1"), Allocate("2", 100))

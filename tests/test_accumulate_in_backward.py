@@ -13,7 +13,7 @@ from torch import Tensor, nn
 from torch.nn import functional as F
 
 import fxremat
-from fxremat.cost.peak import measure_peak
+from fxremat.memory.measured_peak import measure_peak
 from fxremat.runtime.gradients import accumulation
 from tests import accumulating, nets
 from tests.accumulating import (

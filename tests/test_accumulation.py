@@ -7,11 +7,12 @@ import torch
 from torch import fx
 
 import fxremat
-from fxremat import compat, runtime
-from fxremat.checking.data_flow import check_arrivals
-from fxremat.passes.accumulation import LASTING, accumulate, name_later_reads
+from fxremat import runtime
+from fxremat.compat.joint_graph import copy_module
+from fxremat.passes.gradients.accumulation import LASTING, accumulate, name_later_reads
 from fxremat.passes.joint_graph import JointGraph, read_joint_graph
 from fxremat.passes.memory_estimation import estimate
+from fxremat.verify.data_flow import check_arrivals
 from tests import nets
 from tests.conftest import Golden
 from tests.graphs import no_workspace, unit_time
@@ -19,7 +20,7 @@ from tests.graphs import no_workspace, unit_time
 
 def joint_of(name: str) -> JointGraph:
     captured = nets.traced(name).joint
-    return read_joint_graph(compat.copy_module(captured.module), captured.num_forward_outputs)
+    return read_joint_graph(copy_module(captured.module), captured.num_forward_outputs)
 
 
 def test_graph_with_calls_that_add_gradients(golden: Golden) -> None:

@@ -7,16 +7,8 @@ import time
 
 import pytest
 
-from fxremat.cost.allocator import (
-    Allocate,
-    AllocatorSettings,
-    CachingAllocator,
-    EmptyCache,
-    Event,
-    Free,
-    parse_settings,
-    replay,
-)
+from fxremat.core.events import Allocate, EmptyCache, Event, Free
+from fxremat.memory.allocator import AllocatorSettings, CachingAllocator, parse_settings, replay
 
 MIB = 2**20
 

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from fxremat.cost.allocator import CachingAllocator, parse_settings
+from fxremat.memory.allocator import CachingAllocator, parse_settings
 
 MIB = 2**20
 

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import pytest
 
-from fxremat.cost.allocator import CachingAllocator, OutOfMemory, parse_settings
+from fxremat.memory.allocator import CachingAllocator, OutOfMemory, parse_settings
 
 MIB = 2**20
 

@@ -9,7 +9,7 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from fxremat.cost.allocator import AllocatorSettings, CachingAllocator, Entry, OutOfMemory
+from fxremat.memory.allocator import AllocatorSettings, CachingAllocator, Entry, OutOfMemory
 from tests.allocator_memory import MIB
 from tests.allocator_oracle import Oracle
 from tests.examples import examples

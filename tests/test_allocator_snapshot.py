@@ -6,15 +6,8 @@ from typing import Any
 
 import pytest
 
-from fxremat.cost.allocator import (
-    Allocate,
-    AllocatorSettings,
-    EmptyCache,
-    Free,
-    compare,
-    from_snapshot,
-    replay,
-)
+from fxremat.core.events import Allocate, EmptyCache, Free
+from fxremat.memory.allocator import AllocatorSettings, compare, from_snapshot, replay
 
 MIB = 2**20
 LARGE, SMALL, OTHER = 0x7F0000000000, 0x7F0010000000, 0x7F0020000000

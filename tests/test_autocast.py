@@ -9,8 +9,8 @@ import pytest
 import torch
 
 import fxremat
-from fxremat.cost.peak import measure_call
 from fxremat.cost.workspaces import Workspaces
+from fxremat.memory.measured_peak import measure_call
 from tests.small import Stack, seeded
 
 

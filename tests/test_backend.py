@@ -13,11 +13,10 @@ from torch import Tensor, nn
 from torch._dynamo.exc import BackendCompilerFailed
 
 import fxremat
-from fxremat import compat
 from fxremat.backend import fxremat as backend
-from fxremat.compiling.costs import op_timer
-from fxremat.compiling.request import Request
-from fxremat.cost.peak import measure_peak
+from fxremat.compile.cost_model import op_timer
+from fxremat.compile.request import Request
+from fxremat.memory.measured_peak import measure_peak
 from tests.small import Convolutions, Stack, seeded, train
 
 EAGER = {"executor": "aot_eager"}
@@ -292,7 +291,7 @@ def test_graphs_that_run_node_by_node_ask_nothing_of_a_compiler(
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:
     asked: list[str] = []
-    monkeypatch.setattr(compat, "look_for_vectors", lambda: asked.append("vectors"))
+    monkeypatch.setattr("fxremat.compile.driver.look_for_vectors", lambda: asked.append("vectors"))
     model, x = seeded(lambda: Stack(2), 64, 32)
     full = fxremat.explain(model, x, options={"executor": "aot_eager"}).keep_all_peak_bytes
     options: dict[str, Any] = {
@@ -312,8 +311,8 @@ def test_vectors_are_looked_for_beside_tracing(monkeypatch: pytest.MonkeyPatch) 
         events.append("trace")
         return gm
 
-    monkeypatch.setattr(compat, "look_for_vectors", lambda: events.append("look"))
-    monkeypatch.setattr(compat, "compile_with_inductor", compiled)
+    monkeypatch.setattr("fxremat.compile.driver.look_for_vectors", lambda: events.append("look"))
+    monkeypatch.setattr("fxremat.compile.driver.compile_with_inductor", compiled)
     model, x = seeded(Stack, 64, 32)
     torch.compile(model, backend=backend, options={"memory_budget": "8MiB"})(x)
     assert events == ["look", "trace"]
@@ -321,8 +320,9 @@ def test_vectors_are_looked_for_beside_tracing(monkeypatch: pytest.MonkeyPatch) 
 
 def test_what_is_timed_waits_for_what_we_compile(monkeypatch: pytest.MonkeyPatch) -> None:
     events: list[str] = []
-    monkeypatch.setattr(compat, "wait_for_vectors", lambda: events.append("wait"))
-    monkeypatch.setattr("fxremat.compiling.costs.measured_rates", lambda *_: None)
+    model = "fxremat.compile.cost_model"
+    monkeypatch.setattr(f"{model}.wait_for_vectors", lambda: events.append("wait"))
+    monkeypatch.setattr("fxremat.compile.cost_model.measured_rates", lambda *_: None)
     timer: Any = op_timer(Request(op_times="measured"), torch.device("cpu"))
     with timer.calls.outside_fake_mode():
         events.append("time")

@@ -11,16 +11,16 @@ from torch.utils.checkpoint import CheckpointPolicy
 
 from fxremat import VerificationFailed, runtime
 from fxremat.core.schedule import keep_all
-from fxremat.model import host_weights  # noqa: F401  (defines fetch and put)
-from fxremat.passes.accumulation import Accumulation
 from fxremat.passes.base import Changed, Pass
-from fxremat.passes.gradient_sums import GradientSums
+from fxremat.passes.gradients.accumulation import Accumulation
+from fxremat.passes.gradients.gradient_sums import GradientSums
 from fxremat.passes.inplace import WriteInPlace
 from fxremat.passes.offload import AddBeforePutting
 from fxremat.passes.recompute import ApplyPlan
 from fxremat.passes.user_tags import ObeyMustRecompute, ProtectMutatedInputs
 from fxremat.passes.variants.chunks.inductor_kernels import CompileRows, InterpretRows, LayOutRows
 from fxremat.runtime.chunks.operator import ROWS
+from fxremat.training import host_weights  # noqa: F401  (defines fetch and put)
 from tests.graphs import batch, capture, mlp
 
 ATEN = torch.ops.aten

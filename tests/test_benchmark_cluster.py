@@ -10,8 +10,8 @@ if not torch.distributed.is_available():
 
 from benchmarks import cluster
 from benchmarks.cluster_model import Job
-from fxremat import compat
-from fxremat.core.units import Moment, UnitStep, Version
+from fxremat.compat.absent.pretending import has_triton
+from fxremat.core.step import Moment, UnitStep, Version
 
 TINY = Job(
     layers=4,
@@ -62,7 +62,7 @@ def test_the_head_runs_after_each_forward_of_a_micro_batch() -> None:
     assert cluster.time_us(step, (0, 0)) == 3.0
 
 
-@pytest.mark.skipif(not compat.has_triton(), reason="an absent card needs triton")
+@pytest.mark.skipif(not has_triton(), reason="an absent card needs triton")
 def test_stages_of_a_tiny_job() -> None:
     budget, stages = cluster.stages_of(TINY)
     assert [stage.in_flight for stage in stages] == [2, 1]

@@ -13,7 +13,7 @@ import fxremat
 from benchmarks.gpu import Group, main, parse_arguments, text
 from benchmarks.rows import MIB, Row
 from benchmarks.runner import Case, Timing
-from fxremat.device import absent_card
+from fxremat.cost.cards import absent_card
 
 
 def group(folder: Path, *rows: Row) -> Group:

@@ -8,10 +8,11 @@ import pytest
 import torch
 from torch import fx
 
-from fxremat import compat
-from fxremat.checking.data_flow import check_data_flow, check_split
+from fxremat.compat.joint_graph import is_tangent
+from fxremat.compat.partitioning import extract_forward_backward
 from fxremat.errors import VerificationFailed
 from fxremat.passes.recompute import apply_plan
+from fxremat.verify.data_flow import check_data_flow, check_split
 from tests import nets
 from tests.graphs import Capture, batch, calls, capture, everything_again, keep_all, mlp
 
@@ -189,8 +190,8 @@ def test_what_torch_runs_in_both_halves_is_noticed() -> None:
     plan = apply_plan(seen.found, seen.steps)
     short = [n for n in plan.saved if n.op == "placeholder"]
     extra = [n for n in plan.module.graph.nodes if n.op == "placeholder" and n not in short]
-    inputs = short + [n for n in extra if not compat.is_tangent(n)]
-    forward, backward = compat.extract_forward_backward(
+    inputs = short + [n for n in extra if not is_tangent(n)]
+    forward, backward = extract_forward_backward(
         plan.module, inputs, num_fwd_outputs=seen.joint.num_forward_outputs, static_inputs=()
     )
     names = [n.name for n in inputs]

@@ -9,9 +9,9 @@ import pytest
 import torch
 from torch import fx
 
-from fxremat import compat
-from fxremat.checking.halves import check_halves
+from fxremat.compat.partitioning import torch_partition
 from fxremat.errors import VerificationFailed
+from fxremat.verify.halves import check_halves
 from tests import nets
 from tests.graphs import Capture, calls, capture, everything_again
 
@@ -94,7 +94,7 @@ def test_sabotage_is_noticed(sabotage: Callable[[fx.Graph, fx.Graph], None]) -> 
 
 def test_the_partition_of_torch_passes() -> None:
     seen = capture(*nets.make("mlp"))
-    forward, backward = compat.torch_partition(
+    forward, backward = torch_partition(
         seen.joint.module, (), num_fwd_outputs=seen.joint.num_forward_outputs
     )
     judge(seen, forward.graph, backward.graph)

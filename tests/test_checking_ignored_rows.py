@@ -13,7 +13,6 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor
 
-from fxremat.checking import spot_checks
 from fxremat.errors import VerificationFailed
 from fxremat.passes.joint_graph import JointGraph
 from fxremat.passes.variants.chunks.rules import CHUNKED_LOSS
@@ -21,6 +20,7 @@ from fxremat.passes.variants.rule import Site
 from fxremat.runtime.chunks import counted_rows
 from fxremat.runtime.chunks.operator import ROWS
 from fxremat.runtime.chunks.program import Ignored, dump, parse
+from fxremat.verify import spot_checks
 from tests.graphs import Net, calls
 from tests.row_nets import D, head, labels, rows
 from tests.row_sites import sites, trace

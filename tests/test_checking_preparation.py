@@ -13,12 +13,12 @@ from hypothesis import given
 from hypothesis import strategies as st
 from torch import fx, nn
 
-from fxremat import compat
-from fxremat.checking.preparation import BeforePass, Rights
-from fxremat.compiling.draft import Draft
+from fxremat.compat.joint_graph import user_tag
+from fxremat.compile.draft import Draft
 from fxremat.errors import VerificationFailed
 from fxremat.passes.halves import RECOMPUTED
 from fxremat.runtime import accumulated
+from fxremat.verify.preparation import BeforePass, Rights
 from tests import nets
 from tests.examples import examples
 from tests.graphs import batch, calls
@@ -226,7 +226,7 @@ def run_a_custom_op_again(graph: fx.Graph) -> None:
 
 
 def run_again_what_must_be_saved(graph: fx.Graph) -> None:
-    run_again(next(n for n in calls(graph, ATEN.addmm) if compat.user_tag(n) == "MUST_SAVE"))
+    run_again(next(n for n in calls(graph, ATEN.addmm) if user_tag(n) == "MUST_SAVE"))
 
 
 def copy_wrongly(graph: fx.Graph) -> None:

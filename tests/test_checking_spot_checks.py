@@ -12,10 +12,6 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor, fx, nn
 
-from fxremat.checking import shrinking, spot_checks
-from fxremat.checking.site_cuts import Part, SiteCut
-from fxremat.checking.small_calls import Misfit, small_call
-from fxremat.checking.small_sizes import LARGEST, Change, Sizes
 from fxremat.errors import VerificationFailed
 from fxremat.passes.joint_graph import JointGraph
 from fxremat.passes.nodes import add_call
@@ -25,6 +21,10 @@ from fxremat.runtime.chunks import operator
 from fxremat.runtime.chunks.call import RowsCall, pieces
 from fxremat.runtime.chunks.operator import ROWS
 from fxremat.runtime.chunks.program import Instruction, dump, parse
+from fxremat.verify import shrinking, spot_checks
+from fxremat.verify.site_cuts import Part, SiteCut
+from fxremat.verify.small_calls import Misfit, small_call
+from fxremat.verify.small_sizes import LARGEST, Change, Sizes
 from tests import attentions
 from tests.graphs import capture
 from tests.test_checking_variants import Normed, Words, broken, judge, one_site

@@ -12,14 +12,14 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor, fx, nn
 
-from fxremat.checking import spot_checks
-from fxremat.checking.variants import NumbersTried, TakenVariant, check_variants
 from fxremat.errors import VerificationFailed
 from fxremat.passes.joint_graph import JointGraph
 from fxremat.passes.nodes import add_call, last_of
 from fxremat.passes.variants import insertion
 from fxremat.passes.variants.rule import Site
 from fxremat.passes.variants.table import RULES
+from fxremat.verify import spot_checks
+from fxremat.verify.variants import NumbersTried, TakenVariant, check_variants
 from tests import attentions
 from tests.graphs import Net, capture
 from tests.variants import small_values

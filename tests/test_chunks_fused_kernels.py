@@ -9,7 +9,7 @@ import pytest
 import torch
 from torch import fx
 
-from fxremat.cost.peak import measure_peak
+from fxremat.memory.measured_peak import measure_peak
 from fxremat.passes.variants.chunks.rules import CHUNKED_ATTENTION, CHUNKED_LOSS, CHUNKED_MLP
 from fxremat.runtime import kernels
 from fxremat.runtime.chunks import fused_kernels

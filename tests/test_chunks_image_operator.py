@@ -12,9 +12,9 @@ from torch import fx
 from torch.fx.experimental.proxy_tensor import make_fx
 from torch.nn.grad import conv2d_weight
 
-from fxremat import compat
-from fxremat.cost.peak import measure_peak
+from fxremat.compat.inductor.generated_code import generate
 from fxremat.cost.workspaces import Workspaces
+from fxremat.memory.measured_peak import measure_peak
 from fxremat.passes.variants.chunks.inductor_kernels import suit_rows
 from fxremat.runtime import kernels
 from fxremat.runtime.chunks.buffers import places_of_images
@@ -140,7 +140,7 @@ def test_a_loop_writes_over_a_result_that_lies_in_its_order() -> None:
     over = []
     for last in (True, False):
         call.kwargs = {**call.kwargs, "channels_last": last}
-        source = compat.generate(module, is_backward=False, seen_outputs=1).source
+        source = generate(module, is_backward=False, seen_outputs=1).source
         over.append("# reuse" in source)
     assert over == [True, False]
 

@@ -10,7 +10,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 from torch.utils.flop_counter import FlopCounterMode
 
-from fxremat.cost.peak import measure_peak
+from fxremat.memory.measured_peak import measure_peak
 from fxremat.runtime import kernels
 from fxremat.runtime.chunks.buffers import MATMULS, layout
 from fxremat.runtime.chunks.call import even, pieces

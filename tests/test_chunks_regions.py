@@ -10,7 +10,7 @@ import torch
 import torch.nn.functional as F
 from torch import fx, nn
 
-from fxremat.cost.peak import measure_peak
+from fxremat.memory.measured_peak import measure_peak
 from fxremat.passes.variants.chunks.calls import row_cut
 from fxremat.passes.variants.chunks.early_gradients import factor
 from fxremat.passes.variants.chunks.loops import plan_loops

@@ -18,12 +18,12 @@ from torch import distributed
 from torch.distributed import _functional_collectives as functional
 from torch.testing._internal.distributed.fake_pg import FakeStore
 
-from fxremat import compat
-from fxremat.checking import predicates
+from fxremat.compat.distributed.ranks import is_collective, is_wait, number_of_ranks
 from fxremat.core.problem import problem_to_json
 from fxremat.cost.links import link_bytes, scratch_bytes
 from fxremat.cost.op_timers import Roofline
 from fxremat.passes.joint_graph import is_repeatable, waits_for
+from fxremat.verify import predicates
 from tests.conftest import Golden
 from tests.graphs import Capture, again_after_tangents, capture, everything_again
 from tests.single_calls import call
@@ -94,8 +94,8 @@ def nodes() -> dict[str, fx.Node]:
 def test_each_collective(kind: str, again: bool, sent: int, scratch: int) -> None:
     """Whether it runs again, the bytes that it sends, and what gloo allocates inside."""
     node = nodes()[kind]
-    assert compat.is_collective(node)
-    assert compat.is_wait(node) == (kind == "wait")
+    assert is_collective(node)
+    assert is_wait(node) == (kind == "wait")
     assert is_repeatable(node, frozenset()) == again
     assert predicates.is_repeatable(node, frozenset()) == again
     assert link_bytes(node) == sent
@@ -115,10 +115,10 @@ def test_a_sum_runs_again_where_a_checkpoint_says_so(kind: str) -> None:
 
 def test_other_nodes_are_no_collectives() -> None:
     node = call(torch.ops.aten.mm.default, torch.empty(2, 2), torch.empty(2, 2))
-    assert not compat.is_collective(node)
+    assert not is_collective(node)
     assert link_bytes(node) == 0
     assert scratch_bytes(node.target, node.args) == 0
-    assert compat.number_of_ranks(node) is None
+    assert number_of_ranks(node) is None
 
 
 def test_bytes_over_the_link_take_time() -> None:
@@ -163,8 +163,8 @@ def test_each_half_waits_for_what_it_starts() -> None:
     """And for nothing twice, as torch would have it: it repeats what has an effect if it can."""
     again = seen(again_after_tangents("all_gather_into_tensor_1"))
     for half, waited in ((again.forward, 2), (again.backward, 3)):
-        calls = [node for node in half.graph.nodes if compat.is_collective(node)]
-        waits = [node for node in calls if compat.is_wait(node)]
+        calls = [node for node in half.graph.nodes if is_collective(node)]
+        waits = [node for node in calls if is_wait(node)]
         assert len(waits) == waited
         started = [wait.all_input_nodes[0] for wait in waits]
         assert sorted(map(str, [*started, *waits])) == sorted(map(str, calls))

@@ -10,7 +10,19 @@ import pytest
 import torch
 from torch import nn
 
-from fxremat import compat
+from fxremat.compat.backward import (
+    accumulators_of,
+    at_end_of_backward,
+    hooks_on,
+    hooks_on_node,
+    leaves_of_one_edge,
+    leaves_of_one_node,
+    leaves_of_this_node,
+    no_other_backward,
+    running_backward,
+    running_node,
+    watch_backwards,
+)
 
 
 class Product(torch.autograd.Function):
@@ -22,11 +34,11 @@ class Product(torch.autograd.Function):
 
     @staticmethod
     def backward(ctx: Any, gradient: torch.Tensor) -> Any:
-        known.append((compat.leaves_of_one_node(), compat.leaves_of_this_node()))
-        watched.append(compat.leaves_of_one_edge())
-        with compat.no_other_backward() as alone:
+        known.append((leaves_of_one_node(), leaves_of_this_node()))
+        watched.append(leaves_of_one_edge())
+        with no_other_backward() as alone:
             assert alone or not watched[-1]
-        assert compat.running_backward() is not None
+        assert running_backward() is not None
         return gradient, gradient
 
 
@@ -56,8 +68,8 @@ def test_leaves_of_the_backward_that_is_running() -> None:
         for loss in (product(a, b).exp(), product(a, b) + a, b + product(a, b)):
             loss.backward()  # type: ignore[no-untyped-call]
             assert known.pop()[0] == []
-    assert compat.running_backward() is None
-    assert compat.leaves_of_one_node() == compat.leaves_of_this_node() == []
+    assert running_backward() is None
+    assert leaves_of_one_node() == leaves_of_this_node() == []
 
 
 @pytest.mark.filterwarnings("ignore:Using backward")
@@ -66,9 +78,9 @@ def test_leaves_of_the_backwards_that_are_watched() -> None:
     autograd: Any = torch.autograd
     before = autograd._engine_run_backward
     autograd._engine_run_backward = inspect.unwrap(before)
-    compat.watch_backwards()
+    watch_backwards()
     installed = autograd._engine_run_backward
-    compat.watch_backwards()
+    watch_backwards()
     assert autograd._engine_run_backward is installed
     a, b = (nn.Parameter(torch.ones(())) for _ in range(2))
     try:
@@ -90,7 +102,7 @@ def test_leaves_of_the_backwards_that_are_watched() -> None:
         autograd._engine_run_backward = inspect.unwrap(before)
         torch.autograd.backward(product(a, b))
         assert watched.pop() == []
-        with compat.no_other_backward() as alone:
+        with no_other_backward() as alone:
             assert not alone
     finally:
         watched.clear()
@@ -99,22 +111,22 @@ def test_leaves_of_the_backwards_that_are_watched() -> None:
 
 def test_hooks_on_a_leaf() -> None:
     weight: Any = nn.Parameter(torch.ones(1))
-    assert compat.hooks_on(weight) == 0
+    assert hooks_on(weight) == 0
     first = weight.register_hook(lambda gradient: None)
     weight.register_post_accumulate_grad_hook(lambda weight: None)
-    assert compat.hooks_on(weight) == 2
+    assert hooks_on(weight) == 2
     first.remove()
-    assert compat.hooks_on(weight) == 1
+    assert hooks_on(weight) == 1
 
 
 def test_hooks_on_a_node() -> None:
     weight = nn.Parameter(torch.ones(1))
     node: Any = torch.autograd.graph.get_gradient_edge(weight).node
-    assert compat.hooks_on_node(node) == 0
+    assert hooks_on_node(node) == 0
     handles = [node.register_hook(print), node.register_prehook(print)]
-    assert compat.hooks_on_node(node) == 2
+    assert hooks_on_node(node) == 2
     handles[0].remove()
-    assert compat.hooks_on_node(node) == 1
+    assert hooks_on_node(node) == 1
 
 
 def test_the_end_of_a_backward() -> None:
@@ -127,9 +139,9 @@ def test_the_end_of_a_backward() -> None:
 
         @staticmethod
         def backward(ctx: Any, gradient: torch.Tensor) -> Any:
-            compat.at_end_of_backward(lambda: ended.append(len(ended)))
+            at_end_of_backward(lambda: ended.append(len(ended)))
             assert ended == []
-            accumulators = compat.accumulators_of(compat.running_node())
+            accumulators = accumulators_of(running_node())
             assert [one.variable is weight for one in accumulators] == [True]
             return gradient
 
@@ -137,5 +149,5 @@ def test_the_end_of_a_backward() -> None:
     asks: Any = Asks.apply
     asks(weight).backward()
     assert ended == [0]
-    assert compat.running_node() is None
-    assert compat.accumulators_of(None) == []
+    assert running_node() is None
+    assert accumulators_of(None) == []

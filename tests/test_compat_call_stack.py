@@ -10,7 +10,7 @@ from typing import Any
 import pytest
 import torch
 
-from fxremat import compat
+from fxremat.compat.call_stack import calling_modules, with_stack_room
 
 resource = pytest.importorskip("resource")
 CALLS, DEPTHS = 2000, range(0, 400, 5)
@@ -46,10 +46,10 @@ def worst(enter: Callable[[int], int]) -> int:
 @pytest.mark.skipif(sys.platform != "linux", reason="counts pages as Linux does")
 def test_a_loop_at_any_depth_takes_no_pages() -> None:
     assert worst(lambda depth: at_depth(depth, faults_of_calls)) >= CALLS
-    roomy = compat.with_stack_room(faults_of_calls)
+    roomy = with_stack_room(faults_of_calls)
     assert worst(lambda depth: at_depth(depth, roomy)) < CALLS // 10
     assert (
-        worst(compat.with_stack_room(lambda depth: at_depth(depth, faults_of_calls))) < CALLS // 10
+        worst(with_stack_room(lambda depth: at_depth(depth, faults_of_calls))) < CALLS // 10
     )
 
 
@@ -58,7 +58,7 @@ def test_it_is_the_same_function() -> None:
         """Sum."""
         return one + other
 
-    roomy = compat.with_stack_room(add)
+    roomy = with_stack_room(add)
     assert roomy(1, other=2) == 3
     assert roomy.__doc__ == add.__doc__
     with pytest.raises(TypeError, match="other"):
@@ -70,7 +70,7 @@ def test_modules_whose_call_is_running() -> None:
 
     class Inner(torch.nn.Module):
         def forward(self, x: torch.Tensor) -> torch.Tensor:
-            seen.append(compat.calling_modules())
+            seen.append(calling_modules())
             return x
 
     inner = Inner()
@@ -80,4 +80,4 @@ def test_modules_whose_call_is_running() -> None:
     (found,) = seen
     assert list(found) == [outer, inner]
     assert all(given is x for (given,) in found.values())
-    assert compat.calling_modules() == {}
+    assert calling_modules() == {}

@@ -10,7 +10,8 @@ from typing import Any
 import torch
 from torch import fx, nn
 
-from fxremat import compat
+from fxremat.compat.compilers import compile_with_inductor, trace_as_inductor
+from fxremat.compat.configuration import CustomPartitionerFn
 from tests import nets
 from tests.compat_graphs import ATEN
 from tests.graphs import Capture, batch, compiled, everything_again, linear, mlp
@@ -21,7 +22,7 @@ def test_compile_with_inductor() -> None:
     seen = Capture(everything_again, fused=True)
 
     @dataclass(frozen=True)
-    class Cut(compat.CustomPartitionerFn):
+    class Cut(CustomPartitionerFn):
         def __call__(self, gm: Any, joint_inputs: Any, **kwargs: Any) -> Any:
             return seen(gm, joint_inputs, **kwargs)
 
@@ -29,7 +30,7 @@ def test_compile_with_inductor() -> None:
             return "tests.test_compat_compilers"
 
     def backend(gm: fx.GraphModule, inputs: Any) -> Any:
-        return compat.compile_with_inductor(gm, inputs, {"custom_partitioner_fn": Cut()})
+        return compile_with_inductor(gm, inputs, {"custom_partitioner_fn": Cut()})
 
     model, reference = mlp(), mlp()
     torch._dynamo.reset()
@@ -58,7 +59,7 @@ def test_trace_as_inductor_takes_random_numbers() -> None:
     seen = Capture()
 
     def backend(gm: fx.GraphModule, inputs: Any) -> Any:
-        return compat.trace_as_inductor(gm, inputs, {}, seen)
+        return trace_as_inductor(gm, inputs, {}, seen)
 
     torch._dynamo.reset()
     model = nn.Sequential(linear(), nn.Dropout())

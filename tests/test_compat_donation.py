@@ -9,7 +9,17 @@ import torch
 from torch import fx, nn
 from torch.nn import functional as F
 
-from fxremat import compat
+from fxremat.compat.compilers import compile_with_aot_eager
+from fxremat.compat.configuration import functorch_config
+from fxremat.compat.donation import (
+    donatable,
+    donate,
+    donated_inputs,
+    name_in_forward,
+    only_marked_buffers_donated,
+)
+from fxremat.compat.inductor.generated_code import code_key, generate
+from fxremat.compat.partitioning import saved_names, torch_partition
 from fxremat.passes.halves import DonateSaved
 from tests.compat_graphs import half
 from tests.graphs import batch
@@ -30,7 +40,7 @@ LOGITS = "empty_strided_cpu((32, 500)"
 
 
 def code_of(backward: fx.GraphModule) -> str:
-    return compat.generate(backward, is_backward=True).source
+    return generate(backward, is_backward=True).source
 
 
 def test_the_gradient_of_logits_is_written_over_them() -> None:
@@ -39,16 +49,16 @@ def test_the_gradient_of_logits_is_written_over_them() -> None:
     keys: list[str | None] = []
 
     def step(forward: fx.GraphModule, backward: fx.GraphModule) -> None:
-        names = compat.donatable(forward, backward, 1)
+        names = donatable(forward, backward, 1)
         assert "addmm" in names
         assert not any(name.startswith("primals") for name in names)
-        saved = compat.saved_names(backward)
+        saved = saved_names(backward)
         for marked in ((), ("addmm",)):
-            compat.donate(backward, marked)
-            keys.append(compat.code_key(backward, is_backward=True))
+            donate(backward, marked)
+            keys.append(code_key(backward, is_backward=True))
             codes.append(code_of(backward))
-        assert compat.saved_names(backward) == saved
-        assert compat.donated_inputs(backward) == [saved.index("addmm")]
+        assert saved_names(backward) == saved
+        assert donated_inputs(backward) == [saved.index("addmm")]
         backward.graph.lint()
 
     half(Classifier(), step)
@@ -63,11 +73,11 @@ def test_both_halves_are_marked_where_buffers_are_donated() -> None:
     donated: list[list[str]] = []
 
     def step(forward: fx.GraphModule, backward: fx.GraphModule) -> None:
-        keys.append(compat.code_key(forward, is_backward=False))
+        keys.append(code_key(forward, is_backward=False))
         assert DonateSaved(backward, 1).call(forward).modified
-        keys.append(compat.code_key(forward, is_backward=False))
-        saved = compat.saved_names(backward)
-        donated.append([saved[index] for index in compat.donated_inputs(backward)])
+        keys.append(code_key(forward, is_backward=False))
+        saved = saved_names(backward)
+        donated.append([saved[index] for index in donated_inputs(backward)])
 
     half(Classifier(), step)
     assert None not in keys
@@ -77,10 +87,10 @@ def test_both_halves_are_marked_where_buffers_are_donated() -> None:
 
 def test_names_in_the_forward() -> None:
     def step(forward: fx.GraphModule, backward: fx.GraphModule) -> None:
-        compat.donate(backward, compat.donatable(forward, backward, 1))
+        donate(backward, donatable(forward, backward, 1))
         known = {node.name for node in forward.graph.nodes} | {"tangents_1"}
         inputs = [node for node in backward.graph.nodes if node.op == "placeholder"]
-        assert {compat.name_in_forward(node) for node in inputs} <= known
+        assert {name_in_forward(node) for node in inputs} <= known
         assert not {node.name for node in inputs} <= known
 
     half(Classifier(), step)
@@ -108,14 +118,14 @@ def views(x: torch.Tensor) -> tuple[fx.GraphModule, fx.GraphModule]:
 def test_what_shares_its_memory_is_not_donated() -> None:
     """Neither what is a view of an input, nor two saved tensors of one storage."""
     forward, backward = views(torch.randn(4, 4))
-    assert compat.donatable(forward, backward, 1) == ("sin",)
-    assert compat.donatable(forward, backward, 5) == ()
+    assert donatable(forward, backward, 1) == ("sin",)
+    assert donatable(forward, backward, 5) == ()
 
 
 def test_nothing_is_donated_where_the_user_forbids_it() -> None:
     def step(forward: fx.GraphModule, backward: fx.GraphModule) -> None:
-        with compat.functorch_config.patch(donated_buffer=False):
-            assert compat.donatable(forward, backward, 1) == ()
+        with functorch_config.patch(donated_buffer=False):
+            assert donatable(forward, backward, 1) == ()
 
     half(Classifier(), step)
 
@@ -125,13 +135,13 @@ def test_a_backward_that_donates_runs_once(donates: bool) -> None:
     """torch itself refuses to keep its graph; without marks it may be kept, as torch would not."""
 
     def partition(module: fx.GraphModule, inputs: Any, **kwargs: Any) -> Any:
-        forward, backward = compat.torch_partition(module, inputs, **kwargs)
+        forward, backward = torch_partition(module, inputs, **kwargs)
         if donates:
-            compat.donate(backward, compat.donatable(forward, backward, kwargs["num_fwd_outputs"]))
+            donate(backward, donatable(forward, backward, kwargs["num_fwd_outputs"]))
         return forward, backward
 
     def backend(gm: fx.GraphModule, inputs: Any) -> Any:
-        return compat.compile_with_aot_eager(gm, inputs, partition)
+        return compile_with_aot_eager(gm, inputs, partition)
 
     model = Classifier()
     torch._dynamo.reset()
@@ -153,11 +163,11 @@ def test_only_marked_buffers_are_donated() -> None:
     before = graph_compile.collect_bw_donated_buffer_idxs
 
     def step(forward: fx.GraphModule, backward: fx.GraphModule) -> None:
-        with compat.only_marked_buffers_donated():
+        with only_marked_buffers_donated():
             collect = graph_compile.collect_bw_donated_buffer_idxs
             assert collect(forward, backward, nothing) == []
-            compat.donate(backward, ("addmm",))
-            assert collect(forward, backward, nothing) == compat.donated_inputs(backward) != []
+            donate(backward, ("addmm",))
+            assert collect(forward, backward, nothing) == donated_inputs(backward) != []
         assert graph_compile.collect_bw_donated_buffer_idxs is not collect
 
     half(Classifier(), step)

@@ -9,7 +9,19 @@ import torch
 from torch import fx, nn
 from torch.utils.checkpoint import checkpoint
 
-from fxremat import compat
+from fxremat.compat.dynamo import (
+    checkpointed_regions,
+    compile_in_training,
+    compile_parts,
+    compiled_in_place,
+    compiled_parts,
+    current_compilation,
+    fresh_dynamo_caches,
+    inline_regions,
+    is_whole_call,
+    more_follow,
+    unwrapped,
+)
 from tests.compat_graphs import X
 
 
@@ -18,7 +30,7 @@ def test_graphs_of_a_model_with_graph_breaks() -> None:
     seen: list[tuple[int, bool]] = []
 
     def backend(gm: fx.GraphModule, inputs: Any) -> Any:
-        seen.append((compat.current_compilation()[0], compat.more_follow(gm)))
+        seen.append((current_compilation()[0], more_follow(gm)))
         return gm
 
     def broken(x: torch.Tensor) -> torch.Tensor:
@@ -31,7 +43,7 @@ def test_graphs_of_a_model_with_graph_breaks() -> None:
     frames, breaks = zip(*seen, strict=True)
     assert breaks == (True, False)
     assert frames[0] < frames[1]
-    assert compat.current_compilation() == (-1, None)
+    assert current_compilation() == (-1, None)
 
 
 def test_a_graph_is_the_whole_call_unless_somebody_goes_on_with_its_results() -> None:
@@ -40,7 +52,7 @@ def test_a_graph_is_the_whole_call_unless_somebody_goes_on_with_its_results() ->
 
     def backend(gm: fx.GraphModule, inputs: Any) -> Any:
         def run(*given: Any) -> Any:
-            whole.append(compat.is_whole_call(caller))
+            whole.append(is_whole_call(caller))
             return gm(*given)
 
         return run
@@ -79,7 +91,7 @@ def test_compilations_of_a_frame_have_numbers() -> None:
     seen: list[tuple[int, int | None]] = []
 
     def backend(gm: fx.GraphModule, inputs: Any) -> Any:
-        seen.append(compat.current_compilation())
+        seen.append(current_compilation())
         return gm
 
     torch._dynamo.reset()
@@ -95,7 +107,7 @@ def test_fresh_dynamo_caches() -> None:
     import torch._dynamo.config as config
 
     before = config.recompile_limit
-    with compat.fresh_dynamo_caches():
+    with fresh_dynamo_caches():
         assert config.recompile_limit >= before
     assert config.recompile_limit == before
 
@@ -111,7 +123,7 @@ def test_sizes_that_are_seen_apart_do_not_vary_outside() -> None:
 
     compiled = torch.compile(lambda x: x.sin(), backend=backend)
     compiled(torch.ones(3))
-    with compat.fresh_dynamo_caches():
+    with fresh_dynamo_caches():
         compiled(torch.ones(4))
     torch._dynamo.reset_code_caches()
     compiled(torch.ones(3))
@@ -124,7 +136,7 @@ def test_regions_that_run_again_are_counted_also_inside_of_each_other() -> None:
     seen: list[int] = []
 
     def backend(gm: fx.GraphModule, inputs: Any) -> Any:
-        seen.append(compat.checkpointed_regions(gm))
+        seen.append(checkpointed_regions(gm))
         return gm
 
     def inner(x: torch.Tensor) -> torch.Tensor:
@@ -167,10 +179,10 @@ def parts_of_all_sorts() -> torch.nn.Sequential:
 
 def test_compiled_parts() -> None:
     model = parts_of_all_sorts()
-    first, second = compat.compiled_parts(model)
+    first, second = compiled_parts(model)
     assert first is model[0]
     assert model[1]._orig_mod is second
-    assert compat.compiled_parts(torch.nn.Linear(2, 2)) == []
+    assert compiled_parts(torch.nn.Linear(2, 2)) == []
 
 
 def test_compiled_in_place() -> None:
@@ -184,19 +196,19 @@ def test_compiled_in_place() -> None:
 
     torch._dynamo.reset()
     first = model[0]._compiled_call_impl
-    with compat.compiled_in_place(model, compat.compiled_parts(model), backend):
+    with compiled_in_place(model, compiled_parts(model), backend):
         assert type(model[1]) is Doubled
         model(torch.ones(2, 4))
     assert len(seen) == 2  # an input with a gradient, and one without
     assert model[1] is wrapped
     assert model[0]._compiled_call_impl is first
-    assert compat.unwrapped(wrapped)._compiled_call_impl is None
+    assert unwrapped(wrapped)._compiled_call_impl is None
 
 
 def test_unwrapped() -> None:
     model = parts_of_all_sorts()
-    assert type(compat.unwrapped(model[1])) is Doubled
-    assert compat.unwrapped(model[0]) is model[0]
+    assert type(unwrapped(model[1])) is Doubled
+    assert unwrapped(model[0]) is model[0]
 
 
 def test_compile_parts() -> None:
@@ -211,7 +223,7 @@ def test_compile_parts() -> None:
     model = parts_of_all_sorts()
     expected = model(torch.ones(2, 4))
     before = list(model)
-    compat.compile_parts(model, compat.compiled_parts(model), backend=backend)
+    compile_parts(model, compiled_parts(model), backend=backend)
     torch.testing.assert_close(model(torch.ones(2, 4)), expected)
     assert list(model) == before
     assert len(seen) == 2  # an input with a gradient, and one without
@@ -233,7 +245,7 @@ def test_regions_are_inlined_also_inside_of_each_other() -> None:
     seen: list[fx.GraphModule] = []
 
     def backend(gm: fx.GraphModule, inputs: Any) -> Any:
-        seen.append(compat.inline_regions(gm))
+        seen.append(inline_regions(gm))
         return seen[-1]
 
     def step(x: torch.Tensor) -> torch.Tensor:
@@ -248,7 +260,7 @@ def test_regions_are_inlined_also_inside_of_each_other() -> None:
     assert not any(node.target is region for gm in seen for node in gm.graph.nodes)
     assert sum(node.target == "sin" for node in seen[0].graph.nodes) == 4
     plain = fx.symbolic_trace(lambda x: x.cos())
-    assert compat.inline_regions(plain) is plain
+    assert inline_regions(plain) is plain
 
 
 def test_what_is_compiled_in_training_only() -> None:
@@ -272,7 +284,7 @@ def test_what_is_compiled_in_training_only() -> None:
 
     model = Own()
     expected = model(X)
-    compat.compile_in_training(model, how)
+    compile_in_training(model, how)
     with torch.no_grad():
         model(X)
     model.eval()(X)

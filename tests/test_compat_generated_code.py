@@ -10,8 +10,9 @@ import pytest
 import torch
 from torch import fx, nn
 
-from fxremat import compat
+from fxremat.compat.configuration import inductor_config, inductor_patches
 from fxremat.compat.inductor import generated_code
+from fxremat.compat.inductor.generated_code import Generated, code_key, generate
 from tests.compat_graphs import half
 from tests.graphs import batch
 
@@ -22,12 +23,12 @@ def linear_gelu() -> nn.Module:
 
 def test_generate() -> None:
     """Inductor's code for a forward and a backward, and where its buffers come from."""
-    seen: list[compat.Generated] = []
+    seen: list[Generated] = []
 
     def step(forward: fx.GraphModule, backward: fx.GraphModule) -> None:
         text = str(forward.graph)
-        seen.append(compat.generate(forward, is_backward=False))
-        seen.append(compat.generate(backward, is_backward=True))
+        seen.append(generate(forward, is_backward=False))
+        seen.append(generate(backward, is_backward=True))
         assert str(forward.graph) == text  # the module itself is left alone
 
     half(linear_gelu(), step)
@@ -49,15 +50,15 @@ def test_nothing_is_tuned_on_tensors_without_memory(monkeypatch: pytest.MonkeyPa
     codegen = GraphLowering.codegen
 
     def noted(lowering: GraphLowering) -> Any:
-        config: Any = compat.inductor_config
+        config: Any = inductor_config
         tunes = config.max_autotune or config.max_autotune_gemm or config.benchmark_fusion
         seen.append((tunes, _get_current_dispatch_mode_stack()))
         return codegen(lowering)
 
     def step(forward: fx.GraphModule, backward: fx.GraphModule) -> None:
         assert _get_current_dispatch_mode_stack() != []
-        with compat.inductor_config.patch(compat.inductor_patches("max-autotune", {})):
-            compat.generate(forward, is_backward=False)
+        with inductor_config.patch(inductor_patches("max-autotune", {})):
+            generate(forward, is_backward=False)
 
     monkeypatch.setattr(GraphLowering, "codegen", noted)
     half(linear_gelu(), step)
@@ -66,10 +67,10 @@ def test_nothing_is_tuned_on_tensors_without_memory(monkeypatch: pytest.MonkeyPa
 
 def test_a_call_of_several_results_has_its_node() -> None:
     """Not only its results have one: its scratch memory is known by that node."""
-    seen: list[compat.Generated] = []
+    seen: list[Generated] = []
 
     def step(forward: fx.GraphModule, backward: fx.GraphModule) -> None:
-        seen.append(compat.generate(backward, is_backward=True))
+        seen.append(generate(backward, is_backward=True))
 
     model = nn.Sequential(nn.Conv2d(3, 8, 3), nn.ReLU(), nn.Conv2d(8, 8, 3))
     half(model, step, torch.randn(2, 3, 8, 8))
@@ -94,7 +95,7 @@ def test_kernels_without_vectors(monkeypatch: pytest.MonkeyPatch) -> None:
 
     def step(forward: fx.GraphModule, backward: fx.GraphModule) -> None:
         for module in (forward, backward):
-            sources.append(compat.generate(module, is_backward=module is backward).source)
+            sources.append(generate(module, is_backward=module is backward).source)
 
     net = nn.Sequential(linear_gelu(), nn.LayerNorm(64), nn.Softmax(1))
     half(net, step)
@@ -111,9 +112,9 @@ def test_code_key() -> None:
     keys: list[str | None] = []
 
     def step(forward: fx.GraphModule, backward: fx.GraphModule) -> None:
-        keys.append(compat.code_key(forward, is_backward=False))
-        keys.append(compat.code_key(forward, is_backward=True))
-        keys.append(compat.code_key(backward, is_backward=True))
+        keys.append(code_key(forward, is_backward=False))
+        keys.append(code_key(forward, is_backward=True))
+        keys.append(code_key(backward, is_backward=True))
 
     half(linear_gelu(), step)
     assert None not in keys
@@ -121,7 +122,7 @@ def test_code_key() -> None:
     half(linear_gelu(), step)
     assert keys[3:] == keys[:3]
     half(linear_gelu(), step, batch(64, 32).detach().t())
-    with compat.inductor_config.patch(max_fusion_size=3):
+    with inductor_config.patch(max_fusion_size=3):
         half(linear_gelu(), step)
     half(nn.Sequential(nn.Linear(64, 64), nn.GELU(), nn.Linear(64, 64, bias=False)), step)
     assert len(set(keys[3:])) == 12
@@ -130,11 +131,11 @@ def test_code_key() -> None:
 def test_code_key_is_none_where_nothing_is_kept() -> None:
     def step(forward: fx.GraphModule, backward: fx.GraphModule) -> None:
         for module in (forward, backward):
-            assert compat.code_key(module, is_backward=False) is None
+            assert code_key(module, is_backward=False) is None
 
-    with compat.inductor_config.patch(force_disable_caches=True):
+    with inductor_config.patch(force_disable_caches=True):
         half(linear_gelu(), step)
-    with compat.inductor_config.patch(post_grad_custom_post_pass=lambda graph: None):
+    with inductor_config.patch(post_grad_custom_post_pass=lambda graph: None):
         half(linear_gelu(), step)
     x = batch(32, 64)
     torch._dynamo.mark_dynamic(x, 0)
@@ -146,8 +147,8 @@ def test_code_key_leaves_the_counters_of_inductor_alone() -> None:
 
     def step(forward: fx.GraphModule, backward: fx.GraphModule) -> None:
         before = counters["inductor"].copy()
-        with compat.inductor_config.patch(post_grad_custom_post_pass=lambda graph: None):
-            assert compat.code_key(forward, is_backward=False) is None
+        with inductor_config.patch(post_grad_custom_post_pass=lambda graph: None):
+            assert code_key(forward, is_backward=False) is None
         assert counters["inductor"] == before
 
     half(linear_gelu(), step)
@@ -160,7 +161,7 @@ def test_generate_with_the_strides_that_the_forward_chose() -> None:
         saved = next(n for n in backward.graph.nodes
                      if n.op == "placeholder" and "addmm" in n.name)  # fmt: skip
         strides = {saved.name: (1, 32)}
-        code = compat.generate(backward, is_backward=True, input_strides=strides)
+        code = generate(backward, is_backward=True, input_strides=strides)
         seen.append(code.source)
         seen.append(tuple(saved.meta["val"].stride()))
 

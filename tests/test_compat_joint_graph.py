@@ -7,7 +7,17 @@ from typing import Any
 import torch
 from torch import fx
 
-from fxremat import compat
+from fxremat.compat.joint_graph import (
+    input_index,
+    is_opaque,
+    is_symbol,
+    is_tangent,
+    must_be_in_backward,
+    must_be_in_forward,
+    mutated_input_of,
+    user_tag,
+    without_user_tags,
+)
 from tests import nets
 from tests.compat_graphs import ATEN, X, dynamic
 from tests.graphs import Capture, batch, compiled, everything_again
@@ -22,30 +32,30 @@ def call(target: Any, *inputs: torch.Tensor) -> fx.Node:
 def test_is_tangent() -> None:
     joint = nets.traced("mlp").joint
     placeholders = [n for n in joint.module.graph.nodes if n.op == "placeholder"]
-    assert [n.name for n in placeholders if compat.is_tangent(n)] == ["tangents_1"]
-    assert not any(compat.is_tangent(n) for n in joint.module.graph.nodes if n.op != "placeholder")
+    assert [n.name for n in placeholders if is_tangent(n)] == ["tangents_1"]
+    assert not any(is_tangent(n) for n in joint.module.graph.nodes if n.op != "placeholder")
 
 
 def test_where_a_node_must_be() -> None:
     copy = call(ATEN.copy_.default, X, X.clone())
-    assert compat.must_be_in_forward(copy)
-    assert not compat.must_be_in_backward(copy)
+    assert must_be_in_forward(copy)
+    assert not must_be_in_backward(copy)
     copy.meta["partitioner_tag"] = "is_backward"
-    assert compat.must_be_in_backward(copy)
-    assert not compat.must_be_in_forward(copy)
+    assert must_be_in_backward(copy)
+    assert not must_be_in_forward(copy)
     plain = call(ATEN.sin.default, X)
-    assert not compat.must_be_in_forward(plain)
+    assert not must_be_in_forward(plain)
     plain.meta["partitioner_tag"] = "must_be_in_forward"
-    assert compat.must_be_in_forward(plain)
+    assert must_be_in_forward(plain)
     plain.meta["partitioner_tag"] = "must_be_in_backward"
-    assert compat.must_be_in_backward(plain)
+    assert must_be_in_backward(plain)
 
 
 def test_mutated_input_of() -> None:
     """Only inputs that are overwritten outside of the graph have such an output."""
-    assert compat.mutated_input_of(object()) is None
+    assert mutated_input_of(object()) is None
     output = nets.traced("mlp").joint.module.graph.output_node()
-    assert all(compat.mutated_input_of(d) is None for d in output.meta.get("desc") or [])
+    assert all(mutated_input_of(d) is None for d in output.meta.get("desc") or [])
 
 
 def overwrite_after(x: torch.Tensor) -> torch.Tensor:
@@ -63,17 +73,17 @@ def test_mutated_input_of_one_that_is_overwritten_after_the_graph() -> None:
     (run(given).sum() + given.sum()).backward()
     torch.testing.assert_close(leaf.grad, batch(4, 8).exp() + 2)
     descriptions = seen.joint.module.graph.output_node().meta["desc"]
-    assert any(compat.mutated_input_of(d) is not None for d in descriptions)
+    assert any(mutated_input_of(d) is not None for d in descriptions)
     assert len(seen.joint.mutated) == 1
 
 
 def test_user_tag() -> None:
     seen = nets.traced("save addmms")
-    tags = {compat.user_tag(n) for n in seen.joint.module.graph.nodes}
+    tags = {user_tag(n) for n in seen.joint.module.graph.nodes}
     assert {"MUST_SAVE", "MUST_RECOMPUTE", None} <= tags
-    plain = {compat.user_tag(n) for n in nets.traced("checkpoint").joint.module.graph.nodes}
+    plain = {user_tag(n) for n in nets.traced("checkpoint").joint.module.graph.nodes}
     assert "PREFER_RECOMPUTE" in plain
-    assert compat.user_tag(call(ATEN.sin.default, X)) is None
+    assert user_tag(call(ATEN.sin.default, X)) is None
 
 
 def test_prepare_joint_graph_merges_and_drops() -> None:
@@ -89,27 +99,27 @@ def test_prepare_joint_graph_merges_and_drops() -> None:
 
 def test_symbols_and_opaque_objects() -> None:
     seen = dynamic(min=2, max=64)
-    symbols = [n for n in seen.joint.primals if compat.is_symbol(n)]
+    symbols = [n for n in seen.joint.primals if is_symbol(n)]
     assert len(symbols) == 1
-    assert not compat.is_symbol(seen.node("addmm"))
-    assert not any(compat.is_opaque(n) for n in seen.joint.module.graph.nodes)
+    assert not is_symbol(seen.node("addmm"))
+    assert not any(is_opaque(n) for n in seen.joint.module.graph.nodes)
 
 
 def test_inputs_of_the_joint_graph_are_arguments_of_the_compiled_one() -> None:
     captured = nets.traced("mlp")
-    found = [compat.input_index(node) for node in captured.joint.primals]
+    found = [input_index(node) for node in captured.joint.primals]
     assert found == list(range(len(found)))
-    assert compat.input_index(captured.joint.tangents[0]) is None
+    assert input_index(captured.joint.tangents[0]) is None
 
 
 def test_tags_are_taken_off_a_copy() -> None:
     """All else is as it was, and so is the graph that they are taken off."""
     module = nets.traced("save nothing").joint.module
-    tagged = [node.name for node in module.graph.nodes if compat.user_tag(node)]
-    copy = compat.without_user_tags(module)
+    tagged = [node.name for node in module.graph.nodes if user_tag(node)]
+    copy = without_user_tags(module)
     assert tagged
-    assert tagged == [node.name for node in module.graph.nodes if compat.user_tag(node)]
-    assert not any(compat.user_tag(node) for node in copy.graph.nodes)
+    assert tagged == [node.name for node in module.graph.nodes if user_tag(node)]
+    assert not any(user_tag(node) for node in copy.graph.nodes)
     assert copy.graph.python_code("self").src == module.graph.python_code("self").src
     for one, other in zip(module.graph.nodes, copy.graph.nodes, strict=True):
         assert one.meta.keys() - other.meta.keys() <= {"recompute", "ac_graph_id"}

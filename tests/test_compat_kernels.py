@@ -8,7 +8,14 @@ from typing import Any
 import torch
 from torch import fx
 
-from fxremat import compat
+from fxremat.compat.configuration import POST_GRAD_PASS, inductor_config
+from fxremat.compat.inductor.kernels import (
+    apart,
+    compile_kernel,
+    decomposed,
+    for_a_kernel,
+    unbuilt_kernel,
+)
 
 
 def kernel_graph() -> fx.GraphModule:
@@ -26,10 +33,10 @@ def kernel_of(function: Callable[..., Any], *shapes: tuple[int, ...]) -> fx.Grap
     """The graph of a kernel for arguments of these shapes."""
     module = fx.symbolic_trace(function)
     placeholders = [n for n in module.graph.nodes if n.op == "placeholder"]
-    with compat.for_a_kernel():
+    with for_a_kernel():
         for node, shape in zip(placeholders, shapes, strict=True):
             node.meta["val"] = torch.empty(shape)
-        return compat.decomposed(module)
+        return decomposed(module)
 
 
 def test_decomposed() -> None:
@@ -40,17 +47,17 @@ def test_decomposed() -> None:
 
 def test_unbuilt_kernel() -> None:
     """A sum of each row has memory of its own before it is written where it belongs."""
-    assert compat.unbuilt_kernel(kernel_graph()).allocates == 16 * 4
+    assert unbuilt_kernel(kernel_graph()).allocates == 16 * 4
 
     def function(x: torch.Tensor, y: torch.Tensor) -> tuple[()]:
         y.copy_((x @ x).sum(1))
         return ()
 
-    assert compat.unbuilt_kernel(kernel_of(function, (16, 16), (16,))).allocates == 17 * 16 * 4
+    assert unbuilt_kernel(kernel_of(function, (16, 16), (16,))).allocates == 17 * 16 * 4
 
 
 def test_compile_kernel() -> None:
-    kernel = compat.compile_kernel(kernel_graph())
+    kernel = compile_kernel(kernel_graph())
     x, y = torch.randn(16, 32), torch.zeros(16)
     best = torch.nn.functional.gelu(x) - 1
     kernel([x, y])
@@ -59,10 +66,10 @@ def test_compile_kernel() -> None:
 
 
 def test_apart_from_what_is_being_compiled() -> None:
-    with compat.inductor_config.patch({compat.POST_GRAD_PASS: print}), torch.device("cpu"):
-        with compat.for_a_kernel():
-            assert compat.inductor_config.post_grad_custom_post_pass is None
+    with inductor_config.patch({POST_GRAD_PASS: print}), torch.device("cpu"):
+        with for_a_kernel():
+            assert inductor_config.post_grad_custom_post_pass is None
             assert type(torch.empty(1)) is not torch.Tensor
-            with compat.apart():
+            with apart():
                 assert type(torch.empty(1)) is torch.Tensor
-        assert compat.inductor_config.post_grad_custom_post_pass is print
+        assert inductor_config.post_grad_custom_post_pass is print

@@ -11,8 +11,10 @@ from torch._inductor import cpu_vec_isa
 from torch._inductor.async_compile import AsyncCompile
 from torch._inductor.codecache import CppPythonBindingsCodeCache
 
-from fxremat import compat
+from fxremat.compat.configuration import inductor_config
 from fxremat.compat.inductor import kernels_ahead
+from fxremat.compat.inductor.generated_code import Generated
+from fxremat.compat.inductor.kernels_ahead import begin_kernels, look_for_vectors
 from tests.test_compat_loading import GENERATED
 
 
@@ -27,7 +29,7 @@ class Kind:
 
     def __bool__(self) -> bool:
         self.together.wait(10)
-        self.found[self.name] = compat.inductor_config.max_fusion_size
+        self.found[self.name] = inductor_config.max_fusion_size
         if self.name == "broken":
             raise ValueError(self.name)
         return True
@@ -45,9 +47,9 @@ def test_look_for_vectors(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(cpu_vec_isa, "supported_vec_isa_list", kinds)
     monkeypatch.setattr(cpu_vec_isa, "x86_isa_checker", lambda: ["one", "two", "broken"])
     monkeypatch.setattr(cpu_vec_isa, "valid_vec_isa_list", lambda: sorted(found))
-    with compat.inductor_config.patch(max_fusion_size=7):
-        compat.look_for_vectors()
-        compat.look_for_vectors()
+    with inductor_config.patch(max_fusion_size=7):
+        look_for_vectors()
+        look_for_vectors()
         answer: Any = cpu_vec_isa.valid_vec_isa_list()  # configurations may be of the process
     assert answer == ["broken", "one two"]
     assert found == {"broken": 7, "one two": 7}
@@ -57,7 +59,7 @@ def test_where_inductor_asks_for_no_kind_nothing_changes(monkeypatch: pytest.Mon
     find = cpu_vec_isa.valid_vec_isa_list
     monkeypatch.setattr(kernels_ahead, "_looking", [])
     monkeypatch.setattr(cpu_vec_isa, "x86_isa_checker", list)
-    compat.look_for_vectors()
+    look_for_vectors()
     assert cpu_vec_isa.valid_vec_isa_list is find
     assert not kernels_ahead._looking
 
@@ -93,10 +95,10 @@ def begun(monkeypatch: pytest.MonkeyPatch) -> list[str]:
 
 def test_begin_kernels(begun: list[str]) -> None:
     """All of them, and nothing else of the code runs."""
-    compat.begin_kernels(compat.Generated("import torch\n" + GENERATED, {}, {}, ()))
+    begin_kernels(Generated("import torch\n" + GENERATED, {}, {}, ()))
     assert begun == ["this is no C++", "nor this"]
 
 
 @pytest.mark.parametrize("source", ["this is no Python", "raise ValueError", "1 / 0"])
 def test_what_cannot_be_begun_is_left(source: str) -> None:
-    compat.begin_kernels(compat.Generated(source, {}, {}, ()))
+    begin_kernels(Generated(source, {}, {}, ()))

@@ -16,8 +16,9 @@ from torch._inductor import async_compile
 from torch._inductor.codecache import CppPythonBindingsCodeCache
 from torch._inductor.cpp_builder import CppBuilder
 
-from fxremat import compat
 from fxremat.compat.inductor import kernels_together
+from fxremat.compat.inductor.generated_code import Generated
+from fxremat.compat.inductor.kernels_ahead import begin_kernels
 
 SOURCE = """
 #include <torch/csrc/inductor/cpp_prefix.h>
@@ -58,10 +59,10 @@ def runs(monkeypatch: pytest.MonkeyPatch) -> list[str]:
     return seen
 
 
-def generated(sources: list[str]) -> compat.Generated:
+def generated(sources: list[str]) -> Generated:
     lines = "\n".join(f"k = async_compile.cpp_pybinding({TYPES}, {one!r})" for one in sources)
     head = "from torch._inductor.async_compile import AsyncCompile\nasync_compile = AsyncCompile()"
-    return compat.Generated(f"{head}\n{lines}", {}, {}, ())
+    return Generated(f"{head}\n{lines}", {}, {}, ())
 
 
 def results(sources: list[str]) -> list[float]:
@@ -81,8 +82,8 @@ def test_kernels_of_a_graph_are_compiled_together_and_once(
     sources = [SOURCE.format(number=number) for number in (2.0, 3.0, 4.0)]
     with monkeypatch.context() as several:
         several.setattr(async_compile, "get_compile_threads", lambda: workers)
-        compat.begin_kernels(generated(sources))
-        compat.begin_kernels(generated(sources))
+        begin_kernels(generated(sources))
+        begin_kernels(generated(sources))
     assert results(sources) == [3.0, 4.0, 5.0]
     assert runs == ["ours"] * (1 if workers == 1 else 3)
 
@@ -92,7 +93,7 @@ def test_what_cannot_be_compiled_together_inductor_compiles(
 ) -> None:
     monkeypatch.setattr(kernels_together, "joined", lambda kernels: "this is no C++")
     sources = [SOURCE.format(number=number) for number in (2.0, 3.0)]
-    compat.begin_kernels(generated(sources))
+    begin_kernels(generated(sources))
     assert results(sources) == [3.0, 4.0]
     assert runs == ["ours", "Inductor", "Inductor"]
 
@@ -157,7 +158,7 @@ def test_what_several_kernels_call_is_inlined(
     sources = [SHARING.format(header=header, number=number) for number in range(8)]
     with monkeypatch.context() as alone:
         alone.setattr(async_compile, "get_compile_threads", lambda: 1)
-        compat.begin_kernels(generated(sources))
+        begin_kernels(generated(sources))
     library = next(tmp_path.rglob("*.so"))
     defined = subprocess.run(
         ["nm", "-C", "--defined-only", library], capture_output=True, text=True

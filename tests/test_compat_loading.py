@@ -6,7 +6,9 @@ from typing import Any
 
 import torch
 
-from fxremat import compat
+from fxremat.compat.inductor.generated_code import Generated
+from fxremat.compat.inductor.loading import load_without_kernels
+from fxremat.compat.tensors import Watching, without_memory
 from tests.compat_graphs import ATEN
 
 GENERATED = """
@@ -33,13 +35,13 @@ call = Runner().call
 
 def test_load_without_kernels() -> None:
     """Neither kernel is compiled; allocations and library calls are seen, and have no memory."""
-    generated = compat.Generated("import torch\n" + GENERATED, {}, {}, ())
+    generated = Generated("import torch\n" + GENERATED, {}, {}, ())
     seen: list[Any] = []
-    with compat.without_memory() as made:
+    with without_memory() as made:
         factor = made(torch.ones(2, 8))
-        call = compat.load_without_kernels(generated, {"factor": factor}, "<test>")
+        call = load_without_kernels(generated, {"factor": factor}, "<test>")
         arguments = [torch.empty(8)]
-        with compat.Watching(lambda op, args, kwargs, result: seen.append((op, result))):
+        with Watching(lambda op, args, kwargs, result: seen.append((op, result))):
             (result,) = call(arguments)
     assert arguments == []
     assert result.shape == (4, 8)

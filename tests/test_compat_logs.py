@@ -8,12 +8,12 @@ from typing import Any
 import pytest
 from torch._logging import _internal as torch_logs
 
-from fxremat import compat
+from fxremat.compat.logs import GRAPH_LOG, PLAN_LOG, artifact_logger, trace_artifact
 
 
-@pytest.mark.parametrize("name", [compat.PLAN_LOG, compat.GRAPH_LOG])
+@pytest.mark.parametrize("name", [PLAN_LOG, GRAPH_LOG])
 def test_artifact_logger(name: str) -> None:
-    logger = compat.artifact_logger(name)
+    logger = artifact_logger(name)
     assert logger.name == f"fxremat.__{name}"
     known: Any = torch_logs.log_registry
     assert known.is_artifact(name)
@@ -35,9 +35,9 @@ def test_trace_artifact(monkeypatch: pytest.MonkeyPatch) -> None:
         raise AssertionError
 
     monkeypatch.setattr(torch_logs.trace_log, "handlers", [])
-    compat.trace_artifact("one", "json", never)
+    trace_artifact("one", "json", never)
     monkeypatch.setattr(torch_logs.trace_log, "handlers", [Handler()])
-    compat.trace_artifact("two", "json", lambda: {"three": 4})
+    trace_artifact("two", "json", lambda: {"three": 4})
     (record,) = written
     metadata, payload = record.__dict__["metadata"], record.__dict__["payload"]
     assert metadata["artifact"] == {"name": "two", "encoding": "json"}

@@ -11,8 +11,12 @@ from torch import fx, nn
 from torch._dynamo.utils import counters
 from torch._inductor.graph import GraphLowering
 
-from fxremat import compat
+from fxremat.compat.compilers import compile_with_inductor
+from fxremat.compat.configuration import PARTITIONER, CustomPartitionerFn, inductor_config
 from fxremat.compat.inductor import lowered_ahead
+from fxremat.compat.inductor.generated_code import generate
+from fxremat.compat.inductor.lowered_ahead import forget_lowered, hand_over
+from fxremat.compat.partitioning import torch_partition
 from tests.compat_graphs import half
 from tests.graphs import batch
 
@@ -22,9 +26,9 @@ Step = Callable[[fx.GraphModule, fx.GraphModule], None]
 @pytest.fixture(autouse=True)
 def _nothing_handed_over() -> Iterator[None]:
     torch._dynamo.reset()
-    compat.forget_lowered()
+    forget_lowered()
     yield
-    compat.forget_lowered()
+    forget_lowered()
 
 
 @pytest.fixture
@@ -49,11 +53,11 @@ def trained(model: nn.Module, between: Step) -> list[torch.Tensor]:
     """Gradients of one step, compiled by Inductor; ``between`` sees the halves before it does."""
 
     def partition(module: fx.GraphModule, inputs: Any, **kwargs: Any) -> Any:
-        halves = compat.torch_partition(module, inputs, **kwargs)
+        halves = torch_partition(module, inputs, **kwargs)
         between(*halves)
         return halves
 
-    class Ours(compat.CustomPartitionerFn):
+    class Ours(CustomPartitionerFn):
         def __call__(self, gm: fx.GraphModule, joint_inputs: Any, **kwargs: Any) -> Any:
             return partition(gm, joint_inputs, **kwargs)
 
@@ -61,7 +65,7 @@ def trained(model: nn.Module, between: Step) -> list[torch.Tensor]:
             return None
 
     def backend(gm: fx.GraphModule, inputs: Any) -> Any:
-        return compat.compile_with_inductor(gm, inputs, {compat.PARTITIONER: Ours()})
+        return compile_with_inductor(gm, inputs, {PARTITIONER: Ours()})
 
     torch._dynamo.reset()
     torch.manual_seed(1)
@@ -71,13 +75,13 @@ def trained(model: nn.Module, between: Step) -> list[torch.Tensor]:
 
 def ahead(forward: fx.GraphModule, backward: fx.GraphModule) -> None:
     """Generates both and hands them over."""
-    first = compat.generate(forward, is_backward=False, seen_outputs=1, with_kernels=True)
+    first = generate(forward, is_backward=False, seen_outputs=1, with_kernels=True)
     names = [str(node) for node in forward.graph.output_node().args[0]]  # type: ignore[union-attr]
     strides = {n: s for n, s in zip(names, first.strides, strict=True) if s is not None}
-    second = compat.generate(backward, is_backward=True, input_strides=strides, with_kernels=True)
+    second = generate(backward, is_backward=True, input_strides=strides, with_kernels=True)
     for one in (first, second):
         assert one.lowered is not None
-        compat.hand_over(one.lowered)
+        hand_over(one.lowered)
 
 
 def nothing(forward: fx.GraphModule, backward: fx.GraphModule) -> None:
@@ -87,7 +91,7 @@ def nothing(forward: fx.GraphModule, backward: fx.GraphModule) -> None:
 @pytest.mark.parametrize("threads", [1, 2])
 def test_it_is_lowered_once_and_computes_the_same(lowered: list[bool], threads: int) -> None:
     """However many threads compile kernels."""
-    with compat.inductor_config.patch(fx_graph_cache=False, compile_threads=threads):
+    with inductor_config.patch(fx_graph_cache=False, compile_threads=threads):
         expected = trained(net(), nothing)
         assert lowered == [False, True]
         found = trained(net(), ahead)
@@ -99,10 +103,10 @@ def test_it_is_lowered_once_and_computes_the_same(lowered: list[bool], threads: 
 
 def test_another_configuration_is_lowered_anew(lowered: list[bool]) -> None:
     def other(forward: fx.GraphModule, backward: fx.GraphModule) -> None:
-        with compat.inductor_config.patch(max_fusion_size=1):
+        with inductor_config.patch(max_fusion_size=1):
             ahead(forward, backward)
 
-    with compat.inductor_config.patch(fx_graph_cache=False):
+    with inductor_config.patch(fx_graph_cache=False):
         trained(net(), other)
     assert lowered == [False, True] * 2
     assert len(lowered_ahead._ready) == 2
@@ -115,17 +119,17 @@ def test_another_graph_is_lowered_anew(lowered: list[bool]) -> None:
             call = next(n for n in module.graph.nodes if n.op == "call_function")
             call._rename(call.name + "_other")
 
-    with compat.inductor_config.patch(fx_graph_cache=False):
+    with inductor_config.patch(fx_graph_cache=False):
         trained(net(), other)
     assert lowered == [False, True] * 2
 
 
 def test_who_wants_to_see_inductor_at_work_does() -> None:
     def step(forward: fx.GraphModule, backward: fx.GraphModule) -> None:
-        with compat.inductor_config.patch({"trace.enabled": True}):
-            code = compat.generate(forward, is_backward=False, with_kernels=True)
+        with inductor_config.patch({"trace.enabled": True}):
+            code = generate(forward, is_backward=False, with_kernels=True)
             assert code.lowered is not None
-            compat.hand_over(code.lowered)
+            hand_over(code.lowered)
 
     half(net(), step)
     assert not lowered_ahead._ready
@@ -135,13 +139,13 @@ def test_only_so_many_are_kept(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(lowered_ahead, "_MOST_READY", 1)
     half(net(), ahead)
     assert len(lowered_ahead._ready) == 1
-    compat.forget_lowered()
+    forget_lowered()
     assert not lowered_ahead._ready
 
 
 def test_the_counters_of_inductor_are_those_of_one_compilation() -> None:
     """What was generated ahead is not counted twice."""
-    with compat.inductor_config.patch(fx_graph_cache=False):
+    with inductor_config.patch(fx_graph_cache=False):
         counters.clear()
         trained(net(), nothing)
         expected = dict(counters["inductor"])
@@ -159,7 +163,7 @@ def test_inputs_that_are_checked(lowered: list[bool], monkeypatch: pytest.Monkey
         return [k for k, x in enumerate(inputs) if isinstance(x, torch.Tensor)]
 
     monkeypatch.setattr("torch._inductor.compile_fx.get_input_idxs_to_check", checked)
-    with compat.inductor_config.patch(fx_graph_cache=False):
+    with inductor_config.patch(fx_graph_cache=False):
         found = trained(net(), ahead)
     assert lowered == [False, True] * (2 if lowered_ahead.checks_are_written() else 1)
     for mine, theirs in zip(found, expected, strict=True):

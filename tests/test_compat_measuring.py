@@ -8,16 +8,21 @@ from typing import Any
 import pytest
 import torch
 
-from fxremat import compat
+from fxremat.compat.measuring import (
+    keep_busy,
+    profiler_memory_events,
+    random_state_kept,
+    recorded_allocations,
+)
 
 
 def test_profiler_memory_events() -> None:
     with torch.profiler.profile(profile_memory=True) as prof:
         with pytest.raises(RuntimeError, match="after its with block"):
-            compat.profiler_memory_events(prof)
+            profiler_memory_events(prof)
         tensor = torch.empty(1000)
         del tensor
-    events = compat.profiler_memory_events(prof)
+    events = profiler_memory_events(prof)
     assert [(size, device) for _, size, device in events] == [(4000, "CPU"), (-4000, "CPU")]
     assert events[0][0] <= events[1][0]
 
@@ -26,7 +31,7 @@ def test_random_state_kept() -> None:
     torch.manual_seed(0)
     expected = torch.rand(2)
     torch.manual_seed(0)
-    with compat.random_state_kept():
+    with random_state_kept():
         torch.rand(10)
     assert torch.equal(torch.rand(2), expected)
 
@@ -36,7 +41,7 @@ def test_keep_busy(monkeypatch: pytest.MonkeyPatch) -> None:
     asked: list[int] = []
     monkeypatch.setattr(torch.cuda, "_sleep", asked.append)
     monkeypatch.setattr(torch.cuda, "device", lambda device: nullcontext())
-    compat.keep_busy(torch.device("cuda", 0), 1000)
+    keep_busy(torch.device("cuda", 0), 1000)
     assert asked == [1000]
 
 
@@ -48,9 +53,9 @@ def test_recording_ends_also_after_an_error(monkeypatch: pytest.MonkeyPatch) -> 
     monkeypatch.setattr(names, "_snapshot", lambda device: {"segments": [*log]})
     monkeypatch.setattr(torch.cuda, "synchronize", lambda device: log.append("idle"))
     gpu = torch.device("cuda", 0)
-    snapshot = compat.recorded_allocations(lambda: log.append("run"), gpu)
+    snapshot = recorded_allocations(lambda: log.append("run"), gpu)
     assert snapshot["segments"][1:] == ["run", "idle"]
     assert log[3:] == [{"enabled": None}]
     with pytest.raises(ZeroDivisionError):
-        compat.recorded_allocations(lambda: 1 // 0, gpu)
+        recorded_allocations(lambda: 1 // 0, gpu)
     assert log[-1] == {"enabled": None}

@@ -14,7 +14,15 @@ from torch import fx, nn
 from torch._inductor import compile_fx
 
 from benchmarks.nets.language import GPT
-from fxremat import compat
+from fxremat.compat.compilers import trace_as_inductor
+from fxremat.compat.configuration import (
+    PARTITIONER,
+    CustomPartitionerFn,
+    functorch_config,
+    inductor_config,
+)
+from fxremat.compat.partitioning import saved_names, torch_partition
+from fxremat.compat.tensors import outside_fake_mode
 from tests.compat_graphs import ATEN
 from tests.graphs import batch, capture, everything_again, mlp
 from tests.small import Convolutions, seeded
@@ -53,7 +61,7 @@ def cut_by_inductor(make: Make, partition: Partition | None = None, **patches: A
         return cut
 
     @dataclass(frozen=True)
-    class Cut(compat.CustomPartitionerFn):
+    class Cut(CustomPartitionerFn):
         def __call__(self, gm: Any, joint_inputs: Any, **kwargs: Any) -> Any:
             assert partition is not None
             return noting(partition)(gm, joint_inputs, **kwargs)
@@ -65,12 +73,12 @@ def cut_by_inductor(make: Make, partition: Partition | None = None, **patches: A
     own = inductor.min_cut_rematerialization_partition
     patches |= {"force_disable_caches": True}
     if partition is not None:
-        patches[compat.PARTITIONER] = Cut()
+        patches[PARTITIONER] = Cut()
     torch._dynamo.reset()
     model, inputs = make()
     with (
         mock.patch.object(compile_fx, "min_cut_rematerialization_partition", noting(own)),
-        compat.inductor_config.patch(patches),
+        inductor_config.patch(patches),
         pytest.raises(Exception, match="Stop"),
     ):
         torch.compile(model)(*inputs)
@@ -88,10 +96,10 @@ def test_torch_partition_cuts_as_torch_compile_does(make: Make) -> None:
     """The very same halves, also where the user asks for less to be saved."""
     sizes = []
     for budget in (1.0, 0.5):
-        with compat.functorch_config.patch(activation_memory_budget=budget):
-            plain, ours = cut_by_inductor(make), cut_by_inductor(make, compat.torch_partition)
+        with functorch_config.patch(activation_memory_budget=budget):
+            plain, ours = cut_by_inductor(make), cut_by_inductor(make, torch_partition)
         assert [str(half.graph) for half in ours] == [str(half.graph) for half in plain]
-        assert compat.saved_names(ours[1]) == compat.saved_names(plain[1])
+        assert saved_names(ours[1]) == saved_names(plain[1])
         assert saved_bytes(ours[1]) == saved_bytes(plain[1])
         sizes.append(saved_bytes(ours[1]))
     assert sizes[1] < sizes[0]
@@ -123,25 +131,25 @@ def test_torch_partition_leaves_the_graph_and_computes_the_same(make: Make) -> N
             dead = module.graph.call_function(ATEN.neg.default, (placeholder,))
             dead.meta["val"] = placeholder.meta["val"]
         nodes, before = list(module.graph.nodes), states(module)
-        forward, backward = compat.torch_partition(module, inputs, **kwargs)
+        forward, backward = torch_partition(module, inputs, **kwargs)
         assert nodes == list(module.graph.nodes)
         assert before == states(module)
         count = kwargs["num_fwd_outputs"]
-        with compat.outside_fake_mode():
+        with outside_fake_mode():
             torch.manual_seed(0)
             given = {n.name: example(n.meta["val"]) for n in nodes if n.op == "placeholder"}
             expected = run(module, given)
             results = run(forward, given)
             ends: Any = forward.graph.output_node().args[0]
             saved = ends[count:]
-            assert {n.name for n in saved} == set(compat.saved_names(backward))
+            assert {n.name for n in saved} == set(saved_names(backward))
             known = given | {n.name: r for n, r in zip(saved, results[count:], strict=True)}
             torch.testing.assert_close([*results[:count], *run(backward, known)], list(expected))
         ran.append(count)
         return forward, backward
 
     def backend(gm: fx.GraphModule, inputs: Any) -> Any:
-        return compat.trace_as_inductor(gm, inputs, {}, partition)
+        return trace_as_inductor(gm, inputs, {}, partition)
 
     torch._dynamo.reset()
     model, inputs = make()

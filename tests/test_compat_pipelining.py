@@ -15,7 +15,14 @@ if not torch.distributed.is_available():
 
 from torch.distributed import pipelining
 
-from fxremat import compat
+from fxremat.compat.distributed.pipelining import (
+    RunningPipeline,
+    is_stage,
+    received_by,
+    running_pipeline,
+    shown_stages,
+)
+from fxremat.compat.tensors import is_fake
 
 HOST, MICRO_BATCHES = torch.device("cpu"), 3
 
@@ -34,11 +41,11 @@ class Seen(nn.Module):
     def __init__(self) -> None:
         super().__init__()
         self.layer = nn.Linear(4, 8)
-        self.found: list[compat.RunningPipeline | None] = []
+        self.found: list[RunningPipeline | None] = []
 
     def forward(self, x: Tensor) -> Tensor:
-        if not compat.is_fake(x) and torch.is_grad_enabled():
-            self.found.append(compat.running_pipeline())
+        if not is_fake(x) and torch.is_grad_enabled():
+            self.found.append(running_pipeline())
         result: Tensor = self.layer(x)
         return result
 
@@ -54,7 +61,7 @@ def test_the_running_stage_and_its_order_are_found(name: str, sent: bool) -> Non
     stage = pipelining.PipelineStage(module, 0, 1, HOST)
     schedule: Any = getattr(pipelining, name)(stage, MICRO_BATCHES, loss_of)
     batch, target = torch.ones(6, 4), torch.ones(6, 8)
-    assert compat.running_pipeline() is None
+    assert running_pipeline() is None
     schedule.step(batch, target=target)
     found = module.found[-1]
     assert found is not None
@@ -65,10 +72,10 @@ def test_the_running_stage_and_its_order_are_found(name: str, sent: bool) -> Non
     assert found.order == (at_once if sent else by_turns)
     assert [tuple(x.shape) for x in found.batch] == [(6, 4), (6, 8)]
     assert (found.keeps_sent, found.keeps_outputs) == (sent, True)
-    assert compat.is_stage(found, module)
-    assert not compat.is_stage(found, module.layer)
-    assert compat.received_by(stage) == []
-    (shown,) = compat.shown_stages(found)
+    assert is_stage(found, module)
+    assert not is_stage(found, module.layer)
+    assert received_by(stage) == []
+    (shown,) = shown_stages(found)
     assert (shown.given_bytes, shown.result_bytes) == (2 * 4 * 4, 2 * 8 * 4)
     assert (shown.loss_bytes, shown.value_bytes) == (2 * 8 * 4, 4)
 

@@ -9,8 +9,18 @@ import torch
 from torch import fx, nn
 from torch.fx.experimental.proxy_tensor import make_fx
 
-from fxremat import compat
+from fxremat.compat.configuration import POST_GRAD_PASS, inductor_config
 from fxremat.compat.inductor import post_grad
+from fxremat.compat.inductor.generated_code import generate
+from fxremat.compat.inductor.post_grad import (
+    copy_images,
+    is_noop_to_inductor,
+    leave_layouts,
+    prefers_channels_last,
+    return_inputs_as_they_are,
+    write_results,
+)
+from fxremat.compat.tensors import fake_mode_of
 from tests.compat_graphs import ATEN, Shared, half
 from tests.graphs import batch
 from tests.small import forward_code
@@ -20,10 +30,10 @@ def test_write_results() -> None:
     """A result that would be computed in each of its readers is written instead."""
 
     def mark(graph: fx.Graph) -> None:
-        compat.write_results(graph, [n for n in graph.nodes if n.target is ATEN.abs.default])
+        write_results(graph, [n for n in graph.nodes if n.target is ATEN.abs.default])
 
     plain = forward_code(Shared(), batch(32, 64))
-    written = forward_code(Shared(), batch(32, 64), **{compat.POST_GRAD_PASS: mark})
+    written = forward_code(Shared(), batch(32, 64), **{POST_GRAD_PASS: mark})
     assert written.count("= empty_strided_cpu((32, 64)") == 1 + plain.count(
         "= empty_strided_cpu((32, 64)"
     )
@@ -40,7 +50,7 @@ def test_what_a_convolution_reads_as_an_image_is_written_as_one(read_twice: bool
 
     module = make_fx(step, tracing_mode="fake")(torch.ones(2, 2, 4, 36), torch.ones(4, 8, 3, 3))
     (sin,) = (n for n in module.graph.nodes if n.target is ATEN.sin.default)
-    compat.write_results(module.graph, [sin])
+    write_results(module.graph, [sin])
     (mark,) = (n for n in module.graph.nodes if n.target is torch.ops.fxremat.written.default)
     assert mark.meta["val"].shape == ((2, 2, 4, 36) if read_twice else (2, 8, 6, 6))
     assert post_grad.unmarked(mark) is sin
@@ -61,13 +71,13 @@ class Masked(nn.Module):
 
 def test_a_written_mask_is_stored_as_bytes_and_read_as_it_was() -> None:
     def mark(graph: fx.Graph) -> None:
-        compat.write_results(graph, [n for n in graph.nodes if n.target is ATEN.gt.Scalar])
+        write_results(graph, [n for n in graph.nodes if n.target is ATEN.gt.Scalar])
 
     x = torch.randn(32, 64)
-    code = forward_code(Masked(), x, **{compat.POST_GRAD_PASS: mark})
+    code = forward_code(Masked(), x, **{POST_GRAD_PASS: mark})
     assert "(32, 64), (64, 1), torch.uint8)" in code
     torch._dynamo.reset()
-    with compat.inductor_config.patch({compat.POST_GRAD_PASS: mark, "force_disable_caches": True}):
+    with inductor_config.patch({POST_GRAD_PASS: mark, "force_disable_caches": True}):
         compiled = torch.compile(Masked())(x)
     torch.testing.assert_close(compiled, Masked()(x))
 
@@ -83,10 +93,10 @@ def test_inputs_are_returned_as_they_are() -> None:
     def strides(marked: bool, forward: fx.GraphModule) -> dict[str, bool]:
         def mark(graph: fx.Graph) -> None:
             if marked:
-                compat.return_inputs_as_they_are(graph)
+                return_inputs_as_they_are(graph)
 
         with torch._inductor.config.patch(post_grad_custom_post_pass=mark):
-            code = compat.generate(forward, is_backward=False, seen_outputs=1)
+            code = generate(forward, is_backward=False, seen_outputs=1)
         results: Any = forward.graph.output_node().args[0]
         return {
             node.name: stride == node.meta["val"].stride()
@@ -97,7 +107,7 @@ def test_inputs_are_returned_as_they_are() -> None:
     def step(forward: fx.GraphModule, _: fx.GraphModule) -> None:
         kept.extend(strides(marked, forward) for marked in (False, True))
         text = forward.code
-        compat.leave_layouts(forward)
+        leave_layouts(forward)
         assert forward.code != text  # Inductor's caches know a graph by its text
         kept.append(strides(True, forward))
 
@@ -116,18 +126,18 @@ def test_inputs_are_returned_as_they_are() -> None:
 def test_copies_that_inductor_may_drop() -> None:
     graph = fx.Graph()
     x = graph.placeholder("x")
-    assert compat.is_noop_to_inductor(graph.call_function(torch.ops.aten.clone.default, (x,)))
-    assert not compat.is_noop_to_inductor(graph.call_function(torch.ops.aten.sin.default, (x,)))
+    assert is_noop_to_inductor(graph.call_function(torch.ops.aten.clone.default, (x,)))
+    assert not is_noop_to_inductor(graph.call_function(torch.ops.aten.sin.default, (x,)))
 
 
 def test_the_order_of_channels_that_inductor_prefers() -> None:
     """On CPUs with mkldnn channels go last wherever there is a convolution."""
     image, weight = torch.ones(2, 3, 8, 8), torch.ones(4, 3, 3, 3)
     convolution = make_fx(torch.conv2d, tracing_mode="fake")(image, weight)
-    assert compat.prefers_channels_last(convolution)
+    assert prefers_channels_last(convolution)
     with torch._inductor.config.patch(layout_optimization=False):
-        assert not compat.prefers_channels_last(convolution)
-    assert not compat.prefers_channels_last(make_fx(torch.sin, tracing_mode="fake")(image))
+        assert not prefers_channels_last(convolution)
+    assert not prefers_channels_last(make_fx(torch.sin, tracing_mode="fake")(image))
 
 
 @pytest.mark.parametrize(("channels", "copied"), [(3, True), (32, False)])
@@ -144,8 +154,8 @@ def test_images_are_copied_where_gradients_would_be(channels: int, copied: bool)
         return found
 
     module = make_fx(of_weight, tracing_mode="fake", _allow_non_fake_inputs=True)(gradient, image)
-    with compat.fake_mode_of(module.graph):
-        compat.copy_images(module.graph)
+    with fake_mode_of(module.graph):
+        copy_images(module.graph)
     module.recompile()
     (node,) = module.graph.find_nodes(op="call_function", target=ATEN.convolution_backward.default)
     read = node.args[1].meta["val"]

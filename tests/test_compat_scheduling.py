@@ -10,8 +10,17 @@ import torch
 from torch import nn
 from torch._inductor import scheduler
 
-from fxremat import compat
+from fxremat.compat.configuration import SCHEDULER_PASS
 from fxremat.compat.inductor import generated_code, scheduling
+from fxremat.compat.inductor.scheduling import (
+    Footprint,
+    Scheduled,
+    in_waiting_order,
+    names_being_scheduled,
+    run_after,
+    run_in_functions,
+    scheduled,
+)
 from tests.compat_graphs import Shared
 from tests.graphs import batch
 from tests.small import forward_code
@@ -30,18 +39,18 @@ class Apart(nn.Module):
 
 def test_run_in_functions() -> None:
     """Functions end where it is said, and what a loop allocates and frees is told."""
-    seen: list[list[compat.Footprint]] = []
+    seen: list[list[Footprint]] = []
 
     def functions(ends: set[int]) -> int:
-        def last_of(loops: list[compat.Footprint]) -> set[int]:
+        def last_of(loops: list[Footprint]) -> set[int]:
             seen.append(loops)
             return ends
 
         def divide(nodes: list[Any]) -> list[Any]:
-            compat.run_in_functions(nodes, last_of)
+            run_in_functions(nodes, last_of)
             return nodes
 
-        code = forward_code(Apart(), batch(32, 64), **{compat.SCHEDULER_PASS: divide})
+        code = forward_code(Apart(), batch(32, 64), **{SCHEDULER_PASS: divide})
         return code.count("async_compile.cpp_pybinding(")
 
     assert [functions(set()), functions({0})] == [1, 2]
@@ -50,24 +59,24 @@ def test_run_in_functions() -> None:
 
 
 def test_run_after_reorders_what_has_to_wait() -> None:
-    assert compat.in_waiting_order(4, {0: [2], 3: [0]}) == [1, 2, 0, 3]
-    assert compat.in_waiting_order(3, {}) == [0, 1, 2]
+    assert in_waiting_order(4, {0: [2], 3: [0]}) == [1, 2, 0, 3]
+    assert in_waiting_order(3, {}) == [0, 1, 2]
     with pytest.raises(AssertionError, match="wait for one another"):
-        compat.in_waiting_order(2, {0: [1], 1: [0]})
+        in_waiting_order(2, {0: [1], 1: [0]})
 
 
 def test_scheduled_and_run_after() -> None:
     """What kernels are, and an order that no data asks for."""
-    seen: list[list[compat.Scheduled]] = []
+    seen: list[list[Scheduled]] = []
     names: list[str] = []
 
     def backwards(nodes: list[Any]) -> list[Any]:
-        seen.append([compat.scheduled(node) for node in nodes])
-        names.extend(compat.names_being_scheduled())
-        compat.run_after(nodes, {len(nodes) - 1: [0]})
+        seen.append([scheduled(node) for node in nodes])
+        names.extend(names_being_scheduled())
+        run_after(nodes, {len(nodes) - 1: [0]})
         return nodes
 
-    forward_code(Shared(), batch(32, 64), **{compat.SCHEDULER_PASS: backwards})
+    forward_code(Shared(), batch(32, 64), **{SCHEDULER_PASS: backwards})
     (kernels,) = seen
     assert [k.is_call for k in kernels] == [False, True, True, False]
     assert [k.is_loop for k in kernels] == [True, False, False, True]

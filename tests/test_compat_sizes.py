@@ -6,7 +6,7 @@ from typing import Any
 
 import torch
 
-from fxremat import compat
+from fxremat.compat.sizes import plan_for_sizes_seen, size_bound, size_ranges, sizes_at
 from fxremat.passes.joint_graph import is_tensor
 from tests.compat_graphs import dynamic
 from tests.graphs import Capture
@@ -19,26 +19,26 @@ def sizes(seen: Capture) -> list[Any]:
 
 
 def test_size_bound_of_a_number() -> None:
-    assert compat.size_bound(7) == 7
-    assert compat.size_bound(True) == 1
+    assert size_bound(7) == 7
+    assert size_bound(True) == 1
 
 
 def test_size_bound_is_the_declared_bound() -> None:
     found = sizes(dynamic(min=2, max=64))
     assert found
-    assert {compat.size_bound(s) for s in found} == {64}
-    assert compat.size_bound(found[0] * 8 + 1) == 513
+    assert {size_bound(s) for s in found} == {64}
+    assert size_bound(found[0] * 8 + 1) == 513
 
 
 def test_size_bound_without_a_bound_is_the_size_seen() -> None:
-    assert {compat.size_bound(s) for s in sizes(dynamic())} == {6}
+    assert {size_bound(s) for s in sizes(dynamic())} == {6}
 
 
 def test_size_bound_leaves_no_guard() -> None:
     seen = dynamic(min=2, max=64)
     size = sizes(seen)[0]
     before = len(size.node.shape_env.guards)
-    compat.size_bound(size)
+    size_bound(size)
     assert len(size.node.shape_env.guards) == before
 
 
@@ -46,7 +46,7 @@ def test_plan_for_sizes_seen_guards_what_has_no_bound() -> None:
     for seen, guards in ((dynamic(), 1), (dynamic(min=2, max=64), 0)):
         env = sizes(seen)[0].node.shape_env
         before = len(env.guards)
-        compat.plan_for_sizes_seen(seen.joint.module.graph)
+        plan_for_sizes_seen(seen.joint.module.graph)
         assert len(env.guards) == before + guards
 
 
@@ -54,7 +54,7 @@ def test_size_ranges_are_named_by_their_source() -> None:
     """Up to what is planned for: what was declared, else what was seen."""
     for bounds, high in (({"min": 2, "max": 64}, 64), ({}, 6)):
         graph = dynamic(**bounds).joint.module.graph
-        assert list(compat.size_ranges(graph).values()) == [("args[0].size()[0]", 2, high)]
-        [symbol] = compat.size_ranges(graph)
-        with compat.sizes_at({symbol: 40}):
-            assert compat.size_ranges(graph)[symbol][1:] == (2, high)
+        assert list(size_ranges(graph).values()) == [("args[0].size()[0]", 2, high)]
+        [symbol] = size_ranges(graph)
+        with sizes_at({symbol: 40}):
+            assert size_ranges(graph)[symbol][1:] == (2, high)

@@ -7,24 +7,34 @@ from typing import Any
 import torch
 from torch import fx, nn
 
-from fxremat import compat
+from fxremat.compat.compilers import trace_as_inductor
+from fxremat.compat.tensors import (
+    fake_tensors,
+    is_fake,
+    on_device_without_memory,
+    outside_fake_mode,
+    places_in_joint,
+    storage_key,
+    storage_watch,
+    without_memory,
+)
 from tests import nets
 from tests.graphs import Capture, linear
 
 
 def test_storage_key() -> None:
     x = torch.zeros(4, 4)
-    assert compat.storage_key(x) == compat.storage_key(x.t()[1:])
-    assert compat.storage_key(x) != compat.storage_key(x.clone())
+    assert storage_key(x) == storage_key(x.t()[1:])
+    assert storage_key(x) != storage_key(x.clone())
 
 
 def test_storage_watch() -> None:
-    with compat.without_memory():
+    with without_memory():
         x = torch.empty(4, 4)
-        key, is_gone = compat.storage_watch(x)
+        key, is_gone = storage_watch(x)
         view = x.as_strided((2,), (1,), 3)
-        assert compat.storage_watch(view)[0] == key
-        assert compat.storage_watch(torch.empty(4))[0] != key
+        assert storage_watch(view)[0] == key
+        assert storage_watch(torch.empty(4))[0] != key
         del x
         assert not is_gone()
         del view
@@ -35,7 +45,7 @@ def test_without_memory_inside_a_compilation() -> None:
     from torch._subclasses.fake_tensor import FakeTensorMode
 
     outer = FakeTensorMode()
-    with outer, compat.without_memory():
+    with outer, without_memory():
         assert torch.empty(2).fake_mode is not outer  # type: ignore[attr-defined]
 
 
@@ -43,7 +53,7 @@ def test_fake_tensors() -> None:
     """A model is made, initialised and converted, tied weights and all, and has no memory."""
     from torch._subclasses.fake_tensor import FakeTensor
 
-    with compat.fake_tensors():
+    with fake_tensors():
         first, second = nn.Linear(1 << 20, 1 << 20), nn.Linear(1 << 20, 1 << 20)
         second.weight = first.weight
         model = nn.Sequential(first, second, nn.Embedding(8, 4), nn.BatchNorm1d(4))
@@ -58,12 +68,12 @@ def test_fake_tensors() -> None:
 
 
 def test_fake_tensors_are_traced() -> None:
-    with compat.fake_tensors():
+    with fake_tensors():
         fake = nets.make("mlp")
         seen = Capture(fused=True)
 
         def backend(gm: fx.GraphModule, inputs: Any) -> Any:
-            return compat.trace_as_inductor(gm, inputs, {}, seen)
+            return trace_as_inductor(gm, inputs, {}, seen)
 
         torch._dynamo.reset()
         model, inputs = fake
@@ -76,10 +86,10 @@ def test_outside_fake_mode() -> None:
 
     with FakeTensorMode():
         assert isinstance(torch.empty(1), FakeTensor)
-        with compat.outside_fake_mode():
+        with outside_fake_mode():
             assert not isinstance(torch.ones(1), FakeTensor)
         assert isinstance(torch.empty(1), FakeTensor)
-    with compat.outside_fake_mode():
+    with outside_fake_mode():
         assert float(torch.ones(1)) == 1.0
 
 
@@ -95,7 +105,7 @@ def test_fake_tensors_that_are_seen_leave_compiled_parts_compiled() -> None:
         return gm
 
     torch._dynamo.reset()
-    with compat.fake_tensors(seen):
+    with fake_tensors(seen):
         x = torch.empty(6)
         assert sizes == [6]
         torch.compile(lambda x: x.sin(), backend=backend)(x)
@@ -108,10 +118,10 @@ def test_on_device_without_memory() -> None:
     tied.weight = first.weight
     model = torch.nn.Sequential(first, torch.nn.BatchNorm1d(3), tied)
     before = dict(model.named_parameters())
-    with compat.fake_tensors(), compat.on_device_without_memory(model, torch.ones(2, 3)) as x:
-        assert compat.is_fake(x)
-        assert all(compat.is_fake(p) for p in model.parameters())
-        assert all(compat.is_fake(b) for b in model.buffers())
+    with fake_tensors(), on_device_without_memory(model, torch.ones(2, 3)) as x:
+        assert is_fake(x)
+        assert all(is_fake(p) for p in model.parameters())
+        assert all(is_fake(b) for b in model.buffers())
         assert isinstance(first.weight, torch.nn.Parameter)
         assert first.weight is tied.weight
         assert x.device.type == "cpu"
@@ -126,4 +136,4 @@ def test_a_tensor_of_a_subclass_becomes_its_parts_in_the_joint_graph() -> None:
     both = two(plain, plain.clone())
     given = [plain, 3, both, two(both, both), plain]
     expected = [range(1), range(1, 2), range(2, 4), range(4, 8), range(8, 9)]
-    assert compat.places_in_joint(given) == expected
+    assert places_in_joint(given) == expected

@@ -14,8 +14,9 @@ from torch._inductor.codegen import triton
 from torch._inductor.graph import GraphLowering
 from torch._inductor.runtime import triton_heuristics
 
-from fxremat import compat
 from fxremat.compat import tuning
+from fxremat.compat.compilers import compile_with_inductor
+from fxremat.compat.tuning import tuned_in_the_step
 
 TritonKernel: Any = triton.TritonKernel
 
@@ -26,9 +27,9 @@ def test_tuned_in_the_step(monkeypatch: pytest.MonkeyPatch) -> None:
     mine = classmethod(lambda cls: {"optimize_mem": False, "name": cls.__name__})
     monkeypatch.setattr(TritonKernel, "inductor_meta_common", mine)
     expected = {"optimize_mem": True, "fxremat": True, "name": "TritonKernel"}
-    with compat.tuned_in_the_step():
+    with tuned_in_the_step():
         assert TritonKernel.inductor_meta_common() == expected
-        with compat.tuned_in_the_step():
+        with tuned_in_the_step():
             pass
         assert TritonKernel.inductor_meta_common() == expected
     assert TritonKernel.__dict__["inductor_meta_common"] is mine
@@ -110,7 +111,7 @@ def test_a_backward_that_is_compiled_when_it_runs_is_marked(
     with inductor_config.patch(force_disable_caches=True):
         weight = torch.ones(8, 8, requires_grad=True)
         gm = torch.fx.symbolic_trace(lambda w, x: ((x @ w).relu().sum(),))
-        compiled = compat.compile_with_inductor(gm, [weight, torch.ones(4, 8)], {})
+        compiled = compile_with_inductor(gm, [weight, torch.ones(4, 8)], {})
         result = compiled(weight, torch.ones(4, 8))
         assert marked == [(False, True)]
         result[0].backward()

@@ -7,15 +7,15 @@ from typing import Any, cast
 
 import pytest
 
-from fxremat.compiling.draft import Draft
-from fxremat.compiling.request import Request
-from fxremat.compiling.searching.candidates import Candidate, Judged
-from fxremat.compiling.searching.planning import QUICK_SOLVER, Planning
-from fxremat.compiling.searching.proposals import Proposals
-from fxremat.compiling.searching.search import Attempt, Search
-from fxremat.compiling.searching.tuning import FAR_ABOVE, REHEARSALS, VARIANT_DOUBT
-from fxremat.compiling.searching.variant_sets import VariantSet, with_doubt
-from fxremat.compiling.stage_times import StageTimes
+from fxremat.compile.draft import Draft
+from fxremat.compile.request import Request
+from fxremat.compile.search.candidates import Candidate, Judged
+from fxremat.compile.search.planning import QUICK_SOLVER, Planning
+from fxremat.compile.search.proposals import Proposals
+from fxremat.compile.search.search import Attempt, Search
+from fxremat.compile.search.tuning import FAR_ABOVE, REHEARSALS, VARIANT_DOUBT
+from fxremat.compile.search.variant_sets import VariantSet, with_doubt
+from fxremat.compile.stage_times import StageTimes
 from fxremat.core.plan import Plan
 from fxremat.core.problem import Problem, Value, Variant
 from fxremat.core.variants import take

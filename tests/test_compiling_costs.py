@@ -6,8 +6,8 @@ import pytest
 import torch
 from torch import fx
 
-from fxremat.compiling.costs import cost_model
-from fxremat.compiling.request import Request
+from fxremat.compile.cost_model import cost_model
+from fxremat.compile.request import Request
 from fxremat.cost.workspaces import Workspaces
 from fxremat.passes.variants import insertion
 from tests.test_variants_insertion import RULES, seen

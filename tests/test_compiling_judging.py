@@ -13,13 +13,12 @@ from torch import fx
 from torch._dynamo.exc import BackendCompilerFailed
 
 import fxremat
-from fxremat import compat
-from fxremat.explaining import Explanation
 from fxremat.passes.joint_graph import JointGraph
 from fxremat.passes.nodes import add_call
 from fxremat.passes.variants import table
 from fxremat.passes.variants.chunks.rules import CHUNKED_LOSS
 from fxremat.passes.variants.rule import Rule, Site, StandIns
+from fxremat.whatif.explanation import Explanation
 from tests.small import Classifier, seeded
 
 OPTIONS = {"variants": ["chunked_loss"]}
@@ -92,8 +91,9 @@ def test_a_wrong_gradient_is_refused_with_the_name_of_the_rule(
 
 def test_no_kernel_of_a_variant_is_compiled_for_a_plan(monkeypatch: pytest.MonkeyPatch) -> None:
     """The forward runs once, operator by operator."""
-    monkeypatch.setattr(compat, "compile_kernel", lambda module: pytest.fail("it was compiled"))
-    monkeypatch.setattr(compat, "begin_kernel", lambda module: pytest.fail("it was begun"))
+    kernels = "fxremat.runtime.chunks.fused_kernels"
+    monkeypatch.setattr(f"{kernels}.compile_kernel", lambda module: pytest.fail("it was compiled"))
+    monkeypatch.setattr(f"{kernels}.begin_kernel", lambda module: pytest.fail("it was begun"))
     assert explained().graphs[0].variants
 
 

@@ -9,18 +9,18 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from fxremat.compiling.draft import Learnt
-from fxremat.compiling.rehearsal import Rehearsal
-from fxremat.compiling.searching import tuning
-from fxremat.compiling.searching.candidates import Candidate, Judged
-from fxremat.compiling.searching.planning import QUICK_SOLVER
-from fxremat.compiling.searching.proposals import (
+from fxremat.compile.draft import Learnt
+from fxremat.compile.dry_run.dry_run import Rehearsal
+from fxremat.compile.search import tuning
+from fxremat.compile.search.candidates import Candidate, Judged
+from fxremat.compile.search.planning import QUICK_SOLVER
+from fxremat.compile.search.proposals import (
     fastest,
     least,
     next_target,
     under,
 )
-from fxremat.compiling.searching.tuning import CLOSE_ENOUGH, MADE_ANEW, NOT_SEEN
+from fxremat.compile.search.tuning import CLOSE_ENOUGH, MADE_ANEW, NOT_SEEN
 from fxremat.core.plan import Plan
 from fxremat.core.problem import Op, Problem, Value
 from fxremat.core.timeline import replay

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from dataclasses import replace
 
-from fxremat.compiling.reporting import by_the_bytes_of
+from fxremat.compile.report_builder import by_the_bytes_of
 from fxremat.core.problem import Problem
 from fxremat.core.timeline import replay
 from fxremat.planner.local import greedy

@@ -10,7 +10,7 @@ import torch
 from torch import Tensor, nn
 
 import fxremat
-from fxremat.compiling.searching.tuning import REHEARSALS
+from fxremat.compile.search.tuning import REHEARSALS
 from tests.small import Classifier, seeded
 
 

@@ -6,9 +6,9 @@ import torch
 from hypothesis import given
 from hypothesis import strategies as st
 
-from fxremat import compat
-from fxremat.compiling.draft import Draft
-from fxremat.compiling.searching.torch_plan import plan_of_torch, steps_again
+from fxremat.compat.partitioning import extract_forward_backward
+from fxremat.compile.draft import Draft
+from fxremat.compile.search.torch_plan import plan_of_torch, steps_again
 from fxremat.core.check import check
 from fxremat.core.problem import Problem
 from fxremat.core.timeline import replay
@@ -52,7 +52,7 @@ def test_what_is_saved_as_a_view_is_held() -> None:
     seen = capture(net, [batch(4, 8)])
     joint = seen.joint
     view = next(n for n in joint.module.graph.nodes if n.target is ATEN.view.default)
-    halves = compat.extract_forward_backward(
+    halves = extract_forward_backward(
         joint.module, [*joint.primals, view], num_fwd_outputs=1, static_inputs=()
     )
     draft = Draft(joint.module, 1, joint=joint, estimate=seen.found, halves=halves)
@@ -72,7 +72,7 @@ def test_an_op_of_which_something_inside_is_saved_does_not_run_again() -> None:
     )
     assert scaled.name not in seen.problem.writer_of
     saved = [*joint.primals, scaled, deviation]
-    halves = compat.extract_forward_backward(
+    halves = extract_forward_backward(
         joint.module, saved, num_fwd_outputs=1, static_inputs=()
     )
     draft = Draft(joint.module, 1, joint=joint, estimate=seen.found, halves=halves)

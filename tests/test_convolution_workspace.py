@@ -15,7 +15,6 @@ from hypothesis import strategies as st
 from torch import fx, nn
 
 import fxremat
-from fxremat import compat
 from fxremat.cost.workspaces import Workspaces
 from fxremat.passes.joint_graph import JointGraph
 from fxremat.passes.variants import insertion
@@ -134,7 +133,7 @@ def test_an_empty_batch_and_one_image_are_left_alone() -> None:
 
 def test_parts_need_less_workspace(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     """In float64 the CPU lays out the columns of all images."""
-    monkeypatch.setattr(compat, "cache_directory", lambda: str(tmp_path))
+    monkeypatch.setattr("fxremat.cost.workspaces.cache_directory", lambda: str(tmp_path))
     spaces = Workspaces(torch.device("cpu"))
     x, weight = torch.ones(16, 8, 16, 16).double(), torch.ones(8, 8, 3, 3).double()
     how = ([1, 1], [1, 1], [1, 1], False, [0, 0], 1)

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from fxremat.core.units import Moment, UnitStep, Version
+from fxremat.core.step import Moment, UnitStep, Version
 
 THRIFTY = Version(12.0, 1, 5, 9)
 LAVISH = Version(10.0, 4, 6, 7)

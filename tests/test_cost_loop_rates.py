@@ -8,7 +8,7 @@ from pathlib import Path
 import pytest
 import torch
 
-from fxremat import compat
+from fxremat.compat.tensors import outside_fake_mode
 from fxremat.cost import call_times, loop_rates
 from fxremat.cost.call_times import Timing
 from fxremat.cost.loop_rates import (
@@ -56,7 +56,7 @@ def test_a_power_costs_what_inductor_computes_for_it(exponent: float, ns: float)
 def test_what_is_asked_for_is_measured_once(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    first = measured_rates(HOST, tmp_path, compat.outside_fake_mode)
+    first = measured_rates(HOST, tmp_path, outside_fake_mode)
     exp, neg = first.loop_us([("exp", 10**9)], 0), first.loop_us([("neg", 10**9)], 0)
     moved, call = first.move_us(TRAFFIC[1]), first.call_us
     assert neg == 0.0
@@ -69,7 +69,7 @@ def test_what_is_asked_for_is_measured_once(
         raise AssertionError(device)
 
     monkeypatch.setattr(loop_rates, "quickest", never)
-    again = measured_rates(HOST, tmp_path, compat.outside_fake_mode)
+    again = measured_rates(HOST, tmp_path, outside_fake_mode)
     assert again.loop_us([("exp", 10**9)], 0) == exp
     assert again.move_us(TRAFFIC[1]) == moved
     with pytest.raises(AssertionError):
@@ -83,7 +83,7 @@ def test_functions_can_be_timed(name: str, monkeypatch: pytest.MonkeyPatch, tmp_
         return Timing(50.0, False)
 
     monkeypatch.setattr(loop_rates, "quickest", once)
-    rates = measured_rates(HOST, tmp_path, compat.outside_fake_mode)
+    rates = measured_rates(HOST, tmp_path, outside_fake_mode)
     assert rates.loop_us([(name, 1)], 0) == 0.0  # no dearer than to move
 
 
@@ -98,7 +98,7 @@ def test_the_rates_of_a_busy_machine_are_not_kept(
         return Timing(50.0, True)
 
     monkeypatch.setattr(loop_rates, "quickest", disturbed)
-    rates = measured_rates(HOST, tmp_path, compat.outside_fake_mode)
+    rates = measured_rates(HOST, tmp_path, outside_fake_mode)
     assert rates.call_us == rates.call_us == 50.0
     assert len(asked) == 1
     assert not number_path(tmp_path, HOST, loop_rates.KIND).exists()

@@ -11,13 +11,15 @@ import pytest
 import torch
 from torch import fx
 
-from fxremat import compat
-from fxremat.cost import call_times, memory_room
+from fxremat.compat.sizes import size_bound
+from fxremat.compat.tensors import outside_fake_mode
+from fxremat.cost import call_times
 from fxremat.cost.call_times import KIND, CallTimes, Timing, call_key
 from fxremat.cost.device import DeviceSpec
 from fxremat.cost.loop_rates import FUNCTIONS, LoopRates
 from fxremat.cost.number_file import number_path
 from fxremat.cost.op_timers import Measured, Roofline
+from fxremat.memory import room as memory_room
 from fxremat.runtime import kernels
 from fxremat.runtime.chunks.convolutions import CONVOLUTION, CONVOLUTION_BACKWARD
 from fxremat.runtime.chunks.operator import ROWS
@@ -47,7 +49,7 @@ LOOPS = loop_rates(A_LOOP, 1e9, {})
 
 
 def timer(directory: Path, loops: LoopRates = LOOPS) -> Measured:
-    calls = CallTimes(HOST, directory, compat.size_bound, compat.outside_fake_mode)
+    calls = CallTimes(HOST, directory, size_bound, outside_fake_mode)
     return Measured(calls, loops, Roofline(SPEC, on_cpu=True, fused=True))
 
 
@@ -235,7 +237,7 @@ def test_on_cuda_several_calls_are_timed_behind_a_busy_device(
 
     monkeypatch.setattr(torch.cuda, "Event", Event)
     monkeypatch.setattr(torch.cuda, "synchronize", lambda device: log.append("idle"))
-    monkeypatch.setattr(compat, "keep_busy", lambda device: log.append("busy"))
+    monkeypatch.setattr("fxremat.cost.call_times.keep_busy", lambda device: log.append("busy"))
     gpu = torch.device("cuda", 0)
     seconds = call_times._seconds(lambda: log.append("call"), gpu)
     calls = ["call"] * call_times.CALLS_BETWEEN_EVENTS

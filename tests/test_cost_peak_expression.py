@@ -12,9 +12,9 @@ from hypothesis import strategies as st
 from torch import nn
 
 import fxremat
-from fxremat.cost.peak_expression import SizeRange, Sizes, peak_expression
 from fxremat.errors import CannotVary
 from fxremat.sizes import parse_bytes
+from fxremat.whatif.peak_expression import SizeRange, Sizes, peak_expression
 from tests.end_to_end import measured
 
 BATCH, SEQUENCE = SizeRange("batch", 2, 40), SizeRange("sequence", 3, 21)

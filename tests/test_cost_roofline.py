@@ -8,7 +8,7 @@ import pytest
 import torch
 from torch import fx
 
-from fxremat import compat
+from fxremat.compat.sizes import size_bound
 from fxremat.cost.device import CPU, GPUS, DeviceSpec, device_spec, spec_of_card
 from fxremat.cost.roofline import flops_of, roofline_us
 from tests.graphs import batch, capture, mlp
@@ -63,7 +63,7 @@ def test_dynamic_sizes_are_counted_at_their_bound() -> None:
     x = batch(6, 8)
     torch._dynamo.mark_dynamic(x, 0, min=2, max=64)
     seen = capture(mlp(), [x])
-    assert flops_of(seen.calls(ATEN.addmm)[0], compat.size_bound) == 2 * 64 * 8 * 8
+    assert flops_of(seen.calls(ATEN.addmm)[0], size_bound) == 2 * 64 * 8 * 8
 
 
 @pytest.mark.parametrize(

@@ -9,11 +9,12 @@ from typing import Any
 import pytest
 import torch
 
-from fxremat import compat
-from fxremat.cost import memory_room, workspaces
+from fxremat.compat.configuration import OpOverload
+from fxremat.cost import workspaces
 from fxremat.cost.call_times import made_real
-from fxremat.cost.peak import measure_peak
 from fxremat.cost.workspaces import Workspaces
+from fxremat.memory import room as memory_room
+from fxremat.memory.measured_peak import measure_peak
 from fxremat.sizes import format_bytes
 from tests import nets
 from tests.single_calls import ATEN, X, call, item
@@ -27,7 +28,7 @@ ARGS = (GRADIENT, IMAGE, WEIGHT, [8], ONES, ONES, ONES, False, NONE, 1, [True, T
 
 @pytest.fixture(autouse=True)
 def _own_directory(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(compat, "cache_directory", lambda: str(tmp_path))
+    monkeypatch.setattr("fxremat.cost.workspaces.cache_directory", lambda: str(tmp_path))
     monkeypatch.setattr(workspaces, "_TOLD", set())
 
 
@@ -50,7 +51,7 @@ def test_a_convolutions_backward_is_measured() -> None:
         (ATEN.repeat_interleave.Tensor, (torch.tensor([2, 3]),)),
         (ATEN.nonzero.default, (torch.ones(3),)),
     ],
-    ids=lambda value: str(value) if isinstance(value, compat.OpOverload) else "",
+    ids=lambda value: str(value) if isinstance(value, OpOverload) else "",
 )
 def test_what_checks_its_operands_is_not_run(target: Any, args: Any) -> None:
     """On CUDA a failed check ends the context."""

@@ -11,8 +11,8 @@ from typing import Any
 import pytest
 import torch
 
-from fxremat.cost.allocator.rules import MIN_BLOCK_BYTES, round_up
 from fxremat.cost.cuda_scratch import CudaScratch
+from fxremat.memory.allocator.rules import MIN_BLOCK_BYTES, round_up
 
 BF16, HALF, FULL = torch.bfloat16, torch.float16, torch.float32
 ATTENTION = [

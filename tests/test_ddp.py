@@ -11,8 +11,10 @@ import torch
 from torch import fx, nn
 
 import fxremat
-from fxremat import compat
-from fxremat.compiling import session
+from fxremat.compat.backward import backward_drops_gradients
+from fxremat.compat.distributed.ddp_parts import parts_split_for_ddp
+from fxremat.compat.dynamo import splits_for_ddp
+from fxremat.compile import session
 from fxremat.report.report import Report
 from fxremat.sizes import MIB
 
@@ -50,7 +52,7 @@ def split_reports(executor: str, rows: int) -> tuple[list[Report], int, int]:
     own = Layers()
     model = nn.parallel.DistributedDataParallel(own, bucket_cap_mb=1, gradient_as_bucket_view=True)
     options: dict[str, Any] = {"memory_budget": BUDGET, "executor": executor, "solver": "greedy"}
-    assert not compat.splits_for_ddp()
+    assert not splits_for_ddp()
     call: Any = torch.compile(model, backend="fxremat", options=options)
     x = torch.randn(rows, 600)
 
@@ -76,7 +78,7 @@ def test_parts_of_a_split_graph_are_planned_together(executor: str) -> None:
     (predicted,) = {report.step_peak_bytes for report in reports}
     assert predicted is not None
     assert measured <= predicted <= BUDGET
-    if compat.backward_drops_gradients():
+    if backward_drops_gradients():
         assert measured == pytest.approx(predicted, rel=0.001)
     own = [report.counted_peak_bytes - report.held_bytes for report in reports]
     assert predicted < buckets + sum(own)
@@ -93,7 +95,7 @@ def test_parts_that_cannot_be_looked_at_are_planned_one_by_one(
     def fail() -> Any:
         raise RuntimeError("no memory to look into")
 
-    monkeypatch.setattr(compat, "parts_split_for_ddp", fail)
+    monkeypatch.setattr("fxremat.step.ddp.parts_split_for_ddp", fail)
     reports, buckets, measured = split_reports("aot_eager", 128)
     assert measured <= BUDGET
     assert "planned one by one: no memory to look into" in caplog.text
@@ -109,7 +111,7 @@ def test_parts_are_those_that_a_backend_is_given() -> None:
     shown, given = list[tuple[str, ...]](), list[str]()
 
     def backend(gm: fx.GraphModule, inputs: Any, **_: Any) -> Any:
-        parts = compat.parts_split_for_ddp()
+        parts = parts_split_for_ddp()
         shown.append(tuple(session.signature(*part) for part in parts))
         given.append(session.signature(gm, inputs))
         if parts:
@@ -121,4 +123,4 @@ def test_parts_are_those_that_a_backend_is_given() -> None:
     torch.compile(model, backend=backend)(torch.randn(128, 600)).backward()
     assert len(given) > 1
     assert shown == [tuple(given)] + [()] * (len(given) - 1)
-    assert compat.parts_split_for_ddp() == []
+    assert parts_split_for_ddp() == []

@@ -12,7 +12,7 @@ from torch import nn
 if not torch.distributed.is_available():
     pytest.skip("torch without torch.distributed", allow_module_level=True)
 
-from fxremat import compat
+from fxremat.compat.backward import backward_drops_gradients
 from tests.ranks import LEAST, PERCENTS, Blocks, Found, Trained, compared, kept, on_ranks
 
 RANKS, WIDTH = 2, 128
@@ -62,7 +62,7 @@ def parallel(rank: int) -> dict[str, Found]:
         def make(way: str = way, split: bool = split, views: bool = views, **how: Any) -> Parallel:
             return Parallel(rank, way, split, views, **how)
 
-        exactly = not split or compat.backward_drops_gradients()
+        exactly = not split or backward_drops_gradients()
         found[f"{way}, {split=}, {views=}"] = compared(make, percents, exactly=exactly)
     return found
 

@@ -9,7 +9,7 @@ import pytest
 import torch
 
 import fxremat
-from fxremat.cost.peak import MeasuredPeak
+from fxremat.memory.measured_peak import MeasuredPeak
 from fxremat.sizes import GIB
 from tests.step_reports import moving, planned
 

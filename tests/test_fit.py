@@ -17,11 +17,11 @@ from torch import Tensor, nn
 import fxremat
 from fxremat.cli import main
 from fxremat.cost.cards import card_named
-from fxremat.cost.optimizer_states import OPTIMIZERS, held_by
-from fxremat.device import absent
 from fxremat.errors import CannotVary
-from fxremat.fitting import fit, largest_within
-from fxremat.model.blocks import checkpointed, repeated_blocks
+from fxremat.memory.optimizer_states import OPTIMIZERS, held_by
+from fxremat.training.blocks import checkpointed, repeated_blocks
+from fxremat.whatif.device import absent
+from fxremat.whatif.fitting import fit, largest_within
 from tests.absent_nets import net_and_tokens
 
 BATCH = {"batch": [(0, 0), (1, 0)]}

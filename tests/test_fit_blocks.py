@@ -14,14 +14,14 @@ from torch import Tensor, nn
 from torch.utils.checkpoint import checkpoint
 
 from fxremat.cli.fit import table
-from fxremat.compat import user_tag
-from fxremat.compiling.continuing import Line, TorchSteps
-from fxremat.compiling.rehearsal import Rehearsal
-from fxremat.compiling.sizing import PeaksBySize, SymbolicStep
-from fxremat.cost.optimizer_states import Held
-from fxremat.device import absent
-from fxremat.fitting import FEW_BLOCKS, WAYS, Point, Way, _Fitting, _ours, fit
-from fxremat.model.blocks import are_alike, repeated_blocks, shortened
+from fxremat.compat.joint_graph import user_tag
+from fxremat.compile.dry_run.dry_run import Rehearsal
+from fxremat.compile.dry_run.symbolic import PeaksBySize, SymbolicStep
+from fxremat.memory.optimizer_states import Held
+from fxremat.training.blocks import are_alike, repeated_blocks, shortened
+from fxremat.whatif.device import absent
+from fxremat.whatif.extrapolation import Line, TorchSteps
+from fxremat.whatif.fitting import FEW_BLOCKS, WAYS, Point, Way, _Fitting, _ours, fit
 
 BLOCKS = 6
 

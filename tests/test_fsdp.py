@@ -14,7 +14,7 @@ import pytest
 import torch
 
 import fxremat
-from fxremat import compat
+from fxremat.compat.distributed.ranks import Shards, shards_of
 from fxremat.errors import NotTraceable
 from tests.ranks import PERCENTS, Blocks, least_on_all_ranks, least_peak, spawned
 from tests.test_in_flight import Chain
@@ -192,12 +192,12 @@ def test_bytes_of_the_parts_and_gathered(tmp_path: Path) -> None:
             mesh = distributed.device_mesh.init_device_mesh("cpu", (1,))
             module: Any = fully_shard(torch.nn.Linear(4, 3), mesh=mesh, mp_policy=policy)
             module(torch.ones(2, 4))
-            shards = compat.shards_of(module)
-            whole = compat.Shards(15 * 4, 15 * width, 15 * sent, kept=15 * width)
+            shards = shards_of(module)
+            whole = Shards(15 * 4, 15 * width, 15 * sent, kept=15 * width)
             assert shards == whole  # the outermost module keeps what it has gathered
             module.set_reshard_after_forward(True)
-            assert compat.shards_of(module) == replace(whole, kept=0)
-            assert shards + shards == compat.Shards(30 * 4, 30 * width, 30 * sent, 30 * width)
+            assert shards_of(module) == replace(whole, kept=0)
+            assert shards + shards == Shards(30 * 4, 30 * width, 30 * sent, 30 * width)
     finally:
         distributed.destroy_process_group()
 

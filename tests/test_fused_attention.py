@@ -12,10 +12,11 @@ import torch
 from torch import Tensor, fx, nn
 
 import fxremat
-from fxremat import compat
 from fxremat.backend import fxremat as backend
-from fxremat.compiling.pipeline import prepare
-from fxremat.cost.peak import measure_peak
+from fxremat.compat.compilers import compile_with_aot_eager, trace_as_inductor
+from fxremat.compat.partitioning import torch_partition
+from fxremat.compile.pipeline import prepare
+from fxremat.memory.measured_peak import measure_peak
 from fxremat.passes.joint_graph import JointGraph
 from fxremat.passes.variants import insertion
 from fxremat.passes.variants.attention import kernels
@@ -76,7 +77,7 @@ class Taken:
                 )  # fmt: skip
         self.joint = insertion.take(self.before, sites)
         module, kwargs["num_fwd_outputs"] = copy.copy(self.joint.module), num_fwd_outputs
-        halves = compat.torch_partition(module, joint_inputs, **kwargs)
+        halves = torch_partition(module, joint_inputs, **kwargs)
         for half in halves:
             keep_inputs(half.graph, self.inputs)
         return halves
@@ -86,8 +87,8 @@ class Taken:
 
         def run(gm: fx.GraphModule, inputs: Sequence[Any]) -> Function:
             if self.fused:
-                return compat.trace_as_inductor(gm, inputs, {}, self)
-            return compat.compile_with_aot_eager(gm, inputs, self)
+                return trace_as_inductor(gm, inputs, {}, self)
+            return compile_with_aot_eager(gm, inputs, self)
 
         torch._dynamo.reset()
         return torch.compile(function, backend=run)

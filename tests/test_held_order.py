@@ -13,7 +13,15 @@ from hypothesis import given
 from hypothesis import strategies as st
 from torch import fx, nn
 
-from fxremat import compat
+from fxremat.compat.configuration import SCHEDULER_PASS
+from fxremat.compat.inductor.scheduling import (
+    Footprint,
+    Scheduled,
+    in_waiting_order,
+    run_after,
+    run_in_functions,
+    scheduled,
+)
 from fxremat.passes.halves import RECOMPUTED
 from fxremat.passes.held_order import (
     NEXT_TO_NOTHING,
@@ -141,10 +149,10 @@ def test_the_pass_adds_to_the_graph_and_takes_nothing_away(name: str) -> None:
 
 # --- fences ---------------------------------------------------------------------------------------
 
-CALL = compat.Scheduled(is_call=True, is_loop=False, read_bytes=100, written_bytes=100)
-LOOP = compat.Scheduled(is_call=False, is_loop=True, read_bytes=100, written_bytes=100)
-SUM = compat.Scheduled(is_call=False, is_loop=True, read_bytes=100, written_bytes=4)
-NONE = compat.Scheduled(is_call=False, is_loop=False, read_bytes=0, written_bytes=0)
+CALL = Scheduled(is_call=True, is_loop=False, read_bytes=100, written_bytes=100)
+LOOP = Scheduled(is_call=False, is_loop=True, read_bytes=100, written_bytes=100)
+SUM = Scheduled(is_call=False, is_loop=True, read_bytes=100, written_bytes=4)
+NONE = Scheduled(is_call=False, is_loop=False, read_bytes=0, written_bytes=0)
 
 
 def test_no_loop_moves_across_a_call() -> None:
@@ -182,7 +190,7 @@ def test_a_stretch_without_marks_is_like_the_one_before_it() -> None:
     assert held_loops([LOOP, CALL, free, CALL, SUM, held, free]) == [0, 4, 5, 6]
 
 
-def copying(read: str, written: str) -> compat.Scheduled:
+def copying(read: str, written: str) -> Scheduled:
     return replace(LOOP, is_copy=True, reads=frozenset([read]), writes=frozenset([written]))
 
 
@@ -202,7 +210,7 @@ def test_a_copy_for_a_call_waits_for_the_other_loops() -> None:
         replace(NONE, reads=frozenset(["y"])),
     ],
 )
-def test_a_copy_is_not_parted_from_the_loop_that_makes_or_reads_it(other: compat.Scheduled) -> None:
+def test_a_copy_is_not_parted_from_the_loop_that_makes_or_reads_it(other: Scheduled) -> None:
     assert fences([other, COPY, LOOP, CALL]).get(1) is None
     assert fences([COPY, LOOP, other, CALL]).get(0) is None
 
@@ -212,10 +220,10 @@ def test_two_copies_do_not_wait_for_each_other() -> None:
 
 
 @given(st.lists(st.sampled_from([CALL, LOOP, SUM, NONE, COPY, copying("y", "z")]), max_size=12))
-def test_what_waits_can_be_put_in_order(kernels: list[compat.Scheduled]) -> None:
+def test_what_waits_can_be_put_in_order(kernels: list[Scheduled]) -> None:
     """Nothing waits for itself, and calls stay where they are among the loops."""
     after = fences(kernels)
-    order = compat.in_waiting_order(len(kernels), after)
+    order = in_waiting_order(len(kernels), after)
     place = {position: index for index, position in enumerate(order)}
     assert sorted(order) == list(range(len(kernels)))
     for later, several in after.items():
@@ -229,7 +237,7 @@ def test_what_waits_can_be_put_in_order(kernels: list[compat.Scheduled]) -> None
 
 @given(st.lists(st.sampled_from([CALL, LOOP, SUM, NONE]), max_size=12))
 def test_kernels_wait_for_earlier_ones_and_loops_for_their_fences(
-    kernels: list[compat.Scheduled],
+    kernels: list[Scheduled],
 ) -> None:
     after = fences(kernels)
     assert all(earlier < later for later, several in after.items() for earlier in several)
@@ -246,7 +254,7 @@ def test_kernels_wait_for_earlier_ones_and_loops_for_their_fences(
 # --- functions ------------------------------------------------------------------------------------
 
 
-def most_at_once(loops: list[compat.Footprint], ends: set[int]) -> int:
+def most_at_once(loops: list[Footprint], ends: set[int]) -> int:
     """Bytes there at most, beside what is there before, if functions end behind ``ends``."""
     live, most, begin = 0, 0, 0
     for place in range(len(loops)):
@@ -259,15 +267,15 @@ def most_at_once(loops: list[compat.Footprint], ends: set[int]) -> int:
 
 
 def test_loops_share_a_function_where_nothing_must_be_freed_between_them() -> None:
-    made, small, last = compat.Footprint(100, 0), compat.Footprint(1, 1), compat.Footprint(0, 100)
+    made, small, last = Footprint(100, 0), Footprint(1, 1), Footprint(0, 100)
     assert last_of_functions([made, small, last]) == set()
     assert last_of_functions([small, made, small, last]) == set()  # but for next to nothing
     assert last_of_functions([made, last, made, last]) == {1}
     assert last_of_functions([]) == set()
 
 
-@given(st.lists(st.builds(compat.Footprint, st.integers(0, 200), st.integers(0, 200)), max_size=10))
-def test_functions_take_no_more_than_the_largest_loop(loops: list[compat.Footprint]) -> None:
+@given(st.lists(st.builds(Footprint, st.integers(0, 200), st.integers(0, 200)), max_size=10))
+def test_functions_take_no_more_than_the_largest_loop(loops: list[Footprint]) -> None:
     ends = last_of_functions(loops)
     alone = most_at_once(loops, set(range(len(loops))))
     slack = max((loop.allocated for loop in loops), default=0) // NEXT_TO_NOTHING
@@ -291,13 +299,13 @@ class Late(nn.Module):
 
 class Always(Fence):
     def hold(self, nodes: list[Any]) -> list[Any]:
-        compat.run_in_functions(nodes, lambda loops: set(range(len(loops))))
-        return compat.run_after(nodes, fences([compat.scheduled(node) for node in nodes]))
+        run_in_functions(nodes, lambda loops: set(range(len(loops))))
+        return run_after(nodes, fences([scheduled(node) for node in nodes]))
 
 
 def test_loops_on_either_side_of_a_call_are_not_fused() -> None:
     together = forward_code(Late(), batch(32, 64))
-    apart = forward_code(Late(), batch(32, 64), **{compat.SCHEDULER_PASS: Always("1")})
+    apart = forward_code(Late(), batch(32, 64), **{SCHEDULER_PASS: Always("1")})
     assert together.count("async_compile.cpp_pybinding(") == 1
     assert apart.count("async_compile.cpp_pybinding(") == 2
 
@@ -317,7 +325,7 @@ def test_a_copy_into_another_layout_is_the_last_loop_before_its_call() -> None:
     """Its memory is not there while the other loop runs; in one function both results would be."""
     x = torch.randn(2, 3, 32, 32)
     together = forward_code(Image(), x)
-    apart = forward_code(Image(), x, **{compat.SCHEDULER_PASS: Always("1")})
+    apart = forward_code(Image(), x, **{SCHEDULER_PASS: Always("1")})
     assert "cpp_fused_convolution_exp" in together
     copy = "empty_strided_cpu((2, 3, 32, 32), (3072, 1, 96, 3)"
     places = [

@@ -18,12 +18,14 @@ import torch
 from torch import Tensor, fx, nn
 
 import fxremat
-from fxremat import compat, runtime
-from fxremat.cost.peak import held_bytes, measure_peak
+from fxremat import runtime
+from fxremat.compat.compilers import compile_with_aot_eager
+from fxremat.compat.partitioning import torch_partition
 from fxremat.errors import HostMemoryExceeded, InvalidOption
-from fxremat.model import host_weights
+from fxremat.memory.measured_peak import held_bytes, measure_peak
 from fxremat.runtime import is_host
 from fxremat.runtime.copies.weights import fetch, host_copy, put
+from fxremat.training import host_weights
 from tests.host_weights import (
     CPU,
     WORDS,
@@ -132,10 +134,10 @@ def joint_graph(model: nn.Module, x: Tensor) -> fx.Graph:
 
     def partition(module: fx.GraphModule, inputs: Any, **kwargs: Any) -> Any:
         found.append(copy.deepcopy(module.graph))
-        return compat.torch_partition(module, inputs, **kwargs)
+        return torch_partition(module, inputs, **kwargs)
 
     def backend(gm: fx.GraphModule, inputs: Any) -> Any:
-        return compat.compile_with_aot_eager(gm, inputs, partition)
+        return compile_with_aot_eager(gm, inputs, partition)
 
     torch.compile(model, backend=backend, fullgraph=True)(x).sum().backward()
     return found[0]

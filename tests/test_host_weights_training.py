@@ -12,8 +12,8 @@ from torch import Tensor, nn
 from torch._dynamo.utils import counters
 
 import fxremat
-from fxremat.model import host_weights
 from fxremat.runtime import is_host
+from fxremat.training import host_weights
 from tests.host_weights import (
     CPU,
     WAYS,

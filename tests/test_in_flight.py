@@ -17,8 +17,9 @@ from torch.nn import functional as F
 from torch.utils.checkpoint import checkpoint
 
 import fxremat
-from fxremat.runtime import in_flight
-from fxremat.runtime.in_flight import Places, Promise, Promised, Runs, watch_in_flight
+from fxremat.core.places import Places
+from fxremat.step import in_flight
+from fxremat.step.in_flight import Promise, Promised, Runs, watch_in_flight
 from tests.small import Block
 
 HOST = torch.device("cpu")

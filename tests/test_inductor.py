@@ -14,7 +14,7 @@ from torch._dynamo.utils import counters
 
 import fxremat
 from fxremat.backend import fxremat as backend
-from fxremat.cost.peak import measure_peak
+from fxremat.memory.measured_peak import measure_peak
 from tests.small import Stack, seeded, train
 
 

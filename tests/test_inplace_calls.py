@@ -12,13 +12,13 @@ from hypothesis import given
 from hypothesis import strategies as st
 from torch import Tensor, fx
 
-from fxremat.checking.aliasing import check_in_place
 from fxremat.errors import VerificationFailed
 from fxremat.passes import inplace
 from fxremat.passes.halves import Rewritten
 from fxremat.passes.inplace import rewrite
 from fxremat.passes.nodes import add_call
 from fxremat.runtime import inplace as runtime
+from fxremat.verify.aliasing import check_in_place
 from tests.conftest import Golden
 from tests.graphs import batch
 from tests.in_place import judge

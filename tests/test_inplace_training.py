@@ -11,9 +11,10 @@ import torch
 from torch import Tensor, fx, nn
 from torch.nn import functional
 
-from fxremat import compat
-from fxremat.cost.peak import measure_peak
-from fxremat.passes.gradient_sums import accumulate_sums
+from fxremat.compat.compilers import compile_with_inductor
+from fxremat.compat.configuration import CustomPartitionerFn
+from fxremat.memory.measured_peak import measure_peak
+from fxremat.passes.gradients.gradient_sums import accumulate_sums
 from fxremat.passes.halves import Rewritten
 from fxremat.passes.inplace import overwritable, rewrite
 from fxremat.passes.recompute import apply_plan
@@ -201,7 +202,7 @@ def peak(model: nn.Module, inputs: Sequence[Tensor], partition: Any) -> int:
 
     def backend(gm: fx.GraphModule, given: Any) -> Any:
         patches = {"custom_partitioner_fn": _Named(partition), "allow_buffer_reuse": False}
-        return compat.compile_with_inductor(gm, given, patches)
+        return compile_with_inductor(gm, given, patches)
 
     torch._dynamo.reset()
     call = torch.compile(model, backend=backend)
@@ -212,7 +213,7 @@ def peak(model: nn.Module, inputs: Sequence[Tensor], partition: Any) -> int:
     return measure_peak(lambda: call(*inputs).sum().backward()).above_start_bytes
 
 
-class _Named(compat.CustomPartitionerFn):
+class _Named(CustomPartitionerFn):
     def __init__(self, partition: Any) -> None:
         self.partition = partition
 

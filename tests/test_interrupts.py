@@ -12,8 +12,8 @@ from collections.abc import Iterator
 import highspy
 import pytest
 
-from fxremat.compiling import stage_times
-from fxremat.compiling.stage_times import StageTimes
+from fxremat.compile import stage_times
+from fxremat.compile.stage_times import StageTimes
 from fxremat.planner import SolverOptions, solve
 from fxremat.planner.deadline import Deadline
 from fxremat.planner.milp.highs import Milp

@@ -14,11 +14,11 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 import fxremat
-from fxremat import compat
-from fxremat.compiling.rehearsal import Rehearsal, rehearse
-from fxremat.compiling.rehearsal_cache import _rehearsal_of, rehearse_once
+from fxremat.compat.configuration import inductor_config
+from fxremat.compile.dry_run.dry_run import Rehearsal, rehearse
+from fxremat.compile.dry_run.known import _rehearsal_of, rehearse_once
 from fxremat.core.timeline import Lifetime
-from fxremat.explaining import Explanation
+from fxremat.whatif.explanation import Explanation
 from tests.compat_graphs import Shared, half
 from tests.small import Convolutions, Stack, seeded
 
@@ -39,7 +39,7 @@ def made(monkeypatch: pytest.MonkeyPatch) -> list[Rehearsal]:
         found.append(rehearse(*args, **kwargs))
         return found[-1]
 
-    monkeypatch.setattr("fxremat.compiling.rehearsal_cache.rehearse", noting)
+    monkeypatch.setattr("fxremat.compile.dry_run.known.rehearse", noting)
     return found
 
 
@@ -156,7 +156,7 @@ def test_what_is_no_rehearsal_is_not_believed(damage: dict[str, Any]) -> None:
 
 
 def test_nothing_is_kept_where_caches_are_disabled(kept: Path, made: list[Any]) -> None:
-    with compat.inductor_config.patch(force_disable_caches=True):
+    with inductor_config.patch(force_disable_caches=True):
         explain()
     assert made
     assert not kept.exists()

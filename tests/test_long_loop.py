@@ -12,7 +12,7 @@ import torch
 from torch import nn
 
 import fxremat
-from fxremat.cost.peak import held_bytes
+from fxremat.memory.measured_peak import held_bytes
 from tests.small import Stack, seeded
 
 STEPS = 50

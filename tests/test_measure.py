@@ -5,7 +5,7 @@ from __future__ import annotations
 import pytest
 import torch
 
-from fxremat.cost.peak import MeasuredPeak, _running_peak, held_bytes, measure_peak
+from fxremat.memory.measured_peak import MeasuredPeak, _running_peak, held_bytes, measure_peak
 
 SIDE = 64
 SQUARE = SIDE * SIDE * 4  # bytes of one float32 matrix

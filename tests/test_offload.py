@@ -14,22 +14,23 @@ import torch
 from torch import fx, nn
 
 import fxremat
-from fxremat import compat, runtime
-from fxremat.backend import _patches
-from fxremat.checking.data_flow import check_data_flow, check_waits
-from fxremat.compiling.partitioner import Partitioner
-from fxremat.compiling.request import Request
+from fxremat import runtime
+from fxremat.compat.configuration import CUDAGRAPHS
+from fxremat.compile.driver import patches_with_partitioner
+from fxremat.compile.partitioner import Partitioner
+from fxremat.compile.request import Request
 from fxremat.core.problem import Problem
 from fxremat.core.schedule import Move
 from fxremat.core.timeline import replay
-from fxremat.cost.allocator import AllocatorSettings
-from fxremat.cost.peak import measure_peak
 from fxremat.errors import VerificationFailed
+from fxremat.memory.allocator import AllocatorSettings
+from fxremat.memory.measured_peak import measure_peak
 from fxremat.options import parse_options
 from fxremat.passes.memory_estimation import TANGENTS
 from fxremat.passes.offload import arrived_value, is_move
 from fxremat.planner.moves.transfers import Fetch, Item, place
 from fxremat.runtime import host_copy
+from fxremat.verify.data_flow import check_data_flow, check_waits
 from tests import nets
 from tests.examples import examples
 from tests.graphs import (
@@ -274,8 +275,9 @@ def test_cudagraphs_are_off_with_a_message(what: str, caplog: pytest.LogCaptureF
     inputs = [host_copy(x, x.device) if what == "weights" else x]
     request = Request(budget_bytes=asked, allocator=AllocatorSettings() if asked else None)
     with caplog.at_level(logging.WARNING):
-        patches = _patches(options, Partitioner(request, "0"), "reduce-overhead", inputs)
-    assert patches[compat.CUDAGRAPHS] is False
+        ours = Partitioner(request, "0")
+        patches = patches_with_partitioner(options, ours, "reduce-overhead", inputs)
+    assert patches[CUDAGRAPHS] is False
     assert "cudagraphs are off" in caplog.text
 
 

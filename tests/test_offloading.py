@@ -14,7 +14,7 @@ from torch import nn
 
 import fxremat
 from fxremat import runtime
-from fxremat.cost.peak import measure_peak
+from fxremat.memory.measured_peak import measure_peak
 from tests.small import Layers, Tied, seeded
 
 SPEED = 2e9

@@ -16,7 +16,7 @@ from torch.distributed import pipelining
 from torch.distributed.device_mesh import init_device_mesh
 from torch.distributed.fsdp import fully_shard
 
-from fxremat import compat
+from fxremat.compat.distributed.pipelining import received_by
 from tests.ranks import PERCENTS, Found, Trained, compared, kept, least_named, on_ranks
 from tests.small import Block
 
@@ -74,7 +74,7 @@ class Piped(Trained):
         """Without what a stage gave in the last step, which the next one drops as it begins."""
         for stage in self.stages:
             stage.clear_runtime_states()
-        return self.model, self.batch, [compat.received_by(stage) for stage in self.stages]
+        return self.model, self.batch, [received_by(stage) for stage in self.stages]
 
     def named_least(self) -> int:
         """The stage that is refused runs uncompiled: the other one waits for what it gives."""

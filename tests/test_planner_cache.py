@@ -15,15 +15,16 @@ import pytest
 from hypothesis import HealthCheck, given
 
 import fxremat
-from fxremat import compat, planner
+from fxremat import planner
+from fxremat.compat.configuration import inductor_config
 from fxremat.core.check import check
 from fxremat.core.plan import Plan
 from fxremat.core.problem import Problem, problem_to_json
-from fxremat.explaining import Explanation
 from fxremat.planner import SolverOptions
 from fxremat.planner.deadline import interruptible
 from fxremat.planner.plan_cache import PlanCache, digest
 from fxremat.planner.plans import make_plan
+from fxremat.whatif.explanation import Explanation
 from tests import strategies
 from tests.chains import phased_chain
 from tests.examples import examples
@@ -243,6 +244,6 @@ def test_the_backend_asks_once(
 
 
 def test_nothing_is_kept_where_caches_are_disabled(plans: Path) -> None:
-    with compat.inductor_config.patch(force_disable_caches=True):
+    with inductor_config.patch(force_disable_caches=True):
         assert explain().plan is not None
     assert not plans.exists()

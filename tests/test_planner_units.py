@@ -8,7 +8,7 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from fxremat.core.units import Moment, UnitStep, Version
+from fxremat.core.step import Moment, UnitStep, Version
 from fxremat.planner.tuning import UNITS_NOT_SEEN
 from fxremat.planner.units import fastest, lowest, not_beaten
 

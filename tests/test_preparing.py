@@ -12,9 +12,9 @@ from torch._subclasses.fake_tensor import FakeTensor
 from torch.nn import functional as F
 
 import fxremat
-from fxremat import preparing
-from fxremat.compiling import session
+from fxremat.compile import session
 from fxremat.options import Options
+from fxremat.step import preparation as preparing
 from tests.small import Block
 
 QUICK: dict[str, Any] = {"executor": "aot_eager", "solver": "greedy", "variants": "none"}

@@ -9,9 +9,9 @@ import time
 
 import pytest
 
-from fxremat.compiling import stage_times
-from fxremat.compiling.progress_line import CLEAR
-from fxremat.compiling.stage_times import StageTimes
+from fxremat.compile import stage_times
+from fxremat.compile.progress_line import CLEAR
+from fxremat.compile.stage_times import StageTimes
 
 
 class Terminal(io.StringIO):

@@ -9,7 +9,7 @@ import torch
 from hypothesis import given
 from hypothesis import strategies as st
 
-from fxremat.cost.peak import measure_peak
+from fxremat.memory.measured_peak import measure_peak
 from fxremat.runtime import quantised
 
 DTYPES = [torch.float64, torch.float32, torch.bfloat16, torch.float16]

@@ -15,8 +15,14 @@ import torch
 from torch import nn
 
 import fxremat
-from fxremat import compat
-from fxremat.compiling import ranks, session
+from fxremat.compat.distributed.ranks import (
+    has_within,
+    is_a_rank,
+    is_collective,
+    job_store,
+    ranks_together,
+)
+from fxremat.compile import ranks, session
 from fxremat.errors import GraphsDiffer, RankMissing
 from fxremat.sizes import MIB
 from tests.ranks import spawned
@@ -84,7 +90,7 @@ def one_plans(rank: int, folder: str) -> None:
     joined(rank, folder, 2)
     torch.manual_seed(0)
     model, searches = Stack(width=WIDTH, depth=6), list[int]()
-    from fxremat.compiling.searching.search import Search
+    from fxremat.compile.search.search import Search
 
     run = Search.run
 
@@ -156,8 +162,8 @@ def ranks_of_a_collective() -> list[int]:
     all_reduce: Any = torch.ops._c10d_functional.all_reduce.default
     graph.output(graph.call_function(all_reduce, (graph.placeholder("x"), "sum", name)))
     gm = torch.fx.GraphModule(nn.Module(), graph)
-    assert [compat.is_collective(node) for node in graph.nodes] == [False, True, False]
-    return list(compat.ranks_together(gm, [torch.ones(2)]))
+    assert [is_collective(node) for node in graph.nodes] == [False, True, False]
+    return list(ranks_together(gm, [torch.ones(2)]))
 
 
 def test_ranks_that_compile_different_graphs_say_so(tmp_path: Path) -> None:
@@ -194,7 +200,7 @@ def dying(rank: int, folder: str) -> None:
     if rank == 0:
         with pytest.raises(MemoryError):
             ranks.shared_answer("plan", "fails", fail)
-        compat.job_store().add("claim/gone", 1)
+        job_store().add("claim/gone", 1)
     distributed.barrier()
     if rank == 1:
         for question in ("fails", "gone"):
@@ -236,8 +242,8 @@ class _Store:
 def test_a_store_that_fails_is_named(
     monkeypatch: pytest.MonkeyPatch, claims: bool, why: str
 ) -> None:
-    monkeypatch.setattr(compat, "is_a_rank", lambda: True)
-    monkeypatch.setattr(compat, "job_store", lambda: _Store(claims=claims))
+    monkeypatch.setattr("fxremat.compile.ranks.is_a_rank", lambda: True)
+    monkeypatch.setattr("fxremat.compile.ranks.job_store", lambda: _Store(claims=claims))
     monkeypatch.setattr(distributed, "get_rank", lambda: 0)
     with pytest.raises(RankMissing, match=f"the store cannot be reached: {why}"):
         ranks.shared_answer("plan", "question", lambda: 1)
@@ -249,19 +255,19 @@ def test_a_key_is_waited_for() -> None:
     group: Any = distributed
     store = group.HashStore()
     begin = time.monotonic()
-    assert not compat.has_within(store, "key", 0.1)
+    assert not has_within(store, "key", 0.1)
     assert time.monotonic() - begin < 5
     store.set("key", "value")
-    assert compat.has_within(store, "key", 0.1)
+    assert has_within(store, "key", 0.1)
     with pytest.raises(ConnectionError, match="connection reset"):
-        compat.has_within(_Store(claims=True), "key", 0.1)
+        has_within(_Store(claims=True), "key", 0.1)
 
 
 def test_alone_nobody_is_asked() -> None:
-    assert not compat.is_a_rank()
+    assert not is_a_rank()
     assert ranks.shared_answer("plan", "question", lambda: 7) == 7
     gm = torch.fx.symbolic_trace(nn.Linear(2, 2))
-    assert compat.ranks_together(gm, [torch.ones(2)]) == ()
+    assert ranks_together(gm, [torch.ones(2)]) == ()
 
 
 def test_a_digest_is_the_same_on_all_devices() -> None:

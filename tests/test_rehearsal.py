@@ -12,10 +12,19 @@ import torch
 from torch import Tensor, nn
 
 import fxremat
-from fxremat import compat
-from fxremat.compiling.rehearsal import Rehearsal, Workspace, _Meter, _rounded, _written, rehearse
+from fxremat.compat.inductor.generated_code import Generated
+from fxremat.compat.inductor.generated_code import generate as torch_generate
+from fxremat.compat.tensors import without_memory
+from fxremat.compile.dry_run.dry_run import (
+    Rehearsal,
+    Workspace,
+    _Meter,
+    _rounded,
+    _written,
+    rehearse,
+)
+from fxremat.core.events import Allocate, Free
 from fxremat.core.timeline import Lifetime
-from fxremat.cost.allocator import Allocate, Free
 from tests.compat_graphs import half
 from tests.small import Stack, seeded
 
@@ -60,8 +69,8 @@ ORIGINS = {"buf0": "mul", "buf1": "gelu", "buf2": "sum_1", "buf3": "sort"}
 def counted(body: str, workspace: Workspace = lambda op, args, kwargs: ()) -> tuple[_Meter, Any]:
     """The meter and the results after ``body`` has run on 8 bytes."""
     meter = _Meter("cpu", workspace)
-    generated = compat.Generated(HEADER + body, {}, ORIGINS, ())
-    with compat.without_memory() as made:
+    generated = Generated(HEADER + body, {}, ORIGINS, ())
+    with without_memory() as made:
         x = torch.empty(8, dtype=torch.uint8)
         meter.ignore([x])
         results = meter.run(generated, "<test>", [x], made)
@@ -210,7 +219,7 @@ def test_kernels_of_the_forward_begin_before_the_backward_has_code(
 ) -> None:
     """What is begun is not begun again when it is taken; what was not, is."""
     events: list[str] = []
-    generate = compat.generate
+    generate = torch_generate
 
     def generated(module: Any, *, is_backward: bool, **asked: Any) -> Any:
         events.append("backward" if is_backward else "forward")
@@ -223,8 +232,9 @@ def test_kernels_of_the_forward_begin_before_the_backward_has_code(
             events.append("taken")
             shown.hand_over()
 
-    monkeypatch.setattr(compat, "generate", generated)
-    monkeypatch.setattr(compat, "begin_kernels", lambda code: events.append("begun"))
+    monkeypatch.setattr("fxremat.compile.dry_run.dry_run.generate", generated)
+    dry_run = "fxremat.compile.dry_run.dry_run"
+    monkeypatch.setattr(f"{dry_run}.begin_kernels", lambda code: events.append("begun"))
     half(Two(), step, torch.ones(64, 64))
     likely = ["forward", "begun", "backward", "begun", "taken"]
     assert events == [*likely, "forward", "backward", "taken", "begun", "begun"]
@@ -258,7 +268,7 @@ def test_the_cyclic_collector_rests_and_is_left_as_it_was(
         assert not gc.isenabled()
         raise NotImplementedError
 
-    monkeypatch.setattr(compat, "generate", refuse)
+    monkeypatch.setattr("fxremat.compile.dry_run.dry_run.generate", refuse)
     empty = torch.fx.GraphModule({}, torch.fx.Graph())
     (gc.enable if enabled else gc.disable)()
     try:
@@ -282,7 +292,7 @@ def test_code_that_cannot_be_rehearsed_is_planned_with_a_warning(
     def refuse(*_: Any, **__: Any) -> Any:
         raise NotImplementedError("no fake kernel\nand a long explanation")
 
-    monkeypatch.setattr("fxremat.compiling.rehearsal_cache.rehearse", refuse)
+    monkeypatch.setattr("fxremat.compile.dry_run.known.rehearse", refuse)
     model, x = seeded(Stack, 512, 32)
     budget = int(0.8 * fxremat.explain(model, x).keep_all_peak_bytes)
     report = fxremat.explain(model, x, memory_budget=budget).graphs[0]

@@ -7,17 +7,17 @@ from typing import Any
 import pytest
 import torch
 
-from fxremat import compat
-from fxremat.compiling.rehearsal import _inside, _Meter
-from fxremat.cost.allocator import Allocate, Free
-from fxremat.cost.allocator.rules import MIN_BLOCK_BYTES, round_up
+from fxremat.compat.tensors import without_memory
+from fxremat.compile.dry_run.dry_run import _inside, _Meter
+from fxremat.core.events import Allocate, Free
 from fxremat.cost.cuda_scratch import CudaScratch
 from fxremat.cost.workspaces import Workspaces
-from fxremat.device import absent
+from fxremat.memory.allocator.rules import MIN_BLOCK_BYTES, round_up
 from fxremat.runtime import kernels
 from fxremat.runtime.chunks.buffers import adds_straight, extra_of_sum
 from fxremat.runtime.chunks.operator import ROWS
 from fxremat.runtime.chunks.program import parse
+from fxremat.whatif.device import absent
 from tests.loss_program import CLASSES, FEATURES, program
 
 BF16 = torch.bfloat16
@@ -40,7 +40,7 @@ def loss_on_cuda(count: int, chunk: int, *, fused: bool) -> tuple[Any, ...]:
 def test_events_have_the_peak_that_the_operator_declares(fused: bool) -> None:
     """The results come first, each with its own memory; all else is freed at the end."""
     count, chunk = 4096, 1024
-    with absent("H100"), compat.without_memory():
+    with absent("H100"), without_memory():
         args = loss_on_cuda(count, chunk, fused=fused)
         declared = kernels.WORKSPACES[ROWS](*args, measure=CudaScratch().of_call)
         found = _inside(meter(), ROWS, args, {})
@@ -75,7 +75,7 @@ def test_products_add_to_the_sum_in_float32() -> None:
 
 def test_the_rehearsal_names_the_results_of_an_operator() -> None:
     """What it freed inside is gone; its results are freed when the code drops them."""
-    with absent("H100"), compat.without_memory():
+    with absent("H100"), without_memory():
         args = loss_on_cuda(2048, 512, fused=False)
         outer = meter()
         outer.ignore([*args[0], *args[1]])
@@ -95,7 +95,7 @@ def test_the_rehearsal_names_the_results_of_an_operator() -> None:
 
 def test_an_operator_that_looks_at_its_data_is_one_block() -> None:
     target = ROWS
-    with absent("H100"), compat.without_memory():
+    with absent("H100"), without_memory():
         args = loss_on_cuda(2048, 512, fused=False)
 
         def looks(*_: Any, **__: Any) -> Any:
@@ -113,7 +113,7 @@ def test_an_operator_that_looks_at_its_data_is_one_block() -> None:
 @pytest.mark.parametrize("fused", [False, True])
 def test_values_and_bytes_on_a_gpu(fused: bool) -> None:
     """Against float64, and what the allocator says against what the operator declares."""
-    from fxremat.cost.peak import measure_call
+    from fxremat.memory.measured_peak import measure_call
     from tests.loss_program import expected, inputs
 
     x, y, w = (t.cuda() for t in inputs(4096, BF16))

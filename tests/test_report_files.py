@@ -12,7 +12,7 @@ import torch
 
 import fxremat
 from fxremat.cli import main
-from fxremat.compiling.session import reports
+from fxremat.compile.session import reports
 from fxremat.errors import InvalidOption
 from fxremat.report.page.writing import page_of
 from fxremat.report.report import report_from_json

@@ -16,7 +16,7 @@ from torch.cuda import _memory_viz
 from fxremat.core.timeline import Lifetime
 from fxremat.report.report import Report
 from fxremat.report.snapshot import memory_snapshot
-from fxremat.report.where import Place
+from fxremat.report.source_location import Place
 from tests.step_reports import moving, planned, rehearsed
 
 READ_BY_THE_VIEWER = {

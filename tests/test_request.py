@@ -10,11 +10,11 @@ import pytest
 import torch
 from torch.utils._python_dispatch import TorchDispatchMode
 
-from fxremat.compiling import request
-from fxremat.compiling.session import Ledger
+from fxremat.compile import request
+from fxremat.compile.session import Ledger
+from fxremat.memory.segments import allocate_cublas
 from fxremat.options import Options, parse_options
 from fxremat.runtime.host_memory import is_on
-from fxremat.runtime.segments import allocate_cublas
 from fxremat.sizes import GIB, MIB
 
 GPU = torch.device("cuda", 0)

@@ -11,16 +11,17 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 import fxremat
-from fxremat.compiling.request import Request
-from fxremat.compiling.reserved_bytes import events_of_plan, least_reserved, reserved
-from fxremat.compiling.searching.planning import Planning
-from fxremat.compiling.stage_times import StageTimes
+from fxremat.compile.request import Request
+from fxremat.compile.search.planning import Planning
+from fxremat.compile.stage_times import StageTimes
+from fxremat.core.events import Allocate, Event, Free
 from fxremat.core.plan import Plan
 from fxremat.core.problem import Op, Problem, Value
 from fxremat.core.schedule import keep_all
 from fxremat.core.timeline import replay as timeline_of
-from fxremat.cost.allocator import Allocate, AllocatorSettings, Event, Free, replay
-from fxremat.runtime.segments import WALL_BYTES
+from fxremat.memory.allocator import AllocatorSettings, replay
+from fxremat.memory.reserved_bytes import events_of_plan, least_reserved, reserved
+from fxremat.memory.segments import WALL_BYTES
 from tests.chains import blocks
 from tests.strategies import scheduled_problems
 

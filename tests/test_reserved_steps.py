@@ -15,20 +15,20 @@ from torch import Tensor, nn
 from torch.nn import functional as F
 
 import fxremat
-from fxremat import compat
-from fxremat import device as devices
-from fxremat.compiling.request import Request
-from fxremat.compiling.reserved_bytes import reserved
-from fxremat.compiling.units import Boundary, Offer, Unit
-from fxremat.core.units import Moment, Version
-from fxremat.cost.allocator import Allocate, AllocatorSettings, Event, Free, replay
+from fxremat.compat.absent.pretending import fake_cuda
+from fxremat.compile.request import Request
+from fxremat.core.events import Allocate, Backward, Event, Forward, Free, Given, Outside, RunEvents
+from fxremat.core.step import Boundary, Moment, Version
+from fxremat.cost import cards
 from fxremat.cost.cards import card_named
-from fxremat.cost.step_events import Backward, Forward, Given, Outside, RunEvents
+from fxremat.memory.allocator import AllocatorSettings, replay
+from fxremat.memory.reserved_bytes import reserved
 from fxremat.options import parse_options
-from fxremat.preparing import _Look
-from fxremat.runtime.in_flight import SMALL_BYTES, Runs
 from fxremat.sizes import MIB
-from fxremat.units import CompiledVersion, RunsOfOneGraph, SeenStep, Surroundings
+from fxremat.step.in_flight import SMALL_BYTES, Runs
+from fxremat.step.preparation import _Look
+from fxremat.step.runs import CompiledVersion, RunsOfOneGraph, SeenStep, Surroundings
+from fxremat.step.versions import Offer, Unit
 from tests.small import Block
 
 HERE = torch.device("cpu")
@@ -340,12 +340,12 @@ def test_what_is_traced_after_the_step_is_no_part_of_it() -> None:
 @contextmanager
 def planned_for(name: str) -> Iterator[None]:
     """Graphs that were traced here are planned for a card that is not."""
-    token = devices._CARD.set(card_named(name))
+    token = cards.PLANNED_FOR.set(card_named(name))
     try:
-        with compat.fake_cuda():
+        with fake_cuda():
             yield
     finally:
-        devices._CARD.reset(token)
+        cards.PLANNED_FOR.reset(token)
 
 
 def test_rehearsed_versions_in_a_step_that_was_looked_at(caplog: pytest.LogCaptureFixture) -> None:

@@ -16,7 +16,7 @@ from torch._subclasses.fake_tensor import FakeTensorMode
 from torch.fx.passes.fake_tensor_prop import FakeTensorProp
 
 from fxremat import runtime
-from fxremat.compat import inductor_config
+from fxremat.compat.configuration import inductor_config
 from fxremat.errors import InvalidOption
 from fxremat.runtime.copies import cpu_engine, cuda_engine
 from fxremat.runtime.copies.operators import to_device, to_host, wait_device, wait_host

@@ -12,8 +12,8 @@ import pytest
 import torch
 
 from fxremat import runtime
-from fxremat.cost.peak import measure_peak
 from fxremat.errors import HostMemoryExceeded, InvalidOption
+from fxremat.memory.measured_peak import measure_peak
 from fxremat.runtime import dense_layout
 from fxremat.runtime.copies import cpu_engine
 from fxremat.runtime.copies.operators import to_device, to_host, wait_device, wait_host

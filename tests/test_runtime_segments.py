@@ -8,10 +8,12 @@ from typing import Any
 import pytest
 import torch
 
-from fxremat.cost.allocator import CachingAllocator
-from fxremat.runtime import in_flight, segments
-from fxremat.runtime.segments import WALL_BYTES, Segment
+from fxremat.core.places import Places
+from fxremat.memory import segments
+from fxremat.memory.allocator import CachingAllocator
+from fxremat.memory.segments import WALL_BYTES, Segment
 from fxremat.sizes import MIB
+from fxremat.step import in_flight
 
 CUDA = torch.device("cuda")
 
@@ -220,7 +222,7 @@ def test_the_room_opens_at_the_end_of_a_backward(monkeypatch: pytest.MonkeyPatch
     promise = in_flight.Promise("graph", torch.device("cpu"), 1 << 40, 0, 0, 0, 0, 1)
     module = torch.nn.Sequential(torch.nn.Linear(4, 4), torch.nn.Tanh())
     one = in_flight.Promised(torch.compile(module, backend="aot_eager"), promise)
-    compiled = in_flight.watch_in_flight(in_flight.Runs((one,), (0,), 0, 0), in_flight.Places())
+    compiled = in_flight.watch_in_flight(in_flight.Runs((one,), (0,), 0, 0), Places())
     x = torch.ones(2, 4)
     for _ in range(2):
         result = compiled(x).sum()

@@ -12,9 +12,8 @@ import pytest
 import torch
 from torch import nn
 
-from fxremat import compat
-from fxremat.compiling import session
-from fxremat.compiling.session import Ledger
+from fxremat.compile import session
+from fxremat.compile.session import Ledger
 from fxremat.core.plan import Plan
 from fxremat.core.problem import Op, Problem, Value
 from fxremat.cost.loop_rates import TRAFFIC
@@ -53,7 +52,7 @@ REPORT = Report(
 
 @pytest.fixture(autouse=True)
 def _own_directory(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(compat, "cache_directory", lambda: str(tmp_path))
+    monkeypatch.setattr("fxremat.compile.session.cache_directory", lambda: str(tmp_path))
 
 
 # --- the report ------------------------------------------------------------------------------

@@ -10,10 +10,10 @@ from typing import Any
 from hypothesis import given
 from hypothesis import strategies as st
 
-from fxremat.compiling.rehearsal import Rehearsal
-from fxremat.compiling.sizing import PeaksBySize
-from fxremat.cost.allocator import Allocate, Free
-from fxremat.fitting import Point, Way, _by_line, _largest_of_torch, _ours, _rehearsed
+from fxremat.compile.dry_run.dry_run import Rehearsal
+from fxremat.compile.dry_run.symbolic import PeaksBySize
+from fxremat.core.events import Allocate, Free
+from fxremat.whatif.fitting import Point, Way, _by_line, _largest_of_torch, _ours, _rehearsed
 
 
 def shown(size: int, scores: int, kept: int, rounded: int = 1) -> Rehearsal:

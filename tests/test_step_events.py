@@ -9,22 +9,22 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from fxremat.compiling.units import Boundary, Offer, Unit, repeated
-from fxremat.core.units import Version
-from fxremat.cost.allocator import Allocate, Event, Free, replay
-from fxremat.cost.step_events import (
+from fxremat.core.events import (
+    Allocate,
     Backward,
+    Event,
     Forward,
+    Free,
     Given,
     RunEvents,
-    StepEvents,
-    composed,
-    paired,
-    repeated_outside,
     run_events_from_json,
     run_events_to_json,
 )
-from fxremat.units import repeated_step
+from fxremat.core.step import Boundary, Version
+from fxremat.memory.allocator import replay
+from fxremat.step.events import StepEvents, composed, paired, repeated_outside
+from fxremat.step.runs import repeated_step
+from fxremat.step.versions import Offer, Unit, repeated
 
 BLOCK = RunEvents(
     forward=(Allocate("0", 7), Allocate("1", 5), Allocate("2", 10), Free("0")),

@@ -13,7 +13,7 @@ from torch.nn import functional as F
 
 import fxremat
 from fxremat import runtime
-from fxremat.checking.data_flow import check_arrivals
+from fxremat.verify.data_flow import check_arrivals
 from tests import stepping
 from tests.host_weights import equal, moved
 from tests.small import Stack, Tied, seeded

@@ -9,10 +9,10 @@ import pytest
 import torch
 from torch import Tensor, nn
 
-from fxremat import units
-from fxremat.compiling.units import Boundary, Gathered, Offer, Unit, followed_by, repeated
-from fxremat.core.units import Version
+from fxremat.core.step import Boundary, Version
 from fxremat.options import Options
+from fxremat.step import runs as units
+from fxremat.step.versions import Gathered, Offer, Unit, followed_by, repeated
 from tests.small import Block
 
 HOST = torch.device("cpu")

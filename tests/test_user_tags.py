@@ -8,7 +8,7 @@ import pytest
 import torch
 from torch import nn
 
-from fxremat import compat
+from fxremat.compat.joint_graph import user_tag
 from fxremat.passes.halves import RECOMPUTED
 from fxremat.passes.joint_graph import Role, is_view, read_joint_graph, root
 from fxremat.passes.user_tags import obey_must_recompute, protect_mutated_inputs
@@ -38,7 +38,7 @@ def tagged(seen: Capture, tag: str) -> set[str]:
     return {
         n.name
         for n in seen.joint.module.graph.nodes
-        if compat.user_tag(n) == tag and not is_view(n) and seen.joint.role[n] is Role.FORWARD
+        if user_tag(n) == tag and not is_view(n) and seen.joint.role[n] is Role.FORWARD
     }
 
 
@@ -71,7 +71,7 @@ def test_must_recompute_gives_the_backward_its_own_copies() -> None:
     copies = [n for n in seen.joint.module.graph.nodes if n.name.endswith(RECOMPUTED)]
     assert copies
     assert all(seen.joint.role[n] is Role.LAZY for n in copies)
-    assert not any(compat.user_tag(n) for n in copies)
+    assert not any(user_tag(n) for n in copies)
 
 
 # --- policies ------------------------------------------------------------------------------

@@ -17,10 +17,10 @@ import fxremat
 from fxremat.backend import fxremat as backend
 from fxremat.cli import main
 from fxremat.errors import InvalidOption
-from fxremat.explaining import Explanation
 from fxremat.options import parse_options
 from fxremat.passes.variants.table import RULES, rules_named
 from fxremat.runtime.chunks import counted_rows
+from fxremat.whatif.explanation import Explanation
 from tests.conftest import Golden
 from tests.end_to_end import compiled_by_fxremat, least, measured, observed, step
 

@@ -16,9 +16,10 @@ from torch.nn import functional as F
 import fxremat
 from fxremat.compat.dynamo import compilations
 from fxremat.errors import BudgetExceeded
-from fxremat.runtime import in_flight, watched_steps
-from fxremat.runtime.watched_steps import StepWatch
+from fxremat.memory import watched_steps
+from fxremat.memory.watched_steps import StepWatch
 from fxremat.sizes import MIB, parse_bytes
+from fxremat.step import in_flight
 from tests.small import Block
 
 CPU, CUDA = torch.device("cpu"), torch.device("cuda")

@@ -9,13 +9,13 @@ from typing import Any, Final, cast
 
 from torch import fx
 
-from fxremat.compiling.draft import Draft
-from fxremat.compiling.rehearsal import Rehearsal
-from fxremat.compiling.request import Request
-from fxremat.compiling.searching.candidates import Candidate, Judged, Order
-from fxremat.compiling.searching.planning import Planning
-from fxremat.compiling.searching.proposals import Proposals
-from fxremat.compiling.stage_times import StageTimes
+from fxremat.compile.draft import Draft
+from fxremat.compile.dry_run.dry_run import Rehearsal
+from fxremat.compile.request import Request
+from fxremat.compile.search.candidates import Candidate, Judged, Order
+from fxremat.compile.search.planning import Planning
+from fxremat.compile.search.proposals import Proposals
+from fxremat.compile.stage_times import StageTimes
 from fxremat.core.problem import Problem
 from fxremat.passes.memory_estimation import Estimate
 from tests.chains import blocks

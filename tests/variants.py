@@ -18,8 +18,11 @@ from unittest import mock
 import torch
 from torch import fx, nn
 
-from fxremat import compat
-from fxremat.compiling.pipeline import prepare
+from fxremat.compat.compilers import compile_with_inductor
+from fxremat.compat.configuration import CustomPartitionerFn
+from fxremat.compat.joint_graph import module_of
+from fxremat.compat.partitioning import extract_forward_backward
+from fxremat.compile.pipeline import prepare
 from fxremat.passes.joint_graph import JointGraph, Role, is_tensor, root
 from fxremat.passes.nodes import add_call, fake
 from fxremat.passes.variants import saved_values
@@ -58,7 +61,7 @@ def calls(x: torch.Tensor, make: Callable[[Callable[..., fx.Node], fx.Node], Any
         return add_call(graph, target, args, given_, **kwargs)
 
     graph.output(make(add, given_))
-    return fx.Interpreter(compat.module_of(nn.Module(), graph)).run(x)
+    return fx.Interpreter(module_of(nn.Module(), graph)).run(x)
 
 
 def copied(joint: JointGraph) -> tuple[fx.GraphModule, dict[fx.Node, fx.Node]]:
@@ -67,7 +70,7 @@ def copied(joint: JointGraph) -> tuple[fx.GraphModule, dict[fx.Node, fx.Node]]:
     graph.output(graph.graph_copy(joint.module.graph, where))
     for old, new in where.items():
         new.meta = dict(old.meta)
-    return compat.module_of(joint.module, graph), where
+    return module_of(joint.module, graph), where
 
 
 def _assert_alike(old: fx.Node, new: fx.Node) -> None:
@@ -123,7 +126,7 @@ def copied_module(module: fx.GraphModule) -> tuple[fx.GraphModule, dict[fx.Node,
     """A copy to run, so that the original is left alone."""
     graph, where = fx.Graph(), dict[fx.Node, fx.Node]()
     graph.output(graph.graph_copy(module.graph, where))
-    return compat.module_of(module, graph), where
+    return module_of(module, graph), where
 
 
 def compare(joint: JointGraph, *chosen: Site, seed: int = 0) -> tuple[list[Any], list[Any]]:
@@ -189,7 +192,7 @@ def saved_bytes(joint: JointGraph) -> int:
 
 
 @dataclass
-class Taken(compat.CustomPartitionerFn):
+class Taken(CustomPartitionerFn):
     """A partition function that takes the sites that ``choose`` picks, and keeps what it saw."""
 
     rule: Rule
@@ -205,7 +208,7 @@ class Taken(compat.CustomPartitionerFn):
         before = prepare(gm, count)
         after = take(before, self.choose(sites(self.rule, before)))
         self.bytes_before, self.bytes_after = saved_bytes(before), saved_bytes(after)
-        return compat.extract_forward_backward(
+        return extract_forward_backward(
             after.module, crossing(after), num_fwd_outputs=count, static_inputs=()
         )
 
@@ -219,7 +222,7 @@ def inductor_with(function: Callable[..., Any], taken: Taken) -> Callable[..., A
 
     def backend(gm: fx.GraphModule, inputs: Sequence[Any]) -> Callable[..., Any]:
         patches = {"custom_partitioner_fn": taken, "force_disable_caches": True}
-        return compat.compile_with_inductor(gm, inputs, patches)
+        return compile_with_inductor(gm, inputs, patches)
 
     torch._dynamo.reset()
     return torch.compile(function, backend=backend)

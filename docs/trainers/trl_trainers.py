@@ -18,7 +18,7 @@ from tiny import TOKENS, Watch, language_model, run, tokenizer, unwatched
 from transformers import Trainer
 from trl import DPOConfig, DPOTrainer, GRPOConfig, GRPOTrainer, SFTConfig, SFTTrainer
 
-from fxremat.compat import compile_in_training
+from fxremat.compat.dynamo import compile_in_training
 from fxremat.integrations.transformers import train_within
 
 MANY_WORDS = 50_000

@@ -18,7 +18,7 @@ from fxremat.errors import FxrematError
 from fxremat.sizes import format_bytes
 
 if TYPE_CHECKING:
-    from fxremat.fitting import Fit
+    from fxremat.whatif.fitting import Fit
 
 Vary = tuple[str, tuple[tuple[int, int], ...]]
 
@@ -67,8 +67,8 @@ def read_vary(text: str) -> Vary:
 
 def run(given: argparse.Namespace) -> int:
     """Trace, plan, print, write."""
-    from fxremat.device import absent
-    from fxremat.fitting import fit
+    from fxremat.whatif.device import absent
+    from fxremat.whatif.fitting import fit
 
     make = find_function(given.function)
     try:

@@ -59,12 +59,12 @@ def add(commands: Commands) -> None:
 
 def run(given: argparse.Namespace) -> int:
     """Trace and write."""
-    from fxremat import compat
+    from fxremat.compat.tensors import fake_tensors
 
     make, spec = find_function(given.function), _spec(given.device)
     if given.copies and spec is None:
         raise UsageError("--copies needs --device: which device's copies?")
-    with compat.fake_tensors():
+    with fake_tensors():
         model, inputs = model_and_inputs(given.function, make())
         try:
             problem = trace_problem(
@@ -141,8 +141,8 @@ def trace_problem(
     spec: DeviceSpec | None = None,
     rules: Sequence[Any] = (),
 ) -> Problem:
-    """The problem of one training step; see `fxremat.compiling.tracing.trace_step`."""
-    from fxremat.compiling.tracing import trace_step
+    """The problem of one training step; see `fxremat.compile.tracing.trace_step`."""
+    from fxremat.compile.tracing import trace_step
 
     step = trace_step(name, model, inputs, mode=mode, workspaces=workspaces, spec=spec, rules=rules)
     return step.found.problem

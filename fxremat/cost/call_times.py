@@ -25,12 +25,12 @@ try:
 except ImportError:  # there is none on Windows
     resource = None  # type: ignore[assignment]
 
-from fxremat import compat
+from fxremat.compat.measuring import keep_busy
 from fxremat.cost.device_lock import alone_on
-from fxremat.cost.memory_room import has_room
 from fxremat.cost.number_file import NumberFile, number_path
 from fxremat.cost.pace import Pace, pace_of
 from fxremat.cost.roofline import SizeOf, flops_of_call
+from fxremat.memory.room import has_room
 
 FEWEST_RUNS, NEAR = 5, 0.03
 """A call is run so often at least, and until its two quickest runs differ by no more than this."""
@@ -245,7 +245,7 @@ def _seconds(call: Callable[[], object], device: torch.device) -> float:
     event: Any = torch.cuda.Event
     begin, end = event(enable_timing=True), event(enable_timing=True)
     torch.cuda.synchronize(device)
-    compat.keep_busy(device)
+    keep_busy(device)
     begin.record()
     for _ in range(_calls_of(device)):
         call()

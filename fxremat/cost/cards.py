@@ -10,9 +10,10 @@ from __future__ import annotations
 
 import re
 from collections.abc import Mapping
+from contextvars import ContextVar
 from dataclasses import dataclass
 
-from fxremat import compat
+from fxremat.compat.absent.pretending import Properties
 from fxremat.cost.device import DeviceSpec, spec_named
 from fxremat.errors import UnknownDevice, nearest
 
@@ -78,10 +79,10 @@ class Card:
         """What torch may reserve: all but the CUDA context."""
         return self.total_bytes - CONTEXT_BYTES
 
-    def properties(self) -> compat.Properties:
+    def properties(self) -> Properties:
         """What torch would say of it."""
         limits = self.limits
-        return compat.Properties(
+        return Properties(
             name=self.full_name,
             major=self.capability[0],
             minor=self.capability[1],
@@ -142,3 +143,12 @@ def _plain(name: str) -> str:
     """Without what names of one card differ in."""
     words = re.split(r"[\s_-]+", name.lower())
     return "".join(w for w in words if w not in {"nvidia", "geforce", "rtx", "tesla", "sxm4"})
+
+
+PLANNED_FOR: ContextVar[Card | None] = ContextVar("fxremat_card", default=None)
+"""Set by `fxremat.device.absent`."""
+
+
+def absent_card() -> Card | None:
+    """The card that is planned for although it is not here; None: what is here."""
+    return PLANNED_FOR.get()

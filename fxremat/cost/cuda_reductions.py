@@ -14,7 +14,7 @@ from typing import Any
 
 import torch
 
-from fxremat import compat
+from fxremat.compat.sizes import size_bound
 
 _ATEN = torch.ops.aten
 MOST_THREADS, WARP = 512, 32
@@ -137,11 +137,11 @@ def blocks_of_reduction(
     A tensor that is not contiguous, or reduced over some dimensions before and some after those
     that stay, is taken to be divided as if its elements lay in this order.
     """
-    sizes = [compat.size_bound(size) for size in x.shape]
+    sizes = [size_bound(size) for size in x.shape]
     reduced = {d % x.dim() for d in dims} if dims else set(range(x.dim()))
     inputs = prod(sizes[d] for d in reduced)
     results = prod(sizes[d] for d in range(x.dim()) if d not in reduced)
-    strides = [(compat.size_bound(x.stride(d)), d) for d in range(x.dim()) if sizes[d] > 1]
+    strides = [(size_bound(x.stride(d)), d) for d in range(x.dim()) if sizes[d] > 1]
     fastest, dim = min(strides, default=(1, next(iter(reduced), 0)))
     kept = _KEPT_IN.get(x.dtype, x.dtype.itemsize)
     how = {"along": dim in reduced, "contiguous": fastest == 1}

@@ -28,7 +28,7 @@ from typing import Any
 import torch
 from torch import fx
 
-from fxremat import compat
+from fxremat.compat.sizes import size_bound
 from fxremat.cost.cuda_reductions import (
     HOPPER,
     IN_FORM_OUT,
@@ -63,20 +63,20 @@ def _up(size: int, multiple: int) -> int:
 
 def _expanded(query: Any, key: Any) -> Blocks:
     """Gradients of keys and values for each head, where heads share them."""
-    batch, heads, _, width = map(compat.size_bound, query.shape)
-    key_heads, columns = map(compat.size_bound, key.shape[1:3])
+    batch, heads, _, width = map(size_bound, query.shape)
+    key_heads, columns = map(size_bound, key.shape[1:3])
     size = batch * heads * columns * width * int(query.dtype.itemsize)
     return (size, size) if key_heads != heads else ()
 
 
 def _flash_backward(gradient: Any, query: Any, key: Any, *_: Any, **__: Any) -> Blocks:
-    batch, heads, rows, width = map(compat.size_bound, query.shape)
+    batch, heads, rows, width = map(size_bound, query.shape)
     long_rows = batch * heads * _up(rows, 128)
     return (long_rows * _FLOAT, long_rows * _up(width, 32) * _FLOAT, *_expanded(query, key))
 
 
 def _cudnn_backward(gradient: Any, query: Any, key: Any, *_: Any, **__: Any) -> Blocks:
-    batch, heads, rows, width = map(compat.size_bound, query.shape)
+    batch, heads, rows, width = map(size_bound, query.shape)
     sums = batch * heads * rows * (width + 1) * _FLOAT
     return (sums + sum(_expanded(query, key)) + _CUDNN_ALIGNMENT,)
 
@@ -86,7 +86,7 @@ def _cudnn_forward(*_: Any, **__: Any) -> Blocks:
 
 
 def _efficient_backward(gradient: Any, query: Any, *_: Any, **__: Any) -> Blocks:
-    batch, heads, rows, width = map(compat.size_bound, query.shape)
+    batch, heads, rows, width = map(size_bound, query.shape)
     sums = batch * heads * rows * _FLOAT
     tile = 64 * _up(width, 64) * _FLOAT + 2 * _INDEX
     adding = (sums, batch * heads * -(-rows // 64) * tile)
@@ -97,14 +97,14 @@ def _efficient_backward(gradient: Any, query: Any, *_: Any, **__: Any) -> Blocks
 
 def _index_put(target: Any, indices: Any, *_: Any, **__: Any) -> Blocks:
     given = [x for x in indices if isinstance(x, torch.Tensor)]
-    count = max((compat.size_bound(x.numel()) for x in given), default=0)
+    count = max((size_bound(x.numel()) for x in given), default=0)
     of_all = count * _INDEX
     return (*(of_all,) * 4, 2 * of_all + count // 4 + _CUB_BYTES)
 
 
 def _in_pieces(x: Any, *_: Any, **__: Any) -> Blocks:
     """At most, of the operators that encode floats piece by piece."""
-    count = min(compat.size_bound(x.numel()), quantised.CHUNK_ON_GPU)
+    count = min(size_bound(x.numel()), quantised.CHUNK_ON_GPU)
     return (count * quantised.BYTES_PER_ELEMENT,)
 
 

@@ -14,18 +14,25 @@ import torch
 from torch import fx
 from torch.utils import _pytree as pytree
 
-from fxremat import compat
+from fxremat.compat.distributed.ranks import (
+    gathers,
+    moves_between_ranks,
+    number_of_ranks,
+    sums_for_all_ranks,
+    sums_into_parts,
+    sums_over_ranks,
+)
 from fxremat.passes.memory_estimation import nbytes
 
 
 def link_bytes(node: fx.Node) -> int:
     """Bytes that a rank sends in the collective that a node starts; 0 for other nodes."""
-    if not (compat.moves_between_ranks(node) or compat.sums_over_ranks(node)):
+    if not (moves_between_ranks(node) or sums_over_ranks(node)):
         return 0
     given = _bytes([one.meta.get("val") for one in node.all_input_nodes])
-    whole, ranks = max(_bytes(node.meta.get("val")), given), compat.number_of_ranks(node)
+    whole, ranks = max(_bytes(node.meta.get("val")), given), number_of_ranks(node)
     sent = whole if ranks is None else whole * (ranks - 1) // ranks
-    return 2 * sent if compat.sums_for_all_ranks(node) else sent
+    return 2 * sent if sums_for_all_ranks(node) else sent
 
 
 def scratch_bytes(target: object, args: Sequence[Any]) -> int:
@@ -34,11 +41,11 @@ def scratch_bytes(target: object, args: Sequence[Any]) -> int:
     It gathers into a list of results, and copies them; it sums into a copy of what it is given.
     NCCL has buffers that torch's allocator does not know.
     """
-    if compat.gathers(target):
+    if gathers(target):
         given = _bytes(args)
         whole = given * next(one for one in args if isinstance(one, int))
         return whole + (given if isinstance(args[0], (tuple, list)) else 0)
-    return _bytes(args) if compat.sums_into_parts(target) else 0
+    return _bytes(args) if sums_into_parts(target) else 0
 
 
 def _bytes(values: Any) -> int:

@@ -13,7 +13,9 @@ from typing import Any
 import torch
 from torch import fx
 
-from fxremat import compat
+from fxremat.compat.configuration import OpOverload
+from fxremat.compat.distributed.ranks import is_collective
+from fxremat.compat.sizes import size_bound
 from fxremat.cost.call_times import CallTimes
 from fxremat.cost.device import DeviceSpec
 from fxremat.cost.links import link_bytes
@@ -54,13 +56,13 @@ class Roofline:
         extra = sum(each.calls for each in inside) * (rates.launch_us + kernels.CALL_US)
         extra += 1e6 * sum(each.again for each in inside) / rates.bytes_per_s
         traffic = traffic_bytes + sum(each.bytes for each in inside)
-        sent = [link_bytes(n) for n in nodes if compat.is_collective(n)]
+        sent = [link_bytes(n) for n in nodes if is_collective(n)]
         extra += sum(rates.link_us + 1e6 * each / rates.link_bytes_per_s for each in sent if each)
-        return extra + roofline_us(nodes, traffic, dtype, rates, compat.size_bound)
+        return extra + roofline_us(nodes, traffic, dtype, rates, size_bound)
 
     def inside(self, node: fx.Node) -> Inside:
         """What a call of an operator of ours does inside."""
-        assert isinstance(node.target, compat.OpOverload)
+        assert isinstance(node.target, OpOverload)
         args, kwargs = operands(node, images_last=self.images_last)
         how = {"on_cpu": self.on_cpu, "by_inductor": self.fused}
         return kernels.INSIDE[node.target](*args, **kwargs, **how)
@@ -83,10 +85,10 @@ class Measured:
             return total
         if any(node.target in kernels.INSIDE or self._is_no_loop(node) for node in rest):
             return total + self.otherwise(rest, traffic_bytes)
-        return total + self.rates.us(rest, traffic_bytes, compat.size_bound)
+        return total + self.rates.us(rest, traffic_bytes, size_bound)
 
     def _is_no_loop(self, node: fx.Node) -> bool:
-        return self._computes(node) or compat.is_collective(node)
+        return self._computes(node) or is_collective(node)
 
     def _computes(self, node: fx.Node) -> bool:
         """Whether the node is a library call that could not be run."""

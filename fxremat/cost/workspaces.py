@@ -22,16 +22,20 @@ import torch
 from torch import fx
 from torch.utils import _pytree as pytree
 
-from fxremat import compat
-from fxremat.cost.allocator.rules import MIN_BLOCK_BYTES, round_up
+from fxremat.compat.configuration import OpOverload, cache_directory
+from fxremat.compat.distributed.ranks import is_collective
+from fxremat.compat.measuring import random_state_kept
+from fxremat.compat.sizes import size_bound
+from fxremat.compat.tensors import outside_fake_mode
 from fxremat.cost.call_times import call_key, made_real
 from fxremat.cost.cuda_reductions import IN_FORM_OUT, Multiprocessors
 from fxremat.cost.cuda_scratch import known_blocks
 from fxremat.cost.links import scratch_bytes
-from fxremat.cost.memory_room import has_room
 from fxremat.cost.number_file import NumberFile, number_path
 from fxremat.cost.operands import operands
-from fxremat.cost.peak import measure_call
+from fxremat.memory.allocator.rules import MIN_BLOCK_BYTES, round_up
+from fxremat.memory.measured_peak import measure_call
+from fxremat.memory.room import has_room
 from fxremat.passes.joint_graph import is_mutating, is_random, is_view
 from fxremat.runtime import kernels
 from fxremat.sizes import format_bytes
@@ -57,7 +61,7 @@ def _may_have_workspace(target: object) -> bool:
     as ``repeat_interleave``: after what a kernel refuses on CUDA, nothing runs there any more.
     """
     return (
-        isinstance(target, compat.OpOverload)
+        isinstance(target, OpOverload)
         and target.namespace in ("aten", kernels.NAMESPACE)
         and "assert" not in target._schema.name
         and not _BY_CONTENTS.intersection(target.tags)
@@ -93,13 +97,13 @@ class Workspaces:
         self.images_last, self.by_inductor = images_last, by_inductor
         self.refused = 0
         """How many calls could not be run."""
-        directory = Path(compat.cache_directory()) / "fxremat"
+        directory = Path(cache_directory()) / "fxremat"
         self.device = device
         self.file = NumberFile(number_path(directory, device, "workspaces"))
 
     def of_node(self, node: fx.Node) -> int:
         """The workspace of a node of an FX graph."""
-        if compat.is_collective(node):
+        if is_collective(node):
             return self.of_call(node.target, *operands(node, images_last=False))
         if not _may_have_workspace(node.target) or is_view(node) or is_mutating(node):
             return 0
@@ -144,9 +148,9 @@ class Workspaces:
         return (whole,) if whole else ()
 
     def _measured_once(self, target: Any, args: Any, kwargs: Any) -> int:
-        key = call_key(target, args, kwargs, compat.size_bound)
+        key = call_key(target, args, kwargs, size_bound)
         if key not in self.file.numbers and _ESTIMATE + key not in self.file.numbers:
-            with compat.outside_fake_mode(), torch.no_grad():
+            with outside_fake_mode(), torch.no_grad():
                 found, is_estimate = self._found(target, args, kwargs)
             if found is None:
                 self.refused += 1
@@ -198,11 +202,11 @@ class Workspaces:
 
         def made(name: str, value: Any) -> Any:
             given = None if name in _WITHOUT_BATCH else batch
-            return made_real(value, compat.size_bound, self.device, given)
+            return made_real(value, size_bound, self.device, given)
 
         if not has_room(self.device, (args, kwargs), batch):
             raise MemoryError
-        with compat.random_state_kept():
+        with random_state_kept():
             real = tuple(made(name, value) for name, value in _by_name(target, args))
             named = {name: made(name, value) for name, value in kwargs.items()}
             results = _bytes_of_storages(target(*real, **named))  # also warms the library up
@@ -230,7 +234,7 @@ def _batch_of(target: Any, args: Any, kwargs: Any) -> int:
     for name, value in (*_by_name(target, args), *kwargs.items()):
         for tensor in _tensors(value):
             if name not in _WITHOUT_BATCH and tensor.dim():
-                return compat.size_bound(tensor.shape[0])
+                return size_bound(tensor.shape[0])
     return 1
 
 

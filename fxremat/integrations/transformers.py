@@ -19,14 +19,14 @@ import torch
 from torch import nn
 from transformers import Trainer, TrainerCallback
 
-from fxremat import compat
-from fxremat.compiling.request import unseen_bytes
-from fxremat.cost.peak import held_bytes
-from fxremat.figures import metrics
-from fxremat.model.accumulating import accumulate_in_backward
-from fxremat.model.loss_only import loss_only
-from fxremat.model.optimizer_bytes import optimizer_state_bytes
-from fxremat.runtime.segments import allocate_cublas
+from fxremat.compat.dynamo import compile_in_training
+from fxremat.compile.request import unseen_bytes
+from fxremat.memory.measured_peak import held_bytes
+from fxremat.memory.segments import allocate_cublas
+from fxremat.metrics import metrics
+from fxremat.training.accumulation import accumulate_in_backward
+from fxremat.training.loss_only import loss_only
+from fxremat.training.optimizer_bytes import optimizer_state_bytes
 
 LOOP_BYTES = 2**16
 """The trainer's own numbers: losses, norms of gradients."""
@@ -98,7 +98,7 @@ class _TrainWithin(TrainerCallback):  # type: ignore[misc]
                 options["reserve"] = beside + batch + LOOP_BYTES
             return {"backend": "fxremat", "options": options}
 
-        compat.compile_in_training(model, how)
+        compile_in_training(model, how)
 
     def on_log(
         self, args: Any, state: Any, control: Any, logs: dict[str, Any] | None = None, **kwargs: Any

@@ -14,7 +14,7 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 
-from fxremat.core.units import Moment, UnitStep, Version
+from fxremat.core.step import Moment, UnitStep, Version
 from fxremat.planner.deadline import Deadline
 from fxremat.planner.milp.highs import Milp, Status, Term
 from fxremat.planner.tuning import UNITS_BYTES_PART, UNITS_GAP, UNITS_NODES, UNITS_NOT_SEEN

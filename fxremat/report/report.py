@@ -8,13 +8,13 @@ from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
 
+from fxremat.core.events import RunEvents, run_events_from_json, run_events_to_json
 from fxremat.core.plan import Plan, plan_to_json, steps_from_json
 from fxremat.core.problem import Problem, problem_from_json, problem_to_json
+from fxremat.core.step import Version
 from fxremat.core.timeline import Lifetime
-from fxremat.core.units import Version
-from fxremat.cost.step_events import RunEvents, run_events_from_json, run_events_to_json
 from fxremat.report.chrome_trace import write_chrome_trace
-from fxremat.report.where import Place
+from fxremat.report.source_location import Place
 from fxremat.sizes import format_bytes
 
 

@@ -16,7 +16,7 @@ from typing import Any
 
 import torch
 
-from fxremat.compat import OpOverload
+from fxremat.compat.configuration import OpOverload
 
 _TAGS = (
     # Inductor then neither pads the arguments nor, as a pass put the call in, forces strides.

@@ -15,7 +15,7 @@ import torch
 from torch import fx
 from torch.utils.flop_counter import flop_registry
 
-from fxremat.compat import OpOverload
+from fxremat.compat.configuration import OpOverload
 
 NAMESPACE = "fxremat_kernels"
 

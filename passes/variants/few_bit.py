@@ -36,7 +36,8 @@ from typing import Any
 import torch
 from torch import fx
 
-from fxremat import compat
+from fxremat.compat.configuration import OpOverload
+from fxremat.compat.tensors import outside_fake_mode
 from fxremat.passes.joint_graph import JointGraph, Role, is_repeatable, is_tensor, is_view
 from fxremat.passes.materialisation import is_fusable, is_reduction
 from fxremat.passes.nodes import fake
@@ -71,7 +72,7 @@ def _is_elementwise(node: fx.Node) -> bool:
     """Whether a node may be part of f: its element follows from that of x, or is a number."""
     if node.op != "call_function" or not is_tensor(node) or is_view(node) or is_reduction(node):
         return False
-    if not isinstance(node.target, compat.OpOverload) or not is_repeatable(node, frozenset()):
+    if not isinstance(node.target, OpOverload) or not is_repeatable(node, frozenset()):
         return False
     if fake(node).dim() == 0 and is_fusable(node) and not node.all_input_nodes:
         return True
@@ -188,7 +189,7 @@ def _function(region: _Region, joint: JointGraph, place: Mapping[fx.Node, int]) 
         if not is_float(x) or x.target is _PRIMS.convert_element_type.default:
             continue
         factor = _Factor(x, inside, region)
-        with compat.outside_fake_mode():
+        with outside_fake_mode():
             if has_order(x) and _is_flat_outside(factor) and _is_linear(factor):
                 return factor
     return None
@@ -239,7 +240,7 @@ class _Product:
     def table(self, bits: int) -> Steps:
         """The best levels for so many bits."""
         if bits not in self.tables:
-            with compat.outside_fake_mode():
+            with outside_fake_mode():
                 grid = torch.linspace(-REACH, REACH, POINTS, dtype=torch.float64)
                 steps = optimal_steps(grid, self.function(grid), 2**bits)
                 steps = refined(steps, grid, self.function)

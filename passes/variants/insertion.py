@@ -20,7 +20,8 @@ import torch
 from torch import fx
 from torch.utils import _pytree as pytree
 
-from fxremat import compat
+from fxremat.compat.joint_graph import copy_module
+from fxremat.compat.sizes import size_bound
 from fxremat.passes.base import Changed, Pass
 from fxremat.passes.joint_graph import (
     IN_FORWARD,
@@ -134,13 +135,13 @@ def _held_bytes(node: fx.Node) -> int:
         return 0
     values = [n.meta.get("val") for n in (*node.all_input_nodes, node)]
     tensors = [one for one in pytree.tree_leaves(values) if isinstance(one, torch.Tensor)]
-    return sum(compat.size_bound(one.numel()) * one.dtype.itemsize for one in tensors)
+    return sum(size_bound(one.numel()) * one.dtype.itemsize for one in tensors)
 
 
 def insert_all(joint: JointGraph, sites: Iterable[Site]) -> GraphWithVariants:
     """All sites put into a copy of the graph; nothing that was there reads what is new."""
     copies: dict[fx.Node, fx.Node] = {}
-    module = compat.copy_module(joint.module, copies)
+    module = copy_module(joint.module, copies)
     role = {copies[node]: role for node, role in joint.role.items() if node in copies}
     role[module.graph.output_node()] = joint.role[joint.module.graph.output_node()]
     returned = [copies[node] for node in joint.forward_outputs]

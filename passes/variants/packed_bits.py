@@ -40,7 +40,7 @@ from math import prod
 import torch
 from torch import fx
 
-from fxremat import compat
+from fxremat.compat.configuration import OpOverload
 from fxremat.passes.joint_graph import JointGraph, Role, is_repeatable, is_tensor, is_view
 from fxremat.passes.materialisation import is_fusable
 from fxremat.passes.nodes import fake, packet_of
@@ -243,7 +243,7 @@ _POOLS = ((_ATEN.max_pool2d_with_indices, 2), (_ATEN.max_pool3d_with_indices, 3)
 
 def _argument(node: fx.Node, name: str, default: object) -> object:
     """An argument of a call by its name."""
-    assert isinstance(node.target, compat.OpOverload)
+    assert isinstance(node.target, OpOverload)
     for position, argument in enumerate(node.target._schema.arguments):
         if argument.name == name:
             given = node.args[position] if position < len(node.args) else default

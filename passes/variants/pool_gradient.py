@@ -30,7 +30,7 @@ from typing import Any
 import torch
 from torch import fx
 
-from fxremat import compat
+from fxremat.compat.sizes import size_bound
 from fxremat.passes.joint_graph import STORED, JointGraph, is_view
 from fxremat.passes.nodes import add_call, fake
 from fxremat.passes.variants.rule import Rule, Site, StandIns
@@ -118,7 +118,7 @@ def _read(node: fx.Node) -> _Pool | None:
     known = all(len(each) == 2 for each in (kernel, size, stride, padding, dilation))
     if not known or any(step != 1 for step in dilation) or not isinstance(offsets, fx.Node):
         return None
-    shape = [compat.size_bound(each) for each in fake(offsets).shape]
+    shape = [size_bound(each) for each in fake(offsets).shape]
     if not all(isinstance(each, int) for each in fake(offsets).shape) or len(shape) != 4:
         return None
     axes = tuple(map(_Axis, size, shape[2:], kernel, stride, padding))

@@ -28,7 +28,7 @@ from typing import Any
 import torch
 from torch import fx
 
-from fxremat import compat
+from fxremat.compat.sizes import size_bound
 from fxremat.passes.joint_graph import (
     JointGraph,
     Role,
@@ -305,7 +305,7 @@ class _Finder:
 
 def is_large(node: fx.Node) -> bool:
     """Whether a tensor is worth another form."""
-    return is_tensor(node) and compat.size_bound(fake(node).numel()) >= LEAST_ELEMENTS
+    return is_tensor(node) and size_bound(fake(node).numel()) >= LEAST_ELEMENTS
 
 
 def saved_values(joint: JointGraph, accepts: Callable[[fx.Node], bool]) -> list[Saved]:

@@ -14,8 +14,8 @@ import torch
 from torch.profiler import ProfilerActivity, profile
 
 import fxremat
-from fxremat.compat import profiler_memory_events
-from fxremat.cost.peak import _running_peak, held_bytes
+from fxremat.compat.measuring import profiler_memory_events
+from fxremat.memory.measured_peak import _running_peak, held_bytes
 
 FIRST = 3
 """Of the steps that are measured: before it everything is compiled, and states are there."""

@@ -14,7 +14,7 @@ from typing import Any
 from fxremat.core.timeline import Lifetime
 from fxremat.report.front import Front
 from fxremat.report.report import Report
-from fxremat.report.where import Place
+from fxremat.report.source_location import Place
 
 FORMAT = "fxremat-page/1"
 OUTSIDE = "held outside of the graph"

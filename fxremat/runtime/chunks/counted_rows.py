@@ -29,7 +29,7 @@ from math import ceil, prod
 
 import torch
 
-from fxremat import compat
+from fxremat.compat.tensors import is_fake
 from fxremat.runtime.chunks.call import RowsCall
 from fxremat.runtime.chunks.flops import flops
 from fxremat.runtime.chunks.program import Number, Program
@@ -148,7 +148,7 @@ def _places(labels: torch.Tensor, number: Number, order: torch.Tensor) -> torch.
 
     None where nobody can tell.
     """
-    if compat.is_fake(labels) or (labels.is_cuda and torch.cuda.is_current_stream_capturing()):
+    if is_fake(labels) or (labels.is_cuda and torch.cuda.is_current_stream_capturing()):
         return None
     if labels.device.type != "cpu":
         places = (labels.cpu() != number).nonzero().view(-1)

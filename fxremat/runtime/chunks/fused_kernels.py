@@ -22,7 +22,14 @@ from typing import Any
 import torch
 from torch import fx
 
-from fxremat import compat
+from fxremat.compat.inductor.kernels import (
+    begin_kernel,
+    compile_kernel,
+    decomposed,
+    for_a_kernel,
+    unbuilt_kernel,
+)
+from fxremat.compat.tensors import is_fake
 from fxremat.runtime.chunks.buffers import (
     MATMULS,
     Layout,
@@ -315,7 +322,7 @@ class Kernel:
 
     def run(self, memory: list[torch.Tensor]) -> None:
         """Compute, or allocate as if."""
-        (self.unbuilt if compat.is_fake(memory[0]) else self.compiled())(memory)
+        (self.unbuilt if is_fake(memory[0]) else self.compiled())(memory)
 
 
 @functools.lru_cache(maxsize=512)
@@ -339,15 +346,15 @@ def kernels_of(text: str, inputs: tuple[Shape, ...], tile: int) -> tuple[Kernel 
 
 def _kernel(writer: _KernelWriter, room: int) -> Kernel | None:
     try:
-        with compat.for_a_kernel():
-            module = compat.decomposed(writer.write())
-        unbuilt = compat.unbuilt_kernel(module)
+        with for_a_kernel():
+            module = decomposed(writer.write())
+        unbuilt = unbuilt_kernel(module)
     except Exception as error:  # whatever Inductor cannot write: the operators can do it
         what = str(error).partition("\n")[0]
         log.info("a stage runs operator by operator: %s: %s", type(error).__name__, what)
         return None
     memory = tuple(memory for memory, _ in writer.places.values())
-    begin = functools.cache(functools.partial(compat.begin_kernel, module))
-    compiled = functools.cache(functools.partial(compat.compile_kernel, module))
+    begin = functools.cache(functools.partial(begin_kernel, module))
+    compiled = functools.cache(functools.partial(compile_kernel, module))
     taken = unbuilt.allocates
     return Kernel(memory, taken, begin, compiled, unbuilt.run) if taken <= room else None

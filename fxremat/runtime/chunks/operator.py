@@ -28,7 +28,7 @@ from typing import Any
 
 import torch
 
-from fxremat import compat
+from fxremat.compat.tensors import is_fake, storage_key
 from fxremat.runtime import kernels
 from fxremat.runtime.chunks.buffers import (
     CONVOLUTIONS,
@@ -107,7 +107,7 @@ class _RowSum:
         total, times = self.total, float(not self.is_empty)
         if self.is_wide:
             torch.addmm(total, left, right, beta=times, out=total)
-        elif not compat.is_fake(total):  # torch 2.11 has no shapes for this one
+        elif not is_fake(total):  # torch 2.11 has no shapes for this one
             _ATEN.addmm.dtype_out(total, left, right, total.dtype, beta=times, out=total)
         self.is_empty = False
 
@@ -344,7 +344,7 @@ class _Piece:
 def _is_same(one: torch.Tensor, other: torch.Tensor) -> bool:
     """Whether rows of one shape are the same memory, if it exists; read as the same type."""
     begins = one.storage_offset() == other.storage_offset() and one.dtype == other.dtype
-    return begins and compat.storage_key(one) == compat.storage_key(other)
+    return begins and storage_key(one) == storage_key(other)
 
 
 def _rows(*args: Any, **kwargs: Any) -> list[torch.Tensor]:

@@ -19,7 +19,7 @@ from typing import Any
 
 import torch
 
-from fxremat.compat import OpOverload
+from fxremat.compat.configuration import OpOverload
 from fxremat.runtime.copies import cpu_engine, cuda_engine
 from fxremat.runtime.copy_engine import Engine
 from fxremat.runtime.gradients import optimizer_steps

@@ -20,7 +20,7 @@ from typing import Any
 
 import torch
 
-from fxremat.compat import OpOverload
+from fxremat.compat.configuration import OpOverload
 from fxremat.runtime.copies import cpu_engine, cuda_engine
 from fxremat.runtime.copies.operators import to_device, to_host, wait_device, wait_host
 from fxremat.runtime.dense_layout import check_copyable, extent_bytes, run_of_memory

@@ -30,7 +30,18 @@ from typing import Any
 
 import torch
 
-from fxremat import compat
+from fxremat.compat.backward import (
+    accumulators_of,
+    at_end_of_backward,
+    hooks_on,
+    hooks_on_node,
+    leaves_of_one_edge,
+    no_other_backward,
+    running_backward,
+    running_node,
+    watch_backwards,
+)
+from fxremat.compat.configuration import OpOverload
 from fxremat.runtime.dense_layout import extent, extent_bytes, storage_address
 from fxremat.runtime.host_memory import is_host, is_on
 
@@ -85,7 +96,7 @@ _TOLD: set[str] = set()
 
 def ask(parameters: Iterable[torch.Tensor]) -> None:
     """From now on the gradients of these are added early, until as many `withdraw`."""
-    compat.watch_backwards()
+    watch_backwards()
     for parameter in parameters:
         _ASKED.change(parameter, +1)
 
@@ -104,7 +115,7 @@ def will_be_added(tensor: object) -> bool:
         and tensor.requires_grad
         and _is_plain(tensor)
         and not is_host(tensor)
-        and compat.hooks_on(tensor) == 0
+        and hooks_on(tensor) == 0
     )
 
 
@@ -132,7 +143,7 @@ def _accumulated(
     if adder is None or weight.grad is None:
         return
     reason = _reason_against(gradient, weight, weight.grad, read, adder)
-    with compat.no_other_backward() as alone:
+    with no_other_backward() as alone:
         if alone and reason is None:
             weight.grad.add_(gradient)
             gradient.untyped_storage().resize_(0)
@@ -143,22 +154,22 @@ def _accumulated(
 
 def _begin() -> None:
     """Find out about the backward that is running, and about the graph that runs in it now."""
-    known, number, node = _BACKWARD, compat.running_backward(), compat.running_node()
+    known, number, node = _BACKWARD, running_backward(), running_node()
     graph = (number, id(node), None if node is None else node._sequence_nr())
     if graph == known.graph:
         return
     known.graph = graph
     if number != known.number:
         known.number = number
-        known.of_one_edge = frozenset(map(id, compat.leaves_of_one_edge()))
+        known.of_one_edge = frozenset(map(id, leaves_of_one_edge()))
     if node is None:
         known.adders = {}
         return
-    adders = [one for one in compat.accumulators_of(node) if one.variable in _ASKED]
+    adders = [one for one in accumulators_of(node) if one.variable in _ASKED]
     known.adders = {id(one.variable): one for one in adders}
-    compat.at_end_of_backward(known.adders.clear)  # they keep their weights alive
+    at_end_of_backward(known.adders.clear)  # they keep their weights alive
     known.apart = _apart([one.variable for one in adders])
-    known.is_watched = torch.is_anomaly_enabled() or compat.hooks_on_node(node) > 0
+    known.is_watched = torch.is_anomaly_enabled() or hooks_on_node(node) > 0
 
 
 def _apart(weights: Sequence[torch.Tensor]) -> frozenset[int]:
@@ -194,7 +205,7 @@ def _reason_against(
     known = _BACKWARD
     if id(weight) not in known.of_one_edge:
         return "it is not known that this graph alone has a gradient for it in this backward"
-    if compat.hooks_on(weight) or compat.hooks_on_node(adder) or known.is_watched:
+    if hooks_on(weight) or hooks_on_node(adder) or known.is_watched:
         return "a hook, or anomaly mode, looks at gradients"
     if not (_is_plain(weight) and _is_plain(gradient) and _is_plain(sum_)):
         return "it is no plain tensor"
@@ -226,11 +237,11 @@ def _owns_its_memory(gradient: torch.Tensor) -> bool:
 
 def _keep_from(adder: Any) -> None:
     """Let autograd add nothing in this backward: it comes to ``adder`` with no memory to read."""
-    number = compat.running_backward()
+    number = running_backward()
 
     def nothing(gradients: tuple[torch.Tensor, ...]) -> tuple[None, ...] | None:
         handle.remove()
-        return (None,) if compat.running_backward() == number else None
+        return (None,) if running_backward() == number else None
 
     handle = adder.register_prehook(nothing)
 
@@ -262,7 +273,7 @@ torch.library.define(
 torch.library.impl("fxremat::accumulated", "default", torch.no_grad()(_accumulated))
 torch.library.register_fake("fxremat::accumulated", _fake_accumulated)
 
-accumulated: compat.OpOverload = torch.ops.fxremat.accumulated.default
+accumulated: OpOverload = torch.ops.fxremat.accumulated.default
 """``accumulated(gradient, weight, read)``: the gradient of ``weight`` may be added to its grad.
 
 ``gradient`` is what the graph returns for its input ``weight``. Nothing uses it from here on.

@@ -34,7 +34,13 @@ from weakref import WeakValueDictionary
 
 import torch
 
-from fxremat import compat
+from fxremat.compat.backward import (
+    hooks_on,
+    leaves_of_one_node,
+    leaves_of_this_node,
+    running_backward,
+)
+from fxremat.compat.configuration import OpOverload
 from fxremat.runtime.copy_trace import active_traces, host_time
 from fxremat.runtime.dense_layout import extent_bytes, storage_address
 
@@ -55,7 +61,7 @@ class Step:
         step: Callable[[], object],
         ready: Callable[[], object],
     ) -> None:
-        self.backward = compat.running_backward()
+        self.backward = running_backward()
         self.error: BaseException | None = None
         self.gradient: torch.Tensor | None = gradient
         self.storage = storage_address(parameter)
@@ -122,7 +128,7 @@ class Stepped:
         step goes to the caller, and then the gradient is still there.
         """
         early, self.started = self.started, None
-        if early is None or early.backward != compat.running_backward():
+        if early is None or early.backward != running_backward():
             self._step()
             self.parameter.grad = None
             return
@@ -212,25 +218,25 @@ def _arrived(
 def _begin(host: Sequence[torch.Tensor]) -> None:
     """Find out about the backward that is running, and about the graph that runs in it now."""
     finish()
-    number = compat.running_backward()
+    number = running_backward()
     if number != _BACKWARD.number:
         _BACKWARD.number = number
-        _BACKWARD.from_one_node = frozenset(map(id, compat.leaves_of_one_node()))
-    _BACKWARD.from_this_node = frozenset(map(id, compat.leaves_of_this_node()))
+        _BACKWARD.from_one_node = frozenset(map(id, leaves_of_one_node()))
+    _BACKWARD.from_this_node = frozenset(map(id, leaves_of_this_node()))
     uses = Counter(map(storage_address, {id(tensor): tensor for tensor in host}.values()))
     _BACKWARD.shared = frozenset(address for address, count in uses.items() if count > 1)
 
 
 def _may_step(weight: torch.Tensor, gradient: torch.Tensor) -> bool:
     """Whether ``gradient`` is the whole one, and nobody reads it or the weight from here on."""
-    now, known = compat.running_backward(), _BACKWARD
+    now, known = running_backward(), _BACKWARD
     whole = id(weight) in known.from_one_node and id(weight) in known.from_this_node
     return (
         now is not None
         and now == known.number
         and whole
         and weight.grad is None
-        and compat.hooks_on(weight) == 1
+        and hooks_on(weight) == 1
         and storage_address(weight) not in known.shared
         and _keeps(weight, gradient)
     )
@@ -301,7 +307,7 @@ torch.library.define(
 torch.library.impl("fxremat::arrived", "default", torch.no_grad()(_arrived))
 torch.library.register_fake("fxremat::arrived", _fake_arrived)
 
-arrived: compat.OpOverload = torch.ops.fxremat.arrived.default
+arrived: OpOverload = torch.ops.fxremat.arrived.default
 """``arrived(gradient, weight, read, first, device)``: the optimizer of ``weight`` may step.
 
 ``gradient``, in host memory, is what the graph returns for its input ``weight``, and is complete

@@ -32,7 +32,8 @@ from typing import Any
 import torch
 from torch import fx
 
-from fxremat import compat
+from fxremat.compat.configuration import OpOverload
+from fxremat.compat.tensors import outside_fake_mode
 from fxremat.passes.joint_graph import is_mutating, is_random
 from fxremat.passes.nodes import Shape, dtype_of, packet_name, shape_of
 from fxremat.passes.variants.attention.layout import is_move
@@ -113,7 +114,7 @@ def plan_bias(scores: Reading, heads: Heads) -> Bias | None:
         return None
     if not all(dtype_of(part.node).is_floating_point for part in scores.added):
         return None
-    with compat.outside_fake_mode(), torch.no_grad():
+    with outside_fake_mode(), torch.no_grad():
         known = _known(parts)
         if known is None:
             values = [part.value for part in scores.filled]
@@ -192,7 +193,7 @@ def _computed(node: fx.Node) -> torch.Tensor | None:
         if one in needed:
             continue
         needed[one] = None
-        is_call = one.op == "call_function" and isinstance(one.target, compat.OpOverload)
+        is_call = one.op == "call_function" and isinstance(one.target, OpOverload)
         if not is_call or is_random(one) or is_mutating(one) or len(needed) > MOST_CALLS:
             return None
         shape = shape_of(one)

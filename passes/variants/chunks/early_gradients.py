@@ -21,7 +21,7 @@ from typing import Any
 import torch
 from torch import fx
 
-from fxremat import compat
+from fxremat.compat.configuration import OpOverload
 from fxremat.passes.joint_graph import Role, is_repeatable, is_tensor
 from fxremat.passes.nodes import arguments_of, dtype_of, packet_name, shape_of
 from fxremat.passes.variants.chunks.calls import VIEWS
@@ -118,7 +118,7 @@ def _is_zero(thing: Any) -> bool:
 
 def _is_linear(node: fx.Node, dependent: set[fx.Node]) -> bool:
     """Whether the node is linear in what depends on the number, and 0 where that is 0."""
-    if not isinstance(node.target, compat.OpOverload) or not is_tensor(node):
+    if not isinstance(node.target, OpOverload) or not is_tensor(node):
         return False
     dtype = dtype_of(node)
     if not dtype.is_floating_point:

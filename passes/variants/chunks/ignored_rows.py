@@ -28,7 +28,7 @@ from typing import Any
 
 from torch import fx
 
-from fxremat import compat
+from fxremat.compat.joint_graph import is_tangent
 from fxremat.passes.nodes import dtype_of, packet_name
 from fxremat.passes.variants.chunks.calls import Operand, Result, row_shape_of
 from fxremat.passes.variants.chunks.loops import Loop
@@ -132,7 +132,7 @@ def _labels(region: Region) -> list[Label]:
         for mask in masks:
             if isinstance(mask, fx.Node) and _is_one_a_row(region, mask):
                 source = _source(region, mask)
-                if source.op == "placeholder" and not compat.is_tangent(source):
+                if source.op == "placeholder" and not is_tangent(source):
                     found[Label(source, known(0, dtype_of(source)).number)] = None
     kept = (label for label in found if label.node not in region.joint.mutated)
     outside = (label for label in kept if not _depends(region, label.node))
@@ -163,7 +163,7 @@ def _depends(region: Region, node: fx.Node) -> bool:
     seen, stack = set[fx.Node](), [node]
     while stack:
         source = stack.pop()
-        if source in region.kinds or compat.is_tangent(source):
+        if source in region.kinds or is_tangent(source):
             return True
         if source not in seen:
             seen.add(source)

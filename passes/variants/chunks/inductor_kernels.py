@@ -13,7 +13,8 @@ from dataclasses import dataclass
 
 from torch import fx
 
-from fxremat import compat
+from fxremat.compat.inductor.post_grad import prefers_channels_last
+from fxremat.compat.tensors import fake_mode_of
 from fxremat.passes.base import Changed, Pass
 from fxremat.passes.joint_graph import is_tensor
 from fxremat.runtime.chunks.buffers import places_of_images
@@ -25,7 +26,7 @@ def suit_rows(module: fx.GraphModule) -> None:
 
     Values change by rounding only.
     """
-    channels_last = compat.prefers_channels_last(module)
+    channels_last = prefers_channels_last(module)
     for node in _calls(module):
         node.kwargs = {**node.kwargs, "fused": True}
         if channels_last:
@@ -44,7 +45,7 @@ def _lay_out(node: fx.Node) -> None:
         return
     node.kwargs = {**node.kwargs, "channels_last": True}
     args, kwargs = fx.map_arg((node.args, dict(node.kwargs)), lambda n: n.meta["val"])
-    with compat.fake_mode_of(node.graph):
+    with fake_mode_of(node.graph):
         node.meta["val"] = ROWS(*args, **kwargs)
     for user in picked:
         user.meta["val"] = node.meta["val"][user.args[1]]

@@ -24,7 +24,7 @@ from typing import Any
 import torch
 from torch import fx
 
-from fxremat import compat
+from fxremat.compat.configuration import OpOverload
 from fxremat.passes.nodes import Shape, arguments_of, dtype_of, packet_name, shape_of
 from fxremat.passes.variants.chunks.calls import Call, Calls, Operand, Result, row_cut, row_shape_of
 from fxremat.passes.variants.convolutions.gradients import of_input
@@ -36,7 +36,7 @@ def calls_of(node: fx.Node, kind: Kind, rows: int) -> Calls | None:
     """The calls that compute ``node`` as ``kind``, a few of ``rows`` rows at a time."""
     if node.target is operator.getitem:
         return _item(node, kind, rows)
-    if node.op != "call_function" or not isinstance(node.target, compat.OpOverload):
+    if node.op != "call_function" or not isinstance(node.target, OpOverload):
         return None
     shape = shape_of(node)
     if shape is None:

@@ -13,7 +13,7 @@ from typing import Any
 
 import torch
 
-from fxremat import compat
+from fxremat.compat.inductor.kernels import apart
 from fxremat.runtime.chunks.buffers import COPIES, VIEWS
 from fxremat.runtime.chunks.program import Number, overload
 
@@ -77,7 +77,7 @@ def _computed(op: str, args: tuple[Any, ...], dtype: torch.dtype) -> Value:
         is_float = isinstance(one.number, float) and dtype.is_floating_point
         return torch.tensor(one.number, dtype=dtype if is_float else None)
 
-    with compat.apart():
+    with apart():
         return known(overload(op)(*map(tensor, args)).to(dtype).item(), dtype)
 
 

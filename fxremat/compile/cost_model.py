@@ -1,0 +1,194 @@
+"""What ops take on the device, in seconds and in scratch memory: the problem of a graph."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterator, Sequence
+from contextlib import contextmanager
+from dataclasses import dataclass, replace
+from pathlib import Path
+
+import torch
+from torch import fx
+
+from fxremat.compat.configuration import cache_directory
+from fxremat.compat.inductor.kernels_ahead import wait_for_vectors
+from fxremat.compat.inductor.post_grad import prefers_channels_last
+from fxremat.compat.sizes import size_bound
+from fxremat.compat.tensors import outside_fake_mode
+from fxremat.compile.request import Request
+from fxremat.core.problem import Problem
+from fxremat.core.variants import run_once
+from fxremat.cost.call_times import CallTimes
+from fxremat.cost.cards import card_named
+from fxremat.cost.cuda_reductions import Multiprocessors
+from fxremat.cost.cuda_scratch import CudaScratch
+from fxremat.cost.device import DeviceSpec, device_spec
+from fxremat.cost.loop_rates import measured_rates
+from fxremat.cost.number_file import written_together
+from fxremat.cost.op_timers import Measured, Roofline
+from fxremat.cost.workspaces import Workspaces
+from fxremat.passes.base import Changed, Pass
+from fxremat.passes.joint_graph import JointGraph, is_tensor
+from fxremat.passes.memory_estimation import TANGENTS, Estimate, OpTimer, estimate
+from fxremat.passes.variants.insertion import InsertedVariant
+from fxremat.runtime import kernels
+
+
+def device_of(graph: fx.Graph) -> torch.device:
+    """The device whose bytes are counted: the accelerator if there is one, else the CPU."""
+    devices = [n.meta["val"].device for n in graph.nodes if n.op == "placeholder" and is_tensor(n)]
+    return next((d for d in devices if d.type != "cpu"), torch.device("cpu"))
+
+
+def op_timer(
+    request: Request,
+    device: torch.device,
+    spec: DeviceSpec | None = None,
+    *,
+    images_last: bool = False,
+) -> OpTimer:
+    """The times asked for; ``spec`` is that of a device which is not here.
+
+    ``images_last``: Inductor lays images out with the channels last.
+    """
+    rates = device_spec(device) if spec is None else spec
+    if request.link_bytes_per_s is not None:
+        rates = replace(rates, link_bytes_per_s=float(request.link_bytes_per_s))
+    on_cpu = rates.name == device_spec(torch.device("cpu")).name
+    roofline = Roofline(rates, on_cpu, request.compiled, images_last)
+    if request.op_times != "measured" or spec is not None:
+        return roofline
+    directory = Path(cache_directory()) / "fxremat"
+    calls = CallTimes(device, directory, size_bound, _undisturbed)
+    loops = measured_rates(device, directory, _undisturbed)
+    return Measured(calls, loops, roofline)
+
+
+@contextmanager
+def _undisturbed() -> Iterator[None]:
+    """Inside, tensors are real, and we compile nothing that could take a core."""
+    wait_for_vectors()
+    with outside_fake_mode():
+        yield
+
+
+def with_energies(problem: Problem, spec: DeviceSpec) -> Problem:
+    """The problem with what each op and each moved byte takes on the device."""
+    ops = tuple(replace(op, energy_uj=op.time_us * spec.watts) for op in problem.ops)
+    copies = problem.copies
+    if copies is not None:
+        copies = replace(copies, energy_uj=spec.host_nj_per_byte / 1000)
+    return replace(problem, ops=ops, copies=copies)
+
+
+def with_between(problem: Problem, nbytes: int) -> Problem:
+    """The problem in which so many bytes are held between the forward and the backward."""
+    if TANGENTS not in problem.op_of or problem.op_of[TANGENTS].workspace_bytes == nbytes:
+        return problem
+    ops = (replace(op, workspace_bytes=nbytes) if op.name == TANGENTS else op for op in problem.ops)
+    return replace(problem, ops=tuple(ops))
+
+
+def _with_costs(problem: Problem, request: Request, spec: DeviceSpec) -> Problem:
+    """The problem with the copies of the request, if anything may move, and with energies."""
+    if request.copies is not None and (problem.host or not request.copies.only_host):
+        problem = replace(problem, copies=request.copies)
+    return with_energies(problem, spec) if request.objective == "energy" else problem
+
+
+@dataclass(frozen=True)
+class CostModel:
+    """Makes the problem of a joint graph, by what the request asks for and the device takes.
+
+    ``workspace`` gives the scratch bytes of a node. ``spec`` is that of a device which is not
+    here; None: that of ``device``.
+    """
+
+    request: Request
+    device: torch.device
+    timer: OpTimer
+    workspaces: Workspaces | CudaScratch
+    name: str
+    workspace: Callable[[fx.Node], int]
+    spec: DeviceSpec | None = None
+
+    def estimate(self, joint: JointGraph, inserted: Sequence[InsertedVariant] = ()) -> Estimate:
+        """And the variants that are inserted to choose from."""
+        with written_together():
+            return self._estimate(joint, inserted)
+
+    def _estimate(self, joint: JointGraph, inserted: Sequence[InsertedVariant]) -> Estimate:
+        found = estimate(
+            joint,
+            self.timer,
+            self.workspace,
+            fused=self.request.compiled,
+            device=self.device.type,
+            name=self.name,
+            inserted=inserted,
+            in_place="inplace" not in self.request.disabled,
+        )
+        spec = device_spec(self.device) if self.spec is None else self.spec
+        problem = _with_costs(found.problem, self.request, spec)
+        runs = {variant.name for variant in inserted if self._runs(variant)}
+        if len(runs) < len(inserted):
+            kept = tuple(variant for variant in problem.variants if variant.name in runs)
+            problem = replace(problem, variants=kept)
+        if "recompute" in self.request.disabled:
+            problem = run_once(problem)
+        return replace(found, problem=with_between(problem, self.request.between_bytes))
+
+    def _runs(self, variant: InsertedVariant) -> bool:
+        """Whether each call of a variant that was tried has run: else the first step might fail."""
+        if isinstance(self.workspaces, CudaScratch):
+            return True
+        refused = self.workspaces.refused
+        for node in variant.nodes:
+            self.workspace(node)
+        return self.workspaces.refused == refused
+
+
+@dataclass(frozen=True)
+class MemoryEstimation(Pass):
+    """Estimates a joint graph by the costs of a device; ``Changed.data`` is the `Estimate`."""
+
+    name = "memory estimation"
+    costs: CostModel
+    joint: JointGraph
+
+    def requires(self, module: fx.GraphModule) -> None:
+        """The graph is the one that was read."""
+        self.demand(module is self.joint.module, "the graph is not the one that was read")
+
+    def call(self, module: fx.GraphModule) -> Changed:
+        """Leaves the graph as it is."""
+        return Changed(module, False, self.costs.estimate(self.joint))
+
+
+def cost_model(
+    request: Request,
+    graph: fx.Graph,
+    name: str,
+    *,
+    measured: bool = True,
+    spec: DeviceSpec | None = None,
+) -> CostModel:
+    """What ops take on the device of the graph's inputs, or on that of ``spec``.
+
+    Workspaces are ``measured`` by running each distinct library call once, on real memory; else
+    only those count that operators declare.
+    """
+    device = device_of(graph)
+    module = graph.owning_module if request.compiled else None
+    images_last = module is not None and prefers_channels_last(module)
+    if request.card is not None:
+        card = card_named(request.card)
+        spec = card.spec
+        timer = op_timer(request, device, spec, images_last=images_last)
+        threads = Multiprocessors(card.multiprocessors, card.limits.threads)
+        scratch = CudaScratch(request.compiled, threads)
+        return CostModel(request, device, timer, scratch, name, scratch.of_node, spec)
+    workspaces = Workspaces(device, images_last=images_last, by_inductor=request.compiled)
+    workspace = workspaces.of_node if measured else kernels.declared
+    timer = op_timer(request, device, spec, images_last=images_last)
+    return CostModel(request, device, timer, workspaces, name, workspace, spec)

@@ -1,0 +1,174 @@
+"""One graph, as Dynamo gives it: compiled by Inductor with our partitioner, or only planned."""
+
+from __future__ import annotations
+
+import logging
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from contextlib import AbstractContextManager, contextmanager
+from typing import Any
+
+import torch
+from torch import fx
+
+from fxremat.compat.absent.tracing import generating as torch_generating
+from fxremat.compat.absent.tracing import trace_for_absent
+from fxremat.compat.compilers import (
+    compile_with_aot_eager,
+    compile_with_inductor,
+    trace_as_inductor,
+)
+from fxremat.compat.configuration import (
+    CUDAGRAPHS,
+    PARTITIONER,
+    POST_GRAD_PASS,
+    SCHEDULER_PASS,
+    chain_passes,
+    inductor_config,
+    inductor_patches,
+)
+from fxremat.compat.dynamo import current_compilation, inline_regions
+from fxremat.compat.inductor.kernels_ahead import look_for_vectors
+from fxremat.compile import session
+from fxremat.compile.partitioner import Partitioner
+from fxremat.compile.request import Request, device_of_inputs, request_for
+from fxremat.cost.cards import absent_card
+from fxremat.options import Options, parse_options
+from fxremat.passes.held_order import Fence, WriteResults
+from fxremat.report.files import prepare_folder, write_report
+from fxremat.report.log_lines import tell_report
+from fxremat.report.report import Report
+from fxremat.runtime import is_host
+from fxremat.version import build
+
+log = logging.getLogger(__name__)
+
+
+def total_bytes(device: torch.device) -> int | None:
+    """Of the device, or of the card that is planned for; None for the CPU."""
+    card = absent_card()
+    if card is not None:
+        return card.usable_bytes
+    if device.type != "cuda":
+        return None
+    return int(torch.cuda.get_device_properties(device).total_memory)
+
+
+def report_key(gm: fx.GraphModule, inputs: Sequence[Any], partitioner: Partitioner) -> str:
+    """Names the graph, its inputs and all that a plan depends on."""
+    gradients = torch.is_grad_enabled()  # without them nothing is planned
+    sizes = session.sizes_of(inputs)
+    return session.digest(gm.code, sizes, gradients, partitioner.uuid(), torch.__version__)
+
+
+NO_POOLS = "they keep memory of their own, which no plan counts; give no memory_budget to have them"
+
+
+def patches_for(
+    options: Options, request: Request, mode: str | None = None, inputs: Sequence[Any] = ()
+) -> dict[str, Any]:
+    """Inductor's configuration: the user's, with our ordering passes."""
+    user = inductor_patches(mode, options.inductor_options())
+
+    def theirs(name: str) -> Any:
+        return user.get(name, getattr(inductor_config, name))
+
+    # Reusing a buffer holds it from its last use to its next: the peak would exceed the plan's.
+    exact = {} if request.budget_bytes is None else {"allow_buffer_reuse": False}
+    moves = options.offload or any(isinstance(x, torch.Tensor) and is_host(x) for x in inputs)
+    # They allocate in pools of their own, beside the segment that the plan is cut from.
+    counted = options.memory_budget is not None and request.allocator is not None
+    if (moves or counted) and theirs(CUDAGRAPHS):
+        why = "a graph that moves values to host memory has none" if moves else NO_POOLS
+        log.warning("cudagraphs are off: %s", why)
+        user = {**user, CUDAGRAPHS: False}
+    return {
+        **exact,
+        **user,
+        POST_GRAD_PASS: WriteResults(
+            build(), chain_passes(theirs(POST_GRAD_PASS))
+        ),
+        SCHEDULER_PASS: Fence(build(), theirs(SCHEDULER_PASS)),
+    }
+
+
+def patches_with_partitioner(
+    options: Options, partitioner: Partitioner, mode: str | None, inputs: Sequence[Any]
+) -> dict[str, Any]:
+    """The same with our partitioner."""
+    patches = patches_for(options, partitioner.request, mode, inputs)
+    return {**patches, PARTITIONER: partitioner}
+
+
+def compile_graph(
+    gm: fx.GraphModule, inputs: Sequence[Any], options: Options, partitioner: Partitioner,
+    patches: dict[str, Any],
+) -> Callable[..., Any]:  # fmt: skip
+    if options.executor == "aot_eager":
+        return compile_with_aot_eager(gm, inputs, partitioner)
+    if device_of_inputs(inputs).type == "cpu":
+        look_for_vectors()  # while the graph is traced
+    return compile_with_inductor(gm, inputs, patches)
+
+
+@contextmanager
+def reporting(options: Options, current: session.Session) -> Iterator[None]:
+    """The report in logs and files, where that is asked for; a refused budget has one too."""
+    if options.report is not None:
+        prepare_folder(options.report)
+    try:
+        yield
+    finally:
+        if current.report is not None:
+            tell_report(current.report)
+            if options.report is not None:
+                write_report(options.report, current.report)
+
+
+def plan_only(
+    gm: fx.GraphModule,
+    example_inputs: Sequence[Any],
+    options: Mapping[str, Any],
+    study: session.Study | None = None,
+) -> tuple[Callable[..., Any], Report | None]:
+    """Plan one graph as `fxremat` would, but run it node by node instead of compiling it.
+
+    ``study`` is told what the search found.
+    """
+    device = device_of_inputs(example_inputs)
+    parsed = parse_options(options, device_total_bytes=total_bytes(device))
+    gm = inline_regions(gm)
+    ledger, place = session.ledger(None), current_compilation()
+    request = request_for(gm, example_inputs, parsed, ledger, place)
+    partitioner = Partitioner(request, build(), plan_only=True)
+    current = session.begin()
+    current.study = study
+    with reporting(parsed, current):
+        if parsed.executor == "aot_eager":
+            compiled = compile_with_aot_eager(gm, example_inputs, partitioner)
+        else:
+            patches = patches_with_partitioner(parsed, partitioner, None, example_inputs)
+            compiled = traced(gm, example_inputs, patches, partitioner)
+    if current.report is not None:
+        frame, compilation = place
+        report = current.report
+        ledger.record(frame, report.counted_peak_bytes - report.held_bytes, compilation)
+    return compiled, current.report
+
+
+def traced(
+    gm: fx.GraphModule,
+    inputs: Sequence[Any],
+    patches: Mapping[str, Any],
+    partition: Callable[..., Any],
+) -> Callable[..., Any]:
+    """The joint graph for ``partition``, as Inductor would have it here, or on an absent card."""
+    card = absent_card()
+    if card is None:
+        return trace_as_inductor(gm, inputs, patches, partition)
+    return trace_for_absent(gm, inputs, patches, partition, card.properties())
+
+
+def generating(module: fx.GraphModule, patches: Mapping[str, Any]) -> AbstractContextManager[None]:
+    """Inside, code can be generated for a joint graph that was traced by `traced`."""
+    card = absent_card()
+    return torch_generating(module, patches, None if card is None else card.properties())

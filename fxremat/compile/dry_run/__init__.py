@@ -1,0 +1,1 @@
+"""Inductor's own code run on tensors without memory: the truth about the bytes of one graph."""

@@ -1,0 +1,261 @@
+"""Candidates: the ways to run a graph that the search may try, and what the judge says of one.
+
+A candidate is data: the graph in some variants, a plan for it, and who orders what runs:
+
+* ``inductor``: the plan says what runs again and what is saved; Inductor orders the kernels;
+* ``planned near the peak``: the order of the plan is held through Inductor where it is near the
+  aim; elsewhere Inductor fuses and moves loops as it likes;
+* ``planned``: the order of the plan is held everywhere, at some cost in time;
+* ``torch``: torch's own partition is compiled; the plan only says what it comes to;
+* ``torch, donated``: the same, and the backward writes over what was saved.
+
+The judge makes the two halves of the candidate and rehearses them: the peak is that of the code
+that Inductor would generate.
+"""
+
+from __future__ import annotations
+
+import logging
+from collections.abc import Iterator, Sequence
+from dataclasses import dataclass, field, replace
+from pathlib import Path
+from typing import Any, Literal
+
+from fxremat.compat.configuration import cache_directory
+from fxremat.compile.draft import Draft, Learnt
+from fxremat.compile.dry_run.dry_run import Rehearsal
+from fxremat.compile.dry_run.known import rehearse_once
+from fxremat.compile.pipeline import APPLY, BEGIN, Runner
+from fxremat.compile.request import Request
+from fxremat.compile.search.tuning import NEAR_PEAK, OF_SMALL
+from fxremat.core.plan import Plan
+from fxremat.core.problem import Op, Problem
+from fxremat.core.schedule import Step
+from fxremat.core.timeline import replay
+from fxremat.memory.reserved_bytes import LARGER, Reserved, least_reserved, reserved
+from fxremat.passes.halves import original
+
+log = logging.getLogger(__name__)
+
+Order = Literal["inductor", "planned near the peak", "planned", "torch", "torch, donated"]
+
+
+@dataclass(frozen=True)
+class Candidate:
+    """One way to run the graph. ``draft`` is the graph with its variants taken, and its problem.
+
+    ``held`` are the steps of the plan at which its order is held; None stands for all.
+    """
+
+    draft: Draft
+    plan: Plan
+    order: Order
+    held: frozenset[int] | None = frozenset()
+
+    @classmethod
+    def near_peak(cls, draft: Draft, plan: Plan, aim: int) -> Candidate:
+        """The plan with its order held where it is near the aim.
+
+        Where an op runs again that makes much of next to nothing, as a mask of dropout of a seed,
+        all that runs again is held: Inductor would fuse such ops, and what reads them, into one
+        early loop, and what that makes is then there for long.
+        """
+        problem, steps = draft.estimate.problem, plan.steps
+        live = replay(problem, steps).live_bytes
+        held = {k for k, nbytes in enumerate(live) if nbytes >= NEAR_PEAK * aim}
+        again = dict(_runs_again(steps))
+        if any(_is_of_next_to_nothing(problem.op_of[name], problem) for name in again.values()):
+            held |= again.keys()
+        return cls(draft, plan, "planned near the peak" if held else "inductor", frozenset(held))
+
+    @classmethod
+    def planned(cls, draft: Draft, plan: Plan) -> Candidate:
+        """The plan with its order held everywhere."""
+        return cls(draft, plan, "planned", None)
+
+    @property
+    def key(self) -> tuple[tuple[str, ...], tuple[Step, ...], Order, frozenset[int] | None]:
+        """Equal for candidates that are the same two halves."""
+        names = tuple(one.name for one in self.draft.taken)
+        return names, self.plan.steps, self.order, self.held
+
+
+def _is_of_next_to_nothing(op: Op, problem: Problem) -> bool:
+    """Whether what an op reads is small beside what it writes.
+
+    What reads nothing at all is a constant, which loops make for themselves.
+    """
+    sizes = problem.bytes_of
+    read, written = (sum(sizes[name] for name in names) for names in (op.reads, op.writes))
+    return 0 < read * OF_SMALL <= written
+
+
+def _runs_again(steps: Sequence[Step]) -> Iterator[tuple[int, str]]:
+    """The steps that run an op again, by their places."""
+    seen = set[Step]()
+    for k, step in enumerate(steps):
+        if isinstance(step, str) and step in seen:
+            yield k, step
+        seen.add(step)
+
+
+@dataclass(frozen=True)
+class Judged:
+    """A candidate with its halves made, and the peak that they really have.
+
+    The peak is in the bytes that the budget counts. Without a ``rehearsal`` it is the plan's.
+    """
+
+    candidate: Candidate
+    draft: Draft
+    peak_bytes: int
+    rehearsal: Rehearsal | None
+    reserved: Reserved | None = None
+    """What torch's allocator takes, where the budget counts that."""
+
+    @property
+    def plan(self) -> Plan:
+        """The candidate's plan."""
+        return self.candidate.plan
+
+    @property
+    def allocated_bytes(self) -> int:
+        """The peak in allocated bytes."""
+        return self.peak_bytes if self.rehearsal is None else self.rehearsal.peak_bytes
+
+    @property
+    def fragmentation_bytes(self) -> int:
+        """What the budget counts beyond allocated bytes; plans know nothing of it."""
+        return self.peak_bytes - self.allocated_bytes
+
+    @property
+    def runs_again(self) -> bool:
+        """Whether anything runs more than once."""
+        return bool(self.plan.repeats())
+
+    def hand_over(self) -> None:
+        """Have what was rehearsed compiled: this candidate is taken."""
+        if self.rehearsal is not None:
+            self.rehearsal.hand_over()
+
+    def learnt(self) -> Learnt:
+        """What it shows of library calls."""
+        return Learnt(self.rehearsal.scratch if self.rehearsal is not None else {})
+
+    def learnt_above(self, aim: int) -> Learnt:
+        """The same, and by how much the plan was wrong where more than ``aim`` bytes are live."""
+        learnt, shown = self.learnt(), self.rehearsal
+        if shown is None or self.candidate.order.startswith("torch"):
+            return learnt
+        problem = learnt.told(self.candidate.draft.estimate.problem)
+        planned = _most_live(problem, self.plan.steps)
+        op_of = {**problem.writer_of, **{op.name: op.name for op in problem.ops}}
+        beside: dict[str, int] = {}
+        making = ""
+        for name, live in zip(reversed(shown.making), reversed(shown.live_bytes), strict=True):
+            making = op_of.get(original(name), making)  # a loop makes its result last
+            if live > aim and live > planned.get(making, live):
+                beside[making] = max(beside.get(making, 0), live - planned[making])
+        return replace(learnt, beside=beside)
+
+
+def _most_live(problem: Problem, steps: Sequence[Step]) -> dict[str, int]:
+    """The most bytes that are live while an op runs, by the op."""
+    most: dict[str, int] = {}
+    for step, live in zip(steps, replay(problem, steps).live_bytes, strict=True):
+        if isinstance(step, str):
+            most[step] = max(live, most.get(step, 0))
+    return most
+
+
+def plain_bytes(shown: Rehearsal, request: Request) -> int:
+    """The peak of a rehearsal of code that is not ours, in the bytes that the budget counts.
+
+    Beside what is held.
+    """
+    if request.count != "reserved" or request.allocator is None or not shown.events:
+        return shown.peak_bytes
+    usage = reserved(shown.events, request.allocator, request.held_bytes)
+    return usage.peak_reserved_bytes - request.held_bytes
+
+
+def _reserved(shown: Rehearsal | None, request: Request) -> Reserved | None:
+    """What the allocator of the request takes for a rehearsal; None where that is not known.
+
+    Where the budget counts it, a segment of the best size is taken before the first step.
+    """
+    if shown is None or request.allocator is None or not shown.events:
+        return None
+    sizes = LARGER if request.count == "reserved" else ()
+    return least_reserved(shown.events, request.allocator, request.held_bytes, sizes)
+
+
+@dataclass(frozen=True)
+class Judge:
+    """Makes and rehearses candidates, each only once.
+
+    Kernels of their own are begun, for they take long, unless only the plan is asked for.
+    """
+
+    runner: Runner
+    plan_only: bool = False
+    seen: dict[Any, Judged] = field(default_factory=dict)
+
+    def judge(self, candidate: Candidate) -> Judged:
+        """What the candidate comes to. Raises `VerificationFailed` where it is not sound."""
+        known = self.seen.get(candidate.key)
+        if known is not None:
+            return replace(known, candidate=candidate)
+        draft = self._halves(candidate)
+        if not self.plan_only:
+            draft = self.runner.run("kernels", BEGIN, draft)
+        request = self.runner.costs.request
+        shown = None
+        if request.compiled and request.aim is not None:
+            likely = candidate.plan.peak_bytes <= request.aim
+            shown = self._rehearse(draft, begin=likely and not self.plan_only)
+        taken = _reserved(shown, request)
+        peak = candidate.plan.peak_bytes if shown is None else shown.peak_bytes
+        if taken is not None and request.count == "reserved":
+            peak = taken.usage.peak_reserved_bytes - request.held_bytes
+        judged = self.seen[candidate.key] = Judged(candidate, draft, peak, shown, taken)
+        log.debug(
+            "candidate %d: %d variants, %d runs again, order of %s: planned %d bytes, takes %d",
+            len(self.seen), len(draft.taken), sum(candidate.plan.repeats().values()),
+            candidate.order, candidate.plan.peak_bytes, peak,
+        )  # fmt: skip
+        return judged
+
+    def _halves(self, candidate: Candidate) -> Draft:
+        if candidate.order.startswith("torch"):
+            return candidate.draft
+        draft = replace(candidate.draft, plan=candidate.plan, held=candidate.held)
+        return self.runner.run("apply", APPLY, draft)
+
+    def _rehearse(self, draft: Draft, *, begin: bool) -> Rehearsal | None:
+        """The real peak; None, with a warning, for code that does not run without data.
+
+        Kernels ``begin`` to be compiled where the candidate may well be taken.
+        """
+        costs = self.runner.costs
+        with self.runner.times.stage("rehearse"):
+            try:
+                shown = rehearse_once(
+                    *draft.halves,
+                    num_fwd_outputs=draft.num_forward_outputs,
+                    device=costs.device.type,
+                    workspace=costs.workspaces.blocks_of_call,
+                    directory=Path(cache_directory()) / "fxremat" / "rehearsals",
+                    with_kernels=not self.plan_only,
+                    begin=begin,
+                    card=costs.request.card,
+                )
+                return shown.with_between(costs.request.between_bytes)
+            except Exception as error:  # any op of any library may refuse
+                log.warning(
+                    "the generated code could not be rehearsed (%s: %s); the budget is held by the "
+                    "plan alone, which may be off by some percent: leave a reserve",
+                    type(error).__name__,
+                    str(error).partition("\n")[0],
+                )
+                return None

@@ -1,0 +1,147 @@
+"""Asking the planner: each question once, answers kept on disk, every plan checked."""
+
+from __future__ import annotations
+
+import logging
+from dataclasses import dataclass, field
+from pathlib import Path
+
+from fxremat import planner
+from fxremat.compat.configuration import cache_directory, caches_disabled
+from fxremat.compile.request import Request
+from fxremat.compile.search.tuning import EXPECTED_ANEW, EXPECTED_WRONG, OUT_OF_REACH
+from fxremat.compile.stage_times import StageTimes
+from fxremat.core.check import check
+from fxremat.core.plan import Plan
+from fxremat.core.problem import Problem
+from fxremat.core.schedule import Step
+from fxremat.errors import SolverRefused, VerificationFailed
+from fxremat.memory.reserved_bytes import events_of_plan, least_reserved
+from fxremat.planner.plan_cache import PlanCache
+
+log = logging.getLogger(__name__)
+
+QUICK_SOLVER, QUICKEST_SOLVER = "greedy", "quick"
+"""Their limits count work, never time: what they find does not depend on the machine's speed."""
+
+
+@dataclass(frozen=True)
+class Planning:
+    """The planner, asked as the request says."""
+
+    request: Request
+    times: StageTimes
+    answers: dict[tuple[Problem, int | None, str], Plan] = field(default_factory=dict)
+    expected: dict[tuple[Problem, tuple[Step, ...]], int] = field(default_factory=dict)
+
+    def quick(self, problem: Problem, budget: int) -> Plan:
+        """The plan of the quick solver."""
+        return self.solve(problem, budget, QUICK_SOLVER)
+
+    def variants(self, problem: Problem, budget: int) -> tuple[str, ...]:
+        """The variants to take for a budget, or for the least peak where it is 0; none: ().
+
+        Those of the quickest solver, if they fit by its plan; else, if it comes near, of the quick
+        one.
+        """
+        if not budget:
+            return self.quick(problem, 0).variants
+        for solver in (QUICKEST_SOLVER, QUICK_SOLVER):
+            plan = self.solve(problem, budget, solver)
+            if plan.peak_bytes <= budget:
+                return plan.variants
+            if plan.peak_bytes > OUT_OF_REACH * budget:
+                break
+        return ()
+
+    def solve(self, problem: Problem, budget: int | None, solver: str | None = None) -> Plan:
+        """The plan of a solver, by default of the one asked for.
+
+        Raises `SolverRefused` where it cannot take the problem, and `VerificationFailed` where
+        the plan is not what it claims to be. A plan that takes variants is not checked: its
+        schedule belongs to the problem that is left, which is made anew from the graph.
+        """
+        asked = problem, budget, solver or self.request.solver
+        if asked not in self.answers:
+            plan = self._ask(*asked)
+            if self.request.verify and not problem.variants:
+                with self.times.stage("verify"):
+                    _check(problem, plan)
+            self.answers[asked] = plan
+        return self.answers[asked]
+
+    @property
+    def _unused_counts(self) -> bool:
+        return self.request.count == "reserved" and self.request.allocator is not None
+
+    def expected_bytes(self, problem: Problem, plan: Plan) -> int:
+        """The peak of a plan in the bytes that the budget counts, beside what is held.
+
+        As if every value lay in memory of its own, where what the allocator leaves unused counts.
+        What Inductor makes of the plan may take more or less.
+        """
+        allocator = self.request.allocator
+        if not self._unused_counts or allocator is None:
+            return plan.peak_bytes
+        key = problem, plan.steps
+        if key not in self.expected:
+            events = events_of_plan(problem, plan.steps)
+            taken = least_reserved(events, allocator, self.request.held_bytes)
+            self.expected[key] = taken.usage.peak_reserved_bytes - self.request.held_bytes
+        return self.expected[key]
+
+    def expected_under(
+        self, problem: Problem, aim: int, target: int, more: int = 0, *, solver: str | None = None
+    ) -> Plan:
+        """A plan for the target, or for less, that is expected under the aim.
+
+        ``more`` is by how much another plan took more than expected. Where none is found, the plan
+        that is expected to exceed the aim by the least. Its peak is above the target where the
+        solver does not get there. Where what is unused does not count, the plan for the target. The
+        ``solver`` is by default the one asked for.
+        """
+        best, least = self.solve(problem, target, solver), None
+        plan, room = best, int((1 - EXPECTED_WRONG) * aim)
+        if not self._unused_counts:
+            return best
+        for _ in range(EXPECTED_ANEW):
+            if plan.peak_bytes > target:
+                break
+            over = self.expected_bytes(problem, plan) + more - room
+            if least is None or over < least:
+                best, least = plan, over
+            if over <= 0:
+                break
+            target = plan.peak_bytes - over
+            if target <= 0:
+                break
+            plan = self.solve(problem, target, solver)
+        return best
+
+    def _ask(self, problem: Problem, budget: int | None, solver: str) -> Plan:
+        request = self.request
+        most = None if request.most_time is None else request.most_time * problem.base_time_us
+        options = planner.SolverOptions(
+            time_limit_s=request.solver_time_limit, objective=request.objective, most_time_us=most
+        )
+        with self.times.stage("plan"):
+            try:
+                if caches_disabled():
+                    return planner.solve(problem, budget, solver, options)
+                cache = PlanCache(Path(cache_directory()) / "fxremat" / "plans")
+                plan, known = cache.solve(problem, budget, solver, options)
+            except planner.ProblemRefused as refused:
+                raise SolverRefused(solver, str(refused)) from refused
+        if known:
+            log.debug("plan from the cache: %s, %d bytes", plan.solver, plan.peak_bytes)
+        return plan
+
+
+def _check(problem: Problem, plan: Plan) -> None:
+    """Raise `VerificationFailed` where the plan is not what it claims to be."""
+    verdict = check(problem, plan.steps)
+    if not verdict.ok:
+        raise VerificationFailed("plan", str(verdict.failures[0]))
+    if verdict.peak_bytes != plan.peak_bytes:
+        detail = f"{plan.solver} claims {plan.peak_bytes} bytes, the checker {verdict.peak_bytes}"
+        raise VerificationFailed("peak", detail)

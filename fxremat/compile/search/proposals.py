@@ -1,0 +1,277 @@
+"""What to try for one graph: plans under a number of bytes, or plans of least peak.
+
+Both are generators: they propose a candidate, are sent what the judge says of it, and propose the
+next. The planner's peak and the real one differ, where the aim is in reserved bytes by
+fragmentation too. So the planner's target moves by as much as the real peak missed the aim, by more
+where it hardly followed the last move, and is halved in where that has been tried before.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Generator, Iterator, Sequence
+from dataclasses import replace
+
+from fxremat.compile.draft import Draft, Learnt
+from fxremat.compile.search.candidates import Candidate, Judged
+from fxremat.compile.search.planning import QUICK_SOLVER, QUICKEST_SOLVER, Planning
+from fxremat.compile.search.tuning import (
+    AS_PLANNED,
+    CLOSE_ENOUGH,
+    LOWEST_PERCENT,
+    MADE_ANEW,
+    MOST_STEP,
+    NOT_SEEN,
+    OUT_OF_REACH,
+)
+from fxremat.core.plan import Plan
+from fxremat.core.problem import Problem
+from fxremat.core.schedule import Step, keep_all
+from fxremat.core.timeline import replay
+
+Proposals = Generator[Candidate, Judged, None]
+
+
+def under(draft: Draft, aim: int, planning: Planning) -> Proposals:
+    """Plans whose real peak is to be under ``aim`` bytes, the cheapest that can be found.
+
+    The first is tried with its order held near the peak alone. Where that takes too much, the plan
+    is made anew by what was learnt, a few times. Where that does not help, orders are held
+    everywhere from there on; what is found so is tried once more near the peak alone.
+    """
+    problem = draft.estimate.problem
+    if not may_fit(problem, aim, planning):
+        return
+    plan = planning.expected_under(problem, aim, aim)
+    if plan.peak_bytes > aim:
+        return
+    loose = yield Candidate.near_peak(draft, plan, aim)
+    if loose.rehearsal is None:  # nothing shows what Inductor's own order takes
+        yield Candidate.planned(draft, plan)
+        return
+    problem = loose.learnt().told(problem)
+    loose = _by_what_was_learnt(problem, loose)
+    disorder = max(0, loose.allocated_bytes - loose.plan.peak_bytes)
+    near = min(plan.peak_bytes, (1 - CLOSE_ENOUGH) * aim) <= loose.plan.peak_bytes <= aim
+    kept = loose.plan if near else None
+    fits, tried = (loose if loose.peak_bytes <= aim else None), {plan.steps}
+    if fits is not None:
+        first = kept or planning.solve(problem, aim)
+        if not _is_seen(plan, first):
+            yield from _closer(draft, [fits], aim, planning, problem)
+            return
+        if first.steps not in tried:
+            tried.add(first.steps)
+            loose = yield Candidate.near_peak(draft, first, aim)
+    learnt = loose.learnt_above(_for_plans(aim, loose))
+    for _ in range(MADE_ANEW):
+        if loose.peak_bytes <= aim:
+            break
+        told, target = learnt.told(draft.estimate.problem), _for_plans(aim, loose)
+        anew = planning.expected_under(told, aim, target, _surprise(told, loose, planning))
+        if anew.peak_bytes > target or anew.steps in tried:
+            break
+        tried.add(anew.steps)
+        loose = yield Candidate.near_peak(draft, anew, target)
+        learnt = Learnt.of_all((learnt, loose.learnt_above(_for_plans(aim, loose))))
+    if loose.peak_bytes <= aim:
+        told = learnt.told(draft.estimate.problem)
+        yield from _closer(draft, [loose], aim, planning, told)
+        return
+    first = kept or planning.solve(problem, aim)
+    if fits is not None and not _is_seen(plan, first, tries=2):
+        return
+    held = yield Candidate.planned(draft, first)
+    if loose.plan.steps == held.plan.steps:
+        disorder = max(disorder, loose.peak_bytes - held.peak_bytes)
+    history = [held]
+    yield from _closer(draft, history, aim, planning, problem, fits)
+    best = fastest(each for each in history if each.peak_bytes <= aim)
+    if best is not None and best.peak_bytes + disorder // 2 <= aim:
+        yield Candidate.near_peak(draft, best.plan, _for_plans(aim, best))
+
+
+def _for_plans(aim: int, seen: Judged) -> int:
+    """What plans may allocate, if they leave as much unused as what was seen."""
+    return max(0, aim - seen.fragmentation_bytes)
+
+
+def _surprise(problem: Problem, seen: Judged, planning: Planning) -> int:
+    """By how much a candidate took more than was expected of its plan."""
+    return seen.peak_bytes - planning.expected_bytes(problem, seen.plan)
+
+
+def may_fit(problem: Problem, aim: int, planning: Planning) -> bool:
+    """Whether it is worth asking the planner for the aim: a quick solver comes near it."""
+    return (
+        all_fits(problem, aim)
+        or planning.solve(problem, aim, QUICKEST_SOLVER).peak_bytes <= aim
+        or planning.quick(problem, 0).peak_bytes <= OUT_OF_REACH * aim
+    )
+
+
+def all_fits(problem: Problem, aim: int) -> bool:
+    """Whether everything can be kept."""
+    return replay(problem, keep_all(problem)).peak_bytes <= aim
+
+
+def _by_what_was_learnt(problem: Problem, judged: Judged) -> Judged:
+    """The same candidate; its plan's peak is that in the ``problem`` as it is known now."""
+    plan = judged.plan
+    plan = replace(plan, peak_bytes=replay(problem, plan.steps).peak_bytes)
+    return replace(judged, candidate=replace(judged.candidate, plan=plan))
+
+
+def _closer(
+    draft: Draft,
+    history: list[Judged],
+    aim: int,
+    planning: Planning,
+    problem: Problem,
+    fits: Judged | None = None,
+) -> Proposals:
+    """Plans for other targets, in the order of the first; adds what is said of them.
+
+    ``fits`` is known to be under the aim already. Each further try has to promise more.
+    """
+    everywhere = history[0].candidate.held is None
+    tried, known = {history[0].plan.steps}, [fits] if fits is not None else []
+    while (target := next_target(history, aim)) is not None:
+        best = fastest(each for each in (*known, *history) if each.peak_bytes <= aim)
+        tries = len(history) + 2 * len(known)
+        if best is not None and not _may_gain(best, target, planning, tries):
+            return
+        more = _surprise(problem, history[-1], planning)
+        plan = planning.expected_under(problem, aim, target, more)
+        if plan.steps in tried or (best is not None and not _is_seen(best.plan, plan, tries)):
+            return
+        tried.add(plan.steps)
+        near = Candidate.near_peak(draft, plan, _for_plans(aim, history[-1]))
+        history.append((yield Candidate.planned(draft, plan) if everywhere else near))
+
+
+def _may_gain(best: Judged, target: int, planning: Planning, tries: int) -> bool:
+    """Whether more bytes may save time that is seen: by the quick solver, which has both plans."""
+    problem = best.candidate.draft.estimate.problem
+    less, more = (planning.quick(problem, peak) for peak in (best.plan.peak_bytes, target))
+    return _is_seen(less, more, tries)
+
+
+def _is_seen(plan: Plan, better: Plan, tries: int = 1) -> bool:
+    """Whether the other plan is faster by more than measured times can tell.
+
+    By so many times as much where there have been ``tries``: each takes as long as compiling does.
+    """
+    return better.time_us < plan.time_us * (1 - tries * NOT_SEEN)
+
+
+def next_target(history: Sequence[Judged], aim: int) -> int | None:
+    """The peak to plan for next; None where there is nothing left to gain.
+
+    Plans that allocate more may reserve as little: fragmentation is something to gain.
+    """
+    last = history[-1]
+    miss = last.peak_bytes - aim
+    left = last.fragmentation_bytes - miss
+    if miss <= 0 and (left <= CLOSE_ENOUGH * aim or not last.runs_again):
+        return None
+    target = max(0, last.plan.peak_bytes - _step_down(history, miss, aim))
+    best = fastest(each for each in history if each.peak_bytes <= aim)
+    over = [each.plan.peak_bytes for each in history if each.peak_bytes > aim]
+    if best is None or not over:
+        return target
+    low, high = best.plan.peak_bytes, min(over)
+    if low < target < high:
+        return target
+    return (low + high) // 2 if high - low > CLOSE_ENOUGH * aim else None
+
+
+def _step_down(history: Sequence[Judged], miss: int, aim: int) -> int:
+    """How much lower to plan, given by how much the real peak is too high.
+
+    By as much, the first time; then along the line through the last two plans that took too
+    much, since the real peak may fall by far less than the planned one.
+    """
+    last = history[-1]
+    before = [each for each in history[:-1] if each.peak_bytes > aim]
+    if miss <= 0 or not before:
+        return miss
+    planned = before[-1].plan.peak_bytes - last.plan.peak_bytes
+    real = before[-1].peak_bytes - last.peak_bytes
+    if planned <= 0:
+        return miss
+    most = MOST_STEP * planned
+    step = min(miss * planned // real, most) if real > 0 else most
+    return max(miss, step, int(CLOSE_ENOUGH * aim) // 2)
+
+
+def fastest(judged: Iterator[Judged]) -> Judged | None:
+    """The one of least planned time; of these, the one that holds the order at the fewest steps.
+
+    Where nothing was rehearsed, nothing shows what Inductor's own order takes: one that holds it.
+    """
+
+    def rank(one: Judged) -> tuple[float, bool, int]:
+        held, order = one.candidate.held, one.candidate.order
+        steps = len(one.plan.steps) if held is None else len(held)
+        return one.plan.time_us, one.rehearsal is None and order != "planned", steps
+
+    return min(judged, key=rank, default=None)
+
+
+def least(draft: Draft, planning: Planning, others: Sequence[Judged]) -> Proposals:
+    """Plans of low peak: by what was known before, and by what each of them has shown.
+
+    Which they are does not depend on the budget, so that the least that an error names is found
+    again when it is asked for. A plan is left out that could only be the lowest by falling short of
+    its planned peak by more than those before it. Those before are also ``others``, plans of low
+    peak for the graph in other variants.
+    """
+    problem, judged, tried = draft.estimate.problem, list(others), set[tuple[Step, ...]]()
+    learnt = Learnt.of_all(one.learnt_above(one.plan.peak_bytes) for one in judged)
+    for _ in range(2):
+        plan = planning.quick(learnt.told(problem), 0)
+        if plan.steps in tried or not _may_be_lowest(plan, judged):
+            break
+        tried.add(plan.steps)
+        judged.append((yield Candidate.planned(draft, plan)))
+        learnt = Learnt.of_all((learnt, judged[-1].learnt_above(plan.peak_bytes)))
+    if not tried:
+        return
+    for plan in _low_plans(learnt.told(problem), planning):
+        if plan.steps not in tried and _may_be_lowest(plan, judged):
+            judged.append((yield Candidate.planned(draft, plan)))
+            break
+    lowest = min(judged[len(others) :], key=lambda one: one.peak_bytes)
+    if lowest.peak_bytes > (1 + AS_PLANNED) * lowest.plan.peak_bytes:
+        yield Candidate.near_peak(draft, lowest.plan, lowest.plan.peak_bytes)
+
+
+def _may_be_lowest(plan: Plan, judged: Sequence[Judged]) -> bool:
+    """Whether it takes less than all of them, if it falls short of its plan as they have done."""
+    if not judged:
+        return True
+    learnt = learnt_of(judged)
+    shortfall = max(_shortfall(one, learnt) for one in judged)
+    return plan.peak_bytes - shortfall < min(one.peak_bytes for one in judged)
+
+
+def _shortfall(one: Judged, learnt: Learnt) -> int:
+    """By how much a candidate takes less than planned, with what has been learnt; 0 or more."""
+    if one.candidate.order.startswith("torch"):
+        return 0
+    problem = learnt.told(one.candidate.draft.estimate.problem)
+    return max(0, replay(problem, one.plan.steps).peak_bytes - one.peak_bytes)
+
+
+def learnt_of(judged: Sequence[Judged]) -> Learnt:
+    """What they have shown together of library calls."""
+    return Learnt.of_all(one.learnt() for one in judged)
+
+
+def _low_plans(problem: Problem, planning: Planning) -> Iterator[Plan]:
+    """The quick solver decides by the bytes it is given: other bytes lead it elsewhere."""
+    lowest = planning.quick(problem, 0)
+    for percent in LOWEST_PERCENT:
+        yield planning.quick(problem, lowest.peak_bytes * percent // 100)
+    if planning.request.solver != QUICK_SOLVER:
+        yield planning.solve(problem, 0)

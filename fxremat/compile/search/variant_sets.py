@@ -1,0 +1,100 @@
+"""Which variants a graph may take, and which of them the planner takes for a number of bytes."""
+
+from __future__ import annotations
+
+import logging
+from collections.abc import Sequence
+from dataclasses import dataclass, replace
+
+from fxremat.compile.cost_model import CostModel
+from fxremat.compile.draft import Draft
+from fxremat.compile.search.tuning import VARIANT_DOUBT
+from fxremat.core.problem import Op, Problem
+from fxremat.errors import VerificationFailed
+from fxremat.passes.joint_graph import JointGraph
+from fxremat.passes.memory_estimation import Estimate
+from fxremat.passes.variants.insertion import GraphWithVariants, find_sites, insert_all
+from fxremat.passes.variants.rule import Rule, Site
+
+log = logging.getLogger(__name__)
+
+
+@dataclass(frozen=True)
+class VariantSet:
+    """The sites of a graph, and its problem with what they would put there beside its ops.
+
+    There, the ops of variants take longer by what measured times may be wrong by: a variant that
+    saves less may as well lose. Once it is taken, its ops take what was measured.
+    """
+
+    sites: tuple[Site, ...]
+    estimate: Estimate
+
+    @property
+    def problem(self) -> Problem:
+        """The graph's problem, with all variants to choose from."""
+        return self.estimate.problem
+
+    def asked(self, names: Sequence[str]) -> tuple[Site, ...]:
+        """The sites of these names."""
+        wanted = set(names)
+        return tuple(site for site in self.sites if site.name in wanted)
+
+
+def variant_set(draft: Draft, rules: Sequence[Rule], costs: CostModel) -> VariantSet | None:
+    """All that these rules find in the prepared graph; None where that is nothing.
+
+    Raises `VerificationFailed`, which names the rule, where a rule fails and the request asks to
+    verify; else the rule is left out, with a warning.
+    """
+    sites = tuple(site for rule in rules for site in _sites(draft.joint, rule, costs))
+    if not sites:
+        return None
+    sites, offered = _insert(draft.joint, sites, costs)
+    found = costs.estimate(offered.joint, offered.inserted)
+    return VariantSet(sites, replace(found, problem=with_doubt(found.problem)))
+
+
+def with_doubt(problem: Problem) -> Problem:
+    """The problem in which the ops of variants take longer by what measured times are unsure of."""
+
+    def slower(op: Op) -> Op:
+        return replace(op, time_us=op.time_us * (1 + VARIANT_DOUBT))
+
+    variants = (replace(v, ops=tuple(map(slower, v.ops))) for v in problem.variants)
+    return replace(problem, variants=tuple(variants))
+
+
+def _sites(joint: JointGraph, rule: Rule, costs: CostModel) -> tuple[Site, ...]:
+    try:
+        return find_sites(joint, [rule], costs.workspace)
+    except Exception as error:  # whatever a rule's own code may raise
+        _blame(rule.name, "finding its sites", error, costs)
+        return ()
+
+
+def _insert(
+    joint: JointGraph, sites: tuple[Site, ...], costs: CostModel
+) -> tuple[tuple[Site, ...], GraphWithVariants]:
+    """The sites that can be inserted, beside the ops of a copy of the graph."""
+    try:
+        return sites, insert_all(joint, sites)
+    except Exception:  # one of them, found by inserting each alone
+        left = tuple(site for site in sites if _can_be_inserted(joint, site, costs))
+        return left, insert_all(joint, left)
+
+
+def _can_be_inserted(joint: JointGraph, site: Site, costs: CostModel) -> bool:
+    try:
+        insert_all(joint, [site])
+    except Exception as error:
+        _blame(site.rule, f"inserting {site.name}", error, costs)
+        return False
+    return True
+
+
+def _blame(rule: str, doing: str, error: Exception, costs: CostModel) -> None:
+    what = f"{doing} raised {type(error).__name__}: {error}"
+    if costs.request.verify:
+        raise VerificationFailed(f"variant {rule}", what) from error
+    log.warning("the rule %s is left out: %s", rule, what)

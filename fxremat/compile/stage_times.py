@@ -1,0 +1,118 @@
+"""Seconds spent in each stage of compiling a graph, and who hears of the long ones.
+
+The log names each long stage once. Where it is not shown, a terminal has a line that goes on.
+"""
+
+from __future__ import annotations
+
+import logging
+import threading
+import time
+from collections.abc import Iterator
+from contextlib import contextmanager
+from dataclasses import dataclass, field
+from itertools import count
+
+from fxremat.compile.progress_line import ProgressLine
+
+log = logging.getLogger(__name__)
+
+LONG_S = 5.0
+"""Seconds: a stage that takes longer says so, and planning that does."""
+NAMES = {
+    "prepare": "preparing the graph",
+    "estimate": "estimating bytes and times",
+    "plan": "planning",
+    "apply": "applying a plan",
+    "rehearse": "generating the code of a plan, to count its bytes",
+    "verify": "verifying a plan",
+    "kernels": "compiling kernels",
+}
+
+
+@dataclass
+class _Running:
+    """A stage that has not ended: what it does, since when, and the seconds spent before it."""
+
+    begun: float
+    known: str
+    spent_before: float
+    is_told: bool = False
+
+
+class _Watch:
+    """Names what takes long, while it does.
+
+    One thread looks at all stages while there are any: to start one for each stage would take
+    longer than most stages do.
+    """
+
+    def __init__(self) -> None:
+        self._lock, self._keys = threading.Lock(), count()
+        self._running: dict[int, _Running] = {}
+        self._is_looking = False
+        self._line = ProgressLine()
+
+    @contextmanager
+    def watched(self, known: str, spent_before: float) -> Iterator[None]:
+        """What runs inside is named once it takes long."""
+        key = next(self._keys)
+        with self._lock:
+            self._running[key] = _Running(time.perf_counter(), known, spent_before)
+            if not self._is_looking:
+                self._is_looking = True
+                threading.Thread(target=self._look, daemon=True).start()
+        try:
+            yield
+        finally:
+            with self._lock:
+                self._running.pop(key, None)
+                if not self._running:  # what is written next begins a line
+                    self._line.clear()
+
+    def _look(self) -> None:
+        """Until nothing runs any more; the log names each stage once."""
+        while True:
+            time.sleep(LONG_S / 10)
+            with self._lock:
+                if not self._running:
+                    self._is_looking = False
+                    return
+                now, running = time.perf_counter(), list(self._running.values())
+                late = [one for one in running if now >= one.begun + LONG_S and not one.is_told]
+                for one in late:
+                    one.is_told = True
+                outer, inner = running[0], running[-1]
+                spent = outer.spent_before + now - outer.begun
+                if spent >= LONG_S and not log.isEnabledFor(logging.INFO):
+                    self._line.show(f"{inner.known}; {spent:.0f} s so far")
+            for one in late:
+                log.info("still %s; %.0f s so far", one.known, one.spent_before + LONG_S)
+
+
+_watch = _Watch()
+
+
+@dataclass
+class StageTimes:
+    """Seconds by stage. A stage inside another one counts for itself alone.
+
+    One that takes long is named on the log while it runs.
+    """
+
+    seconds: dict[str, float] = field(default_factory=dict)
+    inner: float = 0.0
+    """Seconds that stages inside the one that runs now have taken."""
+
+    @contextmanager
+    def stage(self, name: str) -> Iterator[None]:
+        """Count what runs inside to ``name``."""
+        start, outer, self.inner = time.perf_counter(), self.inner, 0.0
+        spent_before = sum(self.seconds.values())
+        try:
+            with _watch.watched(NAMES.get(name, name), spent_before):
+                yield
+        finally:
+            spent = time.perf_counter() - start
+            self.seconds[name] = self.seconds.get(name, 0.0) + spent - self.inner
+            self.inner = outer + spent

@@ -1,0 +1,119 @@
+"""What is asked of a memory allocator, and what one run of a graph asks of it. Plain data."""
+
+from __future__ import annotations
+
+from collections.abc import Iterable, Iterator
+from dataclasses import asdict, dataclass, replace
+from typing import Any
+
+
+@dataclass(frozen=True, slots=True)
+class Allocate:
+    """``nbytes`` are asked for; ``name`` is free again after a `Free`."""
+
+    name: str
+    nbytes: int
+    stream: int = 0
+
+
+@dataclass(frozen=True, slots=True)
+class Free:
+    """What was allocated as ``name`` is freed."""
+
+    name: str
+
+
+@dataclass(frozen=True, slots=True)
+class EmptyCache:
+    """torch.cuda.empty_cache() is called."""
+
+
+Event = Allocate | Free | EmptyCache
+
+
+@dataclass(frozen=True)
+class Given:
+    """An input of a unit: its bytes, and what becomes of it.
+
+    With ``own`` each run has one of its own; else it is a parameter, or as one. With ``again`` it
+    is read in the backward. ``gradient`` is the block of its gradient, where it has one.
+    """
+
+    nbytes: int
+    own: bool = False
+    again: bool = False
+    gradient: str | None = None
+
+
+@dataclass(frozen=True)
+class RunEvents:
+    """What one version of a unit does; blocks have names of its own.
+
+    ``forward`` and ``backward`` neither allocate inputs nor the gradients that come in. Of the
+    ``results`` those ``again`` are read in the backward. ``incoming`` are the gradients of results,
+    and their bytes. What is live at the end of a half stays until it is known who holds it.
+    """
+
+    forward: tuple[Event, ...]
+    backward: tuple[Event, ...]
+    inputs: tuple[Given, ...] = ()
+    results: tuple[str, ...] = ()
+    again: tuple[str, ...] = ()
+    incoming: tuple[tuple[str, int], ...] = ()
+
+    def sizes(self) -> dict[str, int]:
+        """Bytes of all blocks, by their names."""
+        made = (e for e in (*self.forward, *self.backward) if isinstance(e, Allocate))
+        return {one.name: one.nbytes for one in made} | dict(self.incoming)
+
+
+@dataclass(frozen=True)
+class Forward:
+    """A run goes forward: names of its inputs outside, and what it gives to the outside."""
+
+    run: int
+    inputs: tuple[str, ...] = ()
+    results: tuple[Allocate, ...] = ()
+
+
+@dataclass(frozen=True)
+class Backward:
+    """A run goes backward: names of the gradients that come in, and what it gives."""
+
+    run: int
+    incoming: tuple[str, ...] = ()
+    gradients: tuple[Allocate, ...] = ()
+
+
+Outside = Allocate | Free | Forward | Backward
+"""What happens outside of the units. What is there all the time has a name that is no number."""
+
+
+def run_events_to_json(run: RunEvents) -> dict[str, Any]:
+    """As JSON data."""
+    halves = {"forward": events_to_json(run.forward), "backward": events_to_json(run.backward)}
+    return {**asdict(replace(run, forward=(), backward=())), **halves}
+
+
+def run_events_from_json(data: dict[str, Any]) -> RunEvents:
+    """Read back; raises `KeyError` or `TypeError` where it is none."""
+    return RunEvents(
+        forward=tuple(events_from_json(data["forward"])),
+        backward=tuple(events_from_json(data["backward"])),
+        inputs=tuple(Given(**one) for one in data["inputs"]),
+        results=tuple(data["results"]),
+        again=tuple(data["again"]),
+        incoming=tuple((str(name), int(nbytes)) for name, nbytes in data["incoming"]),
+    )
+
+
+def events_to_json(events: Iterable[Event]) -> list[list[Any]]:
+    """A name and bytes for what is allocated, a name for what is freed."""
+    return [[e.name, e.nbytes] if isinstance(e, Allocate) else [e.name]
+            for e in events if not isinstance(e, EmptyCache)]  # fmt: skip
+
+
+def events_from_json(written: Iterable[Any]) -> Iterator[Event]:
+    """Read back."""
+    for name, *size in written:
+        yield Allocate(str(name), int(size[0])) if size else Free(str(name))

@@ -1,0 +1,241 @@
+"""A model of torch's CUDA caching allocator: which bytes are reserved for which requests.
+
+A request is rounded, then served by the smallest free block of its pool and stream that holds it.
+Where there is none, a segment is taken from the device. Where the device has no room, cached blocks
+go back to it and the device is asked again. Source: torch 2.11 to 2.15,
+c10/cuda/CUDACachingAllocator.cpp (`malloc`, `get_free_block`, `alloc_block`, `alloc_found_block`,
+`free_block`).
+
+Not modelled: blocks that wait for another stream (record_stream), private pools of CUDA graphs, and
+the addresses that cudaMalloc chooses. What the CUDA context and libraries hold is no part of it;
+``capacity_bytes`` is what they leave.
+"""
+
+from __future__ import annotations
+
+from fxremat.memory.allocator.blocks import Block, Pool
+from fxremat.memory.allocator.device import Device, Entry, Level
+from fxremat.memory.allocator.errors import OutOfMemory
+from fxremat.memory.allocator.expandable import ExpandableSegments
+from fxremat.memory.allocator.rules import (
+    LARGEST_SMALL_BYTES,
+    is_worth_splitting,
+    round_request,
+    segment_bytes_for,
+)
+from fxremat.memory.allocator.segments import Segments
+from fxremat.memory.allocator.settings import AllocatorSettings
+
+
+class CachingAllocator:
+    """The allocator of one device.
+
+    ``capacity_bytes`` None: the device never runs out. ``log`` is filled with what happens.
+    """
+
+    def __init__(
+        self,
+        settings: AllocatorSettings | None = None,
+        capacity_bytes: int | None = None,
+        log: list[Entry] | None = None,
+    ) -> None:
+        self.settings = settings or AllocatorSettings()
+        self.retries = 0
+        self._device = Device(capacity_bytes, log)
+        self._limit_bytes = _limit_bytes(self.settings, capacity_bytes)
+        self._small, self._large = Pool(small=True), Pool(small=False)
+        self._segments = Segments(self._device)
+        self._expandable = ExpandableSegments(self._device, self.settings.large_segment_bytes)
+        self._live: dict[int, tuple[Pool, Block]] = {}
+        self._allocated, self._requested = Level(), Level()
+
+    @property
+    def allocated_bytes(self) -> int:
+        """Bytes of the blocks in use, as torch.cuda.memory_allocated counts them."""
+        return self._allocated.now
+
+    @property
+    def peak_allocated_bytes(self) -> int:
+        """The most that `allocated_bytes` has been."""
+        return self._allocated.peak
+
+    @property
+    def reserved_bytes(self) -> int:
+        """Bytes taken from the device, as torch.cuda.memory_reserved counts them."""
+        return self._device.reserved.now
+
+    @property
+    def peak_reserved_bytes(self) -> int:
+        """The most that `reserved_bytes` has been."""
+        return self._device.reserved.peak
+
+    @property
+    def requested_bytes(self) -> int:
+        """Bytes that callers asked for and have not freed."""
+        return self._requested.now
+
+    @property
+    def peak_requested_bytes(self) -> int:
+        """The most that `requested_bytes` has been."""
+        return self._requested.peak
+
+    @property
+    def inactive_split_bytes(self) -> int:
+        """Free bytes in segments that also hold other blocks; expandable segments do not count."""
+        return sum(b.nbytes for _, b in self._free() if b.is_split and b.space is None)
+
+    @property
+    def segment_count(self) -> int:
+        """Segments that exist; an expandable one counts once, however much of it is mapped."""
+        return self._segments.count + self._expandable.count
+
+    @property
+    def device_calls(self) -> int:
+        """How often memory was taken from the device: calls of cudaMalloc, and mappings."""
+        return self._device.calls
+
+    def free_blocks(self) -> list[tuple[int, int, int, bool]]:
+        """Every free block: its stream, bytes, address, and whether it is of the small pool."""
+        return [(b.stream, b.nbytes, b.address, pool.small) for pool, b in self._free()]
+
+    def allocate(self, nbytes: int, stream: int = 0) -> int:
+        """The address of a block for ``nbytes``; 0, and no block, for none.
+
+        Raises `OutOfMemory`, and `ValueError` for a negative size.
+        """
+        if nbytes <= 0:
+            if nbytes < 0:
+                raise ValueError(f"cannot allocate {nbytes} bytes; ask for 0 or more")
+            return 0
+        block_bytes = round_request(nbytes, self.settings)
+        pool = self._small if block_bytes <= LARGEST_SMALL_BYTES else self._large
+        block = self._cached(pool, stream, block_bytes)
+        if block is None:
+            block = self._new(pool, stream, block_bytes)
+        if block is None:
+            raise self._out_of_memory(nbytes, block_bytes)
+        return self._hand_out(pool, block, block_bytes, nbytes)
+
+    def free(self, address: int) -> None:
+        """Frees what `allocate` returned; raises `ValueError` where nothing lives there."""
+        if address == 0:
+            return
+        if address not in self._live:
+            raise ValueError(f"nothing is allocated at {address:#x}; free each address once")
+        pool, block = self._live.pop(address)
+        record = self._device.record
+        record("free_completed", address, block.nbytes, block.stream, pool.small)
+        self._allocated.change(-block.nbytes)
+        self._requested.change(-block.requested_bytes)
+        block.allocated = False
+        pool.add(pool.merge(block))
+
+    def empty_cache(self) -> None:
+        """Gives back every segment, and every page, that holds no block in use."""
+        for pool in (self._large, self._small):
+            self._segments.release(pool)
+            self._expandable.release(pool)
+
+    def _free(self) -> list[tuple[Pool, Block]]:
+        pools = (self._small, self._large)
+        return [(pool, block) for pool in pools for block in pool.free_blocks()]
+
+    def _cached(self, pool: Pool, stream: int, block_bytes: int) -> Block | None:
+        """The free block that serves a request, taken out of its pool."""
+        pool.searches += 1
+        block = _best_fit(pool, stream, block_bytes)
+        if block is None or not self._may_serve(block.nbytes, block_bytes):
+            return None
+        pool.remove(block)
+        return block
+
+    def _may_serve(self, free_bytes: int, block_bytes: int) -> bool:
+        """Whether oversize blocks, which are not split, are kept for requests of their size."""
+        if not self.settings.is_oversize(block_bytes):
+            return not self.settings.is_oversize(free_bytes)
+        return free_bytes < block_bytes + self.settings.max_non_split_rounding_bytes
+
+    def _new(self, pool: Pool, stream: int, block_bytes: int) -> Block | None:
+        """A block of memory from the device, for which cached blocks may have to go back."""
+        self._collect_garbage()
+        block = self._acquire(pool, stream, block_bytes)
+        if block is None and self._release_oversize(pool, stream, block_bytes):
+            block = self._acquire(pool, stream, block_bytes)
+        if block is None:
+            self.empty_cache()
+            self.retries += 1
+            block = self._acquire(pool, stream, block_bytes)
+        return block
+
+    def _acquire(self, pool: Pool, stream: int, block_bytes: int) -> Block | None:
+        """A block in a new segment or in new pages, in no pool; None where there is no room."""
+        nbytes = segment_bytes_for(block_bytes, self.settings)
+        if self._limit_bytes is not None and self.reserved_bytes + nbytes > self._limit_bytes:
+            return None
+        if self.settings.expandable_segments:
+            return self._expandable.allocate(pool, stream, block_bytes)
+        return self._segments.allocate(pool, stream, nbytes)
+
+    def _hand_out(self, pool: Pool, block: Block, block_bytes: int, nbytes: int) -> int:
+        """Splits a block that is in no pool where that is worth it, and marks it as used."""
+        if is_worth_splitting(block.nbytes, block_bytes, pool.small, self.settings):
+            pool.add(block.cut(block_bytes))
+        block.allocated = True
+        block.requested_bytes = nbytes
+        self._live[block.address] = pool, block
+        self._allocated.change(block.nbytes)
+        self._requested.change(nbytes)
+        record = self._device.record
+        record("alloc", block.address, block.nbytes, block.stream, pool.small, nbytes)
+        return block.address
+
+    def _release_oversize(self, pool: Pool, stream: int, block_bytes: int) -> bool:
+        """Gives back oversize blocks for a request; False where that made no room."""
+        oversize_bytes = self.settings.max_split_bytes
+        if oversize_bytes is None or self.settings.expandable_segments:
+            return False
+        return self._segments.release_oversize(pool, stream, block_bytes, oversize_bytes)
+
+    def _collect_garbage(self) -> None:
+        """Gives back large segments that were not used for long, once the threshold is passed."""
+        threshold = self.settings.garbage_collection_threshold
+        if self._limit_bytes is None or threshold == 0.0:
+            return
+        target = self.reserved_bytes - int(threshold * self._limit_bytes)
+        self._segments.collect_garbage(self._large, target)
+
+    def _out_of_memory(self, nbytes: int, block_bytes: int) -> OutOfMemory:
+        limits = (self._limit_bytes, self._device.capacity_bytes)
+        return OutOfMemory(
+            nbytes,
+            segment_bytes_for(block_bytes, self.settings),
+            min(limit for limit in limits if limit is not None),
+            self.reserved_bytes,
+            self.allocated_bytes,
+            max((block.nbytes for _, block in self._free()), default=0),
+            self.settings.expandable_segments,
+        )
+
+
+def _limit_bytes(settings: AllocatorSettings, capacity_bytes: int | None) -> int | None:
+    """What the process may take; None where it may take the whole device."""
+    if capacity_bytes is None or settings.memory_fraction == 1.0:
+        return None
+    return int(settings.memory_fraction * capacity_bytes)
+
+
+def _best_fit(pool: Pool, stream: int, block_bytes: int) -> Block | None:
+    """The smallest free block that holds ``block_bytes``, the lowest of its size.
+
+    A block that can grow counts with what it can grow to, so that the next in size goes first
+    where it can grow less.
+    """
+    fitting = pool.at_least(stream, block_bytes)
+    best = next(fitting, None)
+    if best is None or best.space is None:
+        return best
+    for block in fitting:
+        if block.reach_bytes >= best.reach_bytes:
+            break
+        best = block
+    return best

@@ -1,0 +1,173 @@
+"""The measured peak: bytes allocated on a device while a function runs.
+
+On CPU it is the running maximum of the profiler's memory events, on top of the bytes of what the
+caller says it holds; memory inside libraries that do not use torch's allocator is not seen. On
+CUDA it is ``max_memory_allocated``: absolute, in the allocator's blocks of 512 bytes. What is
+reserved there besides counts what was cached before. Run the function once or twice before, so that
+compiling and tuning are not measured.
+
+Tensors in host memory, such as weights that `fxremat.offload` moved there, are on no device: they
+do not count, even where the CPU is the device and both look alike.
+"""
+
+from __future__ import annotations
+
+import gc
+from collections.abc import Callable, Iterable, Iterator, Mapping
+from contextlib import contextmanager
+from dataclasses import dataclass
+from typing import Any
+
+import torch
+from torch.profiler import ProfilerActivity, profile
+
+from fxremat.compat.measuring import profiler_memory_events
+from fxremat.compat.tensors import plain_tensors
+from fxremat.runtime import is_host
+
+DeviceLike = torch.device | str | None
+
+
+@dataclass(frozen=True)
+class MeasuredPeak:
+    """Bytes at the start, at most while running, and the difference.
+
+    ``reserved_bytes`` is the most that CUDA's allocator held of the device; None elsewhere.
+    """
+
+    peak_bytes: int
+    start_bytes: int
+    above_start_bytes: int
+    device: str
+    reserved_bytes: int | None = None
+
+
+def measure_peak(
+    fn: Callable[[], object], *, held: Iterable[Any] = (), device: DeviceLike = None
+) -> MeasuredPeak:
+    """Run ``fn`` once and measure its peak on ``device``.
+
+    ``held`` is what lives on the device before: modules, optimizers, tensors, containers of
+    them. On CPU ``start_bytes`` are its bytes; on CUDA everything allocated is counted anyway.
+    Without ``device``, that of the first held tensor, or the CPU.
+    """
+    held = list(held)
+    where = _device_of(held) if device is None else torch.device(device)
+    gc.collect()  # garbage of before, freed while fn runs, would hide bytes of fn
+    start = held_bytes(held, device=where)  # before fn adds gradients to it
+    seen, above = _measure(fn, where)
+    start = start if seen is None else seen
+    reserved = torch.cuda.max_memory_reserved(where) if where.type == "cuda" else None
+    return MeasuredPeak(start + above, start, above, str(where), reserved)
+
+
+def measure_call(fn: Callable[[], object], device: torch.device) -> int:
+    """The bytes that a short call takes above what was there before; quickly.
+
+    Garbage of before is neither looked for nor freed meanwhile.
+    """
+    with uncollected():
+        return _measure(fn, device)[1]
+
+
+@contextmanager
+def uncollected() -> Iterator[None]:
+    """Inside, Python's cyclic collector is off: it frees nothing, and takes no time."""
+    enabled = gc.isenabled()
+    gc.disable()
+    try:
+        yield
+    finally:
+        if enabled:
+            gc.enable()
+
+
+def _measure(fn: Callable[[], object], device: torch.device) -> tuple[int | None, int]:
+    """Bytes at the start, None where they are not known, and above it."""
+    if device.type == "cuda":
+        return _measure_cuda(fn, device)
+    if device.type == "cpu":
+        return None, _measure_cpu(fn)
+    raise ValueError(f"cannot measure on {device.type!r}; measure_peak knows cpu and cuda")
+
+
+def _device_of(held: Iterable[Any]) -> torch.device:
+    tensors = [tensor for tensor in _tensors(held) if not is_host(tensor)]
+    return tensors[0].device if tensors else torch.device("cpu")
+
+
+def _measure_cpu(fn: Callable[[], object]) -> int:
+    """Bytes above the start, by the profiler."""
+    with profile(activities=[ProfilerActivity.CPU], profile_memory=True) as prof:
+        fn()
+    return _running_peak(profiler_memory_events(prof))
+
+
+def _running_peak(events: Iterable[tuple[int, int, str]]) -> int:
+    """Most bytes allocated at once; events of the same nanosecond stay in recorded order."""
+    current = peak = 0
+    for _, nbytes, device in sorted(events, key=lambda event: event[0]):
+        if device == "CPU":
+            current += nbytes
+            peak = max(peak, current)
+    return peak
+
+
+def _measure_cuda(fn: Callable[[], object], device: torch.device) -> tuple[int, int]:
+    """Bytes at the start and above it, by the allocator's own counters."""
+    torch.cuda.synchronize(device)
+    torch.cuda.reset_peak_memory_stats(device)
+    start = torch.cuda.memory_allocated(device)
+    fn()
+    torch.cuda.synchronize(device)
+    return start, torch.cuda.max_memory_allocated(device) - start
+
+
+def held_bytes(*things: Any, device: DeviceLike = None) -> int:
+    """Bytes of the storages that ``things`` hold, each storage once.
+
+    Modules count with parameters, buffers and gradients, optimizers with their state, tensors
+    with their gradient, tensors of subclasses with their parts. With ``device``, only what lives
+    there. Host memory of
+    `fxremat.runtime` is left out.
+    """
+    sizes: dict[tuple[torch.device, int], int] = {}
+    for tensor in (part for each in _tensors(things) for part in plain_tensors(each)):
+        if is_host(tensor):
+            continue
+        if device is None or _same_device(tensor.device, torch.device(device)):
+            storage = tensor.untyped_storage()
+            sizes[tensor.device, storage.data_ptr()] = storage.nbytes()
+    return sum(sizes.values())
+
+
+def _same_device(one: torch.device, asked: torch.device) -> bool:
+    return one.type == asked.type and asked.index in (None, one.index)
+
+
+def _tensors(thing: Any) -> Iterator[torch.Tensor]:
+    """Every tensor in a tensor, module, optimizer or container, gradients included."""
+    if isinstance(thing, torch.Tensor):
+        yield thing
+        if thing.is_leaf and thing.grad is not None:
+            yield thing.grad
+    else:
+        for part in _parts(thing):
+            yield from _tensors(part)
+
+
+def _parts(thing: Any) -> Iterable[Any]:
+    if isinstance(thing, torch.nn.Module):
+        return [*thing.parameters(), *thing.buffers()]
+    if isinstance(thing, torch.optim.Optimizer):
+        return [*thing.state.keys(), *thing.state.values()]
+    if isinstance(thing, Mapping):
+        return thing.values()
+    if isinstance(thing, (list, tuple, set, frozenset)):
+        return thing
+    if isinstance(thing, (str, bytes, int, float, complex, type(None))):
+        return ()
+    raise TypeError(
+        f"cannot count the bytes of a {type(thing).__name__}; "
+        "give tensors, modules, optimizers or containers of them"
+    )

@@ -1,0 +1,203 @@
+"""One segment of CUDA memory, taken before a graph first runs, for all that it will allocate.
+
+torch's allocator takes segments from the device as a step asks for memory, and later requests fit
+these only in part. From one segment that is large enough for the whole step, it cuts what is asked
+for, joins what is freed, and cuts again. How large that segment is best is found by a model of the
+allocator (`fxremat.memory.reserved_bytes`).
+
+What the first step makes to stay, as the optimizer's states, is cut from the segment, too. The
+allocator would put it wherever a hole is large enough, and between such pieces no later step finds
+its room. So a room for it is kept at the beginning of the segment while the graph runs. Where the
+backward ends, the room is left, and smaller holes are held until the next forward: of all that is
+free, the allocator takes the smallest that is large enough.
+"""
+
+from __future__ import annotations
+
+import logging
+from collections.abc import Iterator
+from contextlib import suppress
+from dataclasses import dataclass, field
+from typing import Any
+
+import torch
+
+from fxremat.compat.tensors import outside_fake_mode
+from fxremat.sizes import MIB, format_bytes
+
+log = logging.getLogger(__name__)
+
+WALL_BYTES = 2 * MIB
+"""Of a segment, between the room and the rest: without it, both would be one hole."""
+LEAST_SEGMENT_BYTES = 20 * MIB
+"""The allocator takes no smaller ones for blocks that it does not cut from the smallest."""
+LEAST_ROOM_BYTES = 4 * MIB
+LEAST_HOLE_BYTES = MIB + 1
+"""The allocator cuts requests of less from other segments."""
+MOST_WAITS = 64
+"""Backward passes after which nobody is expected to come into the room."""
+
+
+_HAVE_CUBLAS: set[torch.device] = set()
+
+
+@dataclass
+class Segment:
+    """``nbytes`` on a device, and the wall; more for what of ``reserve_bytes`` is not there yet.
+
+    Where several graphs share a budget, ``limit_bytes`` is what may be reserved in all. Where
+    nobody knows how their blocks come to lie, ``nbytes`` are 0: the segment is what is left of it.
+    """
+
+    device: torch.device
+    nbytes: int
+    reserve_bytes: int
+    limit_bytes: int | None = None
+    reserved_bytes: int | None = None
+    """All that the allocator had from the device when it was taken last."""
+    address: int | None = None
+    """Where it lies; None where the device had no such piece."""
+    _room: torch.Tensor | None = None
+    _room_bytes: int = 0
+    _wall: torch.Tensor | None = None
+    _holes: list[torch.Tensor] = field(default_factory=list)
+    _waits: int = 0
+
+    @property
+    def is_due(self) -> bool:
+        """Whether there is one, and it is not taken yet, or was given back to the device.
+
+        `torch.cuda.empty_cache()` gives it back between two steps, unless something lives in it.
+        """
+        if self.nbytes == 0 and self.limit_bytes is None:
+            return False
+        if self.reserved_bytes is None:
+            return True
+        reserved_bytes = _reserved_bytes(self.device)
+        if reserved_bytes >= self.reserved_bytes:
+            return False
+        self.reserved_bytes = reserved_bytes
+        return not any(self._is_in(one["address"], one["total_size"]) for one in _segments())
+
+    def _is_in(self, address: int, nbytes: int) -> bool:
+        return self.address is not None and 0 <= self.address - address < nbytes
+
+    def take(self, own_bytes: int) -> None:
+        """Have the allocator take it; ``own_bytes`` of what is allocated are the graph's.
+
+        What the allocator keeps from before goes back to the device. Where the device has no such
+        piece, the allocator takes its segments as it goes.
+        """
+        self._room = self._wall = None
+        self._holes.clear()
+        allocate_cublas(self.device)
+        missing = self._missing_bytes(own_bytes)
+        whole = self.nbytes + WALL_BYTES + missing
+        torch.cuda.empty_cache()
+        if self.limit_bytes is not None:
+            left = self.limit_bytes - _reserved_bytes(self.device)
+            left = left // WALL_BYTES * WALL_BYTES  # the device gives multiples of that
+            whole = min(whole, left) if self.nbytes else left
+            if whole < LEAST_SEGMENT_BYTES:
+                self.reserved_bytes = _reserved_bytes(self.device)
+                return
+        try:
+            self.address = self._hold(whole).data_ptr()
+        except torch.OutOfMemoryError:
+            self.address = None
+            log.warning(
+                "the device has no %s in one piece: more may be left unused", format_bytes(whole)
+            )
+        self._waits = 0
+        if self.address is not None and LEAST_ROOM_BYTES <= missing <= whole - WALL_BYTES:
+            self._room, self._room_bytes = self._hold(missing), missing
+            self._wall = self._hold(WALL_BYTES)
+        self.reserved_bytes = _reserved_bytes(self.device)
+
+    @property
+    def has_room(self) -> bool:
+        """Whether something is expected that stays."""
+        return self._wall is not None
+
+    def close_room(self, own_bytes: int) -> None:
+        """Before a forward: the room is kept if nobody came, and holes are there for the step.
+
+        Who came may lie anywhere in it, and what is left is in no piece for certain.
+        """
+        if self._room is not None:
+            return  # nothing ran backward since
+        missing = self._missing_bytes(own_bytes + sum(map(_bytes, (*self._holes, self._wall))))
+        if missing > self._room_bytes - LEAST_ROOM_BYTES and self._waits < MOST_WAITS:
+            with suppress(torch.OutOfMemoryError):  # somebody came, and as much went elsewhere
+                self._room = self._hold(min(missing, self._room_bytes))
+        if self._room is None:
+            self._wall = None
+        self._holes.clear()
+
+    def open_room(self) -> None:
+        """After a backward: who comes to stay finds the room, and no smaller hole.
+
+        Where the room is larger than all holes, they may be filled: the step then has the room.
+        """
+        if self._room is None:
+            return
+        room_bytes = self._room_bytes
+        holes = [
+            block["size"]
+            for one in _segments()
+            if self._is_in(one["address"], one["total_size"])
+            for block in one["blocks"]
+            if block["state"] == "inactive" and block["size"] >= LEAST_HOLE_BYTES
+        ]
+        if max(holes, default=0) > room_bytes:
+            self._holes += [self._hold(size) for size in sorted(holes) if size <= room_bytes]
+        self._room = None
+        self._waits += 1
+
+    def _missing_bytes(self, own_bytes: int) -> int:
+        """Of what is reserved beside the graph, that which is not there yet, in bytes asked for.
+
+        Blocks that the allocator did not cut to size count as more, and belong to what is there.
+        """
+        requested_bytes = _now(self.device, "requested_bytes")
+        return max(0, self.reserve_bytes - requested_bytes + own_bytes)
+
+    def _hold(self, nbytes: int) -> torch.Tensor:
+        return torch.empty(nbytes, dtype=torch.uint8, device=self.device)
+
+
+def allocate_cublas(device: torch.device) -> None:
+    """Have both workspaces allocated: whoever counts what is allocated from now on sees them.
+
+    That of the thread that runs forwards, and that of backwards. They stay, so they come from no
+    larger piece, of which the rest would be lost: what the allocator keeps goes back to the device
+    before. Where nothing but deterministic algorithms may run, a product may be refused.
+    """
+    if device not in _HAVE_CUBLAS and torch.cuda.is_available():
+        torch.cuda.empty_cache()
+        _HAVE_CUBLAS.add(device)
+    with outside_fake_mode(), torch.inference_mode(False), torch.enable_grad():
+        small = torch.ones(2, 2, device=device, requires_grad=True)
+        with suppress(RuntimeError):
+            torch.autograd.grad((small @ small).sum(), small)
+
+
+def _bytes(tensor: torch.Tensor | None) -> int:
+    return 0 if tensor is None else tensor.nbytes
+
+
+def _segments() -> Iterator[dict[str, Any]]:
+    """All of the allocator; to ask for them takes long."""
+    snapshot: Any = torch.cuda.memory_snapshot
+    yield from snapshot()
+
+
+def _reserved_bytes(device: torch.device) -> int:
+    """Now; `torch.cuda.memory_reserved` takes ten times as long."""
+    return _now(device, "reserved_bytes")
+
+
+def _now(device: torch.device, statistic: str) -> int:
+    """Of the allocator's statistics, in bytes."""
+    statistics = torch.cuda.memory_stats_as_nested_dict(device)
+    return int(statistics[statistic]["all"]["current"])

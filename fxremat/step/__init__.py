@@ -1,0 +1,1 @@
+"""All graphs of a step under one budget."""

@@ -1,0 +1,129 @@
+"""A graph that Dynamo gave us: compiled, planned, or asked for its versions."""
+
+from __future__ import annotations
+
+import logging
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass, replace
+from typing import Any
+
+import torch
+from torch import fx
+
+from fxremat.compat.compilers import (
+    compile_with_aot_eager,
+)
+from fxremat.compat.configuration import (
+    CUDAGRAPHS,
+    inductor_config,
+)
+from fxremat.compat.joint_graph import copy_module
+from fxremat.compile import session
+from fxremat.compile.draft import Draft
+from fxremat.compile.driver import (
+    compile_graph,
+    patches_with_partitioner,
+    report_key,
+    reporting,
+    traced,
+)
+from fxremat.compile.partitioner import Partitioner
+from fxremat.compile.ranks import see_same_plan
+from fxremat.compile.request import Request
+from fxremat.compile.tracing import Ended
+from fxremat.errors import forget_frames
+from fxremat.options import Options
+from fxremat.report.report import Report
+from fxremat.step.runs import (
+    CompiledVersion,
+    NoBackward,
+)
+from fxremat.step.versions import Unit, unit_on_all_ranks
+from fxremat.version import build
+
+log = logging.getLogger(__name__)
+
+
+@dataclass
+class Graph:
+    """A graph that Dynamo gave us, and how it is to be compiled; ``ranks`` run it together."""
+
+    gm: fx.GraphModule | None
+    kept: fx.GraphModule
+    inputs: Sequence[Any]
+    options: Options
+    mode: str | None
+    ranks: tuple[int, ...] = ()
+
+    @property
+    def needs_gradients(self) -> bool:
+        """Whether an input needs one, so that runs may wait for their backward."""
+        needed = any(isinstance(x, torch.Tensor) and x.requires_grad for x in self.inputs)
+        return needed and torch.is_grad_enabled()
+
+    def forget_inputs(self) -> None:
+        """Keep no tensor alive: what compiles the graph again is given their sizes alone."""
+        self.inputs = [node.meta.get("example_value") for node in self.kept.graph.nodes
+                       if node.op == "placeholder"]  # fmt: skip
+
+    def fresh(self) -> fx.GraphModule:
+        """The graph as Dynamo gave it: what compiles it may change it."""
+        gm, self.gm = self.gm, None
+        return copy_module(self.kept) if gm is None else gm
+
+    def compile(self, request: Request) -> CompiledVersion:
+        """Compiled as the request says."""
+        gm, partitioner = self.fresh(), Partitioner(request, build())
+        key = report_key(gm, self.inputs, partitioner)
+        current = session.begin()
+        patches = patches_with_partitioner(self.options, partitioner, self.mode, self.inputs)
+        with reporting(self.options, current):
+            compiled = compile_graph(gm, self.inputs, self.options, partitioner, patches)
+            if current.report is not None:
+                session.store(key, current.report)
+            else:
+                current.report = session.load(key, current.graph)
+        report = current.report
+        see_same_plan(self.ranks, report)
+        if report is not None:
+            session.STATE.reports.append(report)
+            log.info("%s", report.summary())
+        pooled = patches.get(CUDAGRAPHS, getattr(inductor_config, CUDAGRAPHS))
+        return CompiledVersion(compiled, report, pooled=pooled)
+
+    def plan(self, request: Request) -> Report:
+        """Planned for the request, and not compiled."""
+        partitioner, current = Partitioner(request, build(), plan_only=True), session.begin()
+        self._trace(partitioner, partitioner)
+        assert current.report is not None
+        return current.report
+
+    def as_unit(self, request: Request, count: int) -> Unit:
+        """The versions that it may take. Raises `NoBackward`."""
+
+        def partition(module: fx.GraphModule, joint_inputs: Any, **kwargs: Any) -> Any:
+            static = tuple(kwargs.get("static_lifetime_input_indices") or ())
+            draft = Draft(module, kwargs["num_fwd_outputs"], static)
+            raise Ended(unit_on_all_ranks(draft, request, count))
+
+        try:
+            self._trace(Partitioner(request, build()), partition)
+        except Ended as ended:
+            unit: Unit = ended.result
+            forget_frames(ended)
+            return unit
+        raise NoBackward
+
+    def of_another(
+        self, gm: fx.GraphModule, inputs: Sequence[Any], request: Request, count: int
+    ) -> Unit:
+        """The same of another graph, with the options of this one."""
+        return replace(self, gm=None, kept=gm, inputs=inputs).as_unit(request, count)
+
+    def _trace(self, partitioner: Partitioner, partition: Callable[..., Any]) -> Callable[..., Any]:
+        """The joint graph is given to ``partition``, as when it is compiled."""
+        gm = copy_module(self.kept)
+        if self.options.executor == "aot_eager":
+            return compile_with_aot_eager(gm, self.inputs, partition)
+        patches = patches_with_partitioner(self.options, partitioner, self.mode, self.inputs)
+        return traced(gm, self.inputs, patches, partition)

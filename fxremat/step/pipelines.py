@@ -1,0 +1,290 @@
+"""A rank's part of a pipeline: which micro-batches wait at once, and what lives around them.
+
+A schedule of ``torch.distributed.pipelining`` says in which order a rank runs micro-batches forward
+and backward. So the moments of its step are known when a part of a stage is compiled, and with them
+how many runs of it wait. Around them live the buffers that activations and gradients arrive in, one
+for each micro-batch, what a stage has given and keeps, what the loss saves, and what is being sent.
+"""
+
+from __future__ import annotations
+
+import logging
+from collections import Counter, deque
+from collections.abc import Callable, Iterable, Sequence
+from dataclasses import dataclass, field
+from functools import partial
+from typing import Any
+from weakref import ref
+
+import torch
+from torch import nn
+from torch.utils import _pytree as pytree
+
+from fxremat.compat.distributed.pipelining import (
+    ShownStage,
+    is_stage,
+    received_by,
+    running_pipeline,
+    shown_stages,
+)
+from fxremat.core.step import Moment, UnitStep
+from fxremat.step.in_flight import storage_bytes
+from fxremat.step.versions import Unit
+
+log = logging.getLogger(__name__)
+
+SENT_AT_ONCE = 1
+"""Gradients on their way where each is waited for: the list of what is sent holds the last one."""
+
+
+@dataclass(frozen=True)
+class StageOfRank:
+    """A stage of this rank: how often a micro-batch runs the unit in it, and bytes of each.
+
+    What a micro-batch is given arrives from the stage before, and as many bytes go back. What it
+    gives goes to the next one, or to the loss.
+    """
+
+    parts: int
+    first: bool
+    last: bool
+    shown: ShownStage
+
+
+@dataclass(frozen=True)
+class Pipeline:
+    """What a rank runs in a step of a schedule, seen from one unit; ``whole`` if it is the stage.
+
+    ``order`` and the rest are as in `compat.RunningPipeline`. ``buffers`` give the tensors in which
+    things arrive, once they exist. ``gathered_bytes`` are the parameters of a unit that FSDP2
+    shards, whole; 0 where it does not shard the stage. Where it ``gives_back``, they are gathered
+    for each forward anew.
+    """
+
+    stages: tuple[StageOfRank, ...]
+    order: tuple[tuple[bool, int], ...]
+    micro_batches: int
+    whole: bool
+    current: int
+    keeps_sent: bool
+    keeps_outputs: bool
+    batch: tuple[torch.Tensor, ...] = field(compare=False)
+    modules: tuple[nn.Module, ...] = field(compare=False)
+    buffers: Callable[[], list[torch.Tensor]] = field(compare=False)
+    gathered_bytes: int = 0
+    gives_back: bool = True
+
+    @property
+    def runs(self) -> int:
+        """How many runs of the unit wait at once, of all micro-batches."""
+        waiting = most = 0
+        for forward, stage in self.order:
+            waiting += self.stages[stage].parts * (1 if forward else -1)
+            most = max(most, waiting)
+        return most
+
+    @property
+    def buffer_bytes(self) -> int:
+        """Of all buffers in which activations and gradients arrive, without what the unit is given.
+
+        Negative where that is no buffer, but a part of the batch.
+        """
+        arrive = -self.stages[self.current].shown.given_bytes if self.whole else 0
+        for one in self.stages:
+            arrive += self.micro_batches * (0 if one.first else one.shown.given_bytes)
+            arrive += self.micro_batches * (0 if one.last else one.shown.result_bytes)
+        return arrive
+
+    def first_sent(self, stage: int, ended: int) -> int:
+        """Results that are sent, and stay beyond their backward, once so many have ``ended``.
+
+        1F1B keeps what it sent last before its first backward, until it has no forward left.
+        """
+        if self.keeps_sent or self.stages[stage].last:
+            return 0
+        first_backward = self.order.index((False, stage))
+        sent = self.order[:first_backward].count((True, stage)) - 2  # the last one is sent later
+        return int(0 <= sent < ended < self.micro_batches - sent - 1)
+
+    def arriving_bytes(self, incoming: int) -> int:
+        """Of the gradients of a run's results, those that lie in buffers where it is the first that
+        goes backward."""
+        return 0 if self.stages[self.current].last else incoming
+
+    @property
+    def parts(self) -> int | None:
+        """How many runs of a micro-batch wait, if each has places of its own; None if they do not.
+
+        A run has the lowest place that is free. With one stage on the rank, part k of a micro-batch
+        is at place k, or so many times ``parts`` behind it.
+        """
+        return self.stages[0].parts if len(self.stages) == 1 else None
+
+    def step(
+        self, units: Sequence[Unit], held_bytes: int, unit_of: Sequence[int] | None = None
+    ) -> UnitStep:
+        """The moments of a step; ``held_bytes`` are live all the time beside a unit's inputs.
+
+        Where ``unit_of`` is given, it says of which of the ``units`` the run at each place is.
+        """
+        unit_of = (0,) * self.runs if unit_of is None else tuple(unit_of)
+        walk = _Walk(self, units, unit_of, held_bytes)
+        for forward, stage in self.order:
+            (walk.forward if forward else walk.backward)(stage)
+        walk.end()
+        versions = (tuple(offer.version for offer in unit.offers) for unit in units)
+        return UnitStep(tuple(walk.moments), unit_of, tuple(versions))
+
+
+@dataclass
+class _Walk:
+    """A step of a rank, from its beginning on."""
+
+    pipeline: Pipeline
+    units: Sequence[Unit]
+    unit_of: Sequence[int]
+    held_bytes: int
+    moments: list[Moment] = field(default_factory=list)
+    waiting: list[int] = field(default_factory=list)
+    runs_of: dict[int, deque[list[int]]] = field(default_factory=dict)
+    """Of each stage: the runs of its micro-batches that wait, the oldest first."""
+    outputs: dict[int, int] = field(default_factory=dict)
+    losses: dict[int, int] = field(default_factory=dict)
+    sent: dict[int, int] = field(default_factory=dict)
+    ended: Counter[int] = field(default_factory=Counter)
+    """Backwards of each stage."""
+    left: dict[tuple[int, int], int] = field(default_factory=dict)
+    """Bytes of the gradients of each part that has gone backward."""
+    gathered: set[tuple[int, int]] = field(default_factory=set)
+    """Parts whose parameters FSDP2 has gathered: in a stage they stay so from their first backward
+    on, until they next go forward, and gradients are not reduced before the step ends."""
+
+    def beside(self, *parts: tuple[int, int]) -> int:
+        """Of gathered parameters: those of others than the first of the ``parts``, which runs."""
+        return len((self.gathered | {*parts}) - {parts[0]}) * self.pipeline.gathered_bytes
+
+    def outside(self) -> int:
+        """Live now beside what runs have saved."""
+        own, total = self.units[0].boundary, self.held_bytes
+        total += own.resident - own.given
+        for k, one in enumerate(self.pipeline.stages):
+            outputs = self.outputs.get(k, 0) + self.pipeline.first_sent(k, self.ended[k])
+            total += outputs * one.shown.result_bytes
+            total += len(self.runs_of.get(k, ())) * one.shown.loss_bytes
+            total += self.losses.get(k, 0) * one.shown.value_bytes
+            total += self.sent.get(k, 0) * one.shown.given_bytes
+        return total - self.in_buffers() + sum(self.left.values())
+
+    def in_buffers(self) -> int:
+        """Of what runs are given, and hold while they wait, what arrived in a buffer."""
+        if self.pipeline.whole or self.pipeline.parts is None or self.pipeline.stages[0].first:
+            return 0
+        given = self.pipeline.stages[0].shown.given_bytes
+        return given * sum(run % self.pipeline.parts == 0 for run in self.waiting)
+
+    def stays(self, stage: int, run: int) -> int:
+        """Bytes of the gradients of a run that stay."""
+        left, one = self.units[self.unit_of[run]].boundary.left, self.pipeline.stages[stage]
+        if self.pipeline.whole and not one.first:  # the gradient of its input is sent
+            left -= one.shown.given_bytes
+        return max(0, left)
+
+    def forward(self, stage: int) -> None:
+        """A micro-batch goes forward through a stage."""
+        runs = list[int]()
+        for part in range(self.pipeline.stages[stage].parts):
+            run = next(k for k in range(len(self.waiting) + 1) if k not in self.waiting)
+            given = self.units[self.unit_of[run]].boundary.given
+            outside = self.outside() + given + self.beside((stage, part))
+            self.moments.append(Moment(outside, tuple(self.waiting), run, "forward"))
+            if self.pipeline.gives_back:
+                self.gathered.discard((stage, part))
+            else:
+                self.gathered.add((stage, part))
+            self.waiting.append(run)
+            runs.append(run)
+        self.runs_of.setdefault(stage, deque()).append(runs)
+        self.outputs[stage] = self.outputs.get(stage, 0) + 1
+        self.losses[stage] = self.losses.get(stage, 0) + 1
+        self.moments.append(Moment(self.outside(), tuple(self.waiting)))
+
+    def backward(self, stage: int) -> None:
+        """The micro-batch that came first of those that wait goes backward."""
+        one, runs = self.pipeline.stages[stage], self.runs_of[stage].popleft()
+        value = one.shown.value_bytes if one.last else 0  # as much is the loss's own gradient
+        if one.last:  # the loss goes first
+            incoming = self.units[self.unit_of[runs[-1]]].boundary.incoming
+            self.moments.append(Moment(self.outside() + value + incoming, tuple(self.waiting)))
+        for part, run in reversed(list(enumerate(runs))):
+            arrives = part == one.parts - 1 and not one.last  # in a buffer
+            incoming = 0 if arrives else self.units[self.unit_of[run]].boundary.incoming
+            in_buffers = self.in_buffers()
+            self.waiting.remove(run)
+            outside = self.outside() + value + incoming - in_buffers + self.in_buffers()
+            outside += self.beside((stage, part), (stage, max(0, part - 1)))  # gathered ahead
+            self.gathered.add((stage, part))
+            self.moments.append(Moment(outside, tuple(self.waiting), run, "backward"))
+            self.left[stage, part] = self.stays(stage, run)
+        kept = self.pipeline.keeps_outputs if one.last else self.pipeline.keeps_sent
+        self.outputs[stage] -= 0 if kept else 1
+        self.ended[stage] += 1
+        if not one.first:
+            most = len(self.pipeline.order) if self.pipeline.keeps_sent else SENT_AT_ONCE
+            self.sent[stage] = min(most, self.sent.get(stage, 0) + 1)
+
+    def end(self) -> None:
+        """What the last stage has given is put together."""
+        merged = sum(
+            self.pipeline.micro_batches * one.shown.result_bytes
+            for one in self.pipeline.stages
+            if one.last and self.pipeline.keeps_outputs
+        )
+        outside = self.outside() + len(self.gathered) * self.pipeline.gathered_bytes
+        if self.pipeline.gathered_bytes:  # a unit's gradients are copied, and reduced to a part
+            outside += 2 * self.pipeline.gathered_bytes
+        self.moments.append(Moment(outside + merged, tuple(self.waiting)))
+
+
+def pipeline_of(
+    unit: nn.Module, device: torch.device, alike: Callable[[nn.Module], int]
+) -> Pipeline | None:
+    """The pipeline in whose step ``unit`` is compiled now; None where there is none.
+
+    ``alike`` counts the modules like the unit in the module of a stage.
+    """
+    found = running_pipeline()
+    if found is None:
+        return None
+    try:
+        shown = shown_stages(found)
+    except Exception as error:  # whatever a module raises that runs without memory
+        log.warning("stages of a pipeline are taken to give as much as they get: %s", error)
+        given = _bytes_of(found.given, device)
+        shown = [ShownStage(given, given, given, given) for _ in found.stages]
+    stages = tuple(
+        StageOfRank(alike(one.submod), one.is_first, one.is_last, figures)
+        for one, figures in zip(found.stages, shown, strict=True)
+    )
+    return Pipeline(
+        stages,
+        found.order,
+        found.micro_batches,
+        is_stage(found, unit),
+        found.current,
+        found.keeps_sent,
+        found.keeps_outputs,
+        found.batch,
+        tuple(one.submod for one in found.stages),
+        partial(_buffers, tuple(map(ref, found.stages))),
+    )
+
+
+def _buffers(stages: Iterable[ref[Any]]) -> list[torch.Tensor]:
+    known = (one() for one in stages)
+    return [tensor for one in known if one is not None for tensor in received_by(one)]
+
+
+def _bytes_of(given: Any, device: torch.device) -> int:
+    """Bytes of the tensors themselves, which may be parts of larger storages."""
+    tensors = [x for x in pytree.tree_leaves(given) if isinstance(x, torch.Tensor)]
+    return sum(x.nbytes for x in tensors if storage_bytes([x], device))

@@ -1,0 +1,210 @@
+"""Judging a rewritten joint graph by its data flow, with nothing taken from the rewriting.
+
+Every node gets a number that says what it computes: the same call on the same arguments has
+the same number. A call that may not be run again (random numbers, effects, sums over ranks,
+custom ops) has a number of its own for each node, so a second copy of it is a difference.
+A graph input that is written into counts as another argument from then on.
+Calls that only wait, or say that something has arrived, compute nothing.
+A value that has been to host memory and back has the number it had before, and every reader of
+what comes back has to stand behind the wait for it.
+The rewritten graph is right if its results have the numbers of the original's results, if
+every call that may not be run again is there exactly once, if what the backward reads is
+an input or one of the nodes declared as saved, and if nothing is run in both halves.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterable, Mapping
+from dataclasses import dataclass, field
+from typing import Any
+
+from torch import fx
+
+from fxremat import runtime
+from fxremat.errors import VerificationFailed
+from fxremat.runtime import accumulated, arrived, settle
+from fxremat.runtime.chunks.operator import ROWS
+from fxremat.verify.predicates import (
+    is_fetch,
+    is_mutating,
+    is_put,
+    is_repeatable,
+    is_tensor,
+    is_view,
+    root,
+    with_nodes_as,
+)
+
+
+@dataclass
+class ReadGraph:
+    """What one graph computes: numbers, calls that run only once, and what was last written."""
+
+    of: dict[fx.Node, int] = field(default_factory=dict)
+    once: list[str] = field(default_factory=list)
+    written: dict[fx.Node, int] = field(default_factory=dict)
+
+    def written_into(self, node: fx.Node) -> int | None:
+        """The last write into the memory that a node shows, None where there was none."""
+        return self.written.get(root(node)) if self.written else None
+
+
+class Numbering:
+    """Value numbers, shared by the graphs that are compared."""
+
+    def __init__(self, mutated: frozenset[str]) -> None:
+        self.mutated = mutated
+        self.numbers: dict[Any, int] = {}
+
+    def number(self, key: Any) -> int:
+        return self.numbers.setdefault(key, len(self.numbers))
+
+    def begin(self) -> ReadGraph:
+        """What a reading starts with."""
+        return ReadGraph()
+
+    def only_moves(self, node: fx.Node) -> bool:
+        """Whether the call gives what it was given, elsewhere."""
+        return node.target in _MOVES or is_fetch(node) or is_put(node)
+
+    def read(
+        self, graph: fx.Graph, given: Mapping[fx.Node, tuple[int, int | None]] | None = None
+    ) -> ReadGraph:
+        """Number every node; ``given`` are inputs whose number, and last write, are known."""
+        found, known = self.begin(), given or {}
+        mutated = frozenset(
+            n for n in graph.nodes if n.op == "placeholder" and n.name in self.mutated
+        )
+        for node in graph.nodes:
+            if node in known:
+                found.of[node], last = known[node]
+                if last is not None:
+                    found.written[node] = last
+            elif node.op in ("placeholder", "get_attr"):
+                found.of[node] = self.number((node.op, str(node.target)))
+            elif node.target in _WAITS:
+                found.of[node] = self.number(("wait", node.name))
+            elif self.only_moves(node):
+                found.of[node] = found.of[node.args[0]]
+            elif node.op == "call_function":
+                self.call(node, found, mutated)
+        return found
+
+    def call(self, node: fx.Node, found: ReadGraph, mutated: frozenset[fx.Node]) -> None:
+        args = self.arguments((node.args, _meant(node)), found)
+        if is_view(node) or is_repeatable(node, mutated):
+            found.of[node] = self.number((node.target, args))
+        else:
+            found.once.append(node.name)
+            found.of[node] = self.number((node.target, args, node.name))
+        if is_mutating(node) and isinstance(node.args[0], fx.Node):
+            found.written[root(node.args[0])] = found.of[node]
+
+    def arguments(self, argument: Any, found: ReadGraph) -> Any:
+        """What a call is given, with the numbers of nodes in their place."""
+
+        def number(source: fx.Node) -> Any:
+            return "node", found.of[source], found.written_into(source)
+
+        return with_nodes_as(argument, number)
+
+
+def _meant(node: fx.Node) -> dict[str, Any]:
+    """The named arguments, but for those that say how ``rows`` runs, not what it gives."""
+    how = ("fused", "channels_last") if node.target is ROWS else ()
+    return {key: value for key, value in node.kwargs.items() if key not in how}
+
+
+_MOVES = frozenset({runtime.to_host, runtime.to_device})
+_COPY_WAITS = frozenset({runtime.wait_host, runtime.wait_device})
+_WAITS = _COPY_WAITS | {settle, arrived, accumulated}
+
+
+def check_waits(graph: fx.Graph) -> None:
+    """Raise `VerificationFailed` where something is used before its transfer has ended.
+
+    Until it is waited for, nothing but a transfer and its wait may use what a transfer fills. See
+    also `check_arrivals`.
+    """
+    check_arrivals(graph)
+    filling: set[fx.Node] = set()
+    for node in graph.nodes:
+        if node.target in _COPY_WAITS:
+            filling.discard(node.args[0])
+        elif node.target not in _MOVES:
+            early = filling.intersection(map(root, node.all_input_nodes))
+            if early and node.op != "output" and not is_view(node):
+                what = f"{node.name} reads {next(iter(early)).name} before it has arrived"
+                raise VerificationFailed("transfers", what)
+        if node.target in _MOVES:
+            filling.add(node)
+    if filling:
+        names = sorted(node.name for node in filling)[:5]
+        raise VerificationFailed("transfers", f"never waited for: {names}")
+
+
+def check_arrivals(graph: fx.Graph) -> None:
+    """Raise `VerificationFailed` where an optimizer could step too early.
+
+    From there on the weight may change, and the gradient's memory is not there any more. The latter
+    holds for gradients that are added, too.
+    """
+    gone: set[fx.Node] = set()
+    for node in graph.nodes:
+        ends = node.op == "output" or node.target is settle
+        early = gone.intersection(map(root, node.all_input_nodes))
+        if early and not ends and not is_view(node):
+            what = f"{node.name} uses {next(iter(early)).name} after it was given away"
+            raise VerificationFailed("transfers", what)
+        if node.target is arrived:
+            gone.update(node.args[:2])
+        if node.target is accumulated:
+            gone.add(root(node.args[0]))
+
+
+def _results(graph: fx.Graph, of: dict[fx.Node, int]) -> list[Any]:
+    (results,) = graph.output_node().args
+    assert isinstance(results, (tuple, list))
+    return [of[r] if isinstance(r, fx.Node) else r for r in results]
+
+
+def check_data_flow(
+    original: fx.Graph,
+    rewritten: fx.Graph,
+    mutated: Iterable[str],
+) -> None:
+    """Raise `VerificationFailed` unless both graphs compute the same results."""
+    numbering = Numbering(frozenset(mutated))
+    before, after = numbering.read(original), numbering.read(rewritten)
+    if sorted(before.once) != sorted(after.once):
+        changed = sorted(set(before.once) ^ set(after.once)) or after.once
+        raise VerificationFailed("run once", f"calls that must run exactly once: {changed[:5]}")
+    old, new = _results(original, before.of), _results(rewritten, after.of)
+    for index, (a, b) in enumerate(zip(old, new, strict=True)):
+        if a != b:
+            raise VerificationFailed("data flow", f"result {index} is computed differently")
+
+
+def _runs(graph: fx.Graph) -> set[str]:
+    """Names of the calls that compute a tensor."""
+    return {
+        n.name
+        for n in graph.nodes
+        if n.op == "call_function" and (is_tensor(n) or n.target in _WAITS) and not is_view(n)
+    }
+
+
+def check_split(backward: fx.Graph, saved: Iterable[str], forward: fx.Graph | None = None) -> None:
+    """Raise `VerificationFailed` where the backward reads what was not declared as saved.
+
+    With ``forward``, also where a node of the whole graph is run in both halves: then something
+    that the backward reads was not saved, and torch ran it a second time.
+    """
+    twice = _runs(backward) & _runs(forward) if forward is not None else set()
+    if twice:
+        raise VerificationFailed("saved values", f"run in both halves: {sorted(twice)[:5]}")
+    allowed = set(saved)
+    for node in backward.nodes:
+        known = "tangents" in node.name or node.name in allowed or not is_tensor(node)
+        if node.op == "placeholder" and not known and node.users:
+            raise VerificationFailed("saved values", f"the backward reads {node.name}")

@@ -1,0 +1,274 @@
+"""Judging what prepares the joint graph, with nothing taken from the passes that do it.
+
+These passes work in place. So what a graph is before a pass runs is kept: `BeforePass`. The graph
+after it is right if it is the same, or, by numbers for what each node computes, if
+
+* it has the same inputs, and its results have the numbers that they had (`sums`);
+* a result that shows the memory of an input does so still, and of no other;
+* calls that draw random numbers or write are there exactly once, in the order that they had;
+* so are calls of other libraries; where equal calls may be merged, each of these is left once;
+* what may not run again runs no more often than before.
+
+What one pass may do beyond that is said by its `Rights`.
+
+An input that the step writes into has two contents. What the forward reads is the old one, if it
+stands before the write. The backward runs when all is written: what it reads of such an input has
+to come by a clone from before the write, and nothing else of it may be read there.
+
+A gradient that is given up is the result for the weight that the call names, each at most once; its
+memory belongs to the backward, and to no other result.
+"""
+
+from __future__ import annotations
+
+from collections import Counter
+from collections.abc import Iterable, Mapping
+from dataclasses import dataclass
+from typing import Any
+
+from torch import fx
+
+from fxremat.compat.joint_graph import is_tangent, must_be_in_forward, mutated_input_of
+from fxremat.errors import VerificationFailed
+from fxremat.runtime import accumulated
+from fxremat.verify.predicates import has_effect, is_mutating, is_put, root
+from fxremat.verify.sums import ReadSums, SumNumbering
+
+
+@dataclass(frozen=True)
+class Rights:
+    """What a pass may do beside what leaves every number as it is."""
+
+    merge: bool = False
+    """Equal calls become one, and what nobody needs goes."""
+    regroup: bool = False
+    """What depends on a tangent is added up in another order."""
+    clone: bool = False
+    """The old content of inputs that the step writes is cloned; after it no other is read late."""
+    give_up: bool = False
+    """Calls say where gradients are given up."""
+
+
+@dataclass(frozen=True)
+class _Account:
+    """What is kept of a graph, in numbers."""
+
+    inputs: list[str]
+    results: list[Any]
+    once: list[tuple[str, int]]
+    calls: Mapping[int, int]
+    opaque: Mapping[int, str]
+    """Calls of other libraries: their number, and the name of one."""
+    held: Mapping[int, str]
+    """Calls that may not run again, likewise."""
+    needed: frozenset[int]
+    """The numbers that a result, a write or an effect depends on."""
+
+
+def results_of(graph: fx.Graph) -> list[Any]:
+    """What the graph returns."""
+    (results,) = graph.output_node().args
+    assert isinstance(results, (tuple, list))
+    return list(results)
+
+
+def behind(nodes: Iterable[fx.Node]) -> set[fx.Node]:
+    """The nodes and all that they are computed from."""
+    found, stack = set[fx.Node](), list(nodes)
+    while stack:
+        node = stack.pop()
+        if node not in found:
+            found.add(node)
+            stack.extend(node.all_input_nodes)
+    return found
+
+
+def written_inputs(graph: fx.Graph) -> frozenset[str]:
+    """Names of the inputs that the step writes into: in the graph, or by a result, after it."""
+    inputs = graph.find_nodes(op="placeholder")
+    described = {n.meta["desc"]: n for n in inputs if n.meta.get("desc") is not None}
+    targets = [n.args[0] for n in graph.nodes if is_mutating(n)]
+    found = {root(target) for target in targets if isinstance(target, fx.Node)}
+    for description in graph.output_node().meta.get("desc") or ():
+        source = mutated_input_of(description)
+        if source in described:
+            found.add(described[source])
+    return frozenset(node.name for node in found if node.op == "placeholder")
+
+
+@dataclass(frozen=True)
+class _Seen:
+    """A node as it was before a pass; ``args`` and ``kwargs`` name other nodes by themselves."""
+
+    node: fx.Node
+    name: str
+    op: str
+    target: Any
+    args: Any
+    kwargs: Any
+    meta: dict[str, Any]
+
+    def is_still(self, node: fx.Node) -> bool:
+        """Whether it is this node, and nothing of it has changed but what is noted of it."""
+        return (
+            node is self.node
+            and (node.name, node.op, node.target) == (self.name, self.op, self.target)
+            and (node.args, node.kwargs) == (self.args, self.kwargs)
+        )
+
+
+def _seen(graph: fx.Graph) -> list[_Seen]:
+    return [_Seen(n, n.name, n.op, n.target, n.args, n.kwargs, dict(n.meta)) for n in graph.nodes]
+
+
+def _graph_of(seen: Iterable[_Seen]) -> fx.Graph:
+    """The graph as it was, of new nodes."""
+    graph, new = fx.Graph(), dict[fx.Node, fx.Node]()
+    for one in seen:
+        args, kwargs = fx.map_arg((one.args, one.kwargs), new.__getitem__)
+        new[one.node] = graph.create_node(one.op, one.target, args, kwargs, one.name)
+        new[one.node].meta = one.meta
+    return graph
+
+
+class BeforePass:
+    """What was seen of a graph before a pass; `check` judges the graph after it.
+
+    Most passes change nothing in most graphs. So a graph is read only if it was changed.
+    """
+
+    def __init__(
+        self, name: str, rights: Rights, graph: fx.Graph, *, num_forward_outputs: int
+    ) -> None:
+        self.name, self.rights, self.early = name, rights, num_forward_outputs
+        self.seen = _seen(graph)
+        self.written = written_inputs(graph)
+        self.numbering = SumNumbering(self.written, sums=rights.regroup, clones=rights.clone)
+
+    def _is_as_before(self, graph: fx.Graph) -> bool:
+        """Whether nothing is changed, and nothing but changes is to be judged."""
+        if self.rights.clone and self.written:
+            return False  # a clone may be missing
+        now = list(graph.nodes)
+        return len(now) == len(self.seen) and all(
+            one.is_still(node) for one, node in zip(self.seen, now, strict=True)
+        )
+
+    def check(self, graph: fx.Graph) -> None:
+        """Raise `VerificationFailed`, with the pass's name, where the graph is not right."""
+        if self._is_as_before(graph):
+            return
+        before = _graph_of(self.seen)
+        self.account = self._account(before, self._read(before))
+        self._demand(written_inputs(graph) == self.written, "the step writes other inputs")
+        found = self._read(graph)
+        new = self._account(graph, found)
+        self._demand(new.inputs == self.account.inputs, "the inputs are others")
+        self._once(new)
+        self._counts(new)
+        self._results(new)
+        if self.rights.clone:
+            self._late_reads(graph, found.late)
+        self._given_up(graph, found.late)
+
+    def _demand(self, condition: bool, otherwise: str) -> None:
+        if not condition:
+            raise VerificationFailed(f"pass {self.name}", otherwise)
+
+    def _read(self, graph: fx.Graph) -> ReadSums:
+        found = self.numbering.read(graph)
+        assert isinstance(found, ReadSums)
+        return found
+
+    def _account(self, graph: fx.Graph, found: ReadSums) -> _Account:
+        results = results_of(graph)
+        ends = [r for r in results if isinstance(r, fx.Node)]
+        ends += [n for n in graph.nodes if is_mutating(n) or has_effect(n)]
+        needed = behind(ends) if self.rights.merge else ()
+        return _Account(
+            inputs=[str(n.target) for n in graph.find_nodes(op="placeholder")],
+            results=[_result(result, found) for result in results],
+            once=[(node.name, found.of[node]) for node in found.fixed],
+            calls=found.calls,
+            opaque=found.opaque,
+            held={n: name for n, name in found.held.items() if n not in found.free},
+            needed=frozenset(found.of[n] for n in needed if n in found.of),
+        )
+
+    def _once(self, new: _Account) -> None:
+        """Random calls and writes."""
+        old, left = self.account.once, set(new.once)
+        for name, number in old:
+            may_go = self.rights.merge and number not in self.account.needed
+            kept = (name, number) in left
+            self._demand(kept or may_go, f"{name}, which must run once, is gone or another")
+        added = sorted(left.difference(old))
+        self._demand(not added, f"calls that draw or write, and were not there: {added[:5]}")
+        order = [one for one in old if one in left]
+        self._demand(new.once == order, "calls that draw or write run in another order")
+
+    def _counts(self, new: _Account) -> None:
+        """Calls of other libraries, and what may not run again."""
+        old = self.account
+        for number, name in {**new.opaque, **old.opaque}.items():
+            before, after = old.calls[number], new.calls[number]
+            least = before
+            if self.rights.merge:
+                least = min(before, int(number in old.needed))
+            times = f"{name} runs {after} times, and {before} times before"
+            self._demand(least <= after <= before, times)
+        for number, name in old.held.items():
+            more = new.calls[number] > old.calls[number]
+            self._demand(not more, f"{name}, which may not run again, does")
+
+    def _results(self, new: _Account) -> None:
+        old = self.account.results
+        self._demand(len(old) == len(new.results), "there are more results, or fewer")
+        for index, (one, other) in enumerate(zip(old, new.results, strict=True)):
+            half = "forward" if index < self.early else "backward"
+            self._demand(one == other, f"result {index}, of the {half}, is computed differently")
+
+    def _late_reads(self, graph: fx.Graph, after_tangents: set[fx.Node]) -> None:
+        """What the backward reads of an input that the step writes."""
+        ends = [r for r in results_of(graph)[: self.early] if isinstance(r, fx.Node)]
+        ends += [n for n in graph.nodes if must_be_in_forward(n)]
+        ends += [n for n in graph.nodes if has_effect(n) and n not in after_tangents]
+        early = behind(ends)
+        for node in graph.nodes:
+            if node in early or node.op == "output" or is_mutating(node):
+                continue
+            for source in map(root, node.all_input_nodes):
+                reads = source.op == "placeholder" and source.name in self.written
+                self._demand(not reads, f"{node.name} reads {source.name} when it is overwritten")
+
+    def _given_up(self, graph: fx.Graph, after_tangents: set[fx.Node]) -> None:
+        calls = graph.find_nodes(op="call_function", target=accumulated)
+        if not calls:
+            return
+        self._demand(self.rights.give_up, f"{calls[0].name} gives a gradient up")
+        results = results_of(graph)
+        owners = Counter(root(one) for one in results if isinstance(one, fx.Node))
+        inputs = [n for n in graph.find_nodes(op="placeholder") if not is_tangent(n)]
+        gradient_of = dict(zip(inputs, results[self.early :], strict=False))
+        seen = set[fx.Node]()
+        for call in calls:
+            gradient, weight = call.args[:2]
+            assert isinstance(gradient, fx.Node)
+            assert isinstance(weight, fx.Node)
+            owner = root(gradient)
+            own = gradient_of.get(weight) is gradient and weight not in seen
+            self._demand(own, f"{call.name} gives up what is not the gradient of {weight.name}")
+            alone = owners[owner] == 1 and owner in after_tangents and not is_put(owner)
+            self._demand(alone, f"{call.name} gives up memory that others have a part in")
+            kept = weight.name not in self.written
+            self._demand(kept, f"{call.name} is of {weight.name}, which the step writes")
+            seen.add(weight)
+
+
+def _result(result: Any, found: ReadSums) -> Any:
+    """What is returned: its number, the last write into it, and the input whose memory it shows."""
+    if not isinstance(result, fx.Node):
+        return type(result).__name__, repr(result)
+    owner = root(result)
+    memory = str(owner.target) if owner.op == "placeholder" else None
+    return found.of[result], found.written_into(result), memory

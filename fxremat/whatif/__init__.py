@@ -1,0 +1,1 @@
+"""Cards that are not here, what fits on them, and sizes as formulas."""

@@ -1,0 +1,292 @@
+"""`explain`: what would be done to a model under a budget, without compiling it.
+
+A graph that others follow runs eagerly, so that these are met with the inputs that they will really
+have. Where one graph is all of the model, nothing runs. Parameters, buffers and the random state
+are as before afterwards.
+"""
+
+from __future__ import annotations
+
+import sys
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from contextlib import contextmanager
+from dataclasses import dataclass, field
+from functools import cached_property
+from pathlib import Path
+from typing import Any
+
+import torch
+from torch import fx, nn
+
+from fxremat import planner
+from fxremat.compat.dynamo import fresh_dynamo_caches, is_whole_call, more_follow
+from fxremat.compat.measuring import random_state_kept
+from fxremat.compat.tensors import on_host_without_memory
+from fxremat.compile import session
+from fxremat.compile.driver import plan_only
+from fxremat.compile.pipeline import Runner
+from fxremat.compile.search.search import Found
+from fxremat.core.plan import Plan
+from fxremat.cost.cards import absent_card
+from fxremat.errors import CannotVary, FxrematError, InfeasibleBudget
+from fxremat.memory.measured_peak import uncollected
+from fxremat.planner import SolverOptions
+from fxremat.report.chrome_trace import write_chrome_trace
+from fxremat.report.front import Front, front_of, together
+from fxremat.report.page.writing import write_page
+from fxremat.report.report import Report, Row, added_time
+from fxremat.report.snapshot import write_snapshot
+from fxremat.whatif.peak_expression import PeakExpression
+from fxremat.whatif.peak_formula import expression_of
+
+NOTHING = 1  # bytes: a budget that no graph with a backward is within
+
+
+class _NothingFollows(Exception):
+    """The graph that was to run is the last, and nobody asks for its results."""
+
+
+@dataclass(frozen=True)
+class Explanation:
+    """The plans of all graphs of one training step. Bytes are those at the peak of the step."""
+
+    graphs: tuple[Report, ...]
+    look_for_least: Callable[[], int] = field(repr=False, compare=False)
+    look_at_sizes: Callable[[], tuple[PeakExpression, ...]] = field(repr=False, compare=False)
+
+    @property
+    def predicted_peak_bytes(self) -> int:
+        """The peak that the compiled step will have, in allocated bytes."""
+        return max((g.predicted_peak_bytes for g in self.graphs), default=0)
+
+    @property
+    def predicted_reserved_bytes(self) -> int | None:
+        """What torch's allocator will take from the device; None where that is not known."""
+        known = [g.predicted_reserved_bytes for g in self.graphs]
+        return max((nbytes for nbytes in known if nbytes is not None), default=None)
+
+    @cached_property
+    def minimum_peak_bytes(self) -> int:
+        """The least budget that can be met: the number that `InfeasibleBudget` names.
+
+        It is looked for when it is first read, by planning and rehearsing again.
+        """
+        return self.look_for_least()
+
+    @cached_property
+    def peak_expression(self) -> PeakExpression:
+        """The peak in allocated bytes at every size that was traced as a symbol.
+
+        It is of the graph with the highest peak, and looked for when it is first read, by planning
+        again and rehearsing at a few sizes. Sizes are those of `torch._dynamo.mark_dynamic`, up to
+        what was declared. Raises `CannotVary` where the bytes are no polynomials of them.
+        """
+        found = self.look_at_sizes()
+        if not found:
+            raise CannotVary("peak", "no graph has a backward")
+        return max(found, key=lambda one: one.at({each.name: each.high for each in one.ranges}))
+
+    @property
+    def keep_all_peak_bytes(self) -> int:
+        """The peak if nothing were recomputed."""
+        return max((g.keep_all_peak_bytes for g in self.graphs), default=0)
+
+    @property
+    def time_overhead(self) -> float:
+        """Added time over keep-all, as a fraction of the time of all graphs."""
+        return added_time(self.graphs)
+
+    @property
+    def saved(self) -> tuple[Row, ...]:
+        """What is kept from the forward for the backward."""
+        return tuple(row for g in self.graphs for row in g.saved)
+
+    @property
+    def recomputed(self) -> tuple[Row, ...]:
+        """What runs again in the backward, and how often."""
+        return tuple(row for g in self.graphs for row in g.recomputed)
+
+    @property
+    def timeline(self) -> tuple[int, ...]:
+        """Bytes live at every step, graph after graph."""
+        return tuple(n for g in self.graphs for n in g.timeline)
+
+    @property
+    def plan(self) -> Plan | None:
+        """The plan of the graph with the highest peak; None where no graph has a backward."""
+        top = max(self.graphs, key=lambda g: g.predicted_peak_bytes, default=None)
+        return top.plan if top is not None else None
+
+    def pareto(self, time_limit_s: float | None = None) -> Front:
+        """What other budgets would cost: allocated peak against time, by the model of the problem.
+
+        Forms of ops are those taken here, whatever the budget. The plans explained here are among
+        its points, where nothing beats them. With graph breaks
+        each graph takes its fastest plan at each peak; what the others hold is as it is here.
+        """
+        options = SolverOptions(time_limit_s=time_limit_s)
+        fronts = [
+            front_of(
+                g.problem,
+                (*planner.front(g.problem, options), g.plan),
+                budget_bytes=g.budget_bytes,
+                held_bytes=g.held_bytes,
+            )
+            for g in self.graphs
+        ]
+        return together(fronts)
+
+    def save_trace(self, path: str | Path) -> None:
+        """Write the planned step as a Chrome trace, for ui.perfetto.dev; a graph is a process."""
+        write_chrome_trace(path, self.graphs)
+
+    def save_snapshot(self, path: str | Path) -> None:
+        """Write the planned step for pytorch.org/memory_viz; a graph is a device there."""
+        write_snapshot(path, self.graphs)
+
+    def save_page(self, path: str | Path, front: Front | None = None) -> None:
+        """Write the step as a page: one HTML file that needs no network (`docs/looking_inside.md`).
+
+        It shows the memory of each graph over the step, and every value in it. ``front`` is drawn
+        beside it, as `pareto` finds it.
+        """
+        write_page(path, self.graphs, front)
+
+    def __str__(self) -> str:
+        if not self.graphs:
+            return "fxremat: no graph with a backward was found; nothing to plan"
+        return "\n".join(map(str, self.graphs))
+
+
+@contextmanager
+def _as_planned(model: Callable[..., Any], given: Any) -> Iterator[Any]:
+    """What the model is run on: what is given, or for a card that is not here, its sizes."""
+    if absent_card() is None:
+        with _undisturbed(model):
+            yield given
+    else:
+        with on_host_without_memory(model, given) as sizes:
+            yield sizes
+
+
+@contextmanager
+def _undisturbed(model: Callable[..., Any]) -> Iterator[None]:
+    """Buffers and random state as they were, whatever happens inside."""
+    buffers = dict(model.named_buffers()) if isinstance(model, nn.Module) else {}
+    before = {name: buffer.detach().clone() for name, buffer in buffers.items()}
+    try:
+        with random_state_kept():
+            yield
+    finally:
+        with torch.no_grad():
+            for name, buffer in buffers.items():
+                buffer.copy_(before[name])
+
+
+def explain(
+    model: Callable[..., Any],
+    *inputs: Any,
+    memory_budget: int | str | None = None,
+    options: Mapping[str, Any] | None = None,
+    **keywords: Any,
+) -> Explanation:
+    """Plan ``model(*inputs, **keywords)`` for a budget and tell what was decided.
+
+    ``options`` are those of torch.compile; ``memory_budget`` is a shorthand for the one that
+    matters most. Raises `InfeasibleBudget` and `InvalidOption` as compiling would.
+    """
+    given = dict(options or {})
+    if memory_budget is not None:
+        given["memory_budget"] = memory_budget
+    reports = _planned(model, inputs, keywords, given)
+    return Explanation(
+        reports,
+        lambda: _least_budget(model, inputs, keywords, given),
+        lambda: _expressions(model, inputs, keywords, given),
+    )
+
+
+def _planned(
+    model: Callable[..., Any],
+    inputs: tuple[Any, ...],
+    keywords: Mapping[str, Any],
+    options: Mapping[str, Any],
+    study: session.Study | None = None,
+) -> tuple[Report, ...]:
+    """The reports of all graphs of one step; what was found for each is told to ``study``."""
+    found: list[Report] = []
+    caller = sys._getframe()
+
+    def backend(gm: fx.GraphModule, example_inputs: Sequence[Any]) -> Callable[..., Any]:
+        compiled, report = plan_only(gm, example_inputs, options, study)
+        if report is not None:
+            found.append(report)
+        more = more_follow(gm)
+
+        def run(*given: Any) -> Any:
+            if not more and is_whole_call(caller):
+                raise _NothingFollows
+            return compiled(*given)
+
+        return run
+
+    with (
+        _as_planned(model, (inputs, keywords)) as (args, kwargs),
+        session.separate(),
+        fresh_dynamo_caches(),
+        uncollected(),  # a fifth of the time
+    ):
+        try:
+            torch.compile(model, backend=backend)(*args, **kwargs)
+        except _NothingFollows:
+            pass
+        except Exception as error:
+            inner = getattr(error, "inner_exception", None)
+            if isinstance(inner, FxrematError):
+                raise inner from None
+            raise
+    return tuple(found)
+
+
+def _expressions(
+    model: Callable[..., Any],
+    inputs: tuple[Any, ...],
+    keywords: Mapping[str, Any],
+    options: Mapping[str, Any],
+) -> tuple[PeakExpression, ...]:
+    """The peak of each graph as an expression."""
+    made: list[PeakExpression] = []
+    refused: list[CannotVary] = []
+
+    def study(found: Found, runner: Runner) -> None:
+        try:
+            made.append(expression_of(found, runner))
+        except CannotVary as error:  # raised where Dynamo does not wrap it
+            refused.append(error)
+
+    _planned(model, inputs, keywords, options, study)
+    if refused:
+        raise refused[0]
+    return tuple(made)
+
+
+def _least_budget(
+    model: Callable[..., Any],
+    inputs: tuple[Any, ...],
+    keywords: Mapping[str, Any],
+    options: Mapping[str, Any],
+) -> int:
+    """The least that is not refused: what is named is asked for, until nothing is named.
+
+    A model of one graph is asked twice: the second time confirms the number.
+    """
+    budget = NOTHING
+    while True:
+        try:
+            _planned(model, inputs, keywords, {**options, "memory_budget": f"{budget}B"})
+        except InfeasibleBudget as refusal:
+            if refusal.minimum_bytes is None or refusal.minimum_bytes <= budget:
+                raise
+            budget = refusal.minimum_bytes
+        else:
+            return 0 if budget == NOTHING else budget

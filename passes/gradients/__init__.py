@@ -1,0 +1,1 @@
+"""Passes over gradients: sums, accumulation, and steps of the optimizer."""
