@@ -27,6 +27,7 @@ from fxremat.compat.dynamo import (
     compile_parts,
     compiled_in_place,
     compiled_parts,
+    current_compilation,
     fresh_dynamo_caches,
     unwrapped,
 )
@@ -152,8 +153,8 @@ class _SeenGraph:
 
     graph: Graph
     signature: str
-    taken: set[int] = field(default_factory=set)
-    """Places of runs that wait."""
+    taken: set[int]
+    """Places of runs that wait; graphs of one frame share them."""
 
 
 @dataclass(frozen=True)
@@ -189,6 +190,8 @@ class _Look:
     graphs_of: dict[nn.Module, set[int]] = field(default_factory=dict)
     """The graphs of each part that ran."""
     waiting: list[int] = field(default_factory=list)
+    taken: dict[int, set[int]] = field(default_factory=dict)
+    """Of each frame: the places of runs that wait."""
     live: dict[int, _Storage] = field(default_factory=dict)
     events: list[Outside] = field(default_factory=list)
     numbers: Iterator[int] = field(default_factory=itertools.count)
@@ -302,7 +305,8 @@ class _Look:
         known = [k for k, one in enumerate(self.graphs) if one.signature == signature]
         if not known:
             graph = Graph(None, copy_module(gm), inputs, self.options, None)
-            self.graphs.append(_SeenGraph(graph, signature))
+            taken = self.taken.setdefault(current_compilation()[0], set())
+            self.graphs.append(_SeenGraph(graph, signature, taken))
         index = known[0] if known else len(self.graphs) - 1
 
         def run(*args: Any) -> Any:

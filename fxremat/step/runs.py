@@ -114,6 +114,7 @@ class GraphInStep:
     looked_at: bool = True
     follow: bool = False
     leaves: Tensors = ()
+    given: frozenset[int] = frozenset()
     fixed_inputs: tuple[int, ...] = ()
     known: dict[Request, CompiledVersion] = field(default_factory=dict)
     count: int = 0
@@ -186,7 +187,7 @@ class GraphInStep:
         Where runs that wait leave it too few bytes, this step takes more than the budget, and from
         the next one on they leave more. Raises `InfeasibleBudget` with what all need together.
         """
-        request = self.request
+        request, missing = self.request, 0
         try:
             version = self.graph.compile(request)
         except InfeasibleBudget as refused:
@@ -209,6 +210,8 @@ class GraphInStep:
             return None
         self.count = 1
         promised = self.promised(version, request)
+        if missing:
+            promised = replace(promised, promise=replace(promised.promise, left_bytes=missing))
         own, late = promised.promise.peak_bytes, self.context.late_bytes
         self.saved_bytes, self.own_peak_bytes = report.saved_bytes, own
         return RunVersions((promised,), (0,), own, request.budget.held - late + own)
