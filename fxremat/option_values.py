@@ -21,7 +21,7 @@ COUNTS = ("reserved", "allocated")
 
 @dataclass(frozen=True)
 class Given:
-    """A value somebody gave to an option, and what is needed to judge it."""
+    """A value that was given to an option, and what is needed to check it."""
 
     option: str
     value: object

@@ -12,8 +12,16 @@ from fxremat.core.problem import Op, Problem, Value
 from fxremat.core.schedule import Move, Step
 from fxremat.core.timeline import Lifetime
 from fxremat.report.front import Front, Point
-from fxremat.report.report import Report, Row
+from fxremat.report.report import (
+    MemoryFigures,
+    Provenance,
+    Report,
+    Row,
+    StepMemory,
+    ValueTables,
+)
 from fxremat.report.source_location import Place
+from tests.step_reports import altered
 
 MIB = 2**20
 
@@ -29,7 +37,7 @@ def live_bytes(lifetimes: Iterable[Lifetime], steps: int) -> tuple[int, ...]:
 
 def report_of(
     lifetimes: Sequence[Lifetime],
-    making: Sequence[str],
+    computed: Sequence[str],
     forward_steps: int,
     places: dict[str, Place],
     *,
@@ -42,10 +50,10 @@ def report_of(
     graph: int = 0,
 ) -> Report:
     """A report of which only what the page shows is thought through."""
-    timeline = live_bytes(lifetimes, len(making))
+    timeline = live_bytes(lifetimes, len(computed))
     peak, plain_peak = max(timeline) + held_bytes, max(plain, default=0) + held_bytes
     sizes = {one.value: one.nbytes for one in lifetimes}
-    ops = tuple(Op(name, (), (name,), 1.0) for name in dict.fromkeys(making) if name in sizes)
+    ops = tuple(Op(name, (), (name,), 1.0) for name in dict.fromkeys(computed) if name in sizes)
     problem = Problem(
         "hand-made",
         tuple(Value(name, nbytes) for name, nbytes in sizes.items()),
@@ -59,30 +67,26 @@ def report_of(
     back = [s for s in plan_steps if isinstance(s, Move) and s.kind == "to device"]
     return Report(
         graph=graph,
-        nodes=len(making),
-        budget_bytes=budget_bytes,
-        resident_bytes=sum(sizes[name] for name in resident),
-        keep_all_peak_bytes=plain_peak or peak,
-        planned_peak_bytes=peak,
-        predicted_peak_bytes=peak,
-        minimum_peak_bytes=None,
-        held_bytes=held_bytes,
         time_overhead=0.0625,
-        saved=(),
-        recomputed=again,
-        at_peak=(),
-        timeline=timeline,
-        problem=problem,
+        memory=MemoryFigures(
+            budget_bytes,
+            resident_bytes=sum(sizes[name] for name in resident),
+            held_bytes=held_bytes,
+            keep_all_peak_bytes=plain_peak or peak,
+            planned_peak_bytes=peak,
+            predicted_peak_bytes=peak,
+        ),
+        values=ValueTables(
+            recomputed=again, moved=tuple(Row(s.value, sizes.get(s.value, 0), 1) for s in back)
+        ),
+        provenance=Provenance(nodes=len(computed), dry_runs=1),
         plan=Plan(tuple(plan_steps), "greedy", budget_bytes, peak, 1.0),
-        rehearsals=1,
-        moved=tuple(Row(s.value, sizes.get(s.value, 0), 1) for s in back),
-        lifetimes=tuple(lifetimes),
-        making=tuple(making),
-        forward_steps=forward_steps,
-        places=places,
-        keep_all_timeline=tuple(plain),
-        keep_all_forward_steps=len(plain) // 2,
-    )
+        problem=problem,
+        step=StepMemory(
+            timeline, tuple(lifetimes), tuple(computed), forward_steps, places, tuple(plain),
+            len(plain) // 2,
+        ),
+    )  # fmt: skip
 
 
 EVIL = "</script><img src=x onerror=alert(1)><!--"
@@ -195,7 +199,8 @@ def large_report(layers: int) -> Report:
 def with_plan(report: Report, steps: Sequence[Step]) -> Report:
     """The same with a plan, its budget a little above the peak."""
     budget = report.predicted_peak_bytes * 102 // 100
-    return replace(report, budget_bytes=budget, plan=replace(report.plan, steps=tuple(steps)))
+    planned = replace(report, plan=replace(report.plan, steps=tuple(steps)))
+    return altered(planned, budget_bytes=budget)
 
 
 def small_front() -> Front:

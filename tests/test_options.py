@@ -139,7 +139,7 @@ def test_the_cpu_reserves_nothing() -> None:
         parse_options({"count": "reserved"}, device_total_bytes=None, environment={})
     allocated = parse_options({"count": "allocated"}, device_total_bytes=None, environment={})
     assert allocated.count == "allocated"
-    with pytest.raises(InvalidOption, match="eager operators are not rehearsed"):
+    with pytest.raises(InvalidOption, match="no dry run counts what these reserve"):
         parse(count="reserved", executor="aot_eager")
 
 

@@ -13,9 +13,10 @@ from hypothesis import given
 
 import fxremat
 from fxremat import planner
+from fxremat.core.json_data import from_data, to_data
 from fxremat.core.problem import Op, Problem, Value
 from fxremat.report.front import Front, Point, front_of, together, undominated
-from fxremat.report.report import report_from_json, report_to_json
+from fxremat.report.report import Report
 from tests import strategies
 from tests.chains import phased_chain
 from tests.conftest import Golden
@@ -164,7 +165,7 @@ def test_pareto_of_an_explanation(explained: Any) -> None:
 
 
 def test_a_report_read_from_json_has_the_same_front(explained: Any) -> None:
-    again = report_from_json(json.loads(json.dumps(report_to_json(explained.graphs[0]))))
+    again = from_data(Report, json.loads(json.dumps(to_data(explained.graphs[0]))))
     assert again == explained.graphs[0]
     assert replace(explained, graphs=(again,)).pareto() == explained.pareto()
 

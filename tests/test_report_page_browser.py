@@ -8,17 +8,17 @@ from __future__ import annotations
 import os
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
-from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
 import pytest
 
 from fxremat.report.front import Front
-from fxremat.report.page.writing import page_of
+from fxremat.report.page import page_of
 from fxremat.report.report import Report
 from tests.browser import Tab, opened
 from tests.pages import EVIL, MIB, large_report, small_front, small_report
+from tests.step_reports import altered
 
 pytestmark = pytest.mark.browser
 
@@ -80,7 +80,7 @@ def test_hovering_tells_about_a_storage(page: Open) -> None:
     with page(small_report()) as tab:
         tab.point(*place_of(tab, 5, "gelu_recompute"))
         tip = text_of(tab, "#tip")
-        for said in ("gelu_recompute", "computed again", "Copy of", "layers.0", "model.py:8",
+        for said in ("gelu_recompute", "recomputed", "Copy of", "layers.0", "model.py:8",
                      "1.00 MiB (1,048,576)", "steps 5 to 6 (2 of 8)", "1 time",
                      "Step 5, gelu: 9.00 MiB live"):  # fmt: skip
             assert said in tip
@@ -90,7 +90,7 @@ def test_hovering_tells_about_a_storage(page: Open) -> None:
 
 def test_a_budget_far_above_is_told_in_words(page: Open) -> None:
     """The picture would be flat if it reached there."""
-    with page(replace(small_report(), budget_bytes=100 * MIB)) as tab:
+    with page(altered(small_report(), budget_bytes=100 * MIB)) as tab:
         assert "budget, 100.00 MiB: above" in text_of(tab, "#legend")
         assert view_of(tab)["high"] < 20 * MIB
 
@@ -243,6 +243,6 @@ def test_a_step_without_graphs(page: Open) -> None:
 
 
 def test_a_report_without_lifetimes(page: Open) -> None:
-    bare = replace(small_report(), lifetimes=(), making=(), places={}, held_bytes=0)
+    bare = altered(small_report(), lifetimes=(), computed=(), places={}, held_bytes=0)
     with page(bare) as tab:
         assert "All 0 storages" in text_of(tab, "#table-title")

@@ -6,7 +6,6 @@ import copy
 import pickle
 import pickletools
 from collections.abc import Callable
-from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
@@ -17,7 +16,7 @@ from fxremat.core.timeline import Lifetime
 from fxremat.report.report import Report
 from fxremat.report.snapshot import memory_snapshot
 from fxremat.report.source_location import Place
-from tests.step_reports import moving, planned, rehearsed
+from tests.step_reports import altered, moving, planned, rehearsed
 
 READ_BY_THE_VIEWER = {
     "PROTO", "FRAME", "STOP", "MARK", "MEMOIZE", "BINGET", "LONG_BINGET", "BINPUT", "LONG_BINPUT",
@@ -123,8 +122,8 @@ def test_frames_and_categories() -> None:
         Lifetime("gradient", 8, 3, 4),
     )  # fmt: skip
     places = {"saved": Place("layers.1", "net.py", 12)}
-    report = replace(
-        planned(), lifetimes=lifetimes, timeline=(28, 26, 24, 16), forward_steps=2, places=places
+    report = altered(
+        planned(), lifetimes=lifetimes, live_bytes=(28, 26, 24, 16), forward_steps=2, places=places
     )
     snapshot = memory_snapshot([report])
     made = [e for e in snapshot["device_traces"][0] if e["action"] == "alloc"]
@@ -150,5 +149,5 @@ def test_graphs_are_devices() -> None:
 
 
 def test_a_step_without_storages() -> None:
-    snapshot = memory_snapshot([replace(planned(), lifetimes=(), timeline=())])
+    snapshot = memory_snapshot([altered(planned(), lifetimes=(), live_bytes=())])
     assert snapshot["device_traces"] == [[]]

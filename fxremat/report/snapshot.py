@@ -14,14 +14,12 @@ from __future__ import annotations
 import pickle
 from collections.abc import Iterator, Sequence
 from pathlib import Path
-from typing import TYPE_CHECKING, Any
+from typing import Any
 
 from fxremat.core.addresses import Buffer
 from fxremat.core.timeline import Lifetime
 from fxremat.planner.addresses import place
-
-if TYPE_CHECKING:
-    from fxremat.report.report import Report
+from fxremat.report.report import Report
 
 Entry = dict[str, Any]
 BASE_ADDRESS = 0x7F00_0000_0000
@@ -108,7 +106,7 @@ class _Device:
 
     def _at(self, one: Lifetime) -> list[Entry]:
         """What the storage holds first, and where that comes from, as frames of a stack."""
-        place = self.report.places.get(one.value)
+        place = self.report.step.places.get(one.value)
         what = f"scratch memory of {one.value}" if one.workspace else one.value
         if place is None:
             return [{"name": what, "filename": "", "line": 0}]
@@ -119,7 +117,7 @@ class _Device:
 
     def _category(self, one: Lifetime) -> str:
         """Which colour it has."""
-        middle = self.report.forward_steps
+        middle = self.report.step.forward_steps
         if one.workspace:
             return "scratch memory"
         if one.start == 0 and one.stop == self.steps:

@@ -14,10 +14,10 @@ _FRAME = re.compile(r'File "(?P<file>[^"]+)", line (?P<line>\d+)')
 
 @dataclass(frozen=True)
 class Place:
-    """The innermost module and the line that a node comes from; "" and 0 where not known.
+    """The innermost module and the line that a node comes from; "" and 0 where they are not known.
 
-    ``value`` is the value of the problem that the node holds, and ``copy`` says why it holds it
-    once more: "again" where it is computed again, "moved" where it comes back from the host.
+    ``value`` is the value of the problem that the node holds. ``copy`` says why it is another copy
+    of that value: "again" where it is recomputed, "moved" where it comes back from the host.
     """
 
     module: str = ""
