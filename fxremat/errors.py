@@ -1,19 +1,27 @@
 """Every failure a user can meet: a class each, whose message says what happened and what to do.
 
-Each class keeps its arguments as attributes, and as ``args``, so that instances can be copied and
+A class is a record of its arguments, which are its ``args``, too: so instances can be copied and
 pickled. A malformed problem or plan file is `fxremat.core.problem.InvalidProblem`.
 """
 
 from __future__ import annotations
 
 from collections.abc import Iterable
+from dataclasses import dataclass, fields
 from difflib import get_close_matches
 from typing import Literal
 
 from fxremat.sizes import format_bytes, round_up_bytes
 
 
-class FxrematError(Exception):
+class _Record:
+    """Base of errors and warnings that are dataclasses: ``args`` are their fields."""
+
+    def __post_init__(self) -> None:
+        self.args = tuple(getattr(self, each.name) for each in fields(self))  # type: ignore[arg-type]
+
+
+class FxrematError(_Record, Exception):
     """Base of all errors that fxremat raises on purpose."""
 
 
@@ -48,6 +56,7 @@ def output_advice(what: str, nbytes: int) -> str:
     )
 
 
+@dataclass(eq=False, repr=False)
 class InfeasibleBudget(FxrematError):
     """No schedule was found that stays within the budget.
 
@@ -58,20 +67,11 @@ class InfeasibleBudget(FxrematError):
     its gradient: what it is, and the bytes of both.
     """
 
-    def __init__(
-        self,
-        budget_bytes: int,
-        minimum_bytes: int | None,
-        contributors: tuple[tuple[str, int], ...] = (),
-        fragmentation_bytes: int = 0,
-        returned: tuple[str, int] | None = None,
-    ) -> None:
-        super().__init__(budget_bytes, minimum_bytes, contributors, fragmentation_bytes, returned)
-        self.budget_bytes = budget_bytes
-        self.minimum_bytes = minimum_bytes
-        self.contributors = contributors
-        self.fragmentation_bytes = fragmentation_bytes
-        self.returned = returned
+    budget_bytes: int
+    minimum_bytes: int | None
+    contributors: tuple[tuple[str, int], ...] = ()
+    fragmentation_bytes: int = 0
+    returned: tuple[str, int] | None = None
 
     def __str__(self) -> str:
         return "\n".join([self._what(), *self._largest(), self._advice(), *self._output_advice()])
@@ -103,6 +103,7 @@ class InfeasibleBudget(FxrematError):
         return [] if self.returned is None else [output_advice(*self.returned)]
 
 
+@dataclass(eq=False, repr=False)
 class InvalidOption(FxrematError, ValueError):
     """An option has a value that it cannot have.
 
@@ -110,20 +111,11 @@ class InvalidOption(FxrematError, ValueError):
     there are few; ``variable`` is the environment variable that the value came from.
     """
 
-    def __init__(
-        self,
-        option: str,
-        value: object,
-        expected: str,
-        choices: tuple[str, ...] = (),
-        variable: str | None = None,
-    ) -> None:
-        super().__init__(option, value, expected, choices, variable)
-        self.option = option
-        self.value = value
-        self.expected = expected
-        self.choices = choices
-        self.variable = variable
+    option: str
+    value: object
+    expected: str
+    choices: tuple[str, ...] = ()
+    variable: str | None = None
 
     def __str__(self) -> str:
         origin = f" (from {self.variable})" if self.variable else ""
@@ -145,26 +137,24 @@ class UnknownOption(InvalidOption):
         return f"there is no option {self.option!r}{hint} (options: {', '.join(self.choices)})"
 
 
+@dataclass(eq=False, repr=False)
 class SolverRefused(FxrematError):
     """The requested solver cannot plan this graph; ``reason`` says why, and which one can."""
 
-    def __init__(self, solver: str, reason: str) -> None:
-        super().__init__(solver, reason)
-        self.solver = solver
-        self.reason = reason
+    solver: str
+    reason: str
 
     def __str__(self) -> str:
         return f"solver {self.solver!r} cannot plan this graph: {self.reason}"
 
 
+@dataclass(eq=False, repr=False)
 class HostMemoryExceeded(FxrematError):
     """A copy to host memory would exceed the limit for such copies."""
 
-    def __init__(self, wanted_bytes: int, held_bytes: int, cap_bytes: int) -> None:
-        super().__init__(wanted_bytes, held_bytes, cap_bytes)
-        self.wanted_bytes = wanted_bytes
-        self.held_bytes = held_bytes
-        self.cap_bytes = cap_bytes
+    wanted_bytes: int
+    held_bytes: int
+    cap_bytes: int
 
     def __str__(self) -> str:
         least = round_up_bytes(self.held_bytes + self.wanted_bytes)
@@ -176,7 +166,8 @@ class HostMemoryExceeded(FxrematError):
         )
 
 
-class PromiseBroken(UserWarning):
+@dataclass(eq=False, repr=False)
+class PromiseBroken(_Record, UserWarning):
     """More forwards are in flight than were planned for, so the budget will be exceeded.
 
     A forward is in flight until its backward has run. There are ``in_flight`` of them, the last one
@@ -186,26 +177,13 @@ class PromiseBroken(UserWarning):
     ``left_bytes`` more to it, unless that is None.
     """
 
-    def __init__(
-        self,
-        graph: str,
-        in_flight: int,
-        held_bytes: int,
-        expected_bytes: int,
-        budget_bytes: int,
-        planned_for: int | None = None,
-        left_bytes: int | None = None,
-    ) -> None:
-        super().__init__(
-            graph, in_flight, held_bytes, expected_bytes, budget_bytes, planned_for, left_bytes
-        )
-        self.graph = graph
-        self.in_flight = in_flight
-        self.held_bytes = held_bytes
-        self.expected_bytes = expected_bytes
-        self.budget_bytes = budget_bytes
-        self.planned_for = planned_for
-        self.left_bytes = left_bytes
+    graph: str
+    in_flight: int
+    held_bytes: int
+    expected_bytes: int
+    budget_bytes: int
+    planned_for: int | None = None
+    left_bytes: int | None = None
 
     def __str__(self) -> str:
         why = f"more than {self.graph} was planned for"
@@ -239,27 +217,19 @@ class PromiseBroken(UserWarning):
         )
 
 
-class BudgetExceeded(UserWarning):
+@dataclass(eq=False, repr=False)
+class BudgetExceeded(_Record, UserWarning):
     """A step took more memory than the budget, because of memory that no plan knows of.
 
     The step took ``taken_bytes`` at its peak, and the budget is ``budget_bytes``. About
     ``outside_bytes`` of them lie outside of ``graph``; ``counted_bytes`` had been set aside there.
     """
 
-    def __init__(
-        self,
-        graph: str,
-        taken_bytes: int,
-        budget_bytes: int,
-        outside_bytes: int,
-        counted_bytes: int,
-    ) -> None:
-        super().__init__(graph, taken_bytes, budget_bytes, outside_bytes, counted_bytes)
-        self.graph = graph
-        self.taken_bytes = taken_bytes
-        self.budget_bytes = budget_bytes
-        self.outside_bytes = outside_bytes
-        self.counted_bytes = counted_bytes
+    graph: str
+    taken_bytes: int
+    budget_bytes: int
+    outside_bytes: int
+    counted_bytes: int
 
     def __str__(self) -> str:
         over = self.taken_bytes - self.budget_bytes
@@ -274,13 +244,12 @@ class BudgetExceeded(UserWarning):
         )
 
 
+@dataclass(eq=False, repr=False)
 class VerificationFailed(FxrematError):
     """A check found a mistake in what fxremat made: a bug, caught before it does harm."""
 
-    def __init__(self, check: str, detail: str) -> None:
-        super().__init__(check, detail)
-        self.check = check
-        self.detail = detail
+    check: str
+    detail: str
 
     def __str__(self) -> str:
         return (
@@ -291,6 +260,7 @@ class VerificationFailed(FxrematError):
         )
 
 
+@dataclass(eq=False, repr=False)
 class GraphsDiffer(FxrematError):
     """Ranks that run a graph together compile different graphs, or have different plans.
 
@@ -298,18 +268,10 @@ class GraphsDiffer(FxrematError):
     describes the graph or plan of each rank.
     """
 
-    def __init__(
-        self,
-        first: int,
-        others: tuple[int, ...],
-        about: dict[int, str],
-        what: Literal["graph", "plan"] = "graph",
-    ) -> None:
-        super().__init__(first, others, about, what)
-        self.first = first
-        self.others = others
-        self.about = about
-        self.what = what
+    first: int
+    others: tuple[int, ...]
+    about: dict[int, str]
+    what: Literal["graph", "plan"] = "graph"
 
     def __str__(self) -> str:
         names, several = ", ".join(map(str, self.others)), len(self.others) > 1
@@ -332,6 +294,7 @@ class GraphsDiffer(FxrematError):
         )
 
 
+@dataclass(eq=False, repr=False)
 class RankMissing(FxrematError):
     """Something that another rank of the job had to send did not arrive within ``seconds``.
 
@@ -339,14 +302,10 @@ class RankMissing(FxrematError):
     nothing was heard of that rank.
     """
 
-    def __init__(
-        self, what: str, seconds: float, rank: int | None = None, why: str | None = None
-    ) -> None:
-        super().__init__(what, seconds, rank, why)
-        self.what = what
-        self.seconds = seconds
-        self.rank = rank
-        self.why = why
+    what: str
+    seconds: float
+    rank: int | None = None
+    why: str | None = None
 
     def __str__(self) -> str:
         whose = "another rank" if self.rank is None else f"rank {self.rank}"
@@ -362,26 +321,24 @@ class RankMissing(FxrematError):
         return "see the logs of the other ranks; one of them may have failed, or waits elsewhere."
 
 
+@dataclass(eq=False, repr=False)
 class NotTraceable(FxrematError):
     """A training step could not be made into one graph of forward and backward."""
 
-    def __init__(self, name: str, why: str) -> None:
-        super().__init__(name, why)
-        self.name = name
-        self.why = why
+    name: str
+    why: str
 
     def __str__(self) -> str:
         return f"{self.name}: {self.why}"
 
 
+@dataclass(eq=False, repr=False)
 class UnknownDevice(FxrematError, ValueError):
     """There is no card of this name; ``known`` are all names, ``near`` is the most similar."""
 
-    def __init__(self, name: str, known: tuple[str, ...], near: str | None = None) -> None:
-        super().__init__(name, known, near)
-        self.name = name
-        self.known = known
-        self.near = near
+    name: str
+    known: tuple[str, ...]
+    near: str | None = None
 
     def __str__(self) -> str:
         hint = f"; did you mean {self.near!r}?" if self.near else ""
@@ -398,13 +355,12 @@ class NeedsTriton(FxrematError, ImportError):
         )
 
 
+@dataclass(eq=False, repr=False)
 class CannotVary(FxrematError, ValueError):
     """A size of the inputs was asked to vary and cannot; ``why`` says the reason."""
 
-    def __init__(self, what: str, why: str) -> None:
-        super().__init__(what, why)
-        self.what = what
-        self.why = why
+    what: str
+    why: str
 
     def __str__(self) -> str:
         return (

@@ -2,9 +2,8 @@
 
 from __future__ import annotations
 
-import random
+from collections import Counter
 from collections.abc import Iterable, Sequence
-from dataclasses import replace
 from itertools import accumulate
 
 from fxremat.core.plan import Plan
@@ -21,7 +20,6 @@ from fxremat.report.report import (
     ValueTables,
 )
 from fxremat.report.source_location import Place
-from tests.step_reports import altered
 
 MIB = 2**20
 
@@ -49,21 +47,18 @@ def report_of(
     budget_bytes: int | None = None,
     graph: int = 0,
 ) -> Report:
-    """A report of which only what the page shows is thought through."""
+    """A report whose figures fit together as far as the page shows them.
+
+    Without ``budget_bytes`` the budget is a little above the peak.
+    """
     timeline = live_bytes(lifetimes, len(computed))
     peak, plain_peak = max(timeline) + held_bytes, max(plain, default=0) + held_bytes
+    budget_bytes = budget_bytes or peak * 102 // 100
     sizes = {one.value: one.nbytes for one in lifetimes}
     ops = tuple(Op(name, (), (name,), 1.0) for name in dict.fromkeys(computed) if name in sizes)
-    problem = Problem(
-        "hand-made",
-        tuple(Value(name, nbytes) for name, nbytes in sizes.items()),
-        ops,
-        tuple(resident),
-        tuple(resident),
-        tuple(results),
-    )
-    counts = [(op.name, list(plan_steps).count(op.name) - 1) for op in ops] if plan_steps else []
-    again = tuple(Row(name, sizes.get(name, 0), n) for name, n in counts if n > 0)
+    values = tuple(Value(name, nbytes) for name, nbytes in sizes.items())
+    given = tuple(resident)
+    runs = Counter(step for step in plan_steps if isinstance(step, str))
     back = [s for s in plan_steps if isinstance(s, Move) and s.kind == "to device"]
     return Report(
         graph=graph,
@@ -72,16 +67,17 @@ def report_of(
             budget_bytes,
             resident_bytes=sum(sizes[name] for name in resident),
             held_bytes=held_bytes,
-            keep_all_peak_bytes=plain_peak or peak,
+            keep_all_peak_bytes=plain_peak,
             planned_peak_bytes=peak,
             predicted_peak_bytes=peak,
         ),
         values=ValueTables(
-            recomputed=again, moved=tuple(Row(s.value, sizes.get(s.value, 0), 1) for s in back)
+            recomputed=tuple(Row(name, sizes[name], n - 1) for name, n in runs.items() if n > 1),
+            moved=tuple(Row(s.value, sizes.get(s.value, 0), 1) for s in back),
         ),
         provenance=Provenance(nodes=len(computed), dry_runs=1),
         plan=Plan(tuple(plan_steps), "greedy", budget_bytes, peak, 1.0),
-        problem=problem,
+        problem=Problem("hand-made", values, ops, given, given, tuple(results)),
         step=StepMemory(
             timeline, tuple(lifetimes), tuple(computed), forward_steps, places, tuple(plain),
             len(plain) // 2,
@@ -134,73 +130,38 @@ def small_report(graph: int = 0) -> Report:
 
 
 def large_report(layers: int) -> Report:
-    """A deep net, 40 storages a layer: all is saved but what every other layer computes again."""
-    rng = random.Random(7)
-    parameters, making, lifetimes = list[str](), list[str](), list[Lifetime]()
-    places, plan = dict[str, Place](), list[Step]()
-
-    def place(name: str, layer: int, line: int, value: str = "", copy: str = "") -> str:
-        module = f"layers.{layer}.{('attention', 'mlp')[line % 2]}"
-        places[name] = Place(module, "deep_model.py", line, value or name, copy)
-        return name
-
-    born: dict[str, int] = {}
-    for layer in range(layers):
-        for k in range(10):
-            name = place(f"act_{layer}_{k}", layer, 20 + k)
-            born[name] = len(making)
-            making.append(name)
-            plan.append(name)
-    forward = len(making)
-    making.append("tangents")
-    small = {name: rng.choice((1, 2, 4, 16)) * MIB // 4 for name in born}
-    grads: list[tuple[str, int, int]] = []
-    for layer in reversed(range(layers)):
-        ours, again = [f"act_{layer}_{k}" for k in range(10)], layer % 2 == 0
-        since = len(making)
-        for k, name in enumerate(ours):
-            if not again or k < 3:
-                continue
-            copy = place(f"{name}_recompute", layer, 20 + k, name, "again")
-            lifetimes.append(Lifetime(copy, small[name], len(making), since + 7 + 10 - k))
-            making.append(copy)
-            plan.append(name)
-        for k in range(10):
-            grad = place(f"mm_{layer}_{k}", layer, 40 + k)
-            here = len(making)
-            lifetimes.append(Lifetime(grad, small[ours[9 - k]], here, here + 2))
-            lifetimes.append(Lifetime(grad, MIB // 8, here, here + 1, workspace=True))
-            making.append(grad)
-            plan.append(grad)
-        for k in range(6):
-            grads.append(
-                (place(f"grad_{layer}_{k}", layer, 60 + k), MIB * (1 + k), len(making) - 6)
-            )
-        for k, name in enumerate(ours):
-            stop = len(making) - k if not again or k < 3 else born[name] + 3
-            lifetimes.append(Lifetime(name, small[name], born[name], stop))
-    making += ["", ""]
-    end = len(making)
-    for layer in range(layers):
-        for k in range(6):
-            parameters.append(place(f"weight_{layer}_{k}", layer, 60 + k))
-            lifetimes.append(Lifetime(parameters[-1], MIB * (1 + k), 0, end))
-    lifetimes += [Lifetime(name, nbytes, start, end) for name, nbytes, start in grads]
-    kept = sum(small.values())
-    weights = sum(one.nbytes for one in lifetimes if one.value in set(parameters))
+    """A deep net, 43 storages a layer; every other layer computes most activations again."""
     half = 10 * layers
-    plain = [weights + kept * k // half for k in range(half)]
-    plain += [weights + kept + (weights - kept) * k // half for k in range(half)]
-    found = report_of(lifetimes, making, forward, places, plain=plain, resident=parameters,
-                      held_bytes=500 * MIB)  # fmt: skip
-    return with_plan(found, plan)
-
-
-def with_plan(report: Report, steps: Sequence[Step]) -> Report:
-    """The same with a plan, its budget a little above the peak."""
-    budget = report.predicted_peak_bytes * 102 // 100
-    planned = replace(report, plan=replace(report.plan, steps=tuple(steps)))
-    return altered(planned, budget_bytes=budget)
+    end = 2 * half + 1
+    lifetimes, places = list[Lifetime](), dict[str, Place]()
+    acts, again = [f"act_{k}" for k in range(half)], list[str]()
+    for k, name in enumerate(acts):
+        nbytes, backward = MIB // 4 << k % 4, end - 1 - k
+        module, line = f"layers.{k // 10}.{('attention', 'mlp')[k % 2]}", 20 + k % 10
+        places[name] = Place(module, "deep_model.py", line, name)
+        if k // 10 % 2 and k % 10 > 2:
+            again.append(name)
+            copy = f"{name}_recompute"
+            places[copy] = Place(module, "deep_model.py", line, name, "again")
+            lifetimes.append(Lifetime(name, nbytes, k, k + 3))
+            lifetimes.append(Lifetime(copy, nbytes, max(backward - 2, half + 1), backward + 1))
+        else:
+            lifetimes.append(Lifetime(name, nbytes, k, backward + 1))
+        lifetimes.append(Lifetime(f"grad_{k}", nbytes, backward, min(backward + 2, end)))
+        lifetimes.append(Lifetime(f"grad_{k}", MIB // 8, backward, backward + 1, workspace=True))
+        lifetimes.append(Lifetime(f"weight_{k}", MIB * (1 + k % 6), 0, end))
+    grads = [f"grad_{k}" for k in reversed(range(half))]
+    rising = [MIB * k for k in range(half)]
+    return report_of(
+        lifetimes,
+        [*acts, "tangents", *grads],
+        half,
+        places,
+        plain=[*rising, *reversed(rising)],
+        resident=[f"weight_{k}" for k in range(half)],
+        plan_steps=[*acts, *again, *grads],
+        held_bytes=500 * MIB,
+    )
 
 
 def small_front() -> Front:

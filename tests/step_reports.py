@@ -2,8 +2,10 @@
 
 from __future__ import annotations
 
+from collections import defaultdict
 from dataclasses import fields, replace
 from functools import cache
+from itertools import pairwise
 from typing import Any
 
 import fxremat
@@ -68,3 +70,67 @@ def altered(report: Report, **figures: Any) -> Report:
         memory=replace(report.memory, **{name: figures[name] for name in of_memory}),
         step=replace(report.step, **{name: figures[name] for name in of_step}),
     )
+
+
+def replayed(events: list[dict[str, Any]]) -> tuple[list[int], dict[int, int]]:
+    """Replay the events of a snapshot: bytes after each step, and what is allocated at the end.
+
+    Fails where two blocks overlap.
+    """
+    live: dict[int, int] = {}
+    waiting: set[int] = set()
+    after: dict[int, int] = {}
+    segment = range(0)
+    for event in events:
+        address, size = event["addr"], event["size"]
+        if event["action"] == "segment_alloc":
+            segment = range(address, address + size)
+        elif event["action"] == "alloc":
+            assert size > 0
+            assert address in segment
+            assert address + size <= segment.stop
+            for other, bytes_of_other in live.items():
+                assert address + size <= other or other + bytes_of_other <= address
+            live[address] = size
+        elif event["action"] == "free_requested":
+            assert live[address] == size
+            waiting.add(address)
+        else:
+            assert event["action"] == "free_completed"
+            waiting.remove(address)
+            assert live.pop(address) == size
+        assert event["time_us"] >= max(after, default=0)
+        after[event["time_us"]] = sum(live.values())
+    assert not waiting
+    steps = range(max(after) + 1)
+    course: list[int] = []
+    for step in steps:
+        course.append(after.get(step, course[-1] if course else 0))
+    return course, live
+
+
+def storage_bytes(report: Report) -> list[int]:
+    """The bytes of all storages at each step."""
+    steps = range(len(report.timeline))
+    return [sum(x.nbytes for x in report.lifetimes if x.start <= s < x.stop) for s in steps]
+
+
+def check_trace_format(events: list[dict[str, Any]]) -> None:
+    """Fail where the events of a Chrome trace break a rule of the format."""
+    threads: defaultdict[tuple[int, int], list[dict[str, Any]]] = defaultdict(list)
+    for event in events:
+        assert event["ph"] in {"M", "X", "C"}
+        assert {"name", "pid", "tid", "ts", "args"} <= set(event)
+        assert event["ts"] >= 0
+        if event["ph"] == "X":
+            assert event["dur"] >= 0
+            threads[event["pid"], event["tid"]].append(event)
+        if event["ph"] == "C":
+            assert all(isinstance(value, int) for value in event["args"].values())
+    times = [event["ts"] for event in events if event["ph"] != "M"]
+    assert times == sorted(times)
+    assert set(threads) <= {(e["pid"], e["tid"]) for e in events if e["name"] == "thread_name"}
+    for each in threads.values():
+        for first, second in pairwise(each):
+            end = round(1e3 * first["ts"]) + round(1e3 * first["dur"])
+            assert end <= round(1e3 * second["ts"])  # in nanoseconds

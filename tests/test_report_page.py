@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import json
 import re
-from collections.abc import Sequence
 from dataclasses import replace
 from pathlib import Path
 from typing import Any
@@ -13,8 +12,6 @@ import pytest
 import torch
 
 import fxremat
-from fxremat.cli import main
-from fxremat.core.json_data import to_data
 from fxremat.report.front import front_from_json
 from fxremat.report.page import page_of, title_of
 from fxremat.report.page.data import KINDS, OUTSIDE, page_data
@@ -157,54 +154,7 @@ def test_graphs_and_front() -> None:
     assert embedded(page_of([]))["front"] is None
 
 
-# --- who writes it ---------------------------------------------------------------------------
-
-
-def written(path: Path, report: Report) -> str:
-    path.write_text(json.dumps(to_data(report)))
-    return str(path)
-
-
-def test_timeline_writes_it(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
-    reports = [written(tmp_path / f"{n}.json", small_report(n)) for n in (0, 1)]
-    front, out = tmp_path / "front.json", tmp_path / "step.html"
-    front.write_text(json.dumps(small_front().to_json()))
-    assert main(["timeline", *reports, "--front", str(front), "--page", str(out)]) == 0
-    assert out.read_text() == page_of([small_report(0), small_report(1)], small_front())
-    assert "-> 10.50 MiB" in capsys.readouterr().out
-
-
-@pytest.mark.parametrize(
-    ("content", "says"),
-    [
-        ("{", "not JSON"),
-        ("{}", "no report of this version of fxremat"),
-        ("[1]", "no report of this version of fxremat"),
-        (None, "No such file"),
-    ],
-)
-def test_timeline_refuses_in_one_line(
-    tmp_path: Path, capsys: pytest.CaptureFixture[str], content: str | None, says: str
-) -> None:
-    path = tmp_path / "graph_0.report.json"
-    if content is not None:
-        path.write_text(content)
-    assert main(["timeline", str(path), "--page", str(tmp_path / "step.html")]) == 2
-    error = capsys.readouterr().err
-    assert says in error
-    assert error.count("\n") == 1
-    assert not (tmp_path / "step.html").exists()
-
-
-@pytest.mark.parametrize("content", ['{"format": "other"}', "{}", "[]"])
-def test_timeline_refuses_what_is_no_front(
-    tmp_path: Path, capsys: pytest.CaptureFixture[str], content: str
-) -> None:
-    report, front = written(tmp_path / "r.json", small_report()), tmp_path / "front.json"
-    front.write_text(content)
-    out = str(tmp_path / "step.html")
-    assert main(["timeline", report, "--front", str(front), "--page", out]) == 2
-    assert "no front; pareto --out writes one" in capsys.readouterr().err
+# --- of an explanation ---------------------------------------------------------------------
 
 
 @pytest.fixture(scope="module")
@@ -216,16 +166,13 @@ def rehearsed() -> Any:
     return fxremat.explain(model, x, memory_budget=least)
 
 
-def shown_graphs(graphs: Sequence[Report], page: Path) -> list[Any]:
-    found = embedded(page.read_text(encoding="utf-8"))["graphs"]
-    assert [graph["graph"] for graph in found] == [report.graph for report in graphs]
-    return list(found)
-
-
 def test_the_page_of_an_explanation(rehearsed: Any, tmp_path: Path) -> None:
     page = tmp_path / "step.html"
-    rehearsed.save_page(page)
-    for graph, report in zip(shown_graphs(rehearsed.graphs, page), rehearsed.graphs, strict=True):
+    rehearsed.save_page(page, rehearsed.pareto())
+    data = embedded(page.read_text(encoding="utf-8"))
+    assert front_from_json(data["front"]) == rehearsed.pareto()
+    for graph, report in zip(data["graphs"], rehearsed.graphs, strict=True):
+        assert graph["graph"] == report.graph
         assert sums(graph) == graph["timeline"]
         assert max(graph["timeline"]) == report.predicted_peak_bytes
         assert 0 < graph["forward_steps"] < len(graph["timeline"])
@@ -240,10 +187,3 @@ def test_copies_are_known_as_copies(rehearsed: Any) -> None:
         assert again <= set(report.problem.bytes_of) | {op.name for op in report.problem.ops}
         assert bool(report.recomputed) == bool(again)
     assert any(report.recomputed for report in rehearsed.graphs)
-
-
-def test_the_page_of_an_explanation_with_its_front(rehearsed: Any, tmp_path: Path) -> None:
-    page = tmp_path / "step.html"
-    rehearsed.save_page(page, rehearsed.pareto())
-    data = embedded(page.read_text(encoding="utf-8"))
-    assert front_from_json(data["front"]) == rehearsed.pareto()
