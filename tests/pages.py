@@ -19,7 +19,7 @@ from fxremat.report.report import (
     StepMemory,
     ValueTables,
 )
-from fxremat.report.source_location import Place
+from fxremat.report.source_location import SourceLocation
 
 MIB = 2**20
 
@@ -37,7 +37,7 @@ def report_of(
     lifetimes: Sequence[Lifetime],
     computed: Sequence[str],
     forward_steps: int,
-    places: dict[str, Place],
+    locations: dict[str, SourceLocation],
     *,
     plain: Sequence[int] = (),
     resident: Sequence[str] = (),
@@ -79,7 +79,7 @@ def report_of(
         plan=Plan(tuple(plan_steps), "greedy", budget_bytes, peak, 1.0),
         problem=Problem("hand-made", values, ops, given, given, tuple(results)),
         step=StepMemory(
-            timeline, tuple(lifetimes), tuple(computed), forward_steps, places, tuple(plain),
+            timeline, tuple(lifetimes), tuple(computed), forward_steps, locations, tuple(plain),
             len(plain) // 2,
         ),
     )  # fmt: skip
@@ -104,21 +104,23 @@ def small_report(graph: int = 0) -> Report:
         Lifetime("mm_3", 11 * MIB // 2, 7, 8),
     ]
     making = ["mm", "gelu", "", "mm_1", "tangents", "gelu", "mm_2", "mm_3"]
-    places = {
-        "primals_1": Place("", "", 0, "primals_1"),
-        "mm": Place("layers.0.up", "model.py", 7, "mm"),
-        "gelu": Place("layers.0", "model.py", 8, "gelu"),
-        "view_moved_on": Place(EVIL, "model.py", 9, "view_moved_on"),
-        "gelu_recompute": Place("layers.0", "model.py", 8, "gelu", "again"),
-        "to_device_view_moved_on_moved": Place(EVIL, "model.py", 9, "view_moved_on", "moved"),
-        "mm_2": Place("layers.0.up", "model.py", 7, "mm_2"),
-        "mm_3": Place("layers.0.up", "model.py", 7, "mm_3"),
+    locations = {
+        "primals_1": SourceLocation("", "", 0, "primals_1"),
+        "mm": SourceLocation("layers.0.up", "model.py", 7, "mm"),
+        "gelu": SourceLocation("layers.0", "model.py", 8, "gelu"),
+        "view_moved_on": SourceLocation(EVIL, "model.py", 9, "view_moved_on"),
+        "gelu_recompute": SourceLocation("layers.0", "model.py", 8, "gelu", "again"),
+        "to_device_view_moved_on_moved": SourceLocation(
+            EVIL, "model.py", 9, "view_moved_on", "moved"
+        ),
+        "mm_2": SourceLocation("layers.0.up", "model.py", 7, "mm_2"),
+        "mm_3": SourceLocation("layers.0.up", "model.py", 7, "mm_3"),
     }
     return report_of(
         lifetimes,
         making,
         4,
-        places,
+        locations,
         plain=[6 * MIB, 8 * MIB, 10 * MIB, 12 * MIB, 9 * MIB, 8 * MIB],
         resident=["primals_1"],
         results=["mm_1"],
@@ -133,16 +135,16 @@ def large_report(layers: int) -> Report:
     """A deep net, 43 storages a layer; every other layer computes most activations again."""
     half = 10 * layers
     end = 2 * half + 1
-    lifetimes, places = list[Lifetime](), dict[str, Place]()
+    lifetimes, locations = list[Lifetime](), dict[str, SourceLocation]()
     acts, again = [f"act_{k}" for k in range(half)], list[str]()
     for k, name in enumerate(acts):
         nbytes, backward = MIB // 4 << k % 4, end - 1 - k
         module, line = f"layers.{k // 10}.{('attention', 'mlp')[k % 2]}", 20 + k % 10
-        places[name] = Place(module, "deep_model.py", line, name)
+        locations[name] = SourceLocation(module, "deep_model.py", line, name)
         if k // 10 % 2 and k % 10 > 2:
             again.append(name)
             copy = f"{name}_recompute"
-            places[copy] = Place(module, "deep_model.py", line, name, "again")
+            locations[copy] = SourceLocation(module, "deep_model.py", line, name, "again")
             lifetimes.append(Lifetime(name, nbytes, k, k + 3))
             lifetimes.append(Lifetime(copy, nbytes, max(backward - 2, half + 1), backward + 1))
         else:
@@ -156,7 +158,7 @@ def large_report(layers: int) -> Report:
         lifetimes,
         [*acts, "tangents", *grads],
         half,
-        places,
+        locations,
         plain=[*rising, *reversed(rising)],
         resident=[f"weight_{k}" for k in range(half)],
         plan_steps=[*acts, *again, *grads],

@@ -13,7 +13,7 @@ from fxremat.core.problem import Problem
 from fxremat.core.timeline import lifetimes_of, replay
 from fxremat.planner import SolverOptions, solve
 from fxremat.report.report import MemoryFigures, Report, StepMemory
-from fxremat.report.source_location import Place
+from fxremat.report.source_location import SourceLocation
 from tests.chains import chain_with_copies
 from tests.small import Stack, seeded
 
@@ -56,7 +56,7 @@ def of_problem(problem: Problem, report: Report) -> Report:
         live_bytes=timeline.live_bytes,
         lifetimes=lifetimes_of(timeline),
         computed=tuple(map(str, timeline.steps)),
-        places={problem.ops[0].writes[0]: Place("layers.0", "net.py", 7)},
+        locations={problem.ops[0].writes[0]: SourceLocation("layers.0", "net.py", 7)},
     )
 
 

@@ -100,13 +100,13 @@ def test_what_is_known_of_a_name() -> None:
     assert (names["files"][names["file"][row]], names["line"][row]) == ("model.py", 8)
     moved = names["name"].index("to_device_view_moved_on_moved")
     assert (names["value"][moved], names["moves"][moved]) == ("view_moved_on", 1)
-    unknown = page_data([altered(small_report(), places={})])["graphs"][0]["names"]
+    unknown = page_data([altered(small_report(), locations={})])["graphs"][0]["names"]
     assert sum(unknown["known"]) == 1  # what is held outside
 
 
 def test_a_report_without_lifetimes() -> None:
     """As it is kept by an older version: the lines are there."""
-    report = altered(small_report(), lifetimes=(), computed=(), places={}, held_bytes=0)
+    report = altered(small_report(), lifetimes=(), computed=(), locations={}, held_bytes=0)
     (graph,) = page_data([report])["graphs"]
     assert graph["storages"]["name"] == []
     assert graph["timeline"] == list(report.timeline)
@@ -124,8 +124,10 @@ def test_names_never_become_html() -> None:
 
 def test_a_name_that_looks_like_a_hole_of_the_page() -> None:
     report, module = small_report(), "{{script}}"
-    places = {key: replace(place, module=module) for key, place in report.step.places.items()}
-    page = page_of([altered(report, places=places)])
+    locations = {
+        key: replace(location, module=module) for key, location in report.step.locations.items()
+    }
+    page = page_of([altered(report, locations=locations)])
     assert module in embedded(page)["graphs"][0]["names"]["modules"]
 
 
@@ -183,7 +185,7 @@ def test_the_page_of_an_explanation(rehearsed: Any, tmp_path: Path) -> None:
 def test_copies_are_known_as_copies(rehearsed: Any) -> None:
     """Those of values that are computed again; each is a copy of a value of the problem."""
     for report in rehearsed.graphs:
-        again = {p.value for p in report.step.places.values() if p.copy == "again"}
+        again = {p.value for p in report.step.locations.values() if p.copy == "again"}
         assert again <= set(report.problem.bytes_of) | {op.name for op in report.problem.ops}
         assert bool(report.recomputed) == bool(again)
     assert any(report.recomputed for report in rehearsed.graphs)

@@ -15,7 +15,7 @@ from torch.cuda import _memory_viz
 from fxremat.core.timeline import Lifetime
 from fxremat.report.report import Report
 from fxremat.report.snapshot import memory_snapshot
-from fxremat.report.source_location import Place
+from fxremat.report.source_location import SourceLocation
 from tests.step_reports import altered, moving, planned, rehearsed, replayed, storage_bytes
 
 READ_BY_THE_VIEWER = {
@@ -81,9 +81,13 @@ def test_frames_and_categories() -> None:
         Lifetime("saved", 2, 1, 2, workspace=True), Lifetime("nothing", 0, 0, 4),
         Lifetime("gradient", 8, 3, 4),
     )  # fmt: skip
-    places = {"saved": Place("layers.1", "net.py", 12)}
+    locations = {"saved": SourceLocation("layers.1", "net.py", 12)}
     report = altered(
-        planned(), lifetimes=lifetimes, live_bytes=(28, 26, 24, 16), forward_steps=2, places=places
+        planned(),
+        lifetimes=lifetimes,
+        live_bytes=(28, 26, 24, 16),
+        forward_steps=2,
+        locations=locations,
     )
     snapshot = memory_snapshot([report])
     made = [e for e in snapshot["device_traces"][0] if e["action"] == "alloc"]

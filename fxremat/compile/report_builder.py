@@ -30,7 +30,7 @@ from fxremat.report.report import (
     StepMemory,
     ValueTables,
 )
-from fxremat.report.source_location import Place, describe, place_of
+from fxremat.report.source_location import SourceLocation, describe, location_of
 
 MOST_ROWS = 20
 MUCH = 1 / 4
@@ -201,7 +201,7 @@ def _step_memory(found: Found, store_all: Timeline) -> StepMemory:
         lifetimes,
         computed,
         forward_steps,
-        _places(found, {*computed, *(one.value for one in lifetimes)}),
+        _locations(found, {*computed, *(one.value for one in lifetimes)}),
         store_all.live_bytes,
         _forward_steps(tuple(map(str, store_all.steps))),
     )
@@ -222,17 +222,17 @@ def _nodes(found: Found) -> dict[str, fx.Node]:
     return nodes | draft.estimate.node_of
 
 
-def _places(found: Found, names: set[str]) -> dict[str, Place]:
+def _locations(found: Found, names: set[str]) -> dict[str, SourceLocation]:
     """Where these nodes and the values of the problem come from, by name."""
     nodes = _nodes(found)
     known = names | {*found.judged.draft.estimate.problem.bytes_of}
-    return {name: _place(nodes[name]) for name in sorted(known) if name in nodes}
+    return {name: _location(nodes[name]) for name in sorted(known) if name in nodes}
 
 
-def _place(node: fx.Node) -> Place:
+def _location(node: fx.Node) -> SourceLocation:
     """Where a node comes from, and which value it is a copy of."""
     arrived = arrived_value(node.name)
     if arrived is not None:
-        return replace(place_of(node), value=arrived, copy="moved")
+        return replace(location_of(node), value=arrived, copy="moved")
     again = "again" if RECOMPUTED in node.name else ""
-    return replace(place_of(node), value=original(node.name), copy=again)
+    return replace(location_of(node), value=original(node.name), copy=again)

@@ -95,10 +95,10 @@ class _Process:
     ) -> Event:
         """An event with a start and an end; ``value`` leads to its module and source line."""
         args: Event = {"step": step}
-        place = self.report.step.places.get(value)
-        if place is not None:
-            source = f"{place.file}:{place.line}" if place.file else ""
-            args |= {"module": place.module, "source": source}
+        location = self.report.step.locations.get(value)
+        if location is not None:
+            source = f"{location.file}:{location.line}" if location.file else ""
+            args |= {"module": location.module, "source": source}
         return {
             "ph": "X", "name": name, "cat": kind, "pid": self.report.graph, "tid": thread,
             "ts": start / 1e3, "dur": (end - start) / 1e3, "args": args,

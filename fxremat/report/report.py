@@ -12,7 +12,7 @@ from fxremat.core.plan import Plan
 from fxremat.core.problem import Problem
 from fxremat.core.step import Version
 from fxremat.core.timeline import Lifetime
-from fxremat.report.source_location import Place
+from fxremat.report.source_location import SourceLocation
 from fxremat.sizes import format_bytes
 
 T = TypeVar("T")
@@ -96,7 +96,7 @@ class StepMemory:
 
     ``live_bytes`` are live at each step. ``lifetimes`` say when each storage is there. ``computed``
     is the node that each step computes, "" where none is known; the first ``forward_steps`` of them
-    are the forward's. ``places`` are the nodes' modules and source lines. ``keep_all_live_bytes``
+    are the forward's. ``locations`` are modules and source lines by node. ``keep_all_live_bytes``
     are those of running every op once, the first ``keep_all_forward_steps`` in the forward.
     """
 
@@ -104,7 +104,7 @@ class StepMemory:
     lifetimes: tuple[Lifetime, ...] = ()
     computed: tuple[str, ...] = ()
     forward_steps: int = 0
-    places: dict[str, Place] = field(default_factory=dict)
+    locations: dict[str, SourceLocation] = field(default_factory=dict)
     keep_all_live_bytes: tuple[int, ...] = ()
     keep_all_forward_steps: int = 0
 
@@ -140,12 +140,12 @@ class Report:
 
     ``problem`` is what was planned: the graph with the operator variants in place.
     ``time_overhead`` is the added time over running every op of the graph without them once, as a
-    fraction. ``as_unit`` is what the graph takes beside what others hold, where several of its runs
-    wait at once, and ``events`` what it asks of CUDA's allocator then. ``step_peak_bytes`` is the
-    predicted peak of a whole step, as far as it is known when the graph is compiled: with all runs
-    of it that wait at once, and all that is held beside them. So that of the newest report knows
-    most. What threads of gloo hold for a moment is planned for, and no part of it. None without a
-    budget.
+    fraction. ``as_unit`` is what the graph takes beside what others hold, where several of its
+    forwards are in flight, and ``events`` what it asks of CUDA's allocator then.
+    ``step_peak_bytes`` is the predicted peak of a whole step, as far as it is known when the graph
+    is compiled: with all its forwards in flight, and all that is held outside of them. So that of
+    the newest report knows most. It leaves out what threads of gloo hold for a short time, which is
+    planned for. It is None without a budget.
     """
 
     graph: int

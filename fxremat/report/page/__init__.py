@@ -30,7 +30,7 @@ _HOLE = re.compile(r"\{\{(\w+)\}\}")
 
 
 def page_of(reports: Sequence[Report], front: Front | None = None) -> str:
-    """The page of one step as text: a graph of it each report."""
+    """The page of one step as HTML text; each report is one of its graphs."""
     parts = {
         "title": escape(title_of(reports)),
         "style": _file("page.css"),
@@ -46,7 +46,7 @@ def write_page(path: str | Path, reports: Sequence[Report], front: Front | None 
 
 
 def title_of(reports: Sequence[Report]) -> str:
-    """What was decided, in one line: of the graph with the highest peak."""
+    """What was decided for the graph with the highest peak, in one line."""
     if not reports:
         return "fxremat: no graph with a backward"
     top = max(reports, key=lambda report: report.counted_peak_bytes)
@@ -57,7 +57,7 @@ def title_of(reports: Sequence[Report]) -> str:
 
 
 def json_in_html(data: Any) -> str:
-    """JSON that ends no script and begins no comment, whatever its texts hold."""
+    """JSON that neither ends a script nor starts a comment, whatever its texts are."""
     return json.dumps(data, separators=(",", ":")).replace("<", "\\u003c")
 
 

@@ -14,7 +14,7 @@ from typing import Any
 from fxremat.core.timeline import Lifetime
 from fxremat.report.front import Front
 from fxremat.report.report import Report
-from fxremat.report.source_location import Place
+from fxremat.report.source_location import SourceLocation
 
 FORMAT = "fxremat-page/1"
 OUTSIDE = "held outside of the graph"
@@ -42,7 +42,7 @@ _FIGURES = (
 
 
 def page_data(reports: Sequence[Report], front: Front | None = None) -> dict[str, Any]:
-    """All that the page of one step needs."""
+    """The data of the page of one step."""
     return {
         "format": FORMAT,
         "kinds": [{"key": key, "text": text} for key, text in KINDS.items()],
@@ -82,36 +82,36 @@ def _graph(report: Report) -> dict[str, Any]:
 
 
 def _names(report: Report, names: Sequence[str]) -> dict[str, Any]:
-    """Each name's place and value, and how often that value is computed or moved again."""
+    """The module, line and value of each name, and how often the value is recomputed or moved."""
     problem, repeats = report.problem, report.plan.repeats()
     again = {value: repeats[op.name] for op in problem.ops for value in op.writes}
     moves = Counter(move.value for move in report.plan.moves if move.kind == "to device")
-    known = report.step.places
-    places = [known.get(name, Place()) for name in names]
-    values = [place.value or name for name, place in zip(names, places, strict=True)]
-    modules, files = _numbered(p.module for p in places), _numbered(p.file for p in places)
+    known = report.step.locations
+    locations = [known.get(name, SourceLocation()) for name in names]
+    values = [location.value or name for name, location in zip(names, locations, strict=True)]
+    modules, files = _numbered(p.module for p in locations), _numbered(p.file for p in locations)
     return {
         "name": list(names),
         "value": values,
         "known": [int(name in known or name == OUTSIDE) for name in names],
         "again": [again.get(value, 0) for value in values],
         "moves": [moves[value] for value in values],
-        "line": [place.line for place in places],
-        "module": [modules[place.module] for place in places],
-        "file": [files[place.file] for place in places],
+        "line": [location.line for location in locations],
+        "module": [modules[location.module] for location in locations],
+        "file": [files[location.file] for location in locations],
         "modules": list(modules),
         "files": list(files),
     }
 
 
 def _numbered(texts: Iterable[str]) -> dict[str, int]:
-    """Each text once, with its number."""
+    """The distinct texts, each with its number."""
     return {text: index for index, text in enumerate(dict.fromkeys(texts))}
 
 
 def _kinds(report: Report, lifetimes: Sequence[Lifetime]) -> Iterator[str]:
-    """What each storage is there for; of several reasons the one that says most."""
-    places = report.step.places
+    """The kind of each storage: of several that fit, the most specific one."""
+    locations = report.step.locations
     border, end = report.step.forward_steps, len(report.timeline)
     results = set(report.problem.outputs)
     resident, until = set(report.problem.resident), dict[str, int]()
@@ -119,8 +119,8 @@ def _kinds(report: Report, lifetimes: Sequence[Lifetime]) -> Iterator[str]:
     again = {value for op in report.problem.ops if repeats[op.name] for value in op.writes}
     moved = {move.value for move in report.plan.moves}
     for one in lifetimes:
-        place = places.get(one.value, Place())
-        copy, value = place.copy, place.value or one.value
+        location = locations.get(one.value, SourceLocation())
+        copy, value = location.copy, location.value or one.value
         if not copy and one.start >= until.get(one.value, end):  # by the plan: one name for copies
             copy = "again" if one.value in again else "moved" if one.value in moved else ""
         if one.value == OUTSIDE:
