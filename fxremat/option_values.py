@@ -21,7 +21,7 @@ COUNTS = ("reserved", "allocated")
 
 @dataclass(frozen=True)
 class Given:
-    """A value somebody gave to an option, and what is needed to judge it."""
+    """A value that was given to an option, and what is needed to check it."""
 
     option: str
     value: object
@@ -155,7 +155,6 @@ def read_seconds(given: Given) -> float | None:
 
 
 def read_seconds_of_waiting(given: Given) -> float:
-    """A number above 0."""
     seconds = read_seconds(given)
     if seconds is None:
         raise given.refuse("a number of seconds")
@@ -238,7 +237,7 @@ def _names_in(given: Given) -> Any:
 
 
 def _known(given: Given, names: Any, known: tuple[str, ...], expected: str) -> tuple[str, ...]:
-    """The names without those that occur twice, none for "none"; refused unless all are known."""
+    """The names without repetitions, none for "none"; refused unless all are known."""
     if names == ["none"]:
         return ()
     if not isinstance(names, (list, tuple)) or not all(isinstance(name, str) for name in names):
@@ -249,7 +248,7 @@ def _known(given: Given, names: Any, known: tuple[str, ...], expected: str) -> t
 
 
 PASSES = ("recompute", "sums", "inplace")
-"""Those that ``disable_passes`` may name; offloading and variants have options of their own."""
+"""The passes that ``disable_passes`` may name; offloading and variants have own options."""
 
 
 def read_passes(given: Given) -> tuple[str, ...]:
@@ -259,7 +258,7 @@ def read_passes(given: Given) -> tuple[str, ...]:
 
 
 def lossy_among(names: Iterable[str]) -> tuple[str, ...]:
-    """Those of the variants that store values inexactly."""
+    """The named variants that store values inexactly."""
     from fxremat.passes.variants.table import RULES
 
     return tuple(rule.name for rule in RULES if rule.lossy and rule.name in set(names))

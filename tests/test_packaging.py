@@ -14,7 +14,7 @@ from typing import Any
 
 import pytest
 
-from fxremat.report.page.writing import SCRIPTS
+from fxremat.report.page import SCRIPTS
 
 ROOT = Path(__file__).parent.parent
 GROUP = "torch_dynamo_backends"

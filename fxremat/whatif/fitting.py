@@ -33,7 +33,7 @@ from fxremat.errors import CannotVary, InvalidOption, NotTraceable
 from fxremat.memory.measured_peak import uncollected
 from fxremat.memory.optimizer_states import OPTIMIZERS, Held, held_by
 from fxremat.options import parse_options
-from fxremat.report.fit_picture import Dot, draw_fit
+from fxremat.report.pictures import Dot, draw_fit
 from fxremat.sizes import format_bytes
 from fxremat.training.blocks import are_alike, checkpointed, repeated_blocks, shortened
 from fxremat.whatif.device import absent

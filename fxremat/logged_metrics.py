@@ -1,10 +1,10 @@
-"""`metrics`: what was planned and what was measured, as one flat dict of numbers for a logger.
+"""`metrics`: planned and measured numbers as one flat dict for a logger.
 
     for name, value in fxremat.metrics().items():
         writer.add_scalar(name, value, step)  # TensorBoard
     wandb.log(fxremat.metrics(), step=step)
 
-Names of measured numbers are those of torchtitan, so that runs of both lie in the same charts.
+Measured numbers have the names that torchtitan gives them, so that runs of both share charts.
 """
 
 from __future__ import annotations
@@ -26,12 +26,12 @@ def metrics(
     device: DeviceLike = None,
     reset: bool = True,
 ) -> dict[str, float]:
-    """Numbers of all graphs that were compiled since the last reset, and of memory.
+    """Numbers about memory, and about all graphs that were compiled since the last reset.
 
-    On CUDA the peak is that of the allocator since the call before, on ``device`` or the current
-    one; with ``reset=False`` its counters go on. Elsewhere a peak is there only if ``measured`` is
-    what `measure_peak` gave. ``reports`` are others than those of `reports`, such as the graphs of
-    an `explain`.
+    On CUDA the peak is the allocator's since the previous call, on ``device`` or the current one;
+    with ``reset=False`` its counters are not reset. Elsewhere there is a peak only if ``measured``
+    is the result of `measure_peak`. ``reports`` replaces those of `reports`, for example by the
+    graphs of an `explain`.
     """
     planned = _planned(all_reports() if reports is None else reports)
     if measured is not None:
@@ -49,7 +49,7 @@ def _measured(measured: MeasuredPeak) -> dict[str, float]:
 
 
 def _allocator(device: DeviceLike, reset: bool) -> dict[str, float]:
-    """What CUDA's allocator has counted."""
+    """The counters of CUDA's allocator."""
     counted = torch.cuda.memory_stats(device)
     total = torch.cuda.get_device_properties(device).total_memory
     active, reserved = counted["active_bytes.all.peak"], counted["reserved_bytes.all.peak"]
@@ -66,7 +66,7 @@ def _allocator(device: DeviceLike, reset: bool) -> dict[str, float]:
 
 
 def _planned(reports: Sequence[Report]) -> dict[str, float]:
-    """What was promised: peaks are the highest of all graphs, other bytes those of all together."""
+    """Predictions: the highest peak of all graphs, and other bytes of all graphs together."""
     if not reports:
         return {}
     found = {

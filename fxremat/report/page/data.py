@@ -1,7 +1,7 @@
-"""What the page shows of a report: plain JSON data in columns, what is held outside included.
+"""What the page shows of a report, as JSON data in columns. What is held outside is included.
 
-A name stands once, with its place; a storage refers to it by its number. What is live at a step
-adds up to the ``timeline`` there, but where the report says otherwise (`lifetimes_of`).
+A name stands once, with its module and source line; a storage refers to it by its number. What is
+live at a step adds up to the ``timeline`` there, except as `lifetimes_of` says.
 """
 
 from __future__ import annotations
@@ -14,7 +14,7 @@ from typing import Any
 from fxremat.core.timeline import Lifetime
 from fxremat.report.front import Front
 from fxremat.report.report import Report
-from fxremat.report.source_location import Place
+from fxremat.report.source_location import SourceLocation
 
 FORMAT = "fxremat-page/1"
 OUTSIDE = "held outside of the graph"
@@ -24,25 +24,25 @@ KINDS = {
     "resident": "resident: there throughout",
     "saved": "saved for the backward",
     "forward": "in the forward only",
-    "again": "computed again",
+    "again": "recomputed",
     "moved": "back from host memory",
     "backward": "in the backward only",
-    "end": "kept to the end",
+    "end": "result: kept to the end",
     "scratch": "scratch memory of a call",
 }
-"""What a storage is there for, and the words for it; in the order in which they are explained."""
+"""What a storage is there for, and the words for it, in the order of the legend."""
 
 _FIGURES = (
     "graph", "nodes", "count", "order", "budget_bytes", "held_bytes", "resident_bytes",
     "planned_peak_bytes", "predicted_peak_bytes", "predicted_reserved_bytes", "counted_peak_bytes",
     "keep_all_peak_bytes", "minimum_peak_bytes", "time_overhead", "recomputed_bytes", "moved_bytes",
-    "saved_bytes", "forward_steps", "keep_all_forward_steps",
+    "saved_bytes",
 )  # fmt: skip
-"""What is shown of a report as it is."""
+"""Attributes of the report that the page shows as they are."""
 
 
 def page_data(reports: Sequence[Report], front: Front | None = None) -> dict[str, Any]:
-    """All that the page of one step needs."""
+    """The data of the page of one step."""
     return {
         "format": FORMAT,
         "kinds": [{"key": key, "text": text} for key, text in KINDS.items()],
@@ -52,11 +52,11 @@ def page_data(reports: Sequence[Report], front: Front | None = None) -> dict[str
 
 
 def _graph(report: Report) -> dict[str, Any]:
-    kinds, held, steps = list(KINDS), report.held_bytes, len(report.timeline)
-    lifetimes = list(report.lifetimes)
+    kinds, held, step = list(KINDS), report.held_bytes, report.step
+    lifetimes = list(step.lifetimes)
     if held:
-        lifetimes.insert(0, Lifetime(OUTSIDE, held, 0, steps))
-    names = sorted({one.value for one in lifetimes} | {*report.making} - {""})
+        lifetimes.insert(0, Lifetime(OUTSIDE, held, 0, len(step.live_bytes)))
+    names = sorted({one.value for one in lifetimes} | {*step.computed} - {""})
     number = {name: index for index, name in enumerate(names)}
     return {
         **{key: getattr(report, key) for key in _FIGURES},
@@ -65,9 +65,11 @@ def _graph(report: Report) -> dict[str, Any]:
         "runs_again": sum(row.times for row in report.recomputed),
         "moves": sum(row.times for row in report.moved),
         "variants": [asdict(row) for row in report.variants],
-        "timeline": [nbytes + held for nbytes in report.timeline],
-        "keep_all_timeline": [nbytes + held for nbytes in report.keep_all_timeline],
-        "making": [number.get(name, -1) for name in report.making],
+        "timeline": [nbytes + held for nbytes in step.live_bytes],
+        "forward_steps": step.forward_steps,
+        "keep_all_timeline": [nbytes + held for nbytes in step.keep_all_live_bytes],
+        "keep_all_forward_steps": step.keep_all_forward_steps,
+        "computed": [number.get(name, -1) for name in step.computed],
         "names": _names(report, names),
         "storages": {
             "name": [number[one.value] for one in lifetimes],
@@ -80,43 +82,45 @@ def _graph(report: Report) -> dict[str, Any]:
 
 
 def _names(report: Report, names: Sequence[str]) -> dict[str, Any]:
-    """Each name's place and value, and how often that value is computed or moved again."""
+    """The module, line and value of each name, and how often the value is recomputed or moved."""
     problem, repeats = report.problem, report.plan.repeats()
     again = {value: repeats[op.name] for op in problem.ops for value in op.writes}
     moves = Counter(move.value for move in report.plan.moves if move.kind == "to device")
-    places = [report.places.get(name, Place()) for name in names]
-    values = [place.value or name for name, place in zip(names, places, strict=True)]
-    modules, files = _numbered(p.module for p in places), _numbered(p.file for p in places)
+    known = report.step.locations
+    locations = [known.get(name, SourceLocation()) for name in names]
+    values = [location.value or name for name, location in zip(names, locations, strict=True)]
+    modules, files = _numbered(p.module for p in locations), _numbered(p.file for p in locations)
     return {
         "name": list(names),
         "value": values,
-        "known": [int(name in report.places or name == OUTSIDE) for name in names],
+        "known": [int(name in known or name == OUTSIDE) for name in names],
         "again": [again.get(value, 0) for value in values],
         "moves": [moves[value] for value in values],
-        "line": [place.line for place in places],
-        "module": [modules[place.module] for place in places],
-        "file": [files[place.file] for place in places],
+        "line": [location.line for location in locations],
+        "module": [modules[location.module] for location in locations],
+        "file": [files[location.file] for location in locations],
         "modules": list(modules),
         "files": list(files),
     }
 
 
 def _numbered(texts: Iterable[str]) -> dict[str, int]:
-    """Each text once, with its number."""
+    """The distinct texts, each with its number."""
     return {text: index for index, text in enumerate(dict.fromkeys(texts))}
 
 
 def _kinds(report: Report, lifetimes: Sequence[Lifetime]) -> Iterator[str]:
-    """What each storage is there for; of several reasons the one that says most."""
-    border, end = report.forward_steps, len(report.timeline)
+    """The kind of each storage: of several that fit, the most specific one."""
+    locations = report.step.locations
+    border, end = report.step.forward_steps, len(report.timeline)
     results = set(report.problem.outputs)
     resident, until = set(report.problem.resident), dict[str, int]()
     repeats = report.plan.repeats()
     again = {value for op in report.problem.ops if repeats[op.name] for value in op.writes}
     moved = {move.value for move in report.plan.moves}
     for one in lifetimes:
-        place = report.places.get(one.value, Place())
-        copy, value = place.copy, place.value or one.value
+        location = locations.get(one.value, SourceLocation())
+        copy, value = location.copy, location.value or one.value
         if not copy and one.start >= until.get(one.value, end):  # by the plan: one name for copies
             copy = "again" if one.value in again else "moved" if one.value in moved else ""
         if one.value == OUTSIDE:

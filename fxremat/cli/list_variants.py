@@ -1,4 +1,4 @@
-"""``variants``: the operator variants there are, a line each."""
+"""``variants``: all operator variants, a line each."""
 
 from __future__ import annotations
 
@@ -9,7 +9,7 @@ from fxremat.cli.arguments import Commands
 
 def add(commands: Commands) -> None:
     """Describe the command."""
-    parser = commands.add_parser("variants", help="list the operator variants there are")
+    parser = commands.add_parser("variants", help="list all operator variants")
     parser.set_defaults(run=run)
 
 

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-from dataclasses import replace
 from typing import Any
 
 import pytest
@@ -11,7 +10,7 @@ import torch
 import fxremat
 from fxremat.memory.measured_peak import MeasuredPeak
 from fxremat.sizes import GIB
-from tests.step_reports import moving, planned
+from tests.step_reports import altered, moving, planned
 
 ALLOCATOR = {
     "active_bytes.all.peak": 3 * GIB, "reserved_bytes.all.peak": 4 * GIB,
@@ -20,7 +19,7 @@ ALLOCATOR = {
 
 
 def test_what_was_planned() -> None:
-    report = replace(
+    report = altered(
         planned(), budget_bytes=4 * GIB, predicted_peak_bytes=3 * GIB, count="allocated"
     )
     found = fxremat.metrics(reports=[report])
@@ -35,7 +34,7 @@ def test_what_was_planned() -> None:
 
 
 def test_several_graphs_without_a_budget() -> None:
-    graphs = [replace(planned(), budget_bytes=None), replace(moving(), budget_bytes=None)]
+    graphs = [altered(planned(), budget_bytes=None), altered(moving(), budget_bytes=None)]
     found = fxremat.metrics(reports=graphs)
     assert found["fxremat/graphs"] == 2
     assert found["fxremat/saved(GiB)"] == sum(g.saved_bytes for g in graphs) / GIB
