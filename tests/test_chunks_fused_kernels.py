@@ -41,8 +41,13 @@ def assert_close(found: list[torch.Tensor], best: list[torch.Tensor], rough: flo
         torch.testing.assert_close(one_.double(), other.double(), rtol=rough, atol=rough * scale)
 
 
-@pytest.mark.parametrize("sizes", SIZES)
-@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
+@pytest.mark.parametrize(
+    ("sizes", "dtype"),
+    [
+        *((sizes, torch.float32) for sizes in SIZES),
+        *(pytest.param(sizes, torch.bfloat16, marks=pytest.mark.slow) for sizes in SIZES),
+    ],
+)
 def test_kernels_compute_what_the_operators_do(
     sizes: tuple[int, int, int], dtype: torch.dtype
 ) -> None:
@@ -104,7 +109,13 @@ def assert_fused_is_right(call: fx.Node) -> None:
     assert too_much in (0, NUMBER_BYTES)
 
 
-@pytest.mark.parametrize("name", STEPS)
+@pytest.mark.parametrize(
+    "name",
+    [
+        *("loss", "gated"),
+        *(pytest.param(n, marks=pytest.mark.slow) for n in STEPS if n not in ("loss", "gated")),
+    ],
+)
 def test_calls_of_real_graphs(name: str) -> None:
     """50 rows: the last tile is not a whole one, and runs operator by operator."""
     joint, tried = traced_step(name), 0

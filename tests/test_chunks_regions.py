@@ -93,6 +93,7 @@ class Block(nn.Module):
         return x + self.mlp(self.norm(x + attended))
 
 
+@pytest.mark.slow
 def test_a_deep_net_is_looked_at_fast() -> None:
     """Each layer has its own region; the stream between layers is none."""
     torch.manual_seed(1)

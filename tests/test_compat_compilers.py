@@ -7,6 +7,7 @@ import sys
 from dataclasses import dataclass
 from typing import Any
 
+import pytest
 import torch
 from torch import fx, nn
 
@@ -17,6 +18,7 @@ from tests.compat_graphs import ATEN
 from tests.graphs import Capture, batch, compiled, everything_again, linear, mlp
 
 
+@pytest.mark.slow
 def test_compile_with_inductor() -> None:
     """Our partition is called from Inductor's own compiler, and the gradients are right."""
     seen = Capture(everything_again, fused=True)
@@ -66,6 +68,7 @@ def test_trace_as_inductor_takes_random_numbers() -> None:
     torch.compile(model, backend=backend)(batch(4, 8)).sum().backward()
 
 
+@pytest.mark.slow
 def test_decompositions_find_what_they_look_up() -> None:
     """A pooling is the first graph of a process: nothing has loaded Inductor's lowerings yet."""
     script = (

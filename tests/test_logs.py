@@ -10,6 +10,8 @@ import sys
 from pathlib import Path
 from typing import Any
 
+import pytest
+
 from fxremat.core.plan import steps_from_json
 from fxremat.core.problem import problem_from_json
 from fxremat.core.timeline import replay
@@ -90,6 +92,7 @@ def _look_at_trace(found: dict[str, str]) -> None:
     assert json.loads(ours["fxremat_graph_0_timeline"])["traceEvents"]
 
 
+@pytest.mark.slow
 def test_the_plan_alone() -> None:
     """The line of each graph can be left out."""
     shown = run("-fxremat,fxremat_plan")

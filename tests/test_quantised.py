@@ -197,6 +197,7 @@ def test_pieces_of_a_sketch_are_one_matrix(monkeypatch: pytest.MonkeyPatch) -> N
     assert torch.allclose(quantised.sketch_again(x, 40, salt), whole)
 
 
+@pytest.mark.slow
 def test_a_product_of_sketches_is_unbiased() -> None:
     x = torch.randn(30, 3, dtype=torch.float64)
     y = torch.randn(30, 4, dtype=torch.float64)
