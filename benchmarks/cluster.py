@@ -154,7 +154,7 @@ def stages_of(job: Job) -> tuple[int, list[Stage]]:
         block = traced_block(job, mesh, job.layers_of_stage * job.stages)
         head = traced_head(job, mesh)
     budget = card_named(job.card).usable_bytes
-    budget -= unplanned_bytes(replace(block.request, budget_bytes=budget))
+    budget -= unplanned_bytes(block.request.with_budget(limit=budget))
     last = job.stages - 1
     numbers = range(job.stages)
     return budget, [planned(job, k, block, head if k == last else None, budget) for k in numbers]

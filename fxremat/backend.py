@@ -83,46 +83,46 @@ def fxremat(
     request = request_for(gm, example_inputs, parsed, ledger, place, outside)
     if around.pipeline is not None and around.pipeline.whole:  # others hold what it is given
         everything = places_in_joint(example_inputs)
-        request = replace(request, parameters=tuple(range(everything[-1].stop)))
+        request = request.with_inputs(parameters=tuple(range(everything[-1].stop)))
     ranks = ranks_together(gm, example_inputs)
     request = agreed(gm, ranks, request)
     graph = Graph(gm, copy_module(gm), example_inputs, parsed, mode, ranks)
-    unseen = request.held_bytes - ledger.held_by_others(*place)
-    if request.budget_bytes is not None and splits_for_ddp():
-        see_parts(replace(request, wanted_bytes=None), around.left_bytes, graph.of_another)
+    unseen = request.budget.held - ledger.held_by_others(*place)
+    if request.budget.limit is not None and splits_for_ddp():
+        see_parts(request.with_budget(soft_limit=None), around.left_bytes, graph.of_another)
     seen, index = session.seen_as(gm, example_inputs)
     as_seen = seen is not None
     if as_seen:  # all that follow have their part
-        passed = seen.request is not None and seen.request.is_passed_on
-        request = replace(request, wanted_bytes=None, is_passed_on=passed)
+        passed = seen.request is not None and seen.request.inputs.passed_on
+        request = request.with_budget(soft_limit=None).with_inputs(passed_on=passed)
     if seen is None:
         seen, index = session.seen_in(next(reversed(calling_modules()), None))
     frame, compilation = place
     places = ledger.places.setdefault(frame, Places())
     count = around.runs if seen is None else len(seen.runs_of(index))
-    first = places.first_units() if request.count == "allocated" else ()
+    first = places.first_units() if request.budget.metric == "allocated" else ()
     first = first if len(first) < count else ()
     runs = RunsOfOneGraph(
         request, device, around, unseen, graph.compile, graph.plan, graph.as_unit, seen, index,
         as_seen=as_seen, coming_bytes=parsed.reserve or 0, first=first,
-        fixed_inputs=fixed_inputs(example_inputs) if request.count == "allocated" else (),
+        fixed_inputs=fixed_inputs(example_inputs) if request.budget.metric == "allocated" else (),
         places=places,
     )  # fmt: skip
     together = count > 1 or seen is not None or around.pipeline is not None
     found, told = None, len(session.STATE.reports)
-    if together and request.budget_bytes is not None and graph.needs_gradients:
+    if together and request.budget.limit is not None and graph.needs_gradients:
         with suppress(NoBackward):
             found = runs.compiled_for(count)
     if found is None:
         alone, left_bytes = _alone(graph, request, ledger)
-        if alone.report is None or request.budget_bytes is None:
+        if alone.report is None or request.budget.limit is None:
             return alone.call
-        request = replace(request, held_bytes=request.held_bytes - left_bytes)
+        request = request.with_budget(held=request.budget.held - left_bytes)
         promised = runs.promised(alone, request)
         if left_bytes:
             promised = replace(promised, promise=replace(promised.promise, left_bytes=left_bytes))
         own = promised.promise.peak_bytes
-        found = Runs((promised,), (0,), own, request.held_bytes - around.late_bytes + own)
+        found = Runs((promised,), (0,), own, request.budget.held - around.late_bytes + own)
     graph.forget_inputs()
     ledger.record(frame, found.peak_bytes, compilation)
     _tell_step(parsed, told, found)
@@ -162,7 +162,7 @@ def _alone(graph: Graph, request: Request, ledger: session.Ledger) -> tuple[Comp
     more = format_bytes(missing)
     log.warning("this step takes %s too much: parts of it are planned anew for the next", more)
     ledger.leave(needed)
-    return graph.compile(replace(request, held_bytes=request.held_bytes - missing)), missing
+    return graph.compile(request.with_budget(held=request.budget.held - missing)), missing
 
 
 def _tell_step(options: Options, since: int, runs: Runs) -> None:

@@ -123,7 +123,7 @@ def test_workspaces_of_cublas_are_allocated_before_bytes_are_counted(
     asked = request.request_for(
         torch.fx.symbolic_trace(torch.nn.Identity()), [weight], options(), Ledger(), (0, None)
     )
-    assert asked.held_bytes == 6 * MIB
+    assert asked.budget.held == 6 * MIB
 
 
 def test_a_few_bytes_more_that_no_graph_sees_ask_for_no_other_plan(card: Card) -> None:

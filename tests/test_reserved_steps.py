@@ -5,7 +5,7 @@ from __future__ import annotations
 import logging
 from collections.abc import Iterator
 from contextlib import contextmanager
-from dataclasses import dataclass, field, replace
+from dataclasses import dataclass, field
 from types import SimpleNamespace
 from typing import Any
 
@@ -16,16 +16,17 @@ from torch.nn import functional as F
 
 import fxremat
 from fxremat.compat.absent.pretending import fake_cuda
-from fxremat.compile.request import Request
+from fxremat.compile.request import Budget, Request
 from fxremat.core.events import Allocate, Backward, Event, Forward, Free, Given, Outside, RunEvents
 from fxremat.core.step import Boundary, Moment, Version
 from fxremat.cost import cards
 from fxremat.cost.cards import card_named
 from fxremat.memory.allocator import AllocatorSettings, replay
 from fxremat.memory.reserved_bytes import reserved
+from fxremat.memory.segments import SMALL_BYTES
 from fxremat.options import parse_options
 from fxremat.sizes import MIB
-from fxremat.step.in_flight import SMALL_BYTES, Runs
+from fxremat.step.in_flight import Runs
 from fxremat.step.preparation import _Look
 from fxremat.step.runs import CompiledVersion, RunsOfOneGraph, SeenStep, Surroundings
 from fxremat.step.versions import Offer, Unit
@@ -160,7 +161,7 @@ class Step:
 
     def plan(self, request: Request) -> Any:
         """The report of the version that is asked for."""
-        own = request.own_budget
+        own = request.budget.own
         place = next(k for k, one in enumerate(OFFERS) if one.peak_bytes == own)
         saved, again = list(WAYS.items())[place]
         return SimpleNamespace(
@@ -178,17 +179,15 @@ class Step:
 
         def compile_version(request: Request) -> CompiledVersion:
             report = self.plan(request)
-            self.compiled += [one for one in OFFERS if one.peak_bytes == request.own_budget]
+            self.compiled += [one for one in OFFERS if one.peak_bytes == request.budget.own]
             return CompiledVersion(lambda: report, report)
 
         def look(request: Request, count: int) -> Unit:
             return Unit(Boundary(WIDE + 4 * MIB, WIDE, WIDE, WIDE, 4 * MIB), OFFERS)
 
+        allocator = AllocatorSettings()
         request = Request(
-            budget_bytes=self.budget,
-            tuning_bytes=self.tuning,
-            count="reserved",
-            allocator=AllocatorSettings(),
+            Budget(self.budget, autotune=self.tuning, metric="reserved", allocator=allocator)
         )
         around = Surroundings(RUNS)
         return RunsOfOneGraph(
@@ -357,8 +356,8 @@ def test_rehearsed_versions_in_a_step_that_was_looked_at(caplog: pytest.LogCaptu
         seen = look.seen_step()
         graph = look.graphs[0].graph
         assert seen.request is not None
-        assert seen.request.count == "reserved"
-        asked = replace(seen.request, tuning_bytes=0)
+        assert seen.request.budget.metric == "reserved"
+        asked = seen.request.with_budget(autotune=0)
         runs = RunsOfOneGraph(
             asked, HERE, Surroundings(3), 0,
             lambda request: CompiledVersion(lambda: None, graph.plan(request)),
@@ -368,5 +367,5 @@ def test_rehearsed_versions_in_a_step_that_was_looked_at(caplog: pytest.LogCaptu
     assert found is not None
     usage = replay(found.events)
     assert usage.peak_requested_bytes == seen.step().peak_bytes(runs.version_of_run)
-    assert reserved_bytes(seen, runs) == runs.peak_bytes + asked.held_bytes
+    assert reserved_bytes(seen, runs) == runs.peak_bytes + asked.budget.held
     assert "reserved, of 1.00 GiB" in caplog.text

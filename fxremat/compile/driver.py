@@ -73,10 +73,10 @@ def patches_for(
         return user.get(name, getattr(inductor_config, name))
 
     # Reusing a buffer holds it from its last use to its next: the peak would exceed the plan's.
-    exact = {} if request.budget_bytes is None else {"allow_buffer_reuse": False}
+    exact = {} if request.budget.limit is None else {"allow_buffer_reuse": False}
     moves = options.offload or any(isinstance(x, torch.Tensor) and is_host(x) for x in inputs)
     # They allocate in pools of their own, beside the segment that the plan is cut from.
-    counted = options.memory_budget is not None and request.allocator is not None
+    counted = options.memory_budget is not None and request.budget.allocator is not None
     if (moves or counted) and theirs(CUDAGRAPHS):
         why = "a graph that moves values to host memory has none" if moves else NO_POOLS
         log.warning("cudagraphs are off: %s", why)

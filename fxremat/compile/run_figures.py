@@ -36,8 +36,8 @@ def planned_run(draft: Draft, plan: Plan, request: Request) -> PlannedRun:
     problem = with_between(draft.estimate.problem, 0)
     line = replay(problem, plan.steps)
     between = plan.steps.index(TANGENTS)
-    live, parameters, dropped = line.live_bytes, request.parameters, tuple[int, ...]()
-    if request.is_passed_on:
+    live, parameters, dropped = line.live_bytes, request.inputs.parameters, tuple[int, ...]()
+    if request.inputs.passed_on:
         passed = _passed_on(problem, draft.joint, parameters)
         dropped = replay(passed, plan.steps).live_bytes[between + 1 :]
     figures = _figures(draft, plan, parameters, live[:between], live[between:], dropped)
@@ -72,14 +72,14 @@ def version_of(draft: Draft, plan: Plan, shown: Rehearsal | None, request: Reque
     """What a plan takes as a version of its unit, as it was rehearsed if it was."""
     if shown is None:
         return planned_run(draft, plan, request).version
-    parameters = request.parameters
+    parameters = request.inputs.parameters
     live = list(zip(shown.making, shown.live_bytes, strict=True))
     before, after = (
         [nbytes for making, nbytes in half if making != TANGENTS]  # what others hold in between
         for half in (live[: shown.forward_moments], live[shown.forward_moments :])
     )
     given = {node.name for node in _given(draft.joint, parameters)}
-    dropped = shown.live_where_dropped(given) if request.is_passed_on else ()
+    dropped = shown.live_where_dropped(given) if request.inputs.passed_on else ()
     return _figures(draft, plan, parameters, before, [shown.saved_bytes, *after], dropped)
 
 

@@ -36,7 +36,7 @@ def see_parts(request: Request, left_bytes: int | None, look_at: LookAt) -> None
     The ``request`` is that of the first part. Of each part's gradients ``left_bytes`` stay beside
     DDP's buckets, None: all.
     """
-    request = replace(request, is_passed_on=backward_drops_gradients())
+    request = request.with_inputs(passed_on=backward_drops_gradients())
     try:
         parts = parts_split_for_ddp()
         if len(parts) < 2:
@@ -53,7 +53,7 @@ def see_parts(request: Request, left_bytes: int | None, look_at: LookAt) -> None
         owns = (unit.boundary for unit in units)
         owns = (replace(own, left=min(own.left, left_bytes)) for own in owns)
         units = [replace(unit, boundary=own) for unit, own in zip(units, owns, strict=True)]
-    outside = request.held_bytes - _shared_bytes([inputs for _, inputs in parts])
+    outside = request.budget.held - _shared_bytes([inputs for _, inputs in parts])
     outside += sum(unit.boundary.resident - unit.boundary.given for unit in units)
     last = units[-1].boundary
     if last.results <= A_NUMBER:  # a loss, which stays with its gradient to the end

@@ -134,7 +134,7 @@ def _check_budget(seen: SeenStep, options: Options) -> None:
     step, budget, request = seen.step(), options.memory_budget, seen.request
     if budget is None or request is None:
         return
-    unplanned = unplanned_bytes(request) if seen.outside is None else request.tuning_bytes
+    unplanned = unplanned_bytes(request) if seen.outside is None else request.budget.autotune
     if planner.fastest(step, budget - unplanned) is None:
         least = step.peak_bytes(planner.lowest(step))
         raise InfeasibleBudget(budget, budget_for(least, request))

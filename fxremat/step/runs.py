@@ -32,20 +32,14 @@ from fxremat.core.places import Places
 from fxremat.core.step import Boundary, Moment, UnitStep, Version
 from fxremat.errors import InfeasibleBudget, forget_frames
 from fxremat.memory.reserved_bytes import LARGER, Reserved, least_reserved, reserved_with_rest
+from fxremat.memory.segments import SMALL_BYTES
 from fxremat.options import Options
 from fxremat.passes.memory_estimation import nbytes
 from fxremat.planner import units as planner
 from fxremat.report.report import Report
 from fxremat.sizes import format_bytes
 from fxremat.step.events import StepEvents, composed, repeated_outside
-from fxremat.step.in_flight import (
-    SMALL_BYTES,
-    Around,
-    Promise,
-    Promised,
-    Runs,
-    storage_bytes,
-)
+from fxremat.step.in_flight import Around, Promise, Promised, Runs, storage_bytes
 from fxremat.step.pipelines import Pipeline, pipeline_of
 from fxremat.step.versions import NOTHING_GATHERED, Gathered, Offer, Unit, followed_by, repeated
 
@@ -350,15 +344,15 @@ def unplanned_bytes(request: Request) -> int:
 
     How blocks of several graphs come to lie is not known before the events of the step are.
     """
-    assert request.budget_bytes is not None
-    unused = UNUSED_PART * request.budget_bytes if request.count == "reserved" else 0
-    return request.tuning_bytes + int(unused)
+    assert request.budget.limit is not None
+    unused = UNUSED_PART * request.budget.limit if request.budget.metric == "reserved" else 0
+    return request.budget.autotune + int(unused)
 
 
 def budget_for(nbytes: int, request: Request) -> int:
     """The least that leaves so many bytes for all versions together."""
-    part = UNUSED_PART if request.count == "reserved" else 0.0
-    return math.ceil((nbytes + request.tuning_bytes) / (1 - part))
+    part = UNUSED_PART if request.budget.metric == "reserved" else 0.0
+    return math.ceil((nbytes + request.budget.autotune) / (1 - part))
 
 
 def repeated_step(
@@ -440,8 +434,8 @@ class RunsOfOneGraph:
     @property
     def budget_bytes(self) -> int:
         """What the runs may take together, with all that lives outside."""
-        assert self.request.budget_bytes is not None
-        return self.request.budget_bytes - unplanned_bytes(self.request)
+        assert self.request.budget.limit is not None
+        return self.request.budget.limit - unplanned_bytes(self.request)
 
     def compiled_for(self, count: int) -> Runs:
         """The versions for so many runs; raises `InfeasibleBudget` with the least for as many."""
@@ -451,7 +445,7 @@ class RunsOfOneGraph:
             self.seen, self.index = None, 0  # the step is not as it was seen
             seen = self._step_of(unit, count)
         elif not self.as_seen:
-            beside = replace(self.request, held_bytes=self.coming_bytes)
+            beside = self.request.with_budget(held=self.coming_bytes)
             seen.units[self.index], self.as_seen = self.look(beside, count), True
         self.count, self.offered, self.is_asked = count, seen.step(), False
         seen.moments = _with_between(self.offered, self.between_bytes).moments
@@ -459,7 +453,7 @@ class RunsOfOneGraph:
         offers, aim = list(unit.offers), self._first_aim(seen)
         failed: set[planner.Chosen] = set()
         ways = tuple(self._lowest_ways())
-        for _ in range(TRIES if self.request.count == "allocated" else RESERVED_TRIES):
+        for _ in range(TRIES if self.request.budget.metric == "allocated" else RESERVED_TRIES):
             seen.offer(self.index, offers)
             chosen = planner.fastest(seen.step(), aim)
             if chosen is None and failed:
@@ -519,7 +513,7 @@ class RunsOfOneGraph:
 
     def _between(self, needed: int) -> int:
         """Of the bytes that others need, those that are neither the runs' nor around them."""
-        beside = self.request.tuning_bytes + self.request.held_bytes + self.saved_bytes
+        beside = self.request.budget.autotune + self.request.budget.held + self.saved_bytes
         return max(self.between_bytes, needed - beside)
 
     def _lowest_ways(self) -> Iterator[Callable[[UnitStep], planner.Chosen]]:
@@ -529,14 +523,14 @@ class RunsOfOneGraph:
         More may then stay unused between what they save: so they are also chosen by themselves.
         """
         yield planner.lowest
-        if self.request.count == "reserved":
+        if self.request.budget.metric == "reserved":
             yield lambda step: planner.lowest(_by_itself(step))
 
     @property
     def _most_bytes(self) -> int:
         """What may be reserved, where that is known."""
-        assert self.request.budget_bytes is not None
-        return self.request.budget_bytes - self.request.tuning_bytes
+        assert self.request.budget.limit is not None
+        return self.request.budget.limit - self.request.budget.autotune
 
     def _first_aim(self, seen: SeenStep) -> int:
         """All that may be taken, if what stays unused will be known; else some of it is left."""
@@ -551,8 +545,8 @@ class RunsOfOneGraph:
         Of several units each first runs before the next is compiled. So all that the budget leaves
         is one segment before anybody knows which size is best, and that is what is modelled.
         """
-        settings = self.request.allocator
-        if self.request.count != "reserved" or settings is None:
+        settings = self.request.budget.allocator
+        if self.request.budget.metric != "reserved" or settings is None:
             return None
         if self.seen is not None and seen.outside is None:
             return None
@@ -598,7 +592,7 @@ class RunsOfOneGraph:
         if self.seen is None:
             own = seen.units[self.index].boundary
             units = tuple(Unit(own, (kept[k],)) for k in at_place)
-        return Runs(versions, at_place, peak - self.request.held_bytes, peak - late, units)
+        return Runs(versions, at_place, peak - self.request.budget.held, peak - late, units)
 
     def _saving_most_first(
         self, seen: SeenStep, chosen: tuple[int, ...]
@@ -621,7 +615,8 @@ class RunsOfOneGraph:
 
     def _step_of(self, unit: Unit, count: int) -> SeenStep:
         """A step in which so many runs wait: the one of its pipeline, if that says as many."""
-        pipeline, held, left = self.around.pipeline, self.request.held_bytes, self.around.left_bytes
+        held = self.request.budget.held
+        pipeline, left = self.around.pipeline, self.around.left_bytes
         if pipeline is None or count != pipeline.runs:
             gathered = self.around.gathered
             if self.first:
@@ -647,7 +642,7 @@ class RunsOfOneGraph:
 
         Their input needs no gradient, and is a part of the batch, which lies around.
         """
-        held, given, places = self.request.held_bytes, unit.boundary.results, range(pipeline.runs)
+        held, given, places = self.request.budget.held, unit.boundary.results, range(pipeline.runs)
         parts, units, unit_of = pipeline.parts, [unit], [0] * pipeline.runs
         followed = None
         if parts is not None and 0 < len(self.first) < parts:
@@ -693,7 +688,7 @@ class RunsOfOneGraph:
         """
         report, unseen, around = version.report, self.unseen_bytes, self.around.others
         assert report is not None
-        assert request.budget_bytes is not None
+        assert request.budget.limit is not None
         peak = report.counted_peak_bytes - report.held_bytes
         if own is not None:
             unit, around = _version(report), self.around.everything
@@ -707,13 +702,13 @@ class RunsOfOneGraph:
         promise = Promise(
             graph=f"graph {report.graph}",
             device=self.device,
-            budget_bytes=request.budget_bytes,
+            budget_bytes=request.budget.limit,
             peak_bytes=peak,
             held_bytes=report.held_bytes,
             reserve_bytes=unseen,
             saved_bytes=report.saved_bytes,
             segment_bytes=report.segment_bytes if self._takes_segment(version) else None,
-            tuning_bytes=request.tuning_bytes,
+            tuning_bytes=request.budget.autotune,
             coming_bytes=self.coming_bytes,
             unseen_bytes=self.unseen_bytes,
             several=own is not None,
@@ -723,9 +718,9 @@ class RunsOfOneGraph:
 
     def _takes_segment(self, version: CompiledVersion) -> bool:
         """Whether the allocator is one that takes segments, and this version asks it."""
-        settings = self.request.allocator
+        settings = self.request.budget.allocator
         one_by_one = settings is not None and not settings.expandable_segments
-        return one_by_one and self.request.count == "reserved" and not version.pooled
+        return one_by_one and self.request.budget.metric == "reserved" and not version.pooled
 
     def _refusal(self, seen: SeenStep, offers: list[Offer]) -> InfeasibleBudget:
         """The error that names the least, by versions of this graph that have been rehearsed."""
@@ -736,7 +731,7 @@ class RunsOfOneGraph:
         self, seen: SeenStep, offers: list[Offer], choose: Callable[[UnitStep], planner.Chosen]
     ) -> InfeasibleBudget:
         """The error that names what one way to choose needs."""
-        assert self.request.budget_bytes is not None
+        assert self.request.budget.limit is not None
         runs = seen.runs_of(self.index)
         if seen.followed_bytes is not None:
             runs += seen.runs_of(1)  # by versions of this unit
@@ -747,7 +742,7 @@ class RunsOfOneGraph:
             for place in sorted({chosen[run] for run in runs}):
                 if offers[place].events is not None:
                     continue  # what it takes is known
-                asked = replace(self.request, budget_bytes=budget_for(least, self.request))
+                asked = self.request.with_budget(limit=budget_for(least, self.request))
                 try:
                     report = self.plan(offers[place].asked(asked))
                     offers[place] = _rehearsed(offers[place], report)
@@ -759,10 +754,10 @@ class RunsOfOneGraph:
                 break
         taken = self._reserved(seen, chosen)
         if taken is None:
-            return InfeasibleBudget(self.request.budget_bytes, budget_for(least, self.request))
-        needed = taken.usage.peak_reserved_bytes + self.request.tuning_bytes
+            return InfeasibleBudget(self.request.budget.limit, budget_for(least, self.request))
+        needed = taken.usage.peak_reserved_bytes + self.request.budget.autotune
         unused = taken.usage.peak_reserved_bytes - seen.step().peak_bytes(chosen)
-        return InfeasibleBudget(self.request.budget_bytes, needed, (), max(0, unused))
+        return InfeasibleBudget(self.request.budget.limit, needed, (), max(0, unused))
 
 
 def _saved_bytes(seen: SeenStep, index: int, taken: Sequence[Offer]) -> int:

@@ -3,7 +3,7 @@
 A plan for a graph says how many bytes the graph takes by itself. Where several runs of it wait for
 their backward at once, what each saves counts as often as it waits. So plans are looked for under
 two limits at once: bytes at the peak of the graph, and bytes between its halves. The second one is
-a limit of the first kind where the rest is held in between (`Request.between_bytes`).
+a limit of the first kind where the rest is held in between (`Budget.between`).
 """
 
 from __future__ import annotations
@@ -49,10 +49,10 @@ class Offer:
 
     def asked(self, request: Request) -> Request:
         """The request for this version; all else that the budget counts is held."""
-        if request.budget_bytes is None:
+        if request.budget.limit is None:
             return request
-        held = request.budget_bytes - request.tuning_bytes - self.peak_bytes
-        return replace(request, held_bytes=held, between_bytes=self.between_bytes)
+        held = request.budget.limit - request.budget.autotune - self.peak_bytes
+        return request.with_budget(held=held, between=self.between_bytes)
 
 
 @dataclass(frozen=True)
@@ -88,17 +88,17 @@ def look_at_unit(draft: Draft, request: Request, count: int) -> Unit:
     ``count`` runs wait at once, which share what is left of the budget. Nothing is judged: what is
     compiled of it will be.
     """
-    times, request = StageTimes(), replace(request, verify=False)
+    times, request = StageTimes(), request.with_policy(verify=False)
     runner = Runner(cost_model(request, draft.module.graph, "unit"), times)
     prepared = runner.run("prepare", PREPARE, draft)
     search = Search(runner, Planning(request, times), Judge(runner, plan_only=True), prepared)
-    own, offers = boundary_of(prepared, request.parameters), dict[Version, Offer]()
+    own, offers = boundary_of(prepared, request.inputs.parameters), dict[Version, Offer]()
 
     def left(saved_limit: int) -> int | None:
         """Bytes for the peak of one run, where the others save so many."""
-        if request.own_budget is None:
+        if request.budget.own is None:
             return None
-        return request.own_budget - (count - 1) * (saved_limit - own.resident + own.given)
+        return request.budget.own - (count - 1) * (saved_limit - own.resident + own.given)
 
     for found, plan in _plans(search, search.draft(()).estimate.problem, left):
         offer = _offer(found, plan, request)
