@@ -23,9 +23,10 @@ from fxremat.cost import cards
 from fxremat.cost.cards import card_named
 from fxremat.memory.allocator import AllocatorSettings, replay
 from fxremat.memory.reserved_bytes import reserved
+from fxremat.memory.segments import SMALL_BYTES
 from fxremat.options import parse_options
 from fxremat.sizes import MIB
-from fxremat.step.in_flight import SMALL_BYTES, Runs
+from fxremat.step.in_flight import Runs
 from fxremat.step.preparation import _Look
 from fxremat.step.runs import CompiledVersion, RunsOfOneGraph, SeenStep, Surroundings
 from fxremat.step.versions import Offer, Unit

@@ -34,15 +34,11 @@ from fxremat.compat.saved_tensors import (
 from fxremat.compat.tensors import is_fake, plain_tensors
 from fxremat.core.places import Places
 from fxremat.errors import PromiseBroken
-from fxremat.memory.segments import Segment
+from fxremat.memory.segments import SharedSegments
 from fxremat.memory.watched_steps import StepWatch
 from fxremat.runtime.host_memory import is_on
-from fxremat.sizes import MIB
 
 log = logging.getLogger(__name__)
-
-SMALL_BYTES = 16 * MIB
-"""Of a budget that graphs share: small blocks lie in segments of their own."""
 
 Compiled = Callable[..., Any]
 Around = tuple[Callable[[], torch.Tensor | list[torch.Tensor] | None], ...]
@@ -92,69 +88,6 @@ class _Forward:
 
 
 @dataclass
-class _Segments:
-    """What the allocator takes for all graphs that share one budget.
-
-    One graph has a segment of its own, in which its blocks are known to fit. With a second one
-    comes a segment for all of them: of the size that all promises name, else all that the budget
-    leaves. Taken in the middle of a step, it lies beside the first, so both make one when the next
-    step begins.
-    """
-
-    known: weakref.WeakValueDictionary[int, Promise] = field(
-        default_factory=weakref.WeakValueDictionary
-    )
-    one: Segment | None = None
-    parts: bool = False
-    there_bytes: int | None = None
-    """Allocated when the segment for all was taken first; None before."""
-    shared_bytes: int | None = None
-    """The size that all promises name."""
-
-    def before(self, promise: Promise, waiting: int, args: Iterable[object]) -> Segment | None:
-        """The segment that a forward of a graph runs in, taken; ``waiting`` forwards wait."""
-        if promise.segment_bytes is None:
-            return None
-        device, new = promise.device, id(promise) not in self.known
-        self.known[id(promise)] = promise
-        if not promise.several and len(self.known) == 1:
-            if self.one is None:
-                self.one = Segment(device, promise.segment_bytes, promise.reserve_bytes)
-            return self._ready(self.one, _own_bytes(args, device))
-        if self._agree() or self.there_bytes is None:
-            self.one = self._for_all(promise)
-            self.parts = waiting > 0 and self.there_bytes is not None
-            self.there_bytes = torch.cuda.memory_allocated(device)
-        assert self.one is not None
-        if waiting == 0 and self.parts:
-            self.one.reserved_bytes, self.parts = None, False
-            self.there_bytes = torch.cuda.memory_allocated(device)
-        elif new and waiting and self.shared_bytes is None:
-            self.one.reserved_bytes, self.parts = None, True
-        return self._ready(self.one, self.there_bytes)
-
-    def _agree(self) -> bool:
-        """Note the size that all promises name; whether it is another one than before."""
-        sizes = {promise.shared_bytes for promise in self.known.values()}
-        before, self.shared_bytes = self.shared_bytes, sizes.pop() if len(sizes) == 1 else None
-        return self.shared_bytes != before
-
-    def _for_all(self, promise: Promise) -> Segment:
-        """The segment of that size, or of all that is left; not taken yet."""
-        size, left = self.shared_bytes, promise.budget_bytes - promise.tuning_bytes
-        if size is None:
-            return Segment(promise.device, 0, promise.coming_bytes, left - SMALL_BYTES)
-        return Segment(promise.device, size, promise.coming_bytes, left if size else None)
-
-    def _ready(self, segment: Segment, own_bytes: int) -> Segment:
-        if segment.is_due:
-            segment.take(own_bytes)
-        elif segment.has_room:
-            segment.close_room(own_bytes)
-        return segment
-
-
-@dataclass
 class _SharedBudget:
     """The forwards in flight of all graphs that share one budget.
 
@@ -167,7 +100,7 @@ class _SharedBudget:
     looked_at: tuple[int, int] = (1, 0)
     told: int = 1
     anew: bool = False
-    segments: _Segments = field(default_factory=_Segments)
+    segments: SharedSegments = field(default_factory=SharedSegments)
     watch: StepWatch | None = None
     saved_bytes: int = 0
     """Of all forwards that wait, by their plans; the most since a step began."""

@@ -32,20 +32,14 @@ from fxremat.core.places import Places
 from fxremat.core.step import Boundary, Moment, UnitStep, Version
 from fxremat.errors import InfeasibleBudget, forget_frames
 from fxremat.memory.reserved_bytes import LARGER, Reserved, least_reserved, reserved_with_rest
+from fxremat.memory.segments import SMALL_BYTES
 from fxremat.options import Options
 from fxremat.passes.memory_estimation import nbytes
 from fxremat.planner import units as planner
 from fxremat.report.report import Report
 from fxremat.sizes import format_bytes
 from fxremat.step.events import StepEvents, composed, repeated_outside
-from fxremat.step.in_flight import (
-    SMALL_BYTES,
-    Around,
-    Promise,
-    Promised,
-    Runs,
-    storage_bytes,
-)
+from fxremat.step.in_flight import Around, Promise, Promised, Runs, storage_bytes
 from fxremat.step.pipelines import Pipeline, pipeline_of
 from fxremat.step.versions import NOTHING_GATHERED, Gathered, Offer, Unit, followed_by, repeated
 
