@@ -28,7 +28,9 @@ def _attentions(graph: Any) -> list[str]:
     return [str(n.target) for n in graph.nodes if "_scaled_dot_product" in str(n.target)]
 
 
-@pytest.mark.parametrize("name", KERNELS)
+@pytest.mark.parametrize(
+    "name", ["H100", *(pytest.param(name, marks=pytest.mark.slow) for name in ("A100", "T4"))]
+)
 def test_kernels_of_a_card_compile_for_it(name: str) -> None:
     """Forward and backward, each kernel in each way to run it; attention as torch runs it there."""
     card = card_named(name)

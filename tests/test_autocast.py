@@ -31,6 +31,7 @@ def test_scratch_of_a_matmul(dtype: torch.dtype) -> None:
     assert spaces.of_call(torch.ops.aten.mm.default, (x.t(), y), {}) == taken
 
 
+@pytest.mark.slow
 def test_the_predicted_peak_is_the_measured_one() -> None:
     model, x = seeded(lambda: Stack(2), 4096, 32)
 

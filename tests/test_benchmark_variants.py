@@ -43,6 +43,7 @@ def test_in_turn_takes_the_better_forms(problem: Problem) -> None:
         assert (max(found.peak_bytes, budget), found.time_us) <= best
 
 
+@pytest.mark.slow
 def test_two_steps_in_lossy_forms(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
     names = {"exact", "saved_bf16", "scaled_norm_from_output"}
     chosen = [one for one in convergence.variants() if one.name in names]

@@ -139,6 +139,7 @@ def test_blocks_inside_of_blocks_are_not_checkpointed_by_themselves() -> None:
     assert count == 3
 
 
+@pytest.mark.slow
 def test_what_fits_on_a_card() -> None:
     """Ours is the largest; the plan at that size is within the budget, by itself."""
     with torch.device("meta"):

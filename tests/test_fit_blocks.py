@@ -131,6 +131,7 @@ OPTIONS: dict[str, Any] = {"variants": "none", "solver": "greedy", "memory_budge
 OPTIONS["count"] = "allocated"
 
 
+@pytest.mark.slow
 def test_few_blocks_say_what_the_whole_says() -> None:
     """The same of torch's partition; ours is not better than of the whole, and not far below."""
     model, inputs = _Net().to(torch.bfloat16), [torch.zeros(4096, 32, dtype=torch.bfloat16)]

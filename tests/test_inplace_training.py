@@ -227,6 +227,7 @@ class _Named(CustomPartitionerFn):
         return None
 
 
+@pytest.mark.slow
 def test_bytes_of_a_tied_embedding_under_inductor() -> None:
     """One gradient of the table is there at the peak, not two."""
     model, inputs = tied(5000, 64), words(16, 5000)

@@ -80,6 +80,7 @@ def trained(options: dict[str, Any] | None) -> tuple[list[float], int]:
     return loop.losses, peak
 
 
+@pytest.mark.slow
 def test_fifty_steps_stay_within_the_budget() -> None:
     expected, plain = trained(None)
     budget = int(0.6 * plain)

@@ -182,6 +182,7 @@ class WithHead(nn.Module):
         return loss
 
 
+@pytest.mark.slow
 def test_a_head_and_its_loss_are_a_unit() -> None:
     """Compiled, they run a few rows at a time, and the step needs less; gradients stay."""
     torch.manual_seed(0)
