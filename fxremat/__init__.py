@@ -44,7 +44,7 @@ if TYPE_CHECKING:
     from fxremat.training.stepping import step_in_backward
     from fxremat.whatif import device
     from fxremat.whatif.explanation import explain
-    from fxremat.whatif.fitting import fit
+    from fxremat.whatif.fit import fit
 
 __all__ = [
     "BudgetExceeded",
@@ -81,7 +81,7 @@ __all__ = [
 _LAZY = {
     "accumulate_in_backward": "fxremat.training.accumulation",
     "explain": "fxremat.whatif.explanation",
-    "fit": "fxremat.whatif.fitting",
+    "fit": "fxremat.whatif.fit",
     "list_options": "fxremat.options",
     "loss_only": "fxremat.training.loss_only",
     "measure_peak": "fxremat.memory.measured_peak",

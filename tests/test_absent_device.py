@@ -11,7 +11,6 @@ import torch
 from torch import nn
 
 import fxremat
-from fxremat.compat.absent.cubins import cubins
 from fxremat.compat.absent.pretending import CUDA, pretending
 from fxremat.compat.configuration import functorch_config
 from fxremat.cost.cards import CARDS, absent_card, card_named
@@ -19,6 +18,7 @@ from fxremat.cost.device import spec_of_card
 from fxremat.errors import NeedsTriton, UnknownDevice
 from fxremat.whatif.device import absent
 from tests.absent_nets import halves_on, net_and_tokens
+from tests.cubins import cubins
 
 KERNELS = {"H100": "cudnn", "A100": "flash", "T4": "math"}
 """Of attention in bfloat16, by card."""

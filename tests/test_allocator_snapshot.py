@@ -6,8 +6,9 @@ from typing import Any
 
 import pytest
 
+from benchmarks.allocator_snapshot import compare, from_snapshot
 from fxremat.core.events import Allocate, EmptyCache, Free
-from fxremat.memory.allocator import AllocatorSettings, compare, from_snapshot, replay
+from fxremat.memory.allocator import AllocatorSettings, replay
 
 MIB = 2**20
 LARGE, SMALL, OTHER = 0x7F0000000000, 0x7F0010000000, 0x7F0020000000

@@ -13,6 +13,7 @@ from torch import fx
 
 from fxremat.compat.sizes import size_bound
 from fxremat.compat.tensors import outside_fake_mode
+from fxremat.core.constants import CALL_US
 from fxremat.cost import call_times
 from fxremat.cost.call_times import KIND, CallTimes, Timing, call_key
 from fxremat.cost.device import DeviceSpec
@@ -20,7 +21,6 @@ from fxremat.cost.loop_rates import FUNCTIONS, LoopRates
 from fxremat.cost.number_file import number_path
 from fxremat.cost.op_timers import Measured, Roofline
 from fxremat.memory import room as memory_room
-from fxremat.runtime import kernels
 from fxremat.runtime.chunks.convolutions import CONVOLUTION, CONVOLUTION_BACKWARD
 from fxremat.runtime.chunks.operator import ROWS
 from tests.graphs import batch, capture, mlp
@@ -151,7 +151,7 @@ def test_matmuls_of_chunks_are_measured_in_their_sizes(tmp_path: Path, runs: lis
     times = [time_of.calls.of_call(one.target, one.args, {}) for one in inside.library]
     library = sum(one.times * (us or 0.0) for one, us in zip(inside.library, times, strict=True))
     assert library > 0
-    assert found >= library + inside.calls * kernels.CALL_US
+    assert found >= library + inside.calls * CALL_US
     assert all(one.args[0].shape[0] == 16 or one.args[0].shape[1] == 16 for one in inside.library)
 
 

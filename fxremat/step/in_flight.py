@@ -23,14 +23,14 @@ from typing import Any
 import torch
 from torch.utils import _pytree as pytree
 
-from fxremat.compat.dynamo import compilations
-from fxremat.compat.saved_tensors import (
+from fxremat.compat.backward import (
     autograd_position,
     node_of_forward,
     saved_by,
     when_backward_ends,
     when_freed,
 )
+from fxremat.compat.dynamo import compilations
 from fxremat.compat.tensors import is_fake, plain_tensors
 from fxremat.core.places import Places
 from fxremat.errors import PromiseBroken

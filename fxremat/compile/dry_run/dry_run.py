@@ -20,11 +20,10 @@ from torch import fx
 from torch.utils import _pytree as pytree
 
 from fxremat import runtime
-from fxremat.compat.donation import name_in_forward
-from fxremat.compat.inductor.generated_code import Generated, generate
+from fxremat.compat.inductor.generated_code import Generated, generate, load_without_kernels
 from fxremat.compat.inductor.kernels_ahead import begin_kernels
-from fxremat.compat.inductor.loading import load_without_kernels
 from fxremat.compat.inductor.lowered_ahead import hand_over as torch_hand_over
+from fxremat.compat.partitioning import name_in_forward
 from fxremat.compat.sizes import size_bound
 from fxremat.compat.tensors import Watching, storage_key, storage_watch, without_memory
 from fxremat.core.events import Allocate, Event, Free, Given, RunEvents
