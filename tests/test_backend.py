@@ -144,7 +144,9 @@ def test_bad_options_arrive_as_our_error() -> None:
     assert "memory_budget" in str(caught.value)
 
 
-@pytest.mark.parametrize("executor", ["aot_eager", "inductor"])
+@pytest.mark.parametrize(
+    "executor", ["aot_eager", pytest.param("inductor", marks=pytest.mark.slow)]
+)
 def test_backward_may_run_twice(executor: str) -> None:
     """Also after it has run once, when the backward is compiled already."""
     model, x = seeded(lambda: Stack(2), 1024, 32)

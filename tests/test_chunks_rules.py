@@ -137,6 +137,7 @@ def test_few_rows(count: int) -> None:
         check(net, (rows(count, D), labels(count)), CHUNKED_LOSS)
 
 
+@pytest.mark.slow
 @examples(10)
 @given(st.integers(17, 90), st.integers(1, 12), st.integers(30, 150), st.booleans(), st.booleans())
 def test_random_sizes(count: int, width: int, most: int, bias: bool, ignored: bool) -> None:

@@ -50,6 +50,7 @@ def test_the_refused_report_names_the_same_number(tmp_path: Any) -> None:
     assert f'"minimum_peak_bytes": {least}' in path.read_text(encoding="utf-8")
 
 
+@pytest.mark.slow
 def test_the_least_without_variants_is_at_most_what_torch_takes() -> None:
     """Torch's own partition is one of the candidates."""
     model, x = seeded(Classifier, 256, 16)

@@ -59,6 +59,7 @@ def artifacts(folder: Path) -> dict[str, str]:
     return {name: "\n".join(lines) for name, lines in found.items()}
 
 
+@pytest.mark.slow
 def test_one_line_for_each_graph() -> None:
     (line,) = (line for line in run("fxremat") if "] still " not in line)  # on a slow machine
     assert "fxremat: graph 0: " in line

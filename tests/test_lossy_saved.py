@@ -222,9 +222,19 @@ def activated(name: str) -> Callable[..., Any]:
     return lambda x: ACTIVATIONS[name](x.cumsum(-1) * 1.0).cumsum(-1)
 
 
+SEVERAL = {"gelu": torch.bfloat16, "elu": torch.float64, "tanh": torch.float32}
+
+
 @pytest.mark.parametrize(
     ("name", "dtype"),
-    [*((n, torch.float32) for n in ACTIVATIONS), ("gelu", torch.bfloat16), ("elu", torch.float64)],
+    [
+        *SEVERAL.items(),
+        *(
+            pytest.param(name, torch.float32, marks=pytest.mark.slow)
+            for name in ACTIVATIONS
+            if name != "tanh"
+        ),
+    ],
 )
 def test_any_activation_is_found(name: str, dtype: torch.dtype) -> None:
     joint, where = found("few_bit_activation", activated(name), leaf(30, 40, dtype=dtype))

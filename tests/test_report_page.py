@@ -240,6 +240,7 @@ def test_copies_are_known_as_copies(rehearsed: Any) -> None:
     assert any(report.recomputed for report in rehearsed.graphs)
 
 
+@pytest.mark.slow
 def test_the_page_of_an_explanation_with_its_front(rehearsed: Any, tmp_path: Path) -> None:
     page = tmp_path / "step.html"
     rehearsed.save_page(page, rehearsed.pareto())

@@ -94,7 +94,7 @@ def least_budget() -> int:
     return budget
 
 
-@pytest.mark.parametrize("percent", [80, 60, None])
+@pytest.mark.parametrize("percent", [80, 60, pytest.param(None, marks=pytest.mark.slow)])
 def test_blocks_leave_room_for_what_runs_while_they_wait(percent: int | None) -> None:
     plain = Step(**PLAIN)
     expected, peak = plain.gradients(), plain.peak_bytes()

@@ -328,8 +328,8 @@ def test_steps_end_before_the_backward_does() -> None:
 @pytest.mark.parametrize(
     ("executor", "early"),
     [
-        ("aot_eager", False),
         ("aot_eager", True),
+        pytest.param("aot_eager", False, marks=pytest.mark.slow),
         pytest.param("inductor", True, marks=pytest.mark.slow),
     ],
 )

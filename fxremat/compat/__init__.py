@@ -15,3 +15,5 @@ The one place where versions differ. Each module has one theme, and names are im
 
 Each name has a test in ``tests/test_compat_<theme>.py``.
 """
+
+from fxremat.compat import logs  # noqa: F401  torch imports packages to find the names of logs
