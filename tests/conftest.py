@@ -165,6 +165,14 @@ def golden(request: pytest.FixtureRequest) -> Golden:
 
 
 @pytest.fixture
+def fresh() -> Iterator[None]:
+    """No code that another test had compiled, and none is left."""
+    torch.compiler.reset()
+    yield
+    torch.compiler.reset()
+
+
+@pytest.fixture
 def vectors() -> Iterator[None]:
     """Kernels as users have them, with the vectors of this machine."""
     cpu_vec_isa.valid_vec_isa_list.cache_clear()

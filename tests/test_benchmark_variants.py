@@ -4,11 +4,9 @@ from __future__ import annotations
 
 import json
 import math
-from collections.abc import Iterator
 from pathlib import Path
 
 import pytest
-import torch
 from hypothesis import given
 
 from benchmarks import variants_convergence as convergence
@@ -21,12 +19,7 @@ from fxremat.planner import solve
 from tests.examples import examples
 from tests.strategies import problems_with_variants
 
-
-@pytest.fixture(autouse=True)
-def _fresh() -> Iterator[None]:
-    torch.compiler.reset()
-    yield
-    torch.compiler.reset()
+pytestmark = pytest.mark.usefixtures("fresh")
 
 
 @examples(20)

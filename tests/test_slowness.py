@@ -32,7 +32,7 @@ def test_is_marked():
     compute()
 
 def test_waits():
-    time.sleep(0.3)
+    time.sleep(0.4)
 
 def test_does_little():
     pass

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import copy
-from collections.abc import Iterator
 from typing import Any
 from unittest import mock
 
@@ -27,11 +26,7 @@ from tests.end_to_end import compiled_by_fxremat, least, measured, observed, ste
 WORDS, WIDTH, IGNORED = 3000, 16, 0
 
 
-@pytest.fixture(autouse=True)
-def _fresh() -> Iterator[None]:
-    torch._dynamo.reset()
-    yield
-    torch._dynamo.reset()
+pytestmark = pytest.mark.usefixtures("fresh")
 
 
 class Words(nn.Module):
