@@ -11,10 +11,8 @@ import torch
 from torch import fx, nn
 
 from fxremat.compat.absent.pretending import CUDA
-from fxremat.compat.dynamo import more_follow
 from fxremat.compat.sizes import size_bound
 from fxremat.compat.tensors import places_in_joint, storage_key
-from fxremat.compile.session import Ledger
 from fxremat.core.problem import COPY_LATENCY_US, Copies
 from fxremat.cost.cards import Card, absent_card
 from fxremat.cost.cuda_scratch import cublas_bytes
@@ -157,19 +155,15 @@ def request_for(
     gm: fx.GraphModule,
     inputs: Sequence[Any],
     options: Options,
-    ledger: Ledger,
-    place: tuple[int, int | None],
     around_bytes: int = 0,
+    neighbours_bytes: int = 0,
 ) -> Request:
-    """What to ask for this graph, given what other graphs of the model hold.
+    """What to ask for this graph, where other graphs hold ``neighbours_bytes`` now.
 
-    ``place`` is its frame and the compilation of that (`compat.current_compilation`).
     ``around_bytes`` are held around it: they count where nothing else says what is there.
 
     The reserve is held beside the graph like they are, so that peaks and the least budget that
     an error names count it: they are compared with the whole budget, and with what is measured.
-    A graph that ends in a graph break, or in a split for DDP, should leave half of what is left to
-    those that follow.
     """
     card = absent_card()
     device = device_of_inputs(inputs) if card is None else CUDA
@@ -177,18 +171,15 @@ def request_for(
     budget = _budget(options, device, card)
     if device.type == "cuda" and card is None:
         allocate_cublas(device)  # whoever counts or times from now on finds its workspaces
-    held = _held_bytes(options, device, inputs, card, ledger, place)
+    held = _held_bytes(options, device, inputs, card, neighbours_bytes)
     if options.reserve is None and device.type != "cuda":
         held += around_bytes
     tuning = _tuning_bytes(options, device, card)
-    more = more_follow(gm) and ledger.is_last(place[0])
-    own = None if budget is None else budget - held - tuning
     request = Request(
         Budget(
             limit=budget,
             held=held,
             autotune=tuning,
-            soft_limit=own // 2 if more and own is not None else None,
             metric=_metric(options, allocator),
             allocator=allocator,
         ),
@@ -302,8 +293,7 @@ def _held_bytes(
     device: torch.device,
     inputs: Sequence[Any],
     card: Card | None,
-    ledger: Ledger,
-    place: tuple[int, int | None],
+    neighbours_bytes: int,
 ) -> int:
     """How many bytes are held by other graphs, and by what no graph sees.
 
@@ -312,12 +302,11 @@ def _held_bytes(
     """
     grads = accumulation.expected_bytes(device)
     if options.reserve is not None or device.type != "cuda":
-        return ledger.held_by_others(*place) + (options.reserve or 0) + grads
+        return neighbours_bytes + (options.reserve or 0) + grads
     if card is not None:
-        return ledger.held_by_others(*place) + 2 * cublas_bytes(card.capability) + grads
+        return neighbours_bytes + 2 * cublas_bytes(card.capability) + grads
     missing = accumulation.expected_bytes(device, missing_only=True)
-    unseen = round_up(unseen_bytes(inputs, device), SEGMENT_STEP_BYTES)
-    return ledger.held_beside(*place, unseen) + missing
+    return round_up(unseen_bytes(inputs, device), SEGMENT_STEP_BYTES) + missing
 
 
 def _tuning_bytes(options: Options, device: torch.device, card: Card | None) -> int:

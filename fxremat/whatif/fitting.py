@@ -271,7 +271,7 @@ class _Fitting:
 
         def backend(gm: fx.GraphModule, given: Sequence[Any]) -> Callable[..., Any]:
             regions = checkpointed_regions(gm)
-            request = request_for(gm, given, parsed, session.ledger(None), (0, None))
+            request = request_for(gm, given, parsed)
             if request.budget.limit is None:
                 raise InvalidOption("memory_budget", None, "a number of bytes to fit into")
             held_bytes = request.budget.held + held.states
