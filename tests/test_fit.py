@@ -21,7 +21,8 @@ from fxremat.errors import CannotVary
 from fxremat.memory.optimizer_states import OPTIMIZERS, held_by
 from fxremat.training.blocks import checkpointed, repeated_blocks
 from fxremat.whatif.device import absent
-from fxremat.whatif.fitting import fit, largest_within
+from fxremat.whatif.fit import fit
+from fxremat.whatif.largest_size import largest_within
 from tests.absent_nets import net_and_tokens
 
 BATCH = {"batch": [(0, 0), (1, 0)]}

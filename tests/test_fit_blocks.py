@@ -21,7 +21,8 @@ from fxremat.memory.optimizer_states import Held
 from fxremat.training.blocks import are_alike, repeated_blocks, shortened
 from fxremat.whatif.device import absent
 from fxremat.whatif.extrapolation import Line, TorchSteps
-from fxremat.whatif.fitting import FEW_BLOCKS, WAYS, Point, Way, _Fitting, _ours, fit
+from fxremat.whatif.fit import FEW_BLOCKS, _Fitting, fit
+from fxremat.whatif.largest_size import WAYS, Point, Way, points_by_us
 
 BLOCKS = 6
 
@@ -226,7 +227,7 @@ def test_fxremat_is_looked_at_where_checkpointing_ends() -> None:
         "torch.compile": [Point("rows", "torch.compile", size, 10 * size, 1.0) for size in (5, 10)],
         "checkpointed blocks": [Point("rows", "checkpointed blocks", 7, 90, 1.0)],
     }
-    found = _ours(steps, by_torch, 100, 1)
+    found = points_by_us(steps, by_torch, 100, 1)
     assert [(one.size, one.peak_bytes) for one in found] == [(5, 50), (7, 70), (10, 100)]
     assert asked == [7]
 

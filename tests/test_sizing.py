@@ -13,7 +13,14 @@ from hypothesis import strategies as st
 from fxremat.compile.dry_run.dry_run import Rehearsal
 from fxremat.compile.dry_run.symbolic import PeaksBySize
 from fxremat.core.events import Allocate, Free
-from fxremat.whatif.fitting import Point, Way, _by_line, _largest_of_torch, _ours, _rehearsed
+from fxremat.whatif.largest_size import (
+    Point,
+    Way,
+    _by_line,
+    _largest_of_torch,
+    _rehearsed,
+    points_by_us,
+)
 
 
 def shown(size: int, scores: int, kept: int, rounded: int = 1) -> Rehearsal:
@@ -166,10 +173,10 @@ def test_guesses_end_where_they_are_near() -> None:
         "torch.compile": [Point("rows", "torch.compile", 2, 400, 1.0)],
         "checkpointed blocks": [Point("rows", "checkpointed blocks", 60, 900, 1.0)],
     }
-    found = _ours(steps, by_torch, 1000, 140)
+    found = points_by_us(steps, by_torch, 1000, 140)
     assert [one.size for one in found] == [2, 60, 100]
     by_torch["checkpointed blocks"] = [Point("rows", "checkpointed blocks", 6, 900, 1.0)]
-    assert [one.size for one in _ours(steps, by_torch, 1000, 140)] == [2, 6, 100]
+    assert [one.size for one in points_by_us(steps, by_torch, 1000, 140)] == [2, 6, 100]
 
 
 def test_fewer_blocks_are_kept_where_a_plan_does_not_fit() -> None:
@@ -180,5 +187,5 @@ def test_fewer_blocks_are_kept_where_a_plan_does_not_fit() -> None:
         "torch.compile": [Point("rows", "torch.compile", 2, 400, 1.0)],
         "checkpointed blocks": [Point("rows", "checkpointed blocks", 90, 900, 1.0)],
     }
-    [_, between, _] = _ours(steps, by_torch, 1000, 1)
+    [_, between, _] = points_by_us(steps, by_torch, 1000, 1)
     assert (between.size, between.peak_bytes) == (90, 900)

@@ -96,3 +96,90 @@ STEPS_AHEAD = 4
 
 Two modules with a weight and a bias each: one whose gradients arrive, one whose steps run.
 """
+
+# --- costs ---------------------------------------------------------------------------------
+
+AGREEMENT = 0.03
+"""A call is timed until its two quickest runs differ by no more than this part of them.
+
+It is small beside the quarter by which clocks move times, for which `fxremat.cost.timing` corrects.
+"""
+
+TIMING_S = 0.04
+"""Seconds of runs after which timing a call ends, whether they agree or not.
+
+They are ten turns of the 4 ms or so for which another program takes a core.
+"""
+
+CORE_TURN_S = 0.01
+"""A run counts if other programs took a core from it no more than once in so many seconds.
+
+Programs on the same core take it at least every 8 ms (two turns of 4 ms). The kernel's own tasks
+are rarer, and take next to nothing.
+"""
+
+PEAK_REACHED = 0.65
+"""The part of a GPU's published operations per second that its kernels are taken to reach.
+
+FlashAttention-2 reaches 50 to 73 % of an A100's peak (Dao, arXiv 2307.08691), and large matrix
+products more.
+"""
+
+CONTEXT_BYTES = 600 * 2**20
+"""What a CUDA context and the kernels of torch's libraries take of a card; torch counts it nowhere.
+
+It is an assumption for cards that are not here. Where a card is here, what is free is asked for.
+"""
+
+OPERANDS_IN_A_RUN = 4
+"""A run of a call on a CPU is taken to hold so many times its operands.
+
+They are the operands, results of the same size, and a workspace in which both are copied.
+"""
+
+# --- memory of whole steps -----------------------------------------------------------------
+
+WATCHED_STEPS = 2
+"""Steps of a training loop whose peak is measured and compared with the budget.
+
+The optimizer makes its states in the first step, so the second is like all that follow.
+"""
+
+LOOK_EVERY_S = 0.001
+"""Seconds between two looks at what the C library has allocated, while a step is watched.
+
+A look takes some microseconds, so watching costs less than a hundredth of a core.
+"""
+
+NOT_SEEN_PART = 0.01
+"""The part of a budget on the CPU that may be exceeded unnoticed, at least 1 MiB.
+
+Python and the C library allocate beside tensors, and both are seen by the same look.
+"""
+
+TRAINER_BYTES = 2**16
+"""What a trainer's own numbers take on the device: losses and norms of gradients.
+
+They are a few hundred tensors of a number each, in blocks of 512 bytes at most.
+"""
+
+# --- the largest size that fits ------------------------------------------------------------
+
+SIZE_GUESSES = 4
+"""Sizes at which the planner is asked for its least peak, at most, before plans are counted.
+
+The secant method multiplies the last two errors: from one half, four guesses lead to 0.4 %.
+"""
+
+NEAR_SIZE = 0.02
+"""Sizes that differ by no more than this part are not worth another plan.
+
+Few blocks tell the size of the whole to as much (tests/test_fit_blocks.py).
+"""
+
+MOST_GROWTH = 16
+"""How many times the largest size known to fit is asked for next, at most.
+
+From a size of 1, four questions lead to 65,536, and a line through two wrong points to 16 times the
+memory of one that fits.
+"""

@@ -14,12 +14,9 @@ from contextvars import ContextVar
 from dataclasses import dataclass
 
 from fxremat.compat.absent.pretending import Properties
+from fxremat.core.constants import CONTEXT_BYTES
 from fxremat.cost.device import DeviceSpec, spec_named
 from fxremat.errors import UnknownDevice, nearest
-
-CONTEXT_BYTES = 600 * 2**20
-"""Of a card's memory: a CUDA context with the kernels of torch's libraries, which torch counts
-nowhere: an assumption, measured on none of the cards below."""
 
 BLOCK_SHARED_BYTES = 49152
 """Of shared memory, what a block has without asking for more, on all of them."""
