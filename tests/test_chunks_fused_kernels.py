@@ -19,7 +19,7 @@ from fxremat.runtime.chunks.program import Program, Ref, dump, parse
 from tests.graphs import calls
 from tests.loss_program import CLASSES, expected, inputs, one, program
 from tests.row_nets import STEPS, traced_step
-from tests.row_sites import sites, taken
+from tests.row_sites import real, sites, taken
 
 NUMBER_BYTES = 12
 """A number that stands beside a tensor, in the last rows: counted as if beside a partial sum."""
@@ -58,16 +58,6 @@ def test_kernels_compute_what_the_operators_do(
     assert_close(found, expected(*given), 1e-5 if dtype == torch.float32 else 2e-2)
 
 
-@pytest.mark.parametrize("sizes", SIZES)
-def test_memory_is_known_to_the_byte(sizes: tuple[int, int, int]) -> None:
-    count, chunk, tile = sizes
-    x, y, w = given = inputs(count)
-    made = sum(t.nbytes for t in run(given, chunk, tile))
-    peak = measure_peak(lambda: run(given, chunk, tile)).above_start_bytes
-    args = ([x, y], [w.t(), w], program(), chunk, tile, True)
-    assert kernels.WORKSPACES[ROWS](*args, measure=kernels.unmeasured) == peak - made
-
-
 def test_adding_at_an_index_as_a_comparison(monkeypatch: pytest.MonkeyPatch) -> None:
     """As on a GPU: one loop over all elements, and no memory for the row that is added to."""
     x, y, w = tensors = inputs(64)
@@ -85,14 +75,6 @@ def test_adding_at_an_index_as_a_comparison(monkeypatch: pytest.MonkeyPatch) -> 
         assert_close(run(tensors, 16, 16), expected(*tensors))
     fused_kernels.kernels_of.cache_clear()
     assert kernel.scratch_bytes <= 4 * CLASSES + 4 * 16 * 4  # a sum over rows, a few numbers a row
-
-
-def real(value: Any) -> Any:
-    """A tensor of data that every operator takes."""
-    if isinstance(value, torch.Tensor):
-        made = torch.empty_strided(value.shape, value.stride(), dtype=value.dtype).fill_(1)
-        return made.uniform_(0.5, 1.5) if value.dtype.is_floating_point else made
-    return [real(v) for v in value] if isinstance(value, (list, tuple)) else value
 
 
 def assert_fused_is_right(call: fx.Node) -> None:
