@@ -114,7 +114,8 @@ def test_what_dynamo_wraps_has_frames_of_its_own() -> None:
     torch._dynamo.reset()
     given: list[Any] = [nn.functional.gelu, nn.functional.silu]
     for one in [*given, nn.Linear(4, 4), nn.Linear(4, 4), nn.Linear(4, 2)]:
-        torch.compile(one, backend=backend)(torch.ones(2, 4))
+        compiled: Any = torch.compile(one, backend=backend)
+        compiled(torch.ones(2, 4))
     gelu, silu, *linear = seen
     assert gelu != silu
     assert not {gelu, silu} & {*linear}
