@@ -8,12 +8,13 @@ from typing import Any
 import pytest
 import torch
 
-from fxremat.core.places import Places
 from fxremat.memory import segments
 from fxremat.memory.allocator import CachingAllocator
 from fxremat.memory.segments import WALL_BYTES, Segment, SharedSegments
 from fxremat.sizes import MIB
 from fxremat.step import in_flight
+from fxremat.step.promise import Promise, PromisedVersion, RunVersions
+from fxremat.step.scope import BudgetScope
 
 CUDA = torch.device("cuda")
 
@@ -219,10 +220,10 @@ def test_the_room_opens_at_the_end_of_a_backward(monkeypatch: pytest.MonkeyPatch
         open_room = note("open")
 
     monkeypatch.setattr(segments, "Segment", Noted)
-    promise = in_flight.Promise("graph", torch.device("cpu"), 1 << 40, 0, 0, 0, 0, 1)
+    promise = Promise("graph", torch.device("cpu"), 1 << 40, 0, 0, 0, 0, 1)
     module = torch.nn.Sequential(torch.nn.Linear(4, 4), torch.nn.Tanh())
-    one = in_flight.Promised(torch.compile(module, backend="aot_eager"), promise)
-    compiled = in_flight.watch_in_flight(in_flight.Runs((one,), (0,), 0, 0), Places())
+    one = PromisedVersion(torch.compile(module, backend="aot_eager"), promise)
+    compiled = in_flight.watch_in_flight(RunVersions((one,), (0,), 0, 0), BudgetScope())
     x = torch.ones(2, 4)
     for _ in range(2):
         result = compiled(x).sum()
@@ -231,9 +232,9 @@ def test_the_room_opens_at_the_end_of_a_backward(monkeypatch: pytest.MonkeyPatch
     assert asked == ["take", "backward", "open", "close", "backward", "open"]
 
 
-def _promise(name: str, *, several: bool = False, **more: Any) -> in_flight.Promise:
+def _promise(name: str, *, several: bool = False, **more: Any) -> Promise:
     given = {"tuning_bytes": 60 * MIB, "segment_bytes": 100 * MIB, **more}
-    return in_flight.Promise(name, CUDA, 400 * MIB, 0, 0, 0, 0, several=several, **given)
+    return Promise(name, CUDA, 400 * MIB, 0, 0, 0, 0, several=several, **given)
 
 
 def test_versions_of_a_graph_share_what_the_budget_leaves(monkeypatch: pytest.MonkeyPatch) -> None:
