@@ -68,7 +68,7 @@ class Fit:
     points: tuple[Point, ...]
 
     def largest(self, what: str, way: Way = "fxremat") -> Point:
-        """The row of one way."""
+        """The largest size that fits with one way to train."""
         return next(row for row in self.rows if row.what == what and row.way == way)
 
     def at(self, what: str, size: int, way: Way = "fxremat") -> Point | None:
@@ -140,7 +140,7 @@ def _tensors_for(device: str | None) -> AbstractContextManager[Any]:
 
 @dataclass
 class _Fitting:
-    """One question."""
+    """One call of `fit`."""
 
     model: Callable[..., Any]
     inputs: tuple[Any, ...]
@@ -150,7 +150,7 @@ class _Fitting:
     whole: bool
 
     def run(self) -> Fit:
-        """The answer."""
+        """Find the largest sizes."""
         weights = list(self.model.parameters()) if isinstance(self.model, nn.Module) else []
         held = held_by(self.optimizer, weights)
         weights_bytes = sum(weight.numel() * weight.dtype.itemsize for weight in weights)
@@ -254,7 +254,7 @@ class _Fitting:
             if request.budget.limit is None:
                 raise InvalidOption("memory_budget", None, "a number of bytes to fit into")
             held_bytes = request.budget.held + held.states
-            # Nothing of it will run: whoever compiles the step has it judged then.
+            # Nothing of it will run: whoever compiles the step has it verified then.
             request = request.with_budget(held=held_bytes).with_policy(verify=False)
 
             def partition(module: fx.GraphModule, joint_inputs: Any, **kwargs: Any) -> Any:

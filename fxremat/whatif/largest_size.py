@@ -48,10 +48,10 @@ def points_by_torch(steps: TorchSteps, way: Way, budget: int) -> list[Point]:
 
 
 def _largest_of_torch(steps: TorchSteps, budget: int) -> tuple[int, int] | None:
-    """The largest size that is expected to fit, and its peak when it is rehearsed.
+    """The largest size that is expected to fit, and its peak in a dry run.
 
     Where that takes more than was expected, the next one aims lower by as much. Where nothing is
-    expected to fit any more, sizes are rehearsed until the largest is found.
+    expected to fit any more, sizes are counted in dry runs until the largest is found.
     """
     first, target = steps.sizes[steps.what], budget
     size = largest_within(steps.expected_bytes, target, first)
@@ -150,7 +150,7 @@ def _between(
     at: Callable[[int], ContinuedStep], size: int, target: int, budget: int,
     found: tuple[int, int, float],
 ) -> tuple[int, int, float] | None:  # fmt: skip
-    """A size that is far larger than what was found, if its plan is rehearsed within the budget."""
+    """A far larger size than what was found, if its plan is within the budget in a dry run."""
     if size <= (1 + NEAR_SIZE) * found[0]:
         return None
     plan = at(size).quickest(target)

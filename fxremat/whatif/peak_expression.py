@@ -1,8 +1,8 @@
 """The peak of a step as an expression of its sizes: exact, and solved for the size that fits.
 
 The code of a step is the same at every size, and so is the order of what it allocates. At each
-moment the live bytes are a sum of products of sizes: a polynomial. It is found from a few sizes
-and confirmed at others. The peak is the maximum over all moments. Written in Bernstein's basis
+point the live bytes are a sum of products of sizes: a polynomial. It is found from a few sizes
+and confirmed at others. The peak is the maximum over all points. Written in Bernstein's basis
 over a range of sizes, a polynomial lies below another one wherever all its coefficients do
 (G. Farin, Curves and Surfaces for CAGD, chapter 5); so few of thousands remain.
 """
@@ -22,7 +22,7 @@ from fxremat.errors import CannotVary
 
 Sizes = Mapping[str, int]
 LiveBytes = Callable[[Sizes], Sequence[int]]
-"""Bytes that are live at each moment of a step of these sizes."""
+"""Bytes that are live at each point of a step of these sizes."""
 
 DEGREE = 2
 """Of each size, at most: scores of attention are of a sequence by itself."""
@@ -151,7 +151,7 @@ Coefficients = tuple[Fraction, ...]
 
 
 def _highest(live: LiveBytes, axes: Sequence[_Axis]) -> sympy.Expr | None:
-    """The maximum over all moments; None where these are no polynomials."""
+    """The maximum over all points of a step; None where these are no polynomials."""
     names = [axis.name for axis in axes]
     grid = list(product(*(axis.nodes for axis in axes)))
     seen = [tuple(live(dict(zip(names, point, strict=True)))) for point in grid]
@@ -161,10 +161,10 @@ def _highest(live: LiveBytes, axes: Sequence[_Axis]) -> sympy.Expr | None:
         [_product(rows) for rows in product(*columns)]
         for columns in product(*(axis.from_values() for axis in axes))
     ]
-    moments = dict.fromkeys(zip(*seen, strict=True))
+    points = dict.fromkeys(zip(*seen, strict=True))
     found = {
         tuple(sum(w * v for w, v in zip(row, values, strict=True)) for row in weights): None
-        for values in moments
+        for values in points
     }
     polynomials = [tuple(Fraction(c) for c in one) for one in found]
     confirmed = all(_is_right(live, axes, polynomials, point) for point in _checks(axes))
