@@ -10,7 +10,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from fxremat.compile.draft import Learnt
-from fxremat.compile.dry_run.dry_run import Rehearsal
+from fxremat.compile.dry_run.dry_run import DryRun
 from fxremat.compile.search import tuning
 from fxremat.compile.search.candidates import Candidate, Judged
 from fxremat.compile.search.planning import QUICK_SOLVER
@@ -144,7 +144,7 @@ def test_without_a_rehearsal_the_order_is_held() -> None:
 def judged(planned: int, real: int, *, again: bool = True, time_us: float = 1.0) -> Judged:
     """A candidate of made-up figures."""
     plan = Plan(("a", "a") if again else ("a",), "made up", None, planned, time_us)
-    shown = Rehearsal(real, (), (), {})
+    shown = DryRun(real, (), (), {})
     return Judged(Candidate.planned(draft_of(PROBLEM), plan), draft_of(PROBLEM), real, shown)
 
 
@@ -180,8 +180,8 @@ def test_fragmentation_is_something_to_gain() -> None:
     """Of a plan that meets the aim by what it reserves: another may reserve as little."""
     over, exact = judged(900, 1200), judged(600, AIM)
     assert next_target([over, exact], AIM) is None
-    shown = Rehearsal(700, (), (), {})
-    assert next_target([over, replace(exact, rehearsal=shown)], AIM) == 750
+    shown = DryRun(700, (), (), {})
+    assert next_target([over, replace(exact, dry_run=shown)], AIM) == 750
 
 
 def test_the_fastest_of_equals_holds_its_order_at_the_fewest_steps() -> None:
@@ -189,7 +189,7 @@ def test_the_fastest_of_equals_holds_its_order_at_the_fewest_steps() -> None:
     loose = replace(loose, candidate=replace(loose.candidate, held=frozenset([0])))
     loose = replace(loose, candidate=replace(loose.candidate, order=NEAR_PEAK))
     assert fastest(iter([held, loose])) is loose
-    held, loose = replace(held, rehearsal=None), replace(loose, rehearsal=None)
+    held, loose = replace(held, dry_run=None), replace(loose, dry_run=None)
     assert fastest(iter([loose, held])) is held
     assert fastest(iter([])) is None
 
@@ -239,7 +239,7 @@ def showing(candidate: Candidate, more: dict[str, int]) -> Judged:
     line = replay(problem, candidate.plan.steps)
     live = [n + more.get(str(s), 0) for s, n in zip(line.steps, line.live_bytes, strict=True)]
     making = tuple(f"{step}_recompute" for step in line.steps)
-    shown = Rehearsal(max(live), tuple(live), (), {}, making=making)
+    shown = DryRun(max(live), tuple(live), (), {}, making=making)
     return Judged(candidate, candidate.draft, shown.peak_bytes, shown)
 
 

@@ -10,13 +10,13 @@ from typing import Any
 from hypothesis import given
 from hypothesis import strategies as st
 
-from fxremat.compile.dry_run.dry_run import Rehearsal
+from fxremat.compile.dry_run.dry_run import AllocatorEvents, DryRun
 from fxremat.compile.dry_run.symbolic import PeaksBySize
 from fxremat.core.events import Allocate, Free
 from fxremat.whatif.fitting import Point, Way, _by_line, _largest_of_torch, _ours, _rehearsed
 
 
-def shown(size: int, scores: int, kept: int, rounded: int = 1) -> Rehearsal:
+def shown(size: int, scores: int, kept: int, rounded: int = 1) -> DryRun:
     """Weights, activations and scores; what is ``rounded`` up is no polynomial."""
     row, square = kept * size, scores * size * size
     scratch = -(-size // rounded) * 64
@@ -25,7 +25,7 @@ def shown(size: int, scores: int, kept: int, rounded: int = 1) -> Rehearsal:
         Allocate("2", scratch), Free("2"), Free("0"),
     )  # fmt: skip
     live = (1000 + row, 1000 + row + square, 1000 + row + scratch)
-    return Rehearsal(max(live), live, (), {}, events)
+    return DryRun(max(live), live, (), {}, allocator=AllocatorEvents(events))
 
 
 @given(st.integers(0, 9), st.integers(1, 50), st.integers(1, 8), st.integers(1, 300))
@@ -35,7 +35,7 @@ def test_polynomials_are_known_from_three_sizes(
     """Every event and every moment, and nothing more is rehearsed."""
     asked: list[int] = []
 
-    def rehearse(size: int) -> Rehearsal:
+    def rehearse(size: int) -> DryRun:
         asked.append(size)
         return shown(size, scores, kept)
 
@@ -43,11 +43,11 @@ def test_polynomials_are_known_from_three_sizes(
     told = PeaksBySize(rehearse, lambda one: sum(
         e.nbytes for e in one.events if isinstance(e, Allocate)
     ))  # fmt: skip
-    assert peaks.told(size, first).peak_bytes == shown(size, scores, kept).peak_bytes
+    assert peaks.expected(size, first).peak_bytes == shown(size, scores, kept).peak_bytes
     assert asked == [first, 2 * first, 3 * first]
     asked.clear()
     events = shown(size, scores, kept).events
-    assert told.peak_of(told.told(size, first)) == sum(
+    assert told.peak_of(told.expected(size, first)) == sum(
         e.nbytes for e in events if isinstance(e, Allocate)
     )
     assert len(asked) == 3
@@ -56,12 +56,12 @@ def test_polynomials_are_known_from_three_sizes(
 def test_other_events_are_rehearsed() -> None:
     """As where a size of one leaves out what others do."""
 
-    def rehearse(size: int) -> Rehearsal:
+    def rehearse(size: int) -> DryRun:
         one = shown(size, 1, 3)
-        return replace(one, events=one.events[:-1]) if size == 2 else one
+        return replace(one, allocator=AllocatorEvents(one.events[:-1])) if size == 2 else one
 
     peaks = PeaksBySize(rehearse, lambda one: one.peak_bytes)
-    assert peaks.told(50, 2).peak_bytes == shown(50, 1, 3).peak_bytes
+    assert peaks.expected(50, 2).peak_bytes == shown(50, 1, 3).peak_bytes
     assert sorted(peaks.shown) == [2, 4, 6, 50]
 
 
@@ -71,8 +71,8 @@ def test_what_is_rounded_up_is_found_by_rehearsing() -> None:
     steps: Any = SimpleNamespace(
         sizes={"batch": 2},
         what="batch",
-        expected_bytes=lambda size: peaks.told(size, 2).peak_bytes,
-        peak_bytes=lambda size: peaks.rehearsed(size).peak_bytes,
+        expected_bytes=lambda size: peaks.expected(size, 2).peak_bytes,
+        peak_bytes=lambda size: peaks.at(size).peak_bytes,
     )
     found = _largest_of_torch(steps, 10_000)
     assert found is not None

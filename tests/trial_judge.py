@@ -10,7 +10,7 @@ from typing import Any, Final, cast
 from torch import fx
 
 from fxremat.compile.draft import Draft
-from fxremat.compile.dry_run.dry_run import Rehearsal
+from fxremat.compile.dry_run.dry_run import DryRun
 from fxremat.compile.request import Policy, Request
 from fxremat.compile.search.candidates import Candidate, Judged, Order
 from fxremat.compile.search.planning import Planning
@@ -51,7 +51,7 @@ class Trial:
         peak = self.real(candidate.plan.peak_bytes, candidate.order)
         self.asked.append(candidate)
         self.judged.append(
-            Judged(candidate, candidate.draft, peak, Rehearsal(peak, (), (), self.scratch))
+            Judged(candidate, candidate.draft, peak, DryRun(peak, (), (), self.scratch))
         )
         return self.judged[-1]
 

@@ -24,7 +24,7 @@ NAMES = {
     "estimate": "estimating bytes and times",
     "plan": "planning",
     "apply": "applying a plan",
-    "rehearse": "generating the code of a plan, to count its bytes",
+    "dry run": "generating the code of a plan, to count its bytes",
     "verify": "verifying a plan",
     "kernels": "compiling kernels",
 }

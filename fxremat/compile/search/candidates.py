@@ -23,8 +23,7 @@ from typing import Any, Literal
 
 from fxremat.compat.configuration import cache_directory
 from fxremat.compile.draft import Draft, Learnt
-from fxremat.compile.dry_run.dry_run import Rehearsal
-from fxremat.compile.dry_run.known import rehearse_once
+from fxremat.compile.dry_run.dry_run import DryRun, dry_run_once
 from fxremat.compile.pipeline import APPLY, BEGIN, Runner
 from fxremat.compile.request import Request
 from fxremat.compile.search.tuning import NEAR_PEAK, OF_SMALL
@@ -103,13 +102,13 @@ def _runs_again(steps: Sequence[Step]) -> Iterator[tuple[int, str]]:
 class Judged:
     """A candidate with its halves made, and the peak that they really have.
 
-    The peak is in the bytes that the budget counts. Without a ``rehearsal`` it is the plan's.
+    The peak is in the bytes that the budget counts. Without a ``dry_run`` it is the plan's.
     """
 
     candidate: Candidate
     draft: Draft
     peak_bytes: int
-    rehearsal: Rehearsal | None
+    dry_run: DryRun | None
     reserved: Reserved | None = None
     """What torch's allocator takes, where the budget counts that."""
 
@@ -121,7 +120,7 @@ class Judged:
     @property
     def allocated_bytes(self) -> int:
         """The peak in allocated bytes."""
-        return self.peak_bytes if self.rehearsal is None else self.rehearsal.peak_bytes
+        return self.peak_bytes if self.dry_run is None else self.dry_run.peak_bytes
 
     @property
     def fragmentation_bytes(self) -> int:
@@ -135,16 +134,16 @@ class Judged:
 
     def hand_over(self) -> None:
         """Have what was rehearsed compiled: this candidate is taken."""
-        if self.rehearsal is not None:
-            self.rehearsal.hand_over()
+        if self.dry_run is not None:
+            self.dry_run.hand_over()
 
     def learnt(self) -> Learnt:
         """What it shows of library calls."""
-        return Learnt(self.rehearsal.scratch if self.rehearsal is not None else {})
+        return Learnt(self.dry_run.scratch if self.dry_run is not None else {})
 
     def learnt_above(self, aim: int) -> Learnt:
         """The same, and by how much the plan was wrong where more than ``aim`` bytes are live."""
-        learnt, shown = self.learnt(), self.rehearsal
+        learnt, shown = self.learnt(), self.dry_run
         if shown is None or self.candidate.order.startswith("torch"):
             return learnt
         problem = learnt.told(self.candidate.draft.estimate.problem)
@@ -168,7 +167,7 @@ def _most_live(problem: Problem, steps: Sequence[Step]) -> dict[str, int]:
     return most
 
 
-def plain_bytes(shown: Rehearsal, request: Request) -> int:
+def plain_bytes(shown: DryRun, request: Request) -> int:
     """The peak of a rehearsal of code that is not ours, in the bytes that the budget counts.
 
     Beside what is held.
@@ -179,7 +178,7 @@ def plain_bytes(shown: Rehearsal, request: Request) -> int:
     return usage.peak_reserved_bytes - request.budget.held
 
 
-def _reserved(shown: Rehearsal | None, request: Request) -> Reserved | None:
+def _reserved(shown: DryRun | None, request: Request) -> Reserved | None:
     """What the allocator of the request takes for a rehearsal; None where that is not known.
 
     Where the budget counts it, a segment of the best size is taken before the first step.
@@ -213,7 +212,7 @@ class Judge:
         shown = None
         if request.compiled and request.budget.target is not None:
             likely = candidate.plan.peak_bytes <= request.budget.target
-            shown = self._rehearse(draft, begin=likely and not self.plan_only)
+            shown = self._dry_run(draft, begin=likely and not self.plan_only)
         taken = _reserved(shown, request)
         peak = candidate.plan.peak_bytes if shown is None else shown.peak_bytes
         if taken is not None and request.budget.metric == "reserved":
@@ -232,20 +231,20 @@ class Judge:
         draft = replace(candidate.draft, plan=candidate.plan, held=candidate.held)
         return self.runner.run("apply", APPLY, draft)
 
-    def _rehearse(self, draft: Draft, *, begin: bool) -> Rehearsal | None:
+    def _dry_run(self, draft: Draft, *, begin: bool) -> DryRun | None:
         """The real peak; None, with a warning, for code that does not run without data.
 
         Kernels ``begin`` to be compiled where the candidate may well be taken.
         """
         costs = self.runner.costs
-        with self.runner.times.stage("rehearse"):
+        with self.runner.times.stage("dry run"):
             try:
-                shown = rehearse_once(
+                shown = dry_run_once(
                     *draft.halves,
                     num_fwd_outputs=draft.num_forward_outputs,
                     device=costs.device.type,
                     workspace=costs.workspaces.blocks_of_call,
-                    directory=Path(cache_directory()) / "fxremat" / "rehearsals",
+                    directory=Path(cache_directory()) / "fxremat" / "dry_runs",
                     with_kernels=not self.plan_only,
                     begin=begin,
                     card=costs.request.device.card,
@@ -253,8 +252,8 @@ class Judge:
                 return shown.with_between(costs.request.budget.between)
             except Exception as error:  # any op of any library may refuse
                 log.warning(
-                    "the generated code could not be rehearsed (%s: %s); the budget is held by the "
-                    "plan alone, which may be off by some percent: leave a reserve",
+                    "the generated code could not run without data (%s: %s); the budget is held by "
+                    "the plan alone, which may be off by some percent: leave a reserve",
                     type(error).__name__,
                     str(error).partition("\n")[0],
                 )

@@ -45,7 +45,7 @@ def under(draft: Draft, aim: int, planning: Planning) -> Proposals:
     if plan.peak_bytes > aim:
         return
     loose = yield Candidate.near_peak(draft, plan, aim)
-    if loose.rehearsal is None:  # nothing shows what Inductor's own order takes
+    if loose.dry_run is None:  # nothing shows what Inductor's own order takes
         yield Candidate.planned(draft, plan)
         return
     problem = loose.learnt().told(problem)
@@ -213,7 +213,7 @@ def fastest(judged: Iterator[Judged]) -> Judged | None:
     def rank(one: Judged) -> tuple[float, bool, int]:
         held, order = one.candidate.held, one.candidate.order
         steps = len(one.plan.steps) if held is None else len(held)
-        return one.plan.time_us, one.rehearsal is None and order != "planned", steps
+        return one.plan.time_us, one.dry_run is None and order != "planned", steps
 
     return min(judged, key=rank, default=None)
 

@@ -214,7 +214,7 @@ class Search:
     def _or_torch(self, best: Judged, aim: int) -> Judged:
         """Torch's own partition, where that is faster and under the aim, too."""
         plain = self.draft(()).estimate.problem
-        if best.plan.time_us <= plain.base_time_us or best.rehearsal is None:
+        if best.plan.time_us <= plain.base_time_us or best.dry_run is None:
             return best
         own = self._torch(donated=False)
         if own is None or own.plan.time_us >= best.plan.time_us:

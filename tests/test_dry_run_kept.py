@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import json
 from collections.abc import Callable
-from dataclasses import asdict
 from pathlib import Path
 from typing import Any
 
@@ -15,8 +14,13 @@ from hypothesis import strategies as st
 
 import fxremat
 from fxremat.compat.configuration import inductor_config
-from fxremat.compile.dry_run.dry_run import Rehearsal, rehearse
-from fxremat.compile.dry_run.known import _rehearsal_of, rehearse_once
+from fxremat.compile.dry_run.dry_run import (
+    DryRun,
+    _dry_run_from_json,
+    _dry_run_to_json,
+    dry_run,
+    dry_run_once,
+)
 from fxremat.core.timeline import Lifetime
 from fxremat.whatif.explanation import Explanation
 from tests.compat_graphs import Shared, half
@@ -26,20 +30,20 @@ from tests.small import Convolutions, Stack, seeded
 @pytest.fixture
 def kept(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> Path:
     """Where rehearsals are kept."""
-    monkeypatch.setattr("fxremat.compat.cache_directory", lambda: str(tmp_path))
-    return tmp_path / "fxremat" / "rehearsals"
+    monkeypatch.setattr("fxremat.compile.search.candidates.cache_directory", lambda: str(tmp_path))
+    return tmp_path / "fxremat" / "dry_runs"
 
 
 @pytest.fixture
-def made(monkeypatch: pytest.MonkeyPatch) -> list[Rehearsal]:
+def made(monkeypatch: pytest.MonkeyPatch) -> list[DryRun]:
     """The rehearsals that were really made."""
     found = []
 
     def noting(*args: Any, **kwargs: Any) -> Any:
-        found.append(rehearse(*args, **kwargs))
+        found.append(dry_run(*args, **kwargs))
         return found[-1]
 
-    monkeypatch.setattr("fxremat.compile.dry_run.known.rehearse", noting)
+    monkeypatch.setattr("fxremat.compile.dry_run.dry_run.dry_run", noting)
     return found
 
 
@@ -108,9 +112,9 @@ def test_the_same_graphs_are_rehearsed_anew_where_something_else_differs(
         before = torch.get_num_threads()
         try:
             torch.set_num_threads(2)
-            rehearse_once(forward, backward, **asked)
+            dry_run_once(forward, backward, **asked)
             torch.set_num_threads(threads)
-            rehearse_once(forward, backward, **{**asked, **change})
+            dry_run_once(forward, backward, **{**asked, **change})
         finally:
             torch.set_num_threads(before)
 
@@ -120,7 +124,7 @@ def test_the_same_graphs_are_rehearsed_anew_where_something_else_differs(
 
 SIZES = st.integers(0, 2**50)
 REHEARSALS = st.builds(
-    Rehearsal,
+    DryRun,
     peak_bytes=SIZES,
     live_bytes=st.lists(SIZES).map(tuple),
     at_peak=st.lists(st.tuples(st.text(), SIZES)).map(tuple),
@@ -132,8 +136,8 @@ REHEARSALS = st.builds(
 
 
 @given(REHEARSALS)
-def test_every_rehearsal_is_read_back(shown: Rehearsal) -> None:
-    assert _rehearsal_of(json.loads(json.dumps(asdict(shown)))) == shown
+def test_every_rehearsal_is_read_back(shown: DryRun) -> None:
+    assert _dry_run_from_json(json.loads(json.dumps(_dry_run_to_json(shown)))) == shown
 
 
 @pytest.mark.parametrize(
@@ -147,12 +151,12 @@ def test_every_rehearsal_is_read_back(shown: Rehearsal) -> None:
     ],
 )
 def test_what_is_no_rehearsal_is_not_believed(damage: dict[str, Any]) -> None:
-    answer = asdict(Rehearsal(1, (1,), (("x", 1),), {"x": 1}))
-    assert _rehearsal_of(answer) is not None
-    assert _rehearsal_of({**answer, **damage}) is None
+    answer = _dry_run_to_json(DryRun(1, (1,), (("x", 1),), {"x": 1}))
+    assert _dry_run_from_json(answer) is not None
+    assert _dry_run_from_json({**answer, **damage}) is None
     (name,) = damage
     del answer[name]
-    assert _rehearsal_of(answer) is None
+    assert _dry_run_from_json(answer) is None
 
 
 def test_nothing_is_kept_where_caches_are_disabled(kept: Path, made: list[Any]) -> None:

@@ -8,7 +8,7 @@ import pytest
 import torch
 
 from fxremat.compat.tensors import without_memory
-from fxremat.compile.dry_run.dry_run import _inside, _Meter
+from fxremat.compile.dry_run.meter import CodeMeter
 from fxremat.core.events import Allocate, Free
 from fxremat.cost.cuda_scratch import CudaScratch
 from fxremat.cost.workspaces import Workspaces
@@ -23,9 +23,9 @@ from tests.loss_program import CLASSES, FEATURES, program
 BF16 = torch.bfloat16
 
 
-def meter() -> _Meter:
+def meter() -> CodeMeter:
     """Of CUDA."""
-    return _Meter("cuda", CudaScratch().blocks_of_call)
+    return CodeMeter(device="cuda", workspace=CudaScratch().blocks_of_call)
 
 
 def loss_on_cuda(count: int, chunk: int, *, fused: bool) -> tuple[Any, ...]:
@@ -43,7 +43,7 @@ def test_events_have_the_peak_that_the_operator_declares(fused: bool) -> None:
     with absent("H100"), without_memory():
         args = loss_on_cuda(count, chunk, fused=fused)
         declared = kernels.WORKSPACES[ROWS](*args, measure=CudaScratch().of_call)
-        found = _inside(meter(), ROWS, args, {})
+        found = meter().inside(ROWS, args, {})
         results = [t.untyped_storage().nbytes() for t in ROWS(*args)]
     assert found is not None
     live: dict[str, int] = {}
@@ -104,7 +104,7 @@ def test_an_operator_that_looks_at_its_data_is_one_block() -> None:
         before = kernels.IMPLEMENTATIONS[target]
         kernels.IMPLEMENTATIONS[target] = looks
         try:
-            assert _inside(meter(), target, args, {}) is None
+            assert meter().inside(target, args, {}) is None
         finally:
             kernels.IMPLEMENTATIONS[target] = before
 
