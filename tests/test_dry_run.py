@@ -129,7 +129,7 @@ def test_what_a_statement_writes(statement: str, written: str | None) -> None:
     assert written_name(parsed) == written
 
 
-# --- a rehearsed step -----------------------------------------------------------------------------
+# --- a dry run ------------------------------------------------------------------------------------
 
 
 def test_lifetimes_add_up_to_what_is_live() -> None:
@@ -274,14 +274,14 @@ def test_the_cyclic_collector_rests_and_is_left_as_it_was(
         gc.enable()
 
 
-def test_without_a_budget_nothing_is_rehearsed() -> None:
+def test_without_a_budget_no_dry_run_is_made() -> None:
     model, x = seeded(Stack, 16, 32)
     report = fxremat.explain(model, x).graphs[0]
     assert report.rehearsals == 0
     assert "dry run" not in report.seconds
 
 
-def test_code_that_cannot_be_rehearsed_is_planned_with_a_warning(
+def test_code_that_cannot_run_without_data_is_planned_with_a_warning(
     monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
 ) -> None:
     def refuse(*_: Any, **__: Any) -> Any:

@@ -1,4 +1,4 @@
-"""Rehearsals kept on disk: the same as those made anew, and asked for by what decides them."""
+"""Dry runs kept on disk: the same as those made anew, and asked for by what decides them."""
 
 from __future__ import annotations
 
@@ -29,14 +29,14 @@ from tests.small import Convolutions, Stack, seeded
 
 @pytest.fixture
 def kept(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> Path:
-    """Where rehearsals are kept."""
+    """Where dry runs are kept."""
     monkeypatch.setattr("fxremat.compile.search.candidates.cache_directory", lambda: str(tmp_path))
     return tmp_path / "fxremat" / "dry_runs"
 
 
 @pytest.fixture
 def made(monkeypatch: pytest.MonkeyPatch) -> list[DryRun]:
-    """The rehearsals that were really made."""
+    """The dry runs that were really made."""
     found = []
 
     def noting(*args: Any, **kwargs: Any) -> Any:
@@ -73,7 +73,7 @@ def unchanging(explanation: Explanation) -> Any:
 
 
 @pytest.mark.parametrize("ask", [explain, images])
-def test_what_was_rehearsed_is_not_rehearsed_again(
+def test_no_dry_run_is_made_twice(
     kept: Path, made: list[Any], ask: Callable[[], Explanation]
 ) -> None:
     first, count = ask(), len(made)
@@ -85,7 +85,7 @@ def test_what_was_rehearsed_is_not_rehearsed_again(
 
 @pytest.mark.usefixtures("kept")
 @pytest.mark.parametrize("change", [{"rows": 448}, {"inductor": {"max_fusion_size": 2}}])
-def test_another_batch_and_other_options_are_rehearsed(made: list[Any], change: Any) -> None:
+def test_another_batch_and_other_options_count_anew(made: list[Any], change: Any) -> None:
     explain(solver="greedy")
     count = len(made)
     explain(solver="greedy", **change)
@@ -103,7 +103,7 @@ def test_another_batch_and_other_options_are_rehearsed(made: list[Any], change: 
     ],
     ids=["nothing", "results", "device", "card", "threads"],
 )
-def test_the_same_graphs_are_rehearsed_anew_where_something_else_differs(
+def test_the_same_graphs_are_counted_anew_where_something_else_differs(
     kept: Path, made: list[Any], change: dict[str, Any], threads: int, count: int
 ) -> None:
     def step(forward: Any, backward: Any) -> None:
@@ -123,7 +123,7 @@ def test_the_same_graphs_are_rehearsed_anew_where_something_else_differs(
 
 
 SIZES = st.integers(0, 2**50)
-REHEARSALS = st.builds(
+DRY_RUNS = st.builds(
     DryRun,
     peak_bytes=SIZES,
     live_bytes=st.lists(SIZES).map(tuple),
@@ -135,8 +135,8 @@ REHEARSALS = st.builds(
 )
 
 
-@given(REHEARSALS)
-def test_every_rehearsal_is_read_back(shown: DryRun) -> None:
+@given(DRY_RUNS)
+def test_every_dry_run_is_read_back(shown: DryRun) -> None:
     assert _dry_run_from_json(json.loads(json.dumps(_dry_run_to_json(shown)))) == shown
 
 
@@ -150,7 +150,7 @@ def test_every_rehearsal_is_read_back(shown: DryRun) -> None:
         {"lifetimes": 3},
     ],
 )
-def test_what_is_no_rehearsal_is_not_believed(damage: dict[str, Any]) -> None:
+def test_what_is_no_dry_run_is_not_believed(damage: dict[str, Any]) -> None:
     answer = _dry_run_to_json(DryRun(1, (1,), (("x", 1),), {"x": 1}))
     assert _dry_run_from_json(answer) is not None
     assert _dry_run_from_json({**answer, **damage}) is None

@@ -1,4 +1,4 @@
-"""Operators of ours in a rehearsal on CUDA: allocation by allocation, as they will run."""
+"""Operators of ours in a dry run on CUDA: allocation by allocation, as they will run."""
 
 from __future__ import annotations
 
@@ -73,7 +73,7 @@ def test_products_add_to_the_sum_in_float32() -> None:
     assert extra_of_sum(one, "cpu") == (4 + 4 + 2) * size
 
 
-def test_the_rehearsal_names_the_results_of_an_operator() -> None:
+def test_a_dry_run_names_the_results_of_an_operator() -> None:
     """What it freed inside is gone; its results are freed when the code drops them."""
     with absent("H100"), without_memory():
         args = loss_on_cuda(2048, 512, fused=False)

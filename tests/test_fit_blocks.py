@@ -16,12 +16,12 @@ from torch.utils.checkpoint import checkpoint
 from fxremat.cli.fit import table
 from fxremat.compat.joint_graph import user_tag
 from fxremat.compile.dry_run.dry_run import DryRun
-from fxremat.compile.dry_run.symbolic import PeaksBySize, SymbolicStep
 from fxremat.memory.optimizer_states import Held
 from fxremat.training.blocks import are_alike, repeated_blocks, shortened
 from fxremat.whatif.device import absent
 from fxremat.whatif.extrapolation import Line, TorchSteps
 from fxremat.whatif.fitting import FEW_BLOCKS, WAYS, Point, Way, _Fitting, _ours, fit
+from fxremat.whatif.symbolic_step import PeaksBySize, SymbolicStep
 
 BLOCKS = 6
 

@@ -65,8 +65,8 @@ class Draft:
 
 
 @dataclass(frozen=True)
-class Learnt:
-    """What rehearsals have shown, by op.
+class Corrections:
+    """What dry runs have shown to differ from the problem, by op.
 
     ``scratch`` are bytes of library calls in Inductor's layouts. ``beside`` is by how much more
     than planned is live while an op runs: loops that Inductor did not fuse, or fused otherwise.
@@ -75,22 +75,22 @@ class Learnt:
     scratch: Mapping[str, int] = field(default_factory=dict)
     beside: Mapping[str, int] = field(default_factory=dict)
 
-    def told(self, problem: Problem) -> Problem:
+    def apply_to(self, problem: Problem) -> Problem:
         """The problem with these workspaces, also in its variants; itself where none differs."""
-        ops = self._told(problem.ops)
-        others = tuple(replace(one, ops=self._told(one.ops)) for one in problem.variants)
+        ops = self._corrected(problem.ops)
+        others = tuple(replace(one, ops=self._corrected(one.ops)) for one in problem.variants)
         if ops == problem.ops and others == problem.variants:
             return problem
         return replace(problem, ops=ops, variants=others)
 
-    def _told(self, ops: tuple[Op, ...]) -> tuple[Op, ...]:
+    def _corrected(self, ops: tuple[Op, ...]) -> tuple[Op, ...]:
         def workspace(op: Op) -> int:
             return self.scratch.get(op.name, op.workspace_bytes) + self.beside.get(op.name, 0)
 
         return tuple(replace(op, workspace_bytes=workspace(op)) for op in ops)
 
     @classmethod
-    def of_all(cls, several: Iterable[Learnt]) -> Learnt:
+    def of_all(cls, several: Iterable[Corrections]) -> Corrections:
         """What they show together."""
         scratch: dict[str, int] = {}
         beside: dict[str, int] = {}

@@ -1,4 +1,4 @@
-"""One joint graph, planned: prepared, searched, judged, reported, and handed over."""
+"""One joint graph, planned: prepared, searched, verified, reported, and handed over."""
 
 from __future__ import annotations
 
@@ -16,7 +16,7 @@ from fxremat.compile.pipeline import EXPLAIN, FINISH, PREPARE, Runner
 from fxremat.compile.ranks import graph_digest, shared_answer
 from fxremat.compile.report_builder import large_output, refusal_of, report_of
 from fxremat.compile.request import Request
-from fxremat.compile.search.candidates import Judge
+from fxremat.compile.search.candidates import Evaluator
 from fxremat.compile.search.planning import Planning
 from fxremat.compile.search.search import Found, Search, decision_of
 from fxremat.compile.session import Session
@@ -36,7 +36,7 @@ def planned(draft: Draft, request: Request, current: Session) -> Halves:
 
     Where only the plan is asked for, they are made ready to run uncompiled. Raises
     `InfeasibleBudget` where not even the candidate of least peak fits the budget, and
-    `VerificationFailed` where the judge finds a mistake of ours.
+    `VerificationFailed` where a step of ours is wrong.
     """
     times = StageTimes({"trace": time.perf_counter() - current.started})
     if request.budget.limit is not None:
@@ -44,8 +44,8 @@ def planned(draft: Draft, request: Request, current: Session) -> Halves:
     costs = cost_model(request, draft.module.graph, f"graph {current.graph}")
     runner = Runner(costs, times)
     prepared = runner.run("prepare", PREPARE, draft)
-    judge = Judge(runner, draft.plan_only)
-    found = _searched(Search(runner, Planning(request, times), judge, prepared))
+    evaluator = Evaluator(runner, draft.plan_only)
+    found = _searched(Search(runner, Planning(request, times), evaluator, prepared))
     refusal = refusal_of(found, request)
     if refusal is None and not draft.plan_only:
         found.judged.hand_over()

@@ -17,7 +17,7 @@ from collections.abc import Sequence
 from dataclasses import dataclass, field
 
 from fxremat.compile.dry_run.dry_run import DryRun
-from fxremat.compile.dry_run.symbolic import Expected, PeaksBySize, Sizes, SymbolicStep
+from fxremat.whatif.symbolic_step import Expected, PeaksBySize, Sizes, SymbolicStep
 
 
 @dataclass(frozen=True)

@@ -1,4 +1,4 @@
-"""Candidates: the ways to run a graph that the search may try, and what the judge says of one.
+"""Candidates: the ways to run a graph that the search may try, and what one of them takes.
 
 A candidate is data: the graph in some variants, a plan for it, and who orders what runs:
 
@@ -9,8 +9,8 @@ A candidate is data: the graph in some variants, a plan for it, and who orders w
 * ``torch``: torch's own partition is compiled; the plan only says what it comes to;
 * ``torch, donated``: the same, and the backward writes over what was saved.
 
-The judge makes the two halves of the candidate and rehearses them: the peak is that of the code
-that Inductor would generate.
+An `Evaluator` makes the two halves of a candidate and counts their bytes in a dry run: the peak is
+that of the code that Inductor would generate.
 """
 
 from __future__ import annotations
@@ -22,11 +22,11 @@ from pathlib import Path
 from typing import Any, Literal
 
 from fxremat.compat.configuration import cache_directory
-from fxremat.compile.draft import Draft, Learnt
+from fxremat.compile.constants import NEAR_PEAK, NEXT_TO_NOTHING
+from fxremat.compile.draft import Corrections, Draft
 from fxremat.compile.dry_run.dry_run import DryRun, dry_run_once
 from fxremat.compile.pipeline import APPLY, BEGIN, Runner
 from fxremat.compile.request import Request
-from fxremat.compile.search.tuning import NEAR_PEAK, OF_SMALL
 from fxremat.core.plan import Plan
 from fxremat.core.problem import Op, Problem
 from fxremat.core.schedule import Step
@@ -86,7 +86,7 @@ def _is_of_next_to_nothing(op: Op, problem: Problem) -> bool:
     """
     sizes = problem.bytes_of
     read, written = (sum(sizes[name] for name in names) for names in (op.reads, op.writes))
-    return 0 < read * OF_SMALL <= written
+    return 0 < read <= NEXT_TO_NOTHING * written
 
 
 def _runs_again(steps: Sequence[Step]) -> Iterator[tuple[int, str]]:
@@ -99,10 +99,10 @@ def _runs_again(steps: Sequence[Step]) -> Iterator[tuple[int, str]]:
 
 
 @dataclass(frozen=True)
-class Judged:
+class Evaluation:
     """A candidate with its halves made, and the peak that they really have.
 
-    The peak is in the bytes that the budget counts. Without a ``dry_run`` it is the plan's.
+    The peak is in the bytes that the budget counts. Without a dry run it is the plan's.
     """
 
     candidate: Candidate
@@ -133,20 +133,20 @@ class Judged:
         return bool(self.plan.repeats())
 
     def hand_over(self) -> None:
-        """Have what was rehearsed compiled: this candidate is taken."""
+        """Have the code of the dry run compiled: this candidate is taken."""
         if self.dry_run is not None:
             self.dry_run.hand_over()
 
-    def learnt(self) -> Learnt:
-        """What it shows of library calls."""
-        return Learnt(self.dry_run.scratch if self.dry_run is not None else {})
+    def corrections(self) -> Corrections:
+        """What its dry run shows of library calls."""
+        return Corrections(self.dry_run.scratch if self.dry_run is not None else {})
 
-    def learnt_above(self, aim: int) -> Learnt:
+    def corrections_above(self, aim: int) -> Corrections:
         """The same, and by how much the plan was wrong where more than ``aim`` bytes are live."""
-        learnt, shown = self.learnt(), self.dry_run
+        corrections, shown = self.corrections(), self.dry_run
         if shown is None or self.candidate.order.startswith("torch"):
-            return learnt
-        problem = learnt.told(self.candidate.draft.estimate.problem)
+            return corrections
+        problem = corrections.apply_to(self.candidate.draft.estimate.problem)
         planned = _most_live(problem, self.plan.steps)
         op_of = {**problem.writer_of, **{op.name: op.name for op in problem.ops}}
         beside: dict[str, int] = {}
@@ -155,7 +155,7 @@ class Judged:
             making = op_of.get(original(name), making)  # a loop makes its result last
             if live > aim and live > planned.get(making, live):
                 beside[making] = max(beside.get(making, 0), live - planned[making])
-        return replace(learnt, beside=beside)
+        return replace(corrections, beside=beside)
 
 
 def _most_live(problem: Problem, steps: Sequence[Step]) -> dict[str, int]:
@@ -168,7 +168,7 @@ def _most_live(problem: Problem, steps: Sequence[Step]) -> dict[str, int]:
 
 
 def plain_bytes(shown: DryRun, request: Request) -> int:
-    """The peak of a rehearsal of code that is not ours, in the bytes that the budget counts.
+    """The peak in a dry run of code that is not ours, in the bytes that the budget counts.
 
     Beside what is held.
     """
@@ -179,7 +179,7 @@ def plain_bytes(shown: DryRun, request: Request) -> int:
 
 
 def _reserved(shown: DryRun | None, request: Request) -> Reserved | None:
-    """What the allocator of the request takes for a rehearsal; None where that is not known.
+    """What the allocator of the request takes for a dry run; None where that is not known.
 
     Where the budget counts it, a segment of the best size is taken before the first step.
     """
@@ -190,17 +190,17 @@ def _reserved(shown: DryRun | None, request: Request) -> Reserved | None:
 
 
 @dataclass(frozen=True)
-class Judge:
-    """Makes and rehearses candidates, each only once.
+class Evaluator:
+    """Makes candidates and counts them in dry runs, each only once.
 
     Kernels of their own are begun, for they take long, unless only the plan is asked for.
     """
 
     runner: Runner
     plan_only: bool = False
-    seen: dict[Any, Judged] = field(default_factory=dict)
+    seen: dict[Any, Evaluation] = field(default_factory=dict)
 
-    def judge(self, candidate: Candidate) -> Judged:
+    def evaluate(self, candidate: Candidate) -> Evaluation:
         """What the candidate comes to. Raises `VerificationFailed` where it is not sound."""
         known = self.seen.get(candidate.key)
         if known is not None:
@@ -217,13 +217,13 @@ class Judge:
         peak = candidate.plan.peak_bytes if shown is None else shown.peak_bytes
         if taken is not None and request.budget.metric == "reserved":
             peak = taken.usage.peak_reserved_bytes - request.budget.held
-        judged = self.seen[candidate.key] = Judged(candidate, draft, peak, shown, taken)
+        made = self.seen[candidate.key] = Evaluation(candidate, draft, peak, shown, taken)
         log.debug(
             "candidate %d: %d variants, %d runs again, order of %s: planned %d bytes, takes %d",
             len(self.seen), len(draft.taken), sum(candidate.plan.repeats().values()),
             candidate.order, candidate.plan.peak_bytes, peak,
         )  # fmt: skip
-        return judged
+        return made
 
     def _halves(self, candidate: Candidate) -> Draft:
         if candidate.order.startswith("torch"):

@@ -8,8 +8,8 @@ from pathlib import Path
 
 from fxremat import planner
 from fxremat.compat.configuration import cache_directory, caches_disabled
+from fxremat.compile.constants import EXPECTED_WRONG, OUT_OF_REACH, ROUNDS
 from fxremat.compile.request import Request
-from fxremat.compile.search.tuning import EXPECTED_ANEW, EXPECTED_WRONG, OUT_OF_REACH
 from fxremat.compile.stage_times import StageTimes
 from fxremat.core.check import check
 from fxremat.core.plan import Plan
@@ -21,7 +21,7 @@ from fxremat.planner.plan_cache import PlanCache
 
 log = logging.getLogger(__name__)
 
-QUICK_SOLVER, QUICKEST_SOLVER = "greedy", "quick"
+LOCAL_SEARCH, ONE_PASS = "greedy", "quick"
 """Their limits count work, never time: what they find does not depend on the machine's speed."""
 
 
@@ -36,7 +36,7 @@ class Planning:
 
     def quick(self, problem: Problem, budget: int) -> Plan:
         """The plan of the quick solver."""
-        return self.solve(problem, budget, QUICK_SOLVER)
+        return self.solve(problem, budget, LOCAL_SEARCH)
 
     def variants(self, problem: Problem, budget: int) -> tuple[str, ...]:
         """The variants to take for a budget, or for the least peak where it is 0; none: ().
@@ -46,7 +46,7 @@ class Planning:
         """
         if not budget:
             return self.quick(problem, 0).variants
-        for solver in (QUICKEST_SOLVER, QUICK_SOLVER):
+        for solver in (ONE_PASS, LOCAL_SEARCH):
             plan = self.solve(problem, budget, solver)
             if plan.peak_bytes <= budget:
                 return plan.variants
@@ -105,7 +105,7 @@ class Planning:
         plan, room = best, int((1 - EXPECTED_WRONG) * aim)
         if not self._unused_counts:
             return best
-        for _ in range(EXPECTED_ANEW):
+        for _ in range(ROUNDS):
             if plan.peak_bytes > target:
                 break
             over = self.expected_bytes(problem, plan) + more - room

@@ -32,7 +32,7 @@ from fxremat.compile.draft import Draft
 from fxremat.compile.dry_run.dry_run import DryRun, GeneratedStep, generate_step
 from fxremat.compile.pipeline import AS_TORCH, DONATE, PLAN, PREPARE, Runner
 from fxremat.compile.request import Request
-from fxremat.compile.search.candidates import Candidate, Judge, Judged, plain_bytes
+from fxremat.compile.search.candidates import Candidate, Evaluation, Evaluator, plain_bytes
 from fxremat.compile.search.planning import Planning
 from fxremat.compile.search.search import Search
 from fxremat.compile.search.torch_plan import plan_of_torch
@@ -130,7 +130,7 @@ ONE = Fraction(1)
 class Expected:
     """A plan, and the peak to be expected, in what the budget counts."""
 
-    judge: Judge
+    evaluator: Evaluator
     candidate: Candidate
     peak_bytes: int
     there: There
@@ -141,10 +141,10 @@ class Expected:
         return self.candidate.plan.time_us
 
     @with_stack_room
-    def judged(self) -> Judged:
+    def judged(self) -> Evaluation:
         """The peak that it really has, by a dry run."""
         with self.there():
-            return self.judge.judge(self.candidate)
+            return self.evaluator.evaluate(self.candidate)
 
 
 @dataclass
@@ -198,7 +198,7 @@ class SymbolicStep:
             return plan_of_torch(replace(estimated, halves=halves)).time_us
 
     def _as_torch(self) -> AsTorch:
-        """What torch does is not ours to judge."""
+        """Torch's partition and its code, not verified since it is not ours."""
         if self.torch_cut is None:
             runner = self._runner(self.costs.request.with_policy(verify=False))
             cut = runner.run("apply", AS_TORCH, runner.run("estimate", PLAN, self.prepared))
@@ -244,14 +244,14 @@ class SymbolicStep:
         search = self._search(budget_bytes)
         with self.there():
             found = search.quickest(budget_bytes)
-            return Expected(search.judge, found, search.expected_bytes(found), self.there)
+            return Expected(search.evaluator, found, search.expected_bytes(found), self.there)
 
     def _search(self, budget_bytes: int) -> Search:
         asked = self.costs.request
         request = asked.with_budget(limit=budget_bytes + asked.budget.beside)
         runner = self._runner(request)
         planning = Planning(request, self.times)
-        return Search(runner, planning, Judge(runner, plan_only=True), self.prepared)
+        return Search(runner, planning, Evaluator(runner, plan_only=True), self.prepared)
 
 
 UNTOUCHED = {
