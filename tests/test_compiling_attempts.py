@@ -166,7 +166,7 @@ def choosing(problem: Problem, trial: Trial, budget: int) -> Choosing:
 @pytest.mark.parametrize(("less", "fits"), [(0, True), (1, False)])
 def test_variants_are_chosen_for_the_least_that_they_take(less: int, fits: bool) -> None:
     search = choosing(LOSS_PROBLEM, Trial(lambda planned, order: planned), 1)
-    least = search.planning.quick(LOSS_PROBLEM, 0)
+    least = search.planning.local_search(LOSS_PROBLEM, 0)
     assert least.variants == ("chunks",)
     offered = search._variants(allow_lossy=False)
     chosen = search._chosen(LOSS_PROBLEM, least.peak_bytes - less, offered)

@@ -110,7 +110,7 @@ def test_where_a_mask_of_a_seed_runs_again_so_is_all_that_does(seed: int, floats
 
 
 def test_an_aim_out_of_reach_is_not_tried() -> None:
-    lowest = planning().quick(PROBLEM, 0).peak_bytes
+    lowest = planning().local_search(PROBLEM, 0).peak_bytes
     trial = Trial(lambda planned, order: planned)
     trial.follow(under(draft_of(PROBLEM), lowest - 1, planning("greedy")))
     assert trial.asked == []

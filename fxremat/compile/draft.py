@@ -8,8 +8,8 @@ from typing import Any
 
 from torch import fx
 
-from fxremat.core.plan import Plan
 from fxremat.core.problem import Op, Problem
+from fxremat.core.schedule import Step
 from fxremat.passes.halves import Halves, Rewritten
 from fxremat.passes.joint_graph import JointGraph
 from fxremat.passes.memory_estimation import Estimate
@@ -20,14 +20,21 @@ NOT_YET: Any = None
 
 
 @dataclass(frozen=True)
+class PlannedSteps:
+    """The steps of a plan, and at which of them its order is held; None: at all of them."""
+
+    steps: tuple[Step, ...]
+    held: frozenset[int] | None
+
+
+@dataclass(frozen=True)
 class Draft:
     """A graph, and what the passes have made of it so far, in this order.
 
     What no pass has made yet is None. ``static`` are the positions of inputs that stay where they
     are from step to step; ``partition`` is torch's own; ``plan_only`` says that nothing of it will
-    be compiled. ``sites``, ``plan`` and ``held`` say what is asked of the passes that come next
-    (``held``: at which steps the plan's order is held, None for all), ``taken`` are the variants
-    that stand in the joint graph.
+    be compiled. ``sites`` and ``planned`` say what is asked of the passes that come next, ``taken``
+    are the variants that stand in the joint graph.
     """
 
     module: fx.GraphModule
@@ -39,8 +46,7 @@ class Draft:
     sites: tuple[Site, ...] = ()
     taken: tuple[InsertedVariant, ...] = ()
     estimate: Estimate = NOT_YET
-    plan: Plan = NOT_YET
-    held: frozenset[int] | None = None
+    planned: PlannedSteps = NOT_YET
     rewritten: Rewritten = NOT_YET
     halves: Halves = NOT_YET
 

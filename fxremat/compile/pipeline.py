@@ -106,7 +106,8 @@ def estimate(draft: Draft, costs: CostModel, run: RunPass) -> Draft:
 
 
 def apply_plan(draft: Draft, costs: CostModel, run: RunPass) -> Draft:
-    changed = run(ApplyPlan(draft.estimate, draft.plan.steps, draft.held), draft.module)
+    planned = draft.planned
+    changed = run(ApplyPlan(draft.estimate, planned.steps, planned.held), draft.module)
     return replace(draft, module=changed.graph_module, rewritten=changed.data)
 
 

@@ -62,6 +62,11 @@ class Budget:
         return self.held + self.autotune
 
     @property
+    def counted_allocator(self) -> AllocatorSettings | None:
+        """The allocator's settings where reserved bytes count; None where allocated ones do."""
+        return self.allocator if self.metric == "reserved" else None
+
+    @property
     def target(self) -> int | None:
         """Bytes that plans are made for: the soft limit, else what is left."""
         return self.own if self.soft_limit is None else self.soft_limit

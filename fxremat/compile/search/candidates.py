@@ -23,7 +23,7 @@ from typing import Any, Literal
 
 from fxremat.compat.configuration import cache_directory
 from fxremat.compile.constants import NEAR_PEAK, NEXT_TO_NOTHING
-from fxremat.compile.draft import Corrections, Draft
+from fxremat.compile.draft import Corrections, Draft, PlannedSteps
 from fxremat.compile.dry_run.dry_run import DryRun, dry_run_once
 from fxremat.compile.pipeline import APPLY, BEGIN, Runner
 from fxremat.compile.request import Request
@@ -168,13 +168,11 @@ def _most_live(problem: Problem, steps: Sequence[Step]) -> dict[str, int]:
 
 
 def plain_bytes(shown: DryRun, request: Request) -> int:
-    """The peak in a dry run of code that is not ours, in the bytes that the budget counts.
-
-    Beside what is held.
-    """
-    if request.budget.metric != "reserved" or request.budget.allocator is None or not shown.events:
+    """The peak in a dry run of code that is not ours, in the bytes that the budget counts."""
+    allocator = request.budget.counted_allocator
+    if allocator is None or not shown.events:
         return shown.peak_bytes
-    usage = reserved(shown.events, request.budget.allocator, request.budget.held)
+    usage = reserved(shown.events, allocator, request.budget.held)
     return usage.peak_reserved_bytes - request.budget.held
 
 
@@ -183,10 +181,11 @@ def _reserved(shown: DryRun | None, request: Request) -> Reserved | None:
 
     Where the budget counts it, a segment of the best size is taken before the first step.
     """
-    if shown is None or request.budget.allocator is None or not shown.events:
+    budget = request.budget
+    if shown is None or budget.allocator is None or not shown.events:
         return None
-    sizes = LARGER if request.budget.metric == "reserved" else ()
-    return least_reserved(shown.events, request.budget.allocator, request.budget.held, sizes)
+    sizes = LARGER if budget.counted_allocator is not None else ()
+    return least_reserved(shown.events, budget.allocator, budget.held, sizes)
 
 
 @dataclass(frozen=True)
@@ -215,7 +214,7 @@ class Evaluator:
             shown = self._dry_run(draft, begin=likely and not self.plan_only)
         taken = _reserved(shown, request)
         peak = candidate.plan.peak_bytes if shown is None else shown.peak_bytes
-        if taken is not None and request.budget.metric == "reserved":
+        if taken is not None and request.budget.counted_allocator is not None:
             peak = taken.usage.peak_reserved_bytes - request.budget.held
         made = self.seen[candidate.key] = Evaluation(candidate, draft, peak, shown, taken)
         log.debug(
@@ -228,8 +227,8 @@ class Evaluator:
     def _halves(self, candidate: Candidate) -> Draft:
         if candidate.order.startswith("torch"):
             return candidate.draft
-        draft = replace(candidate.draft, plan=candidate.plan, held=candidate.held)
-        return self.runner.run("apply", APPLY, draft)
+        planned = PlannedSteps(candidate.plan.steps, candidate.held)
+        return self.runner.run("apply", APPLY, replace(candidate.draft, planned=planned))
 
     def _dry_run(self, draft: Draft, *, begin: bool) -> DryRun | None:
         """The real peak; None, with a warning, for code that does not run without data.

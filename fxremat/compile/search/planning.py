@@ -34,18 +34,18 @@ class Planning:
     answers: dict[tuple[Problem, int | None, str], Plan] = field(default_factory=dict)
     expected: dict[tuple[Problem, tuple[Step, ...]], int] = field(default_factory=dict)
 
-    def quick(self, problem: Problem, budget: int) -> Plan:
-        """The plan of the quick solver."""
+    def local_search(self, problem: Problem, budget: int) -> Plan:
+        """The plan of the local search, whichever solver is asked for."""
         return self.solve(problem, budget, LOCAL_SEARCH)
 
     def variants(self, problem: Problem, budget: int) -> tuple[str, ...]:
         """The variants to take for a budget, or for the least peak where it is 0; none: ().
 
-        Those of the quickest solver, if they fit by its plan; else, if it comes near, of the quick
-        one.
+        Those that one pass finds, if they fit by its plan; else, if it comes near, those of the
+        whole local search.
         """
         if not budget:
-            return self.quick(problem, 0).variants
+            return self.local_search(problem, 0).variants
         for solver in (ONE_PASS, LOCAL_SEARCH):
             plan = self.solve(problem, budget, solver)
             if plan.peak_bytes <= budget:
@@ -70,19 +70,14 @@ class Planning:
             self.answers[asked] = plan
         return self.answers[asked]
 
-    @property
-    def _unused_counts(self) -> bool:
-        budget = self.request.budget
-        return budget.metric == "reserved" and budget.allocator is not None
-
     def expected_bytes(self, problem: Problem, plan: Plan) -> int:
         """The peak of a plan in the bytes that the budget counts, beside what is held.
 
         As if every value lay in memory of its own, where what the allocator leaves unused counts.
         What Inductor makes of the plan may take more or less.
         """
-        allocator = self.request.budget.allocator
-        if not self._unused_counts or allocator is None:
+        allocator = self.request.budget.counted_allocator
+        if allocator is None:
             return plan.peak_bytes
         key = problem, plan.steps
         if key not in self.expected:
@@ -103,7 +98,7 @@ class Planning:
         """
         best, least = self.solve(problem, target, solver), None
         plan, room = best, int((1 - EXPECTED_WRONG) * aim)
-        if not self._unused_counts:
+        if self.request.budget.counted_allocator is None:
             return best
         for _ in range(ROUNDS):
             if plan.peak_bytes > target:

@@ -107,11 +107,11 @@ def _surprise(problem: Problem, seen: Evaluation, planning: Planning) -> int:
 
 
 def may_fit(problem: Problem, aim: int, planning: Planning) -> bool:
-    """Whether it is worth asking the planner for the aim: a quick solver comes near it."""
+    """Whether it is worth asking the planner for the aim: the local search comes near it."""
     return (
         all_fits(problem, aim)
         or planning.solve(problem, aim, ONE_PASS).peak_bytes <= aim
-        or planning.quick(problem, 0).peak_bytes <= OUT_OF_REACH * aim
+        or planning.local_search(problem, 0).peak_bytes <= OUT_OF_REACH * aim
     )
 
 
@@ -156,9 +156,9 @@ def _closer(
 
 
 def _may_gain(best: Evaluation, target: int, planning: Planning, tries: int) -> bool:
-    """Whether more bytes may save time that is seen: by the quick solver, which has both plans."""
+    """Whether more bytes may save time that is seen: by the local search, which has both plans."""
     problem = best.candidate.draft.estimate.problem
-    less, more = (planning.quick(problem, peak) for peak in (best.plan.peak_bytes, target))
+    less, more = (planning.local_search(problem, peak) for peak in (best.plan.peak_bytes, target))
     return _is_seen(less, more, tries)
 
 
@@ -236,7 +236,7 @@ def least(draft: Draft, planning: Planning, others: Sequence[Evaluation]) -> Pro
     shown = (one.corrections_above(one.plan.peak_bytes) for one in evaluated)
     corrections = Corrections.of_all(shown)
     for _ in range(2):
-        plan = planning.quick(corrections.apply_to(problem), 0)
+        plan = planning.local_search(corrections.apply_to(problem), 0)
         if plan.steps in tried or not _may_be_lowest(plan, evaluated):
             break
         tried.add(plan.steps)
@@ -277,9 +277,9 @@ def corrections_of(evaluated: Sequence[Evaluation]) -> Corrections:
 
 
 def _low_plans(problem: Problem, planning: Planning) -> Iterator[Plan]:
-    """The quick solver decides by the bytes it is given: other bytes lead it elsewhere."""
-    lowest = planning.quick(problem, 0)
+    """The local search decides by the bytes it is given: other bytes lead it elsewhere."""
+    lowest = planning.local_search(problem, 0)
     for percent in LOW_PERCENT:
-        yield planning.quick(problem, lowest.peak_bytes * percent // 100)
+        yield planning.local_search(problem, lowest.peak_bytes * percent // 100)
     if planning.request.policy.solver != LOCAL_SEARCH:
         yield planning.solve(problem, 0)

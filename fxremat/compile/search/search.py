@@ -142,7 +142,7 @@ class Search:
         return self._found(evaluated, over=budget is not None and evaluated.peak_bytes > budget)
 
     def quickest(self, budget_bytes: int) -> Candidate:
-        """A plan of the quickest solver, with its order held everywhere; no dry run is made.
+        """A plan of one pass of the local search, its order held everywhere, without a dry run.
 
         It is expected to be within the budget; where none is, it is the one expected to take least.
         Variants are chosen by what is allocated. Where what the allocator leaves unused then counts
@@ -274,7 +274,7 @@ class Search:
         first = self._chosen(variants.problem, 0, variants)
         yield from self._under_and_least(first, aim)
         shown = [one for one in self.lowest if one.candidate.draft is first]
-        planned = self.planning.quick(variants.problem, 0).peak_bytes
+        planned = self.planning.local_search(variants.problem, 0).peak_bytes
         real = min((one.peak_bytes for one in shown), default=0)
         done = [first]
         if real > (1 + CLOSE_ENOUGH) * planned:
@@ -305,7 +305,7 @@ class Search:
         candidate = self._torch(donated=True)
         if candidate is None:
             return
-        lowest = self.planning.quick(self.draft(()).estimate.problem, 0).peak_bytes
+        lowest = self.planning.local_search(self.draft(()).estimate.problem, 0).peak_bytes
         if candidate.plan.peak_bytes <= OUT_OF_REACH * lowest:
             yield candidate
 
@@ -336,7 +336,7 @@ class Search:
     def _chosen(self, problem: Problem, budget: int, variants: VariantSet) -> Draft | None:
         """The graph with the variants that the planner takes for a budget; None where none fit.
 
-        With a budget of 0, those of least peak. The choice is that of a quick solver; once it is
+        With a budget of 0, those of least peak. The choice is that of the local search; once it is
         made, the graph with these variants is planned with the solver that was asked for.
         """
         names = self.planning.variants(problem, budget)
