@@ -72,8 +72,8 @@ def at_peak(found: Found) -> list[Row]:
 def _live_at_peak(found: Found) -> tuple[tuple[str, int], ...]:
     """By name, and bytes."""
     judged = found.judged
-    if judged.rehearsal is not None:
-        return judged.rehearsal.at_peak
+    if judged.dry_run is not None:
+        return judged.dry_run.at_peak
     timeline = replay(judged.draft.estimate.problem, judged.plan.steps)
     sizes = timeline.problem.bytes_of
     return tuple((name, sizes[name]) for name in timeline.live_at(timeline.peak_step))
@@ -116,11 +116,11 @@ def report_of(found: Found, request: Request, graph: int, seconds: dict[str, flo
         count=request.budget.metric,
         order=judged.candidate.order,
         plan=plan,
-        rehearsals=found.judged_candidates if judged.rehearsal is not None else 0,
+        rehearsals=found.judged_candidates if judged.dry_run is not None else 0,
         seconds=seconds,
         problem=problem,
-        as_unit=version_of(draft, plan, judged.rehearsal, request),
-        events=run_events_of(draft, judged.rehearsal, request.inputs.parameters),
+        as_unit=version_of(draft, plan, judged.dry_run, request),
+        events=run_events_of(draft, judged.dry_run, request.inputs.parameters),
     )
 
 
@@ -185,9 +185,9 @@ class _Course:
 
 def _course(found: Found) -> _Course:
     judged = found.judged
-    shown = judged.rehearsal
+    shown = judged.dry_run
     if shown is not None:
-        return _Course(shown.live_bytes, shown.lifetimes, shown.making, shown.forward_moments)
+        return _Course(shown.live_bytes, shown.lifetimes, shown.making, shown.forward_steps)
     problem, steps = judged.draft.estimate.problem, judged.plan.steps
     timeline = replay(problem, steps)
     making = tuple(map(str, steps))

@@ -16,8 +16,8 @@ from __future__ import annotations
 from collections.abc import Sequence
 from dataclasses import dataclass, field
 
-from fxremat.compile.dry_run.dry_run import Rehearsal
-from fxremat.compile.dry_run.symbolic import Expected, PeaksBySize, Sizes, SymbolicStep
+from fxremat.compile.dry_run.dry_run import DryRun
+from fxremat.whatif.symbolic_step import Expected, PeaksBySize, Sizes, SymbolicStep
 
 
 @dataclass(frozen=True)
@@ -58,7 +58,7 @@ class TorchSteps:
 
     def peak_bytes(self, size: int) -> int:
         """Of the whole, with each step rehearsed at this size."""
-        return self._continued([peaks.rehearsed(size) for peaks in self.peaks])
+        return self._continued([peaks.at(size) for peaks in self.peaks])
 
     def expected_bytes(self, size: int) -> int:
         """Of the whole, with each step as its rehearsals at other sizes say."""
@@ -76,13 +76,13 @@ class TorchSteps:
         """What each further block adds to the planned time."""
         return self.line.slope(self._times(size))
 
-    def _told(self, size: int) -> list[Rehearsal]:
-        return [peaks.told(size, self.sizes[self.what]) for peaks in self.peaks]
+    def _told(self, size: int) -> list[DryRun]:
+        return [peaks.expected(size, self.sizes[self.what]) for peaks in self.peaks]
 
     def _times(self, size: int) -> list[float]:
         return [step.torch_time_us({**self.sizes, self.what: size}) for step in self.steps]
 
-    def _continued(self, shown: Sequence[Rehearsal]) -> int:
+    def _continued(self, shown: Sequence[DryRun]) -> int:
         """The peak of the whole, in what the budget counts.
 
         Where the backward begins, all blocks have saved; where it ends, all have gradients. In
@@ -106,15 +106,15 @@ class TorchSteps:
         most = unused[-1] * live / max(1, last.peak_bytes)
         return int(live + min(self.line.continued(unused), most))
 
-    def _saved_and_left(self, shown: Sequence[Rehearsal]) -> tuple[float, float]:
+    def _saved_and_left(self, shown: Sequence[DryRun]) -> tuple[float, float]:
         """What each block adds to what is live between forward and backward, and at the end."""
         saved = self.line.slope([one.saved_bytes for one in shown])
         return saved, self.line.slope([one.left_bytes for one in shown])
 
 
-def _early_and_late(shown: Rehearsal) -> tuple[int, int]:
+def _early_and_late(shown: DryRun) -> tuple[int, int]:
     """The most live bytes before the middle of the backward, and after it."""
-    live, middle = shown.live_bytes, (shown.forward_moments + len(shown.live_bytes)) // 2
+    live, middle = shown.live_bytes, (shown.forward_steps + len(shown.live_bytes)) // 2
     return max(live[:middle], default=0), max(live[middle:], default=0)
 
 

@@ -1,6 +1,6 @@
 """`fit`: the largest batch, or the longest sequence, that trains within a number of bytes.
 
-The step is traced once, with what varies as symbols (`fxremat.compile.dry_run.symbolic`); what it
+The step is traced once, with what varies as symbols (`fxremat.whatif.symbolic_step`); what it
 takes is then asked at one size after the other, for torch's own compile, for checkpointing of every
 block, and for fxremat. No byte of the model is in memory, and the device need not be here.
 """
@@ -24,7 +24,6 @@ from fxremat.compat.tensors import fake_tensors, on_host_without_memory
 from fxremat.compile import session
 from fxremat.compile.draft import Draft
 from fxremat.compile.driver import generating, patches_for, total_bytes, traced
-from fxremat.compile.dry_run.symbolic import Sizes, SymbolicStep, symbolic_step
 from fxremat.compile.request import request_for
 from fxremat.compile.tracing import Ended, compile_until_ended
 from fxremat.cost.cards import absent_card
@@ -39,6 +38,7 @@ from fxremat.training.blocks import are_alike, checkpointed, repeated_blocks, sh
 from fxremat.whatif.device import absent
 from fxremat.whatif.extrapolation import Line, PlannedSteps, TorchSteps
 from fxremat.whatif.largest_size import WAYS, Point, Way, points_by_torch, points_by_us
+from fxremat.whatif.symbolic_step import Sizes, SymbolicStep, symbolic_step
 
 log = logging.getLogger(__name__)
 
