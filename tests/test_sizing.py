@@ -16,8 +16,8 @@ from fxremat.whatif.largest_size import (
     Point,
     Way,
     _by_line,
+    _in_dry_runs,
     _largest_of_torch,
-    _rehearsed,
     points_by_us,
 )
 from fxremat.whatif.symbolic_step import PeaksBySize
@@ -109,7 +109,7 @@ class Surprising:
         self.log.append((self.size, target))
         peak = max(target, 10 * self.size)
         return SimpleNamespace(
-            peak_bytes=peak, time_us=1.0, rehearsed_bytes=lambda: peak * 11 // 10
+            peak_bytes=peak, time_us=1.0, dry_run_bytes=lambda: peak * 11 // 10
         )
 
 
@@ -120,13 +120,13 @@ def test_what_takes_more_than_expected_aims_lower_and_then_is_smaller() -> None:
     def at(size: int) -> Any:
         return Surprising(size, log)
 
-    found = _rehearsed(at, 95, 50, 1000, 0)
+    found = _in_dry_runs(at, 95, 50, 1000, 0)
     assert found is not None
     size, peak, _ = found
     assert log[:2] == [(95, 1000), (95, 909)]
     assert 50 < size <= 90
     assert peak <= 1000
-    assert _rehearsed(at, 95, 94, 1000, 0) is None
+    assert _in_dry_runs(at, 95, 94, 1000, 0) is None
 
 
 def test_far_below_what_does_not_fit_a_size_between_is_tried() -> None:
@@ -141,16 +141,16 @@ def test_far_below_what_does_not_fit_a_size_between_is_tried() -> None:
             peak = 10 * size if size < limit else 40 * size
             return SimpleNamespace(
                 quickest=lambda target: SimpleNamespace(
-                    peak_bytes=peak, time_us=1.0, rehearsed_bytes=lambda: peak
+                    peak_bytes=peak, time_us=1.0, dry_run_bytes=lambda: peak
                 )
             )
 
         return at
 
-    assert _rehearsed(larger_from(80), 100, 0, 1000, 0) == (62, 620, 1.0)
+    assert _in_dry_runs(larger_from(80), 100, 0, 1000, 0) == (62, 620, 1.0)
     assert [size for size, _ in log] == [100, 25, 62]
-    assert _rehearsed(larger_from(50), 100, 0, 1000, 0) == (25, 250, 1.0)
-    assert _rehearsed(larger_from(200), 100, 0, 1000, 0) == (100, 1000, 1.0)
+    assert _in_dry_runs(larger_from(50), 100, 0, 1000, 0) == (25, 250, 1.0)
+    assert _in_dry_runs(larger_from(200), 100, 0, 1000, 0) == (100, 1000, 1.0)
 
 
 @dataclass(frozen=True)
@@ -162,7 +162,7 @@ class Bent:
 
     def quickest(self, budget: int) -> Any:
         peak = max(300, 10 * self.size) + int(500 * self.part)
-        return SimpleNamespace(peak_bytes=peak, time_us=1.0, rehearsed_bytes=lambda: peak)
+        return SimpleNamespace(peak_bytes=peak, time_us=1.0, dry_run_bytes=lambda: peak)
 
 
 def test_guesses_end_where_they_are_near() -> None:

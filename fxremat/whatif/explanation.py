@@ -45,8 +45,7 @@ from fxremat.report.page.writing import write_page
 from fxremat.report.report import Report, Row, added_time
 from fxremat.report.snapshot import write_snapshot
 from fxremat.step.planned import plan_in_order
-from fxremat.whatif.peak_expression import PeakExpression
-from fxremat.whatif.peak_formula import expression_of
+from fxremat.whatif.peak_expression import PeakExpression, expression_of
 
 NOTHING = 1  # bytes: a budget that no graph with a backward is within
 
@@ -78,7 +77,7 @@ class Explanation:
     def minimum_peak_bytes(self) -> int:
         """The least budget that can be met: the number that `InfeasibleBudget` names.
 
-        It is looked for when it is first read, by planning and rehearsing again.
+        It is looked for when it is first read, by planning again, with dry runs.
         """
         return self.look_for_least()
 
@@ -87,7 +86,7 @@ class Explanation:
         """The peak in allocated bytes at every size that was traced as a symbol.
 
         It is of the graph with the highest peak, and looked for when it is first read, by planning
-        again and rehearsing at a few sizes. Sizes are those of `torch._dynamo.mark_dynamic`, up to
+        again, with dry runs at a few sizes. Sizes are those of `torch._dynamo.mark_dynamic`, up to
         what was declared. Raises `CannotVary` where the bytes are no polynomials of them.
         """
         found = self.look_at_sizes()

@@ -39,7 +39,7 @@ class Line:
         return max(0.0, (values[-1] - values[0]) / (self.studied[-1] - self.studied[0]))
 
     def continued(self, values: Sequence[float]) -> float:
-        """The value of the whole."""
+        """The value for all blocks of the model."""
         return values[-1] + self.further * self.slope(values)
 
 
@@ -57,11 +57,11 @@ class TorchSteps:
         self.peaks = [step.torch_peaks(self.sizes, self.what) for step in self.steps]
 
     def peak_bytes(self, size: int) -> int:
-        """Of the whole, with each step rehearsed at this size."""
+        """The peak of the whole, by a dry run of each step at this size."""
         return self._continued([peaks.at(size) for peaks in self.peaks])
 
     def expected_bytes(self, size: int) -> int:
-        """Of the whole, with each step as its rehearsals at other sizes say."""
+        """The peak of the whole, as dry runs of each step at other sizes say."""
         return self._continued(self._told(size))
 
     def time_us(self, size: int) -> float:
@@ -140,11 +140,11 @@ class ContinuedPlan:
 
     @property
     def time_us(self) -> float:
-        """Of the planned step."""
+        """The time of the planned step, and of the blocks that are not in it."""
         return self.planned.time_us + self.further.time_us
 
-    def rehearsed_bytes(self) -> int:
-        """The peak with the step rehearsed."""
+    def dry_run_bytes(self) -> int:
+        """The peak by a dry run of the step."""
         return self.planned.judged().peak_bytes + self.further.nbytes
 
 

@@ -10,7 +10,7 @@ over a range of sizes, a polynomial lies below another one wherever all its coef
 from __future__ import annotations
 
 from collections.abc import Callable, Iterable, Mapping, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from fractions import Fraction
 from itertools import product
 from math import comb
@@ -18,6 +18,11 @@ from typing import Any
 
 import sympy
 
+from fxremat.compat.sizes import size_ranges, sizes_at
+from fxremat.compile.dry_run.dry_run import generate_step
+from fxremat.compile.pipeline import PLAN, Runner
+from fxremat.compile.search.search import Found
+from fxremat.core.timeline import replay
 from fxremat.errors import CannotVary
 
 Sizes = Mapping[str, int]
@@ -97,6 +102,34 @@ def peak_expression(live: LiveBytes, ranges: Sequence[SizeRange]) -> PeakExpress
                 return PeakExpression(found, tuple(ranges), multiple)
     names = ", ".join(one.name for one in ranges)
     raise CannotVary(names, "the bytes of a step are no polynomial of it")
+
+
+def expression_of(found: Found, runner: Runner) -> PeakExpression:
+    """Allocated bytes at the peak of what was found, with what is held beside the graph.
+
+    The code is generated once more, and counted by dry runs at a few sizes; a plan that is not
+    compiled is replayed. Raises `CannotVary` as `peak_expression` does.
+    """
+    judged, costs = found.judged, runner.costs
+    ranges = size_ranges(judged.draft.joint.module.graph)
+    symbols = {name: symbol for symbol, (name, _, _) in ranges.items()}
+    held = costs.request.budget.held
+    generated = None
+    if costs.request.compiled:
+        outputs = judged.draft.num_forward_outputs
+        generated = generate_step(*judged.draft.halves, num_fwd_outputs=outputs)
+
+    def live(sizes: Mapping[str, int]) -> tuple[int, ...]:
+        with sizes_at({symbols[name]: size for name, size in sizes.items()}):
+            shown: Any
+            if generated is not None:
+                shown = generated.dry_run(costs.device.type, costs.workspaces.blocks_of_call)
+            else:
+                again = runner.run("estimate", PLAN, replace(found.plain, sites=judged.draft.sites))
+                shown = replay(again.estimate.problem, judged.plan.steps)
+        return tuple(held + nbytes for nbytes in shown.live_bytes)
+
+    return peak_expression(live, [SizeRange(*one) for one in ranges.values()])
 
 
 @dataclass(frozen=True)
