@@ -183,3 +183,19 @@ MOST_GROWTH = 16
 From a size of 1, four questions lead to 65,536, and a line through two wrong points to 16 times the
 memory of one that fits.
 """
+
+# --- compiling kernels ---------------------------------------------------------------------
+
+MOST_TOGETHER = 8
+"""C++ kernels in one source.
+
+Most of a kernel's compilation goes to headers, of which eight kernels leave an eighth to each; with
+more, the last one comes late.
+"""
+
+MOST_READY = 64
+"""Graphs whose code was generated ahead and is kept until Inductor comes to them.
+
+A compilation has two, and one for each small kernel; a backward that never runs leaves its own. So
+this bounds memory, and no compilation.
+"""
