@@ -24,7 +24,8 @@ from torch import Tensor, nn
 import fxremat
 from fxremat.sizes import format_bytes
 from fxremat.training.blocks import shortened
-from fxremat.whatif.fitting import WAYS, Fit, Way
+from fxremat.whatif.fit import Fit
+from fxremat.whatif.largest_size import WAYS, Way
 
 from .machine import describe_machine
 from .rows import format_table

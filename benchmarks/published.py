@@ -31,7 +31,7 @@ from torch import Tensor
 
 import fxremat
 from fxremat.memory.optimizer_states import held_by
-from fxremat.whatif.fitting import WAYS
+from fxremat.whatif.largest_size import WAYS
 
 from .machine import describe_machine
 from .nets.language import Llama

@@ -11,6 +11,7 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
+from .allocator_snapshot import compare
 from .models import with_checkpoint
 from .nets.layers import Network
 from .ways import Variant
@@ -114,7 +115,7 @@ class Training:
     def recorded(self) -> dict[str, int]:
         """Reserved bytes of two steps: what the model of CUDA's allocator says, and what was."""
         from fxremat.compat.measuring import recorded_allocations
-        from fxremat.memory.allocator import compare, settings_of_environment
+        from fxremat.memory.allocator import settings_of_environment
 
         def steps() -> None:
             self.step()

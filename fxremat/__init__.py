@@ -35,16 +35,16 @@ if TYPE_CHECKING:
     from fxremat.compile.session import reports
     from fxremat.logged_metrics import metrics
     from fxremat.memory.measured_peak import measure_peak
+    from fxremat.memory.optimizer_states import optimizer_state_bytes
     from fxremat.options import list_options
     from fxremat.step.preparation import prepare
-    from fxremat.training.accumulation import accumulate_in_backward
+    from fxremat.training.accumulate import accumulate_in_backward
     from fxremat.training.loss_only import loss_only
-    from fxremat.training.offloading import offload
-    from fxremat.training.optimizer_bytes import optimizer_state_bytes
-    from fxremat.training.stepping import step_in_backward
+    from fxremat.training.offload import offload
+    from fxremat.training.step_in_backward import step_in_backward
     from fxremat.whatif import device
     from fxremat.whatif.explanation import explain
-    from fxremat.whatif.fitting import fit
+    from fxremat.whatif.fit import fit
 
 __all__ = [
     "BudgetExceeded",
@@ -79,18 +79,18 @@ __all__ = [
 ]
 
 _LAZY = {
-    "accumulate_in_backward": "fxremat.training.accumulation",
+    "accumulate_in_backward": "fxremat.training.accumulate",
     "explain": "fxremat.whatif.explanation",
-    "fit": "fxremat.whatif.fitting",
+    "fit": "fxremat.whatif.fit",
     "list_options": "fxremat.options",
     "loss_only": "fxremat.training.loss_only",
     "measure_peak": "fxremat.memory.measured_peak",
     "metrics": "fxremat.logged_metrics",
-    "offload": "fxremat.training.offloading",
-    "optimizer_state_bytes": "fxremat.training.optimizer_bytes",
+    "offload": "fxremat.training.offload",
+    "optimizer_state_bytes": "fxremat.memory.optimizer_states",
     "prepare": "fxremat.step.preparation",
     "reports": "fxremat.compile.session",
-    "step_in_backward": "fxremat.training.stepping",
+    "step_in_backward": "fxremat.training.step_in_backward",
 }
 
 

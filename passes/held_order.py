@@ -48,15 +48,11 @@ from fxremat.compat.inductor.scheduling import (
     run_in_functions,
     scheduled,
 )
+from fxremat.core.constants import NEGLIGIBLE_PART
 from fxremat.passes.halves import FREE, WRITTEN
 from fxremat.passes.joint_graph import STORED, is_tensor, is_view
 from fxremat.passes.materialisation import is_fusable
 from fxremat.passes.offload import MOVED
-
-SMALL = 16
-"""A loop may run early if its results are this many times smaller than what it reads."""
-NEXT_TO_NOTHING = 64
-"""Loops may share a function if that takes more by this part of the largest results at most."""
 
 
 def results_to_write(graph: fx.Graph) -> list[fx.Node]:
@@ -103,7 +99,7 @@ def fences(kernels: Sequence[Scheduled]) -> dict[int, list[int]]:
                 fence, since = [position], []
             stretch, call, loops = stretch + 1, [position], []
         elif kernel.is_loop:
-            small = SMALL * kernel.written_bytes <= kernel.read_bytes
+            small = kernel.written_bytes <= NEGLIGIBLE_PART * kernel.read_bytes
             after[position] = [] if small else list(fence)
             loops.append(position)
     return {position: earlier for position, earlier in after.items() if earlier}
@@ -140,14 +136,13 @@ def last_of_functions(loops: Sequence[Footprint]) -> set[int]:
     """The loops behind which a function ends, of those between two library calls.
 
     A function allocates what all its loops write before it, and frees behind it. Several loops
-    share one where it then takes, but for next to nothing, no more than the largest of them alone.
+    share one where it then takes no more than the largest of them alone.
     """
     live, peaks = 0, list[int]()
     for loop in loops:
         peaks.append(live + loop.allocated)
         live += loop.allocated - loop.freed
     most = max(peaks, default=0)
-    most += max((loop.allocated for loop in loops), default=0) // NEXT_TO_NOTHING
     ends, live, inside, dead = set[int](), 0, 0, 0
     for place, loop in enumerate(loops):
         if place and live + inside + loop.allocated > most:

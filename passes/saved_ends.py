@@ -15,13 +15,11 @@ from collections.abc import Collection, Sequence
 
 from torch import fx
 
+from fxremat.core.constants import NEGLIGIBLE_PART
 from fxremat.passes.halves import INLINED
 from fxremat.passes.joint_graph import is_tensor
 from fxremat.passes.materialisation import is_fusable, is_reduction
 from fxremat.passes.memory_estimation import nbytes
-
-SMALL = 16
-"""A result of a reduction is small if its largest operand is this many times larger."""
 
 
 def save_ends(
@@ -45,7 +43,7 @@ def _is_statistic(node: fx.Node) -> bool:
     read = max(
         (nbytes(one.meta["val"]) for one in call.all_input_nodes if is_tensor(one)), default=0
     )
-    return SMALL * nbytes(node.meta["val"]) <= read
+    return nbytes(node.meta["val"]) <= NEGLIGIBLE_PART * read
 
 
 def _read_at_the_end(

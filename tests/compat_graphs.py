@@ -8,7 +8,8 @@ from typing import Any
 import torch
 from torch import fx, nn
 
-from fxremat.compat.compilers import trace_as_inductor
+from fxremat.compat.compilers import compile_with_inductor, trace_as_inductor
+from fxremat.compat.configuration import PARTITIONER, CustomPartitionerFn
 from fxremat.compat.partitioning import torch_partition
 from tests.graphs import Capture, batch, capture, mlp
 
@@ -36,6 +37,31 @@ def half(model: nn.Module, step: Callable[[Any, Any], None], *inputs_: torch.Ten
 
     torch._dynamo.reset()
     torch.compile(model, backend=backend)(*(inputs_ or [batch(32, 64)])).sum().backward()
+
+
+class Cut(CustomPartitionerFn):
+    """Inductor's partitioner, by a function; what it cuts is kept in no cache."""
+
+    def __init__(self, partition: Callable[..., Any]) -> None:
+        self.partition = partition
+
+    def __call__(self, gm: fx.GraphModule, joint_inputs: Any, **kwargs: Any) -> Any:
+        return self.partition(gm, joint_inputs, **kwargs)
+
+    def __deepcopy__(self, memo: Any) -> Cut:  # Inductor copies its configuration
+        return self
+
+    def uuid(self) -> Any:
+        return None
+
+
+def inductor_by(partition: Callable[..., Any], **patches: Any) -> Callable[..., Any]:
+    """Inductor as a backend of torch.compile that cuts joint graphs by a function."""
+
+    def backend(gm: fx.GraphModule, inputs: Any) -> Any:
+        return compile_with_inductor(gm, inputs, {PARTITIONER: Cut(partition), **patches})
+
+    return backend
 
 
 class Shared(nn.Module):

@@ -1,7 +1,8 @@
 """What every test shares: golden texts, few threads, a cache for one run, kernels without vectors.
 
 ``pytest --update-golden`` writes the golden texts anew. ``HYPOTHESIS_PROFILE=long`` looks at many
-random examples instead of a few fixed ones (see `tests.examples`).
+random examples instead of a few fixed ones (see `tests.examples`). ``pytest --fail-slow SECONDS``
+fails tests that take longer and are not marked ``slow``, which `make test` leaves out.
 """
 
 from __future__ import annotations
@@ -30,7 +31,7 @@ from torch._functorch._aot_autograd import graph_compile  # noqa: E402
 from torch._inductor import config as inductor_config  # noqa: E402
 from torch._inductor import cpu_vec_isa  # noqa: E402
 
-from tests import examples  # noqa: E402
+from tests import examples, slowness  # noqa: E402
 
 GOLDEN = Path(__file__).parent / "golden"
 CACHE = "TORCHINDUCTOR_CACHE_DIR"
@@ -44,8 +45,11 @@ NEW_OBJECTS = 20_000
 
 
 def pytest_addoption(parser: pytest.Parser) -> None:
-    """``--update-golden``: write golden texts instead of comparing with them."""
+    """Options of these tests, see above."""
     parser.addoption("--update-golden", action="store_true", help="write tests/golden anew")
+    parser.addoption(
+        "--fail-slow", type=float, metavar="SECONDS", help="fail unmarked tests that take longer"
+    )
 
 
 def pytest_configure(config: pytest.Config) -> None:
@@ -69,6 +73,9 @@ def pytest_configure(config: pytest.Config) -> None:
     for name in [name for name in os.environ if name.startswith("FXREMAT_")]:
         del os.environ[name]
     os.environ[OP_TIMES] = "roofline"  # plans do not depend on what else the machine does
+    most_seconds = config.getoption("--fail-slow")
+    if most_seconds is not None:
+        config.pluginmanager.register(slowness.SlowTests(most_seconds))
     if not _is_worker(config):
         os.environ[CACHE] = tempfile.mkdtemp(prefix="fxremat-tests-")
 
@@ -155,6 +162,14 @@ def golden(request: pytest.FixtureRequest) -> Golden:
     """``golden(text)`` compares with ``tests/golden/<test name>.txt``."""
     name = re.sub(r"\W+", "_", request.node.name).strip("_")
     return Golden(GOLDEN / f"{name}.txt", request.config.getoption("--update-golden"))
+
+
+@pytest.fixture
+def fresh() -> Iterator[None]:
+    """No code that another test had compiled, and none is left."""
+    torch.compiler.reset()
+    yield
+    torch.compiler.reset()
 
 
 @pytest.fixture

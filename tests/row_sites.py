@@ -133,6 +133,14 @@ def given_to_rows(joint: JointGraph, inputs: Mapping[str, Any]) -> list[tuple[An
     return one.calls
 
 
+def real(value: Any) -> Any:
+    """A tensor of data that every operator takes."""
+    if isinstance(value, torch.Tensor):
+        made = torch.empty_strided(value.shape, value.stride(), dtype=value.dtype).fill_(1)
+        return made.uniform_(0.5, 1.5) if value.dtype.is_floating_point else made
+    return [real(v) for v in value] if isinstance(value, (list, tuple)) else value
+
+
 def trace(function: Function, inputs: Sequence[Any]) -> Traced:
     """One step of a function."""
     seen = Traced()

@@ -179,7 +179,7 @@ def saved_bytes(report: Report) -> int:
     return report.keep_all_peak_bytes - report.resident_bytes
 
 
-@pytest.mark.parametrize("around", ["forward", "call"])
+@pytest.mark.parametrize("around", [pytest.param("forward", marks=pytest.mark.slow), "call"])
 def test_a_step_is_planned_as_it_runs_on_the_card(around: str) -> None:
     """Weights stay in 32 bits; what is saved is smaller than without, and attention is flash."""
     with fxremat.device.absent("A100"):

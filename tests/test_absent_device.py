@@ -11,7 +11,6 @@ import torch
 from torch import nn
 
 import fxremat
-from fxremat.compat.absent.cubins import cubins
 from fxremat.compat.absent.pretending import CUDA, pretending
 from fxremat.compat.configuration import functorch_config
 from fxremat.cost.cards import CARDS, absent_card, card_named
@@ -19,6 +18,7 @@ from fxremat.cost.device import spec_of_card
 from fxremat.errors import NeedsTriton, UnknownDevice
 from fxremat.whatif.device import absent
 from tests.absent_nets import halves_on, net_and_tokens
+from tests.cubins import cubins
 
 KERNELS = {"H100": "cudnn", "A100": "flash", "T4": "math"}
 """Of attention in bfloat16, by card."""
@@ -28,7 +28,9 @@ def _attentions(graph: Any) -> list[str]:
     return [str(n.target) for n in graph.nodes if "_scaled_dot_product" in str(n.target)]
 
 
-@pytest.mark.parametrize("name", KERNELS)
+@pytest.mark.parametrize(
+    "name", ["H100", *(pytest.param(name, marks=pytest.mark.slow) for name in ("A100", "T4"))]
+)
 def test_kernels_of_a_card_compile_for_it(name: str) -> None:
     """Forward and backward, each kernel in each way to run it; attention as torch runs it there."""
     card = card_named(name)

@@ -7,10 +7,9 @@ from fxremat.memory.allocator import CachingAllocator, parse_settings
 MIB = 2**20
 
 
-def allocator(capacity: int | None = None, more: str = "") -> CachingAllocator:
-    """An allocator with expandable segments on a device of ``capacity`` MiB."""
-    settings = parse_settings(f"expandable_segments:True{more}")
-    return CachingAllocator(settings, None if capacity is None else capacity * MIB)
+def allocator(more: str = "") -> CachingAllocator:
+    """An allocator with expandable segments."""
+    return CachingAllocator(parse_settings(f"expandable_segments:True{more}"))
 
 
 def test_they_grow_by_pages() -> None:
@@ -36,7 +35,7 @@ def test_they_unmap_whole_pages() -> None:
 
 
 def test_they_fill_holes_first() -> None:
-    growing = allocator(80)
+    growing = allocator()
     blocks = [growing.allocate(20 * MIB) for _ in range(3)]
     growing.free(blocks[0])
     growing.empty_cache()
@@ -45,15 +44,6 @@ def test_they_fill_holes_first() -> None:
     assert growing.reserved_bytes == 60 * MIB
     growing.free(blocks[1])
     assert [nbytes for _, nbytes, _, _ in growing.free_blocks()] == [25 * MIB]
-
-
-def test_they_move_pages_when_memory_runs_out() -> None:
-    """30 MiB do not fit in the freed 20; the free page is unmapped and two are mapped behind."""
-    growing = allocator(80)
-    blocks = [growing.allocate(20 * MIB) for _ in range(3)]
-    growing.free(blocks[0])
-    assert growing.allocate(30 * MIB) == blocks[2] + 20 * MIB
-    assert (growing.reserved_bytes, growing.retries) == (80 * MIB, 1)
 
 
 def test_they_are_gone_when_nothing_is_mapped() -> None:
@@ -96,26 +86,6 @@ def test_they_prefer_a_block_that_cannot_grow() -> None:
 
 
 def test_large_pages_have_the_size_of_large_segments() -> None:
-    growing = allocator(more=",large_segment_size_mb:12")
+    growing = allocator(",large_segment_size_mb:12")
     growing.allocate(13 * MIB)
     assert growing.reserved_bytes == 24 * MIB
-
-
-def test_pages_mapped_before_memory_ran_out_go_back() -> None:
-    """70 MiB would use a hole of 20, the free page behind it, and 40 more.
-
-    The hole gets its page, then only 30 MiB are left. All free pages go back, and with them the
-    one just mapped; a new segment has room.
-    """
-    growing = allocator(90)
-    other = growing.allocate(20 * MIB, stream=1)
-    blocks = [growing.allocate(20 * MIB) for _ in range(3)]
-    growing.free(blocks[0])
-    growing.free(blocks[2])
-    growing.empty_cache()
-    growing.free(blocks[1])
-    growing.free(other)
-    calls = growing.device_calls
-    growing.allocate(70 * MIB)
-    assert (growing.reserved_bytes, growing.retries) == (80 * MIB, 1)
-    assert growing.device_calls - calls == 2

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator
 from typing import Any
 
 import pytest
@@ -13,12 +12,7 @@ from fxremat.cost.workspaces import Workspaces
 from fxremat.memory.measured_peak import measure_call
 from tests.small import Stack, seeded
 
-
-@pytest.fixture(autouse=True)
-def _fresh() -> Iterator[None]:
-    torch._dynamo.reset()
-    yield
-    torch._dynamo.reset()
+pytestmark = pytest.mark.usefixtures("fresh")
 
 
 @pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float32])
@@ -31,6 +25,7 @@ def test_scratch_of_a_matmul(dtype: torch.dtype) -> None:
     assert spaces.of_call(torch.ops.aten.mm.default, (x.t(), y), {}) == taken
 
 
+@pytest.mark.slow
 def test_the_predicted_peak_is_the_measured_one() -> None:
     model, x = seeded(lambda: Stack(2), 4096, 32)
 

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import copy
 import logging
-from collections.abc import Callable, Iterator
+from collections.abc import Callable
 from typing import Any
 
 import pytest
@@ -24,11 +24,7 @@ RERUNS_ONLY = {**EAGER, "variants": "none"}
 """Ops run again and nothing else, which is the same bit by bit; see test_variants for the rest."""
 
 
-@pytest.fixture(autouse=True)
-def _fresh() -> Iterator[None]:
-    torch._dynamo.reset()
-    yield
-    torch._dynamo.reset()
+pytestmark = pytest.mark.usefixtures("fresh")
 
 
 def compiled(model: Callable[..., Any], **options: Any) -> Callable[..., Any]:
@@ -144,7 +140,9 @@ def test_bad_options_arrive_as_our_error() -> None:
     assert "memory_budget" in str(caught.value)
 
 
-@pytest.mark.parametrize("executor", ["aot_eager", "inductor"])
+@pytest.mark.parametrize(
+    "executor", ["aot_eager", pytest.param("inductor", marks=pytest.mark.slow)]
+)
 def test_backward_may_run_twice(executor: str) -> None:
     """Also after it has run once, when the backward is compiled already."""
     model, x = seeded(lambda: Stack(2), 1024, 32)

@@ -62,6 +62,7 @@ def test_the_head_runs_after_each_forward_of_a_micro_batch() -> None:
     assert cluster.time_us(step, (0, 0)) == 3.0
 
 
+@pytest.mark.slow
 @pytest.mark.skipif(not has_triton(), reason="an absent card needs triton")
 def test_stages_of_a_tiny_job() -> None:
     budget, stages = cluster.stages_of(TINY)

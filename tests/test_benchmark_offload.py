@@ -5,9 +5,12 @@ from __future__ import annotations
 import json
 from pathlib import Path
 
+import pytest
+
 from benchmarks import offload
 
 
+@pytest.mark.slow
 def test_plans_of_a_model_of_two_layers(tmp_path: Path) -> None:
     out = tmp_path / "plans.json"
     given = [

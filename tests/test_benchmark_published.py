@@ -29,6 +29,7 @@ def setting(gigabytes: float) -> Setting:
     return Setting("nobody", tiny, 1, 256, "adamw-8bit", (figure,))
 
 
+@pytest.mark.slow
 def test_a_setting_is_trained_within_its_bytes() -> None:
     """What is refused is told the least, and the least is enough."""
     refused = measured("tiny", setting(0.0015), setting(0.0015).figures[0], "fxremat", "cpu", 1)
@@ -57,6 +58,7 @@ def test_more_than_its_budget_is_told() -> None:
     assert not by_hand.is_broken
 
 
+@pytest.mark.slow
 def test_tokens_in_published_bytes() -> None:
     pytest.importorskip("triton")
     row = planned("tiny", setting(0.2), setting(0.2).figures[0], "H100")

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import json
-from collections.abc import Iterator
 from dataclasses import replace
 from pathlib import Path
 from typing import Any
@@ -18,12 +17,7 @@ from benchmarks.rules_models import MODELS, OF_RULE, build
 from benchmarks.training import rule_of
 from fxremat.passes.variants.table import RULES
 
-
-@pytest.fixture(autouse=True)
-def _fresh() -> Iterator[None]:
-    torch.compiler.reset()
-    yield
-    torch.compiler.reset()
+pytestmark = pytest.mark.usefixtures("fresh")
 
 
 def test_every_rule_has_models() -> None:

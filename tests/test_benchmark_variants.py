@@ -4,11 +4,9 @@ from __future__ import annotations
 
 import json
 import math
-from collections.abc import Iterator
 from pathlib import Path
 
 import pytest
-import torch
 from hypothesis import given
 
 from benchmarks import variants_convergence as convergence
@@ -21,12 +19,7 @@ from fxremat.planner import solve
 from tests.examples import examples
 from tests.strategies import problems_with_variants
 
-
-@pytest.fixture(autouse=True)
-def _fresh() -> Iterator[None]:
-    torch.compiler.reset()
-    yield
-    torch.compiler.reset()
+pytestmark = pytest.mark.usefixtures("fresh")
 
 
 @examples(20)
@@ -43,6 +36,7 @@ def test_in_turn_takes_the_better_forms(problem: Problem) -> None:
         assert (max(found.peak_bytes, budget), found.time_us) <= best
 
 
+@pytest.mark.slow
 def test_two_steps_in_lossy_forms(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
     names = {"exact", "saved_bf16", "scaled_norm_from_output"}
     chosen = [one for one in convergence.variants() if one.name in names]

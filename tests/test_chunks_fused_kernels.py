@@ -19,7 +19,7 @@ from fxremat.runtime.chunks.program import Program, Ref, dump, parse
 from tests.graphs import calls
 from tests.loss_program import CLASSES, expected, inputs, one, program
 from tests.row_nets import STEPS, traced_step
-from tests.row_sites import sites, taken
+from tests.row_sites import real, sites, taken
 
 NUMBER_BYTES = 12
 """A number that stands beside a tensor, in the last rows: counted as if beside a partial sum."""
@@ -41,8 +41,13 @@ def assert_close(found: list[torch.Tensor], best: list[torch.Tensor], rough: flo
         torch.testing.assert_close(one_.double(), other.double(), rtol=rough, atol=rough * scale)
 
 
-@pytest.mark.parametrize("sizes", SIZES)
-@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
+@pytest.mark.parametrize(
+    ("sizes", "dtype"),
+    [
+        *((sizes, torch.float32) for sizes in SIZES),
+        *(pytest.param(sizes, torch.bfloat16, marks=pytest.mark.slow) for sizes in SIZES),
+    ],
+)
 def test_kernels_compute_what_the_operators_do(
     sizes: tuple[int, int, int], dtype: torch.dtype
 ) -> None:
@@ -51,16 +56,6 @@ def test_kernels_compute_what_the_operators_do(
     found, alone = run(given, chunk, tile), run(given, chunk, tile, fused=False)
     assert [t.dtype for t in found] == [t.dtype for t in alone]
     assert_close(found, expected(*given), 1e-5 if dtype == torch.float32 else 2e-2)
-
-
-@pytest.mark.parametrize("sizes", SIZES)
-def test_memory_is_known_to_the_byte(sizes: tuple[int, int, int]) -> None:
-    count, chunk, tile = sizes
-    x, y, w = given = inputs(count)
-    made = sum(t.nbytes for t in run(given, chunk, tile))
-    peak = measure_peak(lambda: run(given, chunk, tile)).above_start_bytes
-    args = ([x, y], [w.t(), w], program(), chunk, tile, True)
-    assert kernels.WORKSPACES[ROWS](*args, measure=kernels.unmeasured) == peak - made
 
 
 def test_adding_at_an_index_as_a_comparison(monkeypatch: pytest.MonkeyPatch) -> None:
@@ -82,14 +77,6 @@ def test_adding_at_an_index_as_a_comparison(monkeypatch: pytest.MonkeyPatch) -> 
     assert kernel.scratch_bytes <= 4 * CLASSES + 4 * 16 * 4  # a sum over rows, a few numbers a row
 
 
-def real(value: Any) -> Any:
-    """A tensor of data that every operator takes."""
-    if isinstance(value, torch.Tensor):
-        made = torch.empty_strided(value.shape, value.stride(), dtype=value.dtype).fill_(1)
-        return made.uniform_(0.5, 1.5) if value.dtype.is_floating_point else made
-    return [real(v) for v in value] if isinstance(value, (list, tuple)) else value
-
-
 def assert_fused_is_right(call: fx.Node) -> None:
     """Values and memory of a call of a graph, with kernels."""
     torch.manual_seed(0)
@@ -104,7 +91,13 @@ def assert_fused_is_right(call: fx.Node) -> None:
     assert too_much in (0, NUMBER_BYTES)
 
 
-@pytest.mark.parametrize("name", STEPS)
+@pytest.mark.parametrize(
+    "name",
+    [
+        *("loss", "gated"),
+        *(pytest.param(n, marks=pytest.mark.slow) for n in STEPS if n not in ("loss", "gated")),
+    ],
+)
 def test_calls_of_real_graphs(name: str) -> None:
     """50 rows: the last tile is not a whole one, and runs operator by operator."""
     joint, tried = traced_step(name), 0
@@ -136,7 +129,7 @@ def test_a_stage_that_takes_more_than_was_set_aside_is_not_fused(
     shapes = tuple(fused_kernels.Shape.of(t) for t in (x, y, w.t(), w))
     with monkeypatch.context() as patch:
         large = SimpleNamespace(allocates=10**9, run=None)
-        patch.setattr("fxremat.compat.unbuilt_kernel", lambda _: large)
+        patch.setattr("fxremat.runtime.chunks.fused_kernels.unbuilt_kernel", lambda _: large)
         fused_kernels.kernels_of.cache_clear()
         assert not any(fused_kernels.kernels_of(program(), shapes, 16))
     fused_kernels.kernels_of.cache_clear()
@@ -152,7 +145,7 @@ def test_a_stage_that_inductor_cannot_write_runs_operator_by_operator(
     given = inputs(64)
     fused_kernels.kernels_of.cache_clear()
     with monkeypatch.context() as patch:
-        patch.setattr("fxremat.compat.unbuilt_kernel", fails)
+        patch.setattr("fxremat.runtime.chunks.fused_kernels.unbuilt_kernel", fails)
         assert_close(run(given, 16, 4), expected(*given))
     fused_kernels.kernels_of.cache_clear()
 

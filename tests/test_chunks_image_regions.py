@@ -285,6 +285,7 @@ def test_a_result_of_the_graph() -> None:
     exact(net(step), images(7, 3, 6, 6))
 
 
+@pytest.mark.slow
 @given(
     count=st.integers(2, 20), size=st.tuples(st.integers(5, 9), st.integers(5, 9)),
     kernel=st.integers(1, 3), stride=st.integers(1, 2), padding=st.integers(0, 2),
@@ -347,6 +348,7 @@ class Pictures(nn.Module):
         return F.max_pool2d(F.relu(self.other(self.second(h))), 2).square().mean()
 
 
+@pytest.mark.slow
 def test_far_fewer_bytes_and_the_same_step() -> None:
     """Below what whole convolutions need, and no more than was predicted."""
     torch.manual_seed(0)

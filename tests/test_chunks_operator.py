@@ -19,10 +19,12 @@ from fxremat.runtime.chunks.program import Program, Ref, dump, parse
 from tests.loss_program import CLASSES, FEATURES, expected, inputs, one, program
 
 
-def run(given: tuple[torch.Tensor, ...], chunk: int, tile: int) -> list[torch.Tensor]:
+def run(
+    given: tuple[torch.Tensor, ...], chunk: int, tile: int, fused: bool = False
+) -> list[torch.Tensor]:
     """A call of the operator."""
     x, y, w = given
-    found: list[torch.Tensor] = ROWS([x, y], [w.t(), w], program(x.dtype), chunk, tile)
+    found: list[torch.Tensor] = ROWS([x, y], [w.t(), w], program(x.dtype), chunk, tile, fused)
     return found
 
 
@@ -42,14 +44,15 @@ def test_low_precision_is_added_up_in_float32() -> None:
 
 
 @pytest.mark.parametrize("sizes", [(64, 16, 4), (64, 64, 64), (50, 16, 5), (7, 3, 2), (0, 4, 4)])
-def test_memory_is_known_to_the_byte(sizes: tuple[int, int, int]) -> None:
+@pytest.mark.parametrize("fused", [False, True])
+def test_memory_is_known_to_the_byte(sizes: tuple[int, int, int], fused: bool) -> None:
     """Matmuls of low precision may take scratch memory of their own, on some processors."""
     count, chunk, tile = sizes
     given_ = inputs(count)
-    made = sum(t.nbytes for t in run(given_, chunk, tile))
-    peak = measure_peak(lambda: run(given_, chunk, tile)).above_start_bytes
+    made = sum(t.nbytes for t in run(given_, chunk, tile, fused))
+    peak = measure_peak(lambda: run(given_, chunk, tile, fused)).above_start_bytes
     x, y, w = given_
-    args = ([x, y], [w.t(), w], program(), chunk, tile)
+    args = ([x, y], [w.t(), w], program(), chunk, tile, fused)
     assert kernels.WORKSPACES[ROWS](*args, measure=kernels.unmeasured) == peak - made
 
 

@@ -22,7 +22,7 @@ from fxremat.runtime.chunks.operator import ROWS
 from tests.conftest import Golden
 from tests.graphs import Net, calls
 from tests.row_nets import LOSS, STEPS, D, head, labels, rows, traced_step, up_and_down
-from tests.row_sites import Traced, ancestors, sites, taken, trace
+from tests.row_sites import Traced, ancestors, real, sites, taken, trace
 
 
 def regions(name: str) -> list[Region]:
@@ -93,6 +93,7 @@ class Block(nn.Module):
         return x + self.mlp(self.norm(x + attended))
 
 
+@pytest.mark.slow
 def test_a_deep_net_is_looked_at_fast() -> None:
     """Each layer has its own region; the stream between layers is none."""
     torch.manual_seed(1)
@@ -121,14 +122,6 @@ def test_memory_of_every_call_is_known_to_the_byte(name: str) -> None:
     for graph in graphs:
         for call in calls(graph, ROWS):
             assert_memory_is_known(call)
-
-
-def real(value: Any) -> Any:
-    """A tensor of data that every operator takes."""
-    if isinstance(value, torch.Tensor):
-        made = torch.empty_strided(value.shape, value.stride(), dtype=value.dtype)
-        return made.fill_(1)
-    return [real(v) for v in value] if isinstance(value, (list, tuple)) else value
 
 
 def assert_memory_is_known(call: fx.Node) -> None:

@@ -45,8 +45,9 @@ LOSSES: dict[str, Any] = {
 }
 
 
-@pytest.mark.parametrize("bias", [True, False], ids=["bias", "no bias"])
-@pytest.mark.parametrize("name", LOSSES)
+@pytest.mark.parametrize(
+    ("name", "bias"), [*((name, True) for name in LOSSES), ("plain", False), ("by hand", False)]
+)
 def test_losses(name: str, bias: bool) -> None:
     net = Net(lambda m, x, y: LOSSES[name](m.head(x), y), head=head(bias))
     check(net, (rows(50, D), labels(50)), CHUNKED_LOSS)
@@ -136,6 +137,7 @@ def test_few_rows(count: int) -> None:
         check(net, (rows(count, D), labels(count)), CHUNKED_LOSS)
 
 
+@pytest.mark.slow
 @examples(10)
 @given(st.integers(17, 90), st.integers(1, 12), st.integers(30, 150), st.booleans(), st.booleans())
 def test_random_sizes(count: int, width: int, most: int, bias: bool, ignored: bool) -> None:

@@ -153,6 +153,7 @@ def python(tmp_path: Path, *arguments: str) -> str:
     return done.stdout
 
 
+@pytest.mark.slow
 def test_the_commands_one_after_the_other(models: str, tmp_path: Path) -> None:
     """A model of 64 GiB is traced in little memory, and planned."""
     trace = ["trace", f"{models}:large", "--out", "large.json", "--mode", "aot_eager"]

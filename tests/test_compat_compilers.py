@@ -4,38 +4,25 @@ from __future__ import annotations
 
 import subprocess
 import sys
-from dataclasses import dataclass
 from typing import Any
 
+import pytest
 import torch
 from torch import fx, nn
 
-from fxremat.compat.compilers import compile_with_inductor, trace_as_inductor
-from fxremat.compat.configuration import CustomPartitionerFn
+from fxremat.compat.compilers import trace_as_inductor
 from tests import nets
-from tests.compat_graphs import ATEN
+from tests.compat_graphs import ATEN, inductor_by
 from tests.graphs import Capture, batch, compiled, everything_again, linear, mlp
 
 
+@pytest.mark.slow
 def test_compile_with_inductor() -> None:
     """Our partition is called from Inductor's own compiler, and the gradients are right."""
     seen = Capture(everything_again, fused=True)
-
-    @dataclass(frozen=True)
-    class Cut(CustomPartitionerFn):
-        def __call__(self, gm: Any, joint_inputs: Any, **kwargs: Any) -> Any:
-            return seen(gm, joint_inputs, **kwargs)
-
-        def uuid(self) -> str:
-            return "tests.test_compat_compilers"
-
-    def backend(gm: fx.GraphModule, inputs: Any) -> Any:
-        return compile_with_inductor(gm, inputs, {"custom_partitioner_fn": Cut()})
-
     model, reference = mlp(), mlp()
     torch._dynamo.reset()
-    with torch._inductor.config.patch(force_disable_caches=True):
-        torch.compile(model, backend=backend)(batch(4, 8)).sum().backward()
+    torch.compile(model, backend=inductor_by(seen))(batch(4, 8)).sum().backward()
     reference(batch(4, 8)).sum().backward()
     assert seen.rewritten.recomputed
     for one, other in zip(model.parameters(), reference.parameters(), strict=True):
@@ -66,6 +53,7 @@ def test_trace_as_inductor_takes_random_numbers() -> None:
     torch.compile(model, backend=backend)(batch(4, 8)).sum().backward()
 
 
+@pytest.mark.slow
 def test_decompositions_find_what_they_look_up() -> None:
     """A pooling is the first graph of a process: nothing has loaded Inductor's lowerings yet."""
     script = (

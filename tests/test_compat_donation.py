@@ -11,15 +11,16 @@ from torch.nn import functional as F
 
 from fxremat.compat.compilers import compile_with_aot_eager
 from fxremat.compat.configuration import functorch_config
-from fxremat.compat.donation import (
+from fxremat.compat.inductor.generated_code import code_key, generate
+from fxremat.compat.partitioning import (
     donatable,
     donate,
     donated_inputs,
     name_in_forward,
     only_marked_buffers_donated,
+    saved_names,
+    torch_partition,
 )
-from fxremat.compat.inductor.generated_code import code_key, generate
-from fxremat.compat.partitioning import saved_names, torch_partition
 from fxremat.passes.halves import DonateSaved
 from tests.compat_graphs import half
 from tests.graphs import batch

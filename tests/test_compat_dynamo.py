@@ -103,6 +103,25 @@ def test_compilations_of_a_frame_have_numbers() -> None:
     assert first != second
 
 
+def test_what_dynamo_wraps_has_frames_of_its_own() -> None:
+    """Functions and modules of torch are compiled behind one function of Dynamo's."""
+    seen: list[int] = []
+
+    def backend(gm: fx.GraphModule, inputs: Any) -> Any:
+        seen.append(current_compilation()[0])
+        return gm
+
+    torch._dynamo.reset()
+    given: list[Any] = [nn.functional.gelu, nn.functional.silu]
+    for one in [*given, nn.Linear(4, 4), nn.Linear(4, 4), nn.Linear(4, 2)]:
+        compiled: Any = torch.compile(one, backend=backend)
+        compiled(torch.ones(2, 4))
+    gelu, silu, *linear = seen
+    assert gelu != silu
+    assert not {gelu, silu} & {*linear}
+    assert len({*linear}) == 2
+
+
 def test_fresh_dynamo_caches() -> None:
     import torch._dynamo.config as config
 

@@ -3,19 +3,27 @@
 from __future__ import annotations
 
 import platform
+import subprocess
 import threading
+from itertools import chain
+from pathlib import Path
 from typing import Any
 
 import pytest
-from torch._inductor import cpu_vec_isa
+import torch
+from hypothesis import given
+from hypothesis import strategies as st
+from torch._inductor import async_compile, cpu_vec_isa
 from torch._inductor.async_compile import AsyncCompile
 from torch._inductor.codecache import CppPythonBindingsCodeCache
+from torch._inductor.cpp_builder import CppBuilder
 
 from fxremat.compat.configuration import inductor_config
 from fxremat.compat.inductor import kernels_ahead
 from fxremat.compat.inductor.generated_code import Generated
 from fxremat.compat.inductor.kernels_ahead import begin_kernels, look_for_vectors
-from tests.test_compat_loading import GENERATED
+from fxremat.core.constants import MOST_TOGETHER
+from tests.test_compat_generated_code import GENERATED
 
 
 class Kind:
@@ -102,3 +110,162 @@ def test_begin_kernels(begun: list[str]) -> None:
 @pytest.mark.parametrize("source", ["this is no Python", "raise ValueError", "1 / 0"])
 def test_what_cannot_be_begun_is_left(source: str) -> None:
     begin_kernels(Generated(source, {}, {}, ()))
+
+
+SOURCE = """
+#include <torch/csrc/inductor/cpp_prefix.h>
+static float helper() {{ return {number}; }}
+extern "C" void kernel(const float* x, float* out)
+{{
+    out[0] = x[0] + helper();
+}}
+"""
+TYPES = ["const float*", "float*"]
+
+
+@pytest.fixture
+def fresh(tmp_path: Any, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Nothing is compiled yet."""
+    monkeypatch.setenv("TORCHINDUCTOR_CACHE_DIR", str(tmp_path))
+    monkeypatch.setattr(CppPythonBindingsCodeCache, "cache", {})
+
+
+@pytest.fixture
+def runs(monkeypatch: pytest.MonkeyPatch) -> list[str]:
+    """Who ran the compiler to make a kernel."""
+    seen: list[str] = []
+    run, build = subprocess.run, CppBuilder.build
+
+    def ours(*args: Any, **kwargs: Any) -> Any:
+        if any(str(one).endswith("all.cpp") for one in args[0]):
+            seen.append("ours")
+        return run(*args, **kwargs)
+
+    def theirs(self: CppBuilder) -> None:
+        if self.get_target_file_path().endswith(".so"):  # headers are compiled as well
+            seen.append("Inductor")
+        build(self)
+
+    monkeypatch.setattr(subprocess, "run", ours)
+    monkeypatch.setattr(CppBuilder, "build", theirs)
+    return seen
+
+
+def generated(sources: list[str]) -> Generated:
+    lines = "\n".join(f"k = async_compile.cpp_pybinding({TYPES}, {one!r})" for one in sources)
+    head = "from torch._inductor.async_compile import AsyncCompile\nasync_compile = AsyncCompile()"
+    return Generated(f"{head}\n{lines}", {}, {}, ())
+
+
+def results(sources: list[str]) -> list[float]:
+    """What the kernels give when Inductor loads them."""
+    found = []
+    for source in sources:
+        out = torch.zeros(1)
+        CppPythonBindingsCodeCache.load_pybinding(TYPES, source)(torch.ones(1), out)
+        found.append(out.item())
+    return found
+
+
+@pytest.mark.usefixtures("fresh")
+@pytest.mark.parametrize("workers", [1, 2])
+def test_kernels_of_a_graph_are_compiled_together_and_once(
+    workers: int, runs: list[str], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    sources = [SOURCE.format(number=number) for number in (2.0, 3.0, 4.0)]
+    with monkeypatch.context() as several:
+        several.setattr(async_compile, "get_compile_threads", lambda: workers)
+        begin_kernels(generated(sources))
+        begin_kernels(generated(sources))
+    assert results(sources) == [3.0, 4.0, 5.0]
+    assert runs == ["ours"] * (1 if workers == 1 else 3)
+
+
+@pytest.mark.usefixtures("fresh")
+def test_what_cannot_be_compiled_together_inductor_compiles(
+    runs: list[str], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(kernels_ahead, "joined", lambda kernels: "this is no C++")
+    sources = [SOURCE.format(number=number) for number in (2.0, 3.0)]
+    begin_kernels(generated(sources))
+    assert results(sources) == [3.0, 4.0]
+    assert runs == ["ours", "Inductor", "Inductor"]
+
+
+def test_what_another_thread_begins_is_its_own(monkeypatch: pytest.MonkeyPatch) -> None:
+    """It gets what Inductor gives, and is not waited for."""
+    begun: list[Any] = []
+    monkeypatch.setattr(async_compile.AsyncCompile, "cpp_pybinding", lambda *a: begun.append(a))
+    with kernels_ahead.compiled_together():
+        compiler = async_compile.AsyncCompile()
+        other = threading.Thread(target=lambda: compiler.cpp_pybinding(TYPES, "theirs"))
+        other.start()
+        other.join()
+    assert [source for _, _, source in begun] == ["theirs"]
+
+
+def test_threads_that_begin_kernels_wait_for_one_another() -> None:
+    """Else one could put back what the other had put there, and kernels would never be done."""
+    inductors = async_compile.AsyncCompile.cpp_pybinding
+    entered = threading.Event()
+
+    def enter() -> None:
+        with kernels_ahead.compiled_together():
+            entered.set()
+
+    other = threading.Thread(target=enter)
+    with kernels_ahead.compiled_together():
+        other.start()
+        assert not entered.wait(0.05)
+    other.join()
+    assert entered.is_set()
+    assert async_compile.AsyncCompile.cpp_pybinding is inductors
+
+
+SHARED = """
+#pragma once
+inline float shared_work(const float* x, long number) {
+    float found = 0;
+LOOPS
+    return found;
+}
+""".replace(
+    "LOOPS", 30 * "    for (long i = 0; i < number; ++i) found += x[i] / (7 + i * found);\n"
+)
+SHARING = """
+#include <torch/csrc/inductor/cpp_prefix.h>
+#include "{header}"
+extern "C"  void  kernel(const float* x, float* out)
+{{
+    #pragma omp parallel for
+    for (long i = 0; i < {number}; ++i) out[i] = shared_work(x, i) * shared_work(x + 1, {number});
+}}
+"""
+
+
+@pytest.mark.usefixtures("fresh")
+def test_what_several_kernels_call_is_inlined(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Else a kernel may take longer than when it is compiled by itself."""
+    header = tmp_path / "shared.h"
+    header.write_text(SHARED)
+    sources = [SHARING.format(header=header, number=number) for number in range(8)]
+    with monkeypatch.context() as alone:
+        alone.setattr(async_compile, "get_compile_threads", lambda: 1)
+        begin_kernels(generated(sources))
+    library = next(tmp_path.rglob("*.so"))
+    defined = subprocess.run(
+        ["nm", "-C", "--defined-only", library], capture_output=True, text=True
+    )
+    assert "kernel" in defined.stdout
+    assert "shared_work" not in defined.stdout
+
+
+@given(st.integers(0, 100), st.integers(1, 40))
+def test_each_kernel_is_in_one_group(count: int, workers: int) -> None:
+    found = kernels_ahead.groups(range(count), workers)
+    assert list(chain.from_iterable(found)) == list(range(count))
+    assert all(0 < len(group) <= MOST_TOGETHER for group in found)
+    if 0 < count <= MOST_TOGETHER * 2 * workers:
+        assert len(found) <= 2 * workers

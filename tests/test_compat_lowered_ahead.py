@@ -11,13 +11,12 @@ from torch import fx, nn
 from torch._dynamo.utils import counters
 from torch._inductor.graph import GraphLowering
 
-from fxremat.compat.compilers import compile_with_inductor
-from fxremat.compat.configuration import PARTITIONER, CustomPartitionerFn, inductor_config
+from fxremat.compat.configuration import inductor_config
 from fxremat.compat.inductor import lowered_ahead
 from fxremat.compat.inductor.generated_code import generate
 from fxremat.compat.inductor.lowered_ahead import forget_lowered, hand_over
 from fxremat.compat.partitioning import torch_partition
-from tests.compat_graphs import half
+from tests.compat_graphs import half, inductor_by
 from tests.graphs import batch
 
 Step = Callable[[fx.GraphModule, fx.GraphModule], None]
@@ -57,19 +56,9 @@ def trained(model: nn.Module, between: Step) -> list[torch.Tensor]:
         between(*halves)
         return halves
 
-    class Ours(CustomPartitionerFn):
-        def __call__(self, gm: fx.GraphModule, joint_inputs: Any, **kwargs: Any) -> Any:
-            return partition(gm, joint_inputs, **kwargs)
-
-        def uuid(self) -> None:
-            return None
-
-    def backend(gm: fx.GraphModule, inputs: Any) -> Any:
-        return compile_with_inductor(gm, inputs, {PARTITIONER: Ours()})
-
     torch._dynamo.reset()
     torch.manual_seed(1)
-    torch.compile(model, backend=backend)(batch(32, 64)).square().sum().backward()
+    torch.compile(model, backend=inductor_by(partition))(batch(32, 64)).square().sum().backward()
     return [p.grad.clone() for p in model.parameters() if p.grad is not None]
 
 
@@ -136,7 +125,7 @@ def test_who_wants_to_see_inductor_at_work_does() -> None:
 
 
 def test_only_so_many_are_kept(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(lowered_ahead, "_MOST_READY", 1)
+    monkeypatch.setattr(lowered_ahead, "MOST_READY", 1)
     half(net(), ahead)
     assert len(lowered_ahead._ready) == 1
     forget_lowered()

@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import copy
 from collections.abc import Callable
-from dataclasses import dataclass
 from typing import Any
 from unittest import mock
 
@@ -17,13 +16,12 @@ from benchmarks.nets.language import GPT
 from fxremat.compat.compilers import trace_as_inductor
 from fxremat.compat.configuration import (
     PARTITIONER,
-    CustomPartitionerFn,
     functorch_config,
     inductor_config,
 )
 from fxremat.compat.partitioning import saved_names, torch_partition
 from fxremat.compat.tensors import outside_fake_mode
-from tests.compat_graphs import ATEN
+from tests.compat_graphs import ATEN, Cut
 from tests.graphs import batch, capture, everything_again, mlp
 from tests.small import Convolutions, seeded
 
@@ -60,20 +58,11 @@ def cut_by_inductor(make: Make, partition: Partition | None = None, **patches: A
 
         return cut
 
-    @dataclass(frozen=True)
-    class Cut(CustomPartitionerFn):
-        def __call__(self, gm: Any, joint_inputs: Any, **kwargs: Any) -> Any:
-            assert partition is not None
-            return noting(partition)(gm, joint_inputs, **kwargs)
-
-        def uuid(self) -> str:
-            return "tests.test_compat_partitioning"
-
     inductor: Any = compile_fx
     own = inductor.min_cut_rematerialization_partition
     patches |= {"force_disable_caches": True}
     if partition is not None:
-        patches[PARTITIONER] = Cut()
+        patches[PARTITIONER] = Cut(noting(partition))
     torch._dynamo.reset()
     model, inputs = make()
     with (

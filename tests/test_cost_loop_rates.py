@@ -9,8 +9,7 @@ import pytest
 import torch
 
 from fxremat.compat.tensors import outside_fake_mode
-from fxremat.cost import call_times, loop_rates
-from fxremat.cost.call_times import Timing
+from fxremat.cost import loop_rates, timing
 from fxremat.cost.loop_rates import (
     FUNCTIONS,
     TRAFFIC,
@@ -19,6 +18,7 @@ from fxremat.cost.loop_rates import (
     measured_rates,
 )
 from fxremat.cost.number_file import NumberFile, number_path
+from fxremat.cost.timing import Timing
 
 HOST = torch.device("cpu")
 
@@ -26,7 +26,7 @@ HOST = torch.device("cpu")
 @pytest.fixture(autouse=True)
 def _undisturbed(monkeypatch: pytest.MonkeyPatch) -> None:
     """Whatever else the machine does: tests of times ask for no true ones."""
-    monkeypatch.setattr(call_times, "_interruptions", lambda device: 0)
+    monkeypatch.setattr(timing, "_interruptions", lambda device: 0)
 
 
 def test_bandwidth_is_that_of_the_next_smaller_size(monkeypatch: pytest.MonkeyPatch) -> None:
@@ -65,7 +65,7 @@ def test_what_is_asked_for_is_measured_once(
     sizes = [bandwidth_name(size) for size in TRAFFIC[:2]]
     assert kept.keys() == {"call_us", "moving_us", "exp", *sizes}
 
-    def never(call: object, device: torch.device, pace: object) -> Timing:
+    def never(call: object, device: torch.device, reference: object) -> Timing:
         raise AssertionError(device)
 
     monkeypatch.setattr(loop_rates, "quickest", never)
@@ -78,7 +78,7 @@ def test_what_is_asked_for_is_measured_once(
 
 @pytest.mark.parametrize("name", FUNCTIONS)
 def test_functions_can_be_timed(name: str, monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
-    def once(call: Callable[[], object], device: torch.device, pace: object) -> Timing:
+    def once(call: Callable[[], object], device: torch.device, reference: object) -> Timing:
         call()
         return Timing(50.0, False)
 
@@ -93,7 +93,7 @@ def test_the_rates_of_a_busy_machine_are_not_kept(
     """They are better than none: a vendor's figures would be of another kind than measured ones."""
     asked = list[object]()
 
-    def disturbed(call: object, device: torch.device, pace: object) -> Timing:
+    def disturbed(call: object, device: torch.device, reference: object) -> Timing:
         asked.append(call)
         return Timing(50.0, True)
 

@@ -13,14 +13,14 @@ from torch import fx
 
 from fxremat.compat.sizes import size_bound
 from fxremat.compat.tensors import outside_fake_mode
-from fxremat.cost import call_times
-from fxremat.cost.call_times import KIND, CallTimes, Timing, call_key
+from fxremat.core.constants import CALL_US
+from fxremat.cost import call_times, timing
+from fxremat.cost.call_times import KIND, CallTimes, call_key
 from fxremat.cost.device import DeviceSpec
 from fxremat.cost.loop_rates import FUNCTIONS, LoopRates
 from fxremat.cost.number_file import number_path
 from fxremat.cost.op_timers import Measured, Roofline
-from fxremat.memory import room as memory_room
-from fxremat.runtime import kernels
+from fxremat.cost.timing import Timing
 from fxremat.runtime.chunks.convolutions import CONVOLUTION, CONVOLUTION_BACKWARD
 from fxremat.runtime.chunks.operator import ROWS
 from tests.graphs import batch, capture, mlp
@@ -75,7 +75,7 @@ def runs(monkeypatch: pytest.MonkeyPatch) -> list[str]:
 @pytest.fixture(autouse=True)
 def _undisturbed(monkeypatch: pytest.MonkeyPatch) -> None:
     """Whatever else the machine does: tests of times ask for no true ones."""
-    monkeypatch.setattr(call_times, "_interruptions", lambda device: 0)
+    monkeypatch.setattr(timing, "_interruptions", lambda device: 0)
 
 
 def test_a_matmul_is_measured_once(tmp_path: Path, runs: list[str]) -> None:
@@ -151,7 +151,7 @@ def test_matmuls_of_chunks_are_measured_in_their_sizes(tmp_path: Path, runs: lis
     times = [time_of.calls.of_call(one.target, one.args, {}) for one in inside.library]
     library = sum(one.times * (us or 0.0) for one, us in zip(inside.library, times, strict=True))
     assert library > 0
-    assert found >= library + inside.calls * kernels.CALL_US
+    assert found >= library + inside.calls * CALL_US
     assert all(one.args[0].shape[0] == 16 or one.args[0].shape[1] == 16 for one in inside.library)
 
 
@@ -207,60 +207,13 @@ def test_another_algorithm_is_left_to_the_roofline(tmp_path: Path, runs: list[st
 # --- busy machines -------------------------------------------------------------------------
 
 
-def test_runs_that_other_programs_disturb_do_not_count(monkeypatch: pytest.MonkeyPatch) -> None:
-    """A run after which the count of interruptions is higher is made again."""
-    interruptions = iter([0, 1, 1, 2, 2, *[3] * 1000])
-    monkeypatch.setattr(call_times, "_interruptions", lambda device: next(interruptions))
-    seconds = iter([1e-6, 2e-6, *[5e-3] * 500])
-    monkeypatch.setattr(call_times, "_seconds", lambda call, device: next(seconds))
-    assert call_times.quickest(lambda: None, HOST).us == pytest.approx(5000.0)
-
-
-def test_on_cuda_several_calls_are_timed_behind_a_busy_device(
-    monkeypatch: pytest.MonkeyPatch,
-) -> None:
-    """Events hold what the device does, and not what the host takes to ask for it."""
-    log: list[str] = []
-
-    class Event:
-        def __init__(self, *, enable_timing: bool) -> None:
-            assert enable_timing
-
-        def record(self) -> None:
-            log.append("event")
-
-        def synchronize(self) -> None:
-            log.append("wait")
-
-        def elapsed_time(self, other: Event) -> float:
-            return 50.0
-
-    monkeypatch.setattr(torch.cuda, "Event", Event)
-    monkeypatch.setattr(torch.cuda, "synchronize", lambda device: log.append("idle"))
-    monkeypatch.setattr("fxremat.cost.call_times.keep_busy", lambda device: log.append("busy"))
-    gpu = torch.device("cuda", 0)
-    seconds = call_times._seconds(lambda: log.append("call"), gpu)
-    calls = ["call"] * call_times.CALLS_BETWEEN_EVENTS
-    assert log == ["idle", "busy", "event", *calls, "event", "wait"]
-    assert seconds == pytest.approx(0.05 / len(calls))
-
-
-def test_a_long_run_may_lose_a_core_now_and_then(monkeypatch: pytest.MonkeyPatch) -> None:
-    """The kernel's own tasks come every few hundredths of a second: without other programs, too."""
-    counted = iter(range(10**9))
-    monkeypatch.setattr(call_times, "_interruptions", lambda device: next(counted))
-    seconds = iter([0.1, *[0.011] * 500])
-    monkeypatch.setattr(call_times, "_seconds", lambda call, device: next(seconds))
-    assert call_times.quickest(lambda: None, HOST).us == pytest.approx(11_000.0)
-
-
 def test_what_is_always_disturbed_counts_and_is_not_kept(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch, runs: list[str]
 ) -> None:
     counted = iter(range(10**9))
-    monkeypatch.setattr(call_times, "_interruptions", lambda device: next(counted))
-    monkeypatch.setattr(call_times, "MOST_SECONDS", 1e-3)
-    monkeypatch.setattr(call_times, "_seconds", lambda call, device: 5e-4)
+    monkeypatch.setattr(timing, "_interruptions", lambda device: next(counted))
+    monkeypatch.setattr(timing, "BUSY_TIMING_S", 1e-3)
+    monkeypatch.setattr(timing, "_seconds", lambda call, device: 5e-4)
     node, time_of = call(ATEN.mm.default, A, B), timer(tmp_path)
     assert time_of((node,), 100) == time_of((node,), 100) == pytest.approx(500.0)
     assert len(runs) == 1  # it is not tried for each node anew
@@ -270,7 +223,7 @@ def test_what_is_always_disturbed_counts_and_is_not_kept(
 def test_what_has_no_room_is_not_run(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch, runs: list[str]
 ) -> None:
-    monkeypatch.setattr(memory_room, "_available_bytes", lambda: 4 * (A.nbytes + B.nbytes) - 1)
+    monkeypatch.setattr(call_times, "_available_bytes", lambda: 4 * (A.nbytes + B.nbytes) - 1)
     monkeypatch.setattr(call_times, "quickest", lambda *given: pytest.fail("it was run"))
     node = call(ATEN.mm.default, A, B)
     assert timer(tmp_path)((node,), 100) == Roofline(SPEC, on_cpu=True, fused=True)((node,), 100)

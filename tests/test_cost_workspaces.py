@@ -10,10 +10,9 @@ import pytest
 import torch
 
 from fxremat.compat.configuration import OpOverload
-from fxremat.cost import workspaces
+from fxremat.cost import call_times, workspaces
 from fxremat.cost.call_times import made_real
 from fxremat.cost.workspaces import Workspaces
-from fxremat.memory import room as memory_room
 from fxremat.memory.measured_peak import measure_peak
 from fxremat.sizes import format_bytes
 from tests import nets
@@ -204,7 +203,7 @@ def test_on_a_cpu_a_call_that_would_fill_the_memory_is_not_tried(
 ) -> None:
     """Linux would give the memory, and kill the process when it is used."""
     part = Workspaces(HOST).of_call(CONV_BACKWARD, batch_of(8), {})
-    monkeypatch.setattr(memory_room, "_available_bytes", lambda: 1_000_000)
+    monkeypatch.setattr(call_times, "_available_bytes", lambda: 1_000_000)
     no_room_above(8, AssertionError("tried"), monkeypatch)
     assert Workspaces(HOST).of_call(CONV_BACKWARD, batch_of(32), {}) == 4 * part
     assert len(caplog.messages) == 1

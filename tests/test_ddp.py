@@ -71,7 +71,9 @@ def split_reports(executor: str, rows: int) -> tuple[list[Report], int, int]:
 
 
 @pytest.mark.usefixtures("rank")
-@pytest.mark.parametrize("executor", ["aot_eager", "inductor"])
+@pytest.mark.parametrize(
+    "executor", [pytest.param("aot_eager", marks=pytest.mark.slow), "inductor"]
+)
 def test_parts_of_a_split_graph_are_planned_together(executor: str) -> None:
     """One step of all of them, before the first is compiled: no part counts the peak of another."""
     reports, buckets, measured = split_reports(executor, 512)

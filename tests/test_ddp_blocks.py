@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from functools import partial
 from pathlib import Path
 from typing import Any
 
@@ -47,25 +48,32 @@ class Parallel(Trained):
         return sum(p.nbytes for p in self.model.parameters())
 
 
-CASES: list[tuple[str, bool, bool, tuple[int, ...]]] = [
+def parallel(
+    rank: int, way: str, split: bool, views: bool, percents: tuple[int, ...]
+) -> dict[str, Found]:
+    def make(**how: Any) -> Parallel:
+        return Parallel(rank, way, split, views, **how)
+
+    exactly = not split or backward_drops_gradients()
+    return {way: compared(make, percents, exactly=exactly)}
+
+
+WHOLE: list[tuple[str, bool, bool, tuple[int, ...]]] = [
     ("the whole", False, False, PERCENTS),
     ("the whole", True, True, PERCENTS),
     ("the whole", True, False, (70,)),
-    ("each block", False, True, (LEAST,)),
 ]
 
 
-def parallel(rank: int) -> dict[str, Found]:
-    found = {}
-    for way, split, views, percents in CASES:
-
-        def make(way: str = way, split: bool = split, views: bool = views, **how: Any) -> Parallel:
-            return Parallel(rank, way, split, views, **how)
-
-        exactly = not split or backward_drops_gradients()
-        found[f"{way}, {split=}, {views=}"] = compared(make, percents, exactly=exactly)
-    return found
-
-
-def test_each_rank_keeps_its_budget_with_the_buckets(tmp_path: Path) -> None:
-    kept(on_ranks(RANKS, tmp_path, parallel))
+@pytest.mark.parametrize(
+    ("way", "split", "views", "percents"),
+    [
+        ("each block", False, True, (LEAST,)),
+        *(pytest.param(*case, marks=pytest.mark.slow) for case in WHOLE),
+    ],
+)
+def test_each_rank_keeps_its_budget_with_the_buckets(
+    tmp_path: Path, way: str, split: bool, views: bool, percents: tuple[int, ...]
+) -> None:
+    work = partial(parallel, way=way, split=split, views=views, percents=percents)
+    kept(on_ranks(RANKS, tmp_path, work))

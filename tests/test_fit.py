@@ -21,7 +21,8 @@ from fxremat.errors import CannotVary
 from fxremat.memory.optimizer_states import OPTIMIZERS, held_by
 from fxremat.training.blocks import checkpointed, repeated_blocks
 from fxremat.whatif.device import absent
-from fxremat.whatif.fitting import fit, largest_within
+from fxremat.whatif.fit import fit
+from fxremat.whatif.largest_size import largest_within
 from tests.absent_nets import net_and_tokens
 
 BATCH = {"batch": [(0, 0), (1, 0)]}
@@ -139,6 +140,7 @@ def test_blocks_inside_of_blocks_are_not_checkpointed_by_themselves() -> None:
     assert count == 3
 
 
+@pytest.mark.slow
 def test_what_fits_on_a_card() -> None:
     """Ours is the largest; the plan at that size is within the budget, by itself."""
     with torch.device("meta"):

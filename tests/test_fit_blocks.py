@@ -15,13 +15,14 @@ from torch.utils.checkpoint import checkpoint
 
 from fxremat.cli.fit import table
 from fxremat.compat.joint_graph import user_tag
-from fxremat.compile.dry_run.dry_run import Rehearsal
-from fxremat.compile.dry_run.symbolic import PeaksBySize, SymbolicStep
+from fxremat.compile.dry_run.dry_run import DryRun
 from fxremat.memory.optimizer_states import Held
 from fxremat.training.blocks import are_alike, repeated_blocks, shortened
 from fxremat.whatif.device import absent
 from fxremat.whatif.extrapolation import Line, TorchSteps
-from fxremat.whatif.fitting import FEW_BLOCKS, WAYS, Point, Way, _Fitting, _ours, fit
+from fxremat.whatif.fit import FEW_BLOCKS, _Fitting, fit
+from fxremat.whatif.largest_size import WAYS, Point, Way, points_by_us
+from fxremat.whatif.symbolic_step import PeaksBySize, SymbolicStep
 
 BLOCKS = 6
 
@@ -97,13 +98,13 @@ def test_the_peak_is_continued_where_all_have_saved_and_where_all_have_gradients
 ) -> None:
     """Of a step whose blocks are all the same, every number is met."""
 
-    def shown(blocks: int) -> Rehearsal:
+    def shown(blocks: int) -> DryRun:
         forward = [100 + saved * (k + 1) for k in range(blocks)]
         backward = [100 + saved * (blocks - k) + left * k + scratch for k in range(blocks)]
         live = (*forward, *backward, 100 + left * blocks)
-        return Rehearsal(
+        return DryRun(
             max(live), live, (), {},
-            forward_moments=blocks, saved_bytes=100 + saved * blocks, left_bytes=live[-1],
+            forward_steps=blocks, saved_bytes=100 + saved * blocks, left_bytes=live[-1],
         )  # fmt: skip
 
     def step(blocks: int) -> Any:
@@ -131,6 +132,7 @@ OPTIONS: dict[str, Any] = {"variants": "none", "solver": "greedy", "memory_budge
 OPTIONS["count"] = "allocated"
 
 
+@pytest.mark.slow
 def test_few_blocks_say_what_the_whole_says() -> None:
     """The same of torch's partition; ours is not better than of the whole, and not far below."""
     model, inputs = _Net().to(torch.bfloat16), [torch.zeros(4096, 32, dtype=torch.bfloat16)]
@@ -225,7 +227,7 @@ def test_fxremat_is_looked_at_where_checkpointing_ends() -> None:
         "torch.compile": [Point("rows", "torch.compile", size, 10 * size, 1.0) for size in (5, 10)],
         "checkpointed blocks": [Point("rows", "checkpointed blocks", 7, 90, 1.0)],
     }
-    found = _ours(steps, by_torch, 100, 1)
+    found = points_by_us(steps, by_torch, 100, 1)
     assert [(one.size, one.peak_bytes) for one in found] == [(5, 50), (7, 70), (10, 100)]
     assert asked == [7]
 

@@ -202,7 +202,13 @@ def test_bytes_of_the_parts_and_gathered(tmp_path: Path) -> None:
         distributed.destroy_process_group()
 
 
-@pytest.mark.parametrize("way", ["each block", KEPT, PREPARED, "the whole"])
+@pytest.mark.parametrize(
+    "way",
+    [
+        "each block",
+        *(pytest.param(way, marks=pytest.mark.slow) for way in (KEPT, PREPARED, "the whole")),
+    ],
+)
 def test_a_budget_is_kept_on_each_rank_and_gradients_stay(tmp_path: Path, way: str) -> None:
     """Compiled as a whole, the hooks of FSDP2 break the graph, and each block is one again."""
     spawned(on_a_rank, str(tmp_path), way, count=RANKS)

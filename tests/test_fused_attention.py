@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import copy
-from collections.abc import Iterator, Sequence
+from collections.abc import Sequence
 from dataclasses import dataclass, field
 from typing import Any
 
@@ -38,12 +38,7 @@ from tests.conftest import Golden
 from tests.graphs import capture, on_cuda, train
 from tests.row_sites import assert_close, in_double, keep_inputs, run_on
 
-
-@pytest.fixture(autouse=True)
-def _fresh() -> Iterator[None]:
-    torch._dynamo.reset()
-    yield
-    torch._dynamo.reset()
+pytestmark = pytest.mark.usefixtures("fresh")
 
 
 # --- running them --------------------------------------------------------------------------------

@@ -87,6 +87,7 @@ def test_frozen_weights_get_no_gradient() -> None:
     assert not model(next(batches(1))[0]).requires_grad
 
 
+@pytest.mark.slow
 def test_inductor() -> None:
     plain, x = seeded(perceptron, 1, 8)
     expected = train(plain, x, plain)

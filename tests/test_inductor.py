@@ -84,6 +84,7 @@ def test_caches_know_the_budget(monkeypatch: pytest.MonkeyPatch) -> None:
     assert plans[2].predicted_peak_bytes <= 0.7 * full
 
 
+@pytest.mark.slow
 @pytest.mark.usefixtures("vectors")
 def test_the_users_inductor_options_and_passes_stay() -> None:
     """And the peak is what was predicted, with kernels as users have them."""

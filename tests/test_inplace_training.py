@@ -11,13 +11,12 @@ import torch
 from torch import Tensor, fx, nn
 from torch.nn import functional
 
-from fxremat.compat.compilers import compile_with_inductor
-from fxremat.compat.configuration import CustomPartitionerFn
 from fxremat.memory.measured_peak import measure_peak
 from fxremat.passes.gradients.gradient_sums import accumulate_sums
 from fxremat.passes.halves import Rewritten
 from fxremat.passes.inplace import overwritable, rewrite
 from fxremat.passes.recompute import apply_plan
+from tests.compat_graphs import inductor_by
 from tests.conftest import Golden
 from tests.graphs import (
     Capture,
@@ -200,33 +199,15 @@ def test_graph_of_tied_rows(golden: Golden) -> None:
 def peak(model: nn.Module, inputs: Sequence[Tensor], partition: Any) -> int:
     """Bytes of a step above what is there before, under Inductor with a partition of ours."""
 
-    def backend(gm: fx.GraphModule, given: Any) -> Any:
-        patches = {"custom_partitioner_fn": _Named(partition), "allow_buffer_reuse": False}
-        return compile_with_inductor(gm, given, patches)
-
     torch._dynamo.reset()
-    call = torch.compile(model, backend=backend)
-
+    call = torch.compile(model, backend=inductor_by(partition, allow_buffer_reuse=False))
     call(*inputs).sum().backward()
     for tensor in (*model.parameters(), *inputs):
         tensor.grad = None
     return measure_peak(lambda: call(*inputs).sum().backward()).above_start_bytes
 
 
-class _Named(CustomPartitionerFn):
-    def __init__(self, partition: Any) -> None:
-        self.partition = partition
-
-    def __call__(self, gm: fx.GraphModule, joint_inputs: Any, **kwargs: Any) -> Any:
-        return self.partition(gm, joint_inputs, **kwargs)
-
-    def __deepcopy__(self, memo: Any) -> _Named:  # Inductor copies its configuration
-        return self
-
-    def uuid(self) -> Any:
-        return None
-
-
+@pytest.mark.slow
 def test_bytes_of_a_tied_embedding_under_inductor() -> None:
     """One gradient of the table is there at the peak, not two."""
     model, inputs = tied(5000, 64), words(16, 5000)

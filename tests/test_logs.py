@@ -10,6 +10,8 @@ import sys
 from pathlib import Path
 from typing import Any
 
+import pytest
+
 from fxremat.core.plan import steps_from_json
 from fxremat.core.problem import problem_from_json
 from fxremat.core.timeline import replay
@@ -57,6 +59,7 @@ def artifacts(folder: Path) -> dict[str, str]:
     return {name: "\n".join(lines) for name, lines in found.items()}
 
 
+@pytest.mark.slow
 def test_one_line_for_each_graph() -> None:
     (line,) = (line for line in run("fxremat") if "] still " not in line)  # on a slow machine
     assert "fxremat: graph 0: " in line
@@ -90,6 +93,7 @@ def _look_at_trace(found: dict[str, str]) -> None:
     assert json.loads(ours["fxremat_graph_0_timeline"])["traceEvents"]
 
 
+@pytest.mark.slow
 def test_the_plan_alone() -> None:
     """The line of each graph can be left out."""
     shown = run("-fxremat,fxremat_plan")

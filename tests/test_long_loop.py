@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import copy
 import io
-from collections.abc import Iterator
 from typing import Any
 
 import pytest
@@ -20,11 +19,7 @@ SMALL = 2**16
 """Losses, norms, scales, and what a step makes for one weight."""
 
 
-@pytest.fixture(autouse=True)
-def _fresh() -> Iterator[None]:
-    torch._dynamo.reset()
-    yield
-    torch._dynamo.reset()
+pytestmark = pytest.mark.usefixtures("fresh")
 
 
 class Loop:
@@ -80,6 +75,7 @@ def trained(options: dict[str, Any] | None) -> tuple[list[float], int]:
     return loop.losses, peak
 
 
+@pytest.mark.slow
 def test_fifty_steps_stay_within_the_budget() -> None:
     expected, plain = trained(None)
     budget = int(0.6 * plain)

@@ -19,7 +19,7 @@ from fxremat.passes.joint_graph import JointGraph
 from fxremat.passes.variants import few_bit, lossy_saved
 from fxremat.passes.variants.few_bit_tables import optimal_steps, refined
 from fxremat.passes.variants.lossy_saved import RULES
-from fxremat.passes.variants.rule import Rule, Site
+from fxremat.passes.variants.rule import Site
 from fxremat.runtime.quantised import BLOCK
 from tests.conftest import Golden
 from tests.examples import examples
@@ -222,9 +222,19 @@ def activated(name: str) -> Callable[..., Any]:
     return lambda x: ACTIVATIONS[name](x.cumsum(-1) * 1.0).cumsum(-1)
 
 
+SEVERAL = {"gelu": torch.bfloat16, "elu": torch.float64, "tanh": torch.float32}
+
+
 @pytest.mark.parametrize(
     ("name", "dtype"),
-    [*((n, torch.float32) for n in ACTIVATIONS), ("gelu", torch.bfloat16), ("elu", torch.float64)],
+    [
+        *SEVERAL.items(),
+        *(
+            pytest.param(name, torch.float32, marks=pytest.mark.slow)
+            for name in ACTIVATIONS
+            if name != "tanh"
+        ),
+    ],
 )
 def test_any_activation_is_found(name: str, dtype: torch.dtype) -> None:
     joint, where = found("few_bit_activation", activated(name), leaf(30, 40, dtype=dtype))
@@ -383,8 +393,17 @@ def test_a_matrix_that_others_read_is_left() -> None:
 # --- the whole ---------------------------------------------------------------------------
 
 
-@pytest.mark.parametrize("rule", RULES, ids=lambda rule: rule.name)
-def test_through_inductor(rule: Rule) -> None:
+ALWAYS = ("saved_8bit", "few_bit_activation")
+
+
+@pytest.mark.parametrize(
+    "name",
+    [
+        *ALWAYS,
+        *(pytest.param(n, marks=pytest.mark.slow) for n in RULE if n not in ALWAYS),
+    ],
+)
+def test_through_inductor(name: str) -> None:
     torch.manual_seed(0)
     net = nn.Sequential(nn.Linear(16, 64, bias=False), nn.GELU(), nn.Linear(64, 16, bias=False))
     x = torch.randn(32, 16)
@@ -393,10 +412,10 @@ def test_through_inductor(rule: Rule) -> None:
     net.zero_grad()
     picked = {"few_bit_activation": slice(3, 4), "random_matmul": slice(0, 1)}
     with small_values(33):
-        taken = Taken(rule, lambda where: where[picked.get(rule.name, slice(None))])
+        taken = Taken(RULE[name], lambda where: where[picked.get(name, slice(None))])
         inductor_with(net, taken)(x).square().sum().backward()
     made = [p.grad for p in net.parameters() if p.grad is not None]
-    limit = {"random_matmul": 2.0, "saved_4bit": 0.3}.get(rule.name, 0.1)
+    limit = {"random_matmul": 2.0, "saved_4bit": 0.3}.get(name, 0.1)
     for one, two in zip(made, expected, strict=True):
         assert float((one - two).norm() / two.norm()) < limit
     assert taken.bytes_after < taken.bytes_before

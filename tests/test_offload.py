@@ -228,7 +228,9 @@ def offloading(model: nn.Module, x: Any, fraction: float, executor: str, **optio
     )  # fmt: skip
 
 
-@pytest.mark.parametrize("executor", ["aot_eager", "inductor"])
+@pytest.mark.parametrize(
+    "executor", ["aot_eager", pytest.param("inductor", marks=pytest.mark.slow)]
+)
 def test_a_budget_with_offload_is_obeyed_and_predicted_to_the_byte(executor: str) -> None:
     model, x = seeded(lambda: Stack(2), 512, 32)
     step = offloading(model, x, 0.6, executor)

@@ -240,7 +240,11 @@ COMPILED: dict[str, Callable[..., Any]] = {
 }
 
 
-@pytest.mark.parametrize("rule", RULES, ids=lambda rule: rule.name)
+@pytest.mark.parametrize(
+    "rule",
+    [MASKS, *(pytest.param(rule, marks=pytest.mark.slow) for rule in (SIGNS, INDICES))],
+    ids=lambda rule: rule.name,
+)
 def test_through_inductor(rule: Rule) -> None:
     function = COMPILED[rule.name]
     x = leaf(13, 9)

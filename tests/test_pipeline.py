@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from functools import partial
 from pathlib import Path
 from typing import Any
 
@@ -95,25 +96,13 @@ class Piped(Trained):
         return found[0]
 
 
-CASES: list[tuple[str, str, tuple[int, ...]]] = [
-    ("ScheduleGPipe", "the whole", PERCENTS),
-    ("Schedule1F1B", "the whole", PERCENTS),
-    ("ScheduleGPipe", "each block", (75,)),
-    ("Schedule1F1B", "each block", (60,)),
-    ("ScheduleInterleaved1F1B", "each block", (70,)),
-]
+def piped(rank: int, name: str, way: str, percents: tuple[int, ...]) -> dict[str, Found]:
+    several = "Interleaved" in name
 
+    def make(**how: Any) -> Piped:
+        return Piped(rank, getattr(pipelining, name), way, several, **how)
 
-def piped(rank: int) -> dict[str, Found]:
-    found = {}
-    for name, way, percents in CASES:
-        several = "Interleaved" in name
-
-        def make(name: str = name, way: str = way, several: bool = several, **how: Any) -> Piped:
-            return Piped(rank, getattr(pipelining, name), way, several, **how)
-
-        found[f"{name}, {way}"] = compared(make, percents, exactly=not several)
-    return found
+    return {f"{name}, {way}": compared(make, percents, exactly=not several)}
 
 
 class PipedShards(Piped):
@@ -151,9 +140,28 @@ def sharded(rank: int) -> dict[str, Found]:
     return found
 
 
-def test_each_stage_keeps_its_budget(tmp_path: Path) -> None:
-    kept(on_ranks(RANKS, tmp_path, piped), alike=False)
+CASES: list[tuple[str, str, tuple[int, ...]]] = [
+    ("ScheduleGPipe", "the whole", PERCENTS),
+    ("Schedule1F1B", "the whole", PERCENTS),
+    ("ScheduleGPipe", "each block", (75,)),
+    ("ScheduleInterleaved1F1B", "each block", (70,)),
+]
 
 
+@pytest.mark.parametrize(
+    ("name", "way", "percents"),
+    [
+        ("Schedule1F1B", "each block", (60,)),
+        *(pytest.param(*case, marks=pytest.mark.slow) for case in CASES),
+    ],
+)
+def test_each_stage_keeps_its_budget(
+    tmp_path: Path, name: str, way: str, percents: tuple[int, ...]
+) -> None:
+    found = on_ranks(RANKS, tmp_path, partial(piped, name=name, way=way, percents=percents))
+    kept(found, alike=False)
+
+
+@pytest.mark.slow
 def test_each_stage_that_is_sharded_keeps_its_budget(tmp_path: Path) -> None:
     kept(on_ranks(2 * RANKS, tmp_path, sharded), alike=False)

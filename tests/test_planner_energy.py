@@ -79,6 +79,7 @@ def test_kilobytes_and_slow_paging() -> None:
     assert check(small, plan.steps, 4096).ok
 
 
+@pytest.mark.slow
 def test_energy_is_never_more_than_that_of_the_fastest_plan() -> None:
     for byte_uj in (0.01, 0.1, 1.0):
         problem = device(20.0, byte_uj)

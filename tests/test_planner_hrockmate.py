@@ -109,6 +109,7 @@ def test_the_peak_of_a_level_is_that_of_the_replay(data: st.DataObject) -> None:
         assert keep_all_programme(parts, peak).values is not None
 
 
+@pytest.mark.slow
 @examples(20)
 @given(st.data())
 def test_schedules_of_a_level_fit(data: st.DataObject) -> None:
@@ -142,6 +143,7 @@ def best_of(problem: Problem, budget: int, *, shares: bool) -> tuple[float, Hier
     return math.inf if best is None else best.time, hierarchy
 
 
+@pytest.mark.slow
 def test_clusters_of_one_shape_are_solved_once_and_alike() -> None:
     problem = blocks(12)
     budget = replay(problem, problem.base_steps()).peak_bytes * 6 // 10

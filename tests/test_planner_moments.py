@@ -171,6 +171,7 @@ def test_chains_are_solved_to_the_optimum(percent: int) -> None:
     assert plan.time_us == pytest.approx(best[0])
 
 
+@pytest.mark.slow
 def test_a_larger_budget_never_takes_longer_than_proven_for_a_smaller_one() -> None:
     problem = growing_chain(24)
     full = replay(problem, problem.base_steps()).peak_bytes
@@ -181,6 +182,7 @@ def test_a_larger_budget_never_takes_longer_than_proven_for_a_smaller_one() -> N
         assert larger.time_us <= smaller.time_us * (1 + 1e-9)
 
 
+@pytest.mark.slow
 def test_equal_plans_and_progress() -> None:
     problem = growing_chain(14)
     told: list[Progress] = []

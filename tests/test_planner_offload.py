@@ -102,6 +102,7 @@ def test_no_bandwidth_gives_the_plan_without() -> None:
     assert plan.steps == planner.solve(replace(problem, copies=None), budget, "greedy").steps
 
 
+@pytest.mark.slow
 def test_more_bandwidth_is_never_slower() -> None:
     budget = replay(chain_with_copies(10), chain_with_copies(10).base_steps()).peak_bytes // 2
     rates = [0.0, 2.0, 4.0, 8.0, 64.0]
@@ -180,6 +181,7 @@ def test_random_fetches_are_placed_within_the_budget(
 # --- bounds -------------------------------------------------------------------------------
 
 
+@pytest.mark.slow
 @examples(20)
 @given(st.data(), problems(min_ops=3), st.sampled_from((0.0, 1.0, 8.0)), st.floats(0.2, 1.0))
 def test_no_schedule_is_faster_than_the_bound(

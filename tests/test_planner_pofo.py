@@ -100,6 +100,7 @@ def test_rotors_plan_where_nothing_may_move(copies: Copies | None, part: float) 
     assert plan.solver == "pofo"
 
 
+@pytest.mark.slow
 @examples(10)
 @given(
     chains.chains(),
@@ -129,6 +130,7 @@ def test_any_problem_is_solved_or_refused(problem: Problem, part: float) -> None
         return
 
 
+@pytest.mark.slow
 def test_more_bandwidth_is_never_slower() -> None:
     budget = part_of(net(10), 0.5)
     times = [solved(net(10, rate), budget).time_us for rate in (0.0, 2.0, 4.0, 16.0)]
@@ -136,6 +138,7 @@ def test_more_bandwidth_is_never_slower() -> None:
     assert times[-1] == net(10).base_time_us
 
 
+@pytest.mark.slow
 def test_less_memory_is_never_faster() -> None:
     problem = replace(chains.blocks(6), copies=Copies(0.5, 0.5))
     times = [solved(problem, part_of(problem, part)).time_us for part in (0.4, 0.6, 0.8, 1.0)]
@@ -193,6 +196,7 @@ TINY = [
 ]
 
 
+@pytest.mark.slow
 def test_near_the_best_of_all_choices_of_what_moves() -> None:
     """The same schedule or as fast mostly, and never far from it."""
     slower = []
@@ -261,6 +265,7 @@ def test_within_a_budget_that_recomputation_does_not_reach() -> None:
 # -- limits ----------------------------------------------------------------------------------
 
 
+@pytest.mark.slow
 def test_a_chain_of_fifty_takes_seconds() -> None:
     problem = net(50, rate=4.0)
     started = time.process_time()

@@ -18,7 +18,7 @@ from fxremat.passes.variants import insertion
 from fxremat.passes.variants.pool_gradient import RULES
 from tests.conftest import Golden
 from tests.examples import examples
-from tests.graphs import Capture, capture, compiled
+from tests.graphs import Capture, capture, compiled, run_joint
 
 ATEN = torch.ops.aten
 
@@ -40,11 +40,6 @@ def joint_of(model: nn.Module, x: torch.Tensor) -> JointGraph:
     return capture(model, (x.requires_grad_(x.is_floating_point()),), fused=True).joint
 
 
-def results(joint: JointGraph, inputs: list[torch.Tensor]) -> list[torch.Tensor]:
-    found = fx.Interpreter(joint.module).run(*inputs)
-    return [each for each in found if isinstance(each, torch.Tensor)]
-
-
 def inputs_of(joint: JointGraph, seed: int = 0) -> list[torch.Tensor]:
     torch.manual_seed(seed)
     values = [node.meta["val"] for node in (*joint.primals, *joint.tangents)]
@@ -62,7 +57,7 @@ def assert_same(joint: JointGraph, seed: int = 0) -> None:
     after = taken(joint)
     calls = {str(node.target) for node in after.module.graph.nodes}
     assert not any("scatter" in call or "offsets_to_indices" in call for call in calls)
-    for old, new in zip(results(joint, inputs), results(after, inputs), strict=True):
+    for old, new in zip(run_joint(joint, inputs), run_joint(after, inputs), strict=True):
         assert old.dtype == new.dtype
         assert torch.equal(old, new)
 
@@ -114,7 +109,7 @@ def test_ties_go_where_they_went() -> None:
     joint = joint_of(Pooled(3, 2, 1), torch.zeros(1, 1, 6, 6))
     inputs = [torch.zeros_like(each) if each.dim() == 4 else each for each in inputs_of(joint)]
     inputs[-1] = torch.arange(9.0).view(1, 1, 3, 3)
-    for old, new in zip(results(joint, inputs), results(taken(joint), inputs), strict=True):
+    for old, new in zip(run_joint(joint, inputs), run_joint(taken(joint), inputs), strict=True):
         assert torch.equal(old, new)
 
 

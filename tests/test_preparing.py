@@ -125,8 +125,15 @@ class Case:
 PARTS = [compile_blocks, wrap_blocks, compile_nothing]
 
 
-@pytest.mark.parametrize("inside", [True, False])
-@pytest.mark.parametrize("compile_parts", PARTS)
+@pytest.mark.parametrize(
+    ("compile_parts", "inside"),
+    [
+        (compile_blocks, True),
+        (compile_nothing, True),
+        *(pytest.param(part, False, marks=pytest.mark.slow) for part in PARTS),
+        pytest.param(wrap_blocks, True, marks=pytest.mark.slow),
+    ],
+)
 def test_budgets_are_kept_and_gradients_stay(
     compile_parts: Callable[[nn.Module], None], inside: bool
 ) -> None:
@@ -182,6 +189,7 @@ class WithHead(nn.Module):
         return loss
 
 
+@pytest.mark.slow
 def test_a_head_and_its_loss_are_a_unit() -> None:
     """Compiled, they run a few rows at a time, and the step needs less; gradients stay."""
     torch.manual_seed(0)
@@ -314,6 +322,7 @@ def test_a_part_without_a_backward_is_no_unit() -> None:
     model(x).backward()
 
 
+@pytest.mark.slow
 def test_more_runs_than_were_seen_are_planned_again() -> None:
     """The second kind of block runs more often than in the look; the units stay apart."""
     case = Case(compile_blocks, inside=True, wide=2)

@@ -9,6 +9,7 @@ import torch
 from hypothesis import given
 from hypothesis import strategies as st
 
+from fxremat.core.constants import GPU_PIECE_ELEMENTS
 from fxremat.memory.measured_peak import measure_peak
 from fxremat.runtime import quantised
 
@@ -197,6 +198,7 @@ def test_pieces_of_a_sketch_are_one_matrix(monkeypatch: pytest.MonkeyPatch) -> N
     assert torch.allclose(quantised.sketch_again(x, 40, salt), whole)
 
 
+@pytest.mark.slow
 def test_a_product_of_sketches_is_unbiased() -> None:
     x = torch.randn(30, 3, dtype=torch.float64)
     y = torch.randn(30, 4, dtype=torch.float64)
@@ -224,7 +226,7 @@ def test_pieces_are_large_on_a_gpu(encode: str, monkeypatch: pytest.MonkeyPatch)
 
     quantised_pieces = quantised.pieces
     monkeypatch.setattr(quantised, "pieces", noted)
-    x = torch.empty(2 * quantised.CHUNK_ON_GPU, device="meta")
+    x = torch.empty(2 * GPU_PIECE_ELEMENTS, device="meta")
     if encode == "quantised":
         quantised._quantised(x, 4, 1)
     else:

@@ -113,6 +113,7 @@ def one_plans(rank: int, folder: str) -> None:
     distributed.destroy_process_group()
 
 
+@pytest.mark.slow
 def test_the_rank_that_asks_first_plans_for_all(tmp_path: Path) -> None:
     """Two budgets, one of them asked for twice, and one that is refused: three searches."""
     spawned(one_plans, str(tmp_path), count=2)

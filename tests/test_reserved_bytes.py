@@ -14,7 +14,7 @@ import fxremat
 from fxremat.compile.request import Budget, Policy, Request
 from fxremat.compile.search.planning import Planning
 from fxremat.compile.stage_times import StageTimes
-from fxremat.core.events import Allocate, Event, Free
+from fxremat.core.events import Allocate, Free
 from fxremat.core.plan import Plan
 from fxremat.core.problem import Op, Problem, Value
 from fxremat.core.schedule import keep_all
@@ -141,19 +141,6 @@ def test_one_segment_leaves_less_unused() -> None:
     taken = least_reserved(events, settings, 0)
     assert taken.segment_bytes == 40 * MIB
     assert taken.usage.peak_reserved_bytes == 40 * MIB + WALL_BYTES
-
-
-def test_a_much_larger_segment_where_large_blocks_fit_badly() -> None:
-    """By hand: of 100 MiB, 30 are free on either side of 40, and 50 fit neither.
-
-    That needs 90 MiB at once; in 120, 50 fit beside the 40.
-    """
-    first: list[Event] = [Allocate(f"{k}", n * MIB) for k, n in enumerate((30, 40, 20))]
-    events = [*first, Free("0"), Free("2"), Allocate("3", 50 * MIB), Free("3"), Free("1")]
-    taken = least_reserved(events, AllocatorSettings(), 0)
-    assert reserved(events, AllocatorSettings(), 0).peak_allocated_bytes == 90 * MIB
-    assert taken.segment_bytes == 120 * MIB
-    assert taken.usage.peak_reserved_bytes == 120 * MIB + WALL_BYTES
 
 
 def test_no_segment_where_none_is_better() -> None:

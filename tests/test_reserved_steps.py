@@ -369,6 +369,7 @@ def planned_for(name: str) -> Iterator[None]:
         cards.PLANNED_FOR.reset(token)
 
 
+@pytest.mark.slow
 def test_rehearsed_versions_in_a_step_that_was_looked_at(caplog: pytest.LogCaptureFixture) -> None:
     """On a card that is not here: requested bytes are those of the moments, to the byte."""
     caplog.set_level(logging.INFO, "fxremat")

@@ -7,7 +7,6 @@ budget; so they are planned anew, to leave as much as is needed there.
 from __future__ import annotations
 
 import warnings
-from collections.abc import Iterator
 from typing import Any
 
 import pytest
@@ -23,11 +22,7 @@ from tests.small import Block
 WIDTH, WORDS = 64, 512
 
 
-@pytest.fixture(autouse=True)
-def _fresh() -> Iterator[None]:
-    torch._dynamo.reset()
-    yield
-    torch._dynamo.reset()
+pytestmark = pytest.mark.usefixtures("fresh")
 
 
 class Worded(nn.Module):
@@ -94,7 +89,7 @@ def least_budget() -> int:
     return budget
 
 
-@pytest.mark.parametrize("percent", [80, 60, None])
+@pytest.mark.parametrize("percent", [80, 60, pytest.param(None, marks=pytest.mark.slow)])
 def test_blocks_leave_room_for_what_runs_while_they_wait(percent: int | None) -> None:
     plain = Step(**PLAIN)
     expected, peak = plain.gradients(), plain.peak_bytes()

@@ -238,11 +238,16 @@ def run(request: pytest.FixtureRequest) -> Run:
 
 
 def test_in_one_graph(run: Run) -> None:
+    """Copies run beside the computation, in the order of the graph."""
     a, w = inputs()
     module = graph_of(one_graph, a, w)
-    with runtime.set_copy_speed(latency_s=0.02):
+    with runtime.set_copy_speed(latency_s=0.02), runtime.copy_trace() as records:
         (result,) = run(module, a, w)
     torch.testing.assert_close(result, expected(a, w))
+    there, back = of(records, "to_host")[0], of(records, "to_device")[0]
+    waited = of(records, "wait_host")[0]
+    assert there.start_s < waited.end_s
+    assert there.end_s <= back.start_s
 
 
 def test_across_two_graphs(run: Run) -> None:
@@ -262,17 +267,6 @@ def test_a_missing_wait_is_seen(run: Run) -> None:
         (result,) = run(graph_of(without_wait, a), a)
         assert result.isnan().all()
     fetched(sent(a))  # comes after the copy that nobody waits for
-
-
-def test_inductor_keeps_the_order_and_overlaps() -> None:
-    a, w = inputs()
-    module = graph_of(one_graph, a, w)
-    with runtime.set_copy_speed(latency_s=0.02), runtime.copy_trace() as records:
-        run_inductor(module, a, w)
-    there, back = of(records, "to_host")[0], of(records, "to_device")[0]
-    waited = of(records, "wait_host")[0]
-    assert there.start_s < waited.end_s
-    assert there.end_s <= back.start_s
 
 
 # --- the engine for CUDA, against streams that only keep a log ---------------------------

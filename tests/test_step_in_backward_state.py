@@ -14,7 +14,7 @@ from torch import Tensor, nn
 
 import fxremat
 from fxremat import runtime
-from fxremat.training.stepping import StepInBackward
+from fxremat.training.step_in_backward import StepInBackward
 from tests import stepping
 from tests.host_weights import equal, moved
 from tests.small import Layers, seeded

@@ -62,7 +62,8 @@ SPEEDS = [(3e6, 1e9), (1e9, 3e6), (1e7, 1e7)]
 
 
 @pytest.mark.parametrize(
-    ("executor", "depth", "percent"), [("aot_eager", 4, 33), ("inductor", 2, 60)]
+    ("executor", "depth", "percent"),
+    [("aot_eager", 4, 33), pytest.param("inductor", 2, 60, marks=pytest.mark.slow)],
 )
 def test_whatever_the_copies_take(executor: str, depth: int, percent: int) -> None:
     """Weights are fetched twice, and wait for copies of gradients, and the other way.
@@ -325,7 +326,12 @@ def test_steps_end_before_the_backward_does() -> None:
 
 
 @pytest.mark.parametrize(
-    ("executor", "early"), [("aot_eager", False), ("aot_eager", True), ("inductor", True)]
+    ("executor", "early"),
+    [
+        ("aot_eager", True),
+        pytest.param("aot_eager", False, marks=pytest.mark.slow),
+        pytest.param("inductor", True, marks=pytest.mark.slow),
+    ],
 )
 def test_gradients_are_never_on_the_host_together(executor: str, early: bool) -> None:
     """All at once if they step after it; else those that the plan has on their way, and a few.

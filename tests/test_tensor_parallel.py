@@ -5,6 +5,7 @@ So they do where the graph gathers its parameters itself: there a plan may gathe
 
 from __future__ import annotations
 
+from functools import partial
 from pathlib import Path
 from typing import Any
 
@@ -60,23 +61,11 @@ class Parallel(Trained):
         return self.model, self.x
 
 
-def parallel(rank: int, data: int, cases: list[tuple[str, tuple[int, ...]]]) -> dict[str, Found]:
-    found = {}
-    for way, percents in cases:
+def parallel(rank: int, data: int, way: str, percents: tuple[int, ...]) -> dict[str, Found]:
+    def make(**how: Any) -> Parallel:
+        return Parallel(rank, data, way, **how)
 
-        def make(way: str = way, **how: Any) -> Parallel:
-            return Parallel(rank, data, way, **how)
-
-        found[way] = compared(make, percents)
-    return found
-
-
-def tensor_parallel(rank: int) -> dict[str, Found]:
-    return parallel(rank, 1, [("the whole", PERCENTS), ("each block", (60,))])
-
-
-def below_fsdp(rank: int) -> dict[str, Found]:
-    return parallel(rank, 2, [("each block", PERCENTS)])
+    return {way: compared(make, percents)}
 
 
 class GathersItself(nn.Linear):
@@ -118,6 +107,7 @@ def gathering(rank: int) -> dict[str, Found]:
     return {"gathering": compared(make, (90, LEAST))}
 
 
+@pytest.mark.slow
 def test_parameters_are_gathered_again_where_that_saves_bytes(tmp_path: Path) -> None:
     """What is gathered is most of what plain keeps; sums over ranks run once."""
     found = on_ranks(2, tmp_path, gathering)
@@ -129,9 +119,17 @@ def test_parameters_are_gathered_again_where_that_saves_bytes(tmp_path: Path) ->
     assert sum(step.startswith("reduce_scatter") for step in steps) == 6
 
 
-def test_ranks_of_one_model_keep_their_budgets(tmp_path: Path) -> None:
-    kept(on_ranks(2, tmp_path, tensor_parallel))
+@pytest.mark.parametrize(
+    ("way", "percents"),
+    [("each block", (60,)), pytest.param("the whole", PERCENTS, marks=pytest.mark.slow)],
+)
+def test_ranks_of_one_model_keep_their_budgets(
+    tmp_path: Path, way: str, percents: tuple[int, ...]
+) -> None:
+    kept(on_ranks(2, tmp_path, partial(parallel, data=1, way=way, percents=percents)))
 
 
+@pytest.mark.slow
 def test_four_ranks_keep_their_budgets_below_fsdp(tmp_path: Path) -> None:
-    kept(on_ranks(4, tmp_path, below_fsdp))
+    work = partial(parallel, data=2, way="each block", percents=PERCENTS)
+    kept(on_ranks(4, tmp_path, work))

@@ -17,7 +17,7 @@ from fxremat.errors import FxrematError
 from fxremat.sizes import format_bytes
 
 if TYPE_CHECKING:
-    from fxremat.whatif.fitting import Fit
+    from fxremat.whatif.fit import Fit
 
 Vary = tuple[str, tuple[tuple[int, int], ...]]
 
@@ -72,7 +72,7 @@ def read_vary(text: str) -> Vary:
 def run(given: argparse.Namespace) -> int:
     """Trace, plan, print, write."""
     from fxremat.whatif.device import absent
-    from fxremat.whatif.fitting import fit
+    from fxremat.whatif.fit import fit
 
     make = find_function(given.function)
     try:

@@ -1,18 +1,19 @@
-"""Every private torch name that fxremat uses, for torch 2.11, 2.13 and 2.15.
+"""Every private torch name that fxremat uses, for torch 2.11 to 2.14.
 
 The one place where versions differ. Each module has one theme, and names are imported from there:
 
 - `configuration`, `sizes`, `dynamo`, `tensors`, `backward`, `measuring`: what torch is set to and
   is doing, symbolic sizes, tensors without memory, autograd, the profiler;
-- `joint_graph`, `partitioning`, `donation`: the graph that we plan, how it is cut in two, and what
-  its backward may write over;
+- `joint_graph`, `partitioning`: the graph that we plan, how it is cut in two, and what its backward
+  may write over;
 - `distributed`: DDP's parts, pipelines, and what ranks share;
 - `logs`: names in torch's logs, and what it writes of a compilation;
-- `compilers`, `post_grad`, `scheduling`: Inductor on its way from a graph to kernels;
-- `generated_code`, `loading`, `kernels`: the code that Inductor writes, run with and without its
-  kernels;
-- `kernels_ahead`, `kernels_together`, `lowered_ahead`: what of it is done before Inductor's
-  compiler comes to it.
+- `compilers`, `autotune`, `post_grad`, `scheduling`: Inductor on its way from a graph to kernels;
+- `generated_code`, `kernels`: the code that Inductor writes, run with and without its kernels;
+- `kernels_ahead`, `lowered_ahead`: what of it is done before Inductor's compiler comes to it;
+- `absent`: tracing and generating code for a device that is not here.
 
 Each name has a test in ``tests/test_compat_<theme>.py``.
 """
+
+from fxremat.compat import logs  # noqa: F401  torch imports packages to find the names of logs

@@ -5,15 +5,15 @@ from __future__ import annotations
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from functools import wraps
+from importlib import import_module
 from typing import Any, cast
 
 from torch import fx
 
+from fxremat.compat.autotune import tuned_in_the_step
 from fxremat.compat.call_stack import with_stack_room
 from fxremat.compat.configuration import inductor_config
-from fxremat.compat.decompositions import inductor_decompositions
-from fxremat.compat.donation import only_marked_buffers_donated
-from fxremat.compat.tuning import tuned_in_the_step
+from fxremat.compat.partitioning import only_marked_buffers_donated
 
 
 @with_stack_room
@@ -95,3 +95,11 @@ def in_fake_mode_of(module: fx.GraphModule) -> Iterator[None]:
     values = [n.meta.get("val") for n in module.graph.nodes if n.op == "placeholder"]
     with V.set_fake_mode(detect_fake_mode(values)):
         yield
+
+
+def inductor_decompositions() -> dict[Any, Callable[..., Any]]:
+    """Inductor's table; some of its functions look up lowerings, which nothing else may import."""
+    from torch._inductor.decomposition import select_decomp_table
+
+    import_module("torch._inductor.lowering")
+    return dict(select_decomp_table())

@@ -211,7 +211,7 @@ def current_compilation() -> tuple[int, int | None]:
     outside.
 
     Compilations of one frame replace each other. One compilation has several graphs where DDP
-    splits its own (`splits_for_ddp`).
+    splits its own (`splits_for_ddp`). Numbers grow in the order in which frames are first seen.
     """
     from torch._guards import CompileContext
 
@@ -219,7 +219,37 @@ def current_compilation() -> tuple[int, int | None]:
     frame = getattr(identifier, "frame_id", None)
     if frame is None:
         return -1, None
-    return int(frame), int(getattr(identifier, "frame_compile_id", 0) or 0)
+    number, wrapped = int(frame) * _MOST_WRAPPED, _wrapped_callable()
+    if wrapped is not None:
+        number += _places_of_wrapped.setdefault(_kind_of(wrapped), len(_places_of_wrapped))
+    return number, int(getattr(identifier, "frame_compile_id", 0) or 0)
+
+
+_MOST_WRAPPED = 2**20
+_places_of_wrapped: dict[Any, int] = {}
+
+
+def _wrapped_callable() -> Any:
+    """What is compiled, where Dynamo compiles a function of its own that only calls it; else None.
+
+    It does so for functions of torch, and from torch 2.14 on for modules of torch that are compiled
+    in place. All of them have one frame, and do not replace each other.
+    """
+    from torch._dynamo.external_utils import wrap_inline
+    from torch._dynamo.symbolic_convert import InstructionTranslator
+
+    translator: Any = InstructionTranslator.current_tx()
+    if translator.f_code is not wrap_inline(len).__code__:
+        return None
+    return translator.f_locals.get("fn")
+
+
+def _kind_of(wrapped: Any) -> Any:
+    """Equal for functions of one code, and for modules of one class with equal shapes."""
+    owner = getattr(wrapped, "__self__", wrapped)
+    if isinstance(owner, nn.Module):
+        return type(owner), tuple(tuple(weight.shape) for weight in owner.parameters())
+    return getattr(wrapped, "__code__", wrapped)
 
 
 def compilations() -> int:

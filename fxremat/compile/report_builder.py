@@ -79,8 +79,8 @@ def at_peak(found: Found) -> list[Row]:
 def _live_at_peak(found: Found) -> tuple[tuple[str, int], ...]:
     """Names of the values live at the peak, with their bytes."""
     judged = found.judged
-    if judged.rehearsal is not None:
-        return judged.rehearsal.at_peak
+    if judged.dry_run is not None:
+        return judged.dry_run.at_peak
     timeline = replay(judged.draft.estimate.problem, judged.plan.steps)
     sizes = timeline.problem.bytes_of
     return tuple((name, sizes[name]) for name in timeline.live_at(timeline.peak_step))
@@ -105,15 +105,15 @@ def report_of(found: Found, request: Request, graph: int, seconds: dict[str, flo
         ),
         provenance=Provenance(
             nodes=len(draft.joint.module.graph.nodes),
-            dry_runs=found.judged_candidates if judged.rehearsal is not None else 0,
+            dry_runs=found.judged_candidates if judged.dry_run is not None else 0,
             order=judged.candidate.order,
             seconds=seconds,
         ),
         plan=plan,
         problem=problem,
         step=_step_memory(found, store_all),
-        as_unit=version_of(draft, plan, judged.rehearsal, request),
-        events=run_events_of(draft, judged.rehearsal, request.inputs.parameters),
+        as_unit=version_of(draft, plan, judged.dry_run, request),
+        events=run_events_of(draft, judged.dry_run, request.inputs.parameters),
     )
 
 
@@ -187,10 +187,10 @@ def _bytes(node: fx.Node) -> int:
 
 def _step_memory(found: Found, store_all: Timeline) -> StepMemory:
     """The step as it will run: the kernels of the dry run, else the steps of the plan."""
-    shown = found.judged.rehearsal
+    shown = found.judged.dry_run
     if shown is not None:
         live, lifetimes = shown.live_bytes, shown.lifetimes
-        computed, forward_steps = shown.making, shown.forward_moments
+        computed, forward_steps = shown.making, shown.forward_steps
     else:
         timeline = replay(found.judged.draft.estimate.problem, found.judged.plan.steps)
         live, lifetimes = timeline.live_bytes, lifetimes_of(timeline)

@@ -2,50 +2,31 @@
 
 A call is measured if its floating-point operations can be counted. What cannot be run is not
 timed: higher-order operators, sizes nobody knows, calls that raise or for which there is no room.
-Runs that other programs disturb do not count: a thread that waits for a core, and all that wait for
-it, would count as work. Times are kept on disk (`fxremat.cost.number_file`), but for those of calls
-that were disturbed each time.
+On CUDA a call that has no room raises an error. Linux kills a process for memory that it has
+promised and does not have, so on a CPU what a call holds is estimated first. Times are kept on disk
+(`fxremat.cost.number_file`), but for those of calls that were disturbed each time.
 """
 
 from __future__ import annotations
 
 import json
-import math
-import time
+import os
 from collections.abc import Callable
-from contextlib import AbstractContextManager
+from contextlib import AbstractContextManager, suppress
 from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
 
 import torch
+from torch.utils import _pytree as pytree
 
-try:
-    import resource
-except ImportError:  # there is none on Windows
-    resource = None  # type: ignore[assignment]
-
-from fxremat.compat.measuring import keep_busy
-from fxremat.cost.device_lock import alone_on
+from fxremat.compat.sizes import size_bound
+from fxremat.core.constants import OPERANDS_IN_A_RUN
 from fxremat.cost.number_file import NumberFile, number_path
-from fxremat.cost.pace import Pace, pace_of
 from fxremat.cost.roofline import SizeOf, flops_of_call
-from fxremat.memory.room import has_room
+from fxremat.cost.timing import ReferenceMatmul, Timing, quickest, reference_of
+from fxremat.sizes import KIB
 
-FEWEST_RUNS, NEAR = 5, 0.03
-"""A call is run so often at least, and until its two quickest runs differ by no more than this."""
-ENOUGH_SECONDS = 0.006
-"""In all runs of a call together, at least."""
-SHORT_SECONDS, MOST_SECONDS = 0.04, 0.5
-"""Where runs do not agree, they end after ``SHORT_SECONDS``, once two of them count; after
-``MOST_SECONDS`` in any case."""
-YARDSTICK_SHARE = 0.5
-"""Of that time: what runs of the yardstick may add."""
-SECONDS_TO_ONESELF = 0.01
-"""For each time that a core is taken away: the kernel's own tasks are rarer, and take next to
-nothing; another program takes turns of some 4 ms."""
-CALLS_BETWEEN_EVENTS = 10
-"""On CUDA: the clock of events is no finer than half a microsecond."""
 KIND = "call_times"
 """Of numbers on disk: microseconds of calls."""
 
@@ -103,14 +84,14 @@ class CallTimes:
     size: SizeOf
     outside_fake_mode: Callable[[], AbstractContextManager[Any]]
     file: NumberFile = field(init=False)
-    pace: Pace | None = field(init=False)
+    reference: ReferenceMatmul | None = field(init=False)
     unsure: dict[str, float | None] = field(default_factory=dict)
     """What is not kept: None for what has no room, and what was disturbed each time."""
 
     def __post_init__(self) -> None:
         path = number_path(self.directory, self.device, KIND)
         object.__setattr__(self, "file", NumberFile(path))
-        object.__setattr__(self, "pace", pace_of(self.device, self.directory))
+        object.__setattr__(self, "reference", reference_of(self.device, self.directory))
 
     def is_counted(self, target: Any, args: Any, kwargs: Any, result: Any) -> bool:
         """Whether the floating-point operations of a call are counted; ``result`` is its own."""
@@ -125,7 +106,7 @@ class CallTimes:
             key = call_key(target, args, kwargs, self.size)
             if key not in self.file.numbers and key not in self.unsure:
                 with self.outside_fake_mode():
-                    timing = measure(target, args, kwargs, self.size, self.device, self.pace)
+                    timing = measure(target, args, kwargs, self.size, self.device, self.reference)
                 if timing is None or timing.disturbed:
                     self.unsure[key] = None if timing is None else timing.us
                 else:
@@ -135,21 +116,13 @@ class CallTimes:
         return self.file.numbers.get(key, self.unsure.get(key))
 
 
-@dataclass(frozen=True)
-class Timing:
-    """Microseconds of a call; ``disturbed`` if other programs took a core in each of its runs."""
-
-    us: float
-    disturbed: bool
-
-
 def measure(
     target: Any,
     args: Any,
     kwargs: Any,
     size: SizeOf,
     device: torch.device,
-    pace: Pace | None = None,
+    reference: ReferenceMatmul | None = None,
 ) -> Timing | None:
     """Run a call on random data of its shapes: its `quickest` run. None where it has no room."""
     if not has_room(device, (args, kwargs)):
@@ -157,98 +130,29 @@ def measure(
     real = made_real(args, size, device)
     named = {k: made_real(v, size, device) for k, v in kwargs.items()}
     with torch.no_grad():
-        return quickest(lambda: target(*real, **named), device, pace)
+        return quickest(lambda: target(*real, **named), device, reference)
 
 
-@dataclass
-class _Runs:
-    """Runs of one call in which no other program took one of our cores; seconds of them."""
+def has_room(device: torch.device, arguments: Any, batch: tuple[int, int] | None = None) -> bool:
+    """Whether a call with these (fake) arguments fits into the memory of this machine.
 
-    call: Callable[[], object]
-    device: torch.device
-    quickest_of_all: float = math.inf
-    """Of the disturbed ones, too."""
-    quickest: float = math.inf
-    next_quickest: float = math.inf
-    counted: int = 0
-    counted_seconds: float = 0.0
-    spent: float = 0.0
-
-    def once_more(self) -> float | None:
-        """Run it; its seconds, or None, not counted, where others have disturbed it."""
-        before = _interruptions(self.device)
-        seconds = _seconds(self.call, self.device)
-        together = seconds * _calls_of(self.device)
-        self.spent += together
-        self.quickest_of_all = min(self.quickest_of_all, seconds)
-        if _interruptions(self.device) - before > seconds / SECONDS_TO_ONESELF:
-            return None
-        self.counted, self.counted_seconds = self.counted + 1, self.counted_seconds + together
-        all_three = sorted((self.quickest, self.next_quickest, seconds))
-        self.quickest, self.next_quickest = all_three[:2]
-        return seconds
-
-    @property
-    def go_on(self) -> bool:
-        """Whether another run is to be made."""
-        most = SHORT_SECONDS if self.counted > 1 else MOST_SECONDS
-        return self.spent < min(most, MOST_SECONDS) and not self.agree()
-
-    def agree(self) -> bool:
-        """Whether the two quickest do, and there are enough of them."""
-        enough = self.counted >= FEWEST_RUNS and self.counted_seconds > ENOUGH_SECONDS
-        return enough and self.next_quickest <= self.quickest * (1 + NEAR)
-
-
-def quickest(call: Callable[[], object], device: torch.device, pace: Pace | None = None) -> Timing:
-    """The quickest run in which no other program took one of our cores.
-
-    Such runs are made until two of them agree. With a ``pace``, its yardstick runs between them,
-    and what is given is the time at its first pace. Where the machine is too busy for any such run,
-    it is the quickest of all: more than the call takes, but of the same measure as other times.
+    With a ``batch``, for the part of it that its second number says.
     """
-    call()
-    runs = _Runs(call, device)
-    yardstick = None if pace is None or pace.is_known else _Runs(pace.run, device)
-    if pace is not None and not pace.lately:
-        pace.run()
-    with alone_on(device):
-        while runs.go_on:
-            runs.once_more()
-            if pace is None or yardstick is None or pace.is_known:
-                continue
-            if yardstick.spent <= YARDSTICK_SHARE * runs.spent:
-                pace.note(yardstick.once_more())
-    disturbed = not runs.counted
-    us = 1e6 * (runs.quickest_of_all if disturbed else runs.quickest)
-    return Timing(us if pace is None else pace.to_first_pace(us), disturbed)
+    return device.type != "cpu" or _run_bytes(arguments, batch) <= _available_bytes()
 
 
-def _calls_of(device: torch.device) -> int:
-    """How many calls are one run."""
-    return CALLS_BETWEEN_EVENTS if device.type == "cuda" else 1
+def _run_bytes(arguments: Any, batch: tuple[int, int] | None) -> int:
+    """About what a run on the CPU holds."""
+    tensors = [one for one in pytree.tree_leaves(arguments) if isinstance(one, torch.Tensor)]
+    operands = sum(size_bound(tensor.numel()) * tensor.element_size() for tensor in tensors)
+    whole, part = (1, 1) if batch is None else batch
+    return OPERANDS_IN_A_RUN * operands * part // whole
 
 
-def _interruptions(device: torch.device) -> int:
-    """How often other programs have taken a core from one of our threads; not told by Windows."""
-    if device.type != "cpu" or resource is None:
-        return 0
-    return resource.getrusage(resource.RUSAGE_SELF).ru_nivcsw
-
-
-def _seconds(call: Callable[[], object], device: torch.device) -> float:
-    """Seconds of one run; on CUDA by its own clock, while the host is ahead of the device."""
-    if device.type != "cuda":
-        start = time.perf_counter()
-        call()
-        return time.perf_counter() - start
-    event: Any = torch.cuda.Event
-    begin, end = event(enable_timing=True), event(enable_timing=True)
-    torch.cuda.synchronize(device)
-    keep_busy(device)
-    begin.record()
-    for _ in range(_calls_of(device)):
-        call()
-    end.record()
-    end.synchronize()
-    return float(begin.elapsed_time(end)) / 1e3 / _calls_of(device)
+def _available_bytes() -> int:
+    """What this machine can still give to a process without writing anything out."""
+    with suppress(OSError):
+        for line in Path("/proc/meminfo").read_text(encoding="ascii").splitlines():
+            if line.startswith("MemAvailable:"):
+                return int(line.split()[1]) * KIB
+    return os.sysconf("SC_PAGE_SIZE") * os.sysconf("SC_PHYS_PAGES")

@@ -14,6 +14,8 @@ from dataclasses import dataclass
 
 import torch
 
+from fxremat.core.constants import PEAK_REACHED
+
 
 @dataclass(frozen=True)
 class DeviceSpec:
@@ -46,10 +48,6 @@ class DeviceSpec:
         if self.tf32 and is_convolution and dtype == torch.float32:
             peak = max(peak, self.flops_16bit / 2)
         return self.reached * peak
-
-
-PEAK_REACHED = 0.65
-"""Of the peak rates of GPUs: what large matmuls reach, and convolutions hardly."""
 
 
 def _gpu(

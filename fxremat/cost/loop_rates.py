@@ -18,10 +18,9 @@ from typing import Any
 import torch
 from torch import fx
 
-from fxremat.cost.call_times import quickest
 from fxremat.cost.number_file import NumberFile, number_path
-from fxremat.cost.pace import Pace, pace_of
 from fxremat.cost.roofline import SizeOf
+from fxremat.cost.timing import ReferenceMatmul, quickest, reference_of
 from fxremat.sizes import KIB, MIB
 
 KIND = "loop_rates"
@@ -124,12 +123,12 @@ class MeasuredNumbers:
 
     device: torch.device
     file: NumberFile
-    pace: Pace | None
+    reference: ReferenceMatmul | None
     outside_fake_mode: Callable[[], AbstractContextManager[Any]]
     unsure: dict[str, float] = field(default_factory=dict)
 
     def __call__(self, name: str) -> float:
-        """A number of `LoopRates`."""
+        """The number of `LoopRates` that has this name."""
         known = self.file.numbers.get(name, self.unsure.get(name))
         if known is not None:
             return known
@@ -149,7 +148,7 @@ class MeasuredNumbers:
         return found
 
     def _us(self, call: Callable[[], object]) -> tuple[float, bool]:
-        timing = quickest(call, self.device, self.pace)
+        timing = quickest(call, self.device, self.reference)
         return timing.us, timing.disturbed
 
     def _call_us(self) -> tuple[float, bool]:
@@ -179,5 +178,5 @@ def measured_rates(
     """The rates of this device; each is measured when it is asked for, unless it is on disk below
     ``directory``."""
     file = NumberFile(number_path(directory, device, KIND))
-    pace = pace_of(device, directory)
-    return LoopRates(MeasuredNumbers(device, file, pace, outside_fake_mode))
+    reference = reference_of(device, directory)
+    return LoopRates(MeasuredNumbers(device, file, reference, outside_fake_mode))

@@ -16,6 +16,7 @@ from torch import fx
 from fxremat.compat.configuration import OpOverload
 from fxremat.compat.distributed.ranks import is_collective
 from fxremat.compat.sizes import size_bound
+from fxremat.core.constants import CALL_US
 from fxremat.cost.call_times import CallTimes
 from fxremat.cost.device import DeviceSpec
 from fxremat.cost.links import link_bytes
@@ -53,7 +54,7 @@ class Roofline:
         rates = self.spec
         dtype = next((n.meta["val"].dtype for n in nodes if is_tensor(n)), torch.float32)
         inside = [self.inside(n) for n in nodes if n.target in kernels.INSIDE]
-        extra = sum(each.calls for each in inside) * (rates.launch_us + kernels.CALL_US)
+        extra = sum(each.calls for each in inside) * (rates.launch_us + CALL_US)
         extra += 1e6 * sum(each.again for each in inside) / rates.bytes_per_s
         traffic = traffic_bytes + sum(each.bytes for each in inside)
         sent = [link_bytes(n) for n in nodes if is_collective(n)]
@@ -116,5 +117,5 @@ class Measured:
             return None
         library = sum(one.times * us for one, us in known if us is not None)
         others = inside.calls - sum(one.times for one, _ in known)
-        between = others * self.rates.call_us + inside.calls * kernels.CALL_US
+        between = others * self.rates.call_us + inside.calls * CALL_US
         return library + between + self.rates.loop_us(inside.functions, inside.bytes)

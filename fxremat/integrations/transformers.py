@@ -21,15 +21,13 @@ from transformers import Trainer, TrainerCallback
 
 from fxremat.compat.dynamo import compile_in_training
 from fxremat.compile.request import unseen_bytes
+from fxremat.core.constants import TRAINER_BYTES
 from fxremat.logged_metrics import metrics
 from fxremat.memory.measured_peak import held_bytes
+from fxremat.memory.optimizer_states import optimizer_state_bytes
 from fxremat.memory.segments import allocate_cublas
-from fxremat.training.accumulation import accumulate_in_backward
+from fxremat.training.accumulate import accumulate_in_backward
 from fxremat.training.loss_only import loss_only
-from fxremat.training.optimizer_bytes import optimizer_state_bytes
-
-LOOP_BYTES = 2**16
-"""The trainer's own numbers: losses, norms of gradients."""
 
 
 def train_within(
@@ -95,7 +93,7 @@ class _TrainWithin(TrainerCallback):  # type: ignore[misc]
             options = dict(self._options)
             if beside is not None:
                 batch = held_bytes(inputs, device=args.device)
-                options["reserve"] = beside + batch + LOOP_BYTES
+                options["reserve"] = beside + batch + TRAINER_BYTES
             return {"backend": "fxremat", "options": options}
 
         compile_in_training(model, how)

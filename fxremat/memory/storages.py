@@ -7,7 +7,7 @@ from typing import Any
 
 import torch
 
-from fxremat.compat.saved_tensors import saved_by
+from fxremat.compat.backward import saved_by
 from fxremat.compat.tensors import is_fake, plain_tensors
 from fxremat.runtime.host_memory import is_on
 

@@ -19,16 +19,12 @@ from typing import Any
 
 import torch
 
+from fxremat.core.constants import LOOK_EVERY_S, NOT_SEEN_PART, WATCHED_STEPS
 from fxremat.errors import BudgetExceeded
 from fxremat.sizes import MIB
 
-LOOKED_AT = 2
-"""Steps that are compared with the budget."""
-MOST_STEPS = 8
+MOST_STEPS = 4 * WATCHED_STEPS
 """Steps until it is given up: something is compiled in each of them."""
-EVERY_SECONDS = 0.001
-NOT_SEEN_PART, NOT_SEEN_BYTES = 0.01, MIB
-"""Of a budget on the CPU, and beyond: other things than tensors are allocated there, too."""
 
 
 @dataclass
@@ -53,7 +49,7 @@ class StepWatch:
     @property
     def is_over(self) -> bool:
         """Whether no further step is looked at."""
-        return self.looked_at >= LOOKED_AT or self.steps >= MOST_STEPS
+        return self.looked_at >= WATCHED_STEPS or self.steps >= MOST_STEPS
 
     def begin(self, resident_bytes: int) -> None:
         """A step begins; ``resident_bytes`` are those of the model and of what it is given."""
@@ -80,11 +76,11 @@ class StepWatch:
         if self.device.type != "cuda":
             if self._compiled != self.compiled():
                 return None
-            allowed += max(NOT_SEEN_BYTES, int(NOT_SEEN_PART * allowed))
+            allowed += max(MIB, int(NOT_SEEN_PART * allowed))
         self.looked_at += 1
         if taken is None or taken <= allowed:
             return None
-        self.looked_at = LOOKED_AT  # once is enough
+        self.looked_at = WATCHED_STEPS  # once is enough
         outside = counted_bytes + max(0, taken - self._resident - saved_bytes)
         return BudgetExceeded(graph, taken, self.budget_bytes, outside, counted_bytes)
 
@@ -97,7 +93,7 @@ class StepWatch:
 
 
 class _Meter:
-    """Of one step."""
+    """Measures what one step takes."""
 
     def end(self, resident_bytes: int) -> int | None:
         """Bytes on the device at most; None where it is not known."""
@@ -139,7 +135,7 @@ class _OnHost(_Meter):
         self._thread.start()
 
     def _look(self) -> None:
-        while not self._done.wait(EVERY_SECONDS):
+        while not self._done.wait(LOOK_EVERY_S):
             self.most = max(self.most, self.in_use())
 
     def end(self, resident_bytes: int) -> int | None:

@@ -20,9 +20,6 @@ from fxremat.compat.configuration import OpOverload
 NAMESPACE = "fxremat_kernels"
 
 
-CALL_US = 10.0
-"""Microseconds that Python takes for one of the calls that a call makes inside."""
-
 Measure = Callable[[Any, tuple[Any, ...], dict[str, Any]], int]
 """Bytes of scratch memory of a call: an operator, (fake) arguments by position and by name."""
 

@@ -33,23 +33,22 @@ from collections.abc import Iterator
 
 import torch
 
+from fxremat.core.constants import GPU_PIECE_ELEMENTS, TILE_BYTES
 from fxremat.runtime.kernels import define
 
 BLOCK = 128
-CHUNK, CHUNK_ON_GPU = 1 << 18, 1 << 22
+CHUNK = TILE_BYTES // 16
+"""Elements of a piece on a CPU, of which a tile holds four 32-bit numbers each."""
 BYTES_PER_ELEMENT = 27
 FP8 = torch.float8_e4m3fn
 FP8_LARGEST = 448.0
-SAMPLES = 256
-"""So many values are looked at to tell one step of training from the next."""
-
 _MASK = 0xFFFFFFFF
 _WORD = 32
 
 
 def chunk_on(device: torch.device) -> int:
     """Elements of a piece: they stay in a CPU's cache; a GPU is busy for longer than a launch."""
-    return CHUNK if device.type == "cpu" else CHUNK_ON_GPU
+    return CHUNK if device.type == "cpu" else GPU_PIECE_ELEMENTS
 
 
 def flat(x: torch.Tensor) -> torch.Tensor:
@@ -79,10 +78,13 @@ def mixed(counter: torch.Tensor) -> torch.Tensor:
 
 
 def salt_of(x: torch.Tensor, seed: int) -> torch.Tensor:
-    """The seed and the bits of some values of the flat ``x``, mixed into 32 bits."""
-    every = max(1, x.numel() // SAMPLES)
+    """The seed and the bits of as many values of the flat ``x`` as a block has, in 32 bits.
+
+    They tell one step of training from the next.
+    """
+    every = max(1, x.numel() // BLOCK)
     integer = {1: torch.uint8, 2: torch.int16, 4: torch.int32, 8: torch.int64}[x.dtype.itemsize]
-    sample = x[::every][:SAMPLES].contiguous().view(integer).to(torch.int64, copy=True)
+    sample = x[::every][:BLOCK].contiguous().view(integer).to(torch.int64, copy=True)
     weight = torch.arange(sample.numel(), device=x.device).mul_(2).add_(1)
     total = sample.bitwise_and_(_MASK).mul_(weight).sum().reshape(1)
     return mixed(total.add_((seed * 0x2545F491 + 0x1B873593) & _MASK))

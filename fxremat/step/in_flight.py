@@ -16,7 +16,7 @@ from typing import Any, Protocol
 
 import torch
 
-from fxremat.compat.saved_tensors import (
+from fxremat.compat.backward import (
     autograd_position,
     node_of_forward,
     when_backward_ends,

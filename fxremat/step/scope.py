@@ -22,8 +22,8 @@ import torch
 from torch.utils import _pytree as pytree
 
 from fxremat.compat.absent.tracing import apart_from_tracing
+from fxremat.compat.backward import when_freed
 from fxremat.compat.dynamo import compilations
-from fxremat.compat.saved_tensors import when_freed
 from fxremat.core.step import Order, in_order, last_first
 from fxremat.errors import PromiseBroken
 from fxremat.memory.segments import SharedSegments

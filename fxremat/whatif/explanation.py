@@ -45,8 +45,7 @@ from fxremat.report.page import write_page
 from fxremat.report.report import Report, Row, added_time
 from fxremat.report.snapshot import write_snapshot
 from fxremat.step.planned import plan_in_order
-from fxremat.whatif.peak_expression import PeakExpression
-from fxremat.whatif.peak_formula import expression_of
+from fxremat.whatif.peak_expression import PeakExpression, expression_of
 
 IMPOSSIBLE_BUDGET = 1  # bytes: no graph with a backward fits
 

@@ -22,6 +22,7 @@ from torch.utils import _pytree as pytree
 
 from fxremat.compat.joint_graph import copy_module
 from fxremat.compat.sizes import size_bound
+from fxremat.core.constants import NEGLIGIBLE_PART
 from fxremat.passes.base import Changed, Pass
 from fxremat.passes.joint_graph import (
     IN_FORWARD,
@@ -33,11 +34,6 @@ from fxremat.passes.joint_graph import (
 )
 from fxremat.passes.nodes import Ancestry
 from fxremat.passes.variants.rule import BACKWARD_STAND_IN, Rule, Site
-
-NEAR_THE_MOST = 0.25
-"""Of the most that a call holds: one that holds less does not make the peak."""
-GOOD_PART = 1 / 16
-"""Of what a call holds: less workspace is not worth another variant."""
 
 
 @dataclass(frozen=True)
@@ -112,21 +108,15 @@ def find_sites(
     """The sites where the rules fit and may matter for the peak; their names are unique.
 
     Some sites spare nothing but the ``workspace`` of a call, in bytes. They count only if that is a
-    good part of what the call holds, and if no other call holds much more.
+    good part of the most that any call holds.
     """
     sites = [site for rule in rules for site in rule.find(joint)]
     if all(site.spares is None for site in sites):
         return tuple(sites)
-    held = {node: _held_bytes(node) for node in joint.module.graph.nodes}
     spared = {site.spares: workspace(site.spares) for site in sites if site.spares is not None}
-    held.update({call: held[call] + nbytes for call, nbytes in spared.items()})
-    enough = NEAR_THE_MOST * max(held.values())
-    worth = {
-        call
-        for call, nbytes in spared.items()
-        if nbytes >= GOOD_PART * held[call] and held[call] >= enough
-    }
-    return tuple(site for site in sites if site.spares is None or site.spares in worth)
+    held = (_held_bytes(node) + spared.get(node, 0) for node in joint.module.graph.nodes)
+    least = NEGLIGIBLE_PART * max(held)
+    return tuple(site for site in sites if site.spares is None or spared[site.spares] >= least)
 
 
 def _held_bytes(node: fx.Node) -> int:

@@ -68,20 +68,18 @@ _ATEN = torch.ops.aten
 
 
 BITS = 8
-LOOSE = 1.25
-"""More than so many times the least bytes are no longer worth whole vectors."""
 
 
 def packed_dim(sizes: Sequence[int]) -> int:
     """The dimension along which elements share bytes: fewest bytes, not the last, an outer one.
 
-    Vectors go along the last; what is packed there is read element by element.
+    Vectors go along the last; what is packed there is read element by element. A dimension that is
+    shorter than a byte has bits leaves too many of them empty.
     """
 
     def cost(dim: int) -> tuple[bool, int, int]:
         rounded = -(-sizes[dim] // BITS) * prod(sizes[:dim]) * prod(sizes[dim + 1 :])
-        is_loose = rounded * BITS > LOOSE * prod(sizes)
-        return is_loose or dim == len(sizes) - 1, rounded, dim
+        return sizes[dim] < BITS or dim == len(sizes) - 1, rounded, dim
 
     return min(range(len(sizes)), key=cost)
 

@@ -15,7 +15,8 @@ nor zeros are written (Gist, Jain et al. 2018, section 4.2, keeps offsets in pla
 
 The terms are added in the order in which they were scattered, so the result is the same bit by bit.
 Where windows do not overlap there is one term: then the gradient is never written at all, but made
-in each loop that reads it. Otherwise that would be too many comparisons.
+in each loop that reads it. Otherwise a
+loop compares and adds for each window, if Inductor does as much in one.
 
 torch 2.11 leaves the gradient as one op, which is given the input too, for its sizes alone: there
 the input need not be kept for it any more.
@@ -32,12 +33,11 @@ from torch import fx
 
 from fxremat.compat.sizes import size_bound
 from fxremat.passes.joint_graph import STORED, JointGraph, is_view
+from fxremat.passes.materialisation import MOST_INLINED_OPS
 from fxremat.passes.nodes import add_call, fake
 from fxremat.passes.variants.rule import Rule, Site, StandIns
 
 _ATEN, _PRIMS = torch.ops.aten, torch.ops.prims
-MOST_WINDOWS = 16
-"""An element that lies in more windows than these is left to scattering."""
 
 
 @dataclass(frozen=True)
@@ -122,7 +122,7 @@ def _read(node: fx.Node) -> _Pool | None:
     if not all(isinstance(each, int) for each in fake(offsets).shape) or len(shape) != 4:
         return None
     axes = tuple(map(_Axis, size, shape[2:], kernel, stride, padding))
-    if axes[0].windows * axes[1].windows > MOST_WINDOWS or len(axes) != 2:
+    if 2 * axes[0].windows * axes[1].windows > MOST_INLINED_OPS or len(axes) != 2:
         return None
     return _Pool(node, _narrowed(node), offsets, gradients, (axes[0], axes[1]))
 

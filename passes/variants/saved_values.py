@@ -29,6 +29,7 @@ import torch
 from torch import fx
 
 from fxremat.compat.sizes import size_bound
+from fxremat.core.constants import LEAST_ELEMENTS
 from fxremat.passes.joint_graph import (
     JointGraph,
     Role,
@@ -42,9 +43,6 @@ from fxremat.passes.joint_graph import (
 from fxremat.passes.materialisation import is_fusable, materialise
 from fxremat.passes.nodes import add_call, fake
 from fxremat.passes.variants.rule import StandIns
-
-LEAST_ELEMENTS = 4096
-"""Below, the calls that change the form cost more than the bytes are worth."""
 
 Decode = Callable[["Inserter", fx.Node], fx.Node]
 """Given where to add nodes and the old value, adds encode and decode; returns the decoded."""

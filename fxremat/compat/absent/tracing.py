@@ -12,11 +12,9 @@ from fxremat.compat.absent.attention import for_capability
 from fxremat.compat.absent.moving import moved
 from fxremat.compat.absent.pretending import CUDA, Properties, pretending
 from fxremat.compat.call_stack import with_stack_room
-from fxremat.compat.compilers import in_fake_mode_of, joint_passes
+from fxremat.compat.compilers import in_fake_mode_of, inductor_decompositions, joint_passes
 from fxremat.compat.configuration import inductor_config
-from fxremat.compat.decompositions import inductor_decompositions
-from fxremat.compat.donation import only_marked_buffers_donated
-from fxremat.compat.partitioning import torch_partition
+from fxremat.compat.partitioning import only_marked_buffers_donated, torch_partition
 
 ABSENT = {"shape_padding": False, "max_autotune": False, "max_autotune_gemm": False}
 """What Inductor decides by running kernels cannot be decided here."""
@@ -82,7 +80,7 @@ def generating(
 
 @contextmanager
 def apart_from_tracing() -> Iterator[None]:
-    """Inside, the fake tensors that the step was traced on are not those of the moment."""
+    """Inside, the fake tensors that the step was traced on are not the current ones."""
     from torch._guards import tracing
     from torch._subclasses.fake_tensor import unset_fake_temporarily
 

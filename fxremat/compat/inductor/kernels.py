@@ -11,6 +11,8 @@ import torch
 from torch import fx
 from torch.utils import _pytree as pytree
 
+from fxremat.compat.autotune import tuned_in_the_step
+from fxremat.compat.compilers import inductor_decompositions
 from fxremat.compat.configuration import (
     CUDAGRAPHS,
     PARTITIONER,
@@ -18,13 +20,10 @@ from fxremat.compat.configuration import (
     SCHEDULER_PASS,
     inductor_config,
 )
-from fxremat.compat.decompositions import inductor_decompositions
-from fxremat.compat.inductor.generated_code import generate
+from fxremat.compat.inductor.generated_code import generate, load_without_kernels
 from fxremat.compat.inductor.kernels_ahead import begin_kernels
-from fxremat.compat.inductor.loading import load_without_kernels
 from fxremat.compat.inductor.lowered_ahead import hand_over
 from fxremat.compat.tensors import Watching, storage_key, storage_watch, without_memory
-from fxremat.compat.tuning import tuned_in_the_step
 
 
 @contextmanager

@@ -1,4 +1,4 @@
-"""Blocks of device memory, and the pools that hold those that are free.
+"""Blocks of device memory, the pools that hold those that are free, and the device itself.
 
 A segment is a chain of blocks, linked in the order of their addresses. Free blocks of a pool are
 ordered by stream, size and address, as in torch (c10/cuda/CUDACachingAllocator.cpp, `BlockPool`).
@@ -9,6 +9,9 @@ from __future__ import annotations
 from bisect import bisect_left, insort
 from collections.abc import Iterator
 from dataclasses import dataclass, field
+
+from fxremat.memory.allocator.rules import round_up
+from fxremat.sizes import MIB
 
 
 @dataclass(frozen=True)
@@ -31,7 +34,6 @@ class Block:
     mapped: bool = True
     allocated: bool = False
     requested_bytes: int = 0
-    freed_at: int = 0
     before: Block | None = None
     after: Block | None = None
 
@@ -70,17 +72,15 @@ class Block:
 
 @dataclass(eq=False)
 class Pool:
-    """The free blocks of one pool. ``searches`` is its clock, by which blocks have an age."""
+    """The free blocks of one pool."""
 
     small: bool
-    searches: int = 0
     _free: dict[int, list[tuple[int, int, Block]]] = field(default_factory=dict)
     _unmapped: dict[int, list[tuple[int, Block]]] = field(default_factory=dict)
 
     def add(self, block: Block) -> None:
         """Puts in a free block, or addresses without memory."""
         if block.mapped:
-            block.freed_at = self.searches
             rows = self._free.setdefault(block.stream, [])
             insort(rows, (block.nbytes, block.address, block))
         else:
@@ -101,11 +101,6 @@ class Pool:
         for index in range(bisect_left(rows, (nbytes,)), len(rows)):
             yield rows[index][2]
 
-    def less_than(self, stream: int, nbytes: int) -> list[Block]:
-        """Free blocks of ``stream`` with less than ``nbytes``, largest first."""
-        rows = self._free.get(stream, [])
-        return [row[2] for row in rows[: bisect_left(rows, (nbytes,))][::-1]]
-
     def free_blocks(self) -> list[Block]:
         """All free blocks by stream, size and address."""
         return [row[2] for stream in sorted(self._free) for row in self._free[stream]]
@@ -125,3 +120,46 @@ class Pool:
             before.absorb_after()
             return before
         return block
+
+
+_FIRST_ADDRESS = 1 << 40
+
+
+@dataclass(slots=True)
+class Level:
+    """Bytes that go up and down, and the most they have been."""
+
+    now: int = 0
+    peak: int = 0
+
+    def change(self, nbytes: int) -> None:
+        """Adds ``nbytes``, which may be negative."""
+        self.now += nbytes
+        if self.now > self.peak:
+            self.peak = self.now
+
+
+@dataclass(eq=False)
+class Device:
+    """Memory without end.
+
+    Addresses grow and are never used twice, which cudaMalloc does not promise. They matter where
+    two free blocks have the same size: the lower one is taken.
+    """
+
+    reserved: Level = field(default_factory=Level)
+    _next_address: int = _FIRST_ADDRESS
+
+    def take(self, nbytes: int) -> None:
+        """Takes memory from the device."""
+        self.reserved.change(nbytes)
+
+    def give_back(self, nbytes: int) -> None:
+        """Gives memory back to the device."""
+        self.reserved.change(-nbytes)
+
+    def addresses(self, nbytes: int, step_bytes: int = 2 * MIB) -> int:
+        """The first of ``nbytes`` addresses that nothing else has; a multiple of the step."""
+        address = round_up(self._next_address, step_bytes)
+        self._next_address = address + nbytes + step_bytes
+        return address

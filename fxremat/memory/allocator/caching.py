@@ -1,21 +1,20 @@
 """A model of torch's CUDA caching allocator: which bytes are reserved for which requests.
 
 A request is rounded, then served by the smallest free block of its pool and stream that holds it.
-Where there is none, a segment is taken from the device. Where the device has no room, cached blocks
-go back to it and the device is asked again. Source: torch 2.11 to 2.15,
+Where there is none, a segment is taken from the device. Source: torch 2.11 to 2.14,
 c10/cuda/CUDACachingAllocator.cpp (`malloc`, `get_free_block`, `alloc_block`, `alloc_found_block`,
-`free_block`).
+`free_block`, `release_block`).
 
-Not modelled: blocks that wait for another stream (record_stream), private pools of CUDA graphs, and
-the addresses that cudaMalloc chooses. What the CUDA context and libraries hold is no part of it;
-``capacity_bytes`` is what they leave.
+Not modelled: a device that is full, for which cached blocks would go back; blocks that wait for
+another stream (record_stream), private pools of CUDA graphs, and the addresses that cudaMalloc
+chooses. What the CUDA context and libraries hold is no part of it.
 """
 
 from __future__ import annotations
 
-from fxremat.memory.allocator.blocks import Block, Pool
-from fxremat.memory.allocator.device import Device, Entry, Level
-from fxremat.memory.allocator.errors import OutOfMemory
+from dataclasses import dataclass
+
+from fxremat.memory.allocator.blocks import Block, Device, Level, Pool
 from fxremat.memory.allocator.expandable import ExpandableSegments
 from fxremat.memory.allocator.rules import (
     LARGEST_SMALL_BYTES,
@@ -23,28 +22,17 @@ from fxremat.memory.allocator.rules import (
     round_request,
     segment_bytes_for,
 )
-from fxremat.memory.allocator.segments import Segments
 from fxremat.memory.allocator.settings import AllocatorSettings
 
 
 class CachingAllocator:
-    """The allocator of one device.
+    """The allocator of one device, which never runs out."""
 
-    ``capacity_bytes`` None: the device never runs out. ``log`` is filled with what happens.
-    """
-
-    def __init__(
-        self,
-        settings: AllocatorSettings | None = None,
-        capacity_bytes: int | None = None,
-        log: list[Entry] | None = None,
-    ) -> None:
+    def __init__(self, settings: AllocatorSettings | None = None) -> None:
         self.settings = settings or AllocatorSettings()
-        self.retries = 0
-        self._device = Device(capacity_bytes, log)
-        self._limit_bytes = _limit_bytes(self.settings, capacity_bytes)
+        self._device = Device()
         self._small, self._large = Pool(small=True), Pool(small=False)
-        self._segments = Segments(self._device)
+        self._segments = _Segments(self._device)
         self._expandable = ExpandableSegments(self._device, self.settings.large_segment_bytes)
         self._live: dict[int, tuple[Pool, Block]] = {}
         self._allocated, self._requested = Level(), Level()
@@ -89,20 +77,12 @@ class CachingAllocator:
         """Segments that exist; an expandable one counts once, however much of it is mapped."""
         return self._segments.count + self._expandable.count
 
-    @property
-    def device_calls(self) -> int:
-        """How often memory was taken from the device: calls of cudaMalloc, and mappings."""
-        return self._device.calls
-
     def free_blocks(self) -> list[tuple[int, int, int, bool]]:
         """Every free block: its stream, bytes, address, and whether it is of the small pool."""
         return [(b.stream, b.nbytes, b.address, pool.small) for pool, b in self._free()]
 
     def allocate(self, nbytes: int, stream: int = 0) -> int:
-        """The address of a block for ``nbytes``; 0, and no block, for none.
-
-        Raises `OutOfMemory`, and `ValueError` for a negative size.
-        """
+        """The address of a block for ``nbytes``; 0, and no block, for none."""
         if nbytes <= 0:
             if nbytes < 0:
                 raise ValueError(f"cannot allocate {nbytes} bytes; ask for 0 or more")
@@ -112,8 +92,6 @@ class CachingAllocator:
         block = self._cached(pool, stream, block_bytes)
         if block is None:
             block = self._new(pool, stream, block_bytes)
-        if block is None:
-            raise self._out_of_memory(nbytes, block_bytes)
         return self._hand_out(pool, block, block_bytes, nbytes)
 
     def free(self, address: int) -> None:
@@ -123,8 +101,6 @@ class CachingAllocator:
         if address not in self._live:
             raise ValueError(f"nothing is allocated at {address:#x}; free each address once")
         pool, block = self._live.pop(address)
-        record = self._device.record
-        record("free_completed", address, block.nbytes, block.stream, pool.small)
         self._allocated.change(-block.nbytes)
         self._requested.change(-block.requested_bytes)
         block.allocated = False
@@ -142,7 +118,6 @@ class CachingAllocator:
 
     def _cached(self, pool: Pool, stream: int, block_bytes: int) -> Block | None:
         """The free block that serves a request, taken out of its pool."""
-        pool.searches += 1
         block = _best_fit(pool, stream, block_bytes)
         if block is None or not self._may_serve(block.nbytes, block_bytes):
             return None
@@ -155,26 +130,11 @@ class CachingAllocator:
             return not self.settings.is_oversize(free_bytes)
         return free_bytes < block_bytes + self.settings.max_non_split_rounding_bytes
 
-    def _new(self, pool: Pool, stream: int, block_bytes: int) -> Block | None:
-        """A block of memory from the device, for which cached blocks may have to go back."""
-        self._collect_garbage()
-        block = self._acquire(pool, stream, block_bytes)
-        if block is None and self._release_oversize(pool, stream, block_bytes):
-            block = self._acquire(pool, stream, block_bytes)
-        if block is None:
-            self.empty_cache()
-            self.retries += 1
-            block = self._acquire(pool, stream, block_bytes)
-        return block
-
-    def _acquire(self, pool: Pool, stream: int, block_bytes: int) -> Block | None:
-        """A block in a new segment or in new pages, in no pool; None where there is no room."""
-        nbytes = segment_bytes_for(block_bytes, self.settings)
-        if self._limit_bytes is not None and self.reserved_bytes + nbytes > self._limit_bytes:
-            return None
+    def _new(self, pool: Pool, stream: int, block_bytes: int) -> Block:
+        """A block in a new segment or in new pages, in no pool."""
         if self.settings.expandable_segments:
             return self._expandable.allocate(pool, stream, block_bytes)
-        return self._segments.allocate(pool, stream, nbytes)
+        return self._segments.allocate(stream, segment_bytes_for(block_bytes, self.settings))
 
     def _hand_out(self, pool: Pool, block: Block, block_bytes: int, nbytes: int) -> int:
         """Splits a block that is in no pool where that is worth it, and marks it as used."""
@@ -185,43 +145,29 @@ class CachingAllocator:
         self._live[block.address] = pool, block
         self._allocated.change(block.nbytes)
         self._requested.change(nbytes)
-        record = self._device.record
-        record("alloc", block.address, block.nbytes, block.stream, pool.small, nbytes)
         return block.address
 
-    def _release_oversize(self, pool: Pool, stream: int, block_bytes: int) -> bool:
-        """Gives back oversize blocks for a request; False where that made no room."""
-        oversize_bytes = self.settings.max_split_bytes
-        if oversize_bytes is None or self.settings.expandable_segments:
-            return False
-        return self._segments.release_oversize(pool, stream, block_bytes, oversize_bytes)
 
-    def _collect_garbage(self) -> None:
-        """Gives back large segments that were not used for long, once the threshold is passed."""
-        threshold = self.settings.garbage_collection_threshold
-        if self._limit_bytes is None or threshold == 0.0:
-            return
-        target = self.reserved_bytes - int(threshold * self._limit_bytes)
-        self._segments.collect_garbage(self._large, target)
+@dataclass(eq=False)
+class _Segments:
+    """All segments from cudaMalloc of an allocator; ``count`` of them exist."""
 
-    def _out_of_memory(self, nbytes: int, block_bytes: int) -> OutOfMemory:
-        limits = (self._limit_bytes, self._device.capacity_bytes)
-        return OutOfMemory(
-            nbytes,
-            segment_bytes_for(block_bytes, self.settings),
-            min(limit for limit in limits if limit is not None),
-            self.reserved_bytes,
-            self.allocated_bytes,
-            max((block.nbytes for _, block in self._free()), default=0),
-            self.settings.expandable_segments,
-        )
+    device: Device
+    count: int = 0
 
+    def allocate(self, stream: int, nbytes: int) -> Block:
+        """A segment as one free block, in no pool."""
+        self.device.take(nbytes)
+        self.count += 1
+        return Block(self.device.addresses(nbytes), nbytes, stream)
 
-def _limit_bytes(settings: AllocatorSettings, capacity_bytes: int | None) -> int | None:
-    """What the process may take; None where it may take the whole device."""
-    if capacity_bytes is None or settings.memory_fraction == 1.0:
-        return None
-    return int(settings.memory_fraction * capacity_bytes)
+    def release(self, pool: Pool) -> None:
+        """Gives back every segment that is one free block."""
+        for block in pool.free_blocks():
+            if block.space is None and not block.is_split:
+                pool.remove(block)
+                self.count -= 1
+                self.device.give_back(block.nbytes)
 
 
 def _best_fit(pool: Pool, stream: int, block_bytes: int) -> Block | None:

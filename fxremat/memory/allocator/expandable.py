@@ -1,8 +1,8 @@
 """Expandable segments: one range of addresses for a pool and a stream, mapped page by page.
 
 New memory goes to the lowest addresses at which the request has room in free blocks and unmapped
-pages side by side, so that holes are filled first. When memory runs out, every page that no block
-touches is unmapped. Source: torch, c10/cuda/CUDACachingAllocator.cpp (`ExpandableSegment`,
+pages side by side, so that holes are filled first. Where the cache is emptied, every page that no
+block touches is unmapped. Source: torch, c10/cuda/CUDACachingAllocator.cpp (`ExpandableSegment`,
 `find_expandable_block`, `map_block`, `unmap_block`).
 """
 
@@ -10,12 +10,11 @@ from __future__ import annotations
 
 from dataclasses import dataclass
 
-from fxremat.memory.allocator.blocks import AddressSpace, Block, Pool
-from fxremat.memory.allocator.device import Device
+from fxremat.memory.allocator.blocks import AddressSpace, Block, Device, Pool
 from fxremat.memory.allocator.rules import SMALL_SEGMENT_BYTES, round_up
 from fxremat.sizes import TIB
 
-_SPACE_WITHOUT_CAPACITY_BYTES = 64 * TIB
+_SPACE_BYTES = 64 * TIB
 
 
 def _has_room(block: Block, nbytes: int) -> bool:
@@ -36,24 +35,15 @@ class ExpandableSegments:
     large_page_bytes: int
     count: int = 0
 
-    def allocate(self, pool: Pool, stream: int, nbytes: int) -> Block | None:
-        """A free block of at least ``nbytes``, in no pool; None where the device has no room.
-
-        Pages mapped before the device ran out stay mapped.
-        """
+    def allocate(self, pool: Pool, stream: int, nbytes: int) -> Block:
+        """A free block of at least ``nbytes``, in no pool."""
         block = self._lowest_room(pool, stream, nbytes) or self._new_segment(pool, stream, nbytes)
         if not block.mapped:
-            mapped = self._map(pool, block, min(block.nbytes, nbytes))
-            if mapped is None:
-                return None
-            block = mapped
+            block = self._map(pool, block, min(block.nbytes, nbytes))
         while block.nbytes < nbytes:
             hole = block.after
             assert hole is not None
-            grown = self._map(pool, hole, min(hole.nbytes, nbytes - block.nbytes))
-            if grown is None:
-                return None
-            block = grown
+            block = self._map(pool, hole, min(hole.nbytes, nbytes - block.nbytes))
         pool.remove(block)
         return block
 
@@ -73,29 +63,21 @@ class ExpandableSegments:
         return None
 
     def _new_segment(self, pool: Pool, stream: int, least_bytes: int) -> Block:
-        """Addresses for nine eighths of the device, so that holes do not use them up."""
+        """More addresses than any device has bytes, so that holes do not use them up."""
         page = SMALL_SEGMENT_BYTES if pool.small else self.large_page_bytes
-        capacity = self.device.capacity_bytes
-        if capacity is None:
-            wanted = max(_SPACE_WITHOUT_CAPACITY_BYTES, least_bytes)
-        else:
-            wanted = capacity + capacity // 8
-        nbytes = round_up(wanted, page)
+        nbytes = round_up(max(_SPACE_BYTES, least_bytes), page)
         space = AddressSpace(self.device.addresses(nbytes, page), nbytes, page)
         block = Block(space.address, nbytes, stream, space, mapped=False)
         pool.add(block)
         self.count += 1
         return block
 
-    def _map(self, pool: Pool, hole: Block, nbytes: int) -> Block | None:
+    def _map(self, pool: Pool, hole: Block, nbytes: int) -> Block:
         """Gives memory to the first ``nbytes`` of ``hole``, in whole pages."""
         space = hole.space
         assert space is not None
         mapped_bytes = round_up(nbytes, space.page_bytes)
-        if not self.device.take(mapped_bytes):
-            return None
-        address = hole.address
-        self.device.record("segment_map", address, mapped_bytes, hole.stream, pool.small)
+        self.device.take(mapped_bytes)
         pool.remove(hole)
         if mapped_bytes < hole.nbytes:
             pool.add(hole.cut(mapped_bytes))
@@ -119,7 +101,6 @@ class ExpandableSegments:
         if unmapped_bytes < block.nbytes:
             pool.add(block.cut(unmapped_bytes))
         self.device.give_back(unmapped_bytes)
-        self.device.record("segment_unmap", block.address, unmapped_bytes, block.stream, pool.small)
         block.mapped = False
         block = pool.merge(block)
         if block.is_split:

@@ -12,21 +12,12 @@ from fxremat.memory.allocator.settings import AllocatorSettings
 
 @dataclass(frozen=True)
 class Usage:
-    """What a trace needs of the device. Steps are indices of events.
-
-    Each peak comes with the first step after which it was reached (0 if it is 0 bytes).
-    ``fragmentation_bytes`` is what was reserved and not allocated at the peak of reserved bytes.
-    """
+    """What a trace needs of the device, at most."""
 
     peak_allocated_bytes: int
-    peak_allocated_step: int
     peak_reserved_bytes: int
-    peak_reserved_step: int
     peak_requested_bytes: int
-    fragmentation_bytes: int
     segment_count: int
-    device_calls: int
-    retries: int
 
 
 def apply_events(allocator: CachingAllocator, events: Iterable[Event]) -> Iterator[None]:
@@ -50,33 +41,17 @@ def apply_events(allocator: CachingAllocator, events: Iterable[Event]) -> Iterat
         yield
 
 
-def replay(
-    events: Iterable[Event],
-    settings: AllocatorSettings | None = None,
-    capacity_bytes: int | None = None,
-) -> Usage:
+def replay(events: Iterable[Event], settings: AllocatorSettings | None = None) -> Usage:
     """The peaks of a trace that starts with an empty allocator.
 
-    ``capacity_bytes`` None: the device never runs out. Raises `OutOfMemory` where it does, and
-    `ValueError` as `apply_events` does.
+    Raises `ValueError` as `apply_events` does.
     """
-    allocator = CachingAllocator(settings, capacity_bytes)
-    allocated_peak = reserved_peak = fragmentation = 0
-    allocated_step = reserved_step = 0
-    for step, _ in enumerate(apply_events(allocator, events)):
-        if allocator.allocated_bytes > allocated_peak:
-            allocated_peak, allocated_step = allocator.allocated_bytes, step
-        if allocator.reserved_bytes > reserved_peak:
-            reserved_peak, reserved_step = allocator.reserved_bytes, step
-            fragmentation = reserved_peak - allocator.allocated_bytes
+    allocator = CachingAllocator(settings)
+    for _ in apply_events(allocator, events):
+        pass
     return Usage(
-        allocated_peak,
-        allocated_step,
-        reserved_peak,
-        reserved_step,
+        allocator.peak_allocated_bytes,
+        allocator.peak_reserved_bytes,
         allocator.peak_requested_bytes,
-        fragmentation,
         allocator.segment_count,
-        allocator.device_calls,
-        allocator.retries,
     )

@@ -1,16 +1,23 @@
 """The settings of PYTORCH_ALLOC_CONF (PYTORCH_CUDA_ALLOC_CONF) that change bytes on the device.
 
-Read from the text that torch reads: ``key:value`` pairs between commas, lists in brackets. Names
-and defaults: torch, c10/core/AllocatorConfig.{h,cpp} and c10/cuda/CUDAAllocatorConfig.{h,cpp}.
+Read from the text that torch reads: ``key:value`` pairs between commas, lists in brackets. Names,
+defaults and grammar: torch, c10/core/AllocatorConfig.{h,cpp} and
+c10/cuda/CUDAAllocatorConfig.{h,cpp}. Limits between two keys are checked when all have been read,
+so that their order does not matter; torch checks them in order.
 """
 
 from __future__ import annotations
 
+import os
+import re
+from collections.abc import Callable, Iterator
 from dataclasses import dataclass
+from typing import Any
 
-from fxremat.errors import InvalidOption
+from fxremat.errors import InvalidOption, UnknownOption
 from fxremat.sizes import MIB, format_bytes
 
+_VARIABLE = "PYTORCH_ALLOC_CONF"
 INTERVALS = 16
 """Sizes from 1 MiB to 64 GiB have this many powers of two, each with its own rounding."""
 
@@ -20,18 +27,15 @@ class AllocatorSettings:
     """How torch's caching allocator is set; the defaults are torch's.
 
     ``max_split_bytes`` None: blocks of every size are split. ``divisions`` has one number for each
-    power of two from 1 MiB on; 0 and 1 round to 512 bytes alone. ``memory_fraction`` below 1 limits
-    the process to that part of the device; garbage is collected only then. Raises `InvalidOption`
-    (a `ValueError`) for values that torch does not take.
+    power of two from 1 MiB on; 0 and 1 round to 512 bytes alone. Raises `InvalidOption` (a
+    `ValueError`) for values that torch does not take.
     """
 
     max_split_bytes: int | None = None
     max_non_split_rounding_bytes: int = 20 * MIB
     large_segment_bytes: int = 20 * MIB
     divisions: tuple[int, ...] = (0,) * INTERVALS
-    garbage_collection_threshold: float = 0.0
     expandable_segments: bool = False
-    memory_fraction: float = 1.0
 
     def __post_init__(self) -> None:
         large = format_bytes(self.large_segment_bytes)
@@ -43,12 +47,6 @@ class AllocatorSettings:
         if self.max_non_split_rounding_bytes < self.large_segment_bytes:
             rounding_mb = self.max_non_split_rounding_bytes // MIB
             raise _invalid("max_non_split_rounding_mb", rounding_mb, least)
-        if not 0.0 <= self.garbage_collection_threshold < 1.0:
-            threshold = self.garbage_collection_threshold
-            raise _invalid("garbage_collection_threshold", threshold, "a number between 0 and 1")
-        if not 0.0 < self.memory_fraction <= 1.0:
-            fraction = self.memory_fraction
-            raise _invalid("per_process_memory_fraction", fraction, "more than 0 and at most 1")
         if len(self.divisions) != INTERVALS or not all(map(_is_division, self.divisions)):
             divisions = self.divisions
             raise _invalid("roundup_power2_divisions", divisions, f"{INTERVALS} powers of 2 or 0")
@@ -64,8 +62,147 @@ class AllocatorSettings:
 
 
 def _invalid(key: str, value: object, expected: str) -> InvalidOption:
-    return InvalidOption(key, value, expected, variable="PYTORCH_ALLOC_CONF")
+    return InvalidOption(key, value, expected, variable=_VARIABLE)
 
 
 def _is_division(count: int) -> bool:
     return count >= 0 and count & (count - 1) == 0
+
+
+_ITEM = re.compile(r"([^,:\[\]]+):(\[[^\[\]]*\]|[^,:\[\]]+)(?:,|$)")
+
+WITHOUT_EFFECT = frozenset(
+    {
+        "garbage_collection_threshold",
+        "graph_capture_record_stream_reuse",
+        "per_process_memory_fraction",
+        "pinned_free_catch_all",
+        "pinned_max_cached_size_mb",
+        "pinned_max_round_threshold_mb",
+        "pinned_num_register_threads",
+        "pinned_reserve_segment_size_mb",
+        "pinned_use_background_threads",
+        "pinned_use_cuda_host_register",
+        "pinned_use_hip_host_register",
+        "release_lock_on_cudamalloc",
+        "release_lock_on_hipmalloc",
+    }
+)
+"""Keys about the host's memory, locks, graph capture, or what happens when the device is full."""
+
+
+def _integer(key: str, text: str) -> int:
+    if not re.fullmatch("[0-9]+", text):
+        raise _invalid(key, text, "a whole number")
+    return int(text)
+
+
+def _mebibytes(key: str, text: str) -> int:
+    return _integer(key, text) * MIB
+
+
+def _truth(key: str, text: str) -> bool:
+    if text not in ("True", "False"):
+        raise _invalid(key, text, "True or False")
+    return text == "True"
+
+
+def _power_of_two(key: str, text: str) -> int:
+    number = _integer(key, text)
+    if number == 0 or number & (number - 1):
+        raise _invalid(key, text, "a power of 2")
+    return number
+
+
+def _division_rows(key: str, text: str) -> Iterator[tuple[int | None, int]]:
+    """The pairs of ``[64:8,256:4,>:1]``: interval (None for ``>``) and divisions."""
+    for row in text[1:-1].split(","):
+        megabytes, colon, count = row.partition(":")
+        if not colon:
+            raise _invalid(key, text, "pairs such as [64:8,256:4,>:1]")
+        divisions = 0 if count == "0" else _power_of_two(key, count)
+        if megabytes == ">":
+            yield None, divisions
+        else:
+            interval = _power_of_two(key, megabytes).bit_length() - 1
+            yield min(interval, INTERVALS - 1), divisions
+
+
+def _divisions(key: str, text: str) -> tuple[int, ...]:
+    """One number for all sizes, or pairs of a size in MB and the number from that size on.
+
+    The first pair is also for all smaller sizes, ``>`` for all sizes past the last pair. A size
+    between two pairs that has none itself is not rounded.
+    """
+    if not text.startswith("["):
+        return (_power_of_two(key, text),) * INTERVALS
+    divisions = [0] * INTERVALS
+    last: int | None = None
+    for interval, count in _division_rows(key, text):
+        if interval is None:
+            first = 1 if last is None else last + 1
+            divisions[first:] = [count] * (INTERVALS - first)
+            continue
+        if last is None:
+            divisions[:interval] = [count] * interval
+        divisions[interval] = count
+        last = interval
+    return tuple(divisions)
+
+
+_FIELDS: dict[str, tuple[str, Callable[[str, str], Any]]] = {
+    "expandable_segments": ("expandable_segments", _truth),
+    "large_segment_size_mb": ("large_segment_bytes", _mebibytes),
+    "max_non_split_rounding_mb": ("max_non_split_rounding_bytes", _mebibytes),
+    "max_split_size_mb": ("max_split_bytes", _mebibytes),
+    "roundup_power2_divisions": ("divisions", _divisions),
+}
+KEYS = tuple(sorted({*_FIELDS, *WITHOUT_EFFECT, "backend", "throw_on_cudamalloc_oom"}))
+
+
+def _items(text: str) -> Iterator[tuple[str, str]]:
+    text = re.sub(r"\s", "", text)
+    position = 0
+    while position < len(text):
+        match = _ITEM.match(text, position)
+        if match is None:
+            expected = "key:value pairs between commas, such as max_split_size_mb:64"
+            raise InvalidOption(_VARIABLE, text[position:], expected)
+        yield match[1], match[2]
+        position = match.end()
+
+
+def _check_modelled(key: str, value: str) -> None:
+    """Raises for values under which another allocator, or another policy, is at work."""
+    if key == "backend" and value != "native":
+        expected = "'native': the model is of that allocator alone; remove the key"
+        raise _invalid(key, value, expected)
+    if key == "throw_on_cudamalloc_oom" and _truth(key, value):
+        raise _invalid(key, value, "False: failing before cached blocks are freed is not modelled")
+
+
+def settings_of_environment() -> AllocatorSettings:
+    """Those that torch's allocator runs with in this process; it reads the newer name first.
+
+    Raises as `parse_settings` does.
+    """
+    names = ("PYTORCH_ALLOC_CONF", "PYTORCH_CUDA_ALLOC_CONF")
+    return parse_settings(next((os.environ[name] for name in names if name in os.environ), ""))
+
+
+def parse_settings(text: str) -> AllocatorSettings:
+    """The settings that ``text``, a value of PYTORCH_ALLOC_CONF, stands for.
+
+    Raises `InvalidOption` or `UnknownOption`, both `ValueError`, which say what was expected. A key
+    that is given twice has the later value, as in torch.
+    """
+    values: dict[str, Any] = {}
+    for key, value in _items(text):
+        if key in _FIELDS:
+            field, read = _FIELDS[key]
+            values[field] = read(key, value)
+        elif key in KEYS:
+            _check_modelled(key, value)
+        else:
+            raise UnknownOption(key, value, KEYS)
+    return AllocatorSettings(**values)

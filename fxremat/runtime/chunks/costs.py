@@ -8,6 +8,7 @@ from typing import Any
 
 import torch
 
+from fxremat.core.constants import CACHE_SPEED, KERNEL_ROW_BYTES
 from fxremat.runtime.chunks.buffers import (
     CONVOLUTIONS,
     MATMULS,
@@ -22,7 +23,6 @@ from fxremat.runtime.chunks.buffers import (
 from fxremat.runtime.chunks.call import RowsCall, Tensors, pieces
 from fxremat.runtime.chunks.counted_rows import bytes_to_leave_out
 from fxremat.runtime.chunks.fused_kernels import (
-    NARROW_BYTES,
     is_worth_fusing,
     read,
     set_aside,
@@ -30,9 +30,6 @@ from fxremat.runtime.chunks.fused_kernels import (
 )
 from fxremat.runtime.chunks.program import Instruction, Program, operator_of, with_values
 from fxremat.runtime.kernels import Inside, LibraryCall, Measure
-
-CACHE_SPEED = 4
-"""How many times faster than memory a cache is taken to be, for the time of a call."""
 
 
 def workspace(*args: Any, measure: Measure, by_inductor: bool = False, **kwargs: Any) -> int:
@@ -124,7 +121,7 @@ def _known(call: RowsCall) -> list[int | None]:
 
 def _expected(call: RowsCall) -> list[int | None]:
     """The same, before any kernel is written."""
-    few = call.tile * NARROW_BYTES
+    few = call.tile * KERNEL_ROW_BYTES
     return [few if is_worth_fusing(stage) else None for stage in call.plan.stages]
 
 

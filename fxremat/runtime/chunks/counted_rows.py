@@ -30,13 +30,11 @@ from math import ceil, prod
 import torch
 
 from fxremat.compat.tensors import is_fake
+from fxremat.core.constants import LEAST_FLOPS
 from fxremat.runtime.chunks.call import RowsCall
 from fxremat.runtime.chunks.flops import flops
 from fxremat.runtime.chunks.program import Number, Program
 
-LEAST_FLOPS = 10**11
-"""On a GPU a smaller call computes all rows: it is over in less than a millisecond, and waiting for
-the labels leaves the device without work for a while. (Not measured on a GPU.)"""
 _PLACE_BYTES = 8
 
 

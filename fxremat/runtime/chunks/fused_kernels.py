@@ -30,6 +30,7 @@ from fxremat.compat.inductor.kernels import (
     unbuilt_kernel,
 )
 from fxremat.compat.tensors import is_fake
+from fxremat.core.constants import KERNEL_ROW_BYTES
 from fxremat.runtime.chunks.buffers import (
     MATMULS,
     Layout,
@@ -46,10 +47,6 @@ from fxremat.runtime.chunks.program import Instruction, Program, Ref, overload, 
 log = logging.getLogger(__name__)
 
 _ATEN = torch.ops.aten
-LEAST_CALLS = 2
-"""A single operator is its own kernel already."""
-NARROW_BYTES = 64
-"""For each row, so much may a kernel take beyond what the layout sets aside."""
 ALIGNMENT = 16
 """Bytes that GPU kernels expect the memory of their arguments to be aligned to."""
 
@@ -89,7 +86,7 @@ class Memory:
 
 def is_worth_fusing(stage: Stage) -> bool:
     """Whether a stage is more than one operator between two matmuls."""
-    return not stage.of_chunk and len(stage.values) >= LEAST_CALLS
+    return not stage.of_chunk and len(stage.values) > 1
 
 
 def written(program: Program, stage: Stage) -> tuple[int, ...]:
@@ -293,7 +290,7 @@ def _room(program: Program, plan: Layout, tile: int, device: str) -> int:
     """
     sums = [one for one in program.loop if one.kind == "sum" and one.op not in MATMULS]
     partial = sum(extra_of_sum(one, device) - of_total(one) for one in sums)
-    return set_aside(plan, tile) + partial + tile * NARROW_BYTES
+    return set_aside(plan, tile) + partial + tile * KERNEL_ROW_BYTES
 
 
 def _is_aligned(program: Program, plan: Layout, inputs: Sequence[Shape], tile: int) -> bool:

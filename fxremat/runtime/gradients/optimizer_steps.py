@@ -41,14 +41,9 @@ from fxremat.compat.backward import (
     running_backward,
 )
 from fxremat.compat.configuration import OpOverload
+from fxremat.core.constants import STEPS_AHEAD
 from fxremat.runtime.copy_trace import active_traces, host_time
 from fxremat.runtime.dense_layout import extent_bytes, storage_address
-
-MOST_AHEAD = 4
-"""Steps that may be left to do while the backward goes on: their gradients are in memory.
-
-Two modules with a weight and a bias each. A device that runs behind the host has their ops to do.
-"""
 
 
 class Step:
@@ -212,7 +207,7 @@ def _arrived(
     stepped = _STEPPED.get(id(weight))
     if stepped is not None and stepped.parameter is weight and _may_step(weight, gradient):
         _BACKWARD.steps.append(stepped.start(gradient, now_on(device)))
-        finish(but=MOST_AHEAD)
+        finish(but=STEPS_AHEAD)
 
 
 def _begin(host: Sequence[torch.Tensor]) -> None:

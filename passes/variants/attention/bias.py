@@ -34,6 +34,7 @@ from torch import fx
 
 from fxremat.compat.configuration import OpOverload
 from fxremat.compat.tensors import outside_fake_mode
+from fxremat.core.constants import MOST_MASK_ELEMENTS, MOST_NODES
 from fxremat.passes.joint_graph import is_mutating, is_random
 from fxremat.passes.nodes import Shape, dtype_of, packet_name, shape_of
 from fxremat.passes.variants.attention.layout import is_move
@@ -44,9 +45,6 @@ Add = Callable[..., fx.Node]
 At = Callable[[fx.Node], fx.Node]
 Heads = tuple[int, int]
 """How many batches, and how many heads in each."""
-MOST_ELEMENTS = 2**24
-MOST_CALLS = 60
-"""What is computed here of a mask: so many elements at a time, by so many calls."""
 
 
 @dataclass(frozen=True)
@@ -194,10 +192,10 @@ def _computed(node: fx.Node) -> torch.Tensor | None:
             continue
         needed[one] = None
         is_call = one.op == "call_function" and isinstance(one.target, OpOverload)
-        if not is_call or is_random(one) or is_mutating(one) or len(needed) > MOST_CALLS:
+        if not is_call or is_random(one) or is_mutating(one) or len(needed) > MOST_NODES:
             return None
         shape = shape_of(one)
-        if shape is None or math.prod(shape) > MOST_ELEMENTS:
+        if shape is None or math.prod(shape) > MOST_MASK_ELEMENTS:
             return None
         todo += one.all_input_nodes
     values: dict[fx.Node, Any] = {}

@@ -25,9 +25,6 @@ from fxremat.passes.nodes import Shape, dtype_of, packet_name, shape_of
 from fxremat.passes.variants.attention.layout import Layout, Seen, origin, swapped, viewed, whole
 from fxremat.passes.variants.attention.scores import Reading, number, packets, read, read_softmax
 
-LEAST_SIZE = 2
-"""Of queries, keys and widths: with 1 a product cannot be told from its transpose."""
-
 
 @dataclass(frozen=True)
 class Product:
@@ -232,7 +229,7 @@ def _unchanged(base: fx.Node, shape: Shape) -> dict[fx.Node, str | None]:
 def _is_plain(node: fx.Node, scores: Reading) -> bool:
     """Whether the softmax is over [..., T, S], the leading dimensions in order."""
     shape, own = _shape(scores.base), _shape(node)
-    if len(shape) != 3 or min(shape[1:]) < LEAST_SIZE or own[-2:] != shape[1:]:
+    if len(shape) != 3 or min(shape[1:]) < 2 or own[-2:] != shape[1:]:
         return False
     return viewed(scores.layout, shape) == whole(shape)
 
@@ -313,9 +310,9 @@ def _has_fitting_types(found: Attention) -> bool:
     types = {dtype_of(operand.node) for operand in operands}
     if len(types) != 1 or any(shape_of(operand.node) is None for operand in operands):
         return False
-    return types <= {torch.float32, torch.float64, torch.bfloat16, torch.float16} and min(
-        found.sizes[3:]
-    ) >= LEAST_SIZE  # fmt: skip
+    # of one query, key or width a product cannot be told from its transpose
+    known = {torch.float32, torch.float64, torch.bfloat16, torch.float16}
+    return types <= known and min(found.sizes[3:]) > 1
 
 
 def _is_closed(found: Attention) -> bool:

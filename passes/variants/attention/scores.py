@@ -14,15 +14,12 @@ from typing import Any
 import torch
 from torch import fx
 
+from fxremat.core.constants import MOST_NODES
 from fxremat.passes.nodes import Shape, dtype_of, packet_name, shape_of
 from fxremat.passes.variants.attention.layout import Layout, is_move, moved, whole
 
 VERY_NEGATIVE = -1e4
-"""What is filled in for keys that are masked out is at most this: their weight is 0."""
-
-MOST_READ = 64
-"""Nodes between scores and their product."""
-
+"""What is filled in for keys that are masked out is at most this: its exponential is 0."""
 
 @dataclass(frozen=True)
 class Filled:
@@ -99,7 +96,7 @@ class _ScoresSearch:
             return None
         if node not in self.known:
             self.known[node] = None
-            self.known[node] = self._read(node) if len(self.known) <= MOST_READ else None
+            self.known[node] = self._read(node) if len(self.known) <= MOST_NODES else None
         return self.known[node]
 
     def _read(self, node: fx.Node) -> Reading | None:

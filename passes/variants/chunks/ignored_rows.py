@@ -29,6 +29,7 @@ from typing import Any
 from torch import fx
 
 from fxremat.compat.joint_graph import is_tangent
+from fxremat.core.constants import MOST_NODES
 from fxremat.passes.nodes import dtype_of, packet_name
 from fxremat.passes.variants.chunks.calls import Operand, Result, row_shape_of
 from fxremat.passes.variants.chunks.loops import Loop
@@ -36,11 +37,6 @@ from fxremat.passes.variants.chunks.one_hot_rows import constant_of
 from fxremat.passes.variants.chunks.regions import Region, readers
 from fxremat.passes.variants.chunks.row_numbers import Known, Value, is_zero, known, result_of
 from fxremat.runtime.chunks.program import Ignored, Instruction, Kind, Number, Program, Ref
-
-MOST_LABELS = 4
-"""So many labels and masks of a region are tried."""
-MOST_BETWEEN = 50
-"""So many nodes a region may grow by."""
 
 
 @dataclass(frozen=True)
@@ -100,7 +96,7 @@ def _grown(region: Region, row: _Row, others: Set[fx.Node]) -> Region | None:
             kinds[reader] = "row"
             if not row.is_known(reader):
                 todo.append(reader)
-        if len(kinds) > len(region.kinds) + MOST_BETWEEN:
+        if len(kinds) > MOST_NODES:
             return None
     return replace(region, kinds=kinds)
 
@@ -135,8 +131,7 @@ def _labels(region: Region) -> list[Label]:
                 if source.op == "placeholder" and not is_tangent(source):
                     found[Label(source, known(0, dtype_of(source)).number)] = None
     kept = (label for label in found if label.node not in region.joint.mutated)
-    outside = (label for label in kept if not _depends(region, label.node))
-    return [label for label, _ in zip(outside, range(MOST_LABELS), strict=False)]
+    return [label for label in kept if not _depends(region, label.node)]
 
 
 def _is_one_a_row(region: Region, node: fx.Node) -> bool:

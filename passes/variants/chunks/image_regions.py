@@ -21,28 +21,22 @@ from math import prod
 
 from torch import fx
 
+from fxremat.core.constants import MOST_NODES
 from fxremat.passes.joint_graph import JointGraph
 from fxremat.passes.nodes import packet_name, shape_of
 from fxremat.passes.variants.chunks.regions import (
-    LEAST_ROWS,
-    MOST_NODES,
     CallsCache,
     Region,
     add_between,
     avoided_bytes,
     drop_unread_views,
     kind_of_read,
-    levels,
     nbytes,
     readers,
 )
 
-LEAST_PART = 2
-"""A value is big enough if the largest tensor of the graph is at most so many times larger."""
 INPUT = 0
 """Which result of convolution_backward is the gradient of the input."""
-MOST_LEVELS = 6
-"""More loops compute the same too often."""
 
 
 def _is_convolution(node: fx.Node) -> bool:
@@ -80,7 +74,7 @@ def _region(
     joint: JointGraph, seed: fx.Node, position: dict[fx.Node, int], cache: CallsCache
 ) -> Region | None:
     shape = shape_of(seed)
-    if shape is None or shape[0] < LEAST_ROWS:
+    if shape is None or shape[0] < 2:
         return None
     region = Region(joint, shape[0], prod(shape[1:]), {}, position, convolution=seed, _calls=cache)
     if region.calls(seed, "row") is None:
@@ -90,15 +84,15 @@ def _region(
     drop_unread_views(region)
     if len(region.kinds) > MOST_NODES or not avoided_bytes(region):
         return None
-    return region if max(levels(region, in_one=False).values()) < MOST_LEVELS else None
+    return region
 
 
 def find_image_regions(joint: JointGraph) -> list[Region]:
-    """The region around each convolution of the forward whose result is among the largest."""
+    """The region around each convolution whose result is at least half as large as any value."""
     nodes = list(joint.module.graph.nodes)
     position = {node: i for i, node in enumerate(nodes)}
     calls = [node for node in nodes if node.op == "call_function"]
-    least = max(map(nbytes, calls), default=0) / LEAST_PART
+    least = max(map(nbytes, calls), default=0) / 2
     cache: dict[int, CallsCache] = {}
     found: list[Region] = []
     for node in calls:

@@ -26,21 +26,12 @@ from typing import Literal
 
 from torch import fx
 
+from fxremat.core.constants import CHUNK_PARTS, MOST_NODES
 from fxremat.passes.joint_graph import JointGraph, Role, is_random, is_repeatable, is_tensor
 from fxremat.passes.nodes import dtype_of, packet_name, shape_of
 from fxremat.passes.variants.chunks.calls import VIEWS, Calls, Operand, operands, row_shape_of
 from fxremat.passes.variants.chunks.operators import calls_of
 from fxremat.runtime.chunks.program import Kind
-
-LEAST_ROWS = 2
-LEAST_PART = 64
-"""A value is big if the largest tensor that the graph computes is at most so many times larger."""
-LEAST_RATIO = 2
-"""A value is big if a row of it has at least so many times the elements of a row at the border."""
-MOST_NODES = 400
-"""Nodes of a region; where batches are rows, whole networks hang together."""
-MOST_BETWEEN = 200
-"""Narrow nodes that are looked at to find the way back into a region."""
 
 
 def _thins_out(node: fx.Node) -> bool:
@@ -219,7 +210,7 @@ def add_between(region: Region) -> None:
     """Narrow nodes on a way from the region back into it."""
     seen: set[fx.Node] = set()
     stack = [n for n, kind in region.kinds.items() if kind == "row" and not region.is_big(n)]
-    while stack and len(seen) < MOST_BETWEEN:
+    while stack and len(seen) < MOST_NODES:
         node = stack.pop()
         for user in node.users:
             if user not in region.kinds and user not in seen and _may_lead(region, node, user):
@@ -282,22 +273,11 @@ def avoided_bytes(region: Region) -> int:
     )  # fmt: skip
 
 
-def border_width(region: Region) -> int:
-    """Elements of a row of the widest row tensor at the border that is not itself big."""
-    read = [o.node for n in region.kinds for o in region.operands(n)
-            if o.kind == "row" and o.node not in region.kinds]  # fmt: skip
-    made = [n for n in region.read_outside() if region.kinds[n] == "row"]
-    widths = [
-        prod(row_shape_of(n, region.rows) or (1,)) for n in read + made if not region.is_big(n)
-    ]
-    return max(widths, default=1)
-
-
 def _row_counts(shape: tuple[int, ...]) -> Iterator[int]:
     """What could be the rows of a tensor: products of leading dimensions, largest first."""
     for cut in range(len(shape) - 1, 0, -1):
         rows = prod(shape[:cut])
-        if rows >= LEAST_ROWS:
+        if rows > 1:
             yield rows
 
 
@@ -344,7 +324,7 @@ def find_regions(
     nodes = [n for n in joint.module.graph.nodes if n.op == "call_function"]
     grower = _Grower.of(joint)
     sizes = {n: nbytes(n) for n in nodes if packet_name(n) not in VIEWS}
-    least = max(sizes.values(), default=0) / LEAST_PART
+    least = max(sizes.values(), default=0) / max(CHUNK_PARTS)
     seeds = [n for n in nodes if sizes.get(n, 0) >= max(least, 1)]
     found: list[Region] = []
     taken: set[fx.Node] = set()
@@ -364,7 +344,7 @@ def find_regions(
 def _is_worth_it(region: Region) -> bool:
     if len(region.kinds) > MOST_NODES:
         return False
-    return region.width >= LEAST_RATIO * border_width(region) and avoided_bytes(region) > 0
+    return region.width > 1 and avoided_bytes(region) > 0
 
 
 # --- levels ------------------------------------------------------------------------------------

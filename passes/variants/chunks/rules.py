@@ -33,6 +33,7 @@ from math import ceil, prod
 import torch
 from torch import fx
 
+from fxremat.core.constants import CHUNK_PARTS, MATMUL_ROWS, TILE_BYTES
 from fxremat.passes.joint_graph import JointGraph, Role
 from fxremat.passes.nodes import add_call, dtype_of, last_of, packet_name, shape_of
 from fxremat.passes.variants.chunks.calls import row_shape_of
@@ -47,17 +48,6 @@ from fxremat.runtime.chunks.program import dump
 
 _ATEN = torch.ops.aten
 
-PARTS = (8, 64)
-"""A chunk is this part of all rows."""
-LEAST_CHUNK = 16
-"""Rows of a matrix that are worth a matmul; of a batch of matrices or images one is enough."""
-TILE_BYTES = 2**22
-"""Between two matmuls, so much of the widest value is computed at a time, on the CPU."""
-LEAST_TILE = 4
-ALIGNED_ROWS = 16
-"""On a GPU a chunk has a multiple of so many rows: then each begins where kernels expect memory to,
-however narrow a row is, and hardly anything is left over for the last one."""
-
 
 @dataclass(frozen=True)
 class Sizes:
@@ -68,15 +58,19 @@ class Sizes:
 
 
 def sizes(region: Region) -> list[Sizes]:
-    """The sizes that a region is offered in, large chunks first."""
+    """The sizes that a region is offered in, large chunks first.
+
+    Of a batch of matrices or images one is enough for a chunk. On a GPU a chunk of other rows
+    begins where kernels expect memory to, however narrow a row is.
+    """
     in_batches = region.of_images or "bmm" in _names(region)
-    least = 1 if in_batches else LEAST_CHUNK
+    least = 1 if in_batches else MATMUL_ROWS
     is_cpu = next(iter(region.kinds)).meta["val"].device.type == "cpu"
-    chunks = {max(least, ceil(region.rows / part)) for part in PARTS}
+    chunks = {max(least, ceil(region.rows / part)) for part in CHUNK_PARTS}
     if not in_batches and not is_cpu:
-        chunks = {max(least, chunk // ALIGNED_ROWS * ALIGNED_ROWS) for chunk in chunks}
+        chunks = {max(least, chunk // MATMUL_ROWS * MATMUL_ROWS) for chunk in chunks}
     widest = max(dtype_of(n).itemsize for n in region.kinds if region.is_big(n)) * region.width
-    tile = max(1 if in_batches else LEAST_TILE, TILE_BYTES // widest)
+    tile = max(1, TILE_BYTES // widest)
     return [
         Sizes(chunk, min(tile, chunk) if is_cpu else chunk)
         for chunk in sorted(chunks, reverse=True)

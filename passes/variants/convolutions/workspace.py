@@ -20,6 +20,7 @@ from dataclasses import dataclass, replace
 import torch
 from torch import fx
 
+from fxremat.core.constants import CHUNK_PARTS
 from fxremat.passes.joint_graph import JointGraph
 from fxremat.passes.nodes import add_call, fake
 from fxremat.passes.variants.convolutions.split_gradients import read_backward
@@ -28,8 +29,6 @@ from fxremat.runtime.chunks import convolutions
 
 _FORWARD = torch.ops.aten.convolution.default
 _BACKWARD = torch.ops.aten.convolution_backward.default
-PARTS = (4, 16)
-"""Into how many parts a batch may go: fewer forms to choose from than there are images."""
 
 
 @dataclass(frozen=True)
@@ -61,7 +60,7 @@ def _ways(call: fx.Node) -> Iterator[tuple[int, str]]:
     """
     given = fake(call.args[1 if call.target is _BACKWARD else 0])  # type: ignore[arg-type]
     count = given.shape[0]
-    for images in dict.fromkeys(-(-count // parts) for parts in PARTS):
+    for images in dict.fromkeys(-(-count // parts) for parts in CHUNK_PARTS):
         if images < count:
             yield images, ""
     if given.device.type == "cuda":

@@ -1,10 +1,9 @@
-"""Rehearsals kept on disk: the same as those made anew, and asked for by what decides them."""
+"""Dry runs kept on disk: the same as those made anew, and asked for by what decides them."""
 
 from __future__ import annotations
 
 import json
 from collections.abc import Callable
-from dataclasses import asdict
 from pathlib import Path
 from typing import Any
 
@@ -15,8 +14,13 @@ from hypothesis import strategies as st
 
 import fxremat
 from fxremat.compat.configuration import inductor_config
-from fxremat.compile.dry_run.dry_run import Rehearsal, rehearse
-from fxremat.compile.dry_run.known import _rehearsal_of, rehearse_once
+from fxremat.compile.dry_run.dry_run import (
+    DryRun,
+    _dry_run_from_json,
+    _dry_run_to_json,
+    dry_run,
+    dry_run_once,
+)
 from fxremat.core.timeline import Lifetime
 from fxremat.whatif.explanation import Explanation
 from tests.compat_graphs import Shared, half
@@ -25,21 +29,21 @@ from tests.small import Convolutions, Stack, seeded
 
 @pytest.fixture
 def kept(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> Path:
-    """Where rehearsals are kept."""
-    monkeypatch.setattr("fxremat.compat.cache_directory", lambda: str(tmp_path))
-    return tmp_path / "fxremat" / "rehearsals"
+    """Where dry runs are kept."""
+    monkeypatch.setattr("fxremat.compile.search.candidates.cache_directory", lambda: str(tmp_path))
+    return tmp_path / "fxremat" / "dry_runs"
 
 
 @pytest.fixture
-def made(monkeypatch: pytest.MonkeyPatch) -> list[Rehearsal]:
-    """The rehearsals that were really made."""
+def made(monkeypatch: pytest.MonkeyPatch) -> list[DryRun]:
+    """The dry runs that were really made."""
     found = []
 
     def noting(*args: Any, **kwargs: Any) -> Any:
-        found.append(rehearse(*args, **kwargs))
+        found.append(dry_run(*args, **kwargs))
         return found[-1]
 
-    monkeypatch.setattr("fxremat.compile.dry_run.known.rehearse", noting)
+    monkeypatch.setattr("fxremat.compile.dry_run.dry_run.dry_run", noting)
     return found
 
 
@@ -69,7 +73,7 @@ def unchanging(explanation: Explanation) -> Any:
 
 
 @pytest.mark.parametrize("ask", [explain, images])
-def test_what_was_rehearsed_is_not_rehearsed_again(
+def test_no_dry_run_is_made_twice(
     kept: Path, made: list[Any], ask: Callable[[], Explanation]
 ) -> None:
     first, count = ask(), len(made)
@@ -81,7 +85,7 @@ def test_what_was_rehearsed_is_not_rehearsed_again(
 
 @pytest.mark.usefixtures("kept")
 @pytest.mark.parametrize("change", [{"rows": 448}, {"inductor": {"max_fusion_size": 2}}])
-def test_another_batch_and_other_options_are_rehearsed(made: list[Any], change: Any) -> None:
+def test_another_batch_and_other_options_count_anew(made: list[Any], change: Any) -> None:
     explain(solver="greedy")
     count = len(made)
     explain(solver="greedy", **change)
@@ -99,7 +103,7 @@ def test_another_batch_and_other_options_are_rehearsed(made: list[Any], change: 
     ],
     ids=["nothing", "results", "device", "card", "threads"],
 )
-def test_the_same_graphs_are_rehearsed_anew_where_something_else_differs(
+def test_the_same_graphs_are_counted_anew_where_something_else_differs(
     kept: Path, made: list[Any], change: dict[str, Any], threads: int, count: int
 ) -> None:
     def step(forward: Any, backward: Any) -> None:
@@ -108,9 +112,9 @@ def test_the_same_graphs_are_rehearsed_anew_where_something_else_differs(
         before = torch.get_num_threads()
         try:
             torch.set_num_threads(2)
-            rehearse_once(forward, backward, **asked)
+            dry_run_once(forward, backward, **asked)
             torch.set_num_threads(threads)
-            rehearse_once(forward, backward, **{**asked, **change})
+            dry_run_once(forward, backward, **{**asked, **change})
         finally:
             torch.set_num_threads(before)
 
@@ -119,8 +123,8 @@ def test_the_same_graphs_are_rehearsed_anew_where_something_else_differs(
 
 
 SIZES = st.integers(0, 2**50)
-REHEARSALS = st.builds(
-    Rehearsal,
+DRY_RUNS = st.builds(
+    DryRun,
     peak_bytes=SIZES,
     live_bytes=st.lists(SIZES).map(tuple),
     at_peak=st.lists(st.tuples(st.text(), SIZES)).map(tuple),
@@ -131,9 +135,9 @@ REHEARSALS = st.builds(
 )
 
 
-@given(REHEARSALS)
-def test_every_rehearsal_is_read_back(shown: Rehearsal) -> None:
-    assert _rehearsal_of(json.loads(json.dumps(asdict(shown)))) == shown
+@given(DRY_RUNS)
+def test_every_dry_run_is_read_back(shown: DryRun) -> None:
+    assert _dry_run_from_json(json.loads(json.dumps(_dry_run_to_json(shown)))) == shown
 
 
 @pytest.mark.parametrize(
@@ -146,13 +150,13 @@ def test_every_rehearsal_is_read_back(shown: Rehearsal) -> None:
         {"lifetimes": 3},
     ],
 )
-def test_what_is_no_rehearsal_is_not_believed(damage: dict[str, Any]) -> None:
-    answer = asdict(Rehearsal(1, (1,), (("x", 1),), {"x": 1}))
-    assert _rehearsal_of(answer) is not None
-    assert _rehearsal_of({**answer, **damage}) is None
+def test_what_is_no_dry_run_is_not_believed(damage: dict[str, Any]) -> None:
+    answer = _dry_run_to_json(DryRun(1, (1,), (("x", 1),), {"x": 1}))
+    assert _dry_run_from_json(answer) is not None
+    assert _dry_run_from_json({**answer, **damage}) is None
     (name,) = damage
     del answer[name]
-    assert _rehearsal_of(answer) is None
+    assert _dry_run_from_json(answer) is None
 
 
 def test_nothing_is_kept_where_caches_are_disabled(kept: Path, made: list[Any]) -> None:

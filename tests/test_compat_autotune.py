@@ -14,9 +14,9 @@ from torch._inductor.codegen import triton
 from torch._inductor.graph import GraphLowering
 from torch._inductor.runtime import triton_heuristics
 
-from fxremat.compat import tuning
+from fxremat.compat import autotune
+from fxremat.compat.autotune import tuned_in_the_step
 from fxremat.compat.compilers import compile_with_inductor
-from fxremat.compat.tuning import tuned_in_the_step
 
 TritonKernel: Any = triton.TritonKernel
 
@@ -66,7 +66,7 @@ def test_only_marked_kernels_are_tuned_in_the_step(monkeypatch: pytest.MonkeyPat
     monkeypatch.setattr(triton_heuristics, "CachingAutotuner", Tuner)
     properties = SimpleNamespace(L2_cache_size=1000)
     monkeypatch.setattr(torch.cuda, "get_device_properties", lambda device: properties)
-    monkeypatch.setattr(tuning, "_on_host", lambda tensor: "on the host")
+    monkeypatch.setattr(autotune, "_on_host", lambda tensor: "on the host")
     monkeypatch.setattr(torch.cuda, "current_device", lambda: 0)
     monkeypatch.setattr(torch.cuda, "MemPool", lambda: "a pool")
     monkeypatch.setattr(torch.cuda, "use_mem_pool", pool)
@@ -79,8 +79,8 @@ def test_only_marked_kernels_are_tuned_in_the_step(monkeypatch: pytest.MonkeyPat
         {"device": 0, "segment_pool_id": (0, 1), "blocks": [{"state": "inactive", "size": 9000}]},
     ]
     monkeypatch.setattr(torch.cuda, "memory_snapshot", lambda: segments)
-    assert tuning.free_pieces(torch.device("cuda")) == [700, 1400]
-    tuning.tune_in_the_step()
+    assert autotune.free_pieces(torch.device("cuda")) == [700, 1400]
+    autotune.tune_in_the_step()
     a, b, c = (torch.ones(n).as_subclass(OnDevice) for n in (150, 110, 500))
     assert Tuner().benchmark_all_configs(a, b, c, 5) == {}
     assert before == ["benchmark", "copy"]
@@ -89,7 +89,7 @@ def test_only_marked_kernels_are_tuned_in_the_step(monkeypatch: pytest.MonkeyPat
     sizes[0] = blocks[0]["size"] = 999
     assert list(marked.benchmark_all_configs(a, b, c, 5)) == ["a", "b"]
     assert before == ["benchmark", "copy", "benchmark", "pool", "benchmark"]
-    tuning.tune_in_the_step()
+    autotune.tune_in_the_step()
     marked.benchmark_all_configs(torch.ones(3))
     assert before[5:] == ["benchmark", "copy"]
 
@@ -120,7 +120,7 @@ def test_a_backward_that_is_compiled_when_it_runs_is_marked(
 
 def test_names_that_tuning_relies_on() -> None:
     tuner: Any = triton_heuristics.CachingAutotuner
-    tuning.tune_in_the_step()
+    autotune.tune_in_the_step()
     source = inspect.getsource(triton_heuristics)
     assert hasattr(tuner.benchmark_all_configs, "__wrapped__")
     for name in (
@@ -135,8 +135,8 @@ def test_names_that_tuning_relies_on() -> None:
 
 def test_pieces_are_cut_from_the_smallest_that_is_large_enough() -> None:
     pieces = [10, 20, 40]
-    assert tuning.take_piece(pieces, 15)
+    assert autotune.take_piece(pieces, 15)
     assert pieces == [5, 10, 40]
-    assert not tuning.take_piece(pieces, 41)
-    assert tuning.storage_length(torch.empty(3, 5)[:, :2]) == 12
-    assert tuning.storage_length(torch.empty(0, 5)) == 0
+    assert not autotune.take_piece(pieces, 41)
+    assert autotune.storage_length(torch.empty(3, 5)[:, :2]) == 12
+    assert autotune.storage_length(torch.empty(0, 5)) == 0

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import ast
 import gc
 from collections.abc import Iterable, Iterator
 from typing import Any
@@ -15,14 +14,8 @@ import fxremat
 from fxremat.compat.inductor.generated_code import Generated
 from fxremat.compat.inductor.generated_code import generate as torch_generate
 from fxremat.compat.tensors import without_memory
-from fxremat.compile.dry_run.dry_run import (
-    Rehearsal,
-    Workspace,
-    _Meter,
-    _rounded,
-    _written,
-    rehearse,
-)
+from fxremat.compile.dry_run.dry_run import AllocatorEvents, DryRun, dry_run
+from fxremat.compile.dry_run.meter import CodeMeter, Workspace
 from fxremat.core.events import Allocate, Free
 from fxremat.core.timeline import Lifetime
 from tests.compat_graphs import half
@@ -66,9 +59,9 @@ CHAIN = """
 ORIGINS = {"buf0": "mul", "buf1": "gelu", "buf2": "sum_1", "buf3": "sort"}
 
 
-def counted(body: str, workspace: Workspace = lambda op, args, kwargs: ()) -> tuple[_Meter, Any]:
+def counted(body: str, workspace: Workspace = lambda op, args, kwargs: ()) -> tuple[CodeMeter, Any]:
     """The meter and the results after ``body`` has run on 8 bytes."""
-    meter = _Meter("cpu", workspace)
+    meter = CodeMeter(workspace=workspace)
     generated = Generated(HEADER + body, {}, ORIGINS, ())
     with without_memory() as made:
         x = torch.empty(8, dtype=torch.uint8)
@@ -112,30 +105,7 @@ def bytes_at(lifetimes: Iterable[Lifetime], moments: int) -> list[int]:
     return [sum(x.nbytes for x in shown if x.start <= k < x.stop) for k in range(moments)]
 
 
-def test_cuda_hands_out_blocks() -> None:
-    assert _rounded(1, "cuda") == 512
-    assert _rounded(1024, "cuda") == 1024
-    assert _rounded(1, "cpu") == 1
-
-
-@pytest.mark.parametrize(
-    ("statement", "written"),
-    [
-        ("buf1 = f(buf0)", "buf1"),
-        ("extern_kernels.mm(a, b, out=buf2)", "buf2"),
-        ("aten.scatter_(buf3, 1)", "buf3"),
-        ("x, y = args", None),
-        ("args.clear()", None),
-        ("'a string'", None),
-    ],
-)
-def test_what_a_statement_writes(statement: str, written: str | None) -> None:
-    (parsed,) = ast.parse(statement).body
-    assert isinstance(parsed, (ast.Assign, ast.Expr))
-    assert _written(parsed) == written
-
-
-# --- a rehearsed step -----------------------------------------------------------------------------
+# --- a dry run ------------------------------------------------------------------------------------
 
 
 def test_lifetimes_add_up_to_what_is_live() -> None:
@@ -167,11 +137,11 @@ def test_what_the_caller_holds_is_there_to_the_end() -> None:
 
     Beside them the last product has its operand, its result and the other gradient.
     """
-    found: list[Rehearsal] = []
+    found: list[DryRun] = []
 
     def step(forward: Any, backward: Any) -> None:
         asked: dict[str, Any] = {"num_fwd_outputs": 1, "device": "cpu", "workspace": lambda *_: ()}
-        found.append(rehearse(forward, backward, **asked))
+        found.append(dry_run(forward, backward, **asked))
 
     half(Two(), step, torch.ones(64, 64))
     (shown,) = found
@@ -184,16 +154,17 @@ def test_what_the_caller_holds_is_there_to_the_end() -> None:
 
 
 def test_what_others_hold_between_the_halves_is_live_there_and_nowhere_else() -> None:
-    shown = Rehearsal(
+    shown = DryRun(
         peak_bytes=90,
         live_bytes=(50, 70, 60, 90),
         at_peak=(("b", 90),),
         scratch={},
-        events=(Allocate("0", 50), Allocate("1", 20), Free("1"), Allocate("3", 30)),
+        allocator=AllocatorEvents(
+            (Allocate("0", 50), Allocate("1", 20), Free("1"), Allocate("3", 30)), forward_events=2
+        ),
         making=("a", "t", "b", "c"),
-        forward_moments=2,
+        forward_steps=2,
         saved_bytes=70,
-        forward_events=2,
         lifetimes=(
             Lifetime("a", 50, 0, 2),
             Lifetime("t", 20, 1, 3),
@@ -209,7 +180,7 @@ def test_what_others_hold_between_the_halves_is_live_there_and_nowhere_else() ->
     assert more.live_bytes == (50, 70, 110, 60, 90)
     assert more.making == ("a", "t", "tangents", "b", "c")
     assert more.events[2:4] == (Allocate("4", 40), Free("4"))
-    assert (more.saved_bytes, more.forward_moments) == (70, 3)
+    assert (more.saved_bytes, more.forward_steps) == (70, 3)
     stays = [(one.value, one.start, one.stop) for one in more.lifetimes]
     assert stays == [("a", 0, 2), ("t", 1, 4), ("b", 3, 5), ("c", 4, 5), ("tangents", 2, 3)]
 
@@ -228,26 +199,26 @@ def test_kernels_of_the_forward_begin_before_the_backward_has_code(
     def step(forward: Any, backward: Any) -> None:
         asked: dict[str, Any] = {"num_fwd_outputs": 1, "device": "cpu", "workspace": lambda *_: ()}
         for begin in (True, False):
-            shown = rehearse(forward, backward, **asked, begin=begin)
+            shown = dry_run(forward, backward, **asked, begin=begin)
             events.append("taken")
             shown.hand_over()
 
     monkeypatch.setattr("fxremat.compile.dry_run.dry_run.generate", generated)
-    dry_run = "fxremat.compile.dry_run.dry_run"
-    monkeypatch.setattr(f"{dry_run}.begin_kernels", lambda code: events.append("begun"))
+    module = "fxremat.compile.dry_run.dry_run"
+    monkeypatch.setattr(f"{module}.begin_kernels", lambda code: events.append("begun"))
     half(Two(), step, torch.ones(64, 64))
     likely = ["forward", "begun", "backward", "begun", "taken"]
     assert events == [*likely, "forward", "backward", "taken", "begun", "begun"]
 
 
-def test_a_rehearsed_plan_names_what_is_live_at_the_peak() -> None:
+def test_a_plan_names_what_is_live_at_the_peak() -> None:
     model, x = seeded(Stack, 512, 32)
     full = fxremat.explain(model, x)
     budget = int(0.8 * full.keep_all_peak_bytes)
     options = {"memory_budget": budget, "variants": "none"}
     report = fxremat.explain(model, x, options=options).graphs[0]
     assert report.rehearsals >= 1
-    assert "rehearse" in report.seconds
+    assert "dry run" in report.seconds
     assert report.recomputed
     assert report.predicted_peak_bytes <= budget
     assert max(report.timeline) == report.predicted_peak_bytes
@@ -273,29 +244,29 @@ def test_the_cyclic_collector_rests_and_is_left_as_it_was(
     (gc.enable if enabled else gc.disable)()
     try:
         with pytest.raises(NotImplementedError):
-            rehearse(empty, empty, num_fwd_outputs=0, device="cpu", workspace=lambda *_: ())
+            dry_run(empty, empty, num_fwd_outputs=0, device="cpu", workspace=lambda *_: ())
         assert gc.isenabled() == enabled
     finally:
         gc.enable()
 
 
-def test_without_a_budget_nothing_is_rehearsed() -> None:
+def test_without_a_budget_no_dry_run_is_made() -> None:
     model, x = seeded(Stack, 16, 32)
     report = fxremat.explain(model, x).graphs[0]
     assert report.rehearsals == 0
-    assert "rehearse" not in report.seconds
+    assert "dry run" not in report.seconds
 
 
-def test_code_that_cannot_be_rehearsed_is_planned_with_a_warning(
+def test_code_that_cannot_run_without_data_is_planned_with_a_warning(
     monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
 ) -> None:
     def refuse(*_: Any, **__: Any) -> Any:
         raise NotImplementedError("no fake kernel\nand a long explanation")
 
-    monkeypatch.setattr("fxremat.compile.dry_run.known.rehearse", refuse)
+    monkeypatch.setattr("fxremat.compile.dry_run.dry_run.dry_run", refuse)
     model, x = seeded(Stack, 512, 32)
     budget = int(0.8 * fxremat.explain(model, x).keep_all_peak_bytes)
     report = fxremat.explain(model, x, memory_budget=budget).graphs[0]
     assert report.predicted_peak_bytes == report.planned_peak_bytes <= budget
-    assert "could not be rehearsed (NotImplementedError: no fake kernel)" in caplog.text
+    assert "could not run without data (NotImplementedError: no fake kernel)" in caplog.text
     assert report.order == "planned"  # the plan is all there is: Inductor has to keep to it

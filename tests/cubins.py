@@ -12,8 +12,7 @@ from typing import Any
 
 from fxremat.compat.absent.pretending import Properties, pretending
 from fxremat.compat.configuration import inductor_config
-from fxremat.compat.inductor.generated_code import Generated
-from fxremat.compat.inductor.loading import load_without_kernels
+from fxremat.compat.inductor.generated_code import Generated, load_without_kernels
 
 _AS_TRITON_COMPILES = {
     name: False
@@ -45,17 +44,17 @@ def _kernels(generated: Generated) -> Iterator[tuple[str, str]]:
 def _asked(found: list[tuple[str, str]]) -> Iterator[None]:
     from unittest import mock
 
-    from fxremat.compat.inductor import loading
+    from fxremat.compat.inductor import generated_code
 
-    class Collector(loading._NoKernel):
+    class Collector(generated_code._NoKernel):
         def triton(self, name: str, source: str, **_: Any) -> Any:
             found.append((name, source))
-            return loading._NoKernel()
+            return generated_code._NoKernel()
 
         def __call__(self, *args: Any, **kwargs: Any) -> Any:
             return self
 
-    with mock.patch.object(loading, "_NoKernel", Collector):
+    with mock.patch.object(generated_code, "_NoKernel", Collector):
         yield
 
 

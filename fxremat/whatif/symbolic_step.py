@@ -1,7 +1,7 @@
 """One joint graph at many sizes: traced once with symbols, then asked what it takes at each.
 
 A plan is for one choice of sizes; a joint graph whose sizes are symbols stands for all of them.
-`compat.sizes_at` gives the symbols their values, and estimate, planner and rehearsal then see the
+`compat.sizes_at` gives the symbols their values, and estimate, planner and dry run then see the
 problem of those sizes. Code is generated once for each way to cut the graph, and runs, on tensors
 without memory, at any size.
 """
@@ -29,10 +29,10 @@ from fxremat.compat.joint_graph import copy_module, without_user_tags
 from fxremat.compat.sizes import sizes_at, symbols_seen
 from fxremat.compile.cost_model import CostModel, cost_model
 from fxremat.compile.draft import Draft
-from fxremat.compile.dry_run.dry_run import Rehearsal, Scene, written
+from fxremat.compile.dry_run.dry_run import DryRun, GeneratedStep, generate_step
 from fxremat.compile.pipeline import AS_TORCH, DONATE, PLAN, PREPARE, Runner
 from fxremat.compile.request import Request
-from fxremat.compile.search.candidates import Candidate, Judge, Judged, plain_bytes
+from fxremat.compile.search.candidates import Candidate, Evaluation, Evaluator, plain_bytes
 from fxremat.compile.search.planning import Planning
 from fxremat.compile.search.search import Search
 from fxremat.compile.search.torch_plan import plan_of_torch
@@ -50,11 +50,11 @@ class AsTorch:
     """Torch's own cut of the graph, and its code."""
 
     draft: Draft
-    scene: Scene
+    code: GeneratedStep
 
 
 SAMPLES = (1, 2, 3)
-"""Times the first size: where a step is rehearsed to know it at others."""
+"""Times the first size: where a dry run is made to know what the step takes at others."""
 
 
 @dataclass
@@ -62,40 +62,40 @@ class PeaksBySize:
     """The peak of a step as one size of it varies.
 
     The code of the step is the same at every size, and so is the order of what it allocates, and
-    each allocation is a polynomial of the size, of degree 2 at most: what was rehearsed at three
-    sizes says what to expect at any other. Only what a library rounds up differs from that.
+    each allocation is a polynomial of the size, of degree 2 at most: dry runs at three sizes
+    say what to expect at any other. Only what a library rounds up differs from that.
     """
 
-    rehearse: Callable[[int], Rehearsal]
-    peak_of: Callable[[Rehearsal], int]
-    shown: dict[int, Rehearsal] = field(default_factory=dict)
+    dry_run: Callable[[int], DryRun]
+    peak_of: Callable[[DryRun], int]
+    shown: dict[int, DryRun] = field(default_factory=dict)
 
-    def rehearsed(self, size: int) -> Rehearsal:
-        """At this size, once."""
+    def at(self, size: int) -> DryRun:
+        """The dry run at this size, made once."""
         if size not in self.shown:
-            self.shown[size] = self.rehearse(size)
+            self.shown[size] = self.dry_run(size)
         return self.shown[size]
 
-    def told(self, size: int, first: int) -> Rehearsal:
-        """What to expect of a rehearsal at this size, by those at multiples of ``first``.
+    def expected(self, size: int, first: int) -> DryRun:
+        """What to expect at this size, by dry runs at multiples of ``first``.
 
-        Rehearsed where these are not alike.
+        It is a dry run of its own where those are not alike.
         """
-        samples = [(one, self.rehearsed(one)) for one in (times * first for times in SAMPLES)]
+        samples = [(one, self.at(one)) for one in (times * first for times in SAMPLES)]
         if size in self.shown:
             return self.shown[size]
-        return _between(samples, size) or self.rehearsed(size)
+        return _between(samples, size) or self.at(size)
 
 
-def _between(samples: Sequence[tuple[int, Rehearsal]], size: int) -> Rehearsal | None:
-    """The rehearsal at another size, by Lagrange's polynomials; None where events differ."""
+def _between(samples: Sequence[tuple[int, DryRun]], size: int) -> DryRun | None:
+    """The dry run at another size, by Lagrange's polynomials; None where events differ."""
     sizes = [one for one, _ in samples]
     weights = [
         prod((Fraction(size - other, one - other) for other in sizes if other != one), start=ONE)
         for one in sizes
     ]
 
-    def told(values: Sequence[int]) -> int:
+    def at_size(values: Sequence[int]) -> int:
         return int(sum(w * v for w, v in zip(weights, values, strict=True)))
 
     first, shown = samples[0][1], [one for _, one in samples]
@@ -106,20 +106,20 @@ def _between(samples: Sequence[tuple[int, Rehearsal]], size: int) -> Rehearsal |
         if isinstance(each[0], Allocate):
             if not all(isinstance(e, Allocate) and e.name == each[0].name for e in each):
                 return None
-            asked = told([e.nbytes for e in each if isinstance(e, Allocate)])
+            asked = at_size([e.nbytes for e in each if isinstance(e, Allocate)])
             events.append(replace(each[0], nbytes=asked))
         elif any(e != each[0] for e in each):
             return None
         else:
             events.append(each[0])
-    live = tuple(map(told, zip(*(one.live_bytes for one in shown), strict=True)))
+    live = tuple(map(at_size, zip(*(one.live_bytes for one in shown), strict=True)))
     return replace(
         first,
-        events=tuple(events),
+        allocator=replace(first.allocator, events=tuple(events)),
         live_bytes=live,
         peak_bytes=max(live, default=0),
-        saved_bytes=told([one.saved_bytes for one in shown]),
-        left_bytes=told([one.left_bytes for one in shown]),
+        saved_bytes=at_size([one.saved_bytes for one in shown]),
+        left_bytes=at_size([one.left_bytes for one in shown]),
     )
 
 
@@ -130,7 +130,7 @@ ONE = Fraction(1)
 class Expected:
     """A plan, and the peak to be expected, in what the budget counts."""
 
-    judge: Judge
+    evaluator: Evaluator
     candidate: Candidate
     peak_bytes: int
     there: There
@@ -141,10 +141,10 @@ class Expected:
         return self.candidate.plan.time_us
 
     @with_stack_room
-    def judged(self) -> Judged:
-        """Rehearsed: the peak that it really has."""
+    def judged(self) -> Evaluation:
+        """The peak that it really has, by a dry run."""
         with self.there():
-            return self.judge.judge(self.candidate)
+            return self.evaluator.evaluate(self.candidate)
 
 
 @dataclass
@@ -174,20 +174,20 @@ class SymbolicStep:
         return Runner(replace(self.costs, request=request), self.times)
 
     @with_stack_room
-    def torch_rehearsal(self, sizes: Sizes) -> Rehearsal:
+    def torch_dry_run(self, sizes: Sizes) -> DryRun:
         """A step with torch's own partition, at these sizes."""
         with self.at(sizes):
-            scene = self._as_torch().scene
-            with self.times.stage("rehearse"):
-                return scene.run(self.costs.device.type, self.costs.workspaces.blocks_of_call)
+            code = self._as_torch().code
+            with self.times.stage("dry run"):
+                return code.dry_run(self.costs.device.type, self.costs.workspaces.blocks_of_call)
 
     def torch_peaks(self, sizes: Sizes, what: str) -> PeaksBySize:
         """Its peaks as one of the sizes varies, in what the budget counts."""
 
-        def rehearsed(size: int) -> Rehearsal:
-            return self.torch_rehearsal({**sizes, what: size})
+        def dry_run(size: int) -> DryRun:
+            return self.torch_dry_run({**sizes, what: size})
 
-        return PeaksBySize(rehearsed, partial(plain_bytes, request=self.costs.request))
+        return PeaksBySize(dry_run, partial(plain_bytes, request=self.costs.request))
 
     @with_stack_room
     def torch_time_us(self, sizes: Sizes) -> float:
@@ -198,14 +198,14 @@ class SymbolicStep:
             return plan_of_torch(replace(estimated, halves=halves)).time_us
 
     def _as_torch(self) -> AsTorch:
-        """What torch does is not ours to judge."""
+        """Torch's partition and its code, not verified since it is not ours."""
         if self.torch_cut is None:
             runner = self._runner(self.costs.request.with_policy(verify=False))
             cut = runner.run("apply", AS_TORCH, runner.run("estimate", PLAN, self.prepared))
             cut = runner.run("apply", DONATE, cut)
-            with self.times.stage("rehearse"), inductor_config.patch(UNTOUCHED):
-                scene = written(*cut.halves, num_fwd_outputs=cut.num_forward_outputs)
-            self.torch_cut = AsTorch(cut, scene)
+            with self.times.stage("dry run"), inductor_config.patch(UNTOUCHED):
+                code = generate_step(*cut.halves, num_fwd_outputs=cut.num_forward_outputs)
+            self.torch_cut = AsTorch(cut, code)
         return self.torch_cut
 
     @with_stack_room
@@ -244,14 +244,14 @@ class SymbolicStep:
         search = self._search(budget_bytes)
         with self.there():
             found = search.quickest(budget_bytes)
-            return Expected(search.judge, found, search.expected_bytes(found), self.there)
+            return Expected(search.evaluator, found, search.expected_bytes(found), self.there)
 
     def _search(self, budget_bytes: int) -> Search:
         asked = self.costs.request
         request = asked.with_budget(limit=budget_bytes + asked.budget.beside)
         runner = self._runner(request)
         planning = Planning(request, self.times)
-        return Search(runner, planning, Judge(runner, plan_only=True), self.prepared)
+        return Search(runner, planning, Evaluator(runner, plan_only=True), self.prepared)
 
 
 UNTOUCHED = {

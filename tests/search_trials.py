@@ -1,4 +1,4 @@
-"""Searches on problems alone: a judge whose real peaks are made up, and what it was asked."""
+"""Searches on problems alone: an evaluator whose peaks are made up of the planned ones."""
 
 from __future__ import annotations
 
@@ -10,9 +10,9 @@ from typing import Any, Final, cast
 from torch import fx
 
 from fxremat.compile.draft import Draft
-from fxremat.compile.dry_run.dry_run import Rehearsal
+from fxremat.compile.dry_run.dry_run import DryRun
 from fxremat.compile.request import Policy, Request
-from fxremat.compile.search.candidates import Candidate, Judged, Order
+from fxremat.compile.search.candidates import Candidate, Evaluation, Order
 from fxremat.compile.search.planning import Planning
 from fxremat.compile.search.proposals import Proposals
 from fxremat.compile.stage_times import StageTimes
@@ -39,31 +39,31 @@ def planning(solver: str = "greedy") -> Planning:
 
 @dataclass
 class Trial:
-    """A judge whose real peaks are made up of the planned ones, and what it was asked."""
+    """An evaluator whose peaks are made up of the planned ones, and what it was asked."""
 
     real: Callable[[int, str], int]
     scratch: dict[str, int] = field(default_factory=dict)
     asked: list[Candidate] = field(default_factory=list)
-    judged: list[Judged] = field(default_factory=list)
+    seen: list[Evaluation] = field(default_factory=list)
 
-    def judge(self, candidate: Candidate) -> Judged:
+    def evaluate(self, candidate: Candidate) -> Evaluation:
         """What the made-up compiler takes."""
         peak = self.real(candidate.plan.peak_bytes, candidate.order)
         self.asked.append(candidate)
-        self.judged.append(
-            Judged(candidate, candidate.draft, peak, Rehearsal(peak, (), (), self.scratch))
+        self.seen.append(
+            Evaluation(candidate, candidate.draft, peak, DryRun(peak, (), (), self.scratch))
         )
-        return self.judged[-1]
+        return self.seen[-1]
 
-    def follow(self, proposals: Proposals) -> list[Judged]:
-        """Judge all that is proposed."""
+    def follow(self, proposals: Proposals) -> list[Evaluation]:
+        """Evaluator all that is proposed."""
         candidate = next(proposals, None)
         while candidate is not None:
             try:
-                candidate = proposals.send(self.judge(candidate))
+                candidate = proposals.send(self.evaluate(candidate))
             except StopIteration:
                 break
-        return self.judged
+        return self.seen
 
     @property
     def orders(self) -> list[str]:

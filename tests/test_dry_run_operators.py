@@ -1,4 +1,4 @@
-"""Operators of ours in a rehearsal on CUDA: allocation by allocation, as they will run."""
+"""Operators of ours in a dry run on CUDA: allocation by allocation, as they will run."""
 
 from __future__ import annotations
 
@@ -8,7 +8,7 @@ import pytest
 import torch
 
 from fxremat.compat.tensors import without_memory
-from fxremat.compile.dry_run.dry_run import _inside, _Meter
+from fxremat.compile.dry_run.meter import CodeMeter
 from fxremat.core.events import Allocate, Free
 from fxremat.cost.cuda_scratch import CudaScratch
 from fxremat.cost.workspaces import Workspaces
@@ -23,9 +23,9 @@ from tests.loss_program import CLASSES, FEATURES, program
 BF16 = torch.bfloat16
 
 
-def meter() -> _Meter:
+def meter() -> CodeMeter:
     """Of CUDA."""
-    return _Meter("cuda", CudaScratch().blocks_of_call)
+    return CodeMeter(device="cuda", workspace=CudaScratch().blocks_of_call)
 
 
 def loss_on_cuda(count: int, chunk: int, *, fused: bool) -> tuple[Any, ...]:
@@ -43,7 +43,7 @@ def test_events_have_the_peak_that_the_operator_declares(fused: bool) -> None:
     with absent("H100"), without_memory():
         args = loss_on_cuda(count, chunk, fused=fused)
         declared = kernels.WORKSPACES[ROWS](*args, measure=CudaScratch().of_call)
-        found = _inside(meter(), ROWS, args, {})
+        found = meter().inside(ROWS, args, {})
         results = [t.untyped_storage().nbytes() for t in ROWS(*args)]
     assert found is not None
     live: dict[str, int] = {}
@@ -73,7 +73,7 @@ def test_products_add_to_the_sum_in_float32() -> None:
     assert extra_of_sum(one, "cpu") == (4 + 4 + 2) * size
 
 
-def test_the_rehearsal_names_the_results_of_an_operator() -> None:
+def test_a_dry_run_names_the_results_of_an_operator() -> None:
     """What it freed inside is gone; its results are freed when the code drops them."""
     with absent("H100"), without_memory():
         args = loss_on_cuda(2048, 512, fused=False)
@@ -104,7 +104,7 @@ def test_an_operator_that_looks_at_its_data_is_one_block() -> None:
         before = kernels.IMPLEMENTATIONS[target]
         kernels.IMPLEMENTATIONS[target] = looks
         try:
-            assert _inside(meter(), target, args, {}) is None
+            assert meter().inside(target, args, {}) is None
         finally:
             kernels.IMPLEMENTATIONS[target] = before
 

@@ -1,6 +1,6 @@
 """`fit`: the largest batch, or the longest sequence, that trains within a number of bytes.
 
-The step is traced once, with what varies as symbols (`fxremat.compile.dry_run.symbolic`); what it
+The step is traced once, with what varies as symbols (`fxremat.whatif.symbolic_step`); what it
 takes is then asked at one size after the other, for torch's own compile, for checkpointing of every
 block, and for fxremat. No byte of the model is in memory, and the device need not be here.
 """
@@ -12,7 +12,7 @@ from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import AbstractContextManager, nullcontext
 from dataclasses import dataclass, replace
 from functools import partial
-from typing import Any, Literal
+from typing import Any
 
 import torch
 from torch import fx, nn
@@ -24,7 +24,6 @@ from fxremat.compat.tensors import fake_tensors, on_host_without_memory
 from fxremat.compile import session
 from fxremat.compile.draft import Draft
 from fxremat.compile.driver import generating, patches_for, total_bytes, traced
-from fxremat.compile.dry_run.symbolic import Sizes, SymbolicStep, symbolic_step
 from fxremat.compile.request import request_for
 from fxremat.compile.tracing import Ended, compile_until_ended
 from fxremat.cost.cards import absent_card
@@ -37,34 +36,14 @@ from fxremat.report.pictures import Dot, draw_fit
 from fxremat.sizes import format_bytes
 from fxremat.training.blocks import are_alike, checkpointed, repeated_blocks, shortened
 from fxremat.whatif.device import absent
-from fxremat.whatif.extrapolation import ContinuedStep, Line, PlannedSteps, TorchSteps
+from fxremat.whatif.extrapolation import Line, PlannedSteps, TorchSteps
+from fxremat.whatif.largest_size import WAYS, Point, Way, points_by_torch, points_by_us
+from fxremat.whatif.symbolic_step import Sizes, SymbolicStep, symbolic_step
 
 log = logging.getLogger(__name__)
 
 Places = Sequence[tuple[int, int]]
 """What a size is of: an input, by its position, and a dimension of it."""
-Way = Literal["torch.compile", "checkpointed blocks", "fxremat"]
-WAYS: tuple[Way, ...] = ("torch.compile", "checkpointed blocks", "fxremat")
-
-
-@dataclass(frozen=True)
-class Point:
-    """A step of one size of what varies, by one way to train; of size 0 where not even 1 fits.
-
-    The peak is in the bytes that the budget counts, beside what is held, the time that of the whole
-    step, in microseconds.
-    """
-
-    what: str
-    way: Way
-    size: int
-    peak_bytes: int
-    time_us: float
-
-    @property
-    def per_second(self) -> float:
-        """Sizes a second, as samples or tokens."""
-        return 1e6 * self.size / self.time_us if self.time_us else 0.0
 
 
 @dataclass(frozen=True)
@@ -89,7 +68,7 @@ class Fit:
     points: tuple[Point, ...]
 
     def largest(self, what: str, way: Way = "fxremat") -> Point:
-        """The row of one way."""
+        """The largest size that fits with one way to train."""
         return next(row for row in self.rows if row.what == what and row.way == way)
 
     def at(self, what: str, size: int, way: Way = "fxremat") -> Point | None:
@@ -148,8 +127,8 @@ def fit(
 
 _HOST = torch.device("cpu")
 FEW_BLOCKS = (2, 3)
-"""Of a model with at least `LEAST_BLOCKS`: how many are studied."""
-LEAST_BLOCKS = 6
+"""How many blocks are studied of a model with twice as many: two numbers make a line, and the
+fewest blocks that have a first and a last one are two."""
 
 
 def _tensors_for(device: str | None) -> AbstractContextManager[Any]:
@@ -161,7 +140,7 @@ def _tensors_for(device: str | None) -> AbstractContextManager[Any]:
 
 @dataclass
 class _Fitting:
-    """One question."""
+    """One call of `fit`."""
 
     model: Callable[..., Any]
     inputs: tuple[Any, ...]
@@ -171,7 +150,7 @@ class _Fitting:
     whole: bool
 
     def run(self) -> Fit:
-        """The answer."""
+        """Find the largest sizes."""
         weights = list(self.model.parameters()) if isinstance(self.model, nn.Module) else []
         held = held_by(self.optimizer, weights)
         weights_bytes = sum(weight.numel() * weight.dtype.itemsize for weight in weights)
@@ -215,9 +194,9 @@ class _Fitting:
             yield [Point(what, way, 0, 0, 0.0) for way in WAYS if way in steps or way == "fxremat"]
             return
         by_torch = {way: TorchSteps(line, few, sizes, what) for way, few in steps.items()}
-        of_way = {way: _of_torch(few, way, budget) for way, few in by_torch.items()}
+        of_way = {way: points_by_torch(few, way, budget) for way, few in by_torch.items()}
         planned = PlannedSteps(by_torch["torch.compile"], by_torch.get("checkpointed blocks"))
-        of_way["fxremat"] = _ours(planned, of_way, budget, weights_bytes)
+        of_way["fxremat"] = points_by_us(planned, of_way, budget, weights_bytes)
         yield from (of_way[way] for way in WAYS if way in of_way)
 
     def _steps(
@@ -226,7 +205,7 @@ class _Fitting:
         """The steps to study, and the line through them: few of the blocks, or the whole."""
         blocks = repeated_blocks(self.model)
         count = len(blocks)
-        if not self.whole and count >= LEAST_BLOCKS and are_alike(blocks):
+        if not self.whole and count >= 2 * FEW_BLOCKS[-1] and are_alike(blocks):
             try:
                 return Line(FEW_BLOCKS, count), self._traced(FEW_BLOCKS, inputs, sizes, held)
             except NotTraceable as error:  # such as of a model that names its blocks by number
@@ -275,7 +254,7 @@ class _Fitting:
             if request.budget.limit is None:
                 raise InvalidOption("memory_budget", None, "a number of bytes to fit into")
             held_bytes = request.budget.held + held.states
-            # Nothing of it will run: whoever compiles the step has it judged then.
+            # Nothing of it will run: whoever compiles the step has it verified then.
             request = request.with_budget(held=held_bytes).with_policy(verify=False)
 
             def partition(module: fx.GraphModule, joint_inputs: Any, **kwargs: Any) -> Any:
@@ -353,192 +332,3 @@ def _mark(inputs: tuple[Any, ...], vary: Mapping[str, Places]) -> None:
     for places in vary.values():
         for argument, dimension in places:
             mark_dynamic(inputs[argument], dimension)
-
-
-PARTS = (0.25, 0.5, 0.75)
-"""Of the largest size that fits: what else is looked at, for the throughput."""
-
-
-def _of_torch(steps: TorchSteps, way: Way, budget: int) -> list[Point]:
-    """The graph as torch cuts it: at parts of the largest size that fits, and at that size.
-
-    The largest is rehearsed; at parts of it the peak is the expected one.
-    """
-    found = _largest_of_torch(steps, budget)
-    if found is None:
-        return [Point(steps.what, way, 0, 0, 0.0)]
-    largest, peak = found
-    below = sorted({max(1, int(part * largest)) for part in PARTS} - {largest})
-    peaks = {**{size: steps.expected_bytes(size) for size in below}, largest: peak}
-    return [Point(steps.what, way, size, peaks[size], steps.time_us(size)) for size in peaks]
-
-
-def _largest_of_torch(steps: TorchSteps, budget: int) -> tuple[int, int] | None:
-    """The largest size that is expected to fit, and its peak when it is rehearsed.
-
-    Where that takes more than was expected, the next one aims lower by as much. Where nothing is
-    expected to fit any more, sizes are rehearsed until the largest is found.
-    """
-    first, target = steps.sizes[steps.what], budget
-    size = largest_within(steps.expected_bytes, target, first)
-    while size:
-        peak = steps.peak_bytes(size)
-        if peak <= budget:
-            return size, peak
-        target -= peak - budget
-        size = min(size - 1, largest_within(steps.expected_bytes, target, size))
-    size = largest_within(steps.peak_bytes, budget, first)
-    return (size, steps.peak_bytes(size)) if size else None
-
-
-def _ours(
-    steps: PlannedSteps,
-    by_torch: Mapping[Way, Sequence[Point]],
-    budget: int,
-    weights_bytes: int,
-) -> list[Point]:
-    """Where torch's own partition fits it is ours, too; then what lies between, and the largest.
-
-    Variants need sizes as numbers. So the least peak that the planner expects at one size leads to
-    the next. The last one is rehearsed, and smaller ones follow where it does not fit. In between,
-    at the largest size that checkpointing fits, else halfway, what is said is as planned. Plans are
-    those of the quickest solver.
-    """
-    what, plain = steps.plain.what, steps.plain
-    below = [replace(one, way="fxremat") for one in by_torch["torch.compile"] if one.size]
-    fits = below[-1].size if below else 0
-    ends = [one.size for one in by_torch.get("checkpointed blocks", ())[-1:] if one.size]
-    for end in ends:
-        if end < fits and all(one.size != end for one in below):
-            there = plain.expected_bytes(end), plain.time_us(end)
-            below = sorted([*below, Point(what, "fxremat", end, *there)], key=lambda one: one.size)
-    size = max(1, FIRST_GUESS * fits, *(points[-1].size for points in by_torch.values()))
-    fixed = GROWN * weights_bytes
-    known = {0: fixed}
-    for _ in range(GUESSES):
-        known[size] = steps.at(size).quickest(0).peak_bytes
-        guess = _by_line(known, budget)
-        if 0 <= guess - size <= HARDLY_MORE * size:
-            break
-        is_near = abs(guess - size) <= NEAR * size
-        size = guess
-        if is_near:
-            break
-    found = _rehearsed(steps.at, size, fits, budget, fixed)
-    if found is None:
-        return below or [Point(what, "fxremat", 0, 0, 0.0)]
-    size, peak, time_us = found
-    for between in (one for one in ends or [(size + fits) // 2] if fits < one < size):
-        least = fixed + (peak - fixed) * between / size
-        most = plain.expected_bytes(between)
-        kept = min(1.0, max(0.0, (budget - least) / max(1.0, most - least)))
-        for part in (kept, kept / 2, 0.0):
-            plan = steps.at(between, part).quickest(int(BETWEEN * budget))
-            if plan.peak_bytes <= budget:
-                below.append(Point(what, "fxremat", between, plan.peak_bytes, plan.time_us))
-                break
-    return [*below, Point(what, "fxremat", size, peak, time_us)]
-
-
-def _rehearsed(
-    at: Callable[[int], ContinuedStep], size: int, fits: int, budget: int, fixed: int
-) -> tuple[int, int, float] | None:
-    """The size, or a smaller one above ``fits``, whose plan is rehearsed within the budget.
-
-    With its peak and its time. Where a plan takes more than was expected, the next one aims lower
-    by as much: once at the same size, if a plan for that is to be expected, else at a smaller one.
-    Where that is far smaller, a size between the two is tried.
-    """
-    target, has_aimed_lower, too_large = budget, False, 0
-    while size > fits:
-        plan, within = at(size).quickest(target), target
-        taken = plan.peak_bytes
-        if taken <= target:
-            taken, within = plan.rehearsed_bytes(), budget
-            if taken <= budget:
-                found = size, taken, plan.time_us
-                return _between(at, (size + too_large) // 2, target, budget, found) or found
-            target = min(target - 1, target * budget // taken)
-            if not has_aimed_lower:
-                has_aimed_lower = True
-                continue
-        too_large = size
-        size, has_aimed_lower = min(size - 1, _scaled(size, within, taken, fixed)), False
-    return None
-
-
-def _between(
-    at: Callable[[int], ContinuedStep], size: int, target: int, budget: int,
-    found: tuple[int, int, float],
-) -> tuple[int, int, float] | None:  # fmt: skip
-    """A size that is far larger than what was found, if its plan is rehearsed within the budget."""
-    if size <= MUCH_MORE * found[0]:
-        return None
-    plan = at(size).quickest(target)
-    if plan.peak_bytes > target:
-        return None
-    taken = plan.rehearsed_bytes()
-    return (size, taken, plan.time_us) if taken <= budget else None
-
-
-FIRST_GUESS = 3
-"""Times the largest size that fits without us: where the planner is first asked."""
-GUESSES, NEAR, HARDLY_MORE = 4, 0.15, 0.02
-"""Sizes that the planner is asked at most; fewer where one is so near, as a part, to the next. What
-is larger by hardly more is not worth a plan that hardly ever fits."""
-MUCH_MORE = 1.08
-"""Times a size that fits: what is worth one more plan and its rehearsal."""
-BETWEEN = 0.99
-"""Of the budget: what plans are made for that are not rehearsed; some take a little more."""
-GROWN = 2
-"""Times the bytes of weights: what a step takes at no size at all, weights and their gradients."""
-
-
-def _by_line(known: Mapping[int, int], budget: int) -> int:
-    """The size, from 1 on, at which the line through the last two peaks meets the budget."""
-    (one, low), (other, high) = list(known.items())[-2:]
-    slope = (high - low) / (other - one)
-    return max(1, other + int((budget - high) // slope)) if slope > 0 else other
-
-
-def _scaled(size: int, budget: int, peak: int, fixed: int) -> int:
-    """The size that meets the budget if all but the ``fixed`` bytes of a peak grow with it."""
-    return max(0, size * (budget - fixed) // max(1, peak - fixed))
-
-
-def largest_within(peak: Callable[[int], int], budget: int, first: int) -> int:
-    """The largest size whose ``peak`` is within the budget, for a peak that grows with it.
-
-    Peaks are nearly straight lines, so the next size asked for is where the line through the last
-    two meets the budget.
-    """
-    known = dict[int, int]()
-    low, high, size = 0, None, max(1, first)
-    while high is None or high - low > 1:
-        known[size] = peak(size)
-        if known[size] <= budget:
-            low = size
-        else:
-            high = size
-        size = _next_size(known, budget, low, high)
-    return low
-
-
-MOST_GROWTH = 16
-"""Times the largest size that fits: what is asked for next, at most."""
-
-
-def _next_size(known: Mapping[int, int], budget: int, low: int, high: int | None) -> int:
-    """Strictly between the largest that fits and the smallest that does not."""
-    top = MOST_GROWTH * low + 1 if high is None else high - 1
-    near = sorted(known, key=lambda size: abs(known[size] - budget))[:2]
-    guess = 2 * low if high is None else (low + high) // 2
-    if len(near) == 2:
-        one, other = near
-        slope = (known[one] - known[other]) / (one - other)
-        if slope > 0:
-            line = one + int((budget - known[one]) // slope)
-            line += line == low
-            if high is None or low < line < high:  # reserved bytes rise in steps: halves else
-                guess = line
-    return max(low + 1, min(top, guess))

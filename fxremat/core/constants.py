@@ -1,0 +1,201 @@
+"""Numbers that were chosen and not derived, each with where it comes from.
+
+They are those of passes, of operators that run, of costs and of whole steps. The planner and the
+compiler have files of their own. What is a fact, such as the size of a block in a format or a
+threshold of Inductor, stands where it is used.
+"""
+
+from __future__ import annotations
+
+# --- passes --------------------------------------------------------------------------------
+
+NEGLIGIBLE_PART = 1 / 16
+"""What is this part of something, or less, does not matter beside it.
+
+`benchmarks.rules` (unet and vgg, CPU): with 1/8 and with 1/32 the least peaks differ by less than
+0.5 %, which is where that benchmark sees no difference.
+"""
+
+CHUNK_PARTS = (8, 64)
+"""A chunk is this part of all rows, and what is smaller than the smallest chunk of the largest
+value is not computed in chunks.
+
+`benchmarks.rules`, chunked_loss on a GPT with 50,257 words: the least peak falls by 77 %.
+"""
+
+MATMUL_ROWS = 16
+"""Rows of a matrix that are worth a matrix product, and of which a GPU's chunk has a multiple.
+
+The tensor cores' instruction for 16-bit numbers, mma.m16n8k16 in NVIDIA's PTX, takes 16 rows.
+Sixteen rows of any type are aligned to the 16 bytes that generated kernels expect.
+"""
+
+TILE_BYTES = 2**22
+"""Bytes of the widest value that are computed at a time between two matrix products, on a CPU.
+
+A loop over 4 MiB moves 88 GB/s on one core of an AMD EPYC, over 8 MiB 15 GB/s: the second leaves
+the cache (``torch.add`` into memory that is there).
+"""
+
+MOST_NODES = 400
+"""Nodes that a pattern may take in before it is given up.
+
+Where batches are rows whole networks hang together. The largest region of the models of
+`benchmarks.rules` has fewer than 100 nodes, so this bounds the time to compile and no plan.
+"""
+
+LEAST_ELEMENTS = 4096
+"""Elements of a value that is worth saving in another form.
+
+Its encoding is a call of about 10 us (`CALL_US`), in which a CPU copies about as many numbers
+eight times (TILE_BYTES has the rate).
+"""
+
+MOST_MASK_ELEMENTS = 2**24
+"""Elements of a mask that is computed while compiling, to see which weights it leaves.
+
+It is a mask of 4,096 tokens by as many: 64 MiB in float32.
+"""
+
+# --- operators that run --------------------------------------------------------------------
+
+CALL_US = 10.0
+"""Microseconds that Python takes for one of the calls that a call makes inside.
+
+``torch.ops.aten.add.Tensor`` on 8 numbers takes 8.5 us on an AMD EPYC, ``torch.add`` 11.
+"""
+
+CACHE_SPEED = 4
+"""How many times faster than memory a loop in the cache is taken to be, for the time of a call.
+
+It lies between loops that move (12 times on an AMD EPYC, see TILE_BYTES) and loops that compute.
+"""
+
+KERNEL_ROW_BYTES = 64
+"""Bytes of a row that a kernel between two matrix products may take beyond what is set aside.
+
+Sixteen numbers of four bytes: maxima, sums, labels and places. Kernels are counted exactly when
+they are there, so more would not break a budget, and less would only run operator by operator.
+"""
+
+LEAST_FLOPS = 10**11
+"""On a GPU a call of fewer operations computes all rows, ignored ones too.
+
+It is over in a third of a millisecond at 312 TFLOPS, the A100's published rate in 16 bits. To
+leave rows out the host waits for the device, and about thirty launches of 10 us are late.
+"""
+
+GPU_PIECE_ELEMENTS = 2**22
+"""Elements that one pass over a piece of a tensor takes on a GPU.
+
+In 16 bits they are read and written in 8 us at the A100's published 2 TB/s, which is a launch.
+"""
+
+STEPS_AHEAD = 4
+"""Optimizer steps that may be left to do while the backward goes on: their gradients are in memory.
+
+Two modules with a weight and a bias each: one whose gradients arrive, one whose steps run.
+"""
+
+# --- costs ---------------------------------------------------------------------------------
+
+AGREEMENT = 0.03
+"""A call is timed until its two quickest runs differ by no more than this part of them.
+
+It is small beside the quarter by which clocks move times, for which `fxremat.cost.timing` corrects.
+"""
+
+TIMING_S = 0.04
+"""Seconds of runs after which timing a call ends, whether they agree or not.
+
+They are ten turns of the 4 ms or so for which another program takes a core.
+"""
+
+CORE_TURN_S = 0.01
+"""A run counts if other programs took a core from it no more than once in so many seconds.
+
+Programs on the same core take it at least every 8 ms (two turns of 4 ms). The kernel's own tasks
+are rarer, and take next to nothing.
+"""
+
+PEAK_REACHED = 0.65
+"""The part of a GPU's published operations per second that its kernels are taken to reach.
+
+FlashAttention-2 reaches 50 to 73 % of an A100's peak (Dao, arXiv 2307.08691), and large matrix
+products more.
+"""
+
+CONTEXT_BYTES = 600 * 2**20
+"""What a CUDA context and the kernels of torch's libraries take of a card; torch counts it nowhere.
+
+It is an assumption for cards that are not here. Where a card is here, what is free is asked for.
+"""
+
+OPERANDS_IN_A_RUN = 4
+"""A run of a call on a CPU is taken to hold so many times its operands.
+
+They are the operands, results of the same size, and a workspace in which both are copied.
+"""
+
+# --- memory of whole steps -----------------------------------------------------------------
+
+WATCHED_STEPS = 2
+"""Steps of a training loop whose peak is measured and compared with the budget.
+
+The optimizer makes its states in the first step, so the second is like all that follow.
+"""
+
+LOOK_EVERY_S = 0.001
+"""Seconds between two looks at what the C library has allocated, while a step is watched.
+
+A look takes some microseconds, so watching costs less than a hundredth of a core.
+"""
+
+NOT_SEEN_PART = 0.01
+"""The part of a budget on the CPU that may be exceeded unnoticed, at least 1 MiB.
+
+Python and the C library allocate beside tensors, and both are seen by the same look.
+"""
+
+TRAINER_BYTES = 2**16
+"""What a trainer's own numbers take on the device: losses and norms of gradients.
+
+They are a few hundred tensors of a number each, in blocks of 512 bytes at most.
+"""
+
+# --- the largest size that fits ------------------------------------------------------------
+
+SIZE_GUESSES = 4
+"""Sizes at which the planner is asked for its least peak, at most, before plans are counted.
+
+The secant method multiplies the last two errors: from one half, four guesses lead to 0.4 %.
+"""
+
+NEAR_SIZE = 0.02
+"""Sizes that differ by no more than this part are not worth another plan.
+
+Few blocks tell the size of the whole to as much (tests/test_fit_blocks.py).
+"""
+
+MOST_GROWTH = 16
+"""How many times the largest size known to fit is asked for next, at most.
+
+From a size of 1, four questions lead to 65,536, and a line through two wrong points to 16 times the
+memory of one that fits.
+"""
+
+# --- compiling kernels ---------------------------------------------------------------------
+
+MOST_TOGETHER = 8
+"""C++ kernels in one source.
+
+Most of a kernel's compilation goes to headers, of which eight kernels leave an eighth to each; with
+more, the last one comes late.
+"""
+
+MOST_READY = 64
+"""Graphs whose code was generated ahead and is kept until Inductor comes to them.
+
+A compilation has two, and one for each small kernel; a backward that never runs leaves its own. So
+this bounds memory, and no compilation.
+"""

@@ -1,0 +1,197 @@
+"""How long a call takes on a device: its quickest runs, alone, at one clock of the machine.
+
+Runs that other programs disturb do not count: a thread that waits for a core, and all that wait for
+it, would count as work. A core's clock, and the neighbours on its chip, change how long the same
+matmul takes by a quarter within minutes. Times are kept on disk and added up, so those of a CPU are
+divided by how much longer than at first a fixed matmul takes just now. On a GPU they are left as
+they are.
+"""
+
+from __future__ import annotations
+
+import math
+import os
+import tempfile
+import time
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager, suppress
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+import torch
+
+try:
+    import fcntl
+    import resource
+except ImportError:  # there are none on Windows
+    fcntl = resource = None  # type: ignore[assignment]
+
+from fxremat.compat.measuring import keep_busy
+from fxremat.core.constants import AGREEMENT, CORE_TURN_S, TIMING_S
+from fxremat.cost.number_file import NumberFile, number_path
+
+BUSY_TIMING_S = 10 * TIMING_S
+"""Where others disturb each run, timing ends after this; a clock is taken to last as long."""
+CALLS_BETWEEN_EVENTS = 10
+"""On CUDA: the clock of events is no finer than half a microsecond, which ten calls share."""
+CLOCK = "reference_matmul"
+"""Of numbers on disk: what the reference matmul took when it was first timed."""
+_ROWS, _DEPTH, _COLUMNS = 256, 512, 512
+_CLOCK_KEY = f"us of mm {_ROWS}x{_DEPTH}x{_COLUMNS}"
+
+
+@dataclass(frozen=True)
+class Timing:
+    """Microseconds of a call; ``disturbed`` if other programs took a core in each of its runs."""
+
+    us: float
+    disturbed: bool
+
+
+@dataclass
+class ReferenceMatmul:
+    """A matmul of fixed sizes on the CPU: it stays in a cache, and takes about a millisecond."""
+
+    file: NumberFile
+    us: float | None = None
+    """What it took lately; None where it was disturbed."""
+    timed_at: float = -math.inf
+
+    def slowdown(self) -> float:
+        """How many times as long as at first it takes now; 1 where that is not known."""
+        if time.monotonic() - self.timed_at > BUSY_TIMING_S:
+            a, b, out = torch.ones(_ROWS, _DEPTH), torch.ones(_DEPTH, _COLUMNS), torch.empty(0)
+            found = quickest(lambda: torch.mm(a, b, out=out), a.device)
+            self.us = None if found.disturbed else found.us
+            self.timed_at = time.monotonic()
+        if self.us is None:
+            return 1.0
+        if _CLOCK_KEY not in self.file.numbers:
+            self.file.add(_CLOCK_KEY, self.us)
+        return self.us / self.file.numbers[_CLOCK_KEY]
+
+
+def reference_of(device: torch.device, directory: Path) -> ReferenceMatmul | None:
+    """The reference for times on a CPU, kept below ``directory``; None for other devices."""
+    if device.type != "cpu":
+        return None
+    return ReferenceMatmul(NumberFile(number_path(directory, device, CLOCK)))
+
+
+@dataclass
+class _Runs:
+    """Runs of one call in which no other program took one of our cores; seconds of them."""
+
+    call: Callable[[], object]
+    device: torch.device
+    quickest_of_all: float = math.inf
+    """Of the disturbed ones, too."""
+    quickest: float = math.inf
+    next_quickest: float = math.inf
+    counted: int = 0
+    counted_seconds: float = 0.0
+    spent: float = 0.0
+
+    def once_more(self) -> None:
+        """Run it; where others have disturbed it, it does not count."""
+        before = _interruptions(self.device)
+        seconds = _seconds(self.call, self.device)
+        together = seconds * _calls_of(self.device)
+        self.spent += together
+        self.quickest_of_all = min(self.quickest_of_all, seconds)
+        if _interruptions(self.device) - before > seconds / CORE_TURN_S:
+            return
+        self.counted, self.counted_seconds = self.counted + 1, self.counted_seconds + together
+        all_three = sorted((self.quickest, self.next_quickest, seconds))
+        self.quickest, self.next_quickest = all_three[:2]
+
+    @property
+    def go_on(self) -> bool:
+        """Whether another run is to be made."""
+        most = TIMING_S if self.counted > 1 else BUSY_TIMING_S
+        return self.spent < most and not self.agree()
+
+    def agree(self) -> bool:
+        """Whether the two quickest do, and there are enough of them."""
+        enough = self.counted_seconds > TIMING_S / 8
+        return enough and self.next_quickest <= self.quickest * (1 + AGREEMENT)
+
+
+def quickest(
+    call: Callable[[], object], device: torch.device, reference: ReferenceMatmul | None = None
+) -> Timing:
+    """The quickest run in which no other program took one of our cores.
+
+    Such runs are made until two of them agree. With a ``reference`` the time is that at the clock
+    at which it was first timed. Where the machine is too busy for any such run, it is the quickest
+    of all: more than the call takes, but of the same measure as other times.
+    """
+    slowdown = 1.0 if reference is None else reference.slowdown()
+    call()
+    runs = _Runs(call, device)
+    with alone_on(device):
+        while runs.go_on:
+            runs.once_more()
+    disturbed = not runs.counted
+    seconds = runs.quickest_of_all if disturbed else runs.quickest
+    return Timing(1e6 * seconds / slowdown, disturbed)
+
+
+def _calls_of(device: torch.device) -> int:
+    """How many calls are one run."""
+    return CALLS_BETWEEN_EVENTS if device.type == "cuda" else 1
+
+
+def _interruptions(device: torch.device) -> int:
+    """How often other programs have taken a core from one of our threads; not told by Windows."""
+    if device.type != "cpu" or resource is None:
+        return 0
+    return resource.getrusage(resource.RUSAGE_SELF).ru_nivcsw
+
+
+def _seconds(call: Callable[[], object], device: torch.device) -> float:
+    """Seconds of one run; on CUDA by its own clock, while the host is ahead of the device."""
+    if device.type != "cuda":
+        start = time.perf_counter()
+        call()
+        return time.perf_counter() - start
+    event: Any = torch.cuda.Event
+    begin, end = event(enable_timing=True), event(enable_timing=True)
+    torch.cuda.synchronize(device)
+    keep_busy(device)
+    begin.record()
+    for _ in range(_calls_of(device)):
+        call()
+    end.record()
+    end.synchronize()
+    return float(begin.elapsed_time(end)) / 1e3 / _calls_of(device)
+
+
+@contextmanager
+def alone_on(device: torch.device) -> Iterator[None]:
+    """Wait until no other process of this machine times anything on ``device``.
+
+    On CUDA alone, where another process's kernels run between ours and count as ours; on a CPU, a
+    run that lost a core is noticed. Nothing is waited for where no lock file can be opened.
+    """
+    handle = _lock_file(device) if device.type == "cuda" and fcntl is not None else None
+    try:
+        if handle is not None:
+            fcntl.flock(handle, fcntl.LOCK_EX)
+        yield
+    finally:
+        if handle is not None:
+            os.close(handle)
+
+
+def _lock_file(device: torch.device) -> int | None:
+    """A file of the machine's, named by the GPU itself: processes may number them differently."""
+    path = Path(tempfile.gettempdir()) / f"fxremat-timing-{_name_of(device)}.lock"
+    with suppress(OSError):
+        return os.open(path, os.O_RDWR | os.O_CREAT, 0o666)
+    return None
+
+
+def _name_of(device: torch.device) -> str:
+    return str(getattr(torch.cuda.get_device_properties(device), "uuid", device.index))
