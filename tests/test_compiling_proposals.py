@@ -11,9 +11,8 @@ from hypothesis import strategies as st
 
 from fxremat.compile import constants
 from fxremat.compile.constants import MEASURABLE
-from fxremat.compile.draft import Corrections
 from fxremat.compile.dry_run.dry_run import DryRun
-from fxremat.compile.search.candidates import Candidate, Evaluation
+from fxremat.compile.search.candidates import Candidate, Corrections, Evaluation
 from fxremat.compile.search.planning import LOCAL_SEARCH
 from fxremat.compile.search.proposals import (
     fastest,

@@ -2,13 +2,12 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterable, Mapping
-from dataclasses import dataclass, field, replace
+from collections.abc import Callable
+from dataclasses import dataclass
 from typing import Any
 
 from torch import fx
 
-from fxremat.core.problem import Op, Problem
 from fxremat.core.schedule import Step
 from fxremat.passes.halves import Halves, Rewritten
 from fxremat.passes.joint_graph import JointGraph
@@ -68,40 +67,3 @@ class Draft:
         if self.halves:
             return self.halves
         return (self.rewritten.module if self.rewritten else self.module,)
-
-
-@dataclass(frozen=True)
-class Corrections:
-    """What dry runs have shown to differ from the problem, by op.
-
-    ``scratch`` are bytes of library calls in Inductor's layouts. ``beside`` is by how much more
-    than planned is live while an op runs: loops that Inductor did not fuse, or fused otherwise.
-    """
-
-    scratch: Mapping[str, int] = field(default_factory=dict)
-    beside: Mapping[str, int] = field(default_factory=dict)
-
-    def apply_to(self, problem: Problem) -> Problem:
-        """The problem with these workspaces, also in its variants; itself where none differs."""
-        ops = self._corrected(problem.ops)
-        others = tuple(replace(one, ops=self._corrected(one.ops)) for one in problem.variants)
-        if ops == problem.ops and others == problem.variants:
-            return problem
-        return replace(problem, ops=ops, variants=others)
-
-    def _corrected(self, ops: tuple[Op, ...]) -> tuple[Op, ...]:
-        def workspace(op: Op) -> int:
-            return self.scratch.get(op.name, op.workspace_bytes) + self.beside.get(op.name, 0)
-
-        return tuple(replace(op, workspace_bytes=workspace(op)) for op in ops)
-
-    @classmethod
-    def of_all(cls, several: Iterable[Corrections]) -> Corrections:
-        """What they show together."""
-        scratch: dict[str, int] = {}
-        beside: dict[str, int] = {}
-        for one in several:
-            scratch.update(one.scratch)
-            for name, nbytes in one.beside.items():
-                beside[name] = max(nbytes, beside.get(name, 0))
-        return cls(scratch, beside)

@@ -9,6 +9,7 @@ from __future__ import annotations
 import logging
 import time
 from dataclasses import astuple, dataclass
+from functools import partial
 from typing import Any
 
 from torch import fx
@@ -53,24 +54,23 @@ class Partitioner(CustomPartitionerFn):
     def __call__(self, gm: fx.GraphModule, joint_inputs: Any, **kwargs: Any) -> Halves:
         """Called once per joint graph; raises fxremat's errors as `plan_graph` does."""
         current = session.STATE.current or session.begin()
-
-        def as_torch_does(module: fx.GraphModule) -> Halves:
-            return torch_partition(module, joint_inputs, **kwargs)
-
         if not any(is_tangent(n) for n in gm.graph.nodes):
-            return as_torch_does(gm)
-        draft = Draft(
-            gm,
-            kwargs["num_fwd_outputs"],
-            tuple(kwargs.get("static_lifetime_input_indices") or ()),
-            as_torch_does,
-            self.plan_only,
-        )
+            return torch_partition(gm, joint_inputs, **kwargs)
+        draft = draft_of(gm, joint_inputs, self.plan_only, kwargs)
         return plan_graph(draft, self.request, current)
 
     def uuid(self) -> str:
         """Everything the partition depends on, as text."""
         return repr((self.version, astuple(self.request)))
+
+
+def draft_of(
+    gm: fx.GraphModule, joint_inputs: Any, plan_only: bool, kwargs: dict[str, Any]
+) -> Draft:
+    """The joint graph as it was handed over; ``kwargs`` are those of torch's own partition."""
+    static = tuple(kwargs.get("static_lifetime_input_indices") or ())
+    partition = partial(torch_partition, joint_inputs=joint_inputs, **kwargs)
+    return Draft(gm, kwargs["num_fwd_outputs"], static, partition, plan_only)
 
 
 @uncollected()  # a graph that is compiled lives on: there is little to collect

@@ -16,14 +16,14 @@ that of the code that Inductor would generate.
 from __future__ import annotations
 
 import logging
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field, replace
 from pathlib import Path
 from typing import Any, Literal
 
 from fxremat.compat.configuration import cache_directory
 from fxremat.compile.constants import NEAR_PEAK, NEXT_TO_NOTHING
-from fxremat.compile.draft import Corrections, Draft, PlannedSteps
+from fxremat.compile.draft import Draft, PlannedSteps
 from fxremat.compile.dry_run.dry_run import DryRun, dry_run_once
 from fxremat.compile.pipeline import APPLY, BEGIN, Runner
 from fxremat.compile.request import Request
@@ -96,6 +96,43 @@ def _runs_again(steps: Sequence[Step]) -> Iterator[tuple[int, str]]:
         if isinstance(step, str) and step in seen:
             yield k, step
         seen.add(step)
+
+
+@dataclass(frozen=True)
+class Corrections:
+    """What dry runs have shown to differ from the problem, by op.
+
+    ``scratch`` are bytes of library calls in Inductor's layouts. ``beside`` is by how much more
+    than planned is live while an op runs: loops that Inductor did not fuse, or fused otherwise.
+    """
+
+    scratch: Mapping[str, int] = field(default_factory=dict)
+    beside: Mapping[str, int] = field(default_factory=dict)
+
+    def apply_to(self, problem: Problem) -> Problem:
+        """The problem with these workspaces, also in its variants; itself where none differs."""
+        ops = self._corrected(problem.ops)
+        others = tuple(replace(one, ops=self._corrected(one.ops)) for one in problem.variants)
+        if ops == problem.ops and others == problem.variants:
+            return problem
+        return replace(problem, ops=ops, variants=others)
+
+    def _corrected(self, ops: tuple[Op, ...]) -> tuple[Op, ...]:
+        def workspace(op: Op) -> int:
+            return self.scratch.get(op.name, op.workspace_bytes) + self.beside.get(op.name, 0)
+
+        return tuple(replace(op, workspace_bytes=workspace(op)) for op in ops)
+
+    @classmethod
+    def of_all(cls, several: Iterable[Corrections]) -> Corrections:
+        """What they show together."""
+        scratch: dict[str, int] = {}
+        beside: dict[str, int] = {}
+        for one in several:
+            scratch.update(one.scratch)
+            for name, nbytes in one.beside.items():
+                beside[name] = max(nbytes, beside.get(name, 0))
+        return cls(scratch, beside)
 
 
 @dataclass(frozen=True)

@@ -18,8 +18,8 @@ from fxremat.compile.constants import (
     OUT_OF_REACH,
     ROUNDS,
 )
-from fxremat.compile.draft import Corrections, Draft
-from fxremat.compile.search.candidates import Candidate, Evaluation
+from fxremat.compile.draft import Draft
+from fxremat.compile.search.candidates import Candidate, Corrections, Evaluation
 from fxremat.compile.search.planning import LOCAL_SEARCH, ONE_PASS, Planning
 from fxremat.core.plan import Plan
 from fxremat.core.problem import Problem

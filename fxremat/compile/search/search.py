@@ -28,14 +28,12 @@ from fxremat.compile.constants import (
     CLOSE_ENOUGH,
     DRY_RUNS,
     DRY_RUNS_PER_ATTEMPT,
-    EXPECTED_WRONG,
     OUT_OF_REACH,
-    ROUNDS,
 )
 from fxremat.compile.draft import Draft
 from fxremat.compile.pipeline import AS_TORCH, DONATE, PLAN, Runner
 from fxremat.compile.search.candidates import Candidate, Evaluation, Evaluator
-from fxremat.compile.search.planning import ONE_PASS, Planning
+from fxremat.compile.search.planning import Planning
 from fxremat.compile.search.proposals import (
     Proposals,
     all_fits,
@@ -140,51 +138,6 @@ class Search:
             raise VerificationFailed("the plan of another rank", "it is none for this graph")
         evaluated = self.evaluator.evaluate(candidate)
         return self._found(evaluated, over=budget is not None and evaluated.peak_bytes > budget)
-
-    def quickest(self, budget_bytes: int) -> Candidate:
-        """A plan of one pass of the local search, its order held everywhere, without a dry run.
-
-        It is expected to be within the budget; where none is, it is the one expected to take least.
-        Variants are chosen by what is allocated. Where what the allocator leaves unused then counts
-        too much, the plan aims lower with the same variants, which takes a moment; only where that
-        does not do are they chosen anew.
-        """
-        planning, found = self.planning, list[Candidate]()
-        target = int((1 - EXPECTED_WRONG) * budget_bytes)
-        for _ in range(ROUNDS):
-            drafts = self._quickest_drafts(target)
-            first = [
-                Candidate.planned(
-                    one, planning.solve(one.estimate.problem, target, ONE_PASS)
-                )
-                for one in drafts
-            ]
-            found += first
-            for one in drafts:
-                lower = planning.expected_under(
-                    one.estimate.problem, budget_bytes, target, solver=ONE_PASS
-                )
-                found.append(Candidate.planned(one, lower))
-            within = [one for one in found if self.expected_bytes(one) <= budget_bytes]
-            if within:
-                return min(within, key=lambda one: one.plan.time_us)
-            nearest = min(first, key=self.expected_bytes)
-            if nearest.plan.peak_bytes > target:  # no plan gets there
-                break
-            target = min(target - 1, target * budget_bytes // self.expected_bytes(nearest))
-        return min(found, key=self.expected_bytes)
-
-    def _quickest_drafts(self, target: int) -> list[Draft]:
-        """Without variants, and with those that are chosen for the target."""
-        variants, drafts = self.offered(), [self.draft(())]
-        if variants is not None:
-            names = self.planning.solve(variants.problem, target, ONE_PASS).variants
-            drafts += [self.draft(names, variants)] if names else []
-        return drafts
-
-    def expected_bytes(self, candidate: Candidate) -> int:
-        """The peak of a candidate in the bytes that the budget counts, beside what is held."""
-        return self.planning.expected_bytes(candidate.draft.estimate.problem, candidate.plan)
 
     def _found(self, judged: Evaluation, *, over: bool) -> Found:
         return Found(judged, self.draft(()), over, len(self.evaluator.seen))
