@@ -334,5 +334,10 @@ def find_narrow_indices(joint: JointGraph) -> Iterator[Site]:
 RULES: tuple[Rule, ...] = (
     Rule("packed_masks", "masks saved for the backward in one bit an element", find_packed_masks),
     Rule("sign_masks", "comparisons of the backward done early, one bit saved", find_sign_masks),
-    Rule("narrow_indices", "indices saved in 8 to 32 bits where they fit", find_narrow_indices),
+    Rule(
+        "narrow_indices",
+        "indices saved in 8 to 32 bits where they fit",
+        find_narrow_indices,
+        by_default=False,  # results/rules.json: no bytes, no time beside the others
+    ),
 )
