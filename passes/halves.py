@@ -18,7 +18,7 @@ RECOMPUTED = "_recompute"
 INLINED = "_inline"
 """In the name of a copy inside of one op, which nothing else reads."""
 WRITTEN = "_written"
-"""In the name of a node that `passes.held_order` makes Inductor write to memory."""
+"""In the name of a node that `passes.fixed_order` makes Inductor write to memory."""
 FREE = "_free"
 """In the name of a node of a graph with such nodes, whose loop may be fused and moved."""
 
@@ -55,13 +55,11 @@ class Cut(Pass):
     static: tuple[str, ...] = ()
 
     def requires(self, module: fx.GraphModule) -> None:
-        """What is saved belongs to the graph."""
         there = set(module.graph.nodes)
         strange = [node.name for node in self.rewritten.saved if node not in there]
         self.demand(not strange, f"{strange} are saved, and are not of this graph")
 
     def call(self, module: fx.GraphModule) -> Changed:
-        """Leaves the graph as it is."""
         inputs = {n.name: n for n in module.graph.nodes if n.op == "placeholder"}
         halves = extract_forward_backward(
             module,
@@ -80,7 +78,6 @@ class CutAsTorch(Pass):
     partition: Callable[[fx.GraphModule], Halves]
 
     def call(self, module: fx.GraphModule) -> Changed:
-        """Leaves the graph as it is."""
         return Changed(module, False, self.partition(module))
 
 

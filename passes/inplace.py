@@ -3,10 +3,9 @@
     s = addmm(m, a, b)                     addmm_into(m, a, b)
     t = relu(s)                   becomes  t = relu(m)
 
-Inductor writes its generated loops over what they read for the last time, but gives every library
-call and every custom op new memory. `runtime.inplace.IN_PLACE` lists the calls that have a form
-which changes their first argument instead. Such a call changes the node that owns the storage.
-Whoever read the result reads a new view of that storage from then on; no older view is read again.
+Inductor writes its loops over what they read for the last time, but gives every library call new
+memory. `runtime.inplace.IN_PLACE` lists the calls with a form that changes their first argument
+instead. Whoever read the result reads a new view of that storage from then on.
 
 An operand may be written over where
 
@@ -16,10 +15,8 @@ An operand may be written over where
 * the forward does not save it for the backward: autograd owns what is saved, and may run the
   backward twice.
 
-Before planning, `overwritable` says which pairs are possible. The planner counts such an operand
-and its result as one where the operand dies. After planning, `rewrite` takes the pairs that hold in
-the planned graph. There every run of an op is a node of its own, so that an operand which is
-computed anew later is dead like any other.
+Before planning, `overwritable` says which pairs are possible. After planning, `rewrite` takes the
+pairs that hold in the planned graph, where every run of an op is a node of its own.
 """
 
 from __future__ import annotations
@@ -209,11 +206,9 @@ class WriteInPlace(Pass):
     num_forward_outputs: int
 
     def requires(self, module: fx.GraphModule) -> None:
-        """The graph is the planned one."""
         self.demand(module is self.planned.module, "the graph is not the one that was planned")
 
     def call(self, module: fx.GraphModule) -> Changed:
-        """Makes a new graph where anything changes."""
         found = rewrite(self.planned, self.num_forward_outputs)
         return Changed(found.rewritten.module, bool(found.pairs), found.rewritten)
 

@@ -71,7 +71,6 @@ class JointGraph:
 
     @property
     def forward_outputs(self) -> tuple[fx.Node, ...]:
-        """The nodes among the forward's results."""
         return _nodes(self.results[: self.num_forward_outputs])
 
     @property
@@ -85,7 +84,6 @@ def _nodes(results: tuple[Any, ...]) -> tuple[fx.Node, ...]:
 
 
 def is_tensor(node: fx.Node) -> bool:
-    """Whether the node's result is one tensor."""
     return isinstance(node.meta.get("val"), torch.Tensor)
 
 
@@ -198,7 +196,6 @@ def waits_for(node: fx.Node) -> tuple[fx.Node, ...]:
 
 
 def is_mutating(node: fx.Node) -> bool:
-    """Whether a call writes into one of its inputs."""
     target = node.target
     return isinstance(target, OpOverload) and target._schema.is_mutable
 
@@ -282,7 +279,6 @@ def _mutated_inputs(graph: fx.Graph, descriptions: list[Any]) -> set[fx.Node]:
 
 
 def read_joint_graph(module: fx.GraphModule, num_fwd_outputs: int) -> JointGraph:
-    """Sort the nodes of a joint forward-backward graph by role."""
     graph = module.graph
     output = graph.output_node()
     results = tuple(output.args[0])  # type: ignore[arg-type]
@@ -323,11 +319,9 @@ class CleanUp(Pass):
     name = "clean up"
 
     def call(self, module: fx.GraphModule) -> Changed:
-        """Works in place."""
         before = len(module.graph.nodes)
         prepare_joint_graph(module)
         return Changed(module, len(module.graph.nodes) != before)
 
     def ensures(self, module: fx.GraphModule) -> None:
-        """The graph is well formed."""
         module.graph.lint()

@@ -31,11 +31,10 @@ from fxremat.passes.base import Changed, Pass
 from fxremat.passes.joint_graph import is_put
 
 MOVED = "_moved"
-"""In the names of the calls, for `passes.held_order` to hold them where they are."""
+"""In the names of the calls, for `passes.fixed_order` to hold them where they are."""
 
 
 def is_move(node: fx.Node) -> bool:
-    """Whether a node starts a copy or waits for one."""
     return node.op == "call_function" and node.target in _CALLS
 
 
@@ -150,7 +149,6 @@ class AddBeforePutting(Pass):
     name = "sums before leaving"
 
     def call(self, module: fx.GraphModule) -> Changed:
-        """Works in place."""
         found = add_before_putting(module.graph)
         if found:
             module.recompile()

@@ -121,7 +121,6 @@ class ObeyMustRecompute(Pass):
     num_forward_outputs: int
 
     def call(self, module: fx.GraphModule) -> Changed:
-        """Works in place."""
         changed = obey_must_recompute(read_joint_graph(module, self.num_forward_outputs))
         if changed:
             module.recompile()
@@ -144,7 +143,6 @@ class ProtectMutatedInputs(Pass):
     num_forward_outputs: int
 
     def call(self, module: fx.GraphModule) -> Changed:
-        """Works in place."""
         changed = protect_mutated_inputs(read_joint_graph(module, self.num_forward_outputs))
         if changed:
             module.recompile()

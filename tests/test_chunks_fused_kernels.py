@@ -136,7 +136,7 @@ def test_a_stage_that_takes_more_than_was_set_aside_is_not_fused(
     shapes = tuple(fused_kernels.Shape.of(t) for t in (x, y, w.t(), w))
     with monkeypatch.context() as patch:
         large = SimpleNamespace(allocates=10**9, run=None)
-        patch.setattr("fxremat.compat.unbuilt_kernel", lambda _: large)
+        patch.setattr("fxremat.runtime.chunks.fused_kernels.unbuilt_kernel", lambda _: large)
         fused_kernels.kernels_of.cache_clear()
         assert not any(fused_kernels.kernels_of(program(), shapes, 16))
     fused_kernels.kernels_of.cache_clear()
@@ -152,7 +152,7 @@ def test_a_stage_that_inductor_cannot_write_runs_operator_by_operator(
     given = inputs(64)
     fused_kernels.kernels_of.cache_clear()
     with monkeypatch.context() as patch:
-        patch.setattr("fxremat.compat.unbuilt_kernel", fails)
+        patch.setattr("fxremat.runtime.chunks.fused_kernels.unbuilt_kernel", fails)
         assert_close(run(given, 16, 4), expected(*given))
     fused_kernels.kernels_of.cache_clear()
 

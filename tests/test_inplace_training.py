@@ -14,7 +14,7 @@ from torch.nn import functional
 from fxremat.compat.compilers import compile_with_inductor
 from fxremat.compat.configuration import CustomPartitionerFn
 from fxremat.memory.measured_peak import measure_peak
-from fxremat.passes.gradients.gradient_sums import accumulate_sums
+from fxremat.passes.gradient_sums import accumulate_sums
 from fxremat.passes.halves import Rewritten
 from fxremat.passes.inplace import overwritable, rewrite
 from fxremat.passes.recompute import apply_plan

@@ -29,6 +29,7 @@ import torch
 from torch import fx
 
 from fxremat.compat.sizes import size_bound
+from fxremat.core.constants import GPU_PIECE_ELEMENTS
 from fxremat.cost.cuda_reductions import (
     HOPPER,
     IN_FORM_OUT,
@@ -104,7 +105,7 @@ def _index_put(target: Any, indices: Any, *_: Any, **__: Any) -> Blocks:
 
 def _in_pieces(x: Any, *_: Any, **__: Any) -> Blocks:
     """At most, of the operators that encode floats piece by piece."""
-    count = min(size_bound(x.numel()), quantised.CHUNK_ON_GPU)
+    count = min(size_bound(x.numel()), GPU_PIECE_ELEMENTS)
     return (count * quantised.BYTES_PER_ELEMENT,)
 
 

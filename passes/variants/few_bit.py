@@ -1,28 +1,22 @@
 """Derivatives of activations in one to four bits an element (few-bit backward).
 
-In the joint graph an activation multiplies the gradient by a derivative f that is computed from
-its input x alone. Whatever it is called, what the backward does to a gradient element by element,
-with one value x and no other, is found, tried out to be linear in the gradient, and f(x) is
-replaced by one of ``2**bits`` levels: only the number of the interval that x lies in is saved, in
-planes of bits.
+An activation multiplies the gradient by a derivative f of its input x. Whatever it is called, what
+the backward does to a gradient element by element, with one value x and no other, is found and
+tried out to be linear in the gradient. Then f(x) is replaced by one of ``2**bits`` levels, and only
+the number of the interval that x lies in is saved, in planes of bits.
 
     x ── erf, exp, ... ── f(x) ── mul (gradient)                        before
     x ── compare ── pack ── planes ── unpack ── where ── f'(x) ── mul   after
 
-This is Novikov et al. 2022, "Few-bit Backward" (arXiv 2202.00441), section 3. Boundaries and
-levels are those of least squared error over x in [-REACH, REACH], weighted equally: the optimum
-among all boundaries that lie between the POINTS of a grid, by their dynamic programme (section
-3.2), each then moved within its cell to where f crosses from one level to the next. So activations
-whose derivative is piecewise constant (leaky ReLU, hardtanh, ReLU6) lose nothing. The table is
-built from the very nodes of the graph, run on the grid, so no activation has to be known by name:
-GELU in both forms, SiLU, tanh, sigmoid, softplus, ELU, Mish, and products of several factors of
-one x are all the same to it.
+This is Novikov et al. 2022 (arXiv 2202.00441), section 3. Boundaries and levels have the least
+squared error over x in [-REACH, REACH], by their dynamic programme on a grid of POINTS; each
+boundary is then moved to where f crosses from one level to the next. The table is built by running
+the nodes of the graph, so no activation has to be known by name. Functions are taken only if they
+are flat outside of the grid, within FLAT.
 
-Only functions are taken that are flat outside of the grid, within FLAT: there the last levels go
-on for ever. So neither ``x * x`` nor ``exp`` is. What is lost is bounded in the mean over the grid
-(`Steps.mean_error`), not for single elements: x at a boundary gets a level half a jump away. The
-error has a bias; the paper trains with it. The executor "aot_eager" has whole calls such as
-gelu_backward in place of the factors, and no site.
+What is lost is bounded in the mean over the grid (`Steps.mean_error`), not for single elements. The
+error has a bias; the paper trains with it. The executor "aot_eager" has no site: its graphs have
+whole calls such as gelu_backward.
 """
 
 from __future__ import annotations
@@ -40,8 +34,7 @@ from fxremat.compat.configuration import OpOverload
 from fxremat.compat.tensors import outside_fake_mode
 from fxremat.passes.joint_graph import JointGraph, Role, is_repeatable, is_tensor, is_view
 from fxremat.passes.materialisation import is_fusable, is_reduction
-from fxremat.passes.nodes import fake
-from fxremat.passes.variants.few_bit_tables import Steps, optimal_steps, refined
+from fxremat.passes.nodes import Add, fake
 from fxremat.passes.variants.packed_bits import pack, unpack
 from fxremat.passes.variants.rule import Rule, Site, StandIns
 from fxremat.passes.variants.saved_values import (
@@ -95,7 +88,6 @@ class _Region:
 
     @property
     def last(self) -> fx.Node:
-        """The node that the region is computed for."""
         return self.nodes[-1]
 
 
@@ -169,7 +161,7 @@ def _is_linear(factor: _Factor) -> bool:
 def _is_flat_outside(factor: _Factor) -> bool:
     """Whether f stays where it is at the ends; what is small altogether may grow, as 2 x / n does.
 
-    So that is judged by how large f becomes within the grid.
+    So the measure is how large f becomes within the grid.
     """
     far = torch.tensor([-4.0, -2.0, -1.25, -1.0, 1.0, 1.25, 2.0, 4.0], dtype=torch.float64) * REACH
     found = factor(far)
@@ -238,7 +230,6 @@ class _Product:
     tables: dict[int, Steps] = field(default_factory=dict)
 
     def table(self, bits: int) -> Steps:
-        """The best levels for so many bits."""
         if bits not in self.tables:
             with outside_fake_mode():
                 grid = torch.linspace(-REACH, REACH, POINTS, dtype=torch.float64)
@@ -261,7 +252,7 @@ class _Product:
 
 
 def planes_of(
-    add: Callable[..., fx.Node], x: fx.Node, boundaries: Sequence[float]
+    add: Add, x: fx.Node, boundaries: Sequence[float]
 ) -> list[fx.Node]:
     """The interval that x lies in, counted from below, bit by bit; NaN lies in the last.
 
@@ -282,12 +273,11 @@ def planes_of(
 
 
 def derivative(
-    add: Callable[..., fx.Node],
+    add: Add,
     planes: Sequence[fx.Node],
     levels: Sequence[float],
     like: torch.Tensor,
 ) -> fx.Node:
-    """The levels that the planes of bits name."""
     bits = [unpack(add, plane, like) for plane in planes]
 
     def chosen(among: Sequence[float], known: Sequence[fx.Node]) -> fx.Node:
@@ -324,7 +314,6 @@ def products(joint: JointGraph) -> list[_Product]:
 
 
 def find_few_bit(joint: JointGraph) -> Iterator[Site]:
-    """Derivatives of activations in one to four bits."""
     for product in products(joint):
         for bits in range(1, MOST_BITS + 1):
             name = f"few_bit_activation:{product.function.region.last.name}:{bits}bit"
@@ -334,3 +323,67 @@ def find_few_bit(joint: JointGraph) -> Iterator[Site]:
 RULE = Rule(
     "few_bit_activation", "derivatives of activations in 1 to 4 bits", find_few_bit, lossy=True
 )
+
+
+# --- tables of levels -------------------------------------------------------------------------
+
+
+@dataclass(frozen=True)
+class Steps:
+    """A piecewise constant function: ``levels[i]`` from ``boundaries[i - 1]`` on."""
+
+    boundaries: tuple[float, ...]
+    levels: tuple[float, ...]
+    mean_error: float
+    """The root of the mean squared error over the grid."""
+
+
+def _costs(values: torch.Tensor) -> torch.Tensor:
+    """``costs[i, j]``: squared error of one level for the values from i up to, without, j."""
+    zero = values.new_zeros(1)
+    ones = torch.cat([zero, values.cumsum(0)])
+    squares = torch.cat([zero, values.square().cumsum(0)])
+    count = torch.arange(len(values) + 1, dtype=values.dtype)
+    width = count[None, :] - count[:, None]
+    total = ones[None, :] - ones[:, None]
+    error = squares[None, :] - squares[:, None] - total.square() / width.clamp(min=1)
+    return error.clamp_(min=0).masked_fill_(width <= 0, torch.inf)
+
+
+def optimal_steps(grid: torch.Tensor, values: torch.Tensor, levels: int) -> Steps:
+    """The best piecewise constant function of so many levels, for values on a sorted grid."""
+    costs = _costs(values)
+    best, cuts = costs[0], []
+    for _ in range(levels - 1):  # best[j]: error of the first j values, with one level more
+        best, cut = (best[:, None] + costs).min(dim=0)
+        cuts.append(cut)
+    ends = [len(values)]
+    for cut in reversed(cuts):
+        ends.append(int(cut[ends[-1]]))
+    inner = sorted(ends[1:])
+    parts = torch.tensor_split(values, inner)
+    return Steps(
+        boundaries=tuple(float(grid[i - 1] + grid[i]) / 2 for i in inner),
+        levels=tuple(float(part.mean()) for part in parts),
+        mean_error=float((best[-1] / len(values)).clamp(min=0).sqrt()),
+    )
+
+
+def refined(steps: Steps, grid: torch.Tensor, function: Callable[..., torch.Tensor]) -> Steps:
+    """Boundaries moved to where the function is half-way between the levels beside them.
+
+    Each stays in its cell of the grid. Where the function jumps, the boundary is then exact: the
+    last number before the jump, in the precision in which the function takes its argument.
+    """
+    where = torch.searchsorted(grid, torch.tensor(steps.boundaries, dtype=grid.dtype))
+    low, high = grid[where - 1], grid[where]
+    levels = torch.tensor(steps.levels, dtype=grid.dtype)
+    half = (levels[1:] + levels[:-1]) / 2
+    rising = function(high) > half
+    crossed = rising != (function(low) > half)
+    for _ in range(60):
+        middle = (low + high) / 2
+        passed = (function(middle) > half) == rising
+        low, high = torch.where(passed, low, middle), torch.where(passed, middle, high)
+    found = torch.where(crossed, low, torch.tensor(steps.boundaries, dtype=grid.dtype))
+    return replace(steps, boundaries=tuple(found.tolist()))

@@ -36,7 +36,6 @@ class Factor:
     between: tuple[fx.Node, ...]
 
     def depends(self, region: Region) -> set[fx.Node]:
-        """Nodes of the region that are multiples of the number."""
         found = {self.node, *self.between}
         for node in region.in_order():
             if any(i in found for i in node.all_input_nodes):

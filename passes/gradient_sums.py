@@ -187,12 +187,10 @@ class GradientSums(Pass):
     name = "gradient sums"
 
     def requires(self, module: fx.GraphModule) -> None:
-        """No gradient is accumulated yet."""
         for node in module.graph.nodes:
             self.demand(node.target is not accumulated, f"{node.name} has been put in before")
 
     def call(self, module: fx.GraphModule) -> Changed:
-        """Works in place."""
         found = accumulate_sums(module.graph)
         if found:
             module.recompile()
