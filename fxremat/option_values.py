@@ -224,7 +224,7 @@ def read_variants(given: Given) -> tuple[str, ...] | None:
     from fxremat.passes.variants.table import ALL, RULES  # lazily: few options need rules
 
     names = _names_in(given)
-    if names is None or names == [ALL]:
+    if names is None or names in ([ALL], (ALL,)):
         return None if names is None else (ALL,)
     return _known(
         given, names, tuple(rule.name for rule in RULES), "'all', 'none' or a list of names"

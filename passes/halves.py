@@ -14,13 +14,13 @@ from fxremat.compat.partitioning import extract_forward_backward
 from fxremat.passes.base import Changed, Pass
 
 RECOMPUTED = "_recompute"
-"""In the name of a copy of a node whose op runs again."""
+"""Names of copies of nodes whose op runs again have this."""
 INLINED = "_inline"
-"""In the name of a copy inside of one op, which nothing else reads."""
+"""Names of copies that only one op reads have this."""
 WRITTEN = "_written"
-"""In the name of a node that `passes.fixed_order` makes Inductor write to memory."""
+"""Names of nodes that `passes.fixed_order` makes Inductor write to memory have this."""
 FREE = "_free"
-"""In the name of a node of a graph with such nodes, whose loop may be fused and moved."""
+"""Names of the other nodes of such a graph have this: their loops may be fused and moved."""
 
 _COPIED = re.compile(f"({RECOMPUTED}|{INLINED}|{WRITTEN}|{FREE})(_.*)?$")
 

@@ -33,7 +33,7 @@ from fxremat.compat.configuration import OpOverload
 from fxremat.compat.joint_graph import module_of, must_be_in_forward
 from fxremat.passes.base import Changed, Pass
 from fxremat.passes.halves import Rewritten
-from fxremat.passes.joint_graph import JointGraph, Role, is_tensor, root
+from fxremat.passes.joint_graph import JointGraph, Role, computed_from, is_tensor, root
 from fxremat.passes.materialisation import users_through_views
 from fxremat.passes.nodes import covers_storage, fake
 from fxremat.runtime import inplace as runtime
@@ -105,14 +105,7 @@ def overwritable(joint: JointGraph) -> dict[fx.Node, fx.Node]:
 
 def _forward_nodes(graph: fx.Graph, ends: Iterable[fx.Node]) -> set[fx.Node]:
     """What the forward computes: all that its results and what it saves are made of."""
-    stack = [*ends, *(n for n in graph.nodes if must_be_in_forward(n))]
-    reached: set[fx.Node] = set()
-    while stack:
-        node = stack.pop()
-        if node not in reached:
-            reached.add(node)
-            stack.extend(node.all_input_nodes)
-    return reached
+    return computed_from([*ends, *(n for n in graph.nodes if must_be_in_forward(n))])
 
 
 class _InPlaceWriter:

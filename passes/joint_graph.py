@@ -14,6 +14,7 @@ an op with several results, are resolved to it.
 from __future__ import annotations
 
 import operator
+from collections.abc import Callable, Iterable
 from dataclasses import dataclass, field
 from enum import Enum
 from functools import cache
@@ -229,22 +230,37 @@ def is_run_for_effect(node: fx.Node) -> bool:
     )
 
 
+def reached(
+    starts: Iterable[fx.Node], onward: Callable[[fx.Node], Iterable[fx.Node]]
+) -> set[fx.Node]:
+    """The nodes that are reached from some, themselves included, step by step."""
+    found: set[fx.Node] = set()
+    stack = list(starts)
+    while stack:
+        node = stack.pop()
+        if node not in found:
+            found.add(node)
+            stack.extend(onward(node))
+    return found
+
+
+def computed_from(ends: Iterable[fx.Node]) -> set[fx.Node]:
+    """Nodes, and all that they are computed from."""
+    return reached(ends, lambda node: node.all_input_nodes)
+
+
 def _forward_closure(
     outputs: list[fx.Node], graph: fx.Graph, in_backward: set[fx.Node]
 ) -> set[fx.Node]:
     """Nodes that the forward's outputs need, and those that must not leave the forward."""
-    needed: set[fx.Node] = set()
-    stack = list(outputs)
-    for node in graph.nodes:
-        asserts = is_run_for_effect(node) and node not in in_backward
-        if asserts or must_be_in_forward(node) or IN_FORWARD in node.meta:
-            stack.append(node)
-    while stack:
-        node = stack.pop()
-        if node not in needed:
-            needed.add(node)
-            stack.extend(node.all_input_nodes)
-    return needed
+    kept = [
+        node
+        for node in graph.nodes
+        if (is_run_for_effect(node) and node not in in_backward)
+        or must_be_in_forward(node)
+        or IN_FORWARD in node.meta
+    ]
+    return computed_from([*outputs, *kept])
 
 
 def _backward_closure(graph: fx.Graph) -> set[fx.Node]:

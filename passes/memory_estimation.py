@@ -89,9 +89,9 @@ class Estimate:
     node_of: dict[str, fx.Node]
     fused: bool
     fetch_sources: dict[str, fx.Node] = field(default_factory=dict)
-    """Of values that come from the host: the graph inputs they are fetched from."""
+    """The graph inputs that values which come from the host are fetched from."""
     put_nodes: dict[str, fx.Node] = field(default_factory=dict)
-    """Of values that leave for the host: the nodes that put them there."""
+    """The nodes that put values to the host."""
     inlined: frozenset[fx.Node] = frozenset()
     """Nodes of the backward that have no memory: each loop that reads one computes it again."""
 

@@ -180,7 +180,7 @@ def test_names_are_read_as_a_list_or_as_text() -> None:
     assert parse(variants=["packed_masks", "chunked_loss"]) == ("packed_masks", "chunked_loss")
     assert parse(variants="packed_masks, chunked_loss") == ("packed_masks", "chunked_loss")
     assert parse(variants=None) is parse() is None
-    assert parse(variants="all") == (ALL,)
+    assert parse(variants="all") == parse(variants=(ALL,)) == (ALL,)
     assert parse(variants="none") == parse(variants=[]) == ()
 
 

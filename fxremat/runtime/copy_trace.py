@@ -126,7 +126,7 @@ class Trace:
     late: list[Callable[[], CopyRecord]] = field(default_factory=list)
     """Records that can be made only once the device has come so far."""
     anchors: dict[torch.device, tuple[Any, float]] = field(default_factory=dict)
-    """For each device an event, and the time at which the device reached it."""
+    """An event of each device, and the time at which the device reached it."""
 
 
 _active: tuple[Trace, ...] = ()

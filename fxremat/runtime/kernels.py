@@ -30,7 +30,7 @@ def unmeasured(*_: Any) -> int:
 
 
 WORKSPACES: dict[OpOverload, Callable[..., int]] = {}
-"""Of the operators that say themselves how many bytes of scratch memory a call takes."""
+"""What says how many bytes of scratch memory a call of an operator takes."""
 
 
 IMPLEMENTATIONS: dict[OpOverload, Callable[..., Any]] = {}
@@ -85,7 +85,7 @@ class Inside:
 
 
 INSIDE: dict[OpOverload, Callable[..., Inside]] = {}
-"""Of the operators that run others many times."""
+"""What says what happens in a call of an operator that runs others many times."""
 
 
 HOLDS_STRIDES = (

@@ -22,7 +22,7 @@ whole calls such as gelu_backward.
 from __future__ import annotations
 
 import heapq
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Collection, Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field, replace
 from functools import partial
 from typing import Any
@@ -51,7 +51,8 @@ from fxremat.runtime.quantised import exact
 REACH = 10.0
 POINTS = 1024
 FLAT = 0.01
-"""Outside of the grid, f may differ by so much from its value at the end, in parts of its most."""
+"""They define the variant: the grid, and by how much f may differ outside of it from its value at
+the end, in parts of its most."""
 MOST_BITS = 4
 
 _ATEN = torch.ops.aten
@@ -112,30 +113,45 @@ class _Factor:
         return found.double()
 
 
+def _narrowings(
+    starts: Collection[fx.Node],
+    place: Mapping[fx.Node, int],
+    sources: Callable[[fx.Node], Iterable[fx.Node] | None],
+) -> Iterator[fx.Node]:
+    """Nodes that all of ``starts`` follow from, nearest first; it ends where there are no sources.
+
+    Nodes are taken from the last to the first; where one alone waits, all paths go through it.
+    """
+    waiting = [(-place[node], node.name, node) for node in starts]
+    heapq.heapify(waiting)
+    seen = set(starts)
+    while waiting:
+        if len(waiting) == 1:
+            yield waiting[0][2]
+        found = sources(heapq.heappop(waiting)[2])
+        if found is None:
+            return
+        for source in found:
+            if source not in seen:
+                seen.add(source)
+                heapq.heappush(waiting, (-place[source], source.name, source))
+
+
 def _cuts(
     factors: tuple[fx.Node, ...], shape: torch.Size, place: Mapping[fx.Node, int]
 ) -> Iterator[tuple[fx.Node, tuple[fx.Node, ...]]]:
-    """Nodes that all of ``factors`` follow from, nearest first, with what lies between.
+    """Nodes that all of ``factors`` follow from, nearest first, with what lies between."""
+    inside: dict[fx.Node, None] = {}
 
-    Nodes are taken from the last to the first; where one alone is left, all paths go through it.
-    """
-    waiting = [(-place[f], f.name, f) for f in set(factors)]
-    heapq.heapify(waiting)
-    seen, inside = set(factors), list[fx.Node]()
-    while waiting:
-        if len(waiting) == 1:
-            yield waiting[0][2], tuple(sorted(inside, key=place.__getitem__))
-        node = heapq.heappop(waiting)[2]
+    def sources(node: fx.Node) -> list[fx.Node] | None:
         if not _is_elementwise(node) or (fake(node).dim() and fake(node).shape != shape):
-            return
-        inside.append(node)
-        for source in node.all_input_nodes:
-            if source not in seen:
-                seen.add(source)
-                if _is_number(source):
-                    inside.append(source)
-                else:
-                    heapq.heappush(waiting, (-place[source], source.name, source))
+            return None
+        numbers = [source for source in node.all_input_nodes if _is_number(source)]
+        inside.update(dict.fromkeys((node, *numbers)))
+        return [source for source in node.all_input_nodes if source not in numbers]
+
+    for node in _narrowings(set(factors), place, sources):
+        yield node, tuple(sorted(inside, key=place.__getitem__))
 
 
 def _is_number(node: fx.Node) -> bool:
@@ -197,29 +213,26 @@ def _is_late(joint: JointGraph, node: fx.Node) -> bool:
 def _regions(joint: JointGraph, last: fx.Node, place: Mapping[fx.Node, int]) -> Iterator[_Region]:
     """What lies between one gradient and ``last``, where that is all elementwise; small ones first.
 
-    As with `_cuts`, nodes are taken from the last to the first, and where one is left it is all
-    that the others follow from. No node inside is read from outside.
+    No node inside is read from outside.
     """
-    waiting, seen, inside = [(-place[last], last.name, last)], {last}, list[fx.Node]()
+    inside: list[fx.Node] = []
     others: dict[fx.Node, None] = {}
-    while waiting:
-        if len(waiting) == 1 and inside and is_tensor(waiting[0][2]):
-            factors = tuple(n for n in others if not _is_number(n))
-            numbers = tuple(n for n in others if _is_number(n))
-            gradient = waiting[0][2]
-            if factors and fake(gradient).shape == fake(last).shape:
-                yield _Region(gradient, tuple(reversed(inside)), factors, numbers)
-        node = heapq.heappop(waiting)[2]
+
+    def sources(node: fx.Node) -> list[fx.Node] | None:
         alone = node is last or all(user in inside for user in node.users)
         if not alone or not _is_elementwise(node) or fake(node).shape != fake(last).shape:
-            return
+            return None
         inside.append(node)
-        for source in node.all_input_nodes:
-            if not _is_late(joint, source):
-                others.setdefault(source)
-            elif source not in seen:
-                seen.add(source)
-                heapq.heappush(waiting, (-place[source], source.name, source))
+        late = [source for source in node.all_input_nodes if _is_late(joint, source)]
+        others.update(dict.fromkeys(n for n in node.all_input_nodes if n not in late))
+        return late
+
+    for gradient in _narrowings([last], place, sources):
+        factors = tuple(n for n in others if not _is_number(n))
+        numbers = tuple(n for n in others if _is_number(n))
+        is_like = is_tensor(gradient) and fake(gradient).shape == fake(last).shape
+        if inside and factors and is_like:
+            yield _Region(gradient, tuple(reversed(inside)), factors, numbers)
 
 
 @dataclass

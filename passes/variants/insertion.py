@@ -45,11 +45,11 @@ class InsertedVariant:
     nodes: tuple[fx.Node, ...]
     stand_ins: Mapping[fx.Node, fx.Node]
     computed_from: Mapping[fx.Node, Container[fx.Node]]
-    """Of each stand-in: everything that it is computed from."""
+    """Everything that each stand-in is computed from."""
     backward_only: frozenset[fx.Node]
     """Stand-ins that only the backward reads."""
     backward_stand_ins: Mapping[fx.Node, fx.Node]
-    """Of stand-ins that are computed once more for the backward: what it reads in their place."""
+    """What the backward reads in place of stand-ins that are computed once more for it."""
     forward_readers: frozenset[fx.Node]
     """Old readers that run in the forward."""
 
@@ -124,7 +124,7 @@ def find_sites(
 
 
 def _held_bytes(node: fx.Node) -> int:
-    """Of what a call reads, and of what it gives."""
+    """The bytes that a call reads, and those that it gives."""
     if node.op != "call_function" or is_view(node):
         return 0
     values = [n.meta.get("val") for n in (*node.all_input_nodes, node)]

@@ -125,7 +125,7 @@ def _codes_of_4(add: Add, packed: fx.Node) -> fx.Node:
 
 
 def through_blocks(inserter: Inserter, value: fx.Node, *, width: int) -> fx.Node:
-    """In codes of ``width`` bits, with a step and a least value for each block."""
+    """The value from codes of ``width`` bits, with a step and a least value for each block."""
     ordered = by_memory(inserter.early, value)
     codes, scales = inserter.items(quantised.quantised, ordered, width, seed_of(value))
     add = inserter.late

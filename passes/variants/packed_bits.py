@@ -223,7 +223,7 @@ _ALONG = frozenset(
 """Operators whose second result says where along a dimension the first was found."""
 _WHERE = frozenset({_ATEN.argmax, _ATEN.argmin, _ATEN.argsort})
 _POOLS = ((_ATEN.max_pool2d_with_indices, 2), (_ATEN.max_pool3d_with_indices, 3))
-"""With the number of dimensions that an index counts through."""
+"""Max-pools, each with the number of dimensions that an index counts through."""
 
 
 def _product(sizes: Sequence[object]) -> int | None:

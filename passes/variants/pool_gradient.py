@@ -49,7 +49,7 @@ class _Axis:
 
     @property
     def windows(self) -> int:
-        """In how many windows an element lies, at most."""
+        """The number of windows in which an element lies, at most."""
         return -(-self.kernel // self.stride)
 
     @property
@@ -118,7 +118,7 @@ def _read(node: fx.Node) -> _Pool | None:
 
 
 def _narrowed(node: fx.Node) -> fx.Node:
-    """The same in fewer bytes, if that is all that anybody reads."""
+    """The node in fewer bytes, if that is all that anybody reads."""
     last = node
     while len(last.users) == 1 and is_view(next(iter(last.users))):
         last = next(iter(last.users))

@@ -169,7 +169,7 @@ class Layout:
     loose: frozenset[int]
     dies: dict[int, tuple[int, ...]]
     loose_bytes: tuple[tuple[int, int], ...]
-    """Of each instruction on tiles: bytes of loose values for each row, and for its numbers."""
+    """Bytes of loose values at each instruction on tiles, for each row, and for its numbers."""
 
     def most_loose(self, tile: int) -> int:
         """Bytes beside the slots at the worst instruction."""

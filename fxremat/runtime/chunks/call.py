@@ -24,7 +24,7 @@ from fxremat.runtime.chunks.program import Program, operator_of, parse, with_val
 
 Tensors = Sequence[torch.Tensor]
 Fused = Sequence[Kernel | None]
-"""Of each stage its kernel, None where it runs operator by operator."""
+"""The kernel of each stage, None where it runs operator by operator."""
 
 
 def even(total: int, most: int) -> int:
@@ -100,7 +100,7 @@ def _shape(given: Any) -> Sequence[int]:
 
 
 def flops(rows: Sequence[Any], whole: Sequence[Any], program: str, *_: Any, **__: Any) -> int:
-    """Of matmuls and convolutions: a multiplication and an addition for each term."""
+    """Operations of matmuls and convolutions: a multiplication and an addition for each term."""
     parsed, total = parse(program), int(_shape(rows[0])[0])
 
     def shape(number: int) -> Sequence[int]:

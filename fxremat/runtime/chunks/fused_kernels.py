@@ -167,7 +167,7 @@ class _KernelWriter:
         return self.inputs[number].sizes[1:] if made is None else made.row_shape
 
     def added_by_comparison(self, one: Instruction) -> fx.Node:
-        """As one loop over all elements: adding at an index, a GPU would write, add, and read."""
+        """One loop over all elements: adding at an index, a GPU would write, add, and read."""
         into, _, index, element = with_values(one.args, self.value, self.tile)
         call, positions = self.graph.call_function, (0, one.row_shape[0], 1)
         named: dict[str, Any] = {"dtype": torch.int64, "device": self.device}

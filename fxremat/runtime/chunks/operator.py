@@ -66,7 +66,7 @@ class _RowSum:
             self._make_room()
 
     def _make_room(self) -> None:
-        """For what some of the rows add up to; beside a kernel only while it is needed."""
+        """Make room for what some rows add up to; beside a kernel only while it is needed."""
         if self.is_straight:
             return
         if self.one.op in CONVOLUTIONS:

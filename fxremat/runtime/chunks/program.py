@@ -40,7 +40,7 @@ class Ref:
 
 @dataclass(frozen=True)
 class RowCount:
-    """In a shape: as many as there are rows in what is being computed."""
+    """It stands in a shape for the number of rows in what is being computed."""
 
 
 @dataclass(frozen=True)

@@ -180,7 +180,7 @@ def _operands(joint: JointGraph, attention: Attention, heads: Heads) -> dict[str
 
 
 def _try(joint: JointGraph, site: Fused) -> Fused | None:
-    """With the places of the results, as found by putting the calls into a graph of their own."""
+    """The site with the places of its results, found by trying the calls in another graph."""
     graph, inputs = fx.Graph(), dict[fx.Node, fx.Node]()
 
     def at(node: fx.Node) -> fx.Node:
@@ -332,7 +332,7 @@ class OnCpu:
 
 
 def _capability() -> tuple[int, int]:
-    """Of the GPU that is here; without one, of the oldest that has all kernels."""
+    """The capability of the GPU that is here; without one, of the oldest that has all kernels."""
     return torch.cuda.get_device_capability() if torch.cuda.is_available() else (8, 0)
 
 
@@ -418,7 +418,6 @@ class EfficientOnCuda:
         return Kept(more[0], (*more[1:], *([] if bias is None else [bias])))
 
     def backward(self, add: Add, given: Inputs, kept: Kept, gradient: fx.Node) -> Three:
-        """Without the gradient of the mask."""
         target = _ATEN._scaled_dot_product_efficient_attention_backward.default
         logarithms, seed, offset, *bias = kept.more
         mask = bias[0] if bias else None

@@ -20,7 +20,7 @@ from typing import Any
 import torch
 from torch import fx
 
-from fxremat.passes.joint_graph import JointGraph, Role
+from fxremat.passes.joint_graph import JointGraph, Role, reached
 from fxremat.passes.nodes import Shape, dtype_of, known_shape, packet_name, shape_of
 from fxremat.passes.variants.attention.layout import (
     Product,
@@ -258,7 +258,7 @@ def _gradient_of_probabilities(found: Attention, given: fx.Node) -> fx.Node | No
 
 
 def _add_gradients_of_operands(found: Attention, scores_gradient: fx.Node) -> None:
-    """Those of query and key, if they are scaled and masked as the scores were."""
+    """Add the gradients of query and key, if they are scaled and masked as the scores were."""
     shape, wanted = known_shape(found.scores.base), found.scores
     masks = {mask.key for mask in wanted.filled}
     kin: dict[float, dict[fx.Node, str | None]] = {}
@@ -303,13 +303,5 @@ def _has_fitting_types(found: Attention) -> bool:
 def _is_closed(found: Attention) -> bool:
     """Whether nothing of size [T, S] reaches a result of the graph but through the products."""
     ends = {found.output.node, *(product.node for product in found.gradients.values())}
-    seen: set[fx.Node] = set()
-    todo = [found.scores.base, *found.late]
-    while todo:
-        node = todo.pop()
-        if node.op == "output":
-            return False
-        if node not in seen and node not in ends:
-            seen.add(node)
-            todo += node.users
-    return True
+    seen = reached([found.scores.base, *found.late], lambda n: () if n in ends else n.users)
+    return all(node.op != "output" for node in seen)

@@ -23,6 +23,7 @@ from torch import fx
 from fxremat.compat.inductor.kernels import apart
 from fxremat.compat.joint_graph import is_tangent
 from fxremat.core.constants import MOST_NODES
+from fxremat.passes.joint_graph import computed_from
 from fxremat.passes.nodes import dtype_of, packet_name
 from fxremat.passes.variants.chunks.calls import Operand, Result, row_shape_of
 from fxremat.passes.variants.chunks.loops import Loop
@@ -155,15 +156,7 @@ def _source(region: Region, node: fx.Node) -> fx.Node:
 
 def _depends(region: Region, node: fx.Node) -> bool:
     """Whether a node is computed from what the region computes, or in it."""
-    seen, stack = set[fx.Node](), [node]
-    while stack:
-        source = stack.pop()
-        if source in region.kinds or is_tangent(source):
-            return True
-        if source not in seen:
-            seen.add(source)
-            stack += source.all_input_nodes
-    return False
+    return any(one in region.kinds or is_tangent(one) for one in computed_from([node]))
 
 
 # --- what follows --------------------------------------------------------------------------------
@@ -338,7 +331,7 @@ def _zero(given: Value, *_: Any) -> Value:
 
 
 def _value(given: Value | Number) -> Value:
-    """Of a number that stands in an argument, or of a tensor."""
+    """What is known of a number that stands in an argument, or of a tensor."""
     return Known(given) if isinstance(given, (bool, int, float)) else given
 
 
@@ -361,7 +354,7 @@ def _choice(condition: Value, true: Value | Number, false: Value | Number) -> Va
 
 
 def _written(into: Value, _: int, __: Value, source: Any) -> Value:
-    """With what is written equal to what is there."""
+    """A number is known where what is written equals what is there."""
     value = _value(source)
     return into if into is not None and value is not None and into.number == value.number else None
 
