@@ -19,10 +19,10 @@ import fxremat
 from benchmarks.cluster_model import HALF, Job, Traced, fake_ranks, traced_block, traced_head
 from benchmarks.rows import format_table
 from fxremat.compat.distributed.pipelining import ShownStage
-from fxremat.core.step import Moment, UnitStep, Version
+from fxremat.core.step import Step, StepPoint, Version
 from fxremat.cost.cards import card_named
-from fxremat.planner import units as planner
-from fxremat.planner.units import Chosen
+from fxremat.planner import step_versions as planner
+from fxremat.planner.step_versions import Chosen
 from fxremat.sizes import GIB
 from fxremat.step.pipelines import Pipeline, StageOfRank
 from fxremat.step.runs import unplanned_bytes
@@ -64,7 +64,7 @@ def order_of(stage: int, stages: int, micro_batches: int) -> tuple[tuple[bool, i
 def resident_bytes(job: Job, stage: int, block: int, head: int) -> int:
     """What a rank holds all the time; ``block`` and ``head`` are parameters, split over tensors.
 
-    Its parts of the parameters and AdamW's two moments in float32. In a pipeline FSDP2 gathers
+    Its parts of the parameters and AdamW's two points in float32. In a pipeline FSDP2 gathers
     once a step and reduces once: so all parameters are whole in 16 bits, and their gradients in
     float32.
     """
@@ -77,7 +77,7 @@ def resident_bytes(job: Job, stage: int, block: int, head: int) -> int:
 
 
 def pipeline_of(job: Job, stage: int) -> Pipeline:
-    """The rank's part in a step; the head counts as a unit of its own, and gives one number."""
+    """The rank's part in a step; the head counts as a part of its own, and gives one number."""
     last, given = stage == job.stages - 1, job.activation_bytes
     shown = ShownStage(given, 0 if last else given)
     return Pipeline(
@@ -96,32 +96,32 @@ def pipeline_of(job: Job, stage: int) -> Pipeline:
 
 def step_of(
     pipeline: Pipeline, block: Traced, head: Traced | None, resident: int, way: str
-) -> UnitStep:
-    """The moments of a rank's step, with the versions that there are by one way.
+) -> Step:
+    """The points of a rank's step, with the versions that there are by one way.
 
     The gradients of parameters are among what is resident, so none stays beside them.
     """
-    own = block.unit.boundary
-    unit = replace(block.unit, boundary=replace(own, left=0))
-    held = resident + pipeline.buffer_bytes - block.parameters * HALF.itemsize  # the unit's own
-    step = replace(pipeline.step([unit], held), versions=(block.within(way),))
+    own = block.part.interface
+    part = replace(block.part, interface=replace(own, left=0))
+    held = resident + pipeline.buffer_bytes - block.parameters * HALF.itemsize  # the part's own
+    step = replace(pipeline.step([part], held), versions=(block.within(way),))
     return step if head is None else with_head(step, head.within(way))
 
 
-def with_head(step: UnitStep, versions: Sequence[Version]) -> UnitStep:
+def with_head(step: Step, versions: Sequence[Version]) -> Step:
     """The same with the head, which runs between the forward of a micro-batch and its backward."""
-    run, moments = len(step.unit_of), list[Moment]()
-    for before, after in zip((None, *step.moments), step.moments, strict=False):
+    run, points = len(step.part_of), list[StepPoint]()
+    for before, after in zip((None, *step.points), step.points, strict=False):
         if before is not None and (before.running, after.running) == (None, None):
             for phase in ("forward", "backward"):
-                moments.append(replace(before, running=run, phase=phase))
-        moments.append(after)
-    return UnitStep(tuple(moments), (*step.unit_of, 1), (*step.versions, tuple(versions)))
+                points.append(replace(before, running=run, phase=phase))
+        points.append(after)
+    return Step(tuple(points), (*step.part_of, 1), (*step.versions, tuple(versions)))
 
 
-def time_us(step: UnitStep, chosen: Chosen) -> float:
+def time_us(step: Step, chosen: Chosen) -> float:
     """Of all micro-batches: each runs the versions of the places that it takes."""
-    forwards = [m.running for m in step.moments if m.phase == "forward" and m.running is not None]
+    forwards = [m.running for m in step.points if m.phase == "forward" and m.running is not None]
     return sum(step.version(run, chosen).time_us for run in forwards)
 
 
@@ -137,7 +137,7 @@ def planned(job: Job, stage: int, block: Traced, head: Traced | None, budget: in
         return Planned(steps[way].peak_bytes(chosen), time_us(steps[way], chosen))
 
     own = steps["fxremat"]
-    only = (0,) * len(own.unit_of)  # other ways have one version
+    only = (0,) * len(own.part_of)  # other ways have one version
     chosen = {"plain": only, "checkpointed": only, "fxremat": planner.fastest(own, budget)}
     return Stage(
         stage,
@@ -154,7 +154,7 @@ def stages_of(job: Job) -> tuple[int, list[Stage]]:
         block = traced_block(job, mesh, job.layers_of_stage * job.stages)
         head = traced_head(job, mesh)
     budget = card_named(job.card).usable_bytes
-    budget -= unplanned_bytes(replace(block.request, budget_bytes=budget))
+    budget -= unplanned_bytes(block.request.with_budget(limit=budget))
     last = job.stages - 1
     numbers = range(job.stages)
     return budget, [planned(job, k, block, head if k == last else None, budget) for k in numbers]

@@ -44,7 +44,7 @@ from fxremat.core.plan import Plan
 from fxremat.core.step import Version
 from fxremat.core.timeline import replay
 from fxremat.options import parse_options
-from fxremat.step.versions import Unit, look_at_unit
+from fxremat.step.versions import Part, offers_of
 
 HALF = torch.bfloat16
 HOST = torch.device("cpu")
@@ -205,7 +205,7 @@ class Traced:
     its forward again, collectives too. ``parameters`` are this rank's, gathered.
     """
 
-    unit: Unit
+    part: Part
     plain: Version
     checkpointed: Version
     parameters: int
@@ -214,7 +214,7 @@ class Traced:
     def within(self, kind: str) -> tuple[Version, ...]:
         """The versions that there are by one way to train."""
         if kind == "fxremat":
-            return (self.plain, *(offer.version for offer in self.unit.offers))
+            return (self.plain, *(offer.version for offer in self.part.offers))
         return (self.checkpointed if kind == "checkpointed" else self.plain,)
 
 
@@ -245,7 +245,7 @@ def _traced(module: nn.Module, given: Sequence[Tensor], count: int) -> Traced:
     options = parse_options({"reserve": 0}, device_total_bytes=total_bytes(HOST))
 
     def backend(gm: fx.GraphModule, inputs: Sequence[Any]) -> Callable[..., Any]:
-        request = request_for(gm, inputs, options, session.Ledger(), (-1, None))
+        request = request_for(gm, inputs, options)
 
         def partition(joint: fx.GraphModule, joint_inputs: Any, **kwargs: Any) -> Any:
             static = tuple(kwargs.pop("static_lifetime_input_indices", None) or ())
@@ -272,12 +272,12 @@ def _traced(module: nn.Module, given: Sequence[Tensor], count: int) -> Traced:
 
 def _studied(draft: Draft, request: Request, count: int, parameters: int) -> Traced:
     copy = replace(draft, module=copy_module(draft.module))
-    unit = look_at_unit(draft, request, count)
+    part = offers_of(draft, request, count)
     runner = Runner(cost_model(request, copy.module.graph, "unit"), StageTimes())
     seen = runner.run("estimate", PLAN, runner.run("prepare", PREPARE, copy))
     as_torch = plan_of_torch(runner.run("apply", AS_TORCH, seen))
     return Traced(
-        unit,
+        part,
         version_of(seen, as_torch, None, request),
         _checkpointed(seen, request),
         parameters,

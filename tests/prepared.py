@@ -13,7 +13,7 @@ from fxremat.compat.compilers import compile_with_aot_eager, trace_as_inductor
 from fxremat.compile.cost_model import cost_model
 from fxremat.compile.draft import Draft
 from fxremat.compile.pipeline import PREPARE, Runner, Use
-from fxremat.compile.request import Request
+from fxremat.compile.request import GraphInputs, Policy, Request
 from fxremat.compile.stage_times import StageTimes
 from fxremat.passes.base import Changed, Pass
 from fxremat.passes.joint_graph import JointGraph
@@ -89,8 +89,8 @@ def prepare(
 ) -> JointGraph:
     """Run and judge the stage, each of its passes as ``around`` gives it."""
     request = Request(
-        executor="inductor" if fused else "aot_eager",
-        accumulated=tuple(range(100)) if accumulate else (),
+        policy=Policy(executor="inductor" if fused else "aot_eager"),
+        inputs=GraphInputs(accumulated=tuple(range(100)) if accumulate else ()),
     )
     costs = cost_model(request, draft.module.graph, "test", measured=False)
     uses = [_made(use, around) for use in PREPARE]

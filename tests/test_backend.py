@@ -15,7 +15,7 @@ from torch._dynamo.exc import BackendCompilerFailed
 import fxremat
 from fxremat.backend import fxremat as backend
 from fxremat.compile.cost_model import op_timer
-from fxremat.compile.request import Request
+from fxremat.compile.request import DeviceCosts, Request
 from fxremat.memory.measured_peak import measure_peak
 from tests.small import Convolutions, Stack, seeded, train
 
@@ -323,7 +323,7 @@ def test_what_is_timed_waits_for_what_we_compile(monkeypatch: pytest.MonkeyPatch
     model = "fxremat.compile.cost_model"
     monkeypatch.setattr(f"{model}.wait_for_vectors", lambda: events.append("wait"))
     monkeypatch.setattr("fxremat.compile.cost_model.measured_rates", lambda *_: None)
-    timer: Any = op_timer(Request(op_times="measured"), torch.device("cpu"))
+    timer: Any = op_timer(Request(device=DeviceCosts(op_times="measured")), torch.device("cpu"))
     with timer.calls.outside_fake_mode():
         events.append("time")
     assert events == ["wait", "time"]

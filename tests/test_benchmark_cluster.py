@@ -11,7 +11,7 @@ if not torch.distributed.is_available():
 from benchmarks import cluster
 from benchmarks.cluster_model import Job
 from fxremat.compat.absent.pretending import has_triton
-from fxremat.core.step import Moment, UnitStep, Version
+from fxremat.core.step import Step, StepPoint, Version
 
 TINY = Job(
     layers=4,
@@ -51,13 +51,13 @@ def test_bytes_that_a_rank_holds() -> None:
 def test_the_head_runs_after_each_forward_of_a_micro_batch() -> None:
     one = Version(1.0, 10, 20, 30)
     inner = (
-        Moment(5, (), 0, "forward"),
-        Moment(5, (0,)),
-        Moment(6, (0,)),
-        Moment(5, (), 0, "backward"),
+        StepPoint(5, (), 0, "forward"),
+        StepPoint(5, (0,)),
+        StepPoint(6, (0,)),
+        StepPoint(5, (), 0, "backward"),
     )
-    step = cluster.with_head(UnitStep(inner, (0,), ((one,),)), [Version(2.0, 3, 100, 200)])
-    assert step.moments[2:4] == (Moment(5, (0,), 1, "forward"), Moment(5, (0,), 1, "backward"))
+    step = cluster.with_head(Step(inner, (0,), ((one,),)), [Version(2.0, 3, 100, 200)])
+    assert step.points[2:4] == (StepPoint(5, (0,), 1, "forward"), StepPoint(5, (0,), 1, "backward"))
     assert step.peak_bytes((0, 0)) == 5 + 10 + 200
     assert cluster.time_us(step, (0, 0)) == 3.0
 

@@ -8,7 +8,7 @@ from typing import Any, cast
 import pytest
 
 from fxremat.compile.draft import Draft
-from fxremat.compile.request import Request
+from fxremat.compile.request import Budget, Policy, Request
 from fxremat.compile.search.candidates import Candidate, Judged
 from fxremat.compile.search.planning import QUICK_SOLVER, Planning
 from fxremat.compile.search.proposals import Proposals
@@ -55,14 +55,14 @@ class JudgeOfTrials(Trial):
 def searching(
     trial: Trial, budget: int, own: Plan | None = None, wanted: int | None = None
 ) -> Alone:
-    request = Request(solver="greedy", budget_bytes=budget, wanted_bytes=wanted)
+    request = Request(Budget(budget, soft_limit=wanted), policy=Policy(solver="greedy"))
     planning = Planning(request, StageTimes())
     judge: Any = trial
     return Alone(cast(Any, None), planning, judge, draft_of(PROBLEM), own=own)
 
 
 def plan_under(part: float) -> Plan:
-    whole = Planning(Request(solver="greedy"), StageTimes())
+    whole = Planning(Request(policy=Policy(solver="greedy")), StageTimes())
     full = whole.solve(PROBLEM, None).peak_bytes
     return whole.solve(PROBLEM, int(part * full))
 
@@ -132,7 +132,7 @@ def test_what_is_within_the_budget_is_not_taken_where_less_is_wanted_and_found()
 def test_the_quick_solver_chooses_variants_where_the_quickest_comes_near(
     above: float, asked: bool, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    planning = Planning(Request(solver="greedy"), StageTimes())
+    planning = Planning(Request(policy=Policy(solver="greedy")), StageTimes())
     answer, solvers = planning.solve(PROBLEM, None), []
 
     def solve(self: Planning, problem: Problem, budget: int, solver: str) -> Plan:
@@ -202,7 +202,7 @@ class Choosing(Alone):
 
 
 def choosing(problem: Problem, trial: Trial, budget: int) -> Choosing:
-    planning = Planning(Request(solver="greedy", budget_bytes=budget), StageTimes())
+    planning = Planning(Request(Budget(budget), policy=Policy(solver="greedy")), StageTimes())
     judge: Any = trial
     return Choosing(cast(Any, None), planning, judge, draft_of(problem))
 

@@ -7,7 +7,7 @@ import torch
 from torch import fx
 
 from fxremat.compile.cost_model import cost_model
-from fxremat.compile.request import Request
+from fxremat.compile.request import Policy, Request
 from fxremat.cost.workspaces import Workspaces
 from fxremat.passes.variants import insertion
 from tests.test_variants_insertion import RULES, seen
@@ -26,7 +26,7 @@ def test_a_variant_whose_call_does_not_run_is_withdrawn(
     monkeypatch.setattr(Workspaces, "of_node", of_node)
     joint = seen().joint
     offered = insertion.insert_all(joint, insertion.find_sites(joint, RULES))
-    costs = cost_model(Request(executor="aot_eager"), joint.module.graph, "test")
+    costs = cost_model(Request(policy=Policy(executor="aot_eager")), joint.module.graph, "test")
     found = costs.estimate(offered.joint, offered.inserted).problem
     left = {variant.name.partition(":")[0] for variant in found.variants}
     assert left == ({"doubled"} if raises else {"doubled", "transposed"})

@@ -17,9 +17,9 @@ from torch.nn import functional as F
 from torch.utils.checkpoint import checkpoint
 
 import fxremat
-from fxremat.core.places import Places
-from fxremat.step import in_flight
-from fxremat.step.in_flight import Promise, Promised, Runs, watch_in_flight
+from fxremat.step import scope
+from fxremat.step.in_flight import watch_in_flight
+from fxremat.step.promise import Promise, PromisedVersion, RunVersions
 from tests.small import Block
 
 HOST = torch.device("cpu")
@@ -30,7 +30,7 @@ Step = Callable[[], object]
 @pytest.fixture(autouse=True)
 def _fresh() -> Iterator[None]:
     torch._dynamo.reset()
-    in_flight.forget()
+    scope.forget()
     yield
     torch._dynamo.reset()
 
@@ -218,7 +218,7 @@ def test_graphs_of_one_model_are_no_surprise_to_each_other() -> None:
     with told() as found:
         for _ in range(3):
             step()
-    assert len(fxremat.reports()) == 2
+    assert len(fxremat.reports()) == 4  # the second step is planned as one
     assert found == []
 
 
@@ -241,8 +241,8 @@ def exponential(x: Tensor) -> Tensor:
 
 def alone(compiled: Callable[..., Any], promise: Promise) -> Callable[..., Any]:
     """A graph of one version, which is planned to run by itself."""
-    runs = Runs((Promised(compiled, promise),), (0,), promise.peak_bytes, promise.peak_bytes)
-    return watch_in_flight(runs, Places())
+    peak, one = promise.peak_bytes, PromisedVersion(compiled, promise)
+    return watch_in_flight(RunVersions((one,), (0,), peak, peak), scope.scope_of(HOST, 40 * KIB))
 
 
 def watched(
@@ -261,7 +261,7 @@ def watched(
 
 
 def number_in_flight() -> int:
-    return sum(len(shared.forwards) for shared in in_flight._BUDGETS.values())
+    return len(scope.scope_of(HOST, 40 * KIB).waiting)
 
 
 def test_a_forward_is_in_flight_until_its_backward() -> None:

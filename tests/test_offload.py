@@ -18,7 +18,7 @@ from fxremat import runtime
 from fxremat.compat.configuration import CUDAGRAPHS
 from fxremat.compile.driver import patches_with_partitioner
 from fxremat.compile.partitioner import Partitioner
-from fxremat.compile.request import Request
+from fxremat.compile.request import Budget, Request
 from fxremat.core.problem import Problem
 from fxremat.core.schedule import Move
 from fxremat.core.timeline import replay
@@ -273,7 +273,7 @@ def test_cudagraphs_are_off_with_a_message(what: str, caplog: pytest.LogCaptureF
     options = parse_options(given, device_total_bytes=None)
     x = torch.zeros(4)
     inputs = [host_copy(x, x.device) if what == "weights" else x]
-    request = Request(budget_bytes=asked, allocator=AllocatorSettings() if asked else None)
+    request = Request(Budget(asked, allocator=AllocatorSettings() if asked else None))
     with caplog.at_level(logging.WARNING):
         ours = Partitioner(request, "0")
         patches = patches_with_partitioner(options, ours, "reduce-overhead", inputs)

@@ -8,33 +8,33 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from fxremat.core.step import Moment, UnitStep, Version
+from fxremat.core.step import Step, StepPoint, Version
+from fxremat.planner.step_versions import fastest, lowest, not_beaten
 from fxremat.planner.tuning import UNITS_NOT_SEEN
-from fxremat.planner.units import fastest, lowest, not_beaten
 
 bytes_ = st.integers(0, 60)
 versions = st.builds(Version, st.integers(1, 40).map(float), bytes_, bytes_, bytes_)
 
 
 @st.composite
-def steps(draw: st.DrawFn) -> UnitStep:
+def steps(draw: st.DrawFn) -> Step:
     """Runs of one or two units, the last to come the first to go."""
     units = draw(st.lists(st.lists(versions, min_size=1, max_size=4), min_size=1, max_size=2))
     unit_of = draw(st.lists(st.integers(0, len(units) - 1), min_size=1, max_size=4))
     count = len(unit_of)
-    moments = [Moment(draw(bytes_), tuple(range(run)), run, "forward") for run in range(count)]
-    moments.append(Moment(draw(bytes_), tuple(range(count))))
+    moments = [StepPoint(draw(bytes_), tuple(range(run)), run, "forward") for run in range(count)]
+    moments.append(StepPoint(draw(bytes_), tuple(range(count))))
     for run in reversed(range(count)):
-        moments.append(Moment(draw(bytes_), tuple(range(run)), run, "backward"))
-    return UnitStep(tuple(moments), tuple(unit_of), tuple(map(tuple, units)))
+        moments.append(StepPoint(draw(bytes_), tuple(range(run)), run, "backward"))
+    return Step(tuple(moments), tuple(unit_of), tuple(map(tuple, units)))
 
 
-def choices(step: UnitStep, most_versions: int) -> list[tuple[int, ...]]:
+def choices(step: Step, most_versions: int) -> list[tuple[int, ...]]:
     """All, with at most so many versions of each unit."""
-    places = [range(len(step.versions[unit])) for unit in step.unit_of]
+    places = [range(len(step.versions[unit])) for unit in step.part_of]
 
     def few(chosen: tuple[int, ...]) -> bool:
-        taken = set(zip(step.unit_of, chosen, strict=True))
+        taken = set(zip(step.part_of, chosen, strict=True))
         units = range(len(step.versions))
         return all(sum(unit == u for u, _ in taken) <= most_versions for unit in units)
 
@@ -42,7 +42,7 @@ def choices(step: UnitStep, most_versions: int) -> list[tuple[int, ...]]:
 
 
 @given(steps(), st.integers(1, 300), st.integers(1, 2))
-def test_the_fastest_within_the_budget(step: UnitStep, budget: int, most: int) -> None:
+def test_the_fastest_within_the_budget(step: Step, budget: int, most: int) -> None:
     within = [one for one in choices(step, most) if step.peak_bytes(one) <= budget]
     found = fastest(step, budget, most)
     assert (found is None) == (not within)
@@ -52,7 +52,7 @@ def test_the_fastest_within_the_budget(step: UnitStep, budget: int, most: int) -
 
 
 @given(steps(), st.integers(1, 2))
-def test_the_lowest(step: UnitStep, most: int) -> None:
+def test_the_lowest(step: Step, most: int) -> None:
     found = lowest(step, most)
     assert step.peak_bytes(found) == min(map(step.peak_bytes, choices(step, most)))
     assert fastest(step, step.peak_bytes(found), most) is not None
@@ -74,9 +74,10 @@ def test_many_runs_are_no_harder(count: int) -> None:
     front = tuple(
         Version(100.0 + 3.0 * k * k, 40 - 4 * k, 60 - 3 * k, 90 - 4 * k) for k in range(9)
     )
-    moments = [Moment(100, tuple(range(run)), run, "forward") for run in range(count)]
-    moments += [Moment(100, tuple(range(run)), run, "backward") for run in reversed(range(count))]
-    step = UnitStep(tuple(moments), (0,) * count, (front,))
+    runs = range(count)
+    moments = [StepPoint(100, tuple(range(run)), run, "forward") for run in runs]
+    moments += [StepPoint(100, tuple(range(run)), run, "backward") for run in reversed(runs)]
+    step = Step(tuple(moments), (0,) * count, (front,))
     found = fastest(step, 100 + 25 * count)
     assert found is not None
     assert step.peak_bytes(found) <= 100 + 25 * count

@@ -148,7 +148,7 @@ def test_blocks_of_two_kinds_share_the_budget() -> None:
     case = Case(compile_blocks, inside=True, wide=3)
     case.prepare(case.plain_bytes * 7 // 10)
     seen, _ = next(iter(session.STATE.seen.values()))
-    assert len(seen.units) == 2
+    assert len(seen.parts) == 2
     assert sorted(len(seen.runs_of(unit)) for unit in range(2)) == [3, 6]
     case.step()
     assert case.peak_bytes() <= case.plain_bytes * 7 // 10
@@ -219,8 +219,8 @@ def test_what_is_predicted_is_what_is_measured() -> None:
     case.step()
     measured = case.peak_bytes()
     step = seen.step()
-    places = range(len(seen.units[0].offers))
-    predicted = [step.peak_bytes([k] * len(step.unit_of)) for k in places]
+    places = range(len(seen.parts[0].offers))
+    predicted = [step.peak_bytes([k] * len(step.part_of)) for k in places]
     assert min(predicted) * 0.99 <= measured <= max(predicted) * 1.01
 
 
@@ -309,7 +309,7 @@ def test_a_part_without_a_backward_is_no_unit() -> None:
     torch._dynamo.reset()
     fxremat.prepare(model, x, options=options)
     seen, _ = next(iter(session.STATE.seen.values()))
-    assert len(seen.units) == 1
+    assert len(seen.parts) == 1
     torch.testing.assert_close(model(x), expected)
     model(x).backward()
 
@@ -352,7 +352,7 @@ def test_regions_of_a_model_are_wrapped_and_look_at_tensors() -> None:
     budget = case.plain_bytes * 7 // 10
     case.prepare(budget)
     (seen, _), *_ = session.STATE.seen.values()
-    assert sorted(len(seen.runs_of(unit)) for unit in range(len(seen.units))) == [1, 1, 6]
+    assert sorted(len(seen.runs_of(unit)) for unit in range(len(seen.parts))) == [1, 1, 6]
     case.step()
     for parameter, gradient in zip(case.model.parameters(), expected, strict=True):
         torch.testing.assert_close(parameter.grad, gradient)

@@ -11,7 +11,6 @@ import torch
 from torch.utils._python_dispatch import TorchDispatchMode
 
 from fxremat.compile import request
-from fxremat.compile.session import Ledger
 from fxremat.memory.segments import allocate_cublas
 from fxremat.options import Options, parse_options
 from fxremat.runtime.host_memory import is_on
@@ -89,18 +88,15 @@ def test_of_a_slice_the_rest_is_held(card: Card, monkeypatch: pytest.MonkeyPatch
     assert request.unseen_bytes([whole, whole[:512]], here) == 0
 
 
-def test_tensors_of_the_first_graph_are_not_held_twice(card: Card) -> None:
-    ledger = Ledger()
+def test_on_cuda_what_is_allocated_is_what_others_hold(card: Card) -> None:
+    """Unless it is said what others hold: then what other graphs hold comes in addition."""
 
-    def held(place: tuple[int, int], **given: Any) -> int:
-        return request._held_bytes(options(**given), GPU, [], None, ledger, place)
+    def held(neighbours: int, **given: Any) -> int:
+        return request._held_bytes(options(**given), GPU, [], None, neighbours)
 
     card(allocated=100 * MIB)
-    assert held((0, 0)) == 100 * MIB
-    ledger.peaks[0] = {0: 40 * MIB}
-    card(allocated=130 * MIB)
-    assert held((1, 0)) == 140 * MIB
-    assert held((1, 0), reserve=7) == 40 * MIB + 7
+    assert held(40 * MIB) == 100 * MIB
+    assert held(40 * MIB, reserve=7) == 40 * MIB + 7
 
 
 def test_kernels_are_tuned_only_where_there_are_some(card: Card) -> None:
@@ -121,9 +117,9 @@ def test_workspaces_of_cublas_are_allocated_before_bytes_are_counted(
     weight = torch.empty(8, device="meta")
     monkeypatch.setattr(request, "device_of_inputs", lambda inputs: GPU)
     asked = request.request_for(
-        torch.fx.symbolic_trace(torch.nn.Identity()), [weight], options(), Ledger(), (0, None)
+        torch.fx.symbolic_trace(torch.nn.Identity()), [weight], options()
     )
-    assert asked.held_bytes == 6 * MIB
+    assert asked.budget.held == 6 * MIB
 
 
 def test_a_few_bytes_more_that_no_graph_sees_ask_for_no_other_plan(card: Card) -> None:
@@ -131,7 +127,7 @@ def test_a_few_bytes_more_that_no_graph_sees_ask_for_no_other_plan(card: Card) -
     held = []
     for allocated in (64 * MIB + 1, 64 * MIB + 5000, 66 * MIB, 66 * MIB + 1):
         card(allocated=allocated)
-        held.append(request._held_bytes(options(), GPU, [], None, Ledger(), (0, None)))
+        held.append(request._held_bytes(options(), GPU, [], None, 0))
     assert held == [66 * MIB, 66 * MIB, 66 * MIB, 68 * MIB]
 
 

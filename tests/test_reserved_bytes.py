@@ -11,7 +11,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 import fxremat
-from fxremat.compile.request import Request
+from fxremat.compile.request import Budget, Policy, Request
 from fxremat.compile.search.planning import Planning
 from fxremat.compile.stage_times import StageTimes
 from fxremat.core.events import Allocate, Event, Free
@@ -74,7 +74,8 @@ def test_a_value_written_over_another_takes_its_block() -> None:
 
 def asked(count: Literal["allocated", "reserved"] = "reserved") -> Planning:
     """The planner, for budgets of the allocator with its usual settings."""
-    request = Request(solver="greedy", count=count, allocator=AllocatorSettings())
+    budget = Budget(metric=count, allocator=AllocatorSettings())
+    request = Request(budget, policy=Policy(solver="greedy"))
     return Planning(request, StageTimes())
 
 

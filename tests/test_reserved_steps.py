@@ -3,9 +3,9 @@
 from __future__ import annotations
 
 import logging
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from contextlib import contextmanager
-from dataclasses import dataclass, field, replace
+from dataclasses import dataclass, field
 from types import SimpleNamespace
 from typing import Any
 
@@ -16,19 +16,24 @@ from torch.nn import functional as F
 
 import fxremat
 from fxremat.compat.absent.pretending import fake_cuda
-from fxremat.compile.request import Request
+from fxremat.compile.request import Budget, Request
 from fxremat.core.events import Allocate, Backward, Event, Forward, Free, Given, Outside, RunEvents
-from fxremat.core.step import Boundary, Moment, Version
+from fxremat.core.step import Interface, StepPoint, Version
 from fxremat.cost import cards
 from fxremat.cost.cards import card_named
 from fxremat.memory.allocator import AllocatorSettings, replay
 from fxremat.memory.reserved_bytes import reserved
+from fxremat.memory.segments import SMALL_BYTES
 from fxremat.options import parse_options
 from fxremat.sizes import MIB
-from fxremat.step.in_flight import SMALL_BYTES, Runs
+from fxremat.step.context import ModelContext
+from fxremat.step.description import StepDescription
+from fxremat.step.graph import CompiledVersion
 from fxremat.step.preparation import _Look
-from fxremat.step.runs import CompiledVersion, RunsOfOneGraph, SeenStep, Surroundings
-from fxremat.step.versions import Offer, Unit
+from fxremat.step.promise import RunVersions
+from fxremat.step.runs import GraphInStep
+from fxremat.step.scope import BudgetScope, Neighbours
+from fxremat.step.versions import Offer, Part
 from tests.small import Block
 
 HERE = torch.device("cpu")
@@ -110,7 +115,7 @@ def outside_of(runs: int) -> Iterator[Outside]:
     yield Free("200")
 
 
-def moments_of(outside: Iterator[Outside]) -> tuple[Moment, ...]:
+def moments_of(outside: Iterator[Outside]) -> tuple[StepPoint, ...]:
     """As the look counts them."""
     live, waiting, most = dict[str, int](), list[int](), 0
     moments = []
@@ -123,16 +128,36 @@ def moments_of(outside: Iterator[Outside]) -> tuple[Moment, ...]:
                 del live[name]
             case Forward(run, _, made) | Backward(run, _, made):
                 there = sum(live.values())
-                moments.append(Moment(most, tuple(waiting)))
+                moments.append(StepPoint(most, tuple(waiting)))
                 if isinstance(event, Forward):
-                    moments.append(Moment(there, tuple(waiting), run, "forward"))
+                    moments.append(StepPoint(there, tuple(waiting), run, "forward"))
                     waiting.append(run)
                 else:
                     waiting.remove(run)
-                    moments.append(Moment(there, tuple(waiting), run, "backward"))
+                    moments.append(StepPoint(there, tuple(waiting), run, "backward"))
                 live |= {one.name: one.nbytes for one in made}
                 most = sum(live.values())
-    return (*moments, Moment(most, tuple(waiting)))
+    return (*moments, StepPoint(most, tuple(waiting)))
+
+
+def graph_of(
+    compile_version: Callable[[Request], CompiledVersion],
+    plan: Callable[[Request], Any],
+    offers: Callable[[Request, int], Part],
+) -> Any:
+    """What a graph does, as far as it is asked here."""
+    options = SimpleNamespace(reserve=None, report=None)
+    return SimpleNamespace(compile=compile_version, plan=plan, as_part=offers, options=options)
+
+
+def in_step(
+    graph: Any, request: Request, runs: int, seen: StepDescription | None, index: int = 0
+) -> GraphInStep:
+    """A graph that runs so many times at once, alone under its budget."""
+    scope, context = BudgetScope(), ModelContext(runs)
+    return GraphInStep(
+        graph, request, HERE, context, scope, (0, None), Neighbours(), seen, index
+    )
 
 
 @dataclass
@@ -142,25 +167,25 @@ class Step:
     budget: int
     tuning: int = 10 * MIB
     rehearses: bool = True
-    unit_of: tuple[int, ...] = (0,) * RUNS
+    part_of: tuple[int, ...] = (0,) * RUNS
     compiled: list[Offer] = field(default_factory=list)
 
-    def seen(self) -> SeenStep:
+    def seen(self) -> StepDescription:
         """As it was looked at."""
-        unit = Unit(Boundary(WIDE + 4 * MIB, WIDE, WIDE, WIDE, 4 * MIB), OFFERS)
-        places = tuple(self.unit_of[:k].count(own) for k, own in enumerate(self.unit_of))
-        return SeenStep(
+        unit = Part(Interface(WIDE + 4 * MIB, WIDE, WIDE, WIDE, 4 * MIB), OFFERS)
+        places = tuple(self.part_of[:k].count(own) for k, own in enumerate(self.part_of))
+        return StepDescription(
             moments_of(outside_of(RUNS)),
-            self.unit_of,
+            self.part_of,
             places,
-            [unit] * len(set(self.unit_of)),
+            [unit] * len(set(self.part_of)),
             None,
             tuple(outside_of(RUNS)),
         )
 
     def plan(self, request: Request) -> Any:
         """The report of the version that is asked for."""
-        own = request.own_budget
+        own = request.budget.own
         place = next(k for k, one in enumerate(OFFERS) if one.peak_bytes == own)
         saved, again = list(WAYS.items())[place]
         return SimpleNamespace(
@@ -173,35 +198,31 @@ class Step:
             segment_bytes=0,
         )
 
-    def runs(self, seen: SeenStep | None, index: int = 0) -> RunsOfOneGraph:
+    def runs(self, seen: StepDescription | None, index: int = 0) -> GraphInStep:
         """The runs of one of the units."""
 
         def compile_version(request: Request) -> CompiledVersion:
             report = self.plan(request)
-            self.compiled += [one for one in OFFERS if one.peak_bytes == request.own_budget]
+            self.compiled += [one for one in OFFERS if one.peak_bytes == request.budget.own]
             return CompiledVersion(lambda: report, report)
 
-        def look(request: Request, count: int) -> Unit:
-            return Unit(Boundary(WIDE + 4 * MIB, WIDE, WIDE, WIDE, 4 * MIB), OFFERS)
+        def look(request: Request, count: int) -> Part:
+            return Part(Interface(WIDE + 4 * MIB, WIDE, WIDE, WIDE, 4 * MIB), OFFERS)
 
+        allocator = AllocatorSettings()
         request = Request(
-            budget_bytes=self.budget,
-            tuning_bytes=self.tuning,
-            count="reserved",
-            allocator=AllocatorSettings(),
+            Budget(self.budget, autotune=self.tuning, metric="reserved", allocator=allocator)
         )
-        around = Surroundings(RUNS)
-        return RunsOfOneGraph(
-            request, HERE, around, 0, compile_version, self.plan, look, seen, index
-        )
+        graph = graph_of(compile_version, self.plan, look)
+        return in_step(graph, request, RUNS, seen, index)
 
 
-def compiled(step: Step) -> Runs:
+def compiled(step: Step) -> RunVersions:
     """What all runs of its one unit take."""
     return step.runs(step.seen()).compiled_for(RUNS)
 
 
-def reserved_bytes(seen: SeenStep, runs: Runs) -> int:
+def reserved_bytes(seen: StepDescription, runs: RunVersions) -> int:
     """What the model of the allocator takes for what was compiled, in the segment that is taken."""
     found = seen.events(runs.version_of_run)
     assert found is not None
@@ -271,7 +292,7 @@ def test_without_a_rehearsal_some_of_the_budget_is_left() -> None:
 
 def test_two_units_are_known_when_the_last_is_compiled(caplog: pytest.LogCaptureFixture) -> None:
     """The first one has run by then: the segment is what the budget leaves, and that is counted."""
-    step = Step(1200 * MIB, unit_of=(0, 0, 1, 1))
+    step = Step(1200 * MIB, part_of=(0, 0, 1, 1))
     seen = step.seen()
     first = step.runs(seen, 0).compiled_for(2)
     assert "allocated, of" in caplog.text
@@ -319,9 +340,9 @@ def test_events_outside_are_the_moments_of_the_look() -> None:
     look = looked_at()
     moments = moments_of(iter(look.events))
     assert [m for m in moments if m.running is not None] == [
-        m for m in look.moments if m.running is not None
+        m for m in look.points if m.running is not None
     ]
-    assert [m.outside_bytes for m in moments] == [m.outside_bytes for m in look.moments]
+    assert [m.outside_bytes for m in moments] == [m.outside_bytes for m in look.points]
     assert look.events[0] == Allocate("held", 4096)
     forwards = [event for event in look.events if isinstance(event, Forward)]
     before = [event.results[0].name for event in forwards[:-1]]
@@ -356,16 +377,17 @@ def test_rehearsed_versions_in_a_step_that_was_looked_at(caplog: pytest.LogCaptu
         seen = look.seen_step()
         graph = look.graphs[0].graph
         assert seen.request is not None
-        assert seen.request.count == "reserved"
-        asked = replace(seen.request, tuning_bytes=0)
-        runs = RunsOfOneGraph(
-            asked, HERE, Surroundings(3), 0,
+        assert seen.request.budget.metric == "reserved"
+        asked = seen.request.with_budget(autotune=0)
+        planned = graph_of(
             lambda request: CompiledVersion(lambda: None, graph.plan(request)),
-            graph.plan, graph.as_unit, seen, 0,
-        ).compiled_for(3)  # fmt: skip
+            graph.plan,
+            graph.as_part,
+        )
+        runs = in_step(planned, asked, 3, seen).compiled_for(3)
     found = seen.events(runs.version_of_run)
     assert found is not None
     usage = replay(found.events)
     assert usage.peak_requested_bytes == seen.step().peak_bytes(runs.version_of_run)
-    assert reserved_bytes(seen, runs) == runs.peak_bytes + asked.held_bytes
+    assert reserved_bytes(seen, runs) == runs.peak_bytes + asked.budget.held
     assert "reserved, of 1.00 GiB" in caplog.text

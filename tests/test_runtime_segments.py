@@ -8,12 +8,13 @@ from typing import Any
 import pytest
 import torch
 
-from fxremat.core.places import Places
 from fxremat.memory import segments
 from fxremat.memory.allocator import CachingAllocator
-from fxremat.memory.segments import WALL_BYTES, Segment
+from fxremat.memory.segments import WALL_BYTES, Segment, SharedSegments
 from fxremat.sizes import MIB
 from fxremat.step import in_flight
+from fxremat.step.promise import Promise, PromisedVersion, RunVersions
+from fxremat.step.scope import BudgetScope
 
 CUDA = torch.device("cuda")
 
@@ -218,11 +219,11 @@ def test_the_room_opens_at_the_end_of_a_backward(monkeypatch: pytest.MonkeyPatch
         close_room = note("close")
         open_room = note("open")
 
-    monkeypatch.setattr(in_flight, "Segment", Noted)
-    promise = in_flight.Promise("graph", torch.device("cpu"), 1 << 40, 0, 0, 0, 0, 1)
+    monkeypatch.setattr(segments, "Segment", Noted)
+    promise = Promise("graph", torch.device("cpu"), 1 << 40, 0, 0, 0, 0, 1)
     module = torch.nn.Sequential(torch.nn.Linear(4, 4), torch.nn.Tanh())
-    one = in_flight.Promised(torch.compile(module, backend="aot_eager"), promise)
-    compiled = in_flight.watch_in_flight(in_flight.Runs((one,), (0,), 0, 0), Places())
+    one = PromisedVersion(torch.compile(module, backend="aot_eager"), promise)
+    compiled = in_flight.watch_in_flight(RunVersions((one,), (0,), 0, 0), BudgetScope())
     x = torch.ones(2, 4)
     for _ in range(2):
         result = compiled(x).sum()
@@ -231,16 +232,16 @@ def test_the_room_opens_at_the_end_of_a_backward(monkeypatch: pytest.MonkeyPatch
     assert asked == ["take", "backward", "open", "close", "backward", "open"]
 
 
-def _promise(name: str, *, several: bool = False, **more: Any) -> in_flight.Promise:
+def _promise(name: str, *, several: bool = False, **more: Any) -> Promise:
     given = {"tuning_bytes": 60 * MIB, "segment_bytes": 100 * MIB, **more}
-    return in_flight.Promise(name, CUDA, 400 * MIB, 0, 0, 0, 0, several=several, **given)
+    return Promise(name, CUDA, 400 * MIB, 0, 0, 0, 0, several=several, **given)
 
 
 def test_versions_of_a_graph_share_what_the_budget_leaves(monkeypatch: pytest.MonkeyPatch) -> None:
     """400 MiB less 60 for tuning, 16 for small blocks, and 40 that are held."""
     device = _Device(monkeypatch)
     held = device.piece(40 * MIB)
-    shared = in_flight._Segments()
+    shared = SharedSegments()
     both = [_promise("one", several=True), _promise("other", several=True)]
     for waiting, promise in enumerate([*both, *both]):
         segment = shared.before(promise, waiting, ())
@@ -255,7 +256,7 @@ def test_versions_of_a_graph_share_what_the_budget_leaves(monkeypatch: pytest.Mo
 def test_a_second_graph_with_the_budget_gets_the_rest(monkeypatch: pytest.MonkeyPatch) -> None:
     """Beside the segment of the first, which is in use; from the next step on both are one."""
     device = _Device(monkeypatch)
-    shared, first, second = in_flight._Segments(), _promise("first"), _promise("second")
+    shared, first, second = SharedSegments(), _promise("first"), _promise("second")
     shared.before(first, 0, ())
     assert device.allocator.reserved_bytes == 100 * MIB + WALL_BYTES
     saved = [device.piece(60 * MIB)]
@@ -274,7 +275,7 @@ def test_a_second_graph_with_the_budget_gets_the_rest(monkeypatch: pytest.Monkey
 
 def test_what_is_to_come_has_a_room_in_the_shared_segment(monkeypatch: pytest.MonkeyPatch) -> None:
     device = _Device(monkeypatch)
-    shared = in_flight._Segments()
+    shared = SharedSegments()
     promise = _promise("blocks", several=True, coming_bytes=50 * MIB)
     segment = shared.before(promise, 0, ())
     assert segment is not None
@@ -291,14 +292,14 @@ def test_what_is_to_come_has_a_room_in_the_shared_segment(monkeypatch: pytest.Mo
 def test_no_segment_where_hardly_anything_is_left(monkeypatch: pytest.MonkeyPatch) -> None:
     device = _Device(monkeypatch)
     held = device.piece(310 * MIB)
-    in_flight._Segments().before(_promise("one", several=True), 0, ())
+    SharedSegments().before(_promise("one", several=True), 0, ())
     assert device.allocator.reserved_bytes == held.nbytes
 
 
 def test_a_segment_of_the_size_that_all_promises_name(monkeypatch: pytest.MonkeyPatch) -> None:
     """One for all versions, which a second one that comes in the middle of a step runs in, too."""
     device = _Device(monkeypatch)
-    shared = in_flight._Segments()
+    shared = SharedSegments()
     both = [_promise("one", several=True, shared_bytes=200 * MIB) for _ in range(2)]
     for waiting, promise in enumerate([*both, *both]):
         shared.before(promise, waiting, ())
@@ -310,7 +311,7 @@ def test_a_segment_of_the_size_that_all_promises_name(monkeypatch: pytest.Monkey
 def test_promises_that_do_not_agree_get_all_that_is_left(monkeypatch: pytest.MonkeyPatch) -> None:
     """Beside what is there already; when the old one is gone, the next step has the new size."""
     device = _Device(monkeypatch)
-    shared = in_flight._Segments()
+    shared = SharedSegments()
     old = _promise("old", several=True, shared_bytes=200 * MIB)
     shared.before(old, 0, ())
     saved = [device.piece(190 * MIB)]
@@ -331,7 +332,7 @@ def test_promises_that_do_not_agree_get_all_that_is_left(monkeypatch: pytest.Mon
 def test_no_segment_where_none_is_better(monkeypatch: pytest.MonkeyPatch) -> None:
     device = _Device(monkeypatch)
     none = _promise("none", several=True, shared_bytes=0)
-    in_flight._Segments().before(none, 0, ())
+    SharedSegments().before(none, 0, ())
     assert device.allocator.reserved_bytes == 0
 
 
@@ -339,6 +340,6 @@ def test_a_known_size_is_no_more_than_the_budget_leaves(monkeypatch: pytest.Monk
     device = _Device(monkeypatch)
     held = device.piece(100 * MIB)
     large = _promise("large", several=True, shared_bytes=300 * MIB)
-    in_flight._Segments().before(large, 0, ())
+    SharedSegments().before(large, 0, ())
     assert device.allocator.reserved_bytes == 340 * MIB
     assert held.nbytes == 100 * MIB

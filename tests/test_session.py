@@ -1,4 +1,4 @@
-"""What outlives a compilation: reports in a store, the bytes of graphs in a ledger."""
+"""What outlives a compilation: reports in a store, and the state of a session."""
 
 from __future__ import annotations
 
@@ -13,7 +13,6 @@ import torch
 from torch import nn
 
 from fxremat.compile import session
-from fxremat.compile.session import Ledger
 from fxremat.core.plan import Plan
 from fxremat.core.problem import Op, Problem, Value
 from fxremat.cost.loop_rates import TRAFFIC
@@ -129,67 +128,17 @@ def test_digests_differ_by_every_part() -> None:
     assert len({session.digest(*parts) for parts in (("a", 1), ("a", 2), ("b", 1), ("a",))}) == 4
 
 
-# --- the ledger and the state -------------------------------------------------------------------
-
-
-def test_graphs_of_one_model_hold_bytes_for_each_other() -> None:
-    ledger = Ledger()
-    assert ledger.held_by_others(0) == 0
-    ledger.record(0, 30)
-    ledger.record(1, 20)
-    assert [ledger.held_by_others(frame) for frame in (0, 1, 2)] == [20, 30, 50]
-    assert [ledger.is_last(frame) for frame in (0, 1, 2)] == [False, True, True]
-
-
-def test_of_the_versions_of_a_graph_the_largest_counts() -> None:
-    ledger = Ledger()
-    for version, peak in enumerate((20, 30, 10)):
-        ledger.record(0, peak, version)
-    assert ledger.held_by_others(0) == 0
-    assert ledger.held_by_others(0, 3) == 0
-    assert ledger.held_by_others(1) == 30
-
-
-def test_graphs_of_one_compilation_add_up() -> None:
-    """DDP splits the graph of a frame."""
-    ledger = Ledger()
-    for peak in (20, 30):
-        ledger.record(0, peak, 1)
-    assert ledger.held_by_others(0, 1) == 50
-    assert ledger.held_by_others(0, 2) == 0
-    ledger.record(0, 10, 2)
-    assert ledger.held_by_others(1, 0) == 50
-
-
-def test_outside_of_a_compilation_graphs_replace_each_other() -> None:
-    ledger = Ledger()
-    for peak in (20, 30, 10):
-        ledger.record(-1, peak)
-    assert ledger.held_by_others(-1) == 0
-    assert ledger.held_by_others(0) == 30
-
-
-def test_what_no_graph_sees_counts_once() -> None:
-    """What is allocated beside the second graph is of the first one, too."""
-    ledger = Ledger()
-    assert ledger.held_beside(0, 0, unseen=7) == 7
-    ledger.record(0, 30, 0)
-    assert ledger.held_beside(1, 0, unseen=7 + 20) == 7 + 30
-    ledger.record(1, 5, 0)
-    assert ledger.held_beside(0, 1, unseen=100) == 100  # an optimizer's state came since
+# --- the state ----------------------------------------------------------------------------------
 
 
 def test_planning_apart_leaves_no_trace_and_reset_forgets() -> None:
     with session.separate():
-        session.ledger(1).record(0, 30)
         session.STATE.reports.append(REPORT)
         assert session.begin().graph == 0
         with session.separate():
             assert session.reports() == []
-            assert session.ledger(1).peaks == {}
         assert session.reports() == [REPORT]
         assert session.begin().graph == 1
         session.reset()
         assert session.reports() == []
-        assert session.ledger(1).peaks == {}
         assert session.begin().graph == 0

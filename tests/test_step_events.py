@@ -20,11 +20,11 @@ from fxremat.core.events import (
     run_events_from_json,
     run_events_to_json,
 )
-from fxremat.core.step import Boundary, Version
+from fxremat.core.step import Interface, Version
 from fxremat.memory.allocator import replay
+from fxremat.step.description import repeated_step
 from fxremat.step.events import StepEvents, composed, paired, repeated_outside
-from fxremat.step.runs import repeated_step
-from fxremat.step.versions import Offer, Unit, repeated
+from fxremat.step.versions import Offer, Part
 
 BLOCK = RunEvents(
     forward=(Allocate("0", 7), Allocate("1", 5), Allocate("2", 10), Free("0")),
@@ -168,7 +168,7 @@ def runs(draw: st.DrawFn, *, saves_result: bool = False) -> RunEvents:
     )
 
 
-def unit_of(run: RunEvents) -> Unit:
+def part_of(run: RunEvents) -> Part:
     """What the figures of a version say of the same."""
     wide, weight = (one.nbytes for one in run.inputs)
     before = live_after(StepEvents(run.forward, 0))
@@ -181,8 +181,8 @@ def unit_of(run: RunEvents) -> Unit:
         forward_bytes=max(before),
         backward_bytes=max(before[-1], *after) - kept + more,
     )
-    boundary = Boundary(wide + weight, wide, wide, wide, weight)
-    return Unit(boundary, (Offer(version, 0, 0, run),))
+    boundary = Interface(wide + weight, wide, wide, wide, weight)
+    return Part(boundary, (Offer(version, 0, 0, run),))
 
 
 @given(runs(), st.integers(1, 4), st.integers(0, 5000), st.none() | st.integers(0, 1000))
@@ -190,7 +190,7 @@ def test_the_peak_is_that_of_the_moments(
     run: RunEvents, count: int, held: int, left: int | None
 ) -> None:
     """To the byte; gradients that leave little behind are made before that is there."""
-    seen = repeated_step(unit_of(run), count, held, left)
+    seen = repeated_step(part_of(run), range(count), held, left)
     expected = seen.step().peak_bytes([0] * count)
     found = seen.events([0] * count)
     assert found is not None
@@ -205,5 +205,5 @@ def test_the_peak_is_that_of_the_moments(
 def test_what_two_hold_is_there_once(run: RunEvents, count: int) -> None:
     """A result that is saved, too: the figures of a version count it twice."""
     found = composed(repeated_outside(count, run, 0), lambda _: run)
-    expected = repeated([unit_of(run)], [0] * count, run.inputs[1].nbytes).peak_bytes([0] * count)
+    expected = repeated_step(part_of(run), range(count), 0).step().peak_bytes([0] * count)
     assert replay(found.events).peak_requested_bytes <= expected

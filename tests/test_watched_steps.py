@@ -19,7 +19,7 @@ from fxremat.errors import BudgetExceeded
 from fxremat.memory import watched_steps
 from fxremat.memory.watched_steps import StepWatch
 from fxremat.sizes import MIB, parse_bytes
-from fxremat.step import in_flight
+from fxremat.step import scope
 from tests.small import Block
 
 CPU, CUDA = torch.device("cpu"), torch.device("cuda")
@@ -30,7 +30,7 @@ WORDS = 4000
 @pytest.fixture(autouse=True)
 def _fresh() -> Iterator[None]:
     torch._dynamo.reset()
-    in_flight.forget()
+    scope.forget()
     yield
     torch._dynamo.reset()
 
@@ -58,7 +58,7 @@ class Case:
 
     def compile(self, **options: Any) -> None:
         torch._dynamo.reset()
-        in_flight.forget()
+        scope.forget()
         if self.loss_outside:
             for block in self.model:
                 block.compile(backend="fxremat", options={**QUICK, **options})

@@ -11,7 +11,7 @@ from torch import fx
 
 from fxremat.compile.draft import Draft
 from fxremat.compile.dry_run.dry_run import Rehearsal
-from fxremat.compile.request import Request
+from fxremat.compile.request import Policy, Request
 from fxremat.compile.search.candidates import Candidate, Judged, Order
 from fxremat.compile.search.planning import Planning
 from fxremat.compile.search.proposals import Proposals
@@ -34,7 +34,7 @@ def draft_of(problem: Problem) -> Draft:
 @cache
 def planning(solver: str = "greedy") -> Planning:
     """The planner itself; it answers each question once."""
-    return Planning(Request(solver=solver), StageTimes())
+    return Planning(Request(policy=Policy(solver=solver)), StageTimes())
 
 
 @dataclass

@@ -52,11 +52,11 @@ def op_timer(
     ``images_last``: Inductor lays images out with the channels last.
     """
     rates = device_spec(device) if spec is None else spec
-    if request.link_bytes_per_s is not None:
-        rates = replace(rates, link_bytes_per_s=float(request.link_bytes_per_s))
+    if request.device.link_bytes_per_s is not None:
+        rates = replace(rates, link_bytes_per_s=float(request.device.link_bytes_per_s))
     on_cpu = rates.name == device_spec(torch.device("cpu")).name
     roofline = Roofline(rates, on_cpu, request.compiled, images_last)
-    if request.op_times != "measured" or spec is not None:
+    if request.device.op_times != "measured" or spec is not None:
         return roofline
     directory = Path(cache_directory()) / "fxremat"
     calls = CallTimes(device, directory, size_bound, _undisturbed)
@@ -91,9 +91,9 @@ def with_between(problem: Problem, nbytes: int) -> Problem:
 
 def _with_costs(problem: Problem, request: Request, spec: DeviceSpec) -> Problem:
     """The problem with the copies of the request, if anything may move, and with energies."""
-    if request.copies is not None and (problem.host or not request.copies.only_host):
-        problem = replace(problem, copies=request.copies)
-    return with_energies(problem, spec) if request.objective == "energy" else problem
+    if request.device.copies is not None and (problem.host or not request.device.copies.only_host):
+        problem = replace(problem, copies=request.device.copies)
+    return with_energies(problem, spec) if request.policy.objective == "energy" else problem
 
 
 @dataclass(frozen=True)
@@ -126,7 +126,7 @@ class CostModel:
             device=self.device.type,
             name=self.name,
             inserted=inserted,
-            in_place="inplace" not in self.request.disabled,
+            in_place="inplace" not in self.request.policy.disabled,
         )
         spec = device_spec(self.device) if self.spec is None else self.spec
         problem = _with_costs(found.problem, self.request, spec)
@@ -134,9 +134,9 @@ class CostModel:
         if len(runs) < len(inserted):
             kept = tuple(variant for variant in problem.variants if variant.name in runs)
             problem = replace(problem, variants=kept)
-        if "recompute" in self.request.disabled:
+        if "recompute" in self.request.policy.disabled:
             problem = run_once(problem)
-        return replace(found, problem=with_between(problem, self.request.between_bytes))
+        return replace(found, problem=with_between(problem, self.request.budget.between))
 
     def _runs(self, variant: InsertedVariant) -> bool:
         """Whether each call of a variant that was tried has run: else the first step might fail."""
@@ -181,8 +181,8 @@ def cost_model(
     device = device_of(graph)
     module = graph.owning_module if request.compiled else None
     images_last = module is not None and prefers_channels_last(module)
-    if request.card is not None:
-        card = card_named(request.card)
+    if request.device.card is not None:
+        card = card_named(request.device.card)
         spec = card.spec
         timer = op_timer(request, device, spec, images_last=images_last)
         threads = Multiprocessors(card.multiprocessors, card.limits.threads)

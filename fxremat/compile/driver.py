@@ -26,7 +26,7 @@ from fxremat.compat.configuration import (
     inductor_config,
     inductor_patches,
 )
-from fxremat.compat.dynamo import current_compilation, inline_regions
+from fxremat.compat.dynamo import inline_regions
 from fxremat.compat.inductor.kernels_ahead import look_for_vectors
 from fxremat.compile import session
 from fxremat.compile.partitioner import Partitioner
@@ -73,10 +73,10 @@ def patches_for(
         return user.get(name, getattr(inductor_config, name))
 
     # Reusing a buffer holds it from its last use to its next: the peak would exceed the plan's.
-    exact = {} if request.budget_bytes is None else {"allow_buffer_reuse": False}
+    exact = {} if request.budget.limit is None else {"allow_buffer_reuse": False}
     moves = options.offload or any(isinstance(x, torch.Tensor) and is_host(x) for x in inputs)
     # They allocate in pools of their own, beside the segment that the plan is cut from.
-    counted = options.memory_budget is not None and request.allocator is not None
+    counted = options.memory_budget is not None and request.budget.allocator is not None
     if (moves or counted) and theirs(CUDAGRAPHS):
         why = "a graph that moves values to host memory has none" if moves else NO_POOLS
         log.warning("cudagraphs are off: %s", why)
@@ -129,16 +129,16 @@ def plan_only(
     example_inputs: Sequence[Any],
     options: Mapping[str, Any],
     study: session.Study | None = None,
+    neighbours_bytes: int = 0,
 ) -> tuple[Callable[..., Any], Report | None]:
     """Plan one graph as `fxremat` would, but run it node by node instead of compiling it.
 
-    ``study`` is told what the search found.
+    ``study`` is told what the search found. Other graphs hold ``neighbours_bytes`` meanwhile.
     """
     device = device_of_inputs(example_inputs)
     parsed = parse_options(options, device_total_bytes=total_bytes(device))
     gm = inline_regions(gm)
-    ledger, place = session.ledger(None), current_compilation()
-    request = request_for(gm, example_inputs, parsed, ledger, place)
+    request = request_for(gm, example_inputs, parsed, neighbours_bytes=neighbours_bytes)
     partitioner = Partitioner(request, build(), plan_only=True)
     current = session.begin()
     current.study = study
@@ -148,10 +148,6 @@ def plan_only(
         else:
             patches = patches_with_partitioner(parsed, partitioner, None, example_inputs)
             compiled = traced(gm, example_inputs, patches, partitioner)
-    if current.report is not None:
-        frame, compilation = place
-        report = current.report
-        ledger.record(frame, report.counted_peak_bytes - report.held_bytes, compilation)
     return compiled, current.report
 
 

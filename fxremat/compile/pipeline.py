@@ -25,7 +25,7 @@ from torch import fx
 from fxremat.compile import verification as judging
 from fxremat.compile.cost_model import CostModel, MemoryEstimation, cost_model
 from fxremat.compile.draft import Draft
-from fxremat.compile.request import Request
+from fxremat.compile.request import Policy, Request
 from fxremat.compile.stage_times import StageTimes
 from fxremat.compile.verification import prepared
 from fxremat.passes.accumulation import Accumulation
@@ -81,11 +81,11 @@ def _always(request: Request) -> bool:
 
 
 def _sums(request: Request) -> bool:
-    return request.compiled and "sums" not in request.disabled
+    return request.compiled and "sums" not in request.policy.disabled
 
 
 def _in_place(request: Request) -> bool:
-    return "inplace" not in request.disabled
+    return "inplace" not in request.policy.disabled
 
 
 def _compiled(request: Request) -> bool:
@@ -128,7 +128,7 @@ PREPARE = (
     ),
     Use(
         lambda d, costs: Accumulation(
-            d.num_forward_outputs, frozenset(costs.request.accumulated), frozenset(d.static)
+            d.num_forward_outputs, frozenset(costs.request.inputs.accumulated), frozenset(d.static)
         ),
         _joint,
         judge=prepared(Accumulation, Rights(give_up=True)),
@@ -181,7 +181,7 @@ class Runner:
             after = draft
             for module in draft.halves if use.halves else (draft.newest()[0],):
                 after = use.take(after, self._call(stage, use.make(draft, self.costs), module))
-            if request.verify:
+            if request.policy.verify:
                 with self.times.stage("verify"):
                     verdict(after)
             draft = after
@@ -189,14 +189,14 @@ class Runner:
 
     def _look(self, use: Use, draft: Draft) -> judging.Verdict:
         """What will judge the pass, shown the draft before it."""
-        if not self.costs.request.verify:
+        if not self.costs.request.policy.verify:
             return lambda after: None
         with self.times.stage("verify"):
             return use.judge(draft)
 
     def _call(self, stage: str, one: Pass, module: fx.GraphModule) -> Changed:
         """The pass, with its contract where that is asked for."""
-        verify = self.costs.request.verify
+        verify = self.costs.request.policy.verify
         if verify:
             with self.times.stage("verify"):
                 one.requires(module)
@@ -216,7 +216,7 @@ def prepare(module: fx.GraphModule, num_forward_outputs: int, *, fused: bool = F
 
     Sums of gradients round as Inductor's do if the graph is ``fused``, else as eager torch's.
     """
-    request = Request(executor="inductor" if fused else "aot_eager")
+    request = Request(policy=Policy(executor="inductor" if fused else "aot_eager"))
     costs = cost_model(request, module.graph, "prepared", measured=False)
     draft = Draft(module, num_forward_outputs)
     return Runner(costs, StageTimes()).run("prepare", PREPARE, draft).joint

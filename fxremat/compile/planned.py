@@ -39,7 +39,7 @@ def planned(draft: Draft, request: Request, current: Session) -> Halves:
     `VerificationFailed` where the judge finds a mistake of ours.
     """
     times = StageTimes({"trace": time.perf_counter() - current.started})
-    if request.budget_bytes is not None:
+    if request.budget.limit is not None:
         plan_for_sizes_seen(draft.module.graph)
     costs = cost_model(request, draft.module.graph, f"graph {current.graph}")
     runner = Runner(costs, times)
@@ -54,7 +54,7 @@ def planned(draft: Draft, request: Request, current: Session) -> Halves:
     if refusal is not None:
         raise refusal
     output = large_output(found)
-    if output is not None and request.budget_bytes is not None:
+    if output is not None and request.budget.limit is not None:
         log.warning("fxremat: graph %d: %s", current.graph, output_advice(*output))
     if current.study is not None:
         current.study(found, runner)
@@ -69,7 +69,7 @@ def planned(draft: Draft, request: Request, current: Session) -> Halves:
 def _searched(search: Search) -> Found:
     """What this rank's search ends with, or that of a rank that has looked for the same."""
     request = search.planning.request
-    if request.budget_bytes is None or not is_a_rank():
+    if request.budget.limit is None or not is_a_rank():
         return search.run()
     own: list[Found] = []
 

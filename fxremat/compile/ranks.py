@@ -24,7 +24,6 @@ import re
 import time
 from collections import Counter
 from collections.abc import Callable
-from dataclasses import replace
 from typing import TYPE_CHECKING, Any, Literal
 
 import torch
@@ -81,10 +80,10 @@ def agreed(gm: fx.GraphModule, ranks: tuple[int, ...], request: Request) -> Requ
     if not ranks:
         return request
     mine = {
-        "graph": [graph_digest(gm), request.accumulated, request.parameters],
-        "about": f"{len(gm.graph.nodes)} nodes, {len(request.parameters)} parameters",
-        "budget": request.budget_bytes,
-        "beside": [request.held_bytes, request.between_bytes, request.tuning_bytes],
+        "graph": [graph_digest(gm), request.inputs.accumulated, request.inputs.parameters],
+        "about": f"{len(gm.graph.nodes)} nodes, {len(request.inputs.parameters)} parameters",
+        "budget": request.budget.limit,
+        "beside": [request.budget.held, request.budget.between, request.budget.autotune],
         "request": pickle.dumps(request).hex(),
     }
     told = _exchanged(ranks, "word of the graph that ranks compile together", mine)
@@ -94,13 +93,8 @@ def agreed(gm: fx.GraphModule, ranks: tuple[int, ...], request: Request) -> Requ
         max(each) for each in zip(*(one["beside"] for one in told.values()), strict=True)
     )
     first: Request = pickle.loads(bytes.fromhex(told[ranks[0]]["request"]))
-    return replace(
-        first,
-        budget_bytes=min(budgets, default=None),
-        held_bytes=held,
-        between_bytes=between,
-        tuning_bytes=tuning,
-    )
+    limit = min(budgets, default=None)
+    return first.with_budget(limit=limit, held=held, between=between, autotune=tuning)
 
 
 def see_same_plan(ranks: tuple[int, ...], report: Report | None) -> None:

@@ -32,12 +32,12 @@ MUCH = 1 / 4
 
 def refusal_of(found: Found, request: Request) -> InfeasibleBudget | None:
     """The error that names the least peak; None where the budget is met."""
-    if not found.over or request.budget_bytes is None:
+    if not found.over or request.budget.limit is None:
         return None
     largest = tuple((row.what, row.bytes) for row in at_peak(found)[:8])
-    least = found.judged.peak_bytes + request.beside_bytes
+    least = found.judged.peak_bytes + request.budget.beside
     unused = found.judged.fragmentation_bytes
-    return InfeasibleBudget(request.budget_bytes, least, largest, unused, large_output(found))
+    return InfeasibleBudget(request.budget.limit, least, largest, unused, large_output(found))
 
 
 def large_output(found: Found) -> tuple[str, int] | None:
@@ -84,19 +84,19 @@ def report_of(found: Found, request: Request, graph: int, seconds: dict[str, flo
     judged, draft = found.judged, found.judged.draft
     plan = by_the_bytes_of(draft.estimate.problem, judged.plan)
     problem, plain = draft.estimate.problem, found.plain.estimate.problem
-    held, base, taken = request.held_bytes, plain.base_time_us, judged.reserved
+    held, base, taken = request.budget.held, plain.base_time_us, judged.reserved
     plain_timeline, course = replay(plain, keep_all(plain)), _course(found)
     return Report(
         graph=graph,
         nodes=len(draft.joint.module.graph.nodes),
-        budget_bytes=request.budget_bytes,
+        budget_bytes=request.budget.limit,
         resident_bytes=problem.resident_bytes,
         keep_all_peak_bytes=plain_timeline.peak_bytes + held,
         planned_peak_bytes=plan.peak_bytes + held,
         predicted_peak_bytes=judged.allocated_bytes + held,
-        minimum_peak_bytes=judged.peak_bytes + request.beside_bytes if found.over else None,
+        minimum_peak_bytes=judged.peak_bytes + request.budget.beside if found.over else None,
         held_bytes=held,
-        tuning_bytes=request.tuning_bytes,
+        tuning_bytes=request.budget.autotune,
         time_overhead=plan.time_us / base - 1 if base else 0.0,
         saved=_saved(draft),
         recomputed=_recomputed(found),
@@ -113,14 +113,14 @@ def report_of(found: Found, request: Request, graph: int, seconds: dict[str, flo
         keep_all_forward_steps=_forward_steps(tuple(map(str, plain_timeline.steps))),
         predicted_reserved_bytes=None if taken is None else taken.usage.peak_reserved_bytes,
         segment_bytes=0 if taken is None else taken.segment_bytes,
-        count=request.count,
+        count=request.budget.metric,
         order=judged.candidate.order,
         plan=plan,
         rehearsals=found.judged_candidates if judged.rehearsal is not None else 0,
         seconds=seconds,
         problem=problem,
         as_unit=version_of(draft, plan, judged.rehearsal, request),
-        events=run_events_of(draft, judged.rehearsal, request.parameters),
+        events=run_events_of(draft, judged.rehearsal, request.inputs.parameters),
     )
 
 

@@ -11,10 +11,8 @@ import torch
 from torch import fx, nn
 
 from fxremat.compat.absent.pretending import CUDA
-from fxremat.compat.dynamo import more_follow
 from fxremat.compat.sizes import size_bound
 from fxremat.compat.tensors import places_in_joint, storage_key
-from fxremat.compile.session import Ledger
 from fxremat.core.problem import COPY_LATENCY_US, Copies
 from fxremat.cost.cards import Card, absent_card
 from fxremat.cost.cuda_scratch import cublas_bytes
@@ -35,69 +33,115 @@ memory it is rounded."""
 
 
 @dataclass(frozen=True)
-class Request:
-    """What is asked of one graph. All that a plan depends on, and nothing else.
+class Budget:
+    """Bytes on the device, and which of them are not the graph's.
 
-    ``held_bytes`` of the budget belong to other graphs of the model, and to what no graph sees;
-    ``between_bytes`` to what runs between its forward and its backward, ``tuning_bytes`` to the
-    first step, in which kernels are tuned.
-    ``wanted_bytes`` is what this graph should make do with if it can, because more graphs follow.
-    ``copies`` is what moving values takes; None where nothing is to move. ``link_bytes_per_s`` is
-    what a rank sends to others; None: as the device's name says. With the objective
-    "energy" a plan may take ``most_time`` times what running every op once takes. ``variants``
-    are names of rules (None: all), ``disabled`` names of passes that are left out
-    (`fxremat.option_values.PASSES`). By their places in the joint graph, ``accumulated`` are the
-    arguments whose gradients are added to their ``grad`` in the backward, and ``parameters`` those
-    that are parameters. Where what it is given and gives ``is_passed_on``, others drop that as soon
-    as the graph, or the next one, has it. ``card`` is the name of one that is planned for although
-    it is not here; None: what is here.
-    ``allocator`` is how torch's allocator is set; None where the device has none, or one that is
-    not modelled. ``count`` is what the budget counts.
+    Of ``limit`` bytes, ``held`` belong to other graphs of the model and to what no graph sees,
+    ``between`` to what runs between this graph's forward and its backward, and ``autotune`` to the
+    first step, in which kernels are tuned. The graph should make do with ``soft_limit`` if it can,
+    because more graphs follow. ``metric`` says which bytes of torch's allocator count.
+    ``allocator`` holds its settings; None where the device has no such allocator, or one whose
+    settings are not modelled.
     """
 
-    budget_bytes: int | None = None
-    held_bytes: int = 0
-    between_bytes: int = 0
-    tuning_bytes: int = 0
-    wanted_bytes: int | None = None
+    limit: int | None = None
+    held: int = 0
+    between: int = 0
+    autotune: int = 0
+    soft_limit: int | None = None
+    metric: Literal["allocated", "reserved"] = "allocated"
+    allocator: AllocatorSettings | None = None
+
+    @property
+    def own(self) -> int | None:
+        """Bytes left for this graph; None without a limit."""
+        return None if self.limit is None else self.limit - self.beside
+
+    @property
+    def beside(self) -> int:
+        """Bytes that are not the graph's, in the step that needs most of them."""
+        return self.held + self.autotune
+
+    @property
+    def target(self) -> int | None:
+        """Bytes that plans are made for: the soft limit, else what is left."""
+        return self.own if self.soft_limit is None else self.soft_limit
+
+
+@dataclass(frozen=True)
+class DeviceCosts:
+    """What the device takes for its work, as far as it is not looked up there.
+
+    ``card`` is the name of a card that is planned for although it is not here. ``copies`` says how
+    fast values move to host memory and back; None where nothing is to move. ``link_bytes_per_s`` is
+    what a rank sends to others; None: as the device's name says.
+    """
+
+    card: str | None = None
+    copies: Copies | None = None
+    link_bytes_per_s: int | None = None
+    op_times: Literal["roofline", "measured"] = "roofline"
+
+
+@dataclass(frozen=True)
+class Policy:
+    """How to plan and what may be done to the graph.
+
+    With the objective "energy" a plan may take ``most_time`` times what running every op once
+    takes. ``variants`` are names of rules (None: all), ``disabled`` names of passes that are left
+    out (`fxremat.option_values.PASSES`).
+    """
+
     executor: str = "inductor"
     solver: str = "auto"
     solver_time_limit: float | None = None
-    op_times: Literal["roofline", "measured"] = "roofline"
-    verify: bool = True
-    copies: Copies | None = None
-    link_bytes_per_s: int | None = None
     objective: Literal["time", "energy"] = "time"
     most_time: float | None = None
     variants: tuple[str, ...] | None = None
     allow_lossy: bool = False
     disabled: tuple[str, ...] = ()
+    verify: bool = True
+
+
+@dataclass(frozen=True)
+class GraphInputs:
+    """What is known of the joint graph's arguments, by their places.
+
+    The gradients of ``accumulated`` ones are added to their ``grad`` in the backward;
+    ``parameters`` are parameters. Where arguments and results are ``passed_on``, others drop them
+    as soon as this graph, or the next one, has them.
+    """
+
     accumulated: tuple[int, ...] = ()
     parameters: tuple[int, ...] = ()
-    is_passed_on: bool = False
-    card: str | None = None
-    allocator: AllocatorSettings | None = None
-    count: Literal["allocated", "reserved"] = "allocated"
+    passed_on: bool = False
 
-    @property
-    def own_budget(self) -> int | None:
-        """Bytes left for this graph; None without a budget."""
-        return None if self.budget_bytes is None else self.budget_bytes - self.beside_bytes
 
-    @property
-    def beside_bytes(self) -> int:
-        """Bytes of the budget that are not the graph's, in the step that needs most of them."""
-        return self.held_bytes + self.tuning_bytes
+@dataclass(frozen=True)
+class Request:
+    """All that the plan of one graph depends on, and nothing else."""
 
-    @property
-    def aim(self) -> int | None:
-        """Bytes that plans are made for: what is wanted, else what is left."""
-        return self.own_budget if self.wanted_bytes is None else self.wanted_bytes
+    budget: Budget = Budget()
+    device: DeviceCosts = DeviceCosts()
+    policy: Policy = Policy()
+    inputs: GraphInputs = GraphInputs()
 
     @property
     def compiled(self) -> bool:
         """Whether Inductor generates code for the graph."""
-        return self.executor == "inductor"
+        return self.policy.executor == "inductor"
+
+    def with_budget(self, **changes: Any) -> Request:
+        """The same request with these fields of the budget."""
+        return replace(self, budget=replace(self.budget, **changes))
+
+    def with_policy(self, **changes: Any) -> Request:
+        """The same request with these fields of the policy."""
+        return replace(self, policy=replace(self.policy, **changes))
+
+    def with_inputs(self, **changes: Any) -> Request:
+        """The same request with these fields of the inputs."""
+        return replace(self, inputs=replace(self.inputs, **changes))
 
 
 def device_of_inputs(inputs: Sequence[Any]) -> torch.device:
@@ -110,19 +154,15 @@ def request_for(
     gm: fx.GraphModule,
     inputs: Sequence[Any],
     options: Options,
-    ledger: Ledger,
-    place: tuple[int, int | None],
     around_bytes: int = 0,
+    neighbours_bytes: int = 0,
 ) -> Request:
-    """What to ask for this graph, given what other graphs of the model hold.
+    """What to ask for this graph, where other graphs hold ``neighbours_bytes`` now.
 
-    ``place`` is its frame and the compilation of that (`compat.current_compilation`).
     ``around_bytes`` are held around it: they count where nothing else says what is there.
 
     The reserve is held beside the graph like they are, so that peaks and the least budget that
     an error names count it: they are compared with the whole budget, and with what is measured.
-    A graph that ends in a graph break, or in a split for DDP, should leave half of what is left to
-    those that follow.
     """
     card = absent_card()
     device = device_of_inputs(inputs) if card is None else CUDA
@@ -130,39 +170,46 @@ def request_for(
     budget = _budget(options, device, card)
     if device.type == "cuda" and card is None:
         allocate_cublas(device)  # whoever counts or times from now on finds its workspaces
-    held = _held_bytes(options, device, inputs, card, ledger, place)
+    held = _held_bytes(options, device, inputs, card, neighbours_bytes)
     if options.reserve is None and device.type != "cuda":
         held += around_bytes
     tuning = _tuning_bytes(options, device, card)
-    more = more_follow(gm) and ledger.is_last(place[0])
     request = Request(
-        budget_bytes=budget,
-        held_bytes=held,
-        tuning_bytes=tuning,
-        wanted_bytes=(budget - held - tuning) // 2 if more and budget is not None else None,
+        Budget(
+            limit=budget,
+            held=held,
+            autotune=tuning,
+            metric=_metric(options, allocator),
+            allocator=allocator,
+        ),
+        DeviceCosts(
+            card=None if card is None else card.name,
+            copies=copies_of(options, device, card),
+            link_bytes_per_s=options.link_bandwidth,
+            op_times=_op_times(options) if card is None else "roofline",
+        ),
+        _policy(options),
+    )
+    return for_inputs(request, inputs)
+
+
+def _policy(options: Options) -> Policy:
+    return Policy(
         executor=options.executor,
         solver=options.solver,
         solver_time_limit=options.solver_time_limit,
-        op_times=_op_times(options) if card is None else "roofline",
-        verify=options.verify,
-        copies=copies_of(options, device, card),
-        link_bytes_per_s=options.link_bandwidth,
         objective="energy" if options.objective == "energy" else "time",
         most_time=options.most_time,
         variants=options.variants,
         allow_lossy=options.allow_lossy,
         disabled=options.disable_passes,
-        card=None if card is None else card.name,
-        allocator=allocator,
-        count=_count(options, allocator),
+        verify=options.verify,
     )
-    return for_inputs(request, inputs)
 
 
 def for_inputs(request: Request, inputs: Sequence[Any]) -> Request:
     """The same request for a graph with these inputs."""
-    return replace(
-        request,
+    return request.with_inputs(
         accumulated=_places(inputs, accumulation.will_be_added),
         parameters=_places(inputs, lambda x: isinstance(x, nn.Parameter)),
     )
@@ -190,7 +237,7 @@ def _allocator(options: Options, device: torch.device) -> AllocatorSettings | No
         return None
 
 
-def _count(
+def _metric(
     options: Options, allocator: AllocatorSettings | None
 ) -> Literal["allocated", "reserved"]:
     """Reserved bytes where they are known, unless it is asked otherwise."""
@@ -245,8 +292,7 @@ def _held_bytes(
     device: torch.device,
     inputs: Sequence[Any],
     card: Card | None,
-    ledger: Ledger,
-    place: tuple[int, int | None],
+    neighbours_bytes: int,
 ) -> int:
     """How many bytes are held by other graphs, and by what no graph sees.
 
@@ -255,12 +301,11 @@ def _held_bytes(
     """
     grads = accumulation.expected_bytes(device)
     if options.reserve is not None or device.type != "cuda":
-        return ledger.held_by_others(*place) + (options.reserve or 0) + grads
+        return neighbours_bytes + (options.reserve or 0) + grads
     if card is not None:
-        return ledger.held_by_others(*place) + 2 * cublas_bytes(card.capability) + grads
+        return neighbours_bytes + 2 * cublas_bytes(card.capability) + grads
     missing = accumulation.expected_bytes(device, missing_only=True)
-    unseen = round_up(unseen_bytes(inputs, device), SEGMENT_STEP_BYTES)
-    return ledger.held_beside(*place, unseen) + missing
+    return round_up(unseen_bytes(inputs, device), SEGMENT_STEP_BYTES) + missing
 
 
 def _tuning_bytes(options: Options, device: torch.device, card: Card | None) -> int:

@@ -1,4 +1,4 @@
-"""What a plan of a graph takes as a version of its unit: bytes that it holds, saves and needs."""
+"""What a plan of a graph takes as a version of its part: bytes that it holds, saves and needs."""
 
 from __future__ import annotations
 
@@ -16,7 +16,7 @@ from fxremat.core.events import Allocate, RunEvents
 from fxremat.core.plan import Plan
 from fxremat.core.problem import Problem
 from fxremat.core.schedule import ops_of
-from fxremat.core.step import Boundary, Version
+from fxremat.core.step import Interface, Version
 from fxremat.core.timeline import replay
 from fxremat.passes.joint_graph import JointGraph, root
 from fxremat.passes.memory_estimation import TANGENTS, nbytes
@@ -36,8 +36,8 @@ def planned_run(draft: Draft, plan: Plan, request: Request) -> PlannedRun:
     problem = with_between(draft.estimate.problem, 0)
     line = replay(problem, plan.steps)
     between = plan.steps.index(TANGENTS)
-    live, parameters, dropped = line.live_bytes, request.parameters, tuple[int, ...]()
-    if request.is_passed_on:
+    live, parameters, dropped = line.live_bytes, request.inputs.parameters, tuple[int, ...]()
+    if request.inputs.passed_on:
         passed = _passed_on(problem, draft.joint, parameters)
         dropped = replay(passed, plan.steps).live_bytes[between + 1 :]
     figures = _figures(draft, plan, parameters, live[:between], live[between:], dropped)
@@ -45,7 +45,7 @@ def planned_run(draft: Draft, plan: Plan, request: Request) -> PlannedRun:
 
 
 def _passed_on(problem: Problem, joint: JointGraph, parameters: Sequence[int]) -> Problem:
-    """The problem as others have it: they pass on what the unit is given and gives.
+    """The problem as others have it: they pass on what the part is given and gives.
 
     They drop results when the forward has ended, and gradients that come in when these are passed;
     then all that lives is what is read later. Inputs of its own live as long.
@@ -69,17 +69,17 @@ def _passed_on(problem: Problem, joint: JointGraph, parameters: Sequence[int]) -
 
 
 def version_of(draft: Draft, plan: Plan, shown: Rehearsal | None, request: Request) -> Version:
-    """What a plan takes as a version of its unit, as it was rehearsed if it was."""
+    """What a plan takes as a version of its part, as it was rehearsed if it was."""
     if shown is None:
         return planned_run(draft, plan, request).version
-    parameters = request.parameters
+    parameters = request.inputs.parameters
     live = list(zip(shown.making, shown.live_bytes, strict=True))
     before, after = (
         [nbytes for making, nbytes in half if making != TANGENTS]  # what others hold in between
         for half in (live[: shown.forward_moments], live[shown.forward_moments :])
     )
     given = {node.name for node in _given(draft.joint, parameters)}
-    dropped = shown.live_where_dropped(given) if request.is_passed_on else ()
+    dropped = shown.live_where_dropped(given) if request.inputs.passed_on else ()
     return _figures(draft, plan, parameters, before, [shown.saved_bytes, *after], dropped)
 
 
@@ -104,11 +104,11 @@ def _figures(
     backward: Sequence[int],
     dropped: Sequence[int] = (),
 ) -> Version:
-    """By the bytes that are live at each moment; the first of the backward is before it begins.
+    """By the bytes that are live at each point; the first of the backward is before it begins.
 
     ``dropped`` are those of the backward where others drop what they pass on.
     """
-    own, joint = boundary_of(draft, parameters), draft.joint
+    own, joint = interface_of(draft, parameters), draft.joint
     again = {
         name
         for op in ops_of(plan.steps[plan.steps.index(TANGENTS) :])
@@ -129,12 +129,12 @@ def _figures(
     )
 
 
-def boundary_of(draft: Draft, parameters: Sequence[int]) -> Boundary:
+def interface_of(draft: Draft, parameters: Sequence[int]) -> Interface:
     joint, given = draft.joint, set(_given(draft.joint, parameters))
     gradients = joint.results[joint.num_forward_outputs :]
     pairs = zip(joint.primals, gradients, strict=False)
     left = {root(g) for primal, g in pairs if isinstance(g, fx.Node) and primal not in given}
-    return Boundary(
+    return Interface(
         resident=_bytes_of(joint.primals),
         given=_bytes_of(given),
         results=_bytes_of({root(n) for n in joint.forward_outputs}),

@@ -20,7 +20,7 @@ from fxremat.compat.dynamo import fresh_dynamo_caches
 from fxremat.compile.cost_model import cost_model
 from fxremat.compile.draft import Draft
 from fxremat.compile.pipeline import PLAN, PREPARE, Runner
-from fxremat.compile.request import Request
+from fxremat.compile.request import Policy, Request
 from fxremat.compile.search.variant_sets import variant_set
 from fxremat.compile.stage_times import StageTimes
 from fxremat.cost.device import DeviceSpec
@@ -145,7 +145,7 @@ def _estimate(
     rules: Sequence[Rule],
 ) -> Estimate:
     """What the backend would plan for a joint graph, with all that the rules offer."""
-    request = Request(executor=mode, objective="time" if spec is None else "energy")
+    request = Request(policy=Policy(executor=mode, objective="time" if spec is None else "energy"))
     costs = cost_model(request, module.graph, name, measured=workspaces, spec=spec)
     runner = Runner(costs, StageTimes())
     prepared = runner.run("prepare", PREPARE, Draft(module, num_fwd_outputs))

@@ -1,6 +1,6 @@
-"""A training step as the units that are compiled by themselves, and what lives outside of them.
+"""A training step as the parts that are compiled by themselves, and what lives outside of them.
 
-A *unit* is a part of a model that is one compiled graph, such as a block. It *runs* several times
+A *part* is a part of a model that is one compiled graph, such as a block. It *runs* several times
 in a step: once for each block that it stands for, or for each micro-batch. From the end of its
 forward to its backward a run waits, and holds what it has saved. Plain data.
 
@@ -18,7 +18,7 @@ from typing import Literal
 
 @dataclass(frozen=True)
 class Version:
-    """One way to run a unit. Bytes are beside what lives outside; ``time_us`` is of both halves.
+    """One way to run a part. Bytes are beside what lives outside; ``time_us`` is of both halves.
 
     ``forward_bytes`` and ``backward_bytes`` are the most while it runs, the latter with what is
     saved; ``saved_bytes`` are held while it waits.
@@ -36,10 +36,10 @@ class Version:
 
 
 @dataclass(frozen=True)
-class Moment:
-    """One moment of the step: which runs wait, and which runs.
+class StepPoint:
+    """One point of the step: which runs wait, and which runs.
 
-    ``outside_bytes`` are live outside of all units; what ``running`` is given counts there in its
+    ``outside_bytes`` are live outside of all parts; what ``running`` is given counts there in its
     forward, as long as its caller holds it.
     """
 
@@ -50,38 +50,38 @@ class Moment:
 
 
 @dataclass(frozen=True)
-class UnitStep:
-    """The moments of a step, the unit of each run, and the versions that each unit may take."""
+class Step:
+    """The points of a step, the part of each run, and the versions that each part may take."""
 
-    moments: tuple[Moment, ...]
-    unit_of: tuple[int, ...]
+    points: tuple[StepPoint, ...]
+    part_of: tuple[int, ...]
     versions: tuple[tuple[Version, ...], ...]
 
     def version(self, run: int, chosen: Sequence[int]) -> Version:
         """The one that a run takes."""
-        return self.versions[self.unit_of[run]][chosen[run]]
+        return self.versions[self.part_of[run]][chosen[run]]
 
-    def bytes_at(self, moment: Moment, chosen: Sequence[int]) -> int:
-        """Live at a moment; ``chosen`` is the version of each run, by its place."""
-        total = moment.outside_bytes
-        total += sum(self.version(run, chosen).saved_bytes for run in moment.waiting)
-        if moment.running is not None:
-            one = self.version(moment.running, chosen)
-            total += one.forward_bytes if moment.phase == "forward" else one.backward_bytes
+    def bytes_at(self, point: StepPoint, chosen: Sequence[int]) -> int:
+        """Live at a point; ``chosen`` is the version of each run, by its place."""
+        total = point.outside_bytes
+        total += sum(self.version(run, chosen).saved_bytes for run in point.waiting)
+        if point.running is not None:
+            one = self.version(point.running, chosen)
+            total += one.forward_bytes if point.phase == "forward" else one.backward_bytes
         return total
 
     def peak_bytes(self, chosen: Sequence[int]) -> int:
-        """The most at any moment."""
-        return max((self.bytes_at(moment, chosen) for moment in self.moments), default=0)
+        """The most at any point."""
+        return max((self.bytes_at(point, chosen) for point in self.points), default=0)
 
     def time_us(self, chosen: Sequence[int]) -> float:
         """Of all runs together."""
-        return sum(self.version(run, chosen).time_us for run in range(len(self.unit_of)))
+        return sum(self.version(run, chosen).time_us for run in range(len(self.part_of)))
 
 
 @dataclass(frozen=True)
-class Boundary:
-    """The bytes of a unit that others hold too, or instead of it.
+class Interface:
+    """The bytes of a part that others hold too, or instead of it.
 
     ``resident`` are all inputs; ``given`` those of them that each run has of its own, ``results``
     what the forward returns, ``incoming`` the gradients of these, ``left`` the gradients of the
@@ -93,3 +93,73 @@ class Boundary:
     results: int
     incoming: int
     left: int
+
+
+@dataclass(frozen=True)
+class Gathered:
+    """What FSDP2 holds beside the parts that it shards, in bytes.
+
+    While one runs, the parameters of the next one are gathered ``ahead``, and in the backward the
+    gradients of the last one are ``sent``. While a run waits, ``kept`` of its parameters stay.
+    """
+
+    ahead: int = 0
+    sent: int = 0
+    kept: int = 0
+
+    @property
+    def again(self) -> int:
+        """Of ``ahead``, what is gathered in the backward: nothing where all are there still."""
+        return self.ahead if self.kept < self.ahead else 0
+
+
+NOTHING_GATHERED = Gathered()
+
+
+Order = Sequence[tuple[int, Literal["forward", "backward"]]]
+"""Which run goes forward or backward, one after the other."""
+
+
+def in_order(
+    parts: Sequence[Interface],
+    part_of: Sequence[int],
+    order: Order,
+    outside_bytes: int,
+    gathered: Gathered = NOTHING_GATHERED,
+) -> tuple[StepPoint, ...]:
+    """The points of a step whose runs go forward and backward in this order.
+
+    ``part_of`` each run says which of the ``parts`` it is of. ``outside_bytes`` are there all the
+    time, what no run has of its own among them; what is ``gathered`` comes in addition. The
+    gradients of a part stay from its backward on.
+    """
+    points, waiting, left, ended = list[StepPoint](), list[int](), 0, False
+    for k, (run, phase) in enumerate(order):
+        own = parts[part_of[run]]
+        if phase == "forward":
+            kept = gathered.ahead + len(waiting) * gathered.kept
+            outside = outside_bytes + left + kept + own.given
+            points.append(StepPoint(outside, tuple(waiting), run, "forward"))
+            waiting.append(run)
+            if k + 1 == len(order) or order[k + 1][1] == "backward":  # the loss, between them
+                kept = gathered.ahead + len(waiting) * gathered.kept
+                between = outside_bytes + left + kept + own.results + own.incoming
+                points.append(StepPoint(between, tuple(waiting)))
+            continue
+        waiting.remove(run)
+        outside = outside_bytes + left + own.incoming + len(waiting) * gathered.kept
+        outside += (gathered.again if waiting else 0) + (gathered.sent if ended else 0)
+        points.append(StepPoint(outside, tuple(waiting), run, "backward"))
+        left, ended = left + own.left, True
+    return tuple(points)
+
+
+def last_first(count: int) -> Order:
+    """So many runs go forward, and then the last of them backward first."""
+    runs = range(count)
+    return [*((k, "forward") for k in runs), *((k, "backward") for k in reversed(runs))]
+
+
+def first_first(count: int) -> Order:
+    """So many runs go forward, and then the first of them backward first."""
+    return [*((k, "forward") for k in range(count)), *((k, "backward") for k in range(count))]

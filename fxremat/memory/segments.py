@@ -15,14 +15,16 @@ free, the allocator takes the smallest that is large enough.
 from __future__ import annotations
 
 import logging
-from collections.abc import Iterator
+import weakref
+from collections.abc import Iterable, Iterator
 from contextlib import suppress
 from dataclasses import dataclass, field
-from typing import Any
+from typing import Any, Protocol
 
 import torch
 
 from fxremat.compat.tensors import outside_fake_mode
+from fxremat.memory.measured_peak import held_bytes
 from fxremat.sizes import MIB, format_bytes
 
 log = logging.getLogger(__name__)
@@ -36,6 +38,8 @@ LEAST_HOLE_BYTES = MIB + 1
 """The allocator cuts requests of less from other segments."""
 MOST_WAITS = 64
 """Backward passes after which nobody is expected to come into the room."""
+SMALL_BYTES = 16 * MIB
+"""Of a budget that graphs share: small blocks lie in segments of their own."""
 
 
 _HAVE_CUBLAS: set[torch.device] = set()
@@ -164,6 +168,97 @@ class Segment:
 
     def _hold(self, nbytes: int) -> torch.Tensor:
         return torch.empty(nbytes, dtype=torch.uint8, device=self.device)
+
+
+class SegmentPromise(Protocol):
+    """What a compiled graph has promised of its memory, as far as segments ask."""
+
+    @property
+    def device(self) -> torch.device: ...
+    @property
+    def budget_bytes(self) -> int: ...
+    @property
+    def reserve_bytes(self) -> int: ...
+    @property
+    def segment_bytes(self) -> int | None: ...
+    @property
+    def tuning_bytes(self) -> int: ...
+    @property
+    def coming_bytes(self) -> int: ...
+    @property
+    def several(self) -> bool: ...
+    @property
+    def shared_bytes(self) -> int | None: ...
+
+
+@dataclass
+class SharedSegments:
+    """What the allocator takes for all graphs that share one budget.
+
+    One graph has a segment of its own, in which its blocks are known to fit. With a second one
+    comes a segment for all of them: of the size that all promises name, else all that the budget
+    leaves. Taken in the middle of a step, it lies beside the first, so both make one when the next
+    step begins.
+    """
+
+    known: weakref.WeakValueDictionary[int, SegmentPromise] = field(
+        default_factory=weakref.WeakValueDictionary
+    )
+    one: Segment | None = None
+    parts: bool = False
+    there_bytes: int | None = None
+    """Allocated when the segment for all was taken first; None before."""
+    shared_bytes: int | None = None
+    """The size that all promises name."""
+
+    def before(
+        self, promise: SegmentPromise, waiting: int, args: Iterable[object]
+    ) -> Segment | None:
+        """The segment that a forward of a graph runs in, taken; ``waiting`` forwards wait."""
+        if promise.segment_bytes is None:
+            return None
+        device, new = promise.device, id(promise) not in self.known
+        self.known[id(promise)] = promise
+        if not promise.several and len(self.known) == 1:
+            if self.one is None:
+                self.one = Segment(device, promise.segment_bytes, promise.reserve_bytes)
+            return self._ready(self.one, _own_bytes(args, device))
+        if self._agree() or self.there_bytes is None:
+            self.one = self._for_all(promise)
+            self.parts = waiting > 0 and self.there_bytes is not None
+            self.there_bytes = torch.cuda.memory_allocated(device)
+        assert self.one is not None
+        if waiting == 0 and self.parts:
+            self.one.reserved_bytes, self.parts = None, False
+            self.there_bytes = torch.cuda.memory_allocated(device)
+        elif new and waiting and self.shared_bytes is None:
+            self.one.reserved_bytes, self.parts = None, True
+        return self._ready(self.one, self.there_bytes)
+
+    def _agree(self) -> bool:
+        """Note the size that all promises name; whether it is another one than before."""
+        sizes = {promise.shared_bytes for promise in self.known.values()}
+        before, self.shared_bytes = self.shared_bytes, sizes.pop() if len(sizes) == 1 else None
+        return self.shared_bytes != before
+
+    def _for_all(self, promise: SegmentPromise) -> Segment:
+        """The segment of that size, or of all that is left; not taken yet."""
+        size, left = self.shared_bytes, promise.budget_bytes - promise.tuning_bytes
+        if size is None:
+            return Segment(promise.device, 0, promise.coming_bytes, left - SMALL_BYTES)
+        return Segment(promise.device, size, promise.coming_bytes, left if size else None)
+
+    def _ready(self, segment: Segment, own_bytes: int) -> Segment:
+        if segment.is_due:
+            segment.take(own_bytes)
+        elif segment.has_room:
+            segment.close_room(own_bytes)
+        return segment
+
+
+def _own_bytes(args: Iterable[object], device: torch.device) -> int:
+    """Bytes of the arguments of a graph, and of gradients that they have."""
+    return held_bytes([one for one in args if isinstance(one, torch.Tensor)], device=device)
 
 
 def allocate_cublas(device: torch.device) -> None:

@@ -20,14 +20,15 @@ from fxremat.compat.distributed.ddp_parts import parts_split_for_ddp
 from fxremat.compile import session
 from fxremat.compile.request import Request, for_inputs
 from fxremat.passes.memory_estimation import nbytes
-from fxremat.step.runs import NoBackward, SeenStep
-from fxremat.step.versions import Unit, repeated
+from fxremat.step.description import StepDescription, repeated
+from fxremat.step.graph import NoBackward
+from fxremat.step.versions import Part
 
 log = logging.getLogger(__name__)
 
 A_NUMBER = 8
 """Bytes of it at most."""
-LookAt = Callable[[fx.GraphModule, Sequence[Any], Request, int], Unit]
+LookAt = Callable[[fx.GraphModule, Sequence[Any], Request, int], Part]
 
 
 def see_parts(request: Request, left_bytes: int | None, look_at: LookAt) -> None:
@@ -36,13 +37,13 @@ def see_parts(request: Request, left_bytes: int | None, look_at: LookAt) -> None
     The ``request`` is that of the first part. Of each part's gradients ``left_bytes`` stay beside
     DDP's buckets, None: all.
     """
-    request = replace(request, is_passed_on=backward_drops_gradients())
+    request = request.with_inputs(passed_on=backward_drops_gradients())
     try:
-        parts = parts_split_for_ddp()
-        if len(parts) < 2:
+        graphs = parts_split_for_ddp()
+        if len(graphs) < 2:
             return
-        units = [
-            look_at(gm, inputs, for_inputs(request, inputs), len(parts)) for gm, inputs in parts
+        parts = [
+            look_at(gm, inputs, for_inputs(request, inputs), len(graphs)) for gm, inputs in graphs
         ]
     except NoBackward:
         return
@@ -50,17 +51,18 @@ def see_parts(request: Request, left_bytes: int | None, look_at: LookAt) -> None
         log.warning("parts of a graph that is split for DDP are planned one by one: %s", error)
         return
     if left_bytes is not None:
-        owns = (unit.boundary for unit in units)
+        owns = (part.interface for part in parts)
         owns = (replace(own, left=min(own.left, left_bytes)) for own in owns)
-        units = [replace(unit, boundary=own) for unit, own in zip(units, owns, strict=True)]
-    outside = request.held_bytes - _shared_bytes([inputs for _, inputs in parts])
-    outside += sum(unit.boundary.resident - unit.boundary.given for unit in units)
-    last = units[-1].boundary
+        parts = [replace(part, interface=own) for part, own in zip(parts, owns, strict=True)]
+    outside = request.budget.held - _shared_bytes([inputs for _, inputs in graphs])
+    outside += sum(part.interface.resident - part.interface.given for part in parts)
+    last = parts[-1].interface
     if last.results <= A_NUMBER:  # a loss, which stays with its gradient to the end
         outside += last.results + last.incoming
-    step = repeated(units, range(len(units)), outside)
-    seen = SeenStep(step.moments, step.unit_of, (0,) * len(units), units, request)
-    for index, (gm, inputs) in enumerate(parts):
+    part_of = tuple(range(len(parts)))
+    points = repeated([part.interface for part in parts], part_of, outside)
+    seen = StepDescription(points, part_of, (0,) * len(parts), parts, request)
+    for index, (gm, inputs) in enumerate(graphs):
         session.STATE.seen[session.signature(gm, inputs)] = seen, index
 
 

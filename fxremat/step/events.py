@@ -1,7 +1,7 @@
-"""What a whole step asks of torch's allocator, where its units are compiled by themselves.
+"""What a whole step asks of torch's allocator, where its parts are compiled by themselves.
 
-What runs outside of the units is seen as events, with a marker where a run of a unit goes forward
-or backward. What a version of a unit does is known from its rehearsal. Put together, they are the
+What runs outside of the parts is seen as events, with a marker where a run of a part goes forward
+or backward. What a version of a part does is known from its rehearsal. Put together, they are the
 events of the step:
 
     outside   + tokens + x  [forward 0: x → y]  - x  [forward 1: y → z]  + loss …
@@ -27,7 +27,7 @@ from fxremat.core.events import Allocate, Backward, Event, Forward, Free, Outsid
 class StepEvents:
     """The events of a step, as `compiling.reserved_bytes` takes them.
 
-    ``before`` of them come before the first forward of a unit.
+    ``before`` of them come before the first forward of a part.
     """
 
     events: tuple[Event, ...]
@@ -106,7 +106,7 @@ class _Composer:
     def block(self, name: str) -> str:
         """That the outside has under a name."""
         if name not in self.outside:
-            raise ValueError(f"{name!r} is not there outside of the units; allocate it before")
+            raise ValueError(f"{name!r} is not there outside of the parts; allocate it before")
         return self.outside[name]
 
     def give(self, one: Allocate) -> None:
@@ -175,7 +175,7 @@ class _Composer:
 def repeated_outside(
     count: int, version: RunEvents, held_bytes: int, left_bytes: int | None = None
 ) -> Iterator[Outside]:
-    """A step in which nothing is known but that so many runs of a unit wait at once.
+    """A step in which nothing is known but that so many runs of a part wait at once.
 
     Each is given what the last one gave, and the last runs backward first. ``held_bytes`` are there
     all the time, as are inputs that no run has of its own. Of the gradients of these ``left_bytes``

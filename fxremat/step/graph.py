@@ -34,14 +34,24 @@ from fxremat.compile.tracing import Ended
 from fxremat.errors import forget_frames
 from fxremat.options import Options
 from fxremat.report.report import Report
-from fxremat.step.runs import (
-    CompiledVersion,
-    NoBackward,
-)
-from fxremat.step.versions import Unit, unit_on_all_ranks
+from fxremat.step.versions import Part, part_on_all_ranks
 from fxremat.version import build
 
 log = logging.getLogger(__name__)
+
+
+class NoBackward(Exception):
+    """A graph that was asked for its versions has no backward, so that no run of it waits."""
+
+
+@dataclass(frozen=True)
+class CompiledVersion:
+    """A graph as it was compiled for one request; without a report if it has no backward."""
+
+    call: Callable[..., Any]
+    report: Report | None
+    pooled: bool = False
+    """Whether it allocates in pools of its own, so that no segment is taken for it."""
 
 
 @dataclass
@@ -54,6 +64,8 @@ class Graph:
     options: Options
     mode: str | None
     ranks: tuple[int, ...] = ()
+    study: session.Study | None = None
+    """Told what the search found, where it is only planned."""
 
     @property
     def needs_gradients(self) -> bool:
@@ -94,31 +106,32 @@ class Graph:
     def plan(self, request: Request) -> Report:
         """Planned for the request, and not compiled."""
         partitioner, current = Partitioner(request, build(), plan_only=True), session.begin()
+        current.study = self.study
         self._trace(partitioner, partitioner)
         assert current.report is not None
         return current.report
 
-    def as_unit(self, request: Request, count: int) -> Unit:
+    def as_part(self, request: Request, count: int) -> Part:
         """The versions that it may take. Raises `NoBackward`."""
 
         def partition(module: fx.GraphModule, joint_inputs: Any, **kwargs: Any) -> Any:
             static = tuple(kwargs.get("static_lifetime_input_indices") or ())
             draft = Draft(module, kwargs["num_fwd_outputs"], static)
-            raise Ended(unit_on_all_ranks(draft, request, count))
+            raise Ended(part_on_all_ranks(draft, request, count))
 
         try:
             self._trace(Partitioner(request, build()), partition)
         except Ended as ended:
-            unit: Unit = ended.result
+            part: Part = ended.result
             forget_frames(ended)
-            return unit
+            return part
         raise NoBackward
 
     def of_another(
         self, gm: fx.GraphModule, inputs: Sequence[Any], request: Request, count: int
-    ) -> Unit:
+    ) -> Part:
         """The same of another graph, with the options of this one."""
-        return replace(self, gm=None, kept=gm, inputs=inputs).as_unit(request, count)
+        return replace(self, gm=None, kept=gm, inputs=inputs).as_part(request, count)
 
     def _trace(self, partitioner: Partitioner, partition: Callable[..., Any]) -> Callable[..., Any]:
         """The joint graph is given to ``partition``, as when it is compiled."""

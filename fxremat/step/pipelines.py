@@ -1,7 +1,7 @@
 """A rank's part of a pipeline: which micro-batches wait at once, and what lives around them.
 
 A schedule of ``torch.distributed.pipelining`` says in which order a rank runs micro-batches forward
-and backward. So the moments of its step are known when a part of a stage is compiled, and with them
+and backward. So the points of its step are known when a part of a stage is compiled, and with them
 how many runs of it wait. Around them live the buffers that activations and gradients arrive in, one
 for each micro-batch, what a stage has given and keeps, what the loss saves, and what is being sent.
 """
@@ -27,9 +27,9 @@ from fxremat.compat.distributed.pipelining import (
     running_pipeline,
     shown_stages,
 )
-from fxremat.core.step import Moment, UnitStep
-from fxremat.step.in_flight import storage_bytes
-from fxremat.step.versions import Unit
+from fxremat.core.step import Step, StepPoint
+from fxremat.memory.storages import storage_bytes
+from fxremat.step.versions import Part
 
 log = logging.getLogger(__name__)
 
@@ -39,13 +39,13 @@ SENT_AT_ONCE = 1
 
 @dataclass(frozen=True)
 class StageOfRank:
-    """A stage of this rank: how often a micro-batch runs the unit in it, and bytes of each.
+    """A stage of this rank: how often a micro-batch runs the part in it, and bytes of each.
 
     What a micro-batch is given arrives from the stage before, and as many bytes go back. What it
     gives goes to the next one, or to the loss.
     """
 
-    parts: int
+    blocks: int
     first: bool
     last: bool
     shown: ShownStage
@@ -53,10 +53,10 @@ class StageOfRank:
 
 @dataclass(frozen=True)
 class Pipeline:
-    """What a rank runs in a step of a schedule, seen from one unit; ``whole`` if it is the stage.
+    """What a rank runs in a step of a schedule, seen from one part; ``whole`` if it is the stage.
 
     ``order`` and the rest are as in `compat.RunningPipeline`. ``buffers`` give the tensors in which
-    things arrive, once they exist. ``gathered_bytes`` are the parameters of a unit that FSDP2
+    things arrive, once they exist. ``gathered_bytes`` are the parameters of a part that FSDP2
     shards, whole; 0 where it does not shard the stage. Where it ``gives_back``, they are gathered
     for each forward anew.
     """
@@ -76,16 +76,16 @@ class Pipeline:
 
     @property
     def runs(self) -> int:
-        """How many runs of the unit wait at once, of all micro-batches."""
+        """How many runs of the part wait at once, of all micro-batches."""
         waiting = most = 0
         for forward, stage in self.order:
-            waiting += self.stages[stage].parts * (1 if forward else -1)
+            waiting += self.stages[stage].blocks * (1 if forward else -1)
             most = max(most, waiting)
         return most
 
     @property
     def buffer_bytes(self) -> int:
-        """Of all buffers in which activations and gradients arrive, without what the unit is given.
+        """Of all buffers in which activations and gradients arrive, without what the part is given.
 
         Negative where that is no buffer, but a part of the batch.
         """
@@ -112,28 +112,28 @@ class Pipeline:
         return 0 if self.stages[self.current].last else incoming
 
     @property
-    def parts(self) -> int | None:
+    def blocks(self) -> int | None:
         """How many runs of a micro-batch wait, if each has places of its own; None if they do not.
 
         A run has the lowest place that is free. With one stage on the rank, part k of a micro-batch
-        is at place k, or so many times ``parts`` behind it.
+        is at place k, or so many times ``blocks`` behind it.
         """
-        return self.stages[0].parts if len(self.stages) == 1 else None
+        return self.stages[0].blocks if len(self.stages) == 1 else None
 
     def step(
-        self, units: Sequence[Unit], held_bytes: int, unit_of: Sequence[int] | None = None
-    ) -> UnitStep:
-        """The moments of a step; ``held_bytes`` are live all the time beside a unit's inputs.
+        self, parts: Sequence[Part], held_bytes: int, part_of: Sequence[int] | None = None
+    ) -> Step:
+        """The points of a step; ``held_bytes`` are live all the time beside a part's inputs.
 
-        Where ``unit_of`` is given, it says of which of the ``units`` the run at each place is.
+        Where ``part_of`` is given, it says of which of the ``parts`` the run at each place is.
         """
-        unit_of = (0,) * self.runs if unit_of is None else tuple(unit_of)
-        walk = _Walk(self, units, unit_of, held_bytes)
+        part_of = (0,) * self.runs if part_of is None else tuple(part_of)
+        walk = _Walk(self, parts, part_of, held_bytes)
         for forward, stage in self.order:
             (walk.forward if forward else walk.backward)(stage)
         walk.end()
-        versions = (tuple(offer.version for offer in unit.offers) for unit in units)
-        return UnitStep(tuple(walk.moments), unit_of, tuple(versions))
+        versions = (tuple(offer.version for offer in part.offers) for part in parts)
+        return Step(tuple(walk.points), part_of, tuple(versions))
 
 
 @dataclass
@@ -141,10 +141,10 @@ class _Walk:
     """A step of a rank, from its beginning on."""
 
     pipeline: Pipeline
-    units: Sequence[Unit]
-    unit_of: Sequence[int]
+    parts: Sequence[Part]
+    part_of: Sequence[int]
     held_bytes: int
-    moments: list[Moment] = field(default_factory=list)
+    points: list[StepPoint] = field(default_factory=list)
     waiting: list[int] = field(default_factory=list)
     runs_of: dict[int, deque[list[int]]] = field(default_factory=dict)
     """Of each stage: the runs of its micro-batches that wait, the oldest first."""
@@ -165,7 +165,7 @@ class _Walk:
 
     def outside(self) -> int:
         """Live now beside what runs have saved."""
-        own, total = self.units[0].boundary, self.held_bytes
+        own, total = self.parts[0].interface, self.held_bytes
         total += own.resident - own.given
         for k, one in enumerate(self.pipeline.stages):
             outputs = self.outputs.get(k, 0) + self.pipeline.first_sent(k, self.ended[k])
@@ -177,14 +177,14 @@ class _Walk:
 
     def in_buffers(self) -> int:
         """Of what runs are given, and hold while they wait, what arrived in a buffer."""
-        if self.pipeline.whole or self.pipeline.parts is None or self.pipeline.stages[0].first:
+        if self.pipeline.whole or self.pipeline.blocks is None or self.pipeline.stages[0].first:
             return 0
         given = self.pipeline.stages[0].shown.given_bytes
-        return given * sum(run % self.pipeline.parts == 0 for run in self.waiting)
+        return given * sum(run % self.pipeline.blocks == 0 for run in self.waiting)
 
     def stays(self, stage: int, run: int) -> int:
         """Bytes of the gradients of a run that stay."""
-        left, one = self.units[self.unit_of[run]].boundary.left, self.pipeline.stages[stage]
+        left, one = self.parts[self.part_of[run]].interface.left, self.pipeline.stages[stage]
         if self.pipeline.whole and not one.first:  # the gradient of its input is sent
             left -= one.shown.given_bytes
         return max(0, left)
@@ -192,11 +192,11 @@ class _Walk:
     def forward(self, stage: int) -> None:
         """A micro-batch goes forward through a stage."""
         runs = list[int]()
-        for part in range(self.pipeline.stages[stage].parts):
+        for part in range(self.pipeline.stages[stage].blocks):
             run = next(k for k in range(len(self.waiting) + 1) if k not in self.waiting)
-            given = self.units[self.unit_of[run]].boundary.given
+            given = self.parts[self.part_of[run]].interface.given
             outside = self.outside() + given + self.beside((stage, part))
-            self.moments.append(Moment(outside, tuple(self.waiting), run, "forward"))
+            self.points.append(StepPoint(outside, tuple(self.waiting), run, "forward"))
             if self.pipeline.gives_back:
                 self.gathered.discard((stage, part))
             else:
@@ -206,24 +206,24 @@ class _Walk:
         self.runs_of.setdefault(stage, deque()).append(runs)
         self.outputs[stage] = self.outputs.get(stage, 0) + 1
         self.losses[stage] = self.losses.get(stage, 0) + 1
-        self.moments.append(Moment(self.outside(), tuple(self.waiting)))
+        self.points.append(StepPoint(self.outside(), tuple(self.waiting)))
 
     def backward(self, stage: int) -> None:
         """The micro-batch that came first of those that wait goes backward."""
         one, runs = self.pipeline.stages[stage], self.runs_of[stage].popleft()
         value = one.shown.value_bytes if one.last else 0  # as much is the loss's own gradient
         if one.last:  # the loss goes first
-            incoming = self.units[self.unit_of[runs[-1]]].boundary.incoming
-            self.moments.append(Moment(self.outside() + value + incoming, tuple(self.waiting)))
+            incoming = self.parts[self.part_of[runs[-1]]].interface.incoming
+            self.points.append(StepPoint(self.outside() + value + incoming, tuple(self.waiting)))
         for part, run in reversed(list(enumerate(runs))):
-            arrives = part == one.parts - 1 and not one.last  # in a buffer
-            incoming = 0 if arrives else self.units[self.unit_of[run]].boundary.incoming
+            arrives = part == one.blocks - 1 and not one.last  # in a buffer
+            incoming = 0 if arrives else self.parts[self.part_of[run]].interface.incoming
             in_buffers = self.in_buffers()
             self.waiting.remove(run)
             outside = self.outside() + value + incoming - in_buffers + self.in_buffers()
             outside += self.beside((stage, part), (stage, max(0, part - 1)))  # gathered ahead
             self.gathered.add((stage, part))
-            self.moments.append(Moment(outside, tuple(self.waiting), run, "backward"))
+            self.points.append(StepPoint(outside, tuple(self.waiting), run, "backward"))
             self.left[stage, part] = self.stays(stage, run)
         kept = self.pipeline.keeps_outputs if one.last else self.pipeline.keeps_sent
         self.outputs[stage] -= 0 if kept else 1
@@ -240,17 +240,17 @@ class _Walk:
             if one.last and self.pipeline.keeps_outputs
         )
         outside = self.outside() + len(self.gathered) * self.pipeline.gathered_bytes
-        if self.pipeline.gathered_bytes:  # a unit's gradients are copied, and reduced to a part
+        if self.pipeline.gathered_bytes:  # a part's gradients are copied, and reduced to a part
             outside += 2 * self.pipeline.gathered_bytes
-        self.moments.append(Moment(outside + merged, tuple(self.waiting)))
+        self.points.append(StepPoint(outside + merged, tuple(self.waiting)))
 
 
 def pipeline_of(
-    unit: nn.Module, device: torch.device, alike: Callable[[nn.Module], int]
+    part: nn.Module, device: torch.device, alike: Callable[[nn.Module], int]
 ) -> Pipeline | None:
-    """The pipeline in whose step ``unit`` is compiled now; None where there is none.
+    """The pipeline in whose step ``part`` is compiled now; None where there is none.
 
-    ``alike`` counts the modules like the unit in the module of a stage.
+    ``alike`` counts the modules like the part in the module of a stage.
     """
     found = running_pipeline()
     if found is None:
@@ -269,7 +269,7 @@ def pipeline_of(
         stages,
         found.order,
         found.micro_batches,
-        is_stage(found, unit),
+        is_stage(found, part),
         found.current,
         found.keeps_sent,
         found.keeps_outputs,

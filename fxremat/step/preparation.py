@@ -42,15 +42,16 @@ from fxremat.compile import session
 from fxremat.compile.driver import total_bytes
 from fxremat.compile.request import device_of_inputs, request_for, unseen_bytes
 from fxremat.core.events import Allocate, Backward, Forward, Free, Outside
-from fxremat.core.step import Moment
+from fxremat.core.step import StepPoint
 from fxremat.errors import InfeasibleBudget, NotTraceable
 from fxremat.memory.segments import allocate_cublas
 from fxremat.options import Options, parse_options
-from fxremat.planner import units as planner
+from fxremat.planner import step_versions as planner
 from fxremat.runtime.host_memory import is_on
 from fxremat.sizes import format_bytes
+from fxremat.step.description import StepDescription
 from fxremat.step.graph import Graph
-from fxremat.step.runs import SeenStep, budget_for, unplanned_bytes
+from fxremat.step.runs import budget_for, unplanned_bytes
 
 log = logging.getLogger(__name__)
 
@@ -129,19 +130,19 @@ def _loss_of(model: nn.Module, result: Any, loss: Callable[[Any], torch.Tensor] 
     raise NotTraceable(type(model).__name__, why)
 
 
-def _check_budget(seen: SeenStep, options: Options) -> None:
+def _check_budget(seen: StepDescription, options: Options) -> None:
     """Raise `InfeasibleBudget` where no choice of versions is within the budget."""
     step, budget, request = seen.step(), options.memory_budget, seen.request
     if budget is None or request is None:
         return
-    unplanned = unplanned_bytes(request) if seen.outside is None else request.tuning_bytes
+    unplanned = unplanned_bytes(request) if seen.outside is None else request.budget.autotune
     if planner.fastest(step, budget - unplanned) is None:
         least = step.peak_bytes(planner.lowest(step))
         raise InfeasibleBudget(budget, budget_for(least, request))
-    outside = max(moment.outside_bytes for moment in step.moments)
+    outside = max(point.outside_bytes for point in step.points)
     log.info(
         "fxremat: %d graphs run %d times in a step; outside of them at most %s are live",
-        len(seen.units), len(seen.unit_of), format_bytes(outside),
+        len(seen.parts), len(seen.part_of), format_bytes(outside),
     )  # fmt: skip
 
 
@@ -182,7 +183,7 @@ class _Look:
     makes_part: int | None = None
     """Bytes of what is made now, and will be reduced to this rank's part."""
     graphs: list[_SeenGraph] = field(default_factory=list)
-    moments: list[Moment] = field(default_factory=list)
+    points: list[StepPoint] = field(default_factory=list)
     runs: dict[tuple[int, int], int] = field(default_factory=dict)
     """By graph and place."""
     graphs_of: dict[nn.Module, set[int]] = field(default_factory=dict)
@@ -282,7 +283,7 @@ class _Look:
     def between(self) -> None:
         """What was live at most since the last run of a part."""
         if self.counts:
-            self.moments.append(Moment(self.most, tuple(self.waiting)))
+            self.points.append(StepPoint(self.most, tuple(self.waiting)))
         self.sweep()
         self.most = self.current
 
@@ -334,7 +335,7 @@ class _Look:
         gathered = self.gathered_bytes(tensors)
         if self.counts:  # those of the next part are gathered ahead
             outside = self.current + 2 * gathered
-            self.moments.append(Moment(outside, tuple(self.waiting), run, "forward"))
+            self.points.append(StepPoint(outside, tuple(self.waiting), run, "forward"))
         likes = [(flat[k].shape, flat[k].stride(), flat[k].dtype, flat[k].device,
                   flat[k].requires_grad) for k in made]  # fmt: skip
         del shown
@@ -365,28 +366,28 @@ class _Look:
         self.waiting.remove(run)
         self.graphs[index].taken.discard(place)
         if self.counts:
-            ended = any(moment.phase == "backward" for moment in self.moments)
+            ended = any(point.phase == "backward" for point in self.points)
             outside = self.current + (1 + bool(self.waiting) + ended) * gathered
-            self.moments.append(Moment(outside, tuple(self.waiting), run, "backward"))
+            self.points.append(StepPoint(outside, tuple(self.waiting), run, "backward"))
         return run
 
-    def seen_step(self) -> SeenStep:
+    def seen_step(self) -> StepDescription:
         """The step, with what each graph offers; graphs that never wait are left out."""
         runs = sorted(self.runs, key=self.runs.__getitem__)
         used = sorted({index for index, _ in runs})
         self.graphs = [self.graphs[index] for index in used]
         for part, indices in self.graphs_of.items():
             self.graphs_of[part] = {used.index(index) for index in indices}
-        units, request = [], None
+        parts, request = [], None
         for one in self.graphs:
             gm, inputs = one.graph.kept, one.graph.inputs
-            request = request_for(gm, inputs, self.options, session.Ledger(), (-1, None))
-            units.append(one.graph.as_unit(request, len(runs)))
-        return SeenStep(
-            tuple(self.moments),
+            request = request_for(gm, inputs, self.options)
+            parts.append(one.graph.as_part(request, len(runs)))
+        return StepDescription(
+            tuple(self.points),
             tuple(used.index(index) for index, _ in runs),
             tuple(place for _, place in runs),
-            units,
+            parts,
             request,
             tuple(self.events) if self.records else None,
         )

@@ -1,14 +1,14 @@
-"""A unit of a step: the versions that it may take, and how to ask the search for one of them.
+"""A part of a step: the versions that it may take, and how to ask the search for one of them.
 
 A plan for a graph says how many bytes the graph takes by itself. Where several runs of it wait for
 their backward at once, what each saves counts as often as it waits. So plans are looked for under
 two limits at once: bytes at the peak of the graph, and bytes between its halves. The second one is
-a limit of the first kind where the rest is held in between (`Request.between_bytes`).
+a limit of the first kind where the rest is held in between (`Budget.between`).
 """
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Iterator
 from dataclasses import asdict, astuple, dataclass, replace
 from typing import Any
 
@@ -18,7 +18,7 @@ from fxremat.compile.draft import Draft
 from fxremat.compile.pipeline import PREPARE, Runner
 from fxremat.compile.ranks import graph_digest, shared_answer
 from fxremat.compile.request import Request
-from fxremat.compile.run_figures import boundary_of, planned_run
+from fxremat.compile.run_figures import interface_of, planned_run
 from fxremat.compile.search.candidates import Judge
 from fxremat.compile.search.planning import QUICK_SOLVER, QUICKEST_SOLVER, Planning
 from fxremat.compile.search.search import Search
@@ -28,82 +28,112 @@ from fxremat.core.events import RunEvents
 from fxremat.core.plan import Plan
 from fxremat.core.problem import Problem
 from fxremat.core.schedule import keep_all
-from fxremat.core.step import Boundary, Moment, UnitStep, Version
+from fxremat.core.step import Interface, Version
 from fxremat.core.timeline import replay
+from fxremat.errors import InfeasibleBudget
 from fxremat.passes.memory_estimation import TANGENTS
+from fxremat.report.report import Report
 from fxremat.version import build
 
 
 @dataclass(frozen=True)
 class Offer:
-    """A version of a unit, and the limits under which the search finds it.
+    """A version of a part, and the limits under which the search finds it.
 
     ``peak_bytes`` are those of the graph by itself, ``between_bytes`` what is held beside it
-    between its halves. Of a version that has been rehearsed on CUDA the ``events`` are known.
+    between its halves. Of a version that was counted in a dry run, the figures are ``exact``, and
+    on CUDA the ``events`` are known.
     """
 
     version: Version
     peak_bytes: int
     between_bytes: int
     events: RunEvents | None = None
+    exact: bool = False
 
     def asked(self, request: Request) -> Request:
         """The request for this version; all else that the budget counts is held."""
-        if request.budget_bytes is None:
+        if request.budget.limit is None:
             return request
-        held = request.budget_bytes - request.tuning_bytes - self.peak_bytes
-        return replace(request, held_bytes=held, between_bytes=self.between_bytes)
+        held = request.budget.limit - request.budget.autotune - self.peak_bytes
+        return request.with_budget(held=held, between=self.between_bytes)
+
+
+    def as_counted(self, report: Report | None) -> Offer:
+        """The offer with what the version really takes."""
+        version = version_in(report)
+        events = None if report is None else report.events
+        return replace(self, version=version, events=events, exact=True)
+
+    def raised(self, refused: InfeasibleBudget) -> Offer:
+        """The offer with the bytes that it was found to take, which are more than was thought."""
+        assert refused.minimum_bytes is not None
+        more = refused.minimum_bytes - refused.budget_bytes
+        version = replace(
+            self.version,
+            saved_bytes=self.version.saved_bytes + more,
+            forward_bytes=self.version.forward_bytes + more,
+            backward_bytes=self.version.backward_bytes + more,
+        )
+        return replace(self, version=version, peak_bytes=self.peak_bytes + more, events=None)
+
+
+def version_in(report: Report | None) -> Version:
+    """What a graph takes as a part of its step."""
+    assert report is not None
+    assert report.as_unit is not None
+    return report.as_unit
 
 
 @dataclass(frozen=True)
-class Unit:
+class Part:
     """A compiled part of the step: what it may take, and what is known of its surroundings."""
 
-    boundary: Boundary
+    interface: Interface
     offers: tuple[Offer, ...]
 
 
-def unit_on_all_ranks(draft: Draft, request: Request, count: int) -> Unit:
-    """What `look_at_unit` sees on this rank, or on one that has looked at the same before."""
+def part_on_all_ranks(draft: Draft, request: Request, count: int) -> Part:
+    """What `offers_of` sees on this rank, or on one that has looked at the same before."""
     graph = graph_digest(draft.module)
     question = session.digest("unit", build(), graph, astuple(request), count)
 
     def look() -> Any:
-        return asdict(look_at_unit(draft, request, count))
+        return asdict(offers_of(draft, request, count))
 
-    return _unit_from_json(shared_answer("look at a compiled part", question, look))
+    return _part_from_json(shared_answer("look at a compiled part", question, look))
 
 
-def _unit_from_json(data: Any) -> Unit:
+def _part_from_json(data: Any) -> Part:
     offers = (
         Offer(Version(**one["version"]), one["peak_bytes"], one["between_bytes"])
         for one in data["offers"]
     )
-    return Unit(Boundary(**data["boundary"]), tuple(offers))
+    return Part(Interface(**data["interface"]), tuple(offers))
 
 
-def look_at_unit(draft: Draft, request: Request, count: int) -> Unit:
+def offers_of(draft: Draft, request: Request, count: int) -> Part:
     """What the quick solvers offer, from everything kept to the least that can be saved.
 
     ``count`` runs wait at once, which share what is left of the budget. Nothing is judged: what is
     compiled of it will be.
     """
-    times, request = StageTimes(), replace(request, verify=False)
+    times, request = StageTimes(), request.with_policy(verify=False)
     runner = Runner(cost_model(request, draft.module.graph, "unit"), times)
     prepared = runner.run("prepare", PREPARE, draft)
     search = Search(runner, Planning(request, times), Judge(runner, plan_only=True), prepared)
-    own, offers = boundary_of(prepared, request.parameters), dict[Version, Offer]()
+    own, offers = interface_of(prepared, request.inputs.parameters), dict[Version, Offer]()
 
     def left(saved_limit: int) -> int | None:
         """Bytes for the peak of one run, where the others save so many."""
-        if request.own_budget is None:
+        if request.budget.own is None:
             return None
-        return request.own_budget - (count - 1) * (saved_limit - own.resident + own.given)
+        return request.budget.own - (count - 1) * (saved_limit - own.resident + own.given)
 
     for found, plan in _plans(search, search.draft(()).estimate.problem, left):
         offer = _offer(found, plan, request)
         offers.setdefault(offer.version, offer)
-    return Unit(own, tuple(offers.values()))
+    return Part(own, tuple(offers.values()))
 
 
 def _plans(
@@ -163,78 +193,20 @@ def _offer(draft: Draft, plan: Plan, request: Request) -> Offer:
 
 
 
-def followed_by(unit: Unit, given_bytes: int) -> Unit:
-    """The unit of blocks like this one that come after it, and so are given what needs a gradient.
+def followed_by(part: Part, given_bytes: int) -> Part:
+    """The part of blocks like this one that come after it, and so are given what needs a gradient.
 
     What they are given has ``given_bytes``. They hold it while they wait, and make its gradient.
     """
-    more, own = given_bytes, unit.boundary
+    more, own = given_bytes, part.interface
     versions = (
         replace(
             one.version,
             saved_bytes=one.version.saved_bytes + more,
             backward_bytes=one.version.backward_bytes + more,
         )
-        for one in unit.offers
+        for one in part.offers
     )
-    pairs = zip(unit.offers, versions, strict=True)
+    pairs = zip(part.offers, versions, strict=True)
     offers = tuple(replace(one, version=version, events=None) for one, version in pairs)
-    return Unit(replace(own, given=own.given + more), offers)
-
-
-@dataclass(frozen=True)
-class Gathered:
-    """What FSDP2 holds beside the units that it shards, in bytes.
-
-    While one runs, the parameters of the next one are gathered ``ahead``, and in the backward the
-    gradients of the last one are ``sent``. While a run waits, ``kept`` of its parameters stay.
-    """
-
-    ahead: int = 0
-    sent: int = 0
-    kept: int = 0
-
-    @property
-    def again(self) -> int:
-        """Of ``ahead``, what is gathered in the backward: nothing where all are there still."""
-        return self.ahead if self.kept < self.ahead else 0
-
-
-NOTHING_GATHERED = Gathered()
-
-
-def repeated(
-    units: Sequence[Unit],
-    unit_of: Sequence[int],
-    outside_bytes: int,
-    gathered: Gathered = NOTHING_GATHERED,
-    *,
-    either_order: bool = False,
-) -> UnitStep:
-    """A step in which some runs wait at once, and the last runs backward first.
-
-    In ``either_order`` the first may be the first, too, as where micro-batches go backward in turn.
-
-    ``unit_of`` each run says which of the ``units`` it is of. ``outside_bytes`` are there all the
-    time, what no run has of its own among them; what is ``gathered`` comes in addition.
-    """
-    moments, owns = list[Moment](), [units[k].boundary for k in unit_of]
-    for run, own in enumerate(owns):
-        outside = outside_bytes + gathered.ahead + run * gathered.kept + own.given
-        moments.append(Moment(outside, tuple(range(run)), run, "forward"))
-    between = outside_bytes + gathered.ahead + len(owns) * gathered.kept
-    between += owns[-1].results + owns[-1].incoming
-    moments.append(Moment(between, tuple(range(len(owns)))))
-    for run, own in reversed(list(enumerate(owns))):
-        outside = outside_bytes + own.incoming
-        outside += gathered.again if run else 0
-        outside += gathered.sent if run < len(owns) - 1 else 0
-        last_first = outside + sum(later.left for later in owns[run + 1 :]) + run * gathered.kept
-        moments.append(Moment(last_first, tuple(range(run)), run, "backward"))
-        if either_order:
-            in_turn = outside + sum(earlier.left for earlier in owns[:run])
-            waiting = tuple(range(run + 1, len(owns)))
-            in_turn += len(waiting) * gathered.kept
-            moments.append(Moment(in_turn, waiting, run, "backward"))
-    versions = (tuple(offer.version for offer in unit.offers) for unit in units)
-    return UnitStep(tuple(moments), tuple(unit_of), tuple(versions))
+    return Part(replace(own, given=own.given + more), offers)

@@ -9,7 +9,7 @@ from __future__ import annotations
 
 import sys
 from collections.abc import Callable, Iterator, Mapping, Sequence
-from contextlib import contextmanager
+from contextlib import contextmanager, suppress
 from dataclasses import dataclass, field
 from functools import cached_property
 from pathlib import Path
@@ -19,23 +19,32 @@ import torch
 from torch import fx, nn
 
 from fxremat import planner
-from fxremat.compat.dynamo import fresh_dynamo_caches, is_whole_call, more_follow
+from fxremat.compat.dynamo import (
+    fresh_dynamo_caches,
+    inline_regions,
+    is_whole_call,
+    more_follow,
+)
+from fxremat.compat.joint_graph import copy_module
 from fxremat.compat.measuring import random_state_kept
 from fxremat.compat.tensors import on_host_without_memory
 from fxremat.compile import session
-from fxremat.compile.driver import plan_only
+from fxremat.compile.driver import plan_only, total_bytes
 from fxremat.compile.pipeline import Runner
+from fxremat.compile.request import device_of_inputs
 from fxremat.compile.search.search import Found
 from fxremat.core.plan import Plan
 from fxremat.cost.cards import absent_card
 from fxremat.errors import CannotVary, FxrematError, InfeasibleBudget
 from fxremat.memory.measured_peak import uncollected
+from fxremat.options import parse_options
 from fxremat.planner import SolverOptions
 from fxremat.report.chrome_trace import write_chrome_trace
 from fxremat.report.front import Front, front_of, together
 from fxremat.report.page.writing import write_page
 from fxremat.report.report import Report, Row, added_time
 from fxremat.report.snapshot import write_snapshot
+from fxremat.step.planned import plan_in_order
 from fxremat.whatif.peak_expression import PeakExpression
 from fxremat.whatif.peak_formula import expression_of
 
@@ -215,13 +224,17 @@ def _planned(
 ) -> tuple[Report, ...]:
     """The reports of all graphs of one step; what was found for each is told to ``study``."""
     found: list[Report] = []
+    together: list[tuple[fx.GraphModule, Sequence[Any]]] = []
     caller = sys._getframe()
 
     def backend(gm: fx.GraphModule, example_inputs: Sequence[Any]) -> Callable[..., Any]:
-        compiled, report = plan_only(gm, example_inputs, options, study)
-        if report is not None:
-            found.append(report)
         more = more_follow(gm)
+        compiled: Callable[..., Any] = gm
+        if more or together:
+            together.append((inline_regions(copy_module(gm)), example_inputs))
+        else:
+            compiled, report = plan_only(gm, example_inputs, options, study)
+            found.extend([] if report is None else [report])
 
         def run(*given: Any) -> Any:
             if not more and is_whole_call(caller):
@@ -237,9 +250,12 @@ def _planned(
         uncollected(),  # a fifth of the time
     ):
         try:
-            torch.compile(model, backend=backend)(*args, **kwargs)
-        except _NothingFollows:
-            pass
+            with suppress(_NothingFollows):
+                torch.compile(model, backend=backend)(*args, **kwargs)
+            if together:
+                total = total_bytes(device_of_inputs(together[0][1]))
+                parsed = parse_options(options, device_total_bytes=total)
+                found.extend(plan_in_order(together, parsed, study))
         except Exception as error:
             inner = getattr(error, "inner_exception", None)
             if isinstance(inner, FxrematError):

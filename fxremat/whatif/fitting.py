@@ -179,8 +179,8 @@ class _Fitting:
         with session.separate(), uncollected():
             line, steps = self._steps(inputs, sizes, held)
             request = steps["torch.compile"][0].costs.request
-            assert request.own_budget is not None
-            budget = request.own_budget
+            assert request.budget.own is not None
+            budget = request.budget.own
             found = [
                 point
                 for what in self.vary
@@ -193,12 +193,12 @@ class _Fitting:
         ]
         largest = {(one.what, one.way): one for one in points}  # the last of each
         return Fit(
-            request.card or "here",
-            budget + request.beside_bytes,
+            request.device.card or "here",
+            budget + request.budget.beside,
             weights_bytes,
             held,
-            request.held_bytes,
-            request.tuning_bytes,
+            request.budget.held,
+            request.budget.autotune,
             sizes,
             line.whole,
             line.studied,
@@ -271,12 +271,12 @@ class _Fitting:
 
         def backend(gm: fx.GraphModule, given: Sequence[Any]) -> Callable[..., Any]:
             regions = checkpointed_regions(gm)
-            request = request_for(gm, given, parsed, session.ledger(None), (0, None))
-            if request.budget_bytes is None:
+            request = request_for(gm, given, parsed)
+            if request.budget.limit is None:
                 raise InvalidOption("memory_budget", None, "a number of bytes to fit into")
-            held_bytes = request.held_bytes + held.states
+            held_bytes = request.budget.held + held.states
             # Nothing of it will run: whoever compiles the step has it judged then.
-            request = replace(request, held_bytes=held_bytes, verify=False)
+            request = request.with_budget(held=held_bytes).with_policy(verify=False)
 
             def partition(module: fx.GraphModule, joint_inputs: Any, **kwargs: Any) -> Any:
                 static = tuple(kwargs.pop("static_lifetime_input_indices", None) or ())

@@ -23,7 +23,7 @@ def expression_of(found: Found, runner: Runner) -> PeakExpression:
     judged, costs = found.judged, runner.costs
     ranges = size_ranges(judged.draft.joint.module.graph)
     symbols = {name: symbol for symbol, (name, _, _) in ranges.items()}
-    held = costs.request.held_bytes
+    held = costs.request.budget.held
     scene = None
     if costs.request.compiled:
         scene = written(*judged.draft.halves, num_fwd_outputs=judged.draft.num_forward_outputs)

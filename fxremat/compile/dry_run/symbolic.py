@@ -200,7 +200,7 @@ class SymbolicStep:
     def _as_torch(self) -> AsTorch:
         """What torch does is not ours to judge."""
         if self.torch_cut is None:
-            runner = self._runner(replace(self.costs.request, verify=False))
+            runner = self._runner(self.costs.request.with_policy(verify=False))
             cut = runner.run("apply", AS_TORCH, runner.run("estimate", PLAN, self.prepared))
             cut = runner.run("apply", DONATE, cut)
             with self.times.stage("rehearse"), inductor_config.patch(UNTOUCHED):
@@ -248,7 +248,7 @@ class SymbolicStep:
 
     def _search(self, budget_bytes: int) -> Search:
         asked = self.costs.request
-        request = replace(asked, budget_bytes=budget_bytes + asked.beside_bytes)
+        request = asked.with_budget(limit=budget_bytes + asked.budget.beside)
         runner = self._runner(request)
         planning = Planning(request, self.times)
         return Search(runner, planning, Judge(runner, plan_only=True), self.prepared)

@@ -173,10 +173,10 @@ def plain_bytes(shown: Rehearsal, request: Request) -> int:
 
     Beside what is held.
     """
-    if request.count != "reserved" or request.allocator is None or not shown.events:
+    if request.budget.metric != "reserved" or request.budget.allocator is None or not shown.events:
         return shown.peak_bytes
-    usage = reserved(shown.events, request.allocator, request.held_bytes)
-    return usage.peak_reserved_bytes - request.held_bytes
+    usage = reserved(shown.events, request.budget.allocator, request.budget.held)
+    return usage.peak_reserved_bytes - request.budget.held
 
 
 def _reserved(shown: Rehearsal | None, request: Request) -> Reserved | None:
@@ -184,10 +184,10 @@ def _reserved(shown: Rehearsal | None, request: Request) -> Reserved | None:
 
     Where the budget counts it, a segment of the best size is taken before the first step.
     """
-    if shown is None or request.allocator is None or not shown.events:
+    if shown is None or request.budget.allocator is None or not shown.events:
         return None
-    sizes = LARGER if request.count == "reserved" else ()
-    return least_reserved(shown.events, request.allocator, request.held_bytes, sizes)
+    sizes = LARGER if request.budget.metric == "reserved" else ()
+    return least_reserved(shown.events, request.budget.allocator, request.budget.held, sizes)
 
 
 @dataclass(frozen=True)
@@ -211,13 +211,13 @@ class Judge:
             draft = self.runner.run("kernels", BEGIN, draft)
         request = self.runner.costs.request
         shown = None
-        if request.compiled and request.aim is not None:
-            likely = candidate.plan.peak_bytes <= request.aim
+        if request.compiled and request.budget.target is not None:
+            likely = candidate.plan.peak_bytes <= request.budget.target
             shown = self._rehearse(draft, begin=likely and not self.plan_only)
         taken = _reserved(shown, request)
         peak = candidate.plan.peak_bytes if shown is None else shown.peak_bytes
-        if taken is not None and request.count == "reserved":
-            peak = taken.usage.peak_reserved_bytes - request.held_bytes
+        if taken is not None and request.budget.metric == "reserved":
+            peak = taken.usage.peak_reserved_bytes - request.budget.held
         judged = self.seen[candidate.key] = Judged(candidate, draft, peak, shown, taken)
         log.debug(
             "candidate %d: %d variants, %d runs again, order of %s: planned %d bytes, takes %d",
@@ -248,9 +248,9 @@ class Judge:
                     directory=Path(cache_directory()) / "fxremat" / "rehearsals",
                     with_kernels=not self.plan_only,
                     begin=begin,
-                    card=costs.request.card,
+                    card=costs.request.device.card,
                 )
-                return shown.with_between(costs.request.between_bytes)
+                return shown.with_between(costs.request.budget.between)
             except Exception as error:  # any op of any library may refuse
                 log.warning(
                     "the generated code could not be rehearsed (%s: %s); the budget is held by the "

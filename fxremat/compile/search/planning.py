@@ -61,10 +61,10 @@ class Planning:
         the plan is not what it claims to be. A plan that takes variants is not checked: its
         schedule belongs to the problem that is left, which is made anew from the graph.
         """
-        asked = problem, budget, solver or self.request.solver
+        asked = problem, budget, solver or self.request.policy.solver
         if asked not in self.answers:
             plan = self._ask(*asked)
-            if self.request.verify and not problem.variants:
+            if self.request.policy.verify and not problem.variants:
                 with self.times.stage("verify"):
                     _check(problem, plan)
             self.answers[asked] = plan
@@ -72,7 +72,8 @@ class Planning:
 
     @property
     def _unused_counts(self) -> bool:
-        return self.request.count == "reserved" and self.request.allocator is not None
+        budget = self.request.budget
+        return budget.metric == "reserved" and budget.allocator is not None
 
     def expected_bytes(self, problem: Problem, plan: Plan) -> int:
         """The peak of a plan in the bytes that the budget counts, beside what is held.
@@ -80,14 +81,14 @@ class Planning:
         As if every value lay in memory of its own, where what the allocator leaves unused counts.
         What Inductor makes of the plan may take more or less.
         """
-        allocator = self.request.allocator
+        allocator = self.request.budget.allocator
         if not self._unused_counts or allocator is None:
             return plan.peak_bytes
         key = problem, plan.steps
         if key not in self.expected:
             events = events_of_plan(problem, plan.steps)
-            taken = least_reserved(events, allocator, self.request.held_bytes)
-            self.expected[key] = taken.usage.peak_reserved_bytes - self.request.held_bytes
+            taken = least_reserved(events, allocator, self.request.budget.held)
+            self.expected[key] = taken.usage.peak_reserved_bytes - self.request.budget.held
         return self.expected[key]
 
     def expected_under(
@@ -119,10 +120,10 @@ class Planning:
         return best
 
     def _ask(self, problem: Problem, budget: int | None, solver: str) -> Plan:
-        request = self.request
-        most = None if request.most_time is None else request.most_time * problem.base_time_us
+        policy = self.request.policy
+        most = None if policy.most_time is None else policy.most_time * problem.base_time_us
         options = planner.SolverOptions(
-            time_limit_s=request.solver_time_limit, objective=request.objective, most_time_us=most
+            time_limit_s=policy.solver_time_limit, objective=policy.objective, most_time_us=most
         )
         with self.times.stage("plan"):
             try:

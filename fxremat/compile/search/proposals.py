@@ -273,5 +273,5 @@ def _low_plans(problem: Problem, planning: Planning) -> Iterator[Plan]:
     lowest = planning.quick(problem, 0)
     for percent in LOWEST_PERCENT:
         yield planning.quick(problem, lowest.peak_bytes * percent // 100)
-    if planning.request.solver != QUICK_SOLVER:
+    if planning.request.policy.solver != QUICK_SOLVER:
         yield planning.solve(problem, 0)

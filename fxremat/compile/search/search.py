@@ -104,7 +104,7 @@ class Search:
     def run(self) -> Found:
         """The best candidate found."""
         request, plain = self.planning.request, self.draft(())
-        aim, budget = request.aim, request.own_budget
+        aim, budget = request.budget.target, request.budget.own
         if aim is None or budget is None:
             plan = self.planning.solve(plain.estimate.problem, None)
             return self._found(self.judge.judge(Candidate(plain, plan, "inductor")), over=False)
@@ -131,7 +131,7 @@ class Search:
         Raises `VerificationFailed` where it does not go with this graph.
         """
         order, names = decision["order"], tuple(decision["variants"])
-        budget = self.planning.request.own_budget
+        budget = self.planning.request.budget.own
         candidate: Candidate | None
         if order in ("torch", "torch, donated"):
             candidate = self._torch(donated=order == "torch, donated")
@@ -231,7 +231,7 @@ class Search:
         ``torch.compile``, and like there it can run only once.
         """
         plain = self.draft(())
-        special = plain.estimate.problem.host or self.planning.request.accumulated
+        special = plain.estimate.problem.host or self.planning.request.inputs.accumulated
         if special or not self.planning.request.compiled:
             return None
         try:
@@ -322,18 +322,19 @@ class Search:
 
     def _variants(self, *, allow_lossy: bool) -> VariantSet | None:
         """What the graph could take."""
-        rules = rules_named(self.planning.request.variants, allow_lossy=allow_lossy)
+        rules = rules_named(self.planning.request.policy.variants, allow_lossy=allow_lossy)
         with self.runner.times.stage("estimate"):
             return variant_set(self.prepared, rules, self.runner.costs)
 
     def offered(self) -> VariantSet | None:
         """What the graph could take, as the request allows; looked for once."""
         if not self.looked:
-            self.looked.append(self._variants(allow_lossy=self.planning.request.allow_lossy))
+            self.looked.append(self._variants(allow_lossy=self.planning.request.policy.allow_lossy))
         return self.looked[0]
 
     def _exact(self) -> VariantSet | None:
-        return self._variants(allow_lossy=False) if self.planning.request.allow_lossy else None
+        lossy = self.planning.request.policy.allow_lossy
+        return self._variants(allow_lossy=False) if lossy else None
 
     def _chosen(self, problem: Problem, budget: int, variants: VariantSet) -> Draft | None:
         """The graph with the variants that the planner takes for a budget; None where none fit.

@@ -95,6 +95,6 @@ def _can_be_inserted(joint: JointGraph, site: Site, costs: CostModel) -> bool:
 
 def _blame(rule: str, doing: str, error: Exception, costs: CostModel) -> None:
     what = f"{doing} raised {type(error).__name__}: {error}"
-    if costs.request.verify:
+    if costs.request.policy.verify:
         raise VerificationFailed(f"variant {rule}", what) from error
     log.warning("the rule %s is left out: %s", rule, what)

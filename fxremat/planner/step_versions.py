@@ -1,32 +1,32 @@
-"""Which version each run of a unit takes: the level above the plans of the units.
+"""Which version each run of a part takes: the level above the plans of the parts.
 
-The hierarchy is that of H-Rockmate (Gusak et al., "HiRemate", ICML 2025), with the units that the
+The hierarchy is that of H-Rockmate (Gusak et al., "HiRemate", ICML 2025), with the parts that the
 model is compiled by as its clusters: each offers a few versions, and an integer programme chooses.
 
-    x[r, v]   run r takes version v of its unit
-    y[u, v]   version v of unit u is compiled
+    x[r, v]   run r takes version v of its part
+    y[u, v]   version v of part u is compiled
 
-minimise the time of all runs, with bytes under the budget at each moment, and at most so many
-versions of each unit, since each has to be compiled.
+minimise the time of all runs, with bytes under the budget at each point, and at most so many
+versions of each part, since each has to be compiled.
 """
 
 from __future__ import annotations
 
 from collections.abc import Sequence
 
-from fxremat.core.step import Moment, UnitStep, Version
+from fxremat.core.step import Step, StepPoint, Version
 from fxremat.planner.deadline import Deadline
 from fxremat.planner.milp.highs import Milp, Status, Term
 from fxremat.planner.tuning import UNITS_BYTES_PART, UNITS_GAP, UNITS_NODES, UNITS_NOT_SEEN
 
 Chosen = tuple[int, ...]
-"""The version of each run, by its place among those of its unit."""
+"""The version of each run, by its place among those of its part."""
 
 
-def fastest(step: UnitStep, budget_bytes: int, most_versions: int = 2) -> Chosen | None:
+def fastest(step: Step, budget_bytes: int, most_versions: int = 2) -> Chosen | None:
     """The versions of least time within the budget; None where no choice is within it.
 
-    A further version of a unit has to be worth compiling: what it saves must be seen.
+    A further version of a part has to be worth compiling: what it saves must be seen.
     """
     found: Chosen | None = None
     for most in range(1, most_versions + 1):
@@ -38,7 +38,21 @@ def fastest(step: UnitStep, budget_bytes: int, most_versions: int = 2) -> Chosen
     return found
 
 
-def _within(step: UnitStep, budget_bytes: int, most_versions: int) -> Chosen | None:
+def saving_least(step: Step, budget_bytes: int) -> Chosen:
+    """Of the versions of a single run, the one that saves least within the budget.
+
+    Where no version is within it, the one of least peak.
+    """
+    versions = step.versions[step.part_of[0]]
+
+    def order(k: int) -> tuple[int, int, float]:
+        peak, one = step.peak_bytes((k,)), versions[k]
+        return max(peak, budget_bytes), one.saved_bytes, one.time_us
+
+    return (min(range(len(versions)), key=order),)
+
+
+def _within(step: Step, budget_bytes: int, most_versions: int) -> Chosen | None:
     asked = budget_bytes
     for _ in range(2):
         found = _Programme(step, most_versions).solve(asked)
@@ -48,10 +62,10 @@ def _within(step: UnitStep, budget_bytes: int, most_versions: int) -> Chosen | N
     return None
 
 
-def lowest(step: UnitStep, most_versions: int = 2) -> Chosen:
+def lowest(step: Step, most_versions: int = 2) -> Chosen:
     """The versions of least peak."""
     found = _Programme(step, most_versions, for_peak=True).solve(None)
-    assert found is not None  # every unit has a version
+    assert found is not None  # every part has a version
     return found
 
 
@@ -73,31 +87,31 @@ def not_beaten(versions: Sequence[Version]) -> list[int]:
 class _Programme:
     """The integer programme of a step."""
 
-    def __init__(self, step: UnitStep, most_versions: int, *, for_peak: bool = False) -> None:
+    def __init__(self, step: Step, most_versions: int, *, for_peak: bool = False) -> None:
         self.step, self.milp, self.for_peak = step, Milp(), for_peak
         self.kept = [not_beaten(versions) for versions in step.versions]
         slowest = max((v.time_us for each in step.versions for v in each), default=0.0)
         self.time_unit = max(1e-9, slowest)
-        self.byte_unit = max(1, max((m.outside_bytes for m in step.moments), default=1))
-        self.take = [self._columns(unit) for unit in step.unit_of]
+        self.byte_unit = max(1, max((m.outside_bytes for m in step.points), default=1))
+        self.take = [self._columns(part) for part in step.part_of]
         self.peak = self.milp.real(cost=1.0, high=float("inf")) if for_peak else None
         self._limit(most_versions)
 
-    def _columns(self, unit: int) -> dict[int, int]:
+    def _columns(self, part: int) -> dict[int, int]:
         """Of one run: the column of each version."""
 
         def cost(version: int) -> float:
-            time = self.step.versions[unit][version].time_us / self.time_unit
+            time = self.step.versions[part][version].time_us / self.time_unit
             return 0.0 if self.for_peak else time
 
-        columns = {version: self.milp.binary(cost(version)) for version in self.kept[unit]}
+        columns = {version: self.milp.binary(cost(version)) for version in self.kept[part]}
         self.milp.row([(column, 1.0) for column in columns.values()], 1.0, 1.0)
         return columns
 
     def _limit(self, most_versions: int) -> None:
-        """At most so many versions of each unit."""
-        for unit, kept in enumerate(self.kept):
-            runs = [r for r, u in enumerate(self.step.unit_of) if u == unit]
+        """At most so many versions of each part."""
+        for part, kept in enumerate(self.kept):
+            runs = [r for r, u in enumerate(self.step.part_of) if u == part]
             if len(kept) <= most_versions or len(runs) <= most_versions:
                 continue
             compiled = {version: self.milp.binary() for version in kept}
@@ -107,8 +121,8 @@ class _Programme:
                     self.milp.row([(column, 1.0), (compiled[version], -1.0)], high=0.0)
 
     def solve(self, budget_bytes: int | None) -> Chosen | None:
-        for moment in self.step.moments:
-            self._fit(moment, budget_bytes)
+        for point in self.step.points:
+            self._fit(point, budget_bytes)
         solution = self.milp.solve(Deadline(None), nodes=UNITS_NODES, gap=UNITS_GAP)
         if solution.status in (Status.INFEASIBLE, Status.UNDECIDED):
             return None
@@ -117,21 +131,21 @@ class _Programme:
             for columns in self.take
         )
 
-    def _fit(self, moment: Moment, budget_bytes: int | None) -> None:
-        """The bytes of a moment are under the budget, or under the peak."""
-        unit = self.byte_unit
+    def _fit(self, point: StepPoint, budget_bytes: int | None) -> None:
+        """The bytes of a point are under the budget, or under the peak."""
+        part = self.byte_unit
         terms: list[Term] = []
-        for run in moment.waiting:
-            versions = self.step.versions[self.step.unit_of[run]]
-            terms += [(c, versions[v].saved_bytes / unit) for v, c in self.take[run].items()]
-        if moment.running is not None:
-            versions = self.step.versions[self.step.unit_of[moment.running]]
-            forward = moment.phase == "forward"
+        for run in point.waiting:
+            versions = self.step.versions[self.step.part_of[run]]
+            terms += [(c, versions[v].saved_bytes / part) for v, c in self.take[run].items()]
+        if point.running is not None:
+            versions = self.step.versions[self.step.part_of[point.running]]
+            forward = point.phase == "forward"
             terms += [
-                (c, (versions[v].forward_bytes if forward else versions[v].backward_bytes) / unit)
-                for v, c in self.take[moment.running].items()
+                (c, (versions[v].forward_bytes if forward else versions[v].backward_bytes) / part)
+                for v, c in self.take[point.running].items()
             ]
         if self.peak is not None:
-            self.milp.row([*terms, (self.peak, -1.0)], high=-moment.outside_bytes / unit)
+            self.milp.row([*terms, (self.peak, -1.0)], high=-point.outside_bytes / part)
         elif budget_bytes is not None:
-            self.milp.row(terms, high=(budget_bytes - moment.outside_bytes) / unit)
+            self.milp.row(terms, high=(budget_bytes - point.outside_bytes) / part)

@@ -1,0 +1,219 @@
+"""Where a graph is compiled: the model around it, and what wrappers such as FSDP2 and DDP hold."""
+
+from __future__ import annotations
+
+from collections.abc import Iterable
+from dataclasses import dataclass, replace
+from typing import Any
+from weakref import ref
+
+import torch
+from torch import nn
+from torch.utils import _pytree as pytree
+
+from fxremat.compat.call_stack import calling_modules
+from fxremat.compat.distributed.ranks import Shards, shards_of
+from fxremat.compat.dynamo import compiled_parts
+from fxremat.compat.tensors import is_dtensor
+from fxremat.core.step import NOTHING_GATHERED, Gathered
+from fxremat.memory.storages import storage_bytes
+from fxremat.options import Options
+from fxremat.step.pipelines import Pipeline, pipeline_of
+from fxremat.step.promise import Around
+
+
+@dataclass(frozen=True)
+class ModelContext:
+    """Where a graph is compiled: how often it will run, and what lies around it.
+
+    ``others`` are the parameters and buffers of the model that are not the part's own, and what the
+    model is given. They take ``nbytes``; ``everything`` are its own too, and buffers of a pipeline.
+    ``left_bytes`` are the gradients of one run that stay, None: as many as its graph gives. Where a
+    schedule runs it, the ``pipeline`` says what the rank does in a step. Of ``nbytes``,
+    ``late_bytes`` may be there for a point, and are not compared with what is seen at run time.
+    Besides there is what is ``gathered``, where the part is ``sharded``.
+    """
+
+    runs: int = 1
+    nbytes: int = 0
+    others: Around = ()
+    everything: Around = ()
+    left_bytes: int | None = None
+    pipeline: Pipeline | None = None
+    late_bytes: int = 0
+    gathered: Gathered = NOTHING_GATHERED
+    sharded: bool = False
+
+
+def model_context(options: Options, device: torch.device) -> ModelContext:
+    """Of the graph that Dynamo compiles now, by the modules whose forward is running.
+
+    Its part is the innermost of them, and the model the outermost. As many runs wait at once as
+    there are modules like the part that are compiled by themselves. Where Dynamo could not go on
+    into the part, and so compiles it by itself, these are all modules like it.
+    """
+    calls = calling_modules()
+    if not calls:
+        return ModelContext(options.instances or 1)
+    model, part = next(iter(calls)), next(reversed(calls))
+
+    def alike(module: nn.Module) -> int:
+        """How many modules inside are compiled by themselves, and like the part."""
+        parts = compiled_parts(module)
+        parts = parts if part in compiled_parts(model) else list(module.modules())
+        return sum(_form(one) == _form(part) for one in parts)
+
+    pipeline = pipeline_of(part, device, alike) if options.instances is None else None
+    modules = (model,) if pipeline is None else pipeline.modules
+    everything = [x for module in modules for x in _tensors_of(module)]
+    own = {id(x) for x in _tensors_of(part)}
+    others = [x for x in everything if id(x) not in own]
+    runs = options.instances or max(1, alike(model))
+    if pipeline is not None:
+        runs = max(1, pipeline.runs)
+        others += pipeline.batch
+    elif runs > 1:  # else the graph itself is given what the model is
+        own |= {id(x) for x in pytree.tree_leaves(calls[part]) if not _needs_gradient(x)}
+        given = pytree.tree_leaves(calls[model])
+        others += [x for x in given if isinstance(x, torch.Tensor)]
+    beside = _sharded_bytes(model, part, device, runs) or _bucket_bytes(calls, device)
+    beside = _WrapperMemory(0, None) if beside is None else beside
+    around: Around = tuple(ref(x) for x in {id(x): x for x in (*everything, *others)}.values())
+    if pipeline is not None:
+        around += (pipeline.buffers,)
+    gathered = beside.gathered
+    if pipeline is not None and _is_sharded(model) and gathered.ahead:
+        most, gives_back = max(gathered.ahead, gathered.sent), gathered.kept < gathered.ahead
+        pipeline = replace(pipeline, gathered_bytes=most, gives_back=gives_back)
+        beside = replace(beside, left=None)
+    late = _late_bytes(part, calls[part], device, max(gathered.ahead, gathered.sent))
+    total = storage_bytes([x for x in others if id(x) not in own], device)
+    total += beside.held + late
+    if pipeline is not None and pipeline.gathered_bytes:
+        gathered = NOTHING_GATHERED
+    elif pipeline is not None or runs == 1:  # then it is not known when they are there
+        total += gathered.ahead + gathered.sent + (runs - 1) * gathered.kept
+        gathered = NOTHING_GATHERED
+    if options.reserve is not None or device.type == "cuda":  # as all around, counted elsewhere
+        gathered = NOTHING_GATHERED
+    total += 0 if pipeline is None else pipeline.buffer_bytes
+    return ModelContext(
+        runs,
+        total,
+        tuple(map(ref, others)),
+        around,
+        beside.left,
+        pipeline,
+        late,
+        gathered,
+        _is_sharded(part),
+    )
+
+
+@dataclass(frozen=True)
+class _WrapperMemory:
+    """What wrappers hold beside a part, in bytes.
+
+    ``held`` are there all the time, ``left`` stay of a run's gradients, None: all.
+    """
+
+    held: int
+    left: int | None
+    gathered: Gathered = NOTHING_GATHERED
+
+
+def _sharded_bytes(
+    model: nn.Module, part: nn.Module, device: torch.device, alike: int
+) -> _WrapperMemory | None:
+    """What FSDP2 holds beside a part; None where it shards nothing. ``alike`` parts are like it.
+
+    The graph is given the gathered parameters. Beside them are its own parts of these. In the
+    backward the next part is gathered ahead, and the gradients of the last one are on their way: of
+    the last part nothing is on its way, and nothing is gathered beside the first. Modules around
+    the part have gathered the parameters that they shard themselves, and keep the whole gradients
+    of these to their own end. Of modules inside of the part one after the other is gathered.
+    """
+    if not _is_sharded(part):
+        return None
+    from torch.distributed.fsdp import FSDPModule
+
+    shards = [one for one in model.modules() if isinstance(one, FSDPModule)]
+    around = [one for one in shards if one is not part and part in set(one.modules())]
+    inside = [one for one in part.modules() if isinstance(one, FSDPModule)]
+    own = sum(map(shards_of, inside), Shards())
+    inner = {id(x) for one in shards if one not in around for x in one.parameters()}
+    outer = {id(x): x for one in around for x in one.parameters() if id(x) not in inner}
+    held = own.part - storage_bytes(outer.values(), device)
+    for outside in map(shards_of, around):
+        held += outside.part + outside.gathered + outside.sent
+    mine = shards_of(part)
+    nested = [shards_of(one) for one in inside if one is not part]
+    ahead = mine.gathered + max((one.gathered for one in nested), default=0)
+    sent = mine.sent + max((one.sent for one in nested), default=0)
+    others = (one for one in shards if one is not part and one not in around)
+    if len(shards) - len(around) > alike * len(inside):  # its neighbours are of another kind
+        held += ahead + sent + sum(shards_of(one).kept for one in others)
+        return _WrapperMemory(held, own.part)
+    held += own.kept - mine.kept
+    return _WrapperMemory(held, own.part, Gathered(ahead, sent, mine.kept))
+
+
+def _is_sharded(module: nn.Module) -> bool:
+    """Whether FSDP2 shards a module."""
+    if not torch.distributed.is_available():
+        return False
+    from torch.distributed.fsdp import FSDPModule
+
+    return isinstance(module, FSDPModule)
+
+
+def _bucket_bytes(calls: Iterable[nn.Module], device: torch.device) -> _WrapperMemory | None:
+    """What DDP's buckets take, and what stays of a part's gradients beside them.
+
+    A bucket holds a gradient as long as DDP lives, and the parameter has it once more unless its
+    ``grad`` is a view of that. None outside of DDP.
+    """
+    if not torch.distributed.is_available():
+        return None
+    parallel = nn.parallel.DistributedDataParallel
+    for module in calls:
+        if isinstance(module, parallel):
+            buckets = sum(x.nbytes for x in module.parameters() if x.requires_grad)
+            return _WrapperMemory(buckets, 0 if module.gradient_as_bucket_view else None)
+    return None
+
+
+LATE_RESULTS = 2
+"""Of collectives on the CPU: so many were seen to live on after the last who knows them."""
+
+
+def _late_bytes(
+    part: nn.Module, given: Iterable[Any], device: torch.device, gathered_bytes: int
+) -> int:
+    """What gloo's threads hold of results that nobody else holds any more.
+
+    They let go of a result a point after whoever waits for it has it. Where parameters are
+    DTensors, results are taken to be as large as the largest tensor that the part is given; where
+    they are gathered, so are these.
+    """
+    if device.type != "cpu":
+        return 0
+    largest = 0
+    if any(is_dtensor(x) for x in part.parameters()):
+        tensors = [x for x in pytree.tree_leaves(list(given)) if isinstance(x, torch.Tensor)]
+        largest = max((x.nbytes for x in tensors), default=0)
+    return LATE_RESULTS * (largest + gathered_bytes)
+
+
+def _needs_gradient(value: object) -> bool:
+    return isinstance(value, torch.Tensor) and value.requires_grad
+
+
+def _form(module: nn.Module) -> Any:
+    """What is the same for modules that make the same graph."""
+    return type(module), [tuple(x.shape) for x in _tensors_of(module)]
+
+
+def _tensors_of(module: nn.Module) -> Iterable[torch.Tensor]:
+    yield from module.parameters()
+    yield from module.buffers()

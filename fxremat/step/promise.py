@@ -1,0 +1,75 @@
+"""What was promised of a compiled graph, and which version each of its runs takes."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from dataclasses import dataclass
+from typing import Any
+
+import torch
+
+Compiled = Callable[..., Any]
+Around = tuple[Callable[[], torch.Tensor | list[torch.Tensor] | None], ...]
+"""They give tensors that live as long as others want, and None where these are gone."""
+
+
+@dataclass(frozen=True)
+class Promise:
+    """What was promised of one compiled graph; all but the first two are bytes.
+
+    ``peak_bytes`` is the peak predicted for the graph by itself, with its inputs, and with
+    fragmentation where the budget counts reserved bytes. Besides, ``held_bytes`` of the budget are
+    held by what the graph does not see, of which ``reserve_bytes`` are no saved tensors. Each
+    forward keeps ``saved_bytes`` for its backward. ``segment_bytes`` are what the allocator takes
+    for it in one piece, before it runs for the first time, 0 where none is better; None where it
+    takes memory from elsewhere. Kernels are tuned in ``tuning_bytes`` beside that, and
+    ``coming_bytes`` are still to come into it. ``unseen_bytes`` were counted for what no graph
+    sees. With ``several`` a version is one of those of its graph; ``shared_bytes`` are then one
+    segment for the whole step, 0 where none is better, None where that is not known. What lies
+    ``around`` is part of ``reserve_bytes``. From the next step on those that wait leave it
+    ``left_bytes`` more, None: they need not.
+    """
+
+    graph: str
+    device: torch.device
+    budget_bytes: int
+    peak_bytes: int
+    held_bytes: int
+    reserve_bytes: int
+    saved_bytes: int
+    segment_bytes: int | None = None
+    tuning_bytes: int = 0
+    coming_bytes: int = 0
+    unseen_bytes: int = 0
+    several: bool = False
+    shared_bytes: int | None = None
+    around: Around = ()
+    left_bytes: int | None = None
+
+
+@dataclass(frozen=True)
+class PromisedVersion:
+    """A compiled graph, and what was promised of it."""
+
+    call: Compiled
+    promise: Promise
+
+
+@dataclass(frozen=True)
+class RunVersions:
+    """The versions of a graph, and which one each of its runs takes that wait at once.
+
+    A run that none was planned for takes the last. ``peak_bytes`` are of all runs together, without
+    what the promises hold; ``step_peak_bytes`` are those of the step, with all that is there most
+    of the time. ``parts`` say what the planner knows of the run at each place, where it knows that.
+    """
+
+    versions: tuple[PromisedVersion, ...]
+    version_of_run: tuple[int, ...]
+    peak_bytes: int
+    step_peak_bytes: int
+    parts: tuple[Any, ...] = ()
+
+    def of_run(self, place: int) -> PromisedVersion:
+        """The version of the run at a place among those that wait."""
+        return self.versions[self.version_of_run[min(place, len(self.version_of_run) - 1)]]

@@ -1,0 +1,391 @@
+"""One budget on one device: the graphs that share it, what waits now, and the order of a step.
+
+A plan is made for a graph that runs forward and backward by turns. Where a second forward runs
+before the backward of the first, the bytes that the first has saved are there as well. A run waits
+from the end of its forward until a backward has freed what it saved, or until its graph is gone.
+Whoever runs forwards under checkpointing, or without gradients, holds nothing in this way.
+
+Nothing here keeps a tensor alive or changes one.
+"""
+
+from __future__ import annotations
+
+import logging
+import warnings
+import weakref
+from collections.abc import Callable, Iterable, Sequence
+from dataclasses import dataclass, field
+from functools import partial
+from typing import Any, Literal, Protocol
+
+import torch
+from torch.utils import _pytree as pytree
+
+from fxremat.compat.absent.tracing import apart_from_tracing
+from fxremat.compat.dynamo import compilations
+from fxremat.compat.saved_tensors import when_freed
+from fxremat.core.step import Order, in_order, last_first
+from fxremat.errors import PromiseBroken
+from fxremat.memory.segments import SharedSegments
+from fxremat.memory.storages import Storages, saved_storages, storages_of, with_gradients
+from fxremat.memory.watched_steps import StepWatch
+from fxremat.report.report import Report
+from fxremat.step.description import Planner, StepDescription
+from fxremat.step.graph import NoBackward
+from fxremat.step.promise import Promise, RunVersions
+from fxremat.step.versions import Offer, Part
+
+log = logging.getLogger(__name__)
+
+Tensors = Sequence[Callable[[], torch.Tensor | list[torch.Tensor] | None]]
+"""They give tensors that live as long as others want, and None where these are gone."""
+Place = tuple[int, int | None]
+"""Of a graph: its frame, and the compilation of that."""
+
+
+class SharingGraph(Protocol):
+    """A compiled graph, as those know it that share its budget."""
+
+    described: StepDescription | None
+    index: int
+    looked_at: bool
+    is_due: bool
+    count: int
+    saved_bytes: int
+    own_peak_bytes: int
+
+    @property
+    def place(self) -> Place:
+        """Its frame, and the compilation of that."""
+        ...
+
+    @property
+    def leaves(self) -> Tensors:
+        """Its arguments that live from step to step."""
+        ...
+
+    @property
+    def around(self) -> Tensors:
+        """What lies in the model beside it."""
+        ...
+
+    @property
+    def fixed_bytes(self) -> int:
+        """There all the time beside what its runs are given, as far as it is known to the graph."""
+        ...
+
+    def part(self) -> Part:
+        """What it offers as a part of a step."""
+        ...
+
+    def plan_version(self, offer: Offer, limit_bytes: int) -> Report:
+        """The graph planned as a version."""
+        ...
+
+
+@dataclass(frozen=True)
+class Neighbours:
+    """What other graphs hold while one is compiled, in bytes on its device.
+
+    ``resident`` are their parameters and buffers, and the gradients of these; ``waiting`` is what
+    those of their runs have saved that wait now. ``graphs`` are those of these runs. Graphs of the
+    same frame share places: where all that wait are known as parts, ``first`` are the parts of the
+    run at each place, and what they have saved is not among ``waiting``.
+    """
+
+    resident: int = 0
+    waiting: int = 0
+    graphs: tuple[SharingGraph, ...] = ()
+    first: tuple[tuple[Part, ...], ...] = ()
+
+    @property
+    def nbytes(self) -> int:
+        """All of it."""
+        return self.resident + self.waiting
+
+
+@dataclass(frozen=True)
+class WaitingRun:
+    """A forward that has run, told by its node in the graph of autograd."""
+
+    node: weakref.ref[Any]
+    promise: Promise
+    runs: RunVersions
+    graph: SharingGraph | None
+    frame: int
+    place: int
+
+    def saved(self) -> Storages:
+        """The storages that it holds."""
+        node = self.node()
+        if node is None:
+            return {}
+        return saved_storages(node, self.promise.saved_bytes, self.promise.device)
+
+
+@dataclass
+class BudgetScope:
+    """The graphs that share one budget, and their runs that wait, in the order they came.
+
+    ``order`` is that of the step that runs now, and ``last`` that of the step before.
+    ``looked_at`` is the most that was ever looked at closely: how many, and how many bytes their
+    plans say. ``told`` is the number of forwards in the last warning. Where it was planned
+    ``anew``, what waits now is known to be too much, and what waits next is looked at anew.
+    """
+
+    waiting: dict[int, WaitingRun] = field(default_factory=dict)
+    graphs: weakref.WeakSet[Any] = field(default_factory=weakref.WeakSet)
+    order: list[tuple[weakref.ref[Any], int, Literal["forward", "backward"]]] = field(
+        default_factory=list
+    )
+    last: list[tuple[weakref.ref[Any], int, Literal["forward", "backward"]]] = field(
+        default_factory=list
+    )
+    due: bool = False
+    looked_at: tuple[int, int] = (1, 0)
+    told: int = 1
+    anew: bool = False
+    segments: SharedSegments = field(default_factory=SharedSegments)
+    watch: StepWatch | None = None
+    compiled_again: int = 0
+    saved_bytes: int = 0
+    """Of all forwards that wait, by their plans; the most since a step began."""
+
+    # -- where a graph is compiled ---------------------------------------------------------
+
+    def neighbours(
+        self, place: Place, given: Iterable[Any], around: Tensors, device: torch.device, count: int
+    ) -> Neighbours:
+        """What other graphs hold beside one at this ``place`` that is ``given`` these arguments.
+
+        What lies ``around`` it is counted elsewhere. It will run ``count`` times at once. Graphs of
+        one compilation of a frame all run in one step.
+        """
+        frame = place[0]
+        own = storages_of([*given, *_alive(around)], device)
+        first = self._parts_at_places(frame)
+        first = first if len(first) < count else ()
+        runs = [one for one in self.waiting.values() if not (first and one.frame == frame)]
+        waiting: Storages = {}
+        for run in runs:
+            waiting |= run.saved()
+        graphs = [one.graph for one in runs if one.graph is not None]
+        distinct = tuple(dict.fromkeys(graphs))
+        resident = self.resident_beside(own, device)
+        held = sum(size for key, size in waiting.items() if key not in {**own, **resident})
+        for graph in distinct:  # of runs that are still to come, as micro-batches are
+            missing = graph.count - graphs.count(graph)
+            held += max(0, missing) * graph.saved_bytes // max(1, graph.count)
+        if place[1] is not None:
+            together = (one for one in self.graphs if one.place == place and one not in distinct)
+            held += sum(one.own_peak_bytes for one in together)
+        return Neighbours(sum(resident.values()), held, distinct, first)
+
+    def resident_beside(self, own: Storages, device: torch.device) -> Storages:
+        """Parameters and buffers of all graphs and models that are known, and their gradients."""
+        found: Storages = {}
+        for graph in self.graphs:
+            found |= with_gradients(_alive(graph.leaves), device)
+            found |= storages_of(_alive(graph.around), device)
+        return {key: size for key, size in found.items() if key not in own}
+
+    def _parts_at_places(self, frame: int) -> tuple[tuple[Part, ...], ...]:
+        """Of the runs of a frame that wait now, the parts of their graph at each place.
+
+        Nothing where they are not known of all.
+        """
+        at = {one.place: one.runs.parts for one in self.waiting.values() if one.frame == frame}
+        found = [at.get(place, ()) for place in range(len(at))]
+        return tuple(found) if all(place < len(parts) for place, parts in enumerate(found)) else ()
+
+    def free_place(self, frame: int) -> int:
+        """The lowest place that no run of the frame has."""
+        taken = {one.place for one in self.waiting.values() if one.frame == frame}
+        return next(place for place in range(len(taken) + 1) if place not in taken)
+
+    def waiting_of(self, frame: int) -> int:
+        """How many runs of the frame wait."""
+        return sum(one.frame == frame for one in self.waiting.values())
+
+    # -- steps as they have run --------------------------------------------------------------
+
+    def plan_next_step(self) -> None:
+        """From the next step on all graphs are planned together, as they have run in this one."""
+        self.due = True
+
+    def describe_with(self, graph: SharingGraph) -> StepDescription | None:
+        """The step of the runs that wait now and one of ``graph``, with all that they offer."""
+        runs = [(one.graph, one.place) for one in self.waiting.values() if one.graph is not None]
+        runs.append((graph, 0))
+        return self._described(runs, last_first(len(runs)), graph.fixed_bytes)
+
+    def _describe_last(self) -> StepDescription | None:
+        """The last step as it has run; None where it cannot be planned as one."""
+        runs: dict[tuple[SharingGraph, int], int] = {}
+        order: list[tuple[int, Literal["forward", "backward"]]] = []
+        for reference, place, phase in self.last:
+            graph = reference()
+            if graph is None:
+                return None
+            if phase == "forward":  # a place may be taken again
+                runs[graph, place] = len(order)
+            order.append((runs[graph, place], phase))
+        numbers = {old: new for new, old in enumerate(dict.fromkeys(run for run, _ in order))}
+        known = {number: run for run, number in runs.items()}
+        if len(known) < len(numbers):
+            return None  # one graph has run at one place several times
+        fixed = max(graph.fixed_bytes for graph, _ in runs)
+        listed = [known[number] for number in numbers]
+        return self._described(listed, [(numbers[run], phase) for run, phase in order], fixed)
+
+    def _described(
+        self, runs: Sequence[tuple[SharingGraph, int]], order: Order, fixed_bytes: int
+    ) -> StepDescription | None:
+        graphs = list(dict.fromkeys(graph for graph, _ in runs))
+        parts = []
+        try:
+            for graph in graphs:
+                with apart_from_tracing():
+                    parts.append(graph.part())
+        except NoBackward:
+            return None
+        part_of = tuple(graphs.index(graph) for graph, _ in runs)
+        points = in_order([part.interface for part in parts], part_of, order, fixed_bytes)
+        places = tuple(place for _, place in runs)
+        planners: dict[int, Planner] = {k: graph.plan_version for k, graph in enumerate(graphs)}
+        return StepDescription(
+            points, part_of, places, parts, held_bytes=fixed_bytes, planners=planners
+        )
+
+    def _plan_anew(self) -> None:
+        """Have the graphs of the last step choose their versions together."""
+        described = self._describe_last()
+        if described is None:
+            return
+        self.due = False
+        graphs = dict.fromkeys(one for one in (each() for each, _, _ in self.last) if one)
+        for index, graph in enumerate(graphs):
+            graph.described, graph.index = described, index
+            graph.looked_at = graph.is_due = True
+
+    # -- runs ----------------------------------------------------------------------------------
+
+    def begin(self, promise: Promise, args: Iterable[object]) -> None:
+        """A forward begins; if none waits, a step does."""
+        if self.watch is None:
+            reserved = promise.segment_bytes is not None
+            device, budget = promise.device, promise.budget_bytes
+            self.watch = StepWatch(device, budget, reserved, self._compilations)
+        if not self.waiting and not self.watch.is_over:
+            around, self.saved_bytes = [each() for each in promise.around], 0
+            around = pytree.tree_leaves(around)
+            resident = with_gradients([*args, *around], promise.device)
+            self.watch.begin(sum(resident.values()))
+
+    def _compilations(self) -> int:
+        """How many there were, by Dynamo and by graphs that were planned again."""
+        return compilations() + self.compiled_again
+
+    def step_begins(self) -> None:
+        """Before a forward: if none waits, the step before is over, and may be planned as one."""
+        if self.waiting:
+            return
+        self.last, self.order = self.order or self.last, []
+        if self.due and self.last:
+            self._plan_anew()
+
+    def end(self, promise: Promise) -> None:
+        """A backward has ended; if no forward waits, a step has, and may have taken too much."""
+        if self.waiting or self.watch is None:
+            return
+        exceeded = self.watch.end(promise.graph, self.saved_bytes, promise.unseen_bytes)
+        if exceeded is not None:
+            log.warning("%s", exceeded)
+            warnings.warn(exceeded, stacklevel=4)
+
+    def add(self, run: WaitingRun, own: Iterable[object]) -> PromiseBroken | None:
+        """One more run waits; ``own`` are its arguments and results.
+
+        The warning to give where a budget will be exceeded.
+        """
+        node = run.node()
+        key, waiting = id(node), self.waiting
+        waiting[key] = run
+        if self._is_recorded(run):
+            self.order.append((weakref.ref(run.graph), run.place, "forward"))
+        weakref.finalize(node, self._leaves, key, run)
+        when_freed(node, partial(self._leaves, key, run))
+        self.saved_bytes = max(self.saved_bytes, self._planned()[1])
+        if len(waiting) == 1:
+            if self.anew:
+                self.looked_at, self.told, self.anew = (1, 0), 1, False
+            return None
+        if self.anew or self.due:
+            return None
+        number, nbytes = self._planned()
+        if number <= self.looked_at[0] and nbytes <= self.looked_at[1]:
+            return None
+        self.looked_at = max(number, self.looked_at[0]), max(nbytes, self.looked_at[1])
+        return self._compare(run, own)
+
+    def _leaves(self, key: int, run: WaitingRun) -> None:
+        """A run goes backward, or its graph is gone."""
+        if self.waiting.get(key) is run:
+            del self.waiting[key]
+            if self._is_recorded(run):
+                self.order.append((weakref.ref(run.graph), run.place, "backward"))
+
+    def _is_recorded(self, run: WaitingRun) -> bool:
+        """Whether the order of runs is still of interest."""
+        over = self.watch is not None and self.watch.is_over
+        return run.graph is not None and (self.due or not over)
+
+    def _planned(self) -> tuple[int, int]:
+        runs = list(self.waiting.values())
+        return len(runs), sum(run.promise.saved_bytes for run in runs)
+
+    def _compare(self, run: WaitingRun, own: Iterable[object]) -> PromiseBroken | None:
+        """The warning if its backward will exceed the budget, for what others hold."""
+        promise, number = run.promise, len(self.waiting)
+        around = pytree.tree_leaves([each() for each in promise.around])
+        counted = storages_of(around, promise.device) | self.resident_beside({}, promise.device)
+        known = {**storages_of(own, promise.device), **run.saved()}
+        known = {key: size for key, size in known.items() if key not in counted}
+        others: Storages = {}
+        for other in list(self.waiting.values()):
+            others |= {} if other is run else other.saved()
+        held = sum(size for key, size in others.items() if key not in {**known, **counted})
+        beside = _beside(promise, held, sum(known.values()))
+        expected = promise.peak_bytes + max(beside, promise.held_bytes)
+        if expected > promise.budget_bytes and number > self.told:
+            self.told = number
+            budget, left = promise.budget_bytes, promise.left_bytes
+            return PromiseBroken(promise.graph, number, held, expected, budget, left_bytes=left)
+        return None
+
+
+def _alive(tensors: Tensors) -> list[torch.Tensor]:
+    return [one for one in pytree.tree_leaves([each() for each in tensors]) if one is not None]
+
+
+def _beside(promise: Promise, held: int, own: int) -> int:
+    """Bytes on the device beside those of the graph; CUDA's allocator knows all of them.
+
+    Those allocated: what it has reserved for the graph itself is there from the first step on.
+    """
+    if promise.device.type == "cuda":
+        return torch.cuda.memory_allocated(promise.device) - own
+    return held + promise.reserve_bytes
+
+
+_SCOPES: dict[tuple[torch.device, int | None], BudgetScope] = {}
+
+
+def scope_of(device: torch.device, budget_bytes: int | None) -> BudgetScope:
+    """The scope of a budget: the same for all graphs on the device that are given this number."""
+    return _SCOPES.setdefault((device, budget_bytes), BudgetScope())
+
+
+def forget() -> None:
+    """Count anew: graphs compiled from now on share a budget with no other one."""
+    _SCOPES.clear()
