@@ -219,12 +219,12 @@ def read_inductor(given: Given) -> tuple[tuple[str, Any], ...]:
 
 
 def read_variants(given: Given) -> tuple[str, ...] | None:
-    """Names of variants, as a list or as text with commas; None is all of them."""
-    from fxremat.passes.variants.table import RULES  # lazily: rules are not needed to read options
+    """Names of variants, as a list or as text with commas; None is those tried by default."""
+    from fxremat.passes.variants.table import ALL, RULES  # lazily: few options need rules
 
     names = _names_in(given)
-    if names is None or names == ["all"]:
-        return None
+    if names is None or names in ([ALL], (ALL,)):
+        return None if names is None else (ALL,)
     return _known(
         given, names, tuple(rule.name for rule in RULES), "'all', 'none' or a list of names"
     )

@@ -176,7 +176,7 @@ class Options:
         "FXREMAT_VARIANTS",
         "'all', 'none', or names",
         "Operator variants to choose from; `python -m fxremat variants` lists them.",
-        unset="all",
+        unset="those that pay",
     )
     allow_lossy: bool = _option(
         False,

@@ -19,5 +19,6 @@ def run(given: argparse.Namespace) -> int:
 
     width = max(len(rule.name) for rule in RULES)
     for rule in RULES:
-        print(f"{rule.name:{width}}  {'lossy' if rule.lossy else 'exact'}  {rule.line}")
+        named = "" if rule.by_default else " (only if named, or all are)"
+        print(f"{rule.name:{width}}  {'lossy' if rule.lossy else 'exact'}  {rule.line}{named}")
     return 0

@@ -92,13 +92,13 @@ def run(given: argparse.Namespace) -> int:
 def _rules(given: argparse.Namespace) -> Sequence[Any]:
     from fxremat.errors import InvalidOption
     from fxremat.option_values import Given, read_variants
-    from fxremat.passes.variants.table import rules_named
+    from fxremat.passes.variants.table import ALL, rules_named
 
     try:
         names = read_variants(Given("variants", given.variants, None, None, None))
     except InvalidOption as error:
         raise UsageError(" ".join(str(error).split())) from error
-    return rules_named(names, allow_lossy=given.allow_lossy or bool(names))
+    return rules_named(names, allow_lossy=given.allow_lossy or (bool(names) and names != (ALL,)))
 
 
 def _spec(name: str | None) -> DeviceSpec | None:

@@ -30,9 +30,9 @@ from fxremat.compile.draft import Draft
 from fxremat.compile.request import Policy, Request
 from fxremat.compile.stage_times import StageTimes
 from fxremat.compile.verification import prepared
+from fxremat.passes.accumulation import Accumulation
 from fxremat.passes.base import Changed, Pass
-from fxremat.passes.gradients.accumulation import Accumulation
-from fxremat.passes.gradients.gradient_sums import GradientSums
+from fxremat.passes.gradient_sums import GradientSums
 from fxremat.passes.halves import Cut, CutAsTorch, DonateSaved
 from fxremat.passes.inplace import WriteInPlace
 from fxremat.passes.joint_graph import CleanUp, JointGraph

@@ -157,7 +157,7 @@ def _saved(draft: Draft) -> tuple[Row, ...]:
 def _recomputed(found: Found) -> tuple[Row, ...]:
     estimate, rows = found.judged.draft.estimate, []
     for name, times in found.judged.plan.repeats().items():
-        op, last = estimate.problem.op_of[name], estimate.cones[name].nodes[-1]
+        op, last = estimate.problem.op_of[name], estimate.slices[name].nodes[-1]
         written = sum(estimate.problem.bytes_of[value] for value in op.writes)
         rows.append(Row(describe(last), written, times, op.time_us))
     return tuple(rows)

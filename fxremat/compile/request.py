@@ -23,8 +23,7 @@ from fxremat.memory.allocator.rules import SEGMENT_STEP_BYTES, round_up
 from fxremat.memory.segments import allocate_cublas
 from fxremat.options import Options, machine_memory_bytes
 from fxremat.passes.memory_estimation import nbytes
-from fxremat.runtime import measure_copy_speed
-from fxremat.runtime.gradients import accumulation
+from fxremat.runtime import accumulation, measure_copy_speed
 from fxremat.runtime.host_memory import is_on
 
 log = logging.getLogger(__name__)

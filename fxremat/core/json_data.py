@@ -46,7 +46,8 @@ def to_data(value: Any) -> Any:
 
 def from_data(kind: type[T], data: Any, path: str = "") -> T:
     """The value of a type that the data stand for; raises `InvalidData`."""
-    return cast(T, _reader(kind)(data, path))
+    read: Reader = _reader(cast(Any, kind))
+    return cast(T, read(data, path))
 
 
 @cache

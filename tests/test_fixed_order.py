@@ -22,8 +22,7 @@ from fxremat.compat.inductor.scheduling import (
     run_in_functions,
     scheduled,
 )
-from fxremat.passes.halves import RECOMPUTED
-from fxremat.passes.held_order import (
+from fxremat.passes.fixed_order import (
     Fence,
     WriteResults,
     fences,
@@ -32,6 +31,7 @@ from fxremat.passes.held_order import (
     last_of_functions,
     results_to_write,
 )
+from fxremat.passes.halves import RECOMPUTED
 from fxremat.passes.recompute import apply_plan
 from tests import nets
 from tests.graphs import Capture, batch, capture, everything_again, mlp
@@ -154,39 +154,8 @@ SUM = Scheduled(is_call=False, is_loop=True, read_bytes=100, written_bytes=4)
 NONE = Scheduled(is_call=False, is_loop=False, read_bytes=0, written_bytes=0)
 
 
-def test_no_loop_moves_across_a_call() -> None:
-    assert fences([LOOP, CALL, LOOP, LOOP, CALL]) == {1: [0], 2: [1], 3: [1], 4: [1, 2, 3]}
-
-
-def test_a_small_result_may_be_there_early_but_not_late() -> None:
-    assert fences([CALL, SUM, CALL]) == {2: [0, 1]}
-
-
-def test_what_does_no_work_waits_for_nothing() -> None:
-    assert fences([CALL, NONE, CALL]) == {2: [0]}
-    assert fences([LOOP, LOOP]) == {}
-    assert fences([]) == {}
-
-
-WRITTEN_LOOP = replace(LOOP, names=frozenset(["gelu_written", "mul"]))
+HELD = replace(LOOP, names=frozenset(["gelu_written", "mul"]))
 FREE_LOOP = replace(LOOP, names=frozenset(["gelu_free"]))
-
-
-def test_loops_move_where_no_order_is_held_but_not_into_a_held_stretch() -> None:
-    held, free = WRITTEN_LOOP, FREE_LOOP
-    assert fences([free, CALL, free, CALL, free]) == {3: [1]}
-    assert fences([free, CALL, free, CALL, held, CALL, free, CALL, free]) == {
-        3: [1, 0, 2], 4: [3], 5: [3, 4], 6: [5], 7: [5], 8: [5]
-    }  # fmt: skip
-
-
-def test_a_stretch_without_marks_is_like_the_one_before_it() -> None:
-    held, free = WRITTEN_LOOP, FREE_LOOP
-    assert held_stretches([LOOP, CALL, free, CALL, LOOP, CALL, CALL, held]) == [
-        True, False, False, False, True
-    ]  # fmt: skip
-    assert held_stretches([free, held, free]) == [True]
-    assert held_loops([LOOP, CALL, free, CALL, SUM, held, free]) == [0, 4, 5, 6]
 
 
 def copying(read: str, written: str) -> Scheduled:
@@ -196,9 +165,36 @@ def copying(read: str, written: str) -> Scheduled:
 COPY = copying("x", "y")
 
 
-def test_a_copy_for_a_call_waits_for_the_other_loops() -> None:
-    assert fences([CALL, COPY, LOOP, CALL]) == {1: [0, 2], 2: [0], 3: [0, 1, 2]}
-    assert fences([COPY, LOOP, COPY]) == {}  # no call reads it
+@pytest.mark.parametrize(
+    ("kernels", "after"),
+    [
+        ([LOOP, CALL, LOOP, LOOP, CALL], {1: [0], 2: [1], 3: [1], 4: [1, 2, 3]}),
+        ([CALL, SUM, CALL], {2: [0, 1]}),  # a small result may be there early, but not late
+        ([CALL, NONE, CALL], {2: [0]}),  # what does no work waits for nothing
+        ([LOOP, LOOP], {}),
+        ([], {}),
+        ([FREE_LOOP, CALL, FREE_LOOP, CALL, FREE_LOOP], {3: [1]}),
+        (  # loops move where no order is held, but not into a held stretch
+            [FREE_LOOP, CALL, FREE_LOOP, CALL, HELD, CALL, FREE_LOOP, CALL, FREE_LOOP],
+            {3: [1, 0, 2], 4: [3], 5: [3, 4], 6: [5], 7: [5], 8: [5]},
+        ),
+        # a copy for a call waits for the other loops, but two do not wait for each other
+        ([CALL, COPY, LOOP, CALL], {1: [0, 2], 2: [0], 3: [0, 1, 2]}),
+        ([COPY, copying("a", "b"), LOOP, CALL], {0: [2], 1: [2], 3: [0, 1, 2]}),
+        ([COPY, LOOP, COPY], {}),  # no call reads it
+    ],
+)
+def test_what_kernels_wait_for(kernels: list[Scheduled], after: dict[int, list[int]]) -> None:
+    assert fences(kernels) == after
+
+
+def test_a_stretch_without_marks_is_like_the_one_before_it() -> None:
+    held, free = HELD, FREE_LOOP
+    assert held_stretches([LOOP, CALL, free, CALL, LOOP, CALL, CALL, held]) == [
+        True, False, False, False, True
+    ]  # fmt: skip
+    assert held_stretches([free, held, free]) == [True]
+    assert held_loops([LOOP, CALL, free, CALL, SUM, held, free]) == [0, 4, 5, 6]
 
 
 @pytest.mark.parametrize(
@@ -212,10 +208,6 @@ def test_a_copy_for_a_call_waits_for_the_other_loops() -> None:
 def test_a_copy_is_not_parted_from_the_loop_that_makes_or_reads_it(other: Scheduled) -> None:
     assert fences([other, COPY, LOOP, CALL]).get(1) is None
     assert fences([COPY, LOOP, other, CALL]).get(0) is None
-
-
-def test_two_copies_do_not_wait_for_each_other() -> None:
-    assert fences([COPY, copying("a", "b"), LOOP, CALL]) == {0: [2], 1: [2], 3: [0, 1, 2]}
 
 
 @given(st.lists(st.sampled_from([CALL, LOOP, SUM, NONE, COPY, copying("y", "z")]), max_size=12))

@@ -1,21 +1,15 @@
-"""Hold the planned order through Inductor.
+"""Hold the planned order through Inductor (docs/design/fixed_order.md).
 
-Inductor keeps the order of a graph's nodes, but for two things. A loop whose result a plan wants in
-memory may be computed again in each of its readers instead. That keeps alive what it is computed
-from. And two loops may be fused. Then what one reads, or the other writes, lives longer than
-planned. Mostly that does no harm, and it is faster. Where it could break the budget, nodes of the
-backward get marks in their names, for two passes of ours inside of Inductor. That is where the plan
-is near the budget, or everywhere if that is not enough. Calls that move values are always marked:
-they stand where their transfers run beside other work.
+Inductor keeps the order of a graph's nodes, but computes a loop again in each of its readers, and
+fuses loops. Where that could break the budget, nodes of the backward get marks in their names, for
+two passes of ours inside of Inductor:
 
 - `WriteResults`, on the graph after Inductor's own passes: planned results are written, and inputs
-  that the backward reads are handed on themselves, not as copies with channels last. There it makes
-  such a copy where a convolution's gradient would be copied else.
+  that the backward reads are handed on themselves, not as copies with channels last.
 - `Fence`, on the kernels before fusion: no loop moves across a library call. Only a loop whose
   results are small beside what it reads, such as the sum that is a bias gradient, may run earlier.
-  A copy that only changes the layout for a library call runs last before it. It is fused only with
-  the loop that makes what it copies, so that it is not there beside the results of other loops. On
-  the CPU, where loops share functions, a function ends where what has died must be freed.
+  A copy that only changes the layout for a library call runs last before it. On the CPU, where
+  loops share functions, a function ends where what has died must be freed.
 
         mm_1   relu_recompute   mm_2   gelu_backward   mm_3   sum_1 (small)
                \\____ not here ____/         \\_____ may join ____/
@@ -72,7 +66,6 @@ def results_to_write(graph: fx.Graph) -> list[fx.Node]:
 
 
 def is_call(node: Any) -> bool:
-    """Whether an argument is the result of an op."""
     return isinstance(node, fx.Node) and node.op == "call_function"
 
 
@@ -198,7 +191,6 @@ class WriteResults(CustomGraphPass):
         copy_images(graph)
 
     def uuid(self) -> Any:
-        """The pass's name in Inductor's cache."""
         return _uuid("write_results", self.version, self.user_pass)
 
 
@@ -210,7 +202,6 @@ class Fence(SchedulerPass):
     user_pass: Callable[[list[Any]], list[Any]] | None = None
 
     def __call__(self, nodes: list[Any]) -> list[Any]:
-        """The kernels, constrained if their graph has marks."""
         nodes = nodes if self.user_pass is None else self.user_pass(nodes)
         return self.hold(nodes)
 
@@ -224,5 +215,4 @@ class Fence(SchedulerPass):
         return run_after(nodes, fences(kernels))
 
     def uuid(self) -> Any:
-        """The pass's name in Inductor's cache."""
         return _uuid("fence", self.version, self.user_pass)

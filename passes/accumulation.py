@@ -1,29 +1,35 @@
-"""Say where the gradient of a parameter is complete: it may be added to its ``grad`` there.
+"""Say where the gradient of a parameter is complete.
 
     before:  ...  g = mm(...)                        ...  return g
     after:   ...  g = mm(...)  accumulated(g, w)     ...  return g
 
-``w`` is an input of the graph, and ``g`` the gradient that the graph returns for it. In the planned
-graph the call stands behind all that reads ``g`` or its memory. For the planner that memory ends
-there: the gradient is no output that has to stay. The ``grad`` of ``w`` is there from the
-beginning, and belongs to what the graph cannot see.
+``w`` is an input of the graph, and ``g`` the gradient that the graph returns for it. There it may
+be added to ``w.grad``. The call stands behind all that reads ``g`` or its memory, and for the
+planner that memory ends there. It is done for gradients that the backward computes, each in memory
+of its own.
 
-It is done for gradients that the backward computes, each in memory of its own. Whether a gradient
-is then added is decided when the graph runs (`fxremat.runtime.gradients.accumulation`). The graph
-cannot know whether an input that it reads later shares memory with a ``grad``. So, once the graph
-has its final order, each call names the inputs that are read after it. Tensors of modules,
-parameters above all, are not among them.
+    before:  ...  wait_host(g, x)  ...  wait_device(w_2, w)  ...  settle;  return g
+    after:   ...  wait_host(g, x)  ...  wait_device(w_2, w)  arrived(g, w)  ...  settle;  return g
+
+Here ``g`` is in host memory and ``w`` is read no more, so that its optimizer may step. It is done
+for weights that the graph only fetches, and for gradients that it only returns.
+
+What happens is decided when the graph runs (`fxremat.runtime`). The graph cannot know
+which of its inputs share memory, so the calls name inputs that are read after them.
 """
 
 from __future__ import annotations
 
 from collections import Counter
-from collections.abc import Collection, Mapping, Sequence
+from collections.abc import Collection, Container, Iterator, Mapping, Sequence
 from dataclasses import dataclass
+from typing import Any, NamedTuple
 
+import torch
 from torch import fx
 
 from fxremat import runtime
+from fxremat.compat.configuration import OpOverload
 from fxremat.compat.inductor.post_grad import is_noop_to_inductor
 from fxremat.compat.joint_graph import input_index
 from fxremat.compat.sizes import size_bound
@@ -32,11 +38,13 @@ from fxremat.passes.base import Changed, Pass
 from fxremat.passes.joint_graph import (
     JointGraph,
     Role,
+    is_fetch,
     is_put,
     is_tensor,
     read_joint_graph,
     root,
 )
+from fxremat.passes.offload import MOVED
 
 LASTING = "fxremat_lasting"
 """In the ``meta`` of inputs that belong to a module: none of them is a gradient."""
@@ -49,15 +57,11 @@ def accumulate(
 
     ``parameters`` are input positions, and ``lasting`` those of inputs that belong to modules.
     """
-    results = joint.results[joint.num_forward_outputs :]
-    if len(results) != len(joint.primals):
-        return joint
     owners = Counter(root(one) for one in joint.results if isinstance(one, fx.Node))
     found = [
         (result, weight)
-        for result, weight in zip(results, joint.primals, strict=True)
+        for result, weight in _gradients(joint)
         if input_index(weight) in parameters
-        and isinstance(result, fx.Node)
         and owners[root(result)] == 1
         and weight not in joint.mutated
         and _may_be_added(joint, result, weight)
@@ -68,9 +72,19 @@ def accumulate(
         if index in lasting:
             node.meta[LASTING] = True
     for result, weight in found:
-        _insert(joint.module.graph, result, weight)
+        node = _insert_behind(result, runtime.accumulated, (result, weight, []))
+        node._rename(f"accumulated_{result.name}")
     joint.module.recompile()
     return read_joint_graph(joint.module, joint.num_forward_outputs)
+
+
+def _gradients(joint: JointGraph) -> Iterator[tuple[fx.Node, fx.Node]]:
+    """Each gradient that the graph returns, and the input that it is for."""
+    results = joint.results[joint.num_forward_outputs :]
+    if len(results) == len(joint.primals):
+        for result, weight in zip(results, joint.primals, strict=True):
+            if isinstance(result, fx.Node):
+                yield result, weight
 
 
 def _may_be_added(joint: JointGraph, result: fx.Node, weight: fx.Node) -> bool:
@@ -105,12 +119,12 @@ def _may_be_another(owner: fx.Node) -> bool:
     return bool(alike) and is_noop_to_inductor(owner)
 
 
-def _insert(graph: fx.Graph, result: fx.Node, weight: fx.Node) -> None:
-    with graph.inserting_after(result):
-        node = graph.call_function(runtime.accumulated, (result, weight, []))
+def _insert_behind(anchor: fx.Node, target: OpOverload, arguments: tuple[Any, ...]) -> fx.Node:
+    with anchor.graph.inserting_after(anchor):
+        node = anchor.graph.call_function(target, arguments)
     node.meta["val"] = None
     node.meta["partitioner_tag"] = "must_be_in_backward"
-    node._rename(f"accumulated_{result.name}")
+    return node
 
 
 def is_accumulated(joint: JointGraph, result: fx.Node) -> bool:
@@ -175,12 +189,10 @@ class Accumulation(Pass):
     lasting: frozenset[int] = frozenset()
 
     def requires(self, module: fx.GraphModule) -> None:
-        """No gradient is accumulated yet."""
         calls = [n.name for n in _accumulated_calls(module.graph)]
         self.demand(not calls, f"{calls} have been put in before")
 
     def call(self, module: fx.GraphModule) -> Changed:
-        """Works in place."""
         joint = read_joint_graph(module, self.num_forward_outputs)
         new = accumulate(joint, self.parameters, self.lasting)
         return Changed(new.module, new is not joint, new)
@@ -197,3 +209,66 @@ class Accumulation(Pass):
 
 def _accumulated_calls(graph: fx.Graph) -> list[fx.Node]:
     return list(graph.find_nodes(op="call_function", target=runtime.accumulated))
+
+
+# --- optimizer steps --------------------------------------------------------------------------
+
+
+HOST = torch.device("cpu")
+
+
+class Gradient(NamedTuple):
+    """What a graph returns for an input, both in host memory; ``device`` is where it was made."""
+
+    result: fx.Node
+    weight: fx.Node
+    device: torch.device
+
+    def touching(self) -> tuple[fx.Node, ...]:
+        """The gradient's node, and all that reads the gradient or the weight."""
+        return self.result, *self.result.users, *self.weight.users
+
+
+def host_gradients(joint: JointGraph) -> list[Gradient]:
+    """The gradients that a joint graph puts to host memory and only returns."""
+    return [
+        Gradient(result, weight, result.all_input_nodes[0].meta["val"].device)
+        for result, weight in _gradients(joint)
+        if is_put(result)
+        and len(result.users) == 1
+        and joint.backward_outputs.count(result) == 1
+        and weight not in joint.mutated
+        and all(map(is_fetch, weight.users))
+    ]
+
+
+def insert_arrived(gradients: Sequence[Gradient], backward: Sequence[fx.Node]) -> None:
+    """Insert a call ``arrived`` for each gradient; ``backward`` are the nodes of that half."""
+    position = {node: index for index, node in enumerate(backward)}
+    last = {
+        gradient: max(position.get(node, -1) for node in gradient.touching())
+        for gradient in gradients
+        if gradient.result in position
+    }
+    in_order = sorted(last, key=last.__getitem__)
+    if not in_order:
+        return
+    behind = backward[last[in_order[0]] + 1 :]
+    read = (*(gradient.weight for gradient in in_order[1:]), *_inputs_read(behind, position))
+    for gradient in reversed(in_order):  # the first of two at the same place comes first
+        is_first = gradient is in_order[0]
+        others = [node for node in dict.fromkeys(read) if is_first and node is not gradient.weight]
+        result, weight, device = gradient
+        arguments = (result, weight, others, is_first, device)
+        node = _insert_behind(backward[last[gradient]], runtime.arrived, arguments)
+        node._rename(f"arrived_{result.name.removesuffix(MOVED)}{MOVED}")
+
+
+def _inputs_read(nodes: Sequence[fx.Node], own: Container[fx.Node]) -> list[fx.Node]:
+    """What ``nodes`` read of the graph's inputs on the host, themselves or as views."""
+    outside = (n for node in nodes for n in node.all_input_nodes if n not in own)
+    return [
+        node
+        for node in dict.fromkeys(outside)
+        if root(node).op == "placeholder" and is_tensor(node) and node.meta["val"].device == HOST
+    ]

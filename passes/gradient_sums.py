@@ -29,7 +29,7 @@ import torch
 from torch import fx
 
 from fxremat.compat.joint_graph import is_tangent
-from fxremat.passes.base import Changed, Pass
+from fxremat.passes.base import Changed, Pass, in_place
 from fxremat.passes.joint_graph import is_run_for_effect, is_view, root
 from fxremat.passes.materialisation import users_through_views
 from fxremat.passes.nodes import add_call, covers_storage, fake
@@ -187,16 +187,11 @@ class GradientSums(Pass):
     name = "gradient sums"
 
     def requires(self, module: fx.GraphModule) -> None:
-        """No gradient is accumulated yet."""
         for node in module.graph.nodes:
             self.demand(node.target is not accumulated, f"{node.name} has been put in before")
 
     def call(self, module: fx.GraphModule) -> Changed:
-        """Works in place."""
-        found = accumulate_sums(module.graph)
-        if found:
-            module.recompile()
-        return Changed(module, found)
+        return in_place(module, accumulate_sums(module.graph))
 
     def ensures(self, module: fx.GraphModule) -> None:
         """The graph is well formed, and every call that gives something says what."""

@@ -27,8 +27,7 @@ import os
 import threading
 from collections import Counter
 from collections.abc import Callable, Sequence
-from queue import SimpleQueue
-from threading import Event, Lock, Thread
+from threading import Event, Lock
 from typing import Any
 from weakref import WeakValueDictionary
 
@@ -40,10 +39,10 @@ from fxremat.compat.backward import (
     leaves_of_this_node,
     running_backward,
 )
-from fxremat.compat.configuration import OpOverload
 from fxremat.core.constants import STEPS_AHEAD
-from fxremat.runtime.copy_trace import active_traces, host_time
-from fxremat.runtime.dense_layout import extent_bytes, storage_address
+from fxremat.runtime.copy_trace import SerialThread, active_traces, host_time
+from fxremat.runtime.host_memory import extent_bytes, storage_address
+from fxremat.runtime.kernels import WAITS, no_result, register
 
 
 class Step:
@@ -78,7 +77,7 @@ class Step:
                 self._parameter.grad = self.gradient
                 self._step()
             self.gradient = None
-        except BaseException as error:  # a thread that ended would let all later waits hang
+        except BaseException as error:
             self.error = error
         finally:
             self._parameter.grad = None
@@ -89,7 +88,6 @@ class Step:
         self._ended.wait()
 
     def is_over(self) -> bool:
-        """Whether the step has ended."""
         return self._ended.is_set()
 
 
@@ -139,26 +137,21 @@ class Stepped:
 
 
 class _Worker:
-    """The thread that steps, started with the first step; it does one after another."""
+    """The thread that steps, and the steps that it may not have done yet."""
 
     def __init__(self) -> None:
         self.after_fork()
 
     def after_fork(self) -> None:
         """Begin anew: the thread stays behind in a fork."""
-        self._queue: SimpleQueue[Step] = SimpleQueue()
+        self._thread = SerialThread("steps")
         self._lock = Lock()
-        self._thread: Thread | None = None
         self._unfinished: list[Step] = []
 
     def submit(self, step: Step) -> None:
         with self._lock:
             self._unfinished.append(step)
-            if self._thread is None:
-                name = "fxremat steps"
-                self._thread = Thread(target=_serve, args=(self._queue,), name=name, daemon=True)
-                self._thread.start()
-        self._queue.put(step)
+        self._thread.submit(step)
 
     def unfinished(self) -> Sequence[Step]:
         """Steps that may still be running; the others are let go of."""
@@ -166,11 +159,6 @@ class _Worker:
             with self._lock:
                 self._unfinished = [one for one in self._unfinished if not one.is_over()]
         return self._unfinished
-
-
-def _serve(queue: SimpleQueue[Step]) -> None:
-    while True:
-        queue.get().run()
 
 
 class _BackwardSteps(threading.local):
@@ -284,25 +272,13 @@ def _stand_in(gradient: torch.Tensor) -> torch.Tensor:
     return empty.set_(pages.untyped_storage(), 0, gradient.size(), gradient.stride())
 
 
-def _fake_arrived(
-    gradient: torch.Tensor,
-    weight: torch.Tensor,
-    read: list[torch.Tensor],
-    first: bool,
-    device: torch.device,
-) -> None:
-    """Steps change nothing that a tensor without contents has."""
-
-
-torch.library.define(
-    "fxremat::arrived",
+arrived = register(
+    "arrived",
     "(Tensor(a!) gradient, Tensor(b!) weight, Tensor[] read, bool first, Device device) -> ()",
-    tags=(torch.Tag.flexible_layout, torch.Tag.pt2_compliant_tag, torch.Tag.cudagraph_unsafe),
+    _arrived,
+    no_result,
+    WAITS,
 )
-torch.library.impl("fxremat::arrived", "default", torch.no_grad()(_arrived))
-torch.library.register_fake("fxremat::arrived", _fake_arrived)
-
-arrived: OpOverload = torch.ops.fxremat.arrived.default
 """``arrived(gradient, weight, read, first, device)``: the optimizer of ``weight`` may step.
 
 ``gradient``, in host memory, is what the graph returns for its input ``weight``, and is complete

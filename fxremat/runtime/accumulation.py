@@ -3,10 +3,8 @@
     accumulated(gradient, weight, read)
 
 stands in a backward where the gradient of a weight is complete. If somebody asked for it (`ask`)
-and there is a ``weight.grad``, the gradient is added to that, by the same call as autograd's, and
-its memory is given back: what the graph returns for the weight is a tensor without memory, which
-autograd is kept from looking at. Where there is no ``weight.grad`` yet nothing happens: autograd
-takes the gradient as it is.
+and there is a ``weight.grad``, the gradient is added to that, and its memory is given back: what
+the graph returns for the weight is a tensor without memory, which autograd is kept from looking at.
 
 It is done only where nobody can see a difference:
 
@@ -41,9 +39,8 @@ from fxremat.compat.backward import (
     running_node,
     watch_backwards,
 )
-from fxremat.compat.configuration import OpOverload
-from fxremat.runtime.dense_layout import extent, extent_bytes, storage_address
-from fxremat.runtime.host_memory import is_host, is_on
+from fxremat.runtime.host_memory import extent, extent_bytes, is_host, is_on, storage_address
+from fxremat.runtime.kernels import WAITS, no_result, register
 
 log = logging.getLogger(__name__)
 
@@ -102,7 +99,6 @@ def ask(parameters: Iterable[torch.Tensor]) -> None:
 
 
 def withdraw(parameters: Iterable[torch.Tensor]) -> None:
-    """Undo an `ask`."""
     for parameter in parameters:
         _ASKED.change(parameter, -1)
 
@@ -188,7 +184,6 @@ def _apart(weights: Sequence[torch.Tensor]) -> frozenset[int]:
 
 
 def _run(tensor: torch.Tensor) -> tuple[int, int]:
-    """Where its memory begins and ends."""
     if tensor.layout is not torch.strided:
         return 0, 0
     return tensor.data_ptr(), tensor.data_ptr() + extent_bytes(tensor)
@@ -247,7 +242,6 @@ def _keep_from(adder: Any) -> None:
 
 
 def _tell(reason: str, gradient: torch.Tensor) -> None:
-    """Warn once for each reason."""
     if reason not in _TOLD:
         _TOLD.add(reason)
         log.warning(
@@ -259,21 +253,13 @@ def _tell(reason: str, gradient: torch.Tensor) -> None:
         )
 
 
-def _fake_accumulated(
-    gradient: torch.Tensor, weight: torch.Tensor, read: Sequence[torch.Tensor]
-) -> None:
-    """No new tensor."""
-
-
-torch.library.define(
-    "fxremat::accumulated",
+accumulated = register(
+    "accumulated",
     "(Tensor(a!) gradient, Tensor weight, Tensor[] read) -> ()",
-    tags=(torch.Tag.flexible_layout, torch.Tag.pt2_compliant_tag, torch.Tag.cudagraph_unsafe),
+    _accumulated,
+    no_result,
+    WAITS,
 )
-torch.library.impl("fxremat::accumulated", "default", torch.no_grad()(_accumulated))
-torch.library.register_fake("fxremat::accumulated", _fake_accumulated)
-
-accumulated: OpOverload = torch.ops.fxremat.accumulated.default
 """``accumulated(gradient, weight, read)``: the gradient of ``weight`` may be added to its grad.
 
 ``gradient`` is what the graph returns for its input ``weight``. Nothing uses it from here on.
