@@ -99,9 +99,14 @@ def test_a_folder_that_is_a_link_counts(root: Path) -> None:
 def test_only_what_changed_is_parsed(root: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     (root / "planner/other.py").write_text("y = 1\n")
     digest(root)
-    parsed = []
+    parsed: list[bytes] = []
     real = version._syntax_digest
-    monkeypatch.setattr(version, "_syntax_digest", lambda text: parsed.append(text) or real(text))
+
+    def recorded(content: bytes) -> str:
+        parsed.append(content)
+        return real(content)
+
+    monkeypatch.setattr(version, "_syntax_digest", recorded)
     digest(root)
     assert parsed == []
     (root / "planner/other.py").write_text("y = 2\n")
