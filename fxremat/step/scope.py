@@ -298,7 +298,7 @@ class BudgetScope:
     def begin(self, promise: Promise, args: Iterable[object]) -> None:
         """A forward begins; if none waits, a step does."""
         if self.watch is None:
-            reserved = promise.segment_bytes is not None
+            reserved = promise.segment.nbytes is not None
             device, budget = promise.device, promise.budget_bytes
             self.watch = StepWatch(device, budget, reserved, self._compilations)
         if not self.waiting and not self.watch.is_over:
