@@ -1,5 +1,5 @@
 # make test             the tests without the slow ones
-# make test-all         all tests, and which took longest
+# make test-all         all tests, and which took longest; one of 20 s has to be marked `slow`
 # make test-long        the tests, with many random examples where there are a few otherwise
 # make test-versions    the tests with each version of torch, and with Python 3.12 if that is there
 # make test-integrations   the examples of docs/trainers, in the frameworks that it installs
@@ -38,7 +38,7 @@ test: venv
 	$(PYTEST)
 
 test-all: venv
-	$(PYTEST) -m "not browser" --durations=25
+	$(PYTEST) -m "not browser" --durations=25 --fail-slow 20
 
 test-long: venv
 	HYPOTHESIS_PROFILE=long $(PYTEST)

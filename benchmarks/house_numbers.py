@@ -25,8 +25,9 @@ DRAWS = ("fxremat.report", "fxremat.cli")
 UNITS = {"KIB": 2**10, "MIB": 2**20, "GIB": 2**30, "TIB": 2**40}
 LEAST_MARKER = 2**40
 SOURCE = re.compile(
-    r"torch|\baten\b|inductor|triton|cuda|cudnn|cublas|\bcub\b|gloo|nccl|highs\b|cp-sat|cpython|glibc"
-    r"|onednn|ieee|float\d|u?int\d|\bformat\b|protocol|arxiv|et al\.|data sheet|perfetto",
+    r"torch|\baten\b|inductor|triton|cuda|cudnn|cublas|\bcub\b|gloo|nccl|highs\b|cp-sat|cpython"
+    r"|glibc|onednn|ieee|float\d|u?int\d|fp\d|(\b|_)bits\b|\bdimensions\b|\bformat\b|protocol"
+    r"|arxiv|et al\.|data sheet|perfetto",
     re.IGNORECASE,
 )
 SOURCE_FILE = re.compile(r"\w\.(?:h|cpp|cu|cuh)\b")

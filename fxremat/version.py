@@ -15,7 +15,7 @@ from pathlib import Path
 __version__ = "0.1.0"
 
 WITHOUT_EFFECT = {
-    "__main__.py", "cli", "errors.py", "integrations", "metrics.py", "report/page", "whatif",
+    "__main__.py", "cli", "errors.py", "integrations", "logged_metrics.py", "report/page", "whatif",
 }  # fmt: skip
 """Files and folders of ours that change neither a plan nor anything else that is kept on disk."""
 

@@ -157,6 +157,12 @@ def test_every_name_of_fxremat_is_public_or_a_module(page: Path) -> None:
             assert name in fxremat.__all__ or importlib.util.find_spec(f"fxremat.{name}"), name
 
 
+def test_modules_that_moved_are_where_the_list_of_changes_says() -> None:
+    rows = re.findall(r"^\| `fxremat\..*?\| `(fxremat[.\w]+)`", text_of(CHANGES), re.MULTILINE)
+    assert rows
+    assert {name for name in rows if not importlib.util.find_spec(name)} == set()
+
+
 def test_every_public_name_is_said_to_be_stable_or_not() -> None:
     parts = text_of(ROOT / "docs/stability.md").split("\n## ")[1:]
     stable, experimental = (set(re.findall(r"`fxremat\.(\w+)`", part)) for part in parts)

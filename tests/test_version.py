@@ -96,6 +96,11 @@ def test_a_folder_that_is_a_link_counts(root: Path) -> None:
     assert digest(root) == linked
 
 
+def test_what_has_no_effect_exists() -> None:
+    root = Path(version.__file__).parent
+    assert {name for name in version.WITHOUT_EFFECT if not (root / name).exists()} == set()
+
+
 def test_only_what_changed_is_parsed(root: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     (root / "planner/other.py").write_text("y = 1\n")
     digest(root)
