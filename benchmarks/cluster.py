@@ -25,7 +25,7 @@ from fxremat.planner import step_versions as planner
 from fxremat.planner.step_versions import Chosen
 from fxremat.sizes import GIB
 from fxremat.step.pipelines import Pipeline, StageOfRank
-from fxremat.step.runs import unplanned_bytes
+from fxremat.step.description import unplanned_bytes
 
 WAYS = ("plain", "checkpointed", "fxremat")
 FLOAT, MOMENTS = 4, 2
