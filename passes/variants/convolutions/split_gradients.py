@@ -9,7 +9,8 @@ input, and is a transposed convolution. In two calls, the weight's first, the in
     g, x ── convolution_backward ── dw                   x may go here
     g, w ── convolution (transposed) ── dx
 
-The kernels are the same two that the one call would run; results agree up to rounding.
+The kernels are the same two that the one call would run; results agree up to rounding. The one
+call lays out dx like x, and the transposed convolution like g: where they differ, dx is copied.
 """
 
 from __future__ import annotations
@@ -28,8 +29,10 @@ from fxremat.passes.variants.convolutions.gradients import of_input
 from fxremat.passes.variants.rule import Rule, Site, StandIns
 from fxremat.runtime.chunks import convolutions
 
-_CONVOLUTION = torch.ops.aten.convolution.default
-_CONVOLUTION_BACKWARD = torch.ops.aten.convolution_backward.default
+_ATEN = torch.ops.aten
+_CONVOLUTION = _ATEN.convolution.default
+_CONVOLUTION_BACKWARD = _ATEN.convolution_backward.default
+_CONTIGUOUS = torch.contiguous_format
 _INPUT, _WEIGHT, _BIAS = range(3)
 
 
@@ -65,8 +68,27 @@ class Backward:
                     item = add_call(graph, operator.getitem, (call, place), results[place])
                     found[results[place]] = item
             transposed = (gradient, weight, None, *of_input(self.node), *how_many)
-            found[results[_INPUT]] = add_call(graph, one_of, transposed, old)
+            made = add_call(graph, one_of, transposed, old)
+            found[results[_INPUT]] = _laid_out_like(results[_INPUT], made, graph)
         return found
+
+
+def _laid_out_like(old: fx.Node, new: fx.Node, graph: fx.Graph) -> fx.Node:
+    """``new``, or a copy of it whose dimensions lie in memory in the order of those of ``old``."""
+    if _strides(new) == _strides(old):
+        return new
+    strides = fake(old).stride()
+    order = sorted(range(len(strides)), key=lambda dim: -strides[dim])
+    back = [order.index(dim) for dim in range(len(strides))]
+    turned = add_call(graph, _ATEN.permute.default, (new, order), old)
+    copy = add_call(graph, _ATEN.clone.default, (turned,), old, memory_format=_CONTIGUOUS)
+    return add_call(graph, _ATEN.permute.default, (copy, back), old)
+
+
+def _strides(node: fx.Node) -> list[int]:
+    """Those that matter: a dimension of one element may have any."""
+    tensor = fake(node)
+    return [step for step, size in zip(tensor.stride(), tensor.shape, strict=True) if size > 1]
 
 
 def read_backward(node: fx.Node) -> Backward | None:
