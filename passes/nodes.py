@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Mapping
+from collections.abc import Callable, Iterable, Mapping
 from typing import Any
 
 import torch
@@ -68,6 +68,27 @@ def add_call(
     kept = ("stack_trace", "nn_module_stack", "source_fn_stack", "partitioner_tag", "seq_nr")
     node.meta.update({key: like.meta[key] for key in kept if key in like.meta})
     return node
+
+
+def laid_out_like(old: fx.Node, new: fx.Node, add: Callable[..., fx.Node]) -> fx.Node:
+    """``new``, or a copy of it whose dimensions lie in memory in the order of those of ``old``.
+
+    ``add(operator, *args, **kwargs)`` puts a call in.
+    """
+    if _strides(new) == _strides(old):
+        return new
+    strides = fake(old).stride()
+    order = sorted(range(len(strides)), key=lambda dim: -strides[dim])
+    turned = add(torch.ops.aten.permute.default, new, order)
+    copy = add(torch.ops.aten.clone.default, turned, memory_format=torch.contiguous_format)
+    back = [order.index(dim) for dim in range(len(order))]
+    return add(torch.ops.aten.permute.default, copy, back)
+
+
+def _strides(node: fx.Node) -> list[int]:
+    """Those that matter: a dimension of one element may have any."""
+    tensor = fake(node)
+    return [step for step, size in zip(tensor.stride(), tensor.shape, strict=True) if size != 1]
 
 
 def last_of(nodes: Iterable[fx.Node], graph: fx.Graph) -> fx.Node:

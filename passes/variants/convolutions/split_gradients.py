@@ -24,15 +24,13 @@ import torch
 from torch import fx
 
 from fxremat.passes.joint_graph import JointGraph
-from fxremat.passes.nodes import add_call, fake
+from fxremat.passes.nodes import add_call, fake, laid_out_like
 from fxremat.passes.variants.convolutions.gradients import of_input
 from fxremat.passes.variants.rule import Rule, Site, StandIns
 from fxremat.runtime.chunks import convolutions
 
-_ATEN = torch.ops.aten
-_CONVOLUTION = _ATEN.convolution.default
-_CONVOLUTION_BACKWARD = _ATEN.convolution_backward.default
-_CONTIGUOUS = torch.contiguous_format
+_CONVOLUTION = torch.ops.aten.convolution.default
+_CONVOLUTION_BACKWARD = torch.ops.aten.convolution_backward.default
 _INPUT, _WEIGHT, _BIAS = range(3)
 
 
@@ -69,26 +67,10 @@ class Backward:
                     found[results[place]] = item
             transposed = (gradient, weight, None, *of_input(self.node), *how_many)
             made = add_call(graph, one_of, transposed, old)
-            found[results[_INPUT]] = _laid_out_like(results[_INPUT], made, graph)
+            found[results[_INPUT]] = laid_out_like(
+                results[_INPUT], made, lambda op, *x, **how: add_call(graph, op, x, old, **how)
+            )
         return found
-
-
-def _laid_out_like(old: fx.Node, new: fx.Node, graph: fx.Graph) -> fx.Node:
-    """``new``, or a copy of it whose dimensions lie in memory in the order of those of ``old``."""
-    if _strides(new) == _strides(old):
-        return new
-    strides = fake(old).stride()
-    order = sorted(range(len(strides)), key=lambda dim: -strides[dim])
-    back = [order.index(dim) for dim in range(len(strides))]
-    turned = add_call(graph, _ATEN.permute.default, (new, order), old)
-    copy = add_call(graph, _ATEN.clone.default, (turned,), old, memory_format=_CONTIGUOUS)
-    return add_call(graph, _ATEN.permute.default, (copy, back), old)
-
-
-def _strides(node: fx.Node) -> list[int]:
-    """Those that matter: a dimension of one element may have any."""
-    tensor = fake(node)
-    return [step for step, size in zip(tensor.stride(), tensor.shape, strict=True) if size > 1]
 
 
 def read_backward(node: fx.Node) -> Backward | None:
