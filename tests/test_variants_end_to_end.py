@@ -70,7 +70,7 @@ class Turned(nn.Module):
         self.up, self.down = nn.Linear(width, 2 * width), nn.Linear(2 * width, width)
 
     def forward(self, x: Tensor) -> Tensor:
-        inner = self.down(F.gelu(self.up(self.conv(x).permute(0, 2, 3, 1))))
+        inner: Tensor = self.down(F.gelu(self.up(self.conv(x).permute(0, 2, 3, 1))))
         return x + inner.permute(0, 3, 1, 2)
 
 
