@@ -20,7 +20,7 @@ from fxremat.memory.optimizer_states import Held
 from fxremat.training.blocks import are_alike, repeated_blocks, shortened
 from fxremat.whatif.device import absent
 from fxremat.whatif.extrapolation import Line, TorchSteps
-from fxremat.whatif.fit import FEW_BLOCKS, _Fitting, fit
+from fxremat.whatif.fit import _Fitting, fit
 from fxremat.whatif.largest_size import WAYS, Point, Way, points_by_us
 from fxremat.whatif.symbolic_step import PeaksBySize, SymbolicStep
 
@@ -143,7 +143,7 @@ def test_few_blocks_say_what_the_whole_says() -> None:
         )
         for all_of_them in (False, True)
     )  # fmt: skip
-    assert (few.blocks, few.studied_blocks) == (BLOCKS, FEW_BLOCKS)
+    assert (few.blocks, few.studied_blocks) == (BLOCKS, (2, 3))
     assert (whole.blocks, whole.studied_blocks) == (BLOCKS, (BLOCKS,))
     assert len(model.blocks) == BLOCKS
     assert few.optimizer == whole.optimizer

@@ -22,7 +22,7 @@ from fxremat.step.pipelines import Pipeline, pipeline_of
 from fxremat.step.promise import Around
 
 LOSS_BYTES = 8
-"""A loss that is computed outside, and its gradient: two numbers that live to the end of a step."""
+"""A loss that is computed outside, and its gradient: two float32 that live to the end of a step."""
 
 
 @dataclass(frozen=True)
@@ -192,7 +192,7 @@ def _bucket_bytes(calls: Iterable[nn.Module], device: torch.device) -> _WrapperM
 
 
 LATE_RESULTS = 2
-"""Of collectives on the CPU: so many were seen to live on after the last who knows them."""
+"""Of collectives of gloo, on the CPU: so many live on after the last who knows them."""
 
 
 def _late_bytes(

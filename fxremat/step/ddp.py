@@ -27,7 +27,7 @@ from fxremat.step.versions import Part
 log = logging.getLogger(__name__)
 
 A_NUMBER = 8
-"""Bytes of it at most."""
+"""Bytes of it at most: a float64."""
 LookAt = Callable[[fx.GraphModule, Sequence[Any], Request, int], Part]
 
 
