@@ -27,7 +27,7 @@ def allocator(text: str = "") -> CachingAllocator:
 
 def test_nothing_is_reserved_at_first() -> None:
     empty = allocator()
-    assert (empty.reserved_bytes, empty.allocated_bytes, empty.segment_count) == (0, 0, 0)
+    assert (empty.reserved, empty.allocated, empty.segment_count) == (0, 0, 0)
 
 
 @pytest.mark.parametrize(
@@ -49,9 +49,9 @@ def test_first_allocation(nbytes: int, allocated: int, reserved: int) -> None:
     """A segment's rest of at most 1 MiB stays with its block; 11 MiB are then given 12."""
     alone = allocator()
     alone.allocate(nbytes)
-    assert (alone.requested_bytes, alone.allocated_bytes) == (nbytes, allocated)
-    assert (alone.reserved_bytes, alone.segment_count) == (reserved, 1)
-    assert alone.inactive_split_bytes == reserved - allocated
+    assert (alone.requested, alone.allocated) == (nbytes, allocated)
+    assert (alone.reserved, alone.segment_count) == (reserved, 1)
+    assert alone.inactive_split == reserved - allocated
 
 
 def _filled_segment(free_mib: int) -> CachingAllocator:
@@ -59,7 +59,7 @@ def _filled_segment(free_mib: int) -> CachingAllocator:
     full = allocator()
     first = full.allocate(free_mib * MIB)
     full.allocate((20 - free_mib) * MIB)
-    assert full.reserved_bytes == 20 * MIB
+    assert full.reserved == 20 * MIB
     full.free(first)
     return full
 
@@ -67,21 +67,21 @@ def _filled_segment(free_mib: int) -> CachingAllocator:
 def test_a_rest_of_one_mebibyte_is_not_split() -> None:
     cached = _filled_segment(3)
     cached.allocate(2 * MIB)
-    assert (cached.allocated_bytes, cached.requested_bytes) == (20 * MIB, 19 * MIB)
+    assert (cached.allocated, cached.requested) == (20 * MIB, 19 * MIB)
 
 
 def test_a_rest_of_more_is_split() -> None:
     cached = _filled_segment(3)
     cached.allocate(2 * MIB - 512)
-    assert cached.allocated_bytes == 19 * MIB - 512
-    assert cached.inactive_split_bytes == MIB + 512
+    assert cached.allocated == 19 * MIB - 512
+    assert cached.inactive_split == MIB + 512
 
 
 def test_small_segments_split_to_the_last_512_bytes() -> None:
     small = allocator()
     for nbytes in (MIB, MIB - 512, 1):
         small.allocate(nbytes)
-    assert small.allocated_bytes == small.reserved_bytes == 2 * MIB
+    assert small.allocated == small.reserved == 2 * MIB
 
 
 def test_pools_share_no_segment() -> None:
@@ -89,16 +89,16 @@ def test_pools_share_no_segment() -> None:
     both = allocator()
     both.allocate(2 * MIB)
     both.allocate(MIB)
-    assert both.reserved_bytes == 22 * MIB
+    assert both.reserved == 22 * MIB
 
 
 def test_streams_share_no_block() -> None:
     both = allocator()
     both.free(both.allocate(30 * MIB, stream=1))
     both.allocate(30 * MIB, stream=2)
-    assert both.reserved_bytes == 60 * MIB
+    assert both.reserved == 60 * MIB
     both.allocate(30 * MIB, stream=1)
-    assert both.reserved_bytes == 60 * MIB
+    assert both.reserved == 60 * MIB
 
 
 @pytest.mark.parametrize("order", [(0, 1, 2), (0, 2, 1), (2, 1, 0), (1, 0, 2)])
@@ -108,7 +108,7 @@ def test_free_neighbours_are_one_block(order: tuple[int, ...]) -> None:
     for index in order:
         segment.free(blocks[index])
     assert [nbytes for _, nbytes, _, _ in segment.free_blocks()] == [20 * MIB]
-    assert segment.inactive_split_bytes == 0
+    assert segment.inactive_split == 0
 
 
 def test_segments_side_by_side_are_not_merged() -> None:
@@ -134,25 +134,25 @@ def test_divisions_round_requests() -> None:
     """Between 4 and 8 MiB in four steps: 5 MiB and a byte are 6 MiB; below 2 KiB by 512 bytes."""
     rounded = allocator("roundup_power2_divisions:4")
     for nbytes, expected in ((5 * MIB + 1, 6 * MIB), (2048, 2048), (2049, 2560), (1025, 1536)):
-        before = rounded.allocated_bytes
+        before = rounded.allocated
         rounded.allocate(nbytes)
-        assert rounded.allocated_bytes - before == expected
+        assert rounded.allocated - before == expected
 
 
 def test_rounding_decides_the_pool() -> None:
     """900 KiB with two steps between 512 KiB and 1 MiB are 1 MiB, still small."""
     rounded = allocator("roundup_power2_divisions:2")
     rounded.allocate(900 * 1024)
-    assert (rounded.allocated_bytes, rounded.reserved_bytes) == (MIB, 2 * MIB)
+    assert (rounded.allocated, rounded.reserved) == (MIB, 2 * MIB)
 
 
 def test_oversize_blocks_wait_for_oversize_requests() -> None:
     cached = allocator("max_split_size_mb:32")
     cached.free(cached.allocate(40 * MIB))
     cached.allocate(8 * MIB)
-    assert cached.reserved_bytes == 60 * MIB
+    assert cached.reserved == 60 * MIB
     cached.allocate(35 * MIB)
-    assert (cached.reserved_bytes, cached.allocated_bytes) == (60 * MIB, 48 * MIB)
+    assert (cached.reserved, cached.allocated) == (60 * MIB, 48 * MIB)
 
 
 @pytest.mark.parametrize(("text", "reserved"), [("", 110), (",max_non_split_rounding_mb:31", 70)])
@@ -160,7 +160,7 @@ def test_oversize_blocks_waste_less_than_the_limit(text: str, reserved: int) -> 
     cached = allocator(f"max_split_size_mb:32{text}")
     cached.free(cached.allocate(70 * MIB))
     cached.allocate(40 * MIB)
-    assert cached.reserved_bytes == reserved * MIB
+    assert cached.reserved == reserved * MIB
 
 
 def test_whole_segments_are_oversize_at_the_least_split_size() -> None:
@@ -168,13 +168,13 @@ def test_whole_segments_are_oversize_at_the_least_split_size() -> None:
     cached = allocator("max_split_size_mb:20")
     cached.free(cached.allocate(3 * MIB))
     cached.allocate(3 * MIB)
-    assert cached.reserved_bytes == 40 * MIB
+    assert cached.reserved == 40 * MIB
 
 
 def test_large_segment_size() -> None:
     smaller = allocator("large_segment_size_mb:12")
     smaller.allocate(2 * MIB)
-    assert smaller.reserved_bytes == 12 * MIB
+    assert smaller.reserved == 12 * MIB
 
 
 @pytest.mark.parametrize(("nbytes", "reserved"), [(40 * MIB, 100), (40 * MIB + 512, 60)])
@@ -182,7 +182,7 @@ def test_oversize_blocks_waste_less_than_20_mebibytes(nbytes: int, reserved: int
     cached = allocator("max_split_size_mb:32")
     cached.free(cached.allocate(60 * MIB))
     cached.allocate(nbytes)
-    assert cached.reserved_bytes == reserved * MIB
+    assert cached.reserved == reserved * MIB
 
 
 def test_empty_cache_keeps_segments_in_use() -> None:
@@ -191,14 +191,14 @@ def test_empty_cache_keeps_segments_in_use() -> None:
     mixed.free(mixed.allocate(30 * MIB))
     mixed.free(mixed.allocate(100))
     mixed.empty_cache()
-    assert (mixed.reserved_bytes, mixed.segment_count) == (20 * MIB, 1)
+    assert (mixed.reserved, mixed.segment_count) == (20 * MIB, 1)
 
 
 def test_no_bytes_take_nothing() -> None:
     empty = allocator()
     assert empty.allocate(0) == 0
     empty.free(0)
-    assert empty.reserved_bytes == 0
+    assert empty.reserved == 0
 
 
 def test_wrong_use_is_refused() -> None:
@@ -269,9 +269,9 @@ def any_settings() -> st.SearchStrategy[AllocatorSettings]:
     """Settings of every kind, also together."""
     return st.builds(
         AllocatorSettings,
-        max_split_bytes=st.sampled_from([None, 24 * MIB, 32 * MIB]),
-        max_non_split_rounding_bytes=st.sampled_from([24 * MIB, 40 * MIB]),
-        large_segment_bytes=st.sampled_from([20 * MIB, 12 * MIB, 24 * MIB]),
+        max_split=st.sampled_from([None, 24 * MIB, 32 * MIB]),
+        max_non_split_rounding=st.sampled_from([24 * MIB, 40 * MIB]),
+        large_segment=st.sampled_from([20 * MIB, 12 * MIB, 24 * MIB]),
         divisions=st.sampled_from([(0,) * 16, (4,) * 16, (8, 1, 0, 2) * 4]),
         expandable_segments=st.booleans(),
     )
@@ -297,7 +297,7 @@ def test_blocks_never_overlap_and_peaks_are_the_highest_levels(
             cached.free(address)
         ends = sorted((address, address + nbytes) for address, nbytes in live.items())
         assert all(end <= start for (_, end), (start, _) in pairwise(ends))
-        level = cached.requested_bytes, cached.allocated_bytes, cached.reserved_bytes
+        level = cached.requested, cached.allocated, cached.reserved
         assert sum(live.values()) == level[0] <= level[1] <= level[2]
         free = sum(nbytes for _, nbytes, _, _ in cached.free_blocks())
         assert level[1] + free == level[2]
@@ -309,7 +309,7 @@ def test_blocks_never_overlap_and_peaks_are_the_highest_levels(
     for address in live:
         cached.free(address)
     cached.empty_cache()
-    assert cached.reserved_bytes == 0
+    assert cached.reserved == 0
 
 
 RECORDED = sorted((Path(__file__).parent / "data" / "gpu_events").glob("*.json.gz"))

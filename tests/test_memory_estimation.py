@@ -199,9 +199,9 @@ def test_node_by_node_nothing_is_in_place() -> None:
 def test_times_come_from_the_timer() -> None:
     asked: list[int] = []
 
-    def timer(nodes: Any, traffic_bytes: int) -> float:
-        asked.append(traffic_bytes)
-        return float(traffic_bytes)
+    def timer(nodes: Any, traffic: int) -> float:
+        asked.append(traffic)
+        return float(traffic)
 
     joint = capture(mlp(), [batch(4, 8)]).joint
     found = estimate(joint, timer, no_workspace, fused=False, device="cpu", name="")

@@ -109,7 +109,7 @@ class Surprising:
         self.log.append((self.size, target))
         peak = max(target, 10 * self.size)
         return SimpleNamespace(
-            peak_bytes=peak, time_us=1.0, dry_run_bytes=lambda: peak * 11 // 10
+            peak_bytes=peak, time_us=1.0, dry_run_peak=lambda: peak * 11 // 10
         )
 
 
@@ -141,7 +141,7 @@ def test_far_below_what_does_not_fit_a_size_between_is_tried() -> None:
             peak = 10 * size if size < limit else 40 * size
             return SimpleNamespace(
                 quickest=lambda target: SimpleNamespace(
-                    peak_bytes=peak, time_us=1.0, dry_run_bytes=lambda: peak
+                    peak_bytes=peak, time_us=1.0, dry_run_peak=lambda: peak
                 )
             )
 
@@ -162,7 +162,7 @@ class Bent:
 
     def quickest(self, budget: int) -> Any:
         peak = max(300, 10 * self.size) + int(500 * self.part)
-        return SimpleNamespace(peak_bytes=peak, time_us=1.0, dry_run_bytes=lambda: peak)
+        return SimpleNamespace(peak_bytes=peak, time_us=1.0, dry_run_peak=lambda: peak)
 
 
 def test_guesses_end_where_they_are_near() -> None:

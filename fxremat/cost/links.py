@@ -25,7 +25,7 @@ from fxremat.compat.distributed.ranks import (
 from fxremat.passes.memory_estimation import nbytes
 
 
-def link_bytes(node: fx.Node) -> int:
+def sent_by(node: fx.Node) -> int:
     """Bytes that a rank sends in the collective that a node starts; 0 for other nodes."""
     if not (moves_between_ranks(node) or sums_over_ranks(node)):
         return 0
@@ -35,7 +35,7 @@ def link_bytes(node: fx.Node) -> int:
     return 2 * sent if sums_for_all_ranks(node) else sent
 
 
-def scratch_bytes(target: object, args: Sequence[Any]) -> int:
+def scratch_of(target: object, args: Sequence[Any]) -> int:
     """What gloo allocates inside of a collective on the CPU, by its arguments.
 
     It gathers into a list of results, and copies them; it sums into a copy of what it is given.

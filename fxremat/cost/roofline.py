@@ -75,11 +75,11 @@ def flops_of(node: fx.Node, size: SizeOf) -> float:
 
 
 def roofline_us(
-    nodes: Iterable[fx.Node], traffic_bytes: int, dtype: torch.dtype, spec: DeviceSpec, size: SizeOf
+    nodes: Iterable[fx.Node], traffic: int, dtype: torch.dtype, spec: DeviceSpec, size: SizeOf
 ) -> float:
-    """Microseconds that ``nodes`` take as one kernel which moves ``traffic_bytes``."""
+    """Microseconds that ``nodes`` take as one kernel which moves ``traffic`` bytes."""
     compute_s = sum(
         flops_of(node, size) / spec.flops(dtype, is_convolution="convolution" in str(node.target))
         for node in nodes
     )
-    return spec.launch_us + 1e6 * max(compute_s, traffic_bytes / spec.bytes_per_s)
+    return spec.launch_us + 1e6 * max(compute_s, traffic / spec.bytes_per_s)
