@@ -20,6 +20,7 @@ from tests.graphs import calls
 from tests.loss_program import CLASSES, expected, inputs, one, program
 from tests.row_nets import STEPS, traced_step
 from tests.row_sites import real, sites, taken
+from tests.slowness import slow_but
 
 NUMBER_BYTES = 12
 """A number that stands beside a tensor, in the last rows: counted as if beside a partial sum."""
@@ -91,13 +92,7 @@ def assert_fused_is_right(call: fx.Node) -> None:
     assert too_much in (0, NUMBER_BYTES)
 
 
-@pytest.mark.parametrize(
-    "name",
-    [
-        *("loss", "gated"),
-        *(pytest.param(n, marks=pytest.mark.slow) for n in STEPS if n not in ("loss", "gated")),
-    ],
-)
+@pytest.mark.parametrize("name", slow_but(["loss", "gated"], STEPS))
 def test_calls_of_real_graphs(name: str) -> None:
     """50 rows: the last tile is not a whole one, and runs operator by operator."""
     joint, tried = traced_step(name), 0

@@ -37,6 +37,7 @@ from tests.row_sites import (
     taken,
     trace,
 )
+from tests.slowness import slow_but
 
 RULE = CHUNKED_CONVOLUTIONS
 
@@ -75,7 +76,7 @@ ACTIVATIONS: dict[str, Callable[[torch.Tensor], torch.Tensor]] = {
 }  # fmt: skip
 
 
-@pytest.mark.parametrize("activation", ACTIVATIONS)
+@pytest.mark.parametrize("activation", slow_but(["leaky", "gelu"], ACTIVATIONS))
 def test_activations(activation: str) -> None:
     def step(m: Any, x: torch.Tensor) -> torch.Tensor:
         h = ACTIVATIONS[activation](m.norm(m.first(x)))
@@ -119,7 +120,10 @@ CONVOLUTIONS: dict[str, dict[str, nn.Module]] = {
 CONVOLUTIONS["stride"]["other"] = nn.BatchNorm2d(16)
 
 
-@pytest.mark.parametrize("kind", CONVOLUTIONS)
+QUICK = ["stride", "depthwise", "pointwise", "transposed", "without norm", "cumulative"]
+
+
+@pytest.mark.parametrize("kind", slow_but([*QUICK, "group norm"], CONVOLUTIONS))
 def test_kinds_of_convolutions(kind: str) -> None:
     exact(net(two_stages, **copy.deepcopy(CONVOLUTIONS[kind])), images(7, 3, 7, 8))
 

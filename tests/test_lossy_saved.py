@@ -23,6 +23,7 @@ from fxremat.passes.variants.rule import Site
 from fxremat.runtime.quantised import BLOCK
 from tests.conftest import Golden
 from tests.examples import examples
+from tests.slowness import slow_but
 from tests.variants import (
     Taken,
     calls,
@@ -393,16 +394,7 @@ def test_a_matrix_that_others_read_is_left() -> None:
 # --- the whole ---------------------------------------------------------------------------
 
 
-ALWAYS = ("saved_8bit", "few_bit_activation")
-
-
-@pytest.mark.parametrize(
-    "name",
-    [
-        *ALWAYS,
-        *(pytest.param(n, marks=pytest.mark.slow) for n in RULE if n not in ALWAYS),
-    ],
-)
+@pytest.mark.parametrize("name", slow_but(["saved_8bit", "few_bit_activation"], RULE))
 def test_through_inductor(name: str) -> None:
     torch.manual_seed(0)
     net = nn.Sequential(nn.Linear(16, 64, bias=False), nn.GELU(), nn.Linear(64, 16, bias=False))

@@ -167,6 +167,7 @@ def ranks_of_a_collective() -> list[int]:
     return list(ranks_together(gm, [torch.ones(2)]))
 
 
+@pytest.mark.slow
 def test_ranks_that_compile_different_graphs_say_so(tmp_path: Path) -> None:
     """On all of them, in a graph with collectives; and where one of them compiles none."""
     spawned(other_graph, str(tmp_path), ["same", "another", "none"], count=2)

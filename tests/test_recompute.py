@@ -40,6 +40,7 @@ from tests.graphs import (
 )
 from tests.plan_peaks import peaks
 from tests.random_nets import SIDE, random_nets
+from tests.slowness import slow_but
 
 ATEN = torch.ops.aten
 
@@ -178,9 +179,9 @@ def test_every_net_is_the_same_with_everything_run_again(name: str) -> None:
 
 @pytest.mark.parametrize(
     "name",
-    ["dropout", "random", "batch norm", "buffer", "old buffer", "input overwritten", "tied",
-     "pieces", "several results", "checkpoint dropout", "save addmms", "save nothing",
-     "attention dropout", "count"],
+    ["dropout", "batch norm", "old buffer", "input overwritten", "tied", "save nothing", "count",
+     *slow_but((), ["random", "buffer", "pieces", "several results", "checkpoint dropout",
+                    "save addmms", "attention dropout"])],
 )  # fmt: skip
 def test_nets_are_the_same_in_inductors_graph(name: str) -> None:
     model, inputs = nets.make(name)

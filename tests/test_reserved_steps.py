@@ -155,9 +155,7 @@ def in_step(
 ) -> GraphInStep:
     """A graph that runs so many times at once, alone under its budget."""
     scope, context = BudgetScope(), ModelContext(runs)
-    return GraphInStep(
-        graph, request, HERE, context, scope, (0, None), Neighbours(), seen, index
-    )
+    return GraphInStep(graph, request, HERE, context, scope, (0, None), Neighbours(), seen, index)
 
 
 @dataclass
