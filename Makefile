@@ -1,27 +1,51 @@
-# make demo | test | test-all | test-integrations | test-pages | check | gpu. `test-all` tries many
-# more random examples, `test-integrations` runs the examples of docs/trainers in their frameworks,
-# which it installs, `test-pages` opens pages in chromium, which has to be installed, `gpu` measures
-# on the GPU of this machine (docs/benchmarks.md). The environment, .venv, is made on first use and
-# after every change of pyproject.toml. TORCH is the version the project is tested with; a torch
-# that is there stays.
+# make test             the tests without the slow ones
+# make test-all         all tests, and which took longest; one of 20 s has to be marked `slow`
+# make test-long        the tests, with many random examples where there are a few otherwise
+# make test-versions    the tests with each version of torch, and with Python 3.12 if that is there
+# make test-integrations   the examples of docs/trainers, in the frameworks that it installs
+# make test-pages       pages in chromium, which has to be installed
+# make check            style, types, import contracts, and the size of the source tree
+# make package          the files that a release uploads, checked
+# make demo             trains a small GPT within a budget
+# make gpu              measures on the GPU of this machine (docs/benchmarks.md)
+#
+# `make test TORCH=torch==2.14.1` and `make test PYTHON3=python3.12` each take an environment of
+# their own below build/. The default one is .venv; a torch that is there stays. Environments are
+# made on first use and updated after every change of pyproject.toml.
 
-PYTHON3 ?= python3
-TORCH ?= torch==2.13.0
+DEFAULT_PYTHON3 := python3
+DEFAULT_TORCH := torch==2.13.0
+PYTHON3 ?= $(DEFAULT_PYTHON3)
+TORCH ?= $(DEFAULT_TORCH)
+ifeq ($(PYTHON3) $(TORCH),$(DEFAULT_PYTHON3) $(DEFAULT_TORCH))
 VENV := .venv
+else
+VENV := build/$(notdir $(PYTHON3))-$(subst ==,-,$(notdir $(TORCH)))
+endif
 PYTHON := $(VENV)/bin/python
 STAMP := $(VENV)/.installed
+PYTEST := $(PYTHON) -m pytest -q -n auto --dist worksteal
+TORCHES ?= 2.11.0 2.13.0 2.14.1
 
 .DEFAULT_GOAL := test
-.PHONY: demo test test-all test-integrations test-pages check gpu gpu-install gpu-tests gpu-steps gpu-offload gpu-published venv
+.PHONY: demo test test-all test-long test-versions test-integrations test-pages check package gpu \
+	gpu-install gpu-tests gpu-steps gpu-offload gpu-published venv
 
 demo: venv
 	$(PYTHON) -m benchmarks.demo
 
 test: venv
-	$(PYTHON) -m pytest -q -n auto --dist worksteal
+	$(PYTEST)
 
 test-all: venv
-	HYPOTHESIS_PROFILE=long $(PYTHON) -m pytest -q -n auto --dist worksteal
+	$(PYTEST) -m "not browser" --durations=25 --fail-slow 20
+
+test-long: venv
+	HYPOTHESIS_PROFILE=long $(PYTEST)
+
+test-versions:
+	for version in $(TORCHES); do $(MAKE) test TORCH=torch==$$version || exit 1; done
+	if python3.12 -c "" 2>/dev/null; then $(MAKE) test PYTHON3=python3.12; fi
 
 # In an environment of its own: the suite is to pass without these.
 TRAINERS := build/trainers/bin/python
@@ -41,8 +65,15 @@ test-pages: venv
 
 check: venv
 	$(PYTHON) -m ruff check .
+	$(PYTHON) -m ruff format --check .
 	$(PYTHON) -m mypy --strict
 	$(VENV)/bin/lint-imports
+	$(PYTHON) -m benchmarks.house --check
+
+package: venv
+	rm -rf dist
+	$(PYTHON) -m build --outdir dist
+	$(PYTHON) -m twine check --strict dist/*
 
 # With the torch and triton of GPU_PYTHON, and without a network: WHEELS are files for what it lacks.
 # GPU_TOGETHER is how many processes compile, or test, at the same time.

@@ -38,7 +38,7 @@ CONFIGS = {
     "gpt32": _with(GPT, layers=32),
     "llama32": _with(LLAMA, layers=32),
 }
-STAGES = ("trace", "prepare", "estimate", "plan", "apply", "rehearse", "verify")
+STAGES = ("trace", "prepare", "estimate", "plan", "apply", "dry run", "verify")
 HEAD = ["model", "budget", "first", "again", "processor", *STAGES, "other", "peak, MiB"]
 
 

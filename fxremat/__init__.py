@@ -33,9 +33,9 @@ from fxremat.version import __version__
 
 if TYPE_CHECKING:
     from fxremat.compile.session import reports
+    from fxremat.logged_metrics import metrics
     from fxremat.memory.measured_peak import measure_peak
     from fxremat.memory.optimizer_states import optimizer_state_bytes
-    from fxremat.metrics import metrics
     from fxremat.options import list_options
     from fxremat.step.preparation import prepare
     from fxremat.training.accumulate import accumulate_in_backward
@@ -85,7 +85,7 @@ _LAZY = {
     "list_options": "fxremat.options",
     "loss_only": "fxremat.training.loss_only",
     "measure_peak": "fxremat.memory.measured_peak",
-    "metrics": "fxremat.metrics",
+    "metrics": "fxremat.logged_metrics",
     "offload": "fxremat.training.offload",
     "optimizer_state_bytes": "fxremat.memory.optimizer_states",
     "prepare": "fxremat.step.preparation",

@@ -30,6 +30,7 @@ from fxremat.compile.driver import plan_only, total_bytes
 from fxremat.compile.ranks import agreed
 from fxremat.compile.request import device_of_inputs, request_for
 from fxremat.cost.cards import absent_card
+from fxremat.memory.storages import storages_of
 from fxremat.options import disabled, parse_options
 from fxremat.step import scope as scopes
 from fxremat.step.context import model_context
@@ -87,6 +88,7 @@ def fxremat(
         graph, request, device, context, scope, place, beside, described, index, looked_at,
         follow=more_follow(gm) and described is None,
         leaves=leaves_of(example_inputs, context),
+        given=frozenset(storages_of(example_inputs, device)),
         fixed_inputs=fixed_inputs(example_inputs) if request.budget.metric == "allocated" else (),
     )  # fmt: skip
     found = in_step.compiled()

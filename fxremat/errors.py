@@ -1,26 +1,34 @@
-"""Every failure a user can meet: one class each, the message inside, what to do next in it.
+"""Every failure a user can meet: a class each, whose message says what happened and what to do.
 
-Each class keeps what it was made of as attributes, and as ``args``, so that instances can be
-copied and pickled. A malformed problem or plan file is `fxremat.core.problem.InvalidProblem`.
+A class is a record of its arguments, which are its ``args``, too: so instances can be copied and
+pickled. A malformed problem or plan file is `fxremat.core.problem.InvalidProblem`.
 """
 
 from __future__ import annotations
 
 from collections.abc import Iterable
+from dataclasses import dataclass, fields
 from difflib import get_close_matches
 from typing import Literal
 
 from fxremat.sizes import format_bytes, round_up_bytes
 
 
-class FxrematError(Exception):
+class _Record:
+    """Base of errors and warnings that are dataclasses: ``args`` are their fields."""
+
+    def __post_init__(self) -> None:
+        self.args = tuple(getattr(self, each.name) for each in fields(self))  # type: ignore[arg-type]
+
+
+class FxrematError(_Record, Exception):
     """Base of all errors that fxremat raises on purpose."""
 
 
 def forget_frames(error: BaseException) -> None:
-    """Of an error that was dealt with: its frames would keep those that call us, and their locals.
+    """Drop the frames of an error that was handled, since they keep our callers' locals alive.
 
-    They may do so for long, since a frame that raised an error often has it among its locals.
+    That may last long, because a frame that raised an error often has it among its locals.
     """
     seen: BaseException | None = error
     while seen is not None:
@@ -42,45 +50,36 @@ def nearest(name: str, choices: Iterable[str]) -> str | None:
 def output_advice(what: str, nbytes: int) -> str:
     """What to do about an output that takes much of the peak, with its gradient."""
     return (
-        f"Much of it is an output: {what} and the gradient that comes for it take "
-        f"{format_bytes(nbytes)}. If only the loss is used in training, call "
-        "fxremat.loss_only(model) before the model first runs; if the loss is computed from that "
-        "output, put the loss into what you compile."
+        f"Much of it is an output: {what} and its gradient take {format_bytes(nbytes)}. "
+        "If only the loss is used in training, call fxremat.loss_only(model) before the model "
+        "first runs; if the loss is computed from that output, compile the loss with the model."
     )
 
 
+@dataclass(eq=False, repr=False)
 class InfeasibleBudget(FxrematError):
     """No schedule was found that stays within the budget.
 
     ``minimum_bytes`` is the smallest peak of any schedule that was found, None if there is none.
     ``contributors`` are the largest things live at that peak: what and where (module and source
     line), and bytes; largest first. ``fragmentation_bytes`` of the smallest peak are reserved by
-    torch's allocator and not allocated. ``returned`` is an output that takes much of it with the
-    gradient that comes for it: what, and bytes of both.
+    torch's allocator without being used. ``returned`` is an output that takes much of the peak with
+    its gradient: what it is, and the bytes of both.
     """
 
-    def __init__(
-        self,
-        budget_bytes: int,
-        minimum_bytes: int | None,
-        contributors: tuple[tuple[str, int], ...] = (),
-        fragmentation_bytes: int = 0,
-        returned: tuple[str, int] | None = None,
-    ) -> None:
-        super().__init__(budget_bytes, minimum_bytes, contributors, fragmentation_bytes, returned)
-        self.budget_bytes = budget_bytes
-        self.minimum_bytes = minimum_bytes
-        self.contributors = contributors
-        self.fragmentation_bytes = fragmentation_bytes
-        self.returned = returned
+    budget_bytes: int
+    minimum_bytes: int | None
+    contributors: tuple[tuple[str, int], ...] = ()
+    fragmentation_bytes: int = 0
+    returned: tuple[str, int] | None = None
 
     def __str__(self) -> str:
-        return "\n".join([self._what(), *self._largest(), self._advice(), *self._of_outputs()])
+        return "\n".join([self._what(), *self._largest(), self._advice(), *self._output_advice()])
 
     def _what(self) -> str:
         budget = f"this graph cannot be trained within {_exact(self.budget_bytes)}"
         if self.minimum_bytes is None:
-            return f"{budget}; how few bytes would do is not known"
+            return f"{budget}; the least number of bytes is not known"
         least = f"{budget}; the least that fxremat can plan is {_exact(self.minimum_bytes)}"
         if not self.fragmentation_bytes:
             return least
@@ -100,31 +99,23 @@ class InfeasibleBudget(FxrematError):
             budget = f'set memory_budget="{round_up_bytes(self.minimum_bytes)}" or more'
         return f"What to do: {budget}, or use a smaller batch or shorter sequences."
 
-    def _of_outputs(self) -> list[str]:
+    def _output_advice(self) -> list[str]:
         return [] if self.returned is None else [output_advice(*self.returned)]
 
 
+@dataclass(eq=False, repr=False)
 class InvalidOption(FxrematError, ValueError):
     """An option has a value that it cannot have.
 
-    ``expected`` completes the sentence "expected ..."; ``choices`` are the values there are, where
+    ``expected`` completes the sentence "expected ..."; ``choices`` are the allowed values, where
     there are few; ``variable`` is the environment variable that the value came from.
     """
 
-    def __init__(
-        self,
-        option: str,
-        value: object,
-        expected: str,
-        choices: tuple[str, ...] = (),
-        variable: str | None = None,
-    ) -> None:
-        super().__init__(option, value, expected, choices, variable)
-        self.option = option
-        self.value = value
-        self.expected = expected
-        self.choices = choices
-        self.variable = variable
+    option: str
+    value: object
+    expected: str
+    choices: tuple[str, ...] = ()
+    variable: str | None = None
 
     def __str__(self) -> str:
         origin = f" (from {self.variable})" if self.variable else ""
@@ -134,7 +125,7 @@ class InvalidOption(FxrematError, ValueError):
 
 
 class UnknownOption(InvalidOption):
-    """There is no option of this name; ``choices`` are those there are."""
+    """There is no option of this name; ``choices`` are the names that exist."""
 
     def __init__(self, option: str, value: object, choices: tuple[str, ...]) -> None:
         super().__init__(option, value, "the name of an option", choices)
@@ -146,77 +137,63 @@ class UnknownOption(InvalidOption):
         return f"there is no option {self.option!r}{hint} (options: {', '.join(self.choices)})"
 
 
+@dataclass(eq=False, repr=False)
 class SolverRefused(FxrematError):
-    """The solver that was asked for cannot plan this graph; ``reason`` says why and which can."""
+    """The requested solver cannot plan this graph; ``reason`` says why, and which one can."""
 
-    def __init__(self, solver: str, reason: str) -> None:
-        super().__init__(solver, reason)
-        self.solver = solver
-        self.reason = reason
+    solver: str
+    reason: str
 
     def __str__(self) -> str:
         return f"solver {self.solver!r} cannot plan this graph: {self.reason}"
 
 
+@dataclass(eq=False, repr=False)
 class HostMemoryExceeded(FxrematError):
-    """A copy to host memory would exceed the cap on what such copies hold."""
+    """A copy to host memory would exceed the limit for such copies."""
 
-    def __init__(self, wanted_bytes: int, held_bytes: int, cap_bytes: int) -> None:
-        super().__init__(wanted_bytes, held_bytes, cap_bytes)
-        self.wanted_bytes = wanted_bytes
-        self.held_bytes = held_bytes
-        self.cap_bytes = cap_bytes
+    wanted_bytes: int
+    held_bytes: int
+    cap_bytes: int
 
     def __str__(self) -> str:
         least = round_up_bytes(self.held_bytes + self.wanted_bytes)
         return (
-            f"a copy to host memory needs {_exact(self.wanted_bytes)} while copies hold "
-            f"{_exact(self.held_bytes)} there, and the cap is {_exact(self.cap_bytes)}\n"
-            f"What to do: allow {least} or more of host memory, or free what was saved for "
-            "backwards that will not run (the losses of earlier steps hold it)."
+            f"a copy to host memory needs {_exact(self.wanted_bytes)}, but other copies hold "
+            f"{_exact(self.held_bytes)} there and the limit is {_exact(self.cap_bytes)}\n"
+            f"What to do: allow {least} or more (option host_memory_budget), or delete the losses "
+            "of earlier steps: they keep what was saved for backwards that will not run."
         )
 
 
-class PromiseBroken(UserWarning):
-    """More forwards wait for their backward than were planned for: a budget will be exceeded.
+@dataclass(eq=False, repr=False)
+class PromiseBroken(_Record, UserWarning):
+    """More forwards are in flight than were planned for, so the budget will be exceeded.
 
-    ``in_flight`` forwards wait, the last of them that of ``graph``; the others hold
-    ``held_bytes`` by what they have saved. The peak of the last, on top of what others hold, is
-    ``expected_bytes``, which is more than ``budget_bytes``. It has been planned again for
-    ``planned_for`` runs that wait at once, None: it has not. From the next step on the others leave
-    ``left_bytes`` more to it, None: they do not.
+    A forward is in flight until its backward has run. There are ``in_flight`` of them, the last one
+    that of ``graph``; the others hold ``held_bytes`` that they have saved. With these the last one
+    needs ``expected_bytes``, more than ``budget_bytes``. It has been planned again for
+    ``planned_for`` forwards in flight, unless that is None. From the next step on the others leave
+    ``left_bytes`` more to it, unless that is None.
     """
 
-    def __init__(
-        self,
-        graph: str,
-        in_flight: int,
-        held_bytes: int,
-        expected_bytes: int,
-        budget_bytes: int,
-        planned_for: int | None = None,
-        left_bytes: int | None = None,
-    ) -> None:
-        super().__init__(
-            graph, in_flight, held_bytes, expected_bytes, budget_bytes, planned_for, left_bytes
-        )
-        self.graph = graph
-        self.in_flight = in_flight
-        self.held_bytes = held_bytes
-        self.expected_bytes = expected_bytes
-        self.budget_bytes = budget_bytes
-        self.planned_for = planned_for
-        self.left_bytes = left_bytes
+    graph: str
+    in_flight: int
+    held_bytes: int
+    expected_bytes: int
+    budget_bytes: int
+    planned_for: int | None = None
+    left_bytes: int | None = None
 
     def __str__(self) -> str:
-        more = f"more than {self.graph} was planned for"
+        why = f"more than {self.graph} was planned for"
         if self.left_bytes is not None:
-            more = f"which was not known of {self.graph} when the others were planned"
+            why = f"and {self.graph} was not known yet when the others were planned"
         return (
             f"the memory budget of {_exact(self.budget_bytes)} will be exceeded: about "
-            f"{_exact(self.expected_bytes)} are needed. {self.in_flight} forwards wait for their "
-            f"backward at once, {more}; what the "
-            f"others have saved holds {_exact(self.held_bytes)}.\n"
+            f"{_exact(self.expected_bytes)} are needed. {self.in_flight} forwards are in flight, "
+            f"waiting for their backward, {why}; the others have saved "
+            f"{_exact(self.held_bytes)}.\n"
             f"What to do: {self._advice()}"
         )
 
@@ -224,164 +201,144 @@ class PromiseBroken(UserWarning):
         if self.left_bytes is not None:
             return (
                 "nothing, if the next step fits: from then on the others leave "
-                f"{format_bytes(self.left_bytes)} more to {self.graph}. fxremat.prepare, called "
-                "before the first step, sees all of them together."
+                f"{format_bytes(self.left_bytes)} more to {self.graph}. To plan all of them "
+                "together, call fxremat.prepare before the first step."
             )
         if self.planned_for is not None:
             return (
                 f"nothing, if the next step fits: {self.graph} has been planned again for "
-                f"{self.planned_for} runs at once. instances={self.planned_for} among the options "
-                "plans for as many from the start."
+                f"{self.planned_for} forwards in flight. To plan for that many from the start, set "
+                f"the option instances={self.planned_for}."
             )
         return (
-            "compile the whole model by one torch.compile, so that one plan counts "
-            "everything; or say by the option instances how many runs wait at once; or run the "
-            "backward of each forward before the next forward; or set a smaller memory_budget."
+            "compile the whole model with one torch.compile, so that one plan counts "
+            "everything; or set the option instances to the number of forwards in flight; or run "
+            "the backward of each forward before the next forward; or set a smaller memory_budget."
         )
 
 
-class BudgetExceeded(UserWarning):
-    """A step took more than the budget: something takes memory that no plan has seen.
+@dataclass(eq=False, repr=False)
+class BudgetExceeded(_Record, UserWarning):
+    """A step took more memory than the budget, because of memory that no plan knows of.
 
-    ``taken_bytes`` were there at most, beside a budget of ``budget_bytes``. About ``outside_bytes``
-    of them belong to what ``graph`` does not see, for which ``counted_bytes`` had been set aside.
+    The step took ``taken_bytes`` at its peak, and the budget is ``budget_bytes``. About
+    ``outside_bytes`` of them lie outside of ``graph``; ``counted_bytes`` had been set aside there.
     """
 
-    def __init__(
-        self,
-        graph: str,
-        taken_bytes: int,
-        budget_bytes: int,
-        outside_bytes: int,
-        counted_bytes: int,
-    ) -> None:
-        super().__init__(graph, taken_bytes, budget_bytes, outside_bytes, counted_bytes)
-        self.graph = graph
-        self.taken_bytes = taken_bytes
-        self.budget_bytes = budget_bytes
-        self.outside_bytes = outside_bytes
-        self.counted_bytes = counted_bytes
+    graph: str
+    taken_bytes: int
+    budget_bytes: int
+    outside_bytes: int
+    counted_bytes: int
 
     def __str__(self) -> str:
         over = self.taken_bytes - self.budget_bytes
         return (
             f"a step took {_exact(self.taken_bytes)}, {format_bytes(over)} more than the memory "
-            f"budget of {_exact(self.budget_bytes)}: what runs outside of {self.graph}, or is kept "
-            f"by hooks, takes about {format_bytes(self.outside_bytes)}, and "
-            f"{format_bytes(self.counted_bytes)} had been counted for it.\n"
-            "What to do: have fxremat.prepare look at the step; or put the loss into what is "
-            f"compiled; or set reserve={round_up_bytes(self.outside_bytes)!r}."
+            f"budget of {_exact(self.budget_bytes)}: code outside of {self.graph}, or tensors kept "
+            f"by hooks, take about {format_bytes(self.outside_bytes)}, but "
+            f"{format_bytes(self.counted_bytes)} had been set aside for them.\n"
+            "What to do: call fxremat.prepare before the first step, so that it sees the whole "
+            "step; or compile the loss with the model; or set "
+            f"reserve={round_up_bytes(self.outside_bytes)!r}."
         )
 
 
+@dataclass(eq=False, repr=False)
 class VerificationFailed(FxrematError):
-    """What fxremat made is not what it promised: a bug of fxremat, caught before it could harm."""
+    """A check found a mistake in what fxremat made: a bug, caught before it does harm."""
 
-    def __init__(self, check: str, detail: str) -> None:
-        super().__init__(check, detail)
-        self.check = check
-        self.detail = detail
+    check: str
+    detail: str
 
     def __str__(self) -> str:
         return (
             f"verification failed: {self.check}: {self.detail}\n"
             "This is a bug in fxremat; please report it with this message. "
-            "What to do: FXREMAT_DISABLE=1 compiles without fxremat; another solver "
-            "or a larger memory_budget may avoid it."
+            "What to do: set FXREMAT_DISABLE=1 to compile without fxremat; another solver "
+            "or a larger memory_budget may avoid the failure."
         )
 
 
+@dataclass(eq=False, repr=False)
 class GraphsDiffer(FxrematError):
-    """Ranks that have to run a graph together compile different ones, or have other plans of it.
+    """Ranks that run a graph together compile different graphs, or have different plans.
 
-    ``others`` are those whose graph, or ``plan``, is not that of rank ``first``; ``about`` says
-    something of each of them, by rank.
+    ``others`` are the ranks whose ``what``, graph or plan, is not that of rank ``first``; ``about``
+    describes the graph or plan of each rank.
     """
 
-    def __init__(
-        self,
-        first: int,
-        others: tuple[int, ...],
-        about: dict[int, str],
-        what: Literal["graph", "plan"] = "graph",
-    ) -> None:
-        super().__init__(first, others, about, what)
-        self.first = first
-        self.others = others
-        self.about = about
-        self.what = what
+    first: int
+    others: tuple[int, ...]
+    about: dict[int, str]
+    what: Literal["graph", "plan"] = "graph"
 
     def __str__(self) -> str:
         names, several = ", ".join(map(str, self.others)), len(self.others) > 1
         about = "; ".join(f"rank {one}: {said}" for one, said in self.about.items())
         rank, compiles = ("ranks", "compile") if several else ("rank", "compiles")
         return (
-            f"{rank} {names} {compiles} another {self.what} than rank {self.first}, and "
-            f"collectives inside have them run it together ({about})\nWhat to do: {self._advice()}"
+            f"{rank} {names} {compiles} another {self.what} than rank {self.first}, although its "
+            f"collectives make all of them run it together ({about})\nWhat to do: {self._advice()}"
         )
 
     def _advice(self) -> str:
         if self.what == "plan":
             return (
-                "a cache on disk knows a plan of another job: empty it (TORCHINDUCTOR_CACHE_DIR) "
-                "on each machine, or have all of them use one."
+                "a cache on disk holds a plan of another job: empty it (TORCHINDUCTOR_CACHE_DIR) "
+                "on each machine, or let all machines share one."
             )
         return (
-            "see that model, options and the sizes of inputs are the same on these ranks; "
+            "make sure that model, options and input sizes are the same on these ranks; "
             "TORCH_LOGS=graph_code prints the graphs."
         )
 
 
+@dataclass(eq=False, repr=False)
 class RankMissing(FxrematError):
-    """Something that another rank of the job was to give did not come within ``seconds``.
+    """Something that another rank of the job had to send did not arrive within ``seconds``.
 
-    ``what`` it is, as a noun; ``rank`` which rank, None where that is not known; ``why``, None
-    where nothing was heard of it.
+    ``what`` is a noun for it; ``rank`` is None where that is not known; ``why`` is None where
+    nothing was heard of that rank.
     """
 
-    def __init__(
-        self, what: str, seconds: float, rank: int | None = None, why: str | None = None
-    ) -> None:
-        super().__init__(what, seconds, rank, why)
-        self.what = what
-        self.seconds = seconds
-        self.rank = rank
-        self.why = why
+    what: str
+    seconds: float
+    rank: int | None = None
+    why: str | None = None
 
     def __str__(self) -> str:
         whose = "another rank" if self.rank is None else f"rank {self.rank}"
         if self.why is not None:
-            return f"no {self.what} came from {whose}: {self.why}\nWhat to do: {self._look()}"
+            return f"no {self.what} came from {whose}: {self.why}\nWhat to do: {self._advice()}"
         return (
             f"no {self.what} came from {whose} within {self.seconds:g} s\n"
-            f"What to do: {self._look()} Where planning takes longer than that, set the option "
+            f"What to do: {self._advice()} If planning takes longer than that, raise the option "
             "rank_timeout."
         )
 
-    def _look(self) -> str:
-        return "look at what the other ranks say; one of them may have failed, or wait elsewhere."
+    def _advice(self) -> str:
+        return "see the logs of the other ranks; one of them may have failed, or waits elsewhere."
 
 
+@dataclass(eq=False, repr=False)
 class NotTraceable(FxrematError):
     """A training step could not be made into one graph of forward and backward."""
 
-    def __init__(self, name: str, why: str) -> None:
-        super().__init__(name, why)
-        self.name = name
-        self.why = why
+    name: str
+    why: str
 
     def __str__(self) -> str:
         return f"{self.name}: {self.why}"
 
 
+@dataclass(eq=False, repr=False)
 class UnknownDevice(FxrematError, ValueError):
-    """There is no card of this name; ``known`` are those there are, ``near`` the most similar."""
+    """There is no card of this name; ``known`` are all names, ``near`` is the most similar."""
 
-    def __init__(self, name: str, known: tuple[str, ...], near: str | None = None) -> None:
-        super().__init__(name, known, near)
-        self.name = name
-        self.known = known
-        self.near = near
+    name: str
+    known: tuple[str, ...]
+    near: str | None = None
 
     def __str__(self) -> str:
         hint = f"; did you mean {self.near!r}?" if self.near else ""
@@ -389,7 +346,7 @@ class UnknownDevice(FxrematError, ValueError):
 
 
 class NeedsTriton(FxrematError, ImportError):
-    """Code for a GPU that is not here is written by Triton, which is not installed."""
+    """Triton, which generates code for a GPU that is not here, is not installed."""
 
     def __str__(self) -> str:
         return (
@@ -398,17 +355,16 @@ class NeedsTriton(FxrematError, ImportError):
         )
 
 
+@dataclass(eq=False, repr=False)
 class CannotVary(FxrematError, ValueError):
-    """A size of the inputs was to vary that cannot; ``why`` says what stands against it."""
+    """A size of the inputs was asked to vary and cannot; ``why`` says the reason."""
 
-    def __init__(self, what: str, why: str) -> None:
-        super().__init__(what, why)
-        self.what = what
-        self.why = why
+    what: str
+    why: str
 
     def __str__(self) -> str:
         return (
             f"{self.what!r} cannot vary: {self.why}\n"
-            "What to do: name dimensions of the model's inputs, as batch=0:0,1:0 for the first "
-            "dimension of inputs 0 and 1, all those that have this size."
+            "What to do: name all dimensions of the model's inputs that have this size, such as "
+            "batch=0:0,1:0 for the first dimension of inputs 0 and 1."
         )

@@ -21,7 +21,7 @@ COUNTS = ("reserved", "allocated")
 
 @dataclass(frozen=True)
 class Given:
-    """A value somebody gave to an option, and what is needed to judge it."""
+    """A value that was given to an option, and what is needed to check it."""
 
     option: str
     value: object
@@ -155,7 +155,6 @@ def read_seconds(given: Given) -> float | None:
 
 
 def read_seconds_of_waiting(given: Given) -> float:
-    """A number above 0."""
     seconds = read_seconds(given)
     if seconds is None:
         raise given.refuse("a number of seconds")
@@ -220,12 +219,12 @@ def read_inductor(given: Given) -> tuple[tuple[str, Any], ...]:
 
 
 def read_variants(given: Given) -> tuple[str, ...] | None:
-    """Names of variants, as a list or as text with commas; None is all of them."""
-    from fxremat.passes.variants.table import RULES  # lazily: rules are not needed to read options
+    """Names of variants, as a list or as text with commas; None is those tried by default."""
+    from fxremat.passes.variants.table import ALL, RULES  # lazily: few options need rules
 
     names = _names_in(given)
-    if names is None or names == ["all"]:
-        return None
+    if names is None or names in ([ALL], (ALL,)):
+        return None if names is None else (ALL,)
     return _known(
         given, names, tuple(rule.name for rule in RULES), "'all', 'none' or a list of names"
     )
@@ -238,7 +237,7 @@ def _names_in(given: Given) -> Any:
 
 
 def _known(given: Given, names: Any, known: tuple[str, ...], expected: str) -> tuple[str, ...]:
-    """The names without those that occur twice, none for "none"; refused unless all are known."""
+    """The names without repetitions, none for "none"; refused unless all are known."""
     if names == ["none"]:
         return ()
     if not isinstance(names, (list, tuple)) or not all(isinstance(name, str) for name in names):
@@ -249,7 +248,7 @@ def _known(given: Given, names: Any, known: tuple[str, ...], expected: str) -> t
 
 
 PASSES = ("recompute", "sums", "inplace")
-"""Those that ``disable_passes`` may name; offloading and variants have options of their own."""
+"""The passes that ``disable_passes`` may name; offloading and variants have own options."""
 
 
 def read_passes(given: Given) -> tuple[str, ...]:
@@ -259,7 +258,7 @@ def read_passes(given: Given) -> tuple[str, ...]:
 
 
 def lossy_among(names: Iterable[str]) -> tuple[str, ...]:
-    """Those of the variants that store values inexactly."""
+    """The named variants that store values inexactly."""
     from fxremat.passes.variants.table import RULES
 
     return tuple(rule.name for rule in RULES if rule.lossy and rule.name in set(names))

@@ -85,17 +85,18 @@ class Options:
         read_reserve,
         "FXREMAT_RESERVE",
         "bytes, as memory_budget; may be 0",
-        "Part of the budget held by what the graph does not see, such as optimizer state.",
+        "Bytes of the budget for what lies outside of the compiled graph, such as optimizer state.",
         unset="CUDA: what is allocated when compiling and is no input of the graph, and what "
-        "cuBLAS and tuning take; elsewhere: 0",
+        "cuBLAS and kernel tuning take; elsewhere: 0",
     )
     count: str | None = _option(
         None,
         read_count,
         "FXREMAT_COUNT",
         "'reserved' or 'allocated'",
-        "What the budget counts: all that torch's allocator takes from the device, with what it "
-        "keeps of freed memory, or what is allocated. On the CPU both are the same.",
+        "Which bytes the budget limits: 'reserved' is all that torch's allocator takes from the "
+        "device, with freed memory that it keeps, 'allocated' what tensors take. On the CPU both "
+        "are the same.",
         unset="CUDA: 'reserved'; elsewhere: 'allocated'",
     )
     instances: int | None = _option(
@@ -103,30 +104,31 @@ class Options:
         read_number_of_runs,
         "FXREMAT_INSTANCES",
         "int or None",
-        "How many runs of a compiled part wait for their backward at once, as blocks do that are "
-        "compiled one by one, or micro-batches.",
-        unset="as many as modules like it are compiled in the model",
+        "The most forwards of one compiled part whose backward has not run yet, as with blocks "
+        "that are compiled one by one, or with micro-batches.",
+        unset="the number of such modules that are compiled in the model",
     )
     rank_timeout: float = _option(
         300.0,
         read_seconds_of_waiting,
         "FXREMAT_RANK_TIMEOUT",
         "seconds",
-        "How long a rank waits for the plan of another one that compiles the same graph.",
+        "How long a rank waits for the plan of another rank that compiles the same graph.",
     )
     executor: str = _option(
         "inductor",
         lambda given: read_choice(given, EXECUTORS),
         "FXREMAT_EXECUTOR",
         "'inductor' or 'aot_eager'",
-        "What runs the planned graphs: generated kernels, or eager operators (to debug).",
+        "What runs the planned graphs: Inductor's kernels, or eager operators (to debug).",
     )
     solver: str = _option(
         "auto",
         read_solver,
         "FXREMAT_SOLVER",
         "'auto' or the name of a solver",
-        "Who decides what to run again; 'auto' takes the best plan of those that fit the graph.",
+        "What decides which ops to recompute; 'auto' takes the best plan of all solvers that suit "
+        "the graph.",
     )
     solver_time_limit: float | None = _option(
         None,
@@ -134,7 +136,7 @@ class Options:
         "FXREMAT_SOLVER_TIME_LIMIT",
         "seconds or None",
         "Stop solving after this time. A plan cut short by time may differ from run to run; it is "
-        "kept on disk, so that the same graph gets it again.",
+        "cached on disk, so that the same graph gets it again.",
         unset="'auto': 3 s and 8 ms per op, at most 20 s; other solvers: limits of their own",
     )
     offload: bool = _option(
@@ -142,14 +144,14 @@ class Options:
         read_bool,
         "FXREMAT_OFFLOAD",
         "bool",
-        "Move saved activations to host memory and back where that is faster than to run again.",
+        "Move saved activations to host memory and back where that is faster than to recompute.",
     )
     host_memory_budget: int | None = _option(
         None,
         read_reserve,
         "FXREMAT_HOST_MEMORY_BUDGET",
         "bytes: int, '8GiB', '8GB', '50%' (of this machine), or None",
-        "Most bytes of moved activations in host memory at any moment, of each process.",
+        "Most bytes of moved activations in host memory at any moment, for each process.",
         unset="half of this machine's memory",
     )
     host_bandwidth: int | None = _option(
@@ -157,16 +159,16 @@ class Options:
         read_bandwidth,
         "FXREMAT_HOST_BANDWIDTH",
         "bytes per second: int, '25GB', or None",
-        "What a copy to host memory, or from there, reaches beside another one.",
-        unset="by the name of the device; with op_times='measured' as measured here",
+        "Bandwidth of a copy to host memory, or from there, while another copy runs.",
+        unset="from the name of the device; with op_times='measured', measured here",
     )
     link_bandwidth: int | None = _option(
         None,
         read_link,
         "FXREMAT_LINK_BANDWIDTH",
         "bytes per second: int, '25GB', or None",
-        "What a rank sends to others in a collective, as between nodes.",
-        unset="by the name of the device, between ranks of one machine",
+        "Bandwidth at which a rank sends to others in a collective, such as between nodes.",
+        unset="from the name of the device, for ranks of one machine",
     )
     variants: tuple[str, ...] | None = _option(
         None,
@@ -174,22 +176,22 @@ class Options:
         "FXREMAT_VARIANTS",
         "'all', 'none', or names",
         "Operator variants to choose from; `python -m fxremat variants` lists them.",
-        unset="all",
+        unset="those that pay",
     )
     allow_lossy: bool = _option(
         False,
         read_bool,
         "FXREMAT_ALLOW_LOSSY",
         "bool",
-        "Also variants that store values inexactly. Gradients are then near, not exact.",
+        "Allow variants that store values inexactly. Gradients are then near, not exact.",
     )
     disable_passes: tuple[str, ...] = _option(
         (),
         read_passes,
         "FXREMAT_DISABLE_PASSES",
         "names, of 'recompute', 'sums', 'inplace'",
-        "Passes to leave out, to see what each is worth: running again, sums of gradients where "
-        "they are computed, calls that write over what dies in them.",
+        "Passes to leave out, to see what each is worth: recomputing, adding gradients up where "
+        "they are computed, writing results over inputs that are not read again.",
     )
     objective: str = _option(
         "time",
@@ -211,23 +213,23 @@ class Options:
         lambda given: read_choice(given, OP_TIMES),
         "FXREMAT_OP_TIMES",
         "'auto', 'roofline' or 'measured'",
-        "Where the time of an op comes from: run and measured once on this device, or computed "
-        "from its shapes; 'auto' measures, but not where torch.distributed has several ranks.",
+        "Where the time of an op comes from: measured once on this device, or computed from its "
+        "shapes; 'auto' measures, but not where torch.distributed has several ranks.",
     )
     verify: bool = _option(
         True,
         read_bool,
         "FXREMAT_VERIFY",
         "bool",
-        "Check every plan and every rewritten graph against what was promised.",
+        "Verify every plan, and that every rewritten graph computes what the original does.",
     )
     report: str | None = _option(
         None,
         read_path,
         "FXREMAT_REPORT",
         "path or None",
-        "Folder for files of each graph: problem, plan and report, the step as a page and for "
-        "viewers; of a refused budget too.",
+        "Folder for files about each graph, also where a budget is refused: problem, plan, report, "
+        "a page that shows the step, and files for viewers.",
         unset="no report",
     )
     inductor: tuple[tuple[str, Any], ...] = _option(
@@ -235,7 +237,7 @@ class Options:
         read_inductor,
         None,
         "mapping",
-        "Inductor options, passed on as they are.",
+        "Options of Inductor, passed on as they are.",
         unset="{}",
         hashed=False,
     )
@@ -287,13 +289,13 @@ def _checked_together(options: Options) -> Options:
     budget, reserve = options.memory_budget, options.reserve
     lossy = lossy_among(options.variants or ())
     if lossy and not options.allow_lossy:
-        expected = f"allow_lossy=True beside it, as {lossy[0]} stores values inexactly"
+        expected = f"allow_lossy=True with it, because {lossy[0]} stores values inexactly"
         raise InvalidOption("variants", list(options.variants or ()), expected)
     if budget is not None and reserve is not None and reserve >= budget:
         expected = f"less than memory_budget, {format_bytes(budget)}"
         raise InvalidOption("reserve", reserve, expected)
     if options.count == "reserved" and options.executor == "aot_eager":
-        expected = "'allocated' with executor='aot_eager': eager operators are not rehearsed"
+        expected = "'allocated' with executor='aot_eager': no dry run counts what these reserve"
         raise InvalidOption("count", options.count, expected)
     return options
 

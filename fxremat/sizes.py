@@ -55,6 +55,11 @@ def format_bytes(nbytes: int) -> str:
     return f"{nbytes} B" if size == 1 else f"{nbytes / size:.2f} {unit}"
 
 
+def exact_bytes(nbytes: int) -> str:
+    """``1,536 bytes (1.50 KiB)``."""
+    return f"{nbytes:,} bytes ({format_bytes(nbytes)})"
+
+
 def round_up_bytes(nbytes: int) -> str:
     """The shortest text with two decimals that `parse_bytes` reads as at least ``nbytes``."""
     unit, size = _unit_for(nbytes)

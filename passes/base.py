@@ -25,6 +25,13 @@ class Changed(PassResult):
         return made
 
 
+def in_place(module: fx.GraphModule, changed: bool) -> Changed:
+    """What a pass gives that rewrites the graph itself."""
+    if changed:
+        module.recompile()
+    return Changed(module, changed)
+
+
 @dataclass(frozen=True)
 class Pass(PassBase):
     """A pass; the fields of a subclass are its options.

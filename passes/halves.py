@@ -13,13 +13,13 @@ from fxremat.compat.partitioning import donatable, donate, extract_forward_backw
 from fxremat.passes.base import Changed, Pass
 
 RECOMPUTED = "_recompute"
-"""In the name of a copy of a node whose op runs again."""
+"""Names of copies of nodes whose op runs again have this."""
 INLINED = "_inline"
-"""In the name of a copy inside of one op, which nothing else reads."""
+"""Names of copies that only one op reads have this."""
 WRITTEN = "_written"
-"""In the name of a node that `passes.held_order` makes Inductor write to memory."""
+"""Names of nodes that `passes.fixed_order` makes Inductor write to memory have this."""
 FREE = "_free"
-"""In the name of a node of a graph with such nodes, whose loop may be fused and moved."""
+"""Names of the other nodes of such a graph have this: their loops may be fused and moved."""
 
 _COPIED = re.compile(f"({RECOMPUTED}|{INLINED}|{WRITTEN}|{FREE})(_.*)?$")
 
@@ -54,13 +54,11 @@ class Cut(Pass):
     static: tuple[str, ...] = ()
 
     def requires(self, module: fx.GraphModule) -> None:
-        """What is saved belongs to the graph."""
         there = set(module.graph.nodes)
         strange = [node.name for node in self.rewritten.saved if node not in there]
         self.demand(not strange, f"{strange} are saved, and are not of this graph")
 
     def call(self, module: fx.GraphModule) -> Changed:
-        """Leaves the graph as it is."""
         inputs = {n.name: n for n in module.graph.nodes if n.op == "placeholder"}
         halves = extract_forward_backward(
             module,
@@ -79,7 +77,6 @@ class CutAsTorch(Pass):
     partition: Callable[[fx.GraphModule], Halves]
 
     def call(self, module: fx.GraphModule) -> Changed:
-        """Leaves the graph as it is."""
         return Changed(module, False, self.partition(module))
 
 

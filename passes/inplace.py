@@ -3,10 +3,9 @@
     s = addmm(m, a, b)                     addmm_into(m, a, b)
     t = relu(s)                   becomes  t = relu(m)
 
-Inductor writes its generated loops over what they read for the last time, but gives every library
-call and every custom op new memory. `runtime.inplace.IN_PLACE` lists the calls that have a form
-which changes their first argument instead. Such a call changes the node that owns the storage.
-Whoever read the result reads a new view of that storage from then on; no older view is read again.
+Inductor writes its loops over what they read for the last time, but gives every library call new
+memory. `runtime.inplace.IN_PLACE` lists the calls with a form that changes their first argument
+instead. Whoever read the result reads a new view of that storage from then on.
 
 An operand may be written over where
 
@@ -16,10 +15,8 @@ An operand may be written over where
 * the forward does not save it for the backward: autograd owns what is saved, and may run the
   backward twice.
 
-Before planning, `overwritable` says which pairs are possible. The planner counts such an operand
-and its result as one where the operand dies. After planning, `rewrite` takes the pairs that hold in
-the planned graph. There every run of an op is a node of its own, so that an operand which is
-computed anew later is dead like any other.
+Before planning, `overwritable` says which pairs are possible. After planning, `rewrite` takes the
+pairs that hold in the planned graph, where every run of an op is a node of its own.
 """
 
 from __future__ import annotations
@@ -36,7 +33,7 @@ from fxremat.compat.configuration import OpOverload
 from fxremat.compat.joint_graph import module_of, must_be_in_forward
 from fxremat.passes.base import Changed, Pass
 from fxremat.passes.halves import Rewritten
-from fxremat.passes.joint_graph import JointGraph, Role, is_tensor, root
+from fxremat.passes.joint_graph import JointGraph, Role, computed_from, is_tensor, root
 from fxremat.passes.materialisation import users_through_views
 from fxremat.passes.nodes import covers_storage, fake
 from fxremat.runtime import inplace as runtime
@@ -108,14 +105,7 @@ def overwritable(joint: JointGraph) -> dict[fx.Node, fx.Node]:
 
 def _forward_nodes(graph: fx.Graph, ends: Iterable[fx.Node]) -> set[fx.Node]:
     """What the forward computes: all that its results and what it saves are made of."""
-    stack = [*ends, *(n for n in graph.nodes if must_be_in_forward(n))]
-    reached: set[fx.Node] = set()
-    while stack:
-        node = stack.pop()
-        if node not in reached:
-            reached.add(node)
-            stack.extend(node.all_input_nodes)
-    return reached
+    return computed_from([*ends, *(n for n in graph.nodes if must_be_in_forward(n))])
 
 
 class _InPlaceWriter:
@@ -209,11 +199,9 @@ class WriteInPlace(Pass):
     num_forward_outputs: int
 
     def requires(self, module: fx.GraphModule) -> None:
-        """The graph is the planned one."""
         self.demand(module is self.planned.module, "the graph is not the one that was planned")
 
     def call(self, module: fx.GraphModule) -> Changed:
-        """Makes a new graph where anything changes."""
         found = rewrite(self.planned, self.num_forward_outputs)
         return Changed(found.rewritten.module, bool(found.pairs), found.rewritten)
 

@@ -14,6 +14,7 @@ an op with several results, are resolved to it.
 from __future__ import annotations
 
 import operator
+from collections.abc import Callable, Iterable
 from dataclasses import dataclass, field
 from enum import Enum
 from functools import cache
@@ -71,7 +72,6 @@ class JointGraph:
 
     @property
     def forward_outputs(self) -> tuple[fx.Node, ...]:
-        """The nodes among the forward's results."""
         return _nodes(self.results[: self.num_forward_outputs])
 
     @property
@@ -85,7 +85,6 @@ def _nodes(results: tuple[Any, ...]) -> tuple[fx.Node, ...]:
 
 
 def is_tensor(node: fx.Node) -> bool:
-    """Whether the node's result is one tensor."""
     return isinstance(node.meta.get("val"), torch.Tensor)
 
 
@@ -198,7 +197,6 @@ def waits_for(node: fx.Node) -> tuple[fx.Node, ...]:
 
 
 def is_mutating(node: fx.Node) -> bool:
-    """Whether a call writes into one of its inputs."""
     target = node.target
     return isinstance(target, OpOverload) and target._schema.is_mutable
 
@@ -232,22 +230,37 @@ def is_run_for_effect(node: fx.Node) -> bool:
     )
 
 
+def reached(
+    starts: Iterable[fx.Node], onward: Callable[[fx.Node], Iterable[fx.Node]]
+) -> set[fx.Node]:
+    """The nodes that are reached from some, themselves included, step by step."""
+    found: set[fx.Node] = set()
+    stack = list(starts)
+    while stack:
+        node = stack.pop()
+        if node not in found:
+            found.add(node)
+            stack.extend(onward(node))
+    return found
+
+
+def computed_from(ends: Iterable[fx.Node]) -> set[fx.Node]:
+    """Nodes, and all that they are computed from."""
+    return reached(ends, lambda node: node.all_input_nodes)
+
+
 def _forward_closure(
     outputs: list[fx.Node], graph: fx.Graph, in_backward: set[fx.Node]
 ) -> set[fx.Node]:
     """Nodes that the forward's outputs need, and those that must not leave the forward."""
-    needed: set[fx.Node] = set()
-    stack = list(outputs)
-    for node in graph.nodes:
-        asserts = is_run_for_effect(node) and node not in in_backward
-        if asserts or must_be_in_forward(node) or IN_FORWARD in node.meta:
-            stack.append(node)
-    while stack:
-        node = stack.pop()
-        if node not in needed:
-            needed.add(node)
-            stack.extend(node.all_input_nodes)
-    return needed
+    kept = [
+        node
+        for node in graph.nodes
+        if (is_run_for_effect(node) and node not in in_backward)
+        or must_be_in_forward(node)
+        or IN_FORWARD in node.meta
+    ]
+    return computed_from([*outputs, *kept])
 
 
 def _backward_closure(graph: fx.Graph) -> set[fx.Node]:
@@ -282,7 +295,6 @@ def _mutated_inputs(graph: fx.Graph, descriptions: list[Any]) -> set[fx.Node]:
 
 
 def read_joint_graph(module: fx.GraphModule, num_fwd_outputs: int) -> JointGraph:
-    """Sort the nodes of a joint forward-backward graph by role."""
     graph = module.graph
     output = graph.output_node()
     results = tuple(output.args[0])  # type: ignore[arg-type]
@@ -323,11 +335,9 @@ class CleanUp(Pass):
     name = "clean up"
 
     def call(self, module: fx.GraphModule) -> Changed:
-        """Works in place."""
         before = len(module.graph.nodes)
         prepare_joint_graph(module)
         return Changed(module, len(module.graph.nodes) != before)
 
     def ensures(self, module: fx.GraphModule) -> None:
-        """The graph is well formed."""
         module.graph.lint()

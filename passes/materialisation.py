@@ -1,25 +1,22 @@
 """Which results are written to memory, and which live only inside another op's loop.
 
-Run node by node (``fused=False``), every result that is not a view is written. Under
-Inductor a result is written where something forces it to be:
+Run node by node (``fused=False``), every result that is not a view is written. Under Inductor a
+result is written if
 
-* it comes out of an *extern* kernel (matmul, convolution, attention, scatter, sort ...);
-* an extern kernel reads it;
+* an *extern* kernel (matmul, convolution, attention, scatter, sort ...) makes it or reads it;
 * it is a reduction, a concatenation, or a result of the graph. Where a reduction is only read to be
-  converted, the conversion is the end of the same loop, and its result is what is written;
+  converted, what is written is the result of the conversion;
 * it is what ranks gather or sum, once it has been waited for;
 * it may not be computed twice (random numbers, what the user said to save), or a variant wants it
   stored;
 * another fusion group reads it, unless the backward makes it of less, in few ops;
 * two loops of its group read it that cannot be fused, and it is dear
   (`fxremat.passes.reused_in_loops`);
-* the backward reads it, and it is narrower than what it was computed from, as a mask is: then
-  keeping it can pay. Any other elementwise result that the backward reads is computed again
-  inside the loop that needs it.
+* the backward reads it, and it is narrower than what it was computed from, as a mask is. Any other
+  elementwise result is computed again inside the loop of the backward that needs it.
 
 A *fusion group* is what lies between two extern kernels: elementwise ops and reductions that hang
-together and have equally many extern kernels before them on the longest path. To fuse others would
-close a cycle.
+together and have equally many extern kernels before them on the longest path.
 
 The rule is a prediction; what Inductor really does is compared with it after lowering.
 """

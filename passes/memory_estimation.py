@@ -1,23 +1,19 @@
 """Joint graph to `Problem`: what would be materialised, how many bytes, how long it takes.
 
-Every written storage is a value, and one op is what it takes to write it: the node itself
-with all nodes between it and the nearest values (its *cone*). An op with several results is
-one op with several values. Nothing is changed in the graph.
+Every written storage is a value, and one op is what it takes to write it: the node itself with all
+nodes between it and the nearest values (its *recompute slice*). Nothing is changed in the graph.
 
     x ── mm ── h ── gelu ── g ── mm          values: x, h, g        ops: {mm}, {gelu}
     x ── cos ── sin ── mm                    values: x, sin         ops: {cos, sin}
 
 The base order is that of the joint graph. Only ops that the backward alone needs, and that depend
-on no tangent, are moved: right before the first op that reads them. A pseudo-op that does nothing
-writes the tangents, which appear only when the forward has ended.
+on no tangent, are moved: right before the first op that reads them. A pseudo-op writes the
+tangents, which appear when the forward has ended.
 
-Inserted variants (`fxremat.passes.variants.insertion`) stand beside the old nodes in the graph.
-Each is a variant of the problem: its own ops, and the changes to ops that read a stand-in then.
-
-A parameter that lives in host memory has no bytes here. What the graph fetches of it is a value
-that comes from the host, and what it puts there is one that leaves: these are moves, and no ops.
-
-Gradients that the backward adds to a ``grad`` end there (`fxremat.passes.gradients.accumulation`).
+Each inserted variant (`fxremat.passes.variants.insertion`) is a variant of the problem: its own
+ops, and the changes to ops that read a stand-in then. A parameter that lives in host memory has no
+bytes here; what the graph fetches of it and puts there are moves, and no ops. Gradients that the
+backward adds to a ``grad`` end there (`fxremat.passes.accumulation`).
 """
 
 from __future__ import annotations
@@ -34,7 +30,7 @@ from fxremat.compat.distributed.ranks import is_wait
 from fxremat.compat.sizes import size_bound
 from fxremat.core.problem import Change, Copies, Op, Phase, Problem, Value, Variant, validate
 from fxremat.passes import inplace
-from fxremat.passes.gradients.accumulation import after_last_use, is_accumulated
+from fxremat.passes.accumulation import after_last_use, is_accumulated
 from fxremat.passes.joint_graph import (
     JointGraph,
     Role,
@@ -71,7 +67,7 @@ class OpTimer(Protocol):
 
 
 @dataclass(frozen=True)
-class Cone:
+class RecomputeSlice:
     """The nodes of one op in graph order; its *sinks* are what it is run for.
 
     They are the nodes of the values that it writes, the call that returns these as a tuple, or a
@@ -89,13 +85,13 @@ class Estimate:
 
     problem: Problem
     joint: JointGraph
-    cones: dict[str, Cone]
+    slices: dict[str, RecomputeSlice]
     node_of: dict[str, fx.Node]
     fused: bool
     fetch_sources: dict[str, fx.Node] = field(default_factory=dict)
-    """Of values that come from the host: the graph inputs they are fetched from."""
+    """The graph inputs that values which come from the host are fetched from."""
     put_nodes: dict[str, fx.Node] = field(default_factory=dict)
-    """Of values that leave for the host: the nodes that put them there."""
+    """The nodes that put values to the host."""
     inlined: frozenset[fx.Node] = frozenset()
     """Nodes of the backward that have no memory: each loop that reads one computes it again."""
 
@@ -127,7 +123,7 @@ class _Builder:
         self.workspace = workspace
         self.position = {n: i for i, n in enumerate(joint.module.graph.nodes)}
         self.bytes: dict[str, int] = {}
-        self.cones: dict[str, Cone] = {}
+        self.slices: dict[str, RecomputeSlice] = {}
         self.ops: dict[str, Op] = {}
         self.fetch_sources: dict[str, fx.Node] = {}
         self.put_nodes: dict[str, fx.Node] = {}
@@ -142,7 +138,7 @@ class _Builder:
             return 0
         return nbytes(tensor)
 
-    def cone(
+    def slice_of(
         self, sinks: Sequence[fx.Node], variant: InsertedVariant | None = None
     ) -> tuple[set[fx.Node], set[fx.Node]]:
         """Nodes from the nearest values to ``sinks``, and those values.
@@ -172,13 +168,13 @@ class _Builder:
     def add_op(
         self, sinks: list[fx.Node], values: list[fx.Node], variant: InsertedVariant | None = None
     ) -> Op:
-        inside, reads = self.cone(sinks, variant)
+        inside, reads = self.slice_of(sinks, variant)
         nodes = tuple(sorted(inside, key=self.position.__getitem__))
         read = sorted(reads, key=self.position.__getitem__)
         sizes = {n.name: self.size(n) for n in (*read, *values)}
         self.bytes.update(sizes)
         name = sinks[0].name
-        self.cones[name] = Cone(nodes, tuple(values), frozenset(sinks))
+        self.slices[name] = RecomputeSlice(nodes, tuple(values), frozenset(sinks))
         role = self.joint.role[sinks[0]]
         phase: Phase = "forward" if role is Role.FORWARD else "backward"
         op = self.ops[name] = Op(
@@ -319,7 +315,7 @@ class _Builder:
         order = {name: place for place, name in enumerate(base)}
         ops_of: dict[fx.Node, list[str]] = {}
         for name in base:
-            for node in self.cones[name].nodes:
+            for node in self.slices[name].nodes:
                 ops_of.setdefault(node, []).append(name)
         found = []
         for variant in self.inserted:
@@ -352,20 +348,20 @@ class _Builder:
 
     def change(self, op: Op, variant: InsertedVariant) -> Change | None:
         """What the op reads and takes in the variant; None where that is the same."""
-        cone = self.cones[op.name]
-        inside, reads = self.cone(tuple(cone.sinks), variant)
+        old = self.slices[op.name]
+        inside, reads = self.slice_of(tuple(old.sinks), variant)
         names = {node.name for node in reads}
         before = set(op.reads)
-        if names == before and inside == {*cone.nodes}:
+        if names == before and inside == {*old.nodes}:
             return None
         nodes = tuple(sorted(inside, key=self.position.__getitem__))
-        traffic = sum(self.size(node) for node in (*reads, *cone.values))
-        is_loop = self.materialisation.fused and len(cone.values) == 1
-        is_loop = is_loop and all(map(is_fusable, cone.sinks))
+        traffic = sum(self.size(node) for node in (*reads, *old.values))
+        is_loop = self.materialisation.fused and len(old.values) == 1
+        is_loop = is_loop and all(map(is_fusable, old.sinks))
         new = [node for node in reads if node.name not in before] if is_loop else []
         return Change(
             op.name,
-            inplace=self.pairs(new, cone.values[0]) if new else (),
+            inplace=self.pairs(new, old.values[0]) if new else (),
             drops=tuple(name for name in op.reads if name not in names),
             adds=tuple(sorted(names - before)),
             time_us=self.timer(nodes, traffic) - op.time_us,
@@ -468,6 +464,6 @@ def estimate(
     )
     node_of = {n.name: n for n in joint.module.graph.nodes if n.name in builder.bytes}
     return Estimate(
-        validate(problem), joint, builder.cones, node_of, fused, builder.fetch_sources,
+        validate(problem), joint, builder.slices, node_of, fused, builder.fetch_sources,
         builder.put_nodes, frozenset(materialisation.inlined),
     )  # fmt: skip

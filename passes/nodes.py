@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Mapping
+from collections.abc import Callable, Iterable, Mapping
 from typing import Any
 
 import torch
@@ -13,6 +13,8 @@ from fxremat.compat.tensors import fake_mode_of
 from fxremat.passes.joint_graph import is_tensor, is_view, root
 
 Shape = tuple[int, ...]
+Add = Callable[..., fx.Node]
+"""It adds a call, given its target and arguments, at a place of its own choice."""
 
 
 def shape_of(node: fx.Node) -> Shape | None:
@@ -23,8 +25,21 @@ def shape_of(node: fx.Node) -> Shape | None:
     return shape if all(type(size) is int for size in shape) else None
 
 
+def known_shape(node: fx.Node) -> Shape:
+    """The shape of a tensor whose sizes are known."""
+    shape = shape_of(node)
+    assert shape is not None
+    return shape
+
+
+def first_operand(node: fx.Node) -> fx.Node:
+    """The node that is the first argument of a call."""
+    first = node.args[0]
+    assert isinstance(first, fx.Node)
+    return first
+
+
 def dtype_of(node: fx.Node) -> torch.dtype:
-    """The type of a tensor's elements."""
     dtype: torch.dtype = node.meta["val"].dtype
     return dtype
 
@@ -71,7 +86,6 @@ def add_call(
 
 
 def last_of(nodes: Iterable[fx.Node], graph: fx.Graph) -> fx.Node:
-    """The one of ``nodes`` that comes last in the graph."""
     wanted = set(nodes)
     found: fx.Node = next(node for node in reversed(graph.nodes) if node in wanted)
     return found
@@ -81,7 +95,6 @@ class Ancestry:
     """What the nodes of a graph are computed from: a bit for each, in one number for each node."""
 
     def __init__(self, nodes: Iterable[fx.Node]) -> None:
-        """Of nodes in the order of their graph."""
         self._place: dict[fx.Node, int] = {}
         self._bits: dict[fx.Node, int] = {}
         self.add(nodes)
@@ -96,7 +109,6 @@ class Ancestry:
             self._bits[node] = bits
 
     def of(self, node: fx.Node) -> Ancestors:
-        """The node and everything that it is computed from."""
         return Ancestors(self._bits[node], self._place)
 
 
@@ -112,7 +124,6 @@ class Ancestors:
 
 
 def fake(node: fx.Node) -> torch.Tensor:
-    """The fake tensor of a node that is one tensor."""
     value = node.meta["val"]
     assert isinstance(value, torch.Tensor)
     return value

@@ -27,15 +27,14 @@ import torch
 from torch import fx
 
 from fxremat import runtime
-from fxremat.passes.base import Changed, Pass
+from fxremat.passes.base import Changed, Pass, in_place
 from fxremat.passes.joint_graph import is_put
 
 MOVED = "_moved"
-"""In the names of the calls, for `passes.held_order` to hold them where they are."""
+"""Names of the calls have this, for `passes.fixed_order` to hold them where they are."""
 
 
 def is_move(node: fx.Node) -> bool:
-    """Whether a node starts a copy or waits for one."""
     return node.op == "call_function" and node.target in _CALLS
 
 
@@ -150,11 +149,7 @@ class AddBeforePutting(Pass):
     name = "sums before leaving"
 
     def call(self, module: fx.GraphModule) -> Changed:
-        """Works in place."""
-        found = add_before_putting(module.graph)
-        if found:
-            module.recompile()
-        return Changed(module, found)
+        return in_place(module, add_before_putting(module.graph))
 
     def ensures(self, module: fx.GraphModule) -> None:
         """No sum is left whose summands leave only for it."""

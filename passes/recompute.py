@@ -1,7 +1,7 @@
 """Apply a plan: rewrite the joint graph so that its nodes stand in the planned order.
 
-The forward's ops come first, then the backward's: an op that runs for the first time keeps
-its nodes, an op that runs again is copied, cone and all, and every later reader of its
+The forward's ops come first, then the backward's. An op that runs for the first time keeps its
+nodes. An op that runs again is copied with its whole recompute slice, and every later reader of its
 values reads the copy.
 
     plan:  a b c | c' b'          plan:  a b c | a b c' b'
@@ -9,16 +9,23 @@ values reads the copy.
     bwd:   c' b', reads a, b      bwd:   a_recompute b_recompute c' b', reads inputs alone
 
 Values that move to host memory and back: see `passes.offload`. Gradients that leave or are added
-up: `passes.optimizer_steps` and `passes.accumulation`.
+up: see `passes.accumulation`.
 
 This is sound because only ops that give the same result every time are run again
-(`is_repeatable`), and because a copy reads the latest copies of the values that the op reads. Nodes
-inside a cone of the backward that are no values (views, cheap loops of the forward) are copied for
-each op that needs them, right before it. Left where the forward had them, they would hold memory.
+(`is_repeatable`), and because a copy reads the latest copies of the values that the op reads. Views
+and cheap loops of the forward are copied for each op of the backward that needs them, right before
+it. Left where the forward had them, they would hold memory.
+
+The end of a short computation is saved, not its beginning, where that takes no more memory: a norm
+keeps what its reduction wrote, and Inductor would compute the few ops behind it again in each loop.
+
+    forward   x -> var_mean -> var -> add -> rsqrt -> ...    saved: var,   then rsqrt
+    backward  var -> add_inline -> rsqrt_inline -> ...       reads rsqrt
 """
 
 from __future__ import annotations
 
+import operator
 from collections.abc import Callable, Collection, Sequence
 from dataclasses import dataclass, field
 from typing import Any
@@ -27,16 +34,15 @@ from torch import fx
 
 from fxremat.compat.distributed.ranks import is_wait
 from fxremat.compat.joint_graph import module_of
+from fxremat.core.constants import NEGLIGIBLE_PART
 from fxremat.core.schedule import Move, Step
+from fxremat.passes.accumulation import host_gradients, insert_arrived, name_later_reads
 from fxremat.passes.base import Changed, Pass
-from fxremat.passes.gradients.accumulation import name_later_reads
-from fxremat.passes.gradients.optimizer_steps import host_gradients, insert_arrived
 from fxremat.passes.halves import FREE, INLINED, RECOMPUTED, WRITTEN, Rewritten
-from fxremat.passes.joint_graph import Role, is_repeatable, is_view, root
-from fxremat.passes.materialisation import is_fusable
-from fxremat.passes.memory_estimation import TANGENTS, Cone, Estimate
+from fxremat.passes.joint_graph import Role, is_repeatable, is_tensor, is_view, root
+from fxremat.passes.materialisation import is_fusable, is_reduction
+from fxremat.passes.memory_estimation import TANGENTS, Estimate, RecomputeSlice, nbytes
 from fxremat.passes.offload import Mover
-from fxremat.passes.saved_ends import save_ends
 
 Lookup = Callable[[fx.Node], fx.Node]
 
@@ -99,42 +105,41 @@ class _PlanWriter:
             self.views[key] = self.copy(node, lookup, INLINED)
         return self.views[key]
 
-    def first_run(self, cone: Cone, in_backward: bool) -> None:
+    def first_run(self, op: RecomputeSlice, in_backward: bool) -> None:
         """Copy the op's nodes; in the backward, nodes of the forward are copied for this op alone.
 
         So are nodes that each loop is to compute again: Inductor may well write what several read.
         """
         private: dict[fx.Node, fx.Node] = {}
-        for node in cone.nodes:
+        for node in op.nodes:
             shared = self.joint.role[node] is Role.BACKWARD and node not in self.estimate.inlined
-            if in_backward and not shared and node not in cone.sinks:
+            if in_backward and not shared and node not in op.sinks:
                 private[node] = self.inline(node, private)
             elif node not in self.env:
-                marked = in_backward and self.is_loop_value(node, cone)
+                marked = in_backward and self.is_loop_value(node, op)
                 mark = self.mark if marked else ""
                 self.env[node] = self.copy(node, self.lookup_in(private), mark)
 
-    def is_loop_value(self, node: fx.Node, cone: Cone) -> bool:
-        """Whether a generated loop may have to write this value."""
-        return self.is_loop(node) and node in cone.values
+    def is_loop_value(self, node: fx.Node, op: RecomputeSlice) -> bool:
+        return self.is_loop(node) and node in op.values
 
     def is_loop(self, node: fx.Node) -> bool:
         return is_fusable(node) and is_repeatable(node, self.joint.mutated)
 
-    def run_again(self, cone: Cone) -> None:
-        """Copy the whole cone; its values take the place of the former ones.
+    def run_again(self, op: RecomputeSlice) -> None:
+        """Copy the whole slice; its values take the place of the former ones.
 
         Results of the graph are not replaced: their first copies are there to the end anyway.
         """
         private: dict[fx.Node, fx.Node] = {}
-        for node in cone.nodes:
-            if node in cone.sinks:
+        for node in op.nodes:
+            if node in op.sinks:
                 suffix = RECOMPUTED + (self.mark if self.is_loop(node) else "")
                 private[node] = self.copy(node, self.lookup_in(private), suffix)
             else:
                 private[node] = self.inline(node, private)
         results = set(map(root, (*self.joint.forward_outputs, *self.joint.backward_outputs)))
-        self.env.update((v, private[v]) for v in cone.values if v not in results)
+        self.env.update((v, private[v]) for v in op.values if v not in results)
 
     def move(self, move: Move) -> None:
         """Start a transfer or wait for one; what has arrived takes the value's place."""
@@ -162,7 +167,7 @@ class _PlanWriter:
             for one in host_gradients(self.joint)
             if one.result in self.env
         ]
-        insert_arrived(self.graph, found, backward)
+        insert_arrived(found, backward)
 
 
 def boundary(steps: Sequence[Step]) -> int:
@@ -184,7 +189,7 @@ def apply_plan(
 ) -> Rewritten:
     """The joint graph with its nodes in the order of ``steps``, and copies where ops repeat.
 
-    ``held`` are the positions in ``steps`` at which `passes.held_order` is to hold the order
+    ``held`` are the positions in ``steps`` at which `passes.fixed_order` is to hold the order
     through Inductor, in the backward; None stands for all.
     """
     joint = estimate.joint
@@ -204,9 +209,9 @@ def apply_plan(
                 writer.move(step)
             elif step in seen:
                 recomputed.append(step)
-                writer.run_again(estimate.cones[step])
+                writer.run_again(estimate.slices[step])
             elif step != TANGENTS:
-                writer.first_run(estimate.cones[step], in_backward)
+                writer.first_run(estimate.slices[step], in_backward)
             if isinstance(step, str):
                 seen.add(step)
 
@@ -257,7 +262,6 @@ class ApplyPlan(Pass):
         self.demand(self.steps.count(TANGENTS) == 1, "the backward does not begin once")
 
     def call(self, module: fx.GraphModule) -> Changed:
-        """Makes a new graph."""
         planned = apply_plan(self.estimate, self.steps, held=self.held)
         return Changed(planned.module, True, planned)
 
@@ -270,3 +274,55 @@ class ApplyPlan(Pass):
         self.demand(inputs == before, f"the inputs are {inputs}, and were {before}")
         results: Any = module.graph.output_node().args[0]
         self.demand(len(results) == len(joint.results), f"the graph returns {len(results)} results")
+
+
+# --- ends of short computations ---------------------------------------------------------------
+
+
+def save_ends(
+    forward: Sequence[fx.Node], backward: Sequence[fx.Node], kept: Collection[fx.Node]
+) -> None:
+    """Have the ``backward`` of a graph read ends of what the ``forward`` computes.
+
+    What is ``kept`` in memory anyway, as a result of the graph, is read as before.
+    """
+    before, behind = set(forward), set(backward)
+    for node in forward:
+        end: fx.Node | None = node if _is_statistic(node) else None
+        while end is not None and end not in kept:
+            end = _read_at_the_end(end, before, behind)
+
+
+def _is_statistic(node: fx.Node) -> bool:
+    call = node.args[0] if node.target is operator.getitem else node
+    if not isinstance(call, fx.Node) or not is_tensor(node) or not is_reduction(call):
+        return False
+    read = max(
+        (nbytes(one.meta["val"]) for one in call.all_input_nodes if is_tensor(one)), default=0
+    )
+    return nbytes(node.meta["val"]) <= NEGLIGIBLE_PART * read
+
+
+def _read_at_the_end(
+    node: fx.Node, forward: Collection[fx.Node], backward: Collection[fx.Node]
+) -> fx.Node | None:
+    """The one elementwise result in the place of ``node``, if the backward can read that alone."""
+    readers = [one for one in node.users if one in backward]
+    ends = [one for one in node.users if one in forward and _is_step(one, node)]
+    end = next((one for one in ends if all(_is_copy(reader, one) for reader in readers)), None)
+    if not readers or end is None or nbytes(end.meta["val"]) > nbytes(node.meta["val"]):
+        return None
+    for reader in readers:
+        reader.replace_all_uses_with(end)
+        reader.graph.erase_node(reader)
+    return end
+
+
+def _is_step(node: fx.Node, source: fx.Node) -> bool:
+    """Whether a node is an elementwise op of one tensor."""
+    return is_fusable(node) and not is_reduction(node) and node.all_input_nodes == [source]
+
+
+def _is_copy(node: fx.Node, of: fx.Node) -> bool:
+    same = (node.target, node.args, node.kwargs) == (of.target, of.args, of.kwargs)
+    return same and INLINED in node.name

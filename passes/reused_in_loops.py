@@ -68,7 +68,6 @@ class ReusedInLoops:
     """The most elements of what a node is computed from in its group."""
 
     def find(self) -> set[fx.Node]:
-        """What is written beside ``written``."""
         for node in self.nodes:
             if self._is_in_loop(node):
                 self._read(node)

@@ -20,7 +20,7 @@ import torch
 from torch import fx
 
 from fxremat.compat.joint_graph import user_tag
-from fxremat.passes.base import Changed, Pass
+from fxremat.passes.base import Changed, Pass, in_place
 from fxremat.passes.halves import RECOMPUTED
 from fxremat.passes.joint_graph import (
     JointGraph,
@@ -121,11 +121,8 @@ class ObeyMustRecompute(Pass):
     num_forward_outputs: int
 
     def call(self, module: fx.GraphModule) -> Changed:
-        """Works in place."""
-        changed = obey_must_recompute(read_joint_graph(module, self.num_forward_outputs))
-        if changed:
-            module.recompile()
-        return Changed(module, changed)
+        joint = read_joint_graph(module, self.num_forward_outputs)
+        return in_place(module, obey_must_recompute(joint))
 
     def ensures(self, module: fx.GraphModule) -> None:
         """No call of the backward reads a tagged node of the forward."""
@@ -144,11 +141,8 @@ class ProtectMutatedInputs(Pass):
     num_forward_outputs: int
 
     def call(self, module: fx.GraphModule) -> Changed:
-        """Works in place."""
-        changed = protect_mutated_inputs(read_joint_graph(module, self.num_forward_outputs))
-        if changed:
-            module.recompile()
-        return Changed(module, changed)
+        joint = read_joint_graph(module, self.num_forward_outputs)
+        return in_place(module, protect_mutated_inputs(joint))
 
     def ensures(self, module: fx.GraphModule) -> None:
         """The backward reads no input that the step overwrites."""

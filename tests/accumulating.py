@@ -10,7 +10,7 @@ import torch
 from torch import Tensor, nn
 
 import fxremat
-from fxremat.runtime.gradients import accumulation
+from fxremat.runtime import accumulation
 from tests.small import Layers, seeded
 
 OPTIONS: dict[str, Any] = {"solver": "greedy", "variants": "none"}

@@ -2,9 +2,8 @@
 
 from __future__ import annotations
 
-import random
+from collections import Counter
 from collections.abc import Iterable, Sequence
-from dataclasses import replace
 from itertools import accumulate
 
 from fxremat.core.plan import Plan
@@ -12,8 +11,15 @@ from fxremat.core.problem import Op, Problem, Value
 from fxremat.core.schedule import Move, Step
 from fxremat.core.timeline import Lifetime
 from fxremat.report.front import Front, Point
-from fxremat.report.report import Report, Row
-from fxremat.report.source_location import Place
+from fxremat.report.report import (
+    MemoryFigures,
+    Provenance,
+    Report,
+    Row,
+    StepMemory,
+    ValueTables,
+)
+from fxremat.report.source_location import SourceLocation
 
 MIB = 2**20
 
@@ -29,9 +35,9 @@ def live_bytes(lifetimes: Iterable[Lifetime], steps: int) -> tuple[int, ...]:
 
 def report_of(
     lifetimes: Sequence[Lifetime],
-    making: Sequence[str],
+    computed: Sequence[str],
     forward_steps: int,
-    places: dict[str, Place],
+    locations: dict[str, SourceLocation],
     *,
     plain: Sequence[int] = (),
     resident: Sequence[str] = (),
@@ -41,48 +47,42 @@ def report_of(
     budget_bytes: int | None = None,
     graph: int = 0,
 ) -> Report:
-    """A report of which only what the page shows is thought through."""
-    timeline = live_bytes(lifetimes, len(making))
+    """A report whose figures fit together as far as the page shows them.
+
+    Without ``budget_bytes`` the budget is a little above the peak.
+    """
+    timeline = live_bytes(lifetimes, len(computed))
     peak, plain_peak = max(timeline) + held_bytes, max(plain, default=0) + held_bytes
+    budget_bytes = budget_bytes or peak * 102 // 100
     sizes = {one.value: one.nbytes for one in lifetimes}
-    ops = tuple(Op(name, (), (name,), 1.0) for name in dict.fromkeys(making) if name in sizes)
-    problem = Problem(
-        "hand-made",
-        tuple(Value(name, nbytes) for name, nbytes in sizes.items()),
-        ops,
-        tuple(resident),
-        tuple(resident),
-        tuple(results),
-    )
-    counts = [(op.name, list(plan_steps).count(op.name) - 1) for op in ops] if plan_steps else []
-    again = tuple(Row(name, sizes.get(name, 0), n) for name, n in counts if n > 0)
+    ops = tuple(Op(name, (), (name,), 1.0) for name in dict.fromkeys(computed) if name in sizes)
+    values = tuple(Value(name, nbytes) for name, nbytes in sizes.items())
+    given = tuple(resident)
+    runs = Counter(step for step in plan_steps if isinstance(step, str))
     back = [s for s in plan_steps if isinstance(s, Move) and s.kind == "to device"]
     return Report(
         graph=graph,
-        nodes=len(making),
-        budget_bytes=budget_bytes,
-        resident_bytes=sum(sizes[name] for name in resident),
-        keep_all_peak_bytes=plain_peak or peak,
-        planned_peak_bytes=peak,
-        predicted_peak_bytes=peak,
-        minimum_peak_bytes=None,
-        held_bytes=held_bytes,
         time_overhead=0.0625,
-        saved=(),
-        recomputed=again,
-        at_peak=(),
-        timeline=timeline,
-        problem=problem,
+        memory=MemoryFigures(
+            budget_bytes,
+            resident_bytes=sum(sizes[name] for name in resident),
+            held_bytes=held_bytes,
+            keep_all_peak_bytes=plain_peak,
+            planned_peak_bytes=peak,
+            predicted_peak_bytes=peak,
+        ),
+        values=ValueTables(
+            recomputed=tuple(Row(name, sizes[name], n - 1) for name, n in runs.items() if n > 1),
+            moved=tuple(Row(s.value, sizes.get(s.value, 0), 1) for s in back),
+        ),
+        provenance=Provenance(nodes=len(computed), dry_runs=1),
         plan=Plan(tuple(plan_steps), "greedy", budget_bytes, peak, 1.0),
-        rehearsals=1,
-        moved=tuple(Row(s.value, sizes.get(s.value, 0), 1) for s in back),
-        lifetimes=tuple(lifetimes),
-        making=tuple(making),
-        forward_steps=forward_steps,
-        places=places,
-        keep_all_timeline=tuple(plain),
-        keep_all_forward_steps=len(plain) // 2,
-    )
+        problem=Problem("hand-made", values, ops, given, given, tuple(results)),
+        step=StepMemory(
+            timeline, tuple(lifetimes), tuple(computed), forward_steps, locations, tuple(plain),
+            len(plain) // 2,
+        ),
+    )  # fmt: skip
 
 
 EVIL = "</script><img src=x onerror=alert(1)><!--"
@@ -104,21 +104,23 @@ def small_report(graph: int = 0) -> Report:
         Lifetime("mm_3", 11 * MIB // 2, 7, 8),
     ]
     making = ["mm", "gelu", "", "mm_1", "tangents", "gelu", "mm_2", "mm_3"]
-    places = {
-        "primals_1": Place("", "", 0, "primals_1"),
-        "mm": Place("layers.0.up", "model.py", 7, "mm"),
-        "gelu": Place("layers.0", "model.py", 8, "gelu"),
-        "view_moved_on": Place(EVIL, "model.py", 9, "view_moved_on"),
-        "gelu_recompute": Place("layers.0", "model.py", 8, "gelu", "again"),
-        "to_device_view_moved_on_moved": Place(EVIL, "model.py", 9, "view_moved_on", "moved"),
-        "mm_2": Place("layers.0.up", "model.py", 7, "mm_2"),
-        "mm_3": Place("layers.0.up", "model.py", 7, "mm_3"),
+    locations = {
+        "primals_1": SourceLocation("", "", 0, "primals_1"),
+        "mm": SourceLocation("layers.0.up", "model.py", 7, "mm"),
+        "gelu": SourceLocation("layers.0", "model.py", 8, "gelu"),
+        "view_moved_on": SourceLocation(EVIL, "model.py", 9, "view_moved_on"),
+        "gelu_recompute": SourceLocation("layers.0", "model.py", 8, "gelu", "again"),
+        "to_device_view_moved_on_moved": SourceLocation(
+            EVIL, "model.py", 9, "view_moved_on", "moved"
+        ),
+        "mm_2": SourceLocation("layers.0.up", "model.py", 7, "mm_2"),
+        "mm_3": SourceLocation("layers.0.up", "model.py", 7, "mm_3"),
     }
     return report_of(
         lifetimes,
         making,
         4,
-        places,
+        locations,
         plain=[6 * MIB, 8 * MIB, 10 * MIB, 12 * MIB, 9 * MIB, 8 * MIB],
         resident=["primals_1"],
         results=["mm_1"],
@@ -130,72 +132,38 @@ def small_report(graph: int = 0) -> Report:
 
 
 def large_report(layers: int) -> Report:
-    """A deep net, 40 storages a layer: all is saved but what every other layer computes again."""
-    rng = random.Random(7)
-    parameters, making, lifetimes = list[str](), list[str](), list[Lifetime]()
-    places, plan = dict[str, Place](), list[Step]()
-
-    def place(name: str, layer: int, line: int, value: str = "", copy: str = "") -> str:
-        module = f"layers.{layer}.{('attention', 'mlp')[line % 2]}"
-        places[name] = Place(module, "deep_model.py", line, value or name, copy)
-        return name
-
-    born: dict[str, int] = {}
-    for layer in range(layers):
-        for k in range(10):
-            name = place(f"act_{layer}_{k}", layer, 20 + k)
-            born[name] = len(making)
-            making.append(name)
-            plan.append(name)
-    forward = len(making)
-    making.append("tangents")
-    small = {name: rng.choice((1, 2, 4, 16)) * MIB // 4 for name in born}
-    grads: list[tuple[str, int, int]] = []
-    for layer in reversed(range(layers)):
-        ours, again = [f"act_{layer}_{k}" for k in range(10)], layer % 2 == 0
-        since = len(making)
-        for k, name in enumerate(ours):
-            if not again or k < 3:
-                continue
-            copy = place(f"{name}_recompute", layer, 20 + k, name, "again")
-            lifetimes.append(Lifetime(copy, small[name], len(making), since + 7 + 10 - k))
-            making.append(copy)
-            plan.append(name)
-        for k in range(10):
-            grad = place(f"mm_{layer}_{k}", layer, 40 + k)
-            here = len(making)
-            lifetimes.append(Lifetime(grad, small[ours[9 - k]], here, here + 2))
-            lifetimes.append(Lifetime(grad, MIB // 8, here, here + 1, workspace=True))
-            making.append(grad)
-            plan.append(grad)
-        for k in range(6):
-            grads.append(
-                (place(f"grad_{layer}_{k}", layer, 60 + k), MIB * (1 + k), len(making) - 6)
-            )
-        for k, name in enumerate(ours):
-            stop = len(making) - k if not again or k < 3 else born[name] + 3
-            lifetimes.append(Lifetime(name, small[name], born[name], stop))
-    making += ["", ""]
-    end = len(making)
-    for layer in range(layers):
-        for k in range(6):
-            parameters.append(place(f"weight_{layer}_{k}", layer, 60 + k))
-            lifetimes.append(Lifetime(parameters[-1], MIB * (1 + k), 0, end))
-    lifetimes += [Lifetime(name, nbytes, start, end) for name, nbytes, start in grads]
-    kept = sum(small.values())
-    weights = sum(one.nbytes for one in lifetimes if one.value in set(parameters))
+    """A deep net, 43 storages a layer; every other layer computes most activations again."""
     half = 10 * layers
-    plain = [weights + kept * k // half for k in range(half)]
-    plain += [weights + kept + (weights - kept) * k // half for k in range(half)]
-    found = report_of(lifetimes, making, forward, places, plain=plain, resident=parameters,
-                      held_bytes=500 * MIB)  # fmt: skip
-    return with_plan(found, plan)
-
-
-def with_plan(report: Report, steps: Sequence[Step]) -> Report:
-    """The same with a plan, its budget a little above the peak."""
-    budget = report.predicted_peak_bytes * 102 // 100
-    return replace(report, budget_bytes=budget, plan=replace(report.plan, steps=tuple(steps)))
+    end = 2 * half + 1
+    lifetimes, locations = list[Lifetime](), dict[str, SourceLocation]()
+    acts, again = [f"act_{k}" for k in range(half)], list[str]()
+    for k, name in enumerate(acts):
+        nbytes, backward = MIB // 4 << k % 4, end - 1 - k
+        module, line = f"layers.{k // 10}.{('attention', 'mlp')[k % 2]}", 20 + k % 10
+        locations[name] = SourceLocation(module, "deep_model.py", line, name)
+        if k // 10 % 2 and k % 10 > 2:
+            again.append(name)
+            copy = f"{name}_recompute"
+            locations[copy] = SourceLocation(module, "deep_model.py", line, name, "again")
+            lifetimes.append(Lifetime(name, nbytes, k, k + 3))
+            lifetimes.append(Lifetime(copy, nbytes, max(backward - 2, half + 1), backward + 1))
+        else:
+            lifetimes.append(Lifetime(name, nbytes, k, backward + 1))
+        lifetimes.append(Lifetime(f"grad_{k}", nbytes, backward, min(backward + 2, end)))
+        lifetimes.append(Lifetime(f"grad_{k}", MIB // 8, backward, backward + 1, workspace=True))
+        lifetimes.append(Lifetime(f"weight_{k}", MIB * (1 + k % 6), 0, end))
+    grads = [f"grad_{k}" for k in reversed(range(half))]
+    rising = [MIB * k for k in range(half)]
+    return report_of(
+        lifetimes,
+        [*acts, "tangents", *grads],
+        half,
+        locations,
+        plain=[*rising, *reversed(rising)],
+        resident=[f"weight_{k}" for k in range(half)],
+        plan_steps=[*acts, *again, *grads],
+        held_bytes=500 * MIB,
+    )
 
 
 def small_front() -> Front:

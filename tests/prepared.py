@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Sequence
-from dataclasses import dataclass, replace
+from dataclasses import dataclass
 from typing import Any, cast
 
 import torch
@@ -12,7 +12,7 @@ from torch import fx, nn
 from fxremat.compat.compilers import compile_with_aot_eager, trace_as_inductor
 from fxremat.compile.cost_model import cost_model
 from fxremat.compile.draft import Draft
-from fxremat.compile.pipeline import PREPARE, Runner, Use
+from fxremat.compile.pipeline import PREPARE, Runner
 from fxremat.compile.request import GraphInputs, Policy, Request
 from fxremat.compile.stage_times import StageTimes
 from fxremat.passes.base import Changed, Pass
@@ -80,8 +80,14 @@ class Noting(Pass):
         return changed
 
 
-def _made(use: Use, around: Callable[[Pass], Pass]) -> Use:
-    return replace(use, make=lambda draft, costs: around(use.make(draft, costs)))
+@dataclass(frozen=True)
+class _AroundRunner(Runner):
+    """Runs each pass as ``around`` gives it."""
+
+    around: Callable[[Pass], Pass] = lambda one: one
+
+    def run_pass(self, stage: str, one: Pass, module: fx.GraphModule) -> Changed:
+        return super().run_pass(stage, self.around(one), module)
 
 
 def prepare(
@@ -93,8 +99,7 @@ def prepare(
         inputs=GraphInputs(accumulated=tuple(range(100)) if accumulate else ()),
     )
     costs = cost_model(request, draft.module.graph, "test", measured=False)
-    uses = [_made(use, around) for use in PREPARE]
-    return Runner(costs, StageTimes()).run("prepare", uses, draft).joint
+    return _AroundRunner(costs, StageTimes(), around).run("prepare", PREPARE, draft).joint
 
 
 def prepared(draft: Draft, *, fused: bool, accumulate: bool = False) -> list[str]:

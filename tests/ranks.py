@@ -38,7 +38,7 @@ PRELOADED = [
     "torch.distributed.pipelining",
     "torch.distributed.tensor.parallel",
     "fxremat.backend",
-    "fxremat.compile.planned",
+    "fxremat.compile.partitioner",
 ]
 """What takes a process seconds to import: a server has it, and ranks are forked from that."""
 

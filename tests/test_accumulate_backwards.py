@@ -14,7 +14,7 @@ from torch import Tensor, nn
 from torch.utils.checkpoint import checkpoint
 
 import fxremat
-from fxremat.runtime.gradients import accumulation
+from fxremat.runtime import accumulation
 from tests import accumulating
 from tests.accumulating import (
     EAGER,

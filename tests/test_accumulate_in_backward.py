@@ -14,7 +14,7 @@ from torch.nn import functional as F
 
 import fxremat
 from fxremat.memory.measured_peak import measure_peak
-from fxremat.runtime.gradients import accumulation
+from fxremat.runtime import accumulation
 from tests import accumulating, nets
 from tests.accumulating import (
     EAGER,

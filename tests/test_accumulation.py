@@ -9,7 +9,7 @@ from torch import fx
 import fxremat
 from fxremat import runtime
 from fxremat.compat.joint_graph import copy_module
-from fxremat.passes.gradients.accumulation import LASTING, accumulate, name_later_reads
+from fxremat.passes.accumulation import LASTING, accumulate, name_later_reads
 from fxremat.passes.joint_graph import JointGraph, read_joint_graph
 from fxremat.passes.memory_estimation import estimate
 from fxremat.verify.data_flow import check_arrivals

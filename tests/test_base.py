@@ -11,9 +11,9 @@ from torch.utils.checkpoint import CheckpointPolicy
 
 from fxremat import VerificationFailed, runtime
 from fxremat.core.schedule import keep_all
+from fxremat.passes.accumulation import Accumulation
 from fxremat.passes.base import Changed, Pass
-from fxremat.passes.gradients.accumulation import Accumulation
-from fxremat.passes.gradients.gradient_sums import GradientSums
+from fxremat.passes.gradient_sums import GradientSums
 from fxremat.passes.inplace import WriteInPlace
 from fxremat.passes.offload import AddBeforePutting
 from fxremat.passes.recompute import ApplyPlan

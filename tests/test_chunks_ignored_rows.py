@@ -8,7 +8,7 @@ import pytest
 import torch
 import torch.nn.functional as F
 
-from fxremat.passes.variants.chunks.row_numbers import Known, Value, result_of
+from fxremat.passes.variants.chunks.ignored_rows import Known, Value, result_of
 from fxremat.passes.variants.chunks.rules import CHUNKED_LOSS
 from fxremat.runtime.chunks.operator import ROWS
 from fxremat.runtime.chunks.program import parse

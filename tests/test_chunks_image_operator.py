@@ -18,9 +18,8 @@ from fxremat.memory.measured_peak import measure_peak
 from fxremat.passes.variants.chunks.inductor_kernels import suit_rows
 from fxremat.runtime import kernels
 from fxremat.runtime.chunks.buffers import places_of_images
-from fxremat.runtime.chunks.operator import ROWS
+from fxremat.runtime.chunks.operator import ROWS, RunningStatistics
 from fxremat.runtime.chunks.program import Instruction, Program, Ref, dump
-from fxremat.runtime.chunks.statistics import RunningStatistics
 from tests.images import WIDTH, images
 from tests.row_sites import assert_close
 

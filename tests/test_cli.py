@@ -8,7 +8,7 @@ import os
 import re
 import signal
 import sys
-from contextlib import suppress
+from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 from xml.etree import ElementTree
@@ -86,21 +86,6 @@ def test_solve_and_check_with_moves(tmp_path: Path, capsys: pytest.CaptureFixtur
     assert "moved" not in capsys.readouterr().out
 
 
-@pytest.mark.parametrize(
-    ("given", "says"),
-    [
-        (["--host-bandwidth", "fast"], "'fast' is not a size"),
-        (["--host-memory", "1GiB"], "--host-memory needs --host-bandwidth"),
-    ],
-)
-def test_copies_that_are_refused(
-    problem: str, capsys: pytest.CaptureFixture[str], given: list[str], says: str
-) -> None:
-    with suppress(SystemExit):
-        assert main(["solve", problem, "--budget", "80%", *given]) == 2
-    assert says in capsys.readouterr().err
-
-
 def test_times_of_another_device(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
     def traced(*given: str) -> Problem:
         out = str(tmp_path / "problem.json")
@@ -108,9 +93,9 @@ def test_times_of_another_device(tmp_path: Path, capsys: pytest.CaptureFixture[s
         return load_problem(out)
 
     assert traced("--device", "H100").base_time_us < traced("--device", "cpu").base_time_us
-    moving = traced("--device", "Cortex-M4", "--copies").copies
+    moving = traced("--device", "H100", "--copies").copies
     assert moving is not None
-    assert (moving.to_host, moving.energy_uj) == (1.0, 0.1)
+    assert moving.to_host == moving.to_device > 0
     assert main(["trace", "tests.small:stack_and_input", "--out", "x", "--copies"]) == 2
     assert "--copies needs --device" in capsys.readouterr().err
     assert main(["trace", "tests.small:stack_and_input", "--out", "x", "--device", "H1000"]) == 2
@@ -142,31 +127,36 @@ def test_a_budget_that_nothing_fits(
     assert not out.exists()
 
 
-@pytest.mark.parametrize(("limit", "given"), [(None, []), (7.5, ["--time-limit", "7.5"])])
-def test_solver_and_limit_are_passed_on(
-    problem: str, monkeypatch: pytest.MonkeyPatch, limit: float | None, given: list[str],
-    capsys: pytest.CaptureFixture[str],
-) -> None:  # fmt: skip
-    asked = []
+@pytest.fixture
+def mine(monkeypatch: pytest.MonkeyPatch) -> list[Callable[[int | None, SolverOptions], None]]:
+    """What the solver "mine" does before it answers with the base order."""
+    acts: list[Callable[[int | None, SolverOptions], None]] = []
 
     def solve(problem: Problem, budget: int | None, options: SolverOptions) -> Plan:
-        asked.append((budget, options.time_limit_s, options.progress))
+        for act in acts:
+            act(budget, options)
         return make_plan(problem, problem.base_steps(), "mine", budget_bytes=budget)
 
     monkeypatch.setitem(planner.SOLVERS, "mine", solve)
+    return acts
+
+
+@pytest.mark.parametrize(("limit", "given"), [(None, []), (7.5, ["--time-limit", "7.5"])])
+def test_solver_and_limit_are_passed_on(
+    problem: str, mine: list[Any], limit: float | None, given: list[str],
+    capsys: pytest.CaptureFixture[str],
+) -> None:  # fmt: skip
+    asked = []
+    mine.append(lambda budget, given: asked.append((budget, given.time_limit_s, given.progress)))
     assert main(["solve", problem, "--budget", "1MiB", "--solver", "mine", *given]) == 0
     assert asked == [(2**20, limit, None)]
     assert "solver    mine" in capsys.readouterr().out
 
 
 def test_ctrl_c_gives_the_best_plan_so_far(
-    problem: str, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+    problem: str, mine: list[Any], capsys: pytest.CaptureFixture[str]
 ) -> None:
-    def solve(problem: Problem, budget: int | None, options: SolverOptions) -> Plan:
-        os.kill(os.getpid(), signal.SIGINT)
-        return make_plan(problem, problem.base_steps(), "mine", budget_bytes=budget)
-
-    monkeypatch.setitem(planner.SOLVERS, "mine", solve)
+    mine.append(lambda *_: os.kill(os.getpid(), signal.SIGINT))
     before = signal.getsignal(signal.SIGINT)
     assert main(["solve", problem, "--budget", "100%", "--solver", "mine"]) == 0
     printed = capsys.readouterr()
@@ -232,14 +222,13 @@ def test_progress_is_throttled_and_cleared() -> None:
 
 @pytest.mark.parametrize("terminal", [True, False])
 def test_progress_is_shown_on_a_terminal_only(
-    problem: str, monkeypatch: pytest.MonkeyPatch, terminal: bool
+    problem: str, mine: list[Any], monkeypatch: pytest.MonkeyPatch, terminal: bool
 ) -> None:
-    def solve(problem: Problem, budget: int | None, options: SolverOptions) -> Plan:
+    def tell(budget: int | None, options: SolverOptions) -> None:
         if options.progress is not None:
             options.progress(Progress("mine", 0.5, None, None))
-        return make_plan(problem, problem.base_steps(), "mine", budget_bytes=budget)
 
-    monkeypatch.setitem(planner.SOLVERS, "mine", solve)
+    mine.append(tell)
     stream = Terminal() if terminal else io.StringIO()
     monkeypatch.setattr(sys, "stderr", stream)
     assert main(["solve", problem, "--budget", "100%", "--solver", "mine"]) == 0
@@ -296,6 +285,8 @@ REFUSED: dict[str, list[str]] = {
     "plan not JSON": ["check", "problem.json", "text.json"],
     "missing plan": ["check", "problem.json", "missing.json"],
     "output nowhere": ["pareto", "problem.json", "--out", "nowhere/front.json"],
+    "rate of words": ["solve", "problem.json", "--budget", "80%", "--host-bandwidth", "fast"],
+    "host memory alone": ["solve", "problem.json", "--budget", "80%", "--host-memory", "1GiB"],
     "no function": ["trace", "models", "--out", "x"],
     "no module": ["trace", "no_such_module:f", "--out", "x"],
 }

@@ -12,48 +12,55 @@ import pytest
 from fxremat.cli import main
 from fxremat.report.chrome_trace import chrome_trace
 from fxremat.report.files import write_report
+from fxremat.report.page import page_of
 from fxremat.report.snapshot import memory_snapshot
+from tests.pages import small_front
 from tests.step_reports import moving, planned
 
 
-def test_both_files(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
-    write_report(str(tmp_path), planned())
-    trace, snapshot = tmp_path / "step.json", tmp_path / "step.pickle"
-    report = str(tmp_path / "graph_0.report.json")
-    given = ["--perfetto", str(trace), "--memory-viz", str(snapshot)]
-    assert main(["timeline", report, *given]) == 0
-    assert trace.read_text() == (tmp_path / "graph_0.trace.json").read_text()
-    assert pickle.loads(snapshot.read_bytes()) == memory_snapshot([planned()])
+def test_files_of_two_graphs(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    reports = [planned(), replace(moving(), graph=1)]
+    for report in reports:
+        write_report(str(tmp_path), report)
+    front = tmp_path / "front.json"
+    front.write_text(json.dumps(small_front().to_json()))
+    page, trace, snapshot = (tmp_path / name for name in ("a.html", "a.json", "a.pickle"))
+    given = [str(tmp_path / f"graph_{n}.report.json") for n in (0, 1)]
+    given += ["--page", str(page), "--front", str(front)]
+    given += ["--perfetto", str(trace), "--memory-viz", str(snapshot)]
+    assert main(["timeline", *given]) == 0
+    assert page.read_text() == page_of(reports, small_front())
+    assert json.loads(trace.read_text()) == chrome_trace(reports)
+    assert pickle.loads(snapshot.read_bytes()) == memory_snapshot(reports)
     printed = capsys.readouterr().out
     assert printed.startswith(planned().summary())
     assert f"written   {trace}" in printed
 
 
-def test_graphs_of_one_step(tmp_path: Path) -> None:
-    reports = [planned(), replace(moving(), graph=1)]
-    for report in reports:
-        write_report(str(tmp_path), report)
-    given = [str(tmp_path / f"graph_{n}.report.json") for n in (0, 1)]
-    assert main(["timeline", *given, "--perfetto", str(tmp_path / "step.json")]) == 0
-    assert json.loads((tmp_path / "step.json").read_text()) == chrome_trace(reports)
-
-
 @pytest.mark.parametrize(
-    ("text", "more", "said"),
+    ("report", "more", "said"),
     [
-        ("{}", ["--perfetto", "out.json"], "no report of this version of fxremat"),
-        ("[]", ["--perfetto", "out.json"], "no report of this version of fxremat"),
-        ("{", ["--perfetto", "out.json"], "not JSON"),
-        ("{}", [], "nothing to write; give --page"),
+        ("{}", "--perfetto out.json", "no report of this version of fxremat"),
+        ("[]", "--perfetto out.json", "no report of this version of fxremat"),
+        ("{", "--page out.html", "not JSON"),
+        (None, "--page out.html", "No such file"),
+        ("{}", "", "nothing to write; give --page"),
+        ("{}", "--page out.html --front report.json", "no front; pareto --out writes one"),
+        ("[]", "--page out.html --front report.json", "no front; pareto --out writes one"),
     ],
 )
-def test_refused(
-    text: str, more: list[str], said: str, tmp_path: Path, capsys: pytest.CaptureFixture[str]
-) -> None:
-    path = tmp_path / "report.json"
-    path.write_text(text)
-    assert main(["timeline", str(path), *more]) == 2
-    assert said in capsys.readouterr().err
+def test_refused_in_one_line(
+    report: str | None, more: str, said: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch,
+    capsys: pytest.CaptureFixture[str],
+) -> None:  # fmt: skip
+    monkeypatch.chdir(tmp_path)
+    if report is not None:
+        Path("report.json").write_text(report)
+    assert main(["timeline", "report.json", *more.split()]) == 2
+    error = capsys.readouterr().err
+    assert said in error
+    assert error.count("\n") == 1
+    assert not list(tmp_path.glob("out.*"))
 
 
 def test_a_file_that_cannot_be_written(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:

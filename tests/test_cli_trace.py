@@ -92,7 +92,7 @@ def test_trace_gives_the_problem_that_is_planned(
     assert replace(found, name="") == replace(graph.problem, name="")
     printed = capsys.readouterr().out
     assert f"{len(found.ops)} ops" in printed
-    assert "keep-all  " in printed
+    assert "store-all " in printed
 
 
 @pytest.mark.parametrize("name", ["linear", "several", "half", "convolutions"])

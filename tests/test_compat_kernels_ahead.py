@@ -22,6 +22,7 @@ from fxremat.compat.configuration import inductor_config
 from fxremat.compat.inductor import kernels_ahead
 from fxremat.compat.inductor.generated_code import Generated
 from fxremat.compat.inductor.kernels_ahead import begin_kernels, look_for_vectors
+from fxremat.core.constants import MOST_TOGETHER
 from tests.test_compat_generated_code import GENERATED
 
 
@@ -265,6 +266,6 @@ def test_what_several_kernels_call_is_inlined(
 def test_each_kernel_is_in_one_group(count: int, workers: int) -> None:
     found = kernels_ahead.groups(range(count), workers)
     assert list(chain.from_iterable(found)) == list(range(count))
-    assert all(0 < len(group) <= kernels_ahead.MOST_TOGETHER for group in found)
-    if 0 < count <= kernels_ahead.MOST_TOGETHER * 2 * workers:
+    assert all(0 < len(group) <= MOST_TOGETHER for group in found)
+    if 0 < count <= MOST_TOGETHER * 2 * workers:
         assert len(found) <= 2 * workers

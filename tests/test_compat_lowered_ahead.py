@@ -125,7 +125,7 @@ def test_who_wants_to_see_inductor_at_work_does() -> None:
 
 
 def test_only_so_many_are_kept(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(lowered_ahead, "_MOST_READY", 1)
+    monkeypatch.setattr(lowered_ahead, "MOST_READY", 1)
     half(net(), ahead)
     assert len(lowered_ahead._ready) == 1
     forget_lowered()

@@ -15,7 +15,7 @@ from hypothesis import strategies as st
 from torch import fx, nn
 
 import fxremat
-from fxremat.core.constants import CHUNK_PARTS
+from fxremat.core.constants import IMAGE_PARTS
 from fxremat.cost.workspaces import Workspaces
 from fxremat.passes.joint_graph import JointGraph
 from fxremat.passes.variants import insertion
@@ -89,7 +89,7 @@ def test_any_convolution(
         dtype=torch.float64,
     )  # fmt: skip
     joint = joint_of(model, torch.randn(images, 2, *[size] * axes, dtype=torch.float64))
-    parts = {-(-images // n) for n in CHUNK_PARTS} - {images}
+    parts = {-(-images // n) for n in IMAGE_PARTS} - {images}
     assert assert_each_is_the_same(joint, 1e-13) == (2 if transposed else 3) * len(parts)
 
 

@@ -35,5 +35,5 @@ def test_steps_there_and_back() -> None:
 
 @pytest.mark.parametrize("data", [{}, {"steps": "abc"}, {"steps": ["a", 1]}, [], None])
 def test_malformed(data: Any) -> None:
-    with pytest.raises(InvalidProblem, match="field 'steps'"):
+    with pytest.raises(InvalidProblem, match=r"field 'steps|expected an object"):
         steps_from_json(data)

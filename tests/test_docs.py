@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import importlib.util
+import inspect
 import json
 import re
 import sys
@@ -23,7 +24,8 @@ from fxremat.planner import SOLVERS
 ROOT = Path(__file__).parent.parent
 README = ROOT / "README.md"
 DOCS = sorted((ROOT / "docs").rglob("*.md"))
-PAGES = [README, *DOCS]
+CHANGES = ROOT / "CHANGELOG.md"  # it also names what is gone
+PAGES = [README, ROOT / "CONTRIBUTING.md", CHANGES, *DOCS]
 BLOCK = re.compile(r"^(<!-- run -->\n)?```python\n(.*?)^```$", re.MULTILINE | re.DOTALL)
 FENCED = re.compile(r"^```.*?^```$", re.MULTILINE | re.DOTALL)
 LINK = re.compile(r"\]\(([^)\s]+)\)")
@@ -71,12 +73,14 @@ def test_the_readme_is_short() -> None:
 
 def test_limits_and_commands_are_on_the_first_screen() -> None:
     screen = " ".join(text_of(README).splitlines()[:35])
-    for needed in ("One GPU has run it, for minutes", "make demo", "make test", "torch.compile("):
+    for needed in ("Limits first", "pip install", "make demo", "make test", "torch.compile("):
         assert needed in screen
 
 
-def test_the_glossary_is_a_page() -> None:
-    assert len(text_of(ROOT / "docs/glossary.md").splitlines()) <= 60
+def test_the_glossary_is_short() -> None:
+    words = re.findall(r"^\| \*\*(.+?)\*\* \|", text_of(ROOT / "docs/glossary.md"), re.MULTILINE)
+    assert 0 < len(words) <= 18
+    assert len({*words}) == len(words)
 
 
 @every_page
@@ -144,16 +148,32 @@ def test_the_table_of_options_is_that_of_the_code() -> None:
     assert options_table() in text_of(README)
 
 
-def test_every_name_of_fxremat_in_python_code_exists() -> None:
-    for page in PAGES:
-        for _, code in BLOCK.findall(text_of(page)):
-            for name in re.findall(r"\bfxremat\.(\w+)\(", code):
-                assert name in fxremat.__all__, name
+@every_page
+def test_every_name_of_fxremat_is_public_or_a_module(page: Path) -> None:
+    """In what stands in code, also in blocks of it; a list of changes names what is gone."""
+    text = "" if page == CHANGES else text_of(page)
+    for code in [*CODE.findall(FENCED.sub("", text)), *FENCED.findall(text)]:
+        for name in re.findall(r"\bfxremat\.(\w+)", code):
+            assert name in fxremat.__all__ or importlib.util.find_spec(f"fxremat.{name}"), name
+
+
+def test_modules_that_moved_are_where_the_list_of_changes_says() -> None:
+    rows = re.findall(r"^\| `fxremat\..*?\| `(fxremat[.\w]+)`", text_of(CHANGES), re.MULTILINE)
+    assert rows
+    assert {name for name in rows if not importlib.util.find_spec(name)} == set()
+
+
+def test_every_public_name_is_said_to_be_stable_or_not() -> None:
+    parts = text_of(ROOT / "docs/stability.md").split("\n## ")[1:]
+    stable, experimental = (set(re.findall(r"`fxremat\.(\w+)`", part)) for part in parts)
+    assert stable | experimental == set(fxremat.__all__)
+    assert not stable & experimental
 
 
 def test_every_public_function_is_described() -> None:
     everything = "".join(map(text_of, PAGES))
-    functions = {name for name in fxremat.__all__ if name.islower() and not name.startswith("_")}
+    functions = {name for name in fxremat.__all__ if inspect.isfunction(getattr(fxremat, name))}
+    assert functions
     assert {name for name in functions if f"fxremat.{name}(" not in everything} == set()
 
 

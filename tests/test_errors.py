@@ -8,19 +8,26 @@ import pickle
 import pytest
 
 from fxremat.errors import (
-    FxrematError,
+    BudgetExceeded,
+    CannotVary,
+    GraphsDiffer,
     HostMemoryExceeded,
     InfeasibleBudget,
     InvalidOption,
+    NeedsTriton,
     NotTraceable,
+    PromiseBroken,
+    RankMissing,
     SolverRefused,
+    UnknownDevice,
     UnknownOption,
     VerificationFailed,
     nearest,
 )
 from tests.conftest import Golden
 
-ERRORS: dict[str, FxrematError] = {
+MIB = 2**20
+ERRORS: dict[str, Exception] = {
     "infeasible": InfeasibleBudget(
         2 * 2**30,
         2_684_366_905,
@@ -38,6 +45,21 @@ ERRORS: dict[str, FxrematError] = {
     "refused": SolverRefused("rotor", "it is no chain. Use the solver 'auto'."),
     "not traceable": NotTraceable("step", "it breaks the graph"),
     "host memory": HostMemoryExceeded(400, 800, 1000),
+    "in flight": PromiseBroken("graph 1", 4, 3 * MIB, 9 * MIB, 8 * MIB),
+    "in flight, planned again": PromiseBroken(
+        "graph 1", 4, 3 * MIB, 9 * MIB, 8 * MIB, planned_for=4
+    ),
+    "in flight, others leave more": PromiseBroken(
+        "graph 1", 4, 3 * MIB, 9 * MIB, 8 * MIB, left_bytes=MIB
+    ),
+    "exceeded": BudgetExceeded("graph 0", 9 * MIB, 8 * MIB, 2 * MIB, MIB // 2),
+    "another graph": GraphsDiffer(0, (1, 2), {0: "9 nodes", 1: "7 nodes", 2: "7 nodes"}),
+    "another plan": GraphsDiffer(0, (1,), {0: "a", 1: "b"}, "plan"),
+    "rank": RankMissing("plan", 300.0, 2),
+    "rank that failed": RankMissing("plan", 300.0, None, "ValueError: no"),
+    "device": UnknownDevice("H10", ("A100", "H100"), "H100"),
+    "triton": NeedsTriton(),
+    "vary": CannotVary("batch", "the model fixes it"),
     "verification": VerificationFailed("peak of the plan", "step 3 needs 12 bytes, budget 10"),
 }
 

@@ -15,14 +15,14 @@ from torch.utils.checkpoint import checkpoint
 
 from fxremat.cli.fit import table
 from fxremat.compat.joint_graph import user_tag
-from fxremat.compile.dry_run.dry_run import Rehearsal
-from fxremat.compile.dry_run.symbolic import PeaksBySize, SymbolicStep
+from fxremat.compile.dry_run.dry_run import DryRun
 from fxremat.memory.optimizer_states import Held
 from fxremat.training.blocks import are_alike, repeated_blocks, shortened
 from fxremat.whatif.device import absent
 from fxremat.whatif.extrapolation import Line, TorchSteps
 from fxremat.whatif.fit import FEW_BLOCKS, _Fitting, fit
 from fxremat.whatif.largest_size import WAYS, Point, Way, points_by_us
+from fxremat.whatif.symbolic_step import PeaksBySize, SymbolicStep
 
 BLOCKS = 6
 
@@ -98,13 +98,13 @@ def test_the_peak_is_continued_where_all_have_saved_and_where_all_have_gradients
 ) -> None:
     """Of a step whose blocks are all the same, every number is met."""
 
-    def shown(blocks: int) -> Rehearsal:
+    def shown(blocks: int) -> DryRun:
         forward = [100 + saved * (k + 1) for k in range(blocks)]
         backward = [100 + saved * (blocks - k) + left * k + scratch for k in range(blocks)]
         live = (*forward, *backward, 100 + left * blocks)
-        return Rehearsal(
+        return DryRun(
             max(live), live, (), {},
-            forward_moments=blocks, saved_bytes=100 + saved * blocks, left_bytes=live[-1],
+            forward_steps=blocks, saved_bytes=100 + saved * blocks, left_bytes=live[-1],
         )  # fmt: skip
 
     def step(blocks: int) -> Any:

@@ -19,8 +19,8 @@ from fxremat.compile.pipeline import prepare
 from fxremat.memory.measured_peak import measure_peak
 from fxremat.passes.joint_graph import JointGraph
 from fxremat.passes.variants import insertion
-from fxremat.passes.variants.attention import kernels
-from fxremat.passes.variants.attention.fused import RULES
+from fxremat.passes.variants.attention import fused
+from fxremat.passes.variants.attention.fused import RULES, FlashOnCuda, Inputs
 from tests.attentions import (
     ALONE,
     CASES,
@@ -302,8 +302,8 @@ def test_widths_that_flash_attention_takes(
     capability: tuple[int, int], width: int, is_taken: bool, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """Where it trains: there is no backward for some of them on cards with little shared memory."""
-    monkeypatch.setattr(kernels, "_capability", lambda: capability)
+    monkeypatch.setattr(fused, "_capability", lambda: capability)
     node = fx.Graph().placeholder("x")
     node.meta["val"] = torch.empty(1, 2, 8, width, dtype=torch.bfloat16, device="meta")
-    given = kernels.Inputs(node, node, node, None, is_causal=False, scale=1.0)
-    assert kernels.FlashOnCuda().takes(given) is is_taken
+    given = Inputs(node, node, node, None, is_causal=False, scale=1.0)
+    assert FlashOnCuda().takes(given) is is_taken

@@ -1,4 +1,4 @@
-"""Calls that write over an operand: which, which not, and what the judge says of wrong ones."""
+"""Calls that write over an operand: which, which not, and what the verifier says of wrong ones."""
 
 from __future__ import annotations
 
@@ -247,32 +247,24 @@ def test_what_is_saved_may_be_what_was_written() -> None:
     assert [n.name for n in found.rewritten.saved] == ["relu_default_2"]
 
 
-def test_another_dtype_is_not_written_over() -> None:
-    torch.library.define("fxremat_test::halve", "(Tensor x) -> Tensor")
-    torch.library.define("fxremat_test::halve_", "(Tensor(a!) x) -> ()")
-    halve, halve_ = torch.ops.fxremat_test.halve.default, torch.ops.fxremat_test.halve_.default
-    torch.library.impl("fxremat_test::halve", "default", lambda x: (x / 2).to(torch.float64))
-    torch.library.register_fake("fxremat_test::halve", lambda x: x.to(torch.float64))
-    runtime.declare_in_place(halve, halve_)
+@pytest.mark.parametrize(
+    ("name", "dtype", "count"), [("halve", torch.float64, 0), ("twice", torch.float32, 1)]
+)
+def test_custom_ops_have_forms_of_their_own(name: str, dtype: torch.dtype, count: int) -> None:
+    """A result of another dtype is not written over the operand."""
+    qualified = f"fxremat_test::{name}"
+    torch.library.define(qualified, "(Tensor x) -> Tensor")
+    torch.library.define(f"{qualified}_", "(Tensor(a!) x) -> ()")
+    torch.library.impl(qualified, "default", lambda x: (x * 2).to(dtype))
+    torch.library.register_fake(qualified, lambda x: torch.empty_like(x, dtype=dtype))
+    torch.library.impl(f"{qualified}_", "default", lambda x: x.mul_(2).__class__ and None)
+    torch.library.register_fake(f"{qualified}_", lambda x: None)
+    op, form = (getattr(torch.ops.fxremat_test, one).default for one in (name, f"{name}_"))
+    runtime.declare_in_place(op, form)
     try:
-        assert after(lambda g: [g.call(halve, g.relu(g.x))]).pairs == ()
+        assert len(after(lambda g: [g.call(op, g.relu(g.x))]).pairs) == count
     finally:
-        del runtime.IN_PLACE[halve]
-
-
-def test_custom_ops_have_forms_of_their_own() -> None:
-    torch.library.define("fxremat_test::twice", "(Tensor x) -> Tensor")
-    torch.library.define("fxremat_test::twice_", "(Tensor(a!) x) -> ()")
-    twice, twice_ = torch.ops.fxremat_test.twice.default, torch.ops.fxremat_test.twice_.default
-    torch.library.impl("fxremat_test::twice", "default", lambda x: x * 2)
-    torch.library.register_fake("fxremat_test::twice", torch.empty_like)
-    torch.library.impl("fxremat_test::twice_", "default", lambda x: x.mul_(2).__class__ and None)
-    torch.library.register_fake("fxremat_test::twice_", lambda x: None)
-    runtime.declare_in_place(twice, twice_)
-    try:
-        assert len(after(lambda g: [g.call(twice, g.relu(g.x))]).pairs) == 1
-    finally:
-        del runtime.IN_PLACE[twice]
+        del runtime.IN_PLACE[op]
 
 
 @pytest.mark.parametrize(
@@ -302,11 +294,11 @@ def test_operators_add_to_what_is_there_in_any_layout() -> None:
         torch.testing.assert_close(acc, expected)
 
 
-# --- the judge ---------------------------------------------------------------------------
+# --- the verifier ------------------------------------------------------------------------
 
 
 def forced(build: Build, monkeypatch: Any, saved: Sequence[int] = (), forward: int = 99) -> str:
-    """What the judge says of a rewriting that asks nobody whether the operand dies."""
+    """What the verifier says of a rewriting that asks nobody whether the operand dies."""
     monkeypatch.setattr(inplace._InPlaceWriter, "may_write", lambda self, node, owner: True)
     before = planned(build, saved)
     now = rewrite(before, forward).rewritten
@@ -316,48 +308,52 @@ def forced(build: Build, monkeypatch: Any, saved: Sequence[int] = (), forward: i
     return caught.value.detail
 
 
-def test_judge_names_a_late_reader(monkeypatch: Any) -> None:
-    said = forced(operand_is_read_later, monkeypatch)
-    assert said == "relu_default_1 reads relu_default after addmm_default_into wrote over it"
-
-
-def test_judge_names_a_late_reader_of_a_view(monkeypatch: Any) -> None:
-    said = forced(view_of_it_is_read_later, monkeypatch)
-    assert said == "relu_default_1 reads slice_tensor after addmm_default_into wrote over it"
-
-
-def test_judge_sees_a_result_that_changed(monkeypatch: Any) -> None:
-    assert forced(view_of_it_is_a_result, monkeypatch) == "result 0 is not what it was"
-
-
-def test_judge_sees_an_input_written(monkeypatch: Any) -> None:
-    monkeypatch.setattr(inplace, "_is_fresh", lambda owner: True)
-    said = forced(operand_is_an_input, monkeypatch)
-    assert said == "addmm_default_into writes over primals_1, which the graph does not own"
-
-
-@pytest.mark.parametrize("through_view", [False, True], ids=["itself", "by a view"])
-def test_judge_sees_a_saved_value_written(through_view: bool, monkeypatch: Any) -> None:
+def saves_what_is_written(through_view: bool) -> Build:
     def build(g: Graph) -> list[fx.Node]:
         y = g.relu(g.x)
         tangent = g.relu(g.w)
         return [g.relu(g.x), g.addmm(y, tangent), g.view(y, 16) if through_view else y]
 
-    said = forced(build, monkeypatch, saved=[2], forward=1)
-    assert said == "addmm_default_into writes over relu_default, which the forward saved"
+    return build
+
+
+NOT_THE_SAME = "addmm_default_into computes what the graph did not compute before"
+SAVED = "addmm_default_into writes over relu_default, which the forward saved"
 
 
 @pytest.mark.parametrize(
-    "build",
-    [operand_is_expanded, operand_is_transposed, operand_is_a_part, operand_is_shuffled],
-)
-def test_judge_sees_what_is_not_all_of_its_memory(build: Build, monkeypatch: Any) -> None:
-    monkeypatch.setattr(inplace, "covers_storage", lambda given: True)
-    said = forced(build, monkeypatch)
-    assert said == "addmm_default_into computes what the graph did not compute before"
+    ("build", "unasked", "said"),
+    [
+        (operand_is_read_later, None,
+         "relu_default_1 reads relu_default after addmm_default_into wrote over it"),
+        (view_of_it_is_read_later, None,
+         "relu_default_1 reads slice_tensor after addmm_default_into wrote over it"),
+        (view_of_it_is_a_result, None, "result 0 is not what it was"),
+        (operand_is_an_input, ("_is_fresh", True),
+         "addmm_default_into writes over primals_1, which the graph does not own"),
+        (operand_is_expanded, ("covers_storage", True), NOT_THE_SAME),
+        (operand_is_transposed, ("covers_storage", True), NOT_THE_SAME),
+        (operand_is_a_part, ("covers_storage", True), NOT_THE_SAME),
+        (operand_is_shuffled, ("covers_storage", True), NOT_THE_SAME),
+        (operand_is_read_by_the_call, ("_tensors", []),
+         "addmm_default_into reads relu_default while it writes over it"),
+    ],
+)  # fmt: skip
+def test_the_verifier_says_what_is_wrong(
+    build: Build, unasked: tuple[str, Any] | None, said: str, monkeypatch: Any
+) -> None:
+    """``unasked`` is what the rewriting asks nobody, beside whether the operand dies."""
+    if unasked is not None:
+        monkeypatch.setattr(inplace, unasked[0], lambda _: unasked[1])
+    assert forced(build, monkeypatch) == said
 
 
-def test_judge_sees_overlapping_memory_written() -> None:
+@pytest.mark.parametrize("through_view", [False, True], ids=["itself", "by a view"])
+def test_the_verifier_sees_a_saved_value_written(through_view: bool, monkeypatch: Any) -> None:
+    assert forced(saves_what_is_written(through_view), monkeypatch, saved=[2], forward=1) == SAVED
+
+
+def test_the_verifier_sees_overlapping_memory_written() -> None:
     before, wrong = planned(operand_is_expanded), Graph()
     row = wrong.relu(wrong.call(aten.select.int, wrong.x, 0, 0))
     wide = wrong.call(aten.expand.default, row, [4, 4])
@@ -366,12 +362,6 @@ def test_judge_sees_overlapping_memory_written() -> None:
     wrong.graph.output((wide,))
     with pytest.raises(VerificationFailed, match="expand_default, which is not all of its memory"):
         check_in_place(before.module.graph, wrong.graph, saved=[], num_forward_outputs=0)
-
-
-def test_judge_sees_an_operand_read_by_its_own_call(monkeypatch: Any) -> None:
-    monkeypatch.setattr(inplace, "_tensors", lambda args: [])
-    said = forced(operand_is_read_by_the_call, monkeypatch)
-    assert said == "addmm_default_into reads relu_default while it writes over it"
 
 
 def random_graph(seed: int) -> Build:
@@ -416,8 +406,8 @@ def test_any_graph_computes_the_same(seed: int, saves: bool) -> None:
 
 
 @given(st.integers(0, 10**6))
-def test_the_judge_misses_no_wrong_graph(seed: int) -> None:
-    """Where a rewriting without questions computes something else, the judge says so."""
+def test_the_verifier_misses_no_wrong_graph(seed: int) -> None:
+    """Where a rewriting without questions computes something else, the verifier says so."""
     before = planned(random_graph(seed))
     with pytest.MonkeyPatch.context() as patch:
         patch.setattr(inplace._InPlaceWriter, "may_write", lambda self, node, owner: True)

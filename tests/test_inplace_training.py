@@ -12,7 +12,7 @@ from torch import Tensor, fx, nn
 from torch.nn import functional
 
 from fxremat.memory.measured_peak import measure_peak
-from fxremat.passes.gradients.gradient_sums import accumulate_sums
+from fxremat.passes.gradient_sums import accumulate_sums
 from fxremat.passes.halves import Rewritten
 from fxremat.passes.inplace import overwritable, rewrite
 from fxremat.passes.recompute import apply_plan

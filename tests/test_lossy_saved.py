@@ -17,7 +17,7 @@ from torch import fx, nn
 
 from fxremat.passes.joint_graph import JointGraph
 from fxremat.passes.variants import few_bit, lossy_saved
-from fxremat.passes.variants.few_bit_tables import optimal_steps, refined
+from fxremat.passes.variants.few_bit import optimal_steps, refined
 from fxremat.passes.variants.lossy_saved import RULES
 from fxremat.passes.variants.rule import Site
 from fxremat.runtime.quantised import BLOCK

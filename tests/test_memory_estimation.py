@@ -232,7 +232,7 @@ def test_an_op_that_reads_what_the_step_overwrites_runs_once(fused: bool) -> Non
     reading = {
         op.name: op.repeatable
         for op in seen.problem.ops
-        for node in (seen.found.cones[op.name].nodes if op.name in seen.found.cones else ())
+        for node in (seen.found.slices[op.name].nodes if op.name in seen.found.slices else ())
         if any(root(source) in seen.joint.mutated for source in node.all_input_nodes)
     }
     assert {"add", "mul", "copy_"} <= set(reading)

@@ -2,8 +2,10 @@
 
 from __future__ import annotations
 
+import email
 import importlib.metadata
 import importlib.util
+import re
 import shutil
 import subprocess
 import sys
@@ -14,7 +16,8 @@ from typing import Any
 
 import pytest
 
-from fxremat.report.page.writing import SCRIPTS
+import fxremat
+from fxremat.report.page import SCRIPTS
 
 ROOT = Path(__file__).parent.parent
 GROUP = "torch_dynamo_backends"
@@ -41,6 +44,20 @@ def test_every_package_is_listed() -> None:
 
 def test_passes_are_a_link() -> None:
     assert (ROOT / "fxremat" / "passes").resolve() == ROOT / "passes"
+
+
+def test_the_version_stands_in_one_place() -> None:
+    assert "version" not in settings()["project"]
+    assert settings()["project"]["dynamic"] == ["version"]
+    files = [path for path in ROOT.joinpath("fxremat").rglob("*.py") if "passes" not in path.parts]
+    assert sum(f'"{fxremat.__version__}"' in path.read_text() for path in files) == 1
+
+
+def test_ci_runs_targets_that_exist() -> None:
+    makefile = (ROOT / "Makefile").read_text(encoding="utf-8")
+    targets = re.findall(r"^make (\S+)$", (ROOT / ".ci" / "run").read_text(), re.MULTILINE)
+    assert targets == ["test-all", "check", "package"]
+    assert all(re.search(rf"^{target}: ", makefile, re.MULTILINE) for target in targets)
 
 
 def test_the_licence_is_there() -> None:
@@ -84,16 +101,22 @@ def test_the_wheel_holds_each_file_once(tmp_path: Path) -> None:
     for name in ("fxremat", "passes"):
         ignore = shutil.ignore_patterns("__pycache__")
         shutil.copytree(ROOT / name, copy / name, symlinks=True, ignore=ignore)
-    for name in ("pyproject.toml", "LICENSE"):
+    for name in ("pyproject.toml", "LICENSE", "README.md"):
         shutil.copy(ROOT / name, copy / name)
     build = "import sys; from setuptools.build_meta import build_wheel; build_wheel(sys.argv[1])"
     subprocess.run(
         [sys.executable, "-c", build, str(tmp_path)], cwd=copy, check=True, capture_output=True
     )
     (wheel,) = tmp_path.glob("*.whl")
-    names = zipfile.ZipFile(wheel).namelist()
+    archive = zipfile.ZipFile(wheel)
+    names = archive.namelist()
     assert {"fxremat/passes/__init__.py", "fxremat/core/check.py", "fxremat/py.typed"} <= {*names}
     page = {"page.html", "page.css", *SCRIPTS}
     assert {f"fxremat/report/page/{name}" for name in page} <= {*names}
     assert {name.split("/")[0].split("-")[0] for name in names} == {"fxremat"}
     assert any(name.endswith("LICENSE") for name in names)
+    (about,) = (name for name in names if name.endswith(".dist-info/METADATA"))
+    metadata = email.message_from_bytes(archive.read(about))
+    assert metadata["Version"] == fxremat.__version__
+    assert metadata["Description-Content-Type"] == "text/markdown"
+    assert "# fxremat" in metadata.get_payload()

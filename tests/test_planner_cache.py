@@ -219,7 +219,7 @@ def test_the_problem_is_written_out_once(
 @pytest.fixture
 def plans(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> Path:
     """Where the backend keeps its plans."""
-    monkeypatch.setattr("fxremat.compat.cache_directory", lambda: str(tmp_path))
+    monkeypatch.setattr("fxremat.compile.search.planning.cache_directory", lambda: str(tmp_path))
     return tmp_path / "fxremat" / "plans"
 
 

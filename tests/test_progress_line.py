@@ -10,8 +10,7 @@ import time
 import pytest
 
 from fxremat.compile import stage_times
-from fxremat.compile.progress_line import CLEAR
-from fxremat.compile.stage_times import StageTimes
+from fxremat.compile.stage_times import CLEAR, StageTimes
 
 
 class Terminal(io.StringIO):

@@ -357,7 +357,7 @@ def test_steps_and_nodes_agree(name: str) -> None:
     model, inputs = nets.make(name)
     seen = capture(model, inputs, at_random(5))
     nodes = [n.name for n in seen.rewritten.module.graph.nodes]
-    sinks = {op: seen.found.cones[op].nodes[-1] for op in seen.found.cones}
+    sinks = {op: seen.found.slices[op].nodes[-1] for op in seen.found.slices}
     firsts = [name for i, name in enumerate(seen.steps)
               if name not in seen.steps[:i] and name in sinks]  # fmt: skip
     assert [nodes.index(n) for n in firsts] == sorted(nodes.index(n) for n in firsts)

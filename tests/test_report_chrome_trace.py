@@ -4,9 +4,7 @@ from __future__ import annotations
 
 import json
 import pickle
-from collections import defaultdict
 from collections.abc import Callable
-from itertools import pairwise
 from pathlib import Path
 from typing import Any
 
@@ -18,7 +16,7 @@ from fxremat.report.chrome_trace import OPS, TO_DEVICE, TO_HOST, chrome_trace
 from fxremat.report.report import Report
 from fxremat.report.snapshot import memory_snapshot
 from tests.small import Stack, seeded
-from tests.step_reports import moving, planned, rehearsed
+from tests.step_reports import check_trace_format, moving, planned, rehearsed
 
 Event = dict[str, Any]
 every_report = pytest.mark.parametrize("make", [planned, rehearsed, moving])
@@ -35,25 +33,7 @@ def complete(events: list[Event], thread: int) -> list[Event]:
 
 @every_report
 def test_rules_of_the_format(make: Callable[[], Report]) -> None:
-    events = events_of(make())
-    threads: defaultdict[tuple[int, int], list[Event]] = defaultdict(list)
-    for event in events:
-        assert event["ph"] in {"M", "X", "C"}
-        assert {"name", "pid", "tid", "ts", "args"} <= set(event)
-        assert event["ts"] >= 0
-        if event["ph"] == "X":
-            assert event["dur"] >= 0
-            threads[event["pid"], event["tid"]].append(event)
-        if event["ph"] == "C":
-            assert all(isinstance(value, int) for value in event["args"].values())
-    times = [event["ts"] for event in events if event["ph"] != "M"]
-    assert times == sorted(times)
-    named = {(e["pid"], e["tid"]) for e in events if e["name"] == "thread_name"}
-    assert set(threads) <= named
-    for each in threads.values():
-        for first, second in pairwise(each):
-            end = round(1e3 * first["ts"]) + round(1e3 * first["dur"])
-            assert end <= round(1e3 * second["ts"])  # in nanoseconds
+    check_trace_format(events_of(make()))
 
 
 @every_report

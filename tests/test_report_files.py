@@ -13,9 +13,10 @@ import torch
 import fxremat
 from fxremat.cli import main
 from fxremat.compile.session import reports
+from fxremat.core.json_data import from_data
 from fxremat.errors import InvalidOption
-from fxremat.report.page.writing import page_of
-from fxremat.report.report import report_from_json
+from fxremat.report.page import page_of
+from fxremat.report.report import Report
 from tests.small import Stack, seeded
 
 EAGER = {"executor": "aot_eager"}
@@ -45,7 +46,7 @@ def test_files_of_a_compiled_graph(tmp_path: Path, capsys: pytest.CaptureFixture
     model, x = compiled(folder, memory_budget="8MiB")
     model(x).sum().backward()
     assert sorted(p.name for p in folder.iterdir()) == FILES
-    written = report_from_json(json.loads((folder / "graph_0.report.json").read_text()))
+    written = from_data(Report, json.loads((folder / "graph_0.report.json").read_text()))
     assert written == reports()[-1]
     assert (folder / "graph_0.html").read_text(encoding="utf-8") == page_of([written])
     main(["check", str(folder / "graph_0.problem.json"), str(folder / "graph_0.plan.json")])
@@ -68,7 +69,7 @@ def test_a_refused_budget_has_files(tmp_path: Path) -> None:
     refused: Any = failure.value
     while not isinstance(refused, fxremat.InfeasibleBudget):
         refused = refused.inner_exception
-    written = report_from_json(json.loads((tmp_path / "graph_0.report.json").read_text()))
+    written = from_data(Report, json.loads((tmp_path / "graph_0.report.json").read_text()))
     assert written.predicted_peak_bytes == refused.minimum_bytes
     assert written.budget_bytes == 2**20
 
@@ -76,14 +77,14 @@ def test_a_refused_budget_has_files(tmp_path: Path) -> None:
 def test_explain_writes_too(tmp_path: Path) -> None:
     model, x = seeded(Stack, 64, 32)
     found = fxremat.explain(model, x, options={**EAGER, "report": tmp_path})
-    written = report_from_json(json.loads((tmp_path / "graph_0.report.json").read_text()))
+    written = from_data(Report, json.loads((tmp_path / "graph_0.report.json").read_text()))
     assert written == found.graphs[0]
 
 
 def test_a_folder_that_cannot_be_made_is_refused_at_once(tmp_path: Path) -> None:
     (tmp_path / "file").write_text("")
     model, x = compiled(tmp_path / "file")
-    with pytest.raises(Exception, match="a folder that can be made") as failure:
+    with pytest.raises(Exception, match="a folder that can be created") as failure:
         model(x)
     assert isinstance(getattr(failure.value, "inner_exception", failure.value), InvalidOption)
 

@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import json
 import re
-from collections.abc import Sequence
 from dataclasses import replace
 from pathlib import Path
 from typing import Any
@@ -13,13 +12,13 @@ import pytest
 import torch
 
 import fxremat
-from fxremat.cli import main
 from fxremat.report.front import front_from_json
-from fxremat.report.page.shown import KINDS, OUTSIDE, page_data
-from fxremat.report.page.writing import page_of, title_of
-from fxremat.report.report import Report, report_to_json
+from fxremat.report.page import page_of, title_of
+from fxremat.report.page.data import KINDS, OUTSIDE, page_data
+from fxremat.report.report import Report
 from tests.pages import EVIL, MIB, large_report, small_front, small_report
 from tests.small import Stack, seeded
+from tests.step_reports import altered
 
 EMBEDDED = re.compile(r'<script id="data" type="application/json">(.*?)</script>', re.DOTALL)
 
@@ -81,7 +80,7 @@ def test_a_storage_that_is_taken_over_by_a_gradient_was_saved() -> None:
     """It is there from the forward to the end, and is no result of the forward."""
     report = small_report()
     longer = [replace(x, stop=8) if x.value == "mm" else x for x in report.lifetimes]
-    assert kinds_of(replace(report, lifetimes=tuple(longer)))[2] == ("mm", "saved")
+    assert kinds_of(altered(report, lifetimes=tuple(longer)))[2] == ("mm", "saved")
 
 
 def test_a_plan_has_one_name_for_all_copies_of_a_value() -> None:
@@ -89,7 +88,7 @@ def test_a_plan_has_one_name_for_all_copies_of_a_value() -> None:
     report = small_report()
     named = {"gelu_recompute": "gelu", "to_device_view_moved_on_moved": "view_moved_on"}
     planned = [replace(one, value=named.get(one.value, one.value)) for one in report.lifetimes]
-    kinds = kinds_of(replace(report, lifetimes=tuple(planned)))
+    kinds = kinds_of(altered(report, lifetimes=tuple(planned)))
     assert kinds[7:9] == [("gelu", "again"), ("view_moved_on", "moved")]
 
 
@@ -101,13 +100,13 @@ def test_what_is_known_of_a_name() -> None:
     assert (names["files"][names["file"][row]], names["line"][row]) == ("model.py", 8)
     moved = names["name"].index("to_device_view_moved_on_moved")
     assert (names["value"][moved], names["moves"][moved]) == ("view_moved_on", 1)
-    unknown = page_data([replace(small_report(), places={})])["graphs"][0]["names"]
+    unknown = page_data([altered(small_report(), locations={})])["graphs"][0]["names"]
     assert sum(unknown["known"]) == 1  # what is held outside
 
 
 def test_a_report_without_lifetimes() -> None:
     """As it is kept by an older version: the lines are there."""
-    report = replace(small_report(), lifetimes=(), making=(), places={}, held_bytes=0)
+    report = altered(small_report(), lifetimes=(), computed=(), locations={}, held_bytes=0)
     (graph,) = page_data([report])["graphs"]
     assert graph["storages"]["name"] == []
     assert graph["timeline"] == list(report.timeline)
@@ -124,10 +123,12 @@ def test_names_never_become_html() -> None:
 
 
 def test_a_name_that_looks_like_a_hole_of_the_page() -> None:
-    report = small_report()
-    places = {name: replace(place, module="{{script}}") for name, place in report.places.items()}
-    page = page_of([replace(report, places=places)])
-    assert "{{script}}" in embedded(page)["graphs"][0]["names"]["modules"]
+    report, module = small_report(), "{{script}}"
+    locations = {
+        key: replace(location, module=module) for key, location in report.step.locations.items()
+    }
+    page = page_of([altered(report, locations=locations)])
+    assert module in embedded(page)["graphs"][0]["names"]["modules"]
 
 
 def test_a_page_needs_no_network() -> None:
@@ -139,11 +140,11 @@ def test_a_page_needs_no_network() -> None:
 
 
 def test_the_title_tells_the_graph_with_the_highest_peak() -> None:
-    low = replace(small_report(1), predicted_peak_bytes=MIB)
-    title = "fxremat: budget 12.00 MiB, peak 10.50 MiB, plain 12.50 MiB, +6.2% time"
+    low = altered(small_report(1), predicted_peak_bytes=MIB)
+    title = "fxremat: budget 12.00 MiB, peak 10.50 MiB, store-all 12.50 MiB, +6.2% time"
     assert title_of([low, small_report()]) == title
     assert f"<title>{title}</title>" in page_of([low, small_report()])
-    assert "no budget" in title_of([replace(low, budget_bytes=None)])
+    assert "no budget" in title_of([altered(low, budget_bytes=None)])
     assert title_of([]) == "fxremat: no graph with a backward"
 
 
@@ -155,54 +156,7 @@ def test_graphs_and_front() -> None:
     assert embedded(page_of([]))["front"] is None
 
 
-# --- who writes it ---------------------------------------------------------------------------
-
-
-def written(path: Path, report: Report) -> str:
-    path.write_text(json.dumps(report_to_json(report)))
-    return str(path)
-
-
-def test_timeline_writes_it(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
-    reports = [written(tmp_path / f"{n}.json", small_report(n)) for n in (0, 1)]
-    front, out = tmp_path / "front.json", tmp_path / "step.html"
-    front.write_text(json.dumps(small_front().to_json()))
-    assert main(["timeline", *reports, "--front", str(front), "--page", str(out)]) == 0
-    assert out.read_text() == page_of([small_report(0), small_report(1)], small_front())
-    assert "-> 10.50 MiB" in capsys.readouterr().out
-
-
-@pytest.mark.parametrize(
-    ("content", "says"),
-    [
-        ("{", "not JSON"),
-        ("{}", "no report of this version of fxremat"),
-        ("[1]", "no report of this version of fxremat"),
-        (None, "No such file"),
-    ],
-)
-def test_timeline_refuses_in_one_line(
-    tmp_path: Path, capsys: pytest.CaptureFixture[str], content: str | None, says: str
-) -> None:
-    path = tmp_path / "graph_0.report.json"
-    if content is not None:
-        path.write_text(content)
-    assert main(["timeline", str(path), "--page", str(tmp_path / "step.html")]) == 2
-    error = capsys.readouterr().err
-    assert says in error
-    assert error.count("\n") == 1
-    assert not (tmp_path / "step.html").exists()
-
-
-@pytest.mark.parametrize("content", ['{"format": "other"}', "{}", "[]"])
-def test_timeline_refuses_what_is_no_front(
-    tmp_path: Path, capsys: pytest.CaptureFixture[str], content: str
-) -> None:
-    report, front = written(tmp_path / "r.json", small_report()), tmp_path / "front.json"
-    front.write_text(content)
-    out = str(tmp_path / "step.html")
-    assert main(["timeline", report, "--front", str(front), "--page", out]) == 2
-    assert "no front; pareto --out writes one" in capsys.readouterr().err
+# --- of an explanation ---------------------------------------------------------------------
 
 
 @pytest.fixture(scope="module")
@@ -214,16 +168,13 @@ def rehearsed() -> Any:
     return fxremat.explain(model, x, memory_budget=least)
 
 
-def shown_graphs(graphs: Sequence[Report], page: Path) -> list[Any]:
-    found = embedded(page.read_text(encoding="utf-8"))["graphs"]
-    assert [graph["graph"] for graph in found] == [report.graph for report in graphs]
-    return list(found)
-
-
 def test_the_page_of_an_explanation(rehearsed: Any, tmp_path: Path) -> None:
     page = tmp_path / "step.html"
-    rehearsed.save_page(page)
-    for graph, report in zip(shown_graphs(rehearsed.graphs, page), rehearsed.graphs, strict=True):
+    rehearsed.save_page(page, rehearsed.pareto())
+    data = embedded(page.read_text(encoding="utf-8"))
+    assert front_from_json(data["front"]) == rehearsed.pareto()
+    for graph, report in zip(data["graphs"], rehearsed.graphs, strict=True):
+        assert graph["graph"] == report.graph
         assert sums(graph) == graph["timeline"]
         assert max(graph["timeline"]) == report.predicted_peak_bytes
         assert 0 < graph["forward_steps"] < len(graph["timeline"])
@@ -234,15 +185,7 @@ def test_the_page_of_an_explanation(rehearsed: Any, tmp_path: Path) -> None:
 def test_copies_are_known_as_copies(rehearsed: Any) -> None:
     """Those of values that are computed again; each is a copy of a value of the problem."""
     for report in rehearsed.graphs:
-        again = {p.value for p in report.places.values() if p.copy == "again"}
+        again = {p.value for p in report.step.locations.values() if p.copy == "again"}
         assert again <= set(report.problem.bytes_of) | {op.name for op in report.problem.ops}
         assert bool(report.recomputed) == bool(again)
     assert any(report.recomputed for report in rehearsed.graphs)
-
-
-@pytest.mark.slow
-def test_the_page_of_an_explanation_with_its_front(rehearsed: Any, tmp_path: Path) -> None:
-    page = tmp_path / "step.html"
-    rehearsed.save_page(page, rehearsed.pareto())
-    data = embedded(page.read_text(encoding="utf-8"))
-    assert front_from_json(data["front"]) == rehearsed.pareto()

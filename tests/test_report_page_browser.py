@@ -8,21 +8,29 @@ from __future__ import annotations
 import os
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
-from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
 import pytest
+import torch
+from torch.cuda import _memory_viz
 
+import fxremat
+from benchmarks.explaining import CONFIGS
+from benchmarks.models import find_config
+from fxremat.report.chrome_trace import chrome_trace
 from fxremat.report.front import Front
-from fxremat.report.page.writing import page_of
+from fxremat.report.page import page_of
 from fxremat.report.report import Report
+from fxremat.report.snapshot import memory_snapshot
 from tests.browser import Tab, opened
 from tests.pages import EVIL, MIB, large_report, small_front, small_report
+from tests.step_reports import altered, check_trace_format, replayed, storage_bytes
 
 pytestmark = pytest.mark.browser
 
 Open = Callable[..., Any]
+MODELS = {"gpt": CONFIGS["gpt"], "unet": find_config("unet"), "llama32": CONFIGS["llama32"]}
 
 
 @pytest.fixture
@@ -80,7 +88,7 @@ def test_hovering_tells_about_a_storage(page: Open) -> None:
     with page(small_report()) as tab:
         tab.point(*place_of(tab, 5, "gelu_recompute"))
         tip = text_of(tab, "#tip")
-        for said in ("gelu_recompute", "computed again", "Copy of", "layers.0", "model.py:8",
+        for said in ("gelu_recompute", "recomputed", "Copy of", "layers.0", "model.py:8",
                      "1.00 MiB (1,048,576)", "steps 5 to 6 (2 of 8)", "1 time",
                      "Step 5, gelu: 9.00 MiB live"):  # fmt: skip
             assert said in tip
@@ -90,7 +98,7 @@ def test_hovering_tells_about_a_storage(page: Open) -> None:
 
 def test_a_budget_far_above_is_told_in_words(page: Open) -> None:
     """The picture would be flat if it reached there."""
-    with page(replace(small_report(), budget_bytes=100 * MIB)) as tab:
+    with page(altered(small_report(), budget_bytes=100 * MIB)) as tab:
         assert "budget, 100.00 MiB: above" in text_of(tab, "#legend")
         assert view_of(tab)["high"] < 20 * MIB
 
@@ -242,7 +250,28 @@ def test_a_step_without_graphs(page: Open) -> None:
         assert "nothing to show" in text_of(tab, "#nothing")
 
 
-def test_a_report_without_lifetimes(page: Open) -> None:
-    bare = replace(small_report(), lifetimes=(), making=(), places={}, held_bytes=0)
-    with page(bare) as tab:
-        assert "All 0 storages" in text_of(tab, "#table-title")
+@pytest.mark.parametrize("name", MODELS)
+def test_files_of_a_model(
+    name: str, page: Open, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """The page, the snapshot and the trace that `explain` makes of a whole model."""
+    monkeypatch.setenv("TORCHINDUCTOR_CACHE_DIR", str(tmp_path / "cache"))
+    config = MODELS[name]
+    model = config.network(**config.arguments)
+    batch = model.sample(config.batch, torch.Generator().manual_seed(0))
+    whole = fxremat.explain(model, *batch).keep_all_peak_bytes
+    [report] = fxremat.explain(model, *batch, memory_budget=whole * 6 // 10).graphs
+    for dark in (False, True):
+        with page(report, dark=dark) as tab:
+            tab.settle()
+            assert tab.evaluate("page.graph.count") == len(report.lifetimes)
+            tab.evaluate("page.showPeak()")
+            tab.settle()
+            keep_picture(tab, f"{name}{'_dark' if dark else ''}")
+    snapshot = memory_snapshot([report])
+    assert max(replayed(snapshot["device_traces"][0])[0]) == max(storage_bytes(report))
+    assert "memory" in _memory_viz.trace_plot(snapshot).lower()  # type: ignore[no-untyped-call]
+    events = chrome_trace([report])["traceEvents"]
+    check_trace_format(events)
+    counted = [e["args"]["bytes"] for e in events if e["name"] == "bytes on the device"]
+    assert max(counted) == report.plan.peak_bytes

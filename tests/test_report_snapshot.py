@@ -6,7 +6,6 @@ import copy
 import pickle
 import pickletools
 from collections.abc import Callable
-from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
@@ -16,8 +15,8 @@ from torch.cuda import _memory_viz
 from fxremat.core.timeline import Lifetime
 from fxremat.report.report import Report
 from fxremat.report.snapshot import memory_snapshot
-from fxremat.report.source_location import Place
-from tests.step_reports import moving, planned, rehearsed
+from fxremat.report.source_location import SourceLocation
+from tests.step_reports import altered, moving, planned, rehearsed, replayed, storage_bytes
 
 READ_BY_THE_VIEWER = {
     "PROTO", "FRAME", "STOP", "MARK", "MEMOIZE", "BINGET", "LONG_BINGET", "BINPUT", "LONG_BINPUT",
@@ -28,52 +27,12 @@ READ_BY_THE_VIEWER = {
 every_report = pytest.mark.parametrize("make", [planned, rehearsed, moving])
 
 
-def replayed(events: list[dict[str, Any]]) -> tuple[list[int], dict[int, int]]:
-    """Bytes after the last event of each step, and what is allocated at the end; no overlap."""
-    live: dict[int, int] = {}
-    waiting: set[int] = set()
-    after: dict[int, int] = {}
-    segment = range(0)
-    for event in events:
-        address, size = event["addr"], event["size"]
-        if event["action"] == "segment_alloc":
-            segment = range(address, address + size)
-        elif event["action"] == "alloc":
-            assert size > 0
-            assert address in segment
-            assert address + size <= segment.stop
-            for other, bytes_of_other in live.items():
-                assert address + size <= other or other + bytes_of_other <= address
-            live[address] = size
-        elif event["action"] == "free_requested":
-            assert live[address] == size
-            waiting.add(address)
-        else:
-            assert event["action"] == "free_completed"
-            waiting.remove(address)
-            assert live.pop(address) == size
-        assert event["time_us"] >= max(after, default=0)
-        after[event["time_us"]] = sum(live.values())
-    assert not waiting
-    steps = range(max(after) + 1)
-    course: list[int] = []
-    for step in steps:
-        course.append(after.get(step, course[-1] if course else 0))
-    return course, live
-
-
-def expected(report: Report) -> list[int]:
-    """Bytes of all storages of each step."""
-    steps = range(len(report.timeline))
-    return [sum(x.nbytes for x in report.lifetimes if x.start <= s < x.stop) for s in steps]
-
-
 @every_report
 def test_events_replayed(make: Callable[[], Report]) -> None:
     report = make()
     snapshot = memory_snapshot([report])
     course, held = replayed(snapshot["device_traces"][0])
-    added = expected(report)
+    added = storage_bytes(report)
     assert course == added[: len(course)]
     assert set(added[len(course) :]) <= {course[-1]}  # nothing changes any more
     assert max(course) == max(added)
@@ -122,9 +81,13 @@ def test_frames_and_categories() -> None:
         Lifetime("saved", 2, 1, 2, workspace=True), Lifetime("nothing", 0, 0, 4),
         Lifetime("gradient", 8, 3, 4),
     )  # fmt: skip
-    places = {"saved": Place("layers.1", "net.py", 12)}
-    report = replace(
-        planned(), lifetimes=lifetimes, timeline=(28, 26, 24, 16), forward_steps=2, places=places
+    locations = {"saved": SourceLocation("layers.1", "net.py", 12)}
+    report = altered(
+        planned(),
+        lifetimes=lifetimes,
+        live_bytes=(28, 26, 24, 16),
+        forward_steps=2,
+        locations=locations,
     )
     snapshot = memory_snapshot([report])
     made = [e for e in snapshot["device_traces"][0] if e["action"] == "alloc"]
@@ -146,9 +109,9 @@ def test_graphs_are_devices() -> None:
     snapshot = memory_snapshot([planned(), moving()])
     assert [segment["device"] for segment in snapshot["segments"]] == [0, 1]
     for report, events in zip((planned(), moving()), snapshot["device_traces"], strict=True):
-        assert replayed(events)[0][0] == expected(report)[0]
+        assert replayed(events)[0][0] == storage_bytes(report)[0]
 
 
 def test_a_step_without_storages() -> None:
-    snapshot = memory_snapshot([replace(planned(), lifetimes=(), timeline=())])
+    snapshot = memory_snapshot([altered(planned(), lifetimes=(), live_bytes=())])
     assert snapshot["device_traces"] == [[]]

@@ -29,8 +29,8 @@ from fxremat.sizes import MIB
 from fxremat.step.context import ModelContext
 from fxremat.step.description import StepDescription
 from fxremat.step.graph import CompiledVersion
-from fxremat.step.preparation import _Look
 from fxremat.step.promise import RunVersions
+from fxremat.step.recorder import StepRecorder
 from fxremat.step.runs import GraphInStep
 from fxremat.step.scope import BudgetScope, Neighbours
 from fxremat.step.versions import Offer, Part
@@ -224,7 +224,7 @@ def reserved_bytes(seen: StepDescription, runs: RunVersions) -> int:
     """What the model of the allocator takes for what was compiled, in the segment that is taken."""
     found = seen.events(runs.version_of_run)
     assert found is not None
-    (segment,) = {one.promise.shared_bytes for one in runs.versions}
+    (segment,) = {one.promise.segment.shared for one in runs.versions}
     assert segment is not None
     usage = reserved(found.events, AllocatorSettings(), 0, segment, found.before)
     return usage.peak_reserved_bytes
@@ -272,7 +272,7 @@ def test_the_least_that_is_named_is_reserved_and_enough() -> None:
 def test_without_a_look_runs_follow_each_other() -> None:
     step = Step(1024 * MIB)
     runs = step.runs(None).compiled_for(RUNS)
-    assert all(one.promise.shared_bytes is not None for one in runs.versions)
+    assert all(one.promise.segment.shared is not None for one in runs.versions)
     assert runs.peak_bytes <= step.budget - step.tuning
     more = step.runs(None).compiled_for(2 * RUNS)
     assert runs.peak_bytes < more.peak_bytes <= step.budget - step.tuning
@@ -284,7 +284,7 @@ def test_without_a_rehearsal_some_of_the_budget_is_left() -> None:
     for budget, fastest in ((int(fits / 0.96), True), (int(fits / 0.98), False)):
         step = Step(budget, tuning=0, rehearses=False)
         runs = step.runs(step.seen()).compiled_for(RUNS)
-        assert all(one.promise.shared_bytes is None for one in runs.versions)
+        assert all(one.promise.segment.shared is None for one in runs.versions)
         assert (OFFERS[0] in step.compiled and len(step.compiled) == 1) is fastest
 
 
@@ -298,7 +298,7 @@ def test_two_units_are_known_when_the_last_is_compiled(caplog: pytest.LogCapture
     second = step.runs(seen, 1).compiled_for(2)
     assert "reserved, of" in caplog.text
     assert second.peak_bytes <= step.budget - step.tuning
-    sizes = {one.promise.shared_bytes for one in (*first.versions, *second.versions)}
+    sizes = {one.promise.segment.shared for one in (*first.versions, *second.versions)}
     assert sizes == {None}
     assert second.peak_bytes >= step.budget - step.tuning - SMALL_BYTES - 2 * MIB
     assert seen.events((0,) * RUNS) is not None
@@ -320,40 +320,40 @@ class Language(nn.Module):
         return F.cross_entropy(self.head(x).flatten(0, 1), tokens.flatten())
 
 
-def looked_at() -> _Look:
+def looked_at() -> StepRecorder:
     """One step of a model, with its events."""
     torch._dynamo.reset()
     model, tokens = Language(), torch.zeros(8, 512, dtype=torch.long)
     for block in model.blocks:
         block.compile()
     options = {"memory_budget": "1GiB", "solver": "greedy", "variants": "none"}
-    look = _Look(
-        parse_options(options, device_total_bytes=None), HERE, records=True, held_bytes=4096
+    look = StepRecorder(
+        parse_options(options, device_total_bytes=None), HERE, keeps_events=True, held_bytes=4096
     )
-    look.over(model, list(model.blocks), ((tokens,), {}))
+    look.record(model, list(model.blocks), ((tokens,), {}))
     return look
 
 
 def test_events_outside_are_the_moments_of_the_look() -> None:
     look = looked_at()
-    moments = moments_of(iter(look.events))
+    moments = moments_of(iter(look.meter.events))
     assert [m for m in moments if m.running is not None] == [
-        m for m in look.points if m.running is not None
+        m for m in look.course.points if m.running is not None
     ]
-    assert [m.outside_bytes for m in moments] == [m.outside_bytes for m in look.points]
-    assert look.events[0] == Allocate("held", 4096)
-    forwards = [event for event in look.events if isinstance(event, Forward)]
+    assert [m.outside_bytes for m in moments] == [m.outside_bytes for m in look.course.points]
+    assert look.meter.events[0] == Allocate("held", 4096)
+    forwards = [event for event in look.meter.events if isinstance(event, Forward)]
     before = [event.results[0].name for event in forwards[:-1]]
     assert all(name in one.inputs for name, one in zip(before, forwards[1:], strict=True))
-    backwards = [event for event in look.events if isinstance(event, Backward)]
+    backwards = [event for event in look.meter.events if isinstance(event, Backward)]
     assert [event.run for event in backwards] == [2, 1, 0]
     assert all(len(event.incoming) == 1 and len(event.gradients) == 7 for event in backwards)
 
 
 def test_what_is_traced_after_the_step_is_no_part_of_it() -> None:
     look = looked_at()
-    events = tuple(look.events)
-    assert look.seen_step().outside == events
+    events = tuple(look.meter.events)
+    assert look.description().outside == events
 
 
 @contextmanager
@@ -373,7 +373,7 @@ def test_rehearsed_versions_in_a_step_that_was_looked_at(caplog: pytest.LogCaptu
     caplog.set_level(logging.INFO, "fxremat")
     look = looked_at()
     with planned_for("H100"):
-        seen = look.seen_step()
+        seen = look.description()
         graph = look.graphs[0].graph
         assert seen.request is not None
         assert seen.request.budget.metric == "reserved"

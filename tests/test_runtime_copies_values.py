@@ -14,10 +14,10 @@ import torch
 from fxremat import runtime
 from fxremat.errors import HostMemoryExceeded, InvalidOption
 from fxremat.memory.measured_peak import measure_peak
-from fxremat.runtime import dense_layout
 from fxremat.runtime.copies import cpu_engine
 from fxremat.runtime.copies.operators import to_device, to_host, wait_device, wait_host
-from fxremat.runtime.copy_engine import Pending
+from fxremat.runtime.copy_trace import Pending
+from fxremat.runtime.host_memory import extent, extent_bytes
 from tests import host_copies
 from tests.host_copies import CPU, DEVICES, LAYOUTS, TENTH, fetched, sent
 
@@ -51,11 +51,11 @@ def test_a_conjugate_view_arrives_as_what_it_stands_for() -> None:
 
 
 def test_extent_covers_gaps() -> None:
-    assert dense_layout.extent(LAYOUTS["transposed"]) == 35
-    assert dense_layout.extent(LAYOUTS["sliced"]) == 2 * 7 + 2 * 2 + 1
-    assert dense_layout.extent(LAYOUTS["expanded"]) == 5
-    assert dense_layout.extent(LAYOUTS["empty"]) == 0
-    assert dense_layout.extent_bytes(LAYOUTS["bfloat16"]) == 70
+    assert extent(LAYOUTS["transposed"]) == 35
+    assert extent(LAYOUTS["sliced"]) == 2 * 7 + 2 * 2 + 1
+    assert extent(LAYOUTS["expanded"]) == 5
+    assert extent(LAYOUTS["empty"]) == 0
+    assert extent_bytes(LAYOUTS["bfloat16"]) == 70
 
 
 def test_contents_are_not_there_before_the_wait() -> None:

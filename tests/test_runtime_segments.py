@@ -173,7 +173,9 @@ def test_the_room_opens_at_the_end_of_a_backward(monkeypatch: pytest.MonkeyPatch
         open_room = note("open")
 
     monkeypatch.setattr(segments, "Segment", Noted)
-    promise = Promise("graph", torch.device("cpu"), 1 << 40, 0, 0, 0, 0, 1)
+    promise = Promise(
+        "graph", torch.device("cpu"), 1 << 40, 0, 0, 0, 0, segments.SegmentPlan(1)
+    )
     module = torch.nn.Sequential(torch.nn.Linear(4, 4), torch.nn.Tanh())
     one = PromisedVersion(torch.compile(module, backend="aot_eager"), promise)
     compiled = in_flight.watch_in_flight(RunVersions((one,), (0,), 0, 0), BudgetScope())
@@ -186,8 +188,9 @@ def test_the_room_opens_at_the_end_of_a_backward(monkeypatch: pytest.MonkeyPatch
 
 
 def _promise(name: str, *, several: bool = False, **more: Any) -> Promise:
-    given = {"tuning_bytes": 60 * MIB, "segment_bytes": 100 * MIB, **more}
-    return Promise(name, CUDA, 400 * MIB, 0, 0, 0, 0, several=several, **given)
+    given = {"tuning": 60 * MIB, "nbytes": 100 * MIB, **more}
+    segment = segments.SegmentPlan(several=several, **given)
+    return Promise(name, CUDA, 400 * MIB, 0, 0, 0, 0, segment)
 
 
 def test_versions_of_a_graph_share_what_the_budget_leaves(monkeypatch: pytest.MonkeyPatch) -> None:
@@ -222,5 +225,5 @@ def test_a_second_graph_with_the_budget_gets_the_rest(monkeypatch: pytest.Monkey
     assert device.allocator.reserved_bytes == 324 * MIB
     shared.before(second, 1, ())
     assert device.allocator.reserved_bytes == 324 * MIB
-    none = _promise("none", segment_bytes=None)
+    none = _promise("none", nbytes=None)
     assert shared.before(none, 0, ()) is None

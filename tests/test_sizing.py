@@ -1,4 +1,4 @@
-"""A step's peak at many sizes: expected from a few rehearsals, and the line between two plans."""
+"""A step's peak at many sizes: expected from a few dry runs, and the line between two plans."""
 
 from __future__ import annotations
 
@@ -10,20 +10,20 @@ from typing import Any
 from hypothesis import given
 from hypothesis import strategies as st
 
-from fxremat.compile.dry_run.dry_run import Rehearsal
-from fxremat.compile.dry_run.symbolic import PeaksBySize
+from fxremat.compile.dry_run.dry_run import AllocatorEvents, DryRun
 from fxremat.core.events import Allocate, Free
 from fxremat.whatif.largest_size import (
     Point,
     Way,
     _by_line,
+    _in_dry_runs,
     _largest_of_torch,
-    _rehearsed,
     points_by_us,
 )
+from fxremat.whatif.symbolic_step import PeaksBySize
 
 
-def shown(size: int, scores: int, kept: int, rounded: int = 1) -> Rehearsal:
+def shown(size: int, scores: int, kept: int, rounded: int = 1) -> DryRun:
     """Weights, activations and scores; what is ``rounded`` up is no polynomial."""
     row, square = kept * size, scores * size * size
     scratch = -(-size // rounded) * 64
@@ -32,54 +32,54 @@ def shown(size: int, scores: int, kept: int, rounded: int = 1) -> Rehearsal:
         Allocate("2", scratch), Free("2"), Free("0"),
     )  # fmt: skip
     live = (1000 + row, 1000 + row + square, 1000 + row + scratch)
-    return Rehearsal(max(live), live, (), {}, events)
+    return DryRun(max(live), live, (), {}, allocator=AllocatorEvents(events))
 
 
 @given(st.integers(0, 9), st.integers(1, 50), st.integers(1, 8), st.integers(1, 300))
 def test_polynomials_are_known_from_three_sizes(
     scores: int, kept: int, first: int, size: int
 ) -> None:
-    """Every event and every moment, and nothing more is rehearsed."""
+    """Every event and every moment, and no further dry run is made."""
     asked: list[int] = []
 
-    def rehearse(size: int) -> Rehearsal:
+    def dry_run(size: int) -> DryRun:
         asked.append(size)
         return shown(size, scores, kept)
 
-    peaks = PeaksBySize(rehearse, lambda one: one.peak_bytes)
-    told = PeaksBySize(rehearse, lambda one: sum(
+    peaks = PeaksBySize(dry_run, lambda one: one.peak_bytes)
+    allocated = PeaksBySize(dry_run, lambda one: sum(
         e.nbytes for e in one.events if isinstance(e, Allocate)
     ))  # fmt: skip
-    assert peaks.told(size, first).peak_bytes == shown(size, scores, kept).peak_bytes
+    assert peaks.expected(size, first).peak_bytes == shown(size, scores, kept).peak_bytes
     assert asked == [first, 2 * first, 3 * first]
     asked.clear()
     events = shown(size, scores, kept).events
-    assert told.peak_of(told.told(size, first)) == sum(
+    assert allocated.peak_of(allocated.expected(size, first)) == sum(
         e.nbytes for e in events if isinstance(e, Allocate)
     )
     assert len(asked) == 3
 
 
-def test_other_events_are_rehearsed() -> None:
+def test_other_events_have_a_dry_run() -> None:
     """As where a size of one leaves out what others do."""
 
-    def rehearse(size: int) -> Rehearsal:
+    def dry_run(size: int) -> DryRun:
         one = shown(size, 1, 3)
-        return replace(one, events=one.events[:-1]) if size == 2 else one
+        return replace(one, allocator=AllocatorEvents(one.events[:-1])) if size == 2 else one
 
-    peaks = PeaksBySize(rehearse, lambda one: one.peak_bytes)
-    assert peaks.told(50, 2).peak_bytes == shown(50, 1, 3).peak_bytes
+    peaks = PeaksBySize(dry_run, lambda one: one.peak_bytes)
+    assert peaks.expected(50, 2).peak_bytes == shown(50, 1, 3).peak_bytes
     assert sorted(peaks.shown) == [2, 4, 6, 50]
 
 
-def test_what_is_rounded_up_is_found_by_rehearsing() -> None:
+def test_what_is_rounded_up_is_found_by_dry_runs() -> None:
     """What is expected leaves most out; what is named fits, and is the largest, or nearly."""
     peaks = PeaksBySize(lambda size: shown(size, 0, 3, rounded=7), lambda one: one.peak_bytes)
     steps: Any = SimpleNamespace(
         sizes={"batch": 2},
         what="batch",
-        expected_bytes=lambda size: peaks.told(size, 2).peak_bytes,
-        peak_bytes=lambda size: peaks.rehearsed(size).peak_bytes,
+        expected_bytes=lambda size: peaks.expected(size, 2).peak_bytes,
+        peak_bytes=lambda size: peaks.at(size).peak_bytes,
     )
     found = _largest_of_torch(steps, 10_000)
     assert found is not None
@@ -109,24 +109,24 @@ class Surprising:
         self.log.append((self.size, target))
         peak = max(target, 10 * self.size)
         return SimpleNamespace(
-            peak_bytes=peak, time_us=1.0, rehearsed_bytes=lambda: peak * 11 // 10
+            peak_bytes=peak, time_us=1.0, dry_run_bytes=lambda: peak * 11 // 10
         )
 
 
 def test_what_takes_more_than_expected_aims_lower_and_then_is_smaller() -> None:
-    """The same size first; what is named has been rehearsed within the budget."""
+    """The same size first; what is named was counted within the budget."""
     log: list[tuple[int, int]] = []
 
     def at(size: int) -> Any:
         return Surprising(size, log)
 
-    found = _rehearsed(at, 95, 50, 1000, 0)
+    found = _in_dry_runs(at, 95, 50, 1000, 0)
     assert found is not None
     size, peak, _ = found
     assert log[:2] == [(95, 1000), (95, 909)]
     assert 50 < size <= 90
     assert peak <= 1000
-    assert _rehearsed(at, 95, 94, 1000, 0) is None
+    assert _in_dry_runs(at, 95, 94, 1000, 0) is None
 
 
 def test_far_below_what_does_not_fit_a_size_between_is_tried() -> None:
@@ -141,16 +141,16 @@ def test_far_below_what_does_not_fit_a_size_between_is_tried() -> None:
             peak = 10 * size if size < limit else 40 * size
             return SimpleNamespace(
                 quickest=lambda target: SimpleNamespace(
-                    peak_bytes=peak, time_us=1.0, rehearsed_bytes=lambda: peak
+                    peak_bytes=peak, time_us=1.0, dry_run_bytes=lambda: peak
                 )
             )
 
         return at
 
-    assert _rehearsed(larger_from(80), 100, 0, 1000, 0) == (62, 620, 1.0)
+    assert _in_dry_runs(larger_from(80), 100, 0, 1000, 0) == (62, 620, 1.0)
     assert [size for size, _ in log] == [100, 25, 62]
-    assert _rehearsed(larger_from(50), 100, 0, 1000, 0) == (25, 250, 1.0)
-    assert _rehearsed(larger_from(200), 100, 0, 1000, 0) == (100, 1000, 1.0)
+    assert _in_dry_runs(larger_from(50), 100, 0, 1000, 0) == (25, 250, 1.0)
+    assert _in_dry_runs(larger_from(200), 100, 0, 1000, 0) == (100, 1000, 1.0)
 
 
 @dataclass(frozen=True)
@@ -162,7 +162,7 @@ class Bent:
 
     def quickest(self, budget: int) -> Any:
         peak = max(300, 10 * self.size) + int(500 * self.part)
-        return SimpleNamespace(peak_bytes=peak, time_us=1.0, rehearsed_bytes=lambda: peak)
+        return SimpleNamespace(peak_bytes=peak, time_us=1.0, dry_run_bytes=lambda: peak)
 
 
 def test_guesses_end_where_they_are_near() -> None:

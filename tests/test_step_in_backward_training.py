@@ -374,7 +374,7 @@ def test_a_step_waits_for_the_device(monkeypatch: pytest.MonkeyPatch) -> None:
 
     monkeypatch.setattr(torch.cuda, "Event", Event)
     monkeypatch.setattr(torch.cuda, "current_stream", lambda device: Stream())
-    runtime.gradients.optimizer_steps.now_on(torch.device("cuda", 0))()
+    runtime.optimizer_steps.now_on(torch.device("cuda", 0))()
     assert done == ["recorded", "here"]
 
 

@@ -17,7 +17,7 @@ from fxremat.backend import fxremat as backend
 from fxremat.cli import main
 from fxremat.errors import InvalidOption
 from fxremat.options import parse_options
-from fxremat.passes.variants.table import RULES, rules_named
+from fxremat.passes.variants.table import ALL, RULES, rules_named
 from fxremat.runtime.chunks import counted_rows
 from fxremat.whatif.explanation import Explanation
 from tests.conftest import Golden
@@ -159,10 +159,11 @@ def test_names_of_the_table_are_distinct_and_described() -> None:
 
 
 def test_lossy_rules_are_left_out_unless_allowed() -> None:
-    exact = rules_named(None, allow_lossy=False)
-    assert exact
-    assert not any(rule.lossy for rule in exact)
-    assert len(rules_named(None, allow_lossy=True)) == len(RULES)
+    exact = rules_named([ALL], allow_lossy=False)
+    assert exact == tuple(rule for rule in RULES if not rule.lossy)
+    assert rules_named([ALL], allow_lossy=True) == RULES
+    tried = rules_named(None, allow_lossy=True)
+    assert {*RULES} - {*tried} == {rule for rule in RULES if not rule.by_default}
     assert [rule.name for rule in rules_named(["packed_masks"], allow_lossy=False)] == [
         "packed_masks"
     ]
@@ -175,7 +176,8 @@ def parse(**options: object) -> Any:
 def test_names_are_read_as_a_list_or_as_text() -> None:
     assert parse(variants=["packed_masks", "chunked_loss"]) == ("packed_masks", "chunked_loss")
     assert parse(variants="packed_masks, chunked_loss") == ("packed_masks", "chunked_loss")
-    assert parse(variants="all") is parse(variants=None) is parse() is None
+    assert parse(variants=None) is parse() is None
+    assert parse(variants="all") == parse(variants=(ALL,)) == (ALL,)
     assert parse(variants="none") == parse(variants=[]) == ()
 
 

@@ -8,8 +8,8 @@
     python -m fxremat variants
     python -m fxremat fit module:function --device H100 --vary batch=0:0,1:0
 
-A command is a file with ``add``, which describes it to the parser, and ``run``. Exit status: 0 if
-all is well, 1 if the answer is no (nothing fits, a check fails), 2 if what was given is wrong.
+A command is a file with ``add``, which describes it to the parser, and ``run``. Exit status: 0 for
+success, 1 if nothing fits or a check fails, 2 if the arguments or files are wrong.
 Only ``trace``, ``timeline``, ``variants`` and ``fit`` need torch.
 """
 
@@ -20,15 +20,15 @@ import sys
 from collections.abc import Sequence
 from typing import NoReturn
 
-from fxremat.cli import check, fit, pareto, solve, timeline, trace, variants
-from fxremat.cli.errors import UsageError
+from fxremat.cli import check, fit, list_variants, pareto, solve, timeline, trace
+from fxremat.cli.arguments import UsageError
 from fxremat.core.problem import InvalidProblem
 from fxremat.planner import ProblemRefused
 from fxremat.version import __version__
 
 
 class _Parser(argparse.ArgumentParser):
-    """A parser whose complaints are one line."""
+    """A parser whose error messages are one line."""
 
     def error(self, message: str) -> NoReturn:
         raise UsageError(f"{message} ({self.prog} --help says more)")
@@ -36,10 +36,12 @@ class _Parser(argparse.ArgumentParser):
 
 def make_parser() -> argparse.ArgumentParser:
     """The parser of all commands; what it returns has ``run``, the function to call."""
-    parser = _Parser(prog="python -m fxremat", description="Plans for a byte budget.")
+    parser = _Parser(
+        prog="python -m fxremat", description="Plan training steps within a memory budget."
+    )
     parser.add_argument("--version", action="version", version=f"fxremat {__version__}")
     commands = parser.add_subparsers(title="commands", required=True, metavar="COMMAND")
-    for command in (trace, solve, check, pareto, timeline, variants, fit):
+    for command in (trace, solve, check, pareto, timeline, list_variants, fit):
         command.add(commands)
     return parser
 
@@ -52,6 +54,6 @@ def main(arguments: Sequence[str] | None = None) -> int:
     except (UsageError, InvalidProblem, ProblemRefused) as error:
         print(f"fxremat: {error}", file=sys.stderr)
         return 2
-    except KeyboardInterrupt:  # before there was anything to stop early and keep
+    except KeyboardInterrupt:  # there is no plan yet that could be kept
         print("fxremat: interrupted", file=sys.stderr)
         return 130

@@ -1,4 +1,4 @@
-"""Arguments that several commands take, and how each is read."""
+"""Arguments that several commands take, how each is read, and the error for a wrong one."""
 
 from __future__ import annotations
 
@@ -7,21 +7,24 @@ import math
 from dataclasses import dataclass, replace
 from typing import Any
 
-from fxremat.cli.errors import UsageError
 from fxremat.core.problem import COPY_LATENCY_US, Copies, Problem
 from fxremat.core.schedule import keep_all
 from fxremat.core.timeline import replay
 from fxremat.errors import nearest
 from fxremat.planner import SOLVERS
-from fxremat.sizes import format_bytes, parse_bytes
+from fxremat.sizes import parse_bytes
 
 Commands = Any
 """What ``add_subparsers`` returns; its type has no public name."""
 
 
+class UsageError(Exception):
+    """Something given on the command line is wrong; the message is one line."""
+
+
 @dataclass(frozen=True)
 class Budget:
-    """Bytes at most, or a percentage of what the keep-all schedule in base order takes."""
+    """Bytes at most, or a percentage of the peak of running every op once, in base order."""
 
     bytes: int | None = None
     percent: float | None = None
@@ -35,7 +38,7 @@ class Budget:
 
 
 def add_function(parser: Any) -> None:
-    """The function that makes a model and its inputs."""
+    """Add the function that makes a model and its inputs."""
     parser.add_argument(
         "function",
         metavar="MODULE:FUNCTION",
@@ -49,16 +52,11 @@ def keep_all_peak(problem: Problem) -> int:
     return replay(problem, keep_all(problem)).peak_bytes
 
 
-def sized(nbytes: int) -> str:
-    """A number of bytes, exact and readable."""
-    return f"{nbytes:,} bytes ({format_bytes(nbytes)})"
-
-
 def read_budget(text: str) -> Budget:
     """``8589934592``, ``8GiB`` or ``80%``."""
     refused = argparse.ArgumentTypeError(
         f"{text!r} is no budget; write bytes ('1048576'), a size ('8GiB') or a percentage of the "
-        "keep-all peak above 0% ('80%')"
+        "store-all peak above 0% ('80%')"
     )
     try:
         if text.strip().endswith("%"):
@@ -96,18 +94,18 @@ def read_seconds(text: str) -> float:
 
 
 def add_problem(parser: argparse.ArgumentParser) -> None:
-    """The problem file, first of all."""
+    """Add the problem file."""
     parser.add_argument("problem", metavar="PROBLEM.json", help="as written by trace")
 
 
 def add_budget(parser: argparse.ArgumentParser, required: bool) -> None:
-    """``--budget``"""
+    """Add ``--budget``."""
     parser.add_argument(
         "--budget",
         metavar="B",
         type=read_budget,
         required=required,
-        help="bytes, a size such as 8GiB, or a percentage of the keep-all peak such as 80%%",
+        help="bytes, a size such as 8GiB, or a percentage of the store-all peak such as 80%%",
     )
 
 
@@ -120,21 +118,24 @@ def read_size(text: str) -> int:
 
 
 def add_copies(parser: argparse.ArgumentParser) -> None:
-    """``--host-bandwidth`` and ``--host-memory``"""
+    """Add ``--host-bandwidth`` and ``--host-memory``."""
     parser.add_argument(
         "--host-bandwidth",
         metavar="RATE",
         type=read_size,
         help="values may move to host memory and back, at so many bytes per second each way, "
-        "such as 25GB; by default what the problem says of copies",
+        "such as 25GB; by default as the problem says",
     )
     parser.add_argument(
-        "--host-memory", metavar="SIZE", type=read_size, help="most bytes of moved values there"
+        "--host-memory",
+        metavar="SIZE",
+        type=read_size,
+        help="most bytes of moved values in host memory",
     )
 
 
 def with_copies(problem: Problem, given: argparse.Namespace) -> Problem:
-    """The problem with what the command line says of copies."""
+    """The problem with the copies that the command line asks for."""
     if given.host_bandwidth is None and problem.copies is None:
         if given.host_memory is not None:
             raise UsageError("--host-memory needs --host-bandwidth: nothing moves without it")
@@ -148,10 +149,10 @@ def with_copies(problem: Problem, given: argparse.Namespace) -> Problem:
 
 
 def add_time_limit(parser: argparse.ArgumentParser) -> None:
-    """``--time-limit``"""
+    """Add ``--time-limit``."""
     parser.add_argument(
         "--time-limit",
         metavar="SECONDS",
         type=read_seconds,
-        help="stop then with the best found; by default solvers limit their work, not their time",
+        help="then return the best plan found; by default solvers limit their work, not their time",
     )

@@ -1,19 +1,25 @@
-"""``check``: is a plan possible, and what does it need? Judged by `fxremat.core.check` alone."""
+"""``check``: whether a plan is valid, and what it needs, by `fxremat.core.check` alone."""
 
 from __future__ import annotations
 
 import argparse
 
 from fxremat.cli import files
-from fxremat.cli.arguments import Commands, add_budget, add_copies, add_problem, with_copies
-from fxremat.cli.errors import UsageError
+from fxremat.cli.arguments import (
+    Commands,
+    UsageError,
+    add_budget,
+    add_copies,
+    add_problem,
+    with_copies,
+)
 from fxremat.core.check import check
 from fxremat.core.variants import take
 
 
 def add(commands: Commands) -> None:
     """Describe the command."""
-    parser = commands.add_parser("check", help="judge a plan by the rules of its problem")
+    parser = commands.add_parser("check", help="check a plan against its problem")
     add_problem(parser)
     parser.add_argument("plan", metavar="PLAN.json", help="only its steps and variants are read")
     add_budget(parser, required=False)
@@ -22,7 +28,7 @@ def add(commands: Commands) -> None:
 
 
 def run(given: argparse.Namespace) -> int:
-    """Judge and print the verdict."""
+    """Check the plan and print the verdict."""
     problem = with_copies(files.read_problem(given.problem), given)
     steps, variants = files.read_plan(given.plan)
     budget = None if given.budget is None else given.budget.bytes_for(problem)

@@ -1,4 +1,4 @@
-"""Reading and writing files; what goes wrong names the file, in one line."""
+"""Reading and writing files; an error names the file, in one line."""
 
 from __future__ import annotations
 
@@ -8,7 +8,8 @@ from contextlib import contextmanager
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
-from fxremat.cli.errors import UsageError
+from fxremat.cli.arguments import UsageError
+from fxremat.core.json_data import InvalidData, from_data
 from fxremat.core.plan import steps_from_json, variants_from_json
 from fxremat.core.problem import InvalidProblem, Problem, load_problem
 from fxremat.core.schedule import Step
@@ -20,7 +21,7 @@ if TYPE_CHECKING:
 
 @contextmanager
 def naming(path: str) -> Iterator[None]:
-    """Inside, what goes wrong with a file is a `UsageError` that names it."""
+    """Turn errors of a file into a `UsageError` that names it."""
     try:
         yield
     except OSError as error:
@@ -30,7 +31,7 @@ def naming(path: str) -> Iterator[None]:
 
 
 def read_problem(path: str) -> Problem:
-    """The problem in a file; a malformed one is an `InvalidProblem` that names the field."""
+    """The problem in a file. Raises `InvalidProblem`, which names the field that is wrong."""
     with naming(path):
         return load_problem(path)
 
@@ -55,13 +56,13 @@ def read_plan(path: str) -> tuple[tuple[Step, ...], tuple[str, ...]]:
 
 
 def read_report(path: str) -> Report:
-    """The report in a file, as the option ``report`` leaves it."""
-    from fxremat.report.report import report_from_json  # it needs torch
+    """The report in a file, as the option ``report`` writes it."""
+    from fxremat.report.report import Report
 
     data = read_json(path)
     try:
-        return report_from_json(data)
-    except (KeyError, TypeError, ValueError, AttributeError) as error:
+        return from_data(Report, data)
+    except InvalidData as error:
         what = "no report of this version of fxremat; the option report writes graph_0.report.json"
         raise UsageError(f"{path}: {what}") from error
 

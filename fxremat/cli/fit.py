@@ -1,7 +1,7 @@
 """``fit``: the largest batch, or the longest sequence, that trains on a card within a budget.
 
 The named function makes the model and its inputs, on tensors that have sizes but no memory. The
-card need not be here.
+card does not have to be in this machine.
 """
 
 from __future__ import annotations
@@ -11,8 +11,7 @@ from dataclasses import asdict
 from typing import TYPE_CHECKING
 
 from fxremat.cli import files
-from fxremat.cli.arguments import Commands, add_function
-from fxremat.cli.errors import UsageError
+from fxremat.cli.arguments import Commands, UsageError, add_function
 from fxremat.cli.trace import find_function, model_and_inputs
 from fxremat.errors import FxrematError
 from fxremat.sizes import format_bytes
@@ -40,12 +39,17 @@ def add(commands: Commands) -> None:
         help="a size, and the dimensions of the inputs that have it: batch=0:0,1:0",
     )
     parser.add_argument(
-        "--optimizer", metavar="NAME", default="none", help="whose states are held, such as adamw"
+        "--optimizer",
+        metavar="NAME",
+        default="none",
+        help="the optimizer whose states are held, such as adamw",
     )
     parser.add_argument(
-        "--whole", action="store_true", help="study all blocks of the model, not few of them"
+        "--whole",
+        action="store_true",
+        help="plan all blocks of the model instead of extrapolating from a few",
     )
-    parser.add_argument("--json", metavar="FIT.json", help="write it here, too")
+    parser.add_argument("--json", metavar="FIT.json", help="write the figures here")
     parser.add_argument("--picture", metavar="FIT.svg", help="draw peak and throughput here")
     parser.set_defaults(run=run)
 
@@ -61,7 +65,7 @@ def read_vary(text: str) -> Vary:
             f"{text!r}: write a name and pairs of an input and a dimension, as 'batch=0:0,1:0'"
         ) from error
     if not name:
-        raise argparse.ArgumentTypeError(f"{text!r}: what is it called? write 'batch={places}'")
+        raise argparse.ArgumentTypeError(f"{text!r} has no name; write 'batch={places}'")
     return name, found
 
 
@@ -93,12 +97,12 @@ def run(given: argparse.Namespace) -> int:
 
 
 def table(found: Fit) -> str:
-    """What is held, then one line for each size and way to train."""
+    """The bytes that are held, then a line for each size and way to train."""
     states = format_bytes(found.optimizer.states)
     lines = [
         f"{found.device}: {format_bytes(found.budget_bytes)}; weights "
         f"{format_bytes(found.weights_bytes)}, optimizer {states}, "
-        f"held beside the graph {format_bytes(found.held_bytes)}, "
+        f"held outside of the graph {format_bytes(found.held_bytes)}, "
         f"for tuning kernels in the first step {format_bytes(found.tuning_bytes)}",
         f"{'varies':<10} {'way':<20} {'largest':>10} {'peak':>12} {'step':>12} {'a second':>12} "
         f"{'at most':>18}",
@@ -125,6 +129,6 @@ def table(found: Fit) -> str:
     if found.studied_blocks != (found.blocks,):
         few = " and ".join(map(str, found.studied_blocks))
         lines.append(
-            f"Peaks and times are those of steps with {few} of {found.blocks} blocks, continued."
+            f"Peaks and times are extrapolated from steps with {few} of {found.blocks} blocks."
         )
     return "\n".join(lines)

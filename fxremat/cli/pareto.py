@@ -1,4 +1,4 @@
-"""``pareto``: what each number of bytes costs in time, as a table, as JSON and as a picture."""
+"""``pareto``: the time that each number of bytes costs, as a table, as JSON and as a picture."""
 
 from __future__ import annotations
 
@@ -15,7 +15,7 @@ from fxremat.report.front import front_of
 
 def add(commands: Commands) -> None:
     """Describe the command."""
-    parser = commands.add_parser("pareto", help="the front of peak against time")
+    parser = commands.add_parser("pareto", help="the Pareto front of peak against time")
     add_problem(parser)
     parser.add_argument("--out", metavar="FRONT.json", help="write the points here")
     parser.add_argument("--picture", metavar="FRONT.svg", help="draw the front here")

@@ -1,4 +1,4 @@
-"""One line that tells how far a solver is, rewritten in place, on a terminal only."""
+"""A line that shows the progress of a solver, rewritten in place, on a terminal only."""
 
 from __future__ import annotations
 
@@ -31,7 +31,7 @@ def line_of(progress: Progress, base_us: float, limit_s: float | None) -> str:
 
 
 def gap(time_us: float, bound_us: float) -> float:
-    """What the best plan may be off by, as a fraction of its time."""
+    """The most that the best plan can be above the optimum, as a fraction of its time."""
     return max(0.0, time_us - bound_us) / time_us if time_us else 0.0
 
 
@@ -64,7 +64,7 @@ class ProgressLine:
 
 @contextmanager
 def shown(base_us: float, limit_s: float | None) -> Iterator[Callable[[Progress], None] | None]:
-    """What a solver should call; None where standard error is no terminal."""
+    """The function that a solver calls with its progress; None where there is no terminal."""
     if not sys.stderr.isatty():
         yield None
         return

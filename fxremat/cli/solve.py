@@ -15,7 +15,6 @@ from fxremat.cli.arguments import (
     add_time_limit,
     keep_all_peak,
     read_solver,
-    sized,
     with_copies,
 )
 from fxremat.cli.progress import gap, shown
@@ -25,6 +24,7 @@ from fxremat.core.timeline import replay
 from fxremat.core.variants import take
 from fxremat.planner import SolverOptions, solve
 from fxremat.planner.deadline import Deadline, interruptible
+from fxremat.sizes import exact_bytes
 
 
 def add(commands: Commands) -> None:
@@ -75,7 +75,7 @@ def solve_on_terminal(
 
 
 def nothing_fits(plan: Plan, budget_bytes: int) -> str:
-    """``plan`` has the least peak that was found."""
+    """The message where no plan fits; ``plan`` has the least peak that was found."""
     proven = "no lower bound proven"
     if plan.peak_bound_bytes is not None:
         proven = f"proven least: {plan.peak_bound_bytes}"
@@ -86,13 +86,13 @@ def nothing_fits(plan: Plan, budget_bytes: int) -> str:
 
 
 def figures(problem: Problem, plan: Plan) -> str:
-    """What is known of a plan, a line each."""
+    """The figures of a plan, a line each."""
     base, full = problem.base_time_us, keep_all_peak(problem)
     rows = [("solver", plan.solver)]
     if plan.budget_bytes is not None:
-        rows.append(("budget", _of_keep_all(plan.budget_bytes, full)))
-    rows.append(("peak", _of_keep_all(plan.peak_bytes, full)))
-    rows.append(("time", f"{plan.time_us:.1f} us, {_percent(plan.time_us, base)} over keep-all"))
+        rows.append(("budget", _with_share(plan.budget_bytes, full)))
+    rows.append(("peak", _with_share(plan.peak_bytes, full)))
+    rows.append(("time", f"{plan.time_us:.1f} us, {_percent(plan.time_us, base)} over store-all"))
     if plan.energy_uj:
         base_uj = sum(op.energy_uj for op in problem.ops)
         rows.append(("energy", f"{plan.energy_uj:.1f} uJ, {_percent(plan.energy_uj, base_uj)}"))
@@ -100,7 +100,7 @@ def figures(problem: Problem, plan: Plan) -> str:
         line = replay(take(problem, plan.variants), plan.steps)
         count = sum(move.kind == "to device" for move in plan.moves)
         stall = _percent(problem.base_time_us + line.timing.stall_us, problem.base_time_us)
-        host = f"{sized(line.host_peak_bytes)} in host memory"
+        host = f"{exact_bytes(line.host_peak_bytes)} in host memory"
         rows.append(("moved", f"{count} values come back, {host}, {stall} of waiting"))
     if plan.variants:
         rows.append(("variants", ", ".join(plan.variants)))
@@ -108,7 +108,7 @@ def figures(problem: Problem, plan: Plan) -> str:
         off = f"gap {gap(plan.time_us, plan.time_bound_us):.2%}"
         rows.append(("bound", f"at least {_percent(plan.time_bound_us, base)} is proven; {off}"))
     if plan.peak_bound_bytes is not None:
-        rows.append(("least", f"no plan takes less than {sized(plan.peak_bound_bytes)}"))
+        rows.append(("least", f"no plan takes less than {exact_bytes(plan.peak_bound_bytes)}"))
     rows.append(("seconds", f"{plan.seconds:.2f}"))
     return "\n".join(f"{name:9} {text}" for name, text in rows)
 
@@ -117,6 +117,6 @@ def _percent(time_us: float, base_us: float) -> str:
     return f"{time_us / base_us - 1:+.2%}" if base_us else "+0.00%"
 
 
-def _of_keep_all(nbytes: int, full: int) -> str:
-    share = f", {nbytes / full:.1%} of keep-all" if full else ""
-    return f"{sized(nbytes)}{share}"
+def _with_share(nbytes: int, full: int) -> str:
+    share = f", {nbytes / full:.1%} of store-all" if full else ""
+    return f"{exact_bytes(nbytes)}{share}"

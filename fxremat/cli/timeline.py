@@ -1,4 +1,4 @@
-"""``timeline``: planned steps, as a page of HTML and for the viewers that people have."""
+"""``timeline``: planned steps as a page of HTML, or as files for viewers."""
 
 from __future__ import annotations
 
@@ -7,8 +7,7 @@ from collections.abc import Callable
 from typing import TYPE_CHECKING
 
 from fxremat.cli import files
-from fxremat.cli.arguments import Commands
-from fxremat.cli.errors import UsageError
+from fxremat.cli.arguments import Commands, UsageError
 
 if TYPE_CHECKING:
     from fxremat.report.report import Report
@@ -16,12 +15,14 @@ if TYPE_CHECKING:
 
 def add(commands: Commands) -> None:
     """Describe the command."""
-    parser = commands.add_parser("timeline", help="a planned step, to be looked at")
+    parser = commands.add_parser("timeline", help="show a planned step")
     parser.add_argument(
         "report", metavar="GRAPH.report.json", nargs="+", help="as the option `report` writes them"
     )
     parser.add_argument("--page", metavar="OUT.html", help="a page that shows the step's memory")
-    parser.add_argument("--front", metavar="FRONT.json", help="on the page, too; from pareto --out")
+    parser.add_argument(
+        "--front", metavar="FRONT.json", help="show this front on the page; pareto --out writes it"
+    )
     parser.add_argument(
         "--perfetto", metavar="OUT.json", help="a Chrome trace, for ui.perfetto.dev"
     )
@@ -32,9 +33,9 @@ def add(commands: Commands) -> None:
 
 
 def run(given: argparse.Namespace) -> int:
-    """Read, write what is asked for, and say of each graph what is in there."""
+    """Write the files that are asked for, and print a line for each graph."""
     from fxremat.report.chrome_trace import write_chrome_trace
-    from fxremat.report.page.writing import write_page
+    from fxremat.report.page import write_page
     from fxremat.report.snapshot import write_snapshot
 
     if given.page is None and given.perfetto is None and given.memory_viz is None:

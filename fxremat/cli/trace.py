@@ -15,10 +15,10 @@ from dataclasses import replace
 from typing import TYPE_CHECKING, Any
 
 from fxremat.cli import files
-from fxremat.cli.arguments import Commands, add_function, keep_all_peak, sized
-from fxremat.cli.errors import UsageError
+from fxremat.cli.arguments import Commands, UsageError, add_function, keep_all_peak
 from fxremat.core.problem import COPY_LATENCY_US, Copies, Problem, problem_to_json
 from fxremat.errors import NotTraceable, nearest
+from fxremat.sizes import exact_bytes
 
 if TYPE_CHECKING:
     from fxremat.cost.device import DeviceSpec
@@ -35,7 +35,9 @@ def add(commands: Commands) -> None:
         "--mode", choices=MODES, default="inductor", help="what would run the graphs"
     )
     parser.add_argument(
-        "--workspaces", action="store_true", help="measure library calls, on real memory"
+        "--workspaces",
+        action="store_true",
+        help="measure the scratch memory of library calls by running them",
     )
     parser.add_argument(
         "--device",
@@ -45,7 +47,7 @@ def add(commands: Commands) -> None:
     parser.add_argument(
         "--copies",
         action="store_true",
-        help="with --device: values may move to host memory and back, as fast as there",
+        help="with --device: values may move to host memory and back, at that device's rate",
     )
     parser.add_argument(
         "--variants",
@@ -53,7 +55,9 @@ def add(commands: Commands) -> None:
         default="none",
         help="operator variants to choose from: 'all', or names with commas (see: variants)",
     )
-    parser.add_argument("--allow-lossy", action="store_true", help="lossy ones among 'all', too")
+    parser.add_argument(
+        "--allow-lossy", action="store_true", help="include lossy variants in 'all'"
+    )
     parser.set_defaults(run=run)
 
 
@@ -63,7 +67,7 @@ def run(given: argparse.Namespace) -> int:
 
     make, spec = find_function(given.function), _spec(given.device)
     if given.copies and spec is None:
-        raise UsageError("--copies needs --device: which device's copies?")
+        raise UsageError("--copies needs --device: its rates give the times of copies")
     with fake_tensors():
         model, inputs = model_and_inputs(given.function, make())
         try:
@@ -79,8 +83,8 @@ def run(given: argparse.Namespace) -> int:
     print(f"problem   {problem.name}: {len(problem.ops)} ops, {len(problem.values)} values")
     if problem.variants:
         print(f"variants  {len(problem.variants)} variants of ops")
-    print(f"resident  {sized(problem.resident_bytes)}")
-    print(f"keep-all  {sized(keep_all_peak(problem))} at the peak")
+    print(f"resident  {exact_bytes(problem.resident_bytes)}")
+    print(f"store-all {exact_bytes(keep_all_peak(problem))} at the peak")
     files.write_json(given.out, problem_to_json(problem))
     return 0
 
@@ -88,13 +92,13 @@ def run(given: argparse.Namespace) -> int:
 def _rules(given: argparse.Namespace) -> Sequence[Any]:
     from fxremat.errors import InvalidOption
     from fxremat.option_values import Given, read_variants
-    from fxremat.passes.variants.table import rules_named
+    from fxremat.passes.variants.table import ALL, rules_named
 
     try:
         names = read_variants(Given("variants", given.variants, None, None, None))
     except InvalidOption as error:
         raise UsageError(" ".join(str(error).split())) from error
-    return rules_named(names, allow_lossy=given.allow_lossy or bool(names))
+    return rules_named(names, allow_lossy=given.allow_lossy or (bool(names) and names != (ALL,)))
 
 
 def _spec(name: str | None) -> DeviceSpec | None:

@@ -2,14 +2,13 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterable, Mapping
-from dataclasses import dataclass, field, replace
+from collections.abc import Callable
+from dataclasses import dataclass
 from typing import Any
 
 from torch import fx
 
-from fxremat.core.plan import Plan
-from fxremat.core.problem import Op, Problem
+from fxremat.core.schedule import Step
 from fxremat.passes.halves import Halves, Rewritten
 from fxremat.passes.joint_graph import JointGraph
 from fxremat.passes.memory_estimation import Estimate
@@ -20,14 +19,21 @@ NOT_YET: Any = None
 
 
 @dataclass(frozen=True)
+class PlannedSteps:
+    """The steps of a plan, and at which of them its order is held; None: at all of them."""
+
+    steps: tuple[Step, ...]
+    held: frozenset[int] | None
+
+
+@dataclass(frozen=True)
 class Draft:
     """A graph, and what the passes have made of it so far, in this order.
 
     What no pass has made yet is None. ``static`` are the positions of inputs that stay where they
     are from step to step; ``partition`` is torch's own; ``plan_only`` says that nothing of it will
-    be compiled. ``sites``, ``plan`` and ``held`` say what is asked of the passes that come next
-    (``held``: at which steps the plan's order is held, None for all), ``taken`` are the variants
-    that stand in the joint graph.
+    be compiled. ``sites`` and ``planned`` say what is asked of the passes that come next, ``taken``
+    are the variants that stand in the joint graph.
     """
 
     module: fx.GraphModule
@@ -39,8 +45,7 @@ class Draft:
     sites: tuple[Site, ...] = ()
     taken: tuple[InsertedVariant, ...] = ()
     estimate: Estimate = NOT_YET
-    plan: Plan = NOT_YET
-    held: frozenset[int] | None = None
+    planned: PlannedSteps = NOT_YET
     rewritten: Rewritten = NOT_YET
     halves: Halves = NOT_YET
 
@@ -62,40 +67,3 @@ class Draft:
         if self.halves:
             return self.halves
         return (self.rewritten.module if self.rewritten else self.module,)
-
-
-@dataclass(frozen=True)
-class Learnt:
-    """What rehearsals have shown, by op.
-
-    ``scratch`` are bytes of library calls in Inductor's layouts. ``beside`` is by how much more
-    than planned is live while an op runs: loops that Inductor did not fuse, or fused otherwise.
-    """
-
-    scratch: Mapping[str, int] = field(default_factory=dict)
-    beside: Mapping[str, int] = field(default_factory=dict)
-
-    def told(self, problem: Problem) -> Problem:
-        """The problem with these workspaces, also in its variants; itself where none differs."""
-        ops = self._told(problem.ops)
-        others = tuple(replace(one, ops=self._told(one.ops)) for one in problem.variants)
-        if ops == problem.ops and others == problem.variants:
-            return problem
-        return replace(problem, ops=ops, variants=others)
-
-    def _told(self, ops: tuple[Op, ...]) -> tuple[Op, ...]:
-        def workspace(op: Op) -> int:
-            return self.scratch.get(op.name, op.workspace_bytes) + self.beside.get(op.name, 0)
-
-        return tuple(replace(op, workspace_bytes=workspace(op)) for op in ops)
-
-    @classmethod
-    def of_all(cls, several: Iterable[Learnt]) -> Learnt:
-        """What they show together."""
-        scratch: dict[str, int] = {}
-        beside: dict[str, int] = {}
-        for one in several:
-            scratch.update(one.scratch)
-            for name, nbytes in one.beside.items():
-                beside[name] = max(nbytes, beside.get(name, 0))
-        return cls(scratch, beside)

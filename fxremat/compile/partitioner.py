@@ -1,26 +1,43 @@
-"""The partitioner that Inductor (or AOTAutograd) calls with the joint graph.
+"""The partitioner that Inductor (or AOTAutograd) calls with the joint graph, and what it does.
 
 Inductor pickles the object into its cache keys and does not call it when a cache answers. So
-it is frozen plain data that holds everything a plan depends on, and nothing else. What plans is
-imported when a graph is planned: with full caches nothing of it is needed.
+it is frozen plain data that holds everything a plan depends on, and nothing else.
 """
 
 from __future__ import annotations
 
-import dataclasses
-from dataclasses import dataclass
-from typing import TYPE_CHECKING, Any
+import logging
+import time
+from dataclasses import astuple, dataclass
+from functools import partial
+from typing import Any
 
 from torch import fx
 
 from fxremat.compat.configuration import CustomPartitionerFn
+from fxremat.compat.distributed.ranks import is_a_rank
 from fxremat.compat.joint_graph import is_tangent
 from fxremat.compat.partitioning import torch_partition
+from fxremat.compat.sizes import plan_for_sizes_seen
 from fxremat.compile import session
+from fxremat.compile.cost_model import cost_model
+from fxremat.compile.draft import Draft
+from fxremat.compile.pipeline import EXPLAIN, FINISH, PREPARE, Runner
+from fxremat.compile.ranks import graph_digest, shared_answer
+from fxremat.compile.report_builder import large_output, refusal_of, report_of
 from fxremat.compile.request import Request
+from fxremat.compile.search.candidates import Evaluator
+from fxremat.compile.search.planning import Planning
+from fxremat.compile.search.search import Found, Search, decision_of
+from fxremat.compile.session import Session
+from fxremat.compile.stage_times import StageTimes
+from fxremat.errors import output_advice
+from fxremat.memory.measured_peak import uncollected
+from fxremat.passes.halves import Halves
+from fxremat.report.log_lines import tell_halves
+from fxremat.version import build
 
-if TYPE_CHECKING:
-    from fxremat.passes.halves import Halves
+log = logging.getLogger(__name__)
 
 
 @dataclass(frozen=True)
@@ -35,26 +52,75 @@ class Partitioner(CustomPartitionerFn):
     plan_only: bool = False
 
     def __call__(self, gm: fx.GraphModule, joint_inputs: Any, **kwargs: Any) -> Halves:
-        """Called once per joint graph; raises fxremat's errors as `planned` does."""
-        from fxremat.compile.draft import Draft
-        from fxremat.compile.planned import planned
-
+        """Called once per joint graph; raises fxremat's errors as `plan_graph` does."""
         current = session.STATE.current or session.begin()
-
-        def as_torch_does(module: fx.GraphModule) -> Halves:
-            return torch_partition(module, joint_inputs, **kwargs)
-
         if not any(is_tangent(n) for n in gm.graph.nodes):
-            return as_torch_does(gm)
-        draft = Draft(
-            gm,
-            kwargs["num_fwd_outputs"],
-            tuple(kwargs.get("static_lifetime_input_indices") or ()),
-            as_torch_does,
-            self.plan_only,
-        )
-        return planned(draft, self.request, current)
+            return torch_partition(gm, joint_inputs, **kwargs)
+        draft = draft_of(gm, joint_inputs, self.plan_only, kwargs)
+        return plan_graph(draft, self.request, current)
 
     def uuid(self) -> str:
         """Everything the partition depends on, as text."""
-        return repr((self.version, dataclasses.astuple(self.request)))
+        return repr((self.version, astuple(self.request)))
+
+
+def draft_of(
+    gm: fx.GraphModule, joint_inputs: Any, plan_only: bool, kwargs: dict[str, Any]
+) -> Draft:
+    """The joint graph as it was handed over; ``kwargs`` are those of torch's own partition."""
+    static = tuple(kwargs.get("static_lifetime_input_indices") or ())
+    partition = partial(torch_partition, joint_inputs=joint_inputs, **kwargs)
+    return Draft(gm, kwargs["num_fwd_outputs"], static, partition, plan_only)
+
+
+@uncollected()  # a graph that is compiled lives on: there is little to collect
+def plan_graph(draft: Draft, request: Request, current: Session) -> Halves:
+    """The halves of the best candidate; its report goes to the session.
+
+    Where only the plan is asked for, they are made ready to run uncompiled. Raises
+    `InfeasibleBudget` where not even the candidate of least peak fits the budget, and
+    `VerificationFailed` where a step of ours is wrong.
+    """
+    times = StageTimes({"trace": time.perf_counter() - current.started})
+    if request.budget.limit is not None:
+        plan_for_sizes_seen(draft.module.graph)
+    costs = cost_model(request, draft.module.graph, f"graph {current.graph}")
+    runner = Runner(costs, times)
+    prepared = runner.run("prepare", PREPARE, draft)
+    evaluator = Evaluator(runner, draft.plan_only)
+    found = _searched(Search(runner, Planning(request, times), evaluator, prepared))
+    refusal = refusal_of(found, request)
+    if refusal is None and not draft.plan_only:
+        found.judged.hand_over()
+        runner.run("kernels", FINISH, found.judged.draft)
+    current.report = report_of(found, request, current.graph, times.seconds)
+    if refusal is not None:
+        raise refusal
+    output = large_output(found)
+    if output is not None and request.budget.limit is not None:
+        log.warning("fxremat: graph %d: %s", current.graph, output_advice(*output))
+    if current.study is not None:
+        current.study(found, runner)
+    halves = found.judged.draft.halves
+    if draft.plan_only:
+        runner.run("apply", EXPLAIN, found.judged.draft)
+    else:
+        tell_halves(current.graph, halves)
+    return halves
+
+
+def _searched(search: Search) -> Found:
+    """What this rank's search ends with, or that of a rank that has looked for the same."""
+    request = search.planning.request
+    if request.budget.limit is None or not is_a_rank():
+        return search.run()
+    own: list[Found] = []
+
+    def decide() -> Any:
+        own.append(search.run())
+        return decision_of(own[0])
+
+    graph = graph_digest(search.prepared.module)
+    question = session.digest("plan", build(), graph, astuple(request))
+    decision = shared_answer("plan", question, decide)
+    return own[0] if own else search.taken(decision)

@@ -10,8 +10,9 @@
 Torch's own partition is a candidate, too: AS_TORCH, and DONATE where its backward is to write over
 what was saved. Candidates, and which of them is taken: `fxremat.compile.search.search`.
 
-A pass knows nothing of the others. `Use` says how it is made of a draft and what of its result
-goes into the next; `Runner` alone times, logs and has the judge look at what each has done.
+A step is a plain function: it makes a pass of what the draft says, has it run on the graph, and
+puts what it gave into the next draft. What verifies the step stands beside it. `Runner` alone
+times, logs and verifies.
 """
 
 from __future__ import annotations
@@ -19,18 +20,19 @@ from __future__ import annotations
 import logging
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, replace
+from functools import partial
 
 from torch import fx
 
-from fxremat.compile import verification as judging
+from fxremat.compile import verification
 from fxremat.compile.cost_model import CostModel, MemoryEstimation, cost_model
 from fxremat.compile.draft import Draft
 from fxremat.compile.request import Policy, Request
 from fxremat.compile.stage_times import StageTimes
 from fxremat.compile.verification import prepared
+from fxremat.passes.accumulation import Accumulation
 from fxremat.passes.base import Changed, Pass
-from fxremat.passes.gradients.accumulation import Accumulation
-from fxremat.passes.gradients.gradient_sums import GradientSums
+from fxremat.passes.gradient_sums import GradientSums
 from fxremat.passes.halves import Cut, CutAsTorch, DonateSaved
 from fxremat.passes.inplace import WriteInPlace
 from fxremat.passes.joint_graph import CleanUp, JointGraph
@@ -48,32 +50,96 @@ from fxremat.verify.preparation import Rights
 
 log = logging.getLogger(__name__)
 
-Take = Callable[[Draft, Changed], Draft]
+RunPass = Callable[[Pass, fx.GraphModule], Changed]
+"""Runs a pass on a graph; times and logs it, and checks its contract where that is asked for."""
 
 
-def _same(draft: Draft, changed: Changed) -> Draft:
+# --- the joint graph, in place ------------------------------------------------------------------
+
+
+def clean_up(draft: Draft, costs: CostModel, run: RunPass) -> Draft:
+    run(CleanUp(), draft.module)
     return draft
 
 
-def _joint(draft: Draft, changed: Changed) -> Draft:
-    return replace(draft, joint=changed.data)
+def add_before_putting(draft: Draft, costs: CostModel, run: RunPass) -> Draft:
+    run(AddBeforePutting(), draft.module)
+    return draft
 
 
-def _variants(draft: Draft, changed: Changed) -> Draft:
+def sum_gradients(draft: Draft, costs: CostModel, run: RunPass) -> Draft:
+    run(GradientSums(), draft.module)
+    return draft
+
+
+def obey_must_recompute(draft: Draft, costs: CostModel, run: RunPass) -> Draft:
+    run(ObeyMustRecompute(draft.num_forward_outputs), draft.module)
+    return draft
+
+
+def protect_mutated_inputs(draft: Draft, costs: CostModel, run: RunPass) -> Draft:
+    run(ProtectMutatedInputs(draft.num_forward_outputs), draft.module)
+    return draft
+
+
+def accumulate(draft: Draft, costs: CostModel, run: RunPass) -> Draft:
+    """Gradients are added to those that are there; the joint graph is read."""
+    accumulated, static = costs.request.inputs.accumulated, frozenset(draft.static)
+    one = Accumulation(draft.num_forward_outputs, frozenset(accumulated), static)
+    return replace(draft, joint=run(one, draft.module).data)
+
+
+# --- what is planned ----------------------------------------------------------------------------
+
+
+def take_variants(draft: Draft, costs: CostModel, run: RunPass) -> Draft:
+    changed = run(TakeVariants(draft.joint, draft.sites), draft.module)
     joint, taken = changed.data
     return replace(draft, module=changed.graph_module, joint=joint, taken=taken)
 
 
-def _estimate(draft: Draft, changed: Changed) -> Draft:
-    return replace(draft, estimate=changed.data)
+def estimate(draft: Draft, costs: CostModel, run: RunPass) -> Draft:
+    return replace(draft, estimate=run(MemoryEstimation(costs, draft.joint), draft.module).data)
 
 
-def _rewritten(draft: Draft, changed: Changed) -> Draft:
+# --- from a plan to the halves ------------------------------------------------------------------
+
+
+def apply_plan(draft: Draft, costs: CostModel, run: RunPass) -> Draft:
+    planned = draft.planned
+    changed = run(ApplyPlan(draft.estimate, planned.steps, planned.held), draft.module)
     return replace(draft, module=changed.graph_module, rewritten=changed.data)
 
 
-def _halves(draft: Draft, changed: Changed) -> Draft:
-    return replace(draft, halves=changed.data)
+def write_in_place(draft: Draft, costs: CostModel, run: RunPass) -> Draft:
+    changed = run(WriteInPlace(draft.rewritten, draft.num_forward_outputs), draft.rewritten.module)
+    return replace(draft, module=changed.graph_module, rewritten=changed.data)
+
+
+def cut(draft: Draft, costs: CostModel, run: RunPass) -> Draft:
+    one = Cut(draft.rewritten, draft.num_forward_outputs, draft.static_names)
+    return replace(draft, halves=run(one, draft.rewritten.module).data)
+
+
+def cut_as_torch(draft: Draft, costs: CostModel, run: RunPass) -> Draft:
+    return replace(draft, halves=run(CutAsTorch(draft.partition), draft.module).data)
+
+
+def donate_saved(draft: Draft, costs: CostModel, run: RunPass) -> Draft:
+    forward, backward = draft.halves
+    run(DonateSaved(backward, draft.num_forward_outputs), forward)
+    return draft
+
+
+def in_each_half(make: Callable[[], Pass]) -> Callable[[Draft, CostModel, RunPass], Draft]:
+    """The step that runs a pass in place on the forward and then on the backward."""
+
+    def apply(draft: Draft, costs: CostModel, run: RunPass) -> Draft:
+        for half in draft.halves:
+            run(make(), half)
+        return draft
+
+    return apply
 
 
 def _always(request: Request) -> bool:
@@ -93,108 +159,68 @@ def _compiled(request: Request) -> bool:
 
 
 @dataclass(frozen=True)
-class Use:
-    """A pass in its place: how it is made, what becomes of its result, how that is judged.
+class PassStep:
+    """A step of the pipeline: its function, what verifies it, and when it is asked for.
 
-    The judge looks at the draft before the pass runs, and judges the draft after.
-    Where ``halves`` are asked for it runs on the forward and then on the backward.
+    ``verifier`` is given the draft before the step, since some passes work in place; what it gives
+    is called with the draft after, and raises `VerificationFailed` where the step is wrong.
     """
 
-    make: Callable[[Draft, CostModel], Pass]
-    take: Take = _same
+    apply: Callable[[Draft, CostModel, RunPass], Draft]
+    verifier: Callable[[Draft], Callable[[Draft], None]] = verification.nothing
     when: Callable[[Request], bool] = _always
-    judge: judging.Judge = judging.nothing
-    halves: bool = False
 
 
 PREPARE = (
-    Use(lambda d, costs: CleanUp(), judge=prepared(CleanUp, Rights(merge=True))),
-    Use(
-        lambda d, costs: AddBeforePutting(),
-        judge=prepared(AddBeforePutting, Rights(regroup=True)),
-    ),
-    Use(
-        lambda d, costs: GradientSums(),
-        when=_sums,
-        judge=prepared(GradientSums, Rights(regroup=True)),
-    ),
-    Use(
-        lambda d, costs: ObeyMustRecompute(d.num_forward_outputs),
-        judge=prepared(ObeyMustRecompute, Rights()),
-    ),
-    Use(
-        lambda d, costs: ProtectMutatedInputs(d.num_forward_outputs),
-        judge=prepared(ProtectMutatedInputs, Rights(clone=True)),
-    ),
-    Use(
-        lambda d, costs: Accumulation(
-            d.num_forward_outputs, frozenset(costs.request.inputs.accumulated), frozenset(d.static)
-        ),
-        _joint,
-        judge=prepared(Accumulation, Rights(give_up=True)),
-    ),
+    PassStep(clean_up, prepared(CleanUp, Rights(merge=True))),
+    PassStep(add_before_putting, prepared(AddBeforePutting, Rights(regroup=True))),
+    PassStep(sum_gradients, prepared(GradientSums, Rights(regroup=True)), when=_sums),
+    PassStep(obey_must_recompute, prepared(ObeyMustRecompute, Rights())),
+    PassStep(protect_mutated_inputs, prepared(ProtectMutatedInputs, Rights(clone=True))),
+    PassStep(accumulate, prepared(Accumulation, Rights(give_up=True))),
 )
-PLAN = (
-    Use(lambda d, costs: TakeVariants(d.joint, d.sites), _variants, judge=judging.stand_ins),
-    Use(lambda d, costs: MemoryEstimation(costs, d.joint), _estimate),
-)
+PLAN = (PassStep(take_variants, verification.stand_ins), PassStep(estimate))
 APPLY = (
-    Use(
-        lambda d, costs: ApplyPlan(d.estimate, d.plan.steps, d.held),
-        _rewritten,
-        judge=judging.data_flow,
-    ),
-    Use(
-        lambda d, costs: WriteInPlace(d.rewritten, d.num_forward_outputs),
-        _rewritten,
-        when=_in_place,
-        judge=judging.writes,
-    ),
-    Use(
-        lambda d, costs: Cut(d.rewritten, d.num_forward_outputs, d.static_names),
-        _halves,
-        judge=judging.halves,
-    ),
-    Use(lambda d, costs: LayOutRows(), when=_compiled, judge=judging.rows, halves=True),
+    PassStep(apply_plan, verification.data_flow),
+    PassStep(write_in_place, verification.writes, when=_in_place),
+    PassStep(cut, verification.halves),
+    PassStep(in_each_half(LayOutRows), verification.rows, when=_compiled),
 )
-AS_TORCH = (Use(lambda d, costs: CutAsTorch(d.partition), _halves, judge=judging.halves_of_torch),)
-DONATE = (Use(lambda d, costs: DonateSaved(d.halves[1], d.num_forward_outputs)),)
-BEGIN = (Use(lambda d, costs: BeginRows(), when=_compiled, halves=True),)
-FINISH = (Use(lambda d, costs: CompileRows(), when=_compiled, halves=True),)
-EXPLAIN = (Use(lambda d, costs: InterpretRows(), when=_compiled, halves=True),)
+AS_TORCH = (PassStep(cut_as_torch, verification.halves_of_torch),)
+DONATE = (PassStep(donate_saved),)
+BEGIN = (PassStep(in_each_half(BeginRows), when=_compiled),)
+FINISH = (PassStep(in_each_half(CompileRows), when=_compiled),)
+EXPLAIN = (PassStep(in_each_half(InterpretRows), when=_compiled),)
 
 
 @dataclass(frozen=True)
 class Runner:
-    """Runs passes one after the other; the only place that times, logs and verifies them."""
+    """Runs steps one after the other; the only place that times, logs and verifies them."""
 
     costs: CostModel
     times: StageTimes
 
-    def run(self, stage: str, uses: Sequence[Use], draft: Draft) -> Draft:
-        """What the passes make of the draft. Raises `VerificationFailed` where one is wrong."""
+    def run(self, stage: str, steps: Sequence[PassStep], draft: Draft) -> Draft:
+        """What the steps make of the draft. Raises `VerificationFailed` where one is wrong."""
         request = self.costs.request
-        for use in uses:
-            if not use.when(request):
+        for step in steps:
+            if not step.when(request):
                 continue
-            verdict = self._look(use, draft)
-            after = draft
-            for module in draft.halves if use.halves else (draft.newest()[0],):
-                after = use.take(after, self._call(stage, use.make(draft, self.costs), module))
-            if request.policy.verify:
+            verdict = self._verdict(step, draft)
+            draft = step.apply(draft, self.costs, partial(self.run_pass, stage))
+            if verdict is not None:
                 with self.times.stage("verify"):
-                    verdict(after)
-            draft = after
+                    verdict(draft)
         return draft
 
-    def _look(self, use: Use, draft: Draft) -> judging.Verdict:
-        """What will judge the pass, shown the draft before it."""
+    def _verdict(self, step: PassStep, draft: Draft) -> Callable[[Draft], None] | None:
+        """What verifies the draft after the step, shown the draft before it."""
         if not self.costs.request.policy.verify:
-            return lambda after: None
+            return None
         with self.times.stage("verify"):
-            return use.judge(draft)
+            return step.verifier(draft)
 
-    def _call(self, stage: str, one: Pass, module: fx.GraphModule) -> Changed:
+    def run_pass(self, stage: str, one: Pass, module: fx.GraphModule) -> Changed:
         """The pass, with its contract where that is asked for."""
         verify = self.costs.request.policy.verify
         if verify:

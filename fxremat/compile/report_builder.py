@@ -1,9 +1,9 @@
-"""The report of a graph: what was decided, in bytes and seconds, and where in the source."""
+"""Building the report of a graph: what was decided, in bytes, seconds and source lines."""
 
 from __future__ import annotations
 
 from collections import Counter
-from dataclasses import dataclass, replace
+from dataclasses import replace
 
 from torch import fx
 
@@ -14,7 +14,7 @@ from fxremat.compile.search.search import Found
 from fxremat.core.plan import Plan
 from fxremat.core.problem import Problem
 from fxremat.core.schedule import keep_all
-from fxremat.core.timeline import Lifetime, lifetimes_of, replay
+from fxremat.core.timeline import Timeline, lifetimes_of, replay
 from fxremat.errors import InfeasibleBudget
 from fxremat.passes.halves import RECOMPUTED, original
 from fxremat.passes.joint_graph import is_tensor, root
@@ -22,12 +22,19 @@ from fxremat.passes.memory_estimation import TANGENTS, nbytes
 from fxremat.passes.offload import arrived_value
 from fxremat.passes.variants.insertion import InsertedVariant
 from fxremat.passes.variants.table import RULES
-from fxremat.report.report import Report, Row
-from fxremat.report.source_location import Place, describe, place_of
+from fxremat.report.report import (
+    MemoryFigures,
+    Provenance,
+    Report,
+    Row,
+    StepMemory,
+    ValueTables,
+)
+from fxremat.report.source_location import SourceLocation, describe, location_of
 
 MOST_ROWS = 20
 MUCH = 1 / 4
-"""Of what is live at the peak, an output and its gradient are worth a word."""
+"""The part of the bytes live at the peak from which on an output and its gradient are mentioned."""
 
 
 def refusal_of(found: Found, request: Request) -> InfeasibleBudget | None:
@@ -70,10 +77,10 @@ def at_peak(found: Found) -> list[Row]:
 
 
 def _live_at_peak(found: Found) -> tuple[tuple[str, int], ...]:
-    """By name, and bytes."""
+    """Names of the values live at the peak, with their bytes."""
     judged = found.judged
-    if judged.rehearsal is not None:
-        return judged.rehearsal.at_peak
+    if judged.dry_run is not None:
+        return judged.dry_run.at_peak
     timeline = replay(judged.draft.estimate.problem, judged.plan.steps)
     sizes = timeline.problem.bytes_of
     return tuple((name, sizes[name]) for name in timeline.live_at(timeline.peak_step))
@@ -82,53 +89,58 @@ def _live_at_peak(found: Found) -> tuple[tuple[str, int], ...]:
 def report_of(found: Found, request: Request, graph: int, seconds: dict[str, float]) -> Report:
     """What was decided for one graph."""
     judged, draft = found.judged, found.judged.draft
-    plan = by_the_bytes_of(draft.estimate.problem, judged.plan)
     problem, plain = draft.estimate.problem, found.plain.estimate.problem
-    held, base, taken = request.budget.held, plain.base_time_us, judged.reserved
-    plain_timeline, course = replay(plain, keep_all(plain)), _course(found)
+    plan, base = by_the_bytes_of(problem, judged.plan), plain.base_time_us
+    store_all = replay(plain, keep_all(plain))
     return Report(
         graph=graph,
-        nodes=len(draft.joint.module.graph.nodes),
+        time_overhead=plan.time_us / base - 1 if base else 0.0,
+        memory=_memory(found, request, plan, store_all),
+        values=ValueTables(
+            _saved(draft),
+            _recomputed(found),
+            _moved(found),
+            tuple(map(_variant, draft.taken)),
+            tuple(at_peak(found)[:MOST_ROWS]),
+        ),
+        provenance=Provenance(
+            nodes=len(draft.joint.module.graph.nodes),
+            dry_runs=found.judged_candidates if judged.dry_run is not None else 0,
+            order=judged.candidate.order,
+            seconds=seconds,
+        ),
+        plan=plan,
+        problem=problem,
+        step=_step_memory(found, store_all),
+        as_unit=version_of(draft, plan, judged.dry_run, request),
+        events=run_events_of(draft, judged.dry_run, request.inputs.parameters),
+    )
+
+
+def _memory(found: Found, request: Request, plan: Plan, store_all: Timeline) -> MemoryFigures:
+    judged, held = found.judged, request.budget.held
+    problem, reserved = judged.draft.estimate.problem, judged.reserved
+    return MemoryFigures(
         budget_bytes=request.budget.limit,
         resident_bytes=problem.resident_bytes,
-        keep_all_peak_bytes=plain_timeline.peak_bytes + held,
+        held_bytes=held,
+        keep_all_peak_bytes=store_all.peak_bytes + held,
         planned_peak_bytes=plan.peak_bytes + held,
         predicted_peak_bytes=judged.allocated_bytes + held,
         minimum_peak_bytes=judged.peak_bytes + request.budget.beside if found.over else None,
-        held_bytes=held,
+        predicted_reserved_bytes=None if reserved is None else reserved.usage.peak_reserved_bytes,
+        segment_bytes=0 if reserved is None else reserved.segment_bytes,
         tuning_bytes=request.budget.autotune,
-        time_overhead=plan.time_us / base - 1 if base else 0.0,
-        saved=_saved(draft),
-        recomputed=_recomputed(found),
-        moved=_moved(found),
-        variants=tuple(map(_variant, draft.taken)),
         host_peak_bytes=replay(problem, plan.steps).host_peak_bytes,
-        at_peak=tuple(at_peak(found)[:MOST_ROWS]),
-        timeline=course.live_bytes,
-        lifetimes=course.lifetimes,
-        making=course.making,
-        forward_steps=course.forward_steps,
-        places=_places(found, course),
-        keep_all_timeline=plain_timeline.live_bytes,
-        keep_all_forward_steps=_forward_steps(tuple(map(str, plain_timeline.steps))),
-        predicted_reserved_bytes=None if taken is None else taken.usage.peak_reserved_bytes,
-        segment_bytes=0 if taken is None else taken.segment_bytes,
         count=request.budget.metric,
-        order=judged.candidate.order,
-        plan=plan,
-        rehearsals=found.judged_candidates if judged.rehearsal is not None else 0,
-        seconds=seconds,
-        problem=problem,
-        as_unit=version_of(draft, plan, judged.rehearsal, request),
-        events=run_events_of(draft, judged.rehearsal, request.inputs.parameters),
     )
 
 
 def by_the_bytes_of(problem: Problem, plan: Plan) -> Plan:
     """The plan with the peak that it has in this problem.
 
-    It may have been made by more bytes, which a rehearsal of another plan had shown. What is proven
-    by these bounds no peak here.
+    It may have been made for a problem with more bytes, which a dry run of another plan had shown.
+    A bound that was proven there does not hold here.
     """
     peak_bytes = replay(problem, plan.steps).peak_bytes
     if peak_bytes == plan.peak_bytes:
@@ -145,7 +157,7 @@ def _saved(draft: Draft) -> tuple[Row, ...]:
 def _recomputed(found: Found) -> tuple[Row, ...]:
     estimate, rows = found.judged.draft.estimate, []
     for name, times in found.judged.plan.repeats().items():
-        op, last = estimate.problem.op_of[name], estimate.cones[name].nodes[-1]
+        op, last = estimate.problem.op_of[name], estimate.slices[name].nodes[-1]
         written = sum(estimate.problem.bytes_of[value] for value in op.writes)
         rows.append(Row(describe(last), written, times, op.time_us))
     return tuple(rows)
@@ -161,7 +173,7 @@ def _moved(found: Found) -> tuple[Row, ...]:
 
 
 def _variant(taken: InsertedVariant) -> Row:
-    """Its rule, where it is, and the bytes that it stands in for."""
+    """A variant that was taken: its rule, where it is, and the bytes that it stands in for."""
     old = [node for node in taken.stand_ins if is_tensor(node)]
     where = describe(old[0]) if old else taken.name
     lossy = " (inexact)" if any(r.lossy for r in RULES if r.name == taken.rule) else ""
@@ -173,34 +185,35 @@ def _bytes(node: fx.Node) -> int:
     return nbytes(node.meta["val"])
 
 
-@dataclass(frozen=True)
-class _Course:
-    """The step as it will run: the kernels that were rehearsed, else the steps of the plan."""
-
-    live_bytes: tuple[int, ...]
-    lifetimes: tuple[Lifetime, ...]
-    making: tuple[str, ...]
-    forward_steps: int
-
-
-def _course(found: Found) -> _Course:
-    judged = found.judged
-    shown = judged.rehearsal
+def _step_memory(found: Found, store_all: Timeline) -> StepMemory:
+    """The step as it will run: the kernels of the dry run, else the steps of the plan."""
+    shown = found.judged.dry_run
     if shown is not None:
-        return _Course(shown.live_bytes, shown.lifetimes, shown.making, shown.forward_moments)
-    problem, steps = judged.draft.estimate.problem, judged.plan.steps
-    timeline = replay(problem, steps)
-    making = tuple(map(str, steps))
-    return _Course(timeline.live_bytes, lifetimes_of(timeline), making, _forward_steps(making))
+        live, lifetimes = shown.live_bytes, shown.lifetimes
+        computed, forward_steps = shown.making, shown.forward_steps
+    else:
+        timeline = replay(found.judged.draft.estimate.problem, found.judged.plan.steps)
+        live, lifetimes = timeline.live_bytes, lifetimes_of(timeline)
+        computed = tuple(map(str, timeline.steps))
+        forward_steps = _forward_steps(computed)
+    return StepMemory(
+        live,
+        lifetimes,
+        computed,
+        forward_steps,
+        _locations(found, {*computed, *(one.value for one in lifetimes)}),
+        store_all.live_bytes,
+        _forward_steps(tuple(map(str, store_all.steps))),
+    )
 
 
-def _forward_steps(making: tuple[str, ...]) -> int:
+def _forward_steps(computed: tuple[str, ...]) -> int:
     """How many steps come before the gradients do; all, where none come."""
-    return making.index(TANGENTS) if TANGENTS in making else len(making)
+    return computed.index(TANGENTS) if TANGENTS in computed else len(computed)
 
 
 def _nodes(found: Found) -> dict[str, fx.Node]:
-    """All that a rehearsal or a problem can name."""
+    """All nodes that a dry run or a problem can name."""
     draft = found.judged.draft
     modules = [*draft.newest()]
     if draft.rewritten is not None:
@@ -209,18 +222,17 @@ def _nodes(found: Found) -> dict[str, fx.Node]:
     return nodes | draft.estimate.node_of
 
 
-def _places(found: Found, course: _Course) -> dict[str, Place]:
-    """Of what the step computes and holds, and of the values of the problem."""
+def _locations(found: Found, names: set[str]) -> dict[str, SourceLocation]:
+    """Where these nodes and the values of the problem come from, by name."""
     nodes = _nodes(found)
-    problem = found.judged.draft.estimate.problem
-    names = {*course.making, *(one.value for one in course.lifetimes), *problem.bytes_of}
-    return {name: _place(nodes[name]) for name in sorted(names) if name in nodes}
+    known = names | {*found.judged.draft.estimate.problem.bytes_of}
+    return {name: _location(nodes[name]) for name in sorted(known) if name in nodes}
 
 
-def _place(node: fx.Node) -> Place:
-    """Where it comes from, and whose copy it is."""
+def _location(node: fx.Node) -> SourceLocation:
+    """Where a node comes from, and which value it is a copy of."""
     arrived = arrived_value(node.name)
     if arrived is not None:
-        return replace(place_of(node), value=arrived, copy="moved")
+        return replace(location_of(node), value=arrived, copy="moved")
     again = "again" if RECOMPUTED in node.name else ""
-    return replace(place_of(node), value=original(node.name), copy=again)
+    return replace(location_of(node), value=original(node.name), copy=again)

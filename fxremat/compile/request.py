@@ -13,6 +13,7 @@ from torch import fx, nn
 from fxremat.compat.absent.pretending import CUDA
 from fxremat.compat.sizes import size_bound
 from fxremat.compat.tensors import places_in_joint, storage_key
+from fxremat.compile.constants import BUDGET_PARTS
 from fxremat.core.problem import COPY_LATENCY_US, Copies
 from fxremat.cost.cards import Card, absent_card
 from fxremat.cost.cuda_scratch import cublas_bytes
@@ -22,15 +23,11 @@ from fxremat.memory.allocator.rules import SEGMENT_STEP_BYTES, round_up
 from fxremat.memory.segments import allocate_cublas
 from fxremat.options import Options, machine_memory_bytes
 from fxremat.passes.memory_estimation import nbytes
-from fxremat.runtime import measure_copy_speed
-from fxremat.runtime.gradients import accumulation
+from fxremat.runtime import accumulation, measure_copy_speed
 from fxremat.runtime.host_memory import is_on
 
 log = logging.getLogger(__name__)
 
-BUDGET_MARGIN, BUDGET_STEPS = 0.03, 64
-"""Of a budget that nobody asked for: what is left to others, and to how many parts of the device's
-memory it is rounded."""
 
 
 @dataclass(frozen=True)
@@ -62,6 +59,11 @@ class Budget:
     def beside(self) -> int:
         """Bytes that are not the graph's, in the step that needs most of them."""
         return self.held + self.autotune
+
+    @property
+    def counted_allocator(self) -> AllocatorSettings | None:
+        """The allocator's settings where reserved bytes count; None where allocated ones do."""
+        return self.allocator if self.metric == "reserved" else None
 
     @property
     def target(self) -> int | None:
@@ -284,8 +286,8 @@ def _free_bytes(device: torch.device) -> int:
     free, total = torch.cuda.mem_get_info(device)
     of_all = getattr(torch.cuda, "get_per_process_memory_fraction", lambda device: 1.0)(device)
     there = min(torch.cuda.memory_reserved(device) + free, int(of_all * total))
-    step = total // BUDGET_STEPS
-    return int((1 - BUDGET_MARGIN) * there) // step * step or there
+    part = total // BUDGET_PARTS
+    return there * (BUDGET_PARTS - 2) // BUDGET_PARTS // part * part or there
 
 
 def _held_bytes(

@@ -10,7 +10,7 @@ from torch import fx
 
 from fxremat.compile.cost_model import with_between
 from fxremat.compile.draft import Draft
-from fxremat.compile.dry_run.dry_run import Rehearsal
+from fxremat.compile.dry_run.dry_run import DryRun
 from fxremat.compile.request import Request
 from fxremat.core.events import Allocate, RunEvents
 from fxremat.core.plan import Plan
@@ -68,15 +68,15 @@ def _passed_on(problem: Problem, joint: JointGraph, parameters: Sequence[int]) -
     )
 
 
-def version_of(draft: Draft, plan: Plan, shown: Rehearsal | None, request: Request) -> Version:
-    """What a plan takes as a version of its part, as it was rehearsed if it was."""
+def version_of(draft: Draft, plan: Plan, shown: DryRun | None, request: Request) -> Version:
+    """What a plan takes as a version of its part, by its dry run if there was one."""
     if shown is None:
         return planned_run(draft, plan, request).version
     parameters = request.inputs.parameters
     live = list(zip(shown.making, shown.live_bytes, strict=True))
     before, after = (
         [nbytes for making, nbytes in half if making != TANGENTS]  # what others hold in between
-        for half in (live[: shown.forward_moments], live[shown.forward_moments :])
+        for half in (live[: shown.forward_steps], live[shown.forward_steps :])
     )
     given = {node.name for node in _given(draft.joint, parameters)}
     dropped = shown.live_where_dropped(given) if request.inputs.passed_on else ()
@@ -84,16 +84,16 @@ def version_of(draft: Draft, plan: Plan, shown: Rehearsal | None, request: Reque
 
 
 def run_events_of(
-    draft: Draft, shown: Rehearsal | None, parameters: Sequence[int]
+    draft: Draft, shown: DryRun | None, parameters: Sequence[int]
 ) -> RunEvents | None:
     """What a version asks of CUDA's allocator; None where it was not rehearsed there."""
-    if shown is None or shown.as_run is None:
+    if shown is None or shown.allocator.as_run is None:
         return None
     own = {node.name for node in _given(draft.joint, parameters)}
     names = [e.name for e in shown.events if isinstance(e, Allocate)]
-    pairs = zip(names, shown.as_run.inputs, strict=False)  # what is resident comes first
+    pairs = zip(names, shown.allocator.as_run.inputs, strict=False)  # what is resident comes first
     inputs = tuple(replace(one, own=name in own) for name, one in pairs)
-    return replace(shown.as_run, inputs=inputs)
+    return replace(shown.allocator.as_run, inputs=inputs)
 
 
 def _figures(

@@ -17,8 +17,9 @@ from torch import fx, nn
 
 from fxremat.compat.configuration import cache_directory
 from fxremat.compat.joint_graph import copy_module
+from fxremat.core.json_data import from_data, to_data
 from fxremat.disk_cache import write_whole
-from fxremat.report.report import Report, report_from_json, report_to_json
+from fxremat.report.report import Report
 
 Study = Callable[[Any, Any], None]
 """Told what the search found, and its runner, where more than a report is asked for."""
@@ -140,12 +141,12 @@ def seen_in(part: nn.Module | None) -> tuple[Any, int]:
 
 def store(key: str, report: Report) -> None:
     """Keep a report for the time when a cache answers instead of us; if there is room for it."""
-    write_whole(store_path(key), json.dumps(report_to_json(report)))
+    write_whole(store_path(key), json.dumps(to_data(report)))
 
 
 def load(key: str, graph: int) -> Report | None:
     """The report kept under ``key``; None where there is none or it cannot be read."""
     with suppress(OSError, ValueError, KeyError, TypeError):
         data = json.loads(store_path(key).read_text(encoding="utf-8"))
-        return replace(report_from_json(data), graph=graph, from_cache=True)
+        return replace(from_data(Report, data), graph=graph, from_cache=True)
     return None

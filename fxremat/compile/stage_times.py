@@ -1,19 +1,21 @@
 """Seconds spent in each stage of compiling a graph, and who hears of the long ones.
 
-The log names each long stage once. Where it is not shown, a terminal has a line that goes on.
+The log names each long stage once. Where it is not shown, one line on the terminal tells what
+planning does, rewritten in place. Where standard error is no terminal nothing is written; of
+several ranks on a machine one writes.
 """
 
 from __future__ import annotations
 
 import logging
+import os
+import sys
 import threading
 import time
 from collections.abc import Iterator
 from contextlib import contextmanager
 from dataclasses import dataclass, field
 from itertools import count
-
-from fxremat.compile.progress_line import ProgressLine
 
 log = logging.getLogger(__name__)
 
@@ -24,10 +26,41 @@ NAMES = {
     "estimate": "estimating bytes and times",
     "plan": "planning",
     "apply": "applying a plan",
-    "rehearse": "generating the code of a plan, to count its bytes",
+    "dry run": "generating the code of a plan, to count its bytes",
     "verify": "verifying a plan",
     "kernels": "compiling kernels",
 }
+
+
+CLEAR = "\r\x1b[K"
+
+
+def _is_seen() -> bool:
+    """Whether somebody looks, and no other rank writes there."""
+    if sys.stderr is None or not sys.stderr.isatty():  # a program without a console has none
+        return False
+    return os.environ.get("LOCAL_RANK", "0") == "0"
+
+
+@dataclass
+class ProgressLine:
+    """What is shown now is cleared before anything else is written."""
+
+    is_shown: bool = False
+
+    def show(self, text: str) -> None:
+        """Write the text over what was shown before."""
+        if _is_seen():
+            sys.stderr.write(f"{CLEAR}fxremat: {text}")
+            sys.stderr.flush()
+            self.is_shown = True
+
+    def clear(self) -> None:
+        """Leave an empty line behind."""
+        if self.is_shown:
+            sys.stderr.write(CLEAR)
+            sys.stderr.flush()
+            self.is_shown = False
 
 
 @dataclass

@@ -12,22 +12,17 @@ from __future__ import annotations
 NEGLIGIBLE_PART = 1 / 16
 """What is this part of something, or less, does not matter beside it.
 
-`benchmarks.rules` (unet and vgg, CPU): with 1/8 and with 1/32 the least peaks differ by less than
-0.5 %, which is where that benchmark sees no difference.
+A formula: what a norm or the gradient of a bias reduces is a dimension of 16 or more, so its result
+is at most this part of what it reads; an elementwise result is at least a quarter.
 """
 
 CHUNK_PARTS = (8, 64)
-"""A chunk is this part of all rows, and what is smaller than the smallest chunk of the largest
-value is not computed in chunks.
+"""A chunk is this part of all rows.
 
-`benchmarks.rules`, chunked_loss on a GPT with 50,257 words: the least peak falls by 77 %.
-"""
+A value that is smaller than the smallest chunk of the largest value is not computed in chunks.
 
-MATMUL_ROWS = 16
-"""Rows of a matrix that are worth a matrix product, and of which a GPU's chunk has a multiple.
-
-The tensor cores' instruction for 16-bit numbers, mma.m16n8k16 in NVIDIA's PTX, takes 16 rows.
-Sixteen rows of any type are aligned to the 16 bytes that generated kernels expect.
+`benchmarks.rules`, a GPT with 50,257 words, CPU, at 45 %: (8, 64) adds -2.2 % of time in 119 MiB,
+(4, 32) -4.0 % in 144 MiB, (16, 128) +1.5 % in 117 MiB, with the same least peak.
 """
 
 TILE_BYTES = 2**22
@@ -40,15 +35,28 @@ the cache (``torch.add`` into memory that is there).
 MOST_NODES = 400
 """Nodes that a pattern may take in before it is given up.
 
-Where batches are rows whole networks hang together. The largest region of the models of
-`benchmarks.rules` has fewer than 100 nodes, so this bounds the time to compile and no plan.
+Where batches are rows whole networks hang together. The largest region in a GPT, a ResNet and a VGG
+of `benchmarks.rules` has 26 nodes, so this bounds the time to compile and no plan.
+"""
+
+IMAGE_PARTS = (4, 16)
+"""A convolution that takes much workspace may compute this part of a batch at a time.
+
+`benchmarks.rules`, convolution_workspace on a U-Net, CPU: the least peak falls by 30 %. The plan
+for the least peak without the rule adds 4 % of time, where recomputing alone adds 24 %.
 """
 
 LEAST_ELEMENTS = 4096
 """Elements of a value that is worth saving in another form.
 
-Its encoding is a call of about 10 us (`CALL_US`), in which a CPU copies about as many numbers
-eight times (TILE_BYTES has the rate).
+In the models of `benchmarks.rules`, sizes for a CPU, activations have 16,384 elements or more, and
+statistics of norms 1,024 or fewer, which are not worth a call of 10 us (`CALL_US`).
+"""
+
+LOOSE_PACKING = 1.25
+"""How many times the least bytes a packed mask may take, so that it is written in whole vectors.
+
+A dimension of 28 or more, rounded up to a multiple of 8 bits, takes no more: 35 / 28.
 """
 
 MOST_MASK_ELEMENTS = 2**24
@@ -69,13 +77,6 @@ CACHE_SPEED = 4
 """How many times faster than memory a loop in the cache is taken to be, for the time of a call.
 
 It lies between loops that move (12 times on an AMD EPYC, see TILE_BYTES) and loops that compute.
-"""
-
-KERNEL_ROW_BYTES = 64
-"""Bytes of a row that a kernel between two matrix products may take beyond what is set aside.
-
-Sixteen numbers of four bytes: maxima, sums, labels and places. Kernels are counted exactly when
-they are there, so more would not break a budget, and less would only run operator by operator.
 """
 
 LEAST_FLOPS = 10**11
@@ -182,4 +183,20 @@ MOST_GROWTH = 16
 
 From a size of 1, four questions lead to 65,536, and a line through two wrong points to 16 times the
 memory of one that fits.
+"""
+
+# --- compiling kernels ---------------------------------------------------------------------
+
+MOST_TOGETHER = 8
+"""C++ kernels in one source.
+
+Most of a kernel's compilation goes to headers, of which eight kernels leave an eighth to each; with
+more, the last one comes late.
+"""
+
+MOST_READY = 64
+"""Graphs whose code was generated ahead and is kept until Inductor comes to them.
+
+A compilation has two, and one for each small kernel; a backward that never runs leaves its own. So
+this bounds memory, and no compilation.
 """

@@ -3,12 +3,12 @@
 from __future__ import annotations
 
 from collections import Counter
-from collections.abc import Mapping
 from dataclasses import dataclass
 from typing import Any
 
+from fxremat.core.json_data import InvalidData, from_data, to_data
 from fxremat.core.problem import InvalidProblem
-from fxremat.core.schedule import Move, Step, ops_of, step_from_json, step_to_json
+from fxremat.core.schedule import Move, Step, ops_of
 
 
 @dataclass(frozen=True)
@@ -49,33 +49,32 @@ class Plan:
         return Counter({name: count - 1 for name, count in counts.items() if count > 1})
 
 
+@dataclass(frozen=True)
+class _Claim:
+    """What is read of a plan from elsewhere; its other fields are replayed."""
+
+    steps: tuple[Step, ...]
+    variants: tuple[str, ...] = ()
+
+
 def plan_to_json(plan: Plan) -> dict[str, Any]:
-    """The plan as JSON data; ``steps`` as in `fxremat.core.schedule`."""
-    return {
-        "steps": [step_to_json(step) for step in plan.steps],
-        "solver": plan.solver,
-        "budget_bytes": plan.budget_bytes,
-        "peak_bytes": plan.peak_bytes,
-        "time_us": plan.time_us,
-        "seconds": plan.seconds,
-        "time_bound_us": plan.time_bound_us,
-        "peak_bound_bytes": plan.peak_bound_bytes,
-        **({"energy_uj": plan.energy_uj} if plan.energy_uj else {}),
-        **({"variants": list(plan.variants)} if plan.variants else {}),
-    }
+    """The plan as JSON data."""
+    data: dict[str, Any] = to_data(plan)
+    return data
 
 
-def variants_from_json(data: Mapping[str, Any]) -> tuple[str, ...]:
-    """The variants that a plan file takes."""
-    names = data.get("variants", []) if isinstance(data, Mapping) else None
-    if not isinstance(names, list) or not all(isinstance(name, str) for name in names):
-        raise InvalidProblem("plan: field 'variants' must be a list of names")
-    return tuple(names)
+def variants_from_json(data: Any) -> tuple[str, ...]:
+    """The variants that a plan file takes; raises `InvalidProblem`."""
+    return _claim(data).variants
 
 
-def steps_from_json(data: Mapping[str, Any]) -> tuple[Step, ...]:
-    """The steps of a plan file; its other fields are claims, to be replayed, not read."""
-    steps = data.get("steps") if isinstance(data, Mapping) else None
-    if not isinstance(steps, list):
-        raise InvalidProblem("plan: field 'steps' must be a list of op names and moves")
-    return tuple(step_from_json(step, f"plan: field 'steps'[{i}]") for i, step in enumerate(steps))
+def steps_from_json(data: Any) -> tuple[Step, ...]:
+    """The steps of a plan file; raises `InvalidProblem`."""
+    return _claim(data).steps
+
+
+def _claim(data: Any) -> _Claim:
+    try:
+        return from_data(_Claim, data)
+    except InvalidData as error:
+        raise InvalidProblem(f"plan: {error}") from error

@@ -8,10 +8,11 @@ from __future__ import annotations
 
 import json
 import math
-from collections.abc import Mapping
-from dataclasses import asdict, dataclass
+from dataclasses import dataclass
 from functools import cached_property
-from typing import Any, Literal, cast, get_args
+from typing import Any, Literal
+
+from fxremat.core.json_data import InvalidData, from_data, to_data
 
 FORMAT = "fxremat-problem/1"
 COPY_LATENCY_US = 10.0
@@ -19,7 +20,7 @@ COPY_LATENCY_US = 10.0
 Phase = Literal["forward", "backward", "any"]
 
 
-class InvalidProblem(ValueError):
+class InvalidProblem(InvalidData):
     """A problem or plan file is malformed; the message names the field."""
 
 
@@ -71,7 +72,7 @@ class Copies:
 
 @dataclass(frozen=True)
 class Change:
-    """What an variant changes of an op: values it reads no more, values it reads instead.
+    """What a variant changes of an op: values it reads no more, values it reads instead.
 
     Time and workspace are what the op takes more, or less, than before. ``inplace`` are pairs of
     what it reads instead and what it writes, as an op has them.
@@ -159,101 +160,6 @@ class Problem:
         return tuple(op.name for op in self.ops)
 
 
-def _field(row: Mapping[str, Any], key: str, kind: type | tuple[type, ...], where: str) -> Any:
-    if not isinstance(row, Mapping):
-        raise InvalidProblem(f"{where}: expected an object, not {row!r}")
-    if key not in row:
-        raise InvalidProblem(f"{where}: field {key!r} is missing")
-    value = row[key]
-    if not isinstance(value, kind) or (isinstance(value, bool) and kind is not bool):
-        raise InvalidProblem(f"{where}: field {key!r} is {value!r}, of the wrong type")
-    return value
-
-
-def _names(row: Mapping[str, Any], key: str, where: str) -> tuple[str, ...]:
-    names = _field(row, key, list, where)
-    if not all(isinstance(name, str) for name in names):
-        raise InvalidProblem(f"{where}: field {key!r} must be a list of names")
-    return tuple(names)
-
-
-def _pairs(row: Mapping[str, Any], key: str, where: str) -> tuple[tuple[str, str], ...]:
-    pairs = _field(row, key, list, where)
-    for pair in pairs:
-        if not (isinstance(pair, list) and [type(name) for name in pair] == [str, str]):
-            raise InvalidProblem(f"{where}: field {key!r} must be a list of [read, write] pairs")
-    return tuple((read, write) for read, write in pairs)
-
-
-_OP_DEFAULTS = {"workspace_bytes": 0, "phase": "any", "repeatable": True, "inplace": [],
-                "energy_uj": 0.0}  # fmt: skip
-
-
-def _op_from_json(data: Mapping[str, Any], where: str) -> Op:
-    name = _field(data, "name", str, where)
-    row = {**_OP_DEFAULTS, **data}
-    return Op(
-        name=name,
-        reads=_names(row, "reads", where),
-        writes=_names(row, "writes", where),
-        time_us=float(_field(row, "time_us", (int, float), where)),
-        workspace_bytes=_field(row, "workspace_bytes", int, where),
-        phase=cast(Phase, _field(row, "phase", str, where)),
-        repeatable=_field(row, "repeatable", bool, where),
-        inplace=_pairs(row, "inplace", where),
-        energy_uj=float(_field(row, "energy_uj", (int, float), where)),
-    )
-
-
-def _change_from_json(data: Mapping[str, Any], where: str) -> Change:
-    row = {"drops": [], "adds": [], "time_us": 0.0, "workspace_bytes": 0, "inplace": [], **data}
-    return Change(
-        op=_field(row, "op", str, where),
-        drops=_names(row, "drops", where),
-        adds=_names(row, "adds", where),
-        time_us=float(_field(row, "time_us", (int, float), where)),
-        workspace_bytes=_field(row, "workspace_bytes", int, where),
-        inplace=_pairs(row, "inplace", where),
-    )
-
-
-def _alternative_from_json(data: Mapping[str, Any], where: str) -> Variant:
-    row = {"ops": [], "changes": [], "outputs": [], **data}
-    ops, changes = _field(row, "ops", list, where), _field(row, "changes", list, where)
-    return Variant(
-        name=_field(row, "name", str, where),
-        ops=tuple(_op_from_json(op, f"{where}.ops[{i}]") for i, op in enumerate(ops)),
-        changes=tuple(
-            _change_from_json(change, f"{where}.changes[{i}]") for i, change in enumerate(changes)
-        ),
-        outputs=_pairs(row, "outputs", where),
-    )
-
-
-def _copies_from_json(data: Mapping[str, Any]) -> Copies | None:
-    row = data.get("copies")
-    if row is None:
-        return None
-    number = (int, float)
-    row = {"latency_us": 0.0, "energy_uj": 0.0, **row} if isinstance(row, Mapping) else row
-    found = {
-        key: float(_field(row, key, number, "copies"))
-        for key in ("to_host", "to_device", "latency_us", "energy_uj")
-    }
-    for key, figure in found.items():
-        if not 0 <= figure < math.inf:
-            raise InvalidProblem(f"copies: field {key!r} is {figure}, not zero or more")
-    cap = None if row.get("host_bytes") is None else _field(row, "host_bytes", int, "copies")
-    if cap is not None and cap < 0:
-        raise InvalidProblem("copies: field 'host_bytes' is negative")
-    only_host = _field({"only_host": False, **row}, "only_host", bool, "copies")
-    return Copies(host_bytes=cap, only_host=only_host, **found)
-
-
-def _value_from_json(row: Mapping[str, Any], where: str) -> Value:
-    return Value(_field(row, "name", str, where), _field(row, "bytes", int, where))
-
-
 def _check_values(problem: Problem) -> None:
     sizes = problem.bytes_of
     if len(sizes) != len(problem.values):
@@ -271,11 +177,14 @@ def _check_values(problem: Problem) -> None:
         raise InvalidProblem("host: there are values in host memory, but 'copies' is missing")
 
 
+def _check_copies(copies: Copies) -> None:
+    for key in ("to_host", "to_device", "latency_us", "host_bytes"):
+        figure = getattr(copies, key)
+        if figure is not None and not 0 <= figure < math.inf:
+            raise InvalidProblem(f"copies: {key!r} is {figure}, not zero or more")
+
+
 def _check_op(op: Op) -> None:
-    if op.phase not in get_args(Phase):
-        raise InvalidProblem(
-            f"op {op.name!r}: 'phase' is {op.phase!r}, not forward, backward or any"
-        )
     if not 0 <= op.time_us < math.inf:
         raise InvalidProblem(f"op {op.name!r}: 'time_us' is {op.time_us}, not zero or more")
     if not 0 <= op.energy_uj < math.inf:
@@ -304,7 +213,7 @@ def _check_flow(problem: Problem) -> None:
             raise InvalidProblem(f"outputs: {name!r} is never written")
 
 
-def _check_alternatives(problem: Problem) -> None:
+def _check_variants(problem: Problem) -> None:
     """Names and values; whether one can be taken shows where it is."""
     base, names = problem.op_of, [one.name for one in problem.variants]
     new = [op for one in problem.variants for op in one.ops]
@@ -343,87 +252,26 @@ def validate(problem: Problem) -> Problem:
     _check_flow(problem)
     for op in problem.ops:
         _check_op(op)
-    _check_alternatives(problem)
+    _check_variants(problem)
     return problem
 
 
-def problem_from_json(data: Mapping[str, Any]) -> Problem:
+def problem_from_json(data: Any) -> Problem:
     """Read a problem; raises `InvalidProblem` naming the field that is wrong."""
-    if _field(data, "format", str, "problem") != FORMAT:
-        raise InvalidProblem(f"field 'format' is {data['format']!r}, expected {FORMAT!r}")
-    values = _field(data, "values", list, "problem")
-    ops = _field(data, "ops", list, "problem")
-    others = _field({"variants": [], **data}, "variants", list, "problem")
-    return validate(
-        Problem(
-            name=str(data.get("name", "")),
-            values=tuple(_value_from_json(row, f"values[{i}]") for i, row in enumerate(values)),
-            ops=tuple(_op_from_json(row, f"ops[{i}]") for i, row in enumerate(ops)),
-            inputs=_names(data, "inputs", "problem"),
-            resident=_names(data, "resident", "problem"),
-            outputs=_names(data, "outputs", "problem"),
-            copies=_copies_from_json(data),
-            host=_names({"host": [], **data}, "host", "problem"),
-            variants=tuple(
-                _alternative_from_json(row, f"variants[{i}]") for i, row in enumerate(others)
-            ),
-        )
-    )
-
-
-def _op_to_json(op: Op) -> dict[str, Any]:
-    row: dict[str, Any] = {
-        "name": op.name,
-        "reads": list(op.reads),
-        "writes": list(op.writes),
-        "time_us": op.time_us,
-        "workspace_bytes": op.workspace_bytes,
-        "phase": op.phase,
-        "repeatable": op.repeatable,
-    }
-    if op.energy_uj:
-        row["energy_uj"] = op.energy_uj
-    if op.inplace:
-        row["inplace"] = [list(pair) for pair in op.inplace]
-    return row
-
-
-def _change_to_json(change: Change) -> dict[str, Any]:
-    row = {**asdict(change), "drops": list(change.drops), "adds": list(change.adds)}
-    row["inplace"] = [list(pair) for pair in change.inplace]
-    return row if change.inplace else {k: v for k, v in row.items() if k != "inplace"}
-
-
-def _alternative_to_json(variant: Variant) -> dict[str, Any]:
-    return {
-        "name": variant.name,
-        "ops": [_op_to_json(op) for op in variant.ops],
-        "changes": [_change_to_json(change) for change in variant.changes],
-        "outputs": [list(pair) for pair in variant.outputs],
-    }
+    try:
+        found = from_data(Problem, data)
+    except InvalidData as error:
+        raise InvalidProblem(str(error)) from error
+    if data.get("format") != FORMAT:
+        raise InvalidProblem(f"field 'format' is {data.get('format')!r}, expected {FORMAT!r}")
+    if found.copies is not None:
+        _check_copies(found.copies)
+    return validate(found)
 
 
 def problem_to_json(problem: Problem) -> dict[str, Any]:
-    """The problem as JSON data in the format ``fxremat-problem/1``.
-
-    ``inplace`` and ``energy_uj`` are written only for ops that have them; ``copies``, ``host`` and
-    ``variants`` only where there are.
-    """
-    more: dict[str, Any] = {} if problem.copies is None else {"copies": asdict(problem.copies)}
-    if problem.host:
-        more["host"] = list(problem.host)
-    if problem.variants:
-        more["variants"] = [_alternative_to_json(one) for one in problem.variants]
-    return {
-        "format": FORMAT,
-        "name": problem.name,
-        "values": [{"name": v.name, "bytes": v.bytes} for v in problem.values],
-        "ops": [_op_to_json(op) for op in problem.ops],
-        "inputs": list(problem.inputs),
-        "resident": list(problem.resident),
-        "outputs": list(problem.outputs),
-        **more,
-    }
+    """The problem as JSON data in the format ``fxremat-problem/1``."""
+    return {"format": FORMAT, **to_data(problem)}
 
 
 def load_problem(path: str) -> Problem:

@@ -15,7 +15,8 @@ from collections.abc import Iterable
 from dataclasses import dataclass
 from typing import Any, Literal, get_args
 
-from fxremat.core.problem import InvalidProblem, Problem
+from fxremat.core.json_data import InvalidData
+from fxremat.core.problem import Problem
 
 Kind = Literal["to host", "to device", "wait"]
 
@@ -29,6 +30,20 @@ class Move:
 
     def __str__(self) -> str:
         return f"{self.kind}: {self.value}"
+
+    def to_data(self) -> dict[str, str]:
+        """The move as JSON data."""
+        return {self.kind: self.value}
+
+    @classmethod
+    def from_data(cls, data: Any) -> Move:
+        """Read a move; raises `InvalidData`."""
+        if isinstance(data, dict) and len(data) == 1:
+            ((kind, value),) = data.items()
+            if kind in get_args(Kind) and isinstance(value, str):
+                return cls(kind, value)
+        kinds = " or ".join(repr(kind) for kind in get_args(Kind))
+        raise InvalidData(f"{data!r} is not an op's name, nor {kinds} with a value's name")
 
 
 Step = str | Move
@@ -55,20 +70,3 @@ def keep_all(problem: Problem) -> tuple[Step, ...]:
             if name in problem.host and name in problem.writer_of and last[name] == op.name:
                 steps += [Move("to host", name), Move("wait", name)]
     return tuple(steps)
-
-
-def step_to_json(step: Step) -> str | dict[str, str]:
-    """A step as JSON data."""
-    return step if isinstance(step, str) else {step.kind: step.value}
-
-
-def step_from_json(data: Any, where: str) -> Step:
-    """Read a step; raises `InvalidProblem`."""
-    if isinstance(data, str):
-        return data
-    if isinstance(data, dict) and len(data) == 1:
-        ((kind, value),) = data.items()
-        if kind in get_args(Kind) and isinstance(value, str):
-            return Move(kind, value)
-    kinds = " or ".join(repr(kind) for kind in get_args(Kind))
-    raise InvalidProblem(f"{where}: {data!r} is not an op's name, nor {kinds} with a value's name")

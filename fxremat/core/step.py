@@ -11,7 +11,7 @@ forward to its backward a run waits, and holds what it has saved. Plain data.
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Collection, Sequence
 from dataclasses import dataclass
 from typing import Literal
 
@@ -126,12 +126,14 @@ def in_order(
     order: Order,
     outside_bytes: int,
     gathered: Gathered = NOTHING_GATHERED,
+    results_kept: Collection[int] = (),
 ) -> tuple[StepPoint, ...]:
     """The points of a step whose runs go forward and backward in this order.
 
     ``part_of`` each run says which of the ``parts`` it is of. ``outside_bytes`` are there all the
     time, what no run has of its own among them; what is ``gathered`` comes in addition. The
-    gradients of a part stay from its backward on.
+    gradients of a part stay from its backward on. What runs outside holds the results of
+    the runs in ``results_kept`` until these go backward.
     """
     points, waiting, left, ended = list[StepPoint](), list[int](), 0, False
     for k, (run, phase) in enumerate(order):
@@ -141,12 +143,16 @@ def in_order(
             outside = outside_bytes + left + kept + own.given
             points.append(StepPoint(outside, tuple(waiting), run, "forward"))
             waiting.append(run)
+            if run in results_kept:
+                outside_bytes += own.results
             if k + 1 == len(order) or order[k + 1][1] == "backward":  # the loss, between them
                 kept = gathered.ahead + len(waiting) * gathered.kept
                 between = outside_bytes + left + kept + own.results + own.incoming
                 points.append(StepPoint(between, tuple(waiting)))
             continue
         waiting.remove(run)
+        if run in results_kept:
+            outside_bytes -= own.results
         outside = outside_bytes + left + own.incoming + len(waiting) * gathered.kept
         outside += (gathered.again if waiting else 0) + (gathered.sent if ended else 0)
         points.append(StepPoint(outside, tuple(waiting), run, "backward"))

@@ -34,7 +34,6 @@ class Limits:
     block_shared_bytes: int
     registers: int = 65536
     block_threads: int = 1024
-    warp: int = 32
 
 
 LIMITS: Mapping[tuple[int, int], Limits] = {
@@ -47,7 +46,7 @@ LIMITS: Mapping[tuple[int, int], Limits] = {
     (10, 0): Limits(2048, 233472, 232448),
     (12, 0): Limits(1536, 102400, 101376),
 }
-"""By compute capability."""
+"""What a multiprocessor has, by compute capability."""
 
 
 @dataclass(frozen=True)
@@ -68,7 +67,7 @@ class Card:
 
     @property
     def spec(self) -> DeviceSpec:
-        """Its rates."""
+        """The rates of the card, as its vendor publishes them."""
         return spec_named(self.name)
 
     @property
@@ -92,12 +91,11 @@ class Card:
             shared_memory_per_block_optin=limits.block_shared_bytes,
             shared_memory_per_multiprocessor=limits.shared_bytes,
             L2_cache_size=self.cache_bytes,
-            warp_size=limits.warp,
         )
 
 
 def _gib(value: float) -> int:
-    """Whole MiB."""
+    """GiB in bytes, rounded down to whole MiB."""
     return int(value * 1024) * 2**20
 
 
@@ -137,7 +135,7 @@ def card_named(name: str) -> Card:
 
 
 def _plain(name: str) -> str:
-    """Without what names of one card differ in."""
+    """A name without the words in which names of one card differ."""
     words = re.split(r"[\s_-]+", name.lower())
     return "".join(w for w in words if w not in {"nvidia", "geforce", "rtx", "tesla", "sxm4"})
 

@@ -19,7 +19,7 @@ from fxremat.compat.sizes import size_bound
 _ATEN = torch.ops.aten
 MOST_THREADS, WARP = 512, 32
 FEWEST_VALUES, MOST_VALUES = 16, 256
-"""That a thread adds up."""
+"""How many values a thread adds up, at least and at most."""
 WIDEST = 4
 """Elements that a thread loads at once."""
 FEWEST_WIDE = 128
@@ -70,12 +70,12 @@ class _Division:
 
     @property
     def values(self) -> int:
-        """That one thread adds up."""
+        """How many values one thread adds up."""
         return _up(self.inputs, self.step_inputs)
 
     @property
     def groups(self) -> int:
-        """Blocks that share no result."""
+        """How many groups of blocks there are that share no result."""
         return _up(self.results // self.wide, self.step_results)
 
 

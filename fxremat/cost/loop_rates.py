@@ -128,7 +128,7 @@ class MeasuredNumbers:
     unsure: dict[str, float] = field(default_factory=dict)
 
     def __call__(self, name: str) -> float:
-        """A number of `LoopRates`."""
+        """The number of `LoopRates` that has this name."""
         known = self.file.numbers.get(name, self.unsure.get(name))
         if known is not None:
             return known

@@ -1,4 +1,4 @@
-"""What torch's CUDA allocator reserves for a step: of a rehearsal, and of a plan before that."""
+"""What torch's CUDA allocator reserves for a step: by a dry run, and by a plan before that."""
 
 from __future__ import annotations
 

@@ -170,6 +170,24 @@ class Segment:
         return torch.empty(nbytes, dtype=torch.uint8, device=self.device)
 
 
+@dataclass(frozen=True)
+class SegmentPlan:
+    """How the allocator takes memory for a compiled graph, in bytes.
+
+    ``nbytes`` are taken in one piece before it runs for the first time, 0 where none is better;
+    None where it takes memory from elsewhere. Kernels are tuned in ``tuning`` bytes beside that,
+    and ``coming`` are still to come into it. With ``several`` a version is one of those of its
+    graph; ``shared`` bytes are then one segment for the whole step, 0 where none is better, None
+    where that is not known.
+    """
+
+    nbytes: int | None = None
+    tuning: int = 0
+    coming: int = 0
+    several: bool = False
+    shared: int | None = None
+
+
 class SegmentPromise(Protocol):
     """What a compiled graph has promised of its memory, as far as segments ask."""
 
@@ -180,15 +198,7 @@ class SegmentPromise(Protocol):
     @property
     def reserve_bytes(self) -> int: ...
     @property
-    def segment_bytes(self) -> int | None: ...
-    @property
-    def tuning_bytes(self) -> int: ...
-    @property
-    def coming_bytes(self) -> int: ...
-    @property
-    def several(self) -> bool: ...
-    @property
-    def shared_bytes(self) -> int | None: ...
+    def segment(self) -> SegmentPlan: ...
 
 
 @dataclass
@@ -215,13 +225,13 @@ class SharedSegments:
         self, promise: SegmentPromise, waiting: int, args: Iterable[object]
     ) -> Segment | None:
         """The segment that a forward of a graph runs in, taken; ``waiting`` forwards wait."""
-        if promise.segment_bytes is None:
+        if promise.segment.nbytes is None:
             return None
         device, new = promise.device, id(promise) not in self.known
         self.known[id(promise)] = promise
-        if not promise.several and len(self.known) == 1:
+        if not promise.segment.several and len(self.known) == 1:
             if self.one is None:
-                self.one = Segment(device, promise.segment_bytes, promise.reserve_bytes)
+                self.one = Segment(device, promise.segment.nbytes, promise.reserve_bytes)
             return self._ready(self.one, _own_bytes(args, device))
         if self._agree() or self.there_bytes is None:
             self.one = self._for_all(promise)
@@ -237,16 +247,16 @@ class SharedSegments:
 
     def _agree(self) -> bool:
         """Note the size that all promises name; whether it is another one than before."""
-        sizes = {promise.shared_bytes for promise in self.known.values()}
+        sizes = {promise.segment.shared for promise in self.known.values()}
         before, self.shared_bytes = self.shared_bytes, sizes.pop() if len(sizes) == 1 else None
         return self.shared_bytes != before
 
     def _for_all(self, promise: SegmentPromise) -> Segment:
         """The segment of that size, or of all that is left; not taken yet."""
-        size, left = self.shared_bytes, promise.budget_bytes - promise.tuning_bytes
+        size, left = self.shared_bytes, promise.budget_bytes - promise.segment.tuning
         if size is None:
-            return Segment(promise.device, 0, promise.coming_bytes, left - SMALL_BYTES)
-        return Segment(promise.device, size, promise.coming_bytes, left if size else None)
+            return Segment(promise.device, 0, promise.segment.coming, left - SMALL_BYTES)
+        return Segment(promise.device, size, promise.segment.coming, left if size else None)
 
     def _ready(self, segment: Segment, own_bytes: int) -> Segment:
         if segment.is_due:

@@ -93,7 +93,7 @@ class StepWatch:
 
 
 class _Meter:
-    """Of one step."""
+    """Measures what one step takes."""
 
     def end(self, resident_bytes: int) -> int | None:
         """Bytes on the device at most; None where it is not known."""

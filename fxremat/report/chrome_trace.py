@@ -1,9 +1,9 @@
 """The planned step as a Chrome trace, which Perfetto and ``chrome://tracing`` open.
 
-A graph is a process. Its threads are the ops, the copies to host memory and those from there; the
-time of each is what the plan goes by. A counter says how many bytes are live on the device from the
-begin of each step on, another one how many moved values are in host memory. Both are those of the
-problem: what is held beside the graph is not among them.
+A graph is a process. Its threads are the ops, the copies to host memory and those from there; their
+times are those of the plan. A counter shows how many bytes are live on the device from the start of
+each step on, another one how many bytes of moved values are in host memory. Both count the values
+of the graph only, without what is held outside of it.
 """
 
 from __future__ import annotations
@@ -11,13 +11,11 @@ from __future__ import annotations
 import json
 from collections.abc import Iterator, Sequence
 from pathlib import Path
-from typing import TYPE_CHECKING, Any
+from typing import Any
 
 from fxremat.core.schedule import Move
 from fxremat.core.timeline import Timeline, replay
-
-if TYPE_CHECKING:
-    from fxremat.report.report import Report
+from fxremat.report.report import Report
 
 Event = dict[str, Any]
 OPS, TO_HOST, TO_DEVICE = 1, 2, 3
@@ -25,7 +23,7 @@ THREADS = {OPS: "ops", TO_HOST: "copies to host memory", TO_DEVICE: "copies to t
 
 
 def chrome_trace(reports: Sequence[Report]) -> Event:
-    """The trace of one graph or more, each from time 0 on."""
+    """The trace of these graphs, each from time 0 on."""
     events = [event for report in reports for event in _Process(report).events()]
     return {
         "displayTimeUnit": "ms",
@@ -35,12 +33,12 @@ def chrome_trace(reports: Sequence[Report]) -> Event:
 
 
 def write_chrome_trace(path: str | Path, reports: Sequence[Report]) -> None:
-    """Write it to a file. Raises `OSError`."""
+    """Write the trace of these graphs into a file. Raises `OSError`."""
     Path(path).write_text(json.dumps(chrome_trace(reports)) + "\n", encoding="utf-8")
 
 
 def _ns(time_us: float) -> int:
-    """Whole nanoseconds, as viewers count: else a step could end a little after the next begins."""
+    """Whole nanoseconds, as viewers count: otherwise a step could end after the next one starts."""
     return round(time_us * 1e3)
 
 
@@ -62,7 +60,7 @@ class _Process:
         yield from self._copies()
 
     def _steps(self) -> Iterator[Event]:
-        """The bytes of each step, and the step itself. Waiting is shown where it takes time."""
+        """The bytes of each step, then the step itself. Waits are shown where they take time."""
         problem, timeline, seen = self.report.problem, self.timeline, set[str]()
         start, counts_host = 0, any(timeline.host_bytes)
         for index, step in enumerate(timeline.steps):
@@ -95,12 +93,12 @@ class _Process:
     def _complete(
         self, name: str, kind: str, thread: int, start: int, end: int, step: int, value: str = ""
     ) -> Event:
-        """Something with a begin and an end; ``value`` says where in the source it comes from."""
+        """An event with a start and an end; ``value`` leads to its module and source line."""
         args: Event = {"step": step}
-        place = self.report.places.get(value)
-        if place is not None:
-            source = f"{place.file}:{place.line}" if place.file else ""
-            args |= {"module": place.module, "source": source}
+        location = self.report.step.locations.get(value)
+        if location is not None:
+            source = f"{location.file}:{location.line}" if location.file else ""
+            args |= {"module": location.module, "source": source}
         return {
             "ph": "X", "name": name, "cat": kind, "pid": self.report.graph, "tid": thread,
             "ts": start / 1e3, "dur": (end - start) / 1e3, "args": args,

@@ -1,4 +1,4 @@
-"""Drawing in SVG: axes with round ticks, lines, texts. One panel has a fixed size."""
+"""Drawing in SVG: axes with round ticks, lines and texts, on panels of a fixed size."""
 
 from __future__ import annotations
 
@@ -49,7 +49,7 @@ def make_axis(values: Sequence[float], start: float, end: float, zero: bool = Fa
 
 
 def draw_text(x: float, y: float, text: str, more: str = "") -> str:
-    """A text that starts, ends or has its middle at a point; ``more`` are attributes."""
+    """A text at a point; ``more`` are attributes, such as its anchor."""
     return f'<text x="{x:.1f}" y="{y:.1f}" {more}>{escape(text)}</text>'
 
 
@@ -59,13 +59,13 @@ def draw_line(kind: str, x1: float, y1: float, x2: float, y2: float) -> str:
 
 
 def draw_polyline(points: Iterable[tuple[float, float]], colour: str) -> str:
-    """A front."""
+    """A line through these points."""
     path = " ".join(f"{x:.1f},{y:.1f}" for x, y in points)
     return f'<polyline class="front" points="{path}" stroke="{colour}"/>'
 
 
 def draw_grid(across: Axis, up: Axis) -> list[str]:
-    """Both axes, a line and a number at each tick."""
+    """Both axes, with a line and a number at each tick."""
     parts = []
     for tick in across.ticks():
         x = across(tick)

@@ -1,4 +1,4 @@
-"""The option ``report``: what was decided for each graph, in a folder, for the command line too.
+"""The option ``report``: a folder with files of what was decided for each graph.
 
 Graph n of the compilation gives ``graph_n.report.json`` (the whole report: timeline, rows, seconds,
 plan and problem), ``graph_n.problem.json`` and ``graph_n.plan.json``, which ``python -m fxremat
@@ -15,11 +15,12 @@ import os
 from pathlib import Path
 from typing import Any
 
+from fxremat.core.json_data import to_data
 from fxremat.core.plan import plan_to_json
 from fxremat.core.problem import problem_to_json
 from fxremat.errors import InvalidOption
-from fxremat.report.page.writing import write_page
-from fxremat.report.report import Report, report_to_json
+from fxremat.report.page import write_page
+from fxremat.report.report import Report
 
 log = logging.getLogger(__name__)
 
@@ -29,18 +30,18 @@ def prepare_folder(path: str) -> None:
     try:
         Path(path).mkdir(parents=True, exist_ok=True)
     except OSError as error:
-        expected = f"a folder that can be made ({error.strerror})"
+        expected = f"a folder that can be created ({error.strerror})"
         raise InvalidOption("report", path, expected) from error
     if not os.access(path, os.W_OK):
         raise InvalidOption("report", path, "a folder that can be written to")
 
 
 def write_report(path: str, report: Report) -> None:
-    """Write the files of one graph. What cannot be written is a warning: the model compiles."""
+    """Write the files of one graph; a failure is a warning in the log, and the model compiles."""
     files: dict[str, dict[str, Any]] = {
         "problem": problem_to_json(report.problem),
         "plan": plan_to_json(report.plan),
-        "report": report_to_json(report),
+        "report": to_data(report),
     }
     try:
         for name, data in files.items():

@@ -1,4 +1,4 @@
-"""The front of peak against time: what each number of bytes costs. Table, JSON and picture."""
+"""The Pareto front of peak against time, as a table, as JSON and as a picture."""
 
 from __future__ import annotations
 
@@ -10,8 +10,8 @@ from fxremat.core.plan import Plan
 from fxremat.core.problem import Problem
 from fxremat.core.schedule import keep_all
 from fxremat.core.timeline import replay
-from fxremat.report.front_picture import Mark, draw_front
-from fxremat.sizes import format_bytes
+from fxremat.report.pictures import Mark, draw_front
+from fxremat.sizes import exact_bytes, format_bytes
 
 FORMAT = "fxremat-front/1"
 
@@ -44,7 +44,7 @@ class Front:
         return next((p for p in self.points if p.peak_bytes <= budget_bytes), None)
 
     def of_keep_all(self, nbytes: int) -> float:
-        """Bytes as a fraction of the keep-all peak."""
+        """Bytes as a fraction of the store-all peak."""
         return nbytes / self.keep_all_peak_bytes if self.keep_all_peak_bytes else 0.0
 
     def to_json(self) -> dict[str, Any]:
@@ -83,20 +83,20 @@ class Front:
     def __str__(self) -> str:
         full = format_bytes(self.keep_all_peak_bytes)
         count = f"{len(self.points)} plan{'' if len(self.points) == 1 else 's'}"
-        lines = [f"{self.name or 'front'}: {count}, keep-all peak {full}"]
-        lines.append(f"  {'peak bytes':>20}  {'':>11}  {'of keep-all':>11}  {'added time':>10}")
+        lines = [f"{self.name or 'front'}: {count}, store-all peak {full}"]
+        lines.append(f"  {'peak bytes':>20}  {'':>11}  {'of store-all':>12}  {'added time':>10}")
         chosen = None if self.budget_bytes is None else self.within(self.budget_bytes)
         lines += [self._row(point, point is chosen) for point in self.points]
         if self.budget_bytes is not None and chosen is None:
-            lines.append(f"nothing fits the budget, {_exact(self.budget_bytes)}")
+            lines.append(f"nothing fits the budget, {exact_bytes(self.budget_bytes)}")
         if self.peak_bound_bytes is not None:
-            lines.append(f"proven: no plan takes less than {_exact(self.peak_bound_bytes)}")
+            lines.append(f"proven: no plan takes less than {exact_bytes(self.peak_bound_bytes)}")
         return "\n".join(lines)
 
     def _row(self, point: Point, chosen: bool) -> str:
         share = f"{self.of_keep_all(point.peak_bytes):.1%}"
         row = (
-            f"  {point.peak_bytes:>20,}  {format_bytes(point.peak_bytes):>11}  {share:>11}"
+            f"  {point.peak_bytes:>20,}  {format_bytes(point.peak_bytes):>11}  {share:>12}"
             f"  {point.time_overhead:>+10.2%}"
         )
         if not chosen or self.budget_bytes is None:
@@ -119,12 +119,8 @@ def front_from_json(data: dict[str, Any]) -> Front:
     )
 
 
-def _exact(nbytes: int) -> str:
-    return f"{nbytes:,} bytes ({format_bytes(nbytes)})"
-
-
 def undominated(points: Iterable[Point]) -> tuple[Point, ...]:
-    """Those that no other point beats, fastest first."""
+    """The points that no other one beats, fastest first."""
     kept: list[Point] = []
     for point in sorted(points, key=lambda p: (p.time_us, p.peak_bytes)):
         if not kept or point.peak_bytes < kept[-1].peak_bytes:
@@ -139,7 +135,7 @@ def front_of(
     budget_bytes: int | None = None,
     held_bytes: int = 0,
 ) -> Front:
-    """The front that these plans of a problem make; ``held_bytes`` are held beside it."""
+    """The front of these plans of a problem; ``held_bytes`` are held outside of the graph."""
     base = problem.base_time_us
     bounds, points = [], []
     for plan in plans:

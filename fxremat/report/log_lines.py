@@ -1,8 +1,8 @@
-"""What was decided, in torch's own logs and trace, for those who look there.
+"""What was decided, in torch's own logs and trace.
 
 ``TORCH_LOGS="fxremat,fxremat_plan"`` shows the report of each graph, ``fxremat_graph`` what the
-compiler is given. With ``TORCH_TRACE`` each graph has files in the pages that tlparse makes. Where
-nobody asks for it, nothing is made.
+compiler is given. With ``TORCH_TRACE`` each graph has files in the pages that tlparse makes.
+Without these variables nothing is made.
 """
 
 from __future__ import annotations
@@ -23,7 +23,7 @@ graph_log = artifact_logger(GRAPH_LOG)
 
 
 def tell_report(report: Report) -> None:
-    """The report, its plan and problem, and the trace of the planned step."""
+    """Log the report, its plan and problem, and the trace of the planned step."""
     plan_log.debug("%s", report)
     name = f"fxremat_graph_{report.graph}"
     trace_artifact(f"{name}_report", "string", lambda: str(report))
@@ -33,7 +33,7 @@ def tell_report(report: Report) -> None:
 
 
 def tell_halves(graph: int, halves: Iterable[fx.GraphModule]) -> None:
-    """Forward and backward as they are compiled, as code."""
+    """Log the code of forward and backward as they are compiled."""
     if not graph_log.isEnabledFor(logging.DEBUG):
         return
     for name, module in zip(("forward", "backward"), halves, strict=True):

@@ -1,21 +1,25 @@
-"""The report of one compiled graph: plain data, JSON in and out, one line and many lines."""
+"""The report of one compiled graph: what was decided, as plain data, as one line and as a text."""
 
 from __future__ import annotations
 
-import dataclasses
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field
 from pathlib import Path
-from typing import Any
+from typing import Generic, TypeVar
 
-from fxremat.core.events import RunEvents, run_events_from_json, run_events_to_json
-from fxremat.core.plan import Plan, plan_to_json, steps_from_json
-from fxremat.core.problem import Problem, problem_from_json, problem_to_json
+from fxremat.core.events import RunEvents
+from fxremat.core.plan import Plan
+from fxremat.core.problem import Problem
 from fxremat.core.step import Version
 from fxremat.core.timeline import Lifetime
-from fxremat.report.chrome_trace import write_chrome_trace
-from fxremat.report.source_location import Place
+from fxremat.report.source_location import SourceLocation
 from fxremat.sizes import format_bytes
+
+T = TypeVar("T")
+
+EXPORTERS: dict[str, Callable[[str | Path, Sequence[Report]], None]] = {}
+"""What writes reports into a file, by the kind of file. `fxremat.report` fills it: exporters import
+the report, and the report does not import them."""
 
 
 @dataclass(frozen=True)
@@ -29,71 +33,33 @@ class Row:
 
 
 @dataclass(frozen=True)
-class Report:
-    """What was decided for one graph. Peaks are bytes in all, resident ones included.
+class MemoryFigures:
+    """Bytes on the device, and what the budget counts of them. Peaks include resident bytes.
 
-    ``predicted_peak_bytes`` is the peak of Inductor's own kernels where they were rehearsed, else
-    that of the planned graph; it is in allocated bytes. ``predicted_reserved_bytes`` is what a
-    model of torch's allocator reserves for two steps on CUDA; None elsewhere. ``segment_bytes`` of
+    ``held_bytes`` are held outside of the graph, and part of every peak.
+    ``predicted_peak_bytes`` is the peak of Inductor's own kernels where a dry run counted them,
+    else that of the planned graph; it is in allocated bytes. ``predicted_reserved_bytes`` is what a
+    model of torch's allocator reserves for two steps on CUDA, None elsewhere; ``segment_bytes`` of
     it are one segment, taken before the first step. ``count`` says which of the two the budget
-    counts. Peaks are those of every step but the first, to which
-    ``tuning_bytes`` of the budget are left: kernels are tuned in it.
+    counts. Peaks are those of every step but the first: in that one ``tuning_bytes`` of the budget
+    are left to the tuning of kernels.
     ``minimum_peak_bytes`` is the least budget that can be met, as the error names it; None where it
-    was not looked for (`Explanation.minimum_peak_bytes` looks).
-    ``order`` says who orders what runs: Inductor, the plan, or torch's own partition.
-    ``time_overhead`` is the added time over the keep-all schedule's, as a fraction. ``timeline`` is
-    bytes live per step. ``moved`` are the values that go to host memory, and how often each comes
-    back. ``variants`` are the variants taken, with the bytes of what they stand in for; overhead
-    and keep-all peak are those of the graph without them. ``problem`` is what was planned: the
-    graph with those variants in place. ``as_unit`` is what the graph takes beside what others hold,
-    where several of its runs wait at once, and ``events`` what it asks of CUDA's allocator then.
-    ``lifetimes`` say when each storage is there, in steps of ``timeline``; ``making`` is the node
-    that each of these steps computes, "" where none is known, and the first ``forward_steps`` of
-    them are the forward's. ``places`` are the nodes' modules and source lines.
-    ``step_peak_bytes`` is the predicted peak of a whole step, as far as it is known when the graph
-    is compiled: with all runs of it that wait at once, and all that is held beside them. So that of
-    the newest report knows most. What threads of gloo hold for a moment is planned for, and no part
-    of it. None without a budget.
-    ``keep_all_timeline`` is bytes live per step of the keep-all schedule, of which the first
-    ``keep_all_forward_steps`` are the forward's.
+    was not looked for (`Explanation.minimum_peak_bytes` looks). ``keep_all_peak_bytes`` is the peak
+    of running every op once, in the graph without operator variants.
     """
 
-    graph: int
-    nodes: int
     budget_bytes: int | None
     resident_bytes: int
+    held_bytes: int
     keep_all_peak_bytes: int
     planned_peak_bytes: int
     predicted_peak_bytes: int
-    minimum_peak_bytes: int | None
-    held_bytes: int
-    time_overhead: float
-    saved: tuple[Row, ...]
-    recomputed: tuple[Row, ...]
-    at_peak: tuple[Row, ...]
-    timeline: tuple[int, ...]
-    problem: Problem = field(repr=False)
-    plan: Plan
-    rehearsals: int
+    minimum_peak_bytes: int | None = None
     predicted_reserved_bytes: int | None = None
     segment_bytes: int = 0
     tuning_bytes: int = 0
-    count: str = "allocated"
-    order: str = "inductor"
-    moved: tuple[Row, ...] = ()
-    variants: tuple[Row, ...] = ()
     host_peak_bytes: int = 0
-    as_unit: Version | None = None
-    events: RunEvents | None = field(default=None, repr=False)
-    seconds: dict[str, float] = field(default_factory=dict)
-    from_cache: bool = False
-    lifetimes: tuple[Lifetime, ...] = field(default=(), repr=False)
-    making: tuple[str, ...] = field(default=(), repr=False)
-    forward_steps: int = 0
-    places: dict[str, Place] = field(default_factory=dict, repr=False)
-    keep_all_timeline: tuple[int, ...] = field(default=(), repr=False)
-    keep_all_forward_steps: int = 0
-    step_peak_bytes: int | None = None
+    count: str = "allocated"
 
     @property
     def counted_peak_bytes(self) -> int:
@@ -107,6 +73,119 @@ class Report:
         """What the allocator reserves beyond the peak of what is allocated."""
         reserved = self.predicted_reserved_bytes
         return 0 if reserved is None else reserved - self.predicted_peak_bytes
+
+
+@dataclass(frozen=True)
+class ValueTables:
+    """What happens to which values, a row each.
+
+    ``moved`` go to host memory, and come back so many times. ``variants`` are the operator variants
+    taken, with the bytes of what they stand in for.
+    """
+
+    saved: tuple[Row, ...] = ()
+    recomputed: tuple[Row, ...] = ()
+    moved: tuple[Row, ...] = ()
+    variants: tuple[Row, ...] = ()
+    at_peak: tuple[Row, ...] = ()
+
+
+@dataclass(frozen=True)
+class StepMemory:
+    """The memory of the step as it will run: by Inductor's kernels where a dry run counted them.
+
+    ``live_bytes`` are live at each step. ``lifetimes`` say when each storage is there. ``computed``
+    is the node that each step computes, "" where none is known; the first ``forward_steps`` of them
+    are the forward's. ``locations`` are modules and source lines by node. ``keep_all_live_bytes``
+    are those of running every op once, the first ``keep_all_forward_steps`` in the forward.
+    """
+
+    live_bytes: tuple[int, ...]
+    lifetimes: tuple[Lifetime, ...] = ()
+    computed: tuple[str, ...] = ()
+    forward_steps: int = 0
+    locations: dict[str, SourceLocation] = field(default_factory=dict)
+    keep_all_live_bytes: tuple[int, ...] = ()
+    keep_all_forward_steps: int = 0
+
+
+@dataclass(frozen=True)
+class Provenance:
+    """Where the plan comes from.
+
+    ``nodes`` are in the joint graph, ``order`` says who orders what runs: Inductor, the plan, or
+    torch's own partition. ``dry_runs`` counted the bytes of candidates, ``seconds`` were spent by
+    stage.
+    """
+
+    nodes: int
+    dry_runs: int = 0
+    order: str = "inductor"
+    seconds: dict[str, float] = field(default_factory=dict)
+
+
+class _Shortcut(Generic[T]):
+    """An attribute of a report that one of its records has."""
+
+    def __init__(self, read: Callable[[Report], T]) -> None:
+        self.read = read
+
+    def __get__(self, report: Report, owner: type[Report]) -> T:
+        return self.read(report)
+
+
+@dataclass(frozen=True)
+class Report:
+    """What was decided for one graph: its records, and shortcuts to what they hold.
+
+    ``problem`` is what was planned: the graph with the operator variants in place.
+    ``time_overhead`` is the added time over running every op of the graph without them once, as a
+    fraction. ``as_unit`` is what the graph takes beside what others hold, where several of its
+    forwards are in flight, and ``events`` what it asks of CUDA's allocator then.
+    ``step_peak_bytes`` is the predicted peak of a whole step, as far as it is known when the graph
+    is compiled: with all its forwards in flight, and all that is held outside of them. So that of
+    the newest report knows most. It leaves out what threads of gloo hold for a short time, which is
+    planned for. It is None without a budget.
+    """
+
+    graph: int
+    time_overhead: float
+    memory: MemoryFigures
+    values: ValueTables
+    provenance: Provenance
+    plan: Plan
+    problem: Problem = field(repr=False)
+    step: StepMemory = field(repr=False)
+    as_unit: Version | None = None
+    events: RunEvents | None = field(default=None, repr=False)
+    step_peak_bytes: int | None = None
+    from_cache: bool = False
+
+    budget_bytes = _Shortcut(lambda report: report.memory.budget_bytes)
+    resident_bytes = _Shortcut(lambda report: report.memory.resident_bytes)
+    held_bytes = _Shortcut(lambda report: report.memory.held_bytes)
+    keep_all_peak_bytes = _Shortcut(lambda report: report.memory.keep_all_peak_bytes)
+    planned_peak_bytes = _Shortcut(lambda report: report.memory.planned_peak_bytes)
+    predicted_peak_bytes = _Shortcut(lambda report: report.memory.predicted_peak_bytes)
+    predicted_reserved_bytes = _Shortcut(lambda report: report.memory.predicted_reserved_bytes)
+    counted_peak_bytes = _Shortcut(lambda report: report.memory.counted_peak_bytes)
+    fragmentation_bytes = _Shortcut(lambda report: report.memory.fragmentation_bytes)
+    minimum_peak_bytes = _Shortcut(lambda report: report.memory.minimum_peak_bytes)
+    segment_bytes = _Shortcut(lambda report: report.memory.segment_bytes)
+    tuning_bytes = _Shortcut(lambda report: report.memory.tuning_bytes)
+    host_peak_bytes = _Shortcut(lambda report: report.memory.host_peak_bytes)
+    count = _Shortcut(lambda report: report.memory.count)
+    saved = _Shortcut(lambda report: report.values.saved)
+    recomputed = _Shortcut(lambda report: report.values.recomputed)
+    moved = _Shortcut(lambda report: report.values.moved)
+    variants = _Shortcut(lambda report: report.values.variants)
+    at_peak = _Shortcut(lambda report: report.values.at_peak)
+    timeline = _Shortcut(lambda report: report.step.live_bytes)
+    lifetimes = _Shortcut(lambda report: report.step.lifetimes)
+    nodes = _Shortcut(lambda report: report.provenance.nodes)
+    order = _Shortcut(lambda report: report.provenance.order)
+    rehearsals = _Shortcut(lambda report: report.provenance.dry_runs)
+    seconds = _Shortcut(lambda report: report.provenance.seconds)
 
     @property
     def saved_bytes(self) -> int:
@@ -125,18 +204,16 @@ class Report:
 
     @property
     def own_seconds(self) -> float:
-        """What we added to compilation: all stages but the tracing of the joint graph."""
+        """What fxremat added to compilation: all stages but the tracing of the joint graph."""
         return sum(spent for stage, spent in self.seconds.items() if stage != "trace")
 
     def save_trace(self, path: str | Path) -> None:
         """Write the planned step as a Chrome trace, for ui.perfetto.dev and others."""
-        write_chrome_trace(path, [self])
+        EXPORTERS["trace"](path, [self])
 
     def save_snapshot(self, path: str | Path) -> None:
         """Write the planned step as a snapshot of the allocator, for pytorch.org/memory_viz."""
-        from fxremat.report.snapshot import write_snapshot  # needs a planner, and few ask for it
-
-        write_snapshot(path, [self])
+        EXPORTERS["snapshot"](path, [self])
 
     def summary(self) -> str:
         """One line for the log."""
@@ -149,7 +226,7 @@ class Report:
         moved = moved if self.moved else ""
         taken = f"{len(self.variants)} variants | " if self.variants else ""
         return (
-            f"fxremat: graph {self.graph}: {self.nodes} nodes, keep-all peak "
+            f"fxremat: graph {self.graph}: {self.nodes} nodes, store-all peak "
             f"{format_bytes(self.keep_all_peak_bytes)} -> {peak} of {budget} | "
             f"{self.time_overhead:+.1%} time | {runs} recomputed "
             f"({format_bytes(self.recomputed_bytes)}) | {moved}{taken}{self.plan.solver} | "
@@ -161,7 +238,7 @@ class Report:
         lines = [self.summary(), f"  resident {resident}, saved {saved}"]
         if self.minimum_peak_bytes is not None:
             lines[-1] += f", least peak {format_bytes(self.minimum_peak_bytes)}"
-        lines += self._of_the_allocator()
+        lines += _allocator_line(self.memory)
         lines += _table("largest at the peak", self.at_peak)
         lines += _table("saved for the backward", self.saved)
         lines += _table("recomputed in the backward", self.recomputed)
@@ -170,29 +247,31 @@ class Report:
         stages = ", ".join(f"{name} {value:.2f}" for name, value in self.seconds.items())
         return "\n".join([*lines, f"  seconds: {stages}"])
 
-    def _of_the_allocator(self) -> list[str]:
-        """What it reserves, and what the budget counts; nothing where that is the same."""
-        if self.predicted_reserved_bytes is None:
-            return []
-        allocated, reserved, unused = map(
-            format_bytes,
-            (self.predicted_peak_bytes, self.predicted_reserved_bytes, self.fragmentation_bytes),
-        )
-        tuning = format_bytes(self.tuning_bytes)
-        more = f", {tuning} left for tuning in the first step" if self.tuning_bytes else ""
-        if self.segment_bytes:
-            more = f", of which {format_bytes(self.segment_bytes)} are one segment{more}"
-        return [
-            f"  peak: {allocated} allocated + {unused} fragmentation = {reserved} reserved{more}; "
-            f"the budget counts what is {self.count}"
-        ]
-
 
 def added_time(reports: Sequence[Report]) -> float:
-    """Added time over the keep-all schedule's, as a fraction of the time of all graphs."""
+    """The time that plans add to running every op once, as a fraction, for all graphs together."""
     time = sum(each.plan.time_us for each in reports)
     base = sum(each.plan.time_us / (1 + each.time_overhead) for each in reports)
     return time / base - 1 if base else 0.0
+
+
+def _allocator_line(memory: MemoryFigures) -> list[str]:
+    """What torch's allocator reserves, and what the budget counts; nothing on the CPU."""
+    if memory.predicted_reserved_bytes is None:
+        return []
+    allocated, reserved, unused = map(
+        format_bytes,
+        (memory.predicted_peak_bytes, memory.predicted_reserved_bytes, memory.fragmentation_bytes),
+    )
+    more = ""
+    if memory.segment_bytes:
+        more += f", of which {format_bytes(memory.segment_bytes)} are one segment"
+    if memory.tuning_bytes:
+        more += f", {format_bytes(memory.tuning_bytes)} left for tuning kernels in the first step"
+    return [
+        f"  peak: {allocated} allocated + {unused} unused = {reserved} reserved{more}; "
+        f"the budget counts {memory.count} bytes"
+    ]
 
 
 def _table(title: str, rows: tuple[Row, ...], limit: int = 10) -> list[str]:
@@ -204,30 +283,3 @@ def _table(title: str, rows: tuple[Row, ...], limit: int = 10) -> list[str]:
         again = f"  x{row.times}" if row.times else ""
         lines.append(f"    {format_bytes(row.bytes):>11}  {row.what}{again}")
     return lines + ([f"    ... and {len(rows) - limit} more"] if len(rows) > limit else [])
-
-
-def report_to_json(report: Report) -> dict[str, Any]:
-    """The report as JSON data."""
-    data = dataclasses.asdict(dataclasses.replace(report, events=None))
-    data["problem"] = problem_to_json(report.problem)
-    data["plan"] = plan_to_json(report.plan)
-    data["events"] = None if report.events is None else run_events_to_json(report.events)
-    return data
-
-
-def report_from_json(data: dict[str, Any]) -> Report:
-    """A report read back; raises `KeyError` or `TypeError` where it is not one."""
-    tables = ("saved", "recomputed", "moved", "variants", "at_peak")
-    rows = {key: tuple(Row(**row) for row in data[key]) for key in tables}
-    plan = Plan(**{**data["plan"], "steps": steps_from_json(data["plan"])})
-    problem, timeline = problem_from_json(data["problem"]), tuple(data["timeline"])
-    unit = None if data["as_unit"] is None else Version(**data["as_unit"])
-    events = None if data["events"] is None else run_events_from_json(data["events"])
-    made = {
-        "plan": plan, "problem": problem, "timeline": timeline, "as_unit": unit, "events": events,
-        "lifetimes": tuple(Lifetime(**one) for one in data["lifetimes"]),
-        "making": tuple(data["making"]),
-        "places": {name: Place(**place) for name, place in data["places"].items()},
-        "keep_all_timeline": tuple(data["keep_all_timeline"]),
-    }  # fmt: skip
-    return Report(**{**data, **rows, **made})

@@ -1,11 +1,11 @@
 """The planned step as a snapshot of torch's allocator, which pytorch.org/memory_viz opens.
 
-The schema is that of ``torch.cuda.memory._snapshot``: segments with what is in them at the end, and
-for each device the events that led there. Here a graph is a device, with one segment. In each step
-the storages that died before it are freed, then those that it needs are allocated: after them as
-many bytes are allocated as the storages of that step add up to. Time is the number of the step.
+The schema is that of ``torch.cuda.memory._snapshot``: segments with their blocks at the end, and
+for each device the events that led there. Here a graph is a device with one segment. In each step
+the storages that died before it are freed, then those that it needs are allocated; afterwards the
+allocated bytes are those of the storages of that step. Time is the number of the step.
 
-Addresses are no forecast. They are planned so that no two storages overlap, in a segment that is as
+Addresses are no forecast. They are chosen so that no two storages overlap, in a segment that is as
 small as a quick search finds.
 """
 
@@ -14,28 +14,26 @@ from __future__ import annotations
 import pickle
 from collections.abc import Iterator, Sequence
 from pathlib import Path
-from typing import TYPE_CHECKING, Any
+from typing import Any
 
 from fxremat.core.addresses import Buffer
 from fxremat.core.timeline import Lifetime
 from fxremat.planner.addresses import place
-
-if TYPE_CHECKING:
-    from fxremat.report.report import Report
+from fxremat.report.report import Report
 
 Entry = dict[str, Any]
 BASE_ADDRESS = 0x7F00_0000_0000
-"""Where the segment of the first graph begins. That of each other one begins `STRIDE` later."""
+"""The address of the first graph's segment. Each further graph's begins `STRIDE` later."""
 STRIDE = 1 << 42
 PICKLE_PROTOCOL = 4
-"""The newest that the viewer reads."""
+"""The newest pickle protocol that the viewer reads."""
 SECONDS_TO_PLACE = 2.0
 NO_CATEGORY = "unknown"
-"""The viewer fails on a snapshot with categories of which none is called so."""
+"""The viewer fails on a snapshot with categories unless this one is among them."""
 
 
 def memory_snapshot(reports: Sequence[Report]) -> Entry:
-    """The snapshot of one graph or more."""
+    """The snapshot of these graphs."""
     devices = [_Device.of(report, number) for number, report in enumerate(reports)]
     return {
         "segments": [device.segment() for device in devices],
@@ -46,12 +44,12 @@ def memory_snapshot(reports: Sequence[Report]) -> Entry:
 
 
 def write_snapshot(path: str | Path, reports: Sequence[Report]) -> None:
-    """Write it to a file. Raises `OSError`."""
+    """Write the snapshot of these graphs into a file. Raises `OSError`."""
     Path(path).write_bytes(pickle.dumps(memory_snapshot(reports), protocol=PICKLE_PROTOCOL))
 
 
 class _Device:
-    """One graph: its storages, and the address of each."""
+    """A graph: its storages, and the address of each."""
 
     def __init__(self, report: Report, number: int, storages: Sequence[Lifetime]) -> None:
         self.report, self.number = report, number
@@ -69,12 +67,12 @@ class _Device:
 
     @staticmethod
     def of(report: Report, number: int) -> _Device:
-        """Only storages with bytes: those of none would share an address with others."""
+        """The device of a report, without storages of no bytes: they would share addresses."""
         there = [one for one in report.lifetimes if one.nbytes and one.start < one.stop]
         return _Device(report, number, sorted(there, key=lambda one: one.start))
 
     def events(self) -> Iterator[Entry]:
-        """The segment, then step by step what is freed and what is allocated."""
+        """The event of the segment, then for each step what is freed and what is allocated."""
         begun: list[list[int]] = [[] for _ in range(self.steps + 1)]
         ended: list[list[int]] = [[] for _ in range(self.steps + 1)]
         for index, one in enumerate(self.storages):
@@ -95,7 +93,7 @@ class _Device:
         return {**entry, "category": self._category(one)}
 
     def _freed(self, index: int, step: int) -> Iterator[Entry]:
-        """Both events that the allocator has for it; the viewer makes one of them."""
+        """The two events with which the allocator frees a block; the viewer shows one."""
         one, address = self.storages[index], self.addresses[index]
         for action in ("free_requested", "free_completed"):
             yield self._entry(action, address, one.nbytes, step, self._at(one))
@@ -107,19 +105,19 @@ class _Device:
         }  # fmt: skip
 
     def _at(self, one: Lifetime) -> list[Entry]:
-        """What the storage holds first, and where that comes from, as frames of a stack."""
-        place = self.report.places.get(one.value)
+        """The value that a storage holds first, and its module and line, as frames of a stack."""
+        location = self.report.step.locations.get(one.value)
         what = f"scratch memory of {one.value}" if one.workspace else one.value
-        if place is None:
+        if location is None:
             return [{"name": what, "filename": "", "line": 0}]
-        frames = [{"name": what, "filename": place.file, "line": place.line}]
-        if place.module:
-            frames.append({"name": "module", "filename": place.module, "line": 0})
+        frames = [{"name": what, "filename": location.file, "line": location.line}]
+        if location.module:
+            frames.append({"name": "module", "filename": location.module, "line": 0})
         return frames
 
     def _category(self, one: Lifetime) -> str:
-        """Which colour it has."""
-        middle = self.report.forward_steps
+        """The category of a storage, which decides its colour."""
+        middle = self.report.step.forward_steps
         if one.workspace:
             return "scratch memory"
         if one.start == 0 and one.stop == self.steps:
@@ -129,7 +127,7 @@ class _Device:
         return "forward only" if one.start < middle else "backward only"
 
     def segment(self) -> Entry:
-        """The segment as it is after the last step: what is still there, and the gaps between."""
+        """The segment after the last step: its blocks, and the gaps between them."""
         held = [index for index, one in enumerate(self.storages) if one.stop == self.steps]
         blocks: list[Entry] = []
         end = self.start

@@ -13,11 +13,11 @@ _FRAME = re.compile(r'File "(?P<file>[^"]+)", line (?P<line>\d+)')
 
 
 @dataclass(frozen=True)
-class Place:
-    """The innermost module and the line that a node comes from; "" and 0 where not known.
+class SourceLocation:
+    """The innermost module and the line that a node comes from; "" and 0 where they are not known.
 
-    ``value`` is the value of the problem that the node holds, and ``copy`` says why it holds it
-    once more: "again" where it is computed again, "moved" where it comes back from the host.
+    ``value`` is the value of the problem that the node holds. ``copy`` says why it is another copy
+    of that value: "again" where it is recomputed, "moved" where it comes back from the host.
     """
 
     module: str = ""
@@ -41,19 +41,20 @@ def module_of(node: fx.Node) -> str:
     return text.replace("__", ".") if text.startswith("L__self__") else text
 
 
-def place_of(node: fx.Node) -> Place:
+def location_of(node: fx.Node) -> SourceLocation:
     """The module, and the innermost line of a file that is not torch's own."""
     trace = node.meta.get("stack_trace") or ""
     frames = list(_FRAME.finditer(trace))
     own = [f for f in frames if "/torch/" not in f["file"]] or frames
+    module = module_of(node)
     if not own:
-        return Place(module_of(node))
-    return Place(module_of(node), own[-1]["file"].rsplit("/", 1)[-1], int(own[-1]["line"]))
+        return SourceLocation(module)
+    return SourceLocation(module, own[-1]["file"].rsplit("/", 1)[-1], int(own[-1]["line"]))
 
 
 def describe(node: fx.Node) -> str:
     """A node with its module and source line: ``addmm_3 [layers.1.mlp, model.py:88]``."""
     if node.op == "placeholder":
         return f"{node.name} [graph input]"
-    place = str(place_of(node))
-    return f"{node.name} [{place}]" if place else node.name
+    location = str(location_of(node))
+    return f"{node.name} [{location}]" if location else node.name

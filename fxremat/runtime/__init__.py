@@ -3,20 +3,28 @@
 Graphs that fxremat transforms call four operators, `to_host`, `wait_host`, `to_device` and
 `wait_device` (`fxremat.runtime.copies.operators`); importing this package registers them, so
 whatever runs such a graph has to import it. Weights that live in host memory are read through
-`fetch`, which gets their gradients by `put` (`fxremat.runtime.copies.weights`); `arrived` lets
-their optimizer step before the backward is over (`fxremat.runtime.gradients.optimizer_steps`).
+`fetch`, which gets their gradients by `put` (`fxremat.runtime.copies.operators`); `arrived` lets
+their optimizer step before the backward is over (`fxremat.runtime.optimizer_steps`).
 Gradients on the device are added to ``grad`` by `accumulated`
-(`fxremat.runtime.gradients.accumulation`). The rest is for tests and benchmarks: a cap on host
+(`fxremat.runtime.accumulation`). The rest is for tests and benchmarks: a cap on host
 memory, a simulated speed for copies of machines without a GPU, and records of what was copied when.
 """
 
+from fxremat.runtime.accumulation import accumulated
 from fxremat.runtime.copies.cpu_engine import set_copy_speed
-from fxremat.runtime.copies.operators import to_device, to_host, wait_device, wait_host
-from fxremat.runtime.copies.speed import MeasuredSpeed, measure_copy_speed
-from fxremat.runtime.copies.weights import fetch, host_copy, put, settle
+from fxremat.runtime.copies.operators import (
+    MeasuredSpeed,
+    fetch,
+    host_copy,
+    measure_copy_speed,
+    put,
+    settle,
+    to_device,
+    to_host,
+    wait_device,
+    wait_host,
+)
 from fxremat.runtime.copy_trace import CopyRecord, copy_trace
-from fxremat.runtime.gradients.accumulation import accumulated
-from fxremat.runtime.gradients.optimizer_steps import Stepped, arrived
 from fxremat.runtime.host_memory import (
     HostBytes,
     host_bytes,
@@ -24,6 +32,7 @@ from fxremat.runtime.host_memory import (
     reset_host_peak,
     set_host_memory_cap,
 )
+from fxremat.runtime.optimizer_steps import Stepped, arrived
 
 __all__ = [
     "CopyRecord",

@@ -76,7 +76,6 @@ class HostMemory:
         return storage in self._storages
 
     def count(self) -> HostBytes:
-        """What is held now and was held at most."""
         with self._lock:
             self._settle()
             return HostBytes(self._held, self._peak)
@@ -130,3 +129,37 @@ def set_host_memory_cap(cap_bytes: int | None) -> AbstractContextManager[object]
     undo.callback(setattr, HOST_MEMORY, "cap_bytes", HOST_MEMORY.cap_bytes)
     HOST_MEMORY.cap_bytes = cap_bytes
     return undo
+
+
+# --- tensors as one run of memory -------------------------------------------------------------
+
+
+def check_copyable(x: torch.Tensor) -> None:
+    """ValueError unless the bytes of ``x``, with its strides, are all there is to it."""
+    if x.layout != torch.strided:
+        raise ValueError(
+            f"only strided tensors can be copied to host memory and back, not {x.layout}"
+        )
+
+
+def extent(x: torch.Tensor) -> int:
+    """Elements from the first to the last in memory, 0 if there is none."""
+    if x.numel() == 0:
+        return 0
+    sizes = zip(x.size(), x.stride(), strict=True)
+    return 1 + sum((size - 1) * stride for size, stride in sizes)
+
+
+def extent_bytes(x: torch.Tensor) -> int:
+    """Bytes from the first element to the last; those of the elements if ``x`` has no gaps."""
+    return extent(x) * x.element_size()
+
+
+def run_of_memory(x: torch.Tensor) -> torch.Tensor:
+    """The elements from the first to the last in memory, as a view with one dimension."""
+    return x.as_strided((extent(x),), (1,))
+
+
+def storage_address(x: torch.Tensor) -> int:
+    """Where the storage of ``x`` begins, equal for tensors that share one."""
+    return x.untyped_storage().data_ptr()

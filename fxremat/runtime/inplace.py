@@ -4,7 +4,7 @@
     baddbmm_into(acc, a, b)      the same for batches
 
 ``acc`` may have any shape with as many elements: the product has theirs, in the same order. Memory
-is taken for no result; where a pass of the compiler has laid ``acc`` out otherwise, for a moment.
+is taken for no result; where a pass of the compiler has laid ``acc`` out otherwise, for a while.
 
 `IN_PLACE` says of a call which other call writes the same result over its first argument. Authors
 of custom operators enter theirs with `declare_in_place`.
@@ -17,12 +17,9 @@ from typing import Any
 import torch
 
 from fxremat.compat.configuration import OpOverload
+from fxremat.runtime.kernels import HOLDS_STRIDES, no_result, register
 
-_TAGS = (
-    # Inductor then neither pads the arguments nor, as a pass put the call in, forces strides.
-    torch.Tag.needs_exact_strides,
-    torch.Tag.pt2_compliant_tag,
-)
+_SCHEMA = "(Tensor(a!) acc, Tensor a, Tensor b) -> ()"
 
 
 def _addmm_into(acc: torch.Tensor, a: torch.Tensor, b: torch.Tensor) -> None:
@@ -41,23 +38,10 @@ def _add(acc: torch.Tensor, shape: Any, op: Any, a: torch.Tensor, b: torch.Tenso
         acc.copy_(op(acc.reshape(shape), a, b).view(acc.shape))
 
 
-def _fake(acc: torch.Tensor, a: torch.Tensor, b: torch.Tensor) -> None:
-    """No new tensor."""
-
-
-def _define(name: str, real: Any) -> OpOverload:
-    qualified = f"fxremat::{name}"
-    torch.library.define(qualified, "(Tensor(a!) acc, Tensor a, Tensor b) -> ()", tags=_TAGS)
-    torch.library.impl(qualified, "default", torch.no_grad()(real))
-    torch.library.register_fake(qualified, _fake)
-    overload: OpOverload = getattr(torch.ops.fxremat, name).default
-    return overload
-
-
-addmm_into = _define("addmm_into", _addmm_into)
+addmm_into = register("addmm_into", _SCHEMA, _addmm_into, no_result, HOLDS_STRIDES)
 """``addmm_into(acc, a, b)``: add the matrix product of a and b to acc."""
 
-baddbmm_into = _define("baddbmm_into", _baddbmm_into)
+baddbmm_into = register("baddbmm_into", _SCHEMA, _baddbmm_into, no_result, HOLDS_STRIDES)
 """``baddbmm_into(acc, a, b)``: add the products of two batches of matrices to acc."""
 
 IN_PLACE: dict[OpOverload, OpOverload] = {

@@ -30,7 +30,7 @@ def unmeasured(*_: Any) -> int:
 
 
 WORKSPACES: dict[OpOverload, Callable[..., int]] = {}
-"""Of the operators that say themselves how many bytes of scratch memory a call takes."""
+"""What says how many bytes of scratch memory a call of an operator takes."""
 
 
 IMPLEMENTATIONS: dict[OpOverload, Callable[..., Any]] = {}
@@ -75,7 +75,6 @@ class Inside:
     functions: tuple[tuple[str, int], ...] = ()
 
     def __add__(self, other: Inside) -> Inside:
-        """Both, one after the other."""
         return Inside(
             self.calls + other.calls,
             self.bytes + other.bytes,
@@ -86,7 +85,38 @@ class Inside:
 
 
 INSIDE: dict[OpOverload, Callable[..., Inside]] = {}
-"""Of the operators that run others many times."""
+"""What says what happens in a call of an operator that runs others many times."""
+
+
+HOLDS_STRIDES = (
+    # Inductor neither pads the arguments nor, as a pass put the call in, forces strides on them.
+    torch.Tag.needs_exact_strides,
+    torch.Tag.pt2_compliant_tag,
+)
+COPIES = (*HOLDS_STRIDES, torch.Tag.cudagraph_unsafe)
+WAITS = (torch.Tag.flexible_layout, torch.Tag.pt2_compliant_tag, torch.Tag.cudagraph_unsafe)
+"""The tags of operators that copy between host and device, and of those that wait or act."""
+
+
+def register(
+    name: str,
+    schema: str,
+    real: Callable[..., Any],
+    fake: Callable[..., Any],
+    tags: tuple[torch.Tag, ...],
+    namespace: str = "fxremat",
+) -> OpOverload:
+    """The new operator ``namespace::name``; ``fake`` says shapes, strides and dtypes."""
+    qualified = f"{namespace}::{name}"
+    torch.library.define(qualified, schema, tags=tags)
+    torch.library.impl(qualified, "default", torch.no_grad()(real))
+    torch.library.register_fake(qualified, fake)
+    overload: OpOverload = getattr(getattr(torch.ops, namespace), name).default
+    return overload
+
+
+def no_result(*_: Any) -> None:
+    """The result, on tensors without contents, of an operator that only changes contents."""
 
 
 def define(
@@ -109,17 +139,12 @@ def define(
     ``on_cpu`` and whether in a graph that is compiled ``by_inductor``, what a call does beyond
     reading arguments and writing results.
     """
-    qualified = f"{NAMESPACE}::{name}"
-    torch.library.define(qualified, schema, tags=(torch.Tag.pt2_compliant_tag,))
-    torch.library.impl(qualified, "default", torch.no_grad()(real))
-    torch.library.register_fake(qualified, fake)
-    packet = getattr(getattr(torch.ops, NAMESPACE), name)
-    overload: OpOverload = packet.default
+    overload = register(name, schema, real, fake, (torch.Tag.pt2_compliant_tag,), NAMESPACE)
     IMPLEMENTATIONS[overload] = real
     if workspace is not None:
         WORKSPACES[overload] = workspace
     if flops is not None:
-        flop_registry[packet] = flops
+        flop_registry[overload.overloadpacket] = flops
     if inside is not None:
         INSIDE[overload] = inside
     return overload

@@ -1,30 +1,22 @@
 """Floats in fewer bits, and random sketches: what is saved where gradients may be approximate.
 
-**Blocks** (`quantised`): BLOCK values in the order of memory share a least value and a step, the
-range of the block divided by the number of steps, ``2**bits - 1``. A value becomes the number of
-steps above the least, rounded down after adding noise from [0, 1): unbiased, and off by less than
-one step (as in ActNN, Chen et al. 2021, arXiv 2104.14129, section 3.2). The arithmetic is float32,
-or float64 for values of that type, which adds its own rounding. A block that holds an infinity or
-NaN gives NaN throughout, so that it does not go unseen.
+**Blocks** (`quantised`): BLOCK values in the order of memory share a least value and a step. A
+value becomes the number of steps above the least, rounded down after adding noise from [0, 1), so
+it is unbiased and off by less than one step (ActNN, Chen et al. 2021, arXiv 2104.14129, section
+3.2). The arithmetic is float32, or float64 for values of that type. A block that holds an infinity
+or NaN gives NaN throughout.
 
-**fp8** (`as_fp8`): BLOCK values share a scale, their largest magnitude divided by 448; a value
-divided by it is rounded to the nearest of torch.float8_e4m3fn. The error is at most 1/16 of the
-value (half a step of three bits of mantissa), or 2**-10 scales where the value is tiny.
-
-**Narrow numbers** (`narrowed`): a plain conversion, for indices that fit; exact.
+**fp8** (`as_fp8`): BLOCK values share a scale, their largest magnitude divided by 448. The error is
+at most 1/16 of the value, or 2**-10 scales where the value is tiny.
 
 **Sketches** (`sketch`): ``S @ x`` for a matrix S of random signs, over the root of the number of
 rows. ``E[S.T @ S]`` is the identity, so ``(S @ x).T @ (S @ y)`` is an unbiased estimate of
-``x.T @ y`` (Bershatsky et al. 2022, arXiv 2201.13195, section 2). S is never stored: a piece of
-its columns at a time is made from a hash.
+``x.T @ y`` (Bershatsky et al. 2022, arXiv 2201.13195, section 2). S is never stored.
 
-**Noise** is a hash of a counter and a seed, so that it takes nothing from the user's generators,
-and a call that runs again gives the same. The seed is a number that is given, mixed with the bits
-of some of the values: what is fixed in the graph would otherwise be the same in each step.
+**Noise** is a hash of a counter and a seed, mixed with the bits of some values: it takes nothing
+from the user's generators, and a call that runs again gives the same.
 
-Scratch memory is that of one piece of `chunk_on` elements: at most BYTES_PER_ELEMENT each in
-`quantised`, and less elsewhere, besides a copy where memory is not dense. Whoever plans measures
-it (`fxremat.cost.workspaces`).
+A call works on pieces of `chunk_on` elements, and takes at most BYTES_PER_ELEMENT for each of one.
 """
 
 from __future__ import annotations
@@ -57,7 +49,6 @@ def flat(x: torch.Tensor) -> torch.Tensor:
 
 
 def pieces(total: int, size: int) -> Iterator[tuple[int, int]]:
-    """Half-open ranges of ``size`` that cover ``range(total)``."""
     for start in range(0, total, size):
         yield start, min(start + size, total)
 
@@ -105,7 +96,6 @@ def _blocks(count: int) -> int:
 
 
 def exact(dtype: torch.dtype) -> torch.dtype:
-    """The type to compute in for values of a type."""
     return torch.float64 if dtype == torch.float64 else torch.float32
 
 

@@ -21,6 +21,9 @@ from fxremat.options import Options
 from fxremat.step.pipelines import Pipeline, pipeline_of
 from fxremat.step.promise import Around
 
+LOSS_BYTES = 8
+"""A loss that is computed outside, and its gradient: two numbers that live to the end of a step."""
+
 
 @dataclass(frozen=True)
 class ModelContext:
@@ -89,6 +92,7 @@ def model_context(options: Options, device: torch.device) -> ModelContext:
     late = _late_bytes(part, calls[part], device, max(gathered.ahead, gathered.sent))
     total = storage_bytes([x for x in others if id(x) not in own], device)
     total += beside.held + late
+    total += LOSS_BYTES if runs > 1 and pipeline is None else 0
     if pipeline is not None and pipeline.gathered_bytes:
         gathered = NOTHING_GATHERED
     elif pipeline is not None or runs == 1:  # then it is not known when they are there

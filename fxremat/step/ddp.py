@@ -61,7 +61,7 @@ def see_parts(request: Request, left_bytes: int | None, look_at: LookAt) -> None
         outside += last.results + last.incoming
     part_of = tuple(range(len(parts)))
     points = repeated([part.interface for part in parts], part_of, outside)
-    seen = StepDescription(points, part_of, (0,) * len(parts), parts, request)
+    seen = StepDescription(points, part_of, part_of, parts, request)  # they share the places
     for index, (gm, inputs) in enumerate(graphs):
         session.STATE.seen[session.signature(gm, inputs)] = seen, index
 

@@ -22,6 +22,7 @@ from fxremat.compat.backward import (
     when_backward_ends,
 )
 from fxremat.compat.tensors import is_fake
+from fxremat.memory.storages import storages_of
 from fxremat.step.promise import Compiled, RunVersions
 from fxremat.step.scope import BudgetScope, SharingGraph, WaitingRun
 
@@ -97,8 +98,14 @@ class _WatchedRuns:
                 when_backward_ends(node, segment.open_room)
             if scope.watch is not None and not scope.watch.is_over:
                 when_backward_ends(node, partial(scope.end, promise))
-            run = WaitingRun(weakref.ref(node), promise, self.runs, self.graph, self.frame, place)
-            own = (*args, *results) if isinstance(results, (list, tuple)) else (*args, results)
+            made = results if isinstance(results, (list, tuple)) else (results,)
+            given = gives = frozenset[int]()
+            if scope.records:
+                given, gives = (frozenset(storages_of(x, promise.device)) for x in (args, made))
+            run = WaitingRun(
+                weakref.ref(node), promise, self.runs, self.graph, self.frame, place, given, gives
+            )
+            own = (*args, *made)
             self.look(run, own)
         return results
 

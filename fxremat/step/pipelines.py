@@ -9,7 +9,7 @@ for each micro-batch, what a stage has given and keeps, what the loss saves, and
 from __future__ import annotations
 
 import logging
-from collections import Counter, deque
+from collections import defaultdict, deque
 from collections.abc import Callable, Iterable, Sequence
 from dataclasses import dataclass, field
 from functools import partial
@@ -137,6 +137,18 @@ class Pipeline:
 
 
 @dataclass
+class _StageSoFar:
+    """What a stage holds at some point of the step; ``runs`` are those of its micro-batches that
+    wait, the oldest first. ``ended`` counts its backward passes."""
+
+    runs: deque[list[int]] = field(default_factory=deque)
+    outputs: int = 0
+    losses: int = 0
+    sent: int = 0
+    ended: int = 0
+
+
+@dataclass
 class _Walk:
     """A step of a rank, from its beginning on."""
 
@@ -146,13 +158,8 @@ class _Walk:
     held_bytes: int
     points: list[StepPoint] = field(default_factory=list)
     waiting: list[int] = field(default_factory=list)
-    runs_of: dict[int, deque[list[int]]] = field(default_factory=dict)
-    """Of each stage: the runs of its micro-batches that wait, the oldest first."""
-    outputs: dict[int, int] = field(default_factory=dict)
-    losses: dict[int, int] = field(default_factory=dict)
-    sent: dict[int, int] = field(default_factory=dict)
-    ended: Counter[int] = field(default_factory=Counter)
-    """Backwards of each stage."""
+    so_far: defaultdict[int, _StageSoFar] = field(default_factory=lambda: defaultdict(_StageSoFar))
+    """Of each stage."""
     left: dict[tuple[int, int], int] = field(default_factory=dict)
     """Bytes of the gradients of each part that has gone backward."""
     gathered: set[tuple[int, int]] = field(default_factory=set)
@@ -168,11 +175,12 @@ class _Walk:
         own, total = self.parts[0].interface, self.held_bytes
         total += own.resident - own.given
         for k, one in enumerate(self.pipeline.stages):
-            outputs = self.outputs.get(k, 0) + self.pipeline.first_sent(k, self.ended[k])
+            now = self.so_far[k]
+            outputs = now.outputs + self.pipeline.first_sent(k, now.ended)
             total += outputs * one.shown.result_bytes
-            total += len(self.runs_of.get(k, ())) * one.shown.loss_bytes
-            total += self.losses.get(k, 0) * one.shown.value_bytes
-            total += self.sent.get(k, 0) * one.shown.given_bytes
+            total += len(now.runs) * one.shown.loss_bytes
+            total += now.losses * one.shown.value_bytes
+            total += now.sent * one.shown.given_bytes
         return total - self.in_buffers() + sum(self.left.values())
 
     def in_buffers(self) -> int:
@@ -203,14 +211,16 @@ class _Walk:
                 self.gathered.add((stage, part))
             self.waiting.append(run)
             runs.append(run)
-        self.runs_of.setdefault(stage, deque()).append(runs)
-        self.outputs[stage] = self.outputs.get(stage, 0) + 1
-        self.losses[stage] = self.losses.get(stage, 0) + 1
+        now = self.so_far[stage]
+        now.runs.append(runs)
+        now.outputs += 1
+        now.losses += 1
         self.points.append(StepPoint(self.outside(), tuple(self.waiting)))
 
     def backward(self, stage: int) -> None:
         """The micro-batch that came first of those that wait goes backward."""
-        one, runs = self.pipeline.stages[stage], self.runs_of[stage].popleft()
+        one, now = self.pipeline.stages[stage], self.so_far[stage]
+        runs = now.runs.popleft()
         value = one.shown.value_bytes if one.last else 0  # as much is the loss's own gradient
         if one.last:  # the loss goes first
             incoming = self.parts[self.part_of[runs[-1]]].interface.incoming
@@ -226,11 +236,11 @@ class _Walk:
             self.points.append(StepPoint(outside, tuple(self.waiting), run, "backward"))
             self.left[stage, part] = self.stays(stage, run)
         kept = self.pipeline.keeps_outputs if one.last else self.pipeline.keeps_sent
-        self.outputs[stage] -= 0 if kept else 1
-        self.ended[stage] += 1
+        now.outputs -= 0 if kept else 1
+        now.ended += 1
         if not one.first:
             most = len(self.pipeline.order) if self.pipeline.keeps_sent else SENT_AT_ONCE
-            self.sent[stage] = min(most, self.sent.get(stage, 0) + 1)
+            now.sent = min(most, now.sent + 1)
 
     def end(self) -> None:
         """What the last stage has given is put together."""

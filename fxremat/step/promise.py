@@ -8,6 +8,8 @@ from typing import Any
 
 import torch
 
+from fxremat.memory.segments import SegmentPlan
+
 Compiled = Callable[..., Any]
 Around = tuple[Callable[[], torch.Tensor | list[torch.Tensor] | None], ...]
 """They give tensors that live as long as others want, and None where these are gone."""
@@ -15,19 +17,14 @@ Around = tuple[Callable[[], torch.Tensor | list[torch.Tensor] | None], ...]
 
 @dataclass(frozen=True)
 class Promise:
-    """What was promised of one compiled graph; all but the first two are bytes.
+    """What was promised of one compiled graph; what ends in bytes is on its device.
 
     ``peak_bytes`` is the peak predicted for the graph by itself, with its inputs, and with
     fragmentation where the budget counts reserved bytes. Besides, ``held_bytes`` of the budget are
     held by what the graph does not see, of which ``reserve_bytes`` are no saved tensors. Each
-    forward keeps ``saved_bytes`` for its backward. ``segment_bytes`` are what the allocator takes
-    for it in one piece, before it runs for the first time, 0 where none is better; None where it
-    takes memory from elsewhere. Kernels are tuned in ``tuning_bytes`` beside that, and
-    ``coming_bytes`` are still to come into it. ``unseen_bytes`` were counted for what no graph
-    sees. With ``several`` a version is one of those of its graph; ``shared_bytes`` are then one
-    segment for the whole step, 0 where none is better, None where that is not known. What lies
-    ``around`` is part of ``reserve_bytes``. From the next step on those that wait leave it
-    ``left_bytes`` more, None: they need not.
+    forward keeps ``saved_bytes`` for its backward. ``unseen_bytes`` were counted for what no graph
+    sees. What lies ``around`` is part of ``reserve_bytes``. From the next step on those that wait
+    leave it ``left_bytes`` more, None: they need not.
     """
 
     graph: str
@@ -37,12 +34,8 @@ class Promise:
     held_bytes: int
     reserve_bytes: int
     saved_bytes: int
-    segment_bytes: int | None = None
-    tuning_bytes: int = 0
-    coming_bytes: int = 0
+    segment: SegmentPlan = SegmentPlan()
     unseen_bytes: int = 0
-    several: bool = False
-    shared_bytes: int | None = None
     around: Around = ()
     left_bytes: int | None = None
 

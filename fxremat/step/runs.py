@@ -32,7 +32,7 @@ from fxremat.compile.request import Request
 from fxremat.core.step import Interface, Step
 from fxremat.errors import InfeasibleBudget, forget_frames
 from fxremat.memory.reserved_bytes import LARGER, Reserved, least_reserved, reserved_with_rest
-from fxremat.memory.segments import SMALL_BYTES
+from fxremat.memory.segments import SMALL_BYTES, SegmentPlan
 from fxremat.passes.memory_estimation import nbytes
 from fxremat.planner import step_versions as planner
 from fxremat.report.files import write_report
@@ -114,6 +114,7 @@ class GraphInStep:
     looked_at: bool = True
     follow: bool = False
     leaves: Tensors = ()
+    given: frozenset[int] = frozenset()
     fixed_inputs: tuple[int, ...] = ()
     known: dict[Request, CompiledVersion] = field(default_factory=dict)
     count: int = 0
@@ -186,7 +187,7 @@ class GraphInStep:
         Where runs that wait leave it too few bytes, this step takes more than the budget, and from
         the next one on they leave more. Raises `InfeasibleBudget` with what all need together.
         """
-        request = self.request
+        request, missing = self.request, 0
         try:
             version = self.graph.compile(request)
         except InfeasibleBudget as refused:
@@ -209,6 +210,8 @@ class GraphInStep:
             return None
         self.count = 1
         promised = self.promised(version, request)
+        if missing:
+            promised = replace(promised, promise=replace(promised.promise, left_bytes=missing))
         own, late = promised.promise.peak_bytes, self.context.late_bytes
         self.saved_bytes, self.own_peak_bytes = report.saved_bytes, own
         return RunVersions((promised,), (0,), own, request.budget.held - late + own)
@@ -492,11 +495,13 @@ class GraphInStep:
             held_bytes=report.held_bytes,
             reserve_bytes=unseen,
             saved_bytes=report.saved_bytes,
-            segment_bytes=report.segment_bytes if self._takes_segment(version) else None,
-            tuning_bytes=request.budget.autotune,
-            coming_bytes=self.graph.options.reserve or 0,
+            segment=SegmentPlan(
+                report.segment_bytes if self._takes_segment(version) else None,
+                tuning=request.budget.autotune,
+                coming=self.graph.options.reserve or 0,
+                several=own is not None,
+            ),
             unseen_bytes=self.unseen_bytes,
-            several=own is not None,
             around=around,
         )
         return PromisedVersion(version.call, promise)
@@ -550,9 +555,10 @@ def _by_itself(step: Step) -> Step:
 
 def _with_segment(one: PromisedVersion, shared_bytes: int) -> PromisedVersion:
     """The same in one segment of that size for the whole step."""
-    if one.promise.segment_bytes is None:
+    segment = replace(one.promise.segment, shared=shared_bytes)
+    if segment.nbytes is None:
         return one
-    return replace(one, promise=replace(one.promise, shared_bytes=shared_bytes))
+    return replace(one, promise=replace(one.promise, segment=segment))
 
 
 def _told(

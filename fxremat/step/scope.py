@@ -14,7 +14,7 @@ import logging
 import warnings
 import weakref
 from collections.abc import Callable, Iterable, Sequence
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from functools import partial
 from typing import Any, Literal, Protocol
 
@@ -53,6 +53,8 @@ class SharingGraph(Protocol):
     count: int
     saved_bytes: int
     own_peak_bytes: int
+    given: frozenset[int]
+    """Addresses of the storages that it was compiled for."""
 
     @property
     def place(self) -> Place:
@@ -114,6 +116,9 @@ class WaitingRun:
     graph: SharingGraph | None
     frame: int
     place: int
+    given: frozenset[int] = frozenset()
+    """Addresses of the storages that it was given."""
+    results: frozenset[int] = frozenset()
 
     def saved(self) -> Storages:
         """The storages that it holds."""
@@ -121,6 +126,19 @@ class WaitingRun:
         if node is None:
             return {}
         return saved_storages(node, self.promise.saved_bytes, self.promise.device)
+
+
+@dataclass(frozen=True)
+class Recorded:
+    """One half of a run, as it has run. With ``keeps`` others hold its results until its backward.
+
+    So they may where the next graph is not given them: something that is not compiled is.
+    """
+
+    graph: weakref.ref[Any]
+    place: int
+    phase: Literal["forward", "backward"]
+    keeps: bool = False
 
 
 @dataclass
@@ -135,12 +153,8 @@ class BudgetScope:
 
     waiting: dict[int, WaitingRun] = field(default_factory=dict)
     graphs: weakref.WeakSet[Any] = field(default_factory=weakref.WeakSet)
-    order: list[tuple[weakref.ref[Any], int, Literal["forward", "backward"]]] = field(
-        default_factory=list
-    )
-    last: list[tuple[weakref.ref[Any], int, Literal["forward", "backward"]]] = field(
-        default_factory=list
-    )
+    order: list[Recorded] = field(default_factory=list)
+    last: list[Recorded] = field(default_factory=list)
     due: bool = False
     looked_at: tuple[int, int] = (1, 0)
     told: int = 1
@@ -215,31 +229,41 @@ class BudgetScope:
 
     def describe_with(self, graph: SharingGraph) -> StepDescription | None:
         """The step of the runs that wait now and one of ``graph``, with all that they offer."""
-        runs = [(one.graph, one.place) for one in self.waiting.values() if one.graph is not None]
+        waiting = [one for one in self.waiting.values() if one.graph is not None]
+        runs = [(one.graph, one.place) for one in waiting if one.graph is not None]
+        pairs = zip(waiting, [*(one.given for one in waiting[1:]), graph.given], strict=True)
+        kept = [k for k, (one, given) in enumerate(pairs) if not one.results & given]
         runs.append((graph, 0))
-        return self._described(runs, last_first(len(runs)), graph.fixed_bytes)
+        return self._described(runs, last_first(len(runs)), graph.fixed_bytes, kept)
 
     def _describe_last(self) -> StepDescription | None:
         """The last step as it has run; None where it cannot be planned as one."""
         runs: dict[tuple[SharingGraph, int], int] = {}
         order: list[tuple[int, Literal["forward", "backward"]]] = []
-        for reference, place, phase in self.last:
-            graph = reference()
+        kept: list[int] = []
+        for one in self.last:
+            graph = one.graph()
             if graph is None:
                 return None
-            if phase == "forward":  # a place may be taken again
-                runs[graph, place] = len(order)
-            order.append((runs[graph, place], phase))
+            if one.phase == "forward":  # a place may be taken again
+                runs[graph, one.place] = len(order)
+                kept += [len(order)] if one.keeps else []
+            order.append((runs[graph, one.place], one.phase))
         numbers = {old: new for new, old in enumerate(dict.fromkeys(run for run, _ in order))}
         known = {number: run for run, number in runs.items()}
         if len(known) < len(numbers):
             return None  # one graph has run at one place several times
         fixed = max(graph.fixed_bytes for graph, _ in runs)
         listed = [known[number] for number in numbers]
-        return self._described(listed, [(numbers[run], phase) for run, phase in order], fixed)
+        in_turn = [(numbers[run], phase) for run, phase in order]
+        return self._described(listed, in_turn, fixed, [numbers[run] for run in kept])
 
     def _described(
-        self, runs: Sequence[tuple[SharingGraph, int]], order: Order, fixed_bytes: int
+        self,
+        runs: Sequence[tuple[SharingGraph, int]],
+        order: Order,
+        fixed_bytes: int,
+        kept: Sequence[int],
     ) -> StepDescription | None:
         graphs = list(dict.fromkeys(graph for graph, _ in runs))
         parts = []
@@ -250,7 +274,8 @@ class BudgetScope:
         except NoBackward:
             return None
         part_of = tuple(graphs.index(graph) for graph, _ in runs)
-        points = in_order([part.interface for part in parts], part_of, order, fixed_bytes)
+        interfaces = [part.interface for part in parts]
+        points = in_order(interfaces, part_of, order, fixed_bytes, results_kept=kept)
         places = tuple(place for _, place in runs)
         planners: dict[int, Planner] = {k: graph.plan_version for k, graph in enumerate(graphs)}
         return StepDescription(
@@ -263,7 +288,7 @@ class BudgetScope:
         if described is None:
             return
         self.due = False
-        graphs = dict.fromkeys(one for one in (each() for each, _, _ in self.last) if one)
+        graphs = dict.fromkeys(one for one in (each.graph() for each in self.last) if one)
         for index, graph in enumerate(graphs):
             graph.described, graph.index = described, index
             graph.looked_at = graph.is_due = True
@@ -273,7 +298,7 @@ class BudgetScope:
     def begin(self, promise: Promise, args: Iterable[object]) -> None:
         """A forward begins; if none waits, a step does."""
         if self.watch is None:
-            reserved = promise.segment_bytes is not None
+            reserved = promise.segment.nbytes is not None
             device, budget = promise.device, promise.budget_bytes
             self.watch = StepWatch(device, budget, reserved, self._compilations)
         if not self.waiting and not self.watch.is_over:
@@ -312,7 +337,12 @@ class BudgetScope:
         key, waiting = id(node), self.waiting
         waiting[key] = run
         if self._is_recorded(run):
-            self.order.append((weakref.ref(run.graph), run.place, "forward"))
+            before = self.order[-1] if self.order else None
+            if before is not None and before.phase == "forward":
+                last = next(reversed([one for one in waiting.values() if one is not run]), None)
+                keeps = last is not None and not last.results & run.given
+                self.order[-1] = replace(before, keeps=keeps)
+            self.order.append(Recorded(weakref.ref(run.graph), run.place, "forward"))
         weakref.finalize(node, self._leaves, key, run)
         when_freed(node, partial(self._leaves, key, run))
         self.saved_bytes = max(self.saved_bytes, self._planned()[1])
@@ -320,7 +350,7 @@ class BudgetScope:
             if self.anew:
                 self.looked_at, self.told, self.anew = (1, 0), 1, False
             return None
-        if self.anew or self.due:
+        if self.anew:
             return None
         number, nbytes = self._planned()
         if number <= self.looked_at[0] and nbytes <= self.looked_at[1]:
@@ -333,12 +363,15 @@ class BudgetScope:
         if self.waiting.get(key) is run:
             del self.waiting[key]
             if self._is_recorded(run):
-                self.order.append((weakref.ref(run.graph), run.place, "backward"))
+                self.order.append(Recorded(weakref.ref(run.graph), run.place, "backward"))
+
+    @property
+    def records(self) -> bool:
+        """Whether the order of runs is still of interest."""
+        return self.due or self.watch is None or not self.watch.is_over
 
     def _is_recorded(self, run: WaitingRun) -> bool:
-        """Whether the order of runs is still of interest."""
-        over = self.watch is not None and self.watch.is_over
-        return run.graph is not None and (self.due or not over)
+        return run.graph is not None and self.records
 
     def _planned(self) -> tuple[int, int]:
         runs = list(self.waiting.values())

@@ -13,16 +13,16 @@ from dataclasses import asdict, astuple, dataclass, replace
 from typing import Any
 
 from fxremat.compile import session
+from fxremat.compile.constants import UNIT_BALANCES, UNIT_SAVED
 from fxremat.compile.cost_model import cost_model, with_between
 from fxremat.compile.draft import Draft
 from fxremat.compile.pipeline import PREPARE, Runner
 from fxremat.compile.ranks import graph_digest, shared_answer
 from fxremat.compile.request import Request
 from fxremat.compile.run_figures import interface_of, planned_run
-from fxremat.compile.search.candidates import Judge
-from fxremat.compile.search.planning import QUICK_SOLVER, QUICKEST_SOLVER, Planning
+from fxremat.compile.search.candidates import Evaluator
+from fxremat.compile.search.planning import LOCAL_SEARCH, ONE_PASS, Planning
 from fxremat.compile.search.search import Search
-from fxremat.compile.search.tuning import UNIT_BALANCES, UNIT_SAVED
 from fxremat.compile.stage_times import StageTimes
 from fxremat.core.events import RunEvents
 from fxremat.core.plan import Plan
@@ -121,7 +121,7 @@ def offers_of(draft: Draft, request: Request, count: int) -> Part:
     times, request = StageTimes(), request.with_policy(verify=False)
     runner = Runner(cost_model(request, draft.module.graph, "unit"), times)
     prepared = runner.run("prepare", PREPARE, draft)
-    search = Search(runner, Planning(request, times), Judge(runner, plan_only=True), prepared)
+    search = Search(runner, Planning(request, times), Evaluator(runner, plan_only=True), prepared)
     own, offers = interface_of(prepared, request.inputs.parameters), dict[Version, Offer]()
 
     def left(saved_limit: int) -> int | None:
@@ -142,12 +142,12 @@ def _plans(
     """Plans between the fastest, the lowest, and the one that saves least."""
     everything = replay(plain, keep_all(plain))
     most, kept = everything.peak_bytes, everything.live_bytes[keep_all(plain).index(TANGENTS)]
-    yield search.draft(()), search.planning.solve(plain, most, QUICK_SOLVER)
+    yield search.draft(()), search.planning.solve(plain, most, LOCAL_SEARCH)
     least_peak = least_saved = most
     for parts in UNIT_BALANCES:
         for draft in _lowest(search, int(parts * most)):
             problem = with_between(draft.estimate.problem, int(parts * most))
-            plan = search.planning.solve(problem, 0, QUICKEST_SOLVER)
+            plan = search.planning.solve(problem, 0, ONE_PASS)
             yield draft, plan
             line = replay(with_between(problem, 0), plan.steps)
             least_peak = min(least_peak, line.peak_bytes)
@@ -165,10 +165,10 @@ def _under(search: Search, peak: int, between: int) -> Iterator[tuple[Draft, Pla
     planning, variants, drafts = search.planning, search.offered(), [search.draft(())]
     if variants is not None:
         offered = with_between(variants.problem, between)
-        names = planning.solve(offered, peak, QUICKEST_SOLVER).variants
+        names = planning.solve(offered, peak, ONE_PASS).variants
         drafts += [search.draft(names, variants)] if names else []
     for draft in drafts:
-        plan = planning.solve(with_between(draft.estimate.problem, between), peak, QUICKEST_SOLVER)
+        plan = planning.solve(with_between(draft.estimate.problem, between), peak, ONE_PASS)
         if plan.peak_bytes <= peak:
             yield draft, plan
 
@@ -180,7 +180,7 @@ def _lowest(search: Search, between: int) -> Iterator[Draft]:
     if variants is None:
         return
     names = search.planning.solve(
-        with_between(variants.problem, between), 0, QUICKEST_SOLVER
+        with_between(variants.problem, between), 0, ONE_PASS
     ).variants
     if names:
         yield search.draft(names, variants)

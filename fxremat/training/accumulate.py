@@ -3,7 +3,7 @@
 A compiled backward gives all its gradients at its end, and autograd then adds them to those that
 are there already: for a moment all gradients are in memory twice. With this, each is added to
 ``parameter.grad`` as soon as it is computed, and its memory is free from then on
-(`fxremat.runtime.gradients.accumulation` says when).
+(`fxremat.runtime.accumulation` says when).
 """
 
 from __future__ import annotations
@@ -11,7 +11,7 @@ from __future__ import annotations
 from torch import nn
 
 from fxremat.errors import InvalidOption
-from fxremat.runtime.gradients import accumulation
+from fxremat.runtime import accumulation
 
 __all__ = ["AccumulateInBackward", "accumulate_in_backward"]
 

@@ -4,7 +4,7 @@ Each parameter has an optimizer of its own, which steps when autograd has added 
 then drops the gradient: ``loss.backward()`` is the whole step, and gradients need never be in
 memory together. That is torch's "optimizer step in backward". For weights in host memory, whose
 gradients arrive there one by one, the step runs beside the rest of a compiled backward
-(`fxremat.runtime.gradients.optimizer_steps` says when); their next copy to the device comes after
+(`fxremat.runtime.optimizer_steps` says when); their next copy to the device comes after
 it either way.
 """
 

@@ -4,8 +4,8 @@
         model, tokens = make()
         print(fxremat.explain(model, tokens, memory_budget="60GiB"))
 
-Inside, tensors have no memory, and models are traced, planned and rehearsed as on that card,
-under ``torch.autocast("cuda")`` too.
+Inside, tensors have no memory, and models are traced, planned and counted in dry runs as on that
+card, under ``torch.autocast("cuda")`` too.
 """
 
 from __future__ import annotations

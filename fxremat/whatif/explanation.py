@@ -1,8 +1,8 @@
 """`explain`: what would be done to a model under a budget, without compiling it.
 
-A graph that others follow runs eagerly, so that these are met with the inputs that they will really
-have. Where one graph is all of the model, nothing runs. Parameters, buffers and the random state
-are as before afterwards.
+A graph that is followed by others runs eagerly, so that these get the inputs that they will really
+have. Where the model is a single graph, nothing runs. Parameters, buffers and the random state are
+the same afterwards.
 """
 
 from __future__ import annotations
@@ -41,18 +41,17 @@ from fxremat.options import parse_options
 from fxremat.planner import SolverOptions
 from fxremat.report.chrome_trace import write_chrome_trace
 from fxremat.report.front import Front, front_of, together
-from fxremat.report.page.writing import write_page
+from fxremat.report.page import write_page
 from fxremat.report.report import Report, Row, added_time
 from fxremat.report.snapshot import write_snapshot
 from fxremat.step.planned import plan_in_order
-from fxremat.whatif.peak_expression import PeakExpression
-from fxremat.whatif.peak_formula import expression_of
+from fxremat.whatif.peak_expression import PeakExpression, expression_of
 
-NOTHING = 1  # bytes: a budget that no graph with a backward is within
+IMPOSSIBLE_BUDGET = 1  # bytes: no graph with a backward fits
 
 
 class _NothingFollows(Exception):
-    """The graph that was to run is the last, and nobody asks for its results."""
+    """The graph that would run next is the last one, and its results are not used."""
 
 
 @dataclass(frozen=True)
@@ -78,7 +77,7 @@ class Explanation:
     def minimum_peak_bytes(self) -> int:
         """The least budget that can be met: the number that `InfeasibleBudget` names.
 
-        It is looked for when it is first read, by planning and rehearsing again.
+        It is searched for when it is first read, by planning again.
         """
         return self.look_for_least()
 
@@ -86,8 +85,8 @@ class Explanation:
     def peak_expression(self) -> PeakExpression:
         """The peak in allocated bytes at every size that was traced as a symbol.
 
-        It is of the graph with the highest peak, and looked for when it is first read, by planning
-        again and rehearsing at a few sizes. Sizes are those of `torch._dynamo.mark_dynamic`, up to
+        It is that of the graph with the highest peak, and found when it is first read, by planning
+        again and by dry runs at a few sizes. Sizes are those of `torch._dynamo.mark_dynamic`, up to
         what was declared. Raises `CannotVary` where the bytes are no polynomials of them.
         """
         found = self.look_at_sizes()
@@ -102,17 +101,17 @@ class Explanation:
 
     @property
     def time_overhead(self) -> float:
-        """Added time over keep-all, as a fraction of the time of all graphs."""
+        """The time added to running every op once, as a fraction, for all graphs together."""
         return added_time(self.graphs)
 
     @property
     def saved(self) -> tuple[Row, ...]:
-        """What is kept from the forward for the backward."""
+        """The values kept from the forward for the backward."""
         return tuple(row for g in self.graphs for row in g.saved)
 
     @property
     def recomputed(self) -> tuple[Row, ...]:
-        """What runs again in the backward, and how often."""
+        """The ops that run again in the backward, and how often."""
         return tuple(row for g in self.graphs for row in g.recomputed)
 
     @property
@@ -127,11 +126,11 @@ class Explanation:
         return top.plan if top is not None else None
 
     def pareto(self, time_limit_s: float | None = None) -> Front:
-        """What other budgets would cost: allocated peak against time, by the model of the problem.
+        """What other budgets would cost: allocated peak against time, by the planner's model.
 
-        Forms of ops are those taken here, whatever the budget. The plans explained here are among
-        its points, where nothing beats them. With graph breaks
-        each graph takes its fastest plan at each peak; what the others hold is as it is here.
+        Operator variants are those taken here, whatever the budget. The plans explained here are
+        among its points, unless others beat them. With graph breaks each graph takes its fastest
+        plan at each peak; what the others hold stays as it is here.
         """
         options = SolverOptions(time_limit_s=time_limit_s)
         fronts = [
@@ -169,7 +168,7 @@ class Explanation:
 
 @contextmanager
 def _as_planned(model: Callable[..., Any], given: Any) -> Iterator[Any]:
-    """What the model is run on: what is given, or for a card that is not here, its sizes."""
+    """The inputs that the model runs on; without memory where the card is not here."""
     if absent_card() is None:
         with _undisturbed(model):
             yield given
@@ -180,7 +179,7 @@ def _as_planned(model: Callable[..., Any], given: Any) -> Iterator[Any]:
 
 @contextmanager
 def _undisturbed(model: Callable[..., Any]) -> Iterator[None]:
-    """Buffers and random state as they were, whatever happens inside."""
+    """Restore buffers and the random state at the end, whatever happens inside."""
     buffers = dict(model.named_buffers()) if isinstance(model, nn.Module) else {}
     before = {name: buffer.detach().clone() for name, buffer in buffers.items()}
     try:
@@ -199,7 +198,7 @@ def explain(
     options: Mapping[str, Any] | None = None,
     **keywords: Any,
 ) -> Explanation:
-    """Plan ``model(*inputs, **keywords)`` for a budget and tell what was decided.
+    """Plan ``model(*inputs, **keywords)`` for a budget and say what was decided.
 
     ``options`` are those of torch.compile; ``memory_budget`` is a shorthand for the one that
     matters most. Raises `InfeasibleBudget` and `InvalidOption` as compiling would.
@@ -222,7 +221,7 @@ def _planned(
     options: Mapping[str, Any],
     study: session.Study | None = None,
 ) -> tuple[Report, ...]:
-    """The reports of all graphs of one step; what was found for each is told to ``study``."""
+    """The reports of all graphs of one step; ``study`` is called with what was found for each."""
     found: list[Report] = []
     together: list[tuple[fx.GraphModule, Sequence[Any]]] = []
     caller = sys._getframe()
@@ -292,11 +291,11 @@ def _least_budget(
     keywords: Mapping[str, Any],
     options: Mapping[str, Any],
 ) -> int:
-    """The least that is not refused: what is named is asked for, until nothing is named.
+    """The least budget that is not refused: each refusal names the next one to try.
 
-    A model of one graph is asked twice: the second time confirms the number.
+    A model of one graph is planned twice: the second time confirms the number.
     """
-    budget = NOTHING
+    budget = IMPOSSIBLE_BUDGET
     while True:
         try:
             _planned(model, inputs, keywords, {**options, "memory_budget": f"{budget}B"})
@@ -305,4 +304,4 @@ def _least_budget(
                 raise
             budget = refusal.minimum_bytes
         else:
-            return 0 if budget == NOTHING else budget
+            return 0 if budget == IMPOSSIBLE_BUDGET else budget

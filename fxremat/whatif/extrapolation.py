@@ -16,8 +16,8 @@ from __future__ import annotations
 from collections.abc import Sequence
 from dataclasses import dataclass, field
 
-from fxremat.compile.dry_run.dry_run import Rehearsal
-from fxremat.compile.dry_run.symbolic import Expected, PeaksBySize, Sizes, SymbolicStep
+from fxremat.compile.dry_run.dry_run import DryRun
+from fxremat.whatif.symbolic_step import Expected, PeaksBySize, Sizes, SymbolicStep
 
 
 @dataclass(frozen=True)
@@ -39,7 +39,7 @@ class Line:
         return max(0.0, (values[-1] - values[0]) / (self.studied[-1] - self.studied[0]))
 
     def continued(self, values: Sequence[float]) -> float:
-        """The value of the whole."""
+        """The value for all blocks of the model."""
         return values[-1] + self.further * self.slope(values)
 
 
@@ -57,11 +57,11 @@ class TorchSteps:
         self.peaks = [step.torch_peaks(self.sizes, self.what) for step in self.steps]
 
     def peak_bytes(self, size: int) -> int:
-        """Of the whole, with each step rehearsed at this size."""
-        return self._continued([peaks.rehearsed(size) for peaks in self.peaks])
+        """The peak of the whole, by a dry run of each step at this size."""
+        return self._continued([peaks.at(size) for peaks in self.peaks])
 
     def expected_bytes(self, size: int) -> int:
-        """Of the whole, with each step as its rehearsals at other sizes say."""
+        """The peak of the whole, as dry runs of each step at other sizes say."""
         return self._continued(self._told(size))
 
     def time_us(self, size: int) -> float:
@@ -76,13 +76,13 @@ class TorchSteps:
         """What each further block adds to the planned time."""
         return self.line.slope(self._times(size))
 
-    def _told(self, size: int) -> list[Rehearsal]:
-        return [peaks.told(size, self.sizes[self.what]) for peaks in self.peaks]
+    def _told(self, size: int) -> list[DryRun]:
+        return [peaks.expected(size, self.sizes[self.what]) for peaks in self.peaks]
 
     def _times(self, size: int) -> list[float]:
         return [step.torch_time_us({**self.sizes, self.what: size}) for step in self.steps]
 
-    def _continued(self, shown: Sequence[Rehearsal]) -> int:
+    def _continued(self, shown: Sequence[DryRun]) -> int:
         """The peak of the whole, in what the budget counts.
 
         Where the backward begins, all blocks have saved; where it ends, all have gradients. In
@@ -106,15 +106,15 @@ class TorchSteps:
         most = unused[-1] * live / max(1, last.peak_bytes)
         return int(live + min(self.line.continued(unused), most))
 
-    def _saved_and_left(self, shown: Sequence[Rehearsal]) -> tuple[float, float]:
+    def _saved_and_left(self, shown: Sequence[DryRun]) -> tuple[float, float]:
         """What each block adds to what is live between forward and backward, and at the end."""
         saved = self.line.slope([one.saved_bytes for one in shown])
         return saved, self.line.slope([one.left_bytes for one in shown])
 
 
-def _early_and_late(shown: Rehearsal) -> tuple[int, int]:
+def _early_and_late(shown: DryRun) -> tuple[int, int]:
     """The most live bytes before the middle of the backward, and after it."""
-    live, middle = shown.live_bytes, (shown.forward_moments + len(shown.live_bytes)) // 2
+    live, middle = shown.live_bytes, (shown.forward_steps + len(shown.live_bytes)) // 2
     return max(live[:middle], default=0), max(live[middle:], default=0)
 
 
@@ -140,11 +140,11 @@ class ContinuedPlan:
 
     @property
     def time_us(self) -> float:
-        """Of the planned step."""
+        """The time of the planned step, and of the blocks that are not in it."""
         return self.planned.time_us + self.further.time_us
 
-    def rehearsed_bytes(self) -> int:
-        """The peak with the step rehearsed."""
+    def dry_run_bytes(self) -> int:
+        """The peak by a dry run of the step."""
         return self.planned.judged().peak_bytes + self.further.nbytes
 
 

@@ -1,6 +1,6 @@
 """`fit`: the largest batch, or the longest sequence, that trains within a number of bytes.
 
-The step is traced once, with what varies as symbols (`fxremat.compile.dry_run.symbolic`); what it
+The step is traced once, with what varies as symbols (`fxremat.whatif.symbolic_step`); what it
 takes is then asked at one size after the other, for torch's own compile, for checkpointing of every
 block, and for fxremat. No byte of the model is in memory, and the device need not be here.
 """
@@ -24,7 +24,6 @@ from fxremat.compat.tensors import fake_tensors, on_host_without_memory
 from fxremat.compile import session
 from fxremat.compile.draft import Draft
 from fxremat.compile.driver import generating, patches_for, total_bytes, traced
-from fxremat.compile.dry_run.symbolic import Sizes, SymbolicStep, symbolic_step
 from fxremat.compile.request import request_for
 from fxremat.compile.tracing import Ended, compile_until_ended
 from fxremat.cost.cards import absent_card
@@ -33,12 +32,13 @@ from fxremat.errors import CannotVary, InvalidOption, NotTraceable
 from fxremat.memory.measured_peak import uncollected
 from fxremat.memory.optimizer_states import OPTIMIZERS, Held, held_by
 from fxremat.options import parse_options
-from fxremat.report.fit_picture import Dot, draw_fit
+from fxremat.report.pictures import Dot, draw_fit
 from fxremat.sizes import format_bytes
 from fxremat.training.blocks import are_alike, checkpointed, repeated_blocks, shortened
 from fxremat.whatif.device import absent
 from fxremat.whatif.extrapolation import Line, PlannedSteps, TorchSteps
 from fxremat.whatif.largest_size import WAYS, Point, Way, points_by_torch, points_by_us
+from fxremat.whatif.symbolic_step import Sizes, SymbolicStep, symbolic_step
 
 log = logging.getLogger(__name__)
 
@@ -68,7 +68,7 @@ class Fit:
     points: tuple[Point, ...]
 
     def largest(self, what: str, way: Way = "fxremat") -> Point:
-        """The row of one way."""
+        """The largest size that fits with one way to train."""
         return next(row for row in self.rows if row.what == what and row.way == way)
 
     def at(self, what: str, size: int, way: Way = "fxremat") -> Point | None:
@@ -140,7 +140,7 @@ def _tensors_for(device: str | None) -> AbstractContextManager[Any]:
 
 @dataclass
 class _Fitting:
-    """One question."""
+    """One call of `fit`."""
 
     model: Callable[..., Any]
     inputs: tuple[Any, ...]
@@ -150,7 +150,7 @@ class _Fitting:
     whole: bool
 
     def run(self) -> Fit:
-        """The answer."""
+        """Find the largest sizes."""
         weights = list(self.model.parameters()) if isinstance(self.model, nn.Module) else []
         held = held_by(self.optimizer, weights)
         weights_bytes = sum(weight.numel() * weight.dtype.itemsize for weight in weights)
@@ -254,7 +254,7 @@ class _Fitting:
             if request.budget.limit is None:
                 raise InvalidOption("memory_budget", None, "a number of bytes to fit into")
             held_bytes = request.budget.held + held.states
-            # Nothing of it will run: whoever compiles the step has it judged then.
+            # Nothing of it will run: whoever compiles the step has it verified then.
             request = request.with_budget(held=held_bytes).with_policy(verify=False)
 
             def partition(module: fx.GraphModule, joint_inputs: Any, **kwargs: Any) -> Any:

@@ -48,10 +48,10 @@ def points_by_torch(steps: TorchSteps, way: Way, budget: int) -> list[Point]:
 
 
 def _largest_of_torch(steps: TorchSteps, budget: int) -> tuple[int, int] | None:
-    """The largest size that is expected to fit, and its peak when it is rehearsed.
+    """The largest size that is expected to fit, and its peak in a dry run.
 
     Where that takes more than was expected, the next one aims lower by as much. Where nothing is
-    expected to fit any more, sizes are rehearsed until the largest is found.
+    expected to fit any more, sizes are counted in dry runs until the largest is found.
     """
     first, target = steps.sizes[steps.what], budget
     size = largest_within(steps.expected_bytes, target, first)
@@ -88,7 +88,7 @@ def points_by_us(
     fixed = 2 * weights_bytes  # what a step takes at no size at all: weights, and their gradients
     first = max(1, *(points[-1].size for points in by_torch.values()))
     guess = _guess(steps.at, first, budget, fixed)
-    found = _rehearsed(steps.at, guess, fits, budget, fixed)
+    found = _in_dry_runs(steps.at, guess, fits, budget, fixed)
     if found is None:
         return below or [Point(what, "fxremat", 0, 0, 0.0)]
     size, peak, time_us = found
@@ -119,7 +119,7 @@ def _guess(at: Callable[[int], ContinuedStep], size: int, budget: int, fixed: in
     return size
 
 
-def _rehearsed(
+def _in_dry_runs(
     at: Callable[[int], ContinuedStep], size: int, fits: int, budget: int, fixed: int
 ) -> tuple[int, int, float] | None:
     """The size, or a smaller one above ``fits``, whose plan is within the budget in a dry run.
@@ -133,7 +133,7 @@ def _rehearsed(
         plan, within = at(size).quickest(target), target
         taken = plan.peak_bytes
         if taken <= target:
-            taken, within = plan.rehearsed_bytes(), budget
+            taken, within = plan.dry_run_bytes(), budget
             if taken <= budget:
                 found = size, taken, plan.time_us
                 return _between(at, (size + too_large) // 2, target, budget, found) or found
@@ -150,13 +150,13 @@ def _between(
     at: Callable[[int], ContinuedStep], size: int, target: int, budget: int,
     found: tuple[int, int, float],
 ) -> tuple[int, int, float] | None:  # fmt: skip
-    """A size that is far larger than what was found, if its plan is rehearsed within the budget."""
+    """A far larger size than what was found, if its plan is within the budget in a dry run."""
     if size <= (1 + NEAR_SIZE) * found[0]:
         return None
     plan = at(size).quickest(target)
     if plan.peak_bytes > target:
         return None
-    taken = plan.rehearsed_bytes()
+    taken = plan.dry_run_bytes()
     return (size, taken, plan.time_us) if taken <= budget else None
 
 

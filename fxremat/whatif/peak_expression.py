@@ -1,8 +1,8 @@
 """The peak of a step as an expression of its sizes: exact, and solved for the size that fits.
 
 The code of a step is the same at every size, and so is the order of what it allocates. At each
-moment the live bytes are a sum of products of sizes: a polynomial. It is found from a few sizes
-and confirmed at others. The peak is the maximum over all moments. Written in Bernstein's basis
+point the live bytes are a sum of products of sizes: a polynomial. It is found from a few sizes
+and confirmed at others. The peak is the maximum over all points. Written in Bernstein's basis
 over a range of sizes, a polynomial lies below another one wherever all its coefficients do
 (G. Farin, Curves and Surfaces for CAGD, chapter 5); so few of thousands remain.
 """
@@ -10,7 +10,7 @@ over a range of sizes, a polynomial lies below another one wherever all its coef
 from __future__ import annotations
 
 from collections.abc import Callable, Iterable, Mapping, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from fractions import Fraction
 from itertools import product
 from math import comb
@@ -18,11 +18,16 @@ from typing import Any
 
 import sympy
 
+from fxremat.compat.sizes import size_ranges, sizes_at
+from fxremat.compile.dry_run.dry_run import generate_step
+from fxremat.compile.pipeline import PLAN, Runner
+from fxremat.compile.search.search import Found
+from fxremat.core.timeline import replay
 from fxremat.errors import CannotVary
 
 Sizes = Mapping[str, int]
 LiveBytes = Callable[[Sizes], Sequence[int]]
-"""Bytes that are live at each moment of a step of these sizes."""
+"""Bytes that are live at each point of a step of these sizes."""
 
 DEGREE = 2
 """Of each size, at most: scores of attention are of a sequence by itself."""
@@ -99,6 +104,34 @@ def peak_expression(live: LiveBytes, ranges: Sequence[SizeRange]) -> PeakExpress
     raise CannotVary(names, "the bytes of a step are no polynomial of it")
 
 
+def expression_of(found: Found, runner: Runner) -> PeakExpression:
+    """Allocated bytes at the peak of what was found, with what is held beside the graph.
+
+    The code is generated once more, and counted by dry runs at a few sizes; a plan that is not
+    compiled is replayed. Raises `CannotVary` as `peak_expression` does.
+    """
+    judged, costs = found.judged, runner.costs
+    ranges = size_ranges(judged.draft.joint.module.graph)
+    symbols = {name: symbol for symbol, (name, _, _) in ranges.items()}
+    held = costs.request.budget.held
+    generated = None
+    if costs.request.compiled:
+        outputs = judged.draft.num_forward_outputs
+        generated = generate_step(*judged.draft.halves, num_fwd_outputs=outputs)
+
+    def live(sizes: Mapping[str, int]) -> tuple[int, ...]:
+        with sizes_at({symbols[name]: size for name, size in sizes.items()}):
+            shown: Any
+            if generated is not None:
+                shown = generated.dry_run(costs.device.type, costs.workspaces.blocks_of_call)
+            else:
+                again = runner.run("estimate", PLAN, replace(found.plain, sites=judged.draft.sites))
+                shown = replay(again.estimate.problem, judged.plan.steps)
+        return tuple(held + nbytes for nbytes in shown.live_bytes)
+
+    return peak_expression(live, [SizeRange(*one) for one in ranges.values()])
+
+
 @dataclass(frozen=True)
 class _Axis:
     """One size: where it is looked at, and where what was found is confirmed."""
@@ -151,7 +184,7 @@ Coefficients = tuple[Fraction, ...]
 
 
 def _highest(live: LiveBytes, axes: Sequence[_Axis]) -> sympy.Expr | None:
-    """The maximum over all moments; None where these are no polynomials."""
+    """The maximum over all points of a step; None where these are no polynomials."""
     names = [axis.name for axis in axes]
     grid = list(product(*(axis.nodes for axis in axes)))
     seen = [tuple(live(dict(zip(names, point, strict=True)))) for point in grid]
@@ -161,10 +194,10 @@ def _highest(live: LiveBytes, axes: Sequence[_Axis]) -> sympy.Expr | None:
         [_product(rows) for rows in product(*columns)]
         for columns in product(*(axis.from_values() for axis in axes))
     ]
-    moments = dict.fromkeys(zip(*seen, strict=True))
+    points = dict.fromkeys(zip(*seen, strict=True))
     found = {
         tuple(sum(w * v for w, v in zip(row, values, strict=True)) for row in weights): None
-        for values in moments
+        for values in points
     }
     polynomials = [tuple(Fraction(c) for c in one) for one in found]
     confirmed = all(_is_right(live, axes, polynomials, point) for point in _checks(axes))

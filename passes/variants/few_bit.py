@@ -1,34 +1,28 @@
 """Derivatives of activations in one to four bits an element (few-bit backward).
 
-In the joint graph an activation multiplies the gradient by a derivative f that is computed from
-its input x alone. Whatever it is called, what the backward does to a gradient element by element,
-with one value x and no other, is found, tried out to be linear in the gradient, and f(x) is
-replaced by one of ``2**bits`` levels: only the number of the interval that x lies in is saved, in
-planes of bits.
+An activation multiplies the gradient by a derivative f of its input x. Whatever it is called, what
+the backward does to a gradient element by element, with one value x and no other, is found and
+tried out to be linear in the gradient. Then f(x) is replaced by one of ``2**bits`` levels, and only
+the number of the interval that x lies in is saved, in planes of bits.
 
     x ── erf, exp, ... ── f(x) ── mul (gradient)                        before
     x ── compare ── pack ── planes ── unpack ── where ── f'(x) ── mul   after
 
-This is Novikov et al. 2022, "Few-bit Backward" (arXiv 2202.00441), section 3. Boundaries and
-levels are those of least squared error over x in [-REACH, REACH], weighted equally: the optimum
-among all boundaries that lie between the POINTS of a grid, by their dynamic programme (section
-3.2), each then moved within its cell to where f crosses from one level to the next. So activations
-whose derivative is piecewise constant (leaky ReLU, hardtanh, ReLU6) lose nothing. The table is
-built from the very nodes of the graph, run on the grid, so no activation has to be known by name:
-GELU in both forms, SiLU, tanh, sigmoid, softplus, ELU, Mish, and products of several factors of
-one x are all the same to it.
+This is Novikov et al. 2022 (arXiv 2202.00441), section 3. Boundaries and levels have the least
+squared error over x in [-REACH, REACH], by their dynamic programme on a grid of POINTS; each
+boundary is then moved to where f crosses from one level to the next. The table is built by running
+the nodes of the graph, so no activation has to be known by name. Functions are taken only if they
+are flat outside of the grid, within FLAT.
 
-Only functions are taken that are flat outside of the grid, within FLAT: there the last levels go
-on for ever. So neither ``x * x`` nor ``exp`` is. What is lost is bounded in the mean over the grid
-(`Steps.mean_error`), not for single elements: x at a boundary gets a level half a jump away. The
-error has a bias; the paper trains with it. The executor "aot_eager" has whole calls such as
-gelu_backward in place of the factors, and no site.
+What is lost is bounded in the mean over the grid (`Steps.mean_error`), not for single elements. The
+error has a bias; the paper trains with it. The executor "aot_eager" has no site: its graphs have
+whole calls such as gelu_backward.
 """
 
 from __future__ import annotations
 
 import heapq
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Collection, Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field, replace
 from functools import partial
 from typing import Any
@@ -40,8 +34,7 @@ from fxremat.compat.configuration import OpOverload
 from fxremat.compat.tensors import outside_fake_mode
 from fxremat.passes.joint_graph import JointGraph, Role, is_repeatable, is_tensor, is_view
 from fxremat.passes.materialisation import is_fusable, is_reduction
-from fxremat.passes.nodes import fake
-from fxremat.passes.variants.few_bit_tables import Steps, optimal_steps, refined
+from fxremat.passes.nodes import Add, fake
 from fxremat.passes.variants.packed_bits import pack, unpack
 from fxremat.passes.variants.rule import Rule, Site, StandIns
 from fxremat.passes.variants.saved_values import (
@@ -58,7 +51,8 @@ from fxremat.runtime.quantised import exact
 REACH = 10.0
 POINTS = 1024
 FLAT = 0.01
-"""Outside of the grid, f may differ by so much from its value at the end, in parts of its most."""
+"""They define the variant: the grid, and by how much f may differ outside of it from its value at
+the end, in parts of its most."""
 MOST_BITS = 4
 
 _ATEN = torch.ops.aten
@@ -95,7 +89,6 @@ class _Region:
 
     @property
     def last(self) -> fx.Node:
-        """The node that the region is computed for."""
         return self.nodes[-1]
 
 
@@ -120,30 +113,45 @@ class _Factor:
         return found.double()
 
 
+def _narrowings(
+    starts: Collection[fx.Node],
+    place: Mapping[fx.Node, int],
+    sources: Callable[[fx.Node], Iterable[fx.Node] | None],
+) -> Iterator[fx.Node]:
+    """Nodes that all of ``starts`` follow from, nearest first; it ends where there are no sources.
+
+    Nodes are taken from the last to the first; where one alone waits, all paths go through it.
+    """
+    waiting = [(-place[node], node.name, node) for node in starts]
+    heapq.heapify(waiting)
+    seen = set(starts)
+    while waiting:
+        if len(waiting) == 1:
+            yield waiting[0][2]
+        found = sources(heapq.heappop(waiting)[2])
+        if found is None:
+            return
+        for source in found:
+            if source not in seen:
+                seen.add(source)
+                heapq.heappush(waiting, (-place[source], source.name, source))
+
+
 def _cuts(
     factors: tuple[fx.Node, ...], shape: torch.Size, place: Mapping[fx.Node, int]
 ) -> Iterator[tuple[fx.Node, tuple[fx.Node, ...]]]:
-    """Nodes that all of ``factors`` follow from, nearest first, with what lies between.
+    """Nodes that all of ``factors`` follow from, nearest first, with what lies between."""
+    inside: dict[fx.Node, None] = {}
 
-    Nodes are taken from the last to the first; where one alone is left, all paths go through it.
-    """
-    waiting = [(-place[f], f.name, f) for f in set(factors)]
-    heapq.heapify(waiting)
-    seen, inside = set(factors), list[fx.Node]()
-    while waiting:
-        if len(waiting) == 1:
-            yield waiting[0][2], tuple(sorted(inside, key=place.__getitem__))
-        node = heapq.heappop(waiting)[2]
+    def sources(node: fx.Node) -> list[fx.Node] | None:
         if not _is_elementwise(node) or (fake(node).dim() and fake(node).shape != shape):
-            return
-        inside.append(node)
-        for source in node.all_input_nodes:
-            if source not in seen:
-                seen.add(source)
-                if _is_number(source):
-                    inside.append(source)
-                else:
-                    heapq.heappush(waiting, (-place[source], source.name, source))
+            return None
+        numbers = [source for source in node.all_input_nodes if _is_number(source)]
+        inside.update(dict.fromkeys((node, *numbers)))
+        return [source for source in node.all_input_nodes if source not in numbers]
+
+    for node in _narrowings(set(factors), place, sources):
+        yield node, tuple(sorted(inside, key=place.__getitem__))
 
 
 def _is_number(node: fx.Node) -> bool:
@@ -169,7 +177,7 @@ def _is_linear(factor: _Factor) -> bool:
 def _is_flat_outside(factor: _Factor) -> bool:
     """Whether f stays where it is at the ends; what is small altogether may grow, as 2 x / n does.
 
-    So that is judged by how large f becomes within the grid.
+    So the measure is how large f becomes within the grid.
     """
     far = torch.tensor([-4.0, -2.0, -1.25, -1.0, 1.0, 1.25, 2.0, 4.0], dtype=torch.float64) * REACH
     found = factor(far)
@@ -205,29 +213,26 @@ def _is_late(joint: JointGraph, node: fx.Node) -> bool:
 def _regions(joint: JointGraph, last: fx.Node, place: Mapping[fx.Node, int]) -> Iterator[_Region]:
     """What lies between one gradient and ``last``, where that is all elementwise; small ones first.
 
-    As with `_cuts`, nodes are taken from the last to the first, and where one is left it is all
-    that the others follow from. No node inside is read from outside.
+    No node inside is read from outside.
     """
-    waiting, seen, inside = [(-place[last], last.name, last)], {last}, list[fx.Node]()
+    inside: list[fx.Node] = []
     others: dict[fx.Node, None] = {}
-    while waiting:
-        if len(waiting) == 1 and inside and is_tensor(waiting[0][2]):
-            factors = tuple(n for n in others if not _is_number(n))
-            numbers = tuple(n for n in others if _is_number(n))
-            gradient = waiting[0][2]
-            if factors and fake(gradient).shape == fake(last).shape:
-                yield _Region(gradient, tuple(reversed(inside)), factors, numbers)
-        node = heapq.heappop(waiting)[2]
+
+    def sources(node: fx.Node) -> list[fx.Node] | None:
         alone = node is last or all(user in inside for user in node.users)
         if not alone or not _is_elementwise(node) or fake(node).shape != fake(last).shape:
-            return
+            return None
         inside.append(node)
-        for source in node.all_input_nodes:
-            if not _is_late(joint, source):
-                others.setdefault(source)
-            elif source not in seen:
-                seen.add(source)
-                heapq.heappush(waiting, (-place[source], source.name, source))
+        late = [source for source in node.all_input_nodes if _is_late(joint, source)]
+        others.update(dict.fromkeys(n for n in node.all_input_nodes if n not in late))
+        return late
+
+    for gradient in _narrowings([last], place, sources):
+        factors = tuple(n for n in others if not _is_number(n))
+        numbers = tuple(n for n in others if _is_number(n))
+        is_like = is_tensor(gradient) and fake(gradient).shape == fake(last).shape
+        if inside and factors and is_like:
+            yield _Region(gradient, tuple(reversed(inside)), factors, numbers)
 
 
 @dataclass
@@ -238,7 +243,6 @@ class _Product:
     tables: dict[int, Steps] = field(default_factory=dict)
 
     def table(self, bits: int) -> Steps:
-        """The best levels for so many bits."""
         if bits not in self.tables:
             with outside_fake_mode():
                 grid = torch.linspace(-REACH, REACH, POINTS, dtype=torch.float64)
@@ -261,7 +265,7 @@ class _Product:
 
 
 def planes_of(
-    add: Callable[..., fx.Node], x: fx.Node, boundaries: Sequence[float]
+    add: Add, x: fx.Node, boundaries: Sequence[float]
 ) -> list[fx.Node]:
     """The interval that x lies in, counted from below, bit by bit; NaN lies in the last.
 
@@ -282,12 +286,11 @@ def planes_of(
 
 
 def derivative(
-    add: Callable[..., fx.Node],
+    add: Add,
     planes: Sequence[fx.Node],
     levels: Sequence[float],
     like: torch.Tensor,
 ) -> fx.Node:
-    """The levels that the planes of bits name."""
     bits = [unpack(add, plane, like) for plane in planes]
 
     def chosen(among: Sequence[float], known: Sequence[fx.Node]) -> fx.Node:
@@ -324,7 +327,6 @@ def products(joint: JointGraph) -> list[_Product]:
 
 
 def find_few_bit(joint: JointGraph) -> Iterator[Site]:
-    """Derivatives of activations in one to four bits."""
     for product in products(joint):
         for bits in range(1, MOST_BITS + 1):
             name = f"few_bit_activation:{product.function.region.last.name}:{bits}bit"
@@ -334,3 +336,67 @@ def find_few_bit(joint: JointGraph) -> Iterator[Site]:
 RULE = Rule(
     "few_bit_activation", "derivatives of activations in 1 to 4 bits", find_few_bit, lossy=True
 )
+
+
+# --- tables of levels -------------------------------------------------------------------------
+
+
+@dataclass(frozen=True)
+class Steps:
+    """A piecewise constant function: ``levels[i]`` from ``boundaries[i - 1]`` on."""
+
+    boundaries: tuple[float, ...]
+    levels: tuple[float, ...]
+    mean_error: float
+    """The root of the mean squared error over the grid."""
+
+
+def _costs(values: torch.Tensor) -> torch.Tensor:
+    """``costs[i, j]``: squared error of one level for the values from i up to, without, j."""
+    zero = values.new_zeros(1)
+    ones = torch.cat([zero, values.cumsum(0)])
+    squares = torch.cat([zero, values.square().cumsum(0)])
+    count = torch.arange(len(values) + 1, dtype=values.dtype)
+    width = count[None, :] - count[:, None]
+    total = ones[None, :] - ones[:, None]
+    error = squares[None, :] - squares[:, None] - total.square() / width.clamp(min=1)
+    return error.clamp_(min=0).masked_fill_(width <= 0, torch.inf)
+
+
+def optimal_steps(grid: torch.Tensor, values: torch.Tensor, levels: int) -> Steps:
+    """The best piecewise constant function of so many levels, for values on a sorted grid."""
+    costs = _costs(values)
+    best, cuts = costs[0], []
+    for _ in range(levels - 1):  # best[j]: error of the first j values, with one level more
+        best, cut = (best[:, None] + costs).min(dim=0)
+        cuts.append(cut)
+    ends = [len(values)]
+    for cut in reversed(cuts):
+        ends.append(int(cut[ends[-1]]))
+    inner = sorted(ends[1:])
+    parts = torch.tensor_split(values, inner)
+    return Steps(
+        boundaries=tuple(float(grid[i - 1] + grid[i]) / 2 for i in inner),
+        levels=tuple(float(part.mean()) for part in parts),
+        mean_error=float((best[-1] / len(values)).clamp(min=0).sqrt()),
+    )
+
+
+def refined(steps: Steps, grid: torch.Tensor, function: Callable[..., torch.Tensor]) -> Steps:
+    """Boundaries moved to where the function is half-way between the levels beside them.
+
+    Each stays in its cell of the grid. Where the function jumps, the boundary is then exact: the
+    last number before the jump, in the precision in which the function takes its argument.
+    """
+    where = torch.searchsorted(grid, torch.tensor(steps.boundaries, dtype=grid.dtype))
+    low, high = grid[where - 1], grid[where]
+    levels = torch.tensor(steps.levels, dtype=grid.dtype)
+    half = (levels[1:] + levels[:-1]) / 2
+    rising = function(high) > half
+    crossed = rising != (function(low) > half)
+    for _ in range(60):
+        middle = (low + high) / 2
+        passed = (function(middle) > half) == rising
+        low, high = torch.where(passed, low, middle), torch.where(passed, middle, high)
+    found = torch.where(crossed, low, torch.tensor(steps.boundaries, dtype=grid.dtype))
+    return replace(steps, boundaries=tuple(found.tolist()))

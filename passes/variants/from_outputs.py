@@ -1,21 +1,15 @@
 """Values of the backward that are rebuilt from the output of an op instead of its input.
 
-Where the next product keeps the output y of a norm or an activation anyway, its input x need not be
-kept as well. All is plain calls, which Inductor makes part of the loops that read them.
-
-**Norms** without scale (`norm_from_output`): y = (x - m) * r gives x = y / r + m. Here r is the
-result of a `rsqrt`, which is neither zero nor negative, so x comes back up to rounding: a few units
-in the last place of the larger of x and m. With a scale and a shift (`scaled_norm_from_output`)
-x - m is (y - b) / g / r: where g is near zero, which nobody knows before the step, rounding of y is
-multiplied by 1 / g, and where it is zero all is lost, so the row is lossy: it is right for trained
-scales around one, and gives infinities or NaN where a scale is zero (as BatchNorms that were
-set to zero to begin with).
+The next product often keeps the output y of a norm or an activation. Then its input x need not be
+kept as well.
 
     x ── sub m ── mul r ── y ── mm                              forward
     y ── div r ── add m ── x' ── ...                            backward, in place of x
 
-Where a leaky ReLU follows, y is not kept either, only what comes out of that: where it is not
-positive, y is it divided by the slope (In-Place Activated BatchNorm, Rota Bulò et al. 2018).
+**Norms** (`norm_from_output`): y = (x - m) * r gives x = y / r + m up to rounding, where r is the
+result of a `rsqrt`. With a scale and a shift (`scaled_norm_from_output`) x - m is (y - b) / g / r.
+Where g is near zero rounding grows by 1 / g, so that row is lossy. Where a leaky ReLU follows, y is
+rebuilt from what comes out of it (In-Place Activated BatchNorm, Rota Bulò et al. 2018).
 
 **Activations** (`activation_from_output`), where y tells what the derivative needs:
 
@@ -23,11 +17,8 @@ positive, y is it divided by the slope (In-Place Activated BatchNorm, Rota Bulò
 * ELU: where x <= 0, exp(x) is y / scale + 1, within 2^-24 of one in float32;
 * softplus in float32: exp(x) is expm1(y), and y > 20 is x > 20.
 
-tanh, sigmoid and ReLU are left out: their derivatives are made from their outputs already. GELU and
-SiLU have a minimum, where the output does not tell on which side x was, nor, given that, where
-it was: an error of one unit in y is one of 3e-4 in x there. They are left out too.
-
-Chains in which a result was rounded to a narrower dtype are not offered.
+Derivatives of tanh, sigmoid and ReLU are made from outputs already. GELU and SiLU have a minimum,
+on whose side y is silent. Chains in which a result was rounded to a narrower dtype are not offered.
 """
 
 from __future__ import annotations
@@ -40,12 +31,11 @@ from typing import Any, Literal
 import torch
 from torch import fx
 
-from fxremat.passes.joint_graph import JointGraph, Role, is_tensor, is_view
-from fxremat.passes.nodes import add_call, fake
+from fxremat.passes.joint_graph import JointGraph, Role, is_tensor, is_view, root
+from fxremat.passes.nodes import Add, add_call, fake
 from fxremat.passes.variants.rule import Rule, Site, StandIns
 
 _ATEN = torch.ops.aten
-Add = Callable[..., fx.Node]
 Step = tuple[fx.Node, Any, fx.Node]
 """A node, and the call that gives it: the one behind it and an operand of the forward."""
 
@@ -108,7 +98,6 @@ class _Norm:
     activated: tuple[tuple[fx.Node, Rebuild], ...] = ()
 
     def insert(self, graph: fx.Graph, where: Mapping[fx.Node, fx.Node]) -> StandIns:
-        """Go back step by step, right before the first reader."""
         add = _adder(graph, where[self.first_reader])
         current, found = where[self.output], dict[fx.Node, fx.Node]()
         for old, make in self.activated:
@@ -143,12 +132,6 @@ def _step(node: fx.Node) -> tuple[fx.Node, fx.Node] | None:
     return (large, small) if fits and one.dtype == result.dtype == other.dtype else None
 
 
-def _is_inverse_root(node: fx.Node) -> bool:
-    while is_view(node):
-        node = node.all_input_nodes[0]
-    return node.target is _ATEN.rsqrt.default
-
-
 def _norm(output: fx.Node) -> tuple[list[Step], bool]:
     """The steps back from the output of a norm, and whether there is a scale or a shift."""
     steps: list[Step] = []
@@ -160,7 +143,7 @@ def _norm(output: fx.Node) -> tuple[list[Step], bool]:
         steps.append((large, _UNDO[node.target], small))  # type: ignore[index]
         if divided:
             break
-        divided = node.target is _ATEN.mul.Tensor and _is_inverse_root(small)
+        divided = node.target is _ATEN.mul.Tensor and root(small).target is _ATEN.rsqrt.default
         scaled = scaled or not divided
         node = large
     return (steps if divided else []), scaled
@@ -204,7 +187,6 @@ class _Leaky:
     slope: float
 
     def undo(self, add: Add, output: fx.Node) -> fx.Node:
-        """The input, from the output."""
         low = add(_ATEN.div.Tensor, output, self.slope)
         return add(_ATEN.where.self, add(_ATEN.gt.Scalar, output, 0), output, low)
 
@@ -230,13 +212,11 @@ class _Activation:
     rebuild: tuple[tuple[fx.Node, Rebuild], ...]
 
     def insert(self, graph: fx.Graph, where: Mapping[fx.Node, fx.Node]) -> StandIns:
-        """Make each right before the first reader."""
         add, output = _adder(graph, where[self.first_reader]), where[self.output]
         return {where[old]: make(add, output) for old, make in self.rebuild}
 
 
 def _is_same(node: Any, x: fx.Node) -> bool:
-    """Whether a node is x, or x times one."""
     if isinstance(node, fx.Node) and node.target is _ATEN.mul.Tensor and node.args[1] == 1:
         node = node.args[0]
     return node is x
@@ -326,6 +306,7 @@ RULES: tuple[Rule, ...] = (
         _EXACT,
         "the input of a norm without scale, from its output or that of a leaky ReLU behind it",
         partial(_find_norms, _EXACT, False),
+        by_default=False,  # results/rules.json: no bytes, 0.5 points of time beside the others
     ),
     Rule(
         _SCALED,

@@ -45,16 +45,15 @@ class InsertedVariant:
     nodes: tuple[fx.Node, ...]
     stand_ins: Mapping[fx.Node, fx.Node]
     computed_from: Mapping[fx.Node, Container[fx.Node]]
-    """Of each stand-in: everything that it is computed from."""
+    """Everything that each stand-in is computed from."""
     backward_only: frozenset[fx.Node]
     """Stand-ins that only the backward reads."""
     backward_stand_ins: Mapping[fx.Node, fx.Node]
-    """Of stand-ins that are computed once more for the backward: what it reads in their place."""
+    """What the backward reads in place of stand-ins that are computed once more for it."""
     forward_readers: frozenset[fx.Node]
     """Old readers that run in the forward."""
 
     def replaces(self, reader: fx.Node, old: fx.Node) -> bool:
-        """Whether ``reader`` reads the stand-in of ``old`` in this variant."""
         return self.read_by(reader, old) is not old
 
     def read_by(self, reader: fx.Node, source: fx.Node) -> fx.Node:
@@ -108,19 +107,24 @@ def find_sites(
     """The sites where the rules fit and may matter for the peak; their names are unique.
 
     Some sites spare nothing but the ``workspace`` of a call, in bytes. They count only if that is a
-    good part of the most that any call holds.
+    good part of what the call holds, and if no other call holds much more.
     """
     sites = [site for rule in rules for site in rule.find(joint)]
     if all(site.spares is None for site in sites):
         return tuple(sites)
     spared = {site.spares: workspace(site.spares) for site in sites if site.spares is not None}
-    held = (_held_bytes(node) + spared.get(node, 0) for node in joint.module.graph.nodes)
-    least = NEGLIGIBLE_PART * max(held)
-    return tuple(site for site in sites if site.spares is None or spared[site.spares] >= least)
+    held = {node: _held_bytes(node) + spared.get(node, 0) for node in joint.module.graph.nodes}
+    least = NEGLIGIBLE_PART * max(held.values())
+    worth = {
+        call
+        for call, nbytes in spared.items()
+        if nbytes >= NEGLIGIBLE_PART * held[call] and held[call] >= least
+    }
+    return tuple(site for site in sites if site.spares is None or site.spares in worth)
 
 
 def _held_bytes(node: fx.Node) -> int:
-    """Of what a call reads, and of what it gives."""
+    """The bytes that a call reads, and those that it gives."""
     if node.op != "call_function" or is_view(node):
         return 0
     values = [n.meta.get("val") for n in (*node.all_input_nodes, node)]
@@ -149,7 +153,6 @@ def take(joint: JointGraph, sites: Sequence[Site]) -> JointGraph:
 def take_with_inserted(
     joint: JointGraph, sites: Sequence[Site]
 ) -> tuple[JointGraph, tuple[InsertedVariant, ...]]:
-    """What `take` gives, and the inserted variants; some of their nodes may be gone as well."""
     offered = insert_all(joint, sites)
     graph, results = offered.joint.module.graph, list(offered.joint.results)
     for variant in offered.inserted:
@@ -215,7 +218,6 @@ class _Inserting:
         """The first node that depends on a tangent."""
 
     def insert(self, site: Site) -> InsertedVariant:
-        """Put a site beside what it may stand in for."""
         found, role = site.insert(self.graph, self.copies), self.role
         stand_ins = {self.copies.get(old, old): new for old, new in found.items()}
         nodes = tuple(node for node in self.graph.nodes if node not in self.known)
@@ -333,7 +335,6 @@ class TakeVariants(Pass):
     sites: tuple[Site, ...]
 
     def requires(self, module: fx.GraphModule) -> None:
-        """The graph is the one in which the sites were found."""
         self.demand(module is self.joint.module, "the graph is not the one that was read")
 
     def call(self, module: fx.GraphModule) -> Changed:

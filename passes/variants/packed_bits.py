@@ -1,32 +1,21 @@
 """Masks and indices in as few bits as they need: exact, and the same gradients bit for bit.
 
-**Masks.** A bool tensor takes a byte an element; eight fit into a byte. Where the backward reads
-one of the forward (`packed_masks`: dropout's keep mask, masks of `where` and of attention), it is
-packed right behind where it is made, and unpacked right before its first reader. Where the
-backward *computes* one, from floats of the forward (`sign_masks`: ``relu <= 0``, the ends of a
-clamp), keeping the floats for it alone is a waste: the comparison is done in the forward as well,
-and its bits are kept, a 32nd of float32. This is the binarised ReLU of Gist (Jain et al. 2018,
-"Gist: Efficient Data Encoding for Deep Neural Network Training", section 4.1).
+**Masks.** A bool takes a byte; eight fit into one. A mask that the forward makes and the backward
+reads is packed behind where it is made, and unpacked before its first reader (`packed_masks`).
+Where the backward *computes* a mask from floats of the forward, the comparison is done in the
+forward as well and its bits are kept in place of the floats (`sign_masks`): the binarised ReLU of
+Gist (Jain et al. 2018, section 4.1).
 
     relu ── ... (forward)                relu ── le' ── pack ── bits        (forward)
     relu ── le ── where (backward)       bits ── unpack ── le'' ── where    (backward)
 
-Sound: packing and unpacking are inverse, and a comparison gives the same whenever it is done.
-
 Byte ``j`` of the packed mask holds the elements ``j``, ``j + m``, ... ``j + 7 m`` along one
-dimension of size ``8 m``, one bit each, and not eight neighbours: so a loop over the other
-dimensions reads and writes whole vectors, whatever order of memory a compiler gives the pictures.
-Both directions are plain calls, which Inductor makes part of the loops around them, and compute
-with 32-bit numbers, which its C++ takes as vectors; bytes and bools it takes one by one.
+dimension of size ``8 m``, and not eight neighbours: so a loop over the other dimensions reads and
+writes whole vectors. Both directions are plain calls on 32-bit numbers, which Inductor makes part
+of the loops around them, as vectors on the CPU too.
 
 **Indices** (`narrow_indices`). Results of argmax, topk, sort and the like are int64, and lie below
-the size of a dimension: where that is provable they are kept in 8, 16 or 32 bits. Converting there
-and back loses nothing that is in range. A sampled or looked-up index has no provable range.
-
-Max-pooling needs none of this under Inductor: its joint graph holds
-``prims._low_memory_max_pool_with_offsets``, whose second result is the offset in the window in
-int8, and the indices are worked out from it in the backward. Only with windows too large for that,
-and with the executor "aot_eager", an int64 index crosses, and is found here.
+the size of a dimension. Where that is provable they are kept in 8, 16 or 32 bits.
 """
 
 from __future__ import annotations
@@ -40,10 +29,10 @@ from math import prod
 import torch
 from torch import fx
 
-from fxremat.compat.configuration import OpOverload
+from fxremat.core.constants import LOOSE_PACKING
 from fxremat.passes.joint_graph import JointGraph, Role, is_repeatable, is_tensor, is_view
 from fxremat.passes.materialisation import is_fusable
-from fxremat.passes.nodes import fake, packet_of
+from fxremat.passes.nodes import Add, arguments_of, fake, packet_of
 from fxremat.passes.variants.rule import Rule, Site, StandIns
 from fxremat.passes.variants.saved_values import (
     Inserter,
@@ -73,13 +62,13 @@ BITS = 8
 def packed_dim(sizes: Sequence[int]) -> int:
     """The dimension along which elements share bytes: fewest bytes, not the last, an outer one.
 
-    Vectors go along the last; what is packed there is read element by element. A dimension that is
-    shorter than a byte has bits leaves too many of them empty.
+    Vectors go along the last; what is packed there is read element by element.
     """
 
     def cost(dim: int) -> tuple[bool, int, int]:
         rounded = -(-sizes[dim] // BITS) * prod(sizes[:dim]) * prod(sizes[dim + 1 :])
-        return sizes[dim] < BITS or dim == len(sizes) - 1, rounded, dim
+        is_loose = rounded * BITS > LOOSE_PACKING * prod(sizes)
+        return is_loose or dim == len(sizes) - 1, rounded, dim
 
     return min(range(len(sizes)), key=cost)
 
@@ -93,12 +82,12 @@ def _laid_out_sizes(mask: torch.Tensor) -> tuple[list[int], int, int]:
     return sizes, dim, len(sizes) - dim - 1
 
 
-def _shifts(add: Callable[..., fx.Node], behind: int, like: fx.Node) -> fx.Node:
+def _shifts(add: Add, behind: int, like: fx.Node) -> fx.Node:
     """0 to 7, with so many dimensions behind."""
     return add(_ATEN.reshape.default, counting(add, BITS, torch.int32, like), [BITS] + [1] * behind)
 
 
-def pack(add: Callable[..., fx.Node], mask: fx.Node) -> fx.Node:
+def pack(add: Add, mask: fx.Node) -> fx.Node:
     """Eight elements of a mask, or of ones and zeros, in each byte."""
     sizes, dim, behind = _laid_out_sizes(fake(mask))
     missing = -sizes[dim] % BITS
@@ -114,7 +103,7 @@ def pack(add: Callable[..., fx.Node], mask: fx.Node) -> fx.Node:
     return as_dtype(add, total, torch.uint8)
 
 
-def unpack(add: Callable[..., fx.Node], packed: fx.Node, like: torch.Tensor) -> fx.Node:
+def unpack(add: Add, packed: fx.Node, like: torch.Tensor) -> fx.Node:
     """A mask from its bits, laid out as ``like`` is."""
     sizes, dim, behind = _laid_out_sizes(like)
     column = add(_ATEN.unsqueeze.default, as_dtype(add, packed, torch.int32), dim)
@@ -144,7 +133,6 @@ def _site(rule: str, saved: Saved, decode: Callable[[Inserter, fx.Node], fx.Node
 
 
 def find_packed_masks(joint: JointGraph) -> Iterator[Site]:
-    """Masks that the forward makes and the backward reads."""
     for saved in saved_values(joint, _is_mask):
         yield _site("packed_masks", saved, _through_bits)
 
@@ -209,7 +197,6 @@ def _is_float_of_forward(node: fx.Node) -> bool:
 
 
 def find_sign_masks(joint: JointGraph) -> Iterator[Site]:
-    """Masks that the backward computes from floats of the forward."""
     place = positions(joint)
     for mask in joint.module.graph.nodes:
         if mask.op != "call_function" or not _is_last_mask(joint, mask) or not has_order(mask):
@@ -236,43 +223,26 @@ _ALONG = frozenset(
 """Operators whose second result says where along a dimension the first was found."""
 _WHERE = frozenset({_ATEN.argmax, _ATEN.argmin, _ATEN.argsort})
 _POOLS = ((_ATEN.max_pool2d_with_indices, 2), (_ATEN.max_pool3d_with_indices, 3))
-"""With the number of dimensions that an index counts through."""
+"""Max-pools, each with the number of dimensions that an index counts through."""
 
 
-def _argument(node: fx.Node, name: str, default: object) -> object:
-    """An argument of a call by its name."""
-    assert isinstance(node.target, OpOverload)
-    for position, argument in enumerate(node.target._schema.arguments):
-        if argument.name == name:
-            given = node.args[position] if position < len(node.args) else default
-            return node.kwargs.get(name, given)
-    return default
+def _product(sizes: Sequence[object]) -> int | None:
+    """How many elements there are, where all sizes are numbers."""
+    known = [size for size in sizes if isinstance(size, int)]
+    return prod(known) if len(known) == len(sizes) else None
 
 
 def _extent(call: fx.Node) -> int | None:
     """The size of the dimension that a call looks along; of all of them where it names none."""
     shape = fake(call.all_input_nodes[0]).shape
-    names = {argument.name for argument in call.target._schema.arguments}  # type: ignore[union-attr]
-    dim = _argument(call, "dim", None if packet_of(call) in (_ATEN.argmax, _ATEN.argmin) else -1)
-    sizes = [shape[dim]] if "dim" in names and isinstance(dim, int) and len(shape) else shape
-    product = 1
-    for size in sizes:
-        if not isinstance(size, int):
-            return None
-        product *= size
-    return product
+    dim = arguments_of(call).get("dim")
+    return _product([shape[dim]] if isinstance(dim, int) and len(shape) else shape)
 
 
 def _window(call: fx.Node) -> int | None:
     """How many positions the indices of a max-pooling tell apart."""
     dims = next(d for packet, d in _POOLS if packet is packet_of(call))
-    shape = fake(call.all_input_nodes[0]).shape[-dims:]
-    product = 1
-    for size in shape:
-        if not isinstance(size, int):
-            return None
-        product *= size
-    return product
+    return _product(fake(call.all_input_nodes[0]).shape[-dims:])
 
 
 def _below(size: int | None) -> Range | None:
@@ -326,7 +296,6 @@ def _through_narrow(inserter: Inserter, index: fx.Node) -> fx.Node:
 
 
 def find_narrow_indices(joint: JointGraph) -> Iterator[Site]:
-    """Indices that the forward makes, the backward reads, and fewer bits hold."""
     for saved in saved_values(joint, _has_narrow_form):
         yield _site("narrow_indices", saved, _through_narrow)
 
@@ -334,5 +303,10 @@ def find_narrow_indices(joint: JointGraph) -> Iterator[Site]:
 RULES: tuple[Rule, ...] = (
     Rule("packed_masks", "masks saved for the backward in one bit an element", find_packed_masks),
     Rule("sign_masks", "comparisons of the backward done early, one bit saved", find_sign_masks),
-    Rule("narrow_indices", "indices saved in 8 to 32 bits where they fit", find_narrow_indices),
+    Rule(
+        "narrow_indices",
+        "indices saved in 8 to 32 bits where they fit",
+        find_narrow_indices,
+        by_default=False,  # results/rules.json: no bytes, no time beside the others
+    ),
 )

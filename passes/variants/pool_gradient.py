@@ -1,11 +1,10 @@
-"""Max-pooling: its gradient read off the eight-bit offsets, instead of scattered by indices.
+"""Max-pooling: its gradient gathered by the eight-bit offsets, instead of scattered by indices.
 
-Inductor keeps, for each result of a max-pool, the place of the largest element within its window,
-in a byte. For the gradient it makes indices of eight bytes of them and adds the gradients to where
-these point in a tensor of zeros, which is of the size of the input and in float32. But an element
-of the input lies in few windows, which are known: those whose offsets point to it gave it their
-gradients. So each element can gather what it gets, in the loop that reads it, and neither indices
-nor zeros are written (Gist, Jain et al. 2018, section 4.2, keeps offsets in place of indices).
+Inductor keeps for each result of a max-pool, in a byte, the place of the largest element within its
+window. For the gradient it makes indices of eight bytes, and adds to where they point in a tensor
+of zeros. But an element of the input lies in few windows, which are known. So it can gather from
+those whose offsets point to it, and neither indices nor zeros are written (Gist, Jain et al. 2018,
+section 4.2, keeps offsets in place of indices).
 
     offsets ── indices ──┐
        zeros ── scatter_add ── view       before
@@ -14,9 +13,7 @@ nor zeros are written (Gist, Jain et al. 2018, section 4.2, keeps offsets in pla
     offsets, gradients ── where(offsets == own place, gradients, 0) ── view       one term a window
 
 The terms are added in the order in which they were scattered, so the result is the same bit by bit.
-Where windows do not overlap there is one term: then the gradient is never written at all, but made
-in each loop that reads it. Otherwise a
-loop compares and adds for each window, if Inductor does as much in one.
+Where windows overlap, the comparisons have to be few enough for Inductor to do them in one loop.
 
 torch 2.11 leaves the gradient as one op, which is given the input too, for its sizes alone: there
 the input need not be kept for it any more.
@@ -32,7 +29,7 @@ import torch
 from torch import fx
 
 from fxremat.compat.sizes import size_bound
-from fxremat.passes.joint_graph import STORED, JointGraph, is_view
+from fxremat.passes.joint_graph import STORED, JointGraph, is_view, root
 from fxremat.passes.materialisation import MOST_INLINED_OPS
 from fxremat.passes.nodes import add_call, fake
 from fxremat.passes.variants.rule import Rule, Site, StandIns
@@ -52,7 +49,7 @@ class _Axis:
 
     @property
     def windows(self) -> int:
-        """In how many windows an element lies, at most."""
+        """The number of windows in which an element lies, at most."""
         return -(-self.kernel // self.stride)
 
     @property
@@ -73,16 +70,9 @@ class _Pool:
     axes: tuple[_Axis, _Axis]
 
     def insert(self, graph: fx.Graph, copies: Mapping[fx.Node, fx.Node]) -> StandIns:
-        """Gather, before the scattering."""
         old = copies[self.result]
         with graph.inserting_before(old):
             return {old: _gather(graph, self, copies[self.offsets], copies[self.gradients], old)}
-
-
-def _through_views(node: fx.Node) -> fx.Node:
-    while is_view(node):
-        node = node.all_input_nodes[0]
-    return node
 
 
 def _integers(values: object) -> list[int]:
@@ -110,7 +100,7 @@ def _read(node: fx.Node) -> _Pool | None:
     index, gradients = _scattered(node) or (None, None)
     if not isinstance(index, fx.Node) or not isinstance(gradients, fx.Node):
         return None
-    indices = _through_views(index)
+    indices = root(index)
     if indices.target is not _PRIMS._low_memory_max_pool_offsets_to_indices.default:
         return None
     offsets, *rest = indices.args
@@ -128,7 +118,7 @@ def _read(node: fx.Node) -> _Pool | None:
 
 
 def _narrowed(node: fx.Node) -> fx.Node:
-    """The same in fewer bytes, if that is all that anybody reads."""
+    """The node in fewer bytes, if that is all that anybody reads."""
     last = node
     while len(last.users) == 1 and is_view(next(iter(last.users))):
         last = next(iter(last.users))

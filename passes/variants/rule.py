@@ -55,3 +55,5 @@ class Rule:
     line: str
     find: Callable[[JointGraph], Iterable[Site]]
     lossy: bool = False
+    by_default: bool = True
+    """Whether it is tried where no rules are named."""

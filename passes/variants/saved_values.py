@@ -1,21 +1,16 @@
 """What the backward reads of the forward's values, and where another form of it is put in.
 
 A value is *saved* where a node of the backward reads it, directly, through views, or through
-elementwise results that live in loops only and are computed again there. Its other form is written
-by an *encode* right behind it, and read by a *decode* right before its first reader in the
-backward.
+elementwise results that are computed again there. Its other form is written by an *encode* right
+behind it, and read by a *decode* right before its first reader in the backward.
 
     x ── relu ── ...                  x ── encode ── (small)         forward
     x ── view ── mm   (backward)      (small) ── decode ── x' ── view' ── mm   (backward)
 
-`Saved.insert` puts in both, and with the value's stand-in those of the nodes between it and its
-readers. It is sound as an exchange: whoever reads a stand-in computes with the decoded value, and
-nobody else is concerned. In particular the forward is as it was. That holds by the order of the
-graph, too: every reader of the forward comes before the decode, every one of the backward after
-it, and values for which this is not so are not offered.
-
-Sizes have to be numbers, and memory dense (any order of the dimensions), so that a stand-in has
-the strides of what it stands for.
+`Saved.insert` puts in both, and copies of the nodes between the value and its readers. The forward
+is as it was: every reader of the forward comes before the decode, every one of the backward after
+it, and values for which this is not so are not offered. Sizes have to be numbers, and memory dense
+in some order of the dimensions, so that a stand-in has the strides of what it stands for.
 """
 
 from __future__ import annotations
@@ -41,7 +36,7 @@ from fxremat.passes.joint_graph import (
     root,
 )
 from fxremat.passes.materialisation import is_fusable, materialise
-from fxremat.passes.nodes import add_call, fake
+from fxremat.passes.nodes import Add, add_call, fake
 from fxremat.passes.variants.rule import StandIns
 
 Decode = Callable[["Inserter", fx.Node], fx.Node]
@@ -73,12 +68,10 @@ class Inserter:
         return self.behind
 
     def late(self, target: Any, *args: Any, **kwargs: Any) -> fx.Node:
-        """Right before the first reader."""
         with self.graph.inserting_before(self.before):
             return add_call(self.graph, target, args, self.like, **kwargs)
 
     def items(self, target: Any, *args: Any, count: int = 2) -> list[fx.Node]:
-        """The results of an early call that has several."""
         call = self.early(target, *args)
         return [self.early(operator.getitem, call, index) for index in range(count)]
 
@@ -103,7 +96,7 @@ def has_order(node: fx.Node) -> bool:
     return is_tensor(node) and order_of(fake(node)) is not None
 
 
-def laid_out(add: Callable[..., fx.Node], flat: fx.Node, like: torch.Tensor) -> fx.Node:
+def laid_out(add: Add, flat: fx.Node, like: torch.Tensor) -> fx.Node:
     """Elements in the order of memory, with as many more at the end, in the shape of ``like``."""
     order = order_of(like)
     assert order is not None
@@ -115,7 +108,7 @@ def laid_out(add: Callable[..., fx.Node], flat: fx.Node, like: torch.Tensor) -> 
     return add(_ATEN.permute.default, shaped, [order.index(d) for d in range(len(order))])
 
 
-def by_memory(add: Callable[..., fx.Node], node: fx.Node) -> fx.Node:
+def by_memory(add: Add, node: fx.Node) -> fx.Node:
     """The node with its dimensions in the order of memory, as it is when the graph is traced."""
     order = order_of(fake(node))
     assert order is not None
@@ -124,7 +117,7 @@ def by_memory(add: Callable[..., fx.Node], node: fx.Node) -> fx.Node:
     return add(_ATEN.permute.default, node, list(order))
 
 
-def counting(add: Callable[..., fx.Node], count: int, dtype: torch.dtype, like: fx.Node) -> fx.Node:
+def counting(add: Add, count: int, dtype: torch.dtype, like: fx.Node) -> fx.Node:
     """0, 1, 2 ...: in a generated loop it takes no memory."""
     device = fake(like).device
     numbers = add(
@@ -134,8 +127,7 @@ def counting(add: Callable[..., fx.Node], count: int, dtype: torch.dtype, like: 
     return add(_PRIMS.convert_element_type.default, numbers, dtype)
 
 
-def as_dtype(add: Callable[..., fx.Node], node: fx.Node, dtype: torch.dtype) -> fx.Node:
-    """The node in another dtype, or itself."""
+def as_dtype(add: Add, node: fx.Node, dtype: torch.dtype) -> fx.Node:
     if fake(node).dtype == dtype:
         return node
     return add(_PRIMS.convert_element_type.default, node, dtype)
@@ -152,7 +144,6 @@ def made_in_forward(joint: JointGraph, node: fx.Node) -> bool:
 
 
 def positions(joint: JointGraph) -> dict[fx.Node, int]:
-    """Where each node stands in the graph."""
     return {node: index for index, node in enumerate(joint.module.graph.nodes)}
 
 
@@ -177,7 +168,6 @@ class Saved:
 
     @property
     def first_reader(self) -> fx.Node:
-        """Where the decoded value has to be there."""
         return self.readers[0]
 
     def insert(self, graph: fx.Graph, where: Mapping[fx.Node, fx.Node], decode: Decode) -> StandIns:
@@ -278,7 +268,6 @@ class _Finder:
         return sorted((s for s in found if s), key=lambda s: self.position[s.value])
 
     def is_offered(self, value: fx.Node) -> bool:
-        """Whether the value may take another form."""
         return (
             made_in_forward(self.joint, value)
             and self.accepts(value)
@@ -302,12 +291,10 @@ class _Finder:
 
 
 def is_large(node: fx.Node) -> bool:
-    """Whether a tensor is worth another form."""
     return is_tensor(node) and size_bound(fake(node).numel()) >= LEAST_ELEMENTS
 
 
 def saved_values(joint: JointGraph, accepts: Callable[[fx.Node], bool]) -> list[Saved]:
-    """The saved values that ``accepts`` takes."""
     return _Finder(joint, accepts).collect()
 
 

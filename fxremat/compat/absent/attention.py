@@ -52,7 +52,7 @@ class Call:
 
     @property
     def widths(self) -> tuple[int, int, int]:
-        """Last sizes."""
+        """The last sizes of query, key and value."""
         query, key, value = (size_bound(x.shape[-1]) for x in self.operands)
         return query, key, value
 
@@ -234,7 +234,7 @@ def _efficient(call: Call) -> Tensor:
 
 
 def _math(call: Call) -> Tensor:
-    """Matmuls and a softmax."""
+    """Attention written as matrix products and a softmax."""
     kept = _ATEN._scaled_dot_product_attention_math.default(
         *call.operands,
         _added(call),

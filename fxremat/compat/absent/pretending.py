@@ -34,7 +34,16 @@ _ASKED_OF_TORCH = (
 
 @dataclass(frozen=True)
 class Properties:
-    """Those of `torch.cuda.get_device_properties` that code depends on, by the same names."""
+    """Those of `torch.cuda.get_device_properties` that code depends on, by the same names.
+
+    What is the same on all cards of NVIDIA stands in the class.
+    """
+
+    warp_size = 32
+    gcnArchName = ""
+    is_integrated = 0
+    is_multi_gpu_board = 0
+    uuid = "absent"
 
     name: str
     major: int
@@ -48,15 +57,10 @@ class Properties:
     shared_memory_per_block_optin: int
     shared_memory_per_multiprocessor: int
     L2_cache_size: int
-    warp_size: int = 32
-    gcnArchName: str = ""
-    is_integrated: int = 0
-    is_multi_gpu_board: int = 0
-    uuid: str = "absent"
 
     @property
     def capability(self) -> tuple[int, int]:
-        """Of computing."""
+        """The compute capability."""
         return self.major, self.minor
 
     @property

@@ -80,7 +80,7 @@ def generating(
 
 @contextmanager
 def apart_from_tracing() -> Iterator[None]:
-    """Inside, the fake tensors that the step was traced on are not those of the moment."""
+    """Inside, the fake tensors that the step was traced on are not the current ones."""
     from torch._guards import tracing
     from torch._subclasses.fake_tensor import unset_fake_temporarily
 

@@ -34,11 +34,10 @@ from pathlib import Path
 from typing import Any
 
 from fxremat.compat.inductor.generated_code import Generated
+from fxremat.core.constants import MOST_TOGETHER
 
 log = logging.getLogger(__name__)
 
-MOST_TOGETHER = 8
-"""Kernels in one source: beyond, more of them save little, and the last one comes late."""
 _INCLUDE = re.compile(r"^[ \t]*#include .*$", re.MULTILINE)
 _KERNEL = re.compile(r"^(extern .*\bvoid\s+)(kernel\()", re.MULTILINE)
 _INLINED = r"\1__attribute__((flatten)) \2"

@@ -17,12 +17,10 @@ import torch
 from torch import fx
 
 from fxremat.compat.configuration import PARTITIONER, inductor_config
+from fxremat.core.constants import MOST_READY
 
 log = logging.getLogger(__name__)
 
-_MOST_READY = 64
-"""Of one compilation there are two, and those of small kernels apart; a backward that never runs
-leaves its own."""
 _LEFT_ALONE = (
     "cpp_wrapper",
     "aot_mode",
@@ -77,7 +75,7 @@ def hand_over(lowered: Lowered) -> None:
     lowered.lowering.codegen = lambda: lowered.code
     _ready.pop(lowered.key, None)
     _ready[lowered.key] = lowered
-    while len(_ready) > _MOST_READY:
+    while len(_ready) > MOST_READY:
         del _ready[next(iter(_ready))]
 
 

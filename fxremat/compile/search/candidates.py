@@ -1,4 +1,4 @@
-"""Candidates: the ways to run a graph that the search may try, and what the judge says of one.
+"""Candidates: the ways to run a graph that the search may try, and what one of them takes.
 
 A candidate is data: the graph in some variants, a plan for it, and who orders what runs:
 
@@ -9,25 +9,24 @@ A candidate is data: the graph in some variants, a plan for it, and who orders w
 * ``torch``: torch's own partition is compiled; the plan only says what it comes to;
 * ``torch, donated``: the same, and the backward writes over what was saved.
 
-The judge makes the two halves of the candidate and rehearses them: the peak is that of the code
-that Inductor would generate.
+An `Evaluator` makes the two halves of a candidate and counts their bytes in a dry run: the peak is
+that of the code that Inductor would generate.
 """
 
 from __future__ import annotations
 
 import logging
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field, replace
 from pathlib import Path
 from typing import Any, Literal
 
 from fxremat.compat.configuration import cache_directory
-from fxremat.compile.draft import Draft, Learnt
-from fxremat.compile.dry_run.dry_run import Rehearsal
-from fxremat.compile.dry_run.known import rehearse_once
+from fxremat.compile.constants import NEAR_PEAK, NEXT_TO_NOTHING
+from fxremat.compile.draft import Draft, PlannedSteps
+from fxremat.compile.dry_run.dry_run import DryRun, dry_run_once
 from fxremat.compile.pipeline import APPLY, BEGIN, Runner
 from fxremat.compile.request import Request
-from fxremat.compile.search.tuning import NEAR_PEAK, OF_SMALL
 from fxremat.core.plan import Plan
 from fxremat.core.problem import Op, Problem
 from fxremat.core.schedule import Step
@@ -87,7 +86,7 @@ def _is_of_next_to_nothing(op: Op, problem: Problem) -> bool:
     """
     sizes = problem.bytes_of
     read, written = (sum(sizes[name] for name in names) for names in (op.reads, op.writes))
-    return 0 < read * OF_SMALL <= written
+    return 0 < read <= NEXT_TO_NOTHING * written
 
 
 def _runs_again(steps: Sequence[Step]) -> Iterator[tuple[int, str]]:
@@ -100,16 +99,53 @@ def _runs_again(steps: Sequence[Step]) -> Iterator[tuple[int, str]]:
 
 
 @dataclass(frozen=True)
-class Judged:
+class Corrections:
+    """What dry runs have shown to differ from the problem, by op.
+
+    ``scratch`` are bytes of library calls in Inductor's layouts. ``beside`` is by how much more
+    than planned is live while an op runs: loops that Inductor did not fuse, or fused otherwise.
+    """
+
+    scratch: Mapping[str, int] = field(default_factory=dict)
+    beside: Mapping[str, int] = field(default_factory=dict)
+
+    def apply_to(self, problem: Problem) -> Problem:
+        """The problem with these workspaces, also in its variants; itself where none differs."""
+        ops = self._corrected(problem.ops)
+        others = tuple(replace(one, ops=self._corrected(one.ops)) for one in problem.variants)
+        if ops == problem.ops and others == problem.variants:
+            return problem
+        return replace(problem, ops=ops, variants=others)
+
+    def _corrected(self, ops: tuple[Op, ...]) -> tuple[Op, ...]:
+        def workspace(op: Op) -> int:
+            return self.scratch.get(op.name, op.workspace_bytes) + self.beside.get(op.name, 0)
+
+        return tuple(replace(op, workspace_bytes=workspace(op)) for op in ops)
+
+    @classmethod
+    def of_all(cls, several: Iterable[Corrections]) -> Corrections:
+        """What they show together."""
+        scratch: dict[str, int] = {}
+        beside: dict[str, int] = {}
+        for one in several:
+            scratch.update(one.scratch)
+            for name, nbytes in one.beside.items():
+                beside[name] = max(nbytes, beside.get(name, 0))
+        return cls(scratch, beside)
+
+
+@dataclass(frozen=True)
+class Evaluation:
     """A candidate with its halves made, and the peak that they really have.
 
-    The peak is in the bytes that the budget counts. Without a ``rehearsal`` it is the plan's.
+    The peak is in the bytes that the budget counts. Without a dry run it is the plan's.
     """
 
     candidate: Candidate
     draft: Draft
     peak_bytes: int
-    rehearsal: Rehearsal | None
+    dry_run: DryRun | None
     reserved: Reserved | None = None
     """What torch's allocator takes, where the budget counts that."""
 
@@ -121,7 +157,7 @@ class Judged:
     @property
     def allocated_bytes(self) -> int:
         """The peak in allocated bytes."""
-        return self.peak_bytes if self.rehearsal is None else self.rehearsal.peak_bytes
+        return self.peak_bytes if self.dry_run is None else self.dry_run.peak_bytes
 
     @property
     def fragmentation_bytes(self) -> int:
@@ -134,20 +170,20 @@ class Judged:
         return bool(self.plan.repeats())
 
     def hand_over(self) -> None:
-        """Have what was rehearsed compiled: this candidate is taken."""
-        if self.rehearsal is not None:
-            self.rehearsal.hand_over()
+        """Have the code of the dry run compiled: this candidate is taken."""
+        if self.dry_run is not None:
+            self.dry_run.hand_over()
 
-    def learnt(self) -> Learnt:
-        """What it shows of library calls."""
-        return Learnt(self.rehearsal.scratch if self.rehearsal is not None else {})
+    def corrections(self) -> Corrections:
+        """What its dry run shows of library calls."""
+        return Corrections(self.dry_run.scratch if self.dry_run is not None else {})
 
-    def learnt_above(self, aim: int) -> Learnt:
+    def corrections_above(self, aim: int) -> Corrections:
         """The same, and by how much the plan was wrong where more than ``aim`` bytes are live."""
-        learnt, shown = self.learnt(), self.rehearsal
+        corrections, shown = self.corrections(), self.dry_run
         if shown is None or self.candidate.order.startswith("torch"):
-            return learnt
-        problem = learnt.told(self.candidate.draft.estimate.problem)
+            return corrections
+        problem = corrections.apply_to(self.candidate.draft.estimate.problem)
         planned = _most_live(problem, self.plan.steps)
         op_of = {**problem.writer_of, **{op.name: op.name for op in problem.ops}}
         beside: dict[str, int] = {}
@@ -156,7 +192,7 @@ class Judged:
             making = op_of.get(original(name), making)  # a loop makes its result last
             if live > aim and live > planned.get(making, live):
                 beside[making] = max(beside.get(making, 0), live - planned[making])
-        return replace(learnt, beside=beside)
+        return replace(corrections, beside=beside)
 
 
 def _most_live(problem: Problem, steps: Sequence[Step]) -> dict[str, int]:
@@ -168,40 +204,39 @@ def _most_live(problem: Problem, steps: Sequence[Step]) -> dict[str, int]:
     return most
 
 
-def plain_bytes(shown: Rehearsal, request: Request) -> int:
-    """The peak of a rehearsal of code that is not ours, in the bytes that the budget counts.
-
-    Beside what is held.
-    """
-    if request.budget.metric != "reserved" or request.budget.allocator is None or not shown.events:
+def plain_bytes(shown: DryRun, request: Request) -> int:
+    """The peak in a dry run of code that is not ours, in the bytes that the budget counts."""
+    allocator = request.budget.counted_allocator
+    if allocator is None or not shown.events:
         return shown.peak_bytes
-    usage = reserved(shown.events, request.budget.allocator, request.budget.held)
+    usage = reserved(shown.events, allocator, request.budget.held)
     return usage.peak_reserved_bytes - request.budget.held
 
 
-def _reserved(shown: Rehearsal | None, request: Request) -> Reserved | None:
-    """What the allocator of the request takes for a rehearsal; None where that is not known.
+def _reserved(shown: DryRun | None, request: Request) -> Reserved | None:
+    """What the allocator of the request takes for a dry run; None where that is not known.
 
     Where the budget counts it, a segment of the best size is taken before the first step.
     """
-    if shown is None or request.budget.allocator is None or not shown.events:
+    budget = request.budget
+    if shown is None or budget.allocator is None or not shown.events:
         return None
-    sizes = LARGER if request.budget.metric == "reserved" else ()
-    return least_reserved(shown.events, request.budget.allocator, request.budget.held, sizes)
+    sizes = LARGER if budget.counted_allocator is not None else ()
+    return least_reserved(shown.events, budget.allocator, budget.held, sizes)
 
 
 @dataclass(frozen=True)
-class Judge:
-    """Makes and rehearses candidates, each only once.
+class Evaluator:
+    """Makes candidates and counts them in dry runs, each only once.
 
     Kernels of their own are begun, for they take long, unless only the plan is asked for.
     """
 
     runner: Runner
     plan_only: bool = False
-    seen: dict[Any, Judged] = field(default_factory=dict)
+    seen: dict[Any, Evaluation] = field(default_factory=dict)
 
-    def judge(self, candidate: Candidate) -> Judged:
+    def evaluate(self, candidate: Candidate) -> Evaluation:
         """What the candidate comes to. Raises `VerificationFailed` where it is not sound."""
         known = self.seen.get(candidate.key)
         if known is not None:
@@ -213,39 +248,39 @@ class Judge:
         shown = None
         if request.compiled and request.budget.target is not None:
             likely = candidate.plan.peak_bytes <= request.budget.target
-            shown = self._rehearse(draft, begin=likely and not self.plan_only)
+            shown = self._dry_run(draft, begin=likely and not self.plan_only)
         taken = _reserved(shown, request)
         peak = candidate.plan.peak_bytes if shown is None else shown.peak_bytes
-        if taken is not None and request.budget.metric == "reserved":
+        if taken is not None and request.budget.counted_allocator is not None:
             peak = taken.usage.peak_reserved_bytes - request.budget.held
-        judged = self.seen[candidate.key] = Judged(candidate, draft, peak, shown, taken)
+        made = self.seen[candidate.key] = Evaluation(candidate, draft, peak, shown, taken)
         log.debug(
             "candidate %d: %d variants, %d runs again, order of %s: planned %d bytes, takes %d",
             len(self.seen), len(draft.taken), sum(candidate.plan.repeats().values()),
             candidate.order, candidate.plan.peak_bytes, peak,
         )  # fmt: skip
-        return judged
+        return made
 
     def _halves(self, candidate: Candidate) -> Draft:
         if candidate.order.startswith("torch"):
             return candidate.draft
-        draft = replace(candidate.draft, plan=candidate.plan, held=candidate.held)
-        return self.runner.run("apply", APPLY, draft)
+        planned = PlannedSteps(candidate.plan.steps, candidate.held)
+        return self.runner.run("apply", APPLY, replace(candidate.draft, planned=planned))
 
-    def _rehearse(self, draft: Draft, *, begin: bool) -> Rehearsal | None:
+    def _dry_run(self, draft: Draft, *, begin: bool) -> DryRun | None:
         """The real peak; None, with a warning, for code that does not run without data.
 
         Kernels ``begin`` to be compiled where the candidate may well be taken.
         """
         costs = self.runner.costs
-        with self.runner.times.stage("rehearse"):
+        with self.runner.times.stage("dry run"):
             try:
-                shown = rehearse_once(
+                shown = dry_run_once(
                     *draft.halves,
                     num_fwd_outputs=draft.num_forward_outputs,
                     device=costs.device.type,
                     workspace=costs.workspaces.blocks_of_call,
-                    directory=Path(cache_directory()) / "fxremat" / "rehearsals",
+                    directory=Path(cache_directory()) / "fxremat" / "dry_runs",
                     with_kernels=not self.plan_only,
                     begin=begin,
                     card=costs.request.device.card,
@@ -253,8 +288,8 @@ class Judge:
                 return shown.with_between(costs.request.budget.between)
             except Exception as error:  # any op of any library may refuse
                 log.warning(
-                    "the generated code could not be rehearsed (%s: %s); the budget is held by the "
-                    "plan alone, which may be off by some percent: leave a reserve",
+                    "the generated code could not run without data (%s: %s); the budget is held by "
+                    "the plan alone, which may be off by some percent: leave a reserve",
                     type(error).__name__,
                     str(error).partition("\n")[0],
                 )

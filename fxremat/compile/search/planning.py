@@ -8,8 +8,8 @@ from pathlib import Path
 
 from fxremat import planner
 from fxremat.compat.configuration import cache_directory, caches_disabled
+from fxremat.compile.constants import EXPECTED_WRONG, OUT_OF_REACH, ROUNDS
 from fxremat.compile.request import Request
-from fxremat.compile.search.tuning import EXPECTED_ANEW, EXPECTED_WRONG, OUT_OF_REACH
 from fxremat.compile.stage_times import StageTimes
 from fxremat.core.check import check
 from fxremat.core.plan import Plan
@@ -21,7 +21,7 @@ from fxremat.planner.plan_cache import PlanCache
 
 log = logging.getLogger(__name__)
 
-QUICK_SOLVER, QUICKEST_SOLVER = "greedy", "quick"
+LOCAL_SEARCH, ONE_PASS = "greedy", "quick"
 """Their limits count work, never time: what they find does not depend on the machine's speed."""
 
 
@@ -34,19 +34,19 @@ class Planning:
     answers: dict[tuple[Problem, int | None, str], Plan] = field(default_factory=dict)
     expected: dict[tuple[Problem, tuple[Step, ...]], int] = field(default_factory=dict)
 
-    def quick(self, problem: Problem, budget: int) -> Plan:
-        """The plan of the quick solver."""
-        return self.solve(problem, budget, QUICK_SOLVER)
+    def local_search(self, problem: Problem, budget: int) -> Plan:
+        """The plan of the local search, whichever solver is asked for."""
+        return self.solve(problem, budget, LOCAL_SEARCH)
 
     def variants(self, problem: Problem, budget: int) -> tuple[str, ...]:
         """The variants to take for a budget, or for the least peak where it is 0; none: ().
 
-        Those of the quickest solver, if they fit by its plan; else, if it comes near, of the quick
-        one.
+        Those that one pass finds, if they fit by its plan; else, if it comes near, those of the
+        whole local search.
         """
         if not budget:
-            return self.quick(problem, 0).variants
-        for solver in (QUICKEST_SOLVER, QUICK_SOLVER):
+            return self.local_search(problem, 0).variants
+        for solver in (ONE_PASS, LOCAL_SEARCH):
             plan = self.solve(problem, budget, solver)
             if plan.peak_bytes <= budget:
                 return plan.variants
@@ -70,19 +70,14 @@ class Planning:
             self.answers[asked] = plan
         return self.answers[asked]
 
-    @property
-    def _unused_counts(self) -> bool:
-        budget = self.request.budget
-        return budget.metric == "reserved" and budget.allocator is not None
-
     def expected_bytes(self, problem: Problem, plan: Plan) -> int:
         """The peak of a plan in the bytes that the budget counts, beside what is held.
 
         As if every value lay in memory of its own, where what the allocator leaves unused counts.
         What Inductor makes of the plan may take more or less.
         """
-        allocator = self.request.budget.allocator
-        if not self._unused_counts or allocator is None:
+        allocator = self.request.budget.counted_allocator
+        if allocator is None:
             return plan.peak_bytes
         key = problem, plan.steps
         if key not in self.expected:
@@ -103,9 +98,9 @@ class Planning:
         """
         best, least = self.solve(problem, target, solver), None
         plan, room = best, int((1 - EXPECTED_WRONG) * aim)
-        if not self._unused_counts:
+        if self.request.budget.counted_allocator is None:
             return best
-        for _ in range(EXPECTED_ANEW):
+        for _ in range(ROUNDS):
             if plan.peak_bytes > target:
                 break
             over = self.expected_bytes(problem, plan) + more - room

@@ -1,6 +1,6 @@
 """What to try for one graph: plans under a number of bytes, or plans of least peak.
 
-Both are generators: they propose a candidate, are sent what the judge says of it, and propose the
+Both are generators: they propose a candidate, are sent what it takes by a dry run, and propose the
 next. The planner's peak and the real one differ, where the aim is in reserved bytes by
 fragmentation too. So the planner's target moves by as much as the real peak missed the aim, by more
 where it hardly followed the last move, and is halved in where that has been tried before.
@@ -11,31 +11,29 @@ from __future__ import annotations
 from collections.abc import Generator, Iterator, Sequence
 from dataclasses import replace
 
-from fxremat.compile.draft import Draft, Learnt
-from fxremat.compile.search.candidates import Candidate, Judged
-from fxremat.compile.search.planning import QUICK_SOLVER, QUICKEST_SOLVER, Planning
-from fxremat.compile.search.tuning import (
-    AS_PLANNED,
+from fxremat.compile.constants import (
     CLOSE_ENOUGH,
-    LOWEST_PERCENT,
-    MADE_ANEW,
-    MOST_STEP,
-    NOT_SEEN,
+    LOW_PERCENT,
+    MEASURABLE,
     OUT_OF_REACH,
+    ROUNDS,
 )
+from fxremat.compile.draft import Draft
+from fxremat.compile.search.candidates import Candidate, Corrections, Evaluation
+from fxremat.compile.search.planning import LOCAL_SEARCH, ONE_PASS, Planning
 from fxremat.core.plan import Plan
 from fxremat.core.problem import Problem
 from fxremat.core.schedule import Step, keep_all
 from fxremat.core.timeline import replay
 
-Proposals = Generator[Candidate, Judged, None]
+Proposals = Generator[Candidate, Evaluation, None]
 
 
 def under(draft: Draft, aim: int, planning: Planning) -> Proposals:
     """Plans whose real peak is to be under ``aim`` bytes, the cheapest that can be found.
 
     The first is tried with its order held near the peak alone. Where that takes too much, the plan
-    is made anew by what was learnt, a few times. Where that does not help, orders are held
+    is made anew with the problem corrected, a few times. Where that does not help, orders are held
     everywhere from there on; what is found so is tried once more near the peak alone.
     """
     problem = draft.estimate.problem
@@ -45,11 +43,11 @@ def under(draft: Draft, aim: int, planning: Planning) -> Proposals:
     if plan.peak_bytes > aim:
         return
     loose = yield Candidate.near_peak(draft, plan, aim)
-    if loose.rehearsal is None:  # nothing shows what Inductor's own order takes
+    if loose.dry_run is None:  # nothing shows what Inductor's own order takes
         yield Candidate.planned(draft, plan)
         return
-    problem = loose.learnt().told(problem)
-    loose = _by_what_was_learnt(problem, loose)
+    problem = loose.corrections().apply_to(problem)
+    loose = _corrected(problem, loose)
     disorder = max(0, loose.allocated_bytes - loose.plan.peak_bytes)
     near = min(plan.peak_bytes, (1 - CLOSE_ENOUGH) * aim) <= loose.plan.peak_bytes <= aim
     kept = loose.plan if near else None
@@ -62,20 +60,9 @@ def under(draft: Draft, aim: int, planning: Planning) -> Proposals:
         if first.steps not in tried:
             tried.add(first.steps)
             loose = yield Candidate.near_peak(draft, first, aim)
-    learnt = loose.learnt_above(_for_plans(aim, loose))
-    for _ in range(MADE_ANEW):
-        if loose.peak_bytes <= aim:
-            break
-        told, target = learnt.told(draft.estimate.problem), _for_plans(aim, loose)
-        anew = planning.expected_under(told, aim, target, _surprise(told, loose, planning))
-        if anew.peak_bytes > target or anew.steps in tried:
-            break
-        tried.add(anew.steps)
-        loose = yield Candidate.near_peak(draft, anew, target)
-        learnt = Learnt.of_all((learnt, loose.learnt_above(_for_plans(aim, loose))))
+    loose, corrected = yield from _anew(draft, loose, aim, planning, tried)
     if loose.peak_bytes <= aim:
-        told = learnt.told(draft.estimate.problem)
-        yield from _closer(draft, [loose], aim, planning, told)
+        yield from _closer(draft, [loose], aim, planning, corrected)
         return
     first = kept or planning.solve(problem, aim)
     if fits is not None and not _is_seen(plan, first, tries=2):
@@ -90,22 +77,41 @@ def under(draft: Draft, aim: int, planning: Planning) -> Proposals:
         yield Candidate.near_peak(draft, best.plan, _for_plans(aim, best))
 
 
-def _for_plans(aim: int, seen: Judged) -> int:
+def _anew(
+    draft: Draft, seen: Evaluation, aim: int, planning: Planning, tried: set[tuple[Step, ...]]
+) -> Generator[Candidate, Evaluation, tuple[Evaluation, Problem]]:
+    """Plans for the problem as dry runs correct it; the last of them, and the problem then."""
+    corrections = seen.corrections_above(_for_plans(aim, seen))
+    for _ in range(ROUNDS):
+        if seen.peak_bytes <= aim:
+            break
+        problem, target = corrections.apply_to(draft.estimate.problem), _for_plans(aim, seen)
+        plan = planning.expected_under(problem, aim, target, _surprise(problem, seen, planning))
+        if plan.peak_bytes > target or plan.steps in tried:
+            break
+        tried.add(plan.steps)
+        seen = yield Candidate.near_peak(draft, plan, target)
+        more = seen.corrections_above(_for_plans(aim, seen))
+        corrections = Corrections.of_all((corrections, more))
+    return seen, corrections.apply_to(draft.estimate.problem)
+
+
+def _for_plans(aim: int, seen: Evaluation) -> int:
     """What plans may allocate, if they leave as much unused as what was seen."""
     return max(0, aim - seen.fragmentation_bytes)
 
 
-def _surprise(problem: Problem, seen: Judged, planning: Planning) -> int:
+def _surprise(problem: Problem, seen: Evaluation, planning: Planning) -> int:
     """By how much a candidate took more than was expected of its plan."""
     return seen.peak_bytes - planning.expected_bytes(problem, seen.plan)
 
 
 def may_fit(problem: Problem, aim: int, planning: Planning) -> bool:
-    """Whether it is worth asking the planner for the aim: a quick solver comes near it."""
+    """Whether it is worth asking the planner for the aim: the local search comes near it."""
     return (
         all_fits(problem, aim)
-        or planning.solve(problem, aim, QUICKEST_SOLVER).peak_bytes <= aim
-        or planning.quick(problem, 0).peak_bytes <= OUT_OF_REACH * aim
+        or planning.solve(problem, aim, ONE_PASS).peak_bytes <= aim
+        or planning.local_search(problem, 0).peak_bytes <= OUT_OF_REACH * aim
     )
 
 
@@ -114,20 +120,20 @@ def all_fits(problem: Problem, aim: int) -> bool:
     return replay(problem, keep_all(problem)).peak_bytes <= aim
 
 
-def _by_what_was_learnt(problem: Problem, judged: Judged) -> Judged:
+def _corrected(problem: Problem, evaluated: Evaluation) -> Evaluation:
     """The same candidate; its plan's peak is that in the ``problem`` as it is known now."""
-    plan = judged.plan
+    plan = evaluated.plan
     plan = replace(plan, peak_bytes=replay(problem, plan.steps).peak_bytes)
-    return replace(judged, candidate=replace(judged.candidate, plan=plan))
+    return replace(evaluated, candidate=replace(evaluated.candidate, plan=plan))
 
 
 def _closer(
     draft: Draft,
-    history: list[Judged],
+    history: list[Evaluation],
     aim: int,
     planning: Planning,
     problem: Problem,
-    fits: Judged | None = None,
+    fits: Evaluation | None = None,
 ) -> Proposals:
     """Plans for other targets, in the order of the first; adds what is said of them.
 
@@ -149,10 +155,10 @@ def _closer(
         history.append((yield Candidate.planned(draft, plan) if everywhere else near))
 
 
-def _may_gain(best: Judged, target: int, planning: Planning, tries: int) -> bool:
-    """Whether more bytes may save time that is seen: by the quick solver, which has both plans."""
+def _may_gain(best: Evaluation, target: int, planning: Planning, tries: int) -> bool:
+    """Whether more bytes may save time that is seen: by the local search, which has both plans."""
     problem = best.candidate.draft.estimate.problem
-    less, more = (planning.quick(problem, peak) for peak in (best.plan.peak_bytes, target))
+    less, more = (planning.local_search(problem, peak) for peak in (best.plan.peak_bytes, target))
     return _is_seen(less, more, tries)
 
 
@@ -161,10 +167,10 @@ def _is_seen(plan: Plan, better: Plan, tries: int = 1) -> bool:
 
     By so many times as much where there have been ``tries``: each takes as long as compiling does.
     """
-    return better.time_us < plan.time_us * (1 - tries * NOT_SEEN)
+    return better.time_us < plan.time_us * (1 - tries * MEASURABLE)
 
 
-def next_target(history: Sequence[Judged], aim: int) -> int | None:
+def next_target(history: Sequence[Evaluation], aim: int) -> int | None:
     """The peak to plan for next; None where there is nothing left to gain.
 
     Plans that allocate more may reserve as little: fragmentation is something to gain.
@@ -185,7 +191,7 @@ def next_target(history: Sequence[Judged], aim: int) -> int | None:
     return (low + high) // 2 if high - low > CLOSE_ENOUGH * aim else None
 
 
-def _step_down(history: Sequence[Judged], miss: int, aim: int) -> int:
+def _step_down(history: Sequence[Evaluation], miss: int, aim: int) -> int:
     """How much lower to plan, given by how much the real peak is too high.
 
     By as much, the first time; then along the line through the last two plans that took too
@@ -199,26 +205,26 @@ def _step_down(history: Sequence[Judged], miss: int, aim: int) -> int:
     real = before[-1].peak_bytes - last.peak_bytes
     if planned <= 0:
         return miss
-    most = MOST_STEP * planned
+    most = ROUNDS * planned
     step = min(miss * planned // real, most) if real > 0 else most
     return max(miss, step, int(CLOSE_ENOUGH * aim) // 2)
 
 
-def fastest(judged: Iterator[Judged]) -> Judged | None:
+def fastest(evaluated: Iterator[Evaluation]) -> Evaluation | None:
     """The one of least planned time; of these, the one that holds the order at the fewest steps.
 
-    Where nothing was rehearsed, nothing shows what Inductor's own order takes: one that holds it.
+    Where no dry run was made, nothing shows what Inductor's own order takes: one that holds it.
     """
 
-    def rank(one: Judged) -> tuple[float, bool, int]:
+    def rank(one: Evaluation) -> tuple[float, bool, int]:
         held, order = one.candidate.held, one.candidate.order
         steps = len(one.plan.steps) if held is None else len(held)
-        return one.plan.time_us, one.rehearsal is None and order != "planned", steps
+        return one.plan.time_us, one.dry_run is None and order != "planned", steps
 
-    return min(judged, key=rank, default=None)
+    return min(evaluated, key=rank, default=None)
 
 
-def least(draft: Draft, planning: Planning, others: Sequence[Judged]) -> Proposals:
+def least(draft: Draft, planning: Planning, others: Sequence[Evaluation]) -> Proposals:
     """Plans of low peak: by what was known before, and by what each of them has shown.
 
     Which they are does not depend on the budget, so that the least that an error names is found
@@ -226,52 +232,54 @@ def least(draft: Draft, planning: Planning, others: Sequence[Judged]) -> Proposa
     its planned peak by more than those before it. Those before are also ``others``, plans of low
     peak for the graph in other variants.
     """
-    problem, judged, tried = draft.estimate.problem, list(others), set[tuple[Step, ...]]()
-    learnt = Learnt.of_all(one.learnt_above(one.plan.peak_bytes) for one in judged)
+    problem, evaluated, tried = draft.estimate.problem, list(others), set[tuple[Step, ...]]()
+    shown = (one.corrections_above(one.plan.peak_bytes) for one in evaluated)
+    corrections = Corrections.of_all(shown)
     for _ in range(2):
-        plan = planning.quick(learnt.told(problem), 0)
-        if plan.steps in tried or not _may_be_lowest(plan, judged):
+        plan = planning.local_search(corrections.apply_to(problem), 0)
+        if plan.steps in tried or not _may_be_lowest(plan, evaluated):
             break
         tried.add(plan.steps)
-        judged.append((yield Candidate.planned(draft, plan)))
-        learnt = Learnt.of_all((learnt, judged[-1].learnt_above(plan.peak_bytes)))
+        evaluated.append((yield Candidate.planned(draft, plan)))
+        more = evaluated[-1].corrections_above(plan.peak_bytes)
+        corrections = Corrections.of_all((corrections, more))
     if not tried:
         return
-    for plan in _low_plans(learnt.told(problem), planning):
-        if plan.steps not in tried and _may_be_lowest(plan, judged):
-            judged.append((yield Candidate.planned(draft, plan)))
+    for plan in _low_plans(corrections.apply_to(problem), planning):
+        if plan.steps not in tried and _may_be_lowest(plan, evaluated):
+            evaluated.append((yield Candidate.planned(draft, plan)))
             break
-    lowest = min(judged[len(others) :], key=lambda one: one.peak_bytes)
-    if lowest.peak_bytes > (1 + AS_PLANNED) * lowest.plan.peak_bytes:
+    lowest = min(evaluated[len(others) :], key=lambda one: one.peak_bytes)
+    if lowest.peak_bytes > (1 + MEASURABLE) * lowest.plan.peak_bytes:
         yield Candidate.near_peak(draft, lowest.plan, lowest.plan.peak_bytes)
 
 
-def _may_be_lowest(plan: Plan, judged: Sequence[Judged]) -> bool:
+def _may_be_lowest(plan: Plan, evaluated: Sequence[Evaluation]) -> bool:
     """Whether it takes less than all of them, if it falls short of its plan as they have done."""
-    if not judged:
+    if not evaluated:
         return True
-    learnt = learnt_of(judged)
-    shortfall = max(_shortfall(one, learnt) for one in judged)
-    return plan.peak_bytes - shortfall < min(one.peak_bytes for one in judged)
+    corrections = corrections_of(evaluated)
+    shortfall = max(_shortfall(one, corrections) for one in evaluated)
+    return plan.peak_bytes - shortfall < min(one.peak_bytes for one in evaluated)
 
 
-def _shortfall(one: Judged, learnt: Learnt) -> int:
-    """By how much a candidate takes less than planned, with what has been learnt; 0 or more."""
+def _shortfall(one: Evaluation, corrections: Corrections) -> int:
+    """By how much a candidate takes less than planned, with all corrections; 0 or more."""
     if one.candidate.order.startswith("torch"):
         return 0
-    problem = learnt.told(one.candidate.draft.estimate.problem)
+    problem = corrections.apply_to(one.candidate.draft.estimate.problem)
     return max(0, replay(problem, one.plan.steps).peak_bytes - one.peak_bytes)
 
 
-def learnt_of(judged: Sequence[Judged]) -> Learnt:
+def corrections_of(evaluated: Sequence[Evaluation]) -> Corrections:
     """What they have shown together of library calls."""
-    return Learnt.of_all(one.learnt() for one in judged)
+    return Corrections.of_all(one.corrections() for one in evaluated)
 
 
 def _low_plans(problem: Problem, planning: Planning) -> Iterator[Plan]:
-    """The quick solver decides by the bytes it is given: other bytes lead it elsewhere."""
-    lowest = planning.quick(problem, 0)
-    for percent in LOWEST_PERCENT:
-        yield planning.quick(problem, lowest.peak_bytes * percent // 100)
-    if planning.request.policy.solver != QUICK_SOLVER:
+    """The local search decides by the bytes it is given: other bytes lead it elsewhere."""
+    lowest = planning.local_search(problem, 0)
+    for percent in LOW_PERCENT:
+        yield planning.local_search(problem, lowest.peak_bytes * percent // 100)
+    if planning.request.policy.solver != LOCAL_SEARCH:
         yield planning.solve(problem, 0)

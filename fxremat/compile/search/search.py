@@ -1,47 +1,49 @@
 """The search over candidates: what is tried, in which order, and which one is taken.
 
-Attempts come one after the other, the cheapest first. Each proposes candidates for the graph in
-some variants (`fxremat.compile.search.proposals`), and the judge says what they take. The
-first attempt that gets under the aim ends the search; of its candidates and torch's own partition,
-the one of least planned time is taken. Where none gets there, the lowest is what the error names.
+    attempts   the graph in some variants, cheapest first; each proposes candidates
+    evaluate   the halves of a candidate are made and counted in a dry run
+    correct    what dry runs show goes into the problem of the next proposal
+    choose     of what is under the aim, and torch's own partition, the one of least planned time
 
-* Same question, same answer: candidates depend on the graph, the request, what rehearsals of the
-  same attempt have shown, and the times of ops, which are kept on disk once they are measured.
+The first attempt that gets under the aim ends the search. Where none gets there, the lowest is what
+the error names.
+
+* Same question, same answer: candidates depend on the graph, the request, what dry runs of the same
+  attempt have shown, and the times of ops, which are kept on disk once they are measured.
 * The least that is named does not depend on the budget: it is the minimum over torch's partition
   and plans of least peak, which are looked for in the same way whatever the budget is. So it is
   found again, and obeyed, when it is asked for.
 * Buffers are donated where nothing else fits: then a backward can no longer run twice.
-* All rehearsals have one budget, `REHEARSALS`, of which a part is kept for the least peak.
+* All dry runs have one budget, `DRY_RUNS`; those for the least peak have their own.
 """
 
 from __future__ import annotations
 
 import logging
-from collections.abc import Generator, Mapping
+from collections.abc import Iterator, Mapping
 from dataclasses import dataclass, field, replace
 from typing import Any
 
+from fxremat.compile.constants import (
+    CLOSE_ENOUGH,
+    DRY_RUNS,
+    DRY_RUNS_PER_ATTEMPT,
+    OUT_OF_REACH,
+)
 from fxremat.compile.draft import Draft
 from fxremat.compile.pipeline import AS_TORCH, DONATE, PLAN, Runner
-from fxremat.compile.search.candidates import Candidate, Judge, Judged
-from fxremat.compile.search.planning import QUICKEST_SOLVER, Planning
+from fxremat.compile.search.candidates import Candidate, Evaluation, Evaluator
+from fxremat.compile.search.planning import Planning
 from fxremat.compile.search.proposals import (
     Proposals,
     all_fits,
+    corrections_of,
     fastest,
-    learnt_of,
     least,
     may_fit,
     under,
 )
 from fxremat.compile.search.torch_plan import plan_of_torch
-from fxremat.compile.search.tuning import (
-    CHOICES,
-    CHOSEN_ANEW,
-    EXPECTED_WRONG,
-    FAR_ABOVE,
-    REHEARSALS,
-)
 from fxremat.compile.search.variant_sets import VariantSet, variant_set
 from fxremat.core.plan import plan_to_json
 from fxremat.core.problem import Problem
@@ -60,9 +62,6 @@ class Attempt:
     for_least: bool
 
 
-Attempts = Generator[Attempt, list[Judged], None]
-
-
 @dataclass(frozen=True)
 class Found:
     """What the search ended with. ``over`` says that it takes more than the budget.
@@ -70,7 +69,7 @@ class Found:
     ``plain`` is the graph without variants, ``judged_candidates`` how many have been tried.
     """
 
-    judged: Judged
+    judged: Evaluation
     plain: Draft
     over: bool
     judged_candidates: int
@@ -93,11 +92,11 @@ class Search:
 
     runner: Runner
     planning: Planning
-    judge: Judge
+    evaluator: Evaluator
     prepared: Draft
     drafts: dict[tuple[str, ...], Draft] = field(default_factory=dict)
     tried: dict[bool, int] = field(default_factory=lambda: {False: 0, True: 0})
-    lowest: list[Judged] = field(default_factory=list)
+    lowest: list[Evaluation] = field(default_factory=list)
     """What plans of least peak, and torch's partition, take."""
     looked: list[VariantSet | None] = field(default_factory=list)
 
@@ -107,26 +106,21 @@ class Search:
         aim, budget = request.budget.target, request.budget.own
         if aim is None or budget is None:
             plan = self.planning.solve(plain.estimate.problem, None)
-            return self._found(self.judge.judge(Candidate(plain, plan, "inductor")), over=False)
-        attempts = self._attempts(aim)
-        attempt = next(attempts)
-        while True:
-            judged = self._follow(attempt, aim)
-            best = fastest(each for each in judged if each.peak_bytes <= aim)
+            only = self.evaluator.evaluate(Candidate(plain, plan, "inductor"))
+            return self._found(only, over=False)
+        for attempt in self._attempts(aim):
+            evaluated = self._follow(attempt, aim)
+            best = fastest(each for each in evaluated if each.peak_bytes <= aim)
             if best is not None:
                 return self._found(self._or_torch(best, aim), over=False)
-            self.lowest += judged if attempt.for_least else []
+            self.lowest += evaluated if attempt.for_least else []
             if any(each.peak_bytes <= budget for each in self.lowest):
-                break
-            try:
-                attempt = attempts.send(judged)
-            except StopIteration:
                 break
         best = min(self.lowest, key=lambda one: one.peak_bytes)
         return self._found(best, over=best.peak_bytes > budget)
 
     def taken(self, decision: Mapping[str, Any]) -> Found:
-        """What another search for the same has ended with (`decision_of`), made here and judged.
+        """What another search for the same has ended with (`decision_of`), made here and evaluated.
 
         Raises `VerificationFailed` where it does not go with this graph.
         """
@@ -142,86 +136,40 @@ class Search:
             candidate = None if plan is None else Candidate(draft, plan, order, held)
         if candidate is None:
             raise VerificationFailed("the plan of another rank", "it is none for this graph")
-        judged = self.judge.judge(candidate)
-        return self._found(judged, over=budget is not None and judged.peak_bytes > budget)
+        evaluated = self.evaluator.evaluate(candidate)
+        return self._found(evaluated, over=budget is not None and evaluated.peak_bytes > budget)
 
-    def quickest(self, budget_bytes: int) -> Candidate:
-        """A plan of the quickest solver, with its order held everywhere; nothing is rehearsed.
+    def _found(self, judged: Evaluation, *, over: bool) -> Found:
+        return Found(judged, self.draft(()), over, len(self.evaluator.seen))
 
-        It is expected to be within the budget; where none is, it is the one expected to take least.
-        Variants are chosen by what is allocated. Where what the allocator leaves unused then counts
-        too much, the plan aims lower with the same variants, which takes a moment; only where that
-        does not do are they chosen anew.
-        """
-        planning, found = self.planning, list[Candidate]()
-        target = int((1 - EXPECTED_WRONG) * budget_bytes)
-        for _ in range(CHOICES):
-            drafts = self._quickest_drafts(target)
-            first = [
-                Candidate.planned(
-                    one, planning.solve(one.estimate.problem, target, QUICKEST_SOLVER)
-                )
-                for one in drafts
-            ]
-            found += first
-            for one in drafts:
-                lower = planning.expected_under(
-                    one.estimate.problem, budget_bytes, target, solver=QUICKEST_SOLVER
-                )
-                found.append(Candidate.planned(one, lower))
-            within = [one for one in found if self.expected_bytes(one) <= budget_bytes]
-            if within:
-                return min(within, key=lambda one: one.plan.time_us)
-            nearest = min(first, key=self.expected_bytes)
-            if nearest.plan.peak_bytes > target:  # no plan gets there
-                break
-            target = min(target - 1, target * budget_bytes // self.expected_bytes(nearest))
-        return min(found, key=self.expected_bytes)
-
-    def _quickest_drafts(self, target: int) -> list[Draft]:
-        """Without variants, and with those that are chosen for the target."""
-        variants, drafts = self.offered(), [self.draft(())]
-        if variants is not None:
-            names = self.planning.solve(variants.problem, target, QUICKEST_SOLVER).variants
-            drafts += [self.draft(names, variants)] if names else []
-        return drafts
-
-    def expected_bytes(self, candidate: Candidate) -> int:
-        """The peak of a candidate in the bytes that the budget counts, beside what is held."""
-        return self.planning.expected_bytes(candidate.draft.estimate.problem, candidate.plan)
-
-    def _found(self, judged: Judged, *, over: bool) -> Found:
-        return Found(judged, self.draft(()), over, len(self.judge.seen))
-
-    def _follow(self, attempt: Attempt, aim: int) -> list[Judged]:
-        """What the judge says of the candidates of an attempt, as far as rehearsals go."""
-        most = REHEARSALS.least if attempt.for_least else REHEARSALS.under
-        left = most - self.tried[attempt.for_least]
-        left = left if attempt.for_least else min(left, REHEARSALS.one_attempt)
-        judged: list[Judged] = []
+    def _follow(self, attempt: Attempt, aim: int) -> list[Evaluation]:
+        """The candidates of an attempt, evaluated as far as dry runs are left."""
+        left = DRY_RUNS - self.tried[attempt.for_least]
+        left = left if attempt.for_least else min(left, DRY_RUNS_PER_ATTEMPT)
+        evaluated: list[Evaluation] = []
         candidate = next(attempt.proposals, None)
-        while candidate is not None and len(judged) < left:
-            judged.append(self.judge.judge(candidate))
-            if attempt.for_least and judged[-1].peak_bytes <= aim:
+        while candidate is not None and len(evaluated) < left:
+            evaluated.append(self.evaluator.evaluate(candidate))
+            if attempt.for_least and evaluated[-1].peak_bytes <= aim:
                 break
             try:
-                candidate = attempt.proposals.send(judged[-1])
+                candidate = attempt.proposals.send(evaluated[-1])
             except StopIteration:
                 break
-        self.tried[attempt.for_least] += len(judged)
-        return judged
+        self.tried[attempt.for_least] += len(evaluated)
+        return evaluated
 
-    def _or_torch(self, best: Judged, aim: int) -> Judged:
+    def _or_torch(self, best: Evaluation, aim: int) -> Evaluation:
         """Torch's own partition, where that is faster and under the aim, too."""
         plain = self.draft(()).estimate.problem
-        if best.plan.time_us <= plain.base_time_us or best.rehearsal is None:
+        if best.plan.time_us <= plain.base_time_us or best.dry_run is None:
             return best
         own = self._torch(donated=False)
         if own is None or own.plan.time_us >= best.plan.time_us:
             return best
-        if own.plan.peak_bytes > FAR_ABOVE * aim:
+        if own.plan.peak_bytes > OUT_OF_REACH * aim:
             return best
-        judged = self.judge.judge(own)
+        judged = self.evaluator.evaluate(own)
         return judged if judged.peak_bytes <= aim else best
 
     def _torch(self, *, donated: bool) -> Candidate | None:
@@ -236,7 +184,7 @@ class Search:
             return None
         try:
             cut = self.runner.run("apply", AS_TORCH, plain)
-        except Exception as error:  # not our work: it is left out where it, or the judge, refuses
+        except Exception as error:  # not our work: where anything refuses, it is left out
             log.info("torch's own partition is no candidate: %s", error)
             return None
         plan = plan_of_torch(cut)
@@ -244,7 +192,7 @@ class Search:
             cut = self.runner.run("apply", DONATE, cut)
         return Candidate(cut, plan, "torch, donated" if donated else "torch")
 
-    def _attempts(self, aim: int) -> Attempts:
+    def _attempts(self, aim: int) -> Iterator[Attempt]:
         """What to try, the best first.
 
         Where the variants that are chosen for the aim do not fit, after all, the graph as it is
@@ -270,32 +218,34 @@ class Search:
             yield self._under(plain, aim)
         yield self._least(plain)
 
-    def _of_least_peak(self, variants: VariantSet, aim: int) -> Attempts:
-        """The variants of least peak, chosen before and after what rehearsals taught.
+    def _of_least_peak(self, variants: VariantSet, aim: int) -> Iterator[Attempt]:
+        """The variants of least peak, chosen before and after what dry runs have shown.
 
         Where these show about what was planned, there is nothing to choose anew. Exact ones are
         tried without the lossy ones too: more to choose from is never to end in more bytes.
         """
-        done: list[Draft] = []
-        judged = yield from self._both(self._chosen(variants.problem, 0, variants), aim, done)
-        planned = self.planning.quick(variants.problem, 0).peak_bytes
-        real = min((one.peak_bytes for one in judged), default=0)
-        if real > (1 + CHOSEN_ANEW) * planned:
-            problem = learnt_of(judged).told(variants.problem)
-            yield from self._both(self._chosen(problem, 0, variants), aim, done)
+        first = self._chosen(variants.problem, 0, variants)
+        yield from self._under_and_least(first, aim)
+        shown = [one for one in self.lowest if one.candidate.draft is first]
+        planned = self.planning.local_search(variants.problem, 0).peak_bytes
+        real = min((one.peak_bytes for one in shown), default=0)
+        done = [first]
+        if real > (1 + CLOSE_ENOUGH) * planned:
+            problem = corrections_of(shown).apply_to(variants.problem)
+            done.append(self._chosen(problem, 0, variants))
+            if done[1] is not first:
+                yield from self._under_and_least(done[1], aim)
         exact = self._exact()
         if exact is not None:
-            yield from self._both(self._chosen(exact.problem, 0, exact), aim, done)
+            last = self._chosen(exact.problem, 0, exact)
+            if not any(last is one for one in done):
+                yield from self._under_and_least(last, aim)
 
-    def _both(
-        self, draft: Draft | None, aim: int, done: list[Draft]
-    ) -> Generator[Attempt, list[Judged], list[Judged]]:
-        """Under the aim, then of least peak; once for each graph."""
-        if draft is None or any(draft is one for one in done):
-            return []
-        done.append(draft)
-        yield self._under(draft, aim)
-        return (yield self._least(draft))
+    def _under_and_least(self, draft: Draft | None, aim: int) -> Iterator[Attempt]:
+        """Plans under the aim, then those of least peak."""
+        if draft is not None:
+            yield self._under(draft, aim)
+            yield self._least(draft)
 
     def _least(self, draft: Draft) -> Attempt:
         return Attempt(least(draft, self.planning, self.lowest), for_least=True)
@@ -308,8 +258,8 @@ class Search:
         candidate = self._torch(donated=True)
         if candidate is None:
             return
-        lowest = self.planning.quick(self.draft(()).estimate.problem, 0).peak_bytes
-        if candidate.plan.peak_bytes <= FAR_ABOVE * lowest:
+        lowest = self.planning.local_search(self.draft(()).estimate.problem, 0).peak_bytes
+        if candidate.plan.peak_bytes <= OUT_OF_REACH * lowest:
             yield candidate
 
     def draft(self, names: tuple[str, ...], variants: VariantSet | None = None) -> Draft:
@@ -339,7 +289,7 @@ class Search:
     def _chosen(self, problem: Problem, budget: int, variants: VariantSet) -> Draft | None:
         """The graph with the variants that the planner takes for a budget; None where none fit.
 
-        With a budget of 0, those of least peak. The choice is that of a quick solver; once it is
+        With a budget of 0, those of least peak. The choice is that of the local search; once it is
         made, the graph with these variants is planned with the solver that was asked for.
         """
         names = self.planning.variants(problem, budget)

@@ -6,9 +6,9 @@ import logging
 from collections.abc import Sequence
 from dataclasses import dataclass, replace
 
+from fxremat.compile.constants import VARIANT_DOUBT
 from fxremat.compile.cost_model import CostModel
 from fxremat.compile.draft import Draft
-from fxremat.compile.search.tuning import VARIANT_DOUBT
 from fxremat.core.problem import Op, Problem
 from fxremat.errors import VerificationFailed
 from fxremat.passes.joint_graph import JointGraph

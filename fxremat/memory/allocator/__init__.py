@@ -1,7 +1,6 @@
 """Bytes that torch's CUDA caching allocator reserves for a sequence of allocations."""
 
 from fxremat.core.events import Allocate, EmptyCache, Event, Free
-from fxremat.memory.allocator.blocks import Entry
 from fxremat.memory.allocator.caching import CachingAllocator
 from fxremat.memory.allocator.replay import Usage, replay
 from fxremat.memory.allocator.settings import (
@@ -15,7 +14,6 @@ __all__ = [
     "AllocatorSettings",
     "CachingAllocator",
     "EmptyCache",
-    "Entry",
     "Event",
     "Free",
     "Usage",

@@ -9,7 +9,6 @@ from __future__ import annotations
 from bisect import bisect_left, insort
 from collections.abc import Iterator
 from dataclasses import dataclass, field
-from typing import Literal
 
 from fxremat.memory.allocator.rules import round_up
 from fxremat.sizes import MIB
@@ -123,26 +122,7 @@ class Pool:
         return block
 
 
-Action = Literal[
-    "segment_alloc", "segment_free", "segment_map", "segment_unmap", "alloc", "free_completed"
-]
 _FIRST_ADDRESS = 1 << 40
-
-
-@dataclass(frozen=True, slots=True)
-class Entry:
-    """One thing that the allocator did, in the words of torch's memory snapshots.
-
-    ``nbytes`` are those of the segment, the pages or the block; ``requested_bytes`` are what the
-    caller asked for.
-    """
-
-    action: Action
-    address: int
-    nbytes: int
-    stream: int
-    small: bool
-    requested_bytes: int = 0
 
 
 @dataclass(slots=True)
@@ -161,13 +141,12 @@ class Level:
 
 @dataclass(eq=False)
 class Device:
-    """Memory without end; ``log`` keeps what was done, if it is given.
+    """Memory without end.
 
     Addresses grow and are never used twice, which cudaMalloc does not promise. They matter where
     two free blocks have the same size: the lower one is taken.
     """
 
-    log: list[Entry] | None = None
     reserved: Level = field(default_factory=Level)
     _next_address: int = _FIRST_ADDRESS
 
@@ -184,16 +163,3 @@ class Device:
         address = round_up(self._next_address, step_bytes)
         self._next_address = address + nbytes + step_bytes
         return address
-
-    def record(
-        self,
-        action: Action,
-        address: int,
-        nbytes: int,
-        stream: int,
-        small: bool,
-        requested_bytes: int = 0,
-    ) -> None:
-        """Adds an entry to the log, if one is kept."""
-        if self.log is not None:
-            self.log.append(Entry(action, address, nbytes, stream, small, requested_bytes))

@@ -14,7 +14,7 @@ from __future__ import annotations
 
 from dataclasses import dataclass
 
-from fxremat.memory.allocator.blocks import Block, Device, Entry, Level, Pool
+from fxremat.memory.allocator.blocks import Block, Device, Level, Pool
 from fxremat.memory.allocator.expandable import ExpandableSegments
 from fxremat.memory.allocator.rules import (
     LARGEST_SMALL_BYTES,
@@ -26,13 +26,11 @@ from fxremat.memory.allocator.settings import AllocatorSettings
 
 
 class CachingAllocator:
-    """The allocator of one device, which never runs out; ``log`` is filled with what happens."""
+    """The allocator of one device, which never runs out."""
 
-    def __init__(
-        self, settings: AllocatorSettings | None = None, log: list[Entry] | None = None
-    ) -> None:
+    def __init__(self, settings: AllocatorSettings | None = None) -> None:
         self.settings = settings or AllocatorSettings()
-        self._device = Device(log)
+        self._device = Device()
         self._small, self._large = Pool(small=True), Pool(small=False)
         self._segments = _Segments(self._device)
         self._expandable = ExpandableSegments(self._device, self.settings.large_segment_bytes)
@@ -103,8 +101,6 @@ class CachingAllocator:
         if address not in self._live:
             raise ValueError(f"nothing is allocated at {address:#x}; free each address once")
         pool, block = self._live.pop(address)
-        record = self._device.record
-        record("free_completed", address, block.nbytes, block.stream, pool.small)
         self._allocated.change(-block.nbytes)
         self._requested.change(-block.requested_bytes)
         block.allocated = False
@@ -138,8 +134,7 @@ class CachingAllocator:
         """A block in a new segment or in new pages, in no pool."""
         if self.settings.expandable_segments:
             return self._expandable.allocate(pool, stream, block_bytes)
-        nbytes = segment_bytes_for(block_bytes, self.settings)
-        return self._segments.allocate(pool, stream, nbytes)
+        return self._segments.allocate(stream, segment_bytes_for(block_bytes, self.settings))
 
     def _hand_out(self, pool: Pool, block: Block, block_bytes: int, nbytes: int) -> int:
         """Splits a block that is in no pool where that is worth it, and marks it as used."""
@@ -150,8 +145,6 @@ class CachingAllocator:
         self._live[block.address] = pool, block
         self._allocated.change(block.nbytes)
         self._requested.change(nbytes)
-        record = self._device.record
-        record("alloc", block.address, block.nbytes, block.stream, pool.small, nbytes)
         return block.address
 
 
@@ -162,13 +155,11 @@ class _Segments:
     device: Device
     count: int = 0
 
-    def allocate(self, pool: Pool, stream: int, nbytes: int) -> Block:
+    def allocate(self, stream: int, nbytes: int) -> Block:
         """A segment as one free block, in no pool."""
         self.device.take(nbytes)
         self.count += 1
-        block = Block(self.device.addresses(nbytes), nbytes, stream)
-        self.device.record("segment_alloc", block.address, nbytes, stream, pool.small)
-        return block
+        return Block(self.device.addresses(nbytes), nbytes, stream)
 
     def release(self, pool: Pool) -> None:
         """Gives back every segment that is one free block."""
@@ -177,8 +168,6 @@ class _Segments:
                 pool.remove(block)
                 self.count -= 1
                 self.device.give_back(block.nbytes)
-                at = block.address, block.nbytes, block.stream
-                self.device.record("segment_free", *at, pool.small)
 
 
 def _best_fit(pool: Pool, stream: int, block_bytes: int) -> Block | None:

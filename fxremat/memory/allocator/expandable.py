@@ -78,7 +78,6 @@ class ExpandableSegments:
         assert space is not None
         mapped_bytes = round_up(nbytes, space.page_bytes)
         self.device.take(mapped_bytes)
-        self.device.record("segment_map", hole.address, mapped_bytes, hole.stream, pool.small)
         pool.remove(hole)
         if mapped_bytes < hole.nbytes:
             pool.add(hole.cut(mapped_bytes))
@@ -102,7 +101,6 @@ class ExpandableSegments:
         if unmapped_bytes < block.nbytes:
             pool.add(block.cut(unmapped_bytes))
         self.device.give_back(unmapped_bytes)
-        self.device.record("segment_unmap", block.address, unmapped_bytes, block.stream, pool.small)
         block.mapped = False
         block = pool.merge(block)
         if block.is_split:

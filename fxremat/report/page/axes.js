@@ -67,7 +67,7 @@ function lineOver(context, area, series, position = (step) => step) {
   context.stroke();
 }
 
-// Plain's step has its own steps: its forward is drawn over this forward, and so the backward.
+// The store-all step has its own steps: its forward is drawn over this forward, its backward too.
 function positionInPlain(graph) {
   const { forward_steps: border, keep_all_forward_steps: other } = graph.raw;
   const steps = graph.steps, others = graph.plain.length;

@@ -60,7 +60,7 @@ class Graph {
 
   // What the step does: the node that it computes, "" where none is known.
   doneAt(step) {
-    const name = this.raw.making[step] ?? NONE;
+    const name = this.raw.computed[step] ?? NONE;
     return name === NONE ? "" : this.names.name[name];
   }
 
@@ -95,7 +95,7 @@ class Graph {
       ["Bytes", `${formatBytes(this.bytes[storage])} (${formatCount(this.bytes[storage])})`],
       ["Live", length === this.steps ? "in all steps" : `${steps(this.start[storage], last)}`
         + ` (${formatCount(length)} of ${formatCount(this.steps)})`],
-      ["Computed again", names.again[name] ? several(names.again[name], "time") : "never"],
+      ["Recomputed", names.again[name] ? several(names.again[name], "time") : "never"],
       names.moves[name] > 0 && ["Back from host", several(names.moves[name], "time")],
     ].filter(Boolean);
   }

@@ -183,10 +183,10 @@ class Page {
       [counted ? "Predicted peak, reserved" : "Predicted peak", formatBytes(peak),
         budget === null ? "" : `${formatShare(peak / budget)} of the budget`],
       counted && ["Predicted peak, allocated", formatBytes(raw.predicted_peak_bytes),
-        `${formatBytes(peak - raw.predicted_peak_bytes)} kept by the allocator`],
-      ["Plain's peak", formatBytes(raw.keep_all_peak_bytes), "if nothing were computed again"],
-      ["Added time", formatAdded(raw.time_overhead), "over every op once, planned"],
-      ["Computed again", formatBytes(raw.recomputed_bytes), several(raw.runs_again, "extra run")],
+        `${formatBytes(peak - raw.predicted_peak_bytes)} reserved but unused`],
+      ["Store-all peak", formatBytes(raw.keep_all_peak_bytes), "if nothing were recomputed"],
+      ["Added time", formatAdded(raw.time_overhead), "over running every op once, planned"],
+      ["Recomputed", formatBytes(raw.recomputed_bytes), several(raw.runs_again, "extra run")],
       raw.moves > 0 && ["Moved", formatBytes(raw.moved_bytes), several(raw.moves, "time")],
       ["Saved", formatBytes(raw.saved_bytes), "from forward to backward"],
       ["Resident", formatBytes(raw.resident_bytes), raw.held_bytes
@@ -212,7 +212,7 @@ class Page {
     const entries = colourBy === "kind"
       ? kinds.map((kind) => entry(swatch(themed(kind.key)), kind.text)) : [];
     if (colourBy === "module") entries.push(entry(swatch(themed("small")), "small ones together"));
-    if (graph.plain.length) entries.push(entry(stroke("quiet", "dashed"), "plain: every op once"));
+    if (graph.plain.length) entries.push(entry(stroke("quiet", "dashed"), "store-all: every op once"));
     const budget = graph.raw.budget_bytes;
     if (budget !== null) {
       const words = budget > this.all.high ? `budget, ${formatBytes(budget)}: above` : "budget";

@@ -10,8 +10,8 @@ else is as large as a tile.
     stage 2 (chunk)   dx = mm(d_logits, w')            dw += mm(d_logits', x)
 
 A *slot* is memory that values share whose lives do not overlap; all slots are allocated before the
-first chunk. Rows are independent: two values may share a slot if at no moment both have the same
-row in it. A value may take over the slot of an operand that is read for the last time by the very
+first chunk. Rows are independent: two values may share a slot if they never have the same row in it
+at one time. A value may take over the slot of an operand that is read for the last time by the very
 instruction that computes it, if that goes element by element. Instructions whose operator cannot
 write into given memory make a new tensor, which lives until it was read for the last time: it is
 *loose*. That is all the memory there is, so the bytes of a call follow from the program, but for
@@ -54,78 +54,23 @@ IN_PLACE = {
     "aten.scatter.value": _ATEN.scatter_.value,
     "aten.scatter_add.default": _ATEN.scatter_add_.default,
 }
-_ELEMENTWISE = [
-    "add",
-    "sub",
-    "mul",
-    "div",
-    "neg",
-    "abs",
-    "exp",
-    "exp2",
-    "expm1",
-    "log",
-    "log1p",
-    "log2",
-    "sqrt",
-    "rsqrt",
-    "reciprocal",
-    "sigmoid",
-    "tanh",
-    "erf",
-    "erfc",
-    "sin",
-    "cos",
-    "pow",
-    "maximum",
-    "minimum",
-    "clamp",
-    "eq",
-    "ne",
-    "lt",
-    "le",
-    "gt",
-    "ge",
-    "where",
-    "logical_and",
-    "logical_or",
-    "logical_not",
-    "bitwise_and",
-    "bitwise_or",
-    "bitwise_not",
-    "bitwise_xor",
-    "square",
-    "gelu",
-    "silu",
-    "sign",
-    "sigmoid_backward",
-    "tanh_backward",
-    "threshold_backward",
-    "gelu_backward",
-    "silu_backward",
-    "atan2",
-    "clamp_min",
-    "clamp_max",
-    "floor",
-    "ceil",
-    "round",
-    "trunc",
-    "remainder",
-    "fmod",
-    "softplus",
-    "leaky_relu",
-]
-_REDUCING = [
-    "sum",
-    "amax",
-    "amin",
-    "gather",
-    "argmax",
-    "argmin",
-    "_softmax",
-    "_log_softmax",
-    "_softmax_backward_data",
-]
+_ELEMENTWISE = frozenset(
+    {
+        "add", "sub", "mul", "div", "neg", "abs", "exp", "exp2", "expm1", "log", "log1p", "log2",
+        "sqrt", "rsqrt", "reciprocal", "sigmoid", "tanh", "erf", "erfc", "sin", "cos", "pow",
+        "maximum", "minimum", "clamp", "eq", "ne", "lt", "le", "gt", "ge", "where", "logical_and",
+        "logical_or", "logical_not", "bitwise_and", "bitwise_or", "bitwise_not", "bitwise_xor",
+        "square", "gelu", "silu", "sign", "sigmoid_backward", "tanh_backward",
+        "threshold_backward", "gelu_backward", "silu_backward", "atan2", "clamp_min", "clamp_max",
+        "floor", "ceil", "round", "trunc", "remainder", "fmod", "softplus", "leaky_relu",
+    }
+)  # fmt: skip
+_REDUCING = frozenset(
+    {
+        "sum", "amax", "amin", "gather", "argmax", "argmin", "_softmax", "_log_softmax",
+        "_softmax_backward_data",
+    }
+)  # fmt: skip
 
 
 def _out_form(functional: Any) -> Any | None:
@@ -148,7 +93,7 @@ def _call_out(form: Any, name: str, *args: Any, out: torch.Tensor, **kwargs: Any
 @functools.cache
 def out_form(op: str) -> Any | None:
     """What computes ``op`` into given memory, and allocates nothing; None where there is none."""
-    known = op.split(".")[1] in {*_ELEMENTWISE, *_REDUCING} or op in MATMULS
+    known = op.split(".")[1] in _ELEMENTWISE | _REDUCING or op in MATMULS
     return _out_form(overload(op)) if known else None
 
 
@@ -167,7 +112,6 @@ class Slot:
     lives: list[tuple[int, int]] = field(default_factory=list)
 
     def nbytes(self, chunk: int, tile: int) -> int:
-        """Its size."""
         return self.numel * self.dtype.itemsize * (chunk if self.of_chunk else tile)
 
 
@@ -180,7 +124,6 @@ class Stage:
 
 
 def is_view(program: Program, number: int) -> bool:
-    """Whether a value is a look at another one."""
     one = program.instruction(number)
     return one is not None and one.op in VIEWS
 
@@ -197,12 +140,12 @@ def stages(program: Program) -> tuple[Stage, ...]:
     """What runs on chunks as early as it can, and what lies between as few stages of tiles."""
     left = [n for n in range(program.start, program.start + len(program.loop))
             if not is_view(program, n)]  # fmt: skip
-    needs = {n: {b for r in _of(program, n).reads for b in bases(program, r)} for n in left}
+    needs = {n: {b for r in program[n].reads for b in bases(program, r)} for n in left}
     missing, found, of_chunk = set(left), [], True
     while left:
         ready: list[int] = []
         for number in left:
-            fits = (_of(program, number).op in ON_CHUNKS) is of_chunk
+            fits = (program[number].op in ON_CHUNKS) is of_chunk
             if fits and not (needs[number] & missing):
                 ready.append(number)
                 missing.discard(number)
@@ -213,17 +156,11 @@ def stages(program: Program) -> tuple[Stage, ...]:
     return tuple(found)
 
 
-def _of(program: Program, number: int) -> Instruction:
-    one = program.instruction(number)
-    assert one is not None, "an input is not computed"
-    return one
-
-
 @dataclass(frozen=True)
 class Layout:
     """Stages, and of each value of the loop its slot; ``loose`` values have none.
 
-    ``dies`` says, for each moment, which loose values are read there for the last time.
+    ``dies`` says, of each instruction, which loose values it reads for the last time.
     """
 
     stages: tuple[Stage, ...]
@@ -232,10 +169,10 @@ class Layout:
     loose: frozenset[int]
     dies: dict[int, tuple[int, ...]]
     loose_bytes: tuple[tuple[int, int], ...]
-    """Of each instruction on tiles: bytes of loose values for each row, and for its numbers."""
+    """Bytes of loose values at each instruction on tiles, for each row, and for its numbers."""
 
     def most_loose(self, tile: int) -> int:
-        """Bytes beside the slots at the worst moment."""
+        """Bytes beside the slots at the worst instruction."""
         bytes_at = (tile * each + fixed for each, fixed in self.loose_bytes)
         return max(bytes_at, default=0) if tile else 0
 
@@ -251,14 +188,14 @@ class _Assigner:
         self.stage_of = {n: s for s, stage in enumerate(self.stages) for n in stage.values}
         self.readers: dict[int, list[int]] = {n: [] for n in self.order}
         for number in self.order:
-            for base in {b for r in _of(program, number).reads for b in bases(program, r)}:
+            for base in {b for r in program[number].reads for b in bases(program, r)}:
                 if base in self.readers:
                     self.readers[base].append(number)
         self.slots: list[Slot] = []
         self.slot_of: dict[int, int] = {}
 
     def life(self, number: int) -> tuple[int, int]:
-        """From the moment it is computed to the last that reads it."""
+        """From where it is computed to the last that reads it."""
         start = self.time[number]
         return start, max((self.time[r] for r in self.readers[number]), default=start)
 
@@ -269,11 +206,11 @@ class _Assigner:
             self.stage_of[r] != stage for r in self.readers[number]
         )
 
-    def may_follow(self, slot: int, moment: int) -> bool:
-        """Whether what is computed at ``moment`` may write over what the slot holds till then."""
-        one = _of(self.program, self.order[moment])
-        held = [n for n, s in self.slot_of.items() if s == slot and self.life(n)[1] == moment]
-        same = all(_of(self.program, n).row_shape == one.row_shape for n in held)
+    def may_follow(self, slot: int, at: int) -> bool:
+        """Whether what is computed at ``at`` may write over what the slot holds till then."""
+        one = self.program[self.order[at]]
+        held = [n for n, s in self.slot_of.items() if s == slot and self.life(n)[1] == at]
+        same = all(self.program[n].row_shape == one.row_shape for n in held)
         direct = {r for r in one.reads if r in held} == set(held)
         via_view = any(set(bases(self.program, r)) & set(held) for r in one.reads if r not in held)
         if one.op in IN_PLACE:
@@ -293,7 +230,7 @@ class _Assigner:
         return True
 
     def assign(self, number: int) -> None:
-        one, life, outlives = _of(self.program, number), self.life(number), self.outlives(number)
+        one, life, outlives = self.program[number], self.life(number), self.outlives(number)
         for position, slot in enumerate(self.slots):
             if (
                 (slot.numel, slot.dtype) == (one.numel, one.dtype)
@@ -308,7 +245,7 @@ class _Assigner:
         self.slot_of[number] = position
 
     def needs_slot(self, number: int) -> bool:
-        one = _of(self.program, number)
+        one = self.program[number]
         if one.kind == "sum" or number in self.program.results:
             return False
         return self.outlives(number) or self.writes_into(one)
@@ -331,7 +268,7 @@ class _Assigner:
         )  # fmt: skip
 
     def is_loose(self, number: int) -> bool:
-        one = _of(self.program, number)
+        one = self.program[number]
         return one.kind != "sum" and not self.writes_into(one)
 
     def life_of_loose(self, number: int) -> tuple[int, int]:
@@ -342,14 +279,14 @@ class _Assigner:
 
     def loose_bytes(self, loose: list[int]) -> tuple[tuple[int, int], ...]:
         found = []
-        for moment, number in enumerate(self.order):
+        for at, number in enumerate(self.order):
             if self.stages[self.stage_of[number]].of_chunk:
                 continue  # what outlives its stage has a slot; what a call takes is counted apart
-            alive = [n for n in loose if self.life_of_loose(n)[0] <= moment]
-            alive = [n for n in alive if moment <= self.life_of_loose(n)[1]]
-            sizes = [_of(self.program, n) for n in alive]
-            fixed = bytes_for_numbers(self.program, _of(self.program, number))
-            now = _of(self.program, number)
+            alive = [n for n in loose if self.life_of_loose(n)[0] <= at]
+            alive = [n for n in alive if at <= self.life_of_loose(n)[1]]
+            sizes = [self.program[n] for n in alive]
+            fixed = bytes_for_numbers(self.program, self.program[number])
+            now = self.program[number]
             sizes += [now] if now.op in _WITH_TEMPORARY else []
             found.append((sum(one.numel * one.dtype.itemsize for one in sizes), fixed))
         return tuple(dict.fromkeys(found))
@@ -387,14 +324,13 @@ def places_of_images(program_text: str) -> frozenset[int]:
         place
         for place, number in enumerate(found.results)
         if number not in read
-        and (one := _of(found, number)).op == CONVOLUTION
+        and (one := found[number]).op == CONVOLUTION
         and len(one.row_shape) == 3
     )
 
 
 @functools.lru_cache(maxsize=512)
 def layout(program_text: str) -> Layout:
-    """Where the values of a program go."""
     return _Assigner(parse(program_text)).layout()
 
 
@@ -414,7 +350,7 @@ def adds_straight(one: Instruction, device: str) -> bool:
 def extra_of_sum(one: Instruction, device: str) -> int:
     """Bytes that a sum over rows takes beside its result, on a device of this type.
 
-    Moments are a mean and a sum of squares. A matmul that `adds_straight` has the sum so far, if
+    Statistics are a mean and a sum of squares. A matmul that `adds_straight` has the sum so far, if
     that is not the result; any other one of low precision the partial sum, the same as float32, and
     the sum so far. Any other sum has a partial sum and, in low precision, the sum so far.
     """

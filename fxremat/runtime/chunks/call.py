@@ -6,16 +6,25 @@ from collections.abc import Sequence
 from dataclasses import dataclass
 from functools import cached_property
 from math import ceil
+from typing import Any
 
 import torch
+from torch.utils.flop_counter import flop_registry
 
-from fxremat.runtime.chunks.buffers import Layout, layout, places_of_images
+from fxremat.runtime.chunks.buffers import (
+    CONVOLUTION,
+    CONVOLUTIONS,
+    MATMULS,
+    Layout,
+    layout,
+    places_of_images,
+)
 from fxremat.runtime.chunks.fused_kernels import Kernel, Shape, is_worth_fusing, kernels_of
-from fxremat.runtime.chunks.program import Program, parse
+from fxremat.runtime.chunks.program import Program, operator_of, parse, with_values
 
 Tensors = Sequence[torch.Tensor]
 Fused = Sequence[Kernel | None]
-"""Of each stage its kernel, None where it runs operator by operator."""
+"""The kernel of each stage, None where it runs operator by operator."""
 
 
 def even(total: int, most: int) -> int:
@@ -43,12 +52,10 @@ class RowsCall:
 
     @property
     def program(self) -> Program:
-        """What is computed."""
         return parse(self.text)
 
     @property
     def plan(self) -> Layout:
-        """Where it is kept."""
         return layout(self.text)
 
     def format_of(self, result: int) -> torch.memory_format:
@@ -58,7 +65,6 @@ class RowsCall:
 
     @property
     def total(self) -> int:
-        """All rows."""
         return int(self.rows[0].shape[0])
 
     @property
@@ -79,9 +85,42 @@ class RowsCall:
 
     @cached_property
     def kernels(self) -> Fused:
-        """Of each stage its kernel, None where it has none."""
         stages = self.plan.stages
         if not self.fused or not any(map(is_worth_fusing, stages)):
             return (None,) * len(stages)
         shapes = [Shape.of(row).dense() for row in self.rows]
         return kernels_of(self.text, (*shapes, *map(Shape.of, self.whole)), self.tile)
+
+
+# --- operations of a call ---------------------------------------------------------------------
+
+
+def _shape(given: Any) -> Sequence[int]:
+    return tuple(getattr(given, "shape", given))
+
+
+def flops(rows: Sequence[Any], whole: Sequence[Any], program: str, *_: Any, **__: Any) -> int:
+    """Operations of matmuls and convolutions: a multiplication and an addition for each term."""
+    parsed, total = parse(program), int(_shape(rows[0])[0])
+
+    def shape(number: int) -> Sequence[int]:
+        one = parsed.instruction(number)
+        if number < parsed.num_rows:
+            return _shape(rows[number])
+        if one is None:
+            return _shape(whole[number - parsed.num_rows])
+        return {"row": (total, *one.row_shape), "last": (*one.row_shape, total)}.get(
+            one.kind, one.row_shape
+        )
+
+    found = 0
+    for one in parsed.loop:
+        if one.op in MATMULS:
+            left = one.args[-2]
+            results = one.numel * (1 if one.kind == "sum" else total)
+            found += 2 * results * int(shape(left.number)[-1])
+        elif one.op in CONVOLUTIONS:
+            args = with_values(one.args, shape, total)
+            made = (total, *one.row_shape) if one.op == CONVOLUTION else (None, one.row_shape, None)
+            found += int(flop_registry[operator_of(one.op).overloadpacket](*args, out_val=made))
+    return found

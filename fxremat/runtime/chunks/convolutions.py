@@ -163,7 +163,7 @@ def _inside(*args: Any, on_cpu: bool, by_inductor: bool = False) -> Inside:
 
 
 def _inside_gradients(*args: Any, on_cpu: bool, by_inductor: bool = False) -> Inside:
-    """As for a convolution; the gradient of the weight is read and written by each part."""
+    """Like `_inside`; the gradient of the weight is read and written by each part."""
     del on_cpu, by_inductor
     gradient, given, weight, (mask, images, algorithm) = *args[:3], args[-3:]
     copied = given.nbytes if mask[0] else 0

@@ -8,7 +8,7 @@ from typing import Any
 
 import torch
 
-from fxremat.core.constants import CACHE_SPEED, KERNEL_ROW_BYTES
+from fxremat.core.constants import CACHE_SPEED
 from fxremat.runtime.chunks.buffers import (
     CONVOLUTIONS,
     MATMULS,
@@ -23,6 +23,7 @@ from fxremat.runtime.chunks.buffers import (
 from fxremat.runtime.chunks.call import RowsCall, Tensors, pieces
 from fxremat.runtime.chunks.counted_rows import bytes_to_leave_out
 from fxremat.runtime.chunks.fused_kernels import (
+    CACHE_LINE_BYTES,
     is_worth_fusing,
     read,
     set_aside,
@@ -96,14 +97,13 @@ def _on_chunk(call: RowsCall, one: Instruction, rows: int, measure: Measure) -> 
 def _on_chunks(call: RowsCall, values: Sequence[int], measure: Measure) -> int:
     """Bytes that the worst of some instructions takes while it runs, of the worst chunk."""
     counts = {b - a for a, b in pieces(call.total, call.chunk)}
-    ones = [one for n in values if (one := call.program.instruction(n)) is not None]
-    found = [_on_chunk(call, one, rows, measure) for one in ones for rows in counts]
+    found = [_on_chunk(call, call.program[n], rows, measure) for n in values for rows in counts]
     return max(found, default=0)
 
 
 def _reducing(call: RowsCall, values: Sequence[int], measure: Measure) -> int:
     """Bytes that torch's own kernel takes for the worst reduction of a tile: on a GPU, some do."""
-    ones = [one for n in values if (one := call.program.instruction(n)) is not None]
+    ones = [call.program[n] for n in values]
     return max(
         (
             measure(operator_of(one.op), _operands(call, one, call.tile), {})
@@ -121,7 +121,7 @@ def _known(call: RowsCall) -> list[int | None]:
 
 def _expected(call: RowsCall) -> list[int | None]:
     """The same, before any kernel is written."""
-    few = call.tile * KERNEL_ROW_BYTES
+    few = call.tile * CACHE_LINE_BYTES
     return [few if is_worth_fusing(stage) else None for stage in call.plan.stages]
 
 
@@ -136,8 +136,7 @@ def _scratch(call: RowsCall, kernels: Sequence[int | None], measure: Measure) ->
     slots = 0 if any_fused else sum(s.nbytes(tile, tile) for s in plan.slots if not s.of_chunk)
     sums, taken = 0, 0 if any_fused else set_aside(plan, tile)
     for stage, kernel in zip(plan.stages, kernels, strict=True):
-        adding = [one for n in stage.values if (one := program.instruction(n)) is not None]
-        adding = [one for one in adding if one.kind == "sum"]
+        adding = [one for n in stage.values if (one := program[n]).kind == "sum"]
         if kernel is None:
             sums += sum(extra_of_sum(one, device) for one in adding)
             if stage.of_chunk:
@@ -178,8 +177,7 @@ def inside(*args: Any, on_cpu: bool, by_inductor: bool = False, **kwargs: Any) -
         in_cache = not stage.of_chunk and tile < chunk
         found += Inside(0, 0, functions=_functions(parsed, stage, total))
         for number in stage.values:
-            one = parsed.instruction(number)
-            assert one is not None, "an input is not computed"
+            one = parsed[number]
             elements = one.numel * (1 if one.kind == "sum" else total)
             moved = 2 * elements * one.dtype.itemsize // (CACHE_SPEED if in_cache else 1)
             found += Inside(chunks if stage.of_chunk else tiles, moved)
@@ -196,10 +194,9 @@ def inside(*args: Any, on_cpu: bool, by_inductor: bool = False, **kwargs: Any) -
 
 def _functions(program: Program, stage: Stage, total: int) -> tuple[tuple[str, int], ...]:
     """What a stage computes of single elements, in all its chunks together."""
-    found = [one for number in stage.values if (one := program.instruction(number)) is not None]
     return tuple(
         (operator_of(one.op).overloadpacket.__name__, one.numel * total)
-        for one in found
+        for one in (program[number] for number in stage.values)
         if one.kind == "row"
     )
 

@@ -5,21 +5,12 @@
     chunk     rows 1, 4, ... of each row input, gathered
     results   in front, as they are computed; at the end each goes to its row
 
-Of a loss, tokens that are not to be learned have a label that says so. They are often most of a
-batch. How many there are is known only when the call runs, and the memory that it takes is the same
-for any number: where the rows that count are, and a chunk of each row input, have room from the
-start. What is gathered is a chunk at a time. Results are spread, last row first, in memory that
-the loop has given back.
-
-The last rows fill whole tiles, because a kernel is compiled for one number of rows. What is missing
-there is a row like an ignored one: the last one that counts, with what is known of ignored rows in
-place of what it holds. It adds nothing.
-
-All rows are computed where none counts (a mean is then 0 / 0, and what torch makes of that stays),
-where leaving some out would save no tile, and while a CUDA graph is being recorded.
-
-On a CPU, looking for the rows takes nothing. On a GPU the host has to wait for the labels, and they
-are read once in each call; so only a call that is long in comparison does it (`LEAST_FLOPS`).
+A call takes the same memory for any number of ignored rows: where the rows that count are, and a
+chunk of each row input, have room from the start. Results are spread, last row first, in memory
+that the loop has given back. The last tile is filled up with a row like an ignored one, which adds
+nothing. All rows are computed where none counts, where leaving some out would save no tile, and
+while a CUDA graph is being recorded. On a GPU the host has to wait for the labels, so only a long
+call looks for ignored rows (`LEAST_FLOPS`). See docs/design/ignored_rows.md.
 """
 
 from __future__ import annotations
@@ -31,15 +22,13 @@ import torch
 
 from fxremat.compat.tensors import is_fake
 from fxremat.core.constants import LEAST_FLOPS
-from fxremat.runtime.chunks.call import RowsCall
-from fxremat.runtime.chunks.flops import flops
+from fxremat.runtime.chunks.call import RowsCall, flops
 from fxremat.runtime.chunks.program import Number, Program
 
 _PLACE_BYTES = 8
 
 
 def leaves_out(call: RowsCall) -> bool:
-    """Whether a call looks for ignored rows."""
     if call.program.ignored is None:
         return False
     is_cpu = call.rows[0].device.type == "cpu"
@@ -55,7 +44,7 @@ def bytes_to_leave_out(call: RowsCall, slots: int) -> int:
         return 0
     program, total = call.program, call.total
     rows = [row.shape[1:].numel() * row.dtype.itemsize for row in _read(program, call.rows)]
-    results = [one for n in program.results if (one := program.instruction(n)) is not None]
+    results = [program[n] for n in program.results if n >= program.first]
     spread = [one.numel * one.dtype.itemsize for one in results if one.kind != "sum"]
     compared = total if call.rows[0].device.type == "cpu" else 0
     # before the loop labels are compared, and behind it at least a row is held
@@ -70,7 +59,6 @@ def rows_to_run(count: int, chunk: int, tile: int) -> int:
 
 
 def _numbers_read(program: Program) -> list[int]:
-    """The row inputs that the loop reads."""
     return sorted({n for one in program.loop for n in one.reads if n < program.num_rows})
 
 
@@ -118,7 +106,6 @@ class CountedRows:
 
     @property
     def nbytes(self) -> int:
-        """Bytes of the inputs of a chunk."""
         return sum(made.nbytes for made in self.gathered.values())
 
     def spread(self, result: torch.Tensor, number: Number, room: int) -> None:

@@ -30,7 +30,6 @@ from fxremat.compat.inductor.kernels import (
     unbuilt_kernel,
 )
 from fxremat.compat.tensors import is_fake
-from fxremat.core.constants import KERNEL_ROW_BYTES
 from fxremat.runtime.chunks.buffers import (
     MATMULS,
     Layout,
@@ -47,6 +46,8 @@ from fxremat.runtime.chunks.program import Instruction, Program, Ref, overload, 
 log = logging.getLogger(__name__)
 
 _ATEN = torch.ops.aten
+CACHE_LINE_BYTES = 64
+"""A kernel may take a cache line for each row beyond what the layout sets aside."""
 ALIGNMENT = 16
 """Bytes that GPU kernels expect the memory of their arguments to be aligned to."""
 
@@ -62,11 +63,9 @@ class Shape:
 
     @staticmethod
     def of(tensor: torch.Tensor) -> Shape:
-        """Of a tensor, real or fake."""
         return Shape(tuple(tensor.shape), tensor.stride(), tensor.dtype, tensor.device)
 
     def dense(self) -> Shape:
-        """The same with dense rows, one after the other."""
         strides = tuple(prod(self.sizes[d + 1 :]) for d in range(len(self.sizes)))
         return Shape(self.sizes, strides, self.dtype, self.device)
 
@@ -103,22 +102,15 @@ def written(program: Program, stage: Stage) -> tuple[int, ...]:
 
 
 def read(program: Program, stage: Stage) -> tuple[int, ...]:
-    """The values that a stage reads from memory."""
     inside = set(stage.values)
     found = {
         base: None
         for number in stage.values
-        for reads in _of(program, number).reads
+        for reads in program[number].reads
         for base in bases(program, reads)
         if base not in inside
     }
     return tuple(found)
-
-
-def _of(program: Program, number: int) -> Instruction:
-    one = program.instruction(number)
-    assert one is not None, "an input is not computed"
-    return one
 
 
 @dataclass
@@ -144,7 +136,7 @@ class _KernelWriter:
     def write(self) -> fx.GraphModule:
         kept = set(written(self.program, self.stage))
         for number in self.stage.values:
-            one = _of(self.program, number)
+            one = self.program[number]
             if one.kind == "sum":
                 self.add_to_sum(number, one)
             else:
@@ -156,8 +148,7 @@ class _KernelWriter:
     def call(self, one: Instruction) -> fx.Node:
         if self.by_comparison and self.adds_one_a_row(one):
             return self.added_by_comparison(one)
-        args = with_values(one.args, self.value, self.tile)
-        named = {key: with_values(arg, self.value, self.tile) for key, arg in one.kwargs.items()}
+        args, named = one.arguments(self.value, self.tile)
         if one.op == "aten.clone.default":
             named["memory_format"] = torch.contiguous_format
         return self.graph.call_function(overload(one.op), tuple(args), named)
@@ -176,7 +167,7 @@ class _KernelWriter:
         return self.inputs[number].sizes[1:] if made is None else made.row_shape
 
     def added_by_comparison(self, one: Instruction) -> fx.Node:
-        """As one loop over all elements: adding at an index, a GPU would write, add, and read."""
+        """One loop over all elements: adding at an index, a GPU would write, add, and read."""
         into, _, index, element = with_values(one.args, self.value, self.tile)
         call, positions = self.graph.call_function, (0, one.row_shape[0], 1)
         named: dict[str, Any] = {"dtype": torch.int64, "device": self.device}
@@ -189,11 +180,10 @@ class _KernelWriter:
             looks = (
                 one is not None and number >= self.program.start and is_view(self.program, number)
             )
-            self.made[number] = self.call(_of(self.program, number)) if looks else self.load(number)
+            self.made[number] = self.call(self.program[number]) if looks else self.load(number)
         return self.made[number]
 
     def load(self, number: int) -> fx.Node:
-        """What is in memory before the stage."""
         program, one = self.program, self.program.instruction(number)
         if one is None:
             given = self.inputs[number]
@@ -232,14 +222,12 @@ class _KernelWriter:
         return self.places[key][1]
 
     def made_before(self, number: int) -> Shape:
-        one = _of(self.program, number)
+        one = self.program[number]
 
         def look(n: int) -> torch.Tensor:
             return (self.inputs[n] if n < self.program.first else self.made_before(n)).empty()
 
-        args = with_values(one.args, look, 0)
-        named = {key: with_values(arg, look, 0) for key, arg in one.kwargs.items()}
-        return Shape.of(overload(one.op)(*args, **named))
+        return Shape.of(one.run(look, 0))
 
     def input(
         self, sizes: tuple[int, ...], dtype: torch.dtype, given: Shape | None = None
@@ -286,18 +274,18 @@ def _room(program: Program, plan: Layout, tile: int, device: str) -> int:
 
     Beside what it has no use for, a few numbers for each row: maxima, sums and the like, each of
     which has memory of its own in Inductor's code. They are not planned for, but counted exactly
-    when the code is rehearsed.
+    in the dry run of the code.
     """
     sums = [one for one in program.loop if one.kind == "sum" and one.op not in MATMULS]
     partial = sum(extra_of_sum(one, device) - of_total(one) for one in sums)
-    return set_aside(plan, tile) + partial + tile * KERNEL_ROW_BYTES
+    return set_aside(plan, tile) + partial + tile * CACHE_LINE_BYTES
 
 
 def _is_aligned(program: Program, plan: Layout, inputs: Sequence[Shape], tile: int) -> bool:
     """Whether each tile begins where a GPU's kernels expect it."""
     rows = [shape.dtype.itemsize * prod(shape.sizes[1:]) for shape in inputs[: program.num_rows]]
     rows += [slot.numel * slot.dtype.itemsize for slot in plan.slots if slot.of_chunk]
-    results = [_of(program, number) for number in program.results]
+    results = [program[number] for number in program.results]
     rows += [one.numel * one.dtype.itemsize for one in results if one.kind != "sum"]
     return all(tile * size % ALIGNMENT == 0 for size in rows)
 
@@ -318,7 +306,6 @@ class Kernel:
     unbuilt: Callable[[list[torch.Tensor]], object]
 
     def run(self, memory: list[torch.Tensor]) -> None:
-        """Compute, or allocate as if."""
         (self.unbuilt if is_fake(memory[0]) else self.compiled())(memory)
 
 

@@ -4,26 +4,22 @@
          bool fused=False, bool channels_last=False) -> Tensor[]
 
 ``rows`` are tensors with the N rows in front. ``whole`` are those that each chunk reads as a whole.
-``program`` says what is computed (`fxremat.runtime.chunks.program`); where that is kept, says
-`fxremat.runtime.chunks.buffers`. Results that have rows are written chunk by chunk into their
-place. Sums over the rows are added up, those of low precision in float32. With ``channels_last``,
-results that come straight from a convolution of images have the channels last in memory. All others
-are contiguous.
-
-If the program says which rows are ignored, only the others run
-(`fxremat.runtime.chunks.counted_rows`).
+``program`` says what is computed (`program`), `buffers` where that is kept, and `counted_rows`
+which rows are left out. Results that have rows are written chunk by chunk into their place; sums of
+low precision are added up in float32. With ``channels_last``, results that come straight from a
+convolution of images have the channels last in memory.
 
 What stands between two matmuls or convolutions runs operator by operator. With ``fused`` it runs as
-one kernel (`fxremat.runtime.chunks.fused_kernels`), but for the last rows of a chunk if they are
-fewer than a tile.
+one kernel (`fused_kernels`), but for the last rows of a chunk if they are fewer than a tile.
 
-The operator is pure: it writes only into memory of its own. Beside its results a call takes the
-bytes that are laid out before the first chunk, and those of loose values and convolutions.
+The operator is pure. Beside its results a call takes the bytes that are laid out before the first
+chunk, and those of loose values and convolutions.
 """
 
 from __future__ import annotations
 
-from collections.abc import Callable, Sequence
+from collections.abc import Sequence
+from math import prod
 from typing import Any
 
 import torch
@@ -36,19 +32,18 @@ from fxremat.runtime.chunks.buffers import (
     IN_PLACE,
     MATMULS,
     STATISTICS,
+    VARIANCE,
     VIEWS,
     accumulates_in,
     adds_straight,
     bases,
     out_form,
 )
-from fxremat.runtime.chunks.call import RowsCall, pieces
+from fxremat.runtime.chunks.call import RowsCall, flops, pieces
 from fxremat.runtime.chunks.costs import inside, workspace
 from fxremat.runtime.chunks.counted_rows import CountedRows, leaves_out
-from fxremat.runtime.chunks.flops import flops
-from fxremat.runtime.chunks.fused_kernels import Memory
+from fxremat.runtime.chunks.fused_kernels import Kernel, Memory
 from fxremat.runtime.chunks.program import Instruction, Ref, overload, with_values
-from fxremat.runtime.chunks.statistics import RunningStatistics, StatisticResult
 
 _ATEN = torch.ops.aten
 
@@ -71,7 +66,7 @@ class _RowSum:
             self._make_room()
 
     def _make_room(self) -> None:
-        """For what some of the rows add up to; beside a kernel only while it is needed."""
+        """Make room for what some rows add up to; beside a kernel only while it is needed."""
         if self.is_straight:
             return
         if self.one.op in CONVOLUTIONS:
@@ -85,7 +80,6 @@ class _RowSum:
         return torch.empty(self.one.row_shape, dtype=dtype, device=self.result.device)
 
     def add(self, args: list[Any], kwargs: dict[str, Any]) -> None:
-        """Add what the instruction makes of some of the rows."""
         if self.is_fused:
             self._make_room()
         if self.is_straight:
@@ -113,7 +107,6 @@ class _RowSum:
 
     @property
     def made_in(self) -> torch.dtype:
-        """The type of the instruction's own result."""
         return self.one.dtype if self.one.op in MATMULS else accumulates_in(self.one.dtype)
 
     def _take(self, made: torch.Tensor) -> None:
@@ -144,7 +137,7 @@ class _Execution:
         first = self.program.num_rows
         self.values: dict[int, torch.Tensor] = dict(enumerate(call.whole, first))
         for number, one in enumerate(self.program.setup, self.program.first):
-            self.values[number] = self.call(one, self.values.__getitem__, 0)
+            self.values[number] = one.run(self.values.__getitem__, 0)
         fused = {
             number
             for stage, kernel in zip(self.plan.stages, self.kernels, strict=True)
@@ -160,7 +153,7 @@ class _Execution:
         self.counted: CountedRows | None = None
 
     def _make_result(self, number: int, is_fused: bool, form: torch.memory_format) -> None:
-        one = self.instruction(number)
+        one = self.program[number]
         if one.op in STATISTICS:
             both = self.statistics.setdefault(
                 repr(one.args), RunningStatistics(one, number, self.device)
@@ -182,20 +175,7 @@ class _Execution:
             if slot.of_chunk == of_chunk
         }
 
-    def instruction(self, number: int) -> Instruction:
-        one = self.program.instruction(number)
-        assert one is not None, "inputs are not computed"
-        return one
-
-    @staticmethod
-    def call(one: Instruction, value: Callable[[int], Any], rows: int, **more: Any) -> Any:
-        """What the instruction's operator gives."""
-        args = with_values(one.args, value, rows)
-        named = {key: with_values(arg, value, rows) for key, arg in one.kwargs.items()}
-        return overload(one.op)(*args, **named, **more)
-
     def run(self) -> list[torch.Tensor]:
-        """All chunks, one after the other."""
         chunk, tile, total = self.chunk_rows, self.tile_rows, self.total
         if leaves_out(self.arguments):
             self.counted = CountedRows(self.arguments, self.rows)
@@ -253,7 +233,7 @@ class _Piece:
 
     def compute(self, values: Sequence[int]) -> None:
         for number in values:
-            one = self.run.instruction(number)
+            one = self.run.program[number]
             if one.kind == "sum":
                 args = with_values(one.args, self.value, self.count)
                 self.run.sums[number].add(args, dict(one.kwargs))
@@ -278,12 +258,11 @@ class _Piece:
         return any(slot is not None and not plan.slots[slot].of_chunk for slot in slots)
 
     def memory(self, wanted: Memory) -> torch.Tensor:
-        """What a kernel reads or writes."""
         if wanted.kind == "value":
             return self.value(wanted.number)
         if wanted.kind == "sum":
             total = self.run.sums[wanted.number]
-            assert isinstance(total, _RowSum), "no kernel adds to moments"
+            assert isinstance(total, _RowSum), "no kernel adds to statistics"
             return total.total
         return self.rows_of_slot(wanted.number, wanted.row_shape)
 
@@ -309,16 +288,15 @@ class _Piece:
             return run.row_input(number, self.start, self.a, self.b)
         if number in run.results:
             return run.results[number][self.a : self.b]
-        one = run.instruction(number)
+        one = run.program[number]
         if one.op in VIEWS:
-            looked: torch.Tensor = run.call(one, self.value, self.count)
+            looked: torch.Tensor = one.run(self.value, self.count)
             return looked
         return self.rows_of_slot(run.plan.slot_of[number], one.row_shape)
 
     def write(self, number: int, one: Instruction) -> None:
-        """Compute a value where it belongs."""
         if number in self.run.plan.loose:
-            made = self.run.call(one, self.value, self.count)
+            made = one.run(self.value, self.count)
             if number in self.run.plan.slot_of or number in self.run.results:
                 self.value(number).copy_(made)
             else:
@@ -336,8 +314,7 @@ class _Piece:
             return
         form = out_form(one.op)
         assert form is not None
-        args = with_values(one.args, self.value, self.count)
-        named = {key: with_values(arg, self.value, self.count) for key, arg in one.kwargs.items()}
+        args, named = one.arguments(self.value, self.count)
         form(*args, **named, out=out)
 
 
@@ -351,25 +328,15 @@ def _rows(*args: Any, **kwargs: Any) -> list[torch.Tensor]:
     return _Execution(RowsCall(*args, **kwargs)).run()
 
 
-def begin_kernels(*args: Any, **kwargs: Any) -> None:
-    """Begin to compile what a call with these arguments, of fake tensors, will run."""
-    for kernel in RowsCall(*args, **kwargs).kernels:
-        if kernel is not None:
-            kernel.begin()
-
-
-def compile_kernels(*args: Any, **kwargs: Any) -> None:
-    """Compile what a call with these arguments, of fake tensors, will run."""
-    for kernel in RowsCall(*args, **kwargs).kernels:
-        if kernel is not None:
-            kernel.compiled()
+def kernels_called(*args: Any, **kwargs: Any) -> list[Kernel]:
+    """The kernels that a call with these arguments, of fake tensors, will run."""
+    return [kernel for kernel in RowsCall(*args, **kwargs).kernels if kernel is not None]
 
 
 def _fake(*args: Any, **kwargs: Any) -> list[torch.Tensor]:
     call, made = RowsCall(*args, **kwargs), []
     for place, number in enumerate(call.program.results):
-        one = call.program.instruction(number)
-        assert one is not None
+        one = call.program[number]
         shape = one.row_shape if one.kind == "sum" else (call.total, *one.row_shape)
         like, form = call.rows[0], call.format_of(place)
         made.append(torch.empty(shape, dtype=one.dtype, device=like.device, memory_format=form))
@@ -386,3 +353,50 @@ ROWS = kernels.define(
     flops=flops,
     inside=inside,
 )
+
+
+# --- mean and variance ------------------------------------------------------------------------
+
+
+class RunningStatistics:
+    """Mean and variance along some dimensions, the rows among them; biased until `variance`."""
+
+    def __init__(self, one: Instruction, number: int, device: torch.device) -> None:
+        _, self.dims = one.args
+        self.asked_by = number
+        self.count = 0
+        self.mean = torch.zeros(one.row_shape, dtype=one.dtype, device=device)
+        self.squares = torch.zeros_like(self.mean)
+
+    def add(self, given: torch.Tensor) -> None:
+        """Take a chunk in; it takes memory of the chunk's size meanwhile."""
+        count = prod(given.shape[dim] for dim in self.dims)
+        mean = given.sum(self.dims, keepdim=True).div_(count)
+        around = given - mean
+        squares = around.square_().sum(self.dims)
+        change = mean.view_as(self.mean).sub_(self.mean)
+        total = self.count + count
+        self.mean.add_(change, alpha=count / total)
+        self.squares.add_(squares).add_(change.square_(), alpha=self.count * count / total)
+        self.count = total
+
+    def variance(self, correction: float) -> torch.Tensor:
+        """The variance; ``correction`` is what is taken off the number of elements."""
+        return self.squares.div(max(0.0, self.count - correction))
+
+
+class StatisticResult:
+    """One of the two as a sum of a program; the one that they were made for takes chunks in."""
+
+    def __init__(self, both: RunningStatistics, number: int, one: Instruction) -> None:
+        self.both, self.one = both, one
+        self.is_first = both.asked_by == number
+
+    def add(self, args: list[Any], kwargs: dict[str, Any]) -> None:
+        if self.is_first:
+            self.both.add(args[0])
+
+    def finish(self) -> torch.Tensor:
+        if self.one.op == VARIANCE:
+            return self.both.variance(self.one.kwargs["correction"])
+        return self.both.mean

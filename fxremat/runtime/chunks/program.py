@@ -22,7 +22,7 @@ from __future__ import annotations
 import functools
 import json
 from collections.abc import Callable, Iterator, Mapping
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from math import prod
 from typing import Any, Literal
 
@@ -40,7 +40,7 @@ class Ref:
 
 @dataclass(frozen=True)
 class RowCount:
-    """In a shape: as many as there are rows in what is being computed."""
+    """It stands in a shape for the number of rows in what is being computed."""
 
 
 @dataclass(frozen=True)
@@ -56,13 +56,34 @@ class Instruction:
 
     @property
     def reads(self) -> tuple[int, ...]:
-        """The values among its arguments."""
         return tuple(refs((self.args, tuple(self.kwargs.values()))))
 
     @property
     def numel(self) -> int:
         """Elements of the result, for one row."""
         return prod(self.row_shape)
+
+    def arguments(
+        self, value: Callable[[int], Any], rows: int
+    ) -> tuple[list[Any], dict[str, Any]]:
+        """The arguments, by position and by name, with values in place of references."""
+        named = {key: with_values(one, value, rows) for key, one in self.kwargs.items()}
+        return with_values(self.args, value, rows), named
+
+    def run(self, value: Callable[[int], Any], rows: int) -> Any:
+        args, named = self.arguments(value, rows)
+        return overload(self.op)(*args, **named)
+
+    def renumbered(self, number: Callable[[int], int]) -> Instruction:
+        """The same call, with other numbers for the values that it reads."""
+
+        def other(thing: Any) -> Any:
+            if isinstance(thing, Ref):
+                return Ref(number(thing.number))
+            return tuple(map(other, thing)) if isinstance(thing, (list, tuple)) else thing
+
+        kwargs = {key: other(one) for key, one in self.kwargs.items()}
+        return replace(self, args=other(self.args), kwargs=kwargs)
 
 
 Number = bool | int | float
@@ -108,16 +129,28 @@ class Program:
 
     @functools.cached_property
     def instructions(self) -> tuple[Instruction, ...]:
-        """All of them, before the loop and inside it."""
         return self.setup + self.loop
 
     def instruction(self, number: int) -> Instruction | None:
         """What computes a value; None for an input."""
         return None if number < self.first else self.instructions[number - self.first]
 
+    def __getitem__(self, number: int) -> Instruction:
+        """What computes a value that is no input."""
+        assert number >= self.first, "an input is not computed"
+        return self.instructions[number - self.first]
+
+    def renumbered(
+        self, number: Callable[[int], int], num_rows: int, num_whole: int
+    ) -> Program:
+        """The same program with other numbers for its values, and for so many inputs."""
+        setup, loop = (
+            tuple(one.renumbered(number) for one in part) for part in (self.setup, self.loop)
+        )
+        return Program(num_rows, num_whole, setup, loop, tuple(map(number, self.results)))
+
 
 def refs(thing: Any) -> Iterator[int]:
-    """The numbers of the values inside an argument."""
     if isinstance(thing, Ref):
         yield thing.number
     elif isinstance(thing, (list, tuple)):

@@ -18,16 +18,20 @@ import time
 from collections.abc import Sequence
 from contextlib import AbstractContextManager, ExitStack
 from dataclasses import dataclass
-from queue import SimpleQueue
-from threading import Event, Lock, Thread
+from threading import Event
 
 import torch
 
 from fxremat.errors import InvalidOption
-from fxremat.runtime.copy_engine import Direction, Pending, Wait
-from fxremat.runtime.copy_trace import active_traces, host_time
-from fxremat.runtime.dense_layout import check_copyable, extent_bytes
-from fxremat.runtime.host_memory import HOST_MEMORY
+from fxremat.runtime.copy_trace import (
+    Direction,
+    Pending,
+    SerialThread,
+    Wait,
+    active_traces,
+    host_time,
+)
+from fxremat.runtime.host_memory import HOST_MEMORY, check_copyable, extent_bytes
 
 
 @dataclass(frozen=True)
@@ -70,7 +74,7 @@ class _CpuTransfer:
             with host_time(self.direction, self.nbytes, self._traces):
                 time.sleep(self._speed.seconds(self.nbytes))
                 _copy_bytes(self._tensors)
-        except BaseException as error:  # a thread that ended would let all later waits hang
+        except BaseException as error:
             self.error = error.with_traceback(None)  # whose frames hold the tensors
         finally:
             self._tensors.clear()
@@ -84,31 +88,8 @@ class _CpuTransfer:
             raise RuntimeError(f"a copy {self.direction} failed: {self.error!r}") from self.error
 
 
-class _CpuLine:
-    """One direction: a thread, started with the first copy, that does one copy after another."""
-
-    def __init__(self, direction: Direction) -> None:
-        self._direction = direction
-        self._queue: SimpleQueue[_CpuTransfer] = SimpleQueue()
-        self._lock = Lock()
-        self._thread: Thread | None = None
-
-    def submit(self, transfer: _CpuTransfer) -> None:
-        with self._lock:
-            if self._thread is None:
-                name = f"fxremat {self._direction}"
-                self._thread = Thread(target=_serve, args=(self._queue,), name=name, daemon=True)
-                self._thread.start()
-        self._queue.put(transfer)
-
-
-def _serve(queue: SimpleQueue[_CpuTransfer]) -> None:
-    while True:
-        queue.get().run()
-
-
 class CpuEngine:
-    """See `fxremat.runtime.copy_engine.Engine`; waiting blocks the thread that calls."""
+    """See `fxremat.runtime.copy_trace.Engine`; waiting blocks the thread that calls."""
 
     def __init__(self) -> None:
         self.speeds: dict[Direction, CopySpeed] = {}
@@ -116,7 +97,7 @@ class CpuEngine:
 
     def after_fork(self) -> None:
         """Begin anew: threads stay behind in a fork, and copies that they had not ended."""
-        self._lines: dict[Direction, _CpuLine] = {d: _CpuLine(d) for d in ("to_host", "to_device")}
+        self._lines = {d: SerialThread(d) for d in ("to_host", "to_device")}
         self._pending: Pending[_CpuTransfer] = Pending()
 
     def start_to_host(self, x: torch.Tensor) -> torch.Tensor:

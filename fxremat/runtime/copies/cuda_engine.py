@@ -20,10 +20,8 @@ from weakref import WeakKeyDictionary
 
 import torch
 
-from fxremat.runtime.copy_engine import Direction, Pending, Wait
-from fxremat.runtime.copy_trace import CopyRecord, Trace, active_traces
-from fxremat.runtime.dense_layout import check_copyable, extent_bytes, run_of_memory
-from fxremat.runtime.host_memory import HOST_MEMORY
+from fxremat.runtime.copy_trace import CopyRecord, Direction, Pending, Trace, Wait, active_traces
+from fxremat.runtime.host_memory import HOST_MEMORY, check_copyable, extent_bytes, run_of_memory
 
 
 class _CudaTransfer:
@@ -39,7 +37,6 @@ class _CudaTransfer:
         self._tensors: tuple[torch.Tensor, ...] = (source, target)
 
     def release(self) -> None:
-        """The tensors may go."""
         self._tensors = ()
 
     def is_over(self) -> bool:
@@ -86,7 +83,7 @@ class _CudaLine:
 
 
 class CudaEngine:
-    """See `fxremat.runtime.copy_engine.Engine`; waiting blocks the current stream, not the
+    """See `fxremat.runtime.copy_trace.Engine`; waiting blocks the current stream, not the
     host."""
 
     def __init__(self) -> None:

@@ -1,36 +1,35 @@
-"""The operators: a copy is one call that starts it and one that waits for it.
+"""The operators that copy between a device and host memory.
 
     host = to_host(x)       ...     wait_host(host, x)        the copy reads x until here
     x2 = to_device(host)    ...     wait_device(x2, host)     the copy reads host until here
 
-A wait says in its schema that it changes the tensor that the copy writes. Nothing changes after
-it that did not change before, but so every reader of the tensor stays behind the wait, in FX and
-in Inductor, and no pass takes the wait for dead code. What the copy reads is an argument of the
-wait only so that its memory is not given to anything else before.
+A wait says in its schema that it changes the tensor that the copy writes. So every reader of the
+tensor stays behind the wait, in FX and in Inductor, and no pass takes the wait for dead code. What
+the copy reads is an argument of the wait only so that its memory is not given to anything else
+before. A copy keeps sizes, strides and dtype. Nothing may read or write its target before the wait,
+nor write its source.
 
-A copy keeps sizes, strides and dtype. Nothing may read or write its target before the wait, nor
-write its source. Inductor is not asked to force strides upon arguments: it would put a clone of
-the source into the copy and then end the clone's life before the wait.
+    w = fetch(host, device)         a copy on the device, complete when the call is over
+    host = put(x)                   a copy in host memory, complete when the call is over
+
+Each is the gradient of the other: what a graph reads through ``fetch`` gets its gradient through
+``put``. Complete means on the host too: CPU optimizers write weights and read gradients between two
+steps, and no stream knows of them. A graph in which these copies are started and waited for apart
+ends with ``settle(host)``: the host goes on when the device has done all that it was asked to.
 """
 
 from __future__ import annotations
 
-from typing import Any
+from collections.abc import Callable, Iterable, Mapping, Sequence
+from typing import Any, NamedTuple
 
 import torch
 
-from fxremat.compat.configuration import OpOverload
+from fxremat.runtime import optimizer_steps
 from fxremat.runtime.copies import cpu_engine, cuda_engine
-from fxremat.runtime.copy_engine import Engine
-from fxremat.runtime.gradients import optimizer_steps
-
-_STARTS = (
-    # Inductor then neither pads the source nor, as the node was put in by a pass, forces strides.
-    torch.Tag.needs_exact_strides,
-    torch.Tag.pt2_compliant_tag,
-    torch.Tag.cudagraph_unsafe,
-)
-_WAITS = (torch.Tag.flexible_layout, torch.Tag.pt2_compliant_tag, torch.Tag.cudagraph_unsafe)
+from fxremat.runtime.copy_trace import CopyRecord, Direction, Engine, copy_trace
+from fxremat.runtime.host_memory import HOST_MEMORY, check_copyable, extent_bytes, run_of_memory
+from fxremat.runtime.kernels import COPIES, WAITS, no_result, register
 
 _ENGINES: dict[str, Engine] = {"cpu": cpu_engine.ENGINE, "cuda": cuda_engine.ENGINE}
 
@@ -61,54 +60,184 @@ def _wait_device(x: torch.Tensor, host: torch.Tensor) -> None:
     _engine(x.device).wait("wait_device", x, x.device)
 
 
-def _fake_to_host(x: torch.Tensor) -> torch.Tensor:
+def fake_on_host(x: torch.Tensor) -> torch.Tensor:
+    """A tensor on the host like ``x``, without its contents."""
     return torch.empty_strided(x.size(), x.stride(), dtype=x.dtype, device="cpu")
 
 
-def _fake_to_device(host: torch.Tensor, device: torch.device) -> torch.Tensor:
+def fake_on_device(host: torch.Tensor, device: torch.device) -> torch.Tensor:
+    """A tensor on ``device`` like ``host``, without its contents."""
     return torch.empty_strided(host.size(), host.stride(), dtype=host.dtype, device=device)
 
 
-def _fake_wait(target: torch.Tensor, source: torch.Tensor) -> None:
-    """Waiting changes nothing that a tensor without contents has."""
-
-
-def _register(name: str, schema: str, tags: Any, real: Any, fake: Any) -> OpOverload:
-    qualified = f"fxremat::{name}"
-    torch.library.define(qualified, schema, tags=tags)
-    torch.library.impl(qualified, "default", torch.no_grad()(real))
-    torch.library.register_fake(qualified, fake)
-    overload: OpOverload = getattr(torch.ops.fxremat, name).default
-    return overload
-
-
-to_host = _register("to_host", "(Tensor x) -> Tensor", _STARTS, _to_host, _fake_to_host)
+to_host = register("to_host", "(Tensor x) -> Tensor", _to_host, fake_on_host, COPIES)
 """``to_host(x)``: start copying x; the tensor in host memory, without its contents yet.
 
 `HostMemoryExceeded` if that tensor would exceed the cap."""
 
-wait_host = _register(
-    "wait_host", "(Tensor(a!) host, Tensor x) -> ()", _WAITS, _wait_host, _fake_wait
+wait_host = register(
+    "wait_host", "(Tensor(a!) host, Tensor x) -> ()", _wait_host, no_result, WAITS
 )
 """``wait_host(host, x)``: what is computed from now on comes after the copy of x.
 
 RuntimeError if there is no such copy or, on the CPU, if it failed."""
 
-to_device = _register(
-    "to_device",
-    "(Tensor host, Device device) -> Tensor",
-    _STARTS,
-    _to_device,
-    _fake_to_device,
+to_device = register(
+    "to_device", "(Tensor host, Device device) -> Tensor", _to_device, fake_on_device, COPIES
 )
 """``to_device(host, device)``: allocate there and start copying; without contents yet.
 
 The copy comes after the copy to host that fills ``host``, waited for or not. The same host tensor
 can be fetched any number of times."""
 
-wait_device = _register(
-    "wait_device", "(Tensor(a!) x, Tensor host) -> ()", _WAITS, _wait_device, _fake_wait
+wait_device = register(
+    "wait_device", "(Tensor(a!) x, Tensor host) -> ()", _wait_device, no_result, WAITS
 )
 """``wait_device(x, host)``: what is computed from now on comes after the copy into x.
 
 RuntimeError if there is no such copy or, on the CPU, if it failed."""
+
+
+# --- weights in host memory -------------------------------------------------------------------
+
+
+_EMPTY_LIKE: Mapping[str, Callable[[torch.Tensor], torch.Tensor]] = {
+    "cpu": cpu_engine._mapped_like,
+    "cuda": cuda_engine._pinned_like,
+}
+
+
+def host_copy(x: torch.Tensor, device: torch.device) -> torch.Tensor:
+    """A copy of ``x``, wherever it is, in the host memory from which ``device`` fetches.
+
+    Its bytes count as held host memory: `HostMemoryExceeded` if they would exceed the cap.
+    ValueError for tensors that are not strided, and for devices that cannot fetch.
+    """
+    check_copyable(x)
+    empty_like = _EMPTY_LIKE.get(device.type)
+    if empty_like is None:
+        raise ValueError(f"{device.type!r} cannot fetch; there are {', '.join(_EMPTY_LIKE)}")
+    host = HOST_MEMORY.allocate(extent_bytes(x), lambda: empty_like(x))
+    with torch.no_grad():
+        run_of_memory(host).copy_(run_of_memory(x))
+    return host
+
+
+def _finish(device: torch.device) -> None:
+    """Let the host wait for the copies that ``device`` waits for."""
+    optimizer_steps.now_on(device)()
+
+
+def _fetch(host: torch.Tensor, device: torch.device) -> torch.Tensor:
+    x: torch.Tensor = to_device(host, device)
+    wait_device(x, host)
+    _finish(x.device)
+    return x
+
+
+def _put(x: torch.Tensor) -> torch.Tensor:
+    host: torch.Tensor = to_host(x)
+    wait_host(host, x)
+    _finish(x.device)
+    return host
+
+
+def _settle(host: torch.Tensor, device: torch.device) -> None:
+    _finish(device)
+    optimizer_steps.finish()
+
+
+def _keep_strides(ctx: Any, inputs: tuple[torch.Tensor, torch.device], output: object) -> None:
+    ctx.strides = inputs[0].stride()
+
+
+def _gradient_of_fetch(ctx: Any, gradient: torch.Tensor) -> tuple[torch.Tensor, None]:
+    return put(_with_strides(gradient, ctx.strides)), None
+
+
+def _keep_device(ctx: Any, inputs: tuple[torch.Tensor], output: object) -> None:
+    ctx.device = inputs[0].device
+
+
+def _gradient_of_put(ctx: Any, gradient: torch.Tensor) -> torch.Tensor:
+    x: torch.Tensor = fetch(gradient, ctx.device)
+    return x
+
+
+def _with_strides(x: torch.Tensor, strides: Sequence[int]) -> torch.Tensor:
+    """``x`` laid out in the order of ``strides``, copied on its device if it has other ones.
+
+    autograd keeps a gradient that is laid out like its parameter and copies any other, to memory
+    of torch's allocator.
+    """
+    if all(n == 1 or a == b for n, a, b in zip(x.size(), x.stride(), strides, strict=True)):
+        return x
+    order = sorted(range(x.dim()), key=lambda d: strides[d], reverse=True)
+    back = sorted(range(x.dim()), key=lambda d: order[d])
+    return x.permute(order).contiguous().permute(back)
+
+
+fetch = register(
+    "fetch", "(Tensor host, Device device) -> Tensor", _fetch, fake_on_device, COPIES
+)
+"""``fetch(host, device)``: a copy on the device, with the sizes, strides and dtype of ``host``.
+
+Its gradient arrives in host memory."""
+
+put = register("put", "(Tensor x) -> Tensor", _put, fake_on_host, COPIES)
+"""``put(x)``: a copy in host memory, with the sizes, strides and dtype of ``x``.
+
+Its gradient arrives on the device of ``x``. `HostMemoryExceeded` if it would exceed the cap."""
+
+settle = register("settle", "(Tensor(a!) host, Device device) -> ()", _settle, no_result, WAITS)
+"""``settle(host, device)``: the host waits until the device has done all it was asked before,
+and until the optimizer steps are over that began in this backward.
+
+``host`` is a tensor that the graph gives to its caller, so that the call is not left out."""
+
+torch.library.register_autograd("fxremat::fetch", _gradient_of_fetch, setup_context=_keep_strides)
+torch.library.register_autograd("fxremat::put", _gradient_of_put, setup_context=_keep_device)
+
+
+# --- how fast copies are ----------------------------------------------------------------------
+
+
+class MeasuredSpeed(NamedTuple):
+    """Bytes per second of each direction while the other is busy too."""
+
+    to_host_bytes_per_s: float
+    to_device_bytes_per_s: float
+
+
+def measure_copy_speed(device: torch.device | str) -> MeasuredSpeed:
+    """Copy ever larger tensors, to 16 MiB each, until that takes long enough to be measured.
+
+    It holds at most 64 MiB of host memory, which count for the cap, and as much on the device.
+    On the CPU it measures what `set_copy_speed` says, less what really copying costs.
+    """
+    records: list[CopyRecord] = []
+    for nbytes in (2**16, 2**18, 2**20, 2**22, 2**24):
+        _copy_both_ways(torch.device(device), nbytes)  # fills the pool of host memory
+        records = _copy_both_ways(torch.device(device), nbytes)
+        if max(record.end_s - record.start_s for record in records) >= 0.02:
+            break
+    return MeasuredSpeed(_speed(records, "to_host"), _speed(records, "to_device"))
+
+
+def _copy_both_ways(device: torch.device, nbytes: int) -> list[CopyRecord]:
+    """Records of three copies in each direction, both at once."""
+    x = torch.zeros(nbytes, dtype=torch.uint8, device=device)
+    host = to_host(x)
+    wait_host(host, x)
+    with copy_trace() as records:
+        pairs = [(to_host(x), to_device(host, device)) for _ in range(3)]
+        for copied, fetched in pairs:
+            wait_host(copied, x)
+            wait_device(fetched, host)
+    return records
+
+
+def _speed(records: Iterable[CopyRecord], direction: Direction) -> float:
+    """Bytes of all copies of a direction over the time they took."""
+    ours = [record for record in records if record.what == direction]
+    return sum(r.nbytes for r in ours) / sum(r.end_s - r.start_s for r in ours)

@@ -1,25 +1,21 @@
 """The masks of attention written by hand, as the one tensor that a fused kernel adds to the scores.
 
 Tensors that are added are added up. What is filled in becomes a tensor that holds it where the mask
-is, and 0 elsewhere: the weight of a key that is masked out is 0 either way. Rows without any key
-are another matter, for there kernels give what they like, and a logarithm as far from 0 as what is
-filled in, which is too coarse for their backward. So such rows are moved to 0 first, and then:
+is, and 0 elsewhere. Rows without any key need more, for there kernels give what they like. Such
+rows are moved to 0 first, and then:
 
 * filled in with finite numbers, weights do not depend on the query: the query of such a row is set
   to 0, and so is its gradient, as it is in the graph;
-* filled in with -inf, the row of the output is NaN, and with it the gradients of all values of that
-  head (those of its query and of the keys are not, for they are masked): these are written over;
+* filled in with -inf, the row of the output is NaN, and so are the gradients of all values of that
+  head: these are written over;
 * -inf added: NaN likewise, and the gradients of the query and of all keys too;
-* large negative numbers added: scores drown in them, so weights are equal, or not quite, but
-  gradients go through to the query and to all keys. No kernel does that.
+* large negative numbers added: weights are nearly equal, but gradients go through to the query and
+  to all keys. No kernel does that.
 
-Hence added tensors are taken only where the graph makes them from nothing, so that they can be
-computed here, and have no row of the last kind. Any others are a matter for a lossy rule: it is
-right but for such rows, which have the weights of the scores alone.
-
-Masks that can be computed here also tell whether they are the causal one, which kernels know
-without a tensor, and whether rows without keys need be thought of. Where something is both added
-and filled in, nothing is offered.
+So added tensors are taken only where the graph makes them from nothing: they are computed here, and
+have no row of the last kind. Any others are a matter for a lossy rule. Masks that are computed here
+also tell whether they are the causal one, which kernels know without a tensor. Where something is
+both added and filled in, nothing is offered.
 """
 
 from __future__ import annotations
@@ -36,12 +32,11 @@ from fxremat.compat.configuration import OpOverload
 from fxremat.compat.tensors import outside_fake_mode
 from fxremat.core.constants import MOST_MASK_ELEMENTS, MOST_NODES
 from fxremat.passes.joint_graph import is_mutating, is_random
-from fxremat.passes.nodes import Shape, dtype_of, packet_name, shape_of
+from fxremat.passes.nodes import Add, Shape, dtype_of, packet_name, shape_of
 from fxremat.passes.variants.attention.layout import is_move
 from fxremat.passes.variants.attention.scores import VERY_NEGATIVE, Added, Filled, Reading, number
 
 _ATEN = torch.ops.aten
-Add = Callable[..., fx.Node]
 At = Callable[[fx.Node], fx.Node]
 Heads = tuple[int, int]
 """How many batches, and how many heads in each."""
@@ -235,7 +230,6 @@ def _shaped(add: Add, node: fx.Node, shape: Shape | None) -> fx.Node:
 
 
 def scalar(add: Add, value: float, like: fx.Node, dtype: torch.dtype) -> fx.Node:
-    """A number as a tensor, which `where` wants."""
     device = like.meta["val"].device
     return add(_ATEN.full.default, [], value, dtype=dtype, device=device)
 
@@ -262,7 +256,6 @@ def _add_up(plan: Bias, add: Add, at: At, dtype: torch.dtype) -> tuple[fx.Node, 
 
 
 def _fill_in(plan: Bias, add: Add, at: At, dtype: torch.dtype) -> tuple[fx.Node, fx.Node | None]:
-    """What is filled in, and where."""
     found: fx.Node | None = None
     hidden: fx.Node | None = None
     for part in plan.parts:

@@ -6,23 +6,20 @@
     q, k, v ── attention ── o, l                                            after
     do, q, k, v, o, l ── attention_backward ── dq, dk, dv
 
-What is attention says `attention_match`: softmax(a Q K^T + masks) V, and its backward for any G in
-place of the gradient of the output. So results are the same up to rounding; where scores were
-rounded to 16 bits between the calls, the kernel rounds less. Rows in which all keys are masked out
-give what they gave, or else the lossy rule is needed (`attention_bias`). Inductor replaces common
-spellings by the same kernels before it partitions; this finds the rest, and all where it does not
-run.
+`match` says what is attention. Results are the same up to rounding. Rows in which all keys are
+masked out give what they gave, or else the lossy rule is needed (`bias`). Every kernel that takes
+the operands is a site of its own, with the fewest copies (`layout`).
 
-Every kernel that takes the operands is a site of its own. It reads and writes without copies where
-it can (`attention_places`).
-
-The kernels for CUDA are offered by what torch says that they take, and never ran: see
-`attention_kernels`.
+All kernels take [B, H, T, D] in any order of memory that has D last, and give the output with what
+their backward wants besides. What they take is what torch checks where it chooses among them
+(`aten/src/ATen/native/transformers/`: `sdp_utils_cpp.cpp`, `cuda/sdp_utils.cpp`). Those for CUDA
+were looked at in graphs of fake tensors only, and never ran on a GPU.
 """
 
 from __future__ import annotations
 
 import math
+import operator
 from collections.abc import Callable, Iterator, Mapping
 from dataclasses import dataclass, field, replace
 from functools import partial
@@ -32,16 +29,20 @@ import torch
 from torch import fx
 
 from fxremat.passes.joint_graph import JointGraph
-from fxremat.passes.nodes import add_call, fake, shape_of
+from fxremat.passes.nodes import Add, add_call, fake, shape_of
 from fxremat.passes.variants.attention.bias import Bias, Heads, Rows, plan_bias, where
-from fxremat.passes.variants.attention.kernels import KERNELS, AttentionKernel, Inputs, Kept
-from fxremat.passes.variants.attention.layout import origin
+from fxremat.passes.variants.attention.layout import (
+    Operand,
+    Result,
+    operand,
+    origin,
+    result,
+    result_here,
+)
 from fxremat.passes.variants.attention.match import Attention, find_attention
-from fxremat.passes.variants.attention.operands import Operand, Result, operand, result, result_here
 from fxremat.passes.variants.rule import Rule, Site, StandIns
 
 _ATEN = torch.ops.aten
-Add = Callable[..., fx.Node]
 At = Callable[[fx.Node], fx.Node]
 
 
@@ -91,7 +92,6 @@ class Fused:
         return found
 
     def forward(self, add: Add, at: At) -> Forward:
-        """The kernel, and what it takes."""
         query, key, value = (
             self.operands[name].insert(add, at) for name in ("query", "key", "value")
         )
@@ -109,7 +109,6 @@ class Fused:
         return Forward(given, kept, made.rows, output)
 
     def backward(self, add: Add, at: At, forward: Forward) -> dict[str, fx.Node]:
-        """The gradients that the graph computes."""
         gradient = self.operands["gradient"].insert(add, at)
         if forward.rows.zero is not None and forward.rows.lost is not None:
             gradient = where(add, forward.rows.lost, 0.0, gradient)  # of NaN it may be NaN
@@ -181,7 +180,7 @@ def _operands(joint: JointGraph, attention: Attention, heads: Heads) -> dict[str
 
 
 def _try(joint: JointGraph, site: Fused) -> Fused | None:
-    """With the places of the results, as found by putting the calls into a graph of their own."""
+    """The site with the places of its results, found by trying the calls in another graph."""
     graph, inputs = fx.Graph(), dict[fx.Node, fx.Node]()
 
     def at(node: fx.Node) -> fx.Node:
@@ -224,7 +223,6 @@ def _copied_bytes(site: Fused) -> int:
 def _plan(
     joint: JointGraph, attention: Attention, kernel: AttentionKernel, is_inexact: bool
 ) -> Fused | None:
-    """The way with the fewest copies."""
     found: list[Fused] = []
     for heads in _heads(attention):
         bias = plan_bias(attention.scores, heads)
@@ -260,3 +258,176 @@ RULES = (
         lossy=True,
     ),
 )
+
+
+# --- calls of kernels -------------------------------------------------------------------------
+
+Three = tuple[fx.Node, fx.Node, fx.Node]
+
+
+@dataclass(frozen=True)
+class Inputs:
+    """Query [B, H, T, D], key [B, H, S, D], value [B, H, S, E], what is added, and the scale."""
+
+    query: fx.Node
+    key: fx.Node
+    value: fx.Node
+    bias: fx.Node | None
+    is_causal: bool
+    scale: float
+
+    @property
+    def operands(self) -> Three:
+        return self.query, self.key, self.value
+
+    @property
+    def scores(self) -> list[int]:
+        return [*fake(self.query).shape[:3], fake(self.key).shape[2]]
+
+
+@dataclass(frozen=True)
+class Kept:
+    """What the backward wants of the forward: the output first."""
+
+    output: fx.Node
+    more: tuple[fx.Node, ...]
+
+
+def _items(add: Add, call: fx.Node, *positions: int) -> tuple[fx.Node, ...]:
+    return tuple(add(operator.getitem, call, position) for position in positions)
+
+
+def _widths(given: Inputs) -> set[int]:
+    return {fake(node).shape[-1] for node in given.operands}
+
+
+@dataclass(frozen=True)
+class OnCpu:
+    """Flash attention on the CPU: masks may be broadcast, and in float32 for any query."""
+
+    name: str = "cpu"
+    device: str = "cpu"
+
+    def takes(self, given: Inputs) -> bool:
+        """One width; the type of the mask is that of the query, or float32."""
+        query = fake(given.query)
+        types = {query.dtype, torch.float32}
+        fits = given.bias is None or fake(given.bias).dtype in types
+        return len(_widths(given)) == 1 and fits
+
+    def forward(self, add: Add, given: Inputs) -> Kept:
+        target = _ATEN._scaled_dot_product_flash_attention_for_cpu.default
+        call = add(target, *given.operands, 0.0, given.is_causal, **self._named(given))
+        output, logarithms = _items(add, call, 0, 1)
+        return Kept(output, (logarithms,))
+
+    def backward(self, add: Add, given: Inputs, kept: Kept, gradient: fx.Node) -> Three:
+        target = _ATEN._scaled_dot_product_flash_attention_for_cpu_backward.default
+        args = (gradient, *given.operands, kept.output, *kept.more, 0.0, given.is_causal)
+        query, key, value = _items(add, add(target, *args, **self._named(given)), 0, 1, 2)
+        return query, key, value
+
+    def _named(self, given: Inputs) -> dict[str, Any]:
+        return {"attn_mask": given.bias, "scale": given.scale}
+
+
+def _capability() -> tuple[int, int]:
+    """The capability of the GPU that is here; without one, of the oldest that has all kernels."""
+    return torch.cuda.get_device_capability() if torch.cuda.is_available() else (8, 0)
+
+
+def _has_little_shared_memory() -> bool:
+    """Cards on which flash attention has no backward for widths from 193 to 224."""
+    return (8, 6) <= _capability() <= (8, 9) or _capability()[0] == 12
+
+
+@dataclass(frozen=True)
+class FlashOnCuda:
+    """FlashAttention-2: no mask but the causal one, 16 bits, widths up to 256."""
+
+    name: str = "flash"
+    device: str = "cuda"
+    most_width: int = 256
+
+    def takes(self, given: Inputs) -> bool:
+        """One width, a multiple of 8: others would have to be padded."""
+        query, widths = fake(given.query), _widths(given)
+        return (
+            torch.backends.cuda.flash_sdp_enabled()  # type: ignore[no-untyped-call]
+            and _capability() >= (8, 0)
+            and query.dtype in (torch.float16, torch.bfloat16)
+            and given.bias is None
+            and len(widths) == 1
+            and all(width % 8 == 0 and width <= self.most_width for width in widths)
+            and not (_has_little_shared_memory() and any(192 < width <= 224 for width in widths))
+        )
+
+    def forward(self, add: Add, given: Inputs) -> Kept:
+        """Output, logarithms, and the state of the generator in two parts."""
+        target = _ATEN._scaled_dot_product_flash_attention.default
+        call = add(target, *given.operands, 0.0, given.is_causal, scale=given.scale)
+        output, *more = _items(add, call, 0, 1, 6, 7)
+        return Kept(output, tuple(more))
+
+    def backward(self, add: Add, given: Inputs, kept: Kept, gradient: fx.Node) -> Three:
+        """Lengths of sequences are given as numbers: all are as long."""
+        target = _ATEN._scaled_dot_product_flash_attention_backward.default
+        logarithms, seed, offset = kept.more
+        rows, columns = given.scores[2:]
+        lengths = (None, None, rows, columns)
+        args = (gradient, *given.operands, kept.output, logarithms, *lengths, 0.0)
+        call = add(target, *args, given.is_causal, seed, offset, scale=given.scale)
+        query, key, value = _items(add, call, 0, 1, 2)
+        return query, key, value
+
+
+@dataclass(frozen=True)
+class EfficientOnCuda:
+    """Memory-efficient attention: any mask, 32 bits too, keys and values of different widths."""
+
+    name: str = "memory-efficient"
+    device: str = "cuda"
+
+    def takes(self, given: Inputs) -> bool:
+        """Widths fill 16 bytes (float32: four numbers); rows of a mask are a multiple of 16."""
+        query = fake(given.query)
+        aligned = 4 if query.dtype == torch.float32 else 8
+        return (
+            torch.backends.cuda.mem_efficient_sdp_enabled()  # type: ignore[no-untyped-call]
+            and _capability() >= (8, 0)
+            and query.dtype in (torch.float32, torch.float16, torch.bfloat16)
+            and all(width % aligned == 0 for width in _widths(given))
+            and (given.bias is None or self._takes_bias(given, fake(given.bias)))
+        )
+
+    def _takes_bias(self, given: Inputs, bias: torch.Tensor) -> bool:
+        fits = given.scores[3] % 16 == 0 and bias.shape[3] == given.scores[3]
+        return fits and bias.dtype == fake(given.query).dtype
+
+    def _bias(self, add: Add, given: Inputs) -> fx.Node | None:
+        if given.bias is None or list(fake(given.bias).shape) == given.scores:
+            return given.bias
+        return add(_ATEN.expand.default, given.bias, given.scores)
+
+    def forward(self, add: Add, given: Inputs) -> Kept:
+        """Output, logarithms, seed and offset; the last is the mask once more, at full size."""
+        bias = self._bias(add, given)
+        target = _ATEN._scaled_dot_product_efficient_attention.default
+        args = (*given.operands, bias, True, 0.0, given.is_causal)
+        more = _items(add, add(target, *args, scale=given.scale), 0, 1, 2, 3)
+        return Kept(more[0], (*more[1:], *([] if bias is None else [bias])))
+
+    def backward(self, add: Add, given: Inputs, kept: Kept, gradient: fx.Node) -> Three:
+        target = _ATEN._scaled_dot_product_efficient_attention_backward.default
+        logarithms, seed, offset, *bias = kept.more
+        mask = bias[0] if bias else None
+        inputs = (*given.operands, mask, kept.output, logarithms, seed, offset)
+        wanted = [True, True, True, False]
+        args = (gradient, *inputs, 0.0, wanted, given.is_causal)
+        query, key, value = _items(add, add(target, *args, scale=given.scale), 0, 1, 2)
+        return query, key, value
+
+
+AttentionKernel = OnCpu | FlashOnCuda | EfficientOnCuda
+"""It says whether it takes inputs, and puts the forward, and the backward, into a graph."""
+KERNELS: tuple[AttentionKernel, ...] = (OnCpu(), FlashOnCuda(), EfficientOnCuda())

@@ -11,7 +11,8 @@ Two tensors are the same but for copies if they have the same layout over the sa
 
 from __future__ import annotations
 
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterable, Iterator, Sequence
+from dataclasses import dataclass, replace
 from itertools import pairwise
 from math import prod
 from typing import Any
@@ -19,7 +20,8 @@ from typing import Any
 import torch
 from torch import fx
 
-from fxremat.passes.nodes import dtype_of, packet_name, shape_of
+from fxremat.passes.joint_graph import JointGraph, root
+from fxremat.passes.nodes import Add, Shape, dtype_of, fake, known_shape, packet_name, shape_of
 
 Pairs = tuple[tuple[int, int], ...]
 Layout = tuple[Pairs, ...]
@@ -43,12 +45,10 @@ def merged(pairs: Sequence[tuple[int, int]]) -> Pairs:
 
 
 def whole(shape: Sequence[int]) -> Layout:
-    """The layout of a tensor over itself."""
     return tuple(merged([(size, prod(shape[d + 1 :]))]) for d, size in enumerate(shape))
 
 
 def swapped(layout: Layout) -> Layout:
-    """The last two dimensions exchanged."""
     return (*layout[:-2], layout[-1], layout[-2])
 
 
@@ -93,9 +93,8 @@ def _transpose(node: fx.Node, layout: Layout) -> Layout | None:
 
 
 def _expand(node: fx.Node, layout: Layout) -> Layout | None:
-    shape = shape_of(node)
+    shape = known_shape(node)
     old = shape_of(node.args[0])  # type: ignore[arg-type]
-    assert shape is not None
     assert old is not None
     padded = ((),) * (len(shape) - len(old)) + layout
     sizes = (1,) * (len(shape) - len(old)) + old
@@ -197,3 +196,144 @@ def moved_freely(tensor: torch.Tensor, how: Moves) -> torch.Tensor | None:
         return tensor.view(split).permute(order).view(shape)
     except (RuntimeError, ValueError):
         return None
+
+
+# --- operands ---------------------------------------------------------------------------------
+
+At = Callable[[fx.Node], fx.Node]
+
+
+@dataclass(frozen=True)
+class Product:
+    """A product [N, T, D], or with its last two dimensions exchanged."""
+
+    node: fx.Node
+    is_swapped: bool
+
+    def layout(self, shape: Shape) -> Layout:
+        """Over the [N, T, D] that it should be."""
+        return swapped(whole(shape)) if self.is_swapped else whole(shape)
+
+
+def _move(add: Add, node: fx.Node, how: Moves) -> fx.Node:
+    """The views of `moves`, those left out that change nothing."""
+    split, order, shape = how
+    if list(fake(node).shape) != split:
+        node = add(_ATEN.view.default, node, split)
+    if order != sorted(order):
+        node = add(_ATEN.permute.default, node, order)
+    return node if list(fake(node).shape) == shape else add(_ATEN.view.default, node, shape)
+
+
+def _contiguous(add: Add, node: fx.Node) -> fx.Node:
+    return add(_ATEN.clone.default, node, memory_format=torch.contiguous_format)
+
+
+@dataclass(frozen=True)
+class Operand:
+    """[B, H, rows, width] of a node of the graph."""
+
+    node: fx.Node
+    how: Moves
+    is_copied: bool
+
+    def insert(self, add: Add, at: At) -> fx.Node:
+        found = _move(add, at(self.node), self.how)
+        return _contiguous(add, found) if self.is_copied else found
+
+
+def operand(joint: JointGraph, product: Product, shape: Shape) -> Operand | None:
+    """The node farthest back that can be seen in this shape, its rows contiguous."""
+    found: Operand | None = None
+    for node, layout in reversed(seen_from(product.node)):
+        wanted = viewed(swapped(layout) if product.is_swapped else layout, shape)
+        how = None if wanted is None else moves(whole(shape_of(node) or ()), wanted, shape)
+        tensor = None if how is None else moved_freely(fake(node), how)
+        if how is None or tensor is None:
+            continue
+        found = Operand(node, how, is_copied=True)
+        if tensor.stride(-1) == 1 and root(node) not in joint.mutated:
+            return replace(found, is_copied=False)
+    return found
+
+
+# --- results -------------------------------------------------------------------------------------
+
+
+@dataclass(frozen=True)
+class Result:
+    """What stands in for ``node``: views of what a kernel gives.
+
+    After a copy if there is ``order``: that of the dimensions in the memory of ``node``.
+    """
+
+    node: fx.Node
+    how: Moves
+    order: tuple[int, ...] | None = None
+
+    def insert(self, add: Add, given: fx.Node) -> fx.Node:
+        """The same size and strides as the old node."""
+        found = _move(add, given, self.how) if self.order is None else self._copy(add, given)
+        old = fake(self.node)
+        if fake(found).stride() == old.stride():
+            return found
+        return add(_ATEN.as_strided.default, found, list(old.shape), list(old.stride()))
+
+    def _copy(self, add: Add, given: fx.Node) -> fx.Node:
+        split, order, shape = self.how
+        assert self.order is not None
+        found = _move(add, given, (split, order, [split[place] for place in order]))
+        found = _contiguous(add, found)
+        if list(fake(found).shape) != shape:
+            found = add(_ATEN.view.default, found, shape)
+        back = sorted(range(len(self.order)), key=self.order.__getitem__)
+        return found if back == sorted(back) else add(_ATEN.permute.default, found, back)
+
+
+def _fits(made: torch.Tensor, old: torch.Tensor) -> bool:
+    """Whether strides agree where there is more than one element."""
+    triples = zip(old.shape, made.stride(), old.stride(), strict=True)
+    return all(size == 1 or one == other for size, one, other in triples)
+
+
+def _largest_first(steps: Sequence[int]) -> list[int]:
+    return sorted(range(len(steps)), key=lambda place: -steps[place])
+
+
+def _behind(joint: JointGraph, product: Product, shape: Shape) -> Iterator[tuple[fx.Node, Layout]]:
+    """A product and what it is moved to, with layouts over it."""
+    node, layout = product.node, product.layout(shape)
+    while True:
+        yield node, layout
+        reader = next(iter(node.users), None)
+        if reader is None or len(node.users) > 1 or not is_move(reader):
+            return
+        further = moved(reader, layout)
+        if further is None or joint.role[reader] is not joint.role[node]:
+            return
+        node, layout = reader, further
+
+
+def result(joint: JointGraph, product: Product, made: torch.Tensor, batch: int) -> Result | None:
+    """Where a kernel's tensor [B, H, rows, width] may stand in, best without a copy."""
+    return _best(_behind(joint, product, (batch, *made.shape[2:])), made)
+
+
+def result_here(product: Product, made: torch.Tensor, batch: int) -> Result | None:
+    return _best([(product.node, product.layout((batch, *made.shape[2:])))], made)
+
+
+def _best(places: Iterable[tuple[fx.Node, Layout]], made: torch.Tensor) -> Result | None:
+    shape = tuple(made.shape)
+    copied: Result | None = None
+    for node, layout in places:
+        old = fake(node)
+        how = moves(whole(shape), layout, old.shape)
+        free = None if how is None else moved_freely(made, how)
+        if how is not None and free is not None and _fits(free, old):
+            return Result(node, how)
+        order = tuple(_largest_first(old.stride()))
+        how = moves(whole(shape), tuple(layout[d] for d in order), [old.shape[d] for d in order])
+        if how is not None and _fits(torch.empty(how[2], device="meta"), old.permute(order)):
+            copied = Result(node, how, order)
+    return copied

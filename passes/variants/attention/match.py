@@ -20,22 +20,17 @@ from typing import Any
 import torch
 from torch import fx
 
-from fxremat.passes.joint_graph import JointGraph, Role
-from fxremat.passes.nodes import Shape, dtype_of, packet_name, shape_of
-from fxremat.passes.variants.attention.layout import Layout, Seen, origin, swapped, viewed, whole
+from fxremat.passes.joint_graph import JointGraph, Role, reached
+from fxremat.passes.nodes import Shape, dtype_of, known_shape, packet_name, shape_of
+from fxremat.passes.variants.attention.layout import (
+    Product,
+    Seen,
+    origin,
+    swapped,
+    viewed,
+    whole,
+)
 from fxremat.passes.variants.attention.scores import Reading, number, packets, read, read_softmax
-
-
-@dataclass(frozen=True)
-class Product:
-    """A product [N, T, D], or with its last two dimensions exchanged."""
-
-    node: fx.Node
-    is_swapped: bool
-
-    def layout(self, shape: Shape) -> Layout:
-        """Over the [N, T, D] that it should be."""
-        return swapped(whole(shape)) if self.is_swapped else whole(shape)
 
 
 @dataclass
@@ -58,19 +53,12 @@ class Attention:
 
     @property
     def sizes(self) -> tuple[int, int, int, int, int]:
-        """N, T, S, D, E."""
-        batch, rows, columns = _shape(self.scores.base)
-        return batch, rows, columns, _shape(self.query.node)[-1], _shape(self.value.node)[-1]
-
-
-def _shape(node: fx.Node) -> Shape:
-    shape = shape_of(node)
-    assert shape is not None
-    return shape
+        batch, rows, columns = known_shape(self.scores.base)
+        width, wide = (known_shape(one.node)[-1] for one in (self.query, self.value))
+        return batch, rows, columns, width, wide
 
 
 def factors(product: fx.Node) -> tuple[fx.Node, fx.Node]:
-    """What is multiplied."""
     left, right = product.args[-2:] if packet_name(product) == "bmm" else product.args[1:3]
     assert isinstance(left, fx.Node)
     assert isinstance(right, fx.Node)
@@ -152,17 +140,15 @@ def _softmax_gradients(same: set[fx.Node]) -> Iterator[tuple[fx.Node, Any]]:
 
 def _is_last(dims: Any, node: fx.Node) -> bool:
     listed = [dims] if isinstance(dims, int) else list(dims)
-    return [d % len(_shape(node)) for d in listed] == [len(_shape(node)) - 1]
+    return [d % len(known_shape(node)) for d in listed] == [len(known_shape(node)) - 1]
 
 
 def _sums_rows(total: fx.Node) -> bool:
-    """Whether a sum is over the last dimension, which it keeps."""
     keeps = len(total.args) > 2 and bool(total.args[2])
     return keeps and _is_last(total.args[1], total.all_input_nodes[0])
 
 
 def _subtracts(node: fx.Node, product: fx.Node, total: fx.Node, same: set[fx.Node]) -> bool:
-    """Whether ``node`` is product - P * total."""
     if packet_name(node) == "fma":
         negative, other, added = node.args
         assert isinstance(negative, fx.Node)
@@ -179,7 +165,6 @@ def _subtracts(node: fx.Node, product: fx.Node, total: fx.Node, same: set[fx.Nod
 
 
 def find_attention(joint: JointGraph) -> Iterator[Attention]:
-    """All attention of a graph, in graph order."""
     names = packets(joint.module.graph)
     if not names & {"bmm", "baddbmm"} or not names & {"_softmax", "exp"}:
         return
@@ -194,7 +179,7 @@ def _match(joint: JointGraph, node: fx.Node) -> Attention | None:
     scores = read_softmax(node)
     if scores is None or not _is_plain(node, scores) or not scores.factor > 0:
         return None
-    kin = _unchanged(node, _shape(scores.base))
+    kin = _unchanged(node, known_shape(scores.base))
     products = _readers(kin, "bmm")
     early = [p for p in products if joint.role[p] is Role.FORWARD]
     value = _other(early[0], kin, "plain") if len(early) == 1 else None
@@ -228,7 +213,7 @@ def _unchanged(base: fx.Node, shape: Shape) -> dict[fx.Node, str | None]:
 
 def _is_plain(node: fx.Node, scores: Reading) -> bool:
     """Whether the softmax is over [..., T, S], the leading dimensions in order."""
-    shape, own = _shape(scores.base), _shape(node)
+    shape, own = known_shape(scores.base), known_shape(node)
     if len(shape) != 3 or min(shape[1:]) < 2 or own[-2:] != shape[1:]:
         return False
     return viewed(scores.layout, shape) == whole(shape)
@@ -243,7 +228,7 @@ def _add_backward(found: Attention, kin: Mapping[fx.Node, str | None], late: lis
     if pairs:
         scores_gradient, given = pairs[0]
         product = _gradient_of_probabilities(found, given)
-        if product is None or _shape(scores_gradient) != _shape(found.probabilities):
+        if product is None or known_shape(scores_gradient) != known_shape(found.probabilities):
             return False
         found.late.append(product)
         _add_gradients_of_operands(found, scores_gradient)
@@ -260,8 +245,8 @@ def _add_backward(found: Attention, kin: Mapping[fx.Node, str | None], late: lis
 def _gradient_of_probabilities(found: Attention, given: fx.Node) -> fx.Node | None:
     """dP = G V^T; G is noted."""
     reading = read(given, None)
-    shape = _shape(found.scores.base)
-    if reading is None or not reading.is_unchanged or _shape(reading.base) != shape:
+    shape = known_shape(found.scores.base)
+    if reading is None or not reading.is_unchanged or known_shape(reading.base) != shape:
         return None
     if viewed(reading.layout, shape) != whole(shape) or packet_name(reading.base) != "bmm":
         return None
@@ -273,8 +258,8 @@ def _gradient_of_probabilities(found: Attention, given: fx.Node) -> fx.Node | No
 
 
 def _add_gradients_of_operands(found: Attention, scores_gradient: fx.Node) -> None:
-    """Those of query and key, if they are scaled and masked as the scores were."""
-    shape, wanted = _shape(found.scores.base), found.scores
+    """Add the gradients of query and key, if they are scaled and masked as the scores were."""
+    shape, wanted = known_shape(found.scores.base), found.scores
     masks = {mask.key for mask in wanted.filled}
     kin: dict[float, dict[fx.Node, str | None]] = {}
     for node, reading in _relatives(scores_gradient).items():
@@ -318,13 +303,5 @@ def _has_fitting_types(found: Attention) -> bool:
 def _is_closed(found: Attention) -> bool:
     """Whether nothing of size [T, S] reaches a result of the graph but through the products."""
     ends = {found.output.node, *(product.node for product in found.gradients.values())}
-    seen: set[fx.Node] = set()
-    todo = [found.scores.base, *found.late]
-    while todo:
-        node = todo.pop()
-        if node.op == "output":
-            return False
-        if node not in seen and node not in ends:
-            seen.add(node)
-            todo += node.users
-    return True
+    seen = reached([found.scores.base, *found.late], lambda n: () if n in ends else n.users)
+    return all(node.op != "output" for node in seen)

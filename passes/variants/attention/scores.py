@@ -15,7 +15,7 @@ import torch
 from torch import fx
 
 from fxremat.core.constants import MOST_NODES
-from fxremat.passes.nodes import Shape, dtype_of, packet_name, shape_of
+from fxremat.passes.nodes import Shape, dtype_of, known_shape, packet_name, shape_of
 from fxremat.passes.variants.attention.layout import Layout, is_move, moved, whole
 
 VERY_NEGATIVE = -1e4
@@ -67,7 +67,6 @@ class Reading:
 
 
 def packets(graph: fx.Graph) -> set[str]:
-    """The names of all operators of a graph."""
     return {packet_name(node) for node in graph.nodes}
 
 
@@ -91,7 +90,6 @@ class _ScoresSearch:
     known: dict[fx.Node, Reading | None] = field(default_factory=dict)
 
     def read(self, node: Any) -> Reading | None:
-        """What ``node`` is of the base."""
         if not isinstance(node, fx.Node) or shape_of(node) is None:
             return None
         if node not in self.known:
@@ -118,9 +116,7 @@ def read(node: Any, base: fx.Node | None) -> Reading | None:
 
 
 def _begin(node: fx.Node) -> Reading | None:
-    """A product; with `baddbmm`, something is added to it."""
-    shape = shape_of(node)
-    assert shape is not None
+    shape = known_shape(node)
     found = Reading(node, whole(shape))
     if packet_name(node) == "bmm":
         return found
@@ -155,8 +151,7 @@ def _scaled(node: fx.Node, to: _ScoresSearch) -> Reading | None:
 
 
 def _added(node: fx.Node, to: _ScoresSearch) -> Reading | None:
-    shape = shape_of(node)
-    assert shape is not None
+    shape = known_shape(node)
     if node.kwargs.get("alpha", 1) != 1:
         return None
     left, right = node.args
@@ -185,8 +180,7 @@ def _masked_fill(node: fx.Node, to: _ScoresSearch) -> Reading | None:
 def _filled(
     node: fx.Node, to: _ScoresSearch, mask: Any, given: Any, value: float | None, is_kept: bool
 ) -> Reading | None:
-    below, shape = to.read(given), shape_of(node)
-    assert shape is not None
+    below, shape = to.read(given), known_shape(node)
     if below is None or value is None or shape_of(given) != shape or shape_of(mask) is None:
         return None
     if (value != 0 and not value <= VERY_NEGATIVE) or dtype_of(mask) != torch.bool:

@@ -57,7 +57,6 @@ Calls = tuple[Call, ...]
 
 
 def operands(calls: Calls) -> Iterator[Operand]:
-    """What the calls of a node read."""
     for call in calls:
         yield from _found((call.args, tuple(call.kwargs.values())))
 

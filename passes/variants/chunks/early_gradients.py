@@ -15,6 +15,7 @@ operator is linear in the operands that depend on s, with the others fixed, and 
 
 from __future__ import annotations
 
+from collections.abc import Iterable
 from dataclasses import dataclass
 from typing import Any
 
@@ -22,7 +23,7 @@ import torch
 from torch import fx
 
 from fxremat.compat.configuration import OpOverload
-from fxremat.passes.joint_graph import Role, is_repeatable, is_tensor
+from fxremat.passes.joint_graph import Role, is_repeatable, is_tensor, reached
 from fxremat.passes.nodes import arguments_of, dtype_of, packet_name, shape_of
 from fxremat.passes.variants.chunks.calls import VIEWS
 from fxremat.passes.variants.chunks.regions import Region, levels
@@ -36,7 +37,6 @@ class Factor:
     between: tuple[fx.Node, ...]
 
     def depends(self, region: Region) -> set[fx.Node]:
-        """Nodes of the region that are multiples of the number."""
         found = {self.node, *self.between}
         for node in region.in_order():
             if any(i in found for i in node.all_input_nodes):
@@ -46,14 +46,12 @@ class Factor:
 
 def _ways(region: Region) -> list[fx.Node]:
     """All that depends on tangents and leads into the region, in graph order."""
-    late = region.joint.role
-    found = {n for n in region.kinds if late[n] is Role.BACKWARD}
-    stack = list(found)
-    while stack:
-        for source in stack.pop().all_input_nodes:
-            if source not in found and late.get(source) is Role.BACKWARD:
-                found.add(source)
-                stack.append(source)
+    role = region.joint.role
+
+    def late(nodes: Iterable[fx.Node]) -> list[fx.Node]:
+        return [node for node in nodes if role.get(node) is Role.BACKWARD]
+
+    found = reached(late(region.kinds), lambda node: late(node.all_input_nodes))
     return sorted(found, key=region.position.__getitem__)
 
 

@@ -1,42 +1,43 @@
-"""Rows of a loss that add nothing, because their label says so: shown, and told to the loops.
+"""Rows of a loss that add nothing, because their label says so: shown, and left out by the loops.
 
     ne(label, -100); where(ne, loss, 0); sum           before: each row through the head
     where(ne, g, 0); ...; d_logits; dx, dw             after:  where label is -100, none of it
 
-Take a row and suppose that its label is the number that labels are compared with (or that its
-mask is zero). What follows is worked out node by node (`row_numbers`): the gradient of its loss is
-0, so is that of its logits, so are dx of the row and what it adds to dw. Loops may leave such rows
-out if
-
-* what they add to each sum is 0;
-* what is read outside of the loops holds a known number in such a row.
-
-The loss of a row is not known before a `where` or a mask has made it 0. So the region grows by what
-lies between: narrow nodes of the forward that read one of its results, row by row. What only loops
-read does not matter, as all loops of a region leave out the same rows; it is all of them, or none.
-
-It is exact where the numbers of the row are finite. If they are not, a row that is left out adds
-nothing, where torch may make NaN of zero times infinity.
+Suppose that the label of a row is the number that labels are compared with, or that its mask is
+zero. What follows is worked out node by node. Loops may leave such rows out if these add 0 to each
+sum, and if what is read outside of the loops holds a known number there. The region grows by narrow
+nodes of the forward up to the `where` or the mask that makes the loss 0. All loops of a region
+leave out the same rows. See docs/design/ignored_rows.md for what is exact.
 """
 
 from __future__ import annotations
 
-from collections.abc import Sequence, Set
+from collections.abc import Callable, Mapping, Sequence, Set
 from dataclasses import dataclass, field, replace
-from math import prod
+from math import isfinite, prod
 from typing import Any
 
+import torch
 from torch import fx
 
+from fxremat.compat.inductor.kernels import apart
 from fxremat.compat.joint_graph import is_tangent
 from fxremat.core.constants import MOST_NODES
+from fxremat.passes.joint_graph import computed_from
 from fxremat.passes.nodes import dtype_of, packet_name
 from fxremat.passes.variants.chunks.calls import Operand, Result, row_shape_of
 from fxremat.passes.variants.chunks.loops import Loop
 from fxremat.passes.variants.chunks.one_hot_rows import constant_of
 from fxremat.passes.variants.chunks.regions import Region, readers
-from fxremat.passes.variants.chunks.row_numbers import Known, Value, is_zero, known, result_of
-from fxremat.runtime.chunks.program import Ignored, Instruction, Kind, Number, Program, Ref
+from fxremat.runtime.chunks.buffers import COPIES, VIEWS
+from fxremat.runtime.chunks.program import (
+    Ignored,
+    Kind,
+    Number,
+    Program,
+    overload,
+    with_values,
+)
 
 
 @dataclass(frozen=True)
@@ -54,16 +55,16 @@ class IgnoredRows:
     region: Region
     row: _Row
 
-    def told(self, loops: tuple[Loop, ...]) -> tuple[Loop, ...]:
-        """All loops of the region, with the rows to leave out; none where it cannot be shown."""
-        told = []
+    def leave_out(self, loops: tuple[Loop, ...]) -> tuple[Loop, ...]:
+        """All loops of the region, leaving these rows out; none where it cannot be shown."""
+        found = []
         outside = set(self.region.read_outside())
         for loop in loops:
             results = _results(self.row, loop, outside)
             if results is None:
                 return ()
-            told.append(_with_ignored(self.row, loop, results))
-        return tuple(told)
+            found.append(_with_ignored(self.row, loop, results))
+        return tuple(found)
 
 
 def ignored_rows(region: Region, others: Set[fx.Node] = frozenset()) -> IgnoredRows | None:
@@ -155,15 +156,7 @@ def _source(region: Region, node: fx.Node) -> fx.Node:
 
 def _depends(region: Region, node: fx.Node) -> bool:
     """Whether a node is computed from what the region computes, or in it."""
-    seen, stack = set[fx.Node](), [node]
-    while stack:
-        source = stack.pop()
-        if source in region.kinds or is_tangent(source):
-            return True
-        if source not in seen:
-            seen.add(source)
-            stack += source.all_input_nodes
-    return False
+    return any(one in region.kinds or is_tangent(one) for one in computed_from([node]))
 
 
 # --- what follows --------------------------------------------------------------------------------
@@ -178,15 +171,12 @@ class _Row:
     values: dict[fx.Node, Value] = field(default_factory=dict)
 
     def value(self, node: fx.Node) -> Value:
-        """Of a node that has rows."""
         return self.values.get(node) or _constant(node)
 
     def is_known(self, node: fx.Node) -> bool:
-        """Whether all elements of the row are one number."""
         return self.value(node) is not None
 
     def result(self, node: fx.Node, kind: Kind) -> Value:
-        """What follows for a node from its operands."""
         calls = self.region.calls(node, kind)
         parts: list[Value] = []
         for call in calls or ():
@@ -195,7 +185,6 @@ class _Row:
         return parts[-1] if parts else None
 
     def adds_nothing(self, node: fx.Node) -> bool:
-        """Whether the row adds 0 to a sum over the rows."""
         return is_zero(self.result(node, "sum"))
 
     def follow(self) -> _Row:
@@ -237,7 +226,8 @@ def _results(row: _Row, loop: Loop, outside: set[fx.Node]) -> list[Number] | Non
     program = loop.program
     values = [*map(row.value, loop.rows), *map(_constant, loop.whole)]
     for one in program.instructions:
-        values.append(result_of(one.op, _of_values(one.args, values), one.kwargs, one.dtype))
+        args = tuple(with_values(one.args, values.__getitem__, 0))
+        values.append(result_of(one.op, args, one.kwargs, one.dtype))
     found: list[Number] = []
     for node, number in zip(loop.results, program.results, strict=True):
         value, made = values[number], program.instruction(number)
@@ -246,14 +236,6 @@ def _results(row: _Row, loop: Loop, outside: set[fx.Node]) -> list[Number] | Non
             return None
         found.append(0 if value is None else value.number)
     return found
-
-
-def _of_values(thing: Any, values: Sequence[Value]) -> Any:
-    if isinstance(thing, Ref):
-        return values[thing.number]
-    if isinstance(thing, (list, tuple)):
-        return tuple(_of_values(part, values) for part in thing)
-    return thing
 
 
 def _with_ignored(row: _Row, loop: Loop, results: Sequence[Number]) -> Loop:
@@ -269,16 +251,133 @@ def _with_ignored(row: _Row, loop: Loop, results: Sequence[Number]) -> Loop:
 
 def _with_row_input(program: Program) -> Program:
     """The program with one more row input, which nothing reads."""
+    rows = program.num_rows
+    return program.renumbered(lambda n: n + (n >= rows), rows + 1, program.num_whole)
 
-    def named(thing: Any) -> Any:
-        if isinstance(thing, Ref):
-            return Ref(thing.number + (thing.number >= program.num_rows))
-        return tuple(map(named, thing)) if isinstance(thing, (list, tuple)) else thing
 
-    def renumbered(one: Instruction) -> Instruction:
-        kwargs = {key: named(arg) for key, arg in one.kwargs.items()}
-        return replace(one, args=named(one.args), kwargs=kwargs)
+# --- what is known of a row -------------------------------------------------------------------
 
-    setup, loop = tuple(map(renumbered, program.setup)), tuple(map(renumbered, program.loop))
-    results = tuple(n + (n >= program.num_rows) for n in program.results)
-    return Program(program.num_rows + 1, program.num_whole, setup, loop, results)
+
+@dataclass(frozen=True)
+class Known:
+    """All elements of a row are this number."""
+
+    number: Number
+
+
+Value = Known | None
+"""None: nothing is known."""
+
+
+def known(number: Number, dtype: torch.dtype) -> Known:
+    if dtype is torch.bool:
+        return Known(bool(number))
+    return Known(float(number) if dtype.is_floating_point else int(number))
+
+
+def is_zero(value: Any) -> bool:
+    return isinstance(value, Known) and value.number == 0
+
+
+def result_of(
+    op: str, args: tuple[Any, ...], kwargs: Mapping[str, Any], dtype: torch.dtype
+) -> Value:
+    """What is known of a result; ``args`` have a `Value` in place of each tensor.
+
+    ``op`` is an operator as in programs over rows, ``dtype`` that of its result. What is named may
+    change what an operator does, so then nothing is known.
+    """
+    if kwargs and _name(op) != "full":
+        return None
+    rule = _RULES.get(_name(op))
+    found = None if rule is None else rule(*args)
+    if found is not None:
+        return known(found.number, dtype)
+    return _computed(op, args, dtype) if _is_of_elements(op) else None
+
+
+def _name(op: str) -> str:
+    return op.split(".")[1]
+
+
+def _is_of_elements(op: str) -> bool:
+    return op in COPIES or torch.Tag.pointwise in overload(op).tags
+
+
+def _computed(op: str, args: tuple[Any, ...], dtype: torch.dtype) -> Value:
+    """What torch makes of numbers; nothing where one is not known."""
+    if any(one is None for one in args) or not any(isinstance(one, Known) for one in args):
+        return None
+
+    def tensor(one: Any) -> Any:
+        if not isinstance(one, Known):
+            return one
+        is_float = isinstance(one.number, float) and dtype.is_floating_point
+        return torch.tensor(one.number, dtype=dtype if is_float else None)
+
+    with apart():
+        return known(overload(op)(*map(tensor, args)).to(dtype).item(), dtype)
+
+
+# --- operators -----------------------------------------------------------------------------------
+
+
+def _same(given: Value, *_: Any) -> Value:
+    return given
+
+
+def _zero(given: Value, *_: Any) -> Value:
+    return given if is_zero(given) else None
+
+
+def _value(given: Value | Number) -> Value:
+    """What is known of a number that stands in an argument, or of a tensor."""
+    return Known(given) if isinstance(given, (bool, int, float)) else given
+
+
+def _product(left: Any, right: Any) -> Value:
+    """Zero, if one is zero and nothing says that the other is infinite."""
+    for one, other in ((left, _value(right)), (right, _value(left))):
+        if is_zero(one) and (other is None or isfinite(other.number)):
+            return Known(0)
+    return None
+
+
+def _both(left: Any, right: Any) -> Value:
+    return next((one for one in (left, right) if is_zero(one)), None)
+
+
+def _choice(condition: Value, true: Value | Number, false: Value | Number) -> Value:
+    if condition is None:
+        return _value(true) if _value(true) == _value(false) else None
+    return _value(true if condition.number else false)
+
+
+def _written(into: Value, _: int, __: Value, source: Any) -> Value:
+    """A number is known where what is written equals what is there."""
+    value = _value(source)
+    return into if into is not None and value is not None and into.number == value.number else None
+
+
+def _added(into: Value, _: int, __: Value, source: Value) -> Value:
+    return into if is_zero(source) else None
+
+
+_RULES: Mapping[str, Callable[..., Value]] = {
+    **dict.fromkeys((*map(_name, VIEWS), "clone", "amax", "amin", "mean", "gather"), _same),
+    **dict.fromkeys(("mul", "mm", "bmm"), _product),
+    **dict.fromkeys(("logical_and", "bitwise_and"), _both),
+    "where": _choice,
+    "scatter": _written,
+    "scatter_add": _added,
+    "full": lambda _, number: Known(number),
+    "sum": _zero,
+    **dict.fromkeys(
+        (
+            "_softmax_backward_data", "_log_softmax_backward_data", "tanh_backward",
+            "sigmoid_backward", "gelu_backward", "silu_backward", "threshold_backward",
+        ),
+        _zero,
+    ),
+}  # fmt: skip
+"""What follows by itself; of known numbers, torch says what an operator on elements gives."""

@@ -40,7 +40,6 @@ INPUT = 0
 
 
 def _is_convolution(node: fx.Node) -> bool:
-    """Whether the node is the result of a convolution, or the gradient of its input."""
     if node.target is operator.getitem:
         call, place = node.args
         assert isinstance(call, fx.Node)

@@ -18,7 +18,8 @@ from fxremat.compat.tensors import fake_mode_of
 from fxremat.passes.base import Changed, Pass
 from fxremat.passes.joint_graph import is_tensor
 from fxremat.runtime.chunks.buffers import places_of_images
-from fxremat.runtime.chunks.operator import ROWS, begin_kernels, compile_kernels
+from fxremat.runtime.chunks.fused_kernels import Kernel
+from fxremat.runtime.chunks.operator import ROWS, kernels_called
 
 
 def suit_rows(module: fx.GraphModule) -> None:
@@ -65,18 +66,10 @@ def _is_wanted_densely(result: fx.Node) -> bool:
     return False
 
 
-def begin_rows(module: fx.GraphModule) -> None:
-    """Begin to compile what the calls will run, beside what Python does."""
+def _kernels(module: fx.GraphModule) -> Iterator[Kernel]:
     for node in _calls(module):
         args, kwargs = fx.map_arg((node.args, dict(node.kwargs)), lambda n: n.meta["val"])
-        begin_kernels(*args, **kwargs)
-
-
-def compile_rows(module: fx.GraphModule) -> None:
-    """Compile what the calls will run, while everything else is compiled too."""
-    for node in _calls(module):
-        args, kwargs = fx.map_arg((node.args, dict(node.kwargs)), lambda n: n.meta["val"])
-        compile_kernels(*args, **kwargs)
+        yield from kernels_called(*args, **kwargs)
 
 
 def _calls(module: fx.GraphModule) -> Iterator[fx.Node]:
@@ -90,12 +83,10 @@ class LayOutRows(Pass):
     name = "row layout"
 
     def call(self, module: fx.GraphModule) -> Changed:
-        """Works in place."""
         suit_rows(module)
         return Changed(module, any(True for _ in _calls(module)))
 
     def ensures(self, module: fx.GraphModule) -> None:
-        """All calls run fused."""
         for node in _calls(module):
             self.demand(bool(node.kwargs.get("fused")), f"{node.name} does not run fused")
 
@@ -107,7 +98,6 @@ class InterpretRows(Pass):
     name = "rows by operator"
 
     def call(self, module: fx.GraphModule) -> Changed:
-        """Works in place."""
         for node in _calls(module):
             node.kwargs = {**node.kwargs, "fused": False}
         module.recompile()
@@ -121,8 +111,8 @@ class BeginRows(Pass):
     name = "begin row kernels"
 
     def call(self, module: fx.GraphModule) -> Changed:
-        """Changes nothing."""
-        begin_rows(module)
+        for kernel in _kernels(module):
+            kernel.begin()
         return Changed(module, False)
 
 
@@ -138,6 +128,6 @@ class CompileRows(Pass):
             self.demand(bool(node.kwargs.get("fused")), f"{node.name} has no layout yet")
 
     def call(self, module: fx.GraphModule) -> Changed:
-        """Changes nothing."""
-        compile_rows(module)
+        for kernel in _kernels(module):
+            kernel.compiled()
         return Changed(module, False)

@@ -69,7 +69,6 @@ class _ProgramWriter:
     # What a value is computed from.
 
     def is_computed(self, node: fx.Node, kind: Kind) -> bool:
-        """Whether the loop computes a value itself."""
         if self.region.kinds.get(node) == kind:
             return not self.stops(node, kind)
         return kind == "row" and not node.all_input_nodes and self.calls(node, kind) is not None
@@ -77,7 +76,7 @@ class _ProgramWriter:
     def calls(self, node: fx.Node, kind: Kind) -> Calls | None:
         return self.region.calls(node, kind)
 
-    def cone(self, results: list[fx.Node]) -> list[tuple[fx.Node, Kind]]:
+    def slice_of(self, results: list[fx.Node]) -> list[tuple[fx.Node, Kind]]:
         """Everything to compute for the results, in graph order."""
         found: set[tuple[fx.Node, Kind]] = set()
         stack = [(node, self.region.kinds[node]) for node in results]
@@ -94,7 +93,7 @@ class _ProgramWriter:
     # Writing it down.
 
     def write(self, results: list[fx.Node]) -> None:
-        for node, kind in self.cone(results):
+        for node, kind in self.slice_of(results):
             calls = self.calls(node, kind)
             assert calls is not None
             parts: list[int] = []
@@ -119,7 +118,6 @@ class _ProgramWriter:
         return thing
 
     def value(self, wanted: Operand) -> int:
-        """The number of a value, in the wanted shape."""
         node, kind = wanted.node, wanted.kind
         if (node, kind) not in self.made:
             self.made[node, kind] = self.input(node, kind)
@@ -173,26 +171,13 @@ class _ProgramWriter:
         return (0 if kind == "row" else BLOCK) + len(where) - 1
 
     def program(self, results: list[fx.Node]) -> Program:
-        """The program, with values numbered as `Ref` says."""
         starts = [0, len(self.rows), len(self.rows) + len(self.whole)]
         starts.append(starts[-1] + len(self.setup))
-
-        def numbered(thing: Any) -> Any:
-            if isinstance(thing, Ref):
-                return Ref(starts[thing.number // BLOCK] + thing.number % BLOCK)
-            return tuple(map(numbered, thing)) if isinstance(thing, (list, tuple)) else thing
-
-        def renumbered(one: Instruction) -> Instruction:
-            kwargs = {k: numbered(v) for k, v in one.kwargs.items()}
-            return Instruction(
-                one.op, numbered(one.args), kwargs, one.kind, one.row_shape, one.dtype
-            )
-
-        made = [self.made[node, self.region.kinds[node]] for node in results]
-        return Program(
-            len(self.rows), len(self.whole), tuple(map(renumbered, self.setup)),
-            tuple(map(renumbered, self.loop)), tuple(numbered(Ref(n)).number for n in made),
-        )  # fmt: skip
+        made = tuple(self.made[node, self.region.kinds[node]] for node in results)
+        written = Program(0, 0, tuple(self.setup), tuple(self.loop), made)
+        return written.renumbered(
+            lambda n: starts[n // BLOCK] + n % BLOCK, len(self.rows), len(self.whole)
+        )
 
 
 def plan_loops(region: Region, level: Mapping[fx.Node, int]) -> list[Loop]:
@@ -222,7 +207,6 @@ def plan_loops(region: Region, level: Mapping[fx.Node, int]) -> list[Loop]:
 
 
 def _loop(writer: _ProgramWriter, level: int, results: list[fx.Node]) -> Loop:
-    """The loop that was written, made simpler."""
     row_shapes = [row_shape_of(node, writer.region.rows) or () for node in writer.rows]
     program = with_one_hot_rows(writer.program(results), row_shapes, writer.whole)
     program, rows, whole = without_unused(program)

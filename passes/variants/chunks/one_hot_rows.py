@@ -22,7 +22,7 @@ from typing import Any
 import torch
 from torch import fx
 
-from fxremat.passes.nodes import packet_name, shape_of
+from fxremat.passes.nodes import first_operand, packet_name, shape_of
 from fxremat.runtime.chunks.program import Instruction, Program, Ref
 
 
@@ -42,8 +42,7 @@ def constant_of(node: fx.Node) -> float | str | None:
     """The number that a tensor is filled with; "iota" for positions 0, 1, 2, ... in one row."""
     name = packet_name(node)
     if name in ("view", "expand", "unsqueeze", "reshape"):
-        source = node.args[0]
-        assert isinstance(source, fx.Node)
+        source = first_operand(node)
         constants = constant_of(source)
         shape, own = shape_of(node), shape_of(source)
         if constants == "iota" and (shape is None or own is None or shape[-1:] != own[-1:]):
@@ -97,7 +96,7 @@ class _Simplifier:
 
     def run(self) -> Program:
         for position, one in enumerate(self.program.loop):
-            one = replace(one, args=self.named(one.args))
+            one = one.renumbered(lambda n: self.renamed.get(n, n))
             number = self.program.start + position
             replacement = self.replacement(one)
             self.loop.append(one)
@@ -107,11 +106,6 @@ class _Simplifier:
                 self.remember(mine, one)
         results = tuple(self.renamed.get(n, n) for n in self.program.results)
         return _without_dead(replace(self.program, loop=tuple(self.loop), results=results))
-
-    def named(self, thing: Any) -> Any:
-        if isinstance(thing, Ref):
-            return Ref(self.renamed.get(thing.number, thing.number))
-        return tuple(map(self.named, thing)) if isinstance(thing, (list, tuple)) else thing
 
     # What is a point.
 
@@ -243,15 +237,8 @@ def _without_dead(program: Program) -> Program:
             wanted |= set(program.loop[position].reads)
     kept = [p for p in range(len(program.loop)) if start + p in wanted]
     numbers = {start + old: start + new for new, old in enumerate(kept)}
-
-    def named(thing: Any) -> Any:
-        if isinstance(thing, Ref):
-            return Ref(thing.number if thing.number < start else numbers[thing.number])
-        return tuple(map(named, thing)) if isinstance(thing, (list, tuple)) else thing
-
-    loop = tuple(replace(program.loop[p], args=named(program.loop[p].args)) for p in kept)
-    results = tuple(numbers.get(n, n) for n in program.results)
-    return replace(program, loop=loop, results=results)
+    left = replace(program, loop=tuple(program.loop[p] for p in kept))
+    return left.renumbered(lambda n: numbers.get(n, n), program.num_rows, program.num_whole)
 
 
 def without_unused(program: Program) -> tuple[Program, list[int], list[int]]:
@@ -265,17 +252,7 @@ def without_unused(program: Program) -> tuple[Program, list[int], list[int]]:
     later = range(program.first, program.start + len(program.loop))
     numbers = {old: new for new, old in enumerate([*rows, *whole, *later])}
 
-    def named(thing: Any) -> Any:
-        if isinstance(thing, Ref):
-            return Ref(numbers[thing.number])
-        return tuple(map(named, thing)) if isinstance(thing, (list, tuple)) else thing
-
-    setup, loop = (
-        tuple(replace(one, args=named(one.args)) for one in part)
-        for part in (program.setup, program.loop)
-    )
-    results = tuple(numbers[n] for n in program.results)
-    made = Program(len(rows), len(whole), setup, loop, results)
+    made = program.renumbered(numbers.__getitem__, len(rows), len(whole))
     return made, rows, [n - program.num_rows for n in whole]
 
 

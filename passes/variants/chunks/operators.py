@@ -25,7 +25,15 @@ import torch
 from torch import fx
 
 from fxremat.compat.configuration import OpOverload
-from fxremat.passes.nodes import Shape, arguments_of, dtype_of, packet_name, shape_of
+from fxremat.passes.nodes import (
+    Shape,
+    arguments_of,
+    dtype_of,
+    first_operand,
+    known_shape,
+    packet_name,
+    shape_of,
+)
 from fxremat.passes.variants.chunks.calls import Call, Calls, Operand, Result, row_cut, row_shape_of
 from fxremat.passes.variants.convolutions.gradients import of_input
 from fxremat.runtime.chunks.buffers import CONVOLUTION, GRADIENT_OF_WEIGHT, accumulates_in
@@ -76,8 +84,7 @@ def _aligned(node: fx.Node, shape: Shape, cut: int) -> Operand | None:
 
 
 def _row(node: fx.Node, cut: int, op: str, *args: Any, **kwargs: Any) -> Call:
-    shape = shape_of(node)
-    assert shape is not None
+    shape = known_shape(node)
     return Call(op, args, kwargs, "row", shape[cut:], dtype_of(node))
 
 
@@ -109,8 +116,7 @@ def _common_type(node: fx.Node, given: Sequence[fx.Node]) -> torch.dtype:
 
 def _elementwise(node: fx.Node, rows: int, cut: int) -> Calls | None:
     """Operands of another type are cast in an instruction of their own, which has its memory."""
-    shape = shape_of(node)
-    assert shape is not None
+    shape = known_shape(node)
     name, named = packet_name(node), arguments_of(node)
     given = [v for v in named.values() if isinstance(v, fx.Node)]
     values = [v for key, v in named.items() if isinstance(v, fx.Node) and key != "condition"]
@@ -164,9 +170,8 @@ def _behind(dims: Any, rank: int, cut: int) -> list[int] | None:
 
 
 def _reshape(node: fx.Node, rows: int, cut: int) -> Calls | None:
-    source, shape = node.args[0], shape_of(node)
+    source, shape = node.args[0], known_shape(node)
     assert isinstance(source, fx.Node)
-    assert shape is not None
     if row_shape_of(source, rows) is None:
         return None
     row_shape = list(shape[cut:])
@@ -175,8 +180,7 @@ def _reshape(node: fx.Node, rows: int, cut: int) -> Calls | None:
 
 
 def _expand(node: fx.Node, rows: int, cut: int) -> Calls | None:
-    shape, source = shape_of(node), node.args[0]
-    assert shape is not None
+    shape, source = known_shape(node), node.args[0]
     assert isinstance(source, fx.Node)
     given = _aligned(source, shape, cut)
     if given is None:
@@ -185,7 +189,6 @@ def _expand(node: fx.Node, rows: int, cut: int) -> Calls | None:
 
 
 def _order(node: fx.Node) -> list[int] | None:
-    """The permutation that a view applies."""
     named = arguments_of(node)
     source = named["self"]
     rank = source.meta["val"].dim()
@@ -198,8 +201,7 @@ def _order(node: fx.Node) -> list[int] | None:
 
 
 def _permute(node: fx.Node, rows: int, cut: int) -> Calls | None:
-    source, order = node.args[0], _order(node)
-    assert isinstance(source, fx.Node)
+    source, order = first_operand(node), _order(node)
     shape = shape_of(source)
     if shape is None or order is None or row_cut(shape, rows) != cut:
         return None
@@ -212,8 +214,7 @@ def _permute(node: fx.Node, rows: int, cut: int) -> Calls | None:
 
 def _transposed(node: fx.Node, rows: int) -> Calls | None:
     """[N, K] seen as [K, N]."""
-    source = node.args[0]
-    assert isinstance(source, fx.Node)
+    source = first_operand(node)
     shape = shape_of(source)
     if shape is None or len(shape) != 2 or shape[0] != rows or _order(node) != [1, 0]:
         return None
@@ -225,8 +226,7 @@ def _reduce(node: fx.Node, rows: int, cut: int) -> Calls | None:
     """Reductions along the rest; the first argument behind the operand says which dimensions."""
     named, name = arguments_of(node), packet_name(node)
     source = named["self"]
-    own, shape = shape_of(source), shape_of(node)
-    assert shape is not None
+    own, shape = shape_of(source), known_shape(node)
     if own is None or own[:cut] != shape[:cut]:
         return None
     dims = _behind(named.get("dim"), len(own), cut)
@@ -244,8 +244,7 @@ def _reduce(node: fx.Node, rows: int, cut: int) -> Calls | None:
 
 
 def _softmax_backward(node: fx.Node, rows: int, cut: int) -> Calls | None:
-    named, shape = arguments_of(node), shape_of(node)
-    assert shape is not None
+    named, shape = arguments_of(node), known_shape(node)
     grad = _same_rows(named["grad_output"], shape, rows, cut)
     output = _same_rows(named["output"], shape, rows, cut)
     dims = _behind(named["dim"], len(shape), cut)
@@ -255,9 +254,7 @@ def _softmax_backward(node: fx.Node, rows: int, cut: int) -> Calls | None:
 
 
 def _pick(node: fx.Node, rows: int, cut: int) -> Calls | None:
-    """slice and select along the rest."""
-    named, shape = arguments_of(node), shape_of(node)
-    assert shape is not None
+    named, shape = arguments_of(node), known_shape(node)
     source = _same_rows(named["self"], shape, rows, cut)
     if source is None:
         return None
@@ -269,8 +266,7 @@ def _pick(node: fx.Node, rows: int, cut: int) -> Calls | None:
 
 
 def _cat(node: fx.Node, rows: int, cut: int) -> Calls | None:
-    named, shape = arguments_of(node), shape_of(node)
-    assert shape is not None
+    named, shape = arguments_of(node), known_shape(node)
     parts = [_same_rows(one, shape, rows, cut) for one in named["tensors"]]
     dims = _behind(named["dim"], len(shape), cut)
     if dims is None or any(p is None or dtype_of(p.node) != dtype_of(node) for p in parts):
@@ -279,8 +275,7 @@ def _cat(node: fx.Node, rows: int, cut: int) -> Calls | None:
 
 
 def _pad(node: fx.Node, rows: int, cut: int) -> Calls | None:
-    named, shape = arguments_of(node), shape_of(node)
-    assert shape is not None
+    named, shape = arguments_of(node), known_shape(node)
     source = _same_rows(named["self"], shape, rows, cut)
     if source is None or len(named["pad"]) // 2 > len(source.row_shape):
         return None
@@ -289,8 +284,7 @@ def _pad(node: fx.Node, rows: int, cut: int) -> Calls | None:
 
 def _gather(node: fx.Node, rows: int, cut: int) -> Calls | None:
     """gather and the scatters: along the rest, operands with the same rows."""
-    named, shape = arguments_of(node), shape_of(node)
-    assert shape is not None
+    named, shape = arguments_of(node), known_shape(node)
     dims = _behind(named["dim"], len(shape), cut)
     tensors = {k: _same_rows(v, shape, rows, cut) for k, v in named.items()
                if isinstance(v, fx.Node)}  # fmt: skip
@@ -302,8 +296,7 @@ def _gather(node: fx.Node, rows: int, cut: int) -> Calls | None:
 
 
 def _full(node: fx.Node, rows: int, cut: int) -> Calls | None:
-    named, shape = arguments_of(node), shape_of(node)
-    assert shape is not None
+    named, shape = arguments_of(node), known_shape(node)
     if isinstance(named["fill_value"], fx.Node):
         return None
     device = node.meta["val"].device
@@ -329,19 +322,16 @@ def _mm(node: fx.Node, rows: int, cut: int) -> Calls | None:
     left, right = named.get("self"), named["mat2"]
     added: list[Operand | None] = []
     if "mat1" in named:  # addmm
-        shape = shape_of(node)
-        assert shape is not None
-        added, left = [_aligned(named["self"], shape, cut)], named["mat1"]
-    shape = shape_of(left)  # type: ignore[arg-type]
-    if shape is None or cut != 1 or shape[0] != rows or None in added:
+        added, left = [_aligned(named["self"], known_shape(node), cut)], named["mat1"]
+    own = shape_of(left)  # type: ignore[arg-type]
+    if own is None or cut != 1 or own[0] != rows or None in added:
         return None
-    args = [*added, Operand(left, "row", shape[1:]), _whole(right)]  # type: ignore[arg-type]
+    args = [*added, Operand(left, "row", own[1:]), _whole(right)]  # type: ignore[arg-type]
     return (_row(node, cut, str(node.target), *args, **_scales(named)),)
 
 
 def _bmm(node: fx.Node, rows: int, cut: int) -> Calls | None:
-    named, shape = arguments_of(node), shape_of(node)
-    assert shape is not None
+    named, shape = arguments_of(node), known_shape(node)
     added: list[Operand | None] = []
     pair = [named["self"], named["mat2"]] if "mat2" in named else [named["batch1"], named["batch2"]]
     if "batch1" in named:
@@ -353,7 +343,6 @@ def _bmm(node: fx.Node, rows: int, cut: int) -> Calls | None:
 
 
 def _sum_of_products(node: fx.Node, rows: int) -> Calls | None:
-    """[K, N] times [N, M]."""
     named, shape = arguments_of(node), shape_of(node)
     left, right = named.get("self"), named.get("mat2")
     sizes = shape_of(left), shape_of(right)  # type: ignore[arg-type]
@@ -401,8 +390,7 @@ def _added_up(read: Operand, behind: list[int], shape: Shape, dtype: torch.dtype
 
 def _convolution(node: fx.Node, rows: int, cut: int) -> Calls | None:
     given, weight, bias, *how_ = node.args
-    shape = shape_of(node)
-    assert shape is not None
+    shape = known_shape(node)
     images, wide = _same_rows(given, shape, rows, cut), _whole(weight)
     added = None if bias is None else _whole(bias)
     if cut != 1 or len(shape) < len(("images", "channels", "places")):
@@ -473,7 +461,6 @@ _ITEMS: dict[tuple[str, int], tuple[Kind, ItemRule]] = {
 
 
 def _item(node: fx.Node, kind: Kind, rows: int) -> Calls | None:
-    """One result of an operator with several."""
     call, place = node.args
     assert isinstance(call, fx.Node)
     wanted, rule = _ITEMS.get((packet_name(call), place), (None, None))  # type: ignore[arg-type]

@@ -28,7 +28,7 @@ from torch import fx
 
 from fxremat.core.constants import CHUNK_PARTS, MOST_NODES
 from fxremat.passes.joint_graph import JointGraph, Role, is_random, is_repeatable, is_tensor
-from fxremat.passes.nodes import dtype_of, packet_name, shape_of
+from fxremat.passes.nodes import dtype_of, known_shape, packet_name, shape_of
 from fxremat.passes.variants.chunks.calls import VIEWS, Calls, Operand, operands, row_shape_of
 from fxremat.passes.variants.chunks.operators import calls_of
 from fxremat.runtime.chunks.program import Kind
@@ -73,7 +73,6 @@ class Region:
 
     @property
     def name(self) -> str:
-        """Of its convolution, or of the first node."""
         return (self.convolution or self.in_order()[0]).name
 
     def calls(self, node: fx.Node, kind: Kind) -> Calls | None:
@@ -86,7 +85,6 @@ class Region:
         return self._calls[key]
 
     def operands(self, node: fx.Node) -> list[Operand]:
-        """What a node of the region reads."""
         calls = self.calls(node, self.kinds[node])
         assert calls is not None
         return list(operands(calls))
@@ -97,11 +95,9 @@ class Region:
         return row_shape is not None and prod(row_shape) * 2 >= self.width
 
     def is_view(self, node: fx.Node) -> bool:
-        """Whether the node has no memory of its own."""
         return packet_name(node) in VIEWS
 
     def in_order(self) -> list[fx.Node]:
-        """The nodes in graph order."""
         return sorted(self.kinds, key=self.position.__getitem__)
 
     def is_read_outside(self, node: fx.Node) -> bool:
@@ -114,7 +110,6 @@ class Region:
         return bool(early) if self.half == "forward" else len(early) < len(outside)
 
     def is_forward(self, node: fx.Node) -> bool:
-        """Whether the node runs in the forward."""
         return self.joint.role[node] is Role.FORWARD
 
     def forward_half(self) -> Region:
@@ -292,7 +287,6 @@ class _Grower:
 
     @classmethod
     def of(cls, joint: JointGraph) -> _Grower:
-        """The one of this graph."""
         position = {n: i for i, n in enumerate(joint.module.graph.nodes)}
         known = joint.notes.get(cls.__name__)
         if known is None or known.position != position:
@@ -301,10 +295,8 @@ class _Grower:
         return known
 
     def around(self, seed: fx.Node) -> list[Region]:
-        """The ways to see rows in a value."""
         if seed not in self.grown:
-            shape = shape_of(seed)
-            assert shape is not None
+            shape = known_shape(seed)
             regions = (
                 grow(self.joint, seed, n, self.position, self.calls.setdefault(n, {}))
                 for n in dict.fromkeys(_row_counts(shape))

@@ -3,23 +3,18 @@
     x ── mm ── logits [N, V] ── ... ── loss          before: N rows of logits
     x ── rows(program) ── loss                       after: a chunk of logits
 
-`regions` says what a region is, and why a chunk of it may be computed alone; for images,
-`image_regions` does. Here each region gets its rule, and is offered in several forms:
+`regions` and `image_regions` say what a region is, and why a chunk of it may be computed alone.
+Here each region gets its rule, and is offered in several forms, each with a few sizes of chunks:
 
 * *again*: one call for each loop; the backward computes a chunk of the forward again;
 * *at once*: the forward computes the gradients too, up to the factor that the backward brings (see
-  `early_gradients`); nothing is computed twice.
+  `early_gradients`); nothing is computed twice;
+* *twice*, for images: what forward and backward both read is computed for each of them, so that the
+  last reader in the backward may write over it;
+* *late*, for images: the same for the backward, and the forward stays as it is.
 
-Regions of images have two other forms:
-
-* *twice*: what forward and backward both read is computed for each of them. The last reader in the
-  backward may then write over it, which it may not do with what the forward saves;
-* *late*: the same for the backward, and the forward stays as it is.
-
-A loss leaves out the rows that add nothing to it (see `ignored_rows`).
-
-Each form comes in a few sizes of chunks. A result that is read outside of the region gets the shape
-and the strides of the old node, and stands in for it.
+A loss leaves out the rows that add nothing to it (see `ignored_rows`). A result that is read
+outside of the region gets the shape and the strides of the old node, and stands in for it.
 """
 
 from __future__ import annotations
@@ -28,14 +23,15 @@ import itertools
 import operator
 from collections.abc import Callable, Iterator, Mapping, Set
 from dataclasses import dataclass, field
+from functools import partial
 from math import ceil, prod
 
 import torch
 from torch import fx
 
-from fxremat.core.constants import CHUNK_PARTS, MATMUL_ROWS, TILE_BYTES
+from fxremat.core.constants import CHUNK_PARTS, TILE_BYTES
 from fxremat.passes.joint_graph import JointGraph, Role
-from fxremat.passes.nodes import add_call, dtype_of, last_of, packet_name, shape_of
+from fxremat.passes.nodes import add_call, dtype_of, known_shape, last_of, packet_name
 from fxremat.passes.variants.chunks.calls import row_shape_of
 from fxremat.passes.variants.chunks.early_gradients import Factor, factor
 from fxremat.passes.variants.chunks.ignored_rows import IgnoredRows, ignored_rows
@@ -47,6 +43,8 @@ from fxremat.runtime.chunks.operator import ROWS
 from fxremat.runtime.chunks.program import dump
 
 _ATEN = torch.ops.aten
+MATMUL_ROWS = 16
+"""Rows of a tensor core's matrix product in 16 bits (mma.m16n8k16 in NVIDIA's PTX)."""
 
 
 @dataclass(frozen=True)
@@ -61,7 +59,7 @@ def sizes(region: Region) -> list[Sizes]:
     """The sizes that a region is offered in, large chunks first.
 
     Of a batch of matrices or images one is enough for a chunk. On a GPU a chunk of other rows
-    begins where kernels expect memory to, however narrow a row is.
+    begins at a multiple of 16 bytes, as kernels expect, however narrow a row is.
     """
     in_batches = region.of_images or "bmm" in _names(region)
     least = 1 if in_batches else MATMUL_ROWS
@@ -136,13 +134,11 @@ class _Insertion:
         self.graph.inserting_before(last.next)
 
     def input(self, node: fx.Node) -> fx.Node:
-        """The node that a loop reads for a node of the region's graph."""
         if node in self.made:
             return self.made[node]
         return self.for_factor_one.get(node, self.nodes[node])
 
     def rows(self, node: fx.Node, is_dense: bool) -> fx.Node:
-        """A row input with the rows in one dimension."""
         given = self.input(node)
         row_shape = row_shape_of(node, self.region.rows)
         assert row_shape is not None
@@ -158,7 +154,6 @@ class _Insertion:
         return add_call(self.graph, _ATEN.view.default, (given, shape), given)
 
     def call(self, loop: Loop) -> None:
-        """Put one loop in."""
         read = [self.input(node) for node in (*loop.rows, *loop.whole)]
         self.after(read)
         like = self.nodes[loop.results[0]]
@@ -198,8 +193,7 @@ class _Insertion:
     def stand_in(self, node: fx.Node) -> fx.Node:
         """What may be read in place of a node: its shape and strides."""
         old, made = self.nodes[node], self.made[node]
-        shape = shape_of(node)
-        assert shape is not None
+        shape = known_shape(node)
         if tuple(made.meta["val"].shape) != shape:
             made = add_call(self.graph, _ATEN.view.default, (made, list(shape)), old)
         return self.with_strides(made, old)
@@ -267,15 +261,12 @@ class _Form:
     scale: Factor | None = None
 
     def site(self, rule: str, name: str) -> Site:
-        """Where it is put in."""
         return Site(rule, name, self.insert, backward_only=self.region.half == "backward")
 
     def insert(self, graph: fx.Graph, nodes: Mapping[fx.Node, fx.Node]) -> StandIns:
-        """Put the calls in; the stand-ins for what is read outside of the region."""
         return self.insert_loops(_Insertion(graph, self.region, nodes, self.size, self.scale))
 
     def insert_loops(self, one: _Insertion) -> StandIns:
-        """Put the calls in, of which some may be there."""
         nodes = one.nodes
         found: StandIns = {}
         multiples: set[fx.Node] = set()
@@ -316,7 +307,6 @@ class _BothHalves:
     late: _Form
 
     def site(self, rule: str, name: str) -> Site:
-        """Where it is put in."""
         return Site(rule, name, self.insert)
 
     def insert(self, graph: fx.Graph, nodes: Mapping[fx.Node, fx.Node]) -> StandIns:
@@ -345,42 +335,29 @@ def _forms_of_images(region: Region) -> Iterator[tuple[str, _Form | _BothHalves]
             yield f"twice {size.chunk}", _BothHalves(_Form(parts[0], early, size), of_backward)
 
 
-@dataclass(frozen=True)
-class _Way:
-    """The loops of a region, for any size of chunks."""
-
-    region: Region
-    loops: tuple[Loop, ...]
-    scale: Factor | None = None
+_Way = Callable[[Sizes], _Form]
 
 
-@dataclass(frozen=True)
-class _Seen:
-    """A region, as it was found or grown to leave rows out."""
+def _way(region: Region, ignored: IgnoredRows | None, scale: Factor | None) -> _Way | None:
+    """The loops of a region, which leave rows out if some are ``ignored``."""
+    if not _keeps_strides(region, region.read_outside()):
+        return None
+    loops = _loops(region, scale)
+    if ignored is not None and loops:
+        loops = ignored.leave_out(loops)
+    if not loops or (scale is not None and len(loops) > 1):
+        return None
+    return partial(_Form, region, loops, scale=scale)
 
-    region: Region
-    ignored: IgnoredRows | None = None
 
-    def again(self) -> _Way | None:
-        """One loop for each level."""
-        return self._way(None)
+def _again(region: Region, ignored: IgnoredRows | None) -> _Way | None:
+    return _way(region, ignored, None)
 
-    def at_once(self) -> _Way | None:
-        """One loop for everything, the gradients up to a factor."""
-        region = self.region
-        has_backward = any(region.joint.role[n] is Role.BACKWARD for n in region.kinds)
-        scale = factor(region) if has_backward else None
-        way = self._way(scale) if scale is not None else None
-        return way if way is not None and len(way.loops) == 1 else None
 
-    def _way(self, scale: Factor | None) -> _Way | None:
-        region, ignored = self.region, self.ignored
-        if not _keeps_strides(region, region.read_outside()):
-            return None
-        loops = _loops(region, scale)
-        if ignored is not None and loops:
-            loops = ignored.told(loops)
-        return _Way(region, loops, scale) if loops else None
+def _at_once(region: Region, ignored: IgnoredRows | None) -> _Way | None:
+    has_backward = any(region.joint.role[n] is Role.BACKWARD for n in region.kinds)
+    scale = factor(region) if has_backward else None
+    return None if scale is None else _way(region, ignored, scale)
 
 
 def forms(
@@ -390,16 +367,17 @@ def forms(
     if region.of_images:
         yield from _forms_of_images(region)
         return
-    seen = [_Seen(region)]
+    regions: list[tuple[Region, IgnoredRows | None]] = [(region, None)]
     if rule_of(region) == "chunked_loss" and (ignored := ignored_rows(region, others)):
-        seen.insert(0, _Seen(ignored.region, ignored))
-    again = next((way for one in seen if (way := one.again())), None)
-    at_once = next((way for one in seen if (way := one.at_once())), None)
+        regions.insert(0, (ignored.region, ignored))
+    ways = {
+        name: next((made for one in regions if (made := way(*one))), None)
+        for name, way in (("again", _again), ("at once", _at_once))
+    }
     for size in sizes(region):
-        if again:
-            yield f"again {size.chunk}", _Form(again.region, again.loops, size)
-        if at_once:
-            yield f"at once {size.chunk}", _Form(at_once.region, at_once.loops, size, at_once.scale)
+        for name, way in ways.items():
+            if way is not None:
+                yield f"{name} {size.chunk}", way(size)
 
 
 _NEEDED = {
@@ -412,7 +390,6 @@ _NEEDED = {
 
 
 def find(joint: JointGraph, rule: str) -> list[Site]:
-    """The sites of one rule."""
     found: list[Site] = []
     if not _NEEDED[rule] & {packet_name(node) for node in joint.module.graph.nodes}:
         return found
@@ -429,24 +406,15 @@ def find(joint: JointGraph, rule: str) -> list[Site]:
     return found
 
 
-def _finder(rule: str) -> Callable[[JointGraph], list[Site]]:
-    return lambda joint: find(joint, rule)
-
-
-CHUNKED_LOSS = Rule(
-    "chunked_loss", "logits and their loss a few rows at a time", _finder("chunked_loss")
+RULES = CHUNKED_LOSS, CHUNKED_MLP, CHUNKED_ATTENTION, CHUNKED_CONVOLUTIONS = tuple(
+    Rule(name, line, partial(find, rule=name))
+    for name, line in (
+        ("chunked_loss", "logits and their loss a few rows at a time"),
+        ("chunked_mlp", "the hidden layer of an MLP a few rows at a time"),
+        ("chunked_attention", "attention written by hand, a few heads at a time"),
+        (
+            "chunked_convolutions",
+            "a convolution, normalisation and activation a few images at a time",
+        ),
+    )
 )
-CHUNKED_MLP = Rule(
-    "chunked_mlp", "the hidden layer of an MLP a few rows at a time", _finder("chunked_mlp")
-)
-CHUNKED_ATTENTION = Rule(
-    "chunked_attention",
-    "attention written by hand, a few heads at a time",
-    _finder("chunked_attention"),
-)
-CHUNKED_CONVOLUTIONS = Rule(
-    "chunked_convolutions",
-    "a convolution, normalisation and activation a few images at a time",
-    _finder("chunked_convolutions"),
-)
-RULES = (CHUNKED_LOSS, CHUNKED_MLP, CHUNKED_ATTENTION, CHUNKED_CONVOLUTIONS)

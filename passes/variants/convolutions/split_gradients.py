@@ -45,7 +45,6 @@ class Backward:
     images: int | None = None
 
     def insert(self, graph: fx.Graph, copies: Mapping[fx.Node, fx.Node]) -> StandIns:
-        """Weight (and bias) first, then the input."""
         old = copies[self.node]
         both_of, one_of = _CONVOLUTION_BACKWARD, _CONVOLUTION
         how_many: tuple[Any, ...] = ()

@@ -20,7 +20,7 @@ from dataclasses import dataclass, replace
 import torch
 from torch import fx
 
-from fxremat.core.constants import CHUNK_PARTS
+from fxremat.core.constants import IMAGE_PARTS
 from fxremat.passes.joint_graph import JointGraph
 from fxremat.passes.nodes import add_call, fake
 from fxremat.passes.variants.convolutions.split_gradients import read_backward
@@ -40,7 +40,6 @@ class _InLess:
     algorithm: str
 
     def insert(self, graph: fx.Graph, copies: Mapping[fx.Node, fx.Node]) -> StandIns:
-        """The operator beside the call, and an item beside each of the call's."""
         old = copies[self.call]
         args = (*old.args, self.images, self.algorithm)
         with graph.inserting_before(old.next):
@@ -60,7 +59,7 @@ def _ways(call: fx.Node) -> Iterator[tuple[int, str]]:
     """
     given = fake(call.args[1 if call.target is _BACKWARD else 0])  # type: ignore[arg-type]
     count = given.shape[0]
-    for images in dict.fromkeys(-(-count // parts) for parts in CHUNK_PARTS):
+    for images in dict.fromkeys(-(-count // parts) for parts in IMAGE_PARTS):
         if images < count:
             yield images, ""
     if given.device.type == "cuda":

@@ -1,0 +1,286 @@
+"""Optimizer steps that begin inside a compiled backward, when a gradient is in host memory.
+
+    arrived(gradient, weight, read, first, device)
+
+stands in a backward where the copy of a gradient to the host has been waited for, and every copy
+of its weight to the device too. If somebody asked for it (`Stepped`), the optimizer then steps on
+a thread of its own, beside the rest of the backward. It takes the gradient's memory along, which
+is free as soon as the step has ended; autograd is left with a stand-in of the same shape that
+takes none. The backward ends with `finish`, where it waits for the steps.
+
+A step never sees a part of a gradient, and nothing reads a weight while it is written:
+
+* In the backward that is running, nothing but this graph has a gradient for the weight, and
+  autograd will add it to ``weight.grad``, where there is none yet. That is known where a compiled
+  graph is the first to run in a backward, for all that follow; elsewhere it is not assumed.
+* Nobody has a hook on the weight, who would see the stand-in.
+* No other tensor that the rest of the graph reads shares memory with the weight.
+
+Where any of it does not hold, nothing happens here, and the hook that autograd calls when it has
+added up the whole gradient does the step.
+"""
+
+from __future__ import annotations
+
+import mmap
+import os
+import threading
+from collections import Counter
+from collections.abc import Callable, Sequence
+from threading import Event, Lock
+from typing import Any
+from weakref import WeakValueDictionary
+
+import torch
+
+from fxremat.compat.backward import (
+    hooks_on,
+    leaves_of_one_node,
+    leaves_of_this_node,
+    running_backward,
+)
+from fxremat.core.constants import STEPS_AHEAD
+from fxremat.runtime.copy_trace import SerialThread, active_traces, host_time
+from fxremat.runtime.host_memory import extent_bytes, storage_address
+from fxremat.runtime.kernels import WAITS, no_result, register
+
+
+class Step:
+    """One optimizer step of one parameter, on its way or over; it begins after ``ready()``."""
+
+    def __init__(
+        self,
+        parameter: torch.Tensor,
+        gradient: torch.Tensor,
+        step: Callable[[], object],
+        ready: Callable[[], object],
+    ) -> None:
+        self.backward = running_backward()
+        self.error: BaseException | None = None
+        self.gradient: torch.Tensor | None = gradient
+        self.storage = storage_address(parameter)
+        self._parameter = parameter
+        self._step = step
+        self._ready = ready
+        self._nbytes = extent_bytes(gradient)
+        self._threads = torch.get_num_threads()
+        self._traces = active_traces()
+        self._ended = Event()
+
+    def run(self) -> None:
+        """Step; for the thread. An error is kept for the hook of the parameter."""
+        try:
+            self._ready()
+            if torch.get_num_threads() != self._threads:  # a number that each thread has for itself
+                torch.set_num_threads(self._threads)
+            with host_time("step", self._nbytes, self._traces), torch.no_grad():
+                self._parameter.grad = self.gradient
+                self._step()
+            self.gradient = None
+        except BaseException as error:
+            self.error = error
+        finally:
+            self._parameter.grad = None
+            self._ended.set()
+
+    def wait(self) -> None:
+        """Block until the step has ended, one way or the other."""
+        self._ended.wait()
+
+    def is_over(self) -> bool:
+        return self._ended.is_set()
+
+
+class Stepped:
+    """A parameter that ``step`` is to update as soon as its gradient is whole.
+
+    Steps begin early for as long as this object lives. ``started`` is the one that began in the
+    backward and that autograd has not come to yet.
+    """
+
+    def __init__(self, parameter: torch.Tensor, step: Callable[[], object]) -> None:
+        self.parameter = parameter
+        self.started: Step | None = None
+        self._stand_in = 0
+        self._step = step
+        _STEPPED[id(parameter)] = self
+
+    def start(self, gradient: torch.Tensor, ready: Callable[[], object]) -> Step:
+        """Begin a step after ``ready()``; ``gradient`` becomes its stand-in."""
+        taken = gradient.detach()
+        gradient.set_(_stand_in(taken))  # type: ignore[call-overload]
+        self._stand_in = storage_address(gradient)
+        self.started = Step(self.parameter, taken, self._step, ready)
+        _WORKER.submit(self.started)
+        return self.started
+
+    def gradient_is_whole(self) -> None:
+        """For the hook that autograd calls when the gradient is in ``parameter.grad``.
+
+        Step, or end the step that has begun: afterwards there is no gradient. The error of the
+        step goes to the caller, and then the gradient is still there.
+        """
+        early, self.started = self.started, None
+        if early is None or early.backward != running_backward():
+            self._step()
+            self.parameter.grad = None
+            return
+        early.wait()
+        found, self.parameter.grad = self.parameter.grad, early.gradient
+        if early.error is not None:
+            raise early.error
+        if found is None or storage_address(found) != self._stand_in:
+            raise RuntimeError(
+                "a hook has changed a gradient after the optimizer had stepped with it: register "
+                "it on the parameter, and then the optimizer waits for it"
+            )
+
+
+class _Worker:
+    """The thread that steps, and the steps that it may not have done yet."""
+
+    def __init__(self) -> None:
+        self.after_fork()
+
+    def after_fork(self) -> None:
+        """Begin anew: the thread stays behind in a fork."""
+        self._thread = SerialThread("steps")
+        self._lock = Lock()
+        self._unfinished: list[Step] = []
+
+    def submit(self, step: Step) -> None:
+        with self._lock:
+            self._unfinished.append(step)
+        self._thread.submit(step)
+
+    def unfinished(self) -> Sequence[Step]:
+        """Steps that may still be running; the others are let go of."""
+        if self._unfinished:
+            with self._lock:
+                self._unfinished = [one for one in self._unfinished if not one.is_over()]
+        return self._unfinished
+
+
+class _BackwardSteps(threading.local):
+    """The backward that this thread runs, what is known of it, and what began in it."""
+
+    def __init__(self) -> None:
+        self.number: int | None = None
+        self.from_one_node: frozenset[int] = frozenset()
+        self.from_this_node: frozenset[int] = frozenset()
+        self.shared: frozenset[int] = frozenset()
+        self.steps: list[Step] = []
+
+
+_STEPPED: WeakValueDictionary[int, Stepped] = WeakValueDictionary()
+_WORKER = _Worker()
+_BACKWARD = _BackwardSteps()
+os.register_at_fork(after_in_child=_WORKER.after_fork)
+
+
+# --- in the backward ---------------------------------------------------------------------
+
+
+def _arrived(
+    gradient: torch.Tensor,
+    weight: torch.Tensor,
+    read: list[torch.Tensor],
+    first: bool,
+    device: torch.device,
+) -> None:
+    if not _STEPPED:
+        return
+    if first:
+        _begin([weight, *read])
+    stepped = _STEPPED.get(id(weight))
+    if stepped is not None and stepped.parameter is weight and _may_step(weight, gradient):
+        _BACKWARD.steps.append(stepped.start(gradient, now_on(device)))
+        finish(but=STEPS_AHEAD)
+
+
+def _begin(host: Sequence[torch.Tensor]) -> None:
+    """Find out about the backward that is running, and about the graph that runs in it now."""
+    finish()
+    number = running_backward()
+    if number != _BACKWARD.number:
+        _BACKWARD.number = number
+        _BACKWARD.from_one_node = frozenset(map(id, leaves_of_one_node()))
+    _BACKWARD.from_this_node = frozenset(map(id, leaves_of_this_node()))
+    uses = Counter(map(storage_address, {id(tensor): tensor for tensor in host}.values()))
+    _BACKWARD.shared = frozenset(address for address, count in uses.items() if count > 1)
+
+
+def _may_step(weight: torch.Tensor, gradient: torch.Tensor) -> bool:
+    """Whether ``gradient`` is the whole one, and nobody reads it or the weight from here on."""
+    now, known = running_backward(), _BACKWARD
+    whole = id(weight) in known.from_one_node and id(weight) in known.from_this_node
+    return (
+        now is not None
+        and now == known.number
+        and whole
+        and weight.grad is None
+        and hooks_on(weight) == 1
+        and storage_address(weight) not in known.shared
+        and _keeps(weight, gradient)
+    )
+
+
+def _keeps(weight: torch.Tensor, gradient: torch.Tensor) -> bool:
+    """Whether autograd would keep this gradient as it is."""
+    alike = weight.size() == gradient.size() and weight.stride() == gradient.stride()
+    return alike and weight.dtype == gradient.dtype and weight.device == gradient.device
+
+
+def finish(but: int = 0) -> None:
+    """The backward goes on when the steps that began in it have ended, ``but`` for the last ones.
+
+    Errors are for the hooks.
+    """
+    end = max(0, len(_BACKWARD.steps) - but)
+    steps, _BACKWARD.steps = _BACKWARD.steps[:end], _BACKWARD.steps[end:]
+    for step in steps:
+        step.wait()
+    _WORKER.unfinished()
+
+
+def before_reading(host: torch.Tensor) -> None:
+    """Wait for a step that still writes ``host``: the backward in which it began has failed."""
+    for step in _WORKER.unfinished():
+        if step.storage == storage_address(host):
+            step.wait()
+
+
+def now_on(device: torch.device) -> Callable[[], object]:
+    """What blocks until ``device`` has come as far as it has been asked to until now.
+
+    The thread sleeps: one that spins would take a core from optimizer steps.
+    """
+    if device.type != "cuda":
+        return bool
+    event: Any = torch.cuda.Event(blocking=True)  # type: ignore[no-untyped-call]
+    torch.cuda.current_stream(device).record_event(event)
+    wait: Callable[[], object] = event.synchronize
+    return wait
+
+
+def _stand_in(gradient: torch.Tensor) -> torch.Tensor:
+    """A tensor like ``gradient`` whose pages nobody ever touches, so that it takes no memory."""
+    nbytes = extent_bytes(gradient)
+    flags = mmap.MAP_PRIVATE | mmap.MAP_ANONYMOUS | getattr(mmap, "MAP_NORESERVE", 0)
+    empty = torch.empty(0, dtype=gradient.dtype)
+    pages = torch.frombuffer(mmap.mmap(-1, nbytes, flags=flags), dtype=torch.uint8)
+    return empty.set_(pages.untyped_storage(), 0, gradient.size(), gradient.stride())
+
+
+arrived = register(
+    "arrived",
+    "(Tensor(a!) gradient, Tensor(b!) weight, Tensor[] read, bool first, Device device) -> ()",
+    _arrived,
+    no_result,
+    WAITS,
+)
+"""``arrived(gradient, weight, read, first, device)``: the optimizer of ``weight`` may step.
+
+``gradient``, in host memory, is what the graph returns for its input ``weight``, and is complete
+when ``device`` comes here; so are all copies of ``weight``. Nothing uses either from here on. The
+first such call of a graph names what else of its inputs is read later."""

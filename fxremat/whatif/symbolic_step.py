@@ -1,0 +1,335 @@
+"""One joint graph at many sizes: traced once with symbols, then asked what it takes at each.
+
+A plan is for one choice of sizes; a joint graph whose sizes are symbols stands for all of them.
+`compat.sizes_at` gives the symbols their values, and estimate, planner and dry run then see the
+problem of those sizes. Code is generated once for each way to cut the graph, and runs, on tensors
+without memory, at any size.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from contextlib import AbstractContextManager, contextmanager
+from dataclasses import dataclass, field, replace
+from fractions import Fraction
+from functools import partial
+from math import prod
+from typing import Any
+
+from fxremat.compat.absent.moving import with_numbers as torch_with_numbers
+from fxremat.compat.call_stack import with_stack_room
+from fxremat.compat.compilers import joint_passes
+from fxremat.compat.configuration import (
+    PARTITIONER,
+    POST_GRAD_PASS,
+    SCHEDULER_PASS,
+    inductor_config,
+)
+from fxremat.compat.joint_graph import copy_module, without_user_tags
+from fxremat.compat.sizes import sizes_at, symbols_seen
+from fxremat.compile.constants import EXPECTED_WRONG, ROUNDS
+from fxremat.compile.cost_model import CostModel, cost_model
+from fxremat.compile.draft import Draft
+from fxremat.compile.dry_run.dry_run import DryRun, GeneratedStep, generate_step
+from fxremat.compile.pipeline import AS_TORCH, DONATE, PLAN, PREPARE, Runner
+from fxremat.compile.request import Request
+from fxremat.compile.search.candidates import Candidate, Evaluation, Evaluator, plain_bytes
+from fxremat.compile.search.planning import ONE_PASS, Planning
+from fxremat.compile.search.search import Search
+from fxremat.compile.search.torch_plan import plan_of_torch
+from fxremat.compile.stage_times import StageTimes
+from fxremat.core.events import Allocate, Event
+
+Sizes = Mapping[str, int]
+"""What varies, by name, and how large it is."""
+There = Callable[[], AbstractContextManager[Any]]
+"""Inside, code can be generated for the device of a step."""
+
+
+@dataclass(frozen=True)
+class AsTorch:
+    """Torch's own cut of the graph, and its code."""
+
+    draft: Draft
+    code: GeneratedStep
+
+
+SAMPLES = (1, 2, 3)
+"""Times the first size: where a dry run is made to know what the step takes at others."""
+
+
+@dataclass
+class PeaksBySize:
+    """The peak of a step as one size of it varies.
+
+    The code of the step is the same at every size, and so is the order of what it allocates, and
+    each allocation is a polynomial of the size, of degree 2 at most: dry runs at three sizes
+    say what to expect at any other. Only what a library rounds up differs from that.
+    """
+
+    dry_run: Callable[[int], DryRun]
+    peak_of: Callable[[DryRun], int]
+    shown: dict[int, DryRun] = field(default_factory=dict)
+
+    def at(self, size: int) -> DryRun:
+        """The dry run at this size, made once."""
+        if size not in self.shown:
+            self.shown[size] = self.dry_run(size)
+        return self.shown[size]
+
+    def expected(self, size: int, first: int) -> DryRun:
+        """What to expect at this size, by dry runs at multiples of ``first``.
+
+        It is a dry run of its own where those are not alike.
+        """
+        samples = [(one, self.at(one)) for one in (times * first for times in SAMPLES)]
+        if size in self.shown:
+            return self.shown[size]
+        return _between(samples, size) or self.at(size)
+
+
+def _between(samples: Sequence[tuple[int, DryRun]], size: int) -> DryRun | None:
+    """The dry run at another size, by Lagrange's polynomials; None where events differ."""
+    sizes = [one for one, _ in samples]
+    weights = [
+        prod((Fraction(size - other, one - other) for other in sizes if other != one), start=ONE)
+        for one in sizes
+    ]
+
+    def at_size(values: Sequence[int]) -> int:
+        return int(sum(w * v for w, v in zip(weights, values, strict=True)))
+
+    first, shown = samples[0][1], [one for _, one in samples]
+    if len({(len(one.events), len(one.live_bytes)) for one in shown}) != 1:
+        return None
+    events: list[Event] = []
+    for each in zip(*(one.events for one in shown), strict=True):
+        if isinstance(each[0], Allocate):
+            if not all(isinstance(e, Allocate) and e.name == each[0].name for e in each):
+                return None
+            asked = at_size([e.nbytes for e in each if isinstance(e, Allocate)])
+            events.append(replace(each[0], nbytes=asked))
+        elif any(e != each[0] for e in each):
+            return None
+        else:
+            events.append(each[0])
+    live = tuple(map(at_size, zip(*(one.live_bytes for one in shown), strict=True)))
+    return replace(
+        first,
+        allocator=replace(first.allocator, events=tuple(events)),
+        live_bytes=live,
+        peak_bytes=max(live, default=0),
+        saved_bytes=at_size([one.saved_bytes for one in shown]),
+        left_bytes=at_size([one.left_bytes for one in shown]),
+    )
+
+
+ONE = Fraction(1)
+
+
+@dataclass(frozen=True)
+class Expected:
+    """A plan, and the peak to be expected, in what the budget counts."""
+
+    evaluator: Evaluator
+    candidate: Candidate
+    peak_bytes: int
+    there: There
+
+    @property
+    def time_us(self) -> float:
+        """Of the planned step."""
+        return self.candidate.plan.time_us
+
+    @with_stack_room
+    def judged(self) -> Evaluation:
+        """The peak that it really has, by a dry run."""
+        with self.there():
+            return self.evaluator.evaluate(self.candidate)
+
+
+@dataclass
+class SymbolicStep:
+    """A training step on symbols; ``names`` gives the name of what each symbol stands for.
+
+    It is asked ``there``: where code can be generated for its device.
+    """
+
+    prepared: Draft
+    costs: CostModel
+    names: Mapping[Any, str]
+    given: Draft
+    """As it was traced."""
+    there: There
+    times: StageTimes = field(default_factory=StageTimes)
+    torch_cut: AsTorch | None = None
+
+    @contextmanager
+    def at(self, sizes: Sizes) -> Iterator[None]:
+        """Inside, everything is of these sizes."""
+        at = sizes_at({symbol: sizes[name] for symbol, name in self.names.items()})
+        with self.there(), at:
+            yield
+
+    def _runner(self, request: Request) -> Runner:
+        return Runner(replace(self.costs, request=request), self.times)
+
+    @with_stack_room
+    def torch_dry_run(self, sizes: Sizes) -> DryRun:
+        """A step with torch's own partition, at these sizes."""
+        with self.at(sizes):
+            code = self._as_torch().code
+            with self.times.stage("dry run"):
+                return code.dry_run(self.costs.device.type, self.costs.workspaces.blocks_of_call)
+
+    def torch_peaks(self, sizes: Sizes, what: str) -> PeaksBySize:
+        """Its peaks as one of the sizes varies, in what the budget counts."""
+
+        def dry_run(size: int) -> DryRun:
+            return self.torch_dry_run({**sizes, what: size})
+
+        return PeaksBySize(dry_run, partial(plain_bytes, request=self.costs.request))
+
+    @with_stack_room
+    def torch_time_us(self, sizes: Sizes) -> float:
+        """The planned time of torch's own partition at these sizes, in microseconds."""
+        with self.at(sizes):
+            halves = self._as_torch().draft.halves
+            estimated = self._runner(self.costs.request).run("estimate", PLAN, self.prepared)
+            return plan_of_torch(replace(estimated, halves=halves)).time_us
+
+    def _as_torch(self) -> AsTorch:
+        """Torch's partition and its code, not verified since it is not ours."""
+        if self.torch_cut is None:
+            runner = self._runner(self.costs.request.with_policy(verify=False))
+            cut = runner.run("apply", AS_TORCH, runner.run("estimate", PLAN, self.prepared))
+            cut = runner.run("apply", DONATE, cut)
+            with self.times.stage("dry run"), inductor_config.patch(UNTOUCHED):
+                code = generate_step(*cut.halves, num_fwd_outputs=cut.num_forward_outputs)
+            self.torch_cut = AsTorch(cut, code)
+        return self.torch_cut
+
+    @with_stack_room
+    def with_numbers(self, sizes: Sizes) -> SymbolicStep:
+        """The same step with its sizes as numbers, which variants need."""
+        values = {symbol: sizes[name] for symbol, name in self.names.items()}
+        module, kept = torch_with_numbers(self.given.module, values)
+        static = tuple(kept.index(k) for k in self.given.static if k in kept)
+        draft = Draft(module, self.given.num_forward_outputs, static, self.given.partition)
+        request = self.costs.request
+        with self.there():
+            made: SymbolicStep = joint_passes(
+                module, lambda: symbolic_step(draft, request, {}, self.costs.name, self.there)
+            )
+        return replace(made, times=self.times)
+
+    @with_stack_room
+    def untagged(self) -> SymbolicStep:
+        """The same step without the tags of checkpoints, which leave all else as it is."""
+        module = without_user_tags(self.given.module)
+        with self.there():
+            return _prepared(
+                replace(self.given, module=module),
+                self.costs.request,
+                self.names,
+                self.costs.name,
+                self.there,
+            )
+
+    @with_stack_room
+    def quickest(self, budget_bytes: int) -> Expected:
+        """A plan that is found quickly for sizes that are numbers, and bytes of the graph alone.
+
+        It is expected to be within them, or, where none is, to take the least.
+        """
+        search = self._search(budget_bytes)
+        with self.there():
+            found = _quickest(search, budget_bytes)
+            return Expected(search.evaluator, found, _expected_bytes(search, found), self.there)
+
+    def _search(self, budget_bytes: int) -> Search:
+        asked = self.costs.request
+        request = asked.with_budget(limit=budget_bytes + asked.budget.beside)
+        runner = self._runner(request)
+        planning = Planning(request, self.times)
+        return Search(runner, planning, Evaluator(runner, plan_only=True), self.prepared)
+
+
+def _quickest(search: Search, budget_bytes: int) -> Candidate:
+    """A plan of one pass of the local search, its order held everywhere, without a dry run.
+
+    It is expected to be within the budget; where none is, it is the one expected to take least.
+    Variants are chosen by what is allocated. Where what the allocator leaves unused then counts too
+    much, the plan aims lower with the same variants, which takes little time; only where that does
+    not do are they chosen anew.
+    """
+    planning, found, expected = search.planning, list[Candidate](), partial(_expected_bytes, search)
+    target = int((1 - EXPECTED_WRONG) * budget_bytes)
+    for _ in range(ROUNDS):
+        drafts = _drafts_for(search, target)
+        first = [
+            Candidate.planned(one, planning.solve(one.estimate.problem, target, ONE_PASS))
+            for one in drafts
+        ]
+        found += first
+        for one in drafts:
+            problem = one.estimate.problem
+            lower = planning.expected_under(problem, budget_bytes, target, solver=ONE_PASS)
+            found.append(Candidate.planned(one, lower))
+        within = [one for one in found if expected(one) <= budget_bytes]
+        if within:
+            return min(within, key=lambda one: one.plan.time_us)
+        nearest = min(first, key=expected)
+        if nearest.plan.peak_bytes > target:  # no plan gets there
+            break
+        target = min(target - 1, target * budget_bytes // expected(nearest))
+    return min(found, key=expected)
+
+
+def _drafts_for(search: Search, target: int) -> list[Draft]:
+    """The graph without variants, and with those that are chosen for the target."""
+    variants, drafts = search.offered(), [search.draft(())]
+    if variants is not None:
+        names = search.planning.solve(variants.problem, target, ONE_PASS).variants
+        drafts += [search.draft(names, variants)] if names else []
+    return drafts
+
+
+def _expected_bytes(search: Search, candidate: Candidate) -> int:
+    """The peak of a candidate in the bytes that the budget counts, beside what is held."""
+    return search.planning.expected_bytes(candidate.draft.estimate.problem, candidate.plan)
+
+
+UNTOUCHED = {
+    "allow_buffer_reuse": True,
+    POST_GRAD_PASS: None,
+    SCHEDULER_PASS: None,
+    PARTITIONER: None,
+}
+"""Inductor's configuration as it is without us."""
+
+
+def symbolic_step(
+    draft: Draft, request: Request, given: Sizes, name: str, there: There
+) -> SymbolicStep:
+    """Prepare a joint graph that was traced with the sizes ``given`` as symbols.
+
+    Raises `KeyError` with the name of what is no symbol: the model fixes it.
+    """
+    by_size = {size: what for what, size in given.items()}
+    seen = symbols_seen(draft.module.graph)
+    names = {symbol: by_size[size] for symbol, size in seen.items() if size in by_size}
+    for what in given:
+        if what not in names.values():
+            raise KeyError(what)
+    return _prepared(draft, request, names, name, there)
+
+
+def _prepared(
+    draft: Draft, request: Request, names: Mapping[Any, str], name: str, there: There
+) -> SymbolicStep:
+    costs = cost_model(request, draft.module.graph, name)
+    traced = replace(draft, module=copy_module(draft.module))
+    times = StageTimes()
+    prepared = Runner(costs, times).run("prepare", PREPARE, draft)
+    return SymbolicStep(prepared, costs, names, traced, there, times)

@@ -1,0 +1,218 @@
+"""Hold the planned order through Inductor (docs/design/fixed_order.md).
+
+Inductor keeps the order of a graph's nodes, but computes a loop again in each of its readers, and
+fuses loops. Where that could break the budget, nodes of the backward get marks in their names, for
+two passes of ours inside of Inductor:
+
+- `WriteResults`, on the graph after Inductor's own passes: planned results are written, and inputs
+  that the backward reads are handed on themselves, not as copies with channels last.
+- `Fence`, on the kernels before fusion: no loop moves across a library call. Only a loop whose
+  results are small beside what it reads, such as the sum that is a bias gradient, may run earlier.
+  A copy that only changes the layout for a library call runs last before it. On the CPU, where
+  loops share functions, a function ends where what has died must be freed.
+
+        mm_1   relu_recompute   mm_2   gelu_backward   mm_3   sum_1 (small)
+               \\____ not here ____/         \\_____ may join ____/
+
+Both find what to hold by name and position alone, so that equal graph text gives equal results,
+as Inductor's caches expect.
+"""
+
+from __future__ import annotations
+
+import operator
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass
+from typing import Any
+
+from torch import fx
+
+from fxremat.compat.configuration import CustomGraphPass, SchedulerPass
+from fxremat.compat.inductor.post_grad import (
+    copy_images,
+    is_read_as_an_image,
+    return_inputs_as_they_are,
+    write_results,
+)
+from fxremat.compat.inductor.scheduling import (
+    Footprint,
+    Scheduled,
+    names_being_scheduled,
+    run_after,
+    run_in_functions,
+    scheduled,
+)
+from fxremat.core.constants import NEGLIGIBLE_PART
+from fxremat.passes.halves import FREE, WRITTEN
+from fxremat.passes.joint_graph import STORED, is_tensor, is_view
+from fxremat.passes.materialisation import is_fusable
+from fxremat.passes.offload import MOVED
+
+
+def results_to_write(graph: fx.Graph) -> list[fx.Node]:
+    """Results of loops that a plan or a variant wants in memory; each item of several results.
+
+    What convolutions read as an image is written in any case, and here as they want it.
+    """
+    found = []
+    for node in graph.nodes:
+        call = node.args[0] if node.target is operator.getitem else node
+        if not is_call(call) or not is_tensor(node) or not is_fusable(call) or is_view(call):
+            continue
+        planned = any(mark in call.name for mark in (WRITTEN, STORED))
+        if planned or (FREE in call.name and is_read_as_an_image(node)):
+            found.append(node)
+    return found
+
+
+def is_call(node: Any) -> bool:
+    return isinstance(node, fx.Node) and node.op == "call_function"
+
+
+def fences(kernels: Sequence[Scheduled]) -> dict[int, list[int]]:
+    """Kernel -> the kernels it must run after, as positions in ``kernels``.
+
+    Every library call waits for the one before it. One that begins or ends a held stretch waits
+    for all loops before it as well; a loop waits for the last such call, unless its results are
+    small. In a held stretch copies into another layout wait for the other loops before the call.
+    """
+    after: dict[int, list[int]] = {}
+    held = held_stretches(kernels)
+    stretch, call, fence, loops, since = 0, list[int](), list[int](), list[int](), list[int]()
+    for position, kernel in enumerate(kernels):
+        if kernel.is_call:
+            since += loops
+            after[position] = list(call)
+            if held[stretch]:
+                late = late_copies(kernels, range(call[0] if call else 0, position), loops)
+                for copy in late:
+                    after[copy] = after[copy] + [loop for loop in loops if loop not in late]
+            if held[stretch] or held[stretch + 1]:
+                after[position] += since
+                fence, since = [position], []
+            stretch, call, loops = stretch + 1, [position], []
+        elif kernel.is_loop:
+            small = kernel.written_bytes <= NEGLIGIBLE_PART * kernel.read_bytes
+            after[position] = [] if small else list(fence)
+            loops.append(position)
+    return {position: earlier for position, earlier in after.items() if earlier}
+
+
+def held_stretches(kernels: Sequence[Scheduled]) -> list[bool]:
+    """Whether the order is held before the first library call, between the next two, and so on.
+
+    Marks in a stretch's loops say so. One without marks is like the one before it.
+    """
+    marks: list[list[str]] = [[]]
+    for kernel in kernels:
+        if kernel.is_call:
+            marks.append([])
+        marks[-1] += [mark for mark in (WRITTEN, FREE) for name in kernel.names if mark in name]
+    held, last = [], True
+    for found in marks:
+        last = WRITTEN in found or (last and FREE not in found)
+        held.append(last)
+    return held
+
+
+def held_loops(kernels: Sequence[Scheduled]) -> list[int]:
+    """The loops of held stretches, as positions in ``kernels``."""
+    held, stretch, found = held_stretches(kernels), 0, []
+    for position, kernel in enumerate(kernels):
+        stretch += kernel.is_call
+        if kernel.is_loop and held[stretch]:
+            found.append(position)
+    return found
+
+
+def last_of_functions(loops: Sequence[Footprint]) -> set[int]:
+    """The loops behind which a function ends, of those between two library calls.
+
+    A function allocates what all its loops write before it, and frees behind it. Several loops
+    share one where it then takes no more than the largest of them alone.
+    """
+    live, peaks = 0, list[int]()
+    for loop in loops:
+        peaks.append(live + loop.allocated)
+        live += loop.allocated - loop.freed
+    most = max(peaks, default=0)
+    ends, live, inside, dead = set[int](), 0, 0, 0
+    for place, loop in enumerate(loops):
+        if place and live + inside + loop.allocated > most:
+            ends.add(place - 1)
+            live, inside, dead = live + inside - dead, 0, 0
+        inside += loop.allocated
+        dead += loop.freed
+    return ends
+
+
+def late_copies(
+    kernels: Sequence[Scheduled], between: Sequence[int], loops: Sequence[int]
+) -> list[int]:
+    """The loops that only copy what no other loop makes, for a reader that comes after ``between``.
+
+    ``loops`` are those of the kernels ``between`` two library calls.
+    """
+    made = frozenset[str]().union(*(kernels[loop].writes for loop in loops))
+    read = frozenset[str]().union(*(kernels[position].reads for position in between))
+    return [
+        loop
+        for loop in loops
+        if kernels[loop].is_copy
+        and kernels[loop].reads.isdisjoint(made)
+        and kernels[loop].writes.isdisjoint(read)
+    ]
+
+
+def _uuid(name: str, version: str, user_pass: Any) -> Any:
+    """A pass's name in Inductor's cache.
+
+    None keeps the graph out of the cache; it is given where the user's own pass asks for that.
+    """
+    if user_pass is None:
+        return f"fxremat.{name} {version}"
+    theirs = getattr(user_pass, "uuid", lambda: None)()
+    return (f"fxremat.{name} {version}", theirs) if theirs else None
+
+
+@dataclass(frozen=True)
+class WriteResults(CustomGraphPass):
+    """Inductor's post-grad pass; ``user_pass`` is what the user had configured there."""
+
+    version: str
+    user_pass: Callable[[fx.Graph], None] | None = None
+
+    def __call__(self, graph: fx.Graph) -> None:
+        """Mark the results in place, and what is handed on to the backward as it is."""
+        if self.user_pass is not None:
+            self.user_pass(graph)
+        write_results(graph, results_to_write(graph))
+        return_inputs_as_they_are(graph)
+        copy_images(graph)
+
+    def uuid(self) -> Any:
+        return _uuid("write_results", self.version, self.user_pass)
+
+
+@dataclass(frozen=True)
+class Fence(SchedulerPass):
+    """Inductor's pre-fusion pass; ``user_pass`` is what the user had configured there."""
+
+    version: str
+    user_pass: Callable[[list[Any]], list[Any]] | None = None
+
+    def __call__(self, nodes: list[Any]) -> list[Any]:
+        nodes = nodes if self.user_pass is None else self.user_pass(nodes)
+        return self.hold(nodes)
+
+    def hold(self, nodes: list[Any]) -> list[Any]:
+        names = names_being_scheduled()
+        if not any(mark in name for name in names for mark in (WRITTEN, MOVED)):
+            return nodes
+        kernels = [scheduled(node) for node in nodes]
+        held = [nodes[position] for position in held_loops(kernels)]
+        run_in_functions(held, last_of_functions)
+        return run_after(nodes, fences(kernels))
+
+    def uuid(self) -> Any:
+        return _uuid("fence", self.version, self.user_pass)

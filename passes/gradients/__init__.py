@@ -1,1 +1,0 @@
-"""Passes over gradients: sums, accumulation, and steps of the optimizer."""

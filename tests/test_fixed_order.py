@@ -1,0 +1,385 @@
+"""Ordering through Inductor: what is held, and that the pass is good for Inductor's cache."""
+
+from __future__ import annotations
+
+import operator
+import pickle
+from dataclasses import replace
+from typing import Any
+
+import pytest
+import torch
+from hypothesis import given
+from hypothesis import strategies as st
+from torch import fx, nn
+
+from fxremat.compat.configuration import SCHEDULER_PASS
+from fxremat.compat.inductor.scheduling import (
+    Footprint,
+    Scheduled,
+    in_waiting_order,
+    run_after,
+    run_in_functions,
+    scheduled,
+)
+from fxremat.passes.fixed_order import (
+    Fence,
+    WriteResults,
+    fences,
+    held_loops,
+    held_stretches,
+    last_of_functions,
+    results_to_write,
+)
+from fxremat.passes.halves import RECOMPUTED
+from fxremat.passes.recompute import apply_plan
+from tests import nets
+from tests.graphs import Capture, batch, capture, everything_again, mlp
+from tests.single_calls import ATEN, X
+from tests.small import forward_code
+
+
+def recomputing() -> Capture:
+    """An MLP, as Inductor sees it, with everything run again."""
+    return capture(mlp(8, 3), [batch(4, 8)], everything_again, fused=True)
+
+
+def marked(graph: fx.Graph) -> list[str]:
+    """The results that Inductor is made to write."""
+    marks = [n for n in graph.nodes if n.target is torch.ops.fxremat.written.default]
+    return [n.args[0].name for n in marks]
+
+
+def constrained(seen: Capture) -> fx.Graph:
+    """The backward of a traced net, constrained."""
+    WriteResults("1")(seen.backward.graph)
+    return seen.backward.graph
+
+
+# --- results that are written ---------------------------------------------------------------------
+
+
+def test_planned_results_of_loops_are_written() -> None:
+    graph = fx.Graph()
+    x = graph.placeholder("x")
+    x.meta["val"] = X
+    rows = [
+        ("sin_written", ATEN.sin.default, (x,)),
+        ("sin_plain", ATEN.sin.default, (x,)),
+        ("sin_recompute", ATEN.sin.default, (x,)),
+        ("sin_recompute_written", ATEN.sin.default, (x,)),
+        ("mm_recompute_written", ATEN.mm.default, (x, x)),  # writes its result anyway
+        ("t_recompute_written", ATEN.t.default, (x,)),  # a view
+    ]
+    for name, target, args in rows:
+        node = graph.create_node("call_function", target, args, name=name)
+        node.meta["val"] = X
+    assert [n.name for n in results_to_write(graph)] == ["sin_written", "sin_recompute_written"]
+
+
+@pytest.mark.parametrize("name", ["sin_free", "sin"])
+def test_what_a_convolution_reads_through_a_view_is_written_in_a_marked_graph(name: str) -> None:
+    """It would be written in any case, but not as the image that the convolution wants."""
+    graph = fx.Graph()
+    x, weight = graph.placeholder("x"), graph.placeholder("weight")
+    sin = graph.create_node("call_function", ATEN.sin.default, (x,), name=name)
+    sin.meta["val"] = torch.ones(2, 2, 2, 16)
+    image = graph.call_function(ATEN.reshape.default, (sin, [2, 4, 4, 4]))
+    arguments = (image, weight, None, [1, 1], [1, 1], [1, 1], False, [0, 0], 1)
+    graph.call_function(ATEN.convolution.default, arguments)
+    assert results_to_write(graph) == ([sin] if name == "sin_free" else [])
+    graph.call_function(ATEN.cos.default, (sin,))
+    assert results_to_write(graph) == []
+
+
+def test_each_of_several_results_of_a_loop_is_written() -> None:
+    graph = fx.Graph()
+    x = graph.placeholder("x")
+    both = graph.create_node(
+        "call_function", torch.ops.prims._low_memory_max_pool_with_offsets.default,
+        (x, [2, 2], [2, 2], [0, 0], [1, 1], False), name="pool_recompute_written",
+    )  # fmt: skip
+    for index in range(2):
+        graph.call_function(operator.getitem, (both, index)).meta["val"] = X
+    assert [n.name for n in results_to_write(graph)] == ["getitem", "getitem_1"]
+
+
+def test_a_graph_whose_order_is_not_held_is_left_alone() -> None:
+    seen = recomputing()
+    graph = apply_plan(seen.found, seen.steps, held=()).module.graph
+    before = str(graph)
+    WriteResults("1")(graph)
+    assert str(graph) == before
+
+
+def test_the_order_is_held_where_nothing_runs_again() -> None:
+    """Inductor would have loops in one function there too."""
+    assert marked(constrained(capture(mlp(8, 3), [batch(4, 8)], fused=True)))
+
+
+def test_readers_read_through_the_mark() -> None:
+    graph = constrained(recomputing())
+    names = marked(graph)
+    assert any(RECOMPUTED in name for name in names)
+    nodes = {n.name: n for n in graph.nodes}
+    for name in names:
+        (only,) = nodes[name].users
+        assert only.target is torch.ops.fxremat.written.default
+        assert only.users
+        assert only.meta["val"].shape == nodes[name].meta["val"].shape
+
+
+def test_constraints_follow_from_the_graph_alone() -> None:
+    """Equal text gives equal constraints: Inductor's cache knows the text only."""
+    one, other = recomputing(), recomputing()
+    assert str(one.backward.graph) == str(other.backward.graph)
+    assert str(constrained(one)) == str(constrained(other))
+
+
+@pytest.mark.parametrize("name", ["mlp", "dropout", "attention", "several results", "pieces"])
+def test_the_pass_adds_to_the_graph_and_takes_nothing_away(name: str) -> None:
+    seen = capture(*nets.make(name), everything_again, fused=True)
+    before = [n.name for n in seen.backward.graph.nodes]
+    graph = constrained(seen)
+    graph.lint()  # every node stands behind what it reads: there are no cycles
+    after = [n.name for n in graph.nodes]
+    assert [name for name in after if name in set(before)] == before
+
+
+# --- fences ---------------------------------------------------------------------------------------
+
+CALL = Scheduled(is_call=True, is_loop=False, read_bytes=100, written_bytes=100)
+LOOP = Scheduled(is_call=False, is_loop=True, read_bytes=100, written_bytes=100)
+SUM = Scheduled(is_call=False, is_loop=True, read_bytes=100, written_bytes=4)
+NONE = Scheduled(is_call=False, is_loop=False, read_bytes=0, written_bytes=0)
+
+
+HELD = replace(LOOP, names=frozenset(["gelu_written", "mul"]))
+FREE_LOOP = replace(LOOP, names=frozenset(["gelu_free"]))
+
+
+def copying(read: str, written: str) -> Scheduled:
+    return replace(LOOP, is_copy=True, reads=frozenset([read]), writes=frozenset([written]))
+
+
+COPY = copying("x", "y")
+
+
+@pytest.mark.parametrize(
+    ("kernels", "after"),
+    [
+        ([LOOP, CALL, LOOP, LOOP, CALL], {1: [0], 2: [1], 3: [1], 4: [1, 2, 3]}),
+        ([CALL, SUM, CALL], {2: [0, 1]}),  # a small result may be there early, but not late
+        ([CALL, NONE, CALL], {2: [0]}),  # what does no work waits for nothing
+        ([LOOP, LOOP], {}),
+        ([], {}),
+        ([FREE_LOOP, CALL, FREE_LOOP, CALL, FREE_LOOP], {3: [1]}),
+        (  # loops move where no order is held, but not into a held stretch
+            [FREE_LOOP, CALL, FREE_LOOP, CALL, HELD, CALL, FREE_LOOP, CALL, FREE_LOOP],
+            {3: [1, 0, 2], 4: [3], 5: [3, 4], 6: [5], 7: [5], 8: [5]},
+        ),
+        # a copy for a call waits for the other loops, but two do not wait for each other
+        ([CALL, COPY, LOOP, CALL], {1: [0, 2], 2: [0], 3: [0, 1, 2]}),
+        ([COPY, copying("a", "b"), LOOP, CALL], {0: [2], 1: [2], 3: [0, 1, 2]}),
+        ([COPY, LOOP, COPY], {}),  # no call reads it
+    ],
+)
+def test_what_kernels_wait_for(kernels: list[Scheduled], after: dict[int, list[int]]) -> None:
+    assert fences(kernels) == after
+
+
+def test_a_stretch_without_marks_is_like_the_one_before_it() -> None:
+    held, free = HELD, FREE_LOOP
+    assert held_stretches([LOOP, CALL, free, CALL, LOOP, CALL, CALL, held]) == [
+        True, False, False, False, True
+    ]  # fmt: skip
+    assert held_stretches([free, held, free]) == [True]
+    assert held_loops([LOOP, CALL, free, CALL, SUM, held, free]) == [0, 4, 5, 6]
+
+
+@pytest.mark.parametrize(
+    "other",
+    [
+        replace(LOOP, writes=frozenset(["x"])),  # fused, x need not be there
+        replace(LOOP, reads=frozenset(["y"])),
+        replace(NONE, reads=frozenset(["y"])),
+    ],
+)
+def test_a_copy_is_not_parted_from_the_loop_that_makes_or_reads_it(other: Scheduled) -> None:
+    assert fences([other, COPY, LOOP, CALL]).get(1) is None
+    assert fences([COPY, LOOP, other, CALL]).get(0) is None
+
+
+@given(st.lists(st.sampled_from([CALL, LOOP, SUM, NONE, COPY, copying("y", "z")]), max_size=12))
+def test_what_waits_can_be_put_in_order(kernels: list[Scheduled]) -> None:
+    """Nothing waits for itself, and calls stay where they are among the loops."""
+    after = fences(kernels)
+    order = in_waiting_order(len(kernels), after)
+    place = {position: index for index, position in enumerate(order)}
+    assert sorted(order) == list(range(len(kernels)))
+    for later, several in after.items():
+        assert all(place[earlier] < place[later] for earlier in several)
+    for position, kernel in enumerate(kernels):
+        if kernel.is_call:
+            assert place[position] == position
+        if kernel is LOOP or kernel is SUM:
+            assert place[position] <= position
+
+
+@given(st.lists(st.sampled_from([CALL, LOOP, SUM, NONE]), max_size=12))
+def test_kernels_wait_for_earlier_ones_and_loops_for_their_fences(
+    kernels: list[Scheduled],
+) -> None:
+    after = fences(kernels)
+    assert all(earlier < later for later, several in after.items() for earlier in several)
+    calls = [i for i, kernel in enumerate(kernels) if kernel.is_call]
+    for position, kernel in enumerate(kernels):
+        before = [i for i in calls if i < position]
+        if kernel is LOOP and before:
+            assert after[position] == [before[-1]]
+        following = [i for i in calls if i > position]
+        if kernel.is_loop and following:
+            assert position in after[following[0]]
+
+
+# --- functions ------------------------------------------------------------------------------------
+
+
+def most_at_once(loops: list[Footprint], ends: set[int]) -> int:
+    """Bytes there at most, beside what is there before, if functions end behind ``ends``."""
+    live, most, begin = 0, 0, 0
+    for place in range(len(loops)):
+        if place in ends or place == len(loops) - 1:
+            function = loops[begin : place + 1]
+            most = max(most, live + sum(loop.allocated for loop in function))
+            live += sum(loop.allocated - loop.freed for loop in function)
+            begin = place + 1
+    return most
+
+
+def test_loops_share_a_function_where_nothing_must_be_freed_between_them() -> None:
+    made, small, last = Footprint(100, 0), Footprint(1, 1), Footprint(0, 100)
+    assert last_of_functions([made, small, last]) == set()
+    assert last_of_functions([small, made, small, last]) == {1}
+    assert last_of_functions([made, last, made, last]) == {1}
+    assert last_of_functions([]) == set()
+
+
+@given(st.lists(st.builds(Footprint, st.integers(0, 200), st.integers(0, 200)), max_size=10))
+def test_functions_take_no_more_than_the_largest_loop(loops: list[Footprint]) -> None:
+    ends = last_of_functions(loops)
+    alone = most_at_once(loops, set(range(len(loops))))
+    assert most_at_once(loops, ends) <= alone
+    for one in ends:  # and none could go on
+        assert most_at_once(loops, {end for end in ends if end <= one} - {one}) > alone or (
+            most_at_once(loops[: one + 2], {end for end in ends if end < one}) > alone
+        )
+
+
+class Late(nn.Module):
+    """A loop, a matrix product, and another loop over what the first one reads."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.w = nn.Parameter(torch.ones(64, 64))
+
+    def forward(self, x: torch.Tensor) -> Any:
+        return x.exp() @ self.w, x.sin()
+
+
+class Always(Fence):
+    def hold(self, nodes: list[Any]) -> list[Any]:
+        run_in_functions(nodes, lambda loops: set(range(len(loops))))
+        return run_after(nodes, fences([scheduled(node) for node in nodes]))
+
+
+def test_loops_on_either_side_of_a_call_are_not_fused() -> None:
+    together = forward_code(Late(), batch(32, 64))
+    apart = forward_code(Late(), batch(32, 64), **{SCHEDULER_PASS: Always("1")})
+    assert together.count("async_compile.cpp_pybinding(") == 1
+    assert apart.count("async_compile.cpp_pybinding(") == 2
+
+
+class Image(nn.Module):
+    """A convolution of an image that Inductor copies to channels last, and a loop beside it."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.convolution = nn.Conv2d(3, 16, 3, padding=1)
+
+    def forward(self, x: torch.Tensor) -> Any:
+        return x.exp(), self.convolution(x)
+
+
+def test_a_copy_into_another_layout_is_the_last_loop_before_its_call() -> None:
+    """Its memory is not there while the other loop runs; in one function both results would be."""
+    x = torch.randn(2, 3, 32, 32)
+    together = forward_code(Image(), x)
+    apart = forward_code(Image(), x, **{SCHEDULER_PASS: Always("1")})
+    assert "cpp_fused_convolution_exp" in together
+    copy = "empty_strided_cpu((2, 3, 32, 32), (3072, 1, 96, 3)"
+    places = [
+        apart.index(text, apart.index("def call"))
+        for text in ("cpp_fused_exp", copy, "cpp_fused_convolution", "extern_kernels.convolution")
+    ]
+    assert places == sorted(places)
+
+
+# --- the user's passes, and Inductor's cache ------------------------------------------------------
+
+
+def test_the_users_pass_runs_first() -> None:
+    ran: list[bool] = []
+
+    def theirs(graph: fx.Graph) -> None:
+        ran.append(not marked(graph))
+
+    graph = recomputing().backward.graph
+    WriteResults("1", theirs)(graph)
+    assert ran == [True]
+
+
+class Named:
+    """A pass of the user's with a name for the cache."""
+
+    def __init__(self, name: str | None) -> None:
+        self.name = name
+
+    def __call__(self, graph: fx.Graph) -> None:
+        """Does nothing."""
+
+    def uuid(self) -> Any:
+        return self.name
+
+
+@pytest.mark.parametrize("kind", [WriteResults, Fence])
+def test_the_cache_knows_the_version_and_the_users_pass(kind: Any) -> None:
+    assert kind("1").uuid() == kind("1").uuid()
+    assert kind("1").uuid() != kind("2").uuid()
+    assert kind("1", Named("a")).uuid() != kind("1", Named("b")).uuid()
+    assert kind("1", Named("a")).uuid() != kind("1").uuid()
+
+
+@pytest.mark.parametrize("theirs", [Named(None), lambda graph: None], ids=["none", "no name"])
+def test_a_nameless_pass_of_the_users_keeps_the_graph_out_of_the_cache(theirs: Any) -> None:
+    assert WriteResults("1", theirs).uuid() is None
+
+
+@pytest.mark.parametrize("kind", [WriteResults, Fence])
+def test_the_passes_can_be_pickled(kind: Any) -> None:
+    assert pickle.loads(pickle.dumps(kind("1"))) == kind("1")
+
+
+def test_the_users_scheduler_pass_runs_first() -> None:
+    def theirs(nodes: list[Any]) -> list[Any]:
+        return [*nodes, "theirs"]
+
+    nodes: list[Any] = []
+
+    class Recording(Fence):
+        def hold(self, seen: list[Any]) -> list[Any]:
+            nodes.extend(seen)
+            return seen
+
+    assert Recording("1", theirs)(["a"]) == ["a", "theirs"]
+    assert nodes == ["a", "theirs"]
