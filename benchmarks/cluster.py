@@ -24,8 +24,8 @@ from fxremat.cost.cards import card_named
 from fxremat.planner import step_versions as planner
 from fxremat.planner.step_versions import Chosen
 from fxremat.sizes import GIB
+from fxremat.step.description import unplanned_bytes
 from fxremat.step.pipelines import Pipeline, StageOfRank
-from fxremat.step.runs import unplanned_bytes
 
 WAYS = ("plain", "checkpointed", "fxremat")
 FLOAT, MOMENTS = 4, 2

@@ -38,7 +38,9 @@ from fxremat.step.ddp import see_parts
 from fxremat.step.description import StepDescription
 from fxremat.step.graph import Graph
 from fxremat.step.in_flight import watch_in_flight
-from fxremat.step.runs import GraphInStep, fixed_inputs, leaves_of
+from fxremat.step.runs import GraphInStep
+from fxremat.step.scope import Role
+from fxremat.step.surroundings import Surroundings, fixed_inputs, leaves_of
 
 
 def fxremat(
@@ -84,13 +86,18 @@ def fxremat(
     if described is not None and looked_at:
         passed = described.request is not None and described.request.inputs.passed_on
         request = request.with_inputs(passed_on=passed)
-    in_step = GraphInStep(
-        graph, request, device, context, scope, place, beside, described, index, looked_at,
+    where = Surroundings(
+        device,
+        context,
+        scope,
+        place,
+        beside,
         follow=more_follow(gm) and described is None,
         leaves=leaves_of(example_inputs, context),
         given=frozenset(storages_of(example_inputs, device)),
         fixed_inputs=fixed_inputs(example_inputs) if request.budget.metric == "allocated" else (),
-    )  # fmt: skip
+    )
+    in_step = GraphInStep(graph, request, where, Role(described, index, looked_at))
     found = in_step.compiled()
     if found is None:
         assert in_step.call is not None

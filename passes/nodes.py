@@ -85,6 +85,27 @@ def add_call(
     return node
 
 
+def laid_out_like(old: fx.Node, new: fx.Node, add: Callable[..., fx.Node]) -> fx.Node:
+    """``new``, or a copy of it whose dimensions lie in memory in the order of those of ``old``.
+
+    ``add(operator, *args, **kwargs)`` puts a call in.
+    """
+    if _strides(new) == _strides(old):
+        return new
+    strides = fake(old).stride()
+    order = sorted(range(len(strides)), key=lambda dim: -strides[dim])
+    turned = add(torch.ops.aten.permute.default, new, order)
+    copy = add(torch.ops.aten.clone.default, turned, memory_format=torch.contiguous_format)
+    back = [order.index(dim) for dim in range(len(order))]
+    return add(torch.ops.aten.permute.default, copy, back)
+
+
+def _strides(node: fx.Node) -> list[int]:
+    """Those that matter: a dimension of one element may have any."""
+    tensor = fake(node)
+    return [step for step, size in zip(tensor.stride(), tensor.shape, strict=True) if size != 1]
+
+
 def last_of(nodes: Iterable[fx.Node], graph: fx.Graph) -> fx.Node:
     wanted = set(nodes)
     found: fx.Node = next(node for node in reversed(graph.nodes) if node in wanted)

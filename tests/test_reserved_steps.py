@@ -32,7 +32,8 @@ from fxremat.step.graph import CompiledVersion
 from fxremat.step.promise import RunVersions
 from fxremat.step.recorder import StepRecorder
 from fxremat.step.runs import GraphInStep
-from fxremat.step.scope import BudgetScope, Neighbours
+from fxremat.step.scope import BudgetScope, Role
+from fxremat.step.surroundings import Surroundings
 from fxremat.step.versions import Offer, Part
 from tests.small import Block
 
@@ -154,8 +155,8 @@ def in_step(
     graph: Any, request: Request, runs: int, seen: StepDescription | None, index: int = 0
 ) -> GraphInStep:
     """A graph that runs so many times at once, alone under its budget."""
-    scope, context = BudgetScope(), ModelContext(runs)
-    return GraphInStep(graph, request, HERE, context, scope, (0, None), Neighbours(), seen, index)
+    where = Surroundings(HERE, ModelContext(runs), BudgetScope(), (0, None))
+    return GraphInStep(graph, request, where, Role(seen, index))
 
 
 @dataclass

@@ -19,8 +19,9 @@ from fxremat.passes.variants import insertion
 from fxremat.passes.variants.convolutions.split_gradients import RULES
 from tests.conftest import Golden
 from tests.examples import examples
-from tests.graphs import capture, no_workspace, run_joint, unit_time
+from tests.graphs import Net, capture, no_workspace, run_joint, unit_time
 from tests.graphs import joint_of_model as joint_of  # a test's text seeds its examples
+from tests.variants import assert_alike
 
 
 def assert_same(joint: JointGraph, tolerance: float) -> None:
@@ -59,6 +60,31 @@ def test_any_convolution(
         2, 4, kernel, stride, padding, dilation, groups=groups, bias=bias, dtype=torch.float64
     )
     assert_same(joint_of(model, torch.randn(2, 2, *[size] * axes, dtype=torch.float64)), 1e-10)
+
+
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
+@pytest.mark.parametrize(
+    ("of_input", "of_gradient"),
+    [
+        (torch.contiguous_format, torch.channels_last),
+        (torch.channels_last, torch.contiguous_format),
+        (torch.channels_last, torch.channels_last),
+    ],
+)
+def test_gradients_lie_in_memory_as_those_of_one_call(
+    of_input: torch.memory_format, of_gradient: torch.memory_format, dtype: torch.dtype
+) -> None:
+    """What follows a convolution may turn its gradient, as the linear layers of a ConvNeXt do."""
+
+    def run(net: Any, x: torch.Tensor) -> torch.Tensor:
+        made: torch.Tensor = net.conv(x.contiguous(memory_format=of_input))
+        return made.clone(memory_format=of_gradient)
+
+    conv = nn.Conv2d(4, 4, 3, padding=1, groups=4, dtype=dtype)
+    joint = joint_of(Net(run, conv=conv), torch.randn(2, 4, 6, 5, dtype=dtype))
+    (site,) = insertion.find_sites(joint, RULES)
+    assert_alike(joint, site)
+    assert_same(joint, 5e-2 if dtype is torch.bfloat16 else 1e-5)
 
 
 def test_a_convolution_of_the_batch_has_one_gradient_only() -> None:

@@ -10,7 +10,7 @@ from __future__ import annotations
 import contextlib
 import re
 import time
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Container, Iterator, Sequence
 from dataclasses import dataclass
 from typing import Any
 from unittest import mock
@@ -23,12 +23,17 @@ from fxremat.compat.configuration import CustomPartitionerFn
 from fxremat.compat.joint_graph import module_of
 from fxremat.compat.partitioning import extract_forward_backward
 from fxremat.compile.pipeline import prepare
+from fxremat.compile.verification import taken_variant
 from fxremat.passes.joint_graph import JointGraph, Role, is_tensor, root
 from fxremat.passes.nodes import add_call, fake
 from fxremat.passes.variants import saved_values
-from fxremat.passes.variants.insertion import take
+from fxremat.passes.variants.insertion import take, take_with_inserted
 from fxremat.passes.variants.rule import Rule, Site
+from fxremat.passes.variants.table import RULES
+from fxremat.verify.variants import check_variants
 from tests.graphs import capture, with_seeds
+
+LOSSY = frozenset(rule.name for rule in RULES if rule.lossy)
 
 
 @contextlib.contextmanager
@@ -98,6 +103,17 @@ def with_site(joint: JointGraph, *chosen: Site) -> fx.GraphModule:
         begin = re.sub("[^0-9a-zA-Z]+", "_", site.name)
         assert any(n.name.startswith(begin) for n in module.graph.nodes), f"{site.name} is not read"
     return module
+
+
+def verify(joint: JointGraph, *chosen: Site, lossy: Container[str] = LOSSY) -> None:
+    """Take sites, and have the verifier compare the graphs before and after."""
+    after, inserted = take_with_inserted(joint, chosen)
+    check_variants(
+        joint.module.graph,
+        after.module.graph,
+        [taken_variant(form, lossy=form.rule in lossy) for form in inserted],
+        num_forward_outputs=joint.num_forward_outputs,
+    )
 
 
 def real_inputs(joint: JointGraph, seed: int = 0) -> list[torch.Tensor]:

@@ -1,13 +1,12 @@
-"""What the judge is shown of each pass: the draft before, and the draft after.
+"""What the verifier is shown of each pass: the draft before, and the draft after.
 
-A `Judge` is given the draft before the pass runs, since some passes work in place, and gives what
-judges the draft after: a `Verdict`, which raises `VerificationFailed` where the pass did something
-wrong. The judge itself is `fxremat.verify`, which knows no pass and no draft.
+A `Judge` is given the draft before the pass runs, since some passes work in place, and returns
+a `Verdict` on the draft after, which raises `VerificationFailed` where the pass did something
+wrong. What is compared, and how, is in `fxremat.verify`, which knows no pass and no draft.
 """
 
 from __future__ import annotations
 
-import logging
 from collections.abc import Callable
 from functools import partial, wraps
 
@@ -23,31 +22,29 @@ from fxremat.verify.halves import check_halves, check_rows
 from fxremat.verify.preparation import BeforePass, Rights
 from fxremat.verify.variants import TakenVariant, check_variants
 
-log = logging.getLogger(__name__)
-
 Verdict = Callable[[Draft], None]
 Judge = Callable[[Draft], Verdict]
 
 
 def _of_both(compare: Callable[[Draft, Draft], None]) -> Judge:
-    """The judge of a pass that leaves the graph before it as it was."""
+    """The verifier of a pass that leaves the graph before it as it was."""
 
     @wraps(compare)
-    def judge(before: Draft) -> Verdict:
+    def verifier(before: Draft) -> Verdict:
         return partial(compare, before)
 
-    return judge
+    return verifier
 
 
 @_of_both
 def nothing(before: Draft, after: Draft) -> None:
-    """What the pass did is judged together with what comes later."""
+    """What the pass did is verified together with what comes later."""
 
 
 def prepared(by: type[Pass], rights: Rights) -> Judge:
     """The pass works in place on the joint graph, and does nothing beyond its rights."""
 
-    def judge(before: Draft) -> Verdict:
+    def verifier(before: Draft) -> Verdict:
         seen = BeforePass(
             by.name,
             rights,
@@ -60,26 +57,23 @@ def prepared(by: type[Pass], rights: Rights) -> Judge:
 
         return verdict
 
-    return judge
+    return verifier
 
 
 @_of_both
 def stand_ins(before: Draft, after: Draft) -> None:
-    """Each variant computes what it stands for; numbers are tried where it is to be compiled."""
+    """Each variant stands where it may, and everything else computes what it did."""
     lossy = {rule.name for rule in RULES if rule.lossy}
-    verdict = check_variants(
+    check_variants(
         before.joint.module.graph,
         after.joint.module.graph,
-        [_told(one, lossy=one.rule in lossy) for one in after.taken],
+        [taken_variant(one, lossy=one.rule in lossy) for one in after.taken],
         num_forward_outputs=before.num_forward_outputs,
-        numbers=not before.plan_only,
     )
-    for site, why in verdict.unchecked:
-        log.debug("%s was not tried on numbers: %s", site, why)
 
 
-def _told(one: InsertedVariant, *, lossy: bool) -> TakenVariant:
-    """What the judge is told of a variant: names alone."""
+def taken_variant(one: InsertedVariant, *, lossy: bool) -> TakenVariant:
+    """What the verifier is told of a variant: names alone."""
     pairs = [(old.name, new.name) for old, new in one.stand_ins.items()]
     for old, new in one.stand_ins.items():
         if new in one.backward_stand_ins:

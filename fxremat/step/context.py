@@ -92,26 +92,30 @@ def model_context(options: Options, device: torch.device) -> ModelContext:
     late = _late_bytes(part, calls[part], device, max(gathered.ahead, gathered.sent))
     total = storage_bytes([x for x in others if id(x) not in own], device)
     total += beside.held + late
-    total += LOSS_BYTES if runs > 1 and pipeline is None else 0
-    if pipeline is not None and pipeline.gathered_bytes:
-        gathered = NOTHING_GATHERED
-    elif pipeline is not None or runs == 1:  # then it is not known when they are there
-        total += gathered.ahead + gathered.sent + (runs - 1) * gathered.kept
-        gathered = NOTHING_GATHERED
+    if pipeline is not None:
+        total += pipeline.buffer_bytes
+    elif runs > 1:
+        total += LOSS_BYTES
+    at_all_times, gathered = _gathered(gathered, pipeline, runs)
     if options.reserve is not None or device.type == "cuda":  # as all around, counted elsewhere
         gathered = NOTHING_GATHERED
-    total += 0 if pipeline is None else pipeline.buffer_bytes
+    left, sharded = beside.left, _is_sharded(part)
+    total += at_all_times
     return ModelContext(
-        runs,
-        total,
-        tuple(map(ref, others)),
-        around,
-        beside.left,
-        pipeline,
-        late,
-        gathered,
-        _is_sharded(part),
+        runs, total, tuple(map(ref, others)), around, left, pipeline, late, gathered, sharded
     )
+
+
+def _gathered(gathered: Gathered, pipeline: Pipeline | None, runs: int) -> tuple[int, Gathered]:
+    """Bytes of gathered parameters that count at all times, and what is gathered besides.
+
+    Where it is not known when they are there, they count at all times.
+    """
+    if pipeline is not None and pipeline.gathered_bytes:
+        return 0, NOTHING_GATHERED
+    if pipeline is not None or runs == 1:
+        return gathered.ahead + gathered.sent + (runs - 1) * gathered.kept, NOTHING_GATHERED
+    return 0, gathered
 
 
 @dataclass(frozen=True)

@@ -9,6 +9,7 @@ times, by repeating it.
 
 from __future__ import annotations
 
+import math
 from collections.abc import Callable, Iterable, Sequence
 from dataclasses import dataclass, field, replace
 
@@ -29,6 +30,12 @@ from fxremat.report.report import Report
 from fxremat.step.events import StepEvents, composed, repeated_outside
 from fxremat.step.versions import Offer, Part, followed_by
 
+UNUSED_PART = 0.03
+"""Of a budget in reserved bytes that several runs share: what may stay unused between blocks.
+
+Only as long as the events of the step are not known: some of its parts are not compiled yet, or
+their code cannot be rehearsed.
+"""
 Planner = Callable[[Offer, int], Report]
 """Plans a graph as a version, under so many bytes."""
 
@@ -177,3 +184,19 @@ def repeated_step(
         left_bytes=left_bytes,
         followed_bytes=followed_bytes,
     )
+
+
+def unplanned_bytes(request: Request) -> int:
+    """Of a budget, what no version is planned to take: for tuning, and what may stay unused.
+
+    How blocks of several graphs come to lie is not known before the events of the step are.
+    """
+    assert request.budget.limit is not None
+    unused = UNUSED_PART * request.budget.limit if request.budget.metric == "reserved" else 0
+    return request.budget.autotune + int(unused)
+
+
+def budget_for(nbytes: int, request: Request) -> int:
+    """The least that leaves so many bytes for all versions together."""
+    part = UNUSED_PART if request.budget.metric == "reserved" else 0.0
+    return math.ceil((nbytes + request.budget.autotune) / (1 - part))

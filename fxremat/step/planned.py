@@ -18,9 +18,9 @@ from fxremat.options import Options
 from fxremat.passes.memory_estimation import nbytes
 from fxremat.planner import step_versions as planner
 from fxremat.report.report import Report
-from fxremat.step.description import StepDescription
+from fxremat.step.description import StepDescription, budget_for, unplanned_bytes
 from fxremat.step.graph import Graph, NoBackward
-from fxremat.step.runs import TRIES, budget_for, unplanned_bytes
+from fxremat.step.runs import TRIES
 from fxremat.step.versions import Offer, Part
 
 GraphAndInputs = tuple[fx.GraphModule, Sequence[Any]]

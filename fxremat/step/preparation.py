@@ -30,9 +30,8 @@ from fxremat.memory.segments import allocate_cublas
 from fxremat.options import Options, parse_options
 from fxremat.planner import step_versions as planner
 from fxremat.sizes import format_bytes
-from fxremat.step.description import StepDescription
+from fxremat.step.description import StepDescription, budget_for, unplanned_bytes
 from fxremat.step.recorder import StepRecorder, tensors_of
-from fxremat.step.runs import budget_for, unplanned_bytes
 
 log = logging.getLogger(__name__)
 

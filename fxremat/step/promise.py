@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Callable
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from typing import Any
 
 import torch
@@ -34,7 +34,7 @@ class Promise:
     held_bytes: int
     reserve_bytes: int
     saved_bytes: int
-    segment: SegmentPlan = SegmentPlan()
+    segment: SegmentPlan = field(default_factory=SegmentPlan)
     unseen_bytes: int = 0
     around: Around = ()
     left_bytes: int | None = None

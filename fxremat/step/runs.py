@@ -16,35 +16,26 @@ can; once all have run, the step is planned as one.
 from __future__ import annotations
 
 import logging
-import math
 from collections.abc import Callable, Iterable, Iterator, Sequence
 from dataclasses import dataclass, field, replace
-from typing import Any
-from weakref import ref
-
-import torch
-from torch import nn
 
 from fxremat.compat.absent.tracing import apart_from_tracing
-from fxremat.compat.tensors import is_fake
 from fxremat.compile import session
 from fxremat.compile.request import Request
 from fxremat.core.step import Interface, Step
 from fxremat.errors import InfeasibleBudget, forget_frames
 from fxremat.memory.reserved_bytes import LARGER, Reserved, least_reserved, reserved_with_rest
 from fxremat.memory.segments import SMALL_BYTES, SegmentPlan
-from fxremat.passes.memory_estimation import nbytes
 from fxremat.planner import step_versions as planner
 from fxremat.report.files import write_report
 from fxremat.report.report import Report
 from fxremat.sizes import format_bytes
-from fxremat.step.context import ModelContext
-from fxremat.step.description import StepDescription, repeated_step
+from fxremat.step.description import StepDescription, budget_for, unplanned_bytes
 from fxremat.step.graph import CompiledVersion, Graph, NoBackward
-from fxremat.step.pipelines import Pipeline
 from fxremat.step.promise import Compiled, Promise, PromisedVersion, RunVersions
-from fxremat.step.scope import BudgetScope, Neighbours, Place, Tensors
-from fxremat.step.versions import Offer, Part, followed_by, version_in
+from fxremat.step.scope import Place, Role, Taken, Tensors
+from fxremat.step.surroundings import Surroundings, first_description
+from fxremat.step.versions import Offer, Part, version_in
 
 log = logging.getLogger(__name__)
 
@@ -52,83 +43,26 @@ TRIES = 6
 """Times the choice is made anew, after versions that took more than was offered."""
 RESERVED_TRIES = 16
 """The same where the budget counts reserved bytes: a step may leave more unused than thought."""
-UNUSED_PART = 0.03
-"""Of a budget in reserved bytes that several runs share: what may stay unused between blocks.
-
-Only as long as the events of the step are not known: some of its parts are not compiled yet, or
-their code cannot be rehearsed.
-"""
-
-
-def fixed_inputs(inputs: Iterable[Any]) -> tuple[int, ...]:
-    """Bytes of each input of a graph that could have a gradient, and needs none."""
-    tensors = [x for x in inputs if isinstance(x, torch.Tensor) and not isinstance(x, nn.Parameter)]
-    return tuple(nbytes(x) for x in tensors if x.is_floating_point() and not x.requires_grad)
-
-
-def leaves_of(inputs: Iterable[Any], context: ModelContext) -> Tensors:
-    """The arguments of a graph that live from step to step, as far as nothing else counts them."""
-    if context.sharded:  # gathered when the module runs
-        return ()
-    tensors = (x for x in inputs if isinstance(x, torch.Tensor) and not is_fake(x))
-    return tuple(ref(x) for x in tensors if x.is_leaf)
-
-
-def unplanned_bytes(request: Request) -> int:
-    """Of a budget, what no version is planned to take: for tuning, and what may stay unused.
-
-    How blocks of several graphs come to lie is not known before the events of the step are.
-    """
-    assert request.budget.limit is not None
-    unused = UNUSED_PART * request.budget.limit if request.budget.metric == "reserved" else 0
-    return request.budget.autotune + int(unused)
-
-
-def budget_for(nbytes: int, request: Request) -> int:
-    """The least that leaves so many bytes for all versions together."""
-    part = UNUSED_PART if request.budget.metric == "reserved" else 0.0
-    return math.ceil((nbytes + request.budget.autotune) / (1 - part))
 
 
 @dataclass(eq=False)
 class GraphInStep:
     """One graph, and how many runs of it wait for their backward at once.
 
-    ``request`` says what may be taken where the others are as the ``neighbours`` are now.
-    ``described`` is the step in which the graph is the part of this ``index``; or another graph of
-    the same module is, if it was not ``looked_at`` itself. Of the inputs that need no gradient, and
-    are no parameters, ``fixed_inputs`` are the bytes: where one is as large as the results, the
-    blocks that follow are given what needs one. If others ``follow`` in the step, they are not
-    known yet.
+    ``request`` says what may be taken where the others are as they were when it was compiled. Its
+    ``role`` in the step and what its runs have ``taken`` change when the step is planned anew.
+    ``known`` are the versions that were compiled. ``looked`` is what it offers as a part of a step,
+    once that was asked for, and ``call`` runs it where no run waits, or nothing is planned.
     """
 
     graph: Graph
     request: Request
-    device: torch.device
-    context: ModelContext
-    scope: BudgetScope
-    place: Place
-    neighbours: Neighbours
-    described: StepDescription | None = None
-    index: int = 0
-    looked_at: bool = True
-    follow: bool = False
-    leaves: Tensors = ()
-    given: frozenset[int] = frozenset()
-    fixed_inputs: tuple[int, ...] = ()
+    where: Surroundings
+    role: Role = field(default_factory=Role)
+    taken: Taken = field(default_factory=Taken)
     known: dict[Request, CompiledVersion] = field(default_factory=dict)
-    count: int = 0
-    """Of the runs that were planned for last."""
-    saved_bytes: int = 0
-    """By all runs, as they were chosen."""
-    own_peak_bytes: int = 0
-    """Of all runs, without what is held beside them."""
-    call: Compiled | None = None
-    """What runs where no run waits, or nothing is planned."""
-    is_due: bool = False
-    """Whether the versions are to be chosen anew, when none of its runs waits."""
     looked: Part | None = None
-    """What it offers as a part of a step, once that was asked for."""
+    call: Compiled | None = None
 
     def compiled(self) -> RunVersions | None:
         """The versions for the first runs; None where no run will wait, or nothing is planned.
@@ -136,10 +70,11 @@ class GraphInStep:
         Raises `InfeasibleBudget`.
         """
         count = self.runs_at_once
-        together = count > 1 or self.described is not None or self.context.pipeline is not None
+        together = count > 1 or self.role.described is not None
+        together |= self.where.context.pipeline is not None
         if self.request.budget.limit is None or not self.graph.needs_gradients:
             together = False
-        elif self.follow:
+        elif self.where.follow:
             together = True
         if together:
             try:
@@ -147,37 +82,52 @@ class GraphInStep:
             except NoBackward:
                 pass
             else:
-                if self.follow and self.described is None:
-                    self.scope.plan_next_step()
+                if self.where.follow and self.role.described is None:
+                    self.where.scope.plan_next_step()
                 return found
         return self._alone()
 
     @property
     def runs_at_once(self) -> int:
         """How many runs of it are known to wait at once."""
-        if self.described is not None:
-            return len(self.described.runs_of(self.index))
-        return self.context.runs
+        if self.role.described is not None:
+            return len(self.role.described.runs_of(self.role.index))
+        return self.where.context.runs
+
+    @property
+    def place(self) -> Place:
+        """Its frame, and the compilation of that."""
+        return self.where.place
+
+    @property
+    def leaves(self) -> Tensors:
+        """Its arguments that live from step to step."""
+        return self.where.leaves
+
+    @property
+    def given(self) -> frozenset[int]:
+        """Addresses of the storages that it was compiled for."""
+        return self.where.given
 
     @property
     def around(self) -> Tensors:
         """What lies in the model beside it."""
-        return self.context.others
+        return self.where.context.others
 
     @property
     def fixed_bytes(self) -> int:
         """There all the time beside what its runs are given, by what is known to it."""
         own = self.part().interface
-        return self.request.budget.held - self.neighbours.waiting + own.resident - own.given
+        return self.request.budget.held - self.where.neighbours.waiting + own.resident - own.given
 
     @property
     def unseen_bytes(self) -> int:
         """Of what is held beside it, all that no run has saved."""
-        return self.request.budget.held - self.neighbours.waiting
+        return self.request.budget.held - self.where.neighbours.waiting
 
     def renewed(self, args: Iterable[object]) -> RunVersions | None:
         """Other versions, where the step has changed since these were chosen; else None."""
-        if self.is_due:
+        if self.role.is_due:
             return self.compiled_for(self.runs_at_once)
         return None
 
@@ -191,7 +141,7 @@ class GraphInStep:
         try:
             version = self.graph.compile(request)
         except InfeasibleBudget as refused:
-            if refused.minimum_bytes is None or not self.neighbours.graphs:
+            if refused.minimum_bytes is None or not self.where.neighbours.graphs:
                 raise
             least = self._least_of_all(refused)
             if least > refused.budget_bytes:
@@ -202,25 +152,25 @@ class GraphInStep:
             log.warning("this step takes %s too much: it is planned anew for the next one", more)
             request = request.with_budget(held=request.budget.held - missing)
             version = self.graph.compile(request)
-            self.scope.plan_next_step()
+            self.where.scope.plan_next_step()
         self.known[request] = version
         report = version.report
         if report is None or request.budget.limit is None:
             self.call = version.call
             return None
-        self.count = 1
+        self.taken.count = 1
         promised = self.promised(version, request)
         if missing:
             promised = replace(promised, promise=replace(promised.promise, left_bytes=missing))
-        own, late = promised.promise.peak_bytes, self.context.late_bytes
-        self.saved_bytes, self.own_peak_bytes = report.saved_bytes, own
+        own, late = promised.promise.peak_bytes, self.where.context.late_bytes
+        self.taken.saved_bytes, self.taken.own_peak_bytes = report.saved_bytes, own
         return RunVersions((promised,), (0,), own, request.budget.held - late + own)
 
     def _least_of_all(self, refused: InfeasibleBudget) -> int:
         """The least budget for this graph and those that wait while it runs."""
         assert refused.minimum_bytes is not None
         self.part()
-        described = self.scope.describe_with(self)
+        described = self.where.scope.describe_with(self)
         if described is None:
             return refused.minimum_bytes
         described.planners[len(described.parts) - 1] = self.graph_plan
@@ -232,7 +182,7 @@ class GraphInStep:
         """What it offers as a part of a step. Raises `NoBackward`."""
         if self.looked is None:
             free = self.request.with_budget(held=0, soft_limit=None)
-            self.looked = self.graph.as_part(free, max(1, self.count))
+            self.looked = self.graph.as_part(free, max(1, self.taken.count))
         return self.looked
 
     @property
@@ -243,17 +193,23 @@ class GraphInStep:
 
     def compiled_for(self, count: int) -> RunVersions:
         """The versions for so many runs; raises `InfeasibleBudget` with the least for as many."""
-        told, described = len(session.STATE.reports), self.described
-        if described is None or count != len(described.runs_of(self.index)):
+        told, described = len(session.STATE.reports), self.role.described
+        if described is None or count != len(described.runs_of(self.role.index)):
             part = self.looked = self.graph.as_part(self.request, count)
-            self.described, self.index = None, 0  # the step is not as it was described
-            described = self._step_of(part, count)
-        elif not self.looked_at:
+            self.role.described, self.role.index = None, 0  # the step is not as it was described
+            described = first_description(
+                part,
+                count,
+                self.where,
+                self.request.budget.held,
+                compiled_before=bool(self.known),
+            )
+        elif not self.role.looked_at:
             beside = self.request.with_budget(held=self.graph.options.reserve or 0)
-            described.parts[self.index] = self.graph.as_part(beside, count)
-            self.looked_at = True
-        self.count, self.is_due = count, False
-        self.scope.compiled_again += 1
+            described.parts[self.role.index] = self.graph.as_part(beside, count)
+            self.role.looked_at = True
+        self.taken.count, self.role.is_due = count, False
+        self.where.scope.compiled_again += 1
         found = self._chosen(described)
         for report in session.note_step_peak(told, found.step_peak_bytes):
             if self.graph.options.report is not None:
@@ -265,28 +221,28 @@ class GraphInStep:
 
         What the latter need is not known yet, so that one may exceed the budget in its first step.
         """
-        part = described.parts[self.index]
-        unknown = self.follow and self.described is None and len(described.part_of) == 1
+        part = described.parts[self.role.index]
+        unknown = self.where.follow and self.role.described is None and len(described.part_of) == 1
         choose = planner.saving_least if unknown else planner.fastest
         offers, aim = list(part.offers), self._first_aim(described)
         failed: set[planner.Chosen] = set()
         ways = tuple(self._lowest_ways())
         for _ in range(TRIES if self.request.budget.metric == "allocated" else RESERVED_TRIES):
-            described.offer(self.index, offers)
+            described.offer(self.role.index, offers)
             chosen = choose(described.step(), aim)
             if chosen is None and failed:
                 step = described.step()
                 chosen = next((one for way in ways if (one := way(step)) not in failed), None)
             if chosen is None:
                 break
-            mine = [chosen[run] for run in described.runs_of(self.index)]
+            mine = [chosen[run] for run in described.runs_of(self.role.index)]
             try:
                 made = {k: self._compiled(offers, k, part.interface) for k in sorted(set(mine))}
             except InfeasibleBudget as refused:
                 forget_frames(refused)
                 continue
-            described.offer(self.index, offers)
-            if self.described is None:
+            described.offer(self.role.index, offers)
+            if self.role.described is None:
                 mine, chosen = self._saving_most_first(described, chosen)
             peak, taken = described.step().peak_bytes(chosen), self._reserved(described, chosen)
             if taken is None:
@@ -319,9 +275,9 @@ class GraphInStep:
 
     def _first_aim(self, described: StepDescription) -> int:
         """All that may be taken, if what stays unused will be known; else some of it is left."""
-        others = [part for k, part in enumerate(described.parts) if k != self.index]
+        others = [part for k, part in enumerate(described.parts) if k != self.role.index]
         known = all(offer.events is not None for part in others for offer in part.offers)
-        recorded = described.outside is not None or self.described is None
+        recorded = described.outside is not None or self.role.described is None
         return self._most_bytes if known and recorded else self.budget_bytes
 
     def _reserved(self, described: StepDescription, chosen: Sequence[int]) -> Reserved | None:
@@ -333,9 +289,9 @@ class GraphInStep:
         settings = self.request.budget.allocator
         if self.request.budget.metric != "reserved" or settings is None:
             return None
-        if self.described is not None and described.outside is None:
+        if self.role.described is not None and described.outside is None:
             return None
-        if self.context.pipeline is not None:  # halves take turns there in another order
+        if self.where.context.pipeline is not None:  # halves take turns there in another order
             return None
         found = described.events(chosen)
         if found is None:
@@ -356,11 +312,11 @@ class GraphInStep:
         taken: Reserved | None,
     ) -> RunVersions:
         """The versions that were chosen; no other ones are offered from now on."""
-        self.saved_bytes = sum(offers[k].version.saved_bytes for k in mine)
+        self.taken.saved_bytes = sum(offers[k].version.saved_bytes for k in mine)
         kept = tuple(offers[k] for k in made)
         of_run = tuple(list(made).index(k) for k in mine)
-        described.parts[self.index] = replace(described.parts[self.index], offers=kept)
-        runs = described.runs_of(self.index)
+        described.parts[self.role.index] = replace(described.parts[self.role.index], offers=kept)
+        runs = described.runs_of(self.role.index)
         described.fixed.update(zip(runs, of_run, strict=True))
         versions, limit = tuple(made.values()), self.budget_bytes
         if taken is not None:
@@ -369,17 +325,17 @@ class GraphInStep:
                 versions = tuple(_with_segment(one, taken.segment_bytes) for one in versions)
         counted = "allocated" if taken is None else "reserved"
         log.info("%s", _told(kept, of_run, peak, limit, counted))
-        late = self.context.late_bytes if self.described is None else 0
+        late = self.where.context.late_bytes if self.role.described is None else 0
         least = min(of_run, key=lambda k: kept[k].version.saved_bytes)
         places = [described.place_of[run] for run in runs]
         taken_by = dict(zip(places, of_run, strict=True))  # others have the other places
         at_place = tuple(taken_by.get(place, least) for place in range(max(places) + 1))
         parts: tuple[Part, ...] = ()
-        if self.described is None:
-            own = described.parts[self.index].interface
+        if self.role.described is None:
+            own = described.parts[self.role.index].interface
             parts = tuple(Part(own, (kept[k],)) for k in at_place)
-        self.own_peak_bytes = peak - self.request.budget.held
-        return RunVersions(versions, at_place, self.own_peak_bytes, peak - late, parts)
+        self.taken.own_peak_bytes = peak - self.request.budget.held
+        return RunVersions(versions, at_place, self.taken.own_peak_bytes, peak - late, parts)
 
     def _saving_most_first(
         self, described: StepDescription, chosen: tuple[int, ...]
@@ -390,8 +346,8 @@ class GraphInStep:
         gradient. These share the places, and each is planned as if it had all of them. So at each
         place they should save about as much.
         """
-        step, runs = described.step(), described.runs_of(self.index)
-        versions, mine = step.versions[self.index], [chosen[run] for run in runs]
+        step, runs = described.step(), described.runs_of(self.role.index)
+        versions, mine = step.versions[self.role.index], [chosen[run] for run in runs]
         by_saved = sorted(mine, key=lambda k: versions[k].saved_bytes, reverse=True)
         sorted_so = list(chosen)
         for run, k in zip(runs, by_saved, strict=True):
@@ -399,53 +355,6 @@ class GraphInStep:
         if step.peak_bytes(sorted_so) <= self.budget_bytes:
             return by_saved, tuple(sorted_so)
         return mine, chosen
-
-    def _step_of(self, part: Part, count: int) -> StepDescription:
-        """A step in which so many runs wait: the one of its pipeline, if that says as many."""
-        held = self.request.budget.held
-        pipeline, left = self.context.pipeline, self.context.left_bytes
-        if pipeline is None or count != pipeline.runs:
-            gathered = self.context.gathered
-            places = range(count)
-            if self.neighbours.first:
-                first = self.neighbours.first
-                before = [parts[place] for place, parts in enumerate(first)]
-                left_over = range(len(first), count)
-                return repeated_step(part, left_over, held, left, gathered, before)
-            given = part.interface.results
-            if given in self.fixed_inputs and count > 1 and not self.known:
-                return repeated_step(part, places, held, left, gathered, followed_bytes=given)
-            # More wait than modules are alike: these are micro-batches, which may go either way.
-            either = count > self.context.runs
-            return repeated_step(part, places, held, left, gathered, either_order=either)
-        if left is not None:
-            left = min(part.interface.left, left)
-            part = replace(part, interface=replace(part.interface, left=left))
-        return self._step_of_pipeline(part, pipeline)
-
-    def _step_of_pipeline(self, part: Part, pipeline: Pipeline) -> StepDescription:
-        """The step of its schedule; the first blocks of the first stage are another graph.
-
-        Their input needs no gradient, and is a part of the batch, which lies around.
-        """
-        first = self.neighbours.first
-        held, given, places = self.request.budget.held, part.interface.results, range(pipeline.runs)
-        blocks, parts, part_of = pipeline.blocks, [part], [0] * pipeline.runs
-        followed = None
-        if blocks is not None and 0 < len(first) < blocks:
-            if all(len(known) >= pipeline.runs - blocks + 1 for known in first):
-                for place in places:
-                    if place % blocks < len(first):
-                        part_of[place] = len(parts)
-                        parts.append(first[place % blocks][place])
-        elif blocks is not None and blocks > 1 and given in self.fixed_inputs and not self.known:
-            parts.append(followed_by(part, given))
-            part_of = [int(place % blocks > 0) for place in places]
-            held, followed = held - given, given
-        step = pipeline.step(parts, held, part_of)
-        found = StepDescription(step.points, step.part_of, tuple(places), parts)
-        found.followed_bytes = followed
-        return found
 
     def _compiled(self, offers: list[Offer], place: int, own: Interface) -> PromisedVersion:
         """A version, compiled; what it really takes is offered from now on.
@@ -474,22 +383,22 @@ class GraphInStep:
         lies around.
         """
         report, unseen = version.report, self.unseen_bytes
-        around = self.context.others
+        around = self.where.context.others
         assert report is not None
         assert request.budget.limit is not None
         peak = report.counted_peak_bytes - report.held_bytes
         if own is not None:
-            part, around = version_in(report), self.context.everything
+            part, around = version_in(report), self.where.context.everything
             unseen += own.resident - own.given
-            unseen -= self.context.late_bytes
-            if self.context.pipeline is not None:
-                unseen -= self.context.pipeline.arriving_bytes(own.incoming)
-            if self.described is not None:
-                unseen = self.described.outside_bytes(self.index)
+            unseen -= self.where.context.late_bytes
+            if self.where.context.pipeline is not None:
+                unseen -= self.where.context.pipeline.arriving_bytes(own.incoming)
+            if self.role.described is not None:
+                unseen = self.role.described.outside_bytes(self.role.index)
             peak = max(part.forward_bytes + own.given, part.backward_bytes + own.incoming)
         promise = Promise(
             graph=f"graph {report.graph}",
-            device=self.device,
+            device=self.where.device,
             budget_bytes=request.budget.limit,
             peak_bytes=peak,
             held_bytes=report.held_bytes,
@@ -514,8 +423,8 @@ class GraphInStep:
 
     def _refusal(self, described: StepDescription, offers: list[Offer]) -> InfeasibleBudget:
         """The error that names the least, by versions that have been counted in a dry run."""
-        described.offer(self.index, offers)
-        described.planners[self.index] = self.graph_plan
+        described.offer(self.role.index, offers)
+        described.planners[self.role.index] = self.graph_plan
         refusals = [self._refused(described, way) for way in self._lowest_ways()]
         return min(refusals, key=lambda one: one.minimum_bytes or 0)
 

@@ -43,18 +43,41 @@ Place = tuple[int, int | None]
 """Of a graph: its frame, and the compilation of that."""
 
 
+@dataclass
+class Role:
+    """Which part a graph is of a step, where the step is described.
+
+    It is the part of this ``index``; or another graph of the same module is, if it was not
+    ``looked_at`` itself. If it ``is_due``, its versions are to be chosen anew when none of its runs
+    waits.
+    """
+
+    described: StepDescription | None = None
+    index: int = 0
+    looked_at: bool = True
+    is_due: bool = False
+
+
+@dataclass
+class Taken:
+    """What the runs of a graph take: how many were planned for, what all of them save, and their
+    peak without what is held beside them."""
+
+    count: int = 0
+    saved_bytes: int = 0
+    own_peak_bytes: int = 0
+
+
 class SharingGraph(Protocol):
     """A compiled graph, as those know it that share its budget."""
 
-    described: StepDescription | None
-    index: int
-    looked_at: bool
-    is_due: bool
-    count: int
-    saved_bytes: int
-    own_peak_bytes: int
-    given: frozenset[int]
-    """Addresses of the storages that it was compiled for."""
+    role: Role
+    taken: Taken
+
+    @property
+    def given(self) -> frozenset[int]:
+        """Addresses of the storages that it was compiled for."""
+        ...
 
     @property
     def place(self) -> Place:
@@ -188,11 +211,11 @@ class BudgetScope:
         resident = self.resident_beside(own, device)
         held = sum(size for key, size in waiting.items() if key not in {**own, **resident})
         for graph in distinct:  # of runs that are still to come, as micro-batches are
-            missing = graph.count - graphs.count(graph)
-            held += max(0, missing) * graph.saved_bytes // max(1, graph.count)
+            missing = graph.taken.count - graphs.count(graph)
+            held += max(0, missing) * graph.taken.saved_bytes // max(1, graph.taken.count)
         if place[1] is not None:
             together = (one for one in self.graphs if one.place == place and one not in distinct)
-            held += sum(one.own_peak_bytes for one in together)
+            held += sum(one.taken.own_peak_bytes for one in together)
         return Neighbours(sum(resident.values()), held, distinct, first)
 
     def resident_beside(self, own: Storages, device: torch.device) -> Storages:
@@ -290,8 +313,7 @@ class BudgetScope:
         self.due = False
         graphs = dict.fromkeys(one for one in (each.graph() for each in self.last) if one)
         for index, graph in enumerate(graphs):
-            graph.described, graph.index = described, index
-            graph.looked_at = graph.is_due = True
+            graph.role = Role(described, index, is_due=True)
 
     # -- runs ----------------------------------------------------------------------------------
 

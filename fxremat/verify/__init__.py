@@ -1,1 +1,1 @@
-"""The judge: graphs before and after are compared, with nothing taken from who changed them."""
+"""The verifier: graphs before and after are compared, with nothing taken from who changed them."""

@@ -1,4 +1,4 @@
-"""Judging calls that write over an operand, with nothing taken from who put them there.
+"""Verifying calls that write over an operand, with nothing taken from who put them there.
 
 Two joint graphs are compared, before and after. What shares memory is read off the operators'
 schemas, and what a storage holds at each moment is followed through the graph: a number that says
@@ -12,7 +12,7 @@ of the call it stands for. The second graph is right if
   what the forward returned or saved;
 * both graphs return the same.
 
-How rounding differs between a call and its form in place is not judged here.
+How rounding differs between a call and its form in place is not checked here.
 """
 
 from __future__ import annotations
@@ -32,6 +32,7 @@ from fxremat.verify.predicates import (
     is_dense,
     is_mutating,
     regroups,
+    results_of,
     root,
     schema_of,
     tensor_of,
@@ -146,12 +147,6 @@ def _is_node(leaf: Any) -> bool:
     return isinstance(leaf, fx.Node)
 
 
-def _results(graph: fx.Graph) -> list[Any]:
-    (results,) = graph.output_node().args
-    assert isinstance(results, (tuple, list))
-    return list(results)
-
-
 def _stand_ins(before: fx.Graph, after: fx.Graph) -> dict[fx.Node, OpOverload]:
     """The calls that write and were not there before; each with the call it stands for."""
     there = {node.name for node in before.nodes if is_mutating(node)}
@@ -190,7 +185,7 @@ def check_in_place(
         kinds.setdefault(number, set()).add(_kind(node))
     names = set(saved)
     kept = {root(n): "saved" for n in after.nodes if n.name in names}
-    returned = _results(after)[:num_forward_outputs]
+    returned = results_of(after)[:num_forward_outputs]
     kept |= {root(n): "returned" for n in returned if isinstance(n, fx.Node)}
     second = _Reader(numbers, meant)
     for node in meant:
@@ -201,7 +196,7 @@ def check_in_place(
         target = node.args[0] if node in meant else None
         if isinstance(target, fx.Node) and (_shape(node), _kind(target)[1]) not in kinds[number]:  # type: ignore[index]
             _fail(f"{node.name} writes a result of another size or dtype over {target.name}")
-    old, new = _results(before), _results(after)
+    old, new = results_of(before), results_of(after)
     for index, (a, b) in enumerate(zip(old, new, strict=True)):
         one = (first.seen(a), _kind(a)) if isinstance(a, fx.Node) else a
         other = (second.seen(b), _kind(b)) if isinstance(b, fx.Node) else b

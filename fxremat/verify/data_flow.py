@@ -1,4 +1,4 @@
-"""Judging a rewritten joint graph by its data flow, with nothing taken from the rewriting.
+"""Verifying a rewritten joint graph by its data flow, with nothing taken from the rewriting.
 
 Every node gets a number that says what it computes: the same call on the same arguments has
 the same number. A call that may not be run again (random numbers, effects, sums over ranks,
@@ -31,6 +31,7 @@ from fxremat.verify.predicates import (
     is_repeatable,
     is_tensor,
     is_view,
+    results_of,
     root,
     with_nodes_as,
 )
@@ -43,6 +44,10 @@ class ReadGraph:
     of: dict[fx.Node, int] = field(default_factory=dict)
     once: list[str] = field(default_factory=list)
     written: dict[fx.Node, int] = field(default_factory=dict)
+
+    def number(self, result: Any) -> Any:
+        """That of a node; what is no node stands for itself."""
+        return self.of[result] if isinstance(result, fx.Node) else result
 
     def written_into(self, node: fx.Node) -> int | None:
         """The last write into the memory that a node shows, None where there was none."""
@@ -162,12 +167,6 @@ def check_arrivals(graph: fx.Graph) -> None:
             gone.add(root(node.args[0]))
 
 
-def _results(graph: fx.Graph, of: dict[fx.Node, int]) -> list[Any]:
-    (results,) = graph.output_node().args
-    assert isinstance(results, (tuple, list))
-    return [of[r] if isinstance(r, fx.Node) else r for r in results]
-
-
 def check_data_flow(
     original: fx.Graph,
     rewritten: fx.Graph,
@@ -179,9 +178,9 @@ def check_data_flow(
     if sorted(before.once) != sorted(after.once):
         changed = sorted(set(before.once) ^ set(after.once)) or after.once
         raise VerificationFailed("run once", f"calls that must run exactly once: {changed[:5]}")
-    old, new = _results(original, before.of), _results(rewritten, after.of)
-    for index, (a, b) in enumerate(zip(old, new, strict=True)):
-        if a != b:
+    pairs = zip(results_of(original), results_of(rewritten), strict=True)
+    for index, (old, new) in enumerate(pairs):
+        if before.number(old) != after.number(new):
             raise VerificationFailed("data flow", f"result {index} is computed differently")
 
 

@@ -1,4 +1,4 @@
-"""Judging the forward and the backward that a graph was cut into, whoever cut it.
+"""Verifying the forward and the backward that a graph was cut into, whoever cut it.
 
 Both are read with the value numbers of the whole graph; what the backward is given has, by its
 name, the number that the forward returned it with. The halves are right if their results together
@@ -21,7 +21,7 @@ from fxremat.compat.tensors import fake_mode_of
 from fxremat.errors import VerificationFailed
 from fxremat.runtime.chunks.operator import ROWS
 from fxremat.verify.data_flow import Numbering, ReadGraph
-from fxremat.verify.predicates import is_tensor
+from fxremat.verify.predicates import is_tensor, results_of
 
 
 def check_halves(
@@ -39,11 +39,11 @@ def check_halves(
     numbering = Numbering(frozenset(mutated))
     whole = numbering.read(joint)
     first = numbering.read(forward)
-    returned = _results(forward)
+    returned = results_of(forward)
     second = numbering.read(backward, _given(forward, returned, backward, first))
-    expected = [_number(whole, result) for result in _results(joint)]
-    found = [_number(first, result) for result in returned[:num_forward_outputs]]
-    found += [_number(second, result) for result in _results(backward)]
+    expected = [whole.number(result) for result in results_of(joint)]
+    found = [first.number(result) for result in returned[:num_forward_outputs]]
+    found += [second.number(result) for result in results_of(backward)]
     if len(expected) != len(found):
         raise VerificationFailed("halves", "there are more results, or fewer")
     for index, (one, other) in enumerate(zip(expected, found, strict=True)):
@@ -55,16 +55,6 @@ def check_halves(
         raise VerificationFailed("halves", f"calls that must run exactly once: {changed[:5]}")
     check_rows(forward)
     check_rows(backward)
-
-
-def _results(graph: fx.Graph) -> list[Any]:
-    (results,) = graph.output_node().args
-    assert isinstance(results, (tuple, list))
-    return list(results)
-
-
-def _number(reading: ReadGraph, result: Any) -> Any:
-    return reading.of[result] if isinstance(result, fx.Node) else result
 
 
 def _given(
@@ -85,9 +75,9 @@ def _given(
 
 
 def check_rows(graph: fx.Graph) -> None:
-    """Raise `VerificationFailed` where the results of a call of ``rows`` lie otherwise than said.
+    """Raise `VerificationFailed` where results of a call of ``rows`` lie in memory otherwise.
 
-    Its fake kernel is run again on the call as it stands.
+    Its fake kernel is run again on the call as it stands, and compared with what the graph notes.
     """
     for node in graph.find_nodes(op="call_function", target=ROWS):
         args, kwargs = fx.map_arg((node.args, dict(node.kwargs)), lambda n: n.meta["val"])
@@ -99,8 +89,8 @@ def check_rows(graph: fx.Graph) -> None:
                 _compare(item.name, [item.meta["val"]], [made[item.args[1]]])
 
 
-def _compare(name: str, said: list[torch.Tensor], made: list[torch.Tensor]) -> None:
-    if [_form(one) for one in said] != [_form(one) for one in made]:
+def _compare(name: str, noted: list[torch.Tensor], made: list[torch.Tensor]) -> None:
+    if [_form(one) for one in noted] != [_form(one) for one in made]:
         raise VerificationFailed("row programmes", f"{name} does not lie as its graph says")
 
 

@@ -1,4 +1,4 @@
-"""What a node is, read off the schema of its operator: the judge's own answers.
+"""What a node is, read off the schema of its operator: the verifier's own answers.
 
 Nothing here comes from the passes that rewrite graphs, so that no mistake of theirs is taken over.
 What is shared with them is below all of them: operators of the runtime and `fxremat.compat`.
@@ -7,15 +7,17 @@ What is shared with them is below all of them: operators of the runtime and `fxr
 from __future__ import annotations
 
 import operator
-from collections.abc import Callable
+from collections.abc import Callable, Iterable
 from typing import Any
 
 import torch
 from torch import fx
+from torch.utils import _pytree as pytree
 
 from fxremat.compat.configuration import OpOverload
 from fxremat.compat.distributed.ranks import is_wait, moves_between_ranks, sums_over_ranks
 from fxremat.compat.joint_graph import must_be_in_forward, user_tag
+from fxremat.compat.sizes import size_bound
 from fxremat.runtime import kernels
 
 _ATEN = torch.ops.aten
@@ -99,7 +101,7 @@ def _may_be_copied(node: fx.Node) -> bool:
 
 
 def is_dense(tensor: torch.Tensor) -> bool:
-    """Row by row, without gaps; not said of sizes that are not known."""
+    """Whether it lies row by row, without gaps; false where its sizes are not known."""
     known = all(type(n) is int for n in (*tensor.shape, *tensor.stride()))
     return known and tensor.is_contiguous()
 
@@ -199,3 +201,35 @@ def with_nodes_as(argument: Any, of_node: Callable[[fx.Node], Any]) -> Any:
         parts = (argument.start, argument.stop, argument.step)
         return "slice", *(with_nodes_as(one, of_node) for one in parts)
     return type(argument).__name__, repr(argument)
+
+
+def results_of(graph: fx.Graph) -> list[Any]:
+    """What the graph returns."""
+    (results,) = graph.output_node().args
+    assert isinstance(results, (tuple, list))
+    return list(results)
+
+
+def computed_from(nodes: Iterable[fx.Node], stop: Iterable[fx.Node] = ()) -> set[fx.Node]:
+    """The nodes and all that they are computed from; nothing behind those in ``stop``."""
+    found, ends, stack = set[fx.Node](), set(stop), list(nodes)
+    while stack:
+        node = stack.pop()
+        if node not in found:
+            found.add(node)
+            stack.extend(() if node in ends else node.all_input_nodes)
+    return found
+
+
+def forms_of(value: Any) -> list[dict[str, Any]]:
+    """How each tensor of a value lies in memory; strides only where they matter."""
+    return [_form(leaf) for leaf in pytree.tree_leaves(value)]
+
+
+def _form(leaf: Any) -> dict[str, Any]:
+    if not isinstance(leaf, torch.Tensor):
+        return {"type": type(leaf).__name__}
+    sizes = [size_bound(n) for n in leaf.shape]
+    strides = [size_bound(s) for s, n in zip(leaf.stride(), sizes, strict=True) if n > 1]
+    strides = [] if 0 in sizes else strides
+    return {"sizes": sizes, "strides": strides, "dtype": leaf.dtype, "device": leaf.device}

@@ -1,4 +1,4 @@
-"""Judging what prepares the joint graph, with nothing taken from the passes that do it.
+"""Verifying what prepares the joint graph, with nothing taken from the passes that do it.
 
 These passes work in place. So what a graph is before a pass runs is kept: `BeforePass`. The graph
 after it is right if it is the same, or, by numbers for what each node computes, if
@@ -31,7 +31,14 @@ from torch import fx
 from fxremat.compat.joint_graph import is_tangent, must_be_in_forward, mutated_input_of
 from fxremat.errors import VerificationFailed
 from fxremat.runtime import accumulated
-from fxremat.verify.predicates import has_effect, is_mutating, is_put, root
+from fxremat.verify.predicates import (
+    computed_from,
+    has_effect,
+    is_mutating,
+    is_put,
+    results_of,
+    root,
+)
 from fxremat.verify.sums import ReadSums, SumNumbering
 
 
@@ -65,24 +72,6 @@ class _Account:
     """The numbers that a result, a write or an effect depends on."""
 
 
-def results_of(graph: fx.Graph) -> list[Any]:
-    """What the graph returns."""
-    (results,) = graph.output_node().args
-    assert isinstance(results, (tuple, list))
-    return list(results)
-
-
-def behind(nodes: Iterable[fx.Node]) -> set[fx.Node]:
-    """The nodes and all that they are computed from."""
-    found, stack = set[fx.Node](), list(nodes)
-    while stack:
-        node = stack.pop()
-        if node not in found:
-            found.add(node)
-            stack.extend(node.all_input_nodes)
-    return found
-
-
 def written_inputs(graph: fx.Graph) -> frozenset[str]:
     """Names of the inputs that the step writes into: in the graph, or by a result, after it."""
     inputs = graph.find_nodes(op="placeholder")
@@ -97,7 +86,7 @@ def written_inputs(graph: fx.Graph) -> frozenset[str]:
 
 
 @dataclass(frozen=True)
-class _Seen:
+class _NodeBefore:
     """A node as it was before a pass; ``args`` and ``kwargs`` name other nodes by themselves."""
 
     node: fx.Node
@@ -117,11 +106,13 @@ class _Seen:
         )
 
 
-def _seen(graph: fx.Graph) -> list[_Seen]:
-    return [_Seen(n, n.name, n.op, n.target, n.args, n.kwargs, dict(n.meta)) for n in graph.nodes]
+def _seen(graph: fx.Graph) -> list[_NodeBefore]:
+    return [
+        _NodeBefore(n, n.name, n.op, n.target, n.args, n.kwargs, dict(n.meta)) for n in graph.nodes
+    ]
 
 
-def _graph_of(seen: Iterable[_Seen]) -> fx.Graph:
+def _graph_of(seen: Iterable[_NodeBefore]) -> fx.Graph:
     """The graph as it was, of new nodes."""
     graph, new = fx.Graph(), dict[fx.Node, fx.Node]()
     for one in seen:
@@ -132,7 +123,7 @@ def _graph_of(seen: Iterable[_Seen]) -> fx.Graph:
 
 
 class BeforePass:
-    """What was seen of a graph before a pass; `check` judges the graph after it.
+    """What was seen of a graph before a pass; `check` verifies the graph after it.
 
     Most passes change nothing in most graphs. So a graph is read only if it was changed.
     """
@@ -146,7 +137,7 @@ class BeforePass:
         self.numbering = SumNumbering(self.written, sums=rights.regroup, clones=rights.clone)
 
     def _is_as_before(self, graph: fx.Graph) -> bool:
-        """Whether nothing is changed, and nothing but changes is to be judged."""
+        """Whether nothing is changed, and nothing but changes is to be checked."""
         if self.rights.clone and self.written:
             return False  # a clone may be missing
         now = list(graph.nodes)
@@ -184,7 +175,7 @@ class BeforePass:
         results = results_of(graph)
         ends = [r for r in results if isinstance(r, fx.Node)]
         ends += [n for n in graph.nodes if is_mutating(n) or has_effect(n)]
-        needed = behind(ends) if self.rights.merge else ()
+        needed = computed_from(ends) if self.rights.merge else ()
         return _Account(
             inputs=[str(n.target) for n in graph.find_nodes(op="placeholder")],
             results=[_result(result, found) for result in results],
@@ -233,7 +224,7 @@ class BeforePass:
         ends = [r for r in results_of(graph)[: self.early] if isinstance(r, fx.Node)]
         ends += [n for n in graph.nodes if must_be_in_forward(n)]
         ends += [n for n in graph.nodes if has_effect(n) and n not in after_tangents]
-        early = behind(ends)
+        early = computed_from(ends)
         for node in graph.nodes:
             if node in early or node.op == "output" or is_mutating(node):
                 continue

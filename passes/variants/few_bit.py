@@ -34,7 +34,7 @@ from fxremat.compat.configuration import OpOverload
 from fxremat.compat.tensors import outside_fake_mode
 from fxremat.passes.joint_graph import JointGraph, Role, is_repeatable, is_tensor, is_view
 from fxremat.passes.materialisation import is_fusable, is_reduction
-from fxremat.passes.nodes import Add, fake
+from fxremat.passes.nodes import Add, fake, laid_out_like
 from fxremat.passes.variants.packed_bits import pack, unpack
 from fxremat.passes.variants.rule import Rule, Site, StandIns
 from fxremat.passes.variants.saved_values import (
@@ -261,7 +261,8 @@ class _Product:
         planes = planes_of(inserter.early, x, table.boundaries)
         found = derivative(inserter.late, planes, table.levels, fake(x))
         factors = (as_dtype(inserter.late, n, fake(last).dtype) for n in (gradient, found))
-        return {last: inserter.late(_ATEN.mul.Tensor, *factors)}
+        product = inserter.late(_ATEN.mul.Tensor, *factors)
+        return {last: laid_out_like(last, product, inserter.late)}
 
 
 def planes_of(

@@ -9,7 +9,8 @@ input, and is a transposed convolution. In two calls, the weight's first, the in
     g, x ── convolution_backward ── dw                   x may go here
     g, w ── convolution (transposed) ── dx
 
-The kernels are the same two that the one call would run; results agree up to rounding.
+The kernels are the same two that the one call would run; results agree up to rounding. The one
+call lays out dx like x, and the transposed convolution like g: where they differ, dx is copied.
 """
 
 from __future__ import annotations
@@ -23,7 +24,7 @@ import torch
 from torch import fx
 
 from fxremat.passes.joint_graph import JointGraph
-from fxremat.passes.nodes import add_call, fake
+from fxremat.passes.nodes import add_call, fake, laid_out_like
 from fxremat.passes.variants.convolutions.gradients import of_input
 from fxremat.passes.variants.rule import Rule, Site, StandIns
 from fxremat.runtime.chunks import convolutions
@@ -64,7 +65,10 @@ class Backward:
                     item = add_call(graph, operator.getitem, (call, place), results[place])
                     found[results[place]] = item
             transposed = (gradient, weight, None, *of_input(self.node), *how_many)
-            found[results[_INPUT]] = add_call(graph, one_of, transposed, old)
+            made = add_call(graph, one_of, transposed, old)
+            found[results[_INPUT]] = laid_out_like(
+                results[_INPUT], made, lambda op, *x, **how: add_call(graph, op, x, old, **how)
+            )
         return found
 
 

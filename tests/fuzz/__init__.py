@@ -1,0 +1,1 @@
+"""Random training steps, on which every rule for variants is tried."""
