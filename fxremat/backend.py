@@ -10,6 +10,7 @@ from __future__ import annotations
 from collections.abc import Callable, Mapping, Sequence
 from typing import Any
 
+import torch
 from torch import fx
 
 from fxremat.compat.call_stack import calling_modules
@@ -31,16 +32,15 @@ from fxremat.compile.ranks import agreed
 from fxremat.compile.request import device_of_inputs, request_for
 from fxremat.cost.cards import absent_card
 from fxremat.memory.storages import storages_of
-from fxremat.options import disabled, parse_options
+from fxremat.options import Options, disabled, parse_options
 from fxremat.step import scope as scopes
-from fxremat.step.context import model_context
+from fxremat.step.context import Surroundings, fixed_inputs, leaves_of, model_context
 from fxremat.step.ddp import see_parts
 from fxremat.step.description import StepDescription
 from fxremat.step.graph import Graph
 from fxremat.step.in_flight import watch_in_flight
 from fxremat.step.runs import GraphInStep
 from fxremat.step.scope import Role
-from fxremat.step.surroundings import Surroundings, fixed_inputs, leaves_of
 
 
 def fxremat(
@@ -66,7 +66,17 @@ def fxremat(
     if disabled():
         patches = inductor_patches(mode, parsed.inductor_options())
         return compile_with_inductor(gm, example_inputs, patches)
-    gm = inline_regions(gm)
+    return _compiled_in_step(inline_regions(gm), example_inputs, parsed, device, mode)
+
+
+def _compiled_in_step(
+    gm: fx.GraphModule,
+    example_inputs: Sequence[Any],
+    parsed: Options,
+    device: torch.device,
+    mode: str | None,
+) -> Callable[..., Any]:
+    """A graph compiled as a part of its step: beside what other graphs hold under its budget."""
     session.STATE.rank_timeout = parsed.rank_timeout
     scope, place = scopes.scope_of(device, parsed.memory_budget), current_compilation()
     context = model_context(parsed, device)

@@ -26,14 +26,13 @@ from fxremat.memory.reserved_bytes import reserved
 from fxremat.memory.segments import SMALL_BYTES
 from fxremat.options import parse_options
 from fxremat.sizes import MIB
-from fxremat.step.context import ModelContext
+from fxremat.step.context import ModelContext, Surroundings
 from fxremat.step.description import StepDescription
 from fxremat.step.graph import CompiledVersion
 from fxremat.step.promise import RunVersions
 from fxremat.step.recorder import StepRecorder
 from fxremat.step.runs import GraphInStep
 from fxremat.step.scope import BudgetScope, Role
-from fxremat.step.surroundings import Surroundings
 from fxremat.step.versions import Offer, Part
 from tests.small import Block
 

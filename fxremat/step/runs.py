@@ -30,11 +30,11 @@ from fxremat.planner import step_versions as planner
 from fxremat.report.files import write_report
 from fxremat.report.report import Report
 from fxremat.sizes import format_bytes
+from fxremat.step.context import Surroundings, first_description
 from fxremat.step.description import StepDescription, budget_for, unplanned_bytes
 from fxremat.step.graph import CompiledVersion, Graph, NoBackward
 from fxremat.step.promise import Compiled, Promise, PromisedVersion, RunVersions
 from fxremat.step.scope import Place, Role, Taken, Tensors
-from fxremat.step.surroundings import Surroundings, first_description
 from fxremat.step.versions import Offer, Part, version_in
 
 log = logging.getLogger(__name__)
