@@ -61,15 +61,6 @@ def test_rows_of_solvers_side_by_side(problems: Path, capsys: pytest.CaptureFixt
     assert '"ratio": added time over that of greedy' in printed
 
 
-def test_head_and_summary_of_the_file(problems: Path) -> None:
-    run(problems, "--solvers", "greedy", "--only", "chain", "--budgets", "80")
-    result = json.loads((problems / "results" / "out.json").read_text())
-    assert {"date", "cpu", "python", "fxremat", "highspy"} <= set(result["machine"])
-    assert [(its["solver"], its["cases"], its["ratio"]) for its in result["summary"]] == [
-        ("greedy", 1, pytest.approx(1.0))
-    ]
-
-
 def test_a_solver_refuses(problems: Path, capsys: pytest.CaptureFixture[str]) -> None:
     status, rows = run(problems, "--solvers", "rotor", "--only", "skips", "--budgets", "80")
     assert status == 0
@@ -77,11 +68,6 @@ def test_a_solver_refuses(problems: Path, capsys: pytest.CaptureFixture[str]) ->
     assert rows[0]["peak_bytes"] is None
     assert rows[0]["reason"].startswith("the problem is not a chain")
     assert "Use the solver" not in capsys.readouterr().out
-
-
-def test_no_directory(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
-    assert planner.main(["--problems", str(tmp_path / "none"), "--traced", "none"]) == 0
-    assert f"no problems in {tmp_path / 'none'}: skipped" in capsys.readouterr().out
 
 
 def test_unknown_names(problems: Path) -> None:

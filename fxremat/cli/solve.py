@@ -35,13 +35,6 @@ def add(commands: Commands) -> None:
     parser.add_argument("--solver", metavar="S", type=read_solver, default="auto")
     add_time_limit(parser)
     add_copies(parser)
-    parser.add_argument("--objective", choices=("time", "energy"), default="time")
-    parser.add_argument(
-        "--most-time",
-        metavar="FACTOR",
-        type=float,
-        help="with --objective energy: at most so many times the time of running every op once",
-    )
     parser.add_argument("--out", metavar="PLAN.json", help="write the plan here")
     parser.set_defaults(run=run)
 
@@ -50,9 +43,8 @@ def run(given: argparse.Namespace) -> int:
     """Solve, print, write."""
     problem = with_copies(files.read_problem(given.problem), given)
     budget = given.budget.bytes_for(problem)
-    most = None if given.most_time is None else given.most_time * problem.base_time_us
-    aim = SolverOptions(time_limit_s=given.time_limit, objective=given.objective, most_time_us=most)
-    plan = solve_on_terminal(problem, budget, given.solver, aim)
+    limits = SolverOptions(time_limit_s=given.time_limit)
+    plan = solve_on_terminal(problem, budget, given.solver, limits)
     if plan.peak_bytes > budget:
         print(nothing_fits(plan, budget), file=sys.stderr)
         return 1
@@ -93,9 +85,6 @@ def figures(problem: Problem, plan: Plan) -> str:
         rows.append(("budget", _with_share(plan.budget_bytes, full)))
     rows.append(("peak", _with_share(plan.peak_bytes, full)))
     rows.append(("time", f"{plan.time_us:.1f} us, {_percent(plan.time_us, base)} over store-all"))
-    if plan.energy_uj:
-        base_uj = sum(op.energy_uj for op in problem.ops)
-        rows.append(("energy", f"{plan.energy_uj:.1f} uJ, {_percent(plan.energy_uj, base_uj)}"))
     if plan.moves:
         line = replay(take(problem, plan.variants), plan.steps)
         count = sum(move.kind == "to device" for move in plan.moves)

@@ -78,8 +78,7 @@ def run(given: argparse.Namespace) -> int:
             raise UsageError(str(error)) from error
     if given.copies and spec is not None:
         rate = spec.host_bytes_per_s / 1e6
-        copies = Copies(rate, rate, COPY_LATENCY_US, energy_uj=spec.host_nj_per_byte / 1000)
-        problem = replace(problem, copies=copies)
+        problem = replace(problem, copies=Copies(rate, rate, COPY_LATENCY_US))
     print(f"problem   {problem.name}: {len(problem.ops)} ops, {len(problem.values)} values")
     if problem.variants:
         print(f"variants  {len(problem.variants)} variants of ops")

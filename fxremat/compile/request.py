@@ -90,16 +90,13 @@ class DeviceCosts:
 class Policy:
     """How to plan and what may be done to the graph.
 
-    With the objective "energy" a plan may take ``most_time`` times what running every op once
-    takes. ``variants`` are names of rules (None: all), ``disabled`` names of passes that are left
-    out (`fxremat.option_values.PASSES`).
+    ``variants`` are names of rules (None: all), ``disabled`` names of passes that are left out
+    (`fxremat.option_values.PASSES`).
     """
 
     executor: str = "inductor"
     solver: str = "auto"
     solver_time_limit: float | None = None
-    objective: Literal["time", "energy"] = "time"
-    most_time: float | None = None
     variants: tuple[str, ...] | None = None
     allow_lossy: bool = False
     disabled: tuple[str, ...] = ()
@@ -201,8 +198,6 @@ def _policy(options: Options) -> Policy:
         executor=options.executor,
         solver=options.solver,
         solver_time_limit=options.solver_time_limit,
-        objective="energy" if options.objective == "energy" else "time",
-        most_time=options.most_time,
         variants=options.variants,
         allow_lossy=options.allow_lossy,
         disabled=options.disable_passes,

@@ -19,7 +19,7 @@ def plan_of_torch(draft: Draft) -> Plan:
     problem, backward = draft.estimate.problem, draft.halves[1]
     computed = {node.name for node in backward.graph.nodes if node.op == "call_function"}
     line = replay(problem, steps_again(problem, computed))
-    return Plan(line.steps, NAME, None, line.peak_bytes, line.time_us, energy_uj=line.energy_uj)
+    return Plan(line.steps, NAME, None, line.peak_bytes, line.time_us)
 
 
 def steps_again(problem: Problem, again: set[str]) -> tuple[str, ...]:
