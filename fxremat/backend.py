@@ -35,7 +35,7 @@ from fxremat.cost.cards import absent_card
 from fxremat.memory.storages import storages_of
 from fxremat.options import Options, disabled, parse_options
 from fxremat.step import scope as scopes
-from fxremat.step.context import Surroundings, fixed_inputs, leaves_of, model_context
+from fxremat.step.context import Surroundings, fixed_inputs, model_context
 from fxremat.step.ddp import see_parts
 from fxremat.step.graph import Graph
 from fxremat.step.in_flight import watch_in_flight
@@ -126,7 +126,6 @@ def _compiled_in_step(
         place,
         beside,
         follow=more_follow(given.module) and role.described is None,
-        leaves=leaves_of(given.inputs, context),
         given=frozenset(storages_of(given.inputs, device)),
         fixed_inputs=fixed_inputs(given.inputs) if request.budget.metric == "allocated" else (),
     )

@@ -15,7 +15,7 @@ from torch.utils import _pytree as pytree
 from fxremat.compat.call_stack import calling_modules
 from fxremat.compat.distributed.ranks import Shards, shards_of
 from fxremat.compat.dynamo import compiled_parts
-from fxremat.compat.tensors import is_dtensor, is_fake
+from fxremat.compat.tensors import is_dtensor
 from fxremat.core.step import NOTHING_GATHERED, Gathered
 from fxremat.memory.storages import storage_bytes
 from fxremat.options import Options
@@ -23,7 +23,7 @@ from fxremat.passes.memory_estimation import nbytes
 from fxremat.step.description import StepDescription, repeated_step
 from fxremat.step.pipelines import Pipeline, pipeline_of
 from fxremat.step.promise import Around
-from fxremat.step.scope import BudgetScope, Neighbours, Place, Tensors
+from fxremat.step.scope import BudgetScope, Neighbours, Place
 from fxremat.step.versions import Part, followed_by
 
 LOSS_BYTES = 8
@@ -237,10 +237,9 @@ class Surroundings:
     """Where a graph was compiled, and what was there.
 
     ``neighbours`` are what other graphs of the ``scope`` held. If others ``follow`` in the step,
-    they are not known yet. Of what it was given, ``leaves`` live from step to step, and ``given``
-    are the addresses of the storages. Of the inputs that need no gradient, and are no parameters,
-    ``fixed_inputs`` are the bytes: where one is as large as the results, the blocks that follow are
-    given what needs one.
+    they are not known yet. ``given`` are the addresses of the storages that it was given. Of the
+    inputs that need no gradient, and are no parameters, ``fixed_inputs`` are the bytes: where one
+    is as large as the results, the blocks that follow are given what needs one.
     """
 
     device: torch.device
@@ -249,7 +248,6 @@ class Surroundings:
     place: Place
     neighbours: Neighbours = field(default_factory=Neighbours)
     follow: bool = False
-    leaves: Tensors = ()
     given: frozenset[int] = frozenset()
     fixed_inputs: tuple[int, ...] = ()
 
@@ -258,14 +256,6 @@ def fixed_inputs(inputs: Iterable[Any]) -> tuple[int, ...]:
     """Bytes of each input of a graph that could have a gradient, and needs none."""
     tensors = [x for x in inputs if isinstance(x, torch.Tensor) and not isinstance(x, nn.Parameter)]
     return tuple(nbytes(x) for x in tensors if x.is_floating_point() and not x.requires_grad)
-
-
-def leaves_of(inputs: Iterable[Any], context: ModelContext) -> Tensors:
-    """The arguments of a graph that live from step to step, as far as nothing else counts them."""
-    if context.sharded:  # gathered when the module runs
-        return ()
-    tensors = (x for x in inputs if isinstance(x, torch.Tensor) and not is_fake(x))
-    return tuple(ref(x) for x in tensors if x.is_leaf)
 
 
 def first_description(

@@ -61,11 +61,12 @@ class Role:
 @dataclass
 class Taken:
     """What the runs of a graph take: how many were planned for, what all of them save, and their
-    peak without what is held beside them."""
+    peak without what is held beside them. So many ``leaves`` of the scope were known then."""
 
     count: int = 0
     saved_bytes: int = 0
     own_peak_bytes: int = 0
+    leaves: int = 0
 
 
 class SharingGraph(Protocol):
@@ -82,11 +83,6 @@ class SharingGraph(Protocol):
     @property
     def place(self) -> Place:
         """Its frame, and the compilation of that."""
-        ...
-
-    @property
-    def leaves(self) -> Tensors:
-        """Its arguments that live from step to step."""
         ...
 
     @property
@@ -176,6 +172,8 @@ class BudgetScope:
 
     waiting: dict[int, WaitingRun] = field(default_factory=dict)
     graphs: weakref.WeakSet[Any] = field(default_factory=weakref.WeakSet)
+    leaves: dict[int, weakref.ref[torch.Tensor]] = field(default_factory=dict)
+    """What graphs were given that lives from step to step, by its identity."""
     order: list[Recorded] = field(default_factory=list)
     last: list[Recorded] = field(default_factory=list)
     due: bool = False
@@ -221,8 +219,8 @@ class BudgetScope:
     def resident_beside(self, own: Storages, device: torch.device) -> Storages:
         """Parameters and buffers of all graphs and models that are known, and their gradients."""
         found: Storages = {}
+        found |= with_gradients(_alive(self.leaves.values()), device)
         for graph in self.graphs:
-            found |= with_gradients(_alive(graph.leaves), device)
             found |= storages_of(_alive(graph.around), device)
         return {key: size for key, size in found.items() if key not in own}
 
@@ -333,6 +331,16 @@ class BudgetScope:
         """How many there were, by Dynamo and by graphs that were planned again."""
         return compilations() + self.compiled_again
 
+    def note(self, given: Iterable[object]) -> None:
+        """A graph is given these arguments."""
+        for one in given:
+            if isinstance(one, torch.Tensor) and one.is_leaf and id(one) not in self.leaves:
+                gone = partial(self._forget, id(one))
+                self.leaves[id(one)] = weakref.ref(one, gone)
+
+    def _forget(self, identity: int, _: object) -> None:
+        self.leaves.pop(identity, None)
+
     def step_begins(self) -> None:
         """Before a forward: if none waits, the step before is over, and may be planned as one."""
         if self.waiting:
@@ -419,7 +427,7 @@ class BudgetScope:
         return None
 
 
-def _alive(tensors: Tensors) -> list[torch.Tensor]:
+def _alive(tensors: Iterable[Callable[[], Any]]) -> list[torch.Tensor]:
     return [one for one in pytree.tree_leaves([each() for each in tensors]) if one is not None]
 
 
