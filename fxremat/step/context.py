@@ -26,7 +26,7 @@ from fxremat.step.promise import Around
 from fxremat.step.scope import BudgetScope, Neighbours, Place
 from fxremat.step.versions import Part, followed_by
 
-LOSS_BYTES = 8
+LOSS_BYTES = 2 * torch.float32.itemsize
 """A loss that is computed outside, and its gradient: two numbers that live to the end of a step."""
 
 
