@@ -87,22 +87,6 @@ def test_a_graph_is_the_whole_call_unless_somebody_goes_on_with_its_results() ->
     assert said[4:] == [[False], [False]]
 
 
-def test_compilations_of_a_frame_have_numbers() -> None:
-    seen: list[tuple[int, int | None]] = []
-
-    def backend(gm: fx.GraphModule, inputs: Any) -> Any:
-        seen.append(current_compilation())
-        return gm
-
-    torch._dynamo.reset()
-    compiled = torch.compile(torch.sin, backend=backend, dynamic=False)
-    compiled(X)
-    compiled(X[:2])
-    (frame, first), (again, second) = seen
-    assert frame == again
-    assert first != second
-
-
 def test_what_dynamo_wraps_has_frames_of_its_own() -> None:
     """Functions and modules of torch are compiled behind one function of Dynamo's."""
     seen: list[int] = []
@@ -120,15 +104,6 @@ def test_what_dynamo_wraps_has_frames_of_its_own() -> None:
     assert gelu != silu
     assert not {gelu, silu} & {*linear}
     assert len({*linear}) == 2
-
-
-def test_fresh_dynamo_caches() -> None:
-    import torch._dynamo.config as config
-
-    before = config.recompile_limit
-    with fresh_dynamo_caches():
-        assert config.recompile_limit >= before
-    assert config.recompile_limit == before
 
 
 def test_sizes_that_are_seen_apart_do_not_vary_outside() -> None:
@@ -196,14 +171,6 @@ def parts_of_all_sorts() -> torch.nn.Sequential:
     return model
 
 
-def test_compiled_parts() -> None:
-    model = parts_of_all_sorts()
-    first, second = compiled_parts(model)
-    assert first is model[0]
-    assert model[1]._orig_mod is second
-    assert compiled_parts(torch.nn.Linear(2, 2)) == []
-
-
 def test_compiled_in_place() -> None:
     model = parts_of_all_sorts()
     wrapped = model[1]
@@ -222,12 +189,6 @@ def test_compiled_in_place() -> None:
     assert model[1] is wrapped
     assert model[0]._compiled_call_impl is first
     assert unwrapped(wrapped)._compiled_call_impl is None
-
-
-def test_unwrapped() -> None:
-    model = parts_of_all_sorts()
-    assert type(unwrapped(model[1])) is Doubled
-    assert unwrapped(model[0]) is model[0]
 
 
 def test_compile_parts() -> None:

@@ -124,14 +124,6 @@ def test_who_wants_to_see_inductor_at_work_does() -> None:
     assert not lowered_ahead._ready
 
 
-def test_only_so_many_are_kept(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(lowered_ahead, "MOST_READY", 1)
-    half(net(), ahead)
-    assert len(lowered_ahead._ready) == 1
-    forget_lowered()
-    assert not lowered_ahead._ready
-
-
 def test_the_counters_of_inductor_are_those_of_one_compilation() -> None:
     """What was generated ahead is not counted twice."""
     with inductor_config.patch(fx_graph_cache=False):

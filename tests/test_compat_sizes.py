@@ -18,11 +18,6 @@ def sizes(seen: Capture) -> list[Any]:
             for s in n.meta["val"].shape if isinstance(s, torch.SymInt)]  # fmt: skip
 
 
-def test_size_bound_of_a_number() -> None:
-    assert size_bound(7) == 7
-    assert size_bound(True) == 1
-
-
 def test_size_bound_is_the_declared_bound() -> None:
     found = sizes(dynamic(min=2, max=64))
     assert found
