@@ -16,8 +16,6 @@ from torch import fx, nn
 import fxremat
 from fxremat.passes.joint_graph import Role
 from fxremat.passes.materialisation import materialise
-from fxremat.passes.variants.chunks.image_regions import find_image_regions
-from fxremat.passes.variants.chunks.regions import levels
 from fxremat.passes.variants.chunks.rules import CHUNKED_CONVOLUTIONS, find
 from fxremat.passes.variants.insertion import find_sites, take
 from fxremat.passes.variants.rule import BACKWARD_STAND_IN
@@ -307,24 +305,6 @@ def test_random_shapes(
 
 
 # --- what is taken in ------------------------------------------------------------------------
-
-
-def test_four_loops_between_two_convolutions() -> None:
-    """Statistics, what comes next, what a normalisation's gradient adds up, and the rest."""
-    joint = joint_of_model(net(two_stages), images(9, 3, 6, 6).detach(), fused=True)
-    first, second = find_image_regions(joint)
-    for region in (first, second):
-        assert max(levels(region, in_one=False).values()) == 3
-    last = first.read_outside()
-    assert sum(region_node.name.startswith("convolution") for region_node in last) == 1
-
-
-def test_small_values_begin_no_region() -> None:
-    """Less than half of the largest tensor of the graph."""
-    small = nn.Conv2d(WIDTH, 2, 3, padding=1)
-    model = net(two_stages, second=small, other=nn.BatchNorm2d(2))
-    joint = joint_of_model(model, images(9, 3, 6, 6).detach(), fused=True)
-    assert len(find_image_regions(joint)) == 1
 
 
 def test_graph_of_chunked_convolutions(golden: Golden) -> None:

@@ -49,17 +49,6 @@ def test_largest_is_the_last_that_is_within(
     assert peak(found + 1) > budget
 
 
-def test_few_sizes_are_asked_for() -> None:
-    asked: list[int] = []
-
-    def peak(size: int) -> int:
-        asked.append(size)
-        return 10**6 + 12_345 * size
-
-    assert largest_within(peak, 10**10, 8) == (10**10 - 10**6) // 12_345
-    assert len(asked) <= 7  # grows 16 times at most at each of the first
-
-
 def _weights() -> list[nn.Parameter]:
     matrix = nn.Parameter(torch.zeros(100, 200, dtype=torch.bfloat16))
     vector = nn.Parameter(torch.zeros(30))

@@ -21,7 +21,7 @@ from fxremat.training.blocks import are_alike, repeated_blocks, shortened
 from fxremat.whatif.device import absent
 from fxremat.whatif.extrapolation import Line, TorchSteps
 from fxremat.whatif.fit import FEW_BLOCKS, _Fitting, fit
-from fxremat.whatif.largest_size import WAYS, Point, Way, points_by_us
+from fxremat.whatif.largest_size import WAYS
 from fxremat.whatif.symbolic_step import PeaksBySize, SymbolicStep
 
 BLOCKS = 6
@@ -211,29 +211,3 @@ def test_weights_that_do_not_fit_are_told_at_once() -> None:
     assert [(row.way, row.size) for row in found.rows] == [(way, 0) for way in WAYS]
     assert found.points == ()
     assert "-" in table(found)
-
-
-def test_fxremat_is_looked_at_where_checkpointing_ends() -> None:
-    """Also where torch's own partition fits more than that."""
-    asked: list[int] = []
-
-    def expected(size: int) -> int:
-        asked.append(size)
-        return 10 * size
-
-    plain = SimpleNamespace(what="rows", expected_bytes=expected, time_us=lambda size: 2.0 * size)
-    steps: Any = SimpleNamespace(plain=plain, at=lambda size, kept=0.0: _NoPlan())
-    by_torch: dict[Way, list[Point]] = {
-        "torch.compile": [Point("rows", "torch.compile", size, 10 * size, 1.0) for size in (5, 10)],
-        "checkpointed blocks": [Point("rows", "checkpointed blocks", 7, 90, 1.0)],
-    }
-    found = points_by_us(steps, by_torch, 100, 1)
-    assert [(one.size, one.peak_bytes) for one in found] == [(5, 50), (7, 70), (10, 100)]
-    assert asked == [7]
-
-
-class _NoPlan:
-    """A step that takes more than there is at any size."""
-
-    def quickest(self, budget_bytes: int) -> Any:
-        return SimpleNamespace(peak_bytes=1000 + budget_bytes)

@@ -17,7 +17,7 @@ from torch import fx, nn
 
 from fxremat.passes.joint_graph import JointGraph
 from fxremat.passes.variants import few_bit, lossy_saved
-from fxremat.passes.variants.few_bit import optimal_steps, refined
+from fxremat.passes.variants.few_bit import optimal_steps
 from fxremat.passes.variants.lossy_saved import RULES
 from fxremat.passes.variants.rule import Site
 from fxremat.runtime.quantised import BLOCK
@@ -75,11 +75,6 @@ def errors(joint: JointGraph, *chosen: Site) -> list[float]:
         assert not isinstance(one, torch.Tensor) or torch.equal(one, two)
     pairs = zip(gradients(joint, expected), gradients(joint, other), strict=True)
     return [float((a - b).norm() / a.norm().clamp(min=1e-30)) for a, b in pairs]
-
-
-def test_all_are_lossy() -> None:
-    assert all(rule.lossy for rule in RULES)
-    assert len(RULE) == len(RULES)
 
 
 # --- forms of one value ------------------------------------------------------------------
@@ -194,13 +189,6 @@ def test_inputs_results_and_what_needs_exact_values_are_left() -> None:
     assert where == []
 
 
-def test_forms_of_a_value_stand_in_for_the_same() -> None:
-    with small_values():
-        joint = joint_of(Squared(), [leaf(5, 6)])
-        names = [{s.name.split(":")[1] for s in sites(RULE[name], joint)} for name in FORMS]
-    assert all(n == names[0] for n in names)
-
-
 # --- few bits ----------------------------------------------------------------------------
 
 ACTIVATIONS: dict[str, Callable[[torch.Tensor], torch.Tensor]] = {
@@ -292,15 +280,6 @@ def test_steps_are_optimal(values: list[float], levels: int) -> None:
     assert float(reached.square().sum()) == pytest.approx(best, abs=1e-9)
 
 
-def test_error_decreases_with_bits() -> None:
-    with small_values():
-        joint = joint_of(activated("gelu"), [leaf(30, 40)])
-        (product,) = few_bit.products(joint)
-    found = [product.table(bits).mean_error for bits in range(1, 5)]
-    assert found == sorted(found, reverse=True)
-    assert len(set(found)) == 4
-
-
 @pytest.mark.parametrize("name", ["leaky_relu", "hardsigmoid", "relu6"])
 def test_piecewise_constant_derivatives_are_exact(name: str) -> None:
     """Where f is found as a factor at all: as a mask it is a matter of packed_bits."""
@@ -311,17 +290,6 @@ def test_piecewise_constant_derivatives_are_exact(name: str) -> None:
     )
     for site in where[1:]:
         assert max(errors(joint, site)) < 1e-6
-
-
-def test_boundaries_at_a_jump_are_exact() -> None:
-    grid = torch.linspace(-10, 10, 50, dtype=torch.float64)
-
-    def jump(x: torch.Tensor) -> torch.Tensor:
-        return (x > 0.3).double() + (x > 1.0).double()
-
-    steps = refined(optimal_steps(grid, jump(grid), 3), grid, jump)
-    assert steps.boundaries == pytest.approx((0.3, 1.0), abs=1e-12)
-    assert steps.levels == (0, 1, 2)
 
 
 def test_growing_derivatives_are_left() -> None:

@@ -11,7 +11,7 @@ from torch import nn
 from fxremat.compat.joint_graph import user_tag
 from fxremat.passes.halves import RECOMPUTED
 from fxremat.passes.joint_graph import Role, is_view, read_joint_graph, root
-from fxremat.passes.user_tags import obey_must_recompute, protect_mutated_inputs
+from fxremat.passes.user_tags import protect_mutated_inputs
 from tests import nets
 from tests.conftest import Golden
 from tests.graphs import (
@@ -48,22 +48,6 @@ def test_backward_of_a_block_that_must_be_recomputed(golden: Golden) -> None:
 
 
 # --- pairs: changed, not changed -----------------------------------------------------------
-
-
-@pytest.mark.parametrize("name", ["mlp", "checkpoint", "dropout"])
-def test_nothing_is_copied_without_must_recompute(name: str) -> None:
-    joint = nets.traced(name).joint
-    before = str(joint.module.graph)
-    assert not obey_must_recompute(joint)
-    assert str(joint.module.graph) == before
-
-
-@pytest.mark.parametrize("name", ["mlp", "batch norm"])
-def test_nothing_is_cloned_where_the_backward_reads_no_old_content(name: str) -> None:
-    joint = nets.traced(name).joint
-    before = str(joint.module.graph)
-    assert not protect_mutated_inputs(joint)
-    assert str(joint.module.graph) == before
 
 
 def test_must_recompute_gives_the_backward_its_own_copies() -> None:
@@ -137,13 +121,6 @@ def test_deep_blocks_that_must_be_recomputed(layers: int) -> None:
     assert sum("tanh" in name for name in saved(seen)) == 0
 
 
-@pytest.mark.parametrize("fused", [False, True], ids=["eager", "inductor"])
-@pytest.mark.parametrize("policy", [nets.save_addmms, nets.save_nothing, nets.save_everything])
-def test_policies_change_no_gradient(policy: Any, fused: bool) -> None:
-    model = nets.checkpointed(nn.Sequential(mlp(8, 1), nn.LayerNorm(8)), policy)
-    assert_plan_changes_nothing(model, [batch(4, 8)], fused=fused)
-
-
 # --- inputs that are overwritten -----------------------------------------------------------
 
 
@@ -182,9 +159,3 @@ def test_a_clone_stays_in_the_forward_even_if_only_the_backward_reads_it() -> No
     joint = read_joint_graph(joint.module, joint.num_forward_outputs)
     (clone,) = calls(joint.module.graph, ATEN.clone)
     assert joint.role[clone] is Role.FORWARD
-
-
-@pytest.mark.parametrize("name", ["buffer", "old buffer", "input overwritten"])
-@pytest.mark.parametrize("fused", [False, True], ids=["eager", "inductor"])
-def test_old_content_counts(name: str, fused: bool) -> None:
-    assert_plan_changes_nothing(*nets.make(name), fused=fused)
