@@ -69,18 +69,53 @@ def exact(model: nn.Module, x: torch.Tensor) -> dict[str, fx.Graph]:
     return check(in_double(model), (in_double(x),), RULE, tolerance=1e-10)
 
 
-ACTIVATIONS: dict[str, Callable[[torch.Tensor], torch.Tensor]] = {
-    "leaky": lambda h: F.leaky_relu(h, 0.1), "elu": F.elu, "silu": F.silu, "gelu": F.gelu,
+def activated(activation: Callable[[torch.Tensor], torch.Tensor]) -> Callable[..., Any]:
+    def step(m: Any, x: torch.Tensor) -> torch.Tensor:
+        return activation(m.other(m.second(activation(m.norm(m.first(x)))))).square().mean()
+
+    return step
+
+
+def residual(m: Any, x: torch.Tensor) -> torch.Tensor:
+    h = F.relu(m.norm(m.first(x)))
+    return F.relu(m.other(m.second(h)) + h).square().mean()
+
+
+def side_by_side(m: Any, x: torch.Tensor) -> torch.Tensor:
+    """What skips over a level, as in a U-Net."""
+    h = F.relu(m.norm(m.first(x)))
+    low = F.interpolate(F.avg_pool2d(m.low(h), 2), scale_factor=2)
+    return F.relu(m.other(m.second(torch.cat((h, low), 1)))).square().mean()
+
+
+def squeezed(m: Any, x: torch.Tensor) -> torch.Tensor:
+    """A narrow way from the values back to them."""
+    h = F.relu(m.norm(m.first(x)))
+    gate = torch.sigmoid(m.gate(h.mean((2, 3))))
+    return F.relu(m.other(m.second(h * gate[:, :, None, None]))).square().mean()
+
+
+def with_result(m: Any, x: torch.Tensor) -> Any:
+    """What the user gets exists, whoever else could do without."""
+    h = F.relu(m.norm(m.first(x)))
+    return F.relu(m.other(m.second(h))).square().mean(), h
+
+
+STEPS: dict[str, tuple[Callable[..., Any], dict[str, nn.Module]]] = {
+    "leaky": (activated(lambda h: F.leaky_relu(h, 0.1)), {}), "elu": (activated(F.elu), {}),
+    "silu": (activated(F.silu), {}), "gelu": (activated(F.gelu), {}),
+    "residual": (residual, {}), "a result of the graph": (with_result, {}),
+    "side by side": (side_by_side, {
+        "low": nn.Conv2d(WIDTH, WIDTH, 1),
+        "second": nn.Conv2d(2 * WIDTH, WIDTH, 3, padding=1, bias=False)}),
+    "squeezed": (squeezed, {"gate": nn.Linear(WIDTH, WIDTH)}),
 }  # fmt: skip
 
 
-@pytest.mark.parametrize("activation", slow_but(["leaky", "gelu"], ACTIVATIONS))
-def test_activations(activation: str) -> None:
-    def step(m: Any, x: torch.Tensor) -> torch.Tensor:
-        h = ACTIVATIONS[activation](m.norm(m.first(x)))
-        return ACTIVATIONS[activation](m.other(m.second(h))).square().mean()
-
-    exact(net(step), images(7, 3, 6, 6))
+@pytest.mark.parametrize("name", STEPS)
+def test_ways_through_convolutions(name: str) -> None:
+    step, parts = STEPS[name]
+    exact(net(step, **copy.deepcopy(parts)), images(7, 3, 6, 6))
 
 
 @pytest.mark.parametrize("count", [2, WIDTH, 17])
@@ -158,40 +193,6 @@ def test_evaluation() -> None:
     model.eval()
     for graph in exact(model, images(7, 3, 6, 6)).values():
         assert sum(node.target is ROWS for node in graph.nodes) <= 3
-
-
-def test_a_residual_connection() -> None:
-    def step(m: Any, x: torch.Tensor) -> torch.Tensor:
-        h = F.relu(m.norm(m.first(x)))
-        return F.relu(m.other(m.second(h)) + h).square().mean()
-
-    exact(net(step), images(7, 3, 6, 6))
-
-
-def test_parts_side_by_side() -> None:
-    """What skips over a level, as in a U-Net."""
-
-    def step(m: Any, x: torch.Tensor) -> torch.Tensor:
-        h = F.relu(m.norm(m.first(x)))
-        low = F.interpolate(F.avg_pool2d(m.low(h), 2), scale_factor=2)
-        return F.relu(m.other(m.second(torch.cat((h, low), 1)))).square().mean()
-
-    parts = {
-        "low": nn.Conv2d(WIDTH, WIDTH, 1),
-        "second": nn.Conv2d(2 * WIDTH, WIDTH, 3, padding=1, bias=False),
-    }
-    exact(net(step, **parts), images(7, 3, 6, 6))
-
-
-def test_squeezed_and_excited() -> None:
-    """A narrow way from the values back to them."""
-
-    def step(m: Any, x: torch.Tensor) -> torch.Tensor:
-        h = F.relu(m.norm(m.first(x)))
-        gate = torch.sigmoid(m.gate(h.mean((2, 3))))
-        return F.relu(m.other(m.second(h * gate[:, :, None, None]))).square().mean()
-
-    exact(net(step, gate=nn.Linear(WIDTH, WIDTH)), images(7, 3, 6, 6))
 
 
 def test_dropout_is_not_drawn_again() -> None:
@@ -275,16 +276,6 @@ def test_channels_last() -> None:
             weight.data = weight.data.contiguous(memory_format=torch.channels_last)
     x = images(9, 3, 6, 6).detach().to(memory_format=torch.channels_last)
     exact(model, x)
-
-
-def test_a_result_of_the_graph() -> None:
-    """What the user gets exists, whoever else could do without."""
-
-    def step(m: Any, x: torch.Tensor) -> Any:
-        h = F.relu(m.norm(m.first(x)))
-        return F.relu(m.other(m.second(h))).square().mean(), h
-
-    exact(net(step), images(7, 3, 6, 6))
 
 
 @pytest.mark.slow

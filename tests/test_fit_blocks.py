@@ -11,16 +11,12 @@ import torch
 from hypothesis import given
 from hypothesis import strategies as st
 from torch import Tensor, nn
-from torch.utils.checkpoint import checkpoint
 
 from fxremat.cli.fit import table
-from fxremat.compat.joint_graph import user_tag
 from fxremat.compile.dry_run.dry_run import DryRun
-from fxremat.memory.optimizer_states import Held
 from fxremat.training.blocks import are_alike, repeated_blocks, shortened
-from fxremat.whatif.device import absent
 from fxremat.whatif.extrapolation import Line, TorchSteps
-from fxremat.whatif.fit import FEW_BLOCKS, _Fitting, fit
+from fxremat.whatif.fit import FEW_BLOCKS, fit
 from fxremat.whatif.largest_size import WAYS
 from fxremat.whatif.symbolic_step import PeaksBySize, SymbolicStep
 
@@ -166,41 +162,6 @@ def test_few_blocks_say_what_the_whole_says() -> None:
 def test_a_model_that_names_its_blocks_by_number_is_studied_as_a_whole() -> None:
     found = fit(_Indexing(), [torch.zeros(128, 32)], vary={}, device="H100", options=OPTIONS)
     assert found.studied_blocks == (found.blocks,) == (BLOCKS,)
-
-
-class _Checkpointing(_Net):
-    """Runs its first block again by itself."""
-
-    def forward(self, x: Tensor) -> Tensor:
-        x = self.first(x)
-        for index, block in enumerate(self.blocks):
-            x = checkpoint(block, x, use_reentrant=False) if not index else block(x)
-        loss: Tensor = self.last(x).float().logsumexp(-1).sum()
-        return loss
-
-
-@pytest.mark.parametrize("model", [_Net(), _Checkpointing()])
-def test_without_our_checkpoints_a_step_is_as_it_is_given(model: nn.Module) -> None:
-    """The same ops on the same values, with the model's own tags and no others."""
-    given = [torch.zeros(8, 32)]
-    with absent("H100"):
-        asked = _Fitting(model, tuple(given), {}, "none", {}, whole=False)
-        steps = asked._traced((2,), tuple(given), {}, Held(0))
-        with shortened(model, 2):
-            alone, regions = asked._trace(tuple(given), {}, Held(0))
-    [plain], [checkpointed] = steps["torch.compile"], steps["checkpointed blocks"]
-    assert regions == (1 if isinstance(model, _Checkpointing) else 0)
-    assert _nodes(plain) == _nodes(alone)
-    assert _tagged(plain) == _tagged(alone) < _tagged(checkpointed)
-
-
-def _nodes(step: SymbolicStep) -> list[tuple[str, ...]]:
-    nodes = step.prepared.module.graph.nodes
-    return [(n.op, str(n.target), str(n.args), str(n.kwargs)) for n in nodes]
-
-
-def _tagged(step: SymbolicStep) -> int:
-    return sum(user_tag(node) is not None for node in step.prepared.module.graph.nodes)
 
 
 def test_weights_that_do_not_fit_are_told_at_once() -> None:

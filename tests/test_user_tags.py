@@ -90,26 +90,15 @@ def test_must_save_is_never_copied(name: str) -> None:
     assert {t for t in told if t in read} <= saved(seen)
 
 
-def test_dropout_under_must_recompute_is_drawn_once() -> None:
+def test_calls_with_several_results_under_must_recompute() -> None:
+    """Dropout is drawn once, a norm runs again as one call, and no result is taken twice."""
     seen = nets.traced("save nothing")
-    for half in (seen.forward, seen.backward):
-        expected = 1 if half is seen.forward else 0
-        assert len(calls(half.graph, ATEN.native_dropout)) == expected
-
-
-def test_results_of_a_call_that_stays_are_not_taken_twice() -> None:
-    """A getitem goes where its call goes: else its storage would be two values."""
-    graph = nets.traced("save nothing").joint.module.graph
-    for call in calls(graph, ATEN.native_dropout):
+    forward, backward = seen.forward.graph, seen.backward.graph
+    for target, again in ((ATEN.native_dropout, 0), (ATEN.native_layer_norm, 1)):
+        assert [len(calls(graph, target)) for graph in (forward, backward)] == [1, again]
+    for call in calls(seen.joint.module.graph, ATEN.native_dropout):
         indices = [user.args[1] for user in call.users]
-        assert len(indices) == len(set(indices))
-
-
-def test_calls_with_several_results_are_recomputed_as_one() -> None:
-    seen = nets.traced("save nothing")
-    norms = calls(seen.backward.graph, ATEN.native_layer_norm)
-    assert len(norms) == 1
-    assert len(calls(seen.forward.graph, ATEN.native_layer_norm)) == 1
+        assert len(indices) == len(set(indices))  # else its storage would be two values
 
 
 @pytest.mark.parametrize("layers", [2, 15])
