@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import sys
+from collections.abc import Callable
 from typing import Any
 
 import torch
@@ -25,13 +26,20 @@ from fxremat.compat.dynamo import (
 from tests.compat_graphs import X
 
 
+def noting(seen: list[Any], note: Callable[..., Any]) -> Callable[..., Any]:
+    """A backend that changes nothing; ``seen`` gets what ``note`` says of each graph."""
+
+    def backend(gm: fx.GraphModule, inputs: Any) -> Any:
+        seen.append(note(gm, inputs))
+        return gm
+
+    return backend
+
+
 def test_graphs_of_a_model_with_graph_breaks() -> None:
     """Each graph has a frame of its own; all but the last end in a graph break."""
     seen: list[tuple[int, bool]] = []
-
-    def backend(gm: fx.GraphModule, inputs: Any) -> Any:
-        seen.append((current_compilation()[0], more_follow(gm)))
-        return gm
+    backend = noting(seen, lambda gm, inputs: (current_compilation()[0], more_follow(gm)))
 
     def broken(x: torch.Tensor) -> torch.Tensor:
         y = x.sin()
@@ -90,11 +98,7 @@ def test_a_graph_is_the_whole_call_unless_somebody_goes_on_with_its_results() ->
 def test_what_dynamo_wraps_has_frames_of_its_own() -> None:
     """Functions and modules of torch are compiled behind one function of Dynamo's."""
     seen: list[int] = []
-
-    def backend(gm: fx.GraphModule, inputs: Any) -> Any:
-        seen.append(current_compilation()[0])
-        return gm
-
+    backend = noting(seen, lambda gm, inputs: current_compilation()[0])
     torch._dynamo.reset()
     given: list[Any] = [nn.functional.gelu, nn.functional.silu]
     for one in [*given, nn.Linear(4, 4), nn.Linear(4, 4), nn.Linear(4, 2)]:
@@ -110,11 +114,7 @@ def test_sizes_that_are_seen_apart_do_not_vary_outside() -> None:
     """Nor the other way round: what is compiled inside has symbols only if sizes vary there."""
     torch._dynamo.reset()
     symbols: list[int] = []
-
-    def backend(gm: fx.GraphModule, inputs: Any) -> Any:
-        symbols.append(sum(isinstance(x, torch.SymInt) for x in inputs))
-        return gm
-
+    backend = noting(symbols, lambda gm, inputs: sum(isinstance(x, torch.SymInt) for x in inputs))
     compiled = torch.compile(lambda x: x.sin(), backend=backend)
     compiled(torch.ones(3))
     with fresh_dynamo_caches():
@@ -128,10 +128,7 @@ def test_sizes_that_are_seen_apart_do_not_vary_outside() -> None:
 
 def test_regions_that_run_again_are_counted_also_inside_of_each_other() -> None:
     seen: list[int] = []
-
-    def backend(gm: fx.GraphModule, inputs: Any) -> Any:
-        seen.append(checkpointed_regions(gm))
-        return gm
+    backend = noting(seen, lambda gm, inputs: checkpointed_regions(gm))
 
     def inner(x: torch.Tensor) -> torch.Tensor:
         return x.sin().cos()
@@ -175,11 +172,7 @@ def test_compiled_in_place() -> None:
     model = parts_of_all_sorts()
     wrapped = model[1]
     seen: list[int] = []
-
-    def backend(gm: fx.GraphModule, inputs: Any) -> Any:
-        seen.append(len(inputs))
-        return gm
-
+    backend = noting(seen, lambda gm, inputs: len(inputs))
     torch._dynamo.reset()
     first = model[0]._compiled_call_impl
     with compiled_in_place(model, compiled_parts(model), backend):
@@ -194,11 +187,7 @@ def test_compiled_in_place() -> None:
 def test_compile_parts() -> None:
     """Where they stand, and as they are wrapped."""
     seen: list[int] = []
-
-    def backend(gm: fx.GraphModule, inputs: Any) -> Any:
-        seen.append(len(inputs))
-        return gm
-
+    backend = noting(seen, lambda gm, inputs: len(inputs))
     torch._dynamo.reset()
     model = parts_of_all_sorts()
     expected = model(torch.ones(2, 4))
@@ -247,10 +236,7 @@ def test_what_is_compiled_in_training_only() -> None:
     """Evaluation, and what runs without gradients, is not; how is asked at the first training."""
     compiled: list[torch.Size] = []
     asked: list[Any] = []
-
-    def backend(gm: fx.GraphModule, inputs: Any) -> Any:
-        compiled.append(X.shape)
-        return gm
+    backend = noting(compiled, lambda gm, inputs: X.shape)
 
     def how(inputs: Any) -> dict[str, Any]:
         asked.append(inputs)

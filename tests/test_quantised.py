@@ -73,17 +73,6 @@ def test_the_users_generator_is_not_touched_and_calls_repeat() -> None:
     assert all(torch.equal(a, b) for a, b in zip(first, second, strict=True))
 
 
-@pytest.mark.parametrize("dtype", DTYPES)
-def test_what_is_encoded_stays_as_it_is(dtype: torch.dtype) -> None:
-    x = values(1000, dtype)
-    before = x.clone()
-    quantised.quantised(x, 8, 1)
-    quantised.quantised(x, 4, 1)
-    quantised.as_fp8(x)
-    quantised.sketch(x.view(100, 10), 7, 1)
-    assert torch.equal(x, before)
-
-
 @pytest.mark.parametrize("bad", [torch.nan, torch.inf, -torch.inf])
 @pytest.mark.parametrize("kind", ["8", "4", "fp8"])
 def test_what_is_not_finite_is_seen(bad: float, kind: str) -> None:
