@@ -1,4 +1,4 @@
-"""The benchmark of moves, at its smallest: plans of two layers, judged and compared."""
+"""The benchmark of moves, at its smallest: plans of two layers, checked and compared."""
 
 from __future__ import annotations
 

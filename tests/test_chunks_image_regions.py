@@ -211,20 +211,6 @@ def test_dropout_is_not_drawn_again() -> None:
             assert_close(one, other, 2e-5)
 
 
-def test_running_statistics() -> None:
-    seen = trace(net(two_stages), (images(9, 3, 6, 6),))
-    plain, joint = seen.values(seen.joint), seen.joint
-    inputs = enumerate((*joint.primals, *joint.tangents), len(joint.results))
-    statistics = [i for i, node in inputs if node in joint.mutated and plain[i].dim()]
-    assert len(statistics) == 4  # two normalisations, each of a mean and a variance
-    found = sites(RULE, seen.joint)
-    assert any("twice" in site.name for site in found)  # which compute the statistics
-    for site in found:
-        values = seen.values(taken(seen.joint, site))
-        for i in statistics:
-            assert_close(values[i], plain[i], 1e-6)
-
-
 def test_each_half_reads_its_own() -> None:
     """As the planner takes a form: what is computed twice has a reader in either half."""
     x = images(7, 3, 6, 6).detach().double()

@@ -116,12 +116,3 @@ def test_names_that_tuning_relies_on() -> None:
         "self.copy_args_to_cpu_if_needed(",
     ):
         assert name in source
-
-
-def test_pieces_are_cut_from_the_smallest_that_is_large_enough() -> None:
-    pieces = [10, 20, 40]
-    assert autotune.take_piece(pieces, 15)
-    assert pieces == [5, 10, 40]
-    assert not autotune.take_piece(pieces, 41)
-    assert autotune.storage_length(torch.empty(3, 5)[:, :2]) == 12
-    assert autotune.storage_length(torch.empty(0, 5)) == 0

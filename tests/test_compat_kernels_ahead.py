@@ -5,13 +5,10 @@ from __future__ import annotations
 import platform
 import subprocess
 import threading
-from itertools import chain
 from typing import Any
 
 import pytest
 import torch
-from hypothesis import given
-from hypothesis import strategies as st
 from torch._inductor import async_compile, cpu_vec_isa
 from torch._inductor.async_compile import AsyncCompile
 from torch._inductor.codecache import CppPythonBindingsCodeCache
@@ -21,7 +18,6 @@ from fxremat.compat.configuration import inductor_config
 from fxremat.compat.inductor import kernels_ahead
 from fxremat.compat.inductor.generated_code import Generated
 from fxremat.compat.inductor.kernels_ahead import begin_kernels, look_for_vectors
-from fxremat.core.constants import MOST_TOGETHER
 from tests.test_compat_generated_code import GENERATED
 
 
@@ -198,12 +194,3 @@ def test_threads_that_begin_kernels_wait_for_one_another() -> None:
     other.join()
     assert entered.is_set()
     assert async_compile.AsyncCompile.cpp_pybinding is inductors
-
-
-@given(st.integers(0, 100), st.integers(1, 40))
-def test_each_kernel_is_in_one_group(count: int, workers: int) -> None:
-    found = kernels_ahead.groups(range(count), workers)
-    assert list(chain.from_iterable(found)) == list(range(count))
-    assert all(0 < len(group) <= MOST_TOGETHER for group in found)
-    if 0 < count <= MOST_TOGETHER * 2 * workers:
-        assert len(found) <= 2 * workers

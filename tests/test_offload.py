@@ -118,7 +118,7 @@ def test_the_replayed_peak_is_the_measured_one(net: Any, seed: int) -> None:
     assert measured - replayed in (0, EAGER_NUMBER)
 
 
-# --- the judge ---------------------------------------------------------------------------
+# --- the verifier ------------------------------------------------------------------------
 
 
 def rewritten() -> tuple[Capture, fx.Graph]:

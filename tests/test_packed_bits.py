@@ -27,7 +27,6 @@ from tests.variants import (
     shown,
     sites,
     small_values,
-    with_site,
 )
 
 MASKS, SIGNS, INDICES = RULES
@@ -230,13 +229,6 @@ def test_through_inductor(rule: Rule) -> None:
         inductor_with(function, taken)(x).sum().backward()
     assert 0 < taken.bytes_after < taken.bytes_before
     torch.testing.assert_close(x.grad, expected)
-
-
-def test_nothing_changes_where_nobody_takes_a_site() -> None:
-    joint, where = found(SIGNS, lambda x: F.relu(x.sin()), leaf(4, 4))
-    before = str(joint.module.graph)
-    with_site(joint, *where)
-    assert str(joint.module.graph) == before
 
 
 def test_sign_mask_of_a_relu(golden: Golden) -> None:
