@@ -1,4 +1,4 @@
-"""Sabotage of what prepares a joint graph: each fault is refused by the name of its pass."""
+"""Faults of what prepares a joint graph: each is refused by the name of its pass."""
 
 from __future__ import annotations
 
@@ -51,7 +51,7 @@ def _traced(name: str, fused: bool) -> Draft:
 
 @pytest.mark.parametrize("name", nets.NAMES)
 def test_right_graphs_pass(name: str) -> None:
-    """As eager operators they are judged wherever tests capture a graph."""
+    """As eager operators they are verified wherever tests capture a graph."""
     assert "accumulation" in prepared(draft_of(name, fused=True), fused=True, accumulate=True)
 
 

@@ -20,7 +20,6 @@ from tests.test_chunks_rules import hugging_face
 COUNT = 50
 MASK = (labels(COUNT) > 40).float()
 Y = labels(COUNT, ignored=True)
-ATEN = torch.ops.aten
 
 
 def log_probabilities(logits: torch.Tensor, y: torch.Tensor) -> torch.Tensor:

@@ -11,8 +11,6 @@ import torch.nn.functional as F
 from torch import fx, nn
 
 from fxremat.memory.measured_peak import measure_peak
-from fxremat.passes.variants.chunks.calls import row_cut
-from fxremat.passes.variants.chunks.early_gradients import factor
 from fxremat.passes.variants.chunks.loops import plan_loops
 from fxremat.passes.variants.chunks.regions import Region, find_regions, levels
 from fxremat.passes.variants.chunks.rules import CHUNKED_LOSS, CHUNKED_MLP, RULES, rule_of
@@ -47,30 +45,6 @@ def test_big_values_inside_are_no_inputs_of_loops(name: str) -> None:
     for loop in plan_loops(region, levels(region, in_one=False)):
         for node in (*loop.rows, *loop.whole):
             assert node not in region.kinds or node in outside or not region.is_big(node)
-
-
-def test_the_loss_is_linear_in_its_gradient() -> None:
-    (region,) = regions("loss")
-    found = factor(region)
-    assert found is not None
-    assert found.node.name == "tangents_1"
-    assert max(levels(region, in_one=True).values()) == 0
-
-
-def test_an_mlp_is_not_linear_in_a_number() -> None:
-    (region,) = regions("mlp")
-    assert factor(region) is None
-
-
-@pytest.mark.parametrize(
-    ("shape", "count", "found"),
-    [((6, 5), 6, 1), ((2, 3, 5), 6, 2), ((1, 6, 5), 6, 2), ((6, 1), 6, 1), ((5, 6), 6, None),
-     ((4, 3), 6, None), ((0, 6), 6, None)],
-)  # fmt: skip
-def test_which_dimensions_are_the_rows(
-    shape: tuple[int, ...], count: int, found: int | None
-) -> None:
-    assert row_cut(shape, count) == found
 
 
 def test_unknown_sizes_are_left_alone() -> None:

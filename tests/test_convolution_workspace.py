@@ -21,7 +21,6 @@ from fxremat.passes.joint_graph import JointGraph
 from fxremat.passes.variants import insertion
 from fxremat.passes.variants.convolutions.workspace import RULES
 from fxremat.runtime.chunks import convolutions
-from fxremat.runtime.kernels import INSIDE
 from tests.conftest import Golden
 from tests.end_to_end import compiled_by_fxremat, least, measured, observed
 from tests.examples import examples
@@ -194,17 +193,6 @@ def test_torchs_own_algorithm_on_cuda_is_for_plain_order() -> None:
     joint = on_cuda(joint_of(nn.Conv2d(2, 2, 3), x))
     names = [site.name.split(":")[1:] for site in insertion.find_sites(joint, RULES, much)]
     assert names == [["convolution_backward", "deterministic"]]
-
-
-def test_a_native_call_goes_image_by_image() -> None:
-    x, weight = torch.ones(4, 2, 5, 5), torch.ones(3, 2, 3, 3)
-    how = ([1, 1], [0, 0], [1, 1], False, [0, 0], 1)
-    inside = INSIDE[convolutions.CONVOLUTION]
-    same = inside(x, weight, None, *how, 4, "", on_cpu=False)
-    native = inside(x, weight, None, *how, 4, "native", on_cpu=False)
-    assert (same.calls, same.bytes, same.again) == (1, 0, 0)
-    assert native.calls == 1 + 2 * 4
-    assert native.again == 2 * 4 * (4 * 9 * (2 * 9))  # floats of 9 patches, written and read
 
 
 def test_graph_of_convolution_workspace(golden: Golden) -> None:

@@ -29,15 +29,6 @@ def _undisturbed(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(timing, "_interruptions", lambda device: 0)
 
 
-def test_bandwidth_is_that_of_the_next_smaller_size(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(loop_rates, "TRAFFIC", (100, 1000))
-    numbers = {bandwidth_name(100): 1e9, bandwidth_name(1000): 1e8}
-    rates = LoopRates(numbers.__getitem__)
-    assert rates.move_us(10) == pytest.approx(0.01)
-    assert rates.move_us(999) == pytest.approx(0.999)
-    assert rates.move_us(1000) == pytest.approx(10.0)
-
-
 @pytest.mark.parametrize(
     ("exponent", "ns"),
     [(2, 0.0), (3.0, 0.0), (-2, 7.0), (0.5, 5.0), (2.5, 100.0), (-0.5, 100.0), (40, 100.0)],

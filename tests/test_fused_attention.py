@@ -12,11 +12,9 @@ import torch
 from torch import Tensor, fx, nn
 
 import fxremat
-from fxremat.backend import fxremat as backend
 from fxremat.compat.compilers import compile_with_aot_eager, trace_as_inductor
 from fxremat.compat.partitioning import torch_partition
 from fxremat.compile.pipeline import prepare
-from fxremat.memory.measured_peak import measure_peak
 from fxremat.passes.joint_graph import JointGraph
 from fxremat.passes.variants import insertion
 from fxremat.passes.variants.attention import fused
@@ -35,6 +33,7 @@ from tests.attentions import (
     wide_softmax,
 )
 from tests.conftest import Golden
+from tests.end_to_end import compiled_by_fxremat, least, measured, observed
 from tests.graphs import capture, on_cuda, train
 from tests.row_sites import assert_close, in_double, keep_inputs, run_on
 
@@ -251,37 +250,17 @@ class Block(nn.Module):
         return y.square().mean()
 
 
-def observed(model: nn.Module, call: Function, x: Tensor) -> list[Tensor]:
-    """Loss, gradients and parameters of a step."""
-    torch.manual_seed(0)
-    optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
-    loss: Tensor = call(x)
-    loss.backward()  # type: ignore[no-untyped-call]
-    gradients = [p.grad.clone() for p in model.parameters() if p.grad is not None]
-    optimizer.step()
-    return [loss.detach(), *gradients, *(p.detach() for p in model.parameters())]
-
-
 def test_the_whole_way() -> None:
-    model, x = Block(), torch.randn(6, 192, 32)
+    model, inputs = Block(), (torch.randn(6, 192, 32),)
     twin = copy.deepcopy(model)
     options: dict[str, Any] = {"executor": "aot_eager", "solver": "greedy"}
-    options["variants"] = ["fused_attention"]
-    with pytest.raises(fxremat.InfeasibleBudget) as caught:
-        fxremat.explain(model, x, memory_budget="1MiB", options=options)
-    budget = caught.value.minimum_bytes
-    assert budget is not None
-    with pytest.raises(fxremat.InfeasibleBudget) as caught:
-        fxremat.explain(model, x, memory_budget=budget, options={**options, "variants": "none"})
-    assert caught.value.minimum_bytes is not None
-    assert budget < 0.8 * caught.value.minimum_bytes
-    call = torch.compile(model, backend=backend, options={**options, "memory_budget": budget})
-    for one, other in zip(observed(model, call, x), observed(twin, twin, x), strict=True):
+    budget = least(model, inputs, variants=["fused_attention"], **options)
+    assert budget < 0.8 * least(model, inputs, variants="none", **options)
+    call = compiled_by_fxremat(model, variants=["fused_attention"], memory_budget=budget, **options)
+    for one, other in zip(observed(model, call, inputs), observed(twin, twin, inputs), strict=True):
         torch.testing.assert_close(one, other, rtol=2e-5, atol=1e-6)
-    rows = [row.what for row in fxremat.reports()[-1].variants]
-    assert any("fused_attention" in row for row in rows)
-    model.zero_grad()
-    assert measure_peak(lambda: call(x).backward(), held=(model, x)).peak_bytes <= budget
+    assert any("fused_attention" in row.what for row in fxremat.reports()[-1].variants)
+    assert measured(model, call, inputs) <= budget
 
 
 @pytest.mark.parametrize(

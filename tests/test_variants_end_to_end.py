@@ -93,7 +93,9 @@ def layers() -> tuple[nn.Module, tuple[Tensor, ...]]:
     return nn.Sequential(*inner, Loss()), (torch.randn(2048, 32),)
 
 
-@pytest.mark.parametrize("executor", ["aot_eager", "inductor"])
+@pytest.mark.parametrize(
+    "executor", ["aot_eager", pytest.param("inductor", marks=pytest.mark.slow)]
+)
 def test_a_vocabulary_fits_where_its_logits_do_not_and_its_peak_is_predicted(executor: str) -> None:
     model, inputs = words()
     quick: dict[str, Any] = {"executor": executor, "solver": "greedy"}
@@ -173,6 +175,7 @@ def test_lossy_forms_are_taken_only_if_allowed() -> None:
     assert not any("inexact" in what for what in rows)
 
 
+@pytest.mark.slow
 def test_lossy_forms_are_said_to_be() -> None:
     model, inputs = layers()
     only: dict[str, Any] = {"allow_lossy": True, "variants": ["saved_bf16"], "solver": "greedy"}
