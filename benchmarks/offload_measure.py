@@ -29,7 +29,7 @@ from typing import Any
 import torch
 
 from fxremat import runtime
-from fxremat.core.problem import COPY_LATENCY_US
+from fxremat.core.constants import CALL_US
 
 from . import offload_picture
 from .models import build
@@ -195,7 +195,7 @@ def run(settings: Settings) -> Found:
     torch.set_num_threads(settings.threads)
     torch.compiler.reset()
     rate = settings.bandwidth
-    slow = runtime.set_copy_speed(rate, rate, COPY_LATENCY_US / 1e6) if rate else nullcontext()
+    slow = runtime.set_copy_speed(rate, rate, CALL_US / 1e6) if rate else nullcontext()
     with measured_anew(), slow:
         with targets_not_filled():
             everyone = list(_compiled(settings))

@@ -19,7 +19,8 @@ from torch import fx
 
 from fxremat.compat.tensors import fake_tensors
 from fxremat.compile.tracing import trace_step
-from fxremat.core.problem import COPY_LATENCY_US, Copies, Problem
+from fxremat.core.constants import CALL_US
+from fxremat.core.problem import Copies, Problem
 from fxremat.core.timeline import replay
 from fxremat.cost.device import DeviceSpec, spec_named
 from fxremat.passes.joint_graph import root
@@ -106,7 +107,7 @@ class Traced:
     def with_link(self, bytes_per_s: float) -> Problem:
         """The problem in which activations may move."""
         rate = bytes_per_s / 1e6
-        return replace(self.problem, copies=Copies(rate, rate, COPY_LATENCY_US))
+        return replace(self.problem, copies=Copies(rate, rate, CALL_US))
 
     def with_weights_on_host(self, bytes_per_s: float) -> Problem:
         """The problem in which all weights live in host memory, too, and their gradients."""

@@ -7,7 +7,7 @@ from typing import Any, cast
 
 import pytest
 
-from fxremat.compile.constants import OUT_OF_REACH, VARIANT_DOUBT
+from fxremat.compile.constants import OUT_OF_REACH
 from fxremat.compile.draft import Draft
 from fxremat.compile.request import Budget, Policy, Request
 from fxremat.compile.search.candidates import Candidate
@@ -15,6 +15,7 @@ from fxremat.compile.search.planning import Planning
 from fxremat.compile.search.search import Search
 from fxremat.compile.search.variant_sets import VariantSet, with_doubt
 from fxremat.compile.stage_times import StageTimes
+from fxremat.core.constants import TIME_DOUBT
 from fxremat.core.plan import Plan
 from fxremat.core.problem import Problem, Value, Variant
 from fxremat.core.variants import take
@@ -137,7 +138,7 @@ def test_a_variant_has_to_save_more_than_times_may_be_wrong_by() -> None:
     for before, after in zip(LOSS_PROBLEM.variants, doubted.variants, strict=True):
         assert after.outputs == before.outputs
         for old, new in zip(before.ops, after.ops, strict=True):
-            assert new == replace(old, time_us=old.time_us * (1 + VARIANT_DOUBT))
+            assert new == replace(old, time_us=old.time_us * (1 + TIME_DOUBT))
 
 
 # --- variants that are made up ---------------------------------------------------------------

@@ -10,7 +10,6 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from fxremat.compile import constants
-from fxremat.compile.constants import MEASURABLE
 from fxremat.compile.dry_run.dry_run import DryRun
 from fxremat.compile.search.candidates import Candidate, Corrections, Evaluation
 from fxremat.compile.search.planning import LOCAL_SEARCH
@@ -20,6 +19,7 @@ from fxremat.compile.search.proposals import (
     next_target,
     under,
 )
+from fxremat.core.constants import MEASURABLE
 from fxremat.core.plan import Plan
 from fxremat.core.problem import Op, Problem, Value
 from fxremat.core.timeline import replay

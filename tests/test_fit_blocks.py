@@ -16,7 +16,7 @@ from fxremat.cli.fit import table
 from fxremat.compile.dry_run.dry_run import DryRun
 from fxremat.training.blocks import are_alike, repeated_blocks, shortened
 from fxremat.whatif.extrapolation import Line, TorchSteps
-from fxremat.whatif.fit import FEW_BLOCKS, fit
+from fxremat.whatif.fit import fit
 from fxremat.whatif.largest_size import WAYS
 from fxremat.whatif.symbolic_step import PeaksBySize, SymbolicStep
 
@@ -139,7 +139,7 @@ def test_few_blocks_say_what_the_whole_says() -> None:
         )
         for all_of_them in (False, True)
     )  # fmt: skip
-    assert (few.blocks, few.studied_blocks) == (BLOCKS, FEW_BLOCKS)
+    assert (few.blocks, few.studied_blocks) == (BLOCKS, (2, 3))
     assert (whole.blocks, whole.studied_blocks) == (BLOCKS, (BLOCKS,))
     assert len(model.blocks) == BLOCKS
     assert few.optimizer == whole.optimizer

@@ -30,7 +30,7 @@ from fxremat.passes.variants import saved_values
 from fxremat.passes.variants.insertion import take, take_with_inserted
 from fxremat.passes.variants.rule import Rule, Site
 from fxremat.passes.variants.table import RULES
-from fxremat.verify.variants import check_variants
+from fxremat.verify.taken_variants import check_variants
 from tests.graphs import capture, with_seeds
 
 LOSSY = frozenset(rule.name for rule in RULES if rule.lossy)

@@ -7,7 +7,8 @@ import math
 from dataclasses import dataclass, replace
 from typing import Any
 
-from fxremat.core.problem import COPY_LATENCY_US, Copies, Problem
+from fxremat.core.constants import CALL_US
+from fxremat.core.problem import Copies, Problem
 from fxremat.core.schedule import keep_all
 from fxremat.core.timeline import replay
 from fxremat.errors import nearest
@@ -140,7 +141,7 @@ def with_copies(problem: Problem, given: argparse.Namespace) -> Problem:
         if given.host_memory is not None:
             raise UsageError("--host-memory needs --host-bandwidth: nothing moves without it")
         return problem
-    copies = problem.copies or Copies(0.0, 0.0, COPY_LATENCY_US)
+    copies = problem.copies or Copies(0.0, 0.0, CALL_US)
     if given.host_bandwidth is not None:
         rate = given.host_bandwidth / 1e6
         copies = replace(copies, to_host=rate, to_device=rate)

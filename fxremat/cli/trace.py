@@ -16,7 +16,8 @@ from typing import TYPE_CHECKING, Any
 
 from fxremat.cli import files
 from fxremat.cli.arguments import Commands, UsageError, add_function, keep_all_peak
-from fxremat.core.problem import COPY_LATENCY_US, Copies, Problem, problem_to_json
+from fxremat.core.constants import CALL_US
+from fxremat.core.problem import Copies, Problem, problem_to_json
 from fxremat.errors import NotTraceable, nearest
 from fxremat.sizes import exact_bytes
 
@@ -78,7 +79,7 @@ def run(given: argparse.Namespace) -> int:
             raise UsageError(str(error)) from error
     if given.copies and spec is not None:
         rate = spec.host_bytes_per_s / 1e6
-        problem = replace(problem, copies=Copies(rate, rate, COPY_LATENCY_US))
+        problem = replace(problem, copies=Copies(rate, rate, CALL_US))
     print(f"problem   {problem.name}: {len(problem.ops)} ops, {len(problem.values)} values")
     if problem.variants:
         print(f"variants  {len(problem.variants)} variants of ops")

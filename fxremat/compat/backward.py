@@ -17,7 +17,9 @@ from typing import Any
 import torch
 
 _NODE_CLASS = "CompiledFunctionBackward"
-_VIEWS_BETWEEN = 3  # a result that is a view is made anew behind the compiled function
+_VIEWS_BETWEEN = 3
+"""Nodes between a result and its compiled function: AOTAutograd of torch makes a result that is a
+view anew, of its base."""
 
 
 def running_backward() -> int | None:

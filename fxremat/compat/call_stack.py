@@ -19,8 +19,8 @@ Given = ParamSpec("Given")
 Result = TypeVar("Result")
 
 SLOTS = 34_000
-"""Of 8 bytes. A chunk is a power of two, and has room for 1,000 more slots: 512 KiB, of which
-31,000 slots stay free, some hundred frames."""
+"""Of 8 bytes. A chunk of CPython is a power of two, and has room for 1,000 more slots: 512 KiB, of
+which 31,000 slots stay free, some hundred frames."""
 
 
 def _enter(function: Callable[..., Any], given: Any, named: Any) -> Any:

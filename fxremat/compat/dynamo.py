@@ -225,7 +225,7 @@ def current_compilation() -> tuple[int, int | None]:
     return number, int(getattr(identifier, "frame_compile_id", 0) or 0)
 
 
-_MOST_WRAPPED = 2**20
+_MOST_WRAPPED = 2**40
 _places_of_wrapped: dict[Any, int] = {}
 
 

@@ -25,14 +25,10 @@ def keep_busy(device: torch.device, cycles: int = 400_000) -> None:
         torch.cuda._sleep(cycles)  # type: ignore[no-untyped-call]
 
 
-MOST_RECORDED = 1_000_000
-"""Entries of the allocator's history."""
-
-
 def recorded_allocations(run: Callable[[], object], device: torch.device) -> dict[str, Any]:
     """What CUDA's allocator did while ``run`` ran, as `torch.cuda.memory._snapshot` gives it."""
     record: Any = torch.cuda.memory._record_memory_history
-    record(max_entries=MOST_RECORDED, context=None, stacks="python")
+    record(context=None, stacks="python")
     try:
         run()
         torch.cuda.synchronize(device)

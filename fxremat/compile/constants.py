@@ -9,28 +9,19 @@ from __future__ import annotations
 CLOSE_ENOUGH = 0.02
 """Of the aim: a plan this near below it is not improved any further. Where candidates take so much
 more than the least that was planned, variants are chosen anew. A plan that used the rest could keep
-two more percent of the bytes; looking for it takes at least one dry run more."""
-MEASURABLE = 0.01
-"""Of a planned time or peak: a smaller difference counts as none. The step times of
-docs/benchmarks.md differ by more than that from run to run."""
-VARIANT_DOUBT = 0.03
-"""Of the time of a variant's ops: a variant has to save more than the sum of their times may be
-wrong by. Two times of one call, taken on different occasions, differ by 5 %; those of a step of
-many calls by less."""
+two more percent of the bytes; looking for it takes at least one dry run more. Sizes this near fit
+alike: a few blocks tell the size of the whole to as much (tests/test_fit_blocks.py)."""
 NEAR_PEAK = 0.75
 """Of the aim: where a plan takes as much, its order is held. Elsewhere Inductor's own order may
 take a third more than planned, and costs no time."""
-NEXT_TO_NOTHING = 1 / 16
-"""Of what an op writes: an op that reads no more could as well run far too early, since Inductor
-fuses it into any early loop. A mask of dropout reads a seed, a cast between float32 and bfloat16
-reads half or twice what it writes: any part between the two tells them apart."""
 OUT_OF_REACH = 1.1
 """Times the aim, or the least that is planned: a plan above it is not tried, since its dry run
 would have to take a tenth less than planned."""
 ROUNDS = 4
 """How often plans are made anew by what dry runs or the allocator's model have shown, and how many
 times the last step down the next one may be. The way to the least peak of a small ResNet took
-13 dry runs with short steps, and 7 with these."""
+13 dry runs with short steps, and 7 with these. It bounds the guesses of a largest size that fits,
+too: the secant method multiplies the last two errors, so four lead from one half to 0.4 %."""
 EXPECTED_WRONG = 0.002
 """Of the aim: what the allocator's model expects of a plan may be too little by as much. Reserved
 bytes were within 0.2 % of those predicted on the GPU (docs/benchmarks.md)."""
@@ -38,11 +29,15 @@ LOW_PERCENT = (108, 120)
 """Of the least planned peak: what other plans of low peak aim at. The local search decides by the
 bytes that it is given, and ends elsewhere with others."""
 DRY_RUNS, DRY_RUNS_PER_ATTEMPT = 24, 7
-"""How many candidates are evaluated under the aim, and again for the least peak; and in one attempt
-under the aim. The least peak of a small ResNet was found with 7."""
+"""How many candidates are evaluated under the aim, and again for the least peak, of one graph and
+of a step of several; and in one attempt under the aim. The least peak of a small ResNet was found
+with 7."""
 BUDGET_PARTS = 64
 """A budget that nobody asked for is a whole number of such parts of the device's memory, so that
 what other programs take now makes no other plan; two parts of what is there are left to others."""
 UNIT_SAVED, UNIT_BALANCES = 6, (0.0, 0.25, 0.5, 4.0)
 """How many limits of what a graph of a step saves plans are offered for, between the least and all;
 and how much is held between its halves where the least peak is looked for, in parts of its own."""
+LONG_S = 5.0
+"""Seconds: a stage of planning that takes longer says so. Users are told of progress within ten
+seconds, after which they turn to something else (Nielsen, "Usability Engineering", 1993)."""

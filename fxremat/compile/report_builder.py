@@ -23,6 +23,8 @@ from fxremat.passes.offload import arrived_value
 from fxremat.passes.variants.insertion import InsertedVariant
 from fxremat.passes.variants.table import RULES
 from fxremat.report.report import (
+    MOST_ROWS,
+    MUCH,
     MemoryFigures,
     Provenance,
     Report,
@@ -31,10 +33,6 @@ from fxremat.report.report import (
     ValueTables,
 )
 from fxremat.report.source_location import SourceLocation, describe, location_of
-
-MOST_ROWS = 20
-MUCH = 1 / 4
-"""The part of the bytes live at the peak from which on an output and its gradient are mentioned."""
 
 
 def refusal_of(found: Found, request: Request) -> InfeasibleBudget | None:

@@ -14,7 +14,8 @@ from fxremat.compat.absent.pretending import CUDA
 from fxremat.compat.sizes import size_bound
 from fxremat.compat.tensors import places_in_joint, storage_key
 from fxremat.compile.constants import BUDGET_PARTS
-from fxremat.core.problem import COPY_LATENCY_US, Copies
+from fxremat.core.constants import CALL_US
+from fxremat.core.problem import Copies
 from fxremat.cost.cards import Card, absent_card
 from fxremat.cost.cuda_scratch import cublas_bytes
 from fxremat.cost.device import device_spec
@@ -263,7 +264,7 @@ def copies_of(options: Options, device: torch.device, card: Card | None = None) 
     cap = options.host_memory_budget
     out, back = (rate / 1e6 for rate in rates)
     cap = machine_memory_bytes() // 2 if cap is None else cap
-    return Copies(out, back, COPY_LATENCY_US, cap, only_host=not options.offload)
+    return Copies(out, back, CALL_US, cap, only_host=not options.offload)
 
 
 def _budget(options: Options, device: torch.device, card: Card | None) -> int | None:

@@ -17,10 +17,10 @@ from contextlib import contextmanager
 from dataclasses import dataclass, field
 from itertools import count
 
+from fxremat.compile.constants import LONG_S
+
 log = logging.getLogger(__name__)
 
-LONG_S = 5.0
-"""Seconds: a stage that takes longer says so, and planning that does."""
 NAMES = {
     "prepare": "preparing the graph",
     "estimate": "estimating bytes and times",

@@ -20,7 +20,7 @@ from fxremat.verify.aliasing import check_in_place
 from fxremat.verify.data_flow import check_data_flow, check_split, check_waits
 from fxremat.verify.halves import check_halves, check_rows
 from fxremat.verify.preparation import BeforePass, Rights
-from fxremat.verify.variants import TakenVariant, check_variants
+from fxremat.verify.taken_variants import TakenVariant, check_variants
 
 Verdict = Callable[[Draft], None]
 Judge = Callable[[Draft], Verdict]

@@ -13,7 +13,8 @@ NEGLIGIBLE_PART = 1 / 16
 """What is this part of something, or less, does not matter beside it.
 
 A formula: what a norm or the gradient of a bias reduces is a dimension of 16 or more, so its result
-is at most this part of what it reads; an elementwise result is at least a quarter.
+is at most this part of what it reads; an elementwise result is at least a quarter. A mask of
+dropout reads a seed, and a cast between float32 and bfloat16 at least half of what it writes.
 """
 
 CHUNK_PARTS = (8, 64)
@@ -53,6 +54,13 @@ In the models of `benchmarks.rules`, sizes for a CPU, activations have 16,384 el
 statistics of norms 1,024 or fewer, which are not worth a call of 10 us (`CALL_US`).
 """
 
+FEW_BIT_GRID = (10.0, 1024)
+"""The grid on which a derivative is saved in few bits: how far it reaches from 0, and its points.
+
+A formula: SiLU's derivative differs from 1 by about (x - 1) exp(-x), which is below `MEASURABLE`
+from 6.3 on; steps of 0.02 are small beside 1.76, the width of tanh's derivative at half its height.
+"""
+
 LOOSE_PACKING = 1.25
 """How many times the least bytes a packed mask may take, so that it is written in whole vectors.
 
@@ -68,7 +76,7 @@ It is a mask of 4,096 tokens by as many: 64 MiB in float32.
 # --- operators that run --------------------------------------------------------------------
 
 CALL_US = 10.0
-"""Microseconds that Python takes for one of the calls that a call makes inside.
+"""Microseconds that Python takes for one of the calls that a call makes inside, or for a transfer.
 
 ``torch.ops.aten.add.Tensor`` on 8 numbers takes 8.5 us on an AMD EPYC, ``torch.add`` 11.
 """
@@ -100,23 +108,21 @@ Two modules with a weight and a bias each: one whose gradients arrive, one whose
 
 # --- costs ---------------------------------------------------------------------------------
 
-AGREEMENT = 0.03
-"""A call is timed until its two quickest runs differ by no more than this part of them.
+TIME_DOUBT = 0.03
+"""The part by which a time of a call may be wrong.
 
-It is small beside the quarter by which clocks move times, for which `fxremat.cost.timing` corrects.
-"""
-
-TIMING_S = 0.04
-"""Seconds of runs after which timing a call ends, whether they agree or not.
-
-They are ten turns of the 4 ms or so for which another program takes a core.
+A call is timed until its two quickest runs differ by no more, which is small beside the quarter by
+which clocks move times and `fxremat.cost.timing` corrects. A variant has to save more than the sum
+of such parts: two times of one call, taken on different occasions, differ by 5 %, those of a step
+of many calls by less.
 """
 
 CORE_TURN_S = 0.01
 """A run counts if other programs took a core from it no more than once in so many seconds.
 
 Programs on the same core take it at least every 8 ms (two turns of 4 ms). The kernel's own tasks
-are rarer, and take next to nothing.
+are rarer, and take next to nothing. So four times this are ten turns, after which timing ends, and
+ten looks in it find what a program allocates.
 """
 
 PEAK_REACHED = 0.65
@@ -126,16 +132,11 @@ FlashAttention-2 reaches 50 to 73 % of an A100's peak (Dao, arXiv 2307.08691), a
 products more.
 """
 
-CONTEXT_BYTES = 600 * 2**20
-"""What a CUDA context and the kernels of torch's libraries take of a card; torch counts it nowhere.
+MEASURABLE = 0.01
+"""Of a time, a peak or a value: a smaller difference counts as none.
 
-It is an assumption for cards that are not here. Where a card is here, what is free is asked for.
-"""
-
-OPERANDS_IN_A_RUN = 4
-"""A run of a call on a CPU is taken to hold so many times its operands.
-
-They are the operands, results of the same size, and a workspace in which both are copied.
+The step times of docs/benchmarks.md differ by more than that from run to run. Of a budget on the
+CPU as much (at least 1 MiB) may be exceeded: Python and the C library allocate beside tensors.
 """
 
 # --- memory of whole steps -----------------------------------------------------------------
@@ -146,43 +147,11 @@ WATCHED_STEPS = 2
 The optimizer makes its states in the first step, so the second is like all that follow.
 """
 
-LOOK_EVERY_S = 0.001
-"""Seconds between two looks at what the C library has allocated, while a step is watched.
+UNUSED_PART = 0.03
+"""Of a budget in reserved bytes that several graphs share: what may stay unused between blocks.
 
-A look takes some microseconds, so watching costs less than a hundredth of a core.
-"""
-
-NOT_SEEN_PART = 0.01
-"""The part of a budget on the CPU that may be exceeded unnoticed, at least 1 MiB.
-
-Python and the C library allocate beside tensors, and both are seen by the same look.
-"""
-
-TRAINER_BYTES = 2**16
-"""What a trainer's own numbers take on the device: losses and norms of gradients.
-
-They are a few hundred tensors of a number each, in blocks of 512 bytes at most.
-"""
-
-# --- the largest size that fits ------------------------------------------------------------
-
-SIZE_GUESSES = 4
-"""Sizes at which the planner is asked for its least peak, at most, before plans are counted.
-
-The secant method multiplies the last two errors: from one half, four guesses lead to 0.4 %.
-"""
-
-NEAR_SIZE = 0.02
-"""Sizes that differ by no more than this part are not worth another plan.
-
-Few blocks tell the size of the whole to as much (tests/test_fit_blocks.py).
-"""
-
-MOST_GROWTH = 16
-"""How many times the largest size known to fit is asked for next, at most.
-
-From a size of 1, four questions lead to 65,536, and a line through two wrong points to 16 times the
-memory of one that fits.
+It counts as long as a part of the step is not compiled, or has code that no dry run can count: then
+the events of the step are not known. Best fit leaves 0.8 to 6.2 % of a pool of graphs unused.
 """
 
 # --- compiling kernels ---------------------------------------------------------------------

@@ -15,8 +15,6 @@ from typing import Any, Literal
 from fxremat.core.json_data import InvalidData, from_data, to_data
 
 FORMAT = "fxremat-problem/1"
-COPY_LATENCY_US = 10.0
-"""Before each transfer, where nobody measured it: its call, its events, the engine's start."""
 Phase = Literal["forward", "backward", "any"]
 
 

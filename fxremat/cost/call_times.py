@@ -21,7 +21,6 @@ import torch
 from torch.utils import _pytree as pytree
 
 from fxremat.compat.sizes import size_bound
-from fxremat.core.constants import OPERANDS_IN_A_RUN
 from fxremat.cost.number_file import NumberFile, number_path
 from fxremat.cost.roofline import SizeOf, flops_of_call
 from fxremat.cost.timing import ReferenceMatmul, Timing, quickest, reference_of
@@ -146,7 +145,8 @@ def _run_bytes(arguments: Any, batch: tuple[int, int] | None) -> int:
     tensors = [one for one in pytree.tree_leaves(arguments) if isinstance(one, torch.Tensor)]
     operands = sum(size_bound(tensor.numel()) * tensor.element_size() for tensor in tensors)
     whole, part = (1, 1) if batch is None else batch
-    return OPERANDS_IN_A_RUN * operands * part // whole
+    results = operands  # taken to be as large; a workspace has room for a copy of both
+    return 2 * (operands + results) * part // whole
 
 
 def _available_bytes() -> int:

@@ -14,12 +14,15 @@ from contextvars import ContextVar
 from dataclasses import dataclass
 
 from fxremat.compat.absent.pretending import Properties
-from fxremat.core.constants import CONTEXT_BYTES
 from fxremat.cost.device import DeviceSpec, spec_named
 from fxremat.errors import UnknownDevice, nearest
+from fxremat.sizes import MIB
 
+CONTEXT_BYTES = 600 * MIB
+"""What a CUDA context and the kernels of torch's libraries are taken to hold of a card that is not
+here; torch counts it nowhere."""
 BLOCK_SHARED_BYTES = 49152
-"""Of shared memory, what a block has without asking for more, on all of them."""
+"""Of shared memory, what a CUDA block has without asking for more, on all of them."""
 
 
 @dataclass(frozen=True)
@@ -96,25 +99,24 @@ class Card:
 
 def _gib(value: float) -> int:
     """GiB in bytes, rounded down to whole MiB."""
-    return int(value * 1024) * 2**20
+    return int(value * 1024) * MIB
 
 
-_MIB = 2**20
 CARDS = (
-    Card("B200", "NVIDIA B200", (10, 0), 148, _gib(178.35), 126 * _MIB),
-    Card("H200", "NVIDIA H200", (9, 0), 132, _gib(139.80), 60 * _MIB),
-    Card("H100", "NVIDIA H100 80GB HBM3", (9, 0), 132, _gib(79.10), 50 * _MIB),
-    Card("A100-40GB", "NVIDIA A100-SXM4-40GB", (8, 0), 108, _gib(39.39), 40 * _MIB),
-    Card("A100", "NVIDIA A100-SXM4-80GB", (8, 0), 108, _gib(79.15), 40 * _MIB),
-    Card("L40S", "NVIDIA L40S", (8, 9), 142, _gib(44.39), 96 * _MIB),
-    Card("A10", "NVIDIA A10", (8, 6), 72, _gib(21.98), 6 * _MIB),
-    Card("L4", "NVIDIA L4", (8, 9), 58, _gib(21.95), 48 * _MIB),
-    Card("V100", "Tesla V100-SXM2-32GB", (7, 0), 80, _gib(31.73), 6 * _MIB),
-    Card("T4", "Tesla T4", (7, 5), 40, _gib(14.56), 4 * _MIB),
-    Card("A6000", "NVIDIA RTX A6000", (8, 6), 84, _gib(47.53), 6 * _MIB),
-    Card("5090", "NVIDIA GeForce RTX 5090", (12, 0), 170, _gib(31.36), 96 * _MIB),
-    Card("4090", "NVIDIA GeForce RTX 4090", (8, 9), 128, _gib(23.49), 72 * _MIB),
-    Card("3090", "NVIDIA GeForce RTX 3090", (8, 6), 82, _gib(23.67), 6 * _MIB),
+    Card("B200", "NVIDIA B200", (10, 0), 148, _gib(178.35), 126 * MIB),
+    Card("H200", "NVIDIA H200", (9, 0), 132, _gib(139.80), 60 * MIB),
+    Card("H100", "NVIDIA H100 80GB HBM3", (9, 0), 132, _gib(79.10), 50 * MIB),
+    Card("A100-40GB", "NVIDIA A100-SXM4-40GB", (8, 0), 108, _gib(39.39), 40 * MIB),
+    Card("A100", "NVIDIA A100-SXM4-80GB", (8, 0), 108, _gib(79.15), 40 * MIB),
+    Card("L40S", "NVIDIA L40S", (8, 9), 142, _gib(44.39), 96 * MIB),
+    Card("A10", "NVIDIA A10", (8, 6), 72, _gib(21.98), 6 * MIB),
+    Card("L4", "NVIDIA L4", (8, 9), 58, _gib(21.95), 48 * MIB),
+    Card("V100", "Tesla V100-SXM2-32GB", (7, 0), 80, _gib(31.73), 6 * MIB),
+    Card("T4", "Tesla T4", (7, 5), 40, _gib(14.56), 4 * MIB),
+    Card("A6000", "NVIDIA RTX A6000", (8, 6), 84, _gib(47.53), 6 * MIB),
+    Card("5090", "NVIDIA GeForce RTX 5090", (12, 0), 170, _gib(31.36), 96 * MIB),
+    Card("4090", "NVIDIA GeForce RTX 4090", (8, 9), 128, _gib(23.49), 72 * MIB),
+    Card("3090", "NVIDIA GeForce RTX 3090", (8, 6), 82, _gib(23.67), 6 * MIB),
 )
 
 

@@ -18,16 +18,16 @@ from typing import Any
 import torch
 from torch import fx
 
+from fxremat.core.constants import TILE_BYTES
 from fxremat.cost.number_file import NumberFile, number_path
 from fxremat.cost.roofline import SizeOf
 from fxremat.cost.timing import ReferenceMatmul, quickest, reference_of
-from fxremat.sizes import KIB, MIB
 
 KIND = "loop_rates"
 """Of numbers on disk: what loops reach."""
-TRAFFIC = (256 * KIB, MIB, 4 * MIB, 16 * MIB, 64 * MIB, 256 * MIB)
+TRAFFIC = tuple(TILE_BYTES // 16 * 4**k for k in range(6))
 """Bytes that a loop touches, for which its bandwidth is measured: from caches to memory."""
-ELEMENTS = 1 << 18
+ELEMENTS = TILE_BYTES // 16
 """Of the tensor that a function is measured on: it stays in a cache."""
 FUNCTIONS: Mapping[str, Callable[..., Any]] = {
     "exp": torch.exp,

@@ -28,17 +28,18 @@ except ImportError:  # there are none on Windows
     fcntl = resource = None  # type: ignore[assignment]
 
 from fxremat.compat.measuring import keep_busy
-from fxremat.core.constants import AGREEMENT, CORE_TURN_S, TIMING_S
+from fxremat.core.constants import CORE_TURN_S, TIME_DOUBT
 from fxremat.cost.number_file import NumberFile, number_path
 
+TIMING_S = 4 * CORE_TURN_S
+"""Timing a call ends after this, whether its runs agree or not."""
 BUSY_TIMING_S = 10 * TIMING_S
 """Where others disturb each run, timing ends after this; a clock is taken to last as long."""
 CALLS_BETWEEN_EVENTS = 10
 """On CUDA: the clock of events is no finer than half a microsecond, which ten calls share."""
 CLOCK = "reference_matmul"
 """Of numbers on disk: what the reference matmul took when it was first timed."""
-_ROWS, _DEPTH, _COLUMNS = 256, 512, 512
-_CLOCK_KEY = f"us of mm {_ROWS}x{_DEPTH}x{_COLUMNS}"
+_CLOCK_KEY = "us of mm 256x512x512"
 
 
 @dataclass(frozen=True)
@@ -61,7 +62,7 @@ class ReferenceMatmul:
     def slowdown(self) -> float:
         """How many times as long as at first it takes now; 1 where that is not known."""
         if time.monotonic() - self.timed_at > BUSY_TIMING_S:
-            a, b, out = torch.ones(_ROWS, _DEPTH), torch.ones(_DEPTH, _COLUMNS), torch.empty(0)
+            a, b, out = torch.ones(256, 512), torch.ones(512, 512), torch.empty(0)
             found = quickest(lambda: torch.mm(a, b, out=out), a.device)
             self.us = None if found.disturbed else found.us
             self.timed_at = time.monotonic()
@@ -115,7 +116,7 @@ class _Runs:
     def agree(self) -> bool:
         """Whether the two quickest do, and there are enough of them."""
         enough = self.counted_seconds > TIMING_S / 8
-        return enough and self.next_quickest <= self.quickest * (1 + AGREEMENT)
+        return enough and self.next_quickest <= self.quickest * (1 + TIME_DOUBT)
 
 
 def quickest(

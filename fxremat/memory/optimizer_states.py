@@ -29,8 +29,8 @@ from fxremat.compat.tensors import local_part, storage_key, without_memory
 from fxremat.errors import NotTraceable
 from fxremat.memory.allocator.rules import MIN_BLOCK_BYTES, round_up
 
-_FLOAT = 4
-_BLOCK, _SMALL = 256, 4096
+_FLOAT = torch.float32.itemsize
+_BLOCK, _SMALL = 256, 4096  # of 8-bit Adam (Dettmers et al.)
 
 
 @dataclass(frozen=True)

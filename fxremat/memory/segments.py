@@ -24,17 +24,18 @@ from typing import Any, Protocol
 import torch
 
 from fxremat.compat.tensors import outside_fake_mode
+from fxremat.memory.allocator.rules import LARGEST_SMALL_BYTES, SEGMENT_STEP_BYTES
 from fxremat.memory.measured_peak import held_bytes
 from fxremat.sizes import MIB, format_bytes
 
 log = logging.getLogger(__name__)
 
-WALL_BYTES = 2 * MIB
+WALL_BYTES = SEGMENT_STEP_BYTES
 """Of a segment, between the room and the rest: without it, both would be one hole."""
 LEAST_SEGMENT_BYTES = 20 * MIB
-"""The allocator takes no smaller ones for blocks that it does not cut from the smallest."""
+"""torch's allocator takes no smaller ones for blocks that it does not cut from the smallest."""
 LEAST_ROOM_BYTES = 4 * MIB
-LEAST_HOLE_BYTES = MIB + 1
+LEAST_HOLE_BYTES = LARGEST_SMALL_BYTES + 1
 """The allocator cuts requests of less from other segments."""
 MOST_WAITS = 64
 """Backward passes after which nobody is expected to come into the room."""

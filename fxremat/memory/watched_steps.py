@@ -19,10 +19,12 @@ from typing import Any
 
 import torch
 
-from fxremat.core.constants import LOOK_EVERY_S, NOT_SEEN_PART, WATCHED_STEPS
+from fxremat.core.constants import CORE_TURN_S, MEASURABLE, WATCHED_STEPS
 from fxremat.errors import BudgetExceeded
 from fxremat.sizes import MIB
 
+LOOK_EVERY_S = CORE_TURN_S / 10
+"""Between two looks at what the C library has allocated, each of which takes some microseconds."""
 MOST_STEPS = 4 * WATCHED_STEPS
 """Steps until it is given up: something is compiled in each of them."""
 
@@ -76,7 +78,7 @@ class StepWatch:
         if self.device.type != "cuda":
             if self._compiled != self.compiled():
                 return None
-            allowed += max(MIB, int(NOT_SEEN_PART * allowed))
+            allowed += max(MIB, int(MEASURABLE * allowed))
         self.looked_at += 1
         if taken is None or taken <= allowed:
             return None

@@ -17,6 +17,11 @@ from fxremat.sizes import format_bytes
 
 T = TypeVar("T")
 
+MOST_ROWS = 20
+"""Lines of the table of what is largest at the peak."""
+MUCH = 1 / 4
+"""The part of the bytes live at the peak from which on an output and its gradient are mentioned."""
+
 EXPORTERS: dict[str, Callable[[str | Path, Sequence[Report]], None]] = {}
 """What writes reports into a file, by the kind of file. `fxremat.report` fills it: exporters import
 the report, and the report does not import them."""

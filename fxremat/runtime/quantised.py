@@ -29,13 +29,14 @@ from fxremat.core.constants import GPU_PIECE_ELEMENTS, TILE_BYTES
 from fxremat.runtime.kernels import define
 
 BLOCK = 128
+"""A part of the format: values that share a scale."""
 CHUNK = TILE_BYTES // 16
 """Elements of a piece on a CPU, of which a tile holds four 32-bit numbers each."""
 BYTES_PER_ELEMENT = 27
+"""The most that a call allocates beside its results: tests/test_quantised.py has torch count it."""
 FP8 = torch.float8_e4m3fn
 FP8_LARGEST = 448.0
-_MASK = 0xFFFFFFFF
-_WORD = 32
+_MASK, _WORD = 0xFFFFFFFF, 32  # of a uint32
 
 
 def chunk_on(device: torch.device) -> int:

@@ -197,7 +197,7 @@ def _bucket_bytes(calls: Iterable[nn.Module], device: torch.device) -> _WrapperM
 
 
 LATE_RESULTS = 2
-"""Of collectives on the CPU: so many were seen to live on after the last who knows them."""
+"""Of collectives of gloo, on the CPU: so many live on after the last who knows them."""
 
 
 def _late_bytes(

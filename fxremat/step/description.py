@@ -14,6 +14,7 @@ from collections.abc import Callable, Iterable, Sequence
 from dataclasses import dataclass, field, replace
 
 from fxremat.compile.request import Request
+from fxremat.core.constants import UNUSED_PART
 from fxremat.core.events import Outside
 from fxremat.core.step import (
     NOTHING_GATHERED,
@@ -30,12 +31,6 @@ from fxremat.report.report import Report
 from fxremat.step.events import StepEvents, composed, repeated_outside
 from fxremat.step.versions import Offer, Part, followed_by
 
-UNUSED_PART = 0.03
-"""Of a budget in reserved bytes that several runs share: what may stay unused between blocks.
-
-Only as long as the events of the step are not known: some of its parts are not compiled yet, or
-their code cannot be rehearsed.
-"""
 Planner = Callable[[Offer, int], Report]
 """Plans a graph as a version, under so many bytes."""
 

@@ -34,7 +34,7 @@ from fxremat.step.versions import Part
 log = logging.getLogger(__name__)
 
 SENT_AT_ONCE = 1
-"""Gradients on their way where each is waited for: the list of what is sent holds the last one."""
+"""Gradients on their way where torch's schedule waits for each: its list of sends holds one."""
 
 
 @dataclass(frozen=True)

@@ -11,6 +11,7 @@ from torch import fx, nn
 
 from fxremat.compat.tensors import storage_key
 from fxremat.compile import session
+from fxremat.compile.constants import DRY_RUNS
 from fxremat.compile.request import Request, request_for
 from fxremat.core.step import in_order, last_first
 from fxremat.errors import InfeasibleBudget, forget_frames
@@ -20,7 +21,6 @@ from fxremat.planner import step_versions as planner
 from fxremat.report.report import Report
 from fxremat.step.description import StepDescription, budget_for, unplanned_bytes
 from fxremat.step.graph import Graph, NoBackward
-from fxremat.step.runs import TRIES
 from fxremat.step.versions import Offer, Part
 
 GraphAndInputs = tuple[fx.GraphModule, Sequence[Any]]
@@ -64,7 +64,7 @@ def plan_in_order(
     step = StepDescription(points, part_of, (0,) * len(parts), parts, held_bytes=fixed)
     step.planners.update(enumerate(one.version for one in asked))
     limit = asked[0].request.budget.limit
-    for _ in range(TRIES):
+    for _ in range(DRY_RUNS):
         aim = None if limit is None else limit - unplanned_bytes(asked[0].request)
         chosen = (0,) * len(parts) if aim is None else planner.fastest(step.step(), aim)
         if chosen is None:
@@ -112,7 +112,7 @@ def _planned(
 def _refused(step: StepDescription, request: Request) -> InfeasibleBudget:
     """The error that names the least that all graphs need."""
     assert request.budget.limit is not None
-    for _ in range(TRIES):
+    for _ in range(DRY_RUNS):
         chosen = planner.lowest(step.step())
         least = budget_for(step.step().peak_bytes(chosen), request)
         step.make_exact(chosen, least)

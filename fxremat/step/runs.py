@@ -21,6 +21,7 @@ from dataclasses import dataclass, field, replace
 
 from fxremat.compat.absent.tracing import apart_from_tracing
 from fxremat.compile import session
+from fxremat.compile.constants import DRY_RUNS
 from fxremat.compile.request import Request
 from fxremat.core.step import Interface, Step
 from fxremat.errors import InfeasibleBudget, forget_frames
@@ -38,11 +39,6 @@ from fxremat.step.scope import Place, Role, Taken, Tensors
 from fxremat.step.versions import Offer, Part, version_in
 
 log = logging.getLogger(__name__)
-
-TRIES = 6
-"""Times the choice is made anew, after versions that took more than was offered."""
-RESERVED_TRIES = 16
-"""The same where the budget counts reserved bytes: a step may leave more unused than thought."""
 
 
 @dataclass(eq=False)
@@ -245,7 +241,7 @@ class GraphInStep:
         offers, aim = list(part.offers), self._first_aim(described)
         failed: set[planner.Chosen] = set()
         ways = tuple(self._lowest_ways())
-        for _ in range(TRIES if self.request.budget.metric == "allocated" else RESERVED_TRIES):
+        for _ in range(DRY_RUNS):
             described.offer(self.role.index, offers)
             chosen = choose(described.step(), aim)
             if chosen is None and failed:
@@ -451,7 +447,7 @@ class GraphInStep:
     ) -> InfeasibleBudget:
         """The error that names what one way to choose needs."""
         assert self.request.budget.limit is not None
-        for _ in range(TRIES):
+        for _ in range(DRY_RUNS):
             chosen = choose(described.step())
             least = described.step().peak_bytes(chosen)
             described.make_exact(chosen, budget_for(least, self.request))

@@ -47,8 +47,6 @@ from fxremat.report.snapshot import write_snapshot
 from fxremat.step.planned import plan_in_order
 from fxremat.whatif.peak_expression import PeakExpression, expression_of
 
-IMPOSSIBLE_BUDGET = 1  # bytes: no graph with a backward fits
-
 
 class _NothingFollows(Exception):
     """The graph that would run next is the last one, and its results are not used."""
@@ -295,7 +293,7 @@ def _least_budget(
 
     A model of one graph is planned twice: the second time confirms the number.
     """
-    budget = IMPOSSIBLE_BUDGET
+    budget = impossible = 1  # byte: no graph with a backward fits
     while True:
         try:
             _planned(model, inputs, keywords, {**options, "memory_budget": f"{budget}B"})
@@ -304,4 +302,4 @@ def _least_budget(
                 raise
             budget = refusal.minimum_bytes
         else:
-            return 0 if budget == IMPOSSIBLE_BUDGET else budget
+            return 0 if budget == impossible else budget

@@ -126,9 +126,6 @@ def fit(
 
 
 _HOST = torch.device("cpu")
-FEW_BLOCKS = (2, 3)
-"""How many blocks are studied of a model with twice as many: two numbers make a line, and the
-fewest blocks that have a first and a last one are two."""
 
 
 def _tensors_for(device: str | None) -> AbstractContextManager[Any]:
@@ -205,9 +202,10 @@ class _Fitting:
         """The steps to study, and the line through them: few of the blocks, or the whole."""
         blocks = repeated_blocks(self.model)
         count = len(blocks)
-        if not self.whole and count >= 2 * FEW_BLOCKS[-1] and are_alike(blocks):
+        few = (2, 3)  # the fewest with a first and a last one; two numbers make a line
+        if not self.whole and count >= 2 * few[-1] and are_alike(blocks):
             try:
-                return Line(FEW_BLOCKS, count), self._traced(FEW_BLOCKS, inputs, sizes, held)
+                return Line(few, count), self._traced(few, inputs, sizes, held)
             except NotTraceable as error:  # such as of a model that names its blocks by number
                 log.info("the whole model is studied: with few of its blocks, %s", error)
         return Line((count,), count), self._traced((count,), inputs, sizes, held)

@@ -6,7 +6,7 @@ from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, replace
 from typing import Literal
 
-from fxremat.core.constants import MOST_GROWTH, NEAR_SIZE, SIZE_GUESSES
+from fxremat.compile.constants import CLOSE_ENOUGH, ROUNDS
 from fxremat.whatif.extrapolation import ContinuedStep, PlannedSteps, TorchSteps
 
 Way = Literal["torch.compile", "checkpointed blocks", "fxremat"]
@@ -110,10 +110,10 @@ def _guess(at: Callable[[int], ContinuedStep], size: int, budget: int, fixed: in
     Variants need sizes as numbers, so the line through the last two peaks leads to the next size.
     """
     known = {0: fixed}
-    for _ in range(SIZE_GUESSES):
+    for _ in range(ROUNDS):
         known[size] = at(size).quickest(0).peak_bytes
         guess = _by_line(known, budget)
-        if abs(guess - size) <= NEAR_SIZE * size:
+        if abs(guess - size) <= CLOSE_ENOUGH * size:
             break
         size = guess
     return size
@@ -151,7 +151,7 @@ def _between(
     found: tuple[int, int, float],
 ) -> tuple[int, int, float] | None:  # fmt: skip
     """A far larger size than what was found, if its plan is within the budget in a dry run."""
-    if size <= (1 + NEAR_SIZE) * found[0]:
+    if size <= (1 + CLOSE_ENOUGH) * found[0]:
         return None
     plan = at(size).quickest(target)
     if plan.peak_bytes > target:
@@ -192,7 +192,7 @@ def largest_within(peak: Callable[[int], int], budget: int, first: int) -> int:
 
 def _next_size(known: Mapping[int, int], budget: int, low: int, high: int | None) -> int:
     """Strictly between the largest that fits and the smallest that does not."""
-    top = MOST_GROWTH * low + 1 if high is None else high - 1
+    top = 2**ROUNDS * low + 1 if high is None else high - 1
     near = sorted(known, key=lambda size: abs(known[size] - budget))[:2]
     guess = 2 * low if high is None else (low + high) // 2
     if len(near) == 2:

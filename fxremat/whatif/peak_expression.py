@@ -30,9 +30,10 @@ LiveBytes = Callable[[Sizes], Sequence[int]]
 """Bytes that are live at each point of a step of these sizes."""
 
 DEGREE = 2
-"""Of each size, at most: scores of attention are of a sequence by itself."""
+"""Of the polynomials, in each size; scores of attention have two dimensions of one size."""
 ALIGNED = (1, 8, 64)
-"""Sizes of which only multiples may be looked at: allocators round up what is no multiple."""
+"""Sizes of which only multiples may be looked at. Allocators round up what is no multiple: 8
+numbers in int64, and 64 in uint8, are the 64 bytes that Inductor rounds up to."""
 
 
 @dataclass(frozen=True)

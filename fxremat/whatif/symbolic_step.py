@@ -39,6 +39,7 @@ from fxremat.compile.search.search import Search
 from fxremat.compile.search.torch_plan import plan_of_torch
 from fxremat.compile.stage_times import StageTimes
 from fxremat.core.events import Allocate, Event
+from fxremat.whatif.peak_expression import DEGREE
 
 Sizes = Mapping[str, int]
 """What varies, by name, and how large it is."""
@@ -54,7 +55,7 @@ class AsTorch:
     code: GeneratedStep
 
 
-SAMPLES = (1, 2, 3)
+SAMPLES = range(1, DEGREE + 2)
 """Times the first size: where a dry run is made to know what the step takes at others."""
 
 

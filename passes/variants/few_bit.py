@@ -12,7 +12,7 @@ This is Novikov et al. 2022 (arXiv 2202.00441), section 3. Boundaries and levels
 squared error over x in [-REACH, REACH], by their dynamic programme on a grid of POINTS; each
 boundary is then moved to where f crosses from one level to the next. The table is built by running
 the nodes of the graph, so no activation has to be known by name. Functions are taken only if they
-are flat outside of the grid, within FLAT.
+are flat outside of the grid, within MEASURABLE parts of their most.
 
 What is lost is bounded in the mean over the grid (`Steps.mean_error`), not for single elements. The
 error has a bias; the paper trains with it. The executor "aot_eager" has no site: its graphs have
@@ -32,6 +32,7 @@ from torch import fx
 
 from fxremat.compat.configuration import OpOverload
 from fxremat.compat.tensors import outside_fake_mode
+from fxremat.core.constants import FEW_BIT_GRID, MEASURABLE
 from fxremat.passes.joint_graph import JointGraph, Role, is_repeatable, is_tensor, is_view
 from fxremat.passes.materialisation import is_fusable, is_reduction
 from fxremat.passes.nodes import Add, fake, laid_out_like
@@ -48,11 +49,7 @@ from fxremat.passes.variants.saved_values import (
 )
 from fxremat.runtime.quantised import exact
 
-REACH = 10.0
-POINTS = 1024
-FLAT = 0.01
-"""They define the variant: the grid, and by how much f may differ outside of it from its value at
-the end, in parts of its most."""
+REACH, POINTS = FEW_BIT_GRID
 MOST_BITS = 4
 
 _ATEN = torch.ops.aten
@@ -182,7 +179,7 @@ def _is_flat_outside(factor: _Factor) -> bool:
     far = torch.tensor([-4.0, -2.0, -1.25, -1.0, 1.0, 1.25, 2.0, 4.0], dtype=torch.float64) * REACH
     found = factor(far)
     ends = torch.where(far < 0, found[3], found[4])
-    near = (found - ends).abs() <= FLAT * factor(_coarse_grid()).abs().max()
+    near = (found - ends).abs() <= MEASURABLE * factor(_coarse_grid()).abs().max()
     return bool(near.all()) and bool(found.isfinite().all())
 
 

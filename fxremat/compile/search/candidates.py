@@ -22,11 +22,12 @@ from pathlib import Path
 from typing import Any, Literal
 
 from fxremat.compat.configuration import cache_directory
-from fxremat.compile.constants import NEAR_PEAK, NEXT_TO_NOTHING
+from fxremat.compile.constants import NEAR_PEAK
 from fxremat.compile.draft import Draft, PlannedSteps
 from fxremat.compile.dry_run.dry_run import DryRun, dry_run_once
 from fxremat.compile.pipeline import APPLY, BEGIN, Runner
 from fxremat.compile.request import Request
+from fxremat.core.constants import NEGLIGIBLE_PART
 from fxremat.core.plan import Plan
 from fxremat.core.problem import Op, Problem
 from fxremat.core.schedule import Step
@@ -86,7 +87,7 @@ def _is_of_next_to_nothing(op: Op, problem: Problem) -> bool:
     """
     sizes = problem.bytes_of
     read, written = (sum(sizes[name] for name in names) for names in (op.reads, op.writes))
-    return 0 < read <= NEXT_TO_NOTHING * written
+    return 0 < read <= NEGLIGIBLE_PART * written
 
 
 def _runs_again(steps: Sequence[Step]) -> Iterator[tuple[int, str]]:

@@ -14,13 +14,13 @@ from dataclasses import replace
 from fxremat.compile.constants import (
     CLOSE_ENOUGH,
     LOW_PERCENT,
-    MEASURABLE,
     OUT_OF_REACH,
     ROUNDS,
 )
 from fxremat.compile.draft import Draft
 from fxremat.compile.search.candidates import Candidate, Corrections, Evaluation
 from fxremat.compile.search.planning import LOCAL_SEARCH, ONE_PASS, Planning
+from fxremat.core.constants import MEASURABLE
 from fxremat.core.plan import Plan
 from fxremat.core.problem import Problem
 from fxremat.core.schedule import Step, keep_all

@@ -6,9 +6,9 @@ import logging
 from collections.abc import Sequence
 from dataclasses import dataclass, replace
 
-from fxremat.compile.constants import VARIANT_DOUBT
 from fxremat.compile.cost_model import CostModel
 from fxremat.compile.draft import Draft
+from fxremat.core.constants import TIME_DOUBT
 from fxremat.core.problem import Op, Problem
 from fxremat.errors import VerificationFailed
 from fxremat.passes.joint_graph import JointGraph
@@ -59,7 +59,7 @@ def with_doubt(problem: Problem) -> Problem:
     """The problem in which the ops of variants take longer by what measured times are unsure of."""
 
     def slower(op: Op) -> Op:
-        return replace(op, time_us=op.time_us * (1 + VARIANT_DOUBT))
+        return replace(op, time_us=op.time_us * (1 + TIME_DOUBT))
 
     variants = (replace(v, ops=tuple(map(slower, v.ops))) for v in problem.variants)
     return replace(problem, variants=tuple(variants))

@@ -19,7 +19,7 @@ from fxremat.sizes import MIB, format_bytes
 
 _VARIABLE = "PYTORCH_ALLOC_CONF"
 INTERVALS = 16
-"""Sizes from 1 MiB to 64 GiB have this many powers of two, each with its own rounding."""
+"""In torch, sizes from 1 MiB to 64 GiB have this many powers of two, each with its own rounding."""
 
 
 @dataclass(frozen=True)

@@ -25,7 +25,7 @@ from fxremat.core.constants import LEAST_FLOPS
 from fxremat.runtime.chunks.call import RowsCall, flops
 from fxremat.runtime.chunks.program import Number, Program
 
-_PLACE_BYTES = 8
+_PLACE_BYTES = torch.int64.itemsize
 
 
 def leaves_out(call: RowsCall) -> bool:

@@ -47,9 +47,9 @@ log = logging.getLogger(__name__)
 
 _ATEN = torch.ops.aten
 CACHE_LINE_BYTES = 64
-"""A kernel may take a cache line for each row beyond what the layout sets aside."""
+"""A kernel of Inductor may take a cache line for each row beyond what the layout sets aside."""
 ALIGNMENT = 16
-"""Bytes that GPU kernels expect the memory of their arguments to be aligned to."""
+"""Bytes to which Inductor's GPU kernels expect the memory of their arguments to be aligned."""
 
 
 @dataclass(frozen=True)

@@ -19,7 +19,7 @@ from fxremat.passes.nodes import Shape, dtype_of, known_shape, packet_name, shap
 from fxremat.passes.variants.attention.layout import Layout, is_move, moved, whole
 
 VERY_NEGATIVE = -1e4
-"""What is filled in for keys that are masked out is at most this: its exponential is 0."""
+"""What is filled in for keys that are masked out is at most this: exp of it is 0 in float64."""
 
 @dataclass(frozen=True)
 class Filled:

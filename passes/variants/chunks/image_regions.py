@@ -36,7 +36,7 @@ from fxremat.passes.variants.chunks.regions import (
 )
 
 INPUT = 0
-"""Which result of convolution_backward is the gradient of the input."""
+"""Which result of ``aten.convolution_backward`` is the gradient of the input."""
 
 
 def _is_convolution(node: fx.Node) -> bool:
