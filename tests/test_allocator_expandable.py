@@ -2,7 +2,8 @@
 
 from __future__ import annotations
 
-from fxremat.memory.allocator import CachingAllocator, parse_settings
+from fxremat.memory.allocator.caching import CachingAllocator
+from fxremat.memory.allocator.settings import parse_settings
 
 MIB = 2**20
 

@@ -127,8 +127,8 @@ def test_numbers_of_a_cuda_file_and_of_pictures() -> None:
     ]
     text = "WIDTH = 640"
     tree = ast.parse(text)
-    assert [*house_numbers.numbers("fxremat.report.drawing", text, tree)] == [
-        ("fxremat.report.drawing.WIDTH", True)
+    assert [*house_numbers.numbers("fxremat.report.pictures", text, tree)] == [
+        ("fxremat.report.pictures.WIDTH", True)
     ]
 
 

@@ -34,7 +34,7 @@ from fxremat.compile.stage_times import StageTimes
 from fxremat.errors import output_advice
 from fxremat.memory.measured_peak import uncollected
 from fxremat.passes.halves import Halves
-from fxremat.report.log_lines import tell_halves
+from fxremat.report.files import tell_halves
 from fxremat.version import build
 
 log = logging.getLogger(__name__)

@@ -27,10 +27,12 @@ from fxremat.report.report import (
     Provenance,
     Report,
     Row,
+    SourceLocation,
     StepMemory,
     ValueTables,
+    describe,
+    location_of,
 )
-from fxremat.report.source_location import SourceLocation, describe, location_of
 
 MOST_ROWS = 20
 MUCH = 1 / 4

@@ -17,8 +17,13 @@ from fxremat.passes.base import Pass
 from fxremat.passes.variants.insertion import InsertedVariant
 from fxremat.passes.variants.table import RULES
 from fxremat.verify.aliasing import check_in_place
-from fxremat.verify.data_flow import check_data_flow, check_split, check_waits
-from fxremat.verify.halves import check_halves, check_rows
+from fxremat.verify.data_flow import (
+    check_data_flow,
+    check_halves,
+    check_rows,
+    check_split,
+    check_waits,
+)
 from fxremat.verify.preparation import BeforePass, Rights
 from fxremat.verify.variants import TakenVariant, check_variants
 

@@ -41,9 +41,9 @@ from fxremat.compile.search.proposals import (
     fastest,
     least,
     may_fit,
+    plan_of_torch,
     under,
 )
-from fxremat.compile.search.torch_plan import plan_of_torch
 from fxremat.compile.search.variant_sets import VariantSet, variant_set
 from fxremat.core.plan import plan_to_json
 from fxremat.core.problem import Problem
