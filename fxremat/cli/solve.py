@@ -18,8 +18,8 @@ from fxremat.cli.arguments import (
     add_copies,
     add_problem,
     add_time_limit,
-    keep_all_peak,
     read_solver,
+    store_all_peak,
     with_copies,
 )
 from fxremat.core.check import check
@@ -182,7 +182,7 @@ def nothing_fits(plan: Plan, budget_bytes: int) -> str:
 
 def figures(problem: Problem, plan: Plan) -> str:
     """The figures of a plan, a line each."""
-    base, full = problem.base_time_us, keep_all_peak(problem)
+    base, full = problem.base_time_us, store_all_peak(problem)
     rows = [("solver", plan.solver)]
     if plan.budget_bytes is not None:
         rows.append(("budget", _with_share(plan.budget_bytes, full)))

@@ -1,6 +1,6 @@
 """What the verifier is shown of each pass: the draft before, and the draft after.
 
-A `Judge` is given the draft before the pass runs, since some passes work in place, and returns
+A `Verifier` is given the draft before the pass runs, since some passes work in place, and returns
 a `Verdict` on the draft after, which raises `VerificationFailed` where the pass did something
 wrong. What is compared, and how, is in `fxremat.verify`, which knows no pass and no draft.
 """
@@ -28,10 +28,10 @@ from fxremat.verify.preparation import BeforePass, Rights
 from fxremat.verify.variants import TakenVariant, check_variants
 
 Verdict = Callable[[Draft], None]
-Judge = Callable[[Draft], Verdict]
+Verifier = Callable[[Draft], Verdict]
 
 
-def _of_both(compare: Callable[[Draft, Draft], None]) -> Judge:
+def _of_both(compare: Callable[[Draft, Draft], None]) -> Verifier:
     """The verifier of a pass that leaves the graph before it as it was."""
 
     @wraps(compare)
@@ -46,7 +46,7 @@ def nothing(before: Draft, after: Draft) -> None:
     """What the pass did is verified together with what comes later."""
 
 
-def prepared(by: type[Pass], rights: Rights) -> Judge:
+def prepared(by: type[Pass], rights: Rights) -> Verifier:
     """The pass works in place on the joint graph, and does nothing beyond its rights."""
 
     def verifier(before: Draft) -> Verdict:

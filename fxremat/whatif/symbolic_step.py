@@ -142,7 +142,7 @@ class Expected:
         return self.candidate.plan.time_us
 
     @with_stack_room
-    def judged(self) -> Evaluation:
+    def evaluated(self) -> Evaluation:
         """The peak that it really has, by a dry run."""
         with self.there():
             return self.evaluator.evaluate(self.candidate)
