@@ -27,7 +27,7 @@ from functools import partial
 from pathlib import Path
 from typing import Any
 
-from fxremat.cli.progress import gap
+from fxremat.cli.solve import gap
 from fxremat.core.check import check
 from fxremat.core.plan import Plan
 from fxremat.core.problem import Problem

@@ -12,8 +12,7 @@ import fxremat
 from fxremat.core.problem import Problem
 from fxremat.core.timeline import lifetimes_of, replay
 from fxremat.planner import SolverOptions, solve
-from fxremat.report.report import MemoryFigures, Report, StepMemory
-from fxremat.report.source_location import SourceLocation
+from fxremat.report.report import MemoryFigures, Report, SourceLocation, StepMemory
 from tests.chains import chain_with_copies
 from tests.small import Stack, seeded
 

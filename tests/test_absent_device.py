@@ -259,7 +259,7 @@ def test_ops_are_taken_apart_as_on_the_card() -> None:
 def test_reserved_bytes_of_two_steps() -> None:
     """By hand: what a step leaves is freed before the next; what is small has a segment."""
     from fxremat.core.events import Allocate, Free
-    from fxremat.memory.allocator import AllocatorSettings
+    from fxremat.memory.allocator.settings import AllocatorSettings
     from fxremat.memory.reserved_bytes import reserved
 
     mib = 2**20

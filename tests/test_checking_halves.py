@@ -11,7 +11,7 @@ from torch import fx
 
 from fxremat.compat.partitioning import torch_partition
 from fxremat.errors import VerificationFailed
-from fxremat.verify.halves import check_halves
+from fxremat.verify.data_flow import check_halves
 from tests import nets
 from tests.graphs import Capture, calls, capture, everything_again
 

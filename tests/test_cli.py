@@ -18,7 +18,7 @@ import pytest
 from fxremat import planner
 from fxremat.cli import main
 from fxremat.cli.arguments import Budget, read_budget
-from fxremat.cli.progress import ProgressLine, line_of
+from fxremat.cli.solve import ProgressLine, line_of
 from fxremat.core.check import check
 from fxremat.core.plan import Plan
 from fxremat.core.problem import Problem, load_problem, problem_to_json
@@ -310,7 +310,7 @@ def test_refused_in_one_line(
     for name, arguments in REFUSED.items():
         with monkeypatch.context() as patch:
             if name == "output nowhere":
-                patch.setattr("fxremat.cli.pareto.front", lambda *_: ())
+                patch.setattr("fxremat.cli.solve.front", lambda *_: ())
             assert main(arguments) == 2, name
         error = capsys.readouterr().err
         assert error.count("\n") == 1, error

@@ -74,7 +74,7 @@ def test_torchs_partition_is_taken_where_it_is_faster_and_fits(
 
     search = searching(Trial(real), budget, own)
     found = search.run()
-    assert found.judged.candidate.order == order
+    assert found.evaluation.candidate.order == order
     assert not found.over
     assert search.asked_of_torch == [False]
 
@@ -89,7 +89,7 @@ def test_a_partition_of_torch_that_is_far_too_large_is_not_tried(
     trial = Trial(lambda planned, order: planned)
     found = searching(trial, best.peak_bytes, own).run()
     assert ("torch" in trial.orders) is tried
-    assert found.judged.candidate.order == NEAR_PEAK
+    assert found.evaluation.candidate.order == NEAR_PEAK
 
 
 def test_the_least_that_is_named_is_of_candidates_that_no_budget_changes() -> None:
@@ -106,8 +106,8 @@ def test_the_least_that_is_named_is_of_candidates_that_no_budget_changes() -> No
     found = searching(trial, budget).run()
     assert NEAR_PEAK in trial.orders
     assert found.over
-    assert found.judged.candidate.order == "planned"
-    assert found.judged.peak_bytes == least + 1000
+    assert found.evaluation.candidate.order == "planned"
+    assert found.evaluation.peak_bytes == least + 1000
 
 
 def test_what_is_within_the_budget_is_not_taken_where_less_is_wanted_and_found() -> None:
@@ -115,8 +115,8 @@ def test_what_is_within_the_budget_is_not_taken_where_less_is_wanted_and_found()
     trial = Trial(lambda planned, order: planned + (order == NEAR_PEAK))
     found = searching(trial, 2 * wanted, wanted=wanted).run()
     assert trial.seen[0].peak_bytes == wanted + 1
-    assert found.judged.candidate.order == "planned"
-    assert found.judged.peak_bytes <= wanted
+    assert found.evaluation.candidate.order == "planned"
+    assert found.evaluation.peak_bytes <= wanted
 
 
 @pytest.mark.parametrize(("above", "tried"), [(0, True), (2, False)])

@@ -8,7 +8,7 @@ from hypothesis import strategies as st
 
 from fxremat.compat.partitioning import extract_forward_backward
 from fxremat.compile.draft import Draft
-from fxremat.compile.search.torch_plan import plan_of_torch, steps_again
+from fxremat.compile.search.proposals import plan_of_torch, steps_again
 from fxremat.core.check import check
 from fxremat.core.problem import Problem
 from fxremat.core.timeline import replay

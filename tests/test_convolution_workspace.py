@@ -19,7 +19,7 @@ from fxremat.core.constants import IMAGE_PARTS
 from fxremat.cost.workspaces import Workspaces
 from fxremat.passes.joint_graph import JointGraph
 from fxremat.passes.variants import insertion
-from fxremat.passes.variants.convolutions.workspace import RULES
+from fxremat.passes.variants.convolution_workspace import RULES
 from fxremat.runtime.chunks import convolutions
 from tests.conftest import Golden
 from tests.end_to_end import compiled_by_fxremat, least, measured, observed

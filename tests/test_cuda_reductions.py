@@ -9,14 +9,14 @@ import torch
 from hypothesis import given
 from hypothesis import strategies as st
 
-from fxremat.cost.cuda_reductions import (
+from fxremat.cost.cuda_scratch import (
     IN_FORM_OUT,
     MOST_THREADS,
     MOST_VALUES,
+    CudaScratch,
     Multiprocessors,
     scratch_of_reduction,
 )
-from fxremat.cost.cuda_scratch import CudaScratch
 
 ATEN = torch.ops.aten
 

@@ -13,8 +13,7 @@ import torch
 
 import fxremat
 from fxremat.report.front import front_from_json
-from fxremat.report.page import page_of, title_of
-from fxremat.report.page.data import KINDS, OUTSIDE, page_data
+from fxremat.report.page import KINDS, OUTSIDE, page_data, page_of, title_of
 from fxremat.report.report import Report
 from tests.pages import EVIL, MIB, large_report, small_front, small_report
 from tests.small import Stack, seeded

@@ -19,7 +19,8 @@ from fxremat.core.plan import Plan
 from fxremat.core.problem import Op, Problem, Value
 from fxremat.core.schedule import keep_all
 from fxremat.core.timeline import replay as timeline_of
-from fxremat.memory.allocator import AllocatorSettings, replay
+from fxremat.memory.allocator.caching import replay
+from fxremat.memory.allocator.settings import AllocatorSettings
 from fxremat.memory.reserved_bytes import events_of_plan, least_reserved, reserved
 from fxremat.memory.segments import WALL_BYTES
 from tests.chains import blocks

@@ -21,7 +21,8 @@ from fxremat.core.events import Allocate, Backward, Event, Forward, Free, Given,
 from fxremat.core.step import Interface, StepPoint, Version
 from fxremat.cost import cards
 from fxremat.cost.cards import card_named
-from fxremat.memory.allocator import AllocatorSettings, replay
+from fxremat.memory.allocator.caching import replay
+from fxremat.memory.allocator.settings import AllocatorSettings
 from fxremat.memory.reserved_bytes import reserved
 from fxremat.memory.segments import SMALL_BYTES
 from fxremat.options import parse_options

@@ -9,7 +9,7 @@ import pytest
 import torch
 
 from fxremat.memory import segments
-from fxremat.memory.allocator import CachingAllocator
+from fxremat.memory.allocator.caching import CachingAllocator
 from fxremat.memory.segments import WALL_BYTES, Segment, SharedSegments
 from fxremat.sizes import MIB
 from fxremat.step import in_flight

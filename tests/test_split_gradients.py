@@ -16,7 +16,7 @@ from fxremat.core.variants import take as take_variants
 from fxremat.passes.joint_graph import JointGraph
 from fxremat.passes.memory_estimation import estimate
 from fxremat.passes.variants import insertion
-from fxremat.passes.variants.convolutions.split_gradients import RULES
+from fxremat.passes.variants.split_gradients import RULES
 from tests.conftest import Golden
 from tests.examples import examples
 from tests.graphs import Net, capture, no_workspace, run_joint, unit_time

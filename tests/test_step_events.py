@@ -21,7 +21,7 @@ from fxremat.core.events import (
     run_events_to_json,
 )
 from fxremat.core.step import Interface, Version
-from fxremat.memory.allocator import replay
+from fxremat.memory.allocator.caching import replay
 from fxremat.step.description import repeated_step
 from fxremat.step.events import StepEvents, composed, paired, repeated_outside
 from fxremat.step.versions import Offer, Part

@@ -20,8 +20,7 @@ from fxremat.core.problem import Problem
 from fxremat.core.variants import run_once
 from fxremat.cost.call_times import CallTimes
 from fxremat.cost.cards import card_named
-from fxremat.cost.cuda_reductions import Multiprocessors
-from fxremat.cost.cuda_scratch import CudaScratch
+from fxremat.cost.cuda_scratch import CudaScratch, Multiprocessors
 from fxremat.cost.device import DeviceSpec, device_spec
 from fxremat.cost.loop_rates import measured_rates
 from fxremat.cost.number_file import written_together

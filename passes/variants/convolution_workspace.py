@@ -23,8 +23,8 @@ from torch import fx
 from fxremat.core.constants import IMAGE_PARTS
 from fxremat.passes.joint_graph import JointGraph
 from fxremat.passes.nodes import add_call, fake
-from fxremat.passes.variants.convolutions.split_gradients import read_backward
 from fxremat.passes.variants.rule import Rule, Site, StandIns
+from fxremat.passes.variants.split_gradients import read_backward
 from fxremat.runtime.chunks import convolutions
 
 _FORWARD = torch.ops.aten.convolution.default
