@@ -17,7 +17,7 @@ import fxremat
 from fxremat.compat.distributed.ranks import Shards, shards_of
 from fxremat.errors import NotTraceable
 from tests.ranks import PERCENTS, Blocks, least_on_all_ranks, least_peak, spawned
-from tests.test_in_flight import Chain
+from tests.test_step_in_flight import Chain
 
 if not torch.distributed.is_available():
     pytest.skip("torch without torch.distributed", allow_module_level=True)
