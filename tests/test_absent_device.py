@@ -85,7 +85,7 @@ def test_budgets_count_reserved_bytes() -> None:
     assert loose.counted_peak_bytes <= between < loose.predicted_reserved_bytes
     assert tight.predicted_reserved_bytes is not None
     assert tight.predicted_peak_bytes < tight.predicted_reserved_bytes <= between
-    assert "reserved; the budget counts what is reserved" in str(tight)
+    assert "reserved; the budget counts reserved bytes" in str(tight)
     assert lowest.predicted_reserved_bytes is not None
     assert lowest.predicted_reserved_bytes <= least
 

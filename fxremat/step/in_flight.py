@@ -126,7 +126,7 @@ class _WatchedRuns:
             count = 1 << (waiting - 1).bit_length()
             log.warning("%d runs wait for their backward at once: planned for %d", waiting, count)
             self.runs = self.graph.compiled_for(count)
-            broken.planned_for, self.scope.anew = count, True
+            broken.planned_for, self.scope.warned.anew = count, True
         log.warning("%s", broken)
         warnings.warn(broken, stacklevel=4)
 

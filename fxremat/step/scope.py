@@ -147,6 +147,20 @@ class WaitingRun:
         return saved_storages(node, self.promise.saved_bytes, self.promise.device)
 
 
+@dataclass
+class Warned:
+    """What was looked at because more waited than ever before, and what was warned of.
+
+    ``most`` are the runs that waited, and the bytes that their plans say; ``runs`` is how many
+    there were in the last warning. Where it was planned ``anew``, what waits now is known to be too
+    much, and what waits next is looked at anew.
+    """
+
+    most: tuple[int, int] = (1, 0)
+    runs: int = 1
+    anew: bool = False
+
+
 @dataclass(frozen=True)
 class Recorded:
     """One half of a run, as it has run. With ``keeps`` others hold its results until its backward.
@@ -164,10 +178,8 @@ class Recorded:
 class BudgetScope:
     """The graphs that share one budget, and their runs that wait, in the order they came.
 
-    ``order`` is that of the step that runs now, and ``last`` that of the step before.
-    ``looked_at`` is the most that was ever looked at closely: how many, and how many bytes their
-    plans say. ``told`` is the number of forwards in the last warning. Where it was planned
-    ``anew``, what waits now is known to be too much, and what waits next is looked at anew.
+    ``order`` is that of the step that runs now, and ``last`` that of the step before. If a step is
+    ``due``, its graphs are planned together when it begins.
     """
 
     waiting: dict[int, WaitingRun] = field(default_factory=dict)
@@ -177,9 +189,7 @@ class BudgetScope:
     order: list[Recorded] = field(default_factory=list)
     last: list[Recorded] = field(default_factory=list)
     due: bool = False
-    looked_at: tuple[int, int] = (1, 0)
-    told: int = 1
-    anew: bool = False
+    warned: Warned = field(default_factory=Warned)
     segments: SharedSegments = field(default_factory=SharedSegments)
     watch: StepWatch | None = None
     compiled_again: int = 0
@@ -377,15 +387,16 @@ class BudgetScope:
         when_freed(node, partial(self._leaves, key, run))
         self.saved_bytes = max(self.saved_bytes, self._planned()[1])
         if len(waiting) == 1:
-            if self.anew:
-                self.looked_at, self.told, self.anew = (1, 0), 1, False
+            if self.warned.anew:
+                self.warned = Warned()
             return None
-        if self.anew:
+        if self.warned.anew:
             return None
         number, nbytes = self._planned()
-        if number <= self.looked_at[0] and nbytes <= self.looked_at[1]:
+        runs, most = self.warned.most
+        if number <= runs and nbytes <= most:
             return None
-        self.looked_at = max(number, self.looked_at[0]), max(nbytes, self.looked_at[1])
+        self.warned.most = max(number, runs), max(nbytes, most)
         return self._compare(run, own)
 
     def _leaves(self, key: int, run: WaitingRun) -> None:
@@ -420,8 +431,8 @@ class BudgetScope:
         held = sum(size for key, size in others.items() if key not in {**known, **counted})
         beside = _beside(promise, held, sum(known.values()))
         expected = promise.peak_bytes + max(beside, promise.held_bytes)
-        if expected > promise.budget_bytes and number > self.told:
-            self.told = number
+        if expected > promise.budget_bytes and number > self.warned.runs:
+            self.warned.runs = number
             budget, left = promise.budget_bytes, promise.left_bytes
             return PromiseBroken(promise.graph, number, held, expected, budget, left_bytes=left)
         return None
