@@ -127,9 +127,9 @@ class GraphInStep:
             return self.compiled_for(self.runs_at_once)
         alone = self.role.described is None and self.taken.count == 1 and not self.graph.ranks
         scope = self.where.scope
-        if not alone or scope.due or scope.waiting or self.taken.leaves == len(scope.leaves):
+        if not alone or scope.due or scope.waiting or self.taken.parameters == len(scope.parameters):
             return None  # as planned, or about to be planned with the others
-        self.taken.leaves = len(scope.leaves)
+        self.taken.parameters = len(scope.parameters)
         return self._beside_more(args)
 
     def _beside_more(self, args: Iterable[object]) -> RunVersions | None:

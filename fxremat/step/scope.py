@@ -19,6 +19,7 @@ from functools import partial
 from typing import Any, Literal, Protocol
 
 import torch
+from torch import nn
 from torch.utils import _pytree as pytree
 
 from fxremat.compat.absent.tracing import apart_from_tracing
@@ -61,12 +62,12 @@ class Role:
 @dataclass
 class Taken:
     """What the runs of a graph take: how many were planned for, what all of them save, and their
-    peak without what is held beside them. So many ``leaves`` of the scope were known then."""
+    peak without what is held beside them. So many ``parameters`` were known to the scope then."""
 
     count: int = 0
     saved_bytes: int = 0
     own_peak_bytes: int = 0
-    leaves: int = 0
+    parameters: int = 0
 
 
 class SharingGraph(Protocol):
@@ -184,8 +185,8 @@ class BudgetScope:
 
     waiting: dict[int, WaitingRun] = field(default_factory=dict)
     graphs: weakref.WeakSet[Any] = field(default_factory=weakref.WeakSet)
-    leaves: dict[int, weakref.ref[torch.Tensor]] = field(default_factory=dict)
-    """What graphs were given that lives from step to step, by its identity."""
+    parameters: dict[int, weakref.ref[torch.Tensor]] = field(default_factory=dict)
+    """Those that graphs were given, by their identity."""
     order: list[Recorded] = field(default_factory=list)
     last: list[Recorded] = field(default_factory=list)
     due: bool = False
@@ -229,7 +230,7 @@ class BudgetScope:
     def resident_beside(self, own: Storages, device: torch.device) -> Storages:
         """Parameters and buffers of all graphs and models that are known, and their gradients."""
         found: Storages = {}
-        found |= with_gradients(_alive(self.leaves.values()), device)
+        found |= with_gradients(_alive(self.parameters.values()), device)
         for graph in self.graphs:
             found |= storages_of(_alive(graph.around), device)
         return {key: size for key, size in found.items() if key not in own}
@@ -344,12 +345,12 @@ class BudgetScope:
     def note(self, given: Iterable[object]) -> None:
         """A graph is given these arguments."""
         for one in given:
-            if isinstance(one, torch.Tensor) and one.is_leaf and id(one) not in self.leaves:
+            if isinstance(one, nn.Parameter) and id(one) not in self.parameters:
                 gone = partial(self._forget, id(one))
-                self.leaves[id(one)] = weakref.ref(one, gone)
+                self.parameters[id(one)] = weakref.ref(one, gone)
 
     def _forget(self, identity: int, _: object) -> None:
-        self.leaves.pop(identity, None)
+        self.parameters.pop(identity, None)
 
     def step_begins(self) -> None:
         """Before a forward: if none waits, the step before is over, and may be planned as one."""
