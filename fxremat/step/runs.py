@@ -126,10 +126,10 @@ class GraphInStep:
         if self.role.is_due:
             return self.compiled_for(self.runs_at_once)
         alone = self.role.described is None and self.taken.count == 1 and not self.graph.ranks
-        scope = self.where.scope
-        if not alone or scope.due or scope.waiting or self.taken.parameters == len(scope.parameters):
+        scope, known = self.where.scope, len(self.where.scope.parameters)
+        if not alone or scope.due or scope.waiting or self.taken.parameters == known:
             return None  # as planned, or about to be planned with the others
-        self.taken.parameters = len(scope.parameters)
+        self.taken.parameters = known
         return self._beside_more(args)
 
     def _beside_more(self, args: Iterable[object]) -> RunVersions | None:
