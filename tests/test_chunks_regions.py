@@ -18,7 +18,8 @@ from fxremat.runtime.chunks.operator import ROWS
 from tests.conftest import Golden
 from tests.graphs import Net, calls
 from tests.row_nets import LOSS, STEPS, D, head, labels, rows, traced_step, up_and_down
-from tests.row_sites import Traced, real, sites, taken, trace
+from tests.row_sites import Traced, real, taken, trace
+from tests.variants import sites
 
 
 def test_unknown_sizes_are_left_alone() -> None:
