@@ -55,9 +55,7 @@ def training() -> Row:
         entry("snapshot", 0, 0),
     ]
     large = segment(
-        LARGE,
-        block(3 * MIB, "active_allocated", 2 * MIB),
-        block(17 * MIB, "active_allocated"),
+        LARGE, block(3 * MIB, "active_allocated", 2 * MIB), block(17 * MIB, "active_allocated")
     )
     small = segment(SMALL, block(512, "active_allocated", 100), block(2 * MIB - 512))
     return snapshot(trace, large, small)
@@ -126,10 +124,7 @@ def test_a_retry_is_an_emptied_cache() -> None:
 
 def test_what_was_there_before() -> None:
     """4 MiB live through; 5 MiB are freed in the trace, so both were allocated before it."""
-    trace = [
-        *freed(LARGE + 4 * MIB, 5 * MIB),
-        entry("alloc", LARGE + 4 * MIB, 6 * MIB),
-    ]
+    trace = [*freed(LARGE + 4 * MIB, 5 * MIB), entry("alloc", LARGE + 4 * MIB, 6 * MIB)]
     end = segment(
         LARGE,
         block(4 * MIB, "active_allocated"),

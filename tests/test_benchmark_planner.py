@@ -83,22 +83,6 @@ def test_a_false_peak_fails(
     assert "FAILED: 1 of 1 rows" in capsys.readouterr().out
 
 
-def test_an_error_fails_and_the_others_go_on(
-    problems: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    def fail(problem: Problem, budget: int | None, name: str, options: SolverOptions) -> Plan:
-        if name == "moments":
-            raise KeyError("a bug")
-        return solve(problem, budget, name, options)
-
-    monkeypatch.setattr(planner, "solve", fail)
-    status, rows = run(
-        problems, "--solvers", "moments,greedy", "--only", "chain", "--budgets", "80"
-    )
-    assert status == 1
-    assert [row["status"] for row in rows] == ["FAILED", "ok"]
-
-
 def test_steps_that_are_missing_fail() -> None:
     problem = homogeneous(4)
     case = planner.make_case("chain", problem, 100)

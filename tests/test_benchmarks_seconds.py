@@ -10,13 +10,7 @@ import pytest
 
 from benchmarks.rows import Row
 from benchmarks.runner import Timing
-from benchmarks.seconds import (
-    Figures,
-    _figures,
-    picture,
-    table,
-    write,
-)
+from benchmarks.seconds import Figures, _figures, picture, table, write
 
 ONE = Figures(
     model="gpt6", way="fxremat50%", kind="fxremat", peak=0.5, obeyed=True, planned=1.08,

@@ -21,7 +21,8 @@ from fxremat.runtime.chunks.operator import ROWS
 from fxremat.runtime.chunks.program import dump, parse
 from tests.graphs import Net
 from tests.row_nets import D, head, labels, rows
-from tests.row_sites import Traced, given_to_rows, sites, taken, trace
+from tests.row_sites import Traced, given_to_rows, taken, trace
+from tests.variants import sites
 
 ROWS_OF_ALL, IGNORED = 50, -100
 Call = tuple[Any, Any]

@@ -16,8 +16,9 @@ from fxremat.runtime.chunks.operator import ROWS
 from tests.graphs import calls
 from tests.loss_program import CLASSES, expected, inputs, program
 from tests.row_nets import STEPS, traced_step
-from tests.row_sites import real, sites, taken
+from tests.row_sites import real, taken
 from tests.slowness import slow_but
+from tests.variants import sites
 
 NUMBER_BYTES = 12
 """A number that stands beside a tensor, in the last rows: counted as if beside a partial sum."""

@@ -26,16 +26,9 @@ from tests.end_to_end import compiled_by_fxremat, least, measured, observed
 from tests.examples import examples
 from tests.graphs import Net, joint_of_model, run_joint
 from tests.images import WIDTH, images
-from tests.row_sites import (
-    assert_close,
-    check,
-    in_double,
-    names_of,
-    sites,
-    taken,
-    trace,
-)
+from tests.row_sites import assert_close, check, in_double, names_of, taken, trace
 from tests.slowness import slow_but
+from tests.variants import sites
 
 RULE = CHUNKED_CONVOLUTIONS
 

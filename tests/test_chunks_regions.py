@@ -1,4 +1,4 @@
-"""Regions and loops of small graphs, and that no loop reads what depends on it."""
+"""Regions of small graphs: which there are, and that memory of their calls is known."""
 
 from __future__ import annotations
 
@@ -11,40 +11,15 @@ import torch.nn.functional as F
 from torch import fx, nn
 
 from fxremat.memory.measured_peak import measure_peak
-from fxremat.passes.variants.chunks.loops import plan_loops
-from fxremat.passes.variants.chunks.regions import Region, find_regions, levels
-from fxremat.passes.variants.chunks.rules import CHUNKED_LOSS, CHUNKED_MLP, RULES, rule_of
+from fxremat.passes.variants.chunks.rules import CHUNKED_LOSS, CHUNKED_MLP, RULES
 from fxremat.passes.variants.rule import Rule
 from fxremat.runtime import kernels
 from fxremat.runtime.chunks.operator import ROWS
 from tests.conftest import Golden
 from tests.graphs import Net, calls
 from tests.row_nets import LOSS, STEPS, D, head, labels, rows, traced_step, up_and_down
-from tests.row_sites import Traced, ancestors, real, sites, taken, trace
-
-
-def regions(name: str) -> list[Region]:
-    """The regions of a step that belong to a rule."""
-    return find_regions(traced_step(name), lambda region: rule_of(region) is not None)
-
-
-@pytest.mark.parametrize("name", STEPS)
-def test_no_loop_reads_what_depends_on_it(name: str) -> None:
-    (region,) = regions(name)
-    loops = plan_loops(region, levels(region, in_one=False))
-    for position, loop in enumerate(loops):
-        computed_here_or_later = {n for later in loops[position:] for n in later.results}
-        for node in (*loop.rows, *loop.whole):
-            assert not ancestors(node) & computed_here_or_later
-
-
-@pytest.mark.parametrize("name", STEPS)
-def test_big_values_inside_are_no_inputs_of_loops(name: str) -> None:
-    (region,) = regions(name)
-    outside = region.read_outside()
-    for loop in plan_loops(region, levels(region, in_one=False)):
-        for node in (*loop.rows, *loop.whole):
-            assert node not in region.kinds or node in outside or not region.is_big(node)
+from tests.row_sites import Traced, real, taken, trace
+from tests.variants import sites
 
 
 def test_unknown_sizes_are_left_alone() -> None:

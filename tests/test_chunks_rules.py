@@ -17,7 +17,8 @@ from fxremat.runtime.chunks.program import parse
 from tests.examples import examples
 from tests.graphs import Net, calls
 from tests.row_nets import WEIGHTS, D, Gated, V, head, labels, rows, up_and_down, z_loss
-from tests.row_sites import all_names, check, sites, taken, trace
+from tests.row_sites import all_names, check, taken, trace
+from tests.variants import sites
 
 
 def written_out(logits: torch.Tensor, y: torch.Tensor) -> torch.Tensor:

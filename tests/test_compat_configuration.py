@@ -6,10 +6,7 @@ import pickle
 
 from torch import fx
 
-from fxremat.compat.configuration import (
-    chain_passes,
-    inductor_patches,
-)
+from fxremat.compat.configuration import chain_passes, inductor_patches
 
 
 def test_inductor_patches() -> None:

@@ -5,10 +5,7 @@ from __future__ import annotations
 import torch
 
 from fxremat.compat.configuration import POST_GRAD_PASS, inductor_config
-from fxremat.compat.inductor.kernels import (
-    apart,
-    for_a_kernel,
-)
+from fxremat.compat.inductor.kernels import apart, for_a_kernel
 
 
 def test_apart_from_what_is_being_compiled() -> None:

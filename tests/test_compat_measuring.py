@@ -7,11 +7,7 @@ from typing import Any
 import pytest
 import torch
 
-from fxremat.compat.measuring import (
-    profiler_memory_events,
-    random_state_kept,
-    recorded_allocations,
-)
+from fxremat.compat.measuring import profiler_memory_events, random_state_kept, recorded_allocations
 
 
 def test_profiler_memory_events() -> None:

@@ -12,11 +12,7 @@ from torch import fx, nn
 from torch._inductor import compile_fx
 
 from benchmarks.nets.language import GPT
-from fxremat.compat.configuration import (
-    PARTITIONER,
-    functorch_config,
-    inductor_config,
-)
+from fxremat.compat.configuration import PARTITIONER, functorch_config, inductor_config
 from fxremat.compat.partitioning import saved_names, torch_partition
 from tests.compat_graphs import Cut
 from tests.small import Convolutions, seeded

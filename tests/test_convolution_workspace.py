@@ -59,8 +59,7 @@ def assert_each_is_the_same(joint: JointGraph, tolerance: float) -> int:
 
 
 @pytest.mark.parametrize(
-    ("dtype", "tolerance"),
-    [(torch.float64, 1e-14), (torch.float32, 1e-6), (torch.bfloat16, 1e-2)],
+    ("dtype", "tolerance"), [(torch.float64, 1e-14), (torch.float32, 1e-6), (torch.bfloat16, 1e-2)]
 )
 @pytest.mark.parametrize("last", [False, True])
 def test_every_form_gives_what_the_call_gives(

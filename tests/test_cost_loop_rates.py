@@ -10,13 +10,7 @@ import torch
 
 from fxremat.compat.tensors import outside_fake_mode
 from fxremat.cost import loop_rates, timing
-from fxremat.cost.loop_rates import (
-    FUNCTIONS,
-    TRAFFIC,
-    LoopRates,
-    bandwidth_name,
-    measured_rates,
-)
+from fxremat.cost.loop_rates import FUNCTIONS, TRAFFIC, LoopRates, bandwidth_name, measured_rates
 from fxremat.cost.number_file import NumberFile, number_path
 from fxremat.cost.timing import Timing
 

@@ -124,13 +124,6 @@ def test_a_call_that_raises_is_left_to_the_roofline(tmp_path: Path) -> None:
     assert timer(tmp_path)((node,), 100) == Roofline(SPEC, on_cpu=True, fused=True)((node,), 100)
 
 
-def test_functions_of_a_loop_count_where_they_take_longer_than_its_bytes(tmp_path: Path) -> None:
-    loops = loop_rates(1.0, 1e9, {"exp": 50.0})
-    exp, sin = call(ATEN.exp.default, A), call(ATEN.sin.default, A)
-    assert timer(tmp_path, loops)((exp, sin), 1000) == pytest.approx(1.0 + A.numel() * 0.05)
-    assert timer(tmp_path, loops)((exp, sin), 10**6) == pytest.approx(1.0 + 1000.0)
-
-
 # --- calls made inside ---------------------------------------------------------------------
 
 

@@ -214,9 +214,7 @@ def test_what_waits_can_be_put_in_order(kernels: list[Scheduled]) -> None:
 
 
 @given(st.lists(st.sampled_from([CALL, LOOP, SUM, NONE]), max_size=12))
-def test_kernels_wait_for_earlier_ones_and_loops_for_their_fences(
-    kernels: list[Scheduled],
-) -> None:
+def test_kernels_wait_for_earlier_ones_and_loops_for_their_fences(kernels: list[Scheduled]) -> None:
     after = fences(kernels)
     assert all(earlier < later for later, several in after.items() for earlier in several)
     calls = [i for i, kernel in enumerate(kernels) if kernel.is_call]

@@ -99,8 +99,7 @@ RANDOM = {
     "attention": call(ATEN._scaled_dot_product_flash_attention_for_cpu.default, KEY, KEY, KEY, 0.0),
 }
 RANDOM["attention with dropout"] = RANDOM["attention"].graph.call_function(
-    ATEN._scaled_dot_product_flash_attention.default,
-    (*RANDOM["attention"].args[:3], 0.5),
+    ATEN._scaled_dot_product_flash_attention.default, (*RANDOM["attention"].args[:3], 0.5)
 )
 RANDOM["attention, dropout by name"] = RANDOM["attention"].graph.call_function(
     ATEN._scaled_dot_product_flash_attention.default,
@@ -147,11 +146,7 @@ class _Tag:
 
 @pytest.mark.parametrize(
     "node",
-    [
-        call(torch.ops.fxremat_tests.triple.default, X),
-        OTHERS["copy_"],
-        call(torch.sin, X),
-    ],
+    [call(torch.ops.fxremat_tests.triple.default, X), OTHERS["copy_"], call(torch.sin, X)],
     ids=["custom op", "copy_", "python function"],
 )
 def test_what_has_effects_or_is_unknown_does_not_run_again(node: fx.Node) -> None:

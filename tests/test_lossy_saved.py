@@ -181,10 +181,7 @@ def test_planes_tell_every_level_apart(boundaries: int, values: list[float]) -> 
 
 
 # Integrals of the squared error over [-10, 10] for 1 to 4 bits, as the paper reports them.
-PUBLISHED = {
-    "gelu": (0.1410, 0.0406, 0.0119, 0.0031),
-    "silu": (0.2150, 0.0479, 0.0170, 0.0045),
-}
+PUBLISHED = {"gelu": (0.1410, 0.0406, 0.0119, 0.0031), "silu": (0.2150, 0.0479, 0.0170, 0.0045)}
 
 
 @pytest.mark.parametrize("name", list(PUBLISHED))
