@@ -18,7 +18,7 @@ from tests.small import Stack, seeded
 
 
 @cache
-def rehearsed() -> Report:
+def counted() -> Report:
     """The report of a small model whose bytes a dry run of Inductor's kernels counted."""
     return _explained("inductor")
 

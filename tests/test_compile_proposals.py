@@ -2,21 +2,18 @@
 
 from __future__ import annotations
 
-from dataclasses import replace
 from itertools import pairwise
 
 import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from fxremat.compile import constants
 from fxremat.compile.dry_run.dry_run import DryRun
-from fxremat.compile.search.candidates import Candidate, Corrections, Evaluation
+from fxremat.compile.search.candidates import Candidate, Evaluation
 from fxremat.compile.search.planning import LOCAL_SEARCH
 from fxremat.compile.search.proposals import (
     fastest,
     least,
-    next_target,
     under,
 )
 from fxremat.core.constants import MEASURABLE
@@ -25,8 +22,6 @@ from fxremat.core.problem import Op, Problem, Value
 from fxremat.core.timeline import replay
 from tests.chains import blocks
 from tests.search_trials import NEAR_PEAK, PROBLEM, Trial, draft_of, planning
-
-AIM = 1000
 
 
 def within(trial: Trial, aim: int) -> Evaluation | None:
@@ -62,32 +57,6 @@ def test_what_no_measured_time_could_tell_is_not_tried() -> None:
             assert after < before * (1 - MEASURABLE)
 
 
-def test_the_order_is_held_only_where_it_must_be() -> None:
-    """A candidate that fits with its order held near the peak ends it; else it is everywhere."""
-    aim = round(0.7 * planning().solve(PROBLEM, None).peak_bytes)
-    fits = Trial(lambda planned, order: planned)
-    fits.follow(under(draft_of(PROBLEM), aim, planning()))
-    assert set(fits.orders) == {NEAR_PEAK}
-    missing = aim - planning().solve(PROBLEM, aim).peak_bytes + aim // 10
-    loose = Trial(lambda planned, order: planned + (missing if order == NEAR_PEAK else 0))
-    loose.follow(under(draft_of(PROBLEM), aim, planning()))
-    assert loose.orders[:2] == [NEAR_PEAK, "planned"]
-    assert within(loose, aim) is not None
-
-
-def test_where_a_plan_is_near_the_aim_its_order_is_held() -> None:
-    """At those steps alone; with room for all, nowhere."""
-    plan = planning().solve(PROBLEM, round(0.7 * planning().solve(PROBLEM, None).peak_bytes))
-    live = replay(PROBLEM, plan.steps).live_bytes
-    found = Candidate.near_peak(draft_of(PROBLEM), plan, plan.peak_bytes)
-    assert found.held is not None
-    assert 0 < len(found.held) < len(plan.steps)
-    for step, nbytes in enumerate(live):
-        assert (step in found.held) == (nbytes >= constants.NEAR_PEAK * plan.peak_bytes)
-    with_room = Candidate.near_peak(draft_of(PROBLEM), plan, 10 * plan.peak_bytes)
-    assert (with_room.order, with_room.held) == ("inductor", frozenset())
-
-
 @pytest.mark.parametrize(("seed", "floats"), [(4, True), (400, False)])
 def test_where_a_mask_of_a_seed_runs_again_so_is_all_that_does(seed: int, floats: bool) -> None:
     """Inductor could make it, and what reads it, far too early."""
@@ -108,54 +77,6 @@ def test_where_a_mask_of_a_seed_runs_again_so_is_all_that_does(seed: int, floats
     assert found.held == (frozenset({4, 5}) if floats else frozenset())
 
 
-def test_an_aim_out_of_reach_is_not_tried() -> None:
-    lowest = planning().local_search(PROBLEM, 0).peak_bytes
-    trial = Trial(lambda planned, order: planned)
-    trial.follow(under(draft_of(PROBLEM), lowest - 1, planning("greedy")))
-    assert trial.asked == []
-
-
-def test_without_a_dry_run_the_order_is_held() -> None:
-    """Nothing shows what Inductor's own order takes."""
-    aim = round(0.7 * planning().solve(PROBLEM, None).peak_bytes)
-    proposals = under(draft_of(PROBLEM), aim, planning())
-    first = next(proposals)
-    second = proposals.send(Evaluation(first, first.draft, first.plan.peak_bytes, None))
-    assert (first.order, second.order) == (NEAR_PEAK, "planned")
-    assert first.plan == second.plan
-
-
-def judged(planned: int, real: int, *, again: bool = True, time_us: float = 1.0) -> Evaluation:
-    """A candidate of made-up figures."""
-    plan = Plan(("a", "a") if again else ("a",), "made up", None, planned, time_us)
-    shown = DryRun(real, (), (), {})
-    return Evaluation(Candidate.planned(draft_of(PROBLEM), plan), draft_of(PROBLEM), real, shown)
-
-
-def test_between_too_much_and_enough_the_gap_is_halved() -> None:
-    history = [judged(1000, 1300), judged(700, 400)]
-    assert next_target(history, AIM) == 850
-    assert next_target([judged(710, 1300), judged(700, 400)], AIM) is None
-
-
-def test_fragmentation_is_something_to_gain() -> None:
-    """Of a plan that meets the aim by what it reserves: another may reserve as little."""
-    over, exact = judged(900, 1200), judged(600, AIM)
-    assert next_target([over, exact], AIM) is None
-    shown = DryRun(700, (), (), {})
-    assert next_target([over, replace(exact, dry_run=shown)], AIM) == 750
-
-
-def test_the_fastest_of_equals_holds_its_order_at_the_fewest_steps() -> None:
-    held, loose = judged(1, 1), judged(1, 1)
-    loose = replace(loose, candidate=replace(loose.candidate, held=frozenset([0])))
-    loose = replace(loose, candidate=replace(loose.candidate, order=NEAR_PEAK))
-    assert fastest(iter([held, loose])) is loose
-    held, loose = replace(held, dry_run=None), replace(loose, dry_run=None)
-    assert fastest(iter([loose, held])) is held
-    assert fastest(iter([])) is None
-
-
 def test_plans_of_least_peak_do_not_know_the_budget() -> None:
     """Asked twice they are the same. All hold their order; what takes too much is tried looser."""
     found = []
@@ -171,9 +92,9 @@ def test_plans_of_least_peak_do_not_know_the_budget() -> None:
 def test_only_plans_that_might_be_lowest_are_tried() -> None:
     """With no error, one of a higher planned peak than the lowest real one cannot be."""
     trial = Trial(lambda planned, order: planned)
-    judged = trial.follow(least(draft_of(PROBLEM), planning(LOCAL_SEARCH), []))
-    lowest = min(one.peak_bytes for one in judged)
-    assert all(one.plan.peak_bytes == lowest for one in judged)
+    seen = trial.follow(least(draft_of(PROBLEM), planning(LOCAL_SEARCH), []))
+    lowest = min(one.peak_bytes for one in seen)
+    assert all(one.plan.peak_bytes == lowest for one in seen)
 
 
 @pytest.mark.parametrize(("more", "tried"), [(0, False), (10, True)])
@@ -190,8 +111,8 @@ def test_what_a_dry_run_shows_of_scratch_memory_is_known_to_later_plans() -> Non
     """An op that needs much more than was known is planned for with that."""
     op = PROBLEM.ops[5]
     trial = Trial(lambda planned, order: planned, scratch={op.name: 500})
-    judged = trial.follow(least(draft_of(PROBLEM), planning(LOCAL_SEARCH), []))
-    assert judged[0].plan.peak_bytes < 500 <= judged[-1].plan.peak_bytes
+    seen = trial.follow(least(draft_of(PROBLEM), planning(LOCAL_SEARCH), []))
+    assert seen[0].plan.peak_bytes < 500 <= seen[-1].plan.peak_bytes
 
 
 def showing(candidate: Candidate, more: dict[str, int]) -> Evaluation:
@@ -217,14 +138,6 @@ def test_what_is_live_beside_an_op_is_corrected_where_it_is_too_much() -> None:
     corrected = corrections.apply_to(PROBLEM)
     assert replay(corrected, plan.steps).peak_bytes == shown.peak_bytes == plan.peak_bytes + 7
     assert shown.corrections_above(plan.peak_bytes + 7).apply_to(PROBLEM) == PROBLEM
-
-
-def test_corrected_workspaces_reach_ops_by_name_and_nothing_else() -> None:
-    ops = Op("f", (), ("a",), 1.0, 10), Op("g", ("a",), ("b",), 1.0, 20)
-    problem = Problem("two", (Value("a", 1), Value("b", 1)), ops, outputs=("b",))
-    corrected = Corrections({"g": 2, "unknown": 9}).apply_to(problem)
-    assert [op.workspace_bytes for op in corrected.ops] == [10, 2]
-    assert Corrections({"g": 20}).apply_to(problem) is problem
 
 
 @given(st.lists(st.integers(-20, 20), min_size=32, max_size=32), st.floats(0.4, 1.0))

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator
 from typing import Any
 
 import pytest
@@ -13,13 +12,7 @@ import fxremat
 from fxremat.compile.constants import DRY_RUNS
 from tests.small import Classifier, seeded
 
-
-@pytest.fixture(autouse=True)
-def _fresh() -> Iterator[None]:
-    """Dynamo does not know the model with another number of rows: it would make it dynamic."""
-    torch._dynamo.reset()
-    yield
-    torch._dynamo.reset()
+pytestmark = pytest.mark.usefixtures("fresh")
 
 
 def refused(model: nn.Module, x: Tensor, budget: str, **options: Any) -> fxremat.InfeasibleBudget:

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterable
+from collections.abc import Iterable
 from typing import Any
 
 import pytest
@@ -12,9 +12,7 @@ from fxremat.memory import segments
 from fxremat.memory.allocator.caching import CachingAllocator
 from fxremat.memory.segments import WALL_BYTES, Segment, SharedSegments
 from fxremat.sizes import MIB
-from fxremat.step import in_flight
-from fxremat.step.promise import Promise, PromisedVersion, RunVersions
-from fxremat.step.scope import BudgetScope
+from fxremat.step.promise import Promise
 
 CUDA = torch.device("cuda")
 
@@ -158,55 +156,10 @@ def test_states_come_into_the_room(monkeypatch: pytest.MonkeyPatch, keep: bool) 
     assert segment.has_room is False
 
 
-def test_the_room_opens_at_the_end_of_a_backward(monkeypatch: pytest.MonkeyPatch) -> None:
-    """Of a compiled graph; nothing runs on CUDA here, so the segment only notes what is asked."""
-    asked = list[str]()
-
-    def note(name: str) -> Callable[..., None]:
-        return lambda *_: asked.append(name)
-
-    class Noted(Segment):
-        is_due = property(lambda self: not asked)
-        has_room = property(lambda self: True)
-        take = note("take")
-        close_room = note("close")
-        open_room = note("open")
-
-    monkeypatch.setattr(segments, "Segment", Noted)
-    promise = Promise(
-        "graph", torch.device("cpu"), 1 << 40, 0, 0, 0, 0, segments.SegmentPlan(1)
-    )
-    module = torch.nn.Sequential(torch.nn.Linear(4, 4), torch.nn.Tanh())
-    one = PromisedVersion(torch.compile(module, backend="aot_eager"), promise)
-    compiled = in_flight.watch_in_flight(RunVersions((one,), (0,), 0, 0), BudgetScope())
-    x = torch.ones(2, 4)
-    for _ in range(2):
-        result = compiled(x).sum()
-        result.register_hook(lambda _: asked.append("backward"))
-        result.backward()
-    assert asked == ["take", "backward", "open", "close", "backward", "open"]
-
-
 def _promise(name: str, *, several: bool = False, **more: Any) -> Promise:
     given = {"tuning": 60 * MIB, "nbytes": 100 * MIB, **more}
     segment = segments.SegmentPlan(several=several, **given)
     return Promise(name, CUDA, 400 * MIB, 0, 0, 0, 0, segment)
-
-
-def test_versions_of_a_graph_share_what_the_budget_leaves(monkeypatch: pytest.MonkeyPatch) -> None:
-    """400 MiB less 60 for tuning, 16 for small blocks, and 40 that are held."""
-    device = _Device(monkeypatch)
-    held = device.piece(40 * MIB)
-    shared = SharedSegments()
-    both = [_promise("one", several=True), _promise("other", several=True)]
-    for waiting, promise in enumerate([*both, *both]):
-        segment = shared.before(promise, waiting, ())
-        assert segment is not None
-        assert not segment.has_room
-        assert device.allocator.reserved_bytes == 324 * MIB
-    device.piece(280 * MIB)
-    assert device.allocator.reserved_bytes == 324 * MIB
-    assert held.nbytes == 40 * MIB
 
 
 def test_a_second_graph_with_the_budget_gets_the_rest(monkeypatch: pytest.MonkeyPatch) -> None:

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator
 from typing import Any
 
 import pytest
@@ -19,11 +18,7 @@ from tests.small import Block
 HOST = torch.device("cpu")
 
 
-@pytest.fixture(autouse=True)
-def _fresh() -> Iterator[None]:
-    torch._dynamo.reset()
-    yield
-    torch._dynamo.reset()
+pytestmark = pytest.mark.usefixtures("fresh")
 
 
 class Model(nn.Module):
@@ -154,10 +149,10 @@ def test_blocks_that_follow_hold_what_they_are_given() -> None:
 def test_micro_batches_may_go_backward_in_turn() -> None:
     """Of two versions the one that saves more may wait while the other runs backward."""
     little, much = Version(2.0, 1000, 3000, 5000), Version(1.0, 4000, 4500, 6000)
-    unit = Part(Interface(200, 0, 50, 50, 20), (Offer(little, 0, 0), Offer(much, 0, 0)))
-    last_first = step_of([unit], [0, 0])
+    part = Part(Interface(200, 0, 50, 50, 20), (Offer(little, 0, 0), Offer(much, 0, 0)))
+    last_first = step_of([part], [0, 0])
     assert last_first.peak_bytes([0, 1]) == 150 + 1000 + 6000
     assert last_first.peak_bytes([1, 0]) == 150 + 4000 + 5000
-    either = step_of([unit], [0, 0], either_order=True)
+    either = step_of([part], [0, 0], either_order=True)
     assert either.peak_bytes([0, 1]) == either.peak_bytes([1, 0]) == 150 + 4000 + 5000
     assert [point.outside_bytes for point in either.points[3:]] == [150, 170, 150, 170]

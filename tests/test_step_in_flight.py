@@ -7,7 +7,7 @@ import logging
 import warnings
 import weakref
 from collections.abc import Callable, Iterator
-from contextlib import contextmanager
+from contextlib import contextmanager, nullcontext
 from typing import Any
 
 import pytest
@@ -163,18 +163,6 @@ def test_blocks_that_cannot_share_the_budget_are_refused_with_the_least() -> Non
     step()
 
 
-def test_a_model_compiled_as_a_whole_is_within_its_budget() -> None:
-    model, tokens, given = chain(4)
-    step = step_of(model, torch.compile(model, backend="fxremat", options=given), tokens)
-    with told() as found:
-        for _ in range(3):
-            step()
-    assert found == []
-    model.zero_grad(set_to_none=True)
-    peak = fxremat.measure_peak(step, held=(model, tokens)).peak_bytes
-    assert peak <= given["memory_budget"]
-
-
 def test_micro_batches_are_told_of_only_where_forwards_wait() -> None:
     model, tokens, given = chain(4)
     call = torch.compile(model, backend="fxremat", options=given)
@@ -198,28 +186,6 @@ def test_micro_batches_are_told_of_only_where_forwards_wait() -> None:
     assert [(each.in_flight, each.planned_for) for each in at_once] == [(2, 2)]
     assert peak <= given["memory_budget"]
     assert later == []
-
-
-def test_graphs_of_one_model_are_no_surprise_to_each_other() -> None:
-    """A graph break makes two graphs, whose plans count each other."""
-
-    class Broken(Chain):
-        def forward(self, tokens: Tensor) -> Tensor:
-            x = self.embedding(tokens)
-            x = self.blocks[0](x)
-            torch._dynamo.graph_break()
-            y: Tensor = self.blocks[1](x)
-            return y.square().mean()
-
-    torch.manual_seed(0)
-    model, tokens = Broken(2), torch.randint(32, (8, 128))
-    given = {**QUICK, "memory_budget": "20MiB"}
-    step = step_of(model, torch.compile(model, backend="fxremat", options=given), tokens)
-    with told() as found:
-        for _ in range(3):
-            step()
-    assert len(fxremat.reports()) == 4  # the second step is planned as one
-    assert found == []
 
 
 def test_without_a_budget_nothing_is_said() -> None:
@@ -340,31 +306,19 @@ def test_a_graph_that_is_retained_holds_what_it_saved() -> None:
     loss = call(x).sum()
     torch.autograd.backward(loss, retain_graph=True)
     assert number_in_flight() == 1
-    torch.autograd.backward(loss)
+    torch.autograd.grad(loss, x)
     assert number_in_flight() == 0
-    torch.testing.assert_close(x.grad, 2 * x.exp())
+    torch.testing.assert_close(x.grad, x.exp())
 
 
-def test_gradients_that_are_asked_for_end_a_flight_too() -> None:
-    call, x = watched()
-    y = call(x)
-    torch.autograd.grad(y.sum(), x)
-    assert number_in_flight() == 0
-
-
-@pytest.mark.parametrize("context", [torch.no_grad, torch.inference_mode])
+@pytest.mark.parametrize("context", [torch.no_grad, torch.inference_mode, nullcontext])
 def test_without_gradients_nothing_is_counted(context: Callable[[], Any]) -> None:
     call, x = watched()
+    x = x.detach() if context is nullcontext else x
     with context():
         outputs = [call(x), call(x)]
     assert number_in_flight() == 0
     del outputs
-
-
-def test_what_needs_no_gradient_is_not_counted() -> None:
-    call, x = watched()
-    call(x.detach())
-    assert number_in_flight() == 0
 
 
 def test_results_of_all_sorts() -> None:
@@ -407,20 +361,6 @@ def test_what_checkpointing_throws_away_is_not_counted() -> None:
     other = x.detach().requires_grad_()
     torch.autograd.backward(other.exp().exp().exp().sum())
     torch.testing.assert_close(x.grad, other.grad)
-
-
-def test_an_error_between_leaves_nothing_behind() -> None:
-    call, x = watched()
-
-    def failing() -> None:
-        call(x)
-        raise KeyError
-
-    for _ in range(2):
-        with pytest.raises(KeyError), told() as found:
-            failing()
-        assert number_in_flight() == 0
-        assert found == []
 
 
 def test_a_saved_tensor_that_was_overwritten_does_not_fail_a_forward() -> None:

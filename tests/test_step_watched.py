@@ -14,7 +14,6 @@ from torch import nn
 from torch.nn import functional as F
 
 import fxremat
-from fxremat.compat.dynamo import compilations
 from fxremat.errors import BudgetExceeded
 from fxremat.memory import watched_steps
 from fxremat.memory.watched_steps import StepWatch
@@ -196,9 +195,3 @@ def test_on_cuda_the_allocator_is_asked(monkeypatch: pytest.MonkeyPatch, reserve
     assert found is not None
     assert found.taken_bytes == most[reserved]
     assert found.outside_bytes == 5 + most[reserved] - 30 - 20
-
-
-def test_graphs_are_counted() -> None:
-    before = compilations()
-    torch.compile(lambda x: x + 1, backend="eager")(torch.ones(2))
-    assert compilations() == before + 1
