@@ -21,9 +21,9 @@ from pathlib import Path
 
 from fxremat.core.addresses import Buffer, live_peak
 from fxremat.core.check_addresses import BadPlacement, check_placement
-from fxremat.planner.addresses import place, tuning
 
 from .address_shapes import SHAPES
+from .placing import limits, place
 
 
 @dataclass(frozen=True)
@@ -125,7 +125,7 @@ def parse_arguments(given: Sequence[str] | None) -> argparse.Namespace:
     add(
         "--effort",
         type=int,
-        default=tuning.EFFORT,
+        default=limits.EFFORT,
         help="of the search, in places tried",
     )
     add("--time-limit", type=float, help="seconds for one instance; default: none")

@@ -13,8 +13,7 @@ from itertools import accumulate
 from typing import Any
 
 from fxremat.core.events import Allocate, EmptyCache, Event, Free
-from fxremat.memory.allocator.caching import CachingAllocator
-from fxremat.memory.allocator.replay import apply_events
+from fxremat.memory.allocator.caching import CachingAllocator, apply_events
 from fxremat.memory.allocator.settings import AllocatorSettings
 
 _RESERVED_SIGN = {"segment_alloc": 1, "segment_map": 1, "segment_free": -1, "segment_unmap": -1}

@@ -37,7 +37,7 @@ from fxremat.compile.driver import total_bytes, traced
 from fxremat.compile.pipeline import AS_TORCH, PLAN, PREPARE, Runner
 from fxremat.compile.request import Request, request_for
 from fxremat.compile.run_figures import version_of
-from fxremat.compile.search.torch_plan import plan_of_torch, steps_again
+from fxremat.compile.search.proposals import plan_of_torch, steps_again
 from fxremat.compile.stage_times import StageTimes
 from fxremat.compile.tracing import Ended
 from fxremat.core.plan import Plan

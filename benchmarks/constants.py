@@ -1,19 +1,19 @@
 """What the planner's constants are worth: each halved and doubled, the others left as they are.
 
-    python -m benchmarks.constants --rooms local --out benchmarks/results/constants.json
-    python -m benchmarks.constants --rooms variants --models gpt,resnet --budgets 50,33
+    python -m benchmarks.constants --ask local --out benchmarks/results/constants.json
+    python -m benchmarks.constants --ask variants --models gpt,resnet --budgets 50,33
 
-For each value: the time that plans add to keep-all, in points of its time, the least peak found, in
-percent of keep-all's, both on average over the models, and the seconds to plan, as a multiple of
-those with the constants as they are. Budgets are percent of keep-all's peak; where one cannot be
-met, the plan of least peak counts. A room is asked as the rest of the planner asks it: `local` for
-its whole front, `variants` for a choice and its quick plan, the others through `auto`.
+For each value: the time that plans add to store-all, in points of its time, the least peak found,
+in percent of store-all's, both on average over the models, and the seconds to plan, as a multiple
+of those with the constants as they are. Budgets are percent of store-all's peak; where one cannot
+be met, the plan of least peak counts. Plans are asked for as the rest of the planner does it:
+`local` is the whole front of the local search, `variants` a choice of variants and its quick plan,
+`auto` the default solver.
 """
 
 from __future__ import annotations
 
 import argparse
-import importlib
 import itertools
 import json
 import sys
@@ -22,59 +22,52 @@ from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
 from dataclasses import asdict, dataclass, replace
 from pathlib import Path
-from types import ModuleType
 from typing import Any
 
-from fxremat import planner
 from fxremat.core.problem import Problem
 from fxremat.core.schedule import keep_all
 from fxremat.core.timeline import replay
 from fxremat.core.variants import take
-from fxremat.planner import SolverOptions, solve
+from fxremat.planner import SolverOptions, constants, solve
 from fxremat.planner.local import greedy
 
 from .machine import describe_machine
 from .models import MODELS
 from .variants import problem_of
 
-ROOMS = ("local", "variants", "milp", "clusters", "auto")
 FACTORS = (0.5, 2.0)
 NEW = itertools.count()
 
 
 @dataclass(frozen=True)
 class Constant:
-    """A number of a room's ``tuning``, or one of several in a tuple."""
+    """A number of `fxremat.planner.constants`, or one of several in a tuple."""
 
-    module: str
     name: str
     index: int | None = None
 
     def __str__(self) -> str:
-        place = "" if self.index is None else f"[{self.index}]"
-        room = self.module.removeprefix("fxremat.planner.").removesuffix("tuning")
-        return f"{room}{self.name}{place}"
+        return self.name if self.index is None else f"{self.name}[{self.index}]"
 
     def value(self) -> float:
         """As it is now."""
-        found: Any = getattr(importlib.import_module(self.module), self.name)
+        found: Any = getattr(constants, self.name)
         number: float = found if self.index is None else found[self.index]
         return number
 
     @contextmanager
     def scaled(self, factor: float) -> Iterator[None]:
         """Another value while the context lasts; whole numbers stay whole, and at least 1."""
-        module = importlib.import_module(self.module)
-        before = getattr(module, self.name)
+        before = getattr(constants, self.name)
         number = self.value() * factor
         new: Any = max(1, round(number)) if isinstance(self.value(), int) else number
         if self.index is not None:
             new = (*before[: self.index], new, *before[self.index + 1 :])
-        setattr(module, self.name, new)
+        setattr(constants, self.name, new)
         try:
             yield
         finally:
-            setattr(module, self.name, before)
+            setattr(constants, self.name, before)
 
 
 @dataclass(frozen=True)
@@ -88,19 +81,15 @@ class Measure:
     seconds: float
 
 
-def constants_of(room: str) -> list[Constant]:
-    """The numbers that the ``tuning`` of a room names; those of tuples one by one."""
-    folder = "" if room == "auto" else f".{room}"
-    module = importlib.import_module(f"fxremat.planner{folder}.tuning")
-    return [one for name in vars(module) if name.isupper() for one in _numbers(module, name)]
-
-
-def _numbers(module: ModuleType, name: str) -> list[Constant]:
-    value = getattr(module, name)
-    if not isinstance(value, tuple):
-        return [Constant(module.__name__, name)]
-    numbers = [isinstance(each, (int, float)) and each > 0 for each in value]
-    return [Constant(module.__name__, name, i) for i, one in enumerate(numbers) if one]
+def all_constants() -> list[Constant]:
+    """Every number there is; those of tuples one by one, as far as they can be halved."""
+    found: list[Constant] = []
+    for name, value in vars(constants).items():
+        if name.isupper() and isinstance(value, tuple):
+            found += [Constant(name, index) for index, number in enumerate(value) if number]
+        elif name.isupper():
+            found.append(Constant(name))
+    return found
 
 
 Asked = Callable[[Problem, Sequence[int]], list[tuple[float, int]]]
@@ -124,14 +113,14 @@ def ask_variants(problem: Problem, budgets: Sequence[int]) -> list[tuple[float, 
 def ask_auto(problem: Problem, budgets: Sequence[int]) -> list[tuple[float, int]]:
     """The default solver without variants."""
     plain = take(problem, ())
-    plans = [planner.auto.solve(plain, budget, SolverOptions()) for budget in (*budgets, 0)]
+    plans = [solve(plain, budget, "auto") for budget in (*budgets, 0)]
     return [(plan.time_us, plan.peak_bytes) for plan in plans]
 
 
-ASK: dict[str, Asked] = {"local": ask_local, "variants": ask_variants}
+ASK: dict[str, Asked] = {"local": ask_local, "variants": ask_variants, "auto": ask_auto}
 
 
-def measure(room: str, problems: Sequence[Problem], percents: Sequence[int]) -> tuple[float, ...]:
+def measure(asked: str, problems: Sequence[Problem], percents: Sequence[int]) -> tuple[float, ...]:
     """Points added, percent of the least peak, and seconds."""
     added, least, seconds = [], [], 0.0
     for known in problems:
@@ -139,7 +128,7 @@ def measure(room: str, problems: Sequence[Problem], percents: Sequence[int]) -> 
         plain = take(problem, ())
         full = replay(plain, keep_all(plain)).peak_bytes
         started = time.process_time()
-        found = ASK.get(room, ask_auto)(problem, [full * percent // 100 for percent in percents])
+        found = ASK[asked](problem, [full * percent // 100 for percent in percents])
         seconds += time.process_time() - started
         added += [100 * (time_us / plain.base_time_us - 1) for time_us, _ in found[:-1]]
         least.append(100 * found[-1][1] / full)
@@ -147,26 +136,26 @@ def measure(room: str, problems: Sequence[Problem], percents: Sequence[int]) -> 
 
 
 def sweep(
-    room: str, problems: Sequence[Problem], percents: Sequence[int], only: str
+    asked: str, problems: Sequence[Problem], percents: Sequence[int], only: str
 ) -> Iterator[Measure]:
     """As it is, then each constant with each factor."""
-    yield Measure(f"{room}, as it is", 1.0, *measure(room, problems, percents))
-    for constant in constants_of(room):
+    yield Measure(f"{asked}, as it is", 1.0, *measure(asked, problems, percents))
+    for constant in all_constants():
         for factor in FACTORS if only in str(constant) else ():
             with constant.scaled(factor):
-                yield Measure(str(constant), constant.value(), *measure(room, problems, percents))
+                yield Measure(str(constant), constant.value(), *measure(asked, problems, percents))
 
 
 def main(arguments: Sequence[str] | None = None) -> int:
     """Print a line for each value, and write the figures where asked to."""
     parser = argparse.ArgumentParser(description=__doc__.split("\n", 1)[0])
-    parser.add_argument("--rooms", default=",".join(ROOMS))
+    parser.add_argument("--ask", default=",".join(ASK))
     parser.add_argument("--models", default="gpt,llama,resnet,unet")
     parser.add_argument("--budgets", default="65,50,33")
     parser.add_argument("--only", default="", help="constants with this in their name")
     parser.add_argument("--out", type=Path)
     given = parser.parse_args(arguments)
-    for word, known in ((given.rooms, ROOMS), (given.models, MODELS)):
+    for word, known in ((given.ask, ASK), (given.models, MODELS)):
         unknown = sorted(set(word.split(",")) - set(known))
         if unknown:
             parser.error(f"unknown {unknown}; there are {', '.join(known)}")
@@ -174,9 +163,9 @@ def main(arguments: Sequence[str] | None = None) -> int:
     problems = [problem_of(name, "small", "cpu", False) for name in given.models.split(",")]
     results: dict[str, Any] = {"machine": describe_machine("cpu", 1), "budgets": percents}
     rows: list[dict[str, Any]] = results.setdefault("rows", [])
-    for room in given.rooms.split(","):
+    for asked in given.ask.split(","):
         base: Measure | None = None
-        for row in sweep(room, problems, percents, given.only):
+        for row in sweep(asked, problems, percents, given.only):
             base = base or row
             rows.append(asdict(row))
             print(

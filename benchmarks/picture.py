@@ -5,7 +5,7 @@ from itertools import pairwise
 from math import hypot
 from pathlib import Path
 
-from fxremat.report.drawing import (
+from fxremat.report.pictures import (
     BOTTOM,
     HEIGHT,
     LEFT,

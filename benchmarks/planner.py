@@ -17,6 +17,7 @@ import argparse
 import importlib.metadata
 import json
 import math
+import random
 import sys
 import time
 import traceback
@@ -26,21 +27,21 @@ from functools import partial
 from pathlib import Path
 from typing import Any
 
-from fxremat.cli.progress import gap
+from fxremat.cli.solve import gap
 from fxremat.core.check import check
 from fxremat.core.plan import Plan
 from fxremat.core.problem import Problem
 from fxremat.core.timeline import replay
-from fxremat.planner import SOLVERS, SolverOptions, solve
-from fxremat.planner.clusters import decomposition, hrockmate, tuning
-from fxremat.planner.clusters.chain import NotAChain
-from fxremat.planner.clusters.decomposition import Cutter
+from fxremat.planner import SOLVERS, SolverOptions, constants, solve
 from fxremat.planner.deadline import Deadline
-from fxremat.planner.indexed_problem import build_model
+from fxremat.planner.indexed_problem import IndexedProblem, build_model
 from fxremat.planner.local.pareto_front import ParetoFront, steps_of
 from fxremat.planner.local.stage_schedule import StageSchedule
-from fxremat.planner.milp.checkmate import TooManyRuns
 from fxremat.planner.plans import make_plan
+from fxremat.planner.published.chains.chain import NotAChain
+from fxremat.planner.published.checkmate.checkmate import TooManyRuns
+from fxremat.planner.published.hrockmate import decomposition, hrockmate
+from fxremat.planner.published.hrockmate.decomposition import Cutter, crossing, even_cuts
 from fxremat.planner.published.moccasin import NotInstalled
 
 from .planner_problems import DIRECTORY, NONE, TRACED, collect
@@ -52,11 +53,33 @@ SOLVER, CUTTER = "greedy", "narrow"
 """What the others are compared with."""
 REFUSALS = (NotAChain, TooManyRuns, NotInstalled)
 ADVICE = ("What to do", "Use the solver", "use solver")
+
+
+def separators(model: IndexedProblem, turn: int, count: int) -> list[int]:
+    """Cuts that one value crosses, the nearest to equal parts: a chain, and no more."""
+    values_across = crossing(model, turn, [1] * len(model.bytes))
+    single = [cut for cut in range(1, turn + 1) if values_across[cut] <= 1]
+    if not single:
+        return []
+    found = {min(single, key=lambda cut: abs(cut - want)) for want in even_cuts(model, turn, count)}
+    return sorted(found)
+
+
+def random_cuts(seed: int) -> Cutter:
+    """Any cuts, for comparison."""
+
+    def cutter(_: IndexedProblem, turn: int, count: int) -> list[int]:
+        rng = random.Random(seed)
+        return sorted(rng.sample(range(1, turn + 1), min(count - 1, turn)))
+
+    return cutter
+
+
 CUTTERS: dict[str, tuple[Cutter, ...]] = {
     CUTTER: (decomposition.narrow_cuts,),
-    "separators": (decomposition.separators,),
-    "even": (decomposition.even_cuts,),
-    "random": tuple(map(decomposition.random_cuts, range(3))),
+    "separators": (separators,),
+    "even": (even_cuts,),
+    "random": tuple(map(random_cuts, range(3))),
 }
 """Of several the one in the middle is shown, by added time."""
 SAME = 1e-6
@@ -194,7 +217,7 @@ def _by_clusters(hierarchy: hrockmate.Hierarchy, budget: int, problem: Problem) 
     model = build_model(problem)
     front = ParetoFront(model)
     front.offer(StageSchedule(model))
-    hierarchy.fill(front, budget, tuning.HROCKMATE_NODES)
+    hierarchy.fill(front, budget, constants.NODES)
     entry = front.best(budget) or front.least()
     return make_plan(problem, model.names(steps_of(model.n, entry.runs())), hrockmate.NAME)
 

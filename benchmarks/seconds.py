@@ -22,7 +22,7 @@ from typing import Any
 
 import torch
 
-from fxremat.report.drawing import (
+from fxremat.report.pictures import (
     BOTTOM,
     HEIGHT,
     LEFT,

@@ -115,7 +115,7 @@ class Training:
     def recorded(self) -> dict[str, int]:
         """Reserved bytes of two steps: what the model of CUDA's allocator says, and what was."""
         from fxremat.compat.measuring import recorded_allocations
-        from fxremat.memory.allocator import settings_of_environment
+        from fxremat.memory.allocator.settings import settings_of_environment
 
         def steps() -> None:
             self.step()

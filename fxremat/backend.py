@@ -8,8 +8,10 @@ as they are, node by node.
 from __future__ import annotations
 
 from collections.abc import Callable, Mapping, Sequence
+from dataclasses import dataclass
 from typing import Any
 
+import torch
 from torch import fx
 
 from fxremat.compat.call_stack import calling_modules
@@ -31,16 +33,14 @@ from fxremat.compile.ranks import agreed
 from fxremat.compile.request import device_of_inputs, request_for
 from fxremat.cost.cards import absent_card
 from fxremat.memory.storages import storages_of
-from fxremat.options import disabled, parse_options
+from fxremat.options import Options, disabled, parse_options
 from fxremat.step import scope as scopes
-from fxremat.step.context import model_context
+from fxremat.step.context import Surroundings, fixed_inputs, model_context
 from fxremat.step.ddp import see_parts
-from fxremat.step.description import StepDescription
 from fxremat.step.graph import Graph
 from fxremat.step.in_flight import watch_in_flight
 from fxremat.step.runs import GraphInStep
 from fxremat.step.scope import Role
-from fxremat.step.surroundings import Surroundings, fixed_inputs, leaves_of
 
 
 def fxremat(
@@ -57,47 +57,79 @@ def fxremat(
     they arrive as ``BackendCompilerFailed.inner_exception``. For a card that is not here the graph
     is planned, and runs without memory as its inputs do.
     """
+    return _compiled(GivenGraph(gm, example_inputs), options, mode)
+
+
+@dataclass(frozen=True)
+class GivenGraph:
+    """A graph and its inputs, as Dynamo gave them."""
+
+    module: fx.GraphModule
+    inputs: Sequence[Any]
+
+    def described(self) -> Role:
+        """Its role in a step that was looked at before, or that of another graph of its module.
+
+        Code may look at what it is given, so that a module has other graphs in the real step.
+        """
+        described, index = session.seen_as(self.module, self.inputs)
+        if described is not None:
+            return Role(described, index)
+        part = next(reversed(calling_modules()), None)
+        return Role(*session.seen_in(part), looked_at=False)
+
+
+def _compiled(
+    given: GivenGraph, options: Mapping[str, Any] | None, mode: str | None
+) -> Callable[..., Any]:
+    """What runs the graph."""
     if absent_card() is not None:
-        planned, report = plan_only(gm, example_inputs, options or {})
+        planned, report = plan_only(given.module, given.inputs, options or {})
         session.STATE.reports += [] if report is None else [report]
         return planned
-    device = device_of_inputs(example_inputs)
+    device = device_of_inputs(given.inputs)
     parsed = parse_options(options, device_total_bytes=total_bytes(device))
     if disabled():
         patches = inductor_patches(mode, parsed.inductor_options())
-        return compile_with_inductor(gm, example_inputs, patches)
-    gm = inline_regions(gm)
-    session.STATE.rank_timeout = parsed.rank_timeout
-    scope, place = scopes.scope_of(device, parsed.memory_budget), current_compilation()
-    context = model_context(parsed, device)
-    described, index, looked_at = _described(gm, example_inputs)
-    count = context.runs if described is None else len(described.runs_of(index))
-    beside = scope.neighbours(place, example_inputs, context.others, device, count)
-    request = request_for(gm, example_inputs, parsed, context.nbytes, beside.nbytes)
+        return compile_with_inductor(given.module, given.inputs, patches)
+    inlined = GivenGraph(inline_regions(given.module), given.inputs)
+    return _compiled_in_step(inlined, parsed, device, mode)
+
+
+def _compiled_in_step(
+    given: GivenGraph, options: Options, device: torch.device, mode: str | None
+) -> Callable[..., Any]:
+    """A graph compiled as a part of its step: beside what other graphs hold under its budget."""
+    session.STATE.rank_timeout = options.rank_timeout
+    scope, place = scopes.scope_of(device, options.memory_budget), current_compilation()
+    context, role = model_context(options, device), given.described()
+    count = context.runs if role.described is None else len(role.described.runs_of(role.index))
+    beside = scope.neighbours(place, given.inputs, context.others, device, count)
+    request = request_for(given.module, given.inputs, options, context.nbytes, beside.nbytes)
     if context.pipeline is not None and context.pipeline.whole:  # others hold what it is given
-        everything = places_in_joint(example_inputs)
+        everything = places_in_joint(given.inputs)
         request = request.with_inputs(parameters=tuple(range(everything[-1].stop)))
-    ranks = ranks_together(gm, example_inputs)
-    request = agreed(gm, ranks, request)
-    graph = Graph(gm, copy_module(gm), example_inputs, parsed, mode, ranks)
+    ranks = ranks_together(given.module, given.inputs)
+    request = agreed(given.module, ranks, request)
+    kept = copy_module(given.module)
+    graph = Graph(given.module, kept, given.inputs, options, mode, ranks)
     if request.budget.limit is not None and splits_for_ddp():
         see_parts(request, context.left_bytes, graph.of_another)
-        described, index, looked_at = _described(gm, example_inputs)
-    if described is not None and looked_at:
-        passed = described.request is not None and described.request.inputs.passed_on
-        request = request.with_inputs(passed_on=passed)
+        role = given.described()
+    if role.described is not None and role.looked_at:
+        known = role.described.request
+        request = request.with_inputs(passed_on=known is not None and known.inputs.passed_on)
     where = Surroundings(
         device,
         context,
         scope,
         place,
         beside,
-        follow=more_follow(gm) and described is None,
-        leaves=leaves_of(example_inputs, context),
-        given=frozenset(storages_of(example_inputs, device)),
-        fixed_inputs=fixed_inputs(example_inputs) if request.budget.metric == "allocated" else (),
+        follow=more_follow(given.module) and role.described is None,
+        given=frozenset(storages_of(given.inputs, device)),
+        fixed_inputs=fixed_inputs(given.inputs) if request.budget.metric == "allocated" else (),
     )
-    in_step = GraphInStep(graph, request, where, Role(described, index, looked_at))
+    in_step = GraphInStep(graph, request, where, role)
     found = in_step.compiled()
     if found is None:
         assert in_step.call is not None
@@ -105,19 +137,6 @@ def fxremat(
     graph.forget_inputs()
     scope.graphs.add(in_step)
     return watch_in_flight(found, scope, place[0], in_step)
-
-
-def _described(
-    gm: fx.GraphModule, inputs: Sequence[Any]
-) -> tuple[StepDescription | None, int, bool]:
-    """The step in which this graph was looked at, or another one of its module; which part it is.
-
-    The last says whether it was this graph itself.
-    """
-    described, index = session.seen_as(gm, inputs)
-    if described is not None:
-        return described, index, True
-    return *session.seen_in(next(reversed(calling_modules()), None)), False
 
 
 def _reset() -> None:

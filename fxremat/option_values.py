@@ -161,15 +161,6 @@ def read_seconds_of_waiting(given: Given) -> float:
     return seconds
 
 
-def read_factor(given: Given) -> float | None:
-    if given.value is None:
-        return None
-    value = _float_or_nan(str(given.value))
-    if isinstance(given.value, bool) or not 1 <= value < math.inf:
-        raise given.refuse("a number of 1 or more, such as 1.2")
-    return value
-
-
 def read_number_of_runs(given: Given) -> int | None:
     if given.value is None:
         return None

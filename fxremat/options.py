@@ -22,7 +22,6 @@ from fxremat.option_values import (
     read_budget,
     read_choice,
     read_count,
-    read_factor,
     read_inductor,
     read_link,
     read_number_of_runs,
@@ -49,7 +48,6 @@ __all__ = [
 ]
 
 EXECUTORS = ("inductor", "aot_eager")
-OBJECTIVES = ("time", "energy")
 OP_TIMES = ("auto", "roofline", "measured")
 DISABLE_VARIABLE = "FXREMAT_DISABLE"
 
@@ -192,21 +190,6 @@ class Options:
         "names, of 'recompute', 'sums', 'inplace'",
         "Passes to leave out, to see what each is worth: recomputing, adding gradients up where "
         "they are computed, writing results over inputs that are not read again.",
-    )
-    objective: str = _option(
-        "time",
-        lambda given: read_choice(given, OBJECTIVES),
-        "FXREMAT_OBJECTIVE",
-        "'time' or 'energy'",
-        "What is to be least within the budget; energy goes by rough watts of the device.",
-    )
-    most_time: float | None = _option(
-        None,
-        read_factor,
-        "FXREMAT_MOST_TIME",
-        "number of 1 or more, or None",
-        "With objective='energy': how many times the time of running every op once may be taken.",
-        unset="any",
     )
     op_times: str = _option(
         "auto",

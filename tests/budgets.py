@@ -1,4 +1,4 @@
-"""Budgets between the least peak and that of keep-all, and whether a plan keeps to its own."""
+"""Budgets between the least peak and that of store-all, and whether a plan keeps to its own."""
 
 from __future__ import annotations
 
@@ -10,7 +10,7 @@ from fxremat.planner.peak_bound import peak_bound
 
 
 def budget_between(problem: Problem, percent: int) -> int:
-    """A budget from the bound on the least peak (0) to the peak of keep-all (100)."""
+    """A budget from the bound on the least peak (0) to the peak of store-all (100)."""
     low = peak_bound(build_model(problem))
     high = replay(problem, problem.base_steps()).peak_bytes
     return low + (high - low) * percent // 100

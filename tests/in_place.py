@@ -1,4 +1,4 @@
-"""The judge of graphs with calls that write over an operand, as the tests ask it."""
+"""The verifier of graphs with calls that write over an operand, as the tests ask it."""
 
 from __future__ import annotations
 

@@ -16,10 +16,10 @@ from fxremat.report.report import (
     Provenance,
     Report,
     Row,
+    SourceLocation,
     StepMemory,
     ValueTables,
 )
-from fxremat.report.source_location import SourceLocation
 
 MIB = 2**20
 

@@ -93,7 +93,7 @@ class _AroundRunner(Runner):
 def prepare(
     draft: Draft, *, fused: bool, accumulate: bool = False, around: Callable[[Pass], Pass]
 ) -> JointGraph:
-    """Run and judge the stage, each of its passes as ``around`` gives it."""
+    """Run and verify the stage, each of its passes as ``around`` gives it."""
     request = Request(
         policy=Policy(executor="inductor" if fused else "aot_eager"),
         inputs=GraphInputs(accumulated=tuple(range(100)) if accumulate else ()),
@@ -103,7 +103,7 @@ def prepare(
 
 
 def prepared(draft: Draft, *, fused: bool, accumulate: bool = False) -> list[str]:
-    """The names of the passes that did something, when all were judged right."""
+    """The names of the passes that did something, when all were found right."""
     noted: list[str] = []
     prepare(draft, fused=fused, accumulate=accumulate, around=lambda one: Noting(one, noted))
     return noted
@@ -112,7 +112,7 @@ def prepared(draft: Draft, *, fused: bool, accumulate: bool = False) -> list[str
 def prepare_wrongly(
     draft: Draft, name: str, spoil: Spoil, *, fused: bool, accumulate: bool = False
 ) -> None:
-    """Run and judge the stage with the pass of this name spoilt."""
+    """Run and verify the stage with the pass of this name spoilt."""
 
     def around(one: Pass) -> Pass:
         return Spoilt(one, spoil) if one.name == name else one

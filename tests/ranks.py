@@ -111,7 +111,8 @@ class Trained(ABC):
 
     def named_least(self) -> int:
         """The bytes that the error names by which a step is refused."""
-        with pytest.raises(torch._dynamo.exc.BackendCompilerFailed) as refused:
+        refusals = torch._dynamo.exc.BackendCompilerFailed, fxremat.InfeasibleBudget
+        with pytest.raises(refusals) as refused:
             self.step()
         return least_named(refused.value)
 
@@ -153,8 +154,8 @@ def least_on_all_ranks(nbytes: int) -> int:
 
 
 def least_named(error: Any) -> int:
-    """The bytes that an error of torch.compile names, which is about a budget."""
-    least: int = error.inner_exception.minimum_bytes
+    """The bytes that an error about a budget names, torch.compile's or our own."""
+    least: int = getattr(error, "inner_exception", error).minimum_bytes
     return least
 
 

@@ -23,27 +23,9 @@ from fxremat.passes.variants.insertion import take
 from fxremat.passes.variants.rule import Rule, Site
 from fxremat.runtime.chunks.operator import ROWS
 from tests.graphs import Observed, train
-from tests.variants import assert_alike
+from tests.variants import assert_alike, sites
 
 Function = Callable[..., Any]
-
-
-def ancestors(node: fx.Node) -> set[fx.Node]:
-    """The node and all it is computed from."""
-    found, stack = {node}, [node]
-    while stack:
-        for source in stack.pop().all_input_nodes:
-            if source not in found:
-                found.add(source)
-                stack.append(source)
-    return found
-
-
-def sites(rule: Rule, joint: JointGraph) -> list[Site]:
-    """The sites of a rule, with names that are distinct."""
-    found = list(rule.find(joint))
-    assert len({site.name for site in found}) == len(found)
-    return found
 
 
 def taken(joint: JointGraph, site: Site) -> JointGraph:

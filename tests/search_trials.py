@@ -56,7 +56,7 @@ class Trial:
         return self.seen[-1]
 
     def follow(self, proposals: Proposals) -> list[Evaluation]:
-        """Evaluator all that is proposed."""
+        """Evaluate all that is proposed."""
         candidate = next(proposals, None)
         while candidate is not None:
             try:

@@ -9,7 +9,8 @@ a part of the time on the clock counts in any case.
 from __future__ import annotations
 
 import os
-from collections.abc import Generator
+from collections.abc import Generator, Iterable
+from typing import Any
 
 import pytest
 
@@ -40,6 +41,12 @@ class SlowTests:
                 f"{self.most_seconds:g} s: make it faster or mark it with pytest.mark.slow"
             )
         return report
+
+
+def slow_but(always: Iterable[str], values: Iterable[str]) -> list[Any]:
+    """Parameters of a test, of which `make test` takes ``always`` alone."""
+    kept = set(always)
+    return [v if v in kept else pytest.param(v, marks=pytest.mark.slow) for v in values]
 
 
 def processor_seconds() -> float:

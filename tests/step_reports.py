@@ -12,14 +12,13 @@ import fxremat
 from fxremat.core.problem import Problem
 from fxremat.core.timeline import lifetimes_of, replay
 from fxremat.planner import SolverOptions, solve
-from fxremat.report.report import MemoryFigures, Report, StepMemory
-from fxremat.report.source_location import SourceLocation
+from fxremat.report.report import MemoryFigures, Report, SourceLocation, StepMemory
 from tests.chains import chain_with_copies
 from tests.small import Stack, seeded
 
 
 @cache
-def rehearsed() -> Report:
+def counted() -> Report:
     """The report of a small model whose bytes a dry run of Inductor's kernels counted."""
     return _explained("inductor")
 

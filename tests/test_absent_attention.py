@@ -6,7 +6,7 @@ from typing import Any
 
 import pytest
 import torch
-from torch import Tensor, fx
+from torch import Tensor
 from torch.nn import functional
 from torch.utils._python_dispatch import TorchDispatchMode
 
@@ -142,21 +142,6 @@ def test_cudnn_repeats_masks_by_itself(kernel: str, shape: tuple[int, ...]) -> N
     [given] = masks.seen
     assert given.shape == shape
     assert given.dtype is BF16
-
-
-def test_every_attention_of_a_graph_is_replaced() -> None:
-    class Net(torch.nn.Module):
-        def forward(self, x: Tensor) -> Tensor:
-            return functional.scaled_dot_product_attention(x, x, x)
-
-    gm = fx.symbolic_trace(Net())
-    x = torch.randn(1, 2, 4, 8, dtype=torch.float64)  # only matmuls take it
-    before = gm(x)
-    attention.for_capability(gm, (7, 5))
-    [call] = [n for n in gm.graph.nodes if n.op == "call_function"]
-    assert call.target is attention.attention
-    assert call.kwargs["capability"] == (7, 5)
-    torch.testing.assert_close(gm(x), before)
 
 
 def test_cublas_works_in_32_mebibytes_from_hopper_on() -> None:

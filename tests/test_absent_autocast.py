@@ -10,11 +10,10 @@ from torch import Tensor, nn
 from torch.nn import functional as F
 
 import fxremat
-from fxremat.compat.absent import attention, autocast
+from fxremat.compat.absent import autocast
 from fxremat.compat.absent.autocast import cuda_autocast
-from fxremat.compat.tensors import fake_tensors
 from fxremat.report.report import Report
-from tests.absent_nets import HEADS, WIDTH, Net
+from tests.absent_nets import Net
 
 LOW, FULL = torch.bfloat16, torch.float32
 
@@ -191,21 +190,3 @@ def test_a_step_is_planned_as_it_runs_on_the_card(around: str) -> None:
                 mixed = fxremat.explain(Net(), *tokens()).graphs[0]
     assert mixed.resident_bytes == wide.resident_bytes
     assert saved_bytes(mixed) < 0.9 * saved_bytes(wide)
-
-
-def test_attention_runs_in_the_low_type() -> None:
-    """Operands in float32 take the kernel of their low type."""
-    seen = []
-
-    def spied(call: object, capability: object) -> Callable[[object], Tensor]:
-        seen.append([x.dtype for x in call.operands])  # type: ignore[attr-defined]
-        return chosen(call, capability)  # type: ignore[arg-type,return-value]
-
-    chosen = attention.chosen_kernel
-    x = torch.rand(2, HEADS, 16, WIDTH // HEADS)
-    with pytest.MonkeyPatch.context() as patch, cuda_autocast(True):
-        patch.setattr(attention, "chosen_kernel", spied)
-        with fake_tensors(), torch.autocast("cuda", LOW):
-            fake = torch.empty_like(x)
-            assert attention.attention(fake, fake, fake, capability=(8, 0)).dtype == LOW
-    assert seen == [[LOW] * 3]

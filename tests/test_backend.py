@@ -14,9 +14,7 @@ from torch._dynamo.exc import BackendCompilerFailed
 
 import fxremat
 from fxremat.backend import fxremat as backend
-from fxremat.compile.cost_model import op_timer
-from fxremat.compile.request import DeviceCosts, Request
-from fxremat.memory.measured_peak import measure_peak
+from tests.end_to_end import measured
 from tests.small import Convolutions, Stack, seeded, train
 
 EAGER = {"executor": "aot_eager"}
@@ -35,26 +33,11 @@ def keep_all_peak(model: nn.Module, *inputs: Any) -> int:
     return fxremat.explain(model, *inputs, options=EAGER).keep_all_peak_bytes
 
 
-def step(model: nn.Module, call: Callable[..., Any], *inputs: Any) -> Callable[[], None]:
-    def run() -> None:
-        model.zero_grad(set_to_none=True)
-        call(*inputs).backward()
-
-    return run
-
-
-def measured(model: nn.Module, call: Callable[..., Any], *inputs: Any) -> int:
-    run = step(model, call, *inputs)
-    run()
-    model.zero_grad(set_to_none=True)
-    return measure_peak(run, held=(model, inputs)).peak_bytes
-
-
 @pytest.mark.parametrize("fraction", [1.0, 0.85, 0.7])
 def test_the_budget_is_obeyed_and_predicted_to_the_byte(fraction: float) -> None:
     model, x = seeded(Stack, 256, 32)
     budget = int(fraction * keep_all_peak(model, x))
-    peak = measured(model, compiled(model, memory_budget=budget), x)
+    peak = measured(model, compiled(model, memory_budget=budget), (x,))
     report = fxremat.reports()[-1]
     assert peak <= budget
     assert report.predicted_peak_bytes == peak
@@ -67,7 +50,7 @@ def test_a_smaller_budget_never_gives_a_larger_peak() -> None:
     peaks = []
     for percent in range(100, 65, -10):
         torch._dynamo.reset()
-        peaks.append(measured(model, compiled(model, memory_budget=full * percent // 100), x))
+        peaks.append(measured(model, compiled(model, memory_budget=full * percent // 100), (x,)))
     assert peaks == sorted(peaks, reverse=True)
     assert peaks[-1] < peaks[0]
 
@@ -98,12 +81,12 @@ def test_an_impossible_budget_names_one_that_is_met() -> None:
     assert error.minimum_bytes is not None
     assert any("blocks" in what and "small.py" in what for what, _ in error.contributors)
     torch._dynamo.reset()
-    peak = measured(model, compiled(model, memory_budget=error.minimum_bytes, **options), x)
+    peak = measured(model, compiled(model, memory_budget=error.minimum_bytes, **options), (x,))
     assert peak <= error.minimum_bytes
 
 
 def test_a_solver_that_cannot_take_the_graph_says_so(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr("fxremat.planner.milp.tuning.CHECKMATE_MOST_RUNS", 0)
+    monkeypatch.setattr("fxremat.planner.published.checkmate.checkmate.MOST_RUNS", 0)
     model, x = seeded(lambda: Stack(2), 1024, 32)
     plain = fxremat.explain(model, x, options={**EAGER, "solver": "greedy"})
     budget = (plain.minimum_peak_bytes + plain.keep_all_peak_bytes) // 2
@@ -127,7 +110,7 @@ def test_the_reserve_is_part_of_what_is_promised() -> None:
     least = error.minimum_bytes
     assert least is not None
     torch._dynamo.reset()
-    peak = measured(model, compiled(model, memory_budget=least, **options), x)
+    peak = measured(model, compiled(model, memory_budget=least, **options), (x,))
     report = fxremat.reports()[-1]
     assert peak == report.predicted_peak_bytes <= least == report.budget_bytes
 
@@ -171,17 +154,6 @@ def test_gradients_accumulate() -> None:
         torch.testing.assert_close(mine.grad, its.grad)
 
 
-def test_graphs_of_one_model_share_the_budget() -> None:
-    model, x = seeded(lambda: Stack(broken=True), 256, 32)
-    whole = Stack(broken=False)
-    budget = int(1.2 * keep_all_peak(whole, x))
-    peak = measured(model, compiled(model, memory_budget=budget), x)
-    reports = fxremat.reports()
-    assert len(reports) == 2
-    assert reports[1].held_bytes == reports[0].predicted_peak_bytes
-    assert peak <= reports[1].predicted_peak_bytes <= budget
-
-
 def test_a_larger_size_is_planned_anew_and_a_smaller_one_is_not() -> None:
     model, _ = seeded(lambda: Stack(2), 1, 32)
     call = torch.compile(
@@ -189,7 +161,7 @@ def test_a_larger_size_is_planned_anew_and_a_smaller_one_is_not() -> None:
     )
     counts = []
     for rows in (128, 256, 160):
-        assert measured(model, call, torch.randn(rows, 32)) <= 8 * 2**20
+        assert measured(model, call, (torch.randn(rows, 32),)) <= 8 * 2**20
         counts.append(len(fxremat.reports()))
     assert counts == [1, 2, 2]
 
@@ -201,7 +173,7 @@ def test_a_declared_bound_is_planned_for() -> None:
     compiled(model, memory_budget="8MiB")(x).backward()
     large = torch.randn(512, 32)
     call = compiled(model, memory_budget="8MiB")
-    assert fxremat.reports()[-1].predicted_peak_bytes >= measured(model, call, large)
+    assert fxremat.reports()[-1].predicted_peak_bytes >= measured(model, call, (large,))
 
 
 def test_without_gradients_the_model_just_runs() -> None:
@@ -285,48 +257,6 @@ def test_disabled_is_plain_inductor(monkeypatch: pytest.MonkeyPatch) -> None:
     assert fxremat.reports() == []
 
 
-def test_graphs_that_run_node_by_node_ask_nothing_of_a_compiler(
-    monkeypatch: pytest.MonkeyPatch,
-) -> None:
-    asked: list[str] = []
-    monkeypatch.setattr("fxremat.compile.driver.look_for_vectors", lambda: asked.append("vectors"))
-    model, x = seeded(lambda: Stack(2), 64, 32)
-    full = fxremat.explain(model, x, options={"executor": "aot_eager"}).keep_all_peak_bytes
-    options: dict[str, Any] = {
-        "executor": "aot_eager",
-        "memory_budget": f"{int(0.8 * full)}B",
-        "solver": "greedy",
-    }
-    torch.compile(model, backend=backend, options=options)(x).backward()
-    assert fxremat.reports()[-1].recomputed or fxremat.reports()[-1].variants
-    assert not asked
-
-
-def test_vectors_are_looked_for_beside_tracing(monkeypatch: pytest.MonkeyPatch) -> None:
-    events: list[str] = []
-
-    def compiled(gm: Any, *_: Any) -> Any:
-        events.append("trace")
-        return gm
-
-    monkeypatch.setattr("fxremat.compile.driver.look_for_vectors", lambda: events.append("look"))
-    monkeypatch.setattr("fxremat.compile.driver.compile_with_inductor", compiled)
-    model, x = seeded(Stack, 64, 32)
-    torch.compile(model, backend=backend, options={"memory_budget": "8MiB"})(x)
-    assert events == ["look", "trace"]
-
-
-def test_what_is_timed_waits_for_what_we_compile(monkeypatch: pytest.MonkeyPatch) -> None:
-    events: list[str] = []
-    model = "fxremat.compile.cost_model"
-    monkeypatch.setattr(f"{model}.wait_for_vectors", lambda: events.append("wait"))
-    monkeypatch.setattr("fxremat.compile.cost_model.measured_rates", lambda *_: None)
-    timer: Any = op_timer(Request(device=DeviceCosts(op_times="measured")), torch.device("cpu"))
-    with timer.calls.outside_fake_mode():
-        events.append("time")
-    assert events == ["wait", "time"]
-
-
 class Regions(Stack):
     """A stack whose blocks are one region, of which torch would compile one code."""
 
@@ -345,7 +275,7 @@ def test_nested_regions_are_planned_with_all_that_runs() -> None:
     model, x = seeded(lambda: Regions(depth=6), 512, 32)
     budget = keep_all_peak(model, x) * 7 // 10
     call = compiled(model, memory_budget=budget, variants="none")
-    assert measured(model, call, x) <= budget
+    assert measured(model, call, (x,)) <= budget
     gradients = [p.grad for p in model.parameters()]
     model.zero_grad(set_to_none=True)
     model(x).backward()

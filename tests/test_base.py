@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections.abc import Callable
 from typing import Any
 
 import pytest
@@ -72,31 +73,36 @@ def test_sums_say_what_they_give() -> None:
     refused(GradientSums(), small.module(small.y, small.g), "ensures")
 
 
-def test_must_recompute_is_refused_until_it_is_obeyed() -> None:
-    small = Small()
+def must_recompute(small: Small) -> fx.Node:
     small.y.meta["recompute"] = CheckpointPolicy.MUST_RECOMPUTE
-    module, one = small.module(small.y, small.g), ObeyMustRecompute(1)
-    refused(one, module, "ensures")
-    assert one.call(module).modified
-    one.ensures(module)
-    assert not one.call(module).modified
+    return small.g
 
 
-def test_overwritten_inputs_are_refused_until_they_are_cloned() -> None:
-    small = Small()
+def overwritten_input(small: Small) -> fx.Node:
     late = small.call(ATEN.mul.Tensor, small.g, small.x)
     small.call(ATEN.copy_.default, small.x, small.y)
-    module, one = small.module(small.y, late), ProtectMutatedInputs(1)
-    refused(one, module, "ensures")
-    assert one.call(module).modified
-    one.ensures(module)
-    assert not one.call(module).modified
+    return late
 
 
-def test_sums_of_what_left_are_refused_until_they_are_made_before() -> None:
-    small = Small()
+def sum_of_what_left(small: Small) -> fx.Node:
     parts = [small.call(torch.ops.fxremat.put.default, small.g) for _ in range(2)]
-    module, one = small.module(small.y, small.call(ATEN.add.Tensor, *parts)), AddBeforePutting()
+    return small.call(ATEN.add.Tensor, *parts)
+
+
+@pytest.mark.parametrize(
+    ("one", "spoil"),
+    [
+        (ObeyMustRecompute(1), must_recompute),
+        (ProtectMutatedInputs(1), overwritten_input),
+        (AddBeforePutting(), sum_of_what_left),
+    ],
+    ids=lambda given: getattr(given, "__name__", None) or given.name,
+)
+def test_a_graph_is_refused_until_the_pass_has_run(
+    one: Pass, spoil: Callable[[Small], fx.Node]
+) -> None:
+    small = Small()
+    module = small.module(small.y, spoil(small))
     refused(one, module, "ensures")
     assert one.call(module).modified
     one.ensures(module)

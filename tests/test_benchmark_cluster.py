@@ -11,7 +11,6 @@ if not torch.distributed.is_available():
 from benchmarks import cluster
 from benchmarks.cluster_model import Job
 from fxremat.compat.absent.pretending import has_triton
-from fxremat.core.step import Step, StepPoint, Version
 
 TINY = Job(
     layers=4,
@@ -39,27 +38,6 @@ def test_the_order_of_a_stage_under_1f1b(stage: int, expected: str) -> None:
 
 def test_fewer_micro_batches_than_stages_all_wait() -> None:
     assert cluster.order_of(0, 4, 2) == ((True, 0), (True, 0), (False, 0), (False, 0))
-
-
-def test_bytes_that_a_rank_holds() -> None:
-    """A part of each number in float32 with two moments; whole, 2 bytes and a gradient of 4."""
-    blocks = 2 * 1000
-    assert cluster.resident_bytes(TINY, 0, 1000, 0) == (blocks + 128 * 64) * (12 // 2 + 6)
-    assert cluster.resident_bytes(TINY, 1, 1000, 50) == (blocks + 50) * (12 // 2 + 6)
-
-
-def test_the_head_runs_after_each_forward_of_a_micro_batch() -> None:
-    one = Version(1.0, 10, 20, 30)
-    inner = (
-        StepPoint(5, (), 0, "forward"),
-        StepPoint(5, (0,)),
-        StepPoint(6, (0,)),
-        StepPoint(5, (), 0, "backward"),
-    )
-    step = cluster.with_head(Step(inner, (0,), ((one,),)), [Version(2.0, 3, 100, 200)])
-    assert step.points[2:4] == (StepPoint(5, (0,), 1, "forward"), StepPoint(5, (0,), 1, "backward"))
-    assert step.peak_bytes((0, 0)) == 5 + 10 + 200
-    assert cluster.time_us(step, (0, 0)) == 3.0
 
 
 @pytest.mark.slow

@@ -114,24 +114,6 @@ def test_tuning_numbers_and_facts(text: str, fact: bool) -> None:
     assert {is_fact for _, is_fact in found} == {fact}
 
 
-@pytest.mark.parametrize("text", ["names = 3", "SIZES = [3]", "DOUBLE = 2 * TRIES", "ON = True"])
-def test_what_is_no_number(text: str) -> None:
-    assert [*house_numbers.numbers("fxremat.here", text, ast.parse(text))] == []
-
-
-def test_numbers_of_a_cuda_file_and_of_pictures() -> None:
-    text = '"""From Reduce.cuh."""\nWIDEST = 4\n'
-    tree = ast.parse(text)
-    assert [*house_numbers.numbers("fxremat.cost.sums", text, tree)] == [
-        ("fxremat.cost.sums.WIDEST", True)
-    ]
-    text = "WIDTH = 640"
-    tree = ast.parse(text)
-    assert [*house_numbers.numbers("fxremat.report.drawing", text, tree)] == [
-        ("fxremat.report.drawing.WIDTH", True)
-    ]
-
-
 def test_growth_fails_the_check(tree: Path, capsys: pytest.CaptureFixture[str]) -> None:
     assert house.main(["--write"], tree) == 0
     assert json.loads((tree / house.COMMITTED).read_text()) == house.measure(tree)
@@ -146,11 +128,3 @@ def test_growth_fails_the_check(tree: Path, capsys: pytest.CaptureFixture[str]) 
     (tree / "fxremat" / "step.py").unlink()
     (tree / "fxremat" / "long.py").write_text("")
     assert house.main(["--check"], tree) == 0, "it may become smaller"
-
-
-def test_figures_go_to_a_file(tree: Path, capsys: pytest.CaptureFixture[str]) -> None:
-    out = tree / "out.json"
-    assert house.main(["--json", str(out)], tree) == 0
-    assert json.loads(out.read_text())["test lines"] == 2
-    assert "1 import cycles" in capsys.readouterr().out
-    assert not (tree / house.COMMITTED).exists()

@@ -1,4 +1,4 @@
-"""The benchmark of moves, at its smallest: plans of two layers, judged and compared."""
+"""The benchmark of moves, at its smallest: plans of two layers, checked and compared."""
 
 from __future__ import annotations
 
@@ -13,18 +13,8 @@ from benchmarks import offload
 @pytest.mark.slow
 def test_plans_of_a_model_of_two_layers(tmp_path: Path) -> None:
     out = tmp_path / "plans.json"
-    given = [
-        "plans",
-        "--models",
-        "gpt2-medium",
-        "--layers",
-        "2",
-        "--devices",
-        "T4",
-        "--out",
-        str(out),
-    ]
-    assert offload.main(given) == 0
+    given = ["plans", "--models", "gpt2-medium", "--layers", "2", "--devices", "T4"]
+    assert offload.main([*given, "--out", str(out)]) == 0
     rows = json.loads(out.read_text())["rows"]
     assert {row["strategy"] for row in rows} == {"keep", "recompute", "offload", "both"}
     assert all(row["status"] in ("ok", "over", "infeasible") for row in rows)

@@ -10,11 +10,11 @@ from typing import Any
 import pytest
 
 from benchmarks import planner
-from benchmarks.planner_table import Case, Row, Status, summarise
+from benchmarks.planner_table import Case, Row
 from fxremat.core.plan import Plan
 from fxremat.core.problem import Problem, problem_to_json
 from fxremat.planner import SolverOptions, solve
-from tests.chains import blocks, homogeneous, skipping
+from tests.chains import homogeneous, skipping
 
 CASE = Case("problem", 3, 100, 60, 60)
 
@@ -61,15 +61,6 @@ def test_rows_of_solvers_side_by_side(problems: Path, capsys: pytest.CaptureFixt
     assert '"ratio": added time over that of greedy' in printed
 
 
-def test_head_and_summary_of_the_file(problems: Path) -> None:
-    run(problems, "--solvers", "greedy", "--only", "chain", "--budgets", "80")
-    result = json.loads((problems / "results" / "out.json").read_text())
-    assert {"date", "cpu", "python", "fxremat", "highspy"} <= set(result["machine"])
-    assert [(its["solver"], its["cases"], its["ratio"]) for its in result["summary"]] == [
-        ("greedy", 1, pytest.approx(1.0))
-    ]
-
-
 def test_a_solver_refuses(problems: Path, capsys: pytest.CaptureFixture[str]) -> None:
     status, rows = run(problems, "--solvers", "rotor", "--only", "skips", "--budgets", "80")
     assert status == 0
@@ -77,20 +68,6 @@ def test_a_solver_refuses(problems: Path, capsys: pytest.CaptureFixture[str]) ->
     assert rows[0]["peak_bytes"] is None
     assert rows[0]["reason"].startswith("the problem is not a chain")
     assert "Use the solver" not in capsys.readouterr().out
-
-
-def test_no_directory(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
-    assert planner.main(["--problems", str(tmp_path / "none"), "--traced", "none"]) == 0
-    assert f"no problems in {tmp_path / 'none'}: skipped" in capsys.readouterr().out
-
-
-def test_unknown_names(problems: Path) -> None:
-    with pytest.raises(SystemExit, match=r"unknown problems \['none'\]; there are chain, skips"):
-        run(problems, "--only", "none")
-    with pytest.raises(SystemExit):
-        run(problems, "--solvers", "none")
-    with pytest.raises(SystemExit):
-        run(problems, "--budgets", "60%")
 
 
 def test_a_false_peak_fails(
@@ -104,22 +81,6 @@ def test_a_false_peak_fails(
     assert status == 1
     assert [row["status"] for row in rows] == ["FAILED"]
     assert "FAILED: 1 of 1 rows" in capsys.readouterr().out
-
-
-def test_an_error_fails_and_the_others_go_on(
-    problems: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    def fail(problem: Problem, budget: int | None, name: str, options: SolverOptions) -> Plan:
-        if name == "moments":
-            raise KeyError("a bug")
-        return solve(problem, budget, name, options)
-
-    monkeypatch.setattr(planner, "solve", fail)
-    status, rows = run(
-        problems, "--solvers", "moments,greedy", "--only", "chain", "--budgets", "80"
-    )
-    assert status == 1
-    assert [row["status"] for row in rows] == ["FAILED", "ok"]
 
 
 def test_steps_that_are_missing_fail() -> None:
@@ -139,27 +100,3 @@ def test_bounds_that_another_plan_refutes() -> None:
     rows = planner.refuted([good, wrong, lost, broken])
     assert [row.status for row in rows] == ["ok", "FAILED", "FAILED", "FAILED"]
     assert rows[-1] == broken
-
-
-def test_the_summary() -> None:
-    added = {"greedy": (4.0, 8.0, 0.0, None), "other": (1.0, 8.0, 3.0, 2.0)}
-    rows = []
-    for name, figures in added.items():
-        for k, mine in enumerate(figures):
-            status: Status = "infeasible" if mine is None else "ok"
-            row = Row(replace(CASE, budget_percent=k), name, status, 2.0)
-            rows.append(replace(row, added_percent=mine, gap_percent=mine))
-    other = summarise(rows, "greedy")[1]
-    assert (other.cases, other.fits, other.compared, other.small_gaps) == (4, 4, 2, 1)
-    assert other.ratio == pytest.approx(0.5)
-    assert other.seconds == 2.0
-
-
-def test_ablation(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
-    (tmp_path / "blocks.json").write_text(json.dumps(problem_to_json(blocks(6))))
-    status, rows = run(tmp_path, "--ablation", "--budgets", "70")
-    assert status == 0
-    assert [row["solver"] for row in rows] == list(planner.CUTTERS)
-    assert all(row["clusters"] >= 1 for row in rows)
-    assert rows[0]["status"] == "ok"
-    assert "distinct clusters" in capsys.readouterr().out

@@ -2,16 +2,13 @@
 
 from __future__ import annotations
 
-import json
 import re
-import sys
-from pathlib import Path
 
 import pytest
 
 from benchmarks import published
 from benchmarks.nets.language import Llama
-from benchmarks.published import GB, NONE, SETTINGS, Figure, Setting, jobs, measured, planned
+from benchmarks.published import GB, SETTINGS, Figure, Setting, measured, planned
 from benchmarks.training import Peak
 
 
@@ -67,14 +64,6 @@ def test_tokens_in_published_bytes() -> None:
     assert len(row.cells()) == len(published.PLANNED)
 
 
-def test_each_budget_is_measured_once() -> None:
-    """Beside checkpoints by hand; what needs none is no budget."""
-    found = jobs(["24-layers"])
-    assert [way for _, _, way in found] == ["checkpoints", "fxremat", "fxremat"]
-    assert sorted(one.gigabytes for _, one, way in found if way == "fxremat") == [24.7, 50.0]
-    assert all(one.way != NONE for _, one, _ in jobs(list(SETTINGS)))
-
-
 @pytest.mark.parametrize(("name", "billions"), [("qwen3-8b-16k", 8.19), ("qwen3-4b-32k", 4.02)])
 def test_models_have_their_published_sizes(name: str, billions: float) -> None:
     import torch
@@ -82,20 +71,3 @@ def test_models_have_their_published_sizes(name: str, billions: float) -> None:
     with torch.device("meta"):
         model = SETTINGS[name].network(16)
     assert sum(p.numel() for p in model.parameters()) / GB == pytest.approx(billions, abs=0.005)
-
-
-def test_the_command_writes_what_it_prints(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
-) -> None:
-    def said(name: str, setting: Setting, figure: Figure, card: str) -> published.Planned:
-        return published.Planned(name, figure, setting.tokens, {"fxremat": 7}, 1.0, 2.0)
-
-    monkeypatch.setattr(published, "planned", said)
-    out = tmp_path / "published.json"
-    monkeypatch.setattr(sys, "argv", ["published", "--settings", "qwen3-8b-16k", "--out", str(out)])
-    assert published.main() == 0
-    assert "qwen3-8b-16k" in capsys.readouterr().out
-    assert [row["fits"] for row in json.loads(out.read_text())["rows"]] == [{"fxremat": 7}] * 2
-    monkeypatch.setattr(sys, "argv", ["published", "--settings", "nothing"])
-    with pytest.raises(SystemExit):
-        published.main()

@@ -11,10 +11,9 @@ import pytest
 import torch
 
 from benchmarks import compare, library_calls, rules, rules_measure
-from benchmarks.rows import Row, table
+from benchmarks.rows import Row
 from benchmarks.rules import At
 from benchmarks.rules_models import MODELS, OF_RULE, build
-from benchmarks.training import rule_of
 from fxremat.passes.variants.table import RULES
 
 pytestmark = pytest.mark.usefixtures("fresh")
@@ -64,14 +63,6 @@ def test_verdicts() -> None:
     assert rules.verdicts([row_of(100, idle), best]) == {"saved_8bit": best.verdict}
 
 
-def test_names_of_rules() -> None:
-    assert rules.rules_of("all") == list(RULES)
-    assert [rule.name for rule in rules.rules_of("saved_8bit")] == ["saved_8bit"]
-    assert rule_of("chunked_loss mm again 128 (inexact): loss") == "chunked_loss"
-    with pytest.raises(SystemExit, match="nothing"):
-        rules.rules_of("nothing")
-
-
 def test_broken_promises_are_failures() -> None:
     over = rules_measure.Figures("a rule", "gpt", "with", budget_bytes=80, peak_bytes=81)
     assert list(over.failures()) == ["a rule, with: 81 bytes, budget 80"]
@@ -96,34 +87,12 @@ def test_the_call_of_torch_computes_the_same() -> None:
     torch.testing.assert_close(library_calls.WithCall(gpt)(*arguments), expected)
 
 
-def test_a_table_of_library_calls() -> None:
-    plain = library_calls.Row("plain", None, 100 << 20, 0.0, [1.0], [1.0])
-    report = {"time_overhead": -0.02, "variants": {"chunked_loss": 1}}
-    ours = library_calls.Row("fxremat", 50 << 20, 49 << 20, 1e-7, [1.1], [1.1], report)
-    text = library_calls.table([plain, ours])
-    assert "49%" in text
-    assert "0.98" in text
-    assert "chunked_loss x1" in text
-    assert list(ours.failures()) == []
-    ours.peak_bytes = 51 << 20
-    assert len(list(ours.failures())) == 1
-
-
 def result(peak: int | None, added: float, **more: Any) -> dict[str, Any]:
     """A file of `python -m benchmarks` with one row of fxremat."""
     report = {"time_overhead": added, "predicted_peak_bytes": 1, "variants": {"sign_masks": 2}}
     row = Row("fxremat50%", "fxremat", 200, 10, peak, report=report)
     case = {"model": "gpt", "size": "small", "device": "cpu", "dtype": "float32"}
     return {"results": [{**case, "rows": [{**row.to_json(), **more}]}]}
-
-
-def test_rows_tell_planned_time_and_variants() -> None:
-    (row,) = result(100, 0.25)["results"][0]["rows"]
-    assert row["planned_ratio"] == 1.25
-    assert row["variants"] == {"sign_masks": 2}
-    text = table([Row("fxremat50%", "fxremat", report={**row["report"]})])
-    assert "1.250" in text
-    assert "sign_masks x2" in text
 
 
 @pytest.mark.parametrize(

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import json
-import math
 from pathlib import Path
 
 import pytest
@@ -11,7 +10,6 @@ from hypothesis import given
 
 from benchmarks import variants_convergence as convergence
 from benchmarks.variants import parse_arguments, ways
-from benchmarks.variants_curves import draw, smoothed
 from fxremat.core.problem import Problem
 from fxremat.core.variants import run_once, take
 from fxremat.passes.variants.table import RULES
@@ -61,20 +59,3 @@ def test_two_steps_in_lossy_forms(monkeypatch: pytest.MonkeyPatch, tmp_path: Pat
 def test_every_lossy_row_is_trained() -> None:
     trained = {one.rule.name for one in convergence.variants() if one.rule is not None}
     assert trained == {rule.name for rule in RULES if rule.lossy}
-
-
-def test_what_is_far() -> None:
-    assert not convergence.is_far(1.1, 1.0)
-    assert convergence.is_far(1.2, 1.0)
-    assert convergence.is_far(math.nan, 1.0)
-
-
-def test_a_line_for_each_variant(tmp_path: Path) -> None:
-    path = tmp_path / "picture.svg"
-    lines = {"exact": [2.0, 1.0], "one": [2.0, 1.5], "lost": [2.0, math.inf, math.nan]}
-    draw({"gpt": lines, "cnn": {"exact": [1.0]}}, path)
-    text = path.read_text()
-    assert text.count("<polyline") == 2 * 4  # and one each in the legend
-    assert all(f">{name}<" in text for name in (*lines, "gpt", "cnn"))
-    assert "nan" not in text
-    assert smoothed([4.0, 2.0, 0.0], 2) == [4.0, 3.0, 1.0]

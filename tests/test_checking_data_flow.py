@@ -1,4 +1,4 @@
-"""Sabotage: every way to rewrite a graph wrongly that we know of is noticed."""
+"""Every way to rewrite a graph wrongly that we know of is noticed."""
 
 from __future__ import annotations
 
@@ -25,7 +25,7 @@ def rewritten(name: str, again: bool = True) -> tuple[Capture, fx.Graph]:
     return seen, apply_plan(seen.found, seen.steps).module.graph
 
 
-def judge(seen: Capture, graph: fx.Graph) -> None:
+def verify(seen: Capture, graph: fx.Graph) -> None:
     """Compare a rewriting with the joint graph."""
     check_data_flow(seen.joint.module.graph, graph, [n.name for n in seen.joint.mutated])
 
@@ -36,7 +36,7 @@ def one(graph: fx.Graph, target: object, which: int = 0) -> fx.Node:
 
 @pytest.mark.parametrize("name", ["mlp", "dropout", "batch norm", "old buffer", "several results"])
 def test_an_honest_rewriting_passes(name: str) -> None:
-    judge(*rewritten(name))
+    verify(*rewritten(name))
 
 
 def swap_arguments(graph: fx.Graph) -> None:
@@ -110,10 +110,10 @@ SABOTAGE = (
 @pytest.mark.parametrize("sabotage", SABOTAGE, ids=lambda f: f.__name__)
 def test_sabotage_is_noticed(sabotage: Callable[[fx.Graph], None]) -> None:
     seen, graph = rewritten("dropout")
-    judge(seen, graph)
+    verify(seen, graph)
     sabotage(graph)
     with pytest.raises(VerificationFailed):
-        judge(seen, graph)
+        verify(seen, graph)
 
 
 def test_a_second_update_of_a_running_statistic_is_noticed() -> None:
@@ -122,7 +122,7 @@ def test_a_second_update_of_a_running_statistic_is_noticed() -> None:
     with graph.inserting_after(node):
         graph.node_copy(node)
     with pytest.raises(VerificationFailed, match="exactly once"):
-        judge(seen, graph)
+        verify(seen, graph)
 
 
 def test_a_lost_update_of_a_running_statistic_is_noticed() -> None:
@@ -131,7 +131,7 @@ def test_a_lost_update_of_a_running_statistic_is_noticed() -> None:
     node.replace_all_uses_with(node.all_input_nodes[0])
     graph.erase_node(node)
     with pytest.raises(VerificationFailed, match="exactly once"):
-        judge(seen, graph)
+        verify(seen, graph)
 
 
 def buffer_graph(write_first: bool, through_view: bool) -> fx.Graph:

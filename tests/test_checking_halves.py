@@ -1,4 +1,4 @@
-"""The judge of the two halves that a joint graph is cut into."""
+"""The verifier of the two halves that a joint graph is cut into."""
 
 from __future__ import annotations
 
@@ -11,7 +11,7 @@ from torch import fx
 
 from fxremat.compat.partitioning import torch_partition
 from fxremat.errors import VerificationFailed
-from fxremat.verify.halves import check_halves
+from fxremat.verify.data_flow import check_halves
 from tests import nets
 from tests.graphs import Capture, calls, capture, everything_again
 
@@ -23,7 +23,7 @@ def split(name: str) -> tuple[Capture, fx.Graph, fx.Graph]:
     return seen, seen.forward.graph, seen.backward.graph
 
 
-def judge(seen: Capture, forward: fx.Graph, backward: fx.Graph) -> None:
+def verify(seen: Capture, forward: fx.Graph, backward: fx.Graph) -> None:
     check_halves(
         seen.rewritten.module.graph,
         forward,
@@ -35,7 +35,7 @@ def judge(seen: Capture, forward: fx.Graph, backward: fx.Graph) -> None:
 
 @pytest.mark.parametrize("name", ["mlp", "dropout", "batch norm", "old buffer", "several results"])
 def test_honest_halves_pass(name: str) -> None:
-    judge(*split(name))
+    verify(*split(name))
 
 
 def swap_saved(forward: fx.Graph, backward: fx.Graph) -> None:
@@ -86,10 +86,10 @@ def lose_a_result(forward: fx.Graph, backward: fx.Graph) -> None:
 )  # fmt: skip
 def test_sabotage_is_noticed(sabotage: Callable[[fx.Graph, fx.Graph], None]) -> None:
     seen, forward, backward = split("dropout")
-    judge(seen, forward, backward)
+    verify(seen, forward, backward)
     sabotage(forward, backward)
     with pytest.raises(VerificationFailed, match="halves"):
-        judge(seen, forward, backward)
+        verify(seen, forward, backward)
 
 
 def test_the_partition_of_torch_passes() -> None:
@@ -97,7 +97,7 @@ def test_the_partition_of_torch_passes() -> None:
     forward, backward = torch_partition(
         seen.joint.module, (), num_fwd_outputs=seen.joint.num_forward_outputs
     )
-    judge(seen, forward.graph, backward.graph)
+    verify(seen, forward.graph, backward.graph)
 
 
 class Written:

@@ -17,13 +17,12 @@ from fxremat.memory.measured_peak import measure_peak
 from fxremat.passes.joint_graph import JointGraph
 from fxremat.passes.variants.chunks.rules import CHUNKED_LOSS
 from fxremat.runtime import kernels
-from fxremat.runtime.chunks.counted_rows import rows_to_run
 from fxremat.runtime.chunks.operator import ROWS
-from fxremat.runtime.chunks.program import Ignored, dump, parse
+from fxremat.runtime.chunks.program import dump, parse
 from tests.graphs import Net
-from tests.loss_program import program
 from tests.row_nets import D, head, labels, rows
-from tests.row_sites import Traced, given_to_rows, sites, taken, trace
+from tests.row_sites import Traced, given_to_rows, taken, trace
+from tests.variants import sites
 
 ROWS_OF_ALL, IGNORED = 50, -100
 Call = tuple[Any, Any]
@@ -128,12 +127,6 @@ def test_what_is_ignored_is_not_computed(count: int, computed: int) -> None:
     assert seen.rows == computed
 
 
-def test_whole_tiles_are_run() -> None:
-    assert [rows_to_run(count, 10, 4) for count in (1, 4, 5, 9, 10, 11, 25)] == [
-        4, 4, 8, 10, 10, 14, 28,
-    ]  # fmt: skip
-
-
 def test_a_row_that_is_ignored_may_hold_anything() -> None:
     """It adds nothing; computed, it would make NaN of every sum."""
     step = traced(torch.float64)
@@ -146,12 +139,6 @@ def test_a_row_that_is_ignored_may_hold_anything() -> None:
     kept = with_labels(y)
     for new, old in zip(run(call), of_all_rows(kept), strict=True):
         torch.testing.assert_close(new, old, rtol=1e-12, atol=1e-14)
-
-
-def test_a_program_says_it_in_its_text() -> None:
-    said = replace(parse(program()), ignored=Ignored(1, -100, (None, -100), (0.0, 0, True, 0.5)))
-    assert parse(dump(said)) == said
-    assert "ignored" not in dump(parse(program()))
 
 
 def test_a_small_call_on_a_gpu_looks_for_nothing() -> None:

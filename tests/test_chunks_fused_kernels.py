@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-from types import SimpleNamespace
 from typing import Any
 
 import pytest
@@ -13,13 +12,13 @@ from fxremat.memory.measured_peak import measure_peak
 from fxremat.passes.variants.chunks.rules import CHUNKED_ATTENTION, CHUNKED_LOSS, CHUNKED_MLP
 from fxremat.runtime import kernels
 from fxremat.runtime.chunks import fused_kernels
-from fxremat.runtime.chunks.buffers import layout
 from fxremat.runtime.chunks.operator import ROWS
-from fxremat.runtime.chunks.program import Program, Ref, dump, parse
 from tests.graphs import calls
-from tests.loss_program import CLASSES, expected, inputs, one, program
+from tests.loss_program import CLASSES, expected, inputs, program
 from tests.row_nets import STEPS, traced_step
-from tests.row_sites import real, sites, taken
+from tests.row_sites import real, taken
+from tests.slowness import slow_but
+from tests.variants import sites
 
 NUMBER_BYTES = 12
 """A number that stands beside a tensor, in the last rows: counted as if beside a partial sum."""
@@ -91,13 +90,7 @@ def assert_fused_is_right(call: fx.Node) -> None:
     assert too_much in (0, NUMBER_BYTES)
 
 
-@pytest.mark.parametrize(
-    "name",
-    [
-        *("loss", "gated"),
-        *(pytest.param(n, marks=pytest.mark.slow) for n in STEPS if n not in ("loss", "gated")),
-    ],
-)
+@pytest.mark.parametrize("name", slow_but(["loss", "gated"], STEPS))
 def test_calls_of_real_graphs(name: str) -> None:
     """50 rows: the last tile is not a whole one, and runs operator by operator."""
     joint, tried = traced_step(name), 0
@@ -122,20 +115,6 @@ def test_a_fused_stage_is_one_call() -> None:
     assert not names & {"aten::exp", "aten::sub", "aten::amax", "aten::sum", "aten::gather"}
 
 
-def test_a_stage_that_takes_more_than_was_set_aside_is_not_fused(
-    monkeypatch: pytest.MonkeyPatch,
-) -> None:
-    x, y, w = inputs(64)
-    shapes = tuple(fused_kernels.Shape.of(t) for t in (x, y, w.t(), w))
-    with monkeypatch.context() as patch:
-        large = SimpleNamespace(allocates=10**9, run=None)
-        patch.setattr("fxremat.runtime.chunks.fused_kernels.unbuilt_kernel", lambda _: large)
-        fused_kernels.kernels_of.cache_clear()
-        assert not any(fused_kernels.kernels_of(program(), shapes, 16))
-    fused_kernels.kernels_of.cache_clear()
-    assert any(fused_kernels.kernels_of(program(), shapes, 16))
-
-
 def test_a_stage_that_inductor_cannot_write_runs_operator_by_operator(
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:
@@ -148,20 +127,6 @@ def test_a_stage_that_inductor_cannot_write_runs_operator_by_operator(
         patch.setattr("fxremat.runtime.chunks.fused_kernels.unbuilt_kernel", fails)
         assert_close(run(given, 16, 4), expected(*given))
     fused_kernels.kernels_of.cache_clear()
-
-
-def test_a_single_operator_is_not_fused() -> None:
-    steps = (one("aten.exp.default", Ref(0)),)
-    (stage,) = layout(dump(Program(1, 0, (), steps, (1,)))).stages
-    assert not fused_kernels.is_worth_fusing(stage)
-
-
-def test_what_a_stage_reads_and_writes() -> None:
-    """Logits and labels in; the loss of each row, and d_logits in their place, out."""
-    parsed = parse(program())
-    (stage,) = [s for s in layout(program()).stages if not s.of_chunk]
-    assert set(fused_kernels.read(parsed, stage)) == {1, 4}
-    assert set(fused_kernels.written(parsed, stage)) >= {parsed.results[0], 14}
 
 
 def test_time_counts_one_call_for_each_tile() -> None:

@@ -14,13 +14,13 @@ from fxremat.runtime.chunks.operator import ROWS
 from fxremat.runtime.chunks.program import parse
 from tests.graphs import Net, calls
 from tests.row_nets import WEIGHTS, D, head, labels, rows, z_loss
-from tests.row_sites import check, sites, taken, trace
+from tests.row_sites import check, taken, trace
 from tests.test_chunks_rules import hugging_face
+from tests.variants import sites
 
 COUNT = 50
 MASK = (labels(COUNT) > 40).float()
 Y = labels(COUNT, ignored=True)
-ATEN = torch.ops.aten
 
 
 def log_probabilities(logits: torch.Tensor, y: torch.Tensor) -> torch.Tensor:

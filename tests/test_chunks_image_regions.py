@@ -16,8 +16,6 @@ from torch import fx, nn
 import fxremat
 from fxremat.passes.joint_graph import Role
 from fxremat.passes.materialisation import materialise
-from fxremat.passes.variants.chunks.image_regions import find_image_regions
-from fxremat.passes.variants.chunks.regions import levels
 from fxremat.passes.variants.chunks.rules import CHUNKED_CONVOLUTIONS, find
 from fxremat.passes.variants.insertion import find_sites, take
 from fxremat.passes.variants.rule import BACKWARD_STAND_IN
@@ -28,15 +26,9 @@ from tests.end_to_end import compiled_by_fxremat, least, measured, observed
 from tests.examples import examples
 from tests.graphs import Net, joint_of_model, run_joint
 from tests.images import WIDTH, images
-from tests.row_sites import (
-    assert_close,
-    check,
-    in_double,
-    names_of,
-    sites,
-    taken,
-    trace,
-)
+from tests.row_sites import assert_close, check, in_double, names_of, taken, trace
+from tests.slowness import slow_but
+from tests.variants import sites
 
 RULE = CHUNKED_CONVOLUTIONS
 
@@ -70,18 +62,53 @@ def exact(model: nn.Module, x: torch.Tensor) -> dict[str, fx.Graph]:
     return check(in_double(model), (in_double(x),), RULE, tolerance=1e-10)
 
 
-ACTIVATIONS: dict[str, Callable[[torch.Tensor], torch.Tensor]] = {
-    "leaky": lambda h: F.leaky_relu(h, 0.1), "elu": F.elu, "silu": F.silu, "gelu": F.gelu,
+def activated(activation: Callable[[torch.Tensor], torch.Tensor]) -> Callable[..., Any]:
+    def step(m: Any, x: torch.Tensor) -> torch.Tensor:
+        return activation(m.other(m.second(activation(m.norm(m.first(x)))))).square().mean()
+
+    return step
+
+
+def residual(m: Any, x: torch.Tensor) -> torch.Tensor:
+    h = F.relu(m.norm(m.first(x)))
+    return F.relu(m.other(m.second(h)) + h).square().mean()
+
+
+def side_by_side(m: Any, x: torch.Tensor) -> torch.Tensor:
+    """What skips over a level, as in a U-Net."""
+    h = F.relu(m.norm(m.first(x)))
+    low = F.interpolate(F.avg_pool2d(m.low(h), 2), scale_factor=2)
+    return F.relu(m.other(m.second(torch.cat((h, low), 1)))).square().mean()
+
+
+def squeezed(m: Any, x: torch.Tensor) -> torch.Tensor:
+    """A narrow way from the values back to them."""
+    h = F.relu(m.norm(m.first(x)))
+    gate = torch.sigmoid(m.gate(h.mean((2, 3))))
+    return F.relu(m.other(m.second(h * gate[:, :, None, None]))).square().mean()
+
+
+def with_result(m: Any, x: torch.Tensor) -> Any:
+    """What the user gets exists, whoever else could do without."""
+    h = F.relu(m.norm(m.first(x)))
+    return F.relu(m.other(m.second(h))).square().mean(), h
+
+
+STEPS: dict[str, tuple[Callable[..., Any], dict[str, nn.Module]]] = {
+    "leaky": (activated(lambda h: F.leaky_relu(h, 0.1)), {}), "elu": (activated(F.elu), {}),
+    "silu": (activated(F.silu), {}), "gelu": (activated(F.gelu), {}),
+    "residual": (residual, {}), "a result of the graph": (with_result, {}),
+    "side by side": (side_by_side, {
+        "low": nn.Conv2d(WIDTH, WIDTH, 1),
+        "second": nn.Conv2d(2 * WIDTH, WIDTH, 3, padding=1, bias=False)}),
+    "squeezed": (squeezed, {"gate": nn.Linear(WIDTH, WIDTH)}),
 }  # fmt: skip
 
 
-@pytest.mark.parametrize("activation", ACTIVATIONS)
-def test_activations(activation: str) -> None:
-    def step(m: Any, x: torch.Tensor) -> torch.Tensor:
-        h = ACTIVATIONS[activation](m.norm(m.first(x)))
-        return ACTIVATIONS[activation](m.other(m.second(h))).square().mean()
-
-    exact(net(step), images(7, 3, 6, 6))
+@pytest.mark.parametrize("name", STEPS)
+def test_ways_through_convolutions(name: str) -> None:
+    step, parts = STEPS[name]
+    exact(net(step, **copy.deepcopy(parts)), images(7, 3, 6, 6))
 
 
 @pytest.mark.parametrize("count", [2, WIDTH, 17])
@@ -119,7 +146,10 @@ CONVOLUTIONS: dict[str, dict[str, nn.Module]] = {
 CONVOLUTIONS["stride"]["other"] = nn.BatchNorm2d(16)
 
 
-@pytest.mark.parametrize("kind", CONVOLUTIONS)
+QUICK = ["stride", "depthwise", "pointwise", "transposed", "without norm", "cumulative"]
+
+
+@pytest.mark.parametrize("kind", slow_but([*QUICK, "group norm"], CONVOLUTIONS))
 def test_kinds_of_convolutions(kind: str) -> None:
     exact(net(two_stages, **copy.deepcopy(CONVOLUTIONS[kind])), images(7, 3, 7, 8))
 
@@ -158,40 +188,6 @@ def test_evaluation() -> None:
         assert sum(node.target is ROWS for node in graph.nodes) <= 3
 
 
-def test_a_residual_connection() -> None:
-    def step(m: Any, x: torch.Tensor) -> torch.Tensor:
-        h = F.relu(m.norm(m.first(x)))
-        return F.relu(m.other(m.second(h)) + h).square().mean()
-
-    exact(net(step), images(7, 3, 6, 6))
-
-
-def test_parts_side_by_side() -> None:
-    """What skips over a level, as in a U-Net."""
-
-    def step(m: Any, x: torch.Tensor) -> torch.Tensor:
-        h = F.relu(m.norm(m.first(x)))
-        low = F.interpolate(F.avg_pool2d(m.low(h), 2), scale_factor=2)
-        return F.relu(m.other(m.second(torch.cat((h, low), 1)))).square().mean()
-
-    parts = {
-        "low": nn.Conv2d(WIDTH, WIDTH, 1),
-        "second": nn.Conv2d(2 * WIDTH, WIDTH, 3, padding=1, bias=False),
-    }
-    exact(net(step, **parts), images(7, 3, 6, 6))
-
-
-def test_squeezed_and_excited() -> None:
-    """A narrow way from the values back to them."""
-
-    def step(m: Any, x: torch.Tensor) -> torch.Tensor:
-        h = F.relu(m.norm(m.first(x)))
-        gate = torch.sigmoid(m.gate(h.mean((2, 3))))
-        return F.relu(m.other(m.second(h * gate[:, :, None, None]))).square().mean()
-
-    exact(net(step, gate=nn.Linear(WIDTH, WIDTH)), images(7, 3, 6, 6))
-
-
 def test_dropout_is_not_drawn_again() -> None:
     def step(m: Any, x: torch.Tensor) -> torch.Tensor:
         h = F.dropout(F.relu(m.norm(m.first(x))), 0.3)
@@ -206,20 +202,6 @@ def test_dropout_is_not_drawn_again() -> None:
         assert torch.equal(values[-1], plain[-1])  # the next random number
         for one, other in zip(values, plain, strict=True):
             assert_close(one, other, 2e-5)
-
-
-def test_running_statistics() -> None:
-    seen = trace(net(two_stages), (images(9, 3, 6, 6),))
-    plain, joint = seen.values(seen.joint), seen.joint
-    inputs = enumerate((*joint.primals, *joint.tangents), len(joint.results))
-    statistics = [i for i, node in inputs if node in joint.mutated and plain[i].dim()]
-    assert len(statistics) == 4  # two normalisations, each of a mean and a variance
-    found = sites(RULE, seen.joint)
-    assert any("twice" in site.name for site in found)  # which compute the statistics
-    for site in found:
-        values = seen.values(taken(seen.joint, site))
-        for i in statistics:
-            assert_close(values[i], plain[i], 1e-6)
 
 
 def test_each_half_reads_its_own() -> None:
@@ -275,16 +257,6 @@ def test_channels_last() -> None:
     exact(model, x)
 
 
-def test_a_result_of_the_graph() -> None:
-    """What the user gets exists, whoever else could do without."""
-
-    def step(m: Any, x: torch.Tensor) -> Any:
-        h = F.relu(m.norm(m.first(x)))
-        return F.relu(m.other(m.second(h))).square().mean(), h
-
-    exact(net(step), images(7, 3, 6, 6))
-
-
 @pytest.mark.slow
 @given(
     count=st.integers(2, 20), size=st.tuples(st.integers(5, 9), st.integers(5, 9)),
@@ -303,24 +275,6 @@ def test_random_shapes(
 
 
 # --- what is taken in ------------------------------------------------------------------------
-
-
-def test_four_loops_between_two_convolutions() -> None:
-    """Statistics, what comes next, what a normalisation's gradient adds up, and the rest."""
-    joint = joint_of_model(net(two_stages), images(9, 3, 6, 6).detach(), fused=True)
-    first, second = find_image_regions(joint)
-    for region in (first, second):
-        assert max(levels(region, in_one=False).values()) == 3
-    last = first.read_outside()
-    assert sum(region_node.name.startswith("convolution") for region_node in last) == 1
-
-
-def test_small_values_begin_no_region() -> None:
-    """Less than half of the largest tensor of the graph."""
-    small = nn.Conv2d(WIDTH, 2, 3, padding=1)
-    model = net(two_stages, second=small, other=nn.BatchNorm2d(2))
-    joint = joint_of_model(model, images(9, 3, 6, 6).detach(), fused=True)
-    assert len(find_image_regions(joint)) == 1
 
 
 def test_graph_of_chunked_convolutions(golden: Golden) -> None:

@@ -1,4 +1,4 @@
-"""Regions and loops of small graphs, and that no loop reads what depends on it."""
+"""Regions of small graphs: which there are, and that memory of their calls is known."""
 
 from __future__ import annotations
 
@@ -11,66 +11,15 @@ import torch.nn.functional as F
 from torch import fx, nn
 
 from fxremat.memory.measured_peak import measure_peak
-from fxremat.passes.variants.chunks.calls import row_cut
-from fxremat.passes.variants.chunks.early_gradients import factor
-from fxremat.passes.variants.chunks.loops import plan_loops
-from fxremat.passes.variants.chunks.regions import Region, find_regions, levels
-from fxremat.passes.variants.chunks.rules import CHUNKED_LOSS, CHUNKED_MLP, RULES, rule_of
+from fxremat.passes.variants.chunks.rules import CHUNKED_LOSS, CHUNKED_MLP, RULES
 from fxremat.passes.variants.rule import Rule
 from fxremat.runtime import kernels
 from fxremat.runtime.chunks.operator import ROWS
 from tests.conftest import Golden
 from tests.graphs import Net, calls
 from tests.row_nets import LOSS, STEPS, D, head, labels, rows, traced_step, up_and_down
-from tests.row_sites import Traced, ancestors, real, sites, taken, trace
-
-
-def regions(name: str) -> list[Region]:
-    """The regions of a step that belong to a rule."""
-    return find_regions(traced_step(name), lambda region: rule_of(region) is not None)
-
-
-@pytest.mark.parametrize("name", STEPS)
-def test_no_loop_reads_what_depends_on_it(name: str) -> None:
-    (region,) = regions(name)
-    loops = plan_loops(region, levels(region, in_one=False))
-    for position, loop in enumerate(loops):
-        computed_here_or_later = {n for later in loops[position:] for n in later.results}
-        for node in (*loop.rows, *loop.whole):
-            assert not ancestors(node) & computed_here_or_later
-
-
-@pytest.mark.parametrize("name", STEPS)
-def test_big_values_inside_are_no_inputs_of_loops(name: str) -> None:
-    (region,) = regions(name)
-    outside = region.read_outside()
-    for loop in plan_loops(region, levels(region, in_one=False)):
-        for node in (*loop.rows, *loop.whole):
-            assert node not in region.kinds or node in outside or not region.is_big(node)
-
-
-def test_the_loss_is_linear_in_its_gradient() -> None:
-    (region,) = regions("loss")
-    found = factor(region)
-    assert found is not None
-    assert found.node.name == "tangents_1"
-    assert max(levels(region, in_one=True).values()) == 0
-
-
-def test_an_mlp_is_not_linear_in_a_number() -> None:
-    (region,) = regions("mlp")
-    assert factor(region) is None
-
-
-@pytest.mark.parametrize(
-    ("shape", "count", "found"),
-    [((6, 5), 6, 1), ((2, 3, 5), 6, 2), ((1, 6, 5), 6, 2), ((6, 1), 6, 1), ((5, 6), 6, None),
-     ((4, 3), 6, None), ((0, 6), 6, None)],
-)  # fmt: skip
-def test_which_dimensions_are_the_rows(
-    shape: tuple[int, ...], count: int, found: int | None
-) -> None:
-    assert row_cut(shape, count) == found
+from tests.row_sites import Traced, real, taken, trace
+from tests.variants import sites
 
 
 def test_unknown_sizes_are_left_alone() -> None:

@@ -17,7 +17,8 @@ from fxremat.runtime.chunks.program import parse
 from tests.examples import examples
 from tests.graphs import Net, calls
 from tests.row_nets import WEIGHTS, D, Gated, V, head, labels, rows, up_and_down, z_loss
-from tests.row_sites import all_names, check, names_of, sites, taken, trace
+from tests.row_sites import all_names, check, taken, trace
+from tests.variants import sites
 
 
 def written_out(logits: torch.Tensor, y: torch.Tensor) -> torch.Tensor:
@@ -81,12 +82,6 @@ def test_tied_weights() -> None:
 
     torch.manual_seed(1)
     check(Net(step, table=nn.Embedding(V, D)), (labels(50), labels(50)), CHUNKED_LOSS)
-
-
-def test_bfloat16() -> None:
-    net = Net(lambda m, x, y: F.cross_entropy(m.head(x).float(), y), head=head().bfloat16())
-    x = rows(64, D).detach().bfloat16().requires_grad_()
-    check(net, (x, labels(64)), CHUNKED_LOSS, tolerance=2e-2)
 
 
 def test_one_hot_rows_are_seen_through_casts() -> None:
@@ -192,15 +187,6 @@ def test_attention_of_a_projection() -> None:
 
 
 # --- left alone ----------------------------------------------------------------------------------
-
-
-def test_batch_norm_mixes_rows() -> None:
-    """The statistics are computed from all rows, outside of any loop."""
-    torch.manual_seed(1)
-    up = nn.Linear(D, 4 * D, bias=False)
-    net = nn.Sequential(up, nn.BatchNorm1d(4 * D), nn.ReLU(), nn.Linear(4 * D, D))
-    if names_of(net, (rows(64, D),), CHUNKED_MLP):
-        check(net, (rows(64, D),), CHUNKED_MLP, tolerance=1e-4)
 
 
 def test_sums_along_rows() -> None:

@@ -18,7 +18,7 @@ import pytest
 from fxremat import planner
 from fxremat.cli import main
 from fxremat.cli.arguments import Budget, read_budget
-from fxremat.cli.progress import ProgressLine, line_of
+from fxremat.cli.solve import ProgressLine
 from fxremat.core.check import check
 from fxremat.core.plan import Plan
 from fxremat.core.problem import Problem, load_problem, problem_to_json
@@ -197,15 +197,6 @@ class Terminal(io.StringIO):
         return True
 
 
-def test_line_of_progress() -> None:
-    half_way = Progress("mip", 4.0, 103.0, 101.0)
-    assert (
-        line_of(half_way, 100.0, 10.0) == "mip: best +3.0% time, proven +1.0%, gap 1.9%, 6 s left"
-    )
-    assert line_of(Progress("mip", 4.0, None, None), 100.0, None) == "mip: no plan yet, 4 s"
-    assert line_of(Progress("mip", 4.0, 0.0, 0.0), 0.0, 1.0).endswith("gap 0.0%, 0 s left")
-
-
 def test_progress_is_throttled_and_cleared() -> None:
     stream = Terminal()
     line = ProgressLine(stream, 100.0, None)
@@ -310,7 +301,7 @@ def test_refused_in_one_line(
     for name, arguments in REFUSED.items():
         with monkeypatch.context() as patch:
             if name == "output nowhere":
-                patch.setattr("fxremat.cli.pareto.front", lambda *_: ())
+                patch.setattr("fxremat.cli.solve.front", lambda *_: ())
             assert main(arguments) == 2, name
         error = capsys.readouterr().err
         assert error.count("\n") == 1, error

@@ -20,8 +20,8 @@ from torch.testing._internal.distributed.fake_pg import FakeStore
 
 from fxremat.compat.distributed.ranks import is_collective, is_wait, number_of_ranks
 from fxremat.core.problem import problem_to_json
-from fxremat.cost.links import scratch_of, sent_by
 from fxremat.cost.op_timers import Roofline
+from fxremat.cost.roofline import scratch_of, sent_by
 from fxremat.passes.joint_graph import is_repeatable, waits_for
 from fxremat.verify import predicates
 from tests.conftest import Golden

@@ -15,24 +15,9 @@ from torch._inductor.graph import GraphLowering
 from torch._inductor.runtime import triton_heuristics
 
 from fxremat.compat import autotune
-from fxremat.compat.autotune import tuned_in_the_step
 from fxremat.compat.compilers import compile_with_inductor
 
 TritonKernel: Any = triton.TritonKernel
-
-
-def test_tuned_in_the_step(monkeypatch: pytest.MonkeyPatch) -> None:
-    """Torch's own answer needs a card."""
-    assert isinstance(TritonKernel.__dict__["inductor_meta_common"], classmethod)
-    mine = classmethod(lambda cls: {"optimize_mem": False, "name": cls.__name__})
-    monkeypatch.setattr(TritonKernel, "inductor_meta_common", mine)
-    expected = {"optimize_mem": True, "fxremat": True, "name": "TritonKernel"}
-    with tuned_in_the_step():
-        assert TritonKernel.inductor_meta_common() == expected
-        with tuned_in_the_step():
-            pass
-        assert TritonKernel.inductor_meta_common() == expected
-    assert TritonKernel.__dict__["inductor_meta_common"] is mine
 
 
 def test_only_marked_kernels_are_tuned_in_the_step(monkeypatch: pytest.MonkeyPatch) -> None:
@@ -131,12 +116,3 @@ def test_names_that_tuning_relies_on() -> None:
         "self.copy_args_to_cpu_if_needed(",
     ):
         assert name in source
-
-
-def test_pieces_are_cut_from_the_smallest_that_is_large_enough() -> None:
-    pieces = [10, 20, 40]
-    assert autotune.take_piece(pieces, 15)
-    assert pieces == [5, 10, 40]
-    assert not autotune.take_piece(pieces, 41)
-    assert autotune.storage_length(torch.empty(3, 5)[:, :2]) == 12
-    assert autotune.storage_length(torch.empty(0, 5)) == 0

@@ -11,16 +11,11 @@ import torch
 from torch import nn
 
 from fxremat.compat.backward import (
-    accumulators_of,
-    at_end_of_backward,
-    hooks_on,
-    hooks_on_node,
     leaves_of_one_edge,
     leaves_of_one_node,
     leaves_of_this_node,
     no_other_backward,
     running_backward,
-    running_node,
     watch_backwards,
 )
 
@@ -107,47 +102,3 @@ def test_leaves_of_the_backwards_that_are_watched() -> None:
     finally:
         watched.clear()
         autograd._engine_run_backward = before
-
-
-def test_hooks_on_a_leaf() -> None:
-    weight: Any = nn.Parameter(torch.ones(1))
-    assert hooks_on(weight) == 0
-    first = weight.register_hook(lambda gradient: None)
-    weight.register_post_accumulate_grad_hook(lambda weight: None)
-    assert hooks_on(weight) == 2
-    first.remove()
-    assert hooks_on(weight) == 1
-
-
-def test_hooks_on_a_node() -> None:
-    weight = nn.Parameter(torch.ones(1))
-    node: Any = torch.autograd.graph.get_gradient_edge(weight).node
-    assert hooks_on_node(node) == 0
-    handles = [node.register_hook(print), node.register_prehook(print)]
-    assert hooks_on_node(node) == 2
-    handles[0].remove()
-    assert hooks_on_node(node) == 1
-
-
-def test_the_end_of_a_backward() -> None:
-    ended: list[int] = []
-
-    class Asks(torch.autograd.Function):
-        @staticmethod
-        def forward(ctx: Any, x: torch.Tensor) -> torch.Tensor:
-            return x.clone()
-
-        @staticmethod
-        def backward(ctx: Any, gradient: torch.Tensor) -> Any:
-            at_end_of_backward(lambda: ended.append(len(ended)))
-            assert ended == []
-            accumulators = accumulators_of(running_node())
-            assert [one.variable is weight for one in accumulators] == [True]
-            return gradient
-
-    weight = nn.Parameter(torch.ones(()))
-    asks: Any = Asks.apply
-    asks(weight).backward()
-    assert ended == [0]
-    assert running_node() is None
-    assert accumulators_of(None) == []

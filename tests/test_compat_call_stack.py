@@ -1,68 +1,12 @@
-"""A loop deep inside of a compilation takes no memory from the system at every call."""
+"""What is running: the modules whose call it is in."""
 
 from __future__ import annotations
 
-import sys
-from collections.abc import Callable
-from threading import Thread
 from typing import Any
 
-import pytest
 import torch
 
-from fxremat.compat.call_stack import calling_modules, with_stack_room
-
-resource = pytest.importorskip("resource")
-CALLS, DEPTHS = 2000, range(0, 400, 5)
-
-
-def leaf(a: int, b: int, c: int) -> int:
-    """A call that takes some slots of the stack."""
-    return a + b * c
-
-
-def faults_of_calls() -> int:
-    """Pages that the system had to give while a loop called a function."""
-    before = int(resource.getrusage(resource.RUSAGE_SELF).ru_minflt)
-    for k in range(CALLS):
-        leaf(k, k, k)
-    return int(resource.getrusage(resource.RUSAGE_SELF).ru_minflt) - before
-
-
-def at_depth(depth: int, then: Callable[[], int]) -> int:
-    """Call something from so many frames down."""
-    return at_depth(depth - 1, then) if depth else then()
-
-
-def worst(enter: Callable[[int], int]) -> int:
-    """The most pages, over all depths; in a thread of its own, which has an empty stack."""
-    found: list[int] = []
-    thread = Thread(target=lambda: found.extend(map(enter, DEPTHS)))
-    thread.start()
-    thread.join()
-    return max(found)
-
-
-@pytest.mark.skipif(sys.platform != "linux", reason="counts pages as Linux does")
-def test_a_loop_at_any_depth_takes_no_pages() -> None:
-    assert worst(lambda depth: at_depth(depth, faults_of_calls)) >= CALLS
-    roomy = with_stack_room(faults_of_calls)
-    assert worst(lambda depth: at_depth(depth, roomy)) < CALLS // 10
-    assert (
-        worst(with_stack_room(lambda depth: at_depth(depth, faults_of_calls))) < CALLS // 10
-    )
-
-
-def test_it_is_the_same_function() -> None:
-    def add(one: int, *, other: int) -> int:
-        """Sum."""
-        return one + other
-
-    roomy = with_stack_room(add)
-    assert roomy(1, other=2) == 3
-    assert roomy.__doc__ == add.__doc__
-    with pytest.raises(TypeError, match="other"):
-        roomy(1)  # type: ignore[call-arg]
+from fxremat.compat.call_stack import calling_modules
 
 
 def test_modules_whose_call_is_running() -> None:

@@ -2,59 +2,11 @@
 
 from __future__ import annotations
 
-import os
 import pickle
-from dataclasses import dataclass
-from pathlib import Path
-from typing import Any
 
 from torch import fx
 
-from fxremat.compat.configuration import (
-    POST_GRAD_PASS,
-    CustomGraphPass,
-    CustomPartitionerFn,
-    cache_directory,
-    caches_disabled,
-    chain_passes,
-    functorch_config,
-    inductor_config,
-    inductor_patches,
-)
-
-
-def test_classes_that_inductor_asks_for() -> None:
-    @dataclass(frozen=True)
-    class Pass(CustomGraphPass):
-        def __call__(self, graph: fx.Graph) -> None: ...
-
-        def uuid(self) -> str:
-            return "one"
-
-    @dataclass(frozen=True)
-    class Cut(CustomPartitionerFn):
-        def __call__(self, gm: Any, joint_inputs: Any, **kwargs: Any) -> Any: ...
-
-        def uuid(self) -> str:
-            return "two"
-
-    assert Pass().uuid() == "one"
-    assert Cut().uuid() == "two"
-    assert hasattr(inductor_config, POST_GRAD_PASS)
-    assert hasattr(inductor_config, "custom_partitioner_fn")
-    assert hasattr(functorch_config, "cse")
-
-
-def test_caches_disabled() -> None:
-    assert not caches_disabled()
-    with inductor_config.patch(force_disable_caches=True):
-        assert caches_disabled()
-
-
-def test_cache_directory() -> None:
-
-    directory = Path(cache_directory())
-    assert directory == Path(os.environ["TORCHINDUCTOR_CACHE_DIR"])
+from fxremat.compat.configuration import chain_passes, inductor_patches
 
 
 def test_inductor_patches() -> None:

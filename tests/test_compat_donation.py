@@ -16,8 +16,6 @@ from fxremat.compat.partitioning import (
     donatable,
     donate,
     donated_inputs,
-    name_in_forward,
-    only_marked_buffers_donated,
     saved_names,
     torch_partition,
 )
@@ -86,17 +84,6 @@ def test_both_halves_are_marked_where_buffers_are_donated() -> None:
     assert ["addmm" in names for names in donated] == [True]
 
 
-def test_names_in_the_forward() -> None:
-    def step(forward: fx.GraphModule, backward: fx.GraphModule) -> None:
-        donate(backward, donatable(forward, backward, 1))
-        known = {node.name for node in forward.graph.nodes} | {"tangents_1"}
-        inputs = [node for node in backward.graph.nodes if node.op == "placeholder"]
-        assert {name_in_forward(node) for node in inputs} <= known
-        assert not {node.name for node in inputs} <= known
-
-    half(Classifier(), step)
-
-
 def views(x: torch.Tensor) -> tuple[fx.GraphModule, fx.GraphModule]:
     """Halves whose forward saves an exponential, a view of it, a view of its input and a sine."""
     from torch.fx.experimental.proxy_tensor import make_fx
@@ -155,21 +142,3 @@ def test_a_backward_that_donates_runs_once(donates: bool) -> None:
     else:
         loss.backward(retain_graph=True)
         loss.backward()
-
-
-def test_only_marked_buffers_are_donated() -> None:
-    from torch._functorch._aot_autograd import graph_compile
-
-    nothing: Any = None
-    before = graph_compile.collect_bw_donated_buffer_idxs
-
-    def step(forward: fx.GraphModule, backward: fx.GraphModule) -> None:
-        with only_marked_buffers_donated():
-            collect = graph_compile.collect_bw_donated_buffer_idxs
-            assert collect(forward, backward, nothing) == []
-            donate(backward, ("addmm",))
-            assert collect(forward, backward, nothing) == donated_inputs(backward) != []
-        assert graph_compile.collect_bw_donated_buffer_idxs is not collect
-
-    half(Classifier(), step)
-    assert graph_compile.collect_bw_donated_buffer_idxs is before

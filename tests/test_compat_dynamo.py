@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import sys
+from collections.abc import Callable
 from typing import Any
 
 import torch
@@ -25,13 +26,20 @@ from fxremat.compat.dynamo import (
 from tests.compat_graphs import X
 
 
+def noting(seen: list[Any], note: Callable[..., Any]) -> Callable[..., Any]:
+    """A backend that changes nothing; ``seen`` gets what ``note`` says of each graph."""
+
+    def backend(gm: fx.GraphModule, inputs: Any) -> Any:
+        seen.append(note(gm, inputs))
+        return gm
+
+    return backend
+
+
 def test_graphs_of_a_model_with_graph_breaks() -> None:
     """Each graph has a frame of its own; all but the last end in a graph break."""
     seen: list[tuple[int, bool]] = []
-
-    def backend(gm: fx.GraphModule, inputs: Any) -> Any:
-        seen.append((current_compilation()[0], more_follow(gm)))
-        return gm
+    backend = noting(seen, lambda gm, inputs: (current_compilation()[0], more_follow(gm)))
 
     def broken(x: torch.Tensor) -> torch.Tensor:
         y = x.sin()
@@ -87,30 +95,10 @@ def test_a_graph_is_the_whole_call_unless_somebody_goes_on_with_its_results() ->
     assert said[4:] == [[False], [False]]
 
 
-def test_compilations_of_a_frame_have_numbers() -> None:
-    seen: list[tuple[int, int | None]] = []
-
-    def backend(gm: fx.GraphModule, inputs: Any) -> Any:
-        seen.append(current_compilation())
-        return gm
-
-    torch._dynamo.reset()
-    compiled = torch.compile(torch.sin, backend=backend, dynamic=False)
-    compiled(X)
-    compiled(X[:2])
-    (frame, first), (again, second) = seen
-    assert frame == again
-    assert first != second
-
-
 def test_what_dynamo_wraps_has_frames_of_its_own() -> None:
     """Functions and modules of torch are compiled behind one function of Dynamo's."""
     seen: list[int] = []
-
-    def backend(gm: fx.GraphModule, inputs: Any) -> Any:
-        seen.append(current_compilation()[0])
-        return gm
-
+    backend = noting(seen, lambda gm, inputs: current_compilation()[0])
     torch._dynamo.reset()
     given: list[Any] = [nn.functional.gelu, nn.functional.silu]
     for one in [*given, nn.Linear(4, 4), nn.Linear(4, 4), nn.Linear(4, 2)]:
@@ -122,24 +110,11 @@ def test_what_dynamo_wraps_has_frames_of_its_own() -> None:
     assert len({*linear}) == 2
 
 
-def test_fresh_dynamo_caches() -> None:
-    import torch._dynamo.config as config
-
-    before = config.recompile_limit
-    with fresh_dynamo_caches():
-        assert config.recompile_limit >= before
-    assert config.recompile_limit == before
-
-
 def test_sizes_that_are_seen_apart_do_not_vary_outside() -> None:
     """Nor the other way round: what is compiled inside has symbols only if sizes vary there."""
     torch._dynamo.reset()
     symbols: list[int] = []
-
-    def backend(gm: fx.GraphModule, inputs: Any) -> Any:
-        symbols.append(sum(isinstance(x, torch.SymInt) for x in inputs))
-        return gm
-
+    backend = noting(symbols, lambda gm, inputs: sum(isinstance(x, torch.SymInt) for x in inputs))
     compiled = torch.compile(lambda x: x.sin(), backend=backend)
     compiled(torch.ones(3))
     with fresh_dynamo_caches():
@@ -153,10 +128,7 @@ def test_sizes_that_are_seen_apart_do_not_vary_outside() -> None:
 
 def test_regions_that_run_again_are_counted_also_inside_of_each_other() -> None:
     seen: list[int] = []
-
-    def backend(gm: fx.GraphModule, inputs: Any) -> Any:
-        seen.append(checkpointed_regions(gm))
-        return gm
+    backend = noting(seen, lambda gm, inputs: checkpointed_regions(gm))
 
     def inner(x: torch.Tensor) -> torch.Tensor:
         return x.sin().cos()
@@ -196,23 +168,11 @@ def parts_of_all_sorts() -> torch.nn.Sequential:
     return model
 
 
-def test_compiled_parts() -> None:
-    model = parts_of_all_sorts()
-    first, second = compiled_parts(model)
-    assert first is model[0]
-    assert model[1]._orig_mod is second
-    assert compiled_parts(torch.nn.Linear(2, 2)) == []
-
-
 def test_compiled_in_place() -> None:
     model = parts_of_all_sorts()
     wrapped = model[1]
     seen: list[int] = []
-
-    def backend(gm: fx.GraphModule, inputs: Any) -> Any:
-        seen.append(len(inputs))
-        return gm
-
+    backend = noting(seen, lambda gm, inputs: len(inputs))
     torch._dynamo.reset()
     first = model[0]._compiled_call_impl
     with compiled_in_place(model, compiled_parts(model), backend):
@@ -224,20 +184,10 @@ def test_compiled_in_place() -> None:
     assert unwrapped(wrapped)._compiled_call_impl is None
 
 
-def test_unwrapped() -> None:
-    model = parts_of_all_sorts()
-    assert type(unwrapped(model[1])) is Doubled
-    assert unwrapped(model[0]) is model[0]
-
-
 def test_compile_parts() -> None:
     """Where they stand, and as they are wrapped."""
     seen: list[int] = []
-
-    def backend(gm: fx.GraphModule, inputs: Any) -> Any:
-        seen.append(len(inputs))
-        return gm
-
+    backend = noting(seen, lambda gm, inputs: len(inputs))
     torch._dynamo.reset()
     model = parts_of_all_sorts()
     expected = model(torch.ones(2, 4))
@@ -286,10 +236,7 @@ def test_what_is_compiled_in_training_only() -> None:
     """Evaluation, and what runs without gradients, is not; how is asked at the first training."""
     compiled: list[torch.Size] = []
     asked: list[Any] = []
-
-    def backend(gm: fx.GraphModule, inputs: Any) -> Any:
-        compiled.append(X.shape)
-        return gm
+    backend = noting(compiled, lambda gm, inputs: X.shape)
 
     def how(inputs: Any) -> dict[str, Any]:
         asked.append(inputs)

@@ -27,26 +27,6 @@ def linear_gelu() -> nn.Module:
     return nn.Sequential(nn.Linear(64, 64), nn.GELU(), nn.Linear(64, 64))
 
 
-def test_generate() -> None:
-    """Inductor's code for a forward and a backward, and where its buffers come from."""
-    seen: list[Generated] = []
-
-    def step(forward: fx.GraphModule, backward: fx.GraphModule) -> None:
-        text = str(forward.graph)
-        seen.append(generate(forward, is_backward=False))
-        seen.append(generate(backward, is_backward=True))
-        assert str(forward.graph) == text  # the module itself is left alone
-
-    half(linear_gelu(), step)
-    forward, backward = seen
-    assert "def call" in forward.source
-    assert "extern_kernels.mm" in backward.source
-    assert "addmm" in forward.origin_of.values()
-    assert not any(name.startswith("primals") for name in forward.origin_of.values())
-    assert forward.strides[0] == (64, 1)
-    assert forward.constants == {}
-
-
 def test_nothing_is_tuned_on_tensors_without_memory(monkeypatch: pytest.MonkeyPatch) -> None:
     """What Inductor found of them would be kept on disk."""
     from torch._inductor.graph import GraphLowering
@@ -146,18 +126,6 @@ def test_code_key_is_none_where_nothing_is_kept() -> None:
     x = batch(32, 64)
     torch._dynamo.mark_dynamic(x, 0)
     half(linear_gelu(), step, x)
-
-
-def test_code_key_leaves_the_counters_of_inductor_alone() -> None:
-    from torch._dynamo.utils import counters
-
-    def step(forward: fx.GraphModule, backward: fx.GraphModule) -> None:
-        before = counters["inductor"].copy()
-        with inductor_config.patch(post_grad_custom_post_pass=lambda graph: None):
-            assert code_key(forward, is_backward=False) is None
-        assert counters["inductor"] == before
-
-    half(linear_gelu(), step)
 
 
 def test_generate_with_the_strides_that_the_forward_chose() -> None:

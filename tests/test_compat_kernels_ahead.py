@@ -5,14 +5,10 @@ from __future__ import annotations
 import platform
 import subprocess
 import threading
-from itertools import chain
-from pathlib import Path
 from typing import Any
 
 import pytest
 import torch
-from hypothesis import given
-from hypothesis import strategies as st
 from torch._inductor import async_compile, cpu_vec_isa
 from torch._inductor.async_compile import AsyncCompile
 from torch._inductor.codecache import CppPythonBindingsCodeCache
@@ -22,7 +18,6 @@ from fxremat.compat.configuration import inductor_config
 from fxremat.compat.inductor import kernels_ahead
 from fxremat.compat.inductor.generated_code import Generated
 from fxremat.compat.inductor.kernels_ahead import begin_kernels, look_for_vectors
-from fxremat.core.constants import MOST_TOGETHER
 from tests.test_compat_generated_code import GENERATED
 
 
@@ -61,15 +56,6 @@ def test_look_for_vectors(monkeypatch: pytest.MonkeyPatch) -> None:
         answer: Any = cpu_vec_isa.valid_vec_isa_list()  # configurations may be of the process
     assert answer == ["broken", "one two"]
     assert found == {"broken": 7, "one two": 7}
-
-
-def test_where_inductor_asks_for_no_kind_nothing_changes(monkeypatch: pytest.MonkeyPatch) -> None:
-    find = cpu_vec_isa.valid_vec_isa_list
-    monkeypatch.setattr(kernels_ahead, "_looking", [])
-    monkeypatch.setattr(cpu_vec_isa, "x86_isa_checker", list)
-    look_for_vectors()
-    assert cpu_vec_isa.valid_vec_isa_list is find
-    assert not kernels_ahead._looking
 
 
 @pytest.mark.skipif(platform.machine() not in {"x86_64", "AMD64"}, reason="x86 has several kinds")
@@ -192,18 +178,6 @@ def test_what_cannot_be_compiled_together_inductor_compiles(
     assert runs == ["ours", "Inductor", "Inductor"]
 
 
-def test_what_another_thread_begins_is_its_own(monkeypatch: pytest.MonkeyPatch) -> None:
-    """It gets what Inductor gives, and is not waited for."""
-    begun: list[Any] = []
-    monkeypatch.setattr(async_compile.AsyncCompile, "cpp_pybinding", lambda *a: begun.append(a))
-    with kernels_ahead.compiled_together():
-        compiler = async_compile.AsyncCompile()
-        other = threading.Thread(target=lambda: compiler.cpp_pybinding(TYPES, "theirs"))
-        other.start()
-        other.join()
-    assert [source for _, _, source in begun] == ["theirs"]
-
-
 def test_threads_that_begin_kernels_wait_for_one_another() -> None:
     """Else one could put back what the other had put there, and kernels would never be done."""
     inductors = async_compile.AsyncCompile.cpp_pybinding
@@ -220,52 +194,3 @@ def test_threads_that_begin_kernels_wait_for_one_another() -> None:
     other.join()
     assert entered.is_set()
     assert async_compile.AsyncCompile.cpp_pybinding is inductors
-
-
-SHARED = """
-#pragma once
-inline float shared_work(const float* x, long number) {
-    float found = 0;
-LOOPS
-    return found;
-}
-""".replace(
-    "LOOPS", 30 * "    for (long i = 0; i < number; ++i) found += x[i] / (7 + i * found);\n"
-)
-SHARING = """
-#include <torch/csrc/inductor/cpp_prefix.h>
-#include "{header}"
-extern "C"  void  kernel(const float* x, float* out)
-{{
-    #pragma omp parallel for
-    for (long i = 0; i < {number}; ++i) out[i] = shared_work(x, i) * shared_work(x + 1, {number});
-}}
-"""
-
-
-@pytest.mark.usefixtures("fresh")
-def test_what_several_kernels_call_is_inlined(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    """Else a kernel may take longer than when it is compiled by itself."""
-    header = tmp_path / "shared.h"
-    header.write_text(SHARED)
-    sources = [SHARING.format(header=header, number=number) for number in range(8)]
-    with monkeypatch.context() as alone:
-        alone.setattr(async_compile, "get_compile_threads", lambda: 1)
-        begin_kernels(generated(sources))
-    library = next(tmp_path.rglob("*.so"))
-    defined = subprocess.run(
-        ["nm", "-C", "--defined-only", library], capture_output=True, text=True
-    )
-    assert "kernel" in defined.stdout
-    assert "shared_work" not in defined.stdout
-
-
-@given(st.integers(0, 100), st.integers(1, 40))
-def test_each_kernel_is_in_one_group(count: int, workers: int) -> None:
-    found = kernels_ahead.groups(range(count), workers)
-    assert list(chain.from_iterable(found)) == list(range(count))
-    assert all(0 < len(group) <= MOST_TOGETHER for group in found)
-    if 0 < count <= MOST_TOGETHER * 2 * workers:
-        assert len(found) <= 2 * workers

@@ -90,24 +90,20 @@ def test_it_is_lowered_once_and_computes_the_same(lowered: list[bool], threads: 
         assert torch.equal(mine, theirs)
 
 
-def test_another_configuration_is_lowered_anew(lowered: list[bool]) -> None:
-    def other(forward: fx.GraphModule, backward: fx.GraphModule) -> None:
-        with inductor_config.patch(max_fusion_size=1):
-            ahead(forward, backward)
-
-    with inductor_config.patch(fx_graph_cache=False):
-        trained(net(), other)
-    assert lowered == [False, True] * 2
-    assert len(lowered_ahead._ready) == 2
-
-
-def test_another_graph_is_lowered_anew(lowered: list[bool]) -> None:
-    def other(forward: fx.GraphModule, backward: fx.GraphModule) -> None:
+def other_configuration(forward: fx.GraphModule, backward: fx.GraphModule) -> None:
+    with inductor_config.patch(max_fusion_size=1):
         ahead(forward, backward)
-        for module in (forward, backward):
-            call = next(n for n in module.graph.nodes if n.op == "call_function")
-            call._rename(call.name + "_other")
 
+
+def other_graph(forward: fx.GraphModule, backward: fx.GraphModule) -> None:
+    ahead(forward, backward)
+    for module in (forward, backward):
+        call = next(n for n in module.graph.nodes if n.op == "call_function")
+        call._rename(call.name + "_other")
+
+
+@pytest.mark.parametrize("other", [other_configuration, other_graph])
+def test_what_is_another_is_lowered_anew(lowered: list[bool], other: Step) -> None:
     with inductor_config.patch(fx_graph_cache=False):
         trained(net(), other)
     assert lowered == [False, True] * 2
@@ -121,14 +117,6 @@ def test_who_wants_to_see_inductor_at_work_does() -> None:
             hand_over(code.lowered)
 
     half(net(), step)
-    assert not lowered_ahead._ready
-
-
-def test_only_so_many_are_kept(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(lowered_ahead, "MOST_READY", 1)
-    half(net(), ahead)
-    assert len(lowered_ahead._ready) == 1
-    forget_lowered()
     assert not lowered_ahead._ready
 
 

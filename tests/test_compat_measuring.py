@@ -2,18 +2,12 @@
 
 from __future__ import annotations
 
-from contextlib import nullcontext
 from typing import Any
 
 import pytest
 import torch
 
-from fxremat.compat.measuring import (
-    keep_busy,
-    profiler_memory_events,
-    random_state_kept,
-    recorded_allocations,
-)
+from fxremat.compat.measuring import profiler_memory_events, random_state_kept, recorded_allocations
 
 
 def test_profiler_memory_events() -> None:
@@ -34,15 +28,6 @@ def test_random_state_kept() -> None:
     with random_state_kept():
         torch.rand(10)
     assert torch.equal(torch.rand(2), expected)
-
-
-def test_keep_busy(monkeypatch: pytest.MonkeyPatch) -> None:
-    """A GPU waits for so many of its cycles; the host does not."""
-    asked: list[int] = []
-    monkeypatch.setattr(torch.cuda, "_sleep", asked.append)
-    monkeypatch.setattr(torch.cuda, "device", lambda device: nullcontext())
-    keep_busy(torch.device("cuda", 0), 1000)
-    assert asked == [1000]
 
 
 def test_recording_ends_also_after_an_error(monkeypatch: pytest.MonkeyPatch) -> None:

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import copy
 from collections.abc import Callable
 from typing import Any
 from unittest import mock
@@ -13,16 +12,9 @@ from torch import fx, nn
 from torch._inductor import compile_fx
 
 from benchmarks.nets.language import GPT
-from fxremat.compat.compilers import trace_as_inductor
-from fxremat.compat.configuration import (
-    PARTITIONER,
-    functorch_config,
-    inductor_config,
-)
+from fxremat.compat.configuration import PARTITIONER, functorch_config, inductor_config
 from fxremat.compat.partitioning import saved_names, torch_partition
-from fxremat.compat.tensors import outside_fake_mode
-from tests.compat_graphs import ATEN, Cut
-from tests.graphs import batch, capture, everything_again, mlp
+from tests.compat_graphs import Cut
 from tests.small import Convolutions, seeded
 
 Inputs = tuple[torch.Tensor, ...]
@@ -92,73 +84,3 @@ def test_torch_partition_cuts_as_torch_compile_does(make: Make) -> None:
         assert saved_bytes(ours[1]) == saved_bytes(plain[1])
         sizes.append(saved_bytes(ours[1]))
     assert sizes[1] < sizes[0]
-
-
-def states(module: fx.GraphModule) -> list[Any]:
-    """The nodes of a graph, by name, with what is known of each."""
-    return [
-        (n.name, n.op, n.target, str(n.args), str(n.kwargs), {**n.meta}) for n in module.graph.nodes
-    ]
-
-
-def example(value: Any) -> Any:
-    """Data for a placeholder: indices are small, variances positive."""
-    if not isinstance(value, torch.Tensor):
-        return value
-    made = torch.rand if value.dtype.is_floating_point else torch.zeros
-    return made(tuple(value.shape), dtype=value.dtype).as_strided(value.shape, value.stride())
-
-
-@pytest.mark.parametrize("make", [gpt, cnn])
-def test_torch_partition_leaves_the_graph_and_computes_the_same(make: Make) -> None:
-    """A graph that has a checkpoint's tags, dead nodes and equal ones is not touched either."""
-    ran: list[int] = []
-
-    def partition(module: fx.GraphModule, inputs: Any, **kwargs: Any) -> Any:
-        with module.graph.inserting_before(module.graph.output_node()):
-            placeholder = next(n for n in module.graph.nodes if n.op == "placeholder")
-            dead = module.graph.call_function(ATEN.neg.default, (placeholder,))
-            dead.meta["val"] = placeholder.meta["val"]
-        nodes, before = list(module.graph.nodes), states(module)
-        forward, backward = torch_partition(module, inputs, **kwargs)
-        assert nodes == list(module.graph.nodes)
-        assert before == states(module)
-        count = kwargs["num_fwd_outputs"]
-        with outside_fake_mode():
-            torch.manual_seed(0)
-            given = {n.name: example(n.meta["val"]) for n in nodes if n.op == "placeholder"}
-            expected = run(module, given)
-            results = run(forward, given)
-            ends: Any = forward.graph.output_node().args[0]
-            saved = ends[count:]
-            assert {n.name for n in saved} == set(saved_names(backward))
-            known = given | {n.name: r for n, r in zip(saved, results[count:], strict=True)}
-            torch.testing.assert_close([*results[:count], *run(backward, known)], list(expected))
-        ran.append(count)
-        return forward, backward
-
-    def backend(gm: fx.GraphModule, inputs: Any) -> Any:
-        return trace_as_inductor(gm, inputs, {}, partition)
-
-    torch._dynamo.reset()
-    model, inputs = make()
-    torch.compile(model, backend=backend)(*inputs).sum().backward()
-    assert len(ran) == 1
-    assert all(p.grad is not None for p in model.parameters())
-
-
-def run(module: fx.GraphModule, known: dict[str, Any]) -> list[Any]:
-    """The results of a graph, for copies of the inputs known by name."""
-    names = [n.name for n in module.graph.nodes if n.op == "placeholder"]
-    given = [copy.deepcopy(known[name]) for name in names]
-    return list(fx.Interpreter(module).run(*given, enable_io_processing=False))
-
-
-def test_extract_forward_backward_cuts_at_the_nodes_given() -> None:
-    seen = capture(mlp(8, 3), [batch(4, 8)], everything_again)
-    read = [n.name for n in seen.backward.graph.nodes if n.op == "placeholder"]
-    saved = [n.name for n in seen.rewritten.saved]
-    assert sorted(read) == sorted([*saved, "tangents_1"])
-    results = seen.forward.graph.output_node().args[0]
-    assert isinstance(results, (tuple, list))
-    assert [r.name for r in results[1:]] == saved  # type: ignore[union-attr]

@@ -14,7 +14,6 @@ from fxremat.compat.inductor import post_grad
 from fxremat.compat.inductor.generated_code import generate
 from fxremat.compat.inductor.post_grad import (
     copy_images,
-    is_noop_to_inductor,
     leave_layouts,
     prefers_channels_last,
     return_inputs_as_they_are,
@@ -121,13 +120,6 @@ def test_inputs_are_returned_as_they_are() -> None:
     seen = next(name for name in loose if not name.startswith("primals"))
     assert loose[seen]  # the user's result keeps its strides either way
     assert tight[seen]
-
-
-def test_copies_that_inductor_may_drop() -> None:
-    graph = fx.Graph()
-    x = graph.placeholder("x")
-    assert is_noop_to_inductor(graph.call_function(torch.ops.aten.clone.default, (x,)))
-    assert not is_noop_to_inductor(graph.call_function(torch.ops.aten.sin.default, (x,)))
 
 
 def test_the_order_of_channels_that_inductor_prefers() -> None:

@@ -15,7 +15,6 @@ from fxremat.compat.inductor import generated_code, scheduling
 from fxremat.compat.inductor.scheduling import (
     Footprint,
     Scheduled,
-    in_waiting_order,
     names_being_scheduled,
     run_after,
     run_in_functions,
@@ -56,13 +55,6 @@ def test_run_in_functions() -> None:
     assert [functions(set()), functions({0})] == [1, 2]
     loops = [loop for loops in seen for loop in loops]
     assert {loop.allocated for loop in loops} == {32 * 64 * 4, 100 * 4}
-
-
-def test_run_after_reorders_what_has_to_wait() -> None:
-    assert in_waiting_order(4, {0: [2], 3: [0]}) == [1, 2, 0, 3]
-    assert in_waiting_order(3, {}) == [0, 1, 2]
-    with pytest.raises(AssertionError, match="wait for one another"):
-        in_waiting_order(2, {0: [1], 1: [0]})
 
 
 def test_scheduled_and_run_after() -> None:

@@ -18,28 +18,14 @@ def sizes(seen: Capture) -> list[Any]:
             for s in n.meta["val"].shape if isinstance(s, torch.SymInt)]  # fmt: skip
 
 
-def test_size_bound_of_a_number() -> None:
-    assert size_bound(7) == 7
-    assert size_bound(True) == 1
-
-
-def test_size_bound_is_the_declared_bound() -> None:
-    found = sizes(dynamic(min=2, max=64))
-    assert found
-    assert {size_bound(s) for s in found} == {64}
-    assert size_bound(found[0] * 8 + 1) == 513
-
-
-def test_size_bound_without_a_bound_is_the_size_seen() -> None:
-    assert {size_bound(s) for s in sizes(dynamic())} == {6}
-
-
-def test_size_bound_leaves_no_guard() -> None:
-    seen = dynamic(min=2, max=64)
-    size = sizes(seen)[0]
-    before = len(size.node.shape_env.guards)
-    size_bound(size)
-    assert len(size.node.shape_env.guards) == before
+def test_the_bound_of_a_size_is_the_declared_one_or_else_the_size_seen() -> None:
+    """It leaves no guard."""
+    for bounds, expected in (({"min": 2, "max": 64}, 64), ({}, 6)):
+        found = sizes(dynamic(**bounds))
+        before = len(found[0].node.shape_env.guards)
+        assert {size_bound(size) for size in found} == {expected}
+        assert size_bound(found[0] * 8 + 1) == 8 * expected + 1
+        assert len(found[0].node.shape_env.guards) == before
 
 
 def test_plan_for_sizes_seen_guards_what_has_no_bound() -> None:

@@ -12,20 +12,12 @@ from fxremat.compat.tensors import (
     fake_tensors,
     is_fake,
     on_device_without_memory,
-    outside_fake_mode,
     places_in_joint,
-    storage_key,
     storage_watch,
     without_memory,
 )
 from tests import nets
 from tests.graphs import Capture, linear
-
-
-def test_storage_key() -> None:
-    x = torch.zeros(4, 4)
-    assert storage_key(x) == storage_key(x.t()[1:])
-    assert storage_key(x) != storage_key(x.clone())
 
 
 def test_storage_watch() -> None:
@@ -39,14 +31,6 @@ def test_storage_watch() -> None:
         assert not is_gone()
         del view
         assert is_gone()
-
-
-def test_without_memory_inside_a_compilation() -> None:
-    from torch._subclasses.fake_tensor import FakeTensorMode
-
-    outer = FakeTensorMode()
-    with outer, without_memory():
-        assert torch.empty(2).fake_mode is not outer  # type: ignore[attr-defined]
 
 
 def test_fake_tensors() -> None:
@@ -79,18 +63,6 @@ def test_fake_tensors_are_traced() -> None:
         model, inputs = fake
         torch.compile(model, backend=backend)(*inputs)
     assert seen.found.problem == nets.traced("mlp", fused=True).found.problem
-
-
-def test_outside_fake_mode() -> None:
-    from torch._subclasses.fake_tensor import FakeTensor, FakeTensorMode
-
-    with FakeTensorMode():
-        assert isinstance(torch.empty(1), FakeTensor)
-        with outside_fake_mode():
-            assert not isinstance(torch.ones(1), FakeTensor)
-        assert isinstance(torch.empty(1), FakeTensor)
-    with outside_fake_mode():
-        assert float(torch.ones(1)) == 1.0
 
 
 def test_fake_tensors_that_are_seen_leave_compiled_parts_compiled() -> None:

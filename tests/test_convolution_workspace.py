@@ -19,9 +19,8 @@ from fxremat.core.constants import IMAGE_PARTS
 from fxremat.cost.workspaces import Workspaces
 from fxremat.passes.joint_graph import JointGraph
 from fxremat.passes.variants import insertion
-from fxremat.passes.variants.convolutions.workspace import RULES
+from fxremat.passes.variants.convolution_workspace import RULES
 from fxremat.runtime.chunks import convolutions
-from fxremat.runtime.kernels import INSIDE
 from tests.conftest import Golden
 from tests.end_to_end import compiled_by_fxremat, least, measured, observed
 from tests.examples import examples
@@ -60,8 +59,7 @@ def assert_each_is_the_same(joint: JointGraph, tolerance: float) -> int:
 
 
 @pytest.mark.parametrize(
-    ("dtype", "tolerance"),
-    [(torch.float64, 1e-14), (torch.float32, 1e-6), (torch.bfloat16, 1e-2)],
+    ("dtype", "tolerance"), [(torch.float64, 1e-14), (torch.float32, 1e-6), (torch.bfloat16, 1e-2)]
 )
 @pytest.mark.parametrize("last", [False, True])
 def test_every_form_gives_what_the_call_gives(
@@ -194,17 +192,6 @@ def test_torchs_own_algorithm_on_cuda_is_for_plain_order() -> None:
     joint = on_cuda(joint_of(nn.Conv2d(2, 2, 3), x))
     names = [site.name.split(":")[1:] for site in insertion.find_sites(joint, RULES, much)]
     assert names == [["convolution_backward", "deterministic"]]
-
-
-def test_a_native_call_goes_image_by_image() -> None:
-    x, weight = torch.ones(4, 2, 5, 5), torch.ones(3, 2, 3, 3)
-    how = ([1, 1], [0, 0], [1, 1], False, [0, 0], 1)
-    inside = INSIDE[convolutions.CONVOLUTION]
-    same = inside(x, weight, None, *how, 4, "", on_cpu=False)
-    native = inside(x, weight, None, *how, 4, "native", on_cpu=False)
-    assert (same.calls, same.bytes, same.again) == (1, 0, 0)
-    assert native.calls == 1 + 2 * 4
-    assert native.again == 2 * 4 * (4 * 9 * (2 * 9))  # floats of 9 patches, written and read
 
 
 def test_graph_of_convolution_workspace(golden: Golden) -> None:

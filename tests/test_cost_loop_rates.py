@@ -10,13 +10,7 @@ import torch
 
 from fxremat.compat.tensors import outside_fake_mode
 from fxremat.cost import loop_rates, timing
-from fxremat.cost.loop_rates import (
-    FUNCTIONS,
-    TRAFFIC,
-    LoopRates,
-    bandwidth_name,
-    measured_rates,
-)
+from fxremat.cost.loop_rates import FUNCTIONS, TRAFFIC, LoopRates, bandwidth_name, measured_rates
 from fxremat.cost.number_file import NumberFile, number_path
 from fxremat.cost.timing import Timing
 
@@ -27,15 +21,6 @@ HOST = torch.device("cpu")
 def _undisturbed(monkeypatch: pytest.MonkeyPatch) -> None:
     """Whatever else the machine does: tests of times ask for no true ones."""
     monkeypatch.setattr(timing, "_interruptions", lambda device: 0)
-
-
-def test_bandwidth_is_that_of_the_next_smaller_size(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(loop_rates, "TRAFFIC", (100, 1000))
-    numbers = {bandwidth_name(100): 1e9, bandwidth_name(1000): 1e8}
-    rates = LoopRates(numbers.__getitem__)
-    assert rates.move_us(10) == pytest.approx(0.01)
-    assert rates.move_us(999) == pytest.approx(0.999)
-    assert rates.move_us(1000) == pytest.approx(10.0)
 
 
 @pytest.mark.parametrize(

@@ -7,7 +7,7 @@ import torch
 from torch import fx
 from torch.fx.experimental.proxy_tensor import make_fx
 
-from fxremat.cost.operands import operands
+from fxremat.cost.call_times import operands
 from fxremat.cost.workspaces import Workspaces
 
 ATEN = torch.ops.aten

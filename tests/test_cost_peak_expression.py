@@ -111,10 +111,7 @@ def _dynamic(rows: int, bound: int) -> torch.Tensor:
 
 @pytest.mark.parametrize(
     ("executor", "bound", "budget"),
-    [
-        ("aot_eager", 512, "5MiB"),
-        pytest.param("inductor", 4096, "3MiB", marks=pytest.mark.slow),
-    ],
+    [("aot_eager", 512, "5MiB"), pytest.param("inductor", 4096, "3MiB", marks=pytest.mark.slow)],
 )
 def test_of_a_plan_it_is_what_a_step_of_each_size_takes(
     executor: str, bound: int, budget: str

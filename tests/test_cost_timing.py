@@ -37,34 +37,6 @@ def test_a_long_run_may_lose_a_core_now_and_then(monkeypatch: pytest.MonkeyPatch
     assert quickest(lambda: None, HOST).us == pytest.approx(11_000.0)
 
 
-def test_on_cuda_several_calls_are_timed_behind_a_busy_device(
-    monkeypatch: pytest.MonkeyPatch,
-) -> None:
-    """Events hold what the device does, and not what the host takes to ask for it."""
-    log: list[str] = []
-
-    class Event:
-        def __init__(self, *, enable_timing: bool) -> None:
-            assert enable_timing
-
-        def record(self) -> None:
-            log.append("event")
-
-        def synchronize(self) -> None:
-            log.append("wait")
-
-        def elapsed_time(self, other: Event) -> float:
-            return 50.0
-
-    monkeypatch.setattr(torch.cuda, "Event", Event)
-    monkeypatch.setattr(torch.cuda, "synchronize", lambda device: log.append("idle"))
-    monkeypatch.setattr(timing, "keep_busy", lambda device: log.append("busy"))
-    seconds = timing._seconds(lambda: log.append("call"), GPU)
-    calls = ["call"] * timing.CALLS_BETWEEN_EVENTS
-    assert log == ["idle", "busy", "event", *calls, "event", "wait"]
-    assert seconds == pytest.approx(0.05 / len(calls))
-
-
 # --- the clock -----------------------------------------------------------------------------
 
 
@@ -166,14 +138,3 @@ def test_others_wait_while_a_call_is_timed(lock: Path) -> None:
     with pytest.raises(RuntimeError), alone_on(GPU):
         raise RuntimeError("out of memory")
     assert _is_free(lock)
-
-
-def test_no_lock_where_none_is_needed_or_can_be(
-    lock: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    """A CPU notices disturbances itself; a folder that cannot be written stops nobody."""
-    with alone_on(HOST):
-        assert not lock.exists()
-    monkeypatch.setattr("tempfile.gettempdir", lambda: str(tmp_path / "missing"))
-    with alone_on(GPU):
-        assert not lock.exists()

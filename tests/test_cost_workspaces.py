@@ -58,14 +58,6 @@ def test_what_checks_its_operands_is_not_run(target: Any, args: Any) -> None:
     assert not Workspaces(HOST).file.path.exists()
 
 
-def test_a_call_is_given_what_ops_take() -> None:
-    """Probabilities, masks that let something through, and indices that are in range."""
-    floats = made_real(torch.empty(1000), int, HOST)
-    assert 0 <= floats.min() < floats.max() < 1
-    assert made_real(torch.empty(3, dtype=torch.bool), int, HOST).all()
-    assert not made_real(torch.empty(3, dtype=torch.int64), int, HOST).any()
-
-
 def test_a_call_is_measured_once(monkeypatch: pytest.MonkeyPatch) -> None:
     spaces = Workspaces(HOST)
     first = spaces.of_call(CONV_BACKWARD, ARGS, {})
@@ -74,13 +66,6 @@ def test_a_call_is_measured_once(monkeypatch: pytest.MonkeyPatch) -> None:
     assert Workspaces(HOST).of_call(CONV_BACKWARD, ARGS, {}) == first  # read from disk
     with pytest.raises(AssertionError, match="second time"):
         spaces.of_call(CONV_BACKWARD, (GRADIENT[:1], IMAGE[:1], *ARGS[2:]), {})
-
-
-def test_a_node_is_its_call() -> None:
-    node = call(CONV_BACKWARD, *ARGS)
-    spaces = Workspaces(HOST)
-    assert spaces.of_node(node) == spaces.of_call(CONV_BACKWARD, ARGS, {})
-    assert len(spaces.file.numbers) == 1
 
 
 def test_scratch_memory_is_found() -> None:

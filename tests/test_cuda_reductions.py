@@ -2,21 +2,18 @@
 
 from __future__ import annotations
 
-from typing import Any
-
 import pytest
 import torch
 from hypothesis import given
 from hypothesis import strategies as st
 
-from fxremat.cost.cuda_reductions import (
+from fxremat.cost.cuda_scratch import (
     IN_FORM_OUT,
     MOST_THREADS,
-    MOST_VALUES,
+    CudaScratch,
     Multiprocessors,
     scratch_of_reduction,
 )
-from fxremat.cost.cuda_scratch import CudaScratch
 
 ATEN = torch.ops.aten
 
@@ -43,22 +40,6 @@ def test_what_writes_into_given_memory_has_the_same_schema() -> None:
         assert [a.name for a in out._schema.arguments if not a.is_out] == [
             a.name for a in own._schema.arguments
         ]
-
-
-def test_smaller_cards_divide_less() -> None:
-    """A reduction of everything: as many blocks as there is room for, or as there are values."""
-    how: dict[str, Any] = {"along": True, "contiguous": True}
-    small, large = (
-        scratch_of_reduction(10**9, 1, 4, card=Multiprocessors(n, 2048), **how) for n in (40, 132)
-    )
-    assert small == large  # no thread adds up more than so many
-    inputs = MOST_THREADS * MOST_VALUES * 40
-    of = {
-        n: scratch_of_reduction(inputs, 1, 4, card=Multiprocessors(n, 2048), **how)
-        for n in (40, 132)
-    }
-    assert of[40] == (40 * 4 * 4, 4)
-    assert of[132] == (132 * 4 * 4, 4)
 
 
 @given(

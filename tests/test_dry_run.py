@@ -2,8 +2,7 @@
 
 from __future__ import annotations
 
-import gc
-from collections.abc import Iterable, Iterator
+from collections.abc import Iterable
 from typing import Any
 
 import pytest
@@ -12,7 +11,6 @@ from torch import Tensor, nn
 
 import fxremat
 from fxremat.compat.inductor.generated_code import Generated
-from fxremat.compat.inductor.generated_code import generate as torch_generate
 from fxremat.compat.tensors import without_memory
 from fxremat.compile.dry_run.dry_run import AllocatorEvents, DryRun, dry_run
 from fxremat.compile.dry_run.meter import CodeMeter, Workspace
@@ -21,12 +19,7 @@ from fxremat.core.timeline import Lifetime
 from tests.compat_graphs import half
 from tests.small import Stack, seeded
 
-
-@pytest.fixture(autouse=True)
-def _fresh() -> Iterator[None]:
-    torch._dynamo.reset()
-    yield
-    torch._dynamo.reset()
+pytestmark = pytest.mark.usefixtures("fresh")
 
 
 # --- generated code on tensors without memory ----------------------------------------------------
@@ -99,10 +92,10 @@ def test_scratch_memory_of_a_library_call_is_on_top_of_its_results() -> None:
     assert "aten.empty_strided.default" in asked
 
 
-def bytes_at(lifetimes: Iterable[Lifetime], moments: int) -> list[int]:
-    """What is live at each of so many moments."""
+def bytes_at(lifetimes: Iterable[Lifetime], points: int) -> list[int]:
+    """What is live at each of so many points."""
     shown = list(lifetimes)
-    return [sum(x.nbytes for x in shown if x.start <= k < x.stop) for k in range(moments)]
+    return [sum(x.nbytes for x in shown if x.start <= k < x.stop) for k in range(points)]
 
 
 # --- a dry run ------------------------------------------------------------------------------------
@@ -185,32 +178,6 @@ def test_what_others_hold_between_the_halves_is_live_there_and_nowhere_else() ->
     assert stays == [("a", 0, 2), ("t", 1, 4), ("b", 3, 5), ("c", 4, 5), ("tangents", 2, 3)]
 
 
-def test_kernels_of_the_forward_begin_before_the_backward_has_code(
-    monkeypatch: pytest.MonkeyPatch,
-) -> None:
-    """What is begun is not begun again when it is taken; what was not, is."""
-    events: list[str] = []
-    generate = torch_generate
-
-    def generated(module: Any, *, is_backward: bool, **asked: Any) -> Any:
-        events.append("backward" if is_backward else "forward")
-        return generate(module, is_backward=is_backward, **asked)
-
-    def step(forward: Any, backward: Any) -> None:
-        asked: dict[str, Any] = {"num_fwd_outputs": 1, "device": "cpu", "workspace": lambda *_: ()}
-        for begin in (True, False):
-            shown = dry_run(forward, backward, **asked, begin=begin)
-            events.append("taken")
-            shown.hand_over()
-
-    monkeypatch.setattr("fxremat.compile.dry_run.dry_run.generate", generated)
-    module = "fxremat.compile.dry_run.dry_run"
-    monkeypatch.setattr(f"{module}.begin_kernels", lambda code: events.append("begun"))
-    half(Two(), step, torch.ones(64, 64))
-    likely = ["forward", "begun", "backward", "begun", "taken"]
-    assert events == [*likely, "forward", "backward", "taken", "begun", "begun"]
-
-
 def test_a_plan_names_what_is_live_at_the_peak() -> None:
     model, x = seeded(Stack, 512, 32)
     full = fxremat.explain(model, x)
@@ -229,32 +196,6 @@ def test_a_plan_names_what_is_live_at_the_peak() -> None:
     assert sum(row.bytes for row in report.at_peak) <= report.predicted_peak_bytes
     sizes = [row.bytes for row in report.at_peak]
     assert sizes == sorted(sizes, reverse=True)
-
-
-@pytest.mark.parametrize("enabled", [True, False])
-def test_the_cyclic_collector_rests_and_is_left_as_it_was(
-    enabled: bool, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    def refuse(*_: Any, **__: Any) -> Any:
-        assert not gc.isenabled()
-        raise NotImplementedError
-
-    monkeypatch.setattr("fxremat.compile.dry_run.dry_run.generate", refuse)
-    empty = torch.fx.GraphModule({}, torch.fx.Graph())
-    (gc.enable if enabled else gc.disable)()
-    try:
-        with pytest.raises(NotImplementedError):
-            dry_run(empty, empty, num_fwd_outputs=0, device="cpu", workspace=lambda *_: ())
-        assert gc.isenabled() == enabled
-    finally:
-        gc.enable()
-
-
-def test_without_a_budget_no_dry_run_is_made() -> None:
-    model, x = seeded(Stack, 16, 32)
-    report = fxremat.explain(model, x).graphs[0]
-    assert report.rehearsals == 0
-    assert "dry run" not in report.seconds
 
 
 def test_code_that_cannot_run_without_data_is_planned_with_a_warning(

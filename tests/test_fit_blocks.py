@@ -11,17 +11,13 @@ import torch
 from hypothesis import given
 from hypothesis import strategies as st
 from torch import Tensor, nn
-from torch.utils.checkpoint import checkpoint
 
 from fxremat.cli.fit import table
-from fxremat.compat.joint_graph import user_tag
 from fxremat.compile.dry_run.dry_run import DryRun
-from fxremat.memory.optimizer_states import Held
 from fxremat.training.blocks import are_alike, repeated_blocks, shortened
-from fxremat.whatif.device import absent
 from fxremat.whatif.extrapolation import Line, TorchSteps
-from fxremat.whatif.fit import _Fitting, fit
-from fxremat.whatif.largest_size import WAYS, Point, Way, points_by_us
+from fxremat.whatif.fit import fit
+from fxremat.whatif.largest_size import WAYS
 from fxremat.whatif.symbolic_step import PeaksBySize, SymbolicStep
 
 BLOCKS = 6
@@ -168,41 +164,6 @@ def test_a_model_that_names_its_blocks_by_number_is_studied_as_a_whole() -> None
     assert found.studied_blocks == (found.blocks,) == (BLOCKS,)
 
 
-class _Checkpointing(_Net):
-    """Runs its first block again by itself."""
-
-    def forward(self, x: Tensor) -> Tensor:
-        x = self.first(x)
-        for index, block in enumerate(self.blocks):
-            x = checkpoint(block, x, use_reentrant=False) if not index else block(x)
-        loss: Tensor = self.last(x).float().logsumexp(-1).sum()
-        return loss
-
-
-@pytest.mark.parametrize("model", [_Net(), _Checkpointing()])
-def test_without_our_checkpoints_a_step_is_as_it_is_given(model: nn.Module) -> None:
-    """The same ops on the same values, with the model's own tags and no others."""
-    given = [torch.zeros(8, 32)]
-    with absent("H100"):
-        asked = _Fitting(model, tuple(given), {}, "none", {}, whole=False)
-        steps = asked._traced((2,), tuple(given), {}, Held(0))
-        with shortened(model, 2):
-            alone, regions = asked._trace(tuple(given), {}, Held(0))
-    [plain], [checkpointed] = steps["torch.compile"], steps["checkpointed blocks"]
-    assert regions == (1 if isinstance(model, _Checkpointing) else 0)
-    assert _nodes(plain) == _nodes(alone)
-    assert _tagged(plain) == _tagged(alone) < _tagged(checkpointed)
-
-
-def _nodes(step: SymbolicStep) -> list[tuple[str, ...]]:
-    nodes = step.prepared.module.graph.nodes
-    return [(n.op, str(n.target), str(n.args), str(n.kwargs)) for n in nodes]
-
-
-def _tagged(step: SymbolicStep) -> int:
-    return sum(user_tag(node) is not None for node in step.prepared.module.graph.nodes)
-
-
 def test_weights_that_do_not_fit_are_told_at_once() -> None:
     """No code is generated for it."""
     options = {**OPTIONS, "memory_budget": "512KiB"}
@@ -211,29 +172,3 @@ def test_weights_that_do_not_fit_are_told_at_once() -> None:
     assert [(row.way, row.size) for row in found.rows] == [(way, 0) for way in WAYS]
     assert found.points == ()
     assert "-" in table(found)
-
-
-def test_fxremat_is_looked_at_where_checkpointing_ends() -> None:
-    """Also where torch's own partition fits more than that."""
-    asked: list[int] = []
-
-    def expected(size: int) -> int:
-        asked.append(size)
-        return 10 * size
-
-    plain = SimpleNamespace(what="rows", expected_bytes=expected, time_us=lambda size: 2.0 * size)
-    steps: Any = SimpleNamespace(plain=plain, at=lambda size, kept=0.0: _NoPlan())
-    by_torch: dict[Way, list[Point]] = {
-        "torch.compile": [Point("rows", "torch.compile", size, 10 * size, 1.0) for size in (5, 10)],
-        "checkpointed blocks": [Point("rows", "checkpointed blocks", 7, 90, 1.0)],
-    }
-    found = points_by_us(steps, by_torch, 100, 1)
-    assert [(one.size, one.peak_bytes) for one in found] == [(5, 50), (7, 70), (10, 100)]
-    assert asked == [7]
-
-
-class _NoPlan:
-    """A step that takes more than there is at any size."""
-
-    def quickest(self, budget_bytes: int) -> Any:
-        return SimpleNamespace(peak_bytes=1000 + budget_bytes)

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import operator
 import pickle
 from dataclasses import replace
 from typing import Any
@@ -90,18 +89,6 @@ def test_what_a_convolution_reads_through_a_view_is_written_in_a_marked_graph(na
     assert results_to_write(graph) == ([sin] if name == "sin_free" else [])
     graph.call_function(ATEN.cos.default, (sin,))
     assert results_to_write(graph) == []
-
-
-def test_each_of_several_results_of_a_loop_is_written() -> None:
-    graph = fx.Graph()
-    x = graph.placeholder("x")
-    both = graph.create_node(
-        "call_function", torch.ops.prims._low_memory_max_pool_with_offsets.default,
-        (x, [2, 2], [2, 2], [0, 0], [1, 1], False), name="pool_recompute_written",
-    )  # fmt: skip
-    for index in range(2):
-        graph.call_function(operator.getitem, (both, index)).meta["val"] = X
-    assert [n.name for n in results_to_write(graph)] == ["getitem", "getitem_1"]
 
 
 def test_a_graph_whose_order_is_not_held_is_left_alone() -> None:
@@ -227,9 +214,7 @@ def test_what_waits_can_be_put_in_order(kernels: list[Scheduled]) -> None:
 
 
 @given(st.lists(st.sampled_from([CALL, LOOP, SUM, NONE]), max_size=12))
-def test_kernels_wait_for_earlier_ones_and_loops_for_their_fences(
-    kernels: list[Scheduled],
-) -> None:
+def test_kernels_wait_for_earlier_ones_and_loops_for_their_fences(kernels: list[Scheduled]) -> None:
     after = fences(kernels)
     assert all(earlier < later for later, several in after.items() for earlier in several)
     calls = [i for i, kernel in enumerate(kernels) if kernel.is_call]
@@ -255,14 +240,6 @@ def most_at_once(loops: list[Footprint], ends: set[int]) -> int:
             live += sum(loop.allocated - loop.freed for loop in function)
             begin = place + 1
     return most
-
-
-def test_loops_share_a_function_where_nothing_must_be_freed_between_them() -> None:
-    made, small, last = Footprint(100, 0), Footprint(1, 1), Footprint(0, 100)
-    assert last_of_functions([made, small, last]) == set()
-    assert last_of_functions([small, made, small, last]) == {1}
-    assert last_of_functions([made, last, made, last]) == {1}
-    assert last_of_functions([]) == set()
 
 
 @given(st.lists(st.builds(Footprint, st.integers(0, 200), st.integers(0, 200)), max_size=10))
@@ -328,17 +305,6 @@ def test_a_copy_into_another_layout_is_the_last_loop_before_its_call() -> None:
 # --- the user's passes, and Inductor's cache ------------------------------------------------------
 
 
-def test_the_users_pass_runs_first() -> None:
-    ran: list[bool] = []
-
-    def theirs(graph: fx.Graph) -> None:
-        ran.append(not marked(graph))
-
-    graph = recomputing().backward.graph
-    WriteResults("1", theirs)(graph)
-    assert ran == [True]
-
-
 class Named:
     """A pass of the user's with a name for the cache."""
 
@@ -358,28 +324,5 @@ def test_the_cache_knows_the_version_and_the_users_pass(kind: Any) -> None:
     assert kind("1").uuid() != kind("2").uuid()
     assert kind("1", Named("a")).uuid() != kind("1", Named("b")).uuid()
     assert kind("1", Named("a")).uuid() != kind("1").uuid()
-
-
-@pytest.mark.parametrize("theirs", [Named(None), lambda graph: None], ids=["none", "no name"])
-def test_a_nameless_pass_of_the_users_keeps_the_graph_out_of_the_cache(theirs: Any) -> None:
-    assert WriteResults("1", theirs).uuid() is None
-
-
-@pytest.mark.parametrize("kind", [WriteResults, Fence])
-def test_the_passes_can_be_pickled(kind: Any) -> None:
+    assert kind("1", Named(None)).uuid() is None  # nothing is kept then
     assert pickle.loads(pickle.dumps(kind("1"))) == kind("1")
-
-
-def test_the_users_scheduler_pass_runs_first() -> None:
-    def theirs(nodes: list[Any]) -> list[Any]:
-        return [*nodes, "theirs"]
-
-    nodes: list[Any] = []
-
-    class Recording(Fence):
-        def hold(self, seen: list[Any]) -> list[Any]:
-            nodes.extend(seen)
-            return seen
-
-    assert Recording("1", theirs)(["a"]) == ["a", "theirs"]
-    assert nodes == ["a", "theirs"]

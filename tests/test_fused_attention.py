@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import copy
 from collections.abc import Sequence
-from dataclasses import dataclass, field
+from dataclasses import replace
 from typing import Any
 
 import pytest
@@ -12,11 +12,6 @@ import torch
 from torch import Tensor, fx, nn
 
 import fxremat
-from fxremat.backend import fxremat as backend
-from fxremat.compat.compilers import compile_with_aot_eager, trace_as_inductor
-from fxremat.compat.partitioning import torch_partition
-from fxremat.compile.pipeline import prepare
-from fxremat.memory.measured_peak import measure_peak
 from fxremat.passes.joint_graph import JointGraph
 from fxremat.passes.variants import insertion
 from fxremat.passes.variants.attention import fused
@@ -35,8 +30,11 @@ from tests.attentions import (
     wide_softmax,
 )
 from tests.conftest import Golden
-from tests.graphs import capture, on_cuda, train
-from tests.row_sites import assert_close, in_double, keep_inputs, run_on
+from tests.end_to_end import compiled_by_fxremat, least, measured, observed
+from tests.fuzz.stand_ins import check_sites
+from tests.fuzz.steps import attention, in_dtype
+from tests.graphs import capture, on_cuda
+from tests.row_sites import assert_close, run_on
 
 pytestmark = pytest.mark.usefixtures("fresh")
 
@@ -44,63 +42,6 @@ pytestmark = pytest.mark.usefixtures("fresh")
 # --- running them --------------------------------------------------------------------------------
 
 TOLERANCES = {torch.float64: 1e-12, torch.float32: 1e-5, torch.bfloat16: 4e-2, torch.float16: 6e-3}
-
-
-@dataclass
-class Taken:
-    """A partition function that takes all sites of the rule."""
-
-    fused: bool
-    names: list[str] = field(default_factory=list)
-    before: JointGraph = field(init=False)
-    joint: JointGraph = field(init=False)
-    inputs: dict[str, Any] = field(default_factory=dict)
-    """What the step is given, by the names of nodes."""
-
-    def __call__(
-        self, module: fx.GraphModule, joint_inputs: Any, *, num_fwd_outputs: int, **kwargs: Any
-    ) -> Any:
-        """Called with the joint graph."""
-        self.before = prepare(module, num_fwd_outputs)
-        sites = insertion.find_sites(self.before, RULES)
-        self.names = [site.name for site in sites]
-        for form in insertion.insert_all(self.before, sites).inserted:
-            for old, new in form.stand_ins.items():
-                one, other = old.meta["val"], new.meta["val"]
-                assert (one.shape, one.stride(), one.dtype) == (
-                    other.shape, other.stride(), other.dtype
-                )  # fmt: skip
-        self.joint = insertion.take(self.before, sites)
-        module, kwargs["num_fwd_outputs"] = copy.copy(self.joint.module), num_fwd_outputs
-        halves = torch_partition(module, joint_inputs, **kwargs)
-        for half in halves:
-            keep_inputs(half.graph, self.inputs)
-        return halves
-
-    def compiled(self, function: Function) -> Function:
-        """``function``, run node by node."""
-
-        def run(gm: fx.GraphModule, inputs: Sequence[Any]) -> Function:
-            if self.fused:
-                return trace_as_inductor(gm, inputs, {}, self)
-            return compile_with_aot_eager(gm, inputs, self)
-
-        torch._dynamo.reset()
-        return torch.compile(function, backend=run)
-
-
-class Checked(fx.Interpreter):
-    """New tensors have the sizes, strides and types that the graph says."""
-
-    def run_node(self, n: fx.Node) -> Any:
-        found, said = super().run_node(n), n.meta.get("val")
-        if isinstance(said, Tensor) and "_attention_" in n.name:
-            assert found.shape == said.shape, n
-            # torch 2.11 says float32 of the logarithms of sums in float64
-            assert found.dtype in (said.dtype, torch.float64), n
-            strides = zip(found.shape, found.stride(), said.stride(), strict=True)
-            assert all(size == 1 or one == other for size, one, other in strides), n
-        return found
 
 
 def targets(joint: JointGraph) -> list[str]:
@@ -136,26 +77,19 @@ def squared(function: Function) -> Function:
 
 @pytest.mark.parametrize(("name", "kind", "fused"), ROWS)
 def test_values_and_gradients(name: str, kind: str, fused: bool) -> None:
+    """As near to float64 as the graph that it was; every stand-in lies where its value lay."""
     dtype = getattr(torch, kind)
-    function, inputs = squared(CASES[name][0]), CASES[name][1]
-    given = inputs(dtype)
-    exact = train(in_double(function), [in_double(x) for x in given])
-    seen = Taken(fused)
-    after = train(function, given, seen.compiled)
-    assert len(seen.names) == 1
-    assert_kernel_alone(seen.joint)
-    for one, best in zip(
-        (*after.results, *after.gradients), (*exact.results, *exact.gradients), strict=True
-    ):
-        assert_close(one, best, TOLERANCES[dtype])
-    for one, other in zip(
-        run_on(seen.joint, seen.inputs), run_on(seen.before, seen.inputs), strict=True
-    ):
+    step = attention(name, dtype)
+    step = replace(step, function=squared(step.function), as_inductor=fused)
+    seen, exact = step.traced(), in_dtype(step, torch.float64).traced()
+    (site,) = insertion.find_sites(seen.joint, RULES)
+    check_sites(seen, [site])
+    taken = insertion.take(seen.joint, [site])
+    assert_kernel_alone(taken)
+    values = (run_on(each, seen.inputs) for each in (taken, seen.joint))
+    for one, other, best in zip(*values, exact.values(exact.joint), strict=True):
         assert_close(one, other, TOLERANCES[dtype])
-    values = [n.meta["val"] for n in (*seen.joint.primals, *seen.joint.tangents)]
-    with torch.no_grad():
-        Checked(seen.joint.module).run(*[torch.empty_strided(
-            v.shape, v.stride(), dtype=v.dtype).fill_(1) for v in values])  # fmt: skip
+        assert_close(one, best, TOLERANCES[dtype])
 
 
 def test_lossy_where_a_mask_could_leave_a_row_without_keys() -> None:
@@ -251,37 +185,17 @@ class Block(nn.Module):
         return y.square().mean()
 
 
-def observed(model: nn.Module, call: Function, x: Tensor) -> list[Tensor]:
-    """Loss, gradients and parameters of a step."""
-    torch.manual_seed(0)
-    optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
-    loss: Tensor = call(x)
-    loss.backward()  # type: ignore[no-untyped-call]
-    gradients = [p.grad.clone() for p in model.parameters() if p.grad is not None]
-    optimizer.step()
-    return [loss.detach(), *gradients, *(p.detach() for p in model.parameters())]
-
-
 def test_the_whole_way() -> None:
-    model, x = Block(), torch.randn(6, 192, 32)
+    model, inputs = Block(), (torch.randn(6, 192, 32),)
     twin = copy.deepcopy(model)
     options: dict[str, Any] = {"executor": "aot_eager", "solver": "greedy"}
-    options["variants"] = ["fused_attention"]
-    with pytest.raises(fxremat.InfeasibleBudget) as caught:
-        fxremat.explain(model, x, memory_budget="1MiB", options=options)
-    budget = caught.value.minimum_bytes
-    assert budget is not None
-    with pytest.raises(fxremat.InfeasibleBudget) as caught:
-        fxremat.explain(model, x, memory_budget=budget, options={**options, "variants": "none"})
-    assert caught.value.minimum_bytes is not None
-    assert budget < 0.8 * caught.value.minimum_bytes
-    call = torch.compile(model, backend=backend, options={**options, "memory_budget": budget})
-    for one, other in zip(observed(model, call, x), observed(twin, twin, x), strict=True):
+    budget = least(model, inputs, variants=["fused_attention"], **options)
+    assert budget < 0.8 * least(model, inputs, variants="none", **options)
+    call = compiled_by_fxremat(model, variants=["fused_attention"], memory_budget=budget, **options)
+    for one, other in zip(observed(model, call, inputs), observed(twin, twin, inputs), strict=True):
         torch.testing.assert_close(one, other, rtol=2e-5, atol=1e-6)
-    rows = [row.what for row in fxremat.reports()[-1].variants]
-    assert any("fused_attention" in row for row in rows)
-    model.zero_grad()
-    assert measure_peak(lambda: call(x).backward(), held=(model, x)).peak_bytes <= budget
+    assert any("fused_attention" in row.what for row in fxremat.reports()[-1].variants)
+    assert measured(model, call, inputs) <= budget
 
 
 @pytest.mark.parametrize(

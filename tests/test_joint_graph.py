@@ -99,8 +99,7 @@ RANDOM = {
     "attention": call(ATEN._scaled_dot_product_flash_attention_for_cpu.default, KEY, KEY, KEY, 0.0),
 }
 RANDOM["attention with dropout"] = RANDOM["attention"].graph.call_function(
-    ATEN._scaled_dot_product_flash_attention.default,
-    (*RANDOM["attention"].args[:3], 0.5),
+    ATEN._scaled_dot_product_flash_attention.default, (*RANDOM["attention"].args[:3], 0.5)
 )
 RANDOM["attention, dropout by name"] = RANDOM["attention"].graph.call_function(
     ATEN._scaled_dot_product_flash_attention.default,
@@ -145,43 +144,32 @@ class _Tag:
     name = "MUST_SAVE"
 
 
-def test_what_the_user_saves_does_not_run_again() -> None:
-    node = call(ATEN.sin.default, X)
-    assert is_repeatable(node, frozenset())
-    node.meta["recompute"] = _Tag()
-    assert not is_repeatable(node, frozenset())
-
-
-def test_a_view_that_the_user_saves_costs_nothing_to_run_again() -> None:
-    node = call(ATEN.t.default, X)
-    node.meta["recompute"] = _Tag()
-    assert is_repeatable(node, frozenset())
-
-
-def test_reading_what_the_step_overwrites_is_not_repeatable() -> None:
-    node = call(ATEN.sin.default, X)
-    (source,) = node.all_input_nodes
-    assert not is_repeatable(node, frozenset({source}))
-
-
 @pytest.mark.parametrize(
     "node",
-    [
-        call(torch.ops.fxremat_tests.triple.default, X),
-        OTHERS["copy_"],
-        call(torch.sin, X),
-    ],
+    [call(torch.ops.fxremat_tests.triple.default, X), OTHERS["copy_"], call(torch.sin, X)],
     ids=["custom op", "copy_", "python function"],
 )
 def test_what_has_effects_or_is_unknown_does_not_run_again(node: fx.Node) -> None:
     assert not is_repeatable(node, frozenset())
 
 
-def test_a_call_whose_size_only_running_tells_does_not_run_again() -> None:
-    node = call(ATEN.nonzero.default, X)
-    assert is_repeatable(node, frozenset())
-    node.meta["unbacked_bindings"] = {"u0": ()}
-    assert not is_repeatable(node, frozenset())
+@pytest.mark.parametrize(
+    ("target", "meta", "repeatable"),
+    [
+        (ATEN.sin.default, {}, True),
+        (ATEN.sin.default, {"recompute": _Tag()}, False),
+        (ATEN.t.default, {"recompute": _Tag()}, True),  # a view costs nothing
+        (ATEN.nonzero.default, {}, True),
+        (ATEN.nonzero.default, {"unbacked_bindings": {"u0": ()}}, False),  # only running tells
+    ],
+)
+def test_what_may_run_again(target: Any, meta: dict[str, Any], repeatable: bool) -> None:
+    node = call(target, X)
+    node.meta.update(meta)
+    assert is_repeatable(node, frozenset()) is repeatable
+    if not is_view(node):
+        (source,) = node.all_input_nodes
+        assert not is_repeatable(node, frozenset({source}))  # which the step overwrites
 
 
 def test_inputs_that_the_step_overwrites() -> None:

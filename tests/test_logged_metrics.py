@@ -1,4 +1,4 @@
-"""Numbers for loggers: names, units, and where each comes from."""
+"""Numbers for loggers: names, what they count in, and where each comes from."""
 
 from __future__ import annotations
 

@@ -27,7 +27,6 @@ from tests.variants import (
     shown,
     sites,
     small_values,
-    with_site,
 )
 
 MASKS, SIGNS, INDICES = RULES
@@ -157,23 +156,6 @@ def test_any_shape_and_order(shape: list[int], order: list[int]) -> None:
     assert least <= bits.numel() <= max(1.25 * x.numel() / 8, least)
 
 
-@pytest.mark.parametrize(
-    ("shape", "dim"),
-    [((32, 64, 8, 8), 0), ((4, 64, 32, 32), 1), ((2, 3, 16, 5), 2), ((4, 5, 8), 2), ((30, 16), 0),
-     ((100,), 0), ((9, 7), 1), ((7, 9), 0)],
-)  # fmt: skip
-def test_which_elements_share_a_byte(shape: tuple[int, ...], dim: int) -> None:
-    """Not neighbours in memory, unless it costs much; then as few bytes as can be."""
-    assert packed_bits.packed_dim(shape) == dim
-
-
-def test_bits_stand_in_order() -> None:
-    x = torch.zeros(16, 3, dtype=torch.bool)
-    x[0, 0] = x[6, 0] = x[3, 2] = x[15, 2] = True  # byte j has the elements j, j + 2, j + 4, ...
-    bits, _ = calls(x, packed_and_back)
-    assert bits.tolist() == [[0b1001, 0, 0], [0, 0, 0b10000010]]
-
-
 def test_channels_last() -> None:
     x = leaf(2, 3, 5, 7).detach().to(memory_format=torch.channels_last).requires_grad_()
     joint, where = found(SIGNS, lambda x: F.relu(x * 2).sum(), x)
@@ -216,15 +198,6 @@ def test_indices_without_a_range_are_left() -> None:
     assert where == []
 
 
-@pytest.mark.parametrize(
-    ("size", "dtype"),
-    [(0, torch.int8), (1, torch.int8), (128, torch.int8), (129, torch.uint8), (256, torch.uint8),
-     (257, torch.int16), (32769, torch.int32), (2**31 + 1, None)],
-)  # fmt: skip
-def test_the_narrowest_type(size: int, dtype: torch.dtype | None) -> None:
-    assert packed_bits.narrow_dtype((0, max(size - 1, 0)), torch.int64) == dtype
-
-
 @pytest.mark.parametrize("size", [128, 129, 256, 257])
 def test_the_largest_index_fits(size: int) -> None:
     x = torch.arange(float(size)).expand(3, size).contiguous().requires_grad_()
@@ -256,13 +229,6 @@ def test_through_inductor(rule: Rule) -> None:
         inductor_with(function, taken)(x).sum().backward()
     assert 0 < taken.bytes_after < taken.bytes_before
     torch.testing.assert_close(x.grad, expected)
-
-
-def test_nothing_changes_where_nobody_takes_a_site() -> None:
-    joint, where = found(SIGNS, lambda x: F.relu(x.sin()), leaf(4, 4))
-    before = str(joint.module.graph)
-    with_site(joint, *where)
-    assert str(joint.module.graph) == before
 
 
 def test_sign_mask_of_a_relu(golden: Golden) -> None:

@@ -19,10 +19,10 @@ from fxremat import planner
 from fxremat.compat.configuration import inductor_config
 from fxremat.core.check import check
 from fxremat.core.plan import Plan
-from fxremat.core.problem import Problem, problem_to_json
+from fxremat.core.problem import Problem
 from fxremat.planner import SolverOptions
 from fxremat.planner.deadline import interruptible
-from fxremat.planner.plan_cache import PlanCache, digest
+from fxremat.planner.plan_cache import PlanCache
 from fxremat.planner.plans import make_plan
 from fxremat.whatif.explanation import Explanation
 from tests import strategies
@@ -197,23 +197,6 @@ def test_what_was_interrupted_is_not_kept(tmp_path: Path, problem: Problem) -> N
         os.kill(os.getpid(), signal.SIGINT)
         ask(tmp_path, problem)
     assert not list(tmp_path.glob("*"))
-
-
-def test_the_problem_is_written_out_once(
-    problem: Problem, monkeypatch: pytest.MonkeyPatch, tmp_path: Path
-) -> None:
-    calls = []
-
-    def to_json(problem: Problem) -> dict[str, Any]:
-        calls.append(problem)
-        return problem_to_json(problem)
-
-    digest.cache_clear()
-    monkeypatch.setattr("fxremat.planner.plan_cache.problem_to_json", to_json)
-    for budget in range(20, 30):
-        ask(tmp_path, problem, budget_bytes=budget)
-    assert len(calls) == 1
-    assert digest(problem) == digest(phased_chain(8))
 
 
 @pytest.fixture

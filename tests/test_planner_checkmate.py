@@ -18,13 +18,16 @@ from fxremat.planner.deadline import Deadline
 from fxremat.planner.indexed_problem import build_model
 from fxremat.planner.local import greedy
 from fxremat.planner.local.pareto_front import steps_of
-from fxremat.planner.milp import checkmate
-from fxremat.planner.milp.checkmate import TooManyRuns, solve, solve_pruned
-from fxremat.planner.milp.checkmate_rows import build_programme
 from fxremat.planner.milp.highs import Milp, Status
-from fxremat.planner.milp.rerun_candidates import all_runs, near_runs
-from fxremat.planner.milp.warm_start import extra_runs_of, start_values, without_unread
 from fxremat.planner.options import Progress, SolverOptions
+from fxremat.planner.published.checkmate import checkmate
+from fxremat.planner.published.checkmate.checkmate import TooManyRuns, solve, solve_pruned
+from fxremat.planner.published.checkmate.programme import build_programme, start_values
+from fxremat.planner.published.known_schedule import (
+    all_runs,
+    extra_runs_of,
+    without_unread,
+)
 from tests import brute
 from tests.brute import plain
 from tests.budgets import budget_between, fits
@@ -233,12 +236,6 @@ def test_a_start_is_used_and_improved(monkeypatch: pytest.MonkeyPatch) -> None:
     assert stopped.steps == slow.steps
 
 
-def test_a_start_that_the_programme_does_not_allow() -> None:
-    model = build_model(unphased_chain(5))
-    programme = build_programme(model, 17, near_runs(model, 1), range(model.n))
-    assert start_values(programme, [(0, 8)]) is None
-
-
 def test_progress_and_no_limit_on_time() -> None:
     told: list[Progress] = []
     plan = solve(unphased_chain(8), 14, SolverOptions(progress=told.append))
@@ -252,22 +249,8 @@ def test_progress_and_no_limit_on_time() -> None:
         assert progress.time_us >= plan.time_us
 
 
-@pytest.mark.parametrize("run", [solve, solve_pruned])
-def test_same_problem_same_plan(run: Solver) -> None:
-    first, second = (run(unphased_chain(8), 15, SolverOptions()) for _ in range(2))
-    assert first.steps == second.steps
-
-
-@pytest.mark.parametrize("run", [solve, solve_pruned])
-def test_nothing_to_decide(run: Solver) -> None:
-    problem = unphased_chain(3)
-    assert run(problem, None, SolverOptions()).steps == problem.base_steps()
-    empty = Problem("empty", (Value("w", 3),), (), resident=("w",))
-    assert run(empty, 1, SolverOptions()).peak_bytes == 3
-
-
 def test_too_large_for_the_full_programme(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr("fxremat.planner.milp.tuning.CHECKMATE_MOST_RUNS", 3)
+    monkeypatch.setattr("fxremat.planner.published.checkmate.checkmate.MOST_RUNS", 3)
     with pytest.raises(TooManyRuns, match="use solver 'checkmate_pruned'"):
         solve(unphased_chain(5), 13, SolverOptions())
     assert solve_pruned(unphased_chain(5), 13, SolverOptions()).peak_bytes <= 13

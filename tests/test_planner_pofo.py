@@ -16,11 +16,11 @@ from fxremat.core.check import check
 from fxremat.core.plan import Plan
 from fxremat.core.problem import Copies, Op, Problem, Value, validate
 from fxremat.core.timeline import replay
-from fxremat.planner.clusters.chain import NotAChain
 from fxremat.planner.moves.offload import movable
 from fxremat.planner.moves.transfers import Fetch, Item, place
 from fxremat.planner.options import SolverOptions
-from fxremat.planner.published import pofo, rockmate, rotor
+from fxremat.planner.published.chains import pofo, rockmate, rotor
+from fxremat.planner.published.chains.chain import NotAChain
 from tests import chains, strategies
 from tests.examples import examples
 
@@ -272,22 +272,6 @@ def test_a_chain_of_fifty_takes_seconds() -> None:
     plan = solved(problem, part_of(problem, 0.3))
     assert time.process_time() - started < 20
     assert plan.time_us < rotor.solve(problem, part_of(problem, 0.3), OPTIONS).time_us
-
-
-def test_no_time_leaves_keep_all() -> None:
-    problem = net(8)
-    plan = planner.solve(problem, 507, "pofo", SolverOptions(time_limit_s=0.0))
-    assert plan.steps == problem.base_steps()
-
-
-def test_the_same_plan_every_time() -> None:
-    assert solved(net(9, 3.0), 507).steps == solved(net(9, 3.0), 507).steps
-
-
-def test_no_chain_is_refused_with_advice() -> None:
-    problem = replace(chains.skipping(), copies=Copies(1.0, 1.0))
-    with pytest.raises(NotAChain, match=r"not a chain of blocks.*'auto' or 'hrockmate'"):
-        planner.solve(problem, 10, "pofo")
 
 
 def test_weights_in_host_memory_are_refused_with_advice() -> None:

@@ -10,12 +10,12 @@ from hypothesis import given
 from fxremat.core.check import check
 from fxremat.core.problem import Problem
 from fxremat.core.timeline import replay
-from fxremat.planner.clusters.chain import Block, Chain, NotAChain, find_chain
 from fxremat.planner.deadline import Deadline
 from fxremat.planner.options import SolverOptions
-from fxremat.planner.published import block_options, rockmate, rotor
-from fxremat.planner.published.block_options import BlockOptions, held_options, pareto, shape
-from fxremat.planner.published.chain_costs import BlockOption, keep_all, option_cost
+from fxremat.planner.published.chains import block_options, rockmate, rotor
+from fxremat.planner.published.chains.block_options import BlockOptions, held_options, pareto, shape
+from fxremat.planner.published.chains.chain import Block, Chain, NotAChain, find_chain
+from fxremat.planner.published.chains.chain_costs import BlockOption, keep_all, option_cost
 from tests import brute, chains, strategies
 from tests.examples import examples
 
@@ -116,14 +116,3 @@ def test_dominated_options_are_left_out() -> None:
     kept = pareto(chain, block, [keep_all(block), wasteful, twice, once])
     assert keep_all(block) in kept
     assert twice not in kept
-
-
-def test_no_time_leaves_keep_all() -> None:
-    problem = chains.blocks(4)
-    plan = rockmate.solve(problem, 0, SolverOptions(time_limit_s=0.0))
-    assert plan.steps == problem.base_steps()
-
-
-def test_no_chain_is_refused_with_advice() -> None:
-    with pytest.raises(NotAChain, match="'auto' or 'hrockmate'"):
-        rockmate.solve(chains.skipping(), 10, OPTIONS)

@@ -11,12 +11,12 @@ from hypothesis import given
 from fxremat.core.check import check
 from fxremat.core.problem import Op, Problem, Value, validate
 from fxremat.core.timeline import replay
-from fxremat.planner.clusters.chain import NotAChain, find_chain
 from fxremat.planner.deadline import Deadline
 from fxremat.planner.options import SolverOptions
-from fxremat.planner.published import rotor
-from fxremat.planner.published.chain_costs import block_costs, keep_all
-from fxremat.planner.published.rotor_table import Table
+from fxremat.planner.published.chains import rotor
+from fxremat.planner.published.chains.chain import NotAChain, find_chain
+from fxremat.planner.published.chains.chain_costs import block_costs, keep_all
+from fxremat.planner.published.chains.rotor_table import Table
 from tests import brute, chains, strategies
 from tests.examples import examples
 
@@ -88,13 +88,6 @@ def test_less_memory_never_takes_less_time(problem: Problem) -> None:
         assert small.peak_bytes <= large.peak_bytes
 
 
-def test_no_budget_keeps_all() -> None:
-    problem = chains.homogeneous(6)
-    plan = rotor.solve(problem, None, OPTIONS)
-    assert plan.steps == problem.base_steps()
-    assert plan.budget_bytes is None
-
-
 def test_least_peak_where_nothing_fits() -> None:
     problem = chains.homogeneous(6)
     plan = rotor.solve(problem, 1, OPTIONS)
@@ -136,12 +129,6 @@ def test_a_long_chain_takes_seconds() -> None:
 def test_a_chain_of_many_blocks_is_made_coarser() -> None:
     chain = find_chain(chains.homogeneous(150))
     assert len(rotor.coarser(chain, 100).blocks) <= 100
-
-
-def test_no_time_leaves_keep_all() -> None:
-    problem = chains.homogeneous(8)
-    plan = rotor.solve(problem, 0, SolverOptions(time_limit_s=0.0))
-    assert plan.steps == problem.base_steps()
 
 
 def test_a_value_read_early_stays_until_then() -> None:

@@ -9,8 +9,8 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from fxremat.core.step import Step, StepPoint, Version
+from fxremat.planner.constants import NOT_SEEN
 from fxremat.planner.step_versions import fastest, lowest, not_beaten
-from fxremat.planner.tuning import UNITS_NOT_SEEN
 
 bytes_ = st.integers(0, 60)
 versions = st.builds(Version, st.integers(1, 40).map(float), bytes_, bytes_, bytes_)
@@ -48,7 +48,7 @@ def test_the_fastest_within_the_budget(step: Step, budget: int, most: int) -> No
     assert (found is None) == (not within)
     if found is not None:
         assert found in within
-        assert step.time_us(found) <= min(map(step.time_us, within)) * (1 + UNITS_NOT_SEEN) * 1.002
+        assert step.time_us(found) <= min(map(step.time_us, within)) * (1 + NOT_SEEN) * 1.002
 
 
 @given(steps(), st.integers(1, 2))

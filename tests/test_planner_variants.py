@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 from dataclasses import replace
-from typing import Any
 
 import pytest
 from hypothesis import given
@@ -15,8 +14,7 @@ from fxremat.planner import SOLVERS, SolverOptions, solve
 from fxremat.planner.deadline import Deadline
 from fxremat.planner.local import greedy
 from fxremat.planner.plan_cache import PlanCache
-from fxremat.planner.variants import choose_and_plan
-from fxremat.planner.variants.all_variants import AllVariants, combine
+from fxremat.planner.variants.all_variants import combine
 from fxremat.planner.variants.choice_milp import ChoiceMilp
 from tests.examples import examples
 from tests.strategies import problems_with_variants
@@ -221,40 +219,6 @@ def test_a_poor_choice_is_improved(monkeypatch: pytest.MonkeyPatch) -> None:
     assert plan.time_us == best.time_us
 
 
-@pytest.mark.parametrize(("part", "improved"), [(0.0, True), (0.5, False), (0.95, True)])
-def test_a_choice_far_over_its_budget_is_not_improved(
-    part: float, improved: bool, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    """It would stay over it; what asks for the least peak, with a budget of 0, is."""
-    problem = layers(4)
-    lowest = solve(problem, 0).peak_bytes
-    asked = []
-    improve = choose_and_plan._VariantSearch._improve
-
-    def spy(self: Any, combined: AllVariants) -> None:
-        asked.append(1)
-        improve(self, combined)
-
-    monkeypatch.setattr(choose_and_plan._VariantSearch, "_improve", spy)
-    solve(problem, int(part * lowest))
-    assert bool(asked) == improved
-
-
-def test_equal_variants_tell_for_each_other(monkeypatch: pytest.MonkeyPatch) -> None:
-    """Where nothing is gained, a deep net of equal layers takes no more tries than a shallow."""
-    tries = []
-    for count in (4, 12):
-        search = choose_and_plan._VariantSearch(
-            layers(count), 350, lambda left, _: greedy.quick(left, 350, NO_LIMIT), Deadline(None)
-        )
-        combined = combine(search.problem)
-        search._try(search._names(combined, list(combined.usable)))
-        before = len(search.tried_choices)
-        search._improve(combined)
-        tries.append(len(search.tried_choices) - before)
-    assert tries[1] <= tries[0] + 1
-
-
 def one_wide_layer(count: int) -> Problem:
     """Each backward could do with less scratch memory, and that of the first layer makes the peak.
 
@@ -288,7 +252,7 @@ def test_the_least_peak_is_found_where_one_op_makes_it(
     """Also where fewer variants can be tried than there are: the one at the peak comes first."""
     problem = one_wide_layer(12)
     most = int(part * len(problem.ops) * len(problem.variants))
-    monkeypatch.setattr("fxremat.planner.variants.tuning.SEARCH_TRIED_OPS", most)
+    monkeypatch.setattr("fxremat.planner.constants.TRIED_OPS", most)
     plan = solve(problem, 0, "greedy")
     assert "less0" in plan.variants
     assert plan.peak_bytes < solve(take(problem, ()), 0, "greedy").peak_bytes

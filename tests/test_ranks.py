@@ -2,10 +2,9 @@
 
 from __future__ import annotations
 
-import json
-import os
 import time
 from datetime import timedelta
+from functools import partial
 from pathlib import Path
 from types import SimpleNamespace
 from typing import Any
@@ -16,8 +15,6 @@ from torch import nn
 
 import fxremat
 from fxremat.compat.distributed.ranks import (
-    has_within,
-    is_a_rank,
     is_collective,
     job_store,
     ranks_together,
@@ -25,7 +22,7 @@ from fxremat.compat.distributed.ranks import (
 from fxremat.compile import ranks, session
 from fxremat.errors import GraphsDiffer, RankMissing
 from fxremat.sizes import MIB
-from tests.ranks import spawned
+from tests.ranks import on_ranks
 from tests.small import Stack
 
 if not torch.distributed.is_available():
@@ -36,22 +33,6 @@ from torch.distributed.tensor.parallel import ColwiseParallel, RowwiseParallel, 
 
 WIDTH, ROWS = 64, 512
 OPTIONS: dict[str, Any] = {"executor": "aot_eager", "solver": "greedy", "rank_timeout": 20.0}
-
-
-def joined(rank: int, folder: str, count: int) -> None:
-    """This process as a rank of a job on the loopback address."""
-    os.environ["GLOO_SOCKET_IFNAME"] = "lo"
-    torch.set_num_threads(1)
-    store = f"file://{folder}/store"
-    distributed.init_process_group("gloo", init_method=store, rank=rank, world_size=count)
-
-
-def say(rank: int, folder: str, **found: Any) -> None:
-    (Path(folder) / f"rank{rank}.json").write_text(json.dumps(found))
-
-
-def heard(folder: Path, count: int) -> list[dict[str, Any]]:
-    return [json.loads((folder / f"rank{rank}.json").read_text()) for rank in range(count)]
 
 
 def step_of(model: nn.Module, budget: int, **more: Any) -> float:
@@ -85,9 +66,8 @@ def parallel(*, more: bool = False) -> nn.Module:
     return parallelize_module(Parallel(more=more), mesh, plan)
 
 
-def one_plans(rank: int, folder: str) -> None:
+def one_plans(rank: int) -> dict[str, Any]:
     """Steps within several budgets; searches are counted."""
-    joined(rank, folder, 2)
     torch.manual_seed(0)
     model, searches = Stack(width=WIDTH, depth=6), list[int]()
     from fxremat.compile.search.search import Search
@@ -108,24 +88,21 @@ def one_plans(rank: int, folder: str) -> None:
     except Exception as error:
         cause: Any = getattr(error, "inner_exception", error)
         refused = cause.minimum_bytes
-    say(rank, folder, searches=len(searches), plans=plans, refused=refused)
     distributed.barrier()
-    distributed.destroy_process_group()
+    return {"searches": len(searches), "plans": plans, "refused": refused}
 
 
 @pytest.mark.slow
 def test_the_rank_that_asks_first_plans_for_all(tmp_path: Path) -> None:
     """Two budgets, one of them asked for twice, and one that is refused: three searches."""
-    spawned(one_plans, str(tmp_path), count=2)
-    first, second = heard(tmp_path, 2)
+    first, second = on_ranks(2, tmp_path, one_plans)
     assert first["searches"] + second["searches"] == 3
     assert first["plans"] == second["plans"]
     assert first["plans"]
     assert first["refused"] == second["refused"] > MIB
 
 
-def other_graph(rank: int, folder: str, ways: list[str]) -> None:
-    joined(rank, folder, 2)
+def other_graph(rank: int, ways: tuple[str, ...]) -> dict[str, Any]:
     said, budgets = [another_plan(rank)], list[int | None]()
     for way in ways:
         model = parallel(more=way == "another" and rank == 1)
@@ -139,8 +116,7 @@ def other_graph(rank: int, folder: str, ways: list[str]) -> None:
             cause: Any = getattr(error, "inner_exception", error)
             said.append(f"{type(cause).__name__}: {cause}")
         assert time.monotonic() - begin < 30
-    say(rank, folder, said=said, budgets=budgets, together=ranks_of_a_collective())
-    distributed.destroy_process_group()
+    return {"said": said, "budgets": budgets, "together": ranks_of_a_collective()}
 
 
 def another_plan(rank: int) -> str:
@@ -167,10 +143,11 @@ def ranks_of_a_collective() -> list[int]:
     return list(ranks_together(gm, [torch.ones(2)]))
 
 
+@pytest.mark.slow
 def test_ranks_that_compile_different_graphs_say_so(tmp_path: Path) -> None:
     """On all of them, in a graph with collectives; and where one of them compiles none."""
-    spawned(other_graph, str(tmp_path), ["same", "another", "none"], count=2)
-    found = heard(tmp_path, 2)
+    work = partial(other_graph, ways=("same", "another", "none"))
+    found = on_ranks(2, tmp_path, work)
     first, second = (each["said"] for each in found)
     assert [each["together"] for each in found] == [[0, 1], [0, 1]]
     assert [each["budgets"][0] for each in found] == [999 * MIB, 999 * MIB]
@@ -186,9 +163,8 @@ def test_ranks_that_compile_different_graphs_say_so(tmp_path: Path) -> None:
     assert second[2] == ""
 
 
-def dying(rank: int, folder: str) -> None:
+def dying(rank: int) -> list[str]:
     """The rank that plans fails, then is gone; then the store cannot be written."""
-    joined(rank, folder, 2)
     session.STATE.rank_timeout = 2.0
     said = []
 
@@ -208,17 +184,15 @@ def dying(rank: int, folder: str) -> None:
             with pytest.raises(RankMissing) as missing:
                 ranks.shared_answer("plan", question, vanish)
             said.append(str(missing.value))
-    say(rank, folder, said=said)
     distributed.barrier()
-    distributed.destroy_process_group()
+    return said
 
 
 def test_a_rank_that_fails_while_it_plans_is_not_waited_for(tmp_path: Path) -> None:
-    spawned(dying, str(tmp_path), count=2)
-    _, second = heard(tmp_path, 2)
-    assert "no plan came from rank 0: MemoryError: out of memory" in second["said"][0]
-    assert "no plan came from another rank within 2 s" in second["said"][1]
-    assert "rank_timeout" in second["said"][1]
+    _, second = on_ranks(2, tmp_path, dying)
+    assert "no plan came from rank 0: MemoryError: out of memory" in second[0]
+    assert "no plan came from another rank within 2 s" in second[1]
+    assert "rank_timeout" in second[1]
 
 
 class _Store:
@@ -252,25 +226,6 @@ def test_a_store_that_fails_is_named(
         ranks._received(_Store(claims=True), "plan", "answer", None)
 
 
-def test_a_key_is_waited_for() -> None:
-    group: Any = distributed
-    store = group.HashStore()
-    begin = time.monotonic()
-    assert not has_within(store, "key", 0.1)
-    assert time.monotonic() - begin < 5
-    store.set("key", "value")
-    assert has_within(store, "key", 0.1)
-    with pytest.raises(ConnectionError, match="connection reset"):
-        has_within(_Store(claims=True), "key", 0.1)
-
-
-def test_alone_nobody_is_asked() -> None:
-    assert not is_a_rank()
-    assert ranks.shared_answer("plan", "question", lambda: 7) == 7
-    gm = torch.fx.symbolic_trace(nn.Linear(2, 2))
-    assert ranks_together(gm, [torch.ones(2)]) == ()
-
-
 def test_a_digest_is_the_same_on_all_devices() -> None:
     def graph(device: str) -> str:
         made = torch.fx.Graph()
@@ -279,14 +234,3 @@ def test_a_digest_is_the_same_on_all_devices() -> None:
 
     assert graph("cuda:0") == graph("cuda:3") == graph("cuda")
     assert graph("cpu") != graph("cuda")
-
-
-def test_messages() -> None:
-    both = GraphsDiffer(0, (1, 2), {0: "5 nodes", 1: "6 nodes", 2: "7 nodes"})
-    assert "ranks 1, 2 compile another graph than rank 0" in str(both)
-    assert "rank 2: 7 nodes" in str(both)
-    assert "TORCH_LOGS=graph_code" in str(both)
-    plans = GraphsDiffer(0, (1,), {0: "5 steps", 1: "6 steps"}, "plan")
-    assert "rank 1 compiles another plan than rank 0" in str(plans)
-    assert "TORCHINDUCTOR_CACHE_DIR" in str(plans)
-    assert "no plan came from another rank within 5 s" in str(RankMissing("plan", 5.0))

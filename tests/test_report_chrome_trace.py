@@ -16,10 +16,10 @@ from fxremat.report.chrome_trace import OPS, TO_DEVICE, TO_HOST, chrome_trace
 from fxremat.report.report import Report
 from fxremat.report.snapshot import memory_snapshot
 from tests.small import Stack, seeded
-from tests.step_reports import check_trace_format, moving, planned, rehearsed
+from tests.step_reports import check_trace_format, counted, moving, planned
 
 Event = dict[str, Any]
-every_report = pytest.mark.parametrize("make", [planned, rehearsed, moving])
+every_report = pytest.mark.parametrize("make", [planned, counted, moving])
 
 
 def events_of(*reports: Report) -> list[Event]:

@@ -14,7 +14,7 @@ from hypothesis import given
 import fxremat
 from fxremat import planner
 from fxremat.core.json_data import from_data, to_data
-from fxremat.core.problem import Op, Problem, Value
+from fxremat.core.problem import Problem
 from fxremat.report.front import Front, Point, front_of, together, undominated
 from fxremat.report.report import Report
 from tests import strategies
@@ -127,19 +127,6 @@ def test_graphs_together() -> None:
     assert both.points[-1].time_overhead == pytest.approx(11 / 5 - 1)
     assert (both.name, both.budget_bytes, both.peak_bound_bytes) == ("one, other", 9, 3)
     assert both.keep_all_peak_bytes == 10
-
-
-def test_no_graph() -> None:
-    assert together([]).points == ()
-    assert "0 plans" in str(together([]))
-    assert front_of(NOTHING, planner.front(NOTHING)).points == (Point(0, 0.0, 0.0),)
-
-
-def test_time_without_work() -> None:
-    """Ops that take no time: no overhead is a fraction of nothing."""
-    op = Op("op", (), ("v",), 0.0)
-    problem = Problem("free", (Value("v", 3),), (op,), outputs=("v",))
-    assert front_of(problem, planner.front(problem)).points == (Point(3, 0.0, 0.0),)
 
 
 @pytest.fixture(scope="module")

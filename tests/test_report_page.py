@@ -13,8 +13,7 @@ import torch
 
 import fxremat
 from fxremat.report.front import front_from_json
-from fxremat.report.page import page_of, title_of
-from fxremat.report.page.data import KINDS, OUTSIDE, page_data
+from fxremat.report.page import KINDS, OUTSIDE, page_data, page_of, title_of
 from fxremat.report.report import Report
 from tests.pages import EVIL, MIB, large_report, small_front, small_report
 from tests.small import Stack, seeded
@@ -84,7 +83,7 @@ def test_a_storage_that_is_taken_over_by_a_gradient_was_saved() -> None:
 
 
 def test_a_plan_has_one_name_for_all_copies_of_a_value() -> None:
-    """Where nothing was rehearsed, storages have the names of the problem."""
+    """Where no dry run was made, storages have the names of the problem."""
     report = small_report()
     named = {"gelu_recompute": "gelu", "to_device_view_moved_on_moved": "view_moved_on"}
     planned = [replace(one, value=named.get(one.value, one.value)) for one in report.lifetimes]
@@ -160,7 +159,7 @@ def test_graphs_and_front() -> None:
 
 
 @pytest.fixture(scope="module")
-def rehearsed() -> Any:
+def explained() -> Any:
     """A model with a graph break whose steps are those of Inductor's kernels."""
     torch._dynamo.reset()
     model, x = seeded(lambda: Stack(4, broken=True), 512, 32)
@@ -168,12 +167,12 @@ def rehearsed() -> Any:
     return fxremat.explain(model, x, memory_budget=least)
 
 
-def test_the_page_of_an_explanation(rehearsed: Any, tmp_path: Path) -> None:
+def test_the_page_of_an_explanation(explained: Any, tmp_path: Path) -> None:
     page = tmp_path / "step.html"
-    rehearsed.save_page(page, rehearsed.pareto())
+    explained.save_page(page, explained.pareto())
     data = embedded(page.read_text(encoding="utf-8"))
-    assert front_from_json(data["front"]) == rehearsed.pareto()
-    for graph, report in zip(data["graphs"], rehearsed.graphs, strict=True):
+    assert front_from_json(data["front"]) == explained.pareto()
+    for graph, report in zip(data["graphs"], explained.graphs, strict=True):
         assert graph["graph"] == report.graph
         assert sums(graph) == graph["timeline"]
         assert max(graph["timeline"]) == report.predicted_peak_bytes
@@ -182,10 +181,10 @@ def test_the_page_of_an_explanation(rehearsed: Any, tmp_path: Path) -> None:
         assert max(graph["keep_all_timeline"]) == report.keep_all_peak_bytes
 
 
-def test_copies_are_known_as_copies(rehearsed: Any) -> None:
+def test_copies_are_known_as_copies(explained: Any) -> None:
     """Those of values that are computed again; each is a copy of a value of the problem."""
-    for report in rehearsed.graphs:
+    for report in explained.graphs:
         again = {p.value for p in report.step.locations.values() if p.copy == "again"}
         assert again <= set(report.problem.bytes_of) | {op.name for op in report.problem.ops}
         assert bool(report.recomputed) == bool(again)
-    assert any(report.recomputed for report in rehearsed.graphs)
+    assert any(report.recomputed for report in explained.graphs)

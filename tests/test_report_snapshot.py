@@ -13,10 +13,9 @@ import pytest
 from torch.cuda import _memory_viz
 
 from fxremat.core.timeline import Lifetime
-from fxremat.report.report import Report
+from fxremat.report.report import Report, SourceLocation
 from fxremat.report.snapshot import memory_snapshot
-from fxremat.report.source_location import SourceLocation
-from tests.step_reports import altered, moving, planned, rehearsed, replayed, storage_bytes
+from tests.step_reports import altered, counted, moving, planned, replayed, storage_bytes
 
 READ_BY_THE_VIEWER = {
     "PROTO", "FRAME", "STOP", "MARK", "MEMOIZE", "BINGET", "LONG_BINGET", "BINPUT", "LONG_BINPUT",
@@ -24,7 +23,7 @@ READ_BY_THE_VIEWER = {
     "SHORT_BINUNICODE", "BINUNICODE", "EMPTY_LIST", "APPEND", "APPENDS", "LIST", "EMPTY_DICT",
     "SETITEM", "SETITEMS", "DICT", "EMPTY_TUPLE", "TUPLE", "TUPLE1", "TUPLE2", "TUPLE3",
 }  # fmt: skip
-every_report = pytest.mark.parametrize("make", [planned, rehearsed, moving])
+every_report = pytest.mark.parametrize("make", [planned, counted, moving])
 
 
 @every_report
@@ -43,7 +42,7 @@ def test_events_replayed(make: Callable[[], Report]) -> None:
 
 
 def test_it_is_the_timeline_of_the_kernels() -> None:
-    report = rehearsed()
+    report = counted()
     course, _ = replayed(memory_snapshot([report])["device_traces"][0])
     assert course == list(report.timeline[: len(course)])
     assert max(course) == max(report.timeline) == report.predicted_peak_bytes - report.held_bytes
@@ -68,10 +67,10 @@ def test_torch_reads_it(make: Callable[[], Report], tmp_path: Path) -> None:
 
 def test_the_viewer_reads_the_file(tmp_path: Path) -> None:
     """It has a reader of its own, which does not know all of pickle."""
-    rehearsed().save_snapshot(tmp_path / "step.pickle")
+    counted().save_snapshot(tmp_path / "step.pickle")
     found = {op.name for op, _, _ in pickletools.genops((tmp_path / "step.pickle").read_bytes())}
     assert found <= READ_BY_THE_VIEWER
-    events = memory_snapshot([rehearsed()])["device_traces"][0]
+    events = memory_snapshot([counted()])["device_traces"][0]
     assert "unknown" in {event.get("category") for event in events}
 
 

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import json
 import os
 from dataclasses import replace
 from pathlib import Path
@@ -13,7 +12,6 @@ import torch
 from torch import nn
 
 from fxremat.compile import session
-from fxremat.core.json_data import from_data, to_data
 from fxremat.core.plan import Plan
 from fxremat.core.problem import Op, Problem, Value
 from fxremat.cost.loop_rates import TRAFFIC
@@ -76,15 +74,6 @@ def test_report_summary_text(golden: Golden) -> None:
     golden(altered(replace(REPORT, from_cache=True), budget_bytes=None).summary())
 
 
-def test_report_there_and_back() -> None:
-    assert from_data(Report, json.loads(json.dumps(to_data(REPORT)))) == REPORT
-
-
-def test_sums_of_a_report() -> None:
-    assert REPORT.saved_bytes == 3 * MIB
-    assert REPORT.recomputed_bytes == 2 * MIB + 512
-
-
 # --- the store ------------------------------------------------------------------------------
 
 
@@ -132,11 +121,6 @@ def test_what_is_no_report_counts_as_none(text: str) -> None:
     session.store("key", REPORT)
     session.store_path("key").write_text(text, encoding="utf-8")
     assert session.load("key", 0) is None
-
-
-def test_digests_differ_by_every_part() -> None:
-    assert session.digest("a", 1) == session.digest("a", 1)
-    assert len({session.digest(*parts) for parts in (("a", 1), ("a", 2), ("b", 1), ("a",))}) == 4
 
 
 # --- the state ----------------------------------------------------------------------------------

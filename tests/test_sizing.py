@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable
 from dataclasses import dataclass, replace
 from types import SimpleNamespace
 from typing import Any
@@ -12,14 +11,7 @@ from hypothesis import strategies as st
 
 from fxremat.compile.dry_run.dry_run import AllocatorEvents, DryRun
 from fxremat.core.events import Allocate, Free
-from fxremat.whatif.largest_size import (
-    Point,
-    Way,
-    _by_line,
-    _in_dry_runs,
-    _largest_of_torch,
-    points_by_us,
-)
+from fxremat.whatif.largest_size import _in_dry_runs, _largest_of_torch
 from fxremat.whatif.symbolic_step import PeaksBySize
 
 
@@ -39,7 +31,7 @@ def shown(size: int, scores: int, kept: int, rounded: int = 1) -> DryRun:
 def test_polynomials_are_known_from_three_sizes(
     scores: int, kept: int, first: int, size: int
 ) -> None:
-    """Every event and every moment, and no further dry run is made."""
+    """Every event at every point, and no further dry run is made."""
     asked: list[int] = []
 
     def dry_run(size: int) -> DryRun:
@@ -91,13 +83,6 @@ def test_what_is_rounded_up_is_found_by_dry_runs() -> None:
     assert _largest_of_torch(steps, 1) is None
 
 
-def test_the_line_through_two_peaks_meets_the_budget() -> None:
-    assert _by_line({0: 100, 10: 200}, 1000) == 90
-    assert _by_line({0: 100, 10: 200, 50: 700}, 1000) == 74
-    assert _by_line({0: 100, 10: 100}, 1000) == 10
-    assert _by_line({0: 500, 10: 600}, 100) == 1
-
-
 @dataclass
 class Surprising:
     """A step of which each plan really takes a tenth more; at least 10 bytes of each size."""
@@ -127,65 +112,3 @@ def test_what_takes_more_than_expected_aims_lower_and_then_is_smaller() -> None:
     assert 50 < size <= 90
     assert peak <= 1000
     assert _in_dry_runs(at, 95, 94, 1000, 0) is None
-
-
-def test_far_below_what_does_not_fit_a_size_between_is_tried() -> None:
-    """Once, and where that does not fit either, the smaller one is named."""
-    log: list[tuple[int, int]] = []
-
-    def larger_from(limit: int) -> Callable[[int], Any]:
-        """A step that takes four times as much from a size on."""
-
-        def at(size: int) -> Any:
-            log.append((size, 0))
-            peak = 10 * size if size < limit else 40 * size
-            return SimpleNamespace(
-                quickest=lambda target: SimpleNamespace(
-                    peak_bytes=peak, time_us=1.0, dry_run_peak=lambda: peak
-                )
-            )
-
-        return at
-
-    assert _in_dry_runs(larger_from(80), 100, 0, 1000, 0) == (62, 620, 1.0)
-    assert [size for size, _ in log] == [100, 25, 62]
-    assert _in_dry_runs(larger_from(50), 100, 0, 1000, 0) == (25, 250, 1.0)
-    assert _in_dry_runs(larger_from(200), 100, 0, 1000, 0) == (100, 1000, 1.0)
-
-
-@dataclass(frozen=True)
-class Bent:
-    """A step that takes 300 bytes at least, and 10 of each size, and runs again what it must."""
-
-    size: int
-    part: float
-
-    def quickest(self, budget: int) -> Any:
-        peak = max(300, 10 * self.size) + int(500 * self.part)
-        return SimpleNamespace(peak_bytes=peak, time_us=1.0, dry_run_peak=lambda: peak)
-
-
-def test_guesses_end_where_they_are_near() -> None:
-    """The line through the first two peaks leads far beyond what fits."""
-    plain = SimpleNamespace(what="rows", expected_bytes=lambda size: 200 * size)
-    steps: Any = SimpleNamespace(plain=plain, at=lambda size, part=0.0: Bent(size, part))
-    by_torch: dict[Way, list[Point]] = {
-        "torch.compile": [Point("rows", "torch.compile", 2, 400, 1.0)],
-        "checkpointed blocks": [Point("rows", "checkpointed blocks", 60, 900, 1.0)],
-    }
-    found = points_by_us(steps, by_torch, 1000, 140)
-    assert [one.size for one in found] == [2, 60, 100]
-    by_torch["checkpointed blocks"] = [Point("rows", "checkpointed blocks", 6, 900, 1.0)]
-    assert [one.size for one in points_by_us(steps, by_torch, 1000, 140)] == [2, 6, 100]
-
-
-def test_fewer_blocks_are_kept_where_a_plan_does_not_fit() -> None:
-    """At 90 rows there is room for a hundred bytes; what few say of the whole is more."""
-    plain = SimpleNamespace(what="rows", expected_bytes=lambda size: 1010.0)
-    steps: Any = SimpleNamespace(plain=plain, at=lambda size, part=0.0: Bent(size, part))
-    by_torch: dict[Way, list[Point]] = {
-        "torch.compile": [Point("rows", "torch.compile", 2, 400, 1.0)],
-        "checkpointed blocks": [Point("rows", "checkpointed blocks", 90, 900, 1.0)],
-    }
-    [_, between, _] = points_by_us(steps, by_torch, 1000, 1)
-    assert (between.size, between.peak_bytes) == (90, 900)

@@ -1,4 +1,4 @@
-"""Events of a step, put together from those of its units and of what is outside of them."""
+"""Events of a step, put together from those of its parts and of what is outside of them."""
 
 from __future__ import annotations
 
@@ -21,7 +21,7 @@ from fxremat.core.events import (
     run_events_to_json,
 )
 from fxremat.core.step import Interface, Version
-from fxremat.memory.allocator import replay
+from fxremat.memory.allocator.caching import replay
 from fxremat.step.description import repeated_step
 from fxremat.step.events import StepEvents, composed, paired, repeated_outside
 from fxremat.step.versions import Offer, Part
@@ -33,7 +33,7 @@ BLOCK = RunEvents(
     results=("2",),
     incoming=(("5", 10),),
 )
-"""Of 7 bytes for a moment, 5 that are saved, and its result; with one weight of 2 bytes."""
+"""Of 7 bytes in between, 5 that are saved, and its result; with one weight of 2 bytes."""
 
 
 def live_after(step: StepEvents) -> list[int]:
@@ -130,7 +130,7 @@ def test_read_back_from_json() -> None:
 
 @st.composite
 def runs(draw: st.DrawFn, *, saves_result: bool = False) -> RunEvents:
-    """A unit that gives what it is given: blocks that are saved, and that are not."""
+    """A part that gives what it is given: blocks that are saved, and that are not."""
     sizes = st.integers(1, 1000)
     wide, weight = draw(sizes), draw(sizes)
     events: list[Event] = []
@@ -186,7 +186,7 @@ def part_of(run: RunEvents) -> Part:
 
 
 @given(runs(), st.integers(1, 4), st.integers(0, 5000), st.none() | st.integers(0, 1000))
-def test_the_peak_is_that_of_the_moments(
+def test_the_peak_is_that_of_the_points(
     run: RunEvents, count: int, held: int, left: int | None
 ) -> None:
     """To the byte; gradients that leave little behind are made before that is there."""

@@ -11,7 +11,7 @@ from torch import nn
 from fxremat.compat.joint_graph import user_tag
 from fxremat.passes.halves import RECOMPUTED
 from fxremat.passes.joint_graph import Role, is_view, read_joint_graph, root
-from fxremat.passes.user_tags import obey_must_recompute, protect_mutated_inputs
+from fxremat.passes.user_tags import protect_mutated_inputs
 from tests import nets
 from tests.conftest import Golden
 from tests.graphs import (
@@ -48,22 +48,6 @@ def test_backward_of_a_block_that_must_be_recomputed(golden: Golden) -> None:
 
 
 # --- pairs: changed, not changed -----------------------------------------------------------
-
-
-@pytest.mark.parametrize("name", ["mlp", "checkpoint", "dropout"])
-def test_nothing_is_copied_without_must_recompute(name: str) -> None:
-    joint = nets.traced(name).joint
-    before = str(joint.module.graph)
-    assert not obey_must_recompute(joint)
-    assert str(joint.module.graph) == before
-
-
-@pytest.mark.parametrize("name", ["mlp", "batch norm"])
-def test_nothing_is_cloned_where_the_backward_reads_no_old_content(name: str) -> None:
-    joint = nets.traced(name).joint
-    before = str(joint.module.graph)
-    assert not protect_mutated_inputs(joint)
-    assert str(joint.module.graph) == before
 
 
 def test_must_recompute_gives_the_backward_its_own_copies() -> None:
@@ -106,26 +90,15 @@ def test_must_save_is_never_copied(name: str) -> None:
     assert {t for t in told if t in read} <= saved(seen)
 
 
-def test_dropout_under_must_recompute_is_drawn_once() -> None:
+def test_calls_with_several_results_under_must_recompute() -> None:
+    """Dropout is drawn once, a norm runs again as one call, and no result is taken twice."""
     seen = nets.traced("save nothing")
-    for half in (seen.forward, seen.backward):
-        expected = 1 if half is seen.forward else 0
-        assert len(calls(half.graph, ATEN.native_dropout)) == expected
-
-
-def test_results_of_a_call_that_stays_are_not_taken_twice() -> None:
-    """A getitem goes where its call goes: else its storage would be two values."""
-    graph = nets.traced("save nothing").joint.module.graph
-    for call in calls(graph, ATEN.native_dropout):
+    forward, backward = seen.forward.graph, seen.backward.graph
+    for target, again in ((ATEN.native_dropout, 0), (ATEN.native_layer_norm, 1)):
+        assert [len(calls(graph, target)) for graph in (forward, backward)] == [1, again]
+    for call in calls(seen.joint.module.graph, ATEN.native_dropout):
         indices = [user.args[1] for user in call.users]
-        assert len(indices) == len(set(indices))
-
-
-def test_calls_with_several_results_are_recomputed_as_one() -> None:
-    seen = nets.traced("save nothing")
-    norms = calls(seen.backward.graph, ATEN.native_layer_norm)
-    assert len(norms) == 1
-    assert len(calls(seen.forward.graph, ATEN.native_layer_norm)) == 1
+        assert len(indices) == len(set(indices))  # else its storage would be two values
 
 
 @pytest.mark.parametrize("layers", [2, 15])
@@ -135,13 +108,6 @@ def test_deep_blocks_that_must_be_recomputed(layers: int) -> None:
     )
     seen = assert_plan_changes_nothing(model, [batch(4, 8)])
     assert sum("tanh" in name for name in saved(seen)) == 0
-
-
-@pytest.mark.parametrize("fused", [False, True], ids=["eager", "inductor"])
-@pytest.mark.parametrize("policy", [nets.save_addmms, nets.save_nothing, nets.save_everything])
-def test_policies_change_no_gradient(policy: Any, fused: bool) -> None:
-    model = nets.checkpointed(nn.Sequential(mlp(8, 1), nn.LayerNorm(8)), policy)
-    assert_plan_changes_nothing(model, [batch(4, 8)], fused=fused)
 
 
 # --- inputs that are overwritten -----------------------------------------------------------
@@ -182,9 +148,3 @@ def test_a_clone_stays_in_the_forward_even_if_only_the_backward_reads_it() -> No
     joint = read_joint_graph(joint.module, joint.num_forward_outputs)
     (clone,) = calls(joint.module.graph, ATEN.clone)
     assert joint.role[clone] is Role.FORWARD
-
-
-@pytest.mark.parametrize("name", ["buffer", "old buffer", "input overwritten"])
-@pytest.mark.parametrize("fused", [False, True], ids=["eager", "inductor"])
-def test_old_content_counts(name: str, fused: bool) -> None:
-    assert_plan_changes_nothing(*nets.make(name), fused=fused)

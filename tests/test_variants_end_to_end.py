@@ -56,19 +56,6 @@ class Pictures(nn.Module):
         return F.relu(self.second(y)).square().mean()
 
 
-class Turned(nn.Module):
-    """A block of a ConvNeXt: linear layers with channels last behind a convolution."""
-
-    def __init__(self, width: int) -> None:
-        super().__init__()
-        self.conv = nn.Conv2d(width, width, 7, padding=3, groups=width)
-        self.up, self.down = nn.Linear(width, 2 * width), nn.Linear(2 * width, width)
-
-    def forward(self, x: Tensor) -> Tensor:
-        inner: Tensor = self.down(F.gelu(self.up(self.conv(x).permute(0, 2, 3, 1))))
-        return x + inner.permute(0, 3, 1, 2)
-
-
 class Loss(nn.Module):
     """The mean of the squares."""
 
@@ -93,7 +80,9 @@ def layers() -> tuple[nn.Module, tuple[Tensor, ...]]:
     return nn.Sequential(*inner, Loss()), (torch.randn(2048, 32),)
 
 
-@pytest.mark.parametrize("executor", ["aot_eager", "inductor"])
+@pytest.mark.parametrize(
+    "executor", ["aot_eager", pytest.param("inductor", marks=pytest.mark.slow)]
+)
 def test_a_vocabulary_fits_where_its_logits_do_not_and_its_peak_is_predicted(executor: str) -> None:
     model, inputs = words()
     quick: dict[str, Any] = {"executor": executor, "solver": "greedy"}
@@ -141,23 +130,6 @@ def test_running_statistics_and_pictures_are_the_same() -> None:
     assert measured(model, call, inputs) <= budget
 
 
-def test_gradients_of_turned_convolutions_are_split() -> None:
-    """Each gradient's channels come last, and those of the convolution's input do not."""
-    torch.manual_seed(0)
-    blocks = nn.Conv2d(3, 16, 4, stride=4), Turned(16), Turned(16)
-    model, inputs = nn.Sequential(*blocks, Loss()), (torch.randn(8, 3, 128, 128),)
-    only: dict[str, Any] = {
-        "executor": "aot_eager", "solver": "greedy", "variants": ["split_gradients"]
-    }  # fmt: skip
-    budget = least(model, inputs, **only)
-    twin = copy.deepcopy(model)
-    call = compiled_by_fxremat(model, memory_budget=budget, **only)
-    for one, other in zip(observed(model, call, inputs), observed(twin, twin, inputs), strict=True):
-        assert torch.equal(one, other)
-    rows = fxremat.reports()[-1].variants
-    assert {row.what.split(":")[0] for row in rows} == {"split_gradients"}
-
-
 def rows_of(found: Explanation) -> list[str]:
     """What takes another form."""
     return [row.what for graph in found.graphs for row in graph.variants]
@@ -173,6 +145,7 @@ def test_lossy_forms_are_taken_only_if_allowed() -> None:
     assert not any("inexact" in what for what in rows)
 
 
+@pytest.mark.slow
 def test_lossy_forms_are_said_to_be() -> None:
     model, inputs = layers()
     only: dict[str, Any] = {"allow_lossy": True, "variants": ["saved_bf16"], "solver": "greedy"}

@@ -93,16 +93,6 @@ def estimated(
     )
 
 
-def run(joint: JointGraph, inputs: Sequence[torch.Tensor]) -> list[torch.Tensor]:
-    found = fx.Interpreter(joint.module).run(*inputs)
-    return [r for r in found if isinstance(r, torch.Tensor)]
-
-
-def inputs_of(joint: JointGraph) -> list[torch.Tensor]:
-    torch.manual_seed(0)
-    return [torch.randn(n.meta["val"].shape) for n in (*joint.primals, *joint.tangents)]
-
-
 def test_offering_changes_nothing() -> None:
     joint = seen().joint
     sites = insertion.find_sites(joint, RULES)
@@ -129,46 +119,6 @@ def test_an_alternative_says_what_the_graph_is_once_it_is_taken(fused: bool) -> 
             (op.name, frozenset(op.reads), op.writes) for op in real.ops
         }, one.name
         assert said.outputs == real.outputs
-
-
-@pytest.mark.parametrize("fused", [False, True])
-def test_taken_forms_compute_the_same(fused: bool) -> None:
-    joint = seen(fused).joint
-    sites = insertion.find_sites(joint, RULES)
-    inputs = inputs_of(joint)
-    expected = run(joint, inputs)
-    doubled = [site for site in sites if site.rule == "doubled"]
-    for chosen in (doubled, [sites[0]], [sites[-1]], [s for s in sites if s.rule == "transposed"]):
-        taken = insertion.take(joint, chosen)
-        for one, other in zip(expected, run(taken, inputs), strict=True):
-            torch.testing.assert_close(one, other)
-
-
-def test_what_is_not_needed_any_more_is_gone() -> None:
-    joint = seen().joint
-    matmuls = [n for n in joint.module.graph.nodes if n.target is aten.mm.default]
-    site = next(s for s in insertion.find_sites(joint, RULES) if s.rule == "transposed")
-    taken = insertion.take(joint, [site])
-    names = {n.name for n in taken.module.graph.nodes}
-    assert matmuls[0].name not in names
-    assert len([n for n in taken.module.graph.nodes if n.target is aten.mm.default]) == len(matmuls)
-
-
-def test_what_is_saved_in_another_form_is_made_in_the_forward() -> None:
-    joint = seen().joint
-    sites = [s for s in insertion.find_sites(joint, RULES) if s.rule == "doubled"]
-    taken = insertion.take(joint, [sites[0]])
-    made = [n for n in taken.module.graph.nodes if n.target is aten.mul.Tensor and n.args[1] == 2.0]
-    back = [n for n in taken.module.graph.nodes if n.target is aten.mul.Tensor and n.args[1] == 0.5]
-    assert [taken.role[n] for n in made] == [Role.FORWARD]
-    assert taken.role[back[0]] is Role.LAZY
-    (old,) = made[0].all_input_nodes
-    forward = [user for user in old.users if user is not made[0]]
-    assert all(taken.role[u] is Role.FORWARD for u in forward)
-
-
-def test_no_rules_find_no_sites() -> None:
-    assert insertion.find_sites(seen().joint, ()) == ()
 
 
 @given(st.lists(st.lists(st.integers(0, 20), max_size=3), min_size=1, max_size=20), st.data())

@@ -9,7 +9,6 @@ from __future__ import annotations
 
 import contextlib
 import re
-import time
 from collections.abc import Callable, Container, Iterator, Sequence
 from dataclasses import dataclass
 from typing import Any
@@ -18,8 +17,6 @@ from unittest import mock
 import torch
 from torch import fx, nn
 
-from fxremat.compat.compilers import compile_with_inductor
-from fxremat.compat.configuration import CustomPartitionerFn
 from fxremat.compat.joint_graph import module_of
 from fxremat.compat.partitioning import extract_forward_backward
 from fxremat.compile.pipeline import prepare
@@ -31,6 +28,7 @@ from fxremat.passes.variants.insertion import take, take_with_inserted
 from fxremat.passes.variants.rule import Rule, Site
 from fxremat.passes.variants.table import RULES
 from fxremat.verify.taken_variants import check_variants
+from tests.compat_graphs import inductor_by
 from tests.graphs import capture, with_seeds
 
 LOSSY = frozenset(rule.name for rule in RULES if rule.lossy)
@@ -208,7 +206,7 @@ def saved_bytes(joint: JointGraph) -> int:
 
 
 @dataclass
-class Taken(CustomPartitionerFn):
+class Taken:
     """A partition function that takes the sites that ``choose`` picks, and keeps what it saw."""
 
     rule: Rule
@@ -228,17 +226,8 @@ class Taken(CustomPartitionerFn):
             after.module, crossing(after), num_fwd_outputs=count, static_inputs=()
         )
 
-    def uuid(self) -> str:
-        """Nothing here is kept in caches."""
-        return f"{time.time_ns()}"
-
 
 def inductor_with(function: Callable[..., Any], taken: Taken) -> Callable[..., Any]:
     """``function`` compiled by Inductor, with sites taken."""
-
-    def backend(gm: fx.GraphModule, inputs: Sequence[Any]) -> Callable[..., Any]:
-        patches = {"custom_partitioner_fn": taken, "force_disable_caches": True}
-        return compile_with_inductor(gm, inputs, patches)
-
     torch._dynamo.reset()
-    return torch.compile(function, backend=backend)
+    return torch.compile(function, backend=inductor_by(taken, force_disable_caches=True))

@@ -8,8 +8,8 @@
     python -m fxremat variants
     python -m fxremat fit module:function --device H100 --vary batch=0:0,1:0
 
-A command is a file with ``add``, which describes it to the parser, and ``run``. Exit status: 0 for
-success, 1 if nothing fits or a check fails, 2 if the arguments or files are wrong.
+A file's ``add`` describes its commands to the parser. Exit status: 0 for success, 1 if nothing fits
+or a check fails, 2 if the arguments or files are wrong.
 Only ``trace``, ``timeline``, ``variants`` and ``fit`` need torch.
 """
 
@@ -20,7 +20,7 @@ import sys
 from collections.abc import Sequence
 from typing import NoReturn
 
-from fxremat.cli import check, fit, list_variants, pareto, solve, timeline, trace
+from fxremat.cli import fit, solve, timeline, trace
 from fxremat.cli.arguments import UsageError
 from fxremat.core.problem import InvalidProblem
 from fxremat.planner import ProblemRefused
@@ -41,9 +41,24 @@ def make_parser() -> argparse.ArgumentParser:
     )
     parser.add_argument("--version", action="version", version=f"fxremat {__version__}")
     commands = parser.add_subparsers(title="commands", required=True, metavar="COMMAND")
-    for command in (trace, solve, check, pareto, timeline, list_variants, fit):
-        command.add(commands)
+    trace.add(commands)
+    solve.add(commands)
+    timeline.add(commands)
+    variants = commands.add_parser("variants", help="list all operator variants")
+    variants.set_defaults(run=_list_variants)
+    fit.add(commands)
     return parser
+
+
+def _list_variants(given: argparse.Namespace) -> int:
+    """Print the table."""
+    from fxremat.passes.variants.table import RULES
+
+    width = max(len(rule.name) for rule in RULES)
+    for rule in RULES:
+        named = "" if rule.by_default else " (only if named, or all are)"
+        print(f"{rule.name:{width}}  {'lossy' if rule.lossy else 'exact'}  {rule.line}{named}")
+    return 0
 
 
 def main(arguments: Sequence[str] | None = None) -> int:

@@ -35,7 +35,7 @@ class Budget:
         if self.percent is None:
             assert self.bytes is not None
             return self.bytes
-        return int(keep_all_peak(problem) * self.percent / 100)
+        return int(store_all_peak(problem) * self.percent / 100)
 
 
 def add_function(parser: Any) -> None:
@@ -48,7 +48,7 @@ def add_function(parser: Any) -> None:
     )
 
 
-def keep_all_peak(problem: Problem) -> int:
+def store_all_peak(problem: Problem) -> int:
     """The peak of running every op once, in base order."""
     return replay(problem, keep_all(problem)).peak_bytes
 

@@ -1,58 +1,145 @@
-"""``solve``: problem and budget in, plan out."""
+"""Commands on a problem file: ``solve`` and ``check`` for a plan, ``pareto`` for all budgets."""
 
 from __future__ import annotations
 
 import argparse
 import sys
-from dataclasses import replace
+import time
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
+from dataclasses import dataclass, replace
+from typing import TextIO
 
 from fxremat.cli import files
 from fxremat.cli.arguments import (
     Commands,
+    UsageError,
     add_budget,
     add_copies,
     add_problem,
     add_time_limit,
-    keep_all_peak,
     read_solver,
+    store_all_peak,
     with_copies,
 )
-from fxremat.cli.progress import gap, shown
+from fxremat.core.check import check
 from fxremat.core.plan import Plan, plan_to_json
 from fxremat.core.problem import Problem
 from fxremat.core.timeline import replay
 from fxremat.core.variants import take
-from fxremat.planner import SolverOptions, solve
+from fxremat.planner import SolverOptions, front, solve
 from fxremat.planner.deadline import Deadline, interruptible
+from fxremat.planner.options import Progress
+from fxremat.report.front import front_of
 from fxremat.sizes import exact_bytes
+
+SECONDS_BETWEEN = 0.1
+CLEAR = "\r\x1b[K"
+
+
+def line_of(progress: Progress, base_us: float, limit_s: float | None) -> str:
+    """``greedy: best +3.2 % time, proven +1.0 %, gap 2.1 %, 12 s left``"""
+    best, bound = progress.time_us, progress.bound_us
+    parts = ["no plan yet" if best is None else f"best {_added(best, base_us)} time"]
+    if bound is not None:
+        parts.append(f"proven {_added(bound, base_us)}")
+    if best is not None and bound is not None:
+        parts.append(f"gap {gap(best, bound):.1%}")
+    if limit_s is None:
+        parts.append(f"{progress.seconds:.0f} s")
+    else:
+        parts.append(f"{max(0.0, limit_s - progress.seconds):.0f} s left")
+    return f"{progress.solver}: {', '.join(parts)}"
+
+
+def gap(time_us: float, bound_us: float) -> float:
+    """The most that the best plan can be above the optimum, as a fraction of its time."""
+    return max(0.0, time_us - bound_us) / time_us if time_us else 0.0
+
+
+def _added(time_us: float, base_us: float) -> str:
+    return f"{time_us / base_us - 1:+.1%}" if base_us else f"{time_us:.1f} us"
+
+
+@dataclass
+class ProgressLine:
+    """Shows at most ten lines a second, each over the one before."""
+
+    stream: TextIO
+    base_us: float
+    limit_s: float | None
+    last: float | None = None
+
+    def __call__(self, progress: Progress) -> None:
+        now = time.monotonic()
+        if self.last is None or now - self.last >= SECONDS_BETWEEN:
+            self.last = now
+            self.stream.write(CLEAR + line_of(progress, self.base_us, self.limit_s))
+            self.stream.flush()
+
+    def clear(self) -> None:
+        """Leave an empty line behind."""
+        if self.last is not None:
+            self.stream.write(CLEAR)
+            self.stream.flush()
+
+
+@contextmanager
+def shown(base_us: float, limit_s: float | None) -> Iterator[Callable[[Progress], None] | None]:
+    """The function that a solver calls with its progress; None where there is no terminal."""
+    if not sys.stderr.isatty():
+        yield None
+        return
+    line = ProgressLine(sys.stderr, base_us, limit_s)
+    try:
+        yield line
+    finally:
+        line.clear()
 
 
 def add(commands: Commands) -> None:
-    """Describe the command."""
+    """Describe the commands."""
+    _add_solve(commands)
+    _add_check(commands)
+    _add_pareto(commands)
+
+
+def _add_solve(commands: Commands) -> None:
     parser = commands.add_parser("solve", help="plan a problem for a budget")
     add_problem(parser)
     add_budget(parser, required=True)
     parser.add_argument("--solver", metavar="S", type=read_solver, default="auto")
     add_time_limit(parser)
     add_copies(parser)
-    parser.add_argument("--objective", choices=("time", "energy"), default="time")
-    parser.add_argument(
-        "--most-time",
-        metavar="FACTOR",
-        type=float,
-        help="with --objective energy: at most so many times the time of running every op once",
-    )
     parser.add_argument("--out", metavar="PLAN.json", help="write the plan here")
-    parser.set_defaults(run=run)
+    parser.set_defaults(run=run_solve)
 
 
-def run(given: argparse.Namespace) -> int:
+def _add_check(commands: Commands) -> None:
+    parser = commands.add_parser("check", help="check a plan against its problem")
+    add_problem(parser)
+    parser.add_argument("plan", metavar="PLAN.json", help="only its steps and variants are read")
+    add_budget(parser, required=False)
+    add_copies(parser)
+    parser.set_defaults(run=run_check)
+
+
+def _add_pareto(commands: Commands) -> None:
+    parser = commands.add_parser("pareto", help="the Pareto front of peak against time")
+    add_problem(parser)
+    parser.add_argument("--out", metavar="FRONT.json", help="write the points here")
+    parser.add_argument("--picture", metavar="FRONT.svg", help="draw the front here")
+    add_budget(parser, required=False)
+    add_time_limit(parser)
+    parser.set_defaults(run=run_pareto)
+
+
+def run_solve(given: argparse.Namespace) -> int:
     """Solve, print, write."""
     problem = with_copies(files.read_problem(given.problem), given)
     budget = given.budget.bytes_for(problem)
-    most = None if given.most_time is None else given.most_time * problem.base_time_us
-    aim = SolverOptions(time_limit_s=given.time_limit, objective=given.objective, most_time_us=most)
-    plan = solve_on_terminal(problem, budget, given.solver, aim)
+    limits = SolverOptions(time_limit_s=given.time_limit)
+    plan = solve_on_terminal(problem, budget, given.solver, limits)
     if plan.peak_bytes > budget:
         print(nothing_fits(plan, budget), file=sys.stderr)
         return 1
@@ -87,15 +174,12 @@ def nothing_fits(plan: Plan, budget_bytes: int) -> str:
 
 def figures(problem: Problem, plan: Plan) -> str:
     """The figures of a plan, a line each."""
-    base, full = problem.base_time_us, keep_all_peak(problem)
+    base, full = problem.base_time_us, store_all_peak(problem)
     rows = [("solver", plan.solver)]
     if plan.budget_bytes is not None:
         rows.append(("budget", _with_share(plan.budget_bytes, full)))
     rows.append(("peak", _with_share(plan.peak_bytes, full)))
     rows.append(("time", f"{plan.time_us:.1f} us, {_percent(plan.time_us, base)} over store-all"))
-    if plan.energy_uj:
-        base_uj = sum(op.energy_uj for op in problem.ops)
-        rows.append(("energy", f"{plan.energy_uj:.1f} uJ, {_percent(plan.energy_uj, base_uj)}"))
     if plan.moves:
         line = replay(take(problem, plan.variants), plan.steps)
         count = sum(move.kind == "to device" for move in plan.moves)
@@ -120,3 +204,35 @@ def _percent(time_us: float, base_us: float) -> str:
 def _with_share(nbytes: int, full: int) -> str:
     share = f", {nbytes / full:.1%} of store-all" if full else ""
     return f"{exact_bytes(nbytes)}{share}"
+
+
+def run_check(given: argparse.Namespace) -> int:
+    """Check the plan and print the verdict."""
+    problem = with_copies(files.read_problem(given.problem), given)
+    steps, variants = files.read_plan(given.plan)
+    budget = None if given.budget is None else given.budget.bytes_for(problem)
+    try:
+        left = take(problem, variants)
+    except KeyError as error:
+        raise UsageError(f"{given.plan}: the problem has no variant {error}") from error
+    verdict = check(left, steps, budget)
+    print(verdict)
+    return 0 if verdict.ok else 1
+
+
+def run_pareto(given: argparse.Namespace) -> int:
+    """Find the front, print, write and draw it."""
+    problem = files.read_problem(given.problem)
+    budget = None if given.budget is None else given.budget.bytes_for(problem)
+    with shown(problem.base_time_us, given.time_limit) as progress, interruptible():
+        plans = front(problem, SolverOptions(time_limit_s=given.time_limit, progress=progress))
+        stopped = not Deadline(None).running()
+    if stopped:
+        print("interrupted: this is what was found so far", file=sys.stderr)
+    found = front_of(problem, plans, budget_bytes=budget)
+    print(found)
+    if given.out is not None:
+        files.write_json(given.out, found.to_json())
+    if given.picture is not None:
+        files.write_text(given.picture, found.picture())
+    return 0

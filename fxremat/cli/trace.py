@@ -15,7 +15,7 @@ from dataclasses import replace
 from typing import TYPE_CHECKING, Any
 
 from fxremat.cli import files
-from fxremat.cli.arguments import Commands, UsageError, add_function, keep_all_peak
+from fxremat.cli.arguments import Commands, UsageError, add_function, store_all_peak
 from fxremat.core.constants import CALL_US
 from fxremat.core.problem import Copies, Problem, problem_to_json
 from fxremat.errors import NotTraceable, nearest
@@ -79,13 +79,12 @@ def run(given: argparse.Namespace) -> int:
             raise UsageError(str(error)) from error
     if given.copies and spec is not None:
         rate = spec.host_bytes_per_s / 1e6
-        copies = Copies(rate, rate, CALL_US, energy_uj=spec.host_nj_per_byte / 1000)
-        problem = replace(problem, copies=copies)
+        problem = replace(problem, copies=Copies(rate, rate, CALL_US))
     print(f"problem   {problem.name}: {len(problem.ops)} ops, {len(problem.values)} values")
     if problem.variants:
         print(f"variants  {len(problem.variants)} variants of ops")
     print(f"resident  {exact_bytes(problem.resident_bytes)}")
-    print(f"store-all {exact_bytes(keep_all_peak(problem))} at the peak")
+    print(f"store-all {exact_bytes(store_all_peak(problem))} at the peak")
     files.write_json(given.out, problem_to_json(problem))
     return 0
 

@@ -20,8 +20,7 @@ from fxremat.core.problem import Problem
 from fxremat.core.variants import run_once
 from fxremat.cost.call_times import CallTimes
 from fxremat.cost.cards import card_named
-from fxremat.cost.cuda_reductions import Multiprocessors
-from fxremat.cost.cuda_scratch import CudaScratch
+from fxremat.cost.cuda_scratch import CudaScratch, Multiprocessors
 from fxremat.cost.device import DeviceSpec, device_spec
 from fxremat.cost.loop_rates import measured_rates
 from fxremat.cost.number_file import written_together
@@ -72,15 +71,6 @@ def _undisturbed() -> Iterator[None]:
         yield
 
 
-def with_energies(problem: Problem, spec: DeviceSpec) -> Problem:
-    """The problem with what each op and each moved byte takes on the device."""
-    ops = tuple(replace(op, energy_uj=op.time_us * spec.watts) for op in problem.ops)
-    copies = problem.copies
-    if copies is not None:
-        copies = replace(copies, energy_uj=spec.host_nj_per_byte / 1000)
-    return replace(problem, ops=ops, copies=copies)
-
-
 def with_between(problem: Problem, nbytes: int) -> Problem:
     """The problem in which so many bytes are held between the forward and the backward."""
     if TANGENTS not in problem.op_of or problem.op_of[TANGENTS].workspace_bytes == nbytes:
@@ -89,19 +79,19 @@ def with_between(problem: Problem, nbytes: int) -> Problem:
     return replace(problem, ops=tuple(ops))
 
 
-def _with_costs(problem: Problem, request: Request, spec: DeviceSpec) -> Problem:
-    """The problem with the copies of the request, if anything may move, and with energies."""
-    if request.device.copies is not None and (problem.host or not request.device.copies.only_host):
-        problem = replace(problem, copies=request.device.copies)
-    return with_energies(problem, spec) if request.policy.objective == "energy" else problem
+def _with_copies(problem: Problem, request: Request) -> Problem:
+    """The problem with the copies of the request, if anything may move."""
+    copies = request.device.copies
+    if copies is not None and (problem.host or not copies.only_host):
+        return replace(problem, copies=copies)
+    return problem
 
 
 @dataclass(frozen=True)
 class CostModel:
     """Makes the problem of a joint graph, by what the request asks for and the device takes.
 
-    ``workspace`` gives the scratch bytes of a node. ``spec`` is that of a device which is not
-    here; None: that of ``device``.
+    ``workspace`` gives the scratch bytes of a node.
     """
 
     request: Request
@@ -110,7 +100,6 @@ class CostModel:
     workspaces: Workspaces | CudaScratch
     name: str
     workspace: Callable[[fx.Node], int]
-    spec: DeviceSpec | None = None
 
     def estimate(self, joint: JointGraph, inserted: Sequence[InsertedVariant] = ()) -> Estimate:
         """And the variants that are inserted to choose from."""
@@ -128,8 +117,7 @@ class CostModel:
             inserted=inserted,
             in_place="inplace" not in self.request.policy.disabled,
         )
-        spec = device_spec(self.device) if self.spec is None else self.spec
-        problem = _with_costs(found.problem, self.request, spec)
+        problem = _with_copies(found.problem, self.request)
         runs = {variant.name for variant in inserted if self._runs(variant)}
         if len(runs) < len(inserted):
             kept = tuple(variant for variant in problem.variants if variant.name in runs)
@@ -187,8 +175,8 @@ def cost_model(
         timer = op_timer(request, device, spec, images_last=images_last)
         threads = Multiprocessors(card.multiprocessors, card.limits.threads)
         scratch = CudaScratch(request.compiled, threads)
-        return CostModel(request, device, timer, scratch, name, scratch.of_node, spec)
+        return CostModel(request, device, timer, scratch, name, scratch.of_node)
     workspaces = Workspaces(device, images_last=images_last, by_inductor=request.compiled)
     workspace = workspaces.of_node if measured else kernels.declared
     timer = op_timer(request, device, spec, images_last=images_last)
-    return CostModel(request, device, timer, workspaces, name, workspace, spec)
+    return CostModel(request, device, timer, workspaces, name, workspace)

@@ -34,8 +34,7 @@ from fxremat.compile.request import Request, device_of_inputs, request_for
 from fxremat.cost.cards import absent_card
 from fxremat.options import Options, parse_options
 from fxremat.passes.fixed_order import Fence, WriteResults
-from fxremat.report.files import prepare_folder, write_report
-from fxremat.report.log_lines import tell_report
+from fxremat.report.files import prepare_folder, tell_report, write_report
 from fxremat.report.report import Report
 from fxremat.runtime import is_host
 from fxremat.version import build

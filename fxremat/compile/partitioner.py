@@ -28,13 +28,13 @@ from fxremat.compile.report_builder import large_output, refusal_of, report_of
 from fxremat.compile.request import Request
 from fxremat.compile.search.candidates import Evaluator
 from fxremat.compile.search.planning import Planning
-from fxremat.compile.search.search import Found, Search, decision_of
+from fxremat.compile.search.search import Search, SearchResult, decision_of
 from fxremat.compile.session import Session
 from fxremat.compile.stage_times import StageTimes
 from fxremat.errors import output_advice
 from fxremat.memory.measured_peak import uncollected
 from fxremat.passes.halves import Halves
-from fxremat.report.log_lines import tell_halves
+from fxremat.report.files import tell_halves
 from fxremat.version import build
 
 log = logging.getLogger(__name__)
@@ -91,8 +91,8 @@ def plan_graph(draft: Draft, request: Request, current: Session) -> Halves:
     found = _searched(Search(runner, Planning(request, times), evaluator, prepared))
     refusal = refusal_of(found, request)
     if refusal is None and not draft.plan_only:
-        found.judged.hand_over()
-        runner.run("kernels", FINISH, found.judged.draft)
+        found.evaluation.hand_over()
+        runner.run("kernels", FINISH, found.evaluation.draft)
     current.report = report_of(found, request, current.graph, times.seconds)
     if refusal is not None:
         raise refusal
@@ -101,20 +101,20 @@ def plan_graph(draft: Draft, request: Request, current: Session) -> Halves:
         log.warning("fxremat: graph %d: %s", current.graph, output_advice(*output))
     if current.study is not None:
         current.study(found, runner)
-    halves = found.judged.draft.halves
+    halves = found.evaluation.draft.halves
     if draft.plan_only:
-        runner.run("apply", EXPLAIN, found.judged.draft)
+        runner.run("apply", EXPLAIN, found.evaluation.draft)
     else:
         tell_halves(current.graph, halves)
     return halves
 
 
-def _searched(search: Search) -> Found:
+def _searched(search: Search) -> SearchResult:
     """What this rank's search ends with, or that of a rank that has looked for the same."""
     request = search.planning.request
     if request.budget.limit is None or not is_a_rank():
         return search.run()
-    own: list[Found] = []
+    own: list[SearchResult] = []
 
     def decide() -> Any:
         own.append(search.run())

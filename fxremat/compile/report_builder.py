@@ -10,7 +10,7 @@ from torch import fx
 from fxremat.compile.draft import Draft
 from fxremat.compile.request import Request
 from fxremat.compile.run_figures import run_events_of, version_of
-from fxremat.compile.search.search import Found
+from fxremat.compile.search.search import SearchResult
 from fxremat.core.plan import Plan
 from fxremat.core.problem import Problem
 from fxremat.core.schedule import keep_all
@@ -29,28 +29,30 @@ from fxremat.report.report import (
     Provenance,
     Report,
     Row,
+    SourceLocation,
     StepMemory,
     ValueTables,
+    describe,
+    location_of,
 )
-from fxremat.report.source_location import SourceLocation, describe, location_of
 
 
-def refusal_of(found: Found, request: Request) -> InfeasibleBudget | None:
+def refusal_of(found: SearchResult, request: Request) -> InfeasibleBudget | None:
     """The error that names the least peak; None where the budget is met."""
     if not found.over or request.budget.limit is None:
         return None
     largest = tuple((row.what, row.bytes) for row in at_peak(found)[:8])
-    least = found.judged.peak_bytes + request.budget.beside
-    unused = found.judged.fragmentation_bytes
+    least = found.evaluation.peak_bytes + request.budget.beside
+    unused = found.evaluation.fragmentation_bytes
     return InfeasibleBudget(request.budget.limit, least, largest, unused, large_output(found))
 
 
-def large_output(found: Found) -> tuple[str, int] | None:
+def large_output(found: SearchResult) -> tuple[str, int] | None:
     """The output that takes much of the peak with its gradient: what, and bytes of both.
 
     None where no output and its gradient are `MUCH` of what is live at the peak.
     """
-    joint = found.judged.draft.joint
+    joint = found.evaluation.draft.joint
     live = dict(_live_at_peak(found))
     incoming = [node for node in joint.tangents if node.name in live]
     outputs = [node for node in map(root, joint.forward_outputs) if node.name in live]
@@ -63,7 +65,7 @@ def large_output(found: Found) -> tuple[str, int] | None:
     return None if largest is None else (describe(largest), taken)
 
 
-def at_peak(found: Found) -> list[Row]:
+def at_peak(found: SearchResult) -> list[Row]:
     """The largest values live at the peak."""
     nodes = _nodes(found)
     rows = [
@@ -74,21 +76,23 @@ def at_peak(found: Found) -> list[Row]:
     return sorted(rows, key=lambda row: -row.bytes)
 
 
-def _live_at_peak(found: Found) -> tuple[tuple[str, int], ...]:
+def _live_at_peak(found: SearchResult) -> tuple[tuple[str, int], ...]:
     """Names of the values live at the peak, with their bytes."""
-    judged = found.judged
-    if judged.dry_run is not None:
-        return judged.dry_run.at_peak
-    timeline = replay(judged.draft.estimate.problem, judged.plan.steps)
+    evaluation = found.evaluation
+    if evaluation.dry_run is not None:
+        return evaluation.dry_run.at_peak
+    timeline = replay(evaluation.draft.estimate.problem, evaluation.plan.steps)
     sizes = timeline.problem.bytes_of
     return tuple((name, sizes[name]) for name in timeline.live_at(timeline.peak_step))
 
 
-def report_of(found: Found, request: Request, graph: int, seconds: dict[str, float]) -> Report:
+def report_of(
+    found: SearchResult, request: Request, graph: int, seconds: dict[str, float]
+) -> Report:
     """What was decided for one graph."""
-    judged, draft = found.judged, found.judged.draft
+    evaluation, draft = found.evaluation, found.evaluation.draft
     problem, plain = draft.estimate.problem, found.plain.estimate.problem
-    plan, base = by_the_bytes_of(problem, judged.plan), plain.base_time_us
+    plan, base = by_the_bytes_of(problem, evaluation.plan), plain.base_time_us
     store_all = replay(plain, keep_all(plain))
     return Report(
         graph=graph,
@@ -103,29 +107,31 @@ def report_of(found: Found, request: Request, graph: int, seconds: dict[str, flo
         ),
         provenance=Provenance(
             nodes=len(draft.joint.module.graph.nodes),
-            dry_runs=found.judged_candidates if judged.dry_run is not None else 0,
-            order=judged.candidate.order,
+            dry_runs=found.evaluated if evaluation.dry_run is not None else 0,
+            order=evaluation.candidate.order,
             seconds=seconds,
         ),
         plan=plan,
         problem=problem,
         step=_step_memory(found, store_all),
-        as_unit=version_of(draft, plan, judged.dry_run, request),
-        events=run_events_of(draft, judged.dry_run, request.inputs.parameters),
+        as_unit=version_of(draft, plan, evaluation.dry_run, request),
+        events=run_events_of(draft, evaluation.dry_run, request.inputs.parameters),
     )
 
 
-def _memory(found: Found, request: Request, plan: Plan, store_all: Timeline) -> MemoryFigures:
-    judged, held = found.judged, request.budget.held
-    problem, reserved = judged.draft.estimate.problem, judged.reserved
+def _memory(
+    found: SearchResult, request: Request, plan: Plan, store_all: Timeline
+) -> MemoryFigures:
+    evaluation, held = found.evaluation, request.budget.held
+    problem, reserved = evaluation.draft.estimate.problem, evaluation.reserved
     return MemoryFigures(
         budget_bytes=request.budget.limit,
         resident_bytes=problem.resident_bytes,
         held_bytes=held,
         keep_all_peak_bytes=store_all.peak_bytes + held,
         planned_peak_bytes=plan.peak_bytes + held,
-        predicted_peak_bytes=judged.allocated + held,
-        minimum_peak_bytes=judged.peak_bytes + request.budget.beside if found.over else None,
+        predicted_peak_bytes=evaluation.allocated + held,
+        minimum_peak_bytes=evaluation.peak_bytes + request.budget.beside if found.over else None,
         predicted_reserved_bytes=None if reserved is None else reserved.usage.peak_reserved_bytes,
         segment_bytes=0 if reserved is None else reserved.segment_bytes,
         tuning_bytes=request.budget.autotune,
@@ -152,18 +158,18 @@ def _saved(draft: Draft) -> tuple[Row, ...]:
     return tuple(Row(describe(node), sizes.get(node.name, 0)) for node in kept)
 
 
-def _recomputed(found: Found) -> tuple[Row, ...]:
-    estimate, rows = found.judged.draft.estimate, []
-    for name, times in found.judged.plan.repeats().items():
+def _recomputed(found: SearchResult) -> tuple[Row, ...]:
+    estimate, rows = found.evaluation.draft.estimate, []
+    for name, times in found.evaluation.plan.repeats().items():
         op, last = estimate.problem.op_of[name], estimate.slices[name].nodes[-1]
         written = sum(estimate.problem.bytes_of[value] for value in op.writes)
         rows.append(Row(describe(last), written, times, op.time_us))
     return tuple(rows)
 
 
-def _moved(found: Found) -> tuple[Row, ...]:
-    estimate = found.judged.draft.estimate
-    moves = [one.value for one in found.judged.plan.moves if one.kind == "to device"]
+def _moved(found: SearchResult) -> tuple[Row, ...]:
+    estimate = found.evaluation.draft.estimate
+    moves = [one.value for one in found.evaluation.plan.moves if one.kind == "to device"]
     return tuple(
         Row(describe(estimate.node_of[name]), estimate.problem.bytes_of[name], times)
         for name, times in Counter(moves).items()
@@ -183,14 +189,14 @@ def _bytes(node: fx.Node) -> int:
     return nbytes(node.meta["val"])
 
 
-def _step_memory(found: Found, store_all: Timeline) -> StepMemory:
+def _step_memory(found: SearchResult, store_all: Timeline) -> StepMemory:
     """The step as it will run: the kernels of the dry run, else the steps of the plan."""
-    shown = found.judged.dry_run
+    shown = found.evaluation.dry_run
     if shown is not None:
         live, lifetimes = shown.live_bytes, shown.lifetimes
         computed, forward_steps = shown.making, shown.forward_steps
     else:
-        timeline = replay(found.judged.draft.estimate.problem, found.judged.plan.steps)
+        timeline = replay(found.evaluation.draft.estimate.problem, found.evaluation.plan.steps)
         live, lifetimes = timeline.live_bytes, lifetimes_of(timeline)
         computed = tuple(map(str, timeline.steps))
         forward_steps = _forward_steps(computed)
@@ -210,9 +216,9 @@ def _forward_steps(computed: tuple[str, ...]) -> int:
     return computed.index(TANGENTS) if TANGENTS in computed else len(computed)
 
 
-def _nodes(found: Found) -> dict[str, fx.Node]:
+def _nodes(found: SearchResult) -> dict[str, fx.Node]:
     """All nodes that a dry run or a problem can name."""
-    draft = found.judged.draft
+    draft = found.evaluation.draft
     modules = [*draft.newest()]
     if draft.rewritten is not None:
         modules.append(draft.rewritten.module)
@@ -220,10 +226,10 @@ def _nodes(found: Found) -> dict[str, fx.Node]:
     return nodes | draft.estimate.node_of
 
 
-def _locations(found: Found, names: set[str]) -> dict[str, SourceLocation]:
+def _locations(found: SearchResult, names: set[str]) -> dict[str, SourceLocation]:
     """Where these nodes and the values of the problem come from, by name."""
     nodes = _nodes(found)
-    known = names | {*found.judged.draft.estimate.problem.bytes_of}
+    known = names | {*found.evaluation.draft.estimate.problem.bytes_of}
     return {name: _location(nodes[name]) for name in sorted(known) if name in nodes}
 
 

@@ -19,8 +19,8 @@ from fxremat.core.problem import Copies
 from fxremat.cost.cards import Card, absent_card
 from fxremat.cost.cuda_scratch import cublas_workspace
 from fxremat.cost.device import device_spec
-from fxremat.memory.allocator import AllocatorSettings, settings_of_environment
 from fxremat.memory.allocator.rules import SEGMENT_STEP_BYTES, round_up
+from fxremat.memory.allocator.settings import AllocatorSettings, settings_of_environment
 from fxremat.memory.segments import allocate_cublas
 from fxremat.options import Options, machine_memory_bytes
 from fxremat.passes.memory_estimation import nbytes
@@ -91,16 +91,13 @@ class DeviceCosts:
 class Policy:
     """How to plan and what may be done to the graph.
 
-    With the objective "energy" a plan may take ``most_time`` times what running every op once
-    takes. ``variants`` are names of rules (None: all), ``disabled`` names of passes that are left
-    out (`fxremat.option_values.PASSES`).
+    ``variants`` are names of rules (None: all), ``disabled`` names of passes that are left out
+    (`fxremat.option_values.PASSES`).
     """
 
     executor: str = "inductor"
     solver: str = "auto"
     solver_time_limit: float | None = None
-    objective: Literal["time", "energy"] = "time"
-    most_time: float | None = None
     variants: tuple[str, ...] | None = None
     allow_lossy: bool = False
     disabled: tuple[str, ...] = ()
@@ -202,8 +199,6 @@ def _policy(options: Options) -> Policy:
         executor=options.executor,
         solver=options.solver,
         solver_time_limit=options.solver_time_limit,
-        objective="energy" if options.objective == "energy" else "time",
-        most_time=options.most_time,
         variants=options.variants,
         allow_lossy=options.allow_lossy,
         disabled=options.disable_passes,

@@ -145,7 +145,7 @@ def _estimate(
     rules: Sequence[Rule],
 ) -> Estimate:
     """What the backend would plan for a joint graph, with all that the rules offer."""
-    request = Request(policy=Policy(executor=mode, objective="time" if spec is None else "energy"))
+    request = Request(policy=Policy(executor=mode))
     costs = cost_model(request, module.graph, name, measured=workspaces, spec=spec)
     runner = Runner(costs, StageTimes())
     prepared = runner.run("prepare", PREPARE, Draft(module, num_fwd_outputs))

@@ -1,6 +1,6 @@
 """What the verifier is shown of each pass: the draft before, and the draft after.
 
-A `Judge` is given the draft before the pass runs, since some passes work in place, and returns
+A `Verifier` is given the draft before the pass runs, since some passes work in place, and returns
 a `Verdict` on the draft after, which raises `VerificationFailed` where the pass did something
 wrong. What is compared, and how, is in `fxremat.verify`, which knows no pass and no draft.
 """
@@ -17,16 +17,21 @@ from fxremat.passes.base import Pass
 from fxremat.passes.variants.insertion import InsertedVariant
 from fxremat.passes.variants.table import RULES
 from fxremat.verify.aliasing import check_in_place
-from fxremat.verify.data_flow import check_data_flow, check_split, check_waits
-from fxremat.verify.halves import check_halves, check_rows
+from fxremat.verify.data_flow import (
+    check_data_flow,
+    check_halves,
+    check_rows,
+    check_split,
+    check_waits,
+)
 from fxremat.verify.preparation import BeforePass, Rights
 from fxremat.verify.taken_variants import TakenVariant, check_variants
 
 Verdict = Callable[[Draft], None]
-Judge = Callable[[Draft], Verdict]
+Verifier = Callable[[Draft], Verdict]
 
 
-def _of_both(compare: Callable[[Draft, Draft], None]) -> Judge:
+def _of_both(compare: Callable[[Draft, Draft], None]) -> Verifier:
     """The verifier of a pass that leaves the graph before it as it was."""
 
     @wraps(compare)
@@ -41,7 +46,7 @@ def nothing(before: Draft, after: Draft) -> None:
     """What the pass did is verified together with what comes later."""
 
 
-def prepared(by: type[Pass], rights: Rights) -> Judge:
+def prepared(by: type[Pass], rights: Rights) -> Verifier:
     """The pass works in place on the joint graph, and does nothing beyond its rights."""
 
     def verifier(before: Draft) -> Verdict:

@@ -1,4 +1,4 @@
-"""The judge of schedules: is this one possible, and what does it need?
+"""The verifier of schedules: is this one possible, and what does it need?
 
 Written from the definitions, the obvious way, for plans of any origin. Shares no code with
 `fxremat.core.timeline` or a solver, so that it does not share their mistakes.
@@ -59,13 +59,12 @@ class Failure:
 
 @dataclass(frozen=True)
 class Verdict:
-    """What the judge found. Peaks and time count the steps whose op is known."""
+    """What the verifier found. Peaks and time count the steps whose op is known."""
 
     failures: tuple[Failure, ...]
     peak_bytes: int
     time_us: float
     host_peak_bytes: int = 0
-    energy_uj: float = 0.0
 
     @property
     def ok(self) -> bool:
@@ -78,7 +77,7 @@ class Verdict:
 
 
 def check(problem: Problem, steps: Sequence[Step], budget_bytes: int | None = None) -> Verdict:
-    """Judge ``steps`` against the rules of ``problem`` and, where given, a budget."""
+    """Check ``steps`` against the rules of ``problem`` and, where given, a budget."""
     events = [
         _event(problem, index, step)
         for index, step in enumerate(steps)
@@ -98,8 +97,8 @@ def check(problem: Problem, steps: Sequence[Step], budget_bytes: int | None = No
         *_over_host_memory(problem, events, host),
     ]
     peak_bytes = max(live, default=_size_of(problem, set(problem.resident)))
-    time_us, energy_uj = _time_us(problem, events), _energy_uj(problem, events)
-    return Verdict(tuple(failures), peak_bytes, time_us, max(host, default=0), energy_uj)
+    time_us = _time_us(problem, events)
+    return Verdict(tuple(failures), peak_bytes, time_us, max(host, default=0))
 
 
 @dataclass(frozen=True)
@@ -267,19 +266,6 @@ def _time_us(problem: Problem, events: Sequence[_Event]) -> float:
             begins = max(now, engine[move.kind], arrives.get(move.value, 0.0))
             arrives[move.value] = engine[move.kind] = begins + takes
     return max(now, *engine.values())
-
-
-def _energy_uj(problem: Problem, events: Sequence[_Event]) -> float:
-    """What the ops take, and each byte on its way to the host or back."""
-    total = 0.0
-    for event in events:
-        if event.op is not None:
-            total += event.op.energy_uj
-        elif problem.copies is not None and _kind(event) != "wait":
-            total += problem.copies.energy_uj * sum(
-                problem.bytes_of.get(name, 0) for name in (*event.reads, *event.writes)
-            )
-    return total
 
 
 def _host_bytes_of_steps(problem: Problem, events: Sequence[_Event]) -> list[int]:

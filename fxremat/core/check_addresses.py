@@ -1,4 +1,4 @@
-"""The judge of placements: does every buffer lie in the arena, and do no two share a byte?
+"""The verifier of placements: does every buffer lie in the arena, and do no two share a byte?
 
 Written from the definitions, the obvious way: every pair is compared. It knows the nouns only.
 """

@@ -15,7 +15,7 @@ from fxremat.core.schedule import Move, Step, ops_of
 class Plan:
     """Steps in the order they run, and what is claimed of them.
 
-    ``peak_bytes``, ``time_us`` and ``energy_uj`` are those of replaying ``steps``.
+    ``peak_bytes`` and ``time_us`` are those of replaying ``steps``.
     ``variants`` are the variants taken (`fxremat.core.variants.take`): steps, figures and
     bounds are those of the problem that is left then.
     ``time_bound_us`` is a proven lower bound on the time of every schedule within the budget, and
@@ -30,7 +30,6 @@ class Plan:
     seconds: float = 0.0
     time_bound_us: float | None = None
     peak_bound_bytes: int | None = None
-    energy_uj: float = 0.0
     variants: tuple[str, ...] = ()
 
     @property

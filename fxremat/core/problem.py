@@ -32,7 +32,7 @@ class Value:
 
 @dataclass(frozen=True)
 class Op:
-    """One unit of work: reads values, writes values, takes time, scratch memory and energy.
+    """One unit of work: reads values, writes values, takes time and scratch memory.
 
     ``inplace`` holds (read, write) pairs: where the read value dies in this very step, the
     written value takes over its storage, so that the two are not counted side by side. In one
@@ -47,7 +47,6 @@ class Op:
     phase: Phase = "any"
     repeatable: bool = True
     inplace: tuple[tuple[str, str], ...] = ()
-    energy_uj: float = 0.0
 
 
 @dataclass(frozen=True)
@@ -56,8 +55,7 @@ class Copies:
 
     Bytes per microsecond in each direction, microseconds before each transfer, and the most bytes
     of host memory that moved values may take at a time (None: any number). With ``only_host``
-    nothing moves but the values that live in host memory. Energy is in microjoules for each byte,
-    of a move in either direction.
+    nothing moves but the values that live in host memory.
     """
 
     to_host: float
@@ -65,7 +63,6 @@ class Copies:
     latency_us: float = 0.0
     host_bytes: int | None = None
     only_host: bool = False
-    energy_uj: float = 0.0
 
 
 @dataclass(frozen=True)
@@ -154,7 +151,7 @@ class Problem:
         return sum(op.time_us for op in self.ops)
 
     def base_steps(self) -> tuple[str, ...]:
-        """The keep-all schedule: every op once, in base order."""
+        """The store-all schedule: every op once, in base order."""
         return tuple(op.name for op in self.ops)
 
 
@@ -185,8 +182,6 @@ def _check_copies(copies: Copies) -> None:
 def _check_op(op: Op) -> None:
     if not 0 <= op.time_us < math.inf:
         raise InvalidProblem(f"op {op.name!r}: 'time_us' is {op.time_us}, not zero or more")
-    if not 0 <= op.energy_uj < math.inf:
-        raise InvalidProblem(f"op {op.name!r}: 'energy_uj' is {op.energy_uj}, not zero or more")
     if op.workspace_bytes < 0:
         raise InvalidProblem(f"op {op.name!r}: 'workspace_bytes' is negative")
     for read, write in op.inplace:
@@ -256,12 +251,12 @@ def validate(problem: Problem) -> Problem:
 
 def problem_from_json(data: Any) -> Problem:
     """Read a problem; raises `InvalidProblem` naming the field that is wrong."""
+    if isinstance(data, dict) and data.get("format") != FORMAT:
+        raise InvalidProblem(f"field 'format' is {data.get('format')!r}, expected {FORMAT!r}")
     try:
-        found = from_data(Problem, data)
+        found = from_data(Problem, {"name": "", **data} if isinstance(data, dict) else data)
     except InvalidData as error:
         raise InvalidProblem(str(error)) from error
-    if data.get("format") != FORMAT:
-        raise InvalidProblem(f"field 'format' is {data.get('format')!r}, expected {FORMAT!r}")
     if found.copies is not None:
         _check_copies(found.copies)
     return validate(found)

@@ -82,16 +82,6 @@ class Timeline:
         return time_steps(self.problem, self.steps)
 
     @cached_property
-    def energy_uj(self) -> float:
-        """Energy of all steps: of the ops, and of each byte that moves."""
-        problem = self.problem
-        ops = sum(problem.op_of[step].energy_uj for step in ops_of(self.steps))
-        if problem.copies is None:
-            return ops
-        moved = sum(problem.bytes_of[transfer.value] for transfer in self.timing.transfers)
-        return ops + moved * problem.copies.energy_uj
-
-    @cached_property
     def time_us(self) -> float:
         """Time of all steps together, transfers that nothing hides included."""
         ops = self.problem.op_of

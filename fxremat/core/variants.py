@@ -1,6 +1,6 @@
 """Taking variants: from a problem with several variants of some ops to one with one of each.
 
-What is left is a plain problem: a schedule is one of its steps, and whoever replays or judges a
+What is left is a plain problem: a schedule is one of its steps, and whoever replays or verifies a
 plan with variants does so on the problem that is left.
 """
 

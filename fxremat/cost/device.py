@@ -2,9 +2,8 @@
 
 Figures for GPUs are the vendors' dense peak rates, of which kernels reach a part; those for a CPU
 are what matmuls and copies reach on two cores of a server. They matter by their ratios, to each
-other and to the microseconds of a launch. Watts and nanojoules are of the right order, and only
-their ratio matters. Plans must be equal on every rank and machine, so nothing here is probed at run
-time.
+other and to the microseconds of a launch. Plans must be equal on every rank and machine, so nothing
+here is probed at run time.
 """
 
 from __future__ import annotations
@@ -23,10 +22,9 @@ class DeviceSpec:
 
     ``host_bytes_per_s`` is what a copy to or from pinned host memory reaches in each direction.
     ``link_bytes_per_s`` is what a rank sends to others, and starting that takes ``link_us``.
-    An op takes ``watts`` for as long as it runs, a copy ``host_nj_per_byte``. ``reached`` is the
-    part of its operations per second that kernels reach. With ``tf32`` there is a format for
-    float32 in which it computes half as fast as in 16 bits; torch has convolutions computed so, not
-    matmuls.
+    ``reached`` is the part of its operations per second that kernels reach. With ``tf32`` there is
+    a format for float32 in which it computes half as fast as in 16 bits; torch has convolutions
+    computed so, not matmuls.
     """
 
     name: str
@@ -37,8 +35,6 @@ class DeviceSpec:
     host_bytes_per_s: float
     link_bytes_per_s: float
     link_us: float = 15.0
-    watts: float = 300.0
-    host_nj_per_byte: float = 10.0
     reached: float = 1.0
     tf32: bool = False
 
@@ -75,7 +71,7 @@ def _gpu(
     )
 
 
-CPU = DeviceSpec("cpu", 120e9, 120e9, 30e9, 2.0, 4e9, 1e9, 500.0, 30.0)
+CPU = DeviceSpec("cpu", 120e9, 120e9, 30e9, 2.0, 4e9, 1e9, 500.0)
 GPUS = (
     _gpu("B200", 75e12, 2250e12, 8.0e12, 4.0, 55e9, 900e9),
     _gpu("H200", 67e12, 990e12, 4.8e12, 4.0, 55e9, 450e9),
@@ -94,8 +90,6 @@ GPUS = (
 )
 """By name; what is more special comes first. Links are NVLink where the card has it: one direction,
 as its data sheet says."""
-MICROCONTROLLER = DeviceSpec("Cortex-M4", 30e6, 30e6, 200e6, 5.0, 1e6, 1e6, 15.0, 0.03, 100.0)
-"""Kilobytes of memory, and an SD card to page to; of the order of such devices, none measured."""
 OTHER_GPU = _gpu("gpu", 20e12, 160e12, 1.0e12, 4.0, 12e9)
 
 
@@ -119,7 +113,7 @@ def spec_of_card(card: str) -> DeviceSpec:
 
 def spec_named(name: str) -> DeviceSpec:
     """The spec of that name; raises `KeyError` with the names there are."""
-    specs = {spec.name: spec for spec in (CPU, *GPUS, MICROCONTROLLER)}
+    specs = {spec.name: spec for spec in (CPU, *GPUS)}
     if name not in specs:
         raise KeyError(f"unknown device {name!r}; there are {', '.join(specs)}")
     return specs[name]

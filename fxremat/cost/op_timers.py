@@ -17,12 +17,10 @@ from fxremat.compat.configuration import OpOverload
 from fxremat.compat.distributed.ranks import is_collective
 from fxremat.compat.sizes import size_bound
 from fxremat.core.constants import CALL_US
-from fxremat.cost.call_times import CallTimes
+from fxremat.cost.call_times import CallTimes, operands
 from fxremat.cost.device import DeviceSpec
-from fxremat.cost.links import sent_by
 from fxremat.cost.loop_rates import LoopRates
-from fxremat.cost.operands import operands
-from fxremat.cost.roofline import roofline_us
+from fxremat.cost.roofline import roofline_us, sent_by
 from fxremat.passes.joint_graph import is_tensor
 from fxremat.runtime import kernels
 from fxremat.runtime.kernels import Inside

@@ -27,12 +27,10 @@ from fxremat.compat.distributed.ranks import is_collective
 from fxremat.compat.measuring import random_state_kept
 from fxremat.compat.sizes import size_bound
 from fxremat.compat.tensors import outside_fake_mode
-from fxremat.cost.call_times import call_key, has_room, made_real
-from fxremat.cost.cuda_reductions import IN_FORM_OUT, Multiprocessors
-from fxremat.cost.cuda_scratch import known_blocks
-from fxremat.cost.links import scratch_of
+from fxremat.cost.call_times import call_key, has_room, made_real, operands
+from fxremat.cost.cuda_scratch import IN_FORM_OUT, Multiprocessors, known_blocks
 from fxremat.cost.number_file import NumberFile, number_path
-from fxremat.cost.operands import operands
+from fxremat.cost.roofline import scratch_of
 from fxremat.memory.allocator.rules import MIN_BLOCK_BYTES, round_up
 from fxremat.memory.measured_peak import measure_call
 from fxremat.passes.joint_graph import is_mutating, is_random, is_view

@@ -11,9 +11,9 @@ from fxremat.core.problem import Problem
 from fxremat.core.schedule import Step
 from fxremat.core.timeline import Interval
 from fxremat.core.timeline import replay as timeline_of
-from fxremat.memory.allocator import AllocatorSettings, CachingAllocator, Usage, replay
-from fxremat.memory.allocator.replay import apply_events
+from fxremat.memory.allocator.caching import CachingAllocator, Usage, apply_events, replay
 from fxremat.memory.allocator.rules import SEGMENT_STEP_BYTES, round_up
+from fxremat.memory.allocator.settings import AllocatorSettings
 from fxremat.memory.segments import LEAST_SEGMENT_BYTES, WALL_BYTES
 
 LARGER = tuple(1 + k / 400 for k in range(6))

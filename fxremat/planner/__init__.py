@@ -8,41 +8,19 @@ caller compares ``plan.peak_bytes`` with its budget.
 
 from __future__ import annotations
 
-from collections.abc import Callable
 from dataclasses import replace
 
 from fxremat.core.plan import Plan
 from fxremat.core.problem import Problem
-from fxremat.planner import auto
 from fxremat.planner.budget_front import front
-from fxremat.planner.clusters import hrockmate
 from fxremat.planner.indexed_problem import build_model
 from fxremat.planner.local import greedy
-from fxremat.planner.milp import checkmate, moments
+from fxremat.planner.milp import moments
 from fxremat.planner.moves import offload
 from fxremat.planner.options import ProblemRefused, SolverOptions
 from fxremat.planner.peak_bound import peak_bound
-from fxremat.planner.published import energy, moccasin, pofo, rockmate, rotor
+from fxremat.planner.solvers import MOVING, SOLVERS, Solver, named
 from fxremat.planner.variants import choose_and_plan
-
-Solver = Callable[[Problem, int | None, SolverOptions], Plan]
-
-SOLVERS: dict[str, Solver] = {
-    "auto": auto.solve,
-    "moments": moments.solve,
-    "greedy": greedy.solve,
-    "quick": greedy.quick,
-    "checkmate": checkmate.solve,
-    "checkmate_pruned": checkmate.solve_pruned,
-    "rotor": rotor.solve,
-    "pofo": pofo.solve,
-    "rockmate": rockmate.solve,
-    "hrockmate": hrockmate.solve,
-    "moccasin": moccasin.solve,
-    "least_peak": greedy.solve_least_peak,
-}
-MOVING = frozenset({"pofo"})
-"""Solvers that choose moves themselves; `offload` chooses them for the others."""
 
 
 def solve(
@@ -55,31 +33,28 @@ def solve(
 
     Where the problem has variants, it is the plan of the best choice of them that was found.
 
-    Raises `ProblemRefused` where the solver cannot take the problem: `rotor.NotAChain`,
-    `checkmate.TooManyRuns`, `moccasin.NotInstalled`.
+    Raises `ProblemRefused` where the solver cannot take the problem.
     """
-    if solver not in SOLVERS:
-        raise ValueError(f"unknown solver {solver!r}; there are {', '.join(SOLVERS)}")
+    options = options or SolverOptions()
+    run = named(solver)
     if problem.variants:
         return choose_and_plan.solve(
             problem,
             budget_bytes,
-            options or SolverOptions(),
-            lambda left, near: _quick(left, budget_bytes, options or SolverOptions(), near),
+            options,
+            lambda left, near: _quick(left, budget_bytes, options, near),
             lambda left: solve(left, budget_bytes, solver, options),
         )
-    if options is not None and options.objective == "energy":
-        return energy.solve(problem, budget_bytes, options, SOLVERS[solver])
-    if problem.copies is not None and solver in MOVING:
-        return SOLVERS[solver](problem, budget_bytes, options or SolverOptions())
+    if problem.copies is not None and solver not in MOVING:
+        return offload.solve(problem, budget_bytes, options, run)
+    plan = run(problem, budget_bytes, options)
     if problem.copies is not None:
-        return offload.solve(problem, budget_bytes, options or SolverOptions(), SOLVERS[solver])
-    plan = SOLVERS[solver](problem, budget_bytes, options or SolverOptions())
+        return plan
     if plan.peak_bound_bytes is None:
         plan = replace(plan, peak_bound_bytes=peak_bound(build_model(problem)))
     if budget_bytes is None or plan.peak_bytes > budget_bytes or _proves(plan, problem):
         return plan
-    bound = moments.time_bound(problem, budget_bytes, options or SolverOptions())
+    bound = moments.time_bound(problem, budget_bytes, options)
     return replace(plan, time_bound_us=min(bound, plan.time_us))
 
 
@@ -93,8 +68,6 @@ def _quick(
 
     ``near`` is that of an almost equal choice.
     """
-    if options.objective == "energy":
-        return energy.solve(problem, budget_bytes, options, greedy.quick)
     if problem.copies is not None:
         return offload.quick(problem, budget_bytes, options)
     if near is not None and budget_bytes is not None:
@@ -103,7 +76,7 @@ def _quick(
 
 
 def _proves(plan: Plan, problem: Problem) -> bool:
-    """Whether a bound on the time is known that is above the time of keep-all, or is reached."""
+    """Whether a bound on the time is known that is above the time of store-all, or is reached."""
     base = problem.base_time_us
     return plan.time_us <= base or (plan.time_bound_us or base) > base
 

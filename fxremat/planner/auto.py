@@ -1,22 +1,22 @@
-"""The default solver: moments first, then what fits a problem on which they leave a gap.
+"""The default solver: `moments` first, then others where that leaves a gap.
 
-Each solver starts from the best plan so far. What one proves holds for the others' plans.
+These are `checkmate` on small problems, and `hrockmate`. Each starts from the best plan so far.
+What one proves holds for the others' plans.
 """
 
 from __future__ import annotations
 
-from collections.abc import Callable
 from dataclasses import replace
 
 from fxremat.core.plan import Plan
 from fxremat.core.problem import Problem
-from fxremat.planner import tuning
-from fxremat.planner.clusters import hrockmate
+from fxremat.planner import constants
 from fxremat.planner.deadline import Deadline
 from fxremat.planner.indexed_problem import build_model
-from fxremat.planner.milp import checkmate, moments
-from fxremat.planner.milp.rerun_candidates import all_runs
+from fxremat.planner.milp import moments
+from fxremat.planner.milp.relaxation import LastReads
 from fxremat.planner.options import SolverOptions
+from fxremat.planner.solvers import named
 
 
 def solve(problem: Problem, budget_bytes: int | None, options: SolverOptions) -> Plan:
@@ -24,8 +24,8 @@ def solve(problem: Problem, budget_bytes: int | None, options: SolverOptions) ->
     limit = options.time_limit_s
     if limit is None:
         limit = min(
-            tuning.AUTO_MOST_SECONDS,
-            tuning.AUTO_SECONDS + tuning.AUTO_SECONDS_PER_OP * len(problem.ops),
+            constants.MOST_SECONDS,
+            constants.SECONDS + constants.SECONDS_PER_OP * len(problem.ops),
         )
     deadline = Deadline(limit)
     best = _best_of_solvers(problem, budget_bytes, options, deadline)
@@ -38,16 +38,17 @@ def _best_of_solvers(
     problem: Problem, budget_bytes: int | None, options: SolverOptions, deadline: Deadline
 ) -> Plan:
     """The best of the solvers that it takes."""
-    gap, enough = max(options.gap, tuning.AUTO_CLOSE), max(options.gap, tuning.AUTO_ENOUGH)
-    first = replace(options, gap=gap, time_limit_s=tuning.AUTO_FIRST_PART * deadline.left())
+    enough = max(options.gap, constants.NOT_SEEN)
+    gap = max(options.gap, constants.NOT_SEEN / 2)
+    first = replace(options, gap=gap, time_limit_s=constants.FIRST_PART * deadline.left())
     best = moments.solve(problem, budget_bytes, first)
     if budget_bytes is None:
         return best
-    for solver in _further_solvers(problem):
+    for name in ("checkmate", "hrockmate") if _is_small(problem) else ("hrockmate",):
         if _is_solved(best, problem, enough) or not deadline.running():
             break
         rest = replace(options, start=best.ops, time_limit_s=deadline.left())
-        best = _better(best, solver(problem, budget_bytes, rest))
+        best = _better(best, named(name)(problem, budget_bytes, rest))
     return best
 
 
@@ -59,13 +60,10 @@ def _lower_peak(problem: Problem, best: Plan, options: SolverOptions, deadline: 
     """
     low = bound = best.peak_bound_bytes or 0
     small = _is_small(problem)
-    while deadline.running() and best.peak_bytes - low > tuning.AUTO_NEAR * best.peak_bytes:
-        budget = (
-            (low + best.peak_bytes) // 2
-            if small
-            else int(tuning.AUTO_LITTLE_LESS * best.peak_bytes)
-        )
-        part = Deadline(tuning.AUTO_LEAST_PART * deadline.left())
+    while deadline.running() and best.peak_bytes - low > constants.NOT_SEEN * best.peak_bytes:
+        halved, less = (low + best.peak_bytes) // 2, int(constants.LESS * best.peak_bytes)
+        budget = halved if small else less
+        part = Deadline(deadline.left() / 2)
         plan = _best_of_solvers(problem, budget, replace(options, start=None), part)
         bound = max(bound, plan.peak_bound_bytes or 0)
         low = max(bound, budget if plan.peak_bytes > budget else low)
@@ -76,14 +74,16 @@ def _lower_peak(problem: Problem, best: Plan, options: SolverOptions, deadline: 
     return replace(best, peak_bound_bytes=bound, time_bound_us=None)
 
 
-def _further_solvers(
-    problem: Problem,
-) -> list[Callable[[Problem, int | None, SolverOptions], Plan]]:
-    return [checkmate.solve, hrockmate.solve] if _is_small(problem) else [hrockmate.solve]
-
-
 def _is_small(problem: Problem) -> bool:
-    return sum(map(len, all_runs(build_model(problem)))) <= tuning.AUTO_FEW_RUNS
+    """Whether few ops may run again in few stages, so that programmes decide what is feasible."""
+    model = build_model(problem)
+    last = LastReads.of(model).by_any_run
+    repeats = (
+        max((op, *(last[value] for value in model.writes[op]))) - op
+        for op in range(model.n)
+        if model.repeatable[op]
+    )
+    return sum(repeats) <= 2 * constants.MANY_COLUMNS
 
 
 def _is_solved(plan: Plan, problem: Problem, gap: float) -> bool:

@@ -7,7 +7,7 @@ from dataclasses import replace
 
 from fxremat.core.plan import Plan
 from fxremat.core.problem import Problem
-from fxremat.planner import tuning
+from fxremat.planner import constants
 from fxremat.planner.deadline import Deadline
 from fxremat.planner.local import greedy
 from fxremat.planner.milp import moments
@@ -22,10 +22,10 @@ def front(problem: Problem, options: SolverOptions | None = None) -> tuple[Plan,
         return tuple(_best(_with_moves(problem, options), problem.base_time_us))
     known, plans = greedy.whole_front(problem, options), [*greedy.front(problem, options)]
     slow = [plan for plan in plans if plan.time_us > problem.base_time_us]
-    count = min(tuning.FRONT_MOST_POINTS, len(slow))
+    count = min(constants.FRONT_POINTS, len(slow))
     picks = [slow[round(k * (len(slow) - 1) / max(1, count - 1))] for k in range(count)]
     deadline = Deadline(
-        tuning.FRONT_SECONDS if options.time_limit_s is None else options.time_limit_s
+        constants.MOST_SECONDS / 2 if options.time_limit_s is None else options.time_limit_s
     )
     for k, pick in enumerate(picks):
         if not deadline.running():
@@ -38,15 +38,15 @@ def front(problem: Problem, options: SolverOptions | None = None) -> tuple[Plan,
 def _with_moves(problem: Problem, options: SolverOptions) -> Iterator[Plan]:
     """Plans between the fastest and that of least peak, evenly spread, while there is time."""
     deadline = Deadline(
-        tuning.FRONT_SECONDS if options.time_limit_s is None else options.time_limit_s
+        constants.MOST_SECONDS / 2 if options.time_limit_s is None else options.time_limit_s
     )
     fastest, least = (offload.quick(problem, budget, options) for budget in (None, 0))
     yield fastest
     yield least
     span = fastest.peak_bytes - least.peak_bytes
-    for k in range(1, tuning.FRONT_MOVING_POINTS):
+    for k in range(1, constants.FRONT_POINTS // 2):
         if deadline.running():
-            budget = least.peak_bytes + span * k // tuning.FRONT_MOVING_POINTS
+            budget = least.peak_bytes + span * k // (constants.FRONT_POINTS // 2)
             yield offload.quick(problem, budget, options)
 
 

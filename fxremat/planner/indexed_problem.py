@@ -8,6 +8,7 @@ from __future__ import annotations
 
 from collections.abc import Iterable
 from dataclasses import dataclass
+from functools import cached_property
 
 from fxremat.core.problem import Problem
 
@@ -18,9 +19,8 @@ INPUT = -1
 class IndexedProblem:
     """Ops and values as lists; a *stage* is the position of an op in base order.
 
-    ``n`` is the number of ops. Times are in microseconds, sizes in bytes. ``time_per_byte`` is an
-    op's time per byte written, ``own_bytes`` its writes and workspace. ``writer`` is `INPUT` for
-    values that no op writes.
+    ``n`` is the number of ops. Times are in microseconds, sizes in bytes. ``writer`` is `INPUT`
+    for values that no op writes.
     """
 
     problem: Problem
@@ -35,8 +35,18 @@ class IndexedProblem:
     writer: list[int]
     is_output: list[bool]
     inputs: tuple[int, ...]
-    time_per_byte: list[float]
-    own_bytes: list[int]
+
+    @cached_property
+    def time_per_byte(self) -> list[float]:
+        """An op's time per byte written."""
+        written = (sum(self.bytes[value] for value in values) for values in self.writes)
+        return [time / max(1, size) for time, size in zip(self.time, written, strict=True)]
+
+    @cached_property
+    def own_bytes(self) -> list[int]:
+        """What an op writes, and its workspace."""
+        written = (sum(self.bytes[value] for value in values) for values in self.writes)
+        return [size + own for size, own in zip(self.workspace, written, strict=True)]
 
     def evictable(self, value: int) -> bool:
         """Whether the value may be freed and computed again."""
@@ -78,13 +88,5 @@ def build_model(problem: Problem) -> IndexedProblem:
         bytes=[problem.bytes_of[name] for name in names],
         writer=writer,
         is_output=[name in outputs for name in names],
-        time_per_byte=[
-            op.time_us / max(1, sum(problem.bytes_of[name] for name in op.writes))
-            for op in problem.ops
-        ],
-        own_bytes=[
-            op.workspace_bytes + sum(problem.bytes_of[name] for name in dict.fromkeys(op.writes))
-            for op in problem.ops
-        ],
         inputs=tuple(index[name] for name in dict.fromkeys(problem.inputs) if name in index),
     )

@@ -4,7 +4,6 @@ from __future__ import annotations
 
 from collections.abc import Callable
 from dataclasses import dataclass, field
-from typing import Literal
 
 
 class ProblemRefused(Exception):
@@ -26,16 +25,13 @@ class SolverOptions:
     """Limits and the seed; limits count iterations before they count seconds.
 
     ``time_limit_s`` is None by default: then the plan depends on problem and seed alone.
-    ``gap`` is a part of the time of keep-all: the solver over moments does not work on a plan so
+    ``gap`` is a part of the time of store-all: the solver `moments` does not work on a plan so
     near to its bound; after some rounds, nor on one that is twice as far.
     ``start`` are the steps of a plan to begin with. ``progress`` is called now and then.
-    ``objective`` is what is to be least; with "energy", a plan may take ``most_time_us``.
     """
 
     seed: int = 0
     time_limit_s: float | None = None
     gap: float = 0.0
     start: tuple[str, ...] | None = None
-    objective: Literal["time", "energy"] = "time"
-    most_time_us: float | None = None
     progress: Callable[[Progress], None] | None = field(default=None, compare=False)

@@ -23,7 +23,7 @@ from fxremat.core.plan import Plan, plan_to_json, variants_from_json
 from fxremat.core.problem import Problem, problem_to_json
 from fxremat.core.variants import take
 from fxremat.disk_cache import Answers, Question
-from fxremat.planner import solve, tuning
+from fxremat.planner import solve
 from fxremat.planner.deadline import Deadline
 from fxremat.planner.options import SolverOptions
 from fxremat.planner.plans import claimed_plan
@@ -62,13 +62,12 @@ def question_of(
         "seed": options.seed,
         "time_limit_s": options.time_limit_s,
         "gap": options.gap,
-        "objective": [options.objective, options.most_time_us],
         "start": None if options.start is None else list(options.start),
         "highspy": _highspy_version(),
     }
 
 
-@lru_cache(maxsize=tuning.REMEMBERED)
+@lru_cache(maxsize=8)
 def digest(problem: Problem) -> str:
     """Equal for problems that differ in name only; remembered for the last few problems."""
     data = {**problem_to_json(problem), "name": ""}

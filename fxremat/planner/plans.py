@@ -6,7 +6,8 @@ from collections import Counter
 from collections.abc import Mapping, Sequence
 from typing import Any
 
-from fxremat.core.plan import Plan, steps_from_json
+from fxremat.core.json_data import from_data
+from fxremat.core.plan import Plan
 from fxremat.core.problem import Problem
 from fxremat.core.schedule import Step, ops_of
 from fxremat.core.timeline import replay
@@ -34,7 +35,6 @@ def make_plan(
         seconds=seconds,
         time_bound_us=base if time_bound_us is None else max(base, time_bound_us),
         peak_bound_bytes=peak_bound_bytes,
-        energy_uj=line.energy_uj,
     )
 
 
@@ -43,20 +43,20 @@ def claimed_plan(
 ) -> Plan | None:
     """The plan of steps in JSON data from elsewhere; None where they are none of this problem.
 
-    Solver, seconds and bounds are as claimed, all other figures are computed anew.
+    Solver, seconds and bounds are as claimed, all other figures are computed anew. Raises
+    `InvalidData` where the data are no plan.
     """
-    steps = steps_from_json(claims)
-    if not _may_run(problem, steps):
+    claim = from_data(Plan, claims)
+    if not _may_run(problem, claim.steps):
         return None
-    peak_bound = claims["peak_bound_bytes"]
     return make_plan(
         problem,
-        steps,
-        str(claims["solver"]),
+        claim.steps,
+        claim.solver,
         budget_bytes=budget_bytes,
-        seconds=float(claims["seconds"]),
-        time_bound_us=_number_or_none(claims["time_bound_us"]),
-        peak_bound_bytes=None if peak_bound is None else int(peak_bound),
+        seconds=claim.seconds,
+        time_bound_us=claim.time_bound_us,
+        peak_bound_bytes=claim.peak_bound_bytes,
     )
 
 
@@ -67,7 +67,3 @@ def _may_run(problem: Problem, steps: Sequence[Step]) -> bool:
     return tuple(dict.fromkeys(ops)) == problem.base_steps() and all(
         op.repeatable or counts[op.name] == 1 for op in problem.ops
     )
-
-
-def _number_or_none(value: Any) -> float | None:
-    return None if value is None else float(value)

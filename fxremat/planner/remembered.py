@@ -8,11 +8,12 @@ from functools import wraps
 from typing import TypeVar
 
 from fxremat.core.problem import Problem
-from fxremat.planner import tuning
 from fxremat.planner.deadline import Deadline
 from fxremat.planner.options import SolverOptions
 
 Answer = TypeVar("Answer")
+MOST = 8
+"""Problems that are remembered: one step has a few, each asked for under many budgets."""
 Search = Callable[[Problem, SolverOptions], Answer]
 
 
@@ -34,7 +35,7 @@ def remembered(search: Search[Answer]) -> Search[Answer]:
         found = search(problem, options)
         if Deadline(None).running():
             key = problem, unlimited if deadline.running() else options
-            while len(known) >= tuning.REMEMBERED:
+            while len(known) >= MOST:
                 del known[next(iter(known))]
             known[key] = found
         return found

@@ -15,9 +15,9 @@ from __future__ import annotations
 from collections.abc import Sequence
 
 from fxremat.core.step import Step, StepPoint, Version
+from fxremat.planner.constants import GAP, NOT_SEEN, PROGRAMME_NODES
 from fxremat.planner.deadline import Deadline
-from fxremat.planner.milp.highs import Milp, Status, Term
-from fxremat.planner.tuning import UNITS_BYTES_PART, UNITS_GAP, UNITS_NODES, UNITS_NOT_SEEN
+from fxremat.planner.milp.highs import TOLERANCE, Milp, Status, Term
 
 Chosen = tuple[int, ...]
 """The version of each run, by its place among those of its part."""
@@ -33,7 +33,7 @@ def fastest(step: Step, budget_bytes: int, most_versions: int = 2) -> Chosen | N
         other = _within(step, budget_bytes, most)
         if other is None:
             continue
-        if found is None or step.time_us(other) < (1 - UNITS_NOT_SEEN) * step.time_us(found):
+        if found is None or step.time_us(other) < (1 - NOT_SEEN) * step.time_us(found):
             found = other
     return found
 
@@ -58,7 +58,7 @@ def _within(step: Step, budget_bytes: int, most_versions: int) -> Chosen | None:
         found = _Programme(step, most_versions).solve(asked)
         if found is None or step.peak_bytes(found) <= budget_bytes:
             return found
-        asked = int((1 - UNITS_BYTES_PART) * asked) - 1
+        asked = int((1 - TOLERANCE) * asked) - 1
     return None
 
 
@@ -123,7 +123,7 @@ class _Programme:
     def solve(self, budget_bytes: int | None) -> Chosen | None:
         for point in self.step.points:
             self._fit(point, budget_bytes)
-        solution = self.milp.solve(Deadline(None), nodes=UNITS_NODES, gap=UNITS_GAP)
+        solution = self.milp.solve(Deadline(None), nodes=PROGRAMME_NODES, gap=GAP)
         if solution.status in (Status.INFEASIBLE, Status.UNDECIDED):
             return None
         return tuple(

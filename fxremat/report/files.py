@@ -1,10 +1,14 @@
-"""The option ``report``: a folder with files of what was decided for each graph.
+"""Where reports go: the folder of the option ``report``, and torch's logs and trace.
 
 Graph n of the compilation gives ``graph_n.report.json`` (the whole report: timeline, rows, seconds,
 plan and problem), ``graph_n.problem.json`` and ``graph_n.plan.json``, which ``python -m fxremat
 check``, ``solve`` and ``pareto`` read, and ``graph_n.html``, a page that shows the memory of the
 step. ``graph_n.trace.json`` is for ui.perfetto.dev, and ``graph_n.snapshot.pickle`` for
 pytorch.org/memory_viz. A later compilation into the same folder writes over them.
+
+``TORCH_LOGS="fxremat,fxremat_plan"`` shows the report of each graph, ``fxremat_graph`` what the
+compiler is given. With ``TORCH_TRACE`` each graph has files in the pages that tlparse makes.
+Without these variables nothing is made.
 """
 
 from __future__ import annotations
@@ -12,13 +16,18 @@ from __future__ import annotations
 import json
 import logging
 import os
+from collections.abc import Iterable
 from pathlib import Path
 from typing import Any
 
+from torch import fx
+
+from fxremat.compat.logs import GRAPH_LOG, PLAN_LOG, artifact_logger, trace_artifact
 from fxremat.core.json_data import to_data
 from fxremat.core.plan import plan_to_json
 from fxremat.core.problem import problem_to_json
 from fxremat.errors import InvalidOption
+from fxremat.report.chrome_trace import chrome_trace
 from fxremat.report.page import write_page
 from fxremat.report.report import Report
 
@@ -52,3 +61,26 @@ def write_report(path: str, report: Report) -> None:
         write_page(Path(path) / f"graph_{report.graph}.html", [report])
     except OSError as error:
         log.warning("the report of graph %d could not be written: %s", report.graph, error)
+
+
+plan_log = artifact_logger(PLAN_LOG)
+graph_log = artifact_logger(GRAPH_LOG)
+
+
+def tell_report(report: Report) -> None:
+    """Log the report, its plan and problem, and the trace of the planned step."""
+    plan_log.debug("%s", report)
+    name = f"fxremat_graph_{report.graph}"
+    trace_artifact(f"{name}_report", "string", lambda: str(report))
+    trace_artifact(f"{name}_plan", "json", lambda: plan_to_json(report.plan))
+    trace_artifact(f"{name}_problem", "json", lambda: problem_to_json(report.problem))
+    trace_artifact(f"{name}_timeline", "json", lambda: chrome_trace([report]))
+
+
+def tell_halves(graph: int, halves: Iterable[fx.GraphModule]) -> None:
+    """Log the code of forward and backward as they are compiled."""
+    if not graph_log.isEnabledFor(logging.DEBUG):
+        return
+    for name, module in zip(("forward", "backward"), halves, strict=True):
+        code = module.print_readable(print_output=False)
+        graph_log.debug("graph %d, %s:\n%s", graph, name, code)

@@ -59,7 +59,7 @@ class _Device:
             Buffer(str(index), one.start, one.stop, one.nbytes)
             for index, one in enumerate(storages)
         ]
-        placement = place(buffers, effort=0, time_limit_s=SECONDS_TO_PLACE)
+        placement = place(buffers, time_limit_s=SECONDS_TO_PLACE)
         self.start = BASE_ADDRESS + number * STRIDE
         self.size = placement.arena_bytes
         offsets = placement.offset_bytes

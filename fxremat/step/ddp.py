@@ -26,8 +26,6 @@ from fxremat.step.versions import Part
 
 log = logging.getLogger(__name__)
 
-A_NUMBER = 8
-"""Bytes of it at most: a float64."""
 LookAt = Callable[[fx.GraphModule, Sequence[Any], Request, int], Part]
 
 
@@ -57,7 +55,7 @@ def see_parts(request: Request, left_bytes: int | None, look_at: LookAt) -> None
     outside = request.budget.held - _shared_bytes([inputs for _, inputs in graphs])
     outside += sum(part.interface.resident - part.interface.given for part in parts)
     last = parts[-1].interface
-    if last.results <= A_NUMBER:  # a loss, which stays with its gradient to the end
+    if last.results <= torch.float64.itemsize:  # a loss, which stays with its gradient to the end
         outside += last.results + last.incoming
     part_of = tuple(range(len(parts)))
     points = repeated([part.interface for part in parts], part_of, outside)

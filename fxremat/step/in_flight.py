@@ -32,6 +32,11 @@ log = logging.getLogger(__name__)
 class PlannedGraph(SharingGraph, Protocol):
     """A graph that can be planned again."""
 
+    @property
+    def sharded(self) -> bool:
+        """Whether its parameters are gathered when it runs, so that they do not live on."""
+        ...
+
     def renewed(self, args: Iterable[object]) -> RunVersions | None:
         """Other versions, where the step has changed since these were chosen; else None."""
         ...
@@ -82,6 +87,8 @@ class _WatchedRuns:
             # Dynamo asks for sizes, to split what follows for DDP.
             return self.runs.of_run(scope.free_place(self.frame)).call(*args)
         scope.step_begins()
+        if scope.records and not (self.graph is not None and self.graph.sharded):
+            scope.note(args)
         if self.graph is not None and not any(
             one.runs is self.runs for one in scope.waiting.values()
         ):
@@ -119,7 +126,7 @@ class _WatchedRuns:
             count = 1 << (waiting - 1).bit_length()
             log.warning("%d runs wait for their backward at once: planned for %d", waiting, count)
             self.runs = self.graph.compiled_for(count)
-            broken.planned_for, self.scope.anew = count, True
+            broken.planned_for, self.scope.warned.anew = count, True
         log.warning("%s", broken)
         warnings.warn(broken, stacklevel=4)
 

@@ -42,9 +42,7 @@ class _Asked:
         """The graph planned as a version, where others hold so many bytes all the time."""
         request = self.request.with_budget(held=held_bytes)
         if request.budget.limit is not None:
-            request = request.with_budget(
-                between=offer.between_bytes, soft_limit=offer.peak_bytes
-            )
+            request = request.with_budget(between=offer.between_bytes, soft_limit=offer.peak_bytes)
         return self.graph.plan(request)
 
 

@@ -31,7 +31,7 @@ from fxremat.compile.request import request_for
 from fxremat.core.events import Allocate, Backward, Forward, Outside
 from fxremat.core.step import StepPoint
 from fxremat.errors import NotTraceable
-from fxremat.memory.meter import Meter, MeteredStorage
+from fxremat.memory.storages import Meter, MeteredStorage
 from fxremat.options import Options
 from fxremat.runtime.host_memory import is_on
 from fxremat.step.description import StepDescription

@@ -31,11 +31,11 @@ from fxremat.planner import step_versions as planner
 from fxremat.report.files import write_report
 from fxremat.report.report import Report
 from fxremat.sizes import format_bytes
+from fxremat.step.context import Surroundings, first_description
 from fxremat.step.description import StepDescription, budget_for, unplanned_bytes
 from fxremat.step.graph import CompiledVersion, Graph, NoBackward
 from fxremat.step.promise import Compiled, Promise, PromisedVersion, RunVersions
 from fxremat.step.scope import Place, Role, Taken, Tensors
-from fxremat.step.surroundings import Surroundings, first_description
 from fxremat.step.versions import Offer, Part, version_in
 
 log = logging.getLogger(__name__)
@@ -96,9 +96,9 @@ class GraphInStep:
         return self.where.place
 
     @property
-    def leaves(self) -> Tensors:
-        """Its arguments that live from step to step."""
-        return self.where.leaves
+    def sharded(self) -> bool:
+        """Whether its parameters are gathered when it runs, so that they do not live on."""
+        return self.where.context.sharded
 
     @property
     def given(self) -> frozenset[int]:
@@ -125,7 +125,25 @@ class GraphInStep:
         """Other versions, where the step has changed since these were chosen; else None."""
         if self.role.is_due:
             return self.compiled_for(self.runs_at_once)
-        return None
+        alone = self.role.described is None and self.taken.count == 1 and not self.graph.ranks
+        scope, known = self.where.scope, len(self.where.scope.parameters)
+        if not alone or scope.due or scope.waiting or self.taken.parameters == known:
+            return None  # as planned, or about to be planned with the others
+        self.taken.parameters = known
+        return self._beside_more(args)
+
+    def _beside_more(self, args: Iterable[object]) -> RunVersions | None:
+        """Another version, where what other graphs are given leaves too few bytes to this one."""
+        where, budget = self.where, self.request.budget
+        if where.device.type != "cpu" or budget.limit is None:
+            return None
+        beside = where.scope.neighbours(where.place, args, self.around, where.device, 1)
+        more = beside.resident - where.neighbours.resident
+        if self.taken.own_peak_bytes + budget.held + max(0, more) <= budget.limit:
+            return None
+        self.where = replace(where, neighbours=beside)
+        self.request = self.request.with_budget(held=budget.held + more)
+        return self._alone()
 
     def _alone(self) -> RunVersions | None:
         """The graph by itself, beside what is there now.

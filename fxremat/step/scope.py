@@ -19,6 +19,7 @@ from functools import partial
 from typing import Any, Literal, Protocol
 
 import torch
+from torch import nn
 from torch.utils import _pytree as pytree
 
 from fxremat.compat.absent.tracing import apart_from_tracing
@@ -61,11 +62,12 @@ class Role:
 @dataclass
 class Taken:
     """What the runs of a graph take: how many were planned for, what all of them save, and their
-    peak without what is held beside them."""
+    peak without what is held beside them. So many ``parameters`` were known to the scope then."""
 
     count: int = 0
     saved_bytes: int = 0
     own_peak_bytes: int = 0
+    parameters: int = 0
 
 
 class SharingGraph(Protocol):
@@ -82,11 +84,6 @@ class SharingGraph(Protocol):
     @property
     def place(self) -> Place:
         """Its frame, and the compilation of that."""
-        ...
-
-    @property
-    def leaves(self) -> Tensors:
-        """Its arguments that live from step to step."""
         ...
 
     @property
@@ -151,6 +148,20 @@ class WaitingRun:
         return saved_storages(node, self.promise.saved_bytes, self.promise.device)
 
 
+@dataclass
+class Warned:
+    """What was looked at because more waited than ever before, and what was warned of.
+
+    ``most`` are the runs that waited, and the bytes that their plans say; ``runs`` is how many
+    there were in the last warning. Where it was planned ``anew``, what waits now is known to be too
+    much, and what waits next is looked at anew.
+    """
+
+    most: tuple[int, int] = (1, 0)
+    runs: int = 1
+    anew: bool = False
+
+
 @dataclass(frozen=True)
 class Recorded:
     """One half of a run, as it has run. With ``keeps`` others hold its results until its backward.
@@ -168,20 +179,18 @@ class Recorded:
 class BudgetScope:
     """The graphs that share one budget, and their runs that wait, in the order they came.
 
-    ``order`` is that of the step that runs now, and ``last`` that of the step before.
-    ``looked_at`` is the most that was ever looked at closely: how many, and how many bytes their
-    plans say. ``told`` is the number of forwards in the last warning. Where it was planned
-    ``anew``, what waits now is known to be too much, and what waits next is looked at anew.
+    ``order`` is that of the step that runs now, and ``last`` that of the step before. If a step is
+    ``due``, its graphs are planned together when it begins.
     """
 
     waiting: dict[int, WaitingRun] = field(default_factory=dict)
     graphs: weakref.WeakSet[Any] = field(default_factory=weakref.WeakSet)
+    parameters: dict[int, weakref.ref[torch.Tensor]] = field(default_factory=dict)
+    """Those that graphs were given, by their identity."""
     order: list[Recorded] = field(default_factory=list)
     last: list[Recorded] = field(default_factory=list)
     due: bool = False
-    looked_at: tuple[int, int] = (1, 0)
-    told: int = 1
-    anew: bool = False
+    warned: Warned = field(default_factory=Warned)
     segments: SharedSegments = field(default_factory=SharedSegments)
     watch: StepWatch | None = None
     compiled_again: int = 0
@@ -221,8 +230,8 @@ class BudgetScope:
     def resident_beside(self, own: Storages, device: torch.device) -> Storages:
         """Parameters and buffers of all graphs and models that are known, and their gradients."""
         found: Storages = {}
+        found |= with_gradients(_alive(self.parameters.values()), device)
         for graph in self.graphs:
-            found |= with_gradients(_alive(graph.leaves), device)
             found |= storages_of(_alive(graph.around), device)
         return {key: size for key, size in found.items() if key not in own}
 
@@ -333,6 +342,16 @@ class BudgetScope:
         """How many there were, by Dynamo and by graphs that were planned again."""
         return compilations() + self.compiled_again
 
+    def note(self, given: Iterable[object]) -> None:
+        """A graph is given these arguments."""
+        for one in given:
+            if isinstance(one, nn.Parameter) and id(one) not in self.parameters:
+                gone = partial(self._forget, id(one))
+                self.parameters[id(one)] = weakref.ref(one, gone)
+
+    def _forget(self, identity: int, _: object) -> None:
+        self.parameters.pop(identity, None)
+
     def step_begins(self) -> None:
         """Before a forward: if none waits, the step before is over, and may be planned as one."""
         if self.waiting:
@@ -369,15 +388,16 @@ class BudgetScope:
         when_freed(node, partial(self._leaves, key, run))
         self.saved_bytes = max(self.saved_bytes, self._planned()[1])
         if len(waiting) == 1:
-            if self.anew:
-                self.looked_at, self.told, self.anew = (1, 0), 1, False
+            if self.warned.anew:
+                self.warned = Warned()
             return None
-        if self.anew:
+        if self.warned.anew:
             return None
         number, nbytes = self._planned()
-        if number <= self.looked_at[0] and nbytes <= self.looked_at[1]:
+        runs, most = self.warned.most
+        if number <= runs and nbytes <= most:
             return None
-        self.looked_at = max(number, self.looked_at[0]), max(nbytes, self.looked_at[1])
+        self.warned.most = max(number, runs), max(nbytes, most)
         return self._compare(run, own)
 
     def _leaves(self, key: int, run: WaitingRun) -> None:
@@ -412,14 +432,14 @@ class BudgetScope:
         held = sum(size for key, size in others.items() if key not in {**known, **counted})
         beside = _beside(promise, held, sum(known.values()))
         expected = promise.peak_bytes + max(beside, promise.held_bytes)
-        if expected > promise.budget_bytes and number > self.told:
-            self.told = number
+        if expected > promise.budget_bytes and number > self.warned.runs:
+            self.warned.runs = number
             budget, left = promise.budget_bytes, promise.left_bytes
             return PromiseBroken(promise.graph, number, held, expected, budget, left_bytes=left)
         return None
 
 
-def _alive(tensors: Tensors) -> list[torch.Tensor]:
+def _alive(tensors: Iterable[Callable[[], Any]]) -> list[torch.Tensor]:
     return [one for one in pytree.tree_leaves([each() for each in tensors]) if one is not None]
 
 

@@ -32,7 +32,7 @@ from fxremat.compile import session
 from fxremat.compile.driver import plan_only, total_bytes
 from fxremat.compile.pipeline import Runner
 from fxremat.compile.request import device_of_inputs
-from fxremat.compile.search.search import Found
+from fxremat.compile.search.search import SearchResult
 from fxremat.core.plan import Plan
 from fxremat.cost.cards import absent_card
 from fxremat.errors import CannotVary, FxrematError, InfeasibleBudget
@@ -271,7 +271,7 @@ def _expressions(
     made: list[PeakExpression] = []
     refused: list[CannotVary] = []
 
-    def study(found: Found, runner: Runner) -> None:
+    def study(found: SearchResult, runner: Runner) -> None:
         try:
             made.append(expression_of(found, runner))
         except CannotVary as error:  # raised where Dynamo does not wrap it

@@ -145,7 +145,7 @@ class ContinuedPlan:
 
     def dry_run_peak(self) -> int:
         """The peak by a dry run of the step."""
-        return self.planned.judged().peak_bytes + self.further.nbytes
+        return self.planned.evaluated().peak_bytes + self.further.nbytes
 
 
 @dataclass(frozen=True)

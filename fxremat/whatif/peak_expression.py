@@ -21,7 +21,7 @@ import sympy
 from fxremat.compat.sizes import size_ranges, sizes_at
 from fxremat.compile.dry_run.dry_run import generate_step
 from fxremat.compile.pipeline import PLAN, Runner
-from fxremat.compile.search.search import Found
+from fxremat.compile.search.search import SearchResult
 from fxremat.core.timeline import replay
 from fxremat.errors import CannotVary
 
@@ -105,20 +105,20 @@ def peak_expression(live: LiveBytes, ranges: Sequence[SizeRange]) -> PeakExpress
     raise CannotVary(names, "the bytes of a step are no polynomial of it")
 
 
-def expression_of(found: Found, runner: Runner) -> PeakExpression:
+def expression_of(found: SearchResult, runner: Runner) -> PeakExpression:
     """Allocated bytes at the peak of what was found, with what is held beside the graph.
 
     The code is generated once more, and counted by dry runs at a few sizes; a plan that is not
     compiled is replayed. Raises `CannotVary` as `peak_expression` does.
     """
-    judged, costs = found.judged, runner.costs
-    ranges = size_ranges(judged.draft.joint.module.graph)
+    evaluation, costs = found.evaluation, runner.costs
+    ranges = size_ranges(evaluation.draft.joint.module.graph)
     symbols = {name: symbol for symbol, (name, _, _) in ranges.items()}
     held = costs.request.budget.held
     generated = None
     if costs.request.compiled:
-        outputs = judged.draft.num_forward_outputs
-        generated = generate_step(*judged.draft.halves, num_fwd_outputs=outputs)
+        outputs = evaluation.draft.num_forward_outputs
+        generated = generate_step(*evaluation.draft.halves, num_fwd_outputs=outputs)
 
     def live(sizes: Mapping[str, int]) -> tuple[int, ...]:
         with sizes_at({symbols[name]: size for name, size in sizes.items()}):
@@ -126,8 +126,10 @@ def expression_of(found: Found, runner: Runner) -> PeakExpression:
             if generated is not None:
                 shown = generated.dry_run(costs.device.type, costs.workspaces.blocks_of_call)
             else:
-                again = runner.run("estimate", PLAN, replace(found.plain, sites=judged.draft.sites))
-                shown = replay(again.estimate.problem, judged.plan.steps)
+                again = runner.run(
+                    "estimate", PLAN, replace(found.plain, sites=evaluation.draft.sites)
+                )
+                shown = replay(again.estimate.problem, evaluation.plan.steps)
         return tuple(held + nbytes for nbytes in shown.live_bytes)
 
     return peak_expression(live, [SizeRange(*one) for one in ranges.values()])

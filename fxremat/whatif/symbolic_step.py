@@ -16,7 +16,7 @@ from functools import partial
 from math import prod
 from typing import Any
 
-from fxremat.compat.absent.moving import with_numbers as torch_with_numbers
+from fxremat.compat.absent.tracing import with_numbers as torch_with_numbers
 from fxremat.compat.call_stack import with_stack_room
 from fxremat.compat.compilers import joint_passes
 from fxremat.compat.configuration import (
@@ -35,8 +35,8 @@ from fxremat.compile.pipeline import AS_TORCH, DONATE, PLAN, PREPARE, Runner
 from fxremat.compile.request import Request
 from fxremat.compile.search.candidates import Candidate, Evaluation, Evaluator, plain_peak
 from fxremat.compile.search.planning import ONE_PASS, Planning
+from fxremat.compile.search.proposals import plan_of_torch
 from fxremat.compile.search.search import Search
-from fxremat.compile.search.torch_plan import plan_of_torch
 from fxremat.compile.stage_times import StageTimes
 from fxremat.core.events import Allocate, Event
 from fxremat.whatif.peak_expression import DEGREE
@@ -143,7 +143,7 @@ class Expected:
         return self.candidate.plan.time_us
 
     @with_stack_room
-    def judged(self) -> Evaluation:
+    def evaluated(self) -> Evaluation:
         """The peak that it really has, by a dry run."""
         with self.there():
             return self.evaluator.evaluate(self.candidate)

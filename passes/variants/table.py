@@ -11,10 +11,16 @@ from __future__ import annotations
 
 from collections.abc import Iterable
 
-from fxremat.passes.variants import from_outputs, lossy_saved, packed_bits, pool_gradient
+from fxremat.passes.variants import (
+    convolution_workspace,
+    from_outputs,
+    lossy_saved,
+    packed_bits,
+    pool_gradient,
+    split_gradients,
+)
 from fxremat.passes.variants.attention import fused
 from fxremat.passes.variants.chunks import rules
-from fxremat.passes.variants.convolutions import split_gradients, workspace
 from fxremat.passes.variants.rule import Rule
 
 ALL = "all"
@@ -25,7 +31,7 @@ RULES: tuple[Rule, ...] = (
     *fused.RULES,
     *pool_gradient.RULES,
     *split_gradients.RULES,
-    *workspace.RULES,
+    *convolution_workspace.RULES,
     *from_outputs.RULES,
     *packed_bits.RULES,
     *lossy_saved.RULES,

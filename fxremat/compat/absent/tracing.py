@@ -1,4 +1,10 @@
-"""The joint graph that Inductor would give to a partitioner on a device that is not here."""
+"""The joint graph that Inductor would give to a partitioner on a device that is not here.
+
+Autograd refuses fake tensors of a device that torch was built without. So the step is traced on
+the CPU, without any decomposition, and the joint graph is moved: its inputs and all device
+arguments. Then it is traced once more on fake tensors of the device, which decomposes it as
+Inductor would there; gradients are in the graph by then, and autograd has no part in it.
+"""
 
 from __future__ import annotations
 
@@ -6,15 +12,18 @@ from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from typing import Any
 
+import torch
 from torch import fx
+from torch.utils import _pytree as pytree
 
 from fxremat.compat.absent.attention import for_capability
-from fxremat.compat.absent.moving import moved
 from fxremat.compat.absent.pretending import CUDA, Properties, pretending
 from fxremat.compat.call_stack import with_stack_room
 from fxremat.compat.compilers import in_fake_mode_of, inductor_decompositions, joint_passes
 from fxremat.compat.configuration import inductor_config
+from fxremat.compat.joint_graph import copy_module
 from fxremat.compat.partitioning import only_marked_buffers_donated, torch_partition
+from fxremat.compat.sizes import size_bound, sizes_at
 
 ABSENT = {"shape_padding": False, "max_autotune": False, "max_autotune_gemm": False}
 """What Inductor decides by running kernels cannot be decided here."""
@@ -86,3 +95,143 @@ def apart_from_tracing() -> Iterator[None]:
 
     with unset_fake_temporarily(), tracing(None):
         yield
+
+
+def moved(
+    module: fx.GraphModule, device: torch.device, table: Mapping[Any, Callable[..., Any]]
+) -> fx.GraphModule:
+    """A copy of a joint graph on ``device``, decomposed by the ``table``.
+
+    Placeholders keep their names, and nodes what is known of where they come from.
+    """
+    from torch._subclasses.fake_tensor import FakeTensorMode
+
+    on_device = _with_device_arguments(copy_module(module), device)
+    mode: Any = FakeTensorMode(allow_non_fake_inputs=True, shape_env=_shape_env_of(module))
+    with mode:
+        inputs = [_placed(n.meta.get("val"), device) for n in _placeholders(module)]
+    traced = _traced(_Decomposing(on_device, table).run, inputs, mode, table)
+    _as_named(module, _placeholders(module), traced)
+    return traced
+
+
+class _Decomposing(fx.Interpreter):
+    """Takes ops apart by the table before torch asks for their kernels.
+
+    A torch without CUDA has none for it. Of an op that has a kernel for each device, and one in
+    terms of other ops for the rest, it would run the latter, in place and unseen by the tracer.
+    """
+
+    def __init__(self, module: fx.GraphModule, table: Mapping[Any, Callable[..., Any]]) -> None:
+        super().__init__(module)
+        self.table = table
+
+    def call_function(self, target: Any, args: Any, kwargs: Any) -> Any:
+        if target in self.table and _can_be_taken_apart(target):
+            target = self.table[target]
+        return super().call_function(target, args, kwargs)
+
+
+def _can_be_taken_apart(op: Any) -> bool:
+    name: str = op.name()
+    return torch._C._dispatch_has_kernel_for_dispatch_key(name, "CompositeImplicitAutograd")
+
+
+def with_numbers(
+    module: fx.GraphModule, sizes: Mapping[Any, int]
+) -> tuple[fx.GraphModule, list[int]]:
+    """A copy of a joint graph with numbers in place of its symbols, and which inputs it keeps.
+
+    Inputs that are symbols go; of the others, the positions are given. ``sizes`` has a number for
+    each symbol.
+    """
+    from torch._subclasses.fake_tensor import FakeTensorMode
+
+    mode: Any = FakeTensorMode(allow_non_fake_inputs=True)
+    with mode, sizes_at(sizes):
+        given = [_numbered(node.meta.get("val")) for node in _placeholders(module)]
+    kept = [k for k, value in enumerate(given) if isinstance(value, torch.Tensor)]
+
+    def run(*tensors: torch.Tensor) -> Any:
+        for k, tensor in zip(kept, tensors, strict=True):
+            given[k] = tensor
+        return fx.Interpreter(module).run(*given)
+
+    traced = _traced(run, [given[k] for k in kept], mode, {})
+    _as_named(module, [_placeholders(module)[k] for k in kept], traced)
+    return traced, kept
+
+
+def _numbered(value: Any) -> Any:
+    """An input without memory, or a number."""
+    if isinstance(value, torch.Tensor):
+        shape, strides = map(size_bound, value.shape), map(size_bound, value.stride())
+        return torch.empty_strided(
+            list(shape), list(strides), dtype=value.dtype, device=value.device
+        )
+    return size_bound(value) if isinstance(value, torch.SymInt) else value
+
+
+def _traced(
+    run: Callable[..., Any], inputs: list[Any], mode: Any, table: Mapping[Any, Any]
+) -> fx.GraphModule:
+    """Trace once more, in this fake mode; nodes keep what is known of where they come from."""
+    from torch.fx.experimental.proxy_tensor import make_fx
+
+    with mode, torch.no_grad(), fx.traceback.preserve_node_meta():
+        traced: fx.GraphModule = make_fx(
+            run, decomposition_table=dict(table), _allow_non_fake_inputs=True
+        )(*inputs)
+    return traced
+
+
+def _placeholders(module: fx.GraphModule) -> list[fx.Node]:
+    return [n for n in module.graph.nodes if n.op == "placeholder"]
+
+
+def _shape_env_of(module: fx.GraphModule) -> Any:
+    for node in _placeholders(module):
+        for size in getattr(node.meta.get("val"), "shape", ()):
+            if isinstance(size, torch.SymInt):
+                return size.node.shape_env
+    return None
+
+
+def _placed(value: Any, device: torch.device) -> Any:
+    """An input without memory on the device; numbers stay on the CPU, as scalars do."""
+    if not isinstance(value, torch.Tensor):
+        return value
+    return torch.empty_strided(value.shape, value.stride(), dtype=value.dtype, device=device)
+
+
+def _with_device_arguments(module: fx.GraphModule, device: torch.device) -> fx.GraphModule:
+    """Tensors are made on the device where they were made on the CPU; constants move there."""
+
+    def there(value: Any) -> Any:
+        return device if isinstance(value, torch.device) else value
+
+    for node in module.graph.nodes:
+        if node.op == "call_function":
+            node.args = pytree.tree_map(there, node.args)
+            node.kwargs = pytree.tree_map(there, node.kwargs)
+    module.recompile()
+    return module
+
+
+def _as_named(
+    source: fx.GraphModule, placeholders: Sequence[fx.Node], traced: fx.GraphModule
+) -> None:
+    """Give placeholders, and what torch says of them and of the outputs, back to the new graph."""
+    for old, new in zip(placeholders, _placeholders(traced), strict=True):
+        new.target = old.target
+        new._rename(str(old.target))
+        new.meta = {**old.meta, "val": new.meta["val"]}
+        new.meta.pop("tensor_meta", None)
+    before, after = source.graph.output_node(), traced.graph.output_node()
+    after.meta = {
+        **before.meta,
+        **after.meta,
+        **{k: v for k, v in before.meta.items() if k == "desc"},
+    }
+    traced.meta = dict(source.meta)
+    traced.recompile()

@@ -115,11 +115,7 @@ class Planning:
         return best
 
     def _ask(self, problem: Problem, budget: int | None, solver: str) -> Plan:
-        policy = self.request.policy
-        most = None if policy.most_time is None else policy.most_time * problem.base_time_us
-        options = planner.SolverOptions(
-            time_limit_s=policy.solver_time_limit, objective=policy.objective, most_time_us=most
-        )
+        options = planner.SolverOptions(time_limit_s=self.request.policy.solver_time_limit)
         with self.times.stage("plan"):
             try:
                 if caches_disabled():

@@ -41,9 +41,9 @@ from fxremat.compile.search.proposals import (
     fastest,
     least,
     may_fit,
+    plan_of_torch,
     under,
 )
-from fxremat.compile.search.torch_plan import plan_of_torch
 from fxremat.compile.search.variant_sets import VariantSet, variant_set
 from fxremat.core.plan import plan_to_json
 from fxremat.core.problem import Problem
@@ -63,21 +63,21 @@ class Attempt:
 
 
 @dataclass(frozen=True)
-class Found:
+class SearchResult:
     """What the search ended with. ``over`` says that it takes more than the budget.
 
-    ``plain`` is the graph without variants, ``judged_candidates`` how many have been tried.
+    ``plain`` is the graph without variants, ``evaluated`` how many have been tried.
     """
 
-    judged: Evaluation
+    evaluation: Evaluation
     plain: Draft
     over: bool
-    judged_candidates: int
+    evaluated: int
 
 
-def decision_of(found: Found) -> dict[str, Any]:
+def decision_of(found: SearchResult) -> dict[str, Any]:
     """What a search has ended with, as JSON data: `Search.taken` makes the same of it."""
-    candidate = found.judged.candidate
+    candidate = found.evaluation.candidate
     return {
         "variants": [one.name for one in candidate.draft.taken],
         "order": candidate.order,
@@ -100,7 +100,7 @@ class Search:
     """What plans of least peak, and torch's partition, take."""
     looked: list[VariantSet | None] = field(default_factory=list)
 
-    def run(self) -> Found:
+    def run(self) -> SearchResult:
         """The best candidate found."""
         request, plain = self.planning.request, self.draft(())
         aim, budget = request.budget.target, request.budget.own
@@ -119,7 +119,7 @@ class Search:
         best = min(self.lowest, key=lambda one: one.peak_bytes)
         return self._found(best, over=best.peak_bytes > budget)
 
-    def taken(self, decision: Mapping[str, Any]) -> Found:
+    def taken(self, decision: Mapping[str, Any]) -> SearchResult:
         """What another search for the same has ended with (`decision_of`), made here and evaluated.
 
         Raises `VerificationFailed` where it does not go with this graph.
@@ -139,8 +139,8 @@ class Search:
         evaluated = self.evaluator.evaluate(candidate)
         return self._found(evaluated, over=budget is not None and evaluated.peak_bytes > budget)
 
-    def _found(self, judged: Evaluation, *, over: bool) -> Found:
-        return Found(judged, self.draft(()), over, len(self.evaluator.seen))
+    def _found(self, evaluation: Evaluation, *, over: bool) -> SearchResult:
+        return SearchResult(evaluation, self.draft(()), over, len(self.evaluator.seen))
 
     def _follow(self, attempt: Attempt, aim: int) -> list[Evaluation]:
         """The candidates of an attempt, evaluated as far as dry runs are left."""
@@ -169,8 +169,8 @@ class Search:
             return best
         if own.plan.peak_bytes > OUT_OF_REACH * aim:
             return best
-        judged = self.evaluator.evaluate(own)
-        return judged if judged.peak_bytes <= aim else best
+        evaluation = self.evaluator.evaluate(own)
+        return evaluation if evaluation.peak_bytes <= aim else best
 
     def _torch(self, *, donated: bool) -> Candidate | None:
         """Torch's own partition; None where it does not do what the graph does.

@@ -1,6 +1,10 @@
 """A stage schedule with its gap table and a journal: what every local search works on.
 
 ``EditableSchedule`` offers three changes and knows no strategy: evict, keep, and roll back.
+``descend`` is the strategy that all searches share, an eviction path. Each step lowers the highest
+stage by the eviction that costs least time per byte. DTR does the same at run time (arXiv
+2006.09616, its heuristic without staleness, since here the whole schedule is known). Every state on
+the way is a plan of its own, so that one path is a whole front.
 """
 
 from __future__ import annotations
@@ -13,10 +17,11 @@ from dataclasses import dataclass, field
 import numpy as np
 import numpy.typing as npt
 
+from fxremat.planner import constants
 from fxremat.planner.indexed_problem import INPUT
-from fxremat.planner.local import tuning
 from fxremat.planner.local.evictions import Eviction, fits_without, plan_eviction, unread_after
 from fxremat.planner.local.gap_table import GapTable
+from fxremat.planner.local.pareto_front import ParetoFront
 from fxremat.planner.local.stage_schedule import ExtraRun, StageSchedule, Undo
 
 
@@ -85,7 +90,7 @@ class EditableSchedule:
         """Lower the highest stage by the best eviction; False if none does."""
         worst = int(self.state.peak.argmax())
         limit = int(self.state.peak[worst])
-        for _ in range(tuning.EVICTION_TRIES):
+        for _ in range(constants.TRIES):
             found = self._best(worst, limit)
             if found is None:
                 return False
@@ -115,7 +120,9 @@ class EditableSchedule:
             found = fresh.get(k)
             if found is None:
                 # Not worked out, or given up at a ceiling that is no longer above the rest.
-                ceiling = math.inf if k in fresh else tuning.EVICTION_CEILING * least / factors[k]
+                ceiling = (
+                    math.inf if k in fresh else constants.EVICTION_CEILING * least / factors[k]
+                )
                 found, gaps.score[slot] = self._score(slot, worst, limit, ceiling)
                 fresh[k] = found
                 before, scores[k] = scores[k], gaps.score[slot] * factors[k]
@@ -150,7 +157,7 @@ class EditableSchedule:
         if not relief:
             return None, math.inf
         for rate in self.ranking.hold_rates:
-            most = min(ceiling, tuning.EVICTION_CEILING * least) * relief
+            most = min(ceiling, constants.EVICTION_CEILING * least) * relief
             eviction = plan_eviction(self.state, op, stage, rate, limit, relief, most)
             if eviction is None:
                 continue
@@ -227,3 +234,52 @@ class EditableSchedule:
         for op, stage in todo:
             if op in state.extra[stage]:
                 self.keep((op, stage), limit)
+
+
+def path_work(ops: int) -> int:
+    """Work of one eviction path: less per op for larger problems."""
+    per_op = constants.WORK_PER_OP
+    return min(per_op * ops, constants.WORK + per_op // 10 * ops)
+
+
+def level_work(ops: int) -> int:
+    """Work of the repairs at one peak: a sixteenth of nearly that of a path."""
+    most = 9 * constants.WORK // 10 + constants.WORK_PER_OP // 20 * ops
+    return min(constants.WORK // 100 * ops, most) // constants.LEVELS
+
+
+def descend(search: EditableSchedule, front: ParetoFront, target: int, work: int) -> None:
+    """Evict until the peak is at most ``target`` bytes, no eviction helps or ``work`` is done.
+
+    States on the way are offered to the front.
+    """
+    state = search.state
+    grain = state.max_peak() // 512  # what lies closer together makes no other plan
+    offered = state.max_peak() + grain + 1
+    steps, next_keep = 0, constants.KEEP_EVERY
+    while state.max_peak() > target and state.work < work:
+        if state.max_peak() < offered - grain:
+            offered = state.max_peak()
+            front.offer(state)
+        if not _step(search):
+            break
+        steps += 1
+        if steps >= next_keep:
+            search.keep_what_fits(state.max_peak())
+            next_keep = steps + max(
+                constants.KEEP_EVERY, len(state.all_extra()) // (3 * constants.KEEP_EVERY + 1)
+            )
+        search.commit()
+    search.keep_what_fits(state.max_peak())
+    search.commit()
+    front.offer(state)
+
+
+def _step(search: EditableSchedule) -> bool:
+    return search.evict() or (search.gaps.unblock() and search.evict())
+
+
+def evict_all(search: EditableSchedule, work: int) -> None:
+    """Evict until no eviction helps or the work is done; every change can be rolled back."""
+    while search.state.work < work and search.evict():
+        pass

@@ -14,7 +14,7 @@ from dataclasses import dataclass, field, replace
 from fxremat.core.plan import Plan
 from fxremat.core.problem import Problem
 from fxremat.planner.indexed_problem import IndexedProblem, build_model
-from fxremat.planner.local import level_sweep, tuning
+from fxremat.planner.local import level_sweep
 from fxremat.planner.local.pareto_front import Entry, ParetoFront, steps_of
 from fxremat.planner.local.stage_schedule import ExtraRun, StageSchedule
 from fxremat.planner.options import SolverOptions
@@ -23,6 +23,8 @@ from fxremat.planner.plans import make_plan
 from fxremat.planner.remembered import remembered
 
 NAME, QUICK_NAME = "greedy", "quick"
+MOST_PLANS = 64
+"""Plans that `front` gives; `solve` chooses from all that were found."""
 
 
 @dataclass
@@ -127,10 +129,10 @@ def _quick_plan(front: ParetoFront, budget_bytes: int | None, started: float) ->
 
 
 def front(problem: Problem, options: SolverOptions) -> tuple[Plan, ...]:
-    """Non-dominated plans from keep-all to least peak, evenly picked where there are many."""
+    """Non-dominated plans from store-all to least peak, evenly picked where there are many."""
     front = whole_front(problem, options)
     last = len(front.entries) - 1
-    count = min(last, tuning.GREEDY_MOST_PLANS - 1)
+    count = min(last, MOST_PLANS - 1)
     picks = [round(k * last / count) for k in range(count + 1)] if count else [0]
     return tuple(front.plan(k) for k in picks)
 

@@ -17,9 +17,9 @@ from collections.abc import Iterator
 from dataclasses import dataclass
 from itertools import combinations
 
+from fxremat.planner import constants
 from fxremat.planner.indexed_problem import INPUT, IndexedProblem
-from fxremat.planner.local import tuning
-from fxremat.planner.local.eviction_paths import evict_all
+from fxremat.planner.local.editable_schedule import evict_all
 from fxremat.planner.local.ruin_and_repair import Improver
 from fxremat.planner.local.stage_schedule import ExtraRun
 
@@ -46,9 +46,9 @@ def optima(model: IndexedProblem) -> tuple[list[tuple[int, list[ExtraRun]]], boo
     There are none where the problem is too large.
     """
     found: list[tuple[int, list[ExtraRun]]] = []
-    if not 0 < model.n <= tuning.EXACT_MOST_OPS or len(model.bytes) > tuning.EXACT_MOST_VALUES:
+    if not 0 < model.n <= constants.EXACT_OPS:
         return found, False
-    nodes = tuning.EXACT_MOST_NODES
+    nodes = 4 * constants.PROGRAMME_NODES
     cap = sum(model.bytes) + sum(model.workspace) + model.problem.resident_bytes
     try:
         while True:
@@ -169,11 +169,11 @@ def _taken_over(model: IndexedProblem, op: int, first: bool, freed: tuple[int, .
     )
 
 
-def search_lower(improver: Improver, rounds: int, work: int) -> None:
+def search_lower(improver: Improver, work: int) -> None:
     """Ruin and evict again from the improver's state; lower peaks are offered to its front."""
     search = improver.search
     state = search.state
-    for _ in range(rounds):
+    for _ in range(5 * constants.TRIES):
         if state.work >= work:
             break
         search.commit()

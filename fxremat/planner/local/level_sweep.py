@@ -1,6 +1,6 @@
 """The whole front: of a small problem the optima; else eviction paths, then improvement by levels.
 
-The levels are fixed peaks between keep-all and the least peak found, evenly apart in the
+The levels are fixed peaks between store-all and the least peak found, evenly apart in the
 logarithm. They do not depend on the budget. What is won at one level is carried to the next
 by evicting further.
 """
@@ -9,84 +9,75 @@ from __future__ import annotations
 
 import math
 from collections.abc import Sequence
-from dataclasses import dataclass
 from itertools import pairwise
 
+from fxremat.planner import constants
 from fxremat.planner.deadline import Deadline
-from fxremat.planner.local import tuning
-from fxremat.planner.local.editable_schedule import EditableSchedule, GapRanking
-from fxremat.planner.local.eviction_paths import descend
+from fxremat.planner.local.editable_schedule import (
+    EditableSchedule,
+    GapRanking,
+    descend,
+    level_work,
+    path_work,
+)
 from fxremat.planner.local.least_peak import optima, search_lower
 from fxremat.planner.local.pareto_front import ParetoFront
-from fxremat.planner.local.repeated_changes import RepeatedChanges
-from fxremat.planner.local.ruin_and_repair import Improver
+from fxremat.planner.local.ruin_and_repair import Improver, RepeatedChanges
 from fxremat.planner.local.segment_starts import counts_for, offer_segments
 from fxremat.planner.local.stage_schedule import ExtraRun, StageSchedule
 from fxremat.planner.options import SolverOptions
 from fxremat.planner.peak_bound import peak_bound
 
 
-@dataclass(frozen=True)
-class Effort:
-    """Work allowed, in the units of `StageSchedule.work` (about a microsecond each)."""
-
-    path: int
-    level: int
-    rounds: int = 200
-    levels: int = 16
-
-
-def effort_for(ops: int) -> Effort:
-    """Less per op for larger problems, so that the whole grows less than linearly."""
-    improve = min(10_000 * ops, 900_000 + 300 * ops)
-    return Effort(path=min(6_000 * ops, 1_000_000 + 600 * ops), level=improve // 16)
-
-
 def fill(front: ParetoFront, options: SolverOptions) -> None:
-    """Offer the front everything found; the keep-all schedule is always in it."""
+    """Offer the front everything found; the store-all schedule is always in it."""
     model = front.model
-    effort = effort_for(model.n)
+    work = path_work(model.n)
     deadline = Deadline(options.time_limit_s)
     keep_all = StageSchedule(model)
     front.offer(keep_all)
     if not model.n or _solve_exactly(front):
         return
-    for k, length in enumerate(tuning.SWEEP_LENGTHS):
+    for k, length in enumerate(constants.LENGTHS):
         if deadline.running():
-            work = effort.path if k == 0 else effort.path // 3
-            descend(EditableSchedule(keep_all.copy(), GapRanking(length)), front, 0, work)
+            part = work if k == 0 else work // 3
+            descend(EditableSchedule(keep_all.copy(), GapRanking(length)), front, 0, part)
     if deadline.running():
         counts = counts_for(model.n)
-        offer_segments(front, counts, effort.path // len(counts))
+        offer_segments(front, counts, work // len(counts))
     repeated_changes = RepeatedChanges(model)
-    _lower(_improver(front, 0, options.seed * 1000 + 999, repeated_changes), effort, deadline)
-    targets = _levels(front, effort.levels)
+    _lower(
+        _improver(front, 0, options.seed * 1000 + 999, repeated_changes),
+        5 * level_work(model.n),
+        deadline,
+    )
+    targets = _levels(front, constants.LEVELS)
     for k, target in enumerate(targets):
         below = targets[k + 1] if k + 1 < len(targets) else 0
         if deadline.running():
             improver = _improver(front, target, options.seed * 1000 + k, repeated_changes)
-            _improve(improver, target, below, effort)
+            _improve(improver, target, below, level_work(model.n))
     _climb(front, targets, deadline)
 
 
 def fill_for_budget(front: ParetoFront, budget_bytes: int, options: SolverOptions) -> None:
     """Offer the front what leads to one budget, with about a tenth of the work of `fill`."""
     model = front.model
-    effort = effort_for(model.n)
+    work = path_work(model.n)
     deadline = Deadline(options.time_limit_s)
     keep_all = StageSchedule(model)
     front.offer(keep_all)
-    for length in tuning.SWEEP_LENGTHS:
+    for length in constants.LENGTHS:
         if deadline.running() and model.n:
             descend(
                 EditableSchedule(keep_all.copy(), GapRanking(length)),
                 front,
                 budget_bytes,
-                effort.path // 3,
+                work // 3,
             )
     if deadline.running() and front.best(budget_bytes) is not None:
         improver = _improver(front, budget_bytes, options.seed, RepeatedChanges(model))
-        improver.rounds(budget_bytes, effort.rounds, improver.search.state.work + effort.level)
+        improver.rounds(budget_bytes, improver.search.state.work + level_work(model.n))
 
 
 def fill_from(
@@ -101,20 +92,20 @@ def fill_from(
     It is improved only where it comes near the time that is hoped for.
     """
     model = front.model
-    effort = effort_for(model.n)
+    work = path_work(model.n)
     front.offer(StageSchedule(model))
     search = EditableSchedule(StageSchedule(model, runs))
     search.keep_what_fits(budget_bytes)
-    descend(search, front, budget_bytes, effort.path // 3)
+    descend(search, front, budget_bytes, work // 3)
     state = search.state
     fits = state.max_peak() <= budget_bytes
-    if fits and state.time <= hoped_us * (1 + tuning.ADAPTED_NEAR):
+    if fits and state.time <= hoped_us * (1 + constants.NOT_SEEN):
         improver = Improver(search, front, options.seed, RepeatedChanges(model))
-        improver.rounds(budget_bytes, effort.rounds, state.work + effort.level)
+        improver.rounds(budget_bytes, state.work + level_work(model.n))
 
 
 def _climb(front: ParetoFront, targets: list[int], deadline: Deadline) -> None:
-    """From each level up to the one above: leave out the runs that fit there."""
+    """Leave out the runs of each level's schedule that fit one level higher."""
     for below, target in pairwise(reversed(targets)):
         entry = front.best(below)
         if entry is not None and deadline.running():
@@ -126,16 +117,16 @@ def _climb(front: ParetoFront, targets: list[int], deadline: Deadline) -> None:
 def _improver(
     front: ParetoFront, target: int, seed: int, repeated_changes: RepeatedChanges
 ) -> Improver:
-    """For the best schedule within the target, or the lowest one."""
+    """An improver of the best schedule within the target, or of the lowest one."""
     search = EditableSchedule(front.state(front.best(target) or front.least()))
     return Improver(search, front, seed, repeated_changes)
 
 
-def _lower(improver: Improver, effort: Effort, deadline: Deadline) -> None:
+def _lower(improver: Improver, work: int, deadline: Deadline) -> None:
     """Look for lower peaks, unless the lowest is proven to be the least."""
     front = improver.front
     if deadline.running() and front.least().peak > peak_bound(front.model):
-        search_lower(improver, effort.rounds, 5 * effort.level)
+        search_lower(improver, work)
 
 
 def _solve_exactly(front: ParetoFront) -> bool:
@@ -149,17 +140,17 @@ def _solve_exactly(front: ParetoFront) -> bool:
     return proven
 
 
-def _improve(improver: Improver, target: int, below: int, effort: Effort) -> None:
+def _improve(improver: Improver, target: int, below: int, work: int) -> None:
     """Improve a schedule within the target, then evict on to the target below."""
     search = improver.search
-    improver.rounds(target, effort.rounds, effort.level)
+    improver.rounds(target, work)
     search.ranking, search.noise = GapRanking(), None
     search.gaps.unblock()
-    descend(search, improver.front, below, search.state.work + 2 * effort.level)
+    descend(search, improver.front, below, search.state.work + 2 * work)
 
 
 def _levels(front: ParetoFront, count: int) -> list[int]:
-    """Peaks from just under keep-all down to the least found."""
+    """Peaks from just under store-all down to the least found."""
     low, high = front.least().peak, StageSchedule(front.model).max_peak()
     if low <= 0 or high <= low:
         return []

@@ -3,27 +3,130 @@
 Ruin takes out a few related extra runs, or adds an eviction. Repair evicts until the target holds,
 and then leaves out the runs that fit (Shaw, "Using constraint programming and local search methods
 to solve vehicle routing problems", CP 1998; here for retention). What saves time is kept and tried
-at alike ops (`fxremat.planner.local.repeated_changes`). Numbers of rounds are fixed beforehand and
-random numbers are seeded, so the outcome is deterministic.
+at alike ops. Numbers of rounds are fixed beforehand and random numbers are seeded, so the outcome
+is deterministic.
+
+A change that pays is tried again where ops look the same, since deep networks repeat their blocks.
+Two ops are *alike* when time, workspace, phase and the sizes of what they read and write agree. A
+change is moved to another place by moving its ops and its stages by constant offsets, each to the
+nearest alike op. The offsets come from a pair: an op of the change and a stage that reads its
+values directly. Every alike pair of writer and reader gives one place.
 """
 
 from __future__ import annotations
 
 import math
 import random
+from bisect import bisect_left
+from collections.abc import Iterable, Iterator
 from dataclasses import dataclass, field
 
 import numpy as np
 
+from fxremat.planner import constants
 from fxremat.planner.deadline import Deadline
-from fxremat.planner.local import tuning
+from fxremat.planner.indexed_problem import IndexedProblem
 from fxremat.planner.local.editable_schedule import EditableSchedule, GapRanking
 from fxremat.planner.local.evictions import plan_eviction
 from fxremat.planner.local.pareto_front import ParetoFront
-from fxremat.planner.local.repeated_changes import RepeatedChanges, RunChange
-from fxremat.planner.local.stage_schedule import ExtraRun
+from fxremat.planner.local.stage_schedule import ExtraRun, StageSchedule, Undo
+
+
+@dataclass(frozen=True)
+class RunChange:
+    """Extra runs that a change added and removed."""
+
+    add: tuple[ExtraRun, ...]
+    remove: tuple[ExtraRun, ...]
+
+    @staticmethod
+    def of(journal: Iterable[Undo]) -> RunChange:
+        """The net change of a journal."""
+        net: dict[ExtraRun, int] = {}
+        for undo in journal:
+            for run in undo.added:
+                net[run] = net.get(run, 0) + 1
+            for run in undo.removed:
+                net[run] = net.get(run, 0) - 1
+        add = tuple(run for run, count in net.items() if count > 0)
+        return RunChange(add, tuple(run for run, count in net.items() if count < 0))
+
+    def on(self, state: StageSchedule) -> tuple[tuple[ExtraRun, ...], tuple[ExtraRun, ...]]:
+        """The part of the change that the state does not have yet."""
+        add = tuple(run for run in self.add if run[0] not in state.extra[run[1]])
+        return add, tuple(run for run in self.remove if run[0] in state.extra[run[1]])
+
+
+class RepeatedChanges:
+    """Classes of alike ops."""
+
+    def __init__(self, model: IndexedProblem) -> None:
+        self.model = model
+        signatures: dict[object, list[int]] = {}
+        for op in range(model.n):
+            signatures.setdefault(_signature(model, op), []).append(op)
+        self.alike: list[list[int]] = [[] for _ in range(model.n)]
+        for ops in signatures.values():
+            for op in ops:
+                self.alike[op] = ops
+        self.readers: list[list[int]] = [[] for _ in range(model.n)]
+        for op, reads in enumerate(model.reads):
+            for value in reads:
+                if model.writer[value] >= 0:
+                    self.readers[model.writer[value]].append(op)
+
+    def of(self, change: RunChange) -> Iterator[RunChange]:
+        """The change, moved to every other place where alike ops stand."""
+        anchor = self._anchor(change)
+        if anchor is None:
+            return
+        op, stage = anchor
+        for other in self.alike[op]:
+            if other == op:
+                continue
+            for reader in self.readers[other]:
+                if self.alike[reader] is self.alike[stage]:
+                    moved = self._move(change, other - op, reader - stage)
+                    if moved.add or moved.remove:
+                        yield moved
+                    break
+
+    def _anchor(self, change: RunChange) -> ExtraRun | None:
+        for op, stage in (*change.add, *change.remove):
+            if stage in self.readers[op] and len(self.alike[op]) > 1:
+                return op, stage
+        return None
+
+    def _move(self, change: RunChange, ops: int, stages: int) -> RunChange:
+        return RunChange(
+            self._move_runs(change.add, ops, stages), self._move_runs(change.remove, ops, stages)
+        )
+
+    def _move_runs(self, runs: tuple[ExtraRun, ...], ops: int, stages: int) -> tuple[ExtraRun, ...]:
+        out = []
+        for op, stage in runs:
+            to, at = self._nearest(op, op + ops), self._nearest(stage, stage + stages)
+            if to is not None and at is not None and to < at:
+                out.append((to, at))
+        return tuple(dict.fromkeys(out))
+
+    def _nearest(self, op: int, position: int) -> int | None:
+        alike = self.alike[op]
+        k = bisect_left(alike, position)
+        near = min(alike[max(0, k - 1) : k + 1], key=lambda other: abs(other - position))
+        return near if abs(near - position) <= 4 else None
+
+
+def _signature(model: IndexedProblem, op: int) -> object:
+    reads = tuple(sorted(model.bytes[value] for value in model.reads[op]))
+    writes = tuple(model.bytes[value] for value in model.writes[op])
+    phase = model.problem.ops[op].phase
+    return model.time[op], model.workspace[op], model.repeatable[op], phase, reads, writes
+
 
 NO_LIMIT = 1 << 62
+SLACK = 2 * constants.NOT_SEEN
+"""A repair is given up once it costs this part of the schedule's time more than before."""
 
 
 @dataclass
@@ -40,15 +143,15 @@ class Improver:
         self.random = random.Random(self.seed)
         self.normal = np.random.default_rng(self.seed)
 
-    def rounds(self, target: int, count: int, work: int) -> None:
-        """At most so many rounds and so much work, fewer where they win nothing any more.
+    def rounds(self, target: int, work: int) -> None:
+        """A few hundred rounds and so much work at most, fewer where they win nothing any more.
 
         The state must meet the target already.
         """
         state = self.search.state
         best, in_vain = state.time, 0
-        for _ in range(count):
-            if state.work >= work or in_vain == tuning.RUIN_IN_VAIN:
+        for _ in range(5 * constants.TRIES):
+            if state.work >= work or in_vain == constants.TRIES:
                 break
             self._round(target)
             in_vain = 0 if state.time < best else in_vain + 1
@@ -73,10 +176,10 @@ class Improver:
 
     def _new_ranking(self) -> None:
         search, rng = self.search, self.random
-        search.ranking = GapRanking(rng.choice(tuning.RUIN_LENGTHS))
+        search.ranking = GapRanking(rng.choice((0.0, *constants.LENGTHS)))
         search.noise = None
         if rng.random() < 0.5:
-            search.noise = np.exp(self.normal.normal(0.0, tuning.RUIN_NOISE, search.state.model.n))
+            search.noise = np.exp(self.normal.normal(0.0, constants.NOISE, search.state.model.n))
         search.gaps.unblock()
 
     # -- ruin ------------------------------------------------------------------------------
@@ -113,10 +216,10 @@ class Improver:
     def _repair(self, target: int, before: float) -> bool:
         """Bring the peak within target; False if that fails or takes longer than before."""
         search = self.search
-        for _ in range(tuning.RUIN_MOST_EVICTIONS):
+        for _ in range(constants.TRIES):
             if search.state.max_peak() <= target:
                 break
-            if search.state.time > before * (1 + tuning.RUIN_SLACK) or not search.evict():
+            if search.state.time > before * (1 + SLACK) or not search.evict():
                 return False
         else:
             return False
@@ -155,6 +258,4 @@ def polish(front: ParetoFront, budget: int, seed: int, deadline: Deadline) -> No
         return
     search = EditableSchedule(front.state(best))
     improver = Improver(search, front, seed, RepeatedChanges(front.model))
-    improver.rounds(
-        budget, tuning.POLISH_ROUNDS, tuning.POLISH + tuning.POLISH_PER_OP * front.model.n
-    )
+    improver.rounds(budget, 3 * constants.WORK // 5 + 100 * front.model.n)

@@ -1,7 +1,7 @@
 """Structured starts: keep little between segments, compute a whole segment again at once.
 
 This is the classic plan for chains of blocks (Chen et al., arXiv 1604.06174, section 4.1), here
-on any graph. The stages up to the highest one of keep-all are cut into segments where few bytes
+on any graph. The stages up to the highest one of store-all are cut into segments where few bytes
 cross. Values that later segments read stay. The others are freed, and are computed again, all of a
 segment together, in the first later stage that needs one of them.
 """
@@ -12,9 +12,7 @@ from bisect import bisect_right
 from collections.abc import Iterator
 
 from fxremat.planner.indexed_problem import INPUT, IndexedProblem
-from fxremat.planner.local import tuning
-from fxremat.planner.local.editable_schedule import EditableSchedule, GapRanking
-from fxremat.planner.local.eviction_paths import descend
+from fxremat.planner.local.editable_schedule import EditableSchedule, GapRanking, descend
 from fxremat.planner.local.pareto_front import ParetoFront
 from fxremat.planner.local.stage_schedule import ExtraRun, StageSchedule
 
@@ -54,13 +52,16 @@ def segment_runs(keep_all: StageSchedule, count: int) -> list[ExtraRun]:
 
 
 def _cuts(keep_all: StageSchedule, peak_stage: int, count: int) -> list[int]:
-    """Stages at which segments begin: evenly apart, moved to where few bytes cross."""
+    """Stages at which segments begin: evenly apart, but where few bytes cross near by.
+
+    Each is moved by up to a quarter of a segment.
+    """
     crossing = _crossing(keep_all.model, peak_stage)
     width = (peak_stage + 1) / count
     cuts = []
     for k in range(1, count):
-        low = int(k * width - tuning.SEGMENT_WINDOW * width / 2)
-        near = range(max(1, low), min(peak_stage, int(low + tuning.SEGMENT_WINDOW * width)) + 1)
+        low = int((k - 0.25) * width)
+        near = range(max(1, low), min(peak_stage, int(low + width / 2)) + 1)
         if near:
             cuts.append(min(near, key=lambda stage: (crossing[stage], stage)))
     return sorted(set(cuts))

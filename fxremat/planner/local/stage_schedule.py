@@ -42,7 +42,7 @@ class Undo(NamedTuple):
     peak: npt.NDArray[np.int64]
     time: float
     spans: tuple[tuple[int, list[Span]], ...]
-    """Of the values whose copies the change moved, where they were before."""
+    """Where the copies were that the change moved, by value."""
 
 
 class StageSchedule:
@@ -65,7 +65,7 @@ class StageSchedule:
         for run in extra:
             self._insert(run)
         self.spans = [self._spans(value) for value in range(len(model.bytes))]
-        """Of each value, the stages over which each copy is held, in order."""
+        """The stages over which each copy of each value is held, in order."""
         self.bytes_at_start = np.zeros(model.n + 1, dtype=np.int64)
         self.peak = np.zeros(model.n, dtype=np.int64)
         self._rebuild()

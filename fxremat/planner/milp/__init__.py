@@ -1,1 +1,1 @@
-"""Plans by integer programmes on HiGHS: Checkmate's, and its relaxation over a few moments."""
+"""Plans by integer programmes on HiGHS: relaxations over a few program points."""

@@ -18,21 +18,22 @@ import numpy as np
 import numpy.typing as npt
 
 from fxremat.planner.deadline import Deadline
-from fxremat.planner.milp import tuning
 
 Term = tuple[int, float]
 """A column and its coefficient."""
 OnProgress = Callable[[float, float], None]
 """Called now and then with the objective of the best solution so far, and with the bound."""
 
+TOLERANCE = 1e-6
+"""HiGHS may exceed a row by this part, so programmes are solved as exactly as that."""
 FREE = math.inf
-"""Of a row: no limit on this side."""
+"""The limit of a row that has none on this side."""
 LOOK_S = 0.2
 """Seconds between two looks for Ctrl-C where another thread was told of it."""
 SCALE = 1000.0
-"""What the budget, and the time of keep-all, are in the units of a programme."""
+"""What the budget, and the time of store-all, are in the units of a programme."""
 BOUND_MARGIN = 1e-7
-"""By this part a bound is lowered: HiGHS computes in floating point."""
+"""A bound is lowered by this part, because HiGHS computes in floating point."""
 
 
 class Status(Enum):
@@ -110,7 +111,7 @@ class Milp:
         deadline: Deadline,
         *,
         nodes: int | None = None,
-        gap: float = tuning.HIGHS_GAP,
+        gap: float = TOLERANCE,
         absolute_gap: float = 0.0,
         start: Sequence[float] | npt.NDArray[np.float64] | None = None,
         on_progress: OnProgress | None = None,
@@ -175,7 +176,7 @@ class Milp:
         """The optimum of the linear relaxation: all columns continuous."""
         if not self.cost:
             return self._without_columns()
-        highs = self._highs(deadline, None, tuning.HIGHS_GAP, 0.0, relax=True)
+        highs = self._highs(deadline, None, TOLERANCE, 0.0, relax=True)
         _run(highs)
         return self._outcome_of(highs)
 

@@ -1,10 +1,11 @@
-"""Plans from the relaxation over moments, refined where their real bytes exceed the budget.
+"""Plans from the relaxation over program points, refined where their real bytes exceed the budget.
 
-The relaxation (`fxremat.planner.milp.moments_relaxation`) says what to hold at a few moments. What
+The relaxation (`fxremat.planner.milp.relaxation`) says what to hold at a few program points. What
 is missing later is computed again when it is read. If that schedule exceeds the budget, its worst
-stages become moments too, as violated rows are added to a programme. The bound rises, and a
-schedule that fits is optimal. The relaxation does not see the bytes of the runs between moments. If
-these are too many, moments set some bytes aside for them; that gives plans, and proves nothing.
+stages become program points too, as violated rows are added to a programme. The bound rises, and a
+schedule that fits is optimal. The relaxation does not see the bytes of the runs between program
+points. If these are too many, program points set some bytes aside for them; that gives plans, and
+proves nothing.
 
 Source: ours. The relaxation is one of Checkmate's MILP, and the refinement is that of lazy rows.
 """
@@ -19,16 +20,15 @@ from fxremat.core.plan import Plan
 from fxremat.core.problem import Problem
 from fxremat.core.schedule import keep_all
 from fxremat.core.timeline import replay
+from fxremat.planner import constants
 from fxremat.planner.deadline import Deadline
 from fxremat.planner.indexed_problem import build_model
 from fxremat.planner.local import greedy
-from fxremat.planner.local.editable_schedule import EditableSchedule
-from fxremat.planner.local.eviction_paths import descend
+from fxremat.planner.local.editable_schedule import EditableSchedule, descend
 from fxremat.planner.local.pareto_front import ParetoFront, steps_of
 from fxremat.planner.local.ruin_and_repair import polish
 from fxremat.planner.local.stage_schedule import ExtraRun, StageSchedule
-from fxremat.planner.milp import tuning
-from fxremat.planner.milp.moments_relaxation import LastReads, Relaxation, extra_runs_for
+from fxremat.planner.milp.relaxation import LastReads, Relaxation, extra_runs_for
 from fxremat.planner.options import Progress, SolverOptions
 from fxremat.planner.peak_bound import peak_bound
 from fxremat.planner.plans import make_plan
@@ -36,6 +36,10 @@ from fxremat.planner.plans import make_plan
 NAME = "moments"
 TIGHT = 1e-7
 """A plan this near to its bound is optimal."""
+STRICT_ROUNDS = 3
+"""Rounds after which a plan may be twice as far from its bound; later programmes are slow."""
+PER_ROUND = 3
+"""Stages over the budget that become program points in one round."""
 
 
 def solve(problem: Problem, budget_bytes: int | None, options: SolverOptions) -> Plan:
@@ -82,13 +86,13 @@ def _refined(
     for number, state in enumerate(refinement.rounds(), start=1):
         front.offer(state)
         if state.max_peak() > budget_bytes:
-            descend(EditableSchedule(state), front, budget_bytes, tuning.MOMENTS_REPAIR)
+            descend(EditableSchedule(state), front, budget_bytes, constants.WORK // 5)
         if options.progress is not None:
             options.progress(_progress(refinement, deadline))
-        if known is None and number == tuning.MOMENTS_QUICK_ROUNDS and not refinement.proven():
+        if known is None and number == 2 and not refinement.proven():
             known = _join(front, greedy.whole_front(problem, options))
-        if number == tuning.MOMENTS_STRICT_ROUNDS:
-            refinement.near_us *= tuning.MOMENTS_EASED
+        if number == STRICT_ROUNDS:
+            refinement.near_us *= 2
     if known is None and not refinement.proven():
         known = _join(front, greedy.whole_front(problem, options))
     if not refinement.proven():
@@ -131,7 +135,7 @@ def _progress(refinement: Refinement, deadline: Deadline) -> Progress:
 
 @dataclass
 class Refinement:
-    """The moments so far, the bytes that each sets aside, and the bound proven on the way."""
+    """The program points so far, the bytes that each sets aside, and the bound that is proven."""
 
     front: ParetoFront
     budget: int
@@ -148,7 +152,7 @@ class Refinement:
     def at_the_peak(
         front: ParetoFront, budget: int, deadline: Deadline, near_us: float = 0.0
     ) -> Refinement:
-        """The one moment to begin with: the highest stage of keep-all."""
+        """The one point to begin with: the highest stage of store-all."""
         peak = int(StageSchedule(front.model).peak.argmax())
         return Refinement(front, budget, deadline, LastReads.of(front.model), {peak: 0}, near_us)
 
@@ -158,40 +162,38 @@ class Refinement:
         return best is not None and best.time <= self.bound_us * (1 + TIGHT) + self.near_us
 
     def rounds(self) -> Iterator[StageSchedule]:
-        """A schedule for each set of moments; the caller may change it.
+        """A schedule for each set of program points; the caller may change it.
 
-        First moments are added that set nothing aside: each proves more. Then bytes are set aside
-        for the runs between moments, which proves nothing.
+        First program points are added that set nothing aside: each proves more. Then bytes are set
+        aside for the runs between program points, which proves nothing.
         """
         first, whole = dict(self.set_aside), self.deadline
-        self.deadline = Deadline(tuning.MOMENTS_PROOF_PART * whole.left())
-        yield from self._add_moments()
+        self.deadline = Deadline(constants.FIRST_PART * whole.left())
+        yield from self._add_points()
         self.set_aside, self.deadline = first, whole
         yield from self._set_bytes_aside()
 
-    def _add_moments(self) -> Iterator[StageSchedule]:
-        for _ in range(tuning.MOMENTS_PROOFS):
+    def _add_points(self) -> Iterator[StageSchedule]:
+        for _ in range(constants.POINTS // 2):
             if not self.deadline.running() or self.proven():
                 return
             runs = self._cheapest_runs()
             if runs is None:
                 return
             state = StageSchedule(self.front.model, runs)
-            new = [*dict.fromkeys(filter(None, map(self._new_moment, self._worst(state))))]
-            self.set_aside.update(
-                dict.fromkeys(new[: tuning.MOMENTS_MOST_MOMENTS - len(self.set_aside)], 0)
-            )
+            new = [*dict.fromkeys(filter(None, map(self._new_point, self._worst(state))))]
+            self.set_aside.update(dict.fromkeys(new[: constants.POINTS - len(self.set_aside)], 0))
             yield state
-            if not new or len(self.set_aside) == tuning.MOMENTS_MOST_MOMENTS:
+            if not new or len(self.set_aside) == constants.POINTS:
                 return
 
-    def _new_moment(self, stage: int) -> int | None:
-        """The stage as a new moment; if it is one already, the stage before it."""
+    def _new_point(self, stage: int) -> int | None:
+        """The stage as a new point; if it is one already, the stage before it."""
         return next((s for s in (stage, stage - 1) if s > 0 and s not in self.set_aside), None)
 
     def _set_bytes_aside(self) -> Iterator[StageSchedule]:
         last: tuple[float, int] | None = None
-        for _ in range(tuning.MOMENTS_ROUNDS):
+        for _ in range(constants.POINTS):
             if not self.deadline.running() or self.proven():
                 return
             runs = self._cheapest_runs()
@@ -215,7 +217,7 @@ class Refinement:
     def _cheapest_runs(self) -> list[ExtraRun] | None:
         """Extra runs of the cheapest choice; None where there is none."""
         relaxation = Relaxation(self.front.model, self.last_reads, self.budget, self.set_aside)
-        solution = relaxation.solve(self.deadline, tuning.MOMENTS_CHOICE_PART * self.near_us)
+        solution = relaxation.solve(self.deadline, self.near_us / 2)
         if not any(self.set_aside.values()):
             self.bound_us = max(self.bound_us, relaxation.time_bound_us(solution))
         if solution.values is None:
@@ -223,13 +225,13 @@ class Refinement:
         return extra_runs_for(self.front.model, dict(relaxation.held_in(solution)))
 
     def _refine(self, state: StageSchedule) -> bool:
-        """Make the worst stages moments; those that are set more aside. True if any changed."""
+        """Make the worst stages program points, or set more aside there. True if any changed."""
         before = dict(self.set_aside)
         for stage in self._worst(state):
             excess = int(state.peak[stage]) - self.budget
             if stage in self.set_aside:
                 self.set_aside[stage] += excess * (1 + self.unchanged_rounds)
-            elif len(self.set_aside) < tuning.MOMENTS_MOST_MOMENTS:
+            elif len(self.set_aside) < constants.POINTS:
                 self.set_aside[stage] = max(
                     0, int(state.peak[stage]) - _bytes_at_first_run(state, stage)
                 )
@@ -240,12 +242,10 @@ class Refinement:
         over_budget = [
             int(s) for s in (-state.peak).argsort(kind="stable") if state.peak[s] > self.budget
         ]
-        apart = max(1, state.model.n // 64)
+        apart = max(1, state.model.n // constants.APART)
         found: list[int] = []
         for stage in over_budget:
-            if len(found) < tuning.MOMENTS_PER_ROUND and all(
-                abs(stage - other) >= apart for other in found
-            ):
+            if len(found) < PER_ROUND and all(abs(stage - other) >= apart for other in found):
                 found.append(stage)
         return found
 

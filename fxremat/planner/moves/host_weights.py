@@ -21,7 +21,6 @@ from itertools import pairwise
 
 from fxremat.core.plan import Plan
 from fxremat.core.problem import Problem
-from fxremat.planner.moves import tuning
 
 Planner = Callable[[Problem], Plan]
 
@@ -85,12 +84,11 @@ def select(
 def _best_count(most: int, rank: Callable[[int], tuple[int, float, int]]) -> int:
     """The count of least rank among a few: first spread out, then around the best of these."""
     known: Sequence[int] = sorted({0, most, *(most * part // 4 for part in (1, 2, 3))})
-    for _ in range(tuning.HOST_WEIGHTS_STEPS):
+    while True:
         best = min(known, key=rank)
         at = known.index(best)
         sides = known[max(0, at - 1) : at + 2]
         middles = {(low + high) // 2 for low, high in pairwise(sides)}
         if middles <= {*known}:
-            break
+            return best
         known = sorted({*known, *middles})
-    return min(known, key=rank)

@@ -31,7 +31,6 @@ from fxremat.core.timing import transfer_us
 from fxremat.planner.deadline import Deadline
 from fxremat.planner.indexed_problem import build_model
 from fxremat.planner.local import greedy
-from fxremat.planner.moves import tuning
 from fxremat.planner.moves.time_bound import relax
 from fxremat.planner.moves.transfers import Fetch, Item, place
 from fxremat.planner.options import ProblemRefused, SolverOptions
@@ -128,6 +127,8 @@ MOVE_RULES = (
     MoveRule(0.03, 1.15),
 )
 """The rules that are tried where values may move."""
+PRICES = (1.0, 0.3)
+"""Prices tried besides where values live in host memory: the engine is busy without any other."""
 
 
 def ops_to_move(problem: Problem, rule: MoveRule) -> set[str]:
@@ -153,7 +154,7 @@ def ops_to_move(problem: Problem, rule: MoveRule) -> set[str]:
         takes = transfer_us(copies, "to host", can[op.name])
         back = transfer_us(copies, "to device", can[op.name])
         begin = max(now, engine)
-        queue = begin - now <= tuning.OFFLOAD_BACKLOG * takes
+        queue = begin - now <= takes
         if reruns[op.name] >= rule.least_rerun_part * back and queue and begin + takes <= end:
             engine = begin + takes
             found.add(op.name)
@@ -214,12 +215,8 @@ def _rules_for(problem: Problem) -> list[MoveRule]:
     """The rules that are tried for a problem."""
     rules = [*MOVE_RULES] if movable(problem) else []
     if problem.host:
-        rules += [replace(ALONE, price=price) for price in tuning.OFFLOAD_PRICES]
-        rules += [
-            replace(MOVE_RULES[0], price=price)
-            for price in tuning.OFFLOAD_PRICES
-            if movable(problem)
-        ]
+        rules += [replace(ALONE, price=price) for price in PRICES]
+        rules += [replace(MOVE_RULES[0], price=price) for price in PRICES if movable(problem)]
     return rules
 
 
@@ -303,7 +300,7 @@ class _MoveSearch:
         """
         largest = priced_problem.largest_bytes
         found: list[PlacedMoves] = []
-        for room in tuning.OFFLOAD_ROOM if largest and self.budget is not None else (0,):
+        for room in range(3) if largest and self.budget is not None else (0,):
             left = None if self.budget is None else self.budget - room * largest
             answer = solver(priced_problem.problem, left, self.options)
             line = place(self.problem, items_of(self.problem, answer.ops), self.budget)

@@ -1,18 +1,18 @@
 """A proven bound on the time of every schedule within a budget, moves included.
 
-The relaxation over moments (`fxremat.planner.milp.moments_relaxation`), with one more way to bring
+The relaxation over program points (`fxremat.planner.milp.relaxation`), with one more way to bring
 a value that is not held: it comes from the host. What an engine moves takes time on it, so that the
 whole takes no less than ``base + added``:
 
-    fetch[v, j]   value v comes from the host in the window after moment j
-    away[v, j]    value v is on the host alone at moment j
+    fetch[v, j]   value v comes from the host in the window after point j
+    away[v, j]    value v is on the host alone at point j
 
     added >= sum(time of q rerun[q, j])
     base + added >= sum(time of v on its way back fetch[v, j])
-    time of first runs up to moment j + added >= sum(time of v on its way out away[v, j])
-    time of first runs after moment j + added >= sum(time of v on its way back fetch[v, i], i >= j)
+    time of first runs up to point j + added >= sum(time of v on its way out away[v, j])
+    time of first runs after point j + added >= sum(time of v on its way back fetch[v, i], i >= j)
 
-The last two hold because what is away at a moment has left before, and what is fetched in a
+The last two hold because what is away at a point has left before, and what is fetched in a
 window after it starts no sooner; stalls and repeats before and after are parts of what is added.
 """
 
@@ -26,7 +26,7 @@ from fxremat.planner.deadline import Deadline
 from fxremat.planner.indexed_problem import INPUT, build_model
 from fxremat.planner.local.stage_schedule import StageSchedule
 from fxremat.planner.milp.highs import SCALE, Term
-from fxremat.planner.milp.moments_relaxation import LastReads, Relaxation
+from fxremat.planner.milp.relaxation import LastReads, Relaxation
 
 
 @dataclass(frozen=True)
@@ -41,7 +41,7 @@ class Relaxed:
 
 
 def relax(problem: Problem, budget_bytes: int, deadline: Deadline) -> Relaxed:
-    """Solve the relaxation at the highest step of keep-all."""
+    """Solve the relaxation at the highest step of store-all."""
     model = build_model(problem)
     if not model.n:
         return Relaxed(0.0, frozenset())
@@ -60,7 +60,7 @@ def relax(problem: Problem, budget_bytes: int, deadline: Deadline) -> Relaxed:
 
 @dataclass
 class MovingRelaxation(Relaxation):
-    """The MILP of one budget and some moments, with moves."""
+    """The MILP of one budget and some program points, with moves."""
 
     fetch: list[dict[int, int]] = field(default_factory=list)
 
@@ -91,7 +91,7 @@ class MovingRelaxation(Relaxation):
         super().__post_init__()
         self.per_us = SCALE / max(problem.base_time_us, 1e-9)
         self._ops_take_time()
-        for j in range(len(self.moments)):
+        for j in range(len(self.points)):
             self._engines_take_time(j)
 
     def _stays(self, value: int, stage: int) -> bool:
@@ -132,20 +132,16 @@ class MovingRelaxation(Relaxation):
     def _engines_take_time(self, j: int) -> None:
         """away[v, j] >= fetch[v, i] - held[v, j] - sum(rerun[writer of v, k], k >= j)
 
-        and what both engines do before and after the moment.
+        and what both engines do before and after the point.
         """
-        before = sum(self.model.time[: self.moments[j] + 1]) * self.per_us
+        before = sum(self.model.time[: self.points[j] + 1]) * self.per_us
         out: list[Term] = [(self.added, 1.0)]
         back: list[Term] = [(self.added, 1.0)]
         for value in {v for window in self.fetch[j:] for v in window}:
             columns = [window[value] for window in self.fetch[j:] if value in window]
             back += [(column, -self._us(value, back=True)) for column in columns]
             held = self.held[j].get(value, -1)
-            if (
-                held is None
-                or self.lives_there[value]
-                or self.model.writer[value] > self.moments[j]
-            ):
+            if held is None or self.lives_there[value] or self.model.writer[value] > self.points[j]:
                 continue
             away = self.milp.real()
             out.append((away, -self._us(value, back=False)))

@@ -28,7 +28,6 @@ from fxremat.core.problem import Problem
 from fxremat.core.schedule import Move, Step
 from fxremat.core.timeline import Timeline, replay
 from fxremat.core.timing import transfer_us
-from fxremat.planner.moves import tuning
 
 ANY = 2**62
 """A budget that is none."""
@@ -56,7 +55,7 @@ def place(problem: Problem, items: Sequence[Item], budget_bytes: int | None) -> 
     route = _Route.of(problem, items, best)
     budget = ANY if budget_bytes is None else budget_bytes
     delays = [0.0] * len(route.ops)
-    for _ in range(tuning.TRANSFERS_ROUNDS):
+    for _ in range(3):  # placed anew by the times at which ops really ran
         line = replay(problem, route.steps(*route.placed(budget, delays)))
         fits = line.peak_bytes <= max(budget, best.peak_bytes)
         if fits and line.time_us < best.time_us:

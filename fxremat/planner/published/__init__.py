@@ -1,1 +1,1 @@
-"""Solvers of published systems, to select by name: Rotor, Rockmate, POFO, Moccasin, POET."""
+"""Solvers of published systems, each loaded only where `fxremat.planner.solvers` names it."""

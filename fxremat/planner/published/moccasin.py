@@ -3,7 +3,7 @@
 Bartan et al., "Moccasin: efficient tensor rematerialization for neural networks"
 (arXiv 2304.14463). Time is made of slots: stage ``t`` has one for each op up to ``t``, in base
 order, and an op can run in its own slot of a stage only. Each op runs at most
-``MOCCASIN_MOST_RUNS`` times, and a copy of a value is kept from the slot of its run to some later
+``MOST_RUNS`` times, and a copy of a value is kept from the slot of its run to some later
 slot. The copies kept in a slot must fit the budget together, and every read must fall within a
 copy.
 
@@ -37,14 +37,24 @@ from fxremat.planner.deadline import Deadline
 from fxremat.planner.indexed_problem import IndexedProblem, build_model
 from fxremat.planner.local.pareto_front import steps_of
 from fxremat.planner.local.stage_schedule import ExtraRun, StageSchedule
-from fxremat.planner.milp.rerun_candidates import all_runs
-from fxremat.planner.milp.warm_start import extra_runs_of, start_plan, without_unread
 from fxremat.planner.options import ProblemRefused, Progress, SolverOptions
 from fxremat.planner.peak_bound import peak_bound
 from fxremat.planner.plans import make_plan
-from fxremat.planner.published import moccasin_intervals, tuning
+from fxremat.planner.published import moccasin_intervals
+from fxremat.planner.published.known_schedule import (
+    all_runs,
+    extra_runs_of,
+    start_plan,
+    without_unread,
+)
 
 NAME = "moccasin"
+MOST_RUNS = 3
+"""Runs of an op, its first among them; with two, good schedules are lost too often."""
+WORK = 60.0
+"""CP-SAT's own, repeatable measure of effort: about seconds of one thread."""
+BYTE_PARTS, TIME_PARTS = 1 << 24, 1 << 40
+"""Parts into which budget and base time are divided at most: CP-SAT computes in integers."""
 
 
 class NotInstalled(ProblemRefused, ImportError):
@@ -128,8 +138,8 @@ class _MoccasinCall:
         Bytes are rounded so that what fits in these units fits in bytes.
         """
         model = self.model
-        unit = max(1, self.budget // tuning.MOCCASIN_BYTES)
-        tick = max(1e-9, model.problem.base_time_us) / tuning.MOCCASIN_TIMES
+        unit = max(1, self.budget // BYTE_PARTS)
+        tick = max(1e-9, model.problem.base_time_us) / TIME_PARTS
         stages = [[op] for op in range(model.n)]
         for stage, again in enumerate(all_runs(model)):
             for op in again:
@@ -149,9 +159,9 @@ class _MoccasinCall:
             "room": max(0, (self.budget - model.problem.resident_bytes) // unit),
             "cost": [round(time / tick) for time in model.time],
             "hint": self._hint(),
-            "runs": tuning.MOCCASIN_MOST_RUNS,
+            "runs": MOST_RUNS,
             "seed": self.options.seed,
-            "work": tuning.MOCCASIN_WORK,
+            "work": WORK,
             "seconds": None if left == float("inf") else max(0.0, left),
         }
 
@@ -160,7 +170,7 @@ class _MoccasinCall:
         if not self._fits():
             return None
         runs = StageSchedule(self.model, extra_runs_of(self.model, self.best.ops)).runs
-        return None if any(len(stages) > tuning.MOCCASIN_MOST_RUNS for stages in runs) else runs
+        return None if any(len(stages) > MOST_RUNS for stages in runs) else runs
 
 
 def _shares(model: IndexedProblem, op: int, first: bool, unit: int) -> list[tuple[int, int]]:
@@ -208,7 +218,7 @@ def _stop_in_time(process: subprocess.Popen[str], deadline: Deadline) -> None:
     """End the process when the clock stops."""
     while process.poll() is None:
         try:
-            process.wait(tuning.MOCCASIN_GLANCE)
+            process.wait(0.1)
         except subprocess.TimeoutExpired:
             if not deadline.running():
                 process.kill()

@@ -190,7 +190,7 @@ class Retention:
         solver.parameters.max_deterministic_time = self.problem["work"]
         if self.problem["seconds"] is not None:
             solver.parameters.max_time_in_seconds = self.problem["seconds"]
-        solver.solve(self.programme, _told(self))
+        solver.solve(self.programme, _printer(self))
 
     def runs(self, callback: Any) -> list[RunOrCopy]:
         """Extra runs of the schedule that the callback is told of, by stage and then by op."""
@@ -203,14 +203,14 @@ class Retention:
         return [(op, stage) for stage, op in sorted(found)]
 
 
-def _told(retention: Retention) -> Any:
+def _printer(retention: Retention) -> Any:
     """A callback that writes a line for every solution."""
 
-    class Told(retention.cp.CpSolverSolutionCallback):  # type: ignore[misc, name-defined]
+    class Printed(retention.cp.CpSolverSolutionCallback):  # type: ignore[misc, name-defined]
         def on_solution_callback(self) -> None:
             print(json.dumps(retention.runs(self)), flush=True)
 
-    return Told()
+    return Printed()
 
 
 def main() -> None:

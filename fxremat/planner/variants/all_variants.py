@@ -49,7 +49,7 @@ class AllVariants:
     variant_of: tuple[int | None, ...]
     usable: tuple[int, ...]
     superseded: Mapping[int, frozenset[str]]
-    """Of each variant: the ops that are not needed once it is taken."""
+    """The ops that are not needed once each variant is taken."""
 
     @cached_property
     def stage_of(self) -> dict[str, int]:
@@ -92,7 +92,7 @@ class AllVariants:
 
     @cached_property
     def _superseding(self) -> dict[str, list[int]]:
-        """Of each op: the variants that make it superfluous."""
+        """The variants that make each op superfluous."""
         found: dict[str, list[int]] = {}
         for index in self.usable:
             for name in self.superseded[index]:
@@ -101,7 +101,7 @@ class AllVariants:
 
     @cached_property
     def _dropping(self) -> dict[tuple[str, str], list[int]]:
-        """Of each read, by op and value: the variants that drop it."""
+        """The variants that drop each read, by op and value."""
         found: dict[tuple[str, str], list[int]] = {}
         for index in self.usable:
             for change in self.problem.variants[index].changes:
@@ -135,7 +135,7 @@ class AllVariants:
 
     @cached_property
     def added_us(self) -> dict[int, float]:
-        """Microseconds that taking each variant adds to keep-all; negative where it saves time."""
+        """Microseconds that taking each variant adds to store-all; negative where it saves time."""
         by_name = self.problem.op_of
         out = {}
         for index in self.usable:

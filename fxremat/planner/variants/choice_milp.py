@@ -1,20 +1,20 @@
 """Which variants to take: a MILP over choices, what is held when, and what runs again.
 
-The relaxation over moments (`fxremat.planner.milp.moments_relaxation`), with operator choice as in
+The relaxation over program points (`fxremat.planner.milp.relaxation`), with operator choice as in
 MONeT (Shah et al., "Memory Optimization for Deep Networks", arXiv 2010.14501, section 4.3): which
 variant an op takes, what is kept and what runs again are chosen together.
 
     z[a]          variant a is taken; of those that exclude each other at most one
-    held[v, j]    value v is live at moment j
-    rerun[q, j]   op q runs again in the window after moment j
+    held[v, j]    value v is live at point j
+    rerun[q, j]   op q runs again in the window after point j
 
     minimise      sum(adds[a] z[a]) + sum(time[q] rerun[q, j])
     bytes         sum(bytes[v] held[v, j]) + outputs + workspace <= budget
     reads         held[v, j] + rerun[writer of v, j] >= condition       first runs in window j
                   held[v, j] + rerun[writer of v, j] >= rerun[q, j] + condition - 1     runs again
     origin        held[v, j + 1] <= held[v, j] + rerun[writer of v, j]
-    runs          what op q needs that runs again in the window after moment j, beside what stays
-                  from moment j to the next, fits as well, where these are neighbours
+    runs          what op q needs that runs again in the window after point j, beside what stays
+                  from point j to the next, fits as well, where these are neighbours
 
 where *condition* is 1, z[a] or 1 - z[a], as `fxremat.planner.variants.all_variants` says. The MILP
 only chooses: the figures of a plan come from the problem that is left.
@@ -25,34 +25,32 @@ from __future__ import annotations
 from collections.abc import Iterable, Sequence
 from dataclasses import dataclass, field
 
+from fxremat.planner import constants
 from fxremat.planner.deadline import Deadline
 from fxremat.planner.milp.highs import SCALE, Milp, Solution, Term
-from fxremat.planner.variants import tuning
 from fxremat.planner.variants.all_variants import AllVariants, Condition, Read
 
 
 @dataclass
 class ChoiceMilp:
-    """The MILP of a budget and some moments, which are stages of ``combined``.
+    """The MILP of a budget and some program points, which are stages of ``combined``.
 
     Without a budget it looks for the least peak.
     """
 
     combined: AllVariants
-    moments: Sequence[int]
+    points: Sequence[int]
     budget: int | None
     milp: Milp = field(default_factory=lambda: Milp(may_restart=False))
     taken: dict[int, int] = field(default_factory=dict)
     held: list[dict[str, int]] = field(default_factory=list)
-    """Column of each value that may be live at the moment."""
+    """Column of each value that may be live at the point."""
     rerun: list[dict[int, int]] = field(default_factory=list)
 
     def __post_init__(self) -> None:
         combined = self.combined
         base = max(combined.problem.base_time_us, 1e-9)
-        self.per_us = (
-            SCALE / base if self.budget is not None else tuning.CHOICE_LITTLE * SCALE / base
-        )
+        self.per_us = SCALE / base if self.budget is not None else constants.GAP * SCALE / base
         self.per_byte = SCALE / max(1, self.budget or _all_bytes(combined))
         self.peak = self.milp.real(1.0, high=float("inf")) if self.budget is None else None
         self.bytes_of = combined.problem.bytes_of
@@ -61,17 +59,17 @@ class ChoiceMilp:
             self.taken[index] = self.milp.binary(combined.added_us[index] * self.per_us)
         for group in combined.excluding:
             self.milp.row([(self.taken[index], 1.0) for index in group], high=1.0)
-        for stage in self.moments:
+        for stage in self.points:
             self.held.append(self._held_at(stage))
-        for j in range(len(self.moments)):
+        for j in range(len(self.points)):
             self.rerun.append(self._runs_after(j))
-        for j in range(len(self.moments)):
+        for j in range(len(self.points)):
             self._bytes_fit(j)
             self._what_stays_is_held(j)
             self._first_runs_find_their_reads(j)
             self._runs_find_their_reads(j)
             self._held_values_come_from_somewhere(j)
-        for j in range(len(self.moments) - 1):
+        for j in range(len(self.points) - 1):
             if self._is_short(j):
                 self._runs_fit(j)
 
@@ -97,7 +95,7 @@ class ChoiceMilp:
         return self.combined.writer.get(name, -1)
 
     def _runs_after(self, j: int) -> dict[int, int]:
-        stage = self.moments[j]
+        stage = self.points[j]
         return {
             q: self.milp.binary(op.time_us * self.per_us)
             for q, op in enumerate(self.combined.ops[: stage + 1])
@@ -110,7 +108,7 @@ class ChoiceMilp:
         return [(self.taken[index], float(factor)) for index, factor in condition.factors]
 
     def _bytes_fit(self, j: int) -> None:
-        stage, combined = self.moments[j], self.combined
+        stage, combined = self.points[j], self.combined
         op = combined.ops[stage]
         fixed, terms = self._outputs(stage)
         terms += [(c, self.bytes_of[name] * self.per_byte) for name, c in self.held[j].items()]
@@ -146,19 +144,19 @@ class ChoiceMilp:
             self.milp.row(terms, high=(self.budget - fixed) * self.per_byte)
 
     def _is_short(self, j: int) -> bool:
-        """Whether only ops of variants run for the first time before the next moment."""
-        between = range(self.moments[j] + 1, self.moments[j + 1])
+        """Whether only ops of variants run for the first time before the next point."""
+        between = range(self.points[j] + 1, self.points[j + 1])
         return all(self.combined.variant_of[stage] is not None for stage in between)
 
     def _runs_fit(self, j: int) -> None:
         """What runs again in the window fits beside what stays from its begin to its end.
 
-        As in `fxremat.planner.milp.moments_relaxation`, where no variant is chosen:
+        As in `fxremat.planner.milp.relaxation`, where no variant is chosen:
 
         stays[v] >= held[v, j] + held[v, j + 1] - 1 - rerun[writer of v, j]
         sum(bytes[v] stays[v], v that q does not touch) + bytes of q rerun[q, j] <= budget
         """
-        fixed, outputs = self._outputs(self.moments[j])
+        fixed, outputs = self._outputs(self.points[j])
         stays: dict[str, int] = {}
         for name, begin in self.held[j].items():
             end = self.held[j + 1].get(name)
@@ -187,7 +185,7 @@ class ChoiceMilp:
         return [name for name in names if name in self.last_needed]
 
     def _own_bytes(self, q: int, touched: list[str]) -> int:
-        """Of the op and of these; what it may write over counts once."""
+        """Bytes of the op and of these values; what it may write over counts once."""
         op, shared = self.combined.ops[q], dict[str, int]()
         for read, write in op.inplace:
             if read in touched and write in touched:
@@ -197,12 +195,12 @@ class ChoiceMilp:
         return op.workspace_bytes + own - sum(shared.values())
 
     def _what_stays_is_held(self, j: int) -> None:
-        """held[v, j] >= condition: what the moment's op touches, and what cannot be computed again.
+        """held[v, j] >= condition: what the point's op touches, and what cannot be computed again.
 
         What the op may write over is held only if it is there afterwards: it has no bytes of its
         own where this is its last read, or where it is computed again for those that follow.
         """
-        stage, combined = self.moments[j], self.combined
+        stage, combined = self.points[j], self.combined
         op, run = combined.ops[stage], combined.run_condition(stage)
         over = {r for r, _ in op.inplace if self._may_go(r, stage)}
         for name in op.writes:
@@ -225,7 +223,7 @@ class ChoiceMilp:
 
     def _held(self, j: int, name: str, condition: Condition) -> None:
         column = self.held[j].get(name)
-        if column is not None and self._written(name) <= self.moments[j]:
+        if column is not None and self._written(name) <= self.points[j]:
             self._demand([(column, 1.0)], condition)
 
     def _demand(self, found: list[Term], condition: Condition, more: Iterable[Term] = ()) -> None:
@@ -255,9 +253,9 @@ class ChoiceMilp:
         return terms
 
     def _first_runs_find_their_reads(self, j: int) -> None:
-        last = j + 1 == len(self.moments)
-        stop = len(self.combined.ops) if last else self.moments[j + 1] + 1
-        for read in self._reads_between(self.moments[j], stop):
+        last = j + 1 == len(self.points)
+        stop = len(self.combined.ops) if last else self.points[j + 1] + 1
+        for read in self._reads_between(self.points[j], stop):
             self._demand(self._sources(j, read.value), read.condition)
 
     def _runs_find_their_reads(self, j: int) -> None:
@@ -274,21 +272,19 @@ class ChoiceMilp:
                     self._demand(sources, condition, [(column, 1.0)])
 
     def _held_values_come_from_somewhere(self, j: int) -> None:
-        if j + 1 == len(self.moments):
+        if j + 1 == len(self.points):
             return
         for name, column in self.held[j + 1].items():
-            if self._written(name) <= self.moments[j]:
+            if self._written(name) <= self.points[j]:
                 self.milp.row([*self._sources(j, name), (column, -1.0)], low=0.0)
 
     # -- solve -----------------------------------------------------------------------------
 
     def solve(self, deadline: Deadline) -> Solution:
         """A good choice; where there are many columns, near the linear relaxation."""
-        nodes = tuning.CHOICE_NODES
+        nodes = 1  # what comes after the root mostly raises the bound, which proves nothing here
         gap, absolute = (
-            (tuning.CHOICE_GAP_OF_LEAST, 0.0)
-            if self.budget is None
-            else (0.0, tuning.CHOICE_GAP * SCALE)
+            (constants.NOT_SEEN, 0.0) if self.budget is None else (0.0, constants.GAP * SCALE)
         )
         relaxed = self.milp.relaxed(deadline)
         near = self.milp.solve_near(relaxed, deadline, nodes=nodes, gap=gap, absolute_gap=absolute)
@@ -306,10 +302,10 @@ class ChoiceMilp:
         return tuple(variants[i].name for i, c in self.taken.items() if solution.chosen(c))
 
     def held_at(self, solution: Solution) -> dict[int, set[str]]:
-        """What outlives each moment, by name."""
+        """What outlives each point, by name."""
         return {
             stage: {name for name, c in columns.items() if solution.chosen(c)}
-            for stage, columns in zip(self.moments, self.held, strict=True)
+            for stage, columns in zip(self.points, self.held, strict=True)
         }
 
 

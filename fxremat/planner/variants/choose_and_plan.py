@@ -1,9 +1,9 @@
 """Solving problems with variants: choose variants, then plan what is left with any solver.
 
 The MILP of `fxremat.planner.variants.choice_milp` chooses. What is left is planned, its highest
-stages become moments of the MILP, and so on, as for a problem without variants. The best of these
-choices is improved by one variant more or less at a time. Of all choices tried, with the one that
-takes no variant, the best goes to the named solver.
+stages become program points of the MILP, and so on, as for a problem without variants. The best of
+these choices is improved by one variant more or less at a time. Of all choices tried, with the one
+that takes no variant, the best goes to the named solver.
 """
 
 from __future__ import annotations
@@ -19,12 +19,13 @@ from fxremat.core.plan import Plan
 from fxremat.core.problem import InvalidProblem, Op, Problem
 from fxremat.core.timeline import replay
 from fxremat.core.variants import run_once, take
+from fxremat.planner import constants
 from fxremat.planner.deadline import Deadline
 from fxremat.planner.indexed_problem import build_model
 from fxremat.planner.local.stage_schedule import StageSchedule
-from fxremat.planner.milp.moments_relaxation import extra_runs_for
+from fxremat.planner.milp.moments import PER_ROUND
+from fxremat.planner.milp.relaxation import extra_runs_for
 from fxremat.planner.options import SolverOptions
-from fxremat.planner.variants import tuning
 from fxremat.planner.variants.all_variants import AllVariants, combine
 from fxremat.planner.variants.choice_milp import ChoiceMilp
 
@@ -32,6 +33,10 @@ Solve = Callable[[Problem], Plan]
 Quick = Callable[[Problem, Plan | None], Plan]
 """Also takes the plan of an almost equal problem, where there is one, to begin with."""
 Names = tuple[str, ...]
+MOST_SOLVED = 2
+"""Choices of each kind that the solver itself plans."""
+ROUNDS = 5
+"""Programmes with more and more program points."""
 
 
 @dataclass(frozen=True)
@@ -77,11 +82,11 @@ def _best_few(found: Sequence[TriedChoice], budget_bytes: int | None) -> list[Tr
     best = found[0]
     alike = [
         one
-        for one in found[: tuning.SEARCH_MOST_SOLVED]
+        for one in found[:MOST_SOLVED]
         if one.rank(budget_bytes)[0] == best.rank(budget_bytes)[0]
-        and one.plan.time_us <= best.plan.time_us * (1 + tuning.SEARCH_CLOSE)
+        and one.plan.time_us <= best.plan.time_us * (1 + constants.NEAR)
     ]
-    limit = 0 if budget_bytes is None else budget_bytes * (1 + tuning.SEARCH_A_LITTLE)
+    limit = 0 if budget_bytes is None else budget_bytes * (1 + constants.NEAR)
     a_little_over = [
         one
         for one in sorted(found, key=lambda one: (one.plan.peak_bytes, one.plan.time_us))
@@ -89,7 +94,7 @@ def _best_few(found: Sequence[TriedChoice], budget_bytes: int | None) -> list[Tr
         and one.plan.peak_bytes <= limit
         and one.plan.time_us < best.plan.time_us
     ]
-    return alike + a_little_over[: tuning.SEARCH_MOST_SOLVED]
+    return alike + a_little_over[:MOST_SOLVED]
 
 
 @dataclass
@@ -100,7 +105,7 @@ class _VariantSearch:
     deadline: Deadline
     tried_choices: dict[Names, TriedChoice] = field(default_factory=dict)
     lowest: TriedChoice | None = None
-    """Where nothing fits: the newest choice, as a rule of the MILP that knew the most moments.
+    """Where nothing fits: the newest choice, mostly that of the MILP with the most points.
 
     A quick plan may miss by far what is the least of a long problem.
     """
@@ -121,7 +126,7 @@ class _VariantSearch:
             self._try_chosen(combined, None)
             self.lowest = list(self.tried_choices.values())[-1]
         self._try(self._fastest(combined))
-        most = tuning.SEARCH_HOPELESS * self.budget
+        most = constants.HOPELESS * self.budget
         if not self.budget or self._leader().plan.peak_bytes <= most:
             self._improve(combined)
         return list(self.tried_choices.values())
@@ -129,9 +134,9 @@ class _VariantSearch:
     def _improve(self, combined: AllVariants) -> None:
         """Take one variant more or less of the best choice, for as long as that makes it better.
 
-        The MILP sees some moments of what may run again, and plans of its choices differ by more
-        than it tells apart. Forms go first whose ops run where the plan is highest. Of equal
-        variants, as those of equal layers are, two tell for all of them.
+        The MILP sees some program points of what may run again, and plans of its choices differ by
+        more than it tells apart. Variants go first whose ops run where the plan is highest. Of
+        equal variants, as those of equal layers are, two tell for all of them.
         """
         left, ops = 1.0, max(1, len(self.problem.ops))
         best, before = self._leader(), None
@@ -139,15 +144,15 @@ class _VariantSearch:
             before = best
             in_vain = Counter[tuple[object, ...]]()
             for index in self._highest_first(combined, best):
-                settled = self.problem.base_time_us * (1 + tuning.SEARCH_SETTLED)
+                settled = self.problem.base_time_us * (1 + 2 * constants.GAP)
                 done = not self._over(best.names) and best.plan.time_us <= settled
                 if done or left <= 0 or not self.deadline.running():
                     return
                 names = self._toggled(combined, best.names, index)
                 kind = self._kind(index, best.names)
-                if names in self.tried_choices or in_vain[kind] >= tuning.SEARCH_ALIKE:
+                if names in self.tried_choices or in_vain[kind] >= 2:
                     continue
-                left -= ops / tuning.SEARCH_TRIED_OPS
+                left -= ops / constants.TRIED_OPS
                 self._try(names, None if self._over(best.names) else best.plan)
                 if self._leader() is best:
                     in_vain[kind] += 1
@@ -196,9 +201,9 @@ class _VariantSearch:
         return sorted(combined.usable, key=height, reverse=True)
 
     def _try_chosen(self, combined: AllVariants, budget: int | None) -> bool:
-        """Until more moments have led to nothing better. Whether there was a choice."""
+        """Until more program points have led to nothing better. Whether there was a choice."""
         best, in_vain, found = self._best(), 0, False
-        patience = tuning.SEARCH_IN_VAIN_OF_LEAST if budget is None else tuning.SEARCH_IN_VAIN
+        patience = 2 if budget is None else 1
         for names in self._chosen(combined, budget):
             self._try(names)
             found = True
@@ -239,19 +244,19 @@ class _VariantSearch:
         return tuple(self.problem.variants[index].name for index in sorted(indices))
 
     def _chosen(self, combined: AllVariants, budget: int | None) -> Iterator[Names]:
-        """The MILP's choices, with more moments each time.
+        """The MILP's choices, with more program points each time.
 
         The first are those of the ops that hold most by themselves, whatever is kept around them.
         Then come those of the variants chosen, the highest of the plan that came of the choice and,
         under a budget, the highest of the MILP's own schedule. As long as what is left of its
         choices does not fit, the MILP gets less, and more again once it does.
         """
-        moments = self._highest(combined, ()) | self._largest(combined, ())
+        points = self._highest(combined, ()) | self._largest(combined, ())
         target = budget
-        for number in range(tuning.SEARCH_ROUNDS):
-            choice = ChoiceMilp(combined, sorted(moments), target)
+        for number in range(ROUNDS):
+            choice = ChoiceMilp(combined, sorted(points), target)
             if not self.deadline.running() or (
-                number > 1 and choice.size > tuning.SEARCH_MANY_COLUMNS
+                number > 1 and choice.size > 3 * constants.MANY_COLUMNS // 2
             ):
                 return
             solution = choice.solve(self.deadline)
@@ -265,13 +270,13 @@ class _VariantSearch:
             before = target
             if number and budget is not None and target is not None:
                 target = int(
-                    target * tuning.SEARCH_LESS
+                    target * constants.LESS
                     if self._over(names)
-                    else min(budget, target / tuning.SEARCH_LESS)
+                    else min(budget, target / constants.LESS)
                 )
-            if target == before and new <= moments:
+            if target == before and new <= points:
                 return
-            moments |= new
+            points |= new
 
     def _highest(self, combined: AllVariants, names: Names) -> set[int]:
         left = build_model(take(self.problem, names))
@@ -291,7 +296,7 @@ class _VariantSearch:
         def own(op: Op) -> int:
             return op.workspace_bytes + sum(sizes[name] for name in {*op.reads, *op.writes})
 
-        largest = heapq.nlargest(tuning.SEARCH_PER_ROUND, left.ops, key=own)
+        largest = heapq.nlargest(PER_ROUND, left.ops, key=own)
         return _stages(combined, (op for op in largest if own(op) > room))
 
     def _peak(self, combined: AllVariants, names: Names) -> set[int]:
@@ -340,9 +345,9 @@ def _apart(places: Iterable[int], length: int) -> list[int]:
     """The first few of the places that are not close to one before them."""
     found: list[int] = []
     for place in places:
-        if all(abs(place - other) >= max(1, length // tuning.SEARCH_APART) for other in found):
+        if all(abs(place - other) >= max(1, length // constants.APART) for other in found):
             found.append(place)
-        if len(found) == tuning.SEARCH_PER_ROUND:
+        if len(found) == PER_ROUND:
             break
     return found
 

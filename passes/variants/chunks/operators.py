@@ -35,7 +35,7 @@ from fxremat.passes.nodes import (
     shape_of,
 )
 from fxremat.passes.variants.chunks.calls import Call, Calls, Operand, Result, row_cut, row_shape_of
-from fxremat.passes.variants.convolutions.gradients import of_input
+from fxremat.passes.variants.split_gradients import of_input
 from fxremat.runtime.chunks.buffers import CONVOLUTION, GRADIENT_OF_WEIGHT, accumulates_in
 from fxremat.runtime.chunks.program import Kind, RowCount
 

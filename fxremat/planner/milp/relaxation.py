@@ -1,0 +1,384 @@
+"""What runs again because of the bytes at a few program points: a small MILP and a proven bound.
+
+A *program point* is the first run of some op. The window after it reaches to the next point, or to
+the end. Of Checkmate's MILP (arXiv 1910.02653, section 4) only this is left: which values are live
+at each point, and which ops run again in each window, whenever in it that is.
+
+    held[v, j]         value v is live at point j
+    rerun[q, j]        op q runs again in the window after point j
+    rerun_from[q, j]   op q runs again in the window after point j or a later one
+
+Every schedule gives a solution of no more cost. So the optimum, or any bound on it, bounds the time
+of all schedules within the budget. With one point it is a knapsack with precedence, and mostly as
+good as the whole programme. With each further point it gets closer.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterator, Mapping, Sequence
+from dataclasses import dataclass, field, replace
+
+import numpy as np
+import numpy.typing as npt
+
+from fxremat.planner import constants
+from fxremat.planner.deadline import Deadline
+from fxremat.planner.indexed_problem import INPUT, IndexedProblem
+from fxremat.planner.milp.highs import BOUND_MARGIN, SCALE, Milp, Solution, Status, Term
+
+Affine = tuple[float, list[Term]]
+"""A constant, and the terms that are added to it."""
+
+
+@dataclass(frozen=True)
+class LastReads:
+    """The last stage in which each value may be read: by first runs, and by any run at all."""
+
+    by_first_runs: list[int]
+    by_any_run: list[int]
+
+    @staticmethod
+    def of(model: IndexedProblem) -> LastReads:
+        """The last reads in base order, and those by ops that may run again for such a read."""
+        last = [-1] * len(model.bytes)
+        for op, reads in enumerate(model.reads):
+            for value in reads:
+                last[value] = op
+        wanted = list(last)
+        for op in reversed(range(model.n)):
+            if model.repeatable[op]:
+                until = max(
+                    (wanted[v] for v in model.writes[op] if not model.is_output[v]), default=-1
+                )
+                for value in model.reads[op]:
+                    wanted[value] = max(wanted[value], until)
+        return LastReads(last, wanted)
+
+
+@dataclass
+class Relaxation:
+    """The MILP of one budget and some program points.
+
+    ``reserve`` gives the program points, as stages, and how many bytes each leaves free for what
+    the model does not see; bounds are proven where these are zero.
+    """
+
+    model: IndexedProblem
+    last_reads: LastReads
+    budget: int
+    set_aside: Mapping[int, int]
+    milp: Milp = field(default_factory=Milp)
+    held: list[dict[int, int | None]] = field(default_factory=list)
+    """Column of each value that may be live at the point; None where it must be."""
+    rerun: list[dict[int, int]] = field(default_factory=list)
+    overwritten: list[dict[int, int]] = field(default_factory=list)
+    """Column of each value that the first run at the point may write over."""
+    fits: bool = True
+
+    def __post_init__(self) -> None:
+        self.points = sorted(self.set_aside)
+        for stage in self.points:
+            self.held.append(self._held_at(stage))
+        for j in range(len(self.points)):
+            self.rerun.append(self._runs_after(j))
+        for j in range(len(self.points)):
+            self._bytes_fit(j)
+            self._first_runs_find_their_reads(j)
+            self._runs_find_their_reads(j)
+            self._held_values_come_from_somewhere(j)
+        if len(self.points) > 1:
+            for j in range(len(self.points) - 1):
+                self._once_for_all_windows(j)
+                if self.points[j + 1] - self.points[j] == 1:
+                    self._runs_fit(j)
+
+    # -- columns ---------------------------------------------------------------------------
+
+    def _held_at(self, stage: int) -> dict[int, int | None]:
+        """Outputs are left out: they are live for good, and always there to be read."""
+        model, found = self.model, dict[int, int | None]()
+        own = {*model.reads[stage], *model.writes[stage]}
+        for value, op in enumerate(model.writer):
+            if op > stage or model.is_output[value]:
+                continue
+            if value in own or self._stays(value, stage):
+                found[value] = None
+            elif self.last_reads.by_any_run[value] > stage:
+                found[value] = self.milp.binary()
+        return found
+
+    def _stays(self, value: int, stage: int) -> bool:
+        return not self.model.evictable(value) and self.last_reads.by_first_runs[value] > stage
+
+    def _other_sources(self, j: int, value: int) -> list[Term]:
+        """Other columns that bring the value in the window after point j; none here."""
+        return []
+
+    def _cost(self, op: int) -> float:
+        """The cost of running the op again, in the units of the MILP."""
+        return self.model.time[op] * SCALE / max(self.model.problem.base_time_us, 1e-9)
+
+    def _runs_after(self, j: int) -> dict[int, int]:
+        model, stage = self.model, self.points[j]
+        return {
+            op: self.milp.binary(self._cost(op))
+            for op in range(stage + 1)
+            if model.repeatable[op]
+            and any(
+                not model.is_output[v] and self.last_reads.by_any_run[v] > stage
+                for v in model.writes[op]
+            )
+        }
+
+    # -- rows ------------------------------------------------------------------------------
+
+    def _bytes_fit(self, j: int) -> None:
+        """sum(bytes[v] held[v, j]) + what is there in any case <= budget - reserve[j]"""
+        model, stage = self.model, self.points[j]
+        overwritten, terms = self._write_over(j)
+        fixed = self._fixed_bytes(stage) + model.workspace[stage] - overwritten
+        per_byte = SCALE / max(1, self.budget)
+        for value, column in self.held[j].items():
+            if column is None:
+                fixed += model.bytes[value]
+            else:
+                terms.append((column, model.bytes[value] * per_byte))
+        room = (self.budget - self.set_aside[stage] - fixed) * per_byte
+        self.fits = self.fits and room >= sum(factor for _, factor in terms if factor < 0)
+        self.milp.row(terms, high=room)
+
+    def _fixed_bytes(self, stage: int) -> int:
+        """Resident values and the outputs there are."""
+        model = self.model
+        return model.problem.resident_bytes + sum(
+            size
+            for value, size in enumerate(model.bytes)
+            if model.is_output[value] and model.writer[value] <= stage
+        )
+
+    def _write_over(self, j: int) -> tuple[int, list[Term]]:
+        """Bytes that the first run may write over what it reads for the last time, at most.
+
+        Where a later first run reads the value, too, it must be written again in between:
+        overwritten[v] <= sum(rerun[writer of v, i], i >= j)
+        """
+        model, stage = self.model, self.points[j]
+        shared, terms = dict[int, int](), list[Term]()
+        self.overwritten.append({})
+        for read, write in model.inplace[stage]:
+            size = min(model.bytes[read], model.bytes[write])
+            if self.last_reads.by_first_runs[read] <= stage:
+                shared[write] = max(size, shared.get(write, 0))
+            elif model.evictable(read):
+                overwritten = self.overwritten[j].setdefault(read, self.milp.binary())
+                runs = [window.get(model.writer[read]) for window in self.rerun[j:]]
+                found: list[Term] = [(column, -1.0) for column in runs if column is not None]
+                for i in range(j, len(self.points)):
+                    found += [(column, -factor) for column, factor in self._other_sources(i, read)]
+                self.milp.row([(overwritten, 1.0), *found], high=0.0)
+                terms.append((overwritten, -size * SCALE / max(1, self.budget)))
+        return sum(shared.values()), terms
+
+    def _first_runs_find_their_reads(self, j: int) -> None:
+        """held[v, j] + rerun[writer of v, j] >= 1 for first runs in the window that read v"""
+        for value in self._read_in_window(j):
+            self._at_least(j, value, (1.0, []))
+
+    def _runs_find_their_reads(self, j: int) -> None:
+        """rerun[q, j] <= held[v, j] + rerun[writer of v, j] for every v that q reads"""
+        done = self._read_in_window(j)
+        for op, column in self.rerun[j].items():
+            for value in self.model.reads[op]:
+                if value not in done and not self.model.is_output[value]:
+                    self._at_least(j, value, (0.0, [(column, 1.0)]))
+
+    def _held_values_come_from_somewhere(self, j: int) -> None:
+        """held[v, j + 1] <= held[v, j] + rerun[writer of v, j] for v that is there at j"""
+        if j + 1 == len(self.points):
+            return
+        done = self._read_in_window(j)
+        for value, column in self.held[j + 1].items():
+            if self.model.writer[value] <= self.points[j] and value not in done:
+                demand = (1.0, []) if column is None else (0.0, [(column, 1.0)])
+                self._at_least(j, value, demand)
+
+    def _runs_fit(self, j: int) -> None:
+        """The bytes of an op that runs again fit beside what stays from point j to the next.
+
+        stays[v] >= held[v, j] + held[v, j + 1] - 1 - rerun[writer of v, j]
+        sum(bytes[v] stays[v], v that q does not touch) + bytes of q rerun[q, j] <= budget
+        """
+        model, per_byte = self.model, SCALE / max(1, self.budget)
+        room, stays = self.budget - self._fixed_bytes(self.points[j]), dict[int, int]()
+        for value, column in self.held[j].items():
+            if value not in self.held[j + 1]:
+                continue
+            known = [c for c in (column, self.held[j + 1][value]) if c is not None]
+            run = self.rerun[j].get(model.writer[value])
+            if not known and run is None:
+                room -= model.bytes[value]
+                continue
+            stays[value] = self.milp.real()
+            terms: list[Term] = [(stays[value], 1.0), *((c, -1.0) for c in known)]
+            terms += [] if run is None else [(run, 1.0)]
+            self.milp.row(terms, low=1.0 - len(known))
+        total = self.milp.real(high=SCALE)
+        parts = [(column, model.bytes[value] * per_byte) for value, column in stays.items()]
+        self.milp.row([*parts, (total, -1.0)], 0.0, 0.0)
+        for op, column in self.rerun[j].items():
+            touched = {*model.reads[op], *model.writes[op]}
+            own = [value for value in touched if value in stays or self._comes_and_goes(j, value)]
+            size = model.workspace[op] + sum(model.bytes[value] for value in own)
+            size -= sum(min(model.bytes[r], model.bytes[w]) for r, w in model.inplace[op])
+            terms = [(total, 1.0), (column, size * per_byte)]
+            terms += [(stays[v], -model.bytes[v] * per_byte) for v in touched if v in stays]
+            self.milp.row(terms, high=room * per_byte)
+
+    def _comes_and_goes(self, j: int, value: int) -> bool:
+        """Whether the value's bytes may be missing somewhere in the window."""
+        if self.model.is_output[value]:
+            return False
+        certain = self.held[j].get(value, -1) is None and self.held[j + 1].get(value, -1) is None
+        return not certain or self.model.writer[value] in self.rerun[j]
+
+    def _once_for_all_windows(self, j: int) -> None:
+        """Reads find their values from point j to the end, and not only to the next point.
+
+        This is tighter where runs in several windows add up.
+
+        rerun_from[q, j] <= sum(rerun[q, i], i >= j)
+        rerun_from[q, j] >= rerun[q, i]
+        held[v, j] + rerun_from[writer of v, j] >= 1
+        rerun_from[q, j] <= held[v, j] + rerun_from[writer of v, j]
+        """
+        model, stage = self.model, self.points[j]
+        rerun_from: dict[int, int] = {}
+        for op in self.rerun[j]:
+            parts = [window[op] for window in self.rerun[j:] if op in window]
+            if len(parts) == 1:
+                rerun_from[op] = parts[0]
+                continue
+            rerun_from[op] = self.milp.real()
+            self.milp.row([(rerun_from[op], -1.0), *((part, 1.0) for part in parts)], low=0.0)
+            for part in parts:
+                self.milp.row([(rerun_from[op], 1.0), (part, -1.0)], low=0.0)
+        for value, op in enumerate(model.writer):
+            if op <= stage < self.last_reads.by_first_runs[value] and not model.is_output[value]:
+                self._at_least(j, value, (1.0, []), rerun_from)
+        for op, column in rerun_from.items():
+            for value in model.reads[op]:
+                if not model.is_output[value]:
+                    self._at_least(j, value, (0.0, [(column, 1.0)]), rerun_from)
+
+    def _at_least(
+        self, j: int, value: int, demand: Affine, rerun: Mapping[int, int] | None = None
+    ) -> None:
+        """held[value, j] + rerun[writer of value, j] >= demand"""
+        column = self.held[j].get(value, -1)
+        if column is None:
+            return  # held in any case
+        terms: list[Term] = [] if column < 0 else [(column, 1.0)]
+        run = (self.rerun[j] if rerun is None else rerun).get(self.model.writer[value])
+        if run is not None:
+            terms.append((run, 1.0))
+        for i in range(j, j + 1 if rerun is None else len(self.points)):
+            terms += self._other_sources(i, value)
+        low, wanted = demand
+        self.milp.row([*terms, *((c, -factor) for c, factor in wanted)], low=low)
+
+    def _read_in_window(self, j: int) -> set[int]:
+        """Values there at point j that first runs of the window after it read."""
+        model, start = self.model, self.points[j]
+        stop = self.points[j + 1] if j + 1 < len(self.points) else model.n - 1
+        return {
+            value
+            for op in range(start + 1, stop + 1)
+            for value in model.reads[op]
+            if model.writer[value] <= start and not model.is_output[value]
+        }
+
+    # -- solve -----------------------------------------------------------------------------
+
+    def solve(self, deadline: Deadline, near_us: float = 0.0) -> Solution:
+        """The cheapest choice but for ``near_us``; with many columns a good one.
+
+        In objective and bound, `SCALE` stands for the time of store-all.
+        """
+        if not self.fits:
+            return Solution(Status.INFEASIBLE, None, float("inf"), float("inf"))
+        enough = near_us * SCALE / max(self.model.problem.base_time_us, 1e-9)
+        # What sets bytes aside proves nothing, so the root of the search tree is enough.
+        few = 1 if any(self.set_aside.values()) else constants.NODES // 8
+        if len(self.milp.cost) <= constants.FEW_COLUMNS:
+            nodes = constants.NODES if len(self.points) == 1 else few
+            return self._solved(deadline, nodes, enough)
+        near = self.milp.solve_near(
+            self.milp.relaxed(deadline),
+            deadline,
+            nodes=few,
+            gap=constants.RELAXATION_GAP,
+            absolute_gap=enough,
+        )
+        close = near.objective - near.bound <= max(enough, 10 * constants.RELAXATION_GAP * SCALE)
+        if close or len(self.milp.cost) > constants.MANY_COLUMNS:
+            return near
+        found = self._solved(deadline, few, enough, near.values)
+        return found if found.values is not None else replace(near, bound=found.bound)
+
+    def _solved(
+        self,
+        deadline: Deadline,
+        nodes: int,
+        enough: float,
+        start: npt.NDArray[np.float64] | None = None,
+    ) -> Solution:
+        return self.milp.solve(
+            deadline, nodes=nodes, gap=constants.RELAXATION_GAP, absolute_gap=enough, start=start
+        )
+
+    def time_bound_us(self, solution: Solution) -> float:
+        """Time of any schedule within the budget: at least this; infinite if there is none."""
+        base = self.model.problem.base_time_us
+        return base + max(0.0, solution.bound / SCALE * base * (1 - BOUND_MARGIN))
+
+    def held_in(self, solution: Solution) -> Iterator[tuple[int, set[int]]]:
+        """The program points, as stages, and the values that outlive each."""
+        for stage, columns, overwritten in zip(
+            self.points, self.held, self.overwritten, strict=True
+        ):
+            gone = {v for v, c in overwritten.items() if solution.chosen(c)}
+            yield stage, {v for v, c in columns.items() if c is None or solution.chosen(c)} - gone
+
+
+def extra_runs_for(model: IndexedProblem, held: Mapping[int, set[int]]) -> list[tuple[int, int]]:
+    """The extra runs of a schedule that holds only these values over the program points.
+
+    ``held`` is by stage. Values that cannot be computed again are always held. What is missing is
+    computed again when it is first read, with whatever that needs in turn.
+    """
+    there = [not model.evictable(value) for value in range(len(model.bytes))]
+    out: list[tuple[int, int]] = []
+    for stage in range(model.n):
+        rerun: set[int] = set()
+        missing = [v for v in model.reads[stage] if not there[v]]
+        while missing:
+            op = model.writer[missing.pop()]
+            if op not in rerun:
+                rerun.add(op)
+                missing.extend(v for v in model.reads[op] if not there[v])
+        for op in (*sorted(rerun), stage):
+            for value in model.writes[op]:
+                there[value] = True
+        out.extend((op, stage) for op in sorted(rerun))
+        if stage in held:
+            for value in _evictable_before(model, stage):
+                there[value] = there[value] and value in held[stage]
+    return out
+
+
+def _evictable_before(model: IndexedProblem, stage: int) -> Sequence[int]:
+    return [
+        value
+        for value, op in enumerate(model.writer)
+        if op != INPUT and op <= stage and model.evictable(value)
+    ]

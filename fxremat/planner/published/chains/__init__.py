@@ -1,0 +1,1 @@
+"""Solvers for chains of blocks: Rotor, Rockmate, POFO."""

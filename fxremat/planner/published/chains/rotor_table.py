@@ -1,0 +1,268 @@
+"""Rotor's dynamic programme over the blocks of a chain, with several options per block.
+
+``best[x, i, j, m]`` is the least time of the forward of the blocks i..j and of their backward
+j..i within ``m`` slots of memory, where the value that enters block i is there at the start. The
+cases are those of the persistent schedules of Beaumont et al. (arXiv 1911.13214, section 4):
+
+* all: run block i so that it holds what an option's backward needs, go on with i+1..j;
+* check: hold only the value that enters i, run i..c-1 holding nothing, do c..j, then i..c-1.
+
+Four things differ from the paper, for a replay counts what is read, not what a block returns:
+
+* the value that enters is paid for by block i (x = 0), or held by i-1 anyway (x = 1), so that
+  where no backward reads it, it goes once block i has run;
+* in front of the turn (j is the last block) every op runs, after it only those that are needed;
+* gradients and outputs are no part of the state: they follow from the place in the backward;
+* the bytes ``early`` of blocks that hold nothing stay nevertheless until the turn.
+
+A row over all m is one array operation. The table gives the best plan of every budget at once.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import dataclass
+from itertools import accumulate
+
+import numpy as np
+import numpy.typing as npt
+
+from fxremat.planner.deadline import Deadline
+from fxremat.planner.published.chains.chain_costs import BlockCost, BlockRun, OptionCost
+
+Row = npt.NDArray[np.float64]
+PAY, PAID = 0, 1
+CELLS, MOST_SLOTS = 5_000_000, 4_000
+"""Cells of the table, and slots of memory in it, at most."""
+
+
+@dataclass(frozen=True)
+class RunAndHold:
+    """The case "all" with one option; ``needs`` and ``holds`` are slots.
+
+    ``time`` excludes what the other blocks take.
+    """
+
+    time: float
+    needs: int
+    holds: int
+
+
+@dataclass(frozen=True)
+class Checkpoints:
+    """The case "check" with each of the cuts i+1..j; ``time`` is that of the blocks run over."""
+
+    time: Row
+    needs: npt.NDArray[np.int64]
+    holds: npt.NDArray[np.int64]
+
+
+class Table:
+    """The programme of one chain; ``done`` is False where the clock stopped it."""
+
+    def __init__(self, costs: Sequence[BlockCost], deadline: Deadline) -> None:
+        self.costs = costs
+        self.count = len(costs)
+        most = keep_all_bytes(costs)
+        slots = min(MOST_SLOTS, max(1, CELLS // self.count**2))
+        self.slot = max(1.0, most / slots)
+        self.slots = self._slots(most) + self.count
+        self.two = [False, *(any(o.holds_leaves for o in cost.options) for cost in costs[:-1])]
+        shape = (2, self.count, self.count, self.slots + 1)
+        self.best = np.full(shape, np.inf)
+        self._prepare()
+        self.done = self._fill(deadline)
+
+    # -- questions -------------------------------------------------------------------------
+
+    def levels(self) -> list[int]:
+        """The slots at which less time is enough, from many to few."""
+        row = self.best[PAY, 0, self.count - 1]
+        drops = np.flatnonzero(row[1:] < row[:-1]) + 1
+        first = [0] if np.isfinite(row[0]) else []
+        return [int(m) for m in drops[::-1]] + first
+
+    def steps(self, slots: int) -> list[int]:
+        """The ops of the best schedule within so many slots."""
+        out: list[int] = []
+        self._expand(out, PAY, 0, self.count - 1, slots)
+        return out
+
+    # -- what the cases cost ---------------------------------------------------------------
+
+    def _slots(self, nbytes: float) -> int:
+        return int(np.ceil(nbytes / self.slot))
+
+    def _near(self, nbytes: float) -> int:
+        """Held bytes are rounded to the nearest: rounded up, a hundred blocks would seem to
+        hold a hundred slots more than they do. Every plan is replayed in any case."""
+        return round(nbytes / self.slot)
+
+    def _prepare(self) -> None:
+        """Sums over the forward runs that hold nothing.
+
+        ``skip_needs[first, i, k]`` are the bytes of running the blocks i..k, with what enters i
+        held apart.
+        """
+        again, first = [c.rerun_unsaved for c in self.costs], [c.first_unsaved for c in self.costs]
+        self.times = [
+            np.array([*accumulate((run.time for run in runs), initial=0.0)])
+            for runs in (again, first)
+        ]
+        self.early = np.array([*accumulate((c.early for c in self.costs), initial=0)])
+        self.skip_needs = np.zeros((2, self.count, self.count))
+        for which, runs in enumerate((again, first)):
+            for i in range(self.count):
+                stays = self.early[i : self.count] - self.early[i] if which else 0
+                whole = np.array([run.whole for run in runs[i:]])
+                whole[0] = runs[i].apart
+                self.skip_needs[which, i, i:] = np.maximum.accumulate(whole + stays)
+
+    def _cuts(self, x: int, i: int, j: int) -> Checkpoints:
+        """The case "check" of every cut."""
+        first = j == self.count - 1
+        pays = self.costs[i].enters if x == PAY else 0
+        gap = 0 if first else self.costs[j].gap
+        stays = self.early[i + 1 : j + 1] - self.early[i] if first else np.zeros(j - i)
+        needs = self.skip_needs[int(first), i, i:j] + (pays + gap)
+        times = self.times[int(first)]
+        return Checkpoints(
+            times[i + 1 : j + 1] - times[i],
+            np.ceil(needs / self.slot).astype(np.int64),
+            np.rint((stays + pays) / self.slot).astype(np.int64),
+        )
+
+    def _option(self, x: int, i: int, j: int, k: int) -> RunAndHold:
+        """The case "all": option k of block i."""
+        cost, last = self.costs[i], self.count - 1
+        option = cost.options[k]
+        forward, gap = self._forward(option, i, j)
+        pays = cost.enters if x == PAY else 0
+        kept = pays if option.needs_enters else 0
+        if x == PAID:
+            needs = max(forward.apart + gap, option.backward.apart)
+        elif option.needs_enters:
+            needs = max(pays + forward.apart + gap, option.backward.whole)
+        else:
+            needs = max(forward.whole + gap, option.backward.apart)
+        held = (option.held_first if j == last else option.held) + kept
+        time = forward.time + option.backward.time
+        return RunAndHold(time, self._slots(needs), self._near(held))
+
+    def _forward(self, option: OptionCost, i: int, j: int) -> tuple[BlockRun, int]:
+        """The forward of block i in front of i+1..j, and the fixed bytes to add to it."""
+        if j == self.count - 1:
+            return option.first, 0
+        return (option.again if i < j else option.last), self.costs[j].gap
+
+    # -- filling ---------------------------------------------------------------------------
+
+    def _fill(self, deadline: Deadline) -> bool:
+        for j in range(self.count):
+            if not deadline.running():
+                return False
+            for i in range(j, -1, -1):
+                for x in (PAY, PAID):
+                    if x == PAID and not self.two[i]:
+                        self.best[PAID, i, j] = self.best[PAY, i, j]
+                        continue
+                    self._all(x, i, j)
+                    if i < j:
+                        self._check(x, i, j)
+        return True
+
+    def _all(self, x: int, i: int, j: int) -> None:
+        row = self.best[x, i, j]
+        for k in range(len(self.costs[i].options)):
+            choice = self._option(x, i, j, k)
+            start = max(choice.needs, choice.holds)
+            if start > self.slots:
+                continue
+            if i == j:
+                np.minimum(row[start:], choice.time, out=row[start:])
+                continue
+            then = self._next(i, k, j)[start - choice.holds : self.slots + 1 - choice.holds]
+            np.minimum(row[start:], then + choice.time, out=row[start:])
+
+    def _next(self, i: int, k: int, j: int) -> Row:
+        paid = self.costs[i].options[k].holds_leaves
+        row: Row = self.best[PAID if paid else PAY, i + 1, j]
+        return row
+
+    def _check(self, x: int, i: int, j: int) -> None:
+        """The case "check", over all cuts at once where they hold the same."""
+        cuts = self._cuts(x, i, j)
+        if (cuts.holds == cuts.holds[0]).all():
+            self._lower(x, i, j, cuts, slice(0, j - i))
+        else:
+            for k in range(j - i):
+                self._lower(x, i, j, cuts, slice(k, k + 1))
+
+    def _lower(self, x: int, i: int, j: int, cuts: Checkpoints, part: slice) -> None:
+        """Take the least over a part of the cuts; these hold the same."""
+        holds = int(cuts.holds[part.start])
+        if holds > self.slots:
+            return
+        low, high = i + 1 + part.start, i + 1 + part.stop
+        total = self.best[PAY, low:high, j, : self.slots + 1 - holds] + cuts.time[part, None]
+        total += self.best[x, i, low - 1 : high - 1, holds:]
+        total[np.arange(holds, self.slots + 1) < cuts.needs[part, None]] = np.inf
+        row = self.best[x, i, j, holds:]
+        np.minimum(row, total.min(axis=0), out=row)
+
+    # -- reading ---------------------------------------------------------------------------
+
+    def _expand(self, out: list[int], x: int, i: int, j: int, m: int) -> None:
+        """Append the steps of the best way to do the blocks i..j within ``m`` slots."""
+        times = [self._time(x, i, j, m, k) for k in range(len(self.costs[i].options))]
+        k = min(range(len(times)), key=times.__getitem__)
+        if i < j:
+            cuts = self._cuts(x, i, j)
+            split = self._cut_times(x, i, j, m, cuts)
+            if split.min() < times[k]:
+                part = int(split.argmin())
+                self._expand_cut(out, x, i, j, m, i + 1 + part, int(cuts.holds[part]))
+                return
+        option = self.costs[i].options[k]
+        out.extend(self._forward(option, i, j)[0].steps)
+        if i < j:
+            paid = PAID if option.holds_leaves else PAY
+            self._expand(out, paid, i + 1, j, m - self._option(x, i, j, k).holds)
+        out.extend(option.backward.steps)
+
+    def _expand_cut(
+        self, out: list[int], x: int, i: int, j: int, m: int, cut: int, holds: int
+    ) -> None:
+        first = j == self.count - 1
+        for cost in self.costs[i:cut]:
+            out.extend((cost.first_unsaved if first else cost.rerun_unsaved).steps)
+        self._expand(out, PAY, cut, j, m - holds)
+        self._expand(out, x, i, cut - 1, m)
+
+    def _time(self, x: int, i: int, j: int, m: int, k: int) -> float:
+        """Time of the case "all" with option k."""
+        case = self._option(x, i, j, k)
+        if m < max(case.needs, case.holds):
+            return np.inf
+        then = self._next(i, k, j)[m - case.holds] if i < j else 0.0
+        return float(case.time + then)
+
+    def _cut_times(self, x: int, i: int, j: int, m: int, cuts: Checkpoints) -> Row:
+        """Time of the case "check" with each cut."""
+        left = m - cuts.holds
+        then = self.best[PAY, np.arange(i + 1, j + 1), j, np.maximum(left, 0)]
+        total: Row = cuts.time + then + self.best[x, i, i:j, m]
+        total[(m < cuts.needs) | (left < 0)] = np.inf
+        return total
+
+
+def keep_all_bytes(costs: Sequence[BlockCost]) -> int:
+    """Bytes at the worst step where every block takes its first option and runs once."""
+    held, worst, paid = 0, 0, False
+    for cost in costs:
+        option = cost.options[0]
+        pays = 0 if paid else cost.enters
+        kept = pays if option.needs_enters else 0
+        worst = max(worst, held + pays + option.first.apart, held + kept + option.backward.apart)
+        held, paid = held + option.held_first + kept, option.holds_leaves
+    return worst

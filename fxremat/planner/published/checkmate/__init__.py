@@ -1,0 +1,1 @@
+"""Checkmate: the whole schedule as an integer programme."""

@@ -1,0 +1,236 @@
+"""Checkmate: the schedule of least time as an integer programme, solved by HiGHS.
+
+Jain et al., "Checkmate: breaking the memory wall with optimal tensor rematerialization"
+(arXiv 1910.02653), section 4; the programme is in `fxremat.planner.published.checkmate.programme`.
+
+Checkmate runs the repeats of a stage in base order. Here that order counts only in stages that
+exceed the budget without it: first in none, then in more and more. So the first programme is a
+relaxation of all schedules, and its bound holds for them all. Mostly its schedule fits too, and is
+then optimal. Both come sooner than with Checkmate's own rows.
+
+``solve`` allows every repeat. ``solve_pruned`` allows those a few reads away from the op of their
+stage, then more as long as it pays. What it finds is good, but it proves nothing.
+"""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Sequence
+from dataclasses import dataclass
+
+from fxremat.core.plan import Plan
+from fxremat.core.problem import Problem
+from fxremat.core.timeline import replay
+from fxremat.planner import constants
+from fxremat.planner.deadline import Deadline
+from fxremat.planner.indexed_problem import IndexedProblem, build_model
+from fxremat.planner.local.pareto_front import steps_of
+from fxremat.planner.local.stage_schedule import ExtraRun
+from fxremat.planner.milp.highs import BOUND_MARGIN, Solution, Status
+from fxremat.planner.options import ProblemRefused, Progress, SolverOptions
+from fxremat.planner.peak_bound import peak_bound
+from fxremat.planner.plans import make_plan
+from fxremat.planner.published.checkmate.programme import (
+    Allowed,
+    CheckmateMilp,
+    build_programme,
+    start_values,
+)
+from fxremat.planner.published.known_schedule import (
+    all_runs,
+    extra_runs_of,
+    near_runs,
+    start_plan,
+    with_runs,
+    without_unread,
+)
+
+NAME, PRUNED = "checkmate", "checkmate_pruned"
+MOST_RUNS = 20_000
+"""Repeats, of an op in a stage, that the full programme may choose from; the time to solve it
+grows faster than their number."""
+HOPS = (1, 2, 3, 4, 6, 8)
+ROUNDS = 4
+"""Programmes with more and more stages in order; then all stages are, in as many again."""
+
+
+class TooManyRuns(ProblemRefused, ValueError):
+    """The problem is too large for the full programme."""
+
+    def __init__(self, count: int) -> None:
+        super().__init__(count)
+        self.count = count
+
+    def __str__(self) -> str:
+        return (
+            f"solver {NAME!r} takes up to {MOST_RUNS:,} repeats to choose from, "
+            f"and this problem has {self.count:,}. What to do: use solver {PRUNED!r}, which looks "
+            "at the likely ones"
+        )
+
+
+def solve(problem: Problem, budget_bytes: int | None, options: SolverOptions) -> Plan:
+    """The plan of least time within the budget, proven so where the limits allow."""
+    work = _CheckmateSearch.begin(NAME, problem, budget_bytes, options)
+    if not work.is_decided():
+        allowed = all_runs(work.model)
+        count = sum(map(len, allowed))
+        if count > MOST_RUNS:
+            raise TooManyRuns(count)
+        work.improve(allowed, constants.PROGRAMME_NODES // 5, full=True)
+    return work.plan()
+
+
+def solve_pruned(problem: Problem, budget_bytes: int | None, options: SolverOptions) -> Plan:
+    """The best plan found with repeats near to where they are read."""
+    work = _CheckmateSearch.begin(PRUNED, problem, budget_bytes, options)
+    if work.is_decided():
+        return work.plan()
+    idle, before = 0, None
+    for hops in HOPS:
+        allowed = with_runs(near_runs(work.model, hops), work.best_runs)
+        if allowed == before or sum(map(len, allowed)) > MOST_RUNS or not work.deadline.running():
+            break
+        before = allowed
+        better = work.improve(allowed, constants.NODES // 2)
+        idle = 0 if better or not work.fits() else idle + 1
+        if idle == 2:
+            break
+    return work.plan()
+
+
+@dataclass
+class _CheckmateSearch:
+    """One call: the best plan so far and what is proven."""
+
+    name: str
+    model: IndexedProblem
+    budget: int | None
+    options: SolverOptions
+    deadline: Deadline
+    best: Plan
+    time_bound_us: float = 0.0
+    peak_bound_bytes: int = 0
+
+    @staticmethod
+    def begin(
+        name: str, problem: Problem, budget_bytes: int | None, options: SolverOptions
+    ) -> _CheckmateSearch:
+        """Start from store-all where that fits, else from a known plan."""
+        deadline, model = Deadline(options.time_limit_s), build_model(problem)
+        best = make_plan(problem, problem.base_steps(), name)
+        if budget_bytes is not None and best.peak_bytes > budget_bytes:
+            best = start_plan(problem, budget_bytes, options)
+        bound = max(peak_bound(model), best.peak_bound_bytes or 0)
+        return _CheckmateSearch(name, model, budget_bytes, options, deadline, best, 0.0, bound)
+
+    @property
+    def best_runs(self) -> list[ExtraRun]:
+        """The extra runs of the best plan."""
+        return extra_runs_of(self.model, self.best.ops)
+
+    def fits(self) -> bool:
+        """Whether the best plan is within the budget."""
+        return self.budget is None or self.best.peak_bytes <= self.budget
+
+    def is_decided(self) -> bool:
+        """Whether nothing can be better, or the budget is proven to be too small."""
+        if not self.fits():
+            return self.budget is not None and self.peak_bound_bytes > self.budget
+        return self.best.time_us <= self.model.problem.base_time_us
+
+    def plan(self) -> Plan:
+        """The best plan, replayed."""
+        return make_plan(
+            self.model.problem,
+            self.best.steps,
+            self.name,
+            budget_bytes=self.budget,
+            seconds=self.deadline.seconds(),
+            time_bound_us=min(self.time_bound_us, self.best.time_us) if self.fits() else None,
+            peak_bound_bytes=self.peak_bound_bytes,
+        )
+
+    def improve(self, allowed: Allowed, nodes: int, full: bool = False) -> bool:
+        """Look for a better plan among the allowed repeats; whether one was found.
+
+        ``room`` are the bytes that the programme may use. That is the budget, or a little less
+        where a schedule exceeds it, by the solver's rounding, although its order was in the rows.
+        """
+        assert self.budget is not None
+        ordered: set[int] = set()
+        room = self.budget
+        for round_number in range(2 * ROUNDS):
+            programme = build_programme(self.model, room, allowed, ordered)
+            solution = self._solve(programme, nodes, proves=full and round_number == 0)
+            if full and round_number == 0:
+                self._note_bounds(programme, solution)
+            if solution.values is None:
+                return False
+            steps, over = self._steps_of(programme, solution)
+            if not over:
+                return self._keep_if_better(steps)
+            if not self.deadline.running() or self.is_decided():
+                return False
+            if over <= ordered:
+                room -= max(1, replay(self.model.problem, steps).peak_bytes - room)
+            ordered |= over if round_number + 1 < ROUNDS else set(range(self.model.n))
+        return False
+
+    def _solve(self, programme: CheckmateMilp, nodes: int, proves: bool) -> Solution:
+        start = None
+        if self.fits():
+            start = start_values(programme, self.best_runs)
+        time = self.best.time_us if self.fits() else math.inf
+
+        def on_progress(objective: float, bound: float) -> None:
+            if self.options.progress is not None:
+                bound_us = max(self.model.problem.base_time_us, bound * programme.time_unit)
+                best_us = None if math.isinf(time) else time
+                seconds = self.deadline.seconds()
+                report = Progress(self.name, seconds, best_us, bound_us if proves else None)
+                self.options.progress(report)
+
+        return programme.milp.solve(
+            self.deadline, nodes=nodes, start=start, on_progress=on_progress
+        )
+
+    def _note_bounds(self, programme: CheckmateMilp, solution: Solution) -> None:
+        """What a programme over all schedules proves."""
+        assert self.budget is not None
+        if solution.status is Status.INFEASIBLE:
+            self.peak_bound_bytes = max(self.peak_bound_bytes, self.budget + 1)
+        elif solution.bound > -math.inf:
+            self.time_bound_us = solution.bound * programme.time_unit * (1 - BOUND_MARGIN)
+
+    def _steps_of(
+        self, programme: CheckmateMilp, solution: Solution
+    ) -> tuple[Sequence[str], set[int]]:
+        """The steps of a solution, and the stages in which they exceed the budget."""
+        assert self.budget is not None
+        model = self.model
+        runs = [
+            (op, stage)
+            for stage, reruns in enumerate(programme.allowed)
+            for op in reruns
+            if solution.chosen(programme.run[stage][op])
+        ]
+        tidy = model.names(steps_of(model.n, without_unread(model, runs)))
+        if replay(model.problem, tidy).peak_bytes <= self.budget:
+            return tidy, set()
+        steps = steps_of(model.n, runs)
+        live = replay(model.problem, model.names(steps)).live_bytes
+        over, stage = set(), 0
+        for op, size in zip(steps, live, strict=True):
+            if size > self.budget:
+                over.add(stage)
+            stage += op == stage
+        return model.names(steps), over
+
+    def _keep_if_better(self, steps: Sequence[str]) -> bool:
+        """Keep a schedule that fits, if it is better than the best."""
+        plan = make_plan(self.model.problem, steps, self.name)
+        if self.fits() and plan.time_us >= self.best.time_us:
+            return False
+        self.best = plan
+        return True

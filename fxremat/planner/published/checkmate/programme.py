@@ -1,0 +1,405 @@
+"""The programme of Checkmate: which ops run again in which stage, and what it costs in bytes.
+
+Jain et al., "Checkmate: breaking the memory wall with optimal tensor rematerialization"
+(arXiv 1910.02653), section 4: stage ``t`` runs some earlier ops again, in base order, and then op
+``t`` for the first time. Columns, by the paper's names:
+
+* R: ``run[t][k]``, op ``k`` runs in stage ``t``;
+* S: ``stay[t][v]``, value ``v`` is there at the start of stage ``t``. Where nothing that touches
+  ``v`` can run in a stage, the next stage has the same column;
+* FREE: ``free[t][v, k]``, value ``v`` goes right after op ``k``: continuous, and bounded by rows
+  that say how much of ``v`` is left, which are tighter than the paper's;
+* U: bytes while an op runs; ``bytes_at_start[t]`` are the bytes at the start of a stage.
+
+R is per op and S per value, so that an op may write several values. Given an integral R, the least
+S and the largest FREE are integral too. S is declared integral all the same, which makes HiGHS many
+times as fast.
+
+Repeats could also run in another order than the base order, and then hold fewer bytes. So a stage
+that is not in ``ordered`` has no FREE and no U, but only rows that hold for every order. With no
+ordered stage the programme is a relaxation of all schedules, and its bound holds for the time of
+each of them. With all stages ordered it is Checkmate's.
+
+Bytes are in units of a thousandth of the budget, times in thousandths of the base time.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Collection, Iterable, Sequence
+from dataclasses import dataclass, field
+
+from fxremat.planner.indexed_problem import INPUT, IndexedProblem
+from fxremat.planner.local.stage_schedule import ExtraRun, StageSchedule
+from fxremat.planner.milp.highs import FREE, SCALE, Milp, Term
+
+Allowed = Sequence[Sequence[int]]
+"""For each stage the ops that may run again in it, in base order."""
+
+
+@dataclass
+class CheckmateMilp:
+    """The columns and rows for one problem, one budget and one choice of allowed repeats."""
+
+    model: IndexedProblem
+    budget: int
+    allowed: Allowed
+    ordered: Collection[int]
+    milp: Milp = field(default_factory=Milp)
+    run: list[dict[int, int]] = field(default_factory=list)
+    stay: list[dict[int, int]] = field(default_factory=list)
+    free: list[dict[tuple[int, int], int]] = field(default_factory=list)
+    held_throughout: list[dict[int, int]] = field(default_factory=list)
+    bytes_at_start: list[int] = field(default_factory=list)
+    sums: list[tuple[int, list[Term]]] = field(default_factory=list)
+    """Columns of bytes, each with the terms that it is the sum of; earlier sums come first."""
+
+    def __post_init__(self) -> None:
+        model, milp = self.model, self.milp
+        self.byte_unit = max(1, self.budget) / SCALE
+        self.time_unit = max(1e-9, model.problem.base_time_us) / SCALE
+        self.zero = milp.real(high=0.0)
+        self.one = milp.real(low=1.0)
+        self.touched = [self._touched(stage) for stage in range(model.n)]
+        self._add_runs()
+        self._add_stays()
+        self._balance_stages()
+        for stage in range(model.n):
+            self._fit_first_run(stage)
+            self.free.append({})
+            self.held_throughout.append({})
+
+    # -- columns ---------------------------------------------------------------------------
+
+    def _touched(self, stage: int) -> list[int]:
+        """Values that an op of the stage may read or write; in the first stage also the inputs."""
+        model = self.model
+        values = dict.fromkeys(model.inputs if stage == 0 else ())
+        for op in (*self.allowed[stage], stage):
+            values |= dict.fromkeys(model.reads[op])
+            values |= dict.fromkeys(model.writes[op])
+        return list(values)
+
+    def _add_runs(self) -> None:
+        """R[t,k] for the allowed k < t; R[t,t] = 1."""
+        for stage, reruns in enumerate(self.allowed):
+            cost = self.model.time
+            row = {op: self.milp.binary(cost[op] / self.time_unit) for op in reruns}
+            row[stage] = self.one
+            self.run.append(row)
+        self.milp.cost[self.one] = sum(self.model.time) / self.time_unit
+
+    def _add_stays(self) -> None:
+        """S[t,v]: nothing, everything, the column of the stage before, or one of its own."""
+        model = self.model
+        self.stay = [{} for _ in range(model.n + 1)]
+        first = self._first_uses()
+        last = self._last_uses(first)
+        reruns = {op for ops in self.allowed for op in ops}
+        touched = [set(values) for values in self.touched]
+        for value in range(len(model.bytes)):
+            writer = model.writer[value]
+            begin = 0 if writer == INPUT else writer + 1
+            pinned = model.n if model.is_output[value] else -1
+            if writer not in reruns:
+                pinned = max(pinned, first[value], 0 if writer == INPUT else -1)
+            for stage in range(begin, max(pinned, last[value]) + 1):
+                if stage <= pinned:
+                    column = self.one
+                elif stage == begin or value in touched[stage - 1]:
+                    column = self.milp.binary()
+                else:
+                    column = self.stay[stage - 1][value]
+                self.stay[stage][value] = column
+
+    def _first_uses(self) -> list[int]:
+        """The last stage in which an op reads each value in its first run."""
+        out = [-1] * len(self.model.bytes)
+        for op, reads in enumerate(self.model.reads):
+            for value in reads:
+                out[value] = op
+        return out
+
+    def _last_uses(self, first: Sequence[int]) -> list[int]:
+        """The last stage in which an op may read each value."""
+        out = list(first)
+        for stage, reruns in enumerate(self.allowed):
+            for op in reruns:
+                for value in self.model.reads[op]:
+                    out[value] = max(out[value], stage)
+        return out
+
+    def stays(self, stage: int, value: int) -> int:
+        """S[t,v], also where it can only be 0."""
+        return self.stay[stage].get(value, self.zero)
+
+    def size(self, value: int) -> float:
+        """m_v: bytes of the value in units of the programme."""
+        return self.model.bytes[value] / self.byte_unit
+
+    def available(self, stage: int, value: int) -> list[Term]:
+        """S[t,v] + R[t,w] for the writer w: how much of the value the stage has."""
+        terms: list[Term] = [(self.stays(stage, value), 1.0)]
+        writer = self.model.writer[value]
+        if writer in self.run[stage]:
+            terms.append((self.run[stage][writer], 1.0))
+        return terms
+
+    def sum_of(self, terms: list[Term]) -> int:
+        """A column of bytes, at most the budget, that is the sum of the terms."""
+        column = self.milp.real(high=SCALE)
+        self.sums.append((column, terms))
+        self.milp.row([*terms, (column, -1.0)], 0.0, 0.0)
+        return column
+
+    def at_most(self, left: Iterable[Term], right: Iterable[Term], slack: float = 0.0) -> None:
+        """left <= right + slack; no row where all columns are fixed, as then it holds."""
+        terms = [*left, *((column, -factor) for column, factor in right)]
+        if any(column > self.one for column, _ in terms):
+            self.milp.row(terms, -FREE, slack)
+
+    # -- rows of every programme -----------------------------------------------------------
+
+    def _balance_stages(self) -> None:
+        """bytes_at_start[t+1] - bytes_at_start[t] = sum of m_v (S[t+1,v] - S[t,v])
+
+        over the values that stage t may change.
+        """
+        model = self.model
+        floor = model.problem.resident_bytes + sum(model.bytes[value] for value in model.inputs)
+        self.bytes_at_start = [self.sum_of([(self.one, floor / self.byte_unit)])]
+        for stage, values in enumerate(self.touched):
+            terms: list[Term] = [(self.bytes_at_start[stage], 1.0)]
+            for value in values:
+                old, new = self.stays(stage, value), self.stays(stage + 1, value)
+                if old != new:
+                    terms += [(new, self.size(value)), (old, -self.size(value))]
+            self.bytes_at_start.append(self.sum_of(terms))
+
+    def _fit_first_run(self, stage: int) -> None:
+        """bytes_at_start[t+1] + what goes after op t + workspace - what it takes over <= budget.
+
+        What goes is m_v (1 - S[t+1,v]) for every v that op t reads or writes.
+        """
+        model = self.model
+        touches = {*model.reads[stage], *model.writes[stage]}
+        if stage == 0:
+            touches |= set(model.inputs)
+        saved = self.taken_over(stage, stage)
+        terms: list[Term] = [(self.bytes_at_start[stage + 1], 1.0)]
+        for value in sorted(touches):
+            size = self.size(value) - saved.get(value, 0.0)
+            terms += [(self.one, size), (self.stays(stage + 1, value), -size)]
+        self.milp.row(terms, -FREE, SCALE - model.workspace[stage] / self.byte_unit)
+
+    def taken_over(self, stage: int, op: int) -> dict[int, float]:
+        """Of each value that the op reads, the bytes that it takes over if the value is freed.
+
+        A value can be in one pair only, and earlier pairs come first. In an ordered stage a pair
+        counts if no pair before shares a value with it: too few bytes, if anything. In other stages
+        the best pair of each read counts: too many, if anything. Both are exact where no pairs
+        share a value.
+        """
+        model = self.model
+        out: dict[int, float] = {}
+        met: set[int] = set()
+        for read, write in model.inplace[op]:
+            if op != stage and model.is_output[write]:
+                continue
+            size = min(self.size(read), self.size(write))
+            if stage not in self.ordered:
+                out[read] = max(out.get(read, 0.0), size)
+            elif not met & {read, write}:
+                out[read] = size
+            met |= {read, write}
+        return out
+
+
+def build_programme(
+    model: IndexedProblem, budget: int, allowed: Allowed, ordered: Collection[int]
+) -> CheckmateMilp:
+    """The whole programme; the order of repeats counts in the stages ``ordered``."""
+    programme = CheckmateMilp(model, budget, allowed, ordered)
+    for stage in range(model.n):
+        if stage in ordered:
+            _add_frees(programme, stage)
+            _track_order(programme, stage)
+            _fit_in_order(programme, stage)
+        else:
+            _provide_reads(programme, stage)
+            _fit_in_any_order(programme, stage)
+    return programme
+
+
+def _writes(programme: CheckmateMilp, op: int) -> float:
+    """What a repeat of the op writes, in units of the programme; outputs are there already."""
+    return sum(
+        programme.size(v) for v in programme.model.writes[op] if not programme.model.is_output[v]
+    )
+
+
+def _users(programme: CheckmateMilp, stage: int, value: int) -> list[int]:
+    """The ops that may read the value in the stage, in order."""
+    return [op for op in programme.run[stage] if value in programme.model.reads[op]]
+
+
+def _add_frees(programme: CheckmateMilp, stage: int) -> None:
+    """FREE[t,v,k] <= R[t,k], for repeats k that write or read v, unless op t reads it too."""
+    model = programme.model
+    kept_on = {*model.reads[stage], *model.writes[stage]}
+    for op in programme.allowed[stage]:
+        for value in (*model.reads[op], *model.writes[op]):
+            if value not in kept_on and not model.is_output[value]:
+                column = programme.milp.real()
+                programme.free[stage][value, op] = column
+                programme.at_most([(column, 1.0)], [(programme.run[stage][op], 1.0)])
+
+
+def _track_order(programme: CheckmateMilp, stage: int) -> None:
+    """R[t,k] + sum of FREE[t,v,i] over i before k <= S[t,v] + R[t,w], for users k of v.
+
+    After the last user the same holds of S[t+1,v]; the paper's bounds on FREE follow. No
+    stage that runs w has v before, as its readers come later: S[t,v] + R[t,w] <= 1.
+    """
+    for value in programme.touched[stage]:
+        if programme.model.is_output[value]:
+            continue
+        available, writer = programme.available(stage, value), programme.model.writer[value]
+        gone: list[Term] = []
+        if writer in programme.allowed[stage]:
+            programme.at_most(available, [], 1.0)
+        for op in sorted({*_users(programme, stage, value), *{writer} & {*programme.run[stage]}}):
+            if op != writer:
+                programme.at_most([(programme.run[stage][op], 1.0), *gone], available)
+            if (value, op) in programme.free[stage]:
+                gone.append((programme.free[stage][value, op], 1.0))
+        programme.at_most([(programme.stays(stage + 1, value), 1.0), *gone], available)
+
+
+def _fit_in_order(programme: CheckmateMilp, stage: int) -> None:
+    """U[t,k] = U after the repeat before k + R[t,k] (writes + workspace) - taken over <= budget.
+
+    After k its workspace goes, and m_v FREE[t,v,k] of what it reads and writes, less what it
+    took over from v: these bytes went before. A pair counts wherever its read goes, so what
+    is taken over is a part of FREE.
+    """
+    model = programme.model
+    before: list[Term] = [(programme.bytes_at_start[stage], 1.0)]
+    for op in programme.allowed[stage]:
+        ran = programme.run[stage][op]
+        own = _writes(programme, op) + model.workspace[op] / programme.byte_unit
+        saved = programme.taken_over(stage, op)
+        gone, shared = _gone(programme, stage, op, saved)
+        used = programme.sum_of([*before, (ran, own), *shared])
+        before = [(used, 1.0), (ran, -model.workspace[op] / programme.byte_unit), *gone]
+
+
+def _gone(
+    programme: CheckmateMilp, stage: int, op: int, saved: dict[int, float]
+) -> tuple[list[Term], list[Term]]:
+    """Terms of the bytes that are freed after the op, and of those that it takes over."""
+    model = programme.model
+    gone: list[Term] = []
+    shared: list[Term] = []
+    for value in (*model.reads[op], *model.writes[op]):
+        column = programme.free[stage].get((value, op))
+        if column is not None:
+            taken = saved.get(value, 0.0)
+            gone.append((column, taken - programme.size(value)))
+            shared.append((column, -taken))
+    return gone, shared
+
+
+def _provide_reads(programme: CheckmateMilp, stage: int) -> None:
+    """R[t,k] <= S[t,v] + R[t,w] for reads v of k; S[t+1,v] <= S[t,v] + R[t,w]."""
+    for value in programme.touched[stage]:
+        if not programme.model.is_output[value]:
+            available = programme.available(stage, value)
+            for op in _users(programme, stage, value):
+                programme.at_most([(programme.run[stage][op], 1.0)], available)
+            programme.at_most([(programme.stays(stage + 1, value), 1.0)], available)
+
+
+def _fit_in_any_order(programme: CheckmateMilp, stage: int) -> None:
+    """Other values held + R[t,k] (reads + writes + workspace - taken over) <= budget."""
+    if not programme.allowed[stage]:
+        return
+    model = programme.model
+    held = _add_held_throughout(programme, stage)
+    changes: list[Term] = []
+    for value, column in held.items():
+        changes += [
+            (programme.stay[stage][value], -programme.size(value)),
+            (column, programme.size(value)),
+        ]
+    others = programme.sum_of([(programme.bytes_at_start[stage], 1.0), *changes])
+    for op in programme.allowed[stage]:
+        terms: list[Term] = [(others, 1.0)]
+        own = model.workspace[op] / programme.byte_unit - sum(
+            programme.taken_over(stage, op).values()
+        )
+        for value in (*model.reads[op], *model.writes[op]):
+            if not model.is_output[value]:
+                own += programme.size(value)
+                if value in held:
+                    terms.append((held[value], -programme.size(value)))
+        programme.at_most([*terms, (programme.run[stage][op], own)], [], SCALE)
+
+
+def _add_held_throughout(programme: CheckmateMilp, stage: int) -> dict[int, int]:
+    """held_throughout[t,v] >= S[t,v] + S[t+1,v] - 1 - R[t,w], with 1 for S[t+1,v] if op t reads v.
+
+    A copy is held throughout the stage if it is there at its start, must be there at its
+    end, and is not written again. Values that nothing in the stage touches need no column.
+    """
+    model, one = programme.model, programme.one
+    for value in programme.touched[stage]:
+        if value not in programme.stay[stage] or model.is_output[value]:
+            continue
+        needed = one if value in model.reads[stage] else programme.stays(stage + 1, value)
+        terms: list[Term] = [(programme.stay[stage][value], 1.0), (needed, 1.0), (one, -1.0)]
+        if model.writer[value] in programme.run[stage]:
+            terms.append((programme.run[stage][model.writer[value]], -1.0))
+        column = programme.held_throughout[stage][value] = programme.milp.real()
+        programme.at_most(terms, [(column, 1.0)])
+    return programme.held_throughout[stage]
+
+
+def start_values(programme: CheckmateMilp, runs: Collection[ExtraRun]) -> list[float] | None:
+    """The value of every column for a schedule; None where the programme does not allow it."""
+    if any(op not in programme.run[stage] for op, stage in runs):
+        return None
+    state = StageSchedule(programme.model, runs)
+    values = [0.0] * len(programme.milp.cost)
+    values[programme.one] = 1.0
+    for op, stage in runs:
+        values[programme.run[stage][op]] = 1.0
+    for stage, row in enumerate(programme.stay):
+        for value, column in row.items():
+            values[column] = float(column == programme.one or state.live_in(value, stage))
+    for stage in range(programme.model.n):
+        _set_frees(programme, stage, values)
+        _set_held(programme, stage, values)
+    for column, terms in programme.sums:
+        values[column] = sum(values[other] * factor for other, factor in terms)
+    return values
+
+
+def _set_frees(programme: CheckmateMilp, stage: int, values: list[float]) -> None:
+    """A value that does not stay goes after the last op that runs and touches it."""
+    last: dict[int, int] = {}
+    for value, op in programme.free[stage]:
+        stays = values[programme.stays(stage + 1, value)]
+        if values[programme.run[stage][op]] and not stays:
+            last[value] = max(op, last.get(value, op))
+    for value, op in last.items():
+        values[programme.free[stage][value, op]] = 1.0
+
+
+def _set_held(programme: CheckmateMilp, stage: int, values: list[float]) -> None:
+    """The least that the row of the column allows."""
+    reads = programme.model.reads[stage]
+    for value, column in programme.held_throughout[stage].items():
+        needed = value in reads or values[programme.stays(stage + 1, value)]
+        ran = programme.run[stage].get(programme.model.writer[value], programme.zero)
+        available = values[programme.stays(stage, value)]
+        values[column] = max(0.0, available + needed - 1.0 - values[ran])

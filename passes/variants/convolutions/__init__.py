@@ -1,1 +1,0 @@
-"""Convolutions in less memory: their gradients apart, in parts, or by another algorithm."""

@@ -1,0 +1,76 @@
+"""The search as a whole: one number for the least peak, and never worse than torch's partition."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import pytest
+import torch
+from torch import Tensor, nn
+
+import fxremat
+from fxremat.compile.constants import DRY_RUNS
+from tests.small import Classifier, seeded
+
+pytestmark = pytest.mark.usefixtures("fresh")
+
+
+def refused(model: nn.Module, x: Tensor, budget: str, **options: Any) -> fxremat.InfeasibleBudget:
+    """The error for a budget that is too small."""
+    with pytest.raises(fxremat.InfeasibleBudget) as caught:
+        fxremat.explain(model, x, memory_budget=budget, options=options)
+    return caught.value
+
+
+@pytest.mark.parametrize("executor", ["inductor", "aot_eager"])
+def test_there_is_one_number_for_the_least_peak(executor: str) -> None:
+    """Whatever budget is refused, the number is that of `explain`; asked for, it is obeyed."""
+    model, x = seeded(Classifier, 64, 16)
+    options = {"executor": executor}
+    least = refused(model, x, "1B", **options).minimum_bytes
+    assert least is not None
+    assert refused(model, x, f"{least - 1}B", **options).minimum_bytes == least
+    found = fxremat.explain(model, x, memory_budget=f"{least}B", options=options)
+    assert found.predicted_peak_bytes <= least
+    assert found.minimum_peak_bytes == least
+    assert found.graphs[0].minimum_peak_bytes is None
+
+
+def test_the_refused_report_names_the_same_number(tmp_path: Any) -> None:
+    model, x = seeded(Classifier, 64, 16)
+    least = refused(model, x, "1B", report=str(tmp_path)).minimum_bytes
+    (path,) = tmp_path.glob("*.report.json")
+    assert f'"minimum_peak_bytes": {least}' in path.read_text(encoding="utf-8")
+
+
+@pytest.mark.slow
+def test_the_least_without_variants_is_at_most_what_torch_takes() -> None:
+    """Torch's own partition is one of the candidates."""
+    model, x = seeded(Classifier, 256, 16)
+    plain = torch.compile(model)
+
+    def step() -> None:
+        model.zero_grad(set_to_none=True)
+        plain(x).backward()
+
+    step()
+    step()
+    peak = fxremat.measure_peak(step, held=(model, x)).peak_bytes
+    least = refused(model, x, "1B", variants="none").minimum_bytes
+    assert least is not None
+    assert least <= peak
+
+
+def test_dry_runs_have_one_budget() -> None:
+    model, x = seeded(Classifier, 64, 16)
+    assert 0 < fxremat.explain(model, x, memory_budget="2MiB").graphs[0].rehearsals <= 2 * DRY_RUNS
+
+
+def test_the_same_question_has_the_same_answer() -> None:
+    model, x = seeded(Classifier, 64, 16)
+    one, other = (
+        fxremat.explain(model, x, memory_budget="1700KiB", options={"solver": "greedy"})
+        for _ in range(2)
+    )
+    assert one.graphs[0].plan.steps == other.graphs[0].plan.steps
+    assert one.graphs[0].variants == other.graphs[0].variants

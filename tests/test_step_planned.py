@@ -1,0 +1,289 @@
+"""Several graphs in one step share its budget: graph breaks, a loss apart, two models in turn."""
+
+from __future__ import annotations
+
+import warnings
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass
+from functools import cache, cached_property
+from typing import Any
+
+import pytest
+import torch
+from torch import Tensor, nn
+from torch._dynamo.exc import BackendCompilerFailed
+from torch.nn import functional as F
+
+import fxremat
+from fxremat.sizes import MIB
+from fxremat.step import scope
+from tests.ranks import least_named
+from tests.small import Block
+
+QUICK: dict[str, Any] = {"executor": "aot_eager", "solver": "greedy", "variants": "none"}
+PLAIN: dict[str, Any] = {"backend": "aot_eager"}
+WORDS = 500
+LOSS_BYTES = 4
+"""The loss itself, which the caller of a step holds: no plan of several graphs counts it."""
+
+pytestmark = pytest.mark.usefixtures("fresh")
+
+
+class TwoBreaks(nn.Module):
+    """Four blocks in three graphs, with the loss in the last one."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.blocks = nn.ModuleList(Block(32) for _ in range(4))
+
+    def forward(self, x: Tensor) -> Tensor:
+        x = self.blocks[0](x)
+        torch._dynamo.graph_break()
+        x = self.blocks[2](self.blocks[1](x))
+        torch._dynamo.graph_break()
+        loss: Tensor = self.blocks[3](x).square().mean()
+        return loss
+
+
+class WithLogits(TwoBreaks):
+    """It returns the logits beside a loss whose backward does not need them."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.head = nn.Linear(1, WORDS)
+
+    def forward(self, x: Tensor) -> Any:
+        logits = self.head(super().forward(x) * x[:, :1])
+        return F.cross_entropy(logits, torch.zeros(len(x), dtype=torch.long)), logits
+
+
+class OneGraph(nn.Module):
+    """Blocks, and the loss."""
+
+    def __init__(self, depth: int) -> None:
+        super().__init__()
+        self.blocks = nn.Sequential(*(Block(32) for _ in range(depth)))
+
+    def forward(self, x: Tensor) -> Tensor:
+        loss: Tensor = self.blocks(x).square().mean()
+        return loss
+
+
+@dataclass
+class Case:
+    """Models and what they are given; ``run`` makes a step of them as they were compiled."""
+
+    models: Sequence[nn.Module]
+    given: Sequence[Tensor]
+    run: Callable[[Sequence[Any], Sequence[Tensor]], None]
+    losses: Sequence[Any] = ()
+    """Functions that are compiled by themselves."""
+    parts: Sequence[nn.Module] = ()
+    """They are compiled instead of the models."""
+    functions: Sequence[Any] = ()
+
+    def compile(self, budget: int | None = None, *, one_dict: bool = True) -> None:
+        """Within a budget, with one dictionary of options or with equal ones; or without ours."""
+        torch._dynamo.reset()
+        scope.forget()
+        options = {**QUICK, "memory_budget": budget}
+
+        def how() -> dict[str, Any]:
+            given = options if one_dict else dict(options)
+            return PLAIN if budget is None else {"backend": "fxremat", "options": given}
+
+        for part in self.parts:
+            part.compile(**how())
+        whole = (*(() if self.parts else self.models), *self.losses)
+        self.functions = [torch.compile(one, **how()) for one in whole]
+
+    def step(self) -> None:
+        self.forget_gradients()
+        self.run(self.functions, self.given)
+
+    def forget_gradients(self) -> None:
+        for model in self.models:
+            model.zero_grad(set_to_none=True)
+
+    def gradients(self) -> list[Tensor | None]:
+        self.step()
+        return [p.grad for model in self.models for p in model.parameters()]
+
+    def peak_bytes(self) -> int:
+        self.forget_gradients()
+        return fxremat.measure_peak(self.step, held=(*self.models, *self.given)).peak_bytes
+
+    @cached_property
+    def plain(self) -> tuple[list[Tensor | None], int]:
+        """Gradients and the peak of a step without us."""
+        self.compile()
+        gradients = self.gradients()
+        self.step()
+        return gradients, self.peak_bytes()
+
+    def budget(self, percent: int | None) -> int:
+        """So much of plain's peak; without a number the least that an error names."""
+        if percent is not None:
+            return self.plain[1] * percent // 100
+        least = self.refused(MIB)
+        assert least is not None
+        return least
+
+    def refused(self, budget: int) -> int | None:
+        """The least that is named where the first step is refused."""
+        self.compile(budget)
+        try:
+            self.step()
+        except BackendCompilerFailed as refused:
+            return least_named(refused)
+        return None
+
+    def kept(self, budget: int, *, one_dict: bool = True) -> int:
+        """The peak of the third step and of the fourth, after gradients were compared.
+
+        Only of the first step may be told that it takes more than the budget.
+        """
+        expected, _ = self.plain
+        self.compile(budget, one_dict=one_dict)
+        torch.testing.assert_close(self.gradients(), expected)
+        with warnings.catch_warnings():
+            warnings.simplefilter("error", fxremat.PromiseBroken)
+            torch.testing.assert_close(self.gradients(), expected)
+            peaks = [self.peak_bytes() for _ in range(2)]
+        assert max(peaks) <= budget
+        return max(peaks)
+
+
+@cache
+def two_breaks(make: Callable[[], nn.Module] = TwoBreaks) -> Case:
+    torch.manual_seed(0)
+
+    def run(functions: Sequence[Any], given: Sequence[Tensor]) -> None:
+        result = functions[0](*given)
+        (result[0] if isinstance(result, tuple) else result).backward()
+
+    return Case([make()], [torch.randn(512, 32)], run)
+
+
+@cache
+def loss_apart() -> Case:
+    torch.manual_seed(0)
+    words, targets = torch.randint(WORDS, (256,)), torch.randint(WORDS, (256,))
+    model = nn.Sequential(nn.Embedding(WORDS, 32), Block(32), Block(32), nn.Linear(32, WORDS))
+
+    def loss(logits: Tensor, targets: Tensor) -> Tensor:
+        return F.cross_entropy(logits.float(), targets)
+
+    def run(functions: Sequence[Any], given: Sequence[Tensor]) -> None:
+        functions[1](functions[0](given[0]), given[1]).backward()
+
+    return Case([model], [words, targets], run, [loss])
+
+
+class Worded(nn.Module):
+    """Its logits take as much as several blocks save; blocks and head are compiled one by one."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.embedding = nn.Embedding(WORDS, 64)
+        self.blocks = nn.ModuleList(Block(64) for _ in range(6))
+        self.head = nn.Linear(64, WORDS)
+
+    def forward(self, tokens: Tensor) -> Tensor:
+        x = self.embedding(tokens)
+        for block in self.blocks:
+            x = block(x)
+        logits: Tensor = self.head(x)
+        return logits
+
+
+@cache
+def parts_apart() -> Case:
+    """The head and the loss run while all blocks wait, which had planned to take the budget."""
+    torch.manual_seed(0)
+    tokens, model = torch.randint(WORDS, (8, 129)), Worded()
+
+    def run(functions: Sequence[Any], given: Sequence[Tensor]) -> None:
+        logits = model(given[0][:, :-1]).flatten(0, 1)
+        loss = functions[-1](logits, given[0][:, 1:].flatten())
+        del logits
+        loss.backward()
+
+    return Case([model], [tokens], run, [F.cross_entropy], [*model.blocks, model.head])
+
+
+def in_turn(*depths: int) -> Case:
+    torch.manual_seed(0)
+
+    def run(functions: Sequence[Any], given: Sequence[Tensor]) -> None:
+        for function in functions:
+            function(*given).backward()
+
+    return Case([OneGraph(depth) for depth in depths], [torch.randn(512, 32)], run)
+
+
+@pytest.mark.filterwarnings("ignore::fxremat.PromiseBroken")
+@pytest.mark.parametrize(
+    ("make", "percent", "one_dict"),
+    [
+        (two_breaks, 80, True),
+        (two_breaks, 60, True),
+        (two_breaks, None, True),
+        (loss_apart, 80, True),
+        (loss_apart, 80, False),
+        (loss_apart, None, True),
+        (loss_apart, None, False),
+        pytest.param(parts_apart, 80, True, marks=pytest.mark.slow),
+        (parts_apart, 60, True),
+    ],
+)
+def test_graphs_of_one_step_keep_the_budget_together(
+    make: Callable[[], Case], percent: int | None, one_dict: bool
+) -> None:
+    """From the second step on, whose plan says what it takes, to the byte; so does the least."""
+    case = make()
+    measured = case.kept(case.budget(percent), one_dict=one_dict)
+    predicted = fxremat.reports()[-1].step_peak_bytes
+    assert predicted is not None
+    assert measured <= predicted + LOSS_BYTES
+    if percent is not None and make is not parts_apart:
+        assert measured == predicted + LOSS_BYTES
+
+
+@pytest.mark.slow
+@pytest.mark.filterwarnings("ignore::fxremat.PromiseBroken")
+def test_asking_for_the_least_that_is_named_ends() -> None:
+    """What is compiled later is not known to the first error, but to the next one."""
+    case, budget, least = parts_apart(), 0, MIB
+    while least > budget:
+        budget = least
+        least = case.refused(budget) or budget
+    case.kept(budget)
+
+
+def test_what_is_explained_of_a_model_with_graph_breaks_is_measured() -> None:
+    case = two_breaks()
+    budget = case.budget(70)
+    options = {**QUICK, "memory_budget": budget}
+    explained = fxremat.explain(case.models[0], *case.given, options=options)
+    assert len(explained.graphs) == 3
+    (predicted,) = {graph.step_peak_bytes for graph in explained.graphs}
+    assert predicted is not None
+    assert case.kept(budget) == predicted + LOSS_BYTES
+
+
+@pytest.mark.xfail(
+    strict=True, raises=AssertionError, reason="results that the caller holds are not counted"
+)
+def test_logits_that_a_model_with_graph_breaks_returns_are_counted() -> None:
+    case = two_breaks(WithLogits)
+    case.kept(case.budget(80))
+
+
+@pytest.mark.parametrize("depths", [(3, 3), (3, 2)], ids=["one graph for both", "two graphs"])
+@pytest.mark.xfail(
+    strict=True, raises=AssertionError, reason="a graph does not count models that come after it"
+)
+def test_two_models_in_turn_keep_their_budget(depths: tuple[int, int]) -> None:
+    case = in_turn(*depths)
+    case.kept(case.budget(60))

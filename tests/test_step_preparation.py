@@ -1,0 +1,404 @@
+"""A step that is looked at before its parts are compiled: bytes are exact, budgets are kept."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from typing import Any
+
+import pytest
+import torch
+from torch import Tensor, nn
+from torch._subclasses.fake_tensor import FakeTensor
+from torch.nn import functional as F
+
+import fxremat
+from fxremat.compile import session
+from fxremat.options import Options
+from fxremat.step import preparation as preparing
+from tests.small import Block
+
+QUICK: dict[str, Any] = {"executor": "aot_eager", "solver": "greedy", "variants": "none"}
+WORDS = 600
+
+
+pytestmark = pytest.mark.usefixtures("fresh")
+
+
+class Language(nn.Module):
+    """Embedding, blocks of one or two widths, and a head that is large beside them."""
+
+    def __init__(self, depth: int = 6, width: int = 64, wide: int = 0) -> None:
+        super().__init__()
+        self.embedding = nn.Embedding(WORDS, width)
+        self.blocks = nn.ModuleList(Block(width) for _ in range(depth))
+        self.widen = nn.Linear(width, 2 * width) if wide else nn.Identity()
+        self.wide = nn.ModuleList(Block(2 * width) for _ in range(wide))
+        self.head = nn.Linear(2 * width if wide else width, WORDS)
+
+    def forward(self, tokens: Tensor) -> Tensor:
+        x = self.embedding(tokens)
+        for block in self.blocks:
+            x = block(x)
+        x = self.widen(x)
+        for block in self.wide:
+            x = block(x)
+        logits: Tensor = self.head(x)
+        return logits
+
+
+def loss_of(logits: Tensor) -> Tensor:
+    """Of every token as its own next one."""
+    return logits.flatten(0, 1).logsumexp(1).mean() - logits[..., 0].mean()
+
+
+class WithLoss(nn.Module):
+    """The same, with the loss inside."""
+
+    def __init__(self, **given: Any) -> None:
+        super().__init__()
+        self.model = Language(**given)
+
+    def forward(self, tokens: Tensor) -> Tensor:
+        return loss_of(self.model(tokens))
+
+
+def blocks_of(model: nn.Module) -> list[nn.Module]:
+    return [one for one in model.modules() if isinstance(one, Block)]
+
+
+def compile_blocks(model: nn.Module) -> None:
+    for block in blocks_of(model):
+        block.compile(backend="aot_eager")
+
+
+def wrap_blocks(model: nn.Module) -> None:
+    for module in list(model.modules()):
+        if isinstance(module, nn.ModuleList):
+            for name, block in list(module._modules.items()):
+                assert block is not None
+                wrapped: Any = torch.compile(block, backend="aot_eager")
+                module._modules[name] = wrapped
+
+
+def compile_nothing(model: nn.Module) -> None:
+    """`prepare` compiles the whole then."""
+
+
+class Case:
+    """A model, its plain step, what that takes, and the gradients that it gives."""
+
+    def __init__(self, compile_parts: Callable[[nn.Module], None], *, inside: bool, wide: int = 0):
+        torch.manual_seed(0)
+        size = {"wide": wide, "depth": 2 if compile_parts is compile_nothing else 6}
+        self.model: nn.Module = WithLoss(**size) if inside else Language(**size)
+        self.loss = None if inside else loss_of
+        self.tokens = torch.randint(WORDS, (4, 64))
+        self.step()
+        self.gradients = [p.grad for p in self.model.parameters()]
+        compile_parts(self.model)
+        self.step()
+        self.plain_peak = self.peak_bytes()
+
+    def step(self) -> None:
+        self.model.zero_grad(set_to_none=True)
+        result = self.model(self.tokens)
+        (result if self.loss is None else self.loss(result)).backward()
+
+    def peak_bytes(self) -> int:
+        self.step()
+        self.model.zero_grad(set_to_none=True)
+        return fxremat.measure_peak(self.step, held=(self.model, self.tokens)).peak_bytes
+
+    def prepare(self, budget: int, **more: Any) -> None:
+        torch._dynamo.reset()
+        self.model.zero_grad(set_to_none=True)
+        options = {**QUICK, **more}
+        fxremat.prepare(
+            self.model, self.tokens, loss=self.loss, memory_budget=budget, options=options
+        )
+
+
+PARTS = [compile_blocks, wrap_blocks, compile_nothing]
+
+
+@pytest.mark.parametrize(
+    ("compile_parts", "inside"),
+    [
+        (compile_blocks, True),
+        (compile_nothing, True),
+        *(pytest.param(part, False, marks=pytest.mark.slow) for part in PARTS),
+        pytest.param(wrap_blocks, True, marks=pytest.mark.slow),
+    ],
+)
+def test_budgets_are_kept_and_gradients_stay(
+    compile_parts: Callable[[nn.Module], None], inside: bool
+) -> None:
+    """At 80 % of what the plain step takes, and at the least that is named."""
+    case = Case(compile_parts, inside=inside)
+    with pytest.raises(fxremat.InfeasibleBudget) as refused:
+        case.prepare(1 << 20)
+    least = refused.value.minimum_bytes
+    assert least is not None
+    for budget in (case.plain_peak * 8 // 10, least):
+        case.prepare(budget)
+        case.step()
+        for parameter, gradient in zip(case.model.parameters(), case.gradients, strict=True):
+            torch.testing.assert_close(parameter.grad, gradient)
+        assert case.peak_bytes() <= budget
+
+
+def test_blocks_of_two_kinds_share_the_budget() -> None:
+    case = Case(compile_blocks, inside=True, wide=3)
+    case.prepare(case.plain_peak * 7 // 10)
+    seen, _ = next(iter(session.STATE.seen.values()))
+    assert len(seen.parts) == 2
+    assert sorted(len(seen.runs_of(part)) for part in range(2)) == [3, 6]
+    case.step()
+    assert case.peak_bytes() <= case.plain_peak * 7 // 10
+
+
+class HeadAndLoss(nn.Module):
+    """What comes after the blocks, in one module."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.head = nn.Linear(64, WORDS)
+
+    def forward(self, x: Tensor, tokens: Tensor) -> Tensor:
+        return F.cross_entropy(self.head(x).flatten(0, 1), tokens.flatten())
+
+
+class WithHead(nn.Module):
+    """Blocks, then that."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.embedding = nn.Embedding(WORDS, 64)
+        self.blocks = nn.ModuleList(Block(64) for _ in range(2))
+        self.last = HeadAndLoss()
+
+    def forward(self, tokens: Tensor) -> Tensor:
+        x = self.embedding(tokens)
+        for block in self.blocks:
+            x = block(x)
+        loss: Tensor = self.last(x, tokens)
+        return loss
+
+
+@pytest.mark.slow
+def test_a_head_and_its_loss_are_a_part() -> None:
+    """Compiled, they run a few rows at a time, and the step needs less; gradients stay."""
+    torch.manual_seed(0)
+    model, tokens = WithHead(), torch.randint(WORDS, (4, 64))
+    model(tokens).backward()
+    gradients = [p.grad for p in model.parameters()]
+    model.zero_grad(set_to_none=True)
+    least = {}
+    for is_compiled in (False, True):
+        for part in (*model.blocks, *([model.last] if is_compiled else [])):
+            part.compile()
+        torch._dynamo.reset()
+        with pytest.raises(fxremat.InfeasibleBudget) as refused:
+            fxremat.prepare(model, tokens, memory_budget=1 << 20)
+        least[is_compiled] = refused.value.minimum_bytes or 0
+    assert least[True] < 0.8 * least[False]
+    torch._dynamo.reset()
+    budget = least[True] * 105 // 100
+    fxremat.prepare(model, tokens, memory_budget=budget)
+
+    def step() -> None:
+        model(tokens).backward()
+
+    step()
+    for parameter, gradient in zip(model.parameters(), gradients, strict=True):
+        torch.testing.assert_close(parameter.grad, gradient)
+    model.zero_grad(set_to_none=True)
+    assert fxremat.measure_peak(step, held=(model, tokens)).peak_bytes <= budget
+
+
+def test_blocks_move_what_they_save_to_the_host_where_that_is_faster() -> None:
+    """Over a link that costs nothing, nothing runs again; bytes are as exact as before."""
+    case = Case(compile_blocks, inside=True)
+    budget = case.plain_peak * 7 // 10
+    case.prepare(budget, solver="auto", offload=True, host_bandwidth="400GB/s")
+    case.step()
+    for parameter, gradient in zip(case.model.parameters(), case.gradients, strict=True):
+        torch.testing.assert_close(parameter.grad, gradient)
+    measured, reports = case.peak_bytes(), fxremat.reports()
+    assert measured <= budget
+    assert measured == pytest.approx(reports[-1].step_peak_bytes, rel=0.01)
+    assert any(report.moved for report in reports)
+    assert not any(report.recomputed for report in reports)
+
+
+def test_the_model_is_left_as_it_was_when_it_is_refused() -> None:
+    case = Case(compile_blocks, inside=True)
+    before = dict(case.model.named_parameters())
+    compiled = [block._compiled_call_impl for block in blocks_of(case.model)]
+    with pytest.raises(fxremat.InfeasibleBudget):
+        case.prepare(1 << 20)
+    assert all(one is before[name] for name, one in case.model.named_parameters())
+    assert [block._compiled_call_impl for block in blocks_of(case.model)] == compiled
+    assert all(p.grad is None for p in case.model.parameters())
+    case.step()
+
+
+def test_a_model_without_a_loss_is_told_what_to_give() -> None:
+    with pytest.raises(fxremat.FxrematError, match="loss="):
+        fxremat.prepare(Language(), torch.zeros(2, 8, dtype=torch.long), memory_budget="1GiB")
+
+
+def test_an_object_with_a_loss_is_gone_backward_from() -> None:
+    class Output:
+        def __init__(self, logits: Tensor) -> None:
+            self.loss = F.mse_loss(logits, torch.zeros_like(logits))
+
+    class Model(nn.Module):
+        def __init__(self) -> None:
+            super().__init__()
+            self.block = Block(16)
+
+        def forward(self, x: Tensor) -> Output:
+            return Output(self.block(x))
+
+    model = Model()
+    model.block.compile(backend="aot_eager")
+    assert fxremat.prepare(model, torch.ones(2, 16), memory_budget="1GiB", options=QUICK) is model
+    model(torch.ones(2, 16)).loss.backward()
+
+
+def test_a_part_without_a_backward_is_no_part() -> None:
+    """It is compiled, and saves nothing; without a look it is no part either."""
+
+    class Choice(nn.Module):
+        def __init__(self) -> None:
+            super().__init__()
+            self.linear = nn.Linear(16, 16)
+
+        def forward(self, x: Tensor) -> Tensor:
+            chosen: Tensor = self.linear(x).argmax(-1)
+            return chosen
+
+    class Model(nn.Module):
+        def __init__(self) -> None:
+            super().__init__()
+            self.choices = nn.ModuleList(Choice() for _ in range(2))
+            self.block = Block(16)
+
+        def forward(self, x: Tensor) -> Tensor:
+            y = self.block(x)
+            for choice in self.choices:
+                y = y + choice(x).unsqueeze(-1)
+            loss: Tensor = y.square().mean()
+            return loss
+
+    model, x = Model(), torch.ones(2, 16)
+    expected = model(x)
+    options = {**QUICK, "memory_budget": "1GiB"}
+    for part in (*model.choices, model.block):
+        part.compile(backend="fxremat", options=options)
+    torch.testing.assert_close(model(x), expected)
+    torch._dynamo.reset()
+    fxremat.prepare(model, x, options=options)
+    seen, _ = next(iter(session.STATE.seen.values()))
+    assert len(seen.parts) == 1
+    torch.testing.assert_close(model(x), expected)
+    model(x).backward()
+
+
+@pytest.mark.slow
+def test_more_runs_than_were_seen_are_planned_again() -> None:
+    """The second kind of block runs more often than in the look; the parts stay apart."""
+    case = Case(compile_blocks, inside=True, wide=2)
+    case.prepare(case.plain_peak)
+    case.step()
+    losses = [case.model(case.tokens) for _ in range(4)]
+    for loss in losses:
+        loss.backward()
+    case.step()
+    for parameter, gradient in zip(case.model.parameters(), case.gradients, strict=True):
+        torch.testing.assert_close(parameter.grad, gradient)
+
+
+class Looking(Block):
+    """A block that does more where it is given a tensor without memory."""
+
+    def forward(self, x: Tensor) -> Tensor:
+        result: Tensor = super().forward(x)
+        return result + x.sin() if isinstance(x, FakeTensor) else result
+
+
+def test_regions_of_a_model_are_wrapped_and_look_at_tensors() -> None:
+    """As those that accelerate compiles: layers of torch too, and code that knows fake tensors."""
+
+    def wrap(model: nn.Module) -> None:
+        assert isinstance(model, WithLoss)
+        language: Any = model.model
+        language.embedding = torch.compile(language.embedding, backend="aot_eager")
+        language.head = torch.compile(language.head, backend="aot_eager")
+        language.blocks = nn.ModuleList(Looking(64) for _ in range(6))
+        wrap_blocks(model)
+
+    case = Case(wrap, inside=True)
+    case.step()
+    expected = [None if p.grad is None else p.grad.clone() for p in case.model.parameters()]
+    budget = case.plain_peak * 7 // 10
+    case.prepare(budget)
+    (seen, _), *_ = session.STATE.seen.values()
+    assert sorted(len(seen.runs_of(part)) for part in range(len(seen.parts))) == [1, 1, 6]
+    case.step()
+    for parameter, gradient in zip(case.model.parameters(), expected, strict=True):
+        torch.testing.assert_close(parameter.grad, gradient)
+    assert case.peak_bytes() <= budget
+    assert len(fxremat.reports()) <= 4
+
+
+@pytest.mark.gpu
+@pytest.mark.parametrize("how", ["blocks", "prepared"])
+def test_reserved_bytes_of_blocks_on_a_gpu(how: str) -> None:
+    """Blocks that are compiled one by one, with fused kernels: at 60 % of what plain reserves."""
+    torch.manual_seed(0)
+    model = WithLoss(depth=8, width=1024).cuda().bfloat16()
+    tokens = torch.randint(WORDS, (16, 512), device="cuda")
+
+    def reserved() -> int:
+        """Of three steps, from an empty cache on; gradients of the last stay."""
+        model.zero_grad(set_to_none=True)
+        torch.cuda.empty_cache()
+        torch.cuda.reset_peak_memory_stats()
+        for _ in range(3):
+            model.zero_grad(set_to_none=True)
+            model(tokens).backward()
+        return torch.cuda.max_memory_reserved()
+
+    for block in blocks_of(model):
+        block.compile()
+    reserved()
+    plain = reserved()
+    gradients = [None if p.grad is None else p.grad.cpu() for p in model.parameters()]
+    options: dict[str, Any] = {"memory_budget": plain * 6 // 10}
+    torch._dynamo.reset()
+    if how == "prepared":
+        fxremat.prepare(model, tokens, options=options)
+    else:
+        for block in blocks_of(model):
+            block.compile(backend="fxremat", options=options)
+    taken = reserved(), reserved()
+    for parameter, gradient in zip(model.parameters(), gradients, strict=True):
+        assert parameter.grad is not None
+        torch.testing.assert_close(parameter.grad.cpu(), gradient, rtol=0.05, atol=0.05)
+    assert max(taken) <= options["memory_budget"], (taken, torch.cuda.max_memory_allocated())
+
+
+def test_what_lies_beside_the_model_counts_on_cuda(monkeypatch: pytest.MonkeyPatch) -> None:
+    """All that is allocated there and is not the model's; what is said to be there comes first."""
+    cuda, model = torch.device("cuda"), nn.Linear(4, 4)
+    monkeypatch.setattr(preparing, "allocate_cublas", lambda device: None)
+    monkeypatch.setattr(torch.cuda, "memory_allocated", lambda device: 5000)
+
+    def held(device: torch.device, reserve: int | None) -> int:
+        return preparing._held_bytes(model, (), Options(reserve=reserve), device)
+
+    assert held(cuda, None) == 5000
+    assert held(cuda, 300) == 300
+    assert held(torch.device("cpu"), None) == 0

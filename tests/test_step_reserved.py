@@ -1,0 +1,393 @@
+"""Units that share a budget in reserved bytes: what the allocator takes for the whole step."""
+
+from __future__ import annotations
+
+import logging
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
+from dataclasses import dataclass, field
+from types import SimpleNamespace
+from typing import Any
+
+import pytest
+import torch
+from torch import Tensor, nn
+from torch.nn import functional as F
+
+import fxremat
+from fxremat.compat.absent.pretending import fake_cuda
+from fxremat.compile.request import Budget, Request
+from fxremat.core.events import Allocate, Backward, Event, Forward, Free, Given, Outside, RunEvents
+from fxremat.core.step import Interface, StepPoint, Version
+from fxremat.cost import cards
+from fxremat.cost.cards import card_named
+from fxremat.memory.allocator.caching import replay
+from fxremat.memory.allocator.settings import AllocatorSettings
+from fxremat.memory.reserved_bytes import reserved
+from fxremat.memory.segments import SMALL_BYTES
+from fxremat.options import parse_options
+from fxremat.sizes import MIB
+from fxremat.step.context import ModelContext, Surroundings
+from fxremat.step.description import StepDescription
+from fxremat.step.graph import CompiledVersion
+from fxremat.step.promise import RunVersions
+from fxremat.step.recorder import StepRecorder
+from fxremat.step.runs import GraphInStep
+from fxremat.step.scope import BudgetScope, Role
+from fxremat.step.versions import Offer, Part
+from tests.small import Block
+
+HERE = torch.device("cpu")
+RUNS = 4
+WIDE, LARGE = 20 * MIB, 150 * MIB
+"""What a block gives to the next, and what the loss works on."""
+
+
+def events_of(saved: tuple[int, ...], again: int) -> RunEvents:
+    """A block that saves blocks of so many MiB, each between others, or computes as many again."""
+    names = iter(f"{k}" for k in range(100))
+    halves: tuple[list[Event], list[Event]] = [], []
+
+    def make(half: int, nbytes: int) -> str:
+        halves[half].append(Allocate(next(names), nbytes))
+        return str(halves[half][-1].name)  # type: ignore[union-attr]
+
+    kept = []
+    for nbytes in saved:
+        other = make(0, 17 * MIB)
+        kept.append(make(0, nbytes * MIB))
+        halves[0].append(Free(other))
+    result, incoming = make(0, WIDE), next(names)
+    others = [make(1, 30 * MIB) for _ in range(again)]
+    gradients = make(1, WIDE), make(1, 4 * MIB)
+    halves[1].extend(Free(name) for name in (*kept, *others))
+    return RunEvents(
+        tuple(halves[0]),
+        tuple(halves[1]),
+        (
+            Given(WIDE, own=True, again=bool(again), gradient=gradients[0]),
+            Given(4 * MIB, gradient=gradients[1]),
+        ),
+        (result,),
+        (),
+        ((incoming, WIDE),),
+    )
+
+
+def figures(events: RunEvents, time_us: float) -> Version:
+    """Of a version with these events."""
+    first = replay(events.forward).peak_requested_bytes
+    both = replay((*events.forward, *events.backward)).peak_requested_bytes
+    sizes = events.sizes()
+    live = {e.name for e in events.forward if isinstance(e, Allocate)}
+    live -= {e.name for e in events.forward if isinstance(e, Free)}
+    held = WIDE if events.inputs[0].again else 0
+    saved = sum(map(sizes.__getitem__, live)) - WIDE + held
+    return Version(time_us, saved, first, both - WIDE + held)
+
+
+def offer(time_us: float, saved: tuple[int, ...], again: int) -> Offer:
+    """Of what was rehearsed, without what was seen then."""
+    version = figures(events_of(saved, again), time_us)
+    return Offer(version, max(version.forward_bytes, version.backward_bytes), 0)
+
+
+WAYS = {(31, 30, 33): 0, (31,): 2, (7,): 3}
+"""What is saved, and how many blocks are computed again: from the fastest to the least."""
+OFFERS = tuple(offer(100.0 + 10 * n, saved, n) for n, (saved, _) in enumerate(WAYS.items()))
+
+
+def outside_of(runs: int) -> Iterator[Outside]:
+    """An embedding, blocks, and a loss of three large values."""
+    yield Allocate("weights", 40 * MIB)
+    yield Allocate("0", WIDE)
+    for run in range(runs):
+        yield Forward(run, (f"{run}", "weights"), (Allocate(f"{run + 1}", WIDE),))
+        yield Free(f"{run}")
+    for k in range(3):
+        yield Allocate(f"{100 + k}", LARGE)
+    yield from (Free(f"{100 + k}") for k in range(3))
+    yield Allocate(f"{200 + runs}", WIDE)
+    yield Free(f"{runs}")
+    for run in reversed(range(runs)):
+        made = Allocate(f"{200 + run}", WIDE), Allocate(f"{300 + run}", 4 * MIB)
+        yield Backward(run, (f"{201 + run}",), made)
+        yield Free(f"{201 + run}")
+    yield Free("200")
+
+
+def moments_of(outside: Iterator[Outside]) -> tuple[StepPoint, ...]:
+    """As the look counts them."""
+    live, waiting, most = dict[str, int](), list[int](), 0
+    moments = []
+    for event in outside:
+        match event:
+            case Allocate(name, nbytes):
+                live[name] = nbytes
+                most = max(most, sum(live.values()))
+            case Free(name):
+                del live[name]
+            case Forward(run, _, made) | Backward(run, _, made):
+                there = sum(live.values())
+                moments.append(StepPoint(most, tuple(waiting)))
+                if isinstance(event, Forward):
+                    moments.append(StepPoint(there, tuple(waiting), run, "forward"))
+                    waiting.append(run)
+                else:
+                    waiting.remove(run)
+                    moments.append(StepPoint(there, tuple(waiting), run, "backward"))
+                live |= {one.name: one.nbytes for one in made}
+                most = sum(live.values())
+    return (*moments, StepPoint(most, tuple(waiting)))
+
+
+def graph_of(
+    compile_version: Callable[[Request], CompiledVersion],
+    plan: Callable[[Request], Any],
+    offers: Callable[[Request, int], Part],
+) -> Any:
+    """What a graph does, as far as it is asked here."""
+    options = SimpleNamespace(reserve=None, report=None)
+    return SimpleNamespace(compile=compile_version, plan=plan, as_part=offers, options=options)
+
+
+def in_step(
+    graph: Any, request: Request, runs: int, seen: StepDescription | None, index: int = 0
+) -> GraphInStep:
+    """A graph that runs so many times at once, alone under its budget."""
+    where = Surroundings(HERE, ModelContext(runs), BudgetScope(), (0, None))
+    return GraphInStep(graph, request, where, Role(seen, index))
+
+
+@dataclass
+class Step:
+    """A step whose versions are compiled in a moment."""
+
+    budget: int
+    tuning: int = 10 * MIB
+    rehearses: bool = True
+    part_of: tuple[int, ...] = (0,) * RUNS
+    compiled: list[Offer] = field(default_factory=list)
+
+    def seen(self) -> StepDescription:
+        """As it was looked at."""
+        unit = Part(Interface(WIDE + 4 * MIB, WIDE, WIDE, WIDE, 4 * MIB), OFFERS)
+        places = tuple(self.part_of[:k].count(own) for k, own in enumerate(self.part_of))
+        return StepDescription(
+            moments_of(outside_of(RUNS)),
+            self.part_of,
+            places,
+            [unit] * len(set(self.part_of)),
+            None,
+            tuple(outside_of(RUNS)),
+        )
+
+    def plan(self, request: Request) -> Any:
+        """The report of the version that is asked for."""
+        own = request.budget.own
+        place = next(k for k, one in enumerate(OFFERS) if one.peak_bytes == own)
+        saved, again = list(WAYS.items())[place]
+        return SimpleNamespace(
+            graph=0,
+            as_unit=OFFERS[place].version,
+            events=events_of(saved, again) if self.rehearses else None,
+            counted_peak_bytes=OFFERS[place].peak_bytes,
+            held_bytes=0,
+            saved_bytes=0,
+            segment_bytes=0,
+        )
+
+    def runs(self, seen: StepDescription | None, index: int = 0) -> GraphInStep:
+        """The runs of one of the units."""
+
+        def compile_version(request: Request) -> CompiledVersion:
+            report = self.plan(request)
+            self.compiled += [one for one in OFFERS if one.peak_bytes == request.budget.own]
+            return CompiledVersion(lambda: report, report)
+
+        def look(request: Request, count: int) -> Part:
+            return Part(Interface(WIDE + 4 * MIB, WIDE, WIDE, WIDE, 4 * MIB), OFFERS)
+
+        allocator = AllocatorSettings()
+        request = Request(
+            Budget(self.budget, autotune=self.tuning, metric="reserved", allocator=allocator)
+        )
+        graph = graph_of(compile_version, self.plan, look)
+        return in_step(graph, request, RUNS, seen, index)
+
+
+def compiled(step: Step) -> RunVersions:
+    """What all runs of its one unit take."""
+    return step.runs(step.seen()).compiled_for(RUNS)
+
+
+def reserved_bytes(seen: StepDescription, runs: RunVersions) -> int:
+    """What the model of the allocator takes for what was compiled, in the segment that is taken."""
+    found = seen.events(runs.version_of_run)
+    assert found is not None
+    (segment,) = {one.promise.segment.shared for one in runs.versions}
+    assert segment is not None
+    usage = reserved(found.events, AllocatorSettings(), 0, segment, found.before)
+    return usage.peak_reserved_bytes
+
+
+def test_the_fastest_where_there_is_room(caplog: pytest.LogCaptureFixture) -> None:
+    step = Step(4096 * MIB)
+    seen = step.seen()
+    runs = step.runs(seen).compiled_for(RUNS)
+    assert step.compiled == [OFFERS[0]]
+    assert reserved_bytes(seen, runs) == runs.peak_bytes <= step.budget - step.tuning
+    assert "reserved, of 3.99 GiB" in caplog.text
+
+
+def test_large_blocks_that_do_not_fit_between_others_are_planned_for() -> None:
+    """At what the fastest versions allocate, slower ones are taken: more would be reserved."""
+    fastest = Step(4096 * MIB)
+    seen = fastest.seen()
+    taken = fastest.runs(seen).compiled_for(RUNS)
+    allocated = seen.step().peak_bytes([0] * RUNS)
+    assert taken.peak_bytes > allocated + 8 * MIB
+    budget = allocated + 8 * MIB + fastest.tuning
+    tight = Step(budget)
+    seen = tight.seen()
+    runs = tight.runs(seen).compiled_for(RUNS)
+    assert runs.version_of_run != (0,) * RUNS or tight.compiled[-1:] != [OFFERS[0]]
+    assert reserved_bytes(seen, runs) == runs.peak_bytes <= budget - tight.tuning
+
+
+def test_the_least_that_is_named_is_reserved_and_enough() -> None:
+    with pytest.raises(fxremat.InfeasibleBudget, match="without using them") as refused:
+        compiled(Step(100 * MIB))
+    least = refused.value.minimum_bytes
+    assert least is not None
+    for budget in (least, least + 50 * MIB):
+        step = Step(budget)
+        seen = step.seen()
+        runs = step.runs(seen).compiled_for(RUNS)
+        assert reserved_bytes(seen, runs) <= budget - step.tuning
+    with pytest.raises(fxremat.InfeasibleBudget) as again:
+        compiled(Step(least - MIB))
+    assert again.value.minimum_bytes == least
+
+
+def test_without_a_look_runs_follow_each_other() -> None:
+    step = Step(1024 * MIB)
+    runs = step.runs(None).compiled_for(RUNS)
+    assert all(one.promise.segment.shared is not None for one in runs.versions)
+    assert runs.peak_bytes <= step.budget - step.tuning
+    more = step.runs(None).compiled_for(2 * RUNS)
+    assert runs.peak_bytes < more.peak_bytes <= step.budget - step.tuning
+
+
+def test_without_a_rehearsal_some_of_the_budget_is_left() -> None:
+    """3 %, for what stays unused is not known; the segment is all that is left."""
+    fits = Step(4096 * MIB).seen().step().peak_bytes([0] * RUNS)
+    for budget, fastest in ((int(fits / 0.96), True), (int(fits / 0.98), False)):
+        step = Step(budget, tuning=0, rehearses=False)
+        runs = step.runs(step.seen()).compiled_for(RUNS)
+        assert all(one.promise.segment.shared is None for one in runs.versions)
+        assert (OFFERS[0] in step.compiled and len(step.compiled) == 1) is fastest
+
+
+def test_two_units_are_known_when_the_last_is_compiled(caplog: pytest.LogCaptureFixture) -> None:
+    """The first one has run by then: the segment is what the budget leaves, and that is counted."""
+    step = Step(1200 * MIB, part_of=(0, 0, 1, 1))
+    seen = step.seen()
+    first = step.runs(seen, 0).compiled_for(2)
+    assert "allocated, of" in caplog.text
+    assert "reserved, of" not in caplog.text
+    second = step.runs(seen, 1).compiled_for(2)
+    assert "reserved, of" in caplog.text
+    assert second.peak_bytes <= step.budget - step.tuning
+    sizes = {one.promise.segment.shared for one in (*first.versions, *second.versions)}
+    assert sizes == {None}
+    assert second.peak_bytes >= step.budget - step.tuning - SMALL_BYTES - 2 * MIB
+    assert seen.events((0,) * RUNS) is not None
+
+
+class Language(nn.Module):
+    """Blocks between an embedding and a loss that is large beside them."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.embedding = nn.Embedding(2000, 128)
+        self.blocks = nn.ModuleList(Block(128) for _ in range(3))
+        self.head = nn.Linear(128, 2000)
+
+    def forward(self, tokens: Tensor) -> Tensor:
+        x = self.embedding(tokens)
+        for block in self.blocks:
+            x = block(x)
+        return F.cross_entropy(self.head(x).flatten(0, 1), tokens.flatten())
+
+
+def looked_at() -> StepRecorder:
+    """One step of a model, with its events."""
+    torch._dynamo.reset()
+    model, tokens = Language(), torch.zeros(8, 512, dtype=torch.long)
+    for block in model.blocks:
+        block.compile()
+    options = {"memory_budget": "1GiB", "solver": "greedy", "variants": "none"}
+    look = StepRecorder(
+        parse_options(options, device_total_bytes=None), HERE, keeps_events=True, held_bytes=4096
+    )
+    look.record(model, list(model.blocks), ((tokens,), {}))
+    return look
+
+
+def test_events_outside_are_the_moments_of_the_look() -> None:
+    look = looked_at()
+    moments = moments_of(iter(look.meter.events))
+    assert [m for m in moments if m.running is not None] == [
+        m for m in look.course.points if m.running is not None
+    ]
+    assert [m.outside_bytes for m in moments] == [m.outside_bytes for m in look.course.points]
+    assert look.meter.events[0] == Allocate("held", 4096)
+    forwards = [event for event in look.meter.events if isinstance(event, Forward)]
+    before = [event.results[0].name for event in forwards[:-1]]
+    assert all(name in one.inputs for name, one in zip(before, forwards[1:], strict=True))
+    backwards = [event for event in look.meter.events if isinstance(event, Backward)]
+    assert [event.run for event in backwards] == [2, 1, 0]
+    assert all(len(event.incoming) == 1 and len(event.gradients) == 7 for event in backwards)
+
+
+def test_what_is_traced_after_the_step_is_no_part_of_it() -> None:
+    look = looked_at()
+    events = tuple(look.meter.events)
+    assert look.description().outside == events
+
+
+@contextmanager
+def planned_for(name: str) -> Iterator[None]:
+    """Graphs that were traced here are planned for a card that is not."""
+    token = cards.PLANNED_FOR.set(card_named(name))
+    try:
+        with fake_cuda():
+            yield
+    finally:
+        cards.PLANNED_FOR.reset(token)
+
+
+@pytest.mark.slow
+def test_rehearsed_versions_in_a_step_that_was_looked_at(caplog: pytest.LogCaptureFixture) -> None:
+    """On a card that is not here: requested bytes are those of the moments, to the byte."""
+    caplog.set_level(logging.INFO, "fxremat")
+    look = looked_at()
+    with planned_for("H100"):
+        seen = look.description()
+        graph = look.graphs[0].graph
+        assert seen.request is not None
+        assert seen.request.budget.metric == "reserved"
+        asked = seen.request.with_budget(autotune=0)
+        planned = graph_of(
+            lambda request: CompiledVersion(lambda: None, graph.plan(request)),
+            graph.plan,
+            graph.as_part,
+        )
+        runs = in_step(planned, asked, 3, seen).compiled_for(3)
+    found = seen.events(runs.version_of_run)
+    assert found is not None
+    usage = replay(found.events)
+    assert usage.peak_requested_bytes == seen.step().peak_bytes(runs.version_of_run)
+    assert reserved_bytes(seen, runs) == runs.peak_bytes + asked.budget.held
+    assert "reserved, of 1.00 GiB" in caplog.text

@@ -1,0 +1,197 @@
+"""The first steps are measured: what no plan has seen is named when it breaks the budget."""
+
+from __future__ import annotations
+
+import time
+import warnings
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
+from typing import Any
+
+import pytest
+import torch
+from torch import nn
+from torch.nn import functional as F
+
+import fxremat
+from fxremat.errors import BudgetExceeded
+from fxremat.memory import watched_steps
+from fxremat.memory.watched_steps import StepWatch
+from fxremat.sizes import MIB, parse_bytes
+from fxremat.step import scope
+from tests.small import Block
+
+CPU, CUDA = torch.device("cpu"), torch.device("cuda")
+QUICK: dict[str, Any] = {"executor": "aot_eager", "solver": "greedy", "variants": "none"}
+WORDS = 4000
+
+
+@pytest.fixture(autouse=True)
+def _fresh() -> Iterator[None]:
+    torch._dynamo.reset()
+    scope.forget()
+    yield
+    torch._dynamo.reset()
+
+
+@contextmanager
+def told() -> Iterator[list[BudgetExceeded]]:
+    found: list[BudgetExceeded] = []
+    with warnings.catch_warnings(record=True) as caught:
+        warnings.simplefilter("always")
+        yield found
+    found += [each.message for each in caught if isinstance(each.message, BudgetExceeded)]
+
+
+class Case:
+    """Blocks, with a head and a loss that are not compiled; or a hook that keeps what it gets."""
+
+    def __init__(self, *, loss_outside: bool) -> None:
+        torch.manual_seed(0)
+        self.model = nn.Sequential(*(Block(64) for _ in range(4)))
+        self.head = nn.Linear(64, WORDS)
+        self.x, self.target = torch.randn(1024, 64), torch.randint(WORDS, (1024,))
+        self.held = (self.model, self.head, self.x, self.target)
+        self.loss_outside = loss_outside
+        self.call: Callable[..., Any] = self.model
+
+    def compile(self, **options: Any) -> None:
+        torch._dynamo.reset()
+        scope.forget()
+        if self.loss_outside:
+            for block in self.model:
+                block.compile(backend="fxremat", options={**QUICK, **options})
+        else:
+            call = torch.compile(self.whole, backend="fxremat", options={**QUICK, **options})
+            self.call = call
+
+    def whole(self, x: torch.Tensor) -> torch.Tensor:
+        loss: torch.Tensor = self.model(x).square().mean()
+        return loss
+
+    def step(self) -> None:
+        for module in (self.model, self.head):
+            module.zero_grad(set_to_none=True)
+        result: Any = self.call(self.x)
+        if self.loss_outside:
+            result = F.cross_entropy(self.head(result), self.target)
+        result.backward()
+
+    def peak_bytes(self) -> int:
+        for module in (self.model, self.head):
+            module.zero_grad(set_to_none=True)
+        return fxremat.measure_peak(self.step, held=self.held).peak_bytes
+
+
+needs_glibc = pytest.mark.skipif(
+    watched_steps.allocated_on_host() is None, reason="the C library does not say what it has"
+)
+
+
+@needs_glibc
+def test_what_runs_outside_is_named_with_the_reserve_that_is_enough() -> None:
+    """Within 3 % of what is measured; with that reserve, the budget is kept, and nothing said."""
+    case, budget = Case(loss_outside=True), 48 * MIB
+    case.compile(memory_budget=budget)
+    with told() as said:
+        for _ in range(5):
+            case.step()
+    measured = case.peak_bytes()
+    assert measured > budget
+    assert len(said) == 1
+    assert said[0].budget_bytes == budget
+    assert said[0].taken_bytes == pytest.approx(measured, rel=0.03)
+    assert "fxremat.prepare" in str(said[0])
+    reserve = str(said[0]).rsplit("reserve='", 1)[1].split("'")[0]
+    enough = measured + 2 * MIB
+    case.compile(memory_budget=enough, reserve=min(parse_bytes(reserve), enough - 8 * MIB))
+    with told() as said:
+        for _ in range(5):
+            case.step()
+    assert said == []
+    assert case.peak_bytes() <= enough
+
+
+@needs_glibc
+def test_tensors_that_a_hook_keeps_are_named() -> None:
+    """While the step runs, that is; what is kept between steps is no part of them."""
+    case, kept = Case(loss_outside=False), list[torch.Tensor]()
+    case.compile(memory_budget="1GiB")
+    case.step()
+    plain = case.peak_bytes()
+
+    def warned(*, inside: bool) -> list[BudgetExceeded]:
+        case.compile(memory_budget=plain)
+        with told() as said:
+            for _ in range(4):
+                if not inside:
+                    kept.append(torch.ones(2 * MIB))
+                case.model.zero_grad(set_to_none=True)
+                loss = case.call(case.x)
+                if inside:
+                    loss.register_hook(lambda _: kept.append(torch.ones(2 * MIB)))
+                loss.backward()
+        return said
+
+    assert warned(inside=False) == []
+    (found,) = warned(inside=True)
+    assert found.taken_bytes - plain >= 4 * MIB
+
+
+def test_only_steps_in_which_nothing_is_compiled_count(monkeypatch: pytest.MonkeyPatch) -> None:
+    count, in_use = [0], [0]
+    monkeypatch.setattr(watched_steps, "allocated_on_host", lambda: lambda: in_use[0])
+    watch = StepWatch(CPU, 100 * MIB, False, lambda: count[0])
+
+    def step(nbytes: int) -> BudgetExceeded | None:
+        in_use[0] = 0
+        watch.begin(60 * MIB)
+        in_use[0] = nbytes
+        time.sleep(0.02)
+        in_use[0] = 0
+        return watch.end("graph 0", 10 * MIB, 5 * MIB)
+
+    assert step(90 * MIB) is None  # nobody knows what was compiled before
+    count[0] += 1
+    assert step(90 * MIB) is None
+    count[0] += 1
+    assert step(90 * MIB) is None
+    assert step(30 * MIB) is None
+    assert not watch.is_over
+    found = step(90 * MIB)
+    assert found is not None
+    assert found.taken_bytes == 150 * MIB
+    assert found.outside_bytes == 85 * MIB
+    assert found.counted_bytes == 5 * MIB
+    assert watch.is_over
+
+
+def test_a_step_without_a_backward_is_forgotten(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(watched_steps, "allocated_on_host", lambda: lambda: 0)
+    watch = StepWatch(CPU, 100, False, lambda: 0)
+    assert watch.end("graph 0", 0, 0) is None
+    for _ in range(watched_steps.MOST_STEPS + 1):
+        watch.begin(0)
+    assert watch.is_over
+    monkeypatch.setattr(watched_steps, "allocated_on_host", lambda: None)
+    silent = StepWatch(CPU, 100, False, lambda: 0)
+    silent.begin(0)
+    assert silent.end("graph 0", 0, 0) is None
+
+
+@pytest.mark.parametrize("reserved", [True, False])
+def test_on_cuda_the_allocator_is_asked(monkeypatch: pytest.MonkeyPatch, reserved: bool) -> None:
+    """Only what this step raised counts: before, something else may have had more."""
+    most = {True: 90, False: 70}
+    monkeypatch.setattr(torch.cuda, "max_memory_reserved", lambda device: most[True])
+    monkeypatch.setattr(torch.cuda, "max_memory_allocated", lambda device: most[False])
+    monkeypatch.setattr(torch.cuda, "memory_allocated", lambda device: 30)
+    watch = StepWatch(CUDA, 80, reserved, lambda: 0)
+    watch.begin(0)
+    assert watch.end("graph 0", 20, 5) is None
+    watch.begin(0)
+    most.update({True: 120, False: 110})
+    found = watch.end("graph 0", 20, 5)
+    assert found is not None
+    assert found.taken_bytes == most[reserved]
+    assert found.outside_bytes == 5 + most[reserved] - 30 - 20
