@@ -16,7 +16,8 @@ NEAR_PEAK = 0.75
 take a third more than planned, and costs no time."""
 OUT_OF_REACH = 1.1
 """Times the aim, or the least that is planned: a plan above it is not tried, since its dry run
-would have to take a tenth less than planned."""
+would have to take a tenth less than planned. Other plans of low peak aim at so many times the
+least, and at the square of it: the local search decides by the bytes it is given."""
 ROUNDS = 4
 """How often plans are made anew by what dry runs or the allocator's model have shown, and how many
 times the last step down the next one may be. The way to the least peak of a small ResNet took
@@ -25,13 +26,10 @@ too: the secant method multiplies the last two errors, so four lead from one hal
 EXPECTED_WRONG = 0.002
 """Of the aim: what the allocator's model expects of a plan may be too little by as much. Reserved
 bytes were within 0.2 % of those predicted on the GPU (docs/benchmarks.md)."""
-LOW_PERCENT = (108, 120)
-"""Of the least planned peak: what other plans of low peak aim at. The local search decides by the
-bytes that it is given, and ends elsewhere with others."""
-DRY_RUNS, DRY_RUNS_PER_ATTEMPT = 24, 7
+DRY_RUNS = 24
 """How many candidates are evaluated under the aim, and again for the least peak, of one graph and
-of a step of several; and in one attempt under the aim. The least peak of a small ResNet was found
-with 7."""
+of a step of several. An attempt under the aim has a third of them: the least peak of a small ResNet
+was found with 7."""
 BUDGET_PARTS = 64
 """A budget that nobody asked for is a whole number of such parts of the device's memory, so that
 what other programs take now makes no other plan; two parts of what is there are left to others."""

@@ -13,7 +13,6 @@ from dataclasses import replace
 
 from fxremat.compile.constants import (
     CLOSE_ENOUGH,
-    LOW_PERCENT,
     OUT_OF_REACH,
     ROUNDS,
 )
@@ -279,8 +278,8 @@ def corrections_of(evaluated: Sequence[Evaluation]) -> Corrections:
 def _low_plans(problem: Problem, planning: Planning) -> Iterator[Plan]:
     """The local search decides by the bytes it is given: other bytes lead it elsewhere."""
     lowest = planning.local_search(problem, 0)
-    for percent in LOW_PERCENT:
-        yield planning.local_search(problem, lowest.peak_bytes * percent // 100)
+    for times in (OUT_OF_REACH, OUT_OF_REACH**2):
+        yield planning.local_search(problem, int(lowest.peak_bytes * times))
     if planning.request.policy.solver != LOCAL_SEARCH:
         yield planning.solve(problem, 0)
 

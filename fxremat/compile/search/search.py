@@ -27,7 +27,6 @@ from typing import Any
 from fxremat.compile.constants import (
     CLOSE_ENOUGH,
     DRY_RUNS,
-    DRY_RUNS_PER_ATTEMPT,
     OUT_OF_REACH,
 )
 from fxremat.compile.draft import Draft
@@ -145,7 +144,7 @@ class Search:
     def _follow(self, attempt: Attempt, aim: int) -> list[Evaluation]:
         """The candidates of an attempt, evaluated as far as dry runs are left."""
         left = DRY_RUNS - self.tried[attempt.for_least]
-        left = left if attempt.for_least else min(left, DRY_RUNS_PER_ATTEMPT)
+        left = left if attempt.for_least else min(left, DRY_RUNS // 3)
         evaluated: list[Evaluation] = []
         candidate = next(attempt.proposals, None)
         while candidate is not None and len(evaluated) < left:
