@@ -152,12 +152,10 @@ class Evaluation:
 
     @property
     def plan(self) -> Plan:
-        """The candidate's plan."""
         return self.candidate.plan
 
     @property
     def allocated_bytes(self) -> int:
-        """The peak in allocated bytes."""
         return self.peak_bytes if self.dry_run is None else self.dry_run.peak_bytes
 
     @property

@@ -46,7 +46,6 @@ class CachingAllocator:
 
     @property
     def peak_allocated_bytes(self) -> int:
-        """The most that `allocated_bytes` has been."""
         return self._allocated.peak
 
     @property
@@ -56,7 +55,6 @@ class CachingAllocator:
 
     @property
     def peak_reserved_bytes(self) -> int:
-        """The most that `reserved_bytes` has been."""
         return self._device.reserved.peak
 
     @property
@@ -66,7 +64,6 @@ class CachingAllocator:
 
     @property
     def peak_requested_bytes(self) -> int:
-        """The most that `requested_bytes` has been."""
         return self._requested.peak
 
     @property
