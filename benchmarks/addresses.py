@@ -19,7 +19,7 @@ from collections.abc import Iterator, Sequence
 from dataclasses import asdict, dataclass
 from pathlib import Path
 
-from fxremat.core.addresses import Buffer, live_peak_bytes
+from fxremat.core.addresses import Buffer, live_peak
 from fxremat.core.check_addresses import BadPlacement, check_placement
 
 from .address_shapes import SHAPES
@@ -96,7 +96,7 @@ def measure(instance: Instance, effort: int, time_limit_s: float | None) -> Row:
         check_placement(buffers, placement)
     except BadPlacement as error:
         fault = str(error)
-    live = live_peak_bytes(buffers)
+    live = live_peak(buffers)
     return Row(instance.name, len(buffers), live, placement.arena_bytes, capacity, seconds, fault)
 
 

@@ -173,7 +173,7 @@ def compare(
     """
     recording = from_snapshot(snapshot, device)
     allocator = CachingAllocator(settings)
-    modelled = [allocator.reserved_bytes for _ in apply_events(allocator, recording.events)][
+    modelled = [allocator.reserved for _ in apply_events(allocator, recording.events)][
         recording.preexisting :
     ]
     recorded = recording.reserved_bytes[recording.preexisting :]

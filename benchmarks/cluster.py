@@ -153,7 +153,7 @@ def stages_of(job: Job) -> tuple[int, list[Stage]]:
     with fake_ranks(job) as mesh, fxremat.device.absent(job.card):
         block = traced_block(job, mesh, job.layers_of_stage * job.stages)
         head = traced_head(job, mesh)
-    budget = card_named(job.card).usable_bytes
+    budget = card_named(job.card).usable
     budget -= unplanned_bytes(block.request.with_budget(limit=budget))
     last = job.stages - 1
     numbers = range(job.stages)

@@ -92,7 +92,7 @@ def fences(kernels: Sequence[Scheduled]) -> dict[int, list[int]]:
                 fence, since = [position], []
             stretch, call, loops = stretch + 1, [position], []
         elif kernel.is_loop:
-            small = kernel.written_bytes <= NEGLIGIBLE_PART * kernel.read_bytes
+            small = kernel.written <= NEGLIGIBLE_PART * kernel.read
             after[position] = [] if small else list(fence)
             loops.append(position)
     return {position: earlier for position, earlier in after.items() if earlier}

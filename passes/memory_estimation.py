@@ -62,7 +62,7 @@ TANGENTS = "tangents"
 class OpTimer(Protocol):
     """Says how long an op takes."""
 
-    def __call__(self, nodes: tuple[fx.Node, ...], traffic_bytes: int) -> float:
+    def __call__(self, nodes: tuple[fx.Node, ...], traffic: int) -> float:
         """Microseconds of running ``nodes`` as one kernel."""
 
 
@@ -182,7 +182,7 @@ class _Builder:
             reads=tuple(n.name for n in read),
             writes=tuple(v.name for v in values),
             time_us=self.timer(nodes, sum(sizes.values())),
-            workspace_bytes=self.unread_bytes(sinks) + self.scratch_bytes(sinks[0]),
+            workspace_bytes=self.size_unread(sinks) + self.scratch(sinks[0]),
             phase=phase,
             repeatable=role is not Role.BACKWARD
             and all(is_repeatable(n, self.joint.mutated) for n in nodes),
@@ -190,11 +190,11 @@ class _Builder:
         )
         return op
 
-    def scratch_bytes(self, sink: fx.Node) -> int:
+    def scratch(self, sink: fx.Node) -> int:
         """What the library allocates inside the call; a generated loop allocates nothing."""
         return 0 if self.materialisation.fused and is_fusable(sink) else self.workspace(sink)
 
-    def unread_bytes(self, sinks: list[fx.Node]) -> int:
+    def size_unread(self, sinks: list[fx.Node]) -> int:
         """Bytes of a call's results that nobody asks for: they are there while it runs."""
         if not is_multi_output(sinks[0]):
             return 0

@@ -36,7 +36,7 @@ Choose = Callable[[Problem], Steps]
 Function = Callable[..., Any]
 
 
-def unit_time(nodes: tuple[fx.Node, ...], traffic_bytes: int) -> float:
+def unit_time(nodes: tuple[fx.Node, ...], traffic: int) -> float:
     """Every op takes one microsecond."""
     return 1.0
 

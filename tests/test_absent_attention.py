@@ -13,7 +13,7 @@ from torch.utils._python_dispatch import TorchDispatchMode
 from fxremat.compat.absent import attention
 from fxremat.compat.absent.attention import Call, chosen_kernel
 from fxremat.compat.tensors import fake_tensors
-from fxremat.cost.cuda_scratch import cublas_bytes
+from fxremat.cost.cuda_scratch import cublas_workspace
 
 BF16, HALF, FULL = torch.bfloat16, torch.float16, torch.float32
 CHOICES = [
@@ -145,5 +145,5 @@ def test_cudnn_repeats_masks_by_itself(kernel: str, shape: tuple[int, ...]) -> N
 
 
 def test_cublas_works_in_32_mebibytes_from_hopper_on() -> None:
-    assert cublas_bytes((8, 9)) == 8_519_680
-    assert cublas_bytes((9, 0)) == 32 * 2**20
+    assert cublas_workspace((8, 9)) == 8_519_680
+    assert cublas_workspace((9, 0)) == 32 * 2**20

@@ -14,7 +14,7 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from benchmarks.address_shapes import pyramid, transformer, uneven
-from fxremat.core.addresses import Buffer, Placement, live_peak_bytes
+from fxremat.core.addresses import Buffer, Placement, live_peak
 from fxremat.core.check_addresses import BadPlacement, check_placement
 from fxremat.planner.addresses import Sections, place, split_into_sections
 from tests.buffers import EARLY, FINE, LATE, LONG, THREE, buffers
@@ -51,14 +51,14 @@ def test_no_such_buffer(wrong: tuple[int, int, int, int]) -> None:
 
 
 def test_live_peak_pads_sizes() -> None:
-    assert live_peak_bytes(THREE) == 13
-    assert live_peak_bytes([LONG, replace(EARLY, alignment_bytes=16), LATE]) == 24
-    assert live_peak_bytes([]) == 0
+    assert live_peak(THREE) == 13
+    assert live_peak([LONG, replace(EARLY, alignment_bytes=16), LATE]) == 24
+    assert live_peak([]) == 0
 
 
 @given(buffers())
 def test_live_peak_is_that_of_the_steps(some: list[Buffer]) -> None:
-    assert live_peak_bytes(some) == live_peak_again(some)
+    assert live_peak(some) == live_peak_again(some)
 
 
 def test_checker_accepts() -> None:
@@ -133,7 +133,7 @@ def test_sections_keep_who_meets_whom_and_the_peak(some: list[Buffer]) -> None:
 def test_placements_pass_the_checker(some: list[Buffer]) -> None:
     placement = place(some)
     check_placement(some, placement)
-    assert placement.arena_bytes >= live_peak_bytes(some)
+    assert placement.arena_bytes >= live_peak(some)
 
 
 @settings(deadline=None)
@@ -178,7 +178,7 @@ def test_training_steps_come_within_a_hundredth(
     some = make(12, seed)
     placement = place(some)
     check_placement(some, placement)
-    assert placement.arena_bytes <= 1.01 * live_peak_bytes(some)
+    assert placement.arena_bytes <= 1.01 * live_peak(some)
 
 
 def test_twenty_thousand_buffers() -> None:
@@ -187,7 +187,7 @@ def test_twenty_thousand_buffers() -> None:
     started = time.process_time()
     placement = place(some)
     assert time.process_time() - started < 10
-    assert placement.arena_bytes <= 1.01 * live_peak_bytes(some)
+    assert placement.arena_bytes <= 1.01 * live_peak(some)
     assert not overlaps(some, placement)
 
 

@@ -98,7 +98,7 @@ RULES: dict[str, tuple[str, tuple[Event, ...], float, float]] = {
 def test_rules_by_hand(name: str) -> None:
     text, events, reserved, allocated = RULES[name]
     found = after(text, events)
-    assert (found.reserved_bytes / MIB, found.allocated_bytes / MIB) == (reserved, allocated)
+    assert (found.reserved / MIB, found.allocated / MIB) == (reserved, allocated)
 
 
 @pytest.mark.parametrize(
@@ -120,9 +120,9 @@ def test_first_allocation(nbytes: int, allocated: int, reserved: int) -> None:
     """A segment's rest of at most 1 MiB stays with its block; 11 MiB are then given 12."""
     alone = CachingAllocator()
     alone.allocate(nbytes)
-    assert (alone.requested_bytes, alone.allocated_bytes) == (nbytes, allocated)
-    assert (alone.reserved_bytes, alone.segment_count) == (reserved, 1)
-    assert alone.inactive_split_bytes == reserved - allocated
+    assert (alone.requested, alone.allocated) == (nbytes, allocated)
+    assert (alone.reserved, alone.segment_count) == (reserved, 1)
+    assert alone.inactive_split == reserved - allocated
 
 
 def test_best_fit_is_the_smallest_then_the_lowest() -> None:
@@ -140,9 +140,9 @@ def test_divisions_round_requests() -> None:
     """Between 4 and 8 MiB in four steps: 5 MiB and a byte are 6 MiB; below 2 KiB by 512 bytes."""
     rounded = after("roundup_power2_divisions:4", ())
     for nbytes, expected in ((5 * MIB + 1, 6 * MIB), (2048, 2048), (2049, 2560), (1025, 1536)):
-        before = rounded.allocated_bytes
+        before = rounded.allocated
         rounded.allocate(nbytes)
-        assert rounded.allocated_bytes - before == expected
+        assert rounded.allocated - before == expected
 
 
 def test_wrong_use_is_refused() -> None:
@@ -209,9 +209,9 @@ def any_settings() -> st.SearchStrategy[AllocatorSettings]:
     """Settings of every kind, also together."""
     return st.builds(
         AllocatorSettings,
-        max_split_bytes=st.sampled_from([None, 24 * MIB, 32 * MIB]),
-        max_non_split_rounding_bytes=st.sampled_from([24 * MIB, 40 * MIB]),
-        large_segment_bytes=st.sampled_from([20 * MIB, 12 * MIB, 24 * MIB]),
+        max_split=st.sampled_from([None, 24 * MIB, 32 * MIB]),
+        max_non_split_rounding=st.sampled_from([24 * MIB, 40 * MIB]),
+        large_segment=st.sampled_from([20 * MIB, 12 * MIB, 24 * MIB]),
         divisions=st.sampled_from([(0,) * 16, (4,) * 16, (8, 1, 0, 2) * 4]),
         expandable_segments=st.booleans(),
     )
@@ -237,7 +237,7 @@ def test_blocks_never_overlap_and_peaks_are_the_highest_levels(
             cached.free(address)
         ends = sorted((address, address + nbytes) for address, nbytes in live.items())
         assert all(end <= start for (_, end), (start, _) in pairwise(ends))
-        level = cached.requested_bytes, cached.allocated_bytes, cached.reserved_bytes
+        level = cached.requested, cached.allocated, cached.reserved
         assert sum(live.values()) == level[0] <= level[1] <= level[2]
         free = sum(nbytes for _, nbytes, _, _ in cached.free_blocks())
         assert level[1] + free == level[2]
@@ -249,7 +249,7 @@ def test_blocks_never_overlap_and_peaks_are_the_highest_levels(
     for address in live:
         cached.free(address)
     cached.empty_cache()
-    assert cached.reserved_bytes == 0
+    assert cached.reserved == 0
 
 
 RECORDED = sorted((Path(__file__).parent / "data" / "gpu_events").glob("*.json.gz"))

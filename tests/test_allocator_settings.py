@@ -15,8 +15,8 @@ MIB = 2**20
 def test_defaults_are_those_of_torch(text: str) -> None:
     settings = parse_settings(text)
     assert settings == AllocatorSettings()
-    assert settings.max_split_bytes is None
-    assert settings.max_non_split_rounding_bytes == settings.large_segment_bytes == 20 * MIB
+    assert settings.max_split is None
+    assert settings.max_non_split_rounding == settings.large_segment == 20 * MIB
     assert settings.divisions == (0,) * 16
     assert not settings.expandable_segments
 
@@ -24,9 +24,9 @@ def test_defaults_are_those_of_torch(text: str) -> None:
 @pytest.mark.parametrize(
     ("text", "fields"),
     [
-        ("max_split_size_mb:64", {"max_split_bytes": 64 * MIB}),
-        ("max_non_split_rounding_mb:30", {"max_non_split_rounding_bytes": 30 * MIB}),
-        ("large_segment_size_mb:12", {"large_segment_bytes": 12 * MIB}),
+        ("max_split_size_mb:64", {"max_split": 64 * MIB}),
+        ("max_non_split_rounding_mb:30", {"max_non_split_rounding": 30 * MIB}),
+        ("large_segment_size_mb:12", {"large_segment": 12 * MIB}),
         ("garbage_collection_threshold:0.8", {}),
         ("expandable_segments:True", {"expandable_segments": True}),
         ("expandable_segments:True,expandable_segments:False", {}),
@@ -34,7 +34,7 @@ def test_defaults_are_those_of_torch(text: str) -> None:
         ("roundup_power2_divisions:8", {"divisions": (8,) * 16}),
         (
             " max_split_size_mb : 64 , pinned_use_background_threads : True",
-            {"max_split_bytes": 64 * MIB},
+            {"max_split": 64 * MIB},
         ),
         ("throw_on_cudamalloc_oom:False,graph_capture_record_stream_reuse:True", {}),
     ],

@@ -18,7 +18,7 @@ from benchmarks.placing.exact import place_exactly
 from benchmarks.placing.restarts import search_within
 from benchmarks.placing.search import Outcome, Search
 from benchmarks.placing.valleys import Valleys
-from fxremat.core.addresses import Buffer, Placement, live_peak_bytes
+from fxremat.core.addresses import Buffer, Placement, live_peak
 from fxremat.core.check_addresses import check_placement
 from fxremat.planner.addresses import place as greedy
 from fxremat.planner.addresses import split_into_sections
@@ -124,7 +124,7 @@ def test_what_fills_a_rectangle_fits_it(puzzle: tuple[list[Buffer], int]) -> Non
     pieces, height = puzzle
     placement = place(pieces)
     check_placement(pieces, placement)
-    assert placement.arena_bytes == height == live_peak_bytes(pieces)
+    assert placement.arena_bytes == height == live_peak(pieces)
 
 
 @pytest.mark.parametrize(("steps", "height", "cuts"), [(8, 30, 14), (12, 60, 26), (16, 60, 32)])
@@ -149,7 +149,7 @@ def test_a_search_gives_up_no_solution(steps: int, height: int, cuts: int) -> No
 def test_search_fits_what_the_greedy_orders_do_not() -> None:
     placement = place(TIGHT)
     check_placement(TIGHT, placement)
-    assert greedy(TIGHT).arena_bytes > placement.arena_bytes == live_peak_bytes(TIGHT) == 10
+    assert greedy(TIGHT).arena_bytes > placement.arena_bytes == live_peak(TIGHT) == 10
 
 
 def test_a_capacity_is_enough() -> None:

@@ -73,7 +73,7 @@ def test_adding_at_an_index_as_a_comparison(monkeypatch: pytest.MonkeyPatch) -> 
         [kernel] = filter(None, fused_kernels.kernels_of(program(), shapes, 16))
         assert_close(run(tensors, 16, 16), expected(*tensors))
     fused_kernels.kernels_of.cache_clear()
-    assert kernel.scratch_bytes <= 4 * CLASSES + 4 * 16 * 4  # a sum over rows, a few numbers a row
+    assert kernel.scratch <= 4 * CLASSES + 4 * 16 * 4  # a sum over rows, a few numbers a row
 
 
 def assert_fused_is_right(call: fx.Node) -> None:

@@ -21,7 +21,7 @@ from torch.testing._internal.distributed.fake_pg import FakeStore
 from fxremat.compat.distributed.ranks import is_collective, is_wait, number_of_ranks
 from fxremat.core.problem import problem_to_json
 from fxremat.cost.op_timers import Roofline
-from fxremat.cost.roofline import link_bytes, scratch_bytes
+from fxremat.cost.roofline import scratch_of, sent_by
 from fxremat.passes.joint_graph import is_repeatable, waits_for
 from fxremat.verify import predicates
 from tests.conftest import Golden
@@ -98,9 +98,9 @@ def test_each_collective(kind: str, again: bool, sent: int, scratch: int) -> Non
     assert is_wait(node) == (kind == "wait")
     assert is_repeatable(node, frozenset()) == again
     assert predicates.is_repeatable(node, frozenset()) == again
-    assert link_bytes(node) == sent
+    assert sent_by(node) == sent
     args = fx.map_arg(node.args, lambda one: one.meta["val"])
-    assert scratch_bytes(node.target, args) == scratch
+    assert scratch_of(node.target, args) == scratch
 
 
 @pytest.mark.parametrize("kind", ["sum to parts", "sum for all"])
@@ -116,8 +116,8 @@ def test_a_sum_runs_again_where_a_checkpoint_says_so(kind: str) -> None:
 def test_other_nodes_are_no_collectives() -> None:
     node = call(torch.ops.aten.mm.default, torch.empty(2, 2), torch.empty(2, 2))
     assert not is_collective(node)
-    assert link_bytes(node) == 0
-    assert scratch_bytes(node.target, node.args) == 0
+    assert sent_by(node) == 0
+    assert scratch_of(node.target, node.args) == 0
     assert number_of_ranks(node) is None
 
 

@@ -72,8 +72,8 @@ def test_scheduled_and_run_after() -> None:
     (kernels,) = seen
     assert [k.is_call for k in kernels] == [False, True, True, False]
     assert [k.is_loop for k in kernels] == [True, False, False, True]
-    assert {k.written_bytes for k in kernels} == {32 * 64 * 4}
-    assert kernels[0].read_bytes == 32 * 64 * 4
+    assert {k.written for k in kernels} == {32 * 64 * 4}
+    assert kernels[0].read == 32 * 64 * 4
     assert any(name.startswith("mm") for name in names)
 
 

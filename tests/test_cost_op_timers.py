@@ -209,7 +209,7 @@ def test_what_is_always_disturbed_counts_and_is_not_kept(
 def test_what_has_no_room_is_not_run(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch, runs: list[str]
 ) -> None:
-    monkeypatch.setattr(call_times, "_available_bytes", lambda: 4 * (A.nbytes + B.nbytes) - 1)
+    monkeypatch.setattr(call_times, "_available_memory", lambda: 4 * (A.nbytes + B.nbytes) - 1)
     monkeypatch.setattr(call_times, "quickest", lambda *given: pytest.fail("it was run"))
     node = call(ATEN.mm.default, A, B)
     assert timer(tmp_path)((node,), 100) == Roofline(SPEC, on_cpu=True, fused=True)((node,), 100)

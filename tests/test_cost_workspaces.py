@@ -188,7 +188,7 @@ def test_on_a_cpu_a_call_that_would_fill_the_memory_is_not_tried(
 ) -> None:
     """Linux would give the memory, and kill the process when it is used."""
     part = Workspaces(HOST).of_call(CONV_BACKWARD, batch_of(8), {})
-    monkeypatch.setattr(call_times, "_available_bytes", lambda: 1_000_000)
+    monkeypatch.setattr(call_times, "_available_memory", lambda: 1_000_000)
     no_room_above(8, AssertionError("tried"), monkeypatch)
     assert Workspaces(HOST).of_call(CONV_BACKWARD, batch_of(32), {}) == 4 * part
     assert len(caplog.messages) == 1

@@ -59,8 +59,8 @@ def test_events_have_the_peak_that_the_operator_declares(fused: bool) -> None:
     assert [live[str(name)] for name in found.results] == [
         round_up(size, MIN_BLOCK_BYTES) for size in results
     ]
-    assert found.scratch_bytes == peak - current
-    assert 0 <= found.scratch_bytes - declared <= 20 * MIN_BLOCK_BYTES  # rounded up, each
+    assert found.scratch == peak - current
+    assert 0 <= found.scratch - declared <= 20 * MIN_BLOCK_BYTES  # rounded up, each
 
 
 def test_products_add_to_the_sum_in_float32() -> None:

@@ -140,7 +140,7 @@ def test_what_fits_on_a_card() -> None:
     assert 0 < plain.size < ours.size
     assert plain.time_us > 0
     assert ours.per_second > 0
-    cublas, cache = 2 * 32 * 2**20, card_named("H100").cache_bytes
+    cublas, cache = 2 * 32 * 2**20, card_named("H100").l2_cache
     assert found.held_bytes == found.optimizer.states + cublas
     assert found.tuning_bytes == cache
     seen = [one.size for one in found.points if one.way == "fxremat"]

@@ -135,10 +135,10 @@ def test_the_pass_adds_to_the_graph_and_takes_nothing_away(name: str) -> None:
 
 # --- fences ---------------------------------------------------------------------------------------
 
-CALL = Scheduled(is_call=True, is_loop=False, read_bytes=100, written_bytes=100)
-LOOP = Scheduled(is_call=False, is_loop=True, read_bytes=100, written_bytes=100)
-SUM = Scheduled(is_call=False, is_loop=True, read_bytes=100, written_bytes=4)
-NONE = Scheduled(is_call=False, is_loop=False, read_bytes=0, written_bytes=0)
+CALL = Scheduled(is_call=True, is_loop=False, read=100, written=100)
+LOOP = Scheduled(is_call=False, is_loop=True, read=100, written=100)
+SUM = Scheduled(is_call=False, is_loop=True, read=100, written=4)
+NONE = Scheduled(is_call=False, is_loop=False, read=0, written=0)
 
 
 HELD = replace(LOOP, names=frozenset(["gelu_written", "mul"]))

@@ -172,9 +172,9 @@ def test_what_was_added_into_is_not_written_over() -> None:
 def test_times_come_from_the_timer() -> None:
     asked: list[int] = []
 
-    def timer(nodes: Any, traffic_bytes: int) -> float:
-        asked.append(traffic_bytes)
-        return float(traffic_bytes)
+    def timer(nodes: Any, traffic: int) -> float:
+        asked.append(traffic)
+        return float(traffic)
 
     joint = capture(mlp(), [batch(4, 8)]).joint
     found = estimate(joint, timer, no_workspace, fused=False, device="cpu", name="")

@@ -38,7 +38,7 @@ class _Device:
 
     def __init__(self, monkeypatch: pytest.MonkeyPatch) -> None:
         self.allocator = CachingAllocator()
-        self.free_bytes = 1 << 40
+        self.free = 1 << 40
         for name, function in (
             ("memory_stats_as_nested_dict", self.statistics),
             ("memory_snapshot", self.snapshot),
@@ -53,20 +53,20 @@ class _Device:
 
     def empty(self, nbytes: int, *, dtype: torch.dtype, device: torch.device) -> _Piece:
         assert dtype.itemsize == 1
-        if nbytes > self.free_bytes:
+        if nbytes > self.free:
             raise torch.OutOfMemoryError("none left")
         return self.piece(nbytes)
 
     def statistics(self, device: torch.device) -> dict[str, Any]:
         now = {
-            "reserved_bytes": self.allocator.reserved_bytes,
-            "requested_bytes": self.allocator.requested_bytes,
+            "reserved_bytes": self.allocator.reserved,
+            "requested_bytes": self.allocator.requested,
         }
         return {name: {"all": {"current": nbytes}} for name, nbytes in now.items()}
 
     def snapshot(self) -> list[dict[str, Any]]:
         """All segments as one, which is there while there are any."""
-        if not self.allocator.reserved_bytes:
+        if not self.allocator.reserved:
             return []
         blocks = [
             {"state": "inactive", "size": nbytes, "address": address}
@@ -85,10 +85,10 @@ def test_a_segment_is_taken_with_room_for_what_is_to_come(
     segment = Segment(CUDA, 100 * MIB, reserve_bytes=50 * MIB)
     assert segment.is_due
     segment.take(own_bytes=10 * MIB)
-    assert device.allocator.reserved_bytes == 160 * MIB + WALL_BYTES
+    assert device.allocator.reserved == 160 * MIB + WALL_BYTES
     assert not segment.is_due
     assert not Segment(CUDA, 0, 0).is_due
-    device.free_bytes = 90 * MIB
+    device.free = 90 * MIB
     Segment(CUDA, 100 * MIB, 0).take(0)
     assert "no 102.00 MiB in one piece" in caplog.text
     assert held.nbytes == 40 * MIB
@@ -103,14 +103,14 @@ def test_a_segment_is_taken_again_when_it_was_given_back(monkeypatch: pytest.Mon
     state = device.piece(50 * MIB)
     del other
     torch.cuda.empty_cache()
-    assert device.allocator.reserved_bytes == 100 * MIB + WALL_BYTES
+    assert device.allocator.reserved == 100 * MIB + WALL_BYTES
     assert not segment.is_due
     del state
     torch.cuda.empty_cache()
     assert segment.is_due
     segment.take(own_bytes=0)
     assert not segment.is_due
-    assert device.allocator.reserved_bytes == 100 * MIB + WALL_BYTES
+    assert device.allocator.reserved == 100 * MIB + WALL_BYTES
 
 
 def _step(device: _Device) -> list[_Piece]:
@@ -167,16 +167,16 @@ def test_a_second_graph_with_the_budget_gets_the_rest(monkeypatch: pytest.Monkey
     device = _Device(monkeypatch)
     shared, first, second = SharedSegments(), _promise("first"), _promise("second")
     shared.before(first, 0, ())
-    assert device.allocator.reserved_bytes == 100 * MIB + WALL_BYTES
+    assert device.allocator.reserved == 100 * MIB + WALL_BYTES
     saved = [device.piece(60 * MIB)]
     shared.before(second, 1, ())
-    assert device.allocator.reserved_bytes == 324 * MIB
+    assert device.allocator.reserved == 324 * MIB
     saved.append(device.piece(200 * MIB))
     saved.clear()
     shared.before(first, 0, ())
     device.piece(320 * MIB)
-    assert device.allocator.reserved_bytes == 324 * MIB
+    assert device.allocator.reserved == 324 * MIB
     shared.before(second, 1, ())
-    assert device.allocator.reserved_bytes == 324 * MIB
+    assert device.allocator.reserved == 324 * MIB
     none = _promise("none", nbytes=None)
     assert shared.before(none, 0, ()) is None

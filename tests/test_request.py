@@ -95,10 +95,10 @@ def test_kernels_are_tuned_only_where_there_are_some(card: Card) -> None:
     """In the first step, beside all that is there."""
     eager = options(executor="aot_eager")
     card(allocated=100)
-    assert request._tuning_bytes(eager, GPU, None) == 0
-    assert request._tuning_bytes(options(), torch.device("cpu"), None) == 0
-    assert request._tuning_bytes(options(), GPU, None) == CACHE
-    assert request._tuning_bytes(options(reserve=7), GPU, None) == 0
+    assert request._size_of_tuning(eager, GPU, None) == 0
+    assert request._size_of_tuning(options(), torch.device("cpu"), None) == 0
+    assert request._size_of_tuning(options(), GPU, None) == CACHE
+    assert request._size_of_tuning(options(reserve=7), GPU, None) == 0
 
 
 def test_workspaces_of_cublas_are_allocated_before_bytes_are_counted(
@@ -116,6 +116,6 @@ def test_workspaces_of_cublas_are_allocated_before_bytes_are_counted(
 
 def test_tensors_of_another_device_are_no_inputs_here(monkeypatch: pytest.MonkeyPatch) -> None:
     x = torch.empty(8, device="meta")
-    assert request._input_bytes([x], torch.device("meta")) == 32
+    assert request._size_of_inputs([x], torch.device("meta")) == 32
     assert not is_on(x, torch.device("meta", 1))
-    assert request._input_bytes([x], torch.device("meta", 1)) == 0
+    assert request._size_of_inputs([x], torch.device("meta", 1)) == 0

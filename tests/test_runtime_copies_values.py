@@ -17,7 +17,7 @@ from fxremat.memory.measured_peak import measure_peak
 from fxremat.runtime.copies import cpu_engine
 from fxremat.runtime.copies.operators import to_device, to_host, wait_device, wait_host
 from fxremat.runtime.copy_trace import Pending
-from fxremat.runtime.host_memory import extent, extent_bytes
+from fxremat.runtime.host_memory import extent, size_of_extent
 from tests import host_copies
 from tests.host_copies import CPU, DEVICES, LAYOUTS, TENTH, fetched, sent
 
@@ -55,7 +55,7 @@ def test_extent_covers_gaps() -> None:
     assert extent(LAYOUTS["sliced"]) == 2 * 7 + 2 * 2 + 1
     assert extent(LAYOUTS["expanded"]) == 5
     assert extent(LAYOUTS["empty"]) == 0
-    assert extent_bytes(LAYOUTS["bfloat16"]) == 70
+    assert size_of_extent(LAYOUTS["bfloat16"]) == 70
 
 
 def test_contents_are_not_there_before_the_wait() -> None:
@@ -241,7 +241,7 @@ def test_a_copy_that_fails_says_so_where_it_is_waited_for(monkeypatch: pytest.Mo
     x = torch.zeros(3)
     storage = weakref.ref(x.untyped_storage())
     with monkeypatch.context() as broken:
-        broken.setattr(cpu_engine, "_copy_bytes", fail)
+        broken.setattr(cpu_engine, "_copy_memory", fail)
         host = to_host(x)
         with pytest.raises(RuntimeError, match=r"copy to_host failed.*broken wire"):
             wait_host(host, x)

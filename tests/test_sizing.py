@@ -94,7 +94,7 @@ class Surprising:
         self.log.append((self.size, target))
         peak = max(target, 10 * self.size)
         return SimpleNamespace(
-            peak_bytes=peak, time_us=1.0, dry_run_bytes=lambda: peak * 11 // 10
+            peak_bytes=peak, time_us=1.0, dry_run_peak=lambda: peak * 11 // 10
         )
 
 

@@ -55,8 +55,8 @@ def tune_in_the_step() -> None:
         device = _device_of((*args, *kwargs.values()))
         if device is None or not self.inductor_meta.get(_MARK):
             return benchmark(self, *args, **kwargs)
-        cache_bytes = torch.cuda.get_device_properties(device).L2_cache_size
-        if take_piece(free_pieces(device), cache_bytes):
+        cache = torch.cuda.get_device_properties(device).L2_cache_size
+        if take_piece(free_pieces(device), cache):
             return benchmark(self, *args, **kwargs)
         with torch.cuda.use_mem_pool(torch.cuda.MemPool(), device):
             return benchmark(self, *args, **kwargs)

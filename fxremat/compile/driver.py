@@ -46,7 +46,7 @@ def total_bytes(device: torch.device) -> int | None:
     """Of the device, or of the card that is planned for; None for the CPU."""
     card = absent_card()
     if card is not None:
-        return card.usable_bytes
+        return card.usable
     if device.type != "cuda":
         return None
     return int(torch.cuda.get_device_properties(device).total_memory)
@@ -128,16 +128,16 @@ def plan_only(
     example_inputs: Sequence[Any],
     options: Mapping[str, Any],
     study: session.Study | None = None,
-    neighbours_bytes: int = 0,
+    neighbours: int = 0,
 ) -> tuple[Callable[..., Any], Report | None]:
     """Plan one graph as `fxremat` would, but run it node by node instead of compiling it.
 
-    ``study`` is told what the search found. Other graphs hold ``neighbours_bytes`` meanwhile.
+    ``study`` is told what the search found. Other graphs hold ``neighbours`` bytes meanwhile.
     """
     device = device_of_inputs(example_inputs)
     parsed = parse_options(options, device_total_bytes=total_bytes(device))
     gm = inline_regions(gm)
-    request = request_for(gm, example_inputs, parsed, neighbours_bytes=neighbours_bytes)
+    request = request_for(gm, example_inputs, parsed, neighbours=neighbours)
     partitioner = Partitioner(request, build(), plan_only=True)
     current = session.begin()
     current.study = study

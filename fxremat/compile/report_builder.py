@@ -129,7 +129,7 @@ def _memory(
         held_bytes=held,
         keep_all_peak_bytes=store_all.peak_bytes + held,
         planned_peak_bytes=plan.peak_bytes + held,
-        predicted_peak_bytes=evaluation.allocated_bytes + held,
+        predicted_peak_bytes=evaluation.allocated + held,
         minimum_peak_bytes=evaluation.peak_bytes + request.budget.beside if found.over else None,
         predicted_reserved_bytes=None if reserved is None else reserved.usage.peak_reserved_bytes,
         segment_bytes=0 if reserved is None else reserved.segment_bytes,

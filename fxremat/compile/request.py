@@ -17,7 +17,7 @@ from fxremat.compile.constants import BUDGET_PARTS
 from fxremat.core.constants import CALL_US
 from fxremat.core.problem import Copies
 from fxremat.cost.cards import Card, absent_card
-from fxremat.cost.cuda_scratch import cublas_bytes
+from fxremat.cost.cuda_scratch import cublas_workspace
 from fxremat.cost.device import device_spec
 from fxremat.memory.allocator.rules import SEGMENT_STEP_BYTES, round_up
 from fxremat.memory.allocator.settings import AllocatorSettings, settings_of_environment
@@ -155,12 +155,12 @@ def request_for(
     gm: fx.GraphModule,
     inputs: Sequence[Any],
     options: Options,
-    around_bytes: int = 0,
-    neighbours_bytes: int = 0,
+    around: int = 0,
+    neighbours: int = 0,
 ) -> Request:
-    """What to ask for this graph, where other graphs hold ``neighbours_bytes`` now.
+    """What to ask for this graph, where other graphs hold ``neighbours`` bytes now.
 
-    ``around_bytes`` are held around it: they count where nothing else says what is there.
+    ``around`` bytes are held around it: they count where nothing else says what is there.
 
     The reserve is held beside the graph like they are, so that peaks and the least budget that
     an error names count it: they are compared with the whole budget, and with what is measured.
@@ -171,10 +171,10 @@ def request_for(
     budget = _budget(options, device, card)
     if device.type == "cuda" and card is None:
         allocate_cublas(device)  # whoever counts or times from now on finds its workspaces
-    held = _held_bytes(options, device, inputs, card, neighbours_bytes)
+    held = _held_bytes(options, device, inputs, card, neighbours)
     if options.reserve is None and device.type != "cuda":
-        held += around_bytes
-    tuning = _tuning_bytes(options, device, card)
+        held += around
+    tuning = _size_of_tuning(options, device, card)
     request = Request(
         Budget(
             limit=budget,
@@ -271,10 +271,10 @@ def _budget(options: Options, device: torch.device, card: Card | None) -> int | 
     """The bytes that were asked for; on CUDA else nearly all that torch can have."""
     if options.memory_budget is not None or device.type != "cuda":
         return options.memory_budget
-    return _free_bytes(device) if card is None else card.usable_bytes
+    return _free_memory(device) if card is None else card.usable
 
 
-def _free_bytes(device: torch.device) -> int:
+def _free_memory(device: torch.device) -> int:
     """What this process has of the device, and may have, less a margin.
 
     Rounded coarsely: what other programs take now makes no other plan, which no cache would know.
@@ -291,7 +291,7 @@ def _held_bytes(
     device: torch.device,
     inputs: Sequence[Any],
     card: Card | None,
-    neighbours_bytes: int,
+    neighbours: int,
 ) -> int:
     """How many bytes are held by other graphs, and by what no graph sees.
 
@@ -300,29 +300,29 @@ def _held_bytes(
     """
     grads = accumulation.expected_bytes(device)
     if options.reserve is not None or device.type != "cuda":
-        return neighbours_bytes + (options.reserve or 0) + grads
+        return neighbours + (options.reserve or 0) + grads
     if card is not None:
-        return neighbours_bytes + 2 * cublas_bytes(card.capability) + grads
+        return neighbours + 2 * cublas_workspace(card.capability) + grads
     missing = accumulation.expected_bytes(device, missing_only=True)
     return round_up(unseen_bytes(inputs, device), SEGMENT_STEP_BYTES) + missing
 
 
-def _tuning_bytes(options: Options, device: torch.device, card: Card | None) -> int:
+def _size_of_tuning(options: Options, device: torch.device, card: Card | None) -> int:
     """What Triton writes over before each run while it tunes kernels: the whole cache."""
     if options.reserve is not None or device.type != "cuda" or options.executor != "inductor":
         return 0
     if card is not None:
-        return card.cache_bytes
+        return card.l2_cache
     size: int = torch.cuda.get_device_properties(device).L2_cache_size
     return size
 
 
 def unseen_bytes(inputs: Sequence[Any], device: torch.device) -> int:
     """Bytes that are allocated now on CUDA, and are no inputs; with those of cuBLAS."""
-    return max(0, torch.cuda.memory_allocated(device) - _input_bytes(inputs, device))
+    return max(0, torch.cuda.memory_allocated(device) - _size_of_inputs(inputs, device))
 
 
-def _input_bytes(inputs: Sequence[Any], device: torch.device) -> int:
+def _size_of_inputs(inputs: Sequence[Any], device: torch.device) -> int:
     """Of the storages of inputs, what the graph counts: from first to last elements."""
     storages: dict[int, int] = {}
     whole: dict[int, int] = {}

@@ -50,7 +50,7 @@ class Placement:
     arena_bytes: int
 
 
-def live_peak_bytes(buffers: Iterable[Buffer]) -> int:
+def live_peak(buffers: Iterable[Buffer]) -> int:
     """The greatest sum of padded sizes alive at one step.
 
     No arena is smaller: buffers that are alive at one step share no byte.

@@ -96,7 +96,7 @@ def check(problem: Problem, steps: Sequence[Step], budget_bytes: int | None = No
         *_over_budget(events, live, math.inf if budget_bytes is None else budget_bytes),
         *_over_host_memory(problem, events, host),
     ]
-    peak_bytes = max(live, default=_sum_bytes(problem, set(problem.resident)))
+    peak_bytes = max(live, default=_size_of(problem, set(problem.resident)))
     time_us = _time_us(problem, events)
     return Verdict(tuple(failures), peak_bytes, time_us, max(host, default=0))
 
@@ -281,7 +281,7 @@ def _host_bytes_of_steps(problem: Problem, events: Sequence[_Event]) -> list[int
         counted = move is not None and move.value in problem.bytes_of.keys() - {*problem.host}
         if counted and move is not None and move.kind == "to host":
             there.add(move.value)
-        out.append(_sum_bytes(problem, there))
+        out.append(_size_of(problem, there))
         if move is not None and move.value in there and not _moves_on(events, index, move.value):
             there.remove(move.value)
     return out
@@ -295,7 +295,7 @@ def _moves_on(events: Sequence[_Event], index: int, name: str) -> bool:
     return next(later, "to host") != "to host"
 
 
-def _sum_bytes(problem: Problem, names: set[str]) -> int:
+def _size_of(problem: Problem, names: set[str]) -> int:
     sizes = problem.bytes_of
     return sum(sizes[name] for name in names)
 
@@ -331,13 +331,13 @@ def _bytes_of_steps(problem: Problem, events: Sequence[_Event]) -> list[int]:
         gone = {name for name in touched - stays if not future.is_read_after(name, step)}
         own = 0
         if event.op is not None:
-            own = event.op.workspace_bytes - _in_place_bytes(problem, event.op, new, gone)
-        live.append(_sum_bytes(problem, there) + own)
+            own = event.op.workspace_bytes - _size_in_place(problem, event.op, new, gone)
+        live.append(_size_of(problem, there) + own)
         there -= gone
     return live
 
 
-def _in_place_bytes(problem: Problem, op: Op, new: set[str], gone: set[str]) -> int:
+def _size_in_place(problem: Problem, op: Op, new: set[str], gone: set[str]) -> int:
     """Bytes that are not needed twice, because the op writes over a value that goes.
 
     A pair counts if its write is new in this step, its read goes after it, and no earlier pair

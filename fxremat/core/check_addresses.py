@@ -42,7 +42,7 @@ def _check_alone(buffer: Buffer, placement: Placement) -> None:
     if offset % buffer.alignment_bytes:
         detail = f"offset {offset:,}, alignment {buffer.alignment_bytes:,}"
         raise BadPlacement("not aligned", names, detail)
-    end = offset + _padded_bytes(buffer)
+    end = offset + _padded(buffer)
     if end > placement.arena_bytes:
         detail = f"ends at {end:,}, the arena at {placement.arena_bytes:,}"
         raise BadPlacement("beyond the arena", names, detail)
@@ -55,14 +55,14 @@ def _check_pair(one: Buffer, other: Buffer, placement: Placement) -> None:
     first = placement.offset_bytes[one.name]
     second = placement.offset_bytes[other.name]
     start = max(first, second)
-    stop = min(first + _padded_bytes(one), second + _padded_bytes(other))
+    stop = min(first + _padded(one), second + _padded(other))
     if start < stop:
         step = max(one.begin, other.begin)
         detail = f"both have bytes {start:,} to {stop:,} at step {step}"
         raise BadPlacement("overlap", (one.name, other.name), detail)
 
 
-def _padded_bytes(buffer: Buffer) -> int:
+def _padded(buffer: Buffer) -> int:
     """The bytes that the buffer takes: whole units of its alignment."""
     units, rest = divmod(buffer.size_bytes, buffer.alignment_bytes)
     return (units + (1 if rest else 0)) * buffer.alignment_bytes

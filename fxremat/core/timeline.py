@@ -133,7 +133,7 @@ def _copies(problem: Problem, steps: Sequence[Step]) -> list[Interval]:
     return done
 
 
-def _host_bytes(problem: Problem, steps: Sequence[Step]) -> tuple[int, ...]:
+def _on_host(problem: Problem, steps: Sequence[Step]) -> tuple[int, ...]:
     """Bytes in host memory at every step: from a move there to the last wait for a move back.
 
     Values that live there are not counted.
@@ -161,7 +161,7 @@ def _host_bytes(problem: Problem, steps: Sequence[Step]) -> tuple[int, ...]:
     return tuple(accumulate(delta[:-1]))
 
 
-def _overtaken_bytes(op: Op, ending: set[str], starting: set[str], sizes: Mapping[str, int]) -> int:
+def _overtaken(op: Op, ending: set[str], starting: set[str], sizes: Mapping[str, int]) -> int:
     """Bytes of storage that values beginning in this step take over from values ending in it.
 
     Pairs are taken in the order in which the op lists them; a value is part of one at most.
@@ -195,9 +195,9 @@ def replay(problem: Problem, steps: Sequence[Step]) -> Timeline:
         own = 0
         if isinstance(step, str):
             op = ops[step]
-            own = op.workspace_bytes - _overtaken_bytes(op, ending[index], starting[index], sizes)
+            own = op.workspace_bytes - _overtaken(op, ending[index], starting[index], sizes)
         live.append(total + own)
-    host = _host_bytes(problem, steps) if problem.copies is not None else (0,) * len(steps)
+    host = _on_host(problem, steps) if problem.copies is not None else (0,) * len(steps)
     return Timeline(problem, tuple(steps), tuple(intervals), tuple(live), host)
 
 

@@ -139,10 +139,10 @@ def has_room(device: torch.device, arguments: Any, batch: tuple[int, int] | None
 
     With a ``batch``, for the part of it that its second number says.
     """
-    return device.type != "cpu" or _run_bytes(arguments, batch) <= _available_bytes()
+    return device.type != "cpu" or _size_of_run(arguments, batch) <= _available_memory()
 
 
-def _run_bytes(arguments: Any, batch: tuple[int, int] | None) -> int:
+def _size_of_run(arguments: Any, batch: tuple[int, int] | None) -> int:
     """About what a run on the CPU holds."""
     tensors = [one for one in pytree.tree_leaves(arguments) if isinstance(one, torch.Tensor)]
     operands = sum(size_bound(tensor.numel()) * tensor.element_size() for tensor in tensors)
@@ -151,7 +151,7 @@ def _run_bytes(arguments: Any, batch: tuple[int, int] | None) -> int:
     return 2 * (operands + results) * part // whole
 
 
-def _available_bytes() -> int:
+def _available_memory() -> int:
     """What this machine can still give to a process without writing anything out."""
     with suppress(OSError):
         for line in Path("/proc/meminfo").read_text(encoding="ascii").splitlines():

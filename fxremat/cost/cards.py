@@ -29,12 +29,12 @@ BLOCK_SHARED_BYTES = 49152
 class Limits:
     """What one multiprocessor of a compute capability has; shared memory in bytes.
 
-    ``block_shared_bytes`` is the most that one block may ask for.
+    ``block_shared`` is the most that one block may ask for.
     """
 
     threads: int
-    shared_bytes: int
-    block_shared_bytes: int
+    shared: int
+    block_shared: int
     registers: int = 65536
     block_threads: int = 1024
 
@@ -61,7 +61,7 @@ class Card:
     capability: tuple[int, int]
     multiprocessors: int
     total_bytes: int
-    cache_bytes: int
+    l2_cache: int
 
     @property
     def limits(self) -> Limits:
@@ -74,7 +74,7 @@ class Card:
         return spec_named(self.name)
 
     @property
-    def usable_bytes(self) -> int:
+    def usable(self) -> int:
         """What torch may reserve: all but the CUDA context."""
         return self.total_bytes - CONTEXT_BYTES
 
@@ -91,9 +91,9 @@ class Card:
             max_threads_per_block=limits.block_threads,
             regs_per_multiprocessor=limits.registers,
             shared_memory_per_block=BLOCK_SHARED_BYTES,
-            shared_memory_per_block_optin=limits.block_shared_bytes,
-            shared_memory_per_multiprocessor=limits.shared_bytes,
-            L2_cache_size=self.cache_bytes,
+            shared_memory_per_block_optin=limits.block_shared,
+            shared_memory_per_multiprocessor=limits.shared,
+            L2_cache_size=self.l2_cache,
         )
 
 

@@ -18,7 +18,7 @@ Each comes as the blocks that live together at the worst moment of a call: one b
 size would find other room. The tests compare them with what an H200 recorded.
 
 What cuDNN takes for a convolution depends on the algorithm that it picks on the card, and is not
-counted. cuBLAS has one workspace for all its calls: `cublas_bytes`.
+counted. cuBLAS has one workspace for all its calls: `cublas_workspace`.
 """
 
 from __future__ import annotations
@@ -176,7 +176,7 @@ Blocks = tuple[int, ...]
 """Bytes of blocks that live at the same time."""
 
 
-def cublas_bytes(capability: tuple[int, int]) -> int:
+def cublas_workspace(capability: tuple[int, int]) -> int:
     """The workspaces of one thread: torch gives cuBLAS 32 MiB from Hopper on, else 8.1 MiB.
 
     The forward runs in one thread, the backward in another, and each has its own

@@ -20,7 +20,7 @@ from fxremat.core.constants import CALL_US
 from fxremat.cost.call_times import CallTimes, operands
 from fxremat.cost.device import DeviceSpec
 from fxremat.cost.loop_rates import LoopRates
-from fxremat.cost.roofline import link_bytes, roofline_us
+from fxremat.cost.roofline import roofline_us, sent_by
 from fxremat.passes.joint_graph import is_tensor
 from fxremat.runtime import kernels
 from fxremat.runtime.kernels import Inside
@@ -47,15 +47,15 @@ class Roofline:
     fused: bool
     images_last: bool = False
 
-    def __call__(self, nodes: tuple[fx.Node, ...], traffic_bytes: int) -> float:
+    def __call__(self, nodes: tuple[fx.Node, ...], traffic: int) -> float:
         """Microseconds of running ``nodes`` as one kernel."""
         rates = self.spec
         dtype = next((n.meta["val"].dtype for n in nodes if is_tensor(n)), torch.float32)
         inside = [self.inside(n) for n in nodes if n.target in kernels.INSIDE]
         extra = sum(each.calls for each in inside) * (rates.launch_us + CALL_US)
         extra += 1e6 * sum(each.again for each in inside) / rates.bytes_per_s
-        traffic = traffic_bytes + sum(each.bytes for each in inside)
-        sent = [link_bytes(n) for n in nodes if is_collective(n)]
+        traffic = traffic + sum(each.bytes for each in inside)
+        sent = [sent_by(n) for n in nodes if is_collective(n)]
         extra += sum(rates.link_us + 1e6 * each / rates.link_bytes_per_s for each in sent if each)
         return extra + roofline_us(nodes, traffic, dtype, rates, size_bound)
 
@@ -75,7 +75,7 @@ class Measured:
     rates: LoopRates
     otherwise: Roofline
 
-    def __call__(self, nodes: tuple[fx.Node, ...], traffic_bytes: int) -> float:
+    def __call__(self, nodes: tuple[fx.Node, ...], traffic: int) -> float:
         """Microseconds of running ``nodes`` as one kernel, or as a call and a kernel."""
         times = {node: self._library_us(node) for node in nodes}
         total = sum(each for each in times.values() if each is not None)
@@ -83,8 +83,8 @@ class Measured:
         if total and all(map(_is_free, rest)):
             return total
         if any(node.target in kernels.INSIDE or self._is_no_loop(node) for node in rest):
-            return total + self.otherwise(rest, traffic_bytes)
-        return total + self.rates.us(rest, traffic_bytes, size_bound)
+            return total + self.otherwise(rest, traffic)
+        return total + self.rates.us(rest, traffic, size_bound)
 
     def _is_no_loop(self, node: fx.Node) -> bool:
         return self._computes(node) or is_collective(node)

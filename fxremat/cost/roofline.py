@@ -90,17 +90,17 @@ def flops_of(node: fx.Node, size: SizeOf) -> float:
 
 
 def roofline_us(
-    nodes: Iterable[fx.Node], traffic_bytes: int, dtype: torch.dtype, spec: DeviceSpec, size: SizeOf
+    nodes: Iterable[fx.Node], traffic: int, dtype: torch.dtype, spec: DeviceSpec, size: SizeOf
 ) -> float:
-    """Microseconds that ``nodes`` take as one kernel which moves ``traffic_bytes``."""
+    """Microseconds that ``nodes`` take as one kernel which moves ``traffic`` bytes."""
     compute_s = sum(
         flops_of(node, size) / spec.flops(dtype, is_convolution="convolution" in str(node.target))
         for node in nodes
     )
-    return spec.launch_us + 1e6 * max(compute_s, traffic_bytes / spec.bytes_per_s)
+    return spec.launch_us + 1e6 * max(compute_s, traffic / spec.bytes_per_s)
 
 
-def link_bytes(node: fx.Node) -> int:
+def sent_by(node: fx.Node) -> int:
     """Bytes that a rank sends in the collective that a node starts; 0 for other nodes."""
     if not (moves_between_ranks(node) or sums_over_ranks(node)):
         return 0
@@ -110,7 +110,7 @@ def link_bytes(node: fx.Node) -> int:
     return 2 * sent if sums_for_all_ranks(node) else sent
 
 
-def scratch_bytes(target: object, args: Sequence[Any]) -> int:
+def scratch_of(target: object, args: Sequence[Any]) -> int:
     """What gloo allocates inside of a collective on the CPU, by its arguments.
 
     It gathers into a list of results, and copies them; it sums into a copy of what it is given.

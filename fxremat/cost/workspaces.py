@@ -30,7 +30,7 @@ from fxremat.compat.tensors import outside_fake_mode
 from fxremat.cost.call_times import call_key, has_room, made_real, operands
 from fxremat.cost.cuda_scratch import IN_FORM_OUT, Multiprocessors, known_blocks
 from fxremat.cost.number_file import NumberFile, number_path
-from fxremat.cost.roofline import scratch_bytes
+from fxremat.cost.roofline import scratch_of
 from fxremat.memory.allocator.rules import MIN_BLOCK_BYTES, round_up
 from fxremat.memory.measured_peak import measure_call
 from fxremat.passes.joint_graph import is_mutating, is_random, is_view
@@ -114,7 +114,7 @@ class Workspaces:
 
     def of_call(self, target: Any, args: Any, kwargs: Any) -> int:
         """The workspace of ``target(*args, **kwargs)``; 0, with a warning, if it cannot be run."""
-        if self.device.type == "cpu" and (scratch := scratch_bytes(target, args)):
+        if self.device.type == "cpu" and (scratch := scratch_of(target, args)):
             return scratch
         if not _may_have_workspace(target) or not _tensors((args, kwargs)):
             return 0

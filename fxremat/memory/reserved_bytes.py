@@ -100,7 +100,7 @@ def reserved_with_rest(
     later = [event for event in events[before:] if _is_resident(event)]
     for _ in apply_events(allocator, [*events[:before], *later, EmptyCache()]):
         pass
-    left = (limit_bytes - allocator.reserved_bytes) // WALL_BYTES * WALL_BYTES
+    left = (limit_bytes - allocator.reserved) // WALL_BYTES * WALL_BYTES
     segment = max(0, left - WALL_BYTES) if left >= LEAST_SEGMENT_BYTES else 0
     return Reserved(reserved(events, settings, 0, segment, before), segment)
 

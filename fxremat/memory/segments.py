@@ -63,7 +63,7 @@ class Segment:
     address: int | None = None
     """Where it lies; None where the device had no such piece."""
     _room: torch.Tensor | None = None
-    _room_bytes: int = 0
+    _room_size: int = 0
     _wall: torch.Tensor | None = None
     _holes: list[torch.Tensor] = field(default_factory=list)
     _waits: int = 0
@@ -78,7 +78,7 @@ class Segment:
             return False
         if self.reserved_bytes is None:
             return True
-        reserved_bytes = _reserved_bytes(self.device)
+        reserved_bytes = _reserved(self.device)
         if reserved_bytes >= self.reserved_bytes:
             return False
         self.reserved_bytes = reserved_bytes
@@ -96,15 +96,15 @@ class Segment:
         self._room = self._wall = None
         self._holes.clear()
         allocate_cublas(self.device)
-        missing = self._missing_bytes(own_bytes)
+        missing = self._missing(own_bytes)
         whole = self.nbytes + WALL_BYTES + missing
         torch.cuda.empty_cache()
         if self.limit_bytes is not None:
-            left = self.limit_bytes - _reserved_bytes(self.device)
+            left = self.limit_bytes - _reserved(self.device)
             left = left // WALL_BYTES * WALL_BYTES  # the device gives multiples of that
             whole = min(whole, left) if self.nbytes else left
             if whole < LEAST_SEGMENT_BYTES:
-                self.reserved_bytes = _reserved_bytes(self.device)
+                self.reserved_bytes = _reserved(self.device)
                 return
         try:
             self.address = self._hold(whole).data_ptr()
@@ -115,9 +115,9 @@ class Segment:
             )
         self._waits = 0
         if self.address is not None and LEAST_ROOM_BYTES <= missing <= whole - WALL_BYTES:
-            self._room, self._room_bytes = self._hold(missing), missing
+            self._room, self._room_size = self._hold(missing), missing
             self._wall = self._hold(WALL_BYTES)
-        self.reserved_bytes = _reserved_bytes(self.device)
+        self.reserved_bytes = _reserved(self.device)
 
     @property
     def has_room(self) -> bool:
@@ -131,10 +131,10 @@ class Segment:
         """
         if self._room is not None:
             return  # nothing ran backward since
-        missing = self._missing_bytes(own_bytes + sum(map(_bytes, (*self._holes, self._wall))))
-        if missing > self._room_bytes - LEAST_ROOM_BYTES and self._waits < MOST_WAITS:
+        missing = self._missing(own_bytes + sum(map(_bytes, (*self._holes, self._wall))))
+        if missing > self._room_size - LEAST_ROOM_BYTES and self._waits < MOST_WAITS:
             with suppress(torch.OutOfMemoryError):  # somebody came, and as much went elsewhere
-                self._room = self._hold(min(missing, self._room_bytes))
+                self._room = self._hold(min(missing, self._room_size))
         if self._room is None:
             self._wall = None
         self._holes.clear()
@@ -146,7 +146,7 @@ class Segment:
         """
         if self._room is None:
             return
-        room_bytes = self._room_bytes
+        room_size = self._room_size
         holes = [
             block["size"]
             for one in _segments()
@@ -154,18 +154,18 @@ class Segment:
             for block in one["blocks"]
             if block["state"] == "inactive" and block["size"] >= LEAST_HOLE_BYTES
         ]
-        if max(holes, default=0) > room_bytes:
-            self._holes += [self._hold(size) for size in sorted(holes) if size <= room_bytes]
+        if max(holes, default=0) > room_size:
+            self._holes += [self._hold(size) for size in sorted(holes) if size <= room_size]
         self._room = None
         self._waits += 1
 
-    def _missing_bytes(self, own_bytes: int) -> int:
+    def _missing(self, own_bytes: int) -> int:
         """Of what is reserved beside the graph, that which is not there yet, in bytes asked for.
 
         Blocks that the allocator did not cut to size count as more, and belong to what is there.
         """
-        requested_bytes = _now(self.device, "requested_bytes")
-        return max(0, self.reserve_bytes - requested_bytes + own_bytes)
+        requested = _now(self.device, "requested_bytes")
+        return max(0, self.reserve_bytes - requested + own_bytes)
 
     def _hold(self, nbytes: int) -> torch.Tensor:
         return torch.empty(nbytes, dtype=torch.uint8, device=self.device)
@@ -217,7 +217,7 @@ class SharedSegments:
     )
     one: Segment | None = None
     parts: bool = False
-    there_bytes: int | None = None
+    allocated_before: int | None = None
     """Allocated when the segment for all was taken first; None before."""
     shared_bytes: int | None = None
     """The size that all promises name."""
@@ -234,17 +234,17 @@ class SharedSegments:
             if self.one is None:
                 self.one = Segment(device, promise.segment.nbytes, promise.reserve_bytes)
             return self._ready(self.one, _own_bytes(args, device))
-        if self._agree() or self.there_bytes is None:
+        if self._agree() or self.allocated_before is None:
             self.one = self._for_all(promise)
-            self.parts = waiting > 0 and self.there_bytes is not None
-            self.there_bytes = torch.cuda.memory_allocated(device)
+            self.parts = waiting > 0 and self.allocated_before is not None
+            self.allocated_before = torch.cuda.memory_allocated(device)
         assert self.one is not None
         if waiting == 0 and self.parts:
             self.one.reserved_bytes, self.parts = None, False
-            self.there_bytes = torch.cuda.memory_allocated(device)
+            self.allocated_before = torch.cuda.memory_allocated(device)
         elif new and waiting and self.shared_bytes is None:
             self.one.reserved_bytes, self.parts = None, True
-        return self._ready(self.one, self.there_bytes)
+        return self._ready(self.one, self.allocated_before)
 
     def _agree(self) -> bool:
         """Note the size that all promises name; whether it is another one than before."""
@@ -298,7 +298,7 @@ def _segments() -> Iterator[dict[str, Any]]:
     yield from snapshot()
 
 
-def _reserved_bytes(device: torch.device) -> int:
+def _reserved(device: torch.device) -> int:
     """Now; `torch.cuda.memory_reserved` takes ten times as long."""
     return _now(device, "reserved_bytes")
 

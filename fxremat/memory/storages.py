@@ -40,15 +40,15 @@ def storage_bytes(values: Iterable[object], device: torch.device) -> int:
     return sum(storages_of(values, device).values())
 
 
-def saved_storages(node: Any, planned_bytes: int, device: torch.device) -> Storages:
+def saved_storages(node: Any, planned: int, device: torch.device) -> Storages:
     """The storages that a forward has saved, and those of gradients beside what it saved.
 
-    Where one was overwritten since, they are not known, and ``planned_bytes`` stand for them.
+    Where one was overwritten since, they are not known, and ``planned`` bytes stand for them.
     """
     try:
         saved = saved_by(node)
     except RuntimeError:
-        return {id(node): planned_bytes}
+        return {id(node): planned}
     return with_gradients(saved, device)
 
 

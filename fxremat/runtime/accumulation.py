@@ -39,7 +39,7 @@ from fxremat.compat.backward import (
     running_node,
     watch_backwards,
 )
-from fxremat.runtime.host_memory import extent, extent_bytes, is_host, is_on, storage_address
+from fxremat.runtime.host_memory import extent, is_host, is_on, size_of_extent, storage_address
 from fxremat.runtime.kernels import WAITS, no_result, register
 
 log = logging.getLogger(__name__)
@@ -186,7 +186,7 @@ def _apart(weights: Sequence[torch.Tensor]) -> frozenset[int]:
 def _run(tensor: torch.Tensor) -> tuple[int, int]:
     if tensor.layout is not torch.strided:
         return 0, 0
-    return tensor.data_ptr(), tensor.data_ptr() + extent_bytes(tensor)
+    return tensor.data_ptr(), tensor.data_ptr() + size_of_extent(tensor)
 
 
 def _reason_against(
@@ -226,7 +226,7 @@ def _alike(one: torch.Tensor, other: torch.Tensor) -> bool:
 
 def _owns_its_memory(gradient: torch.Tensor) -> bool:
     storage = gradient.untyped_storage()
-    whole = storage.nbytes() == extent_bytes(gradient) > 0
+    whole = storage.nbytes() == size_of_extent(gradient) > 0
     return whole and gradient.storage_offset() == 0 and storage.resizable()
 
 

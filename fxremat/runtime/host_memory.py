@@ -150,7 +150,7 @@ def extent(x: torch.Tensor) -> int:
     return 1 + sum((size - 1) * stride for size, stride in sizes)
 
 
-def extent_bytes(x: torch.Tensor) -> int:
+def size_of_extent(x: torch.Tensor) -> int:
     """Bytes from the first element to the last; those of the elements if ``x`` has no gaps."""
     return extent(x) * x.element_size()
 

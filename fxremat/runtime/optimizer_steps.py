@@ -41,7 +41,7 @@ from fxremat.compat.backward import (
 )
 from fxremat.core.constants import STEPS_AHEAD
 from fxremat.runtime.copy_trace import SerialThread, active_traces, host_time
-from fxremat.runtime.host_memory import extent_bytes, storage_address
+from fxremat.runtime.host_memory import size_of_extent, storage_address
 from fxremat.runtime.kernels import WAITS, no_result, register
 
 
@@ -62,7 +62,7 @@ class Step:
         self._parameter = parameter
         self._step = step
         self._ready = ready
-        self._nbytes = extent_bytes(gradient)
+        self._nbytes = size_of_extent(gradient)
         self._threads = torch.get_num_threads()
         self._traces = active_traces()
         self._ended = Event()
@@ -265,7 +265,7 @@ def now_on(device: torch.device) -> Callable[[], object]:
 
 def _stand_in(gradient: torch.Tensor) -> torch.Tensor:
     """A tensor like ``gradient`` whose pages nobody ever touches, so that it takes no memory."""
-    nbytes = extent_bytes(gradient)
+    nbytes = size_of_extent(gradient)
     flags = mmap.MAP_PRIVATE | mmap.MAP_ANONYMOUS | getattr(mmap, "MAP_NORESERVE", 0)
     empty = torch.empty(0, dtype=gradient.dtype)
     pages = torch.frombuffer(mmap.mmap(-1, nbytes, flags=flags), dtype=torch.uint8)

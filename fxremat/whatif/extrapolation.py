@@ -143,7 +143,7 @@ class ContinuedPlan:
         """The time of the planned step, and of the blocks that are not in it."""
         return self.planned.time_us + self.further.time_us
 
-    def dry_run_bytes(self) -> int:
+    def dry_run_peak(self) -> int:
         """The peak by a dry run of the step."""
         return self.planned.evaluated().peak_bytes + self.further.nbytes
 

@@ -133,7 +133,7 @@ def _in_dry_runs(
         plan, within = at(size).quickest(target), target
         taken = plan.peak_bytes
         if taken <= target:
-            taken, within = plan.dry_run_bytes(), budget
+            taken, within = plan.dry_run_peak(), budget
             if taken <= budget:
                 found = size, taken, plan.time_us
                 return _between(at, (size + too_large) // 2, target, budget, found) or found
@@ -156,7 +156,7 @@ def _between(
     plan = at(size).quickest(target)
     if plan.peak_bytes > target:
         return None
-    taken = plan.dry_run_bytes()
+    taken = plan.dry_run_peak()
     return (size, taken, plan.time_us) if taken <= budget else None
 
 

@@ -33,7 +33,7 @@ from fxremat.compile.draft import Draft
 from fxremat.compile.dry_run.dry_run import DryRun, GeneratedStep, generate_step
 from fxremat.compile.pipeline import AS_TORCH, DONATE, PLAN, PREPARE, Runner
 from fxremat.compile.request import Request
-from fxremat.compile.search.candidates import Candidate, Evaluation, Evaluator, plain_bytes
+from fxremat.compile.search.candidates import Candidate, Evaluation, Evaluator, plain_peak
 from fxremat.compile.search.planning import ONE_PASS, Planning
 from fxremat.compile.search.proposals import plan_of_torch
 from fxremat.compile.search.search import Search
@@ -188,7 +188,7 @@ class SymbolicStep:
         def dry_run(size: int) -> DryRun:
             return self.torch_dry_run({**sizes, what: size})
 
-        return PeaksBySize(dry_run, partial(plain_bytes, request=self.costs.request))
+        return PeaksBySize(dry_run, partial(plain_peak, request=self.costs.request))
 
     @with_stack_room
     def torch_time_us(self, sizes: Sizes) -> float:
@@ -245,7 +245,7 @@ class SymbolicStep:
         search = self._search(budget_bytes)
         with self.there():
             found = _quickest(search, budget_bytes)
-            return Expected(search.evaluator, found, _expected_bytes(search, found), self.there)
+            return Expected(search.evaluator, found, _expected_peak(search, found), self.there)
 
     def _search(self, budget_bytes: int) -> Search:
         asked = self.costs.request
@@ -263,7 +263,7 @@ def _quickest(search: Search, budget_bytes: int) -> Candidate:
     much, the plan aims lower with the same variants, which takes little time; only where that does
     not do are they chosen anew.
     """
-    planning, found, expected = search.planning, list[Candidate](), partial(_expected_bytes, search)
+    planning, found, expected = search.planning, list[Candidate](), partial(_expected_peak, search)
     target = int((1 - EXPECTED_WRONG) * budget_bytes)
     for _ in range(ROUNDS):
         drafts = _drafts_for(search, target)
@@ -295,7 +295,7 @@ def _drafts_for(search: Search, target: int) -> list[Draft]:
     return drafts
 
 
-def _expected_bytes(search: Search, candidate: Candidate) -> int:
+def _expected_peak(search: Search, candidate: Candidate) -> int:
     """The peak of a candidate in the bytes that the budget counts, beside what is held."""
     return search.planning.expected_bytes(candidate.draft.estimate.problem, candidate.plan)
 

@@ -14,15 +14,15 @@ _NONE = frozenset[str]()
 class Scheduled:
     """A kernel before fusion: a library call, a loop, or (neither) something without work.
 
-    ``is_copy`` of a loop that changes no value, only the layout. ``read_bytes`` of the largest
-    operand, ``written_bytes`` of all results; ``reads`` and ``writes`` name the buffers, ``names``
+    ``is_copy`` of a loop that changes no value, only the layout. ``read``: bytes of the largest
+    operand, ``written``: of all results; ``reads`` and ``writes`` name the buffers, ``names``
     the nodes of the graph that it computes.
     """
 
     is_call: bool
     is_loop: bool
-    read_bytes: int
-    written_bytes: int
+    read: int
+    written: int
     is_copy: bool = False
     reads: frozenset[str] = frozenset()
     writes: frozenset[str] = frozenset()
@@ -48,8 +48,8 @@ def scheduled(node: Any) -> Scheduled:
         is_call=bool(node.is_extern() or node.is_template())
         and not isinstance(node.node, ir.MultiOutput),
         is_loop=is_loop,
-        read_bytes=max((size(dep) for dep in reads), default=0),
-        written_bytes=sum(size(dep) for dep in writes),
+        read=max((size(dep) for dep in reads), default=0),
+        written=sum(size(dep) for dep in writes),
         is_copy=is_loop
         and set(node._body.op_counts) == {"load", "store", "output"}
         and not node.has_aliasing_or_mutation(),

@@ -110,7 +110,7 @@ class InsideCall:
 
     events: tuple[Event, ...]
     results: tuple[str | None, ...]
-    scratch_bytes: int
+    scratch: int
 
 
 @dataclass
@@ -214,7 +214,7 @@ class CodeMeter(Meter[_Buffer]):
         blocks = self.workspace(op, args, kwargs) if inside is None else ()
         scratch = sum(rounded(n, self.device) for n in blocks)
         if inside is not None:
-            scratch = inside.scratch_bytes
+            scratch = inside.scratch
         if scratch and self.code is not None:
             self.scratch[self.code.origin(name, 0)] = scratch
         if inside is not None:

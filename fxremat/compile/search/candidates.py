@@ -155,13 +155,14 @@ class Evaluation:
         return self.candidate.plan
 
     @property
-    def allocated_bytes(self) -> int:
+    def allocated(self) -> int:
+        """The peak in allocated bytes."""
         return self.peak_bytes if self.dry_run is None else self.dry_run.peak_bytes
 
     @property
     def fragmentation_bytes(self) -> int:
         """What the budget counts beyond allocated bytes; plans know nothing of it."""
-        return self.peak_bytes - self.allocated_bytes
+        return self.peak_bytes - self.allocated
 
     @property
     def runs_again(self) -> bool:
@@ -203,7 +204,7 @@ def _most_live(problem: Problem, steps: Sequence[Step]) -> dict[str, int]:
     return most
 
 
-def plain_bytes(shown: DryRun, request: Request) -> int:
+def plain_peak(shown: DryRun, request: Request) -> int:
     """The peak in a dry run of code that is not ours, in the bytes that the budget counts."""
     allocator = request.budget.counted_allocator
     if allocator is None or not shown.events:

@@ -48,7 +48,7 @@ def under(draft: Draft, aim: int, planning: Planning) -> Proposals:
         return
     problem = loose.corrections().apply_to(problem)
     loose = _corrected(problem, loose)
-    disorder = max(0, loose.allocated_bytes - loose.plan.peak_bytes)
+    disorder = max(0, loose.allocated - loose.plan.peak_bytes)
     near = min(plan.peak_bytes, (1 - CLOSE_ENOUGH) * aim) <= loose.plan.peak_bytes <= aim
     kept = loose.plan if near else None
     fits, tried = (loose if loose.peak_bytes <= aim else None), {plan.steps}

@@ -20,7 +20,7 @@ class AddressSpace:
 
     address: int
     nbytes: int
-    page_bytes: int
+    page: int
 
 
 @dataclass(slots=True, eq=False)
@@ -33,7 +33,7 @@ class Block:
     space: AddressSpace | None = None
     mapped: bool = True
     allocated: bool = False
-    requested_bytes: int = 0
+    requested: int = 0
     before: Block | None = None
     after: Block | None = None
 
@@ -43,7 +43,7 @@ class Block:
         return self.before is not None or self.after is not None
 
     @property
-    def reach_bytes(self) -> int:
+    def reach(self) -> int:
         """Bytes that the block can grow to: its own, and addresses without memory behind it."""
         after = self.after
         return self.nbytes + (after.nbytes if after is not None and not after.mapped else 0)
@@ -156,8 +156,8 @@ class Device:
     def give_back(self, nbytes: int) -> None:
         self.reserved.change(-nbytes)
 
-    def addresses(self, nbytes: int, step_bytes: int = 2 * MIB) -> int:
+    def addresses(self, nbytes: int, multiple: int = 2 * MIB) -> int:
         """The first of ``nbytes`` addresses that nothing else has; a multiple of the step."""
-        address = round_up(self._next_address, step_bytes)
-        self._next_address = address + nbytes + step_bytes
+        address = round_up(self._next_address, multiple)
+        self._next_address = address + nbytes + multiple
         return address

@@ -35,39 +35,42 @@ class CachingAllocator:
         self._device = Device()
         self._small, self._large = Pool(small=True), Pool(small=False)
         self._segments = _Segments(self._device)
-        self._expandable = ExpandableSegments(self._device, self.settings.large_segment_bytes)
+        self._expandable = ExpandableSegments(self._device, self.settings.large_segment)
         self._live: dict[int, tuple[Pool, Block]] = {}
         self._allocated, self._requested = Level(), Level()
 
     @property
-    def allocated_bytes(self) -> int:
+    def allocated(self) -> int:
         """Bytes of the blocks in use, as torch.cuda.memory_allocated counts them."""
         return self._allocated.now
 
     @property
     def peak_allocated_bytes(self) -> int:
+        """The most that `allocated` has been."""
         return self._allocated.peak
 
     @property
-    def reserved_bytes(self) -> int:
+    def reserved(self) -> int:
         """Bytes taken from the device, as torch.cuda.memory_reserved counts them."""
         return self._device.reserved.now
 
     @property
     def peak_reserved_bytes(self) -> int:
+        """The most that `reserved` has been."""
         return self._device.reserved.peak
 
     @property
-    def requested_bytes(self) -> int:
+    def requested(self) -> int:
         """Bytes that callers asked for and have not freed."""
         return self._requested.now
 
     @property
     def peak_requested_bytes(self) -> int:
+        """The most that `requested` has been."""
         return self._requested.peak
 
     @property
-    def inactive_split_bytes(self) -> int:
+    def inactive_split(self) -> int:
         """Free bytes in segments that also hold other blocks; expandable segments do not count."""
         return sum(b.nbytes for _, b in self._free() if b.is_split and b.space is None)
 
@@ -86,12 +89,12 @@ class CachingAllocator:
             if nbytes < 0:
                 raise ValueError(f"cannot allocate {nbytes} bytes; ask for 0 or more")
             return 0
-        block_bytes = round_request(nbytes, self.settings)
-        pool = self._small if block_bytes <= LARGEST_SMALL_BYTES else self._large
-        block = self._cached(pool, stream, block_bytes)
+        rounded = round_request(nbytes, self.settings)
+        pool = self._small if rounded <= LARGEST_SMALL_BYTES else self._large
+        block = self._cached(pool, stream, rounded)
         if block is None:
-            block = self._new(pool, stream, block_bytes)
-        return self._hand_out(pool, block, block_bytes, nbytes)
+            block = self._new(pool, stream, rounded)
+        return self._hand_out(pool, block, rounded, nbytes)
 
     def free(self, address: int) -> None:
         """Frees what `allocate` returned; raises `ValueError` where nothing lives there."""
@@ -101,7 +104,7 @@ class CachingAllocator:
             raise ValueError(f"nothing is allocated at {address:#x}; free each address once")
         pool, block = self._live.pop(address)
         self._allocated.change(-block.nbytes)
-        self._requested.change(-block.requested_bytes)
+        self._requested.change(-block.requested)
         block.allocated = False
         pool.add(pool.merge(block))
 
@@ -115,32 +118,32 @@ class CachingAllocator:
         pools = (self._small, self._large)
         return [(pool, block) for pool in pools for block in pool.free_blocks()]
 
-    def _cached(self, pool: Pool, stream: int, block_bytes: int) -> Block | None:
+    def _cached(self, pool: Pool, stream: int, rounded: int) -> Block | None:
         """The free block that serves a request, taken out of its pool."""
-        block = _best_fit(pool, stream, block_bytes)
-        if block is None or not self._may_serve(block.nbytes, block_bytes):
+        block = _best_fit(pool, stream, rounded)
+        if block is None or not self._may_serve(block.nbytes, rounded):
             return None
         pool.remove(block)
         return block
 
-    def _may_serve(self, free_bytes: int, block_bytes: int) -> bool:
+    def _may_serve(self, free: int, rounded: int) -> bool:
         """Whether oversize blocks, which are not split, are kept for requests of their size."""
-        if not self.settings.is_oversize(block_bytes):
-            return not self.settings.is_oversize(free_bytes)
-        return free_bytes < block_bytes + self.settings.max_non_split_rounding_bytes
+        if not self.settings.is_oversize(rounded):
+            return not self.settings.is_oversize(free)
+        return free < rounded + self.settings.max_non_split_rounding
 
-    def _new(self, pool: Pool, stream: int, block_bytes: int) -> Block:
+    def _new(self, pool: Pool, stream: int, rounded: int) -> Block:
         """A block in a new segment or in new pages, in no pool."""
         if self.settings.expandable_segments:
-            return self._expandable.allocate(pool, stream, block_bytes)
-        return self._segments.allocate(stream, segment_bytes_for(block_bytes, self.settings))
+            return self._expandable.allocate(pool, stream, rounded)
+        return self._segments.allocate(stream, segment_bytes_for(rounded, self.settings))
 
-    def _hand_out(self, pool: Pool, block: Block, block_bytes: int, nbytes: int) -> int:
+    def _hand_out(self, pool: Pool, block: Block, rounded: int, nbytes: int) -> int:
         """Splits a block that is in no pool where that is worth it, and marks it as used."""
-        if is_worth_splitting(block.nbytes, block_bytes, pool.small, self.settings):
-            pool.add(block.cut(block_bytes))
+        if is_worth_splitting(block.nbytes, rounded, pool.small, self.settings):
+            pool.add(block.cut(rounded))
         block.allocated = True
-        block.requested_bytes = nbytes
+        block.requested = nbytes
         self._live[block.address] = pool, block
         self._allocated.change(block.nbytes)
         self._requested.change(nbytes)
@@ -169,18 +172,18 @@ class _Segments:
                 self.device.give_back(block.nbytes)
 
 
-def _best_fit(pool: Pool, stream: int, block_bytes: int) -> Block | None:
-    """The smallest free block that holds ``block_bytes``, the lowest of its size.
+def _best_fit(pool: Pool, stream: int, rounded: int) -> Block | None:
+    """The smallest free block that holds ``rounded`` bytes, the lowest of its size.
 
     A block that can grow counts with what it can grow to, so that the next in size goes first
     where it can grow less.
     """
-    fitting = pool.at_least(stream, block_bytes)
+    fitting = pool.at_least(stream, rounded)
     best = next(fitting, None)
     if best is None or best.space is None:
         return best
     for block in fitting:
-        if block.reach_bytes >= best.reach_bytes:
+        if block.reach >= best.reach:
             break
         best = block
     return best

@@ -32,7 +32,7 @@ class ExpandableSegments:
     """All expandable segments of an allocator; ``count`` of them exist."""
 
     device: Device
-    large_page_bytes: int
+    large_page: int
     count: int = 0
 
     def allocate(self, pool: Pool, stream: int, nbytes: int) -> Block:
@@ -64,7 +64,7 @@ class ExpandableSegments:
 
     def _new_segment(self, pool: Pool, stream: int, least_bytes: int) -> Block:
         """More addresses than any device has bytes, so that holes do not use them up."""
-        page = SMALL_SEGMENT_BYTES if pool.small else self.large_page_bytes
+        page = SMALL_SEGMENT_BYTES if pool.small else self.large_page
         nbytes = round_up(max(_SPACE_BYTES, least_bytes), page)
         space = AddressSpace(self.device.addresses(nbytes, page), nbytes, page)
         block = Block(space.address, nbytes, stream, space, mapped=False)
@@ -76,11 +76,11 @@ class ExpandableSegments:
         """Gives memory to the first ``nbytes`` of ``hole``, in whole pages."""
         space = hole.space
         assert space is not None
-        mapped_bytes = round_up(nbytes, space.page_bytes)
-        self.device.take(mapped_bytes)
+        added = round_up(nbytes, space.page)
+        self.device.take(added)
         pool.remove(hole)
-        if mapped_bytes < hole.nbytes:
-            pool.add(hole.cut(mapped_bytes))
+        if added < hole.nbytes:
+            pool.add(hole.cut(added))
         hole.mapped = True
         block = pool.merge(hole)
         pool.add(block)
@@ -89,18 +89,18 @@ class ExpandableSegments:
     def _unmap(self, pool: Pool, block: Block, space: AddressSpace) -> None:
         """Takes the memory from the pages that lie in ``block`` whole; the rest stays free."""
         end = block.address + block.nbytes - space.address
-        first = round_up(block.address - space.address, space.page_bytes)
-        unmapped_bytes = end // space.page_bytes * space.page_bytes - first
-        if unmapped_bytes <= 0:
+        first = round_up(block.address - space.address, space.page)
+        removed = end // space.page * space.page - first
+        if removed <= 0:
             return
         pool.remove(block)
-        head_bytes = space.address + first - block.address
-        if head_bytes > 0:
-            head, block = block, block.cut(head_bytes)
+        before = space.address + first - block.address
+        if before > 0:
+            head, block = block, block.cut(before)
             pool.add(head)
-        if unmapped_bytes < block.nbytes:
-            pool.add(block.cut(unmapped_bytes))
-        self.device.give_back(unmapped_bytes)
+        if removed < block.nbytes:
+            pool.add(block.cut(removed))
+        self.device.give_back(removed)
         block.mapped = False
         block = pool.merge(block)
         if block.is_split:

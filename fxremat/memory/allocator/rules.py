@@ -21,9 +21,9 @@ SEGMENT_STEP_BYTES = 2 * MIB
 """Segments of such requests are multiples of this."""
 
 
-def round_up(nbytes: int, step_bytes: int) -> int:
-    """The least multiple of ``step_bytes`` that is at least ``nbytes``."""
-    return -(-nbytes // step_bytes) * step_bytes
+def round_up(nbytes: int, multiple: int) -> int:
+    """The least of the multiples that is at least ``nbytes``."""
+    return -(-nbytes // multiple) * multiple
 
 
 def _next_division(nbytes: int, divisions: int) -> int:
@@ -42,22 +42,22 @@ def round_request(nbytes: int, settings: AllocatorSettings) -> int:
     return round_up(nbytes, MIN_BLOCK_BYTES)
 
 
-def segment_bytes_for(block_bytes: int, settings: AllocatorSettings) -> int:
-    """Bytes that cudaMalloc is asked for when no cached block serves ``block_bytes``."""
-    if block_bytes <= LARGEST_SMALL_BYTES:
+def segment_bytes_for(block: int, settings: AllocatorSettings) -> int:
+    """Bytes that cudaMalloc is asked for when no cached block serves ``block`` bytes."""
+    if block <= LARGEST_SMALL_BYTES:
         return SMALL_SEGMENT_BYTES
-    if block_bytes < LARGE_REQUEST_BYTES:
-        return settings.large_segment_bytes
-    return round_up(block_bytes, SEGMENT_STEP_BYTES)
+    if block < LARGE_REQUEST_BYTES:
+        return settings.large_segment
+    return round_up(block, SEGMENT_STEP_BYTES)
 
 
 def is_worth_splitting(
-    free_bytes: int, block_bytes: int, small: bool, settings: AllocatorSettings
+    free: int, block: int, small: bool, settings: AllocatorSettings
 ) -> bool:
-    """Whether the rest of a free block of ``free_bytes`` becomes a free block of its own."""
-    rest_bytes = free_bytes - block_bytes
+    """Whether the rest of a free block of ``free`` bytes becomes a free block of its own."""
+    rest = free - block
     if small or settings.expandable_segments:
-        return rest_bytes >= MIN_BLOCK_BYTES
-    if settings.is_oversize(block_bytes):
+        return rest >= MIN_BLOCK_BYTES
+    if settings.is_oversize(block):
         return False
-    return rest_bytes > LARGEST_SMALL_BYTES
+    return rest > LARGEST_SMALL_BYTES

@@ -24,28 +24,28 @@ INTERVALS = 16
 
 @dataclass(frozen=True)
 class AllocatorSettings:
-    """How torch's caching allocator is set; the defaults are torch's.
+    """How torch's caching allocator is set, with sizes in bytes; the defaults are torch's.
 
-    ``max_split_bytes`` None: blocks of every size are split. ``divisions`` has one number for each
+    ``max_split`` None: blocks of every size are split. ``divisions`` has one number for each
     power of two from 1 MiB on; 0 and 1 round to 512 bytes alone. Raises `InvalidOption` (a
     `ValueError`) for values that torch does not take.
     """
 
-    max_split_bytes: int | None = None
-    max_non_split_rounding_bytes: int = 20 * MIB
-    large_segment_bytes: int = 20 * MIB
+    max_split: int | None = None
+    max_non_split_rounding: int = 20 * MIB
+    large_segment: int = 20 * MIB
     divisions: tuple[int, ...] = (0,) * INTERVALS
     expandable_segments: bool = False
 
     def __post_init__(self) -> None:
-        large = format_bytes(self.large_segment_bytes)
+        large = format_bytes(self.large_segment)
         least = f"at least one large segment ({large}); raise it, or lower large_segment_size_mb"
-        if self.large_segment_bytes <= 10 * MIB:
-            raise _invalid("large_segment_size_mb", self.large_segment_bytes // MIB, "more than 10")
-        if self.max_split_bytes is not None and self.max_split_bytes < self.large_segment_bytes:
-            raise _invalid("max_split_size_mb", self.max_split_bytes // MIB, least)
-        if self.max_non_split_rounding_bytes < self.large_segment_bytes:
-            rounding_mb = self.max_non_split_rounding_bytes // MIB
+        if self.large_segment <= 10 * MIB:
+            raise _invalid("large_segment_size_mb", self.large_segment // MIB, "more than 10")
+        if self.max_split is not None and self.max_split < self.large_segment:
+            raise _invalid("max_split_size_mb", self.max_split // MIB, least)
+        if self.max_non_split_rounding < self.large_segment:
+            rounding_mb = self.max_non_split_rounding // MIB
             raise _invalid("max_non_split_rounding_mb", rounding_mb, least)
         if len(self.divisions) != INTERVALS or not all(map(_is_division, self.divisions)):
             divisions = self.divisions
@@ -58,7 +58,7 @@ class AllocatorSettings:
 
     def is_oversize(self, nbytes: int) -> bool:
         """Whether a block of ``nbytes`` is never split."""
-        return self.max_split_bytes is not None and nbytes >= self.max_split_bytes
+        return self.max_split is not None and nbytes >= self.max_split
 
 
 def _invalid(key: str, value: object, expected: str) -> InvalidOption:
@@ -152,9 +152,9 @@ def _divisions(key: str, text: str) -> tuple[int, ...]:
 
 _FIELDS: dict[str, tuple[str, Callable[[str, str], Any]]] = {
     "expandable_segments": ("expandable_segments", _truth),
-    "large_segment_size_mb": ("large_segment_bytes", _mebibytes),
-    "max_non_split_rounding_mb": ("max_non_split_rounding_bytes", _mebibytes),
-    "max_split_size_mb": ("max_split_bytes", _mebibytes),
+    "large_segment_size_mb": ("large_segment", _mebibytes),
+    "max_non_split_rounding_mb": ("max_non_split_rounding", _mebibytes),
+    "max_split_size_mb": ("max_split", _mebibytes),
     "roundup_power2_divisions": ("divisions", _divisions),
 }
 KEYS = tuple(sorted({*_FIELDS, *WITHOUT_EFFECT, "backend", "throw_on_cudamalloc_oom"}))

@@ -168,12 +168,12 @@ class Layout:
     slot_of: dict[int, int]
     loose: frozenset[int]
     dies: dict[int, tuple[int, ...]]
-    loose_bytes: tuple[tuple[int, int], ...]
+    size_of_loose: tuple[tuple[int, int], ...]
     """Bytes of loose values at each instruction on tiles, for each row, and for its numbers."""
 
     def most_loose(self, tile: int) -> int:
         """Bytes beside the slots at the worst instruction."""
-        bytes_at = (tile * each + fixed for each, fixed in self.loose_bytes)
+        bytes_at = (tile * each + fixed for each, fixed in self.size_of_loose)
         return max(bytes_at, default=0) if tile else 0
 
 
@@ -264,7 +264,7 @@ class _Assigner:
             dies.setdefault(self.order[self.life_of_loose(number)[1]], []).append(number)
         return Layout(
             self.stages, tuple(self.slots), self.slot_of, frozenset(loose),
-            {n: tuple(d) for n, d in dies.items()}, self.loose_bytes(loose),
+            {n: tuple(d) for n, d in dies.items()}, self.size_of_loose(loose),
         )  # fmt: skip
 
     def is_loose(self, number: int) -> bool:
@@ -277,7 +277,7 @@ class _Assigner:
         copied = number in self.slot_of or number in self.program.results
         return (start, start) if copied else (start, end)
 
-    def loose_bytes(self, loose: list[int]) -> tuple[tuple[int, int], ...]:
+    def size_of_loose(self, loose: list[int]) -> tuple[tuple[int, int], ...]:
         found = []
         for at, number in enumerate(self.order):
             if self.stages[self.stage_of[number]].of_chunk:

@@ -86,7 +86,7 @@ def _on_chunk(call: RowsCall, one: Instruction, rows: int, measure: Measure) -> 
     program = call.program
     if one.op in STATISTICS:
         (given,) = (n for n in one.reads)
-        return rows * _row_bytes(program, call.rows, given) + 4 * one.numel * one.dtype.itemsize
+        return rows * _size_of_row(program, call.rows, given) + 4 * one.numel * one.dtype.itemsize
     if one.op not in CONVOLUTIONS:
         return 0
 
@@ -116,7 +116,7 @@ def _reducing(call: RowsCall, values: Sequence[int], measure: Measure) -> int:
 
 def _known(call: RowsCall) -> list[int | None]:
     """Bytes that the kernel of each stage allocates; None where it runs operator by operator."""
-    return [None if kernel is None else kernel.scratch_bytes for kernel in call.kernels]
+    return [None if kernel is None else kernel.scratch for kernel in call.kernels]
 
 
 def _expected(call: RowsCall) -> list[int | None]:
@@ -171,7 +171,7 @@ def inside(*args: Any, on_cpu: bool, by_inductor: bool = False, **kwargs: Any) -
     for stage in plan.stages:
         if by_inductor and is_worth_fusing(stage):
             touched = (*read(parsed, stage), *written(parsed, stage))
-            moved = sum(_row_bytes(parsed, rows, number) for number in touched) * total
+            moved = sum(_size_of_row(parsed, rows, number) for number in touched) * total
             found += Inside(tiles, moved, functions=_functions(parsed, stage, total))
             continue
         in_cache = not stage.of_chunk and tile < chunk
@@ -182,7 +182,7 @@ def inside(*args: Any, on_cpu: bool, by_inductor: bool = False, **kwargs: Any) -
             moved = 2 * elements * one.dtype.itemsize // (CACHE_SPEED if in_cache else 1)
             found += Inside(chunks if stage.of_chunk else tiles, moved)
             if one.op in MATMULS or one.op in CONVOLUTIONS:
-                again = sum(_whole_bytes(parsed, whole, n) for n in one.reads)
+                again = sum(_size_of_whole(parsed, whole, n) for n in one.reads)
                 if one.kind == "sum" and not on_cpu:
                     again += 2 * elements * accumulates_in(one.dtype).itemsize
                 times = chunks if stage.of_chunk else tiles
@@ -201,7 +201,7 @@ def _functions(program: Program, stage: Stage, total: int) -> tuple[tuple[str, i
     )
 
 
-def _row_bytes(program: Program, rows: Tensors, number: int) -> int:
+def _size_of_row(program: Program, rows: Tensors, number: int) -> int:
     """Bytes of one row of a value; 0 for values that all rows share."""
     one = program.instruction(number)
     if one is None:
@@ -210,7 +210,7 @@ def _row_bytes(program: Program, rows: Tensors, number: int) -> int:
     return one.numel * one.dtype.itemsize if one.kind == "row" else 0
 
 
-def _whole_bytes(program: Program, whole: Tensors, number: int) -> int:
+def _size_of_whole(program: Program, whole: Tensors, number: int) -> int:
     """Bytes of a value that is the same for all rows; 0 for others."""
     one = program.instruction(number)
     if one is not None:

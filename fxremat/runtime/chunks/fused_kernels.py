@@ -296,11 +296,11 @@ class Kernel:
 
     ``begin()`` has it compiled beside what Python does, ``compiled()`` waits for that. ``run`` is
     called with the memory that the kernel names, in that order, in a list that it empties; on
-    tensors without memory it allocates only. ``scratch_bytes`` is what it allocates meanwhile.
+    tensors without memory it allocates only. ``scratch`` is what it allocates meanwhile.
     """
 
     memory: tuple[Memory, ...]
-    scratch_bytes: int
+    scratch: int
     begin: Callable[[], None]
     compiled: Callable[[], Callable[[list[torch.Tensor]], object]]
     unbuilt: Callable[[list[torch.Tensor]], object]

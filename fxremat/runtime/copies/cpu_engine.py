@@ -31,7 +31,7 @@ from fxremat.runtime.copy_trace import (
     active_traces,
     host_time,
 )
-from fxremat.runtime.host_memory import HOST_MEMORY, check_copyable, extent_bytes
+from fxremat.runtime.host_memory import HOST_MEMORY, check_copyable, size_of_extent
 
 
 @dataclass(frozen=True)
@@ -58,7 +58,7 @@ class _CpuTransfer:
         after: _CpuTransfer | None,
     ) -> None:
         self.direction = direction
-        self.nbytes = extent_bytes(source)
+        self.nbytes = size_of_extent(source)
         self.error: BaseException | None = None
         self._tensors: list[torch.Tensor] = [source, target]
         self._speed = speed
@@ -73,7 +73,7 @@ class _CpuTransfer:
                 self._after.wait()
             with host_time(self.direction, self.nbytes, self._traces):
                 time.sleep(self._speed.seconds(self.nbytes))
-                _copy_bytes(self._tensors)
+                _copy_memory(self._tensors)
         except BaseException as error:
             self.error = error.with_traceback(None)  # whose frames hold the tensors
         finally:
@@ -102,7 +102,7 @@ class CpuEngine:
 
     def start_to_host(self, x: torch.Tensor) -> torch.Tensor:
         check_copyable(x)
-        host = HOST_MEMORY.allocate(extent_bytes(x), lambda: _mapped_like(x))
+        host = HOST_MEMORY.allocate(size_of_extent(x), lambda: _mapped_like(x))
         return self._start("to_host", x, host)
 
     def start_to_device(self, host: torch.Tensor, device: torch.device) -> torch.Tensor:
@@ -140,7 +140,7 @@ class CpuEngine:
 
 def _mapped_like(x: torch.Tensor) -> torch.Tensor:
     """A tensor like ``x`` in pages of its own, which go when its storage does."""
-    nbytes = extent_bytes(x)
+    nbytes = size_of_extent(x)
     empty = torch.empty(0, dtype=x.dtype)
     pages = torch.frombuffer(mmap.mmap(-1, nbytes), dtype=torch.uint8) if nbytes else empty
     return empty.set_(pages.untyped_storage(), 0, x.size(), x.stride())
@@ -148,13 +148,13 @@ def _mapped_like(x: torch.Tensor) -> torch.Tensor:
 
 def _fill_with_garbage(x: torch.Tensor) -> None:
     """Fill all bytes with ones of bits; a bool has only one that may be set."""
-    ctypes.memset(x.data_ptr(), 1 if x.dtype == torch.bool else 0xFF, extent_bytes(x))
+    ctypes.memset(x.data_ptr(), 1 if x.dtype == torch.bool else 0xFF, size_of_extent(x))
 
 
-def _copy_bytes(tensors: Sequence[torch.Tensor]) -> None:
+def _copy_memory(tensors: Sequence[torch.Tensor]) -> None:
     """Copy the first's run of memory to the second's, without holding Python's lock."""
     source, target = tensors
-    ctypes.memmove(target.data_ptr(), source.data_ptr(), extent_bytes(source))
+    ctypes.memmove(target.data_ptr(), source.data_ptr(), size_of_extent(source))
 
 
 ENGINE = CpuEngine()

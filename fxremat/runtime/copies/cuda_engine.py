@@ -21,7 +21,7 @@ from weakref import WeakKeyDictionary
 import torch
 
 from fxremat.runtime.copy_trace import CopyRecord, Direction, Pending, Trace, Wait, active_traces
-from fxremat.runtime.host_memory import HOST_MEMORY, check_copyable, extent_bytes, run_of_memory
+from fxremat.runtime.host_memory import HOST_MEMORY, check_copyable, run_of_memory, size_of_extent
 
 
 class _CudaTransfer:
@@ -32,7 +32,7 @@ class _CudaTransfer:
     """
 
     def __init__(self, source: torch.Tensor, target: torch.Tensor, ended: torch.cuda.Event) -> None:
-        self.nbytes = extent_bytes(source)
+        self.nbytes = size_of_extent(source)
         self.ended = ended
         self._tensors: tuple[torch.Tensor, ...] = (source, target)
 
@@ -70,7 +70,7 @@ class _CudaLine:
     def _copy(self, source: torch.Tensor, target: torch.Tensor) -> torch.cuda.Event:
         with (
             torch.cuda.stream(self._stream),
-            _device_time(self._direction, extent_bytes(source), self._stream),
+            _device_time(self._direction, size_of_extent(source), self._stream),
         ):
             run_of_memory(target).copy_(run_of_memory(source), non_blocking=True)
         ended: torch.cuda.Event = self._stream.record_event()
@@ -94,7 +94,7 @@ class CudaEngine:
 
     def start_to_host(self, x: torch.Tensor) -> torch.Tensor:
         check_copyable(x)
-        host = HOST_MEMORY.allocate(extent_bytes(x), lambda: _pinned_like(x))
+        host = HOST_MEMORY.allocate(size_of_extent(x), lambda: _pinned_like(x))
         transfer = self._line("to_host", x.device).start(x, host, None)
         self._filled[host.untyped_storage()] = transfer.ended
         self._pending.add(host, transfer)

@@ -28,7 +28,7 @@ import torch
 from fxremat.runtime import optimizer_steps
 from fxremat.runtime.copies import cpu_engine, cuda_engine
 from fxremat.runtime.copy_trace import CopyRecord, Direction, Engine, copy_trace
-from fxremat.runtime.host_memory import HOST_MEMORY, check_copyable, extent_bytes, run_of_memory
+from fxremat.runtime.host_memory import HOST_MEMORY, check_copyable, run_of_memory, size_of_extent
 from fxremat.runtime.kernels import COPIES, WAITS, no_result, register
 
 _ENGINES: dict[str, Engine] = {"cpu": cpu_engine.ENGINE, "cuda": cuda_engine.ENGINE}
@@ -117,7 +117,7 @@ def host_copy(x: torch.Tensor, device: torch.device) -> torch.Tensor:
     empty_like = _EMPTY_LIKE.get(device.type)
     if empty_like is None:
         raise ValueError(f"{device.type!r} cannot fetch; there are {', '.join(_EMPTY_LIKE)}")
-    host = HOST_MEMORY.allocate(extent_bytes(x), lambda: empty_like(x))
+    host = HOST_MEMORY.allocate(size_of_extent(x), lambda: empty_like(x))
     with torch.no_grad():
         run_of_memory(host).copy_(run_of_memory(x))
     return host

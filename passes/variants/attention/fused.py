@@ -213,7 +213,7 @@ def _try(joint: JointGraph, site: Fused) -> Fused | None:
     return replace(site, results=results)
 
 
-def _copied_bytes(site: Fused) -> int:
+def _size_of_copies(site: Fused) -> int:
     copied = [one.node for one in site.operands.values() if one.is_copied]
     read = (one for name, one in site.results.items() if name != "product")
     copied += [one.node for one in read if one.order is not None]
@@ -231,7 +231,7 @@ def _plan(
         operands = _operands(joint, attention, heads)
         site = None if operands is None else _try(joint, Fused(attention, kernel, bias, operands))
         found += [] if site is None else [site]
-    return min(found, key=_copied_bytes, default=None)
+    return min(found, key=_size_of_copies, default=None)
 
 
 def _find(rule: str, is_inexact: bool, joint: JointGraph) -> Iterator[Site]:

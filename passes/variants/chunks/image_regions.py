@@ -28,7 +28,7 @@ from fxremat.passes.variants.chunks.regions import (
     CallsCache,
     Region,
     add_between,
-    avoided_bytes,
+    avoided,
     drop_unread_views,
     kind_of_read,
     nbytes,
@@ -81,7 +81,7 @@ def _region(
     _grow(region, seed)
     add_between(region)
     drop_unread_views(region)
-    if len(region.kinds) > MOST_NODES or not avoided_bytes(region):
+    if len(region.kinds) > MOST_NODES or not avoided(region):
         return None
     return region
 

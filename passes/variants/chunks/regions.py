@@ -259,7 +259,7 @@ def nbytes(node: fx.Node) -> int:
     return 0 if shape is None else prod(shape) * dtype_of(node).itemsize
 
 
-def avoided_bytes(region: Region) -> int:
+def avoided(region: Region) -> int:
     """Bytes of the big values of which never more than a chunk would exist."""
     kept = set(region.read_outside())
     return sum(
@@ -328,7 +328,7 @@ def find_regions(
         tried |= {seed, *(n for r in regions for n in r.kinds if r.is_big(n))}
         fit = [r for r in regions if _is_worth_it(r) and wanted(r) and not taken & set(r.kinds)]
         if fit:
-            found.append(max(fit, key=avoided_bytes))
+            found.append(max(fit, key=avoided))
             taken |= set(found[-1].kinds)
     return found
 
@@ -336,7 +336,7 @@ def find_regions(
 def _is_worth_it(region: Region) -> bool:
     if len(region.kinds) > MOST_NODES:
         return False
-    return region.width > 1 and avoided_bytes(region) > 0
+    return region.width > 1 and avoided(region) > 0
 
 
 # --- levels ------------------------------------------------------------------------------------
