@@ -59,11 +59,11 @@ def collect(
 
 def trace(name: str, size: str) -> Problem:
     """The problem of one training step of a model of `benchmarks.models`."""
-    from fxremat.cli.trace import trace_problem
     from fxremat.compat.tensors import fake_tensors
+    from fxremat.compile.tracing import trace_step
 
     from .models import build
 
     with fake_tensors():
         model, inputs = build(name, size)
-        return trace_problem(name, model, inputs, "inductor", workspaces=False)
+        return trace_step(name, model, inputs).found.problem

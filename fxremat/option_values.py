@@ -35,7 +35,6 @@ class Given:
 
 
 def machine_memory_bytes() -> int:
-    """Physical memory of this machine."""
     return os.sysconf("SC_PAGE_SIZE") * os.sysconf("SC_PHYS_PAGES")
 
 

@@ -26,14 +26,12 @@ def shape_of(node: fx.Node) -> Shape | None:
 
 
 def known_shape(node: fx.Node) -> Shape:
-    """The shape of a tensor whose sizes are known."""
     shape = shape_of(node)
     assert shape is not None
     return shape
 
 
 def first_operand(node: fx.Node) -> fx.Node:
-    """The node that is the first argument of a call."""
     first = node.args[0]
     assert isinstance(first, fx.Node)
     return first

@@ -95,12 +95,10 @@ def read_seconds(text: str) -> float:
 
 
 def add_problem(parser: argparse.ArgumentParser) -> None:
-    """Add the problem file."""
     parser.add_argument("problem", metavar="PROBLEM.json", help="as written by trace")
 
 
 def add_budget(parser: argparse.ArgumentParser, required: bool) -> None:
-    """Add ``--budget``."""
     parser.add_argument(
         "--budget",
         metavar="B",
@@ -150,7 +148,6 @@ def with_copies(problem: Problem, given: argparse.Namespace) -> Problem:
 
 
 def add_time_limit(parser: argparse.ArgumentParser) -> None:
-    """Add ``--time-limit``."""
     parser.add_argument(
         "--time-limit",
         metavar="SECONDS",

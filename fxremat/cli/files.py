@@ -37,7 +37,6 @@ def read_problem(path: str) -> Problem:
 
 
 def read_json(path: str) -> Any:
-    """The JSON data in a file."""
     with naming(path):
         text = Path(path).read_text(encoding="utf-8")
     try:

@@ -23,7 +23,6 @@ Vary = tuple[str, tuple[tuple[int, int], ...]]
 
 
 def add(commands: Commands) -> None:
-    """Describe the command."""
     parser = commands.add_parser("fit", help="the largest batch or sequence that trains on a card")
     add_function(parser)
     parser.add_argument("--device", metavar="NAME", required=True, help="a card, such as H100")

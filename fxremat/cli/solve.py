@@ -98,7 +98,6 @@ def shown(base_us: float, limit_s: float | None) -> Iterator[Callable[[Progress]
 
 
 def add(commands: Commands) -> None:
-    """Describe the commands."""
     _add_solve(commands)
     _add_check(commands)
     _add_pareto(commands)

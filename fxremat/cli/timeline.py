@@ -14,7 +14,6 @@ if TYPE_CHECKING:
 
 
 def add(commands: Commands) -> None:
-    """Describe the command."""
     parser = commands.add_parser("timeline", help="show a planned step")
     parser.add_argument(
         "report", metavar="GRAPH.report.json", nargs="+", help="as the option `report` writes them"

@@ -17,7 +17,7 @@ from typing import TYPE_CHECKING, Any
 from fxremat.cli import files
 from fxremat.cli.arguments import Commands, UsageError, add_function, store_all_peak
 from fxremat.core.constants import CALL_US
-from fxremat.core.problem import Copies, Problem, problem_to_json
+from fxremat.core.problem import Copies, problem_to_json
 from fxremat.errors import NotTraceable, nearest
 from fxremat.sizes import exact_bytes
 
@@ -28,7 +28,6 @@ MODES = ("inductor", "aot_eager")
 
 
 def add(commands: Commands) -> None:
-    """Describe the command."""
     parser = commands.add_parser("trace", help="write the problem of a model's training step")
     add_function(parser)
     parser.add_argument("--out", metavar="PROBLEM.json", required=True, help="write it here")
@@ -63,8 +62,8 @@ def add(commands: Commands) -> None:
 
 
 def run(given: argparse.Namespace) -> int:
-    """Trace and write."""
     from fxremat.compat.tensors import fake_tensors
+    from fxremat.compile.tracing import trace_step
 
     make, spec = find_function(given.function), _spec(given.device)
     if given.copies and spec is None:
@@ -72,11 +71,18 @@ def run(given: argparse.Namespace) -> int:
     with fake_tensors():
         model, inputs = model_and_inputs(given.function, make())
         try:
-            problem = trace_problem(
-                given.function, model, inputs, given.mode, given.workspaces, spec, _rules(given)
+            step = trace_step(
+                given.function,
+                model,
+                inputs,
+                mode=given.mode,
+                workspaces=given.workspaces,
+                spec=spec,
+                rules=_rules(given),
             )
         except NotTraceable as error:
             raise UsageError(str(error)) from error
+    problem = step.found.problem
     if given.copies and spec is not None:
         rate = spec.host_bytes_per_s / 1e6
         problem = replace(problem, copies=Copies(rate, rate, CALL_US))
@@ -134,19 +140,3 @@ def model_and_inputs(where: str, made: Any) -> tuple[Callable[..., Any], tuple[A
         raise UsageError(f"{where}: must return (model, inputs), not {type(made).__name__}")
     model, inputs = made
     return model, tuple(inputs) if isinstance(inputs, (tuple, list)) else (inputs,)
-
-
-def trace_problem(
-    name: str,
-    model: Callable[..., Any],
-    inputs: tuple[Any, ...],
-    mode: str,
-    workspaces: bool,
-    spec: DeviceSpec | None = None,
-    rules: Sequence[Any] = (),
-) -> Problem:
-    """The problem of one training step; see `fxremat.compile.tracing.trace_step`."""
-    from fxremat.compile.tracing import trace_step
-
-    step = trace_step(name, model, inputs, mode=mode, workspaces=workspaces, spec=spec, rules=rules)
-    return step.found.problem

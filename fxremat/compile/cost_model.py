@@ -149,7 +149,6 @@ class MemoryEstimation(Pass):
         self.demand(module is self.joint.module, "the graph is not the one that was read")
 
     def call(self, module: fx.GraphModule) -> Changed:
-        """Leaves the graph as it is."""
         return Changed(module, False, self.costs.estimate(self.joint))
 
 

@@ -57,29 +57,14 @@ RunPass = Callable[[Pass, fx.GraphModule], Changed]
 # --- the joint graph, in place ------------------------------------------------------------------
 
 
-def clean_up(draft: Draft, costs: CostModel, run: RunPass) -> Draft:
-    run(CleanUp(), draft.module)
-    return draft
+def in_place(make: Callable[[Draft], Pass]) -> Callable[[Draft, CostModel, RunPass], Draft]:
+    """The step that runs a pass in place on the joint graph."""
 
+    def apply(draft: Draft, costs: CostModel, run: RunPass) -> Draft:
+        run(make(draft), draft.module)
+        return draft
 
-def add_before_putting(draft: Draft, costs: CostModel, run: RunPass) -> Draft:
-    run(AddBeforePutting(), draft.module)
-    return draft
-
-
-def sum_gradients(draft: Draft, costs: CostModel, run: RunPass) -> Draft:
-    run(GradientSums(), draft.module)
-    return draft
-
-
-def obey_must_recompute(draft: Draft, costs: CostModel, run: RunPass) -> Draft:
-    run(ObeyMustRecompute(draft.num_forward_outputs), draft.module)
-    return draft
-
-
-def protect_mutated_inputs(draft: Draft, costs: CostModel, run: RunPass) -> Draft:
-    run(ProtectMutatedInputs(draft.num_forward_outputs), draft.module)
-    return draft
+    return apply
 
 
 def accumulate(draft: Draft, costs: CostModel, run: RunPass) -> Draft:
@@ -172,11 +157,21 @@ class PassStep:
 
 
 PREPARE = (
-    PassStep(clean_up, prepared(CleanUp, Rights(merge=True))),
-    PassStep(add_before_putting, prepared(AddBeforePutting, Rights(regroup=True))),
-    PassStep(sum_gradients, prepared(GradientSums, Rights(regroup=True)), when=_sums),
-    PassStep(obey_must_recompute, prepared(ObeyMustRecompute, Rights())),
-    PassStep(protect_mutated_inputs, prepared(ProtectMutatedInputs, Rights(clone=True))),
+    PassStep(in_place(lambda _: CleanUp()), prepared(CleanUp, Rights(merge=True))),
+    PassStep(
+        in_place(lambda _: AddBeforePutting()), prepared(AddBeforePutting, Rights(regroup=True))
+    ),
+    PassStep(
+        in_place(lambda _: GradientSums()), prepared(GradientSums, Rights(regroup=True)), when=_sums
+    ),
+    PassStep(
+        in_place(lambda draft: ObeyMustRecompute(draft.num_forward_outputs)),
+        prepared(ObeyMustRecompute, Rights()),
+    ),
+    PassStep(
+        in_place(lambda draft: ProtectMutatedInputs(draft.num_forward_outputs)),
+        prepared(ProtectMutatedInputs, Rights(clone=True)),
+    ),
     PassStep(accumulate, prepared(Accumulation, Rights(give_up=True))),
 )
 PLAN = (PassStep(take_variants, verification.stand_ins), PassStep(estimate))

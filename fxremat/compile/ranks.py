@@ -148,7 +148,6 @@ def _same(text: str) -> str:
 
 
 def _described(node: fx.Node) -> Any:
-    """Of the tensors that a node gives."""
     leaves = pytree.tree_leaves(node.meta.get("val", node.meta.get("example_value")))
     return [
         (tuple(map(str, x.shape)), tuple(map(str, x.stride())), str(x.dtype), x.device.type)

@@ -89,7 +89,6 @@ def _live_at_peak(found: SearchResult) -> tuple[tuple[str, int], ...]:
 def report_of(
     found: SearchResult, request: Request, graph: int, seconds: dict[str, float]
 ) -> Report:
-    """What was decided for one graph."""
     evaluation, draft = found.evaluation, found.evaluation.draft
     problem, plain = draft.estimate.problem, found.plain.estimate.problem
     plan, base = by_the_bytes_of(problem, evaluation.plan), plain.base_time_us

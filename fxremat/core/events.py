@@ -90,7 +90,6 @@ Outside = Allocate | Free | Forward | Backward
 
 
 def run_events_to_json(run: RunEvents) -> dict[str, Any]:
-    """As JSON data."""
     halves = {"forward": events_to_json(run.forward), "backward": events_to_json(run.backward)}
     return {**asdict(replace(run, forward=(), backward=())), **halves}
 

@@ -268,14 +268,12 @@ class CudaScratch:
     card: Multiprocessors = HOPPER
 
     def of_node(self, node: fx.Node) -> int:
-        """The scratch bytes of a node of an FX graph."""
         if node.target not in FORMULAS:  # reductions of the graph are loops of Inductor's
             return kernels.declared(node, self.of_call, by_inductor=self.by_inductor)
         args, kwargs = fx.map_arg((node.args, node.kwargs), lambda n: n.meta["val"])
         return self.of_call(node.target, args, kwargs)
 
     def of_call(self, target: Any, args: Any, kwargs: Any) -> int:
-        """The scratch bytes of ``target(*args, **kwargs)``."""
         if target in kernels.WORKSPACES:
             return kernels.WORKSPACES[target](*args, **kwargs, measure=self.of_call)
         return sum(self.blocks_of_call(target, args, kwargs))

@@ -43,7 +43,7 @@ class StepWatch:
     compiled: Callable[[], int]
     steps: int = 0
     looked_at: int = 0
-    _meter: _Meter | None = None
+    _meter: _OnCuda | _OnHost | None = None
     _resident: int = 0
     _compiled: int = -1
     """When the last step began."""
@@ -94,16 +94,8 @@ class StepWatch:
             meter.end(0)
 
 
-class _Meter:
-    """Measures what one step takes."""
-
-    def end(self, resident_bytes: int) -> int | None:
-        """Bytes on the device at most; None where it is not known."""
-        raise NotImplementedError
-
-
 @dataclass
-class _OnCuda(_Meter):
+class _OnCuda:
     """The most that the allocator had, if this step had more than all before."""
 
     device: torch.device
@@ -123,7 +115,7 @@ class _OnCuda(_Meter):
 
 
 @dataclass
-class _OnHost(_Meter):
+class _OnHost:
     """What the C library has allocated, asked for by a thread while the step runs."""
 
     in_use: Callable[[], int]
@@ -147,7 +139,7 @@ class _OnHost(_Meter):
         return resident_bytes + self.most - self.before
 
 
-def _meter(device: torch.device, reserved: bool) -> _Meter | None:
+def _meter(device: torch.device, reserved: bool) -> _OnCuda | _OnHost | None:
     if device.type == "cuda":
         return _OnCuda(device, reserved)
     in_use = allocated_on_host() if device.type == "cpu" else None

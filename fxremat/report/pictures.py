@@ -95,7 +95,6 @@ def draw_captions(title: str, across: str, up: str) -> list[str]:
 
 
 def svg(panels: Sequence[str], columns: int = 1) -> str:
-    """All panels in one picture, row by row."""
     columns = max(1, min(columns, len(panels)))
     rows = -(-len(panels) // columns)
     size = f'width="{columns * WIDTH}" height="{rows * HEIGHT}"'

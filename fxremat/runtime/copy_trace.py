@@ -77,7 +77,6 @@ class Pending(Generic[T]):
         self._ended: MutableMapping[torch.UntypedStorage, None] = WeakKeyDictionary()
 
     def add(self, target: torch.Tensor, transfer: T) -> None:
-        """Remember the transfer that writes ``target``."""
         self._transfers[target.untyped_storage()] = transfer
 
     def get(self, target: torch.Tensor) -> T | None:

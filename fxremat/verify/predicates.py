@@ -204,7 +204,6 @@ def with_nodes_as(argument: Any, of_node: Callable[[fx.Node], Any]) -> Any:
 
 
 def results_of(graph: fx.Graph) -> list[Any]:
-    """What the graph returns."""
     (results,) = graph.output_node().args
     assert isinstance(results, (tuple, list))
     return list(results)

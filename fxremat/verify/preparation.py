@@ -113,7 +113,6 @@ def _seen(graph: fx.Graph) -> list[_NodeBefore]:
 
 
 def _graph_of(seen: Iterable[_NodeBefore]) -> fx.Graph:
-    """The graph as it was, of new nodes."""
     graph, new = fx.Graph(), dict[fx.Node, fx.Node]()
     for one in seen:
         args, kwargs = fx.map_arg((one.args, one.kwargs), new.__getitem__)

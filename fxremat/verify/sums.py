@@ -240,7 +240,6 @@ def _sizes(node: fx.Node) -> Sequence[Any]:
 
 
 def _is_zero(node: Any) -> bool:
-    """Whether a node is made of zeros only."""
     if not isinstance(node, fx.Node):
         return False
     return node.target in _ZEROS or (node.target in _FILLED and bool(node.args[-1] == 0))

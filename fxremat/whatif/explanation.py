@@ -267,7 +267,6 @@ def _expressions(
     keywords: Mapping[str, Any],
     options: Mapping[str, Any],
 ) -> tuple[PeakExpression, ...]:
-    """The peak of each graph as an expression."""
     made: list[PeakExpression] = []
     refused: list[CannotVary] = []
 

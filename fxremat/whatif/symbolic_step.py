@@ -139,7 +139,6 @@ class Expected:
 
     @property
     def time_us(self) -> float:
-        """Of the planned step."""
         return self.candidate.plan.time_us
 
     @with_stack_room

@@ -129,7 +129,6 @@ def _kernel(name: str) -> Callable[..., Any] | None:
 
 
 def _low_type() -> torch.dtype:
-    """Of the autocast that is on."""
     return torch.get_autocast_dtype("cuda")
 
 

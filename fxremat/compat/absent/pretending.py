@@ -60,7 +60,6 @@ class Properties:
 
     @property
     def capability(self) -> tuple[int, int]:
-        """The compute capability."""
         return self.major, self.minor
 
     @property

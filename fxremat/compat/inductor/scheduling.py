@@ -38,7 +38,6 @@ class Footprint:
 
 
 def scheduled(node: Any) -> Scheduled:
-    """What a scheduler node is."""
     from torch._inductor import ir
     from torch._inductor.virtualized import V
 

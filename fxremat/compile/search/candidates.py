@@ -152,7 +152,6 @@ class Evaluation:
 
     @property
     def plan(self) -> Plan:
-        """The candidate's plan."""
         return self.candidate.plan
 
     @property

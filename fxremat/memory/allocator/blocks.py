@@ -151,11 +151,9 @@ class Device:
     _next_address: int = _FIRST_ADDRESS
 
     def take(self, nbytes: int) -> None:
-        """Takes memory from the device."""
         self.reserved.change(nbytes)
 
     def give_back(self, nbytes: int) -> None:
-        """Gives memory back to the device."""
         self.reserved.change(-nbytes)
 
     def addresses(self, nbytes: int, multiple: int = 2 * MIB) -> int:

@@ -156,7 +156,6 @@ def _names(report: Report, names: Sequence[str]) -> dict[str, Any]:
 
 
 def _numbered(texts: Iterable[str]) -> dict[str, int]:
-    """The distinct texts, each with its number."""
     return {text: index for index, text in enumerate(dict.fromkeys(texts))}
 
 

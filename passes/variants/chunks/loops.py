@@ -181,7 +181,6 @@ class _ProgramWriter:
 
 
 def plan_loops(region: Region, level: Mapping[fx.Node, int]) -> list[Loop]:
-    """The loops of a region, first to last."""
     wanted: dict[int, set[fx.Node]] = {}
     for node in region.read_outside():
         wanted.setdefault(level[node], set()).add(node)

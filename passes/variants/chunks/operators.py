@@ -428,7 +428,6 @@ def _gradient_of_bias(item: fx.Node, call: fx.Node, rows: int) -> Calls | None:
 
 
 def _images(node: Any, rows: int) -> Operand | None:
-    """An operand whose first dimension is the rows."""
     shape = shape_of(node) if isinstance(node, fx.Node) else None
     return Operand(node, "row", shape[1:]) if shape is not None and shape[0] == rows else None
 
