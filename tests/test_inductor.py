@@ -3,18 +3,17 @@
 from __future__ import annotations
 
 import copy
-from collections.abc import Callable, Iterator
+from collections.abc import Iterator
 from typing import Any
 
 import pytest
 import torch
-from torch import Tensor, nn
 from torch._dynamo.exc import BackendCompilerFailed
 from torch._dynamo.utils import counters
 
 import fxremat
 from fxremat.backend import fxremat as backend
-from fxremat.memory.measured_peak import measure_peak
+from tests.end_to_end import compiled_by_fxremat, measured
 from tests.small import Stack, seeded, train
 
 
@@ -26,27 +25,13 @@ def _fresh() -> Iterator[None]:
     torch._dynamo.reset()
 
 
-def measured(model: nn.Module, x: Tensor, **options: Any) -> int:
-    return peak_of(model, torch.compile(model, backend=backend, options=options), x)
-
-
-def peak_of(model: nn.Module, call: Callable[..., Any], x: Tensor) -> int:
-    def step() -> None:
-        model.zero_grad(set_to_none=True)
-        call(x).backward()
-
-    step()
-    model.zero_grad(set_to_none=True)
-    return measure_peak(step, held=(model, x)).peak_bytes
-
-
 def test_budget_prediction_gradients_and_dropout() -> None:
     model, x = seeded(lambda: Stack(1, dropout=0.2), 1024, 32)
     other = copy.deepcopy(model)
     budget = int(0.7 * fxremat.explain(model, x).keep_all_peak_bytes)
     options: dict[str, Any] = {"memory_budget": budget, "variants": "none"}
     call = torch.compile(model, backend=backend, options=options)
-    peak = peak_of(model, call, x)
+    peak = measured(model, call, (x,))
     report = fxremat.reports()[-1]
     assert report.recomputed
     assert peak <= budget
@@ -61,12 +46,13 @@ def test_the_minimum_named_is_met() -> None:
     model, x = seeded(lambda: Stack(1), 1024, 32)
     options: dict[str, Any] = {"variants": "none", "solver": "greedy"}
     with pytest.raises(BackendCompilerFailed) as caught:
-        measured(model, x, memory_budget="1MiB", **options)
+        compiled_by_fxremat(model, memory_budget="1MiB", **options)(x)
     error = caught.value.inner_exception
     assert isinstance(error, fxremat.InfeasibleBudget)
     assert error.minimum_bytes is not None
     torch._dynamo.reset()
-    found = measured(model, x, memory_budget=error.minimum_bytes, **options)
+    call = compiled_by_fxremat(model, memory_budget=error.minimum_bytes, **options)
+    found = measured(model, call, (x,))
     assert found <= error.minimum_bytes
 
 
@@ -77,7 +63,7 @@ def test_caches_know_the_budget(monkeypatch: pytest.MonkeyPatch) -> None:
     plans = []
     for fraction in (0.8, 0.8, 0.7):
         torch._dynamo.reset()
-        measured(model, x, memory_budget=int(fraction * full))
+        measured(model, compiled_by_fxremat(model, memory_budget=int(fraction * full)), (x,))
         plans.append(fxremat.reports()[-1])
     assert [p.from_cache for p in plans] == [False, True, False]
     assert plans[0].plan == plans[1].plan
@@ -94,6 +80,8 @@ def test_the_users_inductor_options_and_passes_stay() -> None:
         seen.append(len(list(graph.nodes)))
 
     model, x = seeded(lambda: Stack(1), 64, 32)
-    peak = measured(model, x, memory_budget="8MiB", inductor={"post_grad_custom_post_pass": theirs})
+    inductor = {"post_grad_custom_post_pass": theirs}
+    call = compiled_by_fxremat(model, memory_budget="8MiB", inductor=inductor)
+    peak = measured(model, call, (x,))
     assert seen
     assert peak == fxremat.reports()[-1].predicted_peak_bytes

@@ -281,9 +281,6 @@ def test_logits_that_a_model_with_graph_breaks_returns_are_counted() -> None:
 
 
 @pytest.mark.parametrize("depths", [(3, 3), (3, 2)], ids=["one graph for both", "two graphs"])
-@pytest.mark.xfail(
-    strict=True, raises=AssertionError, reason="a graph does not count models that come after it"
-)
 def test_two_models_in_turn_keep_their_budget(depths: tuple[int, int]) -> None:
     case = in_turn(*depths)
     case.kept(case.budget(60))

