@@ -98,5 +98,3 @@ def test_what_is_within_the_budget_is_not_taken_where_less_is_wanted_and_found()
     assert trial.seen[0].peak_bytes == wanted + 1
     assert found.evaluation.candidate.order == "planned"
     assert found.evaluation.peak_bytes <= wanted
-
-

@@ -72,9 +72,7 @@ def test_an_op_of_which_something_inside_is_saved_does_not_run_again() -> None:
     )
     assert scaled.name not in seen.problem.writer_of
     saved = [*joint.primals, scaled, deviation]
-    halves = extract_forward_backward(
-        joint.module, saved, num_fwd_outputs=1, static_inputs=()
-    )
+    halves = extract_forward_backward(joint.module, saved, num_fwd_outputs=1, static_inputs=())
     draft = Draft(joint.module, 1, joint=joint, estimate=seen.found, halves=halves)
     products = {op for op in seen.problem.op_of if "mm" in op}
     assert products

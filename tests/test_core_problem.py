@@ -118,7 +118,7 @@ MALFORMED = [
     (put("ops", 1, "inplace", value=[["x", "b"]]), "op 'make_b': 'inplace' pair"),
     (put("inputs", value="x"), "field 'inputs'"),
     (put("inputs", value=["q"]), "inputs: unknown value 'q'"),
-        (put("outputs", value=["q"]), "outputs: unknown value 'q'"),
+    (put("outputs", value=["q"]), "outputs: unknown value 'q'"),
 ]
 
 

@@ -108,9 +108,7 @@ def test_workspaces_of_cublas_are_allocated_before_bytes_are_counted(
     monkeypatch.setattr(request, "allocate_cublas", lambda device: card(allocated=5 * MIB))
     weight = torch.empty(8, device="meta")
     monkeypatch.setattr(request, "device_of_inputs", lambda inputs: GPU)
-    asked = request.request_for(
-        torch.fx.symbolic_trace(torch.nn.Identity()), [weight], options()
-    )
+    asked = request.request_for(torch.fx.symbolic_trace(torch.nn.Identity()), [weight], options())
     assert asked.budget.held == 6 * MIB
 
 

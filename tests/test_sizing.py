@@ -93,9 +93,7 @@ class Surprising:
     def quickest(self, target: int) -> Any:
         self.log.append((self.size, target))
         peak = max(target, 10 * self.size)
-        return SimpleNamespace(
-            peak_bytes=peak, time_us=1.0, dry_run_peak=lambda: peak * 11 // 10
-        )
+        return SimpleNamespace(peak_bytes=peak, time_us=1.0, dry_run_peak=lambda: peak * 11 // 10)
 
 
 def test_what_takes_more_than_expected_aims_lower_and_then_is_smaller() -> None:

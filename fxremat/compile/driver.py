@@ -83,9 +83,7 @@ def patches_for(
     return {
         **exact,
         **user,
-        POST_GRAD_PASS: WriteResults(
-            build(), chain_passes(theirs(POST_GRAD_PASS))
-        ),
+        POST_GRAD_PASS: WriteResults(build(), chain_passes(theirs(POST_GRAD_PASS))),
         SCHEDULER_PASS: Fence(build(), theirs(SCHEDULER_PASS)),
     }
 

@@ -30,7 +30,6 @@ from fxremat.runtime.host_memory import is_on
 log = logging.getLogger(__name__)
 
 
-
 @dataclass(frozen=True)
 class Budget:
     """Bytes on the device, and which of them are not the graph's.

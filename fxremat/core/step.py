@@ -127,13 +127,15 @@ def in_order(
     outside_bytes: int,
     gathered: Gathered = NOTHING_GATHERED,
     results_kept: Collection[int] = (),
+    results_held: Collection[int] = (),
 ) -> tuple[StepPoint, ...]:
     """The points of a step whose runs go forward and backward in this order.
 
     ``part_of`` each run says which of the ``parts`` it is of. ``outside_bytes`` are there all the
     time, what no run has of its own among them; what is ``gathered`` comes in addition. The
     gradients of a part stay from its backward on. What runs outside holds the results of
-    the runs in ``results_kept`` until these go backward.
+    the runs in ``results_kept`` until these go backward, and of those in ``results_held`` to the
+    end.
     """
     points, waiting, left, ended = list[StepPoint](), list[int](), 0, False
     for k, (run, phase) in enumerate(order):
@@ -143,7 +145,7 @@ def in_order(
             outside = outside_bytes + left + kept + own.given
             points.append(StepPoint(outside, tuple(waiting), run, "forward"))
             waiting.append(run)
-            if run in results_kept:
+            if run in results_kept or run in results_held:
                 outside_bytes += own.results
             if k + 1 == len(order) or order[k + 1][1] == "backward":  # the loss, between them
                 kept = gathered.ahead + len(waiting) * gathered.kept
@@ -151,7 +153,7 @@ def in_order(
                 points.append(StepPoint(between, tuple(waiting)))
             continue
         waiting.remove(run)
-        if run in results_kept:
+        if run in results_kept and run not in results_held:
             outside_bytes -= own.results
         outside = outside_bytes + left + own.incoming + len(waiting) * gathered.kept
         outside += (gathered.again if waiting else 0) + (gathered.sent if ended else 0)

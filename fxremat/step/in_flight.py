@@ -10,7 +10,7 @@ import logging
 import warnings
 import weakref
 from collections.abc import Iterable
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from functools import partial
 from typing import Any, Protocol
 
@@ -106,12 +106,11 @@ class _WatchedRuns:
             if scope.watch is not None and not scope.watch.is_over:
                 when_backward_ends(node, partial(scope.end, promise))
             made = results if isinstance(results, (list, tuple)) else (results,)
-            given = gives = frozenset[int]()
+            run = WaitingRun(weakref.ref(node), promise, self.runs, self.graph, self.frame, place)
             if scope.records:
                 given, gives = (frozenset(storages_of(x, promise.device)) for x in (args, made))
-            run = WaitingRun(
-                weakref.ref(node), promise, self.runs, self.graph, self.frame, place, given, gives
-            )
+                held = tuple(weakref.ref(x) for x in made if isinstance(x, torch.Tensor))
+                run = replace(run, given=given, results=gives, made=held)
             own = (*args, *made)
             self.look(run, own)
         return results

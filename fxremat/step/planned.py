@@ -60,7 +60,9 @@ def plan_in_order(
     fixed = max(one.request.budget.held for one in asked)
     fixed += _bytes_of_all(inputs for _, inputs in graphs)
     parts, part_of = [one.part for one in asked], tuple(range(len(asked)))
-    points = in_order([one.interface for one in parts], part_of, last_first(len(parts)), fixed)
+    interfaces, order = [one.interface for one in parts], last_first(len(parts))
+    held = part_of[-1:]  # whoever runs the model has what the last graph gives
+    points = in_order(interfaces, part_of, order, fixed, results_held=held)
     step = StepDescription(points, part_of, (0,) * len(parts), parts, held_bytes=fixed)
     step.planners.update(enumerate(one.version for one in asked))
     limit = asked[0].request.budget.limit

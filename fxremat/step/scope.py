@@ -109,13 +109,15 @@ class SharingGraph(Protocol):
 class Neighbours:
     """What other graphs hold while one is compiled, in bytes on its device.
 
-    ``resident`` are their parameters and buffers, and the gradients of these; ``waiting`` is what
+    ``resident`` are their parameters, with the gradients of these, and what else is known of their
+    models; ``batch`` is what else they are given that no graph has made; ``waiting`` is what
     those of their runs have saved that wait now. ``graphs`` are those of these runs. Graphs of the
     same frame share places: where all that wait are known as parts, ``first`` are the parts of the
     run at each place, and what they have saved is not among ``waiting``.
     """
 
     resident: int = 0
+    batch: int = 0
     waiting: int = 0
     graphs: tuple[SharingGraph, ...] = ()
     first: tuple[tuple[Part, ...], ...] = ()
@@ -123,7 +125,7 @@ class Neighbours:
     @property
     def nbytes(self) -> int:
         """All of it."""
-        return self.resident + self.waiting
+        return self.resident + self.batch + self.waiting
 
 
 @dataclass(frozen=True)
@@ -139,6 +141,8 @@ class WaitingRun:
     given: frozenset[int] = frozenset()
     """Addresses of the storages that it was given."""
     results: frozenset[int] = frozenset()
+    made: tuple[weakref.ref[torch.Tensor], ...] = ()
+    """The results themselves."""
 
     def saved(self) -> Storages:
         """The storages that it holds."""
@@ -164,15 +168,18 @@ class Warned:
 
 @dataclass(frozen=True)
 class Recorded:
-    """One half of a run, as it has run. With ``keeps`` others hold its results until its backward.
+    """One half of a run, as it has run.
 
-    So they may where the next graph is not given them: something that is not compiled is.
+    With ``keeps`` others hold its results until its backward: so they may where the next graph is
+    not given them, for something that is not compiled is. With ``holds`` they do so beyond that, as
+    whoever is given logits beside a loss.
     """
 
     graph: weakref.ref[Any]
     place: int
     phase: Literal["forward", "backward"]
     keeps: bool = False
+    holds: bool = False
 
 
 @dataclass
@@ -187,6 +194,8 @@ class BudgetScope:
     graphs: weakref.WeakSet[Any] = field(default_factory=weakref.WeakSet)
     parameters: dict[int, weakref.ref[torch.Tensor]] = field(default_factory=dict)
     """Those that graphs were given, by their identity."""
+    batch: dict[int, weakref.ref[torch.Tensor]] = field(default_factory=dict)
+    """What else they were given that no graph has made."""
     order: list[Recorded] = field(default_factory=list)
     last: list[Recorded] = field(default_factory=list)
     due: bool = False
@@ -218,17 +227,21 @@ class BudgetScope:
         graphs = [one.graph for one in runs if one.graph is not None]
         distinct = tuple(dict.fromkeys(graphs))
         resident = self.resident_beside(own, device)
-        held = sum(size for key, size in waiting.items() if key not in {**own, **resident})
+        known = {**own, **resident}
+        batch = storages_of(_alive(self.batch.values()), device)
+        batch = {key: size for key, size in batch.items() if key not in known}
+        held = sum(size for key, size in waiting.items() if key not in {**known, **batch})
         for graph in distinct:  # of runs that are still to come, as micro-batches are
             missing = graph.taken.count - graphs.count(graph)
             held += max(0, missing) * graph.taken.saved_bytes // max(1, graph.taken.count)
         if place[1] is not None:
             together = (one for one in self.graphs if one.place == place and one not in distinct)
             held += sum(one.taken.own_peak_bytes for one in together)
-        return Neighbours(sum(resident.values()), held, distinct, first)
+        beside, given_bytes = sum(resident.values()), sum(batch.values())
+        return Neighbours(beside, given_bytes, held, distinct, first)
 
     def resident_beside(self, own: Storages, device: torch.device) -> Storages:
-        """Parameters and buffers of all graphs and models that are known, and their gradients."""
+        """Parameters of all graphs, their gradients, and all else that is known of their models."""
         found: Storages = {}
         found |= with_gradients(_alive(self.parameters.values()), device)
         for graph in self.graphs:
@@ -266,13 +279,14 @@ class BudgetScope:
         pairs = zip(waiting, [*(one.given for one in waiting[1:]), graph.given], strict=True)
         kept = [k for k, (one, given) in enumerate(pairs) if not one.results & given]
         runs.append((graph, 0))
-        return self._described(runs, last_first(len(runs)), graph.fixed_bytes, kept)
+        held = [len(runs) - 1]  # what nobody is given yet, others may hold
+        return self._described(runs, last_first(len(runs)), graph.fixed_bytes, kept, held)
 
     def _describe_last(self) -> StepDescription | None:
         """The last step as it has run; None where it cannot be planned as one."""
         runs: dict[tuple[SharingGraph, int], int] = {}
         order: list[tuple[int, Literal["forward", "backward"]]] = []
-        kept: list[int] = []
+        kept, held = list[int](), list[int]()
         for one in self.last:
             graph = one.graph()
             if graph is None:
@@ -280,6 +294,7 @@ class BudgetScope:
             if one.phase == "forward":  # a place may be taken again
                 runs[graph, one.place] = len(order)
                 kept += [len(order)] if one.keeps else []
+                held += [len(order)] if one.holds else []
             order.append((runs[graph, one.place], one.phase))
         numbers = {old: new for new, old in enumerate(dict.fromkeys(run for run, _ in order))}
         known = {number: run for run, number in runs.items()}
@@ -288,7 +303,8 @@ class BudgetScope:
         fixed = max(graph.fixed_bytes for graph, _ in runs)
         listed = [known[number] for number in numbers]
         in_turn = [(numbers[run], phase) for run, phase in order]
-        return self._described(listed, in_turn, fixed, [numbers[run] for run in kept])
+        kept, held = ([numbers[run] for run in each] for each in (kept, held))
+        return self._described(listed, in_turn, fixed, kept, held)
 
     def _described(
         self,
@@ -296,6 +312,7 @@ class BudgetScope:
         order: Order,
         fixed_bytes: int,
         kept: Sequence[int],
+        held: Sequence[int],
     ) -> StepDescription | None:
         graphs = list(dict.fromkeys(graph for graph, _ in runs))
         parts = []
@@ -307,7 +324,9 @@ class BudgetScope:
             return None
         part_of = tuple(graphs.index(graph) for graph, _ in runs)
         interfaces = [part.interface for part in parts]
-        points = in_order(interfaces, part_of, order, fixed_bytes, results_kept=kept)
+        points = in_order(
+            interfaces, part_of, order, fixed_bytes, results_kept=kept, results_held=held
+        )
         places = tuple(place for _, place in runs)
         planners: dict[int, Planner] = {k: graph.plan_version for k, graph in enumerate(graphs)}
         return StepDescription(
@@ -345,12 +364,10 @@ class BudgetScope:
     def note(self, given: Iterable[object]) -> None:
         """A graph is given these arguments."""
         for one in given:
-            if isinstance(one, nn.Parameter) and id(one) not in self.parameters:
-                gone = partial(self._forget, id(one))
-                self.parameters[id(one)] = weakref.ref(one, gone)
-
-    def _forget(self, identity: int, _: object) -> None:
-        self.parameters.pop(identity, None)
+            if isinstance(one, torch.Tensor) and one.is_leaf:
+                known = self.parameters if isinstance(one, nn.Parameter) else self.batch
+                if id(one) not in known:
+                    known[id(one)] = weakref.ref(one, partial(_forget, known, id(one)))
 
     def step_begins(self) -> None:
         """Before a forward: if none waits, the step before is over, and may be planned as one."""
@@ -405,7 +422,18 @@ class BudgetScope:
         if self.waiting.get(key) is run:
             del self.waiting[key]
             if self._is_recorded(run):
+                self._note_held(run)
                 self.order.append(Recorded(weakref.ref(run.graph), run.place, "backward"))
+
+    def _note_held(self, run: WaitingRun) -> None:
+        """Note at its forward if somebody holds results when the run goes backward."""
+        if not any(one() is not None for one in run.made):
+            return
+        for k, one in reversed(list(enumerate(self.order))):
+            same = one.graph() is run.graph and one.place == run.place
+            if same and one.phase == "forward":
+                self.order[k] = replace(one, holds=True)
+                return
 
     @property
     def records(self) -> bool:
@@ -423,7 +451,8 @@ class BudgetScope:
         """The warning if its backward will exceed the budget, for what others hold."""
         promise, number = run.promise, len(self.waiting)
         around = pytree.tree_leaves([each() for each in promise.around])
-        counted = storages_of(around, promise.device) | self.resident_beside({}, promise.device)
+        counted = storages_of([*around, *_alive(self.batch.values())], promise.device)
+        counted |= self.resident_beside({}, promise.device)
         known = {**storages_of(own, promise.device), **run.saved()}
         known = {key: size for key, size in known.items() if key not in counted}
         others: Storages = {}
@@ -437,6 +466,10 @@ class BudgetScope:
             budget, left = promise.budget_bytes, promise.left_bytes
             return PromiseBroken(promise.graph, number, held, expected, budget, left_bytes=left)
         return None
+
+
+def _forget(known: dict[int, Any], identity: int, _: object) -> None:
+    known.pop(identity, None)
 
 
 def _alive(tensors: Iterable[Callable[[], Any]]) -> list[torch.Tensor]:

@@ -58,7 +58,6 @@ class Offer:
         held = request.budget.limit - request.budget.autotune - self.peak_bytes
         return request.with_budget(held=held, between=self.between_bytes)
 
-
     def as_counted(self, report: Report | None) -> Offer:
         """The offer with what the version really takes."""
         version = version_in(report)
@@ -179,9 +178,7 @@ def _lowest(search: Search, between: int) -> Iterator[Draft]:
     variants = search.offered()
     if variants is None:
         return
-    names = search.planning.solve(
-        with_between(variants.problem, between), 0, ONE_PASS
-    ).variants
+    names = search.planning.solve(with_between(variants.problem, between), 0, ONE_PASS).variants
     if names:
         yield search.draft(names, variants)
 
@@ -190,7 +187,6 @@ def _offer(draft: Draft, plan: Plan, request: Request) -> Offer:
     """The version that a plan is, with what it takes as limits."""
     run = planned_run(draft, plan, request)
     return Offer(run.version, run.peak_bytes, run.peak_bytes - run.between_bytes)
-
 
 
 def followed_by(part: Part, given_bytes: int) -> Part:

@@ -262,9 +262,7 @@ class _Product:
         return {last: laid_out_like(last, product, inserter.late)}
 
 
-def planes_of(
-    add: Add, x: fx.Node, boundaries: Sequence[float]
-) -> list[fx.Node]:
+def planes_of(add: Add, x: fx.Node, boundaries: Sequence[float]) -> list[fx.Node]:
     """The interval that x lies in, counted from below, bit by bit; NaN lies in the last.
 
     Bit j of the number of boundaries below x is the parity of how many of them have a number that

@@ -201,9 +201,7 @@ def generate_step(
         if index >= num_fwd_outputs and isinstance(node, fx.Node)
     }
     strides = {name: s for name, i in saved.items() if (s := first.strides[i]) is not None}
-    second = generate(
-        backward, is_backward=True, input_strides=strides, with_kernels=with_kernels
-    )
+    second = generate(backward, is_backward=True, input_strides=strides, with_kernels=with_kernels)
     if begin:
         begin_kernels(second)
     return GeneratedStep(forward, backward, num_fwd_outputs, saved, first, second, begin)

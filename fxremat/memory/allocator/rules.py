@@ -51,9 +51,7 @@ def segment_bytes_for(block: int, settings: AllocatorSettings) -> int:
     return round_up(block, SEGMENT_STEP_BYTES)
 
 
-def is_worth_splitting(
-    free: int, block: int, small: bool, settings: AllocatorSettings
-) -> bool:
+def is_worth_splitting(free: int, block: int, small: bool, settings: AllocatorSettings) -> bool:
     """Whether the rest of a free block of ``free`` bytes becomes a free block of its own."""
     rest = free - block
     if small or settings.expandable_segments:

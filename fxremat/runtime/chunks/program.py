@@ -63,9 +63,7 @@ class Instruction:
         """Elements of the result, for one row."""
         return prod(self.row_shape)
 
-    def arguments(
-        self, value: Callable[[int], Any], rows: int
-    ) -> tuple[list[Any], dict[str, Any]]:
+    def arguments(self, value: Callable[[int], Any], rows: int) -> tuple[list[Any], dict[str, Any]]:
         """The arguments, by position and by name, with values in place of references."""
         named = {key: with_values(one, value, rows) for key, one in self.kwargs.items()}
         return with_values(self.args, value, rows), named
@@ -140,9 +138,7 @@ class Program:
         assert number >= self.first, "an input is not computed"
         return self.instructions[number - self.first]
 
-    def renumbered(
-        self, number: Callable[[int], int], num_rows: int, num_whole: int
-    ) -> Program:
+    def renumbered(self, number: Callable[[int], int], num_rows: int, num_whole: int) -> Program:
         """The same program with other numbers for its values, and for so many inputs."""
         setup, loop = (
             tuple(one.renumbered(number) for one in part) for part in (self.setup, self.loop)

@@ -75,9 +75,7 @@ to_host = register("to_host", "(Tensor x) -> Tensor", _to_host, fake_on_host, CO
 
 `HostMemoryExceeded` if that tensor would exceed the cap."""
 
-wait_host = register(
-    "wait_host", "(Tensor(a!) host, Tensor x) -> ()", _wait_host, no_result, WAITS
-)
+wait_host = register("wait_host", "(Tensor(a!) host, Tensor x) -> ()", _wait_host, no_result, WAITS)
 """``wait_host(host, x)``: what is computed from now on comes after the copy of x.
 
 RuntimeError if there is no such copy or, on the CPU, if it failed."""
@@ -177,9 +175,7 @@ def _with_strides(x: torch.Tensor, strides: Sequence[int]) -> torch.Tensor:
     return x.permute(order).contiguous().permute(back)
 
 
-fetch = register(
-    "fetch", "(Tensor host, Device device) -> Tensor", _fetch, fake_on_device, COPIES
-)
+fetch = register("fetch", "(Tensor host, Device device) -> Tensor", _fetch, fake_on_device, COPIES)
 """``fetch(host, device)``: a copy on the device, with the sizes, strides and dtype of ``host``.
 
 Its gradient arrives in host memory."""

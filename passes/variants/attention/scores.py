@@ -21,6 +21,7 @@ from fxremat.passes.variants.attention.layout import Layout, is_move, moved, who
 VERY_NEGATIVE = -1e4
 """What is filled in for keys that are masked out is at most this: exp of it is 0 in float64."""
 
+
 @dataclass(frozen=True)
 class Filled:
     """``value`` where ``mask`` is true (``is_kept``: where it is false), in scores of ``shape``."""
