@@ -217,7 +217,7 @@ class BudgetScope:
         one compilation of a frame all run in one step.
         """
         frame = place[0]
-        own = storages_of([*given, *_alive(around)], device)
+        own = with_gradients([*given, *_alive(around)], device)
         first = self._parts_at_places(frame)
         first = first if len(first) < count else ()
         runs = [one for one in self.waiting.values() if not (first and one.frame == frame)]
