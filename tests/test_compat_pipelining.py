@@ -76,8 +76,8 @@ def test_the_running_stage_and_its_order_are_found(name: str, sent: bool) -> Non
     assert not is_stage(found, module.layer)
     assert received_by(stage) == []
     (shown,) = shown_stages(found)
-    assert (shown.given_bytes, shown.result_bytes) == (2 * 4 * 4, 2 * 8 * 4)
-    assert (shown.loss_bytes, shown.value_bytes) == (2 * 8 * 4, 4)
+    assert (shown.given, shown.result) == (2 * 4 * 4, 2 * 8 * 4)
+    assert (shown.loss, shown.value) == (2 * 8 * 4, 4)
 
 
 def test_without_a_loss_nothing_waits() -> None:

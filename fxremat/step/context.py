@@ -38,7 +38,7 @@ class ModelContext:
     model is given. They take ``nbytes``; ``everything`` are its own too, and buffers of a pipeline.
     ``left_bytes`` are the gradients of one run that stay, None: as many as its graph gives. Where a
     schedule runs it, the ``pipeline`` says what the rank does in a step. Of ``nbytes``,
-    ``late_bytes`` may be there for a point, and are not compared with what is seen at run time.
+    ``late`` may be there for a short time, and are not compared with what is seen at run time.
     Besides there is what is ``gathered``, where the part is ``sharded``.
     """
 
@@ -48,7 +48,7 @@ class ModelContext:
     everything: Around = ()
     left_bytes: int | None = None
     pipeline: Pipeline | None = None
-    late_bytes: int = 0
+    late: int = 0
     gathered: Gathered = NOTHING_GATHERED
     sharded: bool = False
 
@@ -84,7 +84,7 @@ def model_context(options: Options, device: torch.device) -> ModelContext:
         own |= {id(x) for x in pytree.tree_leaves(calls[part]) if not _needs_gradient(x)}
         given = pytree.tree_leaves(calls[model])
         others += [x for x in given if isinstance(x, torch.Tensor)]
-    beside = _sharded_bytes(model, part, device, runs) or _bucket_bytes(calls, device)
+    beside = _sharded_memory(model, part, device, runs) or _bucket_memory(calls, device)
     beside = _WrapperMemory(0, None) if beside is None else beside
     around: Around = tuple(ref(x) for x in {id(x): x for x in (*everything, *others)}.values())
     if pipeline is not None:
@@ -94,11 +94,11 @@ def model_context(options: Options, device: torch.device) -> ModelContext:
         most, gives_back = max(gathered.ahead, gathered.sent), gathered.kept < gathered.ahead
         pipeline = replace(pipeline, gathered_bytes=most, gives_back=gives_back)
         beside = replace(beside, left=None)
-    late = _late_bytes(part, calls[part], device, max(gathered.ahead, gathered.sent))
+    late = _late_results(part, calls[part], device, max(gathered.ahead, gathered.sent))
     total = storage_bytes([x for x in others if id(x) not in own], device)
     total += beside.held + late
     if pipeline is not None:
-        total += pipeline.buffer_bytes
+        total += pipeline.buffers_size
     elif runs > 1:
         total += LOSS_BYTES
     at_all_times, gathered = _gathered(gathered, pipeline, runs)
@@ -135,7 +135,7 @@ class _WrapperMemory:
     gathered: Gathered = NOTHING_GATHERED
 
 
-def _sharded_bytes(
+def _sharded_memory(
     model: nn.Module, part: nn.Module, device: torch.device, alike: int
 ) -> _WrapperMemory | None:
     """What FSDP2 holds beside a part; None where it shards nothing. ``alike`` parts are like it.
@@ -180,7 +180,7 @@ def _is_sharded(module: nn.Module) -> bool:
     return isinstance(module, FSDPModule)
 
 
-def _bucket_bytes(calls: Iterable[nn.Module], device: torch.device) -> _WrapperMemory | None:
+def _bucket_memory(calls: Iterable[nn.Module], device: torch.device) -> _WrapperMemory | None:
     """What DDP's buckets take, and what stays of a part's gradients beside them.
 
     A bucket holds a gradient as long as DDP lives, and the parameter has it once more unless its
@@ -200,12 +200,12 @@ LATE_RESULTS = 2
 """Of collectives of gloo, on the CPU: so many live on after the last who knows them."""
 
 
-def _late_bytes(
+def _late_results(
     part: nn.Module, given: Iterable[Any], device: torch.device, gathered_bytes: int
 ) -> int:
     """What gloo's threads hold of results that nobody else holds any more.
 
-    They let go of a result a point after whoever waits for it has it. Where parameters are
+    They let go of a result shortly after whoever waits for it has it. Where parameters are
     DTensors, results are taken to be as large as the largest tensor that the part is given; where
     they are gathered, so are these.
     """
@@ -277,7 +277,7 @@ def first_description(
             return repeated_step(part, left_over, held_bytes, left, gathered, before)
         given = part.interface.results
         if given in where.fixed_inputs and count > 1 and not compiled_before:
-            return repeated_step(part, places, held_bytes, left, gathered, followed_bytes=given)
+            return repeated_step(part, places, held_bytes, left, gathered, followers_given=given)
         # More wait than modules are alike: these are micro-batches, which may go either way.
         either = count > where.context.runs
         return repeated_step(part, places, held_bytes, left, gathered, either_order=either)
@@ -310,5 +310,5 @@ def _of_pipeline(
         held, followed = held - given, given
     step = pipeline.step(parts, held, part_of)
     found = StepDescription(step.points, step.part_of, tuple(places), parts)
-    found.followed_bytes = followed
+    found.followers_given = followed
     return found

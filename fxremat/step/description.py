@@ -45,7 +45,7 @@ class StepDescription:
     part: what is the same for all of them. ``outside`` is what is asked of the allocator outside of
     the parts, where that was recorded. Where it was not, ``held_bytes`` are there all the time, and
     of gradients ``left_bytes`` stay (None: all). Where part 1 stands for blocks that follow part 0,
-    ``followed_bytes`` are what these are given. ``fixed`` are the versions of runs whose part is
+    ``followers_given`` are what these are given. ``fixed`` are the versions of runs whose part is
     compiled, by the numbers of the runs.
     """
 
@@ -57,7 +57,7 @@ class StepDescription:
     outside: tuple[Outside, ...] | None = None
     held_bytes: int = 0
     left_bytes: int | None = None
-    followed_bytes: int | None = None
+    followers_given: int | None = None
     fixed: dict[int, int] = field(default_factory=dict)
     planners: dict[int, Planner] = field(default_factory=dict)
     """Of parts whose graph is at hand."""
@@ -80,8 +80,8 @@ class StepDescription:
     def offer(self, part: int, offers: Iterable[Offer]) -> None:
         """From now on the part offers these versions."""
         self.parts[part] = replace(self.parts[part], offers=tuple(offers))
-        if self.followed_bytes is not None:
-            self.parts[1] = followed_by(self.parts[0], self.followed_bytes)
+        if self.followers_given is not None:
+            self.parts[1] = followed_by(self.parts[0], self.followers_given)
 
     def step(self) -> Step:
         """Its points, and what the parts offer now."""
@@ -94,7 +94,7 @@ class StepDescription:
         ``chosen`` is the version of each run; each is planned under so many bytes.
         """
         for part, version in sorted({(part, chosen[k]) for k, part in enumerate(self.part_of)}):
-            if part == 1 and self.followed_bytes is not None:
+            if part == 1 and self.followers_given is not None:
                 part = 0  # those blocks take versions of this part
             plan, offers = self.planners.get(part), list(self.parts[part].offers)
             if plan is None or offers[version].exact:
@@ -150,7 +150,7 @@ def repeated_step(
     left_bytes: int | None = None,
     gathered: Gathered = NOTHING_GATHERED,
     before: Sequence[Part] = (),
-    followed_bytes: int | None = None,
+    followers_given: int | None = None,
     *,
     either_order: bool = False,
 ) -> StepDescription:
@@ -158,14 +158,14 @@ def repeated_step(
 
     The runs ``before`` wait already, each of a part of its own. Of the gradients of a run
     ``left_bytes`` stay; None: all that are no inputs' of its own. All runs but the first are of
-    blocks that are given ``followed_bytes``, if it is not None.
+    blocks that are given ``followers_given``, if it is not None.
     """
     if left_bytes is not None:
         left = min(part.interface.left, left_bytes)
         part = replace(part, interface=replace(part.interface, left=left))
     parts, own = [part, *before], [0] * len(places)
-    if followed_bytes is not None:
-        parts.append(followed_by(part, followed_bytes))
+    if followers_given is not None:
+        parts.append(followed_by(part, followers_given))
         own[1:] = [len(parts) - 1] * (len(places) - 1)
     part_of = (*range(1, len(before) + 1), *own)
     outside = held_bytes + part.interface.resident - part.interface.given
@@ -177,7 +177,7 @@ def repeated_step(
         parts,
         held_bytes=held_bytes + gathered.ahead + gathered.sent + len(places) * gathered.kept,
         left_bytes=left_bytes,
-        followed_bytes=followed_bytes,
+        followers_given=followers_given,
     )
 
 

@@ -84,15 +84,15 @@ class Pipeline:
         return most
 
     @property
-    def buffer_bytes(self) -> int:
+    def buffers_size(self) -> int:
         """Of all buffers in which activations and gradients arrive, without what the part is given.
 
         Negative where that is no buffer, but a part of the batch.
         """
-        arrive = -self.stages[self.current].shown.given_bytes if self.whole else 0
+        arrive = -self.stages[self.current].shown.given if self.whole else 0
         for one in self.stages:
-            arrive += self.micro_batches * (0 if one.first else one.shown.given_bytes)
-            arrive += self.micro_batches * (0 if one.last else one.shown.result_bytes)
+            arrive += self.micro_batches * (0 if one.first else one.shown.given)
+            arrive += self.micro_batches * (0 if one.last else one.shown.result)
         return arrive
 
     def first_sent(self, stage: int, ended: int) -> int:
@@ -106,7 +106,7 @@ class Pipeline:
         sent = self.order[:first_backward].count((True, stage)) - 2  # the last one is sent later
         return int(0 <= sent < ended < self.micro_batches - sent - 1)
 
-    def arriving_bytes(self, incoming: int) -> int:
+    def arriving(self, incoming: int) -> int:
         """Of the gradients of a run's results, those that lie in buffers where it is the first that
         goes backward."""
         return 0 if self.stages[self.current].last else incoming
@@ -177,24 +177,24 @@ class _Walk:
         for k, one in enumerate(self.pipeline.stages):
             now = self.so_far[k]
             outputs = now.outputs + self.pipeline.first_sent(k, now.ended)
-            total += outputs * one.shown.result_bytes
-            total += len(now.runs) * one.shown.loss_bytes
-            total += now.losses * one.shown.value_bytes
-            total += now.sent * one.shown.given_bytes
+            total += outputs * one.shown.result
+            total += len(now.runs) * one.shown.loss
+            total += now.losses * one.shown.value
+            total += now.sent * one.shown.given
         return total - self.in_buffers() + sum(self.left.values())
 
     def in_buffers(self) -> int:
         """Of what runs are given, and hold while they wait, what arrived in a buffer."""
         if self.pipeline.whole or self.pipeline.blocks is None or self.pipeline.stages[0].first:
             return 0
-        given = self.pipeline.stages[0].shown.given_bytes
+        given = self.pipeline.stages[0].shown.given
         return given * sum(run % self.pipeline.blocks == 0 for run in self.waiting)
 
     def stays(self, stage: int, run: int) -> int:
         """Bytes of the gradients of a run that stay."""
         left, one = self.parts[self.part_of[run]].interface.left, self.pipeline.stages[stage]
         if self.pipeline.whole and not one.first:  # the gradient of its input is sent
-            left -= one.shown.given_bytes
+            left -= one.shown.given
         return max(0, left)
 
     def forward(self, stage: int) -> None:
@@ -221,7 +221,7 @@ class _Walk:
         """The micro-batch that came first of those that wait goes backward."""
         one, now = self.pipeline.stages[stage], self.so_far[stage]
         runs = now.runs.popleft()
-        value = one.shown.value_bytes if one.last else 0  # as much is the loss's own gradient
+        value = one.shown.value if one.last else 0  # as much is the loss's own gradient
         if one.last:  # the loss goes first
             incoming = self.parts[self.part_of[runs[-1]]].interface.incoming
             self.points.append(StepPoint(self.outside() + value + incoming, tuple(self.waiting)))
@@ -245,7 +245,7 @@ class _Walk:
     def end(self) -> None:
         """What the last stage has given is put together."""
         merged = sum(
-            self.pipeline.micro_batches * one.shown.result_bytes
+            self.pipeline.micro_batches * one.shown.result
             for one in self.pipeline.stages
             if one.last and self.pipeline.keeps_outputs
         )

@@ -176,7 +176,7 @@ class GraphInStep:
         promised = self.promised(version, request)
         if missing:
             promised = replace(promised, promise=replace(promised.promise, left_bytes=missing))
-        own, late = promised.promise.peak_bytes, self.where.context.late_bytes
+        own, late = promised.promise.peak_bytes, self.where.context.late
         self.taken.saved_bytes, self.taken.own_peak_bytes = report.saved_bytes, own
         return RunVersions((promised,), (0,), own, request.budget.held - late + own)
 
@@ -264,7 +264,7 @@ class GraphInStep:
                 if peak <= self.budget_bytes or unknown:
                     return self._settled(described, offers, made, mine, peak, None)
                 continue
-            over = taken.usage.peak_reserved_bytes - self._most_bytes
+            over = taken.usage.peak_reserved_bytes - self._limit
             if over <= 0:
                 return self._settled(described, offers, made, mine, peak, taken)
             failed.add(chosen)
@@ -282,7 +282,7 @@ class GraphInStep:
             yield lambda step: planner.lowest(_by_itself(step))
 
     @property
-    def _most_bytes(self) -> int:
+    def _limit(self) -> int:
         """What may be reserved, where that is known."""
         assert self.request.budget.limit is not None
         return self.request.budget.limit - self.request.budget.autotune
@@ -292,7 +292,7 @@ class GraphInStep:
         others = [part for k, part in enumerate(described.parts) if k != self.role.index]
         known = all(offer.events is not None for part in others for offer in part.offers)
         recorded = described.outside is not None or self.role.described is None
-        return self._most_bytes if known and recorded else self.budget_bytes
+        return self._limit if known and recorded else self.budget_bytes
 
     def _reserved(self, described: StepDescription, chosen: Sequence[int]) -> Reserved | None:
         """What the allocator takes for the whole step; None where that is not known.
@@ -311,7 +311,7 @@ class GraphInStep:
         if found is None:
             return None
         if len(described.parts) > 1 and not settings.expandable_segments:
-            limit = self._most_bytes - SMALL_BYTES
+            limit = self._limit - SMALL_BYTES
             return reserved_with_rest(found.events, settings, limit, found.before)
         sizes = () if settings.expandable_segments else LARGER
         return least_reserved(found.events, settings, 0, sizes, found.before)
@@ -334,12 +334,12 @@ class GraphInStep:
         described.fixed.update(zip(runs, of_run, strict=True))
         versions, limit = tuple(made.values()), self.budget_bytes
         if taken is not None:
-            peak, limit = taken.usage.peak_reserved_bytes, self._most_bytes
+            peak, limit = taken.usage.peak_reserved_bytes, self._limit
             if len(described.parts) == 1:
                 versions = tuple(_with_segment(one, taken.segment_bytes) for one in versions)
         counted = "allocated" if taken is None else "reserved"
         log.info("%s", _told(kept, of_run, peak, limit, counted))
-        late = self.where.context.late_bytes if self.role.described is None else 0
+        late = self.where.context.late if self.role.described is None else 0
         least = min(of_run, key=lambda k: kept[k].version.saved_bytes)
         places = [described.place_of[run] for run in runs]
         taken_by = dict(zip(places, of_run, strict=True))  # others have the other places
@@ -404,9 +404,9 @@ class GraphInStep:
         if own is not None:
             part, around = version_in(report), self.where.context.everything
             unseen += own.resident - own.given
-            unseen -= self.where.context.late_bytes
+            unseen -= self.where.context.late
             if self.where.context.pipeline is not None:
-                unseen -= self.where.context.pipeline.arriving_bytes(own.incoming)
+                unseen -= self.where.context.pipeline.arriving(own.incoming)
             if self.role.described is not None:
                 unseen = self.role.described.outside_bytes(self.role.index)
             peak = max(part.forward_bytes + own.given, part.backward_bytes + own.incoming)

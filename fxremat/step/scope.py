@@ -237,8 +237,8 @@ class BudgetScope:
         if place[1] is not None:
             together = (one for one in self.graphs if one.place == place and one not in distinct)
             held += sum(one.taken.own_peak_bytes for one in together)
-        beside, given_bytes = sum(resident.values()), sum(batch.values())
-        return Neighbours(beside, given_bytes, held, distinct, first)
+        beside, besides = sum(resident.values()), sum(batch.values())
+        return Neighbours(beside, besides, held, distinct, first)
 
     def resident_beside(self, own: Storages, device: torch.device) -> Storages:
         """Parameters of all graphs, their gradients, and all else that is known of their models."""

@@ -189,12 +189,12 @@ def _offer(draft: Draft, plan: Plan, request: Request) -> Offer:
     return Offer(run.version, run.peak_bytes, run.peak_bytes - run.between_bytes)
 
 
-def followed_by(part: Part, given_bytes: int) -> Part:
+def followed_by(part: Part, given: int) -> Part:
     """The part of blocks like this one that come after it, and so are given what needs a gradient.
 
-    What they are given has ``given_bytes``. They hold it while they wait, and make its gradient.
+    What they are given has ``given`` bytes. They hold it while they wait, and make its gradient.
     """
-    more, own = given_bytes, part.interface
+    more, own = given, part.interface
     versions = (
         replace(
             one.version,

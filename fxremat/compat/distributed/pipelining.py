@@ -134,10 +134,10 @@ class ShownStage:
     """Bytes of one micro-batch at a stage: what it is given and gives, and beside these what the
     loss saves until its backward, and what its value takes that the schedule keeps."""
 
-    given_bytes: int
-    result_bytes: int
-    loss_bytes: int = 0
-    value_bytes: int = 0
+    given: int
+    result: int
+    loss: int = 0
+    value: int = 0
 
 
 def shown_stages(pipeline: RunningPipeline) -> list[ShownStage]:
