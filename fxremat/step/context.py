@@ -104,7 +104,7 @@ def model_context(options: Options, device: torch.device) -> ModelContext:
     at_all_times, gathered = _gathered(gathered, pipeline, runs)
     if options.reserve is not None or device.type == "cuda":  # as all around, counted elsewhere
         gathered = NOTHING_GATHERED
-    left, sharded = beside.left, _is_sharded(part)
+    left, sharded = beside.left, any(map(_is_sharded, calls))
     total += at_all_times
     return ModelContext(
         runs, total, tuple(map(ref, others)), around, left, pipeline, late, gathered, sharded

@@ -451,8 +451,10 @@ class BudgetScope:
         """The warning if its backward will exceed the budget, for what others hold."""
         promise, number = run.promise, len(self.waiting)
         around = pytree.tree_leaves([each() for each in promise.around])
-        counted = storages_of([*around, *_alive(self.batch.values())], promise.device)
-        counted |= self.resident_beside({}, promise.device)
+        counted = storages_of(around, promise.device)
+        if run.graph is not None:  # counted when it was planned
+            counted |= storages_of(_alive(self.batch.values()), promise.device)
+            counted |= self.resident_beside({}, promise.device)
         known = {**storages_of(own, promise.device), **run.saved()}
         known = {key: size for key, size in known.items() if key not in counted}
         others: Storages = {}
