@@ -226,7 +226,7 @@ class BudgetScope:
             waiting |= run.saved()
         graphs = [one.graph for one in runs if one.graph is not None]
         distinct = tuple(dict.fromkeys(graphs))
-        resident = self.resident_beside(own, device)
+        resident = self.resident_beside(own, device, models=not around)
         known = {**own, **resident}
         batch = storages_of(_alive(self.batch.values()), device)
         batch = {key: size for key, size in batch.items() if key not in known}
@@ -240,11 +240,14 @@ class BudgetScope:
         beside, besides = sum(resident.values()), sum(batch.values())
         return Neighbours(beside, besides, held, distinct, first)
 
-    def resident_beside(self, own: Storages, device: torch.device) -> Storages:
-        """Parameters of all graphs, their gradients, and all else that is known of their models."""
+    def resident_beside(
+        self, own: Storages, device: torch.device, *, models: bool = True
+    ) -> Storages:
+        """Parameters of all graphs with their gradients, and all else that is known of their
+        ``models``, unless a graph counts what lies around it itself."""
         found: Storages = {}
         found |= with_gradients(_alive(self.parameters.values()), device)
-        for graph in self.graphs:
+        for graph in self.graphs if models else ():
             found |= storages_of(_alive(graph.around), device)
         return {key: size for key, size in found.items() if key not in own}
 
