@@ -151,7 +151,7 @@ class GraphInStep:
         Where runs that wait leave it too few bytes, this step takes more than the budget, and from
         the next one on they leave more. Raises `InfeasibleBudget` with what all need together.
         """
-        request, missing = self.request, 0
+        request, missing, told = self.request, 0, len(session.STATE.reports)
         try:
             version = self.graph.compile(request)
         except InfeasibleBudget as refused:
@@ -178,7 +178,9 @@ class GraphInStep:
             promised = replace(promised, promise=replace(promised.promise, left_bytes=missing))
         own, late = promised.promise.peak_bytes, self.where.context.late
         self.taken.saved_bytes, self.taken.own_peak_bytes = report.saved_bytes, own
-        return RunVersions((promised,), (0,), own, request.budget.held - late + own)
+        found = RunVersions((promised,), (0,), own, request.budget.held - late + own)
+        self._note_peak(told, found)
+        return found
 
     def _least_of_all(self, refused: InfeasibleBudget) -> int:
         """The least budget for this graph and those that wait while it runs."""
@@ -225,10 +227,14 @@ class GraphInStep:
         self.taken.count, self.role.is_due = count, False
         self.where.scope.compiled_again += 1
         found = self._chosen(described)
+        self._note_peak(told, found)
+        return found
+
+    def _note_peak(self, told: int, found: RunVersions) -> None:
+        """Say the peak of the step in the reports made since then, and in their files."""
         for report in session.note_step_peak(told, found.step_peak_bytes):
             if self.graph.options.report is not None:
                 write_report(self.graph.options.report, report)
-        return found
 
     def _chosen(self, described: StepDescription) -> RunVersions:
         """The versions of least time within the budget; where others follow, one that saves little.
