@@ -6,11 +6,7 @@ What each run saves counts as often as it waits. So the graph is traced first, a
 it may take are offered (`fxremat.step.versions`); which run takes which is chosen for the whole
 step (`fxremat.planner.step_versions`). Each version is then compiled as any graph is, within the
 bytes that the others leave. Where the budget counts reserved bytes, the events of the step they
-make are replayed in the model of torch's allocator, and the choice is made anew where that takes
-too much.
-
-A graph that is alone in its step is not traced twice. If others follow, it keeps as little as it
-can; once all have run, the step is planned as one.
+make are replayed in the model of torch's allocator.
 """
 
 from __future__ import annotations

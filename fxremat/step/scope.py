@@ -1,11 +1,7 @@
 """One budget on one device: the graphs that share it, what waits now, and the order of a step.
 
-A plan is made for a graph that runs forward and backward by turns. Where a second forward runs
-before the backward of the first, the bytes that the first has saved are there as well. A run waits
-from the end of its forward until a backward has freed what it saved, or until its graph is gone.
-Whoever runs forwards under checkpointing, or without gradients, holds nothing in this way.
-
-Nothing here keeps a tensor alive or changes one.
+Where a second forward runs before the backward of the first, what the first has saved is there as
+well. A run waits from the end of its forward until a backward has freed what it saved.
 """
 
 from __future__ import annotations
@@ -272,7 +268,7 @@ class BudgetScope:
     # -- steps as they have run --------------------------------------------------------------
 
     def plan_next_step(self) -> None:
-        """From the next step on all graphs are planned together, as they have run in this one."""
+        """Have all graphs planned together from the next step on."""
         self.due = True
 
     def describe_with(self, graph: SharingGraph) -> StepDescription | None:
