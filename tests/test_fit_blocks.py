@@ -155,7 +155,7 @@ def test_few_blocks_say_what_the_whole_says() -> None:
         assert one.time_us / one.size == pytest.approx(other.time_us / other.size, rel=0.02)
     assert few.largest("rows", "checkpointed blocks").size < few.largest("rows").size
     assert few.fastest("rows").per_second >= few.fastest("rows", "checkpointed blocks").per_second
-    assert f"steps with 2 and 3 of {BLOCKS} blocks" in table(few)
+    assert f"extrapolated from steps with 2 and 3 of {BLOCKS} blocks." in table(few)
     assert "extrapolated" not in table(whole)
 
 
