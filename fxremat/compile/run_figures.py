@@ -86,7 +86,7 @@ def version_of(draft: Draft, plan: Plan, shown: DryRun | None, request: Request)
 def run_events_of(
     draft: Draft, shown: DryRun | None, parameters: Sequence[int]
 ) -> RunEvents | None:
-    """What a version asks of CUDA's allocator; None where no dry run counted it there."""
+    """What a version asks of the device's allocator; None where no dry run counted it."""
     if shown is None or shown.allocator.as_run is None:
         return None
     own = {node.name for node in _given(draft.joint, parameters)}

@@ -6,6 +6,8 @@ from collections.abc import Iterable, Iterator
 from dataclasses import asdict, dataclass, replace
 from typing import Any
 
+from fxremat.core.layout import CodeBuffer
+
 
 @dataclass(frozen=True, slots=True)
 class Allocate:
@@ -51,7 +53,8 @@ class RunEvents:
 
     ``forward`` and ``backward`` neither allocate inputs nor the gradients that come in. Of the
     ``results`` those ``again`` are read in the backward. ``incoming`` are the gradients of results,
-    and their bytes. What is live at the end of a half stays until it is known who holds it.
+    and their bytes. What is live at the end of a half stays until it is known who holds it. The
+    generated code itself asks for the ``forward_buffers`` and ``backward_buffers``, in this order.
     """
 
     forward: tuple[Event, ...]
@@ -60,6 +63,8 @@ class RunEvents:
     results: tuple[str, ...] = ()
     again: tuple[str, ...] = ()
     incoming: tuple[tuple[str, int], ...] = ()
+    forward_buffers: tuple[CodeBuffer, ...] = ()
+    backward_buffers: tuple[CodeBuffer, ...] = ()
 
     def sizes(self) -> dict[str, int]:
         """Bytes of all blocks, by their names."""
@@ -103,7 +108,14 @@ def run_events_from_json(data: dict[str, Any]) -> RunEvents:
         results=tuple(data["results"]),
         again=tuple(data["again"]),
         incoming=tuple((str(name), int(nbytes)) for name, nbytes in data["incoming"]),
+        forward_buffers=tuple(map(_buffer_from_json, data["forward_buffers"])),
+        backward_buffers=tuple(map(_buffer_from_json, data["backward_buffers"])),
     )
+
+
+def _buffer_from_json(data: dict[str, Any]) -> CodeBuffer:
+    sizes = {name: tuple(map(int, data[name])) for name in ("size", "stride")}
+    return CodeBuffer(**{**data, **sizes})
 
 
 def events_to_json(events: Iterable[Event]) -> list[list[Any]]:

@@ -288,9 +288,17 @@ class _WithoutKernels(ast.NodeTransformer):
         return self.generic_visit(node)
 
 
-def _empty_like_generated(device: str) -> Callable[..., torch.Tensor]:
+def _unseen(made: torch.Tensor) -> None:
+    """Pinned memory is the host's."""
+
+
+def _empty_like_generated(
+    device: str, asked: Callable[[torch.Tensor], None]
+) -> Callable[..., torch.Tensor]:
     def empty(size: Any, stride: Any, dtype: torch.dtype) -> torch.Tensor:
-        return torch.empty_strided(size, stride, dtype=dtype, device=device)
+        made = torch.empty_strided(size, stride, dtype=dtype, device=device)
+        asked(made)
+        return made
 
     return empty
 
@@ -306,19 +314,24 @@ def _from_pool(
 
 
 def load_without_kernels(
-    generated: Generated, constants: Mapping[str, Any], filename: str
+    generated: Generated,
+    constants: Mapping[str, Any],
+    filename: str,
+    asked: Callable[[torch.Tensor], None] = lambda made: None,
 ) -> Callable[[list[Any]], Any]:
     """The generated ``call``, in which kernels do nothing.
 
     What it allocates, and the library calls it makes, go through torch's dispatcher: under a
-    fake mode it runs on tensors without memory. Its code objects carry ``filename``.
+    fake mode it runs on tensors without memory. Its code objects carry ``filename``. ``asked`` is
+    told each buffer that the code itself allocates on the CPU or a GPU.
     """
     tree = ast.fix_missing_locations(_WithoutKernels().visit(ast.parse(generated.source)))
     namespace: dict[str, Any] = {"_no_kernel": _NoKernel(), "__name__": filename}
     exec(compile(tree, filename, "exec"), namespace)
     for name in [n for n in namespace if n.startswith("empty_strided_")]:
         device = name.removeprefix("empty_strided_").removesuffix("_pinned")
-        namespace[name] = _empty_like_generated(device)
+        pinned = name.endswith("_pinned")
+        namespace[name] = _empty_like_generated(device, _unseen if pinned else asked)
     namespace |= {
         "reinterpret_tensor": _reinterpret,
         "alloc_from_pool": _from_pool,

@@ -52,7 +52,7 @@ from fxremat.passes.memory_estimation import TANGENTS, nbytes
 
 @dataclass(frozen=True)
 class AllocatorEvents:
-    """What a step asks of CUDA's allocator, first of all for what is resident.
+    """What a step asks of the device's allocator, first of all for what is resident.
 
     The first ``forward_events`` come in the forward or before it. ``as_run`` has the events of a
     run beside others; its inputs do not say which of them are its own.
@@ -82,8 +82,7 @@ class DryRun:
     are live between forward and backward, inputs among them, and ``left_bytes`` at the end.
     ``lifetimes`` say when each storage is there: what is live at one step adds up to its
     ``live_bytes``. ``dropped`` is what others pass on to the step, or are given, and nobody needs
-    any more if they drop it. ``allocator`` is empty but on CUDA, and ``code`` is None where the
-    answer was known.
+    any more if they drop it. ``code`` is None where the answer was known.
     """
 
     peak_bytes: int
@@ -101,7 +100,7 @@ class DryRun:
 
     @property
     def events(self) -> tuple[Event, ...]:
-        """What is asked of CUDA's allocator; empty elsewhere."""
+        """What is asked of the device's allocator."""
         return self.allocator.events
 
     def live_where_dropped(self, inputs: Collection[str]) -> tuple[int, ...]:
@@ -324,6 +323,7 @@ def _run(step: GeneratedStep, meter: CodeMeter) -> DryRun:
         meter.watch(primals)
         arguments = list(primals.values())
         returned = list(meter.run(step.forward_code, "<forward>", arguments, fake))
+        forward_buffers = tuple(meter.buffers)
         kept, given = returned[:outputs], dict(primals)
         meter.pass_on(kept)
         for name, index in step.saved.items():
@@ -340,15 +340,14 @@ def _run(step: GeneratedStep, meter: CodeMeter) -> DryRun:
         gradients = list(meter.run(step.backward_code, "<backward>", arguments, fake))
         gradient_of = dict(zip(names, meter.names(gradients), strict=False))
     resident = _resident(forward, meter.device)
-    allocator = AllocatorEvents()
-    if meter.device == "cuda":
-        inputs = tuple(
-            Given(size, again=name in read_again, gradient=gradient_of.get(name))
-            for name, size in resident
-        )
-        run = _as_run(meter.events, middle.events, inputs, results, again, incoming)
-        there = [Allocate(name, size) for name, size in resident]
-        allocator = AllocatorEvents((*there, *meter.events), len(there) + middle.events, run)
+    inputs = tuple(
+        Given(size, again=name in read_again, gradient=gradient_of.get(name))
+        for name, size in resident
+    )
+    run = _as_run(meter.events, middle.events, inputs, results, again, incoming)
+    run = replace(run, forward_buffers=forward_buffers, backward_buffers=tuple(meter.buffers))
+    there = [Allocate(name, size) for name, size in resident]
+    allocator = AllocatorEvents((*there, *meter.events), len(there) + middle.events, run)
     return _counted(meter, resident, middle, allocator, step)
 
 

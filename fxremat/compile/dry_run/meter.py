@@ -17,6 +17,7 @@ from fxremat.compat.inductor.generated_code import Generated, load_without_kerne
 from fxremat.compat.sizes import size_bound
 from fxremat.compat.tensors import Watching, storage_key, storage_watch
 from fxremat.core.events import Allocate, Event, Free
+from fxremat.core.layout import CodeBuffer
 from fxremat.core.timeline import Lifetime
 from fxremat.cost.call_times import call_key
 from fxremat.memory.allocator.rules import MIN_BLOCK_BYTES, round_up
@@ -134,7 +135,8 @@ class CodeMeter(Meter[_Buffer]):
     """Counts the bytes of ``device`` as generated code runs.
 
     A step ends with each allocation and each library call. For each, ``live_bytes`` says how much
-    is live and ``making`` which FX node is computed, "" where none is known.
+    is live and ``making`` which FX node is computed, "" where none is known. ``buffers`` are what
+    the code has asked for itself since it began to run.
     """
 
     device: str = "cpu"
@@ -146,6 +148,7 @@ class CodeMeter(Meter[_Buffer]):
     lifetimes: list[Lifetime] = field(default_factory=list)
     scratch: dict[str, int] = field(default_factory=dict)
     known_calls: dict[str, InsideCall | None] = field(default_factory=dict)
+    buffers: list[CodeBuffer] = field(default_factory=list)
     others: _HeldByOthers = field(default_factory=_HeldByOthers)
 
     def pass_on(self, tensors: Iterable[Any]) -> None:
@@ -269,6 +272,13 @@ class CodeMeter(Meter[_Buffer]):
             if name is not None and storage_key(tensor) not in self.live:
                 self._add_tensor(tensor, buffer, named[name])
 
+    def _asked(self, tensor: torch.Tensor) -> None:
+        """Note a buffer that the code itself allocates."""
+        storage = self.live.get(storage_key(tensor))
+        name = None if storage is None else storage.name
+        size, stride, dtype = tuple(tensor.shape), tensor.stride(), str(tensor.dtype)
+        self.buffers.append(CodeBuffer(name, size, stride, dtype, tensor.itemsize))
+
     def drop(self, tensor: torch.Tensor) -> None:
         """Take off what is freed, although something still refers to it."""
         gone = self.live.pop(storage_key(tensor), None)
@@ -316,7 +326,8 @@ class CodeMeter(Meter[_Buffer]):
             for name, value in generated.constants.items()
         }
         self.ignore(c for c in constants.values() if isinstance(c, torch.Tensor))
-        call = load_without_kernels(generated, constants, filename)
+        self.buffers.clear()
+        call = load_without_kernels(generated, constants, filename, self._asked)
         self.code = code
         with Watching(self.call):
             results = call(args)

@@ -1,0 +1,62 @@
+"""Where the buffers of generated code lie: offsets in one arena, decided with the plan. Plain data.
+
+The code that Inductor generates asks for its buffers in an order that is fixed. A layout of one
+half of a run, its forward or its backward, is one offset for each of these calls.
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from math import prod
+
+
+@dataclass(frozen=True, slots=True)
+class CodeBuffer:
+    """One call of the generated code for memory, as it asks.
+
+    ``block`` is the name of its allocation among the events of the run (`core.events.RunEvents`),
+    None where it is on another device than the one that is counted. ``itemsize`` is in bytes.
+    """
+
+    block: str | None
+    size: tuple[int, ...]
+    stride: tuple[int, ...]
+    dtype: str
+    itemsize: int
+
+    @property
+    def nbytes(self) -> int:
+        """From the first to the last element."""
+        if not prod(self.size):
+            return 0
+        last = sum((n - 1) * step for n, step in zip(self.size, self.stride, strict=True))
+        return (last + 1) * self.itemsize
+
+
+@dataclass(frozen=True)
+class HalfLayout:
+    """The offset in the arena of each call of one half, in order; None: allocated outside of it.
+
+    ``outlive`` are the places of those calls whose buffers are alive when the half has ended: what
+    a forward saves, and gradients.
+    """
+
+    buffers: tuple[CodeBuffer, ...] = ()
+    offsets: tuple[int | None, ...] = ()
+    outlive: frozenset[int] = frozenset()
+
+
+@dataclass(frozen=True)
+class RunLayout:
+    """The layouts of both halves of one run of a graph."""
+
+    forward: HalfLayout = HalfLayout()
+    backward: HalfLayout = HalfLayout()
+
+
+@dataclass(frozen=True)
+class StepLayout:
+    """The layouts of all runs of a step in one arena of ``arena_bytes``, in the order of runs."""
+
+    runs: tuple[RunLayout, ...] = ()
+    arena_bytes: int = 0
