@@ -24,7 +24,6 @@ from fxremat.cost.cards import card_named
 from fxremat.planner import step_versions as planner
 from fxremat.planner.step_versions import Chosen
 from fxremat.sizes import GIB
-from fxremat.step.description import unplanned_bytes
 from fxremat.step.pipelines import Pipeline, StageOfRank
 
 WAYS = ("plain", "checkpointed", "fxremat")
@@ -154,7 +153,7 @@ def stages_of(job: Job) -> tuple[int, list[Stage]]:
         block = traced_block(job, mesh, job.layers_of_stage * job.stages)
         head = traced_head(job, mesh)
     budget = card_named(job.card).usable
-    budget -= unplanned_bytes(block.request.with_budget(limit=budget))
+    budget -= block.request.budget.autotune
     last = job.stages - 1
     numbers = range(job.stages)
     return budget, [planned(job, k, block, head if k == last else None, budget) for k in numbers]

@@ -23,8 +23,6 @@ from fxremat.cost import cards
 from fxremat.cost.cards import card_named
 from fxremat.memory.allocator.caching import replay
 from fxremat.memory.allocator.settings import AllocatorSettings
-from fxremat.memory.reserved_bytes import reserved
-from fxremat.memory.segments import SMALL_BYTES
 from fxremat.options import parse_options
 from fxremat.sizes import MIB
 from fxremat.step.context import ModelContext, Surroundings
@@ -193,7 +191,6 @@ class Step:
             counted_peak_bytes=OFFERS[place].peak_bytes,
             held_bytes=0,
             saved_bytes=0,
-            segment_bytes=0,
         )
 
     def runs(self, seen: StepDescription | None, index: int = 0) -> GraphInStep:
@@ -221,13 +218,10 @@ def compiled(step: Step) -> RunVersions:
 
 
 def reserved_bytes(seen: StepDescription, runs: RunVersions) -> int:
-    """What the model of the allocator takes for what was compiled, in the segment that is taken."""
-    found = seen.events(runs.version_of_run)
+    """What the model of the allocator takes for what was compiled."""
+    found = seen.reserved(runs.version_of_run, AllocatorSettings())
     assert found is not None
-    (segment,) = {one.promise.segment.shared for one in runs.versions}
-    assert segment is not None
-    usage = reserved(found.events, AllocatorSettings(), 0, segment, found.before)
-    return usage.peak_reserved_bytes
+    return found.nbytes
 
 
 def test_large_blocks_that_do_not_fit_between_others_are_planned_for() -> None:
@@ -261,19 +255,16 @@ def test_the_least_that_is_named_is_reserved_and_enough() -> None:
 
 
 def test_two_parts_are_known_when_the_last_is_compiled(caplog: pytest.LogCaptureFixture) -> None:
-    """The first one has run by then: the segment is what the budget leaves, and that is counted."""
+    """The first one has run by then, and what both reserve together is within the budget."""
     step = Step(1200 * MIB, part_of=(0, 0, 1, 1))
     seen = step.seen()
-    first = step.runs(seen, 0).compiled_for(2)
+    step.runs(seen, 0).compiled_for(2)
     assert "allocated, of" in caplog.text
     assert "reserved, of" not in caplog.text
     second = step.runs(seen, 1).compiled_for(2)
     assert "reserved, of" in caplog.text
     assert second.peak_bytes <= step.budget - step.tuning
-    sizes = {one.promise.segment.shared for one in (*first.versions, *second.versions)}
-    assert sizes == {None}
-    assert second.peak_bytes >= step.budget - step.tuning - SMALL_BYTES - 2 * MIB
-    assert seen.events((0,) * RUNS) is not None
+    assert seen.reserved((0,) * RUNS, AllocatorSettings()) is not None
 
 
 class Language(nn.Module):
@@ -350,9 +341,5 @@ def test_counted_versions_in_a_step_that_was_looked_at(caplog: pytest.LogCapture
             graph.as_part,
         )
         runs = in_step(planned, asked, 3, seen).compiled_for(3)
-    found = seen.events(runs.version_of_run)
-    assert found is not None
-    usage = replay(found.events)
-    assert usage.peak_requested_bytes == seen.step().peak_bytes(runs.version_of_run)
     assert reserved_bytes(seen, runs) == runs.peak_bytes + asked.budget.held
     assert "reserved, of 1.00 GiB" in caplog.text

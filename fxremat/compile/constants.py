@@ -23,9 +23,6 @@ ROUNDS = 4
 times the last step down the next one may be. The way to the least peak of a small ResNet took
 13 dry runs with short steps, and 7 with these. It bounds the guesses of a largest size that fits,
 too: the secant method multiplies the last two errors, so four lead from one half to 0.4 %."""
-EXPECTED_WRONG = 0.002
-"""Of the aim: what the allocator's model expects of a plan may be too little by as much. Reserved
-bytes were within 0.2 % of those predicted on the GPU (docs/benchmarks.md)."""
 DRY_RUNS = 24
 """How many candidates are evaluated under the aim, and again for the least peak, of one graph and
 of a step of several. An attempt under the aim has a third of them: the least peak of a small ResNet

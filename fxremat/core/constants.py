@@ -147,13 +147,6 @@ WATCHED_STEPS = 2
 The optimizer makes its states in the first step, so the second is like all that follow.
 """
 
-UNUSED_PART = 0.03
-"""Of a budget in reserved bytes that several graphs share: what may stay unused between blocks.
-
-It counts as long as a part of the step is not compiled, or has code that no dry run can count: then
-the events of the step are not known. Best fit leaves 0.8 to 6.2 % of a pool of graphs unused.
-"""
-
 # --- compiling kernels ---------------------------------------------------------------------
 
 MOST_TOGETHER = 8

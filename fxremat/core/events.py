@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Iterator
+from collections.abc import Iterable, Iterator, Mapping
 from dataclasses import asdict, dataclass, replace
 from typing import Any
 
@@ -65,6 +65,19 @@ class RunEvents:
     incoming: tuple[tuple[str, int], ...] = ()
     forward_buffers: tuple[CodeBuffer, ...] = ()
     backward_buffers: tuple[CodeBuffer, ...] = ()
+
+    def resized(self, sizes: Mapping[str, int]) -> RunEvents:
+        """The same with these bytes of each block, by its name."""
+
+        def half(events: Iterable[Event]) -> tuple[Event, ...]:
+            return tuple(
+                replace(e, nbytes=sizes[e.name]) if isinstance(e, Allocate) else e for e in events
+            )
+
+        incoming = tuple((name, sizes[name]) for name, _ in self.incoming)
+        return replace(
+            self, forward=half(self.forward), backward=half(self.backward), incoming=incoming
+        )
 
     def sizes(self) -> dict[str, int]:
         """Bytes of all blocks, by their names."""

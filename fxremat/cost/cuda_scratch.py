@@ -24,6 +24,7 @@ counted. cuBLAS has one workspace for all its calls: `cublas_workspace`.
 from __future__ import annotations
 
 from collections.abc import Callable, Mapping, Sequence
+from contextlib import suppress
 from dataclasses import dataclass
 from functools import cache
 from math import prod
@@ -33,6 +34,7 @@ import torch
 from torch import fx
 
 from fxremat.compat.sizes import size_bound
+from fxremat.compat.tensors import outside_fake_mode
 from fxremat.core.constants import GPU_PIECE_ELEMENTS
 from fxremat.runtime import kernels, quantised
 
@@ -283,3 +285,22 @@ class CudaScratch:
         if target in kernels.WORKSPACES:
             return (self.of_call(target, args, kwargs),)
         return known_blocks(target, args, kwargs, self.card) or ()
+
+
+_HAVE_CUBLAS: set[torch.device] = set()
+
+
+def allocate_cublas(device: torch.device) -> None:
+    """Have both workspaces allocated: whoever counts what is allocated from now on sees them.
+
+    That of the thread that runs forwards, and that of backwards. They stay, so they come from no
+    larger piece, of which the rest would be lost: what the allocator keeps goes back to the device
+    before. Where nothing but deterministic algorithms may run, a product may be refused.
+    """
+    if device not in _HAVE_CUBLAS and torch.cuda.is_available():
+        torch.cuda.empty_cache()
+        _HAVE_CUBLAS.add(device)
+    with outside_fake_mode(), torch.inference_mode(False), torch.enable_grad():
+        small = torch.ones(2, 2, device=device, requires_grad=True)
+        with suppress(RuntimeError):
+            torch.autograd.grad((small @ small).sum(), small)

@@ -21,11 +21,11 @@ from transformers import Trainer, TrainerCallback
 
 from fxremat.compat.dynamo import compile_in_training
 from fxremat.compile.request import unseen_bytes
+from fxremat.cost.cuda_scratch import allocate_cublas
 from fxremat.logged_metrics import metrics
 from fxremat.memory.allocator.rules import MIN_BLOCK_BYTES
 from fxremat.memory.measured_peak import held_bytes
 from fxremat.memory.optimizer_states import optimizer_state_bytes
-from fxremat.memory.segments import allocate_cublas
 from fxremat.training.accumulate import accumulate_in_backward
 from fxremat.training.loss_only import loss_only
 

@@ -98,10 +98,10 @@ class MemoryFigures:
     ``held_bytes`` are held outside of the graph, and part of every peak.
     ``predicted_peak_bytes`` is the peak of Inductor's own kernels where a dry run counted them,
     else that of the planned graph; it is in allocated bytes. ``predicted_reserved_bytes`` is what a
-    model of torch's allocator reserves for two steps on CUDA, None elsewhere; ``segment_bytes`` of
-    it are one segment, taken before the first step. ``count`` says which of the two the budget
-    counts. Peaks are those of every step but the first: in that one ``tuning_bytes`` of the budget
-    are left to the tuning of kernels.
+    model of torch's allocator reserves for two steps on CUDA, None elsewhere; ``arena_bytes`` of it
+    are one block in which the plan gives every buffer its address. ``count`` says which of the two
+    the budget counts. Peaks are those of every step but the first: in that one ``tuning_bytes`` of
+    the budget are left to the tuning of kernels.
     ``minimum_peak_bytes`` is the least budget that can be met, as the error names it; None where it
     was not looked for (`Explanation.minimum_peak_bytes` looks). ``keep_all_peak_bytes`` is the peak
     of running every op once, in the graph without operator variants.
@@ -115,7 +115,7 @@ class MemoryFigures:
     predicted_peak_bytes: int
     minimum_peak_bytes: int | None = None
     predicted_reserved_bytes: int | None = None
-    segment_bytes: int = 0
+    arena_bytes: int = 0
     tuning_bytes: int = 0
     host_peak_bytes: int = 0
     count: str = "allocated"
@@ -230,7 +230,7 @@ class Report:
     counted_peak_bytes = _Shortcut(lambda report: report.memory.counted_peak_bytes)
     fragmentation_bytes = _Shortcut(lambda report: report.memory.fragmentation_bytes)
     minimum_peak_bytes = _Shortcut(lambda report: report.memory.minimum_peak_bytes)
-    segment_bytes = _Shortcut(lambda report: report.memory.segment_bytes)
+    arena_bytes = _Shortcut(lambda report: report.memory.arena_bytes)
     tuning_bytes = _Shortcut(lambda report: report.memory.tuning_bytes)
     host_peak_bytes = _Shortcut(lambda report: report.memory.host_peak_bytes)
     count = _Shortcut(lambda report: report.memory.count)
@@ -323,8 +323,8 @@ def _allocator_line(memory: MemoryFigures) -> list[str]:
         (memory.predicted_peak_bytes, memory.predicted_reserved_bytes, memory.fragmentation_bytes),
     )
     more = ""
-    if memory.segment_bytes:
-        more += f", of which {format_bytes(memory.segment_bytes)} are one segment"
+    if memory.arena_bytes:
+        more += f", of which {format_bytes(memory.arena_bytes)} are planned addresses"
     if memory.tuning_bytes:
         more += f", {format_bytes(memory.tuning_bytes)} left for tuning kernels in the first step"
     return [

@@ -9,12 +9,10 @@ times, by repeating it.
 
 from __future__ import annotations
 
-import math
 from collections.abc import Callable, Iterable, Sequence
 from dataclasses import dataclass, field, replace
 
 from fxremat.compile.request import Request
-from fxremat.core.constants import UNUSED_PART
 from fxremat.core.events import Outside
 from fxremat.core.step import (
     NOTHING_GATHERED,
@@ -27,8 +25,10 @@ from fxremat.core.step import (
     last_first,
 )
 from fxremat.errors import InfeasibleBudget, forget_frames
+from fxremat.memory.allocator.settings import AllocatorSettings
+from fxremat.memory.composed_steps import repeated_outside
+from fxremat.memory.reserved_bytes import Reserved, reserved_by_step
 from fxremat.report.report import Report
-from fxremat.step.events import StepEvents, composed, repeated_outside
 from fxremat.step.versions import Offer, Part, followed_by
 
 Planner = Callable[[Offer, int], Report]
@@ -62,8 +62,8 @@ class StepDescription:
     planners: dict[int, Planner] = field(default_factory=dict)
     """Of parts whose graph is at hand."""
 
-    def events(self, chosen: Sequence[int]) -> StepEvents | None:
-        """What the step asks of the allocator; None where a version is not known so well.
+    def reserved(self, chosen: Sequence[int], settings: AllocatorSettings) -> Reserved | None:
+        """What the step takes of the allocator; None where a version is not known so well.
 
         ``chosen`` is the version of each run that is not compiled yet.
         """
@@ -75,7 +75,7 @@ class StepDescription:
         outside: Iterable[Outside] | None = self.outside
         if outside is None:
             outside = repeated_outside(len(runs), runs[0], self.held_bytes, self.left_bytes)
-        return composed(outside, runs.__getitem__)
+        return reserved_by_step(runs, list(outside), settings)
 
     def offer(self, part: int, offers: Iterable[Offer]) -> None:
         """From now on the part offers these versions."""
@@ -179,19 +179,3 @@ def repeated_step(
         left_bytes=left_bytes,
         followers_given=followers_given,
     )
-
-
-def unplanned_bytes(request: Request) -> int:
-    """Of a budget, what no version is planned to take: for tuning, and what may stay unused.
-
-    How blocks of several graphs come to lie is not known before the events of the step are.
-    """
-    assert request.budget.limit is not None
-    unused = UNUSED_PART * request.budget.limit if request.budget.metric == "reserved" else 0
-    return request.budget.autotune + int(unused)
-
-
-def budget_for(nbytes: int, request: Request) -> int:
-    """The least that leaves so many bytes for all versions together."""
-    part = UNUSED_PART if request.budget.metric == "reserved" else 0.0
-    return math.ceil((nbytes + request.budget.autotune) / (1 - part))

@@ -13,10 +13,6 @@ from torch import fx
 from fxremat.compat.compilers import (
     compile_with_aot_eager,
 )
-from fxremat.compat.configuration import (
-    CUDAGRAPHS,
-    inductor_config,
-)
 from fxremat.compat.joint_graph import copy_module
 from fxremat.compile import session
 from fxremat.compile.draft import Draft
@@ -50,8 +46,6 @@ class CompiledVersion:
 
     call: Callable[..., Any]
     report: Report | None
-    pooled: bool = False
-    """Whether it allocates in pools of its own, so that no segment is taken for it."""
 
 
 @dataclass
@@ -100,8 +94,7 @@ class Graph:
         if report is not None:
             session.STATE.reports.append(report)
             log.info("%s", report.summary())
-        pooled = patches.get(CUDAGRAPHS, getattr(inductor_config, CUDAGRAPHS))
-        return CompiledVersion(compiled, report, pooled=pooled)
+        return CompiledVersion(compiled, report)
 
     def plan(self, request: Request) -> Report:
         """Planned for the request, and not compiled."""

@@ -55,7 +55,7 @@ def watch_in_flight(
     or of others in the same ``scope``: once for each number of them that is larger than before.
     Where more runs of the ``graph`` wait than were planned for, it is planned again for as many,
     with immediate effect. When none of its runs waits it may take other versions, if the step has
-    changed. Before a version first runs, the allocator takes its segment.
+    changed.
     """
     watched_runs = _WatchedRuns(runs, scope, frame, graph)
 
@@ -96,13 +96,10 @@ class _WatchedRuns:
         place, before = scope.free_place(self.frame), autograd_position()
         one = self.runs.of_run(place)
         promise = one.promise
-        segment = scope.segments.before(promise, len(scope.waiting), args)
         scope.begin(promise, args)
         results = one.call(*args)
         node = node_of_forward(results, before)
         if node is not None:
-            if segment is not None and segment.has_room:
-                when_backward_ends(node, segment.open_room)
             if scope.watch is not None and not scope.watch.is_over:
                 when_backward_ends(node, partial(scope.end, promise))
             made = results if isinstance(results, (list, tuple)) else (results,)

@@ -19,7 +19,7 @@ from fxremat.options import Options
 from fxremat.passes.memory_estimation import nbytes
 from fxremat.planner import step_versions as planner
 from fxremat.report.report import Report
-from fxremat.step.description import StepDescription, budget_for, unplanned_bytes
+from fxremat.step.description import StepDescription
 from fxremat.step.graph import Graph, NoBackward
 from fxremat.step.versions import Offer, Part
 
@@ -67,7 +67,7 @@ def plan_in_order(
     step.planners.update(enumerate(one.version for one in asked))
     limit = asked[0].request.budget.limit
     for _ in range(DRY_RUNS):
-        aim = None if limit is None else limit - unplanned_bytes(asked[0].request)
+        aim = None if limit is None else limit - asked[0].request.budget.autotune
         chosen = (0,) * len(parts) if aim is None else planner.fastest(step.step(), aim)
         if chosen is None:
             break
@@ -116,9 +116,9 @@ def _refused(step: StepDescription, request: Request) -> InfeasibleBudget:
     assert request.budget.limit is not None
     for _ in range(DRY_RUNS):
         chosen = planner.lowest(step.step())
-        least = budget_for(step.step().peak_bytes(chosen), request)
+        least = step.step().peak_bytes(chosen) + request.budget.autotune
         step.make_exact(chosen, least)
-        if budget_for(step.step().peak_bytes(chosen), request) <= least:
+        if step.step().peak_bytes(chosen) + request.budget.autotune <= least:
             break
     return InfeasibleBudget(request.budget.limit, least)
 

@@ -25,12 +25,12 @@ from fxremat.compat.dynamo import (
 from fxremat.compile import session
 from fxremat.compile.driver import total_bytes
 from fxremat.compile.request import device_of_inputs, unseen_bytes
+from fxremat.cost.cuda_scratch import allocate_cublas
 from fxremat.errors import InfeasibleBudget, NotTraceable
-from fxremat.memory.segments import allocate_cublas
 from fxremat.options import Options, parse_options
 from fxremat.planner import step_versions as planner
 from fxremat.sizes import format_bytes
-from fxremat.step.description import StepDescription, budget_for, unplanned_bytes
+from fxremat.step.description import StepDescription
 from fxremat.step.recorder import StepRecorder, tensors_of
 
 log = logging.getLogger(__name__)
@@ -101,10 +101,10 @@ def _check_budget(seen: StepDescription, options: Options) -> None:
     step, budget, request = seen.step(), options.memory_budget, seen.request
     if budget is None or request is None:
         return
-    unplanned = unplanned_bytes(request) if seen.outside is None else request.budget.autotune
-    if planner.fastest(step, budget - unplanned) is None:
+    tuning = request.budget.autotune
+    if planner.fastest(step, budget - tuning) is None:
         least = step.peak_bytes(planner.lowest(step))
-        raise InfeasibleBudget(budget, budget_for(least, request))
+        raise InfeasibleBudget(budget, least + tuning)
     outside = max(point.outside_bytes for point in step.points)
     log.info(
         "fxremat: %d graphs run %d times in a step; outside of them at most %s are live",

@@ -3,12 +3,10 @@
 from __future__ import annotations
 
 from collections.abc import Callable
-from dataclasses import dataclass, field
+from dataclasses import dataclass
 from typing import Any
 
 import torch
-
-from fxremat.memory.segments import SegmentPlan
 
 Compiled = Callable[..., Any]
 Around = tuple[Callable[[], torch.Tensor | list[torch.Tensor] | None], ...]
@@ -34,10 +32,10 @@ class Promise:
     held_bytes: int
     reserve_bytes: int
     saved_bytes: int
-    segment: SegmentPlan = field(default_factory=SegmentPlan)
     unseen_bytes: int = 0
     around: Around = ()
     left_bytes: int | None = None
+    counts_reserved: bool = False
 
 
 @dataclass(frozen=True)

@@ -21,14 +21,13 @@ from fxremat.compile.constants import DRY_RUNS
 from fxremat.compile.request import Request
 from fxremat.core.step import Interface, Step
 from fxremat.errors import InfeasibleBudget, forget_frames
-from fxremat.memory.reserved_bytes import LARGER, Reserved, least_reserved, reserved_with_rest
-from fxremat.memory.segments import SMALL_BYTES, SegmentPlan
+from fxremat.memory.reserved_bytes import Reserved
 from fxremat.planner import step_versions as planner
 from fxremat.report.files import write_report
 from fxremat.report.report import Report
 from fxremat.sizes import format_bytes
 from fxremat.step.context import Surroundings, first_description
-from fxremat.step.description import StepDescription, budget_for, unplanned_bytes
+from fxremat.step.description import StepDescription
 from fxremat.step.graph import CompiledVersion, Graph, NoBackward
 from fxremat.step.promise import Compiled, Promise, PromisedVersion, RunVersions
 from fxremat.step.scope import Place, Role, Taken, Tensors
@@ -201,7 +200,7 @@ class GraphInStep:
     def budget_bytes(self) -> int:
         """What the runs may take together, with all that lives outside."""
         assert self.request.budget.limit is not None
-        return self.request.budget.limit - unplanned_bytes(self.request)
+        return self.request.budget.limit - self.request.budget.autotune
 
     def compiled_for(self, count: int) -> RunVersions:
         """The versions for so many runs; raises `InfeasibleBudget` with the least for as many."""
@@ -240,7 +239,7 @@ class GraphInStep:
         part = described.parts[self.role.index]
         unknown = self.where.follow and self.role.described is None and len(described.part_of) == 1
         choose = planner.saving_least if unknown else planner.fastest
-        offers, aim = list(part.offers), self._first_aim(described)
+        offers, aim = list(part.offers), self.budget_bytes
         failed: set[planner.Chosen] = set()
         ways = tuple(self._lowest_ways())
         for _ in range(DRY_RUNS):
@@ -262,11 +261,10 @@ class GraphInStep:
                 mine, chosen = self._saving_most_first(described, chosen)
             peak, taken = described.step().peak_bytes(chosen), self._reserved(described, chosen)
             if taken is None:
-                aim = min(aim, self.budget_bytes)
                 if peak <= self.budget_bytes or unknown:
                     return self._settled(described, offers, made, mine, peak, None)
                 continue
-            over = taken.usage.peak_reserved_bytes - self._limit
+            over = taken.nbytes - self.budget_bytes
             if over <= 0:
                 return self._settled(described, offers, made, mine, peak, taken)
             failed.add(chosen)
@@ -283,25 +281,8 @@ class GraphInStep:
         if self.request.budget.metric == "reserved":
             yield lambda step: planner.lowest(_by_itself(step))
 
-    @property
-    def _limit(self) -> int:
-        """What may be reserved, where that is known."""
-        assert self.request.budget.limit is not None
-        return self.request.budget.limit - self.request.budget.autotune
-
-    def _first_aim(self, described: StepDescription) -> int:
-        """All that may be taken, if what stays unused will be known; else some of it is left."""
-        others = [part for k, part in enumerate(described.parts) if k != self.role.index]
-        known = all(offer.events is not None for part in others for offer in part.offers)
-        recorded = described.outside is not None or self.role.described is None
-        return self._limit if known and recorded else self.budget_bytes
-
     def _reserved(self, described: StepDescription, chosen: Sequence[int]) -> Reserved | None:
-        """What the allocator takes for the whole step; None where that is not known.
-
-        Of several parts each first runs before the next is compiled. So all that the budget leaves
-        is one segment before anybody knows which size is best, and that is what is modelled.
-        """
+        """What the allocator takes for the whole step; None where that is not known."""
         settings = self.request.budget.allocator
         if self.request.budget.metric != "reserved" or settings is None:
             return None
@@ -309,14 +290,7 @@ class GraphInStep:
             return None
         if self.where.context.pipeline is not None:  # halves take turns there in another order
             return None
-        found = described.events(chosen)
-        if found is None:
-            return None
-        if len(described.parts) > 1 and not settings.expandable_segments:
-            limit = self._limit - SMALL_BYTES
-            return reserved_with_rest(found.events, settings, limit, found.before)
-        sizes = () if settings.expandable_segments else LARGER
-        return least_reserved(found.events, settings, 0, sizes, found.before)
+        return described.reserved(chosen, settings)
 
     def _settled(
         self,
@@ -334,13 +308,10 @@ class GraphInStep:
         described.parts[self.role.index] = replace(described.parts[self.role.index], offers=kept)
         runs = described.runs_of(self.role.index)
         described.fixed.update(zip(runs, of_run, strict=True))
-        versions, limit = tuple(made.values()), self.budget_bytes
-        if taken is not None:
-            peak, limit = taken.usage.peak_reserved_bytes, self._limit
-            if len(described.parts) == 1:
-                versions = tuple(_with_segment(one, taken.segment_bytes) for one in versions)
+        versions = tuple(made.values())
+        peak = peak if taken is None else taken.nbytes
         counted = "allocated" if taken is None else "reserved"
-        log.info("%s", _told(kept, of_run, peak, limit, counted))
+        log.info("%s", _told(kept, of_run, peak, self.budget_bytes, counted))
         late = self.where.context.late if self.role.described is None else 0
         least = min(of_run, key=lambda k: kept[k].version.saved_bytes)
         places = [described.place_of[run] for run in runs]
@@ -420,22 +391,11 @@ class GraphInStep:
             held_bytes=report.held_bytes,
             reserve_bytes=unseen,
             saved_bytes=report.saved_bytes,
-            segment=SegmentPlan(
-                report.segment_bytes if self._takes_segment(version) else None,
-                tuning=request.budget.autotune,
-                coming=self.graph.options.reserve or 0,
-                several=own is not None,
-            ),
             unseen_bytes=self.unseen_bytes,
             around=around,
+            counts_reserved=request.budget.metric == "reserved",
         )
         return PromisedVersion(version.call, promise)
-
-    def _takes_segment(self, version: CompiledVersion) -> bool:
-        """Whether the allocator is one that takes segments, and this version asks it."""
-        settings = self.request.budget.allocator
-        one_by_one = settings is not None and not settings.expandable_segments
-        return one_by_one and self.request.budget.metric == "reserved" and not version.pooled
 
     def _refusal(self, described: StepDescription, offers: list[Offer]) -> InfeasibleBudget:
         """The error that names the least, by versions that have been counted in a dry run."""
@@ -449,18 +409,18 @@ class GraphInStep:
     ) -> InfeasibleBudget:
         """The error that names what one way to choose needs."""
         assert self.request.budget.limit is not None
+        tuning = self.request.budget.autotune
         for _ in range(DRY_RUNS):
             chosen = choose(described.step())
             least = described.step().peak_bytes(chosen)
-            described.make_exact(chosen, budget_for(least, self.request))
+            described.make_exact(chosen, least + tuning)
             if described.step().peak_bytes(chosen) <= least:
                 break
         taken = self._reserved(described, chosen)
         if taken is None:
-            return InfeasibleBudget(self.request.budget.limit, budget_for(least, self.request))
-        needed = taken.usage.peak_reserved_bytes + self.request.budget.autotune
-        unused = taken.usage.peak_reserved_bytes - described.step().peak_bytes(chosen)
-        return InfeasibleBudget(self.request.budget.limit, needed, (), max(0, unused))
+            return InfeasibleBudget(self.request.budget.limit, least + tuning)
+        unused = max(0, taken.nbytes - described.step().peak_bytes(chosen))
+        return InfeasibleBudget(self.request.budget.limit, taken.nbytes + tuning, (), unused)
 
     def plan_version(self, offer: Offer, limit_bytes: int) -> Report:
         """The graph planned as a version, outside of what is compiled now."""
@@ -476,14 +436,6 @@ def _by_itself(step: Step) -> Step:
     """The same without what is live outside."""
     points = tuple(replace(point, outside_bytes=0) for point in step.points)
     return replace(step, points=points)
-
-
-def _with_segment(one: PromisedVersion, shared_bytes: int) -> PromisedVersion:
-    """The same in one segment of that size for the whole step."""
-    segment = replace(one.promise.segment, shared=shared_bytes)
-    if segment.nbytes is None:
-        return one
-    return replace(one, promise=replace(one.promise, segment=segment))
 
 
 def _told(

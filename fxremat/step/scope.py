@@ -23,7 +23,6 @@ from fxremat.compat.backward import when_freed
 from fxremat.compat.dynamo import compilations
 from fxremat.core.step import Order, in_order, last_first
 from fxremat.errors import PromiseBroken
-from fxremat.memory.segments import SharedSegments
 from fxremat.memory.storages import Storages, saved_storages, storages_of, with_gradients
 from fxremat.memory.watched_steps import StepWatch
 from fxremat.report.report import Report
@@ -196,7 +195,6 @@ class BudgetScope:
     last: list[Recorded] = field(default_factory=list)
     due: bool = False
     warned: Warned = field(default_factory=Warned)
-    segments: SharedSegments = field(default_factory=SharedSegments)
     watch: StepWatch | None = None
     compiled_again: int = 0
     saved_bytes: int = 0
@@ -347,9 +345,8 @@ class BudgetScope:
     def begin(self, promise: Promise, args: Iterable[object]) -> None:
         """A forward begins; if none waits, a step does."""
         if self.watch is None:
-            reserved = promise.segment.nbytes is not None
             device, budget = promise.device, promise.budget_bytes
-            self.watch = StepWatch(device, budget, reserved, self._compilations)
+            self.watch = StepWatch(device, budget, promise.counts_reserved, self._compilations)
         if not self.waiting and not self.watch.is_over:
             around, self.saved_bytes = [each() for each in promise.around], 0
             around = pytree.tree_leaves(around)

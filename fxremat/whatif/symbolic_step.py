@@ -27,7 +27,6 @@ from fxremat.compat.configuration import (
 )
 from fxremat.compat.joint_graph import copy_module, without_user_tags
 from fxremat.compat.sizes import sizes_at, symbols_seen
-from fxremat.compile.constants import EXPECTED_WRONG, ROUNDS
 from fxremat.compile.cost_model import CostModel, cost_model
 from fxremat.compile.draft import Draft
 from fxremat.compile.dry_run.dry_run import DryRun, GeneratedStep, generate_step
@@ -114,10 +113,16 @@ def _between(samples: Sequence[tuple[int, DryRun]], size: int) -> DryRun | None:
             return None
         else:
             events.append(each[0])
+    sizes_of = {event.name: event.nbytes for event in events if isinstance(event, Allocate)}
+    run = first.allocator.as_run
     live = tuple(map(at_size, zip(*(one.live_bytes for one in shown), strict=True)))
     return replace(
         first,
-        allocator=replace(first.allocator, events=tuple(events)),
+        allocator=replace(
+            first.allocator,
+            events=tuple(events),
+            as_run=None if run is None else run.resized(sizes_of),
+        ),
         live_bytes=live,
         peak_bytes=max(live, default=0),
         saved_bytes=at_size([one.saved_bytes for one in shown]),
@@ -245,7 +250,7 @@ class SymbolicStep:
         search = self._search(budget_bytes)
         with self.there():
             found = _quickest(search, budget_bytes)
-            return Expected(search.evaluator, found, _expected_peak(search, found), self.there)
+            return Expected(search.evaluator, found, found.plan.peak_bytes, self.there)
 
     def _search(self, budget_bytes: int) -> Search:
         asked = self.costs.request
@@ -258,32 +263,16 @@ class SymbolicStep:
 def _quickest(search: Search, budget_bytes: int) -> Candidate:
     """A plan of one pass of the local search, its order held everywhere, without a dry run.
 
-    It is expected to be within the budget; where none is, it is the one expected to take least.
-    Variants are chosen by what is allocated. Where what the allocator leaves unused then counts too
-    much, the plan aims lower with the same variants, which takes little time; only where that does
-    not do are they chosen anew.
+    It is within the budget; where none is, it is the one of least peak.
     """
-    planning, found, expected = search.planning, list[Candidate](), partial(_expected_peak, search)
-    target = int((1 - EXPECTED_WRONG) * budget_bytes)
-    for _ in range(ROUNDS):
-        drafts = _drafts_for(search, target)
-        first = [
-            Candidate.planned(one, planning.solve(one.estimate.problem, target, ONE_PASS))
-            for one in drafts
-        ]
-        found += first
-        for one in drafts:
-            problem = one.estimate.problem
-            lower = planning.expected_under(problem, budget_bytes, target, solver=ONE_PASS)
-            found.append(Candidate.planned(one, lower))
-        within = [one for one in found if expected(one) <= budget_bytes]
-        if within:
-            return min(within, key=lambda one: one.plan.time_us)
-        nearest = min(first, key=expected)
-        if nearest.plan.peak_bytes > target:  # no plan gets there
-            break
-        target = min(target - 1, target * budget_bytes // expected(nearest))
-    return min(found, key=expected)
+    found = [
+        Candidate.planned(one, search.planning.solve(one.estimate.problem, budget_bytes, ONE_PASS))
+        for one in _drafts_for(search, budget_bytes)
+    ]
+    within = [one for one in found if one.plan.peak_bytes <= budget_bytes]
+    if within:
+        return min(within, key=lambda one: one.plan.time_us)
+    return min(found, key=lambda one: one.plan.peak_bytes)
 
 
 def _drafts_for(search: Search, target: int) -> list[Draft]:
@@ -293,11 +282,6 @@ def _drafts_for(search: Search, target: int) -> list[Draft]:
         names = search.planning.solve(variants.problem, target, ONE_PASS).variants
         drafts += [search.draft(names, variants)] if names else []
     return drafts
-
-
-def _expected_peak(search: Search, candidate: Candidate) -> int:
-    """The peak of a candidate in the bytes that the budget counts, beside what is held."""
-    return search.planning.expected_bytes(candidate.draft.estimate.problem, candidate.plan)
 
 
 UNTOUCHED = {

@@ -32,7 +32,7 @@ from fxremat.core.plan import Plan
 from fxremat.core.problem import Op, Problem
 from fxremat.core.schedule import Step
 from fxremat.core.timeline import replay
-from fxremat.memory.reserved_bytes import LARGER, Reserved, least_reserved, reserved
+from fxremat.memory.reserved_bytes import Reserved, reserved, reserved_by_run
 from fxremat.passes.halves import original
 
 log = logging.getLogger(__name__)
@@ -214,15 +214,12 @@ def plain_peak(shown: DryRun, request: Request) -> int:
 
 
 def _reserved(shown: DryRun | None, request: Request) -> Reserved | None:
-    """What the allocator of the request takes for a dry run; None where that is not known.
-
-    Where the budget counts it, a segment of the best size is taken before the first step.
-    """
+    """What the allocator of the request takes for a dry run; None where that is not known."""
     budget = request.budget
-    if shown is None or budget.allocator is None or not shown.events:
+    if shown is None or budget.allocator is None or shown.allocator.as_run is None:
         return None
-    sizes = LARGER if budget.counted_allocator is not None else ()
-    return least_reserved(shown.events, budget.allocator, budget.held, sizes)
+    run = shown.allocator.as_run
+    return reserved_by_run(shown.events, run, budget.allocator, budget.held)
 
 
 @dataclass(frozen=True)
@@ -252,7 +249,7 @@ class Evaluator:
         taken = _reserved(shown, request)
         peak = candidate.plan.peak_bytes if shown is None else shown.peak_bytes
         if taken is not None and request.budget.counted_allocator is not None:
-            peak = taken.usage.peak_reserved_bytes - request.budget.held
+            peak = taken.nbytes - request.budget.held
         made = self.seen[candidate.key] = Evaluation(candidate, draft, peak, shown, taken)
         log.debug(
             "candidate %d: %d variants, %d runs again, order of %s: planned %d bytes, takes %d",

@@ -8,15 +8,13 @@ from pathlib import Path
 
 from fxremat import planner
 from fxremat.compat.configuration import cache_directory, caches_disabled
-from fxremat.compile.constants import EXPECTED_WRONG, OUT_OF_REACH, ROUNDS
+from fxremat.compile.constants import OUT_OF_REACH
 from fxremat.compile.request import Request
 from fxremat.compile.stage_times import StageTimes
 from fxremat.core.check import check
 from fxremat.core.plan import Plan
 from fxremat.core.problem import Problem
-from fxremat.core.schedule import Step
 from fxremat.errors import SolverRefused, VerificationFailed
-from fxremat.memory.reserved_bytes import events_of_plan, least_reserved
 from fxremat.planner.plan_cache import PlanCache
 
 log = logging.getLogger(__name__)
@@ -32,7 +30,6 @@ class Planning:
     request: Request
     times: StageTimes
     answers: dict[tuple[Problem, int | None, str], Plan] = field(default_factory=dict)
-    expected: dict[tuple[Problem, tuple[Step, ...]], int] = field(default_factory=dict)
 
     def local_search(self, problem: Problem, budget: int) -> Plan:
         """The plan of the local search, whichever solver is asked for."""
@@ -69,50 +66,6 @@ class Planning:
                     _check(problem, plan)
             self.answers[asked] = plan
         return self.answers[asked]
-
-    def expected_bytes(self, problem: Problem, plan: Plan) -> int:
-        """The peak of a plan in the bytes that the budget counts, beside what is held.
-
-        As if every value lay in memory of its own, where what the allocator leaves unused counts.
-        What Inductor makes of the plan may take more or less.
-        """
-        allocator = self.request.budget.counted_allocator
-        if allocator is None:
-            return plan.peak_bytes
-        key = problem, plan.steps
-        if key not in self.expected:
-            events = events_of_plan(problem, plan.steps)
-            taken = least_reserved(events, allocator, self.request.budget.held)
-            self.expected[key] = taken.usage.peak_reserved_bytes - self.request.budget.held
-        return self.expected[key]
-
-    def expected_under(
-        self, problem: Problem, aim: int, target: int, more: int = 0, *, solver: str | None = None
-    ) -> Plan:
-        """A plan for the target, or for less, that is expected under the aim.
-
-        ``more`` is by how much another plan took more than expected. Where none is found, the plan
-        that is expected to exceed the aim by the least. Its peak is above the target where the
-        solver does not get there. Where what is unused does not count, the plan for the target. The
-        ``solver`` is by default the one asked for.
-        """
-        best, least = self.solve(problem, target, solver), None
-        plan, room = best, int((1 - EXPECTED_WRONG) * aim)
-        if self.request.budget.counted_allocator is None:
-            return best
-        for _ in range(ROUNDS):
-            if plan.peak_bytes > target:
-                break
-            over = self.expected_bytes(problem, plan) + more - room
-            if least is None or over < least:
-                best, least = plan, over
-            if over <= 0:
-                break
-            target = plan.peak_bytes - over
-            if target <= 0:
-                break
-            plan = self.solve(problem, target, solver)
-        return best
 
     def _ask(self, problem: Problem, budget: int | None, solver: str) -> Plan:
         options = planner.SolverOptions(time_limit_s=self.request.policy.solver_time_limit)

@@ -38,7 +38,7 @@ def under(draft: Draft, aim: int, planning: Planning) -> Proposals:
     problem = draft.estimate.problem
     if not may_fit(problem, aim, planning):
         return
-    plan = planning.expected_under(problem, aim, aim)
+    plan = planning.solve(problem, aim)
     if plan.peak_bytes > aim:
         return
     loose = yield Candidate.near_peak(draft, plan, aim)
@@ -85,7 +85,7 @@ def _anew(
         if seen.peak_bytes <= aim:
             break
         problem, target = corrections.apply_to(draft.estimate.problem), _for_plans(aim, seen)
-        plan = planning.expected_under(problem, aim, target, _surprise(problem, seen, planning))
+        plan = planning.solve(problem, target)
         if plan.peak_bytes > target or plan.steps in tried:
             break
         tried.add(plan.steps)
@@ -98,11 +98,6 @@ def _anew(
 def _for_plans(aim: int, seen: Evaluation) -> int:
     """What plans may allocate, if they leave as much unused as what was seen."""
     return max(0, aim - seen.fragmentation_bytes)
-
-
-def _surprise(problem: Problem, seen: Evaluation, planning: Planning) -> int:
-    """By how much a candidate took more than was expected of its plan."""
-    return seen.peak_bytes - planning.expected_bytes(problem, seen.plan)
 
 
 def may_fit(problem: Problem, aim: int, planning: Planning) -> bool:
@@ -145,8 +140,7 @@ def _closer(
         tries = len(history) + 2 * len(known)
         if best is not None and not _may_gain(best, target, planning, tries):
             return
-        more = _surprise(problem, history[-1], planning)
-        plan = planning.expected_under(problem, aim, target, more)
+        plan = planning.solve(problem, target)
         if plan.steps in tried or (best is not None and not _is_seen(best.plan, plan, tries)):
             return
         tried.add(plan.steps)

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+from collections.abc import Iterable
 from dataclasses import replace
 
 import pytest
@@ -20,10 +21,12 @@ from fxremat.core.events import (
     run_events_from_json,
     run_events_to_json,
 )
+from fxremat.core.layout import CodeBuffer
 from fxremat.core.step import Interface, Version
 from fxremat.memory.allocator.caching import replay
+from fxremat.memory.allocator.settings import AllocatorSettings
+from fxremat.memory.composed_steps import composed, paired, repeated_outside
 from fxremat.step.description import repeated_step
-from fxremat.step.events import StepEvents, composed, paired, repeated_outside
 from fxremat.step.versions import Offer, Part
 
 BLOCK = RunEvents(
@@ -36,11 +39,11 @@ BLOCK = RunEvents(
 """Of 7 bytes in between, 5 that are saved, and its result; with one weight of 2 bytes."""
 
 
-def live_after(step: StepEvents) -> list[int]:
+def live_after(events: Iterable[Event]) -> list[int]:
     """Bytes after each event."""
     sizes: dict[str, int] = {}
     live: list[int] = []
-    for event in step.events:
+    for event in events:
         if isinstance(event, Allocate):
             sizes[event.name] = event.nbytes
         elif isinstance(event, Free):
@@ -67,7 +70,6 @@ def test_a_step_by_hand() -> None:
         Free("6"),
     )
     step = composed(outside, lambda run: BLOCK)
-    assert step.before == 2
     before, first, second = [2, 12], [19, 24, 34, 27, 17], [24, 29, 39, 32, 22]
     loss, last = [32, 22], [25, 20, 30, 32, 29, 19]
     assert live_after(step) == [*before, *first, *second, *loss, *last, 22, 17, 27, 29, 26, 16, 6]
@@ -102,14 +104,14 @@ def test_what_cannot_be_paired_is_there_twice() -> None:
     assert live[1] == 14  # its input comes first
     assert max(live[:7]) == 4 + 10 + 5 + 10 + 11
     assert live[-1] == 4 + 11 + 1 + 9
-    assert sum(isinstance(event, Allocate) for event in step.events) == 12
+    assert sum(isinstance(event, Allocate) for event in step) == 12
 
 
 def test_a_part_of_something_larger_holds_the_whole() -> None:
     outside = (Allocate("0", 30), Forward(0, ("0",), ()), Free("0"), Backward(0, (), ()))
     version = RunEvents((), (), (Given(10, own=True, again=True),))
     step = composed(outside, lambda run: version)
-    assert step.events == (Allocate("0", 30), Free("0"))
+    assert step == (Allocate("0", 30), Free("0"))
 
 
 def test_what_was_never_there_is_told_of() -> None:
@@ -130,7 +132,10 @@ def test_read_back_from_json() -> None:
 
 @st.composite
 def runs(draw: st.DrawFn, *, saves_result: bool = False) -> RunEvents:
-    """A part that gives what it is given: blocks that are saved, and that are not."""
+    """A part that gives what it is given: blocks that are saved, and that are not.
+
+    Its code asks for some of them itself.
+    """
     sizes = st.integers(1, 1000)
     wide, weight = draw(sizes), draw(sizes)
     events: list[Event] = []
@@ -158,6 +163,14 @@ def runs(draw: st.DrawFn, *, saves_result: bool = False) -> RunEvents:
     events += [Free(name) for name in (*saved, *other)]
     first, second = gradients
     again = draw(st.booleans())
+    forward, backward = (
+        tuple(
+            CodeBuffer(event.name, (event.nbytes,), (1,), "torch.uint8", 1)
+            for event in half
+            if isinstance(event, Allocate) and draw(st.booleans())
+        )
+        for half in (events[:begun], events[begun + 1 :])
+    )
     return RunEvents(
         tuple(events[:begun]),
         tuple(events[begun + 1 :]),
@@ -165,14 +178,16 @@ def runs(draw: st.DrawFn, *, saves_result: bool = False) -> RunEvents:
         (result,),
         (result,) if saves_result else (),
         ((incoming, wide),),
+        forward,
+        backward,
     )
 
 
 def part_of(run: RunEvents) -> Part:
     """What the figures of a version say of the same."""
     wide, weight = (one.nbytes for one in run.inputs)
-    before = live_after(StepEvents(run.forward, 0))
-    after = live_after(StepEvents((*run.forward, *run.backward), 0))[len(before) :]
+    before = live_after(run.forward)
+    after = live_after((*run.forward, *run.backward))[len(before) :]
     kept = 0 if run.again else wide
     more = wide if run.inputs[0].again else 0
     version = Version(
@@ -192,13 +207,30 @@ def test_the_peak_is_that_of_the_points(
     """To the byte; gradients that leave little behind are made before that is there."""
     seen = repeated_step(part_of(run), range(count), held, left)
     expected = seen.step().peak_bytes([0] * count)
-    found = seen.events([0] * count)
-    assert found is not None
-    usage = replay(found.events)
+    found = composed(repeated_outside(count, run, held, left), lambda _: run)
+    usage = replay(found)
     assert expected <= usage.peak_requested_bytes <= expected + (left or 0)
-    blocks = sum(isinstance(event, Allocate) for event in found.events)
+    blocks = sum(isinstance(event, Allocate) for event in found)
     if usage.segment_count == 1:  # of the smallest blocks: each takes a multiple of 512 bytes
         assert usage.peak_allocated_bytes <= usage.peak_requested_bytes + 512 * blocks
+
+
+@given(runs(), st.integers(1, 3))
+def test_the_arena_and_the_pools_hold_all_that_lives(run: RunEvents, count: int) -> None:
+    """Neither is too small for what lies there, and the pools have nothing that the arena has."""
+    found = repeated_step(part_of(run), range(count), 0).reserved([0] * count, AllocatorSettings())
+    assert found is not None
+    everything = replay(composed(repeated_outside(count, run, 0), lambda _: run))
+    peak = everything.peak_requested_bytes
+    assert found.layout.arena_bytes + found.pools.peak_requested_bytes >= peak
+    asked = {one.block for one in (*run.forward_buffers, *run.backward_buffers)}
+    none = replace(run, forward_buffers=(), backward_buffers=())
+    alone = repeated_step(part_of(none), range(count), 0)
+    unplaced = alone.reserved([0] * count, AllocatorSettings())
+    assert unplaced is not None
+    assert unplaced.arena_bytes == 0
+    if not asked - {*run.results, run.inputs[0].gradient}:
+        assert found.nbytes == unplaced.nbytes
 
 
 @given(runs(saves_result=True), st.integers(1, 4))
@@ -206,4 +238,4 @@ def test_what_two_hold_is_there_once(run: RunEvents, count: int) -> None:
     """A result that is saved, too: the figures of a version count it twice."""
     found = composed(repeated_outside(count, run, 0), lambda _: run)
     expected = repeated_step(part_of(run), range(count), 0).step().peak_bytes([0] * count)
-    assert replay(found.events).peak_requested_bytes <= expected
+    assert replay(found).peak_requested_bytes <= expected

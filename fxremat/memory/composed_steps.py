@@ -1,7 +1,7 @@
 """What a whole step asks of torch's allocator, where its parts are compiled by themselves.
 
 What runs outside of the parts is seen as events, with a marker where a run of a part goes forward
-or backward. What a version of a part does is known from its rehearsal. Put together, they are the
+or backward. What a version of a part does is known from its dry run. Put together, they are the
 events of the step:
 
     outside   + tokens + x  [forward 0: x → y]  - x  [forward 1: y → z]  + loss …
@@ -23,18 +23,9 @@ from dataclasses import dataclass, field
 from fxremat.core.events import Allocate, Backward, Event, Forward, Free, Outside, RunEvents
 
 
-@dataclass(frozen=True)
-class StepEvents:
-    """The events of a step, as `compiling.reserved_bytes` takes them.
-
-    ``before`` of them come before the first forward of a part.
-    """
-
-    events: tuple[Event, ...]
-    before: int
-
-
-def composed(outside: Iterable[Outside], version_of: Callable[[int], RunEvents]) -> StepEvents:
+def composed(
+    outside: Iterable[Outside], version_of: Callable[[int], RunEvents]
+) -> tuple[Event, ...]:
     """The events of a step; ``version_of`` gives what each run takes.
 
     Raises `ValueError` for a block that is used or freed outside and is not there.
@@ -51,8 +42,7 @@ def composed(outside: Iterable[Outside], version_of: Callable[[int], RunEvents])
                 composer.forward(event, version_of(event.run))
             case Backward():
                 composer.backward(event, version_of(event.run))
-    before = len(composer.events) if composer.before is None else composer.before
-    return StepEvents(tuple(composer.events), before)
+    return tuple(composer.events)
 
 
 def paired(wanted: Sequence[int], offered: Sequence[int]) -> list[int | None]:
@@ -76,7 +66,6 @@ class _Composer:
     """The step up to now: who holds which block."""
 
     events: list[Event] = field(default_factory=list)
-    before: int | None = None
     size_of: dict[str, int] = field(default_factory=dict)
     holders: Counter[str] = field(default_factory=Counter)
     outside: dict[str, str] = field(default_factory=dict)
@@ -84,10 +73,10 @@ class _Composer:
     waiting: dict[int, dict[str, str]] = field(default_factory=dict)
     """Of each run that waits: blocks by the names that its version has for them."""
 
-    def allocate(self, nbytes: int, name: str = "0") -> str:
+    def allocate(self, nbytes: int, name: str = "0", stream: int = 0) -> str:
         """A block with one holder."""
         block = f"{len(self.events)}" if name.isdigit() else name
-        self.events.append(Allocate(block, nbytes))
+        self.events.append(Allocate(block, nbytes, stream))
         self.size_of[block] = nbytes
         self.holders[block] = 1
         return block
@@ -117,7 +106,7 @@ class _Composer:
         """Events of a version; ``own`` are the blocks that its run holds."""
         for event in events:
             if isinstance(event, Allocate):
-                own[event.name] = self.allocate(event.nbytes)
+                own[event.name] = self.allocate(event.nbytes, stream=event.stream)
             elif isinstance(event, Free):
                 self.let_go(own.pop(event.name))
 
@@ -132,8 +121,6 @@ class _Composer:
 
     def forward(self, marker: Forward, version: RunEvents) -> None:
         """What is read again is held, as are results; the others go to the outside."""
-        if self.before is None:
-            self.before = len(self.events)
         own = self.waiting[marker.run] = self.held_inputs(marker, version)
         self.play(version.forward, own)
         results = tuple(dict.fromkeys(version.results))
