@@ -39,6 +39,7 @@ from fxremat.step.context import Surroundings, fixed_inputs, model_context
 from fxremat.step.ddp import see_parts
 from fxremat.step.graph import Graph
 from fxremat.step.in_flight import watch_in_flight
+from fxremat.step.observed import Observed
 from fxremat.step.runs import GraphInStep
 from fxremat.step.scope import Role
 
@@ -129,7 +130,9 @@ def _compiled_in_step(
         given=frozenset(storages_of(given.inputs, device)),
         fixed_inputs=fixed_inputs(given.inputs) if request.budget.metric == "allocated" else (),
     )
-    in_step = GraphInStep(graph, request, where, role)
+    limited = request.budget.limit is not None
+    observed = Observed(session.signature(kept, given.inputs) if limited else "")
+    in_step = GraphInStep(graph, request, where, role, observed=observed)
     found = in_step.compiled()
     if found is None:
         assert in_step.call is not None

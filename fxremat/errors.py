@@ -223,6 +223,7 @@ class BudgetExceeded(_Record, UserWarning):
 
     The step took ``taken_bytes`` at its peak, and the budget is ``budget_bytes``. About
     ``outside_bytes`` of them lie outside of ``graph``; ``counted_bytes`` had been set aside there.
+    If it is planned ``again``, what it took too much is set aside from the next step on.
     """
 
     graph: str
@@ -230,17 +231,22 @@ class BudgetExceeded(_Record, UserWarning):
     budget_bytes: int
     outside_bytes: int
     counted_bytes: int
+    again: bool = False
 
     def __str__(self) -> str:
+        advice = "It is planned again before the next step, and remembered for the next run."
+        if not self.again:
+            reserve = round_up_bytes(self.outside_bytes)
+            advice = (
+                "What to do: call fxremat.prepare before the first step, so that it sees the whole "
+                f"step; or compile the loss with the model; or set reserve={reserve!r}."
+            )
         over = self.taken_bytes - self.budget_bytes
         return (
             f"a step took {_exact(self.taken_bytes)}, {format_bytes(over)} more than the memory "
             f"budget of {_exact(self.budget_bytes)}: code outside of {self.graph}, or tensors kept "
             f"by hooks, take about {format_bytes(self.outside_bytes)}, but "
-            f"{format_bytes(self.counted_bytes)} had been set aside for them.\n"
-            "What to do: call fxremat.prepare before the first step, so that it sees the whole "
-            "step; or compile the loss with the model; or set "
-            f"reserve={round_up_bytes(self.outside_bytes)!r}."
+            f"{format_bytes(self.counted_bytes)} had been set aside for them.\n{advice}"
         )
 
 

@@ -89,19 +89,41 @@ needs_glibc = pytest.mark.skipif(
 
 
 @needs_glibc
+def test_a_loss_outside_is_planned_for_once_it_was_seen() -> None:
+    """It is said once; from then on the budget is kept, and in the next run from the first step."""
+    case, budget = Case(loss_outside=True), 60 * MIB
+    case.compile(memory_budget=budget)
+    with told() as said:
+        for _ in range(4):
+            case.step()
+    (found,) = said
+    assert found.again
+    assert "planned again" in str(found)
+    assert case.peak_bytes() <= budget
+    case.compile(memory_budget=budget)
+    with told() as said:
+        for _ in range(4):
+            case.step()
+    assert said == []
+    assert case.peak_bytes() <= budget
+
+
+@needs_glibc
 def test_what_runs_outside_is_named_with_the_reserve_that_is_enough() -> None:
-    """Within 3 % of what is measured; with that reserve, the budget is kept, and nothing said."""
+    """Where no plan leaves so much: within 3 % of what is measured, and with that reserve, and as
+    much more, the budget is kept, and nothing said."""
     case, budget = Case(loss_outside=True), 48 * MIB
     case.compile(memory_budget=budget)
     with told() as said:
-        for _ in range(5):
+        for _ in range(8):
             case.step()
     measured = case.peak_bytes()
     assert measured > budget
-    assert len(said) == 1
+    assert [one.again for one in said] == [True, False]
     assert said[0].budget_bytes == budget
     assert said[0].taken_bytes == pytest.approx(measured, rel=0.03)
-    assert "fxremat.prepare" in str(said[0])
+    assert "fxremat.prepare" in str(said[1])
+    said = said[1:]
     reserve = str(said[0]).rsplit("reserve='", 1)[1].split("'")[0]
     enough = measured + 2 * MIB
     case.compile(memory_budget=enough, reserve=min(parse_bytes(reserve), enough - 8 * MIB))

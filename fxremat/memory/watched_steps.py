@@ -86,6 +86,10 @@ class StepWatch:
         outside = counted_bytes + max(0, taken - self._resident - saved_bytes)
         return BudgetExceeded(graph, taken, self.budget_bytes, outside, counted_bytes)
 
+    def look_again(self) -> None:
+        """Look at as many steps once more: their graphs are planned anew."""
+        self.steps = self.looked_at = 0
+
     def abandon(self) -> None:
         """The step that began never ends, as where a forward is not followed by a backward."""
         meter, self._meter = self._meter, None

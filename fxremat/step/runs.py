@@ -29,6 +29,7 @@ from fxremat.sizes import format_bytes
 from fxremat.step.context import Surroundings, first_description
 from fxremat.step.description import StepDescription
 from fxremat.step.graph import CompiledVersion, Graph, NoBackward
+from fxremat.step.observed import Observed
 from fxremat.step.promise import Compiled, Promise, PromisedVersion, RunVersions
 from fxremat.step.scope import Place, Role, Taken, Tensors
 from fxremat.step.versions import Offer, Part, version_in
@@ -43,7 +44,8 @@ class GraphInStep:
     ``request`` says what may be taken where the others are as they were when it was compiled. Its
     ``role`` in the step and what its runs have ``taken`` change when the step is planned anew.
     ``known`` are the versions that were compiled. ``looked`` is what it offers as a part of a step,
-    once that was asked for, and ``call`` runs it where no run waits, or nothing is planned.
+    once that was asked for, and ``call`` runs it where no run waits, or nothing is planned. Of the
+    budget, what steps were ``observed`` to take beside what was counted is set aside.
     """
 
     graph: Graph
@@ -54,12 +56,17 @@ class GraphInStep:
     known: dict[Request, CompiledVersion] = field(default_factory=dict)
     looked: Part | None = None
     call: Compiled | None = None
+    observed: Observed = field(default_factory=Observed)
 
     def compiled(self) -> RunVersions | None:
         """The versions for the first runs; None where no run will wait, or nothing is planned.
 
         Raises `InfeasibleBudget`.
         """
+        self._hold(self.observed.recall(self.request.budget.limit, self.where.device))
+        return self._compiled_so()
+
+    def _compiled_so(self) -> RunVersions | None:
         count = self.runs_at_once
         together = count > 1 or self.role.described is not None
         together |= self.where.context.pipeline is not None
@@ -96,6 +103,11 @@ class GraphInStep:
         return self.where.context.sharded
 
     @property
+    def on_several_ranks(self) -> bool:
+        """Whether other ranks run it, too."""
+        return len(self.graph.ranks) > 1
+
+    @property
     def given(self) -> frozenset[int]:
         """Addresses of the storages that it was compiled for."""
         return self.where.given
@@ -119,13 +131,38 @@ class GraphInStep:
     def renewed(self, args: Iterable[object]) -> RunVersions | None:
         """Other versions, where the step has changed since these were chosen; else None."""
         if self.role.is_due:
-            return self.compiled_for(self.runs_at_once)
+            return self._planned_again()
         alone = self.role.described is None and self.taken.count == 1 and not self.graph.ranks
         scope, known = self.where.scope, len(self.where.scope.parameters)
         if not alone or scope.due or scope.waiting or self.taken.parameters == known:
             return None  # as planned, or about to be planned with the others
         self.taken.parameters = known
         return self._beside_more(args)
+
+    def set_aside(self, more: int) -> None:
+        """Have it planned again in so many bytes less: a step was seen to take them beside it."""
+        self._hold(more)
+        self.observed.note(more, self.request.budget.limit, self.where.device)
+        self.role.is_due |= self.role.described is None
+
+    def _hold(self, more: int) -> None:
+        if more:
+            self.request = self.request.with_budget(held=self.request.budget.held + more)
+
+    def _planned_again(self) -> RunVersions | None:
+        """Versions for the step as it is known now.
+
+        Where what was seen beside the graph leaves too few bytes to it, it stays as it is.
+        """
+        if self.role.described is not None:
+            return self.compiled_for(self.runs_at_once)
+        self.role.is_due = False
+        try:
+            return self._compiled_so()
+        except InfeasibleBudget as refused:
+            log.warning("the plan stays as it is: %s", refused)
+            forget_frames(refused)
+            return None
 
     def _beside_more(self, args: Iterable[object]) -> RunVersions | None:
         """Another version, where what other graphs are given leaves too few bytes to this one."""

@@ -72,6 +72,15 @@ class SharingGraph(Protocol):
     taken: Taken
 
     @property
+    def on_several_ranks(self) -> bool:
+        """Whether other ranks run it, too."""
+        ...
+
+    def set_aside(self, more: int) -> None:
+        """Have it planned again in so many bytes less."""
+        ...
+
+    @property
     def given(self) -> frozenset[int]:
         """Addresses of the storages that it was compiled for."""
         ...
@@ -196,6 +205,8 @@ class BudgetScope:
     due: bool = False
     warned: Warned = field(default_factory=Warned)
     watch: StepWatch | None = None
+    planned_again: bool = False
+    """Because a step took more than the budget."""
     compiled_again: int = 0
     saved_bytes: int = 0
     """Of all forwards that wait, by their plans; the most since a step began."""
@@ -379,8 +390,25 @@ class BudgetScope:
             return
         exceeded = self.watch.end(promise.graph, self.saved_bytes, promise.unseen_bytes)
         if exceeded is not None:
+            exceeded.again = self._set_aside(exceeded.taken_bytes - exceeded.budget_bytes)
             log.warning("%s", exceeded)
             warnings.warn(exceeded, stacklevel=4)
+
+    def _set_aside(self, more: int) -> bool:
+        """Have all graphs planned once more, in so many bytes less; whether they can be.
+
+        Ranks see different numbers, and have to run the same.
+        """
+        graphs = list(self.graphs)
+        if self.planned_again or not graphs or any(one.on_several_ranks for one in graphs):
+            return False
+        for graph in graphs:
+            graph.set_aside(more)
+            self.due |= graph.role.described is not None
+        assert self.watch is not None
+        self.watch.look_again()
+        self.planned_again = True
+        return True
 
     def add(self, run: WaitingRun, own: Iterable[object]) -> PromiseBroken | None:
         """One more run waits; ``own`` are its arguments and results.
