@@ -67,7 +67,7 @@ def report_of(
             budget_bytes,
             resident_bytes=sum(sizes[name] for name in resident),
             held_bytes=held_bytes,
-            keep_all_peak_bytes=plain_peak,
+            store_all_peak_bytes=plain_peak,
             planned_peak_bytes=peak,
             predicted_peak_bytes=peak,
         ),

@@ -181,7 +181,7 @@ def test_what_others_hold_between_the_halves_is_live_there_and_nowhere_else() ->
 def test_a_plan_names_what_is_live_at_the_peak() -> None:
     model, x = seeded(Stack, 512, 32)
     full = fxremat.explain(model, x)
-    budget = int(0.8 * full.keep_all_peak_bytes)
+    budget = int(0.8 * full.store_all_peak_bytes)
     options = {"memory_budget": budget, "variants": "none"}
     report = fxremat.explain(model, x, options=options).graphs[0]
     assert report.rehearsals >= 1
@@ -206,7 +206,7 @@ def test_code_that_cannot_run_without_data_is_planned_with_a_warning(
 
     monkeypatch.setattr("fxremat.compile.dry_run.dry_run.dry_run", refuse)
     model, x = seeded(Stack, 512, 32)
-    budget = int(0.8 * fxremat.explain(model, x).keep_all_peak_bytes)
+    budget = int(0.8 * fxremat.explain(model, x).store_all_peak_bytes)
     report = fxremat.explain(model, x, memory_budget=budget).graphs[0]
     assert report.predicted_peak_bytes == report.planned_peak_bytes <= budget
     assert "could not run without data (NotImplementedError: no fake kernel)" in caplog.text

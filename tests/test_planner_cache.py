@@ -31,7 +31,7 @@ from tests.examples import examples
 from tests.small import Stack, seeded
 
 OPTIONS = SolverOptions()
-BUDGET = 25  # keep-all takes 33
+BUDGET = 25  # store-all takes 33
 
 
 @pytest.fixture

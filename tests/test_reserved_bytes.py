@@ -17,7 +17,7 @@ from fxremat.compile.stage_times import StageTimes
 from fxremat.core.events import Allocate, Free
 from fxremat.core.plan import Plan
 from fxremat.core.problem import Op, Problem, Value
-from fxremat.core.schedule import keep_all
+from fxremat.core.schedule import store_all
 from fxremat.core.timeline import replay as timeline_of
 from fxremat.memory.allocator.caching import replay
 from fxremat.memory.allocator.settings import AllocatorSettings
@@ -69,7 +69,7 @@ def test_a_value_written_over_another_takes_its_block() -> None:
         ),
         outputs=("c",),
     )
-    events = events_of_plan(problem, keep_all(problem))
+    events = events_of_plan(problem, store_all(problem))
     assert events == (Allocate("0", 4 * MIB), Allocate("1", 5 * MIB), Free("0"))
 
 

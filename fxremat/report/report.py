@@ -103,14 +103,14 @@ class MemoryFigures:
     counts. Peaks are those of every step but the first: in that one ``tuning_bytes`` of the budget
     are left to the tuning of kernels.
     ``minimum_peak_bytes`` is the least budget that can be met, as the error names it; None where it
-    was not looked for (`Explanation.minimum_peak_bytes` looks). ``keep_all_peak_bytes`` is the peak
-    of running every op once, in the graph without operator variants.
+    was not looked for (`Explanation.minimum_peak_bytes` looks). ``store_all_peak_bytes`` is the
+    peak of running every op once, in the graph without operator variants.
     """
 
     budget_bytes: int | None
     resident_bytes: int
     held_bytes: int
-    keep_all_peak_bytes: int
+    store_all_peak_bytes: int
     planned_peak_bytes: int
     predicted_peak_bytes: int
     minimum_peak_bytes: int | None = None
@@ -155,8 +155,8 @@ class StepMemory:
 
     ``live_bytes`` are live at each step. ``lifetimes`` say when each storage is there. ``computed``
     is the node that each step computes, "" where none is known; the first ``forward_steps`` of them
-    are the forward's. ``locations`` are modules and source lines by node. ``keep_all_live_bytes``
-    are those of running every op once, the first ``keep_all_forward_steps`` in the forward.
+    are the forward's. ``locations`` are modules and source lines by node. ``store_all_live_bytes``
+    are those of running every op once, the first ``store_all_forward_steps`` in the forward.
     """
 
     live_bytes: tuple[int, ...]
@@ -164,8 +164,8 @@ class StepMemory:
     computed: tuple[str, ...] = ()
     forward_steps: int = 0
     locations: dict[str, SourceLocation] = field(default_factory=dict)
-    keep_all_live_bytes: tuple[int, ...] = ()
-    keep_all_forward_steps: int = 0
+    store_all_live_bytes: tuple[int, ...] = ()
+    store_all_forward_steps: int = 0
 
 
 @dataclass(frozen=True)
@@ -223,7 +223,7 @@ class Report:
     budget_bytes = _Shortcut(lambda report: report.memory.budget_bytes)
     resident_bytes = _Shortcut(lambda report: report.memory.resident_bytes)
     held_bytes = _Shortcut(lambda report: report.memory.held_bytes)
-    keep_all_peak_bytes = _Shortcut(lambda report: report.memory.keep_all_peak_bytes)
+    store_all_peak_bytes = _Shortcut(lambda report: report.memory.store_all_peak_bytes)
     planned_peak_bytes = _Shortcut(lambda report: report.memory.planned_peak_bytes)
     predicted_peak_bytes = _Shortcut(lambda report: report.memory.predicted_peak_bytes)
     predicted_reserved_bytes = _Shortcut(lambda report: report.memory.predicted_reserved_bytes)
@@ -286,7 +286,7 @@ class Report:
         taken = f"{len(self.variants)} variants | " if self.variants else ""
         return (
             f"fxremat: graph {self.graph}: {self.nodes} nodes, store-all peak "
-            f"{format_bytes(self.keep_all_peak_bytes)} -> {peak} of {budget} | "
+            f"{format_bytes(self.store_all_peak_bytes)} -> {peak} of {budget} | "
             f"{self.time_overhead:+.1%} time | {runs} recomputed "
             f"({format_bytes(self.recomputed_bytes)}) | {moved}{taken}{self.plan.solver} | "
             f"{self.own_seconds:.1f} s{' (cached)' if self.from_cache else ''}"

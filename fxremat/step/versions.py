@@ -27,7 +27,7 @@ from fxremat.compile.stage_times import StageTimes
 from fxremat.core.events import RunEvents
 from fxremat.core.plan import Plan
 from fxremat.core.problem import Problem
-from fxremat.core.schedule import keep_all
+from fxremat.core.schedule import store_all
 from fxremat.core.step import Interface, Version
 from fxremat.core.timeline import replay
 from fxremat.errors import InfeasibleBudget
@@ -139,8 +139,8 @@ def _plans(
     search: Search, plain: Problem, left: Callable[[int], int | None]
 ) -> Iterator[tuple[Draft, Plan]]:
     """Plans between the fastest, the lowest, and the one that saves least."""
-    everything = replay(plain, keep_all(plain))
-    most, kept = everything.peak_bytes, everything.live_bytes[keep_all(plain).index(TANGENTS)]
+    everything = replay(plain, store_all(plain))
+    most, kept = everything.peak_bytes, everything.live_bytes[store_all(plain).index(TANGENTS)]
     yield search.draft(()), search.planning.solve(plain, most, LOCAL_SEARCH)
     least_peak = least_saved = most
     for parts in UNIT_BALANCES:

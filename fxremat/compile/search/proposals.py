@@ -22,7 +22,7 @@ from fxremat.compile.search.planning import LOCAL_SEARCH, ONE_PASS, Planning
 from fxremat.core.constants import MEASURABLE
 from fxremat.core.plan import Plan
 from fxremat.core.problem import Op, Problem
-from fxremat.core.schedule import Step, keep_all
+from fxremat.core.schedule import Step, store_all
 from fxremat.core.timeline import replay
 
 Proposals = Generator[Candidate, Evaluation, None]
@@ -116,7 +116,7 @@ def may_fit(problem: Problem, aim: int, planning: Planning) -> bool:
 
 def all_fits(problem: Problem, aim: int) -> bool:
     """Whether everything can be kept."""
-    return replay(problem, keep_all(problem)).peak_bytes <= aim
+    return replay(problem, store_all(problem)).peak_bytes <= aim
 
 
 def _corrected(problem: Problem, evaluated: Evaluation) -> Evaluation:
