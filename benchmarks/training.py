@@ -324,7 +324,7 @@ NUMBERS = (
     "keep_all_peak_bytes",
     "budget_bytes",
     "time_overhead",
-    "rehearsals",
+    "dry_runs",
     "seconds",
 )
 
