@@ -324,7 +324,7 @@ NUMBERS = (
     "store_all_peak_bytes",
     "budget_bytes",
     "time_overhead",
-    "rehearsals",
+    "dry_runs",
     "seconds",
 )
 

@@ -120,8 +120,8 @@ def showing(candidate: Candidate, more: dict[str, int]) -> Evaluation:
     problem = candidate.draft.estimate.problem
     line = replay(problem, candidate.plan.steps)
     live = [n + more.get(str(s), 0) for s, n in zip(line.steps, line.live_bytes, strict=True)]
-    making = tuple(f"{step}_recompute" for step in line.steps)
-    shown = DryRun(max(live), tuple(live), (), {}, making=making)
+    computed = tuple(f"{step}_recompute" for step in line.steps)
+    shown = DryRun(max(live), tuple(live), (), {}, computed=computed)
     return Evaluation(candidate, candidate.draft, shown.peak_bytes, shown)
 
 

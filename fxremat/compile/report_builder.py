@@ -113,7 +113,7 @@ def report_of(
         plan=plan,
         problem=problem,
         step=_step_memory(found, plain_line),
-        as_unit=version_of(draft, plan, evaluation.dry_run, request),
+        as_part=version_of(draft, plan, evaluation.dry_run, request),
         events=run_events_of(draft, evaluation.dry_run, request.inputs.parameters),
     )
 
@@ -193,7 +193,7 @@ def _step_memory(found: SearchResult, plain_line: Timeline) -> StepMemory:
     shown = found.evaluation.dry_run
     if shown is not None:
         live, lifetimes = shown.live_bytes, shown.lifetimes
-        computed, forward_steps = shown.making, shown.forward_steps
+        computed, forward_steps = shown.computed, shown.forward_steps
     else:
         timeline = replay(found.evaluation.draft.estimate.problem, found.evaluation.plan.steps)
         live, lifetimes = timeline.live_bytes, lifetimes_of(timeline)

@@ -199,7 +199,7 @@ class Report:
 
     ``problem`` is what was planned: the graph with the operator variants in place.
     ``time_overhead`` is the added time over running every op of the graph without them once, as a
-    fraction. ``as_unit`` is what the graph takes beside what others hold, where several of its
+    fraction. ``as_part`` is what the graph takes beside what others hold, where several of its
     forwards are in flight, and ``events`` what it asks of CUDA's allocator then.
     ``step_peak_bytes`` is the predicted peak of a whole step, as far as it is known when the graph
     is compiled: with all its forwards in flight, and all that is held outside of them. So that of
@@ -215,7 +215,7 @@ class Report:
     plan: Plan
     problem: Problem = field(repr=False)
     step: StepMemory = field(repr=False)
-    as_unit: Version | None = None
+    as_part: Version | None = None
     events: RunEvents | None = field(default=None, repr=False)
     step_peak_bytes: int | None = None
     from_cache: bool = False
@@ -243,7 +243,7 @@ class Report:
     lifetimes = _Shortcut(lambda report: report.step.lifetimes)
     nodes = _Shortcut(lambda report: report.provenance.nodes)
     order = _Shortcut(lambda report: report.provenance.order)
-    rehearsals = _Shortcut(lambda report: report.provenance.dry_runs)
+    dry_runs = _Shortcut(lambda report: report.provenance.dry_runs)
     seconds = _Shortcut(lambda report: report.provenance.seconds)
 
     @property

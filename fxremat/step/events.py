@@ -1,7 +1,7 @@
 """What a whole step asks of torch's allocator, where its parts are compiled by themselves.
 
 What runs outside of the parts is seen as events, with a marker where a run of a part goes forward
-or backward. What a version of a part does is known from its rehearsal. Put together, they are the
+or backward. What a version of a part does is known from its dry run. Put together, they are the
 events of the step:
 
     outside   + tokens + x  [forward 0: x → y]  - x  [forward 1: y → z]  + loss …

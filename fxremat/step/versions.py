@@ -80,8 +80,8 @@ class Offer:
 def version_in(report: Report | None) -> Version:
     """What a graph takes as a part of its step."""
     assert report is not None
-    assert report.as_unit is not None
-    return report.as_unit
+    assert report.as_part is not None
+    return report.as_part
 
 
 @dataclass(frozen=True)
@@ -95,7 +95,7 @@ class Part:
 def part_on_all_ranks(draft: Draft, request: Request, count: int) -> Part:
     """What `offers_of` sees on this rank, or on one that has looked at the same before."""
     graph = graph_digest(draft.module)
-    question = session.digest("unit", build(), graph, astuple(request), count)
+    question = session.digest("part", build(), graph, astuple(request), count)
 
     def look() -> Any:
         return asdict(offers_of(draft, request, count))
@@ -118,7 +118,7 @@ def offers_of(draft: Draft, request: Request, count: int) -> Part:
     compiled of it will be.
     """
     times, request = StageTimes(), request.with_policy(verify=False)
-    runner = Runner(cost_model(request, draft.module.graph, "unit"), times)
+    runner = Runner(cost_model(request, draft.module.graph, "part"), times)
     prepared = runner.run("prepare", PREPARE, draft)
     search = Search(runner, Planning(request, times), Evaluator(runner, plan_only=True), prepared)
     own, offers = interface_of(prepared, request.inputs.parameters), dict[Version, Offer]()

@@ -187,11 +187,11 @@ class Evaluation:
         planned = _most_live(problem, self.plan.steps)
         op_of = {**problem.writer_of, **{op.name: op.name for op in problem.ops}}
         beside: dict[str, int] = {}
-        making = ""
-        for name, live in zip(reversed(shown.making), reversed(shown.live_bytes), strict=True):
-            making = op_of.get(original(name), making)  # a loop makes its result last
-            if live > aim and live > planned.get(making, live):
-                beside[making] = max(beside.get(making, 0), live - planned[making])
+        computed = ""
+        for name, live in zip(reversed(shown.computed), reversed(shown.live_bytes), strict=True):
+            computed = op_of.get(original(name), computed)  # a loop makes its result last
+            if live > aim and live > planned.get(computed, live):
+                beside[computed] = max(beside.get(computed, 0), live - planned[computed])
         return replace(corrections, beside=beside)
 
 
