@@ -3,8 +3,8 @@
     python -m benchmarks.compare before.json after.json [--tolerance 0.5]
 
 For every model and way to run it that both files have: the measured peak, the budget's least where
-it was refused, and the time that the plan adds to keep-all's, before and after. Peaks and added
-times are worse from `--tolerance` percent (of the peak before; of keep-all's time) on. Measured
+it was refused, and the time that the plan adds to store-all's, before and after. Peaks and added
+times are worse from `--tolerance` percent (of the peak before; of store-all's time) on. Measured
 step times are shown, but never judged: they are another machine's moments. Exits with 1 if
 something is worse, or if what was trained before is refused or fails now.
 """
@@ -28,8 +28,9 @@ HEAD = ["model", "way", "peak MiB", "after", "", "planned", "after", "", "time",
 class Facts:
     """What a row says; None where it does not.
 
-    ``added`` is what the plan adds to keep-all's time, as a part of it; ``ratio`` the measured step
-    time against torch.compile's. ``refused`` is the least budget where the one given was refused.
+    ``added`` is what the plan adds to store-all's time, as a part of it; ``ratio`` the measured
+    step time against torch.compile's. ``refused`` is the least budget where the one given was
+    refused.
     """
 
     peak_bytes: int | None

@@ -25,7 +25,7 @@ from pathlib import Path
 from typing import Any
 
 from fxremat.core.problem import Problem
-from fxremat.core.schedule import keep_all
+from fxremat.core.schedule import store_all
 from fxremat.core.timeline import replay
 from fxremat.core.variants import take
 from fxremat.planner import SolverOptions, constants, solve
@@ -126,7 +126,7 @@ def measure(asked: str, problems: Sequence[Problem], percents: Sequence[int]) ->
     for known in problems:
         problem = replace(known, name=f"{known.name} {next(NEW)}")  # solvers remember problems
         plain = take(problem, ())
-        full = replay(plain, keep_all(plain)).peak_bytes
+        full = replay(plain, store_all(plain)).peak_bytes
         started = time.process_time()
         found = ASK[asked](problem, [full * percent // 100 for percent in percents])
         seconds += time.process_time() - started

@@ -49,7 +49,7 @@ class Explained:
     seconds: float
     processor_seconds: float
     stages: dict[str, float]
-    keep_all_bytes: int
+    store_all_bytes: int
     peak_bytes: int
 
 
@@ -66,7 +66,7 @@ def explained(name: str, budget_bytes: int | None, times: int) -> list[Explained
             told = fxremat.explain(model, *batch, memory_budget=budget_bytes)
             seconds = time.perf_counter() - begin, time.process_time() - processor
         [graph] = told.graphs
-        peaks = told.keep_all_peak_bytes, told.predicted_peak_bytes
+        peaks = told.store_all_peak_bytes, told.predicted_peak_bytes
         found.append(Explained(*seconds, dict(graph.seconds), *peaks))
     return found
 
@@ -76,9 +76,9 @@ def _apart(name: str, budget_bytes: int | None, times: int) -> list[Explained]:
         return pool.submit(explained, name, budget_bytes, times).result()
 
 
-def row_of(name: str, percent: int, keep_all_bytes: int, times: int) -> list[str]:
+def row_of(name: str, percent: int, store_all_bytes: int, times: int) -> list[str]:
     """One line of the table."""
-    first, *again = _apart(name, keep_all_bytes * percent // 100, times + 1)
+    first, *again = _apart(name, store_all_bytes * percent // 100, times + 1)
     stages = [median(one.stages.get(stage, 0.0) for one in again) for stage in STAGES]
     other = median(one.seconds - sum(one.stages.values()) for one in again)
     whole = median(one.seconds for one in again)
@@ -94,7 +94,7 @@ def run(names: Sequence[str], percents: Sequence[int], times: int) -> None:
     for name in names:
         [whole] = _apart(name, None, 1)
         for percent in percents:
-            rows.append(row_of(name, percent, whole.keep_all_bytes, times))
+            rows.append(row_of(name, percent, whole.store_all_bytes, times))
             print(format_table(rows), flush=True)
 
 

@@ -19,7 +19,7 @@ from .ways import Variant, budget_bytes
 
 PLAIN = {"variants": "none", "disable_passes": ["recompute"]}
 """Nothing runs again: where the card has too little for that, it is refused, and told."""
-KEEP_ALL = "keep all"
+STORE_ALL = "store all"
 """`torch.compile` itself takes less: what is cheap it runs again."""
 HEAD = ["model", "way", "budget", "allocated", "reserved", "time", "seconds"]
 
@@ -60,7 +60,7 @@ def said_of(case: Case, variants: Sequence[Variant], card: str) -> list[Said]:
         model, arguments = build(
             case.model, case.size, "cpu", getattr(torch, case.dtype), case.seed
         )
-        everything = _explained(case.model, KEEP_ALL, model, arguments, PLAIN)
+        everything = _explained(case.model, STORE_ALL, model, arguments, PLAIN)
         reserved = everything.reserved_bytes or everything.minimum_bytes
         assert reserved is not None, "what is refused is told the least"
         peaks = {"compile": reserved}

@@ -2,7 +2,7 @@
 
     python -m benchmarks.ignored [--model gpt50k] [--batch 2] [--parts 0,50,75,90] [--rounds 5]
 
-A model with a large vocabulary is compiled once, within a part of what keep-all takes. Then steps
+A model with a large vocabulary is compiled once, within a part of what store-all takes. Then steps
 are timed in pairs on the same batch, of whose labels a part is -100: all rows computed, and those
 left out that add nothing. The compiled step, its memory and the numbers are the same; the order in
 a pair changes from round to round. Peaks are measured for each part and have to be what was
@@ -105,7 +105,7 @@ def rows(
     """One row for each part of ignored labels; raises RuntimeError where a peak is not promised."""
     model, (inputs, targets) = build(name, size)
     inputs, targets = inputs[:batch_size].clone(), targets[:batch_size].clone()
-    budget = fxremat.explain(model, inputs, targets).keep_all_peak_bytes * percent // 100
+    budget = fxremat.explain(model, inputs, targets).store_all_peak_bytes * percent // 100
     call: Any = torch.compile(model, backend="fxremat", options={"memory_budget": budget})
     found = []
     for part in parts:
@@ -135,7 +135,7 @@ def parse_arguments(arguments: Sequence[str] | None = None) -> argparse.Namespac
     parser.add_argument("--size", default="small")
     parser.add_argument("--batch", type=int, default=4, help="texts in a batch")
     parser.add_argument("--parts", default="0,50,75,90", help="percent of labels ignored")
-    parser.add_argument("--percent", type=int, default=65, help="budget, of keep-all's peak")
+    parser.add_argument("--percent", type=int, default=65, help="budget, of store-all's peak")
     parser.add_argument("--rounds", type=int, default=5, help="pairs of steps that are timed")
     return parser.parse_args(arguments)
 

@@ -6,7 +6,7 @@
 
 `plans` simulates: the training steps of large language models, traced without a byte of them, on
 devices that are not here (`benchmarks.offload_plans`). By default a step has to fit its device with
-the link that this has and, for the claims, in half of what keep-all needs with one of 25 GB/s; the
+the link that this has and, for the claims, in half of what store-all needs with one of 25 GB/s; the
 whole takes about half an hour. With `--links` each link meets each budget.
 
 `measure` trains a small model for real, with torch.compile, recomputing, and with moves as well
@@ -97,7 +97,7 @@ def _add_plans(commands: Any) -> None:
     add("--devices", type=split, default=devices, help=f"of {', '.join(devices)}")
     add("--layers", type=int, help="of each model; default: as many as it has")
     add("--links", type=split, help="GB/s, as in 12,25,55; default: see above")
-    add("--budgets", type=split, default=budgets, help="of device, 50%% (of keep-all's peak)")
+    add("--budgets", type=split, default=budgets, help="of device, 50%% (of store-all's peak)")
     add("--solver", choices=sorted(SOLVERS), default="greedy")
     add("--select", action="store_true", help="also choose which weights live in host memory")
     add("--out", type=Path, help="JSON file")

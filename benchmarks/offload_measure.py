@@ -86,7 +86,7 @@ class Row:
     loss: float
     gradient_error: float
     report: dict[str, Any] | None = None
-    """fxremat's facts: variants taken, rehearsals, seconds of each stage and more."""
+    """fxremat's facts: variants taken, dry runs, seconds of each stage and more."""
     step_seconds: list[float] = field(default_factory=list)
     cpu_seconds: list[float] = field(default_factory=list)
     ratios: list[float] = field(default_factory=list)

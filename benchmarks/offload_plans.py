@@ -17,7 +17,7 @@ from dataclasses import dataclass, replace
 from fxremat.core.check import check
 from fxremat.core.plan import Plan
 from fxremat.core.problem import Problem
-from fxremat.core.schedule import keep_all, ops_of
+from fxremat.core.schedule import ops_of, store_all
 from fxremat.core.timeline import Timeline, replay
 from fxremat.planner import SolverOptions, solve
 from fxremat.planner.local import greedy
@@ -29,7 +29,7 @@ from .offload_problems import GB, Architecture, Device, Traced, batch_for, trace
 from .offload_table import CLAIM_LINK, HALF, HEADING, SAME, Case, Row, Status, line
 
 ALL = "device"
-"""The budget that is the device's memory; `HALF` is half of what keep-all needs."""
+"""The budget that is the device's memory; `HALF` is half of what store-all needs."""
 BUDGETS = (ALL, HALF)
 OPTIONS = SolverOptions()
 
@@ -48,7 +48,7 @@ Answer = Callable[[Question, str], Plan]
 
 
 def _keep(question: Question, solver: str) -> Plan:
-    return make_plan(question.problem, keep_all(question.problem), "keep-all")
+    return make_plan(question.problem, store_all(question.problem), "store-all")
 
 
 def _recompute(question: Question, solver: str) -> Plan:
@@ -97,7 +97,7 @@ def questions(
 ) -> Iterator[Question]:
     """All cases of a network, each traced when its turn comes.
 
-    Without links, half of keep-all is asked for the claims, so only with weights on the device.
+    Without links, half of store-all is asked for the claims, so only with weights on the device.
     """
     depth = layers or architecture.layers
     sample: int | None = None
@@ -116,7 +116,7 @@ def pose(
     traced: Traced, device: Device, link: int, budget: str, layers: int, batch: int
 ) -> Question:
     """The question of a case, with its weights where it needs them."""
-    nbytes = device.nbytes if budget == ALL else traced.keep_all_bytes // 2
+    nbytes = device.nbytes if budget == ALL else traced.store_all_bytes // 2
     away = greedy.solve(traced.problem, nbytes, OPTIONS).peak_bytes > nbytes
     case = Case(
         model=traced.problem.name,
@@ -126,7 +126,7 @@ def pose(
         link=link,
         budget=budget,
         budget_bytes=nbytes,
-        keep_all_bytes=traced.keep_all_bytes,
+        store_all_bytes=traced.store_all_bytes,
         parameter_bytes=traced.parameter_bytes,
         compute_us=traced.problem.base_time_us,
         weights_on_host=away,

@@ -89,7 +89,7 @@ class Traced:
     gradient_of: Mapping[str, str | None]
 
     @cached_property
-    def keep_all_bytes(self) -> int:
+    def store_all_bytes(self) -> int:
         """The peak of running every op once."""
         return replay(self.problem, self.problem.base_steps()).peak_bytes
 
@@ -100,7 +100,7 @@ class Traced:
 
     @property
     def activation_bytes(self) -> int:
-        """What keep-all has at its peak if no gradient stays, besides weights and the batch."""
+        """What store-all has at its peak if no gradient stays, besides weights and the batch."""
         alone = replace(self.problem, outputs=())
         return replay(alone, alone.base_steps()).peak_bytes - alone.resident_bytes
 

@@ -37,7 +37,7 @@ class Case:
     link: int
     budget: str
     budget_bytes: int
-    keep_all_bytes: int
+    store_all_bytes: int
     parameter_bytes: int
     compute_us: float
     weights_on_host: bool
@@ -52,7 +52,7 @@ class Case:
         return (
             f"\n{self.model}, {self.layers} layers, batch {self.batch}, {self.device} at "
             f"{self.link / GB:g} GB/s: budget {self.budget} = {self.budget_bytes / GB:.1f} GB, "
-            f"keep-all {self.keep_all_bytes / GB:.1f} GB and {self.compute_us / 1e3:.0f} ms, "
+            f"store-all {self.store_all_bytes / GB:.1f} GB and {self.compute_us / 1e3:.0f} ms, "
             f"parameters {self.parameter_bytes / GB:.1f} GB; {where}"
         )
 
@@ -172,7 +172,7 @@ def _time(row: Row | None) -> str:
 class Claims:
     """What the rows say of moving and recomputing together.
 
-    ``removed`` is, for each case at the claim's link and half the peak of keep-all with weights on
+    ``removed`` is, for each case at the claim's link and half the peak of store-all with weights on
     the device, the part of the time added by recomputation alone that is gone; ``removable`` is the
     part that the proven bound leaves for any schedule. ``slower`` names the cases where one
     strategy alone beats both together.
@@ -221,7 +221,7 @@ def _name(case: Case) -> str:
 
 
 def _added(found: Mapping[str, Row], strategy: str) -> float:
-    """Time over keep-all; none where there is no such row."""
+    """Time over store-all; none where there is no such row."""
     return found[strategy].over_compute - 1 if strategy in found else 0.0
 
 
@@ -234,7 +234,7 @@ def _is_slower(found: dict[str, Row]) -> bool:
 
 def claims_text(claims: Claims) -> str:
     """The claims in words."""
-    lines = [f"\nAt {CLAIM_LINK / GB:g} GB/s and {HALF} of keep-all, moving as well removes, of "
+    lines = [f"\nAt {CLAIM_LINK / GB:g} GB/s and {HALF} of store-all, moving as well removes, of "
              "the time that recomputation alone adds (and no schedule more than):"]  # fmt: skip
     lines += [
         f"  {name:28}{part:8.1%}{f'({claims.removable[name]:.1%})':>10}"

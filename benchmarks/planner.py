@@ -5,7 +5,7 @@
     python -m benchmarks.planner --ablation
 
 The problems are the JSON files of a directory and models of `benchmarks.models`, traced anew.
-Budgets are in percent of the peak of keep-all. FAILED, and the exit status 1, say that a plan
+Budgets are in percent of the peak of store-all. FAILED, and the exit status 1, say that a plan
 fails the check, that another plan refutes a bound, or that a solver ended in an error that it
 does not document. `--ablation` compares where the hierarchy of `hrockmate` may cut a graph into
 clusters: what the clusters alone find, without another solver's plan to begin with.
@@ -92,7 +92,7 @@ Contestant = Callable[[Case, Problem], Row]
 
 
 def make_case(name: str, problem: Problem, percent: int) -> Case:
-    """A budget in percent of the peak of keep-all."""
+    """A budget in percent of the peak of store-all."""
     full = replay(problem, problem.base_steps()).peak_bytes
     return Case(name, len(problem.ops), full, percent, full * percent // 100)
 
@@ -213,7 +213,7 @@ def _hierarchy_row(case: Case, problem: Problem, title: str, cutter: Cutter, lim
 
 
 def _by_clusters(hierarchy: hrockmate.Hierarchy, budget: int, problem: Problem) -> Plan:
-    """What the hierarchy finds that knows keep-all and nothing else."""
+    """What the hierarchy finds that knows store-all and nothing else."""
     model = build_model(problem)
     front = ParetoFront(model)
     front.offer(StageSchedule(model))

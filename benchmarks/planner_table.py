@@ -1,7 +1,7 @@
 """The rows of `benchmarks.planner`, how they are printed, and what they come to.
 
-Times are in percent over keep-all, which runs every op once. "bound" is proven: no schedule
-within the budget adds less (0 where nothing is proven, for no schedule is faster than keep-all).
+Times are in percent over store-all, which runs every op once. "bound" is proven: no schedule
+within the budget adds less (0 where nothing is proven, for no schedule is faster than store-all).
 "gap" is what the plan's time may be too much, in percent of it.
 """
 
@@ -34,13 +34,13 @@ class Case:
 
     problem: str
     ops: int
-    keep_all_bytes: int
+    store_all_bytes: int
     budget_percent: int
     budget_bytes: int
 
     def percent(self, nbytes: int | None) -> float | None:
-        """Bytes in percent of the peak of keep-all."""
-        return None if nbytes is None else 100 * nbytes / max(1, self.keep_all_bytes)
+        """Bytes in percent of the peak of store-all."""
+        return None if nbytes is None else 100 * nbytes / max(1, self.store_all_bytes)
 
 
 @dataclass(frozen=True)
@@ -61,12 +61,12 @@ class Row:
 
     @property
     def peak_percent(self) -> float | None:
-        """The peak in percent of that of keep-all."""
+        """The peak in percent of that of store-all."""
         return self.case.percent(self.peak_bytes)
 
     @property
     def peak_bound_percent(self) -> float | None:
-        """What is proven of every schedule's peak, in percent of that of keep-all."""
+        """What is proven of every schedule's peak, in percent of that of store-all."""
         return self.case.percent(self.peak_bound_bytes)
 
     def to_json(self) -> dict[str, Any]:
@@ -82,7 +82,7 @@ class Row:
 def heading(case: Case) -> str:
     """What all rows of a case share, and the names of the columns."""
     return (
-        f"\n{case.problem}: {case.ops} ops, keep-all {format_bytes(case.keep_all_bytes)}, "
+        f"\n{case.problem}: {case.ops} ops, store-all {format_bytes(case.store_all_bytes)}, "
         f"budget {case.budget_percent} % = {format_bytes(case.budget_bytes)}\n"
         f"{'solver':17}{'peak bytes':>17}{'peak %':>8}{'added %':>10}{'bound %':>10}"
         f"{'gap %':>9}{'s':>8}  status"

@@ -8,7 +8,7 @@ of a CPU, the large ones, without a byte of memory, at those of a GPU. For each 
 models two things are planned with this rule alone and without any:
 
     least       the least peak of the step
-    budgets     percents of keep-all's peak, and the least peak without the rule: the time added
+    budgets     percents of store-all's peak, and the least peak without the rule: the time added
 
 and at the budget where the rule gains most, with all exact rules beside it and with all of them but
 it (`beside`), so that a rule whose work another does as well is seen. Every plan is judged by the
@@ -37,7 +37,7 @@ from fxremat.compile.tracing import trace_step
 from fxremat.core.check import check
 from fxremat.core.plan import Plan
 from fxremat.core.problem import Problem
-from fxremat.core.schedule import keep_all
+from fxremat.core.schedule import store_all
 from fxremat.core.timeline import replay
 from fxremat.core.variants import take
 from fxremat.cost.device import spec_named
@@ -53,9 +53,9 @@ from .training import rule_of
 LEAST_SAVED = 0.005
 """Of the least peak: searches for it may end as far apart."""
 LEAST_GAIN = 0.002
-"""Of keep-all's time: so near to its bound the solver leaves a plan as it is."""
+"""Of store-all's time: so near to its bound the solver leaves a plan as it is."""
 BUDGETS = (80, 60, 45, 33)
-"""Percents of keep-all's peak."""
+"""Percents of store-all's peak."""
 RATES = {"cpu": "cpu", "gpu": "A100"}
 DTYPES = {"cpu": torch.float32, "gpu": torch.bfloat16}
 SECONDS = 2.0
@@ -70,9 +70,9 @@ VERDICTS = ("no site", "does not pay", "pays in seconds", "pays in bytes",
 
 @dataclass(frozen=True)
 class At:
-    """One budget: added times are parts of keep-all's, None where nothing found fits.
+    """One budget: added times are parts of store-all's, None where nothing found fits.
 
-    ``label`` is the percent of keep-all's peak, or "least", the least peak without the rule.
+    ``label`` is the percent of store-all's peak, or "least", the least peak without the rule.
     """
 
     label: str
@@ -84,7 +84,7 @@ class At:
 
     @property
     def gain(self) -> float:
-        """In parts of keep-all's time; infinite where only the rule meets the budget."""
+        """In parts of store-all's time; infinite where only the rule meets the budget."""
         if self.with_rule is None or not self.sites:
             return 0.0
         return float("inf") if self.without is None else self.without - self.with_rule
@@ -100,7 +100,7 @@ class Row:
     size: str
     rates: str
     sites: int
-    keep_all_bytes: int = 0
+    store_all_bytes: int = 0
     least_without: int = 0
     least_with: int = 0
     least_sites: int = 0
@@ -169,7 +169,7 @@ class Comparison:
     def __init__(self, rule: str, without: Problem, problem: Problem, seconds: float) -> None:
         self.rule, self.without, self.problem, self.seconds = rule, without, problem, seconds
         plain = take(without, ())
-        self.keep_all_bytes = replay(plain, keep_all(plain)).peak_bytes
+        self.store_all_bytes = replay(plain, store_all(plain)).peak_bytes
         self.base_us = plain.base_time_us
 
     def at(self, label: str, budget: int) -> At:
@@ -201,11 +201,11 @@ def row_of(rule: Rule, model: str, size: str, seconds: float) -> Row:
         return row
     comparison = Comparison(rule.name, take(problem, ()), problem, seconds)
     without, found = comparison.least()
-    row.keep_all_bytes = comparison.keep_all_bytes
+    row.store_all_bytes = comparison.store_all_bytes
     row.least_without, row.least_with = without.peak_bytes, found.peak_bytes
     row.least_sites = taken(found, rule.name)
     for percent in BUDGETS:
-        budget = row.keep_all_bytes * percent // 100
+        budget = row.store_all_bytes * percent // 100
         if budget > row.least_with:
             row.budgets.append(comparison.at(f"{percent}%", budget))
     row.budgets.append(comparison.at("least", row.least_without))

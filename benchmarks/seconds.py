@@ -4,7 +4,7 @@
 
 For every model: `torch.compile`; torch's own knob at all its values; fxremat at parts of
 `torch.compile`'s peak, with and without operator variants, and at the knob's lowest peak. A
-planned time is relative to keep-all's, a measured one to `torch.compile`'s in the same round.
+planned time is relative to store-all's, a measured one to `torch.compile`'s in the same round.
 Compiling is timed with empty caches ("cold") and again in a new process ("warm").
 """
 
@@ -49,7 +49,7 @@ HEAD = ["model", "way", "peak", "obeyed", "planned", "measured", "best", "points
 
 @dataclass(frozen=True)
 class Figures:
-    """One way to run one model; ratios are to `torch.compile`'s, ``planned`` is to keep-all's."""
+    """One way to run one model; ratios are to `torch.compile`'s, ``planned`` is to store-all's."""
 
     model: str
     way: str

@@ -63,7 +63,7 @@ def row_of(name: str, size: str, low: int, high: int, percent: int) -> Row:
     torch.compiler.reset()
     config = find_config(name, size)
     model = config.network(**config.arguments).train()
-    whole = fxremat.explain(model, *_inputs(model, high)).keep_all_peak_bytes
+    whole = fxremat.explain(model, *_inputs(model, high)).store_all_peak_bytes
     options: dict[str, Any] = {"memory_budget": whole * percent // 100}
     given = _inputs(model, (low + high) // 2)
     for tensor in given:

@@ -321,10 +321,10 @@ NUMBERS = (
     "resident_bytes",
     "planned_peak_bytes",
     "minimum_peak_bytes",
-    "keep_all_peak_bytes",
+    "store_all_peak_bytes",
     "budget_bytes",
     "time_overhead",
-    "rehearsals",
+    "dry_runs",
     "seconds",
 )
 
@@ -332,7 +332,7 @@ NUMBERS = (
 def report_fields(report: Any) -> dict[str, Any]:
     """The plain facts of a report, for JSON.
 
-    ``time_overhead`` is what the plan adds to keep-all's time, as a part of it; ``seconds`` those
+    ``time_overhead`` is what the plan adds to store-all's time, as a part of it; ``seconds`` those
     of each stage; ``variants`` how many sites of each rule are taken, and ``variant_names`` which.
     """
     taken = [row.what for row in report.variants]

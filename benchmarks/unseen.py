@@ -3,7 +3,7 @@
     python -m benchmarks.unseen [--models gpt2,t5] [--out unseen.json]
 
 Random weights, small configurations, their own dropout. Needs the package `transformers`, which
-fxremat itself does not. Planned: the time that the plan adds to keep-all's; variants: how many are
+fxremat itself does not. Planned: the time that the plan adds to store-all's; variants: how many are
 taken. The gradients' error is the median over STEPS steps with different dropout, and the largest:
 where the forward rounds differently, the input of a ReLU that is zero but for rounding may fall on
 its other side, and the gradient of such a step differs by what that element adds to it.

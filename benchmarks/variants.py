@@ -4,7 +4,7 @@
     python -m benchmarks.variants convergence
 
 `plans` is simulated, the ablation of MONeT (arXiv 2010.14501, section 5): the training step is
-traced with the rates of a device, and four ways to meet a budget (percent of keep-all's peak) are
+traced with the rates of a device, and four ways to meet a budget (percent of store-all's peak) are
 compared by the time that they add to it. Every plan is judged by the independent checker.
 
     recompute   no variants
@@ -34,7 +34,7 @@ from fxremat.compile.tracing import trace_step
 from fxremat.core.check import check
 from fxremat.core.plan import Plan
 from fxremat.core.problem import Problem
-from fxremat.core.schedule import keep_all
+from fxremat.core.schedule import store_all
 from fxremat.core.timeline import replay
 from fxremat.core.variants import run_once, take
 from fxremat.cost.device import spec_named
@@ -48,12 +48,12 @@ from .training import rule_of
 
 WAYS = ("recompute", "variants", "in turn", "together")
 SAME = 1e-6
-"""Of keep-all's time: differences that count as none."""
+"""Of store-all's time: differences that count as none."""
 
 
 @dataclass(frozen=True)
 class Row:
-    """One way to meet one budget; ``added`` is what it adds to the time of keep-all, None if none.
+    """One way to meet one budget; ``added`` is what it adds to the time of store-all, None if none.
 
     ``peak_bytes`` is the least found where the budget cannot be met; ``rules`` counts the variants.
     """
@@ -110,7 +110,7 @@ def ways(problem: Problem, budget: int, solver: str) -> dict[str, Plan]:
 def rows_of(name: str, problem: Problem, percent: int, solver: str) -> list[Row]:
     """All ways at one budget."""
     plain = take(problem, ())
-    full = replay(plain, keep_all(plain)).peak_bytes
+    full = replay(plain, store_all(plain)).peak_bytes
     budget, base = full * percent // 100, plain.base_time_us
     out = []
     for way, plan in ways(problem, budget, solver).items():
@@ -167,7 +167,7 @@ def parse_arguments(words: Sequence[str] | None = None) -> argparse.Namespace:
     plans.add_argument("--models", default="resnet,vgg,gpt50k", help=f"of {', '.join(MODELS)}")
     plans.add_argument("--size", choices=SIZES, default="gpu")
     plans.add_argument("--device", default="A100", help="whose rates give the times")
-    plans.add_argument("--budgets", default="80,60,50,40,33", help="percent of keep-all's peak")
+    plans.add_argument("--budgets", default="80,60,50,40,33", help="percent of store-all's peak")
     plans.add_argument("--solver", default="auto")
     plans.add_argument("--allow-lossy", action="store_true")
     plans.add_argument("--out", type=Path, help="JSON file")

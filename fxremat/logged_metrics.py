@@ -72,7 +72,7 @@ def _planned(reports: Sequence[Report]) -> dict[str, float]:
     found = {
         "fxremat/graphs": float(len(reports)),
         "fxremat/predicted_peak(GiB)": max(g.predicted_peak_bytes for g in reports) / GIB,
-        "fxremat/keep_all_peak(GiB)": max(g.keep_all_peak_bytes for g in reports) / GIB,
+        "fxremat/store_all_peak(GiB)": max(g.store_all_peak_bytes for g in reports) / GIB,
         "fxremat/time_overhead(%)": 100 * added_time(reports),
         "fxremat/saved(GiB)": sum(g.saved_bytes for g in reports) / GIB,
         "fxremat/recomputed(GiB)": sum(g.recomputed_bytes for g in reports) / GIB,

@@ -72,22 +72,22 @@ def is_call(node: Any) -> bool:
 def fences(kernels: Sequence[Scheduled]) -> dict[int, list[int]]:
     """Kernel -> the kernels it must run after, as positions in ``kernels``.
 
-    Every library call waits for the one before it. One that begins or ends a held stretch waits
+    Every library call waits for the one before it. One that begins or ends a fixed stretch waits
     for all loops before it as well; a loop waits for the last such call, unless its results are
-    small. In a held stretch copies into another layout wait for the other loops before the call.
+    small. In a fixed stretch copies into another layout wait for the other loops before the call.
     """
     after: dict[int, list[int]] = {}
-    held = held_stretches(kernels)
+    fixed = fixed_stretches(kernels)
     stretch, call, fence, loops, since = 0, list[int](), list[int](), list[int](), list[int]()
     for position, kernel in enumerate(kernels):
         if kernel.is_call:
             since += loops
             after[position] = list(call)
-            if held[stretch]:
+            if fixed[stretch]:
                 late = late_copies(kernels, range(call[0] if call else 0, position), loops)
                 for copy in late:
                     after[copy] = after[copy] + [loop for loop in loops if loop not in late]
-            if held[stretch] or held[stretch + 1]:
+            if fixed[stretch] or fixed[stretch + 1]:
                 after[position] += since
                 fence, since = [position], []
             stretch, call, loops = stretch + 1, [position], []
@@ -98,8 +98,8 @@ def fences(kernels: Sequence[Scheduled]) -> dict[int, list[int]]:
     return {position: earlier for position, earlier in after.items() if earlier}
 
 
-def held_stretches(kernels: Sequence[Scheduled]) -> list[bool]:
-    """Whether the order is held before the first library call, between the next two, and so on.
+def fixed_stretches(kernels: Sequence[Scheduled]) -> list[bool]:
+    """Whether the order is fixed before the first library call, between the next two, and so on.
 
     Marks in a stretch's loops say so. One without marks is like the one before it.
     """
@@ -108,19 +108,19 @@ def held_stretches(kernels: Sequence[Scheduled]) -> list[bool]:
         if kernel.is_call:
             marks.append([])
         marks[-1] += [mark for mark in (WRITTEN, FREE) for name in kernel.names if mark in name]
-    held, last = [], True
+    fixed, last = [], True
     for found in marks:
         last = WRITTEN in found or (last and FREE not in found)
-        held.append(last)
-    return held
+        fixed.append(last)
+    return fixed
 
 
-def held_loops(kernels: Sequence[Scheduled]) -> list[int]:
-    """The loops of held stretches, as positions in ``kernels``."""
-    held, stretch, found = held_stretches(kernels), 0, []
+def fixed_loops(kernels: Sequence[Scheduled]) -> list[int]:
+    """The loops of fixed stretches, as positions in ``kernels``."""
+    fixed, stretch, found = fixed_stretches(kernels), 0, []
     for position, kernel in enumerate(kernels):
         stretch += kernel.is_call
-        if kernel.is_loop and held[stretch]:
+        if kernel.is_loop and fixed[stretch]:
             found.append(position)
     return found
 
@@ -210,8 +210,8 @@ class Fence(SchedulerPass):
         if not any(mark in name for name in names for mark in (WRITTEN, MOVED)):
             return nodes
         kernels = [scheduled(node) for node in nodes]
-        held = [nodes[position] for position in held_loops(kernels)]
-        run_in_functions(held, last_of_functions)
+        fixed = [nodes[position] for position in fixed_loops(kernels)]
+        run_in_functions(fixed, last_of_functions)
         return run_after(nodes, fences(kernels))
 
     def uuid(self) -> Any:

@@ -185,16 +185,16 @@ def _read_across(
 
 
 def apply_plan(
-    estimate: Estimate, steps: Sequence[Step], *, held: Collection[int] | None = None
+    estimate: Estimate, steps: Sequence[Step], *, fixed: Collection[int] | None = None
 ) -> Rewritten:
     """The joint graph with its nodes in the order of ``steps``, and copies where ops repeat.
 
-    ``held`` are the positions in ``steps`` at which `passes.fixed_order` is to hold the order
+    ``fixed`` are the positions in ``steps`` at which `passes.fixed_order` is to keep the order
     through Inductor, in the backward; None stands for all.
     """
     joint = estimate.joint
     writer = _PlanWriter(estimate)
-    holds = estimate.fused and (held is None or bool(held))
+    fixes = estimate.fused and (fixed is None or bool(fixed))
     for node in (*joint.primals, *joint.tangents):
         writer.resolve(node)
     seen: set[str] = set()
@@ -203,8 +203,8 @@ def apply_plan(
     def run(start: int, part: Sequence[Step], in_backward: bool) -> None:
         writer.half = "backward" if in_backward else "forward"
         for position, step in enumerate(part, start):
-            if holds:
-                writer.mark = WRITTEN if held is None or position in held else FREE
+            if fixes:
+                writer.mark = WRITTEN if fixed is None or position in fixed else FREE
             if isinstance(step, Move):
                 writer.move(step)
             elif step in seen:
@@ -245,7 +245,7 @@ def apply_plan(
 
 @dataclass(frozen=True)
 class ApplyPlan(Pass):
-    """Makes the graph of a plan from the one that was estimated; ``held`` as in `apply_plan`.
+    """Makes the graph of a plan from the one that was estimated; ``fixed`` as in `apply_plan`.
 
     ``Changed.data`` is the `Rewritten`, which says what the forward saves.
     """
@@ -253,7 +253,7 @@ class ApplyPlan(Pass):
     name = "recompute and offload"
     estimate: Estimate
     steps: tuple[Step, ...]
-    held: Collection[int] | None = None
+    fixed: Collection[int] | None = None
 
     def requires(self, module: fx.GraphModule) -> None:
         """The graph is the estimated one, and the backward begins once."""
@@ -262,7 +262,7 @@ class ApplyPlan(Pass):
         self.demand(self.steps.count(TANGENTS) == 1, "the backward does not begin once")
 
     def call(self, module: fx.GraphModule) -> Changed:
-        planned = apply_plan(self.estimate, self.steps, held=self.held)
+        planned = apply_plan(self.estimate, self.steps, fixed=self.fixed)
         return Changed(planned.module, True, planned)
 
     def ensures(self, module: fx.GraphModule) -> None:

@@ -46,7 +46,7 @@ def no_workspace(node: fx.Node) -> int:
     return 0
 
 
-def keep_all(problem: Problem) -> Steps:
+def store_all(problem: Problem) -> Steps:
     """Nothing runs again."""
     return problem.base_steps()
 
@@ -143,7 +143,7 @@ def without_dead_runs(problem: Problem, steps: Sequence[str]) -> tuple[str, ...]
 class Capture:
     """A partition function that plans with ``choose``, checks, and keeps what it saw."""
 
-    choose: Choose = keep_all
+    choose: Choose = store_all
     fused: bool = False
     workspace: Callable[[fx.Node], int] = no_workspace
     joint_text: str = ""
@@ -294,7 +294,7 @@ def assert_same(one: Observed, other: Observed) -> None:
 
 
 def capture(
-    function: Function, inputs: Sequence[Any], choose: Choose = keep_all, *, fused: bool = False,
+    function: Function, inputs: Sequence[Any], choose: Choose = store_all, *, fused: bool = False,
     **options: Any,
 ) -> Capture:  # fmt: skip
     """Trace a training step of ``function``, apply the plan of ``choose``, and run it once."""

@@ -67,7 +67,7 @@ def report_of(
             budget_bytes,
             resident_bytes=sum(sizes[name] for name in resident),
             held_bytes=held_bytes,
-            keep_all_peak_bytes=plain_peak,
+            store_all_peak_bytes=plain_peak,
             planned_peak_bytes=peak,
             predicted_peak_bytes=peak,
         ),
@@ -103,7 +103,7 @@ def small_report(graph: int = 0) -> Report:
         Lifetime("mm_2", MIB, 6, 7),
         Lifetime("mm_3", 11 * MIB // 2, 7, 8),
     ]
-    making = ["mm", "gelu", "", "mm_1", "tangents", "gelu", "mm_2", "mm_3"]
+    computed = ["mm", "gelu", "", "mm_1", "tangents", "gelu", "mm_2", "mm_3"]
     locations = {
         "primals_1": SourceLocation("", "", 0, "primals_1"),
         "mm": SourceLocation("layers.0.up", "model.py", 7, "mm"),
@@ -118,7 +118,7 @@ def small_report(graph: int = 0) -> Report:
     }
     return report_of(
         lifetimes,
-        making,
+        computed,
         4,
         locations,
         plain=[6 * MIB, 8 * MIB, 10 * MIB, 12 * MIB, 9 * MIB, 8 * MIB],

@@ -14,7 +14,7 @@ from fxremat.compile.dry_run.dry_run import DryRun
 from fxremat.compile.request import Policy, Request
 from fxremat.compile.search.candidates import Candidate, Evaluation, Order
 from fxremat.compile.search.planning import Planning
-from fxremat.compile.search.proposals import Proposals
+from fxremat.compile.search.proposals import Proposals, followed
 from fxremat.compile.stage_times import StageTimes
 from fxremat.core.problem import Problem
 from fxremat.passes.memory_estimation import Estimate
@@ -57,13 +57,7 @@ class Trial:
 
     def follow(self, proposals: Proposals) -> list[Evaluation]:
         """Evaluate all that is proposed."""
-        candidate = next(proposals, None)
-        while candidate is not None:
-            try:
-                candidate = proposals.send(self.evaluate(candidate))
-            except StopIteration:
-                break
-        return self.seen
+        return list(followed(proposals, self.evaluate))
 
     @property
     def orders(self) -> list[str]:

@@ -32,7 +32,7 @@ def planned() -> Report:
 def _explained(executor: str) -> Report:
     model, x = seeded(Stack, 256, 32)
     options = {"executor": executor, "op_times": "roofline"}
-    full = fxremat.explain(model, x, options=options).keep_all_peak_bytes
+    full = fxremat.explain(model, x, options=options).store_all_peak_bytes
     budget = full * 7 // 10
     return fxremat.explain(model, x, memory_budget=budget, options=options).graphs[0]
 

@@ -57,7 +57,7 @@ def test_explained_as_on_the_card(caplog: pytest.LogCaptureFixture) -> None:
         with pytest.raises(fxremat.InfeasibleBudget) as refused:
             fxremat.explain(model, *inputs, memory_budget="1MiB", options=options)
     assert not [r for r in caplog.records if r.name.startswith("fxremat")]
-    assert whole.graphs[0].rehearsals
+    assert whole.graphs[0].dry_runs
     assert less.predicted_peak_bytes <= budget
     assert less.time_overhead >= 0
     assert refused.value.minimum_bytes is not None
@@ -114,7 +114,7 @@ def test_budget_is_the_card_by_default(caplog: pytest.LogCaptureFixture) -> None
         model, inputs = net_and_tokens()
         [report] = fxremat.explain(model, *inputs).graphs
     assert not [r for r in caplog.records if r.name.startswith("fxremat")]
-    assert report.rehearsals
+    assert report.dry_runs
     assert report.budget_bytes == card.usable
     reserved = report.predicted_reserved_bytes
     assert reserved is not None

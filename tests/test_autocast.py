@@ -44,7 +44,7 @@ def test_the_predicted_peak_is_the_measured_one() -> None:
 
     compiled()
     (full,) = fxremat.reports()
-    step = compiled(memory_budget=int(0.7 * full.keep_all_peak_bytes), variants="none")
+    step = compiled(memory_budget=int(0.7 * full.store_all_peak_bytes), variants="none")
     (report,) = fxremat.reports()
     measured = fxremat.measure_peak(step, held=(model, x))
     assert report.predicted_peak_bytes == measured.peak_bytes

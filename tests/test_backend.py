@@ -29,14 +29,14 @@ def compiled(model: Callable[..., Any], **options: Any) -> Callable[..., Any]:
     return torch.compile(model, backend=backend, options={**EAGER, **options})
 
 
-def keep_all_peak(model: nn.Module, *inputs: Any) -> int:
-    return fxremat.explain(model, *inputs, options=EAGER).keep_all_peak_bytes
+def store_all_peak(model: nn.Module, *inputs: Any) -> int:
+    return fxremat.explain(model, *inputs, options=EAGER).store_all_peak_bytes
 
 
 @pytest.mark.parametrize("fraction", [1.0, 0.85, 0.7])
 def test_the_budget_is_obeyed_and_predicted_to_the_byte(fraction: float) -> None:
     model, x = seeded(Stack, 256, 32)
-    budget = int(fraction * keep_all_peak(model, x))
+    budget = int(fraction * store_all_peak(model, x))
     peak = measured(model, compiled(model, memory_budget=budget), (x,))
     report = fxremat.reports()[-1]
     assert peak <= budget
@@ -46,7 +46,7 @@ def test_the_budget_is_obeyed_and_predicted_to_the_byte(fraction: float) -> None
 
 def test_a_smaller_budget_never_gives_a_larger_peak() -> None:
     model, x = seeded(lambda: Stack(2), 512, 32)
-    full = keep_all_peak(model, x)
+    full = store_all_peak(model, x)
     peaks = []
     for percent in range(100, 65, -10):
         torch._dynamo.reset()
@@ -62,7 +62,7 @@ def test_training_is_bitwise_what_it_was(make: Callable[[], nn.Module]) -> None:
     model, x = seeded(make, *shape)
     other = copy.deepcopy(model)
     plain = fxremat.explain(model, x, options={**RERUNS_ONLY, "solver": "greedy"})
-    budget = (plain.minimum_peak_bytes + plain.keep_all_peak_bytes) // 2
+    budget = (plain.minimum_peak_bytes + plain.store_all_peak_bytes) // 2
     ours = train(model, x, compiled(model, memory_budget=budget, **RERUNS_ONLY))
     assert fxremat.reports()[-1].recomputed
     theirs = train(other, x, torch.compile(other, backend="aot_eager"))
@@ -89,7 +89,7 @@ def test_a_solver_that_cannot_take_the_graph_says_so(monkeypatch: pytest.MonkeyP
     monkeypatch.setattr("fxremat.planner.published.checkmate.checkmate.MOST_RUNS", 0)
     model, x = seeded(lambda: Stack(2), 1024, 32)
     plain = fxremat.explain(model, x, options={**EAGER, "solver": "greedy"})
-    budget = (plain.minimum_peak_bytes + plain.keep_all_peak_bytes) // 2
+    budget = (plain.minimum_peak_bytes + plain.store_all_peak_bytes) // 2
     with pytest.raises(BackendCompilerFailed) as caught:
         compiled(model, memory_budget=budget, solver="checkmate", variants="none")(x)
     error = caught.value.inner_exception
@@ -130,7 +130,7 @@ def test_backward_may_run_twice(executor: str) -> None:
     """Also after it has run once, when the backward is compiled already."""
     model, x = seeded(lambda: Stack(2), 1024, 32)
     other = copy.deepcopy(model)
-    budget = f"{int(0.9 * keep_all_peak(model, x))}B"
+    budget = f"{int(0.9 * store_all_peak(model, x))}B"
     planned = compiled(model, memory_budget=budget, executor=executor)
     planned(x).backward()
     model.zero_grad()
@@ -146,7 +146,7 @@ def test_backward_may_run_twice(executor: str) -> None:
 def test_gradients_accumulate() -> None:
     model, x = seeded(Stack, 256, 32)
     other = copy.deepcopy(model)
-    call = compiled(model, memory_budget=int(0.8 * keep_all_peak(model, x)))
+    call = compiled(model, memory_budget=int(0.8 * store_all_peak(model, x)))
     for part in (x, 2 * x):
         call(part).backward()
         other(part).backward()
@@ -232,7 +232,7 @@ def test_a_pass_that_is_left_out_does_nothing() -> None:
     given = {"executor": "aot_eager", "variants": "none"}
     quick = {**given, "solver": "greedy"}
     whole = fxremat.explain(model, x, memory_budget="8GiB", options=quick)
-    budget = (whole.minimum_peak_bytes + whole.keep_all_peak_bytes) // 2
+    budget = (whole.minimum_peak_bytes + whole.store_all_peak_bytes) // 2
     found = fxremat.explain(model, x, memory_budget=budget, options=given)
     assert any(graph.recomputed for graph in found.graphs)
     bare = {**given, "disable_passes": ["recompute", "inplace"]}
@@ -273,7 +273,7 @@ class Regions(Stack):
 
 def test_nested_regions_are_planned_with_all_that_runs() -> None:
     model, x = seeded(lambda: Regions(depth=6), 512, 32)
-    budget = keep_all_peak(model, x) * 7 // 10
+    budget = store_all_peak(model, x) * 7 // 10
     call = compiled(model, memory_budget=budget, variants="none")
     assert measured(model, call, (x,)) <= budget
     gradients = [p.grad for p in model.parameters()]

@@ -11,7 +11,7 @@ from torch import fx
 from torch.utils.checkpoint import CheckpointPolicy
 
 from fxremat import VerificationFailed, runtime
-from fxremat.core.schedule import keep_all
+from fxremat.core.schedule import store_all
 from fxremat.passes.accumulation import Accumulation
 from fxremat.passes.base import Changed, Pass
 from fxremat.passes.gradient_sums import GradientSums
@@ -125,7 +125,7 @@ def test_a_gradient_is_given_up_once_and_only_if_asked_for() -> None:
 def test_a_plan_is_for_the_graph_that_was_estimated() -> None:
     found = capture(mlp(), (batch(2, 8),)).found
     joint = found.joint
-    one = ApplyPlan(found, keep_all(found.problem))
+    one = ApplyPlan(found, store_all(found.problem))
     one.requires(joint.module)
     changed = one.call(joint.module)
     one.ensures(changed.graph_module)

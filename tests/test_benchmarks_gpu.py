@@ -92,6 +92,6 @@ def test_an_absent_card_is_told_of(
     assert main([*arguments, "--ways", "plain80%,fxremat33%"]) == 0
     assert asked == [None, 80 * MIB, 33 * MIB]
     plain, most, third = json.loads(out.read_text())["said"]
-    assert (plain["way"], plain["time"], most["time"]) == ("keep all", 1.0, 1.25)
+    assert (plain["way"], plain["time"], most["time"]) == ("store all", 1.0, 1.25)
     assert (third["allocated_bytes"], third["minimum_bytes"]) == (None, 55 * MIB)
     assert "refused: 55.0" in capsys.readouterr().out

@@ -29,7 +29,7 @@ from fxremat.planner.plans import make_plan
 from tests.chains import chain_with_copies, phased_chain, skipping
 from tests.conftest import Golden
 
-KEEP_ALL = 33  # bytes of `phased_chain(8)`
+STORE_ALL = 33  # bytes of `phased_chain(8)`
 
 
 @pytest.fixture
@@ -182,9 +182,9 @@ def test_ctrl_c_outside_of_solving(
 def test_budgets() -> None:
     assert read_budget("8GiB") == Budget(bytes=8 * 2**30)
     assert read_budget(" 1048576 ") == Budget(bytes=2**20)
-    assert read_budget("62.5%").bytes_for(phased_chain(8)) == int(KEEP_ALL * 0.625)
-    assert read_budget("200%").bytes_for(phased_chain(8)) == 2 * KEEP_ALL
-    assert replay(phased_chain(8), phased_chain(8).base_steps()).peak_bytes == KEEP_ALL
+    assert read_budget("62.5%").bytes_for(phased_chain(8)) == int(STORE_ALL * 0.625)
+    assert read_budget("200%").bytes_for(phased_chain(8)) == 2 * STORE_ALL
+    assert replay(phased_chain(8), phased_chain(8).base_steps()).peak_bytes == STORE_ALL
 
 
 # --- progress ----------------------------------------------------------------------------
@@ -236,11 +236,11 @@ def test_pareto(problem: str, tmp_path: Path, capsys: pytest.CaptureFixture[str]
     assert main(["pareto", problem, "--budget", "80%", *files]) == 0
     printed = capsys.readouterr().out
     data = json.loads(out.read_text())
-    assert data["budget_bytes"] == int(0.8 * KEEP_ALL)
+    assert data["budget_bytes"] == int(0.8 * STORE_ALL)
     assert [point["peak_bytes"] for point in data["points"]] == [
         plan.peak_bytes for plan in planner.front(phased_chain(8))
     ]
-    assert data["points"][0]["of_keep_all"] == 1.0
+    assert data["points"][0]["of_store_all"] == 1.0
     assert data["points"][0]["added"] == 0.0
     assert all(f"{point['peak_bytes']:,} " in printed for point in data["points"])
     assert "fastest of these within" in printed

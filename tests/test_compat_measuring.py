@@ -7,15 +7,23 @@ from typing import Any
 import pytest
 import torch
 
-from fxremat.compat.measuring import profiler_memory_events, random_state_kept, recorded_allocations
+from fxremat.compat.measuring import (
+    profiler_memory_events,
+    profiler_runs,
+    random_state_kept,
+    recorded_allocations,
+)
 
 
 def test_profiler_memory_events() -> None:
+    assert not profiler_runs()
     with torch.profiler.profile(profile_memory=True) as prof:
+        assert profiler_runs()
         with pytest.raises(RuntimeError, match="after its with block"):
             profiler_memory_events(prof)
         tensor = torch.empty(1000)
         del tensor
+    assert not profiler_runs()
     events = profiler_memory_events(prof)
     assert [(size, device) for _, size, device in events] == [(4000, "CPU"), (-4000, "CPU")]
     assert events[0][0] <= events[1][0]

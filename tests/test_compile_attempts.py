@@ -3,11 +3,11 @@
 from __future__ import annotations
 
 from dataclasses import dataclass, field, replace
-from typing import Any, cast
+from types import SimpleNamespace
+from typing import Any
 
 import pytest
 
-from fxremat.compile.draft import Draft
 from fxremat.compile.request import Budget, Policy, Request
 from fxremat.compile.search.candidates import Candidate
 from fxremat.compile.search.planning import Planning
@@ -24,17 +24,10 @@ class Alone(Search):
     own: Plan | None = None
     asked_of_torch: list[bool] = field(default_factory=list)
 
-    def draft(self, names: tuple[str, ...], variants: Any = None) -> Draft:
-        """The one graph."""
-        return self.prepared
-
-    def _variants(self, *, allow_lossy: bool) -> None:
-        return None
-
     def _torch(self, *, donated: bool) -> Candidate | None:
         self.asked_of_torch.append(donated)
         order = "torch, donated" if donated else "torch"
-        return None if self.own is None else Candidate(self.prepared, self.own, order)  # type: ignore[arg-type]
+        return None if self.own is None else Candidate(self.graphs.plain, self.own, order)  # type: ignore[arg-type]
 
 
 def searching(
@@ -43,7 +36,8 @@ def searching(
     request = Request(Budget(budget, soft_limit=wanted), policy=Policy(solver="greedy"))
     planning = Planning(request, StageTimes())
     evaluator: Any = trial
-    return Alone(cast(Any, None), planning, evaluator, draft_of(PROBLEM), own=own)
+    graphs: Any = SimpleNamespace(plain=draft_of(PROBLEM), offered=None)
+    return Alone(planning, evaluator, graphs, own=own)
 
 
 def plan_under(part: float) -> Plan:

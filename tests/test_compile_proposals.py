@@ -11,11 +11,7 @@ from hypothesis import strategies as st
 from fxremat.compile.dry_run.dry_run import DryRun
 from fxremat.compile.search.candidates import Candidate, Evaluation
 from fxremat.compile.search.planning import LOCAL_SEARCH
-from fxremat.compile.search.proposals import (
-    fastest,
-    least,
-    under,
-)
+from fxremat.compile.search.proposals import UnderAim, fastest_under, least
 from fxremat.core.constants import MEASURABLE
 from fxremat.core.plan import Plan
 from fxremat.core.problem import Op, Problem, Value
@@ -26,7 +22,7 @@ from tests.search_trials import NEAR_PEAK, PROBLEM, Trial, draft_of, planning
 
 def within(trial: Trial, aim: int) -> Evaluation | None:
     """The fastest that is under the aim."""
-    return fastest(one for one in trial.seen if one.peak_bytes <= aim)
+    return fastest_under(aim, trial.seen)
 
 
 @pytest.mark.parametrize("error", [-0.3, -0.07, 0.0, 0.07])
@@ -35,7 +31,7 @@ def test_a_constant_error_of_the_planner_is_corrected(error: float) -> None:
     whole = planning().solve(PROBLEM, None).peak_bytes
     offset, aim = round(error * whole), round(0.8 * whole)
     trial = Trial(lambda planned, order: planned + offset)
-    trial.follow(under(draft_of(PROBLEM), aim, planning()))
+    trial.follow(UnderAim(draft_of(PROBLEM), aim, planning()).proposals())
     found = within(trial, aim)
     best = planning().solve(PROBLEM, aim - offset)
     assert found is not None
@@ -49,7 +45,7 @@ def test_what_no_measured_time_could_tell_is_not_tried() -> None:
     first = planning().solve(PROBLEM, aim)
     for less in range(whole // 2):
         trial = Trial(lambda planned, order, less=less: planned - less)  # type: ignore[misc]
-        trial.follow(under(draft_of(PROBLEM), aim, planning()))
+        trial.follow(UnderAim(draft_of(PROBLEM), aim, planning()).proposals())
         times = [one.plan.time_us for one in trial.seen]
         assert times[0] == first.time_us
         fits = [one.plan.time_us for one in trial.seen if one.peak_bytes <= aim]
@@ -117,11 +113,11 @@ def test_what_a_dry_run_shows_of_scratch_memory_is_known_to_later_plans() -> Non
 
 def showing(candidate: Candidate, more: dict[str, int]) -> Evaluation:
     """The dry run of a candidate whose ops take more than planned by so many bytes each."""
-    problem = candidate.draft.estimate.problem
+    problem = candidate.draft.problem
     line = replay(problem, candidate.plan.steps)
     live = [n + more.get(str(s), 0) for s, n in zip(line.steps, line.live_bytes, strict=True)]
-    making = tuple(f"{step}_recompute" for step in line.steps)
-    shown = DryRun(max(live), tuple(live), (), {}, making=making)
+    computed = tuple(f"{step}_recompute" for step in line.steps)
+    shown = DryRun(max(live), tuple(live), (), {}, computed=computed)
     return Evaluation(candidate, candidate.draft, shown.peak_bytes, shown)
 
 
@@ -145,7 +141,7 @@ def test_any_errors_of_the_planner(errors: list[int], share: float) -> None:
     """Candidates differ, are few, and one that is under the aim is not left for a slower one."""
     aim = round(share * planning().solve(PROBLEM, None).peak_bytes)
     trial = Trial(lambda planned, order: planned + errors[planned % 32] + (order == NEAR_PEAK))
-    trial.follow(under(draft_of(PROBLEM), aim, planning()))
+    trial.follow(UnderAim(draft_of(PROBLEM), aim, planning()).proposals())
     planned_only = [one for one in trial.asked if one.order == "planned"]
     assert len({one.key for one in planned_only}) == len(planned_only)
     best = within(trial, aim)

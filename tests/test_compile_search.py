@@ -63,7 +63,7 @@ def test_the_least_without_variants_is_at_most_what_torch_takes() -> None:
 
 def test_dry_runs_have_one_budget() -> None:
     model, x = seeded(Classifier, 64, 16)
-    assert 0 < fxremat.explain(model, x, memory_budget="2MiB").graphs[0].rehearsals <= 2 * DRY_RUNS
+    assert 0 < fxremat.explain(model, x, memory_budget="2MiB").graphs[0].dry_runs <= 2 * DRY_RUNS
 
 
 def test_the_same_question_has_the_same_answer() -> None:

@@ -20,7 +20,7 @@ from fxremat.core.problem import (
     problem_to_json,
     validate,
 )
-from fxremat.core.schedule import Move, Step, keep_all, ops_of
+from fxremat.core.schedule import Move, Step, ops_of, store_all
 from fxremat.core.timeline import replay
 
 
@@ -226,9 +226,9 @@ def weighted() -> Problem:
     )
 
 
-def test_keep_all_brings_weights_and_takes_gradients_away() -> None:
+def test_store_all_brings_weights_and_takes_gradients_away() -> None:
     problem = weighted()
-    steps = keep_all(problem)
+    steps = store_all(problem)
     assert [str(step) for step in steps] == [
         "to device: w1", "wait: w1", "f1", "to device: w2", "wait: w2", "f2", "b2",
         "to host: g2", "wait: g2", "b1", "to host: g1", "wait: g1",
@@ -244,14 +244,14 @@ def test_keep_all_brings_weights_and_takes_gradients_away() -> None:
 
 def test_a_weight_has_to_come_and_a_gradient_to_go() -> None:
     problem = weighted()
-    steps = keep_all(problem)
+    steps = store_all(problem)
     assert "read is not there" in kinds(problem, *steps[2:])
     assert kinds(problem, *steps[:-2]) == ["not on the host at the end"]
 
 
 def test_a_weight_may_come_twice() -> None:
     problem = weighted()
-    steps = list(keep_all(problem))
+    steps = list(store_all(problem))
     again = [IN("w2"), WAIT("w2")]
     at = steps.index("b2")
     assert check(problem, [*steps[:at], *again, *steps[at:]]).ok

@@ -155,7 +155,7 @@ def test_what_others_hold_between_the_halves_is_live_there_and_nowhere_else() ->
         allocator=AllocatorEvents(
             (Allocate("0", 50), Allocate("1", 20), Free("1"), Allocate("3", 30)), forward_events=2
         ),
-        making=("a", "t", "b", "c"),
+        computed=("a", "t", "b", "c"),
         forward_steps=2,
         saved_bytes=70,
         lifetimes=(
@@ -171,7 +171,7 @@ def test_what_others_hold_between_the_halves_is_live_there_and_nowhere_else() ->
     assert more.peak_bytes == 110
     assert more.at_peak == (("tangents", 40),)
     assert more.live_bytes == (50, 70, 110, 60, 90)
-    assert more.making == ("a", "t", "tangents", "b", "c")
+    assert more.computed == ("a", "t", "tangents", "b", "c")
     assert more.events[2:4] == (Allocate("4", 40), Free("4"))
     assert (more.saved_bytes, more.forward_steps) == (70, 3)
     stays = [(one.value, one.start, one.stop) for one in more.lifetimes]
@@ -181,10 +181,10 @@ def test_what_others_hold_between_the_halves_is_live_there_and_nowhere_else() ->
 def test_a_plan_names_what_is_live_at_the_peak() -> None:
     model, x = seeded(Stack, 512, 32)
     full = fxremat.explain(model, x)
-    budget = int(0.8 * full.keep_all_peak_bytes)
+    budget = int(0.8 * full.store_all_peak_bytes)
     options = {"memory_budget": budget, "variants": "none"}
     report = fxremat.explain(model, x, options=options).graphs[0]
-    assert report.rehearsals >= 1
+    assert report.dry_runs >= 1
     assert "dry run" in report.seconds
     assert report.recomputed
     assert report.predicted_peak_bytes <= budget
@@ -206,7 +206,7 @@ def test_code_that_cannot_run_without_data_is_planned_with_a_warning(
 
     monkeypatch.setattr("fxremat.compile.dry_run.dry_run.dry_run", refuse)
     model, x = seeded(Stack, 512, 32)
-    budget = int(0.8 * fxremat.explain(model, x).keep_all_peak_bytes)
+    budget = int(0.8 * fxremat.explain(model, x).store_all_peak_bytes)
     report = fxremat.explain(model, x, memory_budget=budget).graphs[0]
     assert report.predicted_peak_bytes == report.planned_peak_bytes <= budget
     assert "could not run without data (NotImplementedError: no fake kernel)" in caplog.text

@@ -67,7 +67,7 @@ def unchanging(explanation: Explanation) -> Any:
     return (
         explanation.plan.steps,
         explanation.predicted_peak_bytes,
-        report.rehearsals,
+        report.dry_runs,
         report.at_peak,
     )
 

@@ -1,4 +1,4 @@
-"""Ordering through Inductor: what is held, and that the pass is good for Inductor's cache."""
+"""Ordering through Inductor: what is fixed, and that the pass is good for Inductor's cache."""
 
 from __future__ import annotations
 
@@ -25,8 +25,8 @@ from fxremat.passes.fixed_order import (
     Fence,
     WriteResults,
     fences,
-    held_loops,
-    held_stretches,
+    fixed_loops,
+    fixed_stretches,
     last_of_functions,
     results_to_write,
 )
@@ -91,15 +91,15 @@ def test_what_a_convolution_reads_through_a_view_is_written_in_a_marked_graph(na
     assert results_to_write(graph) == []
 
 
-def test_a_graph_whose_order_is_not_held_is_left_alone() -> None:
+def test_a_graph_whose_order_is_not_fixed_is_left_alone() -> None:
     seen = recomputing()
-    graph = apply_plan(seen.found, seen.steps, held=()).module.graph
+    graph = apply_plan(seen.found, seen.steps, fixed=()).module.graph
     before = str(graph)
     WriteResults("1")(graph)
     assert str(graph) == before
 
 
-def test_the_order_is_held_where_nothing_runs_again() -> None:
+def test_the_order_is_fixed_where_nothing_runs_again() -> None:
     """Inductor would have loops in one function there too."""
     assert marked(constrained(capture(mlp(8, 3), [batch(4, 8)], fused=True)))
 
@@ -141,7 +141,7 @@ SUM = Scheduled(is_call=False, is_loop=True, read=100, written=4)
 NONE = Scheduled(is_call=False, is_loop=False, read=0, written=0)
 
 
-HELD = replace(LOOP, names=frozenset(["gelu_written", "mul"]))
+FIXED = replace(LOOP, names=frozenset(["gelu_written", "mul"]))
 FREE_LOOP = replace(LOOP, names=frozenset(["gelu_free"]))
 
 
@@ -161,8 +161,8 @@ COPY = copying("x", "y")
         ([LOOP, LOOP], {}),
         ([], {}),
         ([FREE_LOOP, CALL, FREE_LOOP, CALL, FREE_LOOP], {3: [1]}),
-        (  # loops move where no order is held, but not into a held stretch
-            [FREE_LOOP, CALL, FREE_LOOP, CALL, HELD, CALL, FREE_LOOP, CALL, FREE_LOOP],
+        (  # loops move where no order is fixed, but not into a fixed stretch
+            [FREE_LOOP, CALL, FREE_LOOP, CALL, FIXED, CALL, FREE_LOOP, CALL, FREE_LOOP],
             {3: [1, 0, 2], 4: [3], 5: [3, 4], 6: [5], 7: [5], 8: [5]},
         ),
         # a copy for a call waits for the other loops, but two do not wait for each other
@@ -176,12 +176,12 @@ def test_what_kernels_wait_for(kernels: list[Scheduled], after: dict[int, list[i
 
 
 def test_a_stretch_without_marks_is_like_the_one_before_it() -> None:
-    held, free = HELD, FREE_LOOP
-    assert held_stretches([LOOP, CALL, free, CALL, LOOP, CALL, CALL, held]) == [
+    fixed, free = FIXED, FREE_LOOP
+    assert fixed_stretches([LOOP, CALL, free, CALL, LOOP, CALL, CALL, fixed]) == [
         True, False, False, False, True
     ]  # fmt: skip
-    assert held_stretches([free, held, free]) == [True]
-    assert held_loops([LOOP, CALL, free, CALL, SUM, held, free]) == [0, 4, 5, 6]
+    assert fixed_stretches([free, fixed, free]) == [True]
+    assert fixed_loops([LOOP, CALL, free, CALL, SUM, fixed, free]) == [0, 4, 5, 6]
 
 
 @pytest.mark.parametrize(

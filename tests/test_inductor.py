@@ -28,7 +28,7 @@ def _fresh() -> Iterator[None]:
 def test_budget_prediction_gradients_and_dropout() -> None:
     model, x = seeded(lambda: Stack(1, dropout=0.2), 1024, 32)
     other = copy.deepcopy(model)
-    budget = int(0.7 * fxremat.explain(model, x).keep_all_peak_bytes)
+    budget = int(0.7 * fxremat.explain(model, x).store_all_peak_bytes)
     options: dict[str, Any] = {"memory_budget": budget, "variants": "none"}
     call = torch.compile(model, backend=backend, options=options)
     peak = measured(model, call, (x,))
@@ -59,7 +59,7 @@ def test_the_minimum_named_is_met() -> None:
 def test_caches_know_the_budget(monkeypatch: pytest.MonkeyPatch) -> None:
     """The same budget hits and still reports; another one never gets the cached graph."""
     model, x = seeded(lambda: Stack(1), 1024, 32)
-    full = fxremat.explain(model, x).keep_all_peak_bytes
+    full = fxremat.explain(model, x).store_all_peak_bytes
     plans = []
     for fraction in (0.8, 0.8, 0.7):
         torch._dynamo.reset()

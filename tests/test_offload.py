@@ -208,7 +208,7 @@ def offloading(model: nn.Module, x: Any, fraction: float, executor: str, **optio
     explained = fxremat.explain(model, x, options={"executor": executor, "variants": "none"})
     return Step(
         model, x, executor=executor, offload=True, host_bandwidth=PLANNED, solver="greedy",
-        memory_budget=f"{int(fraction * explained.keep_all_peak_bytes)}B", variants="none",
+        memory_budget=f"{int(fraction * explained.store_all_peak_bytes)}B", variants="none",
         **options,
     )  # fmt: skip
 
@@ -244,7 +244,7 @@ def test_the_host_memory_budget_is_obeyed() -> None:
 def test_without_bandwidth_the_plan_is_the_one_without() -> None:
     model, x = seeded(lambda: Stack(2), 512, 32)
     budget = int(
-        0.8 * fxremat.explain(model, x, options={"executor": "aot_eager"}).keep_all_peak_bytes
+        0.8 * fxremat.explain(model, x, options={"executor": "aot_eager"}).store_all_peak_bytes
     )
     common = {"executor": "aot_eager", "memory_budget": f"{budget}B", "solver": "greedy"}
     Step(model, x, **common)()

@@ -35,7 +35,7 @@ def made() -> tuple[nn.Module, torch.Tensor]:
 
 
 def full_peak(model: nn.Module, x: torch.Tensor) -> int:
-    return fxremat.explain(model, x, options=OPTIONS).keep_all_peak_bytes
+    return fxremat.explain(model, x, options=OPTIONS).store_all_peak_bytes
 
 
 def train(

@@ -22,7 +22,7 @@ from fxremat.core.plan import Plan
 from fxremat.core.problem import Problem
 from fxremat.planner import SolverOptions
 from fxremat.planner.deadline import interruptible
-from fxremat.planner.plan_cache import PlanCache
+from fxremat.planner.plan_cache import PlanCache, PlanQuestion
 from fxremat.planner.plans import make_plan
 from fxremat.whatif.explanation import Explanation
 from tests import strategies
@@ -31,7 +31,7 @@ from tests.examples import examples
 from tests.small import Stack, seeded
 
 OPTIONS = SolverOptions()
-BUDGET = 25  # keep-all takes 33
+BUDGET = 25  # store-all takes 33
 
 
 @pytest.fixture
@@ -40,8 +40,8 @@ def problem() -> Problem:
 
 
 def ask(directory: Path, problem: Problem, **changes: Any) -> tuple[Plan, bool]:
-    given = {"budget_bytes": BUDGET, "solver": "greedy", "options": OPTIONS, **changes}
-    return PlanCache(directory).solve(problem, **given)
+    given: dict[str, Any] = {"budget_bytes": BUDGET, "solver": "greedy", "options": OPTIONS}
+    return PlanCache(directory).solve(PlanQuestion(problem, **{**given, **changes}))
 
 
 def only_file(directory: Path) -> Path:

@@ -163,8 +163,8 @@ def test_a_budget_below_any_schedule(run: Solver) -> None:
 def test_infeasibility_is_proven_by_the_programme(monkeypatch: pytest.MonkeyPatch) -> None:
     """Where neither the bound nor the greedy solver know."""
     problem = unphased_chain(5)
-    keep_all = solve(problem, None, SolverOptions())
-    monkeypatch.setattr(checkmate, "start_plan", lambda *args: keep_all)
+    store_all = solve(problem, None, SolverOptions())
+    monkeypatch.setattr(checkmate, "start_plan", lambda *args: store_all)
     monkeypatch.setattr(checkmate, "peak_bound", lambda model: 0)
     plan = solve(problem, 8, SolverOptions())
     assert (plan.peak_bytes, plan.peak_bound_bytes) == (21, 9)

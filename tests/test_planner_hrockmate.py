@@ -79,7 +79,7 @@ def test_what_crosses_is_known(cutter: Cutter, data: st.DataObject) -> None:
             assert parts.home[value] == whose[writer]
 
 
-def keep_all_programme(parts: Decomposition, budget: int) -> Solution:
+def store_all_programme(parts: Decomposition, budget: int) -> Solution:
     runs = [
         ClusterCosts(parts, its).runs([ClusterOption(tuple(its.backward))] if its.backward else [])
         for its in parts.clusters
@@ -96,9 +96,9 @@ def test_the_peak_of_a_level_is_that_of_the_replay(data: st.DataObject) -> None:
     parts = decompose(model, data.draw(st.integers(2, 5)), data.draw(st.sampled_from(CUTTERS)))
     peak = replay(problem, problem.base_steps()).peak_bytes
     if peak > 1:
-        assert keep_all_programme(parts, peak - 1).values is None
+        assert store_all_programme(parts, peak - 1).values is None
     if not any(model.inplace):
-        assert keep_all_programme(parts, peak).values is not None
+        assert store_all_programme(parts, peak).values is not None
 
 
 @pytest.mark.slow
@@ -111,8 +111,8 @@ def test_schedules_of_a_level_fit(data: st.DataObject) -> None:
     level = Hierarchy(Deadline(None)).level(model)
     if level is None:
         return
-    keep_all = replay(problem, problem.base_steps()).peak_bytes
-    budget = data.draw(st.integers(keep_all // 2, keep_all))
+    store_all = replay(problem, problem.base_steps()).peak_bytes
+    budget = data.draw(st.integers(store_all // 2, store_all))
     runs = [
         ClusterCosts(level.decomposition, cluster).runs(its)
         for cluster, its in zip(level.decomposition.clusters, level.options, strict=True)

@@ -40,9 +40,9 @@ def test_without_or_tools(monkeypatch: pytest.MonkeyPatch) -> None:
 
 
 def alone(problem: Problem, budget: int, monkeypatch: pytest.MonkeyPatch) -> Plan:
-    """What CP-SAT finds if only keep-all is known."""
-    keep_all = make_plan(problem, problem.base_steps(), "keep all")
-    monkeypatch.setattr(moccasin, "start_plan", lambda *args: keep_all)
+    """What CP-SAT finds if only store-all is known."""
+    store_all = make_plan(problem, problem.base_steps(), "store all")
+    monkeypatch.setattr(moccasin, "start_plan", lambda *args: store_all)
     return solve(problem, budget, SolverOptions())
 
 

@@ -13,7 +13,7 @@ from fxremat import planner
 from fxremat.core.check import check
 from fxremat.core.plan import Plan
 from fxremat.core.problem import Copies, Problem
-from fxremat.core.schedule import Move, keep_all, ops_of
+from fxremat.core.schedule import Move, ops_of, store_all
 from fxremat.core.timeline import replay
 from fxremat.planner import SolverOptions
 from fxremat.planner.deadline import Deadline
@@ -225,7 +225,7 @@ def test_weights_visit_the_device() -> None:
     The first weight has nothing to hide behind, and neither has the last gradient.
     """
     problem = chain_with_host_weights(8)
-    full = check(problem, keep_all(problem)).peak_bytes
+    full = check(problem, store_all(problem)).peak_bytes
     plan = solved(problem, full // 2)
     assert plan.peak_bytes <= full // 2
     assert plan.time_us <= problem.base_time_us + 2 * 10.0

@@ -33,7 +33,7 @@ def net(layers: int, rate: float = 10.0, time_us: float = 10.0) -> Problem:
 
 
 def part_of(problem: Problem, part: float) -> int:
-    """A part of the bytes that keep-all needs."""
+    """A part of the bytes that store-all needs."""
     return int(part * replay(problem, problem.base_steps()).peak_bytes)
 
 

@@ -15,14 +15,14 @@ from fxremat.planner.options import SolverOptions
 from fxremat.planner.published.chains import block_options, rockmate, rotor
 from fxremat.planner.published.chains.block_options import BlockOptions, held_options, pareto, shape
 from fxremat.planner.published.chains.chain import Block, Chain, NotAChain, find_chain
-from fxremat.planner.published.chains.chain_costs import BlockOption, keep_all, option_cost
+from fxremat.planner.published.chains.chain_costs import BlockOption, option_cost, store_all
 from tests import brute, chains, strategies
 from tests.examples import examples
 
 OPTIONS = SolverOptions()
 
 
-def keep_all_peak(problem: Problem) -> int:
+def store_all_peak(problem: Problem) -> int:
     return replay(problem, problem.base_steps()).peak_bytes
 
 
@@ -33,7 +33,7 @@ def largest(chain: Chain) -> Block:
 def test_options_make_the_cheap_values_again() -> None:
     """In a block whose activation is cheap to make, that is what is left out."""
     problem = chains.blocks(6)
-    most = keep_all_peak(problem)
+    most = store_all_peak(problem)
     plan = rockmate.solve(problem, most * 3 // 4, OPTIONS)
     assert plan.peak_bytes <= most * 3 // 4
     assert {name.rstrip("0123456789") for name in plan.repeats()} <= {"act", "norm"}
@@ -42,7 +42,7 @@ def test_options_make_the_cheap_values_again() -> None:
 
 @pytest.mark.parametrize("problem", [chains.blocks(5), chains.homogeneous(9)])
 def test_never_slower_than_rotor(problem: Problem) -> None:
-    most = keep_all_peak(problem)
+    most = store_all_peak(problem)
     plans = []
     for budget in range(most // 5, most + 1, max(1, most // 25)):
         plan, other = (solver.solve(problem, budget, OPTIONS) for solver in (rockmate, rotor))
@@ -58,7 +58,7 @@ def test_never_slower_than_rotor(problem: Problem) -> None:
 
 def test_least_time_of_tiny_blocks() -> None:
     problem = chains.chain([4, 4, 4], [1.0, 1.0, 1.0], reads_output=False)
-    for budget in range(brute.least_peak(problem), keep_all_peak(problem) + 1):
+    for budget in range(brute.least_peak(problem), store_all_peak(problem) + 1):
         best = brute.least_time(problem, budget)
         assert best is not None
         assert rockmate.solve(problem, budget, OPTIONS).time_us == best[0]
@@ -102,7 +102,7 @@ def test_options_hold_less_for_more_time() -> None:
     assert len(costs) >= 2
     assert costs[0].held < costs[-1].held
     assert costs[0].backward.time > costs[-1].backward.time
-    everything = option_cost(chain, block, keep_all(block))
+    everything = option_cost(chain, block, store_all(block))
     assert all(cost.backward.time >= everything.backward.time for cost in costs)
 
 
@@ -113,6 +113,6 @@ def test_dominated_options_are_left_out() -> None:
     wasteful = BlockOption((*block.backward[:-1], block.forward[0], block.backward[-1]))
     twice = BlockOption((block.forward[0], block.forward[0], *block.backward))
     once = BlockOption((block.forward[0], *block.backward))
-    kept = pareto(chain, block, [keep_all(block), wasteful, twice, once])
-    assert keep_all(block) in kept
+    kept = pareto(chain, block, [store_all(block), wasteful, twice, once])
+    assert store_all(block) in kept
     assert twice not in kept

@@ -15,7 +15,7 @@ from fxremat.planner.deadline import Deadline
 from fxremat.planner.options import SolverOptions
 from fxremat.planner.published.chains import rotor
 from fxremat.planner.published.chains.chain import NotAChain, find_chain
-from fxremat.planner.published.chains.chain_costs import block_costs, keep_all
+from fxremat.planner.published.chains.chain_costs import block_costs, store_all
 from fxremat.planner.published.chains.rotor_table import Table
 from tests import brute, chains, strategies
 from tests.examples import examples
@@ -23,13 +23,13 @@ from tests.examples import examples
 OPTIONS = SolverOptions()
 
 
-def keep_all_peak(problem: Problem) -> int:
+def store_all_peak(problem: Problem) -> int:
     return replay(problem, problem.base_steps()).peak_bytes
 
 
 def tight_budgets(problem: Problem) -> range:
-    """Budgets from the peak that no schedule can be under to that of keep-all."""
-    return range(brute.least_peak(problem), keep_all_peak(problem) + 1)
+    """Budgets from the peak that no schedule can be under to that of store-all."""
+    return range(brute.least_peak(problem), store_all_peak(problem) + 1)
 
 
 @pytest.mark.parametrize("count", [3, 4])
@@ -54,7 +54,7 @@ def test_least_time_of_a_chain_that_narrows() -> None:
 @examples(40)
 @given(chains.chains())
 def test_never_better_than_the_best_and_always_possible(problem: Problem) -> None:
-    most = keep_all_peak(problem)
+    most = store_all_peak(problem)
     for budget in {most, (most + brute.least_peak(problem)) // 2}:
         plan = rotor.solve(problem, budget, OPTIONS)
         verdict = check(problem, plan.steps)
@@ -81,7 +81,7 @@ def test_any_problem_is_solved_or_refused(problem: Problem) -> None:
 
 @pytest.mark.parametrize("problem", [chains.homogeneous(12), chains.blocks(8)])
 def test_less_memory_never_takes_less_time(problem: Problem) -> None:
-    most = keep_all_peak(problem)
+    most = store_all_peak(problem)
     plans = [rotor.solve(problem, budget, OPTIONS) for budget in range(0, most + 1, 3)]
     for small, large in pairwise(plans):
         assert small.time_us >= large.time_us
@@ -99,7 +99,7 @@ def test_model_agrees_with_the_replay() -> None:
     """With a slot per byte the table's memory and time are those of the replayed plan."""
     for problem in (chains.blocks(5), chains.chain([3, 5, 2, 6], [1.0, 2.0, 3.0, 1.0])):
         chain = find_chain(problem)
-        costs = block_costs(chain, [[keep_all(block)] for block in chain.blocks])
+        costs = block_costs(chain, [[store_all(block)] for block in chain.blocks])
         table = Table(costs, Deadline(None))
         assert table.slot == 1.0
         for slots in table.levels():
@@ -120,8 +120,8 @@ def test_blocks_are_found_where_one_value_crosses() -> None:
 def test_a_long_chain_takes_seconds() -> None:
     started = time.process_time()
     problem = chains.homogeneous(100, 1000)
-    plan = rotor.solve(problem, keep_all_peak(problem) // 4, OPTIONS)
-    assert plan.peak_bytes <= keep_all_peak(problem) // 4
+    plan = rotor.solve(problem, store_all_peak(problem) // 4, OPTIONS)
+    assert plan.peak_bytes <= store_all_peak(problem) // 4
     assert plan.time_us <= 1.4 * problem.base_time_us
     assert time.process_time() - started < 10
 

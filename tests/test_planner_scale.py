@@ -11,7 +11,7 @@ from tests.transformer_problem import gpt
 
 
 def _added(problem: Problem, percent: int) -> float:
-    """Added time in percent at a part of the keep-all peak; the plan must fit and be valid."""
+    """Added time in percent at a part of the store-all peak; the plan must fit and be valid."""
     full = replay(problem, problem.base_steps()).peak_bytes
     budget = full * percent // 100
     plan = solve(problem, budget)

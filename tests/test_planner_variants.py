@@ -13,7 +13,7 @@ from fxremat.core.variants import exclude, take
 from fxremat.planner import SOLVERS, SolverOptions, solve
 from fxremat.planner.deadline import Deadline
 from fxremat.planner.local import greedy
-from fxremat.planner.plan_cache import PlanCache
+from fxremat.planner.plan_cache import PlanCache, PlanQuestion
 from fxremat.planner.variants.all_variants import combine
 from fxremat.planner.variants.choice_milp import ChoiceMilp
 from tests.examples import examples
@@ -172,8 +172,9 @@ def test_a_result_may_overwrite_what_is_computed_again_for_a_later_read() -> Non
 
 def test_the_plan_comes_back_from_the_cache_with_its_variants(tmp_path: object) -> None:
     cache = PlanCache(tmp_path)  # type: ignore[arg-type]
-    plan, known = cache.solve(LOSS_PROBLEM, 400, "greedy", NO_LIMIT)
-    again, known_again = cache.solve(LOSS_PROBLEM, 400, "greedy", NO_LIMIT)
+    question = PlanQuestion(LOSS_PROBLEM, 400, "greedy", NO_LIMIT)
+    plan, known = cache.solve(question)
+    again, known_again = cache.solve(question)
     assert (known, known_again) == (False, True)
     assert again.variants == plan.variants == ("chunks",)
     assert again.steps == plan.steps

@@ -9,7 +9,7 @@ import pytest
 from fxremat.core.check import check
 from fxremat.core.plan import Plan
 from fxremat.core.problem import Copies, Problem, validate
-from fxremat.core.schedule import keep_all
+from fxremat.core.schedule import store_all
 from fxremat.planner import SolverOptions
 from fxremat.planner.moves import offload
 from fxremat.planner.moves.host_weights import Selection, on_host, ranked, select
@@ -26,7 +26,7 @@ def resident(layers: int, rate: float = 10.0) -> tuple[Problem, dict[str, str | 
 
 
 def full_peak(problem: Problem) -> int:
-    return check(problem, keep_all(problem)).peak_bytes
+    return check(problem, store_all(problem)).peak_bytes
 
 
 def selected(problem: Problem, weights: dict[str, str | None], budget: int) -> Selection:

@@ -32,9 +32,9 @@ from tests.graphs import (
     capture,
     compiled,
     everything_again,
-    keep_all,
     linear,
     mlp,
+    store_all,
 )
 from tests.plan_peaks import peaks
 from tests.random_nets import SIDE, random_nets
@@ -214,7 +214,7 @@ def test_numbers_of_elements_are_computed_where_they_are_needed() -> None:
     first = nn.Sequential(nn.Conv2d(3, 8, 3), nn.BatchNorm2d(8), nn.ReLU())
     model = nn.Sequential(first, nn.Conv2d(8, 8, 3), nn.ReLU(), nn.Conv2d(8, 8, 3), nn.ReLU())
     options: dict[str, Any] = {"executor": "aot_eager"}
-    budget = fxremat.explain(model, x, options=options).keep_all_peak_bytes * 9 // 10
+    budget = fxremat.explain(model, x, options=options).store_all_peak_bytes * 9 // 10
     explained = fxremat.explain(model, x, options={**options, "memory_budget": f"{budget}B"})
     assert explained.predicted_peak_bytes <= budget
     assert explained.graphs[0].plan.repeats()
@@ -276,11 +276,11 @@ def test_the_replayed_peak_is_the_measured_one(name: str) -> None:
 @pytest.mark.parametrize("name", ["mlp", "attention", "save nothing"])
 def test_the_replayed_peak_of_keeping_all_is_the_measured_one(name: str) -> None:
     model, inputs = nets.make(name)
-    measured, replayed = peaks(model, inputs, keep_all)
+    measured, replayed = peaks(model, inputs, store_all)
     assert measured == replayed
 
 
-@pytest.mark.parametrize("choose", [keep_all, everything_again], ids=["keep_all", "again"])
+@pytest.mark.parametrize("choose", [store_all, everything_again], ids=["store_all", "again"])
 def test_with_workspaces_the_peak_of_library_calls_is_covered(choose: Choose) -> None:
     """A call's scratch memory may overlap its results in time, or not: never too little."""
     model, inputs = nets.make("batch norm")

@@ -32,7 +32,7 @@ FRONT = Front(
         Point(5 * MIB, 150.0, 0.5),
     ),
     base_time_us=100.0,
-    keep_all_peak_bytes=10 * MIB,
+    store_all_peak_bytes=10 * MIB,
     budget_bytes=9 * MIB,
     peak_bound_bytes=4 * MIB,
 )
@@ -95,7 +95,7 @@ def test_the_front_of_the_planner(problem: Problem) -> None:
         assert fast.time_us < slow.time_us
         assert fast.time_overhead < slow.time_overhead
     assert front.points[0].time_overhead == pytest.approx(0.0)
-    assert front.points[0].peak_bytes <= front.keep_all_peak_bytes
+    assert front.points[0].peak_bytes <= front.store_all_peak_bytes
     assert front.peak_bound_bytes is None or (front.peak_bound_bytes <= front.points[-1].peak_bytes)
     assert together([front]) == front
     json.dumps(front.to_json())
@@ -112,7 +112,7 @@ def test_held_bytes_lie_under_every_point() -> None:
     plans = planner.front(problem)
     plain, held = front_of(problem, plans), front_of(problem, plans, held_bytes=100)
     assert [p.peak_bytes + 100 for p in plain.points] == [p.peak_bytes for p in held.points]
-    assert held.keep_all_peak_bytes == plain.keep_all_peak_bytes + 100
+    assert held.store_all_peak_bytes == plain.store_all_peak_bytes + 100
     assert plain.peak_bound_bytes is not None
     assert held.peak_bound_bytes == plain.peak_bound_bytes + 100
 
@@ -126,13 +126,13 @@ def test_graphs_together() -> None:
                                                                  (6, 11.0)]  # fmt: skip
     assert both.points[-1].time_overhead == pytest.approx(11 / 5 - 1)
     assert (both.name, both.budget_bytes, both.peak_bound_bytes) == ("one, other", 9, 3)
-    assert both.keep_all_peak_bytes == 10
+    assert both.store_all_peak_bytes == 10
 
 
 @pytest.fixture(scope="module")
 def explained() -> Any:
     model, x = seeded(lambda: Stack(2), 512, 32)
-    full = fxremat.explain(model, x, options=EAGER).keep_all_peak_bytes
+    full = fxremat.explain(model, x, options=EAGER).store_all_peak_bytes
     options = {**EAGER, "variants": "none", "memory_budget": full * 9 // 10}
     return fxremat.explain(model, x, options=options)
 
@@ -140,7 +140,7 @@ def explained() -> Any:
 def test_pareto_of_an_explanation(explained: Any) -> None:
     front = explained.pareto()
     assert front.budget_bytes == explained.graphs[0].budget_bytes
-    assert front.keep_all_peak_bytes == explained.keep_all_peak_bytes
+    assert front.store_all_peak_bytes == explained.store_all_peak_bytes
     assert front.points[-1].peak_bytes == explained.minimum_peak_bytes
     chosen = front.within(front.budget_bytes)
     assert chosen.peak_bytes == explained.plan.peak_bytes
@@ -159,7 +159,7 @@ def test_pareto_with_graph_breaks() -> None:
     found = fxremat.explain(model, x, options={**EAGER, "memory_budget": "8MiB"})
     assert len(found.graphs) == 2
     front = found.pareto()
-    assert front.keep_all_peak_bytes == found.keep_all_peak_bytes
+    assert front.store_all_peak_bytes == found.store_all_peak_bytes
     assert front.points[-1].peak_bytes >= found.minimum_peak_bytes  # the others stay as they are
 
 

@@ -163,7 +163,7 @@ def explained() -> Any:
     """A model with a graph break whose steps are those of Inductor's kernels."""
     torch._dynamo.reset()
     model, x = seeded(lambda: Stack(4, broken=True), 512, 32)
-    least = fxremat.explain(model, x).keep_all_peak_bytes * 8 // 10
+    least = fxremat.explain(model, x).store_all_peak_bytes * 8 // 10
     return fxremat.explain(model, x, memory_budget=least)
 
 
@@ -177,8 +177,8 @@ def test_the_page_of_an_explanation(explained: Any, tmp_path: Path) -> None:
         assert sums(graph) == graph["timeline"]
         assert max(graph["timeline"]) == report.predicted_peak_bytes
         assert 0 < graph["forward_steps"] < len(graph["timeline"])
-        assert 0 < graph["keep_all_forward_steps"] < len(graph["keep_all_timeline"])
-        assert max(graph["keep_all_timeline"]) == report.keep_all_peak_bytes
+        assert 0 < graph["store_all_forward_steps"] < len(graph["store_all_timeline"])
+        assert max(graph["store_all_timeline"]) == report.store_all_peak_bytes
 
 
 def test_copies_are_known_as_copies(explained: Any) -> None:

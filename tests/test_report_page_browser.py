@@ -259,7 +259,7 @@ def test_files_of_a_model(
     config = MODELS[name]
     model = config.network(**config.arguments)
     batch = model.sample(config.batch, torch.Generator().manual_seed(0))
-    whole = fxremat.explain(model, *batch).keep_all_peak_bytes
+    whole = fxremat.explain(model, *batch).store_all_peak_bytes
     [report] = fxremat.explain(model, *batch, memory_budget=whole * 6 // 10).graphs
     for dark in (False, True):
         with page(report, dark=dark) as tab:

@@ -45,7 +45,7 @@ def test_any_optimizer_by_parameter(name: str) -> None:
 @cache
 def full_peak(*size: int) -> int:
     model, x = layers_and_input(*size)
-    return fxremat.explain(model, x, options=STEP_OPTIONS).keep_all_peak_bytes
+    return fxremat.explain(model, x, options=STEP_OPTIONS).store_all_peak_bytes
 
 
 def test_through_inductor() -> None:

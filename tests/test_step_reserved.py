@@ -186,7 +186,7 @@ class Step:
         saved, again = list(WAYS.items())[place]
         return SimpleNamespace(
             graph=0,
-            as_unit=OFFERS[place].version,
+            as_part=OFFERS[place].version,
             events=events_of(saved, again),
             counted_peak_bytes=OFFERS[place].peak_bytes,
             held_bytes=0,

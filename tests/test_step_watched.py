@@ -14,6 +14,7 @@ from torch import nn
 from torch.nn import functional as F
 
 import fxremat
+from fxremat.core.constants import WATCHED_STEPS
 from fxremat.errors import BudgetExceeded
 from fxremat.memory import watched_steps
 from fxremat.memory.watched_steps import StepWatch
@@ -158,6 +159,34 @@ def test_tensors_that_a_hook_keeps_are_named() -> None:
     assert warned(inside=False) == []
     (found,) = warned(inside=True)
     assert found.taken_bytes - plain >= 4 * MIB
+
+
+@needs_glibc
+@pytest.mark.parametrize("part", ["all of it", "a part"])
+def test_a_step_under_the_profiler_is_not_looked_at(part: str) -> None:
+    """The profiler has hundreds of times the bytes of what these small operators compute."""
+    watch = StepWatch(CPU, 2 * MIB, False, lambda: 0)
+
+    def compute() -> None:
+        x = torch.ones(4)
+        for _ in range(2000):
+            x = x + 1
+
+    def step() -> BudgetExceeded | None:
+        watch.begin(0)
+        with torch.profiler.profile(profile_memory=True):
+            compute()
+            found = watch.end("graph 0", 0, 0) if part == "all of it" else None
+        return watch.end("graph 0", 0, 0) or found
+
+    watch.begin(0)
+    compute()
+    assert watch.end("graph 0", 0, 0) is None  # nobody knows what was compiled before
+    watched = watch.looked_at
+    for _ in range(WATCHED_STEPS):
+        assert step() is None
+    assert watch.looked_at == watched
+    assert not watch.is_over
 
 
 def test_only_steps_in_which_nothing_is_compiled_count(monkeypatch: pytest.MonkeyPatch) -> None:

@@ -121,7 +121,7 @@ def test_running_statistics_and_pictures_are_the_same() -> None:
     model, inputs = pictures()
     options = {"solver": "greedy"}
     explained = fxremat.explain(model, *inputs, options=options)
-    budget = explained.keep_all_peak_bytes * 65 // 100
+    budget = explained.store_all_peak_bytes * 65 // 100
     twin = copy.deepcopy(model)
     call = compiled_by_fxremat(model, memory_budget=budget, **options)
     for one, other in zip(observed(model, call, inputs), observed(twin, twin, inputs), strict=True):

@@ -9,7 +9,7 @@ from typing import Any
 
 from fxremat.core.constants import CALL_US
 from fxremat.core.problem import Copies, Problem
-from fxremat.core.schedule import keep_all
+from fxremat.core.schedule import store_all
 from fxremat.core.timeline import replay
 from fxremat.errors import nearest
 from fxremat.planner import SOLVERS
@@ -50,7 +50,7 @@ def add_function(parser: Any) -> None:
 
 def store_all_peak(problem: Problem) -> int:
     """The peak of running every op once, in base order."""
-    return replay(problem, keep_all(problem)).peak_bytes
+    return replay(problem, store_all(problem)).peak_bytes
 
 
 def read_budget(text: str) -> Budget:

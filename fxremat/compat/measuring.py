@@ -7,6 +7,7 @@ from contextlib import contextmanager
 from typing import Any
 
 import torch
+from torch.autograd import profiler
 from torch.profiler import profile
 
 
@@ -36,6 +37,12 @@ def recorded_allocations(run: Callable[[], object], device: torch.device) -> dic
     finally:
         record(enabled=None)
     return snapshot
+
+
+def profiler_runs() -> bool:
+    """Whether torch's profiler records now, on any thread."""
+    runs: bool = profiler._is_profiler_enabled
+    return runs
 
 
 def profiler_memory_events(prof: profile) -> list[tuple[int, int, str]]:

@@ -8,6 +8,7 @@ from typing import Any
 
 from torch import fx
 
+from fxremat.core.problem import Problem
 from fxremat.core.schedule import Step
 from fxremat.passes.halves import Halves, Rewritten
 from fxremat.passes.joint_graph import JointGraph
@@ -48,6 +49,11 @@ class Draft:
     planned: PlannedSteps = NOT_YET
     rewritten: Rewritten = NOT_YET
     halves: Halves = NOT_YET
+
+    @property
+    def problem(self) -> Problem:
+        """What is planned: the ops and the values of the graph."""
+        return self.estimate.problem
 
     @property
     def static_names(self) -> tuple[str, ...]:

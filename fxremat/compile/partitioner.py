@@ -29,6 +29,7 @@ from fxremat.compile.request import Request
 from fxremat.compile.search.candidates import Evaluator
 from fxremat.compile.search.planning import Planning
 from fxremat.compile.search.search import Search, SearchResult, decision_of
+from fxremat.compile.search.variant_sets import GraphInVariants
 from fxremat.compile.session import Session
 from fxremat.compile.stage_times import StageTimes
 from fxremat.errors import output_advice
@@ -87,8 +88,8 @@ def plan_graph(draft: Draft, request: Request, current: Session) -> Halves:
     costs = cost_model(request, draft.module.graph, f"graph {current.graph}")
     runner = Runner(costs, times)
     prepared = runner.run("prepare", PREPARE, draft)
-    evaluator = Evaluator(runner, draft.plan_only)
-    found = _searched(Search(runner, Planning(request, times), evaluator, prepared))
+    evaluator, graphs = Evaluator(runner, draft.plan_only), GraphInVariants(runner, prepared)
+    found = _searched(Search(Planning(request, times), evaluator, graphs))
     refusal = refusal_of(found, request)
     if refusal is None and not draft.plan_only:
         found.evaluation.hand_over()
@@ -120,7 +121,7 @@ def _searched(search: Search) -> SearchResult:
         own.append(search.run())
         return decision_of(own[0])
 
-    graph = graph_digest(search.prepared.module)
+    graph = graph_digest(search.graphs.prepared.module)
     question = session.digest("plan", build(), graph, astuple(request))
     decision = shared_answer("plan", question, decide)
     return own[0] if own else search.taken(decision)

@@ -13,7 +13,7 @@ from fxremat.compile.run_figures import run_events_of, version_of
 from fxremat.compile.search.search import SearchResult
 from fxremat.core.plan import Plan
 from fxremat.core.problem import Problem
-from fxremat.core.schedule import keep_all
+from fxremat.core.schedule import store_all
 from fxremat.core.timeline import Timeline, lifetimes_of, replay
 from fxremat.errors import InfeasibleBudget
 from fxremat.passes.halves import RECOMPUTED, original
@@ -92,11 +92,11 @@ def report_of(
     evaluation, draft = found.evaluation, found.evaluation.draft
     problem, plain = draft.estimate.problem, found.plain.estimate.problem
     plan, base = by_the_bytes_of(problem, evaluation.plan), plain.base_time_us
-    store_all = replay(plain, keep_all(plain))
+    plain_line = replay(plain, store_all(plain))
     return Report(
         graph=graph,
         time_overhead=plan.time_us / base - 1 if base else 0.0,
-        memory=_memory(found, request, plan, store_all),
+        memory=_memory(found, request, plan, plain_line),
         values=ValueTables(
             _saved(draft),
             _recomputed(found),
@@ -112,14 +112,14 @@ def report_of(
         ),
         plan=plan,
         problem=problem,
-        step=_step_memory(found, store_all),
-        as_unit=version_of(draft, plan, evaluation.dry_run, request),
+        step=_step_memory(found, plain_line),
+        as_part=version_of(draft, plan, evaluation.dry_run, request),
         events=run_events_of(draft, evaluation.dry_run, request.inputs.parameters),
     )
 
 
 def _memory(
-    found: SearchResult, request: Request, plan: Plan, store_all: Timeline
+    found: SearchResult, request: Request, plan: Plan, plain_line: Timeline
 ) -> MemoryFigures:
     evaluation, held = found.evaluation, request.budget.held
     problem, reserved = evaluation.draft.estimate.problem, evaluation.reserved
@@ -127,7 +127,7 @@ def _memory(
         budget_bytes=request.budget.limit,
         resident_bytes=problem.resident_bytes,
         held_bytes=held,
-        keep_all_peak_bytes=store_all.peak_bytes + held,
+        store_all_peak_bytes=plain_line.peak_bytes + held,
         planned_peak_bytes=plan.peak_bytes + held,
         predicted_peak_bytes=evaluation.allocated + held,
         minimum_peak_bytes=evaluation.peak_bytes + request.budget.beside if found.over else None,
@@ -188,12 +188,12 @@ def _bytes(node: fx.Node) -> int:
     return nbytes(node.meta["val"])
 
 
-def _step_memory(found: SearchResult, store_all: Timeline) -> StepMemory:
+def _step_memory(found: SearchResult, plain_line: Timeline) -> StepMemory:
     """The step as it will run: the kernels of the dry run, else the steps of the plan."""
     shown = found.evaluation.dry_run
     if shown is not None:
         live, lifetimes = shown.live_bytes, shown.lifetimes
-        computed, forward_steps = shown.making, shown.forward_steps
+        computed, forward_steps = shown.computed, shown.forward_steps
     else:
         timeline = replay(found.evaluation.draft.estimate.problem, found.evaluation.plan.steps)
         live, lifetimes = timeline.live_bytes, lifetimes_of(timeline)
@@ -205,8 +205,8 @@ def _step_memory(found: SearchResult, store_all: Timeline) -> StepMemory:
         computed,
         forward_steps,
         _locations(found, {*computed, *(one.value for one in lifetimes)}),
-        store_all.live_bytes,
-        _forward_steps(tuple(map(str, store_all.steps))),
+        plain_line.live_bytes,
+        _forward_steps(tuple(map(str, plain_line.steps))),
     )
 
 

@@ -73,9 +73,9 @@ def version_of(draft: Draft, plan: Plan, shown: DryRun | None, request: Request)
     if shown is None:
         return planned_run(draft, plan, request).version
     parameters = request.inputs.parameters
-    live = list(zip(shown.making, shown.live_bytes, strict=True))
+    live = list(zip(shown.computed, shown.live_bytes, strict=True))
     before, after = (
-        [nbytes for making, nbytes in half if making != TANGENTS]  # what others hold in between
+        [nbytes for name, nbytes in half if name != TANGENTS]  # what others hold in between
         for half in (live[: shown.forward_steps], live[shown.forward_steps :])
     )
     given = {node.name for node in _given(draft.joint, parameters)}

@@ -45,7 +45,7 @@ class State:
     rank_timeout: float = 300.0
     """Seconds to wait for another rank; as the options of the last graph say."""
     seen: dict[str, tuple[Any, int]] = field(default_factory=dict)
-    """Of graphs in steps that were looked at (`fxremat.prepare`): the step, and which unit it is.
+    """Of graphs in steps that were looked at (`fxremat.prepare`): the step, and which part it is.
     By their signature."""
     seen_parts: WeakKeyDictionary[nn.Module, tuple[Any, int]] = field(
         default_factory=WeakKeyDictionary
@@ -125,7 +125,7 @@ def signature(gm: fx.GraphModule, inputs: Sequence[Any]) -> str:
 
 
 def seen_as(gm: fx.GraphModule, inputs: Sequence[Any]) -> tuple[Any, int]:
-    """The step in which a graph was seen, and which unit it is there; None and 0 if in none."""
+    """The step in which a graph was seen, and which part it is there; None and 0 if in none."""
     if not STATE.seen:
         return None, 0
     return STATE.seen.get(signature(gm, inputs), (None, 0))

@@ -35,7 +35,7 @@ Event = Allocate | Free | EmptyCache
 
 @dataclass(frozen=True)
 class Given:
-    """An input of a unit: its bytes, and what becomes of it.
+    """An input of a part: its bytes, and what becomes of it.
 
     With ``own`` each run has one of its own; else it is a parameter, or as one. With ``again`` it
     is read in the backward. ``gradient`` is the block of its gradient, where it has one.
@@ -49,7 +49,7 @@ class Given:
 
 @dataclass(frozen=True)
 class RunEvents:
-    """What one version of a unit does; blocks have names of its own.
+    """What one version of a part does; blocks have names of its own.
 
     ``forward`` and ``backward`` neither allocate inputs nor the gradients that come in. Of the
     ``results`` those ``again`` are read in the backward. ``incoming`` are the gradients of results,
@@ -104,7 +104,7 @@ class Backward:
 
 
 Outside = Allocate | Free | Forward | Backward
-"""What happens outside of the units. What is there all the time has a name that is no number."""
+"""What happens outside of the parts. What is there all the time has a name that is no number."""
 
 
 def run_events_to_json(run: RunEvents) -> dict[str, Any]:

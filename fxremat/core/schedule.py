@@ -55,7 +55,7 @@ def ops_of(steps: Iterable[Step]) -> tuple[str, ...]:
     return tuple(step for step in steps if isinstance(step, str))
 
 
-def keep_all(problem: Problem) -> tuple[Step, ...]:
+def store_all(problem: Problem) -> tuple[Step, ...]:
     """Every op once, in base order; values from the host come once, with the ops waiting."""
     last = {name: op.name for op in problem.ops for name in (*op.writes, *op.reads)}
     coming = set(problem.from_host)

@@ -4,8 +4,8 @@ Eager parts between compiled ones, a loss outside, hooks that keep tensors: they
 in no graph. A step begins with a forward where none waits, and ends with the backward after which
 none waits. What it took at most is compared with the budget. On CUDA the allocator knows that. On
 the CPU the C library knows what is allocated now, so a thread asks it again and again; steps in
-which something was compiled say nothing there, for compilers allocate too. Once some steps have
-been looked at, nothing is measured any more.
+which something was compiled, or torch's profiler ran, say nothing there, for these allocate too.
+Once some steps have been looked at, nothing is measured any more.
 """
 
 from __future__ import annotations
@@ -19,6 +19,7 @@ from typing import Any
 
 import torch
 
+from fxremat.compat.measuring import profiler_runs
 from fxremat.core.constants import CORE_TURN_S, MEASURABLE, WATCHED_STEPS
 from fxremat.errors import BudgetExceeded
 from fxremat.sizes import MIB
@@ -26,7 +27,7 @@ from fxremat.sizes import MIB
 LOOK_EVERY_S = CORE_TURN_S / 10
 """Between two looks at what the C library has allocated, each of which takes some microseconds."""
 MOST_STEPS = 4 * WATCHED_STEPS
-"""Steps until it is given up: something is compiled in each of them."""
+"""Steps until it is given up: something is compiled, or the profiler runs, in each of them."""
 
 
 @dataclass
@@ -76,7 +77,7 @@ class StepWatch:
         taken, allowed = meter.end(self._resident), self.budget_bytes
         self.steps += 1
         if self.device.type != "cuda":
-            if self._compiled != self.compiled():
+            if taken is None or self._compiled != self.compiled():
                 return None
             allowed += max(MIB, int(MEASURABLE * allowed))
         self.looked_at += 1
@@ -120,27 +121,36 @@ class _OnCuda:
 
 @dataclass
 class _OnHost:
-    """What the C library has allocated, asked for by a thread while the step runs."""
+    """What the C library has allocated, asked for by a thread while the step runs.
+
+    Nothing is said of a step in which torch's profiler was seen to run.
+    """
 
     in_use: Callable[[], int]
     before: int = 0
     most: int = 0
+    profiled: bool = False
     _done: threading.Event = field(default_factory=threading.Event)
 
     def __post_init__(self) -> None:
-        self.before = self.most = self.in_use()
+        self._note()
+        self.before = self.most
         self._thread = threading.Thread(target=self._look, daemon=True)
         self._thread.start()
 
     def _look(self) -> None:
         while not self._done.wait(LOOK_EVERY_S):
-            self.most = max(self.most, self.in_use())
+            self._note()
+
+    def _note(self) -> None:
+        self.most = max(self.most, self.in_use())
+        self.profiled = self.profiled or profiler_runs()
 
     def end(self, resident_bytes: int) -> int | None:
         self._done.set()
         self._thread.join()
-        self.most = max(self.most, self.in_use())
-        return resident_bytes + self.most - self.before
+        self._note()
+        return None if self.profiled else resident_bytes + self.most - self.before
 
 
 def _meter(device: torch.device, reserved: bool) -> _OnCuda | _OnHost | None:

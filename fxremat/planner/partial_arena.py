@@ -57,15 +57,26 @@ class _WithinPeak:
         self.at_peak = int(np.argmax(live))
 
     def with_outside(self, part: float) -> Placement | None:
-        """With this part of the peak outside of the arena: of what is alive then the smallest."""
-        sections, at, room = self.sections, self.at_peak, int(self.outside[self.at_peak])
+        """With more than this part of the peak outside: of what is alive then.
+
+        First come sizes that are no multiples of the alignment, then what is not there when much
+        is outside anyhow. That others need their own peak is no part of it.
+        """
+        sections, at, outside = self.sections, self.at_peak, self.outside.copy()
         there = [k for k in self._movable() if sections.begin[k] <= at < sections.end[k]]
-        out = {k for k in there if self.bytes[k] != sections.size[k]}
-        room += sum(self.bytes[k] for k in out)
-        for k in sorted(there, key=lambda k: self.bytes[k]):
-            if k not in out and room + self.bytes[k] <= part * self.peak:
-                out.add(k)
-                room += self.bytes[k]
+        most = {k: int(self.outside[self._span(k)].max()) for k in there}
+        there.sort(key=lambda k: (self.bytes[k] == sections.size[k], most[k], -sections.begin[k]))
+        least, out = int(part * self.peak), dict[int, None]()
+        for k in there:
+            beyond = int(outside.max()) - int(outside[at])
+            enough = outside[at] - self.outside[at] >= least and not beyond
+            if enough and self.bytes[k] == sections.size[k]:
+                break
+            out[k] = None
+            outside[self._span(k)] += self.bytes[k]
+        room = int(outside[at])
+        if room < int(outside.max()):
+            return None
         for order, best_fit in product(orders(sections).values(), (False, True)):
             found = self._placed(order, best_fit, room, out)
             if found is not None:

@@ -30,41 +30,59 @@ from fxremat.planner.plans import claimed_plan
 
 
 @dataclass(frozen=True)
+class PlanQuestion:
+    """What the planner is asked."""
+
+    problem: Problem
+    budget_bytes: int | None
+    solver: str
+    options: SolverOptions
+
+    def written(self) -> Question:
+        """Everything that an answer depends on, as JSON data."""
+        options = self.options
+        return {
+            "problem": digest(self.problem),
+            "budget_bytes": self.budget_bytes,
+            "solver": self.solver,
+            "seed": options.seed,
+            "time_limit_s": options.time_limit_s,
+            "gap": options.gap,
+            "start": None if options.start is None else list(options.start),
+            "highspy": _highspy_version(),
+        }
+
+    def solved(self) -> Plan:
+        """The planner's answer."""
+        return solve(self.problem, self.budget_bytes, self.solver, self.options)
+
+    def claimed(self, claims: Any) -> Plan | None:
+        """The plan that an answer on disk stands for; None where it is none."""
+        with suppress(ValueError, KeyError, TypeError):
+            variants = variants_from_json(claims)
+            plan = claimed_plan(take(self.problem, variants), claims, self.budget_bytes)
+            if plan is not None and _agrees(plan, claims):
+                return replace(plan, variants=variants)
+        return None
+
+
+@dataclass(frozen=True)
 class PlanCache:
     """A directory of plans."""
 
     directory: Path
 
-    def solve(
-        self, problem: Problem, budget_bytes: int | None, solver: str, options: SolverOptions
-    ) -> tuple[Plan, bool]:
+    def solve(self, question: PlanQuestion) -> tuple[Plan, bool]:
         """The planner's answer, and whether it was read from disk."""
-        question = question_of(problem, budget_bytes, solver, options)
-        answers = Answers(self.directory)
-        known = _plan_of(answers.read(question), problem, budget_bytes)
+        answers, written = Answers(self.directory), question.written()
+        known = question.claimed(answers.read(written))
         if known is not None:
             return known, True
         started = time.perf_counter()
-        plan = solve(problem, budget_bytes, solver, options)
-        if _is_complete(plan, time.perf_counter() - started, options):
-            answers.keep(question, plan_to_json(plan))
+        plan = question.solved()
+        if _is_complete(plan, time.perf_counter() - started, question.options):
+            answers.keep(written, plan_to_json(plan))
         return plan, False
-
-
-def question_of(
-    problem: Problem, budget_bytes: int | None, solver: str, options: SolverOptions
-) -> Question:
-    """Everything that an answer depends on, as JSON data."""
-    return {
-        "problem": digest(problem),
-        "budget_bytes": budget_bytes,
-        "solver": solver,
-        "seed": options.seed,
-        "time_limit_s": options.time_limit_s,
-        "gap": options.gap,
-        "start": None if options.start is None else list(options.start),
-        "highspy": _highspy_version(),
-    }
 
 
 @lru_cache(maxsize=8)
@@ -88,22 +106,6 @@ def _is_complete(plan: Plan, seconds: float, options: SolverOptions) -> bool:
     limit = options.time_limit_s
     in_time = limit is None or max(plan.seconds, seconds) < limit
     return in_time and Deadline(None).running()
-
-
-def _plan_of(claims: Any, problem: Problem, budget_bytes: int | None) -> Plan | None:
-    """The plan that an answer stands for; None where it is none."""
-    with suppress(ValueError, KeyError, TypeError):
-        return _replayed(problem, budget_bytes, claims)
-    return None
-
-
-def _replayed(problem: Problem, budget_bytes: int | None, claims: Any) -> Plan | None:
-    """The plan that the steps make; None where it is not what is claimed."""
-    variants = variants_from_json(claims)
-    plan = claimed_plan(take(problem, variants), claims, budget_bytes)
-    if plan is None or not _agrees(plan, claims):
-        return None
-    return replace(plan, variants=variants)
 
 
 def _agrees(plan: Plan, claims: Mapping[str, Any]) -> bool:

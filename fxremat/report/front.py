@@ -8,7 +8,7 @@ from typing import Any
 
 from fxremat.core.plan import Plan
 from fxremat.core.problem import Problem
-from fxremat.core.schedule import keep_all
+from fxremat.core.schedule import store_all
 from fxremat.core.timeline import replay
 from fxremat.report.pictures import Mark, draw_front
 from fxremat.sizes import exact_bytes, format_bytes
@@ -35,7 +35,7 @@ class Front:
     name: str
     points: tuple[Point, ...]
     base_time_us: float
-    keep_all_peak_bytes: int
+    store_all_peak_bytes: int
     budget_bytes: int | None = None
     peak_bound_bytes: int | None = None
 
@@ -43,16 +43,16 @@ class Front:
         """The fastest point within a budget; None where nothing fits."""
         return next((p for p in self.points if p.peak_bytes <= budget_bytes), None)
 
-    def of_keep_all(self, nbytes: int) -> float:
+    def of_store_all(self, nbytes: int) -> float:
         """Bytes as a fraction of the store-all peak."""
-        return nbytes / self.keep_all_peak_bytes if self.keep_all_peak_bytes else 0.0
+        return nbytes / self.store_all_peak_bytes if self.store_all_peak_bytes else 0.0
 
     def to_json(self) -> dict[str, Any]:
-        """The front as JSON data; ``added`` and ``of_keep_all`` are fractions."""
+        """The front as JSON data; ``added`` and ``of_store_all`` are fractions."""
         return {
             "format": FORMAT,
             "name": self.name,
-            "keep_all_peak_bytes": self.keep_all_peak_bytes,
+            "store_all_peak_bytes": self.store_all_peak_bytes,
             "base_time_us": self.base_time_us,
             "budget_bytes": self.budget_bytes,
             "peak_bound_bytes": self.peak_bound_bytes,
@@ -61,7 +61,7 @@ class Front:
                     "peak_bytes": point.peak_bytes,
                     "time_us": point.time_us,
                     "added": point.time_overhead,
-                    "of_keep_all": self.of_keep_all(point.peak_bytes),
+                    "of_store_all": self.of_store_all(point.peak_bytes),
                 }
                 for point in self.points
             ],
@@ -81,7 +81,7 @@ class Front:
         )
 
     def __str__(self) -> str:
-        full = format_bytes(self.keep_all_peak_bytes)
+        full = format_bytes(self.store_all_peak_bytes)
         count = f"{len(self.points)} plan{'' if len(self.points) == 1 else 's'}"
         lines = [f"{self.name or 'front'}: {count}, store-all peak {full}"]
         lines.append(f"  {'peak bytes':>20}  {'':>11}  {'of store-all':>12}  {'added time':>10}")
@@ -94,7 +94,7 @@ class Front:
         return "\n".join(lines)
 
     def _row(self, point: Point, chosen: bool) -> str:
-        share = f"{self.of_keep_all(point.peak_bytes):.1%}"
+        share = f"{self.of_store_all(point.peak_bytes):.1%}"
         row = (
             f"  {point.peak_bytes:>20,}  {format_bytes(point.peak_bytes):>11}  {share:>12}"
             f"  {point.time_overhead:>+10.2%}"
@@ -113,7 +113,7 @@ def front_from_json(data: dict[str, Any]) -> Front:
         data["name"],
         tuple(points),
         data["base_time_us"],
-        data["keep_all_peak_bytes"],
+        data["store_all_peak_bytes"],
         data["budget_bytes"],
         data["peak_bound_bytes"],
     )
@@ -143,7 +143,7 @@ def front_of(
         points.append(Point(plan.peak_bytes + held_bytes, plan.time_us, overhead))
         bounds.append(plan.peak_bound_bytes)
     proven = [bound + held_bytes for bound in bounds if bound is not None]
-    full = replay(problem, keep_all(problem)).peak_bytes + held_bytes
+    full = replay(problem, store_all(problem)).peak_bytes + held_bytes
     return Front(
         problem.name, undominated(points), base, full, budget_bytes, max(proven, default=None)
     )
@@ -169,7 +169,7 @@ def together(fronts: Sequence[Front]) -> Front:
         ", ".join(front.name for front in fronts),
         undominated(points),
         base,
-        max((front.keep_all_peak_bytes for front in fronts), default=0),
+        max((front.store_all_peak_bytes for front in fronts), default=0),
         min(budgets, default=None),
         max(bounds, default=None),
     )

@@ -103,14 +103,14 @@ class MemoryFigures:
     the budget counts. Peaks are those of every step but the first: in that one ``tuning_bytes`` of
     the budget are left to the tuning of kernels.
     ``minimum_peak_bytes`` is the least budget that can be met, as the error names it; None where it
-    was not looked for (`Explanation.minimum_peak_bytes` looks). ``keep_all_peak_bytes`` is the peak
-    of running every op once, in the graph without operator variants.
+    was not looked for (`Explanation.minimum_peak_bytes` looks). ``store_all_peak_bytes`` is the
+    peak of running every op once, in the graph without operator variants.
     """
 
     budget_bytes: int | None
     resident_bytes: int
     held_bytes: int
-    keep_all_peak_bytes: int
+    store_all_peak_bytes: int
     planned_peak_bytes: int
     predicted_peak_bytes: int
     minimum_peak_bytes: int | None = None
@@ -155,8 +155,8 @@ class StepMemory:
 
     ``live_bytes`` are live at each step. ``lifetimes`` say when each storage is there. ``computed``
     is the node that each step computes, "" where none is known; the first ``forward_steps`` of them
-    are the forward's. ``locations`` are modules and source lines by node. ``keep_all_live_bytes``
-    are those of running every op once, the first ``keep_all_forward_steps`` in the forward.
+    are the forward's. ``locations`` are modules and source lines by node. ``store_all_live_bytes``
+    are those of running every op once, the first ``store_all_forward_steps`` in the forward.
     """
 
     live_bytes: tuple[int, ...]
@@ -164,8 +164,8 @@ class StepMemory:
     computed: tuple[str, ...] = ()
     forward_steps: int = 0
     locations: dict[str, SourceLocation] = field(default_factory=dict)
-    keep_all_live_bytes: tuple[int, ...] = ()
-    keep_all_forward_steps: int = 0
+    store_all_live_bytes: tuple[int, ...] = ()
+    store_all_forward_steps: int = 0
 
 
 @dataclass(frozen=True)
@@ -199,7 +199,7 @@ class Report:
 
     ``problem`` is what was planned: the graph with the operator variants in place.
     ``time_overhead`` is the added time over running every op of the graph without them once, as a
-    fraction. ``as_unit`` is what the graph takes beside what others hold, where several of its
+    fraction. ``as_part`` is what the graph takes beside what others hold, where several of its
     forwards are in flight, and ``events`` what it asks of CUDA's allocator then.
     ``step_peak_bytes`` is the predicted peak of a whole step, as far as it is known when the graph
     is compiled: with all its forwards in flight, and all that is held outside of them. So that of
@@ -215,7 +215,7 @@ class Report:
     plan: Plan
     problem: Problem = field(repr=False)
     step: StepMemory = field(repr=False)
-    as_unit: Version | None = None
+    as_part: Version | None = None
     events: RunEvents | None = field(default=None, repr=False)
     step_peak_bytes: int | None = None
     from_cache: bool = False
@@ -223,7 +223,7 @@ class Report:
     budget_bytes = _Shortcut(lambda report: report.memory.budget_bytes)
     resident_bytes = _Shortcut(lambda report: report.memory.resident_bytes)
     held_bytes = _Shortcut(lambda report: report.memory.held_bytes)
-    keep_all_peak_bytes = _Shortcut(lambda report: report.memory.keep_all_peak_bytes)
+    store_all_peak_bytes = _Shortcut(lambda report: report.memory.store_all_peak_bytes)
     planned_peak_bytes = _Shortcut(lambda report: report.memory.planned_peak_bytes)
     predicted_peak_bytes = _Shortcut(lambda report: report.memory.predicted_peak_bytes)
     predicted_reserved_bytes = _Shortcut(lambda report: report.memory.predicted_reserved_bytes)
@@ -243,7 +243,7 @@ class Report:
     lifetimes = _Shortcut(lambda report: report.step.lifetimes)
     nodes = _Shortcut(lambda report: report.provenance.nodes)
     order = _Shortcut(lambda report: report.provenance.order)
-    rehearsals = _Shortcut(lambda report: report.provenance.dry_runs)
+    dry_runs = _Shortcut(lambda report: report.provenance.dry_runs)
     seconds = _Shortcut(lambda report: report.provenance.seconds)
 
     @property
@@ -286,7 +286,7 @@ class Report:
         taken = f"{len(self.variants)} variants | " if self.variants else ""
         return (
             f"fxremat: graph {self.graph}: {self.nodes} nodes, store-all peak "
-            f"{format_bytes(self.keep_all_peak_bytes)} -> {peak} of {budget} | "
+            f"{format_bytes(self.store_all_peak_bytes)} -> {peak} of {budget} | "
             f"{self.time_overhead:+.1%} time | {runs} recomputed "
             f"({format_bytes(self.recomputed_bytes)}) | {moved}{taken}{self.plan.solver} | "
             f"{self.own_seconds:.1f} s{' (cached)' if self.from_cache else ''}"

@@ -20,14 +20,12 @@ from fxremat.compile.pipeline import PREPARE, Runner
 from fxremat.compile.ranks import graph_digest, shared_answer
 from fxremat.compile.request import Request
 from fxremat.compile.run_figures import interface_of, planned_run
-from fxremat.compile.search.candidates import Evaluator
 from fxremat.compile.search.planning import LOCAL_SEARCH, ONE_PASS, Planning
-from fxremat.compile.search.search import Search
+from fxremat.compile.search.variant_sets import GraphInVariants
 from fxremat.compile.stage_times import StageTimes
 from fxremat.core.events import RunEvents
 from fxremat.core.plan import Plan
-from fxremat.core.problem import Problem
-from fxremat.core.schedule import keep_all
+from fxremat.core.schedule import store_all
 from fxremat.core.step import Interface, Version
 from fxremat.core.timeline import replay
 from fxremat.errors import InfeasibleBudget
@@ -80,8 +78,8 @@ class Offer:
 def version_in(report: Report | None) -> Version:
     """What a graph takes as a part of its step."""
     assert report is not None
-    assert report.as_unit is not None
-    return report.as_unit
+    assert report.as_part is not None
+    return report.as_part
 
 
 @dataclass(frozen=True)
@@ -95,7 +93,7 @@ class Part:
 def part_on_all_ranks(draft: Draft, request: Request, count: int) -> Part:
     """What `offers_of` sees on this rank, or on one that has looked at the same before."""
     graph = graph_digest(draft.module)
-    question = session.digest("unit", build(), graph, astuple(request), count)
+    question = session.digest("part", build(), graph, astuple(request), count)
 
     def look() -> Any:
         return asdict(offers_of(draft, request, count))
@@ -118,9 +116,9 @@ def offers_of(draft: Draft, request: Request, count: int) -> Part:
     compiled of it will be.
     """
     times, request = StageTimes(), request.with_policy(verify=False)
-    runner = Runner(cost_model(request, draft.module.graph, "unit"), times)
+    runner = Runner(cost_model(request, draft.module.graph, "part"), times)
     prepared = runner.run("prepare", PREPARE, draft)
-    search = Search(runner, Planning(request, times), Evaluator(runner, plan_only=True), prepared)
+    planning, graphs = Planning(request, times), GraphInVariants(runner, prepared)
     own, offers = interface_of(prepared, request.inputs.parameters), dict[Version, Offer]()
 
     def left(saved_limit: int) -> int | None:
@@ -129,24 +127,25 @@ def offers_of(draft: Draft, request: Request, count: int) -> Part:
             return None
         return request.budget.own - (count - 1) * (saved_limit - own.resident + own.given)
 
-    for found, plan in _plans(search, search.draft(()).estimate.problem, left):
+    for found, plan in _plans(planning, graphs, left):
         offer = _offer(found, plan, request)
         offers.setdefault(offer.version, offer)
     return Part(own, tuple(offers.values()))
 
 
 def _plans(
-    search: Search, plain: Problem, left: Callable[[int], int | None]
+    planning: Planning, graphs: GraphInVariants, left: Callable[[int], int | None]
 ) -> Iterator[tuple[Draft, Plan]]:
     """Plans between the fastest, the lowest, and the one that saves least."""
-    everything = replay(plain, keep_all(plain))
-    most, kept = everything.peak_bytes, everything.live_bytes[keep_all(plain).index(TANGENTS)]
-    yield search.draft(()), search.planning.solve(plain, most, LOCAL_SEARCH)
+    plain = graphs.plain.problem
+    everything = replay(plain, store_all(plain))
+    most, kept = everything.peak_bytes, everything.live_bytes[store_all(plain).index(TANGENTS)]
+    yield graphs.plain, planning.solve(plain, most, LOCAL_SEARCH)
     least_peak = least_saved = most
     for parts in UNIT_BALANCES:
-        for draft in _lowest(search, int(parts * most)):
+        for draft in _lowest(planning, graphs, int(parts * most)):
             problem = with_between(draft.estimate.problem, int(parts * most))
-            plan = search.planning.solve(problem, 0, ONE_PASS)
+            plan = planning.solve(problem, 0, ONE_PASS)
             yield draft, plan
             line = replay(with_between(problem, 0), plan.steps)
             least_peak = min(least_peak, line.peak_bytes)
@@ -156,31 +155,33 @@ def _plans(
         peaks = {most, (most + least_peak) // 2, min(most, left(limit) or most)}
         for peak in sorted(peaks):
             if max(limit, least_peak) <= peak:
-                yield from _under(search, peak, peak - limit)
+                yield from _under(planning, graphs, peak, peak - limit)
 
 
-def _under(search: Search, peak: int, between: int) -> Iterator[tuple[Draft, Plan]]:
+def _under(
+    planning: Planning, graphs: GraphInVariants, peak: int, between: int
+) -> Iterator[tuple[Draft, Plan]]:
     """The graph as it is, and in the variants chosen, under both limits."""
-    planning, variants, drafts = search.planning, search.offered(), [search.draft(())]
+    variants, drafts = graphs.offered, [graphs.plain]
     if variants is not None:
         offered = with_between(variants.problem, between)
         names = planning.solve(offered, peak, ONE_PASS).variants
-        drafts += [search.draft(names, variants)] if names else []
+        drafts += [graphs.draft(names, variants)] if names else []
     for draft in drafts:
         plan = planning.solve(with_between(draft.estimate.problem, between), peak, ONE_PASS)
         if plan.peak_bytes <= peak:
             yield draft, plan
 
 
-def _lowest(search: Search, between: int) -> Iterator[Draft]:
+def _lowest(planning: Planning, graphs: GraphInVariants, between: int) -> Iterator[Draft]:
     """The graph as it is, and in the variants of least peak where so much is held in between."""
-    yield search.draft(())
-    variants = search.offered()
+    yield graphs.plain
+    variants = graphs.offered
     if variants is None:
         return
-    names = search.planning.solve(with_between(variants.problem, between), 0, ONE_PASS).variants
+    names = planning.solve(with_between(variants.problem, between), 0, ONE_PASS).variants
     if names:
-        yield search.draft(names, variants)
+        yield graphs.draft(names, variants)
 
 
 def _offer(draft: Draft, plan: Plan, request: Request) -> Offer:

@@ -93,9 +93,9 @@ class Explanation:
         return max(found, key=lambda one: one.at({each.name: each.high for each in one.ranges}))
 
     @property
-    def keep_all_peak_bytes(self) -> int:
+    def store_all_peak_bytes(self) -> int:
         """The peak if nothing were recomputed."""
-        return max((g.keep_all_peak_bytes for g in self.graphs), default=0)
+        return max((g.store_all_peak_bytes for g in self.graphs), default=0)
 
     @property
     def time_overhead(self) -> float:

@@ -35,7 +35,7 @@ from fxremat.compile.request import Request
 from fxremat.compile.search.candidates import Candidate, Evaluation, Evaluator, plain_peak
 from fxremat.compile.search.planning import ONE_PASS, Planning
 from fxremat.compile.search.proposals import plan_of_torch
-from fxremat.compile.search.search import Search
+from fxremat.compile.search.variant_sets import GraphInVariants
 from fxremat.compile.stage_times import StageTimes
 from fxremat.core.events import Allocate, Event
 from fxremat.whatif.peak_expression import DEGREE
@@ -247,27 +247,22 @@ class SymbolicStep:
 
         It is expected to be within them, or, where none is, to take the least.
         """
-        search = self._search(budget_bytes)
-        with self.there():
-            found = _quickest(search, budget_bytes)
-            return Expected(search.evaluator, found, found.plan.peak_bytes, self.there)
-
-    def _search(self, budget_bytes: int) -> Search:
         asked = self.costs.request
         request = asked.with_budget(limit=budget_bytes + asked.budget.beside)
-        runner = self._runner(request)
-        planning = Planning(request, self.times)
-        return Search(runner, planning, Evaluator(runner, plan_only=True), self.prepared)
+        runner, planning = self._runner(request), Planning(request, self.times)
+        with self.there():
+            found = _quickest(planning, GraphInVariants(runner, self.prepared), budget_bytes)
+        return Expected(Evaluator(runner, plan_only=True), found, found.plan.peak_bytes, self.there)
 
 
-def _quickest(search: Search, budget_bytes: int) -> Candidate:
+def _quickest(planning: Planning, graphs: GraphInVariants, budget_bytes: int) -> Candidate:
     """A plan of one pass of the local search, its order held everywhere, without a dry run.
 
     It is within the budget; where none is, it is the one of least peak.
     """
     found = [
-        Candidate.planned(one, search.planning.solve(one.estimate.problem, budget_bytes, ONE_PASS))
-        for one in _drafts_for(search, budget_bytes)
+        Candidate.planned(one, planning.solve(one.estimate.problem, budget_bytes, ONE_PASS))
+        for one in _drafts_for(planning, graphs, budget_bytes)
     ]
     within = [one for one in found if one.plan.peak_bytes <= budget_bytes]
     if within:
@@ -275,12 +270,12 @@ def _quickest(search: Search, budget_bytes: int) -> Candidate:
     return min(found, key=lambda one: one.plan.peak_bytes)
 
 
-def _drafts_for(search: Search, target: int) -> list[Draft]:
+def _drafts_for(planning: Planning, graphs: GraphInVariants, target: int) -> list[Draft]:
     """The graph without variants, and with those that are chosen for the target."""
-    variants, drafts = search.offered(), [search.draft(())]
+    variants, drafts = graphs.offered, [graphs.plain]
     if variants is not None:
-        names = search.planning.solve(variants.problem, target, ONE_PASS).variants
-        drafts += [search.draft(names, variants)] if names else []
+        names = planning.solve(variants.problem, target, ONE_PASS).variants
+        drafts += [graphs.draft(names, variants)] if names else []
     return drafts
 
 

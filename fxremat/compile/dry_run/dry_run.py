@@ -76,7 +76,7 @@ class DryRun:
     """One training step of the generated code.
 
     A step of ``live_bytes`` is an allocation or a library call; the first ``forward_steps`` are the
-    forward's. ``making`` is the FX node that is computed then, "" where it has none. ``at_peak``
+    forward's. ``computed`` is the FX node that is computed then, "" where it has none. ``at_peak``
     are the FX nodes whose storages are live at the peak, with their bytes. ``scratch`` gives the
     workspace of a library call by its FX node, in the layout that Inductor chose. ``saved_bytes``
     are live between forward and backward, inputs among them, and ``left_bytes`` at the end.
@@ -89,7 +89,7 @@ class DryRun:
     live_bytes: tuple[int, ...]
     at_peak: tuple[tuple[str, int], ...]
     scratch: dict[str, int]
-    making: tuple[str, ...] = field(default=(), repr=False)
+    computed: tuple[str, ...] = field(default=(), repr=False)
     forward_steps: int = 0
     saved_bytes: int = 0
     left_bytes: int = 0
@@ -125,7 +125,7 @@ class DryRun:
             peak_bytes=peak,
             at_peak=at_peak,
             live_bytes=(*self.live_bytes[:steps], there, *self.live_bytes[steps:]),
-            making=(*self.making[:steps], TANGENTS, *self.making[steps:]),
+            computed=(*self.computed[:steps], TANGENTS, *self.computed[steps:]),
             allocator=self.allocator.with_between(nbytes),
             forward_steps=steps + 1,
             lifetimes=(
@@ -280,7 +280,7 @@ def _dry_run_from_json(answer: Any) -> DryRun | None:
         return DryRun(
             peak_bytes=int(answer["peak_bytes"]),
             live_bytes=tuple(map(int, answer["live_bytes"])),
-            making=tuple(map(str, answer["making"])),
+            computed=tuple(map(str, answer["computed"])),
             at_peak=tuple((str(name), int(size)) for name, size in answer["at_peak"]),
             scratch={str(name): int(size) for name, size in answer["scratch"].items()},
             forward_steps=int(answer["forward_steps"]),
@@ -398,7 +398,7 @@ def _counted(
     return DryRun(
         peak_bytes=meter.peak + total,
         live_bytes=tuple(total + n for n in meter.live_bytes),
-        making=tuple(meter.making),
+        computed=tuple(meter.computed),
         at_peak=tuple(resident) + meter.at_peak,
         scratch=meter.scratch,
         forward_steps=middle.steps,

@@ -135,7 +135,7 @@ class CodeMeter(Meter[_Buffer]):
     """Counts the bytes of ``device`` as generated code runs.
 
     A step ends with each allocation and each library call. For each, ``live_bytes`` says how much
-    is live and ``making`` which FX node is computed, "" where none is known. ``buffers`` are what
+    is live and ``computed`` which FX node is computed, "" where none is known. ``buffers`` are what
     the code has asked for itself since it began to run.
     """
 
@@ -143,7 +143,7 @@ class CodeMeter(Meter[_Buffer]):
     workspace: Workspace = lambda op, args, kwargs: ()
     code: RunningCode | None = None
     live_bytes: list[int] = field(default_factory=list)
-    making: list[str] = field(default_factory=list)
+    computed: list[str] = field(default_factory=list)
     at_peak: tuple[tuple[str, int], ...] = ()
     lifetimes: list[Lifetime] = field(default_factory=list)
     scratch: dict[str, int] = field(default_factory=dict)
@@ -226,7 +226,7 @@ class CodeMeter(Meter[_Buffer]):
         if scratch:
             now = len(self.live_bytes)
             self.record(self.current + scratch, name)
-            self.lifetimes.append(Lifetime(self.making[-1] or name, scratch, now, now + 1, True))
+            self.lifetimes.append(Lifetime(self.computed[-1] or name, scratch, now, now + 1, True))
         names = [self.allocate(nbytes) for nbytes in blocks]
         self.events += [Free(name) for name in reversed(names)]
 
@@ -305,7 +305,7 @@ class CodeMeter(Meter[_Buffer]):
         line = (self.code.line() if self.code is not None else None) or 0
         self.live_bytes.append(nbytes)
         origins = self.code.generated.origin_of if self.code is not None else {}
-        self.making.append(origins.get(buffer, ""))
+        self.computed.append(origins.get(buffer, ""))
         if nbytes > self.peak:
             self.peak = nbytes
             there = (*self.live.values(), *self.others.gone)

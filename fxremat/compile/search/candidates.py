@@ -60,7 +60,7 @@ class Candidate:
         all that runs again is held: Inductor would fuse such ops, and what reads them, into one
         early loop, and what that makes is then there for long.
         """
-        problem, steps = draft.estimate.problem, plan.steps
+        problem, steps = draft.problem, plan.steps
         live = replay(problem, steps).live_bytes
         held = {k for k, nbytes in enumerate(live) if nbytes >= NEAR_PEAK * aim}
         again = dict(_runs_again(steps))
@@ -183,15 +183,15 @@ class Evaluation:
         corrections, shown = self.corrections(), self.dry_run
         if shown is None or self.candidate.order.startswith("torch"):
             return corrections
-        problem = corrections.apply_to(self.candidate.draft.estimate.problem)
+        problem = corrections.apply_to(self.candidate.draft.problem)
         planned = _most_live(problem, self.plan.steps)
         op_of = {**problem.writer_of, **{op.name: op.name for op in problem.ops}}
         beside: dict[str, int] = {}
-        making = ""
-        for name, live in zip(reversed(shown.making), reversed(shown.live_bytes), strict=True):
-            making = op_of.get(original(name), making)  # a loop makes its result last
-            if live > aim and live > planned.get(making, live):
-                beside[making] = max(beside.get(making, 0), live - planned[making])
+        computed = ""
+        for name, live in zip(reversed(shown.computed), reversed(shown.live_bytes), strict=True):
+            computed = op_of.get(original(name), computed)  # a loop makes its result last
+            if live > aim and live > planned.get(computed, live):
+                beside[computed] = max(beside.get(computed, 0), live - planned[computed])
         return replace(corrections, beside=beside)
 
 
@@ -211,6 +211,17 @@ def plain_peak(shown: DryRun, request: Request) -> int:
         return shown.peak_bytes
     usage = reserved(shown.events, allocator, request.budget.held)
     return usage.peak_reserved_bytes - request.budget.held
+
+
+def _counted(plan: Plan, shown: DryRun | None, request: Request) -> tuple[int, Reserved | None]:
+    """The peak of a candidate in the bytes that the budget counts, and what is reserved for it.
+
+    Without a dry run it is the peak of its plan.
+    """
+    taken = _reserved(shown, request)
+    if taken is not None and request.budget.counted_allocator is not None:
+        return taken.nbytes - request.budget.held, taken
+    return (plan if shown is None else shown).peak_bytes, taken
 
 
 def _reserved(shown: DryRun | None, request: Request) -> Reserved | None:
@@ -246,10 +257,7 @@ class Evaluator:
         if request.compiled and request.budget.target is not None:
             likely = candidate.plan.peak_bytes <= request.budget.target
             shown = self._dry_run(draft, begin=likely and not self.plan_only)
-        taken = _reserved(shown, request)
-        peak = candidate.plan.peak_bytes if shown is None else shown.peak_bytes
-        if taken is not None and request.budget.counted_allocator is not None:
-            peak = taken.nbytes - request.budget.held
+        peak, taken = _counted(candidate.plan, shown, request)
         made = self.seen[candidate.key] = Evaluation(candidate, draft, peak, shown, taken)
         log.debug(
             "candidate %d: %d variants, %d runs again, order of %s: planned %d bytes, takes %d",

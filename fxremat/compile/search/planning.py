@@ -6,7 +6,6 @@ import logging
 from dataclasses import dataclass, field
 from pathlib import Path
 
-from fxremat import planner
 from fxremat.compat.configuration import cache_directory, caches_disabled
 from fxremat.compile.constants import OUT_OF_REACH
 from fxremat.compile.request import Request
@@ -14,8 +13,11 @@ from fxremat.compile.stage_times import StageTimes
 from fxremat.core.check import check
 from fxremat.core.plan import Plan
 from fxremat.core.problem import Problem
+from fxremat.core.schedule import store_all
+from fxremat.core.timeline import replay
 from fxremat.errors import SolverRefused, VerificationFailed
-from fxremat.planner.plan_cache import PlanCache
+from fxremat.planner import ProblemRefused, SolverOptions
+from fxremat.planner.plan_cache import PlanCache, PlanQuestion
 
 log = logging.getLogger(__name__)
 
@@ -29,7 +31,7 @@ class Planning:
 
     request: Request
     times: StageTimes
-    answers: dict[tuple[Problem, int | None, str], Plan] = field(default_factory=dict)
+    answers: dict[PlanQuestion, Plan] = field(default_factory=dict)
 
     def local_search(self, problem: Problem, budget: int) -> Plan:
         """The plan of the local search, whichever solver is asked for."""
@@ -51,6 +53,25 @@ class Planning:
                 break
         return ()
 
+    def may_fit(self, problem: Problem, aim: int) -> bool:
+        """Whether it is worth asking the planner for the aim: the local search comes near it."""
+        return (
+            _all_fits(problem, aim)
+            or self.solve(problem, aim, ONE_PASS).peak_bytes <= aim
+            or self.local_search(problem, 0).peak_bytes <= OUT_OF_REACH * aim
+        )
+
+    def fits(self, problem: Problem, aim: int) -> bool:
+        """Whether a plan gets under the aim."""
+        return self.may_fit(problem, aim) and self.solve(problem, aim).peak_bytes <= aim
+
+    def fits_as_it_is(self, problem: Problem, aim: int) -> bool:
+        """Whether nothing has to run again, and nothing to move but what lives on the host."""
+        if not problem.host:
+            return _all_fits(problem, aim)
+        plan = self.solve(problem, aim)
+        return plan.peak_bytes <= aim and not plan.repeats() and not plan.moves
+
     def solve(self, problem: Problem, budget: int | None, solver: str | None = None) -> Plan:
         """The plan of a solver, by default of the one asked for.
 
@@ -58,28 +79,35 @@ class Planning:
         the plan is not what it claims to be. A plan that takes variants is not checked: its
         schedule belongs to the problem that is left, which is made anew from the graph.
         """
-        asked = problem, budget, solver or self.request.policy.solver
-        if asked not in self.answers:
-            plan = self._ask(*asked)
-            if self.request.policy.verify and not problem.variants:
-                with self.times.stage("verify"):
-                    _check(problem, plan)
-            self.answers[asked] = plan
-        return self.answers[asked]
+        policy = self.request.policy
+        options = SolverOptions(time_limit_s=policy.solver_time_limit)
+        question = PlanQuestion(problem, budget, solver or policy.solver, options)
+        if question not in self.answers:
+            self.answers[question] = self._answer(question)
+        return self.answers[question]
 
-    def _ask(self, problem: Problem, budget: int | None, solver: str) -> Plan:
-        options = planner.SolverOptions(time_limit_s=self.request.policy.solver_time_limit)
+    def _answer(self, question: PlanQuestion) -> Plan:
+        """The plan of the planner, or that of a file, and checked."""
         with self.times.stage("plan"):
             try:
                 if caches_disabled():
-                    return planner.solve(problem, budget, solver, options)
-                cache = PlanCache(Path(cache_directory()) / "fxremat" / "plans")
-                plan, known = cache.solve(problem, budget, solver, options)
-            except planner.ProblemRefused as refused:
-                raise SolverRefused(solver, str(refused)) from refused
+                    plan, known = question.solved(), False
+                else:
+                    cache = PlanCache(Path(cache_directory()) / "fxremat" / "plans")
+                    plan, known = cache.solve(question)
+            except ProblemRefused as refused:
+                raise SolverRefused(question.solver, str(refused)) from refused
         if known:
             log.debug("plan from the cache: %s, %d bytes", plan.solver, plan.peak_bytes)
+        if self.request.policy.verify and not question.problem.variants:
+            with self.times.stage("verify"):
+                _check(question.problem, plan)
         return plan
+
+
+def _all_fits(problem: Problem, aim: int) -> bool:
+    """Whether everything can be kept."""
+    return replay(problem, store_all(problem)).peak_bytes <= aim
 
 
 def _check(problem: Problem, plan: Plan) -> None:

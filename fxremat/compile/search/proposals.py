@@ -8,110 +8,138 @@ where it hardly followed the last move, and is halved in where that has been tri
 
 from __future__ import annotations
 
-from collections.abc import Generator, Iterator, Sequence
-from dataclasses import replace
+from collections.abc import Callable, Generator, Iterable, Iterator, Sequence
+from contextlib import suppress
+from dataclasses import dataclass, replace
 
-from fxremat.compile.constants import (
-    CLOSE_ENOUGH,
-    OUT_OF_REACH,
-    ROUNDS,
-)
+from fxremat.compile.constants import CLOSE_ENOUGH, OUT_OF_REACH, ROUNDS
 from fxremat.compile.draft import Draft
 from fxremat.compile.search.candidates import Candidate, Corrections, Evaluation
-from fxremat.compile.search.planning import LOCAL_SEARCH, ONE_PASS, Planning
+from fxremat.compile.search.planning import LOCAL_SEARCH, Planning
 from fxremat.core.constants import MEASURABLE
 from fxremat.core.plan import Plan
 from fxremat.core.problem import Op, Problem
-from fxremat.core.schedule import Step, keep_all
+from fxremat.core.schedule import Step
 from fxremat.core.timeline import replay
 
 Proposals = Generator[Candidate, Evaluation, None]
 
 
-def under(draft: Draft, aim: int, planning: Planning) -> Proposals:
-    """Plans whose real peak is to be under ``aim`` bytes, the cheapest that can be found.
+def followed(
+    proposals: Proposals, evaluate: Callable[[Candidate], Evaluation]
+) -> Iterator[Evaluation]:
+    """All that is proposed, evaluated one after the other."""
+    with suppress(StopIteration):
+        candidate = next(proposals)
+        while True:
+            evaluation = evaluate(candidate)
+            yield evaluation
+            candidate = proposals.send(evaluation)
+
+
+@dataclass(frozen=True)
+class UnderAim:
+    """Plans of a graph whose real peak is to be under ``aim`` bytes, the cheapest that are found.
 
     The first is tried with its order held near the peak alone. Where that takes too much, the plan
     is made anew with the problem corrected, a few times. Where that does not help, orders are held
     everywhere from there on; what is found so is tried once more near the peak alone.
     """
-    problem = draft.estimate.problem
-    if not may_fit(problem, aim, planning):
-        return
-    plan = planning.solve(problem, aim)
-    if plan.peak_bytes > aim:
-        return
-    loose = yield Candidate.near_peak(draft, plan, aim)
-    if loose.dry_run is None:  # nothing shows what Inductor's own order takes
-        yield Candidate.planned(draft, plan)
-        return
-    problem = loose.corrections().apply_to(problem)
-    loose = _corrected(problem, loose)
-    disorder = max(0, loose.allocated - loose.plan.peak_bytes)
-    near = min(plan.peak_bytes, (1 - CLOSE_ENOUGH) * aim) <= loose.plan.peak_bytes <= aim
-    kept = loose.plan if near else None
-    fits, tried = (loose if loose.peak_bytes <= aim else None), {plan.steps}
-    if fits is not None:
-        first = kept or planning.solve(problem, aim)
-        if not _is_seen(plan, first):
-            yield from _closer(draft, [fits], aim, planning, problem)
+
+    draft: Draft
+    aim: int
+    planning: Planning
+
+    def proposals(self) -> Proposals:
+        """Candidates, until there is nothing left to gain."""
+        draft, aim, planning = self.draft, self.aim, self.planning
+        if not planning.may_fit(draft.problem, aim):
             return
-        if first.steps not in tried:
-            tried.add(first.steps)
-            loose = yield Candidate.near_peak(draft, first, aim)
-    loose, corrected = yield from _anew(draft, loose, aim, planning, tried)
-    if loose.peak_bytes <= aim:
-        yield from _closer(draft, [loose], aim, planning, corrected)
-        return
-    first = kept or planning.solve(problem, aim)
-    if fits is not None and not _is_seen(plan, first, tries=2):
-        return
-    held = yield Candidate.planned(draft, first)
-    if loose.plan.steps == held.plan.steps:
-        disorder = max(disorder, loose.peak_bytes - held.peak_bytes)
-    history = [held]
-    yield from _closer(draft, history, aim, planning, problem, fits)
-    best = fastest(each for each in history if each.peak_bytes <= aim)
-    if best is not None and best.peak_bytes + disorder // 2 <= aim:
-        yield Candidate.near_peak(draft, best.plan, _for_plans(aim, best))
+        plan = planning.solve(draft.problem, aim)
+        if plan.peak_bytes > aim:
+            return
+        loose = yield Candidate.near_peak(draft, plan, aim)
+        if loose.dry_run is None:  # nothing shows what Inductor's own order takes
+            yield Candidate.planned(draft, plan)
+            return
+        problem = loose.corrections().apply_to(draft.problem)
+        loose = _corrected(problem, loose)
+        disorder = max(0, loose.allocated - loose.plan.peak_bytes)
+        near = min(plan.peak_bytes, (1 - CLOSE_ENOUGH) * aim) <= loose.plan.peak_bytes <= aim
+        kept = loose.plan if near else None
+        fits, tried = (loose if loose.peak_bytes <= aim else None), {plan.steps}
+        if fits is not None:
+            first = kept or planning.solve(problem, aim)
+            if not _is_seen(plan, first):
+                yield from self._closer([fits], problem)
+                return
+            if first.steps not in tried:
+                tried.add(first.steps)
+                loose = yield Candidate.near_peak(draft, first, aim)
+        loose, corrected = yield from self._anew(loose, tried)
+        if loose.peak_bytes <= aim:
+            yield from self._closer([loose], corrected)
+            return
+        first = kept or planning.solve(problem, aim)
+        if fits is not None and not _is_seen(plan, first, tries=2):
+            return
+        held = yield Candidate.planned(draft, first)
+        if loose.plan.steps == held.plan.steps:
+            disorder = max(disorder, loose.peak_bytes - held.peak_bytes)
+        history = [held]
+        yield from self._closer(history, problem, fits)
+        best = fastest_under(aim, history)
+        if best is not None and best.peak_bytes + disorder // 2 <= aim:
+            yield Candidate.near_peak(draft, best.plan, self._for_plans(best))
 
+    def _anew(
+        self, seen: Evaluation, tried: set[tuple[Step, ...]]
+    ) -> Generator[Candidate, Evaluation, tuple[Evaluation, Problem]]:
+        """Plans for the problem as dry runs correct it; the last of them, and the problem then."""
+        corrections = seen.corrections_above(self._for_plans(seen))
+        for _ in range(ROUNDS):
+            if seen.peak_bytes <= self.aim:
+                break
+            target = self._for_plans(seen)
+            plan = self.planning.solve(corrections.apply_to(self.draft.problem), target)
+            if plan.peak_bytes > target or plan.steps in tried:
+                break
+            tried.add(plan.steps)
+            seen = yield Candidate.near_peak(self.draft, plan, target)
+            more = seen.corrections_above(self._for_plans(seen))
+            corrections = Corrections.of_all((corrections, more))
+        return seen, corrections.apply_to(self.draft.problem)
 
-def _anew(
-    draft: Draft, seen: Evaluation, aim: int, planning: Planning, tried: set[tuple[Step, ...]]
-) -> Generator[Candidate, Evaluation, tuple[Evaluation, Problem]]:
-    """Plans for the problem as dry runs correct it; the last of them, and the problem then."""
-    corrections = seen.corrections_above(_for_plans(aim, seen))
-    for _ in range(ROUNDS):
-        if seen.peak_bytes <= aim:
-            break
-        problem, target = corrections.apply_to(draft.estimate.problem), _for_plans(aim, seen)
-        plan = planning.solve(problem, target)
-        if plan.peak_bytes > target or plan.steps in tried:
-            break
-        tried.add(plan.steps)
-        seen = yield Candidate.near_peak(draft, plan, target)
-        more = seen.corrections_above(_for_plans(aim, seen))
-        corrections = Corrections.of_all((corrections, more))
-    return seen, corrections.apply_to(draft.estimate.problem)
+    def _for_plans(self, seen: Evaluation) -> int:
+        """What plans may allocate, if they leave as much unused as what was seen."""
+        return max(0, self.aim - seen.fragmentation_bytes)
 
+    def _closer(
+        self, history: list[Evaluation], problem: Problem, fits: Evaluation | None = None
+    ) -> Proposals:
+        """Plans for other targets, in the order of the first; adds what is said of them.
 
-def _for_plans(aim: int, seen: Evaluation) -> int:
-    """What plans may allocate, if they leave as much unused as what was seen."""
-    return max(0, aim - seen.fragmentation_bytes)
+        ``fits`` is known to be under the aim already. Each further try has to promise more.
+        """
+        everywhere = history[0].candidate.held is None
+        tried, known = {history[0].plan.steps}, [fits] if fits is not None else []
+        while (target := next_target(history, self.aim)) is not None:
+            best = fastest_under(self.aim, (*known, *history))
+            tries = len(history) + 2 * len(known)
+            if best is not None and not self._may_gain(best, target, tries):
+                return
+            plan = self.planning.solve(problem, target)
+            if plan.steps in tried or (best is not None and not _is_seen(best.plan, plan, tries)):
+                return
+            tried.add(plan.steps)
+            near = Candidate.near_peak(self.draft, plan, self._for_plans(history[-1]))
+            history.append((yield Candidate.planned(self.draft, plan) if everywhere else near))
 
-
-def may_fit(problem: Problem, aim: int, planning: Planning) -> bool:
-    """Whether it is worth asking the planner for the aim: the local search comes near it."""
-    return (
-        all_fits(problem, aim)
-        or planning.solve(problem, aim, ONE_PASS).peak_bytes <= aim
-        or planning.local_search(problem, 0).peak_bytes <= OUT_OF_REACH * aim
-    )
-
-
-def all_fits(problem: Problem, aim: int) -> bool:
-    """Whether everything can be kept."""
-    return replay(problem, keep_all(problem)).peak_bytes <= aim
+    def _may_gain(self, best: Evaluation, target: int, tries: int) -> bool:
+        """Whether more bytes may save time that is seen, by the local search for both."""
+        problem, peak = best.candidate.draft.problem, best.plan.peak_bytes
+        less, more = (self.planning.local_search(problem, each) for each in (peak, target))
+        return _is_seen(less, more, tries)
 
 
 def _corrected(problem: Problem, evaluated: Evaluation) -> Evaluation:
@@ -119,40 +147,6 @@ def _corrected(problem: Problem, evaluated: Evaluation) -> Evaluation:
     plan = evaluated.plan
     plan = replace(plan, peak_bytes=replay(problem, plan.steps).peak_bytes)
     return replace(evaluated, candidate=replace(evaluated.candidate, plan=plan))
-
-
-def _closer(
-    draft: Draft,
-    history: list[Evaluation],
-    aim: int,
-    planning: Planning,
-    problem: Problem,
-    fits: Evaluation | None = None,
-) -> Proposals:
-    """Plans for other targets, in the order of the first; adds what is said of them.
-
-    ``fits`` is known to be under the aim already. Each further try has to promise more.
-    """
-    everywhere = history[0].candidate.held is None
-    tried, known = {history[0].plan.steps}, [fits] if fits is not None else []
-    while (target := next_target(history, aim)) is not None:
-        best = fastest(each for each in (*known, *history) if each.peak_bytes <= aim)
-        tries = len(history) + 2 * len(known)
-        if best is not None and not _may_gain(best, target, planning, tries):
-            return
-        plan = planning.solve(problem, target)
-        if plan.steps in tried or (best is not None and not _is_seen(best.plan, plan, tries)):
-            return
-        tried.add(plan.steps)
-        near = Candidate.near_peak(draft, plan, _for_plans(aim, history[-1]))
-        history.append((yield Candidate.planned(draft, plan) if everywhere else near))
-
-
-def _may_gain(best: Evaluation, target: int, planning: Planning, tries: int) -> bool:
-    """Whether more bytes may save time that is seen: by the local search, which has both plans."""
-    problem = best.candidate.draft.estimate.problem
-    less, more = (planning.local_search(problem, peak) for peak in (best.plan.peak_bytes, target))
-    return _is_seen(less, more, tries)
 
 
 def _is_seen(plan: Plan, better: Plan, tries: int = 1) -> bool:
@@ -174,7 +168,7 @@ def next_target(history: Sequence[Evaluation], aim: int) -> int | None:
     if miss <= 0 and (left <= CLOSE_ENOUGH * aim or not last.runs_again):
         return None
     target = max(0, last.plan.peak_bytes - _step_down(history, miss, aim))
-    best = fastest(each for each in history if each.peak_bytes <= aim)
+    best = fastest_under(aim, history)
     over = [each.plan.peak_bytes for each in history if each.peak_bytes > aim]
     if best is None or not over:
         return target
@@ -203,8 +197,8 @@ def _step_down(history: Sequence[Evaluation], miss: int, aim: int) -> int:
     return max(miss, step, int(CLOSE_ENOUGH * aim) // 2)
 
 
-def fastest(evaluated: Iterator[Evaluation]) -> Evaluation | None:
-    """The one of least planned time; of these, the one that holds the order at the fewest steps.
+def fastest_under(aim: int, evaluated: Iterable[Evaluation]) -> Evaluation | None:
+    """The one under the aim of least planned time; of these, of the fewest steps that are held.
 
     Where no dry run was made, nothing shows what Inductor's own order takes: one that holds it.
     """
@@ -214,7 +208,7 @@ def fastest(evaluated: Iterator[Evaluation]) -> Evaluation | None:
         steps = len(one.plan.steps) if held is None else len(held)
         return one.plan.time_us, one.dry_run is None and order != "planned", steps
 
-    return min(evaluated, key=rank, default=None)
+    return min((one for one in evaluated if one.peak_bytes <= aim), key=rank, default=None)
 
 
 def least(draft: Draft, planning: Planning, others: Sequence[Evaluation]) -> Proposals:
@@ -225,7 +219,7 @@ def least(draft: Draft, planning: Planning, others: Sequence[Evaluation]) -> Pro
     its planned peak by more than those before it. Those before are also ``others``, plans of low
     peak for the graph in other variants.
     """
-    problem, evaluated, tried = draft.estimate.problem, list(others), set[tuple[Step, ...]]()
+    problem, evaluated, tried = draft.problem, list(others), set[tuple[Step, ...]]()
     shown = (one.corrections_above(one.plan.peak_bytes) for one in evaluated)
     corrections = Corrections.of_all(shown)
     for _ in range(2):
@@ -260,7 +254,7 @@ def _shortfall(one: Evaluation, corrections: Corrections) -> int:
     """By how much a candidate takes less than planned, with all corrections; 0 or more."""
     if one.candidate.order.startswith("torch"):
         return 0
-    problem = corrections.apply_to(one.candidate.draft.estimate.problem)
+    problem = corrections.apply_to(one.candidate.draft.problem)
     return max(0, replay(problem, one.plan.steps).peak_bytes - one.peak_bytes)
 
 
@@ -284,7 +278,7 @@ def plan_of_torch(draft: Draft) -> Plan:
     What it does not compute counts as saved. Torch may save something inside of an op of ours
     instead, from which the op's value follows.
     """
-    problem, backward = draft.estimate.problem, draft.halves[1]
+    problem, backward = draft.problem, draft.halves[1]
     computed = {node.name for node in backward.graph.nodes if node.op == "call_function"}
     line = replay(problem, steps_again(problem, computed))
     return Plan(line.steps, "torch", None, line.peak_bytes, line.time_us)

@@ -21,33 +21,28 @@ from __future__ import annotations
 
 import logging
 from collections.abc import Iterator, Mapping
-from dataclasses import dataclass, field, replace
+from dataclasses import dataclass, field
+from itertools import islice
 from typing import Any
 
-from fxremat.compile.constants import (
-    CLOSE_ENOUGH,
-    DRY_RUNS,
-    OUT_OF_REACH,
-)
+from fxremat.compile.constants import CLOSE_ENOUGH, DRY_RUNS, OUT_OF_REACH
 from fxremat.compile.draft import Draft
-from fxremat.compile.pipeline import AS_TORCH, DONATE, PLAN, Runner
+from fxremat.compile.pipeline import AS_TORCH, DONATE
 from fxremat.compile.search.candidates import Candidate, Evaluation, Evaluator
 from fxremat.compile.search.planning import Planning
 from fxremat.compile.search.proposals import (
     Proposals,
-    all_fits,
+    UnderAim,
     corrections_of,
-    fastest,
+    fastest_under,
+    followed,
     least,
-    may_fit,
     plan_of_torch,
-    under,
 )
-from fxremat.compile.search.variant_sets import VariantSet, variant_set
+from fxremat.compile.search.variant_sets import GraphInVariants, VariantSet
 from fxremat.core.plan import plan_to_json
 from fxremat.core.problem import Problem
 from fxremat.errors import VerificationFailed
-from fxremat.passes.variants.table import rules_named
 from fxremat.planner.plans import claimed_plan
 
 log = logging.getLogger(__name__)
@@ -87,32 +82,28 @@ def decision_of(found: SearchResult) -> dict[str, Any]:
 
 @dataclass
 class Search:
-    """One search: which attempts there are, and what has been tried so far."""
+    """One search over a graph in its variants, and what has been evaluated so far."""
 
-    runner: Runner
     planning: Planning
     evaluator: Evaluator
-    prepared: Draft
-    drafts: dict[tuple[str, ...], Draft] = field(default_factory=dict)
-    tried: dict[bool, int] = field(default_factory=lambda: {False: 0, True: 0})
+    graphs: GraphInVariants
+    under: list[Evaluation] = field(default_factory=list)
+    """What plans for the aim take."""
     lowest: list[Evaluation] = field(default_factory=list)
     """What plans of least peak, and torch's partition, take."""
-    looked: list[VariantSet | None] = field(default_factory=list)
 
     def run(self) -> SearchResult:
         """The best candidate found."""
-        request, plain = self.planning.request, self.draft(())
+        request, plain = self.planning.request, self.graphs.plain
         aim, budget = request.budget.target, request.budget.own
         if aim is None or budget is None:
-            plan = self.planning.solve(plain.estimate.problem, None)
+            plan = self.planning.solve(plain.problem, None)
             only = self.evaluator.evaluate(Candidate(plain, plan, "inductor"))
             return self._found(only, over=False)
         for attempt in self._attempts(aim):
-            evaluated = self._follow(attempt, aim)
-            best = fastest(each for each in evaluated if each.peak_bytes <= aim)
+            best = fastest_under(aim, self._follow(attempt, aim))
             if best is not None:
                 return self._found(self._or_torch(best, aim), over=False)
-            self.lowest += evaluated if attempt.for_least else []
             if any(each.peak_bytes <= budget for each in self.lowest):
                 break
         best = min(self.lowest, key=lambda one: one.peak_bytes)
@@ -129,8 +120,8 @@ class Search:
         if order in ("torch", "torch, donated"):
             candidate = self._torch(donated=order == "torch, donated")
         else:
-            draft = self.draft(names, self.offered() if names else None)
-            plan = claimed_plan(draft.estimate.problem, decision["plan"], budget)
+            draft = self.graphs.draft(names, self.graphs.offered if names else None)
+            plan = claimed_plan(draft.problem, decision["plan"], budget)
             held = None if decision["held"] is None else frozenset(decision["held"])
             candidate = None if plan is None else Candidate(draft, plan, order, held)
         if candidate is None:
@@ -139,29 +130,24 @@ class Search:
         return self._found(evaluated, over=budget is not None and evaluated.peak_bytes > budget)
 
     def _found(self, evaluation: Evaluation, *, over: bool) -> SearchResult:
-        return SearchResult(evaluation, self.draft(()), over, len(self.evaluator.seen))
+        return SearchResult(evaluation, self.graphs.plain, over, len(self.evaluator.seen))
 
     def _follow(self, attempt: Attempt, aim: int) -> list[Evaluation]:
         """The candidates of an attempt, evaluated as far as dry runs are left."""
-        left = DRY_RUNS - self.tried[attempt.for_least]
+        before = self.lowest if attempt.for_least else self.under
+        left = DRY_RUNS - len(before)
         left = left if attempt.for_least else min(left, DRY_RUNS // 3)
         evaluated: list[Evaluation] = []
-        candidate = next(attempt.proposals, None)
-        while candidate is not None and len(evaluated) < left:
-            evaluated.append(self.evaluator.evaluate(candidate))
-            if attempt.for_least and evaluated[-1].peak_bytes <= aim:
+        for each in islice(followed(attempt.proposals, self.evaluator.evaluate), max(0, left)):
+            evaluated.append(each)
+            if attempt.for_least and each.peak_bytes <= aim:
                 break
-            try:
-                candidate = attempt.proposals.send(evaluated[-1])
-            except StopIteration:
-                break
-        self.tried[attempt.for_least] += len(evaluated)
+        before += evaluated
         return evaluated
 
     def _or_torch(self, best: Evaluation, aim: int) -> Evaluation:
         """Torch's own partition, where that is faster and under the aim, too."""
-        plain = self.draft(()).estimate.problem
-        if best.plan.time_us <= plain.base_time_us or best.dry_run is None:
+        if best.plan.time_us <= self.graphs.plain.problem.base_time_us or best.dry_run is None:
             return best
         own = self._torch(donated=False)
         if own is None or own.plan.time_us >= best.plan.time_us:
@@ -177,18 +163,18 @@ class Search:
         With ``donated`` buffers the backward writes over what was saved, as in a plain
         ``torch.compile``, and like there it can run only once.
         """
-        plain = self.draft(())
-        special = plain.estimate.problem.host or self.planning.request.inputs.accumulated
+        plain = self.graphs.plain
+        special = plain.problem.host or self.planning.request.inputs.accumulated
         if special or not self.planning.request.compiled:
             return None
         try:
-            cut = self.runner.run("apply", AS_TORCH, plain)
+            cut = self.graphs.runner.run("apply", AS_TORCH, plain)
         except Exception as error:  # not our work: where anything refuses, it is left out
             log.info("torch's own partition is no candidate: %s", error)
             return None
         plan = plan_of_torch(cut)
         if donated:
-            cut = self.runner.run("apply", DONATE, cut)
+            cut = self.graphs.runner.run("apply", DONATE, cut)
         return Candidate(cut, plan, "torch, donated" if donated else "torch")
 
     def _attempts(self, aim: int) -> Iterator[Attempt]:
@@ -197,17 +183,15 @@ class Search:
         Where the variants that are chosen for the aim do not fit, after all, the graph as it is
         comes next if a plan for it does.
         """
-        plain = self.draft(())
-        problem = plain.estimate.problem
-        is_tried = self._is_free(problem, aim)
+        plain, planning = self.graphs.plain, self.planning
+        is_tried = planning.fits_as_it_is(plain.problem, aim)
         if is_tried:
             yield self._under(plain, aim)
-        variants = self.offered()
-        if variants is not None:
-            chosen = self._chosen(variants.problem, aim, variants)
-            if chosen is not None:
-                yield self._under(chosen, aim)
-        if not is_tried and self._plan_fits(problem, aim):
+        variants = self.graphs.offered
+        chosen = None if variants is None else self._chosen(variants.problem, aim, variants)
+        if chosen is not None:
+            yield self._under(chosen, aim)
+        if not is_tried and planning.fits(plain.problem, aim):
             is_tried = True
             yield self._under(plain, aim)
         yield Attempt(self._torch_alone(), for_least=True)
@@ -234,7 +218,7 @@ class Search:
             done.append(self._chosen(problem, 0, variants))
             if done[1] is not first:
                 yield from self._under_and_least(done[1], aim)
-        exact = self._exact()
+        exact = self.graphs.exact
         if exact is not None:
             last = self._chosen(exact.problem, 0, exact)
             if not any(last is one for one in done):
@@ -250,40 +234,16 @@ class Search:
         return Attempt(least(draft, self.planning, self.lowest), for_least=True)
 
     def _under(self, draft: Draft, aim: int) -> Attempt:
-        return Attempt(under(draft, aim, self.planning), for_least=False)
+        return Attempt(UnderAim(draft, aim, self.planning).proposals(), for_least=False)
 
     def _torch_alone(self) -> Proposals:
         """Torch's own partition, unless by its plan it takes far more than others would."""
         candidate = self._torch(donated=True)
         if candidate is None:
             return
-        lowest = self.planning.local_search(self.draft(()).estimate.problem, 0).peak_bytes
+        lowest = self.planning.local_search(self.graphs.plain.problem, 0).peak_bytes
         if candidate.plan.peak_bytes <= OUT_OF_REACH * lowest:
             yield candidate
-
-    def draft(self, names: tuple[str, ...], variants: VariantSet | None = None) -> Draft:
-        """The graph with these variants taken, and its problem."""
-        if names not in self.drafts:
-            sites = variants.asked(names) if variants is not None else ()
-            asked = replace(self.prepared, sites=sites)
-            self.drafts[names] = self.runner.run("estimate", PLAN, asked)
-        return self.drafts[names]
-
-    def _variants(self, *, allow_lossy: bool) -> VariantSet | None:
-        """What the graph could take."""
-        rules = rules_named(self.planning.request.policy.variants, allow_lossy=allow_lossy)
-        with self.runner.times.stage("estimate"):
-            return variant_set(self.prepared, rules, self.runner.costs)
-
-    def offered(self) -> VariantSet | None:
-        """What the graph could take, as the request allows; looked for once."""
-        if not self.looked:
-            self.looked.append(self._variants(allow_lossy=self.planning.request.policy.allow_lossy))
-        return self.looked[0]
-
-    def _exact(self) -> VariantSet | None:
-        lossy = self.planning.request.policy.allow_lossy
-        return self._variants(allow_lossy=False) if lossy else None
 
     def _chosen(self, problem: Problem, budget: int, variants: VariantSet) -> Draft | None:
         """The graph with the variants that the planner takes for a budget; None where none fit.
@@ -292,15 +252,4 @@ class Search:
         made, the graph with these variants is planned with the solver that was asked for.
         """
         names = self.planning.variants(problem, budget)
-        return self.draft(names, variants) if names else None
-
-    def _plan_fits(self, problem: Problem, aim: int) -> bool:
-        planning = self.planning
-        return may_fit(problem, aim, planning) and planning.solve(problem, aim).peak_bytes <= aim
-
-    def _is_free(self, problem: Problem, aim: int) -> bool:
-        """Whether nothing has to run again, and nothing to move but what lives on the host."""
-        if problem.host:
-            plan = self.planning.solve(problem, aim)
-            return plan.peak_bytes <= aim and not plan.repeats() and not plan.moves
-        return all_fits(problem, aim)
+        return self.graphs.draft(names, variants) if names else None

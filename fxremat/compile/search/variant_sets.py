@@ -4,10 +4,12 @@ from __future__ import annotations
 
 import logging
 from collections.abc import Sequence
-from dataclasses import dataclass, replace
+from dataclasses import dataclass, field, replace
+from functools import cached_property
 
 from fxremat.compile.cost_model import CostModel
 from fxremat.compile.draft import Draft
+from fxremat.compile.pipeline import PLAN, Runner
 from fxremat.core.constants import TIME_DOUBT
 from fxremat.core.problem import Op, Problem
 from fxremat.errors import VerificationFailed
@@ -15,6 +17,7 @@ from fxremat.passes.joint_graph import JointGraph
 from fxremat.passes.memory_estimation import Estimate
 from fxremat.passes.variants.insertion import GraphWithVariants, find_sites, insert_all
 from fxremat.passes.variants.rule import Rule, Site
+from fxremat.passes.variants.table import rules_named
 
 log = logging.getLogger(__name__)
 
@@ -39,6 +42,45 @@ class VariantSet:
         """The sites of these names."""
         wanted = set(names)
         return tuple(site for site in self.sites if site.name in wanted)
+
+
+@dataclass(frozen=True)
+class GraphInVariants:
+    """A prepared graph in the variants that it may take; what is made of it is made once."""
+
+    runner: Runner
+    prepared: Draft
+    drafts: dict[tuple[str, ...], Draft] = field(default_factory=dict)
+
+    @property
+    def plain(self) -> Draft:
+        """The graph as it is, and its problem."""
+        return self.draft(())
+
+    def draft(self, names: tuple[str, ...], variants: VariantSet | None = None) -> Draft:
+        """The graph with these variants taken, and its problem."""
+        if names not in self.drafts:
+            sites = variants.asked(names) if variants is not None else ()
+            asked = replace(self.prepared, sites=sites)
+            self.drafts[names] = self.runner.run("estimate", PLAN, asked)
+        return self.drafts[names]
+
+    @cached_property
+    def offered(self) -> VariantSet | None:
+        """What the graph could take, as the request allows."""
+        return self._variants(allow_lossy=self.runner.costs.request.policy.allow_lossy)
+
+    @cached_property
+    def exact(self) -> VariantSet | None:
+        """The same without lossy variants; None where none were allowed."""
+        lossy = self.runner.costs.request.policy.allow_lossy
+        return self._variants(allow_lossy=False) if lossy else None
+
+    def _variants(self, *, allow_lossy: bool) -> VariantSet | None:
+        named = self.runner.costs.request.policy.variants
+        with self.runner.times.stage("estimate"):
+            rules = rules_named(named, allow_lossy=allow_lossy)
+            return variant_set(self.prepared, rules, self.runner.costs)
 
 
 def variant_set(draft: Draft, rules: Sequence[Rule], costs: CostModel) -> VariantSet | None:

@@ -34,14 +34,14 @@ def fill(front: ParetoFront, options: SolverOptions) -> None:
     model = front.model
     work = path_work(model.n)
     deadline = Deadline(options.time_limit_s)
-    keep_all = StageSchedule(model)
-    front.offer(keep_all)
+    store_all = StageSchedule(model)
+    front.offer(store_all)
     if not model.n or _solve_exactly(front):
         return
     for k, length in enumerate(constants.LENGTHS):
         if deadline.running():
             part = work if k == 0 else work // 3
-            descend(EditableSchedule(keep_all.copy(), GapRanking(length)), front, 0, part)
+            descend(EditableSchedule(store_all.copy(), GapRanking(length)), front, 0, part)
     if deadline.running():
         counts = counts_for(model.n)
         offer_segments(front, counts, work // len(counts))
@@ -65,12 +65,12 @@ def fill_for_budget(front: ParetoFront, budget_bytes: int, options: SolverOption
     model = front.model
     work = path_work(model.n)
     deadline = Deadline(options.time_limit_s)
-    keep_all = StageSchedule(model)
-    front.offer(keep_all)
+    store_all = StageSchedule(model)
+    front.offer(store_all)
     for length in constants.LENGTHS:
         if deadline.running() and model.n:
             descend(
-                EditableSchedule(keep_all.copy(), GapRanking(length)),
+                EditableSchedule(store_all.copy(), GapRanking(length)),
                 front,
                 budget_bytes,
                 work // 3,

@@ -19,9 +19,9 @@ from fxremat.planner.local.stage_schedule import ExtraRun, StageSchedule
 
 def offer_segments(front: ParetoFront, counts: list[int], work: int) -> None:
     """Schedules of so many segments each, and what evicting from them gives."""
-    keep_all = StageSchedule(front.model)
+    store_all = StageSchedule(front.model)
     for count in counts:
-        runs = segment_runs(keep_all, count)
+        runs = segment_runs(store_all, count)
         if runs:
             search = EditableSchedule(StageSchedule(front.model, runs), GapRanking())
             search.remove_unread(tuple(runs))
@@ -41,22 +41,22 @@ def counts_for(ops: int) -> list[int]:
     return out[::-step]
 
 
-def segment_runs(keep_all: StageSchedule, count: int) -> list[ExtraRun]:
+def segment_runs(store_all: StageSchedule, count: int) -> list[ExtraRun]:
     """The runs that compute each segment again where it is first needed."""
-    peak_stage = int(keep_all.peak.argmax())
-    cuts = _cuts(keep_all, peak_stage, count)
+    peak_stage = int(store_all.peak.argmax())
+    cuts = _cuts(store_all, peak_stage, count)
     out: list[ExtraRun] = []
     for start, stop in zip([0, *cuts], [*cuts, peak_stage + 1], strict=True):
-        out.extend(_segment(keep_all, start, stop, peak_stage))
+        out.extend(_segment(store_all, start, stop, peak_stage))
     return out
 
 
-def _cuts(keep_all: StageSchedule, peak_stage: int, count: int) -> list[int]:
+def _cuts(store_all: StageSchedule, peak_stage: int, count: int) -> list[int]:
     """Stages at which segments begin: evenly apart, but where few bytes cross near by.
 
     Each is moved by up to a quarter of a segment.
     """
-    crossing = _crossing(keep_all.model, peak_stage)
+    crossing = _crossing(store_all.model, peak_stage)
     width = (peak_stage + 1) / count
     cuts = []
     for k in range(1, count):
@@ -85,12 +85,12 @@ def _crossing(model: IndexedProblem, peak_stage: int) -> list[int]:
     return out
 
 
-def _segment(keep_all: StageSchedule, start: int, stop: int, peak_stage: int) -> list[ExtraRun]:
-    dropped = list(_dropped(keep_all, start, stop, peak_stage))
+def _segment(store_all: StageSchedule, start: int, stop: int, peak_stage: int) -> list[ExtraRun]:
+    dropped = list(_dropped(store_all, start, stop, peak_stage))
     if not dropped:
         return []
-    stage = min(keep_all.uses[v][bisect_right(keep_all.uses[v], peak_stage)] for v in dropped)
-    model, found = keep_all.model, set()
+    stage = min(store_all.uses[v][bisect_right(store_all.uses[v], peak_stage)] for v in dropped)
+    model, found = store_all.model, set()
     stack = [model.writer[value] for value in dropped]
     while stack:
         op = stack.pop()
@@ -98,22 +98,22 @@ def _segment(keep_all: StageSchedule, start: int, stop: int, peak_stage: int) ->
             continue
         found.add(op)
         for read in model.reads[op]:
-            if model.writer[read] >= start and _local(keep_all, read, stop, peak_stage):
+            if model.writer[read] >= start and _local(store_all, read, stop, peak_stage):
                 stack.append(model.writer[read])
     return [(op, stage) for op in sorted(found)]
 
 
-def _dropped(keep_all: StageSchedule, start: int, stop: int, peak_stage: int) -> Iterator[int]:
+def _dropped(store_all: StageSchedule, start: int, stop: int, peak_stage: int) -> Iterator[int]:
     """Values of the segment that only it and the stages after the peak stage read."""
     for op in range(start, stop):
-        for value in keep_all.model.writes[op]:
-            uses = keep_all.uses[value]
-            if uses and uses[-1] > peak_stage and _local(keep_all, value, stop, peak_stage):
+        for value in store_all.model.writes[op]:
+            uses = store_all.uses[value]
+            if uses and uses[-1] > peak_stage and _local(store_all, value, stop, peak_stage):
                 yield value
 
 
-def _local(keep_all: StageSchedule, value: int, stop: int, peak_stage: int) -> bool:
+def _local(store_all: StageSchedule, value: int, stop: int, peak_stage: int) -> bool:
     """Whether the value can be computed again and no later segment reads it."""
-    uses = keep_all.uses[value]
+    uses = store_all.uses[value]
     k = bisect_right(uses, peak_stage)
-    return keep_all.model.evictable(value) and (k == 0 or uses[k - 1] < stop)
+    return store_all.model.evictable(value) and (k == 0 or uses[k - 1] < stop)

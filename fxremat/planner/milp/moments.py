@@ -18,7 +18,7 @@ from dataclasses import dataclass, replace
 
 from fxremat.core.plan import Plan
 from fxremat.core.problem import Problem
-from fxremat.core.schedule import keep_all
+from fxremat.core.schedule import store_all
 from fxremat.core.timeline import replay
 from fxremat.planner import constants
 from fxremat.planner.deadline import Deadline
@@ -45,10 +45,10 @@ PER_ROUND = 3
 def solve(problem: Problem, budget_bytes: int | None, options: SolverOptions) -> Plan:
     """The plan of least time within the budget, or of least peak where none fits."""
     deadline = Deadline(options.time_limit_s)
-    if budget_bytes is None or replay(problem, keep_all(problem)).peak_bytes <= budget_bytes:
+    if budget_bytes is None or replay(problem, store_all(problem)).peak_bytes <= budget_bytes:
         return make_plan(
             problem,
-            keep_all(problem),
+            store_all(problem),
             NAME,
             budget_bytes=budget_bytes,
             seconds=deadline.seconds(),

@@ -52,7 +52,7 @@ def title_of(reports: Sequence[Report]) -> str:
     if not reports:
         return "fxremat: no graph with a backward"
     top = max(reports, key=lambda report: report.counted_peak_bytes)
-    peak, plain = map(format_bytes, (top.counted_peak_bytes, top.keep_all_peak_bytes))
+    peak, plain = map(format_bytes, (top.counted_peak_bytes, top.store_all_peak_bytes))
     budget = top.budget_bytes
     within = "no budget" if budget is None else f"budget {format_bytes(budget)}"
     return f"fxremat: {within}, peak {peak}, store-all {plain}, {top.time_overhead:+.1%} time"
@@ -86,8 +86,8 @@ KINDS = {
 _FIGURES = (
     "graph", "nodes", "count", "order", "budget_bytes", "held_bytes", "resident_bytes",
     "planned_peak_bytes", "predicted_peak_bytes", "predicted_reserved_bytes", "counted_peak_bytes",
-    "keep_all_peak_bytes", "minimum_peak_bytes", "time_overhead", "recomputed_bytes", "moved_bytes",
-    "saved_bytes",
+    "store_all_peak_bytes", "minimum_peak_bytes", "time_overhead", "recomputed_bytes",
+    "moved_bytes", "saved_bytes",
 )  # fmt: skip
 """Attributes of the report that the page shows as they are."""
 
@@ -118,8 +118,8 @@ def _graph(report: Report) -> dict[str, Any]:
         "variants": [asdict(row) for row in report.variants],
         "timeline": [nbytes + held for nbytes in step.live_bytes],
         "forward_steps": step.forward_steps,
-        "keep_all_timeline": [nbytes + held for nbytes in step.keep_all_live_bytes],
-        "keep_all_forward_steps": step.keep_all_forward_steps,
+        "store_all_timeline": [nbytes + held for nbytes in step.store_all_live_bytes],
+        "store_all_forward_steps": step.store_all_forward_steps,
         "computed": [number.get(name, -1) for name in step.computed],
         "names": _names(report, names),
         "storages": {

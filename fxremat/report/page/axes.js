@@ -69,7 +69,7 @@ function lineOver(context, area, series, position = (step) => step) {
 
 // The store-all step has its own steps: its forward is drawn over this forward, its backward too.
 function positionInPlain(graph) {
-  const { forward_steps: border, keep_all_forward_steps: other } = graph.raw;
+  const { forward_steps: border, store_all_forward_steps: other } = graph.raw;
   const steps = graph.steps, others = graph.plain.length;
   if (!(border > 0 && border < steps && other > 0 && other < others)) {
     return (step) => (step / steps) * others;

@@ -12,7 +12,7 @@ class Graph {
     this.names = raw.names;
     this.steps = raw.timeline.length;
     this.timeline = Float64Array.from(raw.timeline);
-    this.plain = Float64Array.from(raw.keep_all_timeline);
+    this.plain = Float64Array.from(raw.store_all_timeline);
     const columns = raw.storages;
     this.count = columns.bytes.length;
     this.name = Int32Array.from(columns.name);

@@ -184,7 +184,7 @@ class Page {
         budget === null ? "" : `${formatShare(peak / budget)} of the budget`],
       counted && ["Predicted peak, allocated", formatBytes(raw.predicted_peak_bytes),
         `${formatBytes(peak - raw.predicted_peak_bytes)} reserved but unused`],
-      ["Store-all peak", formatBytes(raw.keep_all_peak_bytes), "if nothing were recomputed"],
+      ["Store-all peak", formatBytes(raw.store_all_peak_bytes), "if nothing were recomputed"],
       ["Added time", formatAdded(raw.time_overhead), "over running every op once, planned"],
       ["Recomputed", formatBytes(raw.recomputed_bytes), several(raw.runs_again, "extra run")],
       raw.moves > 0 && ["Moved", formatBytes(raw.moved_bytes), several(raw.moves, "time")],

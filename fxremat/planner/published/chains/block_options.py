@@ -26,9 +26,9 @@ from fxremat.planner.milp.highs import Milp, Term
 from fxremat.planner.published.chains.chain import Block, Chain
 from fxremat.planner.published.chains.chain_costs import (
     BlockOption,
-    keep_all,
     option_cost,
     read_later,
+    store_all,
 )
 from fxremat.planner.published.chains.isolated_part import (
     PAUSES,
@@ -61,7 +61,7 @@ class BlockOptions:
                 tuple(place[op] for op in option.backward) for option in self._solve(chain, block)
             ]
         moved = [BlockOption(tuple(ops[k] for k in steps)) for steps in self.solved.get(key, ())]
-        return list(dict.fromkeys([keep_all(block), *moved]))
+        return list(dict.fromkeys([store_all(block), *moved]))
 
     def _solve(self, chain: Chain, block: Block) -> list[BlockOption]:
         options = [

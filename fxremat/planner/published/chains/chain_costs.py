@@ -2,7 +2,7 @@
 
 A `BlockOption` says how the backward of a block runs: its ops, and between them forward ops that
 run again. Everything else follows from it: what must be held from the forward until then, and which
-forward ops make that. The options generalise Rotor's single one, "keep all" (Zhao et al.,
+forward ops make that. The options generalise Rotor's single one, "store all" (Zhao et al.,
 "Rockmate", ICML 2023, section 3: schedules of a block as options of the chain).
 
 Bytes are of two kinds. Before the turn and while a block's backward runs it is known which
@@ -75,7 +75,7 @@ class BlockCost:
     options: tuple[OptionCost, ...]
 
 
-def keep_all(block: Block) -> BlockOption:
+def store_all(block: Block) -> BlockOption:
     """Rotor's only option: nothing in the block runs again."""
     return BlockOption(tuple(block.backward))
 

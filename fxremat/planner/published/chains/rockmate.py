@@ -13,7 +13,7 @@ from fxremat.planner.deadline import Deadline
 from fxremat.planner.options import SolverOptions
 from fxremat.planner.published.chains.block_options import BlockOptions
 from fxremat.planner.published.chains.chain import find_chain
-from fxremat.planner.published.chains.chain_costs import keep_all
+from fxremat.planner.published.chains.chain_costs import store_all
 from fxremat.planner.published.chains.rotor import (
     BLOCK_OPS,
     MOST_BLOCKS,
@@ -42,7 +42,7 @@ def whole_front(problem: Problem, options: SolverOptions) -> PlanFront:
     deadline = Deadline(options.time_limit_s)
     finest = coarser(find_chain(problem), MOST_BLOCKS)
     solved = BlockOptions(deadline)
-    schedules = chain_schedules(finest, [[keep_all(block)] for block in finest.blocks], deadline)
+    schedules = chain_schedules(finest, [[store_all(block)] for block in finest.blocks], deadline)
     for chain in grains(finest, BLOCK_OPS):
         its = [solved.of(chain, block) for block in chain.blocks]
         schedules.extend(chain_schedules(chain, its, deadline))

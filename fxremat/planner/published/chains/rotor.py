@@ -17,7 +17,7 @@ from fxremat.planner.deadline import Deadline
 from fxremat.planner.options import SolverOptions
 from fxremat.planner.plans import make_plan
 from fxremat.planner.published.chains.chain import Chain, NotAChain, find_chain
-from fxremat.planner.published.chains.chain_costs import BlockOption, block_costs, keep_all
+from fxremat.planner.published.chains.chain_costs import BlockOption, block_costs, store_all
 from fxremat.planner.published.chains.rotor_table import Table
 from fxremat.planner.remembered import remembered
 
@@ -55,7 +55,7 @@ def whole_front(problem: Problem, options: SolverOptions) -> PlanFront:
     """The plans of a problem, remembered for the last few problems."""
     deadline = Deadline(options.time_limit_s)
     chain = coarser(find_chain(problem), MOST_BLOCKS)
-    schedules = chain_schedules(chain, [[keep_all(block)] for block in chain.blocks], deadline)
+    schedules = chain_schedules(chain, [[store_all(block)] for block in chain.blocks], deadline)
     return best_plans(problem, schedules, NAME, deadline)
 
 

@@ -63,7 +63,7 @@ class Table:
     def __init__(self, costs: Sequence[BlockCost], deadline: Deadline) -> None:
         self.costs = costs
         self.count = len(costs)
-        most = keep_all_bytes(costs)
+        most = store_all_bytes(costs)
         slots = min(MOST_SLOTS, max(1, CELLS // self.count**2))
         self.slot = max(1.0, most / slots)
         self.slots = self._slots(most) + self.count
@@ -256,7 +256,7 @@ class Table:
         return total
 
 
-def keep_all_bytes(costs: Sequence[BlockCost]) -> int:
+def store_all_bytes(costs: Sequence[BlockCost]) -> int:
     """Bytes at the worst step where every block takes its first option and runs once."""
     held, worst, paid = 0, 0, False
     for cost in costs:

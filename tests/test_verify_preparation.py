@@ -24,7 +24,7 @@ from tests.examples import examples
 from tests.graphs import batch, calls
 from tests.host_weights import batches, language, loss_of, moved
 from tests.prepared import Spoil, Twice, as_given, prepare_wrongly, prepared
-from tests.test_checking_data_flow import copy_a_random_call, one, read_a_copied_random_call
+from tests.test_verify_data_flow import copy_a_random_call, one, read_a_copied_random_call
 
 ATEN = torch.ops.aten
 

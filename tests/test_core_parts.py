@@ -9,7 +9,7 @@ LAVISH = Version(10.0, 4, 6, 7)
 
 
 def step() -> Step:
-    """Two runs of one unit, one within the other."""
+    """Two runs of one part, one within the other."""
     moments = (
         StepPoint(20, (), 0, "forward"),
         StepPoint(22, (0,), 1, "forward"),

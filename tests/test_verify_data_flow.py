@@ -14,14 +14,14 @@ from fxremat.errors import VerificationFailed
 from fxremat.passes.recompute import apply_plan
 from fxremat.verify.data_flow import check_data_flow, check_split
 from tests import nets
-from tests.graphs import Capture, batch, calls, capture, everything_again, keep_all, mlp
+from tests.graphs import Capture, batch, calls, capture, everything_again, mlp, store_all
 
 ATEN = torch.ops.aten
 
 
 def rewritten(name: str, again: bool = True) -> tuple[Capture, fx.Graph]:
     """A traced net and a fresh rewriting of it."""
-    seen = capture(*nets.make(name), everything_again if again else keep_all)
+    seen = capture(*nets.make(name), everything_again if again else store_all)
     return seen, apply_plan(seen.found, seen.steps).module.graph
 
 

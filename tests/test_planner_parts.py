@@ -18,25 +18,25 @@ versions = st.builds(Version, st.integers(1, 40).map(float), bytes_, bytes_, byt
 
 @st.composite
 def steps(draw: st.DrawFn) -> Step:
-    """Runs of one or two units, the last to come the first to go."""
-    units = draw(st.lists(st.lists(versions, min_size=1, max_size=4), min_size=1, max_size=2))
-    unit_of = draw(st.lists(st.integers(0, len(units) - 1), min_size=1, max_size=4))
-    count = len(unit_of)
+    """Runs of one or two parts, the last to come the first to go."""
+    parts = draw(st.lists(st.lists(versions, min_size=1, max_size=4), min_size=1, max_size=2))
+    part_of = draw(st.lists(st.integers(0, len(parts) - 1), min_size=1, max_size=4))
+    count = len(part_of)
     moments = [StepPoint(draw(bytes_), tuple(range(run)), run, "forward") for run in range(count)]
     moments.append(StepPoint(draw(bytes_), tuple(range(count))))
     for run in reversed(range(count)):
         moments.append(StepPoint(draw(bytes_), tuple(range(run)), run, "backward"))
-    return Step(tuple(moments), tuple(unit_of), tuple(map(tuple, units)))
+    return Step(tuple(moments), tuple(part_of), tuple(map(tuple, parts)))
 
 
 def choices(step: Step, most_versions: int) -> list[tuple[int, ...]]:
-    """All, with at most so many versions of each unit."""
-    places = [range(len(step.versions[unit])) for unit in step.part_of]
+    """All, with at most so many versions of each part."""
+    places = [range(len(step.versions[part])) for part in step.part_of]
 
     def few(chosen: tuple[int, ...]) -> bool:
         taken = set(zip(step.part_of, chosen, strict=True))
-        units = range(len(step.versions))
-        return all(sum(unit == u for u, _ in taken) <= most_versions for unit in units)
+        parts = range(len(step.versions))
+        return all(sum(part == p for p, _ in taken) <= most_versions for part in parts)
 
     return [chosen for chosen in product(*places) if few(chosen)]
 
