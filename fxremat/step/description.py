@@ -61,6 +61,8 @@ class StepDescription:
     fixed: dict[int, int] = field(default_factory=dict)
     planners: dict[int, Planner] = field(default_factory=dict)
     """Of parts whose graph is at hand."""
+    seen_between: bool = False
+    """Whether the points have what was seen between the halves."""
 
     def reserved(self, chosen: Sequence[int], settings: AllocatorSettings) -> Reserved | None:
         """What the step takes of the allocator; None where a version is not known so well.
@@ -82,6 +84,15 @@ class StepDescription:
         self.parts[part] = replace(self.parts[part], offers=tuple(offers))
         if self.followers_given is not None:
             self.parts[1] = followed_by(self.parts[0], self.followers_given)
+
+    def see_between(self, nbytes: int) -> None:
+        """So many bytes were seen while all runs wait, and nothing of a part runs."""
+        if nbytes and not self.seen_between:
+            self.seen_between = True
+            self.points = tuple(
+                replace(one, outside_bytes=one.outside_bytes + nbytes * (one.running is None))
+                for one in self.points
+            )
 
     def step(self) -> Step:
         """Its points, and what the parts offer now."""

@@ -63,7 +63,8 @@ class GraphInStep:
 
         Raises `InfeasibleBudget`.
         """
-        self._hold(self.observed.recall(self.request.budget.limit, self.where.device))
+        self.observed.recall(self.request.budget.limit, self.where.device)
+        self._hold(self.observed.held)
         return self._compiled_so()
 
     def _compiled_so(self) -> RunVersions | None:
@@ -139,10 +140,10 @@ class GraphInStep:
         self.taken.parameters = known
         return self._beside_more(args)
 
-    def set_aside(self, more: int) -> None:
-        """Have it planned again in so many bytes less: a step was seen to take them beside it."""
-        self._hold(more)
-        self.observed.note(more, self.request.budget.limit, self.where.device)
+    def set_aside(self, between: int, held: int) -> None:
+        """Have it planned again with so many bytes more beside it: a step was seen to take them."""
+        self._hold(held)
+        self.observed.note(between, held, self.request.budget.limit, self.where.device)
         self.role.is_due |= self.role.described is None
 
     def _hold(self, more: int) -> None:
@@ -183,7 +184,8 @@ class GraphInStep:
         Where runs that wait leave it too few bytes, this step takes more than the budget, and from
         the next one on they leave more. Raises `InfeasibleBudget` with what all need together.
         """
-        request, missing, told = self.request, 0, len(session.STATE.reports)
+        missing, told = 0, len(session.STATE.reports)
+        request = self.request.with_budget(between=self.observed.between)
         try:
             version = self.graph.compile(request)
         except InfeasibleBudget as refused:
@@ -273,6 +275,7 @@ class GraphInStep:
 
         What the latter need is not known yet, so that one may exceed the budget in its first step.
         """
+        described.see_between(self.observed.between)
         part = described.parts[self.role.index]
         unknown = self.where.follow and self.role.described is None and len(described.part_of) == 1
         choose = planner.saving_least if unknown else planner.fastest

@@ -22,7 +22,7 @@ from fxremat.compat.absent.tracing import apart_from_tracing
 from fxremat.compat.backward import when_freed
 from fxremat.compat.dynamo import compilations
 from fxremat.core.step import Order, in_order, last_first
-from fxremat.errors import PromiseBroken
+from fxremat.errors import BudgetExceeded, PromiseBroken
 from fxremat.memory.storages import Storages, saved_storages, storages_of, with_gradients
 from fxremat.memory.watched_steps import StepWatch
 from fxremat.report.report import Report
@@ -76,8 +76,8 @@ class SharingGraph(Protocol):
         """Whether other ranks run it, too."""
         ...
 
-    def set_aside(self, more: int) -> None:
-        """Have it planned again in so many bytes less."""
+    def set_aside(self, between: int, held: int) -> None:
+        """Have it planned again with so many bytes more beside it."""
         ...
 
     @property
@@ -205,8 +205,8 @@ class BudgetScope:
     due: bool = False
     warned: Warned = field(default_factory=Warned)
     watch: StepWatch | None = None
-    planned_again: bool = False
-    """Because a step took more than the budget."""
+    planned_again: int = 0
+    """How often, because a step took more than the budget."""
     compiled_again: int = 0
     saved_bytes: int = 0
     """Of all forwards that wait, by their plans; the most since a step began."""
@@ -390,24 +390,29 @@ class BudgetScope:
             return
         exceeded = self.watch.end(promise.graph, self.saved_bytes, promise.unseen_bytes)
         if exceeded is not None:
-            exceeded.again = self._set_aside(exceeded.taken_bytes - exceeded.budget_bytes)
+            exceeded.again = self._set_aside(exceeded)
             log.warning("%s", exceeded)
             warnings.warn(exceeded, stacklevel=4)
 
-    def _set_aside(self, more: int) -> bool:
-        """Have all graphs planned once more, in so many bytes less; whether they can be.
+    def _set_aside(self, exceeded: BudgetExceeded) -> bool:
+        """Have all graphs planned again for what a step was seen to take; whether they are.
 
-        Ranks see different numbers, and have to run the same.
+        At first what nobody had counted is taken to be there while all runs wait, as a loss is;
+        where a step exceeds the budget even then, at all times. Ranks see different numbers, and
+        have to run the same.
         """
         graphs = list(self.graphs)
-        if self.planned_again or not graphs or any(one.on_several_ranks for one in graphs):
+        if self.planned_again == 2 or not graphs or any(one.on_several_ranks for one in graphs):
             return False
+        between, held = exceeded.outside_bytes - exceeded.counted_bytes, 0
+        if self.planned_again:
+            between, held = 0, exceeded.taken_bytes - exceeded.budget_bytes
         for graph in graphs:
-            graph.set_aside(more)
+            graph.set_aside(between, held)
             self.due |= graph.role.described is not None
         assert self.watch is not None
         self.watch.look_again()
-        self.planned_again = True
+        self.planned_again += 1
         return True
 
     def add(self, run: WaitingRun, own: Iterable[object]) -> PromiseBroken | None:
