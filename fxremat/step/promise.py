@@ -8,6 +8,7 @@ from typing import Any
 
 import torch
 
+from fxremat.core.layout import StepLayout
 from fxremat.memory.segments import SegmentPlan
 
 Compiled = Callable[..., Any]
@@ -55,6 +56,7 @@ class RunVersions:
     A run that none was planned for takes the last. ``peak_bytes`` are of all runs together, without
     what the promises hold; ``step_peak_bytes`` are those of the step, with all that is there most
     of the time. ``parts`` say what the planner knows of the run at each place, where it knows that.
+    ``layout`` says where the buffers of the run at each place lie.
     """
 
     versions: tuple[PromisedVersion, ...]
@@ -62,6 +64,7 @@ class RunVersions:
     peak_bytes: int
     step_peak_bytes: int
     parts: tuple[Any, ...] = ()
+    layout: StepLayout = field(default_factory=StepLayout)
 
     def of_run(self, place: int) -> PromisedVersion:
         """The version of the run at a place among those that wait."""
