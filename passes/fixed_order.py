@@ -9,7 +9,8 @@ two passes of ours inside of Inductor:
 - `Fence`, on the kernels before fusion: no loop moves across a library call. Only a loop whose
   results are small beside what it reads, such as the sum that is a bias gradient, may run earlier.
   A copy that only changes the layout for a library call runs last before it. On the CPU, where
-  loops share functions, a function ends where what has died must be freed.
+  loops share functions, a function ends where what has died must be freed. It also has the code
+  get its buffers from us, so that they may lie at planned addresses.
 
         mm_1   relu_recompute   mm_2   gelu_backward   mm_3   sum_1 (small)
                \\____ not here ____/         \\_____ may join ____/
@@ -37,6 +38,7 @@ from fxremat.compat.inductor.post_grad import (
 from fxremat.compat.inductor.scheduling import (
     Footprint,
     Scheduled,
+    allocate_at_places,
     names_being_scheduled,
     run_after,
     run_in_functions,
@@ -203,6 +205,7 @@ class Fence(SchedulerPass):
 
     def __call__(self, nodes: list[Any]) -> list[Any]:
         nodes = nodes if self.user_pass is None else self.user_pass(nodes)
+        allocate_at_places()
         return self.hold(nodes)
 
     def hold(self, nodes: list[Any]) -> list[Any]:

@@ -213,7 +213,12 @@ def node_of_forward(results: object, since: int) -> Any:
     the forward returned as they were. A forward that runs with hooks on what is saved, as under
     `torch.utils.checkpoint`, saves what the hooks make of it; it counts as saving nothing.
     """
-    if not torch.is_grad_enabled() or _hooks_on_what_is_saved():
+    return None if _hooks_on_what_is_saved() else node_of_results(results, since)
+
+
+def node_of_results(results: object, since: int) -> Any:
+    """The same, whatever is made of what the forward saves; None if no result needs a gradient."""
+    if not torch.is_grad_enabled():
         return None
     values: Iterable[object] = results if isinstance(results, (list, tuple)) else (results,)
     with torch._C.DisableTorchFunctionSubclass():

@@ -6,6 +6,7 @@ half of a run, its forward or its backward, is one offset for each of these call
 
 from __future__ import annotations
 
+from collections.abc import Sequence
 from dataclasses import dataclass
 from math import prod
 
@@ -27,10 +28,14 @@ class CodeBuffer:
     @property
     def nbytes(self) -> int:
         """From the first to the last element."""
-        if not prod(self.size):
-            return 0
-        last = sum((n - 1) * step for n, step in zip(self.size, self.stride, strict=True))
-        return (last + 1) * self.itemsize
+        return extent(self.size, self.stride) * self.itemsize
+
+
+def extent(size: Sequence[int], stride: Sequence[int]) -> int:
+    """How many elements there are from the first to the last one of a tensor."""
+    if not prod(size):
+        return 0
+    return 1 + sum((n - 1) * step for n, step in zip(size, stride, strict=True))
 
 
 @dataclass(frozen=True)

@@ -19,10 +19,13 @@ import torch
 from fxremat.compat.backward import (
     autograd_position,
     node_of_forward,
+    node_of_results,
     when_backward_ends,
 )
 from fxremat.compat.tensors import is_fake
+from fxremat.memory.arena import Arena, PlacedRun
 from fxremat.memory.storages import storages_of
+from fxremat.runtime.placed import places_of_forward, set_places_of_backward
 from fxremat.step.promise import Compiled, RunVersions
 from fxremat.step.scope import BudgetScope, SharingGraph, WaitingRun
 
@@ -73,12 +76,14 @@ def watch_in_flight(
 
 @dataclass
 class _WatchedRuns:
-    """The runs of one graph as they are now."""
+    """The runs of one graph as they are now, and where their buffers lie."""
 
     runs: RunVersions
     scope: BudgetScope
     frame: int
     graph: PlannedGraph | None
+    placed: tuple[PlacedRun, ...] = ()
+    placed_for: RunVersions | None = None
 
     def run(self, args: tuple[Any, ...]) -> Any:
         """Run the forward that comes next, in the version of its place."""
@@ -97,7 +102,11 @@ class _WatchedRuns:
         one = self.runs.of_run(place)
         promise = one.promise
         scope.begin(promise, args)
-        results = one.call(*args)
+        placed = self.placed_run(place, promise.device)
+        with places_of_forward(None if placed is None else placed.forward):
+            results = one.call(*args)
+        if placed is not None:
+            set_places_of_backward(node_of_results(results, before), placed.backward)
         node = node_of_forward(results, before)
         if node is not None:
             if scope.watch is not None and not scope.watch.is_over:
@@ -111,6 +120,15 @@ class _WatchedRuns:
             own = (*args, *made)
             self.look(run, own)
         return results
+
+    def placed_run(self, place: int, device: torch.device) -> PlacedRun | None:
+        """Where the buffers of the run at a place lie, if that was planned."""
+        if self.placed_for is not self.runs:
+            self.placed_for, self.placed = self.runs, ()
+            if self.runs.layout.runs:
+                self.scope.arena = self.scope.arena or Arena(device)
+                self.placed = self.scope.arena.placed(self.runs.layout)
+        return self.placed[place] if place < len(self.placed) else None
 
     def look(self, run: WaitingRun, own: Iterable[object]) -> None:
         """Warn, and plan again, where more runs wait than were planned for."""

@@ -23,6 +23,7 @@ from fxremat.compat.backward import when_freed
 from fxremat.compat.dynamo import compilations
 from fxremat.core.step import Order, in_order, last_first
 from fxremat.errors import BudgetExceeded, PromiseBroken
+from fxremat.memory.arena import Arena
 from fxremat.memory.storages import Storages, saved_storages, storages_of, with_gradients
 from fxremat.memory.watched_steps import StepWatch
 from fxremat.report.report import Report
@@ -204,6 +205,7 @@ class BudgetScope:
     last: list[Recorded] = field(default_factory=list)
     due: bool = False
     warned: Warned = field(default_factory=Warned)
+    arena: Arena | None = None
     watch: StepWatch | None = None
     planned_again: int = 0
     """How often, because a step took more than the budget."""
@@ -250,8 +252,7 @@ class BudgetScope:
     ) -> Storages:
         """Parameters of all graphs with their gradients, and all else that is known of their
         ``models``, unless a graph counts what lies around it itself."""
-        found: Storages = {}
-        found |= with_gradients(_alive(self.parameters.values()), device)
+        found = with_gradients(_alive(self.parameters.values()), device)
         for graph in self.graphs if models else ():
             found |= storages_of(_alive(graph.around), device)
         return {key: size for key, size in found.items() if key not in own}
@@ -359,8 +360,7 @@ class BudgetScope:
             device, budget = promise.device, promise.budget_bytes
             self.watch = StepWatch(device, budget, promise.counts_reserved, self._compilations)
         if not self.waiting and not self.watch.is_over:
-            around, self.saved_bytes = [each() for each in promise.around], 0
-            around = pytree.tree_leaves(around)
+            around, self.saved_bytes = pytree.tree_leaves([each() for each in promise.around]), 0
             resident = with_gradients([*args, *around], promise.device)
             self.watch.begin(sum(resident.values()))
 

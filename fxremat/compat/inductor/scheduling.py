@@ -116,6 +116,35 @@ def names_being_scheduled() -> list[str]:
     return [node.name for node in module.graph.nodes]
 
 
+def allocate_at_places() -> None:
+    """Have the code that is written for a forward or a backward get its buffers from `PLACED`.
+
+    It stands in the code, so that caches keep it. Code in C++ has no Python to do so, and what is
+    recorded as a CUDA graph has addresses of its own.
+    """
+    from torch._inductor import config
+    from torch._inductor.codegen.wrapper import PythonWrapperCodegen
+    from torch._inductor.virtualized import V
+
+    graph: Any = V.graph
+    if graph.is_inference or graph.cpp_wrapper or config.triton.cudagraphs:
+        return
+    wrapper = graph.wrapper_code
+    if type(wrapper) is not PythonWrapperCodegen:  # a part of another graph's code, or C++
+        return
+    half = "backward" if graph.is_backward else "forward"
+    entered = f"{half}_at_places"
+    wrapper.header.writeline(
+        f"from {PLACED} import empty_strided_cpu, empty_strided_cuda, {entered}"
+    )
+    call = "Runner.call" if config.graph_partition else "call"
+    wrapper.suffix.writeline(f"{call} = {entered}({call})")
+
+
+PLACED = "fxremat.runtime.placed"
+"""The module that generated code allocates with."""
+
+
 def run_after(nodes: Sequence[Any], after: Mapping[int, Sequence[int]]) -> list[Any]:
     """Make Inductor run each key after its values, all of them positions in ``nodes``.
 

@@ -1,0 +1,386 @@
+"""One block of memory for the buffers of all graphs that share a budget, at planned addresses.
+
+Each place has a storage of its own, of exactly its bytes, so that what lies there is a tensor like
+any other: it has its own version counter, and is saved, copied and shared by itself.
+
+Nothing is ever written over what somebody holds. Who holds what is seen by the use counts of the
+storages, and all bytes are looked at before they are given away: where a half of a run begins,
+those places that may be held from before (what forwards have saved, gradients, and what was held
+against the plan when its half had ended); at each call, those that had the bytes last in the same
+half, or were saved for it; where a half ends, all others of it. What is held is left alone, and the
+buffer that should have lain there is allocated as ever.
+"""
+
+from __future__ import annotations
+
+import logging
+import weakref
+from collections.abc import Iterable, Iterator, Sequence
+from dataclasses import dataclass
+from threading import Lock
+from typing import Any
+
+import torch
+
+from fxremat.compat.placement import (
+    EMPTY,
+    Empty,
+    allocate_as_before,
+    allocate_in_pool,
+    fill_bytes,
+    new_block,
+    reinterpret,
+)
+from fxremat.core.layout import HalfLayout, StepLayout, extent
+from fxremat.memory.slots import Covered, Slot, held
+from fxremat.runtime.placed import Place, Places, go_on_with
+from fxremat.sizes import format_bytes
+
+log = logging.getLogger(__name__)
+
+
+class PlacedHalf:
+    """One half of a run, in an arena.
+
+    Of a backward, ``forward`` is the other half: what that saves is freed while this one runs.
+    """
+
+    def __init__(
+        self, arena: Arena, layout: HalfLayout, arena_bytes: int, forward: PlacedHalf | None = None
+    ) -> None:
+        self.arena, self.layout, self.forward = arena, layout, forward
+        self.arena_bytes = arena_bytes
+        self.dtypes = [getattr(torch, one.dtype.removeprefix("torch.")) for one in layout.buffers]
+        self.bound = -1
+        """The state of the arena that the slots below are for."""
+        self.slots: list[Slot | None] = []
+        self.places: list[Place | None] = []
+        self.outlive: list[Slot] = []
+        """What is planned to live on when the half has ended, and (``within``) what is not."""
+        self.within: list[Slot] = []
+        self.watched: list[Slot] = []
+        """What may be held when the half begins, and overlaps with places of it."""
+        self.carefully = False
+        """Whether this time some bytes were not given away as planned."""
+
+    def enter(self) -> Places | None:
+        """The code begins; None where it gets no places this time."""
+        return self.arena.enter(self)
+
+    def leave(self) -> None:
+        """The code has ended, or has failed."""
+        self.arena.leave(self)
+
+    def place(
+        self, index: int, size: Any, stride: Any, dtype: torch.dtype, empty: Empty
+    ) -> torch.Tensor:
+        """The buffer of a call that is not quite as planned, or whose bytes may be held."""
+        arena, slot = self.arena, self.slots[index]
+        arena.poison_dead()
+        assert slot is not None
+        if not self._fits(index, slot, size, stride, dtype, empty):
+            arena.note_difference()
+        elif held(self._before(index, slot)):
+            arena.note_held(1)
+        else:
+            arena.note_filled(slot)
+            return reinterpret(slot.base, size, stride, 0)
+        if not self.carefully:
+            self.carefully = True
+            go_on_with(map(_closely, self.places[index + 1 :]))
+        return empty(size, stride, dtype)
+
+    def _fits(
+        self, index: int, slot: Slot, size: Any, stride: Any, dtype: torch.dtype, empty: Empty
+    ) -> bool:
+        """Whether what is asked for can lie there: a dynamic graph may ask for less."""
+        nbytes = extent(size, stride) * dtype.itemsize
+        if dtype is not self.dtypes[index] or empty is not self.arena.empty:
+            return False
+        return 0 < nbytes <= slot.end - slot.begin
+
+    def _before(self, index: int, slot: Slot) -> Iterable[Slot]:
+        """Whoever may hold bytes of the slot, in this half."""
+        place = self.places[index]
+        if not self.carefully and place is not None:
+            return place.before
+        earlier = [one for one in self.slots[:index] if one is not None]
+        return [one for one in (*self._saved, *earlier) if one.overlaps(slot)]
+
+    @property
+    def _saved(self) -> list[Slot]:
+        """What the other half has saved for this one."""
+        return [] if self.forward is None else self.forward.outlive
+
+    # -- in the arena as it is now ----------------------------------------------------------------
+
+    def bind(self) -> None:
+        """Find the slots in the arena as it is now."""
+        if self.bound == self.arena.state:
+            return
+        if self.forward is not None:
+            self.forward.bind()
+        self.slots = [self._slot(index) for index in range(len(self.layout.buffers))]
+        slots = dict.fromkeys(slot for slot in self.slots if slot is not None)
+        outlive = {self.slots[index] for index in self.layout.outlive}
+        self.outlive = [slot for slot in slots if slot in outlive]
+        self.within = [slot for slot in slots if slot not in outlive]
+        covered = Covered(self._saved)
+        self.places = [self._place(index, slot, covered) for index, slot in enumerate(self.slots)]
+        self.bound = self.arena.state
+
+    def _slot(self, index: int) -> Slot | None:
+        buffer, offset = self.layout.buffers[index], self.layout.offsets[index]
+        if offset is None or buffer.block is None or not buffer.nbytes:
+            return None
+        return self.arena.slot(offset, buffer.nbytes, self.dtypes[index])
+
+    def _place(self, index: int, slot: Slot | None, covered: Covered) -> Place | None:
+        if slot is None:
+            return None
+        one, dtype, empty = self.layout.buffers[index], self.dtypes[index], self.arena.empty
+        return Place(one.size, one.stride, dtype, empty, slot.base, covered.cover(slot), index)
+
+    def watch(self, outliving: Iterable[Slot]) -> None:
+        """Of all that may be held when a half begins, note what matters here."""
+        covered, own = Covered(self.slots), set(self._saved)
+        self.watched = [one for one in outliving if one not in own and covered.touches(one)]
+
+    def places_beside(self, others: Sequence[Slot]) -> Iterator[Place | None]:
+        """All places that do not overlap with these; each will be looked at closely."""
+        for place, slot in zip(self.places, self.slots, strict=True):
+            blocked = slot is None or any(map(slot.overlaps, others))
+            yield None if blocked else _closely(place)
+
+
+def _closely(place: Place | None) -> Place | None:
+    """The same for `PlacedHalf.place` to decide on."""
+    return None if place is None else place._replace(size=None)
+
+
+@dataclass(frozen=True, eq=False)
+class PlacedRun:
+    """Both halves of a run, in an arena."""
+
+    forward: PlacedHalf
+    backward: PlacedHalf
+
+
+class Arena:
+    """The block on one device, and what lies in it.
+
+    It is taken when a half first needs it, taken anew where layouts need another size (until
+    somebody lets go of what lies in the one before, there are two), and given back when no layout
+    is left. A second thread that comes in meanwhile allocates as ever, as does a half that begins
+    inside of another one.
+
+    With ``poison``, a test, memory is filled with NaN when nobody holds it any more.
+
+    On CUDA all else that a half allocates comes from a pool of its own, and a stream waits for the
+    one that was in the arena before. No GPU has run that yet. Where CUDA graphs are recorded,
+    nothing is placed.
+    """
+
+    def __init__(self, device: torch.device) -> None:
+        self.device = device
+        self.empty: Any = EMPTY.get(device.type)
+        self.is_off = self.empty is None
+        self.poison = False
+        self.block: torch.Tensor | None = None
+        self.state = 0
+        """Another number whenever slots may be other ones than before."""
+        self.conflicts = self.differences = self.missed = 0
+        """Buffers that were allocated as ever, for what lay there is held, or they are not as
+        planned; halves that were not placed, for another one was in the arena."""
+        self._halves: weakref.WeakSet[PlacedHalf] = weakref.WeakSet()
+        self._slots: dict[tuple[int, int, torch.dtype], Slot] = {}
+        self._leaked: dict[Slot, None] = {}
+        """Held against the plan when their half had ended."""
+        self._filled: dict[Slot, None] = {}
+        """Not poisoned since they were given away."""
+        self._is_changed = False
+        self._lock = Lock()
+        self._pool: Any = None
+        self._stream: Any = None
+
+    @property
+    def nbytes(self) -> int:
+        """What it takes now."""
+        return 0 if self.block is None else self.block.nbytes
+
+    def placed(self, layout: StepLayout) -> tuple[PlacedRun, ...]:
+        """The runs of a layout, in this arena as long as somebody holds them."""
+        runs = []
+        for run in layout.runs:
+            forward = PlacedHalf(self, run.forward, layout.arena_bytes)
+            backward = PlacedHalf(self, run.backward, layout.arena_bytes, forward)
+            runs.append(PlacedRun(forward, backward))
+            for half in (forward, backward):
+                self._halves.add(half)
+                weakref.finalize(half, self._forget).atexit = False
+        self._is_changed = True
+        return tuple(runs)
+
+    def slot(self, offset: int, nbytes: int, dtype: torch.dtype) -> Slot:
+        """The one that lies there."""
+        key = (offset, offset + nbytes, dtype)
+        if key not in self._slots:
+            assert self.block is not None
+            self._slots[key] = Slot(self.block, *key)
+        return self._slots[key]
+
+    # -- halves -----------------------------------------------------------------------------------
+
+    def enter(self, half: PlacedHalf) -> Places | None:
+        """A half begins: its places, without those whose bytes are held; None where it has none."""
+        if self.is_off or _is_recorded(self.device):
+            return None
+        if not self._lock.acquire(blocking=False):
+            self.missed += 1
+            return None
+        places = None
+        try:
+            self._wait_for_others()
+            places = self._places(half)
+            if places is not None:
+                self._use_pool()
+            return places
+        finally:
+            if places is None:
+                self._lock.release()
+
+    def leave(self, half: PlacedHalf) -> None:
+        """It has ended, or failed: what is held of it that should not be is watched from now on."""
+        try:
+            if self._pool is not None:
+                allocate_as_before(self._pool, self.device)
+            self._leaked.update(dict.fromkeys(held(half.within)))
+            self.poison_dead()
+        finally:
+            self._lock.release()
+
+    def _places(self, half: PlacedHalf) -> Places | None:
+        if self._is_changed:
+            self._take()
+        if self.is_off:
+            return None
+        if half.bound != self.state:
+            self._bind()
+        if any(slot.is_moved for slot in half.outlive):
+            self._renew()
+        self._leaked = dict.fromkeys(held(self._leaked))
+        others = [*held(half.watched), *self._leaked]
+        self.poison_dead()
+        half.carefully = bool(others)
+        if not others and not self.poison:
+            return iter(half.places)
+        places = list(half.places_beside(others))
+        self.note_held(places.count(None) - half.places.count(None))
+        return iter(places)
+
+    def note_held(self, count: int) -> None:
+        """So many buffers are allocated as ever, for others hold what lies there."""
+        if count and not self.conflicts:
+            log.warning(
+                "values that a plan takes for dead are held: buffers that would have their memory "
+                "are allocated beside them"
+            )
+        self.conflicts += count
+
+    def note_difference(self) -> None:
+        """A buffer is allocated as ever, for it is not the one that was planned."""
+        if not self.differences:
+            log.warning("a graph asks for other buffers than were planned: they lie elsewhere")
+        self.differences += 1
+
+    def note_filled(self, slot: Slot) -> None:
+        """Somebody is given the slot."""
+        if self.poison:
+            self._filled[slot] = None
+
+    def poison_dead(self) -> None:
+        """Fill what nobody holds any more, in the test mode."""
+        if not self.poison or not self._filled:
+            return
+        living = dict.fromkeys(held(self._filled))
+        for slot in self._filled.keys() - living.keys():
+            assert self.block is not None
+            has_nan = slot.base.is_floating_point() or slot.base.is_complex()
+            fill_bytes(self.block, slot.begin, slot.end, 0xFF if has_nan else 0x7F)
+        self._filled = living
+
+    # -- the block --------------------------------------------------------------------------------
+
+    def _take(self) -> None:
+        """Take the block that the layouts need, and forget slots that none needs."""
+        self._is_changed = False
+        needed = max((half.arena_bytes for half in self._halves), default=0)
+        grows, shrinks = needed > self.nbytes, needed < self.nbytes
+        if grows or (shrinks and not held(self._slots.values())):
+            self._give_back()
+            try:
+                self.block = new_block(needed, self.device)
+            except RuntimeError:
+                log.warning("no memory for an arena of %s: nothing is placed", format_bytes(needed))
+                self.is_off = True
+                return
+            if self.poison:
+                fill_bytes(self.block, 0, needed, 0xFF)
+        self.state += 1
+
+    def _give_back(self) -> None:
+        """Let go of the block; what somebody holds keeps it alive."""
+        self.block = None
+        self.state += 1
+        for known in (self._slots, self._leaked, self._filled):
+            known.clear()
+
+    def _renew(self) -> None:
+        """Somebody has moved storages out of the block: others take their places."""
+        self._slots = {key: slot for key, slot in self._slots.items() if not slot.is_moved}
+        self.state += 1
+        self._bind()
+
+    def _bind(self) -> None:
+        """Have all halves find their slots, and what may be held when they begin."""
+        halves = list(self._halves)
+        before, self._slots = self._slots, dict(self._slots)
+        for half in halves:
+            half.bind()
+        wanted = {slot for half in halves for slot in half.slots}
+        old = set(held(slot for slot in before.values() if slot not in wanted))
+        self._slots = {k: slot for k, slot in self._slots.items() if slot in wanted or slot in old}
+        outliving = dict.fromkeys((*old, *(slot for half in halves for slot in half.outlive)))
+        for half in halves:
+            half.watch(outliving)
+
+    def _forget(self) -> None:
+        """A half is gone; with the last one the block is given back."""
+        self._is_changed = True
+        if not list(self._halves) and self._lock.acquire(blocking=False):
+            self._give_back()
+            self._lock.release()
+
+    # -- CUDA -------------------------------------------------------------------------------------
+
+    def _wait_for_others(self) -> None:
+        """The current stream waits for the one that was in the arena before."""
+        if self.device.type != "cuda":
+            return
+        stream = torch.cuda.current_stream(self.device)
+        if self._stream is not None and self._stream != stream:
+            stream.wait_stream(self._stream)
+        self._stream = stream
+
+    def _use_pool(self) -> None:
+        """What this thread allocates until the half ends comes from the pool."""
+        if self.device.type != "cuda":
+            return
+        if self._pool is None:
+            self._pool = torch.cuda.MemPool()
+        allocate_in_pool(self._pool, self.device)
+
+
+def _is_recorded(device: torch.device) -> bool:
+    """Whether a CUDA graph is recorded now, which has addresses of its own."""
+    return device.type == "cuda" and torch.cuda.is_current_stream_capturing()

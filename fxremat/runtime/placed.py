@@ -1,0 +1,157 @@
+"""Where generated code gets the memory of its buffers: at planned places, or from torch.
+
+The code that Inductor generates takes these functions instead of torch's (written into it by
+`fxremat.passes.fixed_order`). A forward gets the places of its buffers from whoever calls it
+(`places_of_forward`), a backward from its node in the graph of autograd (`set_places_of_backward`).
+Code that was given no places allocates with torch's functions.
+"""
+
+from __future__ import annotations
+
+import threading
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
+from functools import wraps
+from sys import getrefcount
+from typing import Any, NamedTuple, Protocol
+
+import torch
+
+from fxremat.compat.backward import running_node
+from fxremat.compat.placement import EMPTY, Empty, reinterpret, storage_uses
+
+Call = Callable[..., Any]
+
+
+class Place(NamedTuple):
+    """Where the buffer of one call lies: what is asked for, and a tensor over these bytes.
+
+    ``size`` is None where `Half.place` decides. ``before`` are the slots (`fxremat.memory.slots`)
+    that had the bytes last. ``number`` is that of the call.
+    """
+
+    size: tuple[int, ...] | None
+    stride: tuple[int, ...]
+    dtype: torch.dtype
+    empty: Empty
+    base: torch.Tensor
+    before: tuple[Any, ...]
+    number: int
+
+
+Places = Iterator[Place | None]
+
+
+class Half(Protocol):
+    """The places of the buffers of one half of a run."""
+
+    def enter(self) -> Places | None:
+        """The code begins; None where it gets no places this time."""
+        ...
+
+    def leave(self) -> None:
+        """The code has ended, or has failed, after it got places."""
+        ...
+
+    def place(
+        self, number: int, size: Any, stride: Any, dtype: torch.dtype, empty: Empty
+    ) -> torch.Tensor:
+        """The buffer of a call that is not quite as planned, or whose bytes may be held."""
+        ...
+
+
+class _Now(threading.local):
+    """Of this thread: the places of the code that runs, and those offered to the next forward."""
+
+    places: Places | None = None
+    half: Any = None
+    offered: Half | None = None
+
+
+_NOW = _Now()
+_NODE_ATTRIBUTE = "places_of_buffers"
+
+
+def _placing(empty: Empty) -> Empty:
+    """``empty``, at the next place of the code that runs in this thread, if it has places."""
+    now = _NOW
+
+    def empty_strided(size: Any, stride: Any, dtype: torch.dtype) -> torch.Tensor:
+        places = now.places
+        if places is None:
+            return empty(size, stride, dtype)
+        place = next(places, None)
+        if place is None:
+            return empty(size, stride, dtype)
+        planned, strides, kind, allocate, base, before, number = place
+        if size == planned and stride == strides and dtype is kind and empty is allocate:
+            for slot in before:
+                if (
+                    storage_uses(slot.number) > slot.uses
+                    or getrefcount(slot.storage) > slot.references
+                ):
+                    break
+            else:
+                return reinterpret(base, size, stride, 0)
+        placed: torch.Tensor = now.half.place(number, size, stride, dtype, empty)
+        return placed
+
+    return empty_strided
+
+
+empty_strided_cpu = _placing(EMPTY["cpu"])
+empty_strided_cuda = _placing(EMPTY["cuda"])
+
+
+def go_on_with(places: Places) -> None:
+    """The rest of the code that runs in this thread takes these places."""
+    _NOW.places = places
+
+
+@contextmanager
+def places_of_forward(half: Half | None) -> Iterator[None]:
+    """The forward that is called inside lies there."""
+    before, _NOW.offered = _NOW.offered, half
+    try:
+        yield
+    finally:
+        _NOW.offered = before
+
+
+def set_places_of_backward(node: Any, half: Half) -> None:
+    """Each backward that runs ``node``, that of a compiled forward, lies there."""
+    if node is not None:
+        setattr(node, _NODE_ATTRIBUTE, half)
+
+
+def forward_at_places(call: Call) -> Call:
+    """The function of a forward's code, at the places that it is offered."""
+
+    @wraps(call)
+    def forward(*args: Any) -> Any:
+        half, _NOW.offered = _NOW.offered, None
+        return _run(half, call, args)
+
+    return forward
+
+
+def backward_at_places(call: Call) -> Call:
+    """The function of a backward's code, at the places that its node knows."""
+
+    @wraps(call)
+    def backward(*args: Any) -> Any:
+        return _run(getattr(running_node(), _NODE_ATTRIBUTE, None), call, args)
+
+    return backward
+
+
+def _run(half: Half | None, call: Call, args: tuple[Any, ...]) -> Any:
+    places = None if half is None else half.enter()
+    before = _NOW.places, _NOW.half
+    _NOW.places, _NOW.half = places, half
+    try:
+        return call(*args)
+    finally:
+        _NOW.places, _NOW.half = before
+        if half is not None and places is not None:
+            half.leave()

@@ -1,0 +1,198 @@
+"""Layouts for an arena made from a step as it has run: what the code asked for, and how long.
+
+No plan is asked: the first step of a trial is recorded, and every buffer that dies within it, or is
+the gradient of a parameter, gets a place, the largest first, at the lowest address that is free
+while it lives.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterable, Iterator
+from contextlib import contextmanager
+from dataclasses import dataclass, field
+from itertools import repeat
+from typing import Any
+from unittest import mock
+
+import torch
+
+from fxremat.compat.tensors import storage_key, storage_watch
+from fxremat.core.layout import CodeBuffer, HalfLayout, RunLayout, StepLayout
+from fxremat.memory.arena import Arena, PlacedRun
+from fxremat.runtime.placed import Place, Places, forward_at_places, places_of_forward
+from fxremat.step.in_flight import _WatchedRuns
+
+ALIGNMENT = 64
+HOST = torch.device("cpu")
+_ANY = Place(None, (), torch.uint8, lambda *_: torch.empty(0), torch.empty(0), (), 0)
+
+
+@dataclass
+class Recorded:
+    """A buffer that was asked for; it lives from ``born`` until ``died``, None: until the end."""
+
+    buffer: CodeBuffer
+    key: int
+    is_gone: Callable[[], bool]
+    born: int
+    died: int | None = None
+    is_result: bool = False
+    offset: int | None = None
+
+    @property
+    def end(self) -> int:
+        """The first byte behind it."""
+        assert self.offset is not None
+        return self.offset + self.buffer.nbytes
+
+    def meets(self, other: Recorded) -> bool:
+        """Whether both live at once."""
+        return not _ended(self, other) and not _ended(other, self)
+
+
+def _ended(one: Recorded, other: Recorded) -> bool:
+    return one.died is not None and one.died <= other.born
+
+
+@dataclass
+class Recorder:
+    """A half of a run that lies nowhere: it notes what is asked for."""
+
+    step: Step
+    asked: list[Recorded] = field(default_factory=list)
+    outlive: frozenset[int] = frozenset()
+
+    def enter(self) -> Places:
+        return repeat(_ANY)
+
+    def leave(self) -> None:
+        self.step.look()
+        self.outlive = frozenset(k for k, one in enumerate(self.asked) if one.died is None)
+
+    def place(self, index: int, size: Any, stride: Any, dtype: Any, empty: Any) -> torch.Tensor:
+        self.step.look()
+        made: torch.Tensor = empty(size, stride, dtype)
+        key, is_gone = storage_watch(made)
+        buffer = CodeBuffer(str(len(self.step.asked)), size, stride, str(dtype), made.itemsize)
+        self.asked.append(Recorded(buffer, key, is_gone, self.step.now))
+        self.step.asked.append(self.asked[-1])
+        return made
+
+    def layout(self) -> HalfLayout:
+        kept = frozenset(k for k in self.outlive if self.asked[k].offset is not None)
+        return HalfLayout(
+            tuple(one.buffer for one in self.asked), tuple(one.offset for one in self.asked), kept
+        )
+
+
+@dataclass
+class Step:
+    """All that is asked for in a step, in order."""
+
+    now: int = 0
+    asked: list[Recorded] = field(default_factory=list)
+
+    def look(self) -> None:
+        """Note what is gone by now."""
+        self.now += 1
+        for one in self.asked:
+            if one.died is None and one.is_gone():
+                one.died = self.now
+
+    def results(self, values: Iterable[Any]) -> None:
+        """These are given to the user, so that they get no place."""
+        keys = {storage_key(x) for x in values if isinstance(x, torch.Tensor)}
+        for one in self.asked:
+            one.is_result |= one.died is None and one.key in keys
+
+    def arrange(self, gradients: Iterable[torch.Tensor], *, reuse: bool) -> int:
+        """Give places; returns the bytes of all."""
+        self.look()
+        kept = {storage_key(one) for one in gradients}
+        inside = [one for one in self.asked if not one.is_result and one.buffer.nbytes]
+        inside = [one for one in inside if one.died is not None or one.key in kept]
+        placed: list[Recorded] = []
+        for one in sorted(inside, key=lambda one: -one.buffer.nbytes):
+            one.offset = 0
+            others = [other for other in placed if not reuse or other.meets(one)]
+            for other in sorted(others, key=lambda other: other.offset or 0):
+                assert other.offset is not None
+                if one.end <= other.offset:
+                    break
+                one.offset = max(one.offset, -(-other.end // ALIGNMENT) * ALIGNMENT)
+            placed.append(one)
+        return max((one.end for one in placed), default=0)
+
+
+@dataclass
+class Trial:
+    """Runs of compiled graphs: as ever, then recorded, then in an arena that is laid out so."""
+
+    arena: Arena = field(default_factory=lambda: Arena(HOST))
+    mode: str = "as ever"
+    step: Step = field(default_factory=Step)
+    recorders: dict[tuple[int, int], tuple[Recorder, Recorder]] = field(default_factory=dict)
+    placed: dict[tuple[int, int], PlacedRun] = field(default_factory=dict)
+    known: list[Any] = field(default_factory=list)
+
+    def placed_run(self, watched: _WatchedRuns, place: int, device: torch.device) -> Any:
+        key = id(watched), place
+        if self.mode == "as ever":
+            return None
+        if self.mode == "recorded" and key not in self.recorders:
+            self.known.append(watched)
+            self.recorders[key] = Recorder(self.step), Recorder(self.step)
+            return _Halves(*self.recorders[key])
+        return self.placed.get(key)
+
+    def record(self, step: Callable[[], Any], model: torch.nn.Module, *, reuse: bool = True) -> Any:
+        """Run a step whose gradients are kept, and lay the arena out for it."""
+        self.mode = "recorded"
+        found = step()
+        gradients = [p.grad for p in model.parameters() if p.grad is not None]
+        nbytes = self.step.arrange(gradients, reuse=reuse)
+        runs = [RunLayout(f.layout(), b.layout()) for f, b in self.recorders.values()]
+        placed = self.arena.placed(StepLayout(tuple(runs), nbytes))
+        self.placed = dict(zip(self.recorders, placed, strict=True))
+        self.mode = "placed"
+        return found
+
+    @contextmanager
+    def running(self, mode: str) -> Iterator[None]:
+        """Inside, graphs run so."""
+        before, self.mode = self.mode, mode
+        yield
+        self.mode = before
+
+
+@dataclass
+class _Halves:
+    forward: Recorder
+    backward: Recorder
+
+
+@contextmanager
+def trial() -> Iterator[Trial]:
+    """Inside, compiled graphs take their places from what is yielded."""
+    found, run = Trial(), _WatchedRuns.run
+
+    def seen(watched: _WatchedRuns, args: tuple[Any, ...]) -> Any:
+        results = run(watched, args)
+        if found.mode == "recorded":
+            found.step.results(results if isinstance(results, (list, tuple)) else [results])
+        return results
+
+    def placed_run(watched: _WatchedRuns, place: int, device: torch.device) -> Any:
+        return found.placed_run(watched, place, device)
+
+    with (
+        mock.patch.object(_WatchedRuns, "placed_run", placed_run),
+        mock.patch.object(_WatchedRuns, "run", seen),
+    ):
+        yield found
+
+
+def run_at(half: Any, code: Callable[..., Any], *args: Any) -> Any:
+    """A function that stands for a forward's code, run at the places of a half."""
+    with places_of_forward(half):
+        return forward_at_places(code)(*args)
