@@ -135,7 +135,7 @@ class Options:
         "seconds or None",
         "Stop solving after this time. A plan cut short by time may differ from run to run; it is "
         "cached on disk, so that the same graph gets it again.",
-        unset="'auto': 3 s and 8 ms per op, at most 20 s; other solvers: limits of their own",
+        unset="'auto': 0.33 s times the root of the ops; other solvers: limits of their own",
     )
     offload: bool = _option(
         False,

@@ -86,7 +86,7 @@ def test_an_impossible_budget_names_one_that_is_met() -> None:
 
 
 def test_a_solver_that_cannot_take_the_graph_says_so(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr("fxremat.planner.published.checkmate.checkmate.MOST_RUNS", 0)
+    monkeypatch.setattr("fxremat.planner.constants.MOST_RUNS", 0)
     model, x = seeded(lambda: Stack(2), 1024, 32)
     plain = fxremat.explain(model, x, options={**EAGER, "solver": "greedy"})
     budget = (plain.minimum_peak_bytes + plain.store_all_peak_bytes) // 2

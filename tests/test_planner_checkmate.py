@@ -250,7 +250,7 @@ def test_progress_and_no_limit_on_time() -> None:
 
 
 def test_too_large_for_the_full_programme(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr("fxremat.planner.published.checkmate.checkmate.MOST_RUNS", 3)
+    monkeypatch.setattr("fxremat.planner.constants.MOST_RUNS", 3)
     with pytest.raises(TooManyRuns, match="use solver 'checkmate_pruned'"):
         solve(unphased_chain(5), 13, SolverOptions())
     assert solve_pruned(unphased_chain(5), 13, SolverOptions()).peak_bytes <= 13

@@ -8,8 +8,8 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
+from fxremat.core.constants import MEASURABLE
 from fxremat.core.step import Step, StepPoint, Version
-from fxremat.planner.constants import NOT_SEEN
 from fxremat.planner.step_versions import fastest, lowest, not_beaten
 
 bytes_ = st.integers(0, 60)
@@ -48,7 +48,7 @@ def test_the_fastest_within_the_budget(step: Step, budget: int, most: int) -> No
     assert (found is None) == (not within)
     if found is not None:
         assert found in within
-        assert step.time_us(found) <= min(map(step.time_us, within)) * (1 + NOT_SEEN) * 1.002
+        assert step.time_us(found) <= min(map(step.time_us, within)) * (1 + MEASURABLE) * 1.002
 
 
 @given(steps(), st.integers(1, 2))

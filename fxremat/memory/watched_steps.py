@@ -20,12 +20,15 @@ from typing import Any
 import torch
 
 from fxremat.compat.measuring import profiler_runs
-from fxremat.core.constants import CORE_TURN_S, MEASURABLE, WATCHED_STEPS
+from fxremat.core.constants import CORE_TURN_S, MEASURABLE
 from fxremat.errors import BudgetExceeded
 from fxremat.sizes import MIB
 
 LOOK_EVERY_S = CORE_TURN_S / 10
 """Between two looks at what the C library has allocated, each of which takes some microseconds."""
+WATCHED_STEPS = 2
+"""Steps that are measured. Optimizers of torch make their states in the first step, so the second
+is like all that follow."""
 MOST_STEPS = 4 * WATCHED_STEPS
 """Steps until it is given up: something is compiled, or the profiler runs, in each of them."""
 

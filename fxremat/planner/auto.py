@@ -8,6 +8,7 @@ from __future__ import annotations
 
 from dataclasses import replace
 
+from fxremat.core.constants import MEASURABLE
 from fxremat.core.plan import Plan
 from fxremat.core.problem import Problem
 from fxremat.planner import constants
@@ -16,18 +17,13 @@ from fxremat.planner.indexed_problem import build_model
 from fxremat.planner.milp import moments
 from fxremat.planner.milp.relaxation import LastReads
 from fxremat.planner.options import SolverOptions
+from fxremat.planner.plans import limit_s
 from fxremat.planner.solvers import named
 
 
 def solve(problem: Problem, budget_bytes: int | None, options: SolverOptions) -> Plan:
     """The plan of least time within the budget, or of least peak where none fits."""
-    limit = options.time_limit_s
-    if limit is None:
-        limit = min(
-            constants.MOST_SECONDS,
-            constants.SECONDS + constants.SECONDS_PER_OP * len(problem.ops),
-        )
-    deadline = Deadline(limit)
+    deadline = Deadline(limit_s(problem, options))
     best = _best_of_solvers(problem, budget_bytes, options, deadline)
     if budget_bytes is not None and best.peak_bytes > budget_bytes:
         best = replace(_lower_peak(problem, best, options, deadline), budget_bytes=budget_bytes)
@@ -38,9 +34,9 @@ def _best_of_solvers(
     problem: Problem, budget_bytes: int | None, options: SolverOptions, deadline: Deadline
 ) -> Plan:
     """The best of the solvers that it takes."""
-    enough = max(options.gap, constants.NOT_SEEN)
-    gap = max(options.gap, constants.NOT_SEEN / 2)
-    first = replace(options, gap=gap, time_limit_s=constants.FIRST_PART * deadline.left())
+    enough = max(options.gap, MEASURABLE)
+    gap = max(options.gap, MEASURABLE / 2)
+    first = replace(options, gap=gap, time_limit_s=deadline.left() / 2)
     best = moments.solve(problem, budget_bytes, first)
     if budget_bytes is None:
         return best
@@ -60,7 +56,7 @@ def _lower_peak(problem: Problem, best: Plan, options: SolverOptions, deadline: 
     """
     low = bound = best.peak_bound_bytes or 0
     small = _is_small(problem)
-    while deadline.running() and best.peak_bytes - low > constants.NOT_SEEN * best.peak_bytes:
+    while deadline.running() and best.peak_bytes - low > MEASURABLE * best.peak_bytes:
         halved, less = (low + best.peak_bytes) // 2, int(constants.LESS * best.peak_bytes)
         budget = halved if small else less
         part = Deadline(deadline.left() / 2)

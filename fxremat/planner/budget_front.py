@@ -13,6 +13,7 @@ from fxremat.planner.local import greedy
 from fxremat.planner.milp import moments
 from fxremat.planner.moves import offload
 from fxremat.planner.options import SolverOptions
+from fxremat.planner.plans import limit_s
 
 
 def front(problem: Problem, options: SolverOptions | None = None) -> tuple[Plan, ...]:
@@ -24,9 +25,7 @@ def front(problem: Problem, options: SolverOptions | None = None) -> tuple[Plan,
     slow = [plan for plan in plans if plan.time_us > problem.base_time_us]
     count = min(constants.FRONT_POINTS, len(slow))
     picks = [slow[round(k * (len(slow) - 1) / max(1, count - 1))] for k in range(count)]
-    deadline = Deadline(
-        constants.MOST_SECONDS / 2 if options.time_limit_s is None else options.time_limit_s
-    )
+    deadline = Deadline(limit_s(problem, options))
     for k, pick in enumerate(picks):
         if not deadline.running():
             break
@@ -37,9 +36,7 @@ def front(problem: Problem, options: SolverOptions | None = None) -> tuple[Plan,
 
 def _with_moves(problem: Problem, options: SolverOptions) -> Iterator[Plan]:
     """Plans between the fastest and that of least peak, evenly spread, while there is time."""
-    deadline = Deadline(
-        constants.MOST_SECONDS / 2 if options.time_limit_s is None else options.time_limit_s
-    )
+    deadline = Deadline(limit_s(problem, options))
     fastest, least = (offload.quick(problem, budget, options) for budget in (None, 0))
     yield fastest
     yield least

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 from collections import Counter
 from collections.abc import Mapping, Sequence
 from typing import Any
@@ -11,6 +12,15 @@ from fxremat.core.plan import Plan
 from fxremat.core.problem import Problem
 from fxremat.core.schedule import Step, ops_of
 from fxremat.core.timeline import replay
+from fxremat.planner import constants
+from fxremat.planner.options import SolverOptions
+
+
+def limit_s(problem: Problem, options: SolverOptions) -> float:
+    """The time limit, or one for problems of this size where the caller gives none."""
+    if options.time_limit_s is not None:
+        return options.time_limit_s
+    return constants.SECONDS * math.sqrt(len(problem.ops))
 
 
 def make_plan(

@@ -8,12 +8,11 @@ from functools import wraps
 from typing import TypeVar
 
 from fxremat.core.problem import Problem
+from fxremat.planner import constants
 from fxremat.planner.deadline import Deadline
 from fxremat.planner.options import SolverOptions
 
 Answer = TypeVar("Answer")
-MOST = 8
-"""Problems that are remembered: one step has a few, each asked for under many budgets."""
 Search = Callable[[Problem, SolverOptions], Answer]
 
 
@@ -35,7 +34,7 @@ def remembered(search: Search[Answer]) -> Search[Answer]:
         found = search(problem, options)
         if Deadline(None).running():
             key = problem, unlimited if deadline.running() else options
-            while len(known) >= MOST:
+            while len(known) >= constants.REMEMBERED:
                 del known[next(iter(known))]
             known[key] = found
         return found

@@ -14,8 +14,9 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 
+from fxremat.core.constants import MEASURABLE
 from fxremat.core.step import Step, StepPoint, Version
-from fxremat.planner.constants import GAP, NOT_SEEN, PROGRAMME_NODES
+from fxremat.planner.constants import GAP, NODES
 from fxremat.planner.deadline import Deadline
 from fxremat.planner.milp.highs import TOLERANCE, Milp, Status, Term
 
@@ -33,7 +34,7 @@ def fastest(step: Step, budget_bytes: int, most_versions: int = 2) -> Chosen | N
         other = _within(step, budget_bytes, most)
         if other is None:
             continue
-        if found is None or step.time_us(other) < (1 - NOT_SEEN) * step.time_us(found):
+        if found is None or step.time_us(other) < (1 - MEASURABLE) * step.time_us(found):
             found = other
     return found
 
@@ -123,7 +124,7 @@ class _Programme:
     def solve(self, budget_bytes: int | None) -> Chosen | None:
         for point in self.step.points:
             self._fit(point, budget_bytes)
-        solution = self.milp.solve(Deadline(None), nodes=PROGRAMME_NODES, gap=GAP)
+        solution = self.milp.solve(Deadline(None), nodes=12 * NODES, gap=GAP)
         if solution.status in (Status.INFEASIBLE, Status.UNDECIDED):
             return None
         return tuple(

@@ -6,7 +6,8 @@ from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, replace
 from typing import Literal
 
-from fxremat.compile.constants import CLOSE_ENOUGH, ROUNDS
+from fxremat.compile.constants import CLOSE_ENOUGH
+from fxremat.core.constants import ROUNDS
 from fxremat.whatif.extrapolation import ContinuedStep, PlannedSteps, TorchSteps
 
 Way = Literal["torch.compile", "checkpointed blocks", "fxremat"]

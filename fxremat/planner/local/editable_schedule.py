@@ -110,8 +110,7 @@ class EditableSchedule:
         slots = gaps.covering(worst)
         factors = self._factors(slots)
         scores = gaps.score[slots] * factors
-        fresh: dict[int, Eviction | None] = {}
-        least = math.inf
+        fresh: dict[int, Eviction] = {}
         while len(slots):
             k = int(scores.argmin())
             slot = int(slots[k])
@@ -119,15 +118,12 @@ class EditableSchedule:
                 return None
             found = fresh.get(k)
             if found is None:
-                # Not worked out, or given up at a ceiling that is no longer above the rest.
-                ceiling = (
-                    math.inf if k in fresh else constants.EVICTION_CEILING * least / factors[k]
-                )
-                found, gaps.score[slot] = self._score(slot, worst, limit, ceiling)
-                fresh[k] = found
+                found, gaps.score[slot] = self._score(slot, worst, limit)
                 before, scores[k] = scores[k], gaps.score[slot] * factors[k]
-                if found is None or scores[k] > max(before, scores.min()):
-                    least = least if found is None else min(least, scores[k])
+                if found is None:
+                    continue
+                fresh[k] = found
+                if scores[k] > max(before, scores.min()):
                     continue
             return int(gaps.op[slot]), int(gaps.next_use[slot]), found
         return None
@@ -142,14 +138,8 @@ class EditableSchedule:
             out *= self.noise[gaps.op[slots]]
         return out
 
-    def _score(
-        self, slot: int, worst: int, limit: int, ceiling: float
-    ) -> tuple[Eviction | None, float]:
-        """The cheaper way to evict a gap's values: run all reads again, or hold the dear ones.
-
-        An eviction that must cost more than the ceiling is not worked out; the ceiling is then the
-        score.
-        """
+    def _score(self, slot: int, worst: int, limit: int) -> tuple[Eviction | None, float]:
+        """The cheaper way to evict a gap's values: run all reads again, or hold the dear ones."""
         gaps = self.gaps
         op, stage = int(gaps.op[slot]), int(gaps.next_use[slot])
         relief = int(gaps.bytes[slot])
@@ -157,16 +147,13 @@ class EditableSchedule:
         if not relief:
             return None, math.inf
         for rate in self.ranking.hold_rates:
-            most = min(ceiling, constants.EVICTION_CEILING * least) * relief
-            eviction = plan_eviction(self.state, op, stage, rate, limit, relief, most)
-            if eviction is None:
-                continue
+            eviction = plan_eviction(self.state, op, stage, rate, limit, relief)
             score = self._price(eviction, stage, worst, relief)
             if score < least:
                 best, least = eviction, score
             if len(eviction.add) == 1:
                 break
-        return best, least if best is not None else ceiling
+        return best, least
 
     def _price(self, eviction: Eviction, stage: int, worst: int, relief: int) -> float:
         """Added time per byte relieved at the highest stage."""

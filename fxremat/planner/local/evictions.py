@@ -10,7 +10,6 @@ R given S (arXiv 1910.02653, section 4.7); S is chosen on the way.
 
 from __future__ import annotations
 
-import math
 from bisect import bisect_left, bisect_right
 from typing import NamedTuple
 
@@ -37,9 +36,8 @@ def plan_eviction(
     rate: float,
     limit: int,
     relief: int,
-    most_time: float = math.inf,
-) -> Eviction | None:
-    """What running ``op`` again in ``stage`` takes; None where it adds more than ``most_time``.
+) -> Eviction:
+    """What running ``op`` again in ``stage`` takes.
 
     ``relief`` are the bytes that the eviction frees. A read that could be computed again is held
     longer only while it takes less than that, and while the profile so relieved stays below
@@ -54,9 +52,6 @@ def plan_eviction(
         top = stack.pop()
         if top in add:
             continue
-        most_time -= model.time[top]
-        if most_time < 0:
-            return None
         add[top] = None
         state.work += 5
         for read in model.reads[top]:

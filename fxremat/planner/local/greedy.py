@@ -13,6 +13,7 @@ from dataclasses import dataclass, field, replace
 
 from fxremat.core.plan import Plan
 from fxremat.core.problem import Problem
+from fxremat.planner import constants
 from fxremat.planner.indexed_problem import IndexedProblem, build_model
 from fxremat.planner.local import level_sweep
 from fxremat.planner.local.pareto_front import Entry, ParetoFront, steps_of
@@ -23,8 +24,6 @@ from fxremat.planner.plans import make_plan
 from fxremat.planner.remembered import remembered
 
 NAME, QUICK_NAME = "greedy", "quick"
-MOST_PLANS = 64
-"""Plans that `front` gives; `solve` chooses from all that were found."""
 
 
 @dataclass
@@ -129,10 +128,13 @@ def _quick_plan(front: ParetoFront, budget_bytes: int | None, started: float) ->
 
 
 def front(problem: Problem, options: SolverOptions) -> tuple[Plan, ...]:
-    """Non-dominated plans from store-all to least peak, evenly picked where there are many."""
+    """Non-dominated plans from store-all to least peak, evenly picked where there are many.
+
+    `solve` chooses from all that were found.
+    """
     front = whole_front(problem, options)
     last = len(front.entries) - 1
-    count = min(last, MOST_PLANS - 1)
+    count = min(last, constants.FRONT_POINTS - 1)
     picks = [round(k * last / count) for k in range(count + 1)] if count else [0]
     return tuple(front.plan(k) for k in picks)
 

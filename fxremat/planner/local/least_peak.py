@@ -46,9 +46,9 @@ def optima(model: IndexedProblem) -> tuple[list[tuple[int, list[ExtraRun]]], boo
     There are none where the problem is too large.
     """
     found: list[tuple[int, list[ExtraRun]]] = []
-    if not 0 < model.n <= constants.EXACT_OPS:
+    if not 0 < model.n <= constants.FEW_OPS // 2:
         return found, False
-    nodes = 4 * constants.PROGRAMME_NODES
+    nodes = 50 * constants.NODES
     cap = sum(model.bytes) + sum(model.workspace) + model.problem.resident_bytes
     try:
         while True:

@@ -11,6 +11,7 @@ import math
 from collections.abc import Sequence
 from itertools import pairwise
 
+from fxremat.core.constants import MEASURABLE
 from fxremat.planner import constants
 from fxremat.planner.deadline import Deadline
 from fxremat.planner.local.editable_schedule import (
@@ -38,7 +39,7 @@ def fill(front: ParetoFront, options: SolverOptions) -> None:
     front.offer(store_all)
     if not model.n or _solve_exactly(front):
         return
-    for k, length in enumerate(constants.LENGTHS):
+    for k, length in enumerate(constants.HALVES):
         if deadline.running():
             part = work if k == 0 else work // 3
             descend(EditableSchedule(store_all.copy(), GapRanking(length)), front, 0, part)
@@ -67,7 +68,7 @@ def fill_for_budget(front: ParetoFront, budget_bytes: int, options: SolverOption
     deadline = Deadline(options.time_limit_s)
     store_all = StageSchedule(model)
     front.offer(store_all)
-    for length in constants.LENGTHS:
+    for length in constants.HALVES:
         if deadline.running() and model.n:
             descend(
                 EditableSchedule(store_all.copy(), GapRanking(length)),
@@ -99,7 +100,7 @@ def fill_from(
     descend(search, front, budget_bytes, work // 3)
     state = search.state
     fits = state.max_peak() <= budget_bytes
-    if fits and state.time <= hoped_us * (1 + constants.NOT_SEEN):
+    if fits and state.time <= hoped_us * (1 + MEASURABLE):
         improver = Improver(search, front, options.seed, RepeatedChanges(model))
         improver.rounds(budget_bytes, state.work + level_work(model.n))
 

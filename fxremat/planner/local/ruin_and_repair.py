@@ -23,6 +23,7 @@ from dataclasses import dataclass, field
 
 import numpy as np
 
+from fxremat.core.constants import MEASURABLE
 from fxremat.planner import constants
 from fxremat.planner.deadline import Deadline
 from fxremat.planner.indexed_problem import IndexedProblem
@@ -125,7 +126,7 @@ def _signature(model: IndexedProblem, op: int) -> object:
 
 
 NO_LIMIT = 1 << 62
-SLACK = 2 * constants.NOT_SEEN
+SLACK = 2 * MEASURABLE
 """A repair is given up once it costs this part of the schedule's time more than before."""
 
 
@@ -176,7 +177,7 @@ class Improver:
 
     def _new_ranking(self) -> None:
         search, rng = self.search, self.random
-        search.ranking = GapRanking(rng.choice((0.0, *constants.LENGTHS)))
+        search.ranking = GapRanking(rng.choice((0.0, *constants.HALVES)))
         search.noise = None
         if rng.random() < 0.5:
             search.noise = np.exp(self.normal.normal(0.0, constants.NOISE, search.state.model.n))
@@ -208,8 +209,7 @@ class Improver:
         rate = self.random.choice((0.0, 0.0, math.inf))
         op, stage = int(gaps.op[slot]), int(gaps.next_use[slot])
         eviction = plan_eviction(state, op, stage, rate, NO_LIMIT, int(gaps.bytes[slot]))
-        if eviction is not None:
-            self.search.change(eviction.add, eviction.remove)
+        self.search.change(eviction.add, eviction.remove)
 
     # -- repair ----------------------------------------------------------------------------
 

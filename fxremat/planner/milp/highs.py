@@ -17,6 +17,7 @@ import highspy
 import numpy as np
 import numpy.typing as npt
 
+from fxremat.core.constants import CORE_TURN_S
 from fxremat.planner.deadline import Deadline
 
 Term = tuple[int, float]
@@ -25,15 +26,16 @@ OnProgress = Callable[[float, float], None]
 """Called now and then with the objective of the best solution so far, and with the bound."""
 
 TOLERANCE = 1e-6
-"""HiGHS may exceed a row by this part, so programmes are solved as exactly as that."""
+"""HiGHS may exceed a row by as much (its `mip_feasibility_tolerance`), so programmes are solved as
+exactly as that."""
 FREE = math.inf
 """The limit of a row that has none on this side."""
-LOOK_S = 0.2
-"""Seconds between two looks for Ctrl-C where another thread was told of it."""
 SCALE = 1000.0
-"""What the budget, and the time of store-all, are in the units of a programme."""
+"""What the budget, and the time of store-all, are in the units of a programme. HiGHS's tolerances
+are absolute: a budget of so many units is exceeded by a billionth of it at most."""
 BOUND_MARGIN = 1e-7
-"""A bound is lowered by this part, because HiGHS computes in floating point."""
+"""A bound is lowered by this part, because HiGHS computes in floating point. A plan that is no
+further above its bound is optimal."""
 
 
 class Status(Enum):
@@ -273,7 +275,7 @@ def _run(highs: highspy.Highs) -> None:
     thread.start()
     try:
         while thread.is_alive():
-            thread.join(LOOK_S)
+            thread.join(CORE_TURN_S)  # another thread may have been told of Ctrl-C
     except BaseException:
         given_up.set()
         raise

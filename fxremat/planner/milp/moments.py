@@ -16,6 +16,7 @@ import math
 from collections.abc import Iterator
 from dataclasses import dataclass, replace
 
+from fxremat.core.constants import ROUNDS
 from fxremat.core.plan import Plan
 from fxremat.core.problem import Problem
 from fxremat.core.schedule import store_all
@@ -28,18 +29,13 @@ from fxremat.planner.local.editable_schedule import EditableSchedule, descend
 from fxremat.planner.local.pareto_front import ParetoFront, steps_of
 from fxremat.planner.local.ruin_and_repair import polish
 from fxremat.planner.local.stage_schedule import ExtraRun, StageSchedule
+from fxremat.planner.milp.highs import BOUND_MARGIN
 from fxremat.planner.milp.relaxation import LastReads, Relaxation, extra_runs_for
 from fxremat.planner.options import Progress, SolverOptions
 from fxremat.planner.peak_bound import peak_bound
 from fxremat.planner.plans import make_plan
 
 NAME = "moments"
-TIGHT = 1e-7
-"""A plan this near to its bound is optimal."""
-STRICT_ROUNDS = 3
-"""Rounds after which a plan may be twice as far from its bound; later programmes are slow."""
-PER_ROUND = 3
-"""Stages over the budget that become program points in one round."""
 
 
 def solve(problem: Problem, budget_bytes: int | None, options: SolverOptions) -> Plan:
@@ -91,7 +87,7 @@ def _refined(
             options.progress(_progress(refinement, deadline))
         if known is None and number == 2 and not refinement.proven():
             known = _join(front, greedy.whole_front(problem, options))
-        if number == STRICT_ROUNDS:
+        if number == ROUNDS:  # later programmes are slow
             refinement.near_us *= 2
     if known is None and not refinement.proven():
         known = _join(front, greedy.whole_front(problem, options))
@@ -159,7 +155,7 @@ class Refinement:
     def proven(self) -> bool:
         """Whether the best plan so far is as good as the bound, or near enough to it."""
         best = self.front.best(self.budget)
-        return best is not None and best.time <= self.bound_us * (1 + TIGHT) + self.near_us
+        return best is not None and best.time <= self.bound_us * (1 + BOUND_MARGIN) + self.near_us
 
     def rounds(self) -> Iterator[StageSchedule]:
         """A schedule for each set of program points; the caller may change it.
@@ -168,7 +164,7 @@ class Refinement:
         aside for the runs between program points, which proves nothing.
         """
         first, whole = dict(self.set_aside), self.deadline
-        self.deadline = Deadline(constants.FIRST_PART * whole.left())
+        self.deadline = Deadline(whole.left() / 2)
         yield from self._add_points()
         self.set_aside, self.deadline = first, whole
         yield from self._set_bytes_aside()
@@ -245,7 +241,9 @@ class Refinement:
         apart = max(1, state.model.n // constants.APART)
         found: list[int] = []
         for stage in over_budget:
-            if len(found) < PER_ROUND and all(abs(stage - other) >= apart for other in found):
+            if len(found) < constants.POINTS // 4 and all(
+                abs(stage - other) >= apart for other in found
+            ):
                 found.append(stage)
         return found
 

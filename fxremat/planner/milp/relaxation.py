@@ -309,7 +309,7 @@ class Relaxation:
         enough = near_us * SCALE / max(self.model.problem.base_time_us, 1e-9)
         # What sets bytes aside proves nothing, so the root of the search tree is enough.
         few = 1 if any(self.set_aside.values()) else constants.NODES // 8
-        if len(self.milp.cost) <= constants.FEW_COLUMNS:
+        if len(self.milp.cost) <= constants.MANY_COLUMNS // 2:
             nodes = constants.NODES if len(self.points) == 1 else few
             return self._solved(deadline, nodes, enough)
         near = self.milp.solve_near(

@@ -127,8 +127,6 @@ MOVE_RULES = (
     MoveRule(0.03, 1.15),
 )
 """The rules that are tried where values may move."""
-PRICES = (1.0, 0.3)
-"""Prices tried besides where values live in host memory: the engine is busy without any other."""
 
 
 def ops_to_move(problem: Problem, rule: MoveRule) -> set[str]:
@@ -215,8 +213,8 @@ def _rules_for(problem: Problem) -> list[MoveRule]:
     """The rules that are tried for a problem."""
     rules = [*MOVE_RULES] if movable(problem) else []
     if problem.host:
-        rules += [replace(ALONE, price=price) for price in PRICES]
-        rules += [replace(MOVE_RULES[0], price=price) for price in PRICES if movable(problem)]
+        # Their transfers keep the engine busy without any other, so a fetch costs what it takes.
+        rules += [replace(rule, price=1.0) for rule in (ALONE, *rules[:1])]
     return rules
 
 

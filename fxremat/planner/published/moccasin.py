@@ -2,10 +2,9 @@
 
 Bartan et al., "Moccasin: efficient tensor rematerialization for neural networks"
 (arXiv 2304.14463). Time is made of slots: stage ``t`` has one for each op up to ``t``, in base
-order, and an op can run in its own slot of a stage only. Each op runs at most
-``MOST_RUNS`` times, and a copy of a value is kept from the slot of its run to some later
-slot. The copies kept in a slot must fit the budget together, and every read must fall within a
-copy.
+order, and an op can run in its own slot of a stage only. Each op runs at most `MOCCASIN_RUNS`
+times, and a copy of a value is kept from the slot of its run to some later slot. The copies kept in
+a slot must fit the budget together, and every read must fall within a copy.
 
     start[k, i]   slot of run i of op k; run 0 is its first, in stage k
     end[v, i]     last slot in which copy i of value v is kept
@@ -33,6 +32,7 @@ from typing import Any
 
 from fxremat.core.plan import Plan
 from fxremat.core.problem import Problem
+from fxremat.planner import constants
 from fxremat.planner.deadline import Deadline
 from fxremat.planner.indexed_problem import IndexedProblem, build_model
 from fxremat.planner.local.pareto_front import steps_of
@@ -49,10 +49,6 @@ from fxremat.planner.published.known_schedule import (
 )
 
 NAME = "moccasin"
-MOST_RUNS = 3
-"""Runs of an op, its first among them; with two, good schedules are lost too often."""
-WORK = 60.0
-"""CP-SAT's own, repeatable measure of effort: about seconds of one thread."""
 BYTE_PARTS, TIME_PARTS = 1 << 24, 1 << 40
 """Parts into which budget and base time are divided at most: CP-SAT computes in integers."""
 
@@ -159,9 +155,9 @@ class _MoccasinCall:
             "room": max(0, (self.budget - model.problem.resident_bytes) // unit),
             "cost": [round(time / tick) for time in model.time],
             "hint": self._hint(),
-            "runs": MOST_RUNS,
+            "runs": constants.MOCCASIN_RUNS,
             "seed": self.options.seed,
-            "work": WORK,
+            "work": constants.MOCCASIN_WORK,
             "seconds": None if left == float("inf") else max(0.0, left),
         }
 
@@ -170,7 +166,7 @@ class _MoccasinCall:
         if not self._fits():
             return None
         runs = StageSchedule(self.model, extra_runs_of(self.model, self.best.ops)).runs
-        return None if any(len(stages) > MOST_RUNS for stages in runs) else runs
+        return None if any(len(stages) > constants.MOCCASIN_RUNS for stages in runs) else runs
 
 
 def _shares(model: IndexedProblem, op: int, first: bool, unit: int) -> list[tuple[int, int]]:

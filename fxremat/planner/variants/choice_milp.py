@@ -25,6 +25,7 @@ from __future__ import annotations
 from collections.abc import Iterable, Sequence
 from dataclasses import dataclass, field
 
+from fxremat.core.constants import MEASURABLE
 from fxremat.planner import constants
 from fxremat.planner.deadline import Deadline
 from fxremat.planner.milp.highs import SCALE, Milp, Solution, Term
@@ -283,9 +284,7 @@ class ChoiceMilp:
     def solve(self, deadline: Deadline) -> Solution:
         """A good choice; where there are many columns, near the linear relaxation."""
         nodes = 1  # what comes after the root mostly raises the bound, which proves nothing here
-        gap, absolute = (
-            (constants.NOT_SEEN, 0.0) if self.budget is None else (0.0, constants.GAP * SCALE)
-        )
+        gap, absolute = (MEASURABLE, 0.0) if self.budget is None else (0.0, constants.GAP * SCALE)
         relaxed = self.milp.relaxed(deadline)
         near = self.milp.solve_near(relaxed, deadline, nodes=nodes, gap=gap, absolute_gap=absolute)
         enough = gap * abs(near.objective) + absolute

@@ -15,6 +15,7 @@ from collections import Counter
 from collections.abc import Callable, Iterable, Iterator, Sequence
 from dataclasses import dataclass, field, replace
 
+from fxremat.core.constants import ROUNDS
 from fxremat.core.plan import Plan
 from fxremat.core.problem import InvalidProblem, Op, Problem
 from fxremat.core.timeline import replay
@@ -23,7 +24,6 @@ from fxremat.planner import constants
 from fxremat.planner.deadline import Deadline
 from fxremat.planner.indexed_problem import build_model
 from fxremat.planner.local.stage_schedule import StageSchedule
-from fxremat.planner.milp.moments import PER_ROUND
 from fxremat.planner.milp.relaxation import extra_runs_for
 from fxremat.planner.options import SolverOptions
 from fxremat.planner.variants.all_variants import AllVariants, combine
@@ -33,10 +33,6 @@ Solve = Callable[[Problem], Plan]
 Quick = Callable[[Problem, Plan | None], Plan]
 """Also takes the plan of an almost equal problem, where there is one, to begin with."""
 Names = tuple[str, ...]
-MOST_SOLVED = 2
-"""Choices of each kind that the solver itself plans."""
-ROUNDS = 5
-"""Programmes with more and more program points."""
 
 
 @dataclass(frozen=True)
@@ -82,11 +78,11 @@ def _best_few(found: Sequence[TriedChoice], budget_bytes: int | None) -> list[Tr
     best = found[0]
     alike = [
         one
-        for one in found[:MOST_SOLVED]
+        for one in found[: constants.MOST_SOLVED]
         if one.rank(budget_bytes)[0] == best.rank(budget_bytes)[0]
-        and one.plan.time_us <= best.plan.time_us * (1 + constants.NEAR)
+        and one.plan.time_us <= best.plan.time_us * (2 - constants.LESS)
     ]
-    limit = 0 if budget_bytes is None else budget_bytes * (1 + constants.NEAR)
+    limit = 0 if budget_bytes is None else budget_bytes * (2 - constants.LESS)
     a_little_over = [
         one
         for one in sorted(found, key=lambda one: (one.plan.peak_bytes, one.plan.time_us))
@@ -94,7 +90,7 @@ def _best_few(found: Sequence[TriedChoice], budget_bytes: int | None) -> list[Tr
         and one.plan.peak_bytes <= limit
         and one.plan.time_us < best.plan.time_us
     ]
-    return alike + a_little_over[:MOST_SOLVED]
+    return alike + a_little_over[: constants.MOST_SOLVED]
 
 
 @dataclass
@@ -126,9 +122,7 @@ class _VariantSearch:
             self._try_chosen(combined, None)
             self.lowest = list(self.tried_choices.values())[-1]
         self._try(self._fastest(combined))
-        most = constants.HOPELESS * self.budget
-        if not self.budget or self._leader().plan.peak_bytes <= most:
-            self._improve(combined)
+        self._improve(combined)
         return list(self.tried_choices.values())
 
     def _improve(self, combined: AllVariants) -> None:
@@ -296,7 +290,7 @@ class _VariantSearch:
         def own(op: Op) -> int:
             return op.workspace_bytes + sum(sizes[name] for name in {*op.reads, *op.writes})
 
-        largest = heapq.nlargest(PER_ROUND, left.ops, key=own)
+        largest = heapq.nlargest(constants.POINTS // 4, left.ops, key=own)
         return _stages(combined, (op for op in largest if own(op) > room))
 
     def _peak(self, combined: AllVariants, names: Names) -> set[int]:
@@ -347,7 +341,7 @@ def _apart(places: Iterable[int], length: int) -> list[int]:
     for place in places:
         if all(abs(place - other) >= max(1, length // constants.APART) for other in found):
             found.append(place)
-        if len(found) == PER_ROUND:
+        if len(found) == constants.POINTS // 4:
             break
     return found
 

@@ -31,7 +31,6 @@ from fxremat.planner.published.chains.chain_costs import (
     store_all,
 )
 from fxremat.planner.published.chains.isolated_part import (
-    PAUSES,
     backward_schedules,
     eviction_front,
     isolated_problem,
@@ -39,9 +38,8 @@ from fxremat.planner.published.chains.isolated_part import (
 
 Shape = tuple[object, ...]
 GRID = 10
-"""Numbers of bytes held for which the integer programme is solved."""
-MOST_OPTIONS = 60
-"""Options of one block; tables and programmes take time in proportion to them."""
+"""Numbers of bytes held for which the integer programme is solved: as many as in Rockmate (Zhao
+et al., whose class has ``nb_budget_save=10``)."""
 
 
 class BlockOptions:
@@ -113,7 +111,7 @@ def pareto(chain: Chain, block: Block, options: Iterable[BlockOption]) -> list[B
     for figures, option in weighed:
         if not any(all(map(le, other, figures)) for other, _ in kept):
             kept.append((figures, option))
-    stride = max(1, -(-len(kept) // MOST_OPTIONS))
+    stride = max(1, -(-len(kept) // constants.MOST_OPTIONS))
     return [option for _, option in kept[::stride]]
 
 
@@ -155,7 +153,7 @@ def _held(
         for value in sorted(block.reach.intersection(model.reads[op])):
             milp.row([*there(value), (again[op], -1.0)], low=0.0)
     milp.row([(column, float(model.bytes[value])) for value, column in hold.items()], high=limit)
-    solution = milp.solve(deadline, nodes=constants.PROGRAMME_NODES)
+    solution = milp.solve(deadline, nodes=12 * constants.NODES)
     if solution.values is None:
         return None
     return frozenset(value for value, column in hold.items() if solution.chosen(column))
@@ -187,7 +185,7 @@ def path_options(chain: Chain, block: Block, deadline: Deadline) -> Iterator[Blo
     whole = sum(chain.model.bytes[value] for value in block.reach) + max(
         chain.model.own_bytes[op] for op in (*block.forward, *block.backward)
     )
-    for pause in PAUSES:
+    for pause in constants.HALVES:
         problem = isolated_problem(
             chain.model,
             block.forward,

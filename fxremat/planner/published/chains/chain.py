@@ -22,12 +22,9 @@ import numpy as np
 import numpy.typing as npt
 
 from fxremat.core.problem import Problem
+from fxremat.planner import constants
 from fxremat.planner.indexed_problem import INPUT, IndexedProblem, build_model
 from fxremat.planner.options import ProblemRefused
-
-LARGE = 20
-"""A block of more ops than this must not have more than half of them all. A problem of fewer is a
-chain even if its backward reads the values of one block only."""
 
 
 class NotAChain(ProblemRefused, ValueError):
@@ -264,7 +261,7 @@ def _build(model: IndexedProblem, turn: int, cuts: Sequence[int]) -> Chain:
         for op, block in enumerate(owners, turn + 1)
         if any(value in parts.home for value in model.reads[op])
     }
-    if not read or (len(read) < 2 and model.n > LARGE):
+    if not read or (len(read) < 2 and model.n > constants.FEW_OPS):
         raise NotAChain("its backward ops read the values of one forward segment only")
     return _assemble(parts, owners)
 
@@ -299,7 +296,7 @@ def _assemble(parts: _Segments, owners: Sequence[int]) -> Chain:
 def _refuse_one_large(model: IndexedProblem, blocks: Sequence[Block]) -> None:
     large = max(blocks, key=lambda block: len(block.forward) + len(block.backward))
     size = len(large.forward) + len(large.backward)
-    if size > max(LARGE, model.n // 2):
+    if size > max(constants.FEW_OPS, model.n // 2):
         op, last = model.problem.ops[large.forward[0]].name, model.problem.ops[large.forward[-1]]
         raise NotAChain(f"one block, from {op} to {last.name}, has {size} of its {model.n} ops")
 

@@ -18,8 +18,6 @@ from fxremat.planner.local.pareto_front import ParetoFront, steps_of
 from fxremat.planner.local.stage_schedule import StageSchedule
 
 PAUSE = "pause"
-PAUSES = (0.0, 0.5, 1.0)
-"""Bytes of the pause that are tried, as parts of what is held at most."""
 
 
 def isolated_problem(
@@ -69,7 +67,7 @@ def eviction_front(model: IndexedProblem, deadline: Deadline) -> ParetoFront:
     """The front that eviction paths from store-all give."""
     front = ParetoFront(model)
     front.offer(StageSchedule(model))
-    for length in constants.LENGTHS:
+    for length in constants.HALVES:
         if not deadline.running():
             break
         search = EditableSchedule(StageSchedule(model), GapRanking(length))

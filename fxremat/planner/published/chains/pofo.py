@@ -5,7 +5,7 @@ for Training DNNs" (NeurIPS 2021). The programme is `fxremat.planner.published.c
 
 The programme knows a block by its worst steps, and counts the part of a value that has not left,
 where truly the value stays until all of it has. So it is asked several times: for blocks of several
-sizes, with a little less memory, at other worths of a byte. `fxremat.planner.moves.transfers`
+sizes, with as much less memory as a value has that is leaving. `fxremat.planner.moves.transfers`
 places what it answers within the true budget, and the fastest of these plans and Rotor's is taken.
 
 Conservative on purpose: what was sent is back when its block's backward starts, and no recomputed
@@ -22,6 +22,7 @@ from fxremat.core.plan import Plan
 from fxremat.core.problem import Copies, Problem
 from fxremat.core.schedule import Step
 from fxremat.core.timeline import Timeline, replay
+from fxremat.planner import constants
 from fxremat.planner.deadline import Deadline
 from fxremat.planner.moves.offload import least_bytes
 from fxremat.planner.moves.transfers import Fetch, Item, place
@@ -44,13 +45,6 @@ from fxremat.planner.published.chains.rotor import coarser, grains
 from fxremat.planner.published.chains.rotor_table import PAID, PAY
 
 NAME = "pofo"
-MOST_BLOCKS = 60
-"""Blocks of a chain that the programme takes."""
-ROOM_AND_WORTH = ((0.0, 1.0), (0.05, 0.5), (0.1, 2.0))
-"""Bytes that the programme is not told of, in units of the largest value that may be sent, and
-the worth of a byte: see `Programme`."""
-OVER = (0.1, 0.3, 0.6, 1.0)
-"""Bytes too many that it is told of where no plan fits, as a part of those that the best has."""
 
 
 class LivesOnHost(ProblemRefused, ValueError):
@@ -109,22 +103,22 @@ class _PofoSearch:
     def run(self) -> None:
         """Ask the programmes of the chain and of one of larger blocks."""
         solved = BlockOptions(self.deadline)
-        for chain in grains(coarser(find_chain(self.problem), MOST_BLOCKS), rotor.BLOCK_OPS):
+        for chain in grains(coarser(find_chain(self.problem), constants.MOST_BLOCKS)):
             its = [solved.of(chain, block) for block in chain.blocks]
             question = ChainQuestion.of(chain, its, self.copies, self.deadline)
             if question is None:
                 return
-            for room, worth in ROOM_AND_WORTH:
-                self._ask(question, self.budget - room * question.largest, worth)
-            for part in OVER if self.best.peak_bytes > self.budget else ():
+            for part in constants.HALVES:
+                self._ask(question, self.budget - part * question.largest)
+            for part in constants.HALVES if self.best.peak_bytes > self.budget else ():
                 self._ask(question, self.budget + part * (self.best.peak_bytes - self.budget))
 
-    def _ask(self, question: ChainQuestion, memory: float, worth: float = 1.0) -> None:
+    def _ask(self, question: ChainQuestion, memory: float) -> None:
         """Offer what the programme answers that is told of so many bytes."""
         fits = self.best.peak_bytes <= self.budget
         most = self.best.time_us - self.problem.base_time_us if fits else math.inf
         if most > 0 and self.deadline.running():
-            asked = Asked(self.copies, memory, most, worth)
+            asked = Asked(self.copies, memory, most)
             for items in question.answers(asked, self.deadline):
                 for budget in sorted({self.budget, max(self.budget, int(memory))}):
                     self._offer(place(self.problem, items, budget))

@@ -13,6 +13,7 @@ bytes.
 
 from __future__ import annotations
 
+import math
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
 from functools import cached_property
@@ -25,15 +26,13 @@ import numpy.typing as npt
 from fxremat.core.problem import Copies
 from fxremat.core.schedule import Kind
 from fxremat.core.timing import transfer_us
+from fxremat.planner import constants
 from fxremat.planner.indexed_problem import IndexedProblem
-from fxremat.planner.published.chains.block_options import MOST_OPTIONS
 from fxremat.planner.published.chains.chain import Block, Chain
 from fxremat.planner.published.chains.chain_costs import BlockCost, OptionCost, read_later
 from fxremat.planner.published.chains.rotor_table import PAID
 
 Row = npt.NDArray[np.float64]
-MOST_SENT = 5
-"""Values of one block among which those that are sent are chosen."""
 Wait = tuple[float, float]
 """When a transfer may begin, and how long it takes."""
 
@@ -110,7 +109,7 @@ class Sender:
     def ways(self, x: int) -> list[Way]:
         """The ways of the block that no other beats, and only some where they are many."""
         kept = pareto([way for option in self.cost.options for way in self._of(option, x)])
-        return kept[:: max(1, -(-len(kept) // MOST_OPTIONS))]
+        return kept[:: max(1, -(-len(kept) // constants.MOST_OPTIONS))]
 
     def _of(self, option: OptionCost, x: int) -> Iterator[Way]:
         """The option, with every choice among the largest values that it holds."""
@@ -120,7 +119,8 @@ class Sender:
         may = (held - block.early) | self.own | ({block.enters} if stored else set())
         large = sorted((v for v in may if v is not None and sizes[v]), key=lambda v: (-sizes[v], v))
         figures = self._figures(option, x, stored)
-        moves = self._moves(option, large[:MOST_SENT])
+        most = int(math.log2(constants.MOST_OPTIONS))  # each may be sent or not
+        moves = self._moves(option, large[:most])
         for count in range(len(moves) + 1):
             for sent in combinations(sorted(moves), count):
                 nbytes = sum(sizes[value] for value in sent)

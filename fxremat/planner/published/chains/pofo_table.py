@@ -35,6 +35,7 @@ import numpy.typing as npt
 
 from fxremat.core.problem import Copies
 from fxremat.core.timing import transfer_us
+from fxremat.planner import constants
 from fxremat.planner.deadline import Deadline
 from fxremat.planner.published.chains.pofo_block_costs import Ways
 from fxremat.planner.published.chains.rotor_table import PAID, PAY, Table
@@ -44,14 +45,6 @@ Index = npt.NDArray[np.int64]
 Mask = npt.NDArray[np.bool_]
 Column = npt.NDArray[Any]
 Slots = tuple[int, int, int, int]
-SLOTS, CAPPED_SLOTS = (200, 25, 25, 1), (100, 16, 16, 8)
-"""Slots of the bytes kept, of the time of transfers that leave and that come, and of the bytes
-sent; the second where the host may have no room for all."""
-COARSER = (0.8, 0.9, 0.9, 0.9)
-MOST_STATES = 3_000
-"""States in front of one block; where there are more, slots are made coarser."""
-LONGEST = 24
-"""Blocks of one segment that is recomputed."""
 RECOMPUTE, SEND_AND_RECOMPUTE, REST = -1, -2, -3
 """Decisions that are no way of a block: `REST` leaves all further blocks to Rotor."""
 
@@ -109,16 +102,11 @@ class _End:
 
 @dataclass(frozen=True)
 class Asked:
-    """What a programme is asked for: answers within the budget that add no more than so much.
-
-    ``worth`` is that of a byte where states are compared, against the time of the forward for
-    each byte that is held.
-    """
+    """What a programme is asked for: answers within the budget that add no more than so much."""
 
     copies: Copies
     budget: float
     most_added: float
-    worth: float = 1.0
 
 
 class Programme:
@@ -137,7 +125,8 @@ class Programme:
         self.base = np.array([0.0, *np.cumsum(base)])
         held = sum(option.held for option in first)
         self.capped = self.most_sent < held + sum(cost.enters for cost in segments.costs)
-        self.price = asked.worth * float(segments.times[1][-1]) / max(1, held)
+        # Where states are compared a byte is worth the time of the forward for each that is held.
+        self.price = float(segments.times[1][-1]) / max(1, held)
         self.found: list[dict[int, list[States]]] = [{} for _ in range(self.count + 1)]
         self.states: list[dict[int, States]] = [{} for _ in range(self.count + 1)]
         self.ends: list[_End] = []
@@ -212,7 +201,7 @@ class Programme:
     def _recompute(self, i: int, x: int, states: States, sent: bool) -> None:
         """The blocks i..j hold only the value that enters i, for every j before the last."""
         table, copies = self.segments, self.copies
-        stop = min(i + LONGEST, self.count - 1)
+        stop = min(i + constants.FEW_OPS, self.count - 1)
         if stop <= i:
             return
         enters = table.costs[i].enters
@@ -302,13 +291,15 @@ class Programme:
 
     def _best(self, states: States) -> States:
         """The states that stay with so many slots that they are not too many."""
-        slots = CAPPED_SLOTS if self.capped else SLOTS
-        kept = self._fronts(states, slots)
-        while len(kept.added) > MOST_STATES:
-            a, b, c, d = (max(1, int(n * part)) for n, part in zip(slots, COARSER, strict=True))
-            slots = (a, b, c, d)
-            kept = self._fronts(kept, slots)
-        return kept
+        kept, leaving, coming, sent = constants.SLOTS
+        slots = (kept, leaving, coming, sent if self.capped else 1)
+        found = self._fronts(states, slots)
+        while (count := len(found.added)) > constants.MOST_STATES:
+            part = (constants.MOST_STATES / count) ** (1 / len(slots))
+            kept, leaving, coming, sent = (max(1, int(part * number)) for number in slots)
+            slots = (kept, leaving, coming, sent)
+            found = self._fronts(found, slots)
+        return found
 
     def _fronts(self, states: States, slots: Slots) -> States:
         """The best state of each slot, if no slot that is less in every respect has a faster one.

@@ -9,14 +9,13 @@ from __future__ import annotations
 
 from fxremat.core.plan import Plan
 from fxremat.core.problem import Problem
+from fxremat.planner import constants
 from fxremat.planner.deadline import Deadline
 from fxremat.planner.options import SolverOptions
 from fxremat.planner.published.chains.block_options import BlockOptions
 from fxremat.planner.published.chains.chain import find_chain
 from fxremat.planner.published.chains.chain_costs import store_all
 from fxremat.planner.published.chains.rotor import (
-    BLOCK_OPS,
-    MOST_BLOCKS,
     PlanFront,
     best_plans,
     chain_schedules,
@@ -40,10 +39,10 @@ def solve(problem: Problem, budget_bytes: int | None, options: SolverOptions) ->
 def whole_front(problem: Problem, options: SolverOptions) -> PlanFront:
     """The plans of a problem, remembered for the last few problems."""
     deadline = Deadline(options.time_limit_s)
-    finest = coarser(find_chain(problem), MOST_BLOCKS)
+    finest = coarser(find_chain(problem), constants.MOST_BLOCKS)
     solved = BlockOptions(deadline)
     schedules = chain_schedules(finest, [[store_all(block)] for block in finest.blocks], deadline)
-    for chain in grains(finest, BLOCK_OPS):
+    for chain in grains(finest):
         its = [solved.of(chain, block) for block in chain.blocks]
         schedules.extend(chain_schedules(chain, its, deadline))
     return best_plans(problem, schedules, NAME, deadline)

@@ -13,21 +13,16 @@ from dataclasses import dataclass, replace
 
 from fxremat.core.plan import Plan
 from fxremat.core.problem import Problem
+from fxremat.planner import constants
 from fxremat.planner.deadline import Deadline
 from fxremat.planner.options import SolverOptions
 from fxremat.planner.plans import make_plan
 from fxremat.planner.published.chains.chain import Chain, NotAChain, find_chain
 from fxremat.planner.published.chains.chain_costs import BlockOption, block_costs, store_all
-from fxremat.planner.published.chains.rotor_table import Table
+from fxremat.planner.published.chains.rotor_table import SLOTS, Table
 from fxremat.planner.remembered import remembered
 
 NAME = "rotor"
-MOST_BLOCKS = 100
-"""Blocks of a chain that the table takes; where there are more, neighbours are merged."""
-MOST_PLANS = 250
-"""Plans of one table that are replayed."""
-BLOCK_OPS = (1, 3, 8, 24)
-"""Forward ops per block, on average, that merging goes for where blocks have options."""
 
 
 @dataclass(frozen=True)
@@ -54,7 +49,7 @@ def solve(problem: Problem, budget_bytes: int | None, options: SolverOptions) ->
 def whole_front(problem: Problem, options: SolverOptions) -> PlanFront:
     """The plans of a problem, remembered for the last few problems."""
     deadline = Deadline(options.time_limit_s)
-    chain = coarser(find_chain(problem), MOST_BLOCKS)
+    chain = coarser(find_chain(problem), constants.MOST_BLOCKS)
     schedules = chain_schedules(chain, [[store_all(block)] for block in chain.blocks], deadline)
     return best_plans(problem, schedules, NAME, deadline)
 
@@ -62,12 +57,15 @@ def whole_front(problem: Problem, options: SolverOptions) -> PlanFront:
 def chain_schedules(
     chain: Chain, options: Sequence[Sequence[BlockOption]], deadline: Deadline
 ) -> list[tuple[str, ...]]:
-    """The schedules of the table, from least time to least memory; none where it was stopped."""
+    """The schedules of the table, from least time to least memory; none where it was stopped.
+
+    They are as many as every other slot of the longest chain, evenly picked.
+    """
     table = Table(block_costs(chain, options), deadline)
     if not table.done:
         return []
     levels = table.levels()
-    stride = max(1, -(-len(levels) // MOST_PLANS))
+    stride = max(1, -(-len(levels) // (SLOTS // 2)))
     picks = dict.fromkeys([*levels[::stride], *levels[-1:]])
     return [chain.model.names(table.steps(slots)) for slots in picks]
 
@@ -100,14 +98,13 @@ def coarser(chain: Chain, most: int) -> Chain:
     return chain
 
 
-def grains(finest: Chain, block_ops: Sequence[int]) -> Iterator[Chain]:
-    """The chain with its own blocks, then with larger ones, of so many forward ops on average."""
-    before = 0
-    for ops in block_ops:
+def grains(finest: Chain) -> Iterator[Chain]:
+    """The chain with its own blocks, then again and again with half as many as before."""
+    chain = finest
+    yield chain
+    while len(chain.blocks) > 2:
         try:
-            chain = coarser(finest, max(2, (finest.turn + 1) // ops))
+            chain = coarser(finest, max(2, len(chain.blocks) // 2))
         except NotAChain:
             return
-        if len(chain.blocks) != before:
-            before = len(chain.blocks)
-            yield chain
+        yield chain

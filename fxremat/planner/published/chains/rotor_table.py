@@ -27,13 +27,15 @@ from itertools import accumulate
 import numpy as np
 import numpy.typing as npt
 
+from fxremat.planner import constants
 from fxremat.planner.deadline import Deadline
 from fxremat.planner.published.chains.chain_costs import BlockCost, BlockRun, OptionCost
 
 Row = npt.NDArray[np.float64]
 PAY, PAID = 0, 1
-CELLS, MOST_SLOTS = 5_000_000, 4_000
-"""Cells of the table, and slots of memory in it, at most."""
+SLOTS = 500
+"""Slots of memory in the table of the longest chain: as many as in Rotor (Beaumont et al., arXiv
+1911.13214, whose class `Checkpointable` has ``mem_slots=500``). A shorter one has as many more."""
 
 
 @dataclass(frozen=True)
@@ -64,8 +66,7 @@ class Table:
         self.costs = costs
         self.count = len(costs)
         most = store_all_bytes(costs)
-        slots = min(MOST_SLOTS, max(1, CELLS // self.count**2))
-        self.slot = max(1.0, most / slots)
+        self.slot = max(1.0, most * self.count / (SLOTS * constants.MOST_BLOCKS))
         self.slots = self._slots(most) + self.count
         self.two = [False, *(any(o.holds_leaves for o in cost.options) for cost in costs[:-1])]
         shape = (2, self.count, self.count, self.slots + 1)

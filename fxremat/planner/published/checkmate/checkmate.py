@@ -18,6 +18,7 @@ import math
 from collections.abc import Sequence
 from dataclasses import dataclass
 
+from fxremat.core.constants import ROUNDS
 from fxremat.core.plan import Plan
 from fxremat.core.problem import Problem
 from fxremat.core.timeline import replay
@@ -46,12 +47,6 @@ from fxremat.planner.published.known_schedule import (
 )
 
 NAME, PRUNED = "checkmate", "checkmate_pruned"
-MOST_RUNS = 20_000
-"""Repeats, of an op in a stage, that the full programme may choose from; the time to solve it
-grows faster than their number."""
-HOPS = (1, 2, 3, 4, 6, 8)
-ROUNDS = 4
-"""Programmes with more and more stages in order; then all stages are, in as many again."""
 
 
 class TooManyRuns(ProblemRefused, ValueError):
@@ -63,7 +58,7 @@ class TooManyRuns(ProblemRefused, ValueError):
 
     def __str__(self) -> str:
         return (
-            f"solver {NAME!r} takes up to {MOST_RUNS:,} repeats to choose from, "
+            f"solver {NAME!r} takes up to {constants.MOST_RUNS:,} repeats to choose from, "
             f"and this problem has {self.count:,}. What to do: use solver {PRUNED!r}, which looks "
             "at the likely ones"
         )
@@ -75,9 +70,9 @@ def solve(problem: Problem, budget_bytes: int | None, options: SolverOptions) ->
     if not work.is_decided():
         allowed = all_runs(work.model)
         count = sum(map(len, allowed))
-        if count > MOST_RUNS:
+        if count > constants.MOST_RUNS:
             raise TooManyRuns(count)
-        work.improve(allowed, constants.PROGRAMME_NODES // 5, full=True)
+        work.improve(allowed, 3 * constants.NODES, full=True)
     return work.plan()
 
 
@@ -86,12 +81,16 @@ def solve_pruned(problem: Problem, budget_bytes: int | None, options: SolverOpti
     work = _CheckmateSearch.begin(PRUNED, problem, budget_bytes, options)
     if work.is_decided():
         return work.plan()
-    idle, before = 0, None
-    for hops in HOPS:
+    idle, before, hops = 0, None, 1
+    while True:
         allowed = with_runs(near_runs(work.model, hops), work.best_runs)
-        if allowed == before or sum(map(len, allowed)) > MOST_RUNS or not work.deadline.running():
+        if (
+            allowed == before
+            or sum(map(len, allowed)) > constants.MOST_RUNS
+            or not work.deadline.running()
+        ):
             break
-        before = allowed
+        before, hops = allowed, 2 * hops
         better = work.improve(allowed, constants.NODES // 2)
         idle = 0 if better or not work.fits() else idle + 1
         if idle == 2:
@@ -156,6 +155,7 @@ class _CheckmateSearch:
 
         ``room`` are the bytes that the programme may use. That is the budget, or a little less
         where a schedule exceeds it, by the solver's rounding, although its order was in the rows.
+        Programmes have more and more stages in order; then all stages are, in as many rounds again.
         """
         assert self.budget is not None
         ordered: set[int] = set()

@@ -25,10 +25,6 @@ from fxremat.planner.published.chains.chain import last_reads, never_rising, tur
 
 OUTSIDE = -1
 """The home of values that no cluster writes."""
-LEAST, MOST = 0.5, 1.6
-"""Sizes of clusters, as parts of the average."""
-EVEN = 1e-3
-"""What a cluster of half the average size costs, as a part of the bytes that cross a cut."""
 
 Cutter = Callable[[IndexedProblem, int, int], list[int]]
 """(model, turn, count) -> the first ops of all clusters but the first."""
@@ -170,21 +166,21 @@ def crossing(model: IndexedProblem, turn: int, weights: Sequence[int]) -> npt.ND
 
 
 def narrow_cuts(model: IndexedProblem, turn: int, count: int) -> list[int]:
-    """Cuts that the fewest bytes cross, between clusters of bounded sizes: ours.
+    """Cuts that the fewest bytes cross, between clusters of half to twice the average size: ours.
+
+    Of cuts that as many bytes cross, those of more even sizes are better.
 
     ``best[k, i]`` is the least cost of the first i ops in k clusters.
     """
     bytes_across, n = crossing(model, turn, model.bytes), turn + 1
     average = n / count
-    low, high = max(1, int(average * LEAST)), max(1, int(np.ceil(average * MOST)))
-    even = EVEN * max(1.0, float(np.median(bytes_across[1:]) if n > 1 else 1.0))
-    sizes = np.arange(low, high + 1)
-    uneven = even * (2 * (sizes - average) / average) ** 2
+    sizes = np.arange(max(1, int(average / 2)), int(np.ceil(2 * average)) + 1)
+    uneven = (sizes / average - 1) ** 2 / (4 * count)  # altogether less than a byte
     best = np.full((count + 1, n + 1), np.inf)
     back = np.zeros((count + 1, n + 1), dtype=np.intp)
     best[0, 0] = 0.0
     for k in range(1, count + 1):
-        for i in range(low, n + 1):
+        for i in range(int(sizes[0]), n + 1):
             starts = i - sizes[sizes <= i]
             cost = best[k - 1, starts] + uneven[: len(starts)] + bytes_across[starts] * (starts > 0)
             pick = int(cost.argmin())

@@ -29,9 +29,7 @@ from fxremat.planner.milp.moments import Refinement
 from fxremat.planner.options import Progress, SolverOptions
 from fxremat.planner.peak_bound import peak_bound
 from fxremat.planner.plans import make_plan
-from fxremat.planner.published.chains.block_options import MOST_OPTIONS
 from fxremat.planner.published.chains.isolated_part import (
-    PAUSES,
     backward_schedules,
     eviction_front,
     isolated_problem,
@@ -56,12 +54,6 @@ from fxremat.planner.published.hrockmate.level_milp import LevelMilp
 from fxremat.planner.published.known_schedule import extra_runs_of, start_plan, without_unread
 
 NAME = "hrockmate"
-LEAF = 24
-"""Forward ops of a cluster that is not cut again."""
-GAP = 1e-4
-"""The relative gap to which a programme over clusters is solved."""
-CLUSTERS = 12
-"""Clusters of one level at most; half as many at least, where the ops suffice."""
 
 
 def solve(problem: Problem, budget_bytes: int | None, options: SolverOptions) -> Plan:
@@ -132,10 +124,10 @@ class Hierarchy:
     def _cut(self, model: IndexedProblem) -> Decomposition:
         """The decomposition with the fewest ops in distinct clusters."""
         forward = turn_of(model) + 1
-        most = max(2, min(CLUSTERS, forward // 3))
+        most = max(2, min(constants.POINTS, forward // 3))
         fewest = min(
             most,
-            max(2, min(CLUSTERS // 2, forward // LEAF)),
+            max(2, min(constants.POINTS // 2, forward // constants.FEW_OPS)),
         )
         cuts = [decompose(model, count, self.cutter) for count in range(fewest, most + 1)]
         return min(
@@ -155,7 +147,7 @@ class Hierarchy:
                 decomposition,
                 cluster,
                 self._search(decomposition, cluster),
-                MOST_OPTIONS,
+                constants.MOST_OPTIONS,
             )
             self.solved[key] = [tuple(place[op] for op in option.backward) for option in found]
         moved = [ClusterOption(tuple(ops[k] for k in steps)) for steps in self.solved.get(key, ())]
@@ -164,7 +156,7 @@ class Hierarchy:
     def _search(self, decomposition: Decomposition, cluster: Cluster) -> Iterator[ClusterOption]:
         """Schedules of the cluster's own problem, for several pauses and budgets."""
         whole = _bytes_at_most(decomposition, cluster)
-        for pause in PAUSES:
+        for pause in constants.HALVES:
             if not self.deadline.running():
                 return
             problem = isolated_problem(
@@ -183,7 +175,7 @@ class Hierarchy:
         """What evictions find, and then the level below or the solver `moments`."""
         front = eviction_front(model, self.deadline)
         most, least = StageSchedule(model).max_peak(), front.least().peak
-        level = self.level(model) if turn_of(model) + 1 > LEAF else None
+        level = self.level(model) if turn_of(model) + 1 > constants.FEW_OPS else None
         for part in (0.75, 0.5, 0.25, 0.0):
             budget = least + int(part * (most - least))
             if not self.deadline.running():
@@ -223,7 +215,9 @@ class Level:
         room = budget
         for _ in range(3):
             choice = LevelMilp(self.decomposition, runs, room, allow_reruns=False)
-            chosen = choice.milp.solve(deadline, nodes=nodes, gap=GAP, on_progress=on_progress)
+            chosen = choice.milp.solve(
+                deadline, nodes=nodes, gap=constants.GAP, on_progress=on_progress
+            )
             over = self._offer(front, choice, chosen, budget)
             if over == 0:
                 break
@@ -236,7 +230,7 @@ class Level:
         found = whole.milp.solve(
             deadline,
             nodes=nodes,
-            gap=GAP,
+            gap=constants.GAP,
             start=start,
             on_progress=on_progress,
         )
