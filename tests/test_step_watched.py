@@ -14,6 +14,7 @@ from torch import nn
 from torch.nn import functional as F
 
 import fxremat
+from fxremat.core.constants import WATCHED_STEPS
 from fxremat.errors import BudgetExceeded
 from fxremat.memory import watched_steps
 from fxremat.memory.watched_steps import StepWatch
@@ -160,7 +161,7 @@ def test_a_step_under_the_profiler_is_not_looked_at(part: str) -> None:
     compute()
     assert watch.end("graph 0", 0, 0) is None  # nobody knows what was compiled before
     watched = watch.looked_at
-    for _ in range(watched_steps.WATCHED_STEPS):
+    for _ in range(WATCHED_STEPS):
         assert step() is None
     assert watch.looked_at == watched
     assert not watch.is_over
