@@ -8,9 +8,12 @@ from typing import Any
 import torch
 import torch.nn.functional as F
 
+from fxremat.runtime.chunks.operator import ROWS
 from fxremat.runtime.chunks.program import Instruction, Program, Ref, RowCount, dump
 
 FEATURES, CLASSES = 8, 300
+SIZES = [(64, 16, 4), (64, 64, 64), (50, 16, 5), (7, 3, 2), (0, 4, 4)]
+"""Rows, of a chunk, and of a tile: one that divides another, and not; and none."""
 
 
 def one(op: str, *args: Any, row_shape: Sequence[int] = (CLASSES,), kind: Any = "row",
@@ -49,16 +52,10 @@ def program(dtype: torch.dtype = torch.float32, device: str | None = None) -> st
     steps += [
         one("aten.mm.default", Ref(n), Ref(3), row_shape=(FEATURES,), dtype=dtype),
         one("aten.permute.default", Ref(n), [1, 0], kind="last", dtype=dtype),
-        one(
-            "aten.mm.default",
-            Ref(n + 2),
-            Ref(0),
-            kind="sum",
-            row_shape=(CLASSES, FEATURES),
-            dtype=dtype,
-        ),
+        one("aten.mm.default", Ref(n + 2), Ref(0), kind="sum",
+            row_shape=(CLASSES, FEATURES), dtype=dtype),
         one("aten.sum.dim_IntList", Ref(logits + 10), [0], kind="sum"),
-    ]
+    ]  # fmt: skip
     return dump(Program(2, 2, (), tuple(steps), (logits + 7, n + 1, n + 3, n + 4)))
 
 
@@ -68,6 +65,15 @@ def inputs(count: int, dtype: torch.dtype = torch.float32) -> tuple[torch.Tensor
     x = torch.randn(count, FEATURES, generator=dice).to(dtype)
     y = torch.randint(0, CLASSES, (count, 1), generator=dice)
     return x, y, torch.randn(CLASSES, FEATURES, generator=dice).to(dtype)
+
+
+def run(
+    given: Sequence[torch.Tensor], chunk: int, tile: int, *, fused: bool = False
+) -> list[torch.Tensor]:
+    """A call of the operator."""
+    x, y, w = given
+    found: list[torch.Tensor] = ROWS([x, y], [w.t(), w], program(x.dtype), chunk, tile, fused)
+    return found
 
 
 def expected(x: torch.Tensor, y: torch.Tensor, w: torch.Tensor) -> list[torch.Tensor]:

@@ -147,8 +147,8 @@ def overwrite_input(net: Any, x: torch.Tensor, y: torch.Tensor) -> torch.Tensor:
     return result  # type: ignore[no-any-return]
 
 
-def make(name: str) -> tuple[nn.Module, tuple[torch.Tensor, ...]]:
-    """A fresh model of this name with its inputs."""
+def _all() -> dict[str, tuple[nn.Module, tuple[torch.Tensor, ...]]]:
+    """Fresh models by their names, each with its inputs."""
     x, wants = batch(4, 8), batch(4, 8).requires_grad_()
     torch.manual_seed(3)
     drop = nn.Sequential(linear(), nn.Dropout(), nn.GELU(), linear())
@@ -157,7 +157,7 @@ def make(name: str) -> tuple[nn.Module, tuple[torch.Tensor, ...]]:
     conv = nn.Conv2d(3, 4, 3)
     image = batch(2, 3, 8, 8)
     index = torch.arange(12).view(3, 4) % 16
-    table: dict[str, tuple[nn.Module, tuple[torch.Tensor, ...]]] = {
+    return {
         "mlp": (mlp(8, 3), (x,)),
         "dropout": (drop, (x,)),
         "random": (Net(all_random, linear=linear()), (x,)),
@@ -194,17 +194,15 @@ def make(name: str) -> tuple[nn.Module, tuple[torch.Tensor, ...]]:
         "gru": (Net(lambda n, x: n.cell(x).sin(), cell=nn.GRUCell(8, 8)), (x,)),
         "count": (Net(count, linear=linear()), (x,)),
     }  # fmt: skip
-    model, inputs = table[name]
+
+
+def make(name: str) -> tuple[nn.Module, tuple[torch.Tensor, ...]]:
+    """A fresh model of this name with its inputs."""
+    model, inputs = _all()[name]
     return model, tuple(i.detach().clone().requires_grad_(i.requires_grad) for i in inputs)
 
 
-NAMES = (
-    "mlp", "dropout", "random", "batch norm", "buffer", "old buffer", "input overwritten", "tied",
-    "input gradient", "odd results", "odd results, input gradient", "frozen", "pieces",
-    "several results", "max pool", "autocast", "integers", "checkpoint", "checkpoint dropout",
-    "save addmms", "save nothing", "save everything", "custom op", "attention",
-    "attention dropout", "gru", "count",
-)  # fmt: skip
+NAMES = tuple(_all())
 REFERENCE = {"gru": "aot_eager"}  # eager torch has a fused cell that rounds differently
 
 

@@ -49,6 +49,23 @@ class Stack(nn.Module):
         return x.square().mean()
 
 
+class Language(nn.Module):
+    """Token embedding, residual blocks, and a head: the logits of each next word."""
+
+    def __init__(self, words: int, depth: int, width: int = 64) -> None:
+        super().__init__()
+        self.embedding = nn.Embedding(words, width)
+        self.blocks = nn.ModuleList(Block(width) for _ in range(depth))
+        self.head = nn.Linear(width, words)
+
+    def forward(self, tokens: Tensor) -> Tensor:
+        x = self.embedding(tokens)
+        for block in self.blocks:
+            x = block(x)
+        logits: Tensor = self.head(x)
+        return logits
+
+
 class Convolutions(nn.Module):
     """Convolutions with BatchNorm, whose running statistics are updated in each step."""
 

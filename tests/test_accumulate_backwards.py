@@ -19,6 +19,7 @@ from tests import accumulating
 from tests.accumulating import (
     EAGER,
     LAYERS,
+    LOSSES,
     Early,
     Refused,
     check_same,
@@ -26,7 +27,6 @@ from tests.accumulating import (
     gradients,
     layers,
     same,
-    squares,
     with_input,
 )
 from tests.small import Stack, seeded
@@ -75,12 +75,6 @@ def test_a_graph_of_the_backward(caplog: pytest.LogCaptureFixture, early: Early)
 
 
 # --- other gradients, and hooks ----------------------------------------------------------
-
-LOSSES: dict[str, Callable[[Any, Any, Tensor], Tensor]] = {
-    "decay added after": lambda model, call, x: call(x) + squares(model),
-    "decay added before": lambda model, call, x: squares(model) + call(x),
-    "two calls": lambda model, call, x: call(x) + call(2 * x),
-}
 
 
 @pytest.mark.parametrize("name", LOSSES)

@@ -14,7 +14,7 @@ from fxremat.runtime import kernels
 from fxremat.runtime.chunks import fused_kernels
 from fxremat.runtime.chunks.operator import ROWS
 from tests.graphs import calls
-from tests.loss_program import CLASSES, expected, inputs, program
+from tests.loss_program import CLASSES, SIZES, expected, inputs, program, run
 from tests.row_nets import STEPS, traced_step
 from tests.row_sites import real, taken
 from tests.slowness import slow_but
@@ -22,16 +22,6 @@ from tests.variants import sites
 
 NUMBER_BYTES = 12
 """A number that stands beside a tensor, in the last rows: counted as if beside a partial sum."""
-SIZES = [(64, 16, 4), (64, 64, 64), (50, 16, 5), (7, 3, 2), (0, 4, 4)]
-
-
-def run(
-    given: tuple[torch.Tensor, ...], chunk: int, tile: int, *, fused: bool = True
-) -> list[torch.Tensor]:
-    """Cross-entropy and its gradients."""
-    x, y, w = given
-    found: list[torch.Tensor] = ROWS([x, y], [w.t(), w], program(x.dtype), chunk, tile, fused)
-    return found
 
 
 def assert_close(found: list[torch.Tensor], best: list[torch.Tensor], rough: float = 1e-5) -> None:
@@ -52,7 +42,7 @@ def test_kernels_compute_what_the_operators_do(
 ) -> None:
     count, chunk, tile = sizes
     given = inputs(count, dtype)
-    found, alone = run(given, chunk, tile), run(given, chunk, tile, fused=False)
+    found, alone = run(given, chunk, tile, fused=True), run(given, chunk, tile)
     assert [t.dtype for t in found] == [t.dtype for t in alone]
     assert_close(found, expected(*given), 1e-5 if dtype == torch.float32 else 2e-2)
 
@@ -71,7 +61,7 @@ def test_adding_at_an_index_as_a_comparison(monkeypatch: pytest.MonkeyPatch) -> 
     with monkeypatch.context() as patch:
         patch.setattr(fused_kernels._KernelWriter, "__post_init__", compares)
         [kernel] = filter(None, fused_kernels.kernels_of(program(), shapes, 16))
-        assert_close(run(tensors, 16, 16), expected(*tensors))
+        assert_close(run(tensors, 16, 16, fused=True), expected(*tensors))
     fused_kernels.kernels_of.cache_clear()
     assert kernel.scratch <= 4 * CLASSES + 4 * 16 * 4  # a sum over rows, a few numbers a row
 
@@ -107,9 +97,9 @@ def test_a_fused_stage_is_one_call() -> None:
     from torch.profiler import ProfilerActivity, profile
 
     given = inputs(64)
-    run(given, 16, 16)
+    run(given, 16, 16, fused=True)
     with profile(activities=[ProfilerActivity.CPU]) as seen:
-        run(given, 16, 16)
+        run(given, 16, 16, fused=True)
     names = {event.key for event in seen.key_averages()}
     assert {"aten::mm", "aten::addmm"} <= names
     assert not names & {"aten::exp", "aten::sub", "aten::amax", "aten::sum", "aten::gather"}
@@ -125,7 +115,7 @@ def test_a_stage_that_inductor_cannot_write_runs_operator_by_operator(
     fused_kernels.kernels_of.cache_clear()
     with monkeypatch.context() as patch:
         patch.setattr("fxremat.runtime.chunks.fused_kernels.unbuilt_kernel", fails)
-        assert_close(run(given, 16, 4), expected(*given))
+        assert_close(run(given, 16, 4, fused=True), expected(*given))
     fused_kernels.kernels_of.cache_clear()
 
 

@@ -9,8 +9,6 @@ from typing import Any
 import pytest
 import torch
 import torch.nn.functional as F
-from hypothesis import given
-from hypothesis import strategies as st
 from torch import fx, nn
 
 import fxremat
@@ -23,7 +21,6 @@ from fxremat.passes.variants.table import RULES
 from fxremat.runtime.chunks.operator import ROWS
 from tests.conftest import Golden
 from tests.end_to_end import compiled_by_fxremat, least, measured, observed
-from tests.examples import examples
 from tests.graphs import Net, joint_of_model, run_joint
 from tests.images import WIDTH, images
 from tests.row_sites import assert_close, check, in_double, names_of, taken, trace
@@ -255,23 +252,6 @@ def test_channels_last() -> None:
             weight.data = weight.data.contiguous(memory_format=torch.channels_last)
     x = images(9, 3, 6, 6).detach().to(memory_format=torch.channels_last)
     exact(model, x)
-
-
-@pytest.mark.slow
-@given(
-    count=st.integers(2, 20), size=st.tuples(st.integers(5, 9), st.integers(5, 9)),
-    kernel=st.integers(1, 3), stride=st.integers(1, 2), padding=st.integers(0, 2),
-    bias=st.booleans(),
-)  # fmt: skip
-@examples(4)
-def test_random_shapes(
-    count: int, size: tuple[int, int], kernel: int, stride: int, padding: int, bias: bool
-) -> None:
-    def step(m: Any, x: torch.Tensor) -> torch.Tensor:
-        return m.second(F.silu(m.norm(m.first(x)))).square().mean()  # type: ignore[no-any-return]
-
-    second = nn.Conv2d(WIDTH, 5, kernel, stride=stride, padding=padding, bias=bias)
-    exact(net(step, second=second), images(count, 3, *size))
 
 
 # --- what is taken in ------------------------------------------------------------------------

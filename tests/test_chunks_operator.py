@@ -15,16 +15,7 @@ from fxremat.runtime import kernels
 from fxremat.runtime.chunks.buffers import MATMULS
 from fxremat.runtime.chunks.operator import ROWS
 from fxremat.runtime.chunks.program import Program, Ref, dump, parse
-from tests.loss_program import CLASSES, FEATURES, expected, inputs, one, program
-
-
-def run(
-    given: tuple[torch.Tensor, ...], chunk: int, tile: int, fused: bool = False
-) -> list[torch.Tensor]:
-    """A call of the operator."""
-    x, y, w = given
-    found: list[torch.Tensor] = ROWS([x, y], [w.t(), w], program(x.dtype), chunk, tile, fused)
-    return found
+from tests.loss_program import CLASSES, FEATURES, SIZES, expected, inputs, one, program, run
 
 
 @given(st.integers(0, 40), st.integers(1, 50), st.integers(1, 20))
@@ -42,14 +33,14 @@ def test_low_precision_is_added_up_in_float32() -> None:
         assert (one_.double() - other).abs().max() <= 2e-2 * other.abs().max()
 
 
-@pytest.mark.parametrize("sizes", [(64, 16, 4), (64, 64, 64), (50, 16, 5), (7, 3, 2), (0, 4, 4)])
+@pytest.mark.parametrize("sizes", SIZES)
 @pytest.mark.parametrize("fused", [False, True])
 def test_memory_is_known_to_the_byte(sizes: tuple[int, int, int], fused: bool) -> None:
     """Matmuls of low precision may take scratch memory of their own, on some processors."""
     count, chunk, tile = sizes
     given_ = inputs(count)
-    made = sum(t.nbytes for t in run(given_, chunk, tile, fused))
-    peak = measure_peak(lambda: run(given_, chunk, tile, fused)).above_start_bytes
+    made = sum(t.nbytes for t in run(given_, chunk, tile, fused=fused))
+    peak = measure_peak(lambda: run(given_, chunk, tile, fused=fused)).above_start_bytes
     x, y, w = given_
     args = ([x, y], [w.t(), w], program(), chunk, tile, fused)
     assert kernels.WORKSPACES[ROWS](*args, measure=kernels.unmeasured) == peak - made

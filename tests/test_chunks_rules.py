@@ -7,14 +7,11 @@ from typing import Any
 import pytest
 import torch
 import torch.nn.functional as F
-from hypothesis import given
-from hypothesis import strategies as st
 from torch import nn
 
 from fxremat.passes.variants.chunks.rules import CHUNKED_ATTENTION, CHUNKED_LOSS, CHUNKED_MLP
 from fxremat.runtime.chunks.operator import ROWS
 from fxremat.runtime.chunks.program import parse
-from tests.examples import examples
 from tests.graphs import Net, calls
 from tests.row_nets import WEIGHTS, D, Gated, V, head, labels, rows, up_and_down, z_loss
 from tests.row_sites import all_names, check, taken, trace
@@ -130,15 +127,6 @@ def test_few_rows(count: int) -> None:
         assert all_names(net, (rows(count, D), labels(count))) == []
     else:
         check(net, (rows(count, D), labels(count)), CHUNKED_LOSS)
-
-
-@pytest.mark.slow
-@examples(10)
-@given(st.integers(17, 90), st.integers(1, 12), st.integers(30, 150), st.booleans(), st.booleans())
-def test_random_sizes(count: int, width: int, most: int, bias: bool, ignored: bool) -> None:
-    net = Net(lambda m, x, y: F.cross_entropy(m.head(x), y), head=head(bias, width, most))
-    y = labels(count, most=most, ignored=ignored)
-    check(net, (rows(count, width), y), CHUNKED_LOSS)
 
 
 # --- MLP -----------------------------------------------------------------------------------------

@@ -5,7 +5,6 @@ from __future__ import annotations
 import time
 from dataclasses import replace
 
-import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
@@ -84,25 +83,6 @@ def test_over_budget_names_the_worst_step() -> None:
 
 def test_an_input_may_be_an_output() -> None:
     assert check(replace(PROBLEM, outputs=("x", "c")), BASE).peak_bytes == 8 + 16 + 4 + 3
-
-
-PAIRS = [
-    ((), 30),
-    ((("p", "r"),), 28),
-    ((("p", "s"), ("p", "r")), 26),
-    ((("p", "s"), ("q", "s")), 26),
-    ((("p", "r"), ("q", "s")), 20),
-]
-
-
-@pytest.mark.parametrize(("pairs", "peak_bytes"), PAIRS)
-def test_each_value_is_in_one_inplace_pair(
-    pairs: tuple[tuple[str, str], ...], peak_bytes: int
-) -> None:
-    values = (Value("p", 4), Value("q", 8), Value("r", 2), Value("s", 16))
-    op = Op("op", ("p", "q"), ("r", "s"), 1.0, inplace=pairs)
-    problem = validate(Problem("inplace", values, (op,), inputs=("p", "q"), outputs=("r",)))
-    assert check(problem, ("op",)).peak_bytes == peak_bytes
 
 
 def test_verdict_text(golden: Golden) -> None:

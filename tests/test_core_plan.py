@@ -3,12 +3,8 @@
 from __future__ import annotations
 
 import json
-from typing import Any
 
-import pytest
-
-from fxremat.core.plan import Plan, plan_to_json, steps_from_json
-from fxremat.core.problem import InvalidProblem
+from fxremat.core.plan import Plan, plan_to_json
 from tests.conftest import Golden
 
 PLAN = Plan(
@@ -27,13 +23,3 @@ def test_repeats_count_beyond_the_first() -> None:
 
 def test_plan_json_text(golden: Golden) -> None:
     golden(json.dumps(plan_to_json(PLAN), indent=1))
-
-
-def test_steps_there_and_back() -> None:
-    assert steps_from_json(json.loads(json.dumps(plan_to_json(PLAN)))) == PLAN.steps
-
-
-@pytest.mark.parametrize("data", [{}, {"steps": "abc"}, {"steps": ["a", 1]}, [], None])
-def test_malformed(data: Any) -> None:
-    with pytest.raises(InvalidProblem, match=r"field 'steps|expected an object"):
-        steps_from_json(data)

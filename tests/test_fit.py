@@ -176,6 +176,8 @@ def make():
 
 
 def test_command(tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: Any) -> None:
+    monkeypatch.setenv("FXREMAT_VARIANTS", "none")
+    monkeypatch.setenv("FXREMAT_SOLVER", "greedy")
     (tmp_path / "small_model.py").write_text(SMALL_MODEL, encoding="utf-8")
     monkeypatch.syspath_prepend(tmp_path)
     monkeypatch.delitem(sys.modules, "small_model", raising=False)

@@ -3,26 +3,18 @@
 from __future__ import annotations
 
 import copy
-from collections.abc import Iterator
 from typing import Any
 
 import pytest
 import torch
 from torch._dynamo.exc import BackendCompilerFailed
-from torch._dynamo.utils import counters
 
 import fxremat
 from fxremat.backend import fxremat as backend
 from tests.end_to_end import compiled_by_fxremat, measured
 from tests.small import Stack, seeded, train
 
-
-@pytest.fixture(autouse=True)
-def _fresh() -> Iterator[None]:
-    torch._dynamo.reset()
-    counters.clear()
-    yield
-    torch._dynamo.reset()
+pytestmark = pytest.mark.usefixtures("fresh")
 
 
 def test_budget_prediction_gradients_and_dropout() -> None:

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import os
 from dataclasses import replace
 from pathlib import Path
 from typing import Any
@@ -102,18 +101,6 @@ def test_a_cache_that_cannot_be_written_fails_no_compilation(
     assert model.weight.grad is not None
     assert len(session.reports()) == 1
     assert (tmp_path / "fxremat").read_text() == "no folder"
-
-
-def test_a_report_that_cannot_be_written_whole_is_not_there(
-    monkeypatch: pytest.MonkeyPatch,
-) -> None:
-    def refuse(*_: object) -> None:
-        raise OSError("no space left on device")
-
-    monkeypatch.setattr(os, "replace", refuse)
-    session.store("key", REPORT)
-    assert list(session.store_path("key").parent.iterdir()) == []
-    assert session.load("key", 0) is None
 
 
 @pytest.mark.parametrize("text", ["", "[]", "{}", '{"graph": 1, "saved": []}', "\x00"])

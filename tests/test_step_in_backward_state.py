@@ -16,6 +16,7 @@ import fxremat
 from fxremat import runtime
 from fxremat.training.step_in_backward import StepInBackward
 from tests import stepping
+from tests.accumulating import Refused
 from tests.host_weights import equal, moved
 from tests.small import Layers, seeded
 from tests.stepping import Make, Slow, adamw, compiled_model, layers_and_input, trained
@@ -23,10 +24,6 @@ from tests.stepping import Make, Slow, adamw, compiled_model, layers_and_input, 
 _fresh = stepping.fresh
 
 # --- errors ------------------------------------------------------------------------------
-
-
-class Refused(Exception):
-    pass
 
 
 def test_an_error_in_a_step_comes_out_of_the_backward() -> None:

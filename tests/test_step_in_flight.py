@@ -20,7 +20,7 @@ import fxremat
 from fxremat.step import scope
 from fxremat.step.in_flight import watch_in_flight
 from fxremat.step.promise import Promise, PromisedVersion, RunVersions
-from tests.small import Block
+from tests.small import Language
 
 HOST = torch.device("cpu")
 KIB = 1024
@@ -49,20 +49,14 @@ def told() -> Iterator[list[fxremat.PromiseBroken]]:
 # --- models whose blocks are compiled one by one ------------------------------------------------
 
 
-class Chain(nn.Module):
-    """Token embedding, residual blocks, and the cross entropy of the next token."""
+class Chain(Language):
+    """It gives the cross entropy of each next token."""
 
     def __init__(self, depth: int = 8, width: int = 64) -> None:
-        super().__init__()
-        self.embedding = nn.Embedding(32, width)
-        self.blocks = nn.ModuleList(Block(width) for _ in range(depth))
-        self.head = nn.Linear(width, 32)
+        super().__init__(32, depth, width)
 
     def forward(self, tokens: Tensor) -> Tensor:
-        x = self.embedding(tokens)
-        for block in self.blocks:
-            x = block(x)
-        return F.cross_entropy(self.head(x).flatten(0, 1), tokens.flatten())
+        return F.cross_entropy(super().forward(tokens).flatten(0, 1), tokens.flatten())
 
 
 QUICK: dict[str, Any] = {"executor": "aot_eager", "solver": "greedy", "variants": "none"}

@@ -18,7 +18,7 @@ import fxremat
 from fxremat.sizes import MIB
 from fxremat.step import scope
 from tests.ranks import least_named
-from tests.small import Block
+from tests.small import Block, Language
 
 QUICK: dict[str, Any] = {"executor": "aot_eager", "solver": "greedy", "variants": "none"}
 PLAIN: dict[str, Any] = {"backend": "aot_eager"}
@@ -178,28 +178,14 @@ def loss_apart() -> Case:
     return Case([model], [words, targets], run, [loss])
 
 
-class Worded(nn.Module):
-    """Its logits take as much as several blocks save; blocks and head are compiled one by one."""
-
-    def __init__(self) -> None:
-        super().__init__()
-        self.embedding = nn.Embedding(WORDS, 64)
-        self.blocks = nn.ModuleList(Block(64) for _ in range(6))
-        self.head = nn.Linear(64, WORDS)
-
-    def forward(self, tokens: Tensor) -> Tensor:
-        x = self.embedding(tokens)
-        for block in self.blocks:
-            x = block(x)
-        logits: Tensor = self.head(x)
-        return logits
-
-
 @cache
 def parts_apart() -> Case:
-    """The head and the loss run while all blocks wait, which had planned to take the budget."""
+    """Blocks and head are compiled one by one, and logits take as much as several blocks save.
+
+    The head and the loss run while all blocks wait, which had planned to take the budget.
+    """
     torch.manual_seed(0)
-    tokens, model = torch.randint(WORDS, (8, 129)), Worded()
+    tokens, model = torch.randint(WORDS, (8, 129)), Language(WORDS, 6)
 
     def run(functions: Sequence[Any], given: Sequence[Tensor]) -> None:
         logits = model(given[0][:, :-1]).flatten(0, 1)
