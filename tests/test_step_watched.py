@@ -14,10 +14,9 @@ from torch import nn
 from torch.nn import functional as F
 
 import fxremat
-from fxremat.core.constants import WATCHED_STEPS
 from fxremat.errors import BudgetExceeded
 from fxremat.memory import watched_steps
-from fxremat.memory.watched_steps import StepWatch
+from fxremat.memory.watched_steps import WATCHED_STEPS, StepWatch
 from fxremat.sizes import MIB, parse_bytes
 from fxremat.step import scope
 from tests.small import Block

@@ -21,17 +21,6 @@ OUT_OF_REACH = 1.1
 """Times the aim, or the least that is planned: a plan above it is not tried, since its dry run
 would have to take a tenth less than planned. Other plans of low peak aim at so many times the
 least, and at the square of it: the local search decides by the bytes it is given."""
-<<<<<<< HEAD
-ROUNDS = 4
-"""How often plans are made anew by what dry runs or the allocator's model have shown, and how many
-times the last step down the next one may be. The way to the least peak of a small ResNet took
-13 dry runs with short steps, and 7 with these. It bounds the guesses of a largest size that fits,
-too: the secant method multiplies the last two errors, so four lead from one half to 0.4 %."""
-=======
-EXPECTED_WRONG = 0.002
-"""Of the aim: what the allocator's model expects of a plan may be too little by as much. Reserved
-bytes were within 0.2 % of those predicted on the GPU (docs/benchmarks.md)."""
->>>>>>> w-numbers
 DRY_RUNS = 24
 """How many candidates are evaluated under the aim, and again for the least peak, of one graph and
 of a step of several. An attempt under the aim has a third of them: the least peak of a small ResNet

@@ -151,22 +151,6 @@ The step times of docs/benchmarks.md differ by more than that from run to run. O
 CPU as much (at least 1 MiB) may be exceeded: Python and the C library allocate beside tensors.
 """
 
-# --- memory of whole steps -----------------------------------------------------------------
-
-<<<<<<< HEAD
-WATCHED_STEPS = 2
-"""Steps of a training loop whose peak is measured and compared with the budget.
-
-The optimizer makes its states in the first step, so the second is like all that follow.
-=======
-UNUSED_PART = 0.03
-"""Of a budget in reserved bytes that several graphs share: what may stay unused between blocks.
-
-It counts as long as a part of the step is not compiled, or has code that no dry run can count: then
-the events of the step are not known. Best fit leaves 0.8 to 6.2 % of a pool of graphs unused.
->>>>>>> w-numbers
-"""
-
 # --- compiling kernels ---------------------------------------------------------------------
 
 MOST_TOGETHER = 8

@@ -27,10 +27,6 @@ from fxremat.compat.configuration import (
 )
 from fxremat.compat.joint_graph import copy_module, without_user_tags
 from fxremat.compat.sizes import sizes_at, symbols_seen
-<<<<<<< HEAD
-=======
-from fxremat.compile.constants import EXPECTED_WRONG
->>>>>>> w-numbers
 from fxremat.compile.cost_model import CostModel, cost_model
 from fxremat.compile.draft import Draft
 from fxremat.compile.dry_run.dry_run import DryRun, GeneratedStep, generate_step
@@ -41,7 +37,6 @@ from fxremat.compile.search.planning import ONE_PASS, Planning
 from fxremat.compile.search.proposals import plan_of_torch
 from fxremat.compile.search.variant_sets import GraphInVariants
 from fxremat.compile.stage_times import StageTimes
-from fxremat.core.constants import ROUNDS
 from fxremat.core.events import Allocate, Event
 from fxremat.whatif.peak_expression import DEGREE
 
