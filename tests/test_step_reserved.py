@@ -176,7 +176,7 @@ class Step:
             places,
             [part] * len(set(self.part_of)),
             None,
-            tuple(outside_of(RUNS)),
+            lambda runs: outside_of(len(runs)),
         )
 
     def plan(self, request: Request) -> Any:

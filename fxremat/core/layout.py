@@ -65,3 +65,7 @@ class StepLayout:
 
     runs: tuple[RunLayout, ...] = ()
     arena_bytes: int = 0
+
+
+NOWHERE = StepLayout()
+"""No run has places."""

@@ -15,7 +15,7 @@ from __future__ import annotations
 
 import logging
 import weakref
-from collections.abc import Iterable, Iterator, Sequence
+from collections.abc import Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from threading import Lock
 from typing import Any
@@ -37,6 +37,23 @@ from fxremat.runtime.placed import Place, Places, go_on_with
 from fxremat.sizes import format_bytes
 
 log = logging.getLogger(__name__)
+
+_ARENAS: weakref.WeakSet[Arena] = weakref.WeakSet()
+
+
+def with_arenas(storages: Mapping[int, int], device: torch.device) -> int:
+    """The bytes of storages, by their addresses, and of all arenas on the device.
+
+    What lies in an arena counts with it, and an arena counts whether something lies in it or not.
+    """
+    blocks = [one.block for one in list(_ARENAS) if one.device == device]
+    ranges = [(one.data_ptr(), one.nbytes) for one in blocks if one is not None]
+    outside = (
+        nbytes
+        for address, nbytes in storages.items()
+        if not any(begin <= address < begin + size for begin, size in ranges)
+    )
+    return sum(outside) + sum(size for _, size in ranges)
 
 
 class PlacedHalf:
@@ -182,6 +199,7 @@ class Arena:
     """
 
     def __init__(self, device: torch.device) -> None:
+        _ARENAS.add(self)
         self.device = device
         self.empty: Any = EMPTY.get(device.type)
         self.is_off = self.empty is None

@@ -17,10 +17,11 @@ from __future__ import annotations
 
 import itertools
 from collections import Counter
-from collections.abc import Callable, Generator, Iterable, Iterator, Sequence
+from collections.abc import Callable, Collection, Generator, Iterable, Iterator, Sequence
 from dataclasses import dataclass, field
 
 from fxremat.core.events import Allocate, Backward, Event, Forward, Free, Outside, RunEvents
+from fxremat.core.step import Order
 
 
 def composed(
@@ -199,6 +200,32 @@ def repeated_outside(
             yield Allocate(next(names), left_bytes)
             yield from (Free(one.name) for one in stays)
         incoming = yield from _next(wanted if run else [], passed_on, names)
+
+
+def outside_in_order(
+    runs: Sequence[RunEvents], order: Order, held_bytes: int, kept: Collection[int] = (),
+    held: Collection[int] = (),
+) -> Iterator[Outside]:  # fmt: skip
+    """A step in which nothing is known but the order of runs, and who holds their results.
+
+    ``held_bytes`` are there all the time. Results of the runs in ``kept`` are held until these go
+    backward, those in ``held`` to the end. Gradients of inputs that no run has of its own stay.
+    """
+    yield Allocate("held", held_bytes)
+    names, results = (f"{k}" for k in itertools.count()), dict[int, list[Allocate]]()
+    for run, phase in order:
+        sizes, version = runs[run].sizes(), runs[run]
+        if phase == "forward":
+            given = dict.fromkeys(version.results) if run in {*kept, *held} else {}
+            results[run] = [Allocate(next(names), sizes[name]) for name in given]
+            yield Forward(run, (), tuple(results[run]))
+            continue
+        stay = dict.fromkeys(x.gradient for x in version.inputs if not x.own)
+        yield Backward(
+            run, (), tuple(Allocate(next(names), sizes[one]) for one in stay if one is not None)
+        )
+        if run not in held:
+            yield from (Free(one.name) for one in results.pop(run, []))
 
 
 def _next(

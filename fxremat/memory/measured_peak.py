@@ -23,6 +23,7 @@ from torch.profiler import ProfilerActivity, profile
 
 from fxremat.compat.measuring import profiler_memory_events
 from fxremat.compat.tensors import plain_tensors
+from fxremat.memory.arena import with_arenas
 from fxremat.runtime import is_host
 
 DeviceLike = torch.device | str | None
@@ -54,7 +55,7 @@ def measure_peak(
     held = list(held)
     where = _device_of(held) if device is None else torch.device(device)
     gc.collect()  # garbage of before, freed while fn runs, would hide bytes of fn
-    start = held_bytes(held, device=where)  # before fn adds gradients to it
+    start = with_arenas(_storages(held, where), where)  # before fn adds gradients to it
     seen, above = _measure(fn, where)
     start = start if seen is None else seen
     reserved = torch.cuda.max_memory_reserved(where) if where.type == "cuda" else None
@@ -131,14 +132,19 @@ def held_bytes(*things: Any, device: DeviceLike = None) -> int:
     there. Host memory of
     `fxremat.runtime` is left out.
     """
-    sizes: dict[tuple[torch.device, int], int] = {}
+    return sum(_storages(things, None if device is None else torch.device(device)).values())
+
+
+def _storages(things: Iterable[Any], device: torch.device | None) -> dict[int, int]:
+    """Bytes of the storages by their addresses."""
+    sizes: dict[int, int] = {}
     for tensor in (part for each in _tensors(things) for part in plain_tensors(each)):
         if is_host(tensor):
             continue
-        if device is None or _same_device(tensor.device, torch.device(device)):
+        if device is None or _same_device(tensor.device, device):
             storage = tensor.untyped_storage()
-            sizes[tensor.device, storage.data_ptr()] = storage.nbytes()
-    return sum(sizes.values())
+            sizes[storage.data_ptr()] = storage.nbytes()
+    return sizes
 
 
 def _same_device(one: torch.device, asked: torch.device) -> bool:

@@ -10,7 +10,7 @@ from __future__ import annotations
 
 from collections.abc import Collection, Iterable, Sequence
 from dataclasses import dataclass, replace
-from typing import Literal, TypeGuard
+from typing import TypeGuard
 
 from fxremat.core.events import Allocate, Backward, Event, Forward, Free, Outside, RunEvents
 from fxremat.core.layout import StepLayout
@@ -77,14 +77,19 @@ def reserved_by_step(
     runs: Sequence[RunEvents], outside: Sequence[Outside], settings: AllocatorSettings
 ) -> Reserved:
     """What a step of several runs reserves; ``outside`` are the events between them."""
-    order: list[tuple[int, Literal["forward", "backward"]]] = []
-    for event in outside:
-        if isinstance(event, (Forward, Backward)):
-            order.append((event.run, "forward" if isinstance(event, Forward) else "backward"))
-    found = arrange(runs, order, "cuda")
+    found = arrange(runs, order_of(outside), "cuda")
     marked = [_marked(run, placed) for run, placed in zip(runs, found.placed, strict=True)]
     events = composed(outside, marked.__getitem__)
     return Reserved(reserved(_without_arena(events), settings, 0), found.layout)
+
+
+def order_of(outside: Iterable[Outside]) -> Order:
+    """Which run goes forward or backward, one after the other."""
+    return [
+        (event.run, "forward" if isinstance(event, Forward) else "backward")
+        for event in outside
+        if isinstance(event, (Forward, Backward))
+    ]
 
 
 def _marked(run: RunEvents, placed: Collection[str]) -> RunEvents:

@@ -9,11 +9,12 @@ times, by repeating it.
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterable, Sequence
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import dataclass, field, replace
 
 from fxremat.compile.request import Request
-from fxremat.core.events import Outside
+from fxremat.core.events import Outside, RunEvents
+from fxremat.core.layout import NOWHERE, RunLayout, StepLayout
 from fxremat.core.step import (
     NOTHING_GATHERED,
     Gathered,
@@ -27,7 +28,8 @@ from fxremat.core.step import (
 from fxremat.errors import InfeasibleBudget, forget_frames
 from fxremat.memory.allocator.settings import AllocatorSettings
 from fxremat.memory.composed_steps import repeated_outside
-from fxremat.memory.reserved_bytes import Reserved, reserved_by_step
+from fxremat.memory.layout import arrange
+from fxremat.memory.reserved_bytes import ALONE, Reserved, order_of, reserved_by_step
 from fxremat.report.report import Report
 from fxremat.step.versions import Offer, Part, followed_by
 
@@ -42,11 +44,10 @@ class StepDescription:
     A part is a compiled graph, which may run several times. A run of it is told by its place: the
     lowest that no other run of the part had when it came. ``part_of`` and ``place_of`` are those of
     each run. ``parts`` offer fewer versions once they are compiled. The ``request`` is one of a
-    part: what is the same for all of them. ``outside`` is what is asked of the allocator outside of
-    the parts, where that was recorded. Where it was not, ``held_bytes`` are there all the time, and
-    of gradients ``left_bytes`` stay (None: all). Where part 1 stands for blocks that follow part 0,
-    ``followers_given`` are what these are given. ``fixed`` are the versions of runs whose part is
-    compiled, by the numbers of the runs.
+    part: what is the same for all of them. ``outside`` gives what is asked of the allocator outside
+    of the parts, by what each run asks for; None where the order of runs is not known. Where part 1
+    stands for blocks that follow part 0, ``followers_given`` are what these are given. ``fixed``
+    are the versions of runs whose part is compiled, by the numbers of the runs.
     """
 
     points: tuple[StepPoint, ...]
@@ -54,30 +55,43 @@ class StepDescription:
     place_of: tuple[int, ...]
     parts: list[Part]
     request: Request | None = None
-    outside: tuple[Outside, ...] | None = None
-    held_bytes: int = 0
-    left_bytes: int | None = None
+    outside: Callable[[Sequence[RunEvents]], Iterable[Outside]] | None = None
     followers_given: int | None = None
     fixed: dict[int, int] = field(default_factory=dict)
     planners: dict[int, Planner] = field(default_factory=dict)
     """Of parts whose graph is at hand."""
     seen_between: bool = False
     """Whether the points have what was seen between the halves."""
+    layouts: dict[tuple[int, ...], StepLayout] = field(default_factory=dict)
+    """By the versions of all runs."""
 
     def reserved(self, chosen: Sequence[int], settings: AllocatorSettings) -> Reserved | None:
         """What the step takes of the allocator; None where a version is not known so well.
 
         ``chosen`` is the version of each run that is not compiled yet.
         """
-        versions = {**dict(enumerate(chosen)), **self.fixed}
+        runs = self._events({**dict(enumerate(chosen)), **self.fixed})
+        if runs is None or self.outside is None:
+            return None
+        return reserved_by_step(runs, list(self.outside(runs)), settings)
+
+    def _events(self, versions: Mapping[int, int]) -> list[RunEvents] | None:
+        """What each run asks for; None where a version is not known so well."""
         found = [self.parts[part].offers[versions[k]].events for k, part in enumerate(self.part_of)]
         runs = [one for one in found if one is not None]
-        if not runs or len(runs) < len(found):
+        return runs if runs and len(runs) == len(found) else None
+
+    def layout(self, device: str) -> StepLayout | None:
+        """Where all runs lie in one arena; None as long as not all of them are known."""
+        if len(self.fixed) < len(self.part_of):
             return None
-        outside: Iterable[Outside] | None = self.outside
-        if outside is None:
-            outside = repeated_outside(len(runs), runs[0], self.held_bytes, self.left_bytes)
-        return reserved_by_step(runs, list(outside), settings)
+        key = tuple(self.fixed[run] for run in range(len(self.part_of)))
+        if key not in self.layouts:
+            runs = self._events(self.fixed)
+            if runs is None or self.outside is None:
+                return None
+            self.layouts[key] = arrange(runs, order_of(self.outside(runs)), device).layout
+        return self.layouts[key]
 
     def offer(self, part: int, offers: Iterable[Offer]) -> None:
         """From now on the part offers these versions."""
@@ -180,13 +194,52 @@ def repeated_step(
         own[1:] = [len(parts) - 1] * (len(places) - 1)
     part_of = (*range(1, len(before) + 1), *own)
     outside = held_bytes + part.interface.resident - part.interface.given
+    there = held_bytes + gathered.ahead + gathered.sent + len(places) * gathered.kept
+
+    def outside_of(runs: Sequence[RunEvents]) -> Iterable[Outside]:
+        return repeated_outside(len(runs), runs[0], there, left_bytes)
+
     interfaces = [part.interface for part in parts]
     return StepDescription(
         repeated(interfaces, part_of, outside, gathered, either_order=either_order),
         part_of,
         (*range(len(before)), *places),
         parts,
-        held_bytes=held_bytes + gathered.ahead + gathered.sent + len(places) * gathered.kept,
-        left_bytes=left_bytes,
+        outside=None if either_order or before else outside_of,
         followers_given=followers_given,
     )
+
+
+@dataclass
+class Placing:
+    """What is known of a graph: the ``run`` of one that is alone, or the step as ``described``.
+
+    The same layout is the same object, until another one is due. ``known`` has those that were
+    asked for, by what they were made of.
+    """
+
+    run: RunEvents | None = None
+    described: StepDescription | None = None
+    known: dict[int, tuple[object, StepLayout]] = field(default_factory=dict)
+
+    def of_one_run(self, device: str) -> StepLayout:
+        """Of a step in which the graph runs by itself, on a ``device`` of this type."""
+        if self.run is None:
+            return NOWHERE
+        if id(self.run) not in self.known:
+            self.known = {id(self.run): (self.run, arrange([self.run], ALONE, device).layout)}
+        return self.known[id(self.run)][1]
+
+    def of_part(self, described: StepDescription, index: int, device: str) -> StepLayout:
+        """Of the runs of a part, by their places; nowhere as long as the step is not known."""
+        whole = described.layout(device)
+        if whole is None:
+            return NOWHERE
+        if id(whole) not in self.known:
+            of_place = {described.place_of[run]: run for run in described.runs_of(index)}
+            runs = tuple(
+                whole.runs[of_place[place]] if place in of_place else RunLayout()
+                for place in range(max(of_place) + 1)
+            )
+            self.known = {id(whole): (whole, StepLayout(runs, whole.arena_bytes))}
+        return self.known[id(whole)][1]

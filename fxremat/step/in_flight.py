@@ -23,6 +23,7 @@ from fxremat.compat.backward import (
     when_backward_ends,
 )
 from fxremat.compat.tensors import is_fake
+from fxremat.core.layout import NOWHERE, StepLayout
 from fxremat.memory.arena import Arena, PlacedRun
 from fxremat.memory.storages import storages_of
 from fxremat.runtime.placed import places_of_forward, set_places_of_backward
@@ -34,6 +35,11 @@ log = logging.getLogger(__name__)
 
 class PlannedGraph(SharingGraph, Protocol):
     """A graph that can be planned again."""
+
+    @property
+    def layout(self) -> StepLayout:
+        """Where the buffers of the run at each place lie."""
+        ...
 
     @property
     def sharded(self) -> bool:
@@ -83,7 +89,7 @@ class _WatchedRuns:
     frame: int
     graph: PlannedGraph | None
     placed: tuple[PlacedRun, ...] = ()
-    placed_for: RunVersions | None = None
+    placed_for: StepLayout = NOWHERE
 
     def run(self, args: tuple[Any, ...]) -> Any:
         """Run the forward that comes next, in the version of its place."""
@@ -123,11 +129,12 @@ class _WatchedRuns:
 
     def placed_run(self, place: int, device: torch.device) -> PlacedRun | None:
         """Where the buffers of the run at a place lie, if that was planned."""
-        if self.placed_for is not self.runs:
-            self.placed_for, self.placed = self.runs, ()
-            if self.runs.layout.runs:
+        layout = NOWHERE if self.graph is None else self.graph.layout
+        if layout is not self.placed_for:
+            self.placed_for, self.placed = layout, ()
+            if layout.runs:
                 self.scope.arena = self.scope.arena or Arena(device)
-                self.placed = self.scope.arena.placed(self.runs.layout)
+                self.placed = self.scope.arena.placed(layout)
         return self.placed[place] if place < len(self.placed) else None
 
     def look(self, run: WaitingRun, own: Iterable[object]) -> None:

@@ -63,7 +63,7 @@ def plan_in_order(
     interfaces, order = [one.interface for one in parts], last_first(len(parts))
     held = part_of[-1:]  # whoever runs the model has what the last graph gives
     points = in_order(interfaces, part_of, order, fixed, results_held=held)
-    step = StepDescription(points, part_of, (0,) * len(parts), parts, held_bytes=fixed)
+    step = StepDescription(points, part_of, (0,) * len(parts), parts)
     step.planners.update(enumerate(one.version for one in asked))
     limit = asked[0].request.budget.limit
     for _ in range(DRY_RUNS):

@@ -3,12 +3,10 @@
 from __future__ import annotations
 
 from collections.abc import Callable
-from dataclasses import dataclass, field
+from dataclasses import dataclass
 from typing import Any
 
 import torch
-
-from fxremat.core.layout import StepLayout
 
 Compiled = Callable[..., Any]
 Around = tuple[Callable[[], torch.Tensor | list[torch.Tensor] | None], ...]
@@ -55,7 +53,6 @@ class RunVersions:
     A run that none was planned for takes the last. ``peak_bytes`` are of all runs together, without
     what the promises hold; ``step_peak_bytes`` are those of the step, with all that is there most
     of the time. ``parts`` say what the planner knows of the run at each place, where it knows that.
-    ``layout`` says where the buffers of the run at each place lie.
     """
 
     versions: tuple[PromisedVersion, ...]
@@ -63,7 +60,6 @@ class RunVersions:
     peak_bytes: int
     step_peak_bytes: int
     parts: tuple[Any, ...] = ()
-    layout: StepLayout = field(default_factory=StepLayout)
 
     def of_run(self, place: int) -> PromisedVersion:
         """The version of the run at a place among those that wait."""

@@ -285,13 +285,14 @@ class StepRecorder:
         for one in self.graphs:
             request = request_for(one.graph.kept, one.graph.inputs, self.options)
             parts.append(one.graph.as_part(request, len(runs)))
+        events = tuple(self.meter.events)
         return StepDescription(
             tuple(self.course.points),
             tuple(used.index(index) for index, _ in runs),
             tuple(place for _, place in runs),
             parts,
             request,
-            tuple(self.meter.events) if self.keeps_events else None,
+            (lambda runs: events) if self.keeps_events else None,
         )
 
 

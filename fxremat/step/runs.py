@@ -19,6 +19,7 @@ from fxremat.compat.absent.tracing import apart_from_tracing
 from fxremat.compile import session
 from fxremat.compile.constants import DRY_RUNS
 from fxremat.compile.request import Request
+from fxremat.core.layout import NOWHERE, StepLayout
 from fxremat.core.step import Interface, Step
 from fxremat.errors import InfeasibleBudget, forget_frames
 from fxremat.memory.reserved_bytes import Reserved
@@ -27,7 +28,7 @@ from fxremat.report.files import write_report
 from fxremat.report.report import Report
 from fxremat.sizes import format_bytes
 from fxremat.step.context import Surroundings, first_description
-from fxremat.step.description import StepDescription
+from fxremat.step.description import Placing, StepDescription
 from fxremat.step.graph import CompiledVersion, Graph, NoBackward
 from fxremat.step.observed import Observed
 from fxremat.step.promise import Compiled, Promise, PromisedVersion, RunVersions
@@ -45,7 +46,8 @@ class GraphInStep:
     ``role`` in the step and what its runs have ``taken`` change when the step is planned anew.
     ``known`` are the versions that were compiled. ``looked`` is what it offers as a part of a step,
     once that was asked for, and ``call`` runs it where no run waits, or nothing is planned. Of the
-    budget, what steps were ``observed`` to take beside what was counted is set aside.
+    budget, what steps were ``observed`` to take beside what was counted is set aside. Where its
+    buffers lie is known by ``placing``.
     """
 
     graph: Graph
@@ -57,6 +59,7 @@ class GraphInStep:
     looked: Part | None = None
     call: Compiled | None = None
     observed: Observed = field(default_factory=Observed)
+    placing: Placing = field(default_factory=Placing)
 
     def compiled(self) -> RunVersions | None:
         """The versions for the first runs; None where no run will wait, or nothing is planned.
@@ -102,6 +105,23 @@ class GraphInStep:
     def sharded(self) -> bool:
         """Whether its parameters are gathered when it runs, so that they do not live on."""
         return self.where.context.sharded
+
+    @property
+    def layout(self) -> StepLayout:
+        """Where the buffers of the run at each place lie.
+
+        Nowhere, as long as it is not known what runs beside it: others may need these bytes. On
+        CUDA a graph that nobody follows is taken to be alone from the first step on.
+        """
+        described, device = self.role.described, self.where.device.type
+        if described is None and self.taken.count > 1:
+            described = self.placing.described
+        if described is not None:
+            return self.placing.of_part(described, self.role.index, device)
+        alone = self.role.runs_alone
+        if alone is None:
+            alone = device == "cuda" and not (self.where.follow or self.where.neighbours.graphs)
+        return self.placing.of_one_run(device) if alone and not self.sharded else NOWHERE
 
     @property
     def on_several_ranks(self) -> bool:
@@ -206,7 +226,7 @@ class GraphInStep:
         if report is None or request.budget.limit is None:
             self.call = version.call
             return None
-        self.taken.count = 1
+        self.taken.count, self.placing.run = 1, report.events
         promised = self.promised(version, request)
         if missing:
             promised = replace(promised, promise=replace(promised.promise, left_bytes=missing))
@@ -348,6 +368,7 @@ class GraphInStep:
         described.parts[self.role.index] = replace(described.parts[self.role.index], offers=kept)
         runs = described.runs_of(self.role.index)
         described.fixed.update(zip(runs, of_run, strict=True))
+        self.placing.described = described
         versions = tuple(made.values())
         peak = peak if taken is None else taken.nbytes
         counted = "allocated" if taken is None else "reserved"

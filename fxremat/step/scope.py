@@ -23,7 +23,8 @@ from fxremat.compat.backward import when_freed
 from fxremat.compat.dynamo import compilations
 from fxremat.core.step import Order, in_order, last_first
 from fxremat.errors import BudgetExceeded, PromiseBroken
-from fxremat.memory.arena import Arena
+from fxremat.memory.arena import Arena, with_arenas
+from fxremat.memory.composed_steps import outside_in_order
 from fxremat.memory.storages import Storages, saved_storages, storages_of, with_gradients
 from fxremat.memory.watched_steps import StepWatch
 from fxremat.report.report import Report
@@ -46,13 +47,14 @@ class Role:
 
     It is the part of this ``index``; or another graph of the same module is, if it was not
     ``looked_at`` itself. If it ``is_due``, its versions are to be chosen anew when none of its runs
-    waits.
+    waits. If it ``runs_alone``, no other graph ran in its last step; None before that.
     """
 
     described: StepDescription | None = None
     index: int = 0
     looked_at: bool = True
     is_due: bool = False
+    runs_alone: bool | None = None
 
 
 @dataclass
@@ -338,9 +340,10 @@ class BudgetScope:
         )
         places = tuple(place for _, place in runs)
         planners: dict[int, Planner] = {k: graph.plan_version for k, graph in enumerate(graphs)}
-        return StepDescription(
-            points, part_of, places, parts, held_bytes=fixed_bytes, planners=planners
+        outside = partial(
+            outside_in_order, order=order, held_bytes=fixed_bytes, kept=kept, held=held
         )
+        return StepDescription(points, part_of, places, parts, outside=outside, planners=planners)
 
     def _plan_anew(self) -> None:
         """Have the graphs of the last step choose their versions together."""
@@ -362,7 +365,7 @@ class BudgetScope:
         if not self.waiting and not self.watch.is_over:
             around, self.saved_bytes = pytree.tree_leaves([each() for each in promise.around]), 0
             resident = with_gradients([*args, *around], promise.device)
-            self.watch.begin(sum(resident.values()))
+            self.watch.begin(with_arenas(resident, promise.device))
 
     def _compilations(self) -> int:
         """How many there were, by Dynamo and by graphs that were planned again."""
@@ -381,6 +384,9 @@ class BudgetScope:
         if self.waiting:
             return
         self.last, self.order = self.order or self.last, []
+        graphs = {graph for one in self.last if (graph := one.graph()) is not None}
+        for graph in graphs:
+            graph.role.runs_alone = len(graphs) == 1
         if self.due and self.last:
             self._plan_anew()
 
