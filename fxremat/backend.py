@@ -8,10 +8,8 @@ as they are, node by node.
 from __future__ import annotations
 
 from collections.abc import Callable, Mapping, Sequence
-from dataclasses import dataclass
 from typing import Any
 
-import torch
 from torch import fx
 
 from fxremat.compat.call_stack import calling_modules
@@ -28,16 +26,16 @@ from fxremat.compat.inductor.lowered_ahead import forget_lowered
 from fxremat.compat.joint_graph import copy_module
 from fxremat.compat.tensors import places_in_joint
 from fxremat.compile import session
-from fxremat.compile.driver import plan_only, total_bytes
+from fxremat.compile.driver import total_bytes
 from fxremat.compile.ranks import agreed
-from fxremat.compile.request import device_of_inputs, request_for
+from fxremat.compile.request import device_of_inputs
 from fxremat.cost.cards import absent_card
 from fxremat.memory.storages import storages_of
-from fxremat.options import Options, disabled, parse_options
+from fxremat.options import disabled, parse_options
 from fxremat.step import scope as scopes
 from fxremat.step.context import Surroundings, fixed_inputs, model_context
 from fxremat.step.ddp import see_parts
-from fxremat.step.graph import Graph
+from fxremat.step.graph import Graph, plan_only
 from fxremat.step.in_flight import watch_in_flight
 from fxremat.step.observed import Observed
 from fxremat.step.runs import GraphInStep
@@ -58,65 +56,52 @@ def fxremat(
     they arrive as ``BackendCompilerFailed.inner_exception``. For a card that is not here the graph
     is planned, and runs without memory as its inputs do.
     """
-    return _compiled(GivenGraph(gm, example_inputs), options, mode)
-
-
-@dataclass(frozen=True)
-class GivenGraph:
-    """A graph and its inputs, as Dynamo gave them."""
-
-    module: fx.GraphModule
-    inputs: Sequence[Any]
-
-    def described(self) -> Role:
-        """Its role in a step that was looked at before, or that of another graph of its module.
-
-        Code may look at what it is given, so that a module has other graphs in the real step.
-        """
-        described, index = session.seen_as(self.module, self.inputs)
-        if described is not None:
-            return Role(described, index)
-        part = next(reversed(calling_modules()), None)
-        return Role(*session.seen_in(part), looked_at=False)
-
-
-def _compiled(
-    given: GivenGraph, options: Mapping[str, Any] | None, mode: str | None
-) -> Callable[..., Any]:
-    """What runs the graph."""
     if absent_card() is not None:
-        planned, report = plan_only(given.module, given.inputs, options or {})
+        planned, report = plan_only(gm, example_inputs, options or {})
         session.STATE.reports += [] if report is None else [report]
         return planned
-    device = device_of_inputs(given.inputs)
-    parsed = parse_options(options, device_total_bytes=total_bytes(device))
+    total = total_bytes(device_of_inputs(example_inputs))
+    parsed = parse_options(options, device_total_bytes=total)
     if disabled():
         patches = inductor_patches(mode, parsed.inductor_options())
-        return compile_with_inductor(given.module, given.inputs, patches)
-    inlined = GivenGraph(inline_regions(given.module), given.inputs)
-    return _compiled_in_step(inlined, parsed, device, mode)
+        return compile_with_inductor(gm, example_inputs, patches)
+    gm = inline_regions(gm)
+    ranks = ranks_together(gm, example_inputs)
+    graph = Graph(gm, copy_module(gm), example_inputs, parsed, mode, ranks)
+    return _compiled_in_step(graph, follow=more_follow(gm))
 
 
-def _compiled_in_step(
-    given: GivenGraph, options: Options, device: torch.device, mode: str | None
-) -> Callable[..., Any]:
-    """A graph compiled as a part of its step: beside what other graphs hold under its budget."""
+def _role_of(graph: Graph) -> Role:
+    """Its role in a step that was looked at before, or that of another graph of its module.
+
+    Code may look at what it is given, so that a module has other graphs in the real step.
+    """
+    described, index = session.seen_as(graph.kept, graph.inputs)
+    if described is not None:
+        return Role(described, index)
+    part = next(reversed(calling_modules()), None)
+    return Role(*session.seen_in(part), looked_at=False)
+
+
+def _compiled_in_step(graph: Graph, *, follow: bool) -> Callable[..., Any]:
+    """A graph compiled as a part of its step: beside what other graphs hold under its budget.
+
+    With ``follow`` others come after it in the function that Dynamo compiles.
+    """
+    options, device, role = graph.options, graph.device, _role_of(graph)
     session.STATE.rank_timeout = options.rank_timeout
     scope, place = scopes.scope_of(device, options.memory_budget), current_compilation()
-    context, role = model_context(options, device), given.described()
+    context = model_context(options, device)
     count = context.runs if role.described is None else len(role.described.runs_of(role.index))
-    beside = scope.neighbours(place, given.inputs, context.others, device, count)
-    request = request_for(given.module, given.inputs, options, context.nbytes, beside.nbytes)
+    beside = scope.neighbours(place, graph.inputs, context.others, device, count)
+    request = graph.request(context.nbytes, beside.nbytes)
     if context.pipeline is not None and context.pipeline.whole:  # others hold what it is given
-        everything = places_in_joint(given.inputs)
+        everything = places_in_joint(graph.inputs)
         request = request.with_inputs(parameters=tuple(range(everything[-1].stop)))
-    ranks = ranks_together(given.module, given.inputs)
-    request = agreed(given.module, ranks, request)
-    kept = copy_module(given.module)
-    graph = Graph(given.module, kept, given.inputs, options, mode, ranks)
+    request = agreed(graph.kept, graph.ranks, request)
     if request.budget.limit is not None and splits_for_ddp():
         see_parts(request, context.left_bytes, graph.of_another)
-        role = given.described()
+        role = _role_of(graph)
     if role.described is not None and role.looked_at:
         known = role.described.request
         request = request.with_inputs(passed_on=known is not None and known.inputs.passed_on)
@@ -126,9 +111,9 @@ def _compiled_in_step(
         scope,
         place,
         beside,
-        follow=more_follow(given.module) and role.described is None,
-        given=frozenset(storages_of(given.inputs, device)),
-        fixed_inputs=fixed_inputs(given.inputs) if request.budget.metric == "allocated" else (),
+        follow=follow and role.described is None,
+        given=frozenset(storages_of(graph.inputs, device)),
+        fixed_inputs=fixed_inputs(graph.inputs) if request.budget.metric == "allocated" else (),
     )
     limited = request.budget.limit is not None
     observed = Observed(session.signature(kept, given.inputs) if limited else "")

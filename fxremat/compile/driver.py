@@ -26,16 +26,14 @@ from fxremat.compat.configuration import (
     inductor_config,
     inductor_patches,
 )
-from fxremat.compat.dynamo import inline_regions
 from fxremat.compat.inductor.kernels_ahead import look_for_vectors
 from fxremat.compile import session
 from fxremat.compile.partitioner import Partitioner
-from fxremat.compile.request import Request, device_of_inputs, request_for
+from fxremat.compile.request import Request, device_of_inputs
 from fxremat.cost.cards import absent_card
-from fxremat.options import Options, parse_options
+from fxremat.options import Options
 from fxremat.passes.fixed_order import Fence, WriteResults
 from fxremat.report.files import prepare_folder, tell_report, write_report
-from fxremat.report.report import Report
 from fxremat.runtime import is_host
 from fxremat.version import build
 
@@ -119,33 +117,6 @@ def reporting(options: Options, current: session.Session) -> Iterator[None]:
             tell_report(current.report)
             if options.report is not None:
                 write_report(options.report, current.report)
-
-
-def plan_only(
-    gm: fx.GraphModule,
-    example_inputs: Sequence[Any],
-    options: Mapping[str, Any],
-    study: session.Study | None = None,
-    neighbours: int = 0,
-) -> tuple[Callable[..., Any], Report | None]:
-    """Plan one graph as `fxremat` would, but run it node by node instead of compiling it.
-
-    ``study`` is told what the search found. Other graphs hold ``neighbours`` bytes meanwhile.
-    """
-    device = device_of_inputs(example_inputs)
-    parsed = parse_options(options, device_total_bytes=total_bytes(device))
-    gm = inline_regions(gm)
-    request = request_for(gm, example_inputs, parsed, neighbours=neighbours)
-    partitioner = Partitioner(request, build(), plan_only=True)
-    current = session.begin()
-    current.study = study
-    with reporting(parsed, current):
-        if parsed.executor == "aot_eager":
-            compiled = compile_with_aot_eager(gm, example_inputs, partitioner)
-        else:
-            patches = patches_with_partitioner(parsed, partitioner, None, example_inputs)
-            compiled = traced(gm, example_inputs, patches, partitioner)
-    return compiled, current.report
 
 
 def traced(

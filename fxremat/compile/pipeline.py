@@ -10,14 +10,15 @@
 Torch's own partition is a candidate, too: AS_TORCH, and DONATE where its backward is to write over
 what was saved. Candidates, and which of them is taken: `fxremat.compile.search.search`.
 
-A step is a plain function: it makes a pass of what the draft says, has it run on the graph, and
-puts what it gave into the next draft. What verifies the step stands beside it. `Runner` alone
-times, logs and verifies.
+A step is an object: it makes a pass of what the draft says, has it run on the graph, and puts what
+it gave into the next draft. What verifies the step stands beside it. `Runner` alone times, logs and
+verifies.
 """
 
 from __future__ import annotations
 
 import logging
+from abc import abstractmethod
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, replace
 from functools import partial
@@ -29,7 +30,7 @@ from fxremat.compile.cost_model import CostModel, MemoryEstimation, cost_model
 from fxremat.compile.draft import Draft
 from fxremat.compile.request import Policy, Request
 from fxremat.compile.stage_times import StageTimes
-from fxremat.compile.verification import prepared
+from fxremat.compile.verification import Verdict, Verifier, prepared
 from fxremat.passes.accumulation import Accumulation
 from fxremat.passes.base import Changed, Pass
 from fxremat.passes.gradient_sums import GradientSums
@@ -54,79 +55,6 @@ RunPass = Callable[[Pass, fx.GraphModule], Changed]
 """Runs a pass on a graph; times and logs it, and checks its contract where that is asked for."""
 
 
-# --- the joint graph, in place ------------------------------------------------------------------
-
-
-def in_place(make: Callable[[Draft], Pass]) -> Callable[[Draft, CostModel, RunPass], Draft]:
-    """The step that runs a pass in place on the joint graph."""
-
-    def apply(draft: Draft, costs: CostModel, run: RunPass) -> Draft:
-        run(make(draft), draft.module)
-        return draft
-
-    return apply
-
-
-def accumulate(draft: Draft, costs: CostModel, run: RunPass) -> Draft:
-    """Gradients are added to those that are there; the joint graph is read."""
-    accumulated, static = costs.request.inputs.accumulated, frozenset(draft.static)
-    one = Accumulation(draft.num_forward_outputs, frozenset(accumulated), static)
-    return replace(draft, joint=run(one, draft.module).data)
-
-
-# --- what is planned ----------------------------------------------------------------------------
-
-
-def take_variants(draft: Draft, costs: CostModel, run: RunPass) -> Draft:
-    changed = run(TakeVariants(draft.joint, draft.sites), draft.module)
-    joint, taken = changed.data
-    return replace(draft, module=changed.graph_module, joint=joint, taken=taken)
-
-
-def estimate(draft: Draft, costs: CostModel, run: RunPass) -> Draft:
-    return replace(draft, estimate=run(MemoryEstimation(costs, draft.joint), draft.module).data)
-
-
-# --- from a plan to the halves ------------------------------------------------------------------
-
-
-def apply_plan(draft: Draft, costs: CostModel, run: RunPass) -> Draft:
-    planned = draft.planned
-    changed = run(ApplyPlan(draft.estimate, planned.steps, planned.held), draft.module)
-    return replace(draft, module=changed.graph_module, rewritten=changed.data)
-
-
-def write_in_place(draft: Draft, costs: CostModel, run: RunPass) -> Draft:
-    changed = run(WriteInPlace(draft.rewritten, draft.num_forward_outputs), draft.rewritten.module)
-    return replace(draft, module=changed.graph_module, rewritten=changed.data)
-
-
-def cut(draft: Draft, costs: CostModel, run: RunPass) -> Draft:
-    one = Cut(draft.rewritten, draft.num_forward_outputs, draft.static_names)
-    return replace(draft, halves=run(one, draft.rewritten.module).data)
-
-
-def cut_as_torch(draft: Draft, costs: CostModel, run: RunPass) -> Draft:
-    return replace(draft, halves=run(CutAsTorch(draft.partition), draft.module).data)
-
-
-def donate_saved(draft: Draft, costs: CostModel, run: RunPass) -> Draft:
-    forward, backward = draft.halves
-    run(DonateSaved(backward, draft.num_forward_outputs), forward)
-    return draft
-
-
-def in_each_half(make: Callable[[], Pass]) -> Callable[[Draft, CostModel, RunPass], Draft]:
-    """The step that runs a pass in place on the forward and then on the backward."""
-
-    def apply(draft: Draft, costs: CostModel, run: RunPass) -> Draft:
-        for half in draft.halves:
-            run(make(), half)
-        return draft
-
-    return apply
-
-
 def _always(request: Request) -> bool:
     return True
 
@@ -145,47 +73,145 @@ def _compiled(request: Request) -> bool:
 
 @dataclass(frozen=True)
 class PassStep:
-    """A step of the pipeline: its function, what verifies it, and when it is asked for.
+    """A step of the pipeline: what it does, what verifies it, and ``when`` it is asked for.
 
     ``verifier`` is given the draft before the step, since some passes work in place; what it gives
     is called with the draft after, and raises `VerificationFailed` where the step is wrong.
     """
 
-    apply: Callable[[Draft, CostModel, RunPass], Draft]
-    verifier: Callable[[Draft], Callable[[Draft], None]] = verification.nothing
+    verifier: Verifier = verification.nothing
     when: Callable[[Request], bool] = _always
+
+    @abstractmethod
+    def run_on(self, draft: Draft, costs: CostModel, run: RunPass) -> Draft:
+        """The draft with what the pass gives."""
+
+
+# --- the joint graph, in place ------------------------------------------------------------------
+
+
+@dataclass(frozen=True, kw_only=True)
+class InPlace(PassStep):
+    """Runs a pass in place on the joint graph; it may be told how many outputs the forward has."""
+
+    makes: Callable[..., Pass]
+    told_outputs: bool = False
+
+    def run_on(self, draft: Draft, costs: CostModel, run: RunPass) -> Draft:
+        one = self.makes(draft.num_forward_outputs) if self.told_outputs else self.makes()
+        run(one, draft.module)
+        return draft
+
+
+class Accumulate(PassStep):
+    """Gradients are added to those that are there; the joint graph is read."""
+
+    def run_on(self, draft: Draft, costs: CostModel, run: RunPass) -> Draft:
+        accumulated, static = costs.request.inputs.accumulated, frozenset(draft.static)
+        one = Accumulation(draft.num_forward_outputs, frozenset(accumulated), static)
+        return replace(draft, joint=run(one, draft.module).data)
+
+
+# --- what is planned ----------------------------------------------------------------------------
+
+
+class Take(PassStep):
+    """The variants that are asked for take the places of what they stand for."""
+
+    def run_on(self, draft: Draft, costs: CostModel, run: RunPass) -> Draft:
+        changed = run(TakeVariants(draft.joint, draft.sites), draft.module)
+        joint, taken = changed.data
+        return replace(draft, module=changed.graph_module, joint=joint, taken=taken)
+
+
+class EstimateMemory(PassStep):
+    """The problem of the graph."""
+
+    def run_on(self, draft: Draft, costs: CostModel, run: RunPass) -> Draft:
+        return replace(draft, estimate=run(MemoryEstimation(costs, draft.joint), draft.module).data)
+
+
+# --- from a plan to the halves ------------------------------------------------------------------
+
+
+class Rewrite(PassStep):
+    """The graph runs in the steps of the plan."""
+
+    def run_on(self, draft: Draft, costs: CostModel, run: RunPass) -> Draft:
+        planned = draft.planned
+        changed = run(ApplyPlan(draft.estimate, planned.steps, planned.held), draft.module)
+        return replace(draft, module=changed.graph_module, rewritten=changed.data)
+
+
+class WriteOver(PassStep):
+    """Ops write over what nobody reads any more."""
+
+    def run_on(self, draft: Draft, costs: CostModel, run: RunPass) -> Draft:
+        one = WriteInPlace(draft.rewritten, draft.num_forward_outputs)
+        changed = run(one, draft.rewritten.module)
+        return replace(draft, module=changed.graph_module, rewritten=changed.data)
+
+
+class Split(PassStep):
+    """Forward and backward are graphs of their own."""
+
+    def run_on(self, draft: Draft, costs: CostModel, run: RunPass) -> Draft:
+        one = Cut(draft.rewritten, draft.num_forward_outputs, draft.static_names)
+        return replace(draft, halves=run(one, draft.rewritten.module).data)
+
+
+class SplitAsTorch(PassStep):
+    """The same, where torch would cut."""
+
+    def run_on(self, draft: Draft, costs: CostModel, run: RunPass) -> Draft:
+        return replace(draft, halves=run(CutAsTorch(draft.partition), draft.module).data)
+
+
+class Donate(PassStep):
+    """The backward writes over what was saved."""
+
+    def run_on(self, draft: Draft, costs: CostModel, run: RunPass) -> Draft:
+        forward, backward = draft.halves
+        run(DonateSaved(backward, draft.num_forward_outputs), forward)
+        return draft
+
+
+@dataclass(frozen=True, kw_only=True)
+class InEachHalf(PassStep):
+    """Runs a pass in place on the forward and then on the backward."""
+
+    makes: Callable[[], Pass]
+
+    def run_on(self, draft: Draft, costs: CostModel, run: RunPass) -> Draft:
+        for half in draft.halves:
+            run(self.makes(), half)
+        return draft
 
 
 PREPARE = (
-    PassStep(in_place(lambda _: CleanUp()), prepared(CleanUp, Rights(merge=True))),
-    PassStep(
-        in_place(lambda _: AddBeforePutting()), prepared(AddBeforePutting, Rights(regroup=True))
-    ),
-    PassStep(
-        in_place(lambda _: GradientSums()), prepared(GradientSums, Rights(regroup=True)), when=_sums
-    ),
-    PassStep(
-        in_place(lambda draft: ObeyMustRecompute(draft.num_forward_outputs)),
-        prepared(ObeyMustRecompute, Rights()),
-    ),
-    PassStep(
-        in_place(lambda draft: ProtectMutatedInputs(draft.num_forward_outputs)),
+    InPlace(prepared(CleanUp, Rights(merge=True)), makes=CleanUp),
+    InPlace(prepared(AddBeforePutting, Rights(regroup=True)), makes=AddBeforePutting),
+    InPlace(prepared(GradientSums, Rights(regroup=True)), makes=GradientSums, when=_sums),
+    InPlace(prepared(ObeyMustRecompute, Rights()), makes=ObeyMustRecompute, told_outputs=True),
+    InPlace(
         prepared(ProtectMutatedInputs, Rights(clone=True)),
+        makes=ProtectMutatedInputs,
+        told_outputs=True,
     ),
-    PassStep(accumulate, prepared(Accumulation, Rights(give_up=True))),
+    Accumulate(prepared(Accumulation, Rights(give_up=True))),
 )
-PLAN = (PassStep(take_variants, verification.stand_ins), PassStep(estimate))
+PLAN = (Take(verification.stand_ins), EstimateMemory())
 APPLY = (
-    PassStep(apply_plan, verification.data_flow),
-    PassStep(write_in_place, verification.writes, when=_in_place),
-    PassStep(cut, verification.halves),
-    PassStep(in_each_half(LayOutRows), verification.rows, when=_compiled),
+    Rewrite(verification.data_flow),
+    WriteOver(verification.writes, when=_in_place),
+    Split(verification.halves),
+    InEachHalf(verification.rows, makes=LayOutRows, when=_compiled),
 )
-AS_TORCH = (PassStep(cut_as_torch, verification.halves_of_torch),)
-DONATE = (PassStep(donate_saved),)
-BEGIN = (PassStep(in_each_half(BeginRows), when=_compiled),)
-FINISH = (PassStep(in_each_half(CompileRows), when=_compiled),)
-EXPLAIN = (PassStep(in_each_half(InterpretRows), when=_compiled),)
+AS_TORCH = (SplitAsTorch(verification.halves_of_torch),)
+DONATE = (Donate(),)
+BEGIN = (InEachHalf(makes=BeginRows, when=_compiled),)
+FINISH = (InEachHalf(makes=CompileRows, when=_compiled),)
+EXPLAIN = (InEachHalf(makes=InterpretRows, when=_compiled),)
 
 
 @dataclass(frozen=True)
@@ -202,13 +228,13 @@ class Runner:
             if not step.when(request):
                 continue
             verdict = self._verdict(step, draft)
-            draft = step.apply(draft, self.costs, partial(self.run_pass, stage))
+            draft = step.run_on(draft, self.costs, partial(self.run_pass, stage))
             if verdict is not None:
                 with self.times.stage("verify"):
                     verdict(draft)
         return draft
 
-    def _verdict(self, step: PassStep, draft: Draft) -> Callable[[Draft], None] | None:
+    def _verdict(self, step: PassStep, draft: Draft) -> Verdict | None:
         """What verifies the draft after the step, shown the draft before it."""
         if not self.costs.request.policy.verify:
             return None

@@ -3,16 +3,15 @@
 from __future__ import annotations
 
 import logging
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, replace
 from typing import Any
 
 import torch
 from torch import fx
 
-from fxremat.compat.compilers import (
-    compile_with_aot_eager,
-)
+from fxremat.compat.compilers import compile_with_aot_eager
+from fxremat.compat.dynamo import inline_regions
 from fxremat.compat.joint_graph import copy_module
 from fxremat.compile import session
 from fxremat.compile.draft import Draft
@@ -21,14 +20,15 @@ from fxremat.compile.driver import (
     patches_with_partitioner,
     report_key,
     reporting,
+    total_bytes,
     traced,
 )
 from fxremat.compile.partitioner import Partitioner
 from fxremat.compile.ranks import see_same_plan
-from fxremat.compile.request import Request
+from fxremat.compile.request import Request, device_of_inputs, request_for
 from fxremat.compile.tracing import Ended
 from fxremat.errors import forget_frames
-from fxremat.options import Options
+from fxremat.options import Options, parse_options
 from fxremat.report.report import Report
 from fxremat.step.versions import Part, part_on_all_ranks
 from fxremat.version import build
@@ -60,6 +60,11 @@ class Graph:
     ranks: tuple[int, ...] = ()
     study: session.Study | None = None
     """Told what the search found, where it is only planned."""
+
+    @property
+    def device(self) -> torch.device:
+        """Where it runs."""
+        return device_of_inputs(self.inputs)
 
     @property
     def needs_gradients(self) -> bool:
@@ -96,13 +101,32 @@ class Graph:
             log.info("%s", report.summary())
         return CompiledVersion(compiled, report)
 
+    def request(self, around: int = 0, neighbours: int = 0) -> Request:
+        """What to ask for it, where so many bytes are held around it and by other graphs."""
+        return request_for(self.kept, self.inputs, self.options, around, neighbours)
+
     def plan(self, request: Request) -> Report:
         """Planned for the request, and not compiled."""
-        partitioner, current = Partitioner(request, build(), plan_only=True), session.begin()
-        current.study = self.study
-        self._trace(partitioner, partitioner)
+        current = self._begun()
+        self._run_planned(request)
         assert current.report is not None
         return current.report
+
+    def explain(self) -> tuple[Callable[..., Any], Report | None]:
+        """Planned by itself, and run node by node; without a report if it has no backward."""
+        request, current = self.request(), self._begun()
+        with reporting(self.options, current):
+            return self._run_planned(request), current.report
+
+    def _begun(self) -> session.Session:
+        current = session.begin()
+        current.study = self.study
+        return current
+
+    def _run_planned(self, request: Request) -> Callable[..., Any]:
+        """What runs it node by node, once it is planned for the request."""
+        partitioner = Partitioner(request, build(), plan_only=True)
+        return self._trace(partitioner, partitioner)
 
     def as_part(self, request: Request, count: int) -> Part:
         """The versions that it may take. Raises `NoBackward`."""
@@ -133,3 +157,18 @@ class Graph:
             return compile_with_aot_eager(gm, self.inputs, partition)
         patches = patches_with_partitioner(self.options, partitioner, self.mode, self.inputs)
         return traced(gm, self.inputs, patches, partition)
+
+
+def plan_only(
+    gm: fx.GraphModule,
+    inputs: Sequence[Any],
+    options: Mapping[str, Any],
+    study: session.Study | None = None,
+) -> tuple[Callable[..., Any], Report | None]:
+    """Plan one graph as the backend would, but run it node by node instead of compiling it.
+
+    ``study`` is told what the search found.
+    """
+    total = total_bytes(device_of_inputs(inputs))
+    parsed = parse_options(options, device_total_bytes=total)
+    return Graph(None, inline_regions(gm), inputs, parsed, None, study=study).explain()

@@ -12,7 +12,7 @@ from torch import fx, nn
 from fxremat.compat.tensors import storage_key
 from fxremat.compile import session
 from fxremat.compile.constants import DRY_RUNS
-from fxremat.compile.request import Request, request_for
+from fxremat.compile.request import Request
 from fxremat.core.step import in_order, last_first
 from fxremat.errors import InfeasibleBudget, forget_frames
 from fxremat.options import Options
@@ -81,8 +81,8 @@ def _asked(
     graphs: Iterable[GraphAndInputs], options: Options, study: session.Study | None
 ) -> Iterable[_Asked]:
     for gm, inputs in graphs:
-        request = request_for(gm, inputs, options)
         graph = Graph(None, gm, inputs, options, None, study=study)
+        request = graph.request()
         try:
             yield _Asked(graph, request, graph.as_part(request, 1))
         except NoBackward:

@@ -27,7 +27,6 @@ from fxremat.compat.tensors import (
     storage_watch,
 )
 from fxremat.compile import session
-from fxremat.compile.request import request_for
 from fxremat.core.events import Allocate, Backward, Forward, Outside
 from fxremat.core.step import StepPoint
 from fxremat.errors import NotTraceable
@@ -283,7 +282,7 @@ class StepRecorder:
             self.graphs_of[part] = {used.index(index) for index in indices}
         parts, request = [], None
         for one in self.graphs:
-            request = request_for(one.graph.kept, one.graph.inputs, self.options)
+            request = one.graph.request()
             parts.append(one.graph.as_part(request, len(runs)))
         events = tuple(self.meter.events)
         return StepDescription(

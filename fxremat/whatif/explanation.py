@@ -29,7 +29,7 @@ from fxremat.compat.joint_graph import copy_module
 from fxremat.compat.measuring import random_state_kept
 from fxremat.compat.tensors import on_host_without_memory
 from fxremat.compile import session
-from fxremat.compile.driver import plan_only, total_bytes
+from fxremat.compile.driver import total_bytes
 from fxremat.compile.pipeline import Runner
 from fxremat.compile.request import device_of_inputs
 from fxremat.compile.search.search import SearchResult
@@ -44,6 +44,7 @@ from fxremat.report.front import Front, front_of, together
 from fxremat.report.page import write_page
 from fxremat.report.report import Report, Row, added_time
 from fxremat.report.snapshot import write_snapshot
+from fxremat.step.graph import plan_only
 from fxremat.step.planned import plan_in_order
 from fxremat.whatif.peak_expression import PeakExpression, expression_of
 
