@@ -41,7 +41,8 @@ MOST_RUNS = 20_000
 it grows faster than their number."""
 POINTS = 12
 """Program points of one relaxation at most, a quarter of which is added in one round, and rounds
-that set bytes aside; clusters of one level of H-Rockmate at most."""
+that set bytes aside; clusters of one level of H-Rockmate at most. `benchmarks.planner`, auto: with
+half as many, plans of CM_UNET and ResNet stay, that of K_ENCDEC4 at 40 % takes 0.08 points less."""
 
 # -- local search ------------------------------------------------------------------
 
@@ -73,7 +74,8 @@ cluster in HiRemate's code (`PartitionerBottomToTop`, ``max_estimate_per_sub_gra
 FRONT_POINTS = 24
 """Plans that are improved for a front of peak and time: as many as a picture shows apart."""
 APART = 64
-"""Program points that are added together are at least this part of the schedule apart."""
+"""Program points that are added together are at least this part of the schedule apart.
+`benchmarks.planner`, auto: with 16 K_ENCDEC4 at 40 % takes 0.11 points more."""
 TRIED_OPS = 5_000
 """Ops of all problems that are tried to improve a choice of variants: they decide the least peak,
 and elsewhere seldom improve the choice."""
@@ -92,7 +94,8 @@ SLOTS = (200, 25, 25, 8)
 """POFO: slots of the bytes kept, of the time of transfers that leave and that come, and of the
 bytes sent."""
 MOST_STATES = 3_000
-"""POFO: states in front of one block; where there are more, slots are made coarser."""
+"""POFO: states in front of one block; where there are more, slots are made coarser. A tenth of them
+gives the same plans for GPT at 40, 30 and 25 % (`benchmarks.planner`, with a link of 25 GB/s)."""
 MOCCASIN_RUNS = 3
 """Runs of an op, its first among them; with two, good schedules are lost too often."""
 MOCCASIN_WORK = 60.0
