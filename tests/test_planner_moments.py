@@ -10,6 +10,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from fxremat.core.check import check
+from fxremat.core.constants import ROUNDS
 from fxremat.core.problem import Op, Problem, Value, validate
 from fxremat.core.timeline import replay
 from fxremat.planner.deadline import Deadline
@@ -199,7 +200,7 @@ def test_a_plan_near_enough_to_its_bound_is_not_worked_on(percent: int) -> None:
         assert plan.peak_bytes <= budget
     assert plan.time_bound_us is not None
     near_us = 0.2 * problem.base_time_us
-    if rounds[1] >= moments.STRICT_ROUNDS:  # from there on it is content with less
+    if rounds[1] >= ROUNDS:  # from there on it is content with less
         near_us *= 2
     assert plan.time_us - plan.time_bound_us <= near_us
     assert rounds[1] <= rounds[0]
