@@ -116,7 +116,7 @@ def _compiled_in_step(graph: Graph, *, follow: bool) -> Callable[..., Any]:
         fixed_inputs=fixed_inputs(graph.inputs) if request.budget.metric == "allocated" else (),
     )
     limited = request.budget.limit is not None
-    observed = Observed(session.signature(kept, given.inputs) if limited else "")
+    observed = Observed(session.signature(graph.kept, graph.inputs) if limited else "")
     in_step = GraphInStep(graph, request, where, role, observed=observed)
     found = in_step.compiled()
     if found is None:
