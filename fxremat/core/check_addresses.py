@@ -1,6 +1,7 @@
-"""The verifier of placements: does every buffer lie in the arena, and do no two share a byte?
+"""The verifiers of placements and layouts: does all lie in the arena, and do no two share a byte?
 
-Written from the definitions, the obvious way: every pair is compared. It knows the nouns only.
+Written from the definitions, the obvious way: every pair of buffers is compared, and of a step each
+buffer with all that is alive when it is placed. They know the nouns only.
 """
 
 from __future__ import annotations
@@ -10,8 +11,13 @@ from itertools import combinations
 from typing import Literal
 
 from fxremat.core.addresses import Buffer, Placement
+from fxremat.core.events import Allocate, Free, RunEvents
+from fxremat.core.layout import HalfLayout, StepLayout
+from fxremat.core.step import Order
 
-Kind = Literal["no offset", "not aligned", "below the arena", "beyond the arena", "overlap"]
+Kind = Literal[
+    "no offset", "not aligned", "below the arena", "beyond the arena", "overlap", "not its own"
+]
 
 
 class BadPlacement(Exception):
@@ -66,3 +72,63 @@ def _padded(buffer: Buffer) -> int:
     """The bytes that the buffer takes: whole units of its alignment."""
     units, rest = divmod(buffer.size_bytes, buffer.alignment_bytes)
     return (units + (1 if rest else 0)) * buffer.alignment_bytes
+
+
+Extent = tuple[int, int]
+"""The first byte, and the byte after the last."""
+
+
+def check_layout(
+    runs: Sequence[RunEvents], order: Order, layout: StepLayout, alignment_bytes: int
+) -> None:
+    """Raises `BadPlacement` for the first rule that the layout breaks.
+
+    What a run places is no result, and no gradient of an input of its own. It is aligned, lies in
+    the arena, and shares no byte with what is alive then, of any run.
+    """
+    live: dict[tuple[int, str], Extent] = {}
+    for run, phase in order:
+        one, mine = runs[run], layout.runs[run]
+        half = mine.forward if phase == "forward" else mine.backward
+        places = _places(half)
+        for name in places:
+            _check_is_own(one, name)
+        for event in one.forward if phase == "forward" else one.backward:
+            if isinstance(event, Allocate) and event.name in places:
+                offset = places[event.name]
+                extent = offset, offset + event.nbytes
+                _check_extent(event.name, extent, layout.arena_bytes, alignment_bytes)
+                for (other, name), taken in live.items():
+                    if max(extent[0], taken[0]) < min(extent[1], taken[1]):
+                        detail = f"run {run} places it over what run {other} has there"
+                        raise BadPlacement("overlap", (event.name, name), detail)
+                live[run, event.name] = extent
+            elif isinstance(event, Free):
+                live.pop((run, event.name), None)
+
+
+def _places(half: HalfLayout) -> dict[str, int]:
+    """The offset of each block that the half places."""
+    pairs = zip(half.buffers, half.offsets, strict=True)
+    return {
+        one.block: offset for one, offset in pairs if one.block is not None and offset is not None
+    }
+
+
+def _check_is_own(run: RunEvents, name: str) -> None:
+    """Nobody else is given the block."""
+    others = {*run.results, *(one.gradient for one in run.inputs if one.own)}
+    if name in others or name in dict(run.incoming):
+        raise BadPlacement("not its own", (name,), "its end is known to nobody")
+
+
+def _check_extent(name: str, extent: Extent, arena_bytes: int, alignment_bytes: int) -> None:
+    """The extent is aligned and lies in the arena."""
+    if extent[0] % alignment_bytes:
+        detail = f"offset {extent[0]:,}, alignment {alignment_bytes:,}"
+        raise BadPlacement("not aligned", (name,), detail)
+    if extent[0] < 0:
+        raise BadPlacement("below the arena", (name,), f"offset {extent[0]:,}")
+    if extent[1] > arena_bytes:
+        detail = f"ends at {extent[1]:,}, the arena at {arena_bytes:,}"
+        raise BadPlacement("beyond the arena", (name,), detail)

@@ -143,10 +143,10 @@ def split_into_sections(buffers: Sequence[Buffer]) -> list[Sections]:
             alive_until = buffer.end
         parts[-1].append(buffer)
         alive_until = max(alive_until, buffer.end)
-    return [_in_sections(part) for part in parts]
+    return [in_sections(part) for part in parts]
 
 
-def _in_sections(buffers: Sequence[Buffer]) -> Sections:
+def in_sections(buffers: Sequence[Buffer]) -> Sections:
     """A section closes at the first end after a begin."""
     events = [(buffer.begin, 1, index) for index, buffer in enumerate(buffers)]
     events += [(buffer.end, 0, index) for index, buffer in enumerate(buffers)]
@@ -172,7 +172,7 @@ Ints = npt.NDArray[np.int64]
 
 def place_in_order(sections: Sections, order: Sequence[int], best_fit: bool) -> list[int]:
     """The offset of every buffer, in bytes; the gap is the smallest that fits, or the lowest."""
-    placed = _Placed(len(order))
+    placed = Placed(len(order))
     offsets = [0] * len(order)
     for index in order:
         begin, end = sections.begin[index], sections.end[index]
@@ -216,7 +216,7 @@ def _contention(sections: Sections) -> list[int]:
     return most
 
 
-class _Placed:
+class Placed:
     """Buffers that have an offset, in the order of their offsets."""
 
     def __init__(self, most: int) -> None:

@@ -85,3 +85,5 @@ peak, and elsewhere seldom improve the choice."""
 
 ADDRESS_BUFFERS = 60_000
 """Buffers that all greedy orders together place, but one order at least: 20,000 take seconds."""
+PARTS_OUTSIDE = (0.0, 0.005, 0.02, 0.05, 0.1, 0.2, 0.4)
+"""Parts of the peak that are left outside of an arena on a CPU, one after the other. Chosen."""

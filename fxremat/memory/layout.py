@@ -1,0 +1,145 @@
+"""The layout of a step: which buffers of generated code lie in the arena, and where.
+
+All runs of a step share one arena. Time is the sequence of their events:
+
+    run 0 forward   + a  + saved  - a       a       [0, 2)
+    run 1 forward   + b  - b                saved   [1, 6)   until its own run frees it
+    run 1 backward  + gradient              gradient of a parameter: until the step ends
+    run 0 backward  + c  - saved  - c
+
+Outside of the arena lie what library calls return and their scratch, results that the caller gets,
+and gradients of inputs that are no parameters: nobody knows how long these live.
+
+The arena is held for the whole step. What lies outside comes in addition, at its own peak. On a
+GPU all that may be placed is, as fragmentation outside costs more. On a CPU nothing is fragmented
+outside, so a buffer is placed only where the total stays within the peak of what is alive.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Collection, Iterator, Mapping, Sequence
+from dataclasses import dataclass, replace
+
+from fxremat.core.addresses import Buffer
+from fxremat.core.events import Allocate, Event, Free, RunEvents
+from fxremat.core.layout import CodeBuffer, HalfLayout, RunLayout, StepLayout
+from fxremat.core.step import Order
+from fxremat.planner.addresses import place
+from fxremat.planner.partial_arena import place_within_peak
+
+Block = tuple[int, str]
+"""The number of a run, and the name of one of its blocks."""
+
+ALIGNMENT_BYTES = {"cuda": 512, "cpu": 64}
+"""Of offsets, as torch's allocators give them: the blocks of CUDACachingAllocator and `gAlignment`
+of c10/core/alignment.h. Inductor's kernels rely on less: Triton's on 16 bytes."""
+
+
+@dataclass(frozen=True)
+class Arranged:
+    """The layout of a step, and the names of the blocks of each run that are placed."""
+
+    layout: StepLayout
+    placed: tuple[frozenset[str], ...]
+
+    def outside(self, runs: Sequence[RunEvents]) -> tuple[RunEvents, ...]:
+        """What remains of the runs for the allocator: their events without what is placed."""
+        return tuple(
+            replace(
+                run,
+                forward=without(run.forward, names),
+                backward=without(run.backward, names),
+                inputs=tuple(
+                    replace(one, gradient=None) if one.gradient in names else one
+                    for one in run.inputs
+                ),
+            )
+            for run, names in zip(runs, self.placed, strict=True)
+        )
+
+
+def without(events: Sequence[Event], names: Collection[str]) -> tuple[Event, ...]:
+    """The events but those of the blocks of these names."""
+    return tuple(e for e in events if not (isinstance(e, (Allocate, Free)) and e.name in names))
+
+
+def arrange(runs: Sequence[RunEvents], order: Order, device: str) -> Arranged:
+    """Places what the code of these runs asks for, where they go forward and backward in order.
+
+    ``device`` is its type, such as "cuda". What never runs is not placed.
+    """
+    lives = _lives(runs, order, ALIGNMENT_BYTES[device])
+    own = {(run, name) for run, one in enumerate(runs) for name in may_be_placed(one)}
+    placeable = {block: life for block, life in lives.items() if block in own and life.size_bytes}
+    if device == "cpu":
+        rest = [life for block, life in lives.items() if block not in placeable]
+        placement = place_within_peak([*placeable.values()], rest)
+    else:
+        placement = place([*placeable.values()])
+    offsets = {
+        block: placement.offset_bytes[life.name]
+        for block, life in placeable.items()
+        if life.name in placement.offset_bytes
+    }
+    layouts = tuple(_run_layout(run, one, offsets) for run, one in enumerate(runs))
+    names = (frozenset(name for k, name in offsets if k == run) for run in range(len(runs)))
+    return Arranged(StepLayout(layouts, placement.arena_bytes), tuple(names))
+
+
+def may_be_placed(run: RunEvents) -> frozenset[str]:
+    """The blocks that the code of a run asks for itself, and whose end is known."""
+    gradients_of_own = {one.gradient for one in run.inputs if one.own}
+    asked = {one.block for one in (*run.forward_buffers, *run.backward_buffers)}
+    given = {*run.results, *gradients_of_own, *(name for name, _ in run.incoming)}
+    return frozenset(name for name in asked - given if name is not None)
+
+
+def in_sequence(runs: Sequence[RunEvents], order: Order) -> Iterator[tuple[int, Event]]:
+    """The events of the whole step, each with its run; incoming gradients are allocated, too."""
+    for run, phase in order:
+        one = runs[run]
+        if phase == "forward":
+            yield from ((run, event) for event in one.forward)
+        else:
+            yield from ((run, Allocate(name, nbytes)) for name, nbytes in one.incoming)
+            yield from ((run, event) for event in one.backward)
+
+
+def _lives(runs: Sequence[RunEvents], order: Order, alignment: int) -> dict[Block, Buffer]:
+    """When each block of the step is alive; what is not freed is there to the end."""
+    begun, freed, clock = dict[Block, tuple[int, int]](), dict[Block, int](), 0
+    for clock, (run, event) in enumerate(in_sequence(runs, order)):
+        match event:
+            case Allocate(name, nbytes):
+                if (run, name) in begun:
+                    raise ValueError(f"run {run} allocates {name!r} twice; blocks have one name")
+                begun[run, name] = clock, nbytes
+            case Free(name):
+                freed[run, name] = clock
+    return {
+        block: Buffer(
+            f"{block[0]}:{block[1]}", begin, freed.get(block, clock + 1), nbytes, alignment
+        )
+        for block, (begin, nbytes) in begun.items()
+    }
+
+
+def _run_layout(run: int, events: RunEvents, offsets: Mapping[Block, int]) -> RunLayout:
+    mine = {name: offset for (k, name), offset in offsets.items() if k == run}
+    return RunLayout(
+        _half_layout(events.forward_buffers, events.forward, mine),
+        _half_layout(events.backward_buffers, events.backward, mine),
+    )
+
+
+def _half_layout(
+    buffers: tuple[CodeBuffer, ...], events: Sequence[Event], offsets: Mapping[str, int]
+) -> HalfLayout:
+    freed = {event.name for event in events if isinstance(event, Free)}
+    found = tuple(None if one.block is None else offsets.get(one.block) for one in buffers)
+    outlive = frozenset(
+        k
+        for k, (one, offset) in enumerate(zip(buffers, found, strict=True))
+        if offset is not None and one.block not in freed
+    )
+    return HalfLayout(buffers, found, outlive)

@@ -1,0 +1,295 @@
+"""Layouts of steps: nothing alive is written over, and totals on a CPU stay within the peak."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import dataclass, field, replace
+from typing import Literal
+
+import pytest
+from hypothesis import given, settings
+from hypothesis import strategies as st
+
+from fxremat.core.check_addresses import BadPlacement, check_layout
+from fxremat.core.events import Allocate, Event, Free, Given, RunEvents
+from fxremat.core.layout import CodeBuffer, HalfLayout, RunLayout, StepLayout
+from fxremat.core.step import Order, first_first, last_first
+from fxremat.memory.layout import ALIGNMENT_BYTES, Arranged, arrange
+
+DEVICES = tuple(ALIGNMENT_BYTES)
+
+
+def code_buffer(block: str | None, nbytes: int) -> CodeBuffer:
+    """A call for so many bytes."""
+    return CodeBuffer(block, (nbytes,), (1,), "torch.uint8", 1)
+
+
+def a_run(forward: Sequence[Event], backward: Sequence[Event], *asked: str) -> RunEvents:
+    """A run whose code asks itself for the blocks ``asked``."""
+
+    def calls(half: Sequence[Event]) -> tuple[CodeBuffer, ...]:
+        made = [e for e in half if isinstance(e, Allocate) and e.name in asked]
+        return tuple(code_buffer(e.name, e.nbytes) for e in made)
+
+    return RunEvents(
+        tuple(forward),
+        tuple(backward),
+        forward_buffers=calls(forward),
+        backward_buffers=calls(backward),
+    )
+
+
+# -- steps at random -------------------------------------------------------------------------
+
+
+@dataclass
+class _Half:
+    """A half that is drawn: its events, and what is alive."""
+
+    draw: st.DrawFn
+    events: list[Event] = field(default_factory=list)
+    live: list[str] = field(default_factory=list)
+
+    def run(self, prefix: str) -> None:
+        """Some allocations, and frees of anything that is alive."""
+        for index in range(self.draw(st.integers(0, 6))):
+            name = f"{prefix}{index}"
+            sizes = st.one_of(st.integers(0, 2_000), st.integers(0, 8).map(lambda k: 512 * k))
+            self.events.append(Allocate(name, self.draw(sizes)))
+            self.live.append(name)
+            while self.live and self.draw(st.integers(0, 2)) == 0:
+                self.free(self.draw(st.sampled_from(self.live)))
+
+    def free(self, name: str) -> None:
+        self.live.remove(name)
+        self.events.append(Free(name))
+
+
+@st.composite
+def run_events(draw: st.DrawFn) -> RunEvents:
+    """A run with results, what it saves, gradients of both kinds, and library calls."""
+    forward = _Half(draw)
+    forward.run("f")
+    results = draw(st.sets(st.sampled_from(forward.live))) if forward.live else set[str]()
+    backward = _Half(draw, live=[name for name in forward.live if name not in results])
+    backward.run("b")
+    gradients = [name for name in backward.live if draw(st.booleans())]
+    for name in [name for name in backward.live if name not in gradients]:
+        backward.free(name)
+    made = [e.name for e in (*forward.events, *backward.events) if isinstance(e, Allocate)]
+    asked = {name for name in made if draw(st.integers(0, 3))}
+    run = a_run(forward.events, backward.events, *asked)
+    return replace(
+        run,
+        inputs=tuple(Given(8, own=draw(st.booleans()), gradient=name) for name in gradients),
+        results=tuple(results),
+        incoming=tuple((f"i{k}", draw(st.integers(1, 900))) for k in range(len(results))),
+    )
+
+
+@st.composite
+def steps(draw: st.DrawFn) -> tuple[list[RunEvents], Order]:
+    """Runs in one of several orders; some may never go backward, or not run at all."""
+    runs = draw(st.lists(run_events(), min_size=1, max_size=3))
+    order = draw(st.sampled_from((last_first, first_first)))(len(runs))
+    return runs, order[: draw(st.integers(0, len(order)))]
+
+
+def totals(runs: Sequence[RunEvents], order: Order) -> list[int]:
+    """Bytes alive after each event; incoming gradients are there from the backward on."""
+    live, total, out = dict[tuple[int, str], int](), 0, [0]
+    for run, phase in order:
+        one = runs[run]
+        events: Sequence[Event] = one.forward
+        if phase == "backward":
+            events = [*(Allocate(*incoming) for incoming in one.incoming), *one.backward]
+        for event in events:
+            if isinstance(event, Allocate):
+                live[run, event.name] = event.nbytes
+                total += event.nbytes
+            elif isinstance(event, Free):
+                total -= live.pop((run, event.name))
+            out.append(total)
+    return out
+
+
+@settings(deadline=None)
+@given(steps(), st.sampled_from(DEVICES))
+def test_layouts_pass_the_verifier(step: tuple[list[RunEvents], Order], device: str) -> None:
+    runs, order = step
+    arranged = arrange(runs, order, device)
+    check_layout(runs, order, arranged.layout, ALIGNMENT_BYTES[device])
+    for run, mine, placed in zip(runs, arranged.layout.runs, arranged.placed, strict=True):
+        assert mine.forward.buffers == run.forward_buffers
+        assert mine.backward.buffers == run.backward_buffers
+        halves = (mine.forward, mine.backward)
+        found = {
+            buffer.block
+            for half in halves
+            for buffer, offset in zip(half.buffers, half.offsets, strict=True)
+            if offset is not None
+        }
+        assert found == placed
+
+
+@settings(deadline=None)
+@given(steps())
+def test_the_total_on_a_cpu_stays_within_the_peak(step: tuple[list[RunEvents], Order]) -> None:
+    runs, order = step
+    arranged = arrange(runs, order, "cpu")
+    outside = max(totals(arranged.outside(runs), order))
+    assert arranged.layout.arena_bytes + outside <= max(totals(runs, order))
+
+
+@settings(deadline=None)
+@given(steps())
+def test_on_a_gpu_all_is_placed_whose_end_is_known(step: tuple[list[RunEvents], Order]) -> None:
+    runs, order = step
+    arranged = arrange(runs, order, "cuda")
+    ran = {(run, phase) for run, phase in order}
+    for number, (run, placed) in enumerate(zip(runs, arranged.placed, strict=True)):
+        sizes = run.sizes()
+        given_away = {*run.results, *(one.gradient for one in run.inputs if one.own)}
+        halves: tuple[tuple[Literal["forward", "backward"], tuple[CodeBuffer, ...]], ...] = (
+            ("forward", run.forward_buffers),
+            ("backward", run.backward_buffers),
+        )
+        for phase, buffers in halves:
+            for buffer in buffers:
+                assert buffer.block is not None
+                known = buffer.block not in given_away and sizes[buffer.block] > 0
+                assert (buffer.block in placed) == (known and (number, phase) in ran)
+
+
+@settings(deadline=None)
+@given(steps(), st.sampled_from(DEVICES))
+def test_what_outlives_a_half_is_marked(step: tuple[list[RunEvents], Order], device: str) -> None:
+    runs, order = step
+    for run, mine in zip(runs, arrange(runs, order, device).layout.runs, strict=True):
+        for half, events in ((mine.forward, run.forward), (mine.backward, run.backward)):
+            freed = {event.name for event in events if isinstance(event, Free)}
+            for k, (buffer, offset) in enumerate(zip(half.buffers, half.offsets, strict=True)):
+                assert (k in half.outlive) == (offset is not None and buffer.block not in freed)
+
+
+# -- single cases ----------------------------------------------------------------------------
+
+SAVES = replace(
+    a_run(
+        [Allocate("a", 1024), Allocate("saved", 512), Free("a"), Allocate("loss", 4)],
+        [Allocate("b", 1024), Allocate("grad", 512), Free("b"), Free("saved"), Allocate("dx", 8)],
+        *("a", "saved", "loss", "b", "grad", "dx"),
+    ),
+    inputs=(Given(512, gradient="grad"), Given(8, own=True, gradient="dx")),
+    results=("loss",),
+    incoming=(("tangent", 4),),
+)
+
+
+def offsets(arranged: Arranged) -> list[tuple[tuple[int | None, ...], tuple[int | None, ...]]]:
+    return [(one.forward.offsets, one.backward.offsets) for one in arranged.layout.runs]
+
+
+def test_one_run() -> None:
+    """``b`` takes the place of ``a``; the loss and the gradient of a batch lie outside."""
+    arranged = arrange([SAVES], last_first(1), "cuda")
+    assert arranged.layout.arena_bytes == 2048
+    [(forward, backward)] = offsets(arranged)
+    assert forward[2] is None
+    assert backward[2] is None
+    assert forward[0] == backward[0]
+    [mine] = arranged.layout.runs
+    assert mine.forward.outlive == mine.backward.outlive == frozenset({1})
+    [outside] = arranged.outside([SAVES])
+    assert [*outside.forward, *outside.backward] == [Allocate("loss", 4), Allocate("dx", 8)]
+    assert [one.gradient for one in outside.inputs] == [None, "dx"]
+
+
+def test_two_runs_share_the_arena() -> None:
+    """Two values are saved and two gradients stay; there is room for one temporary only."""
+    arranged = arrange([SAVES, SAVES], last_first(2), "cuda")
+    check_layout([SAVES, SAVES], last_first(2), arranged.layout, 512)
+    assert arranged.layout.arena_bytes == 1024 + 3 * 512
+    saved = [one.forward.offsets[1] for one in arranged.layout.runs]
+    assert saved[0] != saved[1]
+
+
+def test_a_run_that_never_goes_backward_keeps_what_it_saves() -> None:
+    order: Order = [(0, "forward"), (1, "forward"), (1, "backward")]
+    arranged = arrange([SAVES, SAVES], order, "cuda")
+    check_layout([SAVES, SAVES], order, arranged.layout, 512)
+    kept = arranged.layout.runs[0].forward.offsets[1]
+    assert kept is not None
+    later = arranged.layout.runs[1]
+    assert kept not in (*later.forward.offsets, *later.backward.offsets)
+
+
+def test_what_a_library_returns_is_not_placed() -> None:
+    run = a_run([Allocate("mine", 512), Allocate("its", 512)], [], "mine")
+    arranged = arrange([run], last_first(1), "cuda")
+    assert arranged.placed == (frozenset({"mine"}),)
+    assert arranged.outside([run])[0].forward == (Allocate("its", 512),)
+
+
+def test_blocks_of_other_devices_are_not_placed() -> None:
+    run = replace(a_run([], []), forward_buffers=(code_buffer(None, 64),))
+    arranged = arrange([run], last_first(1), "cuda")
+    assert arranged.layout.runs[0].forward.offsets == (None,)
+    assert arranged.layout.arena_bytes == 0
+
+
+def test_nothing_is_placed_on_a_cpu_where_that_costs_bytes() -> None:
+    """The library needs its bytes when the code needs none: the arena would be in addition."""
+    run = a_run([Allocate("a", 640), Free("a"), Allocate("b", 640), Free("b")], [], "a")
+    assert arrange([run], last_first(1), "cpu").placed == (frozenset(),)
+
+
+def test_a_small_rest_lies_beside_the_arena_on_a_cpu() -> None:
+    """What is alive at the peak takes no whole units: 4 bytes are left to the allocator."""
+    run = a_run([Allocate("a", 640), Allocate("b", 4), Free("a"), Free("b")], [], "a", "b")
+    arranged = arrange([run], last_first(1), "cpu")
+    assert arranged.placed == (frozenset({"a"}),)
+    assert arranged.layout.arena_bytes == 640
+
+
+def test_names_are_unique() -> None:
+    run = a_run([Allocate("a", 8), Free("a"), Allocate("a", 8)], [], "a")
+    with pytest.raises(ValueError, match="twice"):
+        arrange([run], last_first(1), "cuda")
+
+
+# -- the verifier ----------------------------------------------------------------------------
+
+
+def laid_out(*places: int | None, arena_bytes: int = 4096) -> StepLayout:
+    """``SAVES`` with its forward at these places."""
+    half = HalfLayout(SAVES.forward_buffers, places)
+    return StepLayout(
+        (RunLayout(half, HalfLayout(SAVES.backward_buffers, (None,) * 3)),), arena_bytes
+    )
+
+
+@pytest.mark.parametrize(
+    ("layout", "kind"),
+    [
+        (laid_out(0, 512, None), "overlap"),
+        (laid_out(0, 1000, None), "not aligned"),
+        (laid_out(-512, 1024, None), "below the arena"),
+        (laid_out(0, 1024, None, arena_bytes=1500), "beyond the arena"),
+        (laid_out(0, 1024, 2048), "not its own"),
+    ],
+)
+def test_verifier_rejects(layout: StepLayout, kind: str) -> None:
+    with pytest.raises(BadPlacement) as raised:
+        check_layout([SAVES], last_first(1), layout, 512)
+    assert raised.value.kind == kind
+
+
+def test_verifier_accepts() -> None:
+    check_layout([SAVES], last_first(1), laid_out(0, 1024, None), 512)
+
+
+def test_verifier_sees_what_another_run_saves() -> None:
+    one = laid_out(0, 1024, None).runs[0]
+    with pytest.raises(BadPlacement, match="run 1 places it over what run 0 has"):
+        check_layout([SAVES, SAVES], last_first(2), StepLayout((one, one), 4096), 512)
