@@ -108,12 +108,14 @@ class GraphInputs:
 
     The gradients of ``accumulated`` ones are added to their ``grad`` in the backward;
     ``parameters`` are parameters. Where arguments and results are ``passed_on``, others drop them
-    as soon as this graph, or the next one, has them.
+    as soon as this graph, or the next one, has them. If ``gradients_stay``, those of parameters
+    live on under the next forward: then they are held, and lie outside of the arena.
     """
 
     accumulated: tuple[int, ...] = ()
     parameters: tuple[int, ...] = ()
     passed_on: bool = False
+    gradients_stay: bool = False
 
 
 @dataclass(frozen=True)

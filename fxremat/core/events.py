@@ -55,6 +55,7 @@ class RunEvents:
     ``results`` those ``again`` are read in the backward. ``incoming`` are the gradients of results,
     and their bytes. What is live at the end of a half stays until it is known who holds it. The
     generated code itself asks for the ``forward_buffers`` and ``backward_buffers``, in this order.
+    If ``gradients_stay``, those of parameters live on under the next forward.
     """
 
     forward: tuple[Event, ...]
@@ -65,6 +66,7 @@ class RunEvents:
     incoming: tuple[tuple[str, int], ...] = ()
     forward_buffers: tuple[CodeBuffer, ...] = ()
     backward_buffers: tuple[CodeBuffer, ...] = ()
+    gradients_stay: bool = False
 
     def resized(self, sizes: Mapping[str, int]) -> RunEvents:
         """The same with these bytes of each block, by its name."""
@@ -123,6 +125,7 @@ def run_events_from_json(data: dict[str, Any]) -> RunEvents:
         incoming=tuple((str(name), int(nbytes)) for name, nbytes in data["incoming"]),
         forward_buffers=tuple(map(_buffer_from_json, data["forward_buffers"])),
         backward_buffers=tuple(map(_buffer_from_json, data["backward_buffers"])),
+        gradients_stay=bool(data["gradients_stay"]),
     )
 
 

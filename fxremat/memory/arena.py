@@ -46,14 +46,27 @@ def with_arenas(storages: Mapping[int, int], device: torch.device) -> int:
 
     What lies in an arena counts with it, and an arena counts whether something lies in it or not.
     """
-    blocks = [one.block for one in list(_ARENAS) if one.device == device]
-    ranges = [(one.data_ptr(), one.nbytes) for one in blocks if one is not None]
-    outside = (
-        nbytes
-        for address, nbytes in storages.items()
-        if not any(begin <= address < begin + size for begin, size in ranges)
-    )
+    ranges = _ranges(device)
+    outside = (n for address, n in storages.items() if not _is_inside(address, ranges))
     return sum(outside) + sum(size for _, size in ranges)
+
+
+def move_out_of_arenas(tensors: Iterable[torch.Tensor | None], device: torch.device) -> None:
+    """Give those of the tensors that lie in an arena memory of their own, with their values."""
+    ranges = _ranges(device)
+    for one in tensors:
+        if one is not None and _is_inside(one.untyped_storage().data_ptr(), ranges):
+            one.data = one.detach().clone()
+
+
+def _ranges(device: torch.device) -> list[tuple[int, int]]:
+    """Where the arenas of a device begin, and their bytes."""
+    blocks = [one.block for one in list(_ARENAS) if one.device == device]
+    return [(one.data_ptr(), one.nbytes) for one in blocks if one is not None]
+
+
+def _is_inside(address: int, ranges: Iterable[tuple[int, int]]) -> bool:
+    return any(begin <= address < begin + size for begin, size in ranges)
 
 
 class PlacedHalf:

@@ -88,7 +88,7 @@ def arrange(runs: Sequence[RunEvents], order: Order, device: str) -> Arranged:
 
 def may_be_placed(run: RunEvents) -> frozenset[str]:
     """The blocks that the code of a run asks for itself, and whose end is known."""
-    gradients_of_own = {one.gradient for one in run.inputs if one.own}
+    gradients_of_own = {one.gradient for one in run.inputs if one.own or run.gradients_stay}
     asked = {one.block for one in (*run.forward_buffers, *run.backward_buffers)}
     given = {*run.results, *gradients_of_own, *(name for name, _ in run.incoming)}
     return frozenset(name for name in asked - given if name is not None)

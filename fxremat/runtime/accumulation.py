@@ -142,10 +142,19 @@ def _accumulated(
     with no_other_backward() as alone:
         if alone and reason is None:
             weight.grad.add_(gradient)
-            gradient.untyped_storage().resize_(0)
+            _give_back(gradient)
             _keep_from(adder)
             return
     _tell(reason or "another backward is running", gradient)
+
+
+def _give_back(gradient: torch.Tensor) -> None:
+    """Leave a tensor like the gradient without its memory; nobody looks at it."""
+    storage = gradient.untyped_storage()
+    if storage.resizable():
+        storage.resize_(0)
+    else:  # at a planned address
+        gradient.data = gradient.new_zeros(()).expand(gradient.shape)
 
 
 def _begin() -> None:

@@ -15,6 +15,8 @@ import logging
 from collections.abc import Callable, Iterable, Iterator, Sequence
 from dataclasses import dataclass, field, replace
 
+from torch import nn
+
 from fxremat.compat.absent.tracing import apart_from_tracing
 from fxremat.compile import session
 from fxremat.compile.constants import DRY_RUNS
@@ -22,10 +24,13 @@ from fxremat.compile.request import Request
 from fxremat.core.layout import NOWHERE, StepLayout
 from fxremat.core.step import Interface, Step
 from fxremat.errors import InfeasibleBudget, forget_frames
+from fxremat.memory.arena import move_out_of_arenas
 from fxremat.memory.reserved_bytes import Reserved
+from fxremat.memory.storages import storage_bytes
 from fxremat.planner import step_versions as planner
 from fxremat.report.files import write_report
 from fxremat.report.report import Report
+from fxremat.runtime.accumulation import will_be_added
 from fxremat.sizes import format_bytes
 from fxremat.step.context import Surroundings, first_description
 from fxremat.step.description import Placing, StepDescription
@@ -151,7 +156,7 @@ class GraphInStep:
 
     def renewed(self, args: Iterable[object]) -> RunVersions | None:
         """Other versions, where the step has changed since these were chosen; else None."""
-        if self.role.is_due:
+        if self.role.is_due or self._see_gradients(args):
             return self._planned_again()
         alone = self.role.described is None and self.taken.count == 1 and not self.graph.ranks
         scope, known = self.where.scope, len(self.where.scope.parameters)
@@ -165,6 +170,24 @@ class GraphInStep:
         self._hold(held)
         self.observed.note(between, held, self.request.budget.limit, self.where.device)
         self.role.is_due |= self.role.described is None
+
+    def _see_gradients(self, args: Iterable[object]) -> bool:
+        """Note gradients that live on where this begins; whether they do for the first time.
+
+        They count from then on, and later ones lie outside of the arena, where these are moved.
+        """
+        budget, device = self.request.budget, self.where.device
+        if budget.limit is None or self.request.inputs.gradients_stay or self.sharded:
+            return False
+        weights = [x for x in args if isinstance(x, nn.Parameter) and x.grad is not None]
+        living = [x.grad for x in weights if not will_be_added(x)]
+        if not living:
+            return False
+        move_out_of_arenas(living, device)
+        self._hold(storage_bytes(living, device))
+        self.request = self.request.with_inputs(gradients_stay=True)
+        self.where.scope.due |= self.role.described is not None
+        return self.role.described is None
 
     def _hold(self, more: int) -> None:
         if more:

@@ -229,7 +229,8 @@ def _reserved(shown: DryRun | None, request: Request) -> Reserved | None:
     budget = request.budget
     if shown is None or budget.allocator is None or shown.allocator.as_run is None:
         return None
-    run = shown.allocator.as_run
+    stay = request.inputs.gradients_stay
+    run = replace(shown.allocator.as_run, gradients_stay=stay)
     return reserved_by_run(shown.events, run, budget.allocator, budget.held)
 
 
