@@ -34,9 +34,6 @@ class Slot:
         """Whether somebody has given the storage other memory, as `Tensor.share_memory_` does."""
         return self.base.data_ptr() != self.address
 
-    def overlaps(self, other: Slot) -> bool:
-        return self.begin < other.end and other.begin < self.end
-
 
 def held(slots: Iterable[Slot]) -> list[Slot]:
     """Those of which somebody holds a tensor that lies there, or its storage."""
@@ -59,21 +56,19 @@ class Covered:
     def _range(self, slot: Slot) -> tuple[int, int]:
         return bisect_right(self._ends, slot.begin), bisect_left(self._begins, slot.end)
 
-    def touches(self, slot: Slot) -> bool:
-        """Whether any of the slot's bytes are had by one."""
+    def owners(self, slot: Slot) -> tuple[Slot, ...]:
+        """Those who have any of the slot's bytes."""
         low, high = self._range(slot)
-        return low < high
+        return tuple(dict.fromkeys(self._slots[low:high]))
 
-    def cover(self, slot: Slot) -> tuple[Slot, ...]:
-        """Give its bytes to ``slot``; returns those who had them."""
+    def cover(self, slot: Slot) -> None:
+        """Give its bytes to ``slot``."""
         low, high = self._range(slot)
-        before = self._slots[low:high]
         parts = [(slot.begin, slot.end, slot)]
-        if before and self._begins[low] < slot.begin:
-            parts.insert(0, (self._begins[low], slot.begin, before[0]))
-        if before and self._ends[high - 1] > slot.end:
-            parts.append((slot.end, self._ends[high - 1], before[-1]))
+        if low < high and self._begins[low] < slot.begin:
+            parts.insert(0, (self._begins[low], slot.begin, self._slots[low]))
+        if low < high and self._ends[high - 1] > slot.end:
+            parts.append((slot.end, self._ends[high - 1], self._slots[high - 1]))
         self._begins[low:high] = [begin for begin, _, _ in parts]
         self._ends[low:high] = [end for _, end, _ in parts]
         self._slots[low:high] = [owner for _, _, owner in parts]
-        return tuple(dict.fromkeys(before))
