@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import logging
+from threading import Thread
 from typing import Any
 
 import pytest
@@ -62,6 +63,70 @@ def test_code_without_places_asks_torch() -> None:
     run_at(run.forward, list)
     assert where(run, ask()) == [None]
     assert where(run, *run_at(None, lambda: [ask()])) == [None]
+
+
+def test_places_are_those_of_one_thread() -> None:
+    """While one is in the arena another one allocates as ever, and its calls take no places."""
+    run, others = placed(half(0, 1)), list[torch.Tensor]()
+
+    def code() -> list[torch.Tensor]:
+        first = ask()
+        for call in (ask, lambda: run_at(run.forward, ask)):
+            thread = Thread(target=lambda call=call: others.append(call()))
+            thread.start()
+            thread.join()
+        return [first, ask()]
+
+    assert where(run, *run_at(run.forward, code), *others) == [0, 1, None, None]
+    assert run.forward.arena.missed == 1
+
+
+def test_a_gpu_that_records_a_graph_is_left_alone(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(torch.cuda, "is_current_stream_capturing", lambda: True)
+    arena = Arena(torch.device("cuda"))
+    (run,) = arena.placed(StepLayout((RunLayout(half(0)),), KIB))
+    assert run.forward.enter() is None
+    assert arena.nbytes == 0
+
+
+def test_on_a_gpu_streams_wait_and_all_else_comes_from_a_pool(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    """In this order; what is placed lies in host memory here."""
+    calls: list[Any] = []
+
+    class Stream:
+        def wait_stream(self, other: Stream) -> None:
+            calls.append(("waits", self, other))
+
+    class Pool:
+        id = (0, 1)
+
+    def note(name: str) -> Any:
+        return lambda *args: calls.append((name, *args))
+
+    run, streams = placed(half(0)), [Stream(), Stream()]
+    run_at(run.forward, ask)
+    names = ["beginAllocateCurrentThreadToPool", "endAllocateToPool", "releasePool"]
+    for name in names:
+        monkeypatch.setattr(torch._C, f"_cuda_{name}", note(name), raising=False)
+    monkeypatch.setattr(torch.cuda, "is_current_stream_capturing", lambda: False)
+    monkeypatch.setattr(torch.cuda, "current_stream", lambda device: streams[0])
+    monkeypatch.setattr(torch.cuda, "MemPool", Pool)
+    run.forward.arena.device = torch.device("cuda", 0)
+    for _ in range(2):
+        run_at(run.forward, ask)
+        streams.reverse()
+    in_pool = [(name, 0, (0, 1)) for name in names]
+    assert calls == [*in_pool, ("waits", *streams[::-1]), *in_pool]
+
+
+def test_without_memory_for_an_arena_nothing_is_placed(caplog: pytest.LogCaptureFixture) -> None:
+    (run,) = Arena(HOST).placed(StepLayout((RunLayout(half(0)),), 1 << 60))
+    for _ in range(2):
+        assert len(run_at(run.forward, lambda: [ask()])) == 1
+    assert [one.levelname for one in caplog.records] == ["WARNING"]
+    assert run.forward.arena.is_off
 
 
 def test_code_inside_of_other_code_has_no_places() -> None:
@@ -152,6 +217,24 @@ def test_who_holds_a_storage_alone_holds_its_bytes() -> None:
     assert torch.equal(torch.empty(0).set_(storage), torch.ones(256))
     del storage, other
     assert where(run, run_at(run.forward, ask)) == [0]
+
+
+def test_dead_memory_is_poisoned() -> None:
+    """What has died is filled with NaN, and what lives is not."""
+    run = placed(half(0, 1, outlive=(0,)))
+    arena = run.forward.arena
+    arena.poison = True
+
+    def code() -> torch.Tensor:
+        first = ask().fill_(1)
+        ask().fill_(2)
+        return first
+
+    first = run_at(run.forward, code)
+    assert arena.block is not None
+    assert arena.block[:KIB].view(torch.float32).eq(1).all()
+    assert arena.block[KIB:].view(torch.float32).isnan().all()
+    assert first.sum() == 256
 
 
 def test_after_an_exception_what_its_traceback_holds_is_left_alone() -> None:

@@ -260,15 +260,16 @@ class Arena:
         if not self._lock.acquire(blocking=False):
             self.missed += 1
             return None
-        places = None
+        is_in = False
         try:
             self._wait_for_others()
             places = self._places(half)
             if places is not None:
                 self._use_pool()
+                is_in = True
             return places
         finally:
-            if places is None:
+            if not is_in:
                 self._lock.release()
 
     def leave(self, half: PlacedHalf) -> None:
