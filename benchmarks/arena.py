@@ -39,7 +39,7 @@ def code(empty: Empty, buffers: int) -> Callable[[], None]:
     """What asks for the buffers."""
 
     def run() -> None:
-        kept, live = [], [None, None]
+        kept, live = list[torch.Tensor](), list[torch.Tensor | None]([None, None])
         for number in range(buffers):
             if number % 10 == 0:
                 kept.append(empty(SIZE, STRIDE, torch.float32))

@@ -5,6 +5,7 @@ from __future__ import annotations
 import copy
 import io
 import pickle
+from typing import Any
 from unittest import mock
 
 import pytest
@@ -14,12 +15,12 @@ from fxremat.compat.placement import (
     EMPTY,
     allocate_as_before,
     allocate_in_pool,
-    fill_bytes,
     new_block,
     reinterpret,
     storage_number,
     storage_uses,
     tensor_over,
+    write_over,
 )
 
 HOST = torch.device("cpu")
@@ -39,7 +40,7 @@ def test_a_tensor_over_bytes_of_a_block(dtype: torch.dtype) -> None:
     one = tensor_over(block, 1024, 2048, dtype)
     assert one.untyped_storage().nbytes() == 1024
     assert one.data_ptr() == block.data_ptr() + 1024
-    fill_bytes(block, 1024, 2048, 1)
+    write_over(block, 1024, 2048, 1)
     uses = storage_uses(storage_number(block.untyped_storage()))
     del block
     one.fill_(1)
@@ -57,6 +58,7 @@ def test_what_lies_there_is_a_tensor_like_any_other() -> None:
     """It has its own version, and is saved, copied and shared by itself."""
     block = new_block(BLOCK_BYTES, HOST)
     base = tensor_over(block, 0, 1024, torch.float32)
+    one: Any
     one, other = (reinterpret(base, (16, 16), (16, 1), 0) for _ in range(2))
     one.fill_(3)
     assert (one._version, other._version, base._version) == (1, 0, 0)
@@ -89,15 +91,13 @@ def test_uses_of_a_storage() -> None:
 
 def test_a_pool_is_left_as_it_was_entered() -> None:
     """Without a GPU, only that torch has the functions, and takes them in this order."""
-    pool, calls = mock.Mock(id=(0, 1)), []
+    pool, calls = mock.Mock(id=(0, 1)), list[Any]()
     names = [
         "_cuda_beginAllocateCurrentThreadToPool", "_cuda_endAllocateToPool", "_cuda_releasePool",
     ]  # fmt: skip
     device = torch.device("cuda", 0)
-    with mock.patch.multiple(
-        torch._C,
-        **{name: lambda *args, name=name: calls.append((name, *args)) for name in names},
-    ):
+    noted: Any = {name: lambda *args, name=name: calls.append((name, *args)) for name in names}
+    with mock.patch.multiple(torch._C, **noted):
         allocate_in_pool(pool, device)
         allocate_as_before(pool, device)
     assert calls == [(name, 0, (0, 1)) for name in names]

@@ -39,14 +39,15 @@ class Small:
         torch.manual_seed(0)
         self.model, self.x = make(), torch.randn(*size)
         self.call = compiled(self.model, **kwargs)
-        self.weights = list(self.model.parameters())
+        self.weights: list[Any] = list(self.model.parameters())
 
     def step(self, scale: float = 1.0) -> Tensor:
         """Gradients that are dropped, a forward, and a backward."""
         self.model.zero_grad(set_to_none=True)
-        loss: Tensor = self.call(self.x * scale)
+        loss = self.call(self.x * scale)
         loss.backward()
-        return loss.detach()
+        made: Tensor = loss.detach()
+        return made
 
     def gradients(self) -> list[Tensor]:
         """Those of the parameters as they are."""
@@ -355,7 +356,6 @@ def test_storages_of_gradients_are_their_own(stack: Small) -> None:
         found.record(stack.step, stack.model)
         stack.step()
         one = stack.weights[1].grad
-        assert one is not None
         value, file = one.clone(), io.BytesIO()
         torch.save(one, file)
         assert file.tell() < one.nbytes + 4096
@@ -415,7 +415,7 @@ class Wide(nn.Module):
         self.up, self.down = nn.Linear(16, 64), nn.Linear(64, 16)
 
     def forward(self, x: Tensor) -> Tensor:
-        return self.down(torch.tanh(self.up(x)).relu()).square().mean()
+        return torch.as_tensor(self.down(torch.tanh(self.up(x)).relu()).square().mean())
 
 
 def test_one_graph_for_many_sizes() -> None:
@@ -469,7 +469,7 @@ def test_blocks_one_by_one_and_two_models(stack: Small) -> None:
 
 # --- ops that do not do as they say -------------------------------------------------------------
 
-LIBRARY = torch.library.Library("arena_tests", "DEF")
+LIBRARY: Any = torch.library.Library("arena_tests", "DEF")  # type: ignore[no-untyped-call]
 LIBRARY.define("odd(Tensor x, str how) -> Tensor")
 HELD: list[Tensor] = []
 

@@ -42,15 +42,16 @@ class Compiled:
         torch.manual_seed(0)
         self.model, self.x = Random(depth, width, normed), torch.randn(8, width)
         self.call = torch.compile(self.model, backend="fxremat", options=OPTIONS)
-        self.weights = list(self.model.parameters())
+        self.weights: list[Any] = list(self.model.parameters())
         self.before = [one.detach().clone() for one in self.weights]
         self.step()
 
     def step(self) -> Tensor:
         self.model.zero_grad(set_to_none=True)
-        loss: Tensor = self.call(self.x)[0]
+        loss = self.call(self.x)[0]
         loss.backward()
-        return loss.detach()
+        made: Tensor = loss.detach()
+        return made
 
 
 compiled = cache(Compiled)
@@ -61,7 +62,7 @@ class Loop:
 
     def __init__(self, small: Compiled) -> None:
         self.small = small
-        self.waiting: list[Tensor] = []
+        self.waiting: list[Any] = []
         self.kept: list[Tensor] = []
         self.seen: list[Tensor] = []
         self.count = 0

@@ -209,6 +209,22 @@ def test_bytes_are_looked_at_below_a_buffer_that_lies_elsewhere() -> None:
     assert torch.equal(kept[0], torch.ones(256))
 
 
+def test_bytes_are_looked_at_below_a_place_that_others_hold() -> None:
+    """The second is not placed as the last is held from before, so the third looks at the first."""
+    layout = HalfLayout((buffer(256),) * 4, (0, KIB // 2, 0, KIB), frozenset({3}))
+    run, kept = placed(layout), list[torch.Tensor]()
+
+    def code() -> list[torch.Tensor]:
+        kept.append(ask().fill_(1))
+        return [ask(), ask().fill_(2), ask()]
+
+    del kept[:], (last := run_at(run.forward, lambda: [ask() for _ in range(4)]))[:3]
+    assert where(run, *last) == [1]
+    found = run_at(run.forward, code)
+    assert where(run, *kept, *found) == [0, None, None, None]
+    assert torch.equal(kept[0], torch.ones(256))
+
+
 def test_who_holds_a_storage_alone_holds_its_bytes() -> None:
     run = placed(half(0, outlive=(0,)))
     storage = run_at(run.forward, lambda: ask().fill_(1)).untyped_storage()
@@ -286,8 +302,8 @@ def test_a_backward_takes_the_place_of_what_was_saved_unless_it_is_kept(keep: bo
     seen.clear()
     run = placed(half(0, outlive=(0,)), half(1, 0))
     x = torch.ones(8, requires_grad=True)
-    result = _Code.apply(run, x)
-    assert result.grad_fn is not None
+    code: Any = _Code
+    result = code.apply(run, x)
     set_places_of_backward(result.grad_fn, run.backward)
     if keep:
         result.backward(retain_graph=True)

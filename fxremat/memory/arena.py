@@ -27,12 +27,12 @@ from fxremat.compat.placement import (
     Empty,
     allocate_as_before,
     allocate_in_pool,
-    fill_bytes,
     new_block,
     reinterpret,
+    write_over,
 )
 from fxremat.core.layout import HalfLayout, StepLayout, extent
-from fxremat.memory.slots import Covered, Slot, held
+from fxremat.memory.slots import Covered, Group, Slot, held
 from fxremat.runtime.placed import Place, Places, go_on_with
 from fxremat.sizes import format_bytes
 
@@ -57,8 +57,8 @@ class PlacedHalf:
         self.places: list[Place | None] = []
         self.outlive: list[Slot] = []
         """What is planned to live on when the half has ended, and (``within``) what is not."""
-        self.within: list[Slot] = []
-        self.watched: list[Slot] = []
+        self.within = Group()
+        self.watched = Group()
         """What may be held when the half begins, and overlaps with places of it."""
         self.current: list[Place | None] = []
         """The places that it has this time."""
@@ -124,7 +124,7 @@ class PlacedHalf:
         slots = dict.fromkeys(slot for slot in self.slots if slot is not None)
         outlive = {self.slots[index] for index in self.layout.outlive}
         self.outlive = [slot for slot in slots if slot in outlive]
-        self.within = [slot for slot in slots if slot not in outlive]
+        self.within = Group(slot for slot in slots if slot not in outlive)
         self.places = self._places()
         self._beside = None
         self.bound = self.arena.state
@@ -150,7 +150,7 @@ class PlacedHalf:
     def watch(self, outliving: Iterable[Slot]) -> None:
         """Of all that may be held when a half begins, note what matters here."""
         covered, own = Covered(self.slots), set(self.saved)
-        self.watched = [one for one in outliving if one not in own and covered.owners(one)]
+        self.watched = Group(one for one in outliving if one not in own and covered.owners(one))
 
     def begin(self, others: Sequence[Slot], *, closely: bool) -> Places:
         """Its places, without those that overlap with what others hold."""
@@ -277,7 +277,7 @@ class Arena:
         try:
             if self._pool is not None:
                 allocate_as_before(self._pool, self.device)
-            self._leaked.update(dict.fromkeys(held(half.within)))
+            self._leaked.update(dict.fromkeys(half.within.held()))
             self.poison_dead()
         finally:
             self._lock.release()
@@ -289,10 +289,10 @@ class Arena:
             return None
         if half.bound != self.state:
             self._bind()
-        if any(slot.is_moved for slot in half.outlive):
+        if any(slot.base.data_ptr() != slot.address for slot in half.outlive):
             self._renew()
         self._leaked = dict.fromkeys(held(self._leaked))
-        others = held(half.watched)
+        others = half.watched.held()
         if self._leaked:
             others += self._leaked.keys() - set(half.saved)
         self.poison_dead()
@@ -326,7 +326,7 @@ class Arena:
         for slot in self._filled.keys() - living.keys():
             assert self.block is not None
             has_nan = slot.base.is_floating_point() or slot.base.is_complex()
-            fill_bytes(self.block, slot.begin, slot.end, 0xFF if has_nan else 0x7F)
+            write_over(self.block, slot.begin, slot.end, 0xFF if has_nan else 0x7F)
         self._filled = living
 
     # -- the block --------------------------------------------------------------------------------
@@ -345,7 +345,7 @@ class Arena:
                 self.is_off = True
                 return
             if self.poison:
-                fill_bytes(self.block, 0, needed, 0xFF)
+                write_over(self.block, 0, needed, 0xFF)
         self.state += 1
 
     def _give_back(self) -> None:

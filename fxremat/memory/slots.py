@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from bisect import bisect_left, bisect_right
 from collections.abc import Iterable
+from operator import attrgetter
 from sys import getrefcount
 
 import torch
@@ -27,12 +28,20 @@ class Slot:
         self.address = self.base.data_ptr()
         self.storage = self.base.untyped_storage()
         self.number = storage_number(self.storage)
-        self.uses, self.references = storage_uses(self.number), getrefcount(self.storage)
+        self.uses = storage_uses(self.number)
+        self.references = min(getrefcount(self.storage), *_references([self, self]))
 
     @property
     def is_moved(self) -> bool:
         """Whether somebody has given the storage other memory, as `Tensor.share_memory_` does."""
         return self.base.data_ptr() != self.address
+
+
+def _references(slots: Iterable[Slot]) -> Iterable[int]:
+    return map(getrefcount, map(_storage_of, slots))
+
+
+_storage_of = attrgetter("storage")
 
 
 def held(slots: Iterable[Slot]) -> list[Slot]:
@@ -42,6 +51,23 @@ def held(slots: Iterable[Slot]) -> list[Slot]:
         for slot in slots
         if storage_uses(slot.number) > slot.uses or getrefcount(slot.storage) > slot.references
     ]
+
+
+class Group:
+    """Slots that are looked at together, which takes half the time where nobody holds any."""
+
+    def __init__(self, slots: Iterable[Slot] = ()) -> None:
+        self.slots = list(slots)
+        self._numbers = [slot.number for slot in self.slots]
+        self._uses = min((slot.uses for slot in self.slots), default=0)
+        self._references = min((slot.references for slot in self.slots), default=0)
+
+    def held(self) -> list[Slot]:
+        """As `held`."""
+        uses = max(map(storage_uses, self._numbers), default=0)
+        if uses <= self._uses and max(_references(self.slots), default=0) <= self._references:
+            return []
+        return held(self.slots)
 
 
 class Covered:

@@ -49,6 +49,16 @@ class PlannedGraph(SharingGraph, Protocol):
         ...
 
 
+_ARENAS: weakref.WeakKeyDictionary[BudgetScope, Arena] = weakref.WeakKeyDictionary()
+
+
+def arena_of(scope: BudgetScope, device: torch.device) -> Arena:
+    """The arena of all graphs that share the budget."""
+    if scope not in _ARENAS:
+        _ARENAS[scope] = Arena(device)
+    return _ARENAS[scope]
+
+
 def watch_in_flight(
     runs: RunVersions, scope: BudgetScope, frame: int = 0, graph: PlannedGraph | None = None
 ) -> Compiled:
@@ -129,8 +139,7 @@ class _WatchedRuns:
         if self.placed_for is not self.runs:
             self.placed_for, self.placed = self.runs, ()
             if self.runs.layout.runs:
-                self.scope.arena = self.scope.arena or Arena(device)
-                self.placed = self.scope.arena.placed(self.runs.layout)
+                self.placed = arena_of(self.scope, device).placed(self.runs.layout)
         return self.placed[place] if place < len(self.placed) else None
 
     def look(self, run: WaitingRun, own: Iterable[object]) -> None:

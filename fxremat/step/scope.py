@@ -23,7 +23,6 @@ from fxremat.compat.backward import when_freed
 from fxremat.compat.dynamo import compilations
 from fxremat.core.step import Order, in_order, last_first
 from fxremat.errors import PromiseBroken
-from fxremat.memory.arena import Arena
 from fxremat.memory.segments import SharedSegments
 from fxremat.memory.storages import Storages, saved_storages, storages_of, with_gradients
 from fxremat.memory.watched_steps import StepWatch
@@ -179,7 +178,7 @@ class Recorded:
     holds: bool = False
 
 
-@dataclass
+@dataclass(eq=False)
 class BudgetScope:
     """The graphs that share one budget, and their runs that wait, in the order they came.
 
@@ -198,7 +197,6 @@ class BudgetScope:
     due: bool = False
     warned: Warned = field(default_factory=Warned)
     segments: SharedSegments = field(default_factory=SharedSegments)
-    arena: Arena | None = None
     watch: StepWatch | None = None
     compiled_again: int = 0
     saved_bytes: int = 0
@@ -243,7 +241,8 @@ class BudgetScope:
     ) -> Storages:
         """Parameters of all graphs with their gradients, and all else that is known of their
         ``models``, unless a graph counts what lies around it itself."""
-        found = with_gradients(_alive(self.parameters.values()), device)
+        found: Storages = {}
+        found |= with_gradients(_alive(self.parameters.values()), device)
         for graph in self.graphs if models else ():
             found |= storages_of(_alive(graph.around), device)
         return {key: size for key, size in found.items() if key not in own}
@@ -352,7 +351,8 @@ class BudgetScope:
             device, budget = promise.device, promise.budget_bytes
             self.watch = StepWatch(device, budget, reserved, self._compilations)
         if not self.waiting and not self.watch.is_over:
-            around, self.saved_bytes = pytree.tree_leaves([each() for each in promise.around]), 0
+            around, self.saved_bytes = [each() for each in promise.around], 0
+            around = pytree.tree_leaves(around)
             resident = with_gradients([*args, *around], promise.device)
             self.watch.begin(sum(resident.values()))
 
